@@ -1,0 +1,52 @@
+# Every target creates what it needs; `make demo` and `make test` run on a fresh machine.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL := -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test test-all test-tpu test-torch lint format clean
+
+demo: .venv/examples.stamp
+	$(BIN)/python examples/word2vec.py
+
+test: .venv/test.stamp .venv/examples.stamp
+	$(BIN)/python -m pytest -n 2 -q
+
+test-all: lint test test-torch test-tpu
+
+# Compared with torch itself. In an environment of its own: torch is large.
+test-torch: .venv-torch/ready.stamp
+	.venv-torch/bin/python -m pytest -m torch -q tests
+
+# Compiled ahead of time for TPUs, without one. In an environment of its own: libtpu.
+test-tpu: .venv-tpu/ready.stamp
+	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 .venv-tpu/bin/python -m pytest -m tpu -q tests
+
+lint: .venv/lint.stamp .venv/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/lint.stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .venv-torch .venv-tpu
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+# One stamp for each extra of pyproject.toml.
+.venv/%.stamp: pyproject.toml | .venv/bin/python
+	$(BIN)/python $(INSTALL) -e '.[$*]'
+	@touch $@
+
+.venv-torch/ready.stamp: pyproject.toml
+	$(PYTHON) -m venv .venv-torch
+	.venv-torch/bin/python $(INSTALL) -e '.[test]' torch==2.13.0
+	@touch $@
+
+.venv-tpu/ready.stamp: pyproject.toml
+	$(PYTHON) -m venv .venv-tpu
+	.venv-tpu/bin/python $(INSTALL) -e '.[test]' 'jax[tpu]'
+	@touch $@

@@ -1,0 +1,16 @@
+"""Sparse and masked tensors for JAX."""
+
+from jmask._adagrad import adagrad as adagrad
+from jmask._adam import adam as adam
+from jmask._apply import apply_gradients as apply_gradients
+from jmask._apply import apply_updates as apply_updates
+from jmask._apply import densify as densify
+from jmask._fallback import StorageFallbackWarning as StorageFallbackWarning
+from jmask._fallback import strict as strict
+from jmask._lazy import lazy as lazy
+from jmask._row_sparse import RowSparse as RowSparse
+from jmask._sgd import sgd as sgd
+from jmask._value_and_grad import grad as grad
+from jmask._value_and_grad import value_and_grad as value_and_grad
+
+__version__ = "0.1.0"

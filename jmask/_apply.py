@@ -1,0 +1,109 @@
+"""Putting gradients and updates to use: `densify`, `apply_updates`, `apply_gradients`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jmask._parameters import check_gradient
+from jmask._row_sparse import add_to_dense, is_row_sparse
+
+
+def densify() -> optax.GradientTransformation:
+    """A transformation that makes row-sparse gradients dense: zero semantics.
+
+    Chained before an optimizer it gives exactly what the optimizer does with the dense
+    gradient of `jax.grad` (MXNet's `lazy_update=False`): momentum and weight decay act on
+    every row. It costs O(table).
+
+    Example:
+        >>> import jax.numpy as jnp, optax, jmask
+        >>> tx = optax.chain(jmask.densify(), optax.sgd(1.0))
+        >>> params = jnp.ones((3, 1))
+        >>> grads = jmask.RowSparse([1, 1], jnp.ones((2, 1)), (3, 1))
+        >>> updates, _ = tx.update(grads, tx.init(params))
+        >>> updates.ravel()
+        Array([-0., -2., -0.], dtype=float32)
+    """
+
+    def update(updates, state, params=None):
+        if params is not None:
+            check_gradient(updates, params)
+        dense = jax.tree.map(
+            lambda g: g.todense() if is_row_sparse(g) else g,
+            updates,
+            is_leaf=is_row_sparse,
+        )
+        return dense, state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
+    """`optax.apply_updates` for trees that may hold `RowSparse` updates.
+
+    Stock `optax.apply_updates` does the same. This one also checks shapes by name, and
+    takes trees that optax's tree mapping does not.
+
+    Args:
+        params: a tree of arrays; None leaves are kept.
+        updates: updates of the same structure; a None update leaves its parameter alone.
+
+    Returns:
+        The updated parameters, dtypes kept.
+
+    Raises:
+        ValueError: if a row-sparse update does not fit its parameter.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> u = jmask.RowSparse([1], jnp.array([0.5]), (3,))
+        >>> jmask.apply_updates({"t": jnp.ones(3)}, {"t": u})
+        {'t': Array([1. , 1.5, 1. ], dtype=float32)}
+    """
+    check_gradient(updates, params)
+
+    def apply(update: Any, param: Any) -> Any:
+        if update is None or param is None:
+            return param
+        if is_row_sparse(update):
+            return add_to_dense(param, update)
+        param = jnp.asarray(param)
+        return jnp.asarray(param + update).astype(param.dtype)
+
+    return jax.tree.map(
+        apply, updates, params, is_leaf=lambda x: x is None or is_row_sparse(x)
+    )
+
+
+def apply_gradients(
+    tx: optax.GradientTransformation,
+    grads: optax.Updates,
+    opt_state: optax.OptState,
+    params: optax.Params,
+    **extra_args: Any,
+) -> tuple[optax.Params, optax.OptState]:
+    """One optimizer step: `tx.update` and `apply_updates`.
+
+    Args:
+        tx: a transformation, for example `jmask.lazy(optax.adam(1e-3))`.
+        grads: gradients as from `jmask.grad`.
+        opt_state: the state of `tx`.
+        params: the parameters.
+        **extra_args: passed on to `tx.update`.
+
+    Returns:
+        The new parameters and the new state.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> tx, params = jmask.sgd(0.5), jnp.ones((3, 1))
+        >>> grads = jmask.RowSparse([1], jnp.ones((1, 1)), (3, 1))
+        >>> params, state = jmask.apply_gradients(tx, grads, tx.init(params), params)
+        >>> params.ravel()
+        Array([1. , 0.5, 1. ], dtype=float32)
+    """
+    tx = optax.with_extra_args_support(tx)
+    updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
+    return apply_updates(params, updates), opt_state

@@ -1,0 +1,307 @@
+"""Rules of the gradient program for equations that hold jaxprs.
+
+| equation                        | becomes                                               |
+|---------------------------------|-------------------------------------------------------|
+| jit, custom_jvp/vjp, closed call | its equations, in line                               |
+| remat                           | the same behind an optimization barrier, so that what |
+|                                 | is recomputed is not merged with the forward pass     |
+| scan with a table cotangent     | the rows of every iteration stacked as an output; the |
+| in the carry                    | table leaves the carry                                |
+| cond                            | every branch padded to one capacity                   |
+
+scan and cond must know what their bodies return before they are built: the body is first
+traced for its outputs alone, with warnings muted.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
+
+from jmask._cotangents import Rows, refuse, trial
+from jmask._fallback import muted
+from jmask._gradient_program import Interpreter, Rule
+from jmask._row_pattern import Entries
+
+_ROW_MAKERS = ("scatter-add", "dynamic_update_slice", "pad")
+
+
+def _makes_rows(jaxpr: Jaxpr) -> bool:
+    return any(
+        eqn.primitive.name in _ROW_MAKERS
+        or any(_makes_rows(inner) for inner in jaxprs_in_params(eqn.params))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _nothing_to_do(jaxpr: Jaxpr, inputs: Sequence[Any]) -> bool:
+    return not _makes_rows(jaxpr) and not any(isinstance(x, Rows) for x in inputs)
+
+
+def _called(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]]:
+    """The jaxpr a call-like equation runs, and its constants."""
+    called = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+    return (
+        (called.jaxpr, called.consts)
+        if isinstance(called, ClosedJaxpr)
+        else (called, ())
+    )
+
+
+# --- calls -------------------------------------------------------------------------------
+
+
+def _call_demand(eqn, wanted, interpreter: Interpreter, _):
+    jaxpr, _ = _called(eqn)
+    return interpreter.demand(jaxpr, wanted).of(jaxpr.invars)
+
+
+def _call(eqn, inputs, wanted, interpreter: Interpreter):
+    jaxpr, consts = _called(eqn)
+    if _nothing_to_do(jaxpr, inputs):
+        return None
+    return interpreter.run(jaxpr, consts, inputs, wanted)
+
+
+def _remat(eqn, inputs, wanted, interpreter: Interpreter):
+    jaxpr, consts = _called(eqn)
+    if _nothing_to_do(jaxpr, inputs):
+        return None
+    if eqn.params["prevent_cse"] and eqn.params["differentiated"]:
+        arrays = {i: x for i, x in enumerate(inputs) if isinstance(x, jax.Array)}
+        arrays = jax.lax.optimization_barrier(arrays)
+        inputs = [arrays.get(i, x) for i, x in enumerate(inputs)]
+    return interpreter.run(jaxpr, consts, inputs, wanted)
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, Rows) and x.is_zero
+
+
+# --- scan --------------------------------------------------------------------------------
+
+
+class _Carry:
+    """The identity of one scan carry."""
+
+
+def _scan_demand(eqn, wanted, interpreter: Interpreter, _):
+    jaxpr = eqn.params["jaxpr"].jaxpr
+    first, count = eqn.params["num_consts"], eqn.params["num_carry"]
+    carry = list(wanted[:count])
+    scanned = [False] * (len(jaxpr.outvars) - count)
+    while True:
+        inputs = interpreter.demand(jaxpr, carry + scanned).of(jaxpr.invars)
+        # A carry is only kept sparse if it is so all the way around the loop.
+        around = [a and b for a, b in zip(carry, inputs[first:], strict=False)]
+        if around == carry:
+            break
+        carry = around
+    others = [False] * (len(eqn.invars) - first - count)
+    return [False] * first + carry + others
+
+
+def _scan(eqn, inputs, wanted, interpreter: Interpreter):
+    body = eqn.params["jaxpr"]
+    first, count = eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, init = inputs[:first], list(inputs[first : first + count])
+    scanned_in = [interpreter.dense(x, eqn) for x in inputs[first + count :]]
+    carry_wanted = _scan_demand(eqn, wanted, interpreter, None)[first:]
+    keys = {
+        i: _Carry()
+        for i, x in enumerate(init)
+        if isinstance(x, Rows) and carry_wanted[i]
+    }
+    if not keys or _nothing_to_do(body.jaxpr, [x for x in init if not _is_zero(x)]):
+        return None
+    consts = [interpreter.dense(x, eqn) for x in consts]
+    loop = _Loop(eqn, interpreter, consts, init, list(wanted[:count]))
+    with muted():
+        keys = loop.additive(keys, scanned_in)
+    carry, (scanned, parts) = jax.lax.scan(
+        loop.step(keys),
+        loop.dense_init(keys),
+        scanned_in,
+        length=eqn.params["length"],
+        reverse=eqn.params["reverse"],
+        unroll=eqn.params["unroll"],
+    )
+    dense_carry = iter(carry)
+    totals = [
+        _with_stacked(x, parts[i]) if i in keys else next(dense_carry)
+        for i, x in enumerate(init)
+    ]
+    return [*totals, *scanned]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """A scan equation, to be run without the carries that only collect rows."""
+
+    eqn: JaxprEqn
+    interpreter: Interpreter
+    consts: Sequence[Any]
+    init: Sequence[Any]
+    carry_wanted: list[bool]
+
+    def additive(
+        self, keys: dict[int, _Carry], scanned: Sequence[Any]
+    ) -> dict[int, _Carry]:
+        """The carries among `keys` to which the body does nothing but add rows."""
+        one = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in scanned]
+        while keys:
+            with trial() as refused:
+                jax.eval_shape(self.step(keys), self.dense_init(keys), one)
+            if refused.isdisjoint(keys.values()):
+                break
+            keys = {i: key for i, key in keys.items() if key not in refused}
+        return keys
+
+    def dense_init(self, keys: dict[int, _Carry]) -> list[Any]:
+        """The initial values of the carries that stay."""
+        return [
+            self.interpreter.dense(x, self.eqn)
+            for i, x in enumerate(self.init)
+            if i not in keys
+        ]
+
+    def step(self, keys: dict[int, _Carry]) -> Callable[..., Any]:
+        """The body without the carries in `keys`, whose rows are an output instead."""
+        body = self.eqn.params["jaxpr"]
+        others = len(body.jaxpr.outvars) - len(self.init)
+        wanted = self.carry_wanted + [False] * others
+
+        def step(dense_carry: list[Any], scanned: list[Any]) -> Any:
+            remaining = iter(dense_carry)
+            carry = [
+                Rows(x.shape, x.dtype, carry=keys[i]) if i in keys else next(remaining)
+                for i, x in enumerate(self.init)
+            ]
+            outputs = self.interpreter.run(
+                body.jaxpr, body.consts, [*self.consts, *carry, *scanned], wanted
+            )
+            parts = {i: _parts_added_to(key, outputs[i]) for i, key in keys.items()}
+            dense = [
+                self.interpreter.dense(x, self.eqn)
+                for i, x in enumerate(outputs)
+                if i not in keys
+            ]
+            count = len(dense_carry)
+            return dense[:count], (dense[count:], parts)
+
+        return step
+
+
+def _parts_added_to(key: _Carry, output: Any) -> tuple[Entries, ...]:
+    # Rows of slices with fixed bounds are better summed than stacked.
+    additive = isinstance(output, Rows) and output.carry is key
+    if additive and (output.looked_up or not output.parts):
+        return output.parts
+    refuse(key)
+    return ()
+
+
+def _with_stacked(total: Rows, stacked: tuple[Entries, ...]) -> Rows:
+    """`total` with parts whose ids (length, n) and rows (length, n, *row) are stacked."""
+    parts = tuple(
+        (
+            ids.reshape(ids.shape[0] * ids.shape[1]),
+            rows.reshape((ids.shape[0] * ids.shape[1], *rows.shape[2:])),
+        )
+        for ids, rows in stacked
+    )
+    return total.plus(parts, looked_up=True)
+
+
+# --- cond --------------------------------------------------------------------------------
+
+
+def _cond_demand(eqn, wanted, interpreter: Interpreter, _):
+    flags = [
+        interpreter.demand(branch.jaxpr, wanted).of(branch.jaxpr.invars)
+        for branch in eqn.params["branches"]
+    ]
+    return [False] + [any(column) for column in zip(*flags, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Output:
+    """What all branches of a cond return in one place: padded rows, or (None) dense."""
+
+    rows: Rows | None
+    capacity: int = 0
+
+
+def _cond(eqn, inputs, wanted, interpreter: Interpreter):
+    which, *operands = inputs
+    branches = eqn.params["branches"]
+    if all(_nothing_to_do(branch.jaxpr, operands) for branch in branches):
+        return None
+
+    def outputs_of(branch: ClosedJaxpr) -> list[Any]:
+        return interpreter.run(branch.jaxpr, branch.consts, operands, wanted)
+
+    with muted():
+        common = _common_outputs([_trial(outputs_of, branch) for branch in branches])
+
+    def build(branch: ClosedJaxpr) -> Callable[[], list[Any]]:
+        def call() -> list[Any]:
+            return [
+                interpreter.dense(x, eqn)
+                if form.rows is None
+                else x.concatenated(form.capacity)
+                for x, form in zip(outputs_of(branch), common, strict=True)
+            ]
+
+        return call
+
+    results = jax.lax.switch(which, [build(branch) for branch in branches])
+    return [
+        x if form.rows is None else form.rows.plus((x,), form.rows.looked_up)
+        for x, form in zip(results, common, strict=True)
+    ]
+
+
+def _trial(function: Callable[..., list[Any]], branch: ClosedJaxpr) -> list[Any]:
+    """The outputs of a branch, traced for their kinds and capacities only."""
+    seen: list[Any] = []
+
+    def trace() -> None:
+        seen.extend(function(branch))
+
+    jax.eval_shape(trace)
+    return seen
+
+
+def _common_outputs(branches: list[list[Any]]) -> list[_Output]:
+    forms = []
+    for outputs in zip(*branches, strict=True):
+        if not all(isinstance(x, Rows) for x in outputs) or any(
+            x.carry is not outputs[0].carry for x in outputs
+        ):
+            forms.append(_Output(None))
+            continue
+        looked_up = any(x.looked_up for x in outputs)
+        rows = dataclasses.replace(outputs[0], parts=(), looked_up=looked_up)
+        forms.append(_Output(rows, max(x.capacity for x in outputs)))
+    return forms
+
+
+CONTROL_FLOW_RULES: dict[str, Rule] = {
+    "scan": Rule(_scan_demand, _scan),
+    "cond": Rule(_cond_demand, _cond),
+    "remat2": Rule(_call_demand, _remat),
+    "checkpoint": Rule(_call_demand, _remat),
+} | {
+    name: Rule(_call_demand, _call)
+    for name in (
+        "jit",
+        "pjit",
+        "closed_call",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+    )
+}

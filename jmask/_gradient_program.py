@@ -1,0 +1,161 @@
+"""Interpreting a gradient program so that table gradients come out row-sparse.
+
+The jaxpr of `jax.value_and_grad(f)` is run equation by equation with `Rows` as one more
+kind of value. Two passes:
+
+1. **Demand**, backwards: which variables flow into the gradients through linear rules
+   only. Only there are row updates kept symbolic, so a scatter-add that belongs to the
+   model itself is left alone, and what nothing needs is not run.
+2. **Interpretation**, forwards: a rule for the primitive where a demanded variable is
+   made, the ordinary primitive everywhere else. A primitive with no rule gets dense
+   inputs, and a warning where that costs a table.
+
+    a = broadcast_in_dim 0.0      demanded            Rows(parts=())
+    b = scatter-add a ids ct      demanded            Rows(parts=((ids, ct),))
+    c = add_any b d               demanded            Rows, parts of b and d
+    e = cos x                     not demanded        cos(x)
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jax.extend import source_info_util
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from jmask._cotangents import Filled, Rows
+from jmask._fallback import report_fallback
+
+# The user's line in a fallback warning must not be a line of this library.
+source_info_util.register_exclusion(str(Path(__file__).parent))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How one primitive treats demanded variables.
+
+    Attributes:
+        demand: (eqn, wanted outputs, interpreter, definitions) -> wanted inputs, as
+            flags; `definitions` maps a variable to the equation that made it.
+        apply: (eqn, inputs, wanted outputs, interpreter) -> outputs, or None to run the
+            primitive on dense inputs.
+    """
+
+    demand: Callable[..., Sequence[bool]]
+    apply: Callable[..., list[Any] | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Demand:
+    """Result of the backward pass over one jaxpr.
+
+    Attributes:
+        wanted: the variables that reach a wanted output through linear rules only.
+        live: the equations whose result is used or that have an effect.
+    """
+
+    wanted: set[Var]
+    live: set[int]
+
+    def of(self, variables: Sequence[Any]) -> list[bool]:
+        return [not isinstance(v, Literal) and v in self.wanted for v in variables]
+
+
+class Interpreter:
+    """Runs jaxprs by a table of rules, one rule for each primitive name."""
+
+    def __init__(self, rules: dict[str, Rule]):
+        self.rules = rules
+
+    def demand(self, jaxpr: Jaxpr, wanted_outputs: Sequence[bool]) -> Demand:
+        """The backward pass: what is wanted and what is live in `jaxpr`."""
+        outputs = [v for v in jaxpr.outvars if not isinstance(v, Literal)]
+        wanted = {
+            v
+            for v, is_wanted in zip(jaxpr.outvars, wanted_outputs, strict=True)
+            if is_wanted and not isinstance(v, Literal)
+        }
+        used, live = set(outputs), set()
+        definitions = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        result = Demand(wanted, live)
+        for number, eqn in reversed(list(enumerate(jaxpr.eqns))):
+            if not (eqn.effects or any(v in used for v in eqn.outvars)):
+                continue
+            live.add(number)
+            inputs = [v for v in eqn.invars if not isinstance(v, Literal)]
+            used.update(inputs)
+            outputs_wanted = result.of(eqn.outvars)
+            rule = self.rules.get(eqn.primitive.name)
+            if rule is None or not any(outputs_wanted):
+                continue
+            flags = rule.demand(eqn, outputs_wanted, self, definitions)
+            wanted.update(
+                v
+                for v, flag in zip(eqn.invars, flags, strict=True)
+                if flag and not isinstance(v, Literal)
+            )
+        return result
+
+    def run(
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[Any],
+        inputs: Sequence[Any],
+        wanted_outputs: Sequence[bool],
+    ) -> list[Any]:
+        """The forward pass: outputs of `jaxpr`, the wanted ones possibly symbolic."""
+        demand = self.demand(jaxpr, wanted_outputs)
+        values: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        values.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(v: Any) -> Any:
+            return v.val if isinstance(v, Literal) else values[v]
+
+        for number, eqn in enumerate(jaxpr.eqns):
+            if number not in demand.live:
+                continue
+            arguments = [read(v) for v in eqn.invars]
+            stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+            traceback = eqn.source_info.traceback
+            with (
+                source_info_util.user_context(traceback, name_stack=stack),
+                eqn.ctx.manager,
+            ):
+                outputs = self._run_equation(eqn, arguments, demand.of(eqn.outvars))
+            values.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _run_equation(
+        self, eqn: JaxprEqn, arguments: list[Any], wanted: list[bool]
+    ) -> list[Any]:
+        rule = self.rules.get(eqn.primitive.name)
+        if rule is not None and any(wanted):
+            outputs = rule.apply(eqn, arguments, wanted, self)
+            if outputs is not None:
+                return outputs
+        arguments = [self.dense(x, eqn) for x in arguments]
+        outputs = eqn.primitive.bind(
+            *arguments, **eqn.primitive.get_bind_params(eqn.params)
+        )
+        return list(outputs) if eqn.primitive.multiple_results else [outputs]
+
+    @staticmethod
+    def dense(value: Any, eqn: JaxprEqn) -> Any:
+        """`value` as an array; the equation that needs it so is named in a warning."""
+        if not isinstance(value, Rows | Filled):
+            return value
+        if isinstance(value, Rows) and value.looked_up:
+            report_dense(value, eqn, f"`{eqn.primitive.name}` has no row-sparse form")
+        return value.todense()
+
+
+def report_dense(value: Rows, eqn: JaxprEqn, reason: str) -> None:
+    """Say that a row-sparse gradient became dense, why, and at which line of user code."""
+    place = re.match(r"(.+?):(\d+)", source_info_util.summarize(eqn.source_info))
+    report_fallback(
+        f"the gradient of a {value.dtype}{list(value.shape)} table became dense, at "
+        f"O(table) cost in each step: {reason}",
+        (place[1], int(place[2])) if place else None,
+    )

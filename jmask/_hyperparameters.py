@@ -1,0 +1,93 @@
+"""Hyperparameters of the named optimizers: checks, schedules, and shared arithmetic.
+
+A hyperparameter may be a Python number, which is checked at once, or an array, possibly
+traced (`optax.inject_hyperparams`), whose value cannot be looked at.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Refuse a Python number that is not > 0 and finite; arrays and schedules pass."""
+    if isinstance(value, int | float) and not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"`{name}` must be positive and finite, got {value}.")
+
+
+def check_not_negative(name: str, value: Any) -> None:
+    """Refuse a Python number that is not >= 0 and finite; arrays pass."""
+    if isinstance(value, int | float) and not (value >= 0 and math.isfinite(value)):
+        raise ValueError(f"`{name}` must be non-negative and finite, got {value}.")
+
+
+def check_fraction(name: str, value: Any) -> None:
+    """Refuse a Python number outside [0, 1); arrays pass."""
+    if isinstance(value, int | float) and not 0 <= value < 1:
+        raise ValueError(f"`{name}` must be in [0, 1), got {value}.")
+
+
+def check_epsilons(eps: Any, eps_root: Any) -> None:
+    """Refuse negative epsilons, and both being zero: a zero gradient would divide 0 by 0."""
+    check_not_negative("eps", eps)
+    check_not_negative("eps_root", eps_root)
+    if is_zero(eps) and is_zero(eps_root):
+        raise ValueError(
+            f"one of `eps` and `eps_root` must be positive, got {eps} and {eps_root}."
+        )
+
+
+def check_common(
+    learning_rate: Any, weight_decay: Any, clip_gradient: Any, rescale_grad: Any
+) -> None:
+    """Check what all named optimizers take."""
+    check_positive("learning_rate", learning_rate)
+    check_not_negative("weight_decay", weight_decay)
+    if clip_gradient is not None:
+        check_positive("clip_gradient", clip_gradient)
+    if isinstance(rescale_grad, int | float) and not math.isfinite(rescale_grad):
+        raise ValueError(f"`rescale_grad` must be finite, got {rescale_grad}.")
+
+
+def is_zero(value: Any) -> bool:
+    """Whether a hyperparameter is known to be 0, so that its term can be left out."""
+    return isinstance(value, int | float) and value == 0
+
+
+def rate(learning_rate: optax.ScalarOrSchedule, count: jax.Array) -> Any:
+    """The learning rate of step `count` (from 0)."""
+    return learning_rate(count) if callable(learning_rate) else learning_rate
+
+
+def bias_correction(decay: Any, step: jax.Array) -> jax.Array:
+    """1 - decay**step, without the cancellation that costs float32 its digits.
+
+    For decay = 0.999 and step = 1, `1 - decay**step` in float32 is off by 3e-5.
+    """
+    if is_zero(decay):
+        return jnp.ones(())
+    known = isinstance(decay, int | float)
+    log_decay = math.log(decay) if known else jnp.log(decay)
+    return -jnp.expm1(step * log_decay)
+
+
+def rescaled(gradient: jax.Array, rescale_grad: Any, maximize: bool) -> jax.Array:
+    """The gradient times `rescale_grad`, its sign turned to maximize."""
+    if maximize:
+        gradient = -gradient
+    if isinstance(rescale_grad, int | float) and rescale_grad == 1:
+        return gradient
+    return gradient * rescale_grad
+
+
+def clipped(gradient: jax.Array, bound: Any) -> jax.Array:
+    """The gradient clipped to [-bound, bound] entry by entry; None does not clip."""
+    return gradient if bound is None else jnp.clip(gradient, -bound, bound)
+
+
+def decayed(gradient: jax.Array, param: jax.Array, weight_decay: Any) -> jax.Array:
+    """The gradient of the loss plus (weight_decay / 2) * |param|**2."""
+    return gradient if is_zero(weight_decay) else gradient + weight_decay * param

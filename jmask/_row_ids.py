@@ -1,0 +1,116 @@
+"""Row ids: canonical form, and the opaque form in which they travel through pytrees.
+
+**Canonical form.** For a table of V rows an id is valid when 0 <= id < V. Every other id
+is padding and is written as V, so that dropping out-of-range scatters drops it and -1
+never wraps to the last row:
+
+    canonical([2, -1, 0, 9], V=5)  ->  [2, 5, 0, 5]
+
+**Opaque form.** Optimizers map arithmetic over the leaves of a gradient. On ids that
+would be silent corruption: `optax.clip(1.)` turns the ids [1, 7] into [1, 1], a step-size
+schedule turns them into zeros of a valid dtype. So the leaf of a `RowSparse` that holds
+ids has an extended dtype, `key<jmask.lazy>`: jit, vmap, scan, cond, donation and
+sharding carry it, arithmetic on it is a TypeError that names the way out. It costs
+nothing: in the compiled program it is the plain integer array.
+
+The payload is id + 1, so that `zeros_like`, the one operation that can make such a leaf
+from nothing, yields padding and not row 0.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.random import define_prng_impl
+
+INT32_MAX = np.iinfo(np.int32).max
+
+
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    raise TypeError(
+        "row ids of a jmask.RowSparse are not random keys and not numbers: wrap the "
+        "optax transformation in jmask.lazy(...), or use `.indices` and `.values`."
+    )
+
+
+def _opaque_dtype(words: int) -> Any:
+    # JAX's only public way to an extended dtype is a PRNG implementation. The tag is
+    # what error messages print: "multiply does not accept dtypes key<jmask.lazy>".
+    return define_prng_impl(
+        key_shape=(words,),
+        seed=_refuse,
+        split=_refuse,
+        random_bits=_refuse,
+        fold_in=_refuse,
+        name=f"jmask row ids, {32 * words} bit",
+        tag="jmask.lazy",
+    )
+
+
+_IMPLEMENTATIONS = {4: _opaque_dtype(1), 8: _opaque_dtype(2)}
+
+
+def hide(ids: jax.Array) -> jax.Array:
+    """Integer ids (...,) -> the opaque leaf of the same shape."""
+    words = jax.lax.bitcast_convert_type(ids + 1, jnp.uint32)
+    if ids.dtype.itemsize == 4:
+        words = words[..., None]
+    return jax.random.wrap_key_data(words, impl=_IMPLEMENTATIONS[ids.dtype.itemsize])
+
+
+def reveal(leaf: Any) -> Any:
+    """The opaque leaf (...,) -> its integer ids; shapes go in and come out as shapes."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        dtype = jax.eval_shape(_reveal_array, leaf).dtype
+        return jax.ShapeDtypeStruct(leaf.shape, dtype)
+    return _reveal_array(leaf)
+
+
+def _reveal_array(leaf: jax.Array) -> jax.Array:
+    words = jax.random.key_data(leaf)
+    if words.shape[-1] == 1:
+        return jax.lax.bitcast_convert_type(words[..., 0], jnp.int32) - 1
+    return jax.lax.bitcast_convert_type(words, jnp.int64) - 1
+
+
+def is_opaque(leaf: Any) -> bool:
+    """Whether a pytree leaf is ids in opaque form (or the shape of such)."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def id_dtype(rows: int) -> np.dtype:
+    """The integer dtype that holds the ids and the padding of a table of `rows` rows.
+
+    Raises:
+        ValueError: if that is int64 and 64-bit types are disabled in JAX.
+    """
+    if rows <= INT32_MAX:
+        return np.dtype(np.int32)
+    if not jax.config.read("jax_enable_x64"):
+        raise ValueError(
+            f"a table of {rows} rows needs int64 row ids, and JAX has 64-bit types "
+            "disabled: set jax.config.update('jax_enable_x64', True), or shard the table."
+        )
+    return np.dtype(np.int64)
+
+
+def canonical(ids: jax.Array, rows: int) -> jax.Array:
+    """Integer ids of any dtype -> ids in `id_dtype(rows)`, those out of range = `rows`."""
+    ids = widen(ids, rows)
+    return jnp.where((ids < 0) | (ids >= rows), jnp.asarray(rows, ids.dtype), ids)
+
+
+def widen(ids: jax.Array, rows: int) -> jax.Array:
+    """Integer ids of any dtype -> `id_dtype(rows)`; what does not fit becomes padding.
+
+    Unlike a plain cast this never wraps an id onto another row: 2**32 + 3 is not row 3.
+    """
+    dtype = id_dtype(rows)
+    limits = jnp.iinfo(ids.dtype)
+    if limits.max > np.iinfo(dtype).max:
+        ids = jnp.where(ids > np.array(rows, ids.dtype), np.array(rows, ids.dtype), ids)
+    if limits.min < np.iinfo(dtype).min:
+        ids = jnp.where(ids < 0, np.array(-1, ids.dtype), ids)
+    return ids.astype(dtype)

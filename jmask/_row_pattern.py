@@ -1,0 +1,104 @@
+"""Which updates of a zero array write whole rows of it, and which rows.
+
+The transpose of a lookup `t[ids]` is an equation that writes cotangents into zeros of the
+table's shape. It is a *row pattern* when it writes whole rows and addresses them by their
+position in dimension 0:
+
+    scatter-add(zeros(V, D), ids (3, 1), ct (3, D))         3 rows, at ids
+    scatter-add(zeros(V, D), ids (3, 2), ct (3, 1, D))      the same, CLIP mode only: the
+                                                            window is as wide as the row,
+                                                            so its second start clips to 0
+    dynamic_update_slice(zeros(V, D), ct (k, D), (i, _))    k rows, from clip(i)
+    pad(ct (k, D), (low, high), (0, 0))                     k rows, from low
+
+Out-of-range ids do exactly what they do in the dense gradient: CLIP clamps them, every
+other mode drops them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jmask._row_ids import canonical, id_dtype, widen
+
+Entries = tuple[jax.Array, jax.Array]
+"""Canonical ids (n,) and the rows to be added there (n, *row)."""
+
+
+def scatter_add_rows(
+    eqn: JaxprEqn, indices: jax.Array, updates: jax.Array
+) -> Entries | None:
+    """The rows that a `scatter-add` equation adds, or None if it is not a row pattern.
+
+    Args:
+        eqn: the equation; its operand has shape (V, *row).
+        indices (..., k): the start indices.
+        updates: the values added.
+    """
+    numbers = eqn.params["dimension_numbers"]
+    shape = eqn.outvars[0].aval.shape
+    clips = eqn.params["mode"] == lax.GatherScatterMode.CLIP
+    addressed = numbers.scatter_dims_to_operand_dims
+    if (
+        numbers.operand_batching_dims
+        or 0 not in addressed
+        or numbers.inserted_window_dims not in ((), (0,))
+        or (addressed != (0,) and not clips)
+    ):
+        return None
+    window_dims = numbers.update_window_dims
+    batch_dims = [d for d in range(updates.ndim) if d not in window_dims]
+    window = tuple(updates.shape[d] for d in window_dims)
+    if numbers.inserted_window_dims:
+        window = (1, *window)
+    if window[1:] != shape[1:]:
+        return None
+    length = window[0]
+    rows = lax.transpose(updates, [*batch_dims, *window_dims])
+    starts = indices[..., addressed.index(0)].reshape(-1)
+    # The number of starts is given, not inferred with -1: rows may have no entries.
+    rows = rows.reshape((starts.shape[0] * length, *shape[1:]))
+    return _window_ids(starts, length, shape[0], clips), rows
+
+
+def dynamic_update_rows(
+    eqn: JaxprEqn, update: jax.Array, starts: Sequence[Any]
+) -> Entries | None:
+    """The rows that `dynamic_update_slice` writes, or None if not whole rows."""
+    shape = eqn.outvars[0].aval.shape
+    if update.shape[1:] != shape[1:]:
+        return None
+    start = jnp.asarray(starts[0]).reshape(1)
+    return _window_ids(start, update.shape[0], shape[0], clips=True), update
+
+
+def padded_rows(eqn: JaxprEqn, operand: jax.Array) -> Entries | None:
+    """The rows that `pad` places among zeros, or None if it does more than that."""
+    (low, high, interior), *others = eqn.params["padding_config"]
+    if low < 0 or high < 0 or interior or any(any(config) for config in others):
+        return None
+    rows = eqn.outvars[0].aval.shape[0]
+    ids = np.arange(low, low + operand.shape[0], dtype=id_dtype(rows))
+    return jnp.asarray(ids), operand
+
+
+def _window_ids(
+    starts: jax.Array, length: int, rows: int, clips: bool
+) -> jax.Array:
+    """Ids (m * length,) of windows of `length` rows at `starts` (m,)."""
+    last = rows - length
+    starts = widen(starts, rows)
+    if clips:
+        starts = jnp.clip(starts, 0, last)
+    elif length == 1:
+        return canonical(starts, rows)
+    else:  # a window that does not fit is dropped whole
+        starts = jnp.where((starts < 0) | (starts > last), rows, starts)
+    offsets = np.arange(length, dtype=starts.dtype)
+    ids = starts[:, None] + offsets
+    return canonical(ids.reshape(-1), rows)

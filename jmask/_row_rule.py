@@ -1,0 +1,103 @@
+"""An optimizer as a row rule: elementwise arithmetic on a gradient, a parameter and slots.
+
+    rule(grad, param, *slots, *scalars) -> (step, *slots)        param becomes param + step
+
+`slots` are arrays of the parameter's shape kept from step to step (momentum, sums of
+squares), `scalars` what changes with the step count alone. The same rule serves dense
+parameters and, lifted by `lazy`, the touched rows of a table:
+
+    RowRule(slots={"momentum": 0.0},
+            scalars=lambda count: (),
+            rule=lambda g, p, m: (-(0.9 * m + g), 0.9 * m + g))
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jmask._apply import densify
+from jmask._lazy import lazy
+from jmask._parameters import check_gradient, check_parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class RowRule:
+    """An optimizer's arithmetic.
+
+    Attributes:
+        slots: initial value of each slot, by its name in the state.
+        scalars: count of steps done (int32 scalar) -> the scalars of the rule.
+        rule: (grad, param, *slots, *scalars) -> (step, *slots), elementwise.
+        needs_param: whether `param` is used; otherwise it may be None.
+    """
+
+    slots: Mapping[str, Any]
+    scalars: Callable[[jax.Array], tuple[Any, ...]]
+    rule: Callable[..., tuple[Any, ...]]
+    needs_param: bool
+
+
+def optimizer(
+    rule: RowRule, state_type: Callable[..., Any], lazy_update: bool
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation that follows a rule.
+
+    Args:
+        rule: the arithmetic.
+        state_type: a named tuple of `count` and the slots, in the rule's order.
+        lazy_update: touch only the rows of row-sparse gradients; otherwise they are made
+            dense first. The state is the same, so a run can switch.
+    """
+    dense = _dense_optimizer(rule, state_type)
+    if lazy_update:
+        return lazy(dense)
+    to_dense = densify()
+
+    def update(updates, state, params=None, **extra_args):
+        updates, _ = to_dense.update(updates, to_dense.init(params), params)
+        return dense.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(dense.init, update)
+
+
+def _dense_optimizer(
+    rule: RowRule, state_type: Callable[..., Any]
+) -> optax.GradientTransformationExtraArgs:
+    def init(params):
+        check_parameters(params)
+        slots = [
+            jax.tree.map(lambda p, fill=fill: jnp.full_like(p, fill), params)
+            for fill in rule.slots.values()
+        ]
+        return state_type(jnp.zeros((), jnp.int32), *slots)
+
+    def update(updates, state, params=None, **extra_args):
+        del extra_args
+        if params is None and rule.needs_param:
+            raise ValueError(
+                "`params` must be given to update(): weight decay depends on them."
+            )
+        if params is not None:
+            check_gradient(updates, params)
+        gradients, structure = jax.tree.flatten(updates)
+        if params is None:
+            columns = [[None] * len(gradients)]
+        else:
+            columns = [structure.flatten_up_to(params)]
+        columns += [structure.flatten_up_to(slot) for slot in state[1:]]
+        scalars = rule.scalars(state.count)
+        results = [
+            rule.rule(*leaves, *scalars)
+            for leaves in zip(gradients, *columns, strict=True)
+        ]
+        steps, *slots = (
+            structure.unflatten([result[i] for result in results])
+            for i in range(1 + len(rule.slots))
+        )
+        return steps, state_type(optax.safe_increment(state.count), *slots)
+
+    return optax.GradientTransformationExtraArgs(init, update)

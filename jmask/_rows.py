@@ -1,0 +1,89 @@
+"""Reading and writing a few rows of a large array: the only scatters in jmask.
+
+With `ids` in canonical form (padding = number of rows) and T of shape (V, *row):
+
+    gather_rows(T, ids)      (n, *row): T[ids]; padding reads some valid row
+    set_rows(T, ids, rows)   T with T[ids] = rows; padding writes nothing
+    add_rows(T, ids, rows)   T with T[ids] += rows; padding writes nothing
+
+A padding id reads an existing row, not zeros: arithmetic on what it reads is then the
+arithmetic of an ordinary row, so it cannot raise a division by zero that no row has.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_CLIP = lax.GatherScatterMode.CLIP
+_DROP = lax.GatherScatterMode.FILL_OR_DROP
+
+
+def gather_rows(
+    table: jax.Array, ids: jax.Array, *, coalesced: bool = False
+) -> jax.Array:
+    """Rows `table[ids]` (n, *row); padding ids read an arbitrary existing row.
+
+    Args:
+        table (V, *row): any array with at least one row.
+        ids (n,): canonical ids.
+        coalesced: the ids are sorted and, padding apart, unique.
+    """
+    if table.shape[0] == 0:
+        return jnp.zeros((ids.shape[0], *table.shape[1:]), table.dtype)
+    dimensions = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(1, table.ndim)),
+        collapsed_slice_dims=(0,),
+        start_index_map=(0,),
+    )
+    return lax.gather(
+        table,
+        ids[:, None],
+        dimensions,
+        slice_sizes=(1, *table.shape[1:]),
+        indices_are_sorted=coalesced,
+        mode=_CLIP,
+    )
+
+
+def set_rows(
+    table: jax.Array, ids: jax.Array, rows: jax.Array, *, coalesced: bool
+) -> jax.Array:
+    """`table` with `table[ids] = rows`, in place when the table's buffer may be reused."""
+    return _write(lax.scatter, table, ids, rows, coalesced)
+
+
+def add_rows(
+    table: jax.Array, ids: jax.Array, rows: jax.Array, *, coalesced: bool
+) -> jax.Array:
+    """`table` with `table[ids] += rows`, duplicates summed, in place when possible."""
+    return _write(lax.scatter_add, table, ids, rows, coalesced)
+
+
+def _write(scatter, table, ids, rows, coalesced):
+    if coalesced:
+        ids, coalesced = _distinct_padding(ids, table.shape[0])
+    dimensions = lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(range(1, table.ndim)),
+        inserted_window_dims=(0,),
+        scatter_dims_to_operand_dims=(0,),
+    )
+    return scatter(
+        table,
+        ids[:, None],
+        rows.astype(table.dtype),
+        dimensions,
+        indices_are_sorted=coalesced,
+        unique_indices=coalesced,
+        mode=_DROP,
+    )
+
+
+def _distinct_padding(ids: jax.Array, rows: int) -> tuple[jax.Array, bool]:
+    """Sorted ids with padding V, V, V made V, V+1, V+2: XLA is promised unique ids.
+
+    Returns the ids and whether the promise can be made (V + n must fit the dtype).
+    """
+    if rows + ids.shape[0] > jnp.iinfo(ids.dtype).max:
+        return ids, False
+    position = lax.iota(ids.dtype, ids.shape[0])
+    return jnp.where(ids >= rows, rows + position, ids), True

@@ -1,0 +1,96 @@
+r"""Stochastic gradient descent, with momentum: the numerics of MXNet's SGD.
+
+    g' = clip(rescale_grad * g) + weight_decay * w
+    without momentum     w <- w - lr * g'
+    with momentum mu     m <- mu * m - lr * g',    w <- w + m
+    with nesterov        m as above,               w <- w + mu * m - lr * g'
+
+With lr = 1, mu = 0.5 and g = 1 in two steps, w moves by -1 and then by -1.5.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from jmask import _hyperparameters as hyper
+from jmask._row_rule import RowRule, optimizer
+
+
+class SgdState(NamedTuple):
+    """State of `sgd` without momentum: the number of steps done."""
+
+    count: jax.Array
+
+
+class MomentumState(NamedTuple):
+    """State of `sgd` with momentum; the buffer contains the learning rate."""
+
+    count: jax.Array
+    momentum: Any
+
+
+def sgd(
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: Any = 0.0,
+    nesterov: bool = False,
+    weight_decay: Any = 0.0,
+    clip_gradient: Any = None,
+    rescale_grad: Any = 1.0,
+    lazy_update: bool = True,
+) -> optax.GradientTransformationExtraArgs:
+    """Stochastic gradient descent for dense and row-sparse gradients.
+
+    Args:
+        learning_rate: a positive number, an array, or an optax schedule.
+        momentum: decay of the momentum buffer, in [0, 1).
+        nesterov: look ahead by one momentum step; needs momentum.
+        weight_decay: L2 penalty, added to the gradient after clipping.
+        clip_gradient: clip each entry of the rescaled gradient to [-c, c].
+        rescale_grad: factor on the gradient, before clipping.
+        lazy_update: only rows in a row-sparse gradient decay and move; otherwise all rows
+            do, as with a dense gradient.
+
+    Returns:
+        An optax transformation.
+
+    Raises:
+        ValueError: for a hyperparameter out of range, naming it and its value.
+
+    References:
+        MXNet 1.9, `mx.optimizer.SGD`. The momentum buffer contains the learning rate,
+        which differs from torch and optax when the rate changes during the run.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> tx, table = jmask.sgd(0.5), jnp.ones((3, 1))
+        >>> grads = jmask.RowSparse([2], jnp.ones((1, 1)), (3, 1))
+        >>> updates, state = tx.update(grads, tx.init(table), table)
+        >>> jmask.apply_updates(table, updates).ravel()
+        Array([1. , 1. , 0.5], dtype=float32)
+    """
+    hyper.check_common(learning_rate, weight_decay, clip_gradient, rescale_grad)
+    hyper.check_fraction("momentum", momentum)
+    has_momentum = not hyper.is_zero(momentum)
+    if nesterov and not has_momentum:
+        raise ValueError(f"`nesterov` needs a positive `momentum`, got {momentum}.")
+
+    def scaled_gradient(grad, param, lr):
+        grad = hyper.clipped(hyper.rescaled(grad, rescale_grad, False), clip_gradient)
+        return lr * hyper.decayed(grad, param, weight_decay)
+
+    def plain(grad, param, lr):
+        return (-scaled_gradient(grad, param, lr),)
+
+    def with_momentum(grad, param, buffer, lr):
+        step = scaled_gradient(grad, param, lr)
+        buffer = momentum * buffer - step
+        return (momentum * buffer - step if nesterov else buffer), buffer
+
+    rule = RowRule(
+        slots={"momentum": 0.0} if has_momentum else {},
+        scalars=lambda count: (hyper.rate(learning_rate, count),),
+        rule=with_momentum if has_momentum else plain,
+        needs_param=not hyper.is_zero(weight_decay),
+    )
+    return optimizer(rule, MomentumState if has_momentum else SgdState, lazy_update)
