@@ -1,7 +1,7 @@
 r"""Adagrad as torch computes it; with `eps_root`, as MXNet and optax do.
 
     g' = clip(rescale_grad * g) + weight_decay * w
-    s <- s + g'**2                                       s = initial_accumulator_value at first
+    s <- s + g'**2                         where s = initial_accumulator_value at first
     w <- w - lr / (1 + (t - 1) * lr_decay) * g' / (sqrt(s + eps_root) + eps)
 
 t counts the steps, from 1. In the first step from s = 0, w moves by lr * sign(g).
@@ -20,7 +20,7 @@ from jmask._row_rule import RowRule, optimizer
 class AdagradState(NamedTuple):
     """State of `adagrad`: steps done, and the sum of the squared gradients."""
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # shadows tuple.count, as in optax
     sum_of_squares: Any
 
 

@@ -24,7 +24,7 @@ from jmask._row_rule import RowRule, optimizer
 class AdamState(NamedTuple):
     """State of `adam`: steps done, and the moving averages of gradient and square."""
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # shadows tuple.count, as in optax
     mu: Any
     nu: Any
 

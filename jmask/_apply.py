@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmask._parameters import check_gradient
+from jmask._parameters import check_fits, check_gradient
 from jmask._row_sparse import add_to_dense, is_row_sparse
 
 
@@ -62,17 +62,17 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
         >>> jmask.apply_updates({"t": jnp.ones(3)}, {"t": u})
         {'t': Array([1. , 1.5, 1. ], dtype=float32)}
     """
-    check_gradient(updates, params)
 
-    def apply(update: Any, param: Any) -> Any:
+    def apply(path: Any, update: Any, param: Any) -> Any:
         if update is None or param is None:
             return param
         if is_row_sparse(update):
+            check_fits(path, update, param)
             return add_to_dense(param, update)
         param = jnp.asarray(param)
         return jnp.asarray(param + update).astype(param.dtype)
 
-    return jax.tree.map(
+    return jax.tree.map_with_path(
         apply, updates, params, is_leaf=lambda x: x is None or is_row_sparse(x)
     )
 

@@ -40,9 +40,7 @@ def coalesce_rows(
     return slot_ids, summed.astype(values.dtype)
 
 
-def _unique_slots(
-    ids: jax.Array, slots: int, rows: int
-) -> tuple[jax.Array, jax.Array]:
+def _unique_slots(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.Array]:
     """The sorted unique ids (slots,), and for each entry (n,) the slot it belongs to.
 
     Entries whose id is padding get slot = `slots`, which writes drop.

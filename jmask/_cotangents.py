@@ -27,7 +27,6 @@ from jmask._row_pattern import Entries
 from jmask._row_sparse import RowSparse
 from jmask._rows import add_rows
 
-
 _refused: contextvars.ContextVar[set[object]] = contextvars.ContextVar("refused")
 
 

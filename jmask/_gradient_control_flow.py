@@ -22,7 +22,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 
 from jmask._cotangents import Rows, refuse, trial
 from jmask._fallback import muted
-from jmask._gradient_program import Interpreter, Rule
+from jmask._gradient_program import Flags, Interpreter, Outputs, Rule, Values
+from jmask._jaxprs import CALLS, REMATS, called
 from jmask._row_pattern import Entries
 
 _ROW_MAKERS = ("scatter-add", "dynamic_update_slice", "pad")
@@ -40,33 +41,29 @@ def _nothing_to_do(jaxpr: Jaxpr, inputs: Sequence[Any]) -> bool:
     return not _makes_rows(jaxpr) and not any(isinstance(x, Rows) for x in inputs)
 
 
-def _called(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]]:
-    """The jaxpr a call-like equation runs, and its constants."""
-    called = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-    return (
-        (called.jaxpr, called.consts)
-        if isinstance(called, ClosedJaxpr)
-        else (called, ())
-    )
-
-
 # --- calls -------------------------------------------------------------------------------
 
 
-def _call_demand(eqn, wanted, interpreter: Interpreter, _):
-    jaxpr, _ = _called(eqn)
+def _call_demand(
+    eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any
+) -> list[bool]:
+    jaxpr, _ = called(eqn)
     return interpreter.demand(jaxpr, wanted).of(jaxpr.invars)
 
 
-def _call(eqn, inputs, wanted, interpreter: Interpreter):
-    jaxpr, consts = _called(eqn)
+def _call(
+    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
+) -> Outputs:
+    jaxpr, consts = called(eqn)
     if _nothing_to_do(jaxpr, inputs):
         return None
     return interpreter.run(jaxpr, consts, inputs, wanted)
 
 
-def _remat(eqn, inputs, wanted, interpreter: Interpreter):
-    jaxpr, consts = _called(eqn)
+def _remat(
+    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
+) -> Outputs:
+    jaxpr, consts = called(eqn)
     if _nothing_to_do(jaxpr, inputs):
         return None
     if eqn.params["prevent_cse"] and eqn.params["differentiated"]:
@@ -87,7 +84,9 @@ class _Carry:
     """The identity of one scan carry."""
 
 
-def _scan_demand(eqn, wanted, interpreter: Interpreter, _):
+def _scan_demand(
+    eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any
+) -> list[bool]:
     jaxpr = eqn.params["jaxpr"].jaxpr
     first, count = eqn.params["num_consts"], eqn.params["num_carry"]
     carry = list(wanted[:count])
@@ -103,16 +102,16 @@ def _scan_demand(eqn, wanted, interpreter: Interpreter, _):
     return [False] * first + carry + others
 
 
-def _scan(eqn, inputs, wanted, interpreter: Interpreter):
+def _scan(
+    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
+) -> Outputs:
     body = eqn.params["jaxpr"]
     first, count = eqn.params["num_consts"], eqn.params["num_carry"]
     consts, init = inputs[:first], list(inputs[first : first + count])
     scanned_in = [interpreter.dense(x, eqn) for x in inputs[first + count :]]
     carry_wanted = _scan_demand(eqn, wanted, interpreter, None)[first:]
     keys = {
-        i: _Carry()
-        for i, x in enumerate(init)
-        if isinstance(x, Rows) and carry_wanted[i]
+        i: _Carry() for i, x in enumerate(init) if isinstance(x, Rows) and carry_wanted[i]
     }
     if not keys or _nothing_to_do(body.jaxpr, [x for x in init if not _is_zero(x)]):
         return None
@@ -218,7 +217,9 @@ def _with_stacked(total: Rows, stacked: tuple[Entries, ...]) -> Rows:
 # --- cond --------------------------------------------------------------------------------
 
 
-def _cond_demand(eqn, wanted, interpreter: Interpreter, _):
+def _cond_demand(
+    eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any
+) -> list[bool]:
     flags = [
         interpreter.demand(branch.jaxpr, wanted).of(branch.jaxpr.invars)
         for branch in eqn.params["branches"]
@@ -234,7 +235,9 @@ class _Output:
     capacity: int = 0
 
 
-def _cond(eqn, inputs, wanted, interpreter: Interpreter):
+def _cond(
+    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
+) -> Outputs:
     which, *operands = inputs
     branches = eqn.params["branches"]
     if all(_nothing_to_do(branch.jaxpr, operands) for branch in branches):
@@ -289,19 +292,8 @@ def _common_outputs(branches: list[list[Any]]) -> list[_Output]:
     return forms
 
 
-CONTROL_FLOW_RULES: dict[str, Rule] = {
-    "scan": Rule(_scan_demand, _scan),
-    "cond": Rule(_cond_demand, _cond),
-    "remat2": Rule(_call_demand, _remat),
-    "checkpoint": Rule(_call_demand, _remat),
-} | {
-    name: Rule(_call_demand, _call)
-    for name in (
-        "jit",
-        "pjit",
-        "closed_call",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "custom_vjp_call_jaxpr",
-    )
-}
+CONTROL_FLOW_RULES: dict[str, Rule] = (
+    {"scan": Rule(_scan_demand, _scan), "cond": Rule(_cond_demand, _cond)}
+    | {name: Rule(_call_demand, _call) for name in CALLS}
+    | {name: Rule(_call_demand, _remat) for name in REMATS}
+)

@@ -32,6 +32,11 @@ from jmask._fallback import report_fallback
 source_info_util.register_exclusion(str(Path(__file__).parent))
 
 
+Flags = Sequence[bool]
+Values = Sequence[Any]
+Outputs = list[Any] | None
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """How one primitive treats demanded variables.
@@ -77,7 +82,7 @@ class Interpreter:
             for v, is_wanted in zip(jaxpr.outvars, wanted_outputs, strict=True)
             if is_wanted and not isinstance(v, Literal)
         }
-        used, live = set(outputs), set()
+        used, live = set(outputs), set[int]()
         definitions = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         result = Demand(wanted, live)
         for number, eqn in reversed(list(enumerate(jaxpr.eqns))):

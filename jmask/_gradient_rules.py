@@ -7,7 +7,7 @@
 | scatter-add, dynamic_update_slice, pad         | one more part, if a row pattern      |
 | add_any, add                                   | the parts of both                    |
 | sub, neg, mul and div by a scalar, conversions | on the rows                          |
-| reshape that keeps dimension 0                 | on the rows                          |
+| reshape and sum that keep dimension 0          | on the rows                          |
 | select by a scalar                             | rows of the other branch are padding |
 | identities (copy, names, barriers, ...)        | itself                               |
 """
@@ -22,12 +22,20 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jmask._cotangents import Filled, Rows
-from jmask._gradient_program import Interpreter, Rule, report_dense
+from jmask._gradient_program import (
+    Flags,
+    Interpreter,
+    Outputs,
+    Rule,
+    Values,
+    report_dense,
+)
+from jmask._jaxprs import aval_of
 from jmask._row_pattern import dynamic_update_rows, padded_rows, scatter_add_rows
 
 
 def _zero_rows(eqn: JaxprEqn) -> Rows:
-    aval = eqn.outvars[0].aval
+    aval = aval_of(eqn.outvars[0])
     return Rows(aval.shape, aval.dtype)
 
 
@@ -66,8 +74,19 @@ def _matching(eqn: JaxprEqn, wanted: Sequence[bool], *_: Any) -> list[bool]:
     return list(wanted)
 
 
+def _keeping_rows(eqn: JaxprEqn, *_: Any) -> list[bool]:
+    """A change of shape is followed where it keeps dimension 0."""
+    old, new = aval_of(eqn.invars[0]).shape, aval_of(eqn.outvars[0]).shape
+    kept = bool(old) and bool(new) and old[0] == new[0]
+    return [kept] + [False] * (len(eqn.invars) - 1)
+
+
+def _summing_rows(eqn: JaxprEqn, *_: Any) -> list[bool]:
+    return [0 not in eqn.params["axes"]]
+
+
 def _cases(eqn: JaxprEqn, *_: Any) -> list[bool]:
-    by_scalar = eqn.invars[0].aval.shape == ()
+    by_scalar = aval_of(eqn.invars[0]).shape == ()
     return [False] + [by_scalar] * (len(eqn.invars) - 1)
 
 
@@ -75,10 +94,13 @@ def _scaled(eqn: JaxprEqn, wanted: Any, _: Any, definitions: dict) -> list[bool]
     """An operand of a product is wanted where the other one is a scalar."""
 
     def is_scalar(v: Any) -> bool:
-        maker = definitions.get(v) if not isinstance(v, Literal) else None
-        broadcast = maker is not None and maker.primitive.name == "broadcast_in_dim"
-        return v.aval.shape == () or (
-            broadcast and maker.invars[0].aval.shape == ()
+        if aval_of(v).shape == ():
+            return True
+        maker = definitions.get(v)
+        return (
+            maker is not None
+            and maker.primitive.name == "broadcast_in_dim"
+            and aval_of(maker.invars[0]).shape == ()
         )
 
     scalar = [is_scalar(v) for v in eqn.invars]
@@ -88,9 +110,11 @@ def _scaled(eqn: JaxprEqn, wanted: Any, _: Any, definitions: dict) -> list[bool]
 # --- rules -------------------------------------------------------------------------------
 
 
-def _broadcast(eqn, inputs, wanted, interpreter: Interpreter):
+def _broadcast(
+    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
+) -> Outputs:
     (operand, *_) = inputs
-    aval = eqn.outvars[0].aval
+    aval = aval_of(eqn.outvars[0])
     if not aval.shape:
         return None
     if isinstance(operand, Rows):
@@ -102,7 +126,9 @@ def _broadcast(eqn, inputs, wanted, interpreter: Interpreter):
     return [Filled(aval.shape, jnp.asarray(operand, aval.dtype))]
 
 
-def _scatter_add(eqn, inputs, wanted, interpreter: Interpreter):
+def _scatter_add(
+    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
+) -> Outputs:
     operand, indices, updates = inputs
     if not isinstance(operand, Rows):
         return None
@@ -111,7 +137,9 @@ def _scatter_add(eqn, inputs, wanted, interpreter: Interpreter):
     return None if entries is None else [operand.plus((entries,), looked_up=True)]
 
 
-def _dynamic_update_slice(eqn, inputs, wanted, interpreter: Interpreter):
+def _dynamic_update_slice(
+    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
+) -> Outputs:
     operand, update, *starts = inputs
     # It overwrites, which is adding only where nothing was before.
     if not (isinstance(operand, Rows) and operand.is_zero):
@@ -120,17 +148,15 @@ def _dynamic_update_slice(eqn, inputs, wanted, interpreter: Interpreter):
     return None if entries is None else [operand.plus((entries,), looked_up=True)]
 
 
-def _pad(eqn, inputs, wanted, interpreter: Interpreter):
+def _pad(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     operand, padding = inputs
     if not _is_literal_zero(padding):
         return None
     entries = padded_rows(eqn, interpreter.dense(operand, eqn))
-    return (
-        None if entries is None else [_zero_rows(eqn).plus((entries,), looked_up=False)]
-    )
+    return None if entries is None else [_zero_rows(eqn).plus((entries,), looked_up=False)]
 
 
-def _add(eqn, inputs, wanted, interpreter: Interpreter):
+def _add(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     x, y = inputs
     if isinstance(y, Rows) and not isinstance(x, Rows):
         x, y = y, x
@@ -154,7 +180,9 @@ def _negated(x: Any) -> Any:
     return x.map_rows(jnp.negative) if isinstance(x, Rows) else -x
 
 
-def _subtract(eqn, inputs, wanted, interpreter: Interpreter):
+def _subtract(
+    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
+) -> Outputs:
     x, y = inputs
     if not isinstance(x, Rows) and not isinstance(y, Rows):
         return None
@@ -162,12 +190,16 @@ def _subtract(eqn, inputs, wanted, interpreter: Interpreter):
     return _add(eqn, (x, y), wanted, interpreter)
 
 
-def _on_rows(eqn, inputs, wanted, interpreter: Interpreter):
+def _on_rows(
+    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
+) -> Outputs:
     (x,) = inputs
     return [x.map_rows(lambda rows: _bind(eqn, rows))] if isinstance(x, Rows) else None
 
 
-def _convert(eqn, inputs, wanted, interpreter: Interpreter):
+def _convert(
+    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
+) -> Outputs:
     (x,) = inputs
     dtype = eqn.params["new_dtype"]
     if isinstance(x, Filled):
@@ -180,7 +212,9 @@ def _convert(eqn, inputs, wanted, interpreter: Interpreter):
     return [dataclasses.replace(x, dtype=dtype)]
 
 
-def _multiply(eqn, inputs, wanted, interpreter: Interpreter):
+def _multiply(
+    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
+) -> Outputs:
     x, y = inputs
     if isinstance(y, Rows):
         x, y = y, x
@@ -190,7 +224,9 @@ def _multiply(eqn, inputs, wanted, interpreter: Interpreter):
     return [x.map_rows(lambda rows: rows * jnp.asarray(factor, rows.dtype))]
 
 
-def _divide(eqn, inputs, wanted, interpreter: Interpreter):
+def _divide(
+    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
+) -> Outputs:
     x, y = inputs
     divisor = _as_scalar(y)
     if not isinstance(x, Rows) or divisor is None:
@@ -198,9 +234,11 @@ def _divide(eqn, inputs, wanted, interpreter: Interpreter):
     return [x.map_rows(lambda rows: rows / jnp.asarray(divisor, rows.dtype))]
 
 
-def _reshape(eqn, inputs, wanted, interpreter: Interpreter):
+def _reshape(
+    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
+) -> Outputs:
     (x, *_) = inputs
-    shape = eqn.outvars[0].aval.shape
+    shape = aval_of(eqn.outvars[0]).shape
     if isinstance(x, Filled):
         return [Filled(shape, x.value)]
     if not isinstance(x, Rows) or x.carry is not None:
@@ -210,13 +248,23 @@ def _reshape(eqn, inputs, wanted, interpreter: Interpreter):
     same_size = np.prod(shape, dtype=int) == np.prod(x.shape, dtype=int)
     if not shape or shape[0] != x.shape[0] or not same_size:
         return None
-    parts = tuple(
-        (ids, rows.reshape((ids.shape[0], *shape[1:]))) for ids, rows in x.parts
-    )
+    parts = tuple((ids, rows.reshape((ids.shape[0], *shape[1:]))) for ids, rows in x.parts)
     return [dataclasses.replace(x, shape=shape, parts=parts)]
 
 
-def _select(eqn, inputs, wanted, interpreter: Interpreter):
+def _sum(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
+    (x,) = inputs
+    axes = eqn.params["axes"]
+    if not isinstance(x, Rows) or 0 in axes:
+        return None
+    shape = aval_of(eqn.outvars[0]).shape
+    x = x.map_rows(lambda rows: rows.sum(axes))
+    return [dataclasses.replace(x, shape=shape)]
+
+
+def _select(
+    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
+) -> Outputs:
     which, *cases = inputs
     if np.ndim(which) != 0 or not all(isinstance(case, Rows) for case in cases):
         return None
@@ -232,11 +280,15 @@ def _select(eqn, inputs, wanted, interpreter: Interpreter):
     return [total]
 
 
-def _identity(eqn, inputs, wanted, interpreter: Interpreter):
+def _identity(
+    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
+) -> Outputs:
     return list(inputs) if isinstance(inputs[0], Rows | Filled) else None
 
 
-def _barrier(eqn, inputs, wanted, interpreter: Interpreter):
+def _barrier(
+    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
+) -> Outputs:
     """`optimization_barrier` on the arrays inside the symbolic values too."""
     if not any(isinstance(x, Rows | Filled) for x in inputs):
         return None
@@ -265,7 +317,7 @@ _IDENTITIES = (
 )
 
 EQUATION_RULES: dict[str, Rule] = {
-    "broadcast_in_dim": Rule(_first, _broadcast),
+    "broadcast_in_dim": Rule(_keeping_rows, _broadcast),
     "scatter-add": Rule(_first, _scatter_add),
     "dynamic_update_slice": Rule(_first, _dynamic_update_slice),
     "pad": Rule(_none, _pad),
@@ -277,9 +329,10 @@ EQUATION_RULES: dict[str, Rule] = {
     "convert_element_type": Rule(_all, _convert),
     "mul": Rule(_scaled, _multiply),
     "div": Rule(_scaled, _divide),
-    "reshape": Rule(_first, _reshape),
-    "squeeze": Rule(_first, _reshape),
-    "expand_dims": Rule(_first, _reshape),
+    "reshape": Rule(_keeping_rows, _reshape),
+    "squeeze": Rule(_keeping_rows, _reshape),
+    "expand_dims": Rule(_keeping_rows, _reshape),
+    "reduce_sum": Rule(_summing_rows, _sum),
     "select_n": Rule(_cases, _select),
     "optimization_barrier": Rule(_matching, _barrier),
 } | {name: Rule(_first, _identity) for name in _IDENTITIES}

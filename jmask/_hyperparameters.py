@@ -31,7 +31,7 @@ def check_fraction(name: str, value: Any) -> None:
 
 
 def check_epsilons(eps: Any, eps_root: Any) -> None:
-    """Refuse negative epsilons, and both being zero: a zero gradient would divide 0 by 0."""
+    """Refuse negative epsilons, and both zero: a zero gradient would divide 0 by 0."""
     check_not_negative("eps", eps)
     check_not_negative("eps_root", eps_root)
     if is_zero(eps) and is_zero(eps_root):

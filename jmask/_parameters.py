@@ -36,23 +36,30 @@ def check_parameters(params: Any) -> None:
 
 
 def check_gradient(updates: Any, params: Any) -> None:
-    """Refuse a row-sparse gradient that does not fit its parameter.
+    """Refuse a gradient with row-sparse leaves that does not fit the parameters.
 
     Raises:
-        ValueError: naming the parameter and both shapes.
+        ValueError: naming the parameter and both shapes, or both structures.
     """
-    parameters = dict(jax.tree.leaves_with_path(params))
-    for path, leaf in jax.tree.leaves_with_path(updates, is_leaf=is_row_sparse):
-        if not is_row_sparse(leaf):
-            continue
-        name = jax.tree_util.keystr(path)
-        if path not in parameters:
-            raise ValueError(
-                f"the gradient `updates{name}` has no parameter at that place: `updates` "
-                "and `params` must have the same structure."
-            )
-        if tuple(parameters[path].shape) != leaf.shape:
-            raise ValueError(
-                f"the gradient `updates{name}` of shape {leaf.shape} does not fit its "
-                f"parameter of shape {tuple(parameters[path].shape)}."
-            )
+    gradients, tree = jax.tree.flatten_with_path(updates, is_leaf=is_row_sparse)
+    if not any(is_row_sparse(leaf) for _, leaf in gradients):
+        return
+    parameters = jax.tree.leaves_with_path(params)
+    expected: Any = jax.tree.structure(params)
+    if tree != expected:
+        raise ValueError(
+            "`updates` and `params` must have the same structure, got "
+            f"{tree} and {expected}."
+        )
+    for (path, gradient), (_, param) in zip(gradients, parameters, strict=True):
+        if is_row_sparse(gradient):
+            check_fits(path, gradient, param)
+
+
+def check_fits(path: Any, update: RowSparse, param: Any) -> None:
+    """Refuse an update of another shape than its parameter, at `path` in both trees."""
+    if update.shape != jnp.shape(param):
+        raise ValueError(
+            f"`updates{jax.tree_util.keystr(path)}` of shape {update.shape} does not fit "
+            f"its parameter of shape {jnp.shape(param)}."
+        )

@@ -24,6 +24,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from jmask._jaxprs import aval_of
 from jmask._row_ids import canonical, id_dtype, widen
 
 Entries = tuple[jax.Array, jax.Array]
@@ -41,7 +42,7 @@ def scatter_add_rows(
         updates: the values added.
     """
     numbers = eqn.params["dimension_numbers"]
-    shape = eqn.outvars[0].aval.shape
+    shape = aval_of(eqn.outvars[0]).shape
     clips = eqn.params["mode"] == lax.GatherScatterMode.CLIP
     addressed = numbers.scatter_dims_to_operand_dims
     if (
@@ -70,7 +71,7 @@ def dynamic_update_rows(
     eqn: JaxprEqn, update: jax.Array, starts: Sequence[Any]
 ) -> Entries | None:
     """The rows that `dynamic_update_slice` writes, or None if not whole rows."""
-    shape = eqn.outvars[0].aval.shape
+    shape = aval_of(eqn.outvars[0]).shape
     if update.shape[1:] != shape[1:]:
         return None
     start = jnp.asarray(starts[0]).reshape(1)
@@ -82,14 +83,12 @@ def padded_rows(eqn: JaxprEqn, operand: jax.Array) -> Entries | None:
     (low, high, interior), *others = eqn.params["padding_config"]
     if low < 0 or high < 0 or interior or any(any(config) for config in others):
         return None
-    rows = eqn.outvars[0].aval.shape[0]
+    rows = aval_of(eqn.outvars[0]).shape[0]
     ids = np.arange(low, low + operand.shape[0], dtype=id_dtype(rows))
     return jnp.asarray(ids), operand
 
 
-def _window_ids(
-    starts: jax.Array, length: int, rows: int, clips: bool
-) -> jax.Array:
+def _window_ids(starts: jax.Array, length: int, rows: int, clips: bool) -> jax.Array:
     """Ids (m * length,) of windows of `length` rows at `starts` (m,)."""
     last = rows - length
     starts = widen(starts, rows)

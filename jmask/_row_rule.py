@@ -91,8 +91,7 @@ def _dense_optimizer(
         columns += [structure.flatten_up_to(slot) for slot in state[1:]]
         scalars = rule.scalars(state.count)
         results = [
-            rule.rule(*leaves, *scalars)
-            for leaves in zip(gradients, *columns, strict=True)
+            rule.rule(*leaves, *scalars) for leaves in zip(gradients, *columns, strict=True)
         ]
         steps, *slots = (
             structure.unflatten([result[i] for result in results])

@@ -26,6 +26,13 @@ import numpy as np
 
 from jmask._coalesce import coalesce_rows
 from jmask._row_ids import canonical, hide, is_opaque, reveal, widen
+from jmask._row_sparse_checks import (
+    checked_capacity,
+    checked_indices,
+    checked_shape,
+    fit_or_poison,
+    refuse_plain_ids,
+)
 from jmask._rows import add_rows, gather_rows, set_rows
 
 
@@ -77,8 +84,8 @@ class RowSparse:
         *,
         coalesced: bool = False,
     ):
-        shape = _checked_shape(shape)
-        indices, values = _checked_indices(indices), jnp.asarray(values)
+        shape = checked_shape(shape)
+        indices, values = checked_indices(indices), jnp.asarray(values)
         if values.ndim == 0 or values.shape[0] != indices.shape[0]:
             raise ValueError(
                 f"`values` must have one row for each of the {indices.shape[0]} "
@@ -113,7 +120,7 @@ class RowSparse:
         # number in the place of ids is refused.
         leaf, values = leaves
         if isinstance(leaf, jax.Array | np.ndarray) and not is_opaque(leaf):
-            leaf = _reinterpret_ids(leaf)
+            leaf = refuse_plain_ids(leaf)
         node = object.__new__(cls)
         node._leaf, node.values = leaf, values
         node.shape, node.coalesced = static
@@ -166,10 +173,11 @@ class RowSparse:
         """The zero tensor, with no stored rows.
 
         Example:
+            >>> import jax.numpy as jnp, jmask
             >>> jmask.RowSparse.zeros((4, 2))
             RowSparse(float32[4, 2], nse=0)
         """
-        shape = _checked_shape(shape)
+        shape = checked_shape(shape)
         values = jnp.zeros((0, *shape[1:]), dtype)
         return cls(jnp.zeros((0,), jnp.int32), values, shape, coalesced=True)
 
@@ -188,11 +196,12 @@ class RowSparse:
                 nan (integer values: `nse` must be V).
 
         Example:
+            >>> import jax.numpy as jnp, jmask
             >>> jmask.RowSparse.fromdense(jnp.array([[0., 0.], [1., 2.]]))
             RowSparse(float32[2, 2], nse=1)
         """
         x = jnp.asarray(x)
-        shape = _checked_shape(x.shape)
+        shape = checked_shape(x.shape)
         touched = jnp.any(x != 0, axis=tuple(range(1, x.ndim)))
         if nse is None:
             if isinstance(x, jax.core.Tracer):
@@ -201,18 +210,18 @@ class RowSparse:
                     "given for a traced `x` (under jit, vmap or grad)."
                 )
             nse = int(touched.sum())
-        nse = _checked_capacity(nse)
+        nse = checked_capacity(nse)
         needed = touched.sum()
         ids = jnp.flatnonzero(touched, size=nse, fill_value=shape[0])
         values = gather_rows(x, ids.astype(widen(ids, shape[0]).dtype))
         mask = (ids < shape[0]).reshape((-1,) + (1,) * (x.ndim - 1))
-        values = _fit_or_poison(jnp.where(mask, values, 0), needed, nse, shape[0])
+        values = fit_or_poison(jnp.where(mask, values, 0), needed, nse, shape[0])
         return cls(ids, values, shape, coalesced=True)
 
     def todense(self) -> jax.Array:
         """The dense array (V, *row): zeros, with the stored rows added."""
         zeros = jnp.zeros(self.shape, self.dtype)
-        return add_rows(zeros, self._ids(), self.values, coalesced=self.coalesced)
+        return add_rows(zeros, self.row_ids(), self.values, coalesced=self.coalesced)
 
     def coalesce(self, nse: int | None = None) -> "RowSparse":
         """The same tensor with sorted unique indices, duplicates summed, padding last.
@@ -227,6 +236,7 @@ class RowSparse:
                 values are refused: rows are never dropped silently.
 
         Example:
+            >>> import jax.numpy as jnp, jmask
             >>> x = jmask.RowSparse([2, 0, 2], jnp.array([1., 5, 3]), (4,)).coalesce()
             >>> x.indices, x.values
             (Array([0, 2, 4], dtype=int32), Array([5., 4., 0.], dtype=float32))
@@ -234,33 +244,34 @@ class RowSparse:
         if self.coalesced and nse is None:
             return self
         rows = self.shape[0]
-        ids, values = coalesce_rows(self._ids(), self.values, rows)
+        ids, values = coalesce_rows(self.row_ids(), self.values, rows)
         if nse is not None:
-            nse = _checked_capacity(nse)
+            nse = checked_capacity(nse)
             needed = jnp.sum(ids < rows)
             extra = max(nse - ids.shape[0], 0)
             ids = jnp.pad(ids, (0, extra), constant_values=rows)[:nse]
             widths = [(0, extra)] + [(0, 0)] * (values.ndim - 1)
             values = jnp.pad(values, widths)[:nse]
-            values = _fit_or_poison(values, needed, nse, min(rows, self.nse))
+            values = fit_or_poison(values, needed, nse, min(rows, self.nse))
         return RowSparse(ids, values, self.shape, coalesced=True)
 
     def retain(self, rows: Any) -> "RowSparse":
         """Only the stored rows whose index is among `rows` (m,); the others become zero.
 
         Example:
+            >>> import jax.numpy as jnp, jmask
             >>> x = jmask.RowSparse([0, 2, 3], jnp.array([1., 3., 5.]), (5,))
             >>> x.retain([0, 1]).todense()
             Array([1., 0., 0., 0., 0.], dtype=float32)
         """
-        ids = self._ids()
-        kept = jnp.isin(ids, widen(_checked_indices(rows, "rows"), self.shape[0]))
+        ids = self.row_ids()
+        kept = jnp.isin(ids, widen(checked_indices(rows, "rows"), self.shape[0]))
         ids = jnp.where(kept, ids, self.shape[0])
         return RowSparse(ids, self.values, self.shape)
 
     def astype(self, dtype: Any) -> "RowSparse":
         """The tensor with its values cast to `dtype`."""
-        return self._with_values(self.values.astype(dtype))
+        return self.with_values(self.values.astype(dtype))
 
     def validate(self) -> None:
         """Check the stored indices, which needs them concrete (outside jit).
@@ -290,13 +301,13 @@ class RowSparse:
                 "padding last: leave the promise out and call coalesce()."
             )
 
-    def _ids(self) -> jax.Array:
+    def row_ids(self) -> jax.Array:
+        """The indices in canonical form (n,): every one that is no row is V."""
         return canonical(self.indices, self.shape[0])
 
-    def _with_values(self, values: jax.Array) -> "RowSparse":
-        return RowSparse.tree_unflatten(
-            (self.shape, self.coalesced), (self._leaf, values)
-        )
+    def with_values(self, values: jax.Array) -> "RowSparse":
+        """The tensor with the same indices and other values (n, *row)."""
+        return RowSparse.tree_unflatten((self.shape, self.coalesced), (self._leaf, values))
 
     # --- arithmetic that is exact on stored rows ----------------------------------------
 
@@ -304,7 +315,7 @@ class RowSparse:
         if isinstance(other, RowSparse):
             _check_same_shape(self, other)
             dtype = jnp.result_type(self.values, other.values)
-            ids = jnp.concatenate([self._ids(), other._ids()])
+            ids = jnp.concatenate([self.row_ids(), other.row_ids()])
             values = jnp.concatenate(
                 [self.values.astype(dtype), other.values.astype(dtype)]
             )
@@ -321,7 +332,7 @@ class RowSparse:
     __radd__ = __add__
 
     def __neg__(self) -> "RowSparse":
-        return self._with_values(-self.values)
+        return self.with_values(-self.values)
 
     def __sub__(self, other: Any) -> Any:
         return self + operator.neg(other)
@@ -332,14 +343,14 @@ class RowSparse:
     def __mul__(self, scalar: Any) -> "RowSparse":
         if not _is_scalar(scalar):
             return NotImplemented
-        return self._with_values(self.values * scalar)
+        return self.with_values(self.values * scalar)
 
     __rmul__ = __mul__
 
     def __truediv__(self, scalar: Any) -> "RowSparse":
         if not _is_scalar(scalar):
             return NotImplemented
-        return self._with_values(self.values / scalar)
+        return self.with_values(self.values / scalar)
 
 
 def add_to_dense(dense: Any, rows: RowSparse) -> jax.Array:
@@ -359,9 +370,9 @@ def add_to_dense(dense: Any, rows: RowSparse) -> jax.Array:
     if not both_float:
         dense = dense.astype(dtype)
     if dense.dtype == dtype:
-        return add_rows(dense, rows._ids(), rows.values, coalesced=rows.coalesced)
+        return add_rows(dense, rows.row_ids(), rows.values, coalesced=rows.coalesced)
     rows = rows.coalesce()
-    ids = rows._ids()
+    ids = rows.row_ids()
     old = gather_rows(dense, ids, coalesced=True).astype(dtype)
     return set_rows(dense, ids, old + rows.values.astype(dtype), coalesced=True)
 
@@ -385,76 +396,3 @@ def _check_same_shape(x: Any, y: Any) -> None:
             f"cannot combine tensors of different shapes {tuple(x.shape)} and "
             f"{tuple(y.shape)}: a RowSparse does not broadcast."
         )
-
-
-def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    try:
-        checked = tuple(operator.index(size) for size in shape)
-    except TypeError:
-        raise TypeError(f"`shape` must be a tuple of integers, got {shape!r}.") from None
-    if not checked or min(checked) < 0:
-        raise ValueError(
-            f"`shape` must have at least one dimension and no negative one, got {checked}."
-        )
-    return checked
-
-
-def _checked_capacity(nse: int) -> int:
-    nse = operator.index(nse)
-    if nse < 0:
-        raise ValueError(f"`nse`, the number of rows to store, must be >= 0, got {nse}.")
-    return nse
-
-
-def _checked_indices(indices: Any, name: str = "indices") -> jax.Array:
-    # NumPy first: a list of 64-bit ids must not be truncated to JAX's default int32.
-    if not isinstance(indices, jax.Array):
-        indices = np.asarray(indices)
-        if indices.size == 0 and indices.dtype == float:
-            indices = indices.astype(np.int32)
-        if indices.dtype in (np.int64, np.uint64) and not jax.config.read(
-            "jax_enable_x64"
-        ):
-            limits = np.iinfo(np.int32)
-            beyond = (indices > limits.max) | (indices < limits.min)
-            if beyond.any():
-                raise ValueError(
-                    f"`{name}` holds {indices[beyond][0]}, which is beyond 32-bit "
-                    "integers: set jax.config.update('jax_enable_x64', True)."
-                )
-            indices = indices.astype(np.int32)
-    if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise TypeError(
-            f"`{name}` must be integers, the numbers of rows, got {indices.dtype}."
-        )
-    if indices.ndim != 1:
-        raise ValueError(f"`{name}` must have one dimension, got shape {indices.shape}.")
-    return jnp.asarray(indices)
-
-
-def _fit_or_poison(values: jax.Array, needed: Any, nse: int, most: int) -> jax.Array:
-    """`values`, if `needed` rows fit into `nse`; otherwise an error, or nan under jit."""
-    if nse >= most:
-        return values
-    if not isinstance(needed, jax.core.Tracer):
-        if int(needed) > nse:
-            raise ValueError(
-                f"`nse`={nse} is too small: {int(needed)} rows must be stored."
-            )
-        return values
-    if not jnp.issubdtype(values.dtype, jnp.inexact):
-        raise ValueError(
-            f"`nse`={nse} may be too small for {values.dtype} values (up to {most} rows), "
-            "which cannot be checked while they are traced."
-        )
-    return jnp.where(needed <= nse, values, jnp.nan)
-
-
-def _reinterpret_ids(leaf: Any) -> Any:
-    if leaf.dtype == jax.dtypes.float0:  # the tangent of ids
-        return leaf
-    raise TypeError(
-        f"the indices of a RowSparse came back as plain {leaf.dtype} numbers: something "
-        "mapped arithmetic over the leaves of a sparse gradient. Put the optax "
-        "transformation inside jmask.lazy(...), or work on `.values`."
-    )

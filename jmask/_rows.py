@@ -18,9 +18,7 @@ _CLIP = lax.GatherScatterMode.CLIP
 _DROP = lax.GatherScatterMode.FILL_OR_DROP
 
 
-def gather_rows(
-    table: jax.Array, ids: jax.Array, *, coalesced: bool = False
-) -> jax.Array:
+def gather_rows(table: jax.Array, ids: jax.Array, *, coalesced: bool = False) -> jax.Array:
     """Rows `table[ids]` (n, *row); padding ids read an arbitrary existing row.
 
     Args:

@@ -20,13 +20,13 @@ from jmask._row_rule import RowRule, optimizer
 class SgdState(NamedTuple):
     """State of `sgd` without momentum: the number of steps done."""
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # shadows tuple.count, as in optax
 
 
 class MomentumState(NamedTuple):
     """State of `sgd` with momentum; the buffer contains the learning rate."""
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # shadows tuple.count, as in optax
     momentum: Any
 
 

@@ -1,0 +1,37 @@
+"""What both readers of jaxprs in this library share: the gradient program and row locality.
+
+Only `jax.extend.core` is used; equations are known by the names of their primitives.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+# Equations that do no more than run a jaxpr.
+CALLS = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+)
+# The same, recomputed in the backward pass: the name differs between JAX versions.
+REMATS = ("remat2", "remat", "checkpoint")
+
+
+def called(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]]:
+    """The jaxpr that a call-like equation runs, and its constants."""
+    return opened(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"])
+
+
+def opened(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
+    """A jaxpr, closed or not, and its constants."""
+    return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, ())
+
+
+def aval_of(v: Any) -> Any:
+    """The abstract array (shape, dtype, ndim) of a variable or literal."""
+    return v.aval

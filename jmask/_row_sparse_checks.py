@@ -1,0 +1,80 @@
+"""What `RowSparse` checks of its arguments: each error names the argument and a way out."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    try:
+        checked = tuple(operator.index(size) for size in shape)
+    except TypeError:
+        raise TypeError(f"`shape` must be a tuple of integers, got {shape!r}.") from None
+    if not checked or min(checked) < 0:
+        raise ValueError(
+            f"`shape` must have at least one dimension and no negative one, got {checked}."
+        )
+    return checked
+
+
+def checked_capacity(nse: int) -> int:
+    nse = operator.index(nse)
+    if nse < 0:
+        raise ValueError(f"`nse`, the number of rows to store, must be >= 0, got {nse}.")
+    return nse
+
+
+def checked_indices(indices: Any, name: str = "indices") -> jax.Array:
+    # NumPy first: a list of 64-bit ids must not be truncated to JAX's default int32.
+    if not isinstance(indices, jax.Array):
+        indices = np.asarray(indices)
+        if indices.size == 0 and indices.dtype == float:
+            indices = indices.astype(np.int32)
+        if indices.dtype in (np.int64, np.uint64) and not jax.config.read("jax_enable_x64"):
+            limits = np.iinfo(np.int32)
+            beyond = (indices > limits.max) | (indices < limits.min)
+            if beyond.any():
+                raise ValueError(
+                    f"`{name}` holds {indices[beyond][0]}, which is beyond 32-bit "
+                    "integers: set jax.config.update('jax_enable_x64', True)."
+                )
+            indices = indices.astype(np.int32)
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(
+            f"`{name}` must be integers, the numbers of rows, got {indices.dtype}."
+        )
+    if indices.ndim != 1:
+        raise ValueError(f"`{name}` must have one dimension, got shape {indices.shape}.")
+    return jnp.asarray(indices)
+
+
+def fit_or_poison(values: jax.Array, needed: Any, nse: int, most: int) -> jax.Array:
+    """`values`, if `needed` rows fit into `nse`; otherwise an error, or nan under jit."""
+    if nse >= most:
+        return values
+    if not isinstance(needed, jax.core.Tracer):
+        if int(needed) > nse:
+            raise ValueError(
+                f"`nse`={nse} is too small: {int(needed)} rows must be stored."
+            )
+        return values
+    if not jnp.issubdtype(values.dtype, jnp.inexact):
+        raise ValueError(
+            f"`nse`={nse} may be too small for {values.dtype} values (up to {most} rows), "
+            "which cannot be checked while they are traced."
+        )
+    return jnp.where(needed <= nse, values, jnp.nan)
+
+
+def refuse_plain_ids(leaf: Any) -> Any:
+    if leaf.dtype == jax.dtypes.float0:  # the tangent of ids
+        return leaf
+    raise TypeError(
+        f"the indices of a RowSparse came back as plain {leaf.dtype} numbers: something "
+        "mapped arithmetic over the leaves of a sparse gradient. Put the optax "
+        "transformation inside jmask.lazy(...), or work on `.values`."
+    )
