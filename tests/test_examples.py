@@ -1,0 +1,129 @@
+"""`examples/word2vec.py`, run whole on a small text, and its errors."""
+
+import importlib.util
+import itertools
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+ANIMALS = ["cat", "dog", "horse", "cow"]
+COLOURS = ["red", "green", "blue", "yellow"]
+SMALL = ["--steps", "150", "--dim", "16"]
+
+
+@pytest.fixture
+def word2vec(monkeypatch):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("rich")
+    pytest.importorskip("sklearn")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setenv("COLUMNS", "100")
+    spec = importlib.util.spec_from_file_location("word2vec", EXAMPLES / "word2vec.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "word2vec", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def text(tmp_path):
+    """Animals stand near animals, colours near colours."""
+    rng = random.Random(0)
+    groups = [ANIMALS, COLOURS, [f"{a}{b}" for a in "xyz" for b in "abcdefgh"]]
+    lines = [" ".join(rng.choices(rng.choice(groups), k=40)) for _ in range(500)]
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_trains_maps_and_compares(word2vec, text, tmp_path, capsys):
+    png = tmp_path / "map.png"
+    word2vec.main([str(text), "--map", str(png), *SMALL])
+    printed = capsys.readouterr().out
+
+    first, last = re.search(r"loss ([\d.]+) -> ([\d.]+)", printed).groups()
+    assert float(last) < 0.9 * float(first)
+    assert "150 steps" in printed
+    assert float(re.search(r"([\d.]+)x as fast as stock optax", printed)[1]) > 0
+    assert float(re.search(r"differ by at most (\S+)", printed)[1]) < 1e-4
+    neighbours = re.search(r"│ red +│ (.*?) *│", printed)[1].split(", ")
+    assert set(neighbours[:3]) == set(COLOURS) - {"red"}
+
+    from matplotlib.image import imread
+
+    picture = imread(png)
+    assert picture.shape[0] > 500
+    assert picture.std() > 0.01
+
+
+def test_trains_for_the_given_seconds(word2vec):
+    step = lambda params, opt_state, batch: (params, opt_state, batch)
+    console = word2vec.Console(quiet=True)
+    batches = itertools.repeat(4096.0)
+    trained = word2vec.train(step, {}, (), batches, None, 0.05, console)
+    assert 0.05 <= trained.seconds < 1
+    assert trained.steps > 1
+    assert set(trained.losses) == {1.0}
+
+
+def test_names_a_missing_file(word2vec, tmp_path):
+    with pytest.raises(SystemExit, match=r"cannot read .*nowhere\.txt: No such file"):
+        word2vec.main([str(tmp_path / "nowhere.txt")])
+
+
+def test_names_an_unreadable_file(word2vec, tmp_path):
+    with pytest.raises(SystemExit, match=f"cannot read {re.escape(str(tmp_path))}: "):
+        word2vec.main([str(tmp_path)])
+
+
+def test_names_an_empty_file(word2vec, text, tmp_path):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("  \n")
+    with pytest.raises(SystemExit, match=r"empty\.txt is empty"):
+        word2vec.main([str(text), str(empty)])
+
+
+def test_refuses_a_text_of_one_word(word2vec, tmp_path):
+    path = tmp_path / "one.txt"
+    path.write_text("same " * 100)
+    with pytest.raises(SystemExit, match="1 different words are too few"):
+        word2vec.main([str(path)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "argument --steps: 0 is not positive"),
+        (["--seconds", "-1"], "argument --seconds: -1 is not"),
+        (["--seconds", "nan"], "argument --seconds: nan is not"),
+        (["--map", "nowhere/map.png"], "argument --map: nowhere/map.png "),
+    ],
+)
+def test_refuses_wrong_arguments(word2vec, arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        word2vec.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_identifiers_leave_out_comments_strings_and_keywords(word2vec):
+    import python_corpus
+
+    source = (
+        'def total(rows, x1):  # sum of "them"\n'
+        '    """Add the\n    rows."""\n'
+        "    return accumulate(r'a\\'b', f\"{x}\", 0x1F, rows) + '''one\n'two''' + x1\n"
+    )
+    expected = ["total", "rows", "x1", "accumulate", "rows", "x1"]
+    assert python_corpus.identifiers(source) == expected
+
+
+def test_finds_the_standard_library_in_order(word2vec):
+    import python_corpus
+
+    files = list(python_corpus.python_files())
+    assert any(file.name == "argparse.py" for file in files)
+    assert files == list(python_corpus.python_files())
