@@ -1,0 +1,9 @@
+"""Settings of the whole test suite."""
+
+import hypothesis
+
+# Compilation makes the first example slow, and results must not depend on the day.
+hypothesis.settings.register_profile(
+    "jmask", deadline=None, derandomize=True, max_examples=25, database=None
+)
+hypothesis.settings.load_profile("jmask")

@@ -1,0 +1,103 @@
+"""The named optimizers written again, in float64 NumPy, row by row, from their formulas.
+
+Independent of jmask: a table of rows is a dict of Python arrays, duplicates are summed in
+a loop, and only rows in the gradient are visited (or all, for zero semantics).
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass
+class Model:
+    """One parameter, its state, and the number of steps done."""
+
+    param: np.ndarray
+    hyper: dict[str, Any]
+    lazy: bool = True
+    steps: int = 0
+
+    def __post_init__(self):
+        self.param = np.array(self.param, np.float64)
+        self.state = {name: np.full_like(self.param, x) for name, x in self.slots().items()}
+
+    def slots(self) -> dict[str, float]:
+        raise NotImplementedError
+
+    def step(self, ids, values) -> None:
+        """One step with the gradient sum_i values[i] at row ids[i]."""
+        self.steps += 1
+        rows = range(self.param.shape[0])
+        summed = {row: np.zeros(self.param.shape[1:]) for row in rows}
+        touched = set()
+        for row, value in zip(np.asarray(ids).tolist(), np.asarray(values), strict=True):
+            if 0 <= row < len(self.param):
+                touched.add(row)
+                summed[row] = summed[row] + np.asarray(value, np.float64)
+        for row in sorted(touched) if self.lazy else rows:
+            self.update_row(row, summed[row])
+
+    def gradient(self, row, g, clip_after_decay=False):
+        h = self.hyper
+        g = g * h.get("rescale_grad", 1.0) * (-1 if h.get("maximize") else 1)
+        decay = h.get("weight_decay", 0.0) * self.param[row]
+        bound = h.get("clip_gradient")
+        bound = np.inf if bound is None else bound
+        if clip_after_decay:
+            return np.clip(g + decay, -bound, bound)
+        return np.clip(g, -bound, bound) + decay
+
+    def rate(self):
+        rate = self.hyper["learning_rate"]
+        return rate(self.steps - 1) if callable(rate) else rate
+
+    def update_row(self, row, g) -> None:
+        raise NotImplementedError
+
+
+class Sgd(Model):
+    def slots(self):
+        return {"momentum": 0.0} if self.hyper.get("momentum") else {}
+
+    def update_row(self, row, g):
+        mu = self.hyper.get("momentum", 0.0)
+        step = self.rate() * self.gradient(row, g)
+        if not mu:
+            self.param[row] -= step
+            return
+        buffer = mu * self.state["momentum"][row] - step
+        self.state["momentum"][row] = buffer
+        nesterov = self.hyper.get("nesterov")
+        self.param[row] += mu * buffer - step if nesterov else buffer
+
+
+class Adam(Model):
+    def slots(self):
+        return {"mu": 0.0, "nu": 0.0}
+
+    def update_row(self, row, g):
+        h = self.hyper
+        b1, b2 = h.get("b1", 0.9), h.get("b2", 0.999)
+        g = self.gradient(row, g, clip_after_decay=True)
+        m = b1 * self.state["mu"][row] + (1 - b1) * g
+        v = b2 * self.state["nu"][row] + (1 - b2) * g**2
+        self.state["mu"][row], self.state["nu"][row] = m, v
+        scale = np.sqrt(1 - b2**self.steps) / (1 - b1**self.steps)
+        root = np.sqrt(v + h.get("eps_root", 0.0)) + h.get("eps", 1e-8)
+        self.param[row] -= self.rate() * scale * m / root
+
+
+class Adagrad(Model):
+    def slots(self):
+        return {"sum_of_squares": self.hyper.get("initial_accumulator_value", 0.0)}
+
+    def update_row(self, row, g):
+        h = self.hyper
+        g = self.gradient(row, g)
+        self.state["sum_of_squares"][row] += g**2
+        total = self.state["sum_of_squares"][row]
+        rate = self.rate() / (1 + (self.steps - 1) * h.get("lr_decay", 0.0))
+        root = np.sqrt(total + h.get("eps_root", 0.0)) + h.get("eps", 1e-10)
+        self.param[row] -= rate * g / root

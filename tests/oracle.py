@@ -1,0 +1,57 @@
+"""What every test compares with: the dense twin of a tree that may hold `RowSparse`."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+import jmask
+
+
+def is_row_sparse(x: Any) -> bool:
+    return isinstance(x, jmask.RowSparse)
+
+
+def densified(tree: Any) -> Any:
+    """The tree with every `RowSparse` made dense by NumPy alone, in float64 sums."""
+    return jax.tree.map(
+        lambda x: dense_twin(x) if is_row_sparse(x) else x, tree, is_leaf=is_row_sparse
+    )
+
+
+def dense_twin(x: jmask.RowSparse) -> np.ndarray:
+    """The definition of a `RowSparse`, written out."""
+    wide = np.complex128 if np.iscomplexobj(x.values) else np.float64
+    dense = np.zeros(x.shape, wide)
+    values = np.asarray(x.values)
+    for index, row in zip(np.asarray(x.indices).tolist(), values, strict=True):
+        if 0 <= index < x.shape[0]:
+            dense[index] += row
+    return dense.astype(values.dtype)
+
+
+def touched_rows(x: jmask.RowSparse) -> np.ndarray:
+    """The sorted unique rows that are stored, padding apart."""
+    ids = np.unique(np.asarray(x.indices))
+    return ids[(ids >= 0) & (ids < x.shape[0])]
+
+
+def other_rows(x: jmask.RowSparse) -> np.ndarray:
+    """The rows that are not stored."""
+    return np.setdiff1d(np.arange(x.shape[0]), touched_rows(x))
+
+
+def assert_close(actual: Any, expected: Any, **tolerance: Any) -> None:
+    """Trees are close, leaf by leaf, and of the same structure and dtypes."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, x), y in zip(
+        jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True
+    ):
+        name = jax.tree_util.keystr(path)
+        assert np.asarray(x).dtype == np.asarray(y).dtype, name
+        np.testing.assert_allclose(
+            np.asarray(x, np.float64),
+            np.asarray(y, np.float64),
+            err_msg=name,
+            **tolerance,
+        )

@@ -1,0 +1,177 @@
+"""Embedding layers as people use them: flax linen, nnx, equinox; trained end to end."""
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jmask
+from tests.oracle import assert_close, densified, is_row_sparse
+
+V, D = 20, 4
+IDS = jnp.array([[3, 5], [3, 19]])
+TOUCHED, OTHERS = [3, 5, 19], [i for i in range(V) if i not in (3, 5, 19)]
+
+
+def linen_model(dtype):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, ids):
+            rows = nn.Embed(V, D, dtype=dtype, param_dtype=dtype)(ids)
+            return nn.Dense(1, dtype=dtype, param_dtype=dtype)(jnp.tanh(rows))
+
+    model = Model()
+    params = model.init(jax.random.key(0), IDS)
+
+    def loss(params, ids):
+        return jnp.mean(model.apply(params, ids).astype(jnp.float32) ** 2)
+
+    return params, loss
+
+
+def nnx_model(dtype):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(V, D, dtype=dtype, param_dtype=dtype, rngs=rngs)
+            self.dense = nnx.Linear(D, 1, dtype=dtype, param_dtype=dtype, rngs=rngs)
+
+        def __call__(self, ids):
+            return self.dense(jnp.tanh(self.embed(ids)))
+
+    graph, params = nnx.split(Model(nnx.Rngs(0)))
+
+    def loss(params, ids):
+        return jnp.mean(nnx.merge(graph, params)(ids).astype(jnp.float32) ** 2)
+
+    return params, loss
+
+
+def equinox_model(dtype):
+    class Model(eqx.Module):
+        embed: eqx.nn.Embedding
+        dense: eqx.nn.Linear
+
+        def __call__(self, i):
+            return self.dense(jnp.tanh(self.embed(i)))
+
+    keys = jax.random.split(jax.random.key(0))
+    model = Model(
+        eqx.nn.Embedding(V, D, dtype=dtype, key=keys[0]),
+        eqx.nn.Linear(D, 1, dtype=dtype, key=keys[1]),
+    )
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def loss(params, ids):
+        model = eqx.combine(params, static)
+        return jnp.mean(jax.vmap(jax.vmap(model))(ids).astype(jnp.float32) ** 2)
+
+    return params, loss
+
+
+MODELS = {"linen": linen_model, "nnx": nnx_model, "equinox": equinox_model}
+
+
+def tables(tree):
+    return [
+        x
+        for x in jax.tree.leaves(tree, is_leaf=is_row_sparse)
+        if is_row_sparse(x) or x.shape == (V, D)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+class TestModels:
+    def test_gradient(self, name, dtype):
+        params, loss = MODELS[name](dtype)
+        result = jmask.value_and_grad(loss)(params, IDS)
+        (table,) = tables(result[1])
+        assert is_row_sparse(table)
+        assert (table.nse, table.dtype) == (4, dtype)
+        expected = jax.value_and_grad(loss)(params, IDS)
+        tolerance = 1e-6 if dtype == jnp.float32 else 2e-2
+        assert_close(densified(result), expected, rtol=tolerance, atol=tolerance)
+
+    def test_training(self, name, dtype):
+        """Ten steps: the loss falls, untouched rows stay bit for bit."""
+        params, loss = MODELS[name](dtype)
+        start = np.asarray(tables(params)[0])
+        tx = jmask.lazy(optax.adam(0.05))
+        state = tx.init(params)
+        losses = []
+
+        @jax.jit
+        def step(params, state):
+            value, grads = jmask.value_and_grad(loss)(params, IDS)
+            updates, state = tx.update(grads, state, params)
+            return jmask.apply_updates(params, updates), state, value
+
+        for _ in range(10):
+            params, state, value = step(params, state)
+            losses.append(float(value))
+        end = np.asarray(tables(params)[0])
+        assert losses[-1] < losses[0] / 2
+        np.testing.assert_array_equal(end[OTHERS], start[OTHERS])
+        assert (end[TOUCHED] != start[TOUCHED]).any(axis=1).all()
+
+
+@pytest.mark.parametrize("name", ["linen", "nnx"])
+def test_stock_apply_updates(name):
+    params, loss = MODELS[name](jnp.float32)
+    grads = jmask.grad(loss)(params, IDS)
+    tx = jmask.lazy(optax.sgd(0.1))
+    updates, _ = tx.update(grads, tx.init(params), params)
+    new = optax.apply_updates(params, updates)
+    assert_close(new, jmask.apply_updates(params, updates))
+
+
+def test_linen_train_state():
+    from flax.training.train_state import TrainState
+
+    params, loss = linen_model(jnp.float32)
+    state = TrainState.create(apply_fn=None, params=params, tx=jmask.lazy(optax.adam(0.05)))
+
+    @jax.jit
+    def step(state):
+        return state.apply_gradients(grads=jmask.grad(loss)(state.params, IDS))
+
+    before = loss(state.params, IDS)
+    for _ in range(10):
+        state = step(state)
+    assert loss(state.params, IDS) < before / 2
+
+
+def test_nnx_optimizer():
+    """`nnx.Optimizer` on a live module, inside `nnx.jit`."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(V, D, rngs=rngs)
+            self.dense = nnx.Linear(D, 1, rngs=rngs)
+
+        def __call__(self, ids):
+            return self.dense(jnp.tanh(self.embed(ids)))
+
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, jmask.lazy(optax.adam(0.05)), wrt=nnx.Param)
+    start = np.asarray(model.embed.embedding[...])
+
+    @nnx.jit
+    def step(model, optimizer):
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+        def loss(params):
+            return jnp.mean(nnx.merge(graph, params, rest)(IDS) ** 2)
+
+        value, grads = jmask.value_and_grad(loss)(params)
+        optimizer.update(model, grads)
+        return value
+
+    losses = [float(step(model, optimizer)) for _ in range(10)]
+    assert losses[-1] < losses[0] / 2
+    end = np.asarray(model.embed.embedding[...])
+    np.testing.assert_array_equal(end[OTHERS], start[OTHERS])

@@ -1,0 +1,382 @@
+"""`lazy(inner)` for all of optax: exact on touched rows, nothing else moves, or refused.
+
+Also: un-lifted transformations beside `lazy` are exact or raise, never silently wrong.
+"""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmask
+from tests.optax_cases import (
+    CHAINS,
+    EXACT_UNLIFTED,
+    NOT_PLACED,
+    REFUSED,
+    REFUSED_BY_OPTAX,
+    REFUSED_CHAINS,
+    ROW_LOCAL,
+    UNLIFTED,
+    extra_args,
+)
+from tests.oracle import densified, is_row_sparse, other_rows, touched_rows
+
+# Numbers of rows that tell the tables apart, and from every other dimension.
+SHAPES = {"table": (12, 3), "other": (9, 2, 2), "dense": (3, 2)}
+IDS = {"table": [3, 1, 3, 7, -1, 12], "other": [8, 0]}
+
+
+def random_tree(seed):
+    rng = np.random.default_rng(seed)
+    return {
+        name: jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for name, shape in SHAPES.items()
+    }
+
+
+def random_gradient(seed):
+    rng = np.random.default_rng(seed)
+    gradient = random_tree(seed)
+    for name, ids in IDS.items():
+        values = rng.normal(size=(len(ids), *SHAPES[name][1:]))
+        gradient[name] = jmask.RowSparse(ids, jnp.float32(values), SHAPES[name])
+    return gradient
+
+
+PARAMS = random_tree(0)
+# Two are deprecated in optax and still public.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
+
+
+def table_of(leaf):
+    """Which table a state array holds rows of, by its number of rows."""
+    sizes = {SHAPES[name][0]: name for name in IDS}
+    return sizes.get(leaf.shape[0]) if leaf.ndim else None
+
+
+def assert_rows(new, dense, old, gradient, name):
+    """Touched rows as in the dense update, the others bit for bit as before."""
+    assert new.dtype == old.dtype
+    # jit keeps more digits of bfloat16 intermediates than eager operations do.
+    low = any(x.dtype == jnp.bfloat16 for x in (new, dense))
+    touched, others = touched_rows(gradient), other_rows(gradient)
+    new, dense, old = (np.asarray(x, np.float64) for x in (new, dense, old))
+    np.testing.assert_allclose(
+        new[touched], dense[touched], rtol=1e-2 if low else 2e-6, atol=1e-7, err_msg=name
+    )
+    np.testing.assert_array_equal(new[others], old[others], err_msg=name)
+
+
+def check_step(inner, gradient, state, params, wrap, **extra):
+    """One lazy step against one dense step from the same place; returns the lazy one."""
+    lifted = jmask.lazy(inner)
+    inner = optax.with_extra_args_support(inner)
+
+    def lazy_step(gradient, state, params):
+        updates, state = lifted.update(gradient, state, params, **extra)
+        return optax.apply_updates(params, updates), state, updates
+
+    new, new_state, updates = wrap(lazy_step)(gradient, state, params)
+
+    def dense_step(gradient, state, params):
+        updates, state = inner.update(gradient, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    dense, dense_state = wrap(dense_step)(densified(gradient), state, params)
+
+    assert jax.tree.structure(new_state) == jax.tree.structure(state)
+    for name in SHAPES:
+        if is_row_sparse(gradient[name]):
+            assert is_row_sparse(updates[name])
+            assert_rows(new[name], dense[name], params[name], gradient[name], name)
+        else:
+            np.testing.assert_allclose(new[name], dense[name], rtol=2e-6, atol=1e-7)
+    leaves = zip(
+        jax.tree.leaves_with_path(new_state),
+        jax.tree.leaves(dense_state),
+        jax.tree.leaves(state),
+        strict=True,
+    )
+    for (path, leaf), dense_leaf, old in leaves:
+        name = f"state{jax.tree_util.keystr(path)}"
+        table = table_of(leaf)
+        if table is not None and is_row_sparse(gradient[table]):
+            assert_rows(leaf, dense_leaf, old, gradient[table], name)
+        else:
+            np.testing.assert_allclose(leaf, dense_leaf, rtol=1e-5, err_msg=name)
+    return new, new_state
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", [*ROW_LOCAL, *CHAINS])
+def test_equals_the_dense_update_on_touched_rows(name, wrap):
+    inner = (ROW_LOCAL | CHAINS)[name]()
+    extra = extra_args(name, None)
+    params = PARAMS
+    state = jmask.lazy(inner).init(params)
+    assert jax.tree.structure(state) == jax.tree.structure(inner.init(params))
+    # A dense step first: no state is at its initial value, and runs can switch.
+    dense = optax.with_extra_args_support(inner)
+    updates, state = dense.update(random_tree(5), state, params, **extra)
+    params = optax.apply_updates(params, updates)
+    for seed in (1, 2):
+        gradient = random_gradient(seed)
+        params, state = check_step(inner, gradient, state, params, wrap, **extra)
+    # And back to dense gradients.
+    dense.update(random_tree(6), state, params, **extra)
+
+
+def first_update(tx, gradient, **extra):
+    return tx.update(gradient, tx.init(PARAMS), PARAMS, **extra)
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *REFUSED_CHAINS])
+def test_refused_with_the_reason(name):
+    build, reason = (REFUSED | REFUSED_CHAINS)[name]
+    gradient = random_gradient(1)
+    extra = extra_args(name, gradient)
+    with pytest.raises(ValueError, match=reason) as error:
+        first_update(jmask.lazy(build()), gradient, **extra)
+    if name not in REFUSED_BY_OPTAX:
+        assert "jmask.lazy" in str(error.value)
+
+
+def public_transformations():
+    """Names of all functions of optax that say they return a transformation."""
+    for module, prefix in ((optax, ""), (optax.contrib, "contrib.")):
+        for name, member in inspect.getmembers(module, inspect.isfunction):
+            returned = str(inspect.signature(member).return_annotation)
+            if "GradientTransformation" in returned and not name.startswith("_"):
+                yield prefix + name
+
+
+def test_tables_are_complete():
+    listed = {*ROW_LOCAL, *REFUSED, *UNLIFTED, *NOT_PLACED}
+    assert set(public_transformations()) <= listed
+
+
+PLACED = UNLIFTED | ROW_LOCAL | {name: build for name, (build, _) in REFUSED.items()}
+
+
+@pytest.mark.parametrize("side", ["before", "after"])
+@pytest.mark.parametrize("name", PLACED)
+def test_unlifted_is_exact_or_raises(name, side):
+    """Two steps of a chain with the transformation outside `lazy`."""
+    inner = optax.sgd(0.1, momentum=0.9)
+    order = (lambda a, b: (a, b)) if side == "before" else (lambda a, b: (b, a))
+    chain = optax.chain(*order(PLACED[name](), jmask.lazy(inner)))
+    gradient, params = random_gradient(1), PARAMS
+    extra = extra_args(name, gradient)
+    raised = None
+    try:
+        state = chain.init(params)
+        for _ in range(2):
+            updates, state = chain.update(gradient, state, params, **extra)
+            params = optax.apply_updates(params, updates)
+    except Exception as error:
+        raised = error
+    if name not in EXACT_UNLIFTED:
+        assert raised is not None, "silently accepted"
+        # Raised by jmask's checks or JAX's, not by some accident of this test.
+        told = ("RowSparse", "jmask.lazy", "structure", "abstract method", "per_example")
+        assert any(word in str(raised) for word in told), raised
+        return
+    assert raised is None
+    reference = optax.chain(*order(PLACED[name](), inner))
+    dense, state = PARAMS, reference.init(PARAMS)
+    for _ in range(2):
+        updates, state = reference.update(densified(gradient), state, dense)
+        dense = optax.apply_updates(dense, updates)
+    for key in SHAPES:
+        if is_row_sparse(gradient[key]):
+            assert_rows(params[key], dense[key], PARAMS[key], gradient[key], key)
+        else:
+            np.testing.assert_allclose(params[key], dense[key], rtol=1e-6)
+
+
+NAMING = {
+    "scale": lambda: optax.scale(2.0),
+    "sgd": lambda: optax.sgd(0.1),
+    "clip": lambda: optax.clip(1.0),
+    "scale_by_schedule": lambda: optax.scale_by_schedule(lambda count: 0.1),
+    "scale_by_sign": optax.scale_by_sign,
+    "add_noise": lambda: optax.add_noise(0.1, 0.5, 0),
+    "zero_nans": optax.zero_nans,
+    "flatten": lambda: optax.flatten(optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", NAMING)
+def test_error_of_an_unlifted_transformation_names_lazy(name):
+    """Those that corrupt plain integer ids (see docs/sharp_bits.md) say what to do."""
+    tx = NAMING[name]()
+    with pytest.raises((TypeError, ValueError), match=r"jmask\.lazy"):
+        tx.update(random_gradient(1), tx.init(PARAMS), PARAMS)
+
+
+def by_name(tree):
+    return {name: "b" if name == "dense" else "a" for name in tree}
+
+
+class TestComposition:
+    def test_lazy_inside_partition_and_masked(self):
+        labels = {"table": "sparse", "other": "sparse", "dense": "dense"}
+        for param_labels in (labels, lambda tree: labels):
+            tx = optax.partition(
+                {"sparse": jmask.lazy(optax.adam(0.1)), "dense": optax.sgd(0.1)},
+                param_labels,
+            )
+            self.check_first_step(tx)
+        mask = {"table": True, "other": True, "dense": False}
+        self.check_first_step(
+            optax.chain(
+                optax.masked(jmask.lazy(optax.adam(0.1)), mask),
+                optax.masked(optax.sgd(0.1), jax.tree.map(lambda keep: not keep, mask)),
+            )
+        )
+
+    def test_partition_by_leaves_belongs_inside(self):
+        """A label function mapped over gradients sees inside their nodes: it raises."""
+        label = lambda tree: jax.tree.map(lambda _: "all", tree)
+        gradient = random_gradient(1)
+        outside = optax.partition({"all": jmask.lazy(optax.adam(0.1))}, label)
+        with pytest.raises(ValueError, match="RowSparse"):
+            outside.update(gradient, outside.init(PARAMS), PARAMS)
+        self.check_first_step(
+            jmask.lazy(
+                optax.partition({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, by_name)
+            )
+        )
+
+    @staticmethod
+    def check_first_step(tx):
+        gradient = random_gradient(1)
+        updates, _ = jax.jit(tx.update)(gradient, tx.init(PARAMS), PARAMS)
+        new = optax.apply_updates(PARAMS, updates)
+        for name in IDS:
+            moved = (new[name] != PARAMS[name]).reshape(SHAPES[name][0], -1).any(1)
+            assert np.flatnonzero(moved).tolist() == touched_rows(gradient[name]).tolist()
+        np.testing.assert_allclose(
+            new["dense"], PARAMS["dense"] - 0.1 * gradient["dense"], rtol=1e-6
+        )
+
+    def test_lazy_after_lazy(self):
+        gradient = random_gradient(1)
+        two = optax.chain(jmask.lazy(optax.clip(0.1)), jmask.lazy(optax.sgd(0.1)))
+        one = jmask.lazy(optax.chain(optax.clip(0.1), optax.sgd(0.1)))
+        results = [
+            densified(tx.update(gradient, tx.init(PARAMS), PARAMS)[0]) for tx in (two, one)
+        ]
+        jax.tree.map(np.testing.assert_array_equal, *results)
+
+    def test_inject_hyperparams_around_lazy(self):
+        """The learning rate is a number in the state that the caller may set."""
+        tx = optax.inject_hyperparams(
+            lambda learning_rate: jmask.lazy(optax.sgd(learning_rate))
+        )(learning_rate=0.1)
+        gradient, state = random_gradient(1), tx.init(PARAMS)
+        state.hyperparams["learning_rate"] = jnp.float32(0.5)
+        updates, _ = tx.update(gradient, state, PARAMS)
+        expected = -0.5 * gradient["table"].coalesce().values
+        np.testing.assert_allclose(updates["table"].values, expected)
+
+    def test_without_params(self):
+        gradient = random_gradient(1)
+        tx = jmask.lazy(optax.adam(0.1))
+        with_params, _ = tx.update(gradient, tx.init(PARAMS), PARAMS)
+        without, _ = tx.update(gradient, tx.init(PARAMS))
+        jax.tree.map(
+            np.testing.assert_array_equal, densified(with_params), densified(without)
+        )
+
+
+class TestLazySemantics:
+    def test_more_lookups_than_rows(self):
+        """Density does not change semantics: row 2 of 4 is not touched by 100 lookups."""
+        ids = np.tile([0, 1, 3, 1], 25)
+        table = jnp.ones((4, 2))
+        tx = jmask.lazy(optax.adamw(0.1))
+        state = tx.init(table)
+        step = jax.jit(tx.update)
+        for _ in range(3):
+            grad = jmask.grad(lambda t: jnp.sum(jnp.sin(t[ids])))(table)
+            updates, state = step(grad, state, table)
+            table = optax.apply_updates(table, updates)
+        assert table[2].tolist() == [1, 1]
+        assert state[0].mu[2].tolist() == [0, 0]
+        assert (table[jnp.array([0, 1, 3])] != 1).all()
+
+    def test_negative_zero_stays(self):
+        """Bit for bit: adding a zero update would turn -0. into 0."""
+        table = jnp.array([[-0.0], [1.0]])
+        grad = jmask.RowSparse([1], jnp.ones((1, 1)), (2, 1))
+        tx = jmask.lazy(optax.sgd(0.1))
+        updates, _ = tx.update(grad, tx.init(table), table)
+        assert np.signbit(optax.apply_updates(table, updates)[0, 0])
+
+    def test_empty_gradient_advances_the_count_only(self):
+        tx = jmask.lazy(optax.adam(0.1))
+        empty = jmask.RowSparse.zeros((4, 2))
+        state = tx.init(jnp.ones((4, 2)))
+        updates, new = jax.jit(tx.update)(empty, state, jnp.ones((4, 2)))
+        assert updates.nse == 0
+        assert new[0].count == 1
+        np.testing.assert_array_equal(new[0].mu, state[0].mu)
+
+    def test_rows_that_cancel_are_touched(self):
+        tx = jmask.lazy(optax.add_decayed_weights(1.0))
+        grad = jmask.RowSparse([1, 1], jnp.array([[1.0], [-1.0]]), (3, 1))
+        updates, _ = tx.update(grad, tx.init(jnp.ones((3, 1))), jnp.ones((3, 1)))
+        assert updates.todense().ravel().tolist() == [0, 1, 0]
+
+    def test_dense_gradients_go_to_inner(self):
+        tx, inner = jmask.lazy(optax.lamb(0.1)), optax.lamb(0.1)
+        gradient = random_tree(1)
+        lifted, _ = tx.update(gradient, tx.init(PARAMS), PARAMS)
+        expected, _ = inner.update(gradient, inner.init(PARAMS), PARAMS)
+        jax.tree.map(np.testing.assert_array_equal, lifted, expected)
+
+
+class TestDensify:
+    def test_equals_optax_on_the_dense_gradient(self):
+        inner = optax.adamw(0.1)
+        tx = optax.chain(jmask.densify(), inner)
+        gradient = random_gradient(1)
+        updates, _ = tx.update(gradient, tx.init(PARAMS), PARAMS)
+        expected, _ = inner.update(densified(gradient), inner.init(PARAMS), PARAMS)
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), updates, expected
+        )
+
+    def test_checks_shapes(self):
+        tx = jmask.densify()
+        grad = jmask.RowSparse.zeros((5, 2))
+        with pytest.raises(ValueError, match="does not fit its parameter"):
+            tx.update(grad, tx.init(PARAMS["dense"]), PARAMS["dense"])
+
+
+def test_apply_gradients_is_update_and_apply():
+    gradient = random_gradient(1)
+    tx = jmask.lazy(optax.adamw(0.1))
+    new, state = jmask.apply_gradients(tx, gradient, tx.init(PARAMS), PARAMS)
+    updates, expected_state = tx.update(gradient, tx.init(PARAMS), PARAMS)
+    expected = optax.apply_updates(PARAMS, updates)
+    jax.tree.map(np.testing.assert_array_equal, new, expected)
+    jax.tree.map(np.testing.assert_array_equal, state, expected_state)
+    polyak = jmask.lazy(optax.polyak_sgd())
+    state = polyak.init(PARAMS)
+    new, _ = jmask.apply_gradients(polyak, gradient, state, PARAMS, value=1.0)
+    assert (new["table"][1] != PARAMS["table"][1]).all()
+
+
+def test_apply_updates_keeps_none():
+    params = {"a": jnp.ones((3, 1)), "b": None, "c": jnp.ones(2)}
+    updates = {"a": jmask.RowSparse([1], jnp.ones((1, 1)), (3, 1)), "b": None, "c": None}
+    new = jmask.apply_updates(params, updates)
+    assert new["a"].ravel().tolist() == [1, 2, 1]
+    assert new["b"] is None
+    assert new["c"].tolist() == [1, 1]

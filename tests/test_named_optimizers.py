@@ -1,0 +1,254 @@
+"""`sgd`, `adam` and `adagrad` follow their formulas: 20 steps against float64 NumPy."""
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+
+import jmask
+from tests import numpy_optimizers
+
+V, STEPS = 9, 20
+NEVER = 4  # the row no gradient touches
+
+MODELS = {
+    "sgd": (jmask.sgd, numpy_optimizers.Sgd),
+    "adam": (jmask.adam, numpy_optimizers.Adam),
+    "adagrad": (jmask.adagrad, numpy_optimizers.Adagrad),
+}
+
+
+def schedule(count):
+    """Written so that it has float64 accuracy; optax's own have float32's."""
+    return 0.2 / (1 + 0.1 * count)
+
+
+CASES = [
+    ("sgd", {"learning_rate": 0.1}),
+    ("sgd", {"learning_rate": 0.1, "momentum": 0.9}),
+    ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "nesterov": True}),
+    ("sgd", {"learning_rate": 0.1, "weight_decay": 0.1}),
+    ("sgd", {"learning_rate": schedule, "momentum": 0.5, "weight_decay": 0.1}),
+    ("sgd", {"learning_rate": 0.1, "clip_gradient": 0.5, "rescale_grad": 0.7}),
+    ("adam", {"learning_rate": 0.1}),
+    ("adam", {"learning_rate": schedule, "b1": 0.5, "b2": 0.9, "eps": 1e-3}),
+    ("adam", {"learning_rate": 0.1, "b1": 0.0, "maximize": True}),
+    ("adam", {"learning_rate": 0.1, "eps": 0.0, "eps_root": 1e-6}),
+    ("adam", {"learning_rate": 0.1, "weight_decay": 0.5, "clip_gradient": 0.5}),
+    ("adam", {"learning_rate": 0.1, "rescale_grad": 1e-3}),
+    ("adagrad", {"learning_rate": 0.1}),
+    ("adagrad", {"learning_rate": 0.1, "lr_decay": 0.1, "maximize": True}),
+    ("adagrad", {"learning_rate": schedule, "initial_accumulator_value": 0.5}),
+    ("adagrad", {"learning_rate": 0.1, "eps": 0.0, "eps_root": 1e-7}),
+    ("adagrad", {"learning_rate": 0.1, "weight_decay": 0.5, "clip_gradient": 0.5}),
+]
+NAMES = [
+    f"{name} {' '.join(str(k) for k in hyper if k != 'learning_rate')}"
+    for name, hyper in CASES
+]
+
+
+def gradients(row, dtype, seed=0):
+    """Steps of ids and values: duplicates, padding, an empty one, rows that cancel."""
+    rng = np.random.default_rng(seed)
+    for step in range(STEPS):
+        size = 0 if step == 7 else 8
+        ids = rng.integers(-1, V + 1, size)
+        ids[ids == NEVER] = 3
+        values = rng.normal(size=(size, *row))
+        if step == 5:
+            ids[:2], values[1] = 2, -values[0]
+        yield ids, np.asarray(values, dtype)
+
+
+def run(name, hyper, lazy, dtype, row=(3,), wrap=jax.jit):
+    """20 steps of jmask and of the model; returns both and the initial parameter."""
+    build, model_type = MODELS[name]
+    start = np.random.default_rng(9).normal(size=(V, *row)).astype(dtype)
+    model = model_type(start, hyper, lazy)
+    tx = build(**hyper, lazy_update=lazy)
+    param = jnp.asarray(start)
+    state = tx.init(param)
+
+    @wrap
+    def step(param, state, ids, values):
+        gradient = jmask.RowSparse(ids, values, param.shape)
+        updates, state = tx.update(gradient, state, param)
+        return optax.apply_updates(param, updates), state
+
+    for ids, values in gradients(row, dtype):
+        param, state = step(param, state, ids, values)
+        model.step(ids, values)
+    return param, state, model, start
+
+
+def compare(param, state, model, tolerance):
+    assert state.count == model.steps
+    np.testing.assert_allclose(param, model.param, rtol=tolerance, atol=tolerance)
+    for slot, expected in model.state.items():
+        np.testing.assert_allclose(
+            getattr(state, slot), expected, rtol=tolerance, atol=tolerance, err_msg=slot
+        )
+
+
+@pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "dense"])
+@pytest.mark.parametrize(("name", "hyper"), CASES, ids=NAMES)
+class TestFormulas:
+    def test_float64(self, name, hyper, lazy):
+        with jax.enable_x64(True):
+            param, state, model, start = run(name, hyper, lazy, np.float64)
+            compare(param, state, model, 1e-12)
+            if lazy:
+                np.testing.assert_array_equal(param[NEVER], start[NEVER])
+
+    def test_float32(self, name, hyper, lazy):
+        param, state, model, start = run(name, hyper, lazy, np.float32)
+        compare(param, state, model, 2e-5)
+        if lazy:
+            np.testing.assert_array_equal(param[NEVER], start[NEVER])
+
+
+@pytest.mark.parametrize("row", [(), (2, 2)])
+@pytest.mark.parametrize("name", MODELS)
+def test_other_ranks_eagerly(name, row):
+    hyper = {"learning_rate": 0.1}
+    param, state, model, _ = run(name, hyper, True, np.float32, row, wrap=lambda f: f)
+    compare(param, state, model, 2e-5)
+
+
+@given(st.sampled_from(sorted(MODELS)), st.integers(0, 999), st.booleans())
+def test_one_step_of_random_rows(name, seed, lazy):
+    rng = np.random.default_rng(seed)
+    build, model_type = MODELS[name]
+    hyper = {"learning_rate": 0.1, "weight_decay": 0.1}
+    start = np.float32(rng.normal(size=(V, 2)))
+    ids = rng.integers(-2, V + 2, rng.choice([0, 1, 6]))
+    values = np.float32(rng.normal(size=(len(ids), 2)))
+    model = model_type(start, hyper, lazy)
+    model.step(ids, values)
+    tx = build(**hyper, lazy_update=lazy)
+    gradient = jmask.RowSparse(ids, values, start.shape)
+    param, state = jmask.apply_gradients(tx, gradient, tx.init(start), jnp.asarray(start))
+    compare(param, state, model, 2e-5)
+    if lazy:
+        others = np.setdiff1d(np.arange(V), ids)
+        np.testing.assert_array_equal(np.asarray(param)[others], start[others])
+
+
+def test_poison_under_padding():
+    """nan and inf in values whose id is padding reach nothing."""
+    values = jnp.array([[1.0], [jnp.nan], [jnp.inf]])
+    gradient = jmask.RowSparse([1, -1, 3], values, (3, 1))
+    for build, _ in MODELS.values():
+        tx, table = build(0.1), jnp.ones((3, 1))
+        param, state = jmask.apply_gradients(tx, gradient, tx.init(table), table)
+        assert param[0] == param[2] == 1
+        assert all(jnp.isfinite(x).all() for x in jax.tree.leaves((param, state)))
+
+
+def test_dense_and_sparse_leaves_together():
+    params = {"table": jnp.ones((4, 2)), "w": jnp.ones(3)}
+    gradient = {"table": jmask.RowSparse([2], jnp.ones((1, 2)), (4, 2)), "w": jnp.ones(3)}
+    for build, _ in MODELS.values():
+        tx = build(0.1)
+        new, _ = jmask.apply_gradients(tx, gradient, tx.init(params), params)
+        np.testing.assert_allclose(new["w"], new["table"][2, 0], rtol=1e-6)
+        assert (new["w"] < 1).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_low_precision_tables_keep_their_dtypes(dtype):
+    table = jnp.ones((4, 2), dtype)
+    gradient = jmask.RowSparse([2, 2], jnp.ones((2, 2), dtype), (4, 2))
+    for build, _ in MODELS.values():
+        tx = build(0.125)
+        state = tx.init(table)
+        param, new = jmask.apply_gradients(tx, gradient, state, table)
+        assert param.dtype == dtype
+        assert [x.dtype for x in jax.tree.leaves(new)] == [
+            x.dtype for x in jax.tree.leaves(state)
+        ]
+        assert param[2, 0] < 1
+
+
+def test_state_is_the_same_with_and_without_lazy_update():
+    gradient = jmask.RowSparse([0, 1, 2], jnp.ones((3, 1)), (3, 1))
+    for build, _ in MODELS.values():
+        table, results = jnp.ones((3, 1)), []
+        for order in ((True, False), (False, True)):
+            param, state = table, build(0.1).init(table)
+            for lazy in order:
+                tx = build(0.1, lazy_update=lazy)
+                param, state = jmask.apply_gradients(tx, gradient, state, param)
+            results.append(param)
+        np.testing.assert_allclose(*results, rtol=1e-6)
+
+
+class TestTracedHyperparameters:
+    def test_inject(self):
+        """Every number may be an array in the state; changing it does not retrace."""
+        traces = []
+
+        def build(learning_rate, b1, b2, eps, weight_decay):
+            traces.append(None)
+            return jmask.adam(learning_rate, b1, b2, eps, weight_decay=weight_decay)
+
+        tx = optax.inject_hyperparams(build)(
+            learning_rate=0.1, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0
+        )
+        table = jnp.ones((3, 1))
+        gradient = jmask.RowSparse([1], jnp.ones((1, 1)), (3, 1))
+        state = tx.init(table)
+        step = jax.jit(tx.update)
+        updates, state = step(gradient, state, table)
+        np.testing.assert_allclose(updates.values, -0.1, rtol=1e-5)
+        count = len(traces)
+        state.hyperparams["learning_rate"] = jnp.float32(0.2)
+        updates, _ = step(gradient, state, table)
+        np.testing.assert_allclose(updates.values, -0.2, rtol=1e-4)
+        assert len(traces) == count
+
+    def test_traced_momentum(self):
+        table = jnp.ones((3, 1))
+        gradient = jmask.RowSparse([1], jnp.ones((1, 1)), (3, 1))
+
+        @jax.jit
+        def two_steps(momentum):
+            tx = jmask.sgd(1.0, momentum=momentum)
+            state, param = tx.init(table), table
+            for _ in range(2):
+                param, state = jmask.apply_gradients(tx, gradient, state, param)
+            return param[1, 0]
+
+        assert two_steps(0.5) == 1 - 1 - 1.5
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: jmask.sgd(0.0), "`learning_rate` must be positive and finite, got 0.0"),
+        (lambda: jmask.adam(float("nan")), "`learning_rate` .* got nan"),
+        (lambda: jmask.adagrad(-1.0), "`learning_rate` .* got -1.0"),
+        (lambda: jmask.adam(b1=1.0), r"`b1` must be in \[0, 1\), got 1.0"),
+        (lambda: jmask.adam(b2=-0.1), r"`b2` must be in \[0, 1\), got -0.1"),
+        (lambda: jmask.adam(eps=-1.0), "`eps` must be non-negative and finite, got -1.0"),
+        (lambda: jmask.adam(eps=0.0), "one of `eps` and `eps_root` must be positive"),
+        (lambda: jmask.adagrad(eps_root=-1.0), "`eps_root` .* got -1.0"),
+        (lambda: jmask.adagrad(lr_decay=-1.0), "`lr_decay` .* got -1.0"),
+        (
+            lambda: jmask.adagrad(initial_accumulator_value=-1.0),
+            "`initial_accumulator_value` .* got -1.0",
+        ),
+        (lambda: jmask.sgd(0.1, momentum=1.5), "`momentum` .* got 1.5"),
+        (lambda: jmask.sgd(0.1, nesterov=True), "`nesterov` needs .* got 0.0"),
+        (lambda: jmask.sgd(0.1, weight_decay=-1.0), "`weight_decay` .* got -1.0"),
+        (lambda: jmask.sgd(0.1, clip_gradient=0.0), "`clip_gradient` .* got 0.0"),
+        (lambda: jmask.sgd(0.1, rescale_grad=float("inf")), "`rescale_grad` .* got inf"),
+    ],
+)
+def test_bad_hyperparameters(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()

@@ -1,0 +1,317 @@
+"""`RowSparse`: definition, pytree behaviour, coalescing, arithmetic, conversions."""
+
+import pickle
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+
+import jmask
+from tests.oracle import dense_twin, densified, touched_rows
+
+ROWS = 7
+
+
+@st.composite
+def row_sparse(draw, row=None):
+    """A random tensor with duplicates, padding of every kind, and any row shape.
+
+    Few distinct sizes, since each is compiled.
+    """
+    row = draw(st.sampled_from([(), (3,), (2, 3)])) if row is None else row
+    size = draw(st.sampled_from([0, 1, 5, 12]))
+    ids = draw(st.lists(st.integers(-3, ROWS + 3), min_size=size, max_size=size))
+    seed = draw(st.integers(0, 2**16))
+    # Small integers: sums are exact in every order.
+    values = np.random.default_rng(seed).integers(-8, 9, (len(ids), *row))
+    ids = np.array(ids, draw(st.sampled_from([np.int8, np.int32, np.int64])))
+    return jmask.RowSparse(ids, jnp.asarray(values, jnp.float32), (ROWS, *row))
+
+
+def both_ways(function, *args):
+    """The result of a function eagerly and under jit, in turn."""
+    yield function(*args)
+    yield jax.jit(function)(*args)
+
+
+class TestDefinition:
+    @given(row_sparse())
+    def test_todense(self, x):
+        for dense in both_ways(lambda x: x.todense(), x):
+            np.testing.assert_array_equal(dense, dense_twin(x))
+
+    @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int32"])
+    def test_ids_of_any_integer_dtype(self, dtype):
+        ids = np.array([3, 1, 3]).astype(dtype)
+        x = jmask.RowSparse(ids, jnp.ones((3, 2)), (300, 2))
+        assert x.indices.dtype == jnp.int32
+        np.testing.assert_array_equal(x.todense()[:4, 0], [0, 1, 0, 2])
+
+    @pytest.mark.parametrize("dtype", ["int64", "uint64", "uint32"])
+    def test_wide_ids_never_wrap(self, dtype):
+        far = np.array([3, 2**32 - 1 if dtype == "uint32" else 2**32 + 3], dtype)
+        with jax.enable_x64(True):
+            x = jmask.RowSparse(far, jnp.ones(2), (5,))
+            np.testing.assert_array_equal(x.todense(), [0, 0, 0, 1, 0])
+
+    def test_more_rows_than_int32_have_int64_ids(self):
+        with jax.enable_x64(True):
+            x = jmask.RowSparse(
+                np.array([2**33, 5]), jnp.ones((2, 4), jnp.float32), (2**34, 4)
+            )
+            assert x.indices.dtype == jnp.int64
+            assert x.coalesce().indices.tolist() == [5, 2**33]
+            assert repr(x) == "RowSparse(float32[17179869184, 4], nse=2)"
+
+    def test_description(self):
+        x = jmask.RowSparse([1, 2], jnp.ones((2, 3, 4), jnp.bfloat16), (9, 3, 4))
+        assert (x.shape, x.dtype, x.ndim, x.nse) == ((9, 3, 4), jnp.bfloat16, 3, 2)
+        assert (x.size, x.stype) == (108, "row_sparse")
+        assert repr(x) == "RowSparse(bfloat16[9, 3, 4], nse=2)"
+        big = jax.eval_shape(
+            lambda: jmask.RowSparse(
+                jnp.zeros(8192, jnp.int32), jnp.zeros((8192, 64)), (1000000, 64)
+            )
+        )
+        assert repr(big) == "RowSparse(float32[1000000, 64], nse=8192)"
+
+    def test_no_rows_at_all(self):
+        x = jmask.RowSparse(jnp.zeros((2,), int), jnp.ones((2, 3)), (0, 3))
+        assert x.todense().shape == (0, 3)
+        assert x.coalesce().nse == 0
+        assert jmask.RowSparse([], np.zeros((0, 3)), (4, 3)).nse == 0
+
+
+class TestPytree:
+    x = jmask.RowSparse([2, 0, 2], jnp.arange(6.0).reshape(3, 2), (4, 2))
+
+    def test_flatten_and_map(self):
+        leaves, structure = jax.tree.flatten(self.x)
+        assert len(leaves) == 2
+        again = jax.tree.unflatten(structure, leaves)
+        np.testing.assert_array_equal(again.todense(), self.x.todense())
+        paths = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(self.x)]
+        assert paths == [".indices", ".values"]
+
+    def test_eval_shape(self):
+        shape = jax.eval_shape(lambda x: x.coalesce(), self.x)
+        assert repr(shape) == "RowSparse(float32[4, 2], nse=3)"
+        assert shape.indices == jax.ShapeDtypeStruct((3,), jnp.int32)
+        assert shape.values == jax.ShapeDtypeStruct((3, 2), jnp.float32)
+
+    def test_vmap(self):
+        ids = jnp.array([[0, 1], [3, 3]])
+        values = jnp.ones((2, 2, 2))
+        batch = jax.vmap(lambda i, v: jmask.RowSparse(i, v, (4, 2)))(ids, values)
+        assert repr(batch) == "RowSparse(float32[4, 2], nse=2, batch=(2,))"
+        dense = jax.vmap(lambda x: x.coalesce().todense())(batch)
+        np.testing.assert_array_equal(dense[:, :, 0], [[1, 1, 0, 0], [0, 0, 0, 2]])
+
+    def test_scan_cond_and_donation(self):
+        def body(x, _):
+            return x * 2.0, x.todense().sum()
+
+        last, sums = jax.lax.scan(body, self.x, None, length=3)
+        np.testing.assert_array_equal(last.todense(), 8 * self.x.todense())
+        np.testing.assert_array_equal(sums, [15, 30, 60])
+        chosen = jax.lax.cond(True, lambda x: -x, lambda x: x, self.x)
+        np.testing.assert_array_equal(chosen.values, -self.x.values)
+        donated = jax.jit(lambda x: x * 2.0, donate_argnums=0)
+        copy = jax.tree.map(jnp.copy, self.x)
+        np.testing.assert_array_equal(donated(copy).values, 2 * self.x.values)
+
+    def test_grad_through_values(self):
+        def loss(values):
+            return jnp.sum(jmask.RowSparse([2, 0, 2], values, (4, 2)).todense() ** 2)
+
+        expected = 2 * np.asarray(self.x.todense())[[2, 0, 2]]
+        np.testing.assert_allclose(jax.grad(loss)(self.x.values), expected)
+        tangent = jax.jvp(loss, (self.x.values,), (jnp.ones((3, 2)),))[1]
+        np.testing.assert_allclose(tangent, expected.sum())
+
+    def test_grad_of_the_whole_node(self):
+        gradient = jax.grad(lambda x: x.todense().sum(), allow_int=True)(self.x)
+        np.testing.assert_array_equal(gradient.values, np.ones((3, 2)))
+
+    def test_zeros_like_stores_no_row(self):
+        zeros = jax.tree.map(jnp.zeros_like, self.x)
+        assert touched_rows(zeros).size == 0
+
+    def test_pickle(self):
+        again = pickle.loads(pickle.dumps(self.x.coalesce()))
+        np.testing.assert_array_equal(again.indices, [0, 2, 4])
+        assert again.coalesced
+
+    @pytest.mark.parametrize(
+        "arithmetic",
+        [
+            lambda x: x * 2,
+            lambda x: x + x,
+            jnp.sign,
+            lambda x: jnp.clip(x, -1, 1),
+            lambda x: x > 0,
+            lambda x: jnp.array(0.5, x.dtype) * x,
+            lambda x: jnp.where(jnp.isnan(x), jnp.zeros_like(x), x).astype(int),
+        ],
+    )
+    def test_arithmetic_on_the_ids_raises(self, arithmetic):
+        with pytest.raises((TypeError, NotImplementedError)):
+            jax.tree.map(arithmetic, self.x)
+
+    def test_numbers_in_place_of_ids_are_refused(self):
+        with pytest.raises(TypeError, match=r"jmask\.lazy"):
+            jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.int32), self.x)
+
+
+class TestCoalesce:
+    @given(row_sparse())
+    def test_sorted_unique_and_equal(self, x):
+        for y in both_ways(lambda x: x.coalesce(), x):
+            y.validate()
+            assert y.coalesced
+            assert y.nse == min(x.nse, ROWS)
+            rows = touched_rows(x)
+            np.testing.assert_array_equal(y.indices[: rows.size], rows)
+            assert (y.indices[rows.size :] == ROWS).all()
+            assert (y.values[rows.size :] == 0).all()
+            np.testing.assert_array_equal(dense_twin(y), dense_twin(x))
+
+    @given(row_sparse())
+    def test_twice_is_once(self, x):
+        once = x.coalesce()
+        assert once.coalesce() is once
+
+    def test_garbage_under_padding_is_dropped(self):
+        values = jnp.array([[1.0], [jnp.nan], [jnp.inf]])
+        x = jmask.RowSparse([1, -1, 5], values, (3, 1)).coalesce()
+        np.testing.assert_array_equal(x.values, [[1], [0], [0]])
+
+    def test_low_precision_is_summed_wide(self):
+        values = jnp.ones((1000, 1), jnp.bfloat16)
+        x = jmask.RowSparse(jnp.zeros(1000, int), values, (3, 1)).coalesce()
+        assert x.values[0, 0] == 1000  # summed in bfloat16 it would stall at 256
+
+    def test_capacity(self):
+        x = jmask.RowSparse([2, 0, 2], jnp.ones((3, 1)), (5, 1))
+        assert x.coalesce(nse=2).indices.tolist() == [0, 2]
+        assert x.coalesce(nse=4).indices.tolist() == [0, 2, 5, 5]
+        assert x.coalesce().coalesce(nse=2).nse == 2
+        with pytest.raises(ValueError, match="`nse`=1 is too small: 2 rows"):
+            x.coalesce(nse=1)
+        traced = jax.jit(lambda x: x.coalesce(nse=1))(x)
+        assert jnp.isnan(traced.values).all()
+        fits = jax.jit(lambda x: x.coalesce(nse=2))(x)
+        np.testing.assert_array_equal(fits.todense(), x.todense())
+        counts = jmask.RowSparse([2, 0, 2], jnp.ones((3, 1), int), (5, 1))
+        with pytest.raises(ValueError, match="may be too small for int"):
+            jax.jit(lambda x: x.coalesce(nse=1))(counts)
+
+
+class TestArithmetic:
+    @given(row_sparse(row=(3,)), row_sparse(row=(3,)))
+    def test_sum_difference_and_scaling(self, x, other):
+        dense = np.ones(x.shape, np.float32)
+        a, b = dense_twin(x), dense_twin(other)
+        expected = [a + b, a - b, -a + 2 * b, 3 * a / 2, a + b]
+        expected += [a + 1, a + 1, 1 - a, a - 1]
+
+        def results(x, y):
+            return [
+                *(x + y, x - y, -x + y * 2, 3 * x / 2, sum([x, y])),
+                *(x + dense, dense + x, jnp.asarray(dense) - x, x - jnp.asarray(dense)),
+            ]
+
+        for outcome in both_ways(results, x, other):
+            for result, dense_result in zip(outcome, expected, strict=True):
+                np.testing.assert_array_equal(densified(result), dense_result)
+
+    def test_stock_apply_updates(self):
+        x = jmask.RowSparse([2, 2, -1, 9], jnp.ones((4, 2)), (4, 2))
+        params = {"a": jnp.ones((4, 2)), "b": jnp.ones(3)}
+        new = optax.apply_updates(params, {"a": x, "b": jnp.ones(3)})
+        np.testing.assert_array_equal(new["a"][:, 0], [1, 1, 3, 1])
+        np.testing.assert_array_equal(new["b"], [2, 2, 2])
+
+    def test_narrow_table_wide_update(self):
+        # 256 + .75 rounds to 257 only if added in float32: .75 + .75 in one sum.
+        table = jnp.full((3, 1), 256, jnp.bfloat16)
+        x = jmask.RowSparse([1, 1], jnp.full((2, 1), 0.75, jnp.float32), (3, 1))
+        new = optax.apply_updates(table, x)
+        assert new.dtype == jnp.bfloat16
+        assert new.ravel().tolist() == [256, 258, 256]
+
+    def test_integer_table_is_promoted(self):
+        x = jmask.RowSparse([1], jnp.array([0.5]), (2,))
+        np.testing.assert_array_equal(jnp.array([1, 1]) + x, [1, 1.5])
+
+    def test_scalars_that_would_make_it_dense(self):
+        x = jmask.RowSparse([1], jnp.ones(1), (3,))
+        with pytest.raises(TypeError, match="todense"):
+            x + 1.0
+        with pytest.raises(TypeError, match="unsupported operand"):
+            x * jnp.ones(3)
+
+    def test_shapes_must_match(self):
+        x = jmask.RowSparse([1], jnp.ones((1, 2)), (3, 2))
+        with pytest.raises(ValueError, match="does not broadcast"):
+            x + jnp.ones((1, 2))
+
+
+class TestConversion:
+    @given(row_sparse())
+    def test_fromdense_round_trip(self, x):
+        dense = dense_twin(x)
+        stored = jmask.RowSparse.fromdense(dense)
+        assert stored.nse == (dense.reshape(ROWS, -1) != 0).any(1).sum()
+        stored.validate()
+        np.testing.assert_array_equal(stored.todense(), dense)
+        traced = jax.jit(lambda d: jmask.RowSparse.fromdense(d, nse=ROWS))(dense)
+        np.testing.assert_array_equal(traced.todense(), dense)
+
+    def test_fromdense_keeps_nan_rows(self):
+        dense = jnp.array([[0, 0], [jnp.nan, 0], [0, 0]])
+        assert jmask.RowSparse.fromdense(dense).indices.tolist() == [1]
+
+    def test_fromdense_capacity(self):
+        dense = jnp.ones((3, 2))
+        with pytest.raises(ValueError, match="`nse`=2 is too small"):
+            jmask.RowSparse.fromdense(dense, nse=2)
+        with pytest.raises(ValueError, match="must be given for a traced"):
+            jax.jit(jmask.RowSparse.fromdense)(dense)
+        poisoned = jax.jit(lambda d: jmask.RowSparse.fromdense(d, nse=2))(dense)
+        assert jnp.isnan(poisoned.values).all()
+
+    @given(row_sparse(), st.lists(st.integers(-2, ROWS + 2), max_size=5))
+    def test_retain(self, x, rows):
+        kept = np.isin(np.arange(ROWS), rows)
+        kept = kept.reshape((-1,) + (1,) * (x.ndim - 1))
+        rows = np.array(rows, np.int32)
+        for y in both_ways(lambda x: x.retain(rows), x):
+            np.testing.assert_array_equal(dense_twin(y), dense_twin(x) * kept)
+
+    def test_astype_and_zeros(self):
+        x = jmask.RowSparse([1], jnp.ones((1, 2)), (3, 2)).astype(jnp.float16)
+        assert x.dtype == jnp.float16
+        zeros = jmask.RowSparse.zeros((3, 2), jnp.int32)
+        assert (zeros.nse, zeros.dtype) == (0, jnp.int32)
+        np.testing.assert_array_equal(zeros.todense(), np.zeros((3, 2)))
+
+    def test_validate(self):
+        def tensor(ids, **promise):
+            return jmask.RowSparse(ids, jnp.ones(len(ids)), (3,), **promise)
+
+        tensor([2, 0, 3]).validate()
+        tensor([0, 2, 3, 3], coalesced=True).validate()
+        with pytest.raises(ValueError, match=r"`indices\[1\]` is -1"):
+            tensor([0, -1]).validate()
+        with pytest.raises(ValueError, match=r"`indices\[0\]` is 7"):
+            tensor([7, 1]).validate()
+        for ids in ([1, 1], [2, 1], [3, 1]):
+            with pytest.raises(ValueError, match="`coalesced` was promised"):
+                tensor(ids, coalesced=True).validate()
+        with pytest.raises(ValueError, match="outside jit"):
+            jax.jit(lambda x: x.validate())(tensor([1]))

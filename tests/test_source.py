@@ -1,0 +1,56 @@
+"""Rules about the source itself."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "jmask").rglob("*.py"))
+EVERYTHING = [
+    *SOURCES,
+    *(ROOT / "examples").rglob("*.py"),
+    *(ROOT / "benchmarks").rglob("*.py"),
+    *(p for p in (ROOT / "tests").rglob("*.py") if p != Path(__file__)),
+]
+
+
+@pytest.mark.parametrize("path", EVERYTHING, ids=lambda p: str(p.relative_to(ROOT)))
+def test_only_public_jax(path):
+    assert "jax._src" not in path.read_text()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name.split(".")[0] in ("jax", "optax"):
+                assert "._" not in name, name
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.name)
+def test_public_functions_have_examples(path):
+    """Every function and class that `__init__` exports has a doctested example."""
+    init = (ROOT / "jmask" / "__init__.py").read_text()
+    for node in ast.parse(path.read_text()).body:
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            continue
+        if f"from jmask.{path.stem} import {node.name} as" in init:
+            doc = ast.get_docstring(node) or ""
+            assert ">>>" in doc or "Warning" in node.name, f"{node.name} has no example"
+
+
+def test_import_does_not_need_extras():
+    """Run-time dependencies are jax, jaxlib and optax."""
+    allowed = {"jax", "jaxlib", "optax", "numpy", "jmask"}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                top = (node.module or "").split(".")[0]
+            elif isinstance(node, ast.Import):
+                top = node.names[0].name.split(".")[0]
+            else:
+                continue
+            assert top in allowed or top in __import__("sys").stdlib_module_names, top
