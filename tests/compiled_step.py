@@ -1,0 +1,153 @@
+"""Training steps compiled from shapes alone, and what their compiled programs say.
+
+    step = Step(jmask.adam(), row=(16,), lookups=512)
+    compiled = step.compile(10**7)              for a table (10**7, 16), not allocated
+    compiled.memory_analysis()                  aliased and temporary bytes
+    whole_table_operations(compiled, 10**7 * 16)    opcodes that make such an array
+
+A step looks rows up in a table that lies beside a dense parameter, differentiates,
+updates, and donates parameters and state.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jmask
+
+# What may produce an array as large as a table in a program that works in place: names
+# for a buffer that exists, the loop and fusion that a scatter becomes, and the scatter.
+IN_PLACE = frozenset(
+    {
+        "bitcast",
+        "call",
+        "conditional",
+        "dynamic-update-slice",
+        "fusion",
+        "get-tuple-element",
+        "parameter",
+        "scatter",
+        "tuple",
+        "while",
+    }
+)
+
+_INSTRUCTION = re.compile(r" = (?P<type>.*?) (?P<opcode>[a-z][a-z0-9-]*)\(")
+_DIMENSIONS = re.compile(r"\w+\[([\d,]*)\]")
+
+
+def squares(params: Any, ids: Any) -> jax.Array:
+    """The sum of the squares of the rows looked up, each times the dense parameter."""
+    return jnp.sum(jnp.square(params["table"][ids] * params["dense"]))
+
+
+def squares_of_several_lookups(params: Any, ids: Any) -> jax.Array:
+    """`squares` of three lookups of the same table."""
+    taken = {**params, "table": jnp.take(params["table"], ids, axis=0)}
+    again = squares(taken, jnp.arange(0, ids.size, 2))
+    return squares(params, ids) + squares(params, ids[::-1] // 2) + again
+
+
+def linear(params: Any, ids: Any) -> jax.Array:
+    """The sum of the rows looked up: no gradient depends on what is read."""
+    return jnp.sum(params["table"][ids]) + jnp.sum(params["dense"])
+
+
+def squares_in_scan(params: Any, ids: Any) -> jax.Array:
+    """`squares` with the ids looked up in four chunks, one after the other."""
+
+    def body(total: jax.Array, chunk: jax.Array) -> tuple[jax.Array, None]:
+        return total + squares(params, chunk), None
+
+    return jax.lax.scan(body, jnp.float32(0), ids.reshape(4, -1))[0]
+
+
+def with_optax(tx: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    """One step of the optimizer, applied by optax."""
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A training step, up to the number of rows of its table.
+
+    Attributes:
+        tx: the optimizer.
+        row: the shape of a row.
+        dtype: of the parameters.
+        lookups: ids in a batch.
+        loss: (params, ids) -> scalar.
+        apply: (tx, grads, state, params) -> (params, state).
+        value_and_grad: what differentiates the loss.
+    """
+
+    tx: optax.GradientTransformation
+    row: tuple[int, ...] = (16,)
+    dtype: Any = jnp.float32
+    lookups: int = 512
+    loss: Callable[..., jax.Array] = squares
+    apply: Callable[..., tuple[Any, Any]] = with_optax
+    value_and_grad: Callable[..., Any] = jmask.value_and_grad
+
+    def __call__(self, params: Any, state: Any, ids: Any) -> tuple[Any, Any, Any]:
+        value, grads = self.value_and_grad(self.loss)(params, ids)
+        params, state = self.apply(self.tx, grads, state, params)
+        return params, state, value
+
+    def arguments(self, rows: int, sharding: Any = None) -> tuple[Any, Any, Any]:
+        """The shapes of (params, state, ids) for a table of `rows` rows."""
+        params = {
+            "dense": jax.ShapeDtypeStruct(self.row, self.dtype),
+            "table": jax.ShapeDtypeStruct((rows, *self.row), self.dtype),
+        }
+        state = jax.eval_shape(self.tx.init, params)
+        ids = jax.ShapeDtypeStruct((self.lookups,), jnp.int32)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            (params, state, ids),
+        )
+
+    def jitted(self, donate: bool = True) -> Any:
+        """The step under jit, parameters and state donated."""
+        # A new function every time, so that no two share a cache of traces.
+        step = lambda params, state, ids: self(params, state, ids)
+        return jax.jit(step, donate_argnums=(0, 1) if donate else ())
+
+    def compile(self, rows: int, sharding: Any = None, donate: bool = True) -> Any:
+        """The step compiled for a table of `rows` rows, on the sharding's device."""
+        return self.jitted(donate).lower(*self.arguments(rows, sharding)).compile()
+
+    def entries(self, rows: int) -> int:
+        """The number of entries of a table of `rows` rows."""
+        return rows * math.prod(self.row)
+
+    def table_bytes(self, rows: int) -> int:
+        """Bytes of the table and of all state arrays of its shape."""
+        params, state, _ = self.arguments(rows)
+        shape = params["table"].shape
+        arrays = [x for x in jax.tree.leaves((params, state)) if x.shape == shape]
+        return sum(x.size * x.dtype.itemsize for x in arrays)
+
+    def batch_bytes(self) -> int:
+        """Bytes of the rows looked up, in float32."""
+        return self.entries(self.lookups) * 4
+
+
+def whole_table_operations(compiled: Any, entries: int) -> set[str]:
+    """Opcodes of all instructions that produce an array of `entries` entries or more."""
+    opcodes = set()
+    for line in compiled.as_text().splitlines():
+        instruction = _INSTRUCTION.search(line)
+        if instruction is None:
+            continue
+        for dimensions in _DIMENSIONS.findall(instruction["type"]):
+            if math.prod(int(size) for size in dimensions.split(",") if size) >= entries:
+                opcodes.add(instruction["opcode"])
+    return opcodes

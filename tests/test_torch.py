@@ -1,0 +1,284 @@
+"""`adam`, `adagrad` and `sgd` take the steps of torch's SparseAdam, Adagrad and SGD.
+
+Runs of 20 steps with the same gradients: ids with duplicates, steps without any id, rows
+whose duplicates cancel (touched, with a gradient of zero) and rows never touched, which
+keep their bits. float64 agrees to 1e-12, float32 to 2e-5. `make test-torch` runs these.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmask
+
+pytestmark = pytest.mark.torch
+
+ROWS, STEPS, LOOKUPS = 12, 20, 6
+NEVER_TOUCHED = (0, 7)
+CANCELLED = 3
+EMPTY_STEPS = (4, 11)
+
+SHAPES = ((ROWS,), (ROWS, 5), (ROWS, 2, 3))
+TOLERANCES = {np.float64: 1e-12, np.float32: 2e-5}
+
+Gradient = tuple[np.ndarray, np.ndarray]
+
+
+@pytest.fixture
+def torch() -> Iterator[Any]:
+    try:
+        import torch
+    except ImportError:
+        pytest.fail("torch is needed: run these tests with `make test-torch`")
+    # torch warns of sparse tensors, its own too, made without a choice about checks.
+    with torch.sparse.check_sparse_tensor_invariants():
+        yield torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """An optimizer of torch and the one of jmask that must equal it.
+
+    Attributes:
+        name: in `torch.optim`.
+        torch: its keyword arguments.
+        tx: jmask's optimizer.
+    """
+
+    name: str
+    torch: dict[str, Any]
+    tx: optax.GradientTransformation
+
+
+SPARSE: dict[str, Pair] = {
+    "adam": Pair("SparseAdam", {}, jmask.adam()),
+    "adam, all terms": Pair(
+        "SparseAdam",
+        {"lr": 0.03, "betas": (0.8, 0.95), "eps": 1e-3, "maximize": True},
+        jmask.adam(0.03, b1=0.8, b2=0.95, eps=1e-3, maximize=True),
+    ),
+    "adam without momentum": Pair(
+        "SparseAdam", {"lr": 0.1, "betas": (0.0, 0.9)}, jmask.adam(0.1, b1=0.0, b2=0.9)
+    ),
+    "adagrad": Pair("Adagrad", {}, jmask.adagrad()),
+    "adagrad, all terms": Pair(
+        "Adagrad",
+        {"lr": 0.1, "lr_decay": 0.2, "initial_accumulator_value": 0.3, "eps": 1e-3},
+        jmask.adagrad(0.1, lr_decay=0.2, initial_accumulator_value=0.3, eps=1e-3),
+    ),
+    "adagrad, maximize": Pair(
+        "Adagrad", {"lr": 0.1, "maximize": True}, jmask.adagrad(0.1, maximize=True)
+    ),
+    "sgd": Pair("SGD", {"lr": 0.1}, jmask.sgd(0.1)),
+}
+
+# torch refuses weight decay, and gives momentum dense semantics, for sparse gradients.
+DENSE: dict[str, Pair] = {
+    "adagrad, weight decay": Pair(
+        "Adagrad",
+        {"lr": 0.1, "lr_decay": 0.2, "weight_decay": 0.1},
+        jmask.adagrad(0.1, lr_decay=0.2, weight_decay=0.1, lazy_update=False),
+    ),
+    "sgd, weight decay": Pair(
+        "SGD",
+        {"lr": 0.1, "weight_decay": 0.1},
+        jmask.sgd(0.1, weight_decay=0.1, lazy_update=False),
+    ),
+    "sgd, momentum": Pair(
+        "SGD",
+        {"lr": 0.1, "momentum": 0.9},
+        jmask.sgd(0.1, momentum=0.9, lazy_update=False),
+    ),
+    "sgd, nesterov": Pair(
+        "SGD",
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        jmask.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1, lazy_update=False),
+    ),
+}
+
+
+def pairs(table: dict[str, Pair]) -> Any:
+    return pytest.mark.parametrize("pair", table.values(), ids=table.keys())
+
+
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+dtypes = pytest.mark.parametrize("dtype", TOLERANCES, ids=lambda dtype: dtype.__name__)
+
+
+@contextlib.contextmanager
+def precision(dtype: Any) -> Iterator[None]:
+    """Context in which JAX has the dtype."""
+    with jax.enable_x64(dtype is np.float64):
+        yield
+
+
+def start_of(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    return np.random.default_rng(1).normal(size=shape).astype(dtype)
+
+
+def gradients(shape: tuple[int, ...], dtype: Any) -> list[Gradient]:
+    """The ids and rows of each step."""
+    rng = np.random.default_rng(0)
+    eligible = [row for row in range(ROWS) if row not in (*NEVER_TOUCHED, CANCELLED)]
+    steps = []
+    for step in range(STEPS):
+        count = 0 if step in EMPTY_STEPS else LOOKUPS
+        # Three distinct rows at most, so there are duplicates in every step.
+        ids = rng.choice(rng.choice(eligible, size=3, replace=False), size=count)
+        rows = rng.normal(size=(count, *shape[1:]))
+        if step % 3 == 2 and count:
+            # After it has moved, so that its averages are not zero.
+            ids[:3] = CANCELLED
+            rows[1], rows[2] = -rows[0], 0
+        elif step % 3 == 1 and count:
+            ids[0] = CANCELLED
+        steps.append((ids.astype(np.int64), rows.astype(dtype)))
+    return steps
+
+
+def run_torch(
+    torch: Any, pair: Pair, start: np.ndarray, steps: list[Gradient], sparse: bool
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """The parameter after the steps, and the optimizer's state."""
+    param = torch.nn.Parameter(torch.tensor(start))
+    optimizer = getattr(torch.optim, pair.name)([param], **pair.torch)
+    for ids, rows in steps:
+        param.grad = torch.sparse_coo_tensor(
+            torch.tensor(ids)[None], torch.tensor(rows), start.shape
+        )
+        if not sparse:
+            param.grad = param.grad.to_dense()
+        optimizer.step()
+    state = {
+        name: np.asarray(x) for name, x in optimizer.state[param].items() if x is not None
+    }
+    return param.detach().numpy(), state
+
+
+def run_jmask(
+    pair: Pair, start: np.ndarray, steps: list[Gradient]
+) -> tuple[np.ndarray, Any]:
+    """The parameter after the steps, and the optimizer's state."""
+
+    @jax.jit
+    def step(param: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+        return jmask.apply_gradients(pair.tx, grads, state, param)
+
+    param = jnp.asarray(start)
+    state = pair.tx.init(param)
+    for ids, rows in steps:
+        param, state = step(param, state, jmask.RowSparse(ids, rows, start.shape))
+    return np.asarray(param), state
+
+
+def check_equal(ours: Any, theirs: Any, dtype: Any) -> None:
+    ours, theirs = np.asarray(ours), np.asarray(theirs)
+    assert ours.dtype == theirs.dtype == dtype
+    tolerance = TOLERANCES[dtype]
+    np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def check_pair(
+    torch: Any, pair: Pair, shape: tuple[int, ...], dtype: Any, sparse: bool
+) -> None:
+    start, steps = start_of(shape, dtype), gradients(shape, dtype)
+    theirs, their_state = run_torch(torch, pair, start, steps, sparse)
+    with precision(dtype):
+        ours, our_state = run_jmask(pair, start, steps)
+    check_equal(ours, theirs, dtype)
+    never = list(NEVER_TOUCHED)
+    if sparse:
+        assert ours[never].tobytes() == start[never].tobytes()
+        assert theirs[never].tobytes() == start[never].tobytes()
+    assert (ours != start).any(axis=tuple(range(1, ours.ndim)))[CANCELLED]
+    assert our_state.count == STEPS
+    if "step" in their_state:
+        assert their_state["step"] == STEPS
+    for ours_is, theirs_is in (
+        ("mu", "exp_avg"),
+        ("nu", "exp_avg_sq"),
+        ("sum_of_squares", "sum"),
+    ):
+        if theirs_is in their_state:
+            check_equal(getattr(our_state, ours_is), their_state[theirs_is], dtype)
+
+
+@dtypes
+@shapes
+@pairs(SPARSE)
+def test_sparse_gradients(
+    torch: Any, pair: Pair, shape: tuple[int, ...], dtype: Any
+) -> None:
+    check_pair(torch, pair, shape, dtype, sparse=True)
+
+
+@dtypes
+@shapes
+@pairs(DENSE)
+def test_dense_semantics(
+    torch: Any, pair: Pair, shape: tuple[int, ...], dtype: Any
+) -> None:
+    check_pair(torch, pair, shape, dtype, sparse=False)
+
+
+def test_a_row_whose_duplicates_cancel_moves(torch: Any) -> None:
+    pair, shape = SPARSE["adam"], (ROWS, 2)
+    start = start_of(shape, np.float64)
+    first = (np.array([CANCELLED]), np.ones((1, 2)))
+    cancelling = (np.array([CANCELLED] * 2), np.array([[1.0, 1.0], [-1.0, -1.0]]))
+    results = []
+    for steps in ([first], [first, cancelling]):
+        with precision(np.float64):
+            results.append(run_jmask(pair, start, steps)[0])
+        check_equal(results[-1], run_torch(torch, pair, start, steps, True)[0], np.float64)
+    assert (results[0][CANCELLED] != results[1][CANCELLED]).all()
+
+
+def test_an_empty_gradient_advances_the_count(torch: Any) -> None:
+    pair, shape = SPARSE["adam"], (ROWS, 2)
+    start = start_of(shape, np.float64)
+    empty = (np.zeros((0,), np.int64), np.zeros((0, 2)))
+    last = (np.array([1, 1]), np.array([[1.0, 2.0], [3.0, 4.0]]))
+    moves = []
+    for steps in ([last, last], [last, empty, empty, last]):
+        with precision(np.float64):
+            ours, _ = run_jmask(pair, start, steps)
+        check_equal(ours, run_torch(torch, pair, start, steps, True)[0], np.float64)
+        moves.append(ours)
+    assert (moves[0][1] != moves[1][1]).all()
+
+
+@dtypes
+@pairs(SPARSE)
+def test_embeddings_through_differentiation(torch: Any, pair: Pair, dtype: Any) -> None:
+    """The gradients are those of `nn.Embedding(sparse=True)` and `jmask.grad`."""
+    start = start_of((ROWS, 5), dtype)
+    weights = np.random.default_rng(2).normal(size=(LOOKUPS, 5)).astype(dtype)
+    batches = [ids for ids, _ in gradients(start.shape, dtype) if ids.size]
+
+    embedding = torch.nn.Embedding(ROWS, 5, sparse=True, _weight=torch.tensor(start))
+    optimizer = getattr(torch.optim, pair.name)(embedding.parameters(), **pair.torch)
+    for ids in batches:
+        optimizer.zero_grad()
+        looked_up = embedding(torch.tensor(ids)) * torch.tensor(weights)
+        torch.sin(looked_up).sum().backward()
+        optimizer.step()
+
+    @jax.jit
+    def step(table: Any, state: Any, ids: Any) -> tuple[Any, Any]:
+        loss = lambda table: jnp.sin(table[ids] * weights).sum()
+        return jmask.apply_gradients(pair.tx, jmask.grad(loss)(table), state, table)
+
+    with precision(dtype):
+        table = jnp.asarray(start)
+        state = pair.tx.init(table)
+        for ids in batches:
+            table, state = step(table, state, ids)
+    check_equal(table, embedding.weight.detach().numpy(), dtype)

@@ -1,0 +1,85 @@
+"""A donated step works in place on TPUs, read from programs compiled without one.
+
+libtpu compiles for the devices of a topology that is only described. For rows of whole
+128-lane lines every table and every state array shares its buffer with the one that comes
+out, no copy of a table is made, and the temporaries are a few times the rows of the batch.
+`make test-tpu` runs these.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.experimental import topologies
+
+import jmask
+from tests.compiled_step import IN_PLACE, Step, linear, whole_table_operations
+
+pytestmark = pytest.mark.tpu
+
+# Three float32 arrays (10**7, 128) are 14.3 GiB, which the 16 GiB of a v5e just hold.
+SMALL, LARGE = 10**5, 10**7
+
+# XLA may do a step on a table that fits the on-chip memory there, and moves it in and out.
+STAGING = {"copy-start", "copy-done", "slice-start", "slice-done", "custom-call"}
+
+TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
+
+LAZY_ADAMW = jmask.lazy(optax.adamw(1e-3))
+
+STEPS: dict[str, Step] = {
+    "sgd": Step(jmask.sgd(0.1), row=(128,)),
+    "momentum": Step(jmask.sgd(0.1, momentum=0.9), row=(128,)),
+    "adam": Step(jmask.adam(), row=(128,)),
+    "adagrad": Step(jmask.adagrad(), row=(128,)),
+    "optax.adamw": Step(LAZY_ADAMW, row=(128,)),
+    "linear loss": Step(jmask.sgd(0.1), row=(128,), loss=linear),
+    # Few lookups and one array: compiling takes seconds for each bfloat16 scatter.
+    "bfloat16": Step(jmask.sgd(0.1), row=(128,), dtype=jnp.bfloat16, lookups=64),
+}
+
+
+@functools.cache
+def device(topology: str) -> Any:
+    """The sharding that places all on one device of the topology."""
+    try:
+        described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    except Exception as error:
+        pytest.fail(
+            f"the TPU topology {topology} cannot be described; libtpu is needed, run "
+            f"these tests with `make test-tpu`: {error}",
+            pytrace=False,
+        )
+    return jax.sharding.SingleDeviceSharding(described.devices[0])
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_in_place(topology: str, step: Step) -> None:
+    for rows, allowed in ((SMALL, IN_PLACE | STAGING), (LARGE, IN_PLACE)):
+        compiled = step.compile(rows, device(topology))
+        memory = compiled.memory_analysis()
+        assert memory.alias_size_in_bytes >= step.table_bytes(rows)
+        assert whole_table_operations(compiled, step.entries(rows)) <= allowed
+        # The same bound for both, but not the same number: XLA chooses which rows of the
+        # batch it keeps in the on-chip memory, which is not counted.
+        assert memory.temp_size_in_bytes <= 10 * step.batch_bytes()
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_control_a_dense_step_makes_tables(topology: str) -> None:
+    step = Step(optax.adam(1e-3), row=(128,), value_and_grad=jax.value_and_grad)
+    rows = 10**6
+    compiled = step.compile(rows, device(topology))
+    assert not whole_table_operations(compiled, step.entries(rows)) <= IN_PLACE
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_control_without_donation_tables_are_copied(topology: str) -> None:
+    step, rows = STEPS["adam"], 10**6
+    compiled = step.compile(rows, device(topology), donate=False)
+    assert compiled.memory_analysis().alias_size_in_bytes == 0
+    assert not whole_table_operations(compiled, step.entries(rows)) <= IN_PLACE
