@@ -59,14 +59,18 @@ def device(topology: str) -> Any:
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_in_place(topology: str, step: Step) -> None:
+    temporary = []
     for rows, allowed in ((SMALL, IN_PLACE | STAGING), (LARGE, IN_PLACE)):
         compiled = step.compile(rows, device(topology))
         memory = compiled.memory_analysis()
         assert memory.alias_size_in_bytes >= step.table_bytes(rows)
         assert whole_table_operations(compiled, step.entries(rows)) <= allowed
-        # The same bound for both, but not the same number: XLA chooses which rows of the
-        # batch it keeps in the on-chip memory, which is not counted.
-        assert memory.temp_size_in_bytes <= 10 * step.batch_bytes()
+        temporary.append(memory.temp_size_in_bytes)
+    # The same within 1 %, or a few rows of the batch that XLA keeps in on-chip memory,
+    # which is not counted, for the small table and not for the large one (Adam).
+    assert max(temporary) <= 10 * step.batch_bytes()
+    grown = temporary[1] - temporary[0]
+    assert grown <= max(temporary[0] // 100, 2 * step.batch_bytes())
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
