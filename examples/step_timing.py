@@ -49,9 +49,7 @@ def compare(
     )
 
 
-def timing_table(
-    title: str, seconds: dict[str, float], reference: str, examples: int
-) -> Table:
+def timing_table(title: str, seconds: dict[str, float], reference: str, examples: int) -> Table:
     """A row for each step; ratios are to the step called `reference`."""
     table = Table(title=title, title_justify="left")
     table.add_column("step")

@@ -171,9 +171,7 @@ def train(
             done, elapsed = done + chunk, time.perf_counter() - start
             smooth += 0.1 * (losses[-1] - smooth)
             rate = (done - 1) * EXAMPLES / elapsed
-            progress.update(
-                bar, completed=done if steps else elapsed, loss=smooth, rate=rate
-            )
+            progress.update(bar, completed=done if steps else elapsed, loss=smooth, rate=rate)
     return Trained(params, opt_state, done, elapsed, losses)
 
 
@@ -258,13 +256,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     dense_step = make_step(optimizer, jax.value_and_grad)
 
     opt_state = optimizer.init(params)
-    trained = train(
-        sparse_step, params, opt_state, batches, args.steps, args.seconds, console
-    )
+    trained = train(sparse_step, params, opt_state, batches, args.steps, args.seconds, console)
     first, last = trained.losses[0], np.mean(trained.losses[-10:])
     console.print(
-        f"{trained.steps:,} steps in {trained.seconds:.0f} s: "
-        f"loss {first:.3f} -> {last:.3f}\n"
+        f"{trained.steps:,} steps in {trained.seconds:.0f} s: loss {first:.3f} -> {last:.3f}\n"
     )
     vectors = unit_vectors(trained.params["words"], 15_000)
     console.print(neighbour_table(vectors, corpus.words))

@@ -157,9 +157,7 @@ class TestState:
 
     def test_of_another_model(self):
         tx = jmask.lazy(optax.adam(0.1))
-        with pytest.raises(
-            ValueError, match=r"`state.* has shape \(7, 3\), expected \(5, 3"
-        ):
+        with pytest.raises(ValueError, match=r"`state.* has shape \(7, 3\), expected \(5, 3"):
             tx.update(self.gradient, tx.init(jnp.ones((7, 3))), TABLE)
 
 

@@ -41,9 +41,7 @@ OPTIMIZERS: dict[str, optax.GradientTransformation] = {
         optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
     ),
     "optax.adagrad": jmask.lazy(optax.adagrad(0.1)),
-    "injected optax.adam": jmask.lazy(
-        optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)
-    ),
+    "injected optax.adam": jmask.lazy(optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)),
     "optax.sgd with momentum": jmask.lazy(optax.sgd(0.1, momentum=0.9)),
     "optax.rmsprop": jmask.lazy(optax.rmsprop(0.1)),
     "partition": jmask.lazy(

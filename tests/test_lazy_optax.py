@@ -33,8 +33,7 @@ IDS = {"table": [3, 1, 3, 7, -1, 12], "other": [8, 0]}
 def random_tree(seed):
     rng = np.random.default_rng(seed)
     return {
-        name: jnp.asarray(rng.normal(size=shape), jnp.float32)
-        for name, shape in SHAPES.items()
+        name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()
     }
 
 
@@ -247,9 +246,7 @@ class TestComposition:
         with pytest.raises(ValueError, match="RowSparse"):
             outside.update(gradient, outside.init(PARAMS), PARAMS)
         self.check_first_step(
-            jmask.lazy(
-                optax.partition({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, by_name)
-            )
+            jmask.lazy(optax.partition({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, by_name))
         )
 
     @staticmethod
@@ -289,9 +286,7 @@ class TestComposition:
         tx = jmask.lazy(optax.adam(0.1))
         with_params, _ = tx.update(gradient, tx.init(PARAMS), PARAMS)
         without, _ = tx.update(gradient, tx.init(PARAMS))
-        jax.tree.map(
-            np.testing.assert_array_equal, densified(with_params), densified(without)
-        )
+        jax.tree.map(np.testing.assert_array_equal, densified(with_params), densified(without))
 
 
 class TestLazySemantics:

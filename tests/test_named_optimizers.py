@@ -46,8 +46,7 @@ CASES = [
     ("adagrad", {"learning_rate": 0.1, "weight_decay": 0.5, "clip_gradient": 0.5}),
 ]
 NAMES = [
-    f"{name} {' '.join(str(k) for k in hyper if k != 'learning_rate')}"
-    for name, hyper in CASES
+    f"{name} {' '.join(str(k) for k in hyper if k != 'learning_rate')}" for name, hyper in CASES
 ]
 
 

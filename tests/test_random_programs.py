@@ -34,9 +34,7 @@ LOOKUPS = {
     "scaled": lambda t, i: (2.5 * t)[i] / 2,
     "low precision": lambda t, i: t.astype(jnp.bfloat16)[i].astype(jnp.float32),
     "scan": lambda t, i: lax.scan(lambda c, k: (c + t[k], c * t[k]), jnp.ones(D), i)[1],
-    "cond": lambda t, i: lax.cond(
-        i[0] > 2, lambda: t[i], lambda: jnp.sin(t[i[:1]]) + t[:3]
-    ),
+    "cond": lambda t, i: lax.cond(i[0] > 2, lambda: t[i], lambda: jnp.sin(t[i[:1]]) + t[:3]),
     "bounded slice": lambda t, i: t[1:4],
     "tied": lambda t, i: t[i] @ t.T @ t,
     "no lookup": lambda t, i: jnp.full((3, D), t.sum()),

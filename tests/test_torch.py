@@ -156,15 +156,11 @@ def run_torch(
         if not sparse:
             param.grad = param.grad.to_dense()
         optimizer.step()
-    state = {
-        name: np.asarray(x) for name, x in optimizer.state[param].items() if x is not None
-    }
+    state = {name: np.asarray(x) for name, x in optimizer.state[param].items() if x is not None}
     return param.detach().numpy(), state
 
 
-def run_jmask(
-    pair: Pair, start: np.ndarray, steps: list[Gradient]
-) -> tuple[np.ndarray, Any]:
+def run_jmask(pair: Pair, start: np.ndarray, steps: list[Gradient]) -> tuple[np.ndarray, Any]:
     """The parameter after the steps, and the optimizer's state."""
 
     @jax.jit
@@ -213,18 +209,14 @@ def check_pair(
 @dtypes
 @shapes
 @pairs(SPARSE)
-def test_sparse_gradients(
-    torch: Any, pair: Pair, shape: tuple[int, ...], dtype: Any
-) -> None:
+def test_sparse_gradients(torch: Any, pair: Pair, shape: tuple[int, ...], dtype: Any) -> None:
     check_pair(torch, pair, shape, dtype, sparse=True)
 
 
 @dtypes
 @shapes
 @pairs(DENSE)
-def test_dense_semantics(
-    torch: Any, pair: Pair, shape: tuple[int, ...], dtype: Any
-) -> None:
+def test_dense_semantics(torch: Any, pair: Pair, shape: tuple[int, ...], dtype: Any) -> None:
     check_pair(torch, pair, shape, dtype, sparse=False)
 
 

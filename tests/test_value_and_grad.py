@@ -96,9 +96,7 @@ PROGRAMS: dict[str, Program] = {
         lambda t: square(jax.vmap(lambda i: lax.dynamic_slice_in_dim(t, i, 3))(IDS)), 18
     ),
     "vmapped scalar": Program(lambda t: square(jax.vmap(lambda i: t[i])(IDS)), 6),
-    "vmapped index": Program(
-        lambda t: square(jax.vmap(lambda i: t[i])(IDS.reshape(2, 3))), 6
-    ),
+    "vmapped index": Program(lambda t: square(jax.vmap(lambda i: t[i])(IDS.reshape(2, 3))), 6),
     "vmapped twice": Program(
         lambda t: square(jax.vmap(jax.vmap(lambda i: t[i]))(IDS.reshape(2, 3))), 6
     ),
@@ -142,15 +140,11 @@ PROGRAMS: dict[str, Program] = {
         3,
     ),
     "cond": Program(
-        lambda t: lax.cond(
-            IDS[0] > 0, lambda t: square(t[IDS]), lambda t: t[IDS[:2]].sum(), t
-        ),
+        lambda t: lax.cond(IDS[0] > 0, lambda t: square(t[IDS]), lambda t: t[IDS[:2]].sum(), t),
         6,
     ),
     "cond, other branch": Program(
-        lambda t: lax.cond(
-            IDS[0] < 0, lambda t: square(t[IDS]), lambda t: t[IDS[:2]].sum(), t
-        ),
+        lambda t: lax.cond(IDS[0] < 0, lambda t: square(t[IDS]), lambda t: t[IDS[:2]].sum(), t),
         6,
     ),
     "cond, one branch without": Program(
@@ -197,9 +191,9 @@ PROGRAMS: dict[str, Program] = {
     "tied": Program(lambda t: square(t[IDS] @ t.T), None, falls_back=True),
     "tied in scan": Program(
         lambda t: square(
-            lax.scan(
-                lambda c, i: (jnp.tanh(t[i] + t.T @ (t @ c)), None), jnp.zeros(D), VALID
-            )[0]
+            lax.scan(lambda c, i: (jnp.tanh(t[i] + t.T @ (t @ c)), None), jnp.zeros(D), VALID)[
+                0
+            ]
         ),
         None,
         falls_back=True,
