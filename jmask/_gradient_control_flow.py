@@ -37,7 +37,8 @@ def _makes_rows(jaxpr: Jaxpr) -> bool:
     )
 
 
-def _nothing_to_do(jaxpr: Jaxpr, inputs: Sequence[Any]) -> bool:
+def nothing_to_do(jaxpr: Jaxpr, inputs: Sequence[Any]) -> bool:
+    """Whether an equation that runs `jaxpr` may be run as it is."""
     return not _makes_rows(jaxpr) and not any(isinstance(x, Rows) for x in inputs)
 
 
@@ -55,7 +56,7 @@ def _call(
     eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
 ) -> Outputs:
     jaxpr, consts = called(eqn)
-    if _nothing_to_do(jaxpr, inputs):
+    if nothing_to_do(jaxpr, inputs):
         return None
     return interpreter.run(jaxpr, consts, inputs, wanted)
 
@@ -64,7 +65,7 @@ def _remat(
     eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
 ) -> Outputs:
     jaxpr, consts = called(eqn)
-    if _nothing_to_do(jaxpr, inputs):
+    if nothing_to_do(jaxpr, inputs):
         return None
     if eqn.params["prevent_cse"] and eqn.params["differentiated"]:
         arrays = {i: x for i, x in enumerate(inputs) if isinstance(x, jax.Array)}
@@ -113,7 +114,7 @@ def _scan(
     keys = {
         i: _Carry() for i, x in enumerate(init) if isinstance(x, Rows) and carry_wanted[i]
     }
-    if not keys or _nothing_to_do(body.jaxpr, [x for x in init if not _is_zero(x)]):
+    if not keys or nothing_to_do(body.jaxpr, [x for x in init if not _is_zero(x)]):
         return None
     consts = [interpreter.dense(x, eqn) for x in consts]
     loop = _Loop(eqn, interpreter, consts, init, list(wanted[:count]))
@@ -240,7 +241,7 @@ def _cond(
 ) -> Outputs:
     which, *operands = inputs
     branches = eqn.params["branches"]
-    if all(_nothing_to_do(branch.jaxpr, operands) for branch in branches):
+    if all(nothing_to_do(branch.jaxpr, operands) for branch in branches):
         return None
 
     def outputs_of(branch: ClosedJaxpr) -> list[Any]:

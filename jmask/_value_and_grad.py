@@ -16,12 +16,13 @@ import jax
 import numpy as np
 
 from jmask._cotangents import Filled, Rows
+from jmask._gradient_collectives import COLLECTIVE_RULES
 from jmask._gradient_control_flow import CONTROL_FLOW_RULES
 from jmask._gradient_program import Interpreter
 from jmask._gradient_rules import EQUATION_RULES
 from jmask._row_sparse import is_row_sparse
 
-_INTERPRETER = Interpreter({**EQUATION_RULES, **CONTROL_FLOW_RULES})
+_INTERPRETER = Interpreter({**EQUATION_RULES, **CONTROL_FLOW_RULES, **COLLECTIVE_RULES})
 
 
 def value_and_grad(

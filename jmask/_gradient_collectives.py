@@ -1,0 +1,108 @@
+"""Rules of the gradient program for programs over several devices.
+
+| equation                        | becomes                                              |
+|---------------------------------|------------------------------------------------------|
+| psum of a table cotangent       | all-gather of the ids and the rows: n * D numbers    |
+|                                 | cross the network and not V * D                      |
+| pvary, pcast                    | on the ids and the rows                              |
+| shard_map, table replicated     | its equations, with ids and rows as replicated       |
+|                                 | outputs in place of the table                        |
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn
+from jax.sharding import PartitionSpec
+
+from jmask._cotangents import Rows
+from jmask._gradient_control_flow import nothing_to_do
+from jmask._gradient_program import Flags, Interpreter, Outputs, Rule, Values
+from jmask._jaxprs import opened
+
+
+def _elementwise_demand(eqn: JaxprEqn, wanted: Flags, *_: Any) -> list[bool]:
+    return list(wanted)
+
+
+def _on_parts(x: Rows, function: Any) -> Rows:
+    parts = tuple((function(ids), function(rows)) for ids, rows in x.parts)
+    return dataclasses.replace(x, parts=parts)
+
+
+def _psum(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
+    if not all(isinstance(x, Rows) and x.carry is None for x in inputs):
+        return None
+    if eqn.params.get("axis_index_groups") is not None:
+        return None
+    to = "invarying" if eqn.primitive.name == "psum_invariant" else "varying"
+
+    def gather(x: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(x, eqn.params["axes"], tiled=True, to=to)
+
+    return [_on_parts(x, gather) for x in inputs]
+
+
+def _cast(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
+    if not all(isinstance(x, Rows) and x.carry is None for x in inputs):
+        return None
+    params = eqn.primitive.get_bind_params(eqn.params)
+
+    def bind(x: jax.Array) -> jax.Array:
+        result = eqn.primitive.bind(x, **params)
+        return result[0] if eqn.primitive.multiple_results else result
+
+    return [_on_parts(x, bind) for x in inputs]
+
+
+def _shard_map_demand(
+    eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any
+) -> list[bool]:
+    # What comes in is a table on every device or a part of one: it is an array.
+    return [False] * len(eqn.invars)
+
+
+def _shard_map(
+    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
+) -> Outputs:
+    body, consts = opened(eqn.params["jaxpr"])
+    if nothing_to_do(body, inputs):
+        return None
+    specs = eqn.params["out_specs"]
+    # Rows of a table that is itself sharded by rows stay an array.
+    sparse = [w and spec == PartitionSpec() for w, spec in zip(wanted, specs, strict=True)]
+    kinds: list[Rows | None] = []
+
+    def run(*arrays: jax.Array) -> list[Any]:
+        outputs = interpreter.run(body, consts, arrays, sparse)
+        kinds[:] = [
+            dataclasses.replace(x, parts=()) if isinstance(x, Rows) and keep else None
+            for x, keep in zip(outputs, sparse, strict=True)
+        ]
+        return [
+            interpreter.dense(x, eqn) if kind is None else x.parts
+            for x, kind in zip(outputs, kinds, strict=True)
+        ]
+
+    results = jax.shard_map(
+        run,
+        mesh=eqn.params["mesh"],
+        in_specs=tuple(eqn.params["in_specs"]),
+        out_specs=list(specs),
+        axis_names=set(eqn.params["newly_manual_axes"]),
+        check_vma=eqn.params["check_vma"],
+    )(*(interpreter.dense(x, eqn) for x in inputs))
+    return [
+        x if kind is None else kind.plus(x, kind.looked_up)
+        for x, kind in zip(results, kinds, strict=True)
+    ]
+
+
+COLLECTIVE_RULES: dict[str, Rule] = {
+    "psum": Rule(_elementwise_demand, _psum),
+    "psum_invariant": Rule(_elementwise_demand, _psum),
+    "pvary": Rule(_elementwise_demand, _cast),
+    "pcast": Rule(_elementwise_demand, _cast),
+    "shard_map": Rule(_shard_map_demand, _shard_map),
+}

@@ -1,0 +1,116 @@
+"""Data-parallel programs: the gradient of a replicated table crosses the network as rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jmask
+from tests.oracle import dense_twin, is_row_sparse
+
+V, D, DEVICES = 64, 4, 4
+TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), jnp.float32)
+IDS = jnp.asarray(np.random.default_rng(1).integers(0, V, 8))
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    if len(jax.devices()) < DEVICES:
+        pytest.fail(f"conftest.py makes {DEVICES} CPU devices; there are {jax.devices()}")
+    auto = (jax.sharding.AxisType.Auto,)
+    return jax.make_mesh((DEVICES,), ("data",), axis_types=auto)
+
+
+def local_loss(table, ids):
+    return jax.lax.pmean(jnp.sum(jnp.sin(table[ids])), "data")
+
+
+def expected():
+    loss = lambda table: jnp.sum(jnp.sin(table[IDS])) / DEVICES
+    return jax.value_and_grad(loss)(TABLE)
+
+
+def table_collectives(compiled) -> list[str]:
+    """Collectives of the compiled program that move a table."""
+    names = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
+    return [
+        line
+        for line in compiled.as_text().splitlines()
+        if any(f" {name}" in line for name in names) and f"[{V},{D}]" in line
+    ]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradient_taken_inside(mesh, check_vma):
+    """value_and_grad in the mapped function; the same RowSparse comes out of every device."""
+
+    def step(table, ids):
+        loss = local_loss if check_vma else lambda t, i: jnp.sum(jnp.sin(t[i])) / DEVICES
+        value, gradient = jmask.value_and_grad(loss)(table, ids)
+        if not check_vma:  # then nothing is summed over devices by itself
+            gather = lambda x: jax.lax.all_gather(x, "data", tiled=True)
+            gradient = jax.tree.map(gather, gradient)
+            value = jax.lax.psum(value, "data")
+        return value, gradient
+
+    mapped = jax.jit(
+        jax.shard_map(
+            step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
+        )
+    )
+    with jmask.strict():
+        value, gradient = mapped(TABLE, IDS)
+    assert is_row_sparse(gradient)
+    np.testing.assert_allclose(value, expected()[0], rtol=1e-6)
+    np.testing.assert_allclose(dense_twin(gradient), expected()[1], rtol=1e-5, atol=1e-7)
+    assert not table_collectives(mapped.lower(TABLE, IDS).compile())
+
+
+def test_gradient_of_a_mapped_function(mesh):
+    mapped = jax.shard_map(local_loss, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    with jmask.strict():
+        gradient = jax.jit(jmask.grad(mapped))(TABLE, IDS)
+    assert is_row_sparse(gradient)
+    assert gradient.nse == IDS.size
+    np.testing.assert_allclose(dense_twin(gradient), expected()[1], rtol=1e-5, atol=1e-7)
+    stock = jax.jit(jax.grad(mapped)).lower(TABLE, IDS).compile()
+    assert table_collectives(stock), "the check sees what it forbids"
+    ours = jax.jit(jmask.grad(mapped)).lower(TABLE, IDS).compile()
+    assert not table_collectives(ours)
+
+
+def test_training_step_inside(mesh):
+    """Every device updates its replica with all rows: they stay equal, others untouched."""
+    tx = jmask.lazy(optax.adam(0.1))
+
+    def step(table, state, ids):
+        value, gradient = jmask.value_and_grad(local_loss)(table, ids)
+        updates, state = tx.update(gradient, state, table)
+        return optax.apply_updates(table, updates), state, value
+
+    mapped = jax.jit(
+        jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P())
+    )
+    table, state, _ = mapped(TABLE, tx.init(TABLE), IDS)
+    single = jmask.RowSparse.fromdense(expected()[1])
+    alone, _ = jmask.apply_gradients(tx, single, tx.init(TABLE), TABLE)
+    np.testing.assert_allclose(table, alone, rtol=1e-4, atol=1e-6)
+    others = np.setdiff1d(np.arange(V), IDS)
+    np.testing.assert_array_equal(table[others], TABLE[others])
+
+
+def test_psum_over_a_mapped_axis():
+    """vmap with an axis name is the one-device form of the same."""
+
+    def gradient(ids):
+        return jmask.grad(lambda t: jax.lax.psum(jnp.sum(jnp.sin(t[ids])), "i"))(TABLE)
+
+    batch = IDS.reshape(2, 4)
+    ours = jax.vmap(lambda i: gradient(i).todense(), axis_name="i")(batch)
+    stock = jax.vmap(
+        lambda i: jax.grad(lambda t: jax.lax.psum(jnp.sum(jnp.sin(t[i])), "i"))(TABLE),
+        axis_name="i",
+    )(batch)
+    np.testing.assert_allclose(ours, stock, rtol=1e-5, atol=1e-6)
