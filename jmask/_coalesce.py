@@ -11,7 +11,6 @@ float32 and rounded once.
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jmask._rows import add_rows
 
@@ -33,26 +32,26 @@ def coalesce_rows(
     slots = min(count, rows)
     if slots == 0:
         return ids[:0], values[:0]
-    slot_ids, slot_of_entry = _unique_slots(ids, slots, rows)
+    slot_ids, slot_of_entry = unique_slots(ids, slots, rows)
     wide = _accumulator_dtype(values.dtype)
     zeros = jnp.zeros((slots, *values.shape[1:]), wide)
     summed = add_rows(zeros, slot_of_entry, values.astype(wide), coalesced=False)
     return slot_ids, summed.astype(values.dtype)
 
 
-def _unique_slots(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.Array]:
+def unique_slots(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.Array]:
     """The sorted unique ids (slots,), and for each entry (n,) the slot it belongs to.
 
     Entries whose id is padding get slot = `slots`, which writes drop.
     """
-    position = lax.iota(jnp.int32, ids.shape[0])
-    ordered, order = lax.sort((ids, position), num_keys=1, is_stable=True)
+    # Sorting ids alone and searching each entry's place takes a third of the time of
+    # sorting them with a payload.
+    ordered = jnp.sort(ids)
     starts = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
     slot = jnp.cumsum(starts, dtype=jnp.int32) - 1
-    slot = jnp.where(ordered < rows, slot, slots)
     slot_ids = jnp.full((slots,), rows, ids.dtype).at[slot].set(ordered, mode="drop")
-    slot_of_entry = jnp.zeros_like(slot).at[order].set(slot, unique_indices=True)
-    return slot_ids, slot_of_entry
+    slot_of_entry = jnp.searchsorted(slot_ids, ids).astype(jnp.int32)
+    return slot_ids, jnp.where(ids < rows, slot_of_entry, slots)
 
 
 def _accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
