@@ -26,7 +26,7 @@ from jmask._gradient_program import Flags, Interpreter, Outputs, Rule, Values
 from jmask._jaxprs import CALLS, REMATS, called
 from jmask._row_pattern import Entries
 
-_ROW_MAKERS = ("scatter-add", "dynamic_update_slice", "pad")
+_ROW_MAKERS = ("scatter-add", "dynamic_update_slice", "pad", "bcoo_dot_general")
 
 
 def _makes_rows(jaxpr: Jaxpr) -> bool:
@@ -45,25 +45,19 @@ def nothing_to_do(jaxpr: Jaxpr, inputs: Sequence[Any]) -> bool:
 # --- calls -------------------------------------------------------------------------------
 
 
-def _call_demand(
-    eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any
-) -> list[bool]:
+def _call_demand(eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any) -> list[bool]:
     jaxpr, _ = called(eqn)
     return interpreter.demand(jaxpr, wanted).of(jaxpr.invars)
 
 
-def _call(
-    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
-) -> Outputs:
+def _call(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     jaxpr, consts = called(eqn)
     if nothing_to_do(jaxpr, inputs):
         return None
     return interpreter.run(jaxpr, consts, inputs, wanted)
 
 
-def _remat(
-    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
-) -> Outputs:
+def _remat(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     jaxpr, consts = called(eqn)
     if nothing_to_do(jaxpr, inputs):
         return None
@@ -85,9 +79,7 @@ class _Carry:
     """The identity of one scan carry."""
 
 
-def _scan_demand(
-    eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any
-) -> list[bool]:
+def _scan_demand(eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any) -> list[bool]:
     jaxpr = eqn.params["jaxpr"].jaxpr
     first, count = eqn.params["num_consts"], eqn.params["num_carry"]
     carry = list(wanted[:count])
@@ -103,17 +95,13 @@ def _scan_demand(
     return [False] * first + carry + others
 
 
-def _scan(
-    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
-) -> Outputs:
+def _scan(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     body = eqn.params["jaxpr"]
     first, count = eqn.params["num_consts"], eqn.params["num_carry"]
     consts, init = inputs[:first], list(inputs[first : first + count])
     scanned_in = [interpreter.dense(x, eqn) for x in inputs[first + count :]]
     carry_wanted = _scan_demand(eqn, wanted, interpreter, None)[first:]
-    keys = {
-        i: _Carry() for i, x in enumerate(init) if isinstance(x, Rows) and carry_wanted[i]
-    }
+    keys = {i: _Carry() for i, x in enumerate(init) if isinstance(x, Rows) and carry_wanted[i]}
     if not keys or nothing_to_do(body.jaxpr, [x for x in init if not _is_zero(x)]):
         return None
     consts = [interpreter.dense(x, eqn) for x in consts]
@@ -146,9 +134,7 @@ class _Loop:
     init: Sequence[Any]
     carry_wanted: list[bool]
 
-    def additive(
-        self, keys: dict[int, _Carry], scanned: Sequence[Any]
-    ) -> dict[int, _Carry]:
+    def additive(self, keys: dict[int, _Carry], scanned: Sequence[Any]) -> dict[int, _Carry]:
         """The carries among `keys` to which the body does nothing but add rows."""
         one = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in scanned]
         while keys:
@@ -218,9 +204,7 @@ def _with_stacked(total: Rows, stacked: tuple[Entries, ...]) -> Rows:
 # --- cond --------------------------------------------------------------------------------
 
 
-def _cond_demand(
-    eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any
-) -> list[bool]:
+def _cond_demand(eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any) -> list[bool]:
     flags = [
         interpreter.demand(branch.jaxpr, wanted).of(branch.jaxpr.invars)
         for branch in eqn.params["branches"]
@@ -236,9 +220,7 @@ class _Output:
     capacity: int = 0
 
 
-def _cond(
-    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
-) -> Outputs:
+def _cond(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     which, *operands = inputs
     branches = eqn.params["branches"]
     if all(nothing_to_do(branch.jaxpr, operands) for branch in branches):

@@ -4,7 +4,8 @@
 |------------------------------------------------|--------------------------------------|
 | broadcast of 0.0 to an array                   | Rows with no parts                   |
 | broadcast of another scalar                    | Filled                               |
-| scatter-add, dynamic_update_slice, pad         | one more part, if a row pattern      |
+| scatter-add, dynamic_update_slice, pad,        | one more part, if a row pattern      |
+| product of a sparse matrix                     |                                      |
 | add_any, add                                   | the parts of both                    |
 | sub, neg, mul and div by a scalar, conversions | on the rows                          |
 | reshape and sum that keep dimension 0          | on the rows                          |
@@ -31,7 +32,12 @@ from jmask._gradient_program import (
     report_dense,
 )
 from jmask._jaxprs import aval_of
-from jmask._row_pattern import dynamic_update_rows, padded_rows, scatter_add_rows
+from jmask._row_pattern import (
+    dynamic_update_rows,
+    padded_rows,
+    scatter_add_rows,
+    sparse_product_rows,
+)
 
 
 def _zero_rows(eqn: JaxprEqn) -> Rows:
@@ -156,6 +162,13 @@ def _pad(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter)
     return None if entries is None else [_zero_rows(eqn).plus((entries,), looked_up=False)]
 
 
+def _sparse_product(
+    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
+) -> Outputs:
+    entries = sparse_product_rows(eqn, *(interpreter.dense(x, eqn) for x in inputs))
+    return None if entries is None else [_zero_rows(eqn).plus((entries,), looked_up=True)]
+
+
 def _add(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     x, y = inputs
     if isinstance(y, Rows) and not isinstance(x, Rows):
@@ -190,16 +203,12 @@ def _subtract(
     return _add(eqn, (x, y), wanted, interpreter)
 
 
-def _on_rows(
-    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
-) -> Outputs:
+def _on_rows(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     (x,) = inputs
     return [x.map_rows(lambda rows: _bind(eqn, rows))] if isinstance(x, Rows) else None
 
 
-def _convert(
-    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
-) -> Outputs:
+def _convert(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     (x,) = inputs
     dtype = eqn.params["new_dtype"]
     if isinstance(x, Filled):
@@ -224,9 +233,7 @@ def _multiply(
     return [x.map_rows(lambda rows: rows * jnp.asarray(factor, rows.dtype))]
 
 
-def _divide(
-    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
-) -> Outputs:
+def _divide(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     x, y = inputs
     divisor = _as_scalar(y)
     if not isinstance(x, Rows) or divisor is None:
@@ -234,9 +241,7 @@ def _divide(
     return [x.map_rows(lambda rows: rows / jnp.asarray(divisor, rows.dtype))]
 
 
-def _reshape(
-    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
-) -> Outputs:
+def _reshape(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     (x, *_) = inputs
     shape = aval_of(eqn.outvars[0]).shape
     if isinstance(x, Filled):
@@ -262,9 +267,7 @@ def _sum(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter)
     return [dataclasses.replace(x, shape=shape)]
 
 
-def _select(
-    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
-) -> Outputs:
+def _select(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     which, *cases = inputs
     if np.ndim(which) != 0 or not all(isinstance(case, Rows) for case in cases):
         return None
@@ -273,9 +276,7 @@ def _select(
         if case.carry is not None:
             return None
         chosen = jnp.asarray(which, jnp.int32) == number
-        parts = tuple(
-            (jnp.where(chosen, ids, case.shape[0]), rows) for ids, rows in case.parts
-        )
+        parts = tuple((jnp.where(chosen, ids, case.shape[0]), rows) for ids, rows in case.parts)
         total = total.plus(parts, case.looked_up)
     return [total]
 
@@ -286,9 +287,7 @@ def _identity(
     return list(inputs) if isinstance(inputs[0], Rows | Filled) else None
 
 
-def _barrier(
-    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
-) -> Outputs:
+def _barrier(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     """`optimization_barrier` on the arrays inside the symbolic values too."""
     if not any(isinstance(x, Rows | Filled) for x in inputs):
         return None
@@ -321,6 +320,7 @@ EQUATION_RULES: dict[str, Rule] = {
     "scatter-add": Rule(_first, _scatter_add),
     "dynamic_update_slice": Rule(_first, _dynamic_update_slice),
     "pad": Rule(_none, _pad),
+    "bcoo_dot_general": Rule(_none, _sparse_product),
     "add_any": Rule(_all, _add),
     "add": Rule(_all, _add),
     "sub": Rule(_all, _subtract),

@@ -10,6 +10,7 @@ position in dimension 0:
                                                             so its second start clips to 0
     dynamic_update_slice(zeros(V, D), ct (k, D), (i, _))    k rows, from clip(i)
     pad(ct (k, D), (low, high), (0, 0))                     k rows, from low
+    bcoo_dot_general(X, ct), X (m, V) sparse, over m        one row for each entry of X
 
 Out-of-range ids do exactly what they do in the dense gradient: CLIP clamps them, every
 other mode drops them.
@@ -26,14 +27,13 @@ from jax.extend.core import JaxprEqn
 
 from jmask._jaxprs import aval_of
 from jmask._row_ids import canonical, id_dtype, widen
+from jmask._rows import gather_rows
 
 Entries = tuple[jax.Array, jax.Array]
 """Canonical ids (n,) and the rows to be added there (n, *row)."""
 
 
-def scatter_add_rows(
-    eqn: JaxprEqn, indices: jax.Array, updates: jax.Array
-) -> Entries | None:
+def scatter_add_rows(eqn: JaxprEqn, indices: jax.Array, updates: jax.Array) -> Entries | None:
     """The rows that a `scatter-add` equation adds, or None if it is not a row pattern.
 
     Args:
@@ -86,6 +86,27 @@ def padded_rows(eqn: JaxprEqn, operand: jax.Array) -> Entries | None:
     rows = aval_of(eqn.outvars[0]).shape[0]
     ids = np.arange(low, low + operand.shape[0], dtype=id_dtype(rows))
     return jnp.asarray(ids), operand
+
+
+def sparse_product_rows(
+    eqn: JaxprEqn, data: jax.Array, indices: jax.Array, dense: jax.Array
+) -> Entries | None:
+    """The rows of `X.T @ dense` for a sparse matrix X: one for each of its stored entries.
+
+    This is the gradient of W in `X @ W`: entry X[i, j] adds X[i, j] * dense[i] to row j.
+    """
+    (contract, contract_dense), batch = eqn.params["dimension_numbers"]
+    shape = eqn.params["lhs_spinfo"].shape
+    plain = len(shape) == 2 == indices.shape[-1] and data.ndim == 1 and not any(batch)
+    if not plain or tuple(contract_dense) != (0,) or len(contract) != 1:
+        return None
+    summed = contract[0]
+    kept = 1 - summed
+    inside = (indices[:, summed] >= 0) & (indices[:, summed] < shape[summed])
+    ids = jnp.where(inside, indices[:, kept], shape[kept])
+    rows = gather_rows(dense, canonical(indices[:, summed], shape[summed]))
+    scale = data.reshape(data.shape + (1,) * (rows.ndim - 1))
+    return canonical(ids, shape[kept]), (scale * rows).astype(aval_of(eqn.outvars[0]).dtype)
 
 
 def _window_ids(starts: jax.Array, length: int, rows: int, clips: bool) -> jax.Array:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.sparse import BCOO, BCSR
 from jax.extend.core import jaxprs_in_params
 
 import jmask
@@ -19,6 +20,11 @@ V, D = 10, 4
 TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), jnp.float32)
 IDS = jnp.array([1, 2, 1, -3, 15, -40])  # duplicates, wrapping and out-of-range ids
 VALID = jnp.array([1, 2, 1])
+ENTRIES = ([0, 0, 1, 2, 2, 2], [1, 7, 1, 0, 9, 3])
+FEATURES = np.zeros((3, V), np.float32)
+FEATURES[ENTRIES] = np.arange(1.0, 7)
+COO, CSR = BCOO.fromdense(FEATURES), BCSR.fromdense(FEATURES)
+PADDED, TRANSPOSED = BCOO.fromdense(FEATURES, nse=9), BCOO.fromdense(FEATURES.T)
 
 
 class Program(NamedTuple):
@@ -179,6 +185,11 @@ PROGRAMS: dict[str, Program] = {
         )[0],
         3,
     ),
+    "sparse features, coo": Program(lambda t: square(COO @ t), 6),
+    "sparse features, padded": Program(lambda t: square(PADDED @ t), 9),
+    "sparse features, csr": Program(lambda t: square(CSR @ t), 6),
+    "sparse features, a column": Program(lambda t: square(COO @ t[:, 0]), None),
+    "sparse features, transposed": Program(lambda t: square(TRANSPOSED.T @ t), 6),
     "custom_vjp": Program(lambda t: square(custom_lookup(t, VALID)), 3),
     "custom_jvp": Program(lambda t: jnp.sum(custom_square(t[IDS])), 6),
     "relu and softmax": Program(
