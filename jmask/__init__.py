@@ -1,5 +1,7 @@
 """Sparse and masked tensors for JAX."""
 
+from jmask import nn as nn
+from jmask import numpy as numpy
 from jmask._adagrad import adagrad as adagrad
 from jmask._adam import adam as adam
 from jmask._apply import apply_gradients as apply_gradients
@@ -8,6 +10,11 @@ from jmask._apply import densify as densify
 from jmask._fallback import StorageFallbackWarning as StorageFallbackWarning
 from jmask._fallback import strict as strict
 from jmask._lazy import lazy as lazy
+from jmask._masked_storage import from_numpy_ma as from_numpy_ma
+from jmask._masked_storage import to_numpy_ma as to_numpy_ma
+from jmask._masked_tensor import MaskedTensor as MaskedTensor
+from jmask._masked_tensor import as_masked_tensor as as_masked_tensor
+from jmask._masked_tensor import masked_tensor as masked_tensor
 from jmask._row_sparse import RowSparse as RowSparse
 from jmask._sgd import sgd as sgd
 from jmask._value_and_grad import grad as grad

@@ -6,7 +6,8 @@
     result    RowSparse(ids, updates); state rows scattered back; other rows not touched
 
 Semantics are masked: a row that is not in the gradient keeps its parameter and its state
-bit for bit, as in torch's SparseAdam and MXNet's `lazy_update=True`. On the rows that are
+bit for bit, as in torch's SparseAdam and MXNet's `lazy_update=True`; with a `MaskedTensor`
+gradient, on any storage, so does every entry that is masked. On the rows that are
 in it the result is that of `inner` on the dense gradient, which is proved for `inner` when
 it is first traced (see `_row_locality`); an `inner` for which it cannot be is refused.
 
@@ -21,6 +22,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jmask._masked_gradient import (
+    gradient_and_valid,
+    is_gradient_leaf,
+    keep_valid,
+    unchanged_where_masked,
+)
 from jmask._parameters import check_gradient, check_parameters
 from jmask._refusal import refusal
 from jmask._row_kinds import Kind, Mixed, PerRow, Shared
@@ -90,17 +97,17 @@ def lazy(
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         _check_not_deferring(state)
-        leaves = jax.tree.leaves(updates, is_leaf=is_row_sparse)
+        leaves = jax.tree.leaves(updates, is_leaf=is_gradient_leaf)
         if params is not None:
             check_parameters(params)
             check_gradient(updates, params)
-        if not any(map(is_row_sparse, leaves)):
+        if not any(map(is_gradient_leaf, leaves)):
             return inner.update(updates, state, params, **extra_args)
         _check_extra_args(extra_args)
 
         call = _Call.of(inner, updates, state, params)
         signature = call.signature()
-        if signature not in verified:
+        if signature not in verified and call.has_rows():
             call.check_row_local(extra_args)
             verified.add(signature)
         return call.update(extra_args)
@@ -113,18 +120,23 @@ class _Call:
     """The arguments of one `update`, flat, and which of their leaves hold rows.
 
     Attributes:
-        gradients: leaves of the gradient, the `RowSparse` ones coalesced.
+        gradients: leaves of the gradient, arrays or coalesced `RowSparse`.
+        valid: for each gradient its valid entries if it is masked, or None.
         params: leaves of the parameters, none if they were not given.
         trees: structures of gradient, state and parameters.
+        owners: for each leaf of the state the position in `gradients` of the sparse or
+            masked gradient whose parameter it belongs to, or None.
         gradient_tables, state_tables, param_tables: for each leaf the position in
-            `gradients` of the table whose rows it holds, or None.
+            `gradients` of the `RowSparse` whose rows are gathered from it, or None.
     """
 
     inner: optax.GradientTransformationExtraArgs
     gradients: list[Any]
+    valid: list[jax.Array | None]
     state: list[Any]
     params: list[Any]
     trees: tuple[Any, Any, Any]
+    owners: list[int | None]
     gradient_tables: list[int | None]
     state_tables: list[int | None]
     param_tables: list[int | None]
@@ -137,24 +149,32 @@ class _Call:
         state: optax.OptState,
         params: optax.Params | None,
     ) -> "_Call":
-        gradients, gradient_tree = jax.tree.flatten(updates, is_leaf=is_row_sparse)
-        gradients = [g.coalesce() if is_row_sparse(g) else g for g in gradients]
+        leaves, gradient_tree = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
+        pairs = [gradient_and_valid(leaf) for leaf in leaves]
+        gradients = [gradient for gradient, _ in pairs]
         state_leaves, state_tree = jax.tree.flatten(state)
         param_leaves, param_tree = jax.tree.flatten(params)
-        is_table = list(map(is_row_sparse, gradients))
+        has_state_rows = list(map(is_gradient_leaf, leaves))
         # Without parameters the gradient has their structure and shapes.
         like = gradients if params is None else param_leaves
-        tables = [i if table else None for i, table in enumerate(is_table)]
+        tables = [i if is_row_sparse(g) else None for i, g in enumerate(gradients)]
+        owners = tables_of_state(inner, _shapes(like), has_state_rows, gradient_tree, state)
         return cls(
             inner,
             gradients,
+            [valid for _, valid in pairs],
             state_leaves,
             param_leaves,
             (gradient_tree, state_tree, param_tree),
+            owners,
             tables,
-            tables_of_state(inner, _shapes(like), is_table, gradient_tree, state),
+            [None if i is None else tables[i] for i in owners],
             [] if params is None else tables,
         )
+
+    def has_rows(self) -> bool:
+        """Whether `inner` is to run on rows; on whole arrays any `inner` is exact."""
+        return any(map(is_row_sparse, self.gradients))
 
     def signature(self) -> Any:
         """What row-locality depends on: structures, shapes and dtypes."""
@@ -191,15 +211,21 @@ class _Call:
 
     def update(self, extra_args: dict[str, Any]) -> tuple[Any, Any]:
         """The lazy update."""
+        rows = list(map(self._rows, self.state_tables, self.state))
         updates, new_state = self.run(
             [_values(g) for g in self.gradients],
-            list(map(self._rows, self.state_tables, self.state)),
+            rows,
             list(map(self._rows, self.param_tables, self.params)),
             extra_args,
         )
+        updates = list(map(unchanged_where_masked, updates, self.valid))
         updates = [
             g.with_values(u) if is_row_sparse(g) else u
             for g, u in zip(self.gradients, updates, strict=True)
+        ]
+        new_state = [
+            new if owner is None else keep_valid(new, old, self.valid[owner])
+            for owner, new, old in zip(self.owners, new_state, rows, strict=True)
         ]
         new_state = list(map(self._with_rows, self.state_tables, self.state, new_state))
         gradient_tree, state_tree, _ = self.trees
@@ -221,9 +247,7 @@ class _Call:
         def run(gradients, state, params):
             return self.run(gradients, state, params, extra_args)
 
-        dense = jax.make_jaxpr(run)(
-            *map(_shapes, (self.gradients, self.state, self.params))
-        )
+        dense = jax.make_jaxpr(run)(*map(_shapes, (self.gradients, self.state, self.params)))
         inputs: list[Kind] = [
             Shared() if table is None else PerRow(table, 0, rest=0)
             for table in self.gradient_tables
@@ -290,7 +314,7 @@ def _check_not_deferring(state: optax.OptState) -> None:
 
 def _check_extra_args(extra_args: dict[str, Any]) -> None:
     for name, value in extra_args.items():
-        if any(map(is_row_sparse, jax.tree.leaves(value, is_leaf=is_row_sparse))):
+        if any(map(is_gradient_leaf, jax.tree.leaves(value, is_leaf=is_gradient_leaf))):
             raise refusal(
                 f"the extra argument `{name}` holds a row-sparse gradient, and what takes "
                 "whole gradients (a line search) is not row-local"

@@ -12,6 +12,7 @@ parameters and, lifted by `lazy`, the touched rows of a table:
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,9 +20,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmask._apply import densify
+from jmask._apply import apply_updates, densify
+from jmask._fused_update import update_rows
 from jmask._lazy import lazy
+from jmask._masked_gradient import is_gradient_leaf
+from jmask._masked_tensor import MaskedTensor
 from jmask._parameters import check_gradient, check_parameters
+from jmask._row_sparse import is_row_sparse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +59,9 @@ def optimizer(
     """
     dense = _dense_optimizer(rule, state_type)
     if lazy_update:
-        return lazy(dense)
+        lifted = OnePassOptimizer(*lazy(dense))
+        lifted.apply_gradients = functools.partial(_apply_gradients, rule, lifted.update)
+        return lifted
     to_dense = densify()
 
     def update(updates, state, params=None, **extra_args):
@@ -62,6 +69,63 @@ def optimizer(
         return dense.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(dense.init, update)
+
+
+class OnePassOptimizer(optax.GradientTransformationExtraArgs):
+    """A transformation that can also apply gradients to the parameters in one pass.
+
+    Attributes:
+        apply_gradients: (grads, state, params) -> (params, state), as
+            `jmask.apply_gradients` does it.
+    """
+
+    apply_gradients: Callable[..., tuple[Any, Any]]
+
+
+def _apply_gradients(
+    rule: RowRule, update: Callable[..., Any], grads: Any, state: Any, params: Any
+) -> tuple[Any, Any]:
+    check_parameters(params)
+    check_gradient(grads, params)
+    structure: Any
+    leaves, structure = jax.tree.flatten(grads, is_leaf=is_gradient_leaf)
+    if any(isinstance(leaf, MaskedTensor) for leaf in leaves):
+        updates, state = update(grads, state, params)
+        return apply_updates(params, updates), state
+    columns = [structure.flatten_up_to(tree) for tree in (params, *state[1:])]
+    scalars = rule.scalars(state.count)
+    rows = [
+        _new_tables(rule, gradient, tables, scalars)
+        for gradient, *tables in zip(leaves, *columns, strict=True)
+    ]
+    params, *slots = (
+        structure.unflatten([tables[i] for tables in rows]) for i in range(len(columns))
+    )
+    return params, type(state)(optax.safe_increment(state.count), *slots)
+
+
+def _new_tables(
+    rule: RowRule, gradient: Any, tables: list[Any], scalars: tuple[Any, ...]
+) -> list[Any]:
+    """Parameter and slots after one step."""
+    traced = [x for x in scalars if isinstance(x, jax.Array)]
+
+    def new_entries(*entries: Any) -> tuple[Any, ...]:
+        param, *slots = entries[: len(tables)]
+        grad, *given = entries[len(tables) :]
+        remaining = iter(given)
+        # Python numbers are constants of the combiner and take no room.
+        every = [next(remaining) if isinstance(x, jax.Array) else x for x in scalars]
+        step, *slots = rule.rule(grad, param, *slots, *every)
+        return (param + step, *slots)
+
+    if is_row_sparse(gradient):
+        gradient = gradient.coalesce()
+        return update_rows(new_entries, tables, gradient.row_ids(), gradient.values, traced)
+    return [
+        new.astype(old.dtype)
+        for new, old in zip(new_entries(*tables, gradient, *traced), tables, strict=True)
+    ]
 
 
 def _dense_optimizer(

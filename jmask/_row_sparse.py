@@ -65,7 +65,7 @@ class RowSparse:
                [0., 0.]], dtype=float32)
     """
 
-    __slots__ = ("_leaf", "coalesced", "shape", "values")
+    __slots__ = ("coalesced", "index_leaf", "shape", "values")
 
     # NumPy arrays must leave `array + row_sparse` to `__radd__`.
     __array_ufunc__ = None
@@ -96,7 +96,7 @@ class RowSparse:
                 f"`values` of shape {values.shape} do not fit `shape` {shape}: expected "
                 f"rows of shape {shape[1:]}, got {values.shape[1:]}."
             )
-        self._leaf = hide(widen(indices, shape[0]))
+        self.index_leaf = hide(widen(indices, shape[0]))
         self.values = values
         self.shape = shape
         self.coalesced = bool(coalesced)
@@ -108,11 +108,11 @@ class RowSparse:
             jax.tree_util.GetAttrKey("indices"),
             jax.tree_util.GetAttrKey("values"),
         )
-        leaves = (self._leaf, self.values)
+        leaves = (self.index_leaf, self.values)
         return tuple(zip(keys, leaves, strict=True)), (self.shape, self.coalesced)
 
     def tree_flatten(self):
-        return (self._leaf, self.values), (self.shape, self.coalesced)
+        return (self.index_leaf, self.values), (self.shape, self.coalesced)
 
     @classmethod
     def tree_unflatten(cls, static, leaves):
@@ -122,7 +122,7 @@ class RowSparse:
         if isinstance(leaf, jax.Array | np.ndarray) and not is_opaque(leaf):
             leaf = refuse_plain_ids(leaf)
         node = object.__new__(cls)
-        node._leaf, node.values = leaf, values
+        node.index_leaf, node.values = leaf, values
         node.shape, node.coalesced = static
         return node
 
@@ -131,7 +131,7 @@ class RowSparse:
     @property
     def indices(self) -> Any:
         """The row index of each value (n,), int32 (int64 for more than 2**31-1 rows)."""
-        return reveal(self._leaf) if is_opaque(self._leaf) else self._leaf
+        return reveal(self.index_leaf) if is_opaque(self.index_leaf) else self.index_leaf
 
     @property
     def dtype(self) -> Any:
@@ -151,15 +151,15 @@ class RowSparse:
     @property
     def nse(self) -> int:
         """The number of stored rows, padding included: static."""
-        return self._leaf.shape[-1]
+        return self.index_leaf.shape[-1]
 
     def __repr__(self) -> str:
         row = ", ".join(map(str, self.shape))
         try:
-            batch = self._leaf.shape[:-1]
+            batch = self.index_leaf.shape[:-1]
             of = f"{self.dtype}[{row}], nse={self.nse}"
         except (AttributeError, IndexError):
-            return f"RowSparse({self._leaf!r}, {self.values!r}, shape={self.shape})"
+            return f"RowSparse({self.index_leaf!r}, {self.values!r}, shape={self.shape})"
         return f"RowSparse({of}{f', batch={batch}' if batch else ''})"
 
     def __reduce__(self):
@@ -220,6 +220,8 @@ class RowSparse:
 
     def todense(self) -> jax.Array:
         """The dense array (V, *row): zeros, with the stored rows added."""
+        if self.dtype == jnp.dtype(bool):  # booleans add as `or`, which no scatter does
+            return self.astype(jnp.int32).todense() != 0
         zeros = jnp.zeros(self.shape, self.dtype)
         return add_rows(zeros, self.row_ids(), self.values, coalesced=self.coalesced)
 
@@ -280,7 +282,7 @@ class RowSparse:
             ValueError: if an index is neither a row nor the padding V, or if the tensor
                 claims to be coalesced and is not.
         """
-        if isinstance(self._leaf, jax.core.Tracer):
+        if isinstance(self.index_leaf, jax.core.Tracer):
             raise ValueError(
                 "RowSparse.validate() reads the indices and cannot run while they are "
                 "traced: call it outside jit."
@@ -307,7 +309,9 @@ class RowSparse:
 
     def with_values(self, values: jax.Array) -> "RowSparse":
         """The tensor with the same indices and other values (n, *row)."""
-        return RowSparse.tree_unflatten((self.shape, self.coalesced), (self._leaf, values))
+        return RowSparse.tree_unflatten(
+            (self.shape, self.coalesced), (self.index_leaf, values)
+        )
 
     # --- arithmetic that is exact on stored rows ----------------------------------------
 

@@ -30,7 +30,7 @@ def tables_of_state(
     Args:
         inner: the transformation, for its `init`.
         params: shapes of the leaves of the parameters.
-        is_table: which of them are tables.
+        is_table: which of them have a sparse or masked gradient.
         param_tree: the structure of the parameters.
         state: the state passed to update.
 

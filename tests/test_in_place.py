@@ -64,6 +64,9 @@ STEPS: dict[str, Step] = {
     "several lookups": Step(ADAMW, loss=squares_of_several_lookups),
     "lookups in scan": Step(ADAMW, loss=squares_in_scan),
     "apply_gradients": Step(ADAMW, apply=jmask.apply_gradients),
+    "one pass, adam": Step(OPTIMIZERS["adam"], apply=jmask.apply_gradients),
+    "one pass, adagrad": Step(OPTIMIZERS["adagrad"], apply=jmask.apply_gradients),
+    "one pass, momentum": Step(OPTIMIZERS["sgd with all terms"], apply=jmask.apply_gradients),
 }
 
 # Limits of XLA on CPU; test_tpu.py has these steps in place. It has no bfloat16 scatter,

@@ -110,6 +110,75 @@ class TestFormulas:
             np.testing.assert_array_equal(param[NEVER], start[NEVER])
 
 
+@pytest.mark.parametrize(("name", "hyper"), CASES, ids=NAMES)
+class TestOnePass:
+    """`apply_gradients` is `update` and `apply_updates`, in one scatter."""
+
+    @staticmethod
+    def steps(name, hyper, row=(3,), dtype=np.float32):
+        tx = MODELS[name][0](**hyper)
+        start = jnp.asarray(np.random.default_rng(9).normal(size=(V, *row)), dtype)
+        one_pass = jax.jit(lambda g, s, p: jmask.apply_gradients(tx, g, s, p))
+
+        @jax.jit
+        def two_passes(gradient, state, param):
+            updates, state = tx.update(gradient, state, param)
+            return optax.apply_updates(param, updates), state
+
+        for step in (one_pass, two_passes):
+            param, state = start, tx.init(start)
+            for ids, values in gradients(row, dtype):
+                gradient = jmask.RowSparse(ids, values, start.shape)
+                param, state = step(gradient, state, param)
+            yield param, state
+        yield start, step
+
+    def test_equal(self, name, hyper):
+        one, two, (start, _) = self.steps(name, hyper)
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), one, two
+        )
+        np.testing.assert_array_equal(one[0][NEVER], start[NEVER])
+
+    def test_one_scatter(self, name, hyper):
+        tx = MODELS[name][0](**hyper)
+        table = jnp.ones((V, 3))
+        gradient = jmask.RowSparse([3, 5], jnp.ones((2, 3)), (V, 3), coalesced=True)
+        step = jax.jit(lambda g, s, p: jmask.apply_gradients(tx, g, s, p))
+        program = step.lower(gradient, tx.init(table), table).as_text()
+        # A traced learning rate is an update of its own, and one table has room for none.
+        alone = name == "sgd" and callable(hyper["learning_rate"]) and "momentum" not in hyper
+        assert program.count('"stablehlo.scatter"') == 1
+        assert ("stablehlo.gather" in program) == alone
+
+
+def test_one_pass_of_other_ranks_and_dtypes():
+    for row, dtype in (((), np.float32), ((2, 2), np.float32), ((3,), jnp.bfloat16)):
+        for name in MODELS:
+            one, two, _ = TestOnePass.steps(name, {"learning_rate": 0.1}, row, dtype)
+            tolerance = 1e-6 if dtype == np.float32 else 2e-2
+            jax.tree.map(
+                lambda x, y, t=tolerance: np.testing.assert_allclose(
+                    np.float32(x), np.float32(y), rtol=t, atol=t / 10
+                ),
+                one,
+                two,
+            )
+
+
+def test_one_pass_under_vmap():
+    tx, table = jmask.adagrad(0.1), jnp.ones((4, 2))
+    values = jnp.arange(1.0, 7).reshape(3, 1, 2)
+
+    def step(values):
+        gradient = jmask.RowSparse([1], values, (4, 2))
+        return jmask.apply_gradients(tx, gradient, tx.init(table), table)[0]
+
+    batch = jax.vmap(step)(values)
+    for one, expected in zip(values, batch, strict=True):
+        np.testing.assert_allclose(step(one), expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("row", [(), (2, 2)])
 @pytest.mark.parametrize("name", MODELS)
 def test_other_ranks_eagerly(name, row):

@@ -36,6 +36,7 @@ STEPS: dict[str, Step] = {
     "adam": Step(jmask.adam(), row=(128,)),
     "adagrad": Step(jmask.adagrad(), row=(128,)),
     "optax.adamw": Step(LAZY_ADAMW, row=(128,)),
+    "adam in one pass": Step(jmask.adam(), row=(128,), apply=jmask.apply_gradients),
     "linear loss": Step(jmask.sgd(0.1), row=(128,), loss=linear),
     # Few lookups and one array: compiling takes seconds for each bfloat16 scatter.
     "bfloat16": Step(jmask.sgd(0.1), row=(128,), dtype=jnp.bfloat16, lookups=64),

@@ -1,0 +1,265 @@
+"""Elementwise functions on every storage, by one mechanism.
+
+    elementwise(jnp.log)(x)         x masked:  log of the valid entries, masks kept
+                                    x RowSparse: on the stored rows if log(0) were 0
+                                    x array:   jnp.log(x)
+
+**No nan under the mask.** A function is applied to `where(mask, x, safe)`: entries that do
+not exist are replaced by a number at which the function and its derivatives are finite. So
+no nan is computed, and the derivative of the selection sends exactly 0 to masked entries
+whatever lies there, in forward and reverse mode and at every order. The number is found by
+trying: the first candidate at which value, first and second derivative are finite.
+
+**Masks** of operands intersect. An operand with sparse storage gives the result its
+storage, and dense operands are sampled at the stored positions.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmask._fallback import report_fallback
+from jmask._masked_tensor import MaskedTensor, common_shape
+from jmask._row_sparse import RowSparse, is_row_sparse
+from jmask._storage import (
+    SPARSE,
+    is_sparse,
+    matching,
+    same_positions,
+    sampled,
+    stored_values,
+    trailing,
+    unique_positions,
+    with_stored_values,
+)
+
+# To try in turn, for floating and for integer operands.
+_CANDIDATES = ((0.5, 1), (1.5, 0), (0.25, 2), (2.5, 3), (-0.5, -1))
+
+
+def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Lift an elementwise JAX function to masked and sparse tensors.
+
+    Args:
+        function: takes one or more arrays that broadcast, and keyword arguments; each entry
+            of its result depends on that entry of the arrays alone.
+
+    Returns:
+        A function that takes `MaskedTensor`, `RowSparse`, BCOO, BCSR and arrays in place of
+        arrays: masks intersect, plain operands broadcast, masked entries get no gradient.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jmask
+        >>> x = jmask.masked_tensor(jnp.array([-1., 4.]), jnp.array([False, True]))
+        >>> jmask.numpy.elementwise(lambda x: jnp.sqrt(x) + 1)(x)
+        MaskedTensor([--, 3.0], dtype=float32)
+    """
+
+    @functools.wraps(function)
+    def lifted(*operands: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, MaskedTensor) for x in operands):
+            return _masked(function, operands, kwargs)
+        if any(isinstance(x, SPARSE) for x in operands):
+            return _zero_semantics(function, operands, kwargs)
+        return function(*operands, **kwargs)
+
+    return lifted
+
+
+# --- masked semantics --------------------------------------------------------------------
+
+
+def _masked(function: Callable, operands: Sequence[Any], kwargs: dict) -> MaskedTensor:
+    operands = [_as_operand(x) for x in operands]
+    pattern = _pattern(operands)
+    if pattern is not None:
+        operands = [_at_positions(x, pattern) for x in operands]
+    # Operands made from one tensor share its mask, which is then not read twice.
+    masks = {id(x.valid): x.valid for x in operands if isinstance(x, MaskedTensor)}
+    valid = functools.reduce(operator.and_, masks.values())
+    values = [x.storage if isinstance(x, MaskedTensor) else x for x in operands]
+    kinds = tuple(x.dtype if _varies(x) else x for x in values)
+    safe = safe_numbers(function, kinds, kwargs)
+    values = [
+        jnp.where(valid, x, number) if _varies(x) else x
+        for x, number in zip(values, safe, strict=True)
+    ]
+    result = function(*values, **kwargs)
+    shape = jnp.broadcast_shapes(result.shape, valid.shape)
+    result, valid = jnp.broadcast_to(result, shape), jnp.broadcast_to(valid, shape)
+    storage = result if pattern is None else with_stored_values(pattern, result)
+    return MaskedTensor.tree_unflatten(None, (storage, valid))
+
+
+def _varies(x: Any) -> bool:
+    # A Python number keeps its weak type, and static arguments must stay static.
+    return not isinstance(x, bool | int | float | complex)
+
+
+def _as_operand(x: Any) -> Any:
+    if is_sparse(x):
+        # Beside a masked operand an ordinary sparse tensor is an ordinary tensor: its
+        # entries that are not stored are zeros, not missing.
+        return x.todense()
+    return x if isinstance(x, MaskedTensor | bool | int | float | complex) else jnp.asarray(x)
+
+
+def _pattern(operands: Sequence[Any]) -> Any:
+    """The sparse storage the result takes its positions from, or None for a dense one."""
+    shape = common_shape([_shape(x) for x in operands])
+    for x in operands:
+        if isinstance(x, MaskedTensor) and is_sparse(x.storage) and x.shape == shape:
+            return x.storage
+    return None
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return x.shape if isinstance(x, MaskedTensor) else jnp.shape(x)
+
+
+def _at_positions(x: Any, pattern: Any) -> Any:
+    """The operand as (masked) values at the stored positions of `pattern`."""
+    if not isinstance(x, MaskedTensor):
+        return sampled(x, pattern) if jnp.ndim(x) else x
+    if is_sparse(x.storage):
+        if same_positions(x.storage, pattern):
+            return _plain(stored_values(x.storage), x.valid)
+        found = matching(x.storage, pattern)
+        if found is not None:
+            place, stored = found
+            valid = x.valid[place] & trailing(stored, x.valid.ndim)
+            return _plain(stored_values(x.storage)[place], valid)
+        report_fallback(
+            f"a masked {x.stype} operand of shape {x.shape} became dense, at O(size) cost: "
+            "its storage differs from that of the other operand"
+        )
+        x = x.to_dense()
+    return _plain(sampled(x.storage, pattern), sampled(x.valid, pattern))
+
+
+def _plain(values: Any, valid: Any) -> MaskedTensor:
+    return MaskedTensor.tree_unflatten(None, (values, valid))
+
+
+def safe_numbers(
+    function: Callable, kinds: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """For each operand a number to put where it is masked.
+
+    Found by trying, so that it serves functions never seen before: value, first and second
+    derivative must be finite there.
+
+    Args:
+        function: elementwise.
+        kinds: for each operand its dtype, or its value if it is a Python number.
+        kwargs: keyword arguments of the function.
+    """
+    try:
+        return _safe_numbers(function, kinds, tuple(sorted(kwargs.items())))
+    except TypeError:  # something that cannot be hashed
+        return _safe_numbers.__wrapped__(function, kinds, tuple(kwargs.items()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _safe_numbers(
+    function: Callable, kinds: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
+) -> tuple[Any, ...]:
+    fixed, numbers = dict(kwargs), ()
+    for candidate in _CANDIDATES:
+        numbers = tuple(_number(candidate, kind) for kind in kinds)
+        if _is_safe(lambda *xs: function(*xs, **fixed), numbers):
+            return numbers
+    return numbers
+
+
+def _number(candidate: tuple[float, int], kind: Any) -> Any:
+    if not _varies(kind):
+        return kind
+    inexact, integer = candidate
+    return np.array(inexact if jnp.issubdtype(kind, jnp.inexact) else integer).astype(kind)
+
+
+def _is_safe(function: Callable, numbers: tuple[Any, ...]) -> bool:
+    varying = [i for i, x in enumerate(numbers) if _is_inexact(x)]
+
+    def of_varying(*xs: Any) -> Any:
+        arguments = list(numbers)
+        for i, x in zip(varying, xs, strict=True):
+            arguments[i] = x
+        return function(*arguments)
+
+    def slope(*xs: Any) -> Any:
+        return jax.jvp(of_varying, xs, tuple(map(np.ones_like, xs)))
+
+    xs = tuple(numbers[i] for i in varying)
+    with jax.ensure_compile_time_eval():
+        try:
+            results = jax.jvp(slope, xs, tuple(map(np.ones_like, xs)))
+        except (TypeError, NotImplementedError):
+            results = of_varying(*xs)  # not differentiable: then its value decides
+        return all(_is_finite(x) for x in jax.tree.leaves(results))
+
+
+def _is_inexact(x: Any) -> bool:
+    return isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _is_finite(x: Any) -> bool:
+    return x.dtype == jax.dtypes.float0 or bool(jnp.isfinite(x).all())
+
+
+# --- zero semantics ----------------------------------------------------------------------
+
+
+def _zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) -> Any:
+    """An ordinary tensor on sparse storage: kept where the function takes zeros to zero."""
+    sparse = [x for x in operands if is_sparse(x)]
+    scalars = all(is_sparse(x) or jnp.ndim(x) == 0 for x in operands)
+    if scalars and _keeps_zero(function, operands, kwargs):
+        if len(sparse) == 1:
+            (x,) = map(unique_positions, sparse)
+            values = [stored_values(x) if is_sparse(y) else y for y in operands]
+            return with_stored_values(x, function(*values, **kwargs))
+        if all(map(is_row_sparse, sparse)):
+            return _on_union(function, operands, kwargs)
+    name = getattr(function, "__name__", "a function")
+    report_fallback(
+        f"`{name}` made a sparse tensor of shape {tuple(sparse[0].shape)} dense, at "
+        "O(size) cost: it does not keep zeros, or combines storages"
+    )
+    return function(*(x.todense() if is_sparse(x) else x for x in operands), **kwargs)
+
+
+def _keeps_zero(function: Callable, operands: Sequence[Any], kwargs: dict) -> bool:
+    """Whether the function is 0 where its sparse operands are; scalars must be known."""
+    if any(isinstance(x, jax.core.Tracer) for x in operands if not is_sparse(x)):
+        return False
+    at_zero = [np.zeros((), x.dtype) if is_sparse(x) else x for x in operands]
+    with jax.ensure_compile_time_eval():
+        return not bool(jnp.any(function(*at_zero, **kwargs) != 0))
+
+
+def _on_union(function: Callable, operands: Sequence[Any], kwargs: dict) -> RowSparse:
+    """The function on the union of the stored rows of several `RowSparse`."""
+    sparse = [x for x in operands if is_row_sparse(x)]
+    shape = common_shape([x.shape for x in sparse])
+    if any(x.shape != shape for x in sparse):
+        raise ValueError(
+            f"RowSparse tensors do not broadcast, got shapes {[x.shape for x in sparse]}."
+        )
+    indices = jnp.concatenate([x.row_ids() for x in sparse])
+    rows = []
+    for number, x in enumerate(sparse):
+        own = [
+            x.values if i == number else jnp.zeros(y.values.shape, x.dtype)
+            for i, y in enumerate(sparse)
+        ]
+        rows.append(RowSparse(indices, jnp.concatenate(own), shape).coalesce())
+    stored = iter(rows)
+    values = [next(stored).values if is_row_sparse(x) else x for x in operands]
+    return rows[0].with_values(function(*values, **kwargs))

@@ -1,0 +1,172 @@
+"""One pass over the touched rows: a scatter whose combiner is the optimizer.
+
+StableHLO's scatter takes several operands with their updates, and its combiner may be any
+elementwise computation. With parameter and slots as operands and the row rule as combiner,
+one operation reads, computes and writes each touched row:
+
+    scatter(param, m, v; ids; grad, lr, -)  with  (p, m, v, g, lr, -) -> (p', m', v')
+
+XLA runs it in place, with no temporaries, on CPU and TPU. The combiner can capture nothing,
+so k operands have room for the gradient and k - 1 scalars. Ids must be unique apart from
+padding. On GPUs, whose compiler is believed to run such a scatter as a sequential loop, and
+under vmap, the same is done by gather, compute, scatter.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Primitive
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import batching, mlir
+
+from jmask._rows import gather_rows, set_rows
+
+Combiner = Callable[..., Sequence[Any]]
+
+
+def update_rows(
+    combiner: Combiner,
+    tables: Sequence[jax.Array],
+    ids: jax.Array,
+    grad: jax.Array,
+    scalars: Sequence[Any],
+) -> list[jax.Array]:
+    """Tables with `combiner` applied to the rows `ids`, in one pass where XLA allows.
+
+    Args:
+        combiner: (*table entries, grad entry, *scalars) -> new table entries, elementwise.
+        tables: arrays (V, *row).
+        ids (n,): canonical and unique apart from padding.
+        grad (n, *row): the gradient of these rows.
+        scalars: what else the combiner takes.
+
+    Returns:
+        The new tables; rows that are not in `ids` keep their bits.
+    """
+    dtypes = [x.dtype for x in tables]
+    scalars = [jnp.asarray(x) for x in scalars]
+
+    def cast(*entries: Any) -> list[Any]:
+        return [x.astype(d) for x, d in zip(combiner(*entries), dtypes, strict=True)]
+
+    # XLA refuses a scatter of several precisions.
+    one_dtype = len({x.dtype for x in (*tables, grad, *scalars)}) == 1
+    empty = 0 in grad.shape or 0 in tables[0].shape
+    if not one_dtype or empty or len(scalars) >= len(tables):
+        return _gather_compute_scatter(cast, tables, ids, grad, scalars)
+    # Scalars travel as updates; room that is left over is filled with the gradient.
+    updates = [grad, *(jnp.broadcast_to(x, grad.shape) for x in scalars)]
+    updates += [grad] * (len(tables) - len(updates))
+    used = 1 + len(scalars)
+    entries = [jax.ShapeDtypeStruct((), x.dtype) for x in (*tables, *updates)]
+    program = jax.make_jaxpr(lambda *xs: cast(*xs[: len(tables) + used]))(*entries)
+    if program.consts:  # a traced hyperparameter: it cannot be captured
+        return _gather_compute_scatter(cast, tables, ids, grad, scalars)
+    return _update_rows_p.bind(*tables, ids, *updates, program=program)
+
+
+def _gather_compute_scatter(
+    combiner: Combiner,
+    tables: Sequence[jax.Array],
+    ids: jax.Array,
+    grad: jax.Array,
+    others: Sequence[jax.Array],
+) -> list[jax.Array]:
+    rows = [gather_rows(x, ids, coalesced=True) for x in tables]
+    new = combiner(*rows, grad, *others)
+    return [set_rows(x, ids, rows, coalesced=True) for x, rows in zip(tables, new, strict=True)]
+
+
+# --- the primitive -----------------------------------------------------------------------
+
+_update_rows_p = Primitive("jmask_update_rows")
+_update_rows_p.multiple_results = True
+
+
+def _by_parts(*operands: jax.Array, program: ClosedJaxpr) -> list[jax.Array]:
+    """The definition: what the single scatter computes, in three operations."""
+    count = len(operands) // 2
+    tables, ids, (grad, *others) = operands[:count], operands[count], operands[count + 1 :]
+    evaluate = functools.partial(jax.core.eval_jaxpr, program.jaxpr, program.consts)
+    return _gather_compute_scatter(_entry_by_entry(evaluate), tables, ids, grad, others)
+
+
+def _entry_by_entry(scalar_function: Callable[..., Any]) -> Combiner:
+    def function(*rows: jax.Array) -> tuple[Any, ...]:
+        mapped = scalar_function
+        for _ in range(rows[0].ndim):
+            mapped = jax.vmap(mapped)
+        return tuple(mapped(*rows))
+
+    return function
+
+
+@_update_rows_p.def_abstract_eval
+def _shapes(*operands: Any, program: ClosedJaxpr) -> list[Any]:
+    return list(operands[: len(operands) // 2])
+
+
+_update_rows_p.def_impl(jax.jit(_by_parts, static_argnames="program"))
+
+
+def _batched(operands: Any, dims: Any, *, program: ClosedJaxpr) -> Any:
+    run = functools.partial(_by_parts, program=program)
+    count = len(operands) // 2
+    return jax.vmap(run, in_axes=tuple(dims))(*operands), (0,) * count
+
+
+batching.primitive_batchers[_update_rows_p] = _batched
+
+
+def _one_scatter(ctx: Any, *operands: Any, program: ClosedJaxpr) -> Any:
+    """Lowering to a single scatter with the program as its combiner."""
+    count = len(operands) // 2
+    tables, ids, updates = operands[:count], operands[count], operands[count + 1 :]
+    rank = len(ctx.avals_in[0].shape)
+    column = stablehlo.reshape(
+        mlir.ir.RankedTensorType.get(
+            [*ctx.avals_in[count].shape, 1], mlir.dtype_to_ir_type(ctx.avals_in[count].dtype)
+        ),
+        ids,
+    )
+    scatter = stablehlo.ScatterOp(
+        [mlir.aval_to_ir_type(ctx.module_context, aval) for aval in ctx.avals_out],
+        tables,
+        column,
+        updates,
+        stablehlo.ScatterDimensionNumbers.get(
+            update_window_dims=list(range(1, rank)),
+            inserted_window_dims=[0],
+            input_batching_dims=[],
+            scatter_indices_batching_dims=[],
+            scattered_dims_to_operand_dims=[0],
+            index_vector_dim=1,
+        ),
+        indices_are_sorted=mlir.ir.BoolAttr.get(True),
+        unique_indices=mlir.ir.BoolAttr.get(True),
+    )
+    entries = [mlir.aval_to_ir_type(ctx.module_context, v.aval) for v in program.jaxpr.invars]
+    block = scatter.regions[0].blocks.append(*entries)
+    with mlir.ir.InsertionPoint(block):
+        results: Any
+        results, _ = mlir.jaxpr_subcomp(
+            ctx.module_context,
+            program.jaxpr,
+            ctx.name_stack,
+            mlir.TokenSet(),
+            [],
+            *block.arguments,
+            dim_var_values=ctx.dim_var_values,
+            const_lowering=ctx.const_lowering,
+            outer_traceback=ctx.traceback,
+        )
+        stablehlo.ReturnOp(list(results))
+    return scatter.results
+
+
+mlir.register_lowering(_update_rows_p, mlir.lower_fun(_by_parts, multiple_results=True))
+for _platform in ("cpu", "tpu"):
+    mlir.register_lowering(_update_rows_p, _one_scatter, platform=_platform)

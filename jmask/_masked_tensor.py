@@ -1,0 +1,353 @@
+"""`MaskedTensor`: a tensor some of whose entries do not exist.
+
+    data    [1, nan, 3]
+    mask    [T, F,   T]        True = valid
+    tensor  [1, --,  3]        sum 4, mean 2, and no gradient to the middle
+
+What lies under the mask is never read as a number: not by a result, not by a gradient.
+Operations combine masks by intersection (an entry of `a + b` exists where both do), and
+reductions run over the entries that exist.
+
+The data may have any storage; the mask has the same one. With sparse storage (`RowSparse`,
+BCOO, BCSR) the entries that are not stored do not exist either. Entries of the mask are
+kept as the booleans of the stored values alone, so that data and mask share their indices
+by construction.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmask._masked_methods import MaskedMethods
+from jmask._storage import (
+    Storage,
+    is_entry,
+    is_sparse,
+    same_positions,
+    sampled,
+    scattered,
+    stored_values,
+    stype,
+    unique_positions,
+    with_stored_values,
+)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class MaskedTensor(MaskedMethods):
+    """A tensor with masked entries, on dense or sparse storage.
+
+    Args:
+        data: an array, `RowSparse`, BCOO or BCSR.
+        mask: where entries are valid. For dense data a boolean array; it and the data
+            broadcast against each other. For sparse data a boolean tensor of the same
+            storage and indices, a boolean array of the shape of the stored values, a dense
+            boolean array of the shape of the tensor, or None: everything stored is valid.
+            For dense data a sparse boolean mask gives the result its storage.
+
+    Raises:
+        TypeError: if the mask is not boolean, or the data no known storage.
+        ValueError: if shapes do not broadcast or indices differ.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> data, mask = jnp.array([1., jnp.nan, 3.]), jnp.array([True, False, True])
+        >>> x = jmask.MaskedTensor(data, mask)
+        >>> x
+        MaskedTensor([1.0, --, 3.0], dtype=float32)
+        >>> x * 2 + 1
+        MaskedTensor([3.0, --, 7.0], dtype=float32)
+        >>> x.to_tensor(0)
+        Array([1., 0., 3.], dtype=float32)
+    """
+
+    __slots__ = ("storage", "valid")
+
+    # NumPy and JAX arrays must leave binary operations to the reflected methods here.
+    __array_ufunc__ = None
+    __array_priority__ = 1000
+
+    storage: Any
+    valid: Any
+
+    def __init__(self, data: Any, mask: Any = None):
+        if isinstance(data, MaskedTensor):
+            raise TypeError(
+                "`data` is a MaskedTensor already: use its `.data`, or masked_where()."
+            )
+        stype(data)  # refuses what is no storage
+        if isinstance(mask, bool | list | tuple):
+            mask = np.asarray(mask)
+        if not is_sparse(data) and is_sparse(mask):
+            _check_boolean(mask)
+            data = with_stored_values(mask, sampled(jnp.asarray(data), mask))
+        if is_sparse(data):
+            self.storage, self.valid = _sparse(data, mask)
+        else:
+            self.storage, self.valid = _dense(data, mask)
+
+    # --- pytree: data and the booleans of its stored values -----------------------------
+
+    def tree_flatten_with_keys(self) -> Any:
+        keys = (jax.tree_util.GetAttrKey("data"), jax.tree_util.GetAttrKey("mask"))
+        return tuple(zip(keys, (self.storage, self.valid), strict=True)), None
+
+    def tree_flatten(self) -> Any:
+        return (self.storage, self.valid), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> "MaskedTensor":
+        # JAX also builds nodes of shapes and axes; only surely wrong numbers are refused.
+        node = object.__new__(cls)
+        node.storage, node.valid = children
+        if isinstance(node.valid, jax.Array) and node.valid.dtype != jnp.dtype(bool):
+            raise TypeError(
+                f"the mask of a MaskedTensor came back as {node.valid.dtype} numbers: "
+                "something mapped arithmetic over its leaves. Put an optax transformation "
+                "inside jmask.lazy(...), and use the functions of jmask.numpy."
+            )
+        return node
+
+    # --- description --------------------------------------------------------------------
+
+    @property
+    def data(self) -> Any:
+        """The data in its storage; what lies under the mask is arbitrary."""
+        return self.storage
+
+    @property
+    def mask(self) -> Any:
+        """The mask in the storage of the data: True where an entry is valid."""
+        return with_stored_values(self.storage, self.valid)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor."""
+        return tuple(self.storage.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the data."""
+        return self.storage.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of entries, valid or not."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def stype(self) -> str:
+        """The storage: "default", "row_sparse", "coo" or "csr"."""
+        return stype(self.storage)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a MaskedTensor without dimensions.")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator["MaskedTensor"]:
+        return (self[i] for i in range(len(self)))
+
+    def __repr__(self) -> str:
+        from jmask._masked_print import representation
+
+        return representation(self)
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "a MaskedTensor has no truth value: use all() or any(), or to_tensor(fill)."
+        )
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            "a MaskedTensor does not become an array by itself, because its masked entries "
+            "have no values: use to_tensor(fill), or jmask.to_numpy_ma(x)."
+        )
+
+    # --- data out -----------------------------------------------------------------------
+
+    def get_data(self) -> Any:
+        """The data in its storage, arbitrary where masked; no gradient flows to there."""
+        values = stored_values(self.storage)
+        kept = jnp.where(self.valid, values, jax.lax.stop_gradient(values))
+        return with_stored_values(self.storage, kept)
+
+    def get_mask(self) -> Any:
+        """The mask in the storage of the data."""
+        return self.mask
+
+    def to_tensor(self, fill_value: Any) -> jax.Array:
+        """The dense array with `fill_value` at every entry that is not valid.
+
+        Example:
+            >>> import jax.numpy as jnp, jmask
+            >>> x = jmask.masked_tensor(jnp.array([1, 2]), jnp.array([True, False]))
+            >>> x.to_tensor(7)
+            Array([1, 7], dtype=int32)
+        """
+        values = stored_values(self.storage)
+        fill = jnp.asarray(fill_value, values.dtype)
+        values = jnp.where(self.valid, values, fill)
+        return scattered(values, self.storage, fill) if is_sparse(self.storage) else values
+
+    def to_dense(self) -> "MaskedTensor":
+        """The same tensor on dense storage; entries that are not stored are masked."""
+        if not is_sparse(self.storage):
+            return self
+        values = stored_values(self.storage)
+        mask = scattered(self.valid, self.storage, False)
+        return MaskedTensor(scattered(values, self.storage, 0), mask)
+
+    def to_sparse(self, nse: int | None = None) -> "MaskedTensor":
+        """The same tensor on coordinate (BCOO) storage: every valid entry is stored.
+
+        Args:
+            nse: the number of stored entries, static; the exact number by default, which
+                needs a concrete mask.
+        """
+        from jmask._masked_storage import to_coo
+
+        return to_coo(self, nse)
+
+    def to_sparse_csr(self, nse: int | None = None) -> "MaskedTensor":
+        """The same tensor on compressed row (BCSR) storage; arguments as `to_sparse`."""
+        from jmask._masked_storage import to_csr
+
+        return to_csr(self, nse)
+
+    def to_row_sparse(self, nse: int | None = None) -> "MaskedTensor":
+        """The same tensor on row-sparse storage: rows with a valid entry are stored.
+
+        Args:
+            nse: the number of stored rows, static; the exact number by default, which
+                needs a concrete mask.
+        """
+        from jmask._masked_storage import to_row_sparse
+
+        return to_row_sparse(self, nse)
+
+    def astype(self, dtype: Any) -> "MaskedTensor":
+        """The tensor with its data cast to `dtype`."""
+        values = stored_values(self.storage).astype(dtype)
+        return self.with_values(values)
+
+    def with_values(self, values: jax.Array, valid: Any = None) -> "MaskedTensor":
+        """The tensor with other stored values (and mask) at the same positions."""
+        storage = with_stored_values(self.storage, values)
+        valid = self.valid if valid is None else valid
+        return MaskedTensor.tree_unflatten(None, (storage, valid))
+
+
+def masked_tensor(data: Any, mask: Any = None) -> MaskedTensor:
+    """A `MaskedTensor` of data and a mask, True = valid; see `MaskedTensor`.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.masked_tensor(jnp.arange(3), jnp.array([True, False, True]))
+        MaskedTensor([0, --, 2], dtype=int32)
+    """
+    return MaskedTensor(data, mask)
+
+
+def as_masked_tensor(x: Any) -> MaskedTensor:
+    """`x` as a `MaskedTensor`: itself, or with every (stored) entry valid.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.as_masked_tensor(jnp.arange(3))
+        MaskedTensor([0, 1, 2], dtype=int32)
+    """
+    return x if isinstance(x, MaskedTensor) else MaskedTensor(x)
+
+
+def _dense(data: Any, mask: Any) -> tuple[jax.Array, jax.Array]:
+    data = jnp.asarray(data)
+    if mask is None:
+        return data, jnp.ones(data.shape, bool)
+    _check_boolean(mask)
+    mask = jnp.asarray(mask)
+    try:
+        shape = jnp.broadcast_shapes(data.shape, mask.shape)
+    except ValueError:
+        raise ValueError(
+            f"`mask` of shape {mask.shape} does not broadcast with `data` of shape "
+            f"{data.shape}."
+        ) from None
+    return jnp.broadcast_to(data, shape), jnp.broadcast_to(mask, shape)
+
+
+def _sparse(data: Storage, mask: Any) -> tuple[Any, jax.Array]:
+    _check_layout(data)
+    values = stored_values(data)
+    if mask is None:
+        valid = jnp.ones(values.shape, bool)
+    else:
+        _check_boolean(mask)
+        valid = _stored_mask(data, mask)
+    # Equal positions would be two entries where there is one: summed, valid if both are.
+    merged = unique_positions(data)
+    if merged is not data:
+        masked_out = with_stored_values(data, (~valid).astype(jnp.int32))
+        valid = stored_values(unique_positions(masked_out)) == 0
+    return merged, valid & is_entry(merged)
+
+
+def _stored_mask(data: Any, mask: Any) -> jax.Array:
+    shape = stored_values(data).shape
+    if is_sparse(mask):
+        if not same_positions(data, mask):
+            raise ValueError(
+                f"`data` ({type(data).__name__}) and `mask` ({type(mask).__name__}) must "
+                "store the same positions with the same index arrays. Build the mask from "
+                "`data`, or pass the booleans of its stored values, of shape "
+                f"{shape}."
+            )
+        return stored_values(mask)
+    mask = jnp.asarray(mask)
+    if mask.shape == tuple(data.shape) and mask.shape != shape:
+        return sampled(mask, data)
+    if mask.shape == shape:
+        return mask
+    raise ValueError(
+        f"`mask` of shape {mask.shape} fits neither the tensor of shape "
+        f"{tuple(data.shape)} nor its stored values of shape {shape}."
+    )
+
+
+def _check_boolean(mask: Any) -> None:
+    dtype = stored_values(mask).dtype if is_sparse(mask) else jnp.result_type(mask)
+    if dtype != jnp.dtype(bool):
+        raise TypeError(
+            f"`mask` must be boolean, True where an entry is valid, got {dtype}. Write "
+            "`mask != 0` if that is meant."
+        )
+
+
+def _check_layout(data: Any) -> None:
+    batch = getattr(data, "n_batch", 0)
+    if batch:
+        raise ValueError(
+            f"`data` is a {type(data).__name__} with {batch} batch dimensions: use "
+            "vmap over tensors without them."
+        )
+
+
+def common_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The broadcast shape of operands.
+
+    Raises:
+        ValueError: naming all shapes if they do not broadcast.
+    """
+    try:
+        return tuple(jnp.broadcast_shapes(*shapes))
+    except ValueError:
+        listed = ", ".join(map(str, shapes))
+        raise ValueError(f"operands of shapes {listed} do not broadcast.") from None

@@ -1,0 +1,196 @@
+"""Storages: how the entries of a tensor are laid out, apart from what they mean.
+
+| stype        | object                            | stored values            |
+|--------------|-----------------------------------|--------------------------|
+| "default"    | `jax.Array`                       | the array                |
+| "row_sparse" | `RowSparse`                       | (n, *row)                |
+| "coo"        | `jax.experimental.sparse.BCOO`    | (nse, *dense dimensions) |
+| "csr"        | `jax.experimental.sparse.BCSR`    | (nse, *dense dimensions) |
+
+Code that works on any storage needs five things of it: its stored values, the same storage
+with other values, which stored values are entries and not padding, a dense array sampled at
+the stored positions, and the dense array itself:
+
+    x = BCOO of [[0, 3], [4, 0]]      stored_values(x)          [3, 4]
+                                      sampled([[5, 6], [7, 8]], x)   [6, 7]
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.sparse import BCOO, BCSR
+
+from jmask._row_sparse import RowSparse
+from jmask._rows import gather_rows
+
+Storage = jax.Array | RowSparse | BCOO | BCSR
+SPARSE = (RowSparse, BCOO, BCSR)
+
+
+def stype(x: Any) -> str:
+    """The name of the storage of `x`.
+
+    Raises:
+        TypeError: if `x` is neither array-like nor a storage known here.
+    """
+    for kind, name in ((RowSparse, "row_sparse"), (BCOO, "coo"), (BCSR, "csr")):
+        if isinstance(x, kind):
+            return name
+    if isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex | list):
+        return "default"
+    raise TypeError(
+        f"{type(x).__name__} is not a storage: expected an array, RowSparse, BCOO or BCSR."
+    )
+
+
+def is_sparse(x: Any) -> bool:
+    """Whether `x` is a sparse storage."""
+    return isinstance(x, SPARSE)
+
+
+def stored_values(x: Any) -> Any:
+    """The stored values; of a dense array, the array."""
+    return x.values if isinstance(x, RowSparse) else x.data if is_sparse(x) else x
+
+
+def with_stored_values(x: Any, values: Any) -> Any:
+    """The storage of `x` with other values at the same positions."""
+    if isinstance(x, RowSparse):
+        return x.with_values(values)
+    if isinstance(x, BCOO):
+        return BCOO(
+            (values, x.indices),
+            shape=x.shape,
+            indices_sorted=x.indices_sorted,
+            unique_indices=x.unique_indices,
+        )
+    if isinstance(x, BCSR):
+        return BCSR(
+            (values, x.indices, x.indptr),
+            shape=x.shape,
+            indices_sorted=x.indices_sorted,
+            unique_indices=x.unique_indices,
+        )
+    return values
+
+
+def coordinates(x: Any) -> tuple[jax.Array, ...]:
+    """For each stored value its index in the leading, sparse dimensions: arrays (nse,)."""
+    if isinstance(x, RowSparse):
+        return (x.row_ids(),)
+    if isinstance(x, BCSR):
+        # Row of each entry: how many rows end at or before it. Padding gets row V.
+        position = jnp.arange(x.indices.shape[0], dtype=x.indptr.dtype)
+        rows = jnp.searchsorted(x.indptr, position, side="right") - 1
+        return rows.astype(x.indices.dtype), x.indices
+    return tuple(x.indices[:, d] for d in range(x.n_sparse))
+
+
+def is_entry(x: Any) -> jax.Array:
+    """Which stored values (broadcast to their shape) are entries of `x`, not padding."""
+    values = stored_values(x)
+    return jnp.broadcast_to(trailing(_inside(x), values.ndim), values.shape)
+
+
+def sampled(dense: jax.Array, like: Any) -> jax.Array:
+    """The entries of `dense` at the stored positions of `like`: shaped as its values."""
+    dense = jnp.broadcast_to(dense, like.shape)
+    if isinstance(like, RowSparse):
+        return gather_rows(dense, like.row_ids(), coalesced=like.coalesced)
+    if 0 in dense.shape:
+        return jnp.zeros(stored_values(like).shape, dense.dtype)
+    return dense.at[coordinates(like)].get(mode="clip")
+
+
+def scattered(values: jax.Array, like: Any, fill: Any) -> jax.Array:
+    """The dense array with `values` at the stored positions of `like`, `fill` elsewhere."""
+    dense = jnp.full(like.shape, fill, values.dtype)
+    inside = _inside(like)
+    first, *others = coordinates(like)
+    first = jnp.where(inside, first, like.shape[0])
+    return dense.at[(first, *others)].set(values, mode="drop")
+
+
+def same_positions(x: Any, y: Any) -> bool:
+    """Whether two sparse tensors surely store the same positions in the same order.
+
+    True for shared index arrays; concrete ones are compared. Traced ones that are not
+    shared cannot be, and count as different.
+    """
+    if type(x) is not type(y) or x.shape != y.shape:
+        return False
+    if stored_values(x).shape[:1] != stored_values(y).shape[:1]:
+        return False
+    return all(map(_same_array, _index_arrays(x), _index_arrays(y)))
+
+
+def matching(x: Any, like: Any) -> tuple[jax.Array, jax.Array] | None:
+    """Where `x` stores the positions that `like` stores: a join on positions.
+
+    Args:
+        x, like: sparse tensors of one shape, with unique positions.
+
+    Returns:
+        For each stored position of `like` a number of a stored value of `x`, and whether it
+        is at that position; or None if the two lay out their dimensions differently, or the
+        positions do not fit the integers there are.
+    """
+    mine, theirs = coordinates(x), coordinates(like)
+    sizes = x.shape[: len(mine)]
+    too_many = math.prod(sizes) > np.iinfo(mine[0].dtype).max
+    if x.shape != like.shape or len(mine) != len(theirs) or too_many:
+        return None
+    keys, wanted = _positions(mine, sizes), _positions(theirs, sizes)
+    if not keys.shape[0]:
+        return jnp.zeros(wanted.shape, jnp.int32), jnp.zeros(wanted.shape, bool)
+    order = jnp.argsort(keys)
+    place = order[jnp.minimum(jnp.searchsorted(keys[order], wanted), keys.shape[0] - 1)]
+    return place, keys[place] == wanted
+
+
+def _positions(coordinates: tuple[jax.Array, ...], sizes: tuple[int, ...]) -> jax.Array:
+    """Row-major number of each position; padding gets the number of positions or more."""
+    number = jnp.zeros_like(coordinates[0])
+    outside = jnp.zeros(number.shape, bool)
+    for index, size in zip(coordinates, sizes, strict=True):
+        outside |= (index < 0) | (index >= size)
+        number = number * size + index
+    return jnp.where(outside, math.prod(sizes), number)
+
+
+def unique_positions(x: Any) -> Any:
+    """The tensor with equal positions summed into one, as masked semantics need."""
+    if isinstance(x, RowSparse):
+        return x.coalesce()
+    if isinstance(x, BCOO) and not x.unique_indices:
+        return x.sum_duplicates(nse=x.nse, remove_zeros=False)
+    return x
+
+
+def _index_arrays(x: Any) -> tuple[Any, ...]:
+    if isinstance(x, RowSparse):
+        return (x.index_leaf,)
+    return (x.indices, x.indptr) if isinstance(x, BCSR) else (x.indices,)
+
+
+def _same_array(x: Any, y: Any) -> bool:
+    if x is y:
+        return True
+    if isinstance(x, jax.core.Tracer) or isinstance(y, jax.core.Tracer):
+        return False
+    return x.shape == y.shape and bool((x == y).all())
+
+
+def _inside(x: Any) -> jax.Array:
+    inside = jnp.ones(stored_values(x).shape[:1], bool)
+    for index, size in zip(coordinates(x), x.shape, strict=False):
+        inside &= (index >= 0) & (index < size)
+    return inside
+
+
+def trailing(x: jax.Array, ndim: int) -> jax.Array:
+    """`x` with dimensions of size 1 appended, `ndim` in all."""
+    return x.reshape(x.shape + (1,) * (ndim - x.ndim))

@@ -1,0 +1,196 @@
+"""Functions with the names of `jax.numpy`, for masked, sparse and ordinary tensors alike.
+
+    jmask.numpy.sqrt(x)             x: MaskedTensor on any storage, RowSparse, BCOO, array
+    jmask.numpy.mean(x, axis=0)     over the valid entries
+    jmask.numpy.mean(a, where=m)    an array and a mask in place of a MaskedTensor
+
+Elementwise functions are those of JAX, lifted by `elementwise`; the table below is the
+whole of it.
+"""
+
+import jax.numpy as jnp
+import jax.scipy.special as special
+from jax import lax
+from jax import nn as _nn
+
+from jmask._elementwise import elementwise as elementwise
+
+
+def _fraction(x):
+    return x - jnp.trunc(x)
+
+
+# One operand.
+abs = absolute = elementwise(jnp.abs)
+acos = arccos = elementwise(jnp.arccos)
+acosh = arccosh = elementwise(jnp.arccosh)
+angle = elementwise(jnp.angle)
+asin = arcsin = elementwise(jnp.arcsin)
+asinh = arcsinh = elementwise(jnp.arcsinh)
+atan = arctan = elementwise(jnp.arctan)
+atanh = arctanh = elementwise(jnp.arctanh)
+bitwise_not = invert = elementwise(jnp.bitwise_not)
+cbrt = elementwise(jnp.cbrt)
+ceil = elementwise(jnp.ceil)
+clip = clamp = elementwise(jnp.clip)
+conj = conjugate = conj_physical = elementwise(jnp.conj)
+cos = elementwise(jnp.cos)
+cosh = elementwise(jnp.cosh)
+deg2rad = radians = elementwise(jnp.deg2rad)
+digamma = elementwise(special.digamma)
+erf = elementwise(special.erf)
+erfc = elementwise(special.erfc)
+erfinv = elementwise(special.erfinv)
+exp = elementwise(jnp.exp)
+exp2 = elementwise(jnp.exp2)
+expm1 = elementwise(jnp.expm1)
+fix = trunc = elementwise(jnp.trunc)
+floor = elementwise(jnp.floor)
+frac = elementwise(_fraction)
+i0 = elementwise(special.i0)
+imag = elementwise(jnp.imag)
+isfinite = elementwise(jnp.isfinite)
+isinf = elementwise(jnp.isinf)
+isnan = elementwise(jnp.isnan)
+lgamma = gammaln = elementwise(special.gammaln)
+log = elementwise(jnp.log)
+log10 = elementwise(jnp.log10)
+log1p = elementwise(jnp.log1p)
+log2 = elementwise(jnp.log2)
+logical_not = elementwise(jnp.logical_not)
+logit = elementwise(special.logit)
+nan_to_num = elementwise(jnp.nan_to_num)
+negative = neg = elementwise(jnp.negative)
+positive = elementwise(jnp.positive)
+rad2deg = degrees = elementwise(jnp.rad2deg)
+real = elementwise(jnp.real)
+reciprocal = elementwise(jnp.reciprocal)
+rint = elementwise(jnp.rint)
+round = around = elementwise(jnp.round)
+rsqrt = elementwise(lax.rsqrt)
+sigmoid = elementwise(_nn.sigmoid)
+sign = sgn = elementwise(jnp.sign)
+signbit = elementwise(jnp.signbit)
+sin = elementwise(jnp.sin)
+sinc = elementwise(jnp.sinc)
+sinh = elementwise(jnp.sinh)
+sqrt = elementwise(jnp.sqrt)
+square = elementwise(jnp.square)
+tan = elementwise(jnp.tan)
+tanh = elementwise(jnp.tanh)
+
+# Two operands.
+add = elementwise(jnp.add)
+atan2 = arctan2 = elementwise(jnp.arctan2)
+bitwise_and = elementwise(jnp.bitwise_and)
+bitwise_left_shift = left_shift = elementwise(jnp.left_shift)
+bitwise_or = elementwise(jnp.bitwise_or)
+bitwise_right_shift = right_shift = elementwise(jnp.right_shift)
+bitwise_xor = elementwise(jnp.bitwise_xor)
+divide = div = true_divide = elementwise(jnp.true_divide)
+equal = eq = elementwise(jnp.equal)
+floor_divide = elementwise(jnp.floor_divide)
+fmax = elementwise(jnp.fmax)
+fmin = elementwise(jnp.fmin)
+fmod = elementwise(jnp.fmod)
+greater = gt = elementwise(jnp.greater)
+greater_equal = ge = elementwise(jnp.greater_equal)
+hypot = elementwise(jnp.hypot)
+less = lt = elementwise(jnp.less)
+less_equal = le = elementwise(jnp.less_equal)
+logaddexp = elementwise(jnp.logaddexp)
+logaddexp2 = elementwise(jnp.logaddexp2)
+logical_and = elementwise(jnp.logical_and)
+logical_or = elementwise(jnp.logical_or)
+logical_xor = elementwise(jnp.logical_xor)
+maximum = elementwise(jnp.maximum)
+minimum = elementwise(jnp.minimum)
+multiply = mul = elementwise(jnp.multiply)
+nextafter = elementwise(jnp.nextafter)
+not_equal = ne = elementwise(jnp.not_equal)
+power = pow = elementwise(jnp.power)
+remainder = mod = elementwise(jnp.remainder)
+subtract = sub = elementwise(jnp.subtract)
+
+# Products.
+from jmask._contractions import dot as dot
+from jmask._contractions import einsum as einsum
+from jmask._contractions import matmul as matmul
+
+# Shapes and selection.
+from jmask._masked_shape import argsort as argsort
+from jmask._masked_shape import array_split as array_split
+from jmask._masked_shape import atleast_1d as atleast_1d
+from jmask._masked_shape import atleast_2d as atleast_2d
+from jmask._masked_shape import atleast_3d as atleast_3d
+from jmask._masked_shape import broadcast_arrays as broadcast_arrays
+from jmask._masked_shape import broadcast_to as broadcast_to
+from jmask._masked_shape import column_stack as column_stack
+from jmask._masked_shape import concat as concat
+from jmask._masked_shape import concatenate as concatenate
+from jmask._masked_shape import copy as copy
+from jmask._masked_shape import delete as delete
+from jmask._masked_shape import diag as diag
+from jmask._masked_shape import diagonal as diagonal
+from jmask._masked_shape import dsplit as dsplit
+from jmask._masked_shape import dstack as dstack
+from jmask._masked_shape import empty_like as empty_like
+from jmask._masked_shape import expand_dims as expand_dims
+from jmask._masked_shape import flip as flip
+from jmask._masked_shape import fliplr as fliplr
+from jmask._masked_shape import flipud as flipud
+from jmask._masked_shape import full_like as full_like
+from jmask._masked_shape import hsplit as hsplit
+from jmask._masked_shape import hstack as hstack
+from jmask._masked_shape import masked_fill as masked_fill
+from jmask._masked_shape import masked_where as masked_where
+from jmask._masked_shape import matrix_transpose as matrix_transpose
+from jmask._masked_shape import moveaxis as moveaxis
+from jmask._masked_shape import ones_like as ones_like
+from jmask._masked_shape import pad as pad
+from jmask._masked_shape import permute_dims as permute_dims
+from jmask._masked_shape import ravel as ravel
+from jmask._masked_shape import repeat as repeat
+from jmask._masked_shape import reshape as reshape
+from jmask._masked_shape import roll as roll
+from jmask._masked_shape import rollaxis as rollaxis
+from jmask._masked_shape import rot90 as rot90
+from jmask._masked_shape import sort as sort
+from jmask._masked_shape import split as split
+from jmask._masked_shape import squeeze as squeeze
+from jmask._masked_shape import stack as stack
+from jmask._masked_shape import swapaxes as swapaxes
+from jmask._masked_shape import take as take
+from jmask._masked_shape import take_along_axis as take_along_axis
+from jmask._masked_shape import tile as tile
+from jmask._masked_shape import transpose as transpose
+from jmask._masked_shape import tril as tril
+from jmask._masked_shape import triu as triu
+from jmask._masked_shape import unstack as unstack
+from jmask._masked_shape import vsplit as vsplit
+from jmask._masked_shape import vstack as vstack
+from jmask._masked_shape import where as where
+from jmask._masked_shape import zeros_like as zeros_like
+
+# Reductions.
+from jmask._order_reductions import all as all
+from jmask._order_reductions import amax as amax
+from jmask._order_reductions import amin as amin
+from jmask._order_reductions import any as any
+from jmask._order_reductions import argmax as argmax
+from jmask._order_reductions import argmin as argmin
+from jmask._order_reductions import count as count
+from jmask._order_reductions import count_nonzero as count_nonzero
+from jmask._order_reductions import cumprod as cumprod
+from jmask._order_reductions import cumsum as cumsum
+from jmask._order_reductions import max as max
+from jmask._order_reductions import median as median
+from jmask._order_reductions import min as min
+from jmask._reductions import average as average
+from jmask._reductions import logsumexp as logsumexp
+from jmask._reductions import mean as mean
+from jmask._reductions import norm as norm
+from jmask._reductions import prod as prod
+from jmask._reductions import std as std
+from jmask._reductions import sum as sum
+from jmask._reductions import var as var
