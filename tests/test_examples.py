@@ -1,4 +1,4 @@
-"""`examples/word2vec.py`, run whole on a small text, and its errors."""
+"""The examples: word2vec run whole on a small text, its errors; masked Adagrad."""
 
 import importlib.util
 import itertools
@@ -16,17 +16,26 @@ SMALL = ["--steps", "150", "--dim", "16"]
 
 
 @pytest.fixture
-def word2vec(monkeypatch):
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("rich")
-    pytest.importorskip("sklearn")
+def load(monkeypatch):
+    """Imports an example by name, as if run from its folder."""
+    for package in ("matplotlib", "rich", "sklearn"):
+        pytest.importorskip(package)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setenv("COLUMNS", "100")
-    spec = importlib.util.spec_from_file_location("word2vec", EXAMPLES / "word2vec.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "word2vec", module)
-    spec.loader.exec_module(module)
-    return module
+
+    def load(name):
+        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.fixture
+def word2vec(load):
+    return load("word2vec")
 
 
 @pytest.fixture
@@ -127,3 +136,14 @@ def test_finds_the_standard_library_in_order(word2vec):
     files = list(python_corpus.python_files())
     assert any(file.name == "argparse.py" for file in files)
     assert files == list(python_corpus.python_files())
+
+
+def test_masked_adagrad(load, capsys):
+    """The numbers of the tutorial, on every storage."""
+    load("masked_adagrad").main()
+    printed = capsys.readouterr().out
+    first = "[[0.0, 1.0, 1.9027, 3.0], [3.9015, 5.0, 5.901, 7.0]]"
+    second = "[[0.0, 1.0, 1.8329, 3.0], [3.8314, 5.0, 5.8306, 7.0]]"
+    assert printed.count(first) == 4
+    assert printed.count("[[0.5, 0.5, 9.5, 0.5], [16.5, 0.5, 25.5, 0.5]]") == 4
+    assert printed.count(second) == 8

@@ -60,9 +60,7 @@ class TestDefinition:
 
     def test_more_rows_than_int32_have_int64_ids(self):
         with jax.enable_x64(True):
-            x = jmask.RowSparse(
-                np.array([2**33, 5]), jnp.ones((2, 4), jnp.float32), (2**34, 4)
-            )
+            x = jmask.RowSparse(np.array([2**33, 5]), jnp.ones((2, 4), jnp.float32), (2**34, 4))
             assert x.indices.dtype == jnp.int64
             assert x.coalesce().indices.tolist() == [5, 2**33]
             assert repr(x) == "RowSparse(float32[17179869184, 4], nse=2)"

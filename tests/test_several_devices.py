@@ -93,7 +93,7 @@ def test_training_step_inside(mesh):
     mapped = jax.jit(
         jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P())
     )
-    table, state, _ = mapped(TABLE, tx.init(TABLE), IDS)
+    table, _, _ = mapped(TABLE, tx.init(TABLE), IDS)
     single = jmask.RowSparse.fromdense(expected()[1])
     alone, _ = jmask.apply_gradients(tx, single, tx.init(TABLE), TABLE)
     np.testing.assert_allclose(table, alone, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,92 @@
+"""Masked tensors of shape (4, 3) on every storage, and what they are in NumPy.
+
+`build(kind, data, mask)` stores some positions, padding too; `PATTERNS[kind]` says which
+exist, so that the entries of the model are those where mask and pattern are true.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.sparse import BCOO, BCSR
+
+from jmask import MaskedTensor, RowSparse
+
+SHAPE = (4, 3)
+KINDS = ("dense", "row_sparse", "coo", "csr")
+POISON = (np.nan, np.inf, -np.inf, 1e30)
+
+_ROWS = np.array([3, 0, 2, 4, 4])  # 4: padding
+_ENTRIES = np.array([[0, 2], [1, 1], [0, 0], [3, 2], [3, 0], [1, 2], [2, 1], [4, 3]])
+_POINTERS = np.array([0, 2, 4, 5, 7])  # of the columns below; the last is padding
+_COLUMNS = np.array([0, 2, 1, 2, 1, 0, 2, 3])
+
+
+def _pattern(rows, columns=slice(None)):
+    pattern = np.zeros(SHAPE, bool)
+    pattern[rows, columns] = True
+    return pattern
+
+
+_CSR_ROWS = np.repeat(np.arange(4), np.diff(_POINTERS))
+PATTERNS = {
+    "dense": np.ones(SHAPE, bool),
+    "row_sparse": _pattern(_ROWS[:3]),
+    "coo": _pattern(*_ENTRIES[:-1].T),
+    "csr": _pattern(_CSR_ROWS, _COLUMNS[:-1]),
+}
+
+
+def build(kind, data, mask):
+    """The masked tensor of dense data and mask on a storage; may be traced."""
+    if kind == "dense":
+        return MaskedTensor(data, mask)
+    if kind == "row_sparse":
+        rows = jnp.asarray(_ROWS % 4)
+        return MaskedTensor(RowSparse(jnp.asarray(_ROWS), data[rows], SHAPE), mask[rows])
+    if kind == "coo":
+        at = tuple(_ENTRIES.T % np.array(SHAPE)[:, None])
+        entries = BCOO((data[at], jnp.asarray(_ENTRIES)), shape=SHAPE)
+        return MaskedTensor(BCOO(
+            (entries.data, entries.indices), shape=SHAPE, unique_indices=True
+        ), mask[at])  # fmt: skip
+    at = (np.append(_CSR_ROWS, 0), _COLUMNS % 3)
+    entries = BCSR((data[at], jnp.asarray(_COLUMNS), jnp.asarray(_POINTERS)), shape=SHAPE)
+    return MaskedTensor(entries, mask[at])
+
+
+def masks(seed=0, number=3):
+    """Full, empty, with a row and a column fully masked, and random ones (m, 4, 3)."""
+    rng = np.random.default_rng(seed)
+    some = np.ones(SHAPE, bool)
+    some[1], some[:, 2], some[0, 0] = False, False, False
+    random = [rng.random(SHAPE) < 0.6 for _ in range(number)]
+    return np.stack([np.ones(SHAPE, bool), np.zeros(SHAPE, bool), some, *random])
+
+
+def sliced(function, data, valid, axis, keepdims, empty=np.nan):
+    """`function` of the valid entries of each slice, in float64, `empty` for none."""
+    axes = tuple(range(2)) if axis is None else np.atleast_1d(axis) % 2
+    axes = tuple(int(a) for a in axes)
+    kept = [a for a in range(2) if a not in axes]
+    shape = tuple(1 if a in axes else SHAPE[a] for a in range(2))
+    result = np.full(shape, empty, np.float64)
+    for index in np.ndindex(*(SHAPE[a] for a in kept)):
+        place = [slice(None)] * 2
+        for a, i in zip(kept, index, strict=True):
+            place[a] = i
+        entries, chosen = data[tuple(place)].ravel(), valid[tuple(place)].ravel()
+        if chosen.any():
+            at = tuple(p if isinstance(p, int) else 0 for p in place)
+            result[at] = function(np.where(chosen, entries, 0), chosen)
+    return result if keepdims else result.squeeze(axes)
+
+
+def slope(function, data, valid, axis):
+    """The derivative of the sum of `sliced` at valid entries: central differences."""
+    h, result = 1e-6, np.zeros(SHAPE)
+    for at in zip(*np.nonzero(valid), strict=True):
+        moved = [data.copy(), data.copy()]
+        moved[0][at] += h
+        moved[1][at] -= h
+        up, down = (np.nansum(sliced(function, x, valid, axis, False)) for x in moved)
+        result[at] = (up - down) / (2 * h)
+    return result

@@ -1,0 +1,385 @@
+"""Every elementwise function of `jmask.numpy`, on every storage, against its valid entries.
+
+The functions are found, not listed, so that none is left out. The oracle is the JAX
+function on the compressed valid entries alone: no mask and no poison ever reaches it.
+"""
+
+import contextlib
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.sparse import BCOO, BCSR
+
+import jmask
+import jmask.numpy as jnm
+
+SHAPE = (2, 3)
+RNG = np.random.default_rng(0)
+MASKS = {
+    "random": np.array([[1, 0, 1], [0, 0, 1]], bool),
+    "empty": np.zeros(SHAPE, bool),
+    "full": np.ones(SHAPE, bool),
+}
+OTHER = np.array([[1, 1, 0], [0, 1, 1]], bool)
+POISON = np.array([[np.nan, np.inf, -np.inf], [1e30, -5.0, np.nan]], np.float32)
+
+INTEGER = {
+    *("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "invert"),
+    *("left_shift", "right_shift", "bitwise_left_shift", "bitwise_right_shift"),
+}
+# Values at which each function and its derivatives are finite and not at a jump.
+DOMAINS = {"acosh": (1.2, 1.8), "arccosh": (1.2, 1.8)}
+# Functions of whose result there is no derivative.
+FLAT = {
+    *("ceil", "fix", "floor", "rint", "round", "around", "sign", "sgn", "trunc", "angle"),
+    *("floor_divide", "imag"),
+}
+
+
+def lifted_functions() -> dict[str, Any]:
+    """Name -> lifted function, for all elementwise functions of the namespace."""
+    found = {name: getattr(jnm, name) for name in dir(jnm) if not name.startswith("_")}
+    kept = elementwise_code()
+    return {n: f for n, f in found.items() if getattr(f, "__code__", None) is kept}
+
+
+def elementwise_code() -> Any:
+    return jnm.elementwise(jnp.sin).__code__
+
+
+def takes_one(function: Any) -> bool:
+    """Whether a function takes one operand, by trying both kinds of number."""
+    for number in (np.float32(0.5), np.int32(1)):
+        with contextlib.suppress(TypeError):
+            function.__wrapped__(number)
+            return True
+    return False
+
+
+FUNCTIONS = lifted_functions()
+UNARY = sorted(name for name, f in FUNCTIONS.items() if takes_one(f))
+BINARY = sorted(set(FUNCTIONS) - set(UNARY))
+SMOOTH = [n for n in FUNCTIONS if n not in INTEGER | FLAT]
+
+REFERENCE_UNARY = """
+    abs absolute acos arccos acosh arccosh angle asin arcsin asinh arcsinh atan arctan
+    atanh arctanh bitwise_not ceil clamp clip conj_physical cos cosh deg2rad digamma erf
+    erfc erfinv exp exp2 expm1 fix floor frac lgamma log log10 log1p log2 logit i0 isnan
+    nan_to_num neg negative positive rad2deg reciprocal round rsqrt sigmoid sign sgn
+    signbit sin sinc sinh sqrt square tan tanh trunc
+""".split()
+REFERENCE_BINARY = """
+    add atan2 arctan2 bitwise_and bitwise_or bitwise_xor bitwise_left_shift
+    bitwise_right_shift div divide floor_divide fmod logaddexp logaddexp2 mul multiply
+    nextafter remainder sub subtract true_divide eq ne le ge gt lt equal not_equal
+    less_equal greater_equal greater less maximum minimum fmax fmin pow
+""".split()
+
+
+def test_all_functions_of_the_reference_are_there():
+    assert set(REFERENCE_UNARY) <= set(UNARY)
+    assert set(REFERENCE_BINARY) <= set(BINARY)
+
+
+def numbers(name: str, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    if name in INTEGER:
+        return rng.integers(0, 5, SHAPE).astype(np.int32)
+    low, high = DOMAINS.get(name, (0.2, 0.8))
+    return rng.uniform(low, high, SHAPE).astype(np.float32)
+
+
+def poisoned(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    poison = POISON if values.dtype == np.float32 else np.full(SHAPE, 31, np.int32)
+    return np.where(mask, values, poison).astype(values.dtype)
+
+
+def stored(values: Any, mask: np.ndarray, storage: str) -> jmask.MaskedTensor:
+    """The masked tensor on a storage; differentiable in `values`."""
+    if storage == "default":
+        return jmask.masked_tensor(values, mask)
+    if storage == "row_sparse":  # all rows, in order, and padding
+        values = jnp.concatenate([jnp.asarray(values), jnp.asarray(values)[:1]])
+        rows = jmask.RowSparse([0, 1, 2], values, SHAPE)
+        return jmask.masked_tensor(rows, np.concatenate([mask, mask[:1]]))
+    everywhere = np.argwhere(np.ones(SHAPE))
+    if storage == "coo":
+        data = BCOO((jnp.ravel(values), jnp.asarray(everywhere)), shape=SHAPE)
+    else:
+        pattern = BCSR.fromdense(jnp.ones(SHAPE))
+        data = BCSR((jnp.ravel(values), pattern.indices, pattern.indptr), shape=SHAPE)
+    return jmask.masked_tensor(data, mask.ravel())
+
+
+def check(result: jmask.MaskedTensor, expected: Any, mask: np.ndarray) -> None:
+    dense = result.to_dense()
+    np.testing.assert_array_equal(dense.mask, mask)
+    assert dense.dtype == expected.dtype
+    np.testing.assert_allclose(
+        np.asarray(dense.data)[mask], np.asarray(expected)[mask], rtol=1e-6, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize("name", UNARY)
+def test_unary(name):
+    function, values = FUNCTIONS[name], numbers(name)
+    expected = function.__wrapped__(values)
+    jitted = jax.jit(function)
+    for mask in MASKS.values():
+        for storage in ("default", "row_sparse", "coo", "csr"):
+            x = stored(poisoned(values, mask), mask, storage)
+            result = function(x)
+            assert result.stype == storage
+            check(result, expected, mask)
+        check(jitted(stored(poisoned(values, mask), mask, "coo")), expected, mask)
+    batch = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), stored(values, mask, "default"))
+    check(jax.tree.map(lambda leaf: leaf[1], jax.vmap(function)(batch)), expected, mask)
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_binary(name):
+    function, x, y = FUNCTIONS[name], numbers(name, 1), numbers(name, 2)
+    expected = function.__wrapped__(x, y)
+    mask = MASKS["random"]
+    left, right = poisoned(x, mask), poisoned(y, OTHER)
+    for storage in ("default", "row_sparse", "coo", "csr"):
+        masked = stored(left, mask, storage)
+        check(function(masked, stored(right, OTHER, storage)), expected, mask & OTHER)
+        check(function(masked, stored(right, OTHER, "default")), expected, mask & OTHER)
+        check(function(masked, y), expected, mask)
+        check(function(x, stored(right, OTHER, storage)), expected, OTHER)
+        row = function.__wrapped__(x, y[0])
+        check(function(masked, y[0]), row, mask)
+    check(jax.jit(function)(masked, stored(right, OTHER, storage)), expected, mask & OTHER)
+    # Masks broadcast with their data.
+    first = jmask.masked_tensor(right[0], OTHER[0])
+    check(
+        function(stored(left, mask, "default"), first),
+        function.__wrapped__(x, y[0]),
+        mask & OTHER[0],
+    )
+
+
+def derivatives(name: str, xs: list[np.ndarray]) -> list[np.ndarray]:
+    """The derivative of a function in each operand, entry by entry."""
+    function = FUNCTIONS[name].__wrapped__
+    total = lambda *xs: jnp.sum(function(*xs).astype(jnp.float32))
+    return list(jax.grad(total, argnums=tuple(range(len(xs))))(*xs))
+
+
+# JAX has no derivative of nextafter.
+DIFFERENTIABLE = [n for n in FUNCTIONS if n not in {*INTEGER, "nextafter"}]
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_gradients(name):
+    """Exact at valid entries, exactly 0 at masked ones, never nan: both modes, twice."""
+    function = FUNCTIONS[name]
+    count = 1 if name in UNARY else 2
+    xs = [numbers(name, seed) for seed in range(count)]
+    masks = [MASKS["random"], OTHER][:count]
+    both = np.logical_and.reduce(masks)
+    poison = [poisoned(x, mask) for x, mask in zip(xs, masks, strict=True)]
+    numbers_out = function.__wrapped__(*xs).dtype == np.float32
+    if not numbers_out:
+        return  # comparisons and tests: booleans have no derivative
+    expected = [np.where(both, d, 0) for d in derivatives(name, xs)]
+
+    for storage in ("default", "coo", "row_sparse"):
+
+        def result(*xs, storage=storage):
+            masked = [stored(x, m, storage) for x, m in zip(xs, masks, strict=True)]
+            return function(*masked).to_tensor(0)
+
+        argnums = tuple(range(count))
+        gradients = jax.grad(lambda *xs: jnp.sum(result(*xs)), argnums)(*poison)
+        for gradient, exact, mask in zip(gradients, expected, masks, strict=True):
+            np.testing.assert_allclose(gradient, exact, rtol=1e-5, atol=1e-6)
+            assert not np.asarray(gradient)[~mask].any()
+        if storage != "default":
+            continue
+        ones = tuple(map(np.ones_like, poison))
+        _, tangent = jax.jvp(result, tuple(poison), ones)
+        np.testing.assert_allclose(tangent, sum(expected), rtol=1e-5, atol=1e-6)
+        if name in SMOOTH:
+            slope = lambda *xs: jnp.sum(jax.grad(lambda *xs: jnp.sum(result(*xs)))(*xs))
+            second = jax.grad(slope)(*poison)
+            assert np.isfinite(second).all()
+            assert not np.asarray(second)[~masks[0]].any()
+
+
+class TestOperators:
+    x = jmask.masked_tensor(np.array([4.0, np.nan, 9.0], np.float32), [True, False, True])
+
+    @pytest.mark.parametrize(
+        ("operation", "expected"),
+        [
+            (lambda x: x + 1, [5, 10]),
+            (lambda x: 1 + x, [5, 10]),
+            (lambda x: 2 - x, [-2, -7]),
+            (lambda x: x - np.float32(2), [2, 7]),
+            (lambda x: np.float32(2) - x, [-2, -7]),
+            (lambda x: np.full(3, 2, np.float32) * x, [8, 18]),
+            (lambda x: jnp.full(3, 2.0) * x, [8, 18]),
+            (lambda x: 36 / x, [9, 4]),
+            (lambda x: x // 2, [2, 4]),
+            (lambda x: 10 // x, [2, 1]),
+            (lambda x: x % 4, [0, 1]),
+            (lambda x: 10 % x, [2, 1]),
+            (lambda x: x**2, [16, 81]),
+            (lambda x: 2**x, [16, 512]),
+            (lambda x: -x, [-4, -9]),
+            (lambda x: +x, [4, 9]),
+            (lambda x: abs(-x), [4, 9]),
+            (lambda x: x > 5, [False, True]),
+            (lambda x: x == 4, [True, False]),
+            (lambda x: x != 4, [False, True]),
+            (lambda x: (x <= 4) | (x >= 9), [True, True]),
+            (lambda x: ~(x < 5) & (x > 0), [False, True]),
+        ],
+    )
+    def test_operator(self, operation, expected):
+        for result in (operation(self.x), jax.jit(operation)(self.x)):
+            assert result.mask.tolist() == [True, False, True]
+            np.testing.assert_allclose(np.asarray(result.data)[[0, 2]], expected)
+
+    def test_no_truth_value(self):
+        with pytest.raises(TypeError, match="no truth value"):
+            bool(self.x)
+
+
+class TestOrdinaryTensors:
+    """Functions of tensors that are not masked: zeros are zeros."""
+
+    rows = jmask.RowSparse([2, 0, 2], jnp.array([[1.0, -2], [3, 4], [1, 1]]), (4, 2))
+
+    def test_arrays_are_as_in_jax(self):
+        np.testing.assert_array_equal(jnm.sin(jnp.arange(3.0)), jnp.sin(jnp.arange(3.0)))
+
+    @pytest.mark.parametrize("name", UNARY)
+    def test_storage_is_kept_where_zero_is(self, name):
+        """f(0) = 0 decides, and equal rows are summed before a nonlinear function."""
+        function = FUNCTIONS[name]
+        x = self.rows.astype(jnp.int32) if name in INTEGER else self.rows
+        with np.errstate(all="ignore"):
+            expected = np.asarray(function.__wrapped__(x.todense()))
+            keeps = not np.any(function.__wrapped__(np.zeros((), x.dtype)) != 0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result = function(x)
+        assert isinstance(result, jmask.RowSparse) == keeps
+        assert bool(caught) != keeps
+        dense = result.todense() if keeps else result
+        np.testing.assert_allclose(dense, expected, rtol=1e-6)
+
+    def test_union_of_rows(self):
+        other = jmask.RowSparse([1, 2], jnp.array([[5.0, 5], [7, 7]]), (4, 2))
+        for function in (jnm.add, jnm.subtract, jnm.multiply, jnm.maximum):
+            result = function(self.rows, other)
+            assert isinstance(result, jmask.RowSparse)
+            expected = function.__wrapped__(self.rows.todense(), other.todense())
+            np.testing.assert_array_equal(result.todense(), expected)
+
+    def test_strict(self):
+        with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match="`cos`"):
+            jnm.cos(self.rows)
+
+
+class TestKnownCases:
+    """Gradients that are nan elsewhere; the masked answer."""
+
+    def test_where_exp(self):
+        """where(x < 0, exp(x), 1) with x up to 100."""
+        x = jnp.array([-1.0, 50, 100])
+        g = jax.grad(lambda x: jnm.exp(jmask.masked_tensor(x, x < 0)).to_tensor(1.0).sum())(x)
+        np.testing.assert_allclose(g, [np.exp(-1), 0, 0], rtol=1e-6)
+
+    def test_division_by_zero_where_false(self):
+        g = jax.grad(lambda a: (jmask.masked_tensor(a, False) / 0.0).to_tensor(1.0))(2.0)
+        assert g == 0
+
+    def test_division_by_masked_zero(self):
+        x = jnp.array([0.0, 2.0])
+        g = jax.grad(lambda x: (1 / jmask.masked_tensor(x, x != 0)).to_tensor(0).sum())(x)
+        np.testing.assert_allclose(g, [0, -0.25])
+
+    def test_debug_nans_stays_silent(self):
+        mask = MASKS["random"]
+        with jax.debug_nans(True):
+            x = jnp.where(mask, 0.5, -1.0)
+            loss = lambda x: jnm.log(jmask.masked_tensor(x, mask)).to_tensor(0).sum()
+            np.testing.assert_allclose(jax.jit(jax.grad(loss))(x)[mask], 2)
+
+
+def test_lifting_any_function():
+    lifted = jnm.elementwise(lambda x, y: jnp.sqrt(x - y) / y)
+    x = jmask.masked_tensor(jnp.array([5.0, 0.0]), jnp.array([True, False]))
+    y = jnp.array([1.0, 1.0])
+    result = lifted(x, y)
+    assert result.to_tensor(0).tolist() == [2, 0]
+    g = jax.grad(lambda y: lifted(x, y).to_tensor(0).sum())(y)
+    assert g.tolist() == [-2.25, 0]
+
+
+def test_operands_that_do_not_broadcast():
+    x = jmask.masked_tensor(jnp.ones(3), jnp.ones(3, bool))
+    with pytest.raises(ValueError, match=r"shapes \(3,\), \(2,\) do not broadcast"):
+        x + jnp.ones(2)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+class TestPositionsThatDiffer:
+    """Entries exist in the result where both operands store them; nothing becomes dense."""
+
+    @staticmethod
+    def check(x, y, wrap, expected):
+        with jmask.strict():
+            result = wrap(lambda x, y: x + y)(x, y)
+        assert result.stype == x.stype
+        np.testing.assert_array_equal(result.to_tensor(0), expected)
+
+    def test_coo(self, wrap):
+        x = jmask.masked_tensor(BCOO.fromdense(jnp.array([1.0, 0, 2, 4])))
+        y = jmask.masked_tensor(BCOO.fromdense(jnp.array([0.0, 3, 4, 5]), nse=5))
+        self.check(x, y, wrap, [0, 0, 6, 9])
+
+    def test_csr_and_coo(self, wrap):
+        x = jmask.masked_tensor(BCSR.fromdense(jnp.array([[1.0, 0], [2, 3]])))
+        y = jmask.masked_tensor(BCOO.fromdense(jnp.array([[1.0, 5], [0, 7]])))
+        self.check(x, y, wrap, [[2, 0], [0, 10]])
+
+    def test_row_sparse(self, wrap):
+        x = jmask.masked_tensor(jmask.RowSparse([3, 1], jnp.array([1.0, 2.0]), (5,)))
+        y = jmask.masked_tensor(jmask.RowSparse([4, 3, -1], jnp.array([3.0, 4, 5]), (5,)))
+        self.check(x, y, wrap, [0, 0, 0, 5, 0])
+
+
+def test_storages_that_differ_warn():
+    x = jmask.masked_tensor(BCOO.fromdense(jnp.eye(3)))
+    y = jmask.masked_tensor(jmask.RowSparse([1], jnp.ones((1, 3)), (3, 3)))
+    with pytest.warns(jmask.StorageFallbackWarning, match="became dense"):
+        result = x + y
+    np.testing.assert_array_equal(result.to_tensor(0), 2 * jnp.zeros((3, 3)).at[1, 1].set(1))
+
+
+class TestCompiled:
+    """Read from the compiled program: masked arithmetic is one fused kernel."""
+
+    @staticmethod
+    def kernels(function: Any, *operands: Any) -> int:
+        text = jax.jit(function).lower(*operands).compile().as_text()
+        return text[text.index("ENTRY") :].count(" fusion(")
+
+    x = jmask.masked_tensor(jnp.ones(1000), jnp.ones(1000, bool))
+
+    def test_chain_of_one_operand(self):
+        chain = lambda x: (jnm.tanh(jnm.exp(x) * 2 + x) / x).data
+        assert self.kernels(chain, self.x) == 1
+
+    def test_two_masks(self):
+        product = lambda x, y: (x * y + x).to_tensor(0)
+        assert self.kernels(product, self.x, self.x) == 1

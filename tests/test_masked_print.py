@@ -1,0 +1,135 @@
+"""What is printed, and that printing never raises."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.sparse import BCSR
+
+import jmask
+from tests.moved_entries import coo
+
+masked = jmask.masked_tensor
+csr = lambda dense: BCSR.from_bcoo(coo(dense))
+EYE = jnp.array([[0.0, 3, 0, 0], [4, 0, 0, 5]])
+
+PRINTED = [
+    (
+        masked(jnp.array([1.0, jnp.nan, 3.0]), [True, False, True]),
+        "[1.0, --, 3.0], dtype=float32",
+    ),
+    (masked(3.0), "3.0, dtype=float32"),
+    (masked(3.0, False), "--, dtype=float32"),
+    (masked(jnp.zeros(0)), "[], dtype=float32"),
+    (masked(jnp.zeros((0, 3), int)), "[], shape=(0, 3), dtype=int32"),
+    (masked(jnp.zeros((2, 0))), "[], shape=(2, 0), dtype=float32"),
+    (masked(jnp.array([True, False]), [False, True]), "[--, False], dtype=bool"),
+    (masked(jnp.array([1, -2], jnp.int8)), "[1, -2], dtype=int8"),
+    (masked(jnp.array([1 + 2j, 0]), [True, False]), "[(1+2j), --], dtype=complex64"),
+    (masked(jnp.array([1, 1.5, 0], jnp.bfloat16)), "[1.0, 1.5, 0.0], dtype=bfloat16"),
+    (masked(jnp.array([1, 0], jnp.float16), [True, False]), "[1.0, --], dtype=float16"),
+    (masked(jnp.array([jnp.nan, -jnp.inf, 1e30])), "[nan, -inf, 1e+30], dtype=float32"),
+    (
+        masked(coo(EYE), jnp.array([True, False, True])),
+        "coo, float32[2, 4], nse=3, values=[3.0, --, 5.0]",
+    ),
+    (masked(csr(EYE)), "csr, float32[2, 4], nse=3, values=[3.0, 4.0, 5.0]"),
+    (masked(coo(0 * EYE)), "coo, float32[2, 4], nse=0, values=[]"),
+]
+
+
+@pytest.mark.parametrize(("x", "text"), PRINTED, ids=[text for _, text in PRINTED])
+def test_one_line(x, text):
+    assert repr(x) == str(x) == f"MaskedTensor({text})"
+
+
+def test_lines_are_aligned():
+    x = masked(jnp.arange(6.0).reshape(2, 3) * 7, [True, False, True])
+    assert repr(x).splitlines() == [
+        "MaskedTensor([[ 0.0,   --, 14.0],",
+        "              [21.0,   --, 35.0]], dtype=float32)",
+    ]
+    assert repr(masked(jnp.arange(8).reshape(2, 2, 2))).splitlines() == [
+        "MaskedTensor([[[0, 1],",
+        "               [2, 3]],",
+        "",
+        "              [[4, 5],",
+        "               [6, 7]]], dtype=int32)",
+    ]
+    rows = jmask.RowSparse([1, 4], jnp.ones((2, 2)), (4, 2))  # the second is padding
+    assert repr(masked(rows)).splitlines() == [
+        "MaskedTensor(row_sparse, float32[4, 2], nse=2, values=[[1.0, 1.0],",
+        "                                                       [ --,  --]])",
+    ]
+
+
+def test_long_lines_are_wrapped():
+    lines = repr(masked(jnp.arange(40))).splitlines()
+    assert max(map(len, lines)) <= 75
+    assert lines[1].startswith(" " * 14 + "1")
+    numbers = "".join(lines)[len("MaskedTensor([") :].split("]")[0]
+    assert [int(word) for word in numbers.split(",")] == list(range(40))
+
+
+def test_large_tensors_are_summarised():
+    assert repr(masked(jnp.arange(5000))) == (
+        "MaskedTensor([0, 1, 2, ..., 4997, 4998, 4999], dtype=int32)"
+    )
+    assert repr(masked(np.arange(5000))).count(",") == 7
+    x = jmask.numpy.masked_where(jnp.arange(100) == 0, jnp.arange(5000).reshape(50, 100))
+    assert repr(x).splitlines() == [
+        "MaskedTensor([[  --,    1,    2, ...,   97,   98,   99],",
+        "              [  --,  101,  102, ...,  197,  198,  199],",
+        "              [  --,  201,  202, ...,  297,  298,  299],",
+        "              ...,",
+        "              [  --, 4701, 4702, ..., 4797, 4798, 4799],",
+        "              [  --, 4801, 4802, ..., 4897, 4898, 4899],",
+        "              [  --, 4901, 4902, ..., 4997, 4998, 4999]], dtype=int32)",
+    ]
+    with np.printoptions(threshold=2, edgeitems=1):
+        assert repr(masked(jnp.arange(4))) == "MaskedTensor([0, ..., 3], dtype=int32)"
+    with np.printoptions(threshold=2, edgeitems=0):
+        assert "MaskedTensor" in repr(masked(jnp.arange(4)))
+
+
+def test_only_the_edges_are_read(monkeypatch):
+    x = masked(jnp.zeros((1000, 1000)))
+    sizes, asarray = [], np.asarray
+    monkeypatch.setattr(np, "asarray", lambda a: sizes.append(a.size) or asarray(a))
+    assert "..." in repr(x)
+    assert sizes
+    assert max(sizes) <= 36
+
+
+SOURCES = {
+    "dense": masked(jnp.ones((3, 4))),
+    "coo": masked(coo(np.eye(3, 4, dtype=np.float32))),
+    "csr": masked(csr(np.eye(3, 4, dtype=np.float32))),
+    "row_sparse": masked(jmask.RowSparse([0, 2], jnp.ones((2, 4)), (3, 4))),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_nodes_of_anything_print(kind):
+    x = SOURCES[kind]
+    texts = []
+    jax.jit(lambda x: texts.append(repr(x)))(x)
+    texts.append(repr(jax.eval_shape(lambda x: x, x)))
+    for text in texts:
+        assert text.startswith("MaskedTensor(")
+        assert "float32[3, 4]" in text
+        assert "values" not in text
+    jax.jit(lambda: texts.append(repr(x)))()
+    assert texts[-1] == repr(x)
+    jax.vmap(lambda x: texts.append(repr(x)), axis_size=3, in_axes=None)(x)
+    for leaf in (0, None, "spec", object(), (), {"a": 1}):
+        text = repr(jax.tree.map(lambda _, leaf=leaf: leaf, x))
+        assert text.startswith("MaskedTensor(")
+    both = jax.tree.map(lambda a: jnp.stack([a, a]), x)
+    assert repr(both).startswith("MaskedTensor(")
+
+
+def test_donated_tensors_print():
+    x = masked(jnp.ones(3))
+    x.data.delete()
+    assert repr(x) == "MaskedTensor(float32[3])"

@@ -1,0 +1,202 @@
+"""`jmask.nn` over the valid entries only: values, derivatives, storages, identities.
+
+The model is `jax.nn` in float64 NumPy on the valid entries of each slice; its derivative is
+taken by central differences.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmask
+from jmask import MaskedTensor, RowSparse, nn
+from tests.masked_cases import KINDS, PATTERNS, POISON, SHAPE, build, masks
+
+_compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def _softmax(x):
+    powers = np.exp(x - x.max())
+    return powers / powers.sum()
+
+
+ALONG = {
+    "softmax": (nn.softmax, _softmax),
+    "softmin": (nn.softmin, lambda x: _softmax(-x)),
+    "log_softmax": (nn.log_softmax, lambda x: np.log(_softmax(x))),
+    "normalize": (nn.normalize, lambda x: x / np.linalg.norm(x)),
+    "normalize 3": (
+        functools.partial(nn.normalize, ord=3),
+        lambda x: x / np.linalg.norm(x, 3),
+    ),
+}
+ACTIVATIONS = (
+    "celu", "elu", "gelu", "hard_sigmoid", "hard_silu", "hard_swish", "hard_tanh",
+    "leaky_relu", "log_sigmoid", "mish", "relu", "relu6", "selu", "sigmoid", "silu",
+    "soft_sign", "softplus", "squareplus", "swish", "tanh",
+)  # fmt: skip
+WEIGHTS = np.linspace(-1, 2, 12).reshape(SHAPE)
+
+
+def _model(function, data, valid, axis):
+    result = np.zeros(SHAPE)
+    slices = {None: [...], 0: [np.s_[:, j] for j in range(3)], 1: [np.s_[i] for i in range(4)]}
+    for place in slices[axis]:
+        chosen = valid[place]
+        if chosen.any():
+            part = np.zeros(chosen.shape)
+            part[chosen] = function(data[place][chosen])
+            result[place] = part
+    return result
+
+
+def _slope(function, data, valid, axis):
+    result, h = np.zeros(SHAPE), 1e-6
+    for at in zip(*np.nonzero(valid), strict=True):
+        step = np.zeros(SHAPE)
+        step[at] = h
+        up, down = (_model(function, data + s, valid, axis) for s in (step, -step))
+        result[at] = ((up - down) * WEIGHTS).sum() / (2 * h)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(n, k) for n in ALONG for k in KINDS if k in ("dense", "csr") or n == "log_softmax"],
+)
+def test_values_and_derivatives(name, kind):
+    function, model = ALONG[name]
+    clean = np.random.default_rng(3).normal(size=SHAPE)
+    every = masks(1, 2)
+    mask = np.repeat(every, len(POISON), 0)
+    poison = np.tile(POISON, len(every))[:, None, None]
+    data = jnp.asarray(np.where(mask, clean, poison), jnp.float32)
+
+    def run(data, mask, axis):
+        def loss(data):
+            result = function(build(kind, data, mask), axis=axis)
+            assert result.stype == build(kind, data, mask).stype
+            dense = result.to_tensor(0)
+            return jnp.sum(dense * WEIGHTS), (dense, result.to_dense().valid)
+
+        direction = jnp.ones_like(data)
+        gradient, second, rest = jax.jvp(
+            jax.grad(loss, has_aux=True), (data,), (direction,), has_aux=True
+        )
+        return gradient, second, rest
+
+    axes = (-1, 0) if kind == "csr" else (-1, None)
+    with jmask.strict():
+        results = _compiled(jax.vmap(lambda d, m: [run(d, m, axis) for axis in axes]))(
+            data, jnp.asarray(mask)
+        )
+    results = jax.tree.map(np.asarray, results)
+    for axis, (gradients, seconds, (values, valids)) in zip(axes, results, strict=True):
+        along = None if axis is None else axis % 2
+        for i in range(len(mask)):
+            valid = mask[i] & PATTERNS[kind]
+            np.testing.assert_array_equal(valids[i], valid)
+            expected = _model(model, clean, valid, along)
+            np.testing.assert_allclose(values[i], expected, rtol=1e-5, atol=1e-6)
+            assert (gradients[i][~valid] == 0).all()
+            assert (seconds[i][~valid] == 0).all()
+            assert np.isfinite(seconds[i]).all()
+            if i % len(POISON) == 0:
+                slope = _slope(model, clean, valid, along)
+            np.testing.assert_allclose(gradients[i], slope, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name):
+    function, of_jax = getattr(nn, name), getattr(jax.nn, name)
+    x = jnp.array([-7.0, -0.5, 0.25, 7.0])
+    np.testing.assert_array_equal(function(x), of_jax(x))
+
+    def loss(data):
+        return jnp.sum(function(MaskedTensor(data, jnp.isfinite(data))).to_tensor(0))
+
+    @_compiled
+    def run(data):
+        return jax.value_and_grad(loss)(data), jax.vmap(jax.grad(of_jax))(x)
+
+    data = jnp.concatenate([x, jnp.array([jnp.nan, jnp.inf])])
+    (value, gradient), expected = run(data)
+    np.testing.assert_allclose(value, of_jax(x).sum(), rtol=1e-5)
+    np.testing.assert_allclose(gradient[:4], expected, rtol=1e-5, atol=2e-5)
+    assert (gradient[4:] == 0).all()
+
+
+def test_activations_take_options():
+    x = MaskedTensor(jnp.array([-2.0, jnp.nan]), jnp.array([True, False]))
+    assert nn.leaky_relu(x, 0.5).to_tensor(0)[0] == -1
+    assert nn.gelu(x, approximate=False).valid.sum() == 1
+    rows = RowSparse([1], jnp.array([[-1.0, 2.0]]), (3, 2))
+    np.testing.assert_array_equal(nn.relu(rows).todense()[1], [0, 2])
+
+
+def test_attention_weights():
+    scores = jnp.array([[1.0, 2.0, jnp.nan], [jnp.inf, jnp.nan, 3.0]])
+    mask = jnp.array([[True, True, False], [False, False, False]])
+
+    def loss(scores):
+        weights = nn.attention_weights(scores, mask)
+        return jnp.sum(weights.to_tensor(0) * jnp.arange(3.0)), weights
+
+    gradient, weights = jax.grad(loss, has_aux=True)(scores)
+    np.testing.assert_array_equal(weights.valid, mask)
+    np.testing.assert_allclose(weights.storage[0, :2], jax.nn.softmax(scores[0, :2]), rtol=1e-6)
+    assert jnp.isfinite(gradient).all()
+    assert (gradient[1] == 0).all()
+    # Masks broadcast over heads; a MaskedTensor of scores keeps its own.
+    heads = nn.attention_weights(jnp.zeros((2, 2, 3)), mask[None])
+    np.testing.assert_allclose(heads.to_tensor(0)[:, 0], [[0.5, 0.5, 0]] * 2)
+    own = nn.attention_weights(MaskedTensor(scores, mask), jnp.array([True, False, True]))
+    assert own.valid.sum() == 1
+
+
+def test_arrays_with_where():
+    x = jnp.array([[1.0, jnp.inf, 1.0], [jnp.nan, 2.0, 3.0]])
+    where = jnp.array([[True, False, True], [False, False, False]])
+    nans = [jnp.nan] * 3
+    half = np.log(0.5)
+    for function, expected in (
+        (nn.softmax, [[0.5, 0, 0.5], nans]),
+        (nn.softmin, [[0.5, 0, 0.5], nans]),
+        (nn.log_softmax, [[half, -np.inf, half], nans]),
+        (nn.normalize, [[0.5**0.5, 0, 0.5**0.5], [0, 0, 0]]),
+    ):
+        np.testing.assert_allclose(function(x, where=where), expected, rtol=1e-6)
+        gradient = jax.grad(lambda x, f=function: f(x, where=where)[0, 0])(x)
+        assert jnp.isfinite(gradient).all()
+        assert (gradient[~where] == 0).all()
+    y = x[:, 2:]
+    np.testing.assert_array_equal(nn.softmax(y), jax.nn.softmax(y))
+    assert nn.logsumexp is jmask.numpy.logsumexp
+
+
+def test_dtypes_and_zero_norm():
+    mask = jnp.array([True, False])
+    for dtype in (jnp.int32, jnp.bfloat16, jnp.float16):
+        x = MaskedTensor(jnp.ones(2, dtype), mask)
+        for function in (nn.softmax, nn.log_softmax, nn.normalize):
+            assert function(x).dtype == jax.nn.softmax(x.storage).dtype
+    zero = jnp.zeros(2)
+    gradient = jax.grad(lambda d: nn.normalize(MaskedTensor(d, mask), eps=0.5).to_tensor(0)[0])
+    np.testing.assert_array_equal(gradient(zero), [2, 0])
+
+
+def test_ordinary_sparse_tensors_become_dense():
+    x = RowSparse([0], jnp.ones((1, 2)), (2, 2))
+    with pytest.warns(jmask.StorageFallbackWarning, match="softmax"):
+        np.testing.assert_array_equal(nn.softmax(x), jnp.full((2, 2), 0.5))
+
+
+def test_bad_arguments():
+    x = MaskedTensor(jnp.ones((2, 3)))
+    with pytest.raises(ValueError, match="`axis` 2"):
+        nn.softmax(x, axis=2)
+    with pytest.raises(TypeError, match="`where` must be a boolean"):
+        nn.normalize(x, where=jnp.ones(3))
