@@ -15,9 +15,7 @@ import jax.numpy as jnp
 from jmask._rows import add_rows
 
 
-def coalesce_rows(
-    ids: jax.Array, values: jax.Array, rows: int
-) -> tuple[jax.Array, jax.Array]:
+def coalesce_rows(ids: jax.Array, values: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
     """Coalesce entries into min(n, rows) slots.
 
     Args:

@@ -79,6 +79,4 @@ def report_fallback(message: str, place: tuple[str, int] | None = None) -> None:
         warnings.warn(message, StorageFallbackWarning, stacklevel=3)
     else:
         file, line = place
-        warnings.warn_explicit(
-            message, StorageFallbackWarning, file, line, registry=_registry
-        )
+        warnings.warn_explicit(message, StorageFallbackWarning, file, line, registry=_registry)

@@ -141,9 +141,7 @@ class Interpreter:
             if outputs is not None:
                 return outputs
         arguments = [self.dense(x, eqn) for x in arguments]
-        outputs = eqn.primitive.bind(
-            *arguments, **eqn.primitive.get_bind_params(eqn.params)
-        )
+        outputs = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(eqn.params))
         return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
     @staticmethod

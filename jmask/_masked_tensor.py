@@ -312,9 +312,16 @@ def _stored_mask(data: Any, mask: Any) -> jax.Array:
             )
         return stored_values(mask)
     mask = jnp.asarray(mask)
-    if mask.shape == tuple(data.shape) and mask.shape != shape:
+    of_entries, of_stored = mask.shape == tuple(data.shape), mask.shape == shape
+    if of_entries and of_stored:
+        raise ValueError(
+            f"`mask` of shape {mask.shape} may be meant for the entries of the tensor or for "
+            f"its stored values, which are as many: pass it as a {type(data).__name__} with "
+            "the index arrays of `data`."
+        )
+    if of_entries:
         return sampled(mask, data)
-    if mask.shape == shape:
+    if of_stored:
         return mask
     raise ValueError(
         f"`mask` of shape {mask.shape} fits neither the tensor of shape "

@@ -50,8 +50,7 @@ def check_gradient(updates: Any, params: Any) -> None:
     expected: Any = jax.tree.structure(params)
     if tree != expected:
         raise ValueError(
-            "`updates` and `params` must have the same structure, got "
-            f"{tree} and {expected}."
+            f"`updates` and `params` must have the same structure, got {tree} and {expected}."
         )
     for (path, gradient), (_, param) in zip(gradients, parameters, strict=True):
         if is_gradient_leaf(gradient):

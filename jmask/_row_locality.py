@@ -201,8 +201,7 @@ def _evaluated(eqn: JaxprEqn, scalars: list[Any]) -> Any:
     params = eqn.primitive.get_bind_params(eqn.params)
     with jax.ensure_compile_time_eval():
         operands = [
-            np.asarray(x, aval_of(v).dtype)
-            for x, v in zip(scalars, eqn.invars, strict=True)
+            np.asarray(x, aval_of(v).dtype) for x, v in zip(scalars, eqn.invars, strict=True)
         ]
         result = eqn.primitive.bind(*operands, **params)
         return np.asarray(result[0] if eqn.primitive.multiple_results else result)
@@ -311,9 +310,7 @@ def _cond(eqn: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
     which, *operands = inputs
     if isinstance(which, Mixed):
         return [which] * len(eqn.outvars)
-    first, *others = [
-        _run_any(opened(branch), operands) for branch in eqn.params["branches"]
-    ]
+    first, *others = [_run_any(opened(branch), operands) for branch in eqn.params["branches"]]
     for outputs in others:
         first = joined(first, outputs)
     return first
@@ -345,9 +342,7 @@ def _scan(eqn: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
             kind = Shared(frozenset(a - 1 for a in kind.uniform if a))
         scanned.append(kind)
     body = eqn.params["jaxpr"]
-    carry = _fixed_point(
-        carry, lambda c: _run_any(opened(body), consts + c + scanned)[:count]
-    )
+    carry = _fixed_point(carry, lambda c: _run_any(opened(body), consts + c + scanned)[:count])
     stacked = []
     for kind in _run_any(opened(body), consts + carry + scanned)[count:]:
         if isinstance(kind, PerRow):

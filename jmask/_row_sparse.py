@@ -309,9 +309,7 @@ class RowSparse:
 
     def with_values(self, values: jax.Array) -> "RowSparse":
         """The tensor with the same indices and other values (n, *row)."""
-        return RowSparse.tree_unflatten(
-            (self.shape, self.coalesced), (self.index_leaf, values)
-        )
+        return RowSparse.tree_unflatten((self.shape, self.coalesced), (self.index_leaf, values))
 
     # --- arithmetic that is exact on stored rows ----------------------------------------
 
@@ -320,9 +318,7 @@ class RowSparse:
             _check_same_shape(self, other)
             dtype = jnp.result_type(self.values, other.values)
             ids = jnp.concatenate([self.row_ids(), other.row_ids()])
-            values = jnp.concatenate(
-                [self.values.astype(dtype), other.values.astype(dtype)]
-            )
+            values = jnp.concatenate([self.values.astype(dtype), other.values.astype(dtype)])
             return RowSparse(ids, values, self.shape)
         if _is_scalar(other):
             if isinstance(other, int | float) and other == 0:  # sum() starts from 0

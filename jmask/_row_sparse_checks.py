@@ -44,9 +44,7 @@ def checked_indices(indices: Any, name: str = "indices") -> jax.Array:
                 )
             indices = indices.astype(np.int32)
     if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise TypeError(
-            f"`{name}` must be integers, the numbers of rows, got {indices.dtype}."
-        )
+        raise TypeError(f"`{name}` must be integers, the numbers of rows, got {indices.dtype}.")
     if indices.ndim != 1:
         raise ValueError(f"`{name}` must have one dimension, got shape {indices.shape}.")
     return jnp.asarray(indices)
@@ -58,9 +56,7 @@ def fit_or_poison(values: jax.Array, needed: Any, nse: int, most: int) -> jax.Ar
         return values
     if not isinstance(needed, jax.core.Tracer):
         if int(needed) > nse:
-            raise ValueError(
-                f"`nse`={nse} is too small: {int(needed)} rows must be stored."
-            )
+            raise ValueError(f"`nse`={nse} is too small: {int(needed)} rows must be stored.")
         return values
     if not jnp.issubdtype(values.dtype, jnp.inexact):
         raise ValueError(

@@ -51,8 +51,7 @@ def tables_of_state(
         x = params[i]
         grown[i] = jax.ShapeDtypeStruct((x.shape[0] + rows, *x.shape[1:]), x.dtype)
     usual, larger = (
-        jax.eval_shape(inner.init, param_tree.unflatten(leaves))
-        for leaves in (params, grown)
+        jax.eval_shape(inner.init, param_tree.unflatten(leaves)) for leaves in (params, grown)
     )
     _check_state(state, usual)
     owners = {rows: position for position, rows in extra.items()}

@@ -145,18 +145,14 @@ class _Trace:
             args[number] = argument
         value, gradients = self.stock(*args, **self.kwargs)
         leaves, self.structure = jax.tree.flatten(value)
-        self.static = {
-            i: x for i, x in enumerate(leaves) if not isinstance(x, jax.core.Tracer)
-        }
+        self.static = {i: x for i, x in enumerate(leaves) if not isinstance(x, jax.core.Tracer)}
         return [x for i, x in enumerate(leaves) if i not in self.static], gradients
 
     def with_static(self, computed: list[Any]) -> Any:
         """The value (and aux) from its computed leaves and the remembered ones."""
         remaining = iter(computed)
         count = len(computed) + len(self.static)
-        leaves = [
-            self.static[i] if i in self.static else next(remaining) for i in range(count)
-        ]
+        leaves = [self.static[i] if i in self.static else next(remaining) for i in range(count)]
         return jax.tree.unflatten(self.structure, leaves)
 
 

@@ -72,3 +72,8 @@ def valid_sum(tree: Any) -> jax.Array:
 def gradient(function: Any, x: jmask.MaskedTensor) -> jax.Array:
     """The gradient of `valid_sum(function(x))` to the data."""
     return jax.grad(lambda data: valid_sum(function(x.with_values(data))))(x.data)
+
+
+def case_id(case: tuple) -> str:
+    """The name of a function and its arguments."""
+    return "-".join(str(part).replace("\n", "") for part in case)

@@ -23,7 +23,8 @@ def row_sparse():
     ids = [4, 0, 2, 0, 3, -1]
     values = POISON[[4, 0, 2, 0, 3, 0]]
     values[1], values[3] = POISON[0] / 2, POISON[0] / 2
-    return jmask.masked_tensor(jmask.RowSparse(ids, values, (V, D)), MASK[[4, 0, 2, 0, 3, 0]])
+    data = jmask.RowSparse(ids, values, (V, D))
+    return jmask.masked_tensor(data, data.with_values(jnp.asarray(MASK[[4, 0, 2, 0, 3, 0]])))
 
 
 def coo():

@@ -13,6 +13,7 @@ import jmask.numpy as jn
 from tests.moved_entries import (
     MASK,
     assert_masked,
+    case_id,
     coo,
     example,
     gradient,

@@ -12,6 +12,7 @@ from tests.moved_entries import (
     DTYPES,
     MASK,
     assert_masked,
+    case_id,
     example,
     gradient,
     moved_by_numpy,
@@ -71,10 +72,6 @@ MOVES = [
     ("pad", 1, "symmetric"),
     ("pad", 1, "wrap"),
 ]
-
-
-def case_id(case):
-    return "-".join(str(part).replace("\n", "") for part in case)
 
 
 def compiled_once(named):
