@@ -78,6 +78,8 @@ class MaskedTensor(MaskedMethods):
             raise TypeError(
                 "`data` is a MaskedTensor already: use its `.data`, or masked_where()."
             )
+        if isinstance(data, np.ma.MaskedArray):
+            raise TypeError("`data` is a numpy.ma array: use jmask.from_numpy_ma(data).")
         stype(data)  # refuses what is no storage
         if isinstance(mask, bool | list | tuple):
             mask = np.asarray(mask)
@@ -160,6 +162,19 @@ class MaskedTensor(MaskedMethods):
         from jmask._masked_print import representation
 
         return representation(self)
+
+    def __float__(self) -> float:
+        return float(self._number())
+
+    def __int__(self) -> int:
+        return int(self._number())
+
+    def _number(self) -> Any:
+        if self.shape or is_sparse(self.storage):
+            raise TypeError(f"a MaskedTensor of shape {self.shape} is not one number.")
+        if not self.valid:
+            raise ValueError("a masked entry is not a number: use to_tensor(fill_value).")
+        return self.storage
 
     def __bool__(self) -> bool:
         raise TypeError(

@@ -20,7 +20,9 @@ from jmask._gradient_collectives import COLLECTIVE_RULES
 from jmask._gradient_control_flow import CONTROL_FLOW_RULES
 from jmask._gradient_program import Interpreter
 from jmask._gradient_rules import EQUATION_RULES
+from jmask._masked_tensor import MaskedTensor
 from jmask._row_sparse import is_row_sparse
+from jmask._storage import stored_values
 
 _INTERPRETER = Interpreter({**EQUATION_RULES, **CONTROL_FLOW_RULES, **COLLECTIVE_RULES})
 
@@ -39,7 +41,8 @@ def value_and_grad(
 
     Args:
         fun: a function returning a scalar, or (scalar, aux) with `has_aux`.
-        argnums: the positional argument(s) to differentiate: pytrees of float arrays.
+        argnums: the positional argument(s) to differentiate: pytrees of float arrays. The
+            gradient of a `MaskedTensor` among them is one with the same mask.
         has_aux: whether `fun` returns auxiliary data beside the scalar.
 
     Returns:
@@ -68,6 +71,8 @@ def value_and_grad(
     @functools.wraps(fun, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def value_and_grad_of_fun(*args: Any, **kwargs: Any) -> Any:
         numbers = _positions(argnums, args)
+        if any(_holds_masked(args[number]) for number in numbers):
+            return _of_masked(fun, numbers, has_aux, args, kwargs, isinstance(argnums, int))
         stock = jax.value_and_grad(fun, numbers, has_aux)
         trace = _Trace(stock, args, kwargs, numbers)
         differentiated = tuple(args[number] for number in numbers)
@@ -118,6 +123,59 @@ def grad(
         return (gradient, value[1]) if has_aux else gradient
 
     return grad_of_fun
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, MaskedTensor)
+
+
+def _holds_masked(argument: Any) -> bool:
+    return any(map(_is_masked, jax.tree.leaves(argument, is_leaf=_is_masked)))
+
+
+def _of_masked(
+    fun: Callable[..., Any],
+    numbers: tuple[int, ...],
+    has_aux: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    one: bool,
+) -> Any:
+    """Differentiate in the stored values of `MaskedTensor`s; gradients have their masks."""
+
+    def values(x: Any) -> Any:
+        return stored_values(x.storage) if _is_masked(x) else x
+
+    def with_values(x: Any, new: Any) -> Any:
+        return x.with_values(new) if _is_masked(x) else new
+
+    def mapped(function: Callable[..., Any], *trees: Any) -> Any:
+        return jax.tree.map(function, *trees, is_leaf=_is_masked)
+
+    def of_values(*plain: Any, **kwargs: Any) -> Any:
+        rebuilt = list(plain)
+        for number in numbers:
+            rebuilt[number] = mapped(with_values, args[number], plain[number])
+        return fun(*rebuilt, **kwargs)
+
+    plain = list(args)
+    for number in numbers:
+        plain[number] = mapped(values, args[number])
+    value, gradients = value_and_grad(of_values, numbers, has_aux)(*plain, **kwargs)
+    # The stored values are no table: looked up or not, their gradient is an array.
+    gradients = tuple(
+        mapped(
+            lambda x, g: with_values(x, _array(g)) if _is_masked(x) else g,
+            args[number],
+            gradient,
+        )
+        for number, gradient in zip(numbers, gradients, strict=True)
+    )
+    return value, gradients[0] if one else gradients
+
+
+def _array(gradient: Any) -> Any:
+    return gradient.todense() if is_row_sparse(gradient) else gradient
 
 
 class _Trace:

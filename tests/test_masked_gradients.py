@@ -8,7 +8,9 @@ import pytest
 from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
+import jmask.numpy as jnm
 from tests.optax_cases import CHAINS, ROW_LOCAL, extra_args
+from tests.oracle import densified
 
 V, D = 6, 3
 RNG = np.random.default_rng(0)
@@ -136,6 +138,26 @@ def test_beside_other_gradients():
     np.testing.assert_array_equal(moved["masked"], MASK)
     assert moved["rows"].any(1).tolist() == [False, True] + 4 * [False]
     assert moved["dense"].all()
+
+
+@pytest.mark.parametrize("storage", GRADIENTS)
+def test_gradient_in_a_masked_tensor(storage):
+    """jmask.grad takes a MaskedTensor as an argument and returns one with its mask."""
+    x = GRADIENTS[storage]()
+
+    def loss(params, w):
+        return jnm.sum(jnm.sin(params["x"]) * w).to_tensor(0.0)
+
+    gradient, of_w = jmask.grad(loss, (0, 1))({"x": x}, PARAM)
+    assert gradient["x"].stype == x.stype
+    expected = np.where(MASK, np.cos(DATA) * np.asarray(PARAM), 0)
+    np.testing.assert_allclose(gradient["x"].to_tensor(0), expected, rtol=1e-5, atol=1e-6)
+    # Sampled at stored rows, w is a table that was looked up.
+    of_w = densified(of_w)
+    np.testing.assert_allclose(of_w, np.where(MASK, np.sin(DATA), 0), rtol=1e-5, atol=1e-6)
+    value, alone = jax.jit(jmask.value_and_grad(lambda x: jnm.sum(x).to_tensor(0.0)))(x)
+    np.testing.assert_allclose(alone.to_tensor(0), MASK * 1.0)
+    np.testing.assert_allclose(value, DATA[MASK].sum(), rtol=1e-5)
 
 
 class TestBadInput:
