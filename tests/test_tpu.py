@@ -69,7 +69,8 @@ def test_in_place(topology: str, step: Step) -> None:
         temporary.append(memory.temp_size_in_bytes)
     # The same within 1 %, or a few rows of the batch that XLA keeps in on-chip memory,
     # which is not counted, for the small table and not for the large one (Adam).
-    assert max(temporary) <= 10 * step.batch_bytes()
+    # Besides the rows of the batch there are buffers of a fixed size.
+    assert max(temporary) <= 10 * step.batch_bytes() + 2**20
     grown = temporary[1] - temporary[0]
     assert grown <= max(temporary[0] // 100, 2 * step.batch_bytes())
 
