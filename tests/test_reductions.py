@@ -95,10 +95,8 @@ def _batch(seed=1):
     return clean, jnp.asarray(np.where(mask, clean, poison), jnp.float32), mask
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [(n, k) for n in SMOOTH for k in KINDS if k in ("dense", "csr") or n in BASIC],
-)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SMOOTH)
 def test_values_and_derivatives(name, kind):
     function, model = SMOOTH[name]
     clean, data, mask = _batch()
@@ -173,7 +171,7 @@ def test_count_is_never_masked(kind):
 
 
 @pytest.mark.parametrize("kind", ["dense", "csr"])
-@pytest.mark.parametrize("name", [*BASIC, "prod", "norm", "norm 3.5"])
+@pytest.mark.parametrize("name", SMOOTH)
 def test_forward_mode_and_second_order(name, kind):
     function, _ = SMOOTH[name]
     _, data, mask = _batch()
@@ -191,7 +189,8 @@ def test_forward_mode_and_second_order(name, kind):
         reverse, second = jax.jvp(jax.grad(of), (data,), (direction,))
         return forward, jnp.sum(reverse * direction), second
 
-    forward, reverse, second = run(data, jnp.asarray(mask))
+    with _expected_fallback(name, kind):
+        forward, reverse, second = run(data, jnp.asarray(mask))
     np.testing.assert_allclose(forward, reverse, rtol=1e-4, atol=1e-5)
     assert np.isfinite(second).all()
     assert (np.asarray(second)[~(mask & PATTERNS[kind])] == 0).all()
