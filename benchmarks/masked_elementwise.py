@@ -8,8 +8,6 @@ masked; the table shows medians and ratios with their quartiles. torch is option
 
 import argparse
 import contextlib
-import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from side_by_side import WARM_UP, Report, alternate
 
 import jmask
 import jmask.numpy as jnm
@@ -44,30 +41,17 @@ def contenders(name: str, data: list[np.ndarray], mask: np.ndarray) -> dict[str,
     arrays = [jnp.asarray(x) for x in data[:count]]
     tensors = [jmask.masked_tensor(x, jnp.asarray(mask)) for x in arrays]
     masked, unmasked = jax.jit(masked), jax.jit(unmasked)
-    calls: dict[str, Callable[[], Any]] = {
-        "jmask": lambda: jax.block_until_ready(masked(*tensors)),
-        "jax.numpy, no mask": lambda: jax.block_until_ready(unmasked(*arrays)),
+    calls: dict[str, Callable[[Any], Any]] = {
+        "jmask": lambda _: jax.block_until_ready(masked(*tensors)),
+        "jax.numpy, no mask": lambda _: jax.block_until_ready(unmasked(*arrays)),
     }
     with contextlib.suppress(ImportError):
         import torch
 
         valid = torch.from_numpy(mask)
         x, y = (torch.masked.masked_tensor(torch.from_numpy(d), valid) for d in data)
-        calls["torch.masked"] = lambda: in_torch(torch, x, y)
+        calls["torch.masked"] = lambda _: in_torch(torch, x, y)
     return calls
-
-
-def measure(calls: dict[str, Callable], rounds: int) -> dict[str, np.ndarray]:
-    """Seconds of each call in alternating rounds, after a warm-up."""
-    for call in calls.values():
-        call()
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: np.array(times) for name, times in seconds.items()}
 
 
 def main() -> None:
@@ -80,24 +64,11 @@ def main() -> None:
     data = [rng.uniform(0.5, 2, args.size).astype(np.float32) for _ in range(2)]
     mask = rng.random(args.size) < 0.5
 
-    table = Table("operation", "against", "ours, ms", "theirs, ms", "ours / theirs (quartiles)")
-    figures: dict[str, Any] = {}
+    report = Report("operation")
     for name in OPERATIONS:
-        seconds = measure(contenders(name, data, mask), args.rounds)
-        ours = seconds.pop("jmask")
-        for peer, theirs in seconds.items():
-            low, middle, high = np.percentile(ours / theirs, [25, 50, 75])
-            figures[f"{name} / {peer}"] = round(float(middle), 3)
-            table.add_row(
-                name,
-                peer,
-                f"{1e3 * np.median(ours):.1f}",
-                f"{1e3 * np.median(theirs):.1f}",
-                f"{middle:.2f}  ({low:.2f} to {high:.2f})",
-            )
-    Console(width=110).print(table)
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+        calls = contenders(name, data, mask)
+        report.add(name, alternate(calls, range(args.rounds + WARM_UP)))
+    report.show(args.json)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ rounds with their quartiles. torch is optional.
 
 import argparse
 import contextlib
-import json
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,8 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from rich.console import Console
-from rich.table import Table
+from side_by_side import WARM_UP, Report, alternate
 
 import jmask
 
@@ -73,20 +70,6 @@ def torch_step(name: str, rows: int, dim: int) -> Callable:
     return run
 
 
-def measure(steps: dict[str, Callable], batches: np.ndarray) -> dict[str, np.ndarray]:
-    """Seconds of each step on the same batches, in alternating rounds."""
-    for step in steps.values():
-        for ids in batches[:3]:
-            step(ids)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for ids in batches[3:]:
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step(ids)
-            seconds[name].append(time.perf_counter() - start)
-    return {name: np.array(times) for name, times in seconds.items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=1_000_000)
@@ -96,14 +79,11 @@ def main() -> None:
     parser.add_argument("--dense", action="store_true", help="stock optax too (slow)")
     parser.add_argument("--json", type=Path, help="also write the figures there")
     args = parser.parse_args()
-    shape = (args.rounds + 3, args.lookups)
+    shape = (args.rounds + WARM_UP, args.lookups)
     batches = np.random.default_rng(0).integers(0, args.rows, shape).astype(np.int32)
 
     title = f"V = {args.rows:,}, D = {args.dim}, {args.lookups:,} lookups"
-    table = Table(
-        "optimizer", "against", "jmask, ms", "theirs, ms", "ours / theirs", title=title
-    )
-    figures: dict[str, float] = {}
+    report = Report("optimizer", title)
     for name, (ours, dense, torch_name) in OPTIMIZERS.items():
         make = partial(jax_step, rows=args.rows, dim=args.dim)
         steps = {"jmask": make(ours(), value_and_grad=jmask.value_and_grad)}
@@ -112,21 +92,8 @@ def main() -> None:
                 steps[f"torch {torch_name}"] = torch_step(torch_name, args.rows, args.dim)
         if args.dense:
             steps["optax, dense"] = make(dense(), value_and_grad=jax.value_and_grad)
-        seconds = measure(steps, batches)
-        mine = seconds.pop("jmask")
-        for peer, theirs in seconds.items():
-            low, middle, high = np.percentile(mine / theirs, [25, 50, 75])
-            figures[f"{name} / {peer}"] = round(float(middle), 3)
-            table.add_row(
-                name,
-                peer,
-                f"{1e3 * np.median(mine):.2f}",
-                f"{1e3 * np.median(theirs):.2f}",
-                f"{middle:.2f}  ({low:.2f} to {high:.2f})",
-            )
-    Console(width=110).print(table)
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+        report.add(name, alternate(steps, batches))
+    report.show(args.json)
 
 
 if __name__ == "__main__":
