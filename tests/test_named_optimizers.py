@@ -320,3 +320,23 @@ class TestTracedHyperparameters:
 def test_bad_hyperparameters(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_one_pass_lowers_for_every_platform():
+    """One scatter on CPU and TPU; on GPUs gather, compute, scatter. One export holds all."""
+    tx, table = jmask.adam(0.1), jnp.ones((V, 3))
+    gradient = jmask.RowSparse([3, 5], jnp.ones((2, 3)), (V, 3), coalesced=True)
+
+    def step(values, state, table):
+        return jmask.apply_gradients(tx, gradient.with_values(values), state, table)
+
+    arguments = (gradient.values, tx.init(table), table)
+    for platform, scatters in (("cpu", 1), ("tpu", 1), ("cuda", 3)):
+        exported = jax.export.export(jax.jit(step), platforms=[platform])(*arguments)
+        assert exported.mlir_module().count('"stablehlo.scatter"') == scatters
+    everywhere = jax.export.export(jax.jit(step), platforms=["cpu", "tpu", "cuda"])
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6),
+        everywhere(*arguments).call(*arguments),
+        step(*arguments),
+    )
