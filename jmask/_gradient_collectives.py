@@ -10,6 +10,7 @@
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,21 +20,21 @@ from jax.sharding import PartitionSpec
 from jmask._cotangents import Rows
 from jmask._gradient_control_flow import nothing_to_do
 from jmask._gradient_program import Flags, Interpreter, Outputs, Rule, Values
+from jmask._gradient_rules import none_wanted, same_wanted
 from jmask._jaxprs import opened
 
 
-def _elementwise_demand(eqn: JaxprEqn, wanted: Flags, *_: Any) -> list[bool]:
-    return list(wanted)
-
-
-def _on_parts(x: Rows, function: Any) -> Rows:
-    parts = tuple((function(ids), function(rows)) for ids, rows in x.parts)
-    return dataclasses.replace(x, parts=parts)
+def _on_parts(inputs: Values, function: Callable[[jax.Array], jax.Array]) -> Outputs:
+    """The function on ids and rows of every input, if all of them are rows and no carry."""
+    if not all(isinstance(x, Rows) and x.carry is None for x in inputs):
+        return None
+    return [
+        dataclasses.replace(x, parts=tuple((function(i), function(r)) for i, r in x.parts))
+        for x in inputs
+    ]
 
 
 def _psum(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
-    if not all(isinstance(x, Rows) and x.carry is None for x in inputs):
-        return None
     if eqn.params.get("axis_index_groups") is not None:
         return None
     to = "invarying" if eqn.primitive.name == "psum_invariant" else "varying"
@@ -41,26 +42,17 @@ def _psum(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
     def gather(x: jax.Array) -> jax.Array:
         return jax.lax.all_gather(x, eqn.params["axes"], tiled=True, to=to)
 
-    return [_on_parts(x, gather) for x in inputs]
+    return _on_parts(inputs, gather)
 
 
 def _cast(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
-    if not all(isinstance(x, Rows) and x.carry is None for x in inputs):
-        return None
     params = eqn.primitive.get_bind_params(eqn.params)
 
     def bind(x: jax.Array) -> jax.Array:
         result = eqn.primitive.bind(x, **params)
         return result[0] if eqn.primitive.multiple_results else result
 
-    return [_on_parts(x, bind) for x in inputs]
-
-
-def _shard_map_demand(
-    eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any
-) -> list[bool]:
-    # What comes in is a table on every device or a part of one: it is an array.
-    return [False] * len(eqn.invars)
+    return _on_parts(inputs, bind)
 
 
 def _shard_map(
@@ -100,9 +92,10 @@ def _shard_map(
 
 
 COLLECTIVE_RULES: dict[str, Rule] = {
-    "psum": Rule(_elementwise_demand, _psum),
-    "psum_invariant": Rule(_elementwise_demand, _psum),
-    "pvary": Rule(_elementwise_demand, _cast),
-    "pcast": Rule(_elementwise_demand, _cast),
-    "shard_map": Rule(_shard_map_demand, _shard_map),
+    "psum": Rule(same_wanted, _psum),
+    "psum_invariant": Rule(same_wanted, _psum),
+    "pvary": Rule(same_wanted, _cast),
+    "pcast": Rule(same_wanted, _cast),
+    # What comes in is a table on every device or a part of one: it is an array.
+    "shard_map": Rule(none_wanted, _shard_map),
 }

@@ -72,11 +72,13 @@ def _first(eqn: JaxprEqn, *_: Any) -> list[bool]:
     return [True] + [False] * (len(eqn.invars) - 1)
 
 
-def _none(eqn: JaxprEqn, *_: Any) -> list[bool]:
+def none_wanted(eqn: JaxprEqn, *_: Any) -> list[bool]:
+    """Every input is to be an array."""
     return [False] * len(eqn.invars)
 
 
-def _matching(eqn: JaxprEqn, wanted: Sequence[bool], *_: Any) -> list[bool]:
+def same_wanted(eqn: JaxprEqn, wanted: Sequence[bool], *_: Any) -> list[bool]:
+    """Input i is wanted where output i is."""
     return list(wanted)
 
 
@@ -319,8 +321,8 @@ EQUATION_RULES: dict[str, Rule] = {
     "broadcast_in_dim": Rule(_keeping_rows, _broadcast),
     "scatter-add": Rule(_first, _scatter_add),
     "dynamic_update_slice": Rule(_first, _dynamic_update_slice),
-    "pad": Rule(_none, _pad),
-    "bcoo_dot_general": Rule(_none, _sparse_product),
+    "pad": Rule(none_wanted, _pad),
+    "bcoo_dot_general": Rule(none_wanted, _sparse_product),
     "add_any": Rule(_all, _add),
     "add": Rule(_all, _add),
     "sub": Rule(_all, _subtract),
@@ -334,5 +336,5 @@ EQUATION_RULES: dict[str, Rule] = {
     "expand_dims": Rule(_keeping_rows, _reshape),
     "reduce_sum": Rule(_summing_rows, _sum),
     "select_n": Rule(_cases, _select),
-    "optimization_barrier": Rule(_matching, _barrier),
+    "optimization_barrier": Rule(same_wanted, _barrier),
 } | {name: Rule(_first, _identity) for name in _IDENTITIES}

@@ -92,7 +92,8 @@ def coordinates(x: Any) -> tuple[jax.Array, ...]:
 def is_entry(x: Any) -> jax.Array:
     """Which stored values (broadcast to their shape) are entries of `x`, not padding."""
     values = stored_values(x)
-    return jnp.broadcast_to(trailing(_inside(x), values.ndim), values.shape)
+    inside = _inside(coordinates(x), x.shape)
+    return jnp.broadcast_to(trailing(inside, values.ndim), values.shape)
 
 
 def sampled(dense: jax.Array, like: Any) -> jax.Array:
@@ -108,9 +109,9 @@ def sampled(dense: jax.Array, like: Any) -> jax.Array:
 def scattered(values: jax.Array, like: Any, fill: Any) -> jax.Array:
     """The dense array with `values` at the stored positions of `like`, `fill` elsewhere."""
     dense = jnp.full(like.shape, fill, values.dtype)
-    inside = _inside(like)
-    first, *others = coordinates(like)
-    first = jnp.where(inside, first, like.shape[0])
+    places = coordinates(like)
+    first = jnp.where(_inside(places, like.shape), places[0], like.shape[0])
+    others = places[1:]
     return dense.at[(first, *others)].set(values, mode="drop")
 
 
@@ -154,11 +155,9 @@ def matching(x: Any, like: Any) -> tuple[jax.Array, jax.Array] | None:
 def _positions(coordinates: tuple[jax.Array, ...], sizes: tuple[int, ...]) -> jax.Array:
     """Row-major number of each position; padding gets the number of positions or more."""
     number = jnp.zeros_like(coordinates[0])
-    outside = jnp.zeros(number.shape, bool)
     for index, size in zip(coordinates, sizes, strict=True):
-        outside |= (index < 0) | (index >= size)
         number = number * size + index
-    return jnp.where(outside, math.prod(sizes), number)
+    return jnp.where(_inside(coordinates, sizes), number, math.prod(sizes))
 
 
 def unique_positions(x: Any) -> Any:
@@ -184,9 +183,10 @@ def _same_array(x: Any, y: Any) -> bool:
     return x.shape == y.shape and bool((x == y).all())
 
 
-def _inside(x: Any) -> jax.Array:
-    inside = jnp.ones(stored_values(x).shape[:1], bool)
-    for index, size in zip(coordinates(x), x.shape, strict=False):
+def _inside(coordinates: tuple[jax.Array, ...], sizes: tuple[int, ...]) -> jax.Array:
+    """Which positions are in range; sizes of dense, trailing dimensions are not used."""
+    inside = jnp.ones(coordinates[0].shape, bool)
+    for index, size in zip(coordinates, sizes, strict=False):
         inside &= (index >= 0) & (index < size)
     return inside
 

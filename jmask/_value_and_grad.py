@@ -147,7 +147,10 @@ def _of_masked(
         return stored_values(x.storage) if _is_masked(x) else x
 
     def with_values(x: Any, new: Any) -> Any:
-        return x.with_values(new) if _is_masked(x) else new
+        if not _is_masked(x):
+            return new
+        # The stored values are no table: looked up or not, their gradient is an array.
+        return x.with_values(new.todense() if is_row_sparse(new) else new)
 
     def mapped(function: Callable[..., Any], *trees: Any) -> Any:
         return jax.tree.map(function, *trees, is_leaf=_is_masked)
@@ -162,20 +165,11 @@ def _of_masked(
     for number in numbers:
         plain[number] = mapped(values, args[number])
     value, gradients = value_and_grad(of_values, numbers, has_aux)(*plain, **kwargs)
-    # The stored values are no table: looked up or not, their gradient is an array.
     gradients = tuple(
-        mapped(
-            lambda x, g: with_values(x, _array(g)) if _is_masked(x) else g,
-            args[number],
-            gradient,
-        )
+        mapped(with_values, args[number], gradient)
         for number, gradient in zip(numbers, gradients, strict=True)
     )
     return value, gradients[0] if one else gradients
-
-
-def _array(gradient: Any) -> Any:
-    return gradient.todense() if is_row_sparse(gradient) else gradient
 
 
 class _Trace:
