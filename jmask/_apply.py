@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jmask._add_to_dense import add_to_dense
 from jmask._masked_gradient import (
     gradient_and_valid,
     is_gradient_leaf,
@@ -13,7 +14,7 @@ from jmask._masked_gradient import (
 )
 from jmask._masked_tensor import MaskedTensor
 from jmask._parameters import check_fits, check_gradient
-from jmask._row_sparse import add_to_dense, is_row_sparse
+from jmask._row_sparse import is_row_sparse
 
 
 def densify() -> optax.GradientTransformation:

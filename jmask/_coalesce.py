@@ -53,5 +53,7 @@ def unique_slots(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.
 
 
 def _accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    if dtype == jnp.dtype(bool):  # booleans add as `or`
+        return jnp.dtype(jnp.int32)
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.dtype(jnp.float32) if narrow else dtype

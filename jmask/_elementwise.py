@@ -25,7 +25,6 @@ import numpy as np
 
 from jmask._fallback import report_fallback
 from jmask._masked_tensor import MaskedTensor, common_shape
-from jmask._row_sparse import RowSparse, is_row_sparse
 from jmask._storage import (
     SPARSE,
     is_sparse,
@@ -33,10 +32,12 @@ from jmask._storage import (
     same_positions,
     sampled,
     stored_values,
+    stype,
     trailing,
     unique_positions,
     with_stored_values,
 )
+from jmask._zero_semantics import zero_semantics
 
 # To try in turn, for floating and for integer operands.
 _CANDIDATES = ((0.5, 1), (1.5, 0), (0.25, 2), (2.5, 3), (-0.5, -1))
@@ -65,7 +66,7 @@ def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
         if any(isinstance(x, MaskedTensor) for x in operands):
             return _masked(function, operands, kwargs)
         if any(isinstance(x, SPARSE) for x in operands):
-            return _zero_semantics(function, operands, kwargs)
+            return zero_semantics(function, operands, kwargs)
         return function(*operands, **kwargs)
 
     return lifted
@@ -77,7 +78,9 @@ def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
 def _masked(function: Callable, operands: Sequence[Any], kwargs: dict) -> MaskedTensor:
     operands = [_as_operand(x) for x in operands]
     pattern = _pattern(operands)
-    if pattern is not None:
+    if pattern is None:
+        operands = [x.todense() if is_sparse(x) else x for x in operands]
+    else:
         operands = [_at_positions(x, pattern) for x in operands]
     # Operands made from one tensor share its mask, which is then not read twice.
     masks = {id(x.valid): x.valid for x in operands if isinstance(x, MaskedTensor)}
@@ -102,11 +105,8 @@ def _varies(x: Any) -> bool:
 
 
 def _as_operand(x: Any) -> Any:
-    if is_sparse(x):
-        # Beside a masked operand an ordinary sparse tensor is an ordinary tensor: its
-        # entries that are not stored are zeros, not missing.
-        return x.todense()
-    return x if isinstance(x, MaskedTensor | bool | int | float | complex) else jnp.asarray(x)
+    keep = isinstance(x, MaskedTensor | bool | int | float | complex) or is_sparse(x)
+    return x if keep else jnp.asarray(x)
 
 
 def _pattern(operands: Sequence[Any]) -> Any:
@@ -119,27 +119,35 @@ def _pattern(operands: Sequence[Any]) -> Any:
 
 
 def _shape(x: Any) -> tuple[int, ...]:
-    return x.shape if isinstance(x, MaskedTensor) else jnp.shape(x)
+    return x.shape if isinstance(x, MaskedTensor) or is_sparse(x) else jnp.shape(x)
 
 
 def _at_positions(x: Any, pattern: Any) -> Any:
     """The operand as (masked) values at the stored positions of `pattern`."""
-    if not isinstance(x, MaskedTensor):
+    if not isinstance(x, MaskedTensor) and not is_sparse(x):
         return sampled(x, pattern) if jnp.ndim(x) else x
-    if is_sparse(x.storage):
-        if same_positions(x.storage, pattern):
-            return _plain(stored_values(x.storage), x.valid)
-        found = matching(x.storage, pattern)
-        if found is not None:
-            place, stored = found
-            valid = x.valid[place] & trailing(stored, x.valid.ndim)
-            return _plain(stored_values(x.storage)[place], valid)
-        report_fallback(
-            f"a masked {x.stype} operand of shape {x.shape} became dense, at O(size) cost: "
-            "its storage differs from that of the other operand"
-        )
-        x = x.to_dense()
-    return _plain(sampled(x.storage, pattern), sampled(x.valid, pattern))
+    storage = x.storage if isinstance(x, MaskedTensor) else unique_positions(x)
+    if not is_sparse(storage):
+        return _plain(sampled(storage, pattern), sampled(x.valid, pattern))
+    values = stored_values(storage)
+    if same_positions(storage, pattern):
+        return _plain(values, x.valid) if isinstance(x, MaskedTensor) else values
+    found = matching(storage, pattern)
+    if found is not None:
+        place, stored = found
+        values, stored = values[place], trailing(stored, values.ndim)
+        if isinstance(x, MaskedTensor):
+            return _plain(values, x.valid[place] & stored)
+        # An ordinary tensor is zero where it stores nothing.
+        return jnp.where(stored, values, jnp.zeros((), values.dtype))
+    report_fallback(
+        f"a {'masked ' * isinstance(x, MaskedTensor)}{stype(storage)} operand of shape "
+        f"{tuple(x.shape)} became dense, at O(size) cost: its storage differs from that of "
+        "the other operand"
+    )
+    if isinstance(x, MaskedTensor):
+        return _at_positions(x.to_dense(), pattern)
+    return sampled(x.todense(), pattern)
 
 
 def _plain(values: Any, valid: Any) -> MaskedTensor:
@@ -211,55 +219,3 @@ def _is_inexact(x: Any) -> bool:
 
 def _is_finite(x: Any) -> bool:
     return x.dtype == jax.dtypes.float0 or bool(jnp.isfinite(x).all())
-
-
-# --- zero semantics ----------------------------------------------------------------------
-
-
-def _zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) -> Any:
-    """An ordinary tensor on sparse storage: kept where the function takes zeros to zero."""
-    sparse = [x for x in operands if is_sparse(x)]
-    scalars = all(is_sparse(x) or jnp.ndim(x) == 0 for x in operands)
-    if scalars and _keeps_zero(function, operands, kwargs):
-        if len(sparse) == 1:
-            (x,) = map(unique_positions, sparse)
-            values = [stored_values(x) if is_sparse(y) else y for y in operands]
-            return with_stored_values(x, function(*values, **kwargs))
-        if all(map(is_row_sparse, sparse)):
-            return _on_union(function, operands, kwargs)
-    name = getattr(function, "__name__", "a function")
-    report_fallback(
-        f"`{name}` made a sparse tensor of shape {tuple(sparse[0].shape)} dense, at "
-        "O(size) cost: it does not keep zeros, or combines storages"
-    )
-    return function(*(x.todense() if is_sparse(x) else x for x in operands), **kwargs)
-
-
-def _keeps_zero(function: Callable, operands: Sequence[Any], kwargs: dict) -> bool:
-    """Whether the function is 0 where its sparse operands are; scalars must be known."""
-    if any(isinstance(x, jax.core.Tracer) for x in operands if not is_sparse(x)):
-        return False
-    at_zero = [np.zeros((), x.dtype) if is_sparse(x) else x for x in operands]
-    with jax.ensure_compile_time_eval():
-        return not bool(jnp.any(function(*at_zero, **kwargs) != 0))
-
-
-def _on_union(function: Callable, operands: Sequence[Any], kwargs: dict) -> RowSparse:
-    """The function on the union of the stored rows of several `RowSparse`."""
-    sparse = [x for x in operands if is_row_sparse(x)]
-    shape = common_shape([x.shape for x in sparse])
-    if any(x.shape != shape for x in sparse):
-        raise ValueError(
-            f"RowSparse tensors do not broadcast, got shapes {[x.shape for x in sparse]}."
-        )
-    indices = jnp.concatenate([x.row_ids() for x in sparse])
-    rows = []
-    for number, x in enumerate(sparse):
-        own = [
-            x.values if i == number else jnp.zeros(y.values.shape, x.dtype)
-            for i, y in enumerate(sparse)
-        ]
-        rows.append(RowSparse(indices, jnp.concatenate(own), shape).coalesce())
-    stored = iter(rows)
-    values = [next(stored).values if is_row_sparse(x) else x for x in operands]
-    return rows[0].with_values(function(*values, **kwargs))

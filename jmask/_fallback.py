@@ -8,13 +8,18 @@ of user code it came from. Under `jmask.strict()` the same object is raised inst
 
 import contextlib
 import contextvars
+import os
+import sys
 import warnings
 from collections.abc import Iterator
+
+import jax
 
 _strict = contextvars.ContextVar("jmask_strict", default=False)
 _muted = contextvars.ContextVar("jmask_muted", default=False)
 # `warnings.warn_explicit` keeps its once-per-place memory in the registry it is given.
 _registry: dict = {}
+_LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (__file__, jax.__file__))
 
 
 class StorageFallbackWarning(UserWarning):
@@ -67,7 +72,7 @@ def report_fallback(message: str, place: tuple[str, int] | None = None) -> None:
 
     Args:
         message: what became dense and why.
-        place: (file, line) of the user's code; the caller's line when unknown.
+        place: (file, line) of the user's code; that which called jmask by default.
     """
     if _muted.get():
         return
@@ -76,7 +81,16 @@ def report_fallback(message: str, place: tuple[str, int] | None = None) -> None:
     if _strict.get():
         raise StorageFallbackWarning(message)
     if place is None:
-        warnings.warn(message, StorageFallbackWarning, stacklevel=3)
+        file, line, registry = _callers_line()
     else:
-        file, line = place
-        warnings.warn_explicit(message, StorageFallbackWarning, file, line, registry=_registry)
+        (file, line), registry = place, _registry
+    warnings.warn_explicit(message, StorageFallbackWarning, file, line, registry=registry)
+
+
+def _callers_line() -> tuple[str, int, dict]:
+    """File and line of the innermost call that is the user's, and its registry."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    return frame.f_code.co_filename, frame.f_lineno, registry

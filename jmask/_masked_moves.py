@@ -20,11 +20,16 @@ from jax.experimental.sparse import BCOO
 
 from jmask._fallback import report_fallback
 from jmask._masked_tensor import MaskedTensor
+from jmask._row_sparse import is_row_sparse
 from jmask._storage import is_sparse
 
 
 def moved(
-    function: Callable[..., Any], *, variadic: bool = False, coo: Callable | None = None
+    function: Callable[..., Any],
+    *,
+    variadic: bool = False,
+    coo: Callable | None = None,
+    rows: Callable | None = None,
 ) -> Callable[..., Any]:
     """Lift a function of `jax.numpy` that moves entries to masked tensors.
 
@@ -33,6 +38,7 @@ def moved(
             of their entries (and zeros).
         variadic: all positional arguments are arrays.
         coo: computes the result for a masked tensor on coordinate storage, or returns None.
+        rows: the same for tensors among which there is a `RowSparse`.
 
     Returns:
         A function that takes a `MaskedTensor` in place of any array, and returns a
@@ -47,6 +53,10 @@ def moved(
             return function(*args, **kwargs)
         if coo is not None and is_masked_coo(args[0]):
             result = coo(function, args[0], others, kwargs)
+            if result is not None:
+                return result
+        if rows is not None and any(map(is_row_sparse, leaves)):
+            result = rows(function, args[0], others, kwargs)
             if result is not None:
                 return result
         operands = jax.tree.map(

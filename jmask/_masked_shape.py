@@ -16,8 +16,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from jmask._elementwise import elementwise
 from jmask._masked_moves import (
     data_of,
     dense,
@@ -29,30 +31,37 @@ from jmask._masked_moves import (
     reshaped_coo,
 )
 from jmask._masked_tensor import MaskedTensor, as_masked_tensor
-from jmask._storage import is_sparse, same_positions, sampled, stored_values
+from jmask._row_shape import joined_rows, permuted_rows, reshaped_rows
+from jmask._storage import (
+    is_sparse,
+    same_positions,
+    sampled,
+    stored_values,
+    with_stored_values,
+)
 
 # One array.
 broadcast_to = moved(jnp.broadcast_to)
 delete = moved(jnp.delete)
 diag = moved(jnp.diag)
 diagonal = moved(jnp.diagonal)
-expand_dims = moved(jnp.expand_dims, coo=reshaped_coo)
+expand_dims = moved(jnp.expand_dims, coo=reshaped_coo, rows=reshaped_rows)
 flip = moved(jnp.flip)
 fliplr = moved(jnp.fliplr)
 flipud = moved(jnp.flipud)
-matrix_transpose = moved(jnp.matrix_transpose, coo=permuted_coo)
-moveaxis = moved(jnp.moveaxis, coo=permuted_coo)
-permute_dims = moved(jnp.permute_dims, coo=permuted_coo)
-ravel = moved(jnp.ravel, coo=reshaped_coo)
+matrix_transpose = moved(jnp.matrix_transpose, coo=permuted_coo, rows=permuted_rows)
+moveaxis = moved(jnp.moveaxis, coo=permuted_coo, rows=permuted_rows)
+permute_dims = moved(jnp.permute_dims, coo=permuted_coo, rows=permuted_rows)
+ravel = moved(jnp.ravel, coo=reshaped_coo, rows=reshaped_rows)
 repeat = moved(jnp.repeat)
-reshape = moved(jnp.reshape, coo=reshaped_coo)
+reshape = moved(jnp.reshape, coo=reshaped_coo, rows=reshaped_rows)
 roll = moved(jnp.roll)
-rollaxis = moved(jnp.rollaxis, coo=permuted_coo)
+rollaxis = moved(jnp.rollaxis, coo=permuted_coo, rows=permuted_rows)
 rot90 = moved(jnp.rot90)
-squeeze = moved(jnp.squeeze, coo=reshaped_coo)
-swapaxes = moved(jnp.swapaxes, coo=permuted_coo)
+squeeze = moved(jnp.squeeze, coo=reshaped_coo, rows=reshaped_rows)
+swapaxes = moved(jnp.swapaxes, coo=permuted_coo, rows=permuted_rows)
 tile = moved(jnp.tile)
-transpose = moved(jnp.transpose, coo=permuted_coo)
+transpose = moved(jnp.transpose, coo=permuted_coo, rows=permuted_rows)
 tril = moved(jnp.tril)
 triu = moved(jnp.triu)
 
@@ -69,12 +78,12 @@ atleast_1d = moved(jnp.atleast_1d, variadic=True)
 atleast_2d = moved(jnp.atleast_2d, variadic=True)
 atleast_3d = moved(jnp.atleast_3d, variadic=True)
 broadcast_arrays = moved(jnp.broadcast_arrays, variadic=True)
-column_stack = moved(jnp.column_stack)
-concat = concatenate = moved(jnp.concatenate)
+column_stack = moved(jnp.column_stack, rows=joined_rows)
+concat = concatenate = moved(jnp.concatenate, rows=joined_rows)
 dstack = moved(jnp.dstack)
-hstack = moved(jnp.hstack)
+hstack = moved(jnp.hstack, rows=joined_rows)
 stack = moved(jnp.stack)
-vstack = moved(jnp.vstack)
+vstack = moved(jnp.vstack, rows=joined_rows)
 
 
 def pad(array: Any, pad_width: Any, mode: str = "constant", **kwargs: Any) -> Any:
@@ -141,7 +150,7 @@ def where(condition: Any, x: Any = None, y: Any = None, /, **kwargs: Any) -> Any
     if x is None or y is None:
         raise TypeError("where() of a masked or sparse condition needs `x` and `y`.")
     if not any(isinstance(a, MaskedTensor) for a in operands):
-        return jnp.where(*(dense(a, "where") for a in operands))
+        return _plain_where(*operands, **kwargs)
     if _share_positions(x, y) and jnp.broadcast_shapes(x.shape, condition.shape) == x.shape:
         condition = dense(condition, "where")
         chosen, masked = (
@@ -153,6 +162,9 @@ def where(condition: Any, x: Any = None, y: Any = None, /, **kwargs: Any) -> Any
     chosen = data_of(condition)
     masked = jnp.where(chosen, masked_of(x), masked_of(y)) | masked_of(condition)
     return joined(jnp.where(chosen, data_of(x), data_of(y)), ~masked)
+
+
+_plain_where = elementwise(jnp.where)
 
 
 def masked_where(condition: Any, x: Any) -> MaskedTensor:
@@ -280,6 +292,13 @@ def _like(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def lifted(a: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_sparse(a) and kwargs.get("shape") is None:
+            # Zeros and copies have the storage of what they are like.
+            with jax.ensure_compile_time_eval():
+                zero = function(np.zeros((), a.dtype), *args, **kwargs)
+                stays = not isinstance(zero, jax.core.Tracer) and not zero.any()
+            if stays:
+                return with_stored_values(a, function(stored_values(a), *args, **kwargs))
         if not isinstance(a, MaskedTensor):
             return function(dense(a, function.__name__), *args, **kwargs)
         if kwargs.get("shape") is not None:

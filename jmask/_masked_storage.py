@@ -22,7 +22,7 @@ from jmask._masked_tensor import MaskedTensor, as_masked_tensor
 from jmask._row_sparse import RowSparse
 from jmask._row_sparse_checks import checked_capacity, fit_or_poison
 from jmask._rows import gather_rows
-from jmask._storage import coordinates, is_sparse, stored_values
+from jmask._storage import compressed, coordinates, is_sparse, stored_values
 
 
 def to_storage(x: Any, stype: str, nse: int | None = None) -> MaskedTensor:
@@ -45,13 +45,18 @@ def to_storage(x: Any, stype: str, nse: int | None = None) -> MaskedTensor:
         MaskedTensor(coo, float32[2], nse=1, values=[2.0])
     """
     x = as_masked_tensor(x)
+    check_stype(stype)
     if stype == "default":
         return x.to_dense()
-    conversions = {"row_sparse": to_row_sparse, "coo": to_coo, "csr": to_csr}
-    if stype not in conversions:
-        names = ", ".join(map(repr, ["default", *conversions]))
-        raise ValueError(f"`stype` must be one of {names}, got {stype!r}.")
-    return conversions[stype](x, nse)
+    return {"row_sparse": to_row_sparse, "coo": to_coo, "csr": to_csr}[stype](x, nse)
+
+
+def check_stype(stype: Any) -> None:
+    """Raise ValueError if it is not the name of a storage."""
+    names = ("default", "row_sparse", "coo", "csr")
+    if stype not in names:
+        expected = ", ".join(map(repr, names))
+        raise ValueError(f"`stype` must be one of {expected}, got {stype!r}.")
 
 
 def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
@@ -75,7 +80,9 @@ def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     picked = jnp.flatnonzero(valid, size=nse, fill_value=valid.size)
     inside = picked < valid.size
     values = _picked(stored_values(x.storage).reshape(-1), picked)
-    values = fit_or_poison(_zero_where(~inside, values), valid.sum(), nse, valid.size)
+    values = fit_or_poison(
+        _zero_where(~inside, values), valid.sum(), nse, valid.size, "entries"
+    )
     indices = [
         jnp.where(inside, index, size)
         for index, size in zip(_coordinates_at(x.storage, picked), x.shape, strict=True)
@@ -100,19 +107,10 @@ def to_csr(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     if nse is None and x.stype == "csr":
         return x
     x = to_coo(x, _capacity(x.valid.reshape(-1), nse, "entries"))
-    rows, columns = x.storage.indices[:, 0], x.storage.indices[:, 1]
-    values, valid = x.storage.data, x.valid
+    order = jnp.arange(x.valid.shape[0])
     if not x.storage.indices_sorted:
-        order = jnp.lexsort((columns, rows))
-        rows, columns, values, valid = (a[order] for a in (rows, columns, values, valid))
-    starts = jnp.searchsorted(rows, jnp.arange(x.shape[0] + 1, dtype=rows.dtype))
-    storage = BCSR(
-        (values, columns, starts.astype(columns.dtype)),
-        shape=x.shape,
-        indices_sorted=True,
-        unique_indices=True,
-    )
-    return MaskedTensor.tree_unflatten(None, (storage, valid))
+        order = jnp.lexsort(tuple(x.storage.indices.T[::-1]))
+    return MaskedTensor.tree_unflatten(None, (compressed(x.storage), x.valid[order]))
 
 
 def to_row_sparse(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
@@ -217,7 +215,7 @@ def _stored_rows(
     inside = picked < rows
     kept = inside.reshape((-1,) + (1,) * (valid.ndim - 1))
     values = _zero_where(~kept, _picked(values, picked))
-    storage = RowSparse(
+    storage = RowSparse.of_rows(
         jnp.where(inside, _picked(ids, picked), shape[0]),
         fit_or_poison(values, touched.sum(), nse, rows),
         shape,
@@ -243,5 +241,5 @@ def _assembled_rows(x: MaskedTensor, nse: int | None) -> MaskedTensor:
     values = empty.at[at].set(stored_values(x.storage), mode="drop")
     valid = jnp.zeros(empty.shape, bool).at[at].set(x.valid, mode="drop")
     values = fit_or_poison(values, starts.sum(), nse, min(rows, first.shape[0]))
-    storage = RowSparse(ids, values, x.shape, coalesced=True)
+    storage = RowSparse.of_rows(ids, values, x.shape, coalesced=True)
     return MaskedTensor.tree_unflatten(None, (storage, valid))

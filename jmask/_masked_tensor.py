@@ -66,10 +66,6 @@ class MaskedTensor(MaskedMethods):
 
     __slots__ = ("storage", "valid")
 
-    # NumPy and JAX arrays must leave binary operations to the reflected methods here.
-    __array_ufunc__ = None
-    __array_priority__ = 1000
-
     storage: Any
     valid: Any
 

@@ -36,7 +36,10 @@ def max(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> 
         >>> jmask.numpy.max(jnp.array([1., 9., 3.]), where=jnp.array([True, False, True]))
         Array(3., dtype=float32)
     """
-    return reduce(kernels.maximum, x, axis, keepdims, where, name="max", plain=jnp.max)
+    of_all = kernels.maximum_of_all if where is None else None
+    return reduce(
+        kernels.maximum, x, axis, keepdims, where, name="max", plain=jnp.max, of_stored=of_all
+    )
 
 
 @described
@@ -48,7 +51,10 @@ def min(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> 
         >>> jmask.numpy.min(jnp.array([4., 0., 3.]), where=jnp.array([True, False, True]))
         Array(3., dtype=float32)
     """
-    return reduce(kernels.minimum, x, axis, keepdims, where, name="min", plain=jnp.min)
+    of_all = kernels.minimum_of_all if where is None else None
+    return reduce(
+        kernels.minimum, x, axis, keepdims, where, name="min", plain=jnp.min, of_stored=of_all
+    )
 
 
 amax, amin = max, min
@@ -90,7 +96,10 @@ def all(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> 
         >>> jmask.numpy.all(jnp.array([1, 0]), where=jnp.array([True, False]))
         Array(True, dtype=bool)
     """
-    return reduce(kernels.every, x, axis, keepdims, where, name="all", plain=jnp.all)
+    of_all = kernels.every_of_all if where is None else None
+    return reduce(
+        kernels.every, x, axis, keepdims, where, name="all", plain=jnp.all, of_stored=of_all
+    )
 
 
 @described
@@ -102,7 +111,10 @@ def any(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> 
         >>> jmask.numpy.any(jnp.array([0, 1]), where=jnp.array([True, False]))
         Array(False, dtype=bool)
     """
-    return reduce(kernels.some, x, axis, keepdims, where, name="any", plain=jnp.any)
+    of_all = kernels.some if where is None else None
+    return reduce(
+        kernels.some, x, axis, keepdims, where, name="any", plain=jnp.any, of_stored=of_all
+    )
 
 
 @described

@@ -65,6 +65,22 @@ def mean_of_all(groups: Any, dtype: Any) -> Results:
     return result / number, exists
 
 
+def with_zeros(kernel: Any, absorb: Any) -> Any:
+    """The kernel when entries that are not stored are zeros.
+
+    Args:
+        kernel: takes groups and keyword arguments.
+        absorb: takes a result, and whether its group has an entry that is not stored.
+    """
+
+    def of_all(groups: Any, **kwargs: Any) -> Results:
+        result, exists = kernel(groups, **kwargs)
+        number = math.prod(groups.origin.shape[axis] for axis in groups.reduced)
+        return absorb(result, groups.count(groups.valid) < number), exists
+
+    return of_all
+
+
 def variance(groups: Any, dtype: Any, ddof: float) -> Results:
     work = wide(jnp.promote_types(groups.values.dtype, dtype))
     center, _ = mean(groups, work)
@@ -171,6 +187,18 @@ def maximum(groups: Any) -> Results:
 
 def minimum(groups: Any) -> Results:
     return _extremum(groups, groups.min, greatest)
+
+
+maximum_of_all = with_zeros(
+    maximum, lambda x, missing: jnp.where(missing, jnp.maximum(x, 0).astype(x.dtype), x)
+)
+minimum_of_all = with_zeros(
+    minimum, lambda x, missing: jnp.where(missing, jnp.minimum(x, 0).astype(x.dtype), x)
+)
+product_of_all = with_zeros(
+    product, lambda x, missing: jnp.where(missing, jnp.zeros_like(x), x)
+)
+every_of_all = with_zeros(every, lambda x, missing: x & ~missing)
 
 
 def argmax(groups: Any) -> Results:

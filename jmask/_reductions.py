@@ -14,7 +14,8 @@
 Masked tensors on sparse storage are reduced by segments of their stored values and never
 made dense, except by `median`, `cumsum` and `cumprod`. The result is dense; where all axes
 reduced are stored densely (the columns of a RowSparse) it keeps its storage. Of ordinary
-sparse tensors `sum`, `mean` and `norm` need the stored values alone.
+sparse tensors `sum`, `mean`, `norm`, `prod`, `max` and `min` need the stored values and how
+many there are.
 
 The derivative at a masked entry is exactly 0. It is 0, too, where a formula has none: `std`
 and `norm` at 0, everything of nothing.
@@ -86,7 +87,11 @@ def prod(
     out = result_dtype(jnp.prod, x, dtype)
     kernel = functools.partial(kernels.product, dtype=out)
     plain = functools.partial(jnp.prod, dtype=dtype)
-    return reduce(kernel, x, axis, keepdims, where, name="prod", dtype=out, plain=plain)
+    of_all = functools.partial(kernels.product_of_all, dtype=out) if where is None else None
+    return reduce(
+        kernel, x, axis, keepdims, where,
+        name="prod", dtype=out, plain=plain, of_stored=of_all,
+    )  # fmt: skip
 
 
 @described

@@ -16,8 +16,7 @@ apart from padding, padding last.
 """
 
 import math
-import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,33 +24,39 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmask._coalesce import coalesce_rows
-from jmask._row_ids import canonical, hide, is_opaque, reveal, widen
+from jmask._row_ids import canonical, hide, id_dtype, is_opaque, reveal, widen
 from jmask._row_sparse_checks import (
+    check_coalesced,
+    check_stored,
     checked_capacity,
     checked_indices,
     checked_shape,
     fit_or_poison,
     refuse_plain_ids,
+    shape_that_fits,
 )
-from jmask._rows import add_rows, gather_rows, set_rows
+from jmask._row_sparse_methods import RowSparseMethods
+from jmask._rows import add_rows, gather_rows
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class RowSparse:
+class RowSparse(RowSparseMethods):
     """A tensor of shape (V, *row) given by n of its rows; the other rows are zero.
 
     Args:
         indices (n,): integers of any dtype, which row each value belongs to. Equal
             indices add; an index outside [0, V) (-1, or V by convention) is padding.
         values (n, *row): the rows.
-        shape: (V, *row), static.
+        shape: (V, *row), static. By default V is the largest index + 1, for which the
+            indices must be concrete.
         coalesced: promise that the indices are sorted, unique apart from padding, and
-            that padding comes last. Not checked here; `validate()` checks it.
+            that padding comes last. Checked for concrete indices; a broken promise of
+            traced ones is undefined behaviour, as of `unique_indices` in JAX.
 
     Raises:
         TypeError: if `indices` are not integers.
-        ValueError: if the shapes of `indices`, `values` and `shape` do not fit, or if
-            `shape` needs 64-bit indices and they are disabled.
+        ValueError: if the shapes of `indices`, `values` and `shape` do not fit, if `shape`
+            needs 64-bit indices and they are disabled, or if `coalesced` does not hold.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -67,9 +72,6 @@ class RowSparse:
 
     __slots__ = ("coalesced", "index_leaf", "shape", "values")
 
-    # NumPy arrays must leave `array + row_sparse` to `__radd__`.
-    __array_ufunc__ = None
-
     stype = "row_sparse"
 
     values: Any
@@ -80,12 +82,12 @@ class RowSparse:
         self,
         indices: Any,
         values: Any,
-        shape: Sequence[int],
+        shape: Sequence[int] | None = None,
         *,
         coalesced: bool = False,
     ):
-        shape = checked_shape(shape)
         indices, values = checked_indices(indices), jnp.asarray(values)
+        shape = checked_shape(shape_that_fits(indices, values) if shape is None else shape)
         if values.ndim == 0 or values.shape[0] != indices.shape[0]:
             raise ValueError(
                 f"`values` must have one row for each of the {indices.shape[0]} "
@@ -100,6 +102,8 @@ class RowSparse:
         self.values = values
         self.shape = shape
         self.coalesced = bool(coalesced)
+        if coalesced and not isinstance(indices, jax.core.Tracer):
+            check_coalesced(np.asarray(indices), shape[0])
 
     # --- pytree: leaves are the opaque ids and the values -------------------------------
 
@@ -125,6 +129,13 @@ class RowSparse:
         node.index_leaf, node.values = leaf, values
         node.shape, node.coalesced = static
         return node
+
+    @classmethod
+    def of_rows(
+        cls, ids: jax.Array, values: jax.Array, shape: tuple[int, ...], *, coalesced: bool
+    ) -> "RowSparse":
+        """The tensor of ids (n,) and values (n, *row) that are known to fit, unchecked."""
+        return cls.tree_unflatten((shape, coalesced), (hide(widen(ids, shape[0])), values))
 
     # --- description --------------------------------------------------------------------
 
@@ -169,17 +180,48 @@ class RowSparse:
     # --- conversion ---------------------------------------------------------------------
 
     @classmethod
-    def zeros(cls, shape: Sequence[int], dtype: Any = jnp.float32) -> "RowSparse":
-        """The zero tensor, with no stored rows.
+    def zeros(cls, shape: Sequence[int], dtype: Any = jnp.float32, nse: int = 0) -> "RowSparse":
+        """The zero tensor, with room for `nse` rows, which are padding.
 
         Example:
             >>> import jax.numpy as jnp, jmask
             >>> jmask.RowSparse.zeros((4, 2))
             RowSparse(float32[4, 2], nse=0)
         """
-        shape = checked_shape(shape)
-        values = jnp.zeros((0, *shape[1:]), dtype)
-        return cls(jnp.zeros((0,), jnp.int32), values, shape, coalesced=True)
+        shape, nse = checked_shape(shape), checked_capacity(nse)
+        ids = jnp.full((nse,), shape[0], id_dtype(shape[0]))
+        return cls.of_rows(ids, jnp.zeros((nse, *shape[1:]), dtype), shape, coalesced=True)
+
+    @classmethod
+    def random(
+        cls,
+        key: jax.Array,
+        shape: Sequence[int],
+        nse: int,
+        dtype: Any = jnp.float32,
+        sampler: Callable[..., jax.Array] = jax.random.normal,
+    ) -> "RowSparse":
+        """A tensor with `nse` different rows chosen at random, and random values in them.
+
+        Args:
+            key: of `jax.random`.
+            shape: (V, *row).
+            nse: the number of rows, at most V.
+            dtype: of the values.
+            sampler: takes a key, a shape and a dtype, as `jax.random.uniform`. O(V).
+
+        Example:
+            >>> import jax, jmask
+            >>> jmask.RowSparse.random(jax.random.key(0), (1000, 4), nse=10)
+            RowSparse(float32[1000, 4], nse=10)
+        """
+        shape, nse = checked_shape(shape), checked_capacity(nse)
+        if nse > shape[0]:
+            raise ValueError(f"`nse`={nse} different rows do not fit `shape` {shape}.")
+        of_rows, of_values = jax.random.split(key)
+        ids = jax.random.permutation(of_rows, jnp.arange(shape[0], dtype=id_dtype(shape[0])))
+        values = sampler(of_values, (nse, *shape[1:]), dtype)
+        return cls.of_rows(jnp.sort(ids[:nse]), values, shape, coalesced=True)
 
     @classmethod
     def fromdense(cls, x: Any, nse: int | None = None) -> "RowSparse":
@@ -216,7 +258,7 @@ class RowSparse:
         values = gather_rows(x, ids.astype(widen(ids, shape[0]).dtype))
         mask = (ids < shape[0]).reshape((-1,) + (1,) * (x.ndim - 1))
         values = fit_or_poison(jnp.where(mask, values, 0), needed, nse, shape[0])
-        return cls(ids, values, shape, coalesced=True)
+        return cls.of_rows(ids, values, shape, coalesced=True)
 
     def todense(self) -> jax.Array:
         """The dense array (V, *row): zeros, with the stored rows added."""
@@ -255,7 +297,7 @@ class RowSparse:
             widths = [(0, extra)] + [(0, 0)] * (values.ndim - 1)
             values = jnp.pad(values, widths)[:nse]
             values = fit_or_poison(values, needed, nse, min(rows, self.nse))
-        return RowSparse(ids, values, self.shape, coalesced=True)
+        return RowSparse.of_rows(ids, values, self.shape, coalesced=True)
 
     def retain(self, rows: Any) -> "RowSparse":
         """Only the stored rows whose index is among `rows` (m,); the others become zero.
@@ -279,29 +321,18 @@ class RowSparse:
         """Check the stored indices, which needs them concrete (outside jit).
 
         Raises:
-            ValueError: if an index is neither a row nor the padding V, or if the tensor
-                claims to be coalesced and is not.
+            ValueError: if an index is neither a row nor the padding V, if the values do not
+                have one row for each index, or if the tensor claims to be coalesced and is
+                not.
         """
         if isinstance(self.index_leaf, jax.core.Tracer):
             raise ValueError(
                 "RowSparse.validate() reads the indices and cannot run while they are "
                 "traced: call it outside jit."
             )
-        ids, rows = np.asarray(self.indices), self.shape[0]
-        bad = np.flatnonzero((ids < 0) | (ids > rows))
-        if bad.size:
-            raise ValueError(
-                f"`indices[{bad[0]}]` is {ids[bad[0]]}, which is neither a row of a "
-                f"tensor of shape {self.shape} nor the padding {rows} ({bad.size} such "
-                "in all; they are dropped)."
-            )
-        valid = ids[ids < rows]
-        in_order = (np.diff(valid) > 0).all() and (ids[: valid.size] < rows).all()
-        if self.coalesced and not in_order:
-            raise ValueError(
-                "`coalesced` was promised, but `indices` are not sorted and unique with "
-                "padding last: leave the promise out and call coalesce()."
-            )
+        check_stored(np.asarray(self.indices), self.values.shape, self.shape)
+        if self.coalesced:
+            check_coalesced(np.asarray(self.indices), self.shape[0])
 
     def row_ids(self) -> jax.Array:
         """The indices in canonical form (n,): every one that is no row is V."""
@@ -311,71 +342,6 @@ class RowSparse:
         """The tensor with the same indices and other values (n, *row)."""
         return RowSparse.tree_unflatten((self.shape, self.coalesced), (self.index_leaf, values))
 
-    # --- arithmetic that is exact on stored rows ----------------------------------------
-
-    def __add__(self, other: Any) -> Any:
-        if isinstance(other, RowSparse):
-            _check_same_shape(self, other)
-            dtype = jnp.result_type(self.values, other.values)
-            ids = jnp.concatenate([self.row_ids(), other.row_ids()])
-            values = jnp.concatenate([self.values.astype(dtype), other.values.astype(dtype)])
-            return RowSparse(ids, values, self.shape)
-        if _is_scalar(other):
-            if isinstance(other, int | float) and other == 0:  # sum() starts from 0
-                return self
-            raise TypeError(
-                "adding a scalar to a RowSparse changes every row and makes it dense: "
-                "write x.todense() + scalar if that is meant."
-            )
-        return add_to_dense(other, self)
-
-    __radd__ = __add__
-
-    def __neg__(self) -> "RowSparse":
-        return self.with_values(-self.values)
-
-    def __sub__(self, other: Any) -> Any:
-        return self + operator.neg(other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return (-self) + other
-
-    def __mul__(self, scalar: Any) -> "RowSparse":
-        if not _is_scalar(scalar):
-            return NotImplemented
-        return self.with_values(self.values * scalar)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, scalar: Any) -> "RowSparse":
-        if not _is_scalar(scalar):
-            return NotImplemented
-        return self.with_values(self.values / scalar)
-
-
-def add_to_dense(dense: Any, rows: RowSparse) -> jax.Array:
-    """`dense + rows`, touching only the rows stored: what `optax.apply_updates` needs.
-
-    Floating arrays keep their dtype, as in `dense.at[ids].add(...)`: a bfloat16 table plus
-    float32 updates is added in float32 on the touched rows and rounded once to bfloat16.
-    Otherwise the dtypes promote as in JAX.
-
-    Raises:
-        ValueError: if the shapes differ.
-    """
-    dense = jnp.asarray(dense)
-    _check_same_shape(dense, rows)
-    both_float = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (dense, rows))
-    dtype = jnp.result_type(dense, rows.values)
-    if not both_float:
-        dense = dense.astype(dtype)
-    if dense.dtype == dtype:
-        return add_rows(dense, rows.row_ids(), rows.values, coalesced=rows.coalesced)
-    rows = rows.coalesce()
-    ids = rows.row_ids()
-    old = gather_rows(dense, ids, coalesced=True).astype(dtype)
-    return set_rows(dense, ids, old + rows.values.astype(dtype), coalesced=True)
-
 
 def is_row_sparse(x: Any) -> bool:
     """Whether `x` is a `RowSparse`: the `is_leaf` of every tree that may hold one."""
@@ -384,15 +350,3 @@ def is_row_sparse(x: Any) -> bool:
 
 def _unpickle(indices, values, shape, coalesced):
     return RowSparse(indices, values, shape, coalesced=coalesced)
-
-
-def _is_scalar(x: Any) -> bool:
-    return isinstance(x, int | float | complex) or getattr(x, "shape", None) == ()
-
-
-def _check_same_shape(x: Any, y: Any) -> None:
-    if tuple(x.shape) != tuple(y.shape):
-        raise ValueError(
-            f"cannot combine tensors of different shapes {tuple(x.shape)} and "
-            f"{tuple(y.shape)}: a RowSparse does not broadcast."
-        )

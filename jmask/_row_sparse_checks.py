@@ -21,6 +21,44 @@ def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return checked
 
 
+def shape_that_fits(indices: jax.Array, values: jax.Array) -> tuple[int, ...]:
+    """The smallest shape with these rows."""
+    if isinstance(indices, jax.core.Tracer):
+        raise ValueError(
+            "`shape` must be given while `indices` are traced: the number of rows is static."
+        )
+    last = int(indices.max()) if indices.size else -1
+    return (max(last + 1, 0), *values.shape[1:])
+
+
+def check_stored(ids: np.ndarray, values: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless every id is a row or padding, and has its row of values."""
+    if values != (*ids.shape, *shape[1:]) or ids.ndim != 1:
+        raise ValueError(
+            f"`indices` of shape {ids.shape} and `values` of shape {values} do not fit a "
+            f"tensor of shape {shape}: expected (n,) and (n, *{shape[1:]})."
+        )
+    bad = np.flatnonzero((ids < 0) | (ids > shape[0]))
+    if bad.size:
+        raise ValueError(
+            f"`indices[{bad[0]}]` is {ids[bad[0]]}, which is neither a row of a "
+            f"tensor of shape {shape} nor the padding {shape[0]} ({bad.size} such "
+            "in all; they are dropped)."
+        )
+
+
+def check_coalesced(ids: np.ndarray, rows: int) -> None:
+    """Raise ValueError unless ids are sorted, unique, and followed by padding alone."""
+    valid = ids[(ids >= 0) & (ids < rows)]
+    leading = ids[: valid.size]
+    if (leading == valid).all() and (np.diff(valid.astype(object)) > 0).all():
+        return
+    raise ValueError(
+        "`coalesced` was promised, but `indices` are not sorted and unique with "
+        "padding last: leave the promise out and call coalesce()."
+    )
+
+
 def checked_capacity(nse: int) -> int:
     nse = operator.index(nse)
     if nse < 0:
@@ -50,17 +88,19 @@ def checked_indices(indices: Any, name: str = "indices") -> jax.Array:
     return jnp.asarray(indices)
 
 
-def fit_or_poison(values: jax.Array, needed: Any, nse: int, most: int) -> jax.Array:
+def fit_or_poison(
+    values: jax.Array, needed: Any, nse: int, most: int, what: str = "rows"
+) -> jax.Array:
     """`values`, if `needed` rows fit into `nse`; otherwise an error, or nan under jit."""
     if nse >= most:
         return values
     if not isinstance(needed, jax.core.Tracer):
         if int(needed) > nse:
-            raise ValueError(f"`nse`={nse} is too small: {int(needed)} rows must be stored.")
+            raise ValueError(f"`nse`={nse} is too small: {int(needed)} {what} must be stored.")
         return values
     if not jnp.issubdtype(values.dtype, jnp.inexact):
         raise ValueError(
-            f"`nse`={nse} may be too small for {values.dtype} values (up to {most} rows), "
+            f"`nse`={nse} may be too small for {values.dtype} values (up to {most} {what}), "
             "which cannot be checked while they are traced."
         )
     return jnp.where(needed <= nse, values, jnp.nan)

@@ -58,6 +58,8 @@ def add_rows(
 
 
 def _write(scatter, table, ids, rows, coalesced):
+    if table.shape[0] == 0:  # every id is padding, and the transposed gather has no row
+        return table
     if coalesced:
         ids, coalesced = _distinct_padding(ids, table.shape[0])
     dimensions = lax.ScatterDimensionNumbers(

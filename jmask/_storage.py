@@ -96,14 +96,34 @@ def is_entry(x: Any) -> jax.Array:
     return jnp.broadcast_to(trailing(inside, values.ndim), values.shape)
 
 
-def sampled(dense: jax.Array, like: Any) -> jax.Array:
-    """The entries of `dense` at the stored positions of `like`: shaped as its values."""
-    dense = jnp.broadcast_to(dense, like.shape)
-    if isinstance(like, RowSparse):
-        return gather_rows(dense, like.row_ids(), coalesced=like.coalesced)
-    if 0 in dense.shape:
-        return jnp.zeros(stored_values(like).shape, dense.dtype)
-    return dense.at[coordinates(like)].get(mode="clip")
+def sampled(dense: jax.Array, like: Any, shape: tuple[int, ...] | None = None) -> jax.Array:
+    """The entries of `dense` at the stored positions of `like`.
+
+    Args:
+        dense: broadcasts to `shape`; only what is sampled is broadcast.
+        like: sparse.
+        shape: that of `like` by default; trailing sizes may be larger than those of `like`.
+
+    Returns:
+        An array of the shape that stored values of a tensor of `shape` have.
+    """
+    shape = tuple(like.shape) if shape is None else shape
+    where = coordinates(like)
+    values = (*where[0].shape, *shape[len(where) :])
+    if 0 in shape:
+        return jnp.zeros(values, dense.dtype)
+    dense = dense.reshape((1,) * (len(shape) - dense.ndim) + dense.shape)
+    if isinstance(like, RowSparse) and dense.shape[0] > 1:
+        dense = gather_rows(dense, where[0], coalesced=like.coalesced)
+    elif isinstance(like, RowSparse):
+        dense = jnp.broadcast_to(dense, (*where[0].shape, *dense.shape[1:]))
+    else:
+        sizes = dense.shape[: len(where)]
+        places = [0 if size == 1 else i for i, size in zip(where, sizes, strict=True)]
+        dense = dense.at[tuple(places)].get(mode="clip")
+        if max(sizes) == 1:
+            dense = dense[None]
+    return jnp.broadcast_to(dense, values)
 
 
 def scattered(values: jax.Array, like: Any, fill: Any) -> jax.Array:
@@ -166,7 +186,24 @@ def unique_positions(x: Any) -> Any:
         return x.coalesce()
     if isinstance(x, BCOO) and not x.unique_indices:
         return x.sum_duplicates(nse=x.nse, remove_zeros=False)
+    if isinstance(x, BCSR) and not x.unique_indices and not x.n_batch and not x.n_dense:
+        return compressed(x.to_bcoo().sum_duplicates(nse=x.nse, remove_zeros=False))
     return x
+
+
+def compressed(x: BCOO) -> BCSR:
+    """A matrix in coordinates, sorted or not, in compressed rows; padding comes last."""
+    values, rows, columns = x.data, x.indices[:, 0], x.indices[:, 1]
+    if not x.indices_sorted:
+        order = jnp.lexsort((columns, rows))
+        rows, columns, values = rows[order], columns[order], values[order]
+    starts = jnp.searchsorted(rows, jnp.arange(x.shape[0] + 1, dtype=rows.dtype))
+    return BCSR(
+        (values, columns, starts.astype(columns.dtype)),
+        shape=x.shape,
+        indices_sorted=True,
+        unique_indices=x.unique_indices,
+    )
 
 
 def _index_arrays(x: Any) -> tuple[Any, ...]:

@@ -172,7 +172,7 @@ def test_apply_updates_of_another_shape():
     update = jmask.RowSparse([1], jnp.ones((1, 3)), (6, 3))
     with pytest.raises(ValueError, match="does not fit its parameter"):
         jmask.apply_updates(TABLE, update)
-    with pytest.raises(ValueError, match="does not broadcast"):
+    with pytest.raises(ValueError, match="do not broadcast"):
         optax.apply_updates(TABLE, update)
 
 

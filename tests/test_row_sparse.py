@@ -246,17 +246,10 @@ class TestArithmetic:
         x = jmask.RowSparse([1], jnp.array([0.5]), (2,))
         np.testing.assert_array_equal(jnp.array([1, 1]) + x, [1, 1.5])
 
-    def test_scalars_that_would_make_it_dense(self):
-        x = jmask.RowSparse([1], jnp.ones(1), (3,))
-        with pytest.raises(TypeError, match="todense"):
-            x + 1.0
-        with pytest.raises(TypeError, match="unsupported operand"):
-            x * jnp.ones(3)
-
     def test_shapes_must_match(self):
         x = jmask.RowSparse([1], jnp.ones((1, 2)), (3, 2))
-        with pytest.raises(ValueError, match="does not broadcast"):
-            x + jnp.ones((1, 2))
+        with pytest.raises(ValueError, match="do not broadcast"):
+            x + jnp.ones((4, 2))
 
 
 class TestConversion:

@@ -1,0 +1,40 @@
+"""`dense + rows`: the one sum of dense and sparse that does not cost O(table).
+
+zeros(4, 1) + RowSparse([2, 2], [[1.], [1.]])      rows 2 gets 2; rows 0, 1, 3 keep their bits
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmask._row_sparse import RowSparse
+from jmask._rows import add_rows, gather_rows, set_rows
+
+
+def add_to_dense(dense: Any, rows: RowSparse) -> jax.Array:
+    """`dense + rows`, touching only the rows stored: what `optax.apply_updates` needs.
+
+    Floating arrays keep their dtype, as in `dense.at[ids].add(...)`: a bfloat16 table plus
+    float32 updates is added in float32 on the touched rows and rounded once to bfloat16.
+    Otherwise the dtypes promote as in JAX.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    dense = jnp.asarray(dense)
+    if dense.shape != rows.shape:
+        raise ValueError(
+            f"cannot add rows of a tensor of shape {rows.shape} to an array of shape "
+            f"{dense.shape}: a RowSparse does not broadcast."
+        )
+    both_float = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (dense, rows))
+    dtype = jnp.result_type(dense, rows.values)
+    if not both_float:
+        dense = dense.astype(dtype)
+    if dense.dtype == dtype:
+        return add_rows(dense, rows.row_ids(), rows.values, coalesced=rows.coalesced)
+    rows = rows.coalesce()
+    ids = rows.row_ids()
+    old = gather_rows(dense, ids, coalesced=True).astype(dtype)
+    return set_rows(dense, ids, old + rows.values.astype(dtype), coalesced=True)

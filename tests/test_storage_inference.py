@@ -1,0 +1,301 @@
+"""Functions of `RowSparse` tensors: which storage the result has, values, gradients, vmap.
+
+The table of MXNet's storage inference, and what goes past it, in one table of cases. Each is
+compared with its dense twin.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.sparse import BCOO, BCSR
+
+import jmask
+import jmask.numpy as jnm
+
+ROWS, WIDTH = 6, 3
+NUMBERS = np.random.default_rng(0)
+X_IDS, Y_IDS = [4, 1, 4, -1, 9], [1, 0, 0]  # duplicates, padding of two kinds
+X = jnp.asarray(NUMBERS.uniform(0.2, 0.9, (5, WIDTH)), jnp.float32)
+Y = jnp.asarray(NUMBERS.uniform(-0.9, -0.2, (3, WIDTH)), jnp.float32)
+DENSE = jnp.asarray(NUMBERS.normal(size=(ROWS, WIDTH)), jnp.float32)
+
+MXNET_KEEPS = """
+    abs arcsin arcsinh arctan arctanh cbrt ceil degrees expm1 fix floor log1p negative radians
+    rint sign sin sinh sqrt square tan tanh trunc
+""".split()
+MXNET_LEAVES = "exp log cos cosh sigmoid rsqrt reciprocal erfc".split()
+
+
+class Case(NamedTuple):
+    """A function of (namespace, x, y, d) and the storage of its result.
+
+    "rows", "dense" where it is dense by right, "fallback" where that is announced.
+    """
+
+    function: Callable[..., Any]
+    result: str
+
+
+CASES: dict[str, Case] = {
+    "x * s": Case(lambda m, x, y, d: x * 3, "rows"),
+    "s * x": Case(lambda m, x, y, d: 3.0 * x, "rows"),
+    "x / s": Case(lambda m, x, y, d: x / 3, "rows"),
+    "x * traced s": Case(lambda m, x, y, d: x * d[0, 0], "rows"),
+    "x / traced s": Case(lambda m, x, y, d: x / d[0, 0], "rows"),
+    "-x": Case(lambda m, x, y, d: -x, "rows"),
+    "+x": Case(lambda m, x, y, d: +x, "rows"),
+    "abs(x)": Case(lambda m, x, y, d: abs(x), "rows"),
+    "x + 0": Case(lambda m, x, y, d: x + 0, "rows"),
+    "x - 0": Case(lambda m, x, y, d: x - 0, "rows"),
+    "0 - x": Case(lambda m, x, y, d: 0 - x, "rows"),
+    "x > 0": Case(lambda m, x, y, d: x > 0, "rows"),
+    "x < 0": Case(lambda m, x, y, d: x < 0, "rows"),
+    "x != 0": Case(lambda m, x, y, d: x != 0, "rows"),
+    "x ** 2": Case(lambda m, x, y, d: x**2, "rows"),
+    "x // s": Case(lambda m, x, y, d: x // 0.3, "rows"),
+    "x % s": Case(lambda m, x, y, d: x % 0.3, "rows"),
+    "maximum(x, 0)": Case(lambda m, x, y, d: m.maximum(x, 0), "rows"),
+    "clip": Case(lambda m, x, y, d: m.clip(x, -0.3, 0.3), "rows"),
+    "clip, method": Case(lambda m, x, y, d: x.clip(-0.3, 0.3), "rows"),
+    "relu": Case(lambda m, x, y, d: m.maximum(x, 0.0), "rows"),
+    "x + s": Case(lambda m, x, y, d: x + 2, "fallback"),
+    "s - x": Case(lambda m, x, y, d: 1 - x, "fallback"),
+    "x + traced s": Case(lambda m, x, y, d: x + d[0, 0], "fallback"),
+    "s / x": Case(lambda m, x, y, d: m.where(x > 0, 2 / x, 0), "fallback"),
+    "x == 0": Case(lambda m, x, y, d: x == 0, "fallback"),
+    "x >= 0": Case(lambda m, x, y, d: x >= 0, "fallback"),
+    "clip above 0": Case(lambda m, x, y, d: m.clip(x, 0.1, 0.3), "fallback"),
+    "x ** 0": Case(lambda m, x, y, d: m.power(x, 0), "fallback"),
+    "x + y": Case(lambda m, x, y, d: x + y, "rows"),
+    "x - y": Case(lambda m, x, y, d: x - y, "rows"),
+    "x * y": Case(lambda m, x, y, d: x * y, "rows"),
+    "x * x": Case(lambda m, x, y, d: x * x, "rows"),
+    "maximum(x, y)": Case(lambda m, x, y, d: m.maximum(x, y), "rows"),
+    "hypot(x, y)": Case(lambda m, x, y, d: m.hypot(x, y + x), "rows"),
+    "x < y": Case(lambda m, x, y, d: x < y, "rows"),
+    "x / y": Case(lambda m, x, y, d: m.nan_to_num(x / (y + x + d)), "fallback"),
+    "sum of bools": Case(lambda m, x, y, d: (x > 0.5) | (y < -0.5), "rows"),
+    "x * d": Case(lambda m, x, y, d: x * d, "rows"),
+    "d * x": Case(lambda m, x, y, d: d * x, "rows"),
+    "x * row": Case(lambda m, x, y, d: x * d[0], "rows"),
+    "x * column": Case(lambda m, x, y, d: x * d[:, :1], "rows"),
+    "row sparse column * d": Case(lambda m, x, y, d: x[:, :1] * d, "rows"),
+    "x * d * y": Case(lambda m, x, y, d: x * d * y, "rows"),
+    "x + d": Case(lambda m, x, y, d: x + d, "dense"),
+    "d + x": Case(lambda m, x, y, d: d + x, "dense"),
+    "x - d": Case(lambda m, x, y, d: x - d, "dense"),
+    "d - x": Case(lambda m, x, y, d: d - x, "dense"),
+    "x + row": Case(lambda m, x, y, d: x + d[0], "fallback"),
+    "maximum(x, d)": Case(lambda m, x, y, d: m.maximum(x, d), "fallback"),
+    "x / d": Case(lambda m, x, y, d: x / d, "fallback"),
+    "where(d, x, 0)": Case(lambda m, x, y, d: m.where(d > 0, x, 0), "rows"),
+    "where(d, x, y)": Case(lambda m, x, y, d: m.where(d > 0, x, y), "rows"),
+    "where(x, d, 0)": Case(lambda m, x, y, d: m.where(x > 0.5, d, 0), "rows"),
+    "where(x, 0, d)": Case(lambda m, x, y, d: m.where(x > 0.5, 0, d), "fallback"),
+    "where(d, x, 1)": Case(lambda m, x, y, d: m.where(d > 0, x, 1), "fallback"),
+    "zeros_like": Case(lambda m, x, y, d: m.zeros_like(x) + x, "rows"),
+    "copy": Case(lambda m, x, y, d: m.copy(x), "rows"),
+    "ones_like": Case(lambda m, x, y, d: m.ones_like(x) * x, "fallback"),
+    "sum": Case(lambda m, x, y, d: m.sum(x), "dense"),
+    "sum over rows": Case(lambda m, x, y, d: m.sum(x, axis=0), "dense"),
+    "sum in rows": Case(lambda m, x, y, d: m.sum(x, axis=1), "rows"),
+    "sum in rows, kept": Case(lambda m, x, y, d: m.sum(x, axis=1, keepdims=True), "rows"),
+    "mean": Case(lambda m, x, y, d: m.mean(x), "dense"),
+    "mean over rows": Case(lambda m, x, y, d: m.mean(x, axis=0), "dense"),
+    "mean in rows": Case(lambda m, x, y, d: m.mean(x, axis=-1), "rows"),
+    "max": Case(lambda m, x, y, d: m.max(-x), "dense"),
+    "max over rows": Case(lambda m, x, y, d: m.max(x, axis=0), "dense"),
+    "max in rows": Case(lambda m, x, y, d: m.max(x + y, axis=1), "rows"),
+    "min": Case(lambda m, x, y, d: x.min(), "dense"),
+    "prod in rows": Case(lambda m, x, y, d: m.prod(x, axis=1), "rows"),
+    "prod": Case(lambda m, x, y, d: m.prod(x), "dense"),
+    "std": Case(lambda m, x, y, d: m.std(x), "fallback"),
+    "square, sum": Case(lambda m, x, y, d: m.sum(m.square(x), axis=1), "rows"),
+    "row": Case(lambda m, x, y, d: x[4], "dense"),
+    "row, from the end": Case(lambda m, x, y, d: x[-2], "dense"),
+    "entry": Case(lambda m, x, y, d: x[4, 2], "dense"),
+    "rows": Case(lambda m, x, y, d: x[jnp.array([[4, 0], [-2, 4]])], "dense"),
+    "rows, part": Case(lambda m, x, y, d: x[[4, 1], 1:], "dense"),
+    "rows by mask": Case(lambda m, x, y, d: x[np.arange(ROWS) > 2], "dense"),
+    "slice": Case(lambda m, x, y, d: x[1:5], "rows"),
+    "slice, stepped": Case(lambda m, x, y, d: x[0:5:2], "rows"),
+    "slice, backwards": Case(lambda m, x, y, d: x[::-1], "rows"),
+    "slice, backwards stepped": Case(lambda m, x, y, d: x[4::-3], "rows"),
+    "slice, empty": Case(lambda m, x, y, d: x[4:1], "rows"),
+    "all": Case(lambda m, x, y, d: x[...], "rows"),
+    "column": Case(lambda m, x, y, d: x[:, 1], "rows"),
+    "column, last": Case(lambda m, x, y, d: x[..., -1], "rows"),
+    "columns": Case(lambda m, x, y, d: x[:, 1:], "rows"),
+    "columns by number": Case(lambda m, x, y, d: x[:, jnp.array([2, 0])], "rows"),
+    "both": Case(lambda m, x, y, d: x[1:, ::-1], "rows"),
+    "new dimension": Case(lambda m, x, y, d: x[:, None], "rows"),
+    "new dimension first": Case(lambda m, x, y, d: x[None], "fallback"),
+    "pairs": Case(lambda m, x, y, d: x[[4, 1], [0, 2]], "fallback"),
+    "concatenate": Case(lambda m, x, y, d: m.concatenate([x, y, x]), "rows"),
+    "concatenate columns": Case(lambda m, x, y, d: m.concatenate([x, y], axis=1), "rows"),
+    "vstack": Case(lambda m, x, y, d: m.vstack([x, y]), "rows"),
+    "hstack": Case(lambda m, x, y, d: m.hstack([y, x[:, :2]]), "rows"),
+    "concatenate, mixed": Case(lambda m, x, y, d: m.concatenate([x, d]), "fallback"),
+    "stack": Case(lambda m, x, y, d: m.stack([x, y]), "fallback"),
+    "reshape": Case(lambda m, x, y, d: x.reshape(ROWS, WIDTH, 1), "rows"),
+    "expand_dims": Case(lambda m, x, y, d: m.expand_dims(x, 1), "rows"),
+    "squeeze": Case(lambda m, x, y, d: m.squeeze(x[:, :1]), "rows"),
+    "ravel": Case(lambda m, x, y, d: x.ravel(), "fallback"),
+    "transpose of trailing": Case(
+        lambda m, x, y, d: m.transpose(x[:, None], (0, 2, 1)), "rows"
+    ),
+    "transpose": Case(lambda m, x, y, d: x.T, "fallback"),
+}
+
+
+def tensors(x, y):
+    shape = (ROWS, WIDTH)
+    return jmask.RowSparse(X_IDS, x, shape), jmask.RowSparse(Y_IDS, y, shape)
+
+
+def dense(x):
+    return x.todense() if isinstance(x, jmask.RowSparse) else x
+
+
+def results(function, x, y, d, twin):
+    """The dense result, and the gradient of a number made of it."""
+
+    def result(x, y, d):
+        x, y = tensors(x, y)
+        if twin:
+            return function(jnp, x.todense(), y.todense(), d)
+        return dense(function(jnm, x, y, d))
+
+    def number(x, y, d):
+        return jnp.sum(jnp.cos(result(x, y, d) * 1.7))
+
+    return result(x, y, d), jax.grad(number, argnums=(0, 1, 2))(x, y, d)
+
+
+def kind_of(function, x, y, d):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = function(jnm, *tensors(x, y), d)
+    if caught:
+        assert all(w.category is jmask.StorageFallbackWarning for w in caught)
+        assert {w.filename for w in caught} == {__file__}
+        return "fallback"
+    return "rows" if isinstance(result, jmask.RowSparse) else "dense"
+
+
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_case(name):
+    function, expected_kind = CASES[name]
+    kinds = []
+
+    def noted(x, y, d):
+        kinds.append(kind_of(function, x, y, d))
+        return d
+
+    jax.eval_shape(noted, X, Y, DENSE)
+    assert [*kinds, kind_of(function, X, Y, DENSE)] == [expected_kind] * 2
+
+    def both(x, y, d):
+        return [results(function, x, y, d, twin) for twin in (False, True)]
+
+    # Values of a batch, so that the compiled program is vmapped too.
+    batch = [jnp.stack([a, a * 0.5]) for a in (X, Y, DENSE)]
+    (ours, gradients), (twin, of_twin) = jax.jit(jax.vmap(both))(*batch)
+    assert ours.dtype == twin.dtype
+    np.testing.assert_allclose(ours, twin, rtol=2e-5, atol=1e-6)
+    # Padding gets no gradient: its rows were never in the tensor.
+    for ours, twin in zip(gradients, of_twin, strict=True):
+        np.testing.assert_allclose(ours, twin, rtol=2e-4, atol=1e-5)
+
+    eager = dense(function(jnm, *tensors(X, Y), DENSE))
+    expected = function(jnp, *(x.todense() for x in tensors(X, Y)), DENSE)
+    np.testing.assert_allclose(eager, expected, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [*MXNET_KEEPS, *MXNET_LEAVES])
+def test_functions_of_mxnets_table(name):
+    expected = "rows" if name in MXNET_KEEPS else "fallback"
+    assert kind_of(lambda m, x, y, d: getattr(m, name)(x), X, Y, DENSE) == expected
+
+
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.result == "fallback"])
+def test_strict_raises_and_names_the_operation(name):
+    x, y = tensors(X, Y)
+    with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match="dense"):
+        CASES[name].function(jnm, x, y, DENSE)
+
+
+def test_once_for_each_place():
+    x, _ = tensors(X, Y)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            jnm.cos(x)
+        x + 1.0
+    assert [str(w.message).split("`")[1] for w in caught] == ["cos", "add"]
+
+
+class TestEntries:
+    """The same mechanism on BCOO and BCSR."""
+
+    a = np.array([[0.0, 2, 0], [3, 0, -1]], np.float32)
+    b = np.array([[1.0, 4, 0], [0, 0, 5]], np.float32)
+    pairs: ClassVar = {
+        "coo": (BCOO.fromdense(a, nse=5), BCOO.fromdense(b)),
+        "csr": (BCSR.fromdense(a), BCSR.fromdense(b)),
+    }
+
+    @pytest.mark.parametrize("kind", pairs)
+    @pytest.mark.parametrize(
+        "function",
+        [
+            lambda m, x, y, d: m.sin(x),
+            lambda m, x, y, d: m.multiply(x, d),
+            lambda m, x, y, d: m.multiply(x, d[0]),
+            lambda m, x, y, d: m.add(x, y),
+            lambda m, x, y, d: m.subtract(x, x),
+            lambda m, x, y, d: m.maximum(x, m.multiply(y, y)),
+            lambda m, x, y, d: m.where(d > 0, x, y),
+        ],
+    )
+    def test_kept(self, kind, function):
+        x, y = self.pairs[kind]
+        d = jnp.asarray(self.b - 2)
+        expected = function(jnp, self.a, self.b, d)
+        with jmask.strict():
+            for wrap in (lambda f: f, jax.jit):
+                result = wrap(lambda x, y, d: function(jnm, x, y, d))(x, y, d)
+                assert type(result) is type(x)
+                np.testing.assert_allclose(result.todense(), expected, rtol=1e-6)
+
+    def test_equal_positions_are_summed_before_a_nonlinear_function(self):
+        x = BCOO((jnp.array([1.0, 2]), jnp.array([[1, 1], [1, 1]])), shape=(2, 2))
+        np.testing.assert_array_equal(jnm.square(x).todense(), [[0, 0], [0, 9]])
+
+    def test_storages_that_differ(self):
+        x = self.pairs["coo"][0]
+        with pytest.warns(jmask.StorageFallbackWarning, match="`add` made"):
+            result = jnm.add(x, jmask.RowSparse.fromdense(self.b))
+        np.testing.assert_array_equal(result, self.a + self.b)
+
+
+@pytest.mark.parametrize("storage", ["row_sparse", "coo", "csr"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_ordinary_operand_beside_a_masked_one(storage, wrap):
+    """It counts as zero where it stores nothing, and is not made dense."""
+    plain = np.array([[0.0, 2], [3, 0], [0, 0]], np.float32)
+    mask = (plain != 0) | np.array([True, False])
+    masked = jmask.masked_tensor(jnp.arange(1.0, 7).reshape(3, 2), mask)
+    masked = jmask.cast_storage(masked, storage)
+    x = jmask.cast_storage(plain, storage)
+    with jmask.strict():
+        result = wrap(lambda x, y: jnm.add(jnm.multiply(x, 2), y))(x, masked)
+    assert result.stype == storage
+    expected = np.where(mask, plain * 2 + np.arange(1, 7).reshape(3, 2), 0)
+    np.testing.assert_array_equal(result.to_tensor(0), expected)

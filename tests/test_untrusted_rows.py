@@ -1,0 +1,171 @@
+"""Rows as they should not come: each is handled exactly, or refused with a clear error.
+
+MXNet gives wrong sums for unsorted rows, two updates for duplicates, and writes outside the
+array for negative indices. Here no case reads or writes a wrong row.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmask
+from tests.oracle import dense_twin
+
+ROWS = 4
+TABLE = jnp.arange(1.0, 9).reshape(ROWS, 2)
+
+
+class Case(NamedTuple):
+    """Indices, and what `validate()` says of them; None: nothing."""
+
+    indices: Any
+    complaint: str | None
+
+
+CASES = {
+    "sorted": Case([0, 2], None),
+    "unsorted": Case([3, 0, 2], None),
+    "duplicates": Case([2, 1, 2, 2], None),
+    "padding V": Case([1, ROWS], None),
+    "padding first": Case([ROWS, 1], None),
+    "more rows than the tensor": Case([0, 1, 2, 3, 3, 2, 1, 0], None),
+    "none": Case(np.zeros(0, np.int32), None),
+    "negative": Case([1, -1], r"`indices\[1\]` is -1"),
+    "very negative": Case([-(2**31), 1], r"`indices\[0\]` is -2147483648"),
+    "out of range": Case([5, 1], r"`indices\[0\]` is 5"),
+    "far out of range": Case([2**31 - 1, 1], r"`indices\[0\]` is 2147483647"),
+    "unsigned": Case(np.array([1, 250], np.uint8), r"`indices\[1\]` is 250"),
+}
+
+
+def tensor(indices):
+    count = len(indices)
+    return jmask.RowSparse(indices, jnp.arange(1.0, 2 * count + 1).reshape(count, 2), (ROWS, 2))
+
+
+@pytest.mark.parametrize("name", CASES)
+class TestIndices:
+    def test_validate(self, name):
+        indices, complaint = CASES[name]
+        if complaint is None:
+            tensor(indices).validate()
+        else:
+            with pytest.raises(ValueError, match=complaint):
+                tensor(indices).validate()
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+    def test_every_use_is_exact(self, name, wrap):
+        x = tensor(CASES[name].indices)
+        twin = dense_twin(x)
+        touched = np.unique([i for i in np.asarray(x.indices) if 0 <= i < ROWS]).astype(int)
+        tx = jmask.lazy(optax.sgd(0.5))
+
+        def uses(x, table):
+            updates, _ = tx.update(x, tx.init(table), table)
+            fused = jmask.apply_gradients(jmask.sgd(0.5), x, jmask.sgd(0.5).init(table), table)
+            return {
+                "dense": x.todense(),
+                "coalesced": x.coalesce().todense(),
+                "sum": jmask.numpy.sum(x, axis=0),
+                "square": jmask.numpy.square(x).todense(),
+                "plus": table + x,
+                "twice": (x + x).todense(),
+                "retained": x.retain(jnp.array([1, 2])).todense(),
+                "part": x[1:3].todense(),
+                "rows": x[jnp.arange(ROWS)],
+                "norm": jmask.tree.norm(x),
+                "trained": optax.apply_updates(table, updates),
+                "trained in one pass": fused[0],
+            }
+
+        results = wrap(uses)(x, TABLE)
+        expected = {
+            "dense": twin,
+            "coalesced": twin,
+            "sum": twin.sum(0),
+            "square": twin**2,
+            "plus": TABLE + twin,
+            "twice": 2 * twin,
+            "retained": twin * [[0], [1], [1], [0]],
+            "part": twin[1:3],
+            "rows": twin,
+            "norm": np.linalg.norm(twin),
+            "trained": TABLE - 0.5 * twin,
+            "trained in one pass": TABLE - 0.5 * twin,
+        }
+        for use, result in results.items():
+            np.testing.assert_allclose(result, expected[use], rtol=1e-6, err_msg=use)
+        others = np.setdiff1d(np.arange(ROWS), touched)
+        for use in ("plus", "trained", "trained in one pass"):
+            np.testing.assert_array_equal(np.asarray(results[use])[others], TABLE[others])
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [[1, 1], [2, 1], [ROWS, 1], [-1, 1]],
+    ids=["duplicate", "unsorted", "padding", "-1"],
+)
+def test_a_promise_that_does_not_hold(indices):
+    with pytest.raises(ValueError, match="`coalesced` was promised, but"):
+        jmask.RowSparse(indices, jnp.ones((2, 2)), (ROWS, 2), coalesced=True)
+
+
+def test_values_that_were_replaced_by_others():
+    x = tensor([0, 2])
+    wrong = jax.tree.unflatten(jax.tree.structure(x), [x.index_leaf, jnp.ones((3, 2))])
+    with pytest.raises(ValueError, match=r"`values` of shape \(3, 2\) do not fit a tensor"):
+        wrong.validate()
+
+
+class TestIndexing:
+    x = tensor([3, 0, 3])
+
+    def test_out_of_range(self):
+        for key in (4, -5):
+            with pytest.raises(IndexError, match=f"index {key} is no row"):
+                self.x[key]
+        read = self.x[jnp.array([4, -5, 3])]
+        assert np.isnan(read[:2]).all()
+        np.testing.assert_array_equal(read[2], self.x.todense()[3])
+        counts = jmask.RowSparse([1], jnp.ones((1, 2), jnp.int32), (ROWS, 2))
+        assert (counts[jnp.array([4])] == np.iinfo(np.int32).min).all()
+
+    @pytest.mark.parametrize(
+        ("key", "error", "message"),
+        [
+            ((0, 0, 0), IndexError, "too many indices"),
+            ((..., 0, ...), IndexError, "too many indices"),
+            (0.5, TypeError, "indexed by integers, slices"),
+            ("a", TypeError, "indexed by integers, slices"),
+            (np.ones(3, bool), IndexError, r"shape \(3,\) does not fit 4 rows"),
+        ],
+    )
+    def test_bad_keys(self, key, error, message):
+        with pytest.raises(error, match=message):
+            self.x[key]
+
+    def test_traced_keys(self):
+        with pytest.raises(TypeError, match="traced boolean index"):
+            jax.jit(lambda x, m: x[m])(self.x, jnp.ones(ROWS, bool))
+        with pytest.raises(TypeError, match="bounds of a slice of rows must be known"):
+            jax.jit(lambda x, i: x[i:])(self.x, 1)
+        row = jax.jit(lambda x, i: x[i])(self.x, 3)
+        np.testing.assert_array_equal(row, self.x.todense()[3])
+
+
+def test_functions_of_rows():
+    with pytest.raises(TypeError, match="`x` must be a RowSparse, got ArrayImpl"):
+        jmask.retain(TABLE, [0])
+    with pytest.raises(ValueError, match="at least one tensor"):
+        jmask.add_n([])
+    with pytest.raises(ValueError, match="must have one shape"):
+        jmask.add_n(TABLE, jnp.ones(3))
+    x = tensor([3, 0, 3])
+    np.testing.assert_array_equal(jmask.add_n(TABLE, x, x), TABLE + 2 * x.todense())
+    np.testing.assert_array_equal(
+        jmask.square_sum(x, axis=1, keepdims=True).todense(), (x.todense() ** 2).sum(1)[:, None]
+    )
