@@ -1,0 +1,238 @@
+"""Arithmetic on whole gradients: trees of arrays, `RowSparse` and `MaskedTensor`.
+
+    g = {"table": RowSparse(rows 3, 7), "w": array}      h = {"table": RowSparse(row 7), ...}
+    add(g, h)       {"table": RowSparse(rows 3, 7, 7), "w": the sum}
+    norm(g)         the root of the sum of the squares of all entries
+    psum(g, "i")    the sum over the devices of the axis: rows are gathered, not added
+
+`jax.tree.map` and `optax.tree` would map over the ids and the values of a `RowSparse`, which
+raises; names and order of arguments here are those of `optax.tree`.
+
+**Capacity.** A sum has room for the rows of all its terms. Where it must not grow, in the
+carry of a scan, `add(g, h, like=g)` keeps the capacity of `like`: more different rows than
+that are an error, or nan under jit. The sum of what a scan or vmap stacked, `merge`, needs no
+capacity:
+
+    stacked = lax.map(lambda batch: jmask.grad(loss)(params, batch), batches)
+    gradient = jmask.tree.scale(1 / k, jmask.tree.merge(stacked))
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmask._masked_tensor import MaskedTensor
+from jmask._row_sparse import RowSparse, is_row_sparse
+from jmask._storage import stored_values
+from jmask.numpy import add as _add
+from jmask.numpy import multiply as _multiply
+
+__all__ = ["add", "mean", "merge", "norm", "pmean", "psum", "scale", "sum"]
+
+
+def add(tree: Any, *others: Any, like: Any = None) -> Any:
+    """The sum of trees of one structure, leaf by leaf.
+
+    Args:
+        tree: arrays, `RowSparse` and `MaskedTensor`; None leaves stay.
+        *others: trees of the same structure. A dense and a row-sparse leaf add to a dense
+            one.
+        like: a tree whose row-sparse leaves give the capacity of those of the result; by
+            default there is room for the rows of all.
+
+    Raises:
+        ValueError: if structures or shapes differ, or more different rows come together
+            than `like` has room for. Under jit the values of that leaf are nan instead.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> g = {"t": jmask.RowSparse([1], jnp.array([2.]), (3,))}
+        >>> jmask.tree.add(g, g)
+        {'t': RowSparse(float32[3], nse=2)}
+        >>> jmask.tree.add(g, g, like=g)["t"].todense()
+        Array([0., 4., 0.], dtype=float32)
+    """
+    total = tree
+    for other in others:
+        total = _map(_add_leaves, total, other)
+    if like is None:
+        return total
+    return _map(_with_capacity_of, total, like)
+
+
+def scale(scalar: Any, tree: Any) -> Any:
+    """The tree with every entry multiplied by `scalar`, dtypes kept.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.tree.scale(2, jmask.RowSparse([1], jnp.array([2.]), (3,))).values
+        Array([4.], dtype=float32)
+    """
+    return _map(lambda x: _multiply(x, jnp.asarray(scalar, x.dtype)), tree)
+
+
+def mean(trees: Sequence[Any], like: Any = None) -> Any:
+    """The mean of trees of one structure, such as the gradients of microbatches.
+
+    Args:
+        trees: at least one.
+        like: as in `add`.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> g = jmask.RowSparse([1], jnp.array([2.]), (3,))
+        >>> jmask.tree.mean([g, jmask.RowSparse.zeros((3,))]).todense()
+        Array([0., 1., 0.], dtype=float32)
+    """
+    trees = list(trees)
+    if not trees:
+        raise ValueError("`trees` must hold at least one tree, got none.")
+    return scale(1 / len(trees), add(*trees, like=like))
+
+
+def merge(stacked: Any) -> Any:
+    """The sum over axis 0 of what `lax.scan` or `jax.vmap` stacked.
+
+    Args:
+        stacked: a tree whose arrays have a leading axis of one size k; each `RowSparse` has
+            k times n rows, which become the rows of one.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jmask
+        >>> table, ids = jnp.ones((9, 2)), jnp.array([[1, 2], [2, 3]])
+        >>> gradient = jmask.grad(lambda table, ids: table[ids].sum())
+        >>> stacked = jax.lax.map(lambda batch: gradient(table, batch), ids)
+        >>> jmask.tree.merge(stacked)
+        RowSparse(float32[9, 2], nse=4)
+    """
+
+    def merged(x: Any) -> Any:
+        if isinstance(x, MaskedTensor):
+            raise TypeError(
+                "a stacked MaskedTensor has no sum that keeps its mask: use "
+                "jmask.numpy.sum(x, axis=0)."
+            )
+        if not is_row_sparse(x):
+            return jnp.sum(x, axis=0, dtype=x.dtype)
+        ids, values = x.index_leaf, x.values
+        if ids.ndim != 2:
+            raise ValueError(
+                "`stacked` must hold RowSparse tensors with one leading axis, as from "
+                f"lax.scan or jax.vmap; got indices of shape {ids.shape}."
+            )
+        leaves = (ids.reshape(-1), values.reshape(-1, *values.shape[2:]))
+        return RowSparse.tree_unflatten((x.shape, False), leaves)
+
+    return _map(merged, stacked)
+
+
+def norm(tree: Any, squared: bool = False) -> jax.Array:
+    """The global norm: the root of the sum of the squares of all entries.
+
+    Rows with equal indices are added first, so that the norm is that of the dense gradient;
+    masked entries do not count. Accumulated in float32 at least.
+
+    Args:
+        tree: arrays, `RowSparse` and `MaskedTensor`.
+        squared: whether to return the sum, without the root.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> table = jmask.RowSparse([1, 1], jnp.array([[1.], [2.]]), (9, 1))
+        >>> jmask.tree.norm({"table": table, "w": jnp.array([4.])})
+        Array(5., dtype=float32)
+    """
+    leaves = jax.tree.leaves(tree, is_leaf=_is_tensor)
+    total = jnp.zeros(())
+    for leaf in leaves:
+        total = total + _sum_of_squares(leaf)
+    return total if squared else jnp.sqrt(total)
+
+
+def psum(tree: Any, axis_name: Any) -> Any:
+    """The sum over a mapped axis (`vmap`, `shard_map`), as `lax.psum`.
+
+    The rows of a `RowSparse` of all devices are gathered and put side by side: n rows on
+    each of k devices become k n rows everywhere, and nothing of the size of a table moves.
+
+    Args:
+        tree: arrays and `RowSparse`; a `MaskedTensor` is refused.
+        axis_name: of one mapped axis, or a tuple of them.
+
+    Raises:
+        TypeError: if the tree holds a `MaskedTensor`, whose masks may differ.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jmask
+        >>> def total(ids):
+        ...     return jmask.tree.psum(jmask.RowSparse(ids, jnp.ones(2), (5,)), "i").todense()
+        >>> jax.vmap(total, axis_name="i")(jnp.array([[0, 1], [1, 4]]))[0]
+        Array([1., 2., 0., 0., 1.], dtype=float32)
+    """
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+    def summed(x: Any) -> Any:
+        _refuse_masked(x, "psum")
+        if not is_row_sparse(x):
+            return lax.psum(x, names)
+        ids, values = x.row_ids(), x.values
+        for name in names:
+            ids, values = (lax.all_gather(a, name, tiled=True) for a in (ids, values))
+        return RowSparse(ids, values, x.shape)
+
+    return _map(summed, tree)
+
+
+def pmean(tree: Any, axis_name: Any) -> Any:
+    """The mean over a mapped axis, as `lax.pmean`; see `psum`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jmask
+        >>> def average(ids):
+        ...     return jmask.tree.pmean(jmask.RowSparse(ids, jnp.ones(1), (3,)), "i").todense()
+        >>> jax.vmap(average, axis_name="i")(jnp.array([[0], [2]]))[0]
+        Array([0.5, 0. , 0.5], dtype=float32)
+    """
+    return scale(1 / lax.psum(1, axis_name), psum(tree, axis_name))
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, RowSparse | MaskedTensor)
+
+
+def _map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    return jax.tree.map(function, tree, *others, is_leaf=_is_tensor)
+
+
+def _add_leaves(x: Any, y: Any) -> Any:
+    shapes = [x.shape if _is_tensor(x) else jnp.shape(x) for x in (x, y)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"leaves of shapes {shapes[0]} and {shapes[1]} cannot be added.")
+    return _add(x, y)
+
+
+def _with_capacity_of(x: Any, like: Any) -> Any:
+    if not is_row_sparse(x) or not is_row_sparse(like):
+        return x
+    return x.coalesce(nse=like.nse)
+
+
+def _sum_of_squares(x: Any) -> jax.Array:
+    if isinstance(x, MaskedTensor):
+        x = jnp.where(x.valid, stored_values(x.storage), 0)
+    elif is_row_sparse(x):
+        x = x.coalesce().values
+    x = jnp.asarray(x)
+    wide = jnp.promote_types(jnp.zeros((), x.dtype).real.dtype, jnp.float32)
+    return jnp.sum(jnp.square(jnp.abs(x).astype(wide)))
+
+
+def _refuse_masked(x: Any, name: str) -> None:
+    if isinstance(x, MaskedTensor):
+        raise TypeError(
+            f"{name}() of a MaskedTensor: masks of different devices may differ. Sum "
+            "x.to_tensor(0) and x.mask instead."
+        )
