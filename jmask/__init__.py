@@ -4,14 +4,16 @@ from jmask import nn as nn
 from jmask import numpy as numpy
 from jmask import tree as tree
 from jmask._adagrad import adagrad as adagrad
+from jmask._adagrad import rowwise_adagrad as rowwise_adagrad
 from jmask._adam import adam as adam
+from jmask._adam import rowwise_adam as rowwise_adam
 from jmask._apply import apply_gradients as apply_gradients
 from jmask._apply import apply_updates as apply_updates
 from jmask._apply import densify as densify
 from jmask._cast_storage import cast_storage as cast_storage
-from jmask._clip_rows import clip_by_row_norm as clip_by_row_norm
 from jmask._fallback import StorageFallbackWarning as StorageFallbackWarning
 from jmask._fallback import strict as strict
+from jmask._ftrl import ftrl as ftrl
 from jmask._lazy import lazy as lazy
 from jmask._masked_storage import from_numpy_ma as from_numpy_ma
 from jmask._masked_storage import to_numpy_ma as to_numpy_ma

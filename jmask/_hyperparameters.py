@@ -11,6 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+# What weight decay is added to: the gradient, so that an adaptive optimizer rescales it, or
+# the step, so that a row shrinks by the same factor whatever its gradients.
+DECAY_MODES = ("l2", "decoupled")
+
 
 def check_positive(name: str, value: Any) -> None:
     """Refuse a Python number that is not > 0 and finite; arrays and schedules pass."""
@@ -41,15 +45,26 @@ def check_epsilons(eps: Any, eps_root: Any) -> None:
 
 
 def check_common(
-    learning_rate: Any, weight_decay: Any, clip_gradient: Any, rescale_grad: Any
+    learning_rate: Any,
+    weight_decay: Any,
+    decay_mode: Any,
+    clip_gradient: Any,
+    rescale_grad: Any,
 ) -> None:
     """Check what all named optimizers take."""
     check_positive("learning_rate", learning_rate)
     check_not_negative("weight_decay", weight_decay)
+    check_decay_mode(decay_mode)
     if clip_gradient is not None:
         check_positive("clip_gradient", clip_gradient)
     if isinstance(rescale_grad, int | float) and not math.isfinite(rescale_grad):
         raise ValueError(f"`rescale_grad` must be finite, got {rescale_grad}.")
+
+
+def check_decay_mode(decay_mode: Any) -> None:
+    """Refuse what is not the name of a kind of weight decay."""
+    if decay_mode not in DECAY_MODES:
+        raise ValueError(f"`decay_mode` must be one of {DECAY_MODES}, got {decay_mode!r}.")
 
 
 def is_zero(value: Any) -> bool:
@@ -88,6 +103,24 @@ def clipped(gradient: jax.Array, bound: Any) -> jax.Array:
     return gradient if bound is None else jnp.clip(gradient, -bound, bound)
 
 
-def decayed(gradient: jax.Array, param: jax.Array, weight_decay: Any) -> jax.Array:
-    """The gradient of the loss plus (weight_decay / 2) * |param|**2."""
-    return gradient if is_zero(weight_decay) else gradient + weight_decay * param
+def decayed(
+    gradient: jax.Array, param: jax.Array, weight_decay: Any, decay_mode: str
+) -> jax.Array:
+    """With "l2", the gradient of the loss plus (weight_decay / 2) * |param|**2."""
+    if is_zero(weight_decay) or decay_mode != "l2":
+        return gradient
+    return gradient + weight_decay * param
+
+
+def with_decoupled_decay(
+    step: jax.Array, param: jax.Array, lr: Any, weight_decay: Any, decay_mode: str
+) -> jax.Array:
+    """With "decoupled", the step minus lr * weight_decay * param."""
+    if is_zero(weight_decay) or decay_mode != "decoupled":
+        return step
+    return step - lr * weight_decay * param
+
+
+def row_mean(x: jax.Array) -> jax.Array:
+    """The mean over every row of axis 0: (n, *row) -> (n, 1, ..., 1)."""
+    return jnp.mean(x, axis=tuple(range(1, x.ndim)), keepdims=True) if x.ndim > 1 else x

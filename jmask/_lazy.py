@@ -261,7 +261,7 @@ class _Call:
         )
         reasons = [_why_not(table, kind) for table, kind in outputs]
         few_rows = jax.make_jaxpr(run)(
-            [_shape(_values(g)) for g in self.gradients],
+            list(map(self._shape_of_rows, self.gradient_tables, self.gradients)),
             list(map(self._shape_of_rows, self.state_tables, self.state)),
             list(map(self._shape_of_rows, self.param_tables, self.params)),
         )
@@ -274,7 +274,9 @@ class _Call:
         x = _shape(x)
         if table is None:
             return x
-        return jax.ShapeDtypeStruct((self.gradients[table].nse, *x.shape[1:]), x.dtype)
+        # On no rows at all JAX leaves operations out.
+        rows = max(self.gradients[table].nse, 1)
+        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
@@ -308,7 +310,7 @@ def _check_not_deferring(state: optax.OptState) -> None:
             raise refusal(
                 f"{type(node).__name__} holds gradients back for a later step, and a row "
                 "that this later step does not touch would lose them",
-                "Add the row-sparse gradients of the microbatches and update once.",
+                "Use jmask.multi_steps(...), or jmask.tree.add and one update.",
             )
 
 

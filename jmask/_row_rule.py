@@ -1,14 +1,16 @@
-"""An optimizer as a row rule: elementwise arithmetic on a gradient, a parameter and slots.
+"""An optimizer as a row rule: arithmetic on a gradient, a parameter and slots, row by row.
 
     rule(grad, param, *slots, *scalars) -> (step, *slots)        param becomes param + step
 
 `slots` are arrays of the parameter's shape kept from step to step (momentum, sums of
-squares), `scalars` what changes with the step count alone. The same rule serves dense
-parameters and, lifted by `lazy`, the touched rows of a table:
+squares), or with one entry for each row; `scalars` change with the step count alone. The same
+rule serves dense parameters and, lifted by `lazy`, the touched rows of a table:
 
-    RowRule(slots={"momentum": 0.0},
+    RowRule(slots={"momentum": Slot(0.0)},
             scalars=lambda count: (),
             rule=lambda g, p, m: (-(0.9 * m + g), 0.9 * m + g))
+
+A rule computes in float32 at least: 16-bit entries are widened before it.
 """
 
 import dataclasses
@@ -30,20 +32,47 @@ from jmask._row_sparse import is_row_sparse
 
 
 @dataclasses.dataclass(frozen=True)
+class Slot:
+    """An array of the state.
+
+    Attributes:
+        initial: its value before the first step.
+        per_row: whether it is (V, 1, ..., 1), one entry for each row of the parameter.
+    """
+
+    initial: Any
+    per_row: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class RowRule:
     """An optimizer's arithmetic.
 
     Attributes:
-        slots: initial value of each slot, by its name in the state.
+        slots: by name in the state.
         scalars: count of steps done (int32 scalar) -> the scalars of the rule.
-        rule: (grad, param, *slots, *scalars) -> (step, *slots), elementwise.
+        rule: (grad, param, *slots, *scalars) -> (step, *slots); elementwise unless a slot is
+            per row, and then it may reduce over the axes of a row.
         needs_param: whether `param` is used; otherwise it may be None.
+        state_dtype: dtype of the slots; that of the parameter if None.
     """
 
-    slots: Mapping[str, Any]
+    slots: Mapping[str, Slot]
     scalars: Callable[[jax.Array], tuple[Any, ...]]
     rule: Callable[..., tuple[Any, ...]]
     needs_param: bool
+    state_dtype: Any = None
+
+    def initial_slot(self, slot: Slot, param: Any) -> jax.Array:
+        """A slot before the first step."""
+        shape = jnp.shape(param)
+        if slot.per_row:
+            shape = shape[:1] + (1,) * len(shape[1:])
+        return jnp.full(shape, slot.initial, self.state_dtype or jnp.result_type(param))
+
+    def one_pass(self) -> bool:
+        """Whether entries of parameter and slots correspond one to one."""
+        return not any(slot.per_row for slot in self.slots.values())
 
 
 def optimizer(
@@ -59,6 +88,8 @@ def optimizer(
     """
     dense = _dense_optimizer(rule, state_type)
     if lazy_update:
+        if not rule.one_pass():
+            return lazy(dense)
         lifted = OnePassOptimizer(*lazy(dense))
         lifted.apply_gradients = functools.partial(_apply_gradients, rule, lifted.update)
         return lifted
@@ -116,6 +147,7 @@ def _new_tables(
         remaining = iter(given)
         # Python numbers are constants of the combiner and take no room.
         every = [next(remaining) if isinstance(x, jax.Array) else x for x in scalars]
+        grad, param, *slots = map(_wide, (grad, param, *slots))
         step, *slots = rule.rule(grad, param, *slots, *every)
         return (param + step, *slots)
 
@@ -134,8 +166,8 @@ def _dense_optimizer(
     def init(params):
         check_parameters(params)
         slots = [
-            jax.tree.map(lambda p, fill=fill: jnp.full_like(p, fill), params)
-            for fill in rule.slots.values()
+            jax.tree.map(functools.partial(rule.initial_slot, slot), params)
+            for slot in rule.slots.values()
         ]
         return state_type(jnp.zeros((), jnp.int32), *slots)
 
@@ -155,7 +187,8 @@ def _dense_optimizer(
         columns += [structure.flatten_up_to(slot) for slot in state[1:]]
         scalars = rule.scalars(state.count)
         results = [
-            rule.rule(*leaves, *scalars) for leaves in zip(gradients, *columns, strict=True)
+            _in_old_dtypes(rule.rule(*map(_wide, leaves), *scalars), leaves)
+            for leaves in zip(gradients, *columns, strict=True)
         ]
         steps, *slots = (
             structure.unflatten([result[i] for result in results])
@@ -164,3 +197,16 @@ def _dense_optimizer(
         return steps, state_type(optax.safe_increment(state.count), *slots)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _wide(x: Any) -> Any:
+    """An array in float32 at least, if it is floating."""
+    if x is None or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _in_old_dtypes(result: tuple[Any, ...], leaves: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A result with its slots cast back; the step stays wide, to be rounded once."""
+    step, *slots = result
+    return step, *(new.astype(old.dtype) for new, old in zip(slots, leaves[2:], strict=True))

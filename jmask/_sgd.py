@@ -5,6 +5,8 @@ r"""Stochastic gradient descent, with momentum: the numerics of MXNet's SGD.
     with momentum mu     m <- mu * m - lr * g',    w <- w + m
     with nesterov        m as above,               w <- w + mu * m - lr * g'
 
+With `decay_mode="decoupled"` the decay is not in g'; w <- w - lr * weight_decay * w besides.
+
 With lr = 1, mu = 0.5 and g = 1 in two steps, w moves by -1 and then by -1.5.
 """
 
@@ -14,7 +16,7 @@ import jax
 import optax
 
 from jmask import _hyperparameters as hyper
-from jmask._row_rule import RowRule, optimizer
+from jmask._row_rule import RowRule, Slot, optimizer
 
 
 class SgdState(NamedTuple):
@@ -38,6 +40,8 @@ def sgd(
     clip_gradient: Any = None,
     rescale_grad: Any = 1.0,
     lazy_update: bool = True,
+    decay_mode: str = "l2",
+    state_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Stochastic gradient descent for dense and row-sparse gradients.
 
@@ -50,6 +54,10 @@ def sgd(
         rescale_grad: factor on the gradient, before clipping.
         lazy_update: only rows in a row-sparse gradient decay and move; otherwise all rows
             do, as with a dense gradient.
+        decay_mode: what the decay is added to, "l2" or "decoupled": with momentum, whether
+            it passes through the buffer.
+        state_dtype: dtype of the state arrays; that of the parameter by default. The
+            arithmetic is in float32 at least.
 
     Returns:
         An optax transformation.
@@ -69,7 +77,7 @@ def sgd(
         >>> jmask.apply_updates(table, updates).ravel()
         Array([1. , 1. , 0.5], dtype=float32)
     """
-    hyper.check_common(learning_rate, weight_decay, clip_gradient, rescale_grad)
+    hyper.check_common(learning_rate, weight_decay, decay_mode, clip_gradient, rescale_grad)
     hyper.check_fraction("momentum", momentum)
     has_momentum = not hyper.is_zero(momentum)
     if nesterov and not has_momentum:
@@ -77,20 +85,25 @@ def sgd(
 
     def scaled_gradient(grad, param, lr):
         grad = hyper.clipped(hyper.rescaled(grad, rescale_grad, False), clip_gradient)
-        return lr * hyper.decayed(grad, param, weight_decay)
+        return lr * hyper.decayed(grad, param, weight_decay, decay_mode)
+
+    def with_decay(step, param, lr):
+        return hyper.with_decoupled_decay(step, param, lr, weight_decay, decay_mode)
 
     def plain(grad, param, lr):
-        return (-scaled_gradient(grad, param, lr),)
+        return (with_decay(-scaled_gradient(grad, param, lr), param, lr),)
 
     def with_momentum(grad, param, buffer, lr):
         step = scaled_gradient(grad, param, lr)
         buffer = momentum * buffer - step
-        return (momentum * buffer - step if nesterov else buffer), buffer
+        step = momentum * buffer - step if nesterov else buffer
+        return with_decay(step, param, lr), buffer
 
     rule = RowRule(
-        slots={"momentum": 0.0} if has_momentum else {},
+        slots={"momentum": Slot(0.0)} if has_momentum else {},
         scalars=lambda count: (hyper.rate(learning_rate, count),),
         rule=with_momentum if has_momentum else plain,
         needs_param=not hyper.is_zero(weight_decay),
+        state_dtype=state_dtype,
     )
     return optimizer(rule, MomentumState if has_momentum else SgdState, lazy_update)

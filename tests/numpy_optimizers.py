@@ -5,7 +5,7 @@ a loop, and only rows in the gradient are visited (or all, for zero semantics).
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -21,7 +21,18 @@ class Model:
 
     def __post_init__(self):
         self.param = np.array(self.param, np.float64)
-        self.state = {name: np.full_like(self.param, x) for name, x in self.slots().items()}
+        self.state = {name: self.full(name, x) for name, x in self.slots().items()}
+
+    per_row: ClassVar = ()
+
+    def full(self, name, value):
+        shape = self.param.shape
+        if name in self.per_row:
+            shape = shape[:1] + (1,) * (len(shape) - 1)
+        return np.full(shape, value)
+
+    def square(self, g):
+        return np.mean(g**2) if self.per_row else g**2
 
     def slots(self) -> dict[str, float]:
         raise NotImplementedError
@@ -42,7 +53,8 @@ class Model:
     def gradient(self, row, g, clip_after_decay=False):
         h = self.hyper
         g = g * h.get("rescale_grad", 1.0) * (-1 if h.get("maximize") else 1)
-        decay = h.get("weight_decay", 0.0) * self.param[row]
+        l2 = h.get("decay_mode", "l2") == "l2"
+        decay = h.get("weight_decay", 0.0) * self.param[row] * l2
         bound = h.get("clip_gradient")
         bound = np.inf if bound is None else bound
         if clip_after_decay:
@@ -52,6 +64,11 @@ class Model:
     def rate(self):
         rate = self.hyper["learning_rate"]
         return rate(self.steps - 1) if callable(rate) else rate
+
+    def decay(self, row, rate) -> None:
+        """Decoupled weight decay, of the parameter as it was before the step."""
+        if self.hyper.get("decay_mode") == "decoupled":
+            self.param[row] -= rate * self.hyper["weight_decay"] * self.param[row]
 
     def update_row(self, row, g) -> None:
         raise NotImplementedError
@@ -64,6 +81,7 @@ class Sgd(Model):
     def update_row(self, row, g):
         mu = self.hyper.get("momentum", 0.0)
         step = self.rate() * self.gradient(row, g)
+        self.decay(row, self.rate())
         if not mu:
             self.param[row] -= step
             return
@@ -82,8 +100,9 @@ class Adam(Model):
         b1, b2 = h.get("b1", 0.9), h.get("b2", 0.999)
         g = self.gradient(row, g, clip_after_decay=True)
         m = b1 * self.state["mu"][row] + (1 - b1) * g
-        v = b2 * self.state["nu"][row] + (1 - b2) * g**2
+        v = b2 * self.state["nu"][row] + (1 - b2) * self.square(g)
         self.state["mu"][row], self.state["nu"][row] = m, v
+        self.decay(row, self.rate())
         scale = np.sqrt(1 - b2**self.steps) / (1 - b1**self.steps)
         root = np.sqrt(v + h.get("eps_root", 0.0)) + h.get("eps", 1e-8)
         self.param[row] -= self.rate() * scale * m / root
@@ -96,8 +115,33 @@ class Adagrad(Model):
     def update_row(self, row, g):
         h = self.hyper
         g = self.gradient(row, g)
-        self.state["sum_of_squares"][row] += g**2
+        self.state["sum_of_squares"][row] += self.square(g)
         total = self.state["sum_of_squares"][row]
         rate = self.rate() / (1 + (self.steps - 1) * h.get("lr_decay", 0.0))
+        self.decay(row, rate)
         root = np.sqrt(total + h.get("eps_root", 0.0)) + h.get("eps", 1e-10)
         self.param[row] -= rate * g / root
+
+
+class RowwiseAdam(Adam):
+    per_row: ClassVar = ("nu",)
+
+
+class RowwiseAdagrad(Adagrad):
+    per_row: ClassVar = ("sum_of_squares",)
+
+
+class Ftrl(Model):
+    def slots(self):
+        return {"z": 0.0, "n": 0.0}
+
+    def update_row(self, row, g):
+        h, lr, w = self.hyper, self.rate(), np.copy(self.param[row])
+        l1, beta, decay = h.get("l1", 0.01), h.get("beta", 1.0), h.get("weight_decay", 0.0)
+        g = self.gradient(row, g) - decay * w  # the decay is not in FTRL's gradient
+        n = np.copy(self.state["n"][row])
+        z = self.state["z"][row] + g - (np.sqrt(n + g**2) - np.sqrt(n)) / lr * w
+        self.state["n"][row], self.state["z"][row] = n + g**2, z
+        scale = (beta + np.sqrt(n + g**2)) / lr + decay
+        zero, beyond = np.zeros_like(z), np.abs(z) > l1
+        self.param[row] = np.divide(np.sign(z) * l1 - z, scale, out=zero, where=beyond)

@@ -1,4 +1,4 @@
-"""`sgd`, `adam` and `adagrad` follow their formulas: 20 steps against float64 NumPy."""
+"""The named optimizers follow their formulas: 20 steps against float64 NumPy."""
 
 import hypothesis.strategies as st
 import jax
@@ -18,6 +18,9 @@ MODELS = {
     "sgd": (jmask.sgd, numpy_optimizers.Sgd),
     "adam": (jmask.adam, numpy_optimizers.Adam),
     "adagrad": (jmask.adagrad, numpy_optimizers.Adagrad),
+    "rowwise_adam": (jmask.rowwise_adam, numpy_optimizers.RowwiseAdam),
+    "rowwise_adagrad": (jmask.rowwise_adagrad, numpy_optimizers.RowwiseAdagrad),
+    "ftrl": (jmask.ftrl, numpy_optimizers.Ftrl),
 }
 
 
@@ -44,9 +47,35 @@ CASES = [
     ("adagrad", {"learning_rate": schedule, "initial_accumulator_value": 0.5}),
     ("adagrad", {"learning_rate": 0.1, "eps": 0.0, "eps_root": 1e-7}),
     ("adagrad", {"learning_rate": 0.1, "weight_decay": 0.5, "clip_gradient": 0.5}),
+    (
+        "sgd",
+        {
+            "learning_rate": schedule,
+            "momentum": 0.5,
+            "weight_decay": 0.5,
+            "decay_mode": "decoupled",
+        },
+    ),
+    ("adam", {"learning_rate": schedule, "weight_decay": 0.5, "decay_mode": "decoupled"}),
+    (
+        "adagrad",
+        {"learning_rate": 0.1, "lr_decay": 0.1, "weight_decay": 0.5, "decay_mode": "decoupled"},
+    ),
+    ("rowwise_adam", {"learning_rate": 0.1, "eps": 1e-3}),
+    (
+        "rowwise_adam",
+        {"learning_rate": schedule, "weight_decay": 0.5, "decay_mode": "decoupled"},
+    ),
+    ("rowwise_adagrad", {"learning_rate": 0.1}),
+    ("rowwise_adagrad", {"learning_rate": 0.1, "eps": 0.0, "eps_root": 1e-5}),
+    ("rowwise_adagrad", {"learning_rate": schedule, "weight_decay": 0.5}),
+    ("ftrl", {"learning_rate": 0.1, "l1": 0.5}),
+    ("ftrl", {"learning_rate": schedule, "weight_decay": 0.5, "clip_gradient": 0.5}),
+    ("ftrl", {"learning_rate": 0.1, "beta": 0.0, "rescale_grad": 0.7}),
 ]
 NAMES = [
-    f"{name} {' '.join(str(k) for k in hyper if k != 'learning_rate')}" for name, hyper in CASES
+    f"{name} {' '.join(str(v if k == 'decay_mode' else k) for k, v in hyper.items())}"
+    for name, hyper in CASES
 ]
 
 
@@ -148,6 +177,10 @@ class TestOnePass:
         program = step.lower(gradient, tx.init(table), table).as_text()
         # A traced learning rate is an update of its own, and one table has room for none.
         alone = name == "sgd" and callable(hyper["learning_rate"]) and "momentum" not in hyper
+        if name.startswith("rowwise"):
+            # The accumulator of a row is set, and its entries are added to.
+            assert program.count('"stablehlo.scatter"') == 2 + ("adam" in name)
+            return
         assert program.count('"stablehlo.scatter"') == 1
         assert ("stablehlo.gather" in program) == alone
 
