@@ -11,6 +11,8 @@ from jmask._apply import apply_gradients as apply_gradients
 from jmask._apply import apply_updates as apply_updates
 from jmask._apply import densify as densify
 from jmask._cast_storage import cast_storage as cast_storage
+from jmask._conditional_step import skip_nonfinite as skip_nonfinite
+from jmask._drop_rows import drop_nonfinite_rows as drop_nonfinite_rows
 from jmask._fallback import StorageFallbackWarning as StorageFallbackWarning
 from jmask._fallback import strict as strict
 from jmask._ftrl import ftrl as ftrl
@@ -20,15 +22,19 @@ from jmask._masked_storage import to_numpy_ma as to_numpy_ma
 from jmask._masked_tensor import MaskedTensor as MaskedTensor
 from jmask._masked_tensor import as_masked_tensor as as_masked_tensor
 from jmask._masked_tensor import masked_tensor as masked_tensor
+from jmask._multi_steps import multi_steps as multi_steps
 from jmask._npz import load_npz as load_npz
 from jmask._npz import save_npz as save_npz
 from jmask._plain_arrays import from_arrays as from_arrays
 from jmask._plain_arrays import to_arrays as to_arrays
+from jmask._row_norms import clip_by_row_norm as clip_by_row_norm
+from jmask._row_norms import max_row_norm as max_row_norm
 from jmask._row_operations import add_n as add_n
 from jmask._row_operations import retain as retain
 from jmask._row_operations import square_sum as square_sum
 from jmask._row_sparse import RowSparse as RowSparse
 from jmask._sgd import sgd as sgd
+from jmask._stochastic_rounding import stochastic_round as stochastic_round
 from jmask._value_and_grad import grad as grad
 from jmask._value_and_grad import value_and_grad as value_and_grad
 

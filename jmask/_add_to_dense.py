@@ -10,14 +10,20 @@ import jax.numpy as jnp
 
 from jmask._row_sparse import RowSparse
 from jmask._rows import add_rows, gather_rows, set_rows
+from jmask._stochastic_rounding import is_narrow, stochastic_round
 
 
-def add_to_dense(dense: Any, rows: RowSparse) -> jax.Array:
+def add_to_dense(dense: Any, rows: RowSparse, key: jax.Array | None = None) -> jax.Array:
     """`dense + rows`, touching only the rows stored: what `optax.apply_updates` needs.
 
     Floating arrays keep their dtype, as in `dense.at[ids].add(...)`: a bfloat16 table plus
     float32 updates is added in float32 on the touched rows and rounded once to bfloat16.
     Otherwise the dtypes promote as in JAX.
+
+    Args:
+        dense (V, *row): an array.
+        rows: of the same shape.
+        key: of `jax.random`; sums are then rounded stochastically to a 16-bit dtype.
 
     Raises:
         ValueError: if the shapes differ.
@@ -32,9 +38,14 @@ def add_to_dense(dense: Any, rows: RowSparse) -> jax.Array:
     dtype = jnp.result_type(dense, rows.values)
     if not both_float:
         dense = dense.astype(dtype)
-    if dense.dtype == dtype:
+    key = key if is_narrow(dense.dtype) else None
+    if dense.dtype == dtype and key is None:
         return add_rows(dense, rows.row_ids(), rows.values, coalesced=rows.coalesced)
     rows = rows.coalesce()
     ids = rows.row_ids()
-    old = gather_rows(dense, ids, coalesced=True).astype(dtype)
-    return set_rows(dense, ids, old + rows.values.astype(dtype), coalesced=True)
+    wide = dtype if key is None else jnp.promote_types(dtype, jnp.float32)
+    old = gather_rows(dense, ids, coalesced=True).astype(wide)
+    new = old + rows.values.astype(wide)
+    if key is not None:
+        new = stochastic_round(new, dense.dtype, key)
+    return set_rows(dense, ids, new, coalesced=True)

@@ -1,5 +1,7 @@
 """Putting gradients and updates to use: `densify`, `apply_updates`, `apply_gradients`."""
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ from jmask._masked_gradient import (
 from jmask._masked_tensor import MaskedTensor
 from jmask._parameters import check_fits, check_gradient
 from jmask._row_sparse import is_row_sparse
+from jmask._stochastic_rounding import is_narrow, stochastic_round
 
 
 def densify() -> optax.GradientTransformation:
@@ -48,7 +51,9 @@ def _dense(gradient: Any) -> Any:
     return gradient.todense() if is_row_sparse(gradient) else gradient
 
 
-def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
+def apply_updates(
+    params: optax.Params, updates: optax.Updates, *, key: jax.Array | None = None
+) -> optax.Params:
     """`optax.apply_updates` for trees that may hold sparse or masked updates.
 
     Stock `optax.apply_updates` does the same. This one also checks shapes by name, and
@@ -57,6 +62,9 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
     Args:
         params: a tree of arrays; None leaves are kept.
         updates: updates of the same structure; a None update leaves its parameter alone.
+        key: of `jax.random`, a new one in each step. With it 16-bit parameters are rounded
+            stochastically (see `stochastic_round`), so that updates too small to change
+            them change them on average. The others are rounded to nearest as always.
 
     Returns:
         The updated parameters, dtypes kept.
@@ -71,7 +79,10 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
         {'t': Array([1. , 1.5, 1. ], dtype=float32)}
     """
 
+    keys = _key_of_each_leaf(key)
+
     def apply(path: Any, update: Any, param: Any) -> Any:
+        leaf_key = next(keys)
         if update is None or param is None:
             return param
         if is_gradient_leaf(update):
@@ -83,13 +94,20 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
             else:
                 update = unchanged_where_masked(update, valid)
         if is_row_sparse(update):
-            return add_to_dense(param, update)
+            return add_to_dense(param, update, leaf_key)
         param = jnp.asarray(param)
-        return jnp.asarray(param + update).astype(param.dtype)
+        if leaf_key is None or not is_narrow(param.dtype):
+            return jnp.asarray(param + update).astype(param.dtype)
+        wide = jnp.promote_types(jnp.result_type(param, update), jnp.float32)
+        return stochastic_round(param.astype(wide) + update, param.dtype, leaf_key)
 
     return jax.tree.map_with_path(
         apply, updates, params, is_leaf=lambda x: x is None or is_gradient_leaf(x)
     )
+
+
+def _key_of_each_leaf(key: jax.Array | None) -> Iterator[jax.Array | None]:
+    return (None if key is None else jax.random.fold_in(key, i) for i in itertools.count())
 
 
 def apply_gradients(
@@ -97,6 +115,8 @@ def apply_gradients(
     grads: optax.Updates,
     opt_state: optax.OptState,
     params: optax.Params,
+    *,
+    key: jax.Array | None = None,
     **extra_args: Any,
 ) -> tuple[optax.Params, optax.OptState]:
     """One optimizer step: `tx.update` and `apply_updates`, in one pass where possible.
@@ -110,6 +130,7 @@ def apply_gradients(
         grads: gradients as from `jmask.grad`.
         opt_state: the state of `tx`.
         params: the parameters.
+        key: for stochastic rounding of 16-bit parameters, as in `apply_updates`.
         **extra_args: passed on to `tx.update`.
 
     Returns:
@@ -124,8 +145,8 @@ def apply_gradients(
         Array([1. , 0.5, 1. ], dtype=float32)
     """
     one_pass = getattr(tx, "apply_gradients", None)
-    if one_pass is not None:
+    if one_pass is not None and key is None:
         return one_pass(grads, opt_state, params)
     tx = optax.with_extra_args_support(tx)
     updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
-    return apply_updates(params, updates), opt_state
+    return apply_updates(params, updates, key=key), opt_state

@@ -74,6 +74,11 @@ def with_optax(tx: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
     return optax.apply_updates(params, updates), state
 
 
+def rounded_stochastically(tx: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    """One step whose result is rounded to the parameters' dtype at random."""
+    return jmask.apply_gradients(tx, grads, state, params, key=jax.random.key(0))
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """A training step, up to the number of rows of its table.

@@ -20,6 +20,7 @@ from tests.compiled_step import (
     IN_PLACE,
     Step,
     linear,
+    rounded_stochastically,
     squares_in_scan,
     squares_of_several_lookups,
     whole_table_operations,
@@ -36,6 +37,15 @@ OPTIMIZERS: dict[str, optax.GradientTransformation] = {
     "adam": jmask.adam(),
     "adam with weight decay": jmask.adam(weight_decay=0.1),
     "adagrad": jmask.adagrad(),
+    "adagrad with decoupled decay": jmask.adagrad(weight_decay=0.1, decay_mode="decoupled"),
+    "rowwise adagrad": jmask.rowwise_adagrad(),
+    "rowwise adam with weight decay": jmask.rowwise_adam(weight_decay=0.1),
+    "ftrl": jmask.ftrl(),
+    "adam unless not finite": jmask.skip_nonfinite(jmask.adam()),
+    "adam without bad rows": optax.chain(jmask.drop_nonfinite_rows(), jmask.adam()),
+    "adam within norms": optax.chain(
+        jmask.clip_by_row_norm(1.0), jmask.adam(), jmask.max_row_norm(1.0)
+    ),
     "optax.adamw": jmask.lazy(optax.adamw(1e-3)),
     "clipped optax.adam": jmask.lazy(
         optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
@@ -65,6 +75,13 @@ STEPS: dict[str, Step] = {
     "lookups in scan": Step(ADAMW, loss=squares_in_scan),
     "apply_gradients": Step(ADAMW, apply=jmask.apply_gradients),
     "one pass, adam": Step(OPTIMIZERS["adam"], apply=jmask.apply_gradients),
+    "one pass, ftrl": Step(OPTIMIZERS["ftrl"], apply=jmask.apply_gradients),
+    "one pass, unless not finite": Step(
+        OPTIMIZERS["adam unless not finite"], apply=jmask.apply_gradients
+    ),
+    "float16, rounded stochastically": Step(
+        jmask.adagrad(state_dtype=jnp.float32), dtype=jnp.float16, apply=rounded_stochastically
+    ),
     "one pass, adagrad": Step(OPTIMIZERS["adagrad"], apply=jmask.apply_gradients),
     "one pass, momentum": Step(OPTIMIZERS["sgd with all terms"], apply=jmask.apply_gradients),
 }

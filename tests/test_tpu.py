@@ -16,7 +16,13 @@ import pytest
 from jax.experimental import topologies
 
 import jmask
-from tests.compiled_step import IN_PLACE, Step, linear, whole_table_operations
+from tests.compiled_step import (
+    IN_PLACE,
+    Step,
+    linear,
+    rounded_stochastically,
+    whole_table_operations,
+)
 
 pytestmark = pytest.mark.tpu
 
@@ -37,9 +43,19 @@ STEPS: dict[str, Step] = {
     "adagrad": Step(jmask.adagrad(), row=(128,)),
     "optax.adamw": Step(LAZY_ADAMW, row=(128,)),
     "adam in one pass": Step(jmask.adam(), row=(128,), apply=jmask.apply_gradients),
+    "rowwise adagrad": Step(jmask.rowwise_adagrad(), row=(128,)),
+    "ftrl": Step(jmask.ftrl(), row=(128,), apply=jmask.apply_gradients),
+    "adagrad unless not finite": Step(jmask.skip_nonfinite(jmask.adagrad()), row=(128,)),
     "linear loss": Step(jmask.sgd(0.1), row=(128,), loss=linear),
     # Few lookups and one array: compiling takes seconds for each bfloat16 scatter.
     "bfloat16": Step(jmask.sgd(0.1), row=(128,), dtype=jnp.bfloat16, lookups=64),
+    "bfloat16, rounded stochastically": Step(
+        jmask.rowwise_adagrad(state_dtype=jnp.float32),
+        row=(128,),
+        dtype=jnp.bfloat16,
+        lookups=64,
+        apply=rounded_stochastically,
+    ),
 }
 
 

@@ -1,0 +1,127 @@
+"""Steps that are taken or not, as a value under jit decides: all finite, every k-th.
+
+    take True     update and state of the inner transformation
+    take False    no update: padding rows and zeros; the state bit for bit as it was
+
+Both branches are those of one `lax.cond`, which XLA runs in place: no table is copied, and a
+step not taken costs nothing of the inner transformation.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jmask._apply import apply_gradients
+from jmask._masked_gradient import is_gradient_leaf
+from jmask._masked_tensor import MaskedTensor
+from jmask._row_rule import OnePassOptimizer
+from jmask._row_sparse import RowSparse, is_row_sparse
+from jmask._storage import is_entry, is_sparse, stored_values
+
+
+class SkipNonfiniteState(NamedTuple):
+    """State of `skip_nonfinite`.
+
+    Attributes:
+        skipped: how many steps were not taken, int32.
+        inner_state: of the transformation.
+    """
+
+    skipped: jax.Array
+    inner_state: Any
+
+
+def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassOptimizer:
+    """Take no step where a gradient is nan or infinite: parameters and state keep their bits.
+
+    Args:
+        inner: any transformation, `jmask.adam(...)` or `jmask.lazy(...)`.
+
+    Returns:
+        A transformation whose state counts in `skipped` the steps not taken; a skipped step
+        does not advance the count of `inner` either. It looks at the rows of the batch, not
+        at tables. `jmask.apply_gradients` keeps the one pass of a named optimizer.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> tx, table = jmask.skip_nonfinite(jmask.sgd(0.5)), jnp.ones((3, 1))
+        >>> grads = jmask.RowSparse([1], jnp.array([[jnp.nan]]), (3, 1))
+        >>> table, state = jmask.apply_gradients(tx, grads, tx.init(table), table)
+        >>> table.ravel(), state.skipped
+        (Array([1., 1., 1.], dtype=float32), Array(1, dtype=int32))
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: optax.Params) -> SkipNonfiniteState:
+        return SkipNonfiniteState(jnp.zeros((), jnp.int32), inner.init(params))
+
+    def update(updates, state, params=None, **extra_args):
+        finite = all_finite(updates)
+        updates, inner_state = update_if(
+            finite, inner, updates, state.inner_state, params, extra_args
+        )
+        return updates, SkipNonfiniteState(state.skipped + ~finite, inner_state)
+
+    def apply(grads, state, params):
+        finite = all_finite(grads)
+        params, inner_state = apply_if(finite, inner, grads, state.inner_state, params)
+        return params, SkipNonfiniteState(state.skipped + ~finite, inner_state)
+
+    transformation = OnePassOptimizer(init, update)
+    transformation.apply_gradients = apply
+    return transformation
+
+
+def all_finite(gradients: Any) -> jax.Array:
+    """Whether no entry of a gradient, padding and masked ones apart, is nan or infinite."""
+    finite = jnp.ones((), bool)
+    for leaf in jax.tree.leaves(gradients, is_leaf=is_gradient_leaf):
+        ignored: Any = False
+        storage = leaf.storage if isinstance(leaf, MaskedTensor) else leaf
+        values = jnp.asarray(stored_values(storage))
+        if isinstance(leaf, MaskedTensor):
+            ignored = ~leaf.valid
+        elif is_sparse(storage):
+            ignored = ~is_entry(storage)
+        if jnp.issubdtype(values.dtype, jnp.inexact):
+            finite &= jnp.all(jnp.isfinite(values) | ignored)
+    return finite
+
+
+def update_if(
+    take: jax.Array,
+    inner: optax.GradientTransformationExtraArgs,
+    updates: Any,
+    state: Any,
+    params: Any,
+    extra_args: dict[str, Any],
+) -> tuple[Any, Any]:
+    """`inner.update` where `take`, else no update and the state as it was."""
+
+    def run() -> tuple[Any, Any]:
+        return inner.update(updates, state, params, **extra_args)
+
+    shapes, _ = jax.eval_shape(run)
+    return lax.cond(take, run, lambda: (_no_update(shapes), state))
+
+
+def apply_if(
+    take: jax.Array, inner: optax.GradientTransformation, grads: Any, state: Any, params: Any
+) -> tuple[Any, Any]:
+    """Parameters and state after `jmask.apply_gradients` where `take`, else as they were."""
+    return lax.cond(
+        take, lambda: apply_gradients(inner, grads, state, params), lambda: (params, state)
+    )
+
+
+def _no_update(shapes: Any) -> Any:
+    def nothing(x: Any) -> Any:
+        if not is_row_sparse(x):
+            return jnp.zeros(x.shape, x.dtype)
+        zeros = RowSparse.zeros(x.shape, x.dtype, x.nse)
+        return RowSparse.tree_unflatten((x.shape, x.coalesced), jax.tree.leaves(zeros))
+
+    return jax.tree.map(nothing, shapes, is_leaf=is_row_sparse)

@@ -1,0 +1,115 @@
+"""Bounds on the norms of rows: of the gradient before an optimizer, of the table after it.
+
+max_norm 1:   row [3, 4] -> [.6, .8],    row [.3, .4] stays
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jmask._lazy import lazy
+
+
+def clip_by_row_norm(
+    max_norm: Any,
+    ord: Any = 2,  # noqa: A002
+) -> optax.GradientTransformationExtraArgs:
+    """A transformation that scales down rows of the gradient whose norm exceeds `max_norm`.
+
+    One example with a huge loss then moves the rows it looked up by a bounded amount and no
+    others, which clipping by the global norm cannot do. Rows are those of axis 0 of every
+    leaf; of a `RowSparse`, equal indices are added first.
+
+    Args:
+        max_norm: positive; a number or a (traced) scalar.
+        ord: the order of the norm, 1, 2 or inf.
+
+    Returns:
+        A transformation to chain before any other, inside `jmask.lazy` or outside.
+
+    Raises:
+        ValueError: if `max_norm` is a number that is not positive, or `ord` is below 1.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> tx = jmask.clip_by_row_norm(1.0)
+        >>> grads = jmask.RowSparse([1, 2], jnp.array([[3., 4.], [.3, .4]]), (5, 2))
+        >>> tx.update(grads, tx.init(jnp.zeros((5, 2))))[0].values
+        Array([[0.6, 0.8],
+               [0.3, 0.4]], dtype=float32)
+    """
+    _check(max_norm, ord)
+
+    def clip(updates: optax.Updates, params: optax.Params | None = None) -> optax.Updates:
+        return jax.tree.map(lambda g: _bounded(g, max_norm, ord).astype(g.dtype), updates)
+
+    return lazy(optax.stateless(clip))
+
+
+def max_row_norm(
+    max_norm: Any,
+    ord: Any = 2,  # noqa: A002
+) -> optax.GradientTransformationExtraArgs:
+    """A transformation that keeps the rows of the parameters within `max_norm`.
+
+    Last in a chain, it changes the updates so that the rows they touch come out with at most
+    that norm. Rows that are not touched stay, whatever their norm.
+
+    Args:
+        max_norm: positive; a number or a (traced) scalar.
+        ord: the order of the norm, 1, 2 or inf.
+
+    Returns:
+        A transformation that needs `params`. Restrict it to tables by `optax.masked`: of a
+        parameter of one dimension every entry is a row.
+
+    Raises:
+        ValueError: if `max_norm` is a number that is not positive, or `ord` is below 1.
+
+    References:
+        The `max_norm` of torch's Embedding, which acts before the lookup instead.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, jmask
+        >>> tx = optax.chain(jmask.sgd(1.0), jmask.max_row_norm(1.0))
+        >>> table = jnp.ones((3, 2))
+        >>> grads = jmask.RowSparse([1], jnp.array([[-2., -3.]]), (3, 2))
+        >>> updates, _ = tx.update(grads, tx.init(table), table)
+        >>> optax.apply_updates(table, updates)
+        Array([[1. , 1. ],
+               [0.6, 0.8],
+               [1. , 1. ]], dtype=float32)
+    """
+    _check(max_norm, ord)
+
+    def project(update: jax.Array, param: jax.Array) -> jax.Array:
+        wide = jnp.promote_types(jnp.result_type(update, param), jnp.float32)
+        param = param.astype(wide)
+        return _bounded(param + update, max_norm, ord) - param
+
+    def within(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
+        if params is None:
+            raise ValueError("`params` must be given to update(): max_row_norm bounds them.")
+        return jax.tree.map(project, updates, params)
+
+    return lazy(optax.stateless(within))
+
+
+def _check(max_norm: Any, order: Any) -> None:
+    if isinstance(max_norm, int | float) and not max_norm > 0:
+        raise ValueError(f"`max_norm` must be positive, got {max_norm}.")
+    if not order >= 1:
+        raise ValueError(f"`ord` must be at least 1, got {order}.")
+
+
+def _bounded(rows: jax.Array, max_norm: Any, order: Any) -> jax.Array:
+    """Rows (n, *row), in float32 at least, scaled to a norm of at most `max_norm`."""
+    rows = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
+    if rows.ndim == 0:
+        return jnp.clip(rows, -max_norm, max_norm)
+    flat = rows.reshape(rows.shape[0], -1)
+    size = jnp.linalg.vector_norm(flat, ord=order, axis=1)
+    factor = jnp.where(size > max_norm, max_norm / size, 1)
+    return rows * factor.reshape((-1,) + (1,) * (rows.ndim - 1))

@@ -1,0 +1,60 @@
+"""Stochastic rounding: to one of the two neighbours in a narrow dtype, right on average.
+
+    bfloat16 has 256 and 258 and nothing between:
+    256.5   to nearest: always 256        stochastically: 258 one time in four, else 256
+
+Rounded to nearest, a bfloat16 weight of 256 never moves if each step adds 0.5; rounded
+stochastically its mean moves by 0.5 a step.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_DRAWS = 2**16
+
+
+def is_narrow(dtype: Any) -> bool:
+    """Whether a dtype is floating and of 16 bits or fewer."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 16
+
+
+def stochastic_round(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
+    """`x` rounded to a narrower dtype, up or down at random with `x` as the mean.
+
+    A number between two neighbours a < x < b becomes b with probability (x - a) / (b - a).
+    That is exact for float32 to bfloat16 and to float16 (16 random bits decide, and no more
+    are lost), subnormal results of float16 apart, where it is off by less than 2**-16.
+
+    Args:
+        x: floating.
+        dtype: the dtype of the result.
+        key: of `jax.random`; the same key gives the same result. Keys of the "rbg"
+            implementation are the fastest.
+
+    Returns:
+        An array of `dtype`. What `dtype` represents stays as it is; nan, inf and what
+        overflows are rounded to nearest.
+
+    References:
+        Gupta et al., "Deep Learning with Limited Numerical Precision", 2015.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jmask
+        >>> x = jnp.full(10_000, 256.5)
+        >>> y = jmask.stochastic_round(x, jnp.bfloat16, jax.random.key(0))
+        >>> sorted(set(y.tolist()))
+        [256.0, 258.0]
+        >>> bool(abs(y.astype(jnp.float32).mean() - 256.5) < 0.05)
+        True
+    """
+    x = jnp.asarray(x)
+    near = x.astype(dtype)
+    error = x - near.astype(x.dtype)
+    towards = jnp.where(error > 0, jnp.inf, -jnp.inf).astype(dtype)
+    other = jnp.nextafter(near, towards)
+    gap = other.astype(x.dtype) - near.astype(x.dtype)
+    # Where nothing was lost, or x is not finite, the quotient is 0 or nan: near stays.
+    draw = jax.random.bits(key, x.shape, jnp.uint16).astype(x.dtype)
+    return jnp.where(draw < error / gap * _DRAWS, other, near)

@@ -1,0 +1,208 @@
+"""Steps skipped, rows left out, microbatches accumulated: exact, and bit-equal otherwise."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmask
+from tests.oracle import densified
+
+V, D = 9, 3
+TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), jnp.float32)
+PARAMS = {"t": TABLE, "w": jnp.ones(4)}
+
+INNER = {
+    "jmask.adam": jmask.adam(0.1),
+    "jmask.sgd": jmask.sgd(0.1, momentum=0.9),
+    "jmask.rowwise_adagrad": jmask.rowwise_adagrad(0.1, weight_decay=0.1),
+    "lazy(adamw)": jmask.lazy(optax.adamw(0.1)),
+    "chain": optax.chain(jmask.clip_by_row_norm(0.5), jmask.adagrad(0.1)),
+}
+
+
+def gradient(seed, size=4):
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(-1, V + 1, size)
+    rows = jmask.RowSparse(ids, jnp.asarray(rng.normal(size=(size, D)), jnp.float32), (V, D))
+    return {"t": rows, "w": jnp.asarray(rng.normal(size=4), jnp.float32)}
+
+
+def with_updates(tx):
+    @jax.jit
+    def step(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def in_one_pass(tx):
+    return jax.jit(lambda grads, state, params: jmask.apply_gradients(tx, grads, state, params))
+
+
+def assert_equal(x, y):
+    jax.tree.map(np.testing.assert_array_equal, x, y)
+
+
+def assert_close(x, y):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), x, y)
+
+
+@pytest.mark.parametrize("how", [with_updates, in_one_pass])
+@pytest.mark.parametrize("name", INNER)
+class TestSkipNonfinite:
+    def test_only_finite_steps_are_taken(self, name, how):
+        inner = INNER[name]
+        tx = jmask.skip_nonfinite(inner)
+        step, expected_step = how(tx), how(inner)
+        params, state = PARAMS, tx.init(PARAMS)
+        expected, expected_state = PARAMS, inner.init(PARAMS)
+        bad = {
+            1: lambda g: {**g, "w": g["w"].at[2].set(jnp.nan)},
+            2: lambda g: {**g, "t": g["t"].with_values(g["t"].values.at[0, 1].set(-jnp.inf))},
+        }
+        for number in range(5):
+            grads = gradient(number + 2)
+            if number in bad:
+                before = (params, state.inner_state)
+                params, state = step(bad[number](grads), state, params)
+                assert_equal((params, state.inner_state), before)
+            else:
+                params, state = step(grads, state, params)
+                expected, expected_state = expected_step(grads, expected_state, expected)
+        assert state.skipped == 2
+        assert_close((params, state.inner_state), (expected, expected_state))
+
+    def test_garbage_under_padding_does_not_count(self, name, how):
+        tx = jmask.skip_nonfinite(INNER[name])
+        rows = jmask.RowSparse([1, -1], jnp.array([[1.0] * D, [jnp.nan] * D]), (V, D))
+        grads = {"t": rows, "w": jnp.zeros(4)}
+        params, state = how(tx)(grads, tx.init(PARAMS), PARAMS)
+        assert state.skipped == 0
+        assert (params["t"][1] != PARAMS["t"][1]).all()
+        assert np.isfinite(params["t"]).all()
+
+
+def test_skipping_dense_and_masked_gradients():
+    tx = jmask.skip_nonfinite(jmask.sgd(1.0))
+    values, mask = jnp.array([1.0, jnp.nan]), jnp.array([True, False])
+    for grads, skipped in ((values, 1), (jmask.masked_tensor(values, mask), 0)):
+        params, state = jmask.apply_gradients(tx, grads, tx.init(jnp.ones(2)), jnp.ones(2))
+        assert state.skipped == skipped
+        np.testing.assert_array_equal(params, [1 - (not skipped), 1])
+
+
+class TestDropRows:
+    def test_bad_rows_are_not_touched(self):
+        tx = optax.chain(jmask.drop_nonfinite_rows(), jmask.adam(0.1, weight_decay=0.1))
+        ids = jnp.array([5, 2, 5, 7, -1])
+        values = jnp.ones((5, D)).at[2, 1].set(jnp.nan).at[4].set(jnp.inf)
+        grads = {"t": jmask.RowSparse(ids, values, (V, D)), "w": jnp.array([1, jnp.nan, 1, 1])}
+        params, state = with_updates(tx)(grads, tx.init(PARAMS), PARAMS)
+        assert state[0].dropped == 2  # row 5 and one entry of w
+        touched = [2, 7]
+        assert_equal(np.delete(params["t"], touched, 0), np.delete(TABLE, touched, 0))
+        assert_equal(np.delete(state[1].mu["t"], touched, 0), np.zeros((V - 2, D)))
+        good = {
+            "t": jmask.RowSparse([2, 7], jnp.ones((2, D)), (V, D)),
+            "w": jnp.array([1.0, 0, 1, 1]),
+        }
+        expected, _ = with_updates(jmask.adam(0.1, weight_decay=0.1))(
+            good, state[1]._replace(count=jnp.int32(0), mu=_zeros(), nu=_zeros()), PARAMS
+        )
+        assert_close(params, expected)
+
+    def test_masked(self):
+        grads = jmask.masked_tensor(jnp.array([1.0, jnp.inf, jnp.nan]), [True, True, False])
+        tx = jmask.drop_nonfinite_rows()
+        grads, state = tx.update(grads, tx.init(None))
+        assert state.dropped == 1
+        assert grads.mask.tolist() == [True, False, False]
+
+
+def _zeros():
+    return jax.tree.map(jnp.zeros_like, PARAMS)
+
+
+@pytest.mark.parametrize("how", [with_updates, in_one_pass])
+class TestMultiSteps:
+    @pytest.mark.parametrize("mean", [True, False])
+    @pytest.mark.parametrize("name", INNER)
+    def test_equals_one_step_with_the_whole_batch(self, how, name, mean):
+        inner = INNER[name]
+        tx = jmask.multi_steps(inner, 3, gradient(0), use_grad_mean=mean)
+        step = how(tx)
+        params, state = PARAMS, tx.init(PARAMS)
+        expected, expected_state = PARAMS, inner.init(PARAMS)
+        for number in range(6):
+            before = (params, state.inner_state)
+            # The last microbatch is a small one.
+            params, state = step(gradient(number, 4 - number // 5), state, params)
+            if number % 3 < 2:
+                assert_equal((params, state.inner_state), before)
+                continue
+            batch = [gradient(i, 4 - i // 5) for i in range(number - 2, number + 1)]
+            total = jmask.tree.mean(batch) if mean else jmask.tree.add(*batch)
+            expected, expected_state = how(inner)(total, expected_state, expected)
+            assert_close((params, state.inner_state), (expected, expected_state))
+        assert state.mini_step == 0
+
+    def test_equals_optax_on_dense_gradients(self, how):
+        dense = [densified(gradient(i)) for i in range(4)]
+        ours, theirs = (
+            jmask.multi_steps(optax.adam(0.1), 2, dense[0]),
+            optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+        )
+        params = expected = PARAMS
+        state, expected_state = ours.init(PARAMS), theirs.init(PARAMS)
+        for grads in dense:
+            params, state = how(ours)(grads, state, params)
+            expected, expected_state = with_updates(theirs)(grads, expected_state, expected)
+            assert_close(params, expected)
+
+    def test_in_place(self, how):
+        temporary = []
+        for rows in (10**5, 10**6):
+            table = jax.ShapeDtypeStruct((rows, 16), jnp.float32)
+            like = jax.eval_shape(
+                lambda rows=rows: jmask.RowSparse(
+                    jnp.zeros(64, int), jnp.zeros((64, 16)), (rows, 16)
+                )
+            )
+            tx = jmask.multi_steps(jmask.adam(), 4, like)
+            state = jax.eval_shape(tx.init, table)
+            step = how(tx).__wrapped__
+            # JAX gives donated buffers to results of the same shape in their order.
+            in_order = jax.jit(lambda p, s, g, f=step: f(g, s, p), donate_argnums=(0, 1))
+            memory = in_order.lower(table, state, like).compile().memory_analysis()
+            assert memory.alias_size_in_bytes >= 3 * rows * 16 * 4
+            temporary.append(memory.temp_size_in_bytes)
+        assert temporary[1] <= 1.01 * temporary[0]
+        assert temporary[1] < 20 * 4 * 64 * 16 * 4
+
+
+class TestBadInput:
+    @pytest.mark.parametrize("every_k", [0, -1, 2.0, None])
+    def test_every_k(self, every_k):
+        with pytest.raises(ValueError, match="`every_k` must be a positive integer, got"):
+            jmask.multi_steps(jmask.sgd(0.1), every_k, gradient(0))
+
+    @pytest.mark.parametrize(
+        ("grads", "message"),
+        [
+            (gradient(0, 5), r"`updates\['t'\]` has 5 rows, but `like` has room for 4"),
+            (densified(gradient(0)), r"`updates\['t'\]` is dense.* but `like` has RowSparse"),
+            ({"t": gradient(0)["t"]}, "must have the structure of `like`"),
+        ],
+    )
+    def test_gradients_that_are_not_like(self, grads, message):
+        tx = jmask.multi_steps(jmask.sgd(0.1), 2, gradient(0))
+        with pytest.raises(ValueError, match=message):
+            tx.update(jax.tree.map(jnp.asarray, grads), tx.init(PARAMS), PARAMS)
+
+    def test_optax_multi_steps_inside_lazy_names_the_way_out(self):
+        tx = optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()
+        with pytest.raises(ValueError, match=r"jmask\.multi_steps"):
+            jmask.lazy(tx).init(PARAMS)

@@ -1,0 +1,155 @@
+"""Optimizers and rates for each table, frozen tables; and runs that are the same twice."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmask
+
+V, D = 8, 2
+PARAMS = {"users": jnp.ones((V, D)), "items": 2 * jnp.ones((V, D)), "w": jnp.ones(D)}
+IDS = {"users": jnp.array([1, 3, 1]), "items": jnp.array([0, 5, 5])}
+
+
+def loss(params, ids):
+    rows = params["users"][ids["users"]] * params["items"][ids["items"]] @ params["w"]
+    return jnp.sum(jnp.tanh(rows - 1))
+
+
+def run(tx, steps=4, params=PARAMS, state=None):
+    traces = []
+
+    @jax.jit
+    def step(params, state):
+        traces.append(1)
+        grads = jmask.grad(loss)(params, IDS)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params) if state is None else state
+    for _ in range(steps):
+        params, state = step(params, state)
+    assert len(traces) == 1
+    return params, state
+
+
+LABELS = {"users": "adam", "items": "adagrad", "w": "dense"}
+ALONE = {
+    "adam": jmask.adam(0.1),
+    "adagrad": jmask.rowwise_adagrad(0.3),
+    "dense": optax.sgd(0.01),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["partition", "lazy(partition)"])
+def test_each_table_its_optimizer(inside):
+    parts = ALONE
+    if inside:
+        parts = {
+            "adam": optax.adam(0.1),
+            "adagrad": optax.adagrad(0.3),
+            "dense": optax.sgd(0.01),
+        }
+    tx = optax.partition(parts, LABELS)
+    params, _ = run(jmask.lazy(tx) if inside else tx)
+    expected = PARAMS
+    states = {
+        name: (jmask.lazy(parts[label]) if inside else parts[label]).init(PARAMS[name])
+        for name, label in LABELS.items()
+    }
+    for _ in range(4):
+        grads, updates = jmask.grad(loss)(expected, IDS), {}
+        for name, label in LABELS.items():
+            tx = jmask.lazy(parts[label]) if inside else parts[label]
+            updates[name], states[name] = tx.update(grads[name], states[name], expected[name])
+        expected = optax.apply_updates(expected, updates)
+    for name in PARAMS:
+        np.testing.assert_allclose(params[name], expected[name], rtol=1e-6)
+    np.testing.assert_array_equal(params["users"][::2], PARAMS["users"][::2])
+
+
+def test_frozen_tables():
+    tx = optax.partition(
+        {"train": jmask.adam(0.1), "freeze": optax.set_to_zero()},
+        {"users": "freeze", "items": "train", "w": "train"},
+    )
+    params, _ = run(tx)
+    np.testing.assert_array_equal(params["users"], PARAMS["users"])
+    assert (params["items"][5] != PARAMS["items"][5]).all()
+
+
+BUILDERS = [
+    jmask.sgd, jmask.adam, jmask.adagrad, jmask.rowwise_adam, jmask.rowwise_adagrad, jmask.ftrl,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("build", BUILDERS, ids=lambda b: b.__name__)
+class TestLearningRates:
+    def test_schedules(self, build):
+        """A schedule is what it says in each step, by the count of the state."""
+        rates = jnp.array([0.1, 0.1, 0.02, 0.02])
+        schedule = optax.piecewise_constant_schedule(0.1, {2: 0.2})
+        scheduled, _ = run(build(schedule))
+        injected = optax.inject_hyperparams(build)(learning_rate=0.1)
+        params, state = PARAMS, injected.init(PARAMS)
+
+        @jax.jit
+        def step(params, state, rate):
+            state.hyperparams["learning_rate"] = rate
+            grads = jmask.grad(loss)(params, IDS)
+            updates, state = injected.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        for rate in rates:
+            params, state = step(params, state, rate)
+        assert step._cache_size() == 1
+        for name in PARAMS:
+            np.testing.assert_allclose(params[name], scheduled[name], rtol=2e-5)
+
+    def test_twice_the_same(self, build):
+        one, two = run(build(0.1)), run(build(0.1))
+        jax.tree.map(np.testing.assert_array_equal, one, two)
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp, numpy as np, jmask
+rng = np.random.default_rng(0)
+table = jnp.asarray(rng.normal(size=(500, 8)), jnp.float32)
+tx = jmask.adam(0.1)
+step = jax.jit(lambda g, s, p: jmask.apply_gradients(tx, g, s, p))
+state = tx.init(table)
+for _ in range(5):
+    ids = rng.zipf(1.2, 3000) % 500
+    rows = jmask.RowSparse(ids, jnp.asarray(rng.normal(size=(3000, 8)), jnp.float32), (500, 8))
+    table, state = step(rows, state, table)
+print(np.asarray(table).tobytes().hex(), np.asarray(state.nu).tobytes().hex())
+"""
+
+
+def test_two_processes_give_the_same_bits():
+    """Hot rows, with hundreds of duplicates each, are summed in one order."""
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM], capture_output=True, check=True, text=True
+        )
+        for _ in range(2)
+    ]
+    assert runs[0].stdout == runs[1].stdout
+    assert len(runs[0].stdout) > 4000
+
+
+def test_duplicates_are_summed_in_their_order():
+    rng = np.random.default_rng(0)
+    values = np.float32(rng.normal(size=400) * 10.0 ** rng.integers(-6, 6, 400))
+    x = jmask.RowSparse(rng.permutation(400) % 3, values, (3,))
+    total = jax.jit(lambda x: x.coalesce())(x).values
+    for row in range(3):
+        expected = np.float32(0)
+        for value in values[np.asarray(x.indices) == row]:
+            expected += value
+        assert total[row] == expected
