@@ -13,7 +13,7 @@ test: .venv/test.stamp .venv/examples.stamp
 
 test-all: lint test test-torch test-tpu
 
-# Compared with torch itself. In an environment of its own: torch is large.
+# Compared with torch and FBGEMM themselves. In an environment of its own: torch is large.
 test-torch: .venv-torch/ready.stamp
 	.venv-torch/bin/python -m pytest -m torch -q tests
 
@@ -44,6 +44,7 @@ clean:
 .venv-torch/ready.stamp: pyproject.toml
 	$(PYTHON) -m venv .venv-torch
 	.venv-torch/bin/python $(INSTALL) -e '.[test]' torch==2.13.0
+	.venv-torch/bin/python $(INSTALL) --no-deps fbgemm-gpu-cpu==1.8.0
 	@touch $@
 
 .venv-tpu/ready.stamp: pyproject.toml

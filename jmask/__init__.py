@@ -35,6 +35,8 @@ from jmask._row_operations import square_sum as square_sum
 from jmask._row_sparse import RowSparse as RowSparse
 from jmask._sgd import sgd as sgd
 from jmask._stochastic_rounding import stochastic_round as stochastic_round
+from jmask._torch_state import from_torch_state as from_torch_state
+from jmask._torch_state import to_torch_state as to_torch_state
 from jmask._value_and_grad import grad as grad
 from jmask._value_and_grad import value_and_grad as value_and_grad
 

@@ -50,7 +50,7 @@ STEPS: dict[str, Step] = {
     # Few lookups and one array: compiling takes seconds for each bfloat16 scatter.
     "bfloat16": Step(jmask.sgd(0.1), row=(128,), dtype=jnp.bfloat16, lookups=64),
     "bfloat16, rounded stochastically": Step(
-        jmask.rowwise_adagrad(state_dtype=jnp.float32),
+        jmask.adagrad(state_dtype=jnp.float32),
         row=(128,),
         dtype=jnp.bfloat16,
         lookups=64,
@@ -77,6 +77,10 @@ def device(topology: str) -> Any:
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_in_place(topology: str, step: Step) -> None:
     temporary = []
+    # A v5p stages arrays of one number for each row: O(V), and not O(V D).
+    narrow = 13 if topology.startswith("v5p") and step is STEPS["rowwise adagrad"] else 0
+    # The random bits of the batch.
+    bits = 2**20 if step.apply is rounded_stochastically else 0
     for rows, allowed in ((SMALL, IN_PLACE | STAGING), (LARGE, IN_PLACE)):
         compiled = step.compile(rows, device(topology))
         memory = compiled.memory_analysis()
@@ -86,9 +90,9 @@ def test_in_place(topology: str, step: Step) -> None:
     # The same within 1 %, or a few rows of the batch that XLA keeps in on-chip memory,
     # which is not counted, for the small table and not for the large one (Adam).
     # Besides the rows of the batch there are buffers of a fixed size.
-    assert max(temporary) <= 10 * step.batch_bytes() + 2**20
+    assert max(temporary) <= 10 * step.batch_bytes() + 2**20 + narrow * LARGE
     grown = temporary[1] - temporary[0]
-    assert grown <= max(temporary[0] // 100, 2 * step.batch_bytes())
+    assert grown <= max(temporary[0] // 100, 2 * step.batch_bytes(), bits, narrow * LARGE)
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
