@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from jmask._apply import apply_updates, densify
 from jmask._fused_update import update_rows
@@ -28,7 +29,9 @@ from jmask._lazy import lazy
 from jmask._masked_gradient import is_gradient_leaf
 from jmask._masked_tensor import MaskedTensor
 from jmask._parameters import check_gradient, check_parameters
-from jmask._row_sparse import is_row_sparse
+from jmask._row_sparse import RowSparse, is_row_sparse
+from jmask._rows import add_rows
+from jmask._stochastic_rounding import is_narrow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +58,8 @@ class RowRule:
             per row, and then it may reduce over the axes of a row.
         needs_param: whether `param` is used; otherwise it may be None.
         state_dtype: dtype of the slots; that of the parameter if None.
+        linear: whether the step is linear in the gradient, without slots and parameter: then
+            rows with equal indices may be added one by one.
     """
 
     slots: Mapping[str, Slot]
@@ -62,6 +67,7 @@ class RowRule:
     rule: Callable[..., tuple[Any, ...]]
     needs_param: bool
     state_dtype: Any = None
+    linear: bool = False
 
     def initial_slot(self, slot: Slot, param: Any) -> jax.Array:
         """A slot before the first step."""
@@ -152,12 +158,30 @@ def _new_tables(
         return (param + step, *slots)
 
     if is_row_sparse(gradient):
+        if rule.linear and tables[0].dtype == gradient.dtype and not is_narrow(gradient.dtype):
+            (step,) = rule.rule(gradient.values, None, *scalars)
+            return [_added(tables[0], gradient.with_values(step))]
         gradient = gradient.coalesce()
         return update_rows(new_entries, tables, gradient.row_ids(), gradient.values, traced)
     return [
         new.astype(old.dtype)
         for new, old in zip(new_entries(*tables, gradient, *traced), tables, strict=True)
     ]
+
+
+def _added(table: jax.Array, rows: RowSparse) -> jax.Array:
+    """The table with rows added: with duplicates as they are, which spares sorting them.
+
+    But not where that may be slow: a GPU adds equal rows one after the other.
+    """
+
+    def one_by_one(table: jax.Array, rows: RowSparse) -> jax.Array:
+        return add_rows(table, rows.row_ids(), rows.values, coalesced=rows.coalesced)
+
+    def summed_first(table: jax.Array, rows: RowSparse) -> jax.Array:
+        return one_by_one(table, rows.coalesce())
+
+    return lax.platform_dependent(table, rows, cpu=one_by_one, default=summed_first)
 
 
 def _dense_optimizer(

@@ -105,5 +105,6 @@ def sgd(
         rule=with_momentum if has_momentum else plain,
         needs_param=not hyper.is_zero(weight_decay),
         state_dtype=state_dtype,
+        linear=not has_momentum and hyper.is_zero(weight_decay) and clip_gradient is None,
     )
     return optimizer(rule, MomentumState if has_momentum else SgdState, lazy_update)

@@ -147,3 +147,17 @@ def test_masked_adagrad(load, capsys):
     assert printed.count(first) == 4
     assert printed.count("[[0.5, 0.5, 9.5, 0.5], [16.5, 0.5, 25.5, 0.5]]") == 4
     assert printed.count(second) == 8
+
+
+def test_low_precision(load, tmp_path, capsys):
+    low_precision = load("low_precision")
+    png = tmp_path / "curves.png"
+    low_precision.main(["--steps", "100", "--plot", str(png)])
+    printed = capsys.readouterr().out
+    rows = re.findall(r"(\w+)[^│]*│ +(0\.\d+) │ +(0\.\d+)", printed)
+    assert [name for name, _, _ in rows] == ["float32", "bfloat16", "bfloat16"]
+    assert all(float(end) < float(start) for _, start, end in rows)
+    assert png.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit):
+        low_precision.main(["--steps", "1"])
+    assert "must be at least 50" in capsys.readouterr().err
