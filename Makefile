@@ -3,10 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-all test-tpu test-torch lint format clean
+.PHONY: demo sparse-linear test test-all test-tpu test-torch bench lint format clean
 
 demo: .venv/examples.stamp
 	$(BIN)/python examples/word2vec.py
+
+sparse-linear: .venv/examples.stamp
+	$(BIN)/python examples/sparse_linear.py
 
 test: .venv/test.stamp .venv/examples.stamp
 	$(BIN)/python -m pytest -n 2 -q
@@ -21,6 +24,10 @@ test-torch: .venv-torch/ready.stamp
 test-tpu: .venv-tpu/ready.stamp
 	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 .venv-tpu/bin/python -m pytest -m tpu -q tests
 
+# Beside torch, FBGEMM and a C loop; `make bench BENCH=--quick` takes under two minutes.
+bench: .venv-bench/ready.stamp
+	.venv-bench/bin/python benchmarks/bench.py $(BENCH)
+
 lint: .venv/lint.stamp .venv/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -31,7 +38,7 @@ format: .venv/lint.stamp
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-torch .venv-tpu
+	rm -rf .venv .venv-torch .venv-tpu .venv-bench
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -45,6 +52,12 @@ clean:
 	$(PYTHON) -m venv .venv-torch
 	.venv-torch/bin/python $(INSTALL) -e '.[test]' torch==2.13.0
 	.venv-torch/bin/python $(INSTALL) --no-deps fbgemm-gpu-cpu==1.8.0
+	@touch $@
+
+.venv-bench/ready.stamp: pyproject.toml
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python $(INSTALL) -e '.[examples]' torch==2.13.0
+	.venv-bench/bin/python $(INSTALL) --no-deps fbgemm-gpu-cpu==1.8.0
 	@touch $@
 
 .venv-tpu/ready.stamp: pyproject.toml

@@ -27,6 +27,7 @@ from jmask._npz import load_npz as load_npz
 from jmask._npz import save_npz as save_npz
 from jmask._plain_arrays import from_arrays as from_arrays
 from jmask._plain_arrays import to_arrays as to_arrays
+from jmask._products import dot as dot
 from jmask._row_norms import clip_by_row_norm as clip_by_row_norm
 from jmask._row_norms import max_row_norm as max_row_norm
 from jmask._row_operations import add_n as add_n

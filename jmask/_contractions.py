@@ -22,7 +22,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._fallback import report_fallback
 from jmask._masked_tensor import MaskedTensor
-from jmask._row_sparse import RowSparse
+from jmask._products import dot as _sparse_dot
 from jmask._storage import is_sparse, stored_values, with_stored_values
 
 
@@ -31,10 +31,12 @@ def matmul(x: Any, y: Any) -> Any:
 
     Args:
         x (..., n, k), y (..., k, m): arrays or `MaskedTensor`s, as in `jnp.matmul`. A masked
-            BCOO or BCSR matrix times a dense operand is not made dense.
+            BCOO or BCSR matrix times a dense operand is not made dense. Of ordinary sparse
+            matrices it is `jmask.dot`.
 
     Returns:
-        An array if both are; otherwise a `MaskedTensor`, masked where no term exists.
+        An array if both are, or the result of `jmask.dot`; otherwise a `MaskedTensor`, masked
+        where no term exists.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -45,7 +47,7 @@ def matmul(x: Any, y: Any) -> Any:
                [0., 0.]], dtype=float32)
     """
     if not isinstance(x, MaskedTensor) and not isinstance(y, MaskedTensor):
-        return jnp.matmul(_array(x), _array(y))
+        return _product(jnp.matmul, x, y)
     if _is_sparse_matrix(x) and not _is_sparse_matrix(y):
         return _combined(lambda a, b: a @ b, x, _on_dense(y))
     return _combined(jnp.matmul, _on_dense(x), _on_dense(y))
@@ -54,7 +56,7 @@ def matmul(x: Any, y: Any) -> Any:
 def dot(x: Any, y: Any) -> Any:
     """`jnp.dot` with masked operands; masked entries contribute nothing. See `matmul`."""
     if not isinstance(x, MaskedTensor) and not isinstance(y, MaskedTensor):
-        return jnp.dot(_array(x), _array(y))
+        return _product(jnp.dot, x, y)
     return _combined(jnp.dot, _on_dense(x), _on_dense(y))
 
 
@@ -94,6 +96,10 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
     return add(product, bias)
 
 
+def _product(dense_product: Any, x: Any, y: Any) -> Any:
+    return _sparse_dot(x, y) if is_sparse(x) or is_sparse(y) else dense_product(x, y)
+
+
 def _combined(product: Any, *operands: Any) -> MaskedTensor:
     """A product of values with zeros where masked, and how many of its terms exist."""
     values = product(*map(_filled, operands))
@@ -119,7 +125,13 @@ def _is_sparse_matrix(x: Any) -> bool:
 
 
 def _array(x: Any) -> jax.Array:
-    return x.todense() if isinstance(x, RowSparse | BCOO | BCSR) else jnp.asarray(x)
+    if not is_sparse(x):
+        return jnp.asarray(x)
+    report_fallback(
+        f"a sparse tensor of shape {tuple(x.shape)} became dense in a product, at O(size) "
+        "cost: jmask.dot takes two matrices of which one is sparse"
+    )
+    return x.todense()
 
 
 def _on_dense(x: Any) -> Any:

@@ -16,6 +16,7 @@ Out-of-range ids do exactly what they do in the dense gradient: CLIP clamps them
 other mode drops them.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,22 +92,32 @@ def padded_rows(eqn: JaxprEqn, operand: jax.Array) -> Entries | None:
 def sparse_product_rows(
     eqn: JaxprEqn, data: jax.Array, indices: jax.Array, dense: jax.Array
 ) -> Entries | None:
-    """The rows of `X.T @ dense` for a sparse matrix X: one for each of its stored entries.
+    """The rows of `X.T @ dense` for a sparse X: one for each of its stored entries.
 
-    This is the gradient of W in `X @ W`: entry X[i, j] adds X[i, j] * dense[i] to row j.
+    This is the gradient of W in `X @ W`: entry X[i, j] adds X[i, j] * dense[i] to row j. With
+    batch dimensions, which the product sums over too, i is a position in all of them.
     """
     (contract, contract_dense), batch = eqn.params["dimension_numbers"]
     shape = eqn.params["lhs_spinfo"].shape
-    plain = len(shape) == 2 == indices.shape[-1] and data.ndim == 1 and not any(batch)
-    if not plain or tuple(contract_dense) != (0,) or len(contract) != 1:
+    kept = [d for d in range(len(shape)) if d not in contract]
+    batched, sparse = indices.ndim - 2, indices.shape[-1]
+    if any(batch) or len(kept) != 1 or kept[0] < batched or batched + sparse < len(shape):
         return None
-    summed = contract[0]
-    kept = 1 - summed
-    inside = (indices[:, summed] >= 0) & (indices[:, summed] < shape[summed])
-    ids = jnp.where(inside, indices[:, kept], shape[kept])
-    rows = gather_rows(dense, canonical(indices[:, summed], shape[summed]))
-    scale = data.reshape(data.shape + (1,) * (rows.ndim - 1))
-    return canonical(ids, shape[kept]), (scale * rows).astype(aval_of(eqn.outvars[0]).dtype)
+    entries = (*shape[:batched], indices.shape[-2])
+    places = [lax.broadcasted_iota(indices.dtype, entries, d) for d in range(batched)]
+    places += [jnp.broadcast_to(indices[..., d], entries) for d in range(sparse)]
+    inside = jnp.ones(entries, bool)
+    number = jnp.zeros(entries, indices.dtype)  # of dense[i], counted in row-major order
+    for d in contract:
+        inside &= (places[d] >= 0) & (places[d] < shape[d])
+        number = number * shape[d] + places[d]
+    sizes = [shape[d] for d in contract]
+    dense = jnp.moveaxis(dense, contract_dense, range(len(contract)))
+    dense = dense.reshape(math.prod(sizes), *dense.shape[len(contract) :])
+    ids = jnp.where(inside, places[kept[0]], shape[kept[0]]).reshape(-1)
+    rows = gather_rows(dense, canonical(number.reshape(-1), dense.shape[0]))
+    scale = jnp.broadcast_to(data, entries).reshape((-1,) + (1,) * (rows.ndim - 1))
+    return canonical(ids, shape[kept[0]]), (scale * rows).astype(aval_of(eqn.outvars[0]).dtype)
 
 
 def _window_ids(starts: jax.Array, length: int, rows: int, clips: bool) -> jax.Array:

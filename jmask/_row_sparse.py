@@ -257,7 +257,9 @@ class RowSparse(RowSparseMethods):
         ids = jnp.flatnonzero(touched, size=nse, fill_value=shape[0])
         values = gather_rows(x, ids.astype(widen(ids, shape[0]).dtype))
         mask = (ids < shape[0]).reshape((-1,) + (1,) * (x.ndim - 1))
-        values = fit_or_poison(jnp.where(mask, values, 0), needed, nse, shape[0])
+        values = fit_or_poison(
+            jnp.where(mask, values, jnp.zeros((), x.dtype)), needed, nse, shape[0]
+        )
         return cls.of_rows(ids, values, shape, coalesced=True)
 
     def todense(self) -> jax.Array:

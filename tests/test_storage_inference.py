@@ -149,6 +149,11 @@ CASES: dict[str, Case] = {
     "transpose of trailing": Case(
         lambda m, x, y, d: m.transpose(x[:, None], (0, 2, 1)), "rows"
     ),
+    "x @ matrix": Case(lambda m, x, y, d: x @ d[:WIDTH], "rows"),
+    "x @ vector": Case(lambda m, x, y, d: m.matmul(x, d[0]), "rows"),
+    "matrix @ x": Case(lambda m, x, y, d: d.T @ x, "dense"),
+    "dot(matrix, x)": Case(lambda m, x, y, d: m.dot(d.T, x), "dense"),
+    "einsum": Case(lambda m, x, y, d: m.einsum("ij,ij->i", x, d), "fallback"),
     "transpose": Case(lambda m, x, y, d: x.T, "fallback"),
 }
 

@@ -1,0 +1,203 @@
+"""Operands of products on every storage, and what their product is in NumPy.
+
+They have equal positions and padding. What padding holds, and what it would meet in the other
+operand if its position were clamped, is nan or inf.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.sparse import BCOO, BCSR
+
+from jmask import RowSparse
+
+M, K, N = 4, 5, 3
+STORED = {"row_sparse": 6, "coo": 9, "csr": 9}  # with padding
+POISON = (np.nan, np.inf, -np.inf)
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """One side of a product: its storage, and how it is given."""
+
+    kind: str
+    left: bool
+    transposed: bool = False
+    vector: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = (K,) if self.vector else (M, K) if self.left else (K, N)
+        return shape[::-1] if self.transposed else shape
+
+    @property
+    def summed(self) -> int:
+        """The dimension that is summed over."""
+        return 0 if self.vector else int(self.left != self.transposed)
+
+    @property
+    def is_entries(self) -> bool:
+        return self.kind in ("coo", "csr")
+
+    @property
+    def skips_last(self) -> bool:
+        """Nothing is stored at the last index of the dimension summed over."""
+        return self.is_entries or (self.kind == "row_sparse" and self.summed == 0)
+
+    def build(self, values: Any, indices: Any) -> Any:
+        if self.kind == "dense":
+            return values
+        if self.kind == "row_sparse":
+            return RowSparse(*indices, values, self.shape)
+        kind = BCOO if self.kind == "coo" else BCSR
+        return kind((values, *indices), shape=self.shape)
+
+    def __str__(self) -> str:
+        return self.kind + ("_vector" if self.vector else "_T" if self.transposed else "")
+
+
+def forms(left: bool) -> list[Form]:
+    matrices = [Form(kind, left, t) for kind in ("dense", *STORED) for t in (False, True)]
+    return [*matrices, *(Form(kind, left, vector=True) for kind in ("dense", "row_sparse"))]
+
+
+class Operand:
+    """Random stored values and indices, and what they mean in NumPy.
+
+    Attributes:
+        values: as they are stored; those of padding are nan or inf.
+        indices: the arrays that `Form.build` needs.
+        places: for each value its place in the tensor, all in bounds.
+        inside: which values have a place, and are not padding.
+    """
+
+    def __init__(self, form: Form, rng: np.random.Generator):
+        self.form, shape = form, form.shape
+        if form.kind == "dense":
+            self.indices, self.places = (), tuple(np.indices(shape))
+            self.inside = np.ones(shape, bool)
+        else:
+            count = STORED[form.kind]
+            limits = [n - (form.skips_last and d == form.summed) for d, n in enumerate(shape)]
+            index = np.stack([rng.integers(0, n, count) for n in limits])
+            bad = rng.random(count) < 0.3
+            if form.kind == "row_sparse":
+                stored = np.where(
+                    bad, rng.choice([-1, shape[0], shape[0] + 3], count), index[0]
+                )
+                self.indices = (stored,)
+                rest = np.indices((count, *shape[1:]))[1:]
+                column = (count, *[1] * len(rest))
+                self.places = (index[0].reshape(column) + 0 * sum(rest), *rest)
+                self.inside = ~bad.reshape(column) | np.zeros((count, *shape[1:]), bool)
+            elif form.kind == "coo":
+                which = rng.integers(0, 2, count)
+                outside = rng.choice([-1, 7], count)
+                stored = np.where(bad & (which == np.arange(2)[:, None]), outside, index)
+                self.indices, self.places, self.inside = (stored.T,), tuple(index), ~bad
+            else:  # padding has no column, or comes after the last row
+                index[0].sort()
+                pointers = np.searchsorted(index[0], np.arange(shape[0] + 1))
+                pointers[-1] = rng.integers(pointers[-2], count + 1)
+                stored = np.where(bad, rng.choice([-1, shape[1]], count), index[1])
+                self.indices, self.places = (stored, pointers), tuple(index)
+                self.inside = ~bad & (np.arange(count) < pointers[-1])
+        values = rng.normal(size=self.inside.shape)
+        self.values = np.float32(np.where(self.inside, values, rng.choice(POISON)))
+
+    def matrix(self, values: Any) -> np.ndarray:
+        """The operand (m, k) or (k, n) with these values, in float64."""
+        x = np.zeros(self.form.shape)
+        values = np.where(self.inside, np.float64(values), 0)
+        np.add.at(x, self.places, values)
+        if self.form.vector:
+            return x[None] if self.form.left else x[:, None]
+        return x.T if self.form.transposed else x
+
+    def at_values(self, matrix: np.ndarray) -> np.ndarray:
+        """The entries of a matrix at the places of the values, 0 for padding."""
+        matrix = matrix.T if self.form.transposed else matrix.reshape(self.form.shape)
+        return np.where(self.inside, matrix[self.places], 0)
+
+    @property
+    def stored(self) -> np.ndarray:
+        return self.matrix(np.ones(self.inside.shape)) > 0
+
+    def poison_last(self, rng: np.random.Generator) -> None:
+        """nan or inf at the last index summed over, which the other operand skips."""
+        last = np.zeros(self.stored.shape)
+        last[(slice(None), -1) if self.form.left else -1] = 1
+        poisoned = self.at_values(last) > 0
+        self.values = np.where(poisoned, np.float32(rng.choice(POISON)), self.values)
+
+
+class Case:
+    """A product with its derivatives, in NumPy."""
+
+    def __init__(self, lhs: Form, rhs: Form, seed: int):
+        rng = np.random.default_rng(seed)
+        self.a, self.b = Operand(lhs, rng), Operand(rhs, rng)
+        if rhs.skips_last:
+            self.a.poison_last(rng)
+        if lhs.skips_last:
+            self.b.poison_last(rng)
+        self.has_a = self.a.stored
+        self.has_b = self.b.stored | (lhs.is_entries and rhs.is_entries)  # made dense
+        self.ct = np.float32(rng.normal(size=(self.has_a.shape[0], self.has_b.shape[1])))
+        self.dots = tuple(
+            np.float32(np.where(x.inside, rng.normal(size=x.inside.shape), np.nan))
+            for x in (self.a, self.b)
+        )
+
+    def product(self, va: Any, vb: Any) -> np.ndarray:
+        return summed(self.a.matrix(va), self.b.matrix(vb), self.has_a, self.has_b)
+
+    def gradients(self) -> tuple[np.ndarray, np.ndarray]:
+        a, b = self.a.matrix(self.a.values), self.b.matrix(self.b.values)
+        everywhere = np.ones(self.ct.shape, bool)
+        of_a = summed(self.ct, b.T, everywhere, self.has_b.T)
+        of_b = summed(a.T, self.ct, self.has_a.T, everywhere)
+        return self.a.at_values(of_a), self.b.at_values(of_b)
+
+    def tangent(self) -> np.ndarray:
+        da, db = self.dots
+        return self.product(da, self.b.values) + self.product(self.a.values, db)
+
+
+def summed(a: np.ndarray, b: np.ndarray, has_a: np.ndarray, has_b: np.ndarray) -> np.ndarray:
+    """The sum over k of the a[m, k] * b[k, n] that are both stored."""
+    with np.errstate(invalid="ignore"):
+        products = a[:, :, None] * np.float64(b)[None]
+        return np.where(has_a[:, :, None] & has_b[None], products, 0).sum(1)
+
+
+def coo(dense: Any, extra: int = 0) -> BCOO:
+    """The entries of an array that are not zero, by NumPy, and some padding."""
+    dense = np.asarray(dense)
+    places = np.argwhere(dense)
+    values = np.append(dense[tuple(places.T)], np.ones(extra, dense.dtype))
+    places = np.append(places, np.full((extra, 2), dense.shape), 0)
+    return BCOO((jnp.asarray(values), jnp.asarray(places, jnp.int32)), shape=dense.shape)
+
+
+def csr(dense: Any, extra: int = 0) -> BCSR:
+    """The same in compressed rows."""
+    x = coo(dense, extra)
+    rows = np.asarray(x.indices[:, 0])
+    pointers = np.searchsorted(rows, np.arange(x.shape[0] + 1)).astype(np.int32)
+    return BCSR((x.data, x.indices[:, 1], jnp.asarray(pointers)), shape=x.shape)
+
+
+V = 40
+_RNG = np.random.default_rng(0)
+FEATURES = np.float32(_RNG.normal(size=(6, V)) * (_RNG.random((6, V)) < 0.1))
+FEATURES[:, [0, V - 1]] = 0  # where padding would go if it were clamped
+COO, CSR = (make(FEATURES, 30 - np.count_nonzero(FEATURES)) for make in (coo, csr))
+_PARTS = [coo(part, 12 - np.count_nonzero(part)) for part in FEATURES.reshape(3, 2, V)]
+BATCHED = BCOO(
+    (jnp.stack([x.data for x in _PARTS]), jnp.stack([x.indices for x in _PARTS])),
+    shape=(3, 2, V),
+)
+ROWS = RowSparse([3, 39, 3, -1], np.float32(_RNG.normal(size=(4, 2))), (V, 2))

@@ -1,0 +1,301 @@
+"""`jmask.dot` on every pair of storages against the sum over what they store, in NumPy."""
+
+import functools
+from typing import Any
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from jax.experimental.sparse import BCOO, BCSR
+
+import jmask
+from jmask import RowSparse
+from tests.oracle import densified
+from tests.product_cases import STORED, Case, Form, M, coo, csr, forms
+
+
+def dot(lhs: Form, rhs: Form, a: Any, b: Any, **options: Any) -> Any:
+    return jmask.dot(a, b, transpose_a=lhs.transposed, transpose_b=rhs.transposed, **options)
+
+
+def falls_back(lhs: Form, rhs: Form) -> bool:
+    columns = rhs.kind == "row_sparse" and rhs.transposed
+    return columns or (lhs.is_entries and rhs.is_entries)
+
+
+def allowed(lhs: Form, rhs: Form) -> Any:
+    """The context in which a pair must be multiplied."""
+    if falls_back(lhs, rhs):
+        return pytest.warns(jmask.StorageFallbackWarning, match="`rhs`")
+    return jmask.strict()
+
+
+def is_row_sparse(lhs: Form) -> bool:
+    by_rows = lhs.kind == "row_sparse" and lhs.summed == 1
+    return by_rows or (lhs.is_entries and lhs.transposed)
+
+
+def todense(x: Any) -> jax.Array:
+    return x.todense() if isinstance(x, RowSparse) else x
+
+
+_compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@functools.cache
+def program(lhs: Form) -> Any:
+    """Results, gradients and tangents of the products with every right operand."""
+
+    def one(rhs: Form, a: Any, b: Any, ct: Any, dots: Any) -> Any:
+        def f(va: Any, vb: Any) -> Any:
+            result = dot(lhs, rhs, lhs.build(va, a[1]), rhs.build(vb, b[1]))
+            return todense(result), result
+
+        with allowed(lhs, rhs):
+            dense, forward, result = jax.linearize(f, a[0], b[0], has_aux=True)
+        back = jax.linear_transpose(forward, a[0], b[0])
+        return result, dense, back(ct.reshape(dense.shape)), forward(*dots)
+
+    @_compiled
+    def run(arguments: Any) -> Any:
+        return [one(rhs, *x) for rhs, x in zip(forms(False), arguments, strict=True)]
+
+    return run
+
+
+@pytest.mark.parametrize("lhs", forms(True), ids=str)
+@settings(max_examples=6)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_every_pair(lhs, seed):
+    cases = [Case(lhs, rhs, seed + i) for i, rhs in enumerate(forms(False))]
+    arguments = [
+        ((c.a.values, c.a.indices), (c.b.values, c.b.indices), c.ct, c.dots) for c in cases
+    ]
+    for rhs, case, results in zip(forms(False), cases, program(lhs)(arguments), strict=True):
+        result, dense, gradients, tangent = results
+        check = functools.partial(
+            np.testing.assert_allclose, rtol=1e-4, atol=1e-5, err_msg=str(rhs)
+        )
+        expected = case.product(case.a.values, case.b.values)
+        check(dense, expected.reshape(dense.shape))
+        for gradient, exact in zip(gradients, case.gradients(), strict=True):
+            check(gradient, exact)
+        check(tangent, case.tangent().reshape(dense.shape))
+        assert isinstance(result, RowSparse) == is_row_sparse(lhs), rhs
+        if isinstance(result, RowSparse):
+            check_coalesced(result, lhs)
+
+
+def check_coalesced(x: RowSparse, lhs: Form) -> None:
+    assert x.coalesced
+    assert x.nse == min(M, STORED[lhs.kind])
+    x.validate()
+    padding = np.asarray(x.indices) == M
+    assert not np.asarray(x.values)[padding].any()
+
+
+RIGHT = {str(form): form for form in forms(False)}
+LEFT = {str(form): form for form in forms(True)}
+PAIRS = [
+    *[("csr", "dense"), ("coo", "row_sparse"), ("csr_T", "dense_T"), ("coo_T", "row_sparse")],
+    *[("row_sparse", "csr"), ("row_sparse_T", "dense"), ("dense_T", "row_sparse")],
+    *[("dense", "coo_T"), ("csr", "dense_vector"), ("row_sparse_vector", "dense")],
+]
+
+
+def arguments_of(case: Case) -> Any:
+    return case.a.values, case.a.indices, case.b.values, case.b.indices
+
+
+@pytest.mark.parametrize(("lhs", "rhs"), PAIRS[::2])
+def test_eagerly(lhs, rhs):
+    lhs, rhs = LEFT[lhs], RIGHT[rhs]
+    case = Case(lhs, rhs, 0)
+    va, ia, vb, ib = arguments_of(case)
+    with jmask.strict():
+        result = dot(lhs, rhs, lhs.build(va, ia), rhs.build(vb, ib))
+    expected = case.product(va, vb)
+    dense = todense(result)
+    np.testing.assert_allclose(dense, expected.reshape(dense.shape), rtol=1e-4, atol=1e-5)
+    assert isinstance(result, RowSparse) == is_row_sparse(lhs)
+
+
+def test_vmap():
+    """Over values and indices of both operands: as one at a time."""
+    cases = {
+        pair: [Case(LEFT[pair[0]], RIGHT[pair[1]], seed) for seed in (1, 2)]
+        for pair in PAIRS[1::2]
+    }
+
+    def products(arguments: Any) -> Any:
+        results = {}
+        for (lhs, rhs), (va, ia, vb, ib) in arguments.items():
+            a, b = LEFT[lhs].build(va, ia), RIGHT[rhs].build(vb, ib)
+            results[lhs, rhs] = todense(dot(LEFT[lhs], RIGHT[rhs], a, b))
+        return results
+
+    stacked = {
+        pair: jax.tree.map(lambda *x: np.stack(x), *map(arguments_of, two))
+        for pair, two in cases.items()
+    }
+    with jmask.strict():
+        results = _compiled(jax.vmap(products))(stacked)
+    for pair, two in cases.items():
+        for result, case in zip(results[pair], two, strict=True):
+            expected = case.product(case.a.values, case.b.values).reshape(result.shape)
+            np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5, err_msg=pair)
+
+
+def wide(values: Any, columns: Any, w: Any) -> jax.Array:
+    """A product with 9 columns, which a kernel computes; two entries are after the last row."""
+    return jmask.dot(BCSR((values, columns, jnp.array([0, 3, 3, 6])), shape=(3, 4)), w)
+
+
+@_compiled
+def wide_and_derivatives(values: Any, columns: Any, w: Any, dots: Any, ct: Any) -> Any:
+    product = lambda values, w: wide(values, columns, w)
+    out, forward = jax.linearize(product, values, w)
+    two = lambda x: jnp.stack([x, 2 * x])
+    return {
+        "out": out,
+        "tangent": forward(*dots),
+        "gradients": jax.linear_transpose(forward, values, w)(ct),
+        "row_sparse": jmask.grad(lambda w: jnp.vdot(ct, product(values, w)))(w),
+        "batches": (
+            jax.vmap(product)(two(values), jnp.stack([w, w])),
+            jax.vmap(product, (0, None))(two(values), w),
+        ),
+        "second": jax.jacobian(jax.grad(lambda v: jnp.vdot(ct, product(v, w) ** 2)))(values),
+    }
+
+
+@pytest.mark.parametrize("stray", [False, True])
+def test_wide_products_by_a_kernel(stray):
+    """It must not see a column that is none, and nan nowhere."""
+    rng = np.random.default_rng(0)
+    rows = np.array([0, 0, 0, 2, 2, 2, 0, 0])
+    columns = np.array([0, 2, 1, 2, -1 if stray else 0, 7 if stray else 2, 9, -5])
+    inside = (columns >= 0) & (columns < 4) & (np.arange(8) < 6)
+    values, dv, w, dw, ct = (
+        np.float32(rng.normal(size=size)) for size in (8, 8, (4, 9), (4, 9), (3, 9))
+    )
+    values[~inside], w[3] = np.nan, np.nan
+    assert "bcsr_dot_general" in str(jax.make_jaxpr(wide)(values, columns, w))
+    with jmask.strict():
+        results = wide_and_derivatives(values, columns, w, (dv, dw), ct)
+
+    def dense(values: Any) -> np.ndarray:
+        x = np.zeros((3, 4))
+        np.add.at(x, (rows[inside], columns[inside]), values[inside])
+        return x
+
+    at_values = lambda x: np.where(inside, x[rows, columns % 4], 0)
+    used = np.nan_to_num(w)
+    check = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    check(results["out"], dense(values) @ used)
+    check(results["tangent"], dense(dv) @ used + dense(values) @ dw)
+    check(results["gradients"][0], at_values(ct @ used.T))
+    check(results["gradients"][1], dense(values).T @ ct)
+    check(densified(results["row_sparse"]), dense(values).T @ ct)
+    for batch in results["batches"]:
+        check(batch, np.stack([dense(values) @ used, 2 * dense(values) @ used]))
+    pairs = np.einsum("mn,kn,ln->mkl", ct, used, used)[rows[:, None], columns[:, None] % 4]
+    second = np.take_along_axis(pairs[:, 0], columns[None] % 4, 1) * 2
+    both = inside[:, None] & inside & (rows[:, None] == rows)
+    check(results["second"], np.where(both, second, 0))
+
+
+# --- special cases -----------------------------------------------------------------------
+
+
+def test_rows_stored_by_coo_are_row_sparse():
+    """A BCOO with one sparse dimension is a `RowSparse` in other clothes."""
+    values, ids = jnp.array([[1.0, 2], [3, 4]]), jnp.array([[2], [0]])
+    result = jmask.dot(BCOO((values, ids), shape=(3, 2)), jnp.eye(2))
+    assert isinstance(result, RowSparse)
+    np.testing.assert_array_equal(densified(result), [[3, 4], [0, 0], [1, 2]])
+
+
+def test_nothing_stored_and_no_size():
+    none, rows = np.zeros((3, 4), np.float32), RowSparse.zeros((4, 2))
+    nan, ones = np.full((4, 2), np.nan, np.float32), np.ones((3, 2), np.float32)
+
+    @_compiled
+    def run(rows: Any, *features: Any) -> Any:
+        by_features = [
+            (jmask.dot(x, nan), jmask.dot(x, rows), jmask.dot(x, ones, transpose_a=True))
+            for x in features
+        ]
+        by_rows = jmask.dot(rows, ones.T), jmask.dot(rows, nan, transpose_a=True)
+        sizes = []
+        for m, k in ((0, 4), (4, 0), (0, 0)):
+            x = BCOO((jnp.ones(2), jnp.zeros((2, 2), jnp.int32)), shape=(m, k))
+            sizes.append((jmask.dot(x, jnp.ones((k, 2))), np.zeros((m, 2))))
+            sizes.append((jmask.dot(x, jnp.ones(k)), np.zeros(m)))
+        return by_features, by_rows, sizes
+
+    with jmask.strict():
+        by_features, (rows_dot, rows_transposed), sizes = run(rows, coo(none), csr(none))
+    for product, with_rows, transposed in by_features:
+        assert not np.asarray(product).any()
+        assert not np.asarray(with_rows).any()
+        assert (transposed.nse, transposed.shape) == (0, (4, 2))
+    assert (rows_dot.nse, rows_dot.shape) == (0, (4, 3))
+    np.testing.assert_array_equal(rows_transposed, np.zeros((2, 2)))
+    for result, expected in sizes:
+        np.testing.assert_array_equal(result, expected)
+
+
+RNG = np.random.default_rng(1)
+
+
+# --- dtypes ------------------------------------------------------------------------------
+
+
+def test_narrow_floats_are_summed_in_float32():
+    """In bfloat16 a sum of ones ends at 256."""
+    count, dtype = 4096, "bfloat16"
+    ones = jnp.ones((2048, 1), dtype)
+    parts = jnp.ones(count, dtype), jnp.arange(count) % 2048, jnp.array([0, count])
+
+    @_compiled
+    def run(parts: Any, few: Any, ones: Any) -> Any:
+        x = BCSR(parts, shape=(1, 2048))
+        rows = RowSparse(0 * parts[1], parts[0][:, None], (3, 1))
+        one = ones[:1]
+        return {
+            "csr": jmask.dot(x, ones),
+            "csr, row_sparse": jmask.dot(few, rows),
+            "transposed": jmask.dot(
+                BCSR((parts[0], 0 * parts[1], parts[2]), shape=(1, 2)), one, transpose_a=True
+            ).values,
+            "row_sparse": jmask.dot(rows, one).values,
+            "row_sparse, transposed": jmask.dot(rows, ones[:3], transpose_a=True),
+            "rhs": jmask.dot(ones[:3].T, rows),
+            "dense": jmask.dot(ones.T, 2 * ones),
+        }
+
+    for name, result in run(parts, csr(np.ones((1, 3), dtype)), ones).items():
+        assert result.dtype == dtype, name
+        assert float(jnp.ravel(result)[0]) == count, name
+
+
+@pytest.mark.parametrize("dtypes", [("bool", "bool"), ("int8", "int32"), ("bool", "float16")])
+def test_dtypes_promote_as_in_jax(dtypes):
+    a = (RNG.random((3, 4)) < 0.6).astype(dtypes[0])
+    b = (RNG.integers(0, 3, (4, 2))).astype(dtypes[1])
+    every_row = lambda x: RowSparse(np.arange(len(x)), x, x.shape)
+
+    @_compiled
+    def run(lefts: Any, rights: Any) -> Any:
+        return [jmask.dot(x, y) for x, y in zip(lefts, rights, strict=True)]
+
+    exact = jnp.dot(a, b)
+    for result in run(
+        [a, coo(a, 1), csr(a, 1), every_row(a)], [every_row(b), b, every_row(b), b]
+    ):
+        assert result.dtype == exact.dtype
+        np.testing.assert_array_equal(todense(result), exact)
