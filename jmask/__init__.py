@@ -13,6 +13,8 @@ from jmask._apply import densify as densify
 from jmask._cast_storage import cast_storage as cast_storage
 from jmask._conditional_step import skip_nonfinite as skip_nonfinite
 from jmask._drop_rows import drop_nonfinite_rows as drop_nonfinite_rows
+from jmask._embedding import embedding_lookup as embedding_lookup
+from jmask._embedding_bag import embedding_bag as embedding_bag
 from jmask._fallback import StorageFallbackWarning as StorageFallbackWarning
 from jmask._fallback import strict as strict
 from jmask._ftrl import ftrl as ftrl
@@ -22,6 +24,7 @@ from jmask._masked_storage import to_numpy_ma as to_numpy_ma
 from jmask._masked_tensor import MaskedTensor as MaskedTensor
 from jmask._masked_tensor import as_masked_tensor as as_masked_tensor
 from jmask._masked_tensor import masked_tensor as masked_tensor
+from jmask._max_norm import renormalize as renormalize
 from jmask._multi_steps import multi_steps as multi_steps
 from jmask._npz import load_npz as load_npz
 from jmask._npz import save_npz as save_npz

@@ -1,0 +1,691 @@
+"""`embedding_bag` against NumPy loops: values, and gradients of table and weights."""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental import checkify
+from jax.experimental.sparse import BCOO
+
+import jmask
+from tests.embedding_oracle import (
+    MODES,
+    OUTSIDE,
+    PADDED,
+    combined,
+    looked_up,
+    normal,
+    sources,
+    strictness,
+    table_gradient,
+)
+from tests.oracle import dense_twin
+
+V, D, N, B, L = 6, 3, 12, 4, 3
+FORMS = ("lines", "offsets", "last offset", "segments")
+COMBINERS = ("sum", "mean", "sqrtn", "max")
+PADDINGS = (None, -1, 2)
+# Small integers, so that the maximum is often attained more than once.
+TABLE = np.random.default_rng(1).integers(-2, 3, (V, D)).astype(np.float32)
+COTANGENT = normal(B, D)
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+forms = pytest.mark.parametrize("form", FORMS)
+combiners = pytest.mark.parametrize("combiner", COMBINERS)
+
+
+class Case(NamedTuple):
+    """The options of a call."""
+
+    form: str
+    combiner: str
+    weighted: bool
+    padding: int | None
+    mode: str
+
+
+CASES = [
+    Case(*options)
+    for options in itertools.product(FORMS, COMBINERS, (False, True), PADDINGS, MODES)
+    if not (options[1] == "max" and options[2])
+]
+
+
+class Data(NamedTuple):
+    """The arrays of a call: `places` are offsets or segment ids."""
+
+    ids: np.ndarray
+    places: np.ndarray
+    weights: np.ndarray
+
+
+def drawn(form: str, rng: np.random.Generator, outside: bool) -> Data:
+    """Ids in the table, or also outside it, and bags of which some are empty."""
+    ids = rng.integers(-2, V + 2, N) if outside else rng.integers(0, V, N)
+    offsets = np.sort(rng.integers(0, N + 1, B + 1))
+    offsets[0] = 0
+    places = {
+        "lines": np.arange(N) // L,
+        "offsets": offsets[:B],
+        "last offset": offsets,
+        "segments": rng.integers(-1, B + 2, N),
+    }[form]
+    weights = rng.normal(size=N).astype(np.float32)
+    return Data(ids.astype(np.int32), places.astype(np.int32), weights)
+
+
+def call(case: Case, table: Any, weights: Any, ids: Any, places: Any) -> jax.Array:
+    options: dict[str, Any] = {
+        "combiner": case.combiner,
+        "padding_id": case.padding,
+        "mode": case.mode,
+    }
+    if case.form == "lines":
+        ids, weights = ids.reshape(B, L), weights.reshape(B, L)
+    elif case.form == "segments":
+        options |= {"segment_ids": places, "num_segments": B}
+    else:
+        options |= {"offsets": places, "include_last_offset": case.form == "last offset"}
+    return jmask.embedding_bag(
+        table, ids, weights=weights if case.weighted else None, **options
+    )
+
+
+def bag_of(form: str, places: np.ndarray) -> np.ndarray:
+    """The bag of each entry, B or -1 for none."""
+    if form in ("lines", "segments"):
+        return places
+    ends = places if form == "last offset" else np.append(places, N)
+    return np.repeat(np.arange(B + 1), np.diff(np.append(ends, N)))
+
+
+def check(case: Case, data: Data, out: Any, gradient: jmask.RowSparse, in_weights: Any) -> None:
+    bag = bag_of(case.form, data.places)
+    source = sources(data.ids, case.padding, case.mode, V)
+    if case.mode == "raise":
+        source[source == OUTSIDE] = PADDED
+    source[(bag < 0) | (bag >= B)] = PADDED
+    bag = np.where(source == PADDED, -1, bag)
+    rows = looked_up(TABLE, source, case.mode)
+    weights = data.weights if case.weighted else np.ones(N)
+    expected = combined(rows, bag, weights, case.combiner, COTANGENT)
+    np.testing.assert_allclose(out, expected.out, **CLOSE)
+    np.testing.assert_array_equal(gradient.indices, np.where(source < 0, V, source))
+    in_table = table_gradient(expected.in_rows, source, V)
+    np.testing.assert_allclose(dense_twin(gradient), in_table, **CLOSE)
+    if case.weighted:
+        np.testing.assert_allclose(in_weights, expected.in_weights, **CLOSE)
+
+
+def differentiated(case: Case) -> Callable[..., Any]:
+    """(table, weights, ids, places) -> gradients of table and weights, and the bags."""
+
+    def loss(table: Any, weights: Any, ids: Any, places: Any) -> Any:
+        out = call(case, table, weights, ids, places)
+        return jnp.sum(out * COTANGENT), out
+
+    return jmask.grad(loss, (0, 1), has_aux=True)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@forms
+@combiners
+def test_eager(form: str, combiner: str, weighted: bool) -> None:
+    """Every combination of options."""
+    rng = np.random.default_rng(0)
+    for case in CASES:
+        if case[:3] != (form, combiner, weighted):
+            continue
+        data = drawn(form, rng, outside=case.mode != "raise")
+        with jmask.strict():
+            (gradient, in_weights), out = differentiated(case)(
+                TABLE, data.weights, data.ids, data.places
+            )
+        check(case, data, out, gradient, in_weights)
+
+
+@functools.cache
+def compiled(case: Case, batched: bool) -> Callable[..., Any]:
+    function = differentiated(case)
+    if batched:
+        function = jax.vmap(function, (None, 0, 0, 0))
+    if case.mode != "raise":
+        return jax.jit(function)
+    checked = checkify.checkify(jax.jit(function))
+    return lambda *args: checked(*args)[1]
+
+
+@given(case=st.sampled_from(CASES), batched=st.booleans(), seed=st.integers(0, 10**6))
+@settings(max_examples=16)
+def test_jit_and_vmap(case: Case, batched: bool, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    draws = [drawn(case.form, rng, outside=True) for _ in range(2 if batched else 1)]
+    data = Data(*map(np.stack, zip(*draws, strict=True))) if batched else draws[0]
+    with strictness():
+        (gradient, in_weights), out = compiled(case, batched)(
+            TABLE, data.weights, data.ids, data.places
+        )
+    if not batched:
+        check(case, data, out, gradient, in_weights)
+        return
+    gradients = jax.tree.transpose(
+        jax.tree.structure(gradient), None, jax.tree.map(list, gradient)
+    )
+    for one, *results in zip(draws, out, gradients, in_weights, strict=True):
+        check(case, one, *results)
+
+
+# --- padding -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("form", "mode"), [("lines", "clip"), ("segments", "fill")])
+@combiners
+def test_nothing_leaks_from_padding(form: str, combiner: str, mode: str) -> None:
+    """Neither what the padded row holds nor the weights of padding, of which it is one."""
+    data = drawn(form, np.random.default_rng(0), outside=False)
+    absent = data.ids == 2
+    if form == "segments":  # ids in no bag are not looked up, whatever they read
+        absent |= (data.places < 0) | (data.places >= B)
+        data = data._replace(ids=np.where(absent & (data.ids != 2), V, data.ids))
+    poisoned = TABLE.copy()
+    poisoned[2] = math.nan, math.inf, -math.inf
+    weights = np.where(absent, [math.nan, math.inf] * (N // 2), data.weights)
+    case = Case(form, combiner, combiner != "max", 2, mode)
+    run = jax.jit(differentiated(case))
+    (gradient, in_weights), out = run(poisoned, weights, data.ids, data.places)
+    # The weights of padding are 0, and so is their derivative.
+    expected = run(np.nan_to_num(TABLE), np.where(absent, 0, weights), data.ids, data.places)
+    np.testing.assert_array_equal(out, expected[1])
+    np.testing.assert_array_equal(gradient.indices, np.where(absent, V, data.ids))
+    np.testing.assert_array_equal(gradient.todense(), expected[0][0].todense())
+    np.testing.assert_array_equal(in_weights, expected[0][1])
+    assert np.isfinite(out).all()
+    assert np.isfinite(in_weights).all()
+    assert not in_weights[absent].any()
+
+
+@forms
+@combiners
+def test_bags_of_padding_alone(form: str, combiner: str) -> None:
+    """Zeros, and no nan in any derivative."""
+    case = Case(form, combiner, combiner != "max", 0, "fill")
+    places = drawn(form, np.random.default_rng(0), outside=False).places
+    ids = np.zeros(N, np.int32)
+    (gradient, in_weights), out = differentiated(case)(TABLE, np.ones(N), ids, places)
+    np.testing.assert_array_equal(out, np.zeros((B, D)))
+    np.testing.assert_array_equal(gradient.indices, np.full(N, V))
+    np.testing.assert_array_equal(in_weights, np.zeros(N))
+
+
+# --- combiners ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
+def test_total_weight_of_zero(combiner: str) -> None:
+    """Zeros, with derivatives of zero; a nan in such a bag is not hidden."""
+    weights = np.array([[0.0, 0.0], [1.0, -1.0], [1.0, 1.0]])
+    number = 2 if combiner == "mean" else 1  # 1 and -1 have the squares 1 and 1
+
+    def loss(table: Any, weights: Any) -> Any:
+        out = jmask.embedding_bag(table, [[0, 1]] * 3, weights=weights, combiner=combiner)
+        return jnp.sum(out[:number]), out
+
+    (in_table, in_weights), out = jax.grad(loss, (0, 1), has_aux=True)(TABLE, weights)
+    np.testing.assert_array_equal(out[:number], 0)
+    assert out[2].any()
+    np.testing.assert_array_equal(in_table, 0)
+    np.testing.assert_array_equal(in_weights, 0)
+    bad = jmask.embedding_bag(TABLE, [[0, V]], weights=weights[:1], combiner=combiner)
+    assert np.isnan(bad).all()
+
+
+@pytest.mark.parametrize("form", ["lines", "segments"])
+def test_max_of_what_is_not_finite(form: str) -> None:
+    table = np.array([[-math.inf, 1], [-math.inf, math.nan], [5, 0], [-math.inf, math.nan]])
+    ids = np.array([[2, 0, 1, 3], [0, 2, 2, 0], [2, 2, 2, 2]])  # 2 is padding
+    case: dict[str, Any] = {"combiner": "max", "padding_id": 2}
+    if form == "segments":
+        case |= {"segment_ids": np.repeat(np.arange(3), 4), "num_segments": 3}
+
+    def loss(table: Any) -> Any:
+        out = jmask.embedding_bag(table, ids if form == "lines" else ids.ravel(), **case)
+        return jnp.sum(out), out
+
+    gradient, out = jmask.grad(loss, has_aux=True)(table)
+    np.testing.assert_array_equal(out, [[-math.inf, math.nan], [-math.inf, 1], [0, 0]])
+    expected = np.zeros((12, 2))
+    expected[1] = 1, 0  # the first -inf that is not padding
+    expected[2] = 0, 1  # the first nan
+    expected[4] = 1, 1
+    np.testing.assert_array_equal(gradient.values, expected)
+
+
+def test_max_forwards() -> None:
+    """The tangent of max is linear, and is the transpose of its gradient."""
+    case = Case("segments", "max", False, 2, "zero")
+    data = drawn("segments", np.random.default_rng(0), outside=True)
+    function = lambda t: call(case, t, data.weights, data.ids, data.places)
+    direction = normal(V, D)
+    out, tangent = jax.jvp(function, (TABLE,), (direction,))
+    np.testing.assert_array_equal(out, function(TABLE))
+    (gradient,) = jax.vjp(function, TABLE)[1](COTANGENT)
+    assert np.vdot(tangent, COTANGENT) == pytest.approx(np.vdot(direction, gradient), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "form", "combiner"),
+    [
+        (jnp.bfloat16, "lines", "sum"),
+        (jnp.float16, "lines", "sqrtn"),
+        (jnp.float16, "offsets", "mean"),
+        (jnp.bfloat16, "offsets", "sum"),
+        (jnp.bfloat16, "lines", "max"),
+    ],
+)
+def test_narrow_tables_are_summed_in_float32(dtype: Any, form: str, combiner: str) -> None:
+    """Summed in bfloat16, ones stay at 256; in float16, at 2048."""
+    count = 4096
+    ids = np.zeros(count, np.int32)
+    bags: dict[str, Any] = {} if form == "lines" else {"offsets": [0]}
+    out = jmask.embedding_bag(
+        jnp.ones((2, 2), dtype), ids if bags else ids[None], combiner=combiner, **bags
+    )
+    assert out.dtype == dtype
+    expected = {"sum": count, "mean": 1, "sqrtn": math.sqrt(count), "max": 1}[combiner]
+    np.testing.assert_array_equal(out.astype(np.float32), np.full((1, 2), expected))
+
+
+# --- shapes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("combiner", ["mean", "max"])
+@pytest.mark.parametrize(
+    ("ids", "bags", "number"),
+    [
+        (np.zeros((0, L), int), {}, 0),
+        (np.zeros((B, 0), int), {}, B),
+        ([], {"offsets": []}, 0),
+        ([], {"offsets": [0, 0]}, 2),
+        ([], {"offsets": [0], "include_last_offset": True}, 0),
+        ([1, 2], {"offsets": [0], "include_last_offset": True}, 0),
+        ([], {"segment_ids": []}, 0),
+        ([], {"segment_ids": [], "num_segments": 2}, 2),
+        ([1, 2], {"segment_ids": [0, 1], "num_segments": 0}, 0),
+        ([1, 2], {"segment_ids": [-1, -3]}, 0),
+    ],
+    ids=str,
+)
+def test_nothing(combiner: str, ids: Any, bags: Any, number: int) -> None:
+    """No bags, or nothing in them: zeros, and a row-sparse gradient."""
+
+    def loss(table: Any) -> Any:
+        out = jmask.embedding_bag(table, ids, combiner=combiner, padding_id=0, **bags)
+        return jnp.sum(out), out
+
+    gradient, out = jmask.grad(loss, has_aux=True)(TABLE)
+    np.testing.assert_array_equal(out, np.zeros((number, D)))
+    assert gradient.nse == np.size(ids)
+    assert (np.asarray(gradient.indices) == V).all()
+
+
+@pytest.mark.parametrize(("row", "form"), [((), "lines"), ((2, 2), "segments")])
+@combiners
+def test_rows_of_every_shape(row: tuple[int, ...], form: str, combiner: str) -> None:
+    """Every column is combined by itself."""
+    table = normal(V, *row)
+    case = Case(form, combiner, combiner != "max", 2, "zero")
+    data = drawn(form, np.random.default_rng(0), outside=True)
+    out = call(case, table, data.weights, data.ids, data.places)
+    flat = call(case, table.reshape(V, -1), data.weights, data.ids, data.places)
+    assert out.shape == (B, *row)
+    np.testing.assert_allclose(out.reshape(B, -1), flat, rtol=1e-6)
+
+
+@pytest.mark.parametrize("combiner", ["sqrtn", "max"])
+def test_lines_of_ids_of_more_dimensions(combiner: str) -> None:
+    ids = np.random.default_rng(0).integers(-1, V, (2, 2, L))
+    weights = None if combiner == "max" else normal(2, 2, L)
+    bag = functools.partial(jmask.embedding_bag, TABLE, combiner=combiner, padding_id=-1)
+    flat = bag(ids.reshape(4, L), weights=None if weights is None else weights.reshape(4, L))
+    np.testing.assert_array_equal(bag(ids, weights=weights), flat.reshape(2, 2, D))
+
+
+@pytest.mark.parametrize("combiner", ["sqrtn", "max"])
+def test_row_sparse_table(combiner: str) -> None:
+    table = jmask.RowSparse([4, 1, V, 4], normal(4, D), (V, D))
+    data = drawn("segments", np.random.default_rng(0), outside=True)
+    case = Case("segments", combiner, combiner != "max", 1, "fill")
+    found = call(case, table, data.weights, data.ids, data.places)
+    expected = call(case, table.todense(), data.weights, data.ids, data.places)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("combiner", ["sqrtn", "max"])
+def test_max_norm(combiner: str) -> None:
+    """Rows are shortened before they are weighted."""
+    table, ids = 9 * normal(V, D), np.array([[0, 1, 4], [5, 5, 2]])
+    weights = None if combiner == "max" else normal(2, 3)
+    options: dict[str, Any] = {"weights": weights, "combiner": combiner}
+    short = jmask.embedding_lookup(table, np.arange(V), max_norm=1.5, norm_type=1)
+    found = jmask.embedding_bag(table, ids, max_norm=1.5, norm_type=1, **options)
+    np.testing.assert_allclose(found, jmask.embedding_bag(short, ids, **options), rtol=1e-5)
+
+
+# --- numbers of every dtype --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_narrow_integers(traced: bool) -> None:
+    """300 bags, counted by bytes."""
+    table, number = normal(300, 2), 300
+    ids, places = np.array([255, 3, 3], np.uint8), np.array([255, 0, 0], np.uint8)
+
+    def run(ids: Any, places: Any) -> Any:
+        return jmask.embedding_bag(table, ids, segment_ids=places, num_segments=number)
+
+    out = (jax.jit(run) if traced else run)(ids, places)
+    expected = np.zeros((number, 2))
+    expected[255], expected[0] = table[255], 2 * table[3]
+    np.testing.assert_allclose(out, expected, rtol=1e-6)
+
+
+def test_wide_integers_never_wrap() -> None:
+    beyond = 2**32 + 1
+    out = jmask.embedding_bag(
+        TABLE, [beyond, 1, 1], segment_ids=[0, 0, beyond], num_segments=2, padding_id=beyond
+    )
+    np.testing.assert_array_equal(out, [TABLE[1], np.zeros(D)])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, np.float64])
+def test_weights_of_every_dtype(dtype: Any) -> None:
+    weights = np.array([[0.5, 2]], dtype)
+    out = jmask.embedding_bag(TABLE, [[0, 1]], weights=weights)
+    assert out.dtype == np.float32
+    np.testing.assert_array_equal(out[0], TABLE[0] / 2 + TABLE[1] * 2)
+
+
+# --- what only a run can tell ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("offsets", "last", "valid"),
+    [
+        ([0, 2, 2], False, True),
+        ([0, 2, 4], False, True),
+        ([1, 2, 3], False, False),
+        ([0, 3, 2], False, False),
+        ([0, 2, 5], False, False),
+        ([-1, 2, 3], False, False),
+        ([0, 1, 3], True, True),
+        ([0, 1, 5], True, False),
+    ],
+)
+def test_traced_offsets(offsets: list[int], last: bool, valid: bool) -> None:
+    """Bags that are not well formed are nan where an error is not possible."""
+    run = lambda o: jmask.embedding_bag(
+        TABLE, [0, 1, 3, 4], offsets=o, include_last_offset=last
+    )
+    out = jax.jit(run)(np.array(offsets))
+    if valid:
+        np.testing.assert_array_equal(out, run(offsets))
+    else:
+        assert np.isnan(out).all()
+        with pytest.raises(ValueError, match="`offsets`"):
+            run(offsets)
+
+
+def test_raise_under_checkify() -> None:
+    """An id outside that is padding, or in no bag, is no error; any other is left out."""
+
+    def run(ids: Any, places: Any, table: Any = TABLE) -> Any:
+        return jmask.embedding_bag(
+            table,
+            ids,
+            segment_ids=places,
+            num_segments=2,
+            combiner="mean",
+            padding_id=-1,
+            mode="raise",
+        )
+
+    checked = checkify.checkify(jax.jit(run))
+    ids, places = np.array([-1, 2, 77, 4]), np.array([0, 0, 5, 1])
+    error, out = checked(ids, places)
+    assert error.get() is None
+    np.testing.assert_array_equal(out, TABLE[[2, 4]])
+    np.testing.assert_array_equal(run(ids, places), out)
+    places[2] = 1
+    error, out = checked(ids, places)
+    assert "`ids[2]` is 77, which is no row of the table of shape (6, 3)" in error.get()
+    np.testing.assert_array_equal(out, TABLE[[2, 4]])
+    for function in (run, lambda *args: jmask.grad(lambda t: jnp.sum(run(*args, t)))(TABLE)):
+        with pytest.raises(IndexError, match=r"`ids\[2\]` is 77"):
+            function(ids, places)
+    # Concrete ids, of which it depends on traced numbers whether they are looked up.
+    late = checkify.checkify(jax.jit(lambda places: run([-1, 2, 2**40, 4], places)))
+    assert late(np.array([0, 0, 5, 1]))[0].get() is None
+    assert "`ids[2]` is" in late(places)[0].get()
+
+
+def test_number_of_segments() -> None:
+    out = jmask.embedding_bag(TABLE, [0, 1, 4], segment_ids=[2, 0, 2])
+    np.testing.assert_array_equal(out, [TABLE[1], np.zeros(D), TABLE[0] + TABLE[4]])
+
+
+@pytest.mark.parametrize(
+    ("combiner", "program"), [("sqrtn", "scan"), ("max", "scan"), ("mean", "remat")]
+)
+def test_row_sparse_inside(combiner: str, program: str) -> None:
+    ids = np.random.default_rng(0).integers(0, V, (2, B, L))
+    loss = lambda t, ids: jnp.sum(
+        jmask.embedding_bag(t, ids, combiner=combiner, padding_id=0) * COTANGENT
+    )
+    if program == "scan":
+        whole = lambda t: jax.lax.scan(lambda c, i: (c + loss(t, i), None), 0.0, ids)[0]
+    else:
+        again = jax.checkpoint(loss)
+        whole = lambda t: again(t, ids[0]) + again(t, ids[1])
+    with jmask.strict():
+        gradient = jax.jit(jmask.grad(whole))(TABLE)
+    expected = sum(jax.grad(loss)(TABLE, i) for i in ids)
+    np.testing.assert_allclose(dense_twin(gradient), expected, **CLOSE)
+
+
+# --- bad input ---------------------------------------------------------------------------
+
+FLAT, LINES = np.array([0, 1, 2]), np.array([[0, 1, 2], [3, 4, 5]])
+COO = BCOO.fromdense(TABLE)
+
+Bad = tuple[Callable[[Any], Any], type[Exception], str]
+
+BAD: dict[str, Bad] = {
+    "float ids": (
+        lambda t: jmask.embedding_bag(t, LINES + 0.5),
+        TypeError,
+        "`ids` must be integers, got float",
+    ),
+    "bool ids": (
+        lambda t: jmask.embedding_bag(t, LINES > 1),
+        TypeError,
+        "`ids` must be integers, got bool",
+    ),
+    "no bags": (
+        lambda t: jmask.embedding_bag(t, FLAT),
+        ValueError,
+        r"`ids` of shape \(3,\) are no bags yet: give `offsets` or `segment_ids`",
+    ),
+    "scalar ids": (
+        lambda t: jmask.embedding_bag(t, 3),
+        ValueError,
+        r"`ids` of shape \(\) are no bags yet",
+    ),
+    "both": (
+        lambda t: jmask.embedding_bag(t, FLAT, offsets=[0], segment_ids=FLAT),
+        ValueError,
+        "`offsets` .* and `segment_ids` .* are two ways to give the bags",
+    ),
+    "offsets and num_segments": (
+        lambda t: jmask.embedding_bag(t, FLAT, offsets=[0], num_segments=1),
+        ValueError,
+        "two ways to give the bags",
+    ),
+    "last offset and segments": (
+        lambda t: jmask.embedding_bag(t, FLAT, include_last_offset=True, segment_ids=FLAT),
+        ValueError,
+        "two ways to give the bags",
+    ),
+    "last of no offsets": (
+        lambda t: jmask.embedding_bag(t, LINES, include_last_offset=True),
+        ValueError,
+        "`include_last_offset` is about `offsets`, and they are missing",
+    ),
+    "number of no segments": (
+        lambda t: jmask.embedding_bag(t, LINES, num_segments=2),
+        ValueError,
+        "`num_segments` is about `segment_ids`, and they are missing",
+    ),
+    "offsets of lines": (
+        lambda t: jmask.embedding_bag(t, LINES, offsets=[0, 1]),
+        ValueError,
+        r"`offsets` of shape \(2,\) and `ids` of shape \(2, 3\)",
+    ),
+    "2-D offsets": (
+        lambda t: jmask.embedding_bag(t, FLAT, offsets=[[0, 1]]),
+        ValueError,
+        r"`offsets` of shape \(1, 2\)",
+    ),
+    "float offsets": (
+        lambda t: jmask.embedding_bag(t, FLAT, offsets=[0.0]),
+        TypeError,
+        "`offsets` must be integers",
+    ),
+    "offsets not from 0": (
+        lambda t: jmask.embedding_bag(t, FLAT, offsets=[1, 2]),
+        ValueError,
+        "`offsets` must begin with 0, got 1",
+    ),
+    "offsets that fall": (
+        lambda t: jmask.embedding_bag(t, FLAT, offsets=[0, 2, 1]),
+        ValueError,
+        "`offsets` must be ascending, got 2 at 1 and 1 at 2",
+    ),
+    "offsets beyond the ids": (
+        lambda t: jmask.embedding_bag(t, FLAT, offsets=[0, 4]),
+        ValueError,
+        "`offsets` end with 4, beyond the 3 entries of `ids`",
+    ),
+    "no offsets for some ids": (
+        lambda t: jmask.embedding_bag(t, FLAT, offsets=[]),
+        ValueError,
+        "`offsets` are empty, and `ids` has 3 entries",
+    ),
+    "not even the last offset": (
+        lambda t: jmask.embedding_bag(t, [], offsets=[], include_last_offset=True),
+        ValueError,
+        "`offsets` are empty",
+    ),
+    "segments of another shape": (
+        lambda t: jmask.embedding_bag(t, FLAT, segment_ids=[0, 1]),
+        ValueError,
+        r"`segment_ids` of shape \(2,\) and `ids` of shape \(3,\)",
+    ),
+    "segments of lines": (
+        lambda t: jmask.embedding_bag(t, LINES, segment_ids=LINES),
+        ValueError,
+        r"`segment_ids` of shape \(2, 3\) and `ids` of shape \(2, 3\)",
+    ),
+    "float segments": (
+        lambda t: jmask.embedding_bag(t, FLAT, segment_ids=FLAT + 0.5),
+        TypeError,
+        "`segment_ids` must be integers",
+    ),
+    "traced segments, number unknown": (
+        lambda t: jmask.embedding_bag(t, FLAT, segment_ids=jnp.argsort(t[:3, 0])),
+        ValueError,
+        "`num_segments`, the number of bags, must be given for traced `segment_ids`",
+    ),
+    "negative number of segments": (
+        lambda t: jmask.embedding_bag(t, FLAT, segment_ids=FLAT, num_segments=-1),
+        ValueError,
+        "`num_segments` must be >= 0, got -1",
+    ),
+    "float number of segments": (
+        lambda t: jmask.embedding_bag(t, FLAT, segment_ids=FLAT, num_segments=3.0),
+        TypeError,
+        "`num_segments` must be an integer .* got 3.0",
+    ),
+    "combiner": (
+        lambda t: jmask.embedding_bag(t, LINES, combiner="min"),
+        ValueError,
+        "`combiner` must be one of 'sum', 'mean', 'sqrtn', 'max', got 'min'",
+    ),
+    "mode": (
+        lambda t: jmask.embedding_bag(t, LINES, mode="mean"),
+        ValueError,
+        "`mode` must be one of 'fill', 'clip', 'zero', 'raise', got 'mean'",
+    ),
+    "weights of max": (
+        lambda t: jmask.embedding_bag(t, LINES, weights=LINES + 0.5, combiner="max"),
+        ValueError,
+        "`weights` have no meaning for `combiner` 'max'",
+    ),
+    "weights of another shape": (
+        lambda t: jmask.embedding_bag(t, LINES, weights=np.ones(6)),
+        ValueError,
+        r"`weights` of shape \(6,\) must have the shape of `ids`, \(2, 3\)",
+    ),
+    "integer weights": (
+        lambda t: jmask.embedding_bag(t, LINES, weights=LINES),
+        TypeError,
+        "`weights` must be floating, got int32",
+    ),
+    "integer table": (
+        lambda t: jmask.embedding_bag(t.astype(np.int8), LINES),
+        TypeError,
+        r"`table` must be real and floating, got int8: pass `table\.astype",
+    ),
+    "complex table": (
+        lambda t: jmask.embedding_bag(t.astype(np.complex64), LINES),
+        TypeError,
+        "`table` must be real and floating, got complex64",
+    ),
+    "scalar table": (
+        lambda t: jmask.embedding_bag(t[0, 0], LINES),
+        ValueError,
+        "`table` must have a dimension of rows",
+    ),
+    "BCOO table": (
+        lambda t: jmask.embedding_bag(COO, LINES),
+        TypeError,
+        r"`table` must be an array or a jmask\.RowSparse, got BCOO",
+    ),
+    "max_norm": (
+        lambda t: jmask.embedding_bag(t, LINES, max_norm=-1.0),
+        ValueError,
+        "`max_norm` must be positive",
+    ),
+    "padding": (
+        lambda t: jmask.embedding_bag(t, LINES, padding_id="a"),
+        TypeError,
+        "`padding_id` must be an integer .* got 'a'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD.values(), ids=BAD.keys())
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+def test_bad_input(call: Any, error: type[Exception], message: str, traced: bool) -> None:
+    if call is BAD["traced segments, number unknown"][0] and not traced:
+        assert call(TABLE).shape[1] == D
+        return
+    with pytest.raises(error, match=message):
+        jax.eval_shape(call, TABLE) if traced else call(TABLE)

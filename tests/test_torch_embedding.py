@@ -1,0 +1,209 @@
+"""`embedding_lookup` and `embedding_bag` do what torch's functions of these names do.
+
+Values and gradients in float64, of a table and of per-sample weights. Where the two differ
+on purpose a test says so. `make test-torch` runs these.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmask
+from tests.oracle import dense_twin
+
+pytestmark = pytest.mark.torch
+
+V, D, N = 9, 4, 12
+RNG = np.random.default_rng(0)
+# Small integers, so that a maximum is often attained more than once.
+TABLE = RNG.integers(-3, 4, (V, D)).astype(float)
+IDS = RNG.integers(0, V, N)
+LINES = IDS.reshape(4, 3)
+WEIGHTS = RNG.normal(size=N)
+PADDING = int(IDS[1])
+
+paddings = pytest.mark.parametrize("padding", [None, PADDING])
+combiners = pytest.mark.parametrize("combiner", ["sum", "mean", "max"])
+
+
+@pytest.fixture
+def torch() -> Iterator[Any]:
+    try:
+        import torch
+    except ImportError:
+        pytest.fail("torch is needed: run these tests with `make test-torch`")
+    with jax.enable_x64(True):
+        yield torch
+
+
+def parameter(torch: Any, x: np.ndarray) -> Any:
+    return torch.tensor(x, requires_grad=True)
+
+
+def cotangent(shape: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(1).normal(size=shape)
+
+
+def check_gradient(torch: Any, theirs: Any, weight: Any, ours: Any, table: np.ndarray) -> None:
+    """Equal values of `theirs` and `ours(table)`, and equal gradients of the table."""
+    value = theirs.detach().numpy()
+    ct = cotangent(value.shape)
+    theirs.backward(torch.tensor(ct))
+    np.testing.assert_allclose(ours(table), value, rtol=1e-12, atol=1e-12)
+    loss = lambda table: jnp.sum(ours(table) * ct)
+    expected = weight.grad.numpy()
+    np.testing.assert_allclose(jax.grad(loss)(table), expected, rtol=1e-12, atol=1e-12)
+    with jmask.strict():
+        sparse = jax.jit(jmask.grad(loss))(table)
+    np.testing.assert_allclose(dense_twin(sparse), expected, rtol=1e-12, atol=1e-12)
+
+
+@paddings
+@pytest.mark.parametrize("ids", [IDS, LINES, IDS[:0]], ids=["1-D", "2-D", "none"])
+def test_embedding(torch: Any, padding: int | None, ids: np.ndarray) -> None:
+    """With zeros in the padded row, as `nn.Embedding` makes it."""
+    table = TABLE.copy()
+    if padding is not None:
+        table[padding] = 0
+    weight = parameter(torch, table)
+    theirs = torch.nn.functional.embedding(torch.tensor(ids), weight, padding_idx=padding)
+    ours = lambda table: jmask.embedding_lookup(table, ids, padding_id=padding)
+    check_gradient(torch, theirs, weight, ours, table)
+
+
+def test_a_padded_row_that_is_not_zero(torch: Any) -> None:
+    """torch reads it, jmask reads zeros; neither trains it."""
+    theirs = torch.nn.functional.embedding(
+        torch.tensor(IDS), torch.tensor(TABLE), padding_idx=PADDING
+    )
+    np.testing.assert_array_equal(theirs[1], TABLE[PADDING])
+    ours = jmask.embedding_lookup(TABLE, IDS, padding_id=PADDING)
+    np.testing.assert_array_equal(ours[1], np.zeros(D))
+
+
+def test_scale_grad_by_freq(torch: Any) -> None:
+    """Each row's gradient over how often it is looked up, as docs/embeddings.md has it."""
+    weight = parameter(torch, TABLE)
+    theirs = torch.nn.functional.embedding(torch.tensor(IDS), weight, scale_grad_by_freq=True)
+    ct = cotangent((N, D))
+    theirs.backward(torch.tensor(ct))
+    gradient = jmask.grad(lambda t: jnp.sum(jmask.embedding_lookup(t, IDS) * ct))(TABLE)
+    ordered = jnp.sort(gradient.indices)
+    first, last = (
+        jnp.searchsorted(ordered, gradient.indices, side=s) for s in ("left", "right")
+    )
+    values = gradient.values / (last - first)[:, None]
+    scaled = jmask.RowSparse(gradient.indices, values, gradient.shape)
+    np.testing.assert_allclose(dense_twin(scaled), weight.grad.numpy(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, np.inf])
+@pytest.mark.parametrize("function", ["embedding", "embedding_bag"])
+def test_max_norm(torch: Any, norm_type: float, function: str) -> None:
+    """torch shortens rows of the weight itself: that is `renormalize` before the loss."""
+    weight = parameter(torch, TABLE)
+    ids = LINES[:3]
+    theirs = getattr(torch.nn.functional, function)(
+        torch.tensor(ids),
+        weight,
+        max_norm=2.5,
+        norm_type=norm_type,
+        **({"mode": "sum"} if function == "embedding_bag" else {}),
+    )
+    table = jax.jit(lambda t: jmask.renormalize(t, ids, 2.5, norm_type=norm_type))(TABLE)
+    np.testing.assert_allclose(table, weight.detach().numpy(), rtol=1e-12)
+    assert (np.asarray(table) != TABLE).any()
+    name = "embedding_lookup" if function == "embedding" else "embedding_bag"
+    check_gradient(
+        torch, theirs, weight, lambda t: getattr(jmask, name)(t, ids), np.asarray(table)
+    )
+    # Shortened while they are read, the rows are the same up to torch's epsilon.
+    read = getattr(jmask, name)(TABLE, ids, max_norm=2.5, norm_type=norm_type)
+    np.testing.assert_allclose(read, theirs.detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+FORMS = {
+    "lines": {},
+    "offsets": {"offsets": [0, 5, 5, 8]},
+    "offsets, empty ends": {"offsets": [0, 0, 7, 12]},
+    "last offset": {"offsets": [0, 5, 5, 12], "include_last_offset": True},
+}
+forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+
+
+def torch_bag(torch: Any, form: dict[str, Any], weight: Any, **options: Any) -> Any:
+    form = {**form, "offsets": torch.tensor(form["offsets"])} if form else {}
+    ids = torch.tensor(IDS if form else LINES)
+    return torch.nn.functional.embedding_bag(ids, weight, **form, **options)
+
+
+@forms
+@combiners
+@paddings
+def test_embedding_bag(torch: Any, form: Any, combiner: str, padding: int | None) -> None:
+    weight = parameter(torch, TABLE)
+    theirs = torch_bag(torch, form, weight, mode=combiner, padding_idx=padding)
+    ours = lambda table: jmask.embedding_bag(
+        table, IDS if form else LINES, combiner=combiner, padding_id=padding, **form
+    )
+    check_gradient(torch, theirs, weight, ours, TABLE)
+
+
+@forms
+@paddings
+def test_per_sample_weights(torch: Any, form: Any, padding: int | None) -> None:
+    weights = WEIGHTS if form else WEIGHTS.reshape(LINES.shape)
+    weight, samples = parameter(torch, TABLE), parameter(torch, weights)
+    theirs = torch_bag(
+        torch, form, weight, mode="sum", padding_idx=padding, per_sample_weights=samples
+    )
+    ours = lambda table, weights: jmask.embedding_bag(
+        table, IDS if form else LINES, weights=weights, padding_id=padding, **form
+    )
+    check_gradient(torch, theirs, weight, lambda table: ours(table, weights), TABLE)
+    ct = cotangent(theirs.shape)
+    gradient = jax.grad(lambda weights: jnp.sum(ours(TABLE, weights) * ct))(weights)
+    np.testing.assert_allclose(gradient, samples.grad.numpy(), rtol=1e-12, atol=1e-12)
+
+
+@combiners
+def test_bags_without_entries(torch: Any, combiner: str) -> None:
+    """Zeros, whether a bag has no ids or nothing but padding."""
+    ids = np.array([PADDING, PADDING, 1])
+    theirs = torch.nn.functional.embedding_bag(
+        torch.tensor(ids),
+        torch.tensor(TABLE),
+        torch.tensor([0, 0, 2, 3]),
+        mode=combiner,
+        padding_idx=PADDING,
+    )
+    ours = jmask.embedding_bag(
+        TABLE, ids, offsets=[0, 0, 2, 3], combiner=combiner, padding_id=PADDING
+    )
+    np.testing.assert_array_equal(ours, theirs.numpy())
+    np.testing.assert_array_equal(ours[:2], 0)
+
+
+def test_weighted_mean_is_not_in_torch(torch: Any) -> None:
+    with pytest.raises(NotImplementedError, match="per_sample_weights"):
+        torch_bag(
+            torch, {}, torch.tensor(TABLE), mode="mean", per_sample_weights=torch.ones(4, 3)
+        )
+    ours = jmask.embedding_bag(TABLE, LINES, weights=np.ones((4, 3)), combiner="mean")
+    np.testing.assert_allclose(ours, TABLE[LINES].mean(1), rtol=1e-12)
+
+
+def test_offsets_torch_refuses_too(torch: Any) -> None:
+    """torch says nothing of offsets that fall; jmask does."""
+    for offsets in ([1, 2], [0, 13], [0, 5, 3]):
+        with contextlib.ExitStack() as refusal:
+            if offsets != [0, 5, 3]:
+                refusal.enter_context(pytest.raises((RuntimeError, ValueError)))
+            torch_bag(torch, {"offsets": offsets}, torch.tensor(TABLE), mode="sum")
+        with pytest.raises(ValueError, match="`offsets`"):
+            jmask.embedding_bag(TABLE, IDS, offsets=offsets)
