@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jmask._precision import is_narrow, wide
 from jmask._row_sparse import RowSparse
 from jmask._rows import add_rows, gather_rows, set_rows
-from jmask._stochastic_rounding import is_narrow, stochastic_round
+from jmask._stochastic_rounding import stochastic_round
 
 
 def add_to_dense(dense: Any, rows: RowSparse, key: jax.Array | None = None) -> jax.Array:
@@ -43,9 +44,9 @@ def add_to_dense(dense: Any, rows: RowSparse, key: jax.Array | None = None) -> j
         return add_rows(dense, rows.row_ids(), rows.values, coalesced=rows.coalesced)
     rows = rows.coalesce()
     ids = rows.row_ids()
-    wide = dtype if key is None else jnp.promote_types(dtype, jnp.float32)
-    old = gather_rows(dense, ids, coalesced=True).astype(wide)
-    new = old + rows.values.astype(wide)
+    dtype = dtype if key is None else wide(dtype)
+    old = gather_rows(dense, ids, coalesced=True).astype(dtype)
+    new = old + rows.values.astype(dtype)
     if key is not None:
         new = stochastic_round(new, dense.dtype, key)
     return set_rows(dense, ids, new, coalesced=True)

@@ -16,8 +16,9 @@ from jmask._masked_gradient import (
 )
 from jmask._masked_tensor import MaskedTensor
 from jmask._parameters import check_fits, check_gradient
+from jmask._precision import is_narrow, wide
 from jmask._row_sparse import is_row_sparse
-from jmask._stochastic_rounding import is_narrow, stochastic_round
+from jmask._stochastic_rounding import stochastic_round
 
 
 def densify() -> optax.GradientTransformation:
@@ -98,8 +99,8 @@ def apply_updates(
         param = jnp.asarray(param)
         if leaf_key is None or not is_narrow(param.dtype):
             return jnp.asarray(param + update).astype(param.dtype)
-        wide = jnp.promote_types(jnp.result_type(param, update), jnp.float32)
-        return stochastic_round(param.astype(wide) + update, param.dtype, leaf_key)
+        exact = param.astype(wide(jnp.result_type(param, update))) + update
+        return stochastic_round(exact, param.dtype, leaf_key)
 
     return jax.tree.map_with_path(
         apply, updates, params, is_leaf=lambda x: x is None or is_gradient_leaf(x)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jmask._precision import sum_dtype
 from jmask._rows import add_rows
 
 
@@ -32,7 +33,7 @@ def coalesce_rows(ids: jax.Array, values: jax.Array, rows: int) -> tuple[jax.Arr
     if slots == 0:
         return ids[:0], values[:0]
     slot_ids, slot_of_entry = unique_slots(ids, slots, rows)
-    wide = _accumulator_dtype(values.dtype)
+    wide = sum_dtype(values.dtype)
     zeros = jnp.zeros((slots, *values.shape[1:]), wide)
     summed = add_rows(zeros, slot_of_entry, values.astype(wide), coalesced=False)
     return slot_ids, summed.astype(values.dtype)
@@ -70,10 +71,3 @@ def _by_marking(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.A
     every = lax.iota(ids.dtype, rows)
     slot_ids = jnp.full((slots,), rows, ids.dtype).at[place].set(every, mode="drop")
     return slot_ids, slot_of_row.at[ids].get(mode="clip")
-
-
-def _accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    if dtype == jnp.dtype(bool):  # booleans add as `or`
-        return jnp.dtype(jnp.int32)
-    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-    return jnp.dtype(jnp.float32) if narrow else dtype

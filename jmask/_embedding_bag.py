@@ -34,7 +34,8 @@ from jmask._embedding_ids import (
     is_padding,
     narrowed,
 )
-from jmask._max_norm import checked_bound, wide_dtype
+from jmask._max_norm import checked_bound
+from jmask._precision import wide
 from jmask._row_ids import canonical
 
 COMBINERS = ("sum", "mean", "sqrtn", "max")
@@ -112,9 +113,9 @@ def embedding_bag(
             f"`table` must be real and floating, got {table.dtype}: pass "
             "`table.astype(jnp.float32)`."
         )
-    wide = wide_dtype(table.dtype)
+    dtype = wide(table.dtype)
     bound = checked_bound(table, max_norm, norm_type)
-    weights = _checked_weights(weights, ids, combiner, wide)
+    weights = _checked_weights(weights, ids, combiner, dtype)
     if segment_ids is not None or num_segments is not None:
         _refuse_beside_segments(offsets, include_last_offset)
         bags, left_out, valid = _of_segments(ids, segment_ids, num_segments, mode)
@@ -131,7 +132,7 @@ def embedding_bag(
     if combiner == "max":
         result = _max(rows, bags, entries.absent)
     else:
-        result = _sum(bags, rows.astype(wide), weights, entries.absent, combiner)
+        result = _sum(bags, rows.astype(dtype), weights, entries.absent, combiner)
     result = result.astype(table.dtype)
     return result if valid is None else jnp.where(valid, result, jnp.nan)
 

@@ -24,6 +24,7 @@ from jmask._embedding_ids import (
     is_padding,
     narrowed,
 )
+from jmask._precision import wide
 from jmask._row_ids import canonical
 from jmask._row_sparse import RowSparse
 from jmask._rows import gather_rows, set_rows
@@ -121,14 +122,14 @@ class Bound:
 
     def exceeded(self, rows: jax.Array, batch: int) -> tuple[jax.Array, jax.Array]:
         """Which rows are too long, and their norms; 1 in place of all other norms."""
-        wide = rows.astype(wide_dtype(rows.dtype))
+        exact = rows.astype(wide(rows.dtype))
         # A row that is short enough must reach no square root, not even in a derivative:
         # that of a zero row is infinite.
-        exceeds = self.norm(lax.stop_gradient(wide), batch) > self.max_norm
-        exceeds &= jnp.isfinite(lax.stop_gradient(wide)).all(
+        exceeds = self.norm(lax.stop_gradient(exact), batch) > self.max_norm
+        exceeds &= jnp.isfinite(lax.stop_gradient(exact)).all(
             tuple(range(batch, rows.ndim)), keepdims=True
         )
-        norm = self.norm(jnp.where(exceeds, wide, 1), batch)
+        norm = self.norm(jnp.where(exceeds, exact, 1), batch)
         return exceeds, jnp.where(exceeds, norm, 1)
 
 
@@ -139,11 +140,6 @@ def bounded(rows: jax.Array, batch: int, bound: Bound | None) -> jax.Array:
     exceeds, norm = bound.exceeded(rows, batch)
     scale = jnp.where(exceeds, bound.max_norm / norm, 1)
     return (rows.astype(scale.dtype) * scale).astype(rows.dtype)
-
-
-def wide_dtype(dtype: Any) -> Any:
-    """The dtype in which numbers of a floating dtype are summed: float32 at least."""
-    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
 def checked_bound(table: Any, max_norm: Any, norm_type: Any) -> Bound | None:
@@ -168,4 +164,4 @@ def checked_bound(table: Any, max_norm: Any, norm_type: Any) -> Bound | None:
             raise TypeError(f"`max_norm` must be a number, got {max_norm!r}.")
         if not (number > 0 and np.isfinite(number)):
             raise ValueError(f"`max_norm` must be positive and finite, got {max_norm}.")
-    return Bound(jnp.asarray(max_norm, wide_dtype(table.dtype)), norm_type)
+    return Bound(jnp.asarray(max_norm, wide(table.dtype)), norm_type)

@@ -25,6 +25,7 @@ from jax.experimental.sparse import BCOO, BCSR
 from jmask._compressed_product import product_by_kernel, suits_kernel
 from jmask._fallback import report_fallback
 from jmask._masked_tensor import MaskedTensor
+from jmask._precision import sum_dtype
 from jmask._product_operands import (
     Columns,
     Dense,
@@ -194,7 +195,7 @@ def _product_of(
     is_row, is_column = lhs.ndim == 1, rhs.ndim == 1
     a = operand(_matrix(lhs), transpose_a or is_row)
     b = operand(_matrix(rhs), transpose_b and not is_column)
-    result = _product(a, b, _accumulator(dtype), sparse)
+    result = _product(a, b, sum_dtype(dtype), sparse)
     if isinstance(result, RowSparse) and not sparse:
         result = result.todense()
     result = _on_values(result, lambda values: values.astype(dtype))
@@ -253,11 +254,3 @@ def _on_values(x: Any, function: Callable[[jax.Array], jax.Array]) -> Any:
     values = function(x.values)
     shape = (x.shape[0], *values.shape[1:])
     return RowSparse(x.indices, values, shape, coalesced=x.coalesced)
-
-
-def _accumulator(dtype: Any) -> Any:
-    """The dtype to sum in: float32 for less than that, integers for booleans."""
-    if dtype == jnp.dtype(bool):
-        return jnp.dtype(jnp.int32)
-    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-    return jnp.dtype(jnp.float32) if narrow else dtype

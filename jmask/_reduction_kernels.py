@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmask._groups import greatest, least
+from jmask._precision import wide
 
 Results = tuple[Any, Any]
 
@@ -28,12 +29,6 @@ def select(groups: Any, fill: Any, dtype: Any = None) -> Any:
     """The entries cast to `dtype`, `fill` where they take no part."""
     values = groups.values if dtype is None else groups.values.astype(dtype)
     return jnp.where(groups.valid, values, jnp.asarray(fill, values.dtype))
-
-
-def wide(dtype: Any) -> Any:
-    """The dtype to accumulate in: at least float32 for floating numbers."""
-    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-    return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
 
 
 def inexact(dtype: Any) -> Any:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jmask._lazy import lazy
+from jmask._precision import wide
 
 
 def clip_by_row_norm(
@@ -85,8 +86,7 @@ def max_row_norm(
     _check(max_norm, ord)
 
     def project(update: jax.Array, param: jax.Array) -> jax.Array:
-        wide = jnp.promote_types(jnp.result_type(update, param), jnp.float32)
-        param = param.astype(wide)
+        param = param.astype(wide(jnp.result_type(update, param)))
         return _bounded(param + update, max_norm, ord) - param
 
     def within(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
@@ -106,7 +106,7 @@ def _check(max_norm: Any, order: Any) -> None:
 
 def _bounded(rows: jax.Array, max_norm: Any, order: Any) -> jax.Array:
     """Rows (n, *row), in float32 at least, scaled to a norm of at most `max_norm`."""
-    rows = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
+    rows = rows.astype(wide(rows.dtype))
     if rows.ndim == 0:
         return jnp.clip(rows, -max_norm, max_norm)
     flat = rows.reshape(rows.shape[0], -1)

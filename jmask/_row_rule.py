@@ -29,9 +29,9 @@ from jmask._lazy import lazy
 from jmask._masked_gradient import is_gradient_leaf
 from jmask._masked_tensor import MaskedTensor
 from jmask._parameters import check_gradient, check_parameters
+from jmask._precision import is_narrow, wide
 from jmask._row_sparse import RowSparse, is_row_sparse
 from jmask._rows import add_rows
-from jmask._stochastic_rounding import is_narrow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,10 +224,7 @@ def _dense_optimizer(
 
 
 def _wide(x: Any) -> Any:
-    """An array in float32 at least, if it is floating."""
-    if x is None or not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return None if x is None else x.astype(wide(x.dtype))
 
 
 def _in_old_dtypes(result: tuple[Any, ...], leaves: tuple[Any, ...]) -> tuple[Any, ...]:

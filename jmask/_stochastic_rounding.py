@@ -15,11 +15,6 @@ import jax.numpy as jnp
 _DRAWS = 2**16
 
 
-def is_narrow(dtype: Any) -> bool:
-    """Whether a dtype is floating and of 16 bits or fewer."""
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 16
-
-
 def stochastic_round(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
     """`x` rounded to a narrower dtype, up or down at random with `x` as the mean.
 

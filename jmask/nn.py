@@ -21,6 +21,7 @@ from jmask._elementwise import elementwise
 from jmask._fallback import report_fallback
 from jmask._groups import grouped
 from jmask._masked_tensor import MaskedTensor
+from jmask._precision import wide
 from jmask._reduce import became_dense, checked_axes, result_dtype, where_at
 from jmask._reductions import logsumexp as logsumexp
 from jmask._storage import is_sparse, with_stored_values
@@ -209,7 +210,7 @@ def _along(
         valid &= x.valid
     groups = grouped(storage, valid, axes)
     out = result_dtype(jnp.mean, x)
-    result = kernel(groups, kernels.wide(out)).astype(out)
+    result = kernel(groups, wide(out)).astype(out)
     if masked:
         result = with_stored_values(storage, groups.restored(result))
         return MaskedTensor.tree_unflatten(None, (result, valid))

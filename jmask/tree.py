@@ -226,8 +226,8 @@ def _sum_of_squares(x: Any) -> jax.Array:
     elif is_row_sparse(x):
         x = x.coalesce().values
     x = jnp.asarray(x)
-    wide = jnp.promote_types(jnp.zeros((), x.dtype).real.dtype, jnp.float32)
-    return jnp.sum(jnp.square(jnp.abs(x).astype(wide)))
+    size = jnp.abs(x)
+    return jnp.sum(jnp.square(size.astype(jnp.promote_types(size.dtype, jnp.float32))))
 
 
 def _refuse_masked(x: Any, name: str) -> None:

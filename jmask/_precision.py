@@ -1,0 +1,24 @@
+"""Which dtype to compute in: float32 at least.
+
+wide(bfloat16)   float32        wide(float64)  float64       wide(int8)   int8
+sum_dtype(bool)  int32          otherwise as wide
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+
+def is_narrow(dtype: Any) -> bool:
+    """Whether a dtype is floating and of fewer than 32 bits."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype to compute in with numbers of `dtype`."""
+    return jnp.dtype(jnp.float32) if is_narrow(dtype) else jnp.dtype(dtype)
+
+
+def sum_dtype(dtype: Any) -> Any:
+    """The dtype to sum in; booleans are counted, and add as `or` when they are cast back."""
+    return jnp.dtype(jnp.int32) if dtype == jnp.dtype(bool) else wide(dtype)
