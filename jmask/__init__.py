@@ -18,7 +18,10 @@ from jmask._embedding_bag import embedding_bag as embedding_bag
 from jmask._fallback import StorageFallbackWarning as StorageFallbackWarning
 from jmask._fallback import strict as strict
 from jmask._ftrl import ftrl as ftrl
+from jmask._gradcheck import gradcheck as gradcheck
+from jmask._gradcheck_message import GradcheckError as GradcheckError
 from jmask._lazy import lazy as lazy
+from jmask._masked_function import is_masked_function as is_masked_function
 from jmask._masked_storage import from_numpy_ma as from_numpy_ma
 from jmask._masked_storage import to_numpy_ma as to_numpy_ma
 from jmask._masked_tensor import MaskedTensor as MaskedTensor
@@ -38,6 +41,8 @@ from jmask._row_operations import retain as retain
 from jmask._row_operations import square_sum as square_sum
 from jmask._row_sparse import RowSparse as RowSparse
 from jmask._sgd import sgd as sgd
+from jmask._specified import sparse_mask as sparse_mask
+from jmask._specified import todense as todense
 from jmask._stochastic_rounding import stochastic_round as stochastic_round
 from jmask._torch_state import from_torch_state as from_torch_state
 from jmask._torch_state import to_torch_state as to_torch_state

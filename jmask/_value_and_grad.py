@@ -16,13 +16,12 @@ import jax
 import numpy as np
 
 from jmask._cotangents import Filled, Rows
+from jmask._fallback import muted
 from jmask._gradient_collectives import COLLECTIVE_RULES
 from jmask._gradient_control_flow import CONTROL_FLOW_RULES
 from jmask._gradient_program import Interpreter
 from jmask._gradient_rules import EQUATION_RULES
-from jmask._masked_tensor import MaskedTensor
-from jmask._row_sparse import is_row_sparse
-from jmask._storage import stored_values
+from jmask._tensor_arguments import TensorArguments
 
 _INTERPRETER = Interpreter({**EQUATION_RULES, **CONTROL_FLOW_RULES, **COLLECTIVE_RULES})
 
@@ -41,16 +40,15 @@ def value_and_grad(
 
     Args:
         fun: a function returning a scalar, or (scalar, aux) with `has_aux`.
-        argnums: the positional argument(s) to differentiate: pytrees of float arrays. The
-            gradient of a `MaskedTensor` among them is one with the same mask.
+        argnums: the positional argument(s) to differentiate: pytrees of float arrays, and of
+            `RowSparse`, BCOO, BCSR and `MaskedTensor`, whose gradients have the same
+            positions or mask. Where entries count that are not there (`jmask.todense`), the
+            gradient of such a tensor is a dense array.
         has_aux: whether `fun` returns auxiliary data beside the scalar.
 
     Returns:
         A function with the arguments of `fun` that returns (value, gradient), as
         `jax.value_and_grad` does.
-
-    Raises:
-        TypeError: when called, if a differentiated argument is a `RowSparse`.
 
     Warns:
         StorageFallbackWarning: if the gradient of a table had to be made dense because
@@ -71,29 +69,13 @@ def value_and_grad(
     @functools.wraps(fun, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def value_and_grad_of_fun(*args: Any, **kwargs: Any) -> Any:
         numbers = _positions(argnums, args)
-        if any(_holds_masked(args[number]) for number in numbers):
-            return _of_masked(fun, numbers, has_aux, args, kwargs, isinstance(argnums, int))
-        stock = jax.value_and_grad(fun, numbers, has_aux)
-        trace = _Trace(stock, args, kwargs, numbers)
-        differentiated = tuple(args[number] for number in numbers)
-        _check_differentiable(differentiated, numbers)
-        program, outputs = jax.make_jaxpr(trace, return_shape=True)(*differentiated)
-        computed, gradients = outputs
-        wanted = (
-            jax.tree.map(lambda x: False, computed),
-            jax.tree.map(lambda x: x.ndim > 0, gradients),
-        )
-        results = _INTERPRETER.run(
-            program.jaxpr,
-            program.consts,
-            jax.tree.leaves(differentiated),
-            jax.tree.leaves(wanted),
-        )
-        computed, gradients = jax.tree.unflatten(
-            jax.tree.structure(outputs), map(_finished, results)
-        )
-        gradient = gradients if isinstance(argnums, Sequence) else gradients[0]
-        return trace.with_static(computed), gradient
+        arguments = TensorArguments(args, numbers)
+        if arguments:
+            value, gradients = _of_tensors(fun, arguments, has_aux, kwargs)
+        else:
+            value, results = _value_and_results(fun, numbers, has_aux, args, kwargs)
+            gradients = _mapped(_finished, results)
+        return value, gradients if isinstance(argnums, Sequence) else gradients[0]
 
     return value_and_grad_of_fun
 
@@ -125,51 +107,58 @@ def grad(
     return grad_of_fun
 
 
-def _is_masked(x: Any) -> bool:
-    return isinstance(x, MaskedTensor)
+def _of_tensors(
+    fun: Callable[..., Any], arguments: TensorArguments, has_aux: bool, kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...]]:
+    """Differentiate in the stored values of tensors, and in taps where those count."""
+
+    def results(taps: Sequence[Any]) -> tuple[Any, Any, Any]:
+        of_parts = arguments.function_of_parts(fun)
+        args, numbers = arguments.parts(taps)
+        value, found = _value_and_results(of_parts, numbers, has_aux, args, kwargs)
+        return value, found[:-1], found[-1]
+
+    def trial(taps: Sequence[Any]) -> None:
+        *_, of_taps = results(taps)
+        counts.extend(not (isinstance(x, Rows) and x.is_zero) for x in of_taps)
+
+    counts: list[bool] = []
+    with muted():  # the real trace below reports
+        try:
+            jax.eval_shape(trial, arguments.abstract_taps())
+        except Exception:
+            # A rule of the function itself (custom_vjp) may insist on tensors without taps:
+            # then it has no gradient at other entries. All other faults come up again.
+            counts = [False] * len(arguments.tensors)
+    value, gradients, of_taps = results(arguments.taps(counts))
+    return value, arguments.gradients(_mapped(_finished, gradients), _mapped(_dense, of_taps))
 
 
-def _holds_masked(argument: Any) -> bool:
-    return any(map(_is_masked, jax.tree.leaves(argument, is_leaf=_is_masked)))
-
-
-def _of_masked(
+def _value_and_results(
     fun: Callable[..., Any],
     numbers: tuple[int, ...],
     has_aux: bool,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    one: bool,
-) -> Any:
-    """Differentiate in the stored values of `MaskedTensor`s; gradients have their masks."""
-
-    def values(x: Any) -> Any:
-        return stored_values(x.storage) if _is_masked(x) else x
-
-    def with_values(x: Any, new: Any) -> Any:
-        if not _is_masked(x):
-            return new
-        # The stored values are no table: looked up or not, their gradient is an array.
-        return x.with_values(new.todense() if is_row_sparse(new) else new)
-
-    def mapped(function: Callable[..., Any], *trees: Any) -> Any:
-        return jax.tree.map(function, *trees, is_leaf=_is_masked)
-
-    def of_values(*plain: Any, **kwargs: Any) -> Any:
-        rebuilt = list(plain)
-        for number in numbers:
-            rebuilt[number] = mapped(with_values, args[number], plain[number])
-        return fun(*rebuilt, **kwargs)
-
-    plain = list(args)
-    for number in numbers:
-        plain[number] = mapped(values, args[number])
-    value, gradients = value_and_grad(of_values, numbers, has_aux)(*plain, **kwargs)
-    gradients = tuple(
-        mapped(with_values, args[number], gradient)
-        for number, gradient in zip(numbers, gradients, strict=True)
+) -> tuple[Any, tuple[Any, ...]]:
+    """The value (and aux), and the gradients as the gradient program leaves them."""
+    stock = jax.value_and_grad(fun, numbers, has_aux)
+    trace = _Trace(stock, args, kwargs, numbers)
+    differentiated = tuple(args[number] for number in numbers)
+    program, outputs = jax.make_jaxpr(trace, return_shape=True)(*differentiated)
+    computed, gradients = outputs
+    wanted = (
+        jax.tree.map(lambda x: False, computed),
+        jax.tree.map(lambda x: x.ndim > 0, gradients),
     )
-    return value, gradients[0] if one else gradients
+    results = _INTERPRETER.run(
+        program.jaxpr,
+        program.consts,
+        jax.tree.leaves(differentiated),
+        jax.tree.leaves(wanted),
+    )
+    computed, gradients = jax.tree.unflatten(jax.tree.structure(outputs), results)
+    return trace.with_static(_mapped(_finished, computed)), gradients
 
 
 class _Trace:
@@ -208,10 +197,18 @@ class _Trace:
         return jax.tree.unflatten(self.structure, leaves)
 
 
+def _mapped(function: Callable[[Any], Any], results: Any) -> Any:
+    return jax.tree.map(function, results)
+
+
 def _finished(result: Any) -> Any:
     """A result of the program as users see it."""
     if isinstance(result, Rows) and result.looked_up:
         return result.to_row_sparse()
+    return _dense(result)
+
+
+def _dense(result: Any) -> Any:
     return result.todense() if isinstance(result, Rows | Filled) else result
 
 
@@ -226,12 +223,3 @@ def _positions(argnums: int | Sequence[int], args: tuple[Any, ...]) -> tuple[int
                 f"{len(args)} positional arguments."
             )
     return tuple(int(number) % len(args) for number in numbers)
-
-
-def _check_differentiable(arguments: tuple[Any, ...], numbers: tuple[int, ...]) -> None:
-    for argument, number in zip(arguments, numbers, strict=True):
-        if any(map(is_row_sparse, jax.tree.leaves(argument, is_leaf=is_row_sparse))):
-            raise TypeError(
-                f"argument {number} holds a RowSparse: a parameter must be a dense array. "
-                "Differentiate with respect to its `.values`, or pass `.todense()`."
-            )

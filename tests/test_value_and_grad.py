@@ -195,11 +195,6 @@ class TestFallback:
 
 
 class TestBadInput:
-    def test_sparse_parameter(self):
-        x = jmask.RowSparse([1], jnp.ones((1, 2)), (3, 2))
-        with pytest.raises(TypeError, match="argument 1 holds a RowSparse"):
-            jmask.grad(lambda a, x: x.todense().sum(), argnums=1)(1.0, {"t": x})
-
     def test_argnums(self):
         with pytest.raises(ValueError, match="`argnums` names argument 2"):
             jmask.grad(square, argnums=2)(TABLE)

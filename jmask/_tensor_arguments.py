@@ -1,0 +1,135 @@
+"""Sparse and masked tensors as arguments that `jmask.value_and_grad` differentiates.
+
+A tensor is differentiated in its stored values and in a tap (see `_tap`), and which of the
+two got a gradient decides about the storage of the result:
+
+    fun(x)                              gradient in x, a BCOO
+    sum(x @ y)                          BCOO, the positions of x
+    sum(todense(x, masked_grad=True))   BCOO, the positions of x
+    sum(todense(x))                     array: entries that are not stored count too
+
+Equal positions are one entry: a tensor that may hold some is coalesced first, and so is its
+gradient.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmask._masked_tensor import MaskedTensor
+from jmask._row_sparse import is_row_sparse
+from jmask._storage import is_sparse, unique_positions
+from jmask._tap import is_tensor, tapped, untapped, values_of, with_values_of, zero_tap
+
+
+class TensorArguments:
+    """The tensors in some arguments of a call. False if there are none.
+
+    Args:
+        args: all positional arguments of the call.
+        numbers: which of them are differentiated.
+
+    Attributes:
+        tensors: the differentiated sparse and masked tensors, in the order of the leaves.
+    """
+
+    def __init__(self, args: tuple[Any, ...], numbers: tuple[int, ...]):
+        self.numbers = numbers
+        self.args = list(args)
+        for number in numbers:
+            self.args[number] = _mapped(_coalesced, args[number])
+        leaves = jax.tree.leaves([self.args[n] for n in numbers], is_leaf=is_tensor)
+        self.tensors = [x for x in leaves if is_tensor(x)]
+
+    def __bool__(self) -> bool:
+        return bool(self.tensors)
+
+    def abstract_taps(self) -> list[Any]:
+        """The shapes of a tap for every tensor."""
+        return [jax.eval_shape(zero_tap, x) for x in self.tensors]
+
+    def taps(self, counts: Sequence[bool]) -> list[Any]:
+        """Taps of the tensors of which other entries count; None for the others."""
+        return [
+            zero_tap(x) if count else None
+            for x, count in zip(self.tensors, counts, strict=True)
+        ]
+
+    def parts(self, taps: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        """The arguments with stored values in place of tensors, and taps at the end."""
+        args = list(self.args)
+        for number in self.numbers:
+            args[number] = _mapped(values_of, args[number])
+        return (*args, list(taps)), (*self.numbers, len(args))
+
+    def function_of_parts(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """`fun` as a function of `parts`."""
+
+        def of_parts(*parts: Any, **kwargs: Any) -> Any:
+            *args, taps = parts
+            remaining = iter(taps)
+            for number in self.numbers:
+                args[number] = _mapped(
+                    lambda x, values: _rebuilt(x, values, remaining),
+                    self.args[number],
+                    args[number],
+                )
+            return fun(*args, **kwargs)
+
+        return of_parts
+
+    def gradients(self, gradients: Sequence[Any], of_taps: Sequence[Any]) -> tuple[Any, ...]:
+        """The gradients in the arguments from those in their parts; None for no tap."""
+        remaining = iter(of_taps)
+        return tuple(
+            _mapped(lambda x, g: _gradient(x, g, remaining), self.args[number], gradient)
+            for number, gradient in zip(self.numbers, gradients, strict=True)
+        )
+
+
+def _mapped(function: Callable[..., Any], *trees: Any) -> Any:
+    return jax.tree.map(function, *trees, is_leaf=is_tensor)
+
+
+def _coalesced(x: Any) -> Any:
+    return unique_positions(untapped(x)) if is_sparse(x) else x
+
+
+def _rebuilt(x: Any, values: Any, taps: Any) -> Any:
+    if not is_tensor(x):
+        return values
+    result, tap = with_values_of(x, values), next(taps)
+    return result if tap is None else tapped(result, tap)
+
+
+def _gradient(x: Any, of_values: Any, gradients_of_taps: Any) -> Any:
+    if not is_tensor(x):
+        return of_values
+    # The stored values are no table: looked up or not, their gradient is an array.
+    of_values = of_values.todense() if is_row_sparse(of_values) else of_values
+    everywhere = next(gradients_of_taps)
+    if everywhere is None:
+        return with_values_of(x, of_values)
+    storage = x.storage if isinstance(x, MaskedTensor) else x
+    valid = x.valid if isinstance(x, MaskedTensor) else None
+    return at_every_entry(storage, valid, of_values, everywhere)
+
+
+def at_every_entry(storage: Any, valid: Any, of_values: Any, of_tap: Any) -> jax.Array:
+    """The gradient at all entries: that in the stored values where they are specified.
+
+    Args:
+        storage: sparse, or an array.
+        valid: which of its stored values are specified, None for all.
+        of_values: the gradient in the stored values, of their shape.
+        of_tap: the gradient in the tap, of the shape of the tensor.
+    """
+    if not is_sparse(storage):
+        return of_tap if valid is None else jnp.where(valid, of_values, of_tap)
+    kept = jnp.ones(of_values.shape, bool) if valid is None else valid
+    stored = with_values_of(storage, kept.astype(of_values.dtype)).todense().real
+    total = with_values_of(storage, jnp.where(kept, of_values, 0)).todense()
+    # Of an entry stored twice, which BCSR may hold, each part has the whole derivative.
+    return jnp.where(stored > 0, total / jnp.maximum(stored, 1), of_tap)
