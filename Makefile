@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo sparse-linear test test-all test-tpu test-torch bench lint format clean
+.PHONY: demo sparse-linear test test-exhaustive test-all test-tpu test-torch bench lint format clean
 
 demo: .venv/examples.stamp
 	$(BIN)/python examples/word2vec.py
@@ -14,15 +14,19 @@ sparse-linear: .venv/examples.stamp
 test: .venv/test.stamp .venv/examples.stamp
 	$(BIN)/python -m pytest -n 2 -q
 
-test-all: lint test test-torch test-tpu
+# All combinations of what `make test` samples.
+test-exhaustive: .venv/test.stamp .venv/examples.stamp
+	$(BIN)/python -m pytest -n 2 -q -m exhaustive
+
+test-all: lint test test-exhaustive test-torch test-tpu
 
 # Compared with torch and FBGEMM themselves. In an environment of its own: torch is large.
 test-torch: .venv-torch/ready.stamp
-	.venv-torch/bin/python -m pytest -m torch -q tests
+	.venv-torch/bin/python -m pytest -n 2 -m torch -q tests
 
 # Compiled ahead of time for TPUs, without one. In an environment of its own: libtpu.
 test-tpu: .venv-tpu/ready.stamp
-	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 .venv-tpu/bin/python -m pytest -m tpu -q tests
+	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 .venv-tpu/bin/python -m pytest -n 2 -m tpu -q tests
 
 # Beside torch, FBGEMM and a C loop; `make bench BENCH=--quick` takes under two minutes.
 bench: .venv-bench/ready.stamp

@@ -19,12 +19,11 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jmask._fallback import report_fallback
 from jmask._masked_tensor import MaskedTensor, common_shape
+from jmask._safe_numbers import safe_numbers, varies
 from jmask._storage import (
     SPARSE,
     is_sparse,
@@ -38,9 +37,6 @@ from jmask._storage import (
     with_stored_values,
 )
 from jmask._zero_semantics import zero_semantics
-
-# To try in turn, for floating and for integer operands.
-_CANDIDATES = ((0.5, 1), (1.5, 0), (0.25, 2), (2.5, 3), (-0.5, -1))
 
 
 def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,10 +82,10 @@ def _masked(function: Callable, operands: Sequence[Any], kwargs: dict) -> Masked
     masks = {id(x.valid): x.valid for x in operands if isinstance(x, MaskedTensor)}
     valid = functools.reduce(operator.and_, masks.values())
     values = [x.storage if isinstance(x, MaskedTensor) else x for x in operands]
-    kinds = tuple(x.dtype if _varies(x) else x for x in values)
+    kinds = tuple(x.dtype if varies(x) else x for x in values)
     safe = safe_numbers(function, kinds, kwargs)
     values = [
-        jnp.where(valid, x, number) if _varies(x) else x
+        jnp.where(valid, x, number) if varies(x) else x
         for x, number in zip(values, safe, strict=True)
     ]
     result = function(*values, **kwargs)
@@ -97,11 +93,6 @@ def _masked(function: Callable, operands: Sequence[Any], kwargs: dict) -> Masked
     result, valid = jnp.broadcast_to(result, shape), jnp.broadcast_to(valid, shape)
     storage = result if pattern is None else with_stored_values(pattern, result)
     return MaskedTensor.tree_unflatten(None, (storage, valid))
-
-
-def _varies(x: Any) -> bool:
-    # A Python number keeps its weak type, and static arguments must stay static.
-    return not isinstance(x, bool | int | float | complex)
 
 
 def _as_operand(x: Any) -> Any:
@@ -152,70 +143,3 @@ def _at_positions(x: Any, pattern: Any) -> Any:
 
 def _plain(values: Any, valid: Any) -> MaskedTensor:
     return MaskedTensor.tree_unflatten(None, (values, valid))
-
-
-def safe_numbers(
-    function: Callable, kinds: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, ...]:
-    """For each operand a number to put where it is masked.
-
-    Found by trying, so that it serves functions never seen before: value, first and second
-    derivative must be finite there.
-
-    Args:
-        function: elementwise.
-        kinds: for each operand its dtype, or its value if it is a Python number.
-        kwargs: keyword arguments of the function.
-    """
-    try:
-        return _safe_numbers(function, kinds, tuple(sorted(kwargs.items())))
-    except TypeError:  # something that cannot be hashed
-        return _safe_numbers.__wrapped__(function, kinds, tuple(kwargs.items()))
-
-
-@functools.lru_cache(maxsize=4096)
-def _safe_numbers(
-    function: Callable, kinds: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
-) -> tuple[Any, ...]:
-    fixed, numbers = dict(kwargs), ()
-    for candidate in _CANDIDATES:
-        numbers = tuple(_number(candidate, kind) for kind in kinds)
-        if _is_safe(lambda *xs: function(*xs, **fixed), numbers):
-            return numbers
-    return numbers
-
-
-def _number(candidate: tuple[float, int], kind: Any) -> Any:
-    if not _varies(kind):
-        return kind
-    inexact, integer = candidate
-    return np.array(inexact if jnp.issubdtype(kind, jnp.inexact) else integer).astype(kind)
-
-
-def _is_safe(function: Callable, numbers: tuple[Any, ...]) -> bool:
-    varying = [i for i, x in enumerate(numbers) if _is_inexact(x)]
-
-    def of_varying(*xs: Any) -> Any:
-        arguments = list(numbers)
-        for i, x in zip(varying, xs, strict=True):
-            arguments[i] = x
-        return function(*arguments)
-
-    def slope(*xs: Any) -> Any:
-        return jax.jvp(of_varying, xs, tuple(map(np.ones_like, xs)))
-
-    xs = tuple(numbers[i] for i in varying)
-    with jax.ensure_compile_time_eval():
-        try:
-            results = jax.jvp(slope, xs, tuple(map(np.ones_like, xs)))
-        except (TypeError, NotImplementedError):
-            results = of_varying(*xs)  # not differentiable: then its value decides
-        return all(_is_finite(x) for x in jax.tree.leaves(results))
-
-
-def _is_inexact(x: Any) -> bool:
-    return isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _is_finite(x: Any) -> bool:
-    return x.dtype == jax.dtypes.float0 or bool(jnp.isfinite(x).all())

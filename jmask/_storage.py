@@ -98,11 +98,15 @@ def row_of_each(pointers: jax.Array, count: int) -> jax.Array:
     return lax.associative_scan(jnp.add, begun) - 1 if count else begun
 
 
+def is_stored(x: Any) -> jax.Array:
+    """Which of the (nse,) places of `x` hold an entry or a row, and are not padding."""
+    return _inside(coordinates(x), x.shape)
+
+
 def is_entry(x: Any) -> jax.Array:
     """Which stored values (broadcast to their shape) are entries of `x`, not padding."""
     values = stored_values(x)
-    inside = _inside(coordinates(x), x.shape)
-    return jnp.broadcast_to(trailing(inside, values.ndim), values.shape)
+    return jnp.broadcast_to(trailing(is_stored(x), values.ndim), values.shape)
 
 
 def sampled(dense: jax.Array, like: Any, shape: tuple[int, ...] | None = None) -> jax.Array:
@@ -150,7 +154,7 @@ def same_positions(x: Any, y: Any) -> bool:
     True for shared index arrays; concrete ones are compared. Traced ones that are not
     shared cannot be, and count as different.
     """
-    if type(x) is not type(y) or x.shape != y.shape:
+    if stype(x) != stype(y) or x.shape != y.shape:
         return False
     if stored_values(x).shape[:1] != stored_values(y).shape[:1]:
         return False
@@ -226,7 +230,8 @@ def _same_array(x: Any, y: Any) -> bool:
         return True
     if isinstance(x, jax.core.Tracer) or isinstance(y, jax.core.Tracer):
         return False
-    return x.shape == y.shape and bool((x == y).all())
+    with jax.ensure_compile_time_eval():  # constants, also while something is traced
+        return x.shape == y.shape and bool((x == y).all())
 
 
 def _inside(coordinates: tuple[jax.Array, ...], sizes: tuple[int, ...]) -> jax.Array:

@@ -21,12 +21,15 @@ from jmask._add_to_dense import add_to_dense
 from jmask._fallback import report_fallback
 from jmask._masked_tensor import common_shape
 from jmask._row_sparse import RowSparse
+from jmask._safe_numbers import safe_numbers, varies
 from jmask._storage import (
     compressed,
     is_sparse,
+    is_stored,
     same_positions,
     sampled,
     stored_values,
+    trailing,
     unique_positions,
     with_stored_values,
 )
@@ -103,7 +106,9 @@ class _Call:
             return self.on_rows(affine)
         if len(self.sparse) == 1:
             (x,) = self.sparse
-            return self._at(x if affine else unique_positions(x), [x])
+            if affine:
+                return with_stored_values(x, self._apply(x, [stored_values(x)]))
+            return self._aligned([x])
         first, *others = self.sparse
         if all(same_positions(first, x) for x in others):
             return self._aligned(self.sparse)
@@ -124,7 +129,7 @@ class _Call:
             rows = [x.coalesce() for x in self.sparse]
         else:
             rows = on_union_of_rows(self.sparse)
-        return self._rows(rows[0], self._apply(rows[0], [x.values for x in rows]))
+        return self._rows(rows[0], self._guarded(rows[0], [x.values for x in rows]))
 
     def _part(self, number: int) -> jax.Array:
         """What the rows of one operand add to the result of an affine function."""
@@ -143,12 +148,24 @@ class _Call:
 
     def _aligned(self, sparse: list[Any]) -> Any:
         sparse = [unique_positions(x) for x in sparse]
-        return self._at(sparse[0], sparse)
+        values = self._guarded(sparse[0], [stored_values(x) for x in sparse])
+        return with_stored_values(sparse[0], values)
 
-    def _at(self, pattern: Any, sparse: list[Any]) -> Any:
-        aligned = [pattern, *sparse[1:]]
-        values = self._apply(pattern, [stored_values(x) for x in aligned])
-        return with_stored_values(pattern, values)
+    def _guarded(self, pattern: Any, values: Sequence[Any]) -> jax.Array:
+        """`_apply` with a harmless number at padding, where the slope may be infinite."""
+        if getattr(pattern, "n_batch", 0):
+            return self._apply(pattern, values)
+        stored = is_stored(pattern)
+        operands = list(self._at_positions(pattern, iter(values)))
+        kinds = tuple(x.dtype if varies(x) else x for x in operands)
+        safe = safe_numbers(self.function, kinds, self.kwargs)
+        operands = [
+            jnp.where(trailing(stored, x.ndim), x, number) if jnp.ndim(x) else x
+            for x, number in zip(operands, safe, strict=True)
+        ]
+        result = self.function(*operands, **self.kwargs)
+        zero = jnp.zeros((), result.dtype)
+        return jnp.where(trailing(stored, result.ndim), result, zero)
 
     def _apply(self, pattern: Any, values: Sequence[Any]) -> jax.Array:
         """The function of the stored values; arrays are sampled at the same positions."""

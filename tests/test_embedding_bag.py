@@ -135,6 +135,7 @@ def differentiated(case: Case) -> Callable[..., Any]:
     return jmask.grad(loss, (0, 1), has_aux=True)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @forms
 @combiners

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = Path(__file__).parent / "training_to_kill.py"
 STEPS = 40
 
@@ -26,6 +28,7 @@ def run(folder, kill_at=None):
     return lines
 
 
+@pytest.mark.exhaustive
 def test_killed_at_a_random_step(tmp_path):
     whole = run(tmp_path / "whole")
     assert whole[:STEPS] == [f"step {i}" for i in range(STEPS)]

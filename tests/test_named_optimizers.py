@@ -132,6 +132,7 @@ class TestFormulas:
             if lazy:
                 np.testing.assert_array_equal(param[NEVER], start[NEVER])
 
+    @pytest.mark.exhaustive
     def test_float32(self, name, hyper, lazy):
         param, state, model, start = run(name, hyper, lazy, np.float32)
         compare(param, state, model, 2e-5)

@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from jax import lax
 
@@ -90,6 +91,7 @@ def build(program):
     return loss
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=60)
 @given(st.lists(terms(), min_size=1, max_size=3))
 def test_random_program(program):

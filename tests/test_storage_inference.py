@@ -290,6 +290,17 @@ class TestEntries:
         np.testing.assert_array_equal(result, self.a + self.b)
 
 
+def test_infinite_slopes_at_padding_are_not_met():
+    def total(values):
+        rows = jmask.RowSparse([1, 1, 4], values, (4,))
+        entries = BCOO((values, jnp.array([[1], [2], [4]])), shape=(4,))
+        return jnm.sqrt(rows).todense().sum() + jnm.arcsin(entries).todense().sum()
+
+    gradient = jax.jit(jax.grad(total))(jnp.array([0.5, 0.5, 0.0]))
+    slope = 0.5 + 1 / np.sqrt(1 - 0.25)
+    np.testing.assert_allclose(gradient, [slope, slope, 0], rtol=1e-5)
+
+
 @pytest.mark.parametrize("storage", ["row_sparse", "coo", "csr"])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_ordinary_operand_beside_a_masked_one(storage, wrap):
