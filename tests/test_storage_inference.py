@@ -1,17 +1,20 @@
 """Functions of `RowSparse` tensors: which storage the result has, values, gradients, vmap.
 
 The table of MXNet's storage inference, and what goes past it, in one table of cases. Each is
-compared with its dense twin.
+compared with its dense twin on random rows: under jit and vmap, with its gradients, eagerly.
 """
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
 from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
@@ -158,20 +161,20 @@ CASES: dict[str, Case] = {
 }
 
 
-def tensors(x, y):
+def tensors(x, y, x_ids=X_IDS, y_ids=Y_IDS):
     shape = (ROWS, WIDTH)
-    return jmask.RowSparse(X_IDS, x, shape), jmask.RowSparse(Y_IDS, y, shape)
+    return jmask.RowSparse(x_ids, x, shape), jmask.RowSparse(y_ids, y, shape)
 
 
 def dense(x):
     return x.todense() if isinstance(x, jmask.RowSparse) else x
 
 
-def results(function, x, y, d, twin):
+def results(function, ids, x, y, d, twin):
     """The dense result, and the gradient of a number made of it."""
 
     def result(x, y, d):
-        x, y = tensors(x, y)
+        x, y = tensors(x, y, *ids)
         if twin:
             return function(jnp, x.todense(), y.todense(), d)
         return dense(function(jnm, x, y, d))
@@ -193,10 +196,9 @@ def kind_of(function, x, y, d):
     return "rows" if isinstance(result, jmask.RowSparse) else "dense"
 
 
-@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
 @pytest.mark.parametrize("name", CASES)
-def test_case(name):
-    function, expected_kind = CASES[name]
+def test_storage_of_the_result(name):
+    function, expected = CASES[name]
     kinds = []
 
     def noted(x, y, d):
@@ -204,20 +206,48 @@ def test_case(name):
         return d
 
     jax.eval_shape(noted, X, Y, DENSE)
-    assert [*kinds, kind_of(function, X, Y, DENSE)] == [expected_kind] * 2
+    assert [*kinds, kind_of(function, X, Y, DENSE)] == [expected] * 2
 
-    def both(x, y, d):
-        return [results(function, x, y, d, twin) for twin in (False, True)]
 
-    # Values of a batch, so that the compiled program is vmapped too.
-    batch = [jnp.stack([a, a * 0.5]) for a in (X, Y, DENSE)]
-    (ours, gradients), (twin, of_twin) = jax.jit(jax.vmap(both))(*batch)
+@functools.cache
+def compiled(name):
+    """Both results, under jit and vmap, for ids and numbers to come."""
+
+    def both(x_ids, y_ids, x, y, d):
+        ids, function = (x_ids, y_ids), CASES[name].function
+        return [results(function, ids, x, y, d, twin) for twin in (False, True)]
+
+    return jax.jit(jax.vmap(both, in_axes=(None, None, 0, 0, 0)))
+
+
+def ids_of(size):
+    """Row numbers with duplicates, padding and none of some rows."""
+    return st.lists(st.integers(-2, ROWS + 1), min_size=size, max_size=size)
+
+
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=5)
+@given(ids_of(len(X_IDS)), ids_of(len(Y_IDS)), st.integers(0, 999))
+def test_equals_its_dense_twin(name, x_ids, y_ids, seed):
+    rng = np.random.default_rng(seed)
+    x, y = rng.uniform(0.2, 0.9, (2, 5, WIDTH)), -rng.uniform(0.2, 0.9, (2, 3, WIDTH))
+    d = rng.normal(size=(2, ROWS, WIDTH))
+    x_ids, y_ids = jnp.array(x_ids), jnp.array(y_ids)
+    batch = [jnp.asarray(a, jnp.float32) for a in (x, y, d)]
+    (ours, gradients), (twin, of_twin) = compiled(name)(x_ids, y_ids, *batch)
     assert ours.dtype == twin.dtype
     np.testing.assert_allclose(ours, twin, rtol=2e-5, atol=1e-6)
     # Padding gets no gradient: its rows were never in the tensor.
     for ours, twin in zip(gradients, of_twin, strict=True):
         np.testing.assert_allclose(ours, twin, rtol=2e-4, atol=1e-5)
 
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_eagerly(name):
+    function = CASES[name].function
     eager = dense(function(jnm, *tensors(X, Y), DENSE))
     expected = function(jnp, *(x.todense() for x in tensors(X, Y)), DENSE)
     np.testing.assert_allclose(eager, expected, rtol=2e-5, atol=1e-6)
