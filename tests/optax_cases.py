@@ -167,6 +167,9 @@ def extra_args(name: str, gradient: optax.Updates) -> dict:
 # Refused by optax itself before jmask sees a program: wrong or missing arguments.
 REFUSED_BY_OPTAX = ("contrib.sophia", "contrib.dpsgd")
 EXACT_UNLIFTED = ("identity", "set_to_zero", "freeze", "centralize", "snapshot")
+# These map over their state, so that a whole `RowSparse` meets each array: its arithmetic is
+# that of the dense gradient, on all rows.
+DENSE_UNLIFTED = ("contrib.madgrad", "contrib.scale_by_madgrad")
 _SGD = optax.sgd(0.1)
 _ALL = {"table": True, "other": True, "dense": True}
 _NONE = {"table": False, "other": False, "dense": False}

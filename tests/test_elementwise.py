@@ -16,6 +16,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
 import jmask.numpy as jnm
+from tests.sampling import sampled
 
 SHAPE = (2, 3)
 RNG = np.random.default_rng(0)
@@ -124,7 +125,7 @@ def check(result: jmask.MaskedTensor, expected: Any, mask: np.ndarray) -> None:
     )
 
 
-@pytest.mark.parametrize("name", UNARY)
+@pytest.mark.parametrize("name", sampled(UNARY, 2))
 def test_unary(name):
     function, values = FUNCTIONS[name], numbers(name)
     expected = function.__wrapped__(values)
@@ -140,7 +141,7 @@ def test_unary(name):
     check(jax.tree.map(lambda leaf: leaf[1], jax.vmap(function)(batch)), expected, mask)
 
 
-@pytest.mark.parametrize("name", BINARY)
+@pytest.mark.parametrize("name", sampled(BINARY, 2))
 def test_binary(name):
     function, x, y = FUNCTIONS[name], numbers(name, 1), numbers(name, 2)
     expected = function.__wrapped__(x, y)
@@ -175,7 +176,7 @@ def derivatives(name: str, xs: list[np.ndarray]) -> list[np.ndarray]:
 DIFFERENTIABLE = [n for n in FUNCTIONS if n not in {*INTEGER, "nextafter"}]
 
 
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
+@pytest.mark.parametrize("name", sampled(DIFFERENTIABLE, 3))
 def test_gradients(name):
     """Exact at valid entries, exactly 0 at masked ones, never nan: both modes, twice."""
     function = FUNCTIONS[name]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from jax.sharding import Mesh, PartitionSpec
 
 import jmask
@@ -22,6 +22,7 @@ def tree_of(x):
     return {"t": x, "w": jnp.arange(4.0), "skipped": None}
 
 
+@settings(max_examples=8)
 @given(row_sparse(row=(3,)), row_sparse(row=(3,)), st.floats(-2, 2, width=32))
 def test_sum_mean_scale_norm(x, y, scalar):
     a, b = tree_of(x), tree_of(y)

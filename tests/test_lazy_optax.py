@@ -14,6 +14,7 @@ import pytest
 import jmask
 from tests.optax_cases import (
     CHAINS,
+    DENSE_UNLIFTED,
     EXACT_UNLIFTED,
     NOT_PLACED,
     REFUSED,
@@ -24,6 +25,7 @@ from tests.optax_cases import (
     extra_args,
 )
 from tests.oracle import densified, is_row_sparse, other_rows, touched_rows
+from tests.sampling import sampled
 
 # Numbers of rows that tell the tables apart, and from every other dimension.
 SHAPES = {"table": (12, 3), "other": (9, 2, 2), "dense": (3, 2)}
@@ -112,7 +114,7 @@ def check_step(inner, gradient, state, params, wrap, **extra):
 
 # All are run under jit; eagerly, which compiles every operation by itself, every sixth.
 LIFTED = [*ROW_LOCAL, *CHAINS]
-RUNS = [(name, jax.jit) for name in LIFTED]
+RUNS = sampled([(name, jax.jit) for name in LIFTED], 2)
 RUNS += [pytest.param(name, lambda f: f, marks=pytest.mark.exhaustive) for name in LIFTED[::6]]
 
 
@@ -187,7 +189,7 @@ def test_unlifted_is_exact_or_raises(name, side):
             params = optax.apply_updates(params, updates)
     except Exception as error:
         raised = error
-    if name not in EXACT_UNLIFTED:
+    if name not in EXACT_UNLIFTED + DENSE_UNLIFTED:
         assert raised is not None, "silently accepted"
         # Raised by jmask's checks or JAX's, not by some accident of this test.
         told = ("RowSparse", "jmask.lazy", "structure", "abstract method", "per_example")
@@ -200,10 +202,10 @@ def test_unlifted_is_exact_or_raises(name, side):
         updates, state = reference.update(densified(gradient), state, dense)
         dense = optax.apply_updates(dense, updates)
     for key in SHAPES:
-        if is_row_sparse(gradient[key]):
+        if is_row_sparse(gradient[key]) and name in EXACT_UNLIFTED:
             assert_rows(params[key], dense[key], PARAMS[key], gradient[key], key)
         else:
-            np.testing.assert_allclose(params[key], dense[key], rtol=1e-6)
+            np.testing.assert_allclose(params[key], dense[key], rtol=1e-5)
 
 
 NAMING = {

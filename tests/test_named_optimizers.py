@@ -186,6 +186,7 @@ class TestOnePass:
         assert ("stablehlo.gather" in program) == alone
 
 
+@pytest.mark.exhaustive
 def test_one_pass_of_other_ranks_and_dtypes():
     for row, dtype in (((), np.float32), ((2, 2), np.float32), ((3,), jnp.bfloat16)):
         for name in MODELS:

@@ -348,6 +348,7 @@ def is_tensor(x: Any) -> bool:
     return isinstance(x, jmask.MaskedTensor | jmask.RowSparse | BCOO | BCSR)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("names", groups().values(), ids=groups())
 def test_gradients(names):
     first = OPERATIONS[names[0]]
