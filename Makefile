@@ -24,9 +24,11 @@ test-all: lint test test-exhaustive test-torch test-tpu
 test-torch: .venv-torch/ready.stamp
 	.venv-torch/bin/python -m pytest -n 2 -m torch -q tests
 
-# Compiled ahead of time for TPUs, without one. In an environment of its own: libtpu.
+# Compiled ahead of time for TPUs, without one. In an environment of its own: libtpu, which
+# two test processes may load at once since neither opens a device.
 test-tpu: .venv-tpu/ready.stamp
-	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 .venv-tpu/bin/python -m pytest -n 2 -m tpu -q tests
+	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
+		.venv-tpu/bin/python -m pytest -n 2 -m tpu -q tests
 
 # Beside torch, FBGEMM and a C loop; `make bench BENCH=--quick` takes under two minutes.
 bench: .venv-bench/ready.stamp
