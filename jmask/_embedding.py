@@ -29,6 +29,7 @@ from jmask._embedding_ids import (
     entries_of,
     is_padding,
 )
+from jmask._gather import Gather
 from jmask._max_norm import Bound, bounded, checked_bound
 from jmask._row_sparse import RowSparse
 
@@ -129,9 +130,7 @@ def _gathered(source: jax.Array, positions: jax.Array, fill: int | None) -> jax.
         return jnp.full((*positions.shape, *row), value, source.dtype)
     # Not `source.at[positions].get(...)`: like `jnp.where`, it drops what has no entries,
     # and JAX then gives a table that is looked up for nothing a gradient of dense zeros.
-    return lax.gather(
-        source,
-        positions[..., None],
+    gather = Gather(
         lax.GatherDimensionNumbers(
             offset_dims=tuple(range(batch, batch + len(row))),
             collapsed_slice_dims=(0,),
@@ -141,6 +140,7 @@ def _gathered(source: jax.Array, positions: jax.Array, fill: int | None) -> jax.
         mode=lax.GatherScatterMode.FILL_OR_DROP,
         fill_value=fill,
     )
+    return gather(source, positions[..., None])
 
 
 def _missing(dtype: Any) -> np.ndarray:

@@ -27,6 +27,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmask._cotangents import Filled, Rows
 from jmask._fallback import report_fallback
+from jmask._gather import Gather
+from jmask._jaxprs import aval_of, called
 
 # The user's line in a fallback warning must not be a line of this library.
 source_info_util.register_exclusion(str(Path(__file__).parent))
@@ -140,9 +142,19 @@ class Interpreter:
             outputs = rule.apply(eqn, arguments, wanted, self)
             if outputs is not None:
                 return outputs
+        elif holds_slow_gather(eqn):
+            return self._run_gather(eqn, arguments)
         arguments = [self.dense(x, eqn) for x in arguments]
         outputs = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(eqn.params))
         return list(outputs) if eqn.primitive.multiple_results else [outputs]
+
+    def _run_gather(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+        """A lookup of the forward pass, or a call that makes one (`jnp.take`)."""
+        if eqn.primitive.name == "gather":
+            operand, indices = (self.dense(x, eqn) for x in arguments)
+            return [gather_of(eqn)(operand, indices)]
+        jaxpr, consts = called(eqn)
+        return self.run(jaxpr, consts, arguments, [False] * len(eqn.outvars))
 
     @staticmethod
     def dense(value: Any, eqn: JaxprEqn) -> Any:
@@ -162,3 +174,15 @@ def report_dense(value: Rows, eqn: JaxprEqn, reason: str) -> None:
         f"O(table) cost in each step: {reason}",
         (place[1], int(place[2])) if place else None,
     )
+
+
+def holds_slow_gather(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a gather that can be faster, or a call of a function with one."""
+    if eqn.primitive.name == "gather":
+        return gather_of(eqn).is_slow_copy(aval_of(eqn.invars[0]).dtype)
+    return eqn.primitive.name == "jit" and any(map(holds_slow_gather, called(eqn)[0].eqns))
+
+
+def gather_of(eqn: JaxprEqn) -> Gather:
+    """The parameters of a `gather` equation."""
+    return Gather(**eqn.params)

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jmask._gather import Gather
+
 _CLIP = lax.GatherScatterMode.CLIP
 _DROP = lax.GatherScatterMode.FILL_OR_DROP
 
@@ -33,14 +35,9 @@ def gather_rows(table: jax.Array, ids: jax.Array, *, coalesced: bool = False) ->
         collapsed_slice_dims=(0,),
         start_index_map=(0,),
     )
-    return lax.gather(
-        table,
-        ids[:, None],
-        dimensions,
-        slice_sizes=(1, *table.shape[1:]),
-        indices_are_sorted=coalesced,
-        mode=_CLIP,
-    )
+    sizes = (1, *table.shape[1:])
+    gather = Gather(dimensions, sizes, mode=_CLIP, indices_are_sorted=coalesced)
+    return gather(table, ids[:, None])
 
 
 def set_rows(
