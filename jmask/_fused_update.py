@@ -33,6 +33,7 @@ def update_rows(
     ids: jax.Array,
     grad: jax.Array,
     scalars: Sequence[Any],
+    is_sorted: bool,
 ) -> list[jax.Array]:
     """Tables with `combiner` applied to the rows `ids`, in one pass where XLA allows.
 
@@ -40,6 +41,7 @@ def update_rows(
         combiner: (*table entries, grad entry, *scalars) -> new table entries, elementwise.
         tables: arrays (V, *row).
         ids (n,): canonical and unique apart from padding.
+        is_sorted: whether they are in order, with padding last.
         grad (n, *row): the gradient of these rows.
         scalars: what else the combiner takes.
 
@@ -56,7 +58,7 @@ def update_rows(
     one_dtype = len({x.dtype for x in (*tables, grad, *scalars)}) == 1
     empty = 0 in grad.shape or 0 in tables[0].shape
     if not one_dtype or empty or len(scalars) >= len(tables):
-        return _gather_compute_scatter(cast, tables, ids, grad, scalars)
+        return _gather_compute_scatter(cast, tables, ids, grad, scalars, is_sorted)
     # Scalars travel as updates; room that is left over is filled with the gradient.
     updates = [grad, *(jnp.broadcast_to(x, grad.shape) for x in scalars)]
     updates += [grad] * (len(tables) - len(updates))
@@ -64,8 +66,8 @@ def update_rows(
     entries = [jax.ShapeDtypeStruct((), x.dtype) for x in (*tables, *updates)]
     program = jax.make_jaxpr(lambda *xs: cast(*xs[: len(tables) + used]))(*entries)
     if program.consts:  # a traced hyperparameter: it cannot be captured
-        return _gather_compute_scatter(cast, tables, ids, grad, scalars)
-    return _update_rows_p.bind(*tables, ids, *updates, program=program)
+        return _gather_compute_scatter(cast, tables, ids, grad, scalars, is_sorted)
+    return _update_rows_p.bind(*tables, ids, *updates, program=program, is_sorted=is_sorted)
 
 
 def _gather_compute_scatter(
@@ -74,10 +76,13 @@ def _gather_compute_scatter(
     ids: jax.Array,
     grad: jax.Array,
     others: Sequence[jax.Array],
+    is_sorted: bool,
 ) -> list[jax.Array]:
-    rows = [gather_rows(x, ids, coalesced=True) for x in tables]
-    new = combiner(*rows, grad, *others)
-    return [set_rows(x, ids, rows, coalesced=True) for x, rows in zip(tables, new, strict=True)]
+    old = [gather_rows(x, ids, coalesced=is_sorted) for x in tables]
+    new = combiner(*old, grad, *others)
+    return [
+        set_rows(x, ids, rows, coalesced=is_sorted) for x, rows in zip(tables, new, strict=True)
+    ]
 
 
 # --- the primitive -----------------------------------------------------------------------
@@ -86,12 +91,13 @@ _update_rows_p = Primitive("jmask_update_rows")
 _update_rows_p.multiple_results = True
 
 
-def _by_parts(*operands: jax.Array, program: ClosedJaxpr) -> list[jax.Array]:
+def _by_parts(*operands: jax.Array, program: ClosedJaxpr, is_sorted: bool) -> list[jax.Array]:
     """The definition: what the single scatter computes, in three operations."""
     count = len(operands) // 2
     tables, ids, (grad, *others) = operands[:count], operands[count], operands[count + 1 :]
     evaluate = functools.partial(jax.core.eval_jaxpr, program.jaxpr, program.consts)
-    return _gather_compute_scatter(_entry_by_entry(evaluate), tables, ids, grad, others)
+    rule = _entry_by_entry(evaluate)
+    return _gather_compute_scatter(rule, tables, ids, grad, others, is_sorted)
 
 
 def _entry_by_entry(scalar_function: Callable[..., Any]) -> Combiner:
@@ -105,15 +111,15 @@ def _entry_by_entry(scalar_function: Callable[..., Any]) -> Combiner:
 
 
 @_update_rows_p.def_abstract_eval
-def _shapes(*operands: Any, program: ClosedJaxpr) -> list[Any]:
+def _shapes(*operands: Any, program: ClosedJaxpr, is_sorted: bool) -> list[Any]:
     return list(operands[: len(operands) // 2])
 
 
-_update_rows_p.def_impl(jax.jit(_by_parts, static_argnames="program"))
+_update_rows_p.def_impl(jax.jit(_by_parts, static_argnames=("program", "is_sorted")))
 
 
-def _batched(operands: Any, dims: Any, *, program: ClosedJaxpr) -> Any:
-    run = functools.partial(_by_parts, program=program)
+def _batched(operands: Any, dims: Any, *, program: ClosedJaxpr, is_sorted: bool) -> Any:
+    run = functools.partial(_by_parts, program=program, is_sorted=is_sorted)
     count = len(operands) // 2
     return jax.vmap(run, in_axes=tuple(dims))(*operands), (0,) * count
 
@@ -121,7 +127,7 @@ def _batched(operands: Any, dims: Any, *, program: ClosedJaxpr) -> Any:
 batching.primitive_batchers[_update_rows_p] = _batched
 
 
-def _one_scatter(ctx: Any, *operands: Any, program: ClosedJaxpr) -> Any:
+def _one_scatter(ctx: Any, *operands: Any, program: ClosedJaxpr, is_sorted: bool) -> Any:
     """Lowering to a single scatter with the program as its combiner."""
     count = len(operands) // 2
     tables, ids, updates = operands[:count], operands[count], operands[count + 1 :]
@@ -145,7 +151,7 @@ def _one_scatter(ctx: Any, *operands: Any, program: ClosedJaxpr) -> Any:
             scattered_dims_to_operand_dims=[0],
             index_vector_dim=1,
         ),
-        indices_are_sorted=mlir.ir.BoolAttr.get(True),
+        indices_are_sorted=mlir.ir.BoolAttr.get(is_sorted),
         unique_indices=mlir.ir.BoolAttr.get(True),
     )
     entries = [mlir.aval_to_ir_type(ctx.module_context, v.aval) for v in program.jaxpr.invars]

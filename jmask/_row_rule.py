@@ -15,7 +15,7 @@ A rule computes in float32 at least: 16-bit entries are widened before it.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jmask._add_to_dense import add_to_dense
 from jmask._apply import apply_updates, densify
 from jmask._fused_update import update_rows
 from jmask._lazy import lazy
@@ -31,7 +32,7 @@ from jmask._masked_tensor import MaskedTensor
 from jmask._parameters import check_gradient, check_parameters
 from jmask._precision import is_narrow, wide
 from jmask._row_sparse import RowSparse, is_row_sparse
-from jmask._rows import add_rows
+from jmask._rows import add_rows, gather_rows, set_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +95,6 @@ def optimizer(
     """
     dense = _dense_optimizer(rule, state_type)
     if lazy_update:
-        if not rule.one_pass():
-            return lazy(dense)
         lifted = OnePassOptimizer(*lazy(dense))
         lifted.apply_gradients = functools.partial(_apply_gradients, rule, lifted.update)
         return lifted
@@ -157,16 +156,37 @@ def _new_tables(
         step, *slots = rule.rule(grad, param, *slots, *every)
         return (param + step, *slots)
 
-    if is_row_sparse(gradient):
-        if rule.linear and tables[0].dtype == gradient.dtype and not is_narrow(gradient.dtype):
-            (step,) = rule.rule(gradient.values, None, *scalars)
-            return [_added(tables[0], gradient.with_values(step))]
-        gradient = gradient.coalesce()
-        return update_rows(new_entries, tables, gradient.row_ids(), gradient.values, traced)
-    return [
-        new.astype(old.dtype)
-        for new, old in zip(new_entries(*tables, gradient, *traced), tables, strict=True)
-    ]
+    if not is_row_sparse(gradient):
+        return _in_dtypes_of(tables, new_entries(*tables, gradient, *traced))
+    if rule.linear and tables[0].dtype == gradient.dtype and not is_narrow(gradient.dtype):
+        (step,) = rule.rule(gradient.values, None, *scalars)
+        return [_added(tables[0], gradient.with_values(step))]
+    gradient = _with_distinct_ids(gradient)
+    ids, is_sorted = gradient.row_ids(), gradient.coalesced
+    if rule.one_pass():
+        return update_rows(new_entries, tables, ids, gradient.values, traced, is_sorted)
+    param, *slots = tables
+    old = [gather_rows(x, ids, coalesced=is_sorted) for x in slots]
+    param_rows = gather_rows(param, ids, coalesced=is_sorted) if rule.needs_param else None
+    step, *rows = rule.rule(*map(_wide, (gradient.values, param_rows, *old)), *scalars)
+    slots = [set_rows(x, ids, y, coalesced=is_sorted) for x, y in zip(slots, rows, strict=True)]
+    return [add_to_dense(param, gradient.with_values(step)), *slots]
+
+
+# With so few rows for each lookup the dense gradient takes less time than sorting the ids.
+_FEW_ROWS = 1.5
+
+
+def _with_distinct_ids(gradient: RowSparse) -> RowSparse:
+    """The same gradient; no id, apart from padding, comes twice."""
+    rows = gradient.shape[0]
+    # 16-bit gradients are summed in float32, which `todense` has no reason to do.
+    crowded = rows <= _FEW_ROWS * gradient.nse and not is_narrow(gradient.dtype)
+    if gradient.coalesced or not crowded:
+        return gradient.coalesce()
+    ids = gradient.row_ids()
+    touched = jnp.full((rows,), rows, ids.dtype).at[ids].set(ids, mode="drop")
+    return RowSparse(touched, gradient.todense(), gradient.shape)
 
 
 def _added(table: jax.Array, rows: RowSparse) -> jax.Array:
@@ -227,7 +247,11 @@ def _wide(x: Any) -> Any:
     return None if x is None else x.astype(wide(x.dtype))
 
 
+def _in_dtypes_of(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
+    return [x.astype(y.dtype) for x, y in zip(new, old, strict=True)]
+
+
 def _in_old_dtypes(result: tuple[Any, ...], leaves: tuple[Any, ...]) -> tuple[Any, ...]:
     """A result with its slots cast back; the step stays wide, to be rounded once."""
     step, *slots = result
-    return step, *(new.astype(old.dtype) for new, old in zip(slots, leaves[2:], strict=True))
+    return step, *_in_dtypes_of(leaves[2:], slots)
