@@ -31,6 +31,8 @@ from jmask._max_norm import renormalize as renormalize
 from jmask._multi_steps import multi_steps as multi_steps
 from jmask._npz import load_npz as load_npz
 from jmask._npz import save_npz as save_npz
+from jmask._packed_table import PackedTable as PackedTable
+from jmask._packed_table import packed as packed
 from jmask._plain_arrays import from_arrays as from_arrays
 from jmask._plain_arrays import to_arrays as to_arrays
 from jmask._products import dot as dot

@@ -19,6 +19,7 @@ from jmask._parameters import check_fits, check_gradient
 from jmask._precision import is_narrow, wide
 from jmask._row_sparse import is_row_sparse
 from jmask._stochastic_rounding import stochastic_round
+from jmask._stored_table import StoredTable, is_stored_table
 
 
 def densify() -> optax.GradientTransformation:
@@ -41,9 +42,19 @@ def densify() -> optax.GradientTransformation:
     def update(updates, state, params=None):
         if params is not None:
             check_gradient(updates, params)
+            _refuse_stored_tables(params)
         return jax.tree.map(_dense, updates, is_leaf=is_gradient_leaf), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+def _refuse_stored_tables(params: Any) -> None:
+    for table in jax.tree.leaves(params, is_leaf=is_stored_table):
+        if is_stored_table(table):
+            raise ValueError(
+                f"a {type(table).__name__} has no dense gradient: leave out `densify()` (and "
+                "`lazy_update=False`), or make the table an array, `table.todense()`."
+            )
 
 
 def _dense(gradient: Any) -> Any:
@@ -88,6 +99,8 @@ def apply_updates(
             return param
         if is_gradient_leaf(update):
             check_fits(path, update, param)
+        if is_stored_table(param):
+            return _added_to_stored(param, update, leaf_key)
         if isinstance(update, MaskedTensor):
             update, valid = gradient_and_valid(update)
             if is_row_sparse(update):
@@ -105,6 +118,24 @@ def apply_updates(
     return jax.tree.map_with_path(
         apply, updates, params, is_leaf=lambda x: x is None or is_gradient_leaf(x)
     )
+
+
+def _added_to_stored(table: StoredTable, update: Any, key: jax.Array | None) -> StoredTable:
+    """`table + update`, touching only the rows stored, with one rounding."""
+    update, valid = gradient_and_valid(update) if is_gradient_leaf(update) else (update, None)
+    if not is_row_sparse(update):
+        raise ValueError(
+            f"the update of a {type(table).__name__} must be a RowSparse, got "
+            f"{type(update).__name__}."
+        )
+    update = update.with_values(unchanged_where_masked(update.values, valid))
+    update = table.distinct(update)
+    dtype = jnp.result_type(table.dtype, update.values)
+    dtype = wide(dtype) if key is not None and is_narrow(table.dtype) else dtype
+    new = table.rows(update).astype(dtype) + update.values.astype(dtype)
+    if key is not None and is_narrow(table.dtype):
+        new = stochastic_round(new, table.dtype, key)
+    return table.set_rows(update, new)
 
 
 def _key_of_each_leaf(key: jax.Array | None) -> Iterator[jax.Array | None]:

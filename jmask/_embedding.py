@@ -32,6 +32,7 @@ from jmask._embedding_ids import (
 from jmask._gather import Gather
 from jmask._max_norm import Bound, bounded, checked_bound
 from jmask._row_sparse import RowSparse
+from jmask._stored_table import StoredTable, looked_up
 
 
 def embedding_lookup(
@@ -46,8 +47,8 @@ def embedding_lookup(
     """The rows of `table` with the given ids.
 
     Args:
-        table (V, *row): an array of any dtype, or a `RowSparse`, whose rows that are not
-            stored are zeros.
+        table (V, *row): an array of any dtype, a `PackedTable` or `ShardedTable`, or a
+            `RowSparse`, whose rows that are not stored are zeros.
         ids: integers of any shape and dtype, or a list. Ids below 0 and from V on are
             outside the table: they never wrap.
         padding_id: an id whose lookups give zeros and no gradient, whatever row it names
@@ -119,7 +120,7 @@ def _stored(table: RowSparse, positions: jax.Array) -> tuple[jax.Array, jax.Arra
     return table.values, jnp.where(found, places, table.nse)
 
 
-def _gathered(source: jax.Array, positions: jax.Array, fill: int | None) -> jax.Array:
+def _gathered(source: Any, positions: jax.Array, fill: int | None) -> jax.Array:
     """Rows `source[positions]`; where a position is len(source), `fill` without gradient.
 
     None fills with what stands for a row that does not exist.
@@ -128,6 +129,12 @@ def _gathered(source: jax.Array, positions: jax.Array, fill: int | None) -> jax.
     if source.shape[0] == 0:
         value = _missing(source.dtype) if fill is None else fill
         return jnp.full((*positions.shape, *row), value, source.dtype)
+    if isinstance(source, StoredTable):
+        rows = looked_up(source, positions.reshape(-1)).reshape(*positions.shape, *row)
+        if fill is not None:
+            return rows
+        outside = over_rows(positions == source.shape[0], rows.ndim)
+        return jnp.where(outside, _missing(rows.dtype), rows)
     # Not `source.at[positions].get(...)`: like `jnp.where`, it drops what has no entries,
     # and JAX then gives a table that is looked up for nothing a gradient of dense zeros.
     gather = Gather(

@@ -26,6 +26,7 @@ from jax.experimental.sparse import JAXSparse
 from jmask._masked_tensor import MaskedTensor
 from jmask._row_ids import canonical, id_dtype, widen
 from jmask._row_sparse import RowSparse
+from jmask._stored_table import StoredTable
 
 MODES = ("fill", "clip", "zero", "raise")
 
@@ -197,13 +198,13 @@ def checked_padding(padding_id: Any) -> int | None:
 
 
 def checked_table(table: Any) -> Any:
-    """The table as a JAX array or a `RowSparse`.
+    """The table as a JAX array, a `RowSparse` or a `StoredTable`.
 
     Raises:
         TypeError: if it is sparse or masked otherwise.
         ValueError: if it has no dimension.
     """
-    if isinstance(table, RowSparse):
+    if isinstance(table, RowSparse | StoredTable):
         return table
     if isinstance(table, JAXSparse | MaskedTensor):
         dense = "to_tensor(0)" if isinstance(table, MaskedTensor) else "todense()"

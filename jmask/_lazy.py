@@ -36,6 +36,7 @@ from jmask._row_sparse import is_row_sparse
 from jmask._rows import gather_rows, set_rows
 from jmask._same_arithmetic import difference
 from jmask._state_rows import tables_of_state
+from jmask._stored_table import is_stored_table
 
 # Transformations that hold gradients back to emit them in a later step, when a row held
 # back need not be among the rows touched: its update would be lost.
@@ -150,10 +151,13 @@ class _Call:
         params: optax.Params | None,
     ) -> "_Call":
         leaves, gradient_tree = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
+        state_leaves, state_tree = jax.tree.flatten(state, is_leaf=is_stored_table)
+        param_leaves, param_tree = jax.tree.flatten(params, is_leaf=is_stored_table)
         pairs = [gradient_and_valid(leaf) for leaf in leaves]
         gradients = [gradient for gradient, _ in pairs]
-        state_leaves, state_tree = jax.tree.flatten(state)
-        param_leaves, param_tree = jax.tree.flatten(params)
+        for i, param in enumerate(param_leaves):
+            if is_stored_table(param):
+                gradients[i] = param.distinct(gradients[i])
         has_state_rows = list(map(is_gradient_leaf, leaves))
         # Without parameters the gradient has their structure and shapes.
         like = gradients if params is None else param_leaves
@@ -183,7 +187,7 @@ class _Call:
         return (
             self.trees,
             tuple(sizes),
-            tuple((jnp.shape(x), jnp.result_type(_values(x))) for x in leaves),
+            tuple((x.shape, x.dtype) for x in map(_shape, leaves)),
         )
 
     def run(
@@ -234,11 +238,15 @@ class _Call:
     def _rows(self, table: int | None, x: Any) -> Any:
         if table is None:
             return x
+        if is_stored_table(x):
+            return x.rows(self.gradients[table])
         return gather_rows(x, self.gradients[table].row_ids(), coalesced=True)
 
     def _with_rows(self, table: int | None, old: Any, new: Any) -> Any:
         if table is None:
             return new
+        if is_stored_table(old):
+            return old.set_rows(self.gradients[table], new)
         return set_rows(old, self.gradients[table].row_ids(), new, coalesced=True)
 
     def check_row_local(self, extra_args: dict[str, Any]) -> None:
@@ -280,6 +288,8 @@ class _Call:
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    if is_stored_table(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(_values(x)))
 
 

@@ -9,6 +9,7 @@ from jax.experimental.sparse import BCOO, BCSR
 from jmask._masked_gradient import is_gradient_leaf
 from jmask._masked_tensor import MaskedTensor
 from jmask._row_sparse import RowSparse
+from jmask._stored_table import StoredTable, is_stored_table
 
 _NOT_DENSE = (RowSparse, MaskedTensor, BCOO, BCSR)
 
@@ -21,10 +22,12 @@ def check_parameters(params: Any) -> None:
     """
 
     def is_not_dense(x: Any) -> bool:
-        return isinstance(x, _NOT_DENSE)
+        return isinstance(x, (*_NOT_DENSE, StoredTable))
 
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_not_dense):
         name = f"`params{jax.tree_util.keystr(path)}`"
+        if isinstance(leaf, StoredTable):
+            continue
         if is_not_dense(leaf):
             raise TypeError(
                 f"{name} is a {type(leaf).__name__}: parameters must be dense arrays "
@@ -46,8 +49,8 @@ def check_gradient(updates: Any, params: Any) -> None:
     gradients, tree = jax.tree.flatten_with_path(updates, is_leaf=is_gradient_leaf)
     if not any(is_gradient_leaf(leaf) for _, leaf in gradients):
         return
-    parameters = jax.tree.leaves_with_path(params)
-    expected: Any = jax.tree.structure(params)
+    parameters = jax.tree.leaves_with_path(params, is_leaf=is_stored_table)
+    expected: Any = jax.tree.structure(params, is_leaf=is_stored_table)
     if tree != expected:
         raise ValueError(
             f"`updates` and `params` must have the same structure, got {tree} and {expected}."
@@ -55,12 +58,19 @@ def check_gradient(updates: Any, params: Any) -> None:
     for (path, gradient), (_, param) in zip(gradients, parameters, strict=True):
         if is_gradient_leaf(gradient):
             check_fits(path, gradient, param)
+        elif is_stored_table(param):
+            raise ValueError(
+                f"`updates{jax.tree_util.keystr(path)}` is dense, and its parameter is a "
+                f"{type(param).__name__}, which takes a RowSparse: use jmask.grad, and do "
+                "not make gradients dense before the optimizer."
+            )
 
 
 def check_fits(path: Any, update: Any, param: Any) -> None:
     """Refuse an update of another shape than its parameter, at `path` in both trees."""
-    if update.shape != jnp.shape(param):
+    shape = param.shape if is_stored_table(param) else jnp.shape(param)
+    if update.shape != shape:
         raise ValueError(
             f"`updates{jax.tree_util.keystr(path)}` of shape {update.shape} does not fit "
-            f"its parameter of shape {jnp.shape(param)}."
+            f"its parameter of shape {shape}."
         )

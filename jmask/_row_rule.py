@@ -33,6 +33,7 @@ from jmask._parameters import check_gradient, check_parameters
 from jmask._precision import is_narrow, wide
 from jmask._row_sparse import RowSparse, is_row_sparse
 from jmask._rows import add_rows, gather_rows, set_rows
+from jmask._stored_table import is_stored_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +73,14 @@ class RowRule:
 
     def initial_slot(self, slot: Slot, param: Any) -> jax.Array:
         """A slot before the first step."""
-        shape = jnp.shape(param)
+        stored = is_stored_table(param)
+        shape = param.shape if stored else jnp.shape(param)
         if slot.per_row:
             shape = shape[:1] + (1,) * len(shape[1:])
-        return jnp.full(shape, slot.initial, self.state_dtype or jnp.result_type(param))
+        dtype = self.state_dtype or (param.dtype if stored else jnp.result_type(param))
+        if stored:
+            return param.full(shape[1:], slot.initial, dtype)
+        return jnp.full(shape, slot.initial, dtype)
 
     def one_pass(self) -> bool:
         """Whether entries of parameter and slots correspond one to one."""
@@ -156,6 +161,8 @@ def _new_tables(
         step, *slots = rule.rule(grad, param, *slots, *every)
         return (param + step, *slots)
 
+    if is_stored_table(tables[0]):
+        return _new_stored_tables(rule, gradient, tables, scalars)
     if not is_row_sparse(gradient):
         return _in_dtypes_of(tables, new_entries(*tables, gradient, *traced))
     if rule.linear and tables[0].dtype == gradient.dtype and not is_narrow(gradient.dtype):
@@ -171,6 +178,18 @@ def _new_tables(
     step, *rows = rule.rule(*map(_wide, (gradient.values, param_rows, *old)), *scalars)
     slots = [set_rows(x, ids, y, coalesced=is_sorted) for x, y in zip(slots, rows, strict=True)]
     return [add_to_dense(param, gradient.with_values(step)), *slots]
+
+
+def _new_stored_tables(
+    rule: RowRule, gradient: RowSparse, tables: list[Any], scalars: tuple[Any, ...]
+) -> list[Any]:
+    gradient = tables[0].distinct(gradient)
+    param, *slots = (_wide(table.rows(gradient)) for table in tables)
+    step, *slots = rule.rule(_wide(gradient.values), param, *slots, *scalars)
+    return [
+        table.set_rows(gradient, new.astype(table.dtype))
+        for table, new in zip(tables, (param + step, *slots), strict=True)
+    ]
 
 
 # With so few rows for each lookup the dense gradient takes less time than sorting the ids.
@@ -210,7 +229,9 @@ def _dense_optimizer(
     def init(params):
         check_parameters(params)
         slots = [
-            jax.tree.map(functools.partial(rule.initial_slot, slot), params)
+            jax.tree.map(
+                functools.partial(rule.initial_slot, slot), params, is_leaf=is_stored_table
+            )
             for slot in rule.slots.values()
         ]
         return state_type(jnp.zeros((), jnp.int32), *slots)

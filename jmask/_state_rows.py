@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from jmask._refusal import refusal
+from jmask._stored_table import is_stored_table
 
 
 def tables_of_state(
@@ -76,7 +77,7 @@ def _owner(
 
 
 def _check_state(state: optax.OptState, expected: optax.OptState) -> None:
-    have: Any = jax.tree.structure(state)
+    have: Any = jax.tree.structure(state, is_leaf=is_stored_table)
     want: Any = jax.tree.structure(expected)
     if have != want:
         raise ValueError(
@@ -84,10 +85,13 @@ def _check_state(state: optax.OptState, expected: optax.OptState) -> None:
             f"expected {want}, got {have}."
         )
     for (path, leaf), shaped in zip(
-        jax.tree.leaves_with_path(state), jax.tree.leaves(expected), strict=True
+        jax.tree.leaves_with_path(state, is_leaf=is_stored_table),
+        jax.tree.leaves(expected),
+        strict=True,
     ):
-        if jnp.shape(leaf) != shaped.shape:
+        shape = leaf.shape if is_stored_table(leaf) else jnp.shape(leaf)
+        if shape != shaped.shape:
             raise ValueError(
-                f"`state{jax.tree_util.keystr(path)}` has shape {jnp.shape(leaf)}, "
+                f"`state{jax.tree_util.keystr(path)}` has shape {shape}, "
                 f"expected {shaped.shape} for these parameters."
             )

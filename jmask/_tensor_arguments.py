@@ -18,9 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jmask._cotangents import Filled, Rows
 from jmask._masked_tensor import MaskedTensor
-from jmask._row_sparse import is_row_sparse
+from jmask._row_sparse import RowSparse, is_row_sparse
 from jmask._storage import is_sparse, unique_positions
+from jmask._stored_table import is_stored_table
 from jmask._tap import is_tensor, tapped, untapped, values_of, with_values_of, zero_tap
 
 
@@ -40,28 +42,35 @@ class TensorArguments:
         self.args = list(args)
         for number in numbers:
             self.args[number] = _mapped(_coalesced, args[number])
-        leaves = jax.tree.leaves([self.args[n] for n in numbers], is_leaf=is_tensor)
-        self.tensors = [x for x in leaves if is_tensor(x)]
+        leaves = jax.tree.leaves([self.args[n] for n in numbers], is_leaf=_is_tapped)
+        self.tensors = [x for x in leaves if _is_tapped(x)]
 
     def __bool__(self) -> bool:
         return bool(self.tensors)
 
+    def only_tables(self) -> bool:
+        """Whether all of them are tables, of which it is known that their taps count."""
+        return all(map(is_stored_table, self.tensors))
+
     def abstract_taps(self) -> list[Any]:
         """The shapes of a tap for every tensor."""
-        return [jax.eval_shape(zero_tap, x) for x in self.tensors]
+        return [jax.ShapeDtypeStruct(tuple(x.shape), x.dtype) for x in self.tensors]
 
     def taps(self, counts: Sequence[bool]) -> list[Any]:
-        """Taps of the tensors of which other entries count; None for the others."""
+        """Taps of the tensors of which other entries count; None for the others.
+
+        Nothing reads the tap of a table, and its shape is enough.
+        """
         return [
-            zero_tap(x) if count else None
-            for x, count in zip(self.tensors, counts, strict=True)
+            shape if is_stored_table(x) else zero_tap(x) if count else None
+            for x, shape, count in zip(self.tensors, self.abstract_taps(), counts, strict=True)
         ]
 
     def parts(self, taps: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         """The arguments with stored values in place of tensors, and taps at the end."""
         args = list(self.args)
         for number in self.numbers:
-            args[number] = _mapped(values_of, args[number])
+            args[number] = _mapped(_parts, args[number])
         return (*args, list(taps)), (*self.numbers, len(args))
 
     def function_of_parts(self, fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,7 +99,15 @@ class TensorArguments:
 
 
 def _mapped(function: Callable[..., Any], *trees: Any) -> Any:
-    return jax.tree.map(function, *trees, is_leaf=is_tensor)
+    return jax.tree.map(function, *trees, is_leaf=_is_tapped)
+
+
+def _is_tapped(x: Any) -> bool:
+    return is_tensor(x) or is_stored_table(x)
+
+
+def _parts(x: Any) -> Any:
+    return () if is_stored_table(x) else values_of(x)
 
 
 def _coalesced(x: Any) -> Any:
@@ -98,6 +115,8 @@ def _coalesced(x: Any) -> Any:
 
 
 def _rebuilt(x: Any, values: Any, taps: Any) -> Any:
+    if is_stored_table(x):
+        return x.with_tap(next(taps))
     if not is_tensor(x):
         return values
     result, tap = with_values_of(x, values), next(taps)
@@ -105,6 +124,8 @@ def _rebuilt(x: Any, values: Any, taps: Any) -> Any:
 
 
 def _gradient(x: Any, of_values: Any, gradients_of_taps: Any) -> Any:
+    if is_stored_table(x):
+        return _rows_of(next(gradients_of_taps))
     if not is_tensor(x):
         return of_values
     # The stored values are no table: looked up or not, their gradient is an array.
@@ -112,9 +133,18 @@ def _gradient(x: Any, of_values: Any, gradients_of_taps: Any) -> Any:
     everywhere = next(gradients_of_taps)
     if everywhere is None:
         return with_values_of(x, of_values)
+    everywhere = everywhere.todense() if isinstance(everywhere, Rows | Filled) else everywhere
     storage = x.storage if isinstance(x, MaskedTensor) else x
     valid = x.valid if isinstance(x, MaskedTensor) else None
     return at_every_entry(storage, valid, of_values, everywhere)
+
+
+def _rows_of(gradient: Any) -> RowSparse:
+    """The gradient of a table: of one that is looked up, or not used, its rows."""
+    if isinstance(gradient, Rows):
+        return gradient.to_row_sparse()
+    gradient = gradient.todense() if isinstance(gradient, Filled) else gradient
+    return RowSparse(jnp.arange(gradient.shape[0]), gradient, gradient.shape, coalesced=True)
 
 
 def at_every_entry(storage: Any, valid: Any, of_values: Any, of_tap: Any) -> jax.Array:

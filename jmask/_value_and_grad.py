@@ -123,15 +123,17 @@ def _of_tensors(
         counts.extend(not (isinstance(x, Rows) and x.is_zero) for x in of_taps)
 
     counts: list[bool] = []
+    if arguments.only_tables():
+        counts = [True] * len(arguments.tensors)
     with muted():  # the real trace below reports
         try:
-            jax.eval_shape(trial, arguments.abstract_taps())
+            counts or jax.eval_shape(trial, arguments.abstract_taps())
         except Exception:
             # A rule of the function itself (custom_vjp) may insist on tensors without taps:
             # then it has no gradient at other entries. All other faults come up again.
             counts = [False] * len(arguments.tensors)
     value, gradients, of_taps = results(arguments.taps(counts))
-    return value, arguments.gradients(_mapped(_finished, gradients), _mapped(_dense, of_taps))
+    return value, arguments.gradients(_mapped(_finished, gradients), of_taps)
 
 
 def _value_and_results(

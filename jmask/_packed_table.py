@@ -1,0 +1,233 @@
+"""Packed tables: narrow rows side by side in lines of 128, the width of a TPU's registers.
+
+On a TPU an array (V, 64) is kept transposed or padded to 128 columns, so a step copies whole
+tables or holds twice what it needs. An array (V / 2, 128) is kept as it is:
+
+    rows of 64      line 0:  row 0 | row 1       line 1:  row 2 | row 3       ...
+    rows of 100     = 64 + 32 + 4: three arrays, with 2, 4 and 32 rows in a line
+
+The columns are split into powers of two (and what is left of them in multiples of 128), so
+that no row straddles two lines and nothing is padded but the last line.
+
+A row is read with its line and then picked out of it, in log2(128 / width) halvings. To
+write rows, those that share a line are placed side by side first, and each line is written
+once. Both are exact: bits are moved, nothing is added.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmask._row_sparse import RowSparse
+from jmask._rows import add_rows, gather_rows, set_rows
+from jmask._stored_table import StoredTable
+
+LANES = 128
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class PackedTable(StoredTable):
+    """A table (V, *row) whose narrow rows lie side by side in lines of 128 entries.
+
+    Made by `jmask.packed`; used like an array by lookups, gradients and optimizers.
+
+    Attributes:
+        parts: arrays (lines, 128), or (V, a multiple of 128), one for each group of columns.
+        shape: (V, *row).
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> table = jmask.packed(jnp.ones((1000, 100)), platform="tpu")
+        >>> table
+        PackedTable(float32[1000, 100])
+        >>> [part.shape for part in table.parts]
+        [(500, 128), (250, 128), (32, 128)]
+        >>> table[jnp.array([7, 7])].shape
+        (2, 100)
+    """
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Sequence[Any], shape: Sequence[int], tap: Any = None):
+        self.parts, self.shape, self.tap = tuple(parts), tuple(shape), tap
+
+    @classmethod
+    def pack(cls, x: Any) -> "PackedTable":
+        """The array `x` (V, *row), packed."""
+        x = jnp.asarray(x)
+        columns = x.reshape(x.shape[0], _size(x.shape[1:]))
+        ends = list(_ends(columns.shape[1]))
+        starts = [0, *ends[:-1]]
+        return cls(
+            [_packed(columns[:, a:b]) for a, b in zip(starts, ends, strict=True)], x.shape
+        )
+
+    def tree_flatten_with_keys(self) -> Any:
+        keys = (jax.tree_util.GetAttrKey("parts"), jax.tree_util.GetAttrKey("tap"))
+        return tuple(zip(keys, (self.parts, self.tap), strict=True)), self.shape
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Any) -> "PackedTable":
+        node = object.__new__(cls)
+        node.parts, node.tap = children
+        node.shape = static
+        return node
+
+    @property
+    def dtype(self) -> Any:
+        return self.parts[0].dtype
+
+    def todense(self) -> jax.Array:
+        columns = [_unpacked(part, w)[: self.shape[0]] for part, w in self._with_widths()]
+        return jnp.concatenate(columns, axis=1).reshape(self.shape)
+
+    def with_tap(self, tap: Any) -> "PackedTable":
+        return PackedTable(self.parts, self.shape, tap)
+
+    def full(self, row: Sequence[int], value: Any, dtype: Any) -> "PackedTable":
+        shape = (self.shape[0], *row)
+        parts = [jnp.full(part_shape, value, dtype) for part_shape in part_shapes(shape)]
+        return PackedTable(parts, shape)
+
+    def read(self, ids: jax.Array) -> jax.Array:
+        columns = []
+        for part, width in self._with_widths():
+            per_line = _per_line(width)
+            line = gather_rows(part, ids // per_line)
+            columns.append(_picked(line, ids % per_line, width))
+        return jnp.concatenate(columns, axis=1).reshape(ids.shape[0], *self.shape[1:])
+
+    def distinct(self, gradient: RowSparse) -> RowSparse:
+        return gradient.coalesce()
+
+    def rows(self, gradient: RowSparse) -> jax.Array:
+        return self.read(gradient.row_ids())
+
+    def set_rows(self, gradient: RowSparse, rows: jax.Array) -> "PackedTable":
+        ids = gradient.row_ids()
+        columns = rows.astype(self.dtype).reshape(ids.shape[0], _size(self.shape[1:]))
+        parts, start = [], 0
+        for part, width in self._with_widths():
+            new = columns[:, start : start + width]
+            parts.append(_written(part, ids, new, self.shape[0]))
+            start += width
+        return PackedTable(parts, self.shape)
+
+    def _with_widths(self) -> list[tuple[Any, int]]:
+        return list(zip(self.parts, _widths(_size(self.shape[1:])), strict=True))
+
+
+def packed(table: Any, platform: str | None = None) -> Any:
+    """The table in the form in which a step updates it in place on the given platform.
+
+    On a TPU a floating table whose rows are not a multiple of 128 entries becomes a
+    `PackedTable`: as XLA lays it out, every step would copy it, or it would take up to 128
+    times its size. Elsewhere, and where nothing would be gained, it is returned as it is.
+
+    Args:
+        table (V, *row): an array.
+        platform: "tpu", "cpu" or "gpu"; by default that of `jax.default_backend()`.
+
+    Returns:
+        A `PackedTable`, whose `todense()` is the array, or the array itself.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.packed(jnp.ones((1000, 64)), platform="tpu")
+        PackedTable(float32[1000, 64])
+        >>> jmask.packed(jnp.ones((1000, 128)), platform="tpu").shape
+        (1000, 128)
+    """
+    table = jnp.asarray(table)
+    if not table.ndim or not jnp.issubdtype(table.dtype, jnp.floating):
+        raise ValueError(
+            f"`table` must be a floating array (V, *row), got {table.dtype}{list(table.shape)}."
+        )
+    platform = jax.default_backend() if platform is None else platform
+    fits = _size(table.shape[1:]) % LANES == 0
+    return table if platform != "tpu" or fits else PackedTable.pack(table)
+
+
+def part_shapes(shape: Sequence[int]) -> list[tuple[int, int]]:
+    """Shapes of the arrays that hold a packed table of the given shape."""
+    return [
+        (-(-shape[0] // _per_line(width)), max(width, LANES))
+        for width in _widths(_size(shape[1:]))
+    ]
+
+
+# --- columns -----------------------------------------------------------------------------
+
+
+def _size(row: Sequence[int]) -> int:
+    size = 1
+    for length in row:
+        size *= length
+    return size
+
+
+def _widths(columns: int) -> list[int]:
+    """128 * k, and the powers of two that make up the rest, widest first."""
+    whole, rest = columns - columns % LANES, columns % LANES
+    powers = [1 << bit for bit in reversed(range(7)) if rest >> bit & 1]
+    return [whole, *powers] if whole else powers
+
+
+def _ends(columns: int) -> list[int]:
+    ends, total = [], 0
+    for width in _widths(columns):
+        total += width
+        ends.append(total)
+    return ends
+
+
+def _per_line(width: int) -> int:
+    return max(LANES // width, 1)
+
+
+# --- lines -------------------------------------------------------------------------------
+
+
+def _packed(columns: jax.Array) -> jax.Array:
+    rows, width = columns.shape
+    missing = -rows % _per_line(width)
+    return jnp.pad(columns, ((0, missing), (0, 0))).reshape(-1, max(width, LANES))
+
+
+def _unpacked(part: jax.Array, width: int) -> jax.Array:
+    return part.reshape(-1, width)
+
+
+def _picked(line: jax.Array, place: jax.Array, width: int) -> jax.Array:
+    """The row at `place` (n,) of each line (n, 128): halved until it is `width` wide."""
+    while line.shape[1] > width:
+        half = line.shape[1] // 2
+        in_second = (place // (half // width)) % 2 == 1
+        line = jnp.where(in_second[:, None], line[:, half:], line[:, :half])
+    return line
+
+
+def _written(part: jax.Array, ids: jax.Array, rows: jax.Array, count: int) -> jax.Array:
+    """The part with `rows` (n, width) at `ids`, sorted and unique apart from padding."""
+    width = rows.shape[1]
+    per_line, lines = _per_line(width), part.shape[0]
+    line = jnp.where(ids < count, ids // per_line, lines)
+    if per_line == 1:
+        return set_rows(part, line, rows, coalesced=True)
+    starts = jnp.concatenate([line[:1] >= 0, line[1:] != line[:-1]])
+    slot = jnp.cumsum(starts, dtype=jnp.int32) - 1
+    slot_line = jnp.full(line.shape, lines, line.dtype).at[slot].set(line, mode="drop")
+    bits = jnp.dtype(f"int{8 * part.dtype.itemsize}")
+    here = jnp.arange(per_line, dtype=ids.dtype) == (ids % per_line)[:, None]
+    here = jnp.repeat(here, width, axis=1)
+    tiled = jnp.tile(lax.bitcast_convert_type(rows, bits), (1, per_line))
+    zeros = jnp.zeros((*line.shape, LANES), bits)
+    # Each entry of a line gets one row and else zeros: their sum is that row, bit for bit.
+    new = add_rows(zeros, slot, jnp.where(here, tiled, 0), coalesced=False)
+    kept = ~add_rows(zeros, slot, -here.astype(bits), coalesced=False)
+    old = lax.bitcast_convert_type(gather_rows(part, slot_line, coalesced=True), bits)
+    result = lax.bitcast_convert_type((old & kept) | new, part.dtype)
+    return set_rows(part, slot_line, result, coalesced=True)

@@ -1,0 +1,129 @@
+"""Tables that are kept otherwise than as one array (V, *row), and are used as if they were.
+
+    table[ids], jmask.embedding_lookup(table, ids), jmask.embedding_bag(table, ids, ...)
+    jmask.value_and_grad(loss)(table)        the gradient is a RowSparse of shape (V, *row)
+    tx.init(table)                           state that is kept in the same way
+    jmask.apply_gradients, jmask.apply_updates
+
+A storage says how rows are read and written; lookups, gradients and optimizers know no more
+of it than the methods of `StoredTable`.
+"""
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+class StoredTable(abc.ABC):
+    """A table of shape (V, *row) that is kept in some other form: a pytree of its arrays.
+
+    Attributes:
+        shape: (V, *row).
+        tap: stands for the array (V, *row) in a gradient program, or None; see `looked_up`.
+    """
+
+    __slots__ = ("shape", "tap")
+
+    shape: tuple[int, ...]
+    tap: Any
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> Any:
+        """The dtype of the entries."""
+
+    @abc.abstractmethod
+    def read(self, ids: jax.Array) -> jax.Array:
+        """Rows (n, *row) of canonical ids (n,); what padding reads is undefined."""
+
+    @abc.abstractmethod
+    def distinct(self, gradient: Any) -> Any:
+        """A `RowSparse` gradient with equal ids summed, where `rows`, `set`, `add` want it."""
+
+    @abc.abstractmethod
+    def rows(self, gradient: Any) -> jax.Array:
+        """The rows of a `distinct` gradient: of the shape of its values."""
+
+    @abc.abstractmethod
+    def set_rows(self, gradient: Any, rows: jax.Array) -> Any:
+        """The table with other rows where a `distinct` gradient has them."""
+
+    @abc.abstractmethod
+    def full(self, row: Sequence[int], value: Any, dtype: Any) -> Any:
+        """A table kept in the same way, with rows of another shape, all of one value."""
+
+    @abc.abstractmethod
+    def todense(self) -> jax.Array:
+        """The array (V, *row)."""
+
+    @abc.abstractmethod
+    def with_tap(self, tap: Any) -> Any:
+        """The same table with another tap."""
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, ids: Any) -> jax.Array:
+        """The rows of `ids`, integers of any shape; ids outside the table give nan."""
+        from jmask._embedding import embedding_lookup
+
+        return embedding_lookup(self, ids)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError(f"`copy`=False: a {type(self).__name__} is no array to share.")
+        return np.asarray(self.todense(), dtype)
+
+    def __repr__(self) -> str:
+        try:
+            dtype = self.dtype
+        except (AttributeError, IndexError):  # a tree of something else than arrays
+            dtype = "?"
+        return f"{type(self).__name__}({dtype}[{', '.join(map(str, self.shape))}])"
+
+
+def is_stored_table(x: Any) -> bool:
+    """Whether `x` is a `StoredTable`: one leaf of the parameters."""
+    return isinstance(x, StoredTable)
+
+
+def looked_up(table: StoredTable, ids: jax.Array) -> jax.Array:
+    """Rows (n, *row) of canonical ids (n,), zeros for padding, differentiable.
+
+    A gradient in the arrays of a table would be as large as the table. In a gradient program
+    the table has a tap, an array (V, *row) that nothing reads: its derivative is that of the
+    lookup, and so its gradient is that of any table, a sum of rows.
+    """
+    exists = (ids < table.shape[0]).reshape((-1,) + (1,) * (table.ndim - 1))
+    rows = jnp.where(exists, table.read(ids), 0)
+    return rows if table.tap is None else _with_derivative(rows, table.tap, ids)
+
+
+@jax.custom_jvp
+def _with_derivative(rows: jax.Array, tap: jax.Array, ids: jax.Array) -> jax.Array:
+    return rows
+
+
+@_with_derivative.defjvp
+def _derivative(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    rows, _, ids = primals
+    of_rows, of_tap, _ = tangents
+    numbers = lax.GatherDimensionNumbers(tuple(range(1, of_tap.ndim)), (0,), (0,))
+    moved = lax.gather(
+        of_tap,
+        ids[:, None],
+        numbers,
+        (1, *of_tap.shape[1:]),
+        mode=lax.GatherScatterMode.FILL_OR_DROP,
+        fill_value=0,
+    )
+    return rows, of_rows + moved
