@@ -43,6 +43,8 @@ from jmask._row_operations import retain as retain
 from jmask._row_operations import square_sum as square_sum
 from jmask._row_sparse import RowSparse as RowSparse
 from jmask._sgd import sgd as sgd
+from jmask._sharded_table import ShardedTable as ShardedTable
+from jmask._sharded_table import sharded as sharded
 from jmask._specified import sparse_mask as sparse_mask
 from jmask._specified import todense as todense
 from jmask._stochastic_rounding import stochastic_round as stochastic_round

@@ -19,7 +19,7 @@ from jmask._parameters import check_fits, check_gradient
 from jmask._precision import is_narrow, wide
 from jmask._row_sparse import is_row_sparse
 from jmask._stochastic_rounding import stochastic_round
-from jmask._stored_table import StoredTable, is_stored_table
+from jmask._stored_table import StoredTable, distinct_rows, is_stored_table
 
 
 def densify() -> optax.GradientTransformation:
@@ -122,14 +122,7 @@ def apply_updates(
 
 def _added_to_stored(table: StoredTable, update: Any, key: jax.Array | None) -> StoredTable:
     """`table + update`, touching only the rows stored, with one rounding."""
-    update, valid = gradient_and_valid(update) if is_gradient_leaf(update) else (update, None)
-    if not is_row_sparse(update):
-        raise ValueError(
-            f"the update of a {type(table).__name__} must be a RowSparse, got "
-            f"{type(update).__name__}."
-        )
-    update = update.with_values(unchanged_where_masked(update.values, valid))
-    update = table.distinct(update)
+    update = distinct_rows(table, update)
     dtype = jnp.result_type(table.dtype, update.values)
     dtype = wide(dtype) if key is not None and is_narrow(table.dtype) else dtype
     new = table.rows(update).astype(dtype) + update.values.astype(dtype)

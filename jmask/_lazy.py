@@ -36,7 +36,7 @@ from jmask._row_sparse import is_row_sparse
 from jmask._rows import gather_rows, set_rows
 from jmask._same_arithmetic import difference
 from jmask._state_rows import tables_of_state
-from jmask._stored_table import is_stored_table
+from jmask._stored_table import distinct_rows, is_stored_table
 
 # Transformations that hold gradients back to emit them in a later step, when a row held
 # back need not be among the rows touched: its update would be lost.
@@ -153,11 +153,11 @@ class _Call:
         leaves, gradient_tree = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
         state_leaves, state_tree = jax.tree.flatten(state, is_leaf=is_stored_table)
         param_leaves, param_tree = jax.tree.flatten(params, is_leaf=is_stored_table)
-        pairs = [gradient_and_valid(leaf) for leaf in leaves]
-        gradients = [gradient for gradient, _ in pairs]
         for i, param in enumerate(param_leaves):
             if is_stored_table(param):
-                gradients[i] = param.distinct(gradients[i])
+                leaves[i] = distinct_rows(param, leaves[i])
+        pairs = [gradient_and_valid(leaf) for leaf in leaves]
+        gradients = [gradient for gradient, _ in pairs]
         has_state_rows = list(map(is_gradient_leaf, leaves))
         # Without parameters the gradient has their structure and shapes.
         like = gradients if params is None else param_leaves

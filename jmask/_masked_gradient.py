@@ -29,7 +29,7 @@ def is_gradient_leaf(x: Any) -> bool:
 def gradient_and_valid(gradient: Any) -> tuple[Any, jax.Array | None]:
     """A gradient leaf as array or coalesced `RowSparse`, and its valid entries if masked."""
     if is_row_sparse(gradient):
-        return gradient.coalesce(), None
+        return (gradient if gradient.is_distinct else gradient.coalesce()), None
     if not isinstance(gradient, MaskedTensor):
         return gradient, None
     storage, valid = gradient.storage, gradient.valid

@@ -33,7 +33,7 @@ from jmask._parameters import check_gradient, check_parameters
 from jmask._precision import is_narrow, wide
 from jmask._row_sparse import RowSparse, is_row_sparse
 from jmask._rows import add_rows, gather_rows, set_rows
-from jmask._stored_table import is_stored_table
+from jmask._stored_table import distinct_rows, is_stored_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _new_tables(
 def _new_stored_tables(
     rule: RowRule, gradient: RowSparse, tables: list[Any], scalars: tuple[Any, ...]
 ) -> list[Any]:
-    gradient = tables[0].distinct(gradient)
+    gradient = distinct_rows(tables[0], gradient)
     param, *slots = (_wide(table.rows(gradient)) for table in tables)
     step, *slots = rule.rule(_wide(gradient.values), param, *slots, *scalars)
     return [

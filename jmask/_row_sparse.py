@@ -73,6 +73,7 @@ class RowSparse(RowSparseMethods):
     __slots__ = ("coalesced", "index_leaf", "shape", "values")
 
     stype = "row_sparse"
+    is_distinct = False
 
     values: Any
     shape: tuple[int, ...]

@@ -96,6 +96,20 @@ def is_stored_table(x: Any) -> bool:
     return isinstance(x, StoredTable)
 
 
+def distinct_rows(table: StoredTable, gradient: Any) -> Any:
+    """`table.distinct(gradient)`.
+
+    Raises:
+        TypeError: if the gradient or update is not a `RowSparse`.
+    """
+    if getattr(gradient, "stype", None) != "row_sparse" or not hasattr(gradient, "index_leaf"):
+        raise TypeError(
+            f"the gradient of a {type(table).__name__} must be a RowSparse, as jmask.grad "
+            f"gives it, got {type(gradient).__name__}."
+        )
+    return table.distinct(gradient)
+
+
 def looked_up(table: StoredTable, ids: jax.Array) -> jax.Array:
     """Rows (n, *row) of canonical ids (n,), zeros for padding, differentiable.
 
