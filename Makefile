@@ -3,13 +3,24 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo sparse-linear test test-exhaustive test-all test-tpu test-torch bench lint format clean
+.PHONY: demo sparse-linear test test-exhaustive test-newest test-oldest test-all test-tpu \
+	test-torch test-wheel bench lint format docs wheel clean
 
 demo: .venv/examples.stamp
 	$(BIN)/python examples/word2vec.py
 
 sparse-linear: .venv/examples.stamp
 	$(BIN)/python examples/sparse_linear.py
+
+.PHONY: two-tower dlrm
+
+# The framework of the model: `make two-tower FRAMEWORK=nnx`, or linen, equinox, plain.
+two-tower: .venv/examples.stamp
+	$(BIN)/python examples/two_tower.py --framework $(or $(FRAMEWORK),plain)
+
+# On click logs of Criteo's: `make dlrm DLRM="--data train.txt --checkpoint run"`.
+dlrm: .venv/examples.stamp
+	$(BIN)/python examples/dlrm.py $(DLRM)
 
 test: .venv/test.stamp .venv/examples.stamp
 	$(BIN)/python -m pytest -n 2 -q
@@ -18,7 +29,16 @@ test: .venv/test.stamp .venv/examples.stamp
 test-exhaustive: .venv/test.stamp .venv/examples.stamp
 	$(BIN)/python -m pytest -n 2 -q -m exhaustive
 
-test-all: lint test test-exhaustive test-torch test-tpu
+# The oldest versions that pyproject.toml allows, on what depends most on the version of JAX:
+# everything public once, gradients of every kind of program, buffers and devices.
+test-oldest: .venv-oldest/ready.stamp
+	.venv-oldest/bin/python -m pytest -n 2 -q jmask tests/test_value_and_grad.py \
+		tests/test_in_place.py tests/test_several_devices.py
+
+# The newest: an environment made now has them.
+test-newest: test
+
+test-all: lint docs test test-oldest test-exhaustive test-torch test-tpu test-wheel
 
 # Compared with torch and FBGEMM themselves. In an environment of its own: torch is large.
 test-torch: .venv-torch/ready.stamp
@@ -30,9 +50,27 @@ test-tpu: .venv-tpu/ready.stamp
 	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
 		.venv-tpu/bin/python -m pytest -n 2 -m tpu -q tests
 
-# Beside torch, FBGEMM and a C loop; `make bench BENCH=--quick` takes under two minutes.
-bench: .venv-bench/ready.stamp
-	.venv-bench/bin/python benchmarks/bench.py $(BENCH)
+# Beside torch, FBGEMM, TensorFlow, optax and a C loop, and MXNet with an interpreter that has
+# it: `make bench BENCH="--mxnet-python PATH"`. `make bench BENCH=--quick`: under two minutes.
+bench: .venv-bench/ready.stamp .venv-bench-tf/ready.stamp
+	.venv-bench/bin/python benchmarks/bench.py \
+		--tensorflow-python .venv-bench-tf/bin/python $(BENCH)
+
+# The documentation, in build/site; every warning is an error.
+docs: .venv-docs/ready.stamp
+	.venv-docs/bin/python scripts/docs_pages.py build/docs
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
+
+# The source distribution, and the wheel built from it, in dist.
+wheel: .venv/build.stamp
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+
+# In an environment made for it, which has the wheel and what that brings.
+test-wheel: wheel
+	$(PYTHON) -m venv --clear .venv-wheel
+	.venv-wheel/bin/python $(INSTALL) dist/*.whl mypy
+	.venv-wheel/bin/python scripts/check_wheel.py dist
 
 lint: .venv/lint.stamp .venv/test.stamp
 	$(BIN)/ruff check .
@@ -44,7 +82,7 @@ format: .venv/lint.stamp
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-torch .venv-tpu .venv-bench
+	rm -rf build dist .venv .venv-*
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -64,6 +102,27 @@ clean:
 	$(PYTHON) -m venv .venv-bench
 	.venv-bench/bin/python $(INSTALL) -e '.[examples]' torch==2.13.0
 	.venv-bench/bin/python $(INSTALL) --no-deps fbgemm-gpu-cpu==1.8.0
+	@touch $@
+
+# An environment of its own, since the benchmark does not need it: where TensorFlow does not
+# install it is left out, and the next run tries again.
+.venv-bench-tf/ready.stamp:
+	{ $(PYTHON) -m venv .venv-bench-tf && \
+		.venv-bench-tf/bin/python $(INSTALL) tensorflow-cpu==2.21.0 && touch $@; } || \
+		echo 'TensorFlow does not install here: going on without it'
+
+.venv-docs/ready.stamp: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python $(INSTALL) -e '.[docs]'
+	@touch $@
+
+OLDEST := 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print(*(wanted.replace(">=", "==") for wanted in project["dependencies"]))'
+
+.venv-oldest/ready.stamp: pyproject.toml
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python $(INSTALL) -e . $$($(PYTHON) -c $(OLDEST)) \
+		hypothesis pytest pytest-xdist
 	@touch $@
 
 .venv-tpu/ready.stamp: pyproject.toml

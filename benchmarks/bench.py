@@ -1,189 +1,168 @@
-"""jmask beside its peers and beside the limit, in alternating rounds of one process.
+"""jmask beside its peers and beside the limit, in alternating rounds of one invocation.
 
-    python benchmarks/bench.py --quick              under two minutes
-    python benchmarks/bench.py --out benchmarks/results
+    make bench                                         about ten minutes on two cores
+    make bench BENCH=--quick                           under two minutes
+    make bench BENCH="--mxnet-python PATH"             with an interpreter that has MXNet 1.9
 
-A table of ratios (medians of the rounds, with quartiles), the same as JSON, and three plots:
-the time of a step against the number of rows, against the number of lookups, and the share
-of the limit. Ratios of one run mean something; times of a shared machine do not.
+`works.py` is the table of what is measured. A line of the report reads: this work takes jmask
+"ours / theirs" of the time it takes the other, the median of the rounds, with the quartiles of
+the rounds in parentheses. Below 1 jmask is faster. Where there is a goal the ratio should not
+be above it. In particular
+
+    a library          the same work, on the same ids, to the same loss
+    C loop             the update alone beside what is possible: 1 is the limit of one core
+    memory copy        the update alone beside a copy of as many bytes
+    jmask, V = ...     what a larger table, a larger batch or hot rows cost: 1 is nothing
+
+Read ratios, not milliseconds: times of a shared machine mean little, and quartiles far apart
+say that even the ratio was disturbed: on a busy machine (the load before is printed and kept)
+libraries whose threads wait for each other lose more than we do. Contenders that are not there
+are named and left out. `bench.json`, `bench.md` and three plots go to `benchmarks/results`,
+those of --quick to `benchmarks/results/quick`.
 """
 
 import argparse
+import contextlib
+import gc
+import importlib.metadata
 import json
-from collections.abc import Callable, Iterable
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import contenders
-import jax
-import matplotlib.pyplot as plt
 import numpy as np
-from c_loop import LOOPS, c_update, copy_bandwidth
+from batches import batches
+from c_loop import copy_bandwidth
+from contenders import WORKERS, build
+from other_interpreter import Interpreter
+from plots import Seconds, curves, save_plots
+from rich.progress import track
 from side_by_side import WARM_UP, Report, alternate
+from works import GOALS, REFERENCE, Comparison, Task, comparisons, opponent, title
 
-V, D, N = 1_000_000, 64, 8192
-PEERS = {
-    "torch": (contenders.torch_step, contenders.TORCH),
-    "FBGEMM": (contenders.fbgemm_step, contenders.FBGEMM),
-}
-
-
-def uniform(rows: int, count: int, rounds: int) -> Iterable[np.ndarray]:
-    rng = np.random.default_rng(0)
-    return (rng.integers(0, rows, count).astype(np.int32) for _ in range(rounds + WARM_UP))
-
-
-def zipf(rows: int, count: int, rounds: int) -> Iterable[np.ndarray]:
-    """Hot rows first: the id k in proportion to 1 / k, spread over the table."""
-    rng = np.random.default_rng(0)
-    scattered = rng.permutation(rows).astype(np.int32)
-    for _ in range(rounds + WARM_UP):
-        rank = np.exp(rng.uniform(0, np.log(rows), count)).astype(np.int64) - 1
-        yield scattered[np.clip(rank, 0, rows - 1)]
-
-
-def unique(rows: int, count: int, rounds: int) -> Iterable[np.ndarray]:
-    rng = np.random.default_rng(0)
-    for _ in range(rounds + WARM_UP):
-        yield np.sort(rng.choice(rows, count, replace=False)).astype(np.int32)
+RESULTS = Path(__file__).parent / "results"
+_SIZES = f"V = {REFERENCE.rows:,}, D = {REFERENCE.width}, n = {REFERENCE.lookups:,} uniform ids"
 
 
 class Bench:
-    """The sections of the benchmark; each adds rows to the report."""
+    """Measures comparisons and reports them; says what is left out, and what does not fit."""
 
-    def __init__(self, rounds: int, quick: bool):
-        self.rounds, self.quick = rounds, quick
-        self.report = Report("work", f"V = {V:,}, D = {D}, n = {N:,} unless said otherwise")
-        self.missing: set[str] = set()
+    def __init__(self, interpreters: dict[str, Interpreter]):
+        self._interpreters = interpreters
+        self._load = os.getloadavg()[0]
+        self.report = Report("work", f"{_SIZES}, float32, unless said otherwise")
+        self.measured: list[Seconds] = []
+        self.missing: dict[str, str] = {}
+        self.different: list[str] = []
 
-    def available(self, name: str, build: Callable, *args) -> dict[str, Callable]:
-        try:
-            return {name: build(*args)}
-        except ImportError as error:
-            self.missing.add(f"{name}: {error}")
-            return {}
-
-    def against_peers(self) -> None:
-        for optimizer in contenders.JMASK:
-            steps = {"jmask": contenders.jmask_step(optimizer, V, D)}
-            for peer, (build, known) in PEERS.items():
-                if optimizer in known:
-                    name = f"{peer} {known[optimizer]}"
-                    steps |= self.available(name, build, optimizer, V, D)
-            if len(steps) > 1:
-                batches = uniform(V, N, self.rounds)
-                self.report.add(f"step, {optimizer}", alternate(steps, batches))
-
-    def against_the_limit(self) -> None:
-        for optimizer in LOOPS:
-            steps = {"jmask": contenders.jmask_update(optimizer, V, D)}
-            steps |= self.available("C loop", c_update, optimizer, V, D)
-            batches = unique(V, N, self.rounds)
-            self.report.add(f"update, {optimizer}", alternate(steps, batches))
-
-    def against_dense(self) -> None:
-        rows = 10_000
-        steps = {
-            "jmask": contenders.jmask_step("Adam", rows, D),
-            "optax, dense": contenders.optax_step("Adam", rows, D),
-        }
-        times = alternate(steps, unique(rows, N, self.rounds))
-        self.report.add("step, Adam, V = 10,000, 82 % touched", times)
-
-    def growth(self) -> dict[str, dict[int, float]]:
-        """Milliseconds of an Adam step against V."""
-        sizes = (10_000, 100_000, V) if self.quick else (10_000, 100_000, V, 10 * V)
-        curves: dict[str, dict[int, float]] = {}
-        for rows in sizes:
-            steps = {"jmask": contenders.jmask_step("Adam", rows, D)}
-            if rows <= V:  # two tables of 10^7 rows with their moments are 15 GB
-                steps |= self.available("torch", contenders.torch_step, "Adam", rows, D)
-            if rows <= 100_000:
-                steps["optax, dense"] = contenders.optax_step("Adam", rows, D)
-            times = alternate(steps, uniform(rows, N, self.rounds))
-            for name, seconds in times.items():
-                curves.setdefault(name, {})[rows] = 1e3 * float(np.median(seconds))
-        ours = curves["jmask"]
-        self.report.figures["Adam step, largest V / V = 10^6"] = round(
-            ours[sizes[-1]] / ours[V], 3
+    def measure(self, comparison: Comparison) -> None:
+        ours, count = comparison.ours, comparison.rounds + WARM_UP
+        if comparison.is_large:
+            # TensorFlow keeps what it has freed to itself.
+            for interpreter in self._interpreters.values():
+                interpreter.close()
+        with contextlib.ExitStack() as stack:
+            found = {}
+            for task in (ours, *comparison.theirs):
+                if task.who not in self.missing:
+                    try:
+                        found[task] = build(task, self._interpreters)
+                    except ImportError as error:
+                        self.missing[task.who] = str(error)
+                    else:
+                        stack.callback(found[task].close)
+            if len(found) == 1:
+                return
+            turns = {task: _turns(run, task, count) for task, run in found.items()}
+            seconds = alternate(turns, range(count))
+            self._check_losses(ours, {task: run.loss for task, run in found.items()})
+        gc.collect()  # tables of gigabytes must not wait
+        self.measured.append(seconds)
+        names = {task: opponent(task, ours) for task in seconds if task != ours}
+        self.report.add(
+            title(ours),
+            {"jmask": seconds[ours], **{name: seconds[task] for task, name in names.items()}},
+            {name: GOALS[ours, task] for task, name in names.items() if (ours, task) in GOALS},
         )
-        return curves
 
-    def lookups(self) -> dict[str, dict[int, float]]:
-        """Milliseconds of an Adam step against n."""
-        curves: dict[str, dict[int, float]] = {}
-        for count in (1_000, 10_000) if self.quick else (1_000, 10_000, 100_000):
-            steps = {"jmask": contenders.jmask_step("Adam", V, D)}
-            steps |= self.available("torch", contenders.torch_step, "Adam", V, D)
-            for name, seconds in alternate(steps, uniform(V, count, self.rounds)).items():
-                curves.setdefault(name, {})[count] = 1e3 * float(np.median(seconds))
-        return curves
+    def _check_losses(self, ours: Task, losses: dict[Task, float | None]) -> None:
+        """Those that do the same work from the same start have the same last loss.
 
-    def hot_rows(self) -> None:
-        """The same step on Zipf and on uniform ids, in turns."""
-        step = contenders.jmask_step("Adam", V, D)
-        batches = zip(zipf(V, N, self.rounds), uniform(V, N, self.rounds), strict=True)
-        steps = {
-            "jmask": lambda pair: step(pair[0]),
-            "jmask, uniform ids": lambda pair: step(pair[1]),
+        Not optax, whose dense updates also move the rows that are not in the batch.
+        """
+        for task, loss in losses.items():
+            same_work = replace(task, who=ours.who) == ours and task.who != "optax"
+            if not same_work or losses[ours] is None:
+                continue
+            # Sums of millions of float32 differ in the third digit.
+            if loss is None or not np.isclose(loss, losses[ours], rtol=5e-3):
+                self.different.append(f"{title(ours)}: {task.who} {loss}, jmask {losses[ours]}")
+
+    def contents(self) -> dict:
+        """What goes into the JSON file."""
+        packages = ("jax", "optax", "torch", "fbgemm-gpu-cpu")
+        versions = {name: worker.version for name, worker in self._interpreters.items()}
+        for package in packages:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                versions[package] = importlib.metadata.version(package)
+        return {
+            "machine": {
+                "cores": os.cpu_count(),
+                "architecture": platform.machine(),
+                "load_before": round(self._load, 2),
+            },
+            "copy_gigabytes_per_second": round(copy_bandwidth() / 1e9, 1),
+            "versions": versions,
+            "left_out": self.missing,
+            "ratios": self.report.rows,
+            "step_over_reference": {
+                field: curves(self.measured, field) for field in ("rows", "lookups")
+            },
         }
-        self.report.add("step, Adam, Zipf ids", alternate(steps, batches))
 
 
-def save_plots(curves: dict, lookups: dict, figures: dict[str, float], folder: Path) -> None:
-    for name, label, lines in (
-        ("step_against_rows", "rows of the table", curves),
-        ("step_against_lookups", "lookups in a batch", lookups),
-    ):
-        figure, axes = plt.subplots(figsize=(5, 3.2), layout="constrained")
-        for contender, points in lines.items():
-            axes.loglog(list(points), list(points.values()), "o-", label=contender)
-        axes.set(xlabel=label, ylabel="ms for a step (Adam)")
-        axes.legend(frameon=False)
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.savefig(folder / f"{name}.png", dpi=150)
-        plt.close(figure)
-    limits = {
-        k.split(",")[1].split("/")[0].strip(): 1 / v
-        for k, v in figures.items()
-        if "C loop" in k
-    }
-    if limits:
-        figure, axes = plt.subplots(figsize=(5, 2.2), layout="constrained")
-        axes.barh(list(limits), [100 * share for share in limits.values()])
-        axes.axvline(100, color="black", linewidth=1)
-        axes.set(xlabel="update alone: % of the speed of a fused C loop")
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.savefig(folder / "share_of_the_limit.png", dpi=150)
-        plt.close(figure)
+def _turns(run: Callable, task: Task, count: int) -> Callable[[int], Any]:
+    ids = batches(task.ids, task.rows, task.lookups, count)
+    return lambda k: run(ids[k])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and sizes")
-    parser.add_argument("--rounds", type=int, help="default: 30, or 10 with --quick")
-    parser.add_argument("--out", type=Path, help="folder for bench.json and the plots")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, no matrix")
+    parser.add_argument("--rounds", type=int, help="default: 30, or 8 with --quick")
+    parser.add_argument("--out", type=Path, help="folder of the results")
+    for who in WORKERS:
+        parser.add_argument(f"--{who.lower()}-python", help=f"an interpreter that has {who}")
     args = parser.parse_args()
-    bench = Bench(args.rounds or (10 if args.quick else 30), args.quick)
-    bench.against_peers()
-    bench.against_the_limit()
-    bench.against_dense()
-    bench.hot_rows()
-    curves, lookups = bench.growth(), bench.lookups()
-    figures = bench.report.figures
-    figures["copy bandwidth, GB/s"] = round(copy_bandwidth() / 1e9, 1)
+    folder = args.out or (RESULTS / "quick" if args.quick else RESULTS)
+
+    named = {who: getattr(args, f"{who.lower()}_python") for who in WORKERS}
+    interpreters = {
+        who: Interpreter(python, WORKERS[who]) for who, python in named.items() if python
+    }
+    bench = Bench(interpreters)
+    for comparison in track(
+        comparisons(args.quick, args.rounds or (8 if args.quick else 30)), "measuring"
+    ):
+        bench.measure(comparison)
+
+    folder.mkdir(parents=True, exist_ok=True)
     bench.report.show(None)
-    for line in sorted(bench.missing):
-        print("left out:", line)
-    print("largest V against V = 10^6:", figures["Adam step, largest V / V = 10^6"])
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        contents = {
-            "jax": jax.__version__,
-            "ratios": figures,
-            "ms": {"V": curves, "n": lookups},
-        }
-        (args.out / "bench.json").write_text(json.dumps(contents, indent=1) + "\n")
-        save_plots(curves, lookups, figures, args.out)
+    bench.report.save_markdown(folder / "bench.md")
+    contents = bench.contents()
+    (folder / "bench.json").write_text(json.dumps(contents, indent=1) + "\n")
+    save_plots(bench.measured, folder)
+    for who, reason in bench.missing.items():
+        print(f"left out: {who}: {reason}")
+    for line in bench.different:
+        print("NOT THE SAME WORK:", line)
+    print(f"machine: {contents['machine']}")
+    print(f"copy bandwidth: {contents['copy_gigabytes_per_second']} GB/s; results in {folder}")
+    for interpreter in interpreters.values():
+        interpreter.close()
 
 
 if __name__ == "__main__":

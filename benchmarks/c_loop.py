@@ -1,7 +1,9 @@
-"""The limit: the fused row update as a C loop, and the copy bandwidth of the machine.
+"""The limit: the fused row update as a C loop, and a copy of as many bytes.
 
 One core, each touched row read and written once, no allocation, ids sorted and unique: what a
-library that adds nothing to the arithmetic would take. Compiled when it is first needed.
+library that adds nothing to the arithmetic would take. The copy is of contiguous memory: what
+would be left if rows were not scattered and arithmetic were free. The loop is compiled when it
+is first needed.
 """
 
 import ctypes
@@ -10,57 +12,94 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
+from works import Task
 
 _SOURCE = r"""
 #include <math.h>
-#define ROWS for (long i = 0; i < n; i++) { long at = (long)ids[i] * d; \
-    for (long j = 0; j < d; j++) { float g = grad[i * d + j];
-#define END } }
+#define ROWS for (long i = 0; i < n; i++) { long at = (long)ids[i] * d;
+#define EACH for (long j = 0; j < d; j++) { float g = grad[i * d + j];
+#define ARGUMENTS (long n, long d, float rate, const int *ids, const float *grad, \
+                   float *restrict w, float *restrict m, float *restrict v)
 
-void momentum(long n, long d, const int *ids, const float *grad, float *w, float *m, float *u)
-{ ROWS float x = .9f * m[at + j] - .01f * g; m[at + j] = x; w[at + j] += x; END }
+void sgd ARGUMENTS
+{ ROWS EACH w[at + j] -= rate * g; } } }
 
-void adagrad(long n, long d, const int *ids, const float *grad, float *w, float *s, float *u)
-{ ROWS float x = s[at + j] + g * g; s[at + j] = x;
-       w[at + j] -= .01f * g / (sqrtf(x) + 1e-10f); END }
+void momentum ARGUMENTS
+{ ROWS EACH float x = .9f * m[at + j] - rate * g; m[at + j] = x; w[at + j] += x; } } }
 
-void adam(long n, long d, const int *ids, const float *grad, float *w, float *m, float *v)
-{ ROWS float a = m[at + j] + .1f * (g - m[at + j]);
-       float b = v[at + j] + .001f * (g * g - v[at + j]);
-       m[at + j] = a; v[at + j] = b; w[at + j] -= .01f * a / (sqrtf(b) + 1e-8f); END }
+void adagrad ARGUMENTS
+{ ROWS EACH float x = m[at + j] + g * g; m[at + j] = x;
+            w[at + j] -= rate * g / (sqrtf(x) + 1e-10f); } } }
+
+void rowwise_adagrad ARGUMENTS
+{ ROWS float sum = 0; EACH sum += g * g; }
+       float x = m[ids[i]] += sum / d, scale = rate / (sqrtf(x) + 1e-10f);
+       EACH w[at + j] -= scale * g; } } }
+
+void adam ARGUMENTS
+{ ROWS EACH float a = m[at + j] + .1f * (g - m[at + j]);
+            float b = v[at + j] + .001f * (g * g - v[at + j]);
+            m[at + j] = a; v[at + j] = b; w[at + j] -= rate * a / (sqrtf(b) + 1e-8f); } } }
 """
-LOOPS = {"momentum": "momentum", "Adagrad": "adagrad", "Adam": "adam"}
+# The loop, and the arrays of the table's shape that the optimizer keeps.
+_LOOPS = {
+    "SGD": ("sgd", 0),
+    "momentum": ("momentum", 1),
+    "Adagrad": ("adagrad", 1),
+    "row-wise Adagrad": ("rowwise_adagrad", 0),
+    "Adam": ("adam", 2),
+}
+_COPIED = 2**26  # numbers in the array that is copied from: more than any cache holds
 
 
-def c_update(optimizer: str, rows: int, width: int) -> Callable[[np.ndarray], None]:
+def c_update(task: Task, rate: float) -> Callable[[np.ndarray], None]:
     """The update alone, of a table of ones, with a gradient of ones.
 
     Raises:
         ImportError: if there is no C compiler.
     """
-    loop = getattr(_library(), LOOPS[optimizer])
-    arrays = [np.ones((rows, width), np.float32), *np.zeros((2, rows, width), np.float32)]
-    gradients: dict[int, np.ndarray] = {}
-
-    def address(x: np.ndarray) -> ctypes.c_void_p:
-        return ctypes.c_void_p(x.ctypes.data)
+    name, _ = _LOOPS[task.optimizer]
+    loop = getattr(_library(), name)
+    shape = (task.rows, task.width)
+    # Pages of a state that the loop does not touch are never made.
+    arrays = [
+        np.ones(shape, np.float32),
+        np.zeros(shape, np.float32),
+        np.zeros(shape, np.float32),
+    ]
+    gradient = np.ones((task.lookups, task.width), np.float32)
+    sizes = (ctypes.c_long(task.lookups), ctypes.c_long(task.width), ctypes.c_float(rate))
 
     def run(ids: np.ndarray) -> None:
-        if ids.size not in gradients:
-            gradients[ids.size] = np.ones((ids.size, width), np.float32)
-        sizes = (ctypes.c_long(ids.size), ctypes.c_long(width))
-        loop(*sizes, *map(address, (ids, gradients[ids.size], *arrays)))
+        loop(*sizes, *(ctypes.c_void_p(x.ctypes.data) for x in (ids, gradient, *arrays)))
+
+    return run
+
+
+def memory_copy(task: Task, rate: float) -> Callable[[np.ndarray], None]:
+    """A copy that reads and writes as many bytes in all as the update has to."""
+    _, slots = _LOOPS[task.optimizer]
+    # The gradient is read; the table and each slot are read and written.
+    count = task.lookups * task.width * (1 + 2 * (1 + slots)) // 2
+    source, at = np.ones(max(_COPIED, 2 * count), np.float32), 0
+    target = np.ones_like(source)
+
+    def run(ids: np.ndarray) -> None:
+        nonlocal at
+        at = at + count if at + 2 * count <= source.size else 0
+        np.copyto(target[at : at + count], source[at : at + count])
 
     return run
 
 
 def copy_bandwidth() -> float:
     """Bytes read and written by a copy, a second."""
-    x = np.ones(2**25, np.float32)
-    y, seconds = np.empty_like(x), []
+    x, seconds = np.ones(_COPIED, np.float32), []
+    y = np.ones_like(x)
     for _ in range(7):
         start = time.perf_counter()
         np.copyto(y, x)
@@ -68,10 +107,11 @@ def copy_bandwidth() -> float:
     return 2 * x.nbytes / float(np.median(seconds))
 
 
+@cache
 def _library() -> ctypes.CDLL:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        raise ImportError("no C compiler: the loop that is the limit is left out")
+        raise ImportError("no C compiler")
     folder = Path(tempfile.mkdtemp())
     source, library = folder / "loops.c", folder / "loops.so"
     source.write_text(_SOURCE)

@@ -1,139 +1,89 @@
-"""Who trains an embedding: jmask, stock optax, torch and FBGEMM, each with the same work.
+"""Who trains an embedding: a contender for each `works.Task`.
 
-    step = jmask_step("Adam", rows=1_000_000, width=64)
+    step = build(Task("torch", optimizer="Adagrad"), pythons={})
     step(ids)           looks the rows up, sums their squares, differentiates, updates in place
+    step.loss           the sum, which every contender gives back: so none can leave it out
 
-A contender that is not installed is left out, by raising ImportError.
+Tables start as ones, so that contenders that do the same work have the same losses. One that
+is not installed raises ImportError.
 """
 
-import warnings
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
-import jax
-import jax.numpy as jnp
+import c_loop
+import jax_contenders
 import numpy as np
-import optax
+import overhead
+import torch_contenders
+from other_interpreter import Interpreter
+from works import Task
 
-import jmask
+# The same for all; small enough for the hottest rows of a Zipf batch to stay finite.
+RATE = 1e-3
 
-RATE = 0.01
+Step = Callable[[np.ndarray], float | None]
 
-JMASK: dict[str, Callable[[], optax.GradientTransformation]] = {
-    "SGD": lambda: jmask.sgd(RATE),
-    "momentum": lambda: jmask.sgd(RATE, momentum=0.9),
-    "Adagrad": lambda: jmask.adagrad(RATE),
-    "row-wise Adagrad": lambda: jmask.rowwise_adagrad(RATE),
-    "Adam": lambda: jmask.adam(RATE),
+_BUILDERS: dict[tuple[str, str], Callable[[Task, float], Step]] = {
+    ("jmask", "step"): jax_contenders.jmask_step,
+    ("jmask", "update"): jax_contenders.jmask_update,
+    ("optax", "step"): jax_contenders.optax_step,
+    ("torch", "step"): torch_contenders.torch_step,
+    ("torch", "update"): torch_contenders.torch_update,
+    ("FBGEMM", "step"): torch_contenders.fbgemm_step,
+    ("C loop", "update"): c_loop.c_update,
+    ("memory copy", "update"): c_loop.memory_copy,
+    ("jmask", "dispatch"): overhead.jmask_dispatch,
+    ("optax", "dispatch"): overhead.optax_dispatch,
+    ("jmask", "tracing"): overhead.jmask_tracing,
+    ("JAX", "tracing"): overhead.jax_tracing,
 }
-OPTAX: dict[str, Callable[[], optax.GradientTransformation]] = {
-    "SGD": lambda: optax.sgd(RATE),
-    "momentum": lambda: optax.sgd(RATE, momentum=0.9),
-    "Adagrad": lambda: optax.adagrad(RATE),
-    "Adam": lambda: optax.adam(RATE),
-}
-TORCH = {"SGD": "SGD", "Adagrad": "Adagrad", "Adam": "SparseAdam"}
-FBGEMM = {
-    "SGD": "EXACT_SGD",
-    "Adagrad": "EXACT_ADAGRAD",
-    "row-wise Adagrad": "EXACT_ROWWISE_ADAGRAD",
-}
-
-Step = Callable[[np.ndarray], None]
+# Those that live in an interpreter of their own, and the script it runs.
+WORKERS = {"TensorFlow": "tensorflow_worker.py", "MXNet": "mxnet_worker.py"}
 
 
-def _loss(table: jax.Array, ids: jax.Array) -> jax.Array:
-    return jnp.sum(table[ids] ** 2)
+class Contender:
+    """`contender(ids)` does the work once; `close` gives its memory back."""
+
+    def __init__(self, step: Step):
+        self._step: Step | None = step
+        self.loss: float | None = None
+
+    def __call__(self, ids: np.ndarray) -> None:
+        assert self._step is not None
+        self.loss = self._step(ids)
+
+    def close(self) -> None:
+        self._step = None
 
 
-def _jax_step(tx: Any, rows: int, width: int, value_and_grad: Callable) -> Step:
-    @partial(jax.jit, donate_argnums=(0, 1))
-    def step(table, state, ids):
-        _, grads = value_and_grad(_loss)(table, ids)
-        return jmask.apply_gradients(tx, grads, state, table)
+class RemoteContender:
+    """The same in another interpreter, which tells how many seconds its step took."""
 
-    table = jnp.ones((rows, width))
-    place = [table, tx.init(table)]
+    def __init__(self, interpreter: Interpreter, task: Task):
+        self._interpreter = interpreter
+        self.loss: float | None = None
+        interpreter.build(task.work, task.optimizer, task.rows, task.width, RATE)
 
-    def run(ids: np.ndarray) -> None:
-        place[:] = step(*place, ids)
-        jax.block_until_ready(place)
+    def __call__(self, ids: np.ndarray) -> float:
+        seconds, self.loss = self._interpreter.run(ids)
+        return seconds
 
-    return run
-
-
-def jmask_step(optimizer: str, rows: int, width: int) -> Step:
-    """A full step with row-sparse gradients."""
-    return _jax_step(JMASK[optimizer](), rows, width, jmask.value_and_grad)
+    def close(self) -> None:
+        self._interpreter.drop()
 
 
-def optax_step(optimizer: str, rows: int, width: int) -> Step:
-    """A full step of stock JAX and optax, with dense gradients."""
-    return _jax_step(OPTAX[optimizer](), rows, width, jax.value_and_grad)
+def build(task: Task, interpreters: dict[str, Interpreter]) -> Contender | RemoteContender:
+    """The contender for a task.
 
+    Args:
+        task: of the table in `works`.
+        interpreters: for `WORKERS`, by name.
 
-def jmask_update(optimizer: str, rows: int, width: int) -> Step:
-    """The update alone, with a gradient of ones at ids that are sorted and unique."""
-    tx = JMASK[optimizer]()
-
-    @partial(jax.jit, donate_argnums=(0, 1))
-    def update(table, state, ids, values):
-        grads = jmask.RowSparse(ids, values, table.shape, coalesced=True)
-        return jmask.apply_gradients(tx, grads, state, table)
-
-    table = jnp.ones((rows, width))
-    place, values = [table, tx.init(table)], {}
-
-    def run(ids: np.ndarray) -> None:
-        if ids.size not in values:
-            values[ids.size] = jnp.ones((ids.size, width))
-        place[:] = update(*place, ids, values[ids.size])
-        jax.block_until_ready(place)
-
-    return run
-
-
-def torch_step(optimizer: str, rows: int, width: int) -> Step:
-    """A full step of torch with `Embedding(sparse=True)`."""
-    import torch
-
-    warnings.filterwarnings("ignore", message="Sparse invariant checks")
-    embedding = torch.nn.Embedding(rows, width, sparse=True)
-    update = getattr(torch.optim, TORCH[optimizer])(embedding.parameters(), lr=RATE)
-
-    def run(ids: np.ndarray) -> None:
-        update.zero_grad()
-        embedding(torch.from_numpy(ids)).square().sum().backward()
-        update.step()
-
-    return run
-
-
-def fbgemm_step(optimizer: str, rows: int, width: int) -> Step:
-    """A full step of FBGEMM's table-batched embedding, whose update is fused."""
-    import torch
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from fbgemm_gpu.split_embedding_configs import EmbOptimType
-        from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
-        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-            ComputeDevice,
-            EmbeddingLocation,
-            SplitTableBatchedEmbeddingBagsCodegen,
-        )
-    embedding = SplitTableBatchedEmbeddingBagsCodegen(
-        [(rows, width, EmbeddingLocation.HOST, ComputeDevice.CPU)],
-        optimizer=EmbOptimType[FBGEMM[optimizer]],
-        learning_rate=RATE,
-        eps=1e-8,
-        pooling_mode=PoolingMode.SUM,
-    )
-
-    def run(ids: np.ndarray) -> None:
-        # A bag for each id: what a lookup is.
-        offsets = torch.arange(ids.size + 1)
-        embedding(torch.from_numpy(ids.astype(np.int64)), offsets).square().sum().backward()
-
-    return run
+    Raises:
+        ImportError: if what the contender needs is not there.
+    """
+    if task.who not in WORKERS:
+        return Contender(_BUILDERS[task.who, task.work](task, RATE))
+    if task.who not in interpreters:
+        raise ImportError(f"no interpreter is named: --{task.who.lower()}-python PATH")
+    return RemoteContender(interpreters[task.who], task)

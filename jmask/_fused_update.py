@@ -127,19 +127,21 @@ def _batched(operands: Any, dims: Any, *, program: ClosedJaxpr, is_sorted: bool)
 batching.primitive_batchers[_update_rows_p] = _batched
 
 
+def _tensor_type(aval: Any) -> Any:
+    return mlir.ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype))
+
+
 def _one_scatter(ctx: Any, *operands: Any, program: ClosedJaxpr, is_sorted: bool) -> Any:
     """Lowering to a single scatter with the program as its combiner."""
     count = len(operands) // 2
     tables, ids, updates = operands[:count], operands[count], operands[count + 1 :]
     rank = len(ctx.avals_in[0].shape)
+    of_ids = ctx.avals_in[count]
     column = stablehlo.reshape(
-        mlir.ir.RankedTensorType.get(
-            [*ctx.avals_in[count].shape, 1], mlir.dtype_to_ir_type(ctx.avals_in[count].dtype)
-        ),
-        ids,
+        _tensor_type(jax.ShapeDtypeStruct((*of_ids.shape, 1), of_ids.dtype)), ids
     )
     scatter = stablehlo.ScatterOp(
-        [mlir.aval_to_ir_type(ctx.module_context, aval) for aval in ctx.avals_out],
+        [_tensor_type(aval) for aval in ctx.avals_out],
         tables,
         column,
         updates,
@@ -154,7 +156,7 @@ def _one_scatter(ctx: Any, *operands: Any, program: ClosedJaxpr, is_sorted: bool
         indices_are_sorted=mlir.ir.BoolAttr.get(is_sorted),
         unique_indices=mlir.ir.BoolAttr.get(True),
     )
-    entries = [mlir.aval_to_ir_type(ctx.module_context, v.aval) for v in program.jaxpr.invars]
+    entries = [_tensor_type(v.aval) for v in program.jaxpr.invars]
     block = scatter.regions[0].blocks.append(*entries)
     with mlir.ir.InsertionPoint(block):
         results: Any

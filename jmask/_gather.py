@@ -7,8 +7,10 @@ loop prevents that. Here it is the bitwise `or` of each entry with a zero,
 
     z = (i * (i + 1)) & 1            of the id i: one of two neighbours is even
 
-which neither XLA nor LLVM knows to be one. The result is the same bit for bit. Rows of other
-widths, other dtypes and other devices get the plain gather.
+which neither XLA nor LLVM knows to be one. It happens in a branch that is always taken:
+fusion does not look into branches, and would move the `or` to each of several users of the
+rows, away from the gather. The result is the same bit for bit. Rows of other widths, other
+dtypes and other devices get the plain gather.
 """
 
 import dataclasses
@@ -64,25 +66,33 @@ class Gather:
             and math.prod(self.slice_sizes) == _UNROLLED
         )
 
+    def vectorized(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
+        """The gather in a branch of its own."""
+        if not indices.size:
+            return self.plain(operand, indices)
+        always = _zero(indices.reshape(-1)[0]) == 0
+        return lax.cond(always, self.on_bits, self.plain, operand, indices)
+
     def on_bits(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
         """The gather of the entries' bits, each with `or` of zero."""
         bits = _BITS[operand.dtype.itemsize]
         fill = np.asarray(np.nan if self.fill_value is None else self.fill_value, operand.dtype)
         gather = dataclasses.replace(self, fill_value=fill.view(bits).item())
         rows = gather.plain(lax.bitcast_convert_type(operand, bits), indices)
-        number = indices[..., 0]
-        zero = ((number * (number + 1)) & 1).astype(bits)
         entries = [d for d in range(rows.ndim) if d not in self.dimension_numbers.offset_dims]
+        zero = _zero(indices[..., 0]).astype(bits)
         rows |= lax.broadcast_in_dim(zero, rows.shape, entries)
-        # Or XLA fuses the `or` with each of several users of the rows, away from the gather.
-        rows = lax.optimization_barrier(rows)
         return lax.bitcast_convert_type(rows, operand.dtype)
+
+
+def _zero(number: jax.Array) -> jax.Array:
+    return (number * (number + 1)) & 1
 
 
 # Differentiated by hand: a bitcast has no derivative.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _vectorized(gather: Gather, operand: jax.Array, indices: jax.Array) -> jax.Array:
-    return lax.platform_dependent(operand, indices, cpu=gather.on_bits, default=gather.plain)
+    return lax.platform_dependent(operand, indices, cpu=gather.vectorized, default=gather.plain)
 
 
 @_vectorized.defjvp

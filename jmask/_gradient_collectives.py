@@ -82,7 +82,7 @@ def _shard_map(
         mesh=eqn.params["mesh"],
         in_specs=tuple(eqn.params["in_specs"]),
         out_specs=list(specs),
-        axis_names=set(eqn.params["newly_manual_axes"]),
+        axis_names=_manual_axes(eqn),
         check_vma=eqn.params["check_vma"],
     )(*(interpreter.dense(x, eqn) for x in inputs))
     return [
@@ -99,3 +99,9 @@ COLLECTIVE_RULES: dict[str, Rule] = {
     # What comes in is a table on every device or a part of one: it is an array.
     "shard_map": Rule(none_wanted, _shard_map),
 }
+
+
+def _manual_axes(eqn: JaxprEqn) -> set[str]:
+    """The axes over which a `shard_map` maps; JAX 0.10.1 and older call them otherwise."""
+    params = eqn.params
+    return set(params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"])

@@ -20,7 +20,8 @@ def method(module: str, name: str, reflected: bool = False) -> Any:
         return function(self, *args, **kwargs)
 
     bound.__name__ = name
-    bound.__doc__ = f"See `jmask.{module.lstrip('_')}.{name}`."
+    public = "numpy" if module.startswith("_masked") else module.lstrip("_")
+    bound.__doc__ = f"See `jmask.{public}.{name}`."
     return bound
 
 

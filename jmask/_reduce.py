@@ -6,6 +6,7 @@ reduce(kernel, x, axis=1)       x MaskedTensor: MaskedTensor, masked where nothi
 """
 
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from jmask._storage import (
     unique_positions,
 )
 
+_KEEPDIMS = "        keepdims: whether reduced axes stay, with size 1.\n"
 _ARGUMENTS = """
     Args:
         x: `MaskedTensor` on any storage, RowSparse, BCOO, BCSR or array, of any shape.
@@ -117,7 +119,10 @@ def described(function: _F) -> _F:
     """Say in the docstring what the arguments of every reduction are."""
     first, example = (function.__doc__ or "").split("\n    Example:", 1)
     first, _, extra = first.partition("\n    Args:\n")
-    function.__doc__ = f"{first}{_ARGUMENTS}{extra}{_RAISES}\n    Example:{example}"
+    arguments = _ARGUMENTS
+    if "keepdims" not in inspect.signature(function).parameters:
+        arguments = arguments.replace(_KEEPDIMS, "")
+    function.__doc__ = f"{first}{arguments}{extra}{_RAISES}\n    Example:{example}"
     return function
 
 

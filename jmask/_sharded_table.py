@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmask._coalesce import coalesce_rows
@@ -97,6 +97,12 @@ class Layout:
         """
         if set(self.rows) <= set(jax.sharding.get_abstract_mesh().manual_axes):
             return function(*arguments)
+        if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+            raise ValueError(
+                "a ShardedTable is used where the axes of the mesh are explicit: make the mesh "
+                "of `jax.set_mesh` with axis_types=(jax.sharding.AxisType.Auto,) * its axes, or "
+                "use the table inside jax.shard_map."
+            )
         *inputs, outputs = (P(axes) for axes in over)
         mapped = jax.shard_map(
             function, mesh=self.mesh, in_specs=tuple(inputs), out_specs=outputs, check_vma=False
@@ -138,6 +144,13 @@ class ShardedTable(StoredTable):
             sharded over `layout.rows`; rows beyond the last are never read.
         layout: where rows live.
         shape: (V, *row).
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jmask
+        >>> mesh = jax.make_mesh((1,), ("x",))
+        >>> table = jmask.sharded(jnp.ones((5, 2)), mesh)
+        >>> jmask.grad(lambda t: jnp.sum(t[jnp.array([4, 0, 4])]))(table)
+        RowSparse(float32[5, 2], nse=3)
     """
 
     __slots__ = ("blocks", "layout")
@@ -357,6 +370,9 @@ def layout_of(
     if placement not in PLACEMENTS:
         raise ValueError(f"`placement` must be 'div' or 'mod', got {placement!r}.")
     rows, batch = _axes(mesh, rows, "rows"), _axes(mesh, batch, "batch")
+    # In what is done with a table, XLA's partitioner places what has no place yet.
+    automatic = (AxisType.Auto,) * len(mesh.axis_names)
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=automatic)
     shards = math.prod(mesh.shape[axis] for axis in rows)
     block = -(-shape[0] // shards)
     if is_packed(shape, mesh, packed):

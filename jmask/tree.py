@@ -30,7 +30,7 @@ from jmask._storage import stored_values
 from jmask.numpy import add as _add
 from jmask.numpy import multiply as _multiply
 
-__all__ = ["add", "mean", "merge", "norm", "pmean", "psum", "scale", "sum"]
+__all__ = ["add", "mean", "merge", "norm", "pmean", "psum", "scale"]
 
 
 def add(tree: Any, *others: Any, like: Any = None) -> Any:

@@ -1,0 +1,97 @@
+"""Contenders that cannot be imported here: a worker started with a named Python.
+
+    interpreter = Interpreter("~/old/bin/python", "mxnet_worker.py")
+    interpreter.build("step", "Adam", rows=1_000_000, width=64, rate=0.001)
+    seconds, loss = interpreter.run(ids)
+
+`worker.py` says what passes between the two processes.
+"""
+
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class Interpreter:
+    """A worker, which has one contender at a time; it starts when it is first needed.
+
+    Args:
+        python: the interpreter.
+        script: a file of this folder that calls `worker.serve`.
+
+    Attributes:
+        version: of its library, once it has started.
+    """
+
+    def __init__(self, python: str, script: str):
+        self._python = python
+        self._command = [str(Path(python).expanduser()), str(Path(__file__).parent / script)]
+        self._process: subprocess.Popen | None = None
+        self.version: str | None = None
+
+    def build(self, work: str, optimizer: str, rows: int, width: int, rate: float) -> None:
+        """Make the tables; those of the contender before are let go.
+
+        Raises:
+            ImportError: if the worker does not start, cannot import its library, or fails.
+        """
+        if self._process is None:
+            self._start()
+        self.drop()
+        self._ask(
+            {"work": work, "optimizer": optimizer, "rows": rows, "width": width, "rate": rate}
+        )
+
+    def run(self, ids: np.ndarray) -> tuple[float, float | None]:
+        """Do the work once: seconds, and the loss if there is one."""
+        answer = self._ask({"ids": ids.size}, np.ascontiguousarray(ids, np.int32).tobytes())
+        return answer["seconds"], answer["loss"]
+
+    def drop(self) -> None:
+        """Let go of the tables."""
+        self._ask(None)
+
+    def close(self) -> None:
+        """End the worker; the next `build` starts another."""
+        if self._process is not None:
+            self._process.communicate()
+            self._noise.close()
+            self._process = None
+
+    def _start(self) -> None:
+        # Not a pipe, which would fill up since nobody reads it.
+        self._noise = tempfile.TemporaryFile()  # noqa: SIM115
+        pipe = subprocess.PIPE
+        try:
+            self._process = subprocess.Popen(
+                self._command, stdin=pipe, stdout=pipe, stderr=self._noise
+            )
+        except OSError as error:
+            raise ImportError(f"{self._python} does not start: {error}") from error
+        self.version = self._answer()["version"]
+
+    def _ask(self, message: Any, binary: bytes = b"") -> dict[str, Any]:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message).encode() + b"\n" + binary)
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            self._noise.seek(0)
+            said = self._noise.read().decode(errors="replace").strip().splitlines()
+            last = said[-1] if said else f"ended with status {self._process.returncode}"
+            raise ImportError(f"{self._python}: {last}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise ImportError(f"{self._python}: {answer['error']}")
+        return answer

@@ -1,0 +1,196 @@
+"""What is measured: one table of works, each of ours beside one or more of theirs.
+
+    Task()                            jmask: a step of Adam, V = 10^6, D = 64, n = 8,192 uniform
+    Task("torch")                     torch on the same work
+    Task(rows=10_000_000)             jmask on ten times the rows
+    Comparison(ours, theirs)          these in alternating rounds
+
+V is the number of rows of the table, D the numbers in a row, n the lookups in a batch. All of
+V x D x n x ids x optimizers would take hours: the matrix moves one of them at a time away from
+`Task()`, which shows the same slopes. The update alone is of rows that are unique, so that
+Zipf ids are in the steps only.
+"""
+
+from dataclasses import dataclass, fields, replace
+
+OPTIMIZERS = ("SGD", "momentum", "Adagrad", "row-wise Adagrad", "Adam")
+
+# Who offers what with row-sparse gradients, in their own names; optax does it densely.
+OFFERS: dict[str, dict[str, str]] = {
+    "torch": {"SGD": "SGD", "Adagrad": "Adagrad", "Adam": "SparseAdam"},
+    "FBGEMM": {
+        "SGD": "EXACT_SGD",
+        "Adagrad": "EXACT_ADAGRAD",
+        "row-wise Adagrad": "EXACT_ROWWISE_ADAGRAD",
+    },
+    "TensorFlow": {
+        "SGD": "scatter_sub",
+        "momentum": "KerasMomentum",
+        "Adagrad": "AdagradV2",
+        "Adam": "lazy Adam",
+    },
+    "MXNet": {
+        "SGD": "sgd",
+        "momentum": "sgd, momentum",
+        "Adagrad": "adagrad",
+        "row-wise Adagrad": "groupadagrad",
+        "Adam": "adam",
+    },
+    "optax": dict.fromkeys(("SGD", "momentum", "Adagrad", "Adam"), "dense"),
+    "C loop": dict.fromkeys(OPTIMIZERS, ""),
+    "memory copy": dict.fromkeys(OPTIMIZERS, ""),
+    "JAX": {"Adam": ""},
+}
+_PEERS = ("torch", "FBGEMM", "TensorFlow", "MXNet")
+_LIMITS = ("C loop", "memory copy")
+
+# "step" is lookup, loss, backward and update, with the value of the loss; "update" is the
+# update alone of unique rows, with a gradient that is given.
+_TITLES = {
+    "dispatch": "100 jitted steps of a table of 8 x 4",
+    "tracing": "tracing value_and_grad, 50 layers and 20 tables",
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """Who does what on which ids; `ids` is one of "uniform", "Zipf" and "unique"."""
+
+    who: str = "jmask"
+    work: str = "step"
+    optimizer: str = "Adam"
+    rows: int = 1_000_000
+    width: int = 64
+    lookups: int = 8192
+    ids: str = "uniform"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Ours beside theirs, in so many rounds."""
+
+    ours: Task
+    theirs: tuple[Task, ...]
+    rounds: int
+
+    @property
+    def is_large(self) -> bool:
+        """Whether Adam needs most of 10 GB."""
+        return any(task.rows * task.width > 2**29 for task in (self.ours, *self.theirs))
+
+
+REFERENCE = Task()
+_UPDATE = Task(work="update", ids="unique")
+_DENSE = Task(rows=10_000, ids="unique")
+_DISPATCH = Task(work="dispatch", rows=8, width=4, lookups=4)
+_TRACING = Task(work="tracing")
+
+# Ours / theirs that the project wants to reach; `Task` in a figure is exactly this work.
+GOALS: dict[tuple[Task, Task], float] = {
+    (ours, replace(ours, **of_theirs)): goal
+    for ours, of_theirs, goal in (
+        (Task(), {"who": "torch"}, 0.35),
+        (Task(optimizer="Adagrad"), {"who": "torch"}, 0.45),
+        (Task(optimizer="SGD"), {"who": "torch"}, 0.6),
+        (Task(optimizer="Adagrad"), {"who": "FBGEMM"}, 0.5),
+        (Task(optimizer="row-wise Adagrad"), {"who": "FBGEMM"}, 0.3),
+        (Task(), {"who": "MXNet"}, 0.25),
+        (_UPDATE, {"who": "MXNet"}, 0.6),
+        (_UPDATE, {"who": "C loop"}, 1.3),
+        (replace(_UPDATE, optimizer="Adagrad"), {"who": "C loop"}, 1.3),
+        (replace(_UPDATE, optimizer="momentum"), {"who": "C loop"}, 1.3),
+        (_DENSE, {"who": "optax"}, 1.05),
+        (Task(rows=10_000_000), {"rows": 1_000_000}, 1.3),
+        (Task(ids="Zipf"), {"ids": "uniform"}, 1.1),
+        (_TRACING, {"who": "JAX"}, 1.5),
+    )
+}
+
+
+def comparisons(quick: bool, rounds: int) -> list[Comparison]:
+    """Everything that is measured, in order."""
+    fewer = max(rounds // 3, 3)
+    steps = [_beside(Task(optimizer=o), _PEERS, rounds) for o in OPTIMIZERS]
+    # Apart from the others: a pass over the whole table empties every cache.
+    dense = [
+        _beside(Task(optimizer=o), ("optax",), fewer)
+        for o in (("Adam",) if quick else OFFERS["optax"])
+    ]
+    updates = [
+        _beside(
+            replace(_UPDATE, optimizer=o), (*_LIMITS, "torch", "TensorFlow", "MXNet"), rounds
+        )
+        for o in OPTIMIZERS
+    ]
+    hot_rows = [
+        _beside(Task(optimizer=o, ids="Zipf"), _PEERS, rounds, Task(optimizer=o))
+        for o in (("Adam",) if quick else OPTIMIZERS)
+    ]
+    against_rows = [
+        _beside(Task(rows=rows), (*_PEERS, "optax"), rounds, REFERENCE)
+        for rows in (10_000, 100_000)
+    ]
+    against_lookups = [
+        _beside(Task(lookups=lookups), _PEERS, rounds, REFERENCE)
+        for lookups in ((1_000,) if quick else (1_000, 100_000))
+    ]
+    overhead = [_beside(_DISPATCH, ("optax",), rounds), _beside(_TRACING, ("JAX",), rounds)]
+    found = [*steps, *dense, _beside(_DENSE, ("optax",), rounds), *updates, *hot_rows]
+    found += [*against_rows, *against_lookups, *overhead]
+    if quick:
+        return found
+    # Adam on 10^7 rows of 64 is 7.7 GB: one of them at a time, beside our step on 10^6 rows.
+    largest = Task(rows=10_000_000)
+    found.append(Comparison(largest, (REFERENCE,), rounds))
+    found.append(Comparison(REFERENCE, (replace(largest, who="torch"),), rounds))
+    done = {comparison.ours for comparison in found}
+    return found + [c for c in _matrix(fewer) if c.theirs and c.ours not in done]
+
+
+def _matrix(rounds: int) -> list[Comparison]:
+    moves: list[dict[str, int]] = [
+        {"width": 16},
+        {"width": 128},
+        {"rows": 10_000},
+        {"rows": 100_000},
+        {"rows": 10_000_000, "width": 16},
+        {"lookups": 1_000},
+        {"lookups": 100_000},
+    ]
+    found = []
+    for optimizer in OPTIMIZERS:
+        for move in moves:
+            # What lives in this process only, where tables are large.
+            peers = _PEERS[:2] if move.get("rows") == 10_000_000 else _PEERS
+            found.append(_beside(Task(optimizer=optimizer, **move), peers, rounds))
+            update = replace(_UPDATE, optimizer=optimizer, **move)
+            found.append(_beside(update, ("C loop",), rounds))
+    return found
+
+
+def _beside(ours: Task, peers: tuple[str, ...], rounds: int, *more: Task) -> Comparison:
+    theirs = [replace(ours, who=peer) for peer in peers if ours.optimizer in OFFERS[peer]]
+    return Comparison(ours, (*more, *theirs), rounds)
+
+
+def title(task: Task) -> str:
+    """What is done: "step, Adam, V = 10,000"."""
+    if task.work in _TITLES:
+        return _TITLES[task.work]
+    usual = _UPDATE if task.work == "update" else REFERENCE
+    return ", ".join([task.work, task.optimizer, *_differences(task, usual)])
+
+
+def opponent(theirs: Task, ours: Task) -> str:
+    """Who does it, and what of it is not as in `ours`: "jmask, uniform ids"."""
+    name = f"{theirs.who} {OFFERS.get(theirs.who, {}).get(theirs.optimizer, '')}".strip()
+    return ", ".join([name, *_differences(theirs, ours)])
+
+
+def _differences(task: Task, usual: Task) -> list[str]:
+    symbols = {"rows": "V = {:,}", "width": "D = {}", "lookups": "n = {:,}", "ids": "{} ids"}
+    return [
+        symbols[field.name].format(getattr(task, field.name))
+        for field in fields(Task)
+        if field.name in symbols and getattr(task, field.name) != getattr(usual, field.name)
+    ]
