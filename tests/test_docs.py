@@ -1,4 +1,4 @@
-"""The Python blocks of README and docs run, and print what they say they print."""
+"""What README and docs say is so: code prints what it says, targets, files and links exist."""
 
 import contextlib
 import io
@@ -7,16 +7,27 @@ from pathlib import Path
 
 import pytest
 
+import jmask
+from scripts.docs_pages import site_pages
+
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + DOCS
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def _name(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_python_blocks(page):
     """Comments at the end of a block are its output."""
     namespace: dict = {}
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
-    for block in blocks:
+    for language, block in _FENCE.findall(page.read_text()):
+        if language != "python":
+            continue
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(block, str(page), "exec"), namespace)
@@ -25,3 +36,40 @@ def test_python_blocks(page):
         while lines and lines[-1].startswith("# "):
             expected.insert(0, lines.pop()[2:])
         assert printed.getvalue().splitlines() == expected
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_commands(page):
+    """The other blocks are commands; targets of make and files of the repository are there."""
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    text = page.read_text()
+    assert {language for language, _ in _FENCE.findall(text)} <= {"python", "console"}
+    commands = [block for language, block in _FENCE.findall(text) if language == "console"]
+    commands += re.findall(r"`([^`\n]+)`", text)
+    for command in commands:
+        for target in re.findall(r"(?:^|[\s$&])make ([a-z][\w-]*)", command):
+            assert target in targets, target
+        for file in re.findall(r"(?:jmask|tests|examples|benchmarks|scripts)/\w+\.py", command):
+            assert (ROOT / file).exists(), file
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_links(page):
+    text = re.sub(r"`[^`\n]*`", "", _FENCE.sub("", page.read_text()))
+    for target in re.findall(r"\]\(([^)\s#]+)", text):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+def test_every_page_is_in_the_navigation():
+    listed = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert sorted(listed) == sorted(site_pages())
+
+
+def test_version():
+    """Changelog and citation are those of this version."""
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    cited = re.search(r'^version: "?([^"\n]+)', (ROOT / "CITATION.cff").read_text(), re.M)
+    assert newest is not None
+    assert cited is not None
+    assert newest[1] == cited[1] == jmask.__version__

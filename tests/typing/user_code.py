@@ -1,0 +1,93 @@
+"""A program as users write it: it type-checks against the installed jmask, and trains.
+
+    mypy --strict user_code.py        `assert_type` says what a checker must see
+    python user_code.py               the loss goes down, untouched rows stay as they were
+
+`scripts/check_wheel.py` does both, away from the repository.
+"""
+
+import warnings
+from functools import partial
+from typing import Any, assert_type
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jmask
+import jmask.numpy as jnm
+
+Params = dict[str, jax.Array]
+Batch = dict[str, jax.Array]
+
+
+def loss_fn(params: Params, batch: Batch) -> jax.Array:
+    rows = assert_type(jmask.embedding_lookup(params["table"], batch["ids"]), jax.Array)
+    bags = jmask.embedding_bag(params["table"], batch["ids"][:, None], combiner="mean")
+    return jnp.mean(jnp.square((rows + bags) @ params["w"] - batch["y"]))
+
+
+def step_of(
+    tx: optax.GradientTransformation, params: Params, state: optax.OptState, batch: Batch
+) -> tuple[Params, optax.OptState, jax.Array]:
+    loss, grads = jmask.value_and_grad(loss_fn)(params, batch)
+    updates, state = tx.update(grads, state, params)
+    new: Any = jmask.apply_updates(params, updates)
+    return new, state, loss
+
+
+def train(tx: optax.GradientTransformationExtraArgs, batch: Batch) -> tuple[float, float]:
+    """The loss before and after 20 steps."""
+    params = {"table": jnp.ones((100, 4)), "w": jnp.ones(4)}
+    state = tx.init(params)
+    step = jax.jit(partial(step_of, tx), donate_argnums=(0, 1))
+    losses = []
+    for _ in range(20):
+        params, state, loss = step(params, state, batch)
+        losses.append(float(loss))
+    assert bool(jnp.all(params["table"][50] == 1))
+    return losses[0], losses[-1]
+
+
+def optimizers() -> list[optax.GradientTransformationExtraArgs]:
+    assert_type(jmask.lazy(optax.adam(0.1)), optax.GradientTransformationExtraArgs)
+    assert_type(jmask.adam(0.1), optax.GradientTransformationExtraArgs)
+    return [
+        jmask.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))),
+        jmask.adam(optax.cosine_decay_schedule(0.1, 100), weight_decay=1e-4),
+        jmask.rowwise_adagrad(0.1, eps=1e-8),
+        jmask.sgd(0.05, momentum=0.5, nesterov=True),
+    ]
+
+
+def tensors() -> None:
+    x = jmask.RowSparse([2, 0, 2], jnp.ones((3, 2)), (5, 2))
+    assert_type(x, jmask.RowSparse)
+    assert_type(x.coalesce(), jmask.RowSparse)
+    assert_type(x.todense(), jax.Array)
+    assert_type(x.shape, tuple[int, ...])
+    assert_type(x.nse, int)
+    assert_type(jmask.RowSparse.zeros((5, 2)), jmask.RowSparse)
+    assert_type(jmask.retain(x, [2]), jmask.RowSparse)
+
+    y = jmask.masked_tensor(jnp.array([1.0, jnp.nan]), jnp.array([True, False]))
+    assert_type(y, jmask.MaskedTensor)
+    assert_type(y.to_tensor(0), jax.Array)
+    assert_type(y.stype, str)
+    total: jmask.MaskedTensor = jnm.sum(y * 2 + 1, axis=0)
+    assert total.to_tensor(0) == 3
+
+    with jmask.strict():
+        both = jmask.tree.add({"x": x}, {"x": x})
+    assert float(assert_type(jmask.tree.norm(both), jax.Array)) > 0
+    assert_type(jmask.gradcheck(lambda x: jnp.sum(x**2), jnp.ones(2)), bool)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    tensors()
+    batch = {"ids": jnp.array([3, 1, 3]), "y": jnp.zeros(3)}
+    for tx in optimizers():
+        first, last = train(tx, batch)
+        assert last < first, (first, last)
+    print(f"jmask {jmask.__version__} from {jmask.__file__} trains")
