@@ -99,9 +99,9 @@ class Layout:
             return function(*arguments)
         if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
             raise ValueError(
-                "a ShardedTable is used where the axes of the mesh are explicit: make the mesh "
-                "of `jax.set_mesh` with axis_types=(jax.sharding.AxisType.Auto,) * its axes, or "
-                "use the table inside jax.shard_map."
+                "a ShardedTable is used where the axes of the mesh are explicit: give "
+                "`jax.set_mesh` a mesh with axis_types=(jax.sharding.AxisType.Auto,) for each "
+                "axis, or use the table inside jax.shard_map."
             )
         *inputs, outputs = (P(axes) for axes in over)
         mapped = jax.shard_map(
@@ -323,7 +323,10 @@ def sharded(
     inside a `shard_map` over its axes. Optimizer state made by `init` is sharded alike.
 
     Args:
-        table (V, *row): a floating array; V need not be divisible by anything.
+        table (V, *row): a floating array; V need not be divisible by anything. A table that
+            no device can hold is made where it lives, under jit: `jax.jit(lambda key:
+            jmask.sharded(jax.random.normal(key, shape), mesh))(key)`. For a
+            `jax.ShapeDtypeStruct` the result holds shapes.
         mesh: of `jax.make_mesh`.
         rows: the axis or axes over which rows are spread; all by default.
         batch: the axis or axes over which lookups are spread; all by default.
@@ -344,18 +347,29 @@ def sharded(
         Array([[6., 7.],
                [6., 7.]], dtype=float32)
     """
-    table = jnp.asarray(table) if not isinstance(table, jax.Array) else table
+    if not isinstance(table, jax.Array | jax.ShapeDtypeStruct):
+        table = jnp.asarray(table)
     if not table.ndim or not jnp.issubdtype(table.dtype, jnp.floating):
         raise ValueError(
             f"`table` must be a floating array (V, *row), got {table.dtype}{list(table.shape)}."
         )
     layout = layout_of(table.shape, mesh, rows, batch, placement, packed)
-    blocks = _blocks_of(table, layout)
-    if is_packed(table.shape, mesh, packed):
-        make = jax.jit(PackedTable.pack, out_shardings=layout.sharding())
-        return ShardedTable(make(blocks), layout, table.shape)
-    place = functools.partial(jax.device_put, device=layout.sharding())
-    return ShardedTable(place(blocks), layout, table.shape)
+    in_lines = is_packed(table.shape, mesh, packed)
+
+    def blocks_of(table: jax.Array) -> Any:
+        blocks = _blocks_of(table, layout)
+        return PackedTable.pack(blocks) if in_lines else blocks
+
+    if isinstance(table, jax.ShapeDtypeStruct):
+        shape_of = functools.partial(_placed_shape, layout.sharding())
+        blocks = jax.tree.map(shape_of, jax.eval_shape(blocks_of, table))
+    else:
+        blocks = jax.jit(blocks_of, out_shardings=layout.sharding())(table)
+    return ShardedTable(blocks, layout, table.shape)
+
+
+def _placed_shape(sharding: NamedSharding, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def layout_of(

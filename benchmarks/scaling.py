@@ -1,0 +1,165 @@
+"""Sharded training at pod scale, on paper: compiled for TPUs that are only described.
+
+    python benchmarks/scaling.py                      the table of docs/scaling.md
+    python benchmarks/scaling.py --topology v5p:4x4x4 --rows 10_000_000
+
+Each row compiles a full training step of `jmask.rowwise_adagrad` or `jmask.adam` on a table
+spread over all chips of a topology and reads from the program what a chip holds, what it
+allocates, and which collectives it runs on how many bytes. From these and the published
+bandwidths follows the least time a step can take. Needs libtpu (`make scaling`); nothing runs.
+"""
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.table import Table
+
+import jmask
+
+# Memory of a chip (GB), its bandwidth and that of its links to other chips (GB/s), as the
+# Cloud TPU documentation gives them for each generation.
+CHIPS = {"v5e": (16, 819, 200), "v5p": (95, 2765, 600), "v6e": (32, 1640, 448)}
+
+OPTIMIZERS = {"rowwise_adagrad": jmask.rowwise_adagrad(0.01), "adam": jmask.adam(0.01)}
+
+CASES = [
+    ("v5e:2x2", "rowwise_adagrad", 10_000_000),
+    ("v5e:4x4", "rowwise_adagrad", 10_000_000),
+    ("v5e:16x16", "rowwise_adagrad", 10_000_000),
+    ("v5p:4x4x4", "adam", 10_000_000),
+    ("v5p:8x8x8", "adam", 10_000_000),
+    ("v6e:16x16", "adam", 10_000_000),
+]
+WIDTH = 128
+LOOKUPS = 4096  # of a chip
+
+_COLLECTIVE = re.compile(
+    r" = (?P<result>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all)(-start)?\("
+)
+_ARRAY = re.compile(r"(?P<dtype>[a-z]+)(?P<bits>\d+)\[(?P<shape>[\d,]*)\]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a compiled step says of one chip."""
+
+    chips: int
+    arguments: int
+    temporaries: int
+    collectives: dict[str, int]
+    rows_touched: int
+
+    def seconds(self, generation: str, slots: int) -> tuple[float, float]:
+        """Least seconds in memory and on the links: rows read and written, bytes received."""
+        _, memory, links = CHIPS[generation]
+        moved = sum(self.collectives.values())
+        # Rows of the batch are written and read as they are gathered, summed and applied.
+        in_memory = 2 * moved + 2 * slots * self.rows_touched * WIDTH * 4
+        return in_memory / memory / 1e9, moved / links / 1e9
+
+
+def compiled_step(topology: str, optimizer: str, rows: int) -> Any:
+    """The step, for tables of `rows` rows on each chip and LOOKUPS lookups from each."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    mesh, chips = Mesh(np.array(devices), ("chips",)), len(devices)
+    tx, shape = OPTIMIZERS[optimizer], (rows * chips, WIDTH)
+    table = jmask.sharded(jax.ShapeDtypeStruct(shape, jnp.float32), mesh)
+    state = jax.tree.map(partial(_placed, mesh), jax.eval_shape(tx.init, table))
+    ids = jax.ShapeDtypeStruct(
+        (LOOKUPS * chips,), jnp.int32, sharding=NamedSharding(mesh, P("chips"))
+    )
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(table, state: optax.OptState, ids):
+        loss, grads = jmask.value_and_grad(lambda t: jnp.sum(t[ids] ** 2))(table)
+        table, state = jmask.apply_gradients(tx, grads, state, table)
+        return table, state, loss
+
+    return chips, step.lower(table, state, ids).compile()
+
+
+def _placed(mesh: Mesh, x: Any) -> Any:
+    spec = P("chips") if x.ndim else P()
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+
+def report(topology: str, optimizer: str, rows: int) -> Report:
+    chips, compiled = compiled_step(topology, optimizer, rows)
+    memory = compiled.memory_analysis()
+    moved: dict[str, int] = {}
+    for kind, size in collectives(compiled.as_text()):
+        whole = chips * size if kind == "reduce-scatter" else size
+        moved[kind] = moved.get(kind, 0) + whole
+    return Report(
+        chips,
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+        moved,
+        LOOKUPS,
+    )
+
+
+def collectives(program: str) -> Iterator[tuple[str, int]]:
+    """Kind and bytes of the result of each collective; an all-reduce moves them twice.
+
+    The result of a reduce-scatter is one chip's part of what it moves.
+    """
+    for line in program.splitlines():
+        if found := _COLLECTIVE.search(line):
+            sizes = [
+                int(np.prod([int(n) for n in array["shape"].split(",") if n], dtype=np.int64))
+                * int(array["bits"])
+                // 8
+                for array in _ARRAY.finditer(found["result"])
+            ]
+            # The result of a -start holds the operand too.
+            size = max(sizes, default=0)
+            yield found["kind"], 2 * size if found["kind"] == "all-reduce" else size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--topology", help="such as v5e:4x4")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="rowwise_adagrad")
+    parser.add_argument("--rows", type=int, default=10_000_000, help="rows on each chip")
+    args = parser.parse_args()
+    cases = [(args.topology, args.optimizer, args.rows)] if args.topology else CASES
+    table = Table(
+        "topology", "chips", "optimizer", "rows", "GB on a chip", "temporaries, MB",
+        "collectives, MB a chip", "least ms: memory", "least ms: links",
+        title=f"rows of {WIDTH} float32, {LOOKUPS:,} lookups a chip",
+    )  # fmt: skip
+    for topology, optimizer, rows in cases:
+        found = report(topology, optimizer, rows)
+        generation = topology.split(":")[0]
+        slots = {"rowwise_adagrad": 1, "adam": 3}[optimizer]
+        in_memory, on_links = found.seconds(generation, slots)
+        table.add_row(
+            topology,
+            str(found.chips),
+            optimizer,
+            f"{rows * found.chips:.1e}",
+            f"{found.arguments / 1e9:.1f} of {CHIPS[generation][0]}",
+            f"{found.temporaries / 1e6:.0f}",
+            ", ".join(f"{k} {v / 1e6:.0f}" for k, v in sorted(found.collectives.items())),
+            f"{1e3 * in_memory:.2f}",
+            f"{1e3 * on_links:.2f}",
+        )
+        Console(width=150).print(f"{topology} {optimizer} done", style="dim")
+    Console(width=150).print(table)
+
+
+if __name__ == "__main__":
+    main()
