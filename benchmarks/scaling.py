@@ -77,8 +77,9 @@ def compiled_step(topology: str, optimizer: str, rows: int) -> Any:
     tx, shape = OPTIMIZERS[optimizer], (rows * chips, WIDTH)
     table = jmask.sharded(jax.ShapeDtypeStruct(shape, jnp.float32), mesh)
     state = jax.tree.map(partial(_placed, mesh), jax.eval_shape(tx.init, table))
+    dtype = jnp.int32 if rows * chips < 2**31 else jnp.int64
     ids = jax.ShapeDtypeStruct(
-        (LOOKUPS * chips,), jnp.int32, sharding=NamedSharding(mesh, P("chips"))
+        (LOOKUPS * chips,), dtype, sharding=NamedSharding(mesh, P("chips"))
     )
 
     @partial(jax.jit, donate_argnums=(0, 1))
@@ -130,6 +131,7 @@ def collectives(program: str) -> Iterator[tuple[str, int]]:
 
 
 def main() -> None:
+    jax.config.update("jax_enable_x64", True)  # more rows than int32 counts
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--topology", help="such as v5e:4x4")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="rowwise_adagrad")

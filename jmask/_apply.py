@@ -170,7 +170,7 @@ def apply_gradients(
         Array([1. , 0.5, 1. ], dtype=float32)
     """
     one_pass = getattr(tx, "apply_gradients", None)
-    if one_pass is not None and key is None:
+    if one_pass is not None and key is None and not extra_args:
         return one_pass(grads, opt_state, params)
     tx = optax.with_extra_args_support(tx)
     updates, opt_state = tx.update(grads, opt_state, params, **extra_args)

@@ -15,9 +15,9 @@ import optax
 from jax import lax
 
 from jmask._apply import apply_gradients
+from jmask._lazy_one_pass import OnePassTransformation
 from jmask._masked_gradient import is_gradient_leaf
 from jmask._masked_tensor import MaskedTensor
-from jmask._row_rule import OnePassOptimizer
 from jmask._row_sparse import RowSparse, is_row_sparse
 from jmask._storage import is_entry, is_sparse, stored_values
 
@@ -34,7 +34,7 @@ class SkipNonfiniteState(NamedTuple):
     inner_state: Any
 
 
-def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassOptimizer:
+def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation:
     """Take no step where a gradient is nan or infinite: parameters and state keep their bits.
 
     Args:
@@ -70,7 +70,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassOptimizer:
         params, inner_state = apply_if(finite, inner, grads, state.inner_state, params)
         return params, SkipNonfiniteState(state.skipped + ~finite, inner_state)
 
-    transformation = OnePassOptimizer(init, update)
+    transformation = OnePassTransformation(init, update)
     transformation.apply_gradients = apply
     return transformation
 

@@ -17,8 +17,8 @@ import optax
 from jax import lax
 
 from jmask._conditional_step import apply_if, update_if
+from jmask._lazy_one_pass import OnePassTransformation
 from jmask._row_ids import id_dtype
-from jmask._row_rule import OnePassOptimizer
 from jmask._row_sparse import RowSparse, is_row_sparse
 
 
@@ -49,7 +49,7 @@ def multi_steps(
     like: Any,
     *,
     use_grad_mean: bool = True,
-) -> OnePassOptimizer:
+) -> OnePassTransformation:
     """One step of `inner` for every k gradients, with their mean: larger batches in parts.
 
     Args:
@@ -129,7 +129,7 @@ def multi_steps(
         params, inner_state = apply_if(last, inner, total, state.inner_state, params)
         return params, finished(accumulated, inner_state, state, last)
 
-    transformation = OnePassOptimizer(init, update)
+    transformation = OnePassTransformation(init, update)
     transformation.apply_gradients = apply
     return transformation
 

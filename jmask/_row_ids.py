@@ -91,7 +91,7 @@ def id_dtype(rows: int) -> np.dtype:
     if not jax.config.read("jax_enable_x64"):
         raise ValueError(
             f"a table of {rows} rows needs int64 row ids, and JAX has 64-bit types "
-            "disabled: set jax.config.update('jax_enable_x64', True), or shard the table."
+            "disabled: set jax.config.update('jax_enable_x64', True)."
         )
     return np.dtype(np.int64)
 

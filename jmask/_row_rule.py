@@ -27,6 +27,7 @@ from jmask._add_to_dense import add_to_dense
 from jmask._apply import apply_updates, densify
 from jmask._fused_update import update_rows
 from jmask._lazy import lazy
+from jmask._lazy_one_pass import OnePassTransformation
 from jmask._masked_gradient import is_gradient_leaf
 from jmask._masked_tensor import MaskedTensor
 from jmask._parameters import check_gradient, check_parameters
@@ -100,7 +101,7 @@ def optimizer(
     """
     dense = _dense_optimizer(rule, state_type)
     if lazy_update:
-        lifted = OnePassOptimizer(*lazy(dense))
+        lifted = OnePassTransformation(*lazy(dense))
         lifted.apply_gradients = functools.partial(_apply_gradients, rule, lifted.update)
         return lifted
     to_dense = densify()
@@ -110,17 +111,6 @@ def optimizer(
         return dense.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(dense.init, update)
-
-
-class OnePassOptimizer(optax.GradientTransformationExtraArgs):
-    """A transformation that can also apply gradients to the parameters in one pass.
-
-    Attributes:
-        apply_gradients: (grads, state, params) -> (params, state), as
-            `jmask.apply_gradients` does it.
-    """
-
-    apply_gradients: Callable[..., tuple[Any, Any]]
 
 
 def _apply_gradients(

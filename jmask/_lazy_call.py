@@ -1,0 +1,230 @@
+"""The arguments of one lazy update: what is rows of which table, and the update on rows.
+
+    gradient of a table       RowSparse, coalesced
+    its parameter and state   arrays with one row per table row, gathered by its ids
+    everything else           as it is
+
+`lazy` makes one of these for each call; see there for what it is to do.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend.core import ClosedJaxpr
+
+from jmask._masked_gradient import (
+    gradient_and_valid,
+    is_gradient_leaf,
+    keep_valid,
+    unchanged_where_masked,
+)
+from jmask._refusal import refusal
+from jmask._row_kinds import Kind, Mixed, PerRow, Shared
+from jmask._row_locality import classify
+from jmask._row_sparse import is_row_sparse
+from jmask._rows import gather_rows, set_rows
+from jmask._same_arithmetic import difference
+from jmask._state_rows import tables_of_state
+from jmask._stored_table import distinct_rows, is_stored_table
+
+
+@dataclasses.dataclass(frozen=True)
+class LazyCall:
+    """The arguments of one `update`, flat, and which of their leaves hold rows.
+
+    Attributes:
+        gradients: leaves of the gradient, arrays or coalesced `RowSparse`.
+        valid: for each gradient its valid entries if it is masked, or None.
+        params: leaves of the parameters, none if they were not given.
+        trees: structures of gradient, state and parameters.
+        owners: for each leaf of the state the position in `gradients` of the sparse or
+            masked gradient whose parameter it belongs to, or None.
+        gradient_tables, state_tables, param_tables: for each leaf the position in
+            `gradients` of the `RowSparse` whose rows are gathered from it, or None.
+    """
+
+    inner: optax.GradientTransformationExtraArgs
+    gradients: list[Any]
+    valid: list[jax.Array | None]
+    state: list[Any]
+    params: list[Any]
+    trees: tuple[Any, Any, Any]
+    owners: list[int | None]
+    gradient_tables: list[int | None]
+    state_tables: list[int | None]
+    param_tables: list[int | None]
+
+    @classmethod
+    def of(
+        cls,
+        inner: optax.GradientTransformationExtraArgs,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None,
+    ) -> "LazyCall":
+        leaves, gradient_tree = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
+        state_leaves, state_tree = jax.tree.flatten(state, is_leaf=is_stored_table)
+        param_leaves, param_tree = jax.tree.flatten(params, is_leaf=is_stored_table)
+        for i, param in enumerate(param_leaves):
+            if is_stored_table(param):
+                leaves[i] = distinct_rows(param, leaves[i])
+        pairs = [gradient_and_valid(leaf) for leaf in leaves]
+        gradients = [gradient for gradient, _ in pairs]
+        has_state_rows = list(map(is_gradient_leaf, leaves))
+        # Without parameters the gradient has their structure and shapes.
+        like = gradients if params is None else param_leaves
+        tables = [i if is_row_sparse(g) else None for i, g in enumerate(gradients)]
+        owners = tables_of_state(inner, _shapes(like), has_state_rows, gradient_tree, state)
+        return cls(
+            inner,
+            gradients,
+            [valid for _, valid in pairs],
+            state_leaves,
+            param_leaves,
+            (gradient_tree, state_tree, param_tree),
+            owners,
+            tables,
+            [None if i is None else tables[i] for i in owners],
+            [] if params is None else tables,
+        )
+
+    def has_rows(self) -> bool:
+        """Whether `inner` is to run on rows; on whole arrays any `inner` is exact."""
+        return any(map(is_row_sparse, self.gradients))
+
+    def signature(self) -> Any:
+        """What row-locality depends on: structures, shapes and dtypes."""
+        leaves = [*self.gradients, *self.state, *self.params]
+        sizes = [g.nse for g in self.gradients if is_row_sparse(g)]
+        return (
+            self.trees,
+            tuple(sizes),
+            tuple((x.shape, x.dtype) for x in map(_shape, leaves)),
+        )
+
+    def run(
+        self,
+        gradients: list[Any],
+        state: list[Any],
+        params: list[Any],
+        extra_args: dict[str, Any],
+    ) -> tuple[list[Any], list[Any]]:
+        """`inner.update` on flat leaves; its updates and state as flat leaves."""
+        gradient_tree, state_tree, param_tree = self.trees
+        updates, new_state = self.inner.update(
+            gradient_tree.unflatten(gradients),
+            state_tree.unflatten(state),
+            param_tree.unflatten(params),
+            **extra_args,
+        )
+        for name, tree, expected in (
+            ("updates", updates, gradient_tree),
+            ("state", new_state, state_tree),
+        ):
+            if jax.tree.structure(tree) != expected:
+                raise refusal(f"update changes the structure of its {name}")
+        return jax.tree.leaves(updates), jax.tree.leaves(new_state)
+
+    def update(self, extra_args: dict[str, Any]) -> tuple[Any, Any]:
+        """The lazy update."""
+        rows = list(map(self._rows, self.state_tables, self.state))
+        updates, new_state = self.run(
+            [_values(g) for g in self.gradients],
+            rows,
+            list(map(self._rows, self.param_tables, self.params)),
+            extra_args,
+        )
+        updates = list(map(unchanged_where_masked, updates, self.valid))
+        updates = [
+            g.with_values(u) if is_row_sparse(g) else u
+            for g, u in zip(self.gradients, updates, strict=True)
+        ]
+        new_state = [
+            new if owner is None else keep_valid(new, old, self.valid[owner])
+            for owner, new, old in zip(self.owners, new_state, rows, strict=True)
+        ]
+        new_state = list(map(self._with_rows, self.state_tables, self.state, new_state))
+        gradient_tree, state_tree, _ = self.trees
+        return gradient_tree.unflatten(updates), state_tree.unflatten(new_state)
+
+    def _rows(self, table: int | None, x: Any) -> Any:
+        if table is None:
+            return x
+        if is_stored_table(x):
+            return x.rows(self.gradients[table])
+        return gather_rows(x, self.gradients[table].row_ids(), coalesced=True)
+
+    def _with_rows(self, table: int | None, old: Any, new: Any) -> Any:
+        if table is None:
+            return new
+        if is_stored_table(old):
+            return old.set_rows(self.gradients[table], new)
+        return set_rows(old, self.gradients[table].row_ids(), new, coalesced=True)
+
+    def check_row_local(self, extra_args: dict[str, Any]) -> None:
+        """Refuse `inner` unless its update on the touched rows is exact on them."""
+
+        def run(gradients, state, params):
+            return self.run(gradients, state, params, extra_args)
+
+        dense = jax.make_jaxpr(run)(*map(_shapes, (self.gradients, self.state, self.params)))
+        inputs: list[Kind] = [
+            Shared() if table is None else PerRow(table, 0, rest=0)
+            for table in self.gradient_tables
+        ]
+        inputs += [
+            Shared() if table is None else PerRow(table, 0)
+            for table in self.state_tables + self.param_tables
+        ]
+        outputs = zip(
+            self.gradient_tables + self.state_tables, classify(dense, inputs), strict=True
+        )
+        reasons = [_why_not(table, kind) for table, kind in outputs]
+        few_rows = self.program_on_rows(run)
+        reasons.append(difference(dense.jaxpr, few_rows.jaxpr))
+        for why in reasons:
+            if why is not None:
+                raise refusal(why)
+
+    def program_on_rows(self, function: Any) -> ClosedJaxpr:
+        """The jaxpr of a function of gradients, state and parameters, of rows."""
+        return jax.make_jaxpr(function)(
+            list(map(self._shape_of_rows, self.gradient_tables, self.gradients)),
+            list(map(self._shape_of_rows, self.state_tables, self.state)),
+            list(map(self._shape_of_rows, self.param_tables, self.params)),
+        )
+
+    def _shape_of_rows(self, table: int | None, x: Any) -> Any:
+        x = _shape(x)
+        if table is None:
+            return x
+        # On no rows at all JAX leaves operations out.
+        rows = max(self.gradients[table].nse, 1)
+        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    if is_stored_table(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(_values(x)))
+
+
+def _shapes(leaves: list[Any]) -> list[jax.ShapeDtypeStruct]:
+    return list(map(_shape, leaves))
+
+
+def _values(x: Any) -> Any:
+    return x.values if is_row_sparse(x) else x
+
+
+def _why_not(table: int | None, kind: Kind) -> str | None:
+    """Why an output is not what it must be: rows of its table, or shared."""
+    if isinstance(kind, Mixed):
+        return kind.why
+    if isinstance(kind, Shared):
+        by_position = table is not None and 0 not in kind.uniform
+        return "it treats rows by their position" if by_position else None
+    return None if (kind.table, kind.axis) == (table, 0) else "it moves rows elsewhere"

@@ -1,0 +1,121 @@
+"""A lazy update and its application to the parameters in one pass over the rows.
+
+    update, then add        gather rows; compute; scatter state; scatter-add updates
+    in one pass             one scatter with the optimizer as its combiner, for each table
+
+It is possible where the optimizer is elementwise (see `_elementwise_program`), all its arrays
+have one dtype, and the scatter has room for the scalars that change from step to step. Adam
+with a fixed rate takes two: room for two is in a scatter of parameter and both moments.
+"""
+
+from typing import Any
+
+import jax
+import optax
+from jax.extend.core import Literal
+
+from jmask._elementwise_program import Program, elementwise_program, read
+from jmask._fused_update import update_rows
+from jmask._jaxprs import aval_of
+from jmask._lazy_call import LazyCall
+from jmask._row_sparse import is_row_sparse
+from jmask._stored_table import is_stored_table
+
+
+class OnePassTransformation(optax.GradientTransformationExtraArgs):
+    """A transformation that can also apply gradients to the parameters in one pass.
+
+    Attributes:
+        apply_gradients: (grads, state, params) -> (params, state), as
+            `jmask.apply_gradients` does it.
+    """
+
+    apply_gradients: Any
+
+
+def applied_in_one_pass(call: LazyCall) -> tuple[Any, Any] | None:
+    """New parameters and state, or None if it takes more than one pass."""
+    if not _is_candidate(call):
+        return None
+    program = call.program_on_rows(_with_parameters(call))
+    tables = call.gradient_tables + call.state_tables + call.param_tables
+    parts = elementwise_program(program.jaxpr, program.consts, tables)
+    if parts is None:
+        return None
+    members = {t: _members(call, t) for t in range(len(call.gradients)) if _is_table(call, t)}
+    if not all(_has_room(parts, call, t, arrays) for t, arrays in members.items()):
+        return None
+    return _run(call, parts, members)
+
+
+def _is_candidate(call: LazyCall) -> bool:
+    sparse = [g for g in call.gradients if is_row_sparse(g)]
+    stored = any(map(is_stored_table, call.params))
+    masked = any(valid is not None for valid in call.valid)
+    return bool(sparse) and not stored and not masked and all(g.nse for g in sparse)
+
+
+def _is_table(call: LazyCall, i: int) -> bool:
+    return call.gradient_tables[i] is not None
+
+
+def _with_parameters(call: LazyCall) -> Any:
+    """The update as a function that returns new parameters."""
+
+    def run(gradients: list[Any], state: list[Any], params: list[Any]) -> Any:
+        updates, state = call.run(gradients, state, params, {})
+        params = [(p + u).astype(p.dtype) for p, u in zip(params, updates, strict=True)]
+        return params, state
+
+    return run
+
+
+def _members(call: LazyCall, table: int) -> list[int]:
+    """Positions among all state arrays and then parameters of those that belong to a table."""
+    arrays = [*call.state_tables, *call.param_tables]
+    return [i for i, owner in enumerate(arrays) if owner == table]
+
+
+def _has_room(parts: Program, call: LazyCall, table: int, members: list[int]) -> bool:
+    arrays = [*call.state, *call.params]
+    scalars = parts.scalars(table)
+    dtypes = {arrays[i].dtype for i in members} | {call.gradients[table].dtype}
+    dtypes |= {aval_of(v).dtype for v in scalars}
+    return (
+        len(dtypes) == 1
+        and len(scalars) < len(members)
+        and all(aval_of(v).shape == () for v in scalars)
+    )
+
+
+def _is_entries(parts: Program, v: Any) -> bool:
+    return not isinstance(v, Literal) and v in parts.table_of
+
+
+def _run(call: LazyCall, parts: Program, members: dict[int, list[int]]) -> tuple[Any, Any]:
+    count = len(call.gradients)
+    arrays = [*call.state, *call.params]
+    # Outputs are parameters and then state; inputs gradients, state and then parameters.
+    outputs = [*parts.outputs[count:], *parts.outputs[:count]]
+    given = [*call.gradients, *arrays]
+    shared = parts.shared(
+        {v: x for v, x in zip(parts.inputs, given, strict=True) if v not in parts.table_of}
+    )
+    results = [None if _is_entries(parts, v) else read(shared, v) for v in outputs]
+    for table, places in members.items():
+        gradient, scalars = call.gradients[table], parts.scalars(table)
+        inputs = [parts.inputs[count + i] for i in places] + [parts.inputs[table]]
+        combiner = parts.combiner(table, inputs, scalars, [outputs[i] for i in places])
+        new = update_rows(
+            combiner,
+            [arrays[i] for i in places],
+            gradient.row_ids(),
+            gradient.values,
+            [shared[v] for v in scalars],
+            gradient.coalesced,
+        )
+        for i, x in zip(places, new, strict=True):
+            results[i] = x
+    _, state_tree, param_tree = call.trees
+    state, params = results[: len(call.state)], results[len(call.state) :]
+    return jax.tree.unflatten(param_tree, params), jax.tree.unflatten(state_tree, state)
