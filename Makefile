@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALL := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo sparse-linear test test-exhaustive test-newest test-oldest test-all test-tpu \
-	test-torch test-wheel bench lint format docs wheel clean
+	test-torch test-wheel bench scaling lint format docs wheel clean
 
 demo: .venv/examples.stamp
 	$(BIN)/python examples/word2vec.py
@@ -21,6 +21,12 @@ two-tower: .venv/examples.stamp
 # On click logs of Criteo's: `make dlrm DLRM="--data train.txt --checkpoint run"`.
 dlrm: .venv/examples.stamp
 	$(BIN)/python examples/dlrm.py $(DLRM)
+
+.PHONY: sharded
+
+# As two processes; with `make sharded SHARDED="--checkpoint run"` one may be killed.
+sharded: .venv/examples.stamp
+	$(BIN)/python examples/sharded_embedding.py --processes 2 $(SHARDED)
 
 test: .venv/test.stamp .venv/examples.stamp
 	$(BIN)/python -m pytest -n 2 -q
@@ -49,6 +55,12 @@ test-torch: .venv-torch/ready.stamp
 test-tpu: .venv-tpu/ready.stamp
 	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
 		.venv-tpu/bin/python -m pytest -n 2 -m tpu -q tests
+
+# Sharded steps compiled for pods that are only described: the table of docs/scaling.md.
+scaling: .venv-tpu/ready.stamp
+	.venv-tpu/bin/python $(INSTALL) 'rich>=13'
+	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 PYTHONPATH=. \
+		.venv-tpu/bin/python benchmarks/scaling.py
 
 # Beside torch, FBGEMM, TensorFlow, optax and a C loop, and MXNet with an interpreter that has
 # it: `make bench BENCH="--mxnet-python PATH"`. `make bench BENCH=--quick`: under two minutes.
