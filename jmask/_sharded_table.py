@@ -363,9 +363,18 @@ def sharded(
     if isinstance(table, jax.ShapeDtypeStruct):
         shape_of = functools.partial(_placed_shape, layout.sharding())
         blocks = jax.tree.map(shape_of, jax.eval_shape(blocks_of, table))
+    elif _is_elsewhere(table, mesh):
+        blocks = jax.device_put(jax.jit(blocks_of)(table), layout.sharding())
     else:
         blocks = jax.jit(blocks_of, out_shardings=layout.sharding())(table)
     return ShardedTable(blocks, layout, table.shape)
+
+
+def _is_elsewhere(table: jax.Array, mesh: Mesh) -> bool:
+    """Whether an array is bound to other devices than those of the mesh."""
+    if isinstance(table, jax.core.Tracer) or not table.committed:
+        return False
+    return table.sharding.device_set != set(mesh.devices.flat)
 
 
 def _placed_shape(sharding: NamedSharding, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
