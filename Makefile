@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo sparse-linear test test-exhaustive test-newest test-oldest test-all test-tpu \
+.PHONY: demo sparse-linear test test-devices test-devices-exhaustive test-exhaustive test-newest test-oldest test-all test-tpu \
 	test-torch test-wheel bench scaling lint format docs wheel clean
 
 demo: .venv/examples.stamp
@@ -31,20 +31,28 @@ sharded: .venv/examples.stamp
 test: .venv/test.stamp .venv/examples.stamp
 	$(BIN)/python -m pytest -n 2 -q
 
+# Sharded tables on eight CPU devices, and in several processes.
+test-devices: .venv/test.stamp .venv/examples.stamp
+	$(BIN)/python -m pytest -n 2 -q -m "devices and not exhaustive" tests
+
+# All their combinations take half an hour: not in .ci/run.
+test-devices-exhaustive: .venv/test.stamp .venv/examples.stamp
+	$(BIN)/python -m pytest -n 2 -q -m "devices and exhaustive" tests
+
 # All combinations of what `make test` samples.
 test-exhaustive: .venv/test.stamp .venv/examples.stamp
-	$(BIN)/python -m pytest -n 2 -q -m exhaustive
+	$(BIN)/python -m pytest -n 2 -q -m "exhaustive and not devices"
 
 # The oldest versions that pyproject.toml allows, on what depends most on the version of JAX:
 # everything public once, gradients of every kind of program, buffers and devices.
 test-oldest: .venv-oldest/ready.stamp
 	.venv-oldest/bin/python -m pytest -n 2 -q jmask tests/test_value_and_grad.py \
-		tests/test_in_place.py tests/test_several_devices.py
+		tests/test_several_devices.py
 
 # The newest: an environment made now has them.
 test-newest: test
 
-test-all: lint docs test test-oldest test-exhaustive test-torch test-tpu test-wheel
+test-all: lint docs test test-devices test-devices-exhaustive test-oldest test-exhaustive test-torch test-tpu test-wheel
 
 # Compared with torch and FBGEMM themselves. In an environment of its own: torch is large.
 test-torch: .venv-torch/ready.stamp

@@ -15,6 +15,7 @@ from jmask._conditional_step import skip_nonfinite as skip_nonfinite
 from jmask._drop_rows import drop_nonfinite_rows as drop_nonfinite_rows
 from jmask._embedding import embedding_lookup as embedding_lookup
 from jmask._embedding_bag import embedding_bag as embedding_bag
+from jmask._explain import explain as explain
 from jmask._fallback import StorageFallbackWarning as StorageFallbackWarning
 from jmask._fallback import strict as strict
 from jmask._ftrl import ftrl as ftrl

@@ -170,6 +170,11 @@ def apply_gradients(
         >>> params.ravel()
         Array([1. , 0.5, 1. ], dtype=float32)
     """
+    if not hasattr(tx, "update"):
+        raise TypeError(
+            f"`tx` must be an optax transformation, got {type(tx).__name__}: the order is "
+            "jmask.apply_gradients(tx, grads, opt_state, params)."
+        )
     one_pass = getattr(tx, "apply_gradients", None)
     if one_pass is not None and key is None and not extra_args:
         return one_pass(grads, opt_state, params)

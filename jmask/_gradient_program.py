@@ -17,16 +17,18 @@ kind of value. Two passes:
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmask._cotangents import Filled, Rows
-from jmask._fallback import report_fallback
+from jmask._fallback import Place, in_bytes, place_among, report_fallback
 from jmask._gather import Gather
 from jmask._jaxprs import aval_of, called
 
@@ -168,12 +170,23 @@ class Interpreter:
 
 def report_dense(value: Rows, eqn: JaxprEqn, reason: str) -> None:
     """Say that a row-sparse gradient became dense, why, and at which line of user code."""
-    place = re.match(r"(.+?):(\d+)", source_info_util.summarize(eqn.source_info))
+    size = math.prod(value.shape) * jnp.dtype(value.dtype).itemsize
     report_fallback(
-        f"the gradient of a {value.dtype}{list(value.shape)} table became dense, at "
-        f"O(table) cost in each step: {reason}",
-        (place[1], int(place[2])) if place else None,
+        f"the gradient of a {value.dtype}{list(value.shape)} table ({in_bytes(size)}) became "
+        f"dense, at O(table) cost in each step: {reason}",
+        place_of(eqn),
+        tuple(value.shape),
     )
+
+
+def place_of(eqn: JaxprEqn) -> Place | None:
+    """The line of user code that an equation comes from."""
+    frames = getattr(eqn.source_info.traceback, "frames", ())
+    place = place_among((frame.file_name, frame.line_num) for frame in frames)
+    if place is None:
+        found = re.match(r"(.+?):(\d+)", source_info_util.summarize(eqn.source_info))
+        place = Place(found[1], int(found[2])) if found else None
+    return place
 
 
 def holds_slow_gather(eqn: JaxprEqn) -> bool:

@@ -72,6 +72,11 @@ def lazy(
                [0.5, 0.5],
                [1. , 1. ]], dtype=float32)
     """
+    if not hasattr(inner, "init") or not hasattr(inner, "update"):
+        raise TypeError(
+            f"`inner` must be an optax transformation, got {type(inner).__name__}: write for "
+            "example jmask.lazy(optax.adam(1e-3))."
+        )
     inner = optax.with_extra_args_support(inner)
     verified: set[Any] = set()
 

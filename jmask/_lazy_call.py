@@ -78,6 +78,9 @@ class LazyCall:
         like = gradients if params is None else param_leaves
         tables = [i if is_row_sparse(g) else None for i, g in enumerate(gradients)]
         owners = tables_of_state(inner, _shapes(like), has_state_rows, gradient_tree, state)
+        for owner, leaf in zip(owners, state_leaves, strict=True):
+            if owner is not None and is_stored_table(leaf):
+                gradients[owner] = distinct_rows(leaf, leaves[owner])
         return cls(
             inner,
             gradients,
@@ -102,7 +105,7 @@ class LazyCall:
         return (
             self.trees,
             tuple(sizes),
-            tuple((x.shape, x.dtype) for x in map(_shape, leaves)),
+            tuple((x.shape, x.dtype) for x in map(shape_of, leaves)),
         )
 
     def run(
@@ -198,7 +201,7 @@ class LazyCall:
         )
 
     def _shape_of_rows(self, table: int | None, x: Any) -> Any:
-        x = _shape(x)
+        x = shape_of(x)
         if table is None:
             return x
         # On no rows at all JAX leaves operations out.
@@ -206,14 +209,15 @@ class LazyCall:
         return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
 
 
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
+def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a leaf: an array, a `RowSparse` or a stored table."""
     if is_stored_table(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(_values(x)))
 
 
 def _shapes(leaves: list[Any]) -> list[jax.ShapeDtypeStruct]:
-    return list(map(_shape, leaves))
+    return list(map(shape_of, leaves))
 
 
 def _values(x: Any) -> Any:

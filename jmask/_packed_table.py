@@ -23,7 +23,7 @@ from jax import lax
 
 from jmask._row_sparse import RowSparse
 from jmask._rows import add_rows, gather_rows, set_rows
-from jmask._stored_table import StoredTable
+from jmask._stored_table import StoredTable, whole
 
 LANES = 128
 
@@ -57,7 +57,7 @@ class PackedTable(StoredTable):
     @classmethod
     def pack(cls, x: Any) -> "PackedTable":
         """The array `x` (V, *row), packed."""
-        x = jnp.asarray(x)
+        x = checked_floating(jnp.asarray(x))
         columns = x.reshape(x.shape[0], _size(x.shape[1:]))
         ends = list(_ends(columns.shape[1]))
         starts = [0, *ends[:-1]]
@@ -82,7 +82,7 @@ class PackedTable(StoredTable):
 
     def todense(self) -> jax.Array:
         columns = [_unpacked(part, w)[: self.shape[0]] for part, w in self._with_widths()]
-        return jnp.concatenate(columns, axis=1).reshape(self.shape)
+        return whole(jnp.concatenate(columns, axis=1).reshape(self.shape), self.tap)
 
     def with_tap(self, tap: Any) -> "PackedTable":
         return PackedTable(self.parts, self.shape, tap)
@@ -124,8 +124,9 @@ def packed(table: Any, platform: str | None = None) -> Any:
     """The table in the form in which a step updates it in place on the given platform.
 
     On a TPU a floating table whose rows are not a multiple of 128 entries becomes a
-    `PackedTable`: as XLA lays it out, every step would copy it, or it would take up to 128
-    times its size. Elsewhere, and where nothing would be gained, it is returned as it is.
+    `PackedTable`: XLA lays it out by columns, which some widths pay for with padding and
+    others (64, 100) with a copy of the table in every step. Elsewhere, and where rows are
+    whole lines already, it is returned as it is.
 
     Args:
         table (V, *row): an array.
@@ -141,14 +142,24 @@ def packed(table: Any, platform: str | None = None) -> Any:
         >>> jmask.packed(jnp.ones((1000, 128)), platform="tpu").shape
         (1000, 128)
     """
-    table = jnp.asarray(table)
-    if not table.ndim or not jnp.issubdtype(table.dtype, jnp.floating):
-        raise ValueError(
-            f"`table` must be a floating array (V, *row), got {table.dtype}{list(table.shape)}."
-        )
+    table = checked_floating(jnp.asarray(table))
     platform = jax.default_backend() if platform is None else platform
     fits = _size(table.shape[1:]) % LANES == 0
     return table if platform != "tpu" or fits else PackedTable.pack(table)
+
+
+def checked_floating(table: Any) -> Any:
+    """An array, or the shape of one, that can be a table.
+
+    Raises:
+        ValueError: if it is not (V, *row), has empty rows, or is not floating.
+    """
+    rows_have_entries = table.ndim and _size(table.shape[1:])
+    if not rows_have_entries or not jnp.issubdtype(table.dtype, jnp.floating):
+        raise ValueError(
+            f"`table` must be a floating array (V, *row), got {table.dtype}{list(table.shape)}."
+        )
+    return table
 
 
 def part_shapes(shape: Sequence[int]) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
+from jmask._array_leaves import KEEP_ARRAYS, abstract_leaf, leaf_name, not_an_array
 from jmask._masked_gradient import is_gradient_leaf
 from jmask._masked_tensor import MaskedTensor
 from jmask._row_sparse import RowSparse
@@ -25,17 +26,20 @@ def check_parameters(params: Any) -> None:
         return isinstance(x, (*_NOT_DENSE, StoredTable))
 
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_not_dense):
-        name = f"`params{jax.tree_util.keystr(path)}`"
         if isinstance(leaf, StoredTable):
             continue
         if is_not_dense(leaf):
             raise TypeError(
-                f"{name} is a {type(leaf).__name__}: parameters must be dense arrays "
-                "(gradients may be sparse or masked). Use its dense form."
+                f"{leaf_name('params', path)} is a {type(leaf).__name__}: parameters must be "
+                "dense arrays (gradients may be sparse or masked). Use its dense form."
             )
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
+        array = abstract_leaf(leaf)
+        if array is None:
+            advice = f"pass eqx.filter(model, eqx.is_inexact_array), or {KEEP_ARRAYS}"
+            raise not_an_array(leaf_name("params", path), leaf, advice)
+        if jnp.issubdtype(array.dtype, jnp.complexfloating):
             raise TypeError(
-                f"{name} is {jnp.result_type(leaf)}: complex parameters are not "
+                f"{leaf_name('params', path)} is {array.dtype}: complex parameters are not "
                 "supported. Store the real and the imaginary part as two parameters."
             )
 
@@ -47,30 +51,41 @@ def check_gradient(updates: Any, params: Any) -> None:
         ValueError: naming the parameter and both shapes, or both structures.
     """
     gradients, tree = jax.tree.flatten_with_path(updates, is_leaf=is_gradient_leaf)
-    if not any(is_gradient_leaf(leaf) for _, leaf in gradients):
+    parameters = jax.tree.leaves(params, is_leaf=is_stored_table)
+    if not any(is_gradient_leaf(g) for _, g in gradients) and not any(
+        map(is_stored_table, parameters)
+    ):
         return
-    parameters = jax.tree.leaves_with_path(params, is_leaf=is_stored_table)
     expected: Any = jax.tree.structure(params, is_leaf=is_stored_table)
     if tree != expected:
         raise ValueError(
-            f"`updates` and `params` must have the same structure, got {tree} and {expected}."
+            f"`updates` and `params` must have the same structure, got {tree} and {expected}. "
+            "The order is tx.update(grads, opt_state, params)."
         )
-    for (path, gradient), (_, param) in zip(gradients, parameters, strict=True):
+    for (path, gradient), param in zip(gradients, parameters, strict=True):
         if is_gradient_leaf(gradient):
             check_fits(path, gradient, param)
         elif is_stored_table(param):
             raise ValueError(
-                f"`updates{jax.tree_util.keystr(path)}` is dense, and its parameter is a "
+                f"{leaf_name('updates', path)} is dense, and its parameter is a "
                 f"{type(param).__name__}, which takes a RowSparse: use jmask.grad, and do "
                 "not make gradients dense before the optimizer."
             )
 
 
 def check_fits(path: Any, update: Any, param: Any) -> None:
-    """Refuse an update of another shape than its parameter, at `path` in both trees."""
-    shape = param.shape if is_stored_table(param) else jnp.shape(param)
+    """Refuse an update that its parameter, at `path` in both trees, cannot take."""
+    stored = is_stored_table(param)
+    shape = param.shape if stored else jnp.shape(param)
     if update.shape != shape:
         raise ValueError(
-            f"`updates{jax.tree_util.keystr(path)}` of shape {update.shape} does not fit "
-            f"its parameter of shape {shape}."
+            f"{leaf_name('updates', path)} of shape {update.shape} does not fit its parameter "
+            f"of shape {shape}."
+        )
+    dtype = param.dtype if stored else jnp.result_type(param)
+    if not jnp.issubdtype(dtype, jnp.inexact) and jnp.issubdtype(update.dtype, jnp.inexact):
+        raise TypeError(
+            f"{leaf_name('updates', path)} is {update.dtype} and its parameter {dtype}: an "
+            "update would be cut to integers. Store the parameter as a floating array, "
+            "`.astype(jnp.float32)`."
         )

@@ -27,6 +27,7 @@ from jmask._add_to_dense import add_to_dense
 from jmask._apply import apply_updates, densify
 from jmask._fused_update import update_rows
 from jmask._lazy import lazy
+from jmask._lazy_call import shape_of
 from jmask._lazy_one_pass import OnePassTransformation
 from jmask._masked_gradient import is_gradient_leaf
 from jmask._masked_tensor import MaskedTensor
@@ -34,6 +35,7 @@ from jmask._parameters import check_gradient, check_parameters
 from jmask._precision import is_narrow, wide
 from jmask._row_sparse import RowSparse, is_row_sparse
 from jmask._rows import add_rows, gather_rows, set_rows
+from jmask._state_rows import check_state
 from jmask._stored_table import distinct_rows, is_stored_table
 
 
@@ -102,7 +104,9 @@ def optimizer(
     dense = _dense_optimizer(rule, state_type)
     if lazy_update:
         lifted = OnePassTransformation(*lazy(dense))
-        lifted.apply_gradients = functools.partial(_apply_gradients, rule, lifted.update)
+        lifted.apply_gradients = functools.partial(
+            _apply_gradients, rule, state_type, lifted.update
+        )
         return lifted
     to_dense = densify()
 
@@ -114,10 +118,17 @@ def optimizer(
 
 
 def _apply_gradients(
-    rule: RowRule, update: Callable[..., Any], grads: Any, state: Any, params: Any
+    rule: RowRule,
+    state_type: Callable[..., Any],
+    update: Callable[..., Any],
+    grads: Any,
+    state: Any,
+    params: Any,
 ) -> tuple[Any, Any]:
     check_parameters(params)
     check_gradient(grads, params)
+    shapes = jax.tree.map(shape_of, params, is_leaf=is_stored_table)
+    check_state(state, jax.eval_shape(_dense_optimizer(rule, state_type).init, shapes))
     structure: Any
     leaves, structure = jax.tree.flatten(grads, is_leaf=is_gradient_leaf)
     if any(isinstance(leaf, MaskedTensor) for leaf in leaves):

@@ -16,101 +16,21 @@ lives: parameters and optimizer state never move.
 The batch may be sharded over the same axes of the mesh, over others, or over both.
 """
 
-import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
 
 from jmask._coalesce import coalesce_rows
-from jmask._packed_table import LANES, PackedTable
-from jmask._row_ids import id_dtype
+from jmask._packed_table import PackedTable, checked_floating
 from jmask._row_sparse import RowSparse
 from jmask._rows import gather_rows, set_rows
-from jmask._stored_table import StoredTable
-
-PLACEMENTS = ("div", "mod")
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Where the rows of a table live.
-
-    Attributes:
-        mesh: the devices.
-        rows: the axes of the mesh over which rows are spread.
-        batch: the axes over which the ids of lookups are spread.
-        placement: "div" or "mod".
-        count: V, the number of rows.
-        block: R, the number of rows of a shard.
-    """
-
-    mesh: Mesh
-    rows: tuple[str, ...]
-    batch: tuple[str, ...]
-    placement: str
-    count: int
-    block: int
-
-    @property
-    def shards(self) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in self.rows)
-
-    def local(self, ids: jax.Array, shard: Any) -> jax.Array:
-        """Places (n,) of the ids on a shard, int32; R where a row is not there."""
-        if self.placement == "div":
-            owner, place = ids // self.block, ids % self.block
-        else:
-            owner, place = ids % self.shards, ids // self.shards
-        here = (owner == shard) & (ids < self.count)
-        return jnp.where(here, place, self.block).astype(jnp.int32)
-
-    def ids(self, places: jax.Array, shard: Any) -> jax.Array:
-        """The ids of places on a shard, V of places that are no row."""
-        dtype = id_dtype(self.count)
-        there, shard = places.astype(dtype), jnp.asarray(shard, dtype)
-        if self.placement == "div":
-            ids = shard * self.block + there
-        else:
-            ids = there * self.shards + shard
-        return jnp.where(places < self.block, ids, jnp.asarray(self.count, dtype))
-
-    def shard(self) -> jax.Array:
-        """The number of the shard on this device, inside `run`."""
-        return lax.axis_index(self.rows)
-
-    def run(self, function: Callable[..., Any], *arguments: Any, over: Any) -> Any:
-        """`function` on each device.
-
-        Args:
-            function: of the blocks that a device holds; returns arrays of one block each.
-            arguments: arrays whose dimension 0 is spread over axes.
-            over: for each argument, and at last for the result, these axes.
-
-        Inside a `shard_map` over these axes it is called as it is.
-        """
-        if set(self.rows) <= set(jax.sharding.get_abstract_mesh().manual_axes):
-            return function(*arguments)
-        if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
-            raise ValueError(
-                "a ShardedTable is used where the axes of the mesh are explicit: give "
-                "`jax.set_mesh` a mesh with axis_types=(jax.sharding.AxisType.Auto,) for each "
-                "axis, or use the table inside jax.shard_map."
-            )
-        *inputs, outputs = (P(axes) for axes in over)
-        mapped = jax.shard_map(
-            function, mesh=self.mesh, in_specs=tuple(inputs), out_specs=outputs, check_vma=False
-        )
-        return jax.jit(mapped)(*arguments)
-
-    def sharding(self) -> NamedSharding:
-        return NamedSharding(self.mesh, P(self.rows))
+from jmask._shard_layout import Layout, is_packed, layout_of
+from jmask._stored_table import StoredTable, whole
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -120,19 +40,39 @@ class RoutedRows(RowSparse):
     Entries [s m, (s + 1) m) belong to shard s and are sorted; it is a true `RowSparse`.
     """
 
-    __slots__ = ()
+    __slots__ = ("layout",)
 
     is_distinct = True
 
+    layout: Layout
+
+    @classmethod
+    def of_shards(
+        cls, ids: jax.Array, values: jax.Array, shape: Sequence[int], layout: Layout
+    ) -> "RoutedRows":
+        """The rows (S m, *row) that the shards have."""
+        rows = RowSparse.of_rows(ids, values, tuple(shape), coalesced=False)
+        leaves, static = rows.tree_flatten()
+        return cls.tree_unflatten((static, layout), leaves)
+
+    def tree_flatten(self) -> Any:
+        leaves, static = super().tree_flatten()
+        return leaves, (static, self.layout)
+
+    def tree_flatten_with_keys(self) -> Any:
+        leaves, static = super().tree_flatten_with_keys()
+        return leaves, (static, self.layout)
+
     @classmethod
     def tree_unflatten(cls, static: Any, leaves: Any) -> "RoutedRows":
-        node: Any = super().tree_unflatten(static, leaves)
+        of_rows, layout = static
+        node: Any = super().tree_unflatten(of_rows, leaves)
+        node.layout = layout
         return node
 
     def with_values(self, values: jax.Array) -> "RoutedRows":
-        return RoutedRows.tree_unflatten(
-            (self.shape, self.coalesced), (self.index_leaf, values)
-        )
+        (leaf, _), static = self.tree_flatten()
+        return RoutedRows.tree_unflatten(static, (leaf, values))
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -195,7 +135,7 @@ class ShardedTable(StoredTable):
         if self.layout.placement == "mod":
             blocks = blocks.reshape(self.layout.shards, self.layout.block, *self.shape[1:])
             blocks = jnp.swapaxes(blocks, 0, 1).reshape(-1, *self.shape[1:])
-        return blocks[: self.shape[0]]
+        return whole(blocks[: self.shape[0]], self.tap)
 
     def full(self, row: Sequence[int], value: Any, dtype: Any) -> "ShardedTable":
         layout, shape = self.layout, (self.layout.shards * self.layout.block, *row)
@@ -217,22 +157,20 @@ class ShardedTable(StoredTable):
             places = layout.local(ids, layout.shard())
             exists = (places < layout.block).reshape((-1,) + (1,) * (self.ndim - 1))
             rows = jnp.where(exists, _read(blocks, places), 0)
-            rows = lax.psum(rows, others) if others else rows
             if shared:
                 rows = lax.psum_scatter(rows, shared, scatter_dimension=0, tiled=True)
-            return rows
+            return lax.psum(rows, others) if others else rows
 
         if self._inside():
             return rows_of(self._local(self.blocks), ids)
         count = ids.shape[0]
-        parts = math.prod(layout.mesh.shape[axis] for axis in layout.batch)
-        ids = jnp.pad(ids, (0, -count % parts), constant_values=layout.count)
+        ids = jnp.pad(ids, (0, layout.missing(count)), constant_values=layout.count)
         over = (layout.rows, layout.batch, layout.batch)
         rows = layout.run(self._on_local(rows_of), self.blocks, ids, over=over)
         return rows[:count]
 
     def distinct(self, gradient: RowSparse) -> RoutedRows:
-        if isinstance(gradient, RoutedRows):
+        if isinstance(gradient, RoutedRows) and gradient.layout == self.layout:
             return gradient
         layout, axes = self.layout, self._not_yet_gathered(gradient.values)
 
@@ -246,19 +184,15 @@ class ShardedTable(StoredTable):
 
         ids, values = gradient.row_ids(), gradient.values
         if not self._inside():
-            parts = math.prod(layout.mesh.shape[axis] for axis in layout.batch)
-            extra = -ids.shape[0] % parts
+            extra = layout.missing(ids.shape[0])
             ids = jnp.pad(ids, (0, extra), constant_values=layout.count)
             values = jnp.pad(values, [(0, extra)] + [(0, 0)] * (values.ndim - 1))
         over = (layout.batch, layout.batch, layout.rows)
         ids, values = layout.run(routed, ids, values, over=over)
-        leaves, static = RowSparse.of_rows(
-            ids, values, self.shape, coalesced=False
-        ).tree_flatten()
-        return RoutedRows.tree_unflatten(static, leaves)
+        return RoutedRows.of_shards(ids, values, self.shape, layout)
 
     def rows(self, gradient: RoutedRows) -> jax.Array:
-        layout = self.layout
+        layout = self._layout_of(gradient)
 
         def rows_of(blocks: Any, ids: jax.Array) -> jax.Array:
             return _read(self._local(blocks), layout.local(ids, layout.shard()))
@@ -267,7 +201,7 @@ class ShardedTable(StoredTable):
         return layout.run(rows_of, self.blocks, gradient.row_ids(), over=over)
 
     def set_rows(self, gradient: RoutedRows, rows: jax.Array) -> "ShardedTable":
-        layout = self.layout
+        layout = self._layout_of(gradient)
 
         def written(blocks: Any, ids: jax.Array, rows: jax.Array) -> Any:
             places = layout.local(ids, layout.shard())
@@ -282,6 +216,15 @@ class ShardedTable(StoredTable):
         over = (layout.rows,) * 4
         blocks = layout.run(written, self.blocks, gradient.row_ids(), rows, over=over)
         return ShardedTable(blocks, layout, self.shape)
+
+    def _layout_of(self, gradient: RowSparse) -> Layout:
+        """The layout, by which the gradient must have been routed."""
+        if getattr(gradient, "layout", None) != self.layout:
+            raise ValueError(
+                "a ShardedTable of the optimizer state is placed otherwise than its parameter: "
+                "make the state by `init` of the parameters as they are, or convert it alike."
+            )
+        return self.layout
 
     # --- inside a shard_map --------------------------------------------------------------
 
@@ -349,9 +292,11 @@ def sharded(
     """
     if not isinstance(table, jax.Array | jax.ShapeDtypeStruct):
         table = jnp.asarray(table)
-    if not table.ndim or not jnp.issubdtype(table.dtype, jnp.floating):
-        raise ValueError(
-            f"`table` must be a floating array (V, *row), got {table.dtype}{list(table.shape)}."
+    checked_floating(table)
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"`mesh` must be a jax.sharding.Mesh, got {type(mesh).__name__}: write for example "
+            "jax.make_mesh((8,), ('x',))."
         )
     layout = layout_of(table.shape, mesh, rows, batch, placement, packed)
     in_lines = is_packed(table.shape, mesh, packed)
@@ -379,47 +324,6 @@ def _is_elsewhere(table: jax.Array, mesh: Mesh) -> bool:
 
 def _placed_shape(sharding: NamedSharding, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-def layout_of(
-    shape: Sequence[int],
-    mesh: Mesh,
-    rows: str | Sequence[str] | None = None,
-    batch: str | Sequence[str] | None = None,
-    placement: str = "div",
-    packed: bool | None = None,
-) -> Layout:
-    """The layout that `sharded` gives a table of this shape."""
-    if placement not in PLACEMENTS:
-        raise ValueError(f"`placement` must be 'div' or 'mod', got {placement!r}.")
-    rows, batch = _axes(mesh, rows, "rows"), _axes(mesh, batch, "batch")
-    # In what is done with a table, XLA's partitioner places what has no place yet.
-    automatic = (AxisType.Auto,) * len(mesh.axis_names)
-    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=automatic)
-    shards = math.prod(mesh.shape[axis] for axis in rows)
-    block = -(-shape[0] // shards)
-    if is_packed(shape, mesh, packed):
-        block += -block % LANES  # a line belongs to one shard
-    return Layout(mesh, rows, batch, placement, shape[0], block)
-
-
-def is_packed(shape: Sequence[int], mesh: Mesh, packed: bool | None) -> bool:
-    """Whether a table is kept in lines of 128."""
-    if packed is None:
-        packed = mesh.devices.flat[0].platform == "tpu"
-    return packed and math.prod(shape[1:]) % LANES != 0
-
-
-def _axes(mesh: Mesh, axes: str | Sequence[str] | None, name: str) -> tuple[str, ...]:
-    if axes is None:
-        return tuple(mesh.axis_names)
-    axes = (axes,) if isinstance(axes, str) else tuple(axes)
-    unknown = [axis for axis in axes if axis not in mesh.axis_names]
-    if unknown or len(set(axes)) != len(axes):
-        raise ValueError(
-            f"`{name}` must name different axes of the mesh, {mesh.axis_names}, got {axes}."
-        )
-    return axes
 
 
 def _blocks_of(table: jax.Array, layout: Layout) -> jax.Array:

@@ -54,7 +54,7 @@ def tables_of_state(
     usual, larger = (
         jax.eval_shape(inner.init, param_tree.unflatten(leaves)) for leaves in (params, grown)
     )
-    _check_state(state, usual)
+    check_state(state, usual)
     owners = {rows: position for position, rows in extra.items()}
     return [
         _owner(x.shape, y.shape, owners)
@@ -76,7 +76,8 @@ def _owner(
     )
 
 
-def _check_state(state: optax.OptState, expected: optax.OptState) -> None:
+def check_state(state: optax.OptState, expected: optax.OptState) -> None:
+    """Refuse a state whose structure or shapes are not those expected, naming the first."""
     have: Any = jax.tree.structure(state, is_leaf=is_stored_table)
     want: Any = jax.tree.structure(expected)
     if have != want:

@@ -74,6 +74,11 @@ class StoredTable(abc.ABC):
 
     def __getitem__(self, ids: Any) -> jax.Array:
         """The rows of `ids`, integers of any shape; ids outside the table give nan."""
+        if isinstance(ids, slice | tuple) or ids is None or ids is Ellipsis:
+            raise TypeError(
+                f"`ids` must be integers, got {ids!r}: a {type(self).__name__} is indexed by "
+                "row ids alone. For anything else use its array, `table.todense()`."
+            )
         from jmask._embedding import embedding_lookup
 
         return embedding_lookup(self, ids)
@@ -120,6 +125,21 @@ def looked_up(table: StoredTable, ids: jax.Array) -> jax.Array:
     exists = (ids < table.shape[0]).reshape((-1,) + (1,) * (table.ndim - 1))
     rows = jnp.where(exists, table.read(ids), 0)
     return rows if table.tap is None else _with_derivative(rows, table.tap, ids)
+
+
+def whole(dense: jax.Array, tap: Any) -> jax.Array:
+    """The array (V, *row) of a table, differentiable as that of `looked_up` is."""
+    return dense if tap is None else _with_tap(dense, tap)
+
+
+@jax.custom_jvp
+def _with_tap(dense: jax.Array, tap: jax.Array) -> jax.Array:
+    return dense
+
+
+@_with_tap.defjvp
+def _of_whole(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return primals[0], tangents[0] + tangents[1]
 
 
 @jax.custom_jvp

@@ -9,18 +9,23 @@ a table's gradient as (ids, rows); see `_gradient_program`.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jmask._array_leaves import KEEP_ARRAYS, abstract_leaf, leaf_name, not_an_array
 from jmask._cotangents import Filled, Rows
 from jmask._fallback import muted
 from jmask._gradient_collectives import COLLECTIVE_RULES
 from jmask._gradient_control_flow import CONTROL_FLOW_RULES
 from jmask._gradient_program import Interpreter
 from jmask._gradient_rules import EQUATION_RULES
+from jmask._stored_table import is_stored_table
+from jmask._tap import is_tensor
 from jmask._tensor_arguments import TensorArguments
 
 _INTERPRETER = Interpreter({**EQUATION_RULES, **CONTROL_FLOW_RULES, **COLLECTIVE_RULES})
@@ -50,6 +55,10 @@ def value_and_grad(
         A function with the arguments of `fun` that returns (value, gradient), as
         `jax.value_and_grad` does.
 
+    Raises:
+        TypeError: if `fun` is no function; from the returned function, if an argument that is
+            differentiated has leaves that are no arrays, or integers, naming the leaf.
+
     Warns:
         StorageFallbackWarning: if the gradient of a table had to be made dense because
             the table is used otherwise too (a tied softmax).
@@ -66,15 +75,16 @@ def value_and_grad(
         {'scale': Array(6., dtype=float32), 'table': RowSparse(float32[1000, 2], nse=3)}
     """
 
+    if not callable(fun):
+        raise TypeError(
+            f"`fun` must be a function, got {type(fun).__name__}: write "
+            "jmask.value_and_grad(loss_fn)(params, batch)."
+        )
+
     @functools.wraps(fun, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def value_and_grad_of_fun(*args: Any, **kwargs: Any) -> Any:
         numbers = _positions(argnums, args)
-        arguments = TensorArguments(args, numbers)
-        if arguments:
-            value, gradients = _of_tensors(fun, arguments, has_aux, kwargs)
-        else:
-            value, results = _value_and_results(fun, numbers, has_aux, args, kwargs)
-            gradients = _mapped(_finished, results)
+        value, gradients = value_and_gradients(fun, numbers, has_aux, args, kwargs)
         return value, gradients if isinstance(argnums, Sequence) else gradients[0]
 
     return value_and_grad_of_fun
@@ -107,8 +117,39 @@ def grad(
     return grad_of_fun
 
 
+def value_and_gradients(
+    fun: Callable[..., Any],
+    numbers: tuple[int, ...],
+    has_aux: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    finished: Callable[[Any], Any] | None = None,
+) -> tuple[Any, tuple[Any, ...]]:
+    """The value (and aux), and a gradient for each of the positions `numbers`.
+
+    Args:
+        fun, has_aux: as in `value_and_grad`.
+        numbers: positions in `args`.
+        args, kwargs: of the call.
+        finished: what becomes of a result of the gradient program; by default an array or
+            a `RowSparse`.
+    """
+    finished = _finished if finished is None else finished
+    for number in numbers:
+        _check_argument(fun, number, args[number])
+    arguments = TensorArguments(args, numbers)
+    if arguments:
+        return _of_tensors(fun, arguments, has_aux, kwargs, finished)
+    value, results = _value_and_results(fun, numbers, has_aux, args, kwargs)
+    return value, _mapped(finished, results)
+
+
 def _of_tensors(
-    fun: Callable[..., Any], arguments: TensorArguments, has_aux: bool, kwargs: dict[str, Any]
+    fun: Callable[..., Any],
+    arguments: TensorArguments,
+    has_aux: bool,
+    kwargs: dict[str, Any],
+    finished: Callable[[Any], Any],
 ) -> tuple[Any, tuple[Any, ...]]:
     """Differentiate in the stored values of tensors, and in taps where those count."""
 
@@ -133,7 +174,7 @@ def _of_tensors(
             # then it has no gradient at other entries. All other faults come up again.
             counts = [False] * len(arguments.tensors)
     value, gradients, of_taps = results(arguments.taps(counts))
-    return value, arguments.gradients(_mapped(_finished, gradients), of_taps)
+    return value, arguments.gradients(_mapped(finished, gradients), of_taps)
 
 
 def _value_and_results(
@@ -225,3 +266,39 @@ def _positions(argnums: int | Sequence[int], args: tuple[Any, ...]) -> tuple[int
                 f"{len(args)} positional arguments."
             )
     return tuple(int(number) % len(args) for number in numbers)
+
+
+def _check_argument(fun: Callable[..., Any], number: int, argument: Any) -> None:
+    """Refuse a differentiated argument with leaves that have no gradient, by name."""
+    for path, leaf in jax.tree.leaves_with_path(argument, is_leaf=_is_tensor):
+        if _is_tensor(leaf):
+            continue
+        array = abstract_leaf(leaf)
+        if array is None:
+            raise not_an_array(leaf_name(_argument_name(fun, number), path), leaf, KEEP_ARRAYS)
+        if not jnp.issubdtype(array.dtype, jnp.inexact):
+            raise TypeError(
+                f"{leaf_name(_argument_name(fun, number), path)} is {array.dtype}, and grad "
+                "requires real- or complex-valued inputs: pass it as another argument, or "
+                f"{KEEP_ARRAYS}."
+            )
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"{leaf_name(_argument_name(fun, number), path)} is a ShapeDtypeStruct, which "
+                "holds no numbers: use jmask.explain, or jax.eval_shape(jmask.grad(f), ...)."
+            )
+
+
+def _is_tensor(x: Any) -> bool:
+    return is_tensor(x) or is_stored_table(x)
+
+
+def _argument_name(fun: Callable[..., Any], number: int) -> str:
+    """What `fun` calls its positional argument, or its number."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):
+        parameters = {}.values()
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [parameter.name for parameter in parameters if parameter.kind in by_position]
+    return names[number] if number < len(names) else f"args[{number}]"

@@ -36,7 +36,7 @@ PAGES = {
     ),
     "gradients": (
         "Gradients",
-        "value_and_grad grad gradcheck GradcheckError is_masked_function",
+        "value_and_grad grad explain gradcheck GradcheckError is_masked_function",
     ),
     "optimizers": (
         "Optimizers",

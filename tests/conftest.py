@@ -11,7 +11,7 @@ os.environ["XLA_FLAGS"] = (
 )
 
 # For the tests over several devices; all others run on the first.
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
 
 # Compilation makes the first example slow, and results must not depend on the day.
 hypothesis.settings.register_profile(

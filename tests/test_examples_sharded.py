@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.devices
+
 pytest.importorskip("orbax.checkpoint")
 
 ROOT = Path(__file__).parents[1]

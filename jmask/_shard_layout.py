@@ -1,0 +1,151 @@
+"""Where the rows of a sharded table live, and running code on each device.
+
+    S shards of R = ceil(V / S) rows; row i is on shard s at place j
+
+    div    s = i // R, j = i % R          V = 8, S = 3: shard 0 has rows 0, 1, 2
+    mod    s = i % S,  j = i // S                       shard 0 has rows 0, 3, 6
+
+Ids may need int64; places on a shard are int32.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jmask._packed_table import LANES
+from jmask._row_ids import INT32_MAX, id_dtype
+
+PLACEMENTS = ("div", "mod")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the rows of a table live.
+
+    Attributes:
+        mesh: the devices.
+        rows: the axes of the mesh over which rows are spread.
+        batch: the axes over which the ids of lookups are spread.
+        placement: "div" or "mod".
+        count: V, the number of rows.
+        block: R, the number of rows of a shard.
+    """
+
+    mesh: Mesh
+    rows: tuple[str, ...]
+    batch: tuple[str, ...]
+    placement: str
+    count: int
+    block: int
+
+    @property
+    def shards(self) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in self.rows)
+
+    def local(self, ids: jax.Array, shard: Any) -> jax.Array:
+        """Places (n,) of the ids on a shard, int32; R where a row is not there."""
+        if self.placement == "div":
+            owner, place = ids // self.block, ids % self.block
+        else:
+            owner, place = ids % self.shards, ids // self.shards
+        here = (owner == shard) & (ids < self.count)
+        return jnp.where(here, place, self.block).astype(jnp.int32)
+
+    def ids(self, places: jax.Array, shard: Any) -> jax.Array:
+        """The ids of places on a shard, V of places that are no row."""
+        dtype = id_dtype(self.count)
+        there, shard = places.astype(dtype), jnp.asarray(shard, dtype)
+        if self.placement == "div":
+            ids = shard * self.block + there
+        else:
+            ids = there * self.shards + shard
+        return jnp.where(places < self.block, ids, jnp.asarray(self.count, dtype))
+
+    def missing(self, count: int) -> int:
+        """Entries of padding, for each device to have as many of a batch, and one at least."""
+        parts = math.prod(self.mesh.shape[axis] for axis in self.batch)
+        return max(-(-count // parts), 1) * parts - count
+
+    def shard(self) -> jax.Array:
+        """The number of the shard on this device, inside `run`."""
+        return lax.axis_index(self.rows)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, over: Any) -> Any:
+        """`function` on each device.
+
+        Args:
+            function: of the blocks that a device holds; returns arrays of one block each.
+            arguments: arrays whose dimension 0 is spread over axes.
+            over: for each argument, and at last for the result, these axes.
+
+        Inside a `shard_map` over these axes it is called as it is.
+        """
+        if set(self.rows) <= set(jax.sharding.get_abstract_mesh().manual_axes):
+            return function(*arguments)
+        if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+            raise ValueError(
+                "a ShardedTable is used where the axes of the mesh are explicit: give "
+                "`jax.set_mesh` a mesh with axis_types=(jax.sharding.AxisType.Auto,) for each "
+                "axis, or use the table inside jax.shard_map."
+            )
+        *inputs, outputs = (P(axes) for axes in over)
+        mapped = jax.shard_map(
+            function, mesh=self.mesh, in_specs=tuple(inputs), out_specs=outputs, check_vma=False
+        )
+        return jax.jit(mapped)(*arguments)
+
+    def sharding(self) -> NamedSharding:
+        return NamedSharding(self.mesh, P(self.rows))
+
+
+def layout_of(
+    shape: Sequence[int],
+    mesh: Mesh,
+    rows: str | Sequence[str] | None = None,
+    batch: str | Sequence[str] | None = None,
+    placement: str = "div",
+    packed: bool | None = None,
+) -> Layout:
+    """The layout that `sharded` gives a table of this shape."""
+    if placement not in PLACEMENTS:
+        raise ValueError(f"`placement` must be 'div' or 'mod', got {placement!r}.")
+    rows, batch = _axes(mesh, rows, "rows"), _axes(mesh, batch, "batch")
+    # In what is done with a table, XLA's partitioner places what has no place yet.
+    automatic = (AxisType.Auto,) * len(mesh.axis_names)
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=automatic)
+    shards = math.prod(mesh.shape[axis] for axis in rows)
+    block = -(-shape[0] // shards)
+    if is_packed(shape, mesh, packed):
+        block += -block % LANES  # a line belongs to one shard
+    if block >= INT32_MAX:
+        raise ValueError(
+            f"`table` has {shape[0]} rows, {block} on each of {shards} shards, and places on a "
+            "shard are int32: spread it over more devices."
+        )
+    return Layout(mesh, rows, batch, placement, shape[0], block)
+
+
+def is_packed(shape: Sequence[int], mesh: Mesh, packed: bool | None) -> bool:
+    """Whether a table is kept in lines of 128."""
+    if packed is None:
+        packed = mesh.devices.flat[0].platform == "tpu"
+    return packed and math.prod(shape[1:]) % LANES != 0
+
+
+def _axes(mesh: Mesh, axes: str | Sequence[str] | None, name: str) -> tuple[str, ...]:
+    if axes is None:
+        return tuple(mesh.axis_names)
+    axes = (axes,) if isinstance(axes, str) else tuple(axes)
+    unknown = [axis for axis in axes if axis not in mesh.axis_names]
+    if unknown or len(set(axes)) != len(axes):
+        raise ValueError(
+            f"`{name}` must name different axes of the mesh, {mesh.axis_names}, got {axes}."
+        )
+    return axes

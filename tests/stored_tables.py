@@ -1,0 +1,150 @@
+"""Training runs on tables kept in other forms, and what must be the same as on arrays.
+
+    trained(x, tx, step)                         a run on the array x (V, *row)
+    trained(jmask.PackedTable.pack(x), tx, step) the same run
+
+A run makes three steps with ids that come twice, that are padding and that share lines.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jmask
+
+OPTIMIZERS: dict[str, optax.GradientTransformation] = {
+    "sgd": jmask.sgd(0.1),
+    "momentum": jmask.sgd(0.1, momentum=0.9, weight_decay=0.1),
+    "adam": jmask.adam(0.1),
+    "adagrad": jmask.adagrad(0.1, weight_decay=0.1),
+    "rowwise adagrad": jmask.rowwise_adagrad(0.1),
+    "rowwise adam": jmask.rowwise_adam(0.1),
+    "ftrl": jmask.ftrl(0.1),
+    "optax.adamw": jmask.lazy(optax.adamw(0.1)),
+    "clipped optax.adagrad": jmask.lazy(
+        optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.1))
+    ),
+}
+
+# The last of the ids is padding; rows touched share lines with rows that are not.
+IDS = np.array([[1, 3, 3], [20, 9, 2], [5, 20, -1]])
+TOUCHED = np.array([1, 2, 3, 5, 9, 20])
+
+
+def update_and_apply(tx: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    updates, state = tx.update(grads, state, params)
+    return jmask.apply_updates(params, updates), state
+
+
+STEPS: dict[str, Callable[..., tuple[Any, Any]]] = {
+    "apply_gradients": jmask.apply_gradients,
+    "update": update_and_apply,
+}
+
+
+class Run(NamedTuple):
+    """What is left of a run: parameters, state, losses; the step as it was jitted, and the
+    arrays of the table that the last step was given."""
+
+    params: Any
+    state: Any
+    losses: list[float]
+    step: Any
+    donated: list[jax.Array]
+
+
+def loss(params: Any, ids: Any) -> jax.Array:
+    rows = jmask.embedding_lookup(params["table"], ids, padding_id=-1)
+    return jnp.sum(jnp.sin(rows) * params["dense"])
+
+
+def trained(
+    table: Any, tx: Any, step: Callable[..., Any], steps: int = 3, ids: Any = IDS
+) -> Run:
+    """Three steps on a table and a dense parameter, both donated."""
+
+    def one_step(params: Any, state: Any, ids: Any) -> Any:
+        value, grads = jmask.value_and_grad(loss)(params, ids)
+        return *step(tx, grads, state, params), value
+
+    jitted = jax.jit(one_step, donate_argnums=(0, 1))
+    dense = jnp.linspace(0.5, 1.5, int(np.prod(table.shape[1:]))).reshape(table.shape[1:])
+    # Copied: the arguments of the first step are donated as well.
+    params = jax.tree.map(jnp.copy, {"table": table, "dense": dense})
+    params, state, losses = *replicated((params, tx.init(params)), table), []
+    ids = replicated(jnp.asarray(ids), table)
+    for _ in range(steps):
+        donated = jax.tree.leaves(params["table"])
+        params, state, value = jitted(params, state, ids)
+        losses.append(float(value))
+    return Run(params, state, losses, jitted, donated)
+
+
+@functools.cache
+def trained_array(optimizer: str) -> Run:
+    """The run on `numbers()`, an array on one device."""
+    return trained(numbers(), OPTIMIZERS[optimizer], jmask.apply_gradients)
+
+
+def numbers(row: tuple[int, ...] = (12,)) -> jax.Array:
+    """A table (21, *row): a number of rows that only 1, 3 and 7 divide."""
+    return jnp.asarray(np.random.default_rng(2).normal(size=(21, *row)), jnp.float32)
+
+
+def replicated(tree: Any, table: Any) -> Any:
+    """The tree with what is no table on all devices of the table, as a step returns it.
+
+    Otherwise the second step, given arrays that are placed otherwise, is compiled again.
+    """
+    if not isinstance(table, jmask.ShardedTable):
+        return tree
+    everywhere = NamedSharding(table.layout.mesh, PartitionSpec())
+    return jax.tree.map(
+        lambda x: x if is_table(x) else jax.device_put(x, everywhere), tree, is_leaf=is_table
+    )
+
+
+def is_table(x: Any) -> bool:
+    return isinstance(x, jmask.PackedTable | jmask.ShardedTable)
+
+
+def as_arrays(tree: Any) -> Any:
+    """The tree with tables of all forms made arrays."""
+    return jax.tree.map(np.asarray, tree, is_leaf=is_table)
+
+
+def assert_same_run(actual: Run, expected: Run, rtol: float = 2e-5) -> None:
+    """Parameters, state and losses agree as far as float32 sums in another order do."""
+    ours, theirs = as_arrays(actual[:3]), as_arrays(expected[:3])
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=2e-6)
+    moved = np.asarray(actual.params["table"])[TOUCHED]
+    assert np.isfinite(moved).all()
+
+
+def assert_other_rows_untouched(run: Run, initial: Any) -> None:
+    """Rows not looked up have the bits of the start, in the table and in its state."""
+    others = np.setdiff1d(np.arange(initial.shape[0]), TOUCHED)
+    new = np.asarray(run.params["table"])
+    np.testing.assert_array_equal(bits(new)[others], bits(initial)[others])
+    assert (
+        (new[TOUCHED] != np.asarray(initial)[TOUCHED]).any(axis=tuple(range(1, new.ndim))).all()
+    )
+    for x in jax.tree.leaves(run.state, is_leaf=is_table):
+        if is_table(x):
+            # Every slot starts out the same in all rows, and so they all stay equal.
+            rows = bits(x)[others]
+            np.testing.assert_array_equal(rows, np.broadcast_to(rows[:1], rows.shape))
+
+
+def bits(x: Any) -> np.ndarray:
+    """An array as integers: nan equals nan, and -0.0 does not equal 0.0."""
+    x = np.asarray(x)
+    return x.view(f"u{x.dtype.itemsize}")
