@@ -40,10 +40,13 @@ def test_python_blocks(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_commands(page):
-    """The other blocks are commands; targets of make and files of the repository are there."""
+    """The other blocks are commands, or programs of other libraries (`py`).
+
+    Targets of make and files of the repository are there.
+    """
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     text = page.read_text()
-    assert {language for language, _ in _FENCE.findall(text)} <= {"python", "console"}
+    assert {language for language, _ in _FENCE.findall(text)} <= {"python", "console", "py"}
     commands = [block for language, block in _FENCE.findall(text) if language == "console"]
     commands += re.findall(r"`([^`\n]+)`", text)
     for command in commands:
