@@ -148,4 +148,5 @@ OLDEST := 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))[
 .venv-tpu/ready.stamp: pyproject.toml
 	$(PYTHON) -m venv .venv-tpu
 	.venv-tpu/bin/python $(INSTALL) -e '.[test]' 'jax[tpu]'
+	.venv-tpu/bin/python $(INSTALL) --no-deps jax-tpu-embedding==0.1.0
 	@touch $@

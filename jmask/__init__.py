@@ -2,6 +2,7 @@
 
 from jmask import nn as nn
 from jmask import numpy as numpy
+from jmask import sparsecore as sparsecore
 from jmask import tree as tree
 from jmask._adagrad import adagrad as adagrad
 from jmask._adagrad import rowwise_adagrad as rowwise_adagrad

@@ -28,9 +28,11 @@ class OnePassTransformation(optax.GradientTransformationExtraArgs):
     Attributes:
         apply_gradients: (grads, state, params) -> (params, state), as
             `jmask.apply_gradients` does it.
+        rule: the `RowRule` of a named optimizer, else None.
     """
 
     apply_gradients: Any
+    rule: Any = None
 
 
 def applied_in_one_pass(call: LazyCall) -> tuple[Any, Any] | None:

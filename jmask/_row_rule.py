@@ -104,6 +104,7 @@ def optimizer(
     dense = _dense_optimizer(rule, state_type)
     if lazy_update:
         lifted = OnePassTransformation(*lazy(dense))
+        lifted.rule = rule
         lifted.apply_gradients = functools.partial(
             _apply_gradients, rule, state_type, lifted.update
         )

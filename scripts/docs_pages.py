@@ -49,7 +49,7 @@ PAGES = {
         "embedding_lookup embedding_bag renormalize packed PackedTable sharded ShardedTable",
     ),
 }
-MODULES = ("numpy", "nn", "tree")
+MODULES = ("numpy", "nn", "tree", "sparsecore")
 
 # Where a function of JAX that jmask lifts is documented.
 _HOMES = ("jax.numpy", "jax.nn", "jax.scipy.special", "jax.lax")

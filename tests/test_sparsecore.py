@@ -1,0 +1,116 @@
+"""Optimizers and tables as SparseCore takes them; the compiled update where libtpu is."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import topologies
+
+import jmask
+from jmask import sparsecore
+
+V, D = 20, 8
+OPTIMIZERS = {
+    "sgd": jmask.sgd(0.1),
+    "momentum": jmask.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": jmask.adam(0.1),
+    "adam, scheduled": jmask.adam(optax.linear_schedule(0.1, 0.5, 10), weight_decay=0.1),
+    "adagrad": jmask.adagrad(0.1, initial_accumulator_value=0.1),
+    "ftrl": jmask.ftrl(0.1),
+}
+every_optimizer = pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+
+
+@every_optimizer
+def test_rows_move_as_those_of_a_table(tx):
+    """What the core would compute for each row, with equal ids summed before."""
+    rule = sparsecore.row_optimizer(tx)
+    table = expected = jax.random.normal(jax.random.key(0), (V, D))
+    slots = [jnp.full((V, D), value) for value in rule.slots.values()]
+    state = tx.init(table)
+    for count, ids in enumerate(([3, 3, 7], [7, 0, 19], [3, 19, 19])):
+        values = jax.random.normal(jax.random.key(count + 1), (3, D))
+        gradient = jmask.RowSparse(ids, values, (V, D))
+        expected, state = jmask.apply_gradients(tx, gradient, state, expected)
+        hyper = [jnp.full((1, D), x) for x in rule.hyperparameters(count)]
+        dense = gradient.todense()
+        for i in set(ids):
+            row = [x[i : i + 1] for x in (dense, table, *slots)]
+            table_row, *slot_rows = rule.computation(*row, *hyper)
+            table = table.at[i].set(table_row[0])
+            slots = [x.at[i].set(y[0]) for x, y in zip(slots, slot_rows, strict=True)]
+    np.testing.assert_allclose(table, expected, rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(slots, state[1:], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("tx", "error"),
+    [
+        (optax.adam(0.1), "`tx` must be jmask.sgd, adam, adagrad or ftrl"),
+        (jmask.lazy(optax.adam(0.1)), "`tx` must be jmask.sgd, adam, adagrad or ftrl"),
+        (jmask.rowwise_adagrad(0.1), "one number for each row"),
+    ],
+)
+def test_others_are_refused(tx, error):
+    with pytest.raises((TypeError, ValueError), match=error):
+        sparsecore.row_optimizer(tx)
+
+
+@pytest.mark.parametrize("shape", [(5, 1), (16, 8), (37, 12), (1, 3)])
+@pytest.mark.parametrize("cores", [1, 4, 8])
+def test_tables_come_back(shape, cores):
+    table = jax.random.normal(jax.random.key(0), shape)
+    blocks = sparsecore.to_cores(table, cores)
+    assert blocks.shape[0] == cores
+    assert blocks.shape[1] % 8 == blocks.shape[2] % 8 == 0
+    for i in range(shape[0]):
+        np.testing.assert_array_equal(blocks[i % cores, i // cores, : shape[1]], table[i])
+    np.testing.assert_array_equal(sparsecore.from_cores(blocks, shape), table)
+
+
+@pytest.mark.tpu
+@every_optimizer
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
+def test_the_update_compiles(topology, tx):
+    """The primitive of jax-tpu-embedding, with our rule inside, for one device."""
+    spec = sparsecore.optimizer_spec(tx)
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    sharding = jax.sharding.SingleDeviceSharding(devices[0])
+    cores = {"v5p": 4, "v6e": 2}[topology.split(":")[0]]
+    rows, ids, partition = 1024 * cores, 4096, 256
+
+    def shape(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+
+    hyper = spec.get_hyperparameters(0)
+    variables = 1 + len(spec.slot_variables_initializers())
+    row = jax.ShapeDtypeStruct((1, D), jnp.float32)
+    program = jax.make_jaxpr(spec.custom_computation_fn)(*[row] * (1 + variables + len(hyper)))
+    update = functools.partial(
+        spec.get_optimizer_primitive().bind,
+        num_hyperparameters=len(hyper),
+        jaxpr=program,
+        max_ids_per_partition=partition,
+        max_unique_ids_per_partition=partition,
+        computation_name="jmask_update",
+    )
+    compiled = (
+        jax.jit(update)
+        .lower(
+            shape((cores * 8,), jnp.int32),
+            shape((ids,), jnp.int32),
+            shape((ids,), jnp.int32),
+            shape((ids,), jnp.float32),
+            shape((), jnp.int32),
+            shape((64, D), jnp.float32),
+            *(shape((), jnp.float32) for _ in hyper),
+            *(shape((rows, D), jnp.float32) for _ in range(variables)),
+        )
+        .compile()
+    )
+    assert "sparse_dense_matmul_optimizer_grad" in compiled.as_text()
