@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo sparse-linear test test-devices test-devices-exhaustive test-exhaustive test-newest test-oldest test-all test-tpu \
+.PHONY: demo sparse-linear test test-examples test-devices test-devices-exhaustive test-exhaustive test-newest test-oldest test-all test-tpu \
 	test-torch test-wheel bench scaling lint format docs wheel clean
 
 demo: .venv/examples.stamp
@@ -31,7 +31,11 @@ sharded: .venv/examples.stamp
 test: .venv/test.stamp .venv/examples.stamp
 	$(BIN)/python -m pytest -n 2 -q
 
-# Sharded tables on eight CPU devices, and in several processes.
+# The programs of examples/, and training that is killed and resumed.
+test-examples: .venv/test.stamp .venv/examples.stamp
+	$(BIN)/python -m pytest -n 2 -q -m "examples and not exhaustive" tests
+
+# Packed and sharded tables, on eight CPU devices, and in several processes.
 test-devices: .venv/test.stamp .venv/examples.stamp
 	$(BIN)/python -m pytest -n 2 -q -m "devices and not exhaustive" tests
 
@@ -52,7 +56,7 @@ test-oldest: .venv-oldest/ready.stamp
 # The newest: an environment made now has them.
 test-newest: test
 
-test-all: lint docs test test-devices test-devices-exhaustive test-oldest test-exhaustive test-torch test-tpu test-wheel
+test-all: lint docs test test-examples test-devices test-devices-exhaustive test-oldest test-exhaustive test-torch test-tpu test-wheel
 
 # Compared with torch and FBGEMM themselves. In an environment of its own: torch is large.
 test-torch: .venv-torch/ready.stamp

@@ -49,7 +49,8 @@ def train(
     state = dlrm_model.create(args.rows, args.dim, args.seed)
     start, state, curve = checkpoints.restore(state, [])
     if start:
-        console.print(f"{args.checkpoint}: going on after step {start:,}")
+        # Paths are long: broken into lines they could not be copied.
+        console.print(f"{args.checkpoint}: going on after step {start:,}", soft_wrap=True)
     progress = Progress(
         TextColumn("step {task.completed:,}"),
         BarColumn(bar_width=None),

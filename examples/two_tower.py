@@ -60,7 +60,7 @@ def train(
     state = framework.create(args.users, args.items, args.dim, args.seed)
     start, state, curve = checkpoints.restore(state, [])
     if start:
-        console.print(f"{args.checkpoint}: going on after step {start}")
+        console.print(f"{args.checkpoint}: going on after step {start}", soft_wrap=True)
     else:
         curve = [(0, float("nan"), recall_of(framework, state, data))]
     progress = Progress(

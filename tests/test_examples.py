@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.examples
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ANIMALS = ["cat", "dog", "horse", "cow"]
 COLOURS = ["red", "green", "blue", "yellow"]

@@ -16,6 +16,8 @@ import jmask
 from tests.oracle import is_row_sparse
 from tests.test_examples import load  # noqa: F401
 
+pytestmark = pytest.mark.examples
+
 FRAMEWORKS = ("plain", "linen", "nnx", "equinox")
 USERS, ITEMS, DIM = 8, 6, 4
 SMALL = ["--users", "1000", "--items", "1000", "--groups", "20"]

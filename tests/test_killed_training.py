@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.examples
+
 PROGRAM = Path(__file__).parent / "training_to_kill.py"
 STEPS = 40
 

@@ -26,6 +26,8 @@ from tests.stored_tables import (
     trained_array,
 )
 
+pytestmark = pytest.mark.devices
+
 ROWS = [(1,), (8,), (16,), (32,), (64,), (100,), (128,), (200,), (3, 5), ()]
 DTYPES = ["float32", "bfloat16", "float64"]
 V = 21
