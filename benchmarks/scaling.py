@@ -11,8 +11,6 @@ bandwidths follows the least time a step can take. Needs libtpu (`make scaling`)
 
 import argparse
 import dataclasses
-import re
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -20,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from collectives import collectives
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -45,11 +44,6 @@ CASES = [
 WIDTH = 128
 LOOKUPS = 4096  # of a chip
 
-_COLLECTIVE = re.compile(
-    r" = (?P<result>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all)(-start)?\("
-)
-_ARRAY = re.compile(r"(?P<dtype>[a-z]+)(?P<bits>\d+)\[(?P<shape>[\d,]*)\]")
-
 
 @dataclasses.dataclass(frozen=True)
 class Report:
@@ -59,14 +53,13 @@ class Report:
     arguments: int
     temporaries: int
     collectives: dict[str, int]
-    rows_touched: int
 
     def seconds(self, generation: str, slots: int) -> tuple[float, float]:
         """Least seconds in memory and on the links: rows read and written, bytes received."""
         _, memory, links = CHIPS[generation]
         moved = sum(self.collectives.values())
         # Rows of the batch are written and read as they are gathered, summed and applied.
-        in_memory = 2 * moved + 2 * slots * self.rows_touched * WIDTH * 4
+        in_memory = 2 * moved + 2 * slots * LOOKUPS * WIDTH * 4
         return in_memory / memory / 1e9, moved / links / 1e9
 
 
@@ -100,34 +93,14 @@ def report(topology: str, optimizer: str, rows: int) -> Report:
     chips, compiled = compiled_step(topology, optimizer, rows)
     memory = compiled.memory_analysis()
     moved: dict[str, int] = {}
-    for kind, size in collectives(compiled.as_text()):
-        whole = chips * size if kind == "reduce-scatter" else size
-        moved[kind] = moved.get(kind, 0) + whole
+    for kind, size in collectives(compiled):
+        moved[kind] = moved.get(kind, 0) + size
     return Report(
         chips,
         memory.argument_size_in_bytes,
         memory.temp_size_in_bytes,
         moved,
-        LOOKUPS,
     )
-
-
-def collectives(program: str) -> Iterator[tuple[str, int]]:
-    """Kind and bytes of the result of each collective; an all-reduce moves them twice.
-
-    The result of a reduce-scatter is one chip's part of what it moves.
-    """
-    for line in program.splitlines():
-        if found := _COLLECTIVE.search(line):
-            sizes = [
-                int(np.prod([int(n) for n in array["shape"].split(",") if n], dtype=np.int64))
-                * int(array["bits"])
-                // 8
-                for array in _ARRAY.finditer(found["result"])
-            ]
-            # The result of a -start holds the operand too.
-            size = max(sizes, default=0)
-            yield found["kind"], 2 * size if found["kind"] == "all-reduce" else size
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ an all-reduce twice its size, a reduce-scatter and an all-gather.
 
 import functools
 import math
-import re
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmask
+from benchmarks.collectives import collectives
 from jmask._shard_layout import layout_of
 from tests.stored_tables import STEPS, is_table
 
@@ -40,44 +40,6 @@ def forward_bytes(table: Any) -> int:
         return ROUTED
     # A reduce-scatter over the shared axes, and an all-reduce of what is left.
     return ROUTED + 2 * N * D * 4 // math.prod(sizes[axis] for axis in layout.batch)
-
-
-_INSTRUCTION = re.compile(
-    r" = (?P<result>.*?) (?P<opcode>all-gather|all-reduce|reduce-scatter|all-to-all|"
-    r"ragged-all-to-all|collective-permute|collective-broadcast)(?:-start)?\((?P<operands>[^)]*)\)"
-)
-_ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
-_BITS = {
-    "pred": 8,
-    "s32": 32,
-    "u32": 32,
-    "f32": 32,
-    "s64": 64,
-    "u64": 64,
-    "f64": 64,
-    "bf16": 16,
-}
-
-
-def sizes(types: str) -> list[int]:
-    """Bytes of the arrays in a type of HLO, `(f32[8,4]{1,0}, s32[])`."""
-    return [
-        math.prod(int(n) for n in dimensions.split(",") if n) * _BITS[dtype] // 8
-        for dtype, dimensions in _ARRAY.findall(types)
-    ]
-
-
-def collectives(compiled: Any) -> list[tuple[str, int]]:
-    """The collectives of a program: opcode and bytes that a device moves."""
-    text = compiled.as_text()
-    types = dict(re.findall(r"(%[\w.-]+) = (\(.*?\)|\S+) ", text))
-    found = []
-    for instruction in _INSTRUCTION.finditer(text):
-        opcode, operands = instruction["opcode"], instruction["operands"]
-        given = sum(sum(sizes(types[name])) for name in re.findall(r"%[\w.-]+", operands))
-        made = sum(sizes(instruction["result"]))
-        found.append((opcode, {"all-gather": made, "all-reduce": 2 * given}.get(opcode, given)))
-    return found
 
 
 def bytes_moved(compiled: Any) -> int:
