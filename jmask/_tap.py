@@ -32,88 +32,51 @@ from jmask._storage import is_sparse, stored_values, with_stored_values
 _TAP = jax.tree_util.GetAttrKey("tap")
 
 
+class _Tapped:
+    """A tensor with one more leaf, its tap. Comes before the type of the tensor."""
+
+    __slots__ = ()
+
+    tap: Any
+
+    def tree_flatten_with_keys(self) -> Any:
+        leaves, static = super().tree_flatten_with_keys()  # type: ignore[misc]
+        return (*leaves, (_TAP, self.tap)), static
+
+    def tree_flatten(self) -> Any:
+        leaves, static = super().tree_flatten()  # type: ignore[misc]
+        return (*leaves, self.tap), static
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, leaves: Any) -> Any:
+        *leaves, tap = leaves
+        node = super().tree_unflatten(static, leaves)  # type: ignore[misc]
+        node.tap = tap
+        return node
+
+
 @jax.tree_util.register_pytree_node_class
-class TappedBCOO(BCOO):
+class TappedBCOO(_Tapped, BCOO):
     """A BCOO with a tap."""
 
-    tap: Any
-
-    def tree_flatten(self) -> Any:
-        leaves, static = super().tree_flatten()
-        return (*leaves, self.tap), static
-
-    @classmethod
-    def tree_unflatten(cls, static: Any, leaves: Any) -> "TappedBCOO":
-        *leaves, tap = leaves
-        node = super().tree_unflatten(static, leaves)
-        node.tap = tap
-        return node
-
 
 @jax.tree_util.register_pytree_node_class
-class TappedBCSR(BCSR):
+class TappedBCSR(_Tapped, BCSR):
     """A BCSR with a tap."""
-
-    tap: Any
-
-    def tree_flatten(self) -> Any:
-        leaves, static = super().tree_flatten()
-        return (*leaves, self.tap), static
-
-    @classmethod
-    def tree_unflatten(cls, static: Any, leaves: Any) -> "TappedBCSR":
-        *leaves, tap = leaves
-        node = super().tree_unflatten(static, leaves)
-        node.tap = tap
-        return node
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class TappedRowSparse(RowSparse):
+class TappedRowSparse(_Tapped, RowSparse):
     """A `RowSparse` with a tap."""
 
     __slots__ = ("tap",)
 
-    tap: Any
-
-    def tree_flatten_with_keys(self) -> Any:
-        leaves, static = super().tree_flatten_with_keys()
-        return (*leaves, (_TAP, self.tap)), static
-
-    def tree_flatten(self) -> Any:
-        leaves, static = super().tree_flatten()
-        return (*leaves, self.tap), static
-
-    @classmethod
-    def tree_unflatten(cls, static: Any, leaves: Any) -> "TappedRowSparse":
-        *leaves, tap = leaves
-        node = super().tree_unflatten(static, leaves)
-        node.tap = tap
-        return node
-
 
 @jax.tree_util.register_pytree_with_keys_class
-class TappedMaskedTensor(MaskedTensor):
+class TappedMaskedTensor(_Tapped, MaskedTensor):
     """A `MaskedTensor` with a tap."""
 
     __slots__ = ("tap",)
-
-    tap: Any
-
-    def tree_flatten_with_keys(self) -> Any:
-        leaves, static = super().tree_flatten_with_keys()
-        return (*leaves, (_TAP, self.tap)), static
-
-    def tree_flatten(self) -> Any:
-        leaves, static = super().tree_flatten()
-        return (*leaves, self.tap), static
-
-    @classmethod
-    def tree_unflatten(cls, static: Any, leaves: Any) -> "TappedMaskedTensor":
-        *leaves, tap = leaves
-        node: Any = super().tree_unflatten(static, leaves)
-        node.tap = tap
-        return node
 
 
 _KINDS = (
