@@ -77,6 +77,10 @@ class Layout:
         """The number of the shard on this device, inside `run`."""
         return lax.axis_index(self.rows)
 
+    def inside(self) -> bool:
+        """Whether this is a `shard_map` over the axes of the rows."""
+        return set(self.rows) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+
     def run(self, function: Callable[..., Any], *arguments: Any, over: Any) -> Any:
         """`function` on each device.
 
@@ -87,7 +91,7 @@ class Layout:
 
         Inside a `shard_map` over these axes it is called as it is.
         """
-        if set(self.rows) <= set(jax.sharding.get_abstract_mesh().manual_axes):
+        if self.inside():
             return function(*arguments)
         if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
             raise ValueError(
@@ -103,6 +107,16 @@ class Layout:
 
     def sharding(self) -> NamedSharding:
         return NamedSharding(self.mesh, P(self.rows))
+
+
+def dealt(table: jax.Array, shards: int) -> jax.Array:
+    """Rows i = j S + s of a table (R S, *row) as (S, R, *row), at s and j."""
+    return jnp.swapaxes(table.reshape(-1, shards, *table.shape[1:]), 0, 1)
+
+
+def gathered(blocks: jax.Array) -> jax.Array:
+    """The table that was `dealt`."""
+    return jnp.swapaxes(blocks, 0, 1).reshape(-1, *blocks.shape[2:])
 
 
 def layout_of(

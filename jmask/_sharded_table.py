@@ -29,7 +29,7 @@ from jmask._coalesce import coalesce_rows
 from jmask._packed_table import PackedTable, checked_floating
 from jmask._row_sparse import RowSparse
 from jmask._rows import gather_rows, set_rows
-from jmask._shard_layout import Layout, is_packed, layout_of
+from jmask._shard_layout import Layout, dealt, gathered, is_packed, layout_of
 from jmask._stored_table import StoredTable, whole
 
 
@@ -133,8 +133,7 @@ class ShardedTable(StoredTable):
         blocks = self.blocks
         blocks = blocks.todense() if isinstance(blocks, PackedTable) else blocks
         if self.layout.placement == "mod":
-            blocks = blocks.reshape(self.layout.shards, self.layout.block, *self.shape[1:])
-            blocks = jnp.swapaxes(blocks, 0, 1).reshape(-1, *self.shape[1:])
+            blocks = gathered(blocks.reshape(self.layout.shards, -1, *self.shape[1:]))
         return whole(blocks[: self.shape[0]], self.tap)
 
     def full(self, row: Sequence[int], value: Any, dtype: Any) -> "ShardedTable":
@@ -161,7 +160,7 @@ class ShardedTable(StoredTable):
                 rows = lax.psum_scatter(rows, shared, scatter_dimension=0, tiled=True)
             return lax.psum(rows, others) if others else rows
 
-        if self._inside():
+        if self.layout.inside():
             return rows_of(self._local(self.blocks), ids)
         count = ids.shape[0]
         ids = jnp.pad(ids, (0, layout.missing(count)), constant_values=layout.count)
@@ -183,7 +182,7 @@ class ShardedTable(StoredTable):
             return layout.ids(places, shard), values
 
         ids, values = gradient.row_ids(), gradient.values
-        if not self._inside():
+        if not self.layout.inside():
             extra = layout.missing(ids.shape[0])
             ids = jnp.pad(ids, (0, extra), constant_values=layout.count)
             values = jnp.pad(values, [(0, extra)] + [(0, 0)] * (values.ndim - 1))
@@ -228,16 +227,13 @@ class ShardedTable(StoredTable):
 
     # --- inside a shard_map --------------------------------------------------------------
 
-    def _inside(self) -> bool:
-        return set(self.layout.rows) <= set(jax.sharding.get_abstract_mesh().manual_axes)
-
     def _not_yet_gathered(self, values: jax.Array) -> tuple[str, ...]:
         """The batch axes over which a gradient still differs from device to device.
 
         In a `shard_map` that tracks this, the gradient of what all devices share is summed
         over them by JAX, and has the rows of all of them.
         """
-        if not self._inside() or not _varying(jax.tree.leaves(self.blocks)[0]):
+        if not self.layout.inside() or not _varying(jax.tree.leaves(self.blocks)[0]):
             return self.layout.batch
         return tuple(axis for axis in self.layout.batch if axis in _varying(values))
 
@@ -331,8 +327,7 @@ def _blocks_of(table: jax.Array, layout: Layout) -> jax.Array:
     missing = layout.shards * layout.block - layout.count
     table = jnp.pad(table, [(0, missing)] + [(0, 0)] * (table.ndim - 1))
     if layout.placement == "mod":
-        table = table.reshape(layout.block, layout.shards, *table.shape[1:])
-        table = jnp.swapaxes(table, 0, 1).reshape(-1, *table.shape[2:])
+        table = dealt(table, layout.shards).reshape(table.shape)
     return table
 
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from jmask._row_rule import RowRule
+from jmask._shard_layout import dealt, gathered
 
 __all__ = ["RowOptimizer", "from_cores", "optimizer_spec", "row_optimizer", "to_cores"]
 
@@ -150,7 +151,7 @@ def to_cores(table: jax.Array, cores: int) -> jax.Array:
         )
     rows, columns = -table.shape[0] % (_MULTIPLE * cores), -table.shape[1] % _MULTIPLE
     padded = jnp.pad(table.astype(jnp.float32), ((0, rows), (0, columns)))
-    return jnp.swapaxes(padded.reshape(-1, cores, padded.shape[1]), 0, 1)
+    return dealt(padded, cores)
 
 
 def from_cores(blocks: jax.Array, shape: tuple[int, int]) -> jax.Array:
@@ -163,5 +164,4 @@ def from_cores(blocks: jax.Array, shape: tuple[int, int]) -> jax.Array:
         >>> sparsecore.from_cores(blocks, (5, 1)).ravel()
         Array([0., 1., 2., 3., 4.], dtype=float32)
     """
-    table = jnp.swapaxes(blocks, 0, 1).reshape(-1, blocks.shape[2])
-    return table[: shape[0], : shape[1]]
+    return gathered(blocks)[: shape[0], : shape[1]]
