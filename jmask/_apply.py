@@ -19,7 +19,7 @@ from jmask._parameters import check_fits, check_gradient
 from jmask._precision import is_narrow, wide
 from jmask._row_sparse import is_row_sparse
 from jmask._stochastic_rounding import stochastic_round
-from jmask._stored_table import StoredTable, distinct_rows, is_stored_table
+from jmask._stored_table import distinct_rows, is_stored_table
 
 
 def densify() -> optax.GradientTransformation:
@@ -100,7 +100,7 @@ def apply_updates(
         if is_gradient_leaf(update):
             check_fits(path, update, param)
         if is_stored_table(param):
-            return _added_to_stored(param, update, leaf_key)
+            return add_to_dense(param, distinct_rows(param, update), leaf_key)
         if isinstance(update, MaskedTensor):
             update, valid = gradient_and_valid(update)
             if is_row_sparse(update):
@@ -118,17 +118,6 @@ def apply_updates(
     return jax.tree.map_with_path(
         apply, updates, params, is_leaf=lambda x: x is None or is_gradient_leaf(x)
     )
-
-
-def _added_to_stored(table: StoredTable, update: Any, key: jax.Array | None) -> StoredTable:
-    """`table + update`, touching only the rows stored, with one rounding."""
-    update = distinct_rows(table, update)
-    dtype = jnp.result_type(table.dtype, update.values)
-    dtype = wide(dtype) if key is not None and is_narrow(table.dtype) else dtype
-    new = table.rows(update).astype(dtype) + update.values.astype(dtype)
-    if key is not None and is_narrow(table.dtype):
-        new = stochastic_round(new, table.dtype, key)
-    return table.set_rows(update, new)
 
 
 def _key_of_each_leaf(key: jax.Array | None) -> Iterator[jax.Array | None]:

@@ -125,7 +125,7 @@ def _gathered(source: Any, positions: jax.Array, fill: int | None) -> jax.Array:
 
     None fills with what stands for a row that does not exist.
     """
-    batch, row = positions.ndim, source.shape[1:]
+    row = source.shape[1:]
     if source.shape[0] == 0:
         value = _missing(source.dtype) if fill is None else fill
         return jnp.full((*positions.shape, *row), value, source.dtype)
@@ -137,16 +137,8 @@ def _gathered(source: Any, positions: jax.Array, fill: int | None) -> jax.Array:
         return jnp.where(outside, _missing(rows.dtype), rows)
     # Not `source.at[positions].get(...)`: like `jnp.where`, it drops what has no entries,
     # and JAX then gives a table that is looked up for nothing a gradient of dense zeros.
-    gather = Gather(
-        lax.GatherDimensionNumbers(
-            offset_dims=tuple(range(batch, batch + len(row))),
-            collapsed_slice_dims=(0,),
-            start_index_map=(0,),
-        ),
-        slice_sizes=(1, *row),
-        mode=lax.GatherScatterMode.FILL_OR_DROP,
-        fill_value=fill,
-    )
+    fills = lax.GatherScatterMode.FILL_OR_DROP
+    gather = Gather.of_rows(source.shape, fills, positions.ndim, fill_value=fill)
     return gather(source, positions[..., None])
 
 

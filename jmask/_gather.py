@@ -38,6 +38,16 @@ class Gather:
     indices_are_sorted: bool = False
     unique_indices: bool = False
 
+    @classmethod
+    def of_rows(
+        cls, shape: tuple[int, ...], mode: Any, batch: int = 1, **settings: Any
+    ) -> "Gather":
+        """The gather of whole rows of a table (V, *row) by indices (*batch, 1)."""
+        row = shape[1:]
+        offsets = tuple(range(batch, batch + len(row)))
+        numbers = lax.GatherDimensionNumbers(offsets, (0,), (0,))
+        return cls(numbers, (1, *row), mode, **settings)
+
     def __call__(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
         """Gather, the fast way if there is one."""
         if not self.is_slow_copy(operand.dtype):

@@ -11,7 +11,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.extend.core import ClosedJaxpr
 
@@ -25,10 +24,15 @@ from jmask._refusal import refusal
 from jmask._row_kinds import Kind, Mixed, PerRow, Shared
 from jmask._row_locality import classify
 from jmask._row_sparse import is_row_sparse
-from jmask._rows import gather_rows, set_rows
 from jmask._same_arithmetic import difference
 from jmask._state_rows import tables_of_state
-from jmask._stored_table import distinct_rows, is_stored_table
+from jmask._stored_table import (
+    distinct_rows,
+    is_stored_table,
+    rows_of,
+    shape_of,
+    with_rows,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,18 +158,10 @@ class LazyCall:
         return gradient_tree.unflatten(updates), state_tree.unflatten(new_state)
 
     def _rows(self, table: int | None, x: Any) -> Any:
-        if table is None:
-            return x
-        if is_stored_table(x):
-            return x.rows(self.gradients[table])
-        return gather_rows(x, self.gradients[table].row_ids(), coalesced=True)
+        return x if table is None else rows_of(x, self.gradients[table])
 
     def _with_rows(self, table: int | None, old: Any, new: Any) -> Any:
-        if table is None:
-            return new
-        if is_stored_table(old):
-            return old.set_rows(self.gradients[table], new)
-        return set_rows(old, self.gradients[table].row_ids(), new, coalesced=True)
+        return new if table is None else with_rows(old, self.gradients[table], new)
 
     def check_row_local(self, extra_args: dict[str, Any]) -> None:
         """Refuse `inner` unless its update on the touched rows is exact on them."""
@@ -207,13 +203,6 @@ class LazyCall:
         # On no rows at all JAX leaves operations out.
         rows = max(self.gradients[table].nse, 1)
         return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
-
-
-def shape_of(x: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a leaf: an array, a `RowSparse` or a stored table."""
-    if is_stored_table(x):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(_values(x)))
 
 
 def _shapes(leaves: list[Any]) -> list[jax.ShapeDtypeStruct]:

@@ -14,6 +14,8 @@ write rows, those that share a line are placed side by side first, and each line
 once. Both are exact: bits are moved, nothing is added.
 """
 
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jmask._coalesce import slots_of_sorted
 from jmask._row_sparse import RowSparse
 from jmask._rows import add_rows, gather_rows, set_rows
 from jmask._stored_table import StoredTable, whole
@@ -58,12 +61,8 @@ class PackedTable(StoredTable):
     def pack(cls, x: Any) -> "PackedTable":
         """The array `x` (V, *row), packed."""
         x = checked_floating(jnp.asarray(x))
-        columns = x.reshape(x.shape[0], _size(x.shape[1:]))
-        ends = list(_ends(columns.shape[1]))
-        starts = [0, *ends[:-1]]
-        return cls(
-            [_packed(columns[:, a:b]) for a, b in zip(starts, ends, strict=True)], x.shape
-        )
+        columns = x.reshape(x.shape[0], math.prod(x.shape[1:]))
+        return cls([_packed(group) for group in _groups(columns)], x.shape)
 
     def tree_flatten_with_keys(self) -> Any:
         keys = (jax.tree_util.GetAttrKey("parts"), jax.tree_util.GetAttrKey("tap"))
@@ -108,16 +107,15 @@ class PackedTable(StoredTable):
 
     def set_rows(self, gradient: RowSparse, rows: jax.Array) -> "PackedTable":
         ids = gradient.row_ids()
-        columns = rows.astype(self.dtype).reshape(ids.shape[0], _size(self.shape[1:]))
-        parts, start = [], 0
-        for part, width in self._with_widths():
-            new = columns[:, start : start + width]
-            parts.append(_written(part, ids, new, self.shape[0]))
-            start += width
+        columns = rows.astype(self.dtype).reshape(ids.shape[0], math.prod(self.shape[1:]))
+        parts = [
+            _written(part, ids, new, self.shape[0])
+            for part, new in zip(self.parts, _groups(columns), strict=True)
+        ]
         return PackedTable(parts, self.shape)
 
     def _with_widths(self) -> list[tuple[Any, int]]:
-        return list(zip(self.parts, _widths(_size(self.shape[1:])), strict=True))
+        return list(zip(self.parts, _widths(math.prod(self.shape[1:])), strict=True))
 
 
 def packed(table: Any, platform: str | None = None) -> Any:
@@ -144,7 +142,7 @@ def packed(table: Any, platform: str | None = None) -> Any:
     """
     table = checked_floating(jnp.asarray(table))
     platform = jax.default_backend() if platform is None else platform
-    fits = _size(table.shape[1:]) % LANES == 0
+    fits = math.prod(table.shape[1:]) % LANES == 0
     return table if platform != "tpu" or fits else PackedTable.pack(table)
 
 
@@ -154,7 +152,7 @@ def checked_floating(table: Any) -> Any:
     Raises:
         ValueError: if it is not (V, *row), has empty rows, or is not floating.
     """
-    rows_have_entries = table.ndim and _size(table.shape[1:])
+    rows_have_entries = table.ndim and math.prod(table.shape[1:])
     if not rows_have_entries or not jnp.issubdtype(table.dtype, jnp.floating):
         raise ValueError(
             f"`table` must be a floating array (V, *row), got {table.dtype}{list(table.shape)}."
@@ -166,18 +164,11 @@ def part_shapes(shape: Sequence[int]) -> list[tuple[int, int]]:
     """Shapes of the arrays that hold a packed table of the given shape."""
     return [
         (-(-shape[0] // _per_line(width)), max(width, LANES))
-        for width in _widths(_size(shape[1:]))
+        for width in _widths(math.prod(shape[1:]))
     ]
 
 
 # --- columns -----------------------------------------------------------------------------
-
-
-def _size(row: Sequence[int]) -> int:
-    size = 1
-    for length in row:
-        size *= length
-    return size
 
 
 def _widths(columns: int) -> list[int]:
@@ -187,12 +178,10 @@ def _widths(columns: int) -> list[int]:
     return [whole, *powers] if whole else powers
 
 
-def _ends(columns: int) -> list[int]:
-    ends, total = [], 0
-    for width in _widths(columns):
-        total += width
-        ends.append(total)
-    return ends
+def _groups(columns: jax.Array) -> list[jax.Array]:
+    """Columns (n, D) in the groups that are kept together."""
+    ends = list(itertools.accumulate(_widths(columns.shape[1])))
+    return jnp.split(columns, ends[:-1], axis=1)
 
 
 def _per_line(width: int) -> int:
@@ -228,9 +217,7 @@ def _written(part: jax.Array, ids: jax.Array, rows: jax.Array, count: int) -> ja
     line = jnp.where(ids < count, ids // per_line, lines)
     if per_line == 1:
         return set_rows(part, line, rows, coalesced=True)
-    starts = jnp.concatenate([line[:1] >= 0, line[1:] != line[:-1]])
-    slot = jnp.cumsum(starts, dtype=jnp.int32) - 1
-    slot_line = jnp.full(line.shape, lines, line.dtype).at[slot].set(line, mode="drop")
+    slot_line, slot = slots_of_sorted(line, line.shape[0], lines)
     bits = jnp.dtype(f"int{8 * part.dtype.itemsize}")
     here = jnp.arange(per_line, dtype=ids.dtype) == (ids % per_line)[:, None]
     here = jnp.repeat(here, width, axis=1)

@@ -10,7 +10,7 @@ from jmask._array_leaves import KEEP_ARRAYS, abstract_leaf, leaf_name, not_an_ar
 from jmask._masked_gradient import is_gradient_leaf
 from jmask._masked_tensor import MaskedTensor
 from jmask._row_sparse import RowSparse
-from jmask._stored_table import StoredTable, is_stored_table
+from jmask._stored_table import StoredTable, is_stored_table, shape_of
 
 _NOT_DENSE = (RowSparse, MaskedTensor, BCOO, BCSR)
 
@@ -75,14 +75,13 @@ def check_gradient(updates: Any, params: Any) -> None:
 
 def check_fits(path: Any, update: Any, param: Any) -> None:
     """Refuse an update that its parameter, at `path` in both trees, cannot take."""
-    stored = is_stored_table(param)
-    shape = param.shape if stored else jnp.shape(param)
+    like = shape_of(param)
+    shape, dtype = like.shape, like.dtype
     if update.shape != shape:
         raise ValueError(
             f"{leaf_name('updates', path)} of shape {update.shape} does not fit its parameter "
             f"of shape {shape}."
         )
-    dtype = param.dtype if stored else jnp.result_type(param)
     if not jnp.issubdtype(dtype, jnp.inexact) and jnp.issubdtype(update.dtype, jnp.inexact):
         raise TypeError(
             f"{leaf_name('updates', path)} is {update.dtype} and its parameter {dtype}: an "

@@ -27,16 +27,21 @@ from jmask._add_to_dense import add_to_dense
 from jmask._apply import apply_updates, densify
 from jmask._fused_update import update_rows
 from jmask._lazy import lazy
-from jmask._lazy_call import shape_of
 from jmask._lazy_one_pass import OnePassTransformation
 from jmask._masked_gradient import is_gradient_leaf
 from jmask._masked_tensor import MaskedTensor
 from jmask._parameters import check_gradient, check_parameters
 from jmask._precision import is_narrow, wide
 from jmask._row_sparse import RowSparse, is_row_sparse
-from jmask._rows import add_rows, gather_rows, set_rows
+from jmask._rows import add_rows
 from jmask._state_rows import check_state
-from jmask._stored_table import distinct_rows, is_stored_table
+from jmask._stored_table import (
+    distinct_rows,
+    is_stored_table,
+    rows_of,
+    shape_of,
+    with_rows,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,12 +81,11 @@ class RowRule:
 
     def initial_slot(self, slot: Slot, param: Any) -> jax.Array:
         """A slot before the first step."""
-        stored = is_stored_table(param)
-        shape = param.shape if stored else jnp.shape(param)
+        like = shape_of(param)
+        shape, dtype = like.shape, self.state_dtype or like.dtype
         if slot.per_row:
             shape = shape[:1] + (1,) * len(shape[1:])
-        dtype = self.state_dtype or (param.dtype if stored else jnp.result_type(param))
-        if stored:
+        if is_stored_table(param):
             return param.full(shape[1:], slot.initial, dtype)
         return jnp.full(shape, slot.initial, dtype)
 
@@ -105,9 +109,7 @@ def optimizer(
     if lazy_update:
         lifted = OnePassTransformation(*lazy(dense))
         lifted.rule = rule
-        lifted.apply_gradients = functools.partial(
-            _apply_gradients, rule, state_type, lifted.update
-        )
+        lifted.apply_gradients = functools.partial(_apply_gradients, rule, lifted)
         return lifted
     to_dense = densify()
 
@@ -120,8 +122,7 @@ def optimizer(
 
 def _apply_gradients(
     rule: RowRule,
-    state_type: Callable[..., Any],
-    update: Callable[..., Any],
+    lifted: optax.GradientTransformationExtraArgs,
     grads: Any,
     state: Any,
     params: Any,
@@ -129,11 +130,11 @@ def _apply_gradients(
     check_parameters(params)
     check_gradient(grads, params)
     shapes = jax.tree.map(shape_of, params, is_leaf=is_stored_table)
-    check_state(state, jax.eval_shape(_dense_optimizer(rule, state_type).init, shapes))
+    check_state(state, jax.eval_shape(lifted.init, shapes))
     structure: Any
     leaves, structure = jax.tree.flatten(grads, is_leaf=is_gradient_leaf)
     if any(isinstance(leaf, MaskedTensor) for leaf in leaves):
-        updates, state = update(grads, state, params)
+        updates, state = lifted.update(grads, state, params)
         return apply_updates(params, updates), state
     columns = [structure.flatten_up_to(tree) for tree in (params, *state[1:])]
     scalars = rule.scalars(state.count)
@@ -163,35 +164,23 @@ def _new_tables(
         step, *slots = rule.rule(grad, param, *slots, *every)
         return (param + step, *slots)
 
-    if is_stored_table(tables[0]):
-        return _new_stored_tables(rule, gradient, tables, scalars)
     if not is_row_sparse(gradient):
         return _in_dtypes_of(tables, new_entries(*tables, gradient, *traced))
-    if rule.linear and tables[0].dtype == gradient.dtype and not is_narrow(gradient.dtype):
-        (step,) = rule.rule(gradient.values, None, *scalars)
-        return [_added(tables[0], gradient.with_values(step))]
-    gradient = _with_distinct_ids(gradient)
-    ids, is_sorted = gradient.row_ids(), gradient.coalesced
-    if rule.one_pass():
-        return update_rows(new_entries, tables, ids, gradient.values, traced, is_sorted)
     param, *slots = tables
-    old = [gather_rows(x, ids, coalesced=is_sorted) for x in slots]
-    param_rows = gather_rows(param, ids, coalesced=is_sorted) if rule.needs_param else None
+    stored = is_stored_table(param)
+    exact = param.dtype == gradient.dtype and not is_narrow(gradient.dtype)
+    if rule.linear and exact and not stored:
+        (step,) = rule.rule(gradient.values, None, *scalars)
+        return [_added(param, gradient.with_values(step))]
+    gradient = distinct_rows(param, gradient) if stored else _with_distinct_ids(gradient)
+    if rule.one_pass() and not stored:
+        ids, is_sorted = gradient.row_ids(), gradient.coalesced
+        return update_rows(new_entries, tables, ids, gradient.values, traced, is_sorted)
+    old = [rows_of(x, gradient) for x in slots]
+    param_rows = rows_of(param, gradient) if rule.needs_param else None
     step, *rows = rule.rule(*map(_wide, (gradient.values, param_rows, *old)), *scalars)
-    slots = [set_rows(x, ids, y, coalesced=is_sorted) for x, y in zip(slots, rows, strict=True)]
-    return [add_to_dense(param, gradient.with_values(step)), *slots]
-
-
-def _new_stored_tables(
-    rule: RowRule, gradient: RowSparse, tables: list[Any], scalars: tuple[Any, ...]
-) -> list[Any]:
-    gradient = distinct_rows(tables[0], gradient)
-    param, *slots = (_wide(table.rows(gradient)) for table in tables)
-    step, *slots = rule.rule(_wide(gradient.values), param, *slots, *scalars)
-    return [
-        table.set_rows(gradient, new.astype(table.dtype))
-        for table, new in zip(tables, (param + step, *slots), strict=True)
-    ]
+    new = [with_rows(x, gradient, y.astype(x.dtype)) for x, y in zip(slots, rows, strict=True)]
+    return [add_to_dense(param, gradient.with_values(step)), *new]
 
 
 # With so few rows for each lookup the dense gradient takes less time than sorting the ids.

@@ -30,13 +30,7 @@ def gather_rows(table: jax.Array, ids: jax.Array, *, coalesced: bool = False) ->
     """
     if table.shape[0] == 0:
         return jnp.zeros((ids.shape[0], *table.shape[1:]), table.dtype)
-    dimensions = lax.GatherDimensionNumbers(
-        offset_dims=tuple(range(1, table.ndim)),
-        collapsed_slice_dims=(0,),
-        start_index_map=(0,),
-    )
-    sizes = (1, *table.shape[1:])
-    gather = Gather(dimensions, sizes, mode=_CLIP, indices_are_sorted=coalesced)
+    gather = Gather.of_rows(table.shape, _CLIP, indices_are_sorted=coalesced)
     return gather(table, ids[:, None])
 
 

@@ -12,11 +12,10 @@ The arrays that grew by 3 belong to the first table, those that grew by 4 to the
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from jmask._refusal import refusal
-from jmask._stored_table import is_stored_table
+from jmask._stored_table import is_stored_table, shape_of
 
 
 def tables_of_state(
@@ -90,7 +89,7 @@ def check_state(state: optax.OptState, expected: optax.OptState) -> None:
         jax.tree.leaves(expected),
         strict=True,
     ):
-        shape = leaf.shape if is_stored_table(leaf) else jnp.shape(leaf)
+        shape = shape_of(leaf).shape
         if shape != shaped.shape:
             raise ValueError(
                 f"`state{jax.tree_util.keystr(path)}` has shape {shape}, "

@@ -18,6 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmask._gather import Gather
+from jmask._row_sparse import RowSparse, is_row_sparse
+from jmask._rows import gather_rows, set_rows
+
 
 class StoredTable(abc.ABC):
     """A table of shape (V, *row) that is kept in some other form: a pytree of its arrays.
@@ -43,7 +47,7 @@ class StoredTable(abc.ABC):
 
     @abc.abstractmethod
     def distinct(self, gradient: Any) -> Any:
-        """A `RowSparse` gradient with equal ids summed, where `rows`, `set`, `add` want it."""
+        """A `RowSparse` gradient with equal ids summed, as `rows` and `set_rows` take it."""
 
     @abc.abstractmethod
     def rows(self, gradient: Any) -> jax.Array:
@@ -107,12 +111,34 @@ def distinct_rows(table: StoredTable, gradient: Any) -> Any:
     Raises:
         TypeError: if the gradient or update is not a `RowSparse`.
     """
-    if getattr(gradient, "stype", None) != "row_sparse" or not hasattr(gradient, "index_leaf"):
+    if not is_row_sparse(gradient):
         raise TypeError(
             f"the gradient of a {type(table).__name__} must be a RowSparse, as jmask.grad "
             f"gives it, got {type(gradient).__name__}."
         )
     return table.distinct(gradient)
+
+
+def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a leaf: an array or number, a `RowSparse` or a stored table."""
+    if is_stored_table(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    values = x.values if is_row_sparse(x) else x
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(values))
+
+
+def rows_of(table: Any, gradient: RowSparse) -> jax.Array:
+    """The rows of an array or a stored table where a gradient without equal ids has some."""
+    if is_stored_table(table):
+        return table.rows(gradient)
+    return gather_rows(table, gradient.row_ids(), coalesced=gradient.coalesced)
+
+
+def with_rows(table: Any, gradient: RowSparse, rows: jax.Array) -> Any:
+    """The array or stored table with other rows there, in its dtype."""
+    if is_stored_table(table):
+        return table.set_rows(gradient, rows)
+    return set_rows(table, gradient.row_ids(), rows, coalesced=gradient.coalesced)
 
 
 def looked_up(table: StoredTable, ids: jax.Array) -> jax.Array:
@@ -151,13 +177,5 @@ def _with_derivative(rows: jax.Array, tap: jax.Array, ids: jax.Array) -> jax.Arr
 def _derivative(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     rows, _, ids = primals
     of_rows, of_tap, _ = tangents
-    numbers = lax.GatherDimensionNumbers(tuple(range(1, of_tap.ndim)), (0,), (0,))
-    moved = lax.gather(
-        of_tap,
-        ids[:, None],
-        numbers,
-        (1, *of_tap.shape[1:]),
-        mode=lax.GatherScatterMode.FILL_OR_DROP,
-        fill_value=0,
-    )
-    return rows, of_rows + moved
+    gather = Gather.of_rows(of_tap.shape, lax.GatherScatterMode.FILL_OR_DROP, fill_value=0)
+    return rows, of_rows + gather.plain(of_tap, ids[:, None])
