@@ -25,6 +25,7 @@ from jax import lax
 
 from jmask._add_to_dense import add_to_dense
 from jmask._apply import apply_updates, densify
+from jmask._explicit_sharding import sharding_of_rows
 from jmask._fused_update import update_rows
 from jmask._lazy import lazy
 from jmask._lazy_one_pass import OnePassTransformation
@@ -87,7 +88,9 @@ class RowRule:
             shape = shape[:1] + (1,) * len(shape[1:])
         if is_stored_table(param):
             return param.full(shape[1:], slot.initial, dtype)
-        return jnp.full(shape, slot.initial, dtype)
+        if not slot.per_row:
+            return jnp.full_like(param, slot.initial, dtype)
+        return jnp.full(shape, slot.initial, dtype, device=sharding_of_rows(param))
 
     def one_pass(self) -> bool:
         """Whether entries of parameter and slots correspond one to one."""

@@ -1,0 +1,111 @@
+"""Arrays that say in their type where their entries are: JAX's explicit sharding.
+
+    mesh = jax.make_mesh((8,), ("x",))            its axes are explicit
+    jax.typeof(jax.device_put(ids, NamedSharding(mesh, P("x"))))       int32[16@x]
+
+Where a result could be placed in several ways, as that of a gather or a scatter could, JAX
+refuses to choose. jmask chooses for its own operations, by one rule: what is looked up lies
+where its ids do, and an array that is updated stays where it is. How the operation gets
+there is left to XLA's partitioner, as for axes that are not explicit.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+def explicit_sharding(*arrays: Any) -> NamedSharding | None:
+    """The sharding that the type of the first array with explicit axes names, or None."""
+    for array in arrays:
+        sharding = getattr(jax.typeof(array), "sharding", None)
+        if sharding is not None and AxisType.Explicit in sharding.mesh.axis_types:
+            return sharding
+    return None
+
+
+def spec_of(array: Any) -> tuple[Any, ...]:
+    """The axes over which each dimension is spread by its type: None, a name or several."""
+    sharding = explicit_sharding(array)
+    spec = () if sharding is None else tuple(sharding.spec)
+    return spec + (None,) * (len(jax.typeof(array).shape) - len(spec))
+
+
+def sharding_of_rows(array: Any) -> NamedSharding | None:
+    """Where an array (V, 1, ..., 1) is to be that goes with `array` (V, *row), if known."""
+    is_traced = isinstance(array, jax.core.Tracer)
+    sharding = explicit_sharding(array) if is_traced else getattr(array, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    return by_rows(sharding.mesh, (*sharding.spec, None)[0], array.ndim)
+
+
+def by_rows(mesh: Any, axes: Any, ndim: int) -> NamedSharding:
+    """An array (V, *row) with its rows over `axes`; spelled as a step returns it.
+
+    A step that is given another spelling than it returns is compiled twice.
+    """
+    is_explicit = AxisType.Explicit in mesh.axis_types
+    return NamedSharding(mesh, P(axes, *(None,) * (ndim - 1 if is_explicit else 0)))
+
+
+def placed(array: jax.Array, like: NamedSharding, spec: Sequence[Any]) -> jax.Array:
+    """The array spread over the axes `spec` of the mesh of `like`, as its type will say."""
+    if explicit_sharding(array) is not None and spec_of(array) == tuple(spec):
+        return array
+    return jax.sharding.reshard(array, NamedSharding(like.mesh, P(*spec)))
+
+
+def with_rows_over(array: jax.Array, like: NamedSharding, axes: Any) -> jax.Array:
+    """The array with dimension 0 spread over `axes`, and only this one."""
+    axes = axes or None
+    axes = axes[0] if isinstance(axes, tuple) and len(axes) == 1 else axes
+    return placed(array, like, (axes, *(None for _ in array.shape[1:])))
+
+
+def with_whole_rows(array: jax.Array) -> jax.Array:
+    """The array with dimension 0 on every device, if its type says that it is not."""
+    sharding, (first, *row) = explicit_sharding(array), spec_of(array)
+    return array if sharding is None or first is None else placed(array, sharding, (None, *row))
+
+
+def flat(ids: jax.Array) -> jax.Array:
+    """The ids in one dimension, spread over devices if they are in their first one alone."""
+    sharding = explicit_sharding(ids)
+    if sharding is not None and any(spec_of(ids)[1:]):
+        ids = placed(ids, sharding, (None,) * ids.ndim)
+    return ids.reshape(-1)
+
+
+def placed_like(rows: jax.Array, ids: jax.Array) -> jax.Array:
+    """Rows (*ids.shape, *row) where the type of the ids says that these are."""
+    sharding = explicit_sharding(ids)
+    if sharding is None:
+        return rows
+    return placed(rows, sharding, spec_of(ids) + spec_of(rows)[ids.ndim :])
+
+
+def automatically(
+    function: Callable[..., Any],
+    *arrays: jax.Array,
+    like: NamedSharding,
+    spec: Iterable[Any],
+) -> Any:
+    """`function` of the arrays with the steps placed by XLA and the results by `spec`."""
+    run = jax.sharding.auto_axes(
+        function, axes=like.mesh.axis_names, out_sharding=NamedSharding(like.mesh, P(*spec))
+    )
+    return run(*arrays)
+
+
+def without_repetition(spec: Sequence[Any]) -> tuple[Any, ...]:
+    """The spec with each axis of the mesh at the first dimension that names it."""
+    seen: set[str] = set()
+    result = []
+    for axes in spec:
+        names = {axes} if isinstance(axes, str) else set(axes or ())
+        result.append(None if names & seen else axes)
+        seen |= names
+    return tuple(result)
