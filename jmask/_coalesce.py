@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jmask._explicit_sharding import with_whole_rows
 from jmask._precision import sum_dtype
 from jmask._rows import add_rows
 
@@ -28,6 +29,7 @@ def coalesce_rows(ids: jax.Array, values: jax.Array, rows: int) -> tuple[jax.Arr
     Returns:
         ids (m,), sorted, unique, padding last, and values (m, *row), zero at padding.
     """
+    ids, values = with_whole_rows(ids), with_whole_rows(values)
     count = ids.shape[0]
     slots = min(count, rows)
     if slots == 0:

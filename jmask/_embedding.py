@@ -29,6 +29,7 @@ from jmask._embedding_ids import (
     entries_of,
     is_padding,
 )
+from jmask._explicit_sharding import flat, placed_like
 from jmask._gather import Gather
 from jmask._max_norm import Bound, bounded, checked_bound
 from jmask._row_sparse import RowSparse
@@ -130,7 +131,8 @@ def _gathered(source: Any, positions: jax.Array, fill: int | None) -> jax.Array:
         value = _missing(source.dtype) if fill is None else fill
         return jnp.full((*positions.shape, *row), value, source.dtype)
     if isinstance(source, StoredTable):
-        rows = looked_up(source, positions.reshape(-1)).reshape(*positions.shape, *row)
+        rows = looked_up(source, flat(positions)).reshape(*positions.shape, *row)
+        rows = placed_like(rows, positions)
         if fill is not None:
             return rows
         outside = over_rows(positions == source.shape[0], rows.ndim)

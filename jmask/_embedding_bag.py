@@ -34,6 +34,7 @@ from jmask._embedding_ids import (
     is_padding,
     narrowed,
 )
+from jmask._explicit_sharding import with_whole_rows
 from jmask._max_norm import checked_bound
 from jmask._precision import wide
 from jmask._row_ids import canonical
@@ -130,7 +131,10 @@ def embedding_bag(
     entries = entries_of(ids, absent, mode, table.shape)
     rows = rows_of(table, entries, bound)
     if combiner == "max":
-        result = _max(rows, bags, entries.absent)
+        of_entries = (rows, bags, entries.absent)
+        if isinstance(bags, Segments):  # a bag may have entries on every device
+            of_entries = jax.tree.map(with_whole_rows, of_entries)
+        result = _max(*of_entries)
     else:
         result = _sum(bags, rows.astype(dtype), weights, entries.absent, combiner)
     result = result.astype(table.dtype)

@@ -16,12 +16,20 @@ dtypes and other devices get the plain gather.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from jmask._explicit_sharding import (
+    automatically,
+    explicit_sharding,
+    spec_of,
+    without_repetition,
+)
 
 _UNROLLED = 64
 _BITS = {2: jnp.int16, 4: jnp.int32}
@@ -50,11 +58,30 @@ class Gather:
 
     def __call__(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
         """Gather, the fast way if there is one."""
+        return self._placed(self._fastest, operand, indices)
+
+    def plain(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
+        """The one operation."""
+        return self._placed(self._gather, operand, indices)
+
+    def _placed(
+        self, gather: Callable[..., jax.Array], operand: jax.Array, indices: jax.Array
+    ) -> jax.Array:
+        """The result of `gather`: rows that are where their indices are."""
+        sharding = explicit_sharding(operand, indices)
+        whole_rows = self.slice_sizes == (1, *operand.shape[1:])
+        spread = spec_of(operand)[:1] + spec_of(indices)
+        if sharding is None or not whole_rows or not any(spread):
+            return gather(operand, indices)
+        spec = without_repetition((*spec_of(indices)[:-1], *spec_of(operand)[1:]))
+        return automatically(gather, operand, indices, like=sharding, spec=spec)
+
+    def _fastest(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
         if not self.is_slow_copy(operand.dtype):
             return self.plain(operand, indices)
         return _vectorized(self, operand, indices)
 
-    def plain(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
+    def _gather(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
         return lax.gather(
             operand,
             indices,

@@ -4,7 +4,7 @@
 |---------------------------------|------------------------------------------------------|
 | psum of a table cotangent       | all-gather of the ids and the rows: n * D numbers    |
 |                                 | cross the network and not V * D                      |
-| pvary, pcast                    | on the ids and the rows                              |
+| pvary, pcast, reshard           | on the ids and the rows                              |
 | shard_map, table replicated     | its equations, with ids and rows as replicated       |
 |                                 | outputs in place of the table                        |
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jmask._cotangents import Rows
 from jmask._gradient_control_flow import nothing_to_do
@@ -51,6 +51,18 @@ def _cast(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
     def bind(x: jax.Array) -> jax.Array:
         result = eqn.primitive.bind(x, **params)
         return result[0] if eqn.primitive.multiple_results else result
+
+    return _on_parts(inputs, bind)
+
+
+def _reshard(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
+    """Of a table that is to be spread by rows, ids and rows are on every device."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    mesh, (_, *row) = params["dst_sharding"].mesh, params["dst_sharding"].spec
+
+    def bind(x: jax.Array) -> jax.Array:
+        spec = PartitionSpec(None, *(row if x.ndim > 1 else ()))
+        return eqn.primitive.bind(x, **params | {"dst_sharding": NamedSharding(mesh, spec)})
 
     return _on_parts(inputs, bind)
 
@@ -96,6 +108,7 @@ COLLECTIVE_RULES: dict[str, Rule] = {
     "psum_invariant": Rule(same_wanted, _psum),
     "pvary": Rule(same_wanted, _cast),
     "pcast": Rule(same_wanted, _cast),
+    "reshard": Rule(same_wanted, _reshard),
     # What comes in is a table on every device or a part of one: it is an array.
     "shard_map": Rule(none_wanted, _shard_map),
 }

@@ -10,10 +10,13 @@ A padding id reads an existing row, not zeros: arithmetic on what it reads is th
 arithmetic of an ordinary row, so it cannot raise a division by zero that no row has.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jmask._explicit_sharding import automatically, explicit_sharding, spec_of
 from jmask._gather import Gather
 
 _CLIP = lax.GatherScatterMode.CLIP
@@ -51,6 +54,10 @@ def add_rows(
 def _write(scatter, table, ids, rows, coalesced):
     if table.shape[0] == 0:  # every id is padding, and the transposed gather has no row
         return table
+    sharding = explicit_sharding(table, ids, rows)
+    if sharding is not None and _is_ambiguous(table, ids, rows):
+        write = functools.partial(_write, scatter, coalesced=coalesced)
+        return automatically(write, table, ids, rows, like=sharding, spec=spec_of(table))
     if coalesced:
         ids, coalesced = _distinct_padding(ids, table.shape[0])
     dimensions = lax.ScatterDimensionNumbers(
@@ -67,6 +74,12 @@ def _write(scatter, table, ids, rows, coalesced):
         unique_indices=coalesced,
         mode=_DROP,
     )
+
+
+def _is_ambiguous(table: jax.Array, ids: jax.Array, rows: jax.Array) -> bool:
+    """Whether JAX, where axes are explicit, asks where the result is to be."""
+    spread = any(spec_of(x)[0] is not None for x in (table, ids, rows))
+    return spread or spec_of(table)[1:] != spec_of(rows)[1:]
 
 
 def _distinct_padding(ids: jax.Array, rows: int) -> tuple[jax.Array, bool]:

@@ -9,6 +9,7 @@ Ids may need int64; places on a shard are int32.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jmask._explicit_sharding import by_rows, explicit_sharding, with_rows_over
 from jmask._packed_table import LANES
 from jmask._row_ids import INT32_MAX, id_dtype
 
@@ -93,20 +95,26 @@ class Layout:
         """
         if self.inside():
             return function(*arguments)
-        if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
-            raise ValueError(
-                "a ShardedTable is used where the axes of the mesh are explicit: give "
-                "`jax.set_mesh` a mesh with axis_types=(jax.sharding.AxisType.Auto,) for each "
-                "axis, or use the table inside jax.shard_map."
+        sharding = explicit_sharding(*jax.tree.leaves(arguments))
+        mesh = self._automatic_mesh() if sharding is None else sharding.mesh
+        if sharding is not None:
+            arguments = tuple(
+                jax.tree.map(functools.partial(with_rows_over, like=sharding, axes=axes), x)
+                for x, axes in zip(arguments, over, strict=False)
             )
         *inputs, outputs = (P(axes) for axes in over)
         mapped = jax.shard_map(
-            function, mesh=self.mesh, in_specs=tuple(inputs), out_specs=outputs, check_vma=False
+            function, mesh=mesh, in_specs=tuple(inputs), out_specs=outputs, check_vma=False
         )
         return jax.jit(mapped)(*arguments)
 
-    def sharding(self) -> NamedSharding:
-        return NamedSharding(self.mesh, P(self.rows))
+    def _automatic_mesh(self) -> Mesh:
+        automatic = (AxisType.Auto,) * len(self.mesh.axis_names)
+        return Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=automatic)
+
+    def sharding(self, ndim: int) -> NamedSharding:
+        """Where arrays of all blocks are."""
+        return by_rows(self.mesh, self.rows, ndim)
 
 
 def dealt(table: jax.Array, shards: int) -> jax.Array:
@@ -131,9 +139,6 @@ def layout_of(
     if placement not in PLACEMENTS:
         raise ValueError(f"`placement` must be 'div' or 'mod', got {placement!r}.")
     rows, batch = _axes(mesh, rows, "rows"), _axes(mesh, batch, "batch")
-    # In what is done with a table, XLA's partitioner places what has no place yet.
-    automatic = (AxisType.Auto,) * len(mesh.axis_names)
-    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=automatic)
     shards = math.prod(mesh.shape[axis] for axis in rows)
     block = -(-shape[0] // shards)
     if is_packed(shape, mesh, packed):

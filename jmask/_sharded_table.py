@@ -26,6 +26,13 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from jmask._coalesce import coalesce_rows
+from jmask._explicit_sharding import (
+    automatically,
+    explicit_sharding,
+    spec_of,
+    with_rows_over,
+    with_whole_rows,
+)
 from jmask._packed_table import PackedTable, checked_floating
 from jmask._row_sparse import RowSparse
 from jmask._rows import gather_rows, set_rows
@@ -130,7 +137,7 @@ class ShardedTable(StoredTable):
         )
 
     def todense(self) -> jax.Array:
-        blocks = self.blocks
+        blocks = jax.tree.map(with_whole_rows, self.blocks)
         blocks = blocks.todense() if isinstance(blocks, PackedTable) else blocks
         if self.layout.placement == "mod":
             blocks = gathered(blocks.reshape(self.layout.shards, -1, *self.shape[1:]))
@@ -138,11 +145,12 @@ class ShardedTable(StoredTable):
 
     def full(self, row: Sequence[int], value: Any, dtype: Any) -> "ShardedTable":
         layout, shape = self.layout, (self.layout.shards * self.layout.block, *row)
+        make: Any = functools.partial(jnp.full, shape, value, dtype)
+        sharding = layout.sharding(len(shape))
         if isinstance(self.blocks, PackedTable):
-            make: Any = functools.partial(self.blocks.full, row, value, dtype)
-        else:
-            make = functools.partial(jnp.full, shape, value, dtype)
-        blocks = jax.jit(make, out_shardings=layout.sharding())()
+            make = functools.partial(self.blocks.full, row, value, dtype)
+            sharding = layout.sharding(2)
+        blocks = jax.jit(make, out_shardings=sharding)()
         return ShardedTable(blocks, layout, (self.shape[0], *row))
 
     def read(self, ids: jax.Array) -> jax.Array:
@@ -162,16 +170,25 @@ class ShardedTable(StoredTable):
 
         if self.layout.inside():
             return rows_of(self._local(self.blocks), ids)
-        count = ids.shape[0]
-        ids = jnp.pad(ids, (0, layout.missing(count)), constant_values=layout.count)
+        count, extra = ids.shape[0], layout.missing(ids.shape[0])
         over = (layout.rows, layout.batch, layout.batch)
-        rows = layout.run(self._on_local(rows_of), self.blocks, ids, over=over)
-        return rows[:count]
+        padded = _padded(ids, extra, layout.count)
+        rows = layout.run(self._on_local(rows_of), self.blocks, padded, over=over)
+        sharding = explicit_sharding(rows)
+        if sharding is None:
+            return rows[:count]
+        rows = with_whole_rows(rows)[:count] if extra else rows
+        return with_rows_over(rows, sharding, spec_of(ids)[0])
 
     def distinct(self, gradient: RowSparse) -> RoutedRows:
         if isinstance(gradient, RoutedRows) and gradient.layout == self.layout:
             return gradient
-        layout, axes = self.layout, self._not_yet_gathered(gradient.values)
+        layout, ids, values = self.layout, gradient.row_ids(), gradient.values
+        sharding = explicit_sharding(*jax.tree.leaves(self.blocks))
+        if sharding is not None and explicit_sharding(values) is None:
+            ids, values = (with_rows_over(x, sharding, None) for x in (ids, values))
+        axes = self._not_yet_gathered(values)
+        of_batch = layout.batch if sharding is None else axes
 
         def routed(ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
             if axes:
@@ -181,12 +198,10 @@ class ShardedTable(StoredTable):
             places, values = coalesce_rows(layout.local(ids, shard), values, layout.block)
             return layout.ids(places, shard), values
 
-        ids, values = gradient.row_ids(), gradient.values
-        if not self.layout.inside():
+        if not layout.inside():
             extra = layout.missing(ids.shape[0])
-            ids = jnp.pad(ids, (0, extra), constant_values=layout.count)
-            values = jnp.pad(values, [(0, extra)] + [(0, 0)] * (values.ndim - 1))
-        over = (layout.batch, layout.batch, layout.rows)
+            ids, values = _padded(ids, extra, layout.count), _padded(values, extra, 0)
+        over = (of_batch, of_batch, layout.rows)
         ids, values = layout.run(routed, ids, values, over=over)
         return RoutedRows.of_shards(ids, values, self.shape, layout)
 
@@ -230,9 +245,11 @@ class ShardedTable(StoredTable):
     def _not_yet_gathered(self, values: jax.Array) -> tuple[str, ...]:
         """The batch axes over which a gradient still differs from device to device.
 
-        In a `shard_map` that tracks this, the gradient of what all devices share is summed
-        over them by JAX, and has the rows of all of them.
+        In a `shard_map` that tracks this, and where axes are explicit, the gradient of what
+        all devices share is summed over them by JAX, and has the rows of all of them.
         """
+        if explicit_sharding(values) is not None:
+            return () if spec_of(values)[0] is None else self.layout.batch
         if not self.layout.inside() or not _varying(jax.tree.leaves(self.blocks)[0]):
             return self.layout.batch
         return tuple(axis for axis in self.layout.batch if axis in _varying(values))
@@ -301,13 +318,19 @@ def sharded(
         blocks = _blocks_of(table, layout)
         return PackedTable.pack(blocks) if in_lines else blocks
 
+    sharding, of_table = (
+        layout.sharding(2 if in_lines else table.ndim),
+        explicit_sharding(table),
+    )
     if isinstance(table, jax.ShapeDtypeStruct):
-        shape_of = functools.partial(_placed_shape, layout.sharding())
+        shape_of = functools.partial(_placed_shape, sharding)
         blocks = jax.tree.map(shape_of, jax.eval_shape(blocks_of, table))
+    elif of_table is not None:
+        blocks = automatically(blocks_of, table, like=of_table, spec=sharding.spec)
     elif _is_elsewhere(table, mesh):
-        blocks = jax.device_put(jax.jit(blocks_of)(table), layout.sharding())
+        blocks = jax.device_put(jax.jit(blocks_of)(table), sharding)
     else:
-        blocks = jax.jit(blocks_of, out_shardings=layout.sharding())(table)
+        blocks = jax.jit(blocks_of, out_shardings=sharding)(table)
     return ShardedTable(blocks, layout, table.shape)
 
 
@@ -329,6 +352,14 @@ def _blocks_of(table: jax.Array, layout: Layout) -> jax.Array:
     if layout.placement == "mod":
         table = dealt(table, layout.shards).reshape(table.shape)
     return table
+
+
+def _padded(x: jax.Array, extra: int, value: int) -> jax.Array:
+    """`x` with `extra` more entries in dimension 0."""
+    if not extra:
+        return x
+    widths = [(0, extra)] + [(0, 0)] * (x.ndim - 1)
+    return jnp.pad(with_whole_rows(x), widths, constant_values=value)
 
 
 def _varying(x: jax.Array) -> frozenset[str]:

@@ -17,8 +17,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jmask._cotangents import Filled, Rows
+from jmask._explicit_sharding import explicit_sharding
 from jmask._masked_tensor import MaskedTensor
 from jmask._row_sparse import RowSparse, is_row_sparse
 from jmask._storage import is_sparse, unique_positions
@@ -54,7 +56,7 @@ class TensorArguments:
 
     def abstract_taps(self) -> list[Any]:
         """The shapes of a tap for every tensor."""
-        return [jax.ShapeDtypeStruct(tuple(x.shape), x.dtype) for x in self.tensors]
+        return [_shape_of_tap(x) for x in self.tensors]
 
     def taps(self, counts: Sequence[bool]) -> list[Any]:
         """Taps of the tensors of which other entries count; None for the others.
@@ -96,6 +98,14 @@ class TensorArguments:
             _mapped(lambda x, g: _gradient(x, g, remaining), self.args[number], gradient)
             for number, gradient in zip(self.numbers, gradients, strict=True)
         )
+
+
+def _shape_of_tap(x: Any) -> jax.ShapeDtypeStruct:
+    """That of the tensor; for a table with explicit axes it says that they are not used."""
+    sharding = explicit_sharding(*jax.tree.leaves(x)) if is_stored_table(x) else None
+    if sharding is not None:
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(tuple(x.shape), x.dtype, sharding=sharding)
 
 
 def _mapped(function: Callable[..., Any], *trees: Any) -> Any:

@@ -104,10 +104,14 @@ def replicated(tree: Any, table: Any) -> Any:
     """
     if not isinstance(table, jmask.ShardedTable):
         return tree
-    everywhere = NamedSharding(table.layout.mesh, PartitionSpec())
-    return jax.tree.map(
-        lambda x: x if is_table(x) else jax.device_put(x, everywhere), tree, is_leaf=is_table
-    )
+
+    def put(x: Any) -> Any:
+        if is_table(x):
+            return x
+        spec = PartitionSpec(*(None for _ in x.shape))
+        return jax.device_put(x, NamedSharding(table.layout.mesh, spec))
+
+    return jax.tree.map(put, tree, is_leaf=is_table)
 
 
 def is_table(x: Any) -> bool:

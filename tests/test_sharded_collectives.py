@@ -46,18 +46,23 @@ def bytes_moved(compiled: Any) -> int:
     return sum(size for _, size in collectives(compiled))
 
 
+AXIS_TYPES = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
 @functools.cache
-def mesh_of(*sizes: int) -> Any:
+def mesh_of(*sizes: int, axes: str = "automatic") -> Any:
     names = ("data", "table") if len(sizes) == 2 else ("x",)
-    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
+    return jax.make_mesh(sizes, names, axis_types=(AXIS_TYPES[axes],) * len(sizes))
 
 
-# The mesh, the axes of rows, the axes of the batch.
+# The mesh, the axes of rows, the axes of the batch, and whether axes are explicit.
 LAYOUTS = {
-    "one axis": ((8,), None, None),
-    "rows over table, batch over data": ((2, 4), "table", "data"),
-    "rows over table, batch over both": ((2, 4), "table", None),
-    "rows over both, batch over data": ((2, 4), None, "data"),
+    "one axis": ((8,), None, None, "automatic"),
+    "rows over table, batch over data": ((2, 4), "table", "data", "automatic"),
+    "rows over table, batch over both": ((2, 4), "table", None, "automatic"),
+    "rows over both, batch over data": ((2, 4), None, "data", "automatic"),
+    "explicit axis": ((8,), None, None, "explicit"),
+    "explicit axes": ((2, 4), "table", "data", "explicit"),
 }
 
 OPTIMIZERS = {
@@ -73,9 +78,9 @@ def loss(table: Any, ids: Any) -> jax.Array:
 
 
 def table_of(layout: str, packed: bool = False) -> Any:
-    sizes, rows, batch = LAYOUTS[layout]
-    x = jnp.zeros((V, D))
-    return jmask.sharded(x, mesh_of(*sizes), rows=rows, batch=batch, packed=packed)
+    sizes, rows, batch, axes = LAYOUTS[layout]
+    mesh = mesh_of(*sizes, axes=axes)
+    return jmask.sharded(jnp.zeros((V, D)), mesh, rows=rows, batch=batch, packed=packed)
 
 
 def ids_for(table: Any) -> jax.Array:
@@ -114,6 +119,9 @@ CASES = [
     ("rows over table, batch over data", "adam", "update", False),
     ("rows over table, batch over both", "rowwise adagrad", "apply_gradients", False),
     ("rows over both, batch over data", "adagrad", "update", False),
+    ("explicit axis", "adam", "apply_gradients", False),
+    ("explicit axis", "rowwise adagrad", "update", True),
+    ("explicit axes", "sgd", "update", False),
 ]
 REST = [
     (layout, optimizer, step, packed)
@@ -183,7 +191,7 @@ def test_ids_beyond_int32(placement):
     with jax.enable_x64(True):
         layout = layout_of((rows, columns), mesh_of(8), placement=placement, packed=False)
         block = jax.ShapeDtypeStruct(
-            (layout.shards * layout.block, columns), jnp.float32, sharding=layout.sharding()
+            (layout.shards * layout.block, columns), jnp.float32, sharding=layout.sharding(2)
         )
         table = jmask.ShardedTable(block, layout, (rows, columns))
         tx = jmask.adagrad(0.1)
@@ -197,7 +205,7 @@ def test_ids_beyond_int32(placement):
         assert [x.shape for x in jax.tree.leaves(state)] == [(), block.shape]
         state = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=layout.sharding() if x.ndim else None
+                x.shape, x.dtype, sharding=layout.sharding(2) if x.ndim else None
             ),
             state,
         )

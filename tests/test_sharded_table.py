@@ -32,35 +32,44 @@ pytestmark = pytest.mark.devices
 
 V, D = 21, 12  # 21 rows divide by none of the numbers of devices but 1
 
+AXIS_TYPES = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
+
 
 @functools.cache
-def mesh_of(*sizes):
+def mesh_of(*sizes, axes="automatic"):
     names = ("data", "table") if len(sizes) == 2 else ("x",)
     if len(jax.devices()) < 8:
         pytest.fail(f"conftest.py makes 8 CPU devices; there are {jax.devices()}")
-    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
+    return jax.make_mesh(sizes, names, axis_types=(AXIS_TYPES[axes],) * len(sizes))
 
 
-# The mesh, the axes of rows, the axes of the batch.
+# The mesh, the axes of rows, the axes of the batch, and whether axes are explicit.
 LAYOUTS = {
-    "1 device": ((1,), None, None),
-    "2 devices": ((2,), None, None),
-    "4 devices": ((4,), "x", "x"),
-    "8 devices": ((8,), None, None),
-    "rows and batch over both axes": ((2, 4), None, None),
-    "rows over table, batch over data": ((2, 4), "table", "data"),
-    "rows over table, batch over both": ((2, 4), "table", None),
-    "rows over both, batch over data": ((2, 4), None, "data"),
-    "rows over both in the other order": ((2, 4), ("table", "data"), ("data", "table")),
-    "rows and batch over table": ((2, 4), "table", "table"),
+    "1 device": ((1,), None, None, "automatic"),
+    "2 devices": ((2,), None, None, "automatic"),
+    "4 devices": ((4,), "x", "x", "automatic"),
+    "8 devices": ((8,), None, None, "automatic"),
+    "rows and batch over both axes": ((2, 4), None, None, "automatic"),
+    "rows over table, batch over data": ((2, 4), "table", "data", "automatic"),
+    "rows over table, batch over both": ((2, 4), "table", None, "automatic"),
+    "rows over both, batch over data": ((2, 4), None, "data", "automatic"),
+    "rows over both in the other order": (
+        (2, 4),
+        ("table", "data"),
+        ("data", "table"),
+        "automatic",
+    ),
+    "rows and batch over table": ((2, 4), "table", "table", "automatic"),
+    "explicit axis": ((8,), None, None, "explicit"),
+    "explicit axes, rows over table": ((2, 4), "table", "data", "explicit"),
+    "explicit axes, rows over both": ((2, 4), None, None, "explicit"),
 }
 
 
 def sharded(x, name, placement="div", packed=False):
-    sizes, rows, batch = LAYOUTS[name]
-    return jmask.sharded(
-        x, mesh_of(*sizes), rows=rows, batch=batch, placement=placement, packed=packed
-    )
+    sizes, rows, batch, axes = LAYOUTS[name]
+    mesh = mesh_of(*sizes, axes=axes)
+    return jmask.sharded(x, mesh, rows=rows, batch=batch, placement=placement, packed=packed)
 
 
 # --- trajectories ------------------------------------------------------------------------
@@ -111,7 +120,7 @@ def assert_sharded_alike(tree, layout):
         assert isinstance(table, jmask.ShardedTable)
         assert table.layout == layout
         for block in jax.tree.leaves(table.blocks):
-            whole = NamedSharding(layout.mesh, P(layout.rows))
+            whole = layout.sharding(block.ndim)
             assert block.sharding.is_equivalent_to(whole, block.ndim)
             if layout.shards > 1:  # on one device JAX leaves out the axes
                 assert block.sharding.spec[0] in (layout.rows, layout.rows[0])
@@ -245,7 +254,7 @@ def test_made_from_arrays_that_lie_anywhere(packed):
 # --- lookups -----------------------------------------------------------------------------
 
 SHAPES_OF_IDS = [(7,), (), (0,), (16,), (3, 5), (2, 0), (1,)]
-SPREAD = ["8 devices", "rows over table, batch over data"]
+SPREAD = ["8 devices", "rows over table, batch over data", "explicit axis"]
 
 
 @pytest.mark.parametrize(

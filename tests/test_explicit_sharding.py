@@ -1,0 +1,232 @@
+"""Where axes of a mesh are explicit, as those of `jax.make_mesh` are, all works as elsewhere.
+
+Tables of every kind, ids of every placement, each against the same program on one device:
+lookups lie where their ids do, gradients are row-sparse, tables stay where they are.
+"""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmask
+from tests.oracle import is_row_sparse
+from tests.sampling import sampled
+from tests.stored_tables import STEPS
+
+pytestmark = pytest.mark.devices
+
+V, D = 64, 8
+TABLE = np.random.default_rng(0).normal(size=(V, D)).astype(np.float32)
+
+
+@functools.cache
+def mesh_with(axis_type=AxisType.Explicit):
+    return jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+
+
+def put(x, *axes):
+    return jax.device_put(x, NamedSharding(mesh_with(), P(*axes)))
+
+
+TABLES = {
+    "an array of no mesh": lambda: jnp.asarray(TABLE),
+    "an array on every device": lambda: put(TABLE),
+    "an array spread by rows": lambda: put(TABLE, "x"),
+    "an array spread by columns": lambda: put(TABLE, None, "x"),
+    "div": lambda: jmask.sharded(TABLE, mesh_with()),
+    "mod": lambda: jmask.sharded(TABLE, mesh_with(), placement="mod"),
+    "packed and sharded": lambda: jmask.sharded(TABLE, mesh_with(), packed=True),
+    "of an array spread by rows": lambda: jmask.sharded(put(TABLE, "x"), mesh_with()),
+    "of automatic axes": lambda: jmask.sharded(TABLE, mesh_with(AxisType.Auto)),
+    "packed": lambda: jmask.PackedTable.pack(jnp.asarray(TABLE)),
+}
+
+# The shape of ids, and the axes over which they are spread; None for an array of no mesh.
+IDS = {
+    "spread": ((16,), ("x",)),
+    "lines spread": ((8, 3), ("x", None)),
+    "columns spread": ((3, 8), (None, "x")),
+    "on every device": ((7,), ()),
+    "of no mesh": ((5, 3), None),
+}
+
+
+def ids_of(name):
+    shape, axes = IDS[name]
+    ids = np.random.default_rng(1).integers(0, V, shape)
+    return jnp.asarray(ids) if axes is None else put(ids, *axes)
+
+
+def lookup(table, ids):
+    return jmask.embedding_lookup(table, ids, padding_id=3)
+
+
+def bag(combiner):
+    def bags(table, ids):
+        segments = ids.reshape(-1) % 5 if ids.ndim == 1 else None
+        number = None if segments is None else 5
+        return jmask.embedding_bag(
+            table, ids, segment_ids=segments, num_segments=number, combiner=combiner
+        )
+
+    return bags
+
+
+READS = {
+    "lookup": lookup,
+    "bounded": lambda t, ids: jmask.embedding_lookup(t, ids, max_norm=1.5),
+    "sum": bag("sum"),
+    "mean": bag("mean"),
+    "max": bag("max"),
+    "twice": lambda t, ids: lookup(t, ids) + lookup(t, (ids + 1) % V),
+    "recomputed": jax.checkpoint(lookup),
+}
+# The last dimension of what is read from a table spread by columns is, too.
+ALL = [(t, i, r, c) for t in TABLES for i in IDS for r in READS for c in (False, True)]
+LISTED = [(t, i, r, bool(n % 2)) for n, (t, i, r) in enumerate(
+    [(t, "spread", "lookup") for t in TABLES]
+    + [("div", i, "lookup") for i in IDS]
+    + [("an array spread by rows", i, "lookup") for i in IDS]
+    + [("mod", "spread", r) for r in READS]
+    + [("an array on every device", "spread", r) for r in READS]
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("table", "ids", "read", "in_context"),
+    LISTED
+    + [pytest.param(*case, marks=pytest.mark.exhaustive) for case in ALL if case not in LISTED],
+)
+def test_gradient(table, ids, read, in_context):
+    """The value, the gradient, which is row-sparse, and where the rows are."""
+    if table == "an array spread by columns" and IDS[ids][1] not in (None, ()):
+        ids = "on every device"  # an axis of the mesh can spread but one dimension
+    table, ids, read = TABLES[table](), ids_of(ids), READS[read]
+    loss = lambda t, ids: jnp.sum(jnp.sin(read(t, ids)))
+    with context(in_context), jmask.strict():
+        value, gradient = jax.jit(jmask.value_and_grad(loss))(table, ids)
+        rows = jax.jit(lookup)(table, ids)
+    assert is_row_sparse(gradient)
+    expected, dense = jax.value_and_grad(loss)(jnp.asarray(TABLE), np.asarray(ids))
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    np.testing.assert_allclose(gradient.todense(), dense, rtol=1e-4, atol=1e-6)
+    if isinstance(ids.sharding, NamedSharding):
+        assert tuple(rows.sharding.spec)[: ids.ndim] == tuple(jax.typeof(ids).sharding.spec)
+
+
+def context(is_entered):
+    return jax.set_mesh(mesh_with()) if is_entered else contextlib.nullcontext()
+
+
+OPTIMIZERS = {
+    "sgd": jmask.sgd(0.1),
+    "adam": jmask.adam(0.1),
+    "rowwise adagrad": jmask.rowwise_adagrad(0.1),
+    "clipped optax.adam": jmask.lazy(
+        optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1))
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("table", "optimizer", "step", "in_context"),
+    sampled(
+        [
+            (t, o, s, c)
+            for t in TABLES
+            for o in OPTIMIZERS
+            for s in STEPS
+            for c in (False, True)
+        ],
+        14,
+    ),
+)
+def test_steps(table, optimizer, step, in_context):
+    """The trajectory of one device; compiled once; every table stays where it is."""
+    tx = OPTIMIZERS[optimizer]
+    batches = np.random.default_rng(2).integers(0, 16, (3, 16))
+
+    def train(table, state, ids):
+        loss = lambda t: jnp.sum(jnp.sin(lookup(t, ids)))
+        value, gradient = jmask.value_and_grad(loss)(table)
+        return *STEPS[step](tx, gradient, state, table), value
+
+    def run(table, placed):
+        state, losses = tx.init(table), []
+        steps = jax.jit(train)
+        for ids in batches:
+            table, state, value = steps(table, state, placed(ids))
+            losses.append(float(value))
+        return table, losses
+
+    start = TABLES[table]()
+    with context(in_context):
+        new, losses = run(start, lambda ids: put(ids, "x"))
+    expected, expected_losses = run(jnp.asarray(TABLE), jnp.asarray)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)
+    np.testing.assert_allclose(np.asarray(new), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(np.asarray(new)[16:], TABLE[16:])
+    if table.startswith("an array spread"):
+        state = jax.tree.leaves(tx.init(start))
+        rows = [x.sharding.spec[0] for x in state if x.ndim]
+        assert rows == [start.sharding.spec[0]] * len(rows)
+    if table not in ("an array of no mesh", "packed", "of automatic axes"):
+        for old, array in zip(jax.tree.leaves(start), jax.tree.leaves(new), strict=True):
+            assert jax.typeof(array) == jax.typeof(old)
+
+
+def test_eagerly():
+    """In the context of the mesh, which JAX asks for."""
+    table, ids, tx = TABLES["div"](), ids_of("spread"), jmask.adam(0.1)
+    with jax.set_mesh(mesh_with()):
+        loss = lambda t: jnp.sum(jnp.sin(t[ids]))
+        _, gradient = jmask.value_and_grad(loss)(table)
+        new, _ = jmask.apply_gradients(tx, gradient, tx.init(table), table)
+    expected, _ = jmask.apply_gradients(
+        tx,
+        jmask.grad(lambda t: jnp.sum(jnp.sin(t[np.asarray(ids)])))(jnp.asarray(TABLE)),
+        tx.init(jnp.asarray(TABLE)),
+        jnp.asarray(TABLE),
+    )
+    np.testing.assert_allclose(np.asarray(new), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_inside_shard_map():
+    table, ids = TABLES["mod"](), ids_of("spread")
+
+    def loss(table, ids):
+        return jax.lax.psum(jnp.sum(jnp.sin(table[ids])), "x")
+
+    mapped = jax.shard_map(loss, mesh=mesh_with(), in_specs=(P("x"), P("x")), out_specs=P())
+    expected = np.sum(np.sin(TABLE[np.asarray(ids)]))
+    np.testing.assert_allclose(jax.jit(mapped)(table, ids), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("table", ["div", "mod", "packed and sharded"])
+def test_conversions(table):
+    table = TABLES[table]()
+    np.testing.assert_array_equal(table.todense(), TABLE)
+    for placement in ("div", "mod"):
+        moved = table.with_placement(placement)
+        np.testing.assert_array_equal(moved.todense(), TABLE)
+        assert moved.layout.placement == placement
+
+
+def test_by_hand():
+    """What JAX asks of a lookup by indexing, gradients of which are row-sparse as well."""
+    ids = ids_of("spread")
+    where = NamedSharding(mesh_with(), P("x"))
+    loss = lambda t: jnp.sum(jnp.sin(t.at[ids].get(out_sharding=where)))
+    for axes in ((), ("x",)):
+        with jmask.strict():
+            gradient = jax.jit(jmask.grad(loss))(put(TABLE, *axes))
+        assert is_row_sparse(gradient)
+        expected = jax.grad(lambda t: jnp.sum(jnp.sin(t[np.asarray(ids)])))(jnp.asarray(TABLE))
+        np.testing.assert_allclose(gradient.todense(), expected, rtol=1e-4, atol=1e-6)
