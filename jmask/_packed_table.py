@@ -10,8 +10,14 @@ The columns are split into powers of two (and what is left of them in multiples 
 that no row straddles two lines and nothing is padded but the last line.
 
 A row is read with its line and then picked out of it, in log2(128 / width) halvings. To
-write rows, those that share a line are placed side by side first, and each line is written
-once. Both are exact: bits are moved, nothing is added.
+write rows, each is placed in an empty line and those that share a line are joined, in as many
+doublings, since ids are sorted; the last of them is written, once:
+
+    ids        0      1      4        2 rows in a line
+    placed    a -    - b    c -
+    joined    a -    a b    c -       the first is dropped
+
+Both are exact: bits are moved, nothing is added.
 """
 
 import itertools
@@ -23,9 +29,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._coalesce import slots_of_sorted
+from jmask._fused_update import Combiner, update_rows
 from jmask._row_sparse import RowSparse
-from jmask._rows import add_rows, gather_rows, set_rows
+from jmask._rows import gather_rows
 from jmask._stored_table import StoredTable, whole
 
 LANES = 128
@@ -92,8 +98,9 @@ class PackedTable(StoredTable):
         return PackedTable(parts, shape)
 
     def read(self, ids: jax.Array) -> jax.Array:
-        columns = []
+        columns: list[jax.Array] = []
         for part, width in self._with_widths():
+            ids = _after(columns, ids)
             per_line = _per_line(width)
             line = gather_rows(part, ids // per_line)
             columns.append(_picked(line, ids % per_line, width))
@@ -108,11 +115,47 @@ class PackedTable(StoredTable):
     def set_rows(self, gradient: RowSparse, rows: jax.Array) -> "PackedTable":
         ids = gradient.row_ids()
         columns = rows.astype(self.dtype).reshape(ids.shape[0], math.prod(self.shape[1:]))
-        parts = [
-            _written(part, ids, new, self.shape[0])
-            for part, new in zip(self.parts, _groups(columns), strict=True)
-        ]
+        parts: list[jax.Array] = []
+        for part, new in zip(self.parts, _groups(columns), strict=True):
+            ids = _after(parts, ids)
+            parts.append(_written(part, ids, new, self.shape[0]))
         return PackedTable(parts, self.shape)
+
+    def updated(
+        self,
+        combiner: Combiner,
+        slots: Sequence["PackedTable"],
+        gradient: RowSparse,
+        scalars: Sequence[Any],
+    ) -> list["PackedTable"]:
+        """Table and slots of its shape with `combiner` applied to the rows of a gradient.
+
+        Args:
+            combiner: as of `update_rows`.
+            slots: kept in the same way.
+            gradient: as `distinct` gives it.
+            scalars: what else the combiner takes.
+        """
+        tables = (self, *slots)
+
+        def masked(*entries: Any) -> list[Any]:
+            old, (grad, touched, *rest) = entries[: len(tables)], entries[len(tables) :]
+            new = combiner(*old, grad, *rest)
+            return [
+                jnp.where(touched > 0, x.astype(y.dtype), y)
+                for x, y in zip(new, old, strict=True)
+            ]
+
+        ids = gradient.row_ids()
+        columns = gradient.values.reshape(ids.shape[0], math.prod(self.shape[1:]))
+        updated: list[list[jax.Array]] = []
+        for i, rows in enumerate(_groups(columns)):
+            ids = _after(updated, ids)
+            place, lines, touched = _placed(ids, rows, self.shape[0], self.parts[i].shape[0])
+            parts = [table.parts[i] for table in tables]
+            mask = touched.astype(rows.dtype)
+            updated.append(update_rows(masked, parts, place, lines, [mask, *scalars], False))
+        return [PackedTable(parts, self.shape) for parts in zip(*updated, strict=True)]
 
     def _with_widths(self) -> list[tuple[Any, int]]:
         return list(zip(self.parts, _widths(math.prod(self.shape[1:])), strict=True))
@@ -212,20 +255,55 @@ def _picked(line: jax.Array, place: jax.Array, width: int) -> jax.Array:
 
 def _written(part: jax.Array, ids: jax.Array, rows: jax.Array, count: int) -> jax.Array:
     """The part with `rows` (n, width) at `ids`, sorted and unique apart from padding."""
+    line, new, touched = _placed(ids, rows, count, part.shape[0])
+    new = jnp.where(touched, new, gather_rows(part, ids // _per_line(rows.shape[1])))
+    (written,) = update_rows(lambda _, new: [new], [part], line, new, [], False)
+    return written
+
+
+def _placed(
+    ids: jax.Array, rows: jax.Array, count: int, lines: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rows (n, width), whose ids are sorted and unique apart from padding, in their lines.
+
+    Returns:
+        For each entry (n,) the line that it writes, unique, or `lines` if it writes none; the
+        lines (n, 128), and which of their columns belong to a row.
+    """
     width = rows.shape[1]
-    per_line, lines = _per_line(width), part.shape[0]
-    line = jnp.where(ids < count, ids // per_line, lines)
+    per_line, exists = _per_line(width), ids < count
+    line, place = ids // per_line, ids % per_line
+    following = jnp.where(exists, line, lines)[1:]
+    following = jnp.concatenate([following, jnp.full(line[:1].shape, lines, line.dtype)])
+    target = jnp.where(exists & (following != line), line, lines)
     if per_line == 1:
-        return set_rows(part, line, rows, coalesced=True)
-    slot_line, slot = slots_of_sorted(line, line.shape[0], lines)
-    bits = jnp.dtype(f"int{8 * part.dtype.itemsize}")
-    here = jnp.arange(per_line, dtype=ids.dtype) == (ids % per_line)[:, None]
-    here = jnp.repeat(here, width, axis=1)
+        return target, rows, jnp.ones((1, width), bool)
+    place_of_column = lax.broadcasted_iota(ids.dtype, (1, LANES), 1) // width
+    bits = jnp.dtype(f"int{8 * rows.dtype.itemsize}")
     tiled = jnp.tile(lax.bitcast_convert_type(rows, bits), (1, per_line))
-    zeros = jnp.zeros((*line.shape, LANES), bits)
-    # Each entry of a line gets one row and else zeros: their sum is that row, bit for bit.
-    new = add_rows(zeros, slot, jnp.where(here, tiled, 0), coalesced=False)
-    kept = ~add_rows(zeros, slot, -here.astype(bits), coalesced=False)
-    old = lax.bitcast_convert_type(gather_rows(part, slot_line, coalesced=True), bits)
-    result = lax.bitcast_convert_type((old & kept) | new, part.dtype)
-    return set_rows(part, slot_line, result, coalesced=True)
+    placed = jnp.where(place[:, None] == place_of_column, tiled, jnp.zeros((), bits))
+    # One bit for each place, in words of 32, takes less room than 128 columns.
+    words = lax.broadcasted_iota(ids.dtype, (1, -(-per_line // 32)), 1)
+    bit = jnp.uint32(1) << (place % 32).astype(jnp.uint32)[:, None]
+    mask = jnp.where(words == (place // 32)[:, None], bit, jnp.uint32(0))
+    placed, mask = (_joined(x, line, per_line) for x in (placed, mask))
+    mask = jnp.repeat(mask, LANES // words.shape[1], axis=1)
+    touched = (mask >> (place_of_column % 32).astype(jnp.uint32)) & 1 == 1
+    return target, lax.bitcast_convert_type(placed, rows.dtype), touched
+
+
+def _joined(x: jax.Array, line: jax.Array, per_line: int) -> jax.Array:
+    """`x` (n, m), at each entry with the bits of those before it in the same line."""
+    count, shift = line.shape[0], 1
+    while shift < per_line:
+        before = jnp.pad(x, ((shift, 0), (0, 0)))[:count]
+        same = line == jnp.pad(line, (shift, 0), constant_values=-1)[:count]
+        x, shift = x | jnp.where(same[:, None], before, jnp.zeros((), x.dtype)), 2 * shift
+    return x
+
+
+def _after(done: list[Any], ids: jax.Array) -> jax.Array:
+    """The ids once the last of `done` is there: lines of one part at a time are in memory."""
+    if done:
+        done[-1], ids = lax.optimization_barrier((done[-1], ids))
+    return ids
