@@ -31,6 +31,7 @@ from jmask._lazy import lazy
 from jmask._lazy_one_pass import OnePassTransformation
 from jmask._masked_gradient import is_gradient_leaf
 from jmask._masked_tensor import MaskedTensor
+from jmask._packed_table import PackedTable
 from jmask._parameters import check_gradient, check_parameters
 from jmask._precision import is_narrow, wide
 from jmask._row_sparse import RowSparse, is_row_sparse
@@ -179,6 +180,8 @@ def _new_tables(
     if rule.one_pass() and not stored:
         ids, is_sorted = gradient.row_ids(), gradient.coalesced
         return update_rows(new_entries, tables, ids, gradient.values, traced, is_sorted)
+    if rule.one_pass() and isinstance(param, PackedTable):
+        return param.updated(new_entries, slots, gradient, traced)
     old = [rows_of(x, gradient) for x in slots]
     param_rows = rows_of(param, gradient) if rule.needs_param else None
     step, *rows = rule.rule(*map(_wide, (gradient.values, param_rows, *old)), *scalars)

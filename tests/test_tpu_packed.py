@@ -62,6 +62,10 @@ def check_arguments(memory: Any, numbers: int) -> None:
         ("v6e:2x2", 16, "adagrad"),
         ("v6e:2x2", 32, "adam"),
         ("v6e:2x2", 100, "adam"),
+        ("v5p:2x2x1", 16, "adagrad"),
+        ("v5p:2x2x1", 16, "adam"),
+        ("v5p:2x2x1", 32, "adagrad"),
+        ("v5p:2x2x1", 100, "adam"),
     ],
 )
 def test_a_million_rows(topology: str, columns: int, optimizer: str) -> None:
@@ -70,20 +74,20 @@ def test_a_million_rows(topology: str, columns: int, optimizer: str) -> None:
     assert memory.temp_size_in_bytes <= 0.05 * numbers
 
 
-@pytest.mark.parametrize(("columns", "optimizer"), [(8, "adam"), (64, "adagrad")])
-def test_ten_million_rows_on_v5p(columns: int, optimizer: str) -> None:
-    """Temporaries there are lines of the batch, n of 128 entries, a few of each.
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+def test_narrowest_rows_on_v5p(optimizer: str) -> None:
+    """The lines that 8192 lookups read are more than 5 % of a million rows of 8.
 
-    That is about 20 MiB for 8192 lookups: a quarter of narrow tables of 10**6 rows, and no
-    more for larger ones, of which it is little.
+    They are in memory there, where v5e and v6e have room for them on the core, but no more
+    than two arrays of them, for any number of rows.
     """
-    small, numbers = memory_of("v5p:2x2x1", optimizer, columns, 10**6)
+    small, numbers = memory_of("v5p:2x2x1", optimizer, 8, 10**6)
     check_arguments(small, numbers)
-    large, numbers = memory_of("v5p:2x2x1", optimizer, columns, 10**7)
+    large, numbers = memory_of("v5p:2x2x1", optimizer, 8, 10**7)
     check_arguments(large, numbers)
     lines = LOOKUPS * LANES * 4
-    assert large.temp_size_in_bytes <= small.temp_size_in_bytes + lines
-    assert small.temp_size_in_bytes <= 6 * lines
+    assert small.temp_size_in_bytes <= 2.5 * lines
+    assert large.temp_size_in_bytes <= small.temp_size_in_bytes + lines / 2
     assert large.temp_size_in_bytes <= 0.05 * numbers
 
 
