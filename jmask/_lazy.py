@@ -21,6 +21,7 @@ import jax
 import optax
 
 from jmask._apply import apply_updates
+from jmask._eager import compiled_outside_jit
 from jmask._lazy_call import LazyCall
 from jmask._lazy_one_pass import OnePassTransformation, applied_in_one_pass
 from jmask._masked_gradient import is_gradient_leaf
@@ -100,8 +101,15 @@ def lazy(
         if not any(map(is_gradient_leaf, leaves)):
             return inner.update(updates, state, params, **extra_args)
         _check_extra_args(extra_args)
+        if extra_args:
+            return verified_call(updates, state, params, extra_args).update(extra_args)
+        return update_rows_of(updates, state, params)
 
-        return verified_call(updates, state, params, extra_args).update(extra_args)
+    @compiled_outside_jit
+    def update_rows_of(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        return verified_call(updates, state, params, {}).update({})
 
     def verified_call(
         updates: optax.Updates,
@@ -130,7 +138,7 @@ def lazy(
         return apply_updates(params, updates), state
 
     lifted = OnePassTransformation(init, update)
-    lifted.apply_gradients = apply_gradients
+    lifted.apply_gradients = compiled_outside_jit(apply_gradients)
     return lifted
 
 

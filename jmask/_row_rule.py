@@ -25,6 +25,7 @@ from jax import lax
 
 from jmask._add_to_dense import add_to_dense
 from jmask._apply import apply_updates, densify
+from jmask._eager import compiled_outside_jit
 from jmask._explicit_sharding import sharding_of_rows
 from jmask._fused_update import update_rows
 from jmask._lazy import lazy
@@ -113,7 +114,9 @@ def optimizer(
     if lazy_update:
         lifted = OnePassTransformation(*lazy(dense))
         lifted.rule = rule
-        lifted.apply_gradients = functools.partial(_apply_gradients, rule, lifted)
+        lifted.apply_gradients = compiled_outside_jit(
+            functools.partial(_apply_gradients, rule, lifted)
+        )
         return lifted
     to_dense = densify()
 

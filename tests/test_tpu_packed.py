@@ -84,7 +84,7 @@ def test_a_million_rows(topology: str, columns: int, optimizer: str) -> None:
     [("v5p:2x2x1", "adagrad"), ("v5p:2x2x1", "adam"), ("v6e:2x2", "adam")],
 )
 def test_narrowest_rows(topology: str, optimizer: str) -> None:
-    """A million rows of 8 are 32 MB: lines of 4096 lookups are within 5 % of table and state."""
+    """A million rows of 8 are 32 MB: lines of 4096 lookups are 5 % of table and state."""
     memory, numbers = memory_of(topology, optimizer, 8, 10**6, lookups=4096)
     check_arguments(memory, numbers)
     assert memory.temp_size_in_bytes <= 0.05 * numbers
