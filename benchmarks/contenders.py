@@ -34,6 +34,10 @@ _BUILDERS: dict[tuple[str, str], Callable[[Task, float], Step]] = {
     ("memory copy", "update"): c_loop.memory_copy,
     ("jmask", "dispatch"): overhead.jmask_dispatch,
     ("optax", "dispatch"): overhead.optax_dispatch,
+    ("jmask", "small step"): overhead.jmask_small_step,
+    ("optax", "small step"): overhead.optax_small_step,
+    ("jmask", "eager"): overhead.jmask_eager,
+    ("optax", "eager"): overhead.optax_eager,
     ("jmask", "tracing"): overhead.jmask_tracing,
     ("JAX", "tracing"): overhead.jax_tracing,
 }

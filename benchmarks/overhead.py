@@ -1,10 +1,13 @@
-"""What Python costs: calling a compiled step, and tracing a large model.
+"""What Python costs: calling a compiled step, calling an optimizer eagerly, and tracing.
 
-dispatch    jitted steps of a tiny table, where arithmetic is nothing
+dispatch    calls of a jitted function of the arguments and results of a step, that adds one
+small step  jitted steps of a tiny table, where arithmetic is little
+eager       updates outside jit, of a tiny table
 tracing     value_and_grad of a model of 50 dense layers and 20 tables, each time anew
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,31 +21,70 @@ import jmask
 
 _CALLS, _LAYERS, _TABLES, _WIDTH, _BATCH = 100, 50, 20, 16, 8
 
+Run = Callable[[np.ndarray], None]
 
-def _dispatch(tx: optax.GradientTransformation, task: Task, value_and_grad: Callable) -> Any:
-    step = compiled_step(tx, value_and_grad)
+
+@partial(jax.jit, donate_argnums=0)
+def _add_one(place: Any, ids: jax.Array) -> tuple[Any, jax.Array]:
+    place = jax.tree.map(lambda x: x + 1, place)
+    return place, jax.tree.leaves(place)[0][0, 0]
+
+
+def _repeated(step: Callable[..., Any], tx: optax.GradientTransformation, task: Task) -> Run:
     table = jnp.ones((task.rows, task.width))
     place: Any = (table, tx.init(table))
 
     def run(ids: np.ndarray) -> None:
         nonlocal place
         for _ in range(_CALLS):
-            place, loss = step(place, ids)
-        jax.block_until_ready((place, loss))
+            place, result = step(place, ids)
+        jax.block_until_ready((place, result))
 
     return run
 
 
-def jmask_dispatch(task: Task, rate: float) -> Callable[[np.ndarray], None]:
-    """Steps whose state has as many buffers as those of `optax_dispatch`."""
-    return _dispatch(JMASK[task.optimizer](rate), task, jmask.value_and_grad)
+def jmask_dispatch(task: Task, rate: float) -> Run:
+    return _repeated(_add_one, JMASK[task.optimizer](rate), task)
 
 
-def optax_dispatch(task: Task, rate: float) -> Callable[[np.ndarray], None]:
-    return _dispatch(OPTAX[task.optimizer](rate), task, jax.value_and_grad)
+def optax_dispatch(task: Task, rate: float) -> Run:
+    return _repeated(_add_one, OPTAX[task.optimizer](rate), task)
 
 
-def _tracing(value_and_grad: Callable) -> Callable[[np.ndarray], None]:
+def jmask_small_step(task: Task, rate: float) -> Run:
+    tx = JMASK[task.optimizer](rate)
+    return _repeated(compiled_step(tx, jmask.value_and_grad), tx, task)
+
+
+def optax_small_step(task: Task, rate: float) -> Run:
+    tx = OPTAX[task.optimizer](rate)
+    return _repeated(compiled_step(tx, jax.value_and_grad), tx, task)
+
+
+def jmask_eager(task: Task, rate: float) -> Run:
+    values = jnp.ones((task.lookups, task.width))
+    rows = jmask.RowSparse(jnp.arange(task.lookups), values, (task.rows, task.width))
+    return _eager(JMASK[task.optimizer](rate), task, rows)
+
+
+def optax_eager(task: Task, rate: float) -> Run:
+    return _eager(OPTAX[task.optimizer](rate), task, jnp.ones((task.rows, task.width)))
+
+
+def _eager(tx: optax.GradientTransformation, task: Task, gradient: Any) -> Run:
+    table = jnp.ones((task.rows, task.width))
+    state = tx.init(table)
+
+    def run(_: np.ndarray) -> None:
+        nonlocal state
+        for _ in range(_CALLS):
+            updates, state = tx.update(gradient, state, table)
+        jax.block_until_ready((updates, state))
+
+    return run
+
+
+def _tracing(value_and_grad: Callable) -> Run:
     shape = jax.ShapeDtypeStruct
     parameters = {
         "tables": [shape((1000 + i, _WIDTH), jnp.float32) for i in range(_TABLES)],
@@ -63,9 +105,9 @@ def _tracing(value_and_grad: Callable) -> Callable[[np.ndarray], None]:
     return run
 
 
-def jmask_tracing(task: Task, rate: float) -> Callable[[np.ndarray], None]:
+def jmask_tracing(task: Task, rate: float) -> Run:
     return _tracing(jmask.value_and_grad)
 
 
-def jax_tracing(task: Task, rate: float) -> Callable[[np.ndarray], None]:
+def jax_tracing(task: Task, rate: float) -> Run:
     return _tracing(jax.value_and_grad)
