@@ -11,6 +11,8 @@ class MaskedMethods(TensorMethods):
     __slots__ = ()
 
     __getitem__ = method("_masked_index", "getitem")
+    __treescope_ndarray_adapter__ = method("_treescope", "array_adapter")
+    __treescope_repr__ = method("_treescope", "rendering")
 
     @property
     def at(self) -> Any:

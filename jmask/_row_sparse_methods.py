@@ -13,6 +13,7 @@ class RowSparseMethods(TensorMethods):
     __slots__ = ()
 
     __getitem__ = method("_row_index", "getitem")
+    __treescope_repr__ = method("_treescope", "rendering")
 
     def __len__(self) -> int:
         return self.shape[0]  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from jmask._gather import Gather
+from jmask._methods import method
 from jmask._row_sparse import RowSparse, is_row_sparse
 from jmask._rows import gather_rows, set_rows
 
@@ -91,6 +92,8 @@ class StoredTable(abc.ABC):
         if copy is False:
             raise ValueError(f"`copy`=False: a {type(self).__name__} is no array to share.")
         return np.asarray(self.todense(), dtype)
+
+    __treescope_repr__ = method("_treescope", "rendering")
 
     def __repr__(self) -> str:
         try:
