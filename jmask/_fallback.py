@@ -13,9 +13,9 @@ import re
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -24,6 +24,7 @@ _muted = contextvars.ContextVar("jmask_muted", default=False)
 _collected: contextvars.ContextVar["list[Fallback] | None"] = contextvars.ContextVar(
     "jmask_collected", default=None
 )
+_refine = contextvars.ContextVar[Any]("jmask_refine", default=None)
 # `warnings.warn_explicit` keeps its once-per-place memory in the registry it is given.
 _registry: dict = {}
 _LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (__file__, jax.__file__))
@@ -120,6 +121,16 @@ def collected() -> Iterator[list[Fallback]]:
         _collected.reset(token)
 
 
+@contextlib.contextmanager
+def refined(refine: Callable[[Fallback], Fallback]) -> Iterator[None]:
+    """Context in which a report about the gradient of a table is what `refine` makes of it."""
+    token = _refine.set(refine)
+    try:
+        yield
+    finally:
+        _refine.reset(token)
+
+
 def report_fallback(
     message: str, place: Place | None = None, shape: tuple[int, ...] | None = None
 ) -> None:
@@ -132,6 +143,8 @@ def report_fallback(
     """
     if _muted.get():
         return
+    if place is not None and shape is not None and _refine.get() is not None:
+        message, place, shape = _refine.get()(Fallback(message, place, shape))
     reports = _collected.get()
     if reports is not None:
         place = Place(*_callers_line()[:2]) if place is None else place

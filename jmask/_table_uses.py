@@ -8,12 +8,13 @@ The uses are read from the jaxpr of the function itself. A copy, a cast, a trans
 multiple of an array is that array still, so a use of it is a use of the input.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jmask._fallback import Place
+from jmask._fallback import Fallback, Place, in_bytes
 from jmask._gradient_program import place_of
 from jmask._jaxprs import CALLS, REMATS, aval_of, opened
 
@@ -45,6 +46,35 @@ def uses_of_inputs(jaxpr: Jaxpr) -> list[list[Use]]:
     return _uses(jaxpr, list(range(len(jaxpr.invars))), len(jaxpr.invars))[0]
 
 
+def refined_report(jaxpr: Jaxpr, names: Sequence[str], report: Fallback) -> Fallback:
+    """A report about the gradient of a table, at the line that needs all of the table.
+
+    A gradient program adds the two gradients of a table that is looked up and used otherwise
+    too, and the sum is made at the line of whichever use comes first.
+
+    Args:
+        jaxpr: the gradient program.
+        names: what its inputs are called, in backticks.
+        report: about one of them, which only its shape tells.
+    """
+    for name, variable, uses in zip(names, jaxpr.invars, uses_of_inputs(jaxpr), strict=True):
+        table = aval_of(variable)
+        lookups = [use.place for use in uses if use.is_lookup]
+        others = [use for use in uses if not use.is_lookup and use.place is not None]
+        if tuple(table.shape) != report.shape or not lookups or not others:
+            continue
+        size = math.prod(table.shape) * table.dtype.itemsize
+        looked_up = f"looked up ({lookups[0]})" if lookups[0] else "looked up"
+        return Fallback(
+            f"the gradient of {name}, a {table.dtype}{list(table.shape)} table "
+            f"({in_bytes(size)}), became dense, at O(table) cost in each step: it is "
+            f"{looked_up}, but `{others[0].primitive}` needs all of it",
+            others[0].place,
+            report.shape,
+        )
+    return report
+
+
 def _uses(
     jaxpr: Jaxpr, inputs: Sequence[int | None], count: int
 ) -> tuple[list[list[Use]], list[int | None]]:
@@ -71,7 +101,8 @@ def _uses(
         for body in inner:
             theirs, outputs = _uses(body, found[len(found) - len(body.invars) :], count)
             for mine, more in zip(uses, theirs, strict=True):
-                mine.extend(more)
+                # What JAX itself calls (`jnp.sort`) has no line of the user inside.
+                mine.extend(u if u.place else u._replace(place=place_of(eqn)) for u in more)
             same.update(
                 (v, i) for v, i in zip(eqn.outvars, outputs, strict=False) if i is not None
             )

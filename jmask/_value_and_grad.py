@@ -19,12 +19,13 @@ import numpy as np
 
 from jmask._array_leaves import KEEP_ARRAYS, abstract_leaf, leaf_name, not_an_array
 from jmask._cotangents import Filled, Rows
-from jmask._fallback import muted
+from jmask._fallback import Fallback, muted, refined
 from jmask._gradient_collectives import COLLECTIVE_RULES
 from jmask._gradient_control_flow import CONTROL_FLOW_RULES
 from jmask._gradient_program import Interpreter
 from jmask._gradient_rules import EQUATION_RULES
 from jmask._stored_table import is_stored_table
+from jmask._table_uses import refined_report
 from jmask._tap import is_tensor
 from jmask._tensor_arguments import TensorArguments
 
@@ -194,12 +195,23 @@ def _value_and_results(
         jax.tree.map(lambda x: False, computed),
         jax.tree.map(lambda x: x.ndim > 0, gradients),
     )
-    results = _INTERPRETER.run(
-        program.jaxpr,
-        program.consts,
-        jax.tree.leaves(differentiated),
-        jax.tree.leaves(wanted),
-    )
+
+    def refine(report: Fallback) -> Fallback:
+        named = zip(numbers, differentiated, strict=True)
+        names = [
+            leaf_name(_argument_name(fun, number), path)
+            for number, tree in named
+            for path, _ in jax.tree.leaves_with_path(tree)
+        ]
+        return refined_report(program.jaxpr, names, report)
+
+    with refined(refine):
+        results = _INTERPRETER.run(
+            program.jaxpr,
+            program.consts,
+            jax.tree.leaves(differentiated),
+            jax.tree.leaves(wanted),
+        )
     computed, gradients = jax.tree.unflatten(jax.tree.structure(outputs), results)
     return trace.with_static(_mapped(_finished, computed)), gradients
 

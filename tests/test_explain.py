@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import re
 import warnings
 
 import flax.linen as nn
@@ -127,10 +128,72 @@ def test_the_line_is_the_users_and_not_that_of_flax():
 
     note = jmask.explain(loss, params, ids)["params.Embed_0.embedding"].note
     assert f"test_explain.py:{line_of(Tied, 'attend(hidden)')})" in note
-    with pytest.warns(jmask.StorageFallbackWarning, match=r"\(32\.0 kB\).*linear\.py") as seen:
+    with pytest.warns(jmask.StorageFallbackWarning) as seen:
         jmask.grad(loss)(params, ids)
     assert seen[0].filename == __file__
-    assert seen[0].lineno == line_of(Tied, "words(ids)")
+    assert seen[0].lineno == line_of(Tied, "attend(hidden)")
+    said = str(seen[0].message)
+    for part in ("`params['params']['Embed_0']['embedding']`", "(32.0 kB)", "`dot_general`"):
+        assert part in said
+    assert re.search(
+        rf"looked up \({__file__}:{line_of(Tied, 'words(ids)')}, in .*linear", said
+    )
+
+
+def softmax(table, ids):
+    hidden = jnp.tanh(table[ids])  # first
+    return jnp.sum(hidden @ table.T)  # last
+
+
+def penalty_first(table, ids):
+    penalty = jnp.sum(table**2)  # last
+    return penalty + jnp.sum(table[ids])  # first
+
+
+def in_scan(table, ids):
+    def body(total, i):
+        row = table[i]  # first
+        return total + jnp.sum(table @ row), None  # last
+
+    return jax.lax.scan(body, 0.0, ids)[0]
+
+
+def in_remat(table, ids):
+    def inner(table):
+        rows = jnp.sin(table[ids])  # first
+        return jnp.sum(rows @ table.T)  # last
+
+    return jax.checkpoint(inner)(table)
+
+
+def in_a_function_of_jax(table, ids):
+    largest = jnp.sort(table, axis=0)[0]  # last
+    return jnp.sum(largest) + jnp.sum(table[ids])  # first
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize(
+    ("loss", "primitive"),
+    [
+        (softmax, "dot_general"),
+        (penalty_first, "integer_pow"),
+        (in_scan, "dot_general"),
+        (in_remat, "dot_general"),
+        (in_a_function_of_jax, "sort"),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_a_warning_names_both_lines(loss, primitive, jitted):
+    """It points to the use that needs all of the table, and names the lookup."""
+    gradient = jmask.grad(loss)
+    with pytest.warns(jmask.StorageFallbackWarning) as seen:
+        (jax.jit(gradient) if jitted else gradient)(TABLE, jnp.array([1, 2]))
+    (warning,) = seen
+    assert (warning.filename, warning.lineno) == (__file__, line_of(loss, "# last"))
+    at = f"looked up ({__file__}:{line_of(loss, '# first')}), but `{primitive}` needs all of it"
+    assert at in str(warning.message)
+    with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match=primitive):
+        gradient(TABLE, jnp.array([1, 2]))
 
 
 def test_reasons():
