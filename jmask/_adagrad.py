@@ -148,7 +148,9 @@ def _adagrad(
     *,
     per_row: bool,
 ) -> optax.GradientTransformationExtraArgs:
-    hyper.check_common(learning_rate, weight_decay, decay_mode, clip_gradient, rescale_grad)
+    hyper.check_common(
+        learning_rate, weight_decay, decay_mode, clip_gradient, rescale_grad, state_dtype
+    )
     hyper.check_not_negative("lr_decay", lr_decay)
     hyper.check_not_negative("initial_accumulator_value", initial_accumulator_value)
     hyper.check_epsilons(eps, eps_root)

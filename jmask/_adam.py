@@ -146,7 +146,9 @@ def _adam(
     *,
     per_row: bool,
 ) -> optax.GradientTransformationExtraArgs:
-    hyper.check_common(learning_rate, weight_decay, decay_mode, clip_gradient, rescale_grad)
+    hyper.check_common(
+        learning_rate, weight_decay, decay_mode, clip_gradient, rescale_grad, state_dtype
+    )
     hyper.check_fraction("b1", b1)
     hyper.check_fraction("b2", b2)
     hyper.check_epsilons(eps, eps_root)

@@ -9,16 +9,18 @@ import jax.numpy as jnp
 import optax
 
 from jmask._add_to_dense import add_to_dense
+from jmask._array_leaves import leaf_name
 from jmask._masked_gradient import (
     gradient_and_valid,
     is_gradient_leaf,
     unchanged_where_masked,
 )
 from jmask._masked_tensor import MaskedTensor
-from jmask._parameters import check_fits, check_gradient
+from jmask._parameters import check_fits, check_gradient, check_transformation
+from jmask._plain_optax import advising_lazy
 from jmask._precision import is_narrow, wide
 from jmask._row_sparse import is_row_sparse
-from jmask._stochastic_rounding import stochastic_round
+from jmask._stochastic_rounding import check_key, stochastic_round
 from jmask._stored_table import distinct_rows, is_stored_table
 
 
@@ -82,7 +84,9 @@ def apply_updates(
         The updated parameters, dtypes kept.
 
     Raises:
-        ValueError: if a row-sparse update does not fit its parameter.
+        TypeError: if a parameter is sparse or masked, or `key` is no key.
+        ValueError: if a row-sparse update does not fit its parameter, or the structures
+            differ.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -91,12 +95,19 @@ def apply_updates(
         {'t': Array([1. , 1.5, 1. ], dtype=float32)}
     """
 
+    if key is not None:
+        check_key(key)
     keys = _key_of_each_leaf(key)
 
     def apply(path: Any, update: Any, param: Any) -> Any:
         leaf_key = next(keys)
         if update is None or param is None:
             return param
+        if is_gradient_leaf(param):
+            raise TypeError(
+                f"{leaf_name('params', path)} is a {type(param).__name__}: parameters are "
+                "dense, and the order is apply_updates(params, updates)."
+            )
         if is_gradient_leaf(update):
             check_fits(path, update, param)
         if is_stored_table(param):
@@ -115,9 +126,21 @@ def apply_updates(
         exact = param.astype(wide(jnp.result_type(param, update))) + update
         return stochastic_round(exact, param.dtype, leaf_key)
 
-    return jax.tree.map_with_path(
-        apply, updates, params, is_leaf=lambda x: x is None or is_gradient_leaf(x)
-    )
+    def is_leaf(x: Any) -> bool:
+        return x is None or is_gradient_leaf(x)
+
+    try:
+        return jax.tree.map_with_path(apply, updates, params, is_leaf=is_leaf)
+    except ValueError as error:
+        given: Any
+        expected: Any
+        given, expected = (jax.tree.structure(x, is_leaf=is_leaf) for x in (updates, params))
+        if "pytree" not in str(error) or given == expected:
+            raise
+        raise ValueError(
+            f"`updates` and `params` must have the same structure, got {given} and {expected}. "
+            "The order is apply_updates(params, updates)."
+        ) from error
 
 
 def _key_of_each_leaf(key: jax.Array | None) -> Iterator[jax.Array | None]:
@@ -151,6 +174,10 @@ def apply_gradients(
     Returns:
         The new parameters and the new state.
 
+    Raises:
+        TypeError: if `tx` is no transformation, or a plain one of optax that cannot take
+            row-sparse gradients; if `opt_state` holds gradients.
+
     Example:
         >>> import jax.numpy as jnp, jmask
         >>> tx, params = jmask.sgd(0.5), jnp.ones((3, 1))
@@ -159,14 +186,14 @@ def apply_gradients(
         >>> params.ravel()
         Array([1. , 0.5, 1. ], dtype=float32)
     """
-    if not hasattr(tx, "update"):
-        raise TypeError(
-            f"`tx` must be an optax transformation, got {type(tx).__name__}: the order is "
-            "jmask.apply_gradients(tx, grads, opt_state, params)."
-        )
+    order = "jmask.apply_gradients(tx, grads, opt_state, params)"
+    check_transformation("tx", tx, f"tx = jmask.adam(1e-3); {order}")
+    if any(map(is_gradient_leaf, jax.tree.leaves(opt_state, is_leaf=is_gradient_leaf))):
+        raise TypeError(f"`opt_state` holds gradients: the order is {order}.")
     one_pass = getattr(tx, "apply_gradients", None)
     if one_pass is not None and key is None and not extra_args:
         return one_pass(grads, opt_state, params)
     tx = optax.with_extra_args_support(tx)
-    updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
+    with advising_lazy("tx", grads):
+        updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
     return apply_updates(params, updates, key=key), opt_state

@@ -18,6 +18,8 @@ from jmask._apply import apply_gradients
 from jmask._lazy_one_pass import OnePassTransformation
 from jmask._masked_gradient import is_gradient_leaf
 from jmask._masked_tensor import MaskedTensor
+from jmask._parameters import check_transformation
+from jmask._plain_optax import advising_lazy
 from jmask._row_sparse import RowSparse, is_row_sparse
 from jmask._storage import is_entry, is_sparse, stored_values
 
@@ -53,6 +55,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
         >>> table.ravel(), state.skipped
         (Array([1., 1., 1.], dtype=float32), Array(1, dtype=int32))
     """
+    check_transformation("inner", inner, "jmask.skip_nonfinite(jmask.adam(1e-3))")
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> SkipNonfiniteState:
@@ -102,7 +105,8 @@ def update_if(
     """`inner.update` where `take`, else no update and the state as it was."""
 
     def run() -> tuple[Any, Any]:
-        return inner.update(updates, state, params, **extra_args)
+        with advising_lazy("inner", updates):
+            return inner.update(updates, state, params, **extra_args)
 
     shapes, _ = jax.eval_shape(run)
     return lax.cond(take, run, lambda: (_no_update(shapes), state))

@@ -106,6 +106,11 @@ def embedding_bag(
                [0., 0.],
                [3., 4.]], dtype=float32)
     """
+    if mode in COMBINERS:
+        raise ValueError(
+            f"`mode` says what an id outside the table gives, got {mode!r}: how the rows of a "
+            f"bag are combined is `combiner`={mode!r}."
+        )
     table, mode = checked_table(table), checked_choice(mode, "mode", MODES)
     ids = checked_integers(ids, "ids", mode)
     combiner = checked_choice(combiner, "combiner", COMBINERS)

@@ -161,6 +161,7 @@ def checked_integers(x: Any, name: str, mode: str) -> Any:
 
     Raises:
         TypeError: if `x` does not hold integers.
+        ValueError: if `x` holds lists of different lengths.
     """
     if isinstance(x, MaskedTensor):
         raise TypeError(
@@ -168,7 +169,13 @@ def checked_integers(x: Any, name: str, mode: str) -> Any:
             f"`{name}.to_tensor(-1)`, and give that id as `padding_id`."
         )
     if not isinstance(x, jax.Array) or (mode == "raise" and not isinstance(x, jax.core.Tracer)):
-        x = np.asarray(x)
+        try:
+            x = np.asarray(x)
+        except ValueError:
+            raise ValueError(
+                f"`{name}` are lists of different lengths: fill them up with one id and give "
+                "it as `padding_id`, or give embedding_bag one list and `offsets`."
+            ) from None
         if x.size == 0 and x.dtype == float:  # what NumPy makes of an empty list
             x = x.astype(np.int32)
     if not jnp.issubdtype(x.dtype, jnp.integer):
@@ -201,7 +208,7 @@ def checked_table(table: Any) -> Any:
     """The table as a JAX array, a `RowSparse` or a `StoredTable`.
 
     Raises:
-        TypeError: if it is sparse or masked otherwise.
+        TypeError: if it is no array, or sparse or masked otherwise.
         ValueError: if it has no dimension.
     """
     if isinstance(table, RowSparse | StoredTable):
@@ -212,7 +219,13 @@ def checked_table(table: Any) -> Any:
             "`table` must be an array or a jmask.RowSparse, got "
             f"{type(table).__name__}: pass `table.{dense}`."
         )
-    table = jnp.asarray(table)
+    try:
+        table = jnp.asarray(table)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"`table` must be an array (V, *row), got {type(table).__name__}: of a tree of "
+            "parameters give the one that is looked up, as in `params['table']`."
+        ) from None
     if table.ndim == 0:
         raise ValueError("`table` must have a dimension of rows, got a scalar.")
     return table

@@ -148,7 +148,8 @@ def explain(
         `.notes`, what else leaves sparse storage. `explanation[name]` is one parameter.
 
     Raises:
-        TypeError: if a parameter is not a dense floating array.
+        TypeError: if `loss_fn` is no function or its result no scalar, or a parameter is not
+            a dense floating array.
 
     Example:
         >>> import jax, jax.numpy as jnp, jmask
@@ -164,6 +165,11 @@ def explain(
         >>> found["table"].nse
         32
     """
+    if not callable(loss_fn):
+        raise TypeError(
+            f"`loss_fn` must be a function, got {type(loss_fn).__name__}: write "
+            "jmask.explain(loss_fn, params, *batch)."
+        )
     check_parameters(params)
     gradients, uses, reports = _traced(loss_fn, params, batch, has_aux, kwargs)
     leaves = jax.tree.leaves_with_path(params, is_leaf=is_stored_table)

@@ -61,7 +61,7 @@ class Fallback(NamedTuple):
     """
 
     message: str
-    place: Place
+    place: Place | None
     shape: tuple[int, ...] | None
 
 

@@ -70,7 +70,9 @@ def ftrl(
         >>> jmask.apply_gradients(tx, grads, tx.init(table), table)[0].ravel()
         Array([ 0.  ,  0.  , -0.05], dtype=float32)
     """
-    hyper.check_common(learning_rate, weight_decay, "l2", clip_gradient, rescale_grad)
+    hyper.check_common(
+        learning_rate, weight_decay, "l2", clip_gradient, rescale_grad, state_dtype
+    )
     hyper.check_not_negative("l1", l1)
     hyper.check_not_negative("beta", beta)
 

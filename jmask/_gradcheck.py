@@ -88,6 +88,11 @@ def gradcheck(
     References:
         The two semantics are those of `torch.autograd.gradcheck` for sparse inputs.
     """
+    if not callable(fun):
+        raise TypeError(
+            f"`fun` must be a function, got {type(fun).__name__}: write "
+            "jmask.gradcheck(fun, args)."
+        )
     modes = _checked_modes(modes)
     _check_numbers(eps, atol, rtol, order)
     args = args if type(args) is tuple else (args,)

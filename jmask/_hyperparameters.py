@@ -1,6 +1,6 @@
 """Hyperparameters of the named optimizers: checks, schedules, and shared arithmetic.
 
-A hyperparameter may be a Python number, which is checked at once, or an array, possibly
+A hyperparameter may be a Python number, which is checked at once, or a scalar array, possibly
 traced (`optax.inject_hyperparams`), whose value cannot be looked at.
 """
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 # What weight decay is added to: the gradient, so that an adaptive optimizer rescales it, or
@@ -16,22 +17,72 @@ import optax
 DECAY_MODES = ("l2", "decoupled")
 
 
+def check_number(name: str, value: Any) -> None:
+    """Refuse what is neither a number nor a scalar array, which may be traced."""
+    if not _is_number(value):
+        raise TypeError(f"`{name}` must be a number, got {_shown(value)}.")
+
+
 def check_positive(name: str, value: Any) -> None:
-    """Refuse a Python number that is not > 0 and finite; arrays and schedules pass."""
+    """Refuse what is no number, or one that is not > 0 and finite; arrays pass."""
+    check_number(name, value)
     if isinstance(value, int | float) and not (value > 0 and math.isfinite(value)):
         raise ValueError(f"`{name}` must be positive and finite, got {value}.")
 
 
 def check_not_negative(name: str, value: Any) -> None:
-    """Refuse a Python number that is not >= 0 and finite; arrays pass."""
+    """Refuse what is no number, or one that is not >= 0 and finite; arrays pass."""
+    check_number(name, value)
     if isinstance(value, int | float) and not (value >= 0 and math.isfinite(value)):
         raise ValueError(f"`{name}` must be non-negative and finite, got {value}.")
 
 
 def check_fraction(name: str, value: Any) -> None:
-    """Refuse a Python number outside [0, 1); arrays pass."""
+    """Refuse what is no number, or one outside [0, 1); arrays pass."""
+    check_number(name, value)
     if isinstance(value, int | float) and not 0 <= value < 1:
         raise ValueError(f"`{name}` must be in [0, 1), got {value}.")
+
+
+def check_learning_rate(value: Any) -> None:
+    """Refuse what is neither a schedule nor a positive number."""
+    if callable(value):
+        return
+    if not _is_number(value):
+        raise TypeError(
+            "`learning_rate` must be a number, or a schedule (a function of the step count), "
+            f"got {_shown(value)}."
+        )
+    check_positive("learning_rate", value)
+
+
+def check_state_dtype(state_dtype: Any) -> None:
+    """Refuse what is no floating dtype; None passes."""
+    try:
+        fits = state_dtype is None or jnp.issubdtype(jnp.dtype(state_dtype), jnp.floating)
+    except TypeError:
+        fits = False
+    if not fits:
+        raise TypeError(
+            f"`state_dtype` must be a floating dtype, such as jnp.float32, got {state_dtype!r}."
+        )
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool | np.bool_):
+        return False
+    if isinstance(value, int | float):
+        return True
+    is_array = isinstance(value, jax.Array | np.ndarray | np.number)
+    return is_array and value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.number)
+
+
+def _shown(value: Any) -> str:
+    """What a value is, in a message: arrays and models may be large."""
+    if isinstance(value, jax.Array | np.ndarray):
+        return f"an array of shape {value.shape}, {value.dtype}"
+    is_short = value is None or isinstance(value, str | bool)
+    return repr(value) if is_short else type(value).__name__
 
 
 def check_epsilons(eps: Any, eps_root: Any) -> None:
@@ -50,15 +101,18 @@ def check_common(
     decay_mode: Any,
     clip_gradient: Any,
     rescale_grad: Any,
+    state_dtype: Any,
 ) -> None:
     """Check what all named optimizers take."""
-    check_positive("learning_rate", learning_rate)
+    check_learning_rate(learning_rate)
     check_not_negative("weight_decay", weight_decay)
     check_decay_mode(decay_mode)
     if clip_gradient is not None:
         check_positive("clip_gradient", clip_gradient)
+    check_number("rescale_grad", rescale_grad)
     if isinstance(rescale_grad, int | float) and not math.isfinite(rescale_grad):
         raise ValueError(f"`rescale_grad` must be finite, got {rescale_grad}.")
+    check_state_dtype(state_dtype)
 
 
 def check_decay_mode(decay_mode: Any) -> None:
@@ -74,7 +128,15 @@ def is_zero(value: Any) -> bool:
 
 def rate(learning_rate: optax.ScalarOrSchedule, count: jax.Array) -> Any:
     """The learning rate of step `count` (from 0)."""
-    return learning_rate(count) if callable(learning_rate) else learning_rate
+    if not callable(learning_rate):
+        return learning_rate
+    value = learning_rate(count)
+    if not _is_number(value):
+        raise TypeError(
+            f"`learning_rate` is a schedule that returned {_shown(value)} for a step count: it "
+            "must return a number."
+        )
+    return value
 
 
 def bias_correction(decay: Any, step: jax.Array) -> jax.Array:

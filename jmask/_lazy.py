@@ -25,7 +25,7 @@ from jmask._eager import compiled_outside_jit
 from jmask._lazy_call import LazyCall
 from jmask._lazy_one_pass import OnePassTransformation, applied_in_one_pass
 from jmask._masked_gradient import is_gradient_leaf
-from jmask._parameters import check_gradient, check_parameters
+from jmask._parameters import check_gradient, check_parameters, check_transformation
 from jmask._refusal import refusal
 from jmask._row_sparse import is_row_sparse
 
@@ -73,11 +73,7 @@ def lazy(
                [0.5, 0.5],
                [1. , 1. ]], dtype=float32)
     """
-    if not hasattr(inner, "init") or not hasattr(inner, "update"):
-        raise TypeError(
-            f"`inner` must be an optax transformation, got {type(inner).__name__}: write for "
-            "example jmask.lazy(optax.adam(1e-3))."
-        )
+    check_transformation("inner", inner, "jmask.lazy(optax.adam(1e-3))")
     inner = optax.with_extra_args_support(inner)
     verified: set[Any] = set()
 

@@ -28,6 +28,7 @@ from jmask._precision import wide
 from jmask._row_ids import canonical
 from jmask._row_sparse import RowSparse
 from jmask._rows import gather_rows, set_rows
+from jmask._stored_table import is_stored_table
 
 
 def renormalize(
@@ -72,6 +73,12 @@ def renormalize(
     table, ids = checked_table(table), checked_integers(ids, "ids", "zero")
     if isinstance(table, RowSparse):
         raise TypeError("`table` must be an array, got RowSparse: pass `table.todense()`.")
+    if is_stored_table(table):
+        raise TypeError(
+            f"`table` must be an array, got {type(table).__name__}: bound its rows after each "
+            "update with jmask.max_row_norm, or as they are read with "
+            "jmask.embedding_lookup(table, ids, max_norm=...)."
+        )
     bound = checked_bound(table, max_norm, norm_type)
     if bound is None:
         raise ValueError("`max_norm` must be a positive number, got None.")

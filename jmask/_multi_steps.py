@@ -18,6 +18,7 @@ from jax import lax
 
 from jmask._conditional_step import apply_if, update_if
 from jmask._lazy_one_pass import OnePassTransformation
+from jmask._parameters import check_transformation
 from jmask._row_ids import id_dtype
 from jmask._row_sparse import RowSparse, is_row_sparse
 
@@ -86,6 +87,7 @@ def multi_steps(
     """
     if not (isinstance(every_k, int) and every_k > 0):
         raise ValueError(f"`every_k` must be a positive integer, got {every_k!r}.")
+    check_transformation("inner", inner, "jmask.multi_steps(jmask.adam(1e-3), 4, like=grads)")
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> MultiStepsState:

@@ -5,6 +5,7 @@ x.npz of a RowSparse      stype "row_sparse", shape, values, indices, coalesced
 
 import os
 import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,11 @@ def load_npz(file: str | os.PathLike) -> Any:
         >>> jmask.load_npz(path)
         MaskedTensor([1.0, --], dtype=float32)
     """
+    if not zipfile.is_zipfile(file):
+        Path(file).stat()  # the error of a file that is not there
+        raise ValueError(
+            f"`file` {os.fspath(file)!r} is no .npz file: it was not written by jmask.save_npz."
+        )
     with np.load(file, allow_pickle=False) as contents:
         if "stype" not in contents:
             raise ValueError(

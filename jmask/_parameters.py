@@ -44,6 +44,19 @@ def check_parameters(params: Any) -> None:
             )
 
 
+def check_transformation(name: str, tx: Any, order: str) -> None:
+    """Refuse what is no optax transformation.
+
+    Raises:
+        TypeError: naming the argument, and how the call is written.
+    """
+    if not hasattr(tx, "init") or not hasattr(tx, "update"):
+        raise TypeError(
+            f"`{name}` must be an optax transformation, got {type(tx).__name__}: write for "
+            f"example {order}."
+        )
+
+
 def check_gradient(updates: Any, params: Any) -> None:
     """Refuse a gradient with sparse or masked leaves that does not fit the parameters.
 

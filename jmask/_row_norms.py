@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jmask._hyperparameters import check_number, check_positive
 from jmask._lazy import lazy
 from jmask._precision import wide
 
@@ -98,8 +99,8 @@ def max_row_norm(
 
 
 def _check(max_norm: Any, order: Any) -> None:
-    if isinstance(max_norm, int | float) and not max_norm > 0:
-        raise ValueError(f"`max_norm` must be positive, got {max_norm}.")
+    check_positive("max_norm", max_norm)
+    check_number("ord", order)
     if not order >= 1:
         raise ValueError(f"`ord` must be at least 1, got {order}.")
 

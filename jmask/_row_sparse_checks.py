@@ -109,6 +109,12 @@ def fit_or_poison(
 def refuse_plain_ids(leaf: Any) -> Any:
     if leaf.dtype == jax.dtypes.float0:  # the tangent of ids
         return leaf
+    if leaf.dtype == jnp.uint32:
+        raise TypeError(
+            "the indices of a RowSparse were taken apart into plain uint32 numbers, as orbax "
+            "and jax.debug.print do: save or print jmask.to_arrays(x), or `x.indices` and "
+            "`x.values`."
+        )
     raise TypeError(
         f"the indices of a RowSparse came back as plain {leaf.dtype} numbers: something "
         "mapped arithmetic over the leaves of a sparse gradient. Put the optax "

@@ -77,7 +77,9 @@ def sgd(
         >>> jmask.apply_updates(table, updates).ravel()
         Array([1. , 1. , 0.5], dtype=float32)
     """
-    hyper.check_common(learning_rate, weight_decay, decay_mode, clip_gradient, rescale_grad)
+    hyper.check_common(
+        learning_rate, weight_decay, decay_mode, clip_gradient, rescale_grad, state_dtype
+    )
     hyper.check_fraction("momentum", momentum)
     has_momentum = not hyper.is_zero(momentum)
     if nesterov and not has_momentum:

@@ -15,6 +15,22 @@ import jax.numpy as jnp
 _DRAWS = 2**16
 
 
+def check_key(key: Any) -> None:
+    """Refuse what is no key of `jax.random`, of the new or the old style.
+
+    Raises:
+        TypeError: with what `key` is.
+    """
+    dtype = getattr(key, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return
+    if dtype != jnp.uint32:
+        raise TypeError(
+            f"`key` must be a key of jax.random, such as jax.random.key(0), got "
+            f"{type(key).__name__}."
+        )
+
+
 def stochastic_round(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
     """`x` rounded to a narrower dtype, up or down at random with `x` as the mean.
 
@@ -32,6 +48,9 @@ def stochastic_round(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
         An array of `dtype`. What `dtype` represents stays as it is; nan, inf and what
         overflows are rounded to nearest.
 
+    Raises:
+        TypeError: if `x` is not floating, or `key` is no key.
+
     References:
         Gupta et al., "Deep Learning with Limited Numerical Precision", 2015.
 
@@ -45,6 +64,9 @@ def stochastic_round(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
         True
     """
     x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"`x` must be floating, got {x.dtype}: the order is (x, dtype, key).")
+    check_key(key)
     near = x.astype(dtype)
     error = x - near.astype(x.dtype)
     towards = jnp.where(error > 0, jnp.inf, -jnp.inf).astype(dtype)

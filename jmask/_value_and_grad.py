@@ -19,13 +19,14 @@ import numpy as np
 
 from jmask._array_leaves import KEEP_ARRAYS, abstract_leaf, leaf_name, not_an_array
 from jmask._cotangents import Filled, Rows
-from jmask._fallback import Fallback, muted, refined
+from jmask._fallback import Fallback, muted, refined, report_fallback
 from jmask._gradient_collectives import COLLECTIVE_RULES
 from jmask._gradient_control_flow import CONTROL_FLOW_RULES
 from jmask._gradient_program import Interpreter
 from jmask._gradient_rules import EQUATION_RULES
+from jmask._masked_tensor import MaskedTensor
 from jmask._stored_table import is_stored_table
-from jmask._table_uses import refined_report
+from jmask._table_uses import refined_report, unreported
 from jmask._tap import is_tensor
 from jmask._tensor_arguments import TensorArguments
 
@@ -57,8 +58,9 @@ def value_and_grad(
         `jax.value_and_grad` does.
 
     Raises:
-        TypeError: if `fun` is no function; from the returned function, if an argument that is
-            differentiated has leaves that are no arrays, or integers, naming the leaf.
+        TypeError: if `fun` is no function; from the returned function, if its result is no
+            scalar, or an argument that is differentiated has leaves that are no arrays, or
+            integers, naming the leaf.
 
     Warns:
         StorageFallbackWarning: if the gradient of a table had to be made dense because
@@ -186,7 +188,7 @@ def _value_and_results(
     kwargs: dict[str, Any],
 ) -> tuple[Any, tuple[Any, ...]]:
     """The value (and aux), and the gradients as the gradient program leaves them."""
-    stock = jax.value_and_grad(fun, numbers, has_aux)
+    stock = jax.value_and_grad(_of_a_scalar(fun, has_aux), numbers, has_aux)
     trace = _Trace(stock, args, kwargs, numbers)
     differentiated = tuple(args[number] for number in numbers)
     program, outputs = jax.make_jaxpr(trace, return_shape=True)(*differentiated)
@@ -196,14 +198,18 @@ def _value_and_results(
         jax.tree.map(lambda x: x.ndim > 0, gradients),
     )
 
-    def refine(report: Fallback) -> Fallback:
-        named = zip(numbers, differentiated, strict=True)
-        names = [
+    reported: set[Any] = set()
+
+    def names() -> list[str]:
+        return [
             leaf_name(_argument_name(fun, number), path)
-            for number, tree in named
+            for number, tree in zip(numbers, differentiated, strict=True)
             for path, _ in jax.tree.leaves_with_path(tree)
         ]
-        return refined_report(program.jaxpr, names, report)
+
+    def refine(report: Fallback) -> Fallback:
+        reported.add(report.shape)
+        return refined_report(program.jaxpr, names(), report)
 
     with refined(refine):
         results = _INTERPRETER.run(
@@ -213,7 +219,42 @@ def _value_and_results(
             jax.tree.leaves(wanted),
         )
     computed, gradients = jax.tree.unflatten(jax.tree.structure(outputs), results)
+    is_dense = [isinstance(x, jax.Array) for x in jax.tree.leaves(gradients)]
+    for report in unreported(program.jaxpr, names, is_dense):
+        if report.shape not in reported:
+            report_fallback(*report)
     return trace.with_static(_mapped(_finished, computed)), gradients
+
+
+def _of_a_scalar(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """`fun`, and an error that says what to do if what it returns is no scalar."""
+
+    @functools.wraps(fun, assigned=())
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        result = fun(*args, **kwargs)
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        if not has_aux or is_pair:  # JAX's error says what is expected with `has_aux`
+            _check_scalar(result[0] if has_aux else result)
+        return result
+
+    return checked
+
+
+def _check_scalar(loss: Any) -> None:
+    if loss is None:
+        advice = "got None: is its `return` missing?"
+    elif isinstance(loss, MaskedTensor):
+        advice = "got a MaskedTensor: end with `.to_tensor(0)`."
+    elif isinstance(loss, tuple | list | dict):
+        advice = (
+            f"got a {type(loss).__name__}: with auxiliary data beside it, return "
+            "(loss, aux) and give has_aux=True."
+        )
+    elif isinstance(loss, jax.Array | np.ndarray) and loss.shape:
+        advice = f"got {loss.dtype} of shape {loss.shape}: take its mean or its sum."
+    else:
+        return
+    raise TypeError(f"`fun` must return a scalar (a scalar-output function), {advice}")
 
 
 class _Trace:

@@ -204,6 +204,13 @@ def _is_tensor(x: Any) -> bool:
 
 
 def _map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    structures: Any = [jax.tree.structure(x, is_leaf=_is_tensor) for x in (tree, *others)]
+    for other in structures[1:]:
+        if other != structures[0]:
+            raise ValueError(
+                f"trees of one structure are expected, got {structures[0]} and {other}: these "
+                "are gradients of different parameters."
+            )
     return jax.tree.map(function, tree, *others, is_leaf=_is_tensor)
 
 

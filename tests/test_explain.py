@@ -196,6 +196,67 @@ def test_a_warning_names_both_lines(loss, primitive, jitted):
         gradient(TABLE, jnp.array([1, 2]))
 
 
+def in_unit_rows(table, ids):
+    unit = table / 3 ** jnp.arange(4.0)  # last
+    return jnp.sum(unit[ids])  # first
+
+
+def in_a_longer_table(table, ids):
+    longer = jnp.pad(table, ((1, 0), (0, 0)))  # last
+    return jnp.sum(longer[ids])  # first
+
+
+def with_a_row_set(table, ids):
+    changed = table.at[0].set(0.0)  # last
+    return jnp.sum(jnp.take(changed, ids, axis=0))  # first
+
+
+def in_projected_rows(table, ids):
+    projected = table @ jnp.ones((4, 3))  # last
+    return jnp.sum(projected[ids])  # first
+
+
+@pytest.mark.parametrize(
+    ("loss", "primitive"),
+    [
+        (in_unit_rows, "div"),
+        (in_a_longer_table, "pad"),
+        (with_a_row_set, "scatter"),
+        (in_projected_rows, "dot_general"),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_lookups_in_what_was_computed_from_all_of_a_table(loss, primitive):
+    """Explained for every size; warned of where the table is a megabyte or more."""
+    note = jmask.explain(loss, TABLE, IDS)["params"].note
+    last, first = (f"test_explain.py:{line_of(loss, word)})" for word in ("# last", "# first"))
+    assert "looked up (" in note
+    assert first in note
+    assert f"`{primitive}` needs all of it" in note
+    assert last in note
+    jmask.grad(loss)(TABLE, jnp.array([1, 2]))  # small: no warning
+    large = SHAPE((2**16, 4), "float32")
+    with pytest.warns(jmask.StorageFallbackWarning, match=f"`table`.*`{primitive}`") as seen:
+        jax.eval_shape(jmask.grad(loss), large, IDS)
+    assert [w.lineno for w in seen] == [line_of(loss, "# last")]
+    with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match=primitive):
+        jax.eval_shape(jmask.grad(loss), large, IDS)
+
+
+def test_no_word_about_weights():
+    """Products, norms and scales of large dense parameters are no lookups."""
+
+    def loss(p, x):
+        hidden = jnp.tanh(x @ p["w"] / jnp.linalg.norm(p["w"])) * p["scale"]
+        return jnp.sum(hidden[jnp.arange(2), jnp.array([3, 1])]) + jnp.sum(p["w"] ** 2)
+
+    params = {"w": SHAPE((1024, 1024), "float32"), "scale": SHAPE((1024,), "float32")}
+    x = SHAPE((1024, 1024), "float32")
+    with jmask.strict():
+        jax.eval_shape(jmask.grad(loss), params, x)
+    assert [p.note for p in jmask.explain(loss, params, x).parameters] == ["", ""]
+
+
 def test_reasons():
     def loss(p, ids):
         columns = jnp.sum(p["columns"][:, ids])

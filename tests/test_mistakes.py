@@ -1,55 +1,36 @@
 """Mistakes of somebody new: each gets an error that names what is wrong, and the way out.
 
-Errors that optax raises before jmask's code is reached are in test_sharp_bits.py.
+Those about optimizers are in test_mistakes_optimizers.py, about tensors in
+test_mistakes_tensors.py, and errors that optax raises before
+jmask's code is reached in test_sharp_bits.py.
 """
 
-import re
-
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 from jax.experimental.sparse import BCOO
 
 import jmask
-
-TABLE = jnp.ones((6, 2))
-IDS = jnp.array([1, 3, 1])
-ROWS = jmask.RowSparse([1, 3], jnp.ones((2, 2)), (6, 2))
-PARAMS, GRADS = {"t": TABLE}, {"t": ROWS}
-LAZY = jmask.lazy(optax.adam(0.1))
-
-
-def packed():
-    return jmask.packed(TABLE, platform="tpu")
-
-
-def mesh():
-    return jax.make_mesh((1,), ("x",))
+import jmask.numpy as jnm
+from tests.mistakes import (
+    IDS,
+    PARAMS,
+    TABLE,
+    Mistake,
+    check,
+    looked_up,
+    mlp,
+    packed,
+    sharded,
+)
 
 
-def mlp():
-    return eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
+def strictly(loss, shape=(6, 2)):
+    with jmask.strict():
+        return jax.eval_shape(jmask.grad(loss), jax.ShapeDtypeStruct(shape, "float32"))
 
 
-def step(tx, grads=GRADS, params=PARAMS):
-    """One step as a training loop takes it, from shapes alone."""
-
-    def run(grads, params):
-        updates, state = tx.update(grads, tx.init(params), params)
-        return jmask.apply_updates(params, updates), state
-
-    return jax.eval_shape(run, grads, params)
-
-
-def looked_up(table):
-    return jnp.sum(table[IDS])
-
-
-# name: (what is done, the type of the error, words of its message in their order)
-MISTAKES = {
+MISTAKES: dict[str, Mistake] = {
     # --- gradients ------------------------------------------------------------------------
     "a model with functions in it": (
         lambda: jmask.value_and_grad(lambda model, x: jnp.sum(model(x)))(mlp(), jnp.ones(2)),
@@ -109,12 +90,12 @@ MISTAKES = {
     "a vector for a loss": (
         lambda: jmask.grad(lambda t: t[IDS])(TABLE),
         TypeError,
-        ("scalar-output", "(3, 2)"),
+        ("`fun` must return a scalar", "float32 of shape (3, 2)", "its mean or its sum"),
     ),
     "has_aux forgotten": (
         lambda: jmask.grad(lambda t: (looked_up(t), 1))(TABLE),
         TypeError,
-        ("scalar-output",),
+        ("`fun` must return a scalar", "got a tuple", "has_aux=True"),
     ),
     "has_aux without aux": (
         lambda: jmask.grad(looked_up, has_aux=True)(TABLE),
@@ -130,6 +111,46 @@ MISTAKES = {
         lambda: jmask.grad(lambda t: looked_up(t) if t[0, 0] > 0 else 0.0)(TABLE),
         jax.errors.TracerBoolConversionError,
         ("boolean conversion of traced array",),
+    ),
+    "no return": (
+        lambda: jmask.grad(lambda t: None)(TABLE),
+        TypeError,
+        ("got None", "is its `return` missing?"),
+    ),
+    "a masked loss": (
+        lambda: jmask.grad(lambda t: jnm.mean(jmask.masked_tensor(t, t > 0)))(TABLE),
+        TypeError,
+        ("got a MaskedTensor", "`.to_tensor(0)`"),
+    ),
+    "explain of a value": (
+        lambda: jmask.explain(looked_up(TABLE), TABLE),
+        TypeError,
+        ("`loss_fn` must be a function, got ArrayImpl", "explain(loss_fn, params, *batch)"),
+    ),
+    "explain of a gradient": (
+        lambda: jmask.explain(jmask.value_and_grad(looked_up), TABLE),
+        TypeError,
+        ("`fun` must return a scalar", "got a tuple"),
+    ),
+    "gradcheck of a value": (
+        lambda: jmask.gradcheck(looked_up(TABLE), TABLE),
+        TypeError,
+        ("`fun` must be a function, got ArrayImpl", "jmask.gradcheck(fun, args)"),
+    ),
+    "a softmax that is tied": (
+        lambda: strictly(lambda t: jnp.sum(t[IDS] @ t.T)),
+        jmask.StorageFallbackWarning,
+        (
+            "the gradient of `t`",
+            "looked up (",
+            "test_mistakes",
+            "`dot_general` needs all of it",
+        ),
+    ),
+    "a lookup after the whole table was normalized": (
+        lambda: strictly(lambda t: jnp.sum((t / (1 + jnp.abs(t)))[IDS]), (2**17, 2)),
+        jmask.StorageFallbackWarning,
+        ("the gradient of `t`", "looked up (", "`abs` needs all of it"),
     ),
     # --- lookups --------------------------------------------------------------------------
     "float ids": (
@@ -202,193 +223,69 @@ MISTAKES = {
         ValueError,
         ("`num_segments`", "must be given for traced `segment_ids`"),
     ),
-    # --- parameters and optimizers --------------------------------------------------------
-    "an optimizer of a whole model": (
-        lambda: LAZY.init({"dense": mlp()}),
+    "the whole tree of parameters for a table": (
+        lambda: jmask.embedding_lookup(PARAMS, IDS),
         TypeError,
-        (
-            "`params['dense'].activation` is a custom_jvp, not an array",
-            "eqx.filter(model, eqx.is_inexact_array)",
-        ),
+        ("`table` must be an array (V, *row), got dict", "`params['table']`"),
     ),
-    "a named optimizer of a whole model": (
-        lambda: jmask.adam(0.1).init(mlp()),
+    "no table": (
+        lambda: jmask.embedding_lookup(None, IDS),
         TypeError,
-        ("`params.activation` is a custom_jvp", "eqx.filter"),
+        ("`table` must be an array (V, *row), got NoneType",),
     ),
-    "a masked parameter": (
-        lambda: LAZY.init({"t": jmask.masked_tensor(TABLE, TABLE > 0)}),
+    "words for ids": (
+        lambda: jmask.embedding_lookup(TABLE, ["the", "cat"]),
         TypeError,
-        ("`params['t']` is a MaskedTensor", "dense"),
+        ("`ids` must be integers, got <U3",),
     ),
-    "a complex parameter": (
-        lambda: LAZY.init({"t": TABLE.astype(complex)}),
+    "lists of different lengths": (
+        lambda: jmask.embedding_bag(TABLE, [[1], [1, 2]]),
+        ValueError,
+        ("`ids` are lists of different lengths", "`padding_id`", "`offsets`"),
+    ),
+    "torch's name for the combiner": (
+        lambda: jmask.embedding_bag(TABLE, IDS[None], mode="mean"),
+        ValueError,
+        ("`mode` says what an id outside the table gives", "`combiner`='mean'"),
+    ),
+    "offsets and segments": (
+        lambda: jmask.embedding_bag(TABLE, IDS, offsets=[0], segment_ids=[0, 0, 0]),
+        ValueError,
+        ("`offsets`", "`segment_ids`", "give one of them"),
+    ),
+    "offsets beyond the ids": (
+        lambda: jmask.embedding_bag(TABLE, IDS, offsets=[0, 9]),
+        ValueError,
+        ("`offsets` end with 9, beyond the 3 entries of `ids`",),
+    ),
+    "integer weights": (
+        lambda: jmask.embedding_bag(TABLE, IDS[None], weights=IDS[None]),
         TypeError,
-        ("`params['t']` is complex64", "real and the imaginary part"),
+        ("`weights` must be floating, got int32",),
     ),
-    "an update of an integer table": (
-        lambda: step(jmask.sgd(0.1), GRADS, {"t": TABLE.astype(int)}),
+    "a bound that is no number": (
+        lambda: jmask.embedding_lookup(TABLE, IDS, max_norm="1"),
         TypeError,
-        ("`updates['t']` is float32 and its parameter int32", ".astype(jnp.float32)"),
+        ("`max_norm` must be a number, got '1'",),
     ),
-    "a gradient of another shape": (
-        lambda: step(LAZY, {"t": jmask.RowSparse([1], jnp.ones((1, 3)), (6, 3))}),
-        ValueError,
-        ("`updates['t']` of shape (6, 3)", "(6, 2)"),
-    ),
-    "state and parameters in the wrong order": (
-        lambda: LAZY.update(GRADS, PARAMS, LAZY.init(PARAMS)),
-        ValueError,
-        ("`updates` and `params` must have the same structure", "(grads, opt_state, params)"),
-    ),
-    "params forgotten": (
-        lambda: jmask.sgd(0.1, weight_decay=0.1).update(GRADS, jmask.sgd(0.1).init(PARAMS)),
-        ValueError,
-        ("`params` must be given to update()",),
-    ),
-    "params forgotten in lazy": (
-        lambda: (tx := jmask.lazy(optax.adamw(0.1))).update(GRADS, tx.init(PARAMS)),
-        ValueError,
-        ("not passing `params`",),
-    ),
-    "the state of another optimizer": (
-        lambda: LAZY.update(GRADS, jmask.sgd(0.1).init(PARAMS), PARAMS),
-        ValueError,
-        ("`state` was not made by `init`", "expected"),
-    ),
-    "the state of another table": (
-        lambda: LAZY.update(GRADS, LAZY.init({"t": jnp.ones((7, 2))}), PARAMS),
-        ValueError,
-        ("`state[0].mu['t']` has shape (7, 2), expected (6, 2)",),
-    ),
-    "an optimizer that mixes rows": (
-        lambda: step(jmask.lazy(optax.lamb(0.1))),
-        ValueError,
-        ("jmask.lazy cannot wrap", "`reduce_sum` combines rows", "jmask.densify()"),
-    ),
-    "MultiSteps inside lazy": (
-        lambda: jmask.lazy(optax.MultiSteps(optax.sgd(0.1), 2)).init(PARAMS),
-        ValueError,
-        ("jmask.lazy cannot wrap", "MultiStepsState", "jmask.multi_steps"),
-    ),
-    "no microbatches": (
-        lambda: jmask.multi_steps(jmask.sgd(0.1), 0, like=GRADS),
-        ValueError,
-        ("`every_k` must be a positive integer",),
-    ),
-    "a larger microbatch": (
-        lambda: step(
-            jmask.multi_steps(jmask.sgd(0.1), 2, like=GRADS),
-            {"t": jmask.RowSparse([1, 2, 3], jnp.ones((3, 2)), (6, 2))},
-        ),
-        ValueError,
-        ("`updates['t']` has 3 rows", "`like` has room for 2"),
-    ),
-    "a negative learning rate": (
-        lambda: jmask.adam(-0.1),
-        ValueError,
-        ("`learning_rate` must be positive",),
-    ),
-    "a decay of 1": (lambda: jmask.adam(0.1, b1=1.0), ValueError, ("`b1` must be in [0, 1)",)),
-    "an unknown weight decay": (
-        lambda: jmask.adam(0.1, decay_mode="l1"),
-        ValueError,
-        ("`decay_mode` must be one of ('l2', 'decoupled')",),
-    ),
-    "rows of negative norm": (
-        lambda: jmask.clip_by_row_norm(-1.0),
-        ValueError,
-        ("`max_norm` must be positive",),
-    ),
-    # --- stored tables --------------------------------------------------------------------
-    "a dense gradient of a packed table": (
-        lambda: step(jmask.lazy(optax.sgd(0.1)), TABLE, packed()),
-        ValueError,
-        ("`updates` is dense", "PackedTable, which takes a RowSparse", "jmask.grad"),
-    ),
-    "the same for a named optimizer": (
-        lambda: step(jmask.adam(0.1), PARAMS, {"t": packed()}),
-        ValueError,
-        ("`updates['t']` is dense", "PackedTable"),
-    ),
-    "densify with a sharded table": (
-        lambda: step(
-            optax.chain(jmask.densify(), optax.sgd(0.1)), ROWS, jmask.sharded(TABLE, mesh())
-        ),
-        ValueError,
-        ("a ShardedTable has no dense gradient", "leave out `densify()`", "todense()"),
-    ),
-    "an axis that the mesh has not": (
-        lambda: jmask.sharded(TABLE, mesh(), rows="y"),
-        ValueError,
-        ("`rows` must name different axes of the mesh", "('x',)"),
-    ),
-    "an unknown placement": (
-        lambda: jmask.sharded(TABLE, mesh(), placement="row"),
-        ValueError,
-        ("`placement` must be 'div' or 'mod', got 'row'",),
-    ),
-    "a sharded table of integers": (
-        lambda: jmask.sharded(TABLE.astype(int), mesh()),
-        ValueError,
-        ("`table` must be a floating array", "int32[6, 2]"),
-    ),
-    # --- tensors --------------------------------------------------------------------------
-    "todense of a tree": (
-        lambda: jmask.todense(GRADS),
+    "rows of a sharded table shortened": (
+        lambda: jmask.renormalize(sharded(), IDS, 1.0),
         TypeError,
-        ("dict is not a storage", "RowSparse"),
+        ("`table` must be an array, got ShardedTable", "jmask.max_row_norm", "max_norm=..."),
     ),
-    "todense of nothing": (
-        lambda: jmask.todense(None),
+    "rows of a packed table shortened": (
+        lambda: jmask.renormalize(packed(), IDS, 1.0),
         TypeError,
-        ("NoneType is not a storage", "expected an array"),
+        ("`table` must be an array, got PackedTable", "jmask.max_row_norm"),
     ),
-    "an unknown storage": (
-        lambda: jmask.cast_storage(TABLE, "csc"),
-        ValueError,
-        ("`stype` must be one of 'default', 'row_sparse', 'coo', 'csr'",),
-    ),
-    "numbers for a mask": (
-        lambda: jmask.masked_tensor(TABLE, TABLE),
+    "a slice of a sharded table": (
+        lambda: sharded()[1:3],
         TypeError,
-        ("`mask` must be boolean", "`mask != 0`"),
-    ),
-    "a mask of another shape": (
-        lambda: jmask.sparse_mask(TABLE, TABLE[:2] > 0),
-        ValueError,
-        ("`mask` must have the shape of `x`, (6, 2)",),
-    ),
-    "a masked tensor into NumPy": (
-        lambda: np.asarray(jmask.masked_tensor(TABLE, TABLE > 0)),
-        TypeError,
-        ("masked entries have no values", "to_tensor(fill)", "to_numpy_ma"),
-    ),
-    "if of a sparse tensor": (
-        lambda: bool(ROWS),
-        TypeError,
-        ("no truth value", "jmask.numpy.any"),
-    ),
-    "room for fewer rows": (
-        lambda: ROWS.coalesce(nse=1),
-        ValueError,
-        ("`nse`=1 is too small: 2 rows",),
-    ),
-    "rows to be counted under jit": (
-        lambda: jax.jit(jmask.RowSparse.fromdense)(TABLE),
-        ValueError,
-        ("`nse`", "must be given for a traced `x`"),
-    ),
-    "a product that does not fit": (
-        lambda: jmask.dot(ROWS, TABLE),
-        ValueError,
-        ("`lhs` of shape (6, 2) and `rhs` of shape (6, 2) do not fit", "transpose_a"),
+        ("`ids` must be integers, got slice(1, 3, None)", "`table.todense()`"),
     ),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake(name):
-    mistake, error, words = MISTAKES[name]
-    with pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, words))):
-        mistake()
+    check(MISTAKES[name])
