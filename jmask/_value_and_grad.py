@@ -9,7 +9,6 @@ a table's gradient as (ids, rows); see `_gradient_program`.
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from jmask._gradient_collectives import COLLECTIVE_RULES
 from jmask._gradient_control_flow import CONTROL_FLOW_RULES
 from jmask._gradient_program import Interpreter
 from jmask._gradient_rules import EQUATION_RULES
-from jmask._masked_tensor import MaskedTensor
+from jmask._loss_function import argument_name, checked_loss
 from jmask._stored_table import is_stored_table
 from jmask._table_uses import refined_report, unreported
 from jmask._tap import is_tensor
@@ -188,7 +187,7 @@ def _value_and_results(
     kwargs: dict[str, Any],
 ) -> tuple[Any, tuple[Any, ...]]:
     """The value (and aux), and the gradients as the gradient program leaves them."""
-    stock = jax.value_and_grad(_of_a_scalar(fun, has_aux), numbers, has_aux)
+    stock = jax.value_and_grad(checked_loss(fun, numbers, has_aux), numbers, has_aux)
     trace = _Trace(stock, args, kwargs, numbers)
     differentiated = tuple(args[number] for number in numbers)
     program, outputs = jax.make_jaxpr(trace, return_shape=True)(*differentiated)
@@ -202,7 +201,7 @@ def _value_and_results(
 
     def names() -> list[str]:
         return [
-            leaf_name(_argument_name(fun, number), path)
+            leaf_name(argument_name(fun, number), path)
             for number, tree in zip(numbers, differentiated, strict=True)
             for path, _ in jax.tree.leaves_with_path(tree)
         ]
@@ -224,37 +223,6 @@ def _value_and_results(
         if report.shape not in reported:
             report_fallback(*report)
     return trace.with_static(_mapped(_finished, computed)), gradients
-
-
-def _of_a_scalar(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-    """`fun`, and an error that says what to do if what it returns is no scalar."""
-
-    @functools.wraps(fun, assigned=())
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        result = fun(*args, **kwargs)
-        is_pair = isinstance(result, tuple) and len(result) == 2
-        if not has_aux or is_pair:  # JAX's error says what is expected with `has_aux`
-            _check_scalar(result[0] if has_aux else result)
-        return result
-
-    return checked
-
-
-def _check_scalar(loss: Any) -> None:
-    if loss is None:
-        advice = "got None: is its `return` missing?"
-    elif isinstance(loss, MaskedTensor):
-        advice = "got a MaskedTensor: end with `.to_tensor(0)`."
-    elif isinstance(loss, tuple | list | dict):
-        advice = (
-            f"got a {type(loss).__name__}: with auxiliary data beside it, return "
-            "(loss, aux) and give has_aux=True."
-        )
-    elif isinstance(loss, jax.Array | np.ndarray) and loss.shape:
-        advice = f"got {loss.dtype} of shape {loss.shape}: take its mean or its sum."
-    else:
-        return
-    raise TypeError(f"`fun` must return a scalar (a scalar-output function), {advice}")
 
 
 class _Trace:
@@ -328,30 +296,19 @@ def _check_argument(fun: Callable[..., Any], number: int, argument: Any) -> None
             continue
         array = abstract_leaf(leaf)
         if array is None:
-            raise not_an_array(leaf_name(_argument_name(fun, number), path), leaf, KEEP_ARRAYS)
+            raise not_an_array(leaf_name(argument_name(fun, number), path), leaf, KEEP_ARRAYS)
         if not jnp.issubdtype(array.dtype, jnp.inexact):
             raise TypeError(
-                f"{leaf_name(_argument_name(fun, number), path)} is {array.dtype}, and grad "
+                f"{leaf_name(argument_name(fun, number), path)} is {array.dtype}, and grad "
                 "requires real- or complex-valued inputs: pass it as another argument, or "
                 f"{KEEP_ARRAYS}."
             )
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(
-                f"{leaf_name(_argument_name(fun, number), path)} is a ShapeDtypeStruct, which "
+                f"{leaf_name(argument_name(fun, number), path)} is a ShapeDtypeStruct, which "
                 "holds no numbers: use jmask.explain, or jax.eval_shape(jmask.grad(f), ...)."
             )
 
 
 def _is_tensor(x: Any) -> bool:
     return is_tensor(x) or is_stored_table(x)
-
-
-def _argument_name(fun: Callable[..., Any], number: int) -> str:
-    """What `fun` calls its positional argument, or its number."""
-    try:
-        parameters = inspect.signature(fun).parameters.values()
-    except (TypeError, ValueError):
-        parameters = {}.values()
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [parameter.name for parameter in parameters if parameter.kind in by_position]
-    return names[number] if number < len(names) else f"args[{number}]"

@@ -1,10 +1,9 @@
 """`embedding_bag` against NumPy loops: values, and gradients of table and weights."""
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,25 @@ from hypothesis import strategies as st
 from jax.experimental import checkify
 
 import jmask
+from tests.bag_cases import (
+    CASES,
+    CLOSE,
+    COTANGENT,
+    TABLE,
+    B,
+    Case,
+    D,
+    Data,
+    L,
+    N,
+    V,
+    call,
+    combiners,
+    differentiated,
+    drawn,
+    forms,
+)
 from tests.embedding_oracle import (
-    MODES,
     OUTSIDE,
     PADDED,
     combined,
@@ -27,75 +43,6 @@ from tests.embedding_oracle import (
     table_gradient,
 )
 from tests.oracle import dense_twin
-
-V, D, N, B, L = 6, 3, 12, 4, 3
-FORMS = ("lines", "offsets", "last offset", "segments")
-COMBINERS = ("sum", "mean", "sqrtn", "max")
-PADDINGS = (None, -1, 2)
-# Small integers, so that the maximum is often attained more than once.
-TABLE = np.random.default_rng(1).integers(-2, 3, (V, D)).astype(np.float32)
-COTANGENT = normal(B, D)
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-
-forms = pytest.mark.parametrize("form", FORMS)
-combiners = pytest.mark.parametrize("combiner", COMBINERS)
-
-
-class Case(NamedTuple):
-    """The options of a call."""
-
-    form: str
-    combiner: str
-    weighted: bool
-    padding: int | None
-    mode: str
-
-
-CASES = [
-    Case(*options)
-    for options in itertools.product(FORMS, COMBINERS, (False, True), PADDINGS, MODES)
-    if not (options[1] == "max" and options[2])
-]
-
-
-class Data(NamedTuple):
-    """The arrays of a call: `places` are offsets or segment ids."""
-
-    ids: np.ndarray
-    places: np.ndarray
-    weights: np.ndarray
-
-
-def drawn(form: str, rng: np.random.Generator, outside: bool) -> Data:
-    """Ids in the table, or also outside it, and bags of which some are empty."""
-    ids = rng.integers(-2, V + 2, N) if outside else rng.integers(0, V, N)
-    offsets = np.sort(rng.integers(0, N + 1, B + 1))
-    offsets[0] = 0
-    places = {
-        "lines": np.arange(N) // L,
-        "offsets": offsets[:B],
-        "last offset": offsets,
-        "segments": rng.integers(-1, B + 2, N),
-    }[form]
-    weights = rng.normal(size=N).astype(np.float32)
-    return Data(ids.astype(np.int32), places.astype(np.int32), weights)
-
-
-def call(case: Case, table: Any, weights: Any, ids: Any, places: Any) -> jax.Array:
-    options: dict[str, Any] = {
-        "combiner": case.combiner,
-        "padding_id": case.padding,
-        "mode": case.mode,
-    }
-    if case.form == "lines":
-        ids, weights = ids.reshape(B, L), weights.reshape(B, L)
-    elif case.form == "segments":
-        options |= {"segment_ids": places, "num_segments": B}
-    else:
-        options |= {"offsets": places, "include_last_offset": case.form == "last offset"}
-    return jmask.embedding_bag(
-        table, ids, weights=weights if case.weighted else None, **options
-    )
 
 
 def bag_of(form: str, places: np.ndarray) -> np.ndarray:
@@ -122,16 +69,6 @@ def check(case: Case, data: Data, out: Any, gradient: jmask.RowSparse, in_weight
     np.testing.assert_allclose(dense_twin(gradient), in_table, **CLOSE)
     if case.weighted:
         np.testing.assert_allclose(in_weights, expected.in_weights, **CLOSE)
-
-
-def differentiated(case: Case) -> Callable[..., Any]:
-    """(table, weights, ids, places) -> gradients of table and weights, and the bags."""
-
-    def loss(table: Any, weights: Any, ids: Any, places: Any) -> Any:
-        out = call(case, table, weights, ids, places)
-        return jnp.sum(out * COTANGENT), out
-
-    return jmask.grad(loss, (0, 1), has_aux=True)
 
 
 @pytest.mark.exhaustive
@@ -377,124 +314,3 @@ def test_max_norm(combiner: str) -> None:
     short = jmask.embedding_lookup(table, np.arange(V), max_norm=1.5, norm_type=1)
     found = jmask.embedding_bag(table, ids, max_norm=1.5, norm_type=1, **options)
     np.testing.assert_allclose(found, jmask.embedding_bag(short, ids, **options), rtol=1e-5)
-
-
-# --- numbers of every dtype --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("traced", [False, True])
-def test_narrow_integers(traced: bool) -> None:
-    """300 bags, counted by bytes."""
-    table, number = normal(300, 2), 300
-    ids, places = np.array([255, 3, 3], np.uint8), np.array([255, 0, 0], np.uint8)
-
-    def run(ids: Any, places: Any) -> Any:
-        return jmask.embedding_bag(table, ids, segment_ids=places, num_segments=number)
-
-    out = (jax.jit(run) if traced else run)(ids, places)
-    expected = np.zeros((number, 2))
-    expected[255], expected[0] = table[255], 2 * table[3]
-    np.testing.assert_allclose(out, expected, rtol=1e-6)
-
-
-def test_wide_integers_never_wrap() -> None:
-    beyond = 2**32 + 1
-    out = jmask.embedding_bag(
-        TABLE, [beyond, 1, 1], segment_ids=[0, 0, beyond], num_segments=2, padding_id=beyond
-    )
-    np.testing.assert_array_equal(out, [TABLE[1], np.zeros(D)])
-
-
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, np.float64])
-def test_weights_of_every_dtype(dtype: Any) -> None:
-    weights = np.array([[0.5, 2]], dtype)
-    out = jmask.embedding_bag(TABLE, [[0, 1]], weights=weights)
-    assert out.dtype == np.float32
-    np.testing.assert_array_equal(out[0], TABLE[0] / 2 + TABLE[1] * 2)
-
-
-# --- what only a run can tell ------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("offsets", "last", "valid"),
-    [
-        ([0, 2, 2], False, True),
-        ([0, 2, 4], False, True),
-        ([1, 2, 3], False, False),
-        ([0, 3, 2], False, False),
-        ([0, 2, 5], False, False),
-        ([-1, 2, 3], False, False),
-        ([0, 1, 3], True, True),
-        ([0, 1, 5], True, False),
-    ],
-)
-def test_traced_offsets(offsets: list[int], last: bool, valid: bool) -> None:
-    """Bags that are not well formed are nan where an error is not possible."""
-    run = lambda o: jmask.embedding_bag(
-        TABLE, [0, 1, 3, 4], offsets=o, include_last_offset=last
-    )
-    out = jax.jit(run)(np.array(offsets))
-    if valid:
-        np.testing.assert_array_equal(out, run(offsets))
-    else:
-        assert np.isnan(out).all()
-        with pytest.raises(ValueError, match="`offsets`"):
-            run(offsets)
-
-
-def test_raise_under_checkify() -> None:
-    """An id outside that is padding, or in no bag, is no error; any other is left out."""
-
-    def run(ids: Any, places: Any, table: Any = TABLE) -> Any:
-        return jmask.embedding_bag(
-            table,
-            ids,
-            segment_ids=places,
-            num_segments=2,
-            combiner="mean",
-            padding_id=-1,
-            mode="raise",
-        )
-
-    checked = checkify.checkify(jax.jit(run))
-    ids, places = np.array([-1, 2, 77, 4]), np.array([0, 0, 5, 1])
-    error, out = checked(ids, places)
-    assert error.get() is None
-    np.testing.assert_array_equal(out, TABLE[[2, 4]])
-    np.testing.assert_array_equal(run(ids, places), out)
-    places[2] = 1
-    error, out = checked(ids, places)
-    assert "`ids[2]` is 77, which is no row of the table of shape (6, 3)" in error.get()
-    np.testing.assert_array_equal(out, TABLE[[2, 4]])
-    for function in (run, lambda *args: jmask.grad(lambda t: jnp.sum(run(*args, t)))(TABLE)):
-        with pytest.raises(IndexError, match=r"`ids\[2\]` is 77"):
-            function(ids, places)
-    # Concrete ids, of which it depends on traced numbers whether they are looked up.
-    late = checkify.checkify(jax.jit(lambda places: run([-1, 2, 2**40, 4], places)))
-    assert late(np.array([0, 0, 5, 1]))[0].get() is None
-    assert "`ids[2]` is" in late(places)[0].get()
-
-
-def test_number_of_segments() -> None:
-    out = jmask.embedding_bag(TABLE, [0, 1, 4], segment_ids=[2, 0, 2])
-    np.testing.assert_array_equal(out, [TABLE[1], np.zeros(D), TABLE[0] + TABLE[4]])
-
-
-@pytest.mark.parametrize(
-    ("combiner", "program"), [("sqrtn", "scan"), ("max", "scan"), ("mean", "remat")]
-)
-def test_row_sparse_inside(combiner: str, program: str) -> None:
-    ids = np.random.default_rng(0).integers(0, V, (2, B, L))
-    loss = lambda t, ids: jnp.sum(
-        jmask.embedding_bag(t, ids, combiner=combiner, padding_id=0) * COTANGENT
-    )
-    if program == "scan":
-        whole = lambda t: jax.lax.scan(lambda c, i: (c + loss(t, i), None), 0.0, ids)[0]
-    else:
-        again = jax.checkpoint(loss)
-        whole = lambda t: again(t, ids[0]) + again(t, ids[1])
-    with jmask.strict():
-        gradient = jax.jit(jmask.grad(whole))(TABLE)
-    expected = sum(jax.grad(loss)(TABLE, i) for i in ids)
-    np.testing.assert_allclose(dense_twin(gradient), expected, **CLOSE)

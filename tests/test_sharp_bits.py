@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmask
 import jmask.numpy as jnm
-from tests.test_mistakes import GRADS, IDS, LAZY, PARAMS, ROWS, TABLE, looked_up, mesh, step
+from tests.mistakes import GRADS, IDS, LAZY, PARAMS, ROWS, TABLE, looked_up, mesh, step
 
 # --- errors of JAX and optax -----------------------------------------------------------------
 
@@ -71,6 +71,15 @@ OUTSIDE = {
         lambda: step(optax.chain(LAZY, optax.keep_params_nonnegative())),
         "where",
     ),
+    "a function of jax.numpy": (lambda: jnp.sum(ROWS), "sum"),
+    "taken apart": (
+        lambda: jax.tree.map(lambda x: jnp.ones(x.shape, jnp.uint32), GRADS),
+        "plain uint32",
+    ),
+    "a sum in a scan": (
+        lambda: jax.lax.scan(lambda g, _: (jmask.tree.add(g, GRADS), None), GRADS, length=2),
+        "scan",
+    ),
 }
 
 
@@ -103,6 +112,13 @@ def test_the_ways_out():
     step(optax.masked(LAZY, {"t": True}))
     step(jmask.skip_nonfinite(LAZY))
     step(jmask.multi_steps(LAZY, 2, like=GRADS))
+    assert jnm.sum(ROWS) == 4
+    total = {"t": jmask.RowSparse.zeros((6, 2), nse=2)}
+    add = lambda total, _: (jmask.tree.add(total, GRADS, like=total), None)
+    np.testing.assert_array_equal(
+        jax.lax.scan(add, total, length=3)[0]["t"].todense(), 3 * ROWS.todense()
+    )
+    assert jmask.from_arrays(jmask.to_arrays(GRADS), like=GRADS)["t"].nse == 2
     over_devices(jmask.tree.psum)
     over_devices(jmask.tree.pmean)
     assert jmask.tree.norm(GRADS) == 2
@@ -170,10 +186,12 @@ class WithStatistics(nnx.Module):
 
 
 def test_statistics_of_an_nnx_model():
-    """Lost if the model is an argument, as in `jax.grad`; kept by split and merge."""
+    """An error if the model is an argument (`jax.grad` loses them); kept by split and merge."""
     model = WithStatistics(nnx.Rngs(0))
     before = np.asarray(model.norm.mean[...])
-    jmask.grad(lambda model: model(IDS))(model)
+    with pytest.raises(TypeError, match=r"writes to `model\.norm\..*which is lost"):
+        jmask.grad(lambda model: model(IDS))(model)
+    jax.grad(lambda model: model(IDS))(model)
     np.testing.assert_array_equal(model.norm.mean[...], before)
     graph, params, others = nnx.split(model, nnx.Param, ...)
 

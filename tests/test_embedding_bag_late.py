@@ -1,0 +1,136 @@
+"""`embedding_bag` of ids and weights of every dtype, and what only a run can tell."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+
+import jmask
+from tests.bag_cases import CLOSE, COTANGENT, TABLE, B, D, L, V
+from tests.embedding_oracle import (
+    normal,
+)
+from tests.oracle import dense_twin
+
+# --- numbers of every dtype --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_narrow_integers(traced: bool) -> None:
+    """300 bags, counted by bytes."""
+    table, number = normal(300, 2), 300
+    ids, places = np.array([255, 3, 3], np.uint8), np.array([255, 0, 0], np.uint8)
+
+    def run(ids: Any, places: Any) -> Any:
+        return jmask.embedding_bag(table, ids, segment_ids=places, num_segments=number)
+
+    out = (jax.jit(run) if traced else run)(ids, places)
+    expected = np.zeros((number, 2))
+    expected[255], expected[0] = table[255], 2 * table[3]
+    np.testing.assert_allclose(out, expected, rtol=1e-6)
+
+
+def test_wide_integers_never_wrap() -> None:
+    beyond = 2**32 + 1
+    out = jmask.embedding_bag(
+        TABLE, [beyond, 1, 1], segment_ids=[0, 0, beyond], num_segments=2, padding_id=beyond
+    )
+    np.testing.assert_array_equal(out, [TABLE[1], np.zeros(D)])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, np.float64])
+def test_weights_of_every_dtype(dtype: Any) -> None:
+    weights = np.array([[0.5, 2]], dtype)
+    out = jmask.embedding_bag(TABLE, [[0, 1]], weights=weights)
+    assert out.dtype == np.float32
+    np.testing.assert_array_equal(out[0], TABLE[0] / 2 + TABLE[1] * 2)
+
+
+# --- what only a run can tell ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("offsets", "last", "valid"),
+    [
+        ([0, 2, 2], False, True),
+        ([0, 2, 4], False, True),
+        ([1, 2, 3], False, False),
+        ([0, 3, 2], False, False),
+        ([0, 2, 5], False, False),
+        ([-1, 2, 3], False, False),
+        ([0, 1, 3], True, True),
+        ([0, 1, 5], True, False),
+    ],
+)
+def test_traced_offsets(offsets: list[int], last: bool, valid: bool) -> None:
+    """Bags that are not well formed are nan where an error is not possible."""
+    run = lambda o: jmask.embedding_bag(
+        TABLE, [0, 1, 3, 4], offsets=o, include_last_offset=last
+    )
+    out = jax.jit(run)(np.array(offsets))
+    if valid:
+        np.testing.assert_array_equal(out, run(offsets))
+    else:
+        assert np.isnan(out).all()
+        with pytest.raises(ValueError, match="`offsets`"):
+            run(offsets)
+
+
+def test_raise_under_checkify() -> None:
+    """An id outside that is padding, or in no bag, is no error; any other is left out."""
+
+    def run(ids: Any, places: Any, table: Any = TABLE) -> Any:
+        return jmask.embedding_bag(
+            table,
+            ids,
+            segment_ids=places,
+            num_segments=2,
+            combiner="mean",
+            padding_id=-1,
+            mode="raise",
+        )
+
+    checked = checkify.checkify(jax.jit(run))
+    ids, places = np.array([-1, 2, 77, 4]), np.array([0, 0, 5, 1])
+    error, out = checked(ids, places)
+    assert error.get() is None
+    np.testing.assert_array_equal(out, TABLE[[2, 4]])
+    np.testing.assert_array_equal(run(ids, places), out)
+    places[2] = 1
+    error, out = checked(ids, places)
+    assert "`ids[2]` is 77, which is no row of the table of shape (6, 3)" in error.get()
+    np.testing.assert_array_equal(out, TABLE[[2, 4]])
+    for function in (run, lambda *args: jmask.grad(lambda t: jnp.sum(run(*args, t)))(TABLE)):
+        with pytest.raises(IndexError, match=r"`ids\[2\]` is 77"):
+            function(ids, places)
+    # Concrete ids, of which it depends on traced numbers whether they are looked up.
+    late = checkify.checkify(jax.jit(lambda places: run([-1, 2, 2**40, 4], places)))
+    assert late(np.array([0, 0, 5, 1]))[0].get() is None
+    assert "`ids[2]` is" in late(places)[0].get()
+
+
+def test_number_of_segments() -> None:
+    out = jmask.embedding_bag(TABLE, [0, 1, 4], segment_ids=[2, 0, 2])
+    np.testing.assert_array_equal(out, [TABLE[1], np.zeros(D), TABLE[0] + TABLE[4]])
+
+
+@pytest.mark.parametrize(
+    ("combiner", "program"), [("sqrtn", "scan"), ("max", "scan"), ("mean", "remat")]
+)
+def test_row_sparse_inside(combiner: str, program: str) -> None:
+    ids = np.random.default_rng(0).integers(0, V, (2, B, L))
+    loss = lambda t, ids: jnp.sum(
+        jmask.embedding_bag(t, ids, combiner=combiner, padding_id=0) * COTANGENT
+    )
+    if program == "scan":
+        whole = lambda t: jax.lax.scan(lambda c, i: (c + loss(t, i), None), 0.0, ids)[0]
+    else:
+        again = jax.checkpoint(loss)
+        whole = lambda t: again(t, ids[0]) + again(t, ids[1])
+    with jmask.strict():
+        gradient = jax.jit(jmask.grad(whole))(TABLE)
+    expected = sum(jax.grad(loss)(TABLE, i) for i in ids)
+    np.testing.assert_allclose(dense_twin(gradient), expected, **CLOSE)
