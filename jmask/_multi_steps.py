@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jmask._array_leaves import leaf_name
 from jmask._conditional_step import apply_if, update_if
 from jmask._lazy_one_pass import OnePassTransformation
 from jmask._parameters import check_transformation
@@ -164,9 +165,14 @@ def _check_structure(gradients: Any, like: Any) -> None:
     given: Any = jax.tree.leaves_with_path(gradients, is_leaf=is_row_sparse)
     expected: Any = jax.tree.leaves_with_path(like, is_leaf=is_row_sparse)
     if [path for path, _ in given] != [path for path, _ in expected]:
+        names = [
+            ", ".join(leaf_name(tree, path) for path, _ in leaves)
+            for tree, leaves in (("updates", given), ("like", expected))
+        ]
         raise ValueError(
             "`updates` must have the structure of `like`, the gradient multi_steps was made "
-            f"for: got {jax.tree.structure(gradients)}, expected {jax.tree.structure(like)}."
+            f"for: got {names[0]}, expected {names[1]}. (nnx.Optimizer gives the "
+            "transformation nnx.as_pure(nnx.state(grads)): give that as `like`.)"
         )
     for (path, x), (_, y) in zip(given, expected, strict=True):
         name = f"`updates{jax.tree_util.keystr(path)}`"
