@@ -209,7 +209,7 @@ class TestClipping:
             )
 
     def test_bad_arguments(self):
-        with pytest.raises(ValueError, match="`max_norm` must be positive, got 0"):
+        with pytest.raises(ValueError, match="`max_norm` must be positive and finite, got 0"):
             jmask.clip_by_row_norm(0)
         with pytest.raises(ValueError, match="`ord` must be at least 1, got 0"):
             jmask.clip_by_row_norm(1.0, ord=0)
