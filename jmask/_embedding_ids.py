@@ -168,6 +168,7 @@ def checked_integers(x: Any, name: str, mode: str) -> Any:
             f"`{name}` is a MaskedTensor: fill what is masked with an id, "
             f"`{name}.to_tensor(-1)`, and give that id as `padding_id`."
         )
+    given = x
     if not isinstance(x, jax.Array) or (mode == "raise" and not isinstance(x, jax.core.Tracer)):
         try:
             x = np.asarray(x)
@@ -179,7 +180,8 @@ def checked_integers(x: Any, name: str, mode: str) -> Any:
         if x.size == 0 and x.dtype == float:  # what NumPy makes of an empty list
             x = x.astype(np.int32)
     if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"`{name}` must be integers, got {x.dtype}.")
+        kind = type(given).__name__ if x.dtype == object else x.dtype
+        raise TypeError(f"`{name}` must be integers, got {kind}.")
     return x
 
 

@@ -1,7 +1,7 @@
 """Hyperparameters of the named optimizers: checks, schedules, and shared arithmetic.
 
-A hyperparameter may be a Python number, which is checked at once, or a scalar array, possibly
-traced (`optax.inject_hyperparams`), whose value cannot be looked at.
+A hyperparameter may be a number of Python or NumPy, which is checked at once, or a scalar array
+of JAX, possibly traced (`optax.inject_hyperparams`), whose value is not looked at.
 """
 
 import math
@@ -26,21 +26,21 @@ def check_number(name: str, value: Any) -> None:
 def check_positive(name: str, value: Any) -> None:
     """Refuse what is no number, or one that is not > 0 and finite; arrays pass."""
     check_number(name, value)
-    if isinstance(value, int | float) and not (value > 0 and math.isfinite(value)):
+    if is_known(value) and not (value > 0 and math.isfinite(value)):
         raise ValueError(f"`{name}` must be positive and finite, got {value}.")
 
 
 def check_not_negative(name: str, value: Any) -> None:
     """Refuse what is no number, or one that is not >= 0 and finite; arrays pass."""
     check_number(name, value)
-    if isinstance(value, int | float) and not (value >= 0 and math.isfinite(value)):
+    if is_known(value) and not (value >= 0 and math.isfinite(value)):
         raise ValueError(f"`{name}` must be non-negative and finite, got {value}.")
 
 
 def check_fraction(name: str, value: Any) -> None:
     """Refuse what is no number, or one outside [0, 1); arrays pass."""
     check_number(name, value)
-    if isinstance(value, int | float) and not 0 <= value < 1:
+    if is_known(value) and not 0 <= value < 1:
         raise ValueError(f"`{name}` must be in [0, 1), got {value}.")
 
 
@@ -66,6 +66,11 @@ def check_state_dtype(state_dtype: Any) -> None:
         raise TypeError(
             f"`state_dtype` must be a floating dtype, such as jnp.float32, got {state_dtype!r}."
         )
+
+
+def is_known(value: Any) -> bool:
+    """Whether a number can be looked at without waiting for a device: Python's or NumPy's."""
+    return isinstance(value, int | float | np.number | np.ndarray)
 
 
 def _is_number(value: Any) -> bool:
@@ -110,7 +115,7 @@ def check_common(
     if clip_gradient is not None:
         check_positive("clip_gradient", clip_gradient)
     check_number("rescale_grad", rescale_grad)
-    if isinstance(rescale_grad, int | float) and not math.isfinite(rescale_grad):
+    if is_known(rescale_grad) and not math.isfinite(rescale_grad):
         raise ValueError(f"`rescale_grad` must be finite, got {rescale_grad}.")
     check_state_dtype(state_dtype)
 

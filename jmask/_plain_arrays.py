@@ -6,10 +6,12 @@ The ids of a `RowSparse` travel through pytrees in an opaque dtype, which librar
 store arrays do not know.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
+from jmask._array_leaves import leaf_name
 from jmask._row_sparse import RowSparse, is_row_sparse
 
 
@@ -38,7 +40,7 @@ def from_arrays(arrays: Any, like: Any) -> Any:
             that it may come from `jax.eval_shape`.
 
     Raises:
-        ValueError: if the structures differ.
+        ValueError: if the structures differ, or a row-sparse leaf is something else.
 
     Example:
         >>> import jax, jax.numpy as jnp, jmask
@@ -47,9 +49,14 @@ def from_arrays(arrays: Any, like: Any) -> Any:
         {'t': RowSparse(float32[3, 2], nse=1)}
     """
 
-    def rebuilt(x: Any, given: Any) -> Any:
+    def rebuilt(path: Any, x: Any, given: Any) -> Any:
         if not is_row_sparse(x):
             return given
+        if not isinstance(given, Mapping) or not {"indices", "values"} <= given.keys():
+            raise ValueError(
+                f"{leaf_name('arrays', path)} must be what jmask.to_arrays makes of a "
+                f'RowSparse, {{"indices": ..., "values": ...}}, got {type(given).__name__}.'
+            )
         return RowSparse(given["indices"], given["values"], x.shape, coalesced=x.coalesced)
 
-    return jax.tree.map(rebuilt, like, arrays, is_leaf=is_row_sparse)
+    return jax.tree.map_with_path(rebuilt, like, arrays, is_leaf=is_row_sparse)

@@ -233,6 +233,11 @@ MISTAKES: dict[str, Mistake] = {
         TypeError,
         ("`table` must be an array (V, *row), got NoneType",),
     ),
+    "no ids": (
+        lambda: jmask.embedding_lookup(TABLE, None),
+        TypeError,
+        ("`ids` must be integers, got NoneType",),
+    ),
     "words for ids": (
         lambda: jmask.embedding_lookup(TABLE, ["the", "cat"]),
         TypeError,

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -153,6 +154,11 @@ MISTAKES: dict[str, Mistake] = {
         lambda: step(jmask.adam(lambda count: None)),
         TypeError,
         ("`learning_rate` is a schedule that returned None", "must return a number"),
+    ),
+    "a negative learning rate of NumPy": (
+        lambda: jmask.adam(np.float32(-0.5)),
+        ValueError,
+        ("`learning_rate` must be positive and finite, got -0.5",),
     ),
     "a decay in quotes": (
         lambda: jmask.adam(0.1, b1="0.9"),

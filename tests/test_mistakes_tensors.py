@@ -109,6 +109,11 @@ MISTAKES: dict[str, Mistake] = {
         ValueError,
         ("is no .npz file", "jmask.save_npz"),
     ),
+    "arrays of something else": (
+        lambda: jmask.from_arrays({"t": TABLE}, like=GRADS),
+        ValueError,
+        ("`arrays['t']` must be what jmask.to_arrays makes", "got ArrayImpl"),
+    ),
     "a tree in a file": (
         lambda: jmask.save_npz("gradients.npz", GRADS),
         TypeError,
