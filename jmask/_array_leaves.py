@@ -10,6 +10,7 @@ their parameters. JAX says of such a leaf that it is one, but not which.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 KEEP_ARRAYS = (
     "keep the parameters apart from what else a model holds, with eqx.partition(model, "
@@ -30,6 +31,21 @@ def abstract_leaf(leaf: Any) -> Any:
         return jax.typeof(leaf)
     except TypeError:
         return None
+
+
+def as_table(table: Any) -> jax.Array:
+    """`table` as an array.
+
+    Raises:
+        TypeError: if it is none.
+    """
+    try:
+        return jnp.asarray(table)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"`table` must be an array (V, *row), got {type(table).__name__}: of a tree of "
+            "parameters give the one that is looked up, as in `params['table']`."
+        ) from None
 
 
 def not_an_array(name: str, leaf: Any, advice: str) -> TypeError:

@@ -23,6 +23,7 @@ import numpy as np
 from jax.experimental import checkify
 from jax.experimental.sparse import JAXSparse
 
+from jmask._array_leaves import as_table
 from jmask._masked_tensor import MaskedTensor
 from jmask._row_ids import canonical, id_dtype, widen
 from jmask._row_sparse import RowSparse
@@ -221,13 +222,7 @@ def checked_table(table: Any) -> Any:
             "`table` must be an array or a jmask.RowSparse, got "
             f"{type(table).__name__}: pass `table.{dense}`."
         )
-    try:
-        table = jnp.asarray(table)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"`table` must be an array (V, *row), got {type(table).__name__}: of a tree of "
-            "parameters give the one that is looked up, as in `params['table']`."
-        ) from None
+    table = as_table(table)
     if table.ndim == 0:
         raise ValueError("`table` must have a dimension of rows, got a scalar.")
     return table

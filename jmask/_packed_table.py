@@ -29,12 +29,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jmask._array_leaves import as_table
 from jmask._fused_update import Combiner, update_rows
 from jmask._row_sparse import RowSparse
 from jmask._rows import gather_rows
 from jmask._stored_table import StoredTable, whole
 
 LANES = 128
+PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -66,7 +68,7 @@ class PackedTable(StoredTable):
     @classmethod
     def pack(cls, x: Any) -> "PackedTable":
         """The array `x` (V, *row), packed."""
-        x = checked_floating(jnp.asarray(x))
+        x = checked_floating(as_table(x))
         columns = x.reshape(x.shape[0], math.prod(x.shape[1:]))
         return cls([_packed(group) for group in _groups(columns)], x.shape)
 
@@ -171,10 +173,15 @@ def packed(table: Any, platform: str | None = None) -> Any:
 
     Args:
         table (V, *row): an array.
-        platform: "tpu", "cpu" or "gpu"; by default that of `jax.default_backend()`.
+        platform: one of JAX's names, "tpu", "cpu", "gpu" ("cuda", "rocm"); by default that of
+            `jax.default_backend()`.
 
     Returns:
         A `PackedTable`, whose `todense()` is the array, or the array itself.
+
+    Raises:
+        TypeError: if `table` is no array.
+        ValueError: if it is not floating (V, *row), or `platform` is not known.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -183,8 +190,10 @@ def packed(table: Any, platform: str | None = None) -> Any:
         >>> jmask.packed(jnp.ones((1000, 128)), platform="tpu").shape
         (1000, 128)
     """
-    table = checked_floating(jnp.asarray(table))
+    table = checked_floating(as_table(table))
     platform = jax.default_backend() if platform is None else platform
+    if platform not in PLATFORMS:
+        raise ValueError(f"`platform` must be one of {PLATFORMS}, got {platform!r}.")
     fits = math.prod(table.shape[1:]) % LANES == 0
     return table if platform != "tpu" or fits else PackedTable.pack(table)
 

@@ -26,7 +26,7 @@ from jax import lax
 from jmask._add_to_dense import add_to_dense
 from jmask._apply import apply_updates, densify
 from jmask._eager import compiled_outside_jit
-from jmask._explicit_sharding import sharding_of_rows
+from jmask._explicit_sharding import explicit_sharding, sharding_of_rows
 from jmask._fused_update import update_rows
 from jmask._lazy import lazy
 from jmask._lazy_one_pass import OnePassTransformation
@@ -179,7 +179,10 @@ def _new_tables(
     if rule.linear and exact and not stored:
         (step,) = rule.rule(gradient.values, None, *scalars)
         return [_added(param, gradient.with_values(step))]
-    gradient = distinct_rows(param, gradient) if stored else _with_distinct_ids(gradient)
+    if not stored and _is_crowded(gradient) and explicit_sharding(param) is None:
+        every = new_entries(*tables, gradient.todense(), *traced)
+        return _where_touched(gradient.row_ids(), every, tables)
+    gradient = distinct_rows(param, gradient) if stored else gradient.coalesce()
     if rule.one_pass() and not stored:
         ids, is_sorted = gradient.row_ids(), gradient.coalesced
         return update_rows(new_entries, tables, ids, gradient.values, traced, is_sorted)
@@ -192,20 +195,22 @@ def _new_tables(
     return [add_to_dense(param, gradient.with_values(step)), *new]
 
 
-# With so few rows for each lookup the dense gradient takes less time than sorting the ids.
+# With so few rows for each lookup a pass over all of them takes less time than sorting ids,
+# and it is done by all cores.
 _FEW_ROWS = 1.5
 
 
-def _with_distinct_ids(gradient: RowSparse) -> RowSparse:
-    """The same gradient; no id, apart from padding, comes twice."""
-    rows = gradient.shape[0]
+def _is_crowded(gradient: RowSparse) -> bool:
+    """Whether to update the whole table, where it is touched."""
     # 16-bit gradients are summed in float32, which `todense` has no reason to do.
-    crowded = rows <= _FEW_ROWS * gradient.nse and not is_narrow(gradient.dtype)
-    if gradient.coalesced or not crowded:
-        return gradient.coalesce()
-    ids = gradient.row_ids()
-    touched = jnp.full((rows,), rows, ids.dtype).at[ids].set(ids, mode="drop")
-    return RowSparse(touched, gradient.todense(), gradient.shape)
+    return gradient.shape[0] <= _FEW_ROWS * gradient.nse and not is_narrow(gradient.dtype)
+
+
+def _where_touched(ids: jax.Array, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+    """The new tables in the rows `ids` and the old ones elsewhere, bit for bit."""
+    touched = jnp.zeros(old[0].shape[:1], bool).at[ids].set(True, mode="drop")
+    touched = touched.reshape((-1,) + (1,) * (old[0].ndim - 1))
+    return [jnp.where(touched, x.astype(y.dtype), y) for x, y in zip(new, old, strict=True)]
 
 
 def _added(table: jax.Array, rows: RowSparse) -> jax.Array:

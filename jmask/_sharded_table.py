@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
+from jmask._array_leaves import as_table
 from jmask._coalesce import coalesce_rows
 from jmask._explicit_sharding import (
     automatically,
@@ -291,6 +292,7 @@ def sharded(
             where a step would copy the table otherwise.
 
     Raises:
+        TypeError: if `table` is no array, or `mesh` no mesh.
         ValueError: if an axis is not one of the mesh, or `placement` is not known.
 
     Example:
@@ -303,8 +305,8 @@ def sharded(
         Array([[6., 7.],
                [6., 7.]], dtype=float32)
     """
-    if not isinstance(table, jax.Array | jax.ShapeDtypeStruct):
-        table = jnp.asarray(table)
+    if not isinstance(table, jax.ShapeDtypeStruct):
+        table = as_table(table)
     checked_floating(table)
     if not isinstance(mesh, Mesh):
         raise TypeError(

@@ -19,6 +19,7 @@ from tests.mistakes import (
     Mistake,
     check,
     looked_up,
+    mesh,
     mlp,
     packed,
     sharded,
@@ -272,6 +273,21 @@ MISTAKES: dict[str, Mistake] = {
         lambda: jmask.embedding_lookup(TABLE, IDS, max_norm="1"),
         TypeError,
         ("`max_norm` must be a number, got '1'",),
+    ),
+    "all parameters sharded at once": (
+        lambda: jmask.sharded(PARAMS, mesh()),
+        TypeError,
+        ("`table` must be an array", "got dict", "params['table']"),
+    ),
+    "all parameters packed at once": (
+        lambda: jmask.packed(PARAMS),
+        TypeError,
+        ("`table` must be an array", "got dict", "params['table']"),
+    ),
+    "packed for a platform that is none": (
+        lambda: jmask.packed(TABLE, platform="TPU"),
+        ValueError,
+        ("`platform` must be one of", "'tpu'", "got 'TPU'"),
     ),
     "rows of a sharded table shortened": (
         lambda: jmask.renormalize(sharded(), IDS, 1.0),
