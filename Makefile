@@ -31,7 +31,7 @@ sharded: .venv/examples.stamp
 test: .venv/test.stamp .venv/examples.stamp
 	$(BIN)/python -m pytest -n 2 -q
 
-# The programs of examples/, and training that is killed and resumed.
+# The programs of examples/, the code in the docs, flax and equinox, training that is killed.
 test-examples: .venv/test.stamp .venv/examples.stamp
 	$(BIN)/python -m pytest -n 2 -q -m "examples and not exhaustive" tests
 

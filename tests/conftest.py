@@ -15,6 +15,6 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 # Compilation makes the first example slow, and results must not depend on the day.
 hypothesis.settings.register_profile(
-    "jmask", deadline=None, derandomize=True, max_examples=25, database=None
+    "jmask", deadline=None, derandomize=True, max_examples=20, database=None
 )
 hypothesis.settings.load_profile("jmask")

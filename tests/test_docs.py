@@ -21,6 +21,7 @@ def _name(page):
     return page.relative_to(ROOT).as_posix()
 
 
+@pytest.mark.examples
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_python_blocks(page):
     """Comments at the end of a block are its output."""

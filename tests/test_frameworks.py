@@ -12,6 +12,8 @@ from flax import nnx
 import jmask
 from tests.oracle import assert_close, densified, is_row_sparse
 
+pytestmark = pytest.mark.examples
+
 V, D = 20, 4
 IDS = jnp.array([[3, 5], [3, 19]])
 TOUCHED, OTHERS = [3, 5, 19], [i for i in range(V) if i not in (3, 5, 19)]

@@ -18,6 +18,8 @@ from jmask import _gradcheck_jacobian as jacobians
 from jmask._gradcheck_message import Setting
 from jmask._gradcheck_problem import Problem
 
+pytestmark = pytest.mark.examples
+
 DENSE = np.array([[0.0, 1.0], [2.0, 3.0]], np.float32)
 ENTRIES = jmask.RowSparse([1, 2, 3], jnp.array([1.0, 2.0, 3.0]), (4,))  # x, row by row
 STORAGES: dict[str, Any] = {

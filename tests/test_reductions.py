@@ -16,6 +16,7 @@ import jmask
 import jmask.numpy as jnm
 from jmask import MaskedTensor, RowSparse
 from tests.masked_cases import KINDS, PATTERNS, POISON, SHAPE, build, masks, sliced, slope
+from tests.sampling import sampled
 
 AXES = ((None, True), (0, False), (-1, True))
 BOTH = (((0, 1), False),)
@@ -95,8 +96,9 @@ def _batch(seed=1):
     return clean, jnp.asarray(np.where(mask, clean, poison), jnp.float32), mask
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", SMOOTH)
+@pytest.mark.parametrize(
+    ("name", "kind"), sampled([(name, kind) for name in SMOOTH for kind in KINDS], 2)
+)
 def test_values_and_derivatives(name, kind):
     function, model = SMOOTH[name]
     clean, data, mask = _batch()

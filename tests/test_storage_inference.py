@@ -19,6 +19,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
 import jmask.numpy as jnm
+from tests.sampling import sampled
 
 ROWS, WIDTH = 6, 3
 NUMBERS = np.random.default_rng(0)
@@ -226,7 +227,7 @@ def ids_of(size):
 
 
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, 2))
 @settings(max_examples=5)
 @given(ids_of(len(X_IDS)), ids_of(len(Y_IDS)), st.integers(0, 999))
 def test_equals_its_dense_twin(name, x_ids, y_ids, seed):
