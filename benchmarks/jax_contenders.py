@@ -59,7 +59,10 @@ def _step(tx: optax.GradientTransformation, task: Task, value_and_grad: Callable
 
 def _table_and_state(tx: optax.GradientTransformation, task: Task) -> Any:
     table = jnp.ones((task.rows, task.width))
-    return table, tx.init(table)
+    place = (table, tx.init(table))
+    if task.pages == "huge":
+        jmask.huge_pages(place)
+    return place
 
 
 def jmask_step(task: Task, rate: float) -> Step:

@@ -56,7 +56,10 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class Task:
-    """Who does what on which ids; `ids` is one of "uniform", "Zipf" and "unique"."""
+    """Who does what on which ids, and in which pages of memory.
+
+    `ids` is one of "uniform", "Zipf" and "unique", and `pages` of "small" and "huge".
+    """
 
     who: str = "jmask"
     work: str = "step"
@@ -65,6 +68,7 @@ class Task:
     width: int = 64
     lookups: int = 8192
     ids: str = "uniform"
+    pages: str = "small"
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,7 @@ GOALS: dict[tuple[Task, Task], float] = {
         (replace(_UPDATE, optimizer="momentum"), {"who": "C loop"}, 1.3),
         (_DENSE, {"who": "optax"}, 1.05),
         (Task(rows=10_000_000), {"rows": 1_000_000}, 1.3),
+        (Task(rows=10_000_000, pages="huge"), {"rows": 1_000_000}, 1.3),
         (Task(ids="Zipf"), {"ids": "uniform"}, 1.1),
         (_DISPATCH, {"who": "optax"}, 1.0),
         (_TRACING, {"who": "JAX"}, 1.5),
@@ -148,6 +153,8 @@ def comparisons(quick: bool, rounds: int) -> list[Comparison]:
     # Adam on 10^7 rows of 64 is 7.7 GB: one of them at a time, beside our step on 10^6 rows.
     largest = Task(rows=10_000_000)
     found.append(Comparison(largest, (REFERENCE,), rounds))
+    in_huge_pages = replace(largest, pages="huge")
+    found.append(Comparison(in_huge_pages, (replace(REFERENCE, pages="huge"),), rounds))
     found.append(Comparison(REFERENCE, (replace(largest, who="torch"),), rounds))
     done = {comparison.ours for comparison in found}
     return found + [c for c in _matrix(fewer) if c.theirs and c.ours not in done]
@@ -194,7 +201,13 @@ def opponent(theirs: Task, ours: Task) -> str:
 
 
 def _differences(task: Task, usual: Task) -> list[str]:
-    symbols = {"rows": "V = {:,}", "width": "D = {}", "lookups": "n = {:,}", "ids": "{} ids"}
+    symbols = {
+        "rows": "V = {:,}",
+        "width": "D = {}",
+        "lookups": "n = {:,}",
+        "ids": "{} ids",
+        "pages": "{} pages",
+    }
     return [
         symbols[field.name].format(getattr(task, field.name))
         for field in fields(Task)

@@ -22,6 +22,7 @@ from jmask._fallback import strict as strict
 from jmask._ftrl import ftrl as ftrl
 from jmask._gradcheck import gradcheck as gradcheck
 from jmask._gradcheck_message import GradcheckError as GradcheckError
+from jmask._huge_pages import huge_pages as huge_pages
 from jmask._lazy import lazy as lazy
 from jmask._masked_function import is_masked_function as is_masked_function
 from jmask._masked_storage import from_numpy_ma as from_numpy_ma

@@ -46,7 +46,8 @@ PAGES = {
     ),
     "embeddings": (
         "Embeddings and tables",
-        "embedding_lookup embedding_bag renormalize packed PackedTable sharded ShardedTable",
+        """embedding_lookup embedding_bag renormalize packed PackedTable sharded ShardedTable
+        huge_pages""",
     ),
 }
 MODULES = ("numpy", "nn", "tree", "sparsecore")
