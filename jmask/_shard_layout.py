@@ -112,6 +112,10 @@ class Layout:
         automatic = (AxisType.Auto,) * len(self.mesh.axis_names)
         return Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=automatic)
 
+    def everywhere(self, x: jax.Array) -> jax.Array:
+        """`x` on every device, where axes are automatic."""
+        return lax.with_sharding_constraint(x, NamedSharding(self._automatic_mesh(), P()))
+
     def sharding(self, ndim: int) -> NamedSharding:
         """Where arrays of all blocks are."""
         return by_rows(self.mesh, self.rows, ndim)

@@ -173,11 +173,11 @@ class ShardedTable(StoredTable):
             return rows_of(self._local(self.blocks), ids)
         count, extra = ids.shape[0], layout.missing(ids.shape[0])
         over = (layout.rows, layout.batch, layout.batch)
-        padded = _padded(ids, extra, layout.count)
+        padded = self._padded(ids, extra, layout.count)
         rows = layout.run(self._on_local(rows_of), self.blocks, padded, over=over)
         sharding = explicit_sharding(rows)
         if sharding is None:
-            return rows[:count]
+            return layout.everywhere(rows)[:count] if extra else rows
         rows = with_whole_rows(rows)[:count] if extra else rows
         return with_rows_over(rows, sharding, spec_of(ids)[0])
 
@@ -201,7 +201,8 @@ class ShardedTable(StoredTable):
 
         if not layout.inside():
             extra = layout.missing(ids.shape[0])
-            ids, values = _padded(ids, extra, layout.count), _padded(values, extra, 0)
+            ids = self._padded(ids, extra, layout.count)
+            values = self._padded(values, extra, 0)
         over = (of_batch, of_batch, layout.rows)
         ids, values = layout.run(routed, ids, values, over=over)
         return RoutedRows.of_shards(ids, values, self.shape, layout)
@@ -231,6 +232,16 @@ class ShardedTable(StoredTable):
         over = (layout.rows,) * 4
         blocks = layout.run(written, self.blocks, gradient.row_ids(), rows, over=over)
         return ShardedTable(blocks, layout, self.shape)
+
+    def _padded(self, x: jax.Array, extra: int, value: int) -> jax.Array:
+        """`x` with `extra` more entries in dimension 0."""
+        if not extra:
+            return x
+        # Entries that do not divide by the devices are not to be spread before they are padded:
+        # where they are, XLA's partitioner scatters its own padding to row 0.
+        x = self.layout.everywhere(x) if explicit_sharding(x) is None else with_whole_rows(x)
+        widths = [(0, extra)] + [(0, 0)] * (x.ndim - 1)
+        return jnp.pad(x, widths, constant_values=value)
 
     def _layout_of(self, gradient: RowSparse) -> Layout:
         """The layout, by which the gradient must have been routed."""
@@ -354,14 +365,6 @@ def _blocks_of(table: jax.Array, layout: Layout) -> jax.Array:
     if layout.placement == "mod":
         table = dealt(table, layout.shards).reshape(table.shape)
     return table
-
-
-def _padded(x: jax.Array, extra: int, value: int) -> jax.Array:
-    """`x` with `extra` more entries in dimension 0."""
-    if not extra:
-        return x
-    widths = [(0, extra)] + [(0, 0)] * (x.ndim - 1)
-    return jnp.pad(with_whole_rows(x), widths, constant_values=value)
 
 
 def _varying(x: jax.Array) -> frozenset[str]:

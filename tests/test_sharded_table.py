@@ -259,7 +259,11 @@ SPREAD = ["8 devices", "rows over table, batch over data", "explicit axis"]
 
 @pytest.mark.parametrize(
     ("shape", "name", "packed"),
-    sampled([(s, n, p) for s in SHAPES_OF_IDS for n in SPREAD for p in (False, True)], 5),
+    [
+        *sampled([(s, n, p) for s in SHAPES_OF_IDS for n in SPREAD for p in (False, True)], 5),
+        # 7 ids on 2 devices, in a program that also makes the gradient dense.
+        ((7,), "rows over table, batch over data", False),
+    ],
 )
 def test_any_number_of_ids(shape, name, packed):
     """Lookups, gradients and a step, with ids outside the table and padding."""
