@@ -39,7 +39,7 @@ test-examples: .venv/test.stamp .venv/examples.stamp
 test-devices: .venv/test.stamp .venv/examples.stamp
 	$(BIN)/python -m pytest -n 2 -q -m "devices and not exhaustive" tests
 
-# All their combinations take half an hour: not in .ci/run.
+# All their combinations take a quarter of an hour: not in .ci/run.
 test-devices-exhaustive: .venv/test.stamp .venv/examples.stamp
 	$(BIN)/python -m pytest -n 2 -q -m "devices and exhaustive" tests
 
