@@ -14,5 +14,11 @@ def sampled(cases: Iterable[Any], every: int) -> list[Any]:
     ]
 
 
+def chosen(default: list[Any], every: Iterable[Any]) -> list[Any]:
+    """Parameters of which those in `default` are run by default, of `every` the rest not."""
+    rest = (case for case in every if case not in default)
+    return [*default, *(pytest.param(*_values(x), marks=pytest.mark.exhaustive) for x in rest)]
+
+
 def _values(case: Any) -> tuple[Any, ...]:
     return case if isinstance(case, tuple) else (case,)

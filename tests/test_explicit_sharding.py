@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmask
 from tests.oracle import is_row_sparse
-from tests.sampling import sampled
+from tests.sampling import chosen, sampled
 from tests.stored_tables import STEPS
 
 pytestmark = pytest.mark.devices
@@ -116,8 +116,7 @@ LISTED = [(t, i, r, bool(n % 2)) for n, (t, i, r) in enumerate(
 
 @pytest.mark.parametrize(
     ("table", "ids", "read", "in_context"),
-    LISTED
-    + [pytest.param(*case, marks=pytest.mark.exhaustive) for case in ALL if case not in LISTED],
+    chosen(LISTED, ALL),
 )
 def test_gradient(table, ids, read, in_context):
     """The value, the gradient, which is row-sparse, and where the rows are."""

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import jmask
 from benchmarks.collectives import collectives
 from jmask._shard_layout import layout_of
+from tests.sampling import chosen
 from tests.stored_tables import STEPS, is_table
 
 pytestmark = pytest.mark.devices
@@ -123,19 +124,16 @@ CASES = [
     ("explicit axis", "rowwise adagrad", "update", True),
     ("explicit axes", "sgd", "update", False),
 ]
-REST = [
+ALL = [
     (layout, optimizer, step, packed)
     for layout in LAYOUTS
     for optimizer in OPTIMIZERS
     for step in STEPS
     for packed in (False, True)
 ]
-CASES += [
-    pytest.param(*case, marks=pytest.mark.exhaustive) for case in REST if case not in CASES
-]
 
 
-@pytest.mark.parametrize(("layout", "optimizer", "step", "packed"), CASES)
+@pytest.mark.parametrize(("layout", "optimizer", "step", "packed"), chosen(CASES, ALL))
 def test_step(layout, optimizer, step, packed):
     table, tx = table_of(layout, packed), OPTIMIZERS[optimizer]
     state = replicated(tx.init(table), table)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmask
 from jmask._shard_layout import layout_of
-from tests.sampling import sampled
+from tests.sampling import chosen, sampled
 from tests.stored_tables import (
     OPTIMIZERS,
     STEPS,
@@ -83,18 +83,14 @@ def covering_and_all():
         for i, name in enumerate(layouts)
         for step in [list(STEPS)[(i + i // 3) % 2]]
     ]
-    rest = [
+    every = [
         (name, optimizer, placement, packed, list(STEPS)[i % 2])
         for name in layouts
         for i, optimizer in enumerate(optimizers)
         for placement in ("div", "mod")
         for packed in (False, True)
     ]
-    return default + [
-        pytest.param(*case, marks=pytest.mark.exhaustive)
-        for case in rest
-        if case not in default
-    ]
+    return chosen(default, every)
 
 
 @pytest.mark.parametrize(
