@@ -32,6 +32,7 @@ def add_to_dense(dense: Any, rows: RowSparse, key: jax.Array | None = None) -> A
     """
     stored = is_stored_table(dense)
     dense = dense if stored else jnp.asarray(dense)
+    rows = distinct_rows(dense, rows) if stored else rows
     if dense.shape != rows.shape:
         raise ValueError(
             f"cannot add rows of a tensor of shape {rows.shape} to an array of shape "
@@ -44,7 +45,7 @@ def add_to_dense(dense: Any, rows: RowSparse, key: jax.Array | None = None) -> A
     key = key if is_narrow(dense.dtype) else None
     if not stored and dense.dtype == dtype and key is None:
         return add_rows(dense, rows.row_ids(), rows.values, coalesced=rows.coalesced)
-    rows = distinct_rows(dense, rows) if stored else rows.coalesce()
+    rows = rows if stored else rows.coalesce()
     dtype = dtype if key is None else wide(dtype)
     new = rows_of(dense, rows).astype(dtype) + rows.values.astype(dtype)
     if key is not None:

@@ -21,7 +21,7 @@ from jmask._plain_optax import advising_lazy
 from jmask._precision import is_narrow, wide
 from jmask._row_sparse import is_row_sparse
 from jmask._stochastic_rounding import check_key, stochastic_round
-from jmask._stored_table import distinct_rows, is_stored_table
+from jmask._stored_table import is_stored_table
 
 
 def densify() -> optax.GradientTransformation:
@@ -111,7 +111,7 @@ def apply_updates(
         if is_gradient_leaf(update):
             check_fits(path, update, param)
         if is_stored_table(param):
-            return add_to_dense(param, distinct_rows(param, update), leaf_key)
+            return add_to_dense(param, update, leaf_key)
         if isinstance(update, MaskedTensor):
             update, valid = gradient_and_valid(update)
             if is_row_sparse(update):

@@ -97,15 +97,16 @@ def lazy(
         if not any(map(is_gradient_leaf, leaves)):
             return inner.update(updates, state, params, **extra_args)
         _check_extra_args(extra_args)
-        if extra_args:
-            return verified_call(updates, state, params, extra_args).update(extra_args)
-        return update_rows_of(updates, state, params)
+        return update_rows_of(updates, state, params, **extra_args)
 
     @compiled_outside_jit
     def update_rows_of(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        return verified_call(updates, state, params, {}).update({})
+        return verified_call(updates, state, params, extra_args).update(extra_args)
 
     def verified_call(
         updates: optax.Updates,

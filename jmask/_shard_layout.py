@@ -20,7 +20,12 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jmask._explicit_sharding import by_rows, explicit_sharding, with_rows_over
+from jmask._explicit_sharding import (
+    by_rows,
+    explicit_sharding,
+    with_rows_over,
+    with_whole_rows,
+)
 from jmask._packed_table import LANES
 from jmask._row_ids import INT32_MAX, id_dtype
 
@@ -113,7 +118,9 @@ class Layout:
         return Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=automatic)
 
     def everywhere(self, x: jax.Array) -> jax.Array:
-        """`x` on every device, where axes are automatic."""
+        """`x` with dimension 0 on every device."""
+        if explicit_sharding(x) is not None:
+            return with_whole_rows(x)
         return lax.with_sharding_constraint(x, NamedSharding(self._automatic_mesh(), P()))
 
     def sharding(self, ndim: int) -> NamedSharding:

@@ -175,11 +175,9 @@ class ShardedTable(StoredTable):
         over = (layout.rows, layout.batch, layout.batch)
         padded = self._padded(ids, extra, layout.count)
         rows = layout.run(self._on_local(rows_of), self.blocks, padded, over=over)
+        rows = layout.everywhere(rows)[:count] if extra else rows
         sharding = explicit_sharding(rows)
-        if sharding is None:
-            return layout.everywhere(rows)[:count] if extra else rows
-        rows = with_whole_rows(rows)[:count] if extra else rows
-        return with_rows_over(rows, sharding, spec_of(ids)[0])
+        return rows if sharding is None else with_rows_over(rows, sharding, spec_of(ids)[0])
 
     def distinct(self, gradient: RowSparse) -> RoutedRows:
         if isinstance(gradient, RoutedRows) and gradient.layout == self.layout:
@@ -239,9 +237,8 @@ class ShardedTable(StoredTable):
             return x
         # Entries that do not divide by the devices are not to be spread before they are padded:
         # where they are, XLA's partitioner scatters its own padding to row 0.
-        x = self.layout.everywhere(x) if explicit_sharding(x) is None else with_whole_rows(x)
         widths = [(0, extra)] + [(0, 0)] * (x.ndim - 1)
-        return jnp.pad(x, widths, constant_values=value)
+        return jnp.pad(self.layout.everywhere(x), widths, constant_values=value)
 
     def _layout_of(self, gradient: RowSparse) -> Layout:
         """The layout, by which the gradient must have been routed."""
@@ -331,10 +328,8 @@ def sharded(
         blocks = _blocks_of(table, layout)
         return PackedTable.pack(blocks) if in_lines else blocks
 
-    sharding, of_table = (
-        layout.sharding(2 if in_lines else table.ndim),
-        explicit_sharding(table),
-    )
+    sharding = layout.sharding(2 if in_lines else table.ndim)
+    of_table = explicit_sharding(table)
     if isinstance(table, jax.ShapeDtypeStruct):
         shape_of = functools.partial(_placed_shape, sharding)
         blocks = jax.tree.map(shape_of, jax.eval_shape(blocks_of, table))
