@@ -9,7 +9,8 @@ one operation reads, computes and writes each touched row:
 XLA runs it in place, with no temporaries, on CPU and TPU. The combiner can capture nothing,
 so k operands have room for the gradient and k - 1 scalars. Ids must be unique apart from
 padding. On GPUs, whose compiler is believed to run such a scatter as a sequential loop, and
-under vmap, the same is done by gather, compute, scatter.
+under vmap, the same is done by gather, compute, scatter. On CPUs large tables are updated some
+hundreds of rows at a time, each read ahead (see `_read_ahead`).
 """
 
 import functools
@@ -22,6 +23,7 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import batching, mlir
 
+from jmask._read_ahead import in_chunks, rows_read_ahead
 from jmask._rows import gather_rows, set_rows
 
 Combiner = Callable[..., Sequence[Any]]
@@ -59,15 +61,14 @@ def update_rows(
     empty = 0 in grad.shape or 0 in tables[0].shape
     if not one_dtype or empty or len(scalars) >= len(tables):
         return _gather_compute_scatter(cast, tables, ids, grad, scalars, is_sorted)
-    # Scalars travel as updates; room that is left over is filled with the gradient.
-    updates = [grad, *(jnp.broadcast_to(x, grad.shape) for x in scalars)]
-    updates += [grad] * (len(tables) - len(updates))
-    used = 1 + len(scalars)
-    entries = [jax.ShapeDtypeStruct((), x.dtype) for x in (*tables, *updates)]
-    program = jax.make_jaxpr(lambda *xs: cast(*xs[: len(tables) + used]))(*entries)
+    given = [*tables, grad, *scalars]
+    entries = [jax.ShapeDtypeStruct((), x.dtype) for x in given]
+    program = jax.make_jaxpr(cast)(*entries)
     if program.consts:  # a traced hyperparameter: it cannot be captured
         return _gather_compute_scatter(cast, tables, ids, grad, scalars, is_sorted)
-    return _update_rows_p.bind(*tables, ids, *updates, program=program, is_sorted=is_sorted)
+    return _update_rows_p.bind(
+        *given, ids, tables=len(tables), program=program, is_sorted=is_sorted
+    )
 
 
 def _gather_compute_scatter(
@@ -91,13 +92,16 @@ _update_rows_p = Primitive("jmask_update_rows")
 _update_rows_p.multiple_results = True
 
 
-def _by_parts(*operands: jax.Array, program: ClosedJaxpr, is_sorted: bool) -> list[jax.Array]:
+def _by_parts(
+    *given: jax.Array, tables: int, program: ClosedJaxpr, is_sorted: bool
+) -> list[jax.Array]:
     """The definition: what the single scatter computes, in three operations."""
-    count = len(operands) // 2
-    tables, ids, (grad, *others) = operands[:count], operands[count], operands[count + 1 :]
+    *arrays, ids = given
+    grad = arrays[tables]
+    others = [jnp.broadcast_to(x, grad.shape) for x in arrays[tables + 1 :]]
     evaluate = functools.partial(jax.core.eval_jaxpr, program.jaxpr, program.consts)
     rule = _entry_by_entry(evaluate)
-    return _gather_compute_scatter(rule, tables, ids, grad, others, is_sorted)
+    return _gather_compute_scatter(rule, arrays[:tables], ids, grad, others, is_sorted)
 
 
 def _entry_by_entry(scalar_function: Callable[..., Any]) -> Combiner:
@@ -111,20 +115,74 @@ def _entry_by_entry(scalar_function: Callable[..., Any]) -> Combiner:
 
 
 @_update_rows_p.def_abstract_eval
-def _shapes(*operands: Any, program: ClosedJaxpr, is_sorted: bool) -> list[Any]:
-    return list(operands[: len(operands) // 2])
+def _shapes(*given: Any, tables: int, program: ClosedJaxpr, is_sorted: bool) -> list[Any]:
+    return list(given[:tables])
 
 
-_update_rows_p.def_impl(jax.jit(_by_parts, static_argnames=("program", "is_sorted")))
+_update_rows_p.def_impl(jax.jit(_by_parts, static_argnames=("tables", "program", "is_sorted")))
 
 
-def _batched(operands: Any, dims: Any, *, program: ClosedJaxpr, is_sorted: bool) -> Any:
-    run = functools.partial(_by_parts, program=program, is_sorted=is_sorted)
-    count = len(operands) // 2
-    return jax.vmap(run, in_axes=tuple(dims))(*operands), (0,) * count
+def _batched(given: Any, dims: Any, **how: Any) -> Any:
+    mapped = jax.vmap(functools.partial(_by_parts, **how), in_axes=tuple(dims))
+    return mapped(*given), (0,) * how["tables"]
 
 
 batching.primitive_batchers[_update_rows_p] = _batched
+
+
+def _at_once(
+    *given: jax.Array, tables: int, program: ClosedJaxpr, is_sorted: bool
+) -> list[jax.Array]:
+    """One scatter."""
+    *arrays, ids = given
+    grad = arrays[tables]
+    rows = [jnp.broadcast_to(x, grad.shape) for x in arrays[tables + 1 :]]
+    return _scattered(arrays[:tables], ids, [grad, *rows], program, is_sorted)
+
+
+def _on_cpu(ctx: Any, *operands: Any, **how: Any) -> Any:
+    """Lowering to one scatter, or to one for each chunk of rows that are read ahead."""
+    *arrays, ids = ctx.avals_in
+    size = rows_read_ahead(arrays[: how["tables"]], ids, how["program"].jaxpr)
+    # Rows of a partitioned array are not where they are to be read.
+    one_device = getattr(ctx.module_context.axis_context, "num_devices", None) == 1
+    if size is None or not one_device:
+        return _lowered(_at_once)(ctx, *operands, **how)
+    return _lowered(functools.partial(_by_chunks, size=size))(ctx, *operands, **how)
+
+
+def _by_chunks(
+    *given: jax.Array, size: int, tables: int, program: ClosedJaxpr, is_sorted: bool
+) -> list[jax.Array]:
+    *arrays, ids = given
+
+    def update(tables: list[jax.Array], ids: jax.Array, rows: list[jax.Array]) -> Any:
+        return _scattered(tables, ids, rows, program, is_sorted)
+
+    return in_chunks(update, arrays[:tables], ids, arrays[tables:], size)
+
+
+# --- the scatter -------------------------------------------------------------------------
+
+_scatter_rows_p = Primitive("jmask_scatter_rows")
+_scatter_rows_p.multiple_results = True
+
+
+def _scattered(
+    tables: Sequence[jax.Array],
+    ids: jax.Array,
+    rows: Sequence[jax.Array],
+    program: ClosedJaxpr,
+    is_sorted: bool,
+) -> list[jax.Array]:
+    # A scatter takes as many updates as operands: room that is left over is filled.
+    rows = [*rows, *[rows[0]] * (len(tables) - len(rows))]
+    return _scatter_rows_p.bind(*tables, ids, *rows, program=program, is_sorted=is_sorted)
+
+
+@_scatter_rows_p.def_abstract_eval
+def _shapes_of_tables(*operands: Any, program: ClosedJaxpr, is_sorted: bool) -> list[Any]:
+    return list(operands[: len(operands) // 2])
 
 
 def _tensor_type(aval: Any) -> Any:
@@ -156,8 +214,8 @@ def _one_scatter(ctx: Any, *operands: Any, program: ClosedJaxpr, is_sorted: bool
         indices_are_sorted=mlir.ir.BoolAttr.get(is_sorted),
         unique_indices=mlir.ir.BoolAttr.get(True),
     )
-    entries = [_tensor_type(v.aval) for v in program.jaxpr.invars]
-    block = scatter.regions[0].blocks.append(*entries)
+    entry = _tensor_type(program.jaxpr.invars[0].aval)
+    block = scatter.regions[0].blocks.append(*[entry] * (2 * count))
     with mlir.ir.InsertionPoint(block):
         results: Any
         results, _ = mlir.jaxpr_subcomp(
@@ -166,7 +224,7 @@ def _one_scatter(ctx: Any, *operands: Any, program: ClosedJaxpr, is_sorted: bool
             ctx.name_stack,
             mlir.TokenSet(),
             [],
-            *block.arguments,
+            *block.arguments[: len(program.jaxpr.invars)],
             dim_var_values=ctx.dim_var_values,
             const_lowering=ctx.const_lowering,
             outer_traceback=ctx.traceback,
@@ -175,6 +233,13 @@ def _one_scatter(ctx: Any, *operands: Any, program: ClosedJaxpr, is_sorted: bool
     return scatter.results
 
 
-mlir.register_lowering(_update_rows_p, mlir.lower_fun(_by_parts, multiple_results=True))
-for _platform in ("cpu", "tpu"):
-    mlir.register_lowering(_update_rows_p, _one_scatter, platform=_platform)
+mlir.register_lowering(_scatter_rows_p, _one_scatter)
+
+
+def _lowered(function: Callable[..., Any]) -> Any:
+    return mlir.lower_fun(function, multiple_results=True)
+
+
+mlir.register_lowering(_update_rows_p, _lowered(_by_parts))
+mlir.register_lowering(_update_rows_p, _lowered(_at_once), platform="tpu")
+mlir.register_lowering(_update_rows_p, _on_cpu, platform="cpu")

@@ -107,7 +107,7 @@ class Gather:
         """The gather in a branch of its own."""
         if not indices.size:
             return self.plain(operand, indices)
-        always = _zero(indices.reshape(-1)[0]) == 0
+        always = zero_of(indices.reshape(-1)[0]) == 0
         return lax.cond(always, self.on_bits, self.plain, operand, indices)
 
     def on_bits(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
@@ -117,12 +117,12 @@ class Gather:
         gather = dataclasses.replace(self, fill_value=fill.view(bits).item())
         rows = gather.plain(lax.bitcast_convert_type(operand, bits), indices)
         entries = [d for d in range(rows.ndim) if d not in self.dimension_numbers.offset_dims]
-        zero = _zero(indices[..., 0]).astype(bits)
+        zero = zero_of(indices[..., 0]).astype(bits)
         rows |= lax.broadcast_in_dim(zero, rows.shape, entries)
         return lax.bitcast_convert_type(rows, operand.dtype)
 
 
-def _zero(number: jax.Array) -> jax.Array:
+def zero_of(number: jax.Array) -> jax.Array:
     return (number * (number + 1)) & 1
 
 
