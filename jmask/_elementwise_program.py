@@ -17,7 +17,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jmask._jaxprs import CALLS, aval_of, called
+from jmask._jaxprs import CALLS, aval_of, called, outputs_of, read
 
 _ELEMENTWISE = frozenset(
     "abs add add_any and atan2 cbrt ceil clamp convert_element_type copy copy_p cos div eq exp "
@@ -52,7 +52,7 @@ class Program:
         values = {**self.consts, **values}
         for eqn, table in self.equations:
             if table is None:
-                values.update(_run(eqn, [read(values, v) for v in eqn.invars]))
+                values.update(outputs_of(eqn, [read(values, v) for v in eqn.invars]))
         return values
 
     def scalars(self, table: int) -> list[Var]:
@@ -76,7 +76,7 @@ class Program:
             for eqn, of in self.equations:
                 if of != table and eqn.outvars[0] not in self.constants:
                     continue
-                values.update(_run(eqn, [read(values, v) for v in eqn.invars]))
+                values.update(outputs_of(eqn, [read(values, v) for v in eqn.invars]))
             return tuple(read(values, v) for v in outputs)
 
         return function
@@ -170,14 +170,3 @@ def _new_variable(v: Any) -> Var:
 
 def _renamed(renamed: dict[Var, Any], v: Any) -> Any:
     return v if isinstance(v, Literal) else renamed.get(v, v)
-
-
-def read(values: dict[Var, Any], v: Any) -> Any:
-    """The value of a variable or literal."""
-    return v.val if isinstance(v, Literal) else values[v]
-
-
-def _run(eqn: JaxprEqn, inputs: list[Any]) -> dict[Any, Any]:
-    outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-    outputs = outputs if eqn.primitive.multiple_results else [outputs]
-    return dict(zip(eqn.outvars, outputs, strict=True))

@@ -15,7 +15,7 @@ hundreds of rows at a time, each read ahead (see `_read_ahead`).
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,20 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import batching, mlir
 
+from jmask._coalesce import coalesce_rows
+from jmask._distinct import distinct_rows_of
+from jmask._explicit_sharding import explicit_sharding
 from jmask._read_ahead import in_chunks, rows_read_ahead
 from jmask._rows import gather_rows, set_rows
 
 Combiner = Callable[..., Sequence[Any]]
+# Of ids: distinct, in order and with padding last; distinct apart from padding; or any.
+Order = Literal["sorted", "distinct", "any"]
+
+
+def order_of(coalesced: bool) -> Order:
+    """The order of the ids of a `RowSparse`."""
+    return "sorted" if coalesced else "any"
 
 
 def update_rows(
@@ -35,17 +45,17 @@ def update_rows(
     ids: jax.Array,
     grad: jax.Array,
     scalars: Sequence[Any],
-    is_sorted: bool,
+    order: Order,
 ) -> list[jax.Array]:
     """Tables with `combiner` applied to the rows `ids`, in one pass where XLA allows.
 
     Args:
         combiner: (*table entries, grad entry, *scalars) -> new table entries, elementwise.
         tables: arrays (V, *row).
-        ids (n,): canonical and unique apart from padding.
-        is_sorted: whether they are in order, with padding last.
-        grad (n, *row): the gradient of these rows.
+        ids (n,): canonical.
+        grad (n, *row): the gradient of these rows; that of equal ids is summed first.
         scalars: what else the combiner takes.
+        order: of the ids, see `Order`.
 
     Returns:
         The new tables; rows that are not in `ids` keep their bits.
@@ -56,19 +66,28 @@ def update_rows(
     def cast(*entries: Any) -> list[Any]:
         return [x.astype(d) for x, d in zip(combiner(*entries), dtypes, strict=True)]
 
+    if explicit_sharding(*tables, ids, grad) is not None:
+        ids, grad, order = _without_equal_ids(ids, grad, tables[0].shape[0], order)
     # XLA refuses a scatter of several precisions.
     one_dtype = len({x.dtype for x in (*tables, grad, *scalars)}) == 1
     empty = 0 in grad.shape or 0 in tables[0].shape
-    if not one_dtype or empty or len(scalars) >= len(tables):
-        return _gather_compute_scatter(cast, tables, ids, grad, scalars, is_sorted)
-    given = [*tables, grad, *scalars]
-    entries = [jax.ShapeDtypeStruct((), x.dtype) for x in given]
-    program = jax.make_jaxpr(cast)(*entries)
-    if program.consts:  # a traced hyperparameter: it cannot be captured
-        return _gather_compute_scatter(cast, tables, ids, grad, scalars, is_sorted)
-    return _update_rows_p.bind(
-        *given, ids, tables=len(tables), program=program, is_sorted=is_sorted
-    )
+    if one_dtype and not empty and len(scalars) < len(tables):
+        given = [*tables, grad, *scalars]
+        entries = [jax.ShapeDtypeStruct((), x.dtype) for x in given]
+        program = jax.make_jaxpr(cast)(*entries)
+        if not program.consts:  # a traced hyperparameter, which cannot be captured
+            how = {"tables": len(tables), "program": program, "order": order}
+            return _update_rows_p.bind(*given, ids, **how)
+    return _gather_compute_scatter(cast, tables, ids, grad, scalars, order)
+
+
+def _without_equal_ids(
+    ids: jax.Array, grad: jax.Array, rows: int, order: Order
+) -> tuple[jax.Array, jax.Array, Order]:
+    if order != "any":
+        return ids, grad, order
+    ids, grad = coalesce_rows(ids, grad, rows)
+    return ids, grad, "sorted"
 
 
 def _gather_compute_scatter(
@@ -77,8 +96,11 @@ def _gather_compute_scatter(
     ids: jax.Array,
     grad: jax.Array,
     others: Sequence[jax.Array],
-    is_sorted: bool,
+    order: Order,
 ) -> list[jax.Array]:
+    # Arrays among the others belong to rows that are distinct.
+    ids, grad, order = _without_equal_ids(ids, grad, tables[0].shape[0], order)
+    is_sorted = order == "sorted"
     old = [gather_rows(x, ids, coalesced=is_sorted) for x in tables]
     new = combiner(*old, grad, *others)
     return [
@@ -93,19 +115,21 @@ _update_rows_p.multiple_results = True
 
 
 def _by_parts(
-    *given: jax.Array, tables: int, program: ClosedJaxpr, is_sorted: bool
+    *given: jax.Array, tables: int, program: ClosedJaxpr, order: Order
 ) -> list[jax.Array]:
     """The definition: what the single scatter computes, in three operations."""
     *arrays, ids = given
     grad = arrays[tables]
-    others = [jnp.broadcast_to(x, grad.shape) for x in arrays[tables + 1 :]]
     evaluate = functools.partial(jax.core.eval_jaxpr, program.jaxpr, program.consts)
     rule = _entry_by_entry(evaluate)
-    return _gather_compute_scatter(rule, arrays[:tables], ids, grad, others, is_sorted)
+    return _gather_compute_scatter(
+        rule, arrays[:tables], ids, grad, arrays[tables + 1 :], order
+    )
 
 
 def _entry_by_entry(scalar_function: Callable[..., Any]) -> Combiner:
-    def function(*rows: jax.Array) -> tuple[Any, ...]:
+    def function(*given: jax.Array) -> tuple[Any, ...]:
+        rows = jnp.broadcast_arrays(*given)
         mapped = scalar_function
         for _ in range(rows[0].ndim):
             mapped = jax.vmap(mapped)
@@ -115,11 +139,11 @@ def _entry_by_entry(scalar_function: Callable[..., Any]) -> Combiner:
 
 
 @_update_rows_p.def_abstract_eval
-def _shapes(*given: Any, tables: int, program: ClosedJaxpr, is_sorted: bool) -> list[Any]:
+def _shapes(*given: Any, tables: int, program: ClosedJaxpr, order: Order) -> list[Any]:
     return list(given[:tables])
 
 
-_update_rows_p.def_impl(jax.jit(_by_parts, static_argnames=("tables", "program", "is_sorted")))
+_update_rows_p.def_impl(jax.jit(_by_parts, static_argnames=("tables", "program", "order")))
 
 
 def _batched(given: Any, dims: Any, **how: Any) -> Any:
@@ -131,35 +155,39 @@ batching.primitive_batchers[_update_rows_p] = _batched
 
 
 def _at_once(
-    *given: jax.Array, tables: int, program: ClosedJaxpr, is_sorted: bool
+    *given: jax.Array, tables: int, program: ClosedJaxpr, order: Order
 ) -> list[jax.Array]:
     """One scatter."""
     *arrays, ids = given
-    grad = arrays[tables]
-    rows = [jnp.broadcast_to(x, grad.shape) for x in arrays[tables + 1 :]]
-    return _scattered(arrays[:tables], ids, [grad, *rows], program, is_sorted)
+    grad, *others = arrays[tables:]
+    ids, grad, order = _without_equal_ids(ids, grad, arrays[0].shape[0], order)
+    rows = [grad, *(jnp.broadcast_to(x, grad.shape) for x in others)]
+    return _scattered(arrays[:tables], ids, rows, program, order == "sorted")
+
+
+def _on_one_cpu(
+    *given: jax.Array, tables: int, program: ClosedJaxpr, order: Order
+) -> list[jax.Array]:
+    """One scatter, or one for each chunk of rows that are read ahead."""
+    *arrays, ids = given
+    if order == "any":
+        ids, arrays[tables] = distinct_rows_of(ids, arrays[tables], arrays[0].shape[0])
+        order = "distinct"
+    size = rows_read_ahead(arrays[:tables], ids, program.jaxpr, order == "sorted")
+    if size is None:
+        return _at_once(*arrays, ids, tables=tables, program=program, order=order)
+
+    def update(tables: list[jax.Array], ids: jax.Array, rows: list[jax.Array]) -> Any:
+        return _scattered(tables, ids, rows, program, order == "sorted")
+
+    return in_chunks(update, arrays[:tables], ids, arrays[tables:], size)
 
 
 def _on_cpu(ctx: Any, *operands: Any, **how: Any) -> Any:
-    """Lowering to one scatter, or to one for each chunk of rows that are read ahead."""
-    *arrays, ids = ctx.avals_in
-    size = rows_read_ahead(arrays[: how["tables"]], ids, how["program"].jaxpr)
-    # Rows of a partitioned array are not where they are to be read.
+    # Where arrays are spread over devices, rows are not where they would be read, nor entries
+    # where their equals are.
     one_device = getattr(ctx.module_context.axis_context, "num_devices", None) == 1
-    if size is None or not one_device:
-        return _lowered(_at_once)(ctx, *operands, **how)
-    return _lowered(functools.partial(_by_chunks, size=size))(ctx, *operands, **how)
-
-
-def _by_chunks(
-    *given: jax.Array, size: int, tables: int, program: ClosedJaxpr, is_sorted: bool
-) -> list[jax.Array]:
-    *arrays, ids = given
-
-    def update(tables: list[jax.Array], ids: jax.Array, rows: list[jax.Array]) -> Any:
-        return _scattered(tables, ids, rows, program, is_sorted)
-
-    return in_chunks(update, arrays[:tables], ids, arrays[tables:], size)
+    return _lowered(_on_one_cpu if one_device else _at_once)(ctx, *operands, **how)
 
 
 # --- the scatter -------------------------------------------------------------------------

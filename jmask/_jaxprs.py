@@ -6,7 +6,7 @@ Only `jax.extend.core` is used; equations are known by the names of their primit
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 # Equations that do no more than run a jaxpr.
 CALLS = (
@@ -35,3 +35,15 @@ def opened(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
 def aval_of(v: Any) -> Any:
     """The abstract array (shape, dtype, ndim) of a variable or literal."""
     return v.aval
+
+
+def read(values: dict[Any, Any], v: Any) -> Any:
+    """The value of a variable or literal."""
+    return v.val if isinstance(v, Literal) else values[v]
+
+
+def outputs_of(eqn: JaxprEqn, inputs: Sequence[Any]) -> dict[Any, Any]:
+    """The variables that an equation defines, with their values."""
+    outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+    outputs = outputs if eqn.primitive.multiple_results else [outputs]
+    return dict(zip(eqn.outvars, outputs, strict=True))

@@ -41,6 +41,7 @@ class LazyCall:
 
     Attributes:
         gradients: leaves of the gradient, arrays or coalesced `RowSparse`.
+        given: the same leaves as they came.
         valid: for each gradient its valid entries if it is masked, or None.
         params: leaves of the parameters, none if they were not given.
         trees: structures of gradient, state and parameters.
@@ -52,6 +53,7 @@ class LazyCall:
 
     inner: optax.GradientTransformationExtraArgs
     gradients: list[Any]
+    given: list[Any]
     valid: list[jax.Array | None]
     state: list[Any]
     params: list[Any]
@@ -88,6 +90,7 @@ class LazyCall:
         return cls(
             inner,
             gradients,
+            leaves,
             [valid for _, valid in pairs],
             state_leaves,
             param_leaves,

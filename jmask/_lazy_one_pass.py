@@ -14,9 +14,9 @@ import jax
 import optax
 from jax.extend.core import Literal
 
-from jmask._elementwise_program import Program, elementwise_program, read
-from jmask._fused_update import update_rows
-from jmask._jaxprs import aval_of
+from jmask._elementwise_program import Program, elementwise_program
+from jmask._fused_update import order_of, update_rows
+from jmask._jaxprs import aval_of, read
 from jmask._lazy_call import LazyCall
 from jmask._row_sparse import is_row_sparse
 from jmask._stored_table import is_stored_table
@@ -105,7 +105,7 @@ def _run(call: LazyCall, parts: Program, members: dict[int, list[int]]) -> tuple
     )
     results = [None if _is_entries(parts, v) else read(shared, v) for v in outputs]
     for table, places in members.items():
-        gradient, scalars = call.gradients[table], parts.scalars(table)
+        gradient, scalars = call.given[table], parts.scalars(table)
         inputs = [parts.inputs[count + i] for i in places] + [parts.inputs[table]]
         combiner = parts.combiner(table, inputs, scalars, [outputs[i] for i in places])
         new = update_rows(
@@ -114,7 +114,7 @@ def _run(call: LazyCall, parts: Program, members: dict[int, list[int]]) -> tuple
             gradient.row_ids(),
             gradient.values,
             [shared[v] for v in scalars],
-            gradient.coalesced,
+            order_of(gradient.coalesced),
         )
         for i, x in zip(places, new, strict=True):
             results[i] = x

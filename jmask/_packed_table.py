@@ -156,7 +156,9 @@ class PackedTable(StoredTable):
             place, lines, touched = _placed(ids, rows, self.shape[0], self.parts[i].shape[0])
             parts = [table.parts[i] for table in tables]
             mask = touched.astype(rows.dtype)
-            updated.append(update_rows(masked, parts, place, lines, [mask, *scalars], False))
+            updated.append(
+                update_rows(masked, parts, place, lines, [mask, *scalars], "distinct")
+            )
         return [PackedTable(parts, self.shape) for parts in zip(*updated, strict=True)]
 
     def _with_widths(self) -> list[tuple[Any, int]]:
@@ -266,7 +268,7 @@ def _written(part: jax.Array, ids: jax.Array, rows: jax.Array, count: int) -> ja
     """The part with `rows` (n, width) at `ids`, sorted and unique apart from padding."""
     line, new, touched = _placed(ids, rows, count, part.shape[0])
     new = jnp.where(touched, new, gather_rows(part, ids // _per_line(rows.shape[1])))
-    (written,) = update_rows(lambda _, new: [new], [part], line, new, [], False)
+    (written,) = update_rows(lambda _, new: [new], [part], line, new, [], "distinct")
     return written
 
 

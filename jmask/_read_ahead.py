@@ -29,8 +29,8 @@ _LINE = 64
 # that fit into a cache as a whole gain nothing.
 _CHUNK = 2**17
 _SMALL_TABLES = 2**24
-# Instructions on a row: with fewer the processor sees far enough ahead by itself. A root and a
-# quotient hold it up as long as ten others.
+# Instructions on a row: with fewer the processor sees far enough ahead by itself, if rows are
+# in order. A root and a quotient hold it up as long as ten others.
 _MUCH_WORK = 36
 _SLOW = {"sqrt": 10, "rsqrt": 10, "div": 10, "exp": 10, "log": 10, "pow": 20}
 _FEWEST_CHUNKS = 4
@@ -41,13 +41,16 @@ _BITS = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 Update = Callable[[list[jax.Array], jax.Array, list[jax.Array]], list[jax.Array]]
 
 
-def rows_read_ahead(tables: Sequence[Any], ids: Any, combiner: Any) -> int | None:
+def rows_read_ahead(
+    tables: Sequence[Any], ids: Any, combiner: Any, is_sorted: bool
+) -> int | None:
     """How many rows to read at a time, or None where it does not pay.
 
     Args:
         tables: arrays (V, *row), or anything with a shape and a dtype.
         ids: (n,).
         combiner: jaxpr of the arithmetic on an entry.
+        is_sorted: whether the ids are in order.
     """
     row = sum(_width(x) * x.dtype.itemsize for x in tables)
     is_large = tables[0].shape[0] * row >= _SMALL_TABLES
@@ -55,7 +58,7 @@ def rows_read_ahead(tables: Sequence[Any], ids: Any, combiner: Any) -> int | Non
         return None
     arithmetic = sum(_SLOW.get(eqn.primitive.name, 1) for eqn in combiner.eqns)
     vectors = -(-_width(tables[0]) * tables[0].dtype.itemsize // _LINE)
-    if vectors * (arithmetic + 2 * len(tables)) < _MUCH_WORK:
+    if is_sorted and vectors * (arithmetic + 2 * len(tables)) < _MUCH_WORK:
         return None
     size = 2 ** max(6, int(math.log2(_CHUNK / row)))
     return size if ids.shape[0] >= _FEWEST_CHUNKS * size else None

@@ -25,9 +25,10 @@ from jax import lax
 
 from jmask._add_to_dense import add_to_dense
 from jmask._apply import apply_updates, densify
+from jmask._crowded_update import is_crowded, update_where_touched
 from jmask._eager import compiled_outside_jit
 from jmask._explicit_sharding import explicit_sharding, sharding_of_rows
-from jmask._fused_update import update_rows
+from jmask._fused_update import order_of, update_rows
 from jmask._lazy import lazy
 from jmask._lazy_one_pass import OnePassTransformation
 from jmask._masked_gradient import is_gradient_leaf
@@ -179,13 +180,12 @@ def _new_tables(
     if rule.linear and exact and not stored:
         (step,) = rule.rule(gradient.values, None, *scalars)
         return [_added(param, gradient.with_values(step))]
-    if not stored and _is_crowded(gradient) and explicit_sharding(param) is None:
-        every = new_entries(*tables, gradient.todense(), *traced)
-        return _where_touched(gradient.row_ids(), every, tables)
-    gradient = distinct_rows(param, gradient) if stored else gradient.coalesce()
+    if not stored and is_crowded(gradient) and explicit_sharding(param) is None:
+        return update_where_touched(new_entries, tables, gradient, traced)
     if rule.one_pass() and not stored:
-        ids, is_sorted = gradient.row_ids(), gradient.coalesced
-        return update_rows(new_entries, tables, ids, gradient.values, traced, is_sorted)
+        ids, order = gradient.row_ids(), order_of(gradient.coalesced)
+        return update_rows(new_entries, tables, ids, gradient.values, traced, order)
+    gradient = distinct_rows(param, gradient) if stored else gradient.coalesce()
     if rule.one_pass() and isinstance(param, PackedTable):
         return param.updated(new_entries, slots, gradient, traced)
     old = [rows_of(x, gradient) for x in slots]
@@ -193,24 +193,6 @@ def _new_tables(
     step, *rows = rule.rule(*map(_wide, (gradient.values, param_rows, *old)), *scalars)
     new = [with_rows(x, gradient, y.astype(x.dtype)) for x, y in zip(slots, rows, strict=True)]
     return [add_to_dense(param, gradient.with_values(step)), *new]
-
-
-# With so few rows for each lookup a pass over all of them takes less time than sorting ids,
-# and it is done by all cores.
-_FEW_ROWS = 1.5
-
-
-def _is_crowded(gradient: RowSparse) -> bool:
-    """Whether to update the whole table, where it is touched."""
-    # 16-bit gradients are summed in float32, which `todense` has no reason to do.
-    return gradient.shape[0] <= _FEW_ROWS * gradient.nse and not is_narrow(gradient.dtype)
-
-
-def _where_touched(ids: jax.Array, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
-    """The new tables in the rows `ids` and the old ones elsewhere, bit for bit."""
-    touched = jnp.zeros(old[0].shape[:1], bool).at[ids].set(True, mode="drop")
-    touched = touched.reshape((-1,) + (1,) * (old[0].ndim - 1))
-    return [jnp.where(touched, x.astype(y.dtype), y) for x, y in zip(new, old, strict=True)]
 
 
 def _added(table: jax.Array, rows: RowSparse) -> jax.Array:

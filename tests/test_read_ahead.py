@@ -143,7 +143,7 @@ def test_not_where_it_does_not_pay(rows, width, nse, why):
     tables = [jax.ShapeDtypeStruct((rows, width), jnp.float32)] * 3
     ids = jax.ShapeDtypeStruct((nse,), jnp.int32)
     program = jax.make_jaxpr(lambda x: jnp.sqrt(x) + 1)(1.0).jaxpr
-    assert _read_ahead.rows_read_ahead(tables, ids, program) is None, why
+    assert _read_ahead.rows_read_ahead(tables, ids, program, True) is None, why
 
 
 @pytest.mark.devices
