@@ -26,7 +26,7 @@ from textwrap import shorten
 
 import jax
 
-START, SILENCE, GRACE = 60, 20, 5  # seconds
+START, SILENCE, GRACE = 60, 20, 15  # seconds
 
 
 class ProcessError(Exception):

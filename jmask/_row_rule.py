@@ -26,6 +26,7 @@ from jax import lax
 from jmask._add_to_dense import add_to_dense
 from jmask._apply import apply_updates, densify
 from jmask._crowded_update import is_crowded, update_where_touched
+from jmask._distinct import distinct_rows_of
 from jmask._eager import compiled_outside_jit
 from jmask._explicit_sharding import explicit_sharding, sharding_of_rows
 from jmask._fused_update import order_of, update_rows
@@ -160,16 +161,18 @@ def _new_tables(
     rule: RowRule, gradient: Any, tables: list[Any], scalars: tuple[Any, ...]
 ) -> list[Any]:
     """Parameter and slots after one step."""
+    # Python numbers are constants of what is compiled and take no room.
     traced = [x for x in scalars if isinstance(x, jax.Array)]
+
+    def every(traced: Sequence[Any]) -> tuple[Any, ...]:
+        remaining = iter(traced)
+        return tuple(next(remaining) if isinstance(x, jax.Array) else x for x in scalars)
 
     def new_entries(*entries: Any) -> tuple[Any, ...]:
         param, *slots = entries[: len(tables)]
         grad, *given = entries[len(tables) :]
-        remaining = iter(given)
-        # Python numbers are constants of the combiner and take no room.
-        every = [next(remaining) if isinstance(x, jax.Array) else x for x in scalars]
         grad, param, *slots = map(_wide, (grad, param, *slots))
-        step, *slots = rule.rule(grad, param, *slots, *every)
+        step, *slots = rule.rule(grad, param, *slots, *every(given))
         return (param + step, *slots)
 
     if not is_row_sparse(gradient):
@@ -185,9 +188,31 @@ def _new_tables(
     if rule.one_pass() and not stored:
         ids, order = gradient.row_ids(), order_of(gradient.coalesced)
         return update_rows(new_entries, tables, ids, gradient.values, traced, order)
-    gradient = distinct_rows(param, gradient) if stored else gradient.coalesce()
-    if rule.one_pass() and isinstance(param, PackedTable):
-        return param.updated(new_entries, slots, gradient, traced)
+    if stored or not exact or explicit_sharding(param, gradient.values) is not None:
+        gradient = distinct_rows(param, gradient) if stored else gradient.coalesce()
+        if rule.one_pass() and isinstance(param, PackedTable):
+            return param.updated(new_entries, slots, gradient, traced)
+        return _on_rows(rule, gradient, tables, scalars)
+
+    def first_of_equal(gradient: RowSparse, tables: list[Any], traced: list[Any]) -> list[Any]:
+        if not gradient.coalesced:
+            found = distinct_rows_of(gradient.row_ids(), gradient.values, gradient.shape[0])
+            gradient = RowSparse.of_rows(*found, gradient.shape, coalesced=False)
+        return _on_rows(rule, gradient, tables, every(traced))
+
+    def in_order(gradient: RowSparse, tables: list[Any], traced: list[Any]) -> list[Any]:
+        return _on_rows(rule, gradient.coalesce(), tables, every(traced))
+
+    return lax.platform_dependent(
+        gradient, tables, traced, cpu=first_of_equal, default=in_order
+    )
+
+
+def _on_rows(
+    rule: RowRule, gradient: RowSparse, tables: list[Any], scalars: tuple[Any, ...]
+) -> list[Any]:
+    """Parameter and slots after one step, from their rows where the distinct ids are."""
+    param, *slots = tables
     old = [rows_of(x, gradient) for x in slots]
     param_rows = rows_of(param, gradient) if rule.needs_param else None
     step, *rows = rule.rule(*map(_wide, (gradient.values, param_rows, *old)), *scalars)

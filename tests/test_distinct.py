@@ -55,7 +55,7 @@ def test_same_sums_as_by_sorting(dtype, row, count):
         values = values.at[jnp.where(ids == V)[0]].set(jnp.nan)
         expected_ids, expected = coalesce_rows(ids, values, V)
         found_ids, found = jax.jit(distinct_rows_of, static_argnums=2)(ids, values, V)
-        assert found.dtype == dtype and found_ids.dtype == ids.dtype
+        assert (found_ids.dtype, found.dtype) == (ids.dtype, dtype)
         by_id = np.argsort(found_ids, stable=True)
         kept = int((found_ids < V).sum())
         np.testing.assert_array_equal(found_ids[by_id][:kept], expected_ids[:kept])
