@@ -26,15 +26,16 @@ from jmask._gather import zero_of
 
 _LINE = 64
 # Bytes: rows of a chunk stay in the cache of one core beside what else is in it, and tables
-# that fit into a cache as a whole gain nothing.
+# that fit into a cache as a whole gain nothing. Of long rows the processor itself reads the
+# rest when it has seen where they begin.
 _CHUNK = 2**17
+_LONG_ROWS = 2**12
 _SMALL_TABLES = 2**24
 # Instructions on a row: with fewer the processor sees far enough ahead by itself, if rows are
 # in order. A root and a quotient hold it up as long as ten others.
 _MUCH_WORK = 36
 _SLOW = {"sqrt": 10, "rsqrt": 10, "div": 10, "exp": 10, "log": 10, "pow": 20}
 _FEWEST_CHUNKS = 4
-_TOUCHED_OF_A_ROW = 16
 
 _BITS = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 
@@ -53,14 +54,14 @@ def rows_read_ahead(
         is_sorted: whether the ids are in order.
     """
     row = sum(_width(x) * x.dtype.itemsize for x in tables)
-    is_large = tables[0].shape[0] * row >= _SMALL_TABLES
-    if not is_large or not all(_can_be_touched(x, ids) for x in tables):
+    is_fast = tables[0].shape[0] * row < _SMALL_TABLES or row > _LONG_ROWS
+    if is_fast or not all(_can_be_touched(x, ids) for x in tables):
         return None
     arithmetic = sum(_SLOW.get(eqn.primitive.name, 1) for eqn in combiner.eqns)
     vectors = -(-_width(tables[0]) * tables[0].dtype.itemsize // _LINE)
     if is_sorted and vectors * (arithmetic + 2 * len(tables)) < _MUCH_WORK:
         return None
-    size = 2 ** max(6, int(math.log2(_CHUNK / row)))
+    size = 2 ** int(math.log2(_CHUNK / row))
     return size if ids.shape[0] >= _FEWEST_CHUNKS * size else None
 
 
@@ -112,10 +113,10 @@ def _touch(tables: Sequence[jax.Array], ids: jax.Array) -> jax.Array:
     """Zeros (n,), after each cache line of the rows `ids` was read."""
     bits = jnp.zeros_like(ids)
     for table in tables:
-        width, step, every = _entries(table)
+        width, step = _width(table), _step(table)
         entries = table.reshape(-1, step)
         read = lax.GatherDimensionNumbers((), (0, 1), (0,))
-        for column in range(0, width, every):
+        for column in range(0, width, _of_a_line(table)):
             place = ids * (width // step) + column // step
             entry = lax.gather(entries, place[:, None], read, (1, 1), mode="clip")
             of_entry = _BITS[table.dtype.itemsize]
@@ -123,20 +124,19 @@ def _touch(tables: Sequence[jax.Array], ids: jax.Array) -> jax.Array:
     return zero_of(bits)
 
 
-def _entries(table: Any) -> tuple[int, int, int]:
-    """Entries in a row, in what is the unit of addresses, and from one touched to the next."""
-    width = _width(table)
-    of_a_line = max(1, _LINE // table.dtype.itemsize)
-    lines = max(1, -(-width // of_a_line))
-    every = of_a_line * -(-lines // _TOUCHED_OF_A_ROW)
-    return width, math.gcd(width, every), every
-
-
 def _can_be_touched(table: Any, ids: Any) -> bool:
-    width, step, _ = _entries(table)
-    addresses = table.shape[0] * (width // step)
+    addresses = table.shape[0] * (_width(table) // _step(table))
     is_float = jnp.issubdtype(table.dtype, jnp.floating) and table.dtype.itemsize in _BITS
     return is_float and addresses < jnp.iinfo(ids.dtype).max
+
+
+def _step(table: Any) -> int:
+    """Entries from one address to the next: what rows and lines both are multiples of."""
+    return math.gcd(_width(table), _of_a_line(table))
+
+
+def _of_a_line(table: Any) -> int:
+    return _LINE // table.dtype.itemsize
 
 
 def _width(table: Any) -> int:

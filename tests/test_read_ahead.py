@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jmask
-from jmask import _read_ahead
+from jmask import _fused_update, _read_ahead
 from tests.sampling import sampled
 
 V = 1000
@@ -25,18 +25,15 @@ ROWS = {
     "3": ((3,), jnp.float32),
     "64": ((64,), jnp.float32),
     "100": ((100,), jnp.float32),
-    "700": ((700,), jnp.float32),
+    "300": ((300,), jnp.float32),
     "5 x 8": ((5, 8), jnp.float32),
     "64 bfloat16": ((64,), jnp.bfloat16),
 }
 
 
 @pytest.fixture
-def small(monkeypatch):
-    """Sizes at which rows are read ahead made small."""
-    monkeypatch.setattr(_read_ahead, "_SMALL_TABLES", 0)
-    monkeypatch.setattr(_read_ahead, "_MUCH_WORK", 0)
-    monkeypatch.setattr(_read_ahead, "_CHUNK", 1)
+def in_chunks_of_64(monkeypatch):
+    monkeypatch.setattr(_fused_update, "rows_read_ahead", lambda *given: 64)
 
 
 def compiled_update(tx, table, nse, coalesced=True):
@@ -66,17 +63,17 @@ def in_chunks(compiled):
 @pytest.mark.parametrize(
     ("name", "row"), sampled(list(itertools.product(OPTIMIZERS, ROWS)), every=3)
 )
-def test_same_as_without(small, monkeypatch, name, row):
+def test_same_as_without(in_chunks_of_64, monkeypatch, name, row):
     row, dtype = ROWS[row]
     tx = OPTIMIZERS[name]
     start = jnp.asarray(np.random.default_rng(1).normal(size=(V, *row)), dtype)
-    # Chunks of 64: the last one is not whole, and half of it and more may be padding.
+    # The last chunk is not whole, and more than it may be padding.
     nse = 300
     update = compiled_update(tx, start, nse)
     # A rate of 32 bits has no room in a scatter of 16.
     assert in_chunks(update) or dtype == jnp.bfloat16
     tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
-    monkeypatch.setattr(_read_ahead, "_SMALL_TABLES", 2**60)
+    monkeypatch.setattr(_fused_update, "rows_read_ahead", lambda *given: None)
     plain = compiled_update(tx, start, nse)
     assert not in_chunks(plain)
 
@@ -102,7 +99,7 @@ def test_same_as_without(small, monkeypatch, name, row):
 
 
 @pytest.mark.parametrize("nse", [256, 257, 319, 320])
-def test_each_row_once(small, nse):
+def test_each_row_once(nse):
     def count(tables, ids, rows):
         return [x.at[ids].add(rows[0] * rows[1], mode="drop") for x in tables]
 
@@ -114,7 +111,7 @@ def test_each_row_once(small, nse):
     np.testing.assert_array_equal(counts, jnp.zeros((V, 4)).at[ids].set(2.0))
 
 
-def test_nan_and_inf_elsewhere(small):
+def test_nan_and_inf_elsewhere(in_chunks_of_64):
     tx, row = OPTIMIZERS["adam"], (64,)
     ids, values = batch(300, row, jnp.float32)
     start = jnp.full((V, *row), jnp.nan).at[ids].set(1.0).at[0].set(jnp.inf)
@@ -140,6 +137,7 @@ def test_in_place_at_full_size():
         (10_000, 64, 4096, "tables that fit into a cache"),
         (100_000, 64, 256, "few rows"),
         (1_000_000, 4, 100_000, "little work"),
+        (100_000, 1024, 4096, "long rows"),
         (2**29, 64, 4096, "addresses that do not fit"),
     ],
 )
@@ -151,14 +149,14 @@ def test_not_where_it_does_not_pay(rows, width, nse, why):
 
 
 @pytest.mark.devices
-def test_not_on_several_devices(small):
+def test_not_on_several_devices(in_chunks_of_64):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     table = jax.device_put(jnp.ones((V, 64)), by_rows)
     assert not in_chunks(compiled_update(OPTIMIZERS["adam"], table, 300))
 
 
-def test_under_vmap(small):
+def test_under_vmap(in_chunks_of_64):
     tx, row = OPTIMIZERS["adam"], (8,)
     tables = jax.random.normal(jax.random.key(0), (2, V, *row))
     ids, values = batch(300, row, jnp.float32)
