@@ -4,6 +4,7 @@ Also: un-lifted transformations beside `lazy` are exact or raise, never silently
 """
 
 import inspect
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -114,7 +115,7 @@ def check_step(inner, gradient, state, params, wrap, **extra):
 
 # All are run under jit; eagerly, which compiles every operation by itself, every sixth.
 LIFTED = [*ROW_LOCAL, *CHAINS]
-RUNS = sampled([(name, jax.jit) for name in LIFTED], 2)
+RUNS = sampled([(name, jax.jit) for name in LIFTED], 3)
 RUNS += [pytest.param(name, lambda f: f, marks=pytest.mark.exhaustive) for name in LIFTED[::6]]
 
 
@@ -177,8 +178,9 @@ MOMENTUM = optax.sgd(0.1, momentum=0.9)
 LIFTED_MOMENTUM = jmask.lazy(MOMENTUM)
 
 
-@pytest.mark.parametrize("side", ["before", "after"])
-@pytest.mark.parametrize("name", PLACED)
+@pytest.mark.parametrize(
+    ("name", "side"), sampled(list(itertools.product(PLACED, ["before", "after"])), 3)
+)
 def test_unlifted_is_exact_or_raises(name, side):
     """Two steps of a chain with the transformation outside `lazy`."""
     order = (lambda a, b: (a, b)) if side == "before" else (lambda a, b: (b, a))

@@ -97,7 +97,7 @@ def _batch(seed=1):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), sampled([(name, kind) for name in SMOOTH for kind in KINDS], 2)
+    ("name", "kind"), sampled([(name, kind) for name in SMOOTH for kind in KINDS], 3)
 )
 def test_values_and_derivatives(name, kind):
     function, model = SMOOTH[name]

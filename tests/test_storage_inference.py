@@ -227,7 +227,7 @@ def ids_of(size):
 
 
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
-@pytest.mark.parametrize("name", sampled(CASES, 2))
+@pytest.mark.parametrize("name", sampled(CASES, 3))
 @settings(max_examples=5)
 @given(ids_of(len(X_IDS)), ids_of(len(Y_IDS)), st.integers(0, 999))
 def test_equals_its_dense_twin(name, x_ids, y_ids, seed):

@@ -14,6 +14,7 @@ from jax.extend.core import jaxprs_in_params
 import jmask
 from tests.lookup_programs import IDS, PROGRAMS, TABLE, VALID, D, V, square
 from tests.oracle import assert_close, densified, is_row_sparse
+from tests.sampling import sampled
 
 
 @contextlib.contextmanager
@@ -37,7 +38,7 @@ def check(loss: Callable[..., Any], *args: Any, falls_back: bool = False) -> Any
     return result[1]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", sampled(PROGRAMS, 2))
 def test_program(name):
     program = PROGRAMS[name]
     gradient = check(program.loss, TABLE, falls_back=program.falls_back)
