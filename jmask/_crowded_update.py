@@ -37,7 +37,8 @@ def update_where_touched(
     """Tables with `new_entries` in the rows of the gradient.
 
     Args:
-        new_entries: (*tables, dense gradient, *scalars) -> new tables, row by row.
+        new_entries: (*tables, dense gradient, *scalars) -> new tables of the same dtypes,
+            row by row.
         tables: arrays (V, ...).
         gradient: of a table.
         scalars: what else `new_entries` takes.
@@ -45,11 +46,7 @@ def update_where_touched(
     touched = jnp.zeros(gradient.shape[:1], bool).at[gradient.row_ids()].set(True, mode="drop")
     touched = touched.reshape((-1,) + (1,) * (gradient.ndim - 1))
     given = [*tables, gradient.todense(), *scalars]
-
-    def in_dtypes(*given: Any) -> list[jax.Array]:
-        return [x.astype(y.dtype) for x, y in zip(new_entries(*given), tables, strict=True)]
-
-    program = jax.make_jaxpr(in_dtypes)(*given)
+    program = jax.make_jaxpr(new_entries)(*given)
     jaxpr = program.jaxpr
     # What is computed from a new table is computed from the one that is kept. In rows that are
     # touched they are the same, and XLA would copy the old one, which it needs to the end.

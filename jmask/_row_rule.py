@@ -168,15 +168,15 @@ def _new_tables(
         remaining = iter(traced)
         return tuple(next(remaining) if isinstance(x, jax.Array) else x for x in scalars)
 
-    def new_entries(*entries: Any) -> tuple[Any, ...]:
+    def new_entries(*entries: Any) -> list[Any]:
         param, *slots = entries[: len(tables)]
         grad, *given = entries[len(tables) :]
         grad, param, *slots = map(_wide, (grad, param, *slots))
         step, *slots = rule.rule(grad, param, *slots, *every(given))
-        return (param + step, *slots)
+        return _in_dtypes_of(tables, (param + step, *slots))
 
     if not is_row_sparse(gradient):
-        return _in_dtypes_of(tables, new_entries(*tables, gradient, *traced))
+        return new_entries(*tables, gradient, *traced)
     param, *slots = tables
     stored = is_stored_table(param)
     exact = param.dtype == gradient.dtype and not is_narrow(gradient.dtype)

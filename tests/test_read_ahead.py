@@ -1,4 +1,4 @@
-"""Rows read ahead of their update: the same bits as without, in place, on one device."""
+"""Rows read ahead of their update: the same as without, in place, on one device."""
 
 import itertools
 
@@ -36,9 +36,9 @@ def in_chunks_of_64(monkeypatch):
     monkeypatch.setattr(_fused_update, "rows_read_ahead", lambda *given: 64)
 
 
-def compiled_update(tx, table, nse, coalesced=True):
+def compiled_update(tx, table, nse):
     def update(table, state, ids, values):
-        gradient = jmask.RowSparse(ids, values, table.shape, coalesced=coalesced)
+        gradient = jmask.RowSparse(ids, values, table.shape, coalesced=True)
         return jmask.apply_gradients(tx, gradient, state, table)
 
     ids = jax.ShapeDtypeStruct((nse,), jnp.int32)

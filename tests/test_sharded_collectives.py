@@ -10,6 +10,7 @@ an all-reduce twice its size, a reduce-scatter and an all-gather.
 """
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -124,13 +125,7 @@ CASES = [
     ("explicit axis", "rowwise adagrad", "update", True),
     ("explicit axes", "sgd", "update", False),
 ]
-ALL = [
-    (layout, optimizer, step, packed)
-    for layout in LAYOUTS
-    for optimizer in OPTIMIZERS
-    for step in STEPS
-    for packed in (False, True)
-]
+ALL = itertools.product(LAYOUTS, OPTIMIZERS, STEPS, (False, True))
 
 
 @pytest.mark.parametrize(("layout", "optimizer", "step", "packed"), chosen(CASES, ALL))
