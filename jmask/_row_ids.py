@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.random import define_prng_impl
 
 INT32_MAX = np.iinfo(np.int32).max
@@ -53,9 +54,10 @@ _IMPLEMENTATIONS = {4: _opaque_dtype(1), 8: _opaque_dtype(2)}
 
 def hide(ids: jax.Array) -> jax.Array:
     """Integer ids (...,) -> the opaque leaf of the same shape."""
-    words = jax.lax.bitcast_convert_type(ids + 1, jnp.uint32)
+    # Operations of lax: those of jnp and of arrays take several times as long to trace.
+    words = lax.bitcast_convert_type(lax.add(ids, lax.full_like(ids, 1)), np.uint32)
     if ids.dtype.itemsize == 4:
-        words = words[..., None]
+        words = lax.expand_dims(words, (ids.ndim,))
     return jax.random.wrap_key_data(words, impl=_IMPLEMENTATIONS[ids.dtype.itemsize])
 
 
@@ -70,8 +72,10 @@ def reveal(leaf: Any) -> Any:
 def _reveal_array(leaf: jax.Array) -> jax.Array:
     words = jax.random.key_data(leaf)
     if words.shape[-1] == 1:
-        return jax.lax.bitcast_convert_type(words[..., 0], jnp.int32) - 1
-    return jax.lax.bitcast_convert_type(words, jnp.int64) - 1
+        ids = lax.bitcast_convert_type(lax.squeeze(words, (words.ndim - 1,)), np.int32)
+    else:
+        ids = lax.bitcast_convert_type(words, np.int64)
+    return lax.sub(ids, lax.full_like(ids, 1))
 
 
 def is_opaque(leaf: Any) -> bool:
@@ -99,7 +103,11 @@ def id_dtype(rows: int) -> np.dtype:
 def canonical(ids: jax.Array, rows: int) -> jax.Array:
     """Integer ids of any dtype -> ids in `id_dtype(rows)`, those out of range = `rows`."""
     ids = widen(ids, rows)
-    return jnp.where((ids < 0) | (ids >= rows), jnp.asarray(rows, ids.dtype), ids)
+    # Without their sign negative ids are the largest numbers.
+    unsigned = np.dtype(f"u{ids.dtype}")
+    zero, padding = np.zeros((), unsigned), np.asarray(rows, unsigned)
+    bounded = lax.clamp(zero, lax.bitcast_convert_type(ids, unsigned), padding)
+    return lax.bitcast_convert_type(bounded, ids.dtype)
 
 
 def widen(ids: jax.Array, rows: int) -> jax.Array:
@@ -113,4 +121,4 @@ def widen(ids: jax.Array, rows: int) -> jax.Array:
         ids = jnp.where(ids > np.array(rows, ids.dtype), np.array(rows, ids.dtype), ids)
     if limits.min < np.iinfo(dtype).min:
         ids = jnp.where(ids < 0, np.array(-1, ids.dtype), ids)
-    return ids.astype(dtype)
+    return lax.convert_element_type(ids, dtype)

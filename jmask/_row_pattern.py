@@ -62,9 +62,10 @@ def scatter_add_rows(eqn: JaxprEqn, indices: jax.Array, updates: jax.Array) -> E
         return None
     length = window[0]
     rows = lax.transpose(updates, [*batch_dims, *window_dims])
-    starts = indices[..., addressed.index(0)].reshape(-1)
+    starts = lax.index_in_dim(indices, addressed.index(0), -1, keepdims=False)
+    starts = lax.reshape(starts, (starts.size,))
     # The number of starts is given, not inferred with -1: rows may have no entries.
-    rows = rows.reshape((starts.shape[0] * length, *shape[1:]))
+    rows = lax.reshape(rows, (starts.size * length, *shape[1:]))
     return _window_ids(starts, length, shape[0], clips), rows
 
 
