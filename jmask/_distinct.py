@@ -8,7 +8,8 @@ a scatter is a loop that takes updates one after the other. Each entry writes it
 the bucket of its id, where the lowest stays; then it reads there who that was. If it has the
 same id it is the first one of this id; otherwise the entry tries again, with another hash.
 Ids are compared, so the result is exact, and in each round at least one id of each bucket is
-done. Equal ids are summed in the order in which they came, 16-bit values in float32.
+done. Equal ids are summed in the order in which they came, 16-bit values in float32, and some
+hundred at a time: a single scatter of the values into themselves would need a copy of all.
 """
 
 from typing import Any
@@ -18,10 +19,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmask._precision import sum_dtype
-from jmask._rows import add_rows
+from jmask._rows import add_rows, gather_rows
 
 # Buckets for each entry: of four, one entry in eight takes a second round.
 _BUCKETS = 4
+# Entries that are added to the first of their id at a time.
+_BLOCK = 256
 
 
 def distinct_rows_of(
@@ -41,9 +44,26 @@ def distinct_rows_of(
     count = ids.shape[0]
     first = first_entries(ids, rows)
     again = first != lax.iota(jnp.int32, count)
-    wide = values.astype(sum_dtype(values.dtype))
-    summed = add_rows(wide, jnp.where(again, first, count), wide, coalesced=False)
+    summed = _summed_into_first(values.astype(sum_dtype(values.dtype)), first, again)
     return jnp.where(again, rows, ids), summed.astype(values.dtype)
+
+
+def _summed_into_first(values: jax.Array, first: jax.Array, again: jax.Array) -> jax.Array:
+    """`values` (n, *row), those of entries that come again added to the first, in order."""
+    count = values.shape[0]
+    ended = jnp.cumsum(again, dtype=jnp.int32)
+    place = jnp.where(again, ended - 1, count + _BLOCK)
+    # The entries that come again, one after the other, and then padding.
+    later = jnp.full((count + _BLOCK,), count, jnp.int32)
+    later = later.at[place].set(lax.iota(jnp.int32, count), mode="drop")
+
+    def block(number: jax.Array, values: jax.Array) -> jax.Array:
+        entries = lax.dynamic_slice_in_dim(later, number * _BLOCK, _BLOCK)
+        into = first.at[entries].get(mode="fill", fill_value=count)
+        return add_rows(values, into, gather_rows(values, entries), coalesced=False)
+
+    blocks = (jnp.sum(again, dtype=jnp.int32) + _BLOCK - 1) // _BLOCK
+    return lax.fori_loop(0, blocks, block, values)
 
 
 def first_entries(ids: jax.Array, rows: int) -> jax.Array:

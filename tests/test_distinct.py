@@ -71,11 +71,25 @@ def test_ids_of_64_bits():
         assert first_entries(ids, 2**50).tolist() == [0, 1, 2, 0, 1]
 
 
-def test_hot_ids():
-    ids = jnp.zeros(1000, jnp.int32)
-    found_ids, found = distinct_rows_of(ids, jnp.ones((1000, 2)), V)
-    assert found_ids.tolist() == [0] + [V] * 999
-    assert found[0].tolist() == [1000, 1000]
+@pytest.mark.parametrize("count", [256, 257, 513, 1000])
+def test_hot_ids(count):
+    """With more equal ids than are summed at a time, at its multiples and beside them."""
+    ids = jnp.zeros(count, jnp.int32)
+    found_ids, found = distinct_rows_of(ids, jnp.ones((count, 2)), V)
+    assert found_ids.tolist() == [0] + [V] * (count - 1)
+    assert found[0].tolist() == [count, count]
+
+
+def test_no_copy_of_the_values():
+    """Which has n x D numbers: a gradient that nobody needs any more is summed in place."""
+    count, width = 4096, 64
+    ids, values = (
+        jax.ShapeDtypeStruct((count,), jnp.int32),
+        jax.ShapeDtypeStruct((count, width), jnp.float32),
+    )
+    summed = jax.jit(distinct_rows_of, static_argnums=2, donate_argnums=1)
+    memory = summed.lower(ids, values, 10**6).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * count * width / 2
 
 
 def test_under_vmap():
