@@ -1,7 +1,8 @@
 # Every target creates what it needs; `make demo` and `make test` run on a fresh machine.
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALL := -m pip install --quiet --disable-pip-version-check
+# Bytecode is made of what is imported: of all that is installed it takes longer than the rest.
+INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: demo sparse-linear test test-examples test-devices test-devices-exhaustive test-exhaustive test-newest test-oldest test-all test-tpu \
 	test-torch test-wheel bench scaling lint format docs wheel clean

@@ -27,15 +27,22 @@ OPTAX: dict[str, Callable[[float], optax.GradientTransformation]] = {
     "Adagrad": lambda rate: optax.adagrad(rate, initial_accumulator_value=0.0),
     "Adam": optax.adam,
 }
+# glibc keeps what is freed if it is smaller than 32 MiB, and gives back what is larger.
+_COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
+    "together": {},
+    "apart": {"xla_multiheap_size_constraint_per_heap": 33_000_000},
+}
 
 
-def compiled_step(tx: optax.GradientTransformation, value_and_grad: Callable) -> Callable:
+def compiled_step(
+    tx: optax.GradientTransformation, value_and_grad: Callable, temporaries: str = "together"
+) -> Callable:
     """Jitted: (table, state), ids -> (table, state), loss."""
 
     def loss_of(table: jax.Array, ids: jax.Array) -> jax.Array:
         return jnp.sum(table[ids] ** 2)
 
-    @partial(jax.jit, donate_argnums=0)
+    @partial(jax.jit, donate_argnums=0, compiler_options=_COMPILER_OPTIONS[temporaries])
     def step(place, ids):
         table, state = place
         # Without the loss among the results XLA would not compute it.
@@ -46,7 +53,8 @@ def compiled_step(tx: optax.GradientTransformation, value_and_grad: Callable) ->
 
 
 def _step(tx: optax.GradientTransformation, task: Task, value_and_grad: Callable) -> Step:
-    step, place = compiled_step(tx, value_and_grad), _table_and_state(tx, task)
+    step = compiled_step(tx, value_and_grad, task.temporaries)
+    place = _table_and_state(tx, task)
 
     def run(ids: np.ndarray) -> float:
         nonlocal place

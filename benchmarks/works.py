@@ -58,7 +58,8 @@ _TITLES = {
 class Task:
     """Who does what on which ids, and in which pages of memory.
 
-    `ids` is one of "uniform", "Zipf" and "unique", and `pages` of "small" and "huge".
+    `ids` is one of "uniform", "Zipf" and "unique", and `pages` of "small" and "huge". XLA
+    allocates the temporaries of a step "together" or "apart".
     """
 
     who: str = "jmask"
@@ -69,6 +70,7 @@ class Task:
     lookups: int = 8192
     ids: str = "uniform"
     pages: str = "small"
+    temporaries: str = "together"
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,8 @@ def _matrix(rounds: int) -> list[Comparison]:
             found.append(_beside(Task(optimizer=optimizer, **move), peers, rounds))
             update = replace(_UPDATE, optimizer=optimizer, **move)
             found.append(_beside(update, ("C loop",), rounds))
+        large = Task(optimizer=optimizer, lookups=100_000)
+        found.append(_beside(replace(large, temporaries="apart"), _PEERS, rounds, large))
     return found
 
 
@@ -207,6 +211,7 @@ def _differences(task: Task, usual: Task) -> list[str]:
         "lookups": "n = {:,}",
         "ids": "{} ids",
         "pages": "{} pages",
+        "temporaries": "temporaries {}",
     }
     return [
         symbols[field.name].format(getattr(task, field.name))
