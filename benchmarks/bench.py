@@ -6,8 +6,8 @@
 
 `works.py` is the table of what is measured. A line of the report reads: this work takes jmask
 "ours / theirs" of the time it takes the other, the median of the rounds, with the quartiles of
-the rounds in parentheses. Below 1 jmask is faster. Where there is a goal the ratio should not
-be above it. In particular
+the rounds in parentheses. In each round everybody makes some steps, one after the other. Below
+1 jmask is faster. Where there is a goal the ratio should not be above it. In particular
 
     a library          the same work, on the same ids, to the same loss
     C loop             the update alone beside what is possible: 1 is the limit of one core
@@ -31,7 +31,6 @@ import platform
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from batches import batches
@@ -40,11 +39,16 @@ from contenders import WORKERS, build
 from other_interpreter import Interpreter
 from plots import Seconds, curves, save_plots
 from rich.progress import track
-from side_by_side import WARM_UP, Report, alternate
+from side_by_side import Report, alternate, seconds_of
 from works import GOALS, REFERENCE, Comparison, Task, comparisons, opponent, title
 
 RESULTS = Path(__file__).parent / "results"
 _SIZES = f"V = {REFERENCE.rows:,}, D = {REFERENCE.width}, n = {REFERENCE.lookups:,} uniform ids"
+
+# Rounds that do not count, and steps of a turn, of which the first does not: training makes one
+# step after the other, and the first finds threads asleep and caches that others have filled.
+_WARM_UP = 1
+_STEPS = 4
 
 
 class Bench:
@@ -59,7 +63,7 @@ class Bench:
         self.different: list[str] = []
 
     def measure(self, comparison: Comparison) -> None:
-        ours, count = comparison.ours, comparison.rounds + WARM_UP
+        ours, count = comparison.ours, comparison.rounds + _WARM_UP
         if comparison.is_large:
             # TensorFlow keeps what it has freed to itself.
             for interpreter in self._interpreters.values():
@@ -77,7 +81,7 @@ class Bench:
             if len(found) == 1:
                 return
             turns = {task: _turns(run, task, count) for task, run in found.items()}
-            seconds = alternate(turns, range(count))
+            seconds = alternate(turns, range(count), _WARM_UP)
             self._check_losses(ours, {task: run.loss for task, run in found.items()})
         gc.collect()  # tables of gigabytes must not wait
         self.measured.append(seconds)
@@ -124,15 +128,21 @@ class Bench:
         }
 
 
-def _turns(run: Callable, task: Task, count: int) -> Callable[[int], Any]:
-    ids = batches(task.ids, task.rows, task.lookups, count)
-    return lambda k: run(ids[k])
+def _turns(run: Callable, task: Task, count: int) -> Callable[[int], float]:
+    """The seconds of a step in turn k."""
+    ids = batches(task.ids, task.rows, task.lookups, count * _STEPS)
+
+    def turn(k: int) -> float:
+        seconds = [seconds_of(run, x) for x in ids[k * _STEPS : (k + 1) * _STEPS]]
+        return float(np.mean(seconds[1:]))
+
+    return turn
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds, no matrix")
-    parser.add_argument("--rounds", type=int, help="default: 30, or 8 with --quick")
+    parser.add_argument("--rounds", type=int, help="default: 15, or 4 with --quick")
     parser.add_argument("--out", type=Path, help="folder of the results")
     for who in WORKERS:
         parser.add_argument(f"--{who.lower()}-python", help=f"an interpreter that has {who}")
@@ -145,7 +155,7 @@ def main() -> None:
     }
     bench = Bench(interpreters)
     for comparison in track(
-        comparisons(args.quick, args.rounds or (8 if args.quick else 30)), "measuring"
+        comparisons(args.quick, args.rounds or (4 if args.quick else 15)), "measuring"
     ):
         bench.measure(comparison)
 

@@ -24,22 +24,27 @@ Name = TypeVar("Name")
 
 
 def alternate(
-    contenders: Mapping[Name, Callable[[Any], Any]], inputs: Iterable[Any]
+    contenders: Mapping[Name, Callable[[Any], Any]],
+    inputs: Iterable[Any],
+    warm_up: int = WARM_UP,
 ) -> dict[Name, np.ndarray]:
-    """Seconds of each contender on each input after the first few, which warm up.
-
-    A contender that measures itself returns its seconds, as a float.
-    """
+    """Seconds of each contender on each input after the first `warm_up`."""
     seconds: dict[Name, list[float]] = {name: [] for name in contenders}
     for number, x in enumerate(inputs):
         for name, run in contenders.items():
             time.sleep(_PAUSE)
-            start = time.perf_counter()
-            own = run(x)
-            elapsed = time.perf_counter() - start
-            if number >= WARM_UP:
-                seconds[name].append(own if isinstance(own, float) else elapsed)
+            taken = seconds_of(run, x)
+            if number >= warm_up:
+                seconds[name].append(taken)
     return {name: np.array(times) for name, times in seconds.items()}
+
+
+def seconds_of(run: Callable[[Any], Any], x: Any) -> float:
+    """How long `run(x)` takes. One that measures itself returns its seconds, as a float."""
+    start = time.perf_counter()
+    own = run(x)
+    elapsed = time.perf_counter() - start
+    return own if isinstance(own, float) else elapsed
 
 
 class Report:

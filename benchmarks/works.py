@@ -158,6 +158,9 @@ def comparisons(quick: bool, rounds: int) -> list[Comparison]:
     in_huge_pages = replace(largest, pages="huge")
     found.append(Comparison(in_huge_pages, (replace(REFERENCE, pages="huge"),), rounds))
     found.append(Comparison(REFERENCE, (replace(largest, who="torch"),), rounds))
+    # What the machine itself takes more for rows of a larger table.
+    in_c = [replace(_UPDATE, who="C loop", rows=rows) for rows in (10_000_000, 1_000_000)]
+    found.append(Comparison(replace(_UPDATE, rows=10_000_000), (_UPDATE, *in_c), rounds))
     done = {comparison.ours for comparison in found}
     return found + [c for c in _matrix(fewer) if c.theirs and c.ours not in done]
 

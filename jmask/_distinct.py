@@ -42,6 +42,8 @@ def distinct_rows_of(
         where the id is V.
     """
     count = ids.shape[0]
+    if not count:
+        return ids, values
     first = first_entries(ids, rows)
     again = first != lax.iota(jnp.int32, count)
     summed = _summed_into_first(values.astype(sum_dtype(values.dtype)), first, again)
@@ -51,18 +53,19 @@ def distinct_rows_of(
 def _summed_into_first(values: jax.Array, first: jax.Array, again: jax.Array) -> jax.Array:
     """`values` (n, *row), those of entries that come again added to the first, in order."""
     count = values.shape[0]
+    size = min(_BLOCK, count)
     ended = jnp.cumsum(again, dtype=jnp.int32)
-    place = jnp.where(again, ended - 1, count + _BLOCK)
+    place = jnp.where(again, ended - 1, count + size)
     # The entries that come again, one after the other, and then padding.
-    later = jnp.full((count + _BLOCK,), count, jnp.int32)
+    later = jnp.full((count + size,), count, jnp.int32)
     later = later.at[place].set(lax.iota(jnp.int32, count), mode="drop")
 
     def block(number: jax.Array, values: jax.Array) -> jax.Array:
-        entries = lax.dynamic_slice_in_dim(later, number * _BLOCK, _BLOCK)
+        entries = lax.dynamic_slice_in_dim(later, number * size, size)
         into = first.at[entries].get(mode="fill", fill_value=count)
         return add_rows(values, into, gather_rows(values, entries), coalesced=False)
 
-    blocks = (jnp.sum(again, dtype=jnp.int32) + _BLOCK - 1) // _BLOCK
+    blocks = (jnp.sum(again, dtype=jnp.int32) + size - 1) // size
     return lax.fori_loop(0, blocks, block, values)
 
 
