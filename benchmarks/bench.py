@@ -142,7 +142,7 @@ def _turns(run: Callable, task: Task, count: int) -> Callable[[int], float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds, no matrix")
-    parser.add_argument("--rounds", type=int, help="default: 15, or 4 with --quick")
+    parser.add_argument("--rounds", type=int, help="default: 20, or 4 with --quick")
     parser.add_argument("--out", type=Path, help="folder of the results")
     for who in WORKERS:
         parser.add_argument(f"--{who.lower()}-python", help=f"an interpreter that has {who}")
@@ -155,7 +155,7 @@ def main() -> None:
     }
     bench = Bench(interpreters)
     for comparison in track(
-        comparisons(args.quick, args.rounds or (4 if args.quick else 15)), "measuring"
+        comparisons(args.quick, args.rounds or (4 if args.quick else 20)), "measuring"
     ):
         bench.measure(comparison)
 
