@@ -4,20 +4,25 @@ To run in one pass over the rows (see `_fused_update`) an update must be element
 gradient, the parameter and the state of a table. Its jaxpr on n rows is read once:
 
     count -> count + 1 -> 1 - 0.9 ** count        depends on no row: computed beforehand
+    g -> g * g -> sum                             of the gradient alone: computed beforehand
     m, g  -> 0.9 m + 0.1 g -> / (1 - 0.9 ** c)    entries of one table: the combiner
-    sum(g * g)                                    neither: the update is not elementwise
+    sum(m * m)                                    none of these: the update takes more passes
 
 The combiner runs the same equations on single entries. What it takes from the shared part
-are scalars, and it can take only as many as a scatter has room for.
+are scalars, and it can take only as many as a scatter has room for. What is made of the
+gradient alone (clipped by the norm of all gradients) can be given to it in place of the
+gradient, and then it needs no scalars for that.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmask._jaxprs import CALLS, aval_of, called, outputs_of, read
+from jmask._row_locality import NEUTRAL
 
 _ELEMENTWISE = frozenset(
     "abs add add_any and atan2 cbrt ceil clamp convert_element_type copy copy_p cos div eq exp "
@@ -35,6 +40,8 @@ class Program:
         equations: all equations, calls in line, with the table they are entries of or None.
         consts, inputs, outputs: as in a jaxpr, the constants with their values.
         table_of: the table a variable has entries of.
+        of_gradient: the variables with entries that are made of its gradient alone.
+        reduced: tables over whose gradient something shared is summed.
         scalar_of: the scalar that a shared array is filled with.
         constants: shared scalars that are made of literals alone, known to a combiner.
     """
@@ -44,42 +51,91 @@ class Program:
     inputs: Sequence[Var]
     outputs: Sequence[Any]
     table_of: dict[Var, int]
+    of_gradient: set[Var]
+    reduced: set[int]
     scalar_of: dict[Var, Any]
     constants: set[Var]
 
-    def shared(self, values: dict[Var, Any]) -> dict[Var, Any]:
-        """The values of all variables that do not depend on rows."""
+    def beforehand(self, values: dict[Var, Any], wanted: Iterable[Var]) -> dict[Var, Any]:
+        """The values of all variables that do not depend on rows, and of those `wanted`.
+
+        Args:
+            values: of the inputs that are no rows, and of gradients without equal ids.
+            wanted: variables that are made of a gradient alone.
+        """
+        needed = set(wanted)
+        for eqn, table in reversed(self.equations):
+            if table is None or not needed.isdisjoint(eqn.outvars):
+                needed.update(v for v in _variables(eqn.invars) if v in self.of_gradient)
         values = {**self.consts, **values}
         for eqn, table in self.equations:
-            if table is None:
-                values.update(outputs_of(eqn, [read(values, v) for v in eqn.invars]))
+            if table is None or not needed.isdisjoint(eqn.outvars):
+                inputs = [read(values, v) for v in eqn.invars]
+                if table is not None:  # what an entry is computed with may be a scalar
+                    shape = aval_of(eqn.outvars[0]).shape
+                    avals = map(aval_of, eqn.invars)
+                    inputs = [
+                        jnp.broadcast_to(jnp.asarray(x, aval.dtype), shape)
+                        for x, aval in zip(inputs, avals, strict=True)
+                    ]
+                values.update(outputs_of(eqn, inputs))
         return values
 
-    def scalars(self, table: int) -> list[Var]:
-        """The shared variables that entries of a table are computed with."""
-        found: dict[Var, None] = {}
-        made = {v for eqn, of in self.equations if of == table for v in eqn.outvars}
-        made |= {v for v in self.inputs if self.table_of.get(v) == table}
-        for eqn, of in self.equations:
-            if of == table:
-                shared = (v for v in eqn.invars if not isinstance(v, Literal))
-                found.update((v, None) for v in shared if v not in made | self.constants)
-        return list(found)
+    def combiners(
+        self, table: int, inputs: Sequence[Var], outputs: Sequence[Any]
+    ) -> Iterator["Combiner"]:
+        """The ways to compute entries of a table: from its gradient, or from what it makes.
 
-    def combiner(
-        self, table: int, inputs: Sequence[Var], scalars: Sequence[Var], outputs: Sequence[Any]
-    ) -> Callable[..., tuple[Any, ...]]:
-        """A function of entries of `inputs` and of `scalars` that gives those of `outputs`."""
+        Args:
+            table: a table, whose gradient is the input of this number.
+            inputs: those with entries of the table, but for the gradient.
+            outputs: what is to be computed.
+        """
+        if any(isinstance(v, Literal) or self.table_of.get(v) != table for v in outputs):
+            return  # a state that is filled anew
+        mine = [eqn for eqn, of in self.equations if of == table]
+        made = [v for eqn in mine for v in eqn.outvars if v in self.of_gradient]
+        gradient = self.inputs[table]
+        for source in (gradient, *made):
+            needed = set(_variables(outputs))
+            equations: list[JaxprEqn] = []
+            for eqn in reversed(mine):
+                if source not in eqn.outvars and not needed.isdisjoint(eqn.outvars):
+                    equations.insert(0, eqn)
+                    needed.update(_variables(eqn.invars))
+            if source is gradient or gradient not in needed:
+                own = {*inputs, source, *(v for eqn in equations for v in eqn.outvars)}
+                used = [v for eqn in equations for v in _variables(eqn.invars)]
+                scalars = dict.fromkeys(v for v in used if v not in own | self.constants)
+                yield Combiner(self, source, inputs, outputs, equations, list(scalars))
 
-        def function(*entries: Any) -> tuple[Any, ...]:
-            values = dict(zip([*inputs, *scalars], entries, strict=True))
-            for eqn, of in self.equations:
-                if of != table and eqn.outvars[0] not in self.constants:
-                    continue
-                values.update(outputs_of(eqn, [read(values, v) for v in eqn.invars]))
-            return tuple(read(values, v) for v in outputs)
 
-        return function
+@dataclasses.dataclass(frozen=True)
+class Combiner:
+    """A function of entries of `inputs`, of `source` and of `scalars` that gives `outputs`.
+
+    Attributes:
+        program: which it is a part of.
+        source: the gradient, or what is made of it.
+        inputs, outputs: of entries.
+        equations: that make the outputs.
+        scalars: shared variables that they use.
+    """
+
+    program: Program
+    source: Var
+    inputs: Sequence[Var]
+    outputs: Sequence[Any]
+    equations: list[JaxprEqn]
+    scalars: list[Var]
+
+    def __call__(self, *entries: Any) -> tuple[Any, ...]:
+        values = dict(zip([*self.inputs, self.source, *self.scalars], entries, strict=True))
+        constants = self.program.constants
+        known = [eqn for eqn, _ in self.program.equations if eqn.outvars[0] in constants]
+        for eqn in (*known, *self.equations):
+            values.update(outputs_of(eqn, [read(values, v) for v in eqn.invars]))
+        return tuple(read(values, v) for v in self.outputs)
 
 
 def elementwise_program(
@@ -90,14 +146,16 @@ def elementwise_program(
     Args:
         jaxpr: of an update on rows.
         consts: its constants.
-        tables: for each input the table whose rows it holds, or None.
+        tables: for each input the table whose rows it holds, or None. Input number i holds
+            the gradient of table i.
     """
     table_of = {v: i for v, i in zip(jaxpr.invars, tables, strict=True) if i is not None}
     shapes = {table_of[v]: aval_of(v).shape for v in table_of}
     if any(aval_of(v).shape != shapes[i] for v, i in table_of.items()):
         return None  # one number for each row, say
     values = dict(zip(jaxpr.constvars, consts, strict=True))
-    program = Program([], values, [], [], table_of, {}, set())
+    gradients = {v for i, v in enumerate(jaxpr.invars) if table_of.get(v) == i}
+    program = Program([], values, [], [], table_of, gradients, set(), {}, set())
     renamed: dict[Var, Any] = {}
     if not _inline(jaxpr, renamed, program, shapes):
         return None
@@ -126,6 +184,9 @@ def _inline(
             outputs = [_renamed(names, v) for v in inner.outvars]
             renamed.update(zip(eqn.outvars, outputs, strict=True))
             continue
+        if _is_reduction(eqn) and program.of_gradient.issuperset(inputs):
+            program.reduced.update(tables)
+            tables = set()
         if len(tables) > 1 or (tables and not _is_elementwise(eqn, shapes[min(tables)])):
             return False
         table = min(tables, default=None)
@@ -138,11 +199,30 @@ def _inline(
         program.equations.append((eqn.replace(invars=inputs, outvars=outputs), table))
         if table is not None:
             program.table_of.update((v, table) for v in outputs)
+            entries = {v for v in _variables(inputs) if v in program.table_of}
+            if entries <= program.of_gradient:
+                program.of_gradient.update(outputs)
         elif eqn.primitive.name == "broadcast_in_dim" and aval_of(inputs[0]).shape == ():
             program.scalar_of[outputs[0]] = inputs[0]
+        elif _is_elementwise(eqn, aval_of(outputs[0]).shape) and aval_of(outputs[0]).shape:
+            _add_scalar_of(program, eqn, inputs, outputs)
         elif all(isinstance(v, Literal) or v in program.constants for v in inputs):
             program.constants.update(v for v in outputs if aval_of(v).shape == ())
     return True
+
+
+def _add_scalar_of(
+    program: Program, eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Var]
+) -> None:
+    """Elementwise arithmetic on arrays filled with scalars gives one filled with a scalar."""
+    scalars = [_scalar_if_filled(program, v) for v in inputs]
+    if any(aval_of(v).shape for v in scalars):
+        return
+    results = [Var(aval_of(v).update(shape=())) for v in outputs]
+    program.equations.append((eqn.replace(invars=scalars, outvars=results), None))
+    program.scalar_of.update(zip(outputs, results, strict=True))
+    if all(isinstance(v, Literal) or v in program.constants for v in scalars):
+        program.constants.update(results)
 
 
 def _scalar_if_filled(program: Program, v: Any) -> Any:
@@ -162,6 +242,15 @@ def _is_elementwise(eqn: JaxprEqn, shape: tuple[int, ...]) -> bool:
         and all(aval_of(v).shape == shape for v in eqn.outvars)
         and all(operand in ((), shape) for operand in operands)
     )
+
+
+def _is_reduction(eqn: JaxprEqn) -> bool:
+    """Whether an equation makes one number of all entries."""
+    return eqn.primitive.name in NEUTRAL and aval_of(eqn.outvars[0]).shape == ()
+
+
+def _variables(found: Iterable[Any]) -> list[Var]:
+    return [v for v in found if not isinstance(v, Literal)]
 
 
 def _new_variable(v: Any) -> Var:

@@ -142,7 +142,7 @@ class LazyCall:
         """The lazy update."""
         rows = list(map(self._rows, self.state_tables, self.state))
         updates, new_state = self.run(
-            [_values(g) for g in self.gradients],
+            [values_of(g) for g in self.gradients],
             rows,
             list(map(self._rows, self.param_tables, self.params)),
             extra_args,
@@ -212,7 +212,8 @@ def _shapes(leaves: list[Any]) -> list[jax.ShapeDtypeStruct]:
     return list(map(shape_of, leaves))
 
 
-def _values(x: Any) -> Any:
+def values_of(x: Any) -> Any:
+    """The rows of a row-sparse gradient, and any other as it is."""
     return x.values if is_row_sparse(x) else x
 
 

@@ -5,7 +5,8 @@
 
 It is possible where the optimizer is elementwise (see `_elementwise_program`), all its arrays
 have one dtype, and the scatter has room for the scalars that change from step to step. Adam
-with a fixed rate takes two: room for two is in a scatter of parameter and both moments.
+with a fixed rate takes two: room for two is in a scatter of parameter and both moments. Where
+gradients are clipped by their norm first, the scatter takes the clipped gradient.
 """
 
 from typing import Any
@@ -14,10 +15,10 @@ import jax
 import optax
 from jax.extend.core import Literal
 
-from jmask._elementwise_program import Program, elementwise_program
+from jmask._elementwise_program import Combiner, Program, elementwise_program
 from jmask._fused_update import order_of, update_rows
 from jmask._jaxprs import aval_of, read
-from jmask._lazy_call import LazyCall
+from jmask._lazy_call import LazyCall, values_of
 from jmask._row_sparse import is_row_sparse
 from jmask._stored_table import is_stored_table
 
@@ -45,9 +46,10 @@ def applied_in_one_pass(call: LazyCall) -> tuple[Any, Any] | None:
     if parts is None:
         return None
     members = {t: _members(call, t) for t in range(len(call.gradients)) if _is_table(call, t)}
-    if not all(_has_room(parts, call, t, arrays) for t, arrays in members.items()):
+    combiners = {t: _combiner(parts, call, t, places) for t, places in members.items()}
+    if not all(combiners.values()):
         return None
-    return _run(call, parts, members)
+    return _run(call, parts, members, combiners)
 
 
 def _is_candidate(call: LazyCall) -> bool:
@@ -78,42 +80,62 @@ def _members(call: LazyCall, table: int) -> list[int]:
     return [i for i, owner in enumerate(arrays) if owner == table]
 
 
-def _has_room(parts: Program, call: LazyCall, table: int, members: list[int]) -> bool:
-    arrays = [*call.state, *call.params]
-    scalars = parts.scalars(table)
-    dtypes = {arrays[i].dtype for i in members} | {call.gradients[table].dtype}
-    dtypes |= {aval_of(v).dtype for v in scalars}
-    return (
-        len(dtypes) == 1
-        and len(scalars) < len(members)
-        and all(aval_of(v).shape == () for v in scalars)
-    )
+def _combiner(parts: Program, call: LazyCall, table: int, places: list[int]) -> Any:
+    """The first that a scatter has room for, or None."""
+    count, arrays = len(call.gradients), [*call.state, *call.params]
+    inputs = [parts.inputs[count + i] for i in places]
+    outputs = _outputs(parts, count)
+    for combiner in parts.combiners(table, inputs, [outputs[i] for i in places]):
+        shared = list(map(aval_of, combiner.scalars))
+        dtypes = {x.dtype for x in (*shared, *(arrays[i] for i in places))}
+        is_scalar = all(x.shape == () for x in shared)
+        if (
+            dtypes == {aval_of(combiner.source).dtype}
+            and is_scalar
+            and len(shared) < len(places)
+        ):
+            return combiner
+    return None
+
+
+def _outputs(parts: Program, count: int) -> list[Any]:
+    """What becomes of state and parameters, in their order: `count` parameters come first."""
+    return [*parts.outputs[count:], *parts.outputs[:count]]
 
 
 def _is_entries(parts: Program, v: Any) -> bool:
     return not isinstance(v, Literal) and v in parts.table_of
 
 
-def _run(call: LazyCall, parts: Program, members: dict[int, list[int]]) -> tuple[Any, Any]:
-    count = len(call.gradients)
+def _run(
+    call: LazyCall,
+    parts: Program,
+    members: dict[int, list[int]],
+    combiners: dict[int, Combiner],
+) -> tuple[Any, Any]:
     arrays = [*call.state, *call.params]
-    # Outputs are parameters and then state; inputs gradients, state and then parameters.
-    outputs = [*parts.outputs[count:], *parts.outputs[:count]]
-    given = [*call.gradients, *arrays]
-    shared = parts.shared(
-        {v: x for v, x in zip(parts.inputs, given, strict=True) if v not in parts.table_of}
-    )
-    results = [None if _is_entries(parts, v) else read(shared, v) for v in outputs]
+    # Gradients without equal ids, which are summed only if something is made of them here.
+    values = dict(zip(parts.inputs, [*map(values_of, call.gradients), *arrays], strict=True))
+    known = {
+        v: x for v, x in values.items() if v not in parts.table_of or v in parts.of_gradient
+    }
+    sources = {t: combiner.source for t, combiner in combiners.items()}
+    made = [v for t, v in sources.items() if v is not parts.inputs[t]]
+    known = parts.beforehand(known, made)
+    results = [
+        None if _is_entries(parts, v) else read(known, v)
+        for v in _outputs(parts, len(call.gradients))
+    ]
     for table, places in members.items():
-        gradient, scalars = call.given[table], parts.scalars(table)
-        inputs = [parts.inputs[count + i] for i in places] + [parts.inputs[table]]
-        combiner = parts.combiner(table, inputs, scalars, [outputs[i] for i in places])
+        combiner, source = combiners[table], sources[table]
+        summed = source in made or table in parts.reduced
+        gradient = call.gradients[table] if summed else call.given[table]
         new = update_rows(
             combiner,
             [arrays[i] for i in places],
             gradient.row_ids(),
-            gradient.values,
-            [shared[v] for v in scalars],
+            known[source] if summed else gradient.values,
+            [known[v] for v in combiner.scalars],
             order_of(gradient.coalesced),
         )
         for i, x in zip(places, new, strict=True):

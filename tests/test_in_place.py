@@ -76,6 +76,7 @@ STEPS: dict[str, Step] = {
     "apply_gradients": Step(ADAMW, apply=jmask.apply_gradients),
     "one pass, adam": Step(OPTIMIZERS["adam"], apply=jmask.apply_gradients),
     "one pass, ftrl": Step(OPTIMIZERS["ftrl"], apply=jmask.apply_gradients),
+    "one pass, clipped": Step(OPTIMIZERS["clipped optax.adam"], apply=jmask.apply_gradients),
     "one pass, unless not finite": Step(
         OPTIMIZERS["adam unless not finite"], apply=jmask.apply_gradients
     ),

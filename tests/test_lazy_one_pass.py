@@ -14,6 +14,22 @@ from tests.optax_cases import ROW_LOCAL
 from tests.sampling import sampled
 
 V, D = 50, 6
+
+
+def nothing_if_not_finite(updates):
+    bad = [jnp.any(~jnp.isfinite(x)) for x in jax.tree.leaves(updates)]
+    return jax.tree.map(lambda x: jnp.where(jnp.any(jnp.stack(bad)), 0, x), updates)
+
+
+def forgetful():
+    """Its state, of the shape of the parameters, is zero after each step."""
+
+    def zeros(tree):
+        return jax.tree.map(jnp.zeros_like, tree)
+
+    return optax.GradientTransformation(zeros, lambda u, state, params=None: (u, zeros(u)))
+
+
 # Elementwise, and with no more changing scalars than a scatter has room for.
 IN_ONE_PASS = {
     "adabelief", "adadelta", "adagrad", "adam", "adamax", "adamaxw", "adamw", "amsgrad", "lion",
@@ -23,6 +39,16 @@ OTHERS = {
     "momentum": optax.sgd(0.1, momentum=0.9),
     "clipped by value": optax.chain(optax.clip(0.5), optax.adamw(0.1)),
     "clipped by norm": optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)),
+    "clipped by norm, sgd": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
+    "clipped by value and by norm": optax.chain(
+        optax.clip(0.3), optax.clip_by_global_norm(0.5), optax.adamw(0.1)
+    ),
+    "clipped by norm, if finite": optax.chain(
+        optax.stateless(lambda updates, _: nothing_if_not_finite(updates)),
+        optax.clip_by_global_norm(0.5),
+        optax.adagrad(0.1),
+    ),
+    "state filled anew": optax.chain(optax.trace(0.9), forgetful(), optax.scale(-0.1)),
     "rate by schedule": optax.adagrad(optax.linear_schedule(0.1, 0.2, 10)),
     "rate and momentum injected": optax.inject_hyperparams(optax.sgd)(
         learning_rate=0.1, momentum=0.9
@@ -94,7 +120,9 @@ def test_which_take_one_pass(name):
     params = parameters()
     program = str(jax.make_jaxpr(in_one(tx))(params, tx.init(params), jnp.array([1, 2])))
     expected = IN_ONE_PASS | {
-        "momentum", "clipped by value", "rate by schedule", "weights masked", "by parameter"
+        "momentum", "clipped by value", "clipped by norm", "clipped by norm, sgd",
+        "clipped by value and by norm", "clipped by norm, if finite",
+        "rate by schedule", "weights masked", "by parameter",
     }  # fmt: skip
     assert ("jmask_update_rows" in program) == (name in expected)
 
