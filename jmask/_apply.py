@@ -161,8 +161,8 @@ def apply_gradients(
     For `jmask.sgd`, `adam`, `adagrad` and `ftrl`, and for `jmask.lazy` of an elementwise optax
     optimizer (Adam, AdamW, Adagrad, RMSProp, Lion, momentum ...), also behind
     `optax.clip_by_global_norm`, parameter and state of the touched rows are read and written
-    by a single scatter with the optimizer as its combiner (on CPU and TPU). That needs no
-    temporary rows and half to three quarters of the time of a step on a CPU.
+    by a single scatter with the optimizer as its combiner (on CPU and TPU). That copies no
+    rows of them and takes half to three quarters of the time of a step on a CPU.
 
     Args:
         tx: a transformation, for example `jmask.lazy(optax.adam(1e-3))`.
