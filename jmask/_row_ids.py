@@ -55,7 +55,7 @@ _IMPLEMENTATIONS = {4: _opaque_dtype(1), 8: _opaque_dtype(2)}
 def hide(ids: jax.Array) -> jax.Array:
     """Integer ids (...,) -> the opaque leaf of the same shape."""
     # Operations of lax: those of jnp and of arrays take several times as long to trace.
-    words = lax.bitcast_convert_type(lax.add(ids, lax.full_like(ids, 1)), np.uint32)
+    words = lax.bitcast_convert_type(lax.add(ids, np.ones((), ids.dtype)), np.uint32)
     if ids.dtype.itemsize == 4:
         words = lax.expand_dims(words, (ids.ndim,))
     return jax.random.wrap_key_data(words, impl=_IMPLEMENTATIONS[ids.dtype.itemsize])
@@ -75,7 +75,7 @@ def _reveal_array(leaf: jax.Array) -> jax.Array:
         ids = lax.bitcast_convert_type(lax.squeeze(words, (words.ndim - 1,)), np.int32)
     else:
         ids = lax.bitcast_convert_type(words, np.int64)
-    return lax.sub(ids, lax.full_like(ids, 1))
+    return lax.sub(ids, np.ones((), ids.dtype))
 
 
 def is_opaque(leaf: Any) -> bool:
@@ -103,11 +103,9 @@ def id_dtype(rows: int) -> np.dtype:
 def canonical(ids: jax.Array, rows: int) -> jax.Array:
     """Integer ids of any dtype -> ids in `id_dtype(rows)`, those out of range = `rows`."""
     ids = widen(ids, rows)
-    # Without their sign negative ids are the largest numbers.
-    unsigned = np.dtype(f"u{ids.dtype}")
-    zero, padding = np.zeros((), unsigned), np.asarray(rows, unsigned)
-    bounded = lax.clamp(zero, lax.bitcast_convert_type(ids, unsigned), padding)
-    return lax.bitcast_convert_type(bounded, ids.dtype)
+    zero, padding = np.zeros((), ids.dtype), np.asarray(rows, ids.dtype)
+    outside = lax.bitwise_or(lax.lt(ids, zero), lax.ge(ids, padding))
+    return lax.select(outside, lax.broadcast(padding, ids.shape), ids)
 
 
 def widen(ids: jax.Array, rows: int) -> jax.Array:
