@@ -105,7 +105,7 @@ def canonical(ids: jax.Array, rows: int) -> jax.Array:
     ids = widen(ids, rows)
     zero, padding = np.zeros((), ids.dtype), np.asarray(rows, ids.dtype)
     outside = lax.bitwise_or(lax.lt(ids, zero), lax.ge(ids, padding))
-    return lax.select(outside, lax.broadcast(padding, ids.shape), ids)
+    return jnp.where(outside, padding, ids)
 
 
 def widen(ids: jax.Array, rows: int) -> jax.Array:
