@@ -65,7 +65,7 @@ def _summed_into_first(values: jax.Array, first: jax.Array, again: jax.Array) ->
         into = first.at[entries].get(mode="fill", fill_value=count)
         return add_rows(values, into, gather_rows(values, entries), coalesced=False)
 
-    blocks = (jnp.sum(again, dtype=jnp.int32) + size - 1) // size
+    blocks = (ended[-1] + size - 1) // size
     return lax.fori_loop(0, blocks, block, values)
 
 

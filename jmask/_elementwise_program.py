@@ -63,22 +63,17 @@ class Program:
             values: of the inputs that are no rows, and of gradients without equal ids.
             wanted: variables that are made of a gradient alone.
         """
-        needed = set(wanted)
-        for eqn, table in reversed(self.equations):
-            if table is None or not needed.isdisjoint(eqn.outvars):
-                needed.update(v for v in _variables(eqn.invars) if v in self.of_gradient)
+        shared = [v for eqn, table in self.equations if table is None for v in eqn.outvars]
+        equations, _ = _makers([*shared, *wanted], [eqn for eqn, _ in self.equations])
         values = {**self.consts, **values}
-        for eqn, table in self.equations:
-            if table is None or not needed.isdisjoint(eqn.outvars):
-                inputs = [read(values, v) for v in eqn.invars]
-                if table is not None:  # what an entry is computed with may be a scalar
-                    shape = aval_of(eqn.outvars[0]).shape
-                    avals = map(aval_of, eqn.invars)
-                    inputs = [
-                        jnp.broadcast_to(jnp.asarray(x, aval.dtype), shape)
-                        for x, aval in zip(inputs, avals, strict=True)
-                    ]
-                values.update(outputs_of(eqn, inputs))
+        for eqn in equations:
+            inputs = [read(values, v) for v in eqn.invars]
+            if eqn.outvars[0] in self.table_of:  # entries, which are computed with scalars too
+                shape = aval_of(eqn.outvars[0]).shape
+                dtypes = [aval_of(v).dtype for v in eqn.invars]
+                arrays = map(jnp.asarray, inputs, dtypes)
+                inputs = [jnp.broadcast_to(x, shape) for x in arrays]
+            values.update(outputs_of(eqn, inputs))
         return values
 
     def combiners(
@@ -97,12 +92,7 @@ class Program:
         made = [v for eqn in mine for v in eqn.outvars if v in self.of_gradient]
         gradient = self.inputs[table]
         for source in (gradient, *made):
-            needed = set(_variables(outputs))
-            equations: list[JaxprEqn] = []
-            for eqn in reversed(mine):
-                if source not in eqn.outvars and not needed.isdisjoint(eqn.outvars):
-                    equations.insert(0, eqn)
-                    needed.update(_variables(eqn.invars))
+            equations, needed = _makers(_variables(outputs), mine, source)
             if source is gradient or gradient not in needed:
                 own = {*inputs, source, *(v for eqn in equations for v in eqn.outvars)}
                 used = [v for eqn in equations for v in _variables(eqn.invars)]
@@ -138,6 +128,18 @@ class Combiner:
         return tuple(read(values, v) for v in self.outputs)
 
 
+def _makers(
+    wanted: Iterable[Var], equations: Sequence[JaxprEqn], source: Var | None = None
+) -> tuple[list[JaxprEqn], set[Var]]:
+    """The equations that make what is wanted, given `source`, and all variables they need."""
+    needed, found = set(wanted), []
+    for eqn in reversed(equations):
+        if source not in eqn.outvars and not needed.isdisjoint(eqn.outvars):
+            found.append(eqn)
+            needed.update(_variables(eqn.invars))
+    return found[::-1], needed
+
+
 def elementwise_program(
     jaxpr: Jaxpr, consts: Sequence[Any], tables: Sequence[int | None]
 ) -> Program | None:
@@ -169,11 +171,7 @@ def _inline(
     """Add the equations of a jaxpr to the program; False if one is not elementwise."""
     for eqn in jaxpr.eqns:
         inputs = [_renamed(renamed, v) for v in eqn.invars]
-        tables = {
-            program.table_of[v]
-            for v in inputs
-            if not isinstance(v, Literal) and v in program.table_of
-        }
+        tables = {program.table_of[v] for v in _variables(inputs) if v in program.table_of}
         if eqn.primitive.name in CALLS and tables:
             inner, consts = called(eqn)
             program.consts.update(zip(inner.constvars, consts, strict=True))

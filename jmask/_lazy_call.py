@@ -26,6 +26,7 @@ from jmask._row_locality import classify
 from jmask._row_sparse import is_row_sparse
 from jmask._same_arithmetic import difference
 from jmask._state_rows import tables_of_state
+from jmask._storage import stored_values
 from jmask._stored_table import (
     distinct_rows,
     is_stored_table,
@@ -142,7 +143,7 @@ class LazyCall:
         """The lazy update."""
         rows = list(map(self._rows, self.state_tables, self.state))
         updates, new_state = self.run(
-            [values_of(g) for g in self.gradients],
+            list(map(stored_values, self.gradients)),
             rows,
             list(map(self._rows, self.param_tables, self.params)),
             extra_args,
@@ -210,11 +211,6 @@ class LazyCall:
 
 def _shapes(leaves: list[Any]) -> list[jax.ShapeDtypeStruct]:
     return list(map(shape_of, leaves))
-
-
-def values_of(x: Any) -> Any:
-    """The rows of a row-sparse gradient, and any other as it is."""
-    return x.values if is_row_sparse(x) else x
 
 
 def _why_not(table: int | None, kind: Kind) -> str | None:

@@ -18,8 +18,9 @@ from jax.extend.core import Literal
 from jmask._elementwise_program import Combiner, Program, elementwise_program
 from jmask._fused_update import order_of, update_rows
 from jmask._jaxprs import aval_of, read
-from jmask._lazy_call import LazyCall, values_of
+from jmask._lazy_call import LazyCall
 from jmask._row_sparse import is_row_sparse
+from jmask._storage import stored_values
 from jmask._stored_table import is_stored_table
 
 
@@ -46,9 +47,12 @@ def applied_in_one_pass(call: LazyCall) -> tuple[Any, Any] | None:
     if parts is None:
         return None
     members = {t: _members(call, t) for t in range(len(call.gradients)) if _is_table(call, t)}
-    combiners = {t: _combiner(parts, call, t, places) for t, places in members.items()}
-    if not all(combiners.values()):
-        return None
+    combiners = {}
+    for table, places in members.items():
+        combiner = _combiner(parts, call, table, places)
+        if combiner is None:
+            return None
+        combiners[table] = combiner
     return _run(call, parts, members, combiners)
 
 
@@ -80,7 +84,7 @@ def _members(call: LazyCall, table: int) -> list[int]:
     return [i for i, owner in enumerate(arrays) if owner == table]
 
 
-def _combiner(parts: Program, call: LazyCall, table: int, places: list[int]) -> Any:
+def _combiner(parts: Program, call: LazyCall, table: int, places: list[int]) -> Combiner | None:
     """The first that a scatter has room for, or None."""
     count, arrays = len(call.gradients), [*call.state, *call.params]
     inputs = [parts.inputs[count + i] for i in places]
@@ -88,12 +92,8 @@ def _combiner(parts: Program, call: LazyCall, table: int, places: list[int]) -> 
     for combiner in parts.combiners(table, inputs, [outputs[i] for i in places]):
         shared = list(map(aval_of, combiner.scalars))
         dtypes = {x.dtype for x in (*shared, *(arrays[i] for i in places))}
-        is_scalar = all(x.shape == () for x in shared)
-        if (
-            dtypes == {aval_of(combiner.source).dtype}
-            and is_scalar
-            and len(shared) < len(places)
-        ):
+        has_room = len(shared) < len(places) and all(x.shape == () for x in shared)
+        if has_room and dtypes == {aval_of(combiner.source).dtype}:
             return combiner
     return None
 
@@ -115,7 +115,9 @@ def _run(
 ) -> tuple[Any, Any]:
     arrays = [*call.state, *call.params]
     # Gradients without equal ids, which are summed only if something is made of them here.
-    values = dict(zip(parts.inputs, [*map(values_of, call.gradients), *arrays], strict=True))
+    values = dict(
+        zip(parts.inputs, [*map(stored_values, call.gradients), *arrays], strict=True)
+    )
     known = {
         v: x for v, x in values.items() if v not in parts.table_of or v in parts.of_gradient
     }
