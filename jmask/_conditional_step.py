@@ -3,10 +3,13 @@
     take True     update and state of the inner transformation
     take False    no update: padding rows and zeros; the state bit for bit as it was
 
-Both branches are those of one `lax.cond`, which XLA runs in place: no table is copied, and a
-step not taken costs nothing of the inner transformation.
+A step is the only round of a loop, or the loop has none: a step not taken costs nothing of the
+inner transformation, and no table is copied. Of `lax.cond` XLA copies what goes through it on
+GPUs; where derivatives are taken it is used nevertheless, as a loop has none backwards.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -104,21 +107,45 @@ def update_if(
 ) -> tuple[Any, Any]:
     """`inner.update` where `take`, else no update and the state as it was."""
 
-    def run() -> tuple[Any, Any]:
+    def run(state: Any) -> tuple[Any, Any]:
         with advising_lazy("inner", updates):
             return inner.update(updates, state, params, **extra_args)
 
-    shapes, _ = jax.eval_shape(run)
-    return lax.cond(take, run, lambda: (_no_update(shapes), state))
+    shapes, _ = jax.eval_shape(run, state)
+    run, given = jax.closure_convert(run, state)
+    return _run_if(run, take, _no_update(shapes), state, given)
 
 
 def apply_if(
     take: jax.Array, inner: optax.GradientTransformation, grads: Any, state: Any, params: Any
 ) -> tuple[Any, Any]:
     """Parameters and state after `jmask.apply_gradients` where `take`, else as they were."""
-    return lax.cond(
-        take, lambda: apply_gradients(inner, grads, state, params), lambda: (params, state)
-    )
+
+    def run(carried: Any) -> Any:
+        _, params, state = carried
+        return jnp.zeros_like(take), *apply_gradients(inner, grads, state, params)
+
+    return lax.while_loop(lambda carried: carried[0], run, (take, params, state))[1:]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _run_if(
+    run: Callable[..., Any], take: jax.Array, nothing: Any, state: Any, given: Any
+) -> Any:
+    """`run(state, *given)` where `take`, else `nothing` and the state."""
+
+    def once(carried: Any) -> Any:
+        return jnp.zeros_like(take), *run(carried[2], *given)
+
+    return lax.while_loop(lambda carried: carried[0], once, (take, nothing, state))[1:]
+
+
+@_run_if.defjvp
+def _derivative(run: Callable[..., Any], primals: Any, tangents: Any) -> Any:
+    def chosen(take: jax.Array, nothing: Any, state: Any, given: Any) -> Any:
+        return lax.cond(take, lambda: run(state, *given), lambda: (nothing, state))
+
+    return jax.jvp(chosen, primals, tangents)
 
 
 def _no_update(shapes: Any) -> Any:
