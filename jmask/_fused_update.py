@@ -8,7 +8,7 @@ one operation reads, computes and writes each touched row:
 
 XLA runs it in place, with no temporaries, on CPU and TPU. The combiner can capture nothing,
 so k operands have room for the gradient and k - 1 scalars. Ids must be unique apart from
-padding. On GPUs, whose compiler is believed to run such a scatter as a sequential loop, and
+padding. On GPUs, for which XLA makes such a scatter a loop over the rows, one at a time, and
 under vmap, the same is done by gather, compute, scatter. On CPUs large tables are updated some
 hundreds of rows at a time, each read ahead (see `_read_ahead`).
 """
