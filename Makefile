@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: demo sparse-linear test test-examples test-devices test-devices-exhaustive test-exhaustive test-newest test-oldest test-all test-tpu \
-	test-torch test-wheel bench scaling lint format docs wheel clean
+	test-gpu test-lowered test-torch test-wheel bench scaling lint format docs wheel clean
 
 demo: .venv/examples.stamp
 	$(BIN)/python examples/word2vec.py
@@ -57,23 +57,34 @@ test-oldest: .venv-oldest/ready.stamp
 # The newest: an environment made now has them.
 test-newest: test
 
-test-all: lint docs test test-examples test-devices test-devices-exhaustive test-oldest test-exhaustive test-torch test-tpu test-wheel
+test-all: lint docs test test-examples test-devices test-devices-exhaustive test-oldest test-exhaustive test-torch test-tpu test-gpu test-lowered test-wheel
 
 # Compared with torch and FBGEMM themselves. In an environment of its own: torch is large.
 test-torch: .venv-torch/ready.stamp
 	.venv-torch/bin/python -m pytest -n 2 -m torch -q tests
 
-# Compiled ahead of time for TPUs, without one. In an environment of its own: libtpu, which
-# two test processes may load at once since neither opens a device.
-test-tpu: .venv-tpu/ready.stamp
-	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
-		.venv-tpu/bin/python -m pytest -n 2 -m tpu -q tests
+# Compiled ahead of time for TPUs, without one. Two test processes may load libtpu at once since
+# neither opens a device.
+AHEAD_OF_TIME := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
+	TF_CPP_MIN_LOG_LEVEL=2
+test-tpu: .venv-accelerators/ready.stamp
+	$(AHEAD_OF_TIME) .venv-accelerators/bin/python -m pytest -n 2 -m tpu -q tests
+
+# Compiled ahead of time for GPUs, without one.
+test-gpu: .venv-accelerators/ready.stamp
+	$(AHEAD_OF_TIME) .venv-accelerators/bin/python -m pytest -n 2 -m gpu -q tests
+
+# What GPUs are given to compute, on the CPU; or TPUs: `make test-lowered PLATFORM=tpu`. Here on
+# what depends most on it; `make test-lowered LOWERED=tests` on everything.
+LOWERED := tests/test_named_optimizers.py tests/test_lazy_one_pass.py \
+	tests/test_conditional_steps.py tests/test_max_norm.py tests/test_masked_gradients.py
+test-lowered: .venv/test.stamp .venv/examples.stamp
+	JMASK_LOWERED_FOR=$(or $(PLATFORM),cuda) $(BIN)/python -m pytest -n 2 -q $(LOWERED)
 
 # Sharded steps compiled for pods that are only described: the table of docs/scaling.md.
-scaling: .venv-tpu/ready.stamp
-	.venv-tpu/bin/python $(INSTALL) 'rich>=13'
-	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 PYTHONPATH=. \
-		.venv-tpu/bin/python benchmarks/scaling.py
+scaling: .venv-accelerators/ready.stamp
+	.venv-accelerators/bin/python $(INSTALL) 'rich>=13'
+	$(AHEAD_OF_TIME) PYTHONPATH=. .venv-accelerators/bin/python benchmarks/scaling.py
 
 # Beside torch, FBGEMM, TensorFlow, optax and a C loop, and MXNet with an interpreter that has
 # it: `make bench BENCH="--mxnet-python PATH"`. `make bench BENCH=--quick`: under two minutes.
@@ -150,8 +161,13 @@ OLDEST := 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))[
 		hypothesis pytest pytest-xdist
 	@touch $@
 
-.venv-tpu/ready.stamp: pyproject.toml
-	$(PYTHON) -m venv .venv-tpu
-	.venv-tpu/bin/python $(INSTALL) -e '.[test]' 'jax[tpu]'
-	.venv-tpu/bin/python $(INSTALL) --no-deps jax-tpu-embedding==0.1.0
+OF_THIS_JAXLIB := 'from importlib.metadata import version; jaxlib = version("jaxlib"); \
+	print(f"jax-cuda12-plugin=={jaxlib} jax-cuda12-pjrt=={jaxlib}")'
+
+# Compilers only: of CUDA what compiling needs, and none of the libraries that running would.
+.venv-accelerators/ready.stamp: pyproject.toml
+	$(PYTHON) -m venv .venv-accelerators
+	.venv-accelerators/bin/python $(INSTALL) -e '.[test]' 'jax[tpu]'
+	.venv-accelerators/bin/python $(INSTALL) --no-deps jax-tpu-embedding==0.1.0 \
+		nvidia-cuda-nvcc-cu12 $$(.venv-accelerators/bin/python -c $(OF_THIS_JAXLIB))
 	@touch $@

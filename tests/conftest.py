@@ -4,6 +4,9 @@ import os
 
 import hypothesis
 import jax
+import pytest
+
+from tests.lowered_for import lower_for
 
 # Most of the time goes into compiling small programs, and little into running them.
 os.environ["XLA_FLAGS"] = (
@@ -18,3 +21,14 @@ hypothesis.settings.register_profile(
     "jmask", deadline=None, derandomize=True, max_examples=20, database=None
 )
 hypothesis.settings.load_profile("jmask")
+
+LOWERED_FOR = os.environ.get("JMASK_LOWERED_FOR")
+if LOWERED_FOR is not None:
+    lower_for(LOWERED_FOR)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = f"reads how a CPU does it, and here it does as {LOWERED_FOR} would"
+    for item in items if LOWERED_FOR else ():
+        if item.get_closest_marker("of_cpus"):
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -170,6 +170,7 @@ class TestOnePass:
         )
         np.testing.assert_array_equal(one[0][NEVER], start[NEVER])
 
+    @pytest.mark.of_cpus
     def test_one_scatter(self, name, hyper):
         tx = MODELS[name][0](**hyper)
         table = jnp.ones((V, 3))
@@ -357,6 +358,7 @@ def test_bad_hyperparameters(build, message):
         build()
 
 
+@pytest.mark.of_cpus
 def test_one_pass_lowers_for_every_platform():
     """One scatter on CPU and TPU; on GPUs gather, compute, scatter. One export holds all."""
     tx, table = jmask.adam(0.1), jnp.ones((V, 3))

@@ -12,6 +12,8 @@ import jmask
 from jmask import _fused_update, _read_ahead
 from tests.sampling import sampled
 
+pytestmark = pytest.mark.of_cpus
+
 V = 1000
 OPTIMIZERS = {
     "adam": jmask.adam(0.1),
