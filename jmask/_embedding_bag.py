@@ -38,6 +38,7 @@ from jmask._explicit_sharding import with_whole_rows
 from jmask._max_norm import checked_bound
 from jmask._precision import wide
 from jmask._row_ids import canonical
+from jmask._storage import row_of_each
 
 COMBINERS = ("sum", "mean", "sqrtn", "max")
 
@@ -284,9 +285,8 @@ def _of_offsets(ids: Any, offsets: Any, include_last_offset: bool, mode: str) ->
         _check_offsets(np.asarray(offsets), count)
         starts = np.asarray(offsets).astype(np.int32)
     left_out = np.arange(count) >= starts[-1] if include_last_offset else None
-    places = jnp.arange(count, dtype=starts.dtype)
-    of_entry = jnp.searchsorted(starts, places, side="right").astype(jnp.int32) - 1
-    return _Form(Segments(canonical(of_entry, number), number), left_out, valid)
+    of_entry = canonical(row_of_each(starts, count), number)
+    return _Form(Segments(of_entry, number), left_out, valid)
 
 
 def _check_offsets(offsets: np.ndarray, count: int) -> None:
