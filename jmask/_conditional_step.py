@@ -18,6 +18,7 @@ import optax
 from jax import lax
 
 from jmask._apply import apply_gradients
+from jmask._explicit_sharding import varying_like
 from jmask._lazy_one_pass import OnePassTransformation
 from jmask._masked_gradient import is_gradient_leaf
 from jmask._masked_tensor import MaskedTensor
@@ -151,8 +152,9 @@ def _derivative(run: Callable[..., Any], primals: Any, tangents: Any) -> Any:
 def _no_update(shapes: Any) -> Any:
     def nothing(x: Any) -> Any:
         if not is_row_sparse(x):
-            return jnp.zeros(x.shape, x.dtype)
+            return varying_like(jnp.zeros(x.shape, x.dtype), x)
         zeros = RowSparse.zeros(x.shape, x.dtype, x.nse)
-        return RowSparse.tree_unflatten((x.shape, x.coalesced), jax.tree.leaves(zeros))
+        leaves = map(varying_like, jax.tree.leaves(zeros), jax.tree.leaves(x))
+        return RowSparse.tree_unflatten((x.shape, x.coalesced), list(leaves))
 
     return jax.tree.map(nothing, shapes, is_leaf=is_row_sparse)

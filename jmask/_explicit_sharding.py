@@ -109,3 +109,28 @@ def without_repetition(spec: Sequence[Any]) -> tuple[Any, ...]:
         result.append(None if names & seen else axes)
         seen |= names
     return tuple(result)
+
+
+def varying_alike(*arrays: jax.Array) -> list[jax.Array]:
+    """Arrays in a `shard_map`, each typed as different wherever one of them is.
+
+    JAX's own operations ask for it, and the type of their result follows: what is computed
+    from a gradient of one device is not taken for the same on all.
+    """
+    varying = [_varying_axes(jax.typeof(x)) for x in arrays]
+    every = frozenset[str]().union(*varying)
+    return [_varying_over(every - axes, x) for axes, x in zip(varying, arrays, strict=True)]
+
+
+def varying_like(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array that is the same on all devices, typed as different where `shape` is."""
+    return _varying_over(_varying_axes(shape), x)
+
+
+def _varying_over(axes: frozenset[str], x: jax.Array) -> jax.Array:
+    return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+
+
+def _varying_axes(type_of_array: Any) -> frozenset[str]:
+    manual = type_of_array.manual_axis_type
+    return frozenset() if manual is None else manual.varying

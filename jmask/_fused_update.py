@@ -19,13 +19,16 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import batching, mlir
 
 from jmask._coalesce import coalesce_rows
 from jmask._distinct import distinct_rows_of
-from jmask._explicit_sharding import explicit_sharding
+from jmask._explicit_sharding import explicit_sharding, varying_alike
+from jmask._gather import zero_of
+from jmask._jaxprs import evaluate
 from jmask._read_ahead import in_chunks, rows_read_ahead
 from jmask._rows import gather_rows, set_rows
 
@@ -61,7 +64,8 @@ def update_rows(
         The new tables; rows that are not in `ids` keep their bits.
     """
     dtypes = [x.dtype for x in tables]
-    scalars = [jnp.asarray(x) for x in scalars]
+    ids, grad, *arrays = varying_alike(ids, grad, *tables, *map(jnp.asarray, scalars))
+    tables, scalars = arrays[: len(tables)], arrays[len(tables) :]
 
     def cast(*entries: Any) -> list[Any]:
         return [x.astype(d) for x, d in zip(combiner(*entries), dtypes, strict=True)]
@@ -120,8 +124,7 @@ def _by_parts(
     """The definition: what the single scatter computes, in three operations."""
     *arrays, ids = given
     grad = arrays[tables]
-    evaluate = functools.partial(jax.core.eval_jaxpr, program.jaxpr, program.consts)
-    rule = _entry_by_entry(evaluate)
+    rule = _entry_by_entry(functools.partial(evaluate, program.jaxpr, program.consts))
     return _gather_compute_scatter(
         rule, arrays[:tables], ids, grad, arrays[tables + 1 :], order
     )
@@ -155,14 +158,13 @@ batching.primitive_batchers[_update_rows_p] = _batched
 
 
 def _at_once(
-    *given: jax.Array, tables: int, program: ClosedJaxpr, order: Order
+    *given: jax.Array, tables: int, program: ClosedJaxpr, order: Order, on_cpu: bool = False
 ) -> list[jax.Array]:
     """One scatter."""
     *arrays, ids = given
-    grad, *others = arrays[tables:]
-    ids, grad, order = _without_equal_ids(ids, grad, arrays[0].shape[0], order)
-    rows = [grad, *(jnp.broadcast_to(x, grad.shape) for x in others)]
-    return _scattered(arrays[:tables], ids, rows, program, order == "sorted")
+    ids, arrays[tables], order = _without_equal_ids(ids, arrays[tables], len(arrays[0]), order)
+    scattered = _scattered_apart if on_cpu else _scattered
+    return scattered(arrays[:tables], ids, arrays[tables:], program, order == "sorted")
 
 
 def _on_one_cpu(
@@ -175,7 +177,7 @@ def _on_one_cpu(
         order = "distinct"
     size = rows_read_ahead(arrays[:tables], ids, program.jaxpr, order == "sorted")
     if size is None:
-        return _at_once(*arrays, ids, tables=tables, program=program, order=order)
+        return _at_once(*arrays, ids, tables=tables, program=program, order=order, on_cpu=True)
 
     def update(tables: list[jax.Array], ids: jax.Array, rows: list[jax.Array]) -> Any:
         return _scattered(tables, ids, rows, program, order == "sorted")
@@ -187,7 +189,8 @@ def _on_cpu(ctx: Any, *operands: Any, **how: Any) -> Any:
     # Where arrays are spread over devices, rows are not where they would be read, nor entries
     # where their equals are.
     one_device = getattr(ctx.module_context.axis_context, "num_devices", None) == 1
-    return _lowered(_on_one_cpu if one_device else _at_once)(ctx, *operands, **how)
+    update = _on_one_cpu if one_device else functools.partial(_at_once, on_cpu=True)
+    return _lowered(update)(ctx, *operands, **how)
 
 
 # --- the scatter -------------------------------------------------------------------------
@@ -203,9 +206,33 @@ def _scattered(
     program: ClosedJaxpr,
     is_sorted: bool,
 ) -> list[jax.Array]:
+    shape = (*ids.shape, *tables[0].shape[1:])
+    rows = [jnp.broadcast_to(x, shape) for x in rows]
     # A scatter takes as many updates as operands: room that is left over is filled.
-    rows = [*rows, *[rows[0]] * (len(tables) - len(rows))]
+    rows += [rows[0]] * (len(tables) - len(rows))
     return _scatter_rows_p.bind(*tables, ids, *rows, program=program, is_sorted=is_sorted)
+
+
+def _scattered_apart(
+    tables: Sequence[jax.Array],
+    ids: jax.Array,
+    rows: Sequence[jax.Array],
+    program: ClosedJaxpr,
+    is_sorted: bool,
+) -> list[jax.Array]:
+    """The scatter of tables each of which is an array of its own.
+
+    On CPUs XLA gives the wrong buffers to a scatter that is passed an array twice, as two slots
+    of zeros are where a state is made in the program of its first step. What a loop carries are
+    different arrays, and that this one has a single round is more than XLA can know.
+    """
+
+    def round_of(carried: tuple[jax.Array, list[jax.Array]]) -> Any:
+        is_open, old = carried
+        return jnp.zeros_like(is_open), _scattered(old, ids, rows, program, is_sorted)
+
+    carried = (zero_of(ids[0]) == 0, list(tables))
+    return lax.while_loop(lambda carried: carried[0], round_of, carried)[1]
 
 
 @_scatter_rows_p.def_abstract_eval

@@ -8,6 +8,8 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from jmask._explicit_sharding import varying_alike
+
 # Equations that do no more than run a jaxpr.
 CALLS = (
     "jit",
@@ -43,7 +45,26 @@ def read(values: dict[Any, Any], v: Any) -> Any:
 
 
 def outputs_of(eqn: JaxprEqn, inputs: Sequence[Any]) -> dict[Any, Any]:
-    """The variables that an equation defines, with their values."""
+    """The variables that an equation defines, with their values.
+
+    In a `shard_map` arrays are typed as varying over its devices or not, and an operation asks
+    that its operands be so alike: here, though the equation was traced for other types.
+    """
+    inputs = varying_alike(*inputs)
     outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
     outputs = outputs if eqn.primitive.multiple_results else [outputs]
     return dict(zip(eqn.outvars, outputs, strict=True))
+
+
+def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
+    """The outputs of a jaxpr that was traced for other types of arrays: see `outputs_of`."""
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    for eqn in jaxpr.eqns:
+        inputs = [read(values, v) for v in eqn.invars]
+        if eqn.primitive.name in CALLS:
+            inner, inner_consts = called(eqn)
+            outputs = evaluate(inner, inner_consts, *inputs)
+            values.update(zip(eqn.outvars, outputs, strict=True))
+        else:
+            values.update(outputs_of(eqn, inputs))
+    return [read(values, v) for v in jaxpr.outvars]

@@ -156,3 +156,10 @@ def whole_table_operations(compiled: Any, entries: int) -> set[str]:
             if math.prod(int(size) for size in dimensions.split(",") if size) >= entries:
                 opcodes.add(instruction["opcode"])
     return opcodes
+
+
+def rounds_of_loops(compiled: Any) -> list[int]:
+    """How many times each loop of a program runs; 0 where that is not known."""
+    loops = [line for line in compiled.as_text().splitlines() if " while(" in line]
+    known = [re.search(r'"known_trip_count":\{"n":"(\d+)"', line) for line in loops]
+    return [int(rounds[1]) if rounds else 0 for rounds in known]

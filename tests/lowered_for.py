@@ -6,6 +6,7 @@ Where jmask computes differently on each platform, this chooses the way of the n
 the rest of the process: its results are tested without such a device, by another compiler.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,10 @@ from jax.interpreters import mlir
 
 from jmask import _fused_update
 
-_UPDATES = {"cuda": _fused_update._by_parts, "tpu": _fused_update._at_once}
+_UPDATES = {
+    "cuda": _fused_update._by_parts,
+    "tpu": functools.partial(_fused_update._at_once, on_cpu=True),
+}
 
 
 def lower_for(platform: str) -> None:

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jmask
 from tests.oracle import densified
@@ -97,6 +99,29 @@ def test_derivatives_backwards(value, expected):
 
     np.testing.assert_allclose(jax.jit(jax.grad(after))(value), expected, rtol=1e-6)
     np.testing.assert_allclose(jax.jvp(after, (value,), (1.0,))[1], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("how", [with_updates, in_one_pass])
+def test_each_device_decides_for_its_table(how):
+    tx = jmask.skip_nonfinite(jmask.lazy(optax.sgd(1.0, momentum=0.9)))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+
+    def step(table, values):
+        gradient = jmask.RowSparse(jnp.array([4, 1, 4]), values, (V, D))
+        return how(tx)(gradient, tx.init(table), table)[0]
+
+    tables, values = jnp.stack([TABLE, TABLE]), jnp.ones((2, 3, D)).at[1, 2, 0].set(jnp.nan)
+    both = jax.shard_map(
+        lambda tables, values: step(tables[0], values[0])[None],
+        mesh=mesh,
+        in_specs=(P("x"), P("x")),
+        out_specs=P("x"),
+    )
+    taken, kept = jax.jit(both)(tables, values)
+    np.testing.assert_array_equal(kept, TABLE)
+    np.testing.assert_allclose(
+        taken, TABLE.at[jnp.array([4, 1])].add(jnp.array([[-2.0], [-1]]))
+    )
 
 
 def test_skipping_dense_and_masked_gradients():

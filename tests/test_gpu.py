@@ -7,7 +7,6 @@ rows then hold is tested by `make test-lowered`.
 """
 
 import functools
-import re
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jmask
 from benchmarks.collectives import collectives
 from jmask import _fused_update
-from tests.compiled_step import IN_PLACE, Step, whole_table_operations
+from tests.compiled_step import IN_PLACE, Step, rounds_of_loops, whole_table_operations
 from tests.test_in_place import COPYING, OPTIMIZERS, STEPS
 
 pytestmark = pytest.mark.gpu
@@ -116,13 +115,6 @@ def gpus(name: str, count: int = 1) -> Any:
 def gpu(name: str) -> Any:
     """The sharding that places all on one GPU."""
     return SingleDeviceSharding(gpus(name)[0])
-
-
-def rounds_of_loops(compiled: Any) -> list[int]:
-    """How many times each loop of a program runs; 0 where that is not known."""
-    loops = [line for line in compiled.as_text().splitlines() if " while(" in line]
-    known = [re.search(r'"known_trip_count":\{"n":"(\d+)"', line) for line in loops]
-    return [int(rounds[1]) if rounds else 0 for rounds in known]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from tests.compiled_step import (
     Step,
     linear,
     rounded_stochastically,
+    rounds_of_loops,
     whole_table_operations,
 )
 
@@ -86,6 +87,7 @@ def test_in_place(topology: str, step: Step) -> None:
         memory = compiled.memory_analysis()
         assert memory.alias_size_in_bytes >= step.table_bytes(rows)
         assert whole_table_operations(compiled, step.entries(rows)) <= allowed
+        assert len(rounds_of_loops(compiled)) == (step is STEPS["adagrad unless not finite"])
         temporary.append(memory.temp_size_in_bytes)
     # The same within 1 %, or a few rows of the batch that XLA keeps in on-chip memory,
     # which is not counted, for the small table and not for the large one (Adam).
