@@ -59,6 +59,10 @@ STEPS: dict[str, Step] = {
     ),
 }
 
+# The only round of a step that is taken or not, and a copy of one number for each row into
+# on-chip memory, which XLA makes of 10**7 rows.
+WITH_A_LOOP = (STEPS["adagrad unless not finite"], STEPS["rowwise adagrad"])
+
 
 @functools.cache
 def device(topology: str) -> Any:
@@ -87,7 +91,7 @@ def test_in_place(topology: str, step: Step) -> None:
         memory = compiled.memory_analysis()
         assert memory.alias_size_in_bytes >= step.table_bytes(rows)
         assert whole_table_operations(compiled, step.entries(rows)) <= allowed
-        assert len(rounds_of_loops(compiled)) == (step is STEPS["adagrad unless not finite"])
+        assert len(rounds_of_loops(compiled)) <= (step in WITH_A_LOOP)
         temporary.append(memory.temp_size_in_bytes)
     # The same within 1 %, or a few rows of the batch that XLA keeps in on-chip memory,
     # which is not counted, for the small table and not for the large one (Adam).
