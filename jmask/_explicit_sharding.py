@@ -7,6 +7,9 @@ Where a result could be placed in several ways, as that of a gather or a scatter
 refuses to choose. jmask chooses for its own operations, by one rule: what is looked up lies
 where its ids do, and an array that is updated stays where it is. How the operation gets
 there is left to XLA's partitioner, as for axes that are not explicit.
+
+In a `shard_map` a type says over which axes an array varies from device to device. For its own
+operations jmask keeps to JAX's rule: what goes in varies alike, and so does what comes out.
 """
 
 from collections.abc import Callable, Iterable, Sequence
