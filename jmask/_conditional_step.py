@@ -9,7 +9,7 @@ GPUs; where derivatives are taken it is used nevertheless, as a loop has none ba
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -112,9 +112,15 @@ def update_if(
         with advising_lazy("inner", updates):
             return inner.update(updates, state, params, **extra_args)
 
-    shapes, _ = jax.eval_shape(run, state)
-    run, given = jax.closure_convert(run, state)
-    return _run_if(run, take, _no_update(shapes), state, given)
+    # What it closes over is passed on: `custom_jvp` takes functions of their arguments alone.
+    program, shapes = jax.make_jaxpr(run, return_shape=True)(state)
+    structure: Any = jax.tree.structure(shapes)
+
+    def run_alone(state: Any, given: Sequence[Any]) -> Any:
+        outputs = jax.core.eval_jaxpr(program.jaxpr, given, *jax.tree.leaves(state))
+        return structure.unflatten(outputs)
+
+    return _run_if(run_alone, take, _no_update(shapes[0]), state, program.consts)
 
 
 def apply_if(
@@ -133,10 +139,10 @@ def apply_if(
 def _run_if(
     run: Callable[..., Any], take: jax.Array, nothing: Any, state: Any, given: Any
 ) -> Any:
-    """`run(state, *given)` where `take`, else `nothing` and the state."""
+    """`run(state, given)` where `take`, else `nothing` and the state."""
 
     def once(carried: Any) -> Any:
-        return jnp.zeros_like(take), *run(carried[2], *given)
+        return jnp.zeros_like(take), *run(carried[2], given)
 
     return lax.while_loop(lambda carried: carried[0], once, (take, nothing, state))[1:]
 
@@ -144,7 +150,7 @@ def _run_if(
 @_run_if.defjvp
 def _derivative(run: Callable[..., Any], primals: Any, tangents: Any) -> Any:
     def chosen(take: jax.Array, nothing: Any, state: Any, given: Any) -> Any:
-        return lax.cond(take, lambda: run(state, *given), lambda: (nothing, state))
+        return lax.cond(take, lambda: run(state, given), lambda: (nothing, state))
 
     return jax.jvp(chosen, primals, tangents)
 

@@ -163,8 +163,33 @@ def _at_once(
     """One scatter."""
     *arrays, ids = given
     ids, arrays[tables], order = _without_equal_ids(ids, arrays[tables], len(arrays[0]), order)
-    scattered = _scattered_apart if on_cpu else _scattered
-    return scattered(arrays[:tables], ids, arrays[tables:], program, order == "sorted")
+
+    def scattered(old: Sequence[jax.Array]) -> list[jax.Array]:
+        return _scattered(old, ids, arrays[tables:], program, order == "sorted")
+
+    if on_cpu and tables > 1:
+        return _apart(scattered, arrays[:tables], ids)
+    return scattered(arrays[:tables])
+
+
+def _apart(
+    update: Callable[[list[jax.Array]], list[jax.Array]],
+    tables: list[jax.Array],
+    ids: jax.Array,
+) -> list[jax.Array]:
+    """`update(tables)`, each of which is an array of its own.
+
+    On CPUs XLA gives the wrong buffers to a scatter that is passed an array twice, as two slots
+    of zeros are where a state is made in the program of its first step. What a loop carries are
+    different arrays, and that this one has a single round is more than XLA can know.
+    """
+
+    def round_of(carried: tuple[jax.Array, list[jax.Array]]) -> Any:
+        is_open, tables = carried
+        return jnp.zeros_like(is_open), update(tables)
+
+    carried = (zero_of(ids[0]) == 0, tables)
+    return lax.while_loop(lambda carried: carried[0], round_of, carried)[1]
 
 
 def _on_one_cpu(
@@ -211,28 +236,6 @@ def _scattered(
     # A scatter takes as many updates as operands: room that is left over is filled.
     rows += [rows[0]] * (len(tables) - len(rows))
     return _scatter_rows_p.bind(*tables, ids, *rows, program=program, is_sorted=is_sorted)
-
-
-def _scattered_apart(
-    tables: Sequence[jax.Array],
-    ids: jax.Array,
-    rows: Sequence[jax.Array],
-    program: ClosedJaxpr,
-    is_sorted: bool,
-) -> list[jax.Array]:
-    """The scatter of tables each of which is an array of its own.
-
-    On CPUs XLA gives the wrong buffers to a scatter that is passed an array twice, as two slots
-    of zeros are where a state is made in the program of its first step. What a loop carries are
-    different arrays, and that this one has a single round is more than XLA can know.
-    """
-
-    def round_of(carried: tuple[jax.Array, list[jax.Array]]) -> Any:
-        is_open, old = carried
-        return jnp.zeros_like(is_open), _scattered(old, ids, rows, program, is_sorted)
-
-    carried = (zero_of(ids[0]) == 0, list(tables))
-    return lax.while_loop(lambda carried: carried[0], round_of, carried)[1]
 
 
 @_scatter_rows_p.def_abstract_eval
