@@ -223,7 +223,7 @@ def _on_rows(
 def _added(table: jax.Array, rows: RowSparse) -> jax.Array:
     """The table with rows added: with duplicates as they are, which spares sorting them.
 
-    But not on TPUs, which add rows faster that are promised to be distinct.
+    But not on TPUs, which are believed to add rows faster that are promised to be distinct.
     """
 
     def one_by_one(table: jax.Array, rows: RowSparse) -> jax.Array:
