@@ -5,20 +5,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmask
+from tests.compiled_step import with_optax
 from tests.test_in_place import OPTIMIZERS
 
 V, D = 8, 4
-
-
-def in_two(tx: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
 
 
 @pytest.fixture(params=OPTIMIZERS)
@@ -69,7 +64,7 @@ def on_two_devices(apply: Any, tx: Any, same: bool) -> Any:
     return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(spec, P("x")), out_specs=spec))
 
 
-@pytest.mark.parametrize("apply", [in_two, jmask.apply_gradients], ids=["in two", "in one"])
+@pytest.mark.parametrize("apply", [with_optax, jmask.apply_gradients], ids=["in two", "in one"])
 def test_parameters_of_each_device(apply, tx):
     problems = [problem(0), problem(1)]
     together = jax.tree.map(lambda *x: jnp.stack(x), *problems)
