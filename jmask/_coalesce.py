@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._explicit_sharding import with_whole_rows
+from jmask._explicit_sharding import varying_alike, with_whole_rows
 from jmask._precision import sum_dtype
 from jmask._rows import add_rows
 
@@ -59,7 +59,7 @@ _FEW_ROWS = 4
 def _by_sorting(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.Array]:
     # On a CPU sorting with a payload takes three times as long as sorting ids alone; on
     # GPUs and TPUs searching is a loop of as many kernels as there are bits in n.
-    entry = lax.iota(jnp.int32, ids.shape[0])
+    entry, _ = varying_alike(lax.iota(jnp.int32, ids.shape[0]), ids)
     ordered, came_from = lax.platform_dependent(
         ids, entry, cpu=_sorted_alone, default=_sorted_with_payload
     )

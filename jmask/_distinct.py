@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jmask._explicit_sharding import varying_alike
 from jmask._precision import sum_dtype
 from jmask._rows import add_rows, gather_rows
 
@@ -72,7 +73,7 @@ def _summed_into_first(values: jax.Array, first: jax.Array, again: jax.Array) ->
 def first_entries(ids: jax.Array, rows: int) -> jax.Array:
     """For each entry the first one with the same id (n,), int32; padding is its own."""
     count = ids.shape[0]
-    entry = lax.iota(jnp.int32, count)
+    entry, _ = varying_alike(lax.iota(jnp.int32, count), ids)
     buckets = 2 ** (_BUCKETS * count - 1).bit_length()
 
     def another_round(carried: Any) -> Any:

@@ -13,7 +13,8 @@ import jmask
 from tests.compiled_step import with_optax
 from tests.test_in_place import OPTIMIZERS
 
-V, D = 8, 4
+# Equal ids are found by sorting or hashing in large tables, by marking in small ones.
+LARGE, SMALL, D = 40, 8, 4
 
 
 @pytest.fixture(params=OPTIMIZERS)
@@ -21,16 +22,18 @@ def tx(request: pytest.FixtureRequest) -> Any:
     return OPTIMIZERS[request.param]
 
 
-def problem(seed: int = 0) -> tuple[Any, Any]:
-    """Parameters and rows of a gradient."""
+def problem(seed: int = 0, rows: int = SMALL) -> tuple[Any, Any]:
+    """Parameters, and ids and rows of a gradient."""
     rng = np.random.default_rng(seed)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    return {"table": normal(V, D), "dense": normal(D)}, normal(3, D)
+    params = {"table": normal(rows, D), "dense": normal(D)}
+    return params, (jnp.array([5, 2, 2]) + seed, normal(3, D))
 
 
-def gradients(values: jax.Array) -> Any:
+def gradients(of_rows: tuple[jax.Array, jax.Array], params: Any) -> Any:
+    ids, values = of_rows
     return {
-        "table": jmask.RowSparse(jnp.array([5, 2, 2]), values, (V, D)),
+        "table": jmask.RowSparse(ids, values, params["table"].shape),
         "dense": values.sum(0),
     }
 
@@ -42,21 +45,22 @@ def assert_close(x: Any, y: Any) -> None:
 
 def test_state_made_in_the_same_program(tx):
     """Slots of zeros are then one value of the program, and must not be one buffer."""
-    params, values = problem()
+    params, rows = problem()
 
-    def step(values: Any, state: Any, params: Any) -> Any:
-        return jmask.apply_gradients(tx, gradients(values), state, params)
+    def step(rows: Any, state: Any, params: Any) -> Any:
+        return jmask.apply_gradients(tx, gradients(rows, params), state, params)
 
-    first = jax.jit(lambda values, params: step(values, tx.init(params), params))
-    assert_close(first(values, params), jax.jit(step)(values, tx.init(params), params))
+    first = jax.jit(lambda rows, params: step(rows, tx.init(params), params))
+    assert_close(first(rows, params), jax.jit(step)(rows, tx.init(params), params))
 
 
 def on_two_devices(apply: Any, tx: Any, same: bool) -> Any:
     """A step on each device, on the same parameters or on some of its own."""
 
-    def step(params: Any, values: Any) -> Any:
+    def step(params: Any, rows: Any) -> Any:
         params = params if same else jax.tree.map(lambda x: x[0], params)
-        params, _ = apply(tx, gradients(values[0]), tx.init(params), params)
+        rows = jax.tree.map(lambda x: x[0], rows)
+        params, _ = apply(tx, gradients(rows, params), tx.init(params), params)
         return params if same else jax.tree.map(lambda x: x[None], params)
 
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
@@ -66,10 +70,20 @@ def on_two_devices(apply: Any, tx: Any, same: bool) -> Any:
 
 @pytest.mark.parametrize("apply", [with_optax, jmask.apply_gradients], ids=["in two", "in one"])
 def test_parameters_of_each_device(apply, tx):
-    problems = [problem(0), problem(1)]
+    check_parameters_of_each_device(apply, tx, LARGE)
+
+
+def test_small_tables_of_each_device():
+    check_parameters_of_each_device(jmask.apply_gradients, jmask.rowwise_adagrad(0.1), SMALL)
+    check_parameters_of_each_device(with_optax, jmask.adam(0.1), SMALL)
+
+
+def check_parameters_of_each_device(apply: Any, tx: Any, rows: int) -> None:
+    problems = [problem(0, rows), problem(1, rows)]
     together = jax.tree.map(lambda *x: jnp.stack(x), *problems)
     expected = [
-        apply(tx, gradients(values), tx.init(params), params)[0] for params, values in problems
+        apply(tx, gradients(of_rows, params), tx.init(params), params)[0]
+        for params, of_rows in problems
     ]
     expected = jax.tree.map(lambda *x: jnp.stack(x), *expected)
     assert_close(on_two_devices(apply, tx, same=False)(*together), expected)
@@ -77,9 +91,9 @@ def test_parameters_of_each_device(apply, tx):
 
 def test_what_differs_is_not_taken_for_the_same(tx):
     """Gradients of each device for parameters of all: what comes out is not replicated."""
-    (params, values), (_, others) = problem(0), problem(1)
+    (params, rows), (_, others) = problem(0), problem(1)
     step = on_two_devices(jmask.apply_gradients, tx, same=True)
     # The second from the loop of a step that may not be taken.
     why = "out_specs which require replication|carry input and carry output must have equal"
     with pytest.raises((TypeError, ValueError), match=why):
-        step(params, jnp.stack([values, others]))
+        step(params, jax.tree.map(lambda *x: jnp.stack(x), rows, others))
