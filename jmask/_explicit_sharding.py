@@ -120,20 +120,25 @@ def varying_alike(*arrays: jax.Array) -> list[jax.Array]:
     JAX's own operations ask for it, and the type of their result follows: what is computed
     from a gradient of one device is not taken for the same on all.
     """
-    varying = [_varying_axes(jax.typeof(x)) for x in arrays]
+    varying = list(map(varying_axes, arrays))
     every = frozenset[str]().union(*varying)
     return [_varying_over(every - axes, x) for axes, x in zip(varying, arrays, strict=True)]
 
 
 def varying_like(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
     """An array that is the same on all devices, typed as different where `shape` is."""
-    return _varying_over(_varying_axes(shape), x)
+    return _varying_over(_axes_of(shape) - varying_axes(x), x)
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The axes over which an array in a `shard_map` differs, as far as JAX tracks it."""
+    return _axes_of(jax.typeof(x))
 
 
 def _varying_over(axes: frozenset[str], x: jax.Array) -> jax.Array:
     return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
-def _varying_axes(type_of_array: Any) -> frozenset[str]:
-    manual = type_of_array.manual_axis_type
+def _axes_of(type_of_array: Any) -> frozenset[str]:
+    manual = getattr(type_of_array, "manual_axis_type", None)
     return frozenset() if manual is None else manual.varying

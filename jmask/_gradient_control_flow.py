@@ -14,6 +14,7 @@ traced for its outputs alone, with warnings muted.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 
 from jmask._cotangents import Rows, refuse, trial
+from jmask._explicit_sharding import varying_axes
 from jmask._fallback import muted
 from jmask._gradient_program import Flags, Interpreter, Outputs, Rule, Values
 from jmask._jaxprs import CALLS, REMATS, called
@@ -62,10 +64,20 @@ def _remat(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interprete
     if nothing_to_do(jaxpr, inputs):
         return None
     if eqn.params["prevent_cse"] and eqn.params["differentiated"]:
-        arrays = {i: x for i, x in enumerate(inputs) if isinstance(x, jax.Array)}
-        arrays = jax.lax.optimization_barrier(arrays)
-        inputs = [arrays.get(i, x) for i, x in enumerate(inputs)]
+        inputs = _behind_a_barrier(inputs)
     return interpreter.run(jaxpr, consts, inputs, wanted)
+
+
+def _behind_a_barrier(inputs: Values) -> list[Any]:
+    # In a `shard_map` all that goes through one barrier comes out typed alike.
+    groups: dict[Any, dict[int, jax.Array]] = {}
+    for i, x in enumerate(inputs):
+        if isinstance(x, jax.Array):
+            groups.setdefault(varying_axes(x), {})[i] = x
+    behind: dict[int, jax.Array] = {}
+    for group in groups.values():
+        behind |= jax.lax.optimization_barrier(group)
+    return [behind.get(i, x) for i, x in enumerate(inputs)]
 
 
 def _is_zero(x: Any) -> bool:
@@ -108,14 +120,7 @@ def _scan(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
     loop = _Loop(eqn, interpreter, consts, init, list(wanted[:count]))
     with muted():
         keys = loop.additive(keys, scanned_in)
-    carry, (scanned, parts) = jax.lax.scan(
-        loop.step(keys),
-        loop.dense_init(keys),
-        scanned_in,
-        length=eqn.params["length"],
-        reverse=eqn.params["reverse"],
-        unroll=eqn.params["unroll"],
-    )
+    carry, (scanned, parts) = loop.run(keys, loop.dense_init(keys), scanned_in)
     dense_carry = iter(carry)
     totals = [
         _with_stacked(x, parts[i]) if i in keys else next(dense_carry)
@@ -136,14 +141,20 @@ class _Loop:
 
     def additive(self, keys: dict[int, _Carry], scanned: Sequence[Any]) -> dict[int, _Carry]:
         """The carries among `keys` to which the body does nothing but add rows."""
-        one = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in scanned]
         while keys:
             with trial() as refused:
-                jax.eval_shape(self.step(keys), self.dense_init(keys), one)
+                run = functools.partial(self.run, keys)
+                jax.eval_shape(run, self.dense_init(keys), list(scanned))
             if refused.isdisjoint(keys.values()):
                 break
             keys = {i: key for i, key in keys.items() if key not in refused}
         return keys
+
+    def run(self, keys: dict[int, _Carry], init: list[Any], scanned: list[Any]) -> Any:
+        """The scan without the carries in `keys`."""
+        names = ("length", "reverse", "unroll")
+        how = {name: self.eqn.params[name] for name in names}
+        return jax.lax.scan(self.step(keys), init, scanned, **how)
 
     def dense_init(self, keys: dict[int, _Carry]) -> list[Any]:
         """The initial values of the carries that stay."""

@@ -28,6 +28,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmask._cotangents import Filled, Rows
+from jmask._explicit_sharding import varying_like
 from jmask._fallback import Place, in_bytes, place_among, report_fallback
 from jmask._gather import Gather
 from jmask._jaxprs import aval_of, called
@@ -146,9 +147,17 @@ class Interpreter:
                 return outputs
         elif holds_slow_gather(eqn):
             return self._run_gather(eqn, arguments)
-        arguments = [self.dense(x, eqn) for x in arguments]
+        arguments = [
+            self._dense_as_traced(x, v, eqn)
+            for x, v in zip(arguments, eqn.invars, strict=True)
+        ]
         outputs = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(eqn.params))
         return list(outputs) if eqn.primitive.multiple_results else [outputs]
+
+    def _dense_as_traced(self, value: Any, v: Any, eqn: JaxprEqn) -> Any:
+        """`value` as an array, in a `shard_map` of the type that the equation was traced for."""
+        dense = self.dense(value, eqn)
+        return dense if dense is value else varying_like(dense, aval_of(v))
 
     def _run_gather(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
         """A lookup of the forward pass, or a call that makes one (`jnp.take`)."""

@@ -8,6 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jmask
+from tests.lookup_programs import PROGRAMS, VALID
+from tests.lookup_programs import TABLE as LOOKED_UP
 from tests.oracle import dense_twin, is_row_sparse
 
 V, D, DEVICES = 64, 4, 4
@@ -99,6 +101,35 @@ def test_training_step_inside(mesh):
     np.testing.assert_allclose(table, alone, rtol=1e-4, atol=1e-6)
     others = np.setdiff1d(np.arange(V), IDS)
     np.testing.assert_array_equal(table[others], TABLE[others])
+
+
+def summed_in_a_scan(table):
+    """A carry that begins as different on each device, as JAX asks of what it will be."""
+    first = 0 * jnp.sum(table[VALID])
+    add = lambda total, i: (total + jnp.sum(jnp.sin(table[i])), None)
+    return jax.lax.scan(add, first, VALID)[0]
+
+
+# Of the programs what makes zeros, keeps numbers apart or is traced twice.
+EACH = ("take, default", "checkpoint", "checkpoint of jit", "columns", "entries")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [*(PROGRAMS[name].loss for name in EACH), summed_in_a_scan],
+    ids=[*EACH, "scan"],
+)
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
+def test_a_table_of_each_device(mesh, loss):
+    tables = jnp.stack([LOOKED_UP * (1 + i) for i in range(DEVICES)])
+
+    def gradient(table):
+        found = jmask.grad(loss)(table[0])
+        return (found.todense() if is_row_sparse(found) else found)[None]
+
+    mapped = jax.shard_map(gradient, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    expected = jax.vmap(jax.grad(loss))(tables)
+    np.testing.assert_allclose(jax.jit(mapped)(tables), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_psum_over_a_mapped_axis():
