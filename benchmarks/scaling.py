@@ -3,14 +3,16 @@
     python benchmarks/scaling.py                      the table of docs/scaling.md
     python benchmarks/scaling.py --topology v5p:4x4x4 --rows 10_000_000
 
-Each row compiles a full training step of `jmask.rowwise_adagrad` or `jmask.adam` on a table
+Each line compiles a full training step of `jmask.rowwise_adagrad` or `jmask.adam` on a table
 spread over all chips of a topology and reads from the program what a chip holds, what it
 allocates, and which collectives it runs on how many bytes. From these and the published
-bandwidths follows the least time a step can take. Needs libtpu (`make scaling`); nothing runs.
+bandwidths follows the least time a step can take. Rows of the batch go to all chips, or to
+those that own them (`capacity_factor`). Needs libtpu (`make scaling`); nothing runs.
 """
 
 import argparse
 import dataclasses
+import itertools
 from functools import partial
 from typing import Any
 
@@ -41,6 +43,8 @@ CASES = [
     ("v5p:8x8x8", "adam", 10_000_000),
     ("v6e:16x16", "adam", 10_000_000),
 ]
+# The capacity factors of a table: rows go to all chips, or to their owners.
+FACTORS = (None, 2.0)
 WIDTH = 128
 LOOKUPS = 4096  # of a chip
 
@@ -63,12 +67,13 @@ class Report:
         return in_memory / memory / 1e9, moved / links / 1e9
 
 
-def compiled_step(topology: str, optimizer: str, rows: int) -> Any:
+def compiled_step(topology: str, optimizer: str, rows: int, factor: float | None) -> Any:
     """The step, for tables of `rows` rows on each chip and LOOKUPS lookups from each."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh, chips = Mesh(np.array(devices), ("chips",)), len(devices)
     tx, shape = OPTIMIZERS[optimizer], (rows * chips, WIDTH)
-    table = jmask.sharded(jax.ShapeDtypeStruct(shape, jnp.float32), mesh)
+    shapes = jax.ShapeDtypeStruct(shape, jnp.float32)
+    table = jmask.sharded(shapes, mesh, placement="mod", capacity_factor=factor)
     state = jax.tree.map(partial(_placed, mesh), jax.eval_shape(tx.init, table))
     dtype = jnp.int32 if rows * chips < 2**31 else jnp.int64
     ids = jax.ShapeDtypeStruct(
@@ -89,8 +94,8 @@ def _placed(mesh: Mesh, x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
 
-def report(topology: str, optimizer: str, rows: int) -> Report:
-    chips, compiled = compiled_step(topology, optimizer, rows)
+def report(topology: str, optimizer: str, rows: int, factor: float | None) -> Report:
+    chips, compiled = compiled_step(topology, optimizer, rows, factor)
     memory = compiled.memory_analysis()
     moved: dict[str, int] = {}
     for kind, size in collectives(compiled):
@@ -112,12 +117,12 @@ def main() -> None:
     args = parser.parse_args()
     cases = [(args.topology, args.optimizer, args.rows)] if args.topology else CASES
     table = Table(
-        "topology", "chips", "optimizer", "rows", "GB on a chip", "temporaries, MB",
-        "collectives, MB a chip", "least ms: memory", "least ms: links",
+        "topology", "chips", "optimizer", "rows", "rows go to", "GB on a chip",
+        "temporaries, MB", "collectives, MB a chip", "least ms: memory", "least ms: links",
         title=f"rows of {WIDTH} float32, {LOOKUPS:,} lookups a chip",
     )  # fmt: skip
-    for topology, optimizer, rows in cases:
-        found = report(topology, optimizer, rows)
+    for (topology, optimizer, rows), factor in itertools.product(cases, FACTORS):
+        found = report(topology, optimizer, rows, factor)
         generation = topology.split(":")[0]
         slots = {"rowwise_adagrad": 1, "adam": 3}[optimizer]
         in_memory, on_links = found.seconds(generation, slots)
@@ -126,14 +131,17 @@ def main() -> None:
             str(found.chips),
             optimizer,
             f"{rows * found.chips:.1e}",
+            "all" if factor is None else "owners",
             f"{found.arguments / 1e9:.1f} of {CHIPS[generation][0]}",
             f"{found.temporaries / 1e6:.0f}",
-            ", ".join(f"{k} {v / 1e6:.0f}" for k, v in sorted(found.collectives.items())),
+            ", ".join(
+                f"{k} {v / 1e6:.0f}" for k, v in sorted(found.collectives.items()) if v > 1e5
+            ),
             f"{1e3 * in_memory:.2f}",
             f"{1e3 * on_links:.2f}",
         )
-        Console(width=150).print(f"{topology} {optimizer} done", style="dim")
-    Console(width=150).print(table)
+        Console(width=160).print(f"{topology} {optimizer} {factor} done", style="dim")
+    Console(width=160).print(table)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,11 @@ from jmask._explicit_sharding import varying_like
 from jmask._lazy_one_pass import OnePassTransformation
 from jmask._masked_gradient import is_gradient_leaf
 from jmask._masked_tensor import MaskedTensor
-from jmask._parameters import check_transformation
+from jmask._parameters import check_gradient, check_transformation
 from jmask._plain_optax import advising_lazy
 from jmask._row_sparse import RowSparse, is_row_sparse
 from jmask._storage import is_entry, is_sparse, stored_values
+from jmask._stored_table import distinct_rows, is_stored_table
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -66,6 +67,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
         return SkipNonfiniteState(jnp.zeros((), jnp.int32), inner.init(params))
 
     def update(updates, state, params=None, **extra_args):
+        updates = _as_tables_take(updates, params)
         finite = all_finite(updates)
         updates, inner_state = update_if(
             finite, inner, updates, state.inner_state, params, extra_args
@@ -73,6 +75,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
         return updates, SkipNonfiniteState(state.skipped + ~finite, inner_state)
 
     def apply(grads, state, params):
+        grads = _as_tables_take(grads, params)
         finite = all_finite(grads)
         params, inner_state = apply_if(finite, inner, grads, state.inner_state, params)
         return params, SkipNonfiniteState(state.skipped + ~finite, inner_state)
@@ -96,6 +99,22 @@ def all_finite(gradients: Any) -> jax.Array:
         if jnp.issubdtype(values.dtype, jnp.inexact):
             finite &= jnp.all(jnp.isfinite(values) | ignored)
     return finite
+
+
+def _as_tables_take(gradients: Any, params: Any) -> Any:
+    """Gradients with those of stored tables as these take them: nan where they do not fit."""
+    if params is None or not any(map(is_stored_table, _tables(params))):
+        return gradients
+    check_gradient(gradients, params)
+
+    def taken(param: Any, gradient: Any) -> Any:
+        return distinct_rows(param, gradient) if is_stored_table(param) else gradient
+
+    return jax.tree.map(taken, params, gradients, is_leaf=is_stored_table)
+
+
+def _tables(params: Any) -> list[Any]:
+    return jax.tree.leaves(params, is_leaf=is_stored_table)
 
 
 def update_if(

@@ -148,14 +148,13 @@ class Interpreter:
         elif holds_slow_gather(eqn):
             return self._run_gather(eqn, arguments)
         arguments = [
-            self._dense_as_traced(x, v, eqn)
-            for x, v in zip(arguments, eqn.invars, strict=True)
+            self._dense_as_traced(x, v, eqn) for x, v in zip(arguments, eqn.invars, strict=True)
         ]
         outputs = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(eqn.params))
         return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
     def _dense_as_traced(self, value: Any, v: Any, eqn: JaxprEqn) -> Any:
-        """`value` as an array, in a `shard_map` of the type that the equation was traced for."""
+        """`value` as an array, in a `shard_map` typed as the equation was traced for."""
         dense = self.dense(value, eqn)
         return dense if dense is value else varying_like(dense, aval_of(v))
 

@@ -11,6 +11,7 @@ Ids may need int64; places on a shard are int32.
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ class Layout:
         placement: "div" or "mod".
         count: V, the number of rows.
         block: R, the number of rows of a shard.
+        capacity_factor: of the exchange of rows, or None; see `_row_exchange`.
     """
 
     mesh: Mesh
@@ -51,6 +53,7 @@ class Layout:
     placement: str
     count: int
     block: int
+    capacity_factor: float | None = None
 
     @property
     def shards(self) -> int:
@@ -58,12 +61,29 @@ class Layout:
 
     def local(self, ids: jax.Array, shard: Any) -> jax.Array:
         """Places (n,) of the ids on a shard, int32; R where a row is not there."""
-        if self.placement == "div":
-            owner, place = ids // self.block, ids % self.block
-        else:
-            owner, place = ids % self.shards, ids // self.shards
+        owner, place = self._owner_and_place(ids)
         here = (owner == shard) & (ids < self.count)
         return jnp.where(here, place, self.block).astype(jnp.int32)
+
+    def _owner_and_place(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if self.placement == "div":
+            return ids // self.block, ids % self.block
+        return ids % self.shards, ids // self.shards
+
+    def key(self, ids: jax.Array) -> jax.Array:
+        """Owner and place of canonical ids (n,) as one number, owner R + place; S R if padding.
+
+        Sorted by it, entries are in the order of the shards that they live on.
+        """
+        rows = self.shards * self.block
+        dtype = id_dtype(rows)
+        owner, place = self._owner_and_place(ids.astype(dtype))
+        return jnp.where(ids < self.count, owner * self.block + place, jnp.asarray(rows, dtype))
+
+    def room_for(self, entries: int) -> int:
+        """How many entries of an exchange a shard has room for, of `entries` on each device."""
+        assert self.capacity_factor is not None
+        return min(math.ceil(self.capacity_factor * entries), entries * self.shards)
 
     def ids(self, places: jax.Array, shard: Any) -> jax.Array:
         """The ids of places on a shard, V of places that are no row."""
@@ -145,6 +165,7 @@ def layout_of(
     batch: str | Sequence[str] | None = None,
     placement: str = "div",
     packed: bool | None = None,
+    capacity_factor: float | None = None,
 ) -> Layout:
     """The layout that `sharded` gives a table of this shape."""
     if placement not in PLACEMENTS:
@@ -159,7 +180,24 @@ def layout_of(
             f"`table` has {shape[0]} rows, {block} on each of {shards} shards, and places on a "
             "shard are int32: spread it over more devices."
         )
-    return Layout(mesh, rows, batch, placement, shape[0], block)
+    if capacity_factor is not None:
+        capacity_factor = _checked_factor(capacity_factor, rows, batch)
+    return Layout(mesh, rows, batch, placement, shape[0], block, capacity_factor)
+
+
+def _checked_factor(factor: float, rows: tuple[str, ...], batch: tuple[str, ...]) -> float:
+    is_number = isinstance(factor, numbers.Real) and not isinstance(factor, bool)
+    if not is_number or not 1 <= factor < math.inf:
+        raise ValueError(
+            "`capacity_factor`, the room of a shard in its share of a batch, must be a number "
+            f"of at least 1, such as 2.0, or None, got {factor!r}."
+        )
+    if not set(rows) <= set(batch):
+        raise ValueError(
+            f"`capacity_factor`={factor} needs lookups spread over the axes of the rows, to be "
+            f"sent from there: `batch` {batch} must name all of `rows` {rows}."
+        )
+    return float(factor)
 
 
 def is_packed(shape: Sequence[int], mesh: Mesh, packed: bool | None) -> bool:

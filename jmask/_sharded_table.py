@@ -31,56 +31,17 @@ from jmask._explicit_sharding import (
     automatically,
     explicit_sharding,
     spec_of,
+    varying_axes,
     with_rows_over,
     with_whole_rows,
 )
 from jmask._packed_table import PackedTable, checked_floating
+from jmask._routed_rows import RoutedRows
+from jmask._row_exchange import rows_from_owners, rows_to_owners
 from jmask._row_sparse import RowSparse
 from jmask._rows import gather_rows, set_rows
 from jmask._shard_layout import Layout, dealt, gathered, is_packed, layout_of
 from jmask._stored_table import StoredTable, whole
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class RoutedRows(RowSparse):
-    """A gradient of which each shard has the rows that live there, equal ids summed.
-
-    Entries [s m, (s + 1) m) belong to shard s and are sorted; it is a true `RowSparse`.
-    """
-
-    __slots__ = ("layout",)
-
-    is_distinct = True
-
-    layout: Layout
-
-    @classmethod
-    def of_shards(
-        cls, ids: jax.Array, values: jax.Array, shape: Sequence[int], layout: Layout
-    ) -> "RoutedRows":
-        """The rows (S m, *row) that the shards have."""
-        rows = RowSparse.of_rows(ids, values, tuple(shape), coalesced=False)
-        leaves, static = rows.tree_flatten()
-        return cls.tree_unflatten((static, layout), leaves)
-
-    def tree_flatten(self) -> Any:
-        leaves, static = super().tree_flatten()
-        return leaves, (static, self.layout)
-
-    def tree_flatten_with_keys(self) -> Any:
-        leaves, static = super().tree_flatten_with_keys()
-        return leaves, (static, self.layout)
-
-    @classmethod
-    def tree_unflatten(cls, static: Any, leaves: Any) -> "RoutedRows":
-        of_rows, layout = static
-        node: Any = super().tree_unflatten(of_rows, leaves)
-        node.layout = layout
-        return node
-
-    def with_values(self, values: jax.Array) -> "RoutedRows":
-        (leaf, _), static = self.tree_flatten()
-        return RoutedRows.tree_unflatten(static, (leaf, values))
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -135,6 +96,7 @@ class ShardedTable(StoredTable):
             batch=layout.batch,
             placement=placement,
             packed=isinstance(self.blocks, PackedTable),
+            capacity_factor=layout.capacity_factor,
         )
 
     def todense(self) -> jax.Array:
@@ -156,20 +118,10 @@ class ShardedTable(StoredTable):
 
     def read(self, ids: jax.Array) -> jax.Array:
         layout = self.layout
-        shared = tuple(axis for axis in layout.batch if axis in layout.rows)
-        others = tuple(axis for axis in layout.rows if axis not in layout.batch)
-
-        def rows_of(blocks: Any, ids: jax.Array) -> jax.Array:
-            if shared:
-                ids = lax.all_gather(ids, shared, tiled=True)
-            places = layout.local(ids, layout.shard())
-            exists = (places < layout.block).reshape((-1,) + (1,) * (self.ndim - 1))
-            rows = jnp.where(exists, _read(blocks, places), 0)
-            if shared:
-                rows = lax.psum_scatter(rows, shared, scatter_dimension=0, tiled=True)
-            return lax.psum(rows, others) if others else rows
-
-        if self.layout.inside():
+        rows_of = self._from_everyone
+        if layout.capacity_factor is not None:
+            rows_of = self._from_owners
+        if layout.inside():
             return rows_of(self._local(self.blocks), ids)
         count, extra = ids.shape[0], layout.missing(ids.shape[0])
         over = (layout.rows, layout.batch, layout.batch)
@@ -178,6 +130,35 @@ class ShardedTable(StoredTable):
         rows = layout.everywhere(rows)[:count] if extra else rows
         sharding = explicit_sharding(rows)
         return rows if sharding is None else with_rows_over(rows, sharding, spec_of(ids)[0])
+
+    def _from_everyone(self, blocks: Any, ids: jax.Array) -> jax.Array:
+        """The rows of the ids of this device: every shard sees all ids, and all add up."""
+        layout = self.layout
+        shared = tuple(axis for axis in layout.batch if axis in layout.rows)
+        others = tuple(axis for axis in layout.rows if axis not in layout.batch)
+        if shared:
+            ids = lax.all_gather(ids, shared, tiled=True)
+        places = layout.local(ids, layout.shard())
+        exists = (places < layout.block).reshape((-1,) + (1,) * (self.ndim - 1))
+        rows = jnp.where(exists, _read(blocks, places), 0)
+        if shared:
+            rows = lax.psum_scatter(rows, shared, scatter_dimension=0, tiled=True)
+        return lax.psum(rows, others) if others else rows
+
+    def _from_owners(self, blocks: Any, ids: jax.Array) -> jax.Array:
+        """The rows of the ids of this device: each id goes to its shard, and its row back."""
+        like = jax.ShapeDtypeStruct((*ids.shape, *self.shape[1:]), self.dtype)
+
+        @jax.custom_jvp
+        def rows_of(blocks: Any, ids: jax.Array) -> jax.Array:
+            return rows_from_owners(self.layout, functools.partial(_read, blocks), ids, like)
+
+        @rows_of.defjvp
+        def of_tangents(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+            # The rounds of an exchange are a loop, which has no transpose.
+            return rows_of(*primals), self._from_everyone(tangents[0], primals[1])
+
+        return rows_of(blocks, ids)
 
     def distinct(self, gradient: RowSparse) -> RoutedRows:
         if isinstance(gradient, RoutedRows) and gradient.layout == self.layout:
@@ -188,12 +169,16 @@ class ShardedTable(StoredTable):
             ids, values = (with_rows_over(x, sharding, None) for x in (ids, values))
         axes = self._not_yet_gathered(values)
         of_batch = layout.batch if sharding is None else axes
+        is_exchanged = layout.capacity_factor is not None and set(layout.rows) <= set(axes)
 
         def routed(ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+            shard = layout.shard()
+            if is_exchanged:
+                places, values = rows_to_owners(layout, ids, values, axes)
+                return layout.ids(places, shard), values
             if axes:
                 ids = lax.all_gather(ids, axes, tiled=True)
                 values = lax.all_gather(values, axes, tiled=True)
-            shard = layout.shard()
             places, values = coalesce_rows(layout.local(ids, shard), values, layout.block)
             return layout.ids(places, shard), values
 
@@ -259,9 +244,9 @@ class ShardedTable(StoredTable):
         """
         if explicit_sharding(values) is not None:
             return () if spec_of(values)[0] is None else self.layout.batch
-        if not self.layout.inside() or not _varying(jax.tree.leaves(self.blocks)[0]):
+        if not self.layout.inside() or not varying_axes(jax.tree.leaves(self.blocks)[0]):
             return self.layout.batch
-        return tuple(axis for axis in self.layout.batch if axis in _varying(values))
+        return tuple(axis for axis in self.layout.batch if axis in varying_axes(values))
 
     def _local(self, blocks: Any) -> Any:
         """The block of a device, its shape said truly."""
@@ -281,6 +266,7 @@ def sharded(
     batch: str | Sequence[str] | None = None,
     placement: str = "div",
     packed: bool | None = None,
+    capacity_factor: float | None = None,
 ) -> ShardedTable:
     """A table whose rows are spread over the devices of a mesh.
 
@@ -298,10 +284,16 @@ def sharded(
         placement: "div", contiguous blocks of rows, or "mod", row i on shard i % S.
         packed: keep narrow rows in lines of 128 (see `jmask.packed`); by default on TPUs,
             where a step would copy the table otherwise.
+        capacity_factor: send rows to the shard they live on alone, for many devices and large
+            batches. Each shard then has room for this many times its share of the lookups of
+            a batch, in which an id counts once for each device that looks it up; 2.0 is
+            ample where ids are spread evenly, as by `placement="mod"`. A gradient that does
+            not fit is nan in all rows of the shard. By default all shards see all rows.
 
     Raises:
         TypeError: if `table` is no array, or `mesh` no mesh.
-        ValueError: if an axis is not one of the mesh, or `placement` is not known.
+        ValueError: if an axis is not one of the mesh, `placement` is not known, or
+            `capacity_factor` is less than 1 or `batch` does not name all axes of `rows` then.
 
     Example:
         >>> import jax, jax.numpy as jnp, jmask
@@ -321,7 +313,7 @@ def sharded(
             f"`mesh` must be a jax.sharding.Mesh, got {type(mesh).__name__}: write for example "
             "jax.make_mesh((8,), ('x',))."
         )
-    layout = layout_of(table.shape, mesh, rows, batch, placement, packed)
+    layout = layout_of(table.shape, mesh, rows, batch, placement, packed, capacity_factor)
     in_lines = is_packed(table.shape, mesh, packed)
 
     def blocks_of(table: jax.Array) -> Any:
@@ -360,12 +352,6 @@ def _blocks_of(table: jax.Array, layout: Layout) -> jax.Array:
     if layout.placement == "mod":
         table = dealt(table, layout.shards).reshape(table.shape)
     return table
-
-
-def _varying(x: jax.Array) -> frozenset[str]:
-    """The axes over which `x` differs from device to device, as far as JAX tracks it."""
-    of_manual_axes = getattr(jax.typeof(x), "manual_axis_type", None)
-    return frozenset() if of_manual_axes is None else of_manual_axes.varying
 
 
 def _read(blocks: Any, places: jax.Array) -> jax.Array:
