@@ -3,7 +3,8 @@
 | equation                        | becomes                                              |
 |---------------------------------|------------------------------------------------------|
 | psum of a table cotangent       | all-gather of the ids and the rows: n * D numbers    |
-|                                 | cross the network and not V * D                      |
+|                                 | cross the network and not V * D; dense in a branch   |
+|                                 | that not all devices take, where n may differ        |
 | pvary, pcast, reshard           | on the ids and the rows                              |
 | shard_map, table replicated     | its equations, with ids and rows as replicated       |
 |                                 | outputs in place of the table                        |
@@ -18,8 +19,16 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jmask._cotangents import Rows
+from jmask._fallback import muted
 from jmask._gradient_control_flow import nothing_to_do
-from jmask._gradient_program import Flags, Interpreter, Outputs, Rule, Values
+from jmask._gradient_program import (
+    Flags,
+    Interpreter,
+    Outputs,
+    Rule,
+    Values,
+    report_dense,
+)
 from jmask._gradient_rules import none_wanted, same_wanted
 from jmask._jaxprs import opened
 
@@ -37,6 +46,12 @@ def _on_parts(inputs: Values, function: Callable[[jax.Array], jax.Array]) -> Out
 def _psum(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     if eqn.params.get("axis_index_groups") is not None:
         return None
+    if interpreter.branching.intersection(eqn.params["axes"]):
+        for x in inputs:
+            if isinstance(x, Rows) and x.looked_up:
+                report_dense(x, eqn, "devices may take different branches of a `cond`")
+        with muted():
+            return interpreter.run_dense(eqn, inputs)
     to = "invarying" if eqn.primitive.name == "psum_invariant" else "varying"
 
     def gather(x: jax.Array) -> jax.Array:

@@ -236,6 +236,8 @@ def _cond(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
     branches = eqn.params["branches"]
     if all(nothing_to_do(branch.jaxpr, operands) for branch in branches):
         return None
+    axes = interpreter.branching | varying_axes(which)
+    interpreter = dataclasses.replace(interpreter, branching=axes)
 
     def outputs_of(branch: ClosedJaxpr) -> list[Any]:
         return interpreter.run(branch.jaxpr, branch.consts, operands, wanted)

@@ -73,11 +73,17 @@ class Demand:
         return [not isinstance(v, Literal) and v in self.wanted for v in variables]
 
 
+@dataclasses.dataclass(frozen=True)
 class Interpreter:
-    """Runs jaxprs by a table of rules, one rule for each primitive name."""
+    """Runs jaxprs by a table of rules, one rule for each primitive name.
 
-    def __init__(self, rules: dict[str, Rule]):
-        self.rules = rules
+    Attributes:
+        rules: by name.
+        branching: axes of a `shard_map` along which devices may be in different branches.
+    """
+
+    rules: dict[str, Rule]
+    branching: frozenset[str] = frozenset()
 
     def demand(self, jaxpr: Jaxpr, wanted_outputs: Sequence[bool]) -> Demand:
         """The backward pass: what is wanted and what is live in `jaxpr`."""
@@ -147,6 +153,10 @@ class Interpreter:
                 return outputs
         elif holds_slow_gather(eqn):
             return self._run_gather(eqn, arguments)
+        return self.run_dense(eqn, arguments)
+
+    def run_dense(self, eqn: JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+        """The equation itself, on arrays."""
         arguments = [
             self._dense_as_traced(x, v, eqn) for x, v in zip(arguments, eqn.invars, strict=True)
         ]

@@ -185,7 +185,7 @@ def layout_of(
     return Layout(mesh, rows, batch, placement, shape[0], block, capacity_factor)
 
 
-def _checked_factor(factor: float, rows: tuple[str, ...], batch: tuple[str, ...]) -> float:
+def _checked_factor(factor: Any, rows: tuple[str, ...], batch: tuple[str, ...]) -> float:
     is_number = isinstance(factor, numbers.Real) and not isinstance(factor, bool)
     if not is_number or not 1 <= factor < math.inf:
         raise ValueError(

@@ -23,8 +23,8 @@ from jmask._jaxprs import CALLS, REMATS, aval_of, opened
 _LARGE = 2**20  # bytes
 _LOOKUPS = ("gather", "dynamic_slice")
 _STILL_THE_SAME = (
-    "convert_element_type copy copy_p expand_dims name neg reshape sharding_constraint "
-    "squeeze transpose"
+    "convert_element_type copy copy_p expand_dims name neg pcast pvary reshape reshard "
+    "sharding_constraint squeeze transpose"
 ).split()
 # Equations that run a jaxpr on their last inputs: parameter names of the jaxprs.
 _INNER = dict.fromkeys((*CALLS, *REMATS, "scan", "shard_map"), ("jaxpr", "call_jaxpr")) | {

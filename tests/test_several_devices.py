@@ -103,6 +103,25 @@ def test_training_step_inside(mesh):
     np.testing.assert_array_equal(table[others], TABLE[others])
 
 
+def test_devices_in_different_branches(mesh):
+    """Each has another number of rows to sum over all: that is what is summed as a table."""
+    ids = jnp.arange(2 * DEVICES).reshape(DEVICES, 2)
+
+    def loss(table, ids):
+        large = lambda: jnp.sum(jnp.sin(table[ids]) ** 2)
+        small = lambda: jnp.sum(jnp.sin(2 * table[ids[:, :1]]) ** 2)
+        return jax.lax.cond(ids[0, 0] > 3, large, small)
+
+    def gradient(take):
+        local = lambda table, ids: take(loss)(table, ids)
+        return jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+
+    expected = jax.jit(gradient(jax.grad))(TABLE, ids)
+    with pytest.warns(jmask.StorageFallbackWarning, match="different branches of a `cond`"):
+        found = jax.jit(gradient(jmask.grad))(TABLE, ids)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def summed_in_a_scan(table):
     """A carry that begins as different on each device, as JAX asks of what it will be."""
     first = 0 * jnp.sum(table[VALID])
