@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.extend.core import ClosedJaxpr
 
 from jmask._apply import apply_gradients
-from jmask._explicit_sharding import varying_like
+from jmask._explicit_sharding import typed_like
 from jmask._lazy_one_pass import OnePassTransformation
 from jmask._masked_gradient import is_gradient_leaf
 from jmask._masked_tensor import MaskedTensor
@@ -131,13 +132,10 @@ def update_if(
         with advising_lazy("inner", updates):
             return inner.update(updates, state, params, **extra_args)
 
-    # What it closes over is passed on: `custom_jvp` takes functions of their arguments alone.
     program, shapes = jax.make_jaxpr(run, return_shape=True)(state)
-    structure: Any = jax.tree.structure(shapes)
 
-    def run_alone(state: Any, given: Sequence[Any]) -> Any:
-        outputs = jax.core.eval_jaxpr(program.jaxpr, given, *jax.tree.leaves(state))
-        return structure.unflatten(outputs)
+    def run_alone(_: Any, state: Any, given: Sequence[Any]) -> Any:
+        return _results(program, shapes, given, state)
 
     return _run_if(run_alone, take, _no_update(shapes[0]), state, program.consts)
 
@@ -147,29 +145,45 @@ def apply_if(
 ) -> tuple[Any, Any]:
     """Parameters and state after `jmask.apply_gradients` where `take`, else as they were."""
 
-    def run(carried: Any) -> Any:
-        _, params, state = carried
-        return jnp.zeros_like(take), *apply_gradients(inner, grads, state, params)
+    def run(params: Any, state: Any) -> tuple[Any, Any]:
+        return apply_gradients(inner, grads, state, params)
 
-    return lax.while_loop(lambda carried: carried[0], run, (take, params, state))[1:]
+    program, shapes = jax.make_jaxpr(run, return_shape=True)(params, state)
+
+    def run_alone(params: Any, state: Any, given: Sequence[Any]) -> Any:
+        return _results(program, shapes, given, (params, state))
+
+    return _run_if(run_alone, take, params, state, program.consts)
+
+
+def _results(program: ClosedJaxpr, shapes: Any, given: Sequence[Any], arguments: Any) -> Any:
+    """What a program returns, in the structure of `shapes`.
+
+    Args:
+        program: traced; what it closed over are its constants.
+        shapes: of its results.
+        given: the constants: `custom_jvp` takes functions of their arguments alone.
+        arguments: of the function that was traced.
+    """
+    structure: Any = jax.tree.structure(shapes)
+    outputs = jax.core.eval_jaxpr(program.jaxpr, given, *jax.tree.leaves(arguments))
+    return structure.unflatten(outputs)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _run_if(
-    run: Callable[..., Any], take: jax.Array, nothing: Any, state: Any, given: Any
-) -> Any:
-    """`run(state, given)` where `take`, else `nothing` and the state."""
+def _run_if(run: Callable[..., Any], take: jax.Array, kept: Any, state: Any, given: Any) -> Any:
+    """`run(kept, state, given)` where `take`, else `kept` and the state."""
 
     def once(carried: Any) -> Any:
-        return jnp.zeros_like(take), *run(carried[2], given)
+        return jnp.zeros_like(take), *run(*carried[1:], given)
 
-    return lax.while_loop(lambda carried: carried[0], once, (take, nothing, state))[1:]
+    return lax.while_loop(lambda carried: carried[0], once, (take, kept, state))[1:]
 
 
 @_run_if.defjvp
 def _derivative(run: Callable[..., Any], primals: Any, tangents: Any) -> Any:
-    def chosen(take: jax.Array, nothing: Any, state: Any, given: Any) -> Any:
-        return lax.cond(take, lambda: run(state, given), lambda: (nothing, state))
+    def chosen(take: jax.Array, kept: Any, state: Any, given: Any) -> Any:
+        return lax.cond(take, lambda: run(kept, state, given), lambda: (kept, state))
 
     return jax.jvp(chosen, primals, tangents)
 
@@ -177,9 +191,10 @@ def _derivative(run: Callable[..., Any], primals: Any, tangents: Any) -> Any:
 def _no_update(shapes: Any) -> Any:
     def nothing(x: Any) -> Any:
         if not is_row_sparse(x):
-            return varying_like(jnp.zeros(x.shape, x.dtype), x)
-        zeros = RowSparse.zeros(x.shape, x.dtype, x.nse)
-        leaves = map(varying_like, jax.tree.leaves(zeros), jax.tree.leaves(x))
-        return RowSparse.tree_unflatten((x.shape, x.coalesced), list(leaves))
+            return typed_like(jnp.zeros(x.shape, x.dtype), x)
+        padding = RowSparse.zeros(x.shape, x.dtype, x.nse)
+        structure: Any
+        leaves, structure = jax.tree.flatten(x)
+        return structure.unflatten(map(typed_like, jax.tree.leaves(padding), leaves))
 
     return jax.tree.map(nothing, shapes, is_leaf=is_row_sparse)

@@ -130,6 +130,15 @@ def varying_like(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
     return _varying_over(_axes_of(shape) - varying_axes(x), x)
 
 
+def typed_like(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array that is the same everywhere, where the type `shape` says: varying, or spread."""
+    sharding = shape.sharding
+    if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+        spec = (*sharding.spec, *(None,) * (len(shape.shape) - len(sharding.spec)))
+        x = placed(x, sharding, spec)
+    return varying_like(x, shape)
+
+
 def varying_axes(x: Any) -> frozenset[str]:
     """The axes over which an array in a `shard_map` differs, as far as JAX tracks it."""
     return _axes_of(jax.typeof(x))

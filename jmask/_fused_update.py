@@ -8,9 +8,10 @@ one operation reads, computes and writes each touched row:
 
 XLA runs it in place, with no temporaries, on CPU and TPU. The combiner can capture nothing,
 so k operands have room for the gradient and k - 1 scalars. Ids must be unique apart from
-padding. On GPUs, for which XLA makes such a scatter a loop over the rows, one at a time, and
-under vmap, the same is done by gather, compute, scatter. On CPUs large tables are updated some
-hundreds of rows at a time, each read ahead (see `_read_ahead`).
+padding. On GPUs, for which XLA makes such a scatter a loop over the rows, one at a time,
+under vmap and where derivatives are taken, the same is done by gather, compute, scatter. On
+CPUs large tables are updated some hundreds of rows at a time, each read ahead (see
+`_read_ahead`).
 """
 
 import functools
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.extend.mlir.dialects import stablehlo
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from jmask._coalesce import coalesce_rows
 from jmask._distinct import distinct_rows_of
@@ -155,6 +156,14 @@ def _batched(given: Any, dims: Any, **how: Any) -> Any:
 
 
 batching.primitive_batchers[_update_rows_p] = _batched
+
+
+def _derivative(primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> Any:
+    tangents = tuple(map(ad.instantiate_zeros, tangents))
+    return jax.jvp(functools.partial(_by_parts, **how), tuple(primals), tangents)
+
+
+ad.primitive_jvps[_update_rows_p] = _derivative
 
 
 def _at_once(

@@ -54,6 +54,23 @@ def test_state_made_in_the_same_program(tx):
     assert_close(first(rows, params), jax.jit(step)(rows, tx.init(params), params))
 
 
+@pytest.mark.parametrize("name", ["adam", "sgd with momentum", "rowwise adagrad"])
+def test_derivatives_of_a_step(name):
+    """Of what comes out in the rows of the gradient, as of the operations one by one."""
+    tx = OPTIMIZERS[name]
+    params, (ids, values) = problem()
+
+    def after(apply: Any, values: jax.Array) -> jax.Array:
+        new, _ = apply(tx, gradients((ids, values), params), tx.init(params), params)
+        return jnp.sum(new["table"] ** 2) + jnp.sum(new["dense"] ** 2)
+
+    expected = jax.grad(lambda values: after(with_optax, values))(values)
+    in_one = lambda values: after(jmask.apply_gradients, values)
+    np.testing.assert_allclose(jax.grad(in_one)(values), expected, rtol=1e-4, atol=1e-5)
+    _, slope = jax.jvp(in_one, (values,), (jnp.ones_like(values),))
+    np.testing.assert_allclose(slope, expected.sum(), rtol=1e-4, atol=1e-5)
+
+
 def on_two_devices(apply: Any, tx: Any, same: bool) -> Any:
     """A step on each device, on the same parameters or on some of its own."""
 

@@ -153,6 +153,26 @@ def test_update_without_parameters(optimizer, count):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", ["8 devices", "explicit axis"])
+def test_a_step_that_may_not_be_taken(name, step):
+    """Taken or not, it returns tables that are where they were."""
+    tx, table = jmask.skip_nonfinite(jmask.adam(0.1)), sharded(numbers(), name)
+    ids = jax.device_put(jnp.arange(8), NamedSharding(table.layout.mesh, P("x")))
+
+    @jax.jit
+    def run(table, state, scale):
+        gradient = jmask.grad(lambda t: jnp.sum(scale * t[ids] ** 2))(table)
+        return STEPS[step](tx, gradient, state, table)
+
+    kept, state = run(table, tx.init(table), jnp.nan)
+    np.testing.assert_array_equal(bits(kept), bits(table))
+    taken, state = run(kept, state, 1.0)
+    assert (np.asarray(taken) != np.asarray(table))[:8].all()
+    assert state.skipped == 1
+    assert_sharded_alike((taken, state), table.layout)
+
+
 def test_state_placed_otherwise_is_refused():
     """Rows routed to the shards of the parameter are not those of such a state."""
     tx, table = jmask.adam(), sharded(numbers(), "8 devices")
