@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmask._masked_tensor import MaskedTensor
+from jmask._explicit_sharding import varying_alike, varying_axes
 from jmask._row_sparse import RowSparse, is_row_sparse
 from jmask._storage import stored_values
 from jmask.numpy import add as _add
@@ -178,9 +179,11 @@ def psum(tree: Any, axis_name: Any) -> Any:
         _refuse_masked(x, "psum")
         if not is_row_sparse(x):
             return lax.psum(x, names)
-        ids, values = x.row_ids(), x.values
+        ids, values = varying_alike(x.row_ids(), x.values)
+        # In a `shard_map` what is the same on all devices is typed so.
+        to = "invarying" if varying_axes(values) else "varying"
         for name in names:
-            ids, values = (lax.all_gather(a, name, tiled=True) for a in (ids, values))
+            ids, values = (lax.all_gather(a, name, tiled=True, to=to) for a in (ids, values))
         return RowSparse(ids, values, x.shape)
 
     return _map(summed, tree)
