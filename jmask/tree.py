@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._masked_tensor import MaskedTensor
 from jmask._explicit_sharding import varying_alike, varying_axes
+from jmask._masked_tensor import MaskedTensor
 from jmask._row_sparse import RowSparse, is_row_sparse
 from jmask._storage import stored_values
 from jmask.numpy import add as _add
