@@ -6,7 +6,8 @@
 
 Dense gradients are added up. The rows of sparse ones are put side by side, in buffers with
 room for k microbatches, so that none is lost: inside `lazy`, `optax.MultiSteps` would forget
-the rows that the last microbatch does not touch, and is refused.
+the rows that the last microbatch does not touch, and is refused. Of masked gradients the
+valid entries are added up: an entry is valid in the sum where it is in any microbatch.
 """
 
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from jax import lax
 from jmask._array_leaves import leaf_name
 from jmask._conditional_step import apply_if, update_if
 from jmask._lazy_one_pass import OnePassTransformation
+from jmask._masked_gradient import gradient_and_valid, is_gradient_leaf
+from jmask._masked_tensor import MaskedTensor
 from jmask._parameters import check_transformation
 from jmask._row_ids import id_dtype
 from jmask._row_sparse import RowSparse, is_row_sparse
@@ -31,12 +34,19 @@ class StoredRows(NamedTuple):
     values: jax.Array
 
 
+class StoredEntries(NamedTuple):
+    """The masked gradients of the microbatches so far: as unmasked ones, and what is valid."""
+
+    gradient: Any
+    valid: jax.Array
+
+
 class MultiStepsState(NamedTuple):
     """State of `multi_steps`.
 
     Attributes:
         mini_step: microbatches since the last step, int32.
-        accumulated: their gradients: sums, or `StoredRows`.
+        accumulated: their gradients: sums, `StoredRows`, or `StoredEntries` of these.
         inner_state: of the transformation.
     """
 
@@ -58,9 +68,11 @@ def multi_steps(
         inner: any transformation, `jmask.adam(...)` or `jmask.lazy(...)`.
         every_k: k, the number of microbatches.
         like: the gradient of one microbatch or its shapes, from
-            `jax.eval_shape(jmask.grad(loss), params, batch)`: which leaves are row-sparse,
-            and how many rows a microbatch has at most.
-        use_grad_mean: step with the mean of the k gradients rather than their sum.
+            `jax.eval_shape(jmask.grad(loss), params, batch)`: which leaves are row-sparse
+            or masked, and how many rows a microbatch has at most.
+        use_grad_mean: step with the mean of the k gradients rather than their sum. Where a
+            gradient is masked it counts as zero, and an entry that is masked in all k of
+            them is masked in the mean.
 
     Returns:
         A transformation that returns no update (padding rows, zeros) but for every k-th
@@ -69,7 +81,8 @@ def multi_steps(
 
     Raises:
         ValueError: if `every_k` is not positive; from `update`, if a gradient has more rows
-            than `like`, or is dense where that is sparse, or the other way round.
+            than `like`, or is dense where that is sparse, or masked where that is not, or
+            the other way round.
 
     References:
         `optax.MultiSteps`.
@@ -92,7 +105,7 @@ def multi_steps(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> MultiStepsState:
-        empty = jax.tree.map(lambda x: _empty(x, every_k), like, is_leaf=is_row_sparse)
+        empty = jax.tree.map(lambda x: _empty(x, every_k), like, is_leaf=is_gradient_leaf)
         return MultiStepsState(jnp.zeros((), jnp.int32), empty, inner.init(params))
 
     def accumulate(gradients: Any, state: MultiStepsState) -> tuple[Any, Any, jax.Array]:
@@ -103,19 +116,19 @@ def multi_steps(
             like,
             state.accumulated,
             gradients,
-            is_leaf=is_row_sparse,
+            is_leaf=is_gradient_leaf,
         )
         factor = 1 / every_k if use_grad_mean else 1
         total = jax.tree.map(
             lambda x, kept: _as_gradient(x, kept, factor),
             like,
             accumulated,
-            is_leaf=is_row_sparse,
+            is_leaf=is_gradient_leaf,
         )
         return accumulated, total, state.mini_step == every_k - 1
 
     def finished(accumulated: Any, inner_state: Any, state: Any, last: Any) -> MultiStepsState:
-        empty = jax.tree.map(lambda x: _empty(x, every_k), like, is_leaf=is_row_sparse)
+        empty = jax.tree.map(lambda x: _empty(x, every_k), like, is_leaf=is_gradient_leaf)
         accumulated = jax.tree.map(lambda x, zero: jnp.where(last, zero, x), accumulated, empty)
         mini_step = jnp.where(last, 0, state.mini_step + 1)
         return MultiStepsState(mini_step, accumulated, inner_state)
@@ -138,6 +151,11 @@ def multi_steps(
 
 
 def _empty(like: Any, every_k: int) -> Any:
+    if isinstance(like, MaskedTensor):
+        like, valid = jax.eval_shape(gradient_and_valid, like)
+        count = every_k if is_row_sparse(like) else 1
+        shape = (count * valid.shape[0], *valid.shape[1:])
+        return StoredEntries(_empty(like, every_k), jnp.zeros(shape, bool))
     if not is_row_sparse(like):
         return jnp.zeros(like.shape, like.dtype)
     rows = every_k * like.nse
@@ -146,24 +164,51 @@ def _empty(like: Any, every_k: int) -> Any:
 
 
 def _added(like: Any, kept: Any, gradient: Any, mini_step: jax.Array) -> Any:
+    if isinstance(like, MaskedTensor):
+        like = _unmasked(like)
+        gradient, valid = gradient_and_valid(gradient)
+        if is_row_sparse(like):
+            valid = _put(kept.valid, valid, like, mini_step)
+        else:
+            valid |= kept.valid
+        return StoredEntries(_added(like, kept.gradient, gradient, mini_step), valid)
     if not is_row_sparse(like):
         return kept + gradient.astype(kept.dtype)
+    return StoredRows(
+        _put(kept.ids, gradient.row_ids(), like, mini_step),
+        _put(kept.values, gradient.values, like, mini_step),
+    )
+
+
+def _put(kept: jax.Array, new: Any, like: RowSparse, mini_step: jax.Array) -> jax.Array:
+    """Rows of a microbatch put into the buffer at its place."""
     start = mini_step * like.nse
-    ids = lax.dynamic_update_slice_in_dim(kept.ids, gradient.row_ids(), start, 0)
-    values = gradient.values.astype(kept.values.dtype)
-    return StoredRows(ids, lax.dynamic_update_slice_in_dim(kept.values, values, start, 0))
+    return lax.dynamic_update_slice_in_dim(kept, new.astype(kept.dtype), start, 0)
 
 
 def _as_gradient(like: Any, kept: Any, factor: float) -> Any:
+    if isinstance(like, MaskedTensor):
+        gradient, valid = _as_gradient(_unmasked(like), kept.gradient, factor), kept.valid
+        if is_row_sparse(gradient):
+            often = gradient.with_values(valid.astype(jnp.int32)).coalesce()
+            gradient, valid = gradient.coalesce(), often.values > 0
+        return MaskedTensor.tree_unflatten(None, (gradient, valid))
     if not is_row_sparse(like):
         return kept * jnp.asarray(factor, kept.dtype)
     values = kept.values * jnp.asarray(factor, kept.values.dtype)
     return RowSparse(kept.ids, values, like.shape)
 
 
+def _unmasked(gradient: Any) -> Any:
+    """The shapes of a gradient leaf as rows or an array, whether it is masked or not."""
+    if not isinstance(gradient, MaskedTensor):
+        return gradient
+    return jax.eval_shape(gradient_and_valid, gradient)[0]
+
+
 def _check_structure(gradients: Any, like: Any) -> None:
-    given: Any = jax.tree.leaves_with_path(gradients, is_leaf=is_row_sparse)
-    expected: Any = jax.tree.leaves_with_path(like, is_leaf=is_row_sparse)
+    given: Any = jax.tree.leaves_with_path(gradients, is_leaf=is_gradient_leaf)
+    expected: Any = jax.tree.leaves_with_path(like, is_leaf=is_gradient_leaf)
     if [path for path, _ in given] != [path for path, _ in expected]:
         names = [
             ", ".join(leaf_name(tree, path) for path, _ in leaves)
@@ -176,17 +221,24 @@ def _check_structure(gradients: Any, like: Any) -> None:
         )
     for (path, x), (_, y) in zip(given, expected, strict=True):
         name = f"`updates{jax.tree_util.keystr(path)}`"
-        if is_row_sparse(x) != is_row_sparse(y) or tuple(x.shape) != tuple(y.shape):
-            given_kind, expected_kind = (
-                repr(z) if is_row_sparse(z) else f"dense, {z.dtype}{list(z.shape)}"
-                for z in (x, y)
-            )
+        rows, room = _unmasked(x), _unmasked(y)
+        kinds = [(isinstance(z, MaskedTensor), is_row_sparse(_unmasked(z))) for z in (x, y)]
+        if kinds[0] != kinds[1] or tuple(x.shape) != tuple(y.shape):
             raise ValueError(
-                f"{name} is {given_kind}, but `like` has {expected_kind} there: make "
+                f"{name} is {_described(x)}, but `like` has {_described(y)} there: make "
                 "multi_steps with the gradient of a microbatch."
             )
-        if is_row_sparse(x) and x.nse > y.nse:
+        if is_row_sparse(rows) and rows.nse > room.nse:
             raise ValueError(
-                f"{name} has {x.nse} rows, but `like` has room for {y.nse} in a microbatch: "
-                "give the `like` of the largest one."
+                f"{name} has {rows.nse} rows, but `like` has room for {room.nse} in a "
+                "microbatch: give the `like` of the largest one."
             )
+
+
+def _described(gradient: Any) -> str:
+    if is_row_sparse(gradient):
+        return repr(gradient)
+    kind = "dense"
+    if isinstance(gradient, MaskedTensor):
+        kind = f"a MaskedTensor on {gradient.stype} storage"
+    return f"{kind}, {gradient.dtype}{list(gradient.shape)}"

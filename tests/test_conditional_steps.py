@@ -235,6 +235,10 @@ class TestBadInput:
             (gradient(0, 5), r"`updates\['t'\]` has 5 rows, but `like` has room for 4"),
             (densified(gradient(0)), r"`updates\['t'\]` is dense.* but `like` has RowSparse"),
             ({"t": gradient(0)["t"]}, "must have the structure of `like`"),
+            (
+                {**gradient(0), "w": jmask.masked_tensor(jnp.ones(4))},
+                r"`updates\['w'\]` is a MaskedTensor on default storage.* but `like` has dense",
+            ),
         ],
     )
     def test_gradients_that_are_not_like(self, grads, message):

@@ -9,6 +9,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
 import jmask.numpy as jnm
+from jmask._storage import stored_values
 from tests.optax_cases import CHAINS, ROW_LOCAL, extra_args
 from tests.oracle import densified
 
@@ -105,6 +106,35 @@ def test_lifted_optax(name, storage):
 def test_any_optimizer_on_dense_storage():
     """On whole arrays nothing must be row-local."""
     check(jmask.lazy(optax.lamb(0.1)), optax.lamb(0.1), "default")
+
+
+@pytest.mark.parametrize("storage", GRADIENTS)
+def test_microbatches(storage):
+    """The mean has what is valid in any of them; nothing under a mask is ever added."""
+    whole = GRADIENTS[storage]()
+    place = jnp.arange(whole.valid.size).reshape(whole.valid.shape)
+    values = stored_values(whole.storage)
+    parts = [
+        whole.with_values(jnp.where(keep, values, jnp.nan), whole.valid & keep)
+        for keep in (place % 3 > 0, place % 4 > 0)
+    ]
+    arrays = list(map(jmask.to_numpy_ma, parts))
+    mask = ~np.ma.getmaskarray(arrays[0]) | ~np.ma.getmaskarray(arrays[1])
+    mean = jmask.masked_tensor(sum(x.filled(0) for x in arrays) / 2, mask)
+    inner = jmask.lazy(optax.sgd(0.1, momentum=0.9))
+    expected = jmask.apply_gradients(inner, mean, inner.init(PARAM), PARAM)
+    tx = jmask.multi_steps(inner, 2, like=jax.eval_shape(lambda: parts[0]))
+    new, state = PARAM, tx.init(PARAM)
+    for part in parts:
+        new, state = jmask.apply_gradients(tx, part, state, new)
+    assert 0 < mask.sum() < MASK.sum()
+    old = jax.tree.leaves((PARAM, inner.init(PARAM)))
+    leaves = map(jax.tree.leaves, ((new, state.inner_state), expected))
+    for x, y, before in zip(*leaves, old, strict=True):
+        np.testing.assert_allclose(x[mask], y[mask], rtol=5e-6)
+        np.testing.assert_array_equal(
+            np.asarray(x)[~mask].view(np.uint32), np.asarray(before)[~mask].view(np.uint32)
+        )
 
 
 @pytest.mark.parametrize("storage", GRADIENTS)
