@@ -12,14 +12,20 @@ trying: the first candidate at which value, first and second derivative are fini
 
 **Masks** of operands intersect. An operand with sparse storage gives the result its
 storage, and dense operands are sampled at the stored positions.
+
+**Arguments by name** are operands as those by position: arrays and tensors are, while Python
+numbers, flags and None are options, the same for every entry.
 """
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jmask._fallback import report_fallback
 from jmask._masked_tensor import MaskedTensor, common_shape
@@ -43,8 +49,8 @@ def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
     """Lift an elementwise JAX function to masked and sparse tensors.
 
     Args:
-        function: takes one or more arrays that broadcast, and keyword arguments; each entry
-            of its result depends on that entry of the arrays alone.
+        function: takes one or more arrays that broadcast, by position or by name, and
+            options; each entry of its result depends on that entry of the arrays alone.
 
     Returns:
         A function that takes `MaskedTensor`, `RowSparse`, BCOO, BCSR and arrays in place of
@@ -58,14 +64,54 @@ def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def lifted(*operands: Any, **kwargs: Any) -> Any:
-        if any(isinstance(x, MaskedTensor) for x in operands):
-            return _masked(function, operands, kwargs)
-        if any(isinstance(x, SPARSE) for x in operands):
-            return zero_semantics(function, operands, kwargs)
-        return function(*operands, **kwargs)
+    def lifted(*args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        if any(isinstance(x, MaskedTensor) for x in given):
+            return _masked(*_call(function, args, kwargs))
+        if any(isinstance(x, SPARSE) for x in given):
+            return zero_semantics(*_call(function, args, kwargs))
+        return function(*args, **kwargs)
 
     return lifted
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arranged:
+    """A function of its operands alone; equal ones are equal, as caches need.
+
+    Attributes:
+        function: takes them among other arguments.
+        places: for each operand the number or the name of the argument it is.
+        count: of arguments by position. Those that are no operands are None.
+    """
+
+    function: Callable[..., Any]
+    places: tuple[int | str, ...]
+    count: int
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.function, "__name__", "a function")
+
+    def __call__(self, *operands: Any, **options: Any) -> Any:
+        at = dict(zip(self.places, operands, strict=True))
+        named = {name: at[name] for name in self.places if isinstance(name, str)}
+        return self.function(*map(at.get, range(self.count)), **named, **options)
+
+
+def _call(function: Callable, args: Sequence[Any], kwargs: dict) -> tuple:
+    """A function of operands, the operands, and its options by name."""
+    options = {name: x for name, x in kwargs.items() if not _is_operand(x)}
+    operands: dict[int | str, Any] = {i: x for i, x in enumerate(args) if x is not None}
+    operands |= {name: x for name, x in kwargs.items() if name not in options}
+    if list(operands) == list(range(len(args))):
+        return function, args, options
+    return _Arranged(function, tuple(operands), len(args)), [*operands.values()], options
+
+
+def _is_operand(x: Any) -> bool:
+    """Whether an argument given by name may differ from entry to entry."""
+    return isinstance(x, jax.Array | np.ndarray | list | MaskedTensor) or is_sparse(x)
 
 
 # --- masked semantics --------------------------------------------------------------------

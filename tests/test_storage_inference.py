@@ -66,6 +66,8 @@ CASES: dict[str, Case] = {
     "maximum(x, 0)": Case(lambda m, x, y, d: m.maximum(x, 0), "rows"),
     "clip": Case(lambda m, x, y, d: m.clip(x, -0.3, 0.3), "rows"),
     "clip, method": Case(lambda m, x, y, d: x.clip(-0.3, 0.3), "rows"),
+    "clip, no lower bound": Case(lambda m, x, y, d: m.clip(x, None, 0.3), "rows"),
+    "clip, by name": Case(lambda m, x, y, d: m.clip(x, max=d), "fallback"),
     "relu": Case(lambda m, x, y, d: m.maximum(x, 0.0), "rows"),
     "x + s": Case(lambda m, x, y, d: x + 2, "fallback"),
     "s - x": Case(lambda m, x, y, d: 1 - x, "fallback"),
