@@ -121,7 +121,7 @@ def _masked(function: Callable, operands: Sequence[Any], kwargs: dict) -> Masked
     operands = [_as_operand(x) for x in operands]
     pattern = _pattern(operands)
     if pattern is None:
-        operands = [x.todense() if is_sparse(x) else x for x in operands]
+        operands = [_dense(x) for x in operands]
     else:
         operands = [_at_positions(x, pattern) for x in operands]
     # Operands made from one tensor share its mask, which is then not read twice.
@@ -185,6 +185,17 @@ def _at_positions(x: Any, pattern: Any) -> Any:
     if isinstance(x, MaskedTensor):
         return _at_positions(x.to_dense(), pattern)
     return sampled(x.todense(), pattern)
+
+
+def _dense(x: Any) -> Any:
+    """The operand on dense storage, beside a dense or a larger one."""
+    if isinstance(x, MaskedTensor) and is_sparse(x.storage):
+        report_fallback(
+            f"a masked {stype(x.storage)} operand of shape {x.shape} became dense, at O(size) "
+            "cost: it was broadcast to a larger shape"
+        )
+        return x.to_dense()
+    return x.todense() if is_sparse(x) else x
 
 
 def _plain(values: Any, valid: Any) -> MaskedTensor:

@@ -406,6 +406,18 @@ class TestArgumentsByName:
             x.clip(max=jnp.ones(2))
 
 
+@pytest.mark.parametrize("storage", ["row_sparse", "coo", "csr"])
+def test_broadcast_to_a_larger_shape(storage):
+    column = np.array([[1.0], [0], [2]], np.float32)
+    x = jmask.masked_tensor(jmask.cast_storage(column, storage))
+    row = jnp.arange(2.0)
+    with pytest.warns(
+        jmask.StorageFallbackWarning, match=rf"{storage} .*\(3, 1\) became dense"
+    ):
+        result = x + row
+    check(result, column + row, np.broadcast_to(column != 0, (3, 2)))
+
+
 def test_storages_that_differ_warn():
     x = jmask.masked_tensor(BCOO.fromdense(jnp.eye(3)))
     y = jmask.masked_tensor(jmask.RowSparse([1], jnp.ones((1, 3)), (3, 3)))
