@@ -6,7 +6,9 @@
     x[:, 0]         a column: RowSparse
     x[10:20, 1:3]   both
 
-An index array out of range reads as in `jnp.take`: nan, or the extreme of an integer dtype.
+An integer beside an index array is an index array too: what they select comes first if a
+slice is between them, x[1, :, [0, 2]]. An index array out of range reads as in `jnp.take`:
+nan, or the extreme of an integer dtype.
 """
 
 import operator
@@ -34,12 +36,14 @@ def getitem(x: RowSparse, key: Any) -> Any:
         TypeError: for what is no index, or a slice with traced bounds.
 
     Warns:
-        StorageFallbackWarning: for index arrays in several dimensions, or None before the
-            rows, which make the tensor dense.
+        StorageFallbackWarning: for index arrays in several dimensions, what such an array
+            moves before the rows, or None before them, which make the tensor dense.
     """
     first, rest = _split(x, key)
+    if _is_integer(first):
+        return rows_at(x, _row_numbers(x, first)[None])[(0, *rest)]
     several = sum(map(_is_array, rest)) > (not _is_array(first))
-    if first is None or several:
+    if first is None or several or (isinstance(first, slice) and _moves_to_front(rest)):
         report_fallback(
             f"indexing a RowSparse of shape {x.shape} made it dense, at O(size) cost: index "
             "its rows and one further dimension at most"
@@ -87,8 +91,8 @@ def _split(x: RowSparse, key: Any) -> tuple[Any, tuple[Any, ...]]:
     if ellipses and (used < x.ndim or len(key) == 1):
         at = ellipses[0]
         key = (*key[:at], *(slice(None),) * (x.ndim - used), *key[at + 1 :])
-    elif ellipses:
-        key = tuple(k for k in key if k is not Ellipsis)
+    elif ellipses and key[0] is Ellipsis:
+        key = key[1:]
     return (key[0], key[1:]) if key else (slice(None), ())
 
 
@@ -98,8 +102,13 @@ def _checked(k: Any) -> Any:
     if isinstance(k, list | np.ndarray):
         k = np.asarray(k)
         k = k.astype(int) if k.size == 0 and k.dtype == float else k
+    if isinstance(k, bool) or (_is_boolean(k) and k.ndim == 0):
+        raise TypeError(
+            f"a RowSparse is not indexed by a single boolean, got {k!r}: use None for a new "
+            "dimension, or an array of booleans."
+        )
     dtype = getattr(k, "dtype", None)
-    if dtype is not None and (jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.dtype(bool)):
+    if dtype is not None and (jnp.issubdtype(dtype, jnp.integer) or _is_boolean(k)):
         return k
     try:
         return operator.index(k)
@@ -113,13 +122,26 @@ def _is_array(k: Any) -> bool:
     return getattr(k, "ndim", 0) > 0
 
 
+def _is_integer(k: Any) -> bool:
+    return not (k is None or k is Ellipsis or isinstance(k, slice) or _is_array(k))
+
+
+def _moves_to_front(rest: tuple[Any, ...]) -> bool:
+    """Whether index arrays are apart, so that what they select comes before all else."""
+    places = [i for i, k in enumerate(rest) if _is_array(k) or _is_integer(k)]
+    return any(map(_is_array, rest)) and places[-1] - places[0] >= len(places)
+
+
 def _dimensions(k: Any) -> int:
-    is_mask = getattr(k, "dtype", None) == jnp.dtype(bool)
-    return k.ndim if is_mask else 1
+    return k.ndim if _is_boolean(k) else 1
+
+
+def _is_boolean(k: Any) -> bool:
+    return getattr(k, "dtype", None) == jnp.dtype(bool)
 
 
 def _row_numbers(x: RowSparse, k: Any) -> jax.Array:
-    if getattr(k, "dtype", None) == jnp.dtype(bool):
+    if _is_boolean(k):
         if isinstance(k, jax.core.Tracer):
             raise TypeError(
                 "a traced boolean index has no static size: use x.retain(rows), or "

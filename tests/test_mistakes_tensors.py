@@ -44,6 +44,11 @@ MISTAKES: dict[str, Mistake] = {
         TypeError,
         ("no truth value", "jmask.numpy.any"),
     ),
+    "an index that is True": (
+        lambda: ROWS[True],
+        TypeError,
+        ("not indexed by a single boolean, got True", "None", "array of booleans"),
+    ),
     "room for fewer rows": (
         lambda: ROWS.coalesce(nse=1),
         ValueError,

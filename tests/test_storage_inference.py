@@ -256,6 +256,30 @@ def test_eagerly(name):
     np.testing.assert_allclose(eager, expected, rtol=2e-5, atol=1e-6)
 
 
+AT, ALL = jnp.array([1, 0, 1]), slice(None)
+MOVED = [
+    *((1, ALL, AT), (-1, ..., AT), (1, None, AT), (jnp.array(2), ALL, AT)),
+    *((1, ALL, np.array([True, False])), (np.int32(2), ALL, [0, 1])),
+    *((2, ALL, AT[:, None], AT), (2, AT, ALL, 1), (2, AT), (1, [1], None)),
+    *((ALL, 1, ALL, AT), (slice(1, None), AT, None, 0), (slice(2), 1, AT)),
+    *((ALL, AT, ALL, 1), (..., 1, AT), (AT, ALL, 1), (None, 1, 1, AT)),
+    (ALL, AT, 1, ..., 0),
+]
+
+
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
+@pytest.mark.parametrize("key", MOVED)
+def test_integers_beside_index_arrays(key):
+    """They are index arrays too: what they select comes first if a slice is between them."""
+    array = np.arange(1.0, 25).reshape(3, 2, 2, 2) * [[[[1]]], [[[0]]], [[[1]]]]
+    expected = array[tuple(np.asarray(k) if isinstance(k, jax.Array) else k for k in key)]
+    result = jmask.RowSparse.fromdense(array)[key]
+    assert result.shape == expected.shape
+    np.testing.assert_array_equal(dense(result), expected)
+    masked = jmask.masked_tensor(jmask.RowSparse.fromdense(array))[key]
+    np.testing.assert_array_equal(masked.to_tensor(0), expected)
+
+
 @pytest.mark.parametrize("name", [*MXNET_KEEPS, *MXNET_LEAVES])
 def test_functions_of_mxnets_table(name):
     expected = "rows" if name in MXNET_KEEPS else "fallback"
