@@ -130,13 +130,26 @@ def varying_like(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
     return _varying_over(_axes_of(shape) - varying_axes(x), x)
 
 
-def typed_like(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+def typed_like(x: jax.Array, shape: Any) -> jax.Array:
     """An array that is the same everywhere, where the type `shape` says: varying, or spread."""
-    sharding = shape.sharding
-    if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+    sharding = _explicit(shape)
+    if sharding is not None:
         spec = (*sharding.spec, *(None,) * (len(shape.shape) - len(sharding.spec)))
         x = placed(x, sharding, spec)
     return varying_like(x, shape)
+
+
+def whole_rows_like(x: jax.Array, shape: Any) -> jax.Array:
+    """An array on all devices of the mesh that the type `shape` names, if any."""
+    sharding = _explicit(shape)
+    return x if sharding is None else placed(x, sharding, (None,) * x.ndim)
+
+
+def _explicit(shape: Any) -> NamedSharding | None:
+    sharding = getattr(shape, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
 
 
 def varying_axes(x: Any) -> frozenset[str]:

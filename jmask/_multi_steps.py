@@ -19,6 +19,7 @@ from jax import lax
 
 from jmask._array_leaves import leaf_name
 from jmask._conditional_step import apply_if, update_if
+from jmask._explicit_sharding import typed_like, whole_rows_like, with_whole_rows
 from jmask._lazy_one_pass import OnePassTransformation
 from jmask._masked_gradient import gradient_and_valid, is_gradient_leaf
 from jmask._masked_tensor import MaskedTensor
@@ -129,7 +130,11 @@ def multi_steps(
 
     def finished(accumulated: Any, inner_state: Any, state: Any, last: Any) -> MultiStepsState:
         empty = jax.tree.map(lambda x: _empty(x, every_k), like, is_leaf=is_gradient_leaf)
-        accumulated = jax.tree.map(lambda x, zero: jnp.where(last, zero, x), accumulated, empty)
+        accumulated = jax.tree.map(
+            lambda x, zero: jnp.where(last, typed_like(zero, jax.typeof(x)), x),
+            accumulated,
+            empty,
+        )
         mini_step = jnp.where(last, 0, state.mini_step + 1)
         return MultiStepsState(mini_step, accumulated, inner_state)
 
@@ -182,8 +187,10 @@ def _added(like: Any, kept: Any, gradient: Any, mini_step: jax.Array) -> Any:
 
 def _put(kept: jax.Array, new: Any, like: RowSparse, mini_step: jax.Array) -> jax.Array:
     """Rows of a microbatch put into the buffer at its place."""
-    start = mini_step * like.nse
-    return lax.dynamic_update_slice_in_dim(kept, new.astype(kept.dtype), start, 0)
+    new = with_whole_rows(new.astype(kept.dtype))
+    # What `init` made outside jit is on no mesh.
+    kept = whole_rows_like(kept, jax.typeof(new))
+    return lax.dynamic_update_slice_in_dim(kept, new, mini_step * like.nse, 0)
 
 
 def _as_gradient(like: Any, kept: Any, factor: float) -> Any:

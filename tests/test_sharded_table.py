@@ -155,6 +155,30 @@ def test_update_without_parameters(optimizer, count):
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", ["8 devices", "explicit axis"])
+def test_microbatches(name, step):
+    """Two microbatches of eight lookups are one of sixteen."""
+    inner, table = jmask.adam(0.1), sharded(numbers(), name)
+    spread = NamedSharding(table.layout.mesh, P("x"))
+    batches = [jax.device_put((jnp.arange(8) + 3 * i) % V, spread) for i in range(2)]
+    loss = lambda t, ids: jnp.sum(jnp.sin(t[ids]))
+    like = jax.eval_shape(jmask.grad(loss), table, batches[0])
+    tx = jmask.multi_steps(inner, 2, like)
+
+    @jax.jit
+    def run(table, state, ids):
+        return STEPS[step](tx, jmask.grad(loss)(table, ids), state, table)
+
+    first, state = run(table, tx.init(table), batches[0])
+    np.testing.assert_array_equal(bits(first), bits(table))
+    second, _ = run(first, state, batches[1])
+    x, ids = numbers(), jnp.concatenate([np.asarray(ids) for ids in batches])
+    gradient = jmask.grad(lambda t: loss(t, ids) / 2)(x)
+    expected, _ = jmask.apply_gradients(inner, gradient, inner.init(x), x)
+    np.testing.assert_allclose(second, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", ["8 devices", "explicit axis"])
 def test_a_step_that_may_not_be_taken(name, step):
     """Taken or not, it returns tables that are where they were."""
     tx, table = jmask.skip_nonfinite(jmask.adam(0.1)), sharded(numbers(), name)
