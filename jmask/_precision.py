@@ -2,6 +2,9 @@
 
 wide(bfloat16)   float32        wide(float64)  float64       wide(int8)   int8
 sum_dtype(bool)  int32          otherwise as wide
+
+adds_when_cast(float32, bfloat16)        cast(a + b) = cast(a) + cast(b), but for rounding
+not of integers, whose sums wrap:        uint8 200 + 100 = 44, float32 200 + 100 = 300
 """
 
 from typing import Any
@@ -22,3 +25,8 @@ def wide(dtype: Any) -> Any:
 def sum_dtype(dtype: Any) -> Any:
     """The dtype to sum in; booleans are counted, and add as `or` when they are cast back."""
     return jnp.dtype(jnp.int32) if dtype == jnp.dtype(bool) else wide(dtype)
+
+
+def adds_when_cast(old: Any, new: Any) -> bool:
+    """Whether a sum that is cast is the sum of what is cast, but for rounding."""
+    return old == new or all(jnp.issubdtype(dtype, jnp.inexact) for dtype in (old, new))

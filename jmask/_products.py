@@ -25,7 +25,7 @@ from jax.experimental.sparse import BCOO, BCSR
 from jmask._compressed_product import product_by_kernel, suits_kernel
 from jmask._fallback import report_fallback
 from jmask._masked_tensor import MaskedTensor
-from jmask._precision import sum_dtype
+from jmask._precision import adds_when_cast, sum_dtype
 from jmask._product_operands import (
     Columns,
     Dense,
@@ -37,7 +37,7 @@ from jmask._product_operands import (
 )
 from jmask._row_sparse import RowSparse
 from jmask._rows import add_rows
-from jmask._storage import stype
+from jmask._storage import stype, unique_positions
 
 _RESULTS = (None, "default", "row_sparse")
 
@@ -193,9 +193,10 @@ def _product_of(
         return product_by_kernel(lhs, rhs)
     dtype = jnp.result_type(lhs.dtype, rhs.dtype)
     is_row, is_column = lhs.ndim == 1, rhs.ndim == 1
-    a = operand(_matrix(lhs), transpose_a or is_row)
-    b = operand(_matrix(rhs), transpose_b and not is_column)
-    result = _product(a, b, sum_dtype(dtype), sparse)
+    wide = sum_dtype(dtype)
+    a = operand(_matrix(lhs, wide), transpose_a or is_row)
+    b = operand(_matrix(rhs, wide), transpose_b and not is_column)
+    result = _product(a, b, wide, sparse)
     if isinstance(result, RowSparse) and not sparse:
         result = result.todense()
     result = _on_values(result, lambda values: values.astype(dtype))
@@ -242,8 +243,9 @@ def _as_columns(values: jax.Array, like: Rows) -> jax.Array:
     return add_rows(zeros, like.ids, values.T, coalesced=like.coalesced).T
 
 
-def _matrix(x: Any) -> Any:
-    """A vector as a column."""
+def _matrix(x: Any, dtype: Any) -> Any:
+    """A vector as a column; equal positions are summed where casts to `dtype` do not add."""
+    x = x if adds_when_cast(x.dtype, dtype) else unique_positions(x)
     return x if x.ndim == 2 else _on_values(x, lambda values: values[:, None])
 
 

@@ -53,27 +53,28 @@ def joined_rows(function: Callable, tensors: Any, others: tuple, kwargs: dict) -
     result = jax.eval_shape(lambda a: function(a, *others, **kwargs), like)
     if result.ndim != tensors[0].ndim:
         return None
-    values = [x.values.astype(result.dtype) for x in tensors]
+    tensors = [x.astype(result.dtype) for x in tensors]
     if all(x.shape[1:] == result.shape[1:] for x in tensors) and (
         result.shape[0] == sum(x.shape[0] for x in tensors)
     ):
-        return _one_below_the_other(tensors, values, result.shape)
+        return _one_below_the_other(tensors, result.shape)
     if any(x.shape[0] != result.shape[0] for x in tensors):
         return None
-    rows = on_union_of_rows([x.with_values(v) for x, v in zip(tensors, values, strict=True)])
+    rows = on_union_of_rows(tensors)
     # Of the functions that join, the axis is where the sizes add up.
     return _with_rows(
         rows[0], function([x.values for x in rows], *others, **kwargs), result.shape
     )
 
 
-def _one_below_the_other(tensors: list, values: list, shape: tuple[int, ...]) -> RowSparse:
+def _one_below_the_other(tensors: list[RowSparse], shape: tuple[int, ...]) -> RowSparse:
     indices, start = [], 0
     for x in tensors:
         ids = widen(x.row_ids(), shape[0])
         indices.append(jnp.where(ids < x.shape[0], ids + start, shape[0]))
         start += x.shape[0]
-    return RowSparse(jnp.concatenate(indices), jnp.concatenate(values), shape)
+    values = jnp.concatenate([x.values for x in tensors])
+    return RowSparse(jnp.concatenate(indices), values, shape)
 
 
 def _with_rows(x: RowSparse, values: jax.Array, shape: tuple[int, ...]) -> RowSparse:

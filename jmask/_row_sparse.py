@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmask._coalesce import coalesce_rows
+from jmask._precision import adds_when_cast
 from jmask._row_ids import canonical, hide, id_dtype, is_opaque, reveal, widen
 from jmask._row_sparse_checks import (
     check_coalesced,
@@ -266,7 +267,7 @@ class RowSparse(RowSparseMethods):
     def todense(self) -> jax.Array:
         """The dense array (V, *row): zeros, with the stored rows added."""
         if self.dtype == jnp.dtype(bool):  # booleans add as `or`, which no scatter does
-            return self.astype(jnp.int32).todense() != 0
+            return self.with_values(self.values.astype(jnp.int32)).todense() != 0
         zeros = jnp.zeros(self.shape, self.dtype)
         return add_rows(zeros, self.row_ids(), self.values, coalesced=self.coalesced)
 
@@ -317,8 +318,9 @@ class RowSparse(RowSparseMethods):
         return RowSparse(ids, self.values, self.shape)
 
     def astype(self, dtype: Any) -> "RowSparse":
-        """The tensor with its values cast to `dtype`."""
-        return self.with_values(self.values.astype(dtype))
+        """The tensor cast to `dtype`; rows with equal indices are summed first if need be."""
+        summed = self if adds_when_cast(self.dtype, jnp.dtype(dtype)) else self.coalesce()
+        return summed.with_values(summed.values.astype(dtype))
 
     def validate(self) -> None:
         """Check the stored indices, which needs them concrete (outside jit).

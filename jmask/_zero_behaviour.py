@@ -31,8 +31,11 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jmask._jaxprs import CALLS, aval_of, called
+from jmask._precision import adds_when_cast
 
-_FREE, _AFFINE, _OTHER = 0, 1, 2
+# How a value depends on operands, more from left to right: not, on arrays in an affine way, on
+# sparse ones too, in another way.
+_FREE, _ARRAYS, _AFFINE, _OTHER = range(4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +160,10 @@ def _behaviour(
         given = (Operand(number, getattr(kind, "scalar", False)), _FREE)
         zero = (Known(np.zeros((), kind.dtype)), _AFFINE)
         inputs.append(zero if isinstance(kind, Sparse) else given)
-        zeros.append(given if isinstance(kind, Array) and kind.scalar else zero)
+        if isinstance(kind, Array):
+            zeros.append(given if kind.scalar else (zero[0], _ARRAYS))
+        else:
+            zeros.append(zero)
 
     def of_varying(*varying: Any) -> Any:
         rest = iter(varying)
@@ -253,19 +259,13 @@ def _dependence(eqn: JaxprEqn, inputs: list[int]) -> int:
         return most
     depends = [i for i, depends in enumerate(inputs) if depends]
     if name == "mul" and len(depends) == 1:
-        return _AFFINE
+        return most
     if name == "div" and depends == [0]:
         old, new = (aval_of(v).dtype for v in (eqn.invars[0], eqn.outvars[0]))
-        return _AFFINE if jnp.issubdtype(new, jnp.inexact) and old == new else _OTHER
+        return most if jnp.issubdtype(new, jnp.inexact) and old == new else _OTHER
     if name == "select_n" and 0 not in depends:
-        return _AFFINE
+        return most
     if name == "convert_element_type":
-        return (
-            _AFFINE if _adds(aval_of(eqn.invars[0]).dtype, eqn.params["new_dtype"]) else _OTHER
-        )
+        adds = adds_when_cast(aval_of(eqn.invars[0]).dtype, eqn.params["new_dtype"])
+        return most if adds or most == _ARRAYS else _OTHER
     return _OTHER
-
-
-def _adds(old: Any, new: Any) -> bool:
-    """Whether converting a sum is the sum of what is converted, but for rounding."""
-    return not jnp.issubdtype(old, jnp.bool_) and jnp.issubdtype(new, jnp.inexact)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 
 import jmask
+import jmask.numpy as jnm
 from tests.oracle import dense_twin, densified, touched_rows
 
 ROWS = 7
@@ -290,6 +291,31 @@ class TestConversion:
         zeros = jmask.RowSparse.zeros((3, 2), jnp.int32)
         assert (zeros.nse, zeros.dtype) == (0, jnp.int32)
         np.testing.assert_array_equal(zeros.todense(), np.zeros((3, 2)))
+
+    @pytest.mark.parametrize(
+        "rows", [[True, True], [200, 100], [0.6, 0.6], [1.0, -1.0]], ids=str
+    )
+    def test_equal_rows_are_summed_before_a_cast_that_does_not_add(self, rows):
+        values = np.array(rows, np.uint8) if 200 in rows else np.array(rows)
+        x = jmask.RowSparse([0, 0], values[:, None], (2, 1))
+        dense, other = x.todense(), jnp.ones((2, 1))
+        fromdense = jmask.RowSparse.fromdense
+        for dtype in (bool, jnp.int32, jnp.float32, jnp.complex64):
+            y = x.astype(dtype)
+            assert y.dtype == dtype
+            np.testing.assert_array_equal(y.todense(), dense.astype(dtype))
+        for function in (
+            lambda x: x * 1.5,
+            lambda x: x * other,
+            lambda x: x @ other[:1],
+            lambda x: other.T @ x,
+            lambda x: jnm.concatenate([x, other if x is dense else fromdense(other)]),
+        ):
+            np.testing.assert_array_equal(densified(function(x)), function(dense))
+
+    def test_float_rows_are_cast_as_they_are(self):
+        x = jmask.RowSparse([0, 0], jnp.ones(2), (2,)).astype(jnp.float16)
+        assert (x.nse, x.coalesced, x.dtype) == (2, False, jnp.float16)
 
     def test_validate(self):
         def tensor(ids, **promise):
