@@ -3,6 +3,9 @@
     numerical   d = the slope of f along a random v, for each input
     forward     jvp along v                              against d, at every output entry
     reverse     sum of v * pullback(u), for random u     against the sum of u * d, each output
+                                                         alone, and all together
+
+Both also run along multiples of v and u, as rules must be linear, and are divided by them.
 
 Wrong entries of a Jacobian show in such projections unless they cancel, which random sizes
 make as good as impossible, or drown in what the comparison allows. An entry that the slow
@@ -17,6 +20,7 @@ check, and costs a few evaluations whatever its size. Derivatives that must be z
 unspecified entries in masked semantics, under masks and at padding) are looked at one by one.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,27 +30,32 @@ from jmask._gradcheck_entries import KINDS, random_reals
 from jmask._gradcheck_jacobian import Derivatives, Outputs, Rules
 from jmask._gradcheck_message import GradcheckError
 from jmask._gradcheck_problem import Problem
-from jmask._gradcheck_slow import must_vanish
+from jmask._gradcheck_slow import MULTIPLES, must_vanish
 
-_ROUNDS = 2
 _STEP = 1e-3
 _FRACTION = 0.1
+
+# Weights of the outputs, the multiple of them that was pulled back, and what came.
+_Pull = tuple[list[np.ndarray], float, Derivatives]
 
 
 def is_suspicious(rules: Rules) -> bool:
     """Whether a derivative along a random direction may be wrong."""
     problem, rng = rules.problem, np.random.default_rng(0)
-    for _ in range(_ROUNDS):
+    for multiples in (MULTIPLES[::2], MULTIPLES[1::2]):
         weights = [random_reals(rng, y.shape) for y in problem.base]
-        pulls: list[Derivatives] = []
+        pulls: list[_Pull] = []
         if "rev" in rules.modes:
-            pulls = [rules.pullback(_alone(weights, i)) for i in range(len(weights))]
+            alone = [_alone(weights, i) for i in range(len(weights))]
+            pulls = [(w, 1.0, rules.pullback(w)) for w in alone]
+            for multiple in multiples:
+                pulled = rules.pullback([multiple * w for w in weights])
+                pulls.append((weights, multiple, pulled))
         for number, x in enumerate(problem.inputs):
             for kind in KINDS:
                 shape = (len(getattr(x, kind)), x.parts)
                 direction = random_reals(rng, shape) * jacobians.scales(x, kind)
-                of_pulls = [pull[number, kind] for pull in pulls]
-                if shape[0] and _shows(rules, number, kind, direction, weights, of_pulls):
+                if shape[0] and _shows(rules, number, kind, direction, multiples, pulls):
                     return True
     return False
 
@@ -56,26 +65,30 @@ def _shows(
     number: int,
     kind: str,
     direction: np.ndarray,
-    weights: Sequence[np.ndarray],
-    pulls: Sequence[np.ndarray],
+    multiples: Sequence[float],
+    pulls: Sequence[_Pull],
 ) -> bool:
     """Whether a fault shows along a direction, in coordinates of one kind of one input.
 
     Args:
-        weights: of each output, random.
-        pulls: the derivatives of each output so weighted; none without reverse mode.
+        multiples: of the direction, to go along in forward mode.
+        pulls: what reverse mode gives; nothing without it.
     """
     problem, pushed = rules.problem, []
     if "fwd" in rules.modes:
-        pushed = rules.pushforward(number, kind, direction)
+        for multiple in multiples:
+            along = rules.pushforward(number, kind, multiple * direction)
+            pushed.append([y / multiple for y in along])
+    pulled = [pull[number, kind] / multiple for _, multiple, pull in pulls]
     if must_vanish(problem, kind):
-        return any(np.any(derivatives != 0) for derivatives in (*pushed, *pulls))
+        return any(np.any(derivatives != 0) for derivatives in itertools.chain(*pushed, pulled))
     slopes = _slopes(problem, number, kind, direction)
     if slopes is None:
         return True
-    pairs = list(zip(pushed, slopes, strict=bool(pushed)))
-    for pull, w, slope in zip(pulls, weights, slopes, strict=bool(pulls)):
-        pairs.append((np.sum(pull * direction), np.sum(w * slope)))
+    pairs = [pair for along in pushed for pair in zip(along, slopes, strict=True)]
+    for (weights, _, _), pull in zip(pulls, pulled, strict=True):
+        weighted = sum(np.sum(w * slope) for w, slope in zip(weights, slopes, strict=True))
+        pairs.append((np.sum(pull * direction), weighted))
     allowed = _FRACTION * problem.setting.atol
     # Not `any(... > allowed)`: a nan is a fault.
     return not all(np.all(np.abs(given - slope) <= allowed) for given, slope in pairs)

@@ -121,8 +121,9 @@ class Mismatch:
             ]
         if not self.linear:
             return [
-                "the rule is right for single entries and wrong for their combination: it must "
-                "be linear in the cotangent (vjp) or tangent (jvp), and use it"
+                "the rule is right for single entries and wrong for their combination or their "
+                "multiples: it must be linear in the cotangent (vjp) or tangent (jvp), and use "
+                "it"
             ]
         if self.kind == "hidden":
             return [

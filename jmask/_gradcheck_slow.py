@@ -7,7 +7,8 @@ Where a derivative must be zero (see `_gradcheck_entries`) it must be so exactly
 
 A rule may be right along single coordinates and wrong along their combinations (one that
 squares the cotangent), so each mode also runs along a random direction and must give the
-combination of its rows or columns.
+combination of its rows or columns. It runs along multiples of it too, and must give the
+multiple: one that takes the absolute value of the cotangent, or clips it, does not.
 """
 
 from typing import Any
@@ -20,6 +21,9 @@ from jmask._gradcheck_entries import KINDS, random_reals
 from jmask._gradcheck_jacobian import Jacobian, Rules
 from jmask._gradcheck_message import Mismatch
 from jmask._gradcheck_problem import Problem
+
+# Positive and negative, large and small. Powers of two: a right rule is rounded alike.
+MULTIPLES = (1.0, -1.0, 2.0**10, -(2.0**10), 2.0**-10, -(2.0**-10))
 
 
 def find_mismatch(rules: Rules) -> Mismatch | None:
@@ -128,39 +132,47 @@ def _narrow(dtype: Any) -> str:
 
 
 def _combined_pullback(rules: Rules, found: Jacobian) -> Mismatch | None:
-    """Whether a random cotangent is pulled back to the combination of the columns."""
+    """Whether random cotangents are pulled back to the combination of the columns."""
     problem = rules.problem
     rng = np.random.default_rng(0)
     weights = [random_reals(rng, y.shape) for y in problem.base]
-    pulled = rules.pullback(weights)
-    for (number, kind), columns in found.items():
-        x = problem.inputs[number]
-        parts = [a @ w.ravel() for a, w in zip(columns, weights, strict=True)]
-        expected, given = np.sum(parts, axis=0), pulled[number, kind].ravel()
-        wrong = _excess(problem, kind, expected, given)
-        if (wrong > 0).any():
-            at = int(np.argmax(wrong))
-            name = f"{x.path}, {x.described(kind, at)}"
-            return _not_linear("rev", kind, name, "all outputs, at random", expected, given, at)
+    for multiple in MULTIPLES:
+        pulled = rules.pullback([multiple * w for w in weights])
+        for (number, kind), columns in found.items():
+            x = problem.inputs[number]
+            parts = [a @ w.ravel() for a, w in zip(columns, weights, strict=True)]
+            expected, given = np.sum(parts, axis=0), pulled[number, kind].ravel() / multiple
+            wrong = _excess(problem, kind, expected, given)
+            if (wrong > 0).any():
+                at = int(np.argmax(wrong))
+                name = f"{x.path}, {x.described(kind, at)}"
+                what = f"all outputs, at random{_times(multiple)}"
+                return _not_linear("rev", kind, name, what, expected, given, at)
     return None
 
 
 def _combined_pushforward(rules: Rules, found: Jacobian) -> Mismatch | None:
-    """Whether a random tangent is pushed forward to the combination of the rows."""
+    """Whether random tangents are pushed forward to the combination of the rows."""
     problem = rules.problem
     rng = np.random.default_rng(0)
     for (number, kind), rows in found.items():
         x = problem.inputs[number]
         direction = random_reals(rng, (len(getattr(x, kind)), x.parts))
-        along = rules.pushforward(number, kind, direction)
-        for y, a, tangent in zip(problem.outputs, rows, along, strict=True):
-            expected, given = direction.ravel() @ a, tangent.ravel()
-            wrong = _excess(problem, kind, expected, given)
-            if (wrong > 0).any():
-                at = int(np.argmax(wrong))
-                name = f"{x.path}, a random direction"
-                return _not_linear("fwd", kind, name, y.described(at), expected, given, at)
+        for multiple in MULTIPLES:
+            along = rules.pushforward(number, kind, multiple * direction)
+            for y, a, tangent in zip(problem.outputs, rows, along, strict=True):
+                expected, given = direction.ravel() @ a, tangent.ravel() / multiple
+                wrong = _excess(problem, kind, expected, given)
+                if (wrong > 0).any():
+                    at = int(np.argmax(wrong))
+                    name = f"{x.path}, a random direction{_times(multiple)}"
+                    what = y.described(at)
+                    return _not_linear("fwd", kind, name, what, expected, given, at)
     return None
+
+
+def _times(multiple: float) -> str:
+    return "" if multiple == 1 else f" (times {multiple:g}, and divided by it)"
 
 
 def _not_linear(

@@ -110,6 +110,10 @@ def of_dense(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x: function(jmask.todense(x))
 
 
+def total_square(x: jax.Array) -> jax.Array:
+    return jnp.sum(x**2)
+
+
 def huge_and_tiny(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.array([1e4, 1e-2, 1e4]) * x)
 
@@ -211,6 +215,34 @@ WRONG: dict[str, Wrong] = {
         jnp.sin,
         (X,),
         THIRD,
+    ),
+    "cotangent made positive": Wrong(
+        with_vjp(total_square, lambda x, c: (2 * x[0] * jnp.abs(c),)), total_square, (X,), THIRD
+    ),
+    "cotangent of one sign": Wrong(
+        with_vjp(jnp.sin, lambda x, c: (jnp.cos(x[0]) * jnp.maximum(c, -2),)),
+        jnp.sin,
+        (X,),
+        FIRST,
+    ),
+    "cotangent of bounded norm": Wrong(
+        with_vjp(total_square, lambda x, c: (2 * x[0] * c / jnp.maximum(1, jnp.abs(c) / 100),)),
+        total_square,
+        (X,),
+        THIRD,
+    ),
+    "small cotangents dropped": Wrong(
+        with_vjp(jnp.sin, lambda x, c: (jnp.cos(x[0]) * jnp.where(jnp.abs(c) < 0.01, 0, c),)),
+        jnp.sin,
+        (X,),
+        FIRST,
+    ),
+    "tangent clipped": Wrong(
+        with_jvp(jnp.sin, lambda x, t: jnp.cos(x[0]) * jnp.clip(t[0], -2, 2)),
+        jnp.sin,
+        (X,),
+        r"args\[0\], a random direction \(times 1024",
+        modes=("fwd",),
     ),
     "conjugate missing": Wrong(
         with_vjp(jnp.conj, lambda z, c: (c,)), jnp.conj, (Z,), r"\], imaginary part of entry \("
