@@ -24,7 +24,6 @@ from jmask._refusal import refusal
 from jmask._row_kinds import Kind, Mixed, PerRow, Shared
 from jmask._row_locality import classify
 from jmask._row_sparse import is_row_sparse
-from jmask._same_arithmetic import difference
 from jmask._state_rows import tables_of_state
 from jmask._storage import stored_values
 from jmask._stored_table import (
@@ -174,6 +173,11 @@ class LazyCall:
             return self.run(gradients, state, params, extra_args)
 
         dense = jax.make_jaxpr(run)(*map(_shapes, (self.gradients, self.state, self.params)))
+        try:
+            rows = self.program_on_rows(run)
+        except (TypeError, ValueError) as error:
+            (reason, *_) = str(error).splitlines() or [type(error).__name__]
+            raise refusal(f"it runs on whole tables and not on rows ({reason})") from error
         inputs: list[Kind] = [
             Shared() if table is None else PerRow(table, 0, rest=0)
             for table in self.gradient_tables
@@ -182,13 +186,13 @@ class LazyCall:
             Shared() if table is None else PerRow(table, 0)
             for table in self.state_tables + self.param_tables
         ]
-        outputs = zip(
-            self.gradient_tables + self.state_tables, classify(dense, inputs), strict=True
-        )
-        reasons = [_why_not(table, kind) for table, kind in outputs]
-        few_rows = self.program_on_rows(run)
-        reasons.append(difference(dense.jaxpr, few_rows.jaxpr))
-        for why in reasons:
+        kinds = classify(dense, rows, inputs)
+        tables = self.gradient_tables + self.state_tables
+        avals = zip(dense.out_avals, rows.out_avals, strict=True)
+        for table, kind, (x, y) in zip(tables, kinds, avals, strict=True):
+            why = _why_not(table, kind)
+            if why is None and table is None and x.shape != y.shape:
+                why = "what it returns has a shape that depends on the number of rows"
             if why is not None:
                 raise refusal(why)
 
@@ -204,8 +208,8 @@ class LazyCall:
         x = shape_of(x)
         if table is None:
             return x
-        # On no rows at all JAX leaves operations out.
-        rows = max(self.gradients[table].nse, 1)
+        # On no rows at all JAX leaves operations out: as many as tell rows from the table.
+        rows = self.gradients[table].nse or 1 + (x.shape[0] == 1)
         return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
 
 

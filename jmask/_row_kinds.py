@@ -1,7 +1,7 @@
 """What row locality knows of a value: it is shared, per row, or mixed.
 
 Shared(uniform)     the same in the dense program and in the one for a few rows; does
-                    not vary along the axes in `uniform`
+                    not vary along the axes in `uniform`, which may be longer in one
 PerRow(axis, rest)  one slice per row along `axis`; in untouched rows it is the
                     constant `rest`, where that is known (0 for the gradient itself)
 Mixed(why)          may differ between the two programs

@@ -2,14 +2,17 @@
 
 `lazy(inner)` runs `inner.update` on the rows in the gradient. That equals the dense update
 on these rows if nothing in it mixes rows, except through sums to which untouched rows
-contribute nothing because their gradient is zero. This module decides it from the jaxpr of
-the dense update, by following what is known of each value (see `_row_kinds`):
+contribute nothing because their gradient is zero. This module decides it from two jaxprs,
+that of the dense update and that of the update on rows, by reading both in step and following
+what is known of each value (see `_row_kinds`):
 
     g           PerRow(axis=0, rest=0)
     g * g       PerRow(axis=0, rest=0)
     sum(g * g)  Shared      untouched rows add 0: the global norm is exact
     p           PerRow(axis=0, rest unknown)
     sum(p * p)  Mixed       untouched rows count: LAMB's trust ratio is not row-local
+    1 + 0 * g   Shared      ones, as many as there are rows: what is elementwise may use them
+    sum(ones)   Mixed       V in one program, n in the other
 
 What has no rule here is Mixed: an unknown transformation is refused, not run wrongly.
 """
@@ -24,83 +27,15 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jmask._jaxprs import CALLS, REMATS, aval_of, called, opened
 from jmask._row_kinds import Kind, Mixed, PerRow, Shared, joined, mixed
+from jmask._same_arithmetic import in_step, same, same_literal, same_operation
 
 ELEMENTWISE = frozenset(
-    [
-        "abs",
-        "acos",
-        "acosh",
-        "add",
-        "add_any",
-        "and",
-        "asin",
-        "asinh",
-        "atan",
-        "atan2",
-        "atanh",
-        "cbrt",
-        "ceil",
-        "clamp",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "cos",
-        "cosh",
-        "digamma",
-        "div",
-        "eq",
-        "erf",
-        "erf_inv",
-        "erfc",
-        "exp",
-        "exp2",
-        "expm1",
-        "floor",
-        "ge",
-        "gt",
-        "imag",
-        "integer_pow",
-        "is_finite",
-        "le",
-        "lgamma",
-        "log",
-        "log1p",
-        "logistic",
-        "lt",
-        "max",
-        "min",
-        "mul",
-        "ne",
-        "neg",
-        "nextafter",
-        "not",
-        "or",
-        "pow",
-        "real",
-        "reduce_precision",
-        "rem",
-        "round",
-        "rsqrt",
-        "select_n",
-        "sign",
-        "sin",
-        "sinh",
-        "sqrt",
-        "square",
-        "stop_gradient",
-        "sub",
-        "tan",
-        "tanh",
-        "xor",
-        "complex",
-        "conj",
-        "optimization_barrier",
-        "name",
-        "shift_left",
-        "shift_right_arithmetic",
-        "shift_right_logical",
-        "population_count",
-    ]
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex "
+    "conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp "
+    "exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max "
+    "min mul name ne neg nextafter not optimization_barrier or population_count pow real "
+    "reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic "
+    "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor".split()
 )
 
 # Reductions to which this value contributes nothing.
@@ -112,35 +47,62 @@ NEUTRAL = {
 }
 _IDEMPOTENT = ("reduce_or", "reduce_and", "reduce_max", "reduce_min")
 
+_COUNTS = "depends on the number of rows"
+_BY_POSITION = "treats rows by their position (random or fixed numbers)"
+
 Known = Shared | PerRow
 
 
-def classify(program: ClosedJaxpr, inputs: Sequence[Kind]) -> list[Kind]:
-    """The kinds of the outputs of a dense update program, from those of its inputs."""
-    return _run(program.jaxpr, [Shared()] * len(program.consts), inputs)
+def classify(dense: ClosedJaxpr, rows: ClosedJaxpr, inputs: Sequence[Kind]) -> list[Kind]:
+    """The kinds of the outputs of an update, from those of its inputs.
+
+    Args:
+        dense: the program on whole tables.
+        rows: the same update on some rows of them.
+        inputs: what is known of the inputs.
+    """
+    return _run([opened(dense), opened(rows)], inputs)
 
 
-def _run(jaxpr: Jaxpr, consts: Sequence[Kind], inputs: Sequence[Kind]) -> list[Kind]:
-    kinds: dict[Any, Kind] = dict(zip(jaxpr.constvars, consts, strict=True))
-    kinds.update(zip(jaxpr.invars, inputs, strict=True))
+Program = tuple[Jaxpr, Sequence[Any]]
 
-    def read(v: Any) -> Kind:
-        if isinstance(v, Literal):
+
+def _run(programs: Sequence[Program], inputs: Sequence[Kind]) -> list[Kind]:
+    """The kinds of the outputs of a pair of jaxprs, each with its constants."""
+    (dense, consts), (rows, other_consts) = programs
+    if not in_step(dense, rows):
+        why = "it chooses other operations for tables of another size"
+        return [Mixed(why)] * len(dense.outvars)
+    kinds: dict[Any, Kind] = dict(zip(dense.invars, inputs, strict=True))
+    twins = dict(zip(dense.invars, rows.invars, strict=True))
+    for v, w, x, y in zip(dense.constvars, rows.constvars, consts, other_consts, strict=True):
+        twins[v] = w
+        if same(x, y):
+            kinds[v] = Shared()
+
+    def read(eqn: JaxprEqn | None, v: Any, w: Any) -> Kind:
+        if isinstance(v, Literal) and isinstance(w, Literal) and same_literal(v, w):
             return Shared(constant=v.val if np.ndim(v.val) == 0 else None)
-        return kinds[v]
+        if not isinstance(v, Literal) and v in kinds and twins[v] is w:
+            return kinds[v]
+        return mixed(eqn, _COUNTS) if eqn else Mixed(f"what it returns {_COUNTS}")
 
-    for eqn in jaxpr.eqns:
-        outputs = _equation(eqn, [read(v) for v in eqn.invars])
-        kinds.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+    for eqn, twin in zip(dense.eqns, rows.eqns, strict=True):
+        operands = zip(eqn.invars, twin.invars, strict=True)
+        outputs = _equation(eqn, twin, [read(eqn, v, w) for v, w in operands])
+        for v, w, kind in zip(eqn.outvars, twin.outvars, outputs, strict=True):
+            kinds[v], twins[v] = _agreeing(eqn, kind, aval_of(v), aval_of(w)), w
+    return [read(None, v, w) for v, w in zip(dense.outvars, rows.outvars, strict=True)]
 
 
-def _equation(eqn: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
+def _equation(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
     name = eqn.primitive.name
+    if not same_operation(eqn, twin):
+        return [mixed(eqn, _COUNTS)] * len(eqn.outvars)
     if name in CALLS or name in REMATS:
-        return _run_any(called(eqn), inputs)
+        return _run([called(eqn), called(twin)], inputs)
     if name in _CONTROL_FLOW:
-        return _CONTROL_FLOW[name](eqn, inputs)
+        return _CONTROL_FLOW[name](eqn, twin, inputs)
     if name == "optimization_barrier":
         return inputs
     known: list[Known] = []
@@ -148,14 +110,34 @@ def _equation(eqn: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
         if isinstance(kind, Mixed):
             return [kind] * len(eqn.outvars)
         known.append(kind)
+    if name in ELEMENTWISE:
+        return [_elementwise(eqn, known)]
+    if name != "broadcast_in_dim" and any(map(_is_sized, known, eqn.invars, twin.invars)):
+        return [mixed(eqn, _COUNTS)] * len(eqn.outvars)
     rule = _RULES.get(name)
     if rule is not None:
         return [rule(eqn, known)]
-    if name in ELEMENTWISE:
-        return [_elementwise(eqn, known)]
     if all(isinstance(kind, Shared) for kind in known):
         return [Shared()] * len(eqn.outvars)
     return [mixed(eqn, "has no row-local form that jmask knows")] * len(eqn.outvars)
+
+
+def _is_sized(kind: Known, v: Any, w: Any) -> bool:
+    """Whether it is a shared number that is repeated as often as there are rows."""
+    return isinstance(kind, Shared) and aval_of(v).shape != aval_of(w).shape
+
+
+def _agreeing(eqn: JaxprEqn, kind: Kind, dense: Any, rows: Any) -> Kind:
+    """The kind of a value, Mixed where its arrays differ in more than that allows."""
+    if isinstance(kind, Mixed):
+        return kind
+    if (dense.dtype, dense.ndim) != (rows.dtype, rows.ndim):
+        return mixed(eqn, _COUNTS)
+    pairs = zip(dense.shape, rows.shape, strict=True)
+    axes = {axis for axis, (x, y) in enumerate(pairs) if x != y}
+    if isinstance(kind, Shared):
+        return kind if axes <= kind.uniform else mixed(eqn, _BY_POSITION)
+    return kind if axes <= {kind.axis} else mixed(eqn, _COUNTS)
 
 
 # --- elementwise operations --------------------------------------------------------------
@@ -173,7 +155,7 @@ def _elementwise(eqn: JaxprEqn, inputs: list[Known]) -> Kind:
     if any((kind.table, kind.axis) != (table, axis) for kind in rows):
         return mixed(eqn, "combines rows of two tables")
     if any(axis not in uniform for uniform in shared):
-        return mixed(eqn, "treats rows by their position (random or fixed numbers)")
+        return mixed(eqn, _BY_POSITION)
     return PerRow(table, axis, constant)
 
 
@@ -301,34 +283,32 @@ _RULES: dict[str, Callable[[JaxprEqn, list[Known]], Kind]] = {
 # --- control flow ------------------------------------------------------------------------
 
 
-def _run_any(jaxpr: tuple[Jaxpr, Sequence[Any]], inputs: Sequence[Kind]) -> list[Kind]:
-    inner, consts = jaxpr
-    return _run(inner, [Shared()] * len(consts), inputs)
-
-
-def _cond(eqn: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
+def _cond(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
     which, *operands = inputs
     if isinstance(which, Mixed):
         return [which] * len(eqn.outvars)
-    first, *others = [_run_any(opened(branch), operands) for branch in eqn.params["branches"]]
+    if len(eqn.params["branches"]) != len(twin.params["branches"]):
+        return [mixed(eqn, _COUNTS)] * len(eqn.outvars)
+    branches = zip(eqn.params["branches"], twin.params["branches"], strict=True)
+    first, *others = [_run([opened(x), opened(y)], operands) for x, y in branches]
     for outputs in others:
         first = joined(first, outputs)
     return first
 
 
-def _while(eqn: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
+def _while(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
     cond_consts, body_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     condition = inputs[:cond_consts]
     consts = inputs[cond_consts : cond_consts + body_consts]
     carry = inputs[cond_consts + body_consts :]
-    carry = _fixed_point(
-        carry, lambda c: _run_any(opened(eqn.params["body_jaxpr"]), consts + c)
-    )
-    (again,) = _run_any(opened(eqn.params["cond_jaxpr"]), condition + carry)
+    body = [opened(x.params["body_jaxpr"]) for x in (eqn, twin)]
+    until = [opened(x.params["cond_jaxpr"]) for x in (eqn, twin)]
+    carry = _fixed_point(carry, lambda c: _run(body, consts + c))
+    (again,) = _run(until, condition + carry)
     return [again] * len(carry) if isinstance(again, Mixed) else carry
 
 
-def _scan(eqn: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
+def _scan(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
     first, count = eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry = inputs[:first], inputs[first : first + count]
     scanned: list[Kind] = []
@@ -341,10 +321,10 @@ def _scan(eqn: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
         elif isinstance(kind, Shared):
             kind = Shared(frozenset(a - 1 for a in kind.uniform if a))
         scanned.append(kind)
-    body = eqn.params["jaxpr"]
-    carry = _fixed_point(carry, lambda c: _run_any(opened(body), consts + c + scanned)[:count])
+    body = [opened(x.params["jaxpr"]) for x in (eqn, twin)]
+    carry = _fixed_point(carry, lambda c: _run(body, consts + c + scanned)[:count])
     stacked = []
-    for kind in _run_any(opened(body), consts + carry + scanned)[count:]:
+    for kind in _run(body, consts + carry + scanned)[count:]:
         if isinstance(kind, PerRow):
             kind = PerRow(kind.table, kind.axis + 1, kind.rest)
         elif isinstance(kind, Shared):

@@ -51,8 +51,9 @@ ROW_LOCAL: dict[str, Build] = {
 
 # Refused: with the reason the error must give.
 COUNTS_OTHER_ROWS = "rows outside the gradient would count"
+COUNTS_ROWS = "depends on the number of rows"
 REFUSED: dict[str, tuple[Build, str]] = {
-    "adafactor": (lambda: optax.adafactor(0.1), COUNTS_OTHER_ROWS),
+    "adafactor": (lambda: optax.adafactor(0.1), COUNTS_ROWS),
     "fromage": (lambda: optax.fromage(0.1), COUNTS_OTHER_ROWS),
     "lamb": (lambda: optax.lamb(0.1), COUNTS_OTHER_ROWS),
     "lars": (lambda: optax.lars(0.1), COUNTS_OTHER_ROWS),
@@ -68,7 +69,7 @@ REFUSED: dict[str, tuple[Build, str]] = {
     ),
     "contrib.momo": (lambda: contrib.momo(0.1), COUNTS_OTHER_ROWS),
     "contrib.momo_adam": (lambda: contrib.momo_adam(0.1), "merges rows"),
-    "contrib.muon": (lambda: contrib.muon(0.1), COUNTS_OTHER_ROWS),
+    "contrib.muon": (lambda: contrib.muon(0.1), COUNTS_ROWS),
     "contrib.prodigy": (lambda: contrib.prodigy(), "merges rows"),
     "contrib.galore": (lambda: contrib.galore(0.1), "no row-local form"),
     "contrib.sophia": (lambda: contrib.sophia(0.1), "obj_fn"),
@@ -125,7 +126,7 @@ REFUSED_CHAINS: dict[str, tuple[Build, str]] = {
         lambda: optax.chain(optax.add_decayed_weights(0.1), optax.clip_by_global_norm(1.0)),
         COUNTS_OTHER_ROWS,
     ),
-    "clip_by_block_rms": (lambda: optax.clip_by_block_rms(1.0), "number of rows"),
+    "clip_by_block_rms": (lambda: optax.clip_by_block_rms(1.0), COUNTS_ROWS),
     "adaptive_grad_clip": (lambda: optax.adaptive_grad_clip(0.1), COUNTS_OTHER_ROWS),
     "add_noise": (lambda: optax.add_noise(0.1, 0.5, 0), "by their position"),
     "flatten": (lambda: optax.flatten(optax.adam(0.1)), "number of rows of a table"),

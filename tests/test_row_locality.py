@@ -1,0 +1,152 @@
+"""The proof of `lazy`: an update that counts the rows of a table, in whatever way, is refused.
+
+Run on the touched rows it would compute with their number in place of that of the table.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jmask
+
+V, N = 12, 2
+TABLE = jax.ShapeDtypeStruct((V, 3), jnp.float32)
+ROWS = jax.eval_shape(lambda: jmask.RowSparse.zeros((V, 3), nse=N))
+KEY = np.zeros(2, np.uint32)
+
+
+def count(x):
+    return x.shape[0]
+
+
+def is_large(x):
+    return count(x) > 5
+
+
+def looped(x):
+    return lax.while_loop(lambda c: c < count(x), lambda c: c + 1.0, 0.0)
+
+
+def called_back(x):
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    return jax.pure_callback(lambda: np.float32(count(x)), scalar)
+
+
+def chosen_operand(x):
+    one, other = jnp.sum(x), jnp.sum(x * x)
+    return one if is_large(x) else other
+
+
+def chosen_axis(x):
+    return lax.transpose(jnp.tri(2), (0, 1) if is_large(x) else (1, 0))[0, 1]
+
+
+@jax.custom_jvp
+def by_its_own_rule(x):
+    return x * count(x)
+
+
+by_its_own_rule.defjvp(lambda primals, tangents: (by_its_own_rule(*primals), *tangents))
+
+# What an update multiplies a gradient by, and what the error says of it.
+COUNTING = {
+    "weighted mean": (lambda x: jnp.average(x, weights=jnp.ones_like(x)), "reduce_sum"),
+    "mean where": (lambda x: jnp.mean(x, where=jnp.ones_like(x, bool)), "reduce_sum"),
+    "sum of ones": (lambda x: 1 / jnp.sum(jnp.ones_like(x)), "reduce_sum"),
+    "ones where": (lambda x: jnp.sum(jnp.where(jnp.ones_like(x) > 0, 1, 0)), "reduce_sum"),
+    "product of ones": (lambda x: jnp.ones(count(x)) @ jnp.ones(count(x)), "dot_general"),
+    "sum of half as many": (lambda x: jnp.ones(count(x) // 2).sum(), "reduce_sum"),
+    "running sum": (lambda x: jnp.cumsum(jnp.ones(count(x)))[-1], "depends on the number"),
+    "array": (lambda x: jnp.asarray([count(x)]), "depends on the number of rows"),
+    "scalar of numpy": (lambda x: np.float32(count(x)), "`mul` depends on the number of rows"),
+    "jitted literal": (lambda x: jax.jit(lambda y: y * count(x))(2.0), "depends on the number"),
+    "checkpoint": (jax.checkpoint(lambda x: 1.0 / x.size), "depends on the number of rows"),
+    "custom rule": (by_its_own_rule, "`mul` depends on the number of rows"),
+    "branch": (lambda x: lax.cond(x.sum() > 0, lambda: 1.0 / count(x), lambda: 1.0), "depends"),
+    "fori_loop": (lambda x: lax.fori_loop(0, count(x), lambda _, c: c + 1.0, 0.0), "`scan`"),
+    "while_loop": (looped, "`lt` depends on the number of rows"),
+    "scan": (lambda x: lax.scan(lambda c, _: (c + 1, None), 0, jnp.zeros(count(x)))[0], "scan"),
+    "callback": (called_back, "`pure_callback` depends on the number of rows"),
+    "positions": (lambda x: jnp.arange(count(x)).sum(), "rows by their position"),
+    "last position": (lambda x: jnp.linspace(0, 1, count(x))[1], "rows by their position"),
+    "number of keys": (lambda x: jax.random.split(KEY, count(x))[0, 0], "random_split"),
+    "seed": (lambda x: jax.random.normal(jax.random.key(count(x))), "random_seed"),
+    "noise": (lambda x: jax.random.normal(KEY, x.shape), "rows by their position"),
+    "power": (lambda x: (2 * x) ** (count(x) % 7), "`integer_pow` depends on"),
+    "dtype": (lambda x: x.astype("float16" if is_large(x) else "bfloat16"), "convert_element"),
+    "index": (lambda x: lax.slice(jnp.arange(20.0), (count(x),), (count(x) + 1,)), "`slice`"),
+    "axis": (chosen_axis, "depends on the number of rows|chooses other operations"),
+    "operand": (chosen_operand, "depends on the number of rows"),
+    "operation": (lambda x: x + x if is_large(x) else x * x, "chooses other operations"),
+    "fixed rows": (lambda x: jnp.ones((V, 3)) * np.arange(V)[:, None], "runs on whole tables"),
+}
+
+
+def traced(update, gradient, init=optax.init_empty_state):
+    tx = jmask.lazy(optax.GradientTransformation(init, update))
+    return jax.eval_shape(lambda g: tx.update(g, tx.init(TABLE), None), gradient)
+
+
+def times(factor):
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda x: (x * factor(x)).astype(x.dtype), updates), state
+
+    return update
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_counting_rows_is_refused(name):
+    factor, reason = COUNTING[name]
+    with pytest.raises(ValueError, match=rf"jmask\.lazy cannot wrap.*{reason}"):
+        traced(times(factor), ROWS)
+
+
+# The state is two scalars.
+NEW_STATES = {
+    "a literal": lambda x, s: (jnp.float32(count(x)), s[1]),
+    "a sum": lambda x, s: (jnp.ones(count(x)).sum(), s[1]),
+    "exchanged": lambda x, s: s if is_large(x) else s[::-1],
+    "of another shape": lambda x, s: (jnp.ones(count(x)), s[1]),
+}
+
+
+@pytest.mark.parametrize("name", NEW_STATES)
+def test_counting_rows_in_the_state_is_refused(name):
+    def update(updates, state, params=None):
+        return updates, NEW_STATES[name](updates, state)
+
+    with pytest.raises(ValueError, match="depends on the number of rows"):
+        traced(update, ROWS, lambda _: (jnp.zeros(()), jnp.zeros(())))
+
+
+ACCEPTED = {
+    "ones": jnp.ones_like,
+    "a column of ones": lambda x: 1 / (1 + jnp.zeros((count(x), 1))),
+    "a norm": lambda x: jnp.sqrt(jnp.sum(x * x)),
+    "a callback": lambda _: jax.pure_callback(np.sin, jax.ShapeDtypeStruct((), "f"), 2.0),
+    "noise for all": lambda _: jax.random.normal(KEY, (3,)),
+    "a solution": lambda x: jnp.linalg.solve(jnp.eye(2) * jnp.sum(x * x), jnp.ones(2))[0],
+    "a loop": lambda _: lax.fori_loop(0, 3, lambda _, c: c * 0.5, 1.0),
+    "a mean of each row": lambda x: jnp.mean(x, axis=1, keepdims=True),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_does_not_count_rows_is_accepted(name):
+    updates, _ = traced(times(ACCEPTED[name]), ROWS)
+    assert updates.nse == N
+
+
+def test_a_dense_leaf_may_be_as_large_as_the_table():
+    """One jitted function, read for rows of a table and for an array of the same shape."""
+    norm = jax.jit(lambda x: jnp.sqrt(jnp.sum(x * x)))
+
+    def update(updates, state, params=None):
+        table, dense = updates
+        return (table / norm(table), dense / norm(dense) * jnp.mean(dense)), state
+
+    tx = jmask.lazy(optax.GradientTransformation(optax.init_empty_state, update))
+    jax.eval_shape(lambda g: tx.update(g, optax.EmptyState(), None), (ROWS, TABLE))
