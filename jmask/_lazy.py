@@ -115,10 +115,11 @@ def lazy(
         extra_args: dict[str, Any],
     ) -> LazyCall:
         call = LazyCall.of(inner, updates, state, params)
-        signature = call.signature()
+        signature = call.signature(extra_args)
         if signature not in verified and call.has_rows():
             call.check_row_local(extra_args)
-            verified.add(signature)
+            if signature is not None:
+                verified.add(signature)
         return call
 
     def apply_gradients(

@@ -105,14 +105,23 @@ class LazyCall:
         """Whether `inner` is to run on rows; on whole arrays any `inner` is exact."""
         return any(map(is_row_sparse, self.gradients))
 
-    def signature(self) -> Any:
-        """What row-locality depends on: structures, shapes and dtypes."""
+    def signature(self, extra_args: dict[str, Any]) -> Any:
+        """What row-locality depends on: structures, shapes and dtypes.
+
+        None if it may depend on more: an extra argument that is no array (a flag, a function)
+        may choose what Python runs.
+        """
+        arrays, extra_tree, others = _arrays(extra_args)
+        if others:
+            return None
         leaves = [*self.gradients, *self.state, *self.params]
         sizes = [g.nse for g in self.gradients if is_row_sparse(g)]
+        shapes = [*map(shape_of, leaves), *arrays]
         return (
             self.trees,
+            extra_tree,
             tuple(sizes),
-            tuple((x.shape, x.dtype) for x in map(shape_of, leaves)),
+            tuple((x.shape, x.dtype) for x in shapes),
         )
 
     def run(
@@ -169,12 +178,18 @@ class LazyCall:
     def check_row_local(self, extra_args: dict[str, Any]) -> None:
         """Refuse `inner` unless its update on the touched rows is exact on them."""
 
-        def run(gradients, state, params):
-            return self.run(gradients, state, params, extra_args)
+        arrays, extra_tree, others = _arrays(extra_args)
 
-        dense = jax.make_jaxpr(run)(*map(_shapes, (self.gradients, self.state, self.params)))
+        def run(gradients, state, params, arrays):
+            given = iter(arrays)
+            leaves = [others[i] if i in others else next(given) for i in range(count)]
+            return self.run(gradients, state, params, extra_tree.unflatten(leaves))
+
+        count = len(arrays) + len(others)
+        shapes = map(_shapes, (self.gradients, self.state, self.params))
+        dense = jax.make_jaxpr(run)(*shapes, arrays)
         try:
-            rows = self.program_on_rows(run)
+            rows = self.program_on_rows(run, arrays)
         except (TypeError, ValueError) as error:
             (reason, *_) = str(error).splitlines() or [type(error).__name__]
             raise refusal(f"it runs on whole tables and not on rows ({reason})") from error
@@ -186,6 +201,7 @@ class LazyCall:
             Shared() if table is None else PerRow(table, 0)
             for table in self.state_tables + self.param_tables
         ]
+        inputs += [Shared()] * len(arrays)
         kinds = classify(dense, rows, inputs)
         tables = self.gradient_tables + self.state_tables
         avals = zip(dense.out_avals, rows.out_avals, strict=True)
@@ -196,12 +212,13 @@ class LazyCall:
             if why is not None:
                 raise refusal(why)
 
-    def program_on_rows(self, function: Any) -> ClosedJaxpr:
-        """The jaxpr of a function of gradients, state and parameters, of rows."""
+    def program_on_rows(self, function: Any, *others: Any) -> ClosedJaxpr:
+        """The jaxpr of a function of rows of gradients, state and parameters, and others."""
         return jax.make_jaxpr(function)(
             list(map(self._shape_of_rows, self.gradient_tables, self.gradients)),
             list(map(self._shape_of_rows, self.state_tables, self.state)),
             list(map(self._shape_of_rows, self.param_tables, self.params)),
+            *others,
         )
 
     def _shape_of_rows(self, table: int | None, x: Any) -> Any:
@@ -215,6 +232,14 @@ class LazyCall:
 
 def _shapes(leaves: list[Any]) -> list[jax.ShapeDtypeStruct]:
     return list(map(shape_of, leaves))
+
+
+def _arrays(extra_args: dict[str, Any]) -> tuple[list[Any], Any, dict[int, Any]]:
+    """Shapes of the arrays among extra arguments; the tree, and its other leaves by place."""
+    leaves, tree = jax.tree.flatten(extra_args)
+    others = {i: x for i, x in enumerate(leaves) if not hasattr(x, "__array__")}
+    arrays = [x for i, x in enumerate(leaves) if i not in others]
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays], tree, others
 
 
 def _why_not(table: int | None, kind: Kind) -> str | None:

@@ -150,3 +150,27 @@ def test_a_dense_leaf_may_be_as_large_as_the_table():
 
     tx = jmask.lazy(optax.GradientTransformation(optax.init_empty_state, update))
     jax.eval_shape(lambda g: tx.update(g, optax.EmptyState(), None), (ROWS, TABLE))
+
+
+SCALE = np.float32(2)
+# Accepted, refused, and the number of rows in the gradient: V, or the slots would not fit.
+EXTRA_ARGS = {
+    "for each slot": ({"scale": SCALE}, {"scale": np.ones((V, 1), np.float32)}, V),
+    "more": ({"scale": SCALE, "more": ()}, {"scale": SCALE, "more": (SCALE,)}, N),
+    "a flag": ({"scale": SCALE, "more": False}, {"scale": SCALE, "more": True}, N),
+}
+
+
+@pytest.mark.parametrize("name", EXTRA_ARGS)
+def test_what_is_verified_is_so_for_its_extra_arguments(name):
+    def update(updates, state, params=None, *, scale, more=()):
+        size = jnp.float32(count(updates)) if more else 1.0
+        return updates * scale * size, state
+
+    tx = jmask.lazy(optax.GradientTransformationExtraArgs(optax.init_empty_state, update))
+    accepted, refused, size = EXTRA_ARGS[name]
+    rows = jax.eval_shape(lambda: jmask.RowSparse.zeros((V, 3), nse=size))
+    for _ in range(2):
+        jax.eval_shape(lambda g: tx.update(g, optax.EmptyState(), None, **accepted), rows)
+        with pytest.raises(ValueError, match=r"jmask\.lazy cannot wrap"):
+            jax.eval_shape(lambda g: tx.update(g, optax.EmptyState(), None, **refused), rows)
