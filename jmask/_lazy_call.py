@@ -225,8 +225,10 @@ class LazyCall:
         x = shape_of(x)
         if table is None:
             return x
-        # On no rows at all JAX leaves operations out: as many as tell rows from the table.
-        rows = self.gradients[table].nse or 1 + (x.shape[0] == 1)
+        rows = self.gradients[table].nse
+        if rows == 0 < x.shape[0]:
+            # On no rows JAX leaves operations out: some, and not as many as the table has.
+            rows = 2 if x.shape[0] == 1 else 1
         return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
 
 

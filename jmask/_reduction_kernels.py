@@ -259,9 +259,10 @@ def median(values: Any, valid: Any, axes: tuple[int, ...], averaged: bool) -> Re
     shape = tuple(1 if a in axes else n for a, n in enumerate(values.shape))
     rest = tuple(a for a in range(values.ndim) if a not in axes)
     sizes = tuple(values.shape[a] for a in rest)
+    number = math.prod(values.shape[a] for a in axes)
 
     def flat(x: Any) -> Any:
-        x = jnp.transpose(x, rest + axes).reshape(*sizes, -1)
+        x = jnp.transpose(x, rest + axes).reshape(*sizes, number)
         # One more, so that there is always something to read.
         return jnp.pad(x, [(0, 0)] * len(sizes) + [(0, 1)])
 

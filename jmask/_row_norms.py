@@ -3,6 +3,7 @@
 max_norm 1:   row [3, 4] -> [.6, .8],    row [.3, .4] stays
 """
 
+import math
 from typing import Any
 
 import jax
@@ -110,7 +111,7 @@ def _bounded(rows: jax.Array, max_norm: Any, order: Any) -> jax.Array:
     rows = rows.astype(wide(rows.dtype))
     if rows.ndim == 0:
         return jnp.clip(rows, -max_norm, max_norm)
-    flat = rows.reshape(rows.shape[0], -1)
+    flat = rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
     size = jnp.linalg.vector_norm(flat, ord=order, axis=1)
     factor = jnp.where(size > max_norm, max_norm / size, 1)
     return rows * factor.reshape((-1,) + (1,) * (rows.ndim - 1))

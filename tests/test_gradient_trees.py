@@ -203,6 +203,14 @@ class TestClipping:
         of_dense = self.clipped(jmask.clip_by_row_norm(1.0, ord=order), dense)
         np.testing.assert_allclose(of_dense["t"], expected, rtol=1e-5)
 
+    @pytest.mark.parametrize(("rows", "count"), [(4, 0), (0, 2)])
+    @pytest.mark.parametrize("bound", [jmask.clip_by_row_norm, jmask.max_row_norm])
+    def test_of_no_rows(self, bound, rows, count):
+        table, tx = jnp.ones((rows, 3)), bound(1.0)
+        gradient = jmask.RowSparse(jnp.zeros(count, int), jnp.ones((count, 3)), (rows, 3))
+        updates, _ = tx.update(gradient, tx.init(table), table)
+        assert (updates.shape, updates.nse) == ((rows, 3), 0)
+
     def test_chained(self):
         inside = jmask.lazy(optax.chain(jmask.clip_by_row_norm(1.0), optax.adagrad(0.1)))
         outside = optax.chain(jmask.clip_by_row_norm(1.0), jmask.lazy(optax.adagrad(0.1)))

@@ -143,6 +143,12 @@ def test_bad_arguments(options, error, message):
                 function(tensor, **options)
 
 
+def test_median_of_no_groups():
+    x = MaskedTensor(jnp.ones((0, 3)))
+    assert jnm.median(x, axis=1).shape == (0,)
+    assert jnm.median(x, axis=0, keepdims=True).valid.sum() == 0
+
+
 def test_bad_orders_and_indices():
     x = MaskedTensor(jnp.ones((2, 3)))
     with pytest.raises(ValueError, match="twice"):

@@ -140,6 +140,17 @@ def test_what_does_not_count_rows_is_accepted(name):
     assert updates.nse == N
 
 
+@pytest.mark.parametrize(("rows", "size"), [(0, 0), (0, 2), (1, 0), (1, 2), (12, 1)])
+def test_tables_of_few_rows(rows, size):
+    """Of arrays with an axis of 0 or 1 JAX leaves operations out."""
+    table = jax.ShapeDtypeStruct((rows, 3), jnp.float32)
+    ids, values = jnp.zeros(size, int), jnp.zeros((size, 3))
+    gradient = jax.eval_shape(lambda: jmask.RowSparse(ids, values, (rows, 3)))
+    for inner in (optax.radam(0.1), optax.adagrad(0.1), optax.centralize()):
+        tx = jmask.lazy(inner)
+        jax.eval_shape(lambda g, p, tx=tx: tx.update(g, tx.init(p), p), gradient, table)
+
+
 def test_a_dense_leaf_may_be_as_large_as_the_table():
     """One jitted function, read for rows of a table and for an array of the same shape."""
     norm = jax.jit(lambda x: jnp.sqrt(jnp.sum(x * x)))
