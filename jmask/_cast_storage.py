@@ -16,7 +16,13 @@ from jax.experimental.sparse import BCSR
 
 from jmask._masked_storage import check_stype, to_storage
 from jmask._masked_tensor import MaskedTensor
-from jmask._storage import is_entry, is_sparse, stored_values, unique_positions
+from jmask._storage import (
+    as_dense,
+    is_entry,
+    is_sparse,
+    stored_values,
+    unique_positions,
+)
 from jmask._storage import stype as stype_of
 
 
@@ -59,7 +65,7 @@ def cast_storage(x: Any, stype: str, *, nse: int | None = None) -> Any:
     if current == stype and (nse is None or stype == "default"):
         return x
     if stype == "default":
-        return x.todense()
+        return as_dense(x)
     _check_castable(x, stype)
     if is_sparse(x):
         x = unique_positions(x)

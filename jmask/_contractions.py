@@ -23,7 +23,7 @@ from jax.experimental.sparse import BCOO, BCSR
 from jmask._fallback import report_fallback
 from jmask._masked_tensor import MaskedTensor
 from jmask._products import dot as _sparse_dot
-from jmask._storage import is_sparse, stored_values, with_stored_values
+from jmask._storage import as_dense, is_sparse, stored_values, with_stored_values
 
 
 def matmul(x: Any, y: Any) -> Any:
@@ -131,7 +131,7 @@ def _array(x: Any) -> jax.Array:
         f"a sparse tensor of shape {tuple(x.shape)} became dense in a product, at O(size) "
         "cost: jmask.dot takes two matrices of which one is sparse"
     )
-    return x.todense()
+    return as_dense(x)
 
 
 def _on_dense(x: Any) -> Any:

@@ -32,6 +32,7 @@ from jmask._masked_tensor import MaskedTensor, common_shape
 from jmask._safe_numbers import safe_numbers, varies
 from jmask._storage import (
     SPARSE,
+    as_dense,
     is_sparse,
     matching,
     same_positions,
@@ -184,7 +185,7 @@ def _at_positions(x: Any, pattern: Any) -> Any:
     )
     if isinstance(x, MaskedTensor):
         return _at_positions(x.to_dense(), pattern)
-    return sampled(x.todense(), pattern)
+    return sampled(as_dense(x), pattern)
 
 
 def _dense(x: Any) -> Any:
@@ -195,7 +196,7 @@ def _dense(x: Any) -> Any:
             "cost: it was broadcast to a larger shape"
         )
         return x.to_dense()
-    return x.todense() if is_sparse(x) else x
+    return as_dense(x) if is_sparse(x) else x
 
 
 def _plain(values: Any, valid: Any) -> MaskedTensor:

@@ -21,7 +21,7 @@ from jax.experimental.sparse import BCOO
 from jmask._fallback import report_fallback
 from jmask._masked_tensor import MaskedTensor
 from jmask._row_sparse import is_row_sparse
-from jmask._storage import is_sparse
+from jmask._storage import as_dense, is_sparse
 
 
 def moved(
@@ -101,7 +101,7 @@ def dense(x: Any, name: str) -> Any:
     report_fallback(
         f"`{name}` made a sparse tensor of shape {tuple(x.shape)} dense, at O(size) cost"
     )
-    return x.to_dense() if isinstance(x, MaskedTensor) else x.todense()
+    return x.to_dense() if isinstance(x, MaskedTensor) else as_dense(x)
 
 
 def is_masked_coo(x: Any) -> bool:

@@ -24,7 +24,7 @@ from jmask._reduce import (
     single_axis,
     where_at,
 )
-from jmask._storage import is_sparse
+from jmask._storage import as_dense, is_sparse
 
 
 @described
@@ -221,7 +221,7 @@ def _running(
     masked = isinstance(x, MaskedTensor)
     if is_sparse(x.storage if masked else x):
         report_fallback(became_dense(name, x))
-        x = x.to_dense() if masked else x.todense()
+        x = x.to_dense() if masked else as_dense(x)
     values = x.storage if masked else jnp.asarray(x)
     checked_axes(single_axis(axis, name), values.ndim)
     taken = where_at(where, values)

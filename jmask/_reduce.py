@@ -18,6 +18,7 @@ from jmask._fallback import report_fallback
 from jmask._groups import grouped
 from jmask._masked_tensor import MaskedTensor
 from jmask._storage import (
+    as_dense,
     is_entry,
     is_sparse,
     same_positions,
@@ -87,7 +88,7 @@ def reduce(
     elif of_stored is None or bool(getattr(x, "n_batch", 0)):
         report_fallback(became_dense(name, x))
         return reduce(
-            kernel, x.todense(), axis, keepdims, where,
+            kernel, as_dense(x), axis, keepdims, where,
             name=name, dtype=dtype, plain=plain, empty=empty, of_array=of_array,
         )  # fmt: skip
     else:

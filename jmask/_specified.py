@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jmask._fallback import report_fallback
 from jmask._masked_tensor import MaskedTensor
 from jmask._storage import (
+    as_dense,
     is_entry,
     is_sparse,
     matching,
@@ -69,7 +70,7 @@ def todense(x: Any, *, masked_grad: bool = False) -> jax.Array:
     if isinstance(x, MaskedTensor):
         dense = x.to_tensor(0)
     elif is_sparse(x):
-        dense = untapped(x).todense()
+        dense = as_dense(untapped(x))
     else:
         return _tensor_or_array(x)
     tap = None if masked_grad else tap_of(x)
@@ -175,7 +176,7 @@ def _values_at(x: Any, pattern: Any) -> tuple[jax.Array, jax.Array]:
 def _stored_at(x: Any, pattern: Any) -> jax.Array:
     """The entries of an untapped tensor, not a masked one, at the positions of `pattern`."""
     if not is_sparse(pattern):
-        return x.todense() if is_sparse(x) else x
+        return as_dense(x) if is_sparse(x) else x
     if not is_sparse(x):
         return sampled(x, pattern)
     x = unique_positions(x)
@@ -191,7 +192,7 @@ def _stored_at(x: Any, pattern: Any) -> jax.Array:
             "O(size) cost: its positions are laid out otherwise than those of the "
             f"{stype(pattern)} mask"
         )
-        return sampled(x.todense(), pattern)
+        return sampled(as_dense(x), pattern)
     place, found = join
     return jnp.where(trailing(found, values.ndim), values[place], jnp.zeros_like(values[:1]))
 

@@ -24,6 +24,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.sparse import BCOO, BCSR
 
+from jmask._precision import sum_dtype
 from jmask._row_sparse import RowSparse
 from jmask._rows import gather_rows
 
@@ -198,10 +199,24 @@ def unique_positions(x: Any) -> Any:
     if isinstance(x, RowSparse):
         return x.coalesce()
     if isinstance(x, BCOO) and not x.unique_indices:
-        return x.sum_duplicates(nse=x.nse, remove_zeros=False)
+        return summed(x, x.nse)
     if isinstance(x, BCSR) and not x.unique_indices and not x.n_batch and not x.n_dense:
-        return compressed(x.to_bcoo().sum_duplicates(nse=x.nse, remove_zeros=False))
+        return compressed(summed(x.to_bcoo(), x.nse))
     return x
+
+
+def summed(x: BCOO, nse: int | None = None) -> BCOO:
+    """The tensor with equal positions summed into one, `nse` in all; booleans add as `or`."""
+    counted = with_stored_values(x, x.data.astype(sum_dtype(x.dtype)))
+    result = counted.sum_duplicates(nse=nse, remove_zeros=False)
+    return with_stored_values(result, result.data.astype(x.dtype))
+
+
+def as_dense(x: Any) -> jax.Array:
+    """The dense array of a sparse tensor: `x.todense()`, of booleans too."""
+    if isinstance(x, RowSparse) or x.dtype != jnp.dtype(bool):
+        return x.todense()
+    return with_stored_values(x, x.data.astype(jnp.int32)).todense() != 0
 
 
 def compressed(x: BCOO) -> BCSR:

@@ -23,12 +23,14 @@ from jmask._masked_tensor import common_shape
 from jmask._row_sparse import RowSparse
 from jmask._safe_numbers import safe_numbers, varies
 from jmask._storage import (
+    as_dense,
     compressed,
     is_sparse,
     is_stored,
     same_positions,
     sampled,
     stored_values,
+    summed,
     trailing,
     unique_positions,
     with_stored_values,
@@ -59,7 +61,7 @@ def zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) ->
         f"`{name}` made a sparse tensor of shape {tuple(sparse[0].shape)} dense, at "
         "O(size) cost: it does not keep zeros, or combines storages"
     )
-    return function(*(x.todense() if is_sparse(x) else x for x in operands), **kwargs)
+    return function(*(as_dense(x) if is_sparse(x) else x for x in operands), **kwargs)
 
 
 def _is_number(x: Any) -> bool:
@@ -206,5 +208,5 @@ def _on_union_of_entries(sparse: Sequence[Any]) -> list[BCOO]:
         ]
         union = BCOO((jnp.concatenate(values), indices), shape=x.shape)
         nse = indices.shape[0] if traced else None
-        result.append(union.sum_duplicates(nse=nse, remove_zeros=False))
+        result.append(summed(union, nse))
     return result

@@ -24,7 +24,7 @@ from jmask._masked_tensor import MaskedTensor
 from jmask._precision import wide
 from jmask._reduce import became_dense, checked_axes, result_dtype, where_at
 from jmask._reductions import logsumexp as logsumexp
-from jmask._storage import is_sparse, with_stored_values
+from jmask._storage import as_dense, is_sparse, with_stored_values
 
 # Activations.
 celu = elementwise(_nn.celu)
@@ -200,7 +200,7 @@ def _along(
     masked = isinstance(x, MaskedTensor)
     if not masked and is_sparse(x):
         report_fallback(became_dense(kernel.__name__.lstrip("_"), x))
-        x = x.todense()
+        x = as_dense(x)
     storage = x.storage if masked else jnp.asarray(x)
     axes = checked_axes(axis, len(storage.shape))
     if plain is not None and not masked and where is None:

@@ -340,6 +340,22 @@ class TestEntries:
         x = BCOO((jnp.array([1.0, 2]), jnp.array([[1, 1], [1, 1]])), shape=(2, 2))
         np.testing.assert_array_equal(jnm.square(x).todense(), [[0, 0], [0, 9]])
 
+    @pytest.mark.parametrize("kind", ["coo", "csr"])
+    def test_booleans_add_as_or(self, kind):
+        """Equal positions are summed, and dense arrays made, also where JAX cannot add."""
+        twice = (jnp.array([True, True, False]), jnp.array([[0, 1], [0, 1], [1, 0]]))
+        x = BCOO(twice, shape=(2, 2))
+        if kind == "csr":
+            x = BCSR((twice[0], twice[1][:, 1], jnp.array([0, 2, 3])), shape=(2, 2))
+        dense = np.array([[False, True], [False, False]])
+        np.testing.assert_array_equal(jmask.todense(jnm.abs(x)), dense)
+        np.testing.assert_array_equal(jmask.cast_storage(x, "row_sparse").todense(), dense)
+        np.testing.assert_array_equal(jnm.multiply(x, 3).todense(), dense * 3)
+        np.testing.assert_array_equal(jnm.sum(x, axis=1), [1, 0])
+        np.testing.assert_array_equal(jmask.dot(x, jnp.eye(2)), dense)
+        with pytest.warns(jmask.StorageFallbackWarning):
+            np.testing.assert_array_equal(jnm.logical_not(x), ~dense)
+
     def test_storages_that_differ(self):
         x = self.pairs["coo"][0]
         with pytest.warns(jmask.StorageFallbackWarning, match="`add` made"):
