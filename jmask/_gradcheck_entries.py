@@ -200,8 +200,6 @@ def stored_positions(x: Any) -> np.ndarray:
     if isinstance(x, BCSR):
         x = x.to_bcoo()
     if isinstance(x, RowSparse):
-        if x.index_leaf.ndim != 1:
-            raise ValueError(f"{x!r} is a stack of tensors: check one of them, or unstack it.")
         return _numbers((np.asarray(x.row_ids()),), (), x.shape, np.shape(x.values))
     if isinstance(x, BCOO):
         indices = np.asarray(x.indices)

@@ -39,6 +39,7 @@ def save_npz(file: str | os.PathLike, x: Any) -> None:
 
     Raises:
         TypeError: if `x` is none of these.
+        ValueError: if `x` is a stack of row-sparse tensors.
 
     Example:
         >>> import jax.numpy as jnp, jmask, tempfile
@@ -50,6 +51,8 @@ def save_npz(file: str | os.PathLike, x: Any) -> None:
     masked = isinstance(x, MaskedTensor)
     storage = x.storage if masked else x
     kind = stype(storage)
+    if isinstance(storage, RowSparse):
+        storage.check_single()
     fields = {name: getattr(storage, name) for name in _FIELDS[kind]} or {"data": storage}
     if masked:
         fields["valid"] = x.valid

@@ -39,6 +39,7 @@ def getitem(x: RowSparse, key: Any) -> Any:
         StorageFallbackWarning: for index arrays in several dimensions, what such an array
             moves before the rows, or None before them, which make the tensor dense.
     """
+    x.check_single()
     first, rest = _split(x, key)
     if _is_integer(first):
         return rows_at(x, _row_numbers(x, first)[None])[(0, *rest)]

@@ -24,6 +24,7 @@ def reshaped_rows(function: Callable, x: Any, others: tuple, kwargs: dict) -> An
     """For functions that keep the order of entries."""
     if not is_row_sparse(x) or "F" in (*others, *kwargs.values()):
         return None
+    x.check_single()
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     shape = jax.eval_shape(lambda a: function(a, *others, **kwargs), like).shape
     if not shape or shape[0] != x.shape[0] or 0 in shape:
@@ -35,6 +36,7 @@ def permuted_rows(function: Callable, x: Any, others: tuple, kwargs: dict) -> An
     """For functions that permute dimensions."""
     if not is_row_sparse(x):
         return None
+    x.check_single()
     # Permuting an empty array of shape (0, 1, 2, ...) tells where each dimension goes.
     numbered = np.empty(tuple(range(x.ndim)))
     axes = getattr(np, function.__name__)(numbered, *others, **kwargs).shape

@@ -289,6 +289,7 @@ class RowSparse(RowSparseMethods):
             >>> x.indices, x.values
             (Array([0, 2, 4], dtype=int32), Array([5., 4., 0.], dtype=float32))
         """
+        self.check_single()
         if self.coalesced and nse is None:
             return self
         rows = self.shape[0]
@@ -339,8 +340,21 @@ class RowSparse(RowSparseMethods):
         if self.coalesced:
             check_coalesced(np.asarray(self.indices), self.shape[0])
 
+    def check_single(self) -> None:
+        """Raise ValueError if this is a stack of tensors, whose leaves have leading axes.
+
+        `jax.vmap` and loops may stack; what reads indices and values is meant for one tensor.
+        """
+        if jnp.ndim(self.index_leaf) > 1:
+            raise ValueError(
+                f"{self!r} is a stack of tensors, as jax.vmap and jax.lax.map return them, and "
+                "not one: use jax.vmap for what follows, add them up by jmask.tree.merge(x), "
+                "or take one by jax.tree.map(lambda leaf: leaf[i], x)."
+            )
+
     def row_ids(self) -> jax.Array:
         """The indices in canonical form (n,): every one that is no row is V."""
+        self.check_single()
         return canonical(self.indices, self.shape[0])
 
     def with_values(self, values: jax.Array) -> "RowSparse":
@@ -354,4 +368,4 @@ def is_row_sparse(x: Any) -> bool:
 
 
 def _unpickle(indices, values, shape, coalesced):
-    return RowSparse(indices, values, shape, coalesced=coalesced)
+    return RowSparse.of_rows(indices, jnp.asarray(values), shape, coalesced=coalesced)

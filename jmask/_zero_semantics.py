@@ -43,6 +43,9 @@ def zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) ->
     operands = [x if is_sparse(x) or _is_number(x) else jnp.asarray(x) for x in operands]
     shape = common_shape([jnp.shape(x) if not is_sparse(x) else x.shape for x in operands])
     sparse = [x for x in operands if is_sparse(x)]
+    for x in sparse:
+        if isinstance(x, RowSparse):
+            x.check_single()
     if _one_layout(sparse, operands, shape):
         roles = [Sparse(jnp.dtype(x.dtype)) if is_sparse(x) else role(x) for x in operands]
         behaviour = behaviour_at_zero(function, roles, kwargs)

@@ -1,5 +1,6 @@
 """`RowSparse`: definition, pytree behaviour, coalescing, arithmetic, conversions."""
 
+import copy
 import pickle
 
 import hypothesis.strategies as st
@@ -144,6 +145,39 @@ class TestPytree:
         again = pickle.loads(pickle.dumps(self.x.coalesce()))
         np.testing.assert_array_equal(again.indices, [0, 2, 4])
         assert again.coalesced
+
+    def test_copies_of_a_stack(self):
+        stack = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), self.x)
+        for again in (pickle.loads(pickle.dumps(stack)), copy.deepcopy(stack)):
+            assert repr(again) == repr(stack)
+            merged = jmask.tree.merge(again)
+            np.testing.assert_array_equal(merged.todense(), 2 * self.x.todense())
+
+    @pytest.mark.parametrize(
+        "function",
+        [
+            lambda x: x.todense(),
+            np.asarray,
+            lambda x: x.coalesce(),
+            lambda x: x * 2,
+            jnm.exp,
+            jnm.sum,
+            lambda x: x[0],
+            lambda x: x[:, 0],
+            lambda x: x.reshape(4, 1, 1),
+            lambda x: x @ jnp.ones((1, 2)),
+            lambda x: jmask.apply_updates(jnp.ones((4, 1)), x),
+            lambda x: jmask.masked_tensor(x),
+            lambda x: jmask.tree.norm(x),
+            lambda x: jmask.save_npz("stack.npz", x),
+        ],
+    )
+    def test_a_stack_is_no_tensor(self, function):
+        """What `jax.vmap` returned, outside it: the leading axis would be lost."""
+        gradient = jmask.grad(lambda table, i: table[i, 0] ** 3)
+        stack = jax.vmap(gradient, (None, 0))(jnp.ones((4, 1)), jnp.array([1, 2, 2]))
+        with pytest.raises(ValueError, match=r"batch=\(3,\)\) is a stack of tensors.*merge"):
+            function(stack)
 
     @pytest.mark.parametrize(
         "arithmetic",
