@@ -86,6 +86,7 @@ def test_nothing_stored():
         for result in run(x):
             assert not np.asarray(result.valid).any()
     assert not jnm.median(MaskedTensor(jnp.zeros((4, 0))), axis=1).valid.any()
+    assert jnm.median(MaskedTensor(jnp.zeros((4, 0))), axis=0).shape == (0,)
 
 
 def test_ordinary_sparse_tensors():
