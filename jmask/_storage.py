@@ -30,6 +30,7 @@ from jmask._rows import gather_rows
 
 Storage = jax.Array | RowSparse | BCOO | BCSR
 SPARSE = (RowSparse, BCOO, BCSR)
+_ARRAYS = jax.Array | np.ndarray | np.generic | bool | int | float | complex
 
 
 def stype(x: Any) -> str:
@@ -41,11 +42,16 @@ def stype(x: Any) -> str:
     for kind, name in ((RowSparse, "row_sparse"), (BCOO, "coo"), (BCSR, "csr")):
         if isinstance(x, kind):
             return name
-    if isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex | list):
+    name = type(x).__name__
+    if isinstance(x, list):
+        leaves = jax.tree.leaves(x, is_leaf=lambda leaf: not isinstance(leaf, list | tuple))
+        others = [leaf for leaf in leaves if not isinstance(leaf, _ARRAYS)]
+        if not others:
+            return "default"
+        name = f"a list that holds a {type(others[0]).__name__}"
+    elif isinstance(x, _ARRAYS):
         return "default"
-    raise TypeError(
-        f"{type(x).__name__} is not a storage: expected an array, RowSparse, BCOO or BCSR."
-    )
+    raise TypeError(f"{name} is not a storage: expected an array, RowSparse, BCOO or BCSR.")
 
 
 def is_sparse(x: Any) -> bool:

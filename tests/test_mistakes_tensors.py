@@ -124,6 +124,11 @@ MISTAKES: dict[str, Mistake] = {
         TypeError,
         ("dict is not a storage", "RowSparse"),
     ),
+    "tensors in a file": (
+        lambda: jmask.save_npz("gradients.npz", [TABLE, ROWS]),
+        TypeError,
+        ("a list that holds a RowSparse is not a storage", "expected an array"),
+    ),
     "the number of a masked entry": (
         lambda: float(jmask.masked_tensor(jnp.float32(1), jnp.array(False))),
         ValueError,
