@@ -151,12 +151,12 @@ def log(x: Any) -> Any:
 
 
 def shift_of(groups: Any, dtype: Any) -> Any:
-    """The largest entry of each group, a constant; 0 for a group of nothing."""
+    """The largest (real part of an) entry of each group, a constant; 0 if there is none."""
     return jnp.where(groups.any(groups.valid), _peak(groups, dtype), 0)
 
 
 def _peak(groups: Any, dtype: Any) -> Any:
-    return groups.max(lax.stop_gradient(select(groups, -jnp.inf, dtype)))
+    return groups.max(lax.stop_gradient(jnp.real(select(groups, -jnp.inf, dtype))))
 
 
 def _squared(x: Any) -> Any:

@@ -186,6 +186,18 @@ def test_dtypes_and_zero_norm():
     np.testing.assert_array_equal(gradient(zero), [2, 0])
 
 
+@pytest.mark.parametrize("storage", ["default", "row_sparse", "coo"])
+def test_complex_numbers(storage):
+    data = jnp.array([[1 + 2j, 3 - 1j, jnp.nan], [3j, 1.5 + 3j, -1 - 2j]])
+    mask = jnp.array([[True, True, False], [True, True, True]])
+    x = jmask.cast_storage(MaskedTensor(data, mask), storage)
+    expected = jax.nn.softmax(jnp.where(mask, data, -jnp.inf))
+    np.testing.assert_allclose(nn.softmax(x).to_tensor(0), expected, rtol=1e-5)
+    # A logarithm is one of many.
+    powers = jnp.exp(nn.log_softmax(x).to_tensor(-jnp.inf))
+    np.testing.assert_allclose(powers, expected, rtol=1e-5)
+
+
 def test_ordinary_sparse_tensors_become_dense():
     x = RowSparse([0], jnp.ones((1, 2)), (2, 2))
     with pytest.warns(jmask.StorageFallbackWarning, match="softmax"):
