@@ -51,8 +51,9 @@ def lazy(
             (global norm). Checked by analysis when first traced.
 
     Returns:
-        A transformation whose updates are `RowSparse` where the gradient was. Apply them
-        with `optax.apply_updates` or `jmask.apply_updates`.
+        A transformation whose updates are `RowSparse` where the gradient was, and arrays
+        (or `RowSparse`) that are -0.0 under the mask where it was masked. Apply them with
+        `optax.apply_updates` or `jmask.apply_updates`.
 
     Raises:
         ValueError: from `update`, if `inner` is not row-local (LARS, LAMB, Adafactor, ...),

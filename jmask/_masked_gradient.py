@@ -46,6 +46,13 @@ def gradient_and_valid(gradient: Any) -> tuple[Any, jax.Array | None]:
     return _entries_as_rows(storage, values, valid)
 
 
+def masked_as(gradient: Any, result: Any) -> Any:
+    """An array or rows computed from a gradient leaf, masked where the gradient is."""
+    if not isinstance(gradient, MaskedTensor):
+        return result
+    return MaskedTensor.tree_unflatten(None, (result, gradient_and_valid(gradient)[1]))
+
+
 def unchanged_where_masked(update: Any, valid: jax.Array | None) -> Any:
     """The update of a parameter, -0.0 where the gradient is masked."""
     return keep_valid(update, jnp.asarray(-0.0, jnp.result_type(update)), valid)

@@ -12,6 +12,7 @@ import optax
 
 from jmask._hyperparameters import check_number, check_positive
 from jmask._lazy import lazy
+from jmask._masked_gradient import is_gradient_leaf, masked_as
 from jmask._precision import wide
 
 
@@ -30,7 +31,8 @@ def clip_by_row_norm(
         ord: the order of the norm, 1, 2 or inf.
 
     Returns:
-        A transformation to chain before any other, inside `jmask.lazy` or outside.
+        A transformation to chain before any other, inside `jmask.lazy` or outside. What is
+        masked in a gradient counts as zero in the norm of its row, and stays masked.
 
     Raises:
         ValueError: if `max_norm` is a number that is not positive, or `ord` is below 1.
@@ -48,7 +50,13 @@ def clip_by_row_norm(
     def clip(updates: optax.Updates, params: optax.Params | None = None) -> optax.Updates:
         return jax.tree.map(lambda g: _bounded(g, max_norm, ord).astype(g.dtype), updates)
 
-    return lazy(optax.stateless(clip))
+    lifted = lazy(optax.stateless(clip))
+
+    def update(updates, state, params=None, **extra_args):
+        clipped, state = lifted.update(updates, state, params, **extra_args)
+        return jax.tree.map(masked_as, updates, clipped, is_leaf=is_gradient_leaf), state
+
+    return optax.GradientTransformationExtraArgs(lifted.init, update)
 
 
 def max_row_norm(
@@ -59,6 +67,10 @@ def max_row_norm(
 
     Last in a chain, it changes the updates so that the rows they touch come out with at most
     that norm. Rows that are not touched stay, whatever their norm.
+
+    The updates of a masked gradient are arrays or rows without a mask, -0.0 where it was: of
+    these every entry is touched. With masked gradients put the optimizer and this into one
+    `jmask.lazy`, which knows the mask: `jmask.lazy(optax.chain(optax.sgd(1.0), ...))`.
 
     Args:
         max_norm: positive; a number or a (traced) scalar.

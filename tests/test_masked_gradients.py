@@ -137,6 +137,18 @@ def test_microbatches(storage):
         )
 
 
+@pytest.mark.parametrize("storage", ["default", "coo"])
+def test_row_norms_keep_the_mask(storage):
+    """Bounded before the optimizer, or after it in the same `lazy`."""
+    before, dense = (
+        optax.chain(jmask.clip_by_row_norm(0.5), jmask.adam(0.1, lazy_update=is_lazy))
+        for is_lazy in (True, False)
+    )
+    check(before, dense, storage)
+    after = optax.chain(optax.sgd(0.1), jmask.max_row_norm(0.5))
+    check(jmask.lazy(after), after, storage)
+
+
 @pytest.mark.parametrize("storage", GRADIENTS)
 def test_zero_semantics(storage):
     """`densify` takes masked entries for zeros: momentum moves them."""
