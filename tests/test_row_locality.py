@@ -185,3 +185,9 @@ def test_what_is_verified_is_so_for_its_extra_arguments(name):
         jax.eval_shape(lambda g: tx.update(g, optax.EmptyState(), None, **accepted), rows)
         with pytest.raises(ValueError, match=r"jmask\.lazy cannot wrap"):
             jax.eval_shape(lambda g: tx.update(g, optax.EmptyState(), None, **refused), rows)
+
+
+def test_the_proof_transfers_nothing_implicitly():
+    tx = jmask.lazy(optax.adam(0.1))
+    with jax.transfer_guard("disallow"):
+        jax.eval_shape(lambda g, p: tx.update(g, tx.init(p), p), ROWS, TABLE)
