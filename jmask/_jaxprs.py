@@ -56,6 +56,23 @@ def outputs_of(eqn: JaxprEqn, inputs: Sequence[Any]) -> dict[Any, Any]:
     return dict(zip(eqn.outvars, outputs, strict=True))
 
 
+def depends(jaxpr: Jaxpr, marked: Sequence[bool]) -> list[bool]:
+    """For each output of a jaxpr whether it may depend on one of the marked inputs."""
+    found = {v for v, mark in zip(jaxpr.invars, marked, strict=True) if mark}
+
+    def marks(variables: Sequence[Any]) -> list[bool]:
+        return [not isinstance(v, Literal) and v in found for v in variables]
+
+    for eqn in jaxpr.eqns:
+        inputs = marks(eqn.invars)
+        is_call = eqn.primitive.name in CALLS
+        outputs = (
+            depends(called(eqn)[0], inputs) if is_call else [any(inputs)] * len(eqn.outvars)
+        )
+        found |= {v for v, mark in zip(eqn.outvars, outputs, strict=True) if mark}
+    return marks(jaxpr.outvars)
+
+
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
     """The outputs of a jaxpr that was traced for other types of arrays: see `outputs_of`."""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))

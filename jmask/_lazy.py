@@ -76,7 +76,8 @@ def lazy(
     """
     check_transformation("inner", inner, "jmask.lazy(optax.adam(1e-3))")
     inner = optax.with_extra_args_support(inner)
-    verified: set[Any] = set()
+    # What is known of updates that were looked at: see `LazyCall.check_row_local`.
+    verified: dict[Any, frozenset[int]] = {}
 
     def init(params: optax.Params) -> optax.OptState:
         check_parameters(params)
@@ -107,21 +108,24 @@ def lazy(
         params: optax.Params | None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        return verified_call(updates, state, params, extra_args).update(extra_args)
+        call, overwritten = verified_call(updates, state, params, extra_args)
+        return call.update(extra_args, overwritten)
 
     def verified_call(
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None,
         extra_args: dict[str, Any],
-    ) -> LazyCall:
+    ) -> tuple[LazyCall, frozenset[int]]:
         call = LazyCall.of(inner, updates, state, params)
         signature = call.signature(extra_args)
-        if signature not in verified and call.has_rows():
-            call.check_row_local(extra_args)
-            if signature is not None:
-                verified.add(signature)
-        return call
+        if not call.has_rows():
+            return call, frozenset()
+        if signature is None:
+            return call, call.check_row_local(extra_args)
+        if signature not in verified:
+            verified[signature] = call.check_row_local(extra_args)
+        return call, verified[signature]
 
     def apply_gradients(
         grads: optax.Updates, state: optax.OptState, params: optax.Params
@@ -130,7 +134,8 @@ def lazy(
             _check_not_deferring(state)
             check_parameters(params)
             check_gradient(grads, params)
-            result = applied_in_one_pass(verified_call(grads, state, params, {}))
+            call, _ = verified_call(grads, state, params, {})
+            result = applied_in_one_pass(call)
             if result is not None:
                 return result
         updates, state = update(grads, state, params)

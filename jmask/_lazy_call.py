@@ -8,12 +8,14 @@
 """
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import jax
 import optax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from jmask._jaxprs import depends
 from jmask._masked_gradient import (
     gradient_and_valid,
     is_gradient_leaf,
@@ -23,7 +25,8 @@ from jmask._masked_gradient import (
 from jmask._refusal import refusal
 from jmask._row_kinds import Kind, Mixed, PerRow, Shared
 from jmask._row_locality import classify
-from jmask._row_sparse import is_row_sparse
+from jmask._row_sparse import RowSparse, is_row_sparse
+from jmask._rows import ids_after_reading
 from jmask._state_rows import tables_of_state
 from jmask._storage import stored_values
 from jmask._stored_table import (
@@ -147,8 +150,10 @@ class LazyCall:
                 raise refusal(f"update changes the structure of its {name}")
         return jax.tree.leaves(updates), jax.tree.leaves(new_state)
 
-    def update(self, extra_args: dict[str, Any]) -> tuple[Any, Any]:
-        """The lazy update."""
+    def update(
+        self, extra_args: dict[str, Any], overwritten: Collection[int]
+    ) -> tuple[Any, Any]:
+        """The lazy update; `overwritten` as `check_row_local` returns it."""
         rows = list(map(self._rows, self.state_tables, self.state))
         updates, new_state = self.run(
             list(map(stored_values, self.gradients)),
@@ -165,18 +170,30 @@ class LazyCall:
             new if owner is None else keep_valid(new, old, self.valid[owner])
             for owner, new, old in zip(self.owners, new_state, rows, strict=True)
         ]
-        new_state = list(map(self._with_rows, self.state_tables, self.state, new_state))
+        read = [x if i in overwritten else None for i, x in enumerate(rows)]
+        new_state = list(map(self._with_rows, self.state_tables, self.state, new_state, read))
         gradient_tree, state_tree, _ = self.trees
         return gradient_tree.unflatten(updates), state_tree.unflatten(new_state)
 
     def _rows(self, table: int | None, x: Any) -> Any:
         return x if table is None else rows_of(x, self.gradients[table])
 
-    def _with_rows(self, table: int | None, old: Any, new: Any) -> Any:
-        return new if table is None else with_rows(old, self.gradients[table], new)
+    def _with_rows(self, table: int | None, old: Any, new: Any, read: Any) -> Any:
+        if table is None:
+            return new
+        gradient = self.gradients[table]
+        if read is not None and not is_stored_table(old):
+            ids = ids_after_reading(gradient.row_ids(), read)
+            is_sorted = gradient.coalesced
+            gradient = RowSparse.of_rows(ids, new, gradient.shape, coalesced=is_sorted)
+        return with_rows(old, gradient, new)
 
-    def check_row_local(self, extra_args: dict[str, Any]) -> None:
-        """Refuse `inner` unless its update on the touched rows is exact on them."""
+    def check_row_local(self, extra_args: dict[str, Any]) -> frozenset[int]:
+        """Refuse `inner` unless its update on the touched rows is exact on them.
+
+        Returns:
+            Positions in the state of rows whose new values do not depend on the old ones.
+        """
 
         arrays, extra_tree, others = _arrays(extra_args)
 
@@ -211,6 +228,16 @@ class LazyCall:
                 why = "what it returns has a shape that depends on the number of rows"
             if why is not None:
                 raise refusal(why)
+        return frozenset(
+            i
+            for i, table in enumerate(self.state_tables)
+            if table is not None and not self._depends_on_itself(rows.jaxpr, i)
+        )
+
+    def _depends_on_itself(self, program: Jaxpr, i: int) -> bool:
+        """Whether what becomes of array `i` of the state depends on what it was."""
+        place = len(self.gradients) + i
+        return depends(program, [j == place for j in range(len(program.invars))])[place]
 
     def program_on_rows(self, function: Any, *others: Any) -> ClosedJaxpr:
         """The jaxpr of a function of rows of gradients, state and parameters, and others."""

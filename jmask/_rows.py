@@ -16,11 +16,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._explicit_sharding import automatically, explicit_sharding, spec_of
-from jmask._gather import Gather
+from jmask._explicit_sharding import (
+    automatically,
+    explicit_sharding,
+    spec_of,
+    varying_alike,
+)
+from jmask._gather import Gather, zero_of
 
 _CLIP = lax.GatherScatterMode.CLIP
 _DROP = lax.GatherScatterMode.FILL_OR_DROP
+_BITS = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 
 
 def gather_rows(table: jax.Array, ids: jax.Array, *, coalesced: bool = False) -> jax.Array:
@@ -35,6 +41,20 @@ def gather_rows(table: jax.Array, ids: jax.Array, *, coalesced: bool = False) ->
         return jnp.zeros((ids.shape[0], *table.shape[1:]), table.dtype)
     gather = Gather.of_rows(table.shape, _CLIP, indices_are_sorted=coalesced)
     return gather(table, ids[:, None])
+
+
+def ids_after_reading(ids: jax.Array, rows: jax.Array) -> jax.Array:
+    """The ids (n,), which XLA takes to depend on rows (n, *row) of this table.
+
+    It does not order a read before a write at the same place by itself: if nothing that is
+    written depends on what is read, it reads from a copy of the whole table.
+    """
+    bits = _BITS.get(rows.dtype.itemsize)
+    if bits is None or not rows.size or explicit_sharding(ids, rows) is not None:
+        return ids
+    entry = lax.stop_gradient(rows).reshape(rows.shape[0], -1)[:, 0]
+    read = zero_of(lax.bitcast_convert_type(entry, bits)).astype(ids.dtype)
+    return jnp.add(*varying_alike(ids, read))
 
 
 def set_rows(

@@ -54,6 +54,8 @@ OPTIMIZERS: dict[str, optax.GradientTransformation] = {
     "injected optax.adam": jmask.lazy(optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)),
     "optax.sgd with momentum": jmask.lazy(optax.sgd(0.1, momentum=0.9)),
     "optax.rmsprop": jmask.lazy(optax.rmsprop(0.1)),
+    "optax.adan": jmask.lazy(optax.adan(1e-3)),
+    "optax.optimistic_adam": jmask.lazy(optax.optimistic_adam_v2(1e-3)),
     "partition": jmask.lazy(
         optax.partition(
             {"table": optax.adam(1e-3), "dense": optax.sgd(0.1)},
