@@ -100,7 +100,7 @@ def max_row_norm(
     _check(max_norm, ord)
 
     def project(update: jax.Array, param: jax.Array) -> jax.Array:
-        param = param.astype(wide(jnp.result_type(update, param)))
+        param = jnp.asarray(param, wide(jnp.result_type(update, param)))
         return _bounded(param + update, max_norm, ord) - param
 
     def within(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:

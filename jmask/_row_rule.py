@@ -277,11 +277,11 @@ def _dense_optimizer(
 
 
 def _wide(x: Any) -> Any:
-    return None if x is None else x.astype(wide(x.dtype))
+    return None if x is None else jnp.asarray(x, wide(shape_of(x).dtype))
 
 
 def _in_dtypes_of(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
-    return [x.astype(y.dtype) for x, y in zip(new, old, strict=True)]
+    return [x.astype(shape_of(y).dtype) for x, y in zip(new, old, strict=True)]
 
 
 def _in_old_dtypes(result: tuple[Any, ...], leaves: tuple[Any, ...]) -> tuple[Any, ...]:

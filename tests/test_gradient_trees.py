@@ -226,6 +226,27 @@ class TestClipping:
             jmask.clip_by_row_norm(1.0, ord=0)
 
 
+@pytest.mark.parametrize(
+    "tx",
+    [
+        jmask.sgd(0.1, momentum=0.9, weight_decay=0.1),
+        optax.chain(jmask.sgd(0.1), jmask.max_row_norm(0.1)),
+    ],
+)
+def test_parameters_that_are_numbers(tx):
+    """Outside jit they come as they are."""
+    rows = jmask.RowSparse([1], jnp.ones((1, 2)), (5, 2))
+    grads = {"table": rows, "bias": jnp.ones(())}
+    results = []
+    for bias in (0.5, jnp.float32(0.5)):
+        params = {"table": jnp.ones((5, 2)), "bias": bias}
+        new, state = jmask.apply_gradients(tx, grads, tx.init(params), params)
+        updates, state = tx.update(grads, state, {**new, "bias": bias})
+        results.append(jmask.apply_updates({**new, "bias": bias}, updates)["bias"])
+    assert results[0].dtype == jnp.float32
+    np.testing.assert_allclose(*results, rtol=1e-6)
+
+
 class TestBadInput:
     x = jmask.RowSparse([1], jnp.ones((1, 3)), (ROWS, 3))
 
