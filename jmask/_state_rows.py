@@ -90,6 +90,14 @@ def check_state(state: optax.OptState, expected: optax.OptState) -> None:
         strict=True,
     ):
         shape = shape_of(leaf).shape
+        if is_stored_table(leaf) and len(shape) != len(shaped.shape):
+            table = type(leaf).__name__
+            raise ValueError(
+                f"`state{jax.tree_util.keystr(path)}` is kept as an array of shape "
+                f"{shaped.shape} for each parameter, and the state of a {table} has rows: make "
+                "the table an array, `table.todense()`, or use an optimizer whose state has "
+                "the shape of its parameters."
+            )
         if shape != shaped.shape:
             raise ValueError(
                 f"`state{jax.tree_util.keystr(path)}` has shape {shape}, "

@@ -344,3 +344,11 @@ def test_zero_semantics_are_refused(tx):
 def test_what_is_no_table(bad):
     with pytest.raises(ValueError, match="`table` must be a floating array"):
         jmask.packed(bad, platform="tpu")
+
+
+def test_state_without_rows():
+    """One number for each parameter, which is not kept as tables are."""
+    table = jmask.packed(jnp.ones((40, 16)), platform="tpu")
+    tx, gradient = jmask.lazy(optax.novograd(0.1)), jmask.RowSparse.zeros((40, 16), nse=1)
+    with pytest.raises(ValueError, match=r"`state\[0\]\.nu` is kept as .* shape \(\).*todense"):
+        tx.update(gradient, tx.init(table), table)
