@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from jmask import _hyperparameters as hyper
+from jmask._eager import sharing_programs
 from jmask._row_rule import RowRule, Slot, optimizer
 
 
@@ -27,6 +28,7 @@ class AdagradState(NamedTuple):
     sum_of_squares: Any
 
 
+@sharing_programs
 def adagrad(
     learning_rate: optax.ScalarOrSchedule = 1e-2,
     lr_decay: Any = 0.0,
@@ -86,6 +88,7 @@ def adagrad(
     )  # fmt: skip
 
 
+@sharing_programs
 def rowwise_adagrad(
     learning_rate: optax.ScalarOrSchedule = 1e-2,
     lr_decay: Any = 0.0,

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from jmask import _hyperparameters as hyper
+from jmask._eager import sharing_programs
 from jmask._row_rule import RowRule, Slot, optimizer
 
 
@@ -32,6 +33,7 @@ class AdamState(NamedTuple):
     nu: Any
 
 
+@sharing_programs
 def adam(
     learning_rate: optax.ScalarOrSchedule = 1e-3,
     b1: Any = 0.9,
@@ -88,6 +90,7 @@ def adam(
     )  # fmt: skip
 
 
+@sharing_programs
 def rowwise_adam(
     learning_rate: optax.ScalarOrSchedule = 1e-3,
     b1: Any = 0.9,

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from jmask import _hyperparameters as hyper
+from jmask._eager import sharing_programs
 from jmask._row_rule import RowRule, Slot, optimizer
 
 
@@ -26,6 +27,7 @@ class FtrlState(NamedTuple):
     n: Any
 
 
+@sharing_programs
 def ftrl(
     learning_rate: optax.ScalarOrSchedule = 0.1,
     l1: Any = 0.01,

@@ -16,6 +16,7 @@ import jax
 import optax
 
 from jmask import _hyperparameters as hyper
+from jmask._eager import sharing_programs
 from jmask._row_rule import RowRule, Slot, optimizer
 
 
@@ -32,6 +33,7 @@ class MomentumState(NamedTuple):
     momentum: Any
 
 
+@sharing_programs
 def sgd(
     learning_rate: optax.ScalarOrSchedule,
     momentum: Any = 0.0,

@@ -73,6 +73,34 @@ def test_named_optimizers_compile_nothing_the_second_time(tx, step):
     jax.monitoring.clear_event_listeners()
 
 
+@pytest.mark.parametrize(
+    ("build", "rates", "step"),
+    [
+        (jmask.adam, {"learning_rate": 0.1, "weight_decay": 0.1}, "apply_gradients"),
+        (jmask.sgd, {"learning_rate": 0.1, "momentum": 0.9}, "update"),
+    ],
+)
+def test_injected_rates_are_arguments_of_one_program(build, rates, step):
+    """Made anew in each step, by `inject_hyperparams` or by hand."""
+    table = jnp.ones((50, 3))
+    gradient = jmask.RowSparse([4, 7], jnp.ones((2, 3)), (50, 3))
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+    )
+    for scale in (1.0, 0.5):
+        numbers = {name: scale * rate for name, rate in rates.items()}
+        tx = build(**{name: jnp.asarray(x) for name, x in numbers.items()})
+        state = tx.init(table)
+        compiled.clear()
+        new = STEPS[step](tx, gradient, state, table)
+        assert bool(compiled) == (scale == 1)
+    expected = STEPS[step](build(**numbers), gradient, state, table)
+    for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
+    jax.monitoring.clear_event_listeners()
+
+
 def test_fallbacks_are_reported_at_each_call():
     @compiled_outside_jit
     def update(x):
