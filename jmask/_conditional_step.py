@@ -191,7 +191,8 @@ def _derivative(run: Callable[..., Any], primals: Any, tangents: Any) -> Any:
 def _no_update(shapes: Any) -> Any:
     def nothing(x: Any) -> Any:
         if not is_row_sparse(x):
-            return typed_like(jnp.zeros(x.shape, x.dtype), x)
+            # -0.0, which changes nothing when added: -0.0 + 0.0 would be 0.0.
+            return typed_like(-jnp.zeros(x.shape, x.dtype), x)
         padding = RowSparse.zeros(x.shape, x.dtype, x.nse)
         structure: Any
         leaves, structure = jax.tree.flatten(x)

@@ -57,7 +57,7 @@ def lazy(
 
     Raises:
         ValueError: from `update`, if `inner` is not row-local (LARS, LAMB, Adafactor, ...),
-            naming the operation that mixes rows; or if a gradient does not fit its
+            naming the operation that mixes or counts rows; or if a gradient does not fit its
             parameter or the state was not made by this `init`.
         TypeError: if a parameter is itself sparse, or complex.
 

@@ -124,6 +124,13 @@ def test_each_device_decides_for_its_table(how):
     )
 
 
+def test_a_step_not_taken_keeps_the_sign_of_zero():
+    tx, params = jmask.skip_nonfinite(jmask.sgd(1.0)), jnp.array([-0.0, 0.0])
+    updates, _ = tx.update(jnp.array([jnp.nan, 1.0]), tx.init(params), params)
+    kept = np.asarray(optax.apply_updates(params, updates))
+    np.testing.assert_array_equal(np.signbit(kept), [True, False])
+
+
 def test_skipping_dense_and_masked_gradients():
     tx = jmask.skip_nonfinite(jmask.sgd(1.0))
     values, mask = jnp.array([1.0, jnp.nan]), jnp.array([True, False])
