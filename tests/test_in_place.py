@@ -166,7 +166,28 @@ def test_control_dense_steps_make_tables(step: Step) -> None:
     assert not whole_table_operations(compiled, step.entries(LARGE)) <= IN_PLACE
 
 
-@cases({**STEPS, **COPYING})
+# One for each way in which a step is called and its state is kept.
+@cases(
+    {
+        name: ({**STEPS, **COPYING})[name]
+        for name in (
+            "sgd with all terms",
+            "rowwise adagrad",
+            "adam unless not finite",
+            "adam within norms",
+            "clipped optax.adam",
+            "injected optax.adam",
+            "partition",
+            "several lookups",
+            "lookups in scan",
+            "one pass, adam",
+            "one pass, clipped",
+            "one pass, unless not finite",
+            "float16, rounded stochastically",
+            "bfloat16, float32 updates",
+        )
+    }
+)
 def test_a_run_is_traced_once(step: Step) -> None:
     rows, traces = 50, 0
 
