@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jmask
 
@@ -90,6 +91,18 @@ def trained(
 def trained_array(optimizer: str) -> Run:
     """The run on `numbers()`, an array on one device."""
     return trained(numbers(), OPTIMIZERS[optimizer], jmask.apply_gradients)
+
+
+AXIS_TYPES = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+@functools.cache
+def mesh_of(*sizes: int, axes: str = "automatic") -> jax.sharding.Mesh:
+    """A mesh of CPU devices: "x" of one size, or "data" and "table" of two."""
+    if len(jax.devices()) < 8:
+        pytest.fail(f"conftest.py makes 8 CPU devices; there are {jax.devices()}")
+    names = ("data", "table") if len(sizes) == 2 else ("x",)
+    return jax.make_mesh(sizes, names, axis_types=(AXIS_TYPES[axes],) * len(sizes))
 
 
 def numbers(row: tuple[int, ...] = (12,)) -> jax.Array:

@@ -359,53 +359,6 @@ class TestPositionsThatDiffer:
         self.check(x, y, wrap, [0, 0, 0, 5, 0])
 
 
-class TestArgumentsByName:
-    """Arrays and tensors given by name are operands, as those given by position are."""
-
-    slopes = np.array([[2.0, 3, 4], [5, 6, 7]], np.float32)
-    numbers = np.array([[-1.0, 0, 1], [0, -1, 0]], np.float32)
-    expected = np.where(numbers < 0, numbers * slopes, numbers)
-
-    @pytest.mark.parametrize("storage", ["default", "row_sparse", "coo", "csr"])
-    @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-    def test_arrays_are_sampled(self, storage, wrap):
-        x = jmask.cast_storage(self.numbers, storage)
-        masked = jmask.masked_tensor(x)
-        function = wrap(lambda x, a: jmask.nn.leaky_relu(x, negative_slope=a))
-        by_row = np.where(self.numbers < 0, self.numbers * self.slopes[:, :1], self.numbers)
-        with jmask.strict():
-            for slopes, expected in (
-                (self.slopes, self.expected),
-                (self.slopes[:, :1], by_row),
-            ):
-                result = jmask.cast_storage(function(x, slopes), "default")
-                np.testing.assert_array_equal(result, expected)
-                result = function(masked, slopes)
-                assert result.stype == storage
-                np.testing.assert_array_equal(result.to_tensor(0), expected)
-
-    @pytest.mark.parametrize("storage", ["default", "coo"])
-    def test_masks_intersect(self, storage):
-        mask = np.array([[True, False, True], [True, True, False]])
-        slopes = stored(np.where(mask, self.slopes, np.nan), mask, storage)
-        data = stored(self.numbers, OTHER, storage)
-        check(jmask.nn.leaky_relu(data, negative_slope=slopes), self.expected, mask & OTHER)
-        only_slopes = jmask.nn.leaky_relu(x=self.numbers, negative_slope=slopes)
-        check(only_slopes, self.expected, mask)
-        slope = jax.grad(lambda a: jnm.sum(data.clip(max=a)).to_tensor(0))(jnp.ones(3) / 2)
-        np.testing.assert_array_equal(slope, ((self.numbers > 0.5) & OTHER).sum(0))
-
-    def test_no_bound(self):
-        x = jmask.masked_tensor(jnp.array([-2.0, 3, jnp.nan]), jnp.array([True, True, False]))
-        assert x.clip(None, 1.0).to_tensor(0).tolist() == [-2, 1, 0]
-        assert jnm.clip(x, 1.0, None).to_tensor(0).tolist() == [1, 3, 0]
-
-    def test_that_do_not_fit(self):
-        x = jmask.masked_tensor(jnp.ones(3))
-        with pytest.raises(ValueError, match=r"shapes \(3,\), \(2,\) do not broadcast"):
-            x.clip(max=jnp.ones(2))
-
-
 @pytest.mark.parametrize("storage", ["row_sparse", "coo", "csr"])
 def test_broadcast_to_a_larger_shape(storage):
     column = np.array([[1.0], [0], [2]], np.float32)

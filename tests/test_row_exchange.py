@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmask
@@ -21,6 +21,7 @@ from tests.stored_tables import (
     assert_other_rows_untouched,
     assert_same_run,
     bits,
+    mesh_of,
     numbers,
     trained,
     trained_array,
@@ -29,8 +30,6 @@ from tests.stored_tables import (
 pytestmark = pytest.mark.devices
 
 V = 21
-AXIS_TYPES = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
-
 # The mesh, the axes of rows, the axes of the batch, and whether axes are explicit.
 LAYOUTS = {
     "8 devices": ((8,), None, None, "automatic"),
@@ -42,12 +41,6 @@ LAYOUTS = {
     "explicit axis": ((8,), None, None, "explicit"),
     "explicit axes, batch over both": ((2, 4), "table", None, "explicit"),
 }
-
-
-@functools.cache
-def mesh_of(*sizes: int, axes: str = "automatic") -> Any:
-    names = ("data", "table") if len(sizes) == 2 else ("x",)
-    return jax.make_mesh(sizes, names, axis_types=(AXIS_TYPES[axes],) * len(sizes))
 
 
 def exchanged(

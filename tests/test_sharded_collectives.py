@@ -9,7 +9,6 @@ result, of a reduce-scatter and an all-to-all the operand, of a permute what is 
 an all-reduce twice its size, a reduce-scatter and an all-gather.
 """
 
-import functools
 import itertools
 import math
 from typing import Any
@@ -18,14 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmask
 from benchmarks.collectives import collectives
 from jmask._shard_layout import layout_of
 from tests.sampling import chosen
-from tests.stored_tables import STEPS, is_table
+from tests.stored_tables import STEPS, is_table, mesh_of
 
 pytestmark = pytest.mark.devices
 
@@ -46,15 +45,6 @@ def forward_bytes(table: Any) -> int:
 
 def bytes_moved(compiled: Any) -> int:
     return sum(size for _, size in collectives(compiled))
-
-
-AXIS_TYPES = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
-
-
-@functools.cache
-def mesh_of(*sizes: int, axes: str = "automatic") -> Any:
-    names = ("data", "table") if len(sizes) == 2 else ("x",)
-    return jax.make_mesh(sizes, names, axis_types=(AXIS_TYPES[axes],) * len(sizes))
 
 
 # The mesh, the axes of rows, the axes of the batch, and whether axes are explicit.

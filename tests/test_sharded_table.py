@@ -1,6 +1,5 @@
 """A table spread over devices trains as on one, wherever its rows and its batch are."""
 
-import functools
 import pickle
 import re
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmask
@@ -23,6 +22,7 @@ from tests.stored_tables import (
     assert_same_run,
     bits,
     is_table,
+    mesh_of,
     numbers,
     trained,
     trained_array,
@@ -31,17 +31,6 @@ from tests.stored_tables import (
 pytestmark = pytest.mark.devices
 
 V, D = 21, 12  # 21 rows divide by none of the numbers of devices but 1
-
-AXIS_TYPES = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
-
-
-@functools.cache
-def mesh_of(*sizes, axes="automatic"):
-    names = ("data", "table") if len(sizes) == 2 else ("x",)
-    if len(jax.devices()) < 8:
-        pytest.fail(f"conftest.py makes 8 CPU devices; there are {jax.devices()}")
-    return jax.make_mesh(sizes, names, axis_types=(AXIS_TYPES[axes],) * len(sizes))
-
 
 # The mesh, the axes of rows, the axes of the batch, and whether axes are explicit.
 LAYOUTS = {
