@@ -32,7 +32,7 @@ sharded: .venv/examples.stamp
 test: .venv/test.stamp .venv/examples.stamp
 	$(BIN)/python -m pytest -n 2 -q
 
-# The programs of examples/, the code in the docs, flax and equinox, training that is killed.
+# The programs of examples/, the code in the docs, flax and equinox, gradcheck, killed training.
 test-examples: .venv/test.stamp .venv/examples.stamp
 	$(BIN)/python -m pytest -n 2 -q -m "examples and not exhaustive" tests
 

@@ -16,6 +16,8 @@ import jmask.numpy as jnm
 from jmask._gradcheck_entries import Input
 from tests.test_gradcheck_example import DENSE, PRODUCTS, STORAGES
 
+pytestmark = pytest.mark.examples
+
 
 @pytest.mark.parametrize(
     ("name", "masked", "advice"),

@@ -5,6 +5,8 @@ import pytest
 import jmask
 from tests.wrong_gradients import WRONG
 
+pytestmark = pytest.mark.examples
+
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_gradient(name):
