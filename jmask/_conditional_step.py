@@ -104,7 +104,8 @@ def all_finite(gradients: Any) -> jax.Array:
 
 def _as_tables_take(gradients: Any, params: Any) -> Any:
     """Gradients with those of stored tables as these take them: nan where they do not fit."""
-    if params is None or not any(map(is_stored_table, _tables(params))):
+    tables = jax.tree.leaves(params, is_leaf=is_stored_table)
+    if not any(map(is_stored_table, tables)):
         return gradients
     check_gradient(gradients, params)
 
@@ -112,10 +113,6 @@ def _as_tables_take(gradients: Any, params: Any) -> Any:
         return distinct_rows(param, gradient) if is_stored_table(param) else gradient
 
     return jax.tree.map(taken, params, gradients, is_leaf=is_stored_table)
-
-
-def _tables(params: Any) -> list[Any]:
-    return jax.tree.leaves(params, is_leaf=is_stored_table)
 
 
 def update_if(

@@ -22,18 +22,26 @@ from jax.sharding import PartitionSpec as P
 
 def explicit_sharding(*arrays: Any) -> NamedSharding | None:
     """The sharding that the type of the first array with explicit axes names, or None."""
-    for array in arrays:
-        sharding = getattr(jax.typeof(array), "sharding", None)
-        if sharding is not None and AxisType.Explicit in sharding.mesh.axis_types:
-            return sharding
-    return None
+    found = (_of_type(jax.typeof(array)) for array in arrays)
+    return next((sharding for sharding in found if sharding is not None), None)
+
+
+def _of_type(shape: Any) -> NamedSharding | None:
+    """The sharding of an abstract array that names explicit axes, or None."""
+    sharding = getattr(shape, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
 
 
 def spec_of(array: Any) -> tuple[Any, ...]:
     """The axes over which each dimension is spread by its type: None, a name or several."""
-    sharding = explicit_sharding(array)
+    return _whole_spec(explicit_sharding(array), len(jax.typeof(array).shape))
+
+
+def _whole_spec(sharding: NamedSharding | None, ndim: int) -> tuple[Any, ...]:
     spec = () if sharding is None else tuple(sharding.spec)
-    return spec + (None,) * (len(jax.typeof(array).shape) - len(spec))
+    return spec + (None,) * (ndim - len(spec))
 
 
 def sharding_of_rows(array: Any) -> NamedSharding | None:
@@ -132,24 +140,16 @@ def varying_like(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
 
 def typed_like(x: jax.Array, shape: Any) -> jax.Array:
     """An array that is the same everywhere, where the type `shape` says: varying, or spread."""
-    sharding = _explicit(shape)
+    sharding = _of_type(shape)
     if sharding is not None:
-        spec = (*sharding.spec, *(None,) * (len(shape.shape) - len(sharding.spec)))
-        x = placed(x, sharding, spec)
+        x = placed(x, sharding, _whole_spec(sharding, x.ndim))
     return varying_like(x, shape)
 
 
 def whole_rows_like(x: jax.Array, shape: Any) -> jax.Array:
     """An array on all devices of the mesh that the type `shape` names, if any."""
-    sharding = _explicit(shape)
+    sharding = _of_type(shape)
     return x if sharding is None else placed(x, sharding, (None,) * x.ndim)
-
-
-def _explicit(shape: Any) -> NamedSharding | None:
-    sharding = getattr(shape, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return None
-    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
 
 
 def varying_axes(x: Any) -> frozenset[str]:

@@ -32,7 +32,9 @@ from jmask._explicit_sharding import (
 )
 
 _UNROLLED = 64
-_BITS = {2: jnp.int16, 4: jnp.int32}
+_COPIED_SLOWLY = (2, 4)  # bytes of an entry
+# Integers of as many bytes as a floating entry has.
+BITS = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Gather:
         """Whether it copies rows of 64 entries, by one index each."""
         return (
             jnp.issubdtype(dtype, jnp.floating)
-            and jnp.dtype(dtype).itemsize in _BITS
+            and jnp.dtype(dtype).itemsize in _COPIED_SLOWLY
             and self.dimension_numbers.start_index_map == (0,)
             and not self.dimension_numbers.operand_batching_dims
             and math.prod(self.slice_sizes) == _UNROLLED
@@ -112,7 +114,7 @@ class Gather:
 
     def on_bits(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
         """The gather of the entries' bits, each with `or` of zero."""
-        bits = _BITS[operand.dtype.itemsize]
+        bits = BITS[operand.dtype.itemsize]
         fill = np.asarray(np.nan if self.fill_value is None else self.fill_value, operand.dtype)
         gather = dataclasses.replace(self, fill_value=fill.view(bits).item())
         rows = gather.plain(lax.bitcast_convert_type(operand, bits), indices)

@@ -3,6 +3,8 @@
 Only `jax.extend.core` is used; equations are known by the names of their primitives.
 """
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,21 +58,21 @@ def outputs_of(eqn: JaxprEqn, inputs: Sequence[Any]) -> dict[Any, Any]:
     return dict(zip(eqn.outvars, outputs, strict=True))
 
 
-def depends(jaxpr: Jaxpr, marked: Sequence[bool]) -> list[bool]:
-    """For each output of a jaxpr whether it may depend on one of the marked inputs."""
-    found = {v for v, mark in zip(jaxpr.invars, marked, strict=True) if mark}
+def origins(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
+    """For each output of a jaxpr the bits of all inputs on which it may depend."""
+    found = dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def marks(variables: Sequence[Any]) -> list[bool]:
-        return [not isinstance(v, Literal) and v in found for v in variables]
+    def of(variables: Sequence[Any]) -> list[int]:
+        return [0 if isinstance(v, Literal) else found.get(v, 0) for v in variables]
 
     for eqn in jaxpr.eqns:
-        inputs = marks(eqn.invars)
-        is_call = eqn.primitive.name in CALLS
-        outputs = (
-            depends(called(eqn)[0], inputs) if is_call else [any(inputs)] * len(eqn.outvars)
-        )
-        found |= {v for v, mark in zip(eqn.outvars, outputs, strict=True) if mark}
-    return marks(jaxpr.outvars)
+        given = of(eqn.invars)
+        if eqn.primitive.name in CALLS:
+            results = origins(called(eqn)[0], given)
+        else:
+            results = [functools.reduce(operator.or_, given, 0)] * len(eqn.outvars)
+        found.update(zip(eqn.outvars, results, strict=True))
+    return of(jaxpr.outvars)
 
 
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:

@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 
-from jmask._jaxprs import depends
+from jmask._jaxprs import origins
 from jmask._masked_gradient import (
     gradient_and_valid,
     is_gradient_leaf,
@@ -228,16 +228,13 @@ class LazyCall:
                 why = "what it returns has a shape that depends on the number of rows"
             if why is not None:
                 raise refusal(why)
+        found = origins(rows.jaxpr, [1 << i for i in range(len(rows.jaxpr.invars))])
+        places = enumerate(self.state_tables, len(self.gradients))
         return frozenset(
-            i
-            for i, table in enumerate(self.state_tables)
-            if table is not None and not self._depends_on_itself(rows.jaxpr, i)
+            place - len(self.gradients)
+            for place, table in places
+            if table is not None and not found[place] >> place & 1
         )
-
-    def _depends_on_itself(self, program: Jaxpr, i: int) -> bool:
-        """Whether what becomes of array `i` of the state depends on what it was."""
-        place = len(self.gradients) + i
-        return depends(program, [j == place for j in range(len(program.invars))])[place]
 
     def program_on_rows(self, function: Any, *others: Any) -> ClosedJaxpr:
         """The jaxpr of a function of rows of gradients, state and parameters, and others."""

@@ -229,8 +229,9 @@ def _check_structure(gradients: Any, like: Any) -> None:
     for (path, x), (_, y) in zip(given, expected, strict=True):
         name = f"`updates{jax.tree_util.keystr(path)}`"
         rows, room = _unmasked(x), _unmasked(y)
-        kinds = [(isinstance(z, MaskedTensor), is_row_sparse(_unmasked(z))) for z in (x, y)]
-        if kinds[0] != kinds[1] or tuple(x.shape) != tuple(y.shape):
+        is_alike = isinstance(x, MaskedTensor) == isinstance(y, MaskedTensor)
+        is_alike = is_alike and is_row_sparse(rows) == is_row_sparse(room)
+        if not is_alike or tuple(x.shape) != tuple(y.shape):
             raise ValueError(
                 f"{name} is {_described(x)}, but `like` has {_described(y)} there: make "
                 "multi_steps with the gradient of a microbatch."

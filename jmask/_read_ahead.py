@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._gather import zero_of
+from jmask._gather import BITS, zero_of
 
 _LINE = 64
 # Bytes: rows of a chunk stay in the cache of one core beside what else is in it, and tables
@@ -36,8 +36,6 @@ _SMALL_TABLES = 2**24
 _MUCH_WORK = 36
 _SLOW = {"sqrt": 10, "rsqrt": 10, "div": 10, "exp": 10, "log": 10, "pow": 20}
 _FEWEST_CHUNKS = 4
-
-_BITS = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 
 Update = Callable[[list[jax.Array], jax.Array, list[jax.Array]], list[jax.Array]]
 
@@ -119,14 +117,14 @@ def _touch(tables: Sequence[jax.Array], ids: jax.Array) -> jax.Array:
         for column in range(0, width, _of_a_line(table)):
             place = ids * (width // step) + column // step
             entry = lax.gather(entries, place[:, None], read, (1, 1), mode="clip")
-            of_entry = _BITS[table.dtype.itemsize]
+            of_entry = BITS[table.dtype.itemsize]
             bits |= lax.bitcast_convert_type(entry, of_entry).astype(ids.dtype)
     return zero_of(bits)
 
 
 def _can_be_touched(table: Any, ids: Any) -> bool:
     addresses = table.shape[0] * (_width(table) // _step(table))
-    is_float = jnp.issubdtype(table.dtype, jnp.floating) and table.dtype.itemsize in _BITS
+    is_float = jnp.issubdtype(table.dtype, jnp.floating) and table.dtype.itemsize in BITS
     return is_float and addresses < jnp.iinfo(ids.dtype).max
 
 

@@ -22,11 +22,10 @@ from jmask._explicit_sharding import (
     spec_of,
     varying_alike,
 )
-from jmask._gather import Gather, zero_of
+from jmask._gather import BITS, Gather, zero_of
 
 _CLIP = lax.GatherScatterMode.CLIP
 _DROP = lax.GatherScatterMode.FILL_OR_DROP
-_BITS = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 
 
 def gather_rows(table: jax.Array, ids: jax.Array, *, coalesced: bool = False) -> jax.Array:
@@ -49,7 +48,7 @@ def ids_after_reading(ids: jax.Array, rows: jax.Array) -> jax.Array:
     It does not order a read before a write at the same place by itself: if nothing that is
     written depends on what is read, it reads from a copy of the whole table.
     """
-    bits = _BITS.get(rows.dtype.itemsize)
+    bits = BITS.get(rows.dtype.itemsize)
     if bits is None or not rows.size or explicit_sharding(ids, rows) is not None:
         return ids
     entry = lax.stop_gradient(rows).reshape(rows.shape[0], -1)[:, 0]
