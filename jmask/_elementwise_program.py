@@ -21,7 +21,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jmask._jaxprs import CALLS, aval_of, called, outputs_of, read
+from jmask._forms import CALLS, aval_of, called, name_of
+from jmask._jaxprs import outputs_of, read
 from jmask._row_locality import NEUTRAL
 
 _ELEMENTWISE = frozenset(
@@ -172,7 +173,7 @@ def _inline(
     for eqn in jaxpr.eqns:
         inputs = [_renamed(renamed, v) for v in eqn.invars]
         tables = {program.table_of[v] for v in _variables(inputs) if v in program.table_of}
-        if eqn.primitive.name in CALLS and tables:
+        if name_of(eqn) in CALLS and tables:
             inner, consts = called(eqn)
             program.consts.update(zip(inner.constvars, consts, strict=True))
             # A jaxpr may be called twice: its variables get new names each time.
@@ -200,7 +201,7 @@ def _inline(
             entries = {v for v in _variables(inputs) if v in program.table_of}
             if entries <= program.of_gradient:
                 program.of_gradient.update(outputs)
-        elif eqn.primitive.name == "broadcast_in_dim" and aval_of(inputs[0]).shape == ():
+        elif name_of(eqn) == "broadcast_in_dim" and aval_of(inputs[0]).shape == ():
             program.scalar_of[outputs[0]] = inputs[0]
         elif _is_elementwise(eqn, aval_of(outputs[0]).shape) and aval_of(outputs[0]).shape:
             _add_scalar_of(program, eqn, inputs, outputs)
@@ -235,7 +236,7 @@ def _is_entry(program: Program, v: Any, table: int) -> bool:
 def _is_elementwise(eqn: JaxprEqn, shape: tuple[int, ...]) -> bool:
     operands = [aval_of(v).shape for v in eqn.invars]
     return (
-        eqn.primitive.name in _ELEMENTWISE
+        name_of(eqn) in _ELEMENTWISE
         and not eqn.effects
         and all(aval_of(v).shape == shape for v in eqn.outvars)
         and all(operand in ((), shape) for operand in operands)
@@ -244,7 +245,7 @@ def _is_elementwise(eqn: JaxprEqn, shape: tuple[int, ...]) -> bool:
 
 def _is_reduction(eqn: JaxprEqn) -> bool:
     """Whether an equation makes one number of all entries."""
-    return eqn.primitive.name in NEUTRAL and aval_of(eqn.outvars[0]).shape == ()
+    return name_of(eqn) in NEUTRAL and aval_of(eqn.outvars[0]).shape == ()
 
 
 def _variables(found: Iterable[Any]) -> list[Var]:

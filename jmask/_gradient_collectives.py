@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jmask._cotangents import Rows
 from jmask._fallback import muted
+from jmask._forms import parameter, shard_map_of, summed_axes
 from jmask._gradient_control_flow import nothing_to_do
 from jmask._gradient_program import (
     Flags,
@@ -30,7 +31,6 @@ from jmask._gradient_program import (
     report_dense,
 )
 from jmask._gradient_rules import none_wanted, same_wanted
-from jmask._jaxprs import opened
 
 
 def _on_parts(inputs: Values, function: Callable[[jax.Array], jax.Array]) -> Outputs:
@@ -44,9 +44,10 @@ def _on_parts(inputs: Values, function: Callable[[jax.Array], jax.Array]) -> Out
 
 
 def _psum(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
-    if eqn.params.get("axis_index_groups") is not None:
+    axes = summed_axes(eqn)
+    if axes is None:
         return None
-    if interpreter.branching.intersection(eqn.params["axes"]):
+    if interpreter.branching.intersection(axes):
         for x in inputs:
             if isinstance(x, Rows) and x.looked_up:
                 report_dense(x, eqn, "devices may take different branches of a `cond`")
@@ -55,7 +56,7 @@ def _psum(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
     to = "invarying" if eqn.primitive.name == "psum_invariant" else "varying"
 
     def gather(x: jax.Array) -> jax.Array:
-        return jax.lax.all_gather(x, eqn.params["axes"], tiled=True, to=to)
+        return jax.lax.all_gather(x, axes, tiled=True, to=to)
 
     return _on_parts(inputs, gather)
 
@@ -73,7 +74,8 @@ def _cast(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
 def _reshard(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     """Of a table that is to be spread by rows, ids and rows are on every device."""
     params = eqn.primitive.get_bind_params(eqn.params)
-    mesh, (_, *row) = params["dst_sharding"].mesh, params["dst_sharding"].spec
+    sharding = parameter(eqn, "dst_sharding")
+    mesh, (_, *row) = sharding.mesh, sharding.spec
 
     def bind(x: jax.Array) -> jax.Array:
         spec = PartitionSpec(None, *(row if x.ndim > 1 else ()))
@@ -85,10 +87,11 @@ def _reshard(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpre
 def _shard_map(
     eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
 ) -> Outputs:
-    body, consts = opened(eqn.params["jaxpr"])
+    form = shard_map_of(eqn)
+    body, consts = form.body
     if nothing_to_do(body, inputs):
         return None
-    specs = eqn.params["out_specs"]
+    specs = form.out_specs
     # Rows of a table that is itself sharded by rows stay an array.
     sparse = [w and spec == PartitionSpec() for w, spec in zip(wanted, specs, strict=True)]
     kinds: list[Rows | None] = []
@@ -106,11 +109,9 @@ def _shard_map(
 
     results = jax.shard_map(
         run,
-        mesh=eqn.params["mesh"],
-        in_specs=tuple(eqn.params["in_specs"]),
+        in_specs=tuple(form.in_specs),
         out_specs=list(specs),
-        axis_names=_manual_axes(eqn),
-        check_vma=eqn.params["check_vma"],
+        **form.how,
     )(*(interpreter.dense(x, eqn) for x in inputs))
     return [
         x if kind is None else kind.plus(x, kind.looked_up)
@@ -127,9 +128,3 @@ COLLECTIVE_RULES: dict[str, Rule] = {
     # What comes in is a table on every device or a part of one: it is an array.
     "shard_map": Rule(none_wanted, _shard_map),
 }
-
-
-def _manual_axes(eqn: JaxprEqn) -> set[str]:
-    """The axes over which a `shard_map` maps; JAX 0.10.1 and older call them otherwise."""
-    params = eqn.params
-    return set(params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"])

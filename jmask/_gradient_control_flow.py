@@ -19,13 +19,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from jmask._cotangents import Rows, refuse, trial
 from jmask._explicit_sharding import varying_axes
 from jmask._fallback import muted
+from jmask._forms import (
+    CALLS,
+    REMATS,
+    Opened,
+    Scan,
+    branches_of,
+    called,
+    is_recomputed_apart,
+    name_of,
+    scan_of,
+)
 from jmask._gradient_program import Flags, Interpreter, Outputs, Rule, Values
-from jmask._jaxprs import CALLS, REMATS, called
 from jmask._row_pattern import Entries
 
 _ROW_MAKERS = ("scatter-add", "dynamic_update_slice", "pad", "bcoo_dot_general")
@@ -33,7 +43,7 @@ _ROW_MAKERS = ("scatter-add", "dynamic_update_slice", "pad", "bcoo_dot_general")
 
 def _makes_rows(jaxpr: Jaxpr) -> bool:
     return any(
-        eqn.primitive.name in _ROW_MAKERS
+        name_of(eqn) in _ROW_MAKERS
         or any(_makes_rows(inner) for inner in jaxprs_in_params(eqn.params))
         for eqn in jaxpr.eqns
     )
@@ -63,7 +73,7 @@ def _remat(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interprete
     jaxpr, consts = called(eqn)
     if nothing_to_do(jaxpr, inputs):
         return None
-    if eqn.params["prevent_cse"] and eqn.params["differentiated"]:
+    if is_recomputed_apart(eqn):
         inputs = _behind_a_barrier(inputs)
     return interpreter.run(jaxpr, consts, inputs, wanted)
 
@@ -92,8 +102,8 @@ class _Carry:
 
 
 def _scan_demand(eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any) -> list[bool]:
-    jaxpr = eqn.params["jaxpr"].jaxpr
-    first, count = eqn.params["num_consts"], eqn.params["num_carry"]
+    scan = scan_of(eqn)
+    (jaxpr, _), first, count = scan.body, scan.consts, scan.carry
     carry = list(wanted[:count])
     scanned = [False] * (len(jaxpr.outvars) - count)
     while True:
@@ -108,16 +118,16 @@ def _scan_demand(eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any)
 
 
 def _scan(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
-    body = eqn.params["jaxpr"]
-    first, count = eqn.params["num_consts"], eqn.params["num_carry"]
+    scan = scan_of(eqn)
+    (body, _), first, count = scan.body, scan.consts, scan.carry
     consts, init = inputs[:first], list(inputs[first : first + count])
     scanned_in = [interpreter.dense(x, eqn) for x in inputs[first + count :]]
     carry_wanted = _scan_demand(eqn, wanted, interpreter, None)[first:]
     keys = {i: _Carry() for i, x in enumerate(init) if isinstance(x, Rows) and carry_wanted[i]}
-    if not keys or nothing_to_do(body.jaxpr, [x for x in init if not _is_zero(x)]):
+    if not keys or nothing_to_do(body, [x for x in init if not _is_zero(x)]):
         return None
     consts = [interpreter.dense(x, eqn) for x in consts]
-    loop = _Loop(eqn, interpreter, consts, init, list(wanted[:count]))
+    loop = _Loop(eqn, scan, interpreter, consts, init, list(wanted[:count]))
     with muted():
         keys = loop.additive(keys, scanned_in)
     carry, (scanned, parts) = loop.run(keys, loop.dense_init(keys), scanned_in)
@@ -134,6 +144,7 @@ class _Loop:
     """A scan equation, to be run without the carries that only collect rows."""
 
     eqn: JaxprEqn
+    scan: Scan
     interpreter: Interpreter
     consts: Sequence[Any]
     init: Sequence[Any]
@@ -152,9 +163,7 @@ class _Loop:
 
     def run(self, keys: dict[int, _Carry], init: list[Any], scanned: list[Any]) -> Any:
         """The scan without the carries in `keys`."""
-        names = ("length", "reverse", "unroll")
-        how = {name: self.eqn.params[name] for name in names}
-        return jax.lax.scan(self.step(keys), init, scanned, **how)
+        return jax.lax.scan(self.step(keys), init, scanned, **self.scan.how)
 
     def dense_init(self, keys: dict[int, _Carry]) -> list[Any]:
         """The initial values of the carries that stay."""
@@ -166,8 +175,8 @@ class _Loop:
 
     def step(self, keys: dict[int, _Carry]) -> Callable[..., Any]:
         """The body without the carries in `keys`, whose rows are an output instead."""
-        body = self.eqn.params["jaxpr"]
-        others = len(body.jaxpr.outvars) - len(self.init)
+        body, body_consts = self.scan.body
+        others = len(body.outvars) - len(self.init)
         wanted = self.carry_wanted + [False] * others
 
         def step(dense_carry: list[Any], scanned: list[Any]) -> Any:
@@ -177,7 +186,7 @@ class _Loop:
                 for i, x in enumerate(self.init)
             ]
             outputs = self.interpreter.run(
-                body.jaxpr, body.consts, [*self.consts, *carry, *scanned], wanted
+                body, body_consts, [*self.consts, *carry, *scanned], wanted
             )
             parts = {i: _parts_added_to(key, outputs[i]) for i, key in keys.items()}
             dense = [
@@ -217,8 +226,7 @@ def _with_stacked(total: Rows, stacked: tuple[Entries, ...]) -> Rows:
 
 def _cond_demand(eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any) -> list[bool]:
     flags = [
-        interpreter.demand(branch.jaxpr, wanted).of(branch.jaxpr.invars)
-        for branch in eqn.params["branches"]
+        interpreter.demand(branch, wanted).of(branch.invars) for branch, _ in branches_of(eqn)
     ]
     return [False] + [any(column) for column in zip(*flags, strict=True)]
 
@@ -233,19 +241,19 @@ class _Output:
 
 def _cond(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     which, *operands = inputs
-    branches = eqn.params["branches"]
-    if all(nothing_to_do(branch.jaxpr, operands) for branch in branches):
+    branches = branches_of(eqn)
+    if all(nothing_to_do(branch, operands) for branch, _ in branches):
         return None
     axes = interpreter.branching | varying_axes(which)
     interpreter = dataclasses.replace(interpreter, branching=axes)
 
-    def outputs_of(branch: ClosedJaxpr) -> list[Any]:
-        return interpreter.run(branch.jaxpr, branch.consts, operands, wanted)
+    def outputs_of(branch: Opened) -> list[Any]:
+        return interpreter.run(*branch, operands, wanted)
 
     with muted():
         common = _common_outputs([_trial(outputs_of, branch) for branch in branches])
 
-    def build(branch: ClosedJaxpr) -> Callable[[], list[Any]]:
+    def build(branch: Opened) -> Callable[[], list[Any]]:
         def call() -> list[Any]:
             return [
                 interpreter.dense(x, eqn)
@@ -263,7 +271,7 @@ def _cond(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
     ]
 
 
-def _trial(function: Callable[..., list[Any]], branch: ClosedJaxpr) -> list[Any]:
+def _trial(function: Callable[..., list[Any]], branch: Opened) -> list[Any]:
     """The outputs of a branch, traced for their kinds and capacities only."""
     seen: list[Any] = []
 

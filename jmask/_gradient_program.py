@@ -30,8 +30,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jmask._cotangents import Filled, Rows
 from jmask._explicit_sharding import varying_like
 from jmask._fallback import Place, in_bytes, place_among, report_fallback
+from jmask._forms import aval_of, called, name_of, parameter, what_is_unknown
 from jmask._gather import Gather
-from jmask._jaxprs import aval_of, called
 
 # The user's line in a fallback warning must not be a line of this library.
 source_info_util.register_exclusion(str(Path(__file__).parent))
@@ -103,7 +103,7 @@ class Interpreter:
             inputs = [v for v in eqn.invars if not isinstance(v, Literal)]
             used.update(inputs)
             outputs_wanted = result.of(eqn.outvars)
-            rule = self.rules.get(eqn.primitive.name)
+            rule = self.rules.get(name_of(eqn))
             if rule is None or not any(outputs_wanted):
                 continue
             flags = rule.demand(eqn, outputs_wanted, self, definitions)
@@ -146,7 +146,7 @@ class Interpreter:
     def _run_equation(
         self, eqn: JaxprEqn, arguments: list[Any], wanted: list[bool]
     ) -> list[Any]:
-        rule = self.rules.get(eqn.primitive.name)
+        rule = self.rules.get(name_of(eqn))
         if rule is not None and any(wanted):
             outputs = rule.apply(eqn, arguments, wanted, self)
             if outputs is not None:
@@ -170,7 +170,7 @@ class Interpreter:
 
     def _run_gather(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
         """A lookup of the forward pass, or a call that makes one (`jnp.take`)."""
-        if eqn.primitive.name == "gather":
+        if name_of(eqn) == "gather":
             operand, indices = (self.dense(x, eqn) for x in arguments)
             return [gather_of(eqn)(operand, indices)]
         jaxpr, consts = called(eqn)
@@ -182,7 +182,8 @@ class Interpreter:
         if not isinstance(value, Rows | Filled):
             return value
         if isinstance(value, Rows) and value.looked_up:
-            report_dense(value, eqn, f"`{eqn.primitive.name}` has no row-sparse form")
+            reason = what_is_unknown(eqn) or f"`{eqn.primitive.name}` has no row-sparse form"
+            report_dense(value, eqn, reason)
         return value.todense()
 
 
@@ -209,11 +210,11 @@ def place_of(eqn: JaxprEqn) -> Place | None:
 
 def holds_slow_gather(eqn: JaxprEqn) -> bool:
     """Whether an equation is a gather that can be faster, or a call of a function with one."""
-    if eqn.primitive.name == "gather":
+    if name_of(eqn) == "gather":
         return gather_of(eqn).is_slow_copy(aval_of(eqn.invars[0]).dtype)
-    return eqn.primitive.name == "jit" and any(map(holds_slow_gather, called(eqn)[0].eqns))
+    return name_of(eqn) == "jit" and any(map(holds_slow_gather, called(eqn)[0].eqns))
 
 
 def gather_of(eqn: JaxprEqn) -> Gather:
     """The parameters of a `gather` equation."""
-    return Gather(**eqn.params)
+    return Gather(**{f.name: parameter(eqn, f.name) for f in dataclasses.fields(Gather)})

@@ -23,6 +23,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jmask._cotangents import Filled, Rows
+from jmask._forms import aval_of, name_of, parameter
 from jmask._gradient_program import (
     Flags,
     Interpreter,
@@ -31,7 +32,6 @@ from jmask._gradient_program import (
     Values,
     report_dense,
 )
-from jmask._jaxprs import aval_of
 from jmask._row_pattern import (
     dynamic_update_rows,
     padded_rows,
@@ -90,7 +90,7 @@ def _keeping_rows(eqn: JaxprEqn, *_: Any) -> list[bool]:
 
 
 def _summing_rows(eqn: JaxprEqn, *_: Any) -> list[bool]:
-    return [0 not in eqn.params["axes"]]
+    return [0 not in parameter(eqn, "axes")]
 
 
 def _cases(eqn: JaxprEqn, *_: Any) -> list[bool]:
@@ -107,7 +107,7 @@ def _scaled(eqn: JaxprEqn, wanted: Any, _: Any, definitions: dict) -> list[bool]
         maker = definitions.get(v)
         return (
             maker is not None
-            and maker.primitive.name == "broadcast_in_dim"
+            and name_of(maker) == "broadcast_in_dim"
             and aval_of(maker.invars[0]).shape == ()
         )
 
@@ -212,7 +212,7 @@ def _on_rows(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpre
 
 def _convert(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     (x,) = inputs
-    dtype = eqn.params["new_dtype"]
+    dtype = parameter(eqn, "new_dtype")
     if isinstance(x, Filled):
         return [Filled(x.shape, x.value.astype(dtype))]
     if not isinstance(x, Rows):
@@ -261,7 +261,7 @@ def _reshape(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpre
 
 def _sum(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     (x,) = inputs
-    axes = eqn.params["axes"]
+    axes = parameter(eqn, "axes")
     if not isinstance(x, Rows) or 0 in axes:
         return None
     shape = aval_of(eqn.outvars[0]).shape

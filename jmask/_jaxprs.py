@@ -1,6 +1,7 @@
-"""What both readers of jaxprs in this library share: the gradient program and row locality.
+"""Running jaxprs, and which outputs depend on which inputs.
 
-Only `jax.extend.core` is used; equations are known by the names of their primitives.
+{ lambda ; a b. let c = sin a in (c, b) }        evaluate(.., x, y)   [sin(x), y]
+                                                 origins(.., [1, 2])  [1, 2]
 """
 
 import functools
@@ -8,37 +9,10 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jmask._explicit_sharding import varying_alike
-
-# Equations that do no more than run a jaxpr.
-CALLS = (
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-)
-# The same, recomputed in the backward pass: the name differs between JAX versions.
-REMATS = ("remat2", "remat", "checkpoint")
-
-
-def called(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]]:
-    """The jaxpr that a call-like equation runs, and its constants."""
-    return opened(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"])
-
-
-def opened(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
-    """A jaxpr, closed or not, and its constants."""
-    return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, ())
-
-
-def aval_of(v: Any) -> Any:
-    """The abstract array (shape, dtype, ndim) of a variable or literal."""
-    return v.aval
+from jmask._forms import CALLS, called, name_of
 
 
 def read(values: dict[Any, Any], v: Any) -> Any:
@@ -67,7 +41,7 @@ def origins(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
 
     for eqn in jaxpr.eqns:
         given = of(eqn.invars)
-        if eqn.primitive.name in CALLS:
+        if name_of(eqn) in CALLS:
             results = origins(called(eqn)[0], given)
         else:
             results = [functools.reduce(operator.or_, given, 0)] * len(eqn.outvars)
@@ -80,7 +54,7 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     for eqn in jaxpr.eqns:
         inputs = [read(values, v) for v in eqn.invars]
-        if eqn.primitive.name in CALLS:
+        if name_of(eqn) in CALLS:
             inner, inner_consts = called(eqn)
             outputs = evaluate(inner, inner_consts, *inputs)
             values.update(zip(eqn.outvars, outputs, strict=True))

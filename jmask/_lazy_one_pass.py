@@ -16,8 +16,9 @@ import optax
 from jax.extend.core import Literal
 
 from jmask._elementwise_program import Combiner, Program, elementwise_program
+from jmask._forms import aval_of
 from jmask._fused_update import order_of, update_rows
-from jmask._jaxprs import aval_of, read
+from jmask._jaxprs import read
 from jmask._lazy_call import LazyCall
 from jmask._row_sparse import is_row_sparse
 from jmask._storage import stored_values

@@ -28,20 +28,20 @@ from jmask._storage import (
     unique_positions,
 )
 
-_KEEPDIMS = "        keepdims: whether reduced axes stay, with size 1.\n"
+_KEEPDIMS = "    keepdims: whether reduced axes stay, with size 1.\n"
 _ARGUMENTS = """
-    Args:
-        x: `MaskedTensor` on any storage, RowSparse, BCOO, BCSR or array, of any shape.
-        axis: an int, a tuple of ints or None, which is all axes; may be negative.
-        keepdims: whether reduced axes stay, with size 1.
-        where: booleans that broadcast to the shape of `x`; other entries take no part. A
-            `MaskedTensor` intersects them with its mask.
+Args:
+    x: `MaskedTensor` on any storage, RowSparse, BCOO, BCSR or array, of any shape.
+    axis: an int, a tuple of ints or None, which is all axes; may be negative.
+    keepdims: whether reduced axes stay, with size 1.
+    where: booleans that broadcast to the shape of `x`; other entries take no part. A
+        `MaskedTensor` intersects them with its mask.
 """
 _RAISES = """
-    Raises:
-        TypeError: if `axis` is no int or tuple of ints, or `where` is not boolean.
-        ValueError: if `axis` is out of bounds or there twice, or `where` does not
-            broadcast.
+Raises:
+    TypeError: if `axis` is no int or tuple of ints, or `where` is not boolean.
+    ValueError: if `axis` is out of bounds or there twice, or `where` does not
+        broadcast.
 """
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -118,12 +118,14 @@ def result_dtype(function: Callable[..., Any], x: Any, dtype: Any = None) -> Any
 
 def described(function: _F) -> _F:
     """Say in the docstring what the arguments of every reduction are."""
-    first, example = (function.__doc__ or "").split("\n    Example:", 1)
-    first, _, extra = first.partition("\n    Args:\n")
+    # Without indentation, as the compiler has it since Python 3.13; none under `python -OO`.
+    doc = inspect.cleandoc(function.__doc__ or "")
+    text, example_follows, example = doc.partition("\nExample:")
+    text, _, extra = text.partition("\nArgs:\n")
     arguments = _ARGUMENTS
     if "keepdims" not in inspect.signature(function).parameters:
         arguments = arguments.replace(_KEEPDIMS, "")
-    function.__doc__ = f"{first}{arguments}{extra}{_RAISES}\n    Example:{example}"
+    function.__doc__ = f"{text}{arguments}{extra}{_RAISES}{example_follows}{example}"
     return function
 
 

@@ -25,7 +25,19 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from jmask._jaxprs import CALLS, REMATS, aval_of, called, opened
+from jmask._forms import (
+    CALLS,
+    REMATS,
+    aval_of,
+    branches_of,
+    called,
+    name_of,
+    opened,
+    parameter,
+    scan_of,
+    what_is_unknown,
+    while_of,
+)
 from jmask._row_kinds import Kind, Mixed, PerRow, Shared, joined, mixed
 from jmask._same_arithmetic import in_step, same, same_literal, same_operation
 
@@ -96,7 +108,9 @@ def _run(programs: Sequence[Program], inputs: Sequence[Kind]) -> list[Kind]:
 
 
 def _equation(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
-    name = eqn.primitive.name
+    name, unknown = name_of(eqn), what_is_unknown(eqn)
+    if unknown is not None:
+        return [Mixed(unknown)] * len(eqn.outvars)
     if not same_operation(eqn, twin):
         return [mixed(eqn, _COUNTS)] * len(eqn.outvars)
     if name in CALLS or name in REMATS:
@@ -162,7 +176,7 @@ def _elementwise(eqn: JaxprEqn, inputs: list[Known]) -> Kind:
 def _constant(eqn: JaxprEqn, inputs: list[Known]) -> Any:
     """The scalar an elementwise equation gives in untouched rows, or None if unknown."""
     known = [k.rest if isinstance(k, PerRow) else k.constant for k in inputs]
-    name = eqn.primitive.name
+    name = name_of(eqn)
     if name == "select_n" and known[0] is not None:
         return known[1 + int(known[0])]
     if name == "select_n" and known[1] is not None:
@@ -195,10 +209,10 @@ def _evaluated(eqn: JaxprEqn, scalars: list[Any]) -> Any:
 
 def _broadcast(eqn: JaxprEqn, inputs: list[Known]) -> Kind:
     (kind, *_) = inputs
-    dimensions = eqn.params["broadcast_dimensions"]
+    dimensions = parameter(eqn, "broadcast_dimensions")
     if isinstance(kind, PerRow):
         return PerRow(kind.table, dimensions[kind.axis], kind.rest)
-    operand, shape = aval_of(eqn.invars[0]), eqn.params["shape"]
+    operand, shape = aval_of(eqn.invars[0]), parameter(eqn, "shape")
     varying = {
         dimensions[d]
         for d in range(operand.ndim)
@@ -227,12 +241,12 @@ def _reshape(eqn: JaxprEqn, kind: PerRow) -> Kind:
 
 
 def _transpose(eqn: JaxprEqn, kind: PerRow) -> Kind:
-    axis = eqn.params["permutation"].index(kind.axis)
+    axis = parameter(eqn, "permutation").index(kind.axis)
     return PerRow(kind.table, axis, kind.rest)
 
 
 def _reduce(eqn: JaxprEqn, kind: PerRow) -> Kind:
-    name, axes = eqn.primitive.name, eqn.params["axes"]
+    name, axes = eqn.primitive.name, parameter(eqn, "axes")
     neutral = name in NEUTRAL and kind.rests_at(NEUTRAL[name])
     if name == "reduce_and":
         neutral &= aval_of(eqn.invars[0]).dtype == bool
@@ -246,7 +260,7 @@ def _reduce(eqn: JaxprEqn, kind: PerRow) -> Kind:
 
 
 def _dot(eqn: JaxprEqn, inputs: list[Known]) -> Kind:
-    contract, batch = eqn.params["dimension_numbers"]
+    contract, batch = parameter(eqn, "dimension_numbers")
     rows = {side: kind for side, kind in enumerate(inputs) if isinstance(kind, PerRow)}
     if not rows:
         return Shared()
@@ -288,29 +302,29 @@ def _cond(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
     which, *operands = inputs
     if isinstance(which, Mixed):
         return [which] * len(eqn.outvars)
-    if len(eqn.params["branches"]) != len(twin.params["branches"]):
+    branches, twins = branches_of(eqn), branches_of(twin)
+    if len(branches) != len(twins):
         return [mixed(eqn, _COUNTS)] * len(eqn.outvars)
-    branches = zip(eqn.params["branches"], twin.params["branches"], strict=True)
-    first, *others = [_run([opened(x), opened(y)], operands) for x, y in branches]
+    first, *others = [_run(pair, operands) for pair in zip(branches, twins, strict=True)]
     for outputs in others:
         first = joined(first, outputs)
     return first
 
 
 def _while(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
-    cond_consts, body_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    condition = inputs[:cond_consts]
-    consts = inputs[cond_consts : cond_consts + body_consts]
-    carry = inputs[cond_consts + body_consts :]
-    body = [opened(x.params["body_jaxpr"]) for x in (eqn, twin)]
-    until = [opened(x.params["cond_jaxpr"]) for x in (eqn, twin)]
+    loops = [while_of(eqn), while_of(twin)]
+    first, count = loops[0].condition_consts, loops[0].body_consts
+    condition, consts = inputs[:first], inputs[first : first + count]
+    carry = inputs[first + count :]
+    body, until = [loop.body for loop in loops], [loop.condition for loop in loops]
     carry = _fixed_point(carry, lambda c: _run(body, consts + c))
     (again,) = _run(until, condition + carry)
     return [again] * len(carry) if isinstance(again, Mixed) else carry
 
 
 def _scan(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
-    first, count = eqn.params["num_consts"], eqn.params["num_carry"]
+    scans = [scan_of(eqn), scan_of(twin)]
+    first, count = scans[0].consts, scans[0].carry
     consts, carry = inputs[:first], inputs[first : first + count]
     scanned: list[Kind] = []
     for kind in inputs[first + count :]:
@@ -322,7 +336,7 @@ def _scan(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
         elif isinstance(kind, Shared):
             kind = Shared(frozenset(a - 1 for a in kind.uniform if a))
         scanned.append(kind)
-    body = [opened(x.params["jaxpr"]) for x in (eqn, twin)]
+    body = [scan.body for scan in scans]
     carry = _fixed_point(carry, lambda c: _run(body, consts + c + scanned)[:count])
     stacked = []
     for kind in _run(body, consts + carry + scanned)[count:]:

@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jmask._jaxprs import aval_of
+from jmask._forms import aval_of, parameter
 from jmask._row_ids import canonical, id_dtype, widen
 from jmask._rows import gather_rows
 
@@ -42,9 +42,9 @@ def scatter_add_rows(eqn: JaxprEqn, indices: jax.Array, updates: jax.Array) -> E
         indices (..., k): the start indices.
         updates: the values added.
     """
-    numbers = eqn.params["dimension_numbers"]
+    numbers = parameter(eqn, "dimension_numbers")
     shape = aval_of(eqn.outvars[0]).shape
-    clips = eqn.params["mode"] == lax.GatherScatterMode.CLIP
+    clips = parameter(eqn, "mode") == lax.GatherScatterMode.CLIP
     addressed = numbers.scatter_dims_to_operand_dims
     if (
         numbers.operand_batching_dims
@@ -82,7 +82,7 @@ def dynamic_update_rows(
 
 def padded_rows(eqn: JaxprEqn, operand: jax.Array) -> Entries | None:
     """The rows that `pad` places among zeros, or None if it does more than that."""
-    (low, high, interior), *others = eqn.params["padding_config"]
+    (low, high, interior), *others = parameter(eqn, "padding_config")
     if low < 0 or high < 0 or interior or any(any(config) for config in others):
         return None
     rows = aval_of(eqn.outvars[0]).shape[0]
@@ -98,8 +98,8 @@ def sparse_product_rows(
     This is the gradient of W in `X @ W`: entry X[i, j] adds X[i, j] * dense[i] to row j. With
     batch dimensions, which the product sums over too, i is a position in all of them.
     """
-    (contract, contract_dense), batch = eqn.params["dimension_numbers"]
-    shape = eqn.params["lhs_spinfo"].shape
+    (contract, contract_dense), batch = parameter(eqn, "dimension_numbers")
+    shape = parameter(eqn, "lhs_spinfo").shape
     kept = [d for d in range(len(shape)) if d not in contract]
     batched, sparse = indices.ndim - 2, indices.shape[-1]
     if any(batch) or len(kept) != 1 or kept[0] < batched or batched + sparse < len(shape):

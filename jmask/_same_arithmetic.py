@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from jmask._jaxprs import CALLS, REMATS, aval_of, called, opened
+from jmask._forms import CALLS, REMATS, aval_of, called, compared, name_of, opened
 
 # Parameters that say how large or where a result is, or hold what is read in pairs.
 _PLACES = ("sharding", "out_sharding")
@@ -73,12 +73,15 @@ def same_literal(x: Literal, y: Literal) -> bool:
 
 
 def _is_call(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in CALLS or eqn.primitive.name in REMATS
+    return name_of(eqn) in CALLS or name_of(eqn) in REMATS
 
 
 def _same_params(x: JaxprEqn, y: JaxprEqn, ignored: Sequence[str]) -> bool:
     ignored = (*_PLACES, *ignored)
-    return all(k in ignored or same(v, y.params.get(k)) for k, v in x.params.items())
+    ours, theirs = compared(x), compared(y)
+    if ours.keys() != theirs.keys():
+        return False
+    return all(k in ignored or same(v, theirs[k]) for k, v in ours.items())
 
 
 def _given(jaxpr: Jaxpr) -> tuple[Any, ...]:

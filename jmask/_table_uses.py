@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmask._fallback import Fallback, Place, in_bytes
+from jmask._forms import aval_of, bodies_of
 from jmask._gradient_program import place_of
-from jmask._jaxprs import CALLS, REMATS, aval_of, opened
 
 _LARGE = 2**20  # bytes
 _LOOKUPS = ("gather", "dynamic_slice")
@@ -26,11 +26,6 @@ _STILL_THE_SAME = (
     "convert_element_type copy copy_p expand_dims name neg pcast pvary reshape reshard "
     "sharding_constraint squeeze transpose"
 ).split()
-# Equations that run a jaxpr on their last inputs: parameter names of the jaxprs.
-_INNER = dict.fromkeys((*CALLS, *REMATS, "scan", "shard_map"), ("jaxpr", "call_jaxpr")) | {
-    "cond": ("branches",),
-    "while": ("body_jaxpr",),
-}
 
 
 class Use(NamedTuple):
@@ -144,7 +139,7 @@ def _uses(
         found = [of(v) for v in eqn.invars]
         if all(origin is None for origin in found) or eqn.primitive.name == "stop_gradient":
             continue
-        inner = _inner(eqn)
+        inner = [jaxpr for jaxpr, _ in bodies_of(eqn)]
         for body in inner:
             theirs, outputs = _uses(body, found[len(found) - len(body.invars) :], count)
             for mine, more in zip(uses, theirs, strict=True):
@@ -182,15 +177,6 @@ def _keeps_rows(eqn: JaxprEqn, v: Any, result: Any) -> bool:
     if eqn.primitive.name in (*_LOOKUPS, "dot_general") or len(table) < 2:
         return False
     return len(rows) == len(table) and rows[1:] == table[1:] and rows[0] >= table[0]
-
-
-def _inner(eqn: JaxprEqn) -> list[Jaxpr]:
-    bodies: list[Any] = []
-    for name in _INNER.get(eqn.primitive.name, ()):
-        found = eqn.params.get(name, ())
-        bodies += found if isinstance(found, tuple) else [found]
-    jaxprs = [opened(body)[0] for body in bodies]
-    return [jaxpr for jaxpr in jaxprs if len(jaxpr.invars) <= len(eqn.invars)]
 
 
 def _is_the_same(eqn: JaxprEqn) -> bool:

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from jmask._jaxprs import CALLS, aval_of, called
+from jmask._forms import CALLS, aval_of, called, name_of, parameter
 from jmask._precision import adds_when_cast
 
 # How a value depends on operands, more from left to right: not, on arrays in an affine way, on
@@ -202,7 +202,7 @@ def _run(jaxpr: Jaxpr, consts: Sequence[_Value], inputs: Sequence[_Value]) -> li
 
 
 def _equation(eqn: JaxprEqn, inputs: list[_Value]) -> list[_Value]:
-    if eqn.primitive.name in CALLS:
+    if name_of(eqn) in CALLS:
         jaxpr, consts = called(eqn)
         return _run(jaxpr, [(Known(c), _FREE) for c in consts], inputs)
     values = [value for value, _ in inputs]
@@ -221,7 +221,7 @@ def _equation(eqn: JaxprEqn, inputs: list[_Value]) -> list[_Value]:
 
 def _with_unknown(eqn: JaxprEqn, values: list[Any]) -> Known | Operand | None:
     """What an equation comes to although not all of its inputs are known."""
-    name = eqn.primitive.name
+    name = name_of(eqn)
     zero = [isinstance(value, Known) and value.is_zero() for value in values]
     nothing = Known(np.zeros((), aval_of(eqn.outvars[0]).dtype))
     if name in ("mul", "and") and any(zero):
@@ -254,7 +254,7 @@ _LINEAR = ("add", "add_any", "sub", "neg", "copy", "real", "imag", "conj")
 
 
 def _dependence(eqn: JaxprEqn, inputs: list[int]) -> int:
-    name, most = eqn.primitive.name, max(inputs, default=_FREE)
+    name, most = name_of(eqn), max(inputs, default=_FREE)
     if most in (_FREE, _OTHER) or name in _LINEAR:
         return most
     depends = [i for i, depends in enumerate(inputs) if depends]
@@ -266,6 +266,6 @@ def _dependence(eqn: JaxprEqn, inputs: list[int]) -> int:
     if name == "select_n" and 0 not in depends:
         return most
     if name == "convert_element_type":
-        adds = adds_when_cast(aval_of(eqn.invars[0]).dtype, eqn.params["new_dtype"])
+        adds = adds_when_cast(aval_of(eqn.invars[0]).dtype, parameter(eqn, "new_dtype"))
         return most if adds or most == _ARRAYS else _OTHER
     return _OTHER

@@ -1,6 +1,7 @@
 """Settings of the whole test suite."""
 
 import os
+from pathlib import Path
 
 import hypothesis
 import jax
@@ -8,10 +9,19 @@ import pytest
 
 from tests.lowered_for import lower_for
 
+ROOT = Path(__file__).parent.parent
+
 # Most of the time goes into compiling small programs, and little into running them.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 )
+
+# What was compiled once is read from files, by all processes and targets of a run, and by the
+# next run. Programs are traced and lowered anew, so changed code is compiled anew. `make clean`
+# removes them.
+jax.config.update("jax_compilation_cache_dir", str(ROOT / "build" / "compiled"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # For the tests over several devices; all others run on the first.
 jax.config.update("jax_num_cpu_devices", 8)
