@@ -1,10 +1,19 @@
 # Every target creates what it needs; `make demo` and `make test` run on a fresh machine.
-PYTHON ?= python3
+#
+# Everything runs on the newest Python and JAX that install, and the tests on the oldest that
+# pyproject.toml allows as well, and on versions between. Another interpreter for the newest:
+# `make test PYTHON=path`, after `make clean`.
+PYTHON ?= $(shell scripts/interpreter 3.13 3.12 3.11)
+PYTHON_BETWEEN ?= $(shell scripts/interpreter 3.12)
+PYTHON_OLDEST ?= $(shell scripts/interpreter 3.11)
+# torch is compared with in the version that has a small build, for CPUs: it is for Python 3.11,
+# and the newest JAX for that is 0.10.
+PYTHON_OF_TORCH ?= $(PYTHON_OLDEST)
 BIN := .venv/bin
 # Bytecode is made of what is imported: of all that is installed it takes longer than the rest.
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo sparse-linear test test-examples test-devices test-devices-exhaustive test-exhaustive test-newest test-oldest test-all test-tpu \
+.PHONY: demo sparse-linear test test-examples test-devices test-devices-exhaustive test-exhaustive test-oldest test-between test-all test-tpu \
 	test-gpu test-lowered test-torch test-wheel bench scaling lint format docs wheel clean
 
 demo: .venv/examples.stamp
@@ -48,16 +57,15 @@ test-devices-exhaustive: .venv/test.stamp .venv/examples.stamp
 test-exhaustive: .venv/test.stamp .venv/examples.stamp
 	$(BIN)/python -m pytest -n 2 -q -m "exhaustive and not devices"
 
-# The oldest versions that pyproject.toml allows, on what depends most on the version of JAX:
-# everything public once, gradients of every kind of program, buffers and devices.
+# The same tests as `make test` on the oldest versions that pyproject.toml allows, and on those
+# between them and the newest.
 test-oldest: .venv-oldest/ready.stamp
-	.venv-oldest/bin/python -m pytest -n 2 -q jmask tests/test_value_and_grad.py \
-		tests/test_several_devices.py
+	.venv-oldest/bin/python -m pytest -n 2 -q
 
-# The newest: an environment made now has them.
-test-newest: test
+test-between: .venv-between/ready.stamp
+	.venv-between/bin/python -m pytest -n 2 -q
 
-test-all: lint docs test test-examples test-devices test-devices-exhaustive test-oldest test-exhaustive test-torch test-tpu test-gpu test-lowered test-wheel
+test-all: lint docs test test-examples test-devices test-devices-exhaustive test-oldest test-between test-exhaustive test-torch test-tpu test-gpu test-lowered test-wheel
 
 # Compared with torch and FBGEMM themselves. In an environment of its own: torch is large.
 test-torch: .venv-torch/ready.stamp
@@ -129,7 +137,7 @@ clean:
 	@touch $@
 
 .venv-torch/ready.stamp: pyproject.toml
-	$(PYTHON) -m venv .venv-torch
+	$(PYTHON_OF_TORCH) -m venv .venv-torch
 	.venv-torch/bin/python $(INSTALL) -e '.[test]' torch==2.13.0
 	.venv-torch/bin/python $(INSTALL) --no-deps fbgemm-gpu-cpu==1.8.0
 	@touch $@
@@ -156,9 +164,13 @@ OLDEST := 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))[
 	print(*(wanted.replace(">=", "==") for wanted in project["dependencies"]))'
 
 .venv-oldest/ready.stamp: pyproject.toml
-	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python $(INSTALL) -e . $$($(PYTHON) -c $(OLDEST)) \
-		hypothesis pytest pytest-xdist
+	$(PYTHON_OLDEST) -m venv .venv-oldest
+	.venv-oldest/bin/python $(INSTALL) -e '.[test,examples]' $$($(PYTHON_OLDEST) -c $(OLDEST))
+	@touch $@
+
+.venv-between/ready.stamp: pyproject.toml
+	$(PYTHON_BETWEEN) -m venv .venv-between
+	.venv-between/bin/python $(INSTALL) -e '.[test,examples]' 'jax==0.11.*' 'jaxlib==0.11.*'
 	@touch $@
 
 OF_THIS_JAXLIB := 'from importlib.metadata import version; jaxlib = version("jaxlib"); \

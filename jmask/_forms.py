@@ -339,10 +339,11 @@ def _is_known(form: Form, eqn: JaxprEqn) -> bool:
 
 def what_is_unknown(eqn: JaxprEqn) -> str | None:
     """Of an equation whose form is not known, a sentence that says so; None of others."""
-    name = name_of(eqn)
-    if name == eqn.primitive.name:
+    name = eqn.primitive.name
+    if name_of(eqn) == name:
         return None
-    return f"JAX gives `{name}` a form that this version of jmask does not know"
+    given = ", ".join(sorted(eqn.params)) or "none"
+    return f"this version of jmask does not know `{name}` with these parameters: {given}"
 
 
 def parameter(eqn: JaxprEqn, name: str) -> Any:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmask._cotangents import Rows, refuse, trial
 from jmask._explicit_sharding import varying_axes
@@ -32,26 +32,15 @@ from jmask._forms import (
     branches_of,
     called,
     is_recomputed_apart,
-    name_of,
     scan_of,
 )
-from jmask._gradient_program import Flags, Interpreter, Outputs, Rule, Values
+from jmask._gradient_program import Flags, Interpreter, Outputs, Rule, Values, makes_rows
 from jmask._row_pattern import Entries
-
-_ROW_MAKERS = ("scatter-add", "dynamic_update_slice", "pad", "bcoo_dot_general")
-
-
-def _makes_rows(jaxpr: Jaxpr) -> bool:
-    return any(
-        name_of(eqn) in _ROW_MAKERS
-        or any(_makes_rows(inner) for inner in jaxprs_in_params(eqn.params))
-        for eqn in jaxpr.eqns
-    )
 
 
 def nothing_to_do(jaxpr: Jaxpr, inputs: Sequence[Any]) -> bool:
     """Whether an equation that runs `jaxpr` may be run as it is."""
-    return not _makes_rows(jaxpr) and not any(isinstance(x, Rows) for x in inputs)
+    return not any(map(makes_rows, jaxpr.eqns)) and not any(isinstance(x, Rows) for x in inputs)
 
 
 # --- calls -------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
 from jmask._cotangents import Filled, Rows
 from jmask._explicit_sharding import varying_like
@@ -36,6 +36,8 @@ from jmask._gather import Gather
 # The user's line in a fallback warning must not be a line of this library.
 source_info_util.register_exclusion(str(Path(__file__).parent))
 
+
+_ROW_MAKERS = ("scatter-add", "dynamic_update_slice", "pad", "bcoo_dot_general")
 
 Flags = Sequence[bool]
 Values = Sequence[Any]
@@ -147,6 +149,8 @@ class Interpreter:
         self, eqn: JaxprEqn, arguments: list[Any], wanted: list[bool]
     ) -> list[Any]:
         rule = self.rules.get(name_of(eqn))
+        if any(wanted):
+            report_unknown(eqn, wanted)
         if rule is not None and any(wanted):
             outputs = rule.apply(eqn, arguments, wanted, self)
             if outputs is not None:
@@ -182,12 +186,11 @@ class Interpreter:
         if not isinstance(value, Rows | Filled):
             return value
         if isinstance(value, Rows) and value.looked_up:
-            reason = what_is_unknown(eqn) or f"`{eqn.primitive.name}` has no row-sparse form"
-            report_dense(value, eqn, reason)
+            report_dense(value, eqn, f"`{eqn.primitive.name}` has no row-sparse form")
         return value.todense()
 
 
-def report_dense(value: Rows, eqn: JaxprEqn, reason: str) -> None:
+def report_dense(value: Any, eqn: JaxprEqn, reason: str) -> None:
     """Say that a row-sparse gradient became dense, why, and at which line of user code."""
     size = math.prod(value.shape) * jnp.dtype(value.dtype).itemsize
     report_fallback(
@@ -196,6 +199,24 @@ def report_dense(value: Rows, eqn: JaxprEqn, reason: str) -> None:
         place_of(eqn),
         tuple(value.shape),
     )
+
+
+def makes_rows(eqn: JaxprEqn, shape: tuple[int, ...] | None = None) -> bool:
+    """Whether an equation or what it runs writes rows, of arrays of this shape if given."""
+    if eqn.primitive.name in _ROW_MAKERS:
+        return shape is None or aval_of(eqn.outvars[0]).shape == shape
+    inner = jaxprs_in_params(eqn.params)
+    return any(makes_rows(e, shape) for jaxpr in inner for e in jaxpr.eqns)
+
+
+def report_unknown(eqn: JaxprEqn, wanted: Flags) -> None:
+    """Say which gradients become dense since JAX gives an equation a form that is not known."""
+    reason = what_is_unknown(eqn)
+    if reason is None:
+        return
+    for v, is_wanted in zip(eqn.outvars, wanted, strict=True):
+        if is_wanted and makes_rows(eqn, aval_of(v).shape):
+            report_dense(aval_of(v), eqn, reason)
 
 
 def place_of(eqn: JaxprEqn) -> Place | None:

@@ -75,7 +75,7 @@ def _entries(values: Any, valid: Any, indent: int) -> str:
         values, valid = (_edges(a, int(axis), edge) for a in (values, valid))
     words = _words(np.asarray(values), np.asarray(valid))
     gaps = [edge if is_cut else None for is_cut in cut]
-    return _nested(words, gaps, indent, options["linewidth"])
+    return _nested(words, gaps, indent, int(options["linewidth"]))
 
 
 def _edges(x: Any, axis: int, edge: int) -> Any:
