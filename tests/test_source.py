@@ -1,6 +1,8 @@
 """Rules about the source itself."""
 
 import ast
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,29 @@ def test_public_functions_have_examples(path):
         if f"from jmask.{path.stem} import {node.name} as" in init:
             doc = ast.get_docstring(node) or ""
             assert ">>>" in doc or "Warning" in node.name, f"{node.name} has no example"
+
+
+def test_supported_versions_are_the_same_everywhere():
+    """The classifiers, the interpreters that make looks for, and the README."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = [re.fullmatch(r".*Python :: (3\.\d+)", x) for x in project["classifiers"]]
+    versions = [match[1] for match in found if match]
+    (line,) = re.findall(
+        r"^PYTHON \?= .*interpreter (.*)\)$", (ROOT / "Makefile").read_text(), re.M
+    )
+    assert versions[::-1] == line.split()
+    assert project["requires-python"] == f">={versions[0]}"
+    rows = re.findall(r"^\| \w+ \| (3\.\d+) \|", (ROOT / "README.md").read_text(), re.M)
+    assert rows == versions[::-1]
+
+
+def test_parameters_of_equations_are_read_in_one_place():
+    """All that depends on how JAX writes programs is in `_forms`."""
+    for path in SOURCES:
+        if path.name != "_forms.py":
+            assert not re.search(
+                r"\b(eqn|twin|equation)\.params(\[|\.get)", path.read_text()
+            ), path
 
 
 def test_import_does_not_need_extras():
