@@ -1,5 +1,8 @@
 """Sparse and masked tensors for JAX."""
 
+from jmask import _masked_at as _masked_at  # these three install methods
+from jmask import _printing as _printing
+from jmask import _row_index as _row_index
 from jmask import nn as nn
 from jmask import numpy as numpy
 from jmask import sparsecore as sparsecore

@@ -20,10 +20,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
+from jmask._elementwise import elementwise
 from jmask._fallback import report_fallback
 from jmask._masked_tensor import MaskedTensor
 from jmask._products import dot as _sparse_dot
 from jmask._storage import as_dense, is_sparse, stored_values, with_stored_values
+
+_add = elementwise(jnp.add)
 
 
 def matmul(x: Any, y: Any) -> Any:
@@ -91,9 +94,7 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
     product = einsum("...k,mk->...m", x, weight)
     if bias is None:
         return product
-    from jmask.numpy import add
-
-    return add(product, bias)
+    return _add(product, bias)
 
 
 def _product(dense_product: Any, x: Any, y: Any) -> Any:

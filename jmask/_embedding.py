@@ -32,6 +32,7 @@ from jmask._embedding_ids import (
 from jmask._explicit_sharding import flat, placed_like
 from jmask._gather import Gather
 from jmask._max_norm import Bound, bounded, checked_bound
+from jmask._methods import install
 from jmask._row_sparse import RowSparse
 from jmask._stored_table import StoredTable, looked_up
 
@@ -157,3 +158,6 @@ def _missing(dtype: Any) -> np.ndarray:
 def over_rows(x: jax.Array, ndim: int) -> jax.Array:
     """An array of entries, with dimensions of size 1 for those of the rows."""
     return x.reshape(x.shape + (1,) * (ndim - x.ndim))
+
+
+install(lookup=embedding_lookup)

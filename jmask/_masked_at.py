@@ -19,6 +19,7 @@ from jmask._elementwise import elementwise
 from jmask._masked_index import getitem, has_masked, known_places
 from jmask._masked_moves import data_of, dense, joined, masked_of
 from jmask._masked_tensor import MaskedTensor
+from jmask._methods import install
 
 
 class At:
@@ -126,3 +127,6 @@ class Positions:
 
 def _ones_where(masked: jax.Array, values: jax.Array) -> jax.Array:
     return jnp.where(masked, jnp.ones_like(values, shape=()), values)
+
+
+install(masked_at=At)

@@ -16,6 +16,7 @@ import numpy as np
 
 from jmask._masked_moves import data_of, dense, joined, masked_of
 from jmask._masked_tensor import MaskedTensor
+from jmask._methods import install
 
 
 def getitem(x: MaskedTensor, index: Any) -> MaskedTensor:
@@ -90,3 +91,6 @@ def _place(part: Any, size: int, clip: bool) -> Any:
     if clip:
         place = jnp.clip(jnp.where(place < 0, place + size, place), 0, max(size - 1, 0))
     return jnp.where(masked_of(part), size, place)
+
+
+install(masked_getitem=getitem)

@@ -19,6 +19,7 @@ import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._masked_tensor import MaskedTensor, as_masked_tensor
+from jmask._methods import install
 from jmask._row_sparse import RowSparse
 from jmask._row_sparse_checks import checked_capacity, fit_or_poison
 from jmask._rows import gather_rows
@@ -243,3 +244,6 @@ def _assembled_rows(x: MaskedTensor, nse: int | None) -> MaskedTensor:
     values = fit_or_poison(values, starts.sum(), nse, min(rows, first.shape[0]))
     storage = RowSparse.of_rows(ids, values, x.shape, coalesced=True)
     return MaskedTensor.tree_unflatten(None, (storage, valid))
+
+
+install(to_coo=to_coo, to_csr=to_csr, to_row_sparse=to_row_sparse, to_numpy_ma=to_numpy_ma)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._masked_methods import MaskedMethods
+from jmask._methods import MaskedMethods, call
 from jmask._storage import (
     Storage,
     is_entry,
@@ -154,11 +154,6 @@ class MaskedTensor(MaskedMethods):
     def __iter__(self) -> Iterator["MaskedTensor"]:
         return (self[i] for i in range(len(self)))
 
-    def __repr__(self) -> str:
-        from jmask._masked_print import representation
-
-        return representation(self)
-
     def __float__(self) -> float:
         return float(self._number())
 
@@ -224,15 +219,11 @@ class MaskedTensor(MaskedMethods):
             nse: the number of stored entries, static; the exact number by default, which
                 needs a concrete mask.
         """
-        from jmask._masked_storage import to_coo
-
-        return to_coo(self, nse)
+        return call("to_coo", self, nse)
 
     def to_sparse_csr(self, nse: int | None = None) -> "MaskedTensor":
         """The same tensor on compressed row (BCSR) storage; arguments as `to_sparse`."""
-        from jmask._masked_storage import to_csr
-
-        return to_csr(self, nse)
+        return call("to_csr", self, nse)
 
     def to_row_sparse(self, nse: int | None = None) -> "MaskedTensor":
         """The same tensor on row-sparse storage: rows with a valid entry are stored.
@@ -241,9 +232,7 @@ class MaskedTensor(MaskedMethods):
             nse: the number of stored rows, static; the exact number by default, which
                 needs a concrete mask.
         """
-        from jmask._masked_storage import to_row_sparse
-
-        return to_row_sparse(self, nse)
+        return call("to_row_sparse", self, nse)
 
     def astype(self, dtype: Any) -> "MaskedTensor":
         """The tensor with its data cast to `dtype`."""

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmask._fallback import report_fallback
+from jmask._methods import install
 from jmask._row_ids import widen
 from jmask._row_sparse import RowSparse
 
@@ -185,3 +186,6 @@ def _columns(x: RowSparse, rest: tuple[Any, ...]) -> RowSparse:
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     shape = jax.eval_shape(lambda a: a[key], like).shape
     return RowSparse.tree_unflatten((shape, x.coalesced), (x.index_leaf, x.values[key]))
+
+
+install(row_getitem=getitem)

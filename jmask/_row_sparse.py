@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmask._coalesce import coalesce_rows
+from jmask._methods import RowSparseMethods
 from jmask._precision import adds_when_cast
 from jmask._row_ids import canonical, hide, id_dtype, is_opaque, reveal, widen
 from jmask._row_sparse_checks import (
@@ -36,7 +37,6 @@ from jmask._row_sparse_checks import (
     refuse_plain_ids,
     shape_that_fits,
 )
-from jmask._row_sparse_methods import RowSparseMethods
 from jmask._rows import add_rows, gather_rows
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from jmask._gather import Gather
-from jmask._methods import method
+from jmask._methods import call, method
 from jmask._row_sparse import RowSparse, is_row_sparse
 from jmask._rows import gather_rows, set_rows
 
@@ -84,16 +84,14 @@ class StoredTable(abc.ABC):
                 f"`ids` must be integers, got {ids!r}: a {type(self).__name__} is indexed by "
                 "row ids alone. For anything else use its array, `table.todense()`."
             )
-        from jmask._embedding import embedding_lookup
-
-        return embedding_lookup(self, ids)
+        return call("lookup", self, ids)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
             raise ValueError(f"`copy`=False: a {type(self).__name__} is no array to share.")
         return np.asarray(self.todense(), dtype)
 
-    __treescope_repr__ = method("_treescope", "rendering")
+    __treescope_repr__ = method("rendering")
 
     def __repr__(self) -> str:
         try:

@@ -172,6 +172,9 @@ from jmask._masked_shape import vstack as vstack
 from jmask._masked_shape import where as where
 from jmask._masked_shape import zeros_like as zeros_like
 
+# What the operators and methods of tensors are.
+from jmask._methods import install as _install
+
 # Reductions.
 from jmask._order_reductions import all as all
 from jmask._order_reductions import amax as amax
@@ -194,3 +197,5 @@ from jmask._reductions import prod as prod
 from jmask._reductions import std as std
 from jmask._reductions import sum as sum
 from jmask._reductions import var as var
+
+_install(**{name: x for name, x in globals().items() if callable(x) and name[0] != "_"})

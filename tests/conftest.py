@@ -19,7 +19,8 @@ os.environ["XLA_FLAGS"] = (
 # What was compiled once is read from files, by all processes and targets of a run, and by the
 # next run. Programs are traced and lowered anew, so changed code is compiled anew. `make clean`
 # removes them.
-jax.config.update("jax_compilation_cache_dir", str(ROOT / "build" / "compiled"))
+if jax.config.jax_compilation_cache_dir is None:
+    jax.config.update("jax_compilation_cache_dir", str(ROOT / "build" / "compiled"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
