@@ -73,8 +73,8 @@ def assert_rows(new, dense, old, gradient, name):
     np.testing.assert_array_equal(new[others], old[others], err_msg=name)
 
 
-def check_step(inner, gradient, state, params, wrap, **extra):
-    """One lazy step against one dense step from the same place; returns the lazy one."""
+def steps_of(inner, wrap, **extra):
+    """The lazy and the dense step of a transformation, each to be compiled once."""
     lifted = jmask.lazy(inner)
     inner = optax.with_extra_args_support(inner)
 
@@ -82,13 +82,18 @@ def check_step(inner, gradient, state, params, wrap, **extra):
         updates, state = lifted.update(gradient, state, params, **extra)
         return optax.apply_updates(params, updates), state, updates
 
-    new, new_state, updates = wrap(lazy_step)(gradient, state, params)
-
     def dense_step(gradient, state, params):
         updates, state = inner.update(gradient, state, params, **extra)
         return optax.apply_updates(params, updates), state
 
-    dense, dense_state = wrap(dense_step)(densified(gradient), state, params)
+    return wrap(lazy_step), wrap(dense_step)
+
+
+def check_step(steps, gradient, state, params):
+    """One lazy step against one dense step from the same place; returns the lazy one."""
+    lazy_step, dense_step = steps
+    new, new_state, updates = lazy_step(gradient, state, params)
+    dense, dense_state = dense_step(densified(gradient), state, params)
 
     assert jax.tree.structure(new_state) == jax.tree.structure(state)
     for name in SHAPES:
@@ -134,9 +139,9 @@ def test_equals_the_dense_update_on_touched_rows(name, wrap):
     dense = optax.with_extra_args_support(inner)
     updates, state = dense.update(random_tree(5), state, params, **extra)
     params = optax.apply_updates(params, updates)
+    steps = steps_of(inner, wrap, **extra)
     for seed in (1, 2):
-        gradient = random_gradient(seed)
-        params, state = check_step(inner, gradient, state, params, wrap, **extra)
+        params, state = check_step(steps, random_gradient(seed), state, params)
     # And back to dense gradients.
     dense.update(random_tree(6), state, params, **extra)
 
