@@ -43,7 +43,7 @@ def gather_rows(table: jax.Array, ids: jax.Array, *, coalesced: bool = False) ->
 
 
 def ids_after_reading(ids: jax.Array, rows: jax.Array) -> jax.Array:
-    """The ids (n,), which XLA takes to depend on rows (n, *row) of this table.
+    """The ids (n,), which XLA takes to depend on what was read: rows (n, *row), or a number.
 
     It does not order a read before a write at the same place by itself: if nothing that is
     written depends on what is read, it reads from a copy of the whole table.
@@ -51,7 +51,8 @@ def ids_after_reading(ids: jax.Array, rows: jax.Array) -> jax.Array:
     bits = BITS.get(rows.dtype.itemsize)
     if bits is None or not rows.size or explicit_sharding(ids, rows) is not None:
         return ids
-    entry = lax.stop_gradient(rows).reshape(rows.shape[0], -1)[:, 0]
+    entry = lax.stop_gradient(rows)
+    entry = entry.reshape(rows.shape[0], -1)[:, 0] if rows.ndim else entry
     read = zero_of(lax.bitcast_convert_type(entry, bits)).astype(ids.dtype)
     return jnp.add(*varying_alike(ids, read))
 

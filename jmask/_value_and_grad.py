@@ -18,12 +18,15 @@ import numpy as np
 
 from jmask._array_leaves import KEEP_ARRAYS, abstract_leaf, leaf_name, not_an_array
 from jmask._cotangents import Filled, Rows
+from jmask._explicit_sharding import varying_axes
 from jmask._fallback import Fallback, muted, refined, report_fallback
 from jmask._gradient_collectives import COLLECTIVE_RULES
 from jmask._gradient_control_flow import CONTROL_FLOW_RULES
 from jmask._gradient_program import Interpreter
 from jmask._gradient_rules import EQUATION_RULES
 from jmask._loss_function import argument_name, checked_loss
+from jmask._row_sparse import RowSparse, is_row_sparse
+from jmask._rows import ids_after_reading
 from jmask._stored_table import is_stored_table
 from jmask._table_uses import refined_report, unreported
 from jmask._tap import is_tensor
@@ -77,19 +80,37 @@ def value_and_grad(
         {'scale': Array(6., dtype=float32), 'table': RowSparse(float32[1000, 2], nse=3)}
     """
 
-    if not callable(fun):
-        raise TypeError(
-            f"`fun` must be a function, got {type(fun).__name__}: write "
-            "jmask.value_and_grad(loss_fn)(params, batch)."
-        )
+    _check_function(fun)
 
     @functools.wraps(fun, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def value_and_grad_of_fun(*args: Any, **kwargs: Any) -> Any:
         numbers = _positions(argnums, args)
         value, gradients = value_and_gradients(fun, numbers, has_aux, args, kwargs)
+        gradients = _after_reading(value[0] if has_aux else value, gradients)
         return value, gradients if isinstance(argnums, Sequence) else gradients[0]
 
     return value_and_grad_of_fun
+
+
+def _after_reading(value: Any, gradients: Any) -> Any:
+    """Gradients whose ids XLA takes to depend on the value of the loss.
+
+    So all that the value needs of a table is read before the table is written. Where nothing
+    else orders the two (in a linear loss, or where XLA fuses the lookup into the loss a second
+    time, as it does for GPUs), it would read from a copy of the whole table.
+    """
+
+    def ordered(gradient: Any) -> Any:
+        ids = gradient.indices if is_row_sparse(gradient) else None
+        if not isinstance(ids, jax.core.Tracer) or varying_axes(value) - varying_axes(ids):
+            return gradient
+        read = ids_after_reading(ids, value)
+        kind = {"coalesced": gradient.coalesced}
+        return RowSparse.of_rows(read, gradient.values, gradient.shape, **kind)
+
+    if not isinstance(value, jax.core.Tracer):
+        return gradients
+    return jax.tree.map(ordered, gradients, is_leaf=is_row_sparse)
 
 
 def grad(
@@ -109,11 +130,13 @@ def grad(
         >>> jmask.grad(lambda t: jnp.sum(t[jnp.array([1, 1])] ** 2))(jnp.ones((3, 2)))
         RowSparse(float32[3, 2], nse=2)
     """
-    both = value_and_grad(fun, argnums, has_aux)
+    _check_function(fun)
 
-    @functools.wraps(both)
+    @functools.wraps(fun, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def grad_of_fun(*args: Any, **kwargs: Any) -> Any:
-        value, gradient = both(*args, **kwargs)
+        numbers = _positions(argnums, args)
+        value, gradients = value_and_gradients(fun, numbers, has_aux, args, kwargs)
+        gradient = gradients if isinstance(argnums, Sequence) else gradients[0]
         return (gradient, value[1]) if has_aux else gradient
 
     return grad_of_fun
@@ -274,6 +297,14 @@ def _finished(result: Any) -> Any:
 
 def _dense(result: Any) -> Any:
     return result.todense() if isinstance(result, Rows | Filled) else result
+
+
+def _check_function(fun: Any) -> None:
+    if not callable(fun):
+        raise TypeError(
+            f"`fun` must be a function, got {type(fun).__name__}: write "
+            "jmask.value_and_grad(loss_fn)(params, batch)."
+        )
 
 
 def _positions(argnums: int | Sequence[int], args: tuple[Any, ...]) -> tuple[int, ...]:

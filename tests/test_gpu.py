@@ -22,7 +22,7 @@ import jmask
 from benchmarks.collectives import collectives
 from jmask import _fused_update
 from tests.compiled_step import IN_PLACE, Step, rounds_of_loops, whole_table_operations
-from tests.test_in_place import COPYING, OPTIMIZERS, STEPS
+from tests.test_in_place import OPTIMIZERS, STEPS
 
 pytestmark = pytest.mark.gpu
 
@@ -75,7 +75,7 @@ WIDE = {
     ),
 }
 
-ALL_STEPS = {**STEPS, **COPYING, **WIDE}
+ALL_STEPS = {**STEPS, **WIDE}
 
 # How often the loops of a step run: the scan of a loss, forwards and backwards, and the only
 # round of a step that is taken or not.
@@ -179,7 +179,8 @@ def test_control_without_donation_tables_are_copied() -> None:
 
 
 def test_control_a_scatter_of_several_tables_is_a_loop_over_rows() -> None:
-    """Why the one pass is not given to GPUs: where this fails, it may be."""
+    """Why the one pass is not given to GPUs. Since JAX 0.12 XLA makes one kernel of it, in place;
+    they get it when that kernel has been run on one."""
     tables = [jax.ShapeDtypeStruct((ROWS, 16), jnp.float32, sharding=gpu("H100"))] * 2
     ids = jax.ShapeDtypeStruct((512,), jnp.int32, sharding=gpu("H100"))
     rows = jax.ShapeDtypeStruct((512, 16), jnp.float32, sharding=gpu("H100"))
@@ -189,4 +190,7 @@ def test_control_a_scatter_of_several_tables_is_a_loop_over_rows() -> None:
         return _fused_update._scattered(tables, ids, [grad], program, False)
 
     compiled = jax.jit(update, donate_argnums=0).lower(tables, ids, rows).compile()
-    assert rounds_of_loops(compiled) == [512]
+    one_kernel = jax.__version_info__ >= (0, 12)
+    assert rounds_of_loops(compiled) == ([] if one_kernel else [512])
+    if one_kernel:
+        assert compiled.memory_analysis().temp_size_in_bytes == 0
