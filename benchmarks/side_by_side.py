@@ -7,7 +7,7 @@ so that the ratio of two of them in one round means something where a time does 
 import io
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +37,17 @@ def alternate(
             if number >= warm_up:
                 seconds[name].append(taken)
     return {name: np.array(times) for name, times in seconds.items()}
+
+
+def mean_of_steps(run: Callable[[Any], Any], inputs: Sequence[Any], pause: float) -> float:
+    """The seconds of a step in a turn of several, of which the first does not count.
+
+    Training makes one step after the other, and the first finds threads asleep and caches that
+    others have filled. After the turn comes a pause of so many seconds.
+    """
+    seconds = [seconds_of(run, x) for x in inputs]
+    time.sleep(pause)
+    return float(np.mean(seconds[1:]))
 
 
 def seconds_of(run: Callable[[Any], Any], x: Any) -> float:
