@@ -160,8 +160,11 @@ def main() -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     bench.report.show(None)
-    bench.report.save_markdown(folder / "bench.md")
     contents = bench.contents()
+    versions = [
+        f"{name} {version}" for name, version in contents["versions"].items() if version
+    ]
+    bench.report.save_markdown(folder / "bench.md", f"With {'; '.join(versions)}.")
     (folder / "bench.json").write_text(json.dumps(contents, indent=1) + "\n")
     save_plots(bench.measured, folder)
     for who, reason in bench.missing.items():

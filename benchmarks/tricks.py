@@ -12,10 +12,12 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+
 from jmask import _fused_update, _gather, _products, _row_rule
 
 # The name in a `works.Task`: what holds the decision, its name there, and what it is without.
-_TRICKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+TRICKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "fast gather": (_gather.Gather, "is_slow_copy", lambda *_: False),
     # Equal ids are then found by sorting.
     "hashing": (
@@ -26,6 +28,8 @@ _TRICKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "whole small tables": (_row_rule, "is_crowded", lambda *_: False),
     "kernel for CSR": (_products, "suits_kernel", lambda *_: False),
 }
+# What is jitted inside jmask is traced once for each name, and not taken from a cache.
+_traced_without = jax.make_user_context("")
 
 
 @contextlib.contextmanager
@@ -34,10 +38,11 @@ def left_out(name: str) -> Iterator[None]:
     if not name:
         yield
         return
-    holder, decision, otherwise = _TRICKS[name]
+    holder, decision, otherwise = TRICKS[name]
     usual = getattr(holder, decision)
     setattr(holder, decision, otherwise)
     try:
-        yield
+        with _traced_without(name):
+            yield
     finally:
         setattr(holder, decision, usual)
