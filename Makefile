@@ -94,10 +94,12 @@ scaling: .venv-accelerators/ready.stamp
 	.venv-accelerators/bin/python $(INSTALL) 'rich>=13'
 	$(AHEAD_OF_TIME) PYTHONPATH=. .venv-accelerators/bin/python benchmarks/scaling.py
 
-# Beside torch, FBGEMM, TensorFlow, optax and a C loop, and MXNet with an interpreter that has
-# it: `make bench BENCH="--mxnet-python PATH"`. `make bench BENCH=--quick`: under two minutes.
-bench: .venv-bench/ready.stamp .venv-bench-tf/ready.stamp
-	.venv-bench/bin/python benchmarks/bench.py \
+# Beside optax, a C loop, and torch, FBGEMM and TensorFlow, which are processes of their own, and
+# MXNet with an interpreter that has it: `make bench BENCH="--mxnet-python PATH"`.
+# `make bench BENCH=--quick`: about three minutes.
+bench: .venv/examples.stamp .venv-bench-torch/ready.stamp .venv-bench-tf/ready.stamp
+	$(BIN)/python benchmarks/bench.py $(foreach who,torch fbgemm, \
+		--$(who)-python .venv-bench-torch/bin/python) \
 		--tensorflow-python .venv-bench-tf/bin/python $(BENCH)
 
 # The documentation, in build/site; every warning is an error.
@@ -142,14 +144,14 @@ clean:
 	.venv-torch/bin/python $(INSTALL) --no-deps fbgemm-gpu-cpu==1.8.0
 	@touch $@
 
-.venv-bench/ready.stamp: pyproject.toml
-	$(PYTHON) -m venv .venv-bench
-	.venv-bench/bin/python $(INSTALL) -e '.[examples]' torch==2.13.0
-	.venv-bench/bin/python $(INSTALL) --no-deps fbgemm-gpu-cpu==1.8.0
-	@touch $@
+# Environments of their own, since the benchmark does not need them: what does not install is
+# left out, and the next run tries again.
+.venv-bench-torch/ready.stamp:
+	{ $(PYTHON_OF_TORCH) -m venv .venv-bench-torch && \
+		.venv-bench-torch/bin/python $(INSTALL) numpy torch==2.13.0 && \
+		.venv-bench-torch/bin/python $(INSTALL) --no-deps fbgemm-gpu-cpu==1.8.0 && \
+		touch $@; } || echo 'torch and FBGEMM do not install here: going on without them'
 
-# An environment of its own, since the benchmark does not need it: where TensorFlow does not
-# install it is left out, and the next run tries again.
 .venv-bench-tf/ready.stamp:
 	{ $(PYTHON) -m venv .venv-bench-tf && \
 		.venv-bench-tf/bin/python $(INSTALL) tensorflow-cpu==2.21.0 && touch $@; } || \

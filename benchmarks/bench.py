@@ -1,7 +1,7 @@
 """jmask beside its peers and beside the limit, in alternating rounds of one invocation.
 
-    make bench                                         about ten minutes on two cores
-    make bench BENCH=--quick                           under two minutes
+    make bench                                         about twenty minutes on two cores
+    make bench BENCH=--quick                           about three minutes
     make bench BENCH="--mxnet-python PATH"             with an interpreter that has MXNet 1.9
 
 `works.py` is the table of what is measured. A line of the report reads: this work takes jmask
@@ -10,6 +10,7 @@ the rounds in parentheses. In each round everybody makes some steps, one after t
 1 jmask is faster. Where there is a goal the ratio should not be above it. In particular
 
     a library          the same work, on the same ids, to the same loss
+    jmask, without ... one of the ways around what XLA does slowly on CPUs: below 1 it pays
     C loop             the update alone beside what is possible: 1 is the limit of one core
     memory copy        the update alone beside a copy of as many bytes
     jmask, V = ...     what a larger table, a larger batch or hot rows cost: 1 is nothing
@@ -35,18 +36,17 @@ from pathlib import Path
 import numpy as np
 from batches import batches
 from c_loop import copy_bandwidth
-from contenders import WORKERS, build
+from contenders import WORKERS, Contender, RemoteContender, build
 from other_interpreter import Interpreter
 from plots import Seconds, curves, save_plots
 from rich.progress import track
-from side_by_side import Report, alternate, seconds_of
+from side_by_side import Report, alternate, mean_of_steps
 from works import GOALS, REFERENCE, Comparison, Task, comparisons, opponent, title
 
 RESULTS = Path(__file__).parent / "results"
 _SIZES = f"V = {REFERENCE.rows:,}, D = {REFERENCE.width}, n = {REFERENCE.lookups:,} uniform ids"
 
-# Rounds that do not count, and steps of a turn, of which the first does not: training makes one
-# step after the other, and the first finds threads asleep and caches that others have filled.
+# Rounds that do not count, and steps of a turn.
 _WARM_UP = 1
 _STEPS = 4
 
@@ -65,7 +65,7 @@ class Bench:
     def measure(self, comparison: Comparison) -> None:
         ours, count = comparison.ours, comparison.rounds + _WARM_UP
         if comparison.is_large:
-            # TensorFlow keeps what it has freed to itself.
+            # They keep what they have freed to themselves.
             for interpreter in self._interpreters.values():
                 interpreter.close()
         with contextlib.ExitStack() as stack:
@@ -98,7 +98,8 @@ class Bench:
         Not optax, whose dense updates also move the rows that are not in the batch.
         """
         for task, loss in losses.items():
-            same_work = replace(task, who=ours.who) == ours and task.who != "optax"
+            how = {"who": ours.who, "pages": ours.pages, "without": ours.without}
+            same_work = replace(task, **how) == ours and task.who != "optax"
             if not same_work or losses[ours] is None:
                 continue
             # Sums of millions of float32 differ in the third digit.
@@ -107,11 +108,10 @@ class Bench:
 
     def contents(self) -> dict:
         """What goes into the JSON file."""
-        packages = ("jax", "optax", "torch", "fbgemm-gpu-cpu")
-        versions = {name: worker.version for name, worker in self._interpreters.items()}
-        for package in packages:
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                versions[package] = importlib.metadata.version(package)
+        versions: dict[str, str | None] = {"Python": platform.python_version()}
+        for package in ("jax", "jaxlib", "optax", "numpy"):
+            versions[package] = importlib.metadata.version(package)
+        versions |= {name: worker.version for name, worker in self._interpreters.items()}
         return {
             "machine": {
                 "cores": os.cpu_count(),
@@ -128,13 +128,12 @@ class Bench:
         }
 
 
-def _turns(run: Callable, task: Task, count: int) -> Callable[[int], float]:
+def _turns(run: Contender | RemoteContender, task: Task, count: int) -> Callable[[int], float]:
     """The seconds of a step in turn k."""
     ids = batches(task.ids, task.rows, task.lookups, count * _STEPS)
 
     def turn(k: int) -> float:
-        seconds = [seconds_of(run, x) for x in ids[k * _STEPS : (k + 1) * _STEPS]]
-        return float(np.mean(seconds[1:]))
+        return mean_of_steps(run, ids[k * _STEPS : (k + 1) * _STEPS], run.pause)
 
     return turn
 
@@ -161,8 +160,11 @@ def main() -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     bench.report.show(None)
-    bench.report.save_markdown(folder / "bench.md")
     contents = bench.contents()
+    versions = [
+        f"{name} {version}" for name, version in contents["versions"].items() if version
+    ]
+    bench.report.save_markdown(folder / "bench.md", f"With {'; '.join(versions)}.")
     (folder / "bench.json").write_text(json.dumps(contents, indent=1) + "\n")
     save_plots(bench.measured, folder)
     for who, reason in bench.missing.items():

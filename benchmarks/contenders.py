@@ -1,6 +1,6 @@
 """Who trains an embedding: a contender for each `works.Task`.
 
-    step = build(Task("torch", optimizer="Adagrad"), pythons={})
+    step = build(Task("optax", optimizer="Adagrad"), interpreters={})
     step(ids)           looks the rows up, sums their squares, differentiates, updates in place
     step.loss           the sum, which every contender gives back: so none can leave it out
 
@@ -14,8 +14,7 @@ import c_loop
 import jax_contenders
 import numpy as np
 import overhead
-import torch_contenders
-from other_interpreter import Interpreter
+from other_interpreter import PAUSE, Interpreter
 from works import Task
 
 # The same for all; small enough for the hottest rows of a Zipf batch to stay finite.
@@ -26,10 +25,8 @@ Step = Callable[[np.ndarray], float | None]
 _BUILDERS: dict[tuple[str, str], Callable[[Task, float], Step]] = {
     ("jmask", "step"): jax_contenders.jmask_step,
     ("jmask", "update"): jax_contenders.jmask_update,
+    ("jmask", "product"): jax_contenders.jmask_product,
     ("optax", "step"): jax_contenders.optax_step,
-    ("torch", "step"): torch_contenders.torch_step,
-    ("torch", "update"): torch_contenders.torch_update,
-    ("FBGEMM", "step"): torch_contenders.fbgemm_step,
     ("C loop", "update"): c_loop.c_update,
     ("memory copy", "update"): c_loop.memory_copy,
     ("jmask", "dispatch"): overhead.jmask_dispatch,
@@ -42,11 +39,23 @@ _BUILDERS: dict[tuple[str, str], Callable[[Task, float], Step]] = {
     ("JAX", "tracing"): overhead.jax_tracing,
 }
 # Those that live in an interpreter of their own, and the script it runs.
-WORKERS = {"TensorFlow": "tensorflow_worker.py", "MXNet": "mxnet_worker.py"}
+WORKERS = {
+    "torch": "torch_worker.py",
+    "FBGEMM": "fbgemm_worker.py",
+    "TensorFlow": "tensorflow_worker.py",
+    "MXNet": "mxnet_worker.py",
+}
 
 
 class Contender:
-    """`contender(ids)` does the work once; `close` gives its memory back."""
+    """`contender(ids)` does the work once; `close` gives its memory back.
+
+    Attributes:
+        loss: of the last step.
+        pause: seconds to wait after its turn.
+    """
+
+    pause = 0.0
 
     def __init__(self, step: Step):
         self._step: Step | None = step
@@ -63,10 +72,18 @@ class Contender:
 class RemoteContender:
     """The same in another interpreter, which tells how many seconds its step took."""
 
+    pause = PAUSE
+
     def __init__(self, interpreter: Interpreter, task: Task):
         self._interpreter = interpreter
         self.loss: float | None = None
-        interpreter.build(task.work, task.optimizer, task.rows, task.width, RATE)
+        interpreter.build(
+            work=task.work,
+            optimizer=task.optimizer,
+            rows=task.rows,
+            width=task.width,
+            rate=RATE,
+        )
 
     def __call__(self, ids: np.ndarray) -> float:
         seconds, self.loss = self._interpreter.run(ids)

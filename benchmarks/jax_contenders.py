@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental.sparse import BCSR
+from tricks import left_out
 from works import Task
 
 import jmask
@@ -58,7 +60,8 @@ def _step(tx: optax.GradientTransformation, task: Task, value_and_grad: Callable
 
     def run(ids: np.ndarray) -> float:
         nonlocal place
-        place, loss = step(place, ids)
+        with left_out(task.without):
+            place, loss = step(place, ids)
         jax.block_until_ready(place)
         return float(loss)
 
@@ -97,5 +100,22 @@ def jmask_update(task: Task, rate: float) -> Step:
     def run(ids: np.ndarray) -> None:
         nonlocal place
         place = jax.block_until_ready(update(place, ids, values))
+
+    return run
+
+
+def jmask_product(task: Task, rate: float) -> Step:
+    """X W for a matrix X in compressed rows of 100 entries."""
+    table, values = jnp.ones((task.rows, task.width)), jnp.ones(task.lookups)
+    pointers = jnp.arange(0, task.lookups + 1, 100, dtype=jnp.int32)
+
+    @jax.jit
+    def product(ids, values, table):
+        x = BCSR((values, ids, pointers), shape=(pointers.size - 1, task.rows))
+        return jmask.dot(x, table)
+
+    def run(ids: np.ndarray) -> None:
+        with left_out(task.without):
+            jax.block_until_ready(product(ids, values, table))
 
     return run

@@ -1,13 +1,13 @@
 """What a mask costs: masked arithmetic beside unmasked jax.numpy and torch.masked.
 
-    python benchmarks/masked_elementwise.py [--size 10000000] [--rounds 15]
+    python benchmarks/masked_elementwise.py [--size 10000000] [--torch-python PATH]
 
 Each operation is timed in alternating rounds on float32 arrays with half of the entries
-masked; the table shows medians and ratios with their quartiles. torch is optional.
+masked; the table shows medians and ratios with their quartiles. torch is optional, and may be
+in an interpreter of its own.
 """
 
 import argparse
-import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,60 +15,57 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from side_by_side import WARM_UP, Report, alternate
+from masked_operations import OPERATIONS, operands
+from other_interpreter import PAUSE, Interpreter
+from side_by_side import WARM_UP, Report, alternate, mean_of_steps
 
 import jmask
 import jmask.numpy as jnm
 
-OPERATIONS: dict[str, tuple[Callable, Callable, Callable]] = {
-    # (masked, unmasked, torch): the same expression in three namespaces
-    "exp(x)": (jnm.exp, jnp.exp, lambda t, x, y: t.exp(x)),
-    "sqrt(x)": (jnm.sqrt, jnp.sqrt, lambda t, x, y: t.sqrt(x)),
-    "x * x + x": (lambda x: x * x + x, lambda x: x * x + x, lambda t, x, y: x * x + x),
-    "x + y": (lambda x, y: x + y, lambda x, y: x + y, lambda t, x, y: x + y),
-    "x * y": (lambda x, y: x * y, lambda x, y: x * y, lambda t, x, y: x * y),
-    "tanh(x) / y": (
-        lambda x, y: jnm.tanh(x) / y,
-        lambda x, y: jnp.tanh(x) / y,
-        lambda t, x, y: t.tanh(x) / y,
-    ),
-}
+# Steps of a turn, of which the first does not count.
+_STEPS = 2
+
+Turn = Callable[[Any], float]
 
 
-def contenders(name: str, data: list[np.ndarray], mask: np.ndarray) -> dict[str, Callable]:
-    masked, unmasked, in_torch = OPERATIONS[name]
-    count = 2 if "y" in name else 1
-    arrays = [jnp.asarray(x) for x in data[:count]]
+def contenders(name: str, size: int, torch: Interpreter | None) -> dict[str, Turn]:
+    *data, mask = operands(size)
+    arrays = [jnp.asarray(x) for x in data]
     tensors = [jmask.masked_tensor(x, jnp.asarray(mask)) for x in arrays]
-    masked, unmasked = jax.jit(masked), jax.jit(unmasked)
-    calls: dict[str, Callable[[Any], Any]] = {
-        "jmask": lambda _: jax.block_until_ready(masked(*tensors)),
-        "jax.numpy, no mask": lambda _: jax.block_until_ready(unmasked(*arrays)),
+    masked, unmasked = (
+        jax.jit(lambda x, y, f=f: OPERATIONS[name](f, x, y)) for f in (jnm, jnp)
+    )
+    turns = {
+        "jmask": _turn(lambda _: jax.block_until_ready(masked(*tensors))),
+        "jax.numpy, no mask": _turn(lambda _: jax.block_until_ready(unmasked(*arrays))),
     }
-    with contextlib.suppress(ImportError):
-        import torch
+    if torch is not None:
+        torch.build(operation=name, size=size)
+        turns["torch.masked"] = _turn(lambda _: torch.run(np.zeros(1, np.int32))[0], PAUSE)
+    return turns
 
-        valid = torch.from_numpy(mask)
-        x, y = (torch.masked.masked_tensor(torch.from_numpy(d), valid) for d in data)
-        calls["torch.masked"] = lambda _: in_torch(torch, x, y)
-    return calls
+
+def _turn(run: Callable[[Any], Any], pause: float = 0.0) -> Turn:
+    return lambda _: mean_of_steps(run, range(_STEPS), pause)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", type=int, default=10_000_000, help="entries (10000000)")
     parser.add_argument("--rounds", type=int, default=15, help="rounds (15)")
+    parser.add_argument("--torch-python", help="an interpreter that has torch")
     parser.add_argument("--json", type=Path, help="also write the figures there")
     args = parser.parse_args()
-    rng = np.random.default_rng(0)
-    data = [rng.uniform(0.5, 2, args.size).astype(np.float32) for _ in range(2)]
-    mask = rng.random(args.size) < 0.5
+    python = args.torch_python
+    torch = Interpreter(python, "torch_masked_worker.py") if python else None
 
     report = Report("operation")
     for name in OPERATIONS:
-        calls = contenders(name, data, mask)
-        report.add(name, alternate(calls, range(args.rounds + WARM_UP)))
+        turns = contenders(name, args.size, torch)
+        report.add(name, alternate(turns, range(args.rounds + WARM_UP)))
     report.show(args.json)
+    if torch is not None:
+        torch.close()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Contenders that cannot be imported here: a worker started with a named Python.
 
     interpreter = Interpreter("~/old/bin/python", "mxnet_worker.py")
-    interpreter.build("step", "Adam", rows=1_000_000, width=64, rate=0.001)
+    interpreter.build(work="step", optimizer="Adam", rows=1_000_000, width=64, rate=0.001)
     seconds, loss = interpreter.run(ids)
 
-`worker.py` says what passes between the two processes.
+`worker.py` says what passes between the two processes. Threads of another process may go on
+waiting for work for a while after its turn, as those of torch do: `PAUSE` is for them.
 """
 
 import json
@@ -15,6 +16,9 @@ from typing import Any
 
 import numpy as np
 
+# Seconds after the turn of another process.
+PAUSE = 0.4
+
 
 class Interpreter:
     """A worker, which has one contender at a time; it starts when it is first needed.
@@ -24,7 +28,7 @@ class Interpreter:
         script: a file of this folder that calls `worker.serve`.
 
     Attributes:
-        version: of its library, once it has started.
+        version: of its library and of Python, once it has started.
     """
 
     def __init__(self, python: str, script: str):
@@ -33,8 +37,11 @@ class Interpreter:
         self._process: subprocess.Popen | None = None
         self.version: str | None = None
 
-    def build(self, work: str, optimizer: str, rows: int, width: int, rate: float) -> None:
+    def build(self, **what: Any) -> None:
         """Make the tables; those of the contender before are let go.
+
+        Args:
+            what: the arguments of the worker's `build`.
 
         Raises:
             ImportError: if the worker does not start, cannot import its library, or fails.
@@ -42,9 +49,7 @@ class Interpreter:
         if self._process is None:
             self._start()
         self.drop()
-        self._ask(
-            {"work": work, "optimizer": optimizer, "rows": rows, "width": width, "rate": rate}
-        )
+        self._ask(what)
 
     def run(self, ids: np.ndarray) -> tuple[float, float | None]:
         """Do the work once: seconds, and the loss if there is one."""

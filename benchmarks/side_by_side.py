@@ -1,4 +1,4 @@
-"""Timing side by side: alternating rounds in one process, ratios of the rounds.
+"""Timing side by side: alternating rounds, ratios of the rounds.
 
 A shared machine is slow and fast in turns. Contenders that take turns meet the same turns,
 so that the ratio of two of them in one round means something where a time does not.
@@ -7,7 +7,7 @@ so that the ratio of two of them in one round means something where a time does 
 import io
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +37,17 @@ def alternate(
             if number >= warm_up:
                 seconds[name].append(taken)
     return {name: np.array(times) for name, times in seconds.items()}
+
+
+def mean_of_steps(run: Callable[[Any], Any], inputs: Sequence[Any], pause: float) -> float:
+    """The seconds of a step in a turn of several, of which the first does not count.
+
+    Training makes one step after the other, and the first finds threads asleep and caches that
+    others have filled. After the turn comes a pause of so many seconds.
+    """
+    seconds = [seconds_of(run, x) for x in inputs]
+    time.sleep(pause)
+    return float(np.mean(seconds[1:]))
 
 
 def seconds_of(run: Callable[[Any], Any], x: Any) -> float:
@@ -126,9 +137,10 @@ class Report:
             ratios = {f"{row['work']} / {row['against']}": row["ratio"] for row in self.rows}
             path.write_text(json.dumps(ratios, indent=1) + "\n")
 
-    def save_markdown(self, path: Path) -> None:
-        """Write the table as Markdown."""
+    def save_markdown(self, path: Path, note: str = "") -> None:
+        """Write the table as Markdown, with a note above it."""
         text = io.StringIO()
         Console(file=text, width=200).print(self.table(box=box.MARKDOWN))
         lines = [line.strip() for line in text.getvalue().splitlines()]
-        path.write_text("\n".join([self._title or "", "", *filter(None, lines)]) + "\n")
+        head = [x for text in (self._title, note) if text for x in (text, "")]
+        path.write_text("\n".join([*head, *filter(None, lines)]) + "\n")

@@ -6,6 +6,8 @@ On stdin come lines of JSON, one of them followed by ids in binary; each is answ
     {"ids": 3} and 3 int32                        {"seconds": 0.0012, "loss": 12.0}
     null                                          {}        after the tables are let go
 
+The first line is whatever the worker's `build` takes; `masked_elementwise.py` has no ids.
+
 The seconds are measured here, so that what passes between the processes is not in them. Runs
 on Python 3.7 and later, for libraries that ended there; needs NumPy only.
 """
@@ -13,6 +15,7 @@ on Python 3.7 and later, for libraries that ended there; needs NumPy only.
 import gc
 import json
 import os
+import platform
 import sys
 import time
 
@@ -23,9 +26,9 @@ def serve(build, version):
     """Answer until stdin ends.
 
     Args:
-        build: (work, optimizer, rows, width, rate) -> prepare, where `prepare(ids)` gives a
-            function without arguments that does the work and returns the loss, or None for an
-            update. Only this function is timed.
+        build: what the message says, by name -> prepare, where `prepare(ids)` gives a function
+            without arguments that does the work and returns the loss, or None for an update.
+            Only this function is timed.
         version: of the library.
     """
     answers = os.fdopen(os.dup(1), "w")
@@ -34,7 +37,7 @@ def serve(build, version):
     def answer(**contents):
         print(json.dumps(contents), file=answers, flush=True)
 
-    answer(version=version)
+    answer(version=f"{version}, Python {platform.python_version()}")
     prepare = None
     for line in iter(sys.stdin.buffer.readline, b""):
         message = json.loads(line)

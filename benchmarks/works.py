@@ -51,6 +51,7 @@ _TITLES = {
     "small step": "100 jitted steps of a table of 8 x 4",
     "eager": "100 updates outside jit, a table of 8 x 4",
     "tracing": "tracing value_and_grad, 50 layers and 20 tables",
+    "product": "X W of 256 sparse rows of 100 entries, D = 16",
 }
 
 
@@ -59,7 +60,8 @@ class Task:
     """Who does what on which ids, and in which pages of memory.
 
     `ids` is one of "uniform", "Zipf" and "unique", and `pages` of "small" and "huge". XLA
-    allocates the temporaries of a step "together" or "apart".
+    allocates the temporaries of a step "together" or "apart". `without` names a way around
+    what XLA does slowly, of `tricks.py`, that is left out.
     """
 
     who: str = "jmask"
@@ -71,6 +73,7 @@ class Task:
     ids: str = "uniform"
     pages: str = "small"
     temporaries: str = "together"
+    without: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,8 @@ _DISPATCH, _SMALL_STEP, _EAGER = (
     Task(work=work, rows=8, width=4, lookups=4) for work in ("dispatch", "small step", "eager")
 )
 _TRACING = Task(work="tracing")
+_PRODUCT = Task(work="product", rows=2**22, width=16, lookups=25_600)
+_MANY = Task(lookups=100_000)
 
 # Ours / theirs that the project wants to reach; `Task` in a figure is exactly this work.
 GOALS: dict[tuple[Task, Task], float] = {
@@ -149,7 +154,7 @@ def comparisons(quick: bool, rounds: int) -> list[Comparison]:
     overhead = [_beside(x, ("optax",), rounds) for x in (_DISPATCH, _SMALL_STEP, _EAGER)]
     overhead.append(_beside(_TRACING, ("JAX",), rounds))
     found = [*steps, *dense, _beside(_DENSE, ("optax",), rounds), *updates, *hot_rows]
-    found += [*against_rows, *against_lookups, *overhead]
+    found += [*against_rows, *against_lookups, *_tricks(rounds), *overhead]
     if quick:
         return found
     # Adam on 10^7 rows of 64 is 7.7 GB: one of them at a time, beside our step on 10^6 rows.
@@ -165,6 +170,22 @@ def comparisons(quick: bool, rounds: int) -> list[Comparison]:
     return found + [c for c in _matrix(fewer) if c.theirs and c.ours not in done]
 
 
+def _tricks(rounds: int) -> list[Comparison]:
+    """What each way around XLA gains."""
+    in_huge_pages = Task(rows=4_000_000, pages="huge")
+    found = [Comparison(in_huge_pages, (replace(in_huge_pages, pages="small"),), rounds)]
+    for ours, names in (
+        (REFERENCE, ("fast gather", "hashing")),
+        (_MANY, ("fast gather", "hashing")),
+        (Task(rows=1_000), ("whole small tables",)),
+        (_DENSE, ("whole small tables",)),
+        (_PRODUCT, ("kernel for CSR",)),
+    ):
+        theirs = tuple(replace(ours, without=name) for name in names)
+        found.append(Comparison(ours, theirs, rounds))
+    return [*found, Comparison(replace(_MANY, temporaries="apart"), (_MANY,), rounds)]
+
+
 def _matrix(rounds: int) -> list[Comparison]:
     moves: list[dict[str, int]] = [
         {"width": 16},
@@ -178,12 +199,12 @@ def _matrix(rounds: int) -> list[Comparison]:
     found = []
     for optimizer in OPTIMIZERS:
         for move in moves:
-            # What lives in this process only, where tables are large.
+            # Not all of them at once where tables are large.
             peers = _PEERS[:2] if move.get("rows") == 10_000_000 else _PEERS
             found.append(_beside(Task(optimizer=optimizer, **move), peers, rounds))
             update = replace(_UPDATE, optimizer=optimizer, **move)
             found.append(_beside(update, ("C loop",), rounds))
-        large = Task(optimizer=optimizer, lookups=100_000)
+        large = replace(_MANY, optimizer=optimizer)
         found.append(_beside(replace(large, temporaries="apart"), _PEERS, rounds, large))
     return found
 
@@ -215,6 +236,7 @@ def _differences(task: Task, usual: Task) -> list[str]:
         "ids": "{} ids",
         "pages": "{} pages",
         "temporaries": "temporaries {}",
+        "without": "without {}",
     }
     return [
         symbols[field.name].format(getattr(task, field.name))

@@ -3,7 +3,7 @@
     ids    [4, 1, 4, V]            ids    [4, 1, V, V]
     values [a, b, c, -]     ->     values [a + c, b, -, -]
 
-What `_coalesce` does by sorting, without the order, and in a third of the time on a CPU, where
+What `_coalesce` does by sorting, without the order, and in half of the time on a CPU, where
 a scatter is a loop that takes updates one after the other. Each entry writes its number into
 the bucket of its id, where the lowest stays; then it reads there who that was. If it has the
 same id it is the first one of this id; otherwise the entry tries again, with another hash.

@@ -9,9 +9,7 @@ one operation reads, computes and writes each touched row:
 XLA runs it in place, with no temporaries, on CPU and TPU. The combiner can capture nothing,
 so k operands have room for the gradient and k - 1 scalars. Ids must be unique apart from
 padding. On GPUs, for which XLA makes such a scatter a loop over the rows, one at a time,
-under vmap and where derivatives are taken, the same is done by gather, compute, scatter. On
-CPUs large tables are updated some hundreds of rows at a time, each read ahead (see
-`_read_ahead`).
+under vmap and where derivatives are taken, the same is done by gather, compute, scatter.
 """
 
 import functools
@@ -30,7 +28,6 @@ from jmask._distinct import distinct_rows_of
 from jmask._explicit_sharding import explicit_sharding, varying_alike
 from jmask._gather import zero_of
 from jmask._jaxprs import evaluate
-from jmask._read_ahead import in_chunks, rows_read_ahead
 from jmask._rows import gather_rows, set_rows
 
 Combiner = Callable[..., Sequence[Any]]
@@ -204,24 +201,16 @@ def _apart(
 def _on_one_cpu(
     *given: jax.Array, tables: int, program: ClosedJaxpr, order: Order
 ) -> list[jax.Array]:
-    """One scatter, or one for each chunk of rows that are read ahead."""
+    """One scatter; equal ids are found by hashing, for which rows need no order."""
     *arrays, ids = given
     if order == "any":
         ids, arrays[tables] = distinct_rows_of(ids, arrays[tables], arrays[0].shape[0])
         order = "distinct"
-    size = rows_read_ahead(arrays[:tables], ids, program.jaxpr, order == "sorted")
-    if size is None:
-        return _at_once(*arrays, ids, tables=tables, program=program, order=order, on_cpu=True)
-
-    def update(tables: list[jax.Array], ids: jax.Array, rows: list[jax.Array]) -> Any:
-        return _scattered(tables, ids, rows, program, order == "sorted")
-
-    return in_chunks(update, arrays[:tables], ids, arrays[tables:], size)
+    return _at_once(*arrays, ids, tables=tables, program=program, order=order, on_cpu=True)
 
 
 def _on_cpu(ctx: Any, *operands: Any, **how: Any) -> Any:
-    # Where arrays are spread over devices, rows are not where they would be read, nor entries
-    # where their equals are.
+    # Where arrays are spread over devices, entries are not where their equals are.
     one_device = getattr(ctx.module_context.axis_context, "num_devices", None) == 1
     update = _on_one_cpu if one_device else functools.partial(_at_once, on_cpu=True)
     return _lowered(update)(ctx, *operands, **how)

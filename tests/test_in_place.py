@@ -98,7 +98,7 @@ NARROW: dict[str, Step] = {
 STEPS |= NARROW
 OF_THE_OLDEST = pytest.mark.xfail(
     jax.__version_info__ < (0, 11),
-    reason="on CPUs the XLA of JAX 0.10 widens whole bfloat16 tables: it has no scatter of them",
+    reason="on CPUs the XLA of JAX 0.10 has no bfloat16 scatter: it widens whole tables",
     strict=True,
 )
 

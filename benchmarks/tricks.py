@@ -1,0 +1,48 @@
+"""What jmask does only since XLA does it slowly on CPUs, each of which can be left out here.
+
+    with left_out("fast gather"):
+        step(place, ids)                traced and compiled in here: without it
+
+So a new XLA says by itself which of them it needs no more: the line "jmask, without fast
+gather" of the report then has a ratio of 1.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jmask import _fused_update, _gather, _products, _row_rule
+
+# The name in a `works.Task`: what holds the decision, its name there, and what it is without.
+TRICKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "fast gather": (_gather.Gather, "is_slow_copy", lambda *_: False),
+    # Equal ids are then found by sorting.
+    "hashing": (
+        _fused_update,
+        "_on_one_cpu",
+        functools.partial(_fused_update._at_once, on_cpu=True),
+    ),
+    "whole small tables": (_row_rule, "is_crowded", lambda *_: False),
+    "kernel for CSR": (_products, "suits_kernel", lambda *_: False),
+}
+# What is jitted inside jmask is traced once for each name, and not taken from a cache.
+_traced_without = jax.make_user_context("")
+
+
+@contextlib.contextmanager
+def left_out(name: str) -> Iterator[None]:
+    """Programs that are traced and compiled inside are made without this; "" is nothing."""
+    if not name:
+        yield
+        return
+    holder, decision, otherwise = TRICKS[name]
+    usual = getattr(holder, decision)
+    setattr(holder, decision, otherwise)
+    try:
+        with _traced_without(name):
+            yield
+    finally:
+        setattr(holder, decision, usual)

@@ -1,0 +1,47 @@
+"""What the benchmark leaves out to show what it gains is left out, and there again after it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.sparse import BCSR
+
+import jmask
+from benchmarks.tricks import TRICKS, left_out
+
+pytestmark = pytest.mark.of_cpus
+
+LOOKUPS, WIDTH = 64, 64
+
+
+def program_of_a_step(rows):
+    tx, table = jmask.adam(0.1), jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
+
+    def step(table, state, ids):
+        grads = jmask.grad(lambda table: jnp.sum(table[ids] ** 2))(table)
+        return jmask.apply_gradients(tx, grads, state, table)
+
+    ids = jax.ShapeDtypeStruct((LOOKUPS,), jnp.int32)
+    return jax.jit(step).lower(table, jax.eval_shape(tx.init, table), ids).as_text()
+
+
+def program_of_a_product():
+    x = BCSR((jnp.ones(2), jnp.array([0, 3]), jnp.array([0, 1, 2])), shape=(2, 5))
+    return jax.jit(lambda x, w: jmask.dot(x, w)).lower(x, jnp.ones((5, 16))).as_text()
+
+
+PROGRAMS = {
+    "fast gather": lambda: program_of_a_step(1000),
+    "hashing": lambda: program_of_a_step(1000),
+    "whole small tables": lambda: program_of_a_step(LOOKUPS),
+    "kernel for CSR": program_of_a_product,
+}
+
+
+@pytest.mark.parametrize("name", TRICKS)
+def test_left_out(name):
+    program = PROGRAMS[name]
+    usual = program()
+    with left_out(name):
+        assert program() != usual
+    with left_out(""):
+        assert program() == usual
