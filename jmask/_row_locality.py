@@ -101,13 +101,14 @@ def _run(programs: Sequence[Program], inputs: Sequence[Kind]) -> list[Kind]:
 
     for eqn, twin in zip(dense.eqns, rows.eqns, strict=True):
         operands = zip(eqn.invars, twin.invars, strict=True)
-        outputs = _equation(eqn, twin, [read(eqn, v, w) for v, w in operands])
+        outputs = equation(eqn, twin, [read(eqn, v, w) for v, w in operands])
         for v, w, kind in zip(eqn.outvars, twin.outvars, outputs, strict=True):
             kinds[v], twins[v] = _agreeing(eqn, kind, aval_of(v), aval_of(w)), w
     return [read(None, v, w) for v, w in zip(dense.outvars, rows.outvars, strict=True)]
 
 
-def _equation(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
+def equation(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
+    """The kinds of the outputs of an equation and of the same one on some rows."""
     name, unknown = name_of(eqn), what_is_unknown(eqn)
     if unknown is not None:
         return [Mixed(unknown)] * len(eqn.outvars)

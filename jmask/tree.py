@@ -134,7 +134,8 @@ def norm(tree: Any, squared: bool = False) -> jax.Array:
     """The global norm: the root of the sum of the squares of all entries.
 
     Rows with equal indices are added first, so that the norm is that of the dense gradient;
-    masked entries do not count. Accumulated in float32 at least.
+    masked entries do not count. Accumulated in float32 at least. In a `shard_map` it is that
+    of what this device has: sum the gradient with `psum` first.
 
     Args:
         tree: arrays, `RowSparse` and `MaskedTensor`.
