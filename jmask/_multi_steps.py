@@ -251,7 +251,8 @@ def _check_structure(gradients: Any, like: Any) -> None:
 
 def _check_buffers(kept: Any, expected: Any) -> None:
     shapes: Any = [[x.shape for x in jax.tree.leaves(tree)] for tree in (kept, expected)]
-    if jax.tree.structure(kept) != jax.tree.structure(expected) or shapes[0] != shapes[1]:
+    trees: Any = [jax.tree.structure(tree) for tree in (kept, expected)]
+    if trees[0] != trees[1] or shapes[0] != shapes[1]:
         raise ValueError(
             "`state.accumulated` was made for another `every_k` or another `like`: it has "
             f"arrays of shapes {shapes[0]}, expected {shapes[1]}. Change them where "

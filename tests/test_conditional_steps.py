@@ -226,7 +226,9 @@ class TestMultiSteps:
 
     def test_a_state_with_rows_of_another_k(self, how):
         of_four, of_two = (jmask.multi_steps(jmask.sgd(0.1), k, gradient(0)) for k in (4, 2))
-        with pytest.raises(ValueError, match="`state.accumulated` was made for another `every"):
+        with pytest.raises(
+            ValueError, match=r"`state\.accumulated` was made for another `every"
+        ):
             how(of_two)(gradient(0), of_four.init(PARAMS), PARAMS)
 
     def test_in_place(self, how):
