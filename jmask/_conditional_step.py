@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr
 from jmask._apply import apply_gradients
 from jmask._explicit_sharding import typed_like
 from jmask._lazy_one_pass import OnePassTransformation
-from jmask._masked_gradient import is_gradient_leaf
+from jmask._masked_gradient import as_gradients, is_gradient_leaf
 from jmask._masked_tensor import MaskedTensor
 from jmask._parameters import check_gradient, check_transformation
 from jmask._plain_optax import advising_lazy
@@ -109,6 +109,7 @@ def all_finite(gradients: Any) -> jax.Array:
 
 def as_tables_take(gradients: Any, params: Any) -> Any:
     """Gradients with those of stored tables as these take them: nan where they do not fit."""
+    gradients = as_gradients(gradients)
     tables = jax.tree.leaves(params, is_leaf=is_stored_table)
     if not any(map(is_stored_table, tables)):
         return gradients

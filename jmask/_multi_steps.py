@@ -21,7 +21,7 @@ from jmask._array_leaves import leaf_name
 from jmask._conditional_step import apply_if, update_if
 from jmask._explicit_sharding import typed_like, whole_rows_like, with_whole_rows
 from jmask._lazy_one_pass import OnePassTransformation
-from jmask._masked_gradient import gradient_and_valid, is_gradient_leaf
+from jmask._masked_gradient import as_gradients, gradient_and_valid, is_gradient_leaf
 from jmask._masked_tensor import MaskedTensor
 from jmask._parameters import check_transformation
 from jmask._row_ids import id_dtype
@@ -105,6 +105,7 @@ def multi_steps(
         raise ValueError(f"`every_k` must be a positive integer, got {every_k!r}.")
     check_transformation("inner", inner, "jmask.multi_steps(jmask.adam(1e-3), 4, like=grads)")
     inner = optax.with_extra_args_support(inner)
+    like = jax.eval_shape(as_gradients, like)
 
     def empty() -> Any:
         return jax.tree.map(lambda x: _empty(x, every_k), like, is_leaf=is_gradient_leaf)
@@ -114,6 +115,7 @@ def multi_steps(
 
     def accumulate(gradients: Any, state: MultiStepsState) -> tuple[Any, Any, jax.Array]:
         """What has come together with these gradients, as a gradient, and whether to step."""
+        gradients = as_gradients(gradients)
         _check_structure(gradients, like)
         _check_buffers(state.accumulated, jax.eval_shape(empty))
         accumulated = jax.tree.map(
