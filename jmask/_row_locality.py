@@ -39,6 +39,7 @@ from jmask._forms import (
     while_of,
 )
 from jmask._row_kinds import Kind, Mixed, PerRow, Shared, joined, mixed
+from jmask._safe_numbers import trial
 from jmask._same_arithmetic import in_step, same, same_literal, same_operation
 
 ELEMENTWISE = frozenset(
@@ -196,7 +197,7 @@ def _constant(eqn: JaxprEqn, inputs: list[Known]) -> Any:
 
 def _evaluated(eqn: JaxprEqn, scalars: list[Any]) -> Any:
     params = eqn.primitive.get_bind_params(eqn.params)
-    with jax.ensure_compile_time_eval():
+    with trial():
         operands = [
             np.asarray(x, aval_of(v).dtype) for x, v in zip(scalars, eqn.invars, strict=True)
         ]

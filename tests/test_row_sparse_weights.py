@@ -150,9 +150,7 @@ def test_arithmetic_over_the_leaves_of_a_coo_gradient(entries):
             new, _ = jmask.apply_gradients(chain, entries, state, PARAM)
             assert np.isnan(new).any()
             continue
-        with pytest.raises(
-            error, match=r"optax transformation inside jmask\.lazy"
-        ):
+        with pytest.raises(error, match=r"optax transformation inside jmask\.lazy"):
             jmask.apply_gradients(chain, entries, state, PARAM)
         with pytest.raises(error, match=r"jmask\.lazy"):
             chain.update(entries, state, PARAM)
