@@ -11,12 +11,20 @@ import optax
 from jmask._add_to_dense import add_to_dense
 from jmask._array_leaves import leaf_name
 from jmask._masked_gradient import (
+    as_gradients,
     gradient_and_valid,
     is_gradient_leaf,
     unchanged_where_masked,
 )
 from jmask._masked_tensor import MaskedTensor
-from jmask._parameters import check_fits, check_gradient, check_transformation
+from jmask._parameters import (
+    check_fits,
+    check_gradient,
+    check_transformation,
+    dense_parameters,
+    naming_structures,
+    stored_as,
+)
 from jmask._plain_optax import advising_lazy
 from jmask._precision import is_narrow, wide
 from jmask._row_sparse import is_row_sparse
@@ -42,8 +50,9 @@ def densify() -> optax.GradientTransformation:
     """
 
     def update(updates, state, params=None):
+        updates = as_gradients(updates)
         if params is not None:
-            check_gradient(updates, params)
+            check_gradient(updates, dense_parameters(params))
             _refuse_stored_tables(params)
         return jax.tree.map(_dense, updates, is_leaf=is_gradient_leaf), state
 
@@ -84,9 +93,10 @@ def apply_updates(
         The updated parameters, dtypes kept.
 
     Raises:
-        TypeError: if a parameter is sparse or masked, or `key` is no key.
-        ValueError: if a row-sparse update does not fit its parameter, or the structures
-            differ.
+        TypeError: if a parameter is sparse or masked (a `RowSparse` with all its rows is
+            taken, and returned, as one), an update is complex and its parameter is not, or
+            `key` is no key.
+        ValueError: if an update does not fit its parameter, or the structures differ.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -98,6 +108,7 @@ def apply_updates(
     if key is not None:
         check_key(key)
     keys = _key_of_each_leaf(key)
+    updates, given, params = as_gradients(updates), params, dense_parameters(params)
 
     def apply(path: Any, update: Any, param: Any) -> Any:
         leaf_key = next(keys)
@@ -106,10 +117,9 @@ def apply_updates(
         if is_gradient_leaf(param):
             raise TypeError(
                 f"{leaf_name('params', path)} is a {type(param).__name__}: parameters are "
-                "dense, and the order is apply_updates(params, updates)."
+                "dense, or store all rows, and the order is apply_updates(params, updates)."
             )
-        if is_gradient_leaf(update):
-            check_fits(path, update, param)
+        check_fits(path, update, param)
         if is_stored_table(param):
             return add_to_dense(param, update, leaf_key)
         if isinstance(update, MaskedTensor):
@@ -129,18 +139,9 @@ def apply_updates(
     def is_leaf(x: Any) -> bool:
         return x is None or is_gradient_leaf(x)
 
-    try:
-        return jax.tree.map_with_path(apply, updates, params, is_leaf=is_leaf)
-    except ValueError as error:
-        given: Any
-        expected: Any
-        given, expected = (jax.tree.structure(x, is_leaf=is_leaf) for x in (updates, params))
-        if "pytree" not in str(error) or given == expected:
-            raise
-        raise ValueError(
-            f"`updates` and `params` must have the same structure, got {given} and {expected}. "
-            "The order is apply_updates(params, updates)."
-        ) from error
+    with naming_structures(updates, params, "apply_updates(params, updates)"):
+        new = jax.tree.map_with_path(apply, updates, params, is_leaf=is_leaf)
+    return stored_as(given, new)
 
 
 def _key_of_each_leaf(key: jax.Array | None) -> Iterator[jax.Array | None]:
@@ -166,7 +167,8 @@ def apply_gradients(
 
     Args:
         tx: a transformation, for example `jmask.lazy(optax.adam(1e-3))`.
-        grads: gradients as from `jmask.grad`.
+        grads: gradients as from `jmask.grad`; a BCOO counts as masked where it stores
+            nothing.
         opt_state: the state of `tx`.
         params: the parameters.
         key: for stochastic rounding of 16-bit parameters, as in `apply_updates`.
@@ -191,10 +193,12 @@ def apply_gradients(
     check_transformation("tx", tx, f"tx = jmask.adam(1e-3); {order}")
     if any(map(is_gradient_leaf, jax.tree.leaves(opt_state, is_leaf=is_gradient_leaf))):
         raise TypeError(f"`opt_state` holds gradients: the order is {order}.")
+    grads = as_gradients(grads)
+    check_gradient(grads, dense_parameters(params))
     one_pass = getattr(tx, "apply_gradients", None)
     if one_pass is not None and key is None and not extra_args:
         return one_pass(grads, opt_state, params)
     tx = optax.with_extra_args_support(tx)
-    with advising_lazy("tx", grads):
+    with advising_lazy("tx", grads, params):
         updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
     return apply_updates(params, updates, key=key), opt_state

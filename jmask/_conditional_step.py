@@ -21,11 +21,12 @@ from jax.extend.core import ClosedJaxpr
 from jmask._apply import apply_gradients
 from jmask._explicit_sharding import typed_like
 from jmask._lazy_one_pass import OnePassTransformation
-from jmask._masked_gradient import is_gradient_leaf
+from jmask._masked_gradient import as_gradients, is_gradient_leaf
 from jmask._masked_tensor import MaskedTensor
 from jmask._parameters import check_gradient, check_transformation
 from jmask._plain_optax import advising_lazy
 from jmask._row_sparse import RowSparse, is_row_sparse
+from jmask._spread_sums import agreed
 from jmask._storage import is_entry, is_sparse, stored_values
 from jmask._stored_table import distinct_rows, is_stored_table
 
@@ -53,6 +54,10 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
         does not advance the count of `inner` either. It looks at the rows of the batch, not
         at tables. `jmask.apply_gradients` keeps the one pass of a named optimizer.
 
+        In a `shard_map` no device takes the step where one has such a gradient. Only where
+        all parameters are arrays that differ from device to device, by their types
+        (`check_vma=True`), each device decides for its own.
+
     Example:
         >>> import jax.numpy as jnp, jmask
         >>> tx, table = jmask.skip_nonfinite(jmask.sgd(0.5)), jnp.ones((3, 1))
@@ -68,16 +73,16 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
         return SkipNonfiniteState(jnp.zeros((), jnp.int32), inner.init(params))
 
     def update(updates, state, params=None, **extra_args):
-        updates = _as_tables_take(updates, params)
-        finite = all_finite(updates)
+        updates = as_tables_take(updates, params)
+        finite = agreed(all_finite(updates), updates, params)
         updates, inner_state = update_if(
             finite, inner, updates, state.inner_state, params, extra_args
         )
         return updates, SkipNonfiniteState(state.skipped + ~finite, inner_state)
 
     def apply(grads, state, params):
-        grads = _as_tables_take(grads, params)
-        finite = all_finite(grads)
+        grads = as_tables_take(grads, params)
+        finite = agreed(all_finite(grads), grads, params)
         params, inner_state = apply_if(finite, inner, grads, state.inner_state, params)
         return params, SkipNonfiniteState(state.skipped + ~finite, inner_state)
 
@@ -102,8 +107,9 @@ def all_finite(gradients: Any) -> jax.Array:
     return finite
 
 
-def _as_tables_take(gradients: Any, params: Any) -> Any:
+def as_tables_take(gradients: Any, params: Any) -> Any:
     """Gradients with those of stored tables as these take them: nan where they do not fit."""
+    gradients = as_gradients(gradients)
     tables = jax.tree.leaves(params, is_leaf=is_stored_table)
     if not any(map(is_stored_table, tables)):
         return gradients

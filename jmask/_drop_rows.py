@@ -9,9 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jmask._conditional_step import as_tables_take
 from jmask._masked_gradient import is_gradient_leaf
 from jmask._masked_tensor import MaskedTensor
+from jmask._routed_rows import RoutedRows
 from jmask._row_sparse import RowSparse, is_row_sparse
+from jmask._spread_sums import counted
 from jmask._storage import stored_values
 
 
@@ -30,7 +33,9 @@ def drop_nonfinite_rows() -> optax.GradientTransformation:
 
     Returns:
         A transformation to chain before an optimizer, outside of `jmask.lazy`, whose state
-        counts the rows (of a masked gradient, the entries) left out.
+        counts the rows (of a masked gradient, the entries) left out. In a `shard_map` those
+        of all devices count; of an array whose type does not say whether it is the same on
+        all of them (`check_vma=False`), the most that one device leaves out.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -45,9 +50,14 @@ def drop_nonfinite_rows() -> optax.GradientTransformation:
         return DropNonfiniteState(jnp.zeros((), jnp.int32))
 
     def update(updates, state, params=None):
+        updates = as_tables_take(updates, params)
         leaves, structure = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
-        kept, numbers = zip(*map(_finite, leaves), strict=True) if leaves else ((), ())
-        return structure.unflatten(kept), DropNonfiniteState(state.dropped + sum(numbers))
+        dropped, kept = state.dropped, []
+        for leaf in leaves:
+            rows, number = _finite(leaf)
+            kept.append(rows)
+            dropped += counted(number, leaf, updates, params)
+        return structure.unflatten(kept), DropNonfiniteState(dropped)
 
     return optax.GradientTransformation(init, update)
 
@@ -62,9 +72,11 @@ def _finite(x: Any) -> tuple[Any, jax.Array]:
         bad = _bad_rows(x)
         column = bad.reshape(bad.shape + (1,) * (x.ndim - bad.ndim))
         return jnp.where(column, jnp.zeros((), x.dtype), x), bad.sum(dtype=jnp.int32)
-    x = x.coalesce()
+    x = x if x.is_distinct else x.coalesce()
     ids, bad = x.row_ids(), _bad_rows(x.values)
     number = jnp.sum(bad & (ids < x.shape[0]), dtype=jnp.int32)
+    if isinstance(x, RoutedRows):
+        return x.without(bad), number
     return RowSparse(jnp.where(bad, x.shape[0], ids), x.values, x.shape), number
 
 

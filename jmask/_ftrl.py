@@ -83,10 +83,11 @@ def ftrl(
         total = n + grad * grad
         root = jnp.sqrt(total)
         z = z + grad - (root - jnp.sqrt(n)) * param / lr
-        # Where nothing has come yet the denominator may be zero, and so is z.
+        # Where nothing has come yet the denominator may be zero, and so is z. Conditions are
+        # such that nan, of a gradient or a rate, stays nan: |nan| > l1 would be a zero row.
         scale = (beta + root) / lr + weight_decay
-        scale = jnp.where(scale > 0, scale, 1)
-        new = jnp.where(jnp.abs(z) > l1, (jnp.sign(z) * l1 - z) / scale, 0)
+        scale = jnp.where(scale == 0, 1, scale)
+        new = jnp.where(jnp.abs(z) <= l1, 0, (jnp.sign(z) * l1 - z) / scale)
         return new - param, z, total
 
     return optimizer(

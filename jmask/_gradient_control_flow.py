@@ -222,7 +222,7 @@ def _cond_demand(eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any)
 
 @dataclasses.dataclass(frozen=True)
 class _Output:
-    """What all branches of a cond return in one place: padded rows, or (None) dense."""
+    """What a branch of a cond, or all of them, return in one place: rows, or (None) dense."""
 
     rows: Rows | None
     capacity: int = 0
@@ -260,28 +260,29 @@ def _cond(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
     ]
 
 
-def _trial(function: Callable[..., list[Any]], branch: Opened) -> list[Any]:
-    """The outputs of a branch, traced for their kinds and capacities only."""
-    seen: list[Any] = []
+def _trial(function: Callable[..., list[Any]], branch: Opened) -> list[_Output]:
+    """What a branch returns, traced for kinds and capacities only: no tracer leaves it."""
+    seen: list[_Output] = []
 
     def trace() -> None:
-        seen.extend(function(branch))
+        for x in function(branch):
+            rows = dataclasses.replace(x, parts=()) if isinstance(x, Rows) else None
+            seen.append(_Output(rows, x.capacity if isinstance(x, Rows) else 0))
 
     jax.eval_shape(trace)
     return seen
 
 
-def _common_outputs(branches: list[list[Any]]) -> list[_Output]:
+def _common_outputs(branches: list[list[_Output]]) -> list[_Output]:
     forms = []
     for outputs in zip(*branches, strict=True):
-        if not all(isinstance(x, Rows) for x in outputs) or any(
-            x.carry is not outputs[0].carry for x in outputs
-        ):
+        rows = [x.rows for x in outputs if x.rows is not None]
+        if len(rows) < len(outputs) or any(x.carry is not rows[0].carry for x in rows):
             forms.append(_Output(None))
             continue
-        looked_up = any(x.looked_up for x in outputs)
-        rows = dataclasses.replace(outputs[0], parts=(), looked_up=looked_up)
-        forms.append(_Output(rows, max(x.capacity for x in outputs)))
+        looked_up = any(x.looked_up for x in rows)
+        capacity = max(x.capacity for x in outputs)
+        forms.append(_Output(dataclasses.replace(rows[0], looked_up=looked_up), capacity))
     return forms
 
 

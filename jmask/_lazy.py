@@ -24,8 +24,15 @@ from jmask._apply import apply_updates
 from jmask._eager import compiled_outside_jit
 from jmask._lazy_call import LazyCall
 from jmask._lazy_one_pass import OnePassTransformation, applied_in_one_pass
-from jmask._masked_gradient import is_gradient_leaf
-from jmask._parameters import check_gradient, check_parameters, check_transformation
+from jmask._masked_gradient import as_gradients, is_gradient_leaf
+from jmask._parameters import (
+    check_gradient,
+    check_parameters,
+    check_transformation,
+    dense_parameters,
+    naming_structures,
+    stored_as,
+)
 from jmask._refusal import refusal
 from jmask._row_sparse import is_row_sparse
 
@@ -59,7 +66,8 @@ def lazy(
         ValueError: from `update`, if `inner` is not row-local (LARS, LAMB, Adafactor, ...),
             naming the operation that mixes or counts rows; or if a gradient does not fit its
             parameter or the state was not made by this `init`.
-        TypeError: if a parameter is itself sparse, or complex.
+        TypeError: if a parameter is complex, or sparse (but for a `RowSparse` with all its
+            rows), or a gradient is complex.
 
     Example:
         >>> import jax.numpy as jnp, optax, jmask
@@ -81,7 +89,7 @@ def lazy(
 
     def init(params: optax.Params) -> optax.OptState:
         check_parameters(params)
-        state = inner.init(params)
+        state = inner.init(dense_parameters(params))
         _check_not_deferring(state)
         return state
 
@@ -92,12 +100,15 @@ def lazy(
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         _check_not_deferring(state)
+        updates = as_gradients(updates)
         leaves = jax.tree.leaves(updates, is_leaf=is_gradient_leaf)
         if params is not None:
             check_parameters(params)
+            params = dense_parameters(params)
             check_gradient(updates, params)
         if not any(map(is_gradient_leaf, leaves)):
-            return inner.update(updates, state, params, **extra_args)
+            with naming_structures(updates, params):
+                return inner.update(updates, state, params, **extra_args)
         _check_extra_args(extra_args)
         return update_rows_of(updates, state, params, **extra_args)
 
@@ -133,11 +144,13 @@ def lazy(
         if any(map(is_row_sparse, jax.tree.leaves(grads, is_leaf=is_gradient_leaf))):
             _check_not_deferring(state)
             check_parameters(params)
-            check_gradient(grads, params)
-            call, _ = verified_call(grads, state, params, {})
+            dense = dense_parameters(params)
+            check_gradient(grads, dense)
+            call, _ = verified_call(grads, state, dense, {})
             result = applied_in_one_pass(call)
             if result is not None:
-                return result
+                new, state = result
+                return stored_as(params, new), state
         updates, state = update(grads, state, params)
         return apply_updates(params, updates), state
 

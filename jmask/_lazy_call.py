@@ -8,7 +8,7 @@
 """
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from jmask._row_kinds import Kind, Mixed, PerRow, Shared
 from jmask._row_locality import classify
 from jmask._row_sparse import RowSparse, is_row_sparse
 from jmask._rows import ids_after_reading
+from jmask._spread_sums import axes_of_rows, with_sums_over
 from jmask._state_rows import tables_of_state
 from jmask._storage import stored_values
 from jmask._stored_table import (
@@ -155,7 +156,7 @@ class LazyCall:
     ) -> tuple[Any, Any]:
         """The lazy update; `overwritten` as `check_row_local` returns it."""
         rows = list(map(self._rows, self.state_tables, self.state))
-        updates, new_state = self.run(
+        updates, new_state = self._run_on_devices(
             list(map(stored_values, self.gradients)),
             rows,
             list(map(self._rows, self.param_tables, self.params)),
@@ -174,6 +175,28 @@ class LazyCall:
         new_state = list(map(self._with_rows, self.state_tables, self.state, new_state, read))
         gradient_tree, state_tree, _ = self.trees
         return gradient_tree.unflatten(updates), state_tree.unflatten(new_state)
+
+    def _run_on_devices(
+        self,
+        gradients: list[Any],
+        state: list[Any],
+        params: list[Any],
+        extra_args: dict[str, Any],
+    ) -> tuple[list[Any], list[Any]]:
+        """`run` on rows, which in a `shard_map` may be spread over the devices."""
+        found = enumerate(map(axes_of_rows, self.gradients))
+        spread = {table: axes for table, axes in found if axes}
+        if not spread:
+            return self.run(gradients, state, params, extra_args)
+        arrays, tree, others = _arrays(extra_args)
+        leaves = jax.tree.leaves(extra_args)
+        given = [x for i, x in enumerate(leaves) if i not in others]
+
+        def run(gradients, state, params, given):
+            return self.run(gradients, state, params, _with(tree, others, given))
+
+        run_on_all = with_sums_over(spread, self._kinds(arrays), run)
+        return run_on_all(gradients, state, params, given)
 
     def _rows(self, table: int | None, x: Any) -> Any:
         return x if table is None else rows_of(x, self.gradients[table])
@@ -198,11 +221,8 @@ class LazyCall:
         arrays, extra_tree, others = _arrays(extra_args)
 
         def run(gradients, state, params, arrays):
-            given = iter(arrays)
-            leaves = [others[i] if i in others else next(given) for i in range(count)]
-            return self.run(gradients, state, params, extra_tree.unflatten(leaves))
+            return self.run(gradients, state, params, _with(extra_tree, others, arrays))
 
-        count = len(arrays) + len(others)
         shapes = map(_shapes, (self.gradients, self.state, self.params))
         dense = jax.make_jaxpr(run)(*shapes, arrays)
         try:
@@ -210,16 +230,7 @@ class LazyCall:
         except (TypeError, ValueError) as error:
             (reason, *_) = str(error).splitlines() or [type(error).__name__]
             raise refusal(f"it runs on whole tables and not on rows ({reason})") from error
-        inputs: list[Kind] = [
-            Shared() if table is None else PerRow(table, 0, rest=0)
-            for table in self.gradient_tables
-        ]
-        inputs += [
-            Shared() if table is None else PerRow(table, 0)
-            for table in self.state_tables + self.param_tables
-        ]
-        inputs += [Shared()] * len(arrays)
-        kinds = classify(dense, rows, inputs)
+        kinds = classify(dense, rows, self._kinds(arrays))
         tables = self.gradient_tables + self.state_tables
         avals = zip(dense.out_avals, rows.out_avals, strict=True)
         for table, kind, (x, y) in zip(tables, kinds, avals, strict=True):
@@ -235,6 +246,18 @@ class LazyCall:
             for place, table in places
             if table is not None and not found[place] >> place & 1
         )
+
+    def _kinds(self, arrays: list[Any]) -> list[Kind]:
+        """What is known of gradients, state, parameters and arrays among extra arguments."""
+        kinds: list[Kind] = [
+            Shared() if table is None else PerRow(table, 0, rest=0)
+            for table in self.gradient_tables
+        ]
+        kinds += [
+            Shared() if table is None else PerRow(table, 0)
+            for table in self.state_tables + self.param_tables
+        ]
+        return kinds + [Shared()] * len(arrays)
 
     def program_on_rows(self, function: Any, *others: Any) -> ClosedJaxpr:
         """The jaxpr of a function of rows of gradients, state and parameters, and others."""
@@ -266,6 +289,13 @@ def _arrays(extra_args: dict[str, Any]) -> tuple[list[Any], Any, dict[int, Any]]
     others = {i: x for i, x in enumerate(leaves) if not hasattr(x, "__array__")}
     arrays = [x for i, x in enumerate(leaves) if i not in others]
     return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays], tree, others
+
+
+def _with(tree: Any, others: dict[int, Any], arrays: Sequence[Any]) -> Any:
+    """Extra arguments of their arrays and what else there is, as `_arrays` takes them apart."""
+    given = iter(arrays)
+    count = len(arrays) + len(others)
+    return tree.unflatten([others[i] if i in others else next(given) for i in range(count)])
 
 
 def _why_not(table: int | None, kind: Kind) -> str | None:

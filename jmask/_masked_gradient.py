@@ -5,6 +5,9 @@
     RowSparse with n rows               RowSparse, coalesced     (n, D)
     BCOO, BCSR with nse entries         RowSparse of their rows  (min(nse, V), D)
 
+A plain BCOO is one of these whose entries are all valid: it updates the entries of a table that
+it stores, as a RowSparse does the rows.
+
 A parameter, and the state that belongs to it, moves where an entry is valid. Elsewhere the
 update is -0.0, the one number that changes nothing when added: -0.0 + 0.0 would be 0.0.
 """
@@ -13,7 +16,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.sparse import BCOO, BCSR
 
+from jmask._array_leaves import leaf_name
 from jmask._coalesce import unique_slots
 from jmask._masked_tensor import MaskedTensor
 from jmask._refusal import refusal
@@ -23,7 +28,34 @@ from jmask._storage import coordinates, is_sparse, stored_values
 
 def is_gradient_leaf(x: Any) -> bool:
     """Whether `x` is a sparse or masked gradient: one leaf, not a subtree."""
-    return isinstance(x, MaskedTensor) or is_row_sparse(x)
+    return isinstance(x, MaskedTensor | BCOO | BCSR) or is_row_sparse(x)
+
+
+def as_gradients(updates: Any) -> Any:
+    """The tree with each BCOO as a masked tensor of the entries that it stores.
+
+    Raises:
+        TypeError: if a leaf is a BCSR, or something mapped arithmetic over the indices of a
+            BCOO.
+    """
+
+    def entries(path: Any, x: Any) -> Any:
+        if not isinstance(x, BCOO | BCSR):
+            return x
+        if isinstance(x, BCSR):
+            raise TypeError(
+                f"{leaf_name('updates', path)} is a BCSR: of sparse gradients optimizers take "
+                "RowSparse, MaskedTensor and BCOO, `x.to_bcoo()`."
+            )
+        if not jnp.issubdtype(x.indices.dtype, jnp.integer):
+            raise TypeError(
+                f"{leaf_name('updates', path)} is a BCOO with indices of {x.indices.dtype}: "
+                "something mapped arithmetic over its leaves. Put the optax transformation "
+                "inside jmask.lazy(...)."
+            )
+        return MaskedTensor(x)
+
+    return jax.tree.map_with_path(entries, updates, is_leaf=is_gradient_leaf)
 
 
 def gradient_and_valid(gradient: Any) -> tuple[Any, jax.Array | None]:
@@ -85,6 +117,7 @@ def _entries_as_rows(
 ) -> tuple[RowSparse, jax.Array]:
     """Entries (nse,) at coordinates (row, ...) as coalesced rows and their valid entries."""
     rows, row = storage.shape[0], tuple(storage.shape[1:])
+    values = jnp.where(_in_promised_order(storage), values, jnp.nan).astype(values.dtype)
     first, *others = coordinates(storage)
     slots = min(values.shape[0], rows)
     if slots == 0:
@@ -95,3 +128,14 @@ def _entries_as_rows(
     gradient = jnp.zeros((slots, *row), values.dtype).at[places].set(values, mode="drop")
     kept = jnp.zeros((slots, *row), bool).at[places].set(valid, mode="drop")
     return RowSparse(ids, gradient, storage.shape, coalesced=True), kept
+
+
+def _in_promised_order(storage: Any) -> jax.Array | bool:
+    """Whether positions are as they were: arithmetic mapped over them may leave integers."""
+    if not (isinstance(storage, BCOO) and storage.indices_sorted and storage.unique_indices):
+        return True
+    before, after = storage.indices[:-1], storage.indices[1:]
+    first = jnp.argmax(before != after, axis=1)[:, None]
+    grows = jnp.take_along_axis(before < after, first, axis=1)[:, 0]
+    is_padding = (after >= jnp.asarray(storage.shape[: storage.n_sparse])).any(1)
+    return jnp.all(grows | is_padding)

@@ -21,17 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmask._mask_positions import booleans, on_dense, on_sparse
 from jmask._methods import MaskedMethods, call
 from jmask._storage import (
-    Storage,
-    is_entry,
     is_sparse,
-    same_positions,
     sampled,
     scattered,
     stored_values,
     stype,
-    unique_positions,
     with_stored_values,
 )
 
@@ -43,10 +40,13 @@ class MaskedTensor(MaskedMethods):
     Args:
         data: an array, `RowSparse`, BCOO or BCSR.
         mask: where entries are valid. For dense data a boolean array; it and the data
-            broadcast against each other. For sparse data a boolean tensor of the same
-            storage and indices, a boolean array of the shape of the stored values, a dense
-            boolean array of the shape of the tensor, or None: everything stored is valid.
-            For dense data a sparse boolean mask gives the result its storage.
+            broadcast against each other. For sparse data a boolean array of the shape of
+            the stored values, a dense boolean array of the shape of the tensor, or None:
+            everything stored is valid. A sparse boolean mask gives the result its storage:
+            an entry is valid where the mask is True and the data, if sparse, stores it. (A
+            BCOO or BCSR of booleans that JAX made int32, as `BCOO.fromdense` does, is one.)
+
+    Equal positions of sparse data are one entry: the sum of those that are valid.
 
     Raises:
         TypeError: if the mask is not boolean, or the data no known storage.
@@ -76,16 +76,16 @@ class MaskedTensor(MaskedMethods):
             )
         if isinstance(data, np.ma.MaskedArray):
             raise TypeError("`data` is a numpy.ma array: use jmask.from_numpy_ma(data).")
-        stype(data)  # refuses what is no storage
+        stype(data, "data")  # refuses what is no storage
         if isinstance(mask, bool | list | tuple):
             mask = np.asarray(mask)
         if not is_sparse(data) and is_sparse(mask):
-            _check_boolean(mask)
+            mask = booleans(mask)
             data = with_stored_values(mask, sampled(jnp.asarray(data), mask))
         if is_sparse(data):
-            self.storage, self.valid = _sparse(data, mask)
+            self.storage, self.valid = on_sparse(data, mask)
         else:
-            self.storage, self.valid = _dense(data, mask)
+            self.storage, self.valid = on_dense(data, mask)
 
     # --- pytree: data and the booleans of its stored values -----------------------------
 
@@ -266,85 +266,6 @@ def as_masked_tensor(x: Any) -> MaskedTensor:
         MaskedTensor([0, 1, 2], dtype=int32)
     """
     return x if isinstance(x, MaskedTensor) else MaskedTensor(x)
-
-
-def _dense(data: Any, mask: Any) -> tuple[jax.Array, jax.Array]:
-    data = jnp.asarray(data)
-    if mask is None:
-        return data, jnp.ones(data.shape, bool)
-    _check_boolean(mask)
-    mask = jnp.asarray(mask)
-    try:
-        shape = jnp.broadcast_shapes(data.shape, mask.shape)
-    except ValueError:
-        raise ValueError(
-            f"`mask` of shape {mask.shape} does not broadcast with `data` of shape "
-            f"{data.shape}."
-        ) from None
-    return jnp.broadcast_to(data, shape), jnp.broadcast_to(mask, shape)
-
-
-def _sparse(data: Storage, mask: Any) -> tuple[Any, jax.Array]:
-    _check_layout(data)
-    values = stored_values(data)
-    if mask is None:
-        valid = jnp.ones(values.shape, bool)
-    else:
-        _check_boolean(mask)
-        valid = _stored_mask(data, mask)
-    # Equal positions would be two entries where there is one: summed, valid if both are.
-    merged = unique_positions(data)
-    if merged is not data:
-        masked_out = with_stored_values(data, (~valid).astype(jnp.int32))
-        valid = stored_values(unique_positions(masked_out)) == 0
-    return merged, valid & is_entry(merged)
-
-
-def _stored_mask(data: Any, mask: Any) -> jax.Array:
-    shape = stored_values(data).shape
-    if is_sparse(mask):
-        if not same_positions(data, mask):
-            raise ValueError(
-                f"`data` ({type(data).__name__}) and `mask` ({type(mask).__name__}) must "
-                "store the same positions with the same index arrays. Build the mask from "
-                "`data`, or pass the booleans of its stored values, of shape "
-                f"{shape}."
-            )
-        return stored_values(mask)
-    mask = jnp.asarray(mask)
-    of_entries, of_stored = mask.shape == tuple(data.shape), mask.shape == shape
-    if of_entries and of_stored:
-        raise ValueError(
-            f"`mask` of shape {mask.shape} may be meant for the entries of the tensor or for "
-            f"its stored values, which are as many: pass it as a {type(data).__name__} with "
-            "the index arrays of `data`."
-        )
-    if of_entries:
-        return sampled(mask, data)
-    if of_stored:
-        return mask
-    raise ValueError(
-        f"`mask` of shape {mask.shape} fits neither the tensor of shape "
-        f"{tuple(data.shape)} nor its stored values of shape {shape}."
-    )
-
-
-def _check_boolean(mask: Any) -> None:
-    dtype = stored_values(mask).dtype if is_sparse(mask) else jnp.result_type(mask)
-    if dtype != jnp.dtype(bool):
-        raise TypeError(
-            f"`mask` must be boolean, True where an entry is valid, got {dtype}. Write "
-            "`mask != 0` if that is meant."
-        )
-
-
-def _check_layout(data: Any) -> None:
-    batch = getattr(data, "n_batch", 0)
-    if batch:
-        raise ValueError(
-            f"`data` is a {type(data).__name__} with {batch} batch dimensions: use "
-            "vmap over tensors without them."
-        )
 
 
 def common_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

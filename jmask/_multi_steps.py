@@ -21,7 +21,7 @@ from jmask._array_leaves import leaf_name
 from jmask._conditional_step import apply_if, update_if
 from jmask._explicit_sharding import typed_like, whole_rows_like, with_whole_rows
 from jmask._lazy_one_pass import OnePassTransformation
-from jmask._masked_gradient import gradient_and_valid, is_gradient_leaf
+from jmask._masked_gradient import as_gradients, gradient_and_valid, is_gradient_leaf
 from jmask._masked_tensor import MaskedTensor
 from jmask._parameters import check_transformation
 from jmask._row_ids import id_dtype
@@ -83,7 +83,8 @@ def multi_steps(
     Raises:
         ValueError: if `every_k` is not positive; from `update`, if a gradient has more rows
             than `like`, or is dense where that is sparse, or masked where that is not, or
-            the other way round.
+            the other way round; or if the state has rows for another `every_k`. (Of dense
+            gradients it may come from another: the step is then taken with what is there.)
 
     References:
         `optax.MultiSteps`.
@@ -104,14 +105,19 @@ def multi_steps(
         raise ValueError(f"`every_k` must be a positive integer, got {every_k!r}.")
     check_transformation("inner", inner, "jmask.multi_steps(jmask.adam(1e-3), 4, like=grads)")
     inner = optax.with_extra_args_support(inner)
+    like = jax.eval_shape(as_gradients, like)
+
+    def empty() -> Any:
+        return jax.tree.map(lambda x: _empty(x, every_k), like, is_leaf=is_gradient_leaf)
 
     def init(params: optax.Params) -> MultiStepsState:
-        empty = jax.tree.map(lambda x: _empty(x, every_k), like, is_leaf=is_gradient_leaf)
-        return MultiStepsState(jnp.zeros((), jnp.int32), empty, inner.init(params))
+        return MultiStepsState(jnp.zeros((), jnp.int32), empty(), inner.init(params))
 
     def accumulate(gradients: Any, state: MultiStepsState) -> tuple[Any, Any, jax.Array]:
         """What has come together with these gradients, as a gradient, and whether to step."""
+        gradients = as_gradients(gradients)
         _check_structure(gradients, like)
+        _check_buffers(state.accumulated, jax.eval_shape(empty))
         accumulated = jax.tree.map(
             lambda x, kept, new: _added(x, kept, new, state.mini_step),
             like,
@@ -119,21 +125,23 @@ def multi_steps(
             gradients,
             is_leaf=is_gradient_leaf,
         )
-        factor = 1 / every_k if use_grad_mean else 1
+        # A state may come from a run with a larger k, whose microbatches are to count alike.
+        last = state.mini_step >= every_k - 1
+        number = jnp.where(last, state.mini_step + 1, every_k)
+        factor = 1 / number if use_grad_mean else 1
         total = jax.tree.map(
             lambda x, kept: _as_gradient(x, kept, factor),
             like,
             accumulated,
             is_leaf=is_gradient_leaf,
         )
-        return accumulated, total, state.mini_step == every_k - 1
+        return accumulated, total, last
 
     def finished(accumulated: Any, inner_state: Any, state: Any, last: Any) -> MultiStepsState:
-        empty = jax.tree.map(lambda x: _empty(x, every_k), like, is_leaf=is_gradient_leaf)
         accumulated = jax.tree.map(
             lambda x, zero: jnp.where(last, typed_like(zero, jax.typeof(x)), x),
             accumulated,
-            empty,
+            empty(),
         )
         mini_step = jnp.where(last, 0, state.mini_step + 1)
         return MultiStepsState(mini_step, accumulated, inner_state)
@@ -193,7 +201,7 @@ def _put(kept: jax.Array, new: Any, like: RowSparse, mini_step: jax.Array) -> ja
     return lax.dynamic_update_slice_in_dim(kept, new, mini_step * like.nse, 0)
 
 
-def _as_gradient(like: Any, kept: Any, factor: float) -> Any:
+def _as_gradient(like: Any, kept: Any, factor: Any) -> Any:
     if isinstance(like, MaskedTensor):
         gradient, valid = _as_gradient(_unmasked(like), kept.gradient, factor), kept.valid
         if is_row_sparse(gradient):
@@ -241,6 +249,18 @@ def _check_structure(gradients: Any, like: Any) -> None:
                 f"{name} has {rows.nse} rows, but `like` has room for {room.nse} in a "
                 "microbatch: give the `like` of the largest one."
             )
+
+
+def _check_buffers(kept: Any, expected: Any) -> None:
+    shapes: Any = [[x.shape for x in jax.tree.leaves(tree)] for tree in (kept, expected)]
+    trees: Any = [jax.tree.structure(tree) for tree in (kept, expected)]
+    if trees[0] != trees[1] or shapes[0] != shapes[1]:
+        raise ValueError(
+            "`state.accumulated` was made for another `every_k` or another `like`: it has "
+            f"arrays of shapes {shapes[0]}, expected {shapes[1]}. Change them where "
+            "`state.mini_step` is 0, and take `inner_state` over: "
+            "tx.init(params)._replace(inner_state=state.inner_state)."
+        )
 
 
 def _described(gradient: Any) -> str:

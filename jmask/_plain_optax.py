@@ -13,20 +13,23 @@ from typing import Any
 
 import jax
 
+from jmask._parameters import naming_structures
 from jmask._row_sparse import is_row_sparse
 
 _SIGNS = ("._row_sparse.RowSparse", "key<jmask.lazy>", "Cannot call abstract method")
 
 
 @contextlib.contextmanager
-def advising_lazy(name: str, gradients: Any) -> Iterator[None]:
+def advising_lazy(name: str, gradients: Any, params: Any = None) -> Iterator[None]:
     """Context in which the transformation called `name` gets gradients.
 
     Raises:
         TypeError: in place of what arithmetic on row ids raises.
+        ValueError: in place of JAX's, for gradients of another structure than parameters.
     """
     try:
-        yield
+        with naming_structures(gradients, params):
+            yield
     except (TypeError, ValueError, NotImplementedError) as error:
         is_about_rows = any(sign in str(error) for sign in _SIGNS)
         if not is_about_rows or not any(

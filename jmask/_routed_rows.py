@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from jmask._coalesce import coalesce_rows
 from jmask._row_sparse import RowSparse
 from jmask._shard_layout import Layout
 
@@ -53,3 +55,17 @@ class RoutedRows(RowSparse):
     def with_values(self, values: jax.Array) -> "RoutedRows":
         (leaf, _), static = self.tree_flatten()
         return RoutedRows.tree_unflatten(static, (leaf, values))
+
+    def without(self, rows: jax.Array) -> "RoutedRows":
+        """The gradient without the entries where `rows` (S m,) is True."""
+        layout = self.layout
+
+        def others(ids: jax.Array, values: jax.Array, rows: jax.Array) -> Any:
+            shard = layout.shard()
+            places = layout.local(jnp.where(rows, layout.count, ids), shard)
+            places, values = coalesce_rows(places, values, layout.block)
+            return layout.ids(places, shard), values
+
+        over = (layout.rows,) * 4
+        ids, values = layout.run(others, self.row_ids(), self.values, rows, over=over)
+        return RoutedRows.of_shards(ids, values, self.shape, layout)

@@ -39,6 +39,7 @@ from jmask._forms import (
     while_of,
 )
 from jmask._row_kinds import Kind, Mixed, PerRow, Shared, joined, mixed
+from jmask._safe_numbers import trial
 from jmask._same_arithmetic import in_step, same, same_literal, same_operation
 
 ELEMENTWISE = frozenset(
@@ -101,13 +102,14 @@ def _run(programs: Sequence[Program], inputs: Sequence[Kind]) -> list[Kind]:
 
     for eqn, twin in zip(dense.eqns, rows.eqns, strict=True):
         operands = zip(eqn.invars, twin.invars, strict=True)
-        outputs = _equation(eqn, twin, [read(eqn, v, w) for v, w in operands])
+        outputs = equation(eqn, twin, [read(eqn, v, w) for v, w in operands])
         for v, w, kind in zip(eqn.outvars, twin.outvars, outputs, strict=True):
             kinds[v], twins[v] = _agreeing(eqn, kind, aval_of(v), aval_of(w)), w
     return [read(None, v, w) for v, w in zip(dense.outvars, rows.outvars, strict=True)]
 
 
-def _equation(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
+def equation(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
+    """The kinds of the outputs of an equation and of the same one on some rows."""
     name, unknown = name_of(eqn), what_is_unknown(eqn)
     if unknown is not None:
         return [Mixed(unknown)] * len(eqn.outvars)
@@ -195,7 +197,7 @@ def _constant(eqn: JaxprEqn, inputs: list[Known]) -> Any:
 
 def _evaluated(eqn: JaxprEqn, scalars: list[Any]) -> Any:
     params = eqn.primitive.get_bind_params(eqn.params)
-    with jax.ensure_compile_time_eval():
+    with trial():
         operands = [
             np.asarray(x, aval_of(v).dtype) for x, v in zip(scalars, eqn.invars, strict=True)
         ]

@@ -12,7 +12,7 @@ import optax
 
 from jmask._hyperparameters import check_number, check_positive
 from jmask._lazy import lazy
-from jmask._masked_gradient import is_gradient_leaf, masked_as
+from jmask._masked_gradient import as_gradients, is_gradient_leaf, masked_as
 from jmask._precision import wide
 
 
@@ -53,6 +53,7 @@ def clip_by_row_norm(
     lifted = lazy(optax.stateless(clip))
 
     def update(updates, state, params=None, **extra_args):
+        updates = as_gradients(updates)
         clipped, state = lifted.update(updates, state, params, **extra_args)
         return jax.tree.map(masked_as, updates, clipped, is_leaf=is_gradient_leaf), state
 

@@ -35,7 +35,12 @@ from jmask._lazy_one_pass import OnePassTransformation
 from jmask._masked_gradient import is_gradient_leaf
 from jmask._masked_tensor import MaskedTensor
 from jmask._packed_table import PackedTable
-from jmask._parameters import check_gradient, check_parameters
+from jmask._parameters import (
+    check_gradient,
+    check_parameters,
+    dense_parameters,
+    stored_as,
+)
 from jmask._precision import is_narrow, wide
 from jmask._row_sparse import RowSparse, is_row_sparse
 from jmask._rows import add_rows
@@ -137,14 +142,15 @@ def _apply_gradients(
     params: Any,
 ) -> tuple[Any, Any]:
     check_parameters(params)
-    check_gradient(grads, params)
+    given, params = params, dense_parameters(params)
+    check_gradient(grads, params, alike=True)
     shapes = jax.tree.map(shape_of, params, is_leaf=is_stored_table)
     check_state(state, jax.eval_shape(lifted.init, shapes))
     structure: Any
     leaves, structure = jax.tree.flatten(grads, is_leaf=is_gradient_leaf)
     if any(isinstance(leaf, MaskedTensor) for leaf in leaves):
         updates, state = lifted.update(grads, state, params)
-        return apply_updates(params, updates), state
+        return apply_updates(given, updates), state
     columns = [structure.flatten_up_to(tree) for tree in (params, *state[1:])]
     scalars = rule.scalars(state.count)
     rows = [
@@ -154,7 +160,7 @@ def _apply_gradients(
     params, *slots = (
         structure.unflatten([tables[i] for tables in rows]) for i in range(len(columns))
     )
-    return params, type(state)(optax.safe_increment(state.count), *slots)
+    return stored_as(given, params), type(state)(optax.safe_increment(state.count), *slots)
 
 
 def _new_tables(
@@ -240,6 +246,7 @@ def _dense_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     def init(params):
         check_parameters(params)
+        params = dense_parameters(params)
         slots = [
             jax.tree.map(
                 functools.partial(rule.initial_slot, slot), params, is_leaf=is_stored_table
@@ -255,7 +262,8 @@ def _dense_optimizer(
                 "`params` must be given to update(): weight decay depends on them."
             )
         if params is not None:
-            check_gradient(updates, params)
+            params = dense_parameters(params)
+            check_gradient(updates, params, alike=True)
         gradients, structure = jax.tree.flatten(updates)
         if params is None:
             columns = [[None] * len(gradients)]

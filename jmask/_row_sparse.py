@@ -29,10 +29,12 @@ from jmask._precision import adds_when_cast
 from jmask._row_ids import canonical, hide, id_dtype, is_opaque, reveal, widen
 from jmask._row_sparse_checks import (
     check_coalesced,
+    check_replacement,
     check_stored,
     checked_capacity,
     checked_indices,
     checked_shape,
+    checked_values,
     fit_or_poison,
     refuse_plain_ids,
     shape_that_fits,
@@ -55,7 +57,7 @@ class RowSparse(RowSparseMethods):
             traced ones is undefined behaviour, as of `unique_indices` in JAX.
 
     Raises:
-        TypeError: if `indices` are not integers.
+        TypeError: if `indices` are not integers, or `values` no numbers.
         ValueError: if the shapes of `indices`, `values` and `shape` do not fit, if `shape`
             needs 64-bit indices and they are disabled, or if `coalesced` does not hold.
 
@@ -88,7 +90,7 @@ class RowSparse(RowSparseMethods):
         *,
         coalesced: bool = False,
     ):
-        indices, values = checked_indices(indices), jnp.asarray(values)
+        indices, values = checked_indices(indices), checked_values(values)
         shape = checked_shape(shape_that_fits(indices, values) if shape is None else shape)
         if values.ndim == 0 or values.shape[0] != indices.shape[0]:
             raise ValueError(
@@ -358,7 +360,14 @@ class RowSparse(RowSparseMethods):
         return canonical(self.indices, self.shape[0])
 
     def with_values(self, values: jax.Array) -> "RowSparse":
-        """The tensor with the same indices and other values (n, *row)."""
+        """The tensor with the same indices and other values (n, *row).
+
+        Raises:
+            ValueError: if the values have another shape than those stored.
+        """
+        known = isinstance(values, jax.Array | jax.ShapeDtypeStruct)
+        values = values if known else checked_values(values)
+        check_replacement(values, self.values)
         return RowSparse.tree_unflatten((self.shape, self.coalesced), (self.index_leaf, values))
 
 

@@ -59,6 +59,29 @@ def check_coalesced(ids: np.ndarray, rows: int) -> None:
     )
 
 
+def checked_values(values: Any) -> jax.Array:
+    """Values as an array of numbers."""
+    try:
+        array = jnp.asarray(values)
+    except (TypeError, ValueError):
+        array = None
+    if values is None or array is None:
+        raise TypeError(
+            f"`values` must be an array of numbers, one row for each index, got "
+            f"{type(values).__name__}."
+        )
+    return array
+
+
+def check_replacement(values: Any, old: Any) -> None:
+    """Raise ValueError unless values have the shape of those that they replace."""
+    if jnp.shape(values) != jnp.shape(old):
+        raise ValueError(
+            f"`values` of shape {jnp.shape(values)} do not fit: the tensor stores values of "
+            f"shape {jnp.shape(old)}, one row for each index."
+        )
+
+
 def checked_capacity(nse: int) -> int:
     nse = operator.index(nse)
     if nse < 0:

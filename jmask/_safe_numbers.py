@@ -7,8 +7,9 @@ What is selected away after the function must be harmless in it: 0 times an infi
 nan. The number is found by trying.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -70,12 +71,22 @@ def _is_safe(function: Callable, numbers: tuple[Any, ...]) -> bool:
         return jax.jvp(of_varying, xs, tuple(map(np.ones_like, xs)))
 
     xs = tuple(numbers[i] for i in varying)
-    with jax.ensure_compile_time_eval():
+    with trial():
         try:
             results = jax.jvp(slope, xs, tuple(map(np.ones_like, xs)))
         except (TypeError, NotImplementedError):
             results = of_varying(*xs)  # not differentiable: then its value decides
         return all(_is_finite(x) for x in jax.tree.leaves(results))
+
+
+@contextlib.contextmanager
+def trial() -> Iterator[None]:
+    """Context in which a function is tried on numbers, also while something is traced.
+
+    What comes out may be nan, and `jax_debug_nans` is not to take it for a mistake.
+    """
+    with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
+        yield
 
 
 def _is_inexact(x: Any) -> bool:

@@ -33,16 +33,19 @@ SPARSE = (RowSparse, BCOO, BCSR)
 _ARRAYS = jax.Array | np.ndarray | np.generic | bool | int | float | complex
 
 
-def stype(x: Any) -> str:
+def stype(x: Any, argument: str = "x") -> str:
     """The name of the storage of `x`.
 
     Raises:
-        TypeError: if `x` is neither array-like nor a storage known here.
+        TypeError: if `x`, which the caller was given as `argument`, is neither array-like nor
+            a storage known here.
     """
     for kind, name in ((RowSparse, "row_sparse"), (BCOO, "coo"), (BCSR, "csr")):
         if isinstance(x, kind):
             return name
     name = type(x).__name__
+    if isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "OSUMm":
+        raise TypeError(f"`{argument}` is an array of {x.dtype}, which are no numbers.")
     if isinstance(x, list):
         leaves = jax.tree.leaves(x, is_leaf=lambda leaf: not isinstance(leaf, list | tuple))
         others = [leaf for leaf in leaves if not isinstance(leaf, _ARRAYS)]
@@ -51,7 +54,9 @@ def stype(x: Any) -> str:
         name = f"a list that holds a {type(others[0]).__name__}"
     elif isinstance(x, _ARRAYS):
         return "default"
-    raise TypeError(f"{name} is not a storage: expected an array, RowSparse, BCOO or BCSR.")
+    raise TypeError(
+        f"`{argument}`: {name} is not a storage: expected an array, RowSparse, BCOO or BCSR."
+    )
 
 
 def is_sparse(x: Any) -> bool:

@@ -32,6 +32,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jmask._forms import CALLS, aval_of, called, name_of, parameter
 from jmask._precision import adds_when_cast
+from jmask._safe_numbers import trial
 
 # How a value depends on operands, more from left to right: not, on arrays in an affine way, on
 # sparse ones too, in another way.
@@ -176,7 +177,7 @@ def _behaviour(
         (Unknown(jnp.ndim(c) == 0) if isinstance(c, jax.core.Tracer) else Known(c), _FREE)
         for c in program.consts
     ]
-    with jax.ensure_compile_time_eval():
+    with trial():
         ((value, dependence),) = _run(program.jaxpr, consts, inputs)
         ((at_zero, of_all),) = _run(program.jaxpr, consts, zeros)
     sums = of_all != _OTHER and isinstance(at_zero, Known) and at_zero.is_zero()

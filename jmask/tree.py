@@ -24,10 +24,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jmask._array_leaves import abstract_leaf, leaf_name, not_an_array
 from jmask._explicit_sharding import varying_alike, varying_axes
 from jmask._masked_tensor import MaskedTensor
 from jmask._row_sparse import RowSparse, is_row_sparse
-from jmask._storage import stored_values
+from jmask._storage import is_entry, is_sparse, stored_values, unique_positions
 from jmask.numpy import add as _add
 from jmask.numpy import multiply as _multiply
 
@@ -65,14 +66,28 @@ def add(tree: Any, *others: Any, like: Any = None) -> Any:
 
 
 def scale(scalar: Any, tree: Any) -> Any:
-    """The tree with every entry multiplied by `scalar`, dtypes kept.
+    """The tree with every entry, floating or complex, multiplied by `scalar`, dtypes kept.
 
     Example:
         >>> import jax.numpy as jnp, jmask
         >>> jmask.tree.scale(2, jmask.RowSparse([1], jnp.array([2.]), (3,))).values
         Array([4.], dtype=float32)
     """
-    return _map(lambda x: _multiply(x, jnp.asarray(scalar, x.dtype)), tree)
+    array = abstract_leaf(scalar)
+    if array is None or array.shape or not jnp.issubdtype(array.dtype, jnp.number):
+        kind = type(scalar).__name__ if array is None else f"{array.dtype}{list(array.shape)}"
+        raise TypeError(f"`scalar` must be a number, got {kind}.")
+    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
+
+    def scaled(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jnp.complexfloating if is_complex else jnp.inexact):
+            raise TypeError(
+                f"`tree` holds {x.dtype}, which a multiple by `scalar` {array.dtype} may not "
+                "be: cast it by x.astype(...)."
+            )
+        return _multiply(x, jnp.asarray(scalar, x.dtype))
+
+    return _map(scaled, tree)
 
 
 def mean(trees: Sequence[Any], like: Any = None) -> Any:
@@ -88,7 +103,8 @@ def mean(trees: Sequence[Any], like: Any = None) -> Any:
         >>> jmask.tree.mean([g, jmask.RowSparse.zeros((3,))]).todense()
         Array([0., 1., 0.], dtype=float32)
     """
-    trees = list(trees)
+    if not isinstance(trees, list | tuple):
+        raise TypeError(f"`trees` must be a list of trees, got {type(trees).__name__}.")
     if not trees:
         raise ValueError("`trees` must hold at least one tree, got none.")
     return scale(1 / len(trees), add(*trees, like=like))
@@ -113,10 +129,13 @@ def merge(stacked: Any) -> Any:
     def merged(x: Any) -> Any:
         if isinstance(x, MaskedTensor):
             raise TypeError(
-                "a stacked MaskedTensor has no sum that keeps its mask: use "
+                "`stacked`: a stacked MaskedTensor has no sum that keeps its mask: use "
                 "jmask.numpy.sum(x, axis=0)."
             )
+        _refuse_entries(x, "stacked")
         if not is_row_sparse(x):
+            if not x.ndim:
+                raise ValueError("`stacked` holds a scalar, which has no leading axis.")
             return jnp.sum(x, axis=0, dtype=x.dtype)
         ids, values = x.index_leaf, x.values
         if ids.ndim != 2:
@@ -127,6 +146,7 @@ def merge(stacked: Any) -> Any:
         leaves = (ids.reshape(-1), values.reshape(-1, *values.shape[2:]))
         return RowSparse.tree_unflatten((x.shape, False), leaves)
 
+    _check_leaves(stacked, "stacked")
     return _map(merged, stacked)
 
 
@@ -134,7 +154,8 @@ def norm(tree: Any, squared: bool = False) -> jax.Array:
     """The global norm: the root of the sum of the squares of all entries.
 
     Rows with equal indices are added first, so that the norm is that of the dense gradient;
-    masked entries do not count. Accumulated in float32 at least.
+    masked entries do not count. Accumulated in float32 at least. In a `shard_map` it is that
+    of what this device has: sum the gradient with `psum` first.
 
     Args:
         tree: arrays, `RowSparse` and `MaskedTensor`.
@@ -146,6 +167,7 @@ def norm(tree: Any, squared: bool = False) -> jax.Array:
         >>> jmask.tree.norm({"table": table, "w": jnp.array([4.])})
         Array(5., dtype=float32)
     """
+    _check_leaves(tree)
     leaves = jax.tree.leaves(tree, is_leaf=_is_tensor)
     total = jnp.zeros(())
     for leaf in leaves:
@@ -177,6 +199,7 @@ def psum(tree: Any, axis_name: Any) -> Any:
 
     def summed(x: Any) -> Any:
         _refuse_masked(x, "psum")
+        _refuse_entries(x, "tree")
         if not is_row_sparse(x):
             return lax.psum(x, names)
         ids, values = varying_alike(x.row_ids(), x.values)
@@ -203,24 +226,40 @@ def pmean(tree: Any, axis_name: Any) -> Any:
 
 
 def _is_tensor(x: Any) -> bool:
-    return isinstance(x, RowSparse | MaskedTensor)
+    return isinstance(x, MaskedTensor) or is_sparse(x)
 
 
 def _map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    for each in (tree, *others):
+        _check_leaves(each)
     structures: Any = [jax.tree.structure(x, is_leaf=_is_tensor) for x in (tree, *others)]
     for other in structures[1:]:
         if other != structures[0]:
             raise ValueError(
-                f"trees of one structure are expected, got {structures[0]} and {other}: these "
-                "are gradients of different parameters."
+                f"`tree`: trees of one structure are expected, got {structures[0]} and "
+                f"{other}: these are gradients of different parameters."
             )
-    return jax.tree.map(function, tree, *others, is_leaf=_is_tensor)
+    leaves = [jax.tree.map(_as_tensor, x, is_leaf=_is_tensor) for x in (tree, *others)]
+    return jax.tree.map(function, *leaves, is_leaf=_is_tensor)
+
+
+def _as_tensor(x: Any) -> Any:
+    return x if _is_tensor(x) else jnp.asarray(x)
+
+
+def _check_leaves(tree: Any, name: str = "tree") -> None:
+    for path, x in jax.tree.leaves_with_path(tree, is_leaf=_is_tensor):
+        if not _is_tensor(x) and abstract_leaf(x) is None:
+            advice = "trees hold arrays, RowSparse and MaskedTensor"
+            raise not_an_array(leaf_name(name, path), x, advice)
 
 
 def _add_leaves(x: Any, y: Any) -> Any:
     shapes = [x.shape if _is_tensor(x) else jnp.shape(x) for x in (x, y)]
     if shapes[0] != shapes[1]:
-        raise ValueError(f"leaves of shapes {shapes[0]} and {shapes[1]} cannot be added.")
+        raise ValueError(
+            f"`tree`: leaves of shapes {shapes[0]} and {shapes[1]} cannot be added."
+        )
     return _add(x, y)
 
 
@@ -233,16 +272,25 @@ def _with_capacity_of(x: Any, like: Any) -> Any:
 def _sum_of_squares(x: Any) -> jax.Array:
     if isinstance(x, MaskedTensor):
         x = jnp.where(x.valid, stored_values(x.storage), 0)
-    elif is_row_sparse(x):
-        x = x.coalesce().values
+    elif is_sparse(x):
+        x = unique_positions(x)
+        x = jnp.where(is_entry(x), stored_values(x), 0)
     x = jnp.asarray(x)
     size = jnp.abs(x)
     return jnp.sum(jnp.square(size.astype(jnp.promote_types(size.dtype, jnp.float32))))
 
 
+def _refuse_entries(x: Any, argument: str) -> None:
+    if is_sparse(x) and not is_row_sparse(x):
+        raise TypeError(
+            f"`{argument}` holds a {type(x).__name__}, whose entries are not put side by side: "
+            'use jmask.cast_storage(x, "row_sparse"), or its dense form.'
+        )
+
+
 def _refuse_masked(x: Any, name: str) -> None:
     if isinstance(x, MaskedTensor):
         raise TypeError(
-            f"{name}() of a MaskedTensor: masks of different devices may differ. Sum "
+            f"`tree`: {name}() of a MaskedTensor: masks of different devices may differ. Sum "
             "x.to_tensor(0) and x.mask instead."
         )

@@ -209,6 +209,28 @@ class TestMultiSteps:
             expected, expected_state = with_updates(theirs)(grads, expected_state, expected)
             assert_close(params, expected)
 
+    def test_a_state_of_a_larger_k(self, how):
+        """Saved after 3 of 8 microbatches: the next one is the last of 4, and of 2 as well."""
+        grads = [densified(gradient(i)) for i in range(6)]
+        tx = lambda k: jmask.multi_steps(jmask.adam(0.1), k, grads[0])
+        state = tx(8).init(PARAMS)
+        for g in grads[:3]:
+            params, state = how(tx(8))(g, state, PARAMS)
+        expected = how(jmask.adam(0.1))
+        for k in (2, 4):
+            new, after = how(tx(k))(grads[3], state, params)
+            mean = jmask.tree.mean(grads[:4])
+            once, inner_state = expected(mean, jmask.adam(0.1).init(PARAMS), PARAMS)
+            assert_close((new, after.inner_state), (once, inner_state))
+            assert after.mini_step == 0
+
+    def test_a_state_with_rows_of_another_k(self, how):
+        of_four, of_two = (jmask.multi_steps(jmask.sgd(0.1), k, gradient(0)) for k in (4, 2))
+        with pytest.raises(
+            ValueError, match=r"`state\.accumulated` was made for another `every"
+        ):
+            how(of_two)(gradient(0), of_four.init(PARAMS), PARAMS)
+
     def test_in_place(self, how):
         temporary = []
         for rows in (10**5, 10**6):

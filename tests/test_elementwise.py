@@ -315,6 +315,19 @@ class TestKnownCases:
             loss = lambda x: jnm.log(jmask.masked_tensor(x, mask)).to_tensor(0).sum()
             np.testing.assert_allclose(jax.jit(jax.grad(loss))(x)[mask], 2)
 
+    @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+    def test_debug_nans_of_what_is_tried(self, wrap):
+        """Numbers are tried where a function may have none: that is no mistake of the user."""
+        x, y = jnp.array([1.5, 0.5]), jnp.array([True, False])
+        rows = jmask.RowSparse([1], jnp.array([[3.0]]), (2, 1))
+        with jax.debug_nans(True), jax.debug_infs(True):
+            for function in (lambda x: jnp.arccosh(x + 0.0), lambda x: jnp.log(x - 1)):
+                found = wrap(jnm.elementwise(function))(jmask.masked_tensor(x, y))
+                np.testing.assert_allclose(found.to_tensor(0)[0], function(1.5), rtol=1e-6)
+            assert wrap(jnm.arccosh)(jmask.masked_tensor(x, y)).to_tensor(0)[1] == 0
+            quotient = wrap(jnm.elementwise(lambda x: x * (1 / (1 + x))))(rows)
+            np.testing.assert_allclose(quotient.todense(), [[0], [0.75]])
+
 
 def test_lifting_any_function():
     lifted = jnm.elementwise(lambda x, y: jnp.sqrt(x - y) / y)

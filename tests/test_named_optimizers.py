@@ -10,6 +10,7 @@ from hypothesis import given
 
 import jmask
 from tests import numpy_optimizers
+from tests.compiled_step import with_optax
 
 V, STEPS = 9, 20
 NEVER = 4  # the row no gradient touches
@@ -251,6 +252,29 @@ def test_poison_under_padding():
         param, state = jmask.apply_gradients(tx, gradient, tx.init(table), table)
         assert param[0] == param[2] == 1
         assert all(jnp.isfinite(x).all() for x in jax.tree.leaves((param, state)))
+
+
+@pytest.mark.parametrize("apply", [jmask.apply_gradients, with_optax], ids=["one", "two"])
+@pytest.mark.parametrize("name", MODELS)
+class TestWhatIsNotFinite:
+    """A nan is never taken for a number, such as the zero of a threshold."""
+
+    def test_gradient(self, name, apply):
+        tx, table = MODELS[name][0](0.1), jnp.ones((V, 2))
+        for bad in (jnp.nan, jnp.inf, -jnp.inf):
+            rows = jmask.RowSparse([1, 2], jnp.array([[1.0, bad], [1, 1]]), (V, 2))
+            state, new = tx.init(table), table
+            for _ in range(2):
+                new, state = apply(tx, rows, state, new)
+            assert not np.isfinite(new[1, 1])
+            assert np.isfinite(new[2]).all()
+
+    def test_rate(self, name, apply):
+        tx, table = MODELS[name][0](lambda count: jnp.float32(jnp.nan)), jnp.ones((V, 2))
+        rows = jmask.RowSparse([1], jnp.ones((1, 2)), (V, 2))
+        new, _ = apply(tx, rows, tx.init(table), table)
+        assert np.isnan(new[1]).all()
+        assert np.isfinite(np.delete(new, 1, 0)).all()
 
 
 def test_dense_and_sparse_leaves_together():

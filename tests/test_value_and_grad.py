@@ -49,6 +49,20 @@ def test_program(name):
         gradient.validate()
 
 
+# One for each rule that traces a program inside the program.
+TRACING = ("cond", "cond, one branch without", "switch", "cond in scan, rows", "scan")
+
+
+@pytest.mark.parametrize("name", [*TRACING, "checkpoint", "custom_vjp"])
+def test_no_tracer_is_kept(name):
+    """`jax_check_tracer_leaks` refuses what a trace leaves behind."""
+    with jax.checking_leaks():
+        for wrap in (lambda f: f, jax.jit):
+            gradient = wrap(jmask.grad(PROGRAMS[name].loss))(TABLE)
+    expected = jax.grad(PROGRAMS[name].loss)(TABLE)
+    assert_close(densified(gradient), expected, rtol=2e-5, atol=2e-6)
+
+
 def test_one_dimensional_and_wide_tables():
     for table in (TABLE[:, 0], TABLE.reshape(V, 2, 2)):
         for loss in (

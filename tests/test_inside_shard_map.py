@@ -1,0 +1,177 @@
+"""Steps inside a `shard_map` on sharded tables: what is said of all rows is of all devices."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jmask
+from tests.stored_tables import STEPS, mesh_of, numbers
+
+pytestmark = pytest.mark.devices
+
+V, D = 21, 12
+IDS = jnp.asarray(np.random.default_rng(1).integers(0, V, 32))
+FACTORS = jnp.linspace(0.5, 2.0, 32)
+
+
+def loss(params: Any, ids: jax.Array, factors: jax.Array) -> jax.Array:
+    rows = params["table"][ids]
+    return jnp.sum(jnp.sin(rows) * factors[:, None] * params["dense"])
+
+
+def inside(tx: Any, step: Any, checked: bool, layout: str = "x") -> Any:
+    """Parameters and state after a step of a program that is written for each device."""
+    sizes, rows, batch = {"x": ((8,), "x", "x"), "table": ((2, 4), "table", None)}[layout]
+    mesh = mesh_of(*sizes)
+    table = jmask.sharded(numbers(), mesh, rows=rows, batch=batch, packed=False)
+    params = {"table": table, "dense": jnp.ones(D)}
+    state = tx.init(params)
+    is_table = lambda x: isinstance(x, jmask.ShardedTable)
+    spread = jax.tree.map(
+        lambda x: jax.tree.map(lambda _: P(rows), x) if is_table(x) else P(),
+        (params, state),
+        is_leaf=is_table,
+    )
+    of_batch = P(table.layout.batch)
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(*spread, of_batch, of_batch),
+        out_specs=spread,
+        check_vma=checked,
+    )
+    def run(params: Any, state: Any, ids: Any, factors: Any) -> Any:
+        grads = jmask.grad(loss)(params, ids, factors)
+        if not checked:  # then nothing is summed over devices by itself
+            grads["dense"] = jax.lax.psum(grads["dense"], table.layout.batch)
+        return STEPS[step](tx, grads, state, params)
+
+    return run(params, state, IDS, factors_of(tx))
+
+
+def alone(tx: Any, step: Any) -> Any:
+    """The same on one device, from the same gradient."""
+    params = {"table": numbers(), "dense": jnp.ones(D)}
+    grads = jmask.grad(loss)(params, IDS, factors_of(tx))
+    return STEPS[step](tx, grads, tx.init(params), params)
+
+
+def factors_of(tx: Any) -> jax.Array:
+    return FACTORS.at[5].set(jnp.nan) if tx in BAD.values() else FACTORS
+
+
+def ours(inner: Any) -> Any:
+    """A chain with a sum in a branch of a `cond`."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        clip = lambda u: jax.tree.map(lambda x: x / optax.tree.norm(u), u)
+        branch = jax.lax.cond(state == 0, clip, lambda u: u, updates)
+        return branch, state + 1
+
+    return optax.chain(
+        optax.GradientTransformation(lambda _: jnp.zeros((), jnp.int32), update), inner
+    )
+
+
+GOOD = {
+    "global norm": jmask.lazy(optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))),
+    "global norm, adagrad": jmask.lazy(
+        optax.chain(optax.clip_by_global_norm(0.1), optax.adagrad(0.1))
+    ),
+    "in a branch": jmask.lazy(ours(optax.sgd(1.0))),
+    "row norm": optax.chain(jmask.clip_by_row_norm(0.3), jmask.lazy(optax.sgd(1.0))),
+}
+BAD = {
+    "if finite": jmask.lazy(optax.apply_if_finite(optax.sgd(1.0), 3)),
+    "skip": jmask.skip_nonfinite(jmask.adam(0.1)),
+    "skip, clipped": jmask.skip_nonfinite(GOOD["global norm"]),
+    "drop": optax.chain(jmask.drop_nonfinite_rows(), jmask.adagrad(0.1)),
+}
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("name", [*GOOD, *BAD])
+def test_as_on_one_device(name, checked):
+    tx = (GOOD | BAD)[name]
+    result, expected = inside(tx, "update", checked), alone(tx, "update")
+    assert_close(result, expected)
+
+
+@pytest.mark.parametrize("name", ["global norm", "skip", "drop"])
+@pytest.mark.parametrize("checked", [True, False])
+def test_in_one_pass_and_on_copies_of_the_table(name, checked):
+    tx = (GOOD | BAD)[name]
+    result = inside(tx, "apply_gradients", checked, "table")
+    assert_close(result, alone(tx, "apply_gradients"))
+
+
+def assert_close(result: Any, expected: Any) -> None:
+    ours, theirs = (
+        jax.tree.leaves(jax.tree.map(np.asarray, x, is_leaf=is_table))
+        for x in (result, expected)
+    )
+    for x, y in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
+
+
+def is_table(x: Any) -> bool:
+    return isinstance(x, jmask.ShardedTable)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_nan_on_one_device(step, checked):
+    """In rows that only the table of one device has; dense parameters are the same on all."""
+    tx = jmask.skip_nonfinite(jmask.sgd(1.0))
+    params = {"table": jnp.ones((8 * 4, 2)), "dense": jnp.ones(2)}
+    spread = {"table": P("x"), "dense": P()}
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh_of(8),
+        in_specs=(spread, P("x")),
+        out_specs=(spread, P("x")),
+        check_vma=checked,
+    )
+    def run(params: Any, values: Any) -> Any:
+        rows = jmask.RowSparse([2], values, (4, 2))
+        grads = {"table": rows, "dense": jnp.ones(2)}
+        new, state = STEPS[step](tx, grads, tx.init(params), params)
+        return new, state.skipped[None]
+
+    values = jnp.ones((8, 2))
+    new, skipped = run(params, values.at[3, 1].set(jnp.nan))
+    jax.tree.map(np.testing.assert_array_equal, new, params)
+    assert skipped.tolist() == [1] * 8
+    new, skipped = run(params, values)
+    assert skipped.tolist() == [0] * 8
+    assert (np.asarray(new["table"])[2::4] == 0).all()
+
+
+def test_a_row_left_out_on_one_device():
+    """Counted alike on all devices, whether types say where gradients differ or not."""
+    tx = jmask.drop_nonfinite_rows()
+
+    def count(checked: bool, spread: Any) -> int:
+        def run(values: jax.Array) -> jax.Array:
+            gradient = jmask.RowSparse([2, 1], values, (4,))
+            return tx.update(gradient, tx.init(jnp.ones(4)), jnp.ones(4))[1].dropped
+
+        mapped = jax.shard_map(
+            run, mesh=mesh_of(8), in_specs=spread, out_specs=P(), check_vma=checked
+        )
+        values = jnp.ones(16).at[jnp.array([1, 4])].set(jnp.nan)
+        return int(jax.jit(mapped)(values if spread else values[:2]))
+
+    assert count(True, P("x")) == 2
+    assert count(True, P()) == count(False, P()) == 1
+    assert count(False, P("x")) == 1
