@@ -1,8 +1,8 @@
 """Second and third derivatives of every public differentiable function.
 
-Oracle is the function itself in float64: along a line x + t v, the derivative of order n is that
-of differences of the derivative of order n - 1. A rule that is right once and then a constant
-(a `custom_jvp` that returns what it was given) fails here at the second order.
+The oracle is the function itself in float64: along a line x + t v, the derivative of order n is
+that of differences of the derivative of order n - 1. A rule that is right once and then a
+constant (a `custom_jvp` that returns what it was given) fails here at the second order.
 
     order   ways to take it
     1       reverse
