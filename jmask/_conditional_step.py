@@ -51,7 +51,8 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
     Returns:
         A transformation whose state counts in `skipped` the steps not taken; a skipped step
         does not advance the count of `inner` either. It looks at the rows of the batch, those
-        of equal ids summed, not at tables. `jmask.apply_gradients` keeps the one pass of a named optimizer.
+        of equal ids summed, not at tables. `jmask.apply_gradients` keeps the one pass of a
+        named optimizer.
 
     Example:
         >>> import jax.numpy as jnp, jmask

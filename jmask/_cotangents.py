@@ -99,7 +99,7 @@ class Rows:
         return dataclasses.replace(self, parts=parts)
 
     def map_sums(self, function: Callable[[jax.Array], jax.Array]) -> "Rows":
-        """Apply a function to every entry of the sum, one that is 0 at 0 and need not be linear.
+        """Apply a function that is 0 at 0, linear or not, to every entry of the sum.
 
         Equal ids are summed first.
         """

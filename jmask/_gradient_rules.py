@@ -1,8 +1,8 @@
 """Rules of the gradient program for single equations.
 
 What a rule does to rows is linear in them, or it is done to their sums: equal ids are summed
-before a number is made an integer. Operands of size 1 along a dimension of the rows are broadcast;
-along dimension 0 they are not rows of the result, and it is dense.
+before a number is made an integer. Operands of size 1 along a dimension of the rows are
+broadcast; along dimension 0 they are not rows of the result, and it is dense.
 
 | equation                                       | becomes                              |
 |------------------------------------------------|--------------------------------------|
@@ -262,7 +262,9 @@ def _multiply(
     if not isinstance(x, Rows) or factor is None:
         return None
     x = x.broadcast(aval_of(eqn.outvars[0]).shape)
-    return x and [x.map_rows(lambda rows: rows * jnp.asarray(factor, rows.dtype))]
+    if x is None:
+        return None
+    return [x.map_rows(lambda rows: rows * jnp.asarray(factor, rows.dtype))]
 
 
 def _divide(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
@@ -272,7 +274,9 @@ def _divide(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpret
     if not isinstance(x, Rows) or divisor is None or not jnp.issubdtype(x.dtype, jnp.inexact):
         return None
     x = x.broadcast(aval_of(eqn.outvars[0]).shape)
-    return x and [x.map_rows(lambda rows: rows / jnp.asarray(divisor, rows.dtype))]
+    if x is None:
+        return None
+    return [x.map_rows(lambda rows: rows / jnp.asarray(divisor, rows.dtype))]
 
 
 def _reshape(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
