@@ -191,8 +191,8 @@ def _apart(
 
     On CPUs XLA gives the wrong buffers to a scatter that is passed an array twice, as two slots
     of zeros are where a state is made in the program of its first step; the smallest program
-    that shows it, and that of loops in combiners, is in docs/performance.md. What a loop carries are
-    different arrays, and that this one has a single round is more than XLA can know.
+    that shows it, and that of loops in combiners, is in docs/performance.md. What a loop
+    carries are different arrays, and XLA cannot know that this one has a single round.
     """
 
     def round_of(carried: tuple[jax.Array, list[jax.Array]]) -> Any:
