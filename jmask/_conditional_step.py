@@ -51,8 +51,9 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
 
     Returns:
         A transformation whose state counts in `skipped` the steps not taken; a skipped step
-        does not advance the count of `inner` either. It looks at the rows of the batch, not
-        at tables. `jmask.apply_gradients` keeps the one pass of a named optimizer.
+        does not advance the count of `inner` either. It looks at the rows of the batch, those
+        of equal ids summed, not at tables. `jmask.apply_gradients` keeps the one pass of a
+        named optimizer.
 
         In a `shard_map` no device takes the step where one has such a gradient. Only where
         all parameters are arrays that differ from device to device, by their types
@@ -73,7 +74,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
         return SkipNonfiniteState(jnp.zeros((), jnp.int32), inner.init(params))
 
     def update(updates, state, params=None, **extra_args):
-        updates = as_tables_take(updates, params)
+        updates = summed_rows(updates, params)
         finite = agreed(all_finite(updates), updates, params)
         updates, inner_state = update_if(
             finite, inner, updates, state.inner_state, params, extra_args
@@ -81,7 +82,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
         return updates, SkipNonfiniteState(state.skipped + ~finite, inner_state)
 
     def apply(grads, state, params):
-        grads = as_tables_take(grads, params)
+        grads = summed_rows(grads, params)
         finite = agreed(all_finite(grads), grads, params)
         params, inner_state = apply_if(finite, inner, grads, state.inner_state, params)
         return params, SkipNonfiniteState(state.skipped + ~finite, inner_state)
@@ -107,18 +108,26 @@ def all_finite(gradients: Any) -> jax.Array:
     return finite
 
 
-def as_tables_take(gradients: Any, params: Any) -> Any:
-    """Gradients with those of stored tables as these take them: nan where they do not fit."""
+def summed_rows(gradients: Any, params: Any) -> Any:
+    """Gradients with the rows of equal ids summed: finite ones may have an infinite sum.
+
+    Those of stored tables are as these take them, nan where they do not fit.
+    """
     gradients = as_gradients(gradients)
     tables = jax.tree.leaves(params, is_leaf=is_stored_table)
-    if not any(map(is_stored_table, tables)):
-        return gradients
-    check_gradient(gradients, params)
+    if any(map(is_stored_table, tables)):
+        check_gradient(gradients, params)
 
-    def taken(param: Any, gradient: Any) -> Any:
-        return distinct_rows(param, gradient) if is_stored_table(param) else gradient
+        def taken(param: Any, gradient: Any) -> Any:
+            return distinct_rows(param, gradient) if is_stored_table(param) else gradient
 
-    return jax.tree.map(taken, params, gradients, is_leaf=is_stored_table)
+        gradients = jax.tree.map(taken, params, gradients, is_leaf=is_stored_table)
+
+    def summed(gradient: Any) -> Any:
+        as_it_is = not is_row_sparse(gradient) or gradient.is_distinct
+        return gradient if as_it_is else gradient.coalesce()
+
+    return jax.tree.map(summed, gradients, is_leaf=is_gradient_leaf)
 
 
 def update_if(

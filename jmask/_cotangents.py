@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jmask._coalesce import coalesce_rows
 from jmask._row_ids import id_dtype
 from jmask._row_pattern import Entries
 from jmask._row_sparse import RowSparse
@@ -96,6 +97,32 @@ class Rows:
         refuse(self.carry)
         parts = tuple((ids, function(rows)) for ids, rows in self.parts)
         return dataclasses.replace(self, parts=parts)
+
+    def map_sums(self, function: Callable[[jax.Array], jax.Array]) -> "Rows":
+        """Apply a function that is 0 at 0, linear or not, to every entry of the sum.
+
+        Equal ids are summed first.
+        """
+        refuse(self.carry)
+        if not self.parts:
+            return self
+        ids, rows = coalesce_rows(*self.concatenated(), self.shape[0])
+        return dataclasses.replace(self, parts=((ids, function(rows)),))
+
+    def broadcast(self, shape: tuple[int, ...]) -> "Rows | None":
+        """These rows in an array of the given shape, as operands of `add` are broadcast.
+
+        None if dimension 0 is.
+        """
+        if self.shape == shape:
+            return self
+        if len(shape) != len(self.shape) or shape[0] != self.shape[0]:
+            return None
+        refuse(self.carry)
+        parts = tuple(
+            (ids, jnp.broadcast_to(rows, (*ids.shape, *shape[1:]))) for ids, rows in self.parts
+        )
+        return dataclasses.replace(self, shape=shape, parts=parts)
 
     def concatenated(self, capacity: int | None = None) -> Entries:
         """All parts as one, padded to `capacity` entries."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmask._conditional_step import as_tables_take
+from jmask._conditional_step import summed_rows
 from jmask._masked_gradient import is_gradient_leaf
 from jmask._masked_tensor import MaskedTensor
 from jmask._routed_rows import RoutedRows
@@ -50,7 +50,7 @@ def drop_nonfinite_rows() -> optax.GradientTransformation:
         return DropNonfiniteState(jnp.zeros((), jnp.int32))
 
     def update(updates, state, params=None):
-        updates = as_tables_take(updates, params)
+        updates = summed_rows(updates, params)
         leaves, structure = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
         dropped, kept = state.dropped, []
         for leaf in leaves:
@@ -72,7 +72,6 @@ def _finite(x: Any) -> tuple[Any, jax.Array]:
         bad = _bad_rows(x)
         column = bad.reshape(bad.shape + (1,) * (x.ndim - bad.ndim))
         return jnp.where(column, jnp.zeros((), x.dtype), x), bad.sum(dtype=jnp.int32)
-    x = x if x.is_distinct else x.coalesce()
     ids, bad = x.row_ids(), _bad_rows(x.values)
     number = jnp.sum(bad & (ids < x.shape[0]), dtype=jnp.int32)
     if isinstance(x, RoutedRows):

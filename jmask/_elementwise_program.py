@@ -22,15 +22,8 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmask._forms import CALLS, aval_of, called, name_of
-from jmask._jaxprs import outputs_of, read
+from jmask._jaxprs import is_arithmetic, outputs_of, read
 from jmask._row_locality import NEUTRAL
-
-_ELEMENTWISE = frozenset(
-    "abs add add_any and atan2 cbrt ceil clamp convert_element_type copy copy_p cos div eq exp "
-    "exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg "
-    "nextafter not or pow reduce_precision rem round rsqrt select_n sign sin sqrt square "
-    "stop_gradient sub tan tanh xor".split()
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +37,8 @@ class Program:
         of_gradient: the variables with entries that are made of its gradient alone.
         reduced: tables over whose gradient something shared is summed.
         scalar_of: the scalar that a shared array is filled with.
-        constants: shared scalars that are made of literals alone, known to a combiner.
+        constants: shared scalars that are arithmetic on literals alone: a combiner computes
+            them itself. What is more than arithmetic (a loop, a random number) is shared.
     """
 
     equations: list[tuple[JaxprEqn, int | None]]
@@ -173,7 +167,7 @@ def _inline(
     for eqn in jaxpr.eqns:
         inputs = [_renamed(renamed, v) for v in eqn.invars]
         tables = {program.table_of[v] for v in _variables(inputs) if v in program.table_of}
-        if name_of(eqn) in CALLS and tables:
+        if name_of(eqn) in CALLS and (tables or _are_constants(program, inputs)):
             inner, consts = called(eqn)
             program.consts.update(zip(inner.constvars, consts, strict=True))
             # A jaxpr may be called twice: its variables get new names each time.
@@ -205,9 +199,13 @@ def _inline(
             program.scalar_of[outputs[0]] = inputs[0]
         elif _is_elementwise(eqn, aval_of(outputs[0]).shape) and aval_of(outputs[0]).shape:
             _add_scalar_of(program, eqn, inputs, outputs)
-        elif all(isinstance(v, Literal) or v in program.constants for v in inputs):
-            program.constants.update(v for v in outputs if aval_of(v).shape == ())
+        elif _is_elementwise(eqn, ()) and _are_constants(program, inputs):
+            program.constants.update(outputs)
     return True
+
+
+def _are_constants(program: Program, inputs: Sequence[Any]) -> bool:
+    return all(isinstance(v, Literal) or v in program.constants for v in inputs)
 
 
 def _add_scalar_of(
@@ -220,7 +218,7 @@ def _add_scalar_of(
     results = [Var(aval_of(v).update(shape=())) for v in outputs]
     program.equations.append((eqn.replace(invars=scalars, outvars=results), None))
     program.scalar_of.update(zip(outputs, results, strict=True))
-    if all(isinstance(v, Literal) or v in program.constants for v in scalars):
+    if _are_constants(program, scalars):
         program.constants.update(results)
 
 
@@ -236,8 +234,7 @@ def _is_entry(program: Program, v: Any, table: int) -> bool:
 def _is_elementwise(eqn: JaxprEqn, shape: tuple[int, ...]) -> bool:
     operands = [aval_of(v).shape for v in eqn.invars]
     return (
-        name_of(eqn) in _ELEMENTWISE
-        and not eqn.effects
+        is_arithmetic(eqn)
         and all(aval_of(v).shape == shape for v in eqn.outvars)
         and all(operand in ((), shape) for operand in operands)
     )

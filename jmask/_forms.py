@@ -248,6 +248,10 @@ def _has_no_out_dtype(eqn: JaxprEqn) -> bool:
     return eqn.params.get("out_dtype") is None
 
 
+def _keeps_order(eqn: JaxprEqn) -> bool:
+    return eqn.params.get("dimensions") is None
+
+
 _CALL = (
     "call_jaxpr jaxpr bwd compiler_options_kvs ctx_mesh donated_invars fwd_jaxpr_thunk "
     "in_layouts in_shardings inline jvp_jaxpr_fun keep_unused name num_consts out_layouts "
@@ -290,7 +294,6 @@ FORMS: dict[str, Form] = (
             "dimension_numbers", "precision preferred_element_type out_sharding"
         ),
         "dynamic_update_slice": _form(""),
-        "expand_dims": _form("", "dimensions"),
         "mul": _form("", "out_dtype", _has_no_out_dtype),
         "optimization_barrier": _form(""),
         "pad": _form("padding_config"),
@@ -299,7 +302,7 @@ FORMS: dict[str, Form] = (
         "pvary": _form("", "axes axis_index_groups"),
         "pcast": _form("", "axes from to"),
         "reduce_precision": _form("", "exponent_bits mantissa_bits"),
-        "reshape": _form("", "new_sizes dimensions sharding"),
+        "reshape": _form("", "new_sizes dimensions sharding", _keeps_order),
         "reshard": _form("dst_sharding", "concrete_mesh"),
         "sharding_constraint": _form("", "context_mesh layout sharding unconstrained_dims"),
         "squeeze": _form("", "dimensions"),

@@ -27,7 +27,7 @@ from jmask._coalesce import coalesce_rows
 from jmask._distinct import distinct_rows_of
 from jmask._explicit_sharding import explicit_sharding, varying_alike
 from jmask._gather import zero_of
-from jmask._jaxprs import evaluate
+from jmask._jaxprs import evaluate, only_arithmetic
 from jmask._rows import gather_rows, set_rows
 
 Combiner = Callable[..., Sequence[Any]]
@@ -77,7 +77,8 @@ def update_rows(
         given = [*tables, grad, *scalars]
         entries = [jax.ShapeDtypeStruct((), x.dtype) for x in given]
         program = jax.make_jaxpr(cast)(*entries)
-        if not program.consts:  # a traced hyperparameter, which cannot be captured
+        # A traced hyperparameter cannot be captured; of a loop XLA aborts.
+        if not program.consts and only_arithmetic(program.jaxpr):
             how = {"tables": len(tables), "program": program, "order": order}
             return _update_rows_p.bind(*given, ids, **how)
     return _gather_compute_scatter(cast, tables, ids, grad, scalars, order)
@@ -186,8 +187,9 @@ def _apart(
     """`update(tables)`, each of which is an array of its own.
 
     On CPUs XLA gives the wrong buffers to a scatter that is passed an array twice, as two slots
-    of zeros are where a state is made in the program of its first step. What a loop carries are
-    different arrays, and that this one has a single round is more than XLA can know.
+    of zeros are where a state is made in the program of its first step; the smallest program
+    that shows it, and that of loops in combiners, is in docs/performance.md. What a loop
+    carries are different arrays, and XLA cannot know that this one has a single round.
     """
 
     def round_of(carried: tuple[jax.Array, list[jax.Array]]) -> Any:

@@ -52,7 +52,8 @@ class Rule:
         demand: (eqn, wanted outputs, interpreter, definitions) -> wanted inputs, as
             flags; `definitions` maps a variable to the equation that made it.
         apply: (eqn, inputs, wanted outputs, interpreter) -> outputs, or None to run the
-            primitive on dense inputs.
+            primitive on dense inputs. Outputs of other shapes or dtypes than the equation
+            has count as None.
     """
 
     demand: Callable[..., Sequence[bool]]
@@ -153,7 +154,7 @@ class Interpreter:
             report_unknown(eqn, wanted)
         if rule is not None and any(wanted):
             outputs = rule.apply(eqn, arguments, wanted, self)
-            if outputs is not None:
+            if outputs is not None and all(map(_fits, outputs, eqn.outvars)):
                 return outputs
         elif holds_slow_gather(eqn):
             return self._run_gather(eqn, arguments)
@@ -188,6 +189,13 @@ class Interpreter:
         if isinstance(value, Rows) and value.looked_up:
             report_dense(value, eqn, f"`{eqn.primitive.name}` has no row-sparse form")
         return value.todense()
+
+
+def _fits(value: Any, v: Any) -> bool:
+    """Whether a symbolic value is of the shape and dtype that the equation says."""
+    if not isinstance(value, Rows | Filled):
+        return True
+    return (value.shape, value.dtype) == (aval_of(v).shape, aval_of(v).dtype)
 
 
 def report_dense(value: Any, eqn: JaxprEqn, reason: str) -> None:

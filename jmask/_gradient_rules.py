@@ -1,4 +1,8 @@
-"""Rules of the gradient program for single equations: each is linear in its cotangents.
+"""Rules of the gradient program for single equations.
+
+What a rule does to rows is linear in them, or it is done to their sums: equal ids are summed
+before a number is made an integer. Operands of size 1 along a dimension of the rows are
+broadcast; along dimension 0 they are not rows of the result, and it is dense.
 
 | equation                                       | becomes                              |
 |------------------------------------------------|--------------------------------------|
@@ -8,7 +12,9 @@
 | product of a sparse matrix                     |                                      |
 | add_any, add                                   | the parts of both                    |
 | sub, neg, mul and div by a scalar, conversions | on the rows                          |
-| reshape and sum that keep dimension 0          | on the rows                          |
+| among floating types                           |                                      |
+| conversions to integers, reduce_precision      | on the sums of equal rows            |
+| reshape, broadcast, sum that keep dimension 0  | on the rows                          |
 | select by a scalar                             | rows of the other branch are padding |
 | identities (copy, names, barriers, ...)        | itself                               |
 """
@@ -20,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from jmask._cotangents import Filled, Rows
@@ -32,6 +39,7 @@ from jmask._gradient_program import (
     Values,
     report_dense,
 )
+from jmask._precision import adds_when_cast
 from jmask._row_pattern import (
     dynamic_update_rows,
     padded_rows,
@@ -126,12 +134,25 @@ def _broadcast(
     if not aval.shape:
         return None
     if isinstance(operand, Rows):
-        return _reshape(eqn, inputs, wanted, interpreter)
+        return _broadcast_rows(eqn, operand)
     if np.ndim(operand) != 0:
         return None
     if isinstance(eqn.invars[0], Literal) and _is_literal_zero(operand):
         return [_zero_rows(eqn)]
     return [Filled(aval.shape, jnp.asarray(operand, aval.dtype))]
+
+
+def _broadcast_rows(eqn: JaxprEqn, x: Rows) -> Outputs:
+    shape, dimensions = aval_of(eqn.outvars[0]).shape, parameter(eqn, "broadcast_dimensions")
+    if x.is_zero:
+        return [_zero_rows(eqn)]
+    if x.carry is not None or dimensions[0] != 0 or shape[0] != x.shape[0]:
+        return None
+    parts = tuple(
+        (ids, lax.broadcast_in_dim(rows, (*ids.shape, *shape[1:]), dimensions))
+        for ids, rows in x.parts
+    )
+    return [dataclasses.replace(x, shape=shape, parts=parts)]
 
 
 def _scatter_add(
@@ -172,10 +193,11 @@ def _sparse_product(
 
 
 def _add(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
-    x, y = inputs
+    shape = aval_of(eqn.outvars[0]).shape
+    x, y = (a.broadcast(shape) if isinstance(a, Rows) else a for a in inputs)
     if isinstance(y, Rows) and not isinstance(x, Rows):
         x, y = y, x
-    if not isinstance(x, Rows):
+    if not isinstance(x, Rows) or y is None:
         return None
     if isinstance(y, Rows):
         if x.carry is not None and y.carry is not None:
@@ -205,9 +227,14 @@ def _subtract(
     return _add(eqn, (x, y), wanted, interpreter)
 
 
-def _on_rows(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
+def _negate(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     (x,) = inputs
-    return [x.map_rows(lambda rows: _bind(eqn, rows))] if isinstance(x, Rows) else None
+    return [_negated(x)] if isinstance(x, Rows) else None
+
+
+def _on_sums(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
+    (x,) = inputs
+    return [x.map_sums(lambda rows: _bind(eqn, rows))] if isinstance(x, Rows) else None
 
 
 def _convert(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
@@ -215,11 +242,13 @@ def _convert(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpre
     dtype = parameter(eqn, "new_dtype")
     if isinstance(x, Filled):
         return [Filled(x.shape, x.value.astype(dtype))]
-    if not isinstance(x, Rows):
+    # Booleans do not add.
+    if not isinstance(x, Rows) or dtype == jnp.dtype(bool):
         return None
     if x.dtype == dtype:
         return [x]
-    x = x.map_rows(lambda rows: rows.astype(dtype))
+    convert = x.map_rows if adds_when_cast(x.dtype, dtype) else x.map_sums
+    x = convert(lambda rows: rows.astype(dtype))
     return [dataclasses.replace(x, dtype=dtype)]
 
 
@@ -232,13 +261,20 @@ def _multiply(
     factor = _as_scalar(y)
     if not isinstance(x, Rows) or factor is None:
         return None
+    x = x.broadcast(aval_of(eqn.outvars[0]).shape)
+    if x is None:
+        return None
     return [x.map_rows(lambda rows: rows * jnp.asarray(factor, rows.dtype))]
 
 
 def _divide(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     x, y = inputs
     divisor = _as_scalar(y)
-    if not isinstance(x, Rows) or divisor is None:
+    # The quotient of integers is rounded: that of a sum is another.
+    if not isinstance(x, Rows) or divisor is None or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return None
+    x = x.broadcast(aval_of(eqn.outvars[0]).shape)
+    if x is None:
         return None
     return [x.map_rows(lambda rows: rows / jnp.asarray(divisor, rows.dtype))]
 
@@ -326,14 +362,13 @@ EQUATION_RULES: dict[str, Rule] = {
     "add_any": Rule(_all, _add),
     "add": Rule(_all, _add),
     "sub": Rule(_all, _subtract),
-    "neg": Rule(_all, _on_rows),
-    "reduce_precision": Rule(_all, _on_rows),
+    "neg": Rule(_all, _negate),
+    "reduce_precision": Rule(_all, _on_sums),
     "convert_element_type": Rule(_all, _convert),
     "mul": Rule(_scaled, _multiply),
     "div": Rule(_scaled, _divide),
     "reshape": Rule(_keeping_rows, _reshape),
     "squeeze": Rule(_keeping_rows, _reshape),
-    "expand_dims": Rule(_keeping_rows, _reshape),
     "reduce_sum": Rule(_summing_rows, _sum),
     "select_n": Rule(_cases, _select),
     "optimization_barrier": Rule(same_wanted, _barrier),

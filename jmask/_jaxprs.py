@@ -1,4 +1,4 @@
-"""Running jaxprs, and which outputs depend on which inputs.
+"""Running jaxprs, which outputs depend on which inputs, and what is mere arithmetic.
 
 { lambda ; a b. let c = sin a in (c, b) }        evaluate(.., x, y)   [sin(x), y]
                                                  origins(.., [1, 2])  [1, 2]
@@ -13,6 +13,27 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jmask._explicit_sharding import varying_alike
 from jmask._forms import CALLS, called, name_of
+
+# Each entry of the result is computed of the same entries of the operands.
+_ARITHMETIC = frozenset(
+    "abs add add_any and atan2 cbrt ceil clamp convert_element_type copy copy_p cos div eq exp "
+    "exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg "
+    "nextafter not or pow reduce_precision rem round rsqrt select_n sign sin sqrt square "
+    "stop_gradient sub tan tanh xor".split()
+)
+
+
+def is_arithmetic(eqn: JaxprEqn) -> bool:
+    """Whether an equation is one operation on entries."""
+    return name_of(eqn) in _ARITHMETIC and not eqn.effects
+
+
+def only_arithmetic(jaxpr: Jaxpr) -> bool:
+    """Whether all equations are, those of functions that are called too."""
+    return all(
+        only_arithmetic(called(eqn)[0]) if name_of(eqn) in CALLS else is_arithmetic(eqn)
+        for eqn in jaxpr.eqns
+    )
 
 
 def read(values: dict[Any, Any], v: Any) -> Any:

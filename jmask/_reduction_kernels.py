@@ -211,7 +211,8 @@ def _with_slope_of(value: Any, like: Any) -> Any:
 
 @_with_slope_of.defjvp
 def _with_slope_of_jvp(primals: Any, tangents: Any) -> Any:
-    return primals[0], tangents[1]
+    # The function itself and not `primals[0]`, which the next derivative takes for a constant.
+    return _with_slope_of(*primals), tangents[1]
 
 
 def _extremum(groups: Any, reduce: Any, identity: Any) -> Results:

@@ -291,7 +291,6 @@ _RULES: dict[str, Callable[[JaxprEqn, list[Known]], Kind]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _of_rows(_reshape),
     "squeeze": _of_rows(_reshape),
-    "expand_dims": _of_rows(_reshape),
     "transpose": _of_rows(_transpose),
     "dot_general": _dot,
 } | {name: _of_rows(_reduce) for name in (*NEUTRAL, "reduce_max", "reduce_min")}

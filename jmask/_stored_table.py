@@ -10,6 +10,8 @@ of it than the methods of `StoredTable`.
 """
 
 import abc
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +31,7 @@ class StoredTable(abc.ABC):
 
     Attributes:
         shape: (V, *row).
-        tap: stands for the array (V, *row) in a gradient program, or None; see `looked_up`.
+        tap: a `Tap` in a gradient program, or None; see `looked_up`.
     """
 
     __slots__ = ("shape", "tap")
@@ -67,7 +69,7 @@ class StoredTable(abc.ABC):
         """The array (V, *row)."""
 
     @abc.abstractmethod
-    def with_tap(self, tap: Any) -> Any:
+    def with_tap(self, tap: "Tap | None") -> Any:
         """The same table with another tap."""
 
     @property
@@ -142,6 +144,26 @@ def with_rows(table: Any, gradient: RowSparse, rows: jax.Array) -> Any:
     return set_rows(table, gradient.row_ids(), rows, coalesced=gradient.coalesced)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tap:
+    """What stands for the array (V, *row) of a table in a gradient program.
+
+    Attributes:
+        array: (V, *row), which nothing reads but further derivatives.
+        order: how many gradient programs this one is inside of, each of which may take a
+            further derivative. Of the outermost the array is no more than its shape.
+    """
+
+    array: Any
+    order: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def above(cls, tap: "Tap | None", array: Any) -> "Tap":
+        """The tap of a gradient program of a table that has the tap `tap`, if any."""
+        return cls(array, 0 if tap is None else tap.order + 1)
+
+
 def looked_up(table: StoredTable, ids: jax.Array) -> jax.Array:
     """Rows (n, *row) of canonical ids (n,), zeros for padding, differentiable.
 
@@ -154,29 +176,28 @@ def looked_up(table: StoredTable, ids: jax.Array) -> jax.Array:
     return rows if table.tap is None else _with_derivative(rows, table.tap, ids)
 
 
-def whole(dense: jax.Array, tap: Any) -> jax.Array:
+def whole(dense: jax.Array, tap: Tap | None) -> jax.Array:
     """The array (V, *row) of a table, differentiable as that of `looked_up` is."""
-    return dense if tap is None else _with_tap(dense, tap)
+    return dense if tap is None else _with_derivative(dense, tap, None)
 
 
-@jax.custom_jvp
-def _with_tap(dense: jax.Array, tap: jax.Array) -> jax.Array:
-    return dense
+def _with_derivative(values: jax.Array, tap: Tap, ids: jax.Array | None) -> jax.Array:
+    return _tapped(tap.order, values, tap.array, ids)
 
 
-@_with_tap.defjvp
-def _of_whole(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return primals[0], tangents[0] + tangents[1]
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _tapped(order: int, values: jax.Array, tap: jax.Array, ids: jax.Array | None) -> jax.Array:
+    return values
 
 
-@jax.custom_jvp
-def _with_derivative(rows: jax.Array, tap: jax.Array, ids: jax.Array) -> jax.Array:
-    return rows
-
-
-@_with_derivative.defjvp
-def _derivative(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    rows, _, ids = primals
-    of_rows, of_tap, _ = tangents
-    gather = Gather.of_rows(of_tap.shape, lax.GatherScatterMode.FILL_OR_DROP, fill_value=0)
-    return rows, of_rows + gather.plain(of_tap, ids[:, None])
+@_tapped.defjvp
+def _derivative(order: int, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    values, tap, ids = primals
+    of_values, of_tap, _ = tangents
+    if ids is not None:
+        fills = lax.GatherScatterMode.FILL_OR_DROP
+        gather = Gather.of_rows(of_tap.shape, fills, fill_value=0)
+        of_tap = gather.plain(of_tap, ids[:, None])
+    # For the next derivative the values depend on the tap too.
+    again = _tapped(order - 1, values, tap, ids) if order else values
+    return again, of_values + of_tap

@@ -24,8 +24,8 @@ from jmask._explicit_sharding import explicit_sharding
 from jmask._masked_tensor import MaskedTensor
 from jmask._row_sparse import RowSparse, is_row_sparse
 from jmask._storage import is_sparse, unique_positions
-from jmask._stored_table import is_stored_table
-from jmask._tap import is_tensor, tapped, untapped, values_of, with_values_of, zero_tap
+from jmask._stored_table import Tap, is_stored_table
+from jmask._tap import is_tensor, tap_of, tapped, untapped, values_of, with_values_of, zero_tap
 
 
 class TensorArguments:
@@ -61,10 +61,12 @@ class TensorArguments:
     def taps(self, counts: Sequence[bool]) -> list[Any]:
         """Taps of the tensors of which other entries count; None for the others.
 
-        Nothing reads the tap of a table, and its shape is enough.
+        A tensor that has a tap is one of a gradient program around this one, which takes the
+        derivative of this gradient: it stays at its tap. Nothing reads the tap of a table
+        otherwise, and its shape is enough.
         """
         return [
-            shape if is_stored_table(x) else zero_tap(x) if count else None
+            _tap_of(x, shape) if count or is_stored_table(x) else None
             for x, shape, count in zip(self.tensors, self.abstract_taps(), counts, strict=True)
         ]
 
@@ -108,6 +110,13 @@ def _shape_of_tap(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(x.shape), x.dtype, sharding=sharding)
 
 
+def _tap_of(x: Any, shape: jax.ShapeDtypeStruct) -> Any:
+    if is_stored_table(x):
+        return shape if x.tap is None else x.tap.array
+    tap = tap_of(x)
+    return zero_tap(x) if tap is None else tap
+
+
 def _mapped(function: Callable[..., Any], *trees: Any) -> Any:
     return jax.tree.map(function, *trees, is_leaf=_is_tapped)
 
@@ -121,12 +130,16 @@ def _parts(x: Any) -> Any:
 
 
 def _coalesced(x: Any) -> Any:
-    return unique_positions(untapped(x)) if is_sparse(x) else x
+    if not is_sparse(x):
+        return x
+    tap = tap_of(x)
+    x = unique_positions(untapped(x))
+    return x if tap is None else tapped(x, tap)
 
 
 def _rebuilt(x: Any, values: Any, taps: Any) -> Any:
     if is_stored_table(x):
-        return x.with_tap(next(taps))
+        return x.with_tap(Tap.above(x.tap, next(taps)))
     if not is_tensor(x):
         return values
     result, tap = with_values_of(x, values), next(taps)

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._add_to_dense import add_to_dense
@@ -68,8 +69,9 @@ def zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) ->
 
 
 def _is_number(x: Any) -> bool:
-    # A Python number keeps its weak type.
-    return isinstance(x, bool | int | float | complex)
+    # A Python number keeps its weak type, and one of NumPy is known under jit too.
+    known = isinstance(x, bool | int | float | complex | np.generic)
+    return known or (isinstance(x, np.ndarray) and x.ndim == 0)
 
 
 def _one_layout(sparse: list[Any], operands: list[Any], shape: tuple[int, ...]) -> bool:

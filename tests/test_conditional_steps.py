@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmask
 from tests.oracle import densified
+from tests.sampling import sampled
 
 V, D = 9, 3
 TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), jnp.float32)
@@ -77,6 +78,17 @@ class TestSkipNonfinite:
         assert state.skipped == 2
         assert_close((params, state.inner_state), (expected, expected_state))
 
+    @pytest.mark.parametrize(("dtype", "large"), [("float16", 6e4), ("float32", 3e38)])
+    def test_finite_rows_with_an_infinite_sum(self, name, how, dtype, large):
+        tx = jmask.skip_nonfinite(INNER[name])
+        grads = {**gradient(2), "t": jmask.RowSparse([3, 3], jnp.full((2, D), large), (V, D))}
+        grads["t"] = grads["t"].astype(dtype)
+        params = {**PARAMS, "t": TABLE.astype(dtype)}
+        state = tx.init(params)
+        new, new_state = how(tx)(grads, state, params)
+        assert_equal((new, new_state.inner_state), (params, state.inner_state))
+        assert new_state.skipped == 1
+
     def test_garbage_under_padding_does_not_count(self, name, how):
         tx = jmask.skip_nonfinite(INNER[name])
         rows = jmask.RowSparse([1, -1], jnp.array([[1.0] * D, [jnp.nan] * D]), (V, D))
@@ -138,6 +150,10 @@ def test_skipping_dense_and_masked_gradients():
         params, state = jmask.apply_gradients(tx, grads, tx.init(jnp.ones(2)), jnp.ones(2))
         assert state.skipped == skipped
         np.testing.assert_array_equal(params, [1 - (not skipped), 1])
+
+
+def to_bits(x):
+    return x.astype(jnp.int8).astype(x.dtype)
 
 
 class TestDropRows:
@@ -250,6 +266,50 @@ class TestMultiSteps:
             temporary.append(memory.temp_size_in_bytes)
         assert temporary[1] <= 1.01 * temporary[0]
         assert temporary[1] < 20 * 4 * 64 * 16 * 4
+
+
+# What looks at rows, their size or whether they are finite.
+LOOKING = {
+    "skip_nonfinite": jmask.skip_nonfinite(jmask.sgd(0.5)),
+    "drop_nonfinite_rows": optax.chain(jmask.drop_nonfinite_rows(), jmask.sgd(0.5)),
+    "clip_by_row_norm": optax.chain(jmask.clip_by_row_norm(0.5), jmask.sgd(0.5)),
+    "max_row_norm": optax.chain(jmask.sgd(0.5), jmask.max_row_norm(0.5)),
+    "clip_gradient": jmask.sgd(0.5, clip_gradient=0.25),
+    "adagrad": jmask.adagrad(0.1, clip_gradient=0.25),
+    "rowwise_adam": jmask.rowwise_adam(0.1),
+    "ftrl": jmask.ftrl(0.1),
+    "multi_steps": lambda g: jmask.multi_steps(jmask.skip_nonfinite(jmask.adam(0.1)), 1, g),
+    "clip": jmask.lazy(optax.chain(optax.clip(0.25), optax.adam(0.1))),
+    "global norm": jmask.lazy(optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1))),
+    "zero_nans": jmask.lazy(optax.chain(optax.zero_nans(), optax.sgd(0.1))),
+    "sign": jmask.lazy(optax.sign_sgd(0.1)),
+    "low precision": jmask.lazy(
+        optax.chain(optax.stateless(lambda g, _: jax.tree.map(to_bits, g)), optax.sgd(0.1))
+    ),
+    "norm": optax.stateless(
+        lambda g, p: jax.tree.map(lambda x: 0 * x + jmask.tree.norm(g["t"]), p)
+    ),
+}
+
+
+@pytest.mark.parametrize("how", [with_updates, in_one_pass])
+@pytest.mark.parametrize("large", [0.75, 6e4])
+@pytest.mark.parametrize("name", sampled(LOOKING, 3))
+def test_equal_ids_are_summed_before_they_are_looked_at(name, large, how):
+    """A gradient whose rows come in halves is the same, infinities of float16 included."""
+    dtype = jnp.float16 if large > 1 else jnp.float32
+    rows = jnp.asarray(large * np.array([[1, -1, 0.5], [0.25, 1, -1]]), dtype)
+    halves = jmask.RowSparse([7, 2, 7, 2], jnp.concatenate([rows, rows]), (V, D))
+    whole = jmask.RowSparse([2, 7], 2 * rows[::-1], (V, D), coalesced=True)
+    params = {"t": TABLE.astype(dtype), "w": jnp.ones(4)}
+    tx, results = LOOKING[name], []
+    if callable(tx):
+        tx = tx({"t": halves, "w": jnp.ones(4)})
+    for rows in (halves, whole):
+        grads = {"t": rows, "w": jnp.ones(4)}
+        new, state = how(tx)(grads, tx.init(params), params)
+        results.append((new, jax.tree.map(jnp.asarray, state)))
+    assert_equal(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]))
 
 
 class TestBadInput:

@@ -41,13 +41,18 @@ def test_python_blocks(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_commands(page):
-    """The other blocks are commands, or programs of other libraries (`py`).
+    """The other blocks are commands, or programs of others: of libraries, `py`, or for XLA.
 
     Targets of make and files of the repository are there.
     """
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     text = page.read_text()
-    assert {language for language, _ in _FENCE.findall(text)} <= {"python", "console", "py"}
+    assert {language for language, _ in _FENCE.findall(text)} <= {
+        "python",
+        "console",
+        "py",
+        "mlir",
+    }
     commands = [block for language, block in _FENCE.findall(text) if language == "console"]
     commands += re.findall(r"`([^`\n]+)`", text)
     for command in commands:

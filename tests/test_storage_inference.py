@@ -304,6 +304,19 @@ def test_once_for_each_place():
     assert [str(w.message).split("`")[1] for w in caught] == ["cos", "add"]
 
 
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("number", [np.inf, np.nan, 0.0, 2.0])
+@pytest.mark.parametrize("kind", [float, np.float32, np.array, jnp.float32])
+def test_scalars_that_are_known(kind, number, wrap):
+    """0 times infinity is nan, and under jit too where it can be told."""
+    x, scalar = jmask.RowSparse([1], jnp.ones((1, 2)), (3, 2)), kind(number)
+    for function in (lambda x: x * scalar, lambda x: scalar * x, lambda x: x - scalar):
+        result = wrap(function)(x)
+        assert isinstance(result, jmask.RowSparse) == (not np.any(function(jnp.zeros(1)) != 0))
+        np.testing.assert_array_equal(jmask.todense(result), function(x.todense()))
+
+
 class TestEntries:
     """The same mechanism on BCOO and BCSR."""
 
