@@ -96,7 +96,7 @@ scaling: .venv-accelerators/ready.stamp
 
 # Beside optax, a C loop, and torch, FBGEMM and TensorFlow, which are processes of their own, and
 # MXNet with an interpreter that has it: `make bench BENCH="--mxnet-python PATH"`.
-# `make bench BENCH=--quick`: about three minutes.
+# `make bench BENCH=--quick`: about four minutes.
 bench: .venv/examples.stamp .venv-bench-torch/ready.stamp .venv-bench-tf/ready.stamp
 	$(BIN)/python benchmarks/bench.py $(foreach who,torch fbgemm, \
 		--$(who)-python .venv-bench-torch/bin/python) \

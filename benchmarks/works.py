@@ -183,7 +183,7 @@ def _tricks(rounds: int) -> list[Comparison]:
     ):
         theirs = tuple(replace(ours, without=name) for name in names)
         found.append(Comparison(ours, theirs, rounds))
-    return [*found, Comparison(replace(_MANY, temporaries="apart"), (_MANY,), rounds)]
+    return found
 
 
 def _matrix(rounds: int) -> list[Comparison]:
