@@ -19,6 +19,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from jmask._apply import apply_gradients
+from jmask._eager import compiled_outside_jit
 from jmask._explicit_sharding import typed_like
 from jmask._lazy_one_pass import OnePassTransformation
 from jmask._masked_gradient import as_gradients, is_gradient_leaf
@@ -87,8 +88,8 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
         params, inner_state = apply_if(finite, inner, grads, state.inner_state, params)
         return params, SkipNonfiniteState(state.skipped + ~finite, inner_state)
 
-    transformation = OnePassTransformation(init, update)
-    transformation.apply_gradients = apply
+    transformation = OnePassTransformation(init, compiled_outside_jit(update))
+    transformation.apply_gradients = compiled_outside_jit(apply)
     return transformation
 
 
@@ -144,6 +145,8 @@ def update_if(
         with advising_lazy("inner", updates):
             return inner.update(updates, state, params, **extra_args)
 
+    if _is_known(take):
+        return run(state) if take else (_no_update(jax.eval_shape(run, state)[0]), state)
     program, shapes = jax.make_jaxpr(run, return_shape=True)(state)
 
     def run_alone(_: Any, state: Any, given: Sequence[Any]) -> Any:
@@ -160,12 +163,19 @@ def apply_if(
     def run(params: Any, state: Any) -> tuple[Any, Any]:
         return apply_gradients(inner, grads, state, params)
 
+    if _is_known(take):
+        return run(params, state) if take else (params, state)
     program, shapes = jax.make_jaxpr(run, return_shape=True)(params, state)
 
     def run_alone(params: Any, state: Any, given: Sequence[Any]) -> Any:
         return _results(program, shapes, given, (params, state))
 
     return _run_if(run_alone, take, params, state, program.consts)
+
+
+def _is_known(take: jax.Array) -> bool:
+    """Whether a step is outside jit, where a loop would be compiled for each step."""
+    return not isinstance(take, jax.core.Tracer)
 
 
 def _results(program: ClosedJaxpr, shapes: Any, given: Sequence[Any], arguments: Any) -> Any:

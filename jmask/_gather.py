@@ -48,6 +48,12 @@ class Gather:
     indices_are_sorted: bool = False
     unique_indices: bool = False
 
+    def __post_init__(self) -> None:
+        # None is nan for floating rows; of two nans neither is equal to the other, and what is
+        # compiled for the one would not be found for the other.
+        if self.fill_value is not None and self.fill_value != self.fill_value:
+            object.__setattr__(self, "fill_value", None)
+
     @classmethod
     def of_rows(
         cls, shape: tuple[int, ...], mode: Any, batch: int = 1, **settings: Any
@@ -132,6 +138,12 @@ def zero_of(number: jax.Array) -> jax.Array:
 # Differentiated by hand: a bitcast has no derivative.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _vectorized(gather: Gather, operand: jax.Array, indices: jax.Array) -> jax.Array:
+    return _on_this_platform(gather, operand, indices)
+
+
+# A method is another function each time: outside jit its branches would be compiled each time.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _on_this_platform(gather: Gather, operand: jax.Array, indices: jax.Array) -> jax.Array:
     return lax.platform_dependent(operand, indices, cpu=gather.vectorized, default=gather.plain)
 
 

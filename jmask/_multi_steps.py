@@ -19,6 +19,7 @@ from jax import lax
 
 from jmask._array_leaves import leaf_name
 from jmask._conditional_step import apply_if, update_if
+from jmask._eager import compiled_outside_jit
 from jmask._explicit_sharding import typed_like, whole_rows_like, with_whole_rows
 from jmask._lazy_one_pass import OnePassTransformation
 from jmask._masked_gradient import as_gradients, gradient_and_valid, is_gradient_leaf
@@ -158,8 +159,8 @@ def multi_steps(
         params, inner_state = apply_if(last, inner, total, state.inner_state, params)
         return params, finished(accumulated, inner_state, state, last)
 
-    transformation = OnePassTransformation(init, update)
-    transformation.apply_gradients = apply
+    transformation = OnePassTransformation(init, compiled_outside_jit(update))
+    transformation.apply_gradients = compiled_outside_jit(apply)
     return transformation
 
 
