@@ -154,7 +154,7 @@ def _moves(leaf: Any) -> bool:
 
 # Of a first derivative; exact for polynomials of degree 8.
 STENCIL = np.array([1 / 280, -4 / 105, 1 / 5, -4 / 5, 0, 4 / 5, -1 / 5, 4 / 105, -1 / 280])
-STEP = 2e-3
+STEP = 2e-4
 
 
 @ignores_fallbacks
