@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 KEEP_ARRAYS = (
     "keep the parameters apart from what else a model holds, with eqx.partition(model, "
@@ -46,6 +47,17 @@ def as_table(table: Any) -> jax.Array:
             f"`table` must be an array (V, *row), got {type(table).__name__}: of a tree of "
             "parameters give the one that is looked up, as in `params['table']`."
         ) from None
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Refuse what is neither True nor False: of "no" the truth is True.
+
+    Raises:
+        TypeError: naming the argument.
+    """
+    if not isinstance(value, bool | np.bool_):
+        shown = repr(value) if isinstance(value, str | int | float) else type(value).__name__
+        raise TypeError(f"`{name}` must be True or False, got {shown}.")
 
 
 def not_an_array(name: str, leaf: Any, advice: str) -> TypeError:

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jmask._array_leaves import check_flag
+
 # What weight decay is added to: the gradient, so that an adaptive optimizer rescales it, or
 # the step, so that a row shrinks by the same factor whatever its gradients.
 DECAY_MODES = ("l2", "decoupled")
@@ -107,8 +109,11 @@ def check_common(
     clip_gradient: Any,
     rescale_grad: Any,
     state_dtype: Any,
+    **flags: Any,
 ) -> None:
-    """Check what all named optimizers take."""
+    """Check what all named optimizers take, and what is True or False in some of them."""
+    for name, value in flags.items():
+        check_flag(name, value)
     check_learning_rate(learning_rate)
     check_not_negative("weight_decay", weight_decay)
     check_decay_mode(decay_mode)

@@ -15,6 +15,8 @@ def method(module: str, name: str, reflected: bool = False) -> Any:
         from importlib import import_module
 
         function = getattr(import_module(f"jmask.{module}"), name)
+        if kwargs.get("out", self) is None:
+            del kwargs["out"]  # NumPy's functions pass it to methods: np.sum(x)
         if reflected:
             return function(args[0], self, **kwargs)
         return function(self, *args, **kwargs)

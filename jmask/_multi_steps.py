@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jmask._array_leaves import leaf_name
+from jmask._array_leaves import check_flag, leaf_name
 from jmask._conditional_step import apply_if, update_if
 from jmask._explicit_sharding import typed_like, whole_rows_like, with_whole_rows
 from jmask._lazy_one_pass import OnePassTransformation
@@ -103,6 +103,7 @@ def multi_steps(
     """
     if not (isinstance(every_k, int) and every_k > 0):
         raise ValueError(f"`every_k` must be a positive integer, got {every_k!r}.")
+    check_flag("use_grad_mean", use_grad_mean)
     check_transformation("inner", inner, "jmask.multi_steps(jmask.adam(1e-3), 4, like=grads)")
     inner = optax.with_extra_args_support(inner)
     like = jax.eval_shape(as_gradients, like)

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
+from jmask._array_leaves import check_flag
 from jmask._compressed_product import product_by_kernel, suits_kernel
 from jmask._fallback import report_fallback
 from jmask._masked_tensor import MaskedTensor
@@ -37,7 +38,9 @@ from jmask._product_operands import (
 )
 from jmask._row_sparse import RowSparse
 from jmask._rows import add_rows
+from jmask._specified import todense
 from jmask._storage import stype, unique_positions
+from jmask._tap import tap_of
 
 _RESULTS = (None, "default", "row_sparse")
 
@@ -49,14 +52,15 @@ def dot(
     transpose_a: bool = False,
     transpose_b: bool = False,
     forward_stype: str | None = None,
+    masked_grad: bool = True,
 ) -> jax.Array | RowSparse:
     """The matrix product of two operands on any storage; MXNet's function of this name.
 
     What an operand does not store contributes nothing, even where the other one is inf or
     nan; equal positions add; out-of-range positions are padding. float16 and bfloat16 are
     summed in float32 and rounded once. Derivatives are those of the stored values, in both
-    modes; with `jmask.value_and_grad` the gradient of a dense `rhs` of a sparse `lhs` is a
-    `RowSparse`.
+    modes (but see `masked_grad`); with `jmask.value_and_grad` the gradient of a dense `rhs` of
+    a sparse `lhs` is a `RowSparse`.
 
     Args:
         lhs (m, k): array, `RowSparse`, BCSR or BCOO. An array or `RowSparse` may also be a
@@ -74,6 +78,9 @@ def dot(
             | row_sparse             | any                 | row_sparse |
             | row_sparse, transposed | any                 | default    |
             | default                | any                 | default    |
+        masked_grad: whether the gradient of a sparse operand goes to what it stores only.
+            False: to every entry, as of `jmask.todense(x)` (see there). The result is then
+            dense, and so is the product where such a gradient is taken.
 
     Returns:
         (m, n), without the dimension of a vector. A `RowSparse` is coalesced, and stores no
@@ -101,6 +108,20 @@ def dot(
         >>> jmask.grad(lambda w: jmask.dot(x, w).sum())(jnp.ones((3, 2)))
         RowSparse(float32[3, 2], nse=3)
     """
+    for name, flag in {
+        "transpose_a": transpose_a,
+        "transpose_b": transpose_b,
+        "masked_grad": masked_grad,
+    }.items():
+        check_flag(name, flag)
+    if not masked_grad:
+        if forward_stype == "row_sparse":
+            raise ValueError(
+                "`forward_stype` cannot be 'row_sparse' with `masked_grad`=False: rows that it "
+                "does not store have derivatives, too."
+            )
+        forward_stype = "default"
+        lhs, rhs = (todense(x) if tap_of(x) is not None else x for x in (lhs, rhs))
     lhs, rhs = _checked(lhs, "lhs"), _checked(rhs, "rhs")
     _check_shapes(lhs, rhs, transpose_a, transpose_b)
     sparse = _is_result_sparse(lhs, transpose_a, forward_stype)

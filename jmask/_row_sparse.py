@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmask._array_leaves import check_flag
 from jmask._coalesce import coalesce_rows
 from jmask._precision import adds_when_cast
 from jmask._row_ids import canonical, hide, id_dtype, is_opaque, reveal, widen
@@ -105,6 +106,7 @@ class RowSparse(RowSparseMethods):
         self.index_leaf = hide(widen(indices, shape[0]))
         self.values = values
         self.shape = shape
+        check_flag("coalesced", coalesced)
         self.coalesced = bool(coalesced)
         if coalesced and not isinstance(indices, jax.core.Tracer):
             check_coalesced(np.asarray(indices), shape[0])

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jmask._array_leaves import check_flag
 from jmask._fallback import report_fallback
 from jmask._masked_tensor import MaskedTensor
 from jmask._storage import (
@@ -67,6 +68,7 @@ def todense(x: Any, *, masked_grad: bool = False) -> jax.Array:
         >>> jmask.grad(lambda x: jnp.sum(jmask.todense(x, masked_grad=True) * weight))(x)
         RowSparse(float32[3, 2], nse=1)
     """
+    check_flag("masked_grad", masked_grad)
     if isinstance(x, MaskedTensor):
         dense = x.to_tensor(0)
     elif is_sparse(x):
