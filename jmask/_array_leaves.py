@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 KEEP_ARRAYS = (
     "keep the parameters apart from what else a model holds, with eqx.partition(model, "
@@ -41,23 +40,14 @@ def as_table(table: Any) -> jax.Array:
         TypeError: if it is none.
     """
     try:
-        return jnp.asarray(table)
+        if isinstance(table, list | tuple) or abstract_leaf(table) is not None:
+            return jnp.asarray(table)
     except (TypeError, ValueError):
-        raise TypeError(
-            f"`table` must be an array (V, *row), got {type(table).__name__}: of a tree of "
-            "parameters give the one that is looked up, as in `params['table']`."
-        ) from None
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Refuse what is neither True nor False: of "no" the truth is True.
-
-    Raises:
-        TypeError: naming the argument.
-    """
-    if not isinstance(value, bool | np.bool_):
-        shown = repr(value) if isinstance(value, str | int | float) else type(value).__name__
-        raise TypeError(f"`{name}` must be True or False, got {shown}.")
+        pass
+    raise TypeError(
+        f"`table` must be an array (V, *row), got {type(table).__name__}: of a tree of "
+        "parameters give the one that is looked up, as in `params['table']`."
+    )
 
 
 def not_an_array(name: str, leaf: Any, advice: str) -> TypeError:

@@ -108,9 +108,9 @@ def _check_placed_alike(arrays: Any, like: Any) -> None:
 
 
 def _as_like(name: str, given: Any, like: Any) -> Any:
-    shape = getattr(like, "shape", None)
-    if shape is None:
-        return given
+    if abstract_leaf(like) is None:
+        raise not_an_array(name.replace("arrays", "like", 1), like, "give arrays or shapes")
+    shape = jnp.shape(like)
     given = _of_kind(name, given, like)
     if jnp.shape(given) != tuple(shape):
         raise ValueError(f"{name} has shape {jnp.shape(given)}, and `like` has {shape} there.")
@@ -121,7 +121,7 @@ def _of_kind(name: str, given: Any, like: Any) -> Any:
     """`given`, an array of numbers of the kind of `like`."""
     if abstract_leaf(given) is None:
         raise not_an_array(name, given, "give what jmask.to_arrays made")
-    found, expected = (np.dtype(jnp.result_type(x)) for x in (given, like.dtype))
+    found, expected = (np.dtype(jnp.result_type(x)) for x in (given, like))
     kinds = [_kind(x) for x in (found, expected)]
     if kinds[0] != kinds[1]:
         raise TypeError(f"{name} is {found}, and `like` has {expected} there.")

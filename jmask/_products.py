@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._array_leaves import check_flag
 from jmask._compressed_product import product_by_kernel, suits_kernel
+from jmask._doors import check_flag, checked_choice
 from jmask._fallback import report_fallback
 from jmask._masked_tensor import MaskedTensor
 from jmask._precision import adds_when_cast, sum_dtype
@@ -115,7 +115,7 @@ def dot(
     }.items():
         check_flag(name, flag)
     if not masked_grad:
-        if forward_stype == "row_sparse":
+        if isinstance(forward_stype, str) and forward_stype == "row_sparse":
             raise ValueError(
                 "`forward_stype` cannot be 'row_sparse' with `masked_grad`=False: rows that it "
                 "does not store have derivatives, too."
@@ -169,16 +169,13 @@ def _check_shapes(lhs: Any, rhs: Any, transpose_a: bool, transpose_b: bool) -> N
 
 
 def _is_result_sparse(lhs: Any, transpose_a: bool, forward_stype: str | None) -> bool:
-    if forward_stype in ("csr", "coo"):
+    if isinstance(forward_stype, str) and forward_stype in ("csr", "coo"):
         raise ValueError(
             f"`forward_stype` cannot be {forward_stype!r}: how many entries of a product are "
             "not zero is not known in advance. Use jmask.cast_storage(jmask.dot(...), "
             f"{forward_stype!r}, nse=...)."
         )
-    if forward_stype not in _RESULTS:
-        raise ValueError(
-            f"`forward_stype` must be None, 'default' or 'row_sparse', got {forward_stype!r}."
-        )
+    checked_choice(forward_stype, "forward_stype", _RESULTS)
     entries, rows = isinstance(lhs, BCOO | BCSR), isinstance(lhs, RowSparse) and lhs.ndim == 2
     by_rows = entries or (rows and not transpose_a)
     if forward_stype is None:

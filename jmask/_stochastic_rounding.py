@@ -11,8 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jmask._array_leaves import abstract_leaf
+from jmask._doors import checked_dtype
 
 _DRAWS = 2**16
 
@@ -23,7 +25,7 @@ def check_key(key: Any) -> None:
     Raises:
         TypeError: with what `key` is.
     """
-    dtype = getattr(key, "dtype", None)
+    dtype = key.dtype if isinstance(key, jax.Array | np.ndarray) else None
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return
     if dtype != jnp.uint32:
@@ -34,13 +36,9 @@ def check_key(key: Any) -> None:
 
 
 def _checked_dtype(dtype: Any) -> Any:
-    try:
-        found = None if dtype is None else jnp.dtype(dtype)
-    except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
-        shown = found or (repr(dtype) if isinstance(dtype, str) else type(dtype).__name__)
-        raise TypeError(f"`dtype` must be floating, such as jnp.bfloat16, got {shown}.")
+    found = checked_dtype("dtype", dtype)
+    if not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(f"`dtype` must be floating, such as jnp.bfloat16, got {found}.")
     return found
 
 

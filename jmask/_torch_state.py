@@ -203,7 +203,8 @@ def _check_keys(entries: Mapping[str, Any], number: Any, known: set[str]) -> Non
 
 def _steps(entries: Mapping[str, Any], number: Any) -> int:
     step = _array(entries, "step", number)
-    if step.ndim or step.dtype.kind not in "iuf" or not (step >= 0 and step == np.floor(step)):
+    is_number = not step.ndim and step.dtype.kind in "iuf" and np.isfinite(step)
+    if not is_number or step < 0 or step != np.floor(step):
         raise ValueError(
             f"'step' of parameter {number!r} in `torch_state` must be a number of steps, got "
             f"{entries['step']!r}."

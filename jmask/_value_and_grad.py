@@ -18,6 +18,7 @@ import numpy as np
 
 from jmask._array_leaves import KEEP_ARRAYS, abstract_leaf, leaf_name, not_an_array
 from jmask._cotangents import Filled, Rows
+from jmask._doors import check_flag
 from jmask._fallback import Fallback, muted, refined, report_fallback
 from jmask._gradient_collectives import COLLECTIVE_RULES
 from jmask._gradient_control_flow import CONTROL_FLOW_RULES
@@ -82,6 +83,8 @@ def value_and_grad(
             f"`fun` must be a function, got {type(fun).__name__}: write "
             "jmask.value_and_grad(loss_fn)(params, batch)."
         )
+
+    check_flag("has_aux", has_aux)
 
     @functools.wraps(fun, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def value_and_grad_of_fun(*args: Any, **kwargs: Any) -> Any:
