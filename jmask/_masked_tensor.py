@@ -255,7 +255,7 @@ class MaskedTensor(MaskedMethods):
         """The tensor with other stored values (and mask) at the same positions."""
         known = isinstance(values, jax.Array | jax.ShapeDtypeStruct)
         values = values if known else checked_array("values", values)
-        if values.shape != stored_values(self.storage).shape:
+        if valid is None and values.shape != stored_values(self.storage).shape:
             raise ValueError(
                 f"`values` of shape {values.shape} do not fit: the tensor stores values of "
                 f"shape {stored_values(self.storage).shape}."

@@ -68,6 +68,9 @@ def dot(
         rhs (k, n): the same.
         transpose_a: `lhs` is given as (k, m). A vector stays one.
         transpose_b: `rhs` is given as (n, k).
+        masked_grad: whether the gradient of a sparse operand goes to what it stores only.
+            False: to every entry, as of `jmask.todense(x)` (see there). The result is then
+            dense, and so is the product where such a gradient is taken.
         forward_stype: "default" for a dense result; "row_sparse" for a row-sparse one, of
             an `lhs` that stores rows or entries. By default as in the table:
 
@@ -78,9 +81,6 @@ def dot(
             | row_sparse             | any                 | row_sparse |
             | row_sparse, transposed | any                 | default    |
             | default                | any                 | default    |
-        masked_grad: whether the gradient of a sparse operand goes to what it stores only.
-            False: to every entry, as of `jmask.todense(x)` (see there). The result is then
-            dense, and so is the product where such a gradient is taken.
 
     Returns:
         (m, n), without the dimension of a vector. A `RowSparse` is coalesced, and stores no

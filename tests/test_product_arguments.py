@@ -78,7 +78,7 @@ BAD = {
     ),
     "unknown stype": (
         lambda: jmask.dot(CSR, jnp.ones((V, 2)), forward_stype="dense"),
-        "`forward_stype` must be None, 'default' or 'row_sparse', got 'dense'",
+        "`forward_stype` must be one of None, 'default', 'row_sparse', got 'dense'",
     ),
     "row_sparse of dense": (
         lambda: jmask.dot(jnp.ones((2, 3)), jnp.ones((3, 2)), forward_stype="row_sparse"),
