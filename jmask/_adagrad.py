@@ -68,6 +68,7 @@ def adagrad(
 
     Raises:
         ValueError: for a hyperparameter out of range, naming it and its value.
+        TypeError: for one that is no number, or a flag that is neither True nor False.
 
     References:
         Duchi, Hazan and Singer, "Adaptive Subgradient Methods", 2011;
@@ -116,6 +117,7 @@ def rowwise_adagrad(
 
     Raises:
         ValueError: for a hyperparameter out of range, naming it and its value.
+        TypeError: for one that is no number, or a flag that is neither True nor False.
 
     References:
         FBGEMM, `EXACT_ROWWISE_ADAGRAD`; MXNet 1.9, `GroupAdaGrad`.
@@ -152,8 +154,9 @@ def _adagrad(
     per_row: bool,
 ) -> optax.GradientTransformationExtraArgs:
     hyper.check_common(
-        learning_rate, weight_decay, decay_mode, clip_gradient, rescale_grad, state_dtype
-    )
+        learning_rate, weight_decay, decay_mode, clip_gradient, rescale_grad, state_dtype,
+        maximize=maximize, lazy_update=lazy_update,
+    )  # fmt: skip
     hyper.check_not_negative("lr_decay", lr_decay)
     hyper.check_not_negative("initial_accumulator_value", initial_accumulator_value)
     hyper.check_epsilons(eps, eps_root)

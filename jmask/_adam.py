@@ -71,6 +71,7 @@ def adam(
 
     Raises:
         ValueError: for a hyperparameter out of range, naming it and its value.
+        TypeError: for one that is no number, or a flag that is neither True nor False.
 
     References:
         Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015;
@@ -117,6 +118,7 @@ def rowwise_adam(
 
     Raises:
         ValueError: for a hyperparameter out of range, naming it and its value.
+        TypeError: for one that is no number, or a flag that is neither True nor False.
 
     References:
         FBGEMM, `PARTIAL_ROWWISE_ADAM`, which corrects the bias of `nu` before it adds eps.
@@ -150,8 +152,9 @@ def _adam(
     per_row: bool,
 ) -> optax.GradientTransformationExtraArgs:
     hyper.check_common(
-        learning_rate, weight_decay, decay_mode, clip_gradient, rescale_grad, state_dtype
-    )
+        learning_rate, weight_decay, decay_mode, clip_gradient, rescale_grad, state_dtype,
+        maximize=maximize, lazy_update=lazy_update,
+    )  # fmt: skip
     hyper.check_fraction("b1", b1)
     hyper.check_fraction("b2", b2)
     hyper.check_epsilons(eps, eps_root)

@@ -40,12 +40,14 @@ def as_table(table: Any) -> jax.Array:
         TypeError: if it is none.
     """
     try:
-        return jnp.asarray(table)
+        if isinstance(table, list | tuple) or abstract_leaf(table) is not None:
+            return jnp.asarray(table)
     except (TypeError, ValueError):
-        raise TypeError(
-            f"`table` must be an array (V, *row), got {type(table).__name__}: of a tree of "
-            "parameters give the one that is looked up, as in `params['table']`."
-        ) from None
+        pass
+    raise TypeError(
+        f"`table` must be an array (V, *row), got {type(table).__name__}: of a tree of "
+        "parameters give the one that is looked up, as in `params['table']`."
+    )
 
 
 def not_an_array(name: str, leaf: Any, advice: str) -> TypeError:

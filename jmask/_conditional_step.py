@@ -28,6 +28,7 @@ from jmask._parameters import check_gradient, check_transformation
 from jmask._plain_optax import advising_lazy
 from jmask._row_sparse import RowSparse, is_row_sparse
 from jmask._spread_sums import agreed
+from jmask._state_rows import check_state_type
 from jmask._storage import is_entry, is_sparse, stored_values
 from jmask._stored_table import distinct_rows, is_stored_table
 
@@ -75,6 +76,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
         return SkipNonfiniteState(jnp.zeros((), jnp.int32), inner.init(params))
 
     def update(updates, state, params=None, **extra_args):
+        check_state_type(state, SkipNonfiniteState)
         updates = summed_rows(updates, params)
         finite = agreed(all_finite(updates), updates, params)
         updates, inner_state = update_if(
@@ -83,6 +85,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
         return updates, SkipNonfiniteState(state.skipped + ~finite, inner_state)
 
     def apply(grads, state, params):
+        check_state_type(state, SkipNonfiniteState)
         grads = summed_rows(grads, params)
         finite = agreed(all_finite(grads), grads, params)
         params, inner_state = apply_if(finite, inner, grads, state.inner_state, params)

@@ -15,6 +15,7 @@ from jmask._masked_tensor import MaskedTensor
 from jmask._routed_rows import RoutedRows
 from jmask._row_sparse import RowSparse, is_row_sparse
 from jmask._spread_sums import counted
+from jmask._state_rows import check_state_type
 from jmask._storage import stored_values
 
 
@@ -50,6 +51,7 @@ def drop_nonfinite_rows() -> optax.GradientTransformation:
         return DropNonfiniteState(jnp.zeros((), jnp.int32))
 
     def update(updates, state, params=None):
+        check_state_type(state, DropNonfiniteState)
         updates = summed_rows(updates, params)
         leaves, structure = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
         dropped, kept = state.dropped, []
@@ -69,6 +71,7 @@ def _finite(x: Any) -> tuple[Any, jax.Array]:
         bad = x.valid & ~jnp.isfinite(values)
         return x.with_values(values, x.valid & ~bad), bad.sum(dtype=jnp.int32)
     if not is_row_sparse(x):
+        x = jnp.asarray(x)
         bad = _bad_rows(x)
         column = bad.reshape(bad.shape + (1,) * (x.ndim - bad.ndim))
         return jnp.where(column, jnp.zeros((), x.dtype), x), bad.sum(dtype=jnp.int32)

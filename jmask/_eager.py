@@ -107,4 +107,6 @@ def _is_rate(x: Any) -> bool:
 
 
 def _is_concrete(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, jax.core.Tracer)
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype.kind not in "OSUMm"
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)

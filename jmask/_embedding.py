@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmask._doors import checked_choice
 from jmask._embedding_ids import (
     MODES,
     Entries,
-    checked_choice,
     checked_integers,
     checked_padding,
     checked_table,

@@ -22,11 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmask._bags import Bags, Lines, Segments
+from jmask._doors import check_flag, checked_array, checked_choice, checked_integer
 from jmask._embedding import over_rows, rows_of
 from jmask._embedding_ids import (
     MODES,
-    checked_choice,
-    checked_integer,
     checked_integers,
     checked_padding,
     checked_table,
@@ -107,7 +106,8 @@ def embedding_bag(
                [0., 0.],
                [3., 4.]], dtype=float32)
     """
-    if mode in COMBINERS:
+    check_flag("include_last_offset", include_last_offset)
+    if isinstance(mode, str) and mode in COMBINERS:
         raise ValueError(
             f"`mode` says what an id outside the table gives, got {mode!r}: how the rows of a "
             f"bag are combined is `combiner`={mode!r}."
@@ -255,7 +255,7 @@ def _of_segments(ids: Any, segment_ids: Any, num_segments: Any, mode: str) -> _F
                 "(under jit, vmap or grad)."
             )
         num_segments = max(int(np.max(np.asarray(segment_ids), initial=-1)) + 1, 0)
-    number = checked_integer(num_segments, "num_segments")
+    number = checked_integer("num_segments", num_segments)
     if number < 0:
         raise ValueError(f"`num_segments` must be >= 0, got {number}.")
     of_entry = canonical(narrowed(segment_ids, number), number)
@@ -313,7 +313,7 @@ def _checked_weights(weights: Any, ids: Any, combiner: str, dtype: Any) -> jax.A
             "`weights` have no meaning for `combiner` 'max': leave them out, or use 'sum', "
             "'mean' or 'sqrtn'."
         )
-    weights = jnp.asarray(weights)
+    weights = checked_array("weights", weights)
     if not jnp.issubdtype(weights.dtype, jnp.floating):
         raise TypeError(f"`weights` must be floating, got {weights.dtype}.")
     if weights.shape != ids.shape:

@@ -14,7 +14,6 @@ a row. Padding comes first: it may be any number, inside the table or not.
 A position is a row of the table, or V, which reads nothing and trains nothing.
 """
 
-import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +23,7 @@ from jax.experimental import checkify
 from jax.experimental.sparse import JAXSparse
 
 from jmask._array_leaves import as_table
+from jmask._doors import checked_integer
 from jmask._masked_tensor import MaskedTensor
 from jmask._row_ids import canonical, id_dtype, widen
 from jmask._row_sparse import RowSparse
@@ -186,25 +186,9 @@ def checked_integers(x: Any, name: str, mode: str) -> Any:
     return x
 
 
-def checked_integer(x: Any, name: str) -> int:
-    """A Python integer.
-
-    Raises:
-        TypeError: if `x` is no integer, or traced.
-    """
-    try:
-        if isinstance(x, bool):
-            raise TypeError
-        return operator.index(x)
-    except (TypeError, jax.errors.JAXTypeError):
-        raise TypeError(
-            f"`{name}` must be an integer that is known while tracing, got {x!r}."
-        ) from None
-
-
 def checked_padding(padding_id: Any) -> int | None:
     """`padding_id` as an int, or None."""
-    return None if padding_id is None else checked_integer(padding_id, "padding_id")
+    return None if padding_id is None else checked_integer("padding_id", padding_id)
 
 
 def checked_table(table: Any) -> Any:
@@ -226,15 +210,3 @@ def checked_table(table: Any) -> Any:
     if table.ndim == 0:
         raise ValueError("`table` must have a dimension of rows, got a scalar.")
     return table
-
-
-def checked_choice(choice: Any, name: str, choices: tuple[str, ...]) -> str:
-    """One of `choices`.
-
-    Raises:
-        ValueError: if it is none of them.
-    """
-    if choice not in choices:
-        known = ", ".join(map(repr, choices))
-        raise ValueError(f"`{name}` must be one of {known}, got {choice!r}.")
-    return choice

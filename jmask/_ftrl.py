@@ -60,6 +60,7 @@ def ftrl(
 
     Raises:
         ValueError: for a hyperparameter out of range, naming it and its value.
+        TypeError: for one that is no number, or a flag that is neither True nor False.
 
     References:
         McMahan et al., "Ad Click Prediction: a View from the Trenches", 2013; MXNet 1.9,
@@ -73,8 +74,9 @@ def ftrl(
         Array([ 0.  ,  0.  , -0.05], dtype=float32)
     """
     hyper.check_common(
-        learning_rate, weight_decay, "l2", clip_gradient, rescale_grad, state_dtype
-    )
+        learning_rate, weight_decay, "l2", clip_gradient, rescale_grad, state_dtype,
+        maximize=maximize, lazy_update=lazy_update,
+    )  # fmt: skip
     hyper.check_not_negative("l1", l1)
     hyper.check_not_negative("beta", beta)
 

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jmask._doors import check_flag, check_leaves, shown
 from jmask._gradcheck_fast import is_suspicious
 from jmask._gradcheck_jacobian import Rules
 from jmask._gradcheck_message import GradcheckError, Setting
@@ -57,7 +58,8 @@ def gradcheck(
             must be exactly zero.
         eps: the step of the differences, times the size of an entry if that is over 1.
         atol, rtol: a derivative may differ by `atol + rtol * abs(numerical)`.
-        modes: "rev" for reverse mode (vjp), "fwd" for forward mode (jvp).
+        modes: "rev" for reverse mode (vjp), "fwd" for forward mode (jvp): a name, or both
+            in a tuple.
         order: 2 checks gradients of gradients too, in every mode.
         fast: compare along random directions first, and every entry only where these
             differ. The verdict is that of the slow check, unless wrong entries cancel in
@@ -95,7 +97,11 @@ def gradcheck(
         )
     modes = _checked_modes(modes)
     _check_numbers(eps, atol, rtol, order)
+    flags = {"masked": masked, "fast": fast, "raise_exception": raise_exception}
+    for name, flag in flags.items():
+        check_flag(name, flag)
     args = args if type(args) is tuple else (args,)
+    check_leaves("args", args)
 
     def is_masked() -> bool:
         # Only for a message, which must not fail for a reason of its own.
@@ -127,15 +133,20 @@ def _check(problem: Problem, modes: Sequence[str], order: int, fast: bool) -> No
 
 
 def _checked_modes(modes: Any) -> tuple[str, ...]:
-    modes = (modes,) if isinstance(modes, str) else tuple(modes)
-    if not modes or not set(modes) <= {"rev", "fwd"}:
-        raise ValueError(f'`modes` must be "rev", "fwd" or both, got {modes!r}.')
-    return modes
+    given = (modes,) if isinstance(modes, str) else modes
+    known = isinstance(given, list | tuple) and all(
+        isinstance(x, str) and x in ("rev", "fwd") for x in given
+    )
+    if not known or not given:
+        raise ValueError(f'`modes` must be ("rev",), ("fwd",) or both, got {shown(modes)}.')
+    return tuple(given)
 
 
 def _check_numbers(eps: float, atol: float, rtol: float, order: int) -> None:
     for name, value in {"eps": eps, "atol": atol, "rtol": rtol}.items():
+        if not isinstance(value, int | float | np.number) or isinstance(value, bool):
+            raise TypeError(f"`{name}` must be a number, got {type(value).__name__}.")
         if not (np.isfinite(value) and value >= 0) or (name == "eps" and value == 0):
             raise ValueError(f"`{name}` must be a positive number, got {value!r}.")
-    if order not in (1, 2):
-        raise ValueError(f"`order` must be 1 or 2, got {order!r}.")
+    if isinstance(order, bool) or not isinstance(order, int) or order not in (1, 2):
+        raise ValueError(f"`order` must be 1 or 2, got {shown(order)}.")

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jmask._doors import check_flag, checked_choice, shown
+
 # What weight decay is added to: the gradient, so that an adaptive optimizer rescales it, or
 # the step, so that a row shrinks by the same factor whatever its gradients.
 DECAY_MODES = ("l2", "decoupled")
@@ -20,7 +22,7 @@ DECAY_MODES = ("l2", "decoupled")
 def check_number(name: str, value: Any) -> None:
     """Refuse what is neither a number nor a scalar array, which may be traced."""
     if not _is_number(value):
-        raise TypeError(f"`{name}` must be a number, got {_shown(value)}.")
+        raise TypeError(f"`{name}` must be a number, got {shown(value)}.")
 
 
 def check_positive(name: str, value: Any) -> None:
@@ -51,7 +53,7 @@ def check_learning_rate(value: Any) -> None:
     if not _is_number(value):
         raise TypeError(
             "`learning_rate` must be a number, or a schedule (a function of the step count), "
-            f"got {_shown(value)}."
+            f"got {shown(value)}."
         )
     check_positive("learning_rate", value)
 
@@ -60,7 +62,7 @@ def check_state_dtype(state_dtype: Any) -> None:
     """Refuse what is no floating dtype; None passes."""
     try:
         fits = state_dtype is None or jnp.issubdtype(jnp.dtype(state_dtype), jnp.floating)
-    except TypeError:
+    except (TypeError, ValueError):
         fits = False
     if not fits:
         raise TypeError(
@@ -79,15 +81,8 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, int | float):
         return True
     is_array = isinstance(value, jax.Array | np.ndarray | np.number)
-    return is_array and value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.number)
-
-
-def _shown(value: Any) -> str:
-    """What a value is, in a message: arrays and models may be large."""
-    if isinstance(value, jax.Array | np.ndarray):
-        return f"an array of shape {value.shape}, {value.dtype}"
-    is_short = value is None or isinstance(value, str | bool)
-    return repr(value) if is_short else type(value).__name__
+    is_real = is_array and not jnp.issubdtype(value.dtype, jnp.complexfloating)
+    return is_real and value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.number)
 
 
 def check_epsilons(eps: Any, eps_root: Any) -> None:
@@ -107,8 +102,11 @@ def check_common(
     clip_gradient: Any,
     rescale_grad: Any,
     state_dtype: Any,
+    **flags: Any,
 ) -> None:
-    """Check what all named optimizers take."""
+    """Check what all named optimizers take, and what is True or False in some of them."""
+    for name, value in flags.items():
+        check_flag(name, value)
     check_learning_rate(learning_rate)
     check_not_negative("weight_decay", weight_decay)
     check_decay_mode(decay_mode)
@@ -122,8 +120,7 @@ def check_common(
 
 def check_decay_mode(decay_mode: Any) -> None:
     """Refuse what is not the name of a kind of weight decay."""
-    if decay_mode not in DECAY_MODES:
-        raise ValueError(f"`decay_mode` must be one of {DECAY_MODES}, got {decay_mode!r}.")
+    checked_choice(decay_mode, "decay_mode", DECAY_MODES)
 
 
 def is_zero(value: Any) -> bool:
@@ -138,7 +135,7 @@ def rate(learning_rate: optax.ScalarOrSchedule, count: jax.Array) -> Any:
     value = learning_rate(count)
     if not _is_number(value):
         raise TypeError(
-            f"`learning_rate` is a schedule that returned {_shown(value)} for a step count: it "
+            f"`learning_rate` is a schedule that returned {shown(value)} for a step count: it "
             "must return a number."
         )
     return value

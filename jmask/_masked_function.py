@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmask._doors import check_leaves, shown
 from jmask._gradcheck_entries import Input, numbers_of, random_reals
 from jmask._gradcheck_message import Setting
 from jmask._gradcheck_problem import Problem, mask_of
@@ -55,6 +56,12 @@ def is_masked_function(fun: Callable[[Any], Any], x: Any) -> bool:
     References:
         Nikita Vedeneev's definition in pytorch/pytorch#95405.
     """
+    if not callable(fun):
+        raise TypeError(
+            f"`fun` must be a function, got {shown(fun)}: write "
+            "jmask.is_masked_function(fun, x)."
+        )
+    check_leaves("x", x)
     setting = Setting(False, 1.0, 0.0, 0.0, 1, lambda: False)
     with jax.enable_x64(True):
         problem = Problem(fun, (x,), setting)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._array_leaves import leaf_name
+from jmask._array_leaves import abstract_leaf, leaf_name, not_an_array
 from jmask._coalesce import unique_slots
 from jmask._masked_tensor import MaskedTensor
 from jmask._refusal import refusal
@@ -31,6 +31,18 @@ def is_gradient_leaf(x: Any) -> bool:
     return isinstance(x, MaskedTensor | BCOO | BCSR) or is_row_sparse(x)
 
 
+def check_gradients(updates: Any, name: str = "updates") -> None:
+    """Refuse leaves that are no arrays.
+
+    Raises:
+        TypeError: naming the first.
+    """
+    for path, x in jax.tree.leaves_with_path(updates, is_leaf=is_gradient_leaf):
+        if not is_gradient_leaf(x) and abstract_leaf(x) is None:
+            advice = "gradients are those of jmask.grad or jax.grad"
+            raise not_an_array(leaf_name(name, path), x, advice)
+
+
 def as_gradients(updates: Any) -> Any:
     """The tree with each BCOO as a masked tensor of the entries that it stores.
 
@@ -38,6 +50,8 @@ def as_gradients(updates: Any) -> Any:
         TypeError: if a leaf is a BCSR, or something mapped arithmetic over the indices of a
             BCOO.
     """
+
+    check_gradients(updates)
 
     def entries(path: Any, x: Any) -> Any:
         if not isinstance(x, BCOO | BCSR):

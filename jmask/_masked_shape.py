@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmask._array_leaves import abstract_leaf
 from jmask._elementwise import elementwise
 from jmask._masked_moves import (
     data_of,
@@ -332,6 +333,13 @@ def _gathered(
     function: Callable, a: Any, indices: Any, axis: Any, kwargs: dict, spread: Callable
 ) -> Any:
     """Entries of `a` at `indices`; `spread` gives masks of indices the shape of the result."""
+    kind = indices if isinstance(indices, MaskedTensor) else abstract_leaf(indices)
+    if kind is None or not jnp.issubdtype(kind.dtype, jnp.integer):
+        of = type(indices).__name__ if kind is None else f"one of {kind.dtype}"
+        raise TypeError(
+            f"`indices` must be an array of integers, masked or not, got {of}: write "
+            "jnp.array(indices)."
+        )
     a, indices = dense(a, function.__name__), dense(indices, function.__name__)
     if not isinstance(a, MaskedTensor) and not isinstance(indices, MaskedTensor):
         return function(a, indices, axis, **kwargs)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
+from jmask._doors import checked_array, checked_choice
 from jmask._masked_tensor import MaskedTensor, as_masked_tensor
 from jmask._methods import install
 from jmask._row_sparse import RowSparse
@@ -55,9 +56,7 @@ def to_storage(x: Any, stype: str, nse: int | None = None) -> MaskedTensor:
 def check_stype(stype: Any) -> None:
     """Raise ValueError if it is not the name of a storage."""
     names = ("default", "row_sparse", "coo", "csr")
-    if stype not in names:
-        expected = ", ".join(map(repr, names))
-        raise ValueError(f"`stype` must be one of {expected}, got {stype!r}.")
+    checked_choice(stype, "stype", names)
 
 
 def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
@@ -144,7 +143,8 @@ def from_numpy_ma(x: Any) -> MaskedTensor:
         >>> from_numpy_ma(np.ma.masked_array([1, 2, 3], mask=[False, True, False]))
         MaskedTensor([1, --, 3], dtype=int32)
     """
-    return MaskedTensor(jnp.asarray(np.ma.getdata(x)), ~np.ma.getmaskarray(x))
+    data = checked_array("x", np.ma.getdata(x) if isinstance(x, np.ma.MaskedArray) else x)
+    return MaskedTensor(data, ~np.ma.getmaskarray(x))
 
 
 def to_numpy_ma(x: Any) -> np.ma.MaskedArray:

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmask._doors import checked_array, checked_dtype, checked_scalar
 from jmask._mask_positions import booleans, on_dense, on_sparse
 from jmask._methods import MaskedMethods, call
 from jmask._storage import (
@@ -200,7 +201,7 @@ class MaskedTensor(MaskedMethods):
             Array([1, 7], dtype=int32)
         """
         values = stored_values(self.storage)
-        fill = jnp.asarray(fill_value, values.dtype)
+        fill = checked_scalar("fill_value", fill_value, values.dtype)
         values = jnp.where(self.valid, values, fill)
         return scattered(values, self.storage, fill) if is_sparse(self.storage) else values
 
@@ -236,11 +237,18 @@ class MaskedTensor(MaskedMethods):
 
     def astype(self, dtype: Any) -> "MaskedTensor":
         """The tensor with its data cast to `dtype`."""
-        values = stored_values(self.storage).astype(dtype)
+        values = stored_values(self.storage).astype(checked_dtype("dtype", dtype))
         return self.with_values(values)
 
-    def with_values(self, values: jax.Array, valid: Any = None) -> "MaskedTensor":
+    def with_values(self, values: Any, valid: Any = None) -> "MaskedTensor":
         """The tensor with other stored values (and mask) at the same positions."""
+        known = isinstance(values, jax.Array | jax.ShapeDtypeStruct)
+        values = values if known else checked_array("values", values)
+        if valid is None and values.shape != stored_values(self.storage).shape:
+            raise ValueError(
+                f"`values` of shape {values.shape} do not fit: the tensor stores values of "
+                f"shape {stored_values(self.storage).shape}."
+            )
         storage = with_stored_values(self.storage, values)
         valid = self.valid if valid is None else valid
         return MaskedTensor.tree_unflatten(None, (storage, valid))
@@ -265,7 +273,10 @@ def as_masked_tensor(x: Any) -> MaskedTensor:
         >>> jmask.as_masked_tensor(jnp.arange(3))
         MaskedTensor([0, 1, 2], dtype=int32)
     """
-    return x if isinstance(x, MaskedTensor) else MaskedTensor(x)
+    if isinstance(x, MaskedTensor):
+        return x
+    stype(x)  # refuses what is no storage
+    return MaskedTensor(x)
 
 
 def common_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

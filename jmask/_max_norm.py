@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from jmask._coalesce import unique_slots
+from jmask._doors import shown
 from jmask._embedding_ids import (
     checked_integers,
     checked_padding,
@@ -167,8 +168,10 @@ def checked_bound(table: Any, max_norm: Any, norm_type: Any) -> Bound | None:
         raise TypeError(f"`max_norm` needs a real, floating `table`, got {table.dtype}.")
     if not isinstance(max_norm, jax.core.Tracer):
         number = np.asarray(max_norm)
-        if number.ndim or not np.issubdtype(number.dtype, np.number):
-            raise TypeError(f"`max_norm` must be a number, got {max_norm!r}.")
+        kind = number.dtype
+        is_real = jnp.issubdtype(kind, jnp.integer) or jnp.issubdtype(kind, jnp.floating)
+        if number.ndim or not is_real:
+            raise TypeError(f"`max_norm` must be a number, got {shown(max_norm)}.")
         if not (number > 0 and np.isfinite(number)):
             raise ValueError(f"`max_norm` must be positive and finite, got {max_norm}.")
     return Bound(jnp.asarray(max_norm, wide(table.dtype)), norm_type)

@@ -29,6 +29,8 @@ def method(name: str, reflected: bool = False) -> Any:
     """A method that is the function installed as `name`; reflected, of (other, self)."""
 
     def bound(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("out", self) is None:
+            del kwargs["out"]  # NumPy's functions pass it to methods: np.sum(x)
         if reflected:
             return call(name, args[0], self, **kwargs)
         return call(name, self, *args, **kwargs)

@@ -19,14 +19,21 @@ from jax import lax
 
 from jmask._array_leaves import leaf_name
 from jmask._conditional_step import apply_if, update_if
+from jmask._doors import check_flag
 from jmask._eager import compiled_outside_jit
 from jmask._explicit_sharding import typed_like, whole_rows_like, with_whole_rows
 from jmask._lazy_one_pass import OnePassTransformation
-from jmask._masked_gradient import as_gradients, gradient_and_valid, is_gradient_leaf
+from jmask._masked_gradient import (
+    as_gradients,
+    check_gradients,
+    gradient_and_valid,
+    is_gradient_leaf,
+)
 from jmask._masked_tensor import MaskedTensor
 from jmask._parameters import check_transformation
 from jmask._row_ids import id_dtype
 from jmask._row_sparse import RowSparse, is_row_sparse
+from jmask._state_rows import check_state_type
 
 
 class StoredRows(NamedTuple):
@@ -102,10 +109,12 @@ def multi_steps(
         [1. 1. 1.]
         [1.  0.5 0.5]
     """
-    if not (isinstance(every_k, int) and every_k > 0):
+    if isinstance(every_k, bool) or not isinstance(every_k, int) or every_k < 1:
         raise ValueError(f"`every_k` must be a positive integer, got {every_k!r}.")
+    check_flag("use_grad_mean", use_grad_mean)
     check_transformation("inner", inner, "jmask.multi_steps(jmask.adam(1e-3), 4, like=grads)")
     inner = optax.with_extra_args_support(inner)
+    check_gradients(like, "like")
     like = jax.eval_shape(as_gradients, like)
 
     def empty() -> Any:
@@ -116,6 +125,7 @@ def multi_steps(
 
     def accumulate(gradients: Any, state: MultiStepsState) -> tuple[Any, Any, jax.Array]:
         """What has come together with these gradients, as a gradient, and whether to step."""
+        check_state_type(state, MultiStepsState)
         gradients = as_gradients(gradients)
         _check_structure(gradients, like)
         _check_buffers(state.accumulated, jax.eval_shape(empty))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
+from jmask._doors import checked_path
 from jmask._masked_tensor import MaskedTensor
 from jmask._row_sparse import RowSparse
 from jmask._storage import stype
@@ -66,7 +67,7 @@ def save_npz(file: str | os.PathLike, x: Any) -> None:
             contents[f"{name}_dtype"] = array.dtype.name
             array = array.view(f"u{array.dtype.itemsize}")
         contents[name] = array
-    path = Path(file)
+    path = Path(checked_path("file", file))
     path = path if path.suffix == ".npz" else path.with_name(f"{path.name}.npz")
     handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".partial")
     try:
@@ -90,7 +91,7 @@ def load_npz(file: str | os.PathLike) -> Any:
         >>> jmask.load_npz(path)
         MaskedTensor([1.0, --], dtype=float32)
     """
-    if not zipfile.is_zipfile(file):
+    if not zipfile.is_zipfile(checked_path("file", file)):
         Path(file).stat()  # the error of a file that is not there
         raise ValueError(
             f"`file` {os.fspath(file)!r} is no .npz file: it was not written by jmask.save_npz."

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmask._array_leaves import as_table
+from jmask._doors import checked_choice
 from jmask._fused_update import Combiner, update_rows
 from jmask._row_sparse import RowSparse
 from jmask._rows import gather_rows
@@ -194,8 +195,7 @@ def packed(table: Any, platform: str | None = None) -> Any:
     """
     table = checked_floating(as_table(table))
     platform = jax.default_backend() if platform is None else platform
-    if platform not in PLATFORMS:
-        raise ValueError(f"`platform` must be one of {PLATFORMS}, got {platform!r}.")
+    checked_choice(platform, "platform", PLATFORMS)
     fits = math.prod(table.shape[1:]) % LANES == 0
     return table if platform != "tpu" or fits else PackedTable.pack(table)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._array_leaves import KEEP_ARRAYS, abstract_leaf, leaf_name, not_an_array
-from jmask._masked_gradient import is_gradient_leaf
+from jmask._masked_gradient import check_gradients, is_gradient_leaf
 from jmask._masked_tensor import MaskedTensor
 from jmask._row_ids import id_dtype
 from jmask._row_sparse import RowSparse
@@ -97,6 +97,7 @@ def check_gradient(updates: Any, params: Any, alike: bool = False) -> None:
         TypeError: naming the parameter, if its gradient is no array or has a dtype that it
             cannot take.
     """
+    check_gradients(updates)
     gradients, tree = jax.tree.flatten_with_path(updates, is_leaf=is_gradient_leaf)
     parameters = jax.tree.leaves(params, is_leaf=is_stored_table)
     expected: Any = jax.tree.structure(params, is_leaf=is_stored_table)
@@ -167,8 +168,8 @@ def _missing(updates: Any, params: Any) -> str | None:
 def check_fits(path: Any, update: Any, param: Any) -> None:
     """Refuse an update that its parameter, at `path` in both trees, cannot take."""
     name = leaf_name("updates", path)
-    if not is_gradient_leaf(update) and abstract_leaf(update) is None:
-        raise not_an_array(name, update, "gradients are those of jmask.grad or jax.grad")
+    if not is_stored_table(param) and abstract_leaf(param) is None:
+        raise not_an_array(leaf_name("params", path), param, KEEP_ARRAYS)
     like, dtype = shape_of(param), jnp.result_type(shape_of(param).dtype)
     shape = tuple(jnp.shape(update))
     of_update = update.dtype if hasattr(update, "dtype") else jnp.result_type(update)
@@ -176,6 +177,8 @@ def check_fits(path: Any, update: Any, param: Any) -> None:
         raise ValueError(
             f"{name} of shape {shape} does not fit its parameter of shape {like.shape}."
         )
+    if jnp.issubdtype(of_update, jnp.bool_) and dtype != of_update:
+        raise TypeError(f"{name} is bool, and its parameter {dtype}: is it a mask?")
     is_complex = [jnp.issubdtype(x, jnp.complexfloating) for x in (of_update, dtype)]
     if is_complex == [True, False]:
         raise TypeError(

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._compressed_product import product_by_kernel, suits_kernel
+from jmask._doors import check_flag, checked_choice
 from jmask._fallback import report_fallback
 from jmask._masked_tensor import MaskedTensor
 from jmask._precision import adds_when_cast, sum_dtype
@@ -37,7 +38,9 @@ from jmask._product_operands import (
 )
 from jmask._row_sparse import RowSparse
 from jmask._rows import add_rows
+from jmask._specified import todense
 from jmask._storage import stype, unique_positions
+from jmask._tap import tap_of
 
 _RESULTS = (None, "default", "row_sparse")
 
@@ -49,14 +52,15 @@ def dot(
     transpose_a: bool = False,
     transpose_b: bool = False,
     forward_stype: str | None = None,
+    masked_grad: bool = True,
 ) -> jax.Array | RowSparse:
     """The matrix product of two operands on any storage; MXNet's function of this name.
 
     What an operand does not store contributes nothing, even where the other one is inf or
     nan; equal positions add; out-of-range positions are padding. float16 and bfloat16 are
     summed in float32 and rounded once. Derivatives are those of the stored values, in both
-    modes; with `jmask.value_and_grad` the gradient of a dense `rhs` of a sparse `lhs` is a
-    `RowSparse`.
+    modes (but see `masked_grad`); with `jmask.value_and_grad` the gradient of a dense `rhs` of
+    a sparse `lhs` is a `RowSparse`.
 
     Args:
         lhs (m, k): array, `RowSparse`, BCSR or BCOO. An array or `RowSparse` may also be a
@@ -64,6 +68,9 @@ def dot(
         rhs (k, n): the same.
         transpose_a: `lhs` is given as (k, m). A vector stays one.
         transpose_b: `rhs` is given as (n, k).
+        masked_grad: whether the gradient of a sparse operand goes to what it stores only.
+            False: to every entry, as of `jmask.todense(x)` (see there). The result is then
+            dense, and so is the product where such a gradient is taken.
         forward_stype: "default" for a dense result; "row_sparse" for a row-sparse one, of
             an `lhs` that stores rows or entries. By default as in the table:
 
@@ -101,6 +108,20 @@ def dot(
         >>> jmask.grad(lambda w: jmask.dot(x, w).sum())(jnp.ones((3, 2)))
         RowSparse(float32[3, 2], nse=3)
     """
+    for name, flag in {
+        "transpose_a": transpose_a,
+        "transpose_b": transpose_b,
+        "masked_grad": masked_grad,
+    }.items():
+        check_flag(name, flag)
+    if not masked_grad:
+        if isinstance(forward_stype, str) and forward_stype == "row_sparse":
+            raise ValueError(
+                "`forward_stype` cannot be 'row_sparse' with `masked_grad`=False: rows that it "
+                "does not store have derivatives, too."
+            )
+        forward_stype = "default"
+        lhs, rhs = (todense(x) if tap_of(x) is not None else x for x in (lhs, rhs))
     lhs, rhs = _checked(lhs, "lhs"), _checked(rhs, "rhs")
     _check_shapes(lhs, rhs, transpose_a, transpose_b)
     sparse = _is_result_sparse(lhs, transpose_a, forward_stype)
@@ -148,16 +169,13 @@ def _check_shapes(lhs: Any, rhs: Any, transpose_a: bool, transpose_b: bool) -> N
 
 
 def _is_result_sparse(lhs: Any, transpose_a: bool, forward_stype: str | None) -> bool:
-    if forward_stype in ("csr", "coo"):
+    if isinstance(forward_stype, str) and forward_stype in ("csr", "coo"):
         raise ValueError(
             f"`forward_stype` cannot be {forward_stype!r}: how many entries of a product are "
             "not zero is not known in advance. Use jmask.cast_storage(jmask.dot(...), "
             f"{forward_stype!r}, nse=...)."
         )
-    if forward_stype not in _RESULTS:
-        raise ValueError(
-            f"`forward_stype` must be None, 'default' or 'row_sparse', got {forward_stype!r}."
-        )
+    checked_choice(forward_stype, "forward_stype", _RESULTS)
     entries, rows = isinstance(lhs, BCOO | BCSR), isinstance(lhs, RowSparse) and lhs.ndim == 2
     by_rows = entries or (rows and not transpose_a)
     if forward_stype is None:

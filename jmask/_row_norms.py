@@ -48,7 +48,7 @@ def clip_by_row_norm(
     _check(max_norm, ord)
 
     def clip(updates: optax.Updates, params: optax.Params | None = None) -> optax.Updates:
-        return jax.tree.map(lambda g: _bounded(g, max_norm, ord).astype(g.dtype), updates)
+        return jax.tree.map(lambda g: _clipped(g, max_norm, ord), updates)
 
     lifted = lazy(optax.stateless(clip))
 
@@ -110,6 +110,11 @@ def max_row_norm(
         return jax.tree.map(project, updates, params)
 
     return lazy(optax.stateless(within))
+
+
+def _clipped(gradient: Any, max_norm: Any, order: Any) -> jax.Array:
+    gradient = jnp.asarray(gradient)
+    return _bounded(gradient, max_norm, order).astype(gradient.dtype)
 
 
 def _check(max_norm: Any, order: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jmask._doors import check_flag, checked_array
 from jmask._elementwise import elementwise
 from jmask._masked_tensor import MaskedTensor
 from jmask._reductions import sum as sum_of
@@ -64,7 +65,8 @@ def add_n(*tensors: Any) -> Any:
     if not tensors:
         raise ValueError("`tensors` must hold at least one tensor, got none.")
     tensors = tuple(
-        x if isinstance(x, MaskedTensor) or is_sparse(x) else jnp.asarray(x) for x in tensors
+        x if isinstance(x, MaskedTensor) or is_sparse(x) else checked_array("tensors", x)
+        for x in tensors
     )
     shapes = {tuple(x.shape) for x in tensors}
     if len(shapes) > 1:
@@ -93,4 +95,7 @@ def square_sum(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
         >>> jmask.square_sum(x)
         Array(25., dtype=float32)
     """
+    check_flag("keepdims", keepdims)
+    if not isinstance(x, MaskedTensor) and not is_sparse(x):
+        x = checked_array("x", x)
     return sum_of(_square(x), axis, keepdims=keepdims)

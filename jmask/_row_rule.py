@@ -44,7 +44,7 @@ from jmask._parameters import (
 from jmask._precision import is_narrow, wide
 from jmask._row_sparse import RowSparse, is_row_sparse
 from jmask._rows import add_rows
-from jmask._state_rows import check_state
+from jmask._state_rows import check_state, check_state_type
 from jmask._stored_table import (
     distinct_rows,
     is_stored_table,
@@ -107,7 +107,7 @@ class RowRule:
 
 
 def optimizer(
-    rule: RowRule, state_type: Callable[..., Any], lazy_update: bool
+    rule: RowRule, state_type: type, lazy_update: bool
 ) -> optax.GradientTransformationExtraArgs:
     """The transformation that follows a rule.
 
@@ -241,9 +241,7 @@ def _added(table: jax.Array, rows: RowSparse) -> jax.Array:
     return lax.platform_dependent(table, rows, tpu=summed_first, default=one_by_one)
 
 
-def _dense_optimizer(
-    rule: RowRule, state_type: Callable[..., Any]
-) -> optax.GradientTransformationExtraArgs:
+def _dense_optimizer(rule: RowRule, state_type: type) -> optax.GradientTransformationExtraArgs:
     def init(params):
         check_parameters(params)
         params = dense_parameters(params)
@@ -263,7 +261,9 @@ def _dense_optimizer(
             )
         if params is not None:
             params = dense_parameters(params)
+            check_parameters(params)
             check_gradient(updates, params, alike=True)
+        check_state_type(state, state_type)
         gradients, structure = jax.tree.flatten(updates)
         if params is None:
             columns = [[None] * len(gradients)]

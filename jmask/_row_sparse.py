@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmask._coalesce import coalesce_rows
+from jmask._doors import check_flag, checked_array, checked_dtype
 from jmask._methods import RowSparseMethods
 from jmask._precision import adds_when_cast
 from jmask._row_ids import canonical, hide, id_dtype, is_opaque, reveal, widen
@@ -34,12 +35,12 @@ from jmask._row_sparse_checks import (
     checked_capacity,
     checked_indices,
     checked_shape,
-    checked_values,
     fit_or_poison,
     refuse_plain_ids,
     shape_that_fits,
 )
 from jmask._rows import add_rows, gather_rows
+from jmask._stochastic_rounding import check_key
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -90,7 +91,7 @@ class RowSparse(RowSparseMethods):
         *,
         coalesced: bool = False,
     ):
-        indices, values = checked_indices(indices), checked_values(values)
+        indices, values = checked_indices(indices), checked_array("values", values)
         shape = checked_shape(shape_that_fits(indices, values) if shape is None else shape)
         if values.ndim == 0 or values.shape[0] != indices.shape[0]:
             raise ValueError(
@@ -105,6 +106,7 @@ class RowSparse(RowSparseMethods):
         self.index_leaf = hide(widen(indices, shape[0]))
         self.values = values
         self.shape = shape
+        check_flag("coalesced", coalesced)
         self.coalesced = bool(coalesced)
         if coalesced and not isinstance(indices, jax.core.Tracer):
             check_coalesced(np.asarray(indices), shape[0])
@@ -220,6 +222,7 @@ class RowSparse(RowSparseMethods):
             RowSparse(float32[1000, 4], nse=10)
         """
         shape, nse = checked_shape(shape), checked_capacity(nse)
+        check_key(key)
         if nse > shape[0]:
             raise ValueError(f"`nse`={nse} different rows do not fit `shape` {shape}.")
         of_rows, of_values = jax.random.split(key)
@@ -246,7 +249,9 @@ class RowSparse(RowSparseMethods):
             >>> jmask.RowSparse.fromdense(jnp.array([[0., 0.], [1., 2.]]))
             RowSparse(float32[2, 2], nse=1)
         """
-        x = jnp.asarray(x)
+        x = checked_array("x", x)
+        if not x.ndim:
+            raise ValueError("`x` must have a dimension of rows, got a scalar.")
         shape = checked_shape(x.shape)
         touched = jnp.any(x != 0, axis=tuple(range(1, x.ndim)))
         if nse is None:
@@ -322,6 +327,7 @@ class RowSparse(RowSparseMethods):
 
     def astype(self, dtype: Any) -> "RowSparse":
         """The tensor cast to `dtype`; rows with equal indices are summed first if need be."""
+        dtype = checked_dtype("dtype", dtype)
         summed = self if adds_when_cast(self.dtype, jnp.dtype(dtype)) else self.coalesce()
         return summed.with_values(summed.values.astype(dtype))
 
@@ -366,7 +372,7 @@ class RowSparse(RowSparseMethods):
             ValueError: if the values have another shape than those stored.
         """
         known = isinstance(values, jax.Array | jax.ShapeDtypeStruct)
-        values = values if known else checked_values(values)
+        values = values if known else checked_array("values", values)
         check_replacement(values, self.values)
         return RowSparse.tree_unflatten((self.shape, self.coalesced), (self.index_leaf, values))
 

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmask._doors import checked_integer
+
 
 def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
     try:
@@ -59,20 +61,6 @@ def check_coalesced(ids: np.ndarray, rows: int) -> None:
     )
 
 
-def checked_values(values: Any) -> jax.Array:
-    """Values as an array of numbers."""
-    try:
-        array = jnp.asarray(values)
-    except (TypeError, ValueError):
-        array = None
-    if values is None or array is None:
-        raise TypeError(
-            f"`values` must be an array of numbers, one row for each index, got "
-            f"{type(values).__name__}."
-        )
-    return array
-
-
 def check_replacement(values: Any, old: Any) -> None:
     """Raise ValueError unless values have the shape of those that they replace."""
     if jnp.shape(values) != jnp.shape(old):
@@ -83,7 +71,7 @@ def check_replacement(values: Any, old: Any) -> None:
 
 
 def checked_capacity(nse: int) -> int:
-    nse = operator.index(nse)
+    nse = checked_integer("nse", nse)
     if nse < 0:
         raise ValueError(f"`nse`, the number of rows to store, must be >= 0, got {nse}.")
     return nse

@@ -44,6 +44,7 @@ def sgd(
     lazy_update: bool = True,
     decay_mode: str = "l2",
     state_dtype: Any = None,
+    maximize: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Stochastic gradient descent for dense and row-sparse gradients.
 
@@ -60,12 +61,14 @@ def sgd(
             it passes through the buffer.
         state_dtype: dtype of the state arrays; that of the parameter by default. The
             arithmetic is in float32 at least.
+        maximize: move along the gradient instead of against it.
 
     Returns:
         An optax transformation.
 
     Raises:
         ValueError: for a hyperparameter out of range, naming it and its value.
+        TypeError: for one that is no number, or a flag that is neither True nor False.
 
     References:
         MXNet 1.9, `mx.optimizer.SGD`. The momentum buffer contains the learning rate,
@@ -80,15 +83,16 @@ def sgd(
         Array([1. , 1. , 0.5], dtype=float32)
     """
     hyper.check_common(
-        learning_rate, weight_decay, decay_mode, clip_gradient, rescale_grad, state_dtype
-    )
+        learning_rate, weight_decay, decay_mode, clip_gradient, rescale_grad, state_dtype,
+        nesterov=nesterov, maximize=maximize, lazy_update=lazy_update,
+    )  # fmt: skip
     hyper.check_fraction("momentum", momentum)
     has_momentum = not hyper.is_zero(momentum)
     if nesterov and not has_momentum:
         raise ValueError(f"`nesterov` needs a positive `momentum`, got {momentum}.")
 
     def scaled_gradient(grad, param, lr):
-        grad = hyper.clipped(hyper.rescaled(grad, rescale_grad, False), clip_gradient)
+        grad = hyper.clipped(hyper.rescaled(grad, rescale_grad, maximize), clip_gradient)
         return lr * hyper.decayed(grad, param, weight_decay, decay_mode)
 
     def with_decay(step, param, lr):

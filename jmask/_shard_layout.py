@@ -21,6 +21,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jmask._doors import check_flag, checked_choice, shown
 from jmask._explicit_sharding import (
     by_rows,
     explicit_sharding,
@@ -168,8 +169,9 @@ def layout_of(
     capacity_factor: float | None = None,
 ) -> Layout:
     """The layout that `sharded` gives a table of this shape."""
-    if placement not in PLACEMENTS:
-        raise ValueError(f"`placement` must be 'div' or 'mod', got {placement!r}.")
+    checked_choice(placement, "placement", PLACEMENTS)
+    if packed is not None:
+        check_flag("packed", packed)
     rows, batch = _axes(mesh, rows, "rows"), _axes(mesh, batch, "batch")
     shards = math.prod(mesh.shape[axis] for axis in rows)
     block = -(-shape[0] // shards)
@@ -210,6 +212,8 @@ def is_packed(shape: Sequence[int], mesh: Mesh, packed: bool | None) -> bool:
 def _axes(mesh: Mesh, axes: str | Sequence[str] | None, name: str) -> tuple[str, ...]:
     if axes is None:
         return tuple(mesh.axis_names)
+    if not isinstance(axes, str | list | tuple):
+        raise TypeError(f"`{name}` must be the name of an axis, or several, got {shown(axes)}.")
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     unknown = [axis for axis in axes if axis not in mesh.axis_names]
     if unknown or len(set(axes)) != len(axes):

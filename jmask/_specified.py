@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jmask._doors import check_flag
 from jmask._fallback import report_fallback
 from jmask._masked_tensor import MaskedTensor
 from jmask._storage import (
@@ -67,6 +68,7 @@ def todense(x: Any, *, masked_grad: bool = False) -> jax.Array:
         >>> jmask.grad(lambda x: jnp.sum(jmask.todense(x, masked_grad=True) * weight))(x)
         RowSparse(float32[3, 2], nse=1)
     """
+    check_flag("masked_grad", masked_grad)
     if isinstance(x, MaskedTensor):
         dense = x.to_tensor(0)
     elif is_sparse(x):
@@ -108,7 +110,7 @@ def sparse_mask(x: Any, mask: Any) -> Any:
         Array([[0., 6.],
                [7., 0.]], dtype=float32)
     """
-    x, mask = _tensor_or_array(x), untapped(_tensor_or_array(mask))
+    x, mask = _tensor_or_array(x), untapped(_tensor_or_array(mask, "mask"))
     _check_mask(x, mask)
     if not is_tensor(mask):
         return _at_booleans(x, mask)
@@ -121,10 +123,10 @@ def sparse_mask(x: Any, mask: Any) -> Any:
     return MaskedTensor.tree_unflatten(None, (result, valid)) if masked else result
 
 
-def _tensor_or_array(x: Any) -> Any:
+def _tensor_or_array(x: Any, argument: str = "x") -> Any:
     if is_tensor(x):
         return x
-    stype(x)  # refuses what is no tensor
+    stype(x, argument)  # refuses what is no tensor
     return jnp.asarray(x)
 
 

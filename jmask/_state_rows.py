@@ -75,6 +75,19 @@ def _owner(
     )
 
 
+def check_state_type(state: Any, expected: type) -> None:
+    """Refuse what is no state of a transformation.
+
+    Raises:
+        TypeError: with what it is.
+    """
+    if not isinstance(state, expected):
+        raise TypeError(
+            f"`state` must be a {expected.__name__}, which `init` of the transformation makes, "
+            f"got {type(state).__name__}. The order is tx.update(grads, opt_state, params)."
+        )
+
+
 def check_state(state: optax.OptState, expected: optax.OptState) -> None:
     """Refuse a state whose structure or shapes are not those expected, naming the first."""
     have: Any = jax.tree.structure(state, is_leaf=is_stored_table)

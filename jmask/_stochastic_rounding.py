@@ -11,6 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from jmask._array_leaves import abstract_leaf
+from jmask._doors import checked_dtype
 
 _DRAWS = 2**16
 
@@ -21,7 +25,7 @@ def check_key(key: Any) -> None:
     Raises:
         TypeError: with what `key` is.
     """
-    dtype = getattr(key, "dtype", None)
+    dtype = key.dtype if isinstance(key, jax.Array | np.ndarray) else None
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return
     if dtype != jnp.uint32:
@@ -29,6 +33,13 @@ def check_key(key: Any) -> None:
             f"`key` must be a key of jax.random, such as jax.random.key(0), got "
             f"{type(key).__name__}."
         )
+
+
+def _checked_dtype(dtype: Any) -> Any:
+    found = checked_dtype("dtype", dtype)
+    if not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(f"`dtype` must be floating, such as jnp.bfloat16, got {found}.")
+    return found
 
 
 def stochastic_round(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
@@ -49,7 +60,7 @@ def stochastic_round(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
         overflows are rounded to nearest.
 
     Raises:
-        TypeError: if `x` is not floating, or `key` is no key.
+        TypeError: if `x` or `dtype` is not floating, or `key` is no key.
 
     References:
         Gupta et al., "Deep Learning with Limited Numerical Precision", 2015.
@@ -63,10 +74,13 @@ def stochastic_round(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
         >>> bool(abs(y.astype(jnp.float32).mean() - 256.5) < 0.05)
         True
     """
+    found = abstract_leaf(x)
+    if found is None or not jnp.issubdtype(found.dtype, jnp.floating):
+        kind = type(x).__name__ if found is None else found.dtype
+        raise TypeError(f"`x` must be floating, got {kind}: the order is (x, dtype, key).")
     x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"`x` must be floating, got {x.dtype}: the order is (x, dtype, key).")
     check_key(key)
+    dtype = _checked_dtype(dtype)
     near = x.astype(dtype)
     error = x - near.astype(x.dtype)
     towards = jnp.where(error > 0, jnp.inf, -jnp.inf).astype(dtype)

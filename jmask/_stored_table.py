@@ -22,6 +22,7 @@ from jax import lax
 
 from jmask._gather import Gather
 from jmask._methods import call, method
+from jmask._row_ids import id_dtype
 from jmask._row_sparse import RowSparse, is_row_sparse
 from jmask._rows import gather_rows, set_rows
 
@@ -80,13 +81,17 @@ class StoredTable(abc.ABC):
         return self.shape[0]
 
     def __getitem__(self, ids: Any) -> jax.Array:
-        """The rows of `ids`, integers of any shape; ids outside the table give nan."""
+        """The rows of `ids`, integers of any shape; from the end if negative, as of arrays.
+
+        Ids outside the table give nan, and `jmask.embedding_lookup` takes negative ones for
+        such.
+        """
         if isinstance(ids, slice | tuple) or ids is None or ids is Ellipsis:
             raise TypeError(
                 f"`ids` must be integers, got {ids!r}: a {type(self).__name__} is indexed by "
                 "row ids alone. For anything else use its array, `table.todense()`."
             )
-        return call("lookup", self, ids)
+        return call("lookup", self, _from_the_end(ids, self.shape[0]))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
@@ -101,6 +106,18 @@ class StoredTable(abc.ABC):
         except (AttributeError, IndexError):  # a tree of something else than arrays
             dtype = "?"
         return f"{type(self).__name__}({dtype}[{', '.join(map(str, self.shape))}])"
+
+
+def _from_the_end(ids: Any, rows: int) -> Any:
+    """Ids of which negative ones count from the end; NumPy integers stay NumPy's."""
+    found: Any = ids if isinstance(ids, jax.Array) else np.asarray(ids)
+    if not jnp.issubdtype(found.dtype, jnp.signedinteger):
+        return ids
+    if isinstance(found, np.ndarray):
+        found = found.astype(np.int64)
+        return np.where(found < 0, found + rows, found)
+    found = found.astype(jnp.promote_types(found.dtype, id_dtype(rows)))
+    return jnp.where(found < 0, found + rows, found)
 
 
 def is_stored_table(x: Any) -> bool:

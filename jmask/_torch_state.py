@@ -35,14 +35,18 @@ def from_torch_state(
         torch_state: `optimizer.state_dict()`, or the "state" in it: for each parameter, by
             its number, a mapping of arrays or CPU tensors.
         order: for each leaf of the parameters, in the order of `jax.tree.leaves`, its key in
-            `torch_state`; 0, 1, ... by default.
+            `torch_state`, which may have more. By default 0, 1, ..., where these are all keys
+            and no two parameters have one shape: torch numbers parameters as a module names
+            them, and `jax.tree.leaves` sorts the keys of a dict.
 
     Returns:
         The state, dtypes kept.
 
     Raises:
+        TypeError: if `torch_state` is no mapping of mappings of arrays.
         ValueError: if `state` holds no state or several of these optimizers, a parameter or an
-            array is missing, shapes differ, or the parameters took different numbers of steps.
+            array is missing or too many (as with `amsgrad`), shapes differ, `order` is needed,
+            steps are no counts, or the parameters took different numbers of them.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, jmask
@@ -53,16 +57,20 @@ def from_torch_state(
         (Array(7, dtype=int32), Array([2., 2., 2.], dtype=float32))
     """
     ours = _only_state(state)
-    torch_state = torch_state.get("state", torch_state)
+    torch_state = _checked_mapping(torch_state)
     paths: Any = jax.tree.leaves_with_path(ours[1])
     numbers = _checked_order(order, len(paths))
+    if order is None:
+        _check_unambiguous(torch_state, [(jnp.shape(x), path) for path, x in paths])
     missing = [number for number in numbers if number not in torch_state]
     if missing:
         raise ValueError(
             f"`torch_state` has no parameter {missing[0]!r}, only {list(torch_state)}: say "
             "which is which by `order`."
         )
-    steps = {number: int(_array(torch_state[number], "step", number)) for number in numbers}
+    for number in numbers:
+        _check_keys(torch_state[number], number, {"step", *_keys(ours).values()})
+    steps = {number: _steps(torch_state[number], number) for number in numbers}
     if len(set(steps.values())) > 1:
         raise ValueError(
             f"the parameters of `torch_state` took different numbers of steps, {steps}, and "
@@ -145,6 +153,8 @@ def _only_state(state: Any) -> Any:
 
 
 def _checked_order(order: Sequence[Any] | None, count: int) -> list[Any]:
+    if order is not None and not isinstance(order, list | tuple | range):
+        raise TypeError(f"`order` must be a list, got {type(order).__name__}.")
     numbers = list(range(count) if order is None else order)
     if len(numbers) != count or len(set(numbers)) != count:
         raise ValueError(
@@ -153,10 +163,65 @@ def _checked_order(order: Sequence[Any] | None, count: int) -> list[Any]:
     return numbers
 
 
+def _checked_mapping(torch_state: Any) -> Mapping[Any, Any]:
+    if isinstance(torch_state, Mapping):
+        found = torch_state.get("state", torch_state)
+        if isinstance(found, Mapping) and all(isinstance(x, Mapping) for x in found.values()):
+            return found
+    raise TypeError(
+        "`torch_state` must be `optimizer.state_dict()`, or the mapping from numbers of "
+        f"parameters to mappings of arrays in it, got {type(torch_state).__name__}."
+    )
+
+
+def _check_unambiguous(torch_state: Mapping[Any, Any], leaves: Sequence[Any]) -> None:
+    """Refuse to go by numbers where parameters may be taken for each other."""
+    if len(torch_state) > len(leaves):
+        raise ValueError(
+            f"`torch_state` has {len(torch_state)} parameters, {list(torch_state)}, and the "
+            f"optimizer {len(leaves)}: say by `order` which are meant."
+        )
+    first: dict[Any, Any] = {}
+    for shape, path in leaves:
+        if first.setdefault(shape, path) is not path:
+            names = [f"params{jax.tree_util.keystr(x)}" for x in (first[shape], path)]
+            raise ValueError(
+                f"`order` must be given: {names[0]} and {names[1]} both have shape {shape}, "
+                "and torch numbers parameters in its own order. List the number of each leaf, "
+                "in the order of jax.tree.leaves(params)."
+            )
+
+
+def _check_keys(entries: Mapping[str, Any], number: Any, known: set[str]) -> None:
+    unknown = sorted(set(map(str, entries)) - known)
+    if unknown:
+        raise ValueError(
+            f"parameter {number!r} of `torch_state` has {unknown[0]!r}, which `state` has no "
+            "place for: is it of another optimizer, or of one with `amsgrad`?"
+        )
+
+
+def _steps(entries: Mapping[str, Any], number: Any) -> int:
+    step = _array(entries, "step", number)
+    is_number = not step.ndim and step.dtype.kind in "iuf" and np.isfinite(step)
+    if not is_number or step < 0 or step != np.floor(step):
+        raise ValueError(
+            f"'step' of parameter {number!r} in `torch_state` must be a number of steps, got "
+            f"{entries['step']!r}."
+        )
+    return int(step)
+
+
 def _array(entries: Mapping[str, Any], key: str, number: Any) -> np.ndarray:
     if key not in entries:
         raise ValueError(
             f"parameter {number!r} of `torch_state` has no {key!r}, only {list(entries)}: is "
             "it of another optimizer?"
         )
-    return np.asarray(entries[key])
+    array = np.asarray(entries[key])
+    if array.dtype.kind not in "iuf" and not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(
+            f"{key!r} of parameter {number!r} in `torch_state` must be an array of real "
+            f"numbers, got {type(entries[key]).__name__} of {array.dtype}."
+        )
+    return array

@@ -18,6 +18,7 @@ import numpy as np
 
 from jmask._array_leaves import KEEP_ARRAYS, abstract_leaf, leaf_name, not_an_array
 from jmask._cotangents import Filled, Rows
+from jmask._doors import check_flag
 from jmask._explicit_sharding import varying_axes
 from jmask._fallback import Fallback, muted, refined, report_fallback
 from jmask._gradient_collectives import COLLECTIVE_RULES
@@ -80,7 +81,7 @@ def value_and_grad(
         {'scale': Array(6., dtype=float32), 'table': RowSparse(float32[1000, 2], nse=3)}
     """
 
-    _check_function(fun)
+    _check_function(fun, has_aux)
 
     @functools.wraps(fun, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def value_and_grad_of_fun(*args: Any, **kwargs: Any) -> Any:
@@ -130,7 +131,7 @@ def grad(
         >>> jmask.grad(lambda t: jnp.sum(t[jnp.array([1, 1])] ** 2))(jnp.ones((3, 2)))
         RowSparse(float32[3, 2], nse=2)
     """
-    _check_function(fun)
+    _check_function(fun, has_aux)
 
     @functools.wraps(fun, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def grad_of_fun(*args: Any, **kwargs: Any) -> Any:
@@ -299,12 +300,13 @@ def _dense(result: Any) -> Any:
     return result.todense() if isinstance(result, Rows | Filled) else result
 
 
-def _check_function(fun: Any) -> None:
+def _check_function(fun: Any, has_aux: Any) -> None:
     if not callable(fun):
         raise TypeError(
             f"`fun` must be a function, got {type(fun).__name__}: write "
             "jmask.value_and_grad(loss_fn)(params, batch)."
         )
+    check_flag("has_aux", has_aux)
 
 
 def _positions(argnums: int | Sequence[int], args: tuple[Any, ...]) -> tuple[int, ...]:

@@ -24,7 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._array_leaves import abstract_leaf, leaf_name, not_an_array
+from jmask._array_leaves import abstract_leaf
+from jmask._doors import check_flag, check_leaves
 from jmask._explicit_sharding import varying_alike, varying_axes
 from jmask._masked_tensor import MaskedTensor
 from jmask._row_sparse import RowSparse, is_row_sparse
@@ -146,7 +147,7 @@ def merge(stacked: Any) -> Any:
         leaves = (ids.reshape(-1), values.reshape(-1, *values.shape[2:]))
         return RowSparse.tree_unflatten((x.shape, False), leaves)
 
-    _check_leaves(stacked, "stacked")
+    check_leaves("stacked", stacked)
     return _map(merged, stacked)
 
 
@@ -167,7 +168,8 @@ def norm(tree: Any, squared: bool = False) -> jax.Array:
         >>> jmask.tree.norm({"table": table, "w": jnp.array([4.])})
         Array(5., dtype=float32)
     """
-    _check_leaves(tree)
+    check_flag("squared", squared)
+    check_leaves("tree", tree)
     leaves = jax.tree.leaves(tree, is_leaf=_is_tensor)
     total = jnp.zeros(())
     for leaf in leaves:
@@ -231,7 +233,7 @@ def _is_tensor(x: Any) -> bool:
 
 def _map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     for each in (tree, *others):
-        _check_leaves(each)
+        check_leaves("tree", each)
     structures: Any = [jax.tree.structure(x, is_leaf=_is_tensor) for x in (tree, *others)]
     for other in structures[1:]:
         if other != structures[0]:
@@ -245,13 +247,6 @@ def _map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 def _as_tensor(x: Any) -> Any:
     return x if _is_tensor(x) else jnp.asarray(x)
-
-
-def _check_leaves(tree: Any, name: str = "tree") -> None:
-    for path, x in jax.tree.leaves_with_path(tree, is_leaf=_is_tensor):
-        if not _is_tensor(x) and abstract_leaf(x) is None:
-            advice = "trees hold arrays, RowSparse and MaskedTensor"
-            raise not_an_array(leaf_name(name, path), x, advice)
 
 
 def _add_leaves(x: Any, y: Any) -> Any:

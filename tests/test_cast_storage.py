@@ -245,5 +245,33 @@ class TestOut:
         np.testing.assert_array_equal(again["m"].to_tensor(0), masked.to_tensor(0))
 
     def test_from_arrays_of_another_structure(self):
-        with pytest.raises(ValueError, match=r"[Kk]ey|structure"):
+        with pytest.raises(ValueError, match="`arrays` must have the structure of `like`"):
             jmask.from_arrays({"a": 1}, {"b": self.x})
+
+    @pytest.mark.parametrize(
+        ("change", "error", "message"),
+        [
+            ({"indices": np.array([1, 9])}, ValueError, r"\['indices'\]` holds 9"),
+            ({"indices": np.array([1.0, 2])}, TypeError, r"\['indices'\]` is float"),
+            ({"indices": "ab"}, TypeError, r"`arrays\['t'\]\['indices'\]` is a str"),
+            ({"indices": np.array([1])}, ValueError, r"shape \(2, 3\) and .* shape \(1,\)"),
+            ({"values": np.ones((2, 1))}, ValueError, r"\['values'\]` of shape \(2, 1\) and"),
+            ({"values": np.ones((2, 3), int)}, TypeError, "is int.* and `like` has float32"),
+            ({"values": None}, TypeError, r"`arrays\['t'\]\['values'\]` is a NoneType"),
+        ],
+    )
+    def test_from_arrays_that_do_not_fit(self, change, error, message):
+        like = {"t": jmask.RowSparse([1, 2], np.ones((2, 3), np.float32), (4, 3))}
+        parts = {"indices": np.array([1, 2]), "values": np.ones((2, 3), np.float32)}
+        with pytest.raises(error, match=message):
+            jmask.from_arrays({"t": parts | change}, like)
+        with pytest.raises(ValueError, match=r"`arrays\['w'\]` has shape \(2,\)"):
+            jmask.from_arrays({"w": np.ones(2)}, {"w": jnp.ones(3)})
+
+    def test_from_arrays_of_tables_that_are_placed_otherwise(self):
+        mesh = jax.make_mesh((1,), ("x",))
+        tables = [jmask.sharded(jnp.ones((4, 2)), mesh, placement=p) for p in ("div", "mod")]
+        with pytest.raises(ValueError, match=r"`arrays\['t'\]` is a ShardedTable.*otherwise"):
+            jmask.from_arrays({"t": tables[0]}, {"t": tables[1]})
+        same = jmask.from_arrays({"t": tables[0]}, {"t": tables[0]})
+        np.testing.assert_array_equal(same["t"], np.ones((4, 2)))

@@ -123,7 +123,7 @@ MISTAKES: dict[str, Mistake] = {
     "an unknown weight decay": (
         lambda: jmask.adam(0.1, decay_mode="l1"),
         ValueError,
-        ("`decay_mode` must be one of ('l2', 'decoupled')",),
+        ("`decay_mode` must be one of 'l2', 'decoupled'",),
     ),
     "rows of negative norm": (
         lambda: jmask.clip_by_row_norm(-1.0),
@@ -361,7 +361,7 @@ MISTAKES: dict[str, Mistake] = {
     "an unknown placement": (
         lambda: jmask.sharded(TABLE, mesh(), placement="row"),
         ValueError,
-        ("`placement` must be 'div' or 'mod', got 'row'",),
+        ("`placement` must be one of 'div', 'mod', got 'row'",),
     ),
     "a sharded table of integers": (
         lambda: jmask.sharded(TABLE.astype(int), mesh()),

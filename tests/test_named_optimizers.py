@@ -37,6 +37,8 @@ CASES = [
     ("sgd", {"learning_rate": 0.1, "weight_decay": 0.1}),
     ("sgd", {"learning_rate": schedule, "momentum": 0.5, "weight_decay": 0.1}),
     ("sgd", {"learning_rate": 0.1, "clip_gradient": 0.5, "rescale_grad": 0.7}),
+    ("sgd", {"learning_rate": 0.1, "maximize": True}),
+    ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 0.1, "maximize": True}),
     ("adam", {"learning_rate": 0.1}),
     ("adam", {"learning_rate": schedule, "b1": 0.5, "b2": 0.9, "eps": 1e-3}),
     ("adam", {"learning_rate": 0.1, "b1": 0.0, "maximize": True}),

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.sparse import BCOO
+from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
 from jmask._storage import stype
@@ -78,7 +78,7 @@ BAD = {
     ),
     "unknown stype": (
         lambda: jmask.dot(CSR, jnp.ones((V, 2)), forward_stype="dense"),
-        "`forward_stype` must be None, 'default' or 'row_sparse', got 'dense'",
+        "`forward_stype` must be one of None, 'default', 'row_sparse', got 'dense'",
     ),
     "row_sparse of dense": (
         lambda: jmask.dot(jnp.ones((2, 3)), jnp.ones((3, 2)), forward_stype="row_sparse"),
@@ -89,6 +89,27 @@ BAD = {
         r"`lhs` row_sparse, transposed, of shape \(40, 2\) no row",
     ),
 }
+
+
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
+@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("kind", [BCOO, BCSR, jmask.RowSparse])
+def test_the_gradient_of_an_ordinary_tensor(kind, transposed):
+    """`masked_grad=False`: every entry of a sparse operand has a gradient, to second order."""
+    lhs, rhs = np.array([[0, 0, 3.0], [4, 0, 5]]), np.arange(6.0).reshape(3, 2) + 0.5
+    lhs, rhs = (x.T if t else x for x, t in zip((lhs, rhs), transposed, strict=True))
+    how = dict(zip(("transpose_a", "transpose_b"), transposed, strict=True))
+    plain = functools.partial(jmask.dot, **how, masked_grad=False)
+    for args in ((kind.fromdense(lhs), rhs), (lhs, kind.fromdense(rhs))):
+        assert jmask.gradcheck(plain, args, order=2)
+    sparse = kind.fromdense(jnp.asarray(lhs, jnp.float32))
+    product = plain(sparse, jnp.asarray(rhs, jnp.float32))
+    np.testing.assert_allclose(product, jmask.todense(jmask.dot(sparse, rhs, **how)), rtol=1e-6)
+    found = jmask.grad(lambda x: jnp.sum(plain(x, rhs)))(sparse)
+    dense = lambda x: jnp.sum((x.T if transposed[0] else x) @ (rhs.T if transposed[1] else rhs))
+    np.testing.assert_allclose(found, jax.grad(dense)(sparse.todense()), rtol=1e-6)
+    with pytest.raises(ValueError, match="`forward_stype` cannot be 'row_sparse' with"):
+        plain(sparse, rhs, forward_stype="row_sparse")
 
 
 @pytest.mark.parametrize("name", BAD)

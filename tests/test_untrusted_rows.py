@@ -169,3 +169,34 @@ def test_functions_of_rows():
     np.testing.assert_array_equal(
         jmask.square_sum(x, axis=1, keepdims=True).todense(), (x.todense() ** 2).sum(1)[:, None]
     )
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint8])
+@pytest.mark.parametrize("make", [jmask.sharded, jmask.packed], ids=["sharded", "packed"])
+def test_stored_tables_count_from_the_end(make, dtype, wrap):
+    """As arrays do; beyond the first row is outside, as beyond the last. Gradients agree."""
+    how = {"platform": "tpu"} if make is jmask.packed else {"mesh": jax.make_mesh((1,), ("x",))}
+    table, first = make(TABLE, **how), np.iinfo(dtype).min
+    ids = np.array([0, 3, *([-1, -4, -5] if first else [4])], dtype)
+    expected = [
+        row if -4 <= i < 4 else [np.nan] * 2 for i in ids for row in TABLE[i % 4 : i % 4 + 1]
+    ]
+    np.testing.assert_array_equal(wrap(lambda t, i: t[i])(table, jnp.asarray(ids)), expected)
+    np.testing.assert_array_equal(table[ids.tolist()], expected)
+    np.testing.assert_array_equal(table[-1], TABLE[-1])
+    if first:
+        gradient = jmask.grad(lambda t: jnp.nansum(t[jnp.asarray(ids[2:4])]))(table)
+        np.testing.assert_array_equal(gradient.todense()[:, 0], [1, 0, 0, 1])
+
+
+def test_numpy_functions_of_tensors():
+    """`np.sum(x)` is `x.sum()`, to which NumPy passes `out=None`."""
+    x = tensor([3, 0, 3])
+    masked = jmask.masked_tensor(TABLE, TABLE > 2)
+    assert np.sum(x) == np.sum(x.todense())
+    np.testing.assert_allclose(np.mean(x, axis=0), np.mean(x.todense(), axis=0))
+    assert float(np.max(masked)) == 8
+    assert float(np.prod(masked)) == 40320 / 2
+    with pytest.raises(TypeError, match="out"):
+        np.sum(x, out=np.zeros(()))

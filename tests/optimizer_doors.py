@@ -1,0 +1,211 @@
+"""Doors of optimizers and of gradients as trees; see test_mistakes_values.py."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jmask
+from tests.mistakes import GRADS, LAZY, PARAMS, TABLE
+from tests.wrong_values import (
+    ANY,
+    ARRAY,
+    DEFAULT,
+    FILL,
+    FLAG,
+    INTEGER,
+    NAME,
+    NAN,
+    NUMBER,
+    OBJECTS,
+    OF_OPTAX,
+    REAL,
+    SIGNED,
+    TREE,
+    Door,
+    because,
+    of,
+)
+
+ADAGRAD = jmask.adagrad(0.1)
+LOADED = {"step": 1, "sum": np.ones((6, 2))}
+NAMED = (jmask.sgd, jmask.adam, jmask.rowwise_adam)
+NAMED += (jmask.adagrad, jmask.rowwise_adagrad, jmask.ftrl)
+
+
+def _beside(name: str) -> dict[str, float]:
+    return {"momentum": 0.9} if name == "nesterov" else {}
+
+
+def _kind(name: str, default: object) -> dict[str, object]:
+    if isinstance(default, bool):
+        return FLAG
+    return NAME if name in ("decay_mode", "state_dtype") else NUMBER
+
+
+OPTIMIZER_DOORS: dict[str, Door] = {
+    f"{f.__name__}({name})": Door(
+        of(f, name, **{"learning_rate": 0.1} | _beside(name)),
+        FLAG
+        if isinstance(p.default, bool)
+        else NAME
+        if "mode" in name or "dtype" in name
+        else NUMBER,
+        {
+            "learning_rate": because("a schedule", "a function"),
+            "clip_gradient": DEFAULT,
+            "rescale_grad": SIGNED,
+            "state_dtype": DEFAULT,
+        }.get(name, {}),
+    )
+    for f in NAMED
+    for name, p in inspect.signature(f).parameters.items()
+}
+OPTIMIZER_DOORS |= {
+    f"{f.__name__}({name})": Door(of(f, name, max_norm=1.0), NUMBER, takes)
+    for f in (jmask.clip_by_row_norm, jmask.max_row_norm)
+    for name, takes in (("max_norm", {}), ("ord", because("the greatest entry", "infinity")))
+}
+OPTIMIZER_DOORS |= {
+    "lazy(inner)": Door(jmask.lazy, OBJECTS),
+    "skip_nonfinite(inner)": Door(jmask.skip_nonfinite, OBJECTS),
+    "multi_steps(inner)": Door(lambda v: jmask.multi_steps(v, 2, GRADS), OBJECTS),
+    "multi_steps(every_k)": Door(lambda v: jmask.multi_steps(ADAGRAD, v, GRADS), INTEGER),
+    "multi_steps(like)": Door(
+        lambda v: step(jmask.multi_steps(ADAGRAD, 2, {"t": v})),
+        ARRAY,
+        named=("like", "updates"),
+    ),
+    "multi_steps(use_grad_mean)": Door(
+        of(jmask.multi_steps, "use_grad_mean", ADAGRAD, 2, GRADS), FLAG
+    ),
+}
+
+
+def step(tx, grads=GRADS, params=PARAMS):
+    return tx.update(grads, tx.init(PARAMS), params)
+
+
+OPTIMIZERS = {
+    "adagrad": ADAGRAD,
+    "lazy": LAZY,
+    "dense": jmask.adam(0.1, lazy_update=False),
+    "skip": jmask.skip_nonfinite(ADAGRAD),
+    "multi": jmask.multi_steps(ADAGRAD, 2, GRADS),
+    "drop": optax.chain(jmask.drop_nonfinite_rows(), ADAGRAD),
+    "densify": optax.chain(jmask.densify(), ADAGRAD),
+    "clip": optax.chain(jmask.clip_by_row_norm(1.0), ADAGRAD),
+    "bound": optax.chain(ADAGRAD, jmask.max_row_norm(1.0)),
+}
+for name, tx in OPTIMIZERS.items():
+    chain = name in ("drop", "densify", "clip", "bound")
+    given = {} if name == "multi" else NAN
+    OPTIMIZER_DOORS |= {
+        f"update of {name}(updates)": Door(
+            lambda v, tx=tx: step(tx, {"t": v}), ARRAY, given, named=("updates",)
+        ),
+        f"apply_gradients of {name}(grads)": Door(
+            lambda v, tx=tx: jmask.apply_gradients(tx, {"t": v}, tx.init(PARAMS), PARAMS),
+            ARRAY,
+            given,
+            named=("updates",),
+        ),
+        f"update of {name}(state)": Door(
+            lambda v, tx=tx: tx.update(GRADS, v, PARAMS), OBJECTS, {}, OF_OPTAX if chain else {}
+        ),
+        f"update of {name}(params)": Door(
+            lambda v, tx=tx: step(tx, params={"t": v}), ARRAY, NAN, named=("params", "updates")
+        ),
+        f"init of {name}(params)": Door(
+            lambda v, tx=tx: tx.init({"t": v}),
+            ARRAY,
+            TREE | REAL | because("frozen, as integers are", "a scalar", "booleans"),
+            named=("params",),
+        ),
+    }
+
+OPTIMIZER_DOORS |= {
+    "apply_gradients(tx)": Door(
+        lambda v: jmask.apply_gradients(v, GRADS, ADAGRAD.init(PARAMS), PARAMS), OBJECTS
+    ),
+    "apply_gradients(opt_state)": Door(
+        lambda v: jmask.apply_gradients(ADAGRAD, GRADS, v, PARAMS),
+        OBJECTS,
+        named=("opt_state", "state"),
+    ),
+    "apply_gradients(params)": Door(
+        lambda v: jmask.apply_gradients(ADAGRAD, GRADS, ADAGRAD.init(PARAMS), {"t": v}),
+        ARRAY,
+        NAN,
+        named=("params", "updates"),
+    ),
+    "apply_gradients(key)": Door(
+        of(jmask.apply_gradients, "key", ADAGRAD, GRADS, ADAGRAD.init(PARAMS), PARAMS),
+        ARRAY,
+        DEFAULT,
+    ),
+    "apply_updates(params)": Door(
+        lambda v: jmask.apply_updates({"t": v}, GRADS),
+        ARRAY,
+        NAN | because("None stays None, as for optax", "None") | because("wider", "complex"),
+        named=("params", "updates"),
+    ),
+    "apply_updates(updates)": Door(
+        lambda v: jmask.apply_updates(PARAMS, {"t": v}),
+        ARRAY,
+        NAN | because("None leaves its parameter alone, as for optax", "None"),
+    ),
+    "apply_updates(key)": Door(of(jmask.apply_updates, "key", PARAMS, GRADS), ARRAY, DEFAULT),
+    "from_torch_state(state)": Door(lambda v: jmask.from_torch_state(v, {0: LOADED}), OBJECTS),
+    "from_torch_state(torch_state)": Door(
+        lambda v: jmask.from_torch_state(ADAGRAD.init(TABLE), v), OBJECTS
+    ),
+    "from_torch_state(sum)": Door(
+        lambda v: jmask.from_torch_state(ADAGRAD.init(TABLE), {0: {**LOADED, "sum": v}}),
+        ARRAY,
+        NAN | because("its tensors are what is read here", "another framework's"),
+        named=("torch_state",),
+    ),
+    "from_torch_state(step)": Door(
+        lambda v: jmask.from_torch_state(ADAGRAD.init(TABLE), {0: {**LOADED, "step": v}}),
+        NUMBER,
+        named=("torch_state",),
+    ),
+    "from_torch_state(order)": Door(
+        lambda v: jmask.from_torch_state(ADAGRAD.init(TABLE), {0: LOADED}, v), OBJECTS, DEFAULT
+    ),
+    "to_torch_state(state)": Door(jmask.to_torch_state, OBJECTS),
+    "to_torch_state(order)": Door(
+        lambda v: jmask.to_torch_state(ADAGRAD.init(TABLE), v), OBJECTS, DEFAULT
+    ),
+}
+
+# --- trees ------------------------------------------------------------------------------------
+
+
+def mapped(function):
+    return lambda v: jax.vmap(lambda _: function(v, "i"), axis_name="i")(jnp.ones(2))
+
+
+SUMMED = TREE | ANY
+SCALED = {k: v for k, v in SUMMED.items() if k != "booleans"}
+OPTIMIZER_DOORS |= {
+    "tree.add(tree)": Door(lambda v: jmask.tree.add(v, v), ARRAY, SUMMED),
+    "tree.norm(tree)": Door(jmask.tree.norm, ARRAY, SUMMED),
+    "tree.norm(squared)": Door(lambda v: jmask.tree.norm(TABLE, v), FLAG),
+    "tree.scale(tree)": Door(lambda v: jmask.tree.scale(2.0, v), ARRAY, SCALED),
+    "tree.scale(scalar)": Door(
+        lambda v: jmask.tree.scale(v, TABLE),
+        {k: v for k, v in NUMBER.items() if k != "complex"},
+        {k: v for k, v in FILL.items() if k != "True"},
+    ),
+    "tree.mean(trees)": Door(jmask.tree.mean, OBJECTS),
+    "tree.mean(tree)": Door(lambda v: jmask.tree.mean([v, v]), ARRAY, SCALED),
+    "tree.merge(stacked)": Door(
+        jmask.tree.merge, ARRAY, {k: v for k, v in ANY.items() if k != "a scalar"} | DEFAULT
+    ),
+    "tree.psum(tree)": Door(mapped(jmask.tree.psum), ARRAY, SUMMED),
+    "tree.pmean(tree)": Door(mapped(jmask.tree.pmean), ARRAY, SCALED),
+}

@@ -1,0 +1,119 @@
+"""A plugin of pytest: optax's tests with every optimizer lifted by `jmask.lazy`.
+
+    python -m pytest -p tests.peers.optax_lifted --pyargs optax._src.alias_test
+
+The gradient of each parameter with a dimension becomes a `RowSparse` with all of its rows, and
+the updates become arrays again: what the test computes must come out the same.
+"""
+
+import collections
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from optax._src import alias, transform
+from optax.transforms import _adding, _clipping
+
+import jmask
+
+# By words of the name of a test.
+LEFT_OUT = {
+    "lbfgs": "a line search evaluates the loss, which a lifted optimizer is not given",
+    "LBFGS": "a line search evaluates the loss, which a lifted optimizer is not given",
+    "polyak": "takes the value of the loss: refused as an extra argument is not, and not row-local",
+    "precondition": "tests of functions, not of optimizers",
+    "sharding": "needs the mesh of optax's own runner",
+    "hyperparams": "compares structures of states that hold the wrapped constructor",
+    "recompile": "counts compilations of optax's own functions",
+}
+NOT_LIFTED = {
+    "refused": "the proof of row-locality refused it: it ran as it is",
+    "complex": "complex parameters, which jmask refuses: it ran as it is",
+    "scalars": "no parameter has rows",
+    "lifted": "ran on rows",
+}
+counts: collections.Counter[tuple[str, str]] = collections.Counter()
+
+
+def lifted(name: str, tx: Any) -> Any:
+    """The transformation on row-sparse gradients, with dense ones in and out."""
+    tx = optax.with_extra_args_support(tx)
+    lazy = jmask.lazy(tx)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        rows = jax.tree.map(as_rows, updates)
+        leaves = jax.tree.leaves((updates, params))
+        if any(jnp.iscomplexobj(x) for x in leaves):
+            counts[name, "complex"] += 1
+            return tx.update(updates, state, params, **extra_args)
+        if not any(
+            isinstance(x, jmask.RowSparse) for x in jax.tree.leaves(rows, is_leaf=is_rows)
+        ):
+            counts[name, "scalars"] += 1
+            return tx.update(updates, state, params, **extra_args)
+        try:
+            rows, state = lazy.update(rows, state, params, **extra_args)
+        except ValueError as error:
+            if "jmask.lazy cannot wrap" not in str(error):
+                raise
+            counts[name, "refused"] += 1
+            return tx.update(updates, state, params, **extra_args)
+        counts[name, "lifted"] += 1
+        return jax.tree.map(as_array, rows, is_leaf=is_rows), state
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def as_rows(x: Any) -> Any:
+    x = jnp.asarray(x)
+    if not x.ndim or not x.shape[0] or jnp.iscomplexobj(x):
+        return x
+    return jmask.RowSparse(jnp.arange(x.shape[0]), x, x.shape, coalesced=True)
+
+
+def as_array(x: Any) -> Any:
+    # With -0.0 elsewhere nothing would differ: all rows are there.
+    return x.todense() if is_rows(x) else x
+
+
+def is_rows(x: Any) -> bool:
+    return isinstance(x, jmask.RowSparse)
+
+
+def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        made = function(*args, **kwargs)
+        is_one = isinstance(made, optax.GradientTransformation)
+        return lifted(function.__name__, made) if is_one else made
+
+    return make
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for module in (alias, transform, _clipping, _adding):
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            if function.__module__ == module.__name__ and not name.startswith("_"):
+                setattr(module, name, _in_place(function))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept, left = [], []
+    for item in items:
+        (left if any(word in item.nodeid for word in LEFT_OUT) else kept).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    write = terminalreporter.write_line
+    for word, reason in LEFT_OUT.items():
+        write(f"left out: tests with `{word}` in their name: {reason}")
+    for kind, reason in NOT_LIFTED.items():
+        names = sorted(name for name, what in counts if what == kind)
+        write(f"{kind}, {reason}: {' '.join(names) or '-'}")

@@ -1,0 +1,106 @@
+"""What is given to every argument in turn, by what the argument takes.
+
+    ARRAY     None, a string, an object, a dict, a tensor of another framework, ...
+    NUMBER    None, a string, nan, a complex number, an array of two, ...
+
+`Foreign` is a tensor of another framework as Python sees one: it has a shape, a dtype that is
+not NumPy's, and becomes an array of NumPy if it is asked.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+class Foreign:
+    """A tensor that is none of JAX's, like one of torch."""
+
+    shape = (6, 2)
+    ndim = 2
+    dtype = "torch.float32"
+    is_sparse = False
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.ones(self.shape, np.float32)
+
+
+OBJECTS = {
+    "None": None,
+    "a string": "abc",
+    "an object": object(),
+    "a dict": {"a": 1.0},
+    "strings": np.array([["a", "b"]] * 6),
+    "another framework's": Foreign(),
+    "a function": len,
+}
+ARRAY = {
+    **OBJECTS,
+    "complex": 1j * jnp.ones((6, 2)),
+    "a scalar": jnp.float32(1),
+    "another shape": jnp.ones((3, 5, 7)),
+    "booleans": jnp.ones((6, 2), bool),
+    "nan": jnp.full((6, 2), jnp.nan),
+}
+NUMBER = {
+    **OBJECTS,
+    "nan": float("nan"),
+    "infinity": float("inf"),
+    "negative": -1.0,
+    "complex": 1j,
+    "two numbers": jnp.ones(2),
+    "True": True,
+}
+INTEGER = {**NUMBER, "a half": 0.5, "negative": -1}
+FLAG = {**OBJECTS, "1": 1, "0.0": 0.0, "an array": jnp.array([True])}
+NAME = {**OBJECTS, "another name": "other", "1": 1}
+FUNCTION = {k: v for k, v in OBJECTS.items() if k != "a function"} | {"an array": jnp.ones(2)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Door:
+    """One argument of one function.
+
+    Attributes:
+        call: with the value in its place.
+        values: what is given.
+        takes: for what is rightly taken the reason.
+        elsewhere: for what another library or the caller's own function refuses, which.
+        named: what in backticks the error begins a name with; by default the argument.
+    """
+
+    call: Callable[[Any], object]
+    values: Mapping[str, Any]
+    takes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    named: tuple[str, ...] = ()
+
+
+def because(reason: str, *names: str) -> dict[str, str]:
+    """The same reason for several values."""
+    return dict.fromkeys(names, reason)
+
+
+def of(function: Callable[..., Any], argument: str, *args: Any, **kwargs: Any) -> Any:
+    """A call with the value by keyword."""
+    return lambda v: function(*args, **{**kwargs, argument: v})
+
+
+DEFAULT = because("None is the default", "None")
+ANY = because(
+    "any tensor of numbers", "complex", "a scalar", "another shape", "booleans", "nan"
+)
+OF_THIS_SHAPE = because("any numbers of this shape", "complex", "booleans", "nan")
+REAL = because(
+    "nan is what a computation gave, and no mistake of a call", "another shape", "nan"
+)
+NAN = because("nan is a number: skip_nonfinite and drop_nonfinite_rows are for it", "nan")
+TREE = because("a tree, which None and a dict of numbers are", "None", "a dict")
+WHATEVER = because("leaves that are no tensors stay as they are", *ARRAY)
+SIGNED = because("a number of either sign", "negative")
+FILL = because("any number", "nan", "infinity", "negative", "True")
+FROM_THE_END = because("counts from the end", "negative")
+OWN = "the loss function fails on it, with an error of its own"
+OF_OPTAX = because("optax.chain unpacks the state before jmask is reached", *OBJECTS)
