@@ -98,6 +98,7 @@ def times(factor):
 
 
 @pytest.mark.parametrize("name", COUNTING)
+@pytest.mark.rank_promotion
 def test_counting_rows_is_refused(name):
     factor, reason = COUNTING[name]
     with pytest.raises(ValueError, match=rf"jmask\.lazy cannot wrap.*{reason}"):
@@ -135,6 +136,7 @@ ACCEPTED = {
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
+@pytest.mark.rank_promotion
 def test_what_does_not_count_rows_is_accepted(name):
     updates, _ = traced(times(ACCEPTED[name]), ROWS)
     assert updates.nse == N
