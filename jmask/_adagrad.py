@@ -18,6 +18,7 @@ import optax
 
 from jmask import _hyperparameters as hyper
 from jmask._eager import sharing_programs
+from jmask._precision import as_float
 from jmask._row_rule import RowRule, Slot, optimizer
 
 
@@ -163,7 +164,7 @@ def _adagrad(
 
     def scalars(count):
         lr = hyper.rate(learning_rate, count)
-        return (lr if hyper.is_zero(lr_decay) else lr / (1 + count * lr_decay),)
+        return (lr if hyper.is_zero(lr_decay) else lr / (1 + as_float(count) * lr_decay),)
 
     def rule(grad, param, total, lr):
         grad = hyper.rescaled(grad, rescale_grad, maximize)

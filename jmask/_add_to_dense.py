@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmask._precision import is_narrow, wide
+from jmask._precision import is_narrow, joint_dtype, wide
 from jmask._row_sparse import RowSparse
 from jmask._rows import add_rows
 from jmask._stochastic_rounding import stochastic_round
@@ -39,7 +39,7 @@ def add_to_dense(dense: Any, rows: RowSparse, key: jax.Array | None = None) -> A
             f"{dense.shape}: a RowSparse does not broadcast."
         )
     both_float = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (dense, rows))
-    dtype = jnp.result_type(dense.dtype if stored else dense, rows.values)
+    dtype = joint_dtype(dense.dtype if stored else dense, rows.values)
     if not both_float:
         dense = dense.astype(dtype)
     key = key if is_narrow(dense.dtype) else None

@@ -26,7 +26,7 @@ from jmask._parameters import (
     stored_as,
 )
 from jmask._plain_optax import advising_lazy
-from jmask._precision import is_narrow, wide
+from jmask._precision import added, is_narrow, joint_dtype, wide
 from jmask._row_sparse import is_row_sparse
 from jmask._stochastic_rounding import check_key, stochastic_round
 from jmask._stored_table import is_stored_table
@@ -132,8 +132,8 @@ def apply_updates(
             return add_to_dense(param, update, leaf_key)
         param = jnp.asarray(param)
         if leaf_key is None or not is_narrow(param.dtype):
-            return jnp.asarray(param + update).astype(param.dtype)
-        exact = param.astype(wide(jnp.result_type(param, update))) + update
+            return added(param, update).astype(param.dtype)
+        exact = added(param.astype(wide(joint_dtype(param, update))), update)
         return stochastic_round(exact, param.dtype, leaf_key)
 
     def is_leaf(x: Any) -> bool:

@@ -82,18 +82,22 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
         updates, inner_state = update_if(
             finite, inner, updates, state.inner_state, params, extra_args
         )
-        return updates, SkipNonfiniteState(state.skipped + ~finite, inner_state)
+        return updates, SkipNonfiniteState(_counted(state.skipped, finite), inner_state)
 
     def apply(grads, state, params):
         check_state_type(state, SkipNonfiniteState)
         grads = summed_rows(grads, params)
         finite = agreed(all_finite(grads), grads, params)
         params, inner_state = apply_if(finite, inner, grads, state.inner_state, params)
-        return params, SkipNonfiniteState(state.skipped + ~finite, inner_state)
+        return params, SkipNonfiniteState(_counted(state.skipped, finite), inner_state)
 
     transformation = OnePassTransformation(init, compiled_outside_jit(update))
     transformation.apply_gradients = compiled_outside_jit(apply)
     return transformation
+
+
+def _counted(skipped: jax.Array, finite: jax.Array) -> jax.Array:
+    return skipped + (~finite).astype(skipped.dtype)
 
 
 def all_finite(gradients: Any) -> jax.Array:

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from jmask._doors import check_flag, checked_choice, shown
+from jmask._precision import as_float
 
 # What weight decay is added to: the gradient, so that an adaptive optimizer rescales it, or
 # the step, so that a row shrinks by the same factor whatever its gradients.
@@ -150,7 +151,7 @@ def bias_correction(decay: Any, step: jax.Array) -> jax.Array:
         return jnp.ones(())
     known = isinstance(decay, int | float)
     log_decay = math.log(decay) if known else jnp.log(decay)
-    return -jnp.expm1(step * log_decay)
+    return -jnp.expm1(as_float(step) * log_decay)
 
 
 def rescaled(gradient: jax.Array, rescale_grad: Any, maximize: bool) -> jax.Array:

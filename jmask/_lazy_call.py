@@ -305,4 +305,5 @@ def _why_not(table: int | None, kind: Kind) -> str | None:
     if isinstance(kind, Shared):
         by_position = table is not None and 0 not in kind.uniform
         return "it treats rows by their position" if by_position else None
-    return None if (kind.table, kind.axis) == (table, 0) else "it moves rows elsewhere"
+    stays = (kind.table, kind.axis, kind.merged) == (table, 0, (1, 1))
+    return None if stays else "it moves rows elsewhere"

@@ -20,6 +20,7 @@ from jmask._forms import aval_of
 from jmask._fused_update import order_of, update_rows
 from jmask._jaxprs import read
 from jmask._lazy_call import LazyCall
+from jmask._precision import added
 from jmask._row_sparse import is_row_sparse
 from jmask._storage import stored_values
 from jmask._stored_table import is_stored_table
@@ -73,7 +74,7 @@ def _with_parameters(call: LazyCall) -> Any:
 
     def run(gradients: list[Any], state: list[Any], params: list[Any]) -> Any:
         updates, state = call.run(gradients, state, params, {})
-        params = [(p + u).astype(p.dtype) for p, u in zip(params, updates, strict=True)]
+        params = [added(p, u).astype(p.dtype) for p, u in zip(params, updates, strict=True)]
         return params, state
 
     return run

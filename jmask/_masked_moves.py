@@ -123,10 +123,10 @@ def reshaped_coo(function: Callable, x: Any, others: tuple, kwargs: dict) -> Any
             f"`{function.__name__}` of a coordinate tensor of shape {x.shape}: positions in "
             f"{math.prod(shape)} entries do not fit into its {indices.dtype} indices."
         )
-    inside = (indices < jnp.array(x.shape, indices.dtype)).all(axis=1)
+    inside = (indices < jnp.array([x.shape], indices.dtype)).all(axis=1)
     flat = jnp.ravel_multi_index(tuple(indices.T), x.shape, mode="clip")
     moved = jnp.stack(jnp.unravel_index(flat, shape), axis=1).astype(indices.dtype)
-    moved = jnp.where(inside[:, None], moved, jnp.array(shape, indices.dtype))
+    moved = jnp.where(inside[:, None], moved, jnp.array([shape], indices.dtype))
     return _at_indices(x, moved, shape, x.storage.indices_sorted)
 
 

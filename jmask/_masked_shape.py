@@ -348,7 +348,7 @@ def _gathered(
     data = function(data_of(a), places, axis, **kwargs)
     filled = {**kwargs, "fill_value": kwargs.get("fill_value") is None}
     masked = function(masked_of(a), places, axis, **filled)
-    return joined(data, ~(masked | spread(unknown)))
+    return joined(data, ~(masked | jnp.broadcast_to(spread(unknown), masked.shape)))
 
 
 def _order(

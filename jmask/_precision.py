@@ -9,7 +9,9 @@ not of integers, whose sums wrap:        uint8 200 + 100 = 44, float32 200 + 100
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 def is_narrow(dtype: Any) -> bool:
@@ -30,3 +32,20 @@ def sum_dtype(dtype: Any) -> Any:
 def adds_when_cast(old: Any, new: Any) -> bool:
     """Whether a sum that is cast is the sum of what is cast, but for rounding."""
     return old == new or all(jnp.issubdtype(dtype, jnp.inexact) for dtype in (old, new))
+
+
+def joint_dtype(*arrays: Any) -> Any:
+    """The dtype of a sum of arrays, also where `jax_numpy_dtype_promotion` refuses one."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*arrays)
+
+
+def added(x: Any, y: Any) -> jax.Array:
+    """x + y in their joint dtype."""
+    dtype = joint_dtype(x, y)
+    return jnp.asarray(x, dtype) + jnp.asarray(y, dtype)
+
+
+def as_float(count: Any) -> jax.Array:
+    """A count as a number that takes on the precision of what it meets, as Python's do."""
+    return lax.convert_element_type(count, float)

@@ -4,6 +4,8 @@ Shared(uniform)     the same in the dense program and in the one for a few rows;
                     not vary along the axes in `uniform`, which may be longer in one
 PerRow(axis, rest)  one slice per row along `axis`; in untouched rows it is the
                     constant `rest`, where that is known (0 for the gradient itself)
+PerRow(.., merged)  the same where the axis was made of that of rows and of others, as a
+                    ravelled table (V * D,) is with merged=(1, D)
 Mixed(why)          may differ between the two programs
 """
 
@@ -36,11 +38,22 @@ class PerRow:
         table: which table the rows belong to.
         axis: the axis of the rows.
         rest: the scalar it is in every row the gradient does not touch, or None.
+        merged: how many entries the axes have that were merged with that of the rows, before
+            it and after it. Of what is merged sums are known, and its parts if it is split.
     """
 
     table: int
     axis: int
     rest: Any = None
+    merged: tuple[int, int] = (1, 1)
+
+    def is_aligned(self, other: "PerRow") -> bool:
+        """Whether the same places along the axes belong to the same rows."""
+        return (self.table, self.merged) == (other.table, other.merged)
+
+    def at(self, axis: int, rest: Any) -> "PerRow":
+        """The same rows along another axis."""
+        return dataclasses.replace(self, axis=axis, rest=rest)
 
     def rests_at(self, value: Any) -> bool:
         """Whether it is known to be `value` in untouched rows."""
@@ -73,15 +86,15 @@ def join(x: Kind, y: Kind) -> Kind:
     if isinstance(x, Shared) and isinstance(y, Shared):
         return Shared(x.uniform & y.uniform, _common(x.constant, y.constant))
     if isinstance(x, PerRow) and isinstance(y, PerRow):
-        if (x.table, x.axis) != (y.table, y.axis):
+        if x.axis != y.axis or not x.is_aligned(y):
             return Mixed("control flow chooses between rows of two tables")
-        return PerRow(x.table, x.axis, _common(x.rest, y.rest))
+        return x.at(x.axis, _common(x.rest, y.rest))
     rows, shared = (x, y) if isinstance(x, PerRow) else (y, x)
     assert isinstance(rows, PerRow)
     assert isinstance(shared, Shared)
     if rows.axis not in shared.uniform:
         return Mixed("control flow chooses between rows and fixed numbers")
-    return PerRow(rows.table, rows.axis, _common(rows.rest, shared.constant))
+    return rows.at(rows.axis, _common(rows.rest, shared.constant))
 
 
 def joined(xs: Sequence[Kind], ys: Sequence[Kind]) -> list[Kind]:

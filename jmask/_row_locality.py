@@ -9,6 +9,7 @@ what is known of each value (see `_row_kinds`):
     g           PerRow(axis=0, rest=0)
     g * g       PerRow(axis=0, rest=0)
     sum(g * g)  Shared      untouched rows add 0: the global norm is exact
+    vdot(g, g)  Shared      the same of what is ravelled
     p           PerRow(axis=0, rest unknown)
     sum(p * p)  Mixed       untouched rows count: LAMB's trust ratio is not row-local
     1 + 0 * g   Shared      ones, as many as there are rows: what is elementwise may use them
@@ -17,6 +18,7 @@ what is known of each value (see `_row_kinds`):
 What has no rule here is Mixed: an unknown transformation is refused, not run wrongly.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -167,12 +169,12 @@ def _elementwise(eqn: JaxprEqn, inputs: list[Known]) -> Kind:
     shared = [kind.uniform for kind in arrays if isinstance(kind, Shared)]
     if not rows:
         return Shared(frozenset.intersection(*shared) if shared else frozenset(), constant)
-    table, axis = rows[0].table, rows[0].axis
-    if any((kind.table, kind.axis) != (table, axis) for kind in rows):
-        return mixed(eqn, "combines rows of two tables")
+    axis = rows[0].axis
+    if any(kind.axis != axis or not kind.is_aligned(rows[0]) for kind in rows):
+        return mixed(eqn, "combines rows of two tables, or in two orders")
     if any(axis not in uniform for uniform in shared):
         return mixed(eqn, _BY_POSITION)
-    return PerRow(table, axis, constant)
+    return rows[0].at(axis, constant)
 
 
 def _constant(eqn: JaxprEqn, inputs: list[Known]) -> Any:
@@ -213,7 +215,7 @@ def _broadcast(eqn: JaxprEqn, inputs: list[Known]) -> Kind:
     (kind, *_) = inputs
     dimensions = parameter(eqn, "broadcast_dimensions")
     if isinstance(kind, PerRow):
-        return PerRow(kind.table, dimensions[kind.axis], kind.rest)
+        return kind.at(dimensions[kind.axis], kind.rest)
     operand, shape = aval_of(eqn.invars[0]), parameter(eqn, "shape")
     varying = {
         dimensions[d]
@@ -235,16 +237,22 @@ def _of_rows(rule: Callable[[JaxprEqn, PerRow], Kind]) -> Callable[..., Kind]:
 
 def _reshape(eqn: JaxprEqn, kind: PerRow) -> Kind:
     old, new = aval_of(eqn.invars[0]).shape, aval_of(eqn.outvars[0]).shape
-    before = math.prod(old[: kind.axis])
+    rows, none = divmod(old[kind.axis], math.prod(kind.merged))
+    before = math.prod(old[: kind.axis]) * kind.merged[0]
+    found = []
     for axis, size in enumerate(new):
-        if size == old[kind.axis] and math.prod(new[:axis]) == before:
-            return PerRow(kind.table, axis, kind.rest)
-    return mixed(eqn, "merges rows with other axes")
+        outer, rest = divmod(before, max(math.prod(new[:axis]), 1))
+        inner, more = divmod(size, max(outer * rows, 1))
+        if not (rest or more or none) and inner:
+            found.append(dataclasses.replace(kind, axis=axis, merged=(outer, inner)))
+    if not found:
+        return mixed(eqn, "merges rows with other axes")
+    return min(found, key=lambda kind: math.prod(kind.merged))
 
 
 def _transpose(eqn: JaxprEqn, kind: PerRow) -> Kind:
     axis = parameter(eqn, "permutation").index(kind.axis)
-    return PerRow(kind.table, axis, kind.rest)
+    return kind.at(axis, kind.rest)
 
 
 def _reduce(eqn: JaxprEqn, kind: PerRow) -> Kind:
@@ -258,7 +266,7 @@ def _reduce(eqn: JaxprEqn, kind: PerRow) -> Kind:
         return mixed(eqn, "combines rows, and rows outside the gradient would count in it")
     axis = kind.axis - sum(a < kind.axis for a in axes)
     keeps = neutral or name in _IDEMPOTENT
-    return PerRow(kind.table, axis, kind.rest if keeps else None)
+    return kind.at(axis, kind.rest if keeps else None)
 
 
 def _dot(eqn: JaxprEqn, inputs: list[Known]) -> Kind:
@@ -273,7 +281,7 @@ def _dot(eqn: JaxprEqn, inputs: list[Known]) -> Kind:
     if len(rows) == 2 and all(contracted):
         left, right = rows[0], rows[1]
         aligned = contract[0].index(left.axis) == contract[1].index(right.axis)
-        if zero and aligned and left.table == right.table:
+        if zero and aligned and left.is_aligned(right):
             return Shared()
         return mixed(eqn, "sums over rows, and rows outside the gradient would count in it")
     if len(rows) == 2 or any(contracted):
@@ -284,7 +292,7 @@ def _dot(eqn: JaxprEqn, inputs: list[Known]) -> Kind:
     axis = len(batch[0]) + free.index(kind.axis)
     if side == 1:
         axis += aval_of(eqn.invars[0]).ndim - len(contract[0]) - len(batch[0])
-    return PerRow(kind.table, axis, kind.rest if zero else None)
+    return kind.at(axis, kind.rest if zero else None)
 
 
 _RULES: dict[str, Callable[[JaxprEqn, list[Known]], Kind]] = {
@@ -333,7 +341,7 @@ def _scan(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
             kind = mixed(eqn, "runs over rows in sequence")
             return [kind] * len(eqn.outvars)
         if isinstance(kind, PerRow):
-            kind = PerRow(kind.table, kind.axis - 1, kind.rest)
+            kind = kind.at(kind.axis - 1, kind.rest)
         elif isinstance(kind, Shared):
             kind = Shared(frozenset(a - 1 for a in kind.uniform if a))
         scanned.append(kind)
@@ -342,7 +350,7 @@ def _scan(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
     stacked = []
     for kind in _run(body, consts + carry + scanned)[count:]:
         if isinstance(kind, PerRow):
-            kind = PerRow(kind.table, kind.axis + 1, kind.rest)
+            kind = kind.at(kind.axis + 1, kind.rest)
         elif isinstance(kind, Shared):
             kind = Shared(frozenset(a + 1 for a in kind.uniform))
         stacked.append(kind)

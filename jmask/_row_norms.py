@@ -13,7 +13,7 @@ import optax
 from jmask._hyperparameters import check_number, check_positive
 from jmask._lazy import lazy
 from jmask._masked_gradient import as_gradients, is_gradient_leaf, masked_as
-from jmask._precision import wide
+from jmask._precision import added, joint_dtype, wide
 
 
 def clip_by_row_norm(
@@ -101,8 +101,8 @@ def max_row_norm(
     _check(max_norm, ord)
 
     def project(update: jax.Array, param: jax.Array) -> jax.Array:
-        param = jnp.asarray(param, wide(jnp.result_type(update, param)))
-        return _bounded(param + update, max_norm, ord) - param
+        param = jnp.asarray(param, wide(joint_dtype(update, param)))
+        return _bounded(added(param, update), max_norm, ord) - param
 
     def within(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
         if params is None:

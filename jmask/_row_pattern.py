@@ -132,5 +132,5 @@ def _window_ids(starts: jax.Array, length: int, rows: int, clips: bool) -> jax.A
     else:  # a window that does not fit is dropped whole
         starts = jnp.where((starts < 0) | (starts > last), rows, starts)
     offsets = np.arange(length, dtype=starts.dtype)
-    ids = starts[:, None] + offsets
+    ids = starts[:, None] + offsets[None]
     return canonical(ids.reshape(-1), rows)

@@ -37,6 +37,7 @@ from jmask._row_sparse_checks import (
     checked_shape,
     fit_or_poison,
     refuse_plain_ids,
+    refuse_tangent,
     shape_that_fits,
 )
 from jmask._rows import add_rows, gather_rows
@@ -363,6 +364,7 @@ class RowSparse(RowSparseMethods):
     def row_ids(self) -> jax.Array:
         """The indices in canonical form (n,): every one that is no row is V."""
         self.check_single()
+        refuse_tangent(self.index_leaf)
         return canonical(self.indices, self.shape[0])
 
     def with_values(self, values: jax.Array) -> "RowSparse":

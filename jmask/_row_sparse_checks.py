@@ -117,6 +117,15 @@ def fit_or_poison(
     return jnp.where(needed <= nse, values, jnp.nan)
 
 
+def refuse_tangent(leaf: Any) -> None:
+    """Raise TypeError if the ids are those of a tangent: JAX gives it none."""
+    if leaf.dtype == jax.dtypes.float0:
+        raise TypeError(
+            "this RowSparse is a tangent, as jax.jvp returns it, and has no indices: they are "
+            "those of the tensor x that it is a tangent of. Use x.with_values(tangent.values)."
+        )
+
+
 def refuse_plain_ids(leaf: Any) -> Any:
     if leaf.dtype == jax.dtypes.float0:  # the tangent of ids
         return leaf

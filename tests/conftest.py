@@ -1,6 +1,7 @@
 """Settings of the whole test suite."""
 
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import hypothesis
@@ -24,6 +25,9 @@ if jax.config.jax_compilation_cache_dir is None:
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
+# As in JAX's own tests: nothing is broadcast to more dimensions than it has without saying so.
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
 # For the tests over several devices; all others run on the first.
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -36,6 +40,14 @@ hypothesis.settings.load_profile("jmask")
 LOWERED_FOR = os.environ.get("JMASK_LOWERED_FOR")
 if LOWERED_FOR is not None:
     lower_for(LOWERED_FOR)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Allow rank promotion where it is what a test, or a library it uses, is about."""
+    allowed = item.get_closest_marker("rank_promotion") is not None
+    with jax.numpy_rank_promotion("allow" if allowed else "raise"):
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -60,7 +60,7 @@ REFUSED: dict[str, tuple[Build, str]] = {
     "noisy_sgd": (lambda: optax.noisy_sgd(0.1, key=0), "by their position"),
     "sm3": (lambda: optax.sm3(0.1), "by their position"),
     "lbfgs": (lambda: optax.lbfgs(0.1), "extra argument `grad`"),
-    "contrib.dadapt_adamw": (lambda: contrib.dadapt_adamw(), "merges rows"),
+    "contrib.dadapt_adamw": (lambda: contrib.dadapt_adamw(), COUNTS_OTHER_ROWS),
     "contrib.dog": (lambda: contrib.dog(0.1), COUNTS_OTHER_ROWS),
     "contrib.dowg": (lambda: contrib.dowg(0.1), COUNTS_OTHER_ROWS),
     "contrib.dpsgd": (
@@ -68,9 +68,9 @@ REFUSED: dict[str, tuple[Build, str]] = {
         "to have a batch dimension",
     ),
     "contrib.momo": (lambda: contrib.momo(0.1), COUNTS_OTHER_ROWS),
-    "contrib.momo_adam": (lambda: contrib.momo_adam(0.1), "merges rows"),
+    "contrib.momo_adam": (lambda: contrib.momo_adam(0.1), COUNTS_OTHER_ROWS),
     "contrib.muon": (lambda: contrib.muon(0.1), COUNTS_ROWS),
-    "contrib.prodigy": (lambda: contrib.prodigy(), "merges rows"),
+    "contrib.prodigy": (lambda: contrib.prodigy(), COUNTS_OTHER_ROWS),
     "contrib.galore": (lambda: contrib.galore(0.1), "no row-local form"),
     "contrib.sophia": (lambda: contrib.sophia(0.1), "obj_fn"),
 }
@@ -112,6 +112,10 @@ CHAINS: dict[str, Build] = {
     "zero_nans": lambda: optax.chain(optax.zero_nans(), optax.adam(0.1)),
     "ema": lambda: optax.chain(optax.sgd(0.1), optax.ema(0.9)),
     "nonnegative": lambda: optax.chain(optax.sgd(0.1), optax.keep_params_nonnegative()),
+    "divided by a dot product": lambda: optax.chain(
+        optax.stateless(lambda u, _: optax.tree.scale(1 / (1 + optax.tree.vdot(u, u)), u)),
+        optax.adam(0.1),
+    ),
     "identity": optax.identity,
     "set_to_zero": optax.set_to_zero,
 }

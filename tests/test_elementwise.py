@@ -142,6 +142,7 @@ def test_unary(name):
 
 
 @pytest.mark.parametrize("name", sampled(BINARY, 2))
+@pytest.mark.rank_promotion
 def test_binary(name):
     function, x, y = FUNCTIONS[name], numbers(name, 1), numbers(name, 2)
     expected = function.__wrapped__(x, y)
@@ -373,6 +374,7 @@ class TestPositionsThatDiffer:
 
 
 @pytest.mark.parametrize("storage", ["row_sparse", "coo", "csr"])
+@pytest.mark.rank_promotion
 def test_broadcast_to_a_larger_shape(storage):
     column = np.array([[1.0], [0], [2]], np.float32)
     x = jmask.masked_tensor(jmask.cast_storage(column, storage))

@@ -197,7 +197,7 @@ def test_a_warning_names_both_lines(loss, primitive, jitted):
 
 
 def in_unit_rows(table, ids):
-    unit = table / 3 ** jnp.arange(4.0)  # last
+    unit = table / 3 ** jnp.arange(4.0)[None]  # last
     return jnp.sum(unit[ids])  # first
 
 
@@ -252,7 +252,7 @@ def test_no_word_about_weights():
     """Products, norms and scales of large dense parameters are no lookups."""
 
     def loss(p, x):
-        hidden = jnp.tanh(x @ p["w"] / jnp.linalg.norm(p["w"])) * p["scale"]
+        hidden = jnp.tanh(x @ p["w"] / jnp.linalg.norm(p["w"])) * p["scale"][None]
         return jnp.sum(hidden[jnp.arange(2), jnp.array([3, 1])]) + jnp.sum(p["w"] ** 2)
 
     params = {"w": SHAPE((1024, 1024), "float32"), "scale": SHAPE((1024,), "float32")}

@@ -71,6 +71,7 @@ def test_long_lines_are_wrapped():
     assert [int(word) for word in numbers.split(",")] == list(range(40))
 
 
+@pytest.mark.rank_promotion
 def test_large_tensors_are_summarised():
     assert repr(masked(jnp.arange(5000))) == (
         "MaskedTensor([0, 1, 2, ..., 4997, 4998, 4999], dtype=int32)"

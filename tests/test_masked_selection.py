@@ -62,6 +62,7 @@ def test_where_needs_both_branches():
         jn.where(X > 0)
 
 
+@pytest.mark.rank_promotion
 def test_masked_where_and_masked_fill():
     negative = np.nan_to_num(np.asarray(X.data)) < 0
     assert_masked(jn.masked_where(negative, X), X.data, MASK & ~negative)
@@ -216,6 +217,7 @@ def test_other_sparse_operations_say_so():
             assert jn.reshape(x, shape).shape == shape
 
 
+@pytest.mark.rank_promotion
 def test_sparse_selection_stays_sparse():
     doubled = COO * 2
     chosen = jn.where(jnp.arange(4) < 2, COO, doubled)

@@ -113,6 +113,7 @@ def test_unsorted_padded_source(target):
         assert columns[:5].tolist() == [0, 2, 1, 2, 0]
 
 
+@pytest.mark.rank_promotion
 def test_dense_dimensions_and_vectors():
     blocks = BCOO.fromdense(jnp.nan_to_num(X.data)[:, :, None] * jnp.ones(2), n_dense=1)
     x = jmask.masked_tensor(blocks)

@@ -135,6 +135,7 @@ def test_activations_take_options():
     np.testing.assert_array_equal(nn.relu(rows).todense()[1], [0, 2])
 
 
+@pytest.mark.rank_promotion
 def test_attention_weights():
     scores = jnp.array([[1.0, 2.0, jnp.nan], [jnp.inf, jnp.nan, 3.0]])
     mask = jnp.array([[True, True, False], [False, False, False]])

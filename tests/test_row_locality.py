@@ -98,6 +98,7 @@ def times(factor):
 
 
 @pytest.mark.parametrize("name", COUNTING)
+@pytest.mark.rank_promotion
 def test_counting_rows_is_refused(name):
     factor, reason = COUNTING[name]
     with pytest.raises(ValueError, match=rf"jmask\.lazy cannot wrap.*{reason}"):
@@ -135,9 +136,64 @@ ACCEPTED = {
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
+@pytest.mark.rank_promotion
 def test_what_does_not_count_rows_is_accepted(name):
     updates, _ = traced(times(ACCEPTED[name]), ROWS)
     assert updates.nse == N
+
+
+# Functions of a gradient, a parameter of its shape, that merge rows with other axes.
+MERGING = {
+    "vdot": lambda u, p: u / (1 + jnp.vdot(u, u)),
+    "vdot with parameters": lambda u, p: u * optax.tree.vdot(u, p),
+    "vector_norm": lambda u, p: u / (1 + jnp.linalg.vector_norm(u)),
+    "ravelled and back": lambda u, p: (2 * u.ravel() + u.ravel()).reshape(u.shape),
+    "columns first": lambda u, p: (u.T.ravel() * p.T.ravel()).reshape(u.shape[::-1]).T,
+    "more axes": lambda u, p: (u[None, :, None] * 2).reshape(-1, 1).reshape(u.shape),
+    "sum of columns first": lambda u, p: u * jnp.sum(u.T.reshape(-1) * p.T.reshape(-1)),
+}
+
+
+@pytest.mark.parametrize("shape", [(12, 3), (2, 3), (3, 2), (1, 3), (4, 1), (2, 2), (4, 2, 2)])
+@pytest.mark.parametrize("name", MERGING)
+def test_rows_merged_with_other_axes(name, shape):
+    tx = optax.stateless(lambda u, p: jax.tree.map(MERGING[name], u, p))
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    rows = jnp.asarray(rng.normal(size=(4, *shape[1:])), jnp.float32)
+    gradient = jmask.RowSparse([0, shape[0] - 1, 0, -1], rows, shape)
+    updates, _ = jmask.lazy(tx).update(gradient, optax.EmptyState(), table)
+    expected, _ = tx.update(gradient.todense(), optax.EmptyState(), table)
+    touched = [0, shape[0] - 1]
+    result = updates.todense()
+    np.testing.assert_allclose(result[np.array(touched)], expected[np.array(touched)], 1e-5)
+
+
+MERGING_OTHERS = {
+    "parameters": (lambda u, p: u * jnp.vdot(p, p), "would count in it"),
+    "two orders": (lambda u, p: u * jnp.vdot(u.T.ravel(), u.ravel()), "would count in it"),
+    "two orders, by entries": (
+        lambda u, p: (u.T.ravel() * u.ravel()).reshape(u.shape),
+        "combines rows of two tables, or in two orders",
+    ),
+    "back in another order": (
+        lambda u, p: u.ravel().reshape(u.shape[::-1]).T,
+        "merges rows with other axes|moves rows|number of rows",
+    ),
+    "left merged": (lambda u, p: u.ravel()[:, None] * jnp.ones((1, 3)), "moves rows|number of"),
+    "running sum": (lambda u, p: jnp.cumsum(u.ravel()).reshape(u.shape), "no row-local form"),
+    "greatest": (lambda u, p: u * jnp.max(u.ravel()), "combines rows"),
+}
+
+
+@pytest.mark.parametrize("shape", [(12, 3), (3, 3), (4, 4)])
+@pytest.mark.parametrize("name", MERGING_OTHERS)
+def test_what_is_made_of_merged_rows_is_refused(name, shape):
+    function, reason = MERGING_OTHERS[name]
+    tx = jmask.lazy(optax.stateless(lambda u, p: jax.tree.map(function, u, p)))
+    gradient = jmask.RowSparse([0, 1, 1], jnp.ones((3, *shape[1:])), shape)
+    with pytest.raises(ValueError, match=rf"jmask\.lazy cannot wrap.*({reason})"):
+        tx.update(gradient, optax.EmptyState(), jnp.ones(shape))
 
 
 @pytest.mark.parametrize(("rows", "size"), [(0, 0), (0, 2), (1, 0), (1, 2), (12, 1)])

@@ -200,6 +200,7 @@ def kind_of(function, x, y, d):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.rank_promotion
 def test_storage_of_the_result(name):
     function, expected = CASES[name]
     kinds = []
@@ -232,6 +233,7 @@ def ids_of(size):
 @pytest.mark.parametrize("name", sampled(CASES, 3))
 @settings(max_examples=5)
 @given(ids_of(len(X_IDS)), ids_of(len(Y_IDS)), st.integers(0, 999))
+@pytest.mark.rank_promotion
 def test_equals_its_dense_twin(name, x_ids, y_ids, seed):
     rng = np.random.default_rng(seed)
     x, y = rng.uniform(0.2, 0.9, (2, 5, WIDTH)), -rng.uniform(0.2, 0.9, (2, 3, WIDTH))
@@ -340,6 +342,7 @@ class TestEntries:
             lambda m, x, y, d: m.where(d > 0, x, y),
         ],
     )
+    @pytest.mark.rank_promotion
     def test_kept(self, kind, function):
         x, y = self.pairs[kind]
         d = jnp.asarray(self.b - 2)
