@@ -44,7 +44,7 @@ _DIMENSIONS = re.compile(r"\w+\[([\d,]*)\]")
 
 def squares(params: Any, ids: Any) -> jax.Array:
     """The sum of the squares of the rows looked up, each times the dense parameter."""
-    return jnp.sum(jnp.square(params["table"][ids] * params["dense"]))
+    return jnp.sum(jnp.square(params["table"][ids] * params["dense"][None]))
 
 
 def squares_of_several_lookups(params: Any, ids: Any) -> jax.Array:
