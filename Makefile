@@ -71,6 +71,24 @@ test-all: lint docs test test-examples test-devices test-devices-exhaustive test
 test-torch: .venv-torch/ready.stamp
 	.venv-torch/bin/python -m pytest -n 2 -m torch -q tests
 
+.PHONY: test-peers
+
+# Other projects' own tests, with jmask in place of what they test; each run says what it leaves
+# out, and why. The tests come with the packages.
+PEERS := .venv-peers/bin/python -m pytest -q -o addopts= -o filterwarnings=
+test-peers: .venv-peers/ready.stamp
+	$(PEERS) -m peers tests/peers
+	$(PEERS) -p tests.peers.numpy_ma --pyargs \
+		numpy.ma.tests.test_core numpy.ma.tests.test_old_ma numpy.ma.tests.test_extras
+	$(PEERS) -p tests.peers.optax_lifted --pyargs optax._src.alias_test \
+		optax._src.transform_test optax._src.combine_test \
+		optax.transforms._clipping_test optax.transforms._adding_test
+
+.venv-peers/ready.stamp: pyproject.toml
+	$(PYTHON_OF_TORCH) -m venv .venv-peers
+	.venv-peers/bin/python $(INSTALL) -e '.[test]' absl-py scikit-learn expecttest torch==2.13.0
+	@touch $@
+
 # Compiled ahead of time for TPUs, without one. Two test processes may load libtpu at once since
 # neither opens a device.
 AHEAD_OF_TIME := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
