@@ -7,6 +7,7 @@ the updates become arrays again: what the test computes must come out the same.
 """
 
 import collections
+import contextvars
 import functools
 import inspect
 import sys
@@ -45,6 +46,7 @@ _REFUSALS = {
     "jmask.lazy cannot wrap": "refused",
     "`state` was not made by `init`": "another state",
 }
+_making: contextvars.ContextVar[bool] = contextvars.ContextVar("making")
 counts: collections.Counter[tuple[str, str]] = collections.Counter()
 
 
@@ -97,8 +99,14 @@ def is_rows(x: Any) -> bool:
 def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def make(*args: Any, **kwargs: Any) -> Any:
-        made = function(*args, **kwargs)
-        is_one = isinstance(made, optax.GradientTransformation)
+        # An optimizer is lifted as a whole, and not what it is made of.
+        token = _making.set(True)
+        is_part = token.old_value is True
+        try:
+            made = function(*args, **kwargs)
+        finally:
+            _making.reset(token)
+        is_one = isinstance(made, optax.GradientTransformation) and not is_part
         return lifted(function.__name__, made) if is_one else made
 
     return make
