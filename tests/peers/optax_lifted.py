@@ -10,6 +10,7 @@ import collections
 import contextvars
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +18,14 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from optax._src import alias, transform
-from optax.transforms import _adding, _clipping
 
 import jmask
 
+# The modules of optax that make transformations, found by what is public of them.
+MODULES = [
+    sys.modules[function.__module__]
+    for function in (optax.adam, optax.scale_by_adam, optax.clip, optax.add_noise)
+]
 # By words of the name of a test.
 LEFT_OUT = {
     "polyak_l1_norm": "gives gradients of another structure than parameters, to see it fail",
@@ -108,7 +112,7 @@ def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for module in (alias, transform, _clipping, _adding):
+    for module in MODULES:
         for name, function in inspect.getmembers(module, inspect.isfunction):
             if function.__module__ == module.__name__ and not name.startswith("_"):
                 setattr(module, name, _in_place(function))
