@@ -151,5 +151,5 @@ def _in_promised_order(storage: Any) -> jax.Array | bool:
     before, after = storage.indices[:-1], storage.indices[1:]
     first = jnp.argmax(before != after, axis=1)[:, None]
     grows = jnp.take_along_axis(before < after, first, axis=1)[:, 0]
-    is_padding = (after >= jnp.asarray(storage.shape[: storage.n_sparse])).any(1)
+    is_padding = (after >= jnp.asarray(storage.shape[: storage.n_sparse])[None]).any(1)
     return jnp.all(grows | is_padding)

@@ -238,6 +238,9 @@ def _of_rows(rule: Callable[[JaxprEqn, PerRow], Kind]) -> Callable[..., Kind]:
 def _reshape(eqn: JaxprEqn, kind: PerRow) -> Kind:
     old, new = aval_of(eqn.invars[0]).shape, aval_of(eqn.outvars[0]).shape
     rows, none = divmod(old[kind.axis], math.prod(kind.merged))
+    if not rows:  # of a table without rows nothing tells what was merged
+        same_place = new[: kind.axis + 1] == old[: kind.axis + 1]
+        return kind if same_place else mixed(eqn, "merges rows with other axes")
     before = math.prod(old[: kind.axis]) * kind.merged[0]
     found = []
     for axis, size in enumerate(new):

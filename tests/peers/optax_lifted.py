@@ -21,12 +21,11 @@ import pytest
 
 import jmask
 
-# Where optax defines what its tests import, by a function of each.
-_MODULES = [
+# The modules of optax that make transformations, found by what is public of them.
+MODULES = [
     sys.modules[function.__module__]
     for function in (optax.adam, optax.scale_by_adam, optax.clip, optax.add_noise)
 ]
-
 # By words of the name of a test.
 LEFT_OUT = {
     "polyak_l1_norm": "gives gradients of another structure than parameters, to see it fail",
@@ -113,7 +112,7 @@ def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for module in _MODULES:
+    for module in MODULES:
         for name, function in inspect.getmembers(module, inspect.isfunction):
             if function.__module__ == module.__name__ and not name.startswith("_"):
                 setattr(module, name, _in_place(function))
