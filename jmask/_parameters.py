@@ -8,7 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._array_leaves import KEEP_ARRAYS, abstract_leaf, leaf_name, not_an_array
+from jmask._array_leaves import (
+    KEEP_ARRAYS,
+    abstract_leaf,
+    is_about_structure,
+    leaf_name,
+    not_an_array,
+)
 from jmask._masked_gradient import check_gradients, is_gradient_leaf
 from jmask._masked_tensor import MaskedTensor
 from jmask._row_ids import id_dtype
@@ -127,7 +133,7 @@ def naming_structures(updates: Any, params: Any, order: str = _ORDER) -> Iterato
         yield
     except ValueError as error:
         given, expected = _structures(updates, params)
-        if "pytree" not in str(error) or params is None or given == expected:
+        if not is_about_structure(error) or params is None or given == expected:
             raise
         raise ValueError(_other_structure(updates, params, order)) from error
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._array_leaves import abstract_leaf, leaf_name, not_an_array
+from jmask._array_leaves import abstract_leaf, is_about_structure, leaf_name, not_an_array
 from jmask._row_sparse import RowSparse, is_row_sparse
 from jmask._stored_table import is_stored_table
 
@@ -82,7 +82,7 @@ def from_arrays(arrays: Any, like: Any) -> Any:
     try:
         return jax.tree.map_with_path(rebuilt, like, arrays, is_leaf=is_row_sparse)
     except ValueError as error:
-        if "pytree" not in str(error) and "mismatch" not in str(error):
+        if str(error).startswith("`") or not is_about_structure(error):
             raise
         _check_placed_alike(arrays, like)
         raise ValueError(

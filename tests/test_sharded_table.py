@@ -374,7 +374,7 @@ def test_tree():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"placement": "hash"}, "`placement` must be 'div' or 'mod', got 'hash'"),
+        ({"placement": "hash"}, "`placement` must be one of 'div', 'mod', got 'hash'"),
         ({"rows": "y"}, r"`rows` must name different axes of the mesh, ('x',), got ('y',)"),
         ({"batch": ("x", "x")}, "`batch` must name different axes of the mesh"),
         ({"table": jnp.arange(3)}, "`table` must be a floating array (V, *row), got int32[3]"),
