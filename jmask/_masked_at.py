@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jmask._elementwise import elementwise
-from jmask._masked_index import getitem, has_masked, known_places
+from jmask._masked_index import getitem, has_masked, known_places, with_array
 from jmask._masked_moves import data_of, dense, joined, masked_of
 from jmask._masked_tensor import MaskedTensor
 from jmask._methods import install
@@ -44,7 +44,7 @@ class Positions:
 
     def __init__(self, x: MaskedTensor, index: Any):
         self.x = dense(x, "at")
-        self.index = index
+        self.index = with_array(index)
 
     def __repr__(self) -> str:
         return f"Positions({self.x!r}, {self.index!r})"

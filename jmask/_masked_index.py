@@ -20,7 +20,7 @@ from jmask._methods import install
 
 
 def getitem(x: MaskedTensor, index: Any) -> MaskedTensor:
-    """`x[index]`: integers, slices, None, Ellipsis, arrays and masked integers.
+    """`x[index]`: integers, slices, None, Ellipsis, arrays, masked integers; a list of numbers.
 
     Raises:
         TypeError: for an index that is a boolean masked tensor.
@@ -32,6 +32,7 @@ def getitem(x: MaskedTensor, index: Any) -> MaskedTensor:
         MaskedTensor([3, --], dtype=int32)
     """
     x = dense(x, "indexing")
+    index = with_array(index)
     if not has_masked(index):
         return joined(x.storage[index], x.valid[index])
     places = known_places(index, x.shape, clip=True)
@@ -39,6 +40,13 @@ def getitem(x: MaskedTensor, index: Any) -> MaskedTensor:
         x.storage.at[places].get(mode="fill", fill_value=0),
         x.valid.at[places].get(mode="fill", fill_value=False),
     )
+
+
+def with_array(index: Any) -> Any:
+    """The index, an array in place of a list: NumPy takes one and JAX none."""
+    if not isinstance(index, list):
+        return index
+    return np.asarray(index) if index else np.zeros(0, np.int32)
 
 
 def has_masked(index: Any) -> bool:

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from jmask._fallback import report_fallback
+
 _installed: dict[str, Callable[..., Any]] = {}
 
 
@@ -155,6 +157,7 @@ class MaskedMethods(TensorMethods):
 
     argsort = method("argsort")
     diagonal = method("diagonal")
+    median = method("median")
     repeat = method("repeat")
     sort = method("sort")
 
@@ -189,4 +192,9 @@ class RowSparseMethods(TensorMethods):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
             raise ValueError("`copy`=False: a RowSparse has no dense array to share.")
-        return np.asarray(self.todense(), dtype)  # type: ignore[attr-defined]
+        dense = np.asarray(self.todense(), dtype)  # type: ignore[attr-defined]
+        report_fallback(
+            f"{self!r} became a plain array by itself, at O(size) cost: write x.todense() "
+            "where that is meant"
+        )
+        return dense

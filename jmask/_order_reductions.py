@@ -155,23 +155,24 @@ def median(
     keepdims: bool = False,
     where: Any = None,
     *,
-    averaged: bool = False,
+    averaged: bool = True,
 ) -> Any:
-    """The middle valid entry in order; of an even number the lower one. nan if one is nan.
+    """The middle valid entry in order, of an even number the mean of two. nan if one is nan.
 
-    The derivative is that of the entry. Sparse storage becomes dense.
+    The derivative is that of the entries. Sparse storage becomes dense.
 
     Args:
-        averaged: of an even number the mean of the two in the middle, as `jnp.median`.
+        averaged: whether, of an even number, it is the mean of the two in the middle, as
+            `jnp.median` has it. False gives the lower of them, as torch.
 
     Example:
         >>> import jax.numpy as jnp, jmask
         >>> mask = jnp.array([True, True, False])
         >>> x = jmask.masked_tensor(jnp.array([4., 1., jnp.nan]), mask)
         >>> jmask.numpy.median(x).to_tensor(0)
-        Array(1., dtype=float32)
-        >>> jmask.numpy.median(x, averaged=True).to_tensor(0)
         Array(2.5, dtype=float32)
+        >>> jmask.numpy.median(x, averaged=False).to_tensor(0)
+        Array(1., dtype=float32)
     """
     out = result_dtype(jnp.mean, x)
     return reduce(

@@ -24,13 +24,15 @@ and `norm` at 0, everything of nothing.
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.scipy import special
 
 from jmask import _reduction_kernels as kernels
 from jmask._elementwise import elementwise
+from jmask._masked_moves import dense
 from jmask._masked_tensor import MaskedTensor
-from jmask._reduce import checked_axes, described, reduce, result_dtype
+from jmask._reduce import checked_axes, described, reduce, result_dtype, where_at
 from jmask._storage import is_sparse, sampled
 
 _multiply = elementwise(jnp.multiply)
@@ -257,7 +259,7 @@ def average(
     Args:
         weights: an array that broadcasts to `x`, or (n,) for the n entries along one axis;
             all 1 by default. Where those of valid entries sum to 0, the result is nan or
-            inf.
+            inf. Entries with a masked weight take no part, as masked ones.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -269,11 +271,21 @@ def average(
     if weights is None:
         return mean(x, axis, None, keepdims, where)
     x = x if isinstance(x, MaskedTensor) or is_sparse(x) else jnp.asarray(x)
-    weights, shape = jnp.asarray(weights), tuple(x.shape)
+    shape = tuple(x.shape)
     axes = checked_axes(axis, len(shape))
-    if weights.ndim == 1 < len(shape) and len(axes) == 1:
-        weights = jnp.expand_dims(weights, [a for a in range(len(shape)) if a != axes[0]])
-    weight: Any = jnp.broadcast_to(weights, shape)
+
+    def spread(weights: Any) -> jax.Array:
+        weights = jnp.asarray(weights)
+        if weights.ndim == 1 < len(shape) and len(axes) == 1:
+            weights = jnp.expand_dims(weights, [a for a in range(len(shape)) if a != axes[0]])
+        return jnp.broadcast_to(weights, shape)
+
+    if isinstance(weights, MaskedTensor):
+        if not isinstance(x, MaskedTensor):
+            x = MaskedTensor(dense(x, "average"))
+        known, weights = spread(weights.to_dense().mask), weights.to_tensor(0)
+        where = known if where is None else known & where_at(where, jnp.empty(shape))
+    weight: Any = spread(weights)
     if isinstance(x, MaskedTensor):
         sparse = is_sparse(x.storage)
         weight = x.with_values(sampled(weight, x.storage) if sparse else weight)

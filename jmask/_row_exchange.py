@@ -67,7 +67,8 @@ class _Outbox:
 
     def entries(self, number: jax.Array) -> jax.Array:
         """The entries of a round (S * room,), m where there is none."""
-        place = self.starts[:-1, None] + number * self.room + lax.iota(jnp.int32, self.room)
+        offsets = number * self.room + lax.iota(jnp.int32, self.room)
+        place = self.starts[:-1, None] + offsets[None]
         is_one = place < self.starts[1:, None]
         return jnp.where(is_one, place, self.keys.shape[0]).reshape(-1)
 
@@ -139,7 +140,7 @@ def rows_to_owners(
     def one_round(number: jax.Array, received: Any) -> Any:
         places, rows = received
         entries = outbox.entries(number)
-        nth = number * outbox.room + column
+        nth = (number * outbox.room + column)[None]
         slots = jnp.where(nth < coming[:, None], begin[:, None] + nth, room).reshape(-1)
         sent = gather_rows(values, entries)
         return (

@@ -62,7 +62,7 @@ class Run(NamedTuple):
 
 def loss(params: Any, ids: Any) -> jax.Array:
     rows = jmask.embedding_lookup(params["table"], ids, padding_id=-1)
-    return jnp.sum(jnp.sin(rows) * params["dense"])
+    return jnp.sum(jnp.sin(rows) * params["dense"][None, None])
 
 
 def trained(

@@ -173,6 +173,7 @@ class TestCreation:
 class TestOut:
     x = PADDED["row_sparse"]
 
+    @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
     def test_numpy(self):
         array = np.asarray(self.x)
         assert isinstance(array, np.ndarray)
@@ -181,6 +182,13 @@ class TestOut:
         np.testing.assert_array_equal(jnp.asarray(np.array(self.x)), MATRIX)
         with pytest.raises(ValueError, match="`copy`=False"):
             np.asarray(self.x, copy=False)
+
+    @pytest.mark.parametrize("convert", [np.asarray, jnp.asarray, np.linalg.norm])
+    def test_becoming_an_array_by_itself_is_reported(self, convert):
+        with pytest.warns(jmask.StorageFallbackWarning, match=r"write x.todense\(\)"):
+            convert(self.x)
+        with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning):
+            convert(self.x)
 
     def test_copies(self):
         for y in (copy.copy(self.x), copy.deepcopy(self.x), self.x.copy(), jnm.copy(self.x)):

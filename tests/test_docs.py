@@ -22,6 +22,7 @@ def _name(page):
 
 
 @pytest.mark.examples
+@pytest.mark.rank_promotion
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_python_blocks(page):
     """Comments at the end of a block are its output."""

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.examples
+# Examples are written as programs are, which may promote ranks.
+pytestmark = [pytest.mark.examples, pytest.mark.rank_promotion]
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ANIMALS = ["cat", "dog", "horse", "cow"]

@@ -14,7 +14,8 @@ import jmask
 from tests.oracle import is_row_sparse
 from tests.test_examples import load  # noqa: F401
 
-pytestmark = pytest.mark.examples
+# Examples are written as programs are, which may promote ranks.
+pytestmark = [pytest.mark.examples, pytest.mark.rank_promotion]
 
 SMALL = ["--rows", "2000", "--dim", "4"]
 GOOD = b"\t".join([b"1", b"5", b"", b"-2", *[b"7"] * 10, b"68fd1e64", b"", *[b"a0"] * 24])

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.devices
+# Examples are written as programs are, which may promote ranks.
+pytestmark = [pytest.mark.devices, pytest.mark.rank_promotion]
 
 pytest.importorskip("orbax.checkpoint")
 

@@ -16,7 +16,8 @@ import jmask
 from tests.oracle import is_row_sparse
 from tests.test_examples import load  # noqa: F401
 
-pytestmark = pytest.mark.examples
+# Examples are written as programs are, which may promote ranks.
+pytestmark = [pytest.mark.examples, pytest.mark.rank_promotion]
 
 FRAMEWORKS = ("plain", "linen", "nnx", "equinox")
 USERS, ITEMS, DIM = 8, 6, 4

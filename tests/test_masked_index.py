@@ -27,6 +27,7 @@ INDICES = {
     "none": (None, 0),
     "ellipsis": (..., 2),
     "array": np.array([2, 0, 2]),
+    "list": [2, 0, 2],
     "two arrays": (np.array([2, 0]), np.array([[1], [3]])),
     "array after slice": (slice(None), np.array([[3, 0]])),
     "mask": MASK,

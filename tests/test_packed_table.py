@@ -289,7 +289,7 @@ def test_bfloat16_rounded_stochastically():
     def mean_step(keys):
         step = lambda key: jmask.apply_gradients(tx, gradient, tx.init(table), table, key=key)
         new = jax.vmap(lambda key: step(key)[0].todense())(keys)
-        return jnp.mean(new.astype(jnp.float32) - x.astype(jnp.float32), axis=0)
+        return jnp.mean(new.astype(jnp.float32) - x[None].astype(jnp.float32), axis=0)
 
     moved = mean_step(keys)
     assert moved[2:4].mean() == pytest.approx(-1e-5, rel=0.5)

@@ -118,6 +118,16 @@ def test_average():
     np.testing.assert_allclose(
         jnm.average(x, 1, weights, where=mask), [10 / 4, 17 / 3], rtol=1e-6
     )
+    known = np.array([True, False, True])
+    both = mask & known[None]
+    for given in (MaskedTensor(x, mask), x):
+        result = jnm.average(given, axis=1, weights=MaskedTensor(weights, known), where=mask)
+        expected = np.ma.average(
+            np.ma.array(x, mask=~both), 1, np.ma.array(np.tile(weights, (2, 1)), mask=~both)
+        )
+        np.testing.assert_allclose(result.storage, expected, rtol=1e-6)
+    nothing = jnm.average(MaskedTensor(x, mask), 1, MaskedTensor(weights, np.zeros(3, bool)))
+    assert not nothing.valid.any()
     rows = MaskedTensor(RowSparse([0, 1], x, (5, 3)), mask)
     result = jnm.average(rows, axis=1, weights=weights)
     assert result.stype == "row_sparse"
@@ -141,6 +151,13 @@ def test_bad_arguments(options, error, message):
         for tensor in (x, MaskedTensor(x)):
             with pytest.raises(error, match=message):
                 function(tensor, **options)
+
+
+def test_median_is_that_of_jax():
+    x = jnp.array([[1.0, 2.0, 5.0, 3.0], [jnp.nan, 1.0, jnp.inf, -jnp.inf]])
+    np.testing.assert_array_equal(jnm.median(x, axis=1), jnp.median(x, axis=1))
+    masked = MaskedTensor(x, x > 1.5)
+    np.testing.assert_array_equal(masked.median(axis=1).storage, [3, np.inf])
 
 
 def test_median_of_no_groups():

@@ -65,8 +65,8 @@ SMOOTH = {
     "norm 3.5": (_with(jnm.norm, ord=3.5), _norm(3.5)),
     "norm -1": (_with(jnm.norm, ord=-1), _norm(-1)),
     "logsumexp": (jnm.logsumexp, _log_sum_exp),
-    "median": (jnm.median, _lower_median),
-    "median averaged": (_with(jnm.median, averaged=True), _entries(np.median)),
+    "median": (jnm.median, _entries(np.median)),
+    "lower median": (_with(jnm.median, averaged=False), _lower_median),
 }
 STEPS = {
     "argmax": (jnm.argmax, _index(np.argmax)),
@@ -77,7 +77,7 @@ STEPS = {
 }
 # On every storage; the others on one of each form, slices and segments.
 BASIC = ("sum", "std", "max", "logsumexp")
-DENSIFY = ("median", "median averaged")
+DENSIFY = ("median", "lower median")
 
 
 def _expected_fallback(name, kind):

@@ -10,7 +10,8 @@ import pytest
 
 from tests.test_examples import load  # noqa: F401
 
-pytestmark = pytest.mark.examples
+# Examples are written as programs are, which may promote ranks.
+pytestmark = [pytest.mark.examples, pytest.mark.rank_promotion]
 
 WORDS = {"animals": ["cat", "dog", "horse"], "colours": ["red", "green", "blue"]}
 SMALL = ["--columns", "4096", "--epochs", "15", "--largest", "4"]
