@@ -262,7 +262,12 @@ LOOKUPS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("order", [2, 3])
 @pytest.mark.parametrize("name", LOOKUPS)
 @pytest.mark.parametrize("kind", ["array", "packed"])
-def test_grad_of_grad_of_lookups(kind, name, order, compiled):
+def test_grad_of_grad_of_lookups(kind, name, order, compiled, request):
+    if (kind, name) == ("packed", "under scan") and jax.__version_info__ < (0, 11):
+        why = (
+            "with JAX 0.10 second derivatives through lookups in a scan are lost: sharp_bits.md"
+        )
+        request.node.add_marker(pytest.mark.xfail(reason=why, strict=True))
     table = TABLE if kind == "array" else jmask.PackedTable.pack(TABLE)
     loss = lambda t: cubes(LOOKUPS[name](t))
     function = nested(jmask.grad, loss, order, jmask.todense)
