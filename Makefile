@@ -102,8 +102,8 @@ test-gpu: .venv-accelerators/ready.stamp
 
 # What GPUs are given to compute, on the CPU; or TPUs: `make test-lowered PLATFORM=tpu`. Here on
 # what depends most on it; `make test-lowered LOWERED=tests` on everything.
-LOWERED := tests/test_named_optimizers.py tests/test_lazy_one_pass.py \
-	tests/test_conditional_steps.py tests/test_inside_programs.py
+LOWERED := tests/optim/test_named_optimizers.py tests/lazy/test_lazy_one_pass.py \
+	tests/optim/test_conditional_steps.py tests/optim/test_inside_programs.py
 test-lowered: .venv/test.stamp .venv/examples.stamp
 	JMASK_LOWERED_FOR=$(or $(PLATFORM),cuda) $(BIN)/python -m pytest -n 2 -q $(LOWERED)
 

@@ -14,7 +14,10 @@ from typing import Any
 
 import jax
 
-from jmask import _fused_update, _gather, _products, _row_rule
+from jmask._kernels import gather as _gather
+from jmask._kernels import scatter_update as _fused_update
+from jmask._ops import products as _products
+from jmask._optim import row_rule as _row_rule
 
 # The name in a `works.Task`: what holds the decision, its name there, and what it is without.
 TRICKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {

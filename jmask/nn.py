@@ -15,16 +15,16 @@ from typing import Any
 import jax.numpy as jnp
 from jax import nn as _nn
 
-from jmask import _reduction_kernels as kernels
-from jmask._contractions import linear as linear
-from jmask._elementwise import elementwise
-from jmask._fallback import report_fallback
-from jmask._groups import grouped
-from jmask._masked_tensor import MaskedTensor
-from jmask._precision import wide
-from jmask._reduce import became_dense, checked_axes, result_dtype, where_at
-from jmask._reductions import logsumexp as logsumexp
-from jmask._storage import as_dense, is_sparse, with_stored_values
+from jmask._base.fallback import report_fallback
+from jmask._base.precision import wide
+from jmask._ops import reduction_kernels as kernels
+from jmask._ops.contractions import linear as linear
+from jmask._ops.elementwise import elementwise
+from jmask._ops.groups import grouped
+from jmask._ops.reduce import became_dense, checked_axes, result_dtype, where_at
+from jmask._ops.reductions import logsumexp as logsumexp
+from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.storage import as_dense, is_sparse, with_stored_values
 
 # Activations.
 celu = elementwise(_nn.celu)

@@ -13,7 +13,7 @@ import jax.scipy.special as special
 from jax import lax
 from jax import nn as _nn
 
-from jmask._elementwise import elementwise as elementwise
+from jmask._ops.elementwise import elementwise as elementwise
 
 
 def _fraction(x):
@@ -113,89 +113,89 @@ remainder = mod = elementwise(jnp.remainder)
 subtract = sub = elementwise(jnp.subtract)
 
 # Products.
-from jmask._contractions import dot as dot
-from jmask._contractions import einsum as einsum
-from jmask._contractions import matmul as matmul
+from jmask._ops.contractions import dot as dot
+from jmask._ops.contractions import einsum as einsum
+from jmask._ops.contractions import matmul as matmul
 
 # Shapes and selection.
-from jmask._masked_shape import argsort as argsort
-from jmask._masked_shape import array_split as array_split
-from jmask._masked_shape import atleast_1d as atleast_1d
-from jmask._masked_shape import atleast_2d as atleast_2d
-from jmask._masked_shape import atleast_3d as atleast_3d
-from jmask._masked_shape import broadcast_arrays as broadcast_arrays
-from jmask._masked_shape import broadcast_to as broadcast_to
-from jmask._masked_shape import column_stack as column_stack
-from jmask._masked_shape import concat as concat
-from jmask._masked_shape import concatenate as concatenate
-from jmask._masked_shape import copy as copy
-from jmask._masked_shape import delete as delete
-from jmask._masked_shape import diag as diag
-from jmask._masked_shape import diagonal as diagonal
-from jmask._masked_shape import dsplit as dsplit
-from jmask._masked_shape import dstack as dstack
-from jmask._masked_shape import empty_like as empty_like
-from jmask._masked_shape import expand_dims as expand_dims
-from jmask._masked_shape import flip as flip
-from jmask._masked_shape import fliplr as fliplr
-from jmask._masked_shape import flipud as flipud
-from jmask._masked_shape import full_like as full_like
-from jmask._masked_shape import hsplit as hsplit
-from jmask._masked_shape import hstack as hstack
-from jmask._masked_shape import masked_fill as masked_fill
-from jmask._masked_shape import masked_where as masked_where
-from jmask._masked_shape import matrix_transpose as matrix_transpose
-from jmask._masked_shape import moveaxis as moveaxis
-from jmask._masked_shape import ones_like as ones_like
-from jmask._masked_shape import pad as pad
-from jmask._masked_shape import permute_dims as permute_dims
-from jmask._masked_shape import ravel as ravel
-from jmask._masked_shape import repeat as repeat
-from jmask._masked_shape import reshape as reshape
-from jmask._masked_shape import roll as roll
-from jmask._masked_shape import rollaxis as rollaxis
-from jmask._masked_shape import rot90 as rot90
-from jmask._masked_shape import sort as sort
-from jmask._masked_shape import split as split
-from jmask._masked_shape import squeeze as squeeze
-from jmask._masked_shape import stack as stack
-from jmask._masked_shape import swapaxes as swapaxes
-from jmask._masked_shape import take as take
-from jmask._masked_shape import take_along_axis as take_along_axis
-from jmask._masked_shape import tile as tile
-from jmask._masked_shape import transpose as transpose
-from jmask._masked_shape import tril as tril
-from jmask._masked_shape import triu as triu
-from jmask._masked_shape import unstack as unstack
-from jmask._masked_shape import vsplit as vsplit
-from jmask._masked_shape import vstack as vstack
-from jmask._masked_shape import where as where
-from jmask._masked_shape import zeros_like as zeros_like
-
-# What the operators and methods of tensors are.
-from jmask._methods import install as _install
+from jmask._ops.masked_shape import argsort as argsort
+from jmask._ops.masked_shape import array_split as array_split
+from jmask._ops.masked_shape import atleast_1d as atleast_1d
+from jmask._ops.masked_shape import atleast_2d as atleast_2d
+from jmask._ops.masked_shape import atleast_3d as atleast_3d
+from jmask._ops.masked_shape import broadcast_arrays as broadcast_arrays
+from jmask._ops.masked_shape import broadcast_to as broadcast_to
+from jmask._ops.masked_shape import column_stack as column_stack
+from jmask._ops.masked_shape import concat as concat
+from jmask._ops.masked_shape import concatenate as concatenate
+from jmask._ops.masked_shape import copy as copy
+from jmask._ops.masked_shape import delete as delete
+from jmask._ops.masked_shape import diag as diag
+from jmask._ops.masked_shape import diagonal as diagonal
+from jmask._ops.masked_shape import dsplit as dsplit
+from jmask._ops.masked_shape import dstack as dstack
+from jmask._ops.masked_shape import empty_like as empty_like
+from jmask._ops.masked_shape import expand_dims as expand_dims
+from jmask._ops.masked_shape import flip as flip
+from jmask._ops.masked_shape import fliplr as fliplr
+from jmask._ops.masked_shape import flipud as flipud
+from jmask._ops.masked_shape import full_like as full_like
+from jmask._ops.masked_shape import hsplit as hsplit
+from jmask._ops.masked_shape import hstack as hstack
+from jmask._ops.masked_shape import masked_fill as masked_fill
+from jmask._ops.masked_shape import masked_where as masked_where
+from jmask._ops.masked_shape import matrix_transpose as matrix_transpose
+from jmask._ops.masked_shape import moveaxis as moveaxis
+from jmask._ops.masked_shape import ones_like as ones_like
+from jmask._ops.masked_shape import pad as pad
+from jmask._ops.masked_shape import permute_dims as permute_dims
+from jmask._ops.masked_shape import ravel as ravel
+from jmask._ops.masked_shape import repeat as repeat
+from jmask._ops.masked_shape import reshape as reshape
+from jmask._ops.masked_shape import roll as roll
+from jmask._ops.masked_shape import rollaxis as rollaxis
+from jmask._ops.masked_shape import rot90 as rot90
+from jmask._ops.masked_shape import sort as sort
+from jmask._ops.masked_shape import split as split
+from jmask._ops.masked_shape import squeeze as squeeze
+from jmask._ops.masked_shape import stack as stack
+from jmask._ops.masked_shape import swapaxes as swapaxes
+from jmask._ops.masked_shape import take as take
+from jmask._ops.masked_shape import take_along_axis as take_along_axis
+from jmask._ops.masked_shape import tile as tile
+from jmask._ops.masked_shape import transpose as transpose
+from jmask._ops.masked_shape import tril as tril
+from jmask._ops.masked_shape import triu as triu
+from jmask._ops.masked_shape import unstack as unstack
+from jmask._ops.masked_shape import vsplit as vsplit
+from jmask._ops.masked_shape import vstack as vstack
+from jmask._ops.masked_shape import where as where
+from jmask._ops.masked_shape import zeros_like as zeros_like
 
 # Reductions.
-from jmask._order_reductions import all as all
-from jmask._order_reductions import amax as amax
-from jmask._order_reductions import amin as amin
-from jmask._order_reductions import any as any
-from jmask._order_reductions import argmax as argmax
-from jmask._order_reductions import argmin as argmin
-from jmask._order_reductions import count as count
-from jmask._order_reductions import count_nonzero as count_nonzero
-from jmask._order_reductions import cumprod as cumprod
-from jmask._order_reductions import cumsum as cumsum
-from jmask._order_reductions import max as max
-from jmask._order_reductions import median as median
-from jmask._order_reductions import min as min
-from jmask._reductions import average as average
-from jmask._reductions import logsumexp as logsumexp
-from jmask._reductions import mean as mean
-from jmask._reductions import norm as norm
-from jmask._reductions import prod as prod
-from jmask._reductions import std as std
-from jmask._reductions import sum as sum
-from jmask._reductions import var as var
+from jmask._ops.order_reductions import all as all
+from jmask._ops.order_reductions import amax as amax
+from jmask._ops.order_reductions import amin as amin
+from jmask._ops.order_reductions import any as any
+from jmask._ops.order_reductions import argmax as argmax
+from jmask._ops.order_reductions import argmin as argmin
+from jmask._ops.order_reductions import count as count
+from jmask._ops.order_reductions import count_nonzero as count_nonzero
+from jmask._ops.order_reductions import cumprod as cumprod
+from jmask._ops.order_reductions import cumsum as cumsum
+from jmask._ops.order_reductions import max as max
+from jmask._ops.order_reductions import median as median
+from jmask._ops.order_reductions import min as min
+from jmask._ops.reductions import average as average
+from jmask._ops.reductions import logsumexp as logsumexp
+from jmask._ops.reductions import mean as mean
+from jmask._ops.reductions import norm as norm
+from jmask._ops.reductions import prod as prod
+from jmask._ops.reductions import std as std
+from jmask._ops.reductions import sum as sum
+from jmask._ops.reductions import var as var
+
+# What the operators and methods of tensors are.
+from jmask._tensors.methods import install as _install
 
 _install(**{name: x for name, x in globals().items() if callable(x) and name[0] != "_"})

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmask._row_rule import RowRule
-from jmask._shard_layout import dealt, gathered
+from jmask._optim.row_rule import RowRule
+from jmask._tables.shard_layout import dealt, gathered
 
 __all__ = ["RowOptimizer", "from_cores", "optimizer_spec", "row_optimizer", "to_cores"]
 

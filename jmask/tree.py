@@ -24,12 +24,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._array_leaves import abstract_leaf
-from jmask._doors import check_flag, check_leaves
-from jmask._explicit_sharding import varying_alike, varying_axes
-from jmask._masked_tensor import MaskedTensor
-from jmask._row_sparse import RowSparse, is_row_sparse
-from jmask._storage import is_entry, is_sparse, stored_values, unique_positions
+from jmask._base.array_types import varying_alike, varying_axes
+from jmask._base.doors import check_flag, check_leaves
+from jmask._base.leaves import abstract_leaf
+from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._tensors.storage import is_entry, is_sparse, stored_values, unique_positions
 from jmask.numpy import add as _add
 from jmask.numpy import multiply as _multiply
 

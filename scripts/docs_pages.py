@@ -140,7 +140,7 @@ def _documented(module: ModuleType, groups: Iterable[list[str]]) -> str:
 
 def _methods(found: Any) -> str:
     """What a class of tensors inherits: functions that are documented elsewhere, by name."""
-    from jmask._methods import TensorMethods
+    from jmask._tensors.methods import TensorMethods
 
     if not (isinstance(found, type) and issubclass(found, TensorMethods)):
         return ""

@@ -13,7 +13,7 @@ from typing import Any
 from jax import lax
 from jax.interpreters import mlir
 
-from jmask import _fused_update
+from jmask._kernels import scatter_update as _fused_update
 
 _UPDATES = {
     "cuda": _fused_update._by_parts,

@@ -1,0 +1,9 @@
+"""`jmask.grad`: the gradient program of JAX, interpreted so that gradients of tables stay rows.
+
+values, row_pattern         cotangents that are still rows; which equations write rows
+interpreter                 running a jaxpr by a table of rules
+rules, control_flow, collectives    the table
+uses                        what a program does with its inputs: lookups, or all of them
+loss, tensor_arguments      the function differentiated, and its arguments that are tensors
+value_and_grad              `jmask.value_and_grad`
+"""

@@ -1,0 +1,293 @@
+"""Rules of the gradient program for equations that hold jaxprs.
+
+| equation                        | becomes                                               |
+|---------------------------------|-------------------------------------------------------|
+| jit, custom_jvp/vjp, closed call | its equations, in line                               |
+| remat                           | the same behind an optimization barrier, so that what |
+|                                 | is recomputed is not merged with the forward pass     |
+| scan with a table cotangent     | the rows of every iteration stacked as an output; the |
+| in the carry                    | table leaves the carry                                |
+| cond                            | every branch padded to one capacity                   |
+
+scan and cond must know what their bodies return before they are built: the body is first
+traced for its outputs alone, with warnings muted.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from jmask._autodiff.interpreter import Flags, Interpreter, Outputs, Rule, Values, makes_rows
+from jmask._autodiff.row_pattern import Entries
+from jmask._autodiff.values import Rows, refuse, trial
+from jmask._base.array_types import varying_axes
+from jmask._base.fallback import muted
+from jmask._base.forms import (
+    CALLS,
+    REMATS,
+    Opened,
+    Scan,
+    branches_of,
+    called,
+    is_recomputed_apart,
+    scan_of,
+)
+
+
+def nothing_to_do(jaxpr: Jaxpr, inputs: Sequence[Any]) -> bool:
+    """Whether an equation that runs `jaxpr` may be run as it is."""
+    return not any(map(makes_rows, jaxpr.eqns)) and not any(isinstance(x, Rows) for x in inputs)
+
+
+# --- calls -------------------------------------------------------------------------------
+
+
+def _call_demand(eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any) -> list[bool]:
+    jaxpr, _ = called(eqn)
+    return interpreter.demand(jaxpr, wanted).of(jaxpr.invars)
+
+
+def _call(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
+    jaxpr, consts = called(eqn)
+    if nothing_to_do(jaxpr, inputs):
+        return None
+    return interpreter.run(jaxpr, consts, inputs, wanted)
+
+
+def _remat(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
+    jaxpr, consts = called(eqn)
+    if nothing_to_do(jaxpr, inputs):
+        return None
+    if is_recomputed_apart(eqn):
+        inputs = _behind_a_barrier(inputs)
+    return interpreter.run(jaxpr, consts, inputs, wanted)
+
+
+def _behind_a_barrier(inputs: Values) -> list[Any]:
+    # In a `shard_map` all that goes through one barrier comes out typed alike.
+    groups: dict[Any, dict[int, jax.Array]] = {}
+    for i, x in enumerate(inputs):
+        if isinstance(x, jax.Array):
+            groups.setdefault(varying_axes(x), {})[i] = x
+    behind: dict[int, jax.Array] = {}
+    for group in groups.values():
+        behind |= jax.lax.optimization_barrier(group)
+    return [behind.get(i, x) for i, x in enumerate(inputs)]
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, Rows) and x.is_zero
+
+
+# --- scan --------------------------------------------------------------------------------
+
+
+class _Carry:
+    """The identity of one scan carry."""
+
+
+def _scan_demand(eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any) -> list[bool]:
+    scan = scan_of(eqn)
+    (jaxpr, _), first, count = scan.body, scan.consts, scan.carry
+    carry = list(wanted[:count])
+    scanned = [False] * (len(jaxpr.outvars) - count)
+    while True:
+        inputs = interpreter.demand(jaxpr, carry + scanned).of(jaxpr.invars)
+        # A carry is only kept sparse if it is so all the way around the loop.
+        around = [a and b for a, b in zip(carry, inputs[first:], strict=False)]
+        if around == carry:
+            break
+        carry = around
+    others = [False] * (len(eqn.invars) - first - count)
+    return [False] * first + carry + others
+
+
+def _scan(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
+    scan = scan_of(eqn)
+    (body, _), first, count = scan.body, scan.consts, scan.carry
+    consts, init = inputs[:first], list(inputs[first : first + count])
+    scanned_in = [interpreter.dense(x, eqn) for x in inputs[first + count :]]
+    carry_wanted = _scan_demand(eqn, wanted, interpreter, None)[first:]
+    keys = {i: _Carry() for i, x in enumerate(init) if isinstance(x, Rows) and carry_wanted[i]}
+    if not keys or nothing_to_do(body, [x for x in init if not _is_zero(x)]):
+        return None
+    consts = [interpreter.dense(x, eqn) for x in consts]
+    loop = _Loop(eqn, scan, interpreter, consts, init, list(wanted[:count]))
+    with muted():
+        keys = loop.additive(keys, scanned_in)
+    carry, (scanned, parts) = loop.run(keys, loop.dense_init(keys), scanned_in)
+    dense_carry = iter(carry)
+    totals = [
+        _with_stacked(x, parts[i]) if i in keys else next(dense_carry)
+        for i, x in enumerate(init)
+    ]
+    return [*totals, *scanned]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """A scan equation, to be run without the carries that only collect rows."""
+
+    eqn: JaxprEqn
+    scan: Scan
+    interpreter: Interpreter
+    consts: Sequence[Any]
+    init: Sequence[Any]
+    carry_wanted: list[bool]
+
+    def additive(self, keys: dict[int, _Carry], scanned: Sequence[Any]) -> dict[int, _Carry]:
+        """The carries among `keys` to which the body does nothing but add rows."""
+        while keys:
+            with trial() as refused:
+                run = functools.partial(self.run, keys)
+                jax.eval_shape(run, self.dense_init(keys), list(scanned))
+            if refused.isdisjoint(keys.values()):
+                break
+            keys = {i: key for i, key in keys.items() if key not in refused}
+        return keys
+
+    def run(self, keys: dict[int, _Carry], init: list[Any], scanned: list[Any]) -> Any:
+        """The scan without the carries in `keys`."""
+        return jax.lax.scan(self.step(keys), init, scanned, **self.scan.how)
+
+    def dense_init(self, keys: dict[int, _Carry]) -> list[Any]:
+        """The initial values of the carries that stay."""
+        return [
+            self.interpreter.dense(x, self.eqn)
+            for i, x in enumerate(self.init)
+            if i not in keys
+        ]
+
+    def step(self, keys: dict[int, _Carry]) -> Callable[..., Any]:
+        """The body without the carries in `keys`, whose rows are an output instead."""
+        body, body_consts = self.scan.body
+        others = len(body.outvars) - len(self.init)
+        wanted = self.carry_wanted + [False] * others
+
+        def step(dense_carry: list[Any], scanned: list[Any]) -> Any:
+            remaining = iter(dense_carry)
+            carry = [
+                Rows(x.shape, x.dtype, carry=keys[i]) if i in keys else next(remaining)
+                for i, x in enumerate(self.init)
+            ]
+            outputs = self.interpreter.run(
+                body, body_consts, [*self.consts, *carry, *scanned], wanted
+            )
+            parts = {i: _parts_added_to(key, outputs[i]) for i, key in keys.items()}
+            dense = [
+                self.interpreter.dense(x, self.eqn)
+                for i, x in enumerate(outputs)
+                if i not in keys
+            ]
+            count = len(dense_carry)
+            return dense[:count], (dense[count:], parts)
+
+        return step
+
+
+def _parts_added_to(key: _Carry, output: Any) -> tuple[Entries, ...]:
+    # Rows of slices with fixed bounds are better summed than stacked.
+    additive = isinstance(output, Rows) and output.carry is key
+    if additive and (output.looked_up or not output.parts):
+        return output.parts
+    refuse(key)
+    return ()
+
+
+def _with_stacked(total: Rows, stacked: tuple[Entries, ...]) -> Rows:
+    """`total` with parts whose ids (length, n) and rows (length, n, *row) are stacked."""
+    parts = tuple(
+        (
+            ids.reshape(ids.shape[0] * ids.shape[1]),
+            rows.reshape((ids.shape[0] * ids.shape[1], *rows.shape[2:])),
+        )
+        for ids, rows in stacked
+    )
+    return total.plus(parts, looked_up=True)
+
+
+# --- cond --------------------------------------------------------------------------------
+
+
+def _cond_demand(eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any) -> list[bool]:
+    flags = [
+        interpreter.demand(branch, wanted).of(branch.invars) for branch, _ in branches_of(eqn)
+    ]
+    return [False] + [any(column) for column in zip(*flags, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Output:
+    """What a branch of a cond, or all of them, return in one place: rows, or (None) dense."""
+
+    rows: Rows | None
+    capacity: int = 0
+
+
+def _cond(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
+    which, *operands = inputs
+    branches = branches_of(eqn)
+    if all(nothing_to_do(branch, operands) for branch, _ in branches):
+        return None
+    axes = interpreter.branching | varying_axes(which)
+    interpreter = dataclasses.replace(interpreter, branching=axes)
+
+    def outputs_of(branch: Opened) -> list[Any]:
+        return interpreter.run(*branch, operands, wanted)
+
+    with muted():
+        common = _common_outputs([_trial(outputs_of, branch) for branch in branches])
+
+    def build(branch: Opened) -> Callable[[], list[Any]]:
+        def call() -> list[Any]:
+            return [
+                interpreter.dense(x, eqn)
+                if form.rows is None
+                else x.concatenated(form.capacity)
+                for x, form in zip(outputs_of(branch), common, strict=True)
+            ]
+
+        return call
+
+    results = jax.lax.switch(which, [build(branch) for branch in branches])
+    return [
+        x if form.rows is None else form.rows.plus((x,), form.rows.looked_up)
+        for x, form in zip(results, common, strict=True)
+    ]
+
+
+def _trial(function: Callable[..., list[Any]], branch: Opened) -> list[_Output]:
+    """What a branch returns, traced for kinds and capacities only: no tracer leaves it."""
+    seen: list[_Output] = []
+
+    def trace() -> None:
+        for x in function(branch):
+            rows = dataclasses.replace(x, parts=()) if isinstance(x, Rows) else None
+            seen.append(_Output(rows, x.capacity if isinstance(x, Rows) else 0))
+
+    jax.eval_shape(trace)
+    return seen
+
+
+def _common_outputs(branches: list[list[_Output]]) -> list[_Output]:
+    forms = []
+    for outputs in zip(*branches, strict=True):
+        rows = [x.rows for x in outputs if x.rows is not None]
+        if len(rows) < len(outputs) or any(x.carry is not rows[0].carry for x in rows):
+            forms.append(_Output(None))
+            continue
+        looked_up = any(x.looked_up for x in rows)
+        capacity = max(x.capacity for x in outputs)
+        forms.append(_Output(dataclasses.replace(rows[0], looked_up=looked_up), capacity))
+    return forms
+
+
+CONTROL_FLOW_RULES: dict[str, Rule] = (
+    {"scan": Rule(_scan_demand, _scan), "cond": Rule(_cond_demand, _cond)}
+    | {name: Rule(_call_demand, _call) for name in CALLS}
+    | {name: Rule(_call_demand, _remat) for name in REMATS}
+)

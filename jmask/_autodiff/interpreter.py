@@ -1,0 +1,249 @@
+"""Interpreting a gradient program so that table gradients come out row-sparse.
+
+The jaxpr of `jax.value_and_grad(f)` is run equation by equation with `Rows` as one more
+kind of value. Two passes:
+
+1. **Demand**, backwards: which variables flow into the gradients through linear rules
+   only. Only there are row updates kept symbolic, so a scatter-add that belongs to the
+   model itself is left alone, and what nothing needs is not run.
+2. **Interpretation**, forwards: a rule for the primitive where a demanded variable is
+   made, the ordinary primitive everywhere else. A primitive with no rule gets dense
+   inputs, and a warning where that costs a table.
+
+    a = broadcast_in_dim 0.0      demanded            Rows(parts=())
+    b = scatter-add a ids ct      demanded            Rows(parts=((ids, ct),))
+    c = add_any b d               demanded            Rows, parts of b and d
+    e = cos x                     not demanded        cos(x)
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import source_info_util
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+
+from jmask._autodiff.values import Filled, Rows
+from jmask._base.array_types import varying_like
+from jmask._base.fallback import Place, in_bytes, place_among, report_fallback
+from jmask._base.forms import aval_of, called, name_of, parameter, what_is_unknown
+from jmask._kernels.gather import Gather
+
+# The user's line in a fallback warning must not be a line of this library.
+source_info_util.register_exclusion(str(Path(__file__).parents[1]))
+
+
+_ROW_MAKERS = ("scatter-add", "dynamic_update_slice", "pad", "bcoo_dot_general")
+
+Flags = Sequence[bool]
+Values = Sequence[Any]
+Outputs = list[Any] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How one primitive treats demanded variables.
+
+    Attributes:
+        demand: (eqn, wanted outputs, interpreter, definitions) -> wanted inputs, as
+            flags; `definitions` maps a variable to the equation that made it.
+        apply: (eqn, inputs, wanted outputs, interpreter) -> outputs, or None to run the
+            primitive on dense inputs. Outputs of other shapes or dtypes than the equation
+            has count as None.
+    """
+
+    demand: Callable[..., Sequence[bool]]
+    apply: Callable[..., list[Any] | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Demand:
+    """Result of the backward pass over one jaxpr.
+
+    Attributes:
+        wanted: the variables that reach a wanted output through linear rules only.
+        live: the equations whose result is used or that have an effect.
+    """
+
+    wanted: set[Var]
+    live: set[int]
+
+    def of(self, variables: Sequence[Any]) -> list[bool]:
+        return [not isinstance(v, Literal) and v in self.wanted for v in variables]
+
+
+@dataclasses.dataclass(frozen=True)
+class Interpreter:
+    """Runs jaxprs by a table of rules, one rule for each primitive name.
+
+    Attributes:
+        rules: by name.
+        branching: axes of a `shard_map` along which devices may be in different branches.
+    """
+
+    rules: dict[str, Rule]
+    branching: frozenset[str] = frozenset()
+
+    def demand(self, jaxpr: Jaxpr, wanted_outputs: Sequence[bool]) -> Demand:
+        """The backward pass: what is wanted and what is live in `jaxpr`."""
+        outputs = [v for v in jaxpr.outvars if not isinstance(v, Literal)]
+        wanted = {
+            v
+            for v, is_wanted in zip(jaxpr.outvars, wanted_outputs, strict=True)
+            if is_wanted and not isinstance(v, Literal)
+        }
+        used, live = set(outputs), set[int]()
+        definitions = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        result = Demand(wanted, live)
+        for number, eqn in reversed(list(enumerate(jaxpr.eqns))):
+            if not (eqn.effects or any(v in used for v in eqn.outvars)):
+                continue
+            live.add(number)
+            inputs = [v for v in eqn.invars if not isinstance(v, Literal)]
+            used.update(inputs)
+            outputs_wanted = result.of(eqn.outvars)
+            rule = self.rules.get(name_of(eqn))
+            if rule is None or not any(outputs_wanted):
+                continue
+            flags = rule.demand(eqn, outputs_wanted, self, definitions)
+            wanted.update(
+                v
+                for v, flag in zip(eqn.invars, flags, strict=True)
+                if flag and not isinstance(v, Literal)
+            )
+        return result
+
+    def run(
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[Any],
+        inputs: Sequence[Any],
+        wanted_outputs: Sequence[bool],
+    ) -> list[Any]:
+        """The forward pass: outputs of `jaxpr`, the wanted ones possibly symbolic."""
+        demand = self.demand(jaxpr, wanted_outputs)
+        values: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        values.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(v: Any) -> Any:
+            return v.val if isinstance(v, Literal) else values[v]
+
+        for number, eqn in enumerate(jaxpr.eqns):
+            if number not in demand.live:
+                continue
+            arguments = [read(v) for v in eqn.invars]
+            stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+            traceback = eqn.source_info.traceback
+            with (
+                source_info_util.user_context(traceback, name_stack=stack),
+                eqn.ctx.manager,
+            ):
+                outputs = self._run_equation(eqn, arguments, demand.of(eqn.outvars))
+            values.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _run_equation(
+        self, eqn: JaxprEqn, arguments: list[Any], wanted: list[bool]
+    ) -> list[Any]:
+        rule = self.rules.get(name_of(eqn))
+        if any(wanted):
+            report_unknown(eqn, wanted)
+        if rule is not None and any(wanted):
+            outputs = rule.apply(eqn, arguments, wanted, self)
+            if outputs is not None and all(map(_fits, outputs, eqn.outvars)):
+                return outputs
+        elif holds_slow_gather(eqn):
+            return self._run_gather(eqn, arguments)
+        return self.run_dense(eqn, arguments)
+
+    def run_dense(self, eqn: JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+        """The equation itself, on arrays."""
+        arguments = [
+            self._dense_as_traced(x, v, eqn) for x, v in zip(arguments, eqn.invars, strict=True)
+        ]
+        outputs = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(eqn.params))
+        return list(outputs) if eqn.primitive.multiple_results else [outputs]
+
+    def _dense_as_traced(self, value: Any, v: Any, eqn: JaxprEqn) -> Any:
+        """`value` as an array, in a `shard_map` typed as the equation was traced for."""
+        dense = self.dense(value, eqn)
+        return dense if dense is value else varying_like(dense, aval_of(v))
+
+    def _run_gather(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+        """A lookup of the forward pass, or a call that makes one (`jnp.take`)."""
+        if name_of(eqn) == "gather":
+            operand, indices = (self.dense(x, eqn) for x in arguments)
+            return [gather_of(eqn)(operand, indices)]
+        jaxpr, consts = called(eqn)
+        return self.run(jaxpr, consts, arguments, [False] * len(eqn.outvars))
+
+    @staticmethod
+    def dense(value: Any, eqn: JaxprEqn) -> Any:
+        """`value` as an array; the equation that needs it so is named in a warning."""
+        if not isinstance(value, Rows | Filled):
+            return value
+        if isinstance(value, Rows) and value.looked_up:
+            report_dense(value, eqn, f"`{eqn.primitive.name}` has no row-sparse form")
+        return value.todense()
+
+
+def _fits(value: Any, v: Any) -> bool:
+    """Whether a symbolic value is of the shape and dtype that the equation says."""
+    if not isinstance(value, Rows | Filled):
+        return True
+    return (value.shape, value.dtype) == (aval_of(v).shape, aval_of(v).dtype)
+
+
+def report_dense(value: Any, eqn: JaxprEqn, reason: str) -> None:
+    """Say that a row-sparse gradient became dense, why, and at which line of user code."""
+    size = math.prod(value.shape) * jnp.dtype(value.dtype).itemsize
+    report_fallback(
+        f"the gradient of a {value.dtype}{list(value.shape)} table ({in_bytes(size)}) became "
+        f"dense, at O(table) cost in each step: {reason}",
+        place_of(eqn),
+        tuple(value.shape),
+    )
+
+
+def makes_rows(eqn: JaxprEqn, shape: tuple[int, ...] | None = None) -> bool:
+    """Whether an equation or what it runs writes rows, of arrays of this shape if given."""
+    if eqn.primitive.name in _ROW_MAKERS:
+        return shape is None or aval_of(eqn.outvars[0]).shape == shape
+    inner = jaxprs_in_params(eqn.params)
+    return any(makes_rows(e, shape) for jaxpr in inner for e in jaxpr.eqns)
+
+
+def report_unknown(eqn: JaxprEqn, wanted: Flags) -> None:
+    """Say which gradients become dense since JAX gives an equation a form that is not known."""
+    reason = what_is_unknown(eqn)
+    if reason is None:
+        return
+    for v, is_wanted in zip(eqn.outvars, wanted, strict=True):
+        if is_wanted and makes_rows(eqn, aval_of(v).shape):
+            report_dense(aval_of(v), eqn, reason)
+
+
+def place_of(eqn: JaxprEqn) -> Place | None:
+    """The line of user code that an equation comes from."""
+    frames = getattr(eqn.source_info.traceback, "frames", ())
+    place = place_among((frame.file_name, frame.line_num) for frame in frames)
+    if place is None:
+        found = re.match(r"(.+?):(\d+)", source_info_util.summarize(eqn.source_info))
+        place = Place(found[1], int(found[2])) if found else None
+    return place
+
+
+def holds_slow_gather(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a gather that can be faster, or a call of a function with one."""
+    if name_of(eqn) == "gather":
+        return gather_of(eqn).is_slow_copy(aval_of(eqn.invars[0]).dtype)
+    return name_of(eqn) == "jit" and any(map(holds_slow_gather, called(eqn)[0].eqns))
+
+
+def gather_of(eqn: JaxprEqn) -> Gather:
+    """The parameters of a `gather` equation."""
+    return Gather(**{f.name: parameter(eqn, f.name) for f in dataclasses.fields(Gather)})

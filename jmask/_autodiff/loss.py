@@ -1,0 +1,93 @@
+"""What is checked of a function that is differentiated: its result, and what it writes to.
+
+    lambda p: p[ids]                    float32 of shape (3, 2): take its mean or its sum
+    lambda model: model(ids).mean()     writes to `model.norm.mean`: lost
+
+JAX says that the result is no scalar, but not what to do. And JAX is silent when a module of
+flax nnx (any object that is a pytree) writes to itself: the function gets a copy, whose new
+batch statistics nobody sees.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jmask._base.leaves import leaf_name
+from jmask._tensors.masked_tensor import MaskedTensor
+
+
+def checked_loss(
+    fun: Callable[..., Any], numbers: Sequence[int], has_aux: bool
+) -> Callable[..., Any]:
+    """`fun`, and an error if what it returns is no scalar or it writes to an argument.
+
+    Args:
+        fun: the function.
+        numbers: the positions of the arguments that are differentiated.
+        has_aux: whether it returns auxiliary data beside the scalar.
+    """
+
+    @functools.wraps(fun, assigned=())
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        objects = {n: args[n] for n in numbers if not _is_plain(args[n])}
+        before = {n: jax.tree.leaves_with_path(x) for n, x in objects.items()}
+        result = fun(*args, **kwargs)
+        for number, leaves in before.items():
+            _check_not_written(fun, number, leaves, jax.tree.leaves(objects[number]))
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        if not has_aux or is_pair:  # JAX's error says what is expected with `has_aux`
+            _check_scalar(result[0] if has_aux else result)
+        return result
+
+    return checked
+
+
+def _is_plain(tree: Any) -> bool:
+    """Whether nobody expects to see what is written to a tree: containers are copied."""
+    return isinstance(tree, Mapping | list | tuple | jax.Array)
+
+
+def _check_not_written(fun: Any, number: int, before: Any, after: Sequence[Any]) -> None:
+    if len(before) != len(after):
+        return
+    for (path, old), new in zip(before, after, strict=True):
+        if old is not new:
+            name = leaf_name(argument_name(fun, number), path)
+            raise TypeError(
+                f"`fun` writes to {name}, which is lost, as under "
+                "jax.value_and_grad: differentiate the parameters alone, "
+                "nnx.split(model, nnx.Param, ...), and return the rest as aux (in "
+                "docs/sharp_bits.md)."
+            )
+
+
+def _check_scalar(loss: Any) -> None:
+    if loss is None:
+        advice = "got None: is its `return` missing?"
+    elif isinstance(loss, MaskedTensor):
+        advice = "got a MaskedTensor: end with `.to_tensor(0)`."
+    elif isinstance(loss, tuple | list | dict):
+        advice = (
+            f"got a {type(loss).__name__}: with auxiliary data beside it, return "
+            "(loss, aux) and give has_aux=True."
+        )
+    elif isinstance(loss, jax.Array | np.ndarray) and loss.shape:
+        advice = f"got {loss.dtype} of shape {loss.shape}: take its mean or its sum."
+    else:
+        return
+    raise TypeError(f"`fun` must return a scalar (a scalar-output function), {advice}")
+
+
+def argument_name(fun: Callable[..., Any], number: int) -> str:
+    """What `fun` calls its positional argument, or its number."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):
+        parameters = {}.values()
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [parameter.name for parameter in parameters if parameter.kind in by_position]
+    return names[number] if number < len(names) else f"args[{number}]"

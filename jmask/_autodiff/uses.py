@@ -1,0 +1,185 @@
+"""What a program does with each of its inputs: looks rows up in it, or needs all of it.
+
+    def loss(table, ids):
+        rows = jnp.take(table, ids, axis=0)        lookup
+        return jnp.sum(rows @ table.T)             `dot_general` needs all of it
+
+The uses are read from the jaxpr of the function itself. A copy, a cast, a transpose or a
+multiple of an array is that array still, so a use of it is a use of the input. So is a lookup
+in what was computed from all of an array, row by row: in `(table / norms)[ids]` the division
+needs all of it, and the lookup shows that rows were meant.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from jmask._autodiff.interpreter import place_of
+from jmask._base.fallback import Fallback, Place, in_bytes
+from jmask._base.forms import aval_of, bodies_of
+
+_LARGE = 2**20  # bytes
+_LOOKUPS = ("gather", "dynamic_slice")
+_STILL_THE_SAME = (
+    "convert_element_type copy copy_p expand_dims name neg pcast pvary reshape reshard "
+    "sharding_constraint squeeze transpose"
+).split()
+
+
+class Use(NamedTuple):
+    """One use of an input: the primitive, and the line of the user's code."""
+
+    primitive: str
+    place: Place | None
+
+    @property
+    def is_lookup(self) -> bool:
+        return self.primitive in _LOOKUPS
+
+
+def uses_of_inputs(jaxpr: Jaxpr) -> list[list[Use]]:
+    """For every input of a program, in order, how it is used."""
+    count = len(jaxpr.invars)
+    return _uses(jaxpr, [_Origin(i, False) for i in range(count)], count)[0]
+
+
+def refined_report(jaxpr: Jaxpr, names: Sequence[str], report: Fallback) -> Fallback:
+    """A report about the gradient of a table, at the line that needs all of the table.
+
+    A gradient program adds the two gradients of a table that is looked up and used otherwise
+    too, and the sum is made at the line of whichever use comes first.
+
+    Args:
+        jaxpr: the gradient program.
+        names: what its inputs are called, in backticks.
+        report: about one of them, which only its shape tells.
+    """
+    for name, variable, uses in zip(names, jaxpr.invars, uses_of_inputs(jaxpr), strict=True):
+        if tuple(aval_of(variable).shape) == report.shape:
+            found = _of_mixed_uses(name, aval_of(variable), uses)
+            if found is not None:
+                return found._replace(place=found.place or report.place)
+    return report
+
+
+def unreported(
+    jaxpr: Jaxpr, names: Callable[[], Sequence[str]], is_dense: Sequence[bool]
+) -> Iterator[Fallback]:
+    """Reports about large tables that are looked up after all of them was computed on.
+
+    `(table / norms)[ids]` is a lookup in another table than the parameter, whose gradient has
+    never been rows.
+
+    Args:
+        jaxpr: the gradient program.
+        names: returns what its inputs are called, in backticks.
+        is_dense: of which inputs the gradient is dense.
+    """
+    large = [
+        dense and _size(aval_of(variable)) >= _LARGE
+        for variable, dense in zip(jaxpr.invars, is_dense, strict=True)
+    ]
+    if not any(large):
+        return
+    inputs = zip(names(), jaxpr.invars, uses_of_inputs(jaxpr), large, strict=True)
+    for name, variable, uses, counts in inputs:
+        found = _of_mixed_uses(name, aval_of(variable), uses) if counts else None
+        if found is not None:
+            yield found
+
+
+def _of_mixed_uses(name: str, table: Any, uses: Sequence[Use]) -> Fallback | None:
+    """The report about a table that is looked up and needed as a whole; None of another."""
+    lookups = [use.place for use in uses if use.is_lookup]
+    others = [use for use in uses if not use.is_lookup]
+    if not lookups or not others:
+        return None
+    looked_up = f"looked up ({lookups[0]})" if lookups[0] else "looked up"
+    return Fallback(
+        f"the gradient of {name}, a {table.dtype}{list(table.shape)} table "
+        f"({in_bytes(_size(table))}), became dense, at O(table) cost in each step: it is "
+        f"{looked_up}, but `{others[0].primitive}` needs all of it",
+        others[0].place,
+        tuple(table.shape),
+    )
+
+
+def _size(table: Any) -> int:
+    return math.prod(table.shape) * table.dtype.itemsize
+
+
+class _Origin(NamedTuple):
+    """What a variable is: an input, or what was computed from all of it, row by row."""
+
+    number: int
+    is_computed: bool
+
+
+def _uses(
+    jaxpr: Jaxpr, inputs: Sequence[_Origin | None], count: int
+) -> tuple[list[list[Use]], list[_Origin | None]]:
+    """The uses of `count` inputs, and which of them each output of `jaxpr` is, if any.
+
+    Args:
+        jaxpr: a program.
+        inputs: for each of its variables which of the inputs it is, or None.
+        count: the number of inputs.
+    """
+    uses: list[list[Use]] = [[] for _ in range(count)]
+    origins: dict[Var, _Origin] = {
+        v: origin for v, origin in zip(jaxpr.invars, inputs, strict=True) if origin is not None
+    }
+
+    def of(v: Any) -> _Origin | None:
+        return None if isinstance(v, Literal) else origins.get(v)
+
+    for eqn in jaxpr.eqns:
+        found = [of(v) for v in eqn.invars]
+        if all(origin is None for origin in found) or eqn.primitive.name == "stop_gradient":
+            continue
+        inner = [jaxpr for jaxpr, _ in bodies_of(eqn)]
+        for body in inner:
+            theirs, outputs = _uses(body, found[len(found) - len(body.invars) :], count)
+            for mine, more in zip(uses, theirs, strict=True):
+                # What JAX itself calls (`jnp.sort`) has no line of the user inside.
+                mine.extend(u if u.place else u._replace(place=place_of(eqn)) for u in more)
+            origins.update(
+                (v, origin)
+                for v, origin in zip(eqn.outvars, outputs, strict=False)
+                if origin is not None
+            )
+        if inner:
+            continue
+        if _is_the_same(eqn):
+            origins[eqn.outvars[0]] = next(o for o in found if o is not None)
+            continue
+        use = Use(eqn.primitive.name, place_of(eqn))
+        for origin in dict.fromkeys(o for o in found if o is not None):
+            # Of what was computed only lookups count: they are meant as lookups in the input.
+            if use.is_lookup or not origin.is_computed:
+                uses[origin.number].append(use)
+        for v, source in zip(eqn.invars, found, strict=True):
+            for result in eqn.outvars:
+                if source is not None and _keeps_rows(eqn, v, result):
+                    origins.setdefault(result, _Origin(source.number, True))
+    return uses, [of(v) for v in jaxpr.outvars]
+
+
+def _keeps_rows(eqn: JaxprEqn, v: Any, result: Any) -> bool:
+    """Whether every row of `v` is found in a row of a result, computed on: `v / norms`.
+
+    Products do not count: the labels' entries of logits `v @ x` are no rows looked up.
+    """
+    table = tuple(aval_of(v).shape)
+    rows = tuple(getattr(aval_of(result), "shape", ()))
+    if eqn.primitive.name in (*_LOOKUPS, "dot_general") or len(table) < 2:
+        return False
+    return len(rows) == len(table) and rows[1:] == table[1:] and rows[0] >= table[0]
+
+
+def _is_the_same(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name in ("mul", "div"):
+        return any(aval_of(v).ndim == 0 for v in eqn.invars)
+    return eqn.primitive.name in _STILL_THE_SAME

@@ -1,0 +1,347 @@
+"""`jmask.value_and_grad`: `jax.value_and_grad` with row-sparse gradients for tables.
+
+    loss, grads = jmask.value_and_grad(lambda table: table[ids].sum())(table)
+    grads       RowSparse(ids, ones), and not an array as large as the table
+
+The function is written as always. Its gradient program, the jaxpr of
+`jax.value_and_grad(f)`, is interpreted with rules that keep what a lookup contributes to
+a table's gradient as (ids, rows); see `interpreter`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmask._autodiff.collectives import COLLECTIVE_RULES
+from jmask._autodiff.control_flow import CONTROL_FLOW_RULES
+from jmask._autodiff.interpreter import Interpreter
+from jmask._autodiff.loss import argument_name, checked_loss
+from jmask._autodiff.rules import EQUATION_RULES
+from jmask._autodiff.tensor_arguments import TensorArguments
+from jmask._autodiff.uses import refined_report, unreported
+from jmask._autodiff.values import Filled, Rows
+from jmask._base.array_types import varying_axes
+from jmask._base.doors import check_flag
+from jmask._base.fallback import Fallback, muted, refined, report_fallback
+from jmask._base.leaves import KEEP_ARRAYS, abstract_leaf, leaf_name, not_an_array
+from jmask._kernels.rows import ids_after_reading
+from jmask._tables.stored_table import is_stored_table
+from jmask._tensors.phantom import is_tensor
+from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+
+_INTERPRETER = Interpreter({**EQUATION_RULES, **CONTROL_FLOW_RULES, **COLLECTIVE_RULES})
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """Like `jax.value_and_grad`; the gradient of a table that is only looked up is sparse.
+
+    A parameter whose gradient is a sum of lookups (`t[ids]`, `jnp.take`, flax and equinox
+    embeddings, under jit, vmap, remat, scan, cond) gets a `RowSparse` gradient with one
+    stored row for each lookup. Every other parameter gets what JAX gives. Made dense, the
+    result equals that of `jax.value_and_grad`, out-of-range ids included.
+
+    Args:
+        fun: a function returning a scalar, or (scalar, aux) with `has_aux`.
+        argnums: the positional argument(s) to differentiate: pytrees of float arrays, and of
+            `RowSparse`, BCOO, BCSR and `MaskedTensor`, whose gradients have the same
+            positions or mask. Where entries count that are not there (`jmask.todense`), the
+            gradient of such a tensor is a dense array.
+        has_aux: whether `fun` returns auxiliary data beside the scalar.
+
+    Returns:
+        A function with the arguments of `fun` that returns (value, gradient), as
+        `jax.value_and_grad` does.
+
+    Raises:
+        TypeError: if `fun` is no function; from the returned function, if its result is no
+            scalar, or an argument that is differentiated has leaves that are no arrays, or
+            integers, naming the leaf.
+
+    Warns:
+        StorageFallbackWarning: if the gradient of a table had to be made dense because
+            the table is used otherwise too (a tied softmax).
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> def loss(params, ids):
+        ...     return jnp.sum(params["table"][ids] * params["scale"])
+        >>> params = {"table": jnp.ones((1000, 2)), "scale": jnp.float32(3)}
+        >>> value, grads = jmask.value_and_grad(loss)(params, jnp.array([7, 5, 7]))
+        >>> value
+        Array(18., dtype=float32)
+        >>> grads
+        {'scale': Array(6., dtype=float32), 'table': RowSparse(float32[1000, 2], nse=3)}
+    """
+
+    _check_function(fun, has_aux)
+
+    @functools.wraps(fun, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
+    def value_and_grad_of_fun(*args: Any, **kwargs: Any) -> Any:
+        numbers = _positions(argnums, args)
+        value, gradients = value_and_gradients(fun, numbers, has_aux, args, kwargs)
+        gradients = _after_reading(value[0] if has_aux else value, gradients)
+        return value, gradients if isinstance(argnums, Sequence) else gradients[0]
+
+    return value_and_grad_of_fun
+
+
+def _after_reading(value: Any, gradients: Any) -> Any:
+    """Gradients whose ids XLA takes to depend on the value of the loss.
+
+    So all that the value needs of a table is read before the table is written. Where nothing
+    else orders the two (in a linear loss, or where XLA fuses the lookup into the loss a second
+    time, as it does for GPUs), it would read from a copy of the whole table.
+    """
+
+    def ordered(gradient: Any) -> Any:
+        ids = gradient.indices if is_row_sparse(gradient) else None
+        if not isinstance(ids, jax.core.Tracer) or varying_axes(value) - varying_axes(ids):
+            return gradient
+        read = ids_after_reading(ids, value)
+        kind = {"coalesced": gradient.coalesced}
+        return RowSparse.of_rows(read, gradient.values, gradient.shape, **kind)
+
+    if not isinstance(value, jax.core.Tracer):
+        return gradients
+    return jax.tree.map(ordered, gradients, is_leaf=is_row_sparse)
+
+
+def grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """Like `jax.grad`; the gradient of a table that is only looked up is sparse.
+
+    Arguments, errors and warnings are those of `value_and_grad`.
+
+    Returns:
+        A function that returns the gradient, or (gradient, aux) with `has_aux`.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.grad(lambda t: jnp.sum(t[jnp.array([1, 1])] ** 2))(jnp.ones((3, 2)))
+        RowSparse(float32[3, 2], nse=2)
+    """
+    _check_function(fun, has_aux)
+
+    @functools.wraps(fun, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
+    def grad_of_fun(*args: Any, **kwargs: Any) -> Any:
+        numbers = _positions(argnums, args)
+        value, gradients = value_and_gradients(fun, numbers, has_aux, args, kwargs)
+        gradient = gradients if isinstance(argnums, Sequence) else gradients[0]
+        return (gradient, value[1]) if has_aux else gradient
+
+    return grad_of_fun
+
+
+def value_and_gradients(
+    fun: Callable[..., Any],
+    numbers: tuple[int, ...],
+    has_aux: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    finished: Callable[[Any], Any] | None = None,
+) -> tuple[Any, tuple[Any, ...]]:
+    """The value (and aux), and a gradient for each of the positions `numbers`.
+
+    Args:
+        fun, has_aux: as in `value_and_grad`.
+        numbers: positions in `args`.
+        args, kwargs: of the call.
+        finished: what becomes of a result of the gradient program; by default an array or
+            a `RowSparse`.
+    """
+    finished = _finished if finished is None else finished
+    for number in numbers:
+        _check_argument(fun, number, args[number])
+    arguments = TensorArguments(args, numbers)
+    if arguments:
+        return _of_tensors(fun, arguments, has_aux, kwargs, finished)
+    value, results = _value_and_results(fun, numbers, has_aux, args, kwargs)
+    return value, _mapped(finished, results)
+
+
+def _of_tensors(
+    fun: Callable[..., Any],
+    arguments: TensorArguments,
+    has_aux: bool,
+    kwargs: dict[str, Any],
+    finished: Callable[[Any], Any],
+) -> tuple[Any, tuple[Any, ...]]:
+    """Differentiate in the stored values of tensors, and in taps where those count."""
+
+    def results(taps: Sequence[Any]) -> tuple[Any, Any, Any]:
+        of_parts = arguments.function_of_parts(fun)
+        args, numbers = arguments.parts(taps)
+        value, found = _value_and_results(of_parts, numbers, has_aux, args, kwargs)
+        return value, found[:-1], found[-1]
+
+    def trial(taps: Sequence[Any]) -> None:
+        *_, of_taps = results(taps)
+        counts.extend(not (isinstance(x, Rows) and x.is_zero) for x in of_taps)
+
+    counts: list[bool] = []
+    if arguments.only_tables():
+        counts = [True] * len(arguments.tensors)
+    with muted():  # the real trace below reports
+        try:
+            counts or jax.eval_shape(trial, arguments.abstract_taps())
+        except Exception:
+            # A rule of the function itself (custom_vjp) may insist on tensors without taps:
+            # then it has no gradient at other entries. All other faults come up again.
+            counts = [False] * len(arguments.tensors)
+    value, gradients, of_taps = results(arguments.taps(counts))
+    return value, arguments.gradients(_mapped(finished, gradients), of_taps)
+
+
+def _value_and_results(
+    fun: Callable[..., Any],
+    numbers: tuple[int, ...],
+    has_aux: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, tuple[Any, ...]]:
+    """The value (and aux), and the gradients as the gradient program leaves them."""
+    stock = jax.value_and_grad(checked_loss(fun, numbers, has_aux), numbers, has_aux)
+    trace = _Trace(stock, args, kwargs, numbers)
+    differentiated = tuple(args[number] for number in numbers)
+    program, outputs = jax.make_jaxpr(trace, return_shape=True)(*differentiated)
+    computed, gradients = outputs
+    wanted = (
+        jax.tree.map(lambda x: False, computed),
+        jax.tree.map(lambda x: x.ndim > 0, gradients),
+    )
+
+    reported: set[Any] = set()
+
+    def names() -> list[str]:
+        return [
+            leaf_name(argument_name(fun, number), path)
+            for number, tree in zip(numbers, differentiated, strict=True)
+            for path, _ in jax.tree.leaves_with_path(tree)
+        ]
+
+    def refine(report: Fallback) -> Fallback:
+        reported.add(report.shape)
+        return refined_report(program.jaxpr, names(), report)
+
+    with refined(refine):
+        results = _INTERPRETER.run(
+            program.jaxpr,
+            program.consts,
+            jax.tree.leaves(differentiated),
+            jax.tree.leaves(wanted),
+        )
+    computed, gradients = jax.tree.unflatten(jax.tree.structure(outputs), results)
+    is_dense = [isinstance(x, jax.Array) for x in jax.tree.leaves(gradients)]
+    for report in unreported(program.jaxpr, names, is_dense):
+        if report.shape not in reported:
+            report_fallback(*report)
+    return trace.with_static(_mapped(_finished, computed)), gradients
+
+
+class _Trace:
+    """The gradient program as a function of the differentiated arguments alone.
+
+    All other arguments are closed over, so they may be anything, as in JAX. What the
+    function returns without having computed it (strings and numbers in `aux`) does not
+    go through the program: it is remembered here.
+    """
+
+    def __init__(
+        self,
+        stock: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        numbers: tuple[int, ...],
+    ):
+        self.stock, self.args, self.kwargs, self.numbers = stock, args, kwargs, numbers
+        self.structure: Any = None
+        self.static: dict[int, Any] = {}
+
+    def __call__(self, *differentiated: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        args = list(self.args)
+        for number, argument in zip(self.numbers, differentiated, strict=True):
+            args[number] = argument
+        value, gradients = self.stock(*args, **self.kwargs)
+        leaves, self.structure = jax.tree.flatten(value)
+        self.static = {i: x for i, x in enumerate(leaves) if not isinstance(x, jax.core.Tracer)}
+        return [x for i, x in enumerate(leaves) if i not in self.static], gradients
+
+    def with_static(self, computed: list[Any]) -> Any:
+        """The value (and aux) from its computed leaves and the remembered ones."""
+        remaining = iter(computed)
+        count = len(computed) + len(self.static)
+        leaves = [self.static[i] if i in self.static else next(remaining) for i in range(count)]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+def _mapped(function: Callable[[Any], Any], results: Any) -> Any:
+    return jax.tree.map(function, results)
+
+
+def _finished(result: Any) -> Any:
+    """A result of the program as users see it."""
+    if isinstance(result, Rows) and result.looked_up:
+        return result.to_row_sparse()
+    return _dense(result)
+
+
+def _dense(result: Any) -> Any:
+    return result.todense() if isinstance(result, Rows | Filled) else result
+
+
+def _check_function(fun: Any, has_aux: Any) -> None:
+    if not callable(fun):
+        raise TypeError(
+            f"`fun` must be a function, got {type(fun).__name__}: write "
+            "jmask.value_and_grad(loss_fn)(params, batch)."
+        )
+    check_flag("has_aux", has_aux)
+
+
+def _positions(argnums: int | Sequence[int], args: tuple[Any, ...]) -> tuple[int, ...]:
+    numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+    for number in numbers:
+        if not isinstance(number, int | np.integer):
+            raise TypeError(f"`argnums` must be integers, got {argnums!r}.")
+        if not -len(args) <= number < len(args):
+            raise ValueError(
+                f"`argnums` names argument {number}, but the function was called with "
+                f"{len(args)} positional arguments."
+            )
+    return tuple(int(number) % len(args) for number in numbers)
+
+
+def _check_argument(fun: Callable[..., Any], number: int, argument: Any) -> None:
+    """Refuse a differentiated argument with leaves that have no gradient, by name."""
+    for path, leaf in jax.tree.leaves_with_path(argument, is_leaf=_is_tensor):
+        if _is_tensor(leaf):
+            continue
+        array = abstract_leaf(leaf)
+        if array is None:
+            raise not_an_array(leaf_name(argument_name(fun, number), path), leaf, KEEP_ARRAYS)
+        if not jnp.issubdtype(array.dtype, jnp.inexact):
+            raise TypeError(
+                f"{leaf_name(argument_name(fun, number), path)} is {array.dtype}, and grad "
+                "requires real- or complex-valued inputs: pass it as another argument, or "
+                f"{KEEP_ARRAYS}."
+            )
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"{leaf_name(argument_name(fun, number), path)} is a ShapeDtypeStruct, which "
+                "holds no numbers: use jmask.explain, or jax.eval_shape(jmask.grad(f), ...)."
+            )
+
+
+def _is_tensor(x: Any) -> bool:
+    return is_tensor(x) or is_stored_table(x)

@@ -1,0 +1,169 @@
+"""Values of a gradient program: arrays, and two kinds of symbolic ones.
+
+`Rows` is the cotangent of a table while it is a sum of row updates. No parts means zero,
+so the zeros that automatic differentiation scatters into are never made. Inside a scan
+the running sum is carried in; there `carry` names the carry that the parts are to be
+added to, and only additions may touch it.
+
+    Rows(parts=())                    zeros(V, D)
+    Rows(parts=((ids, rows),))        zeros(V, D).at[ids].add(rows)
+    Rows(..., carry=c)                c + zeros(V, D).at[ids].add(rows)
+
+`Filled` is an array all of whose entries are one scalar, kept symbolic so that a product
+with it (the scaling of a loss) is recognised as a product with a scalar.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmask._autodiff.row_pattern import Entries
+from jmask._base.row_ids import id_dtype
+from jmask._kernels.coalesce import coalesce_rows
+from jmask._kernels.rows import add_rows
+from jmask._tensors.row_sparse import RowSparse
+
+_refused: contextvars.ContextVar[set[object]] = contextvars.ContextVar("refused")
+
+
+@contextlib.contextmanager
+def trial() -> Iterator[set[object]]:
+    """Context of a trial trace: yields the set of scan carries that it refuses.
+
+    A carry is refused where it meets something other than the addition of rows. Trials
+    nest, and an inner one may refuse a carry of the scan around it.
+    """
+    outer = _refused.get(None)
+    refused: set[object] = set()
+    token = _refused.set(refused)
+    try:
+        yield refused
+    finally:
+        _refused.reset(token)
+        if outer is not None:
+            outer |= refused
+
+
+def refuse(carry: object | None) -> None:
+    """Note that `carry`, if it is one, cannot stay symbolic."""
+    if carry is not None:
+        _refused.get().add(carry)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A sum of row updates of an array of the given shape and dtype.
+
+    Attributes:
+        parts: pairs of canonical ids (n,) and rows (n, *row).
+        looked_up: some part comes from a lookup. Otherwise the rows come from slices with
+            fixed bounds (`table[:10]`), whose gradient stays an ordinary dense array
+            unless a lookup of the same table joins it.
+        carry: the scan carry this is to be added to, by identity, or None.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    parts: tuple[Entries, ...] = ()
+    looked_up: bool = False
+    carry: object | None = None
+
+    @property
+    def is_zero(self) -> bool:
+        return not self.parts and self.carry is None
+
+    @property
+    def capacity(self) -> int:
+        return sum(ids.shape[0] for ids, _ in self.parts)
+
+    def plus(self, parts: tuple[Entries, ...], looked_up: bool) -> "Rows":
+        """This sum with more parts."""
+        return dataclasses.replace(
+            self,
+            parts=self.parts + parts,
+            looked_up=self.looked_up or looked_up,
+        )
+
+    def map_rows(self, function: Callable[[jax.Array], jax.Array]) -> "Rows":
+        """Apply a linear function to every row, which keeps its shape and dtype.
+
+        A carry cannot be scaled along: that would have to happen outside the scan.
+        """
+        refuse(self.carry)
+        parts = tuple((ids, function(rows)) for ids, rows in self.parts)
+        return dataclasses.replace(self, parts=parts)
+
+    def map_sums(self, function: Callable[[jax.Array], jax.Array]) -> "Rows":
+        """Apply a function that is 0 at 0, linear or not, to every entry of the sum.
+
+        Equal ids are summed first.
+        """
+        refuse(self.carry)
+        if not self.parts:
+            return self
+        ids, rows = coalesce_rows(*self.concatenated(), self.shape[0])
+        return dataclasses.replace(self, parts=((ids, function(rows)),))
+
+    def broadcast(self, shape: tuple[int, ...]) -> "Rows | None":
+        """These rows in an array of the given shape, as operands of `add` are broadcast.
+
+        None if dimension 0 is.
+        """
+        if self.shape == shape:
+            return self
+        if len(shape) != len(self.shape) or shape[0] != self.shape[0]:
+            return None
+        refuse(self.carry)
+        parts = tuple(
+            (ids, jnp.broadcast_to(rows, (*ids.shape, *shape[1:]))) for ids, rows in self.parts
+        )
+        return dataclasses.replace(self, shape=shape, parts=parts)
+
+    def concatenated(self, capacity: int | None = None) -> Entries:
+        """All parts as one, padded to `capacity` entries."""
+        rows = self.shape[0]
+        ids = [ids for ids, _ in self.parts]
+        values = [values for _, values in self.parts]
+        missing = 0 if capacity is None else capacity - self.capacity
+        if missing or not self.parts:
+            ids.append(jnp.full((missing,), rows, id_dtype(rows)))
+            values.append(jnp.zeros((missing, *self.shape[1:]), self.dtype))
+        if len(ids) == 1:
+            return ids[0], values[0]
+        return jnp.concatenate(ids), jnp.concatenate(values)
+
+    def added_to(self, dense: jax.Array) -> jax.Array:
+        """`dense` plus these rows."""
+        for ids, rows in self.parts:
+            dense = add_rows(dense, ids, rows, coalesced=False)
+        return dense
+
+    def todense(self) -> jax.Array:
+        """The dense array; for a carry, a placeholder in a trial that is thrown away."""
+        refuse(self.carry)
+        return self.added_to(jnp.zeros(self.shape, self.dtype))
+
+    def to_row_sparse(self) -> RowSparse:
+        """The parts as one `RowSparse`."""
+        ids, values = self.concatenated()
+        return RowSparse(ids, values, self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Filled:
+    """An array of the given shape, every entry of which is the scalar `value`."""
+
+    shape: tuple[int, ...]
+    value: jax.Array
+
+    @property
+    def dtype(self) -> Any:
+        return self.value.dtype
+
+    def todense(self) -> jax.Array:
+        return jnp.full(self.shape, self.value)

@@ -1,0 +1,133 @@
+"""What comes in at public functions: taken, or refused by the name of its argument.
+
+jmask.adam(0.1, lazy_update="no")     `lazy_update` must be True or False, got 'no'.
+x.coalesce(nse=1.5)                   `nse` must be an integer that is known ..., got 1.5.
+"""
+
+import operator
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmask._base.leaves import abstract_leaf, leaf_name, not_an_array
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Refuse what is neither True nor False: of "no" the truth is True.
+
+    Raises:
+        TypeError: naming the argument.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"`{name}` must be True or False, got {shown(value)}.")
+
+
+def checked_array(name: str, value: Any) -> jax.Array:
+    """`value` as an array of numbers.
+
+    Raises:
+        TypeError: naming the argument. A tensor of another framework is none, even if NumPy
+            would make it one: where its numbers lie is for the caller to say.
+    """
+    try:
+        known = isinstance(value, list | tuple) or abstract_leaf(value) is not None
+        if known and value is not None:
+            return jnp.asarray(value)
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(f"`{name}` must be an array of numbers, got {shown(value)}.")
+
+
+def checked_scalar(name: str, value: Any, dtype: Any) -> jax.Array:
+    """`value` as a number of `dtype`.
+
+    Raises:
+        TypeError: naming the argument, also if it is an array with dimensions.
+    """
+    array = abstract_leaf(value)
+    if array is not None and array.shape == () and _keeps_kind(array.dtype, jnp.dtype(dtype)):
+        return jnp.asarray(value, dtype)
+    raise TypeError(f"`{name}` must be a number of {jnp.dtype(dtype)}, got {shown(value)}.")
+
+
+def checked_integer(name: str, value: Any) -> int:
+    """`value` as an integer that is known while tracing.
+
+    Raises:
+        TypeError: naming the argument.
+    """
+    try:
+        if not isinstance(value, bool | np.bool_):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(
+        f"`{name}` must be an integer that is known while tracing, got {shown(value)}."
+    )
+
+
+def checked_dtype(name: str, value: Any) -> Any:
+    """`value` as a dtype of JAX.
+
+    Raises:
+        TypeError: naming the argument.
+    """
+    try:
+        if value is not None:
+            return jnp.dtype(value)
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(f"`{name}` must be a dtype, such as jnp.float32, got {shown(value)}.")
+
+
+def checked_path(name: str, value: Any) -> Any:
+    """`value` as a path.
+
+    Raises:
+        TypeError: naming the argument.
+    """
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"`{name}` must be a path, got {shown(value)}.")
+    return value
+
+
+def checked_choice(value: Any, name: str, choices: tuple[Any, ...]) -> Any:
+    """One of `choices`.
+
+    Raises:
+        ValueError: if it is none of them.
+    """
+    if not (isinstance(value, str) or value is None) or value not in choices:
+        known = ", ".join(map(repr, choices))
+        raise ValueError(f"`{name}` must be one of {known}, got {shown(value)}.")
+    return value
+
+
+def check_leaves(name: str, tree: Any) -> None:
+    """Refuse leaves that are no arrays, sparse or masked tensors.
+
+    Raises:
+        TypeError: naming the first.
+    """
+    for path, x in jax.tree.leaves_with_path(tree):
+        if abstract_leaf(x) is None:
+            advice = "expected arrays, sparse and masked tensors"
+            raise not_an_array(leaf_name(name, path), x, advice)
+
+
+def shown(value: Any) -> str:
+    """What a value is, in a message: arrays and models may be large."""
+    if value is None or isinstance(value, str | bool | int | float | complex):
+        return repr(value)
+    if isinstance(value, jax.Array | np.ndarray):
+        return f"an array of shape {value.shape}, {value.dtype}"
+    return type(value).__name__
+
+
+def _keeps_kind(given: Any, dtype: Any) -> bool:
+    """Whether a cast of a number loses no imaginary part; a fraction it may."""
+    is_complex = [jnp.issubdtype(x, jnp.complexfloating) for x in (given, dtype)]
+    return is_complex != [True, False]

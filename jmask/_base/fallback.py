@@ -1,0 +1,206 @@
+"""Leaving sparse storage is never silent.
+
+Some operations have no row-sparse form. jmask then computes the dense result, which is
+always correct but costs O(table) instead of O(rows touched), and says so: a
+[`StorageFallbackWarning`][jmask.StorageFallbackWarning] names the operation and the line
+of user code it came from. Under `jmask.strict()` the same object is raised instead.
+"""
+
+import contextlib
+import contextvars
+import os
+import re
+import sys
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Any, NamedTuple
+
+import jax
+
+_strict = contextvars.ContextVar("jmask_strict", default=False)
+_muted = contextvars.ContextVar("jmask_muted", default=False)
+_collected: contextvars.ContextVar["list[Fallback] | None"] = contextvars.ContextVar(
+    "jmask_collected", default=None
+)
+_refine = contextvars.ContextVar[Any]("jmask_refine", default=None)
+# `warnings.warn_explicit` keeps its once-per-place memory in the registry it is given.
+_registry: dict = {}
+_LIBRARIES = tuple(
+    os.path.dirname(path) + os.sep for path in (os.path.dirname(__file__), jax.__file__)
+)
+_INSTALLED = tuple(
+    sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+
+
+class Place(NamedTuple):
+    """A line of the user's code, and the line of an installed package that it led to.
+
+    Attributes:
+        file: of the user's line.
+        line: its number.
+        through: (file, line) in an installed package (flax, equinox), or None.
+    """
+
+    file: str
+    line: int
+    through: tuple[str, int] | None = None
+
+    def __str__(self) -> str:
+        at = f"{self.file}:{self.line}"
+        return f"{at}, in {self.through[0]}:{self.through[1]}" if self.through else at
+
+
+class Fallback(NamedTuple):
+    """A report that sparse storage was left.
+
+    Attributes:
+        message: what became dense and why.
+        place: where.
+        shape: that of the table whose gradient it is about, or None.
+    """
+
+    message: str
+    place: Place | None
+    shape: tuple[int, ...] | None
+
+
+class StorageFallbackWarning(UserWarning):
+    """A sparse value was made dense, which costs O(table) instead of O(rows touched).
+
+    Raised as an exception under [`jmask.strict`][jmask.strict].
+    """
+
+
+@contextlib.contextmanager
+def strict() -> Iterator[None]:
+    """Context in which leaving sparse storage raises instead of warning.
+
+    It acts while a function is traced: a step that was already compiled is not traced
+    again, so enter `strict()` before the first call.
+
+    Raises:
+        StorageFallbackWarning: from the operation that would have made a sparse value
+            dense.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> def tied(table, ids):
+        ...     return jnp.sum(table[ids] @ table.T)
+        >>> with jmask.strict():
+        ...     jmask.grad(tied)(jnp.ones((4, 2)), jnp.array([1]))
+        Traceback (most recent call last):
+            ...
+        jmask.StorageFallbackWarning: ...
+    """
+    token = _strict.set(True)
+    try:
+        yield
+    finally:
+        _strict.reset(token)
+
+
+@contextlib.contextmanager
+def muted() -> Iterator[None]:
+    """Context for trial traces, whose fallbacks are reported by the real trace."""
+    token = _muted.set(True)
+    try:
+        yield
+    finally:
+        _muted.reset(token)
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[Fallback]]:
+    """Context in which fallbacks are neither warned of nor raised: yields a list of them."""
+    reports: list[Fallback] = []
+    token = _collected.set(reports)
+    try:
+        yield reports
+    finally:
+        _collected.reset(token)
+
+
+@contextlib.contextmanager
+def refined(refine: Callable[[Fallback], Fallback]) -> Iterator[None]:
+    """Context in which a report about the gradient of a table is what `refine` makes of it."""
+    token = _refine.set(refine)
+    try:
+        yield
+    finally:
+        _refine.reset(token)
+
+
+def report_fallback(
+    message: str, place: Place | None = None, shape: tuple[int, ...] | None = None
+) -> None:
+    """Warn that sparse storage was left, once per place; raise under `strict()`.
+
+    Args:
+        message: what became dense and why.
+        place: the user's line; that which called jmask by default.
+        shape: that of a table, if the report is about its gradient.
+    """
+    if _muted.get():
+        return
+    if place is not None and shape is not None and _refine.get() is not None:
+        message, place, shape = _refine.get()(Fallback(message, place, shape))
+    reports = _collected.get()
+    if reports is not None:
+        place = Place(*_callers_line()[:2]) if place is None else place
+        reports.append(Fallback(message, place, shape))
+        return
+    if place is not None:
+        message = f"{message} (at {place})"
+    if _strict.get():
+        raise StorageFallbackWarning(message)
+    if place is None:
+        file, line, registry = _callers_line()
+    else:
+        file, line, registry = place.file, place.line, _registry
+    warnings.warn_explicit(message, StorageFallbackWarning, file, line, registry=registry)
+
+
+def place_among(lines: Iterable[tuple[str, int]]) -> Place | None:
+    """The user's line among the (file, line) of a call stack, innermost first.
+
+    It is the innermost that is neither in an installed package nor in jmask. If everything
+    is installed, the innermost that is not in jax or jmask.
+    """
+    outside = [at for at in lines if not at[0].startswith(_LIBRARIES)]
+    if not outside:
+        return None
+    found = next((at for at in outside if not _is_installed(at[0])), outside[0])
+    return Place(*found, None if found == outside[0] else outside[0])
+
+
+def _is_installed(file: str) -> bool:
+    parts = re.split(r"[/\\]", file)
+    packages = "site-packages" in parts or "dist-packages" in parts
+    return packages or file.startswith((*_INSTALLED, "<frozen "))
+
+
+def in_bytes(size: int) -> str:
+    """A number of bytes as one reads it: 256 B, 25.6 MB."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= factor:
+            number = size / factor
+            return f"{number:.1f} {unit}" if number < 100 else f"{number:,.0f} {unit}"
+    return f"{size} B"
+
+
+def _callers_line() -> tuple[str, int, dict]:
+    """File and line of the innermost call that is the user's, and its registry."""
+    frames = {(f.f_code.co_filename, f.f_lineno): f for f in reversed(list(_frames()))}
+    place = place_among(reversed(frames)) or Place(*next(iter(frames)))
+    registry = frames[place.file, place.line].f_globals.setdefault("__warningregistry__", {})
+    return place.file, place.line, registry
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -1,0 +1,364 @@
+"""What this library relies on of JAX's programs: the names and parameters of equations.
+
+A jaxpr is no stable interface. JAX renames parameters between versions, and a reader that
+asks for one by its old name fails in the user's program:
+
+    scan  num_consts=1 num_carry=1 jaxpr length reverse unroll      jax 0.10
+    scan  ft_in=... ft_out=...     jaxpr length reverse unroll      jax 0.11, 0.12
+
+So every reader of jaxprs asks here, and nowhere else. `FORMS` lists for each primitive that has
+a rule the parameters that are read, and those that may be there beside them. `name_of` is the
+name under which rules are found. An equation with other parameters, which a newer JAX may have,
+is named by what is not known of it: no rule has that name, so its gradient is dense with a
+warning, and `lazy` refuses it with the reason.
+
+To take on a new JAX, run `tests/base/test_forms.py`: it says which primitive has changed.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+# Equations that do no more than run a jaxpr.
+CALLS = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+)
+# The same, recomputed in the backward pass: the name differs between JAX versions.
+REMATS = ("remat2", "remat", "checkpoint")
+
+Opened = tuple[Jaxpr, Sequence[Any]]
+"""A jaxpr and its constants."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What is known of the parameters of a primitive.
+
+    Attributes:
+        read: parameters that rules read.
+        beside: others that may be there: they are passed on as they are, or do not change what
+            is computed.
+        holds: whether what the parameters are is known too.
+    """
+
+    read: frozenset[str]
+    beside: frozenset[str] = frozenset()
+    holds: Callable[[JaxprEqn], bool] = lambda eqn: True
+
+
+def _form(read: str, beside: str = "", holds: Any = lambda eqn: True) -> Form:
+    return Form(frozenset(read.split()), frozenset(beside.split()), holds)
+
+
+def aval_of(v: Any) -> Any:
+    """The abstract array (shape, dtype, ndim) of a variable or literal."""
+    return v.aval
+
+
+def opened(jaxpr: Any) -> Opened:
+    """A jaxpr, closed or not, and its constants."""
+    return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, ())
+
+
+# --- equations that hold jaxprs ----------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """A `scan`: inputs are `consts`, then `carry`, then what is scanned.
+
+    Attributes:
+        body: runs on consts, carry and one slice of what is scanned.
+        consts, carry: how many of the inputs.
+        how: length, reverse and unroll, as `jax.lax.scan` takes them.
+    """
+
+    body: Opened
+    consts: int
+    carry: int
+    how: dict[str, Any]
+
+
+def scan_of(eqn: JaxprEqn) -> Scan:
+    """The form of a `scan`.
+
+    How many inputs are what is read off the shapes, which are the same in every version: what
+    is scanned or stacked has an axis more outside the body than inside.
+    """
+    jaxpr, consts = opened(eqn.params["jaxpr"])
+    scanned = _with_an_axis_more(eqn.invars, jaxpr.invars)
+    carry = len(eqn.outvars) - _with_an_axis_more(eqn.outvars, jaxpr.outvars)
+    how = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    return Scan((jaxpr, consts), len(eqn.invars) - carry - scanned, carry, how)
+
+
+def _with_an_axis_more(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+    pairs = zip(outer, inner, strict=True)
+    return sum(len(aval_of(v).shape) == len(aval_of(w).shape) + 1 for v, w in pairs)
+
+
+def _is_known_scan(eqn: JaxprEqn) -> bool:
+    scan = scan_of(eqn)
+    jaxpr, _ = scan.body
+    first, count = scan.consts, scan.carry
+    inputs, outputs = (
+        [(aval_of(v).shape, aval_of(v).dtype) for v in variables]
+        for variables in (jaxpr.invars[first : first + count], jaxpr.outvars[:count])
+    )
+    said = (eqn.params.get("num_consts", first), eqn.params.get("num_carry", count))
+    scanned = [*eqn.invars[first + count :], *eqn.outvars[count:]]
+    lengths = {aval_of(v).shape[0] for v in scanned}
+    return inputs == outputs and said == (first, count) and lengths <= {scan.how["length"]}
+
+
+@dataclasses.dataclass(frozen=True)
+class While:
+    """A `while`: inputs are constants of the condition, of the body, then what is carried."""
+
+    condition: Opened
+    body: Opened
+    condition_consts: int
+    body_consts: int
+
+
+def while_of(eqn: JaxprEqn) -> While:
+    """The form of a `while`."""
+    condition, body = opened(eqn.params["cond_jaxpr"]), opened(eqn.params["body_jaxpr"])
+    return While(condition, body, eqn.params["cond_nconsts"], eqn.params["body_nconsts"])
+
+
+def _is_known_while(eqn: JaxprEqn) -> bool:
+    loop = while_of(eqn)
+    carried = len(eqn.outvars)
+    of_condition, of_body = len(loop.condition[0].invars), len(loop.body[0].invars)
+    return len(eqn.invars) == loop.condition_consts + loop.body_consts + carried and (
+        of_condition,
+        of_body,
+    ) == (loop.condition_consts + carried, loop.body_consts + carried)
+
+
+def branches_of(eqn: JaxprEqn) -> list[Opened]:
+    """The branches of a `cond`, which run on all inputs but the first, their number."""
+    return [opened(branch) for branch in eqn.params["branches"]]
+
+
+def _is_known_cond(eqn: JaxprEqn) -> bool:
+    operands = len(eqn.invars) - 1
+    return all(len(jaxpr.invars) == operands for jaxpr, _ in branches_of(eqn))
+
+
+def called(eqn: JaxprEqn) -> Opened:
+    """The jaxpr that a call-like equation runs, and its constants."""
+    return opened(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"])
+
+
+def _is_known_call(eqn: JaxprEqn) -> bool:
+    jaxpr, _ = called(eqn)
+    counts = len(jaxpr.invars), len(jaxpr.outvars)
+    return counts == (len(eqn.invars), len(eqn.outvars))
+
+
+def is_recomputed_apart(eqn: JaxprEqn) -> bool:
+    """Whether what a `remat` runs must not be merged with the forward pass."""
+    return bool(eqn.params["prevent_cse"] and eqn.params["differentiated"])
+
+
+def bodies_of(eqn: JaxprEqn) -> list[Opened]:
+    """The jaxprs, if any, that an equation runs on its last inputs."""
+    name = name_of(eqn)
+    if name == "cond":
+        return branches_of(eqn)
+    if name == "while":
+        return [while_of(eqn).body]
+    runs_one = name in CALLS or name in REMATS or name in ("scan", "shard_map")
+    return [called(eqn)] if runs_one else []
+
+
+# --- several devices ---------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardMap:
+    """A `shard_map`: its body on one device, and what else `jax.shard_map` takes."""
+
+    body: Opened
+    in_specs: Sequence[Any]
+    out_specs: Sequence[Any]
+    how: dict[str, Any]
+
+
+def shard_map_of(eqn: JaxprEqn) -> ShardMap:
+    """The form of a `shard_map`; JAX 0.10.1 and older call its axes otherwise."""
+    params = eqn.params
+    axes = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
+    how = {
+        "mesh": params["mesh"],
+        "axis_names": set(axes),
+        "check_vma": params["check_vma"],
+    }
+    return ShardMap(opened(params["jaxpr"]), params["in_specs"], params["out_specs"], how)
+
+
+def _is_known_shard_map(eqn: JaxprEqn) -> bool:
+    form = shard_map_of(eqn)
+    counts = len(form.in_specs), len(form.out_specs)
+    return counts == (len(eqn.invars), len(eqn.outvars))
+
+
+def summed_axes(eqn: JaxprEqn) -> Sequence[Any] | None:
+    """The axes over which a `psum` adds, or None if only within groups of devices."""
+    grouped = eqn.params.get("axis_index_groups") is not None
+    return None if grouped else eqn.params["axes"]
+
+
+# --- gather and scatter ------------------------------------------------------------------
+
+_OF_A_GATHER = frozenset(
+    "offset_dims collapsed_slice_dims start_index_map operand_batching_dims "
+    "start_indices_batching_dims".split()
+)
+_OF_A_SCATTER = frozenset(
+    "update_window_dims inserted_window_dims scatter_dims_to_operand_dims "
+    "operand_batching_dims scatter_indices_batching_dims".split()
+)
+# In all of them but CLIP an index out of range is dropped, or there is none.
+_MODES = ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")
+
+
+def _has_known_dimensions(fields: frozenset[str]) -> Callable[[JaxprEqn], bool]:
+    def holds(eqn: JaxprEqn) -> bool:
+        numbers = eqn.params["dimension_numbers"]
+        return set(numbers._fields) == fields and eqn.params["mode"].name in _MODES
+
+    return holds
+
+
+# --- the table ---------------------------------------------------------------------------
+
+
+def _has_no_out_dtype(eqn: JaxprEqn) -> bool:
+    return eqn.params.get("out_dtype") is None
+
+
+def _keeps_order(eqn: JaxprEqn) -> bool:
+    return eqn.params.get("dimensions") is None
+
+
+_CALL = (
+    "call_jaxpr jaxpr bwd compiler_options_kvs ctx_mesh donated_invars fwd_jaxpr_thunk "
+    "in_layouts in_shardings inline jvp_jaxpr_fun keep_unused name num_consts out_layouts "
+    "out_shardings out_trees symbolic_zeros"
+)
+
+FORMS: dict[str, Form] = (
+    {name: _form("", _CALL, _is_known_call) for name in CALLS}
+    | {
+        name: _form("jaxpr prevent_cse differentiated", "policy", _is_known_call)
+        for name in REMATS
+    }
+    | {
+        "scan": _form(
+            "jaxpr length reverse unroll",
+            "num_consts num_carry ft_in ft_out linear _split_transpose",
+            _is_known_scan,
+        ),
+        "while": _form("cond_jaxpr body_jaxpr cond_nconsts body_nconsts", "", _is_known_while),
+        "cond": _form("branches", "", _is_known_cond),
+        "shard_map": _form(
+            "jaxpr mesh in_specs out_specs check_vma",
+            "newly_manual_axes manual_axes",
+            _is_known_shard_map,
+        ),
+        "gather": _form(
+            "dimension_numbers slice_sizes mode fill_value indices_are_sorted unique_indices",
+            "",
+            _has_known_dimensions(_OF_A_GATHER),
+        ),
+        "scatter-add": _form(
+            "dimension_numbers mode",
+            "indices_are_sorted unique_indices update_jaxpr update_consts",
+            _has_known_dimensions(_OF_A_SCATTER),
+        ),
+        "bcoo_dot_general": _form("dimension_numbers lhs_spinfo", "preferred_element_type"),
+        "broadcast_in_dim": _form("broadcast_dimensions shape", "sharding"),
+        "convert_element_type": _form("new_dtype", "weak_type sharding"),
+        "dot_general": _form(
+            "dimension_numbers", "precision preferred_element_type out_sharding"
+        ),
+        "dynamic_update_slice": _form(""),
+        "mul": _form("", "out_dtype", _has_no_out_dtype),
+        "optimization_barrier": _form(""),
+        "pad": _form("padding_config"),
+        "psum": _form("axes", "axis_index_groups"),
+        "psum_invariant": _form("axes", "axis_index_groups"),
+        "pvary": _form("", "axes axis_index_groups"),
+        "pcast": _form("", "axes from to"),
+        "reduce_precision": _form("", "exponent_bits mantissa_bits"),
+        "reshape": _form("", "new_sizes dimensions sharding", _keeps_order),
+        "reshard": _form("dst_sharding", "concrete_mesh"),
+        "sharding_constraint": _form("", "context_mesh layout sharding unconstrained_dims"),
+        "squeeze": _form("", "dimensions"),
+        "transpose": _form("permutation"),
+        "name": _form("", "name"),
+    }
+    | {
+        name: _form("axes", "out_sharding")
+        for name in "reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or".split()
+    }
+    | dict.fromkeys("add add_any sub neg div select_n copy copy_p".split(), _form(""))
+)
+
+
+def name_of(eqn: JaxprEqn) -> str:
+    """The primitive of an equation, under which rules are found.
+
+    The name of one whose parameters are not as known is another, which says what they are: no
+    rule has it.
+    """
+    name = eqn.primitive.name
+    form = FORMS.get(name)
+    if form is None or _is_known(form, eqn):
+        return name
+    return f"{name} (parameters: {', '.join(sorted(eqn.params))})"
+
+
+def _is_known(form: Form, eqn: JaxprEqn) -> bool:
+    given = eqn.params.keys()
+    if not form.read <= given or not given <= form.read | form.beside:
+        return False
+    try:
+        return form.holds(eqn)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False  # a parameter of another type than is known
+
+
+def what_is_unknown(eqn: JaxprEqn) -> str | None:
+    """Of an equation whose form is not known, a sentence that says so; None of others."""
+    name = eqn.primitive.name
+    if name_of(eqn) == name:
+        return None
+    given = ", ".join(sorted(eqn.params)) or "none"
+    return f"this version of jmask does not know `{name}` with these parameters: {given}"
+
+
+def parameter(eqn: JaxprEqn, name: str) -> Any:
+    """A parameter of an equation, one of those that `FORMS` says are read."""
+    assert name in FORMS[eqn.primitive.name].read, (eqn.primitive.name, name)
+    return eqn.params[name]
+
+
+def compared(eqn: JaxprEqn) -> dict[str, Any]:
+    """The parameters that decide what an equation computes, by name."""
+    if eqn.primitive.name == "scan":
+        scan = scan_of(eqn)
+        sizes = {"consts": scan.consts, "carry": scan.carry}
+        return {"jaxpr": eqn.params["jaxpr"], **sizes, **scan.how}
+    return dict(eqn.params)

@@ -1,0 +1,8 @@
+"""Lookups and bags of rows.
+
+ids         ids as arguments: checked, canonical
+lookup      `embedding_lookup`
+bag_forms   bags by offsets, by segments, by lines
+bag         `embedding_bag`
+max_norm    rows that are too long, scaled
+"""

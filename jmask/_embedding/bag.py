@@ -1,0 +1,323 @@
+"""Embedding bags: rows of a table, looked up and combined bag by bag.
+
+    table = [[1, 2],        embedding_bag(table, [[2, 0], [1, -1]], padding_id=-1)
+             [3, 4],             = [[5, 6] + [1, 2], [3, 4]]
+             [5, 6]]
+
+With r the rows of a bag and w their weights (1 if there are none):
+
+    sum      Σ w r
+    mean     Σ w r / Σ w
+    sqrtn    Σ w r / sqrt(Σ w²)
+    max      the maximum of r in each column
+
+Padding is in no bag, and a bag with nothing in it is zeros. So is a mean of total weight 0,
+and its derivative is 0. The gradient of max goes to the first entry that attains it.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmask._base.array_types import with_whole_rows
+from jmask._base.doors import check_flag, checked_array, checked_choice, checked_integer
+from jmask._base.precision import wide
+from jmask._base.row_ids import canonical
+from jmask._embedding.bag_forms import Bags, Lines, Segments
+from jmask._embedding.ids import (
+    MODES,
+    checked_integers,
+    checked_padding,
+    checked_table,
+    entries_of,
+    is_padding,
+    narrowed,
+)
+from jmask._embedding.lookup import over_rows, rows_of
+from jmask._embedding.max_norm import checked_bound
+from jmask._tensors.storage import row_of_each
+
+COMBINERS = ("sum", "mean", "sqrtn", "max")
+
+
+def embedding_bag(
+    table: Any,
+    ids: Any,
+    *,
+    offsets: Any = None,
+    include_last_offset: bool = False,
+    segment_ids: Any = None,
+    num_segments: int | None = None,
+    weights: Any = None,
+    combiner: str = "sum",
+    padding_id: int | None = None,
+    mode: str = "fill",
+    max_norm: Any = None,
+    norm_type: float = 2.0,
+) -> jax.Array:
+    """The rows of `table` with the given ids, combined bag by bag.
+
+    Bags are given in one of three forms: `ids` (..., L), where each line is a bag, made of
+    equal length by padding; `ids` (n,) with `offsets`; or `ids` (n,) with `segment_ids`.
+
+    Args:
+        table (V, *row): a real, floating array, or a `RowSparse`.
+        ids (..., L) or (n,): integers of any dtype, or a list.
+        offsets (b,): where each bag begins in `ids`; ascending from 0, equal ones for an
+            empty bag. The last bag ends with `ids`.
+        include_last_offset: `offsets` is (b + 1,), and its last number is where the last
+            bag ends.
+        segment_ids (n,): the bag of each id, in any order; ids whose number is none of
+            0 ... num_segments - 1 are left out and not looked up.
+        num_segments: how many bags, static; by default the greatest of `segment_ids` + 1,
+            which must then be concrete.
+        weights: floating, of the shape of `ids`; not with "max". They are cast to the
+            dtype in which is summed. Weights of padding count nowhere.
+        combiner: "sum", "mean", "sqrtn" or "max", as defined above.
+        padding_id: an id that is left out, as if it were not there.
+        mode: what any other id outside the table gives, as in `embedding_lookup`: "fill"
+            nan, "clip" the first or last row, "zero" zeros that count as a row, "raise" an
+            error (after a failed check under jit, the id is left out).
+        max_norm, norm_type: as in `embedding_lookup`, before the rows are weighted.
+
+    Returns:
+        One row for each bag (..., *row) or (b, *row), in the dtype of the table; float16
+        and bfloat16 are summed in float32. nan, if traced `offsets` are not ascending from
+        0 to n at most.
+
+    Raises:
+        IndexError: in mode "raise", for concrete ids outside the table.
+        TypeError: if an argument is not of the type above.
+        ValueError: if the form of the bags is not clear, shapes do not fit, `mode` or
+            `combiner` is none of the above, concrete `offsets` are not ascending from 0 to
+            n at most, `weights` are given with "max", `num_segments` is needed, or
+            `max_norm` or `norm_type` is not positive.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> table = jnp.array([[1., 2.], [3., 4.], [5., 6.]])
+        >>> jmask.embedding_bag(table, [[2, 0], [1, -1]], padding_id=-1)
+        Array([[6., 8.],
+               [3., 4.]], dtype=float32)
+        >>> jmask.embedding_bag(table, [2, 0, 1], offsets=[0, 2, 2], combiner="mean")
+        Array([[3., 4.],
+               [0., 0.],
+               [3., 4.]], dtype=float32)
+    """
+    check_flag("include_last_offset", include_last_offset)
+    if isinstance(mode, str) and mode in COMBINERS:
+        raise ValueError(
+            f"`mode` says what an id outside the table gives, got {mode!r}: how the rows of a "
+            f"bag are combined is `combiner`={mode!r}."
+        )
+    table, mode = checked_table(table), checked_choice(mode, "mode", MODES)
+    ids = checked_integers(ids, "ids", mode)
+    combiner = checked_choice(combiner, "combiner", COMBINERS)
+    if not jnp.issubdtype(table.dtype, jnp.floating):
+        raise TypeError(
+            f"`table` must be real and floating, got {table.dtype}: pass "
+            "`table.astype(jnp.float32)`."
+        )
+    dtype = wide(table.dtype)
+    bound = checked_bound(table, max_norm, norm_type)
+    weights = _checked_weights(weights, ids, combiner, dtype)
+    if segment_ids is not None or num_segments is not None:
+        _refuse_beside_segments(offsets, include_last_offset)
+        bags, left_out, valid = _of_segments(ids, segment_ids, num_segments, mode)
+    elif offsets is not None:
+        bags, left_out, valid = _of_offsets(ids, offsets, include_last_offset, mode)
+    else:
+        bags, left_out, valid = _of_lines(ids, include_last_offset)
+    padding = is_padding(ids, checked_padding(padding_id))
+    absent = (
+        left_out if padding is None else padding if left_out is None else padding | left_out
+    )
+    entries = entries_of(ids, absent, mode, table.shape)
+    rows = rows_of(table, entries, bound)
+    if combiner == "max":
+        of_entries = (rows, bags, entries.absent)
+        if isinstance(bags, Segments):  # a bag may have entries on every device
+            of_entries = jax.tree.map(with_whole_rows, of_entries)
+        result = _max(*of_entries)
+    else:
+        result = _sum(bags, rows.astype(dtype), weights, entries.absent, combiner)
+    result = result.astype(table.dtype)
+    return result if valid is None else jnp.where(valid, result, jnp.nan)
+
+
+# --- combiners ---------------------------------------------------------------------------
+
+
+def _sum(bags: Bags, rows: jax.Array, weights: Any, absent: Any, combiner: str) -> jax.Array:
+    """Σ w r, and for "mean" and "sqrtn" what it is divided by; rows are zero where absent."""
+    if weights is not None:
+        if absent is not None:
+            weights = jnp.where(absent, 0, weights)
+        rows = rows * over_rows(weights, rows.ndim)
+    total = bags.sum(rows)
+    if combiner == "sum":
+        return total
+    if weights is None:
+        weights = _present(bags, rows, absent).astype(rows.dtype)
+    scale = bags.sum(weights if combiner == "mean" else weights * weights)
+    # Over infinity, unlike 0 / 0, an empty bag is 0, and so is every derivative; and a nan
+    # in a bag of weight 0 is not hidden.
+    scale = over_rows(jnp.where(scale == 0, jnp.inf, scale), total.ndim)
+    return total / (scale if combiner == "mean" else jnp.sqrt(scale))
+
+
+@jax.custom_jvp
+def _max(rows: jax.Array, bags: Bags, absent: Any) -> jax.Array:
+    """The greatest of each column of a bag, 0 where the bag is empty."""
+    greatest = _greatest(rows, bags, absent)
+    nothing = bags.max(_present(bags, rows, absent).astype(jnp.int32), 0) == 0
+    return jnp.where(over_rows(nothing, greatest.ndim), 0, greatest)
+
+
+@_max.defjvp
+def _max_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    """The derivative goes to the first entry that attains the maximum; a nan does."""
+    rows, bags, absent = primals
+    attains = (rows == bags.spread(_greatest(rows, bags, absent))) | jnp.isnan(rows)
+    if absent is not None:
+        attains &= ~over_rows(absent, rows.ndim)
+    numbers = bags.numbers(rows.ndim)
+    last = np.int32(np.iinfo(np.int32).max)
+    first = bags.spread(bags.min(jnp.where(attains, numbers, last), last))
+    tangent = bags.sum(jnp.where(numbers == first, tangents[0], 0))
+    return _max(rows, bags, absent), tangent
+
+
+def _greatest(rows: jax.Array, bags: Bags, absent: Any) -> jax.Array:
+    if absent is not None:
+        rows = jnp.where(over_rows(absent, rows.ndim), -jnp.inf, rows)
+    return bags.max(rows, -jnp.inf)
+
+
+def _present(bags: Bags, rows: jax.Array, absent: Any) -> jax.Array:
+    """Which entries are there (*entries,)."""
+    if absent is not None:
+        return jnp.logical_not(absent)
+    return jnp.ones(rows.shape[: bags.entry_dimensions], bool)
+
+
+# --- the forms of bags -------------------------------------------------------------------
+
+
+class _Form(NamedTuple):
+    """Bags as they are given.
+
+    Attributes:
+        bags: the bags.
+        left_out: which ids are in no bag; None if all are in one.
+        valid: whether the bags are well formed; None if that is known.
+    """
+
+    bags: Bags
+    left_out: Any = None
+    valid: Any = None
+
+
+def _of_lines(ids: Any, include_last_offset: bool) -> _Form:
+    if include_last_offset:
+        raise ValueError("`include_last_offset` is about `offsets`, and they are missing.")
+    if ids.ndim < 2:
+        raise ValueError(
+            f"`ids` of shape {ids.shape} are no bags yet: give `offsets` or `segment_ids` "
+            "with `ids` (n,), or `ids` (b, L), each line a bag."
+        )
+    return _Form(Lines(ids.ndim - 1, ids.shape[-1]))
+
+
+def _refuse_beside_segments(offsets: Any, include_last_offset: bool) -> None:
+    if offsets is not None or include_last_offset:
+        raise ValueError(
+            "`offsets` (with `include_last_offset`) and `segment_ids` (with `num_segments`) "
+            "are two ways to give the bags: give one of them."
+        )
+
+
+def _of_segments(ids: Any, segment_ids: Any, num_segments: Any, mode: str) -> _Form:
+    if segment_ids is None:
+        raise ValueError("`num_segments` is about `segment_ids`, and they are missing.")
+    segment_ids = checked_integers(segment_ids, "segment_ids", mode)
+    if ids.ndim != 1 or segment_ids.shape != ids.shape:
+        raise ValueError(
+            "`segment_ids` say for each of the `ids` (n,) its bag: got `segment_ids` of shape "
+            f"{segment_ids.shape} and `ids` of shape {ids.shape}."
+        )
+    if num_segments is None:
+        if isinstance(segment_ids, jax.core.Tracer):
+            raise ValueError(
+                "`num_segments`, the number of bags, must be given for traced `segment_ids` "
+                "(under jit, vmap or grad)."
+            )
+        num_segments = max(int(np.max(np.asarray(segment_ids), initial=-1)) + 1, 0)
+    number = checked_integer("num_segments", num_segments)
+    if number < 0:
+        raise ValueError(f"`num_segments` must be >= 0, got {number}.")
+    of_entry = canonical(narrowed(segment_ids, number), number)
+    left_out: Any = of_entry == number
+    if isinstance(segment_ids, np.ndarray):
+        left_out = (segment_ids < 0) | (segment_ids >= number)
+    return _Form(Segments(of_entry, number), left_out)
+
+
+def _of_offsets(ids: Any, offsets: Any, include_last_offset: bool, mode: str) -> _Form:
+    offsets = checked_integers(offsets, "offsets", mode)
+    if ids.ndim != 1 or offsets.ndim != 1:
+        raise ValueError(
+            "`offsets` (b,) say where each bag begins in `ids` (n,): got `offsets` of shape "
+            f"{offsets.shape} and `ids` of shape {ids.shape}."
+        )
+    count, number = ids.shape[0], offsets.shape[0] - bool(include_last_offset)
+    if number < 0 or (number == 0 and count and not include_last_offset):
+        raise ValueError(f"`offsets` are empty, and `ids` has {count} entries.")
+    starts: Any
+    valid = None
+    if isinstance(offsets, jax.core.Tracer):
+        starts = narrowed(offsets, count + 1)
+        ascending = (starts[1:] >= starts[:-1]).all()
+        valid = ascending & (starts[:1] == 0).all() & (starts[-1:] <= count).all()
+    else:
+        _check_offsets(np.asarray(offsets), count)
+        starts = np.asarray(offsets).astype(np.int32)
+    left_out = np.arange(count) >= starts[-1] if include_last_offset else None
+    of_entry = canonical(row_of_each(starts, count), number)
+    return _Form(Segments(of_entry, number), left_out, valid)
+
+
+def _check_offsets(offsets: np.ndarray, count: int) -> None:
+    if offsets.size and offsets[0] != 0:
+        raise ValueError(f"`offsets` must begin with 0, got {offsets[0]}.")
+    falls = np.flatnonzero(offsets[1:] < offsets[:-1])
+    if falls.size:
+        first, second = falls[0], falls[0] + 1
+        raise ValueError(
+            f"`offsets` must be ascending, got {offsets[first]} at {first} and "
+            f"{offsets[second]} at {second}."
+        )
+    if offsets.size and offsets[-1] > count:
+        raise ValueError(
+            f"`offsets` end with {offsets[-1]}, beyond the {count} entries of `ids`."
+        )
+
+
+def _checked_weights(weights: Any, ids: Any, combiner: str, dtype: Any) -> jax.Array | None:
+    if weights is None:
+        return None
+    if combiner == "max":
+        raise ValueError(
+            "`weights` have no meaning for `combiner` 'max': leave them out, or use 'sum', "
+            "'mean' or 'sqrtn'."
+        )
+    weights = checked_array("weights", weights)
+    if not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise TypeError(f"`weights` must be floating, got {weights.dtype}.")
+    if weights.shape != ids.shape:
+        raise ValueError(
+            f"`weights` of shape {weights.shape} must have the shape of `ids`, {ids.shape}."
+        )
+    return weights.astype(dtype)

@@ -1,0 +1,105 @@
+"""Bags: the entries that `embedding_bag` makes one row of.
+
+    ids       [[4, 1],        ids       [4, 1, 7, 2]
+               [7, 2]]        segments  [0, 0, 1, 1]
+    `Lines`                   `Segments`
+
+The two forms hold the same bags. Both have `sum`, `max` and `min` of an array of entries
+(*entries, ...) over each bag, giving (*bags, ...), and `spread`, which brings what belongs
+to a bag back to its entries. The combiners are written once, against these four.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmask._kernels.rows import add_rows, gather_rows
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=(), meta_fields=("axis", "length")
+)
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """Bags that are the slices of an array along one axis; `spread` gives size 1 there.
+
+    Attributes:
+        axis: the last one of the ids.
+        length: how many entries a bag has.
+    """
+
+    axis: int
+    length: int
+
+    @property
+    def entry_dimensions(self) -> int:
+        """How many dimensions the ids have."""
+        return self.axis + 1
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        return jnp.sum(x, self.axis, dtype=x.dtype)
+
+    def max(self, x: jax.Array, initial: Any) -> jax.Array:
+        return jnp.max(x, self.axis, initial=initial)
+
+    def min(self, x: jax.Array, initial: Any) -> jax.Array:
+        return jnp.min(x, self.axis, initial=initial)
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        return jnp.expand_dims(x, self.axis)
+
+    def numbers(self, ndim: int) -> jax.Array:
+        """The entries of a bag, numbered; of `ndim` dimensions."""
+        shape = [self.length if axis == self.axis else 1 for axis in range(ndim)]
+        return lax.iota(jnp.int32, self.length).reshape(shape)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("of_entry",), meta_fields=("number",)
+)
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """Bags that are the entries with equal numbers.
+
+    Attributes:
+        of_entry (n,): the bag of each entry; `number` where it is in none.
+        number: how many bags there are.
+    """
+
+    of_entry: jax.Array
+    number: int
+
+    @property
+    def entry_dimensions(self) -> int:
+        """How many dimensions the ids have."""
+        return 1
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        if self.number == 0:
+            # A scatter into nothing is dropped, and the entries would have no gradient.
+            return lax.slice_in_dim(x, 0, 0)
+        zeros = jnp.zeros((self.number, *x.shape[1:]), x.dtype)
+        return add_rows(zeros, self.of_entry, x, coalesced=False)
+
+    def max(self, x: jax.Array, initial: Any) -> jax.Array:
+        start = jnp.full((self.number, *x.shape[1:]), initial, x.dtype)
+        return start.at[self.of_entry].max(x, mode="drop")
+
+    def min(self, x: jax.Array, initial: Any) -> jax.Array:
+        start = jnp.full((self.number, *x.shape[1:]), initial, x.dtype)
+        return start.at[self.of_entry].min(x, mode="drop")
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        return gather_rows(x, self.of_entry)
+
+    def numbers(self, ndim: int) -> jax.Array:
+        """The entries of all bags, numbered; of `ndim` dimensions."""
+        count = self.of_entry.shape[0]
+        return lax.iota(jnp.int32, count).reshape((count,) + (1,) * (ndim - 1))
+
+
+Bags = Lines | Segments

@@ -1,0 +1,212 @@
+"""Which row each looked-up id reads, and what is read where there is no row.
+
+For a table of V rows an id is *padding* (asked to be), *outside* (no row of the table), or
+a row. Padding comes first: it may be any number, inside the table or not.
+
+    V = 3, padding_id = 0        ids [2, 0, 7, -1]
+
+    mode      positions      row read               gradient goes to
+    fill      [2, V, V, V]   row 2, 0, nan, nan     row 2
+    zero      [2, V, V, V]   row 2, 0, 0, 0         row 2
+    clip      [2, V, 2, 0]   row 2, 0, row 2, row 0 rows 2, 2 and 0
+    raise     [2, V, V, V]   an error               row 2
+
+A position is a row of the table, or V, which reads nothing and trains nothing.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import checkify
+from jax.experimental.sparse import JAXSparse
+
+from jmask._base.doors import checked_integer
+from jmask._base.leaves import as_table
+from jmask._base.row_ids import canonical, id_dtype, widen
+from jmask._tables.stored_table import StoredTable
+from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.row_sparse import RowSparse
+
+MODES = ("fill", "clip", "zero", "raise")
+
+
+class Entries(NamedTuple):
+    """The rows to be read, one for each id; arrays of the shape of the ids.
+
+    Attributes:
+        positions: rows of the table, or V.
+        absent: where an id counts as not being there, its row zero; None for nowhere.
+        outside: where a row is to be nan; None for nowhere.
+    """
+
+    positions: jax.Array
+    absent: Any
+    outside: Any
+
+
+def entries_of(ids: Any, absent: Any, mode: str, shape: tuple[int, ...]) -> Entries:
+    """What the ids of a table of the given shape read.
+
+    Args:
+        ids: as `checked_integers` returns them.
+        absent: booleans of the shape of the ids, or None: which of them are padding.
+        mode: one of `MODES`.
+        shape: of the table.
+
+    Raises:
+        IndexError: in mode "raise", for concrete ids outside the table.
+        ValueError: in mode "clip", if the table has no rows.
+    """
+    rows = shape[0]
+    if mode == "raise":
+        positions = _refusing(ids, absent, shape)
+        return Entries(positions, positions == rows, None)
+    if mode == "clip":
+        if rows == 0 and ids.size:
+            raise ValueError(
+                f"`mode` 'clip' has no row to clip to in a table of shape {shape}."
+            )
+        positions = jnp.clip(narrowed(ids, rows), 0, max(rows - 1, 0))
+    else:
+        positions = canonical(narrowed(ids, rows), rows)
+    outside = positions == rows if mode == "fill" else None
+    if absent is not None:
+        positions = jnp.where(absent, rows, positions)
+        outside = None if outside is None else outside & ~absent
+    return Entries(positions, absent, outside)
+
+
+def _refusing(ids: Any, absent: Any, shape: tuple[int, ...]) -> jax.Array:
+    """Positions of the ids, and an error if one that is not padding is outside."""
+    if not isinstance(ids, jax.core.Tracer) and not isinstance(absent, jax.core.Tracer):
+        _refuse_concrete(np.asarray(ids), absent, shape)
+        return _positions(ids, absent, shape[0])
+    at = f"[{', '.join(['{}'] * ids.ndim)}]" if ids.ndim else ""
+    message = f"`ids{at}` is {{id}}, which is no row of the table of shape {shape}"
+
+    def checked(ids: jax.Array, absent: Any) -> jax.Array:
+        positions = _positions(ids, absent, shape[0])
+        wrong = positions == shape[0]
+        wrong = wrong if absent is None else wrong & ~absent
+        if ids.size:
+            first = jnp.argmax(wrong.reshape(-1))
+            where = jnp.unravel_index(first, ids.shape)
+            checkify.check(~wrong.any(), message, *where, id=ids.reshape(-1)[first])
+        return positions
+
+    # JAX drops an effect without outputs from the body of a scan that it differentiates.
+    # An equation whose output is used it keeps, with the effect inside.
+    return jax.checkpoint(checked)(_in_jax(ids), absent)
+
+
+def _positions(ids: Any, absent: Any, rows: int) -> jax.Array:
+    positions = canonical(narrowed(ids, rows), rows)
+    return positions if absent is None else jnp.where(absent, rows, positions)
+
+
+def _refuse_concrete(ids: np.ndarray, absent: Any, shape: tuple[int, ...]) -> None:
+    wrong = (ids < 0) | (ids >= shape[0])
+    if absent is not None:
+        wrong &= ~np.asarray(absent)
+    if not wrong.any():
+        return
+    first = np.argwhere(wrong)[0]
+    at = f"[{', '.join(map(str, first))}]" if ids.ndim else ""
+    raise IndexError(
+        f"`ids{at}` is {ids[tuple(first)]}, which is no row of the table of shape {shape} "
+        f"({wrong.sum()} such in all). Ids that are to be left out can be given as "
+        "`padding_id`; for other choices see `mode`."
+    )
+
+
+def narrowed(ids: Any, rows: int) -> jax.Array:
+    """Integers of any dtype in `id_dtype(rows)`; below 0 stays below, above `rows` above.
+
+    NumPy integers may be wider than JAX holds (64 bits while x64 is disabled).
+    """
+    if isinstance(ids, np.ndarray):
+        limits = np.iinfo(ids.dtype)
+        ids = np.clip(ids, max(-1, limits.min), min(rows, limits.max))
+        return jnp.asarray(ids.astype(id_dtype(rows)))
+    return widen(ids, rows)
+
+
+def _in_jax(ids: Any) -> jax.Array:
+    """Integers as a JAX array; what its widest dtype cannot hold becomes its limits."""
+    wide = isinstance(ids, np.ndarray) and ids.dtype.itemsize == 8
+    if wide and not jax.config.read("jax_enable_x64"):
+        limits = np.iinfo(np.int32)
+        least = max(limits.min, np.iinfo(ids.dtype).min)
+        ids = np.clip(ids, least, limits.max).astype(np.int32)
+    return jnp.asarray(ids)
+
+
+def is_padding(ids: Any, padding_id: int | None) -> Any:
+    """Which of the ids are `padding_id`, in NumPy for NumPy's; None if none can be."""
+    if padding_id is None:
+        return None
+    limits = jnp.iinfo(ids.dtype)
+    if not limits.min <= padding_id <= limits.max:
+        return None
+    return ids == np.asarray(padding_id, ids.dtype)
+
+
+def checked_integers(x: Any, name: str, mode: str) -> Any:
+    """`x` as a NumPy or JAX array of integers.
+
+    NumPy arrays and lists stay NumPy, so that 64-bit ids are not cut to 32 bits. In mode
+    "raise" all that is concrete becomes NumPy: under a trace, JAX makes even of a
+    comparison of two constants a value that cannot be looked at.
+
+    Raises:
+        TypeError: if `x` does not hold integers.
+        ValueError: if `x` holds lists of different lengths.
+    """
+    if isinstance(x, MaskedTensor):
+        raise TypeError(
+            f"`{name}` is a MaskedTensor: fill what is masked with an id, "
+            f"`{name}.to_tensor(-1)`, and give that id as `padding_id`."
+        )
+    given = x
+    if not isinstance(x, jax.Array) or (mode == "raise" and not isinstance(x, jax.core.Tracer)):
+        try:
+            x = np.asarray(x)
+        except ValueError:
+            raise ValueError(
+                f"`{name}` are lists of different lengths: fill them up with one id and give "
+                "it as `padding_id`, or give embedding_bag one list and `offsets`."
+            ) from None
+        if x.size == 0 and x.dtype == float:  # what NumPy makes of an empty list
+            x = x.astype(np.int32)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        kind = type(given).__name__ if x.dtype == object else x.dtype
+        raise TypeError(f"`{name}` must be integers, got {kind}.")
+    return x
+
+
+def checked_padding(padding_id: Any) -> int | None:
+    """`padding_id` as an int, or None."""
+    return None if padding_id is None else checked_integer("padding_id", padding_id)
+
+
+def checked_table(table: Any) -> Any:
+    """The table as a JAX array, a `RowSparse` or a `StoredTable`.
+
+    Raises:
+        TypeError: if it is no array, or sparse or masked otherwise.
+        ValueError: if it has no dimension.
+    """
+    if isinstance(table, RowSparse | StoredTable):
+        return table
+    if isinstance(table, JAXSparse | MaskedTensor):
+        dense = "to_tensor(0)" if isinstance(table, MaskedTensor) else "todense()"
+        raise TypeError(
+            "`table` must be an array or a jmask.RowSparse, got "
+            f"{type(table).__name__}: pass `table.{dense}`."
+        )
+    table = as_table(table)
+    if table.ndim == 0:
+        raise ValueError("`table` must have a dimension of rows, got a scalar.")
+    return table

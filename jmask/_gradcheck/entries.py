@@ -1,0 +1,259 @@
+"""What a gradient check moves: the entries of its inputs, as real coordinates.
+
+    x = BCOO of [[-, 3],     stored values   3      4      0 (padding)
+                 [4, -]]     entries         (0,1)  (1,0)  none
+                             unspecified     (0,0)  (1,1)
+
+| coordinate  | of                                   | its derivative is                       |
+|-------------|--------------------------------------|-----------------------------------------|
+| specified   | a stored value that is an entry      | that in the stored value                |
+| hidden      | padding, and what lies under a mask  | 0, always                               |
+| unspecified | an entry that is not there           | that in the tap (`phantom`): 0 in       |
+|             |                                      | masked semantics, any in plain ones     |
+
+An entry stored twice is two specified coordinates. A complex number is two coordinates, its
+real and its imaginary part.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.sparse import BCOO, BCSR
+
+from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.phantom import is_tensor, untapped, values_of, with_values_of, zero_tap
+from jmask._tensors.row_sparse import RowSparse
+from jmask._tensors.storage import is_sparse
+
+
+def wide(dtype: Any) -> Any:
+    """float64 or complex128, whichever holds the numbers of this floating dtype."""
+    complex_numbers = jnp.issubdtype(dtype, jnp.complexfloating)
+    return jnp.dtype(jnp.complex128 if complex_numbers else jnp.float64)
+
+
+def is_differentiable(x: Any) -> bool:
+    """Whether `x` is a tensor, array or number of floating or complex dtype."""
+    if is_tensor(x):
+        return bool(jnp.issubdtype(values_of(x).dtype, jnp.inexact))
+    numbers = isinstance(x, jax.Array | np.ndarray | np.generic | float | complex)
+    return numbers and bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
+
+
+def in_double_precision(x: Any) -> Any:
+    """A differentiable leaf in float64 or complex128."""
+    values = jnp.asarray(values_of(x))
+    return with_values_of(x, values.astype(wide(values.dtype)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """One differentiable leaf of the arguments, in double precision.
+
+    Attributes:
+        path: how messages call it.
+        tensor: an array, or a sparse or masked tensor.
+    """
+
+    path: str
+    tensor: Any
+
+    @functools.cached_property
+    def positions(self) -> np.ndarray:
+        """For each stored value the number of its entry, -1 for none."""
+        return stored_positions(self.tensor)
+
+    @functools.cached_property
+    def values(self) -> np.ndarray:
+        """The stored values, flat."""
+        return np.asarray(values_of(self.tensor)).ravel()
+
+    @functools.cached_property
+    def specified(self) -> np.ndarray:
+        """The numbers of the stored values that are entries."""
+        return np.flatnonzero(self.positions.ravel() >= 0)
+
+    @functools.cached_property
+    def hidden(self) -> np.ndarray:
+        """The numbers of the other stored values."""
+        return np.flatnonzero(self.positions.ravel() < 0)
+
+    @functools.cached_property
+    def unspecified(self) -> np.ndarray:
+        """The numbers of the entries that no stored value is."""
+        if not is_tensor(self.tensor):
+            return np.zeros(0, np.int64)
+        missing = np.ones(math.prod(self.tensor.shape), bool)
+        missing[self.positions.ravel()[self.specified]] = False
+        return np.flatnonzero(missing)
+
+    @property
+    def parts(self) -> int:
+        """How many real numbers a number is."""
+        return 2 if np.iscomplexobj(self.values) else 1
+
+    # --- points near the input ----------------------------------------------------------
+
+    def moved(self, steps: np.ndarray) -> Any:
+        """The tensor with `steps` (specified, parts) added to its specified values."""
+        values = self.values.copy()
+        values[self.specified] += numbers_of(steps)
+        return with_values_of(self.tensor, jnp.asarray(values.reshape(self.positions.shape)))
+
+    def full(self, steps: np.ndarray | None = None) -> Any:
+        """The tensor with every entry specified: zeros, plus `steps`, where it had none."""
+        dense = np.zeros(math.prod(self.tensor.shape), self.values.dtype)
+        at = self.positions.ravel()[self.specified]
+        np.add.at(dense, at, self.values[self.specified])
+        if steps is not None:
+            dense[self.unspecified] += numbers_of(steps)
+        return fully_specified(self.tensor, dense.reshape(self.tensor.shape))
+
+    # --- tangents and cotangents --------------------------------------------------------
+
+    def primal(self, with_tap: bool) -> tuple[Any, Any]:
+        """What is differentiated: the stored values, and the tap or None."""
+        tap = zero_tap(self.tensor) if with_tap and is_tensor(self.tensor) else None
+        return values_of(self.tensor), tap
+
+    def tangent(self, kind: str, steps: np.ndarray, with_tap: bool) -> tuple[Any, Any]:
+        """The tangent of `primal` with `steps` (n, parts) along coordinates of a kind."""
+        values, tap = np.zeros_like(self.values), None
+        if with_tap and is_tensor(self.tensor):
+            tap = np.zeros(math.prod(self.tensor.shape), self.values.dtype)
+        if kind == "unspecified":
+            if tap is not None:
+                tap[self.unspecified] = numbers_of(steps)
+        else:
+            values[getattr(self, kind)] = numbers_of(steps)
+        of_values = jnp.asarray(values.reshape(self.positions.shape))
+        return of_values, None if tap is None else jnp.asarray(tap.reshape(self.tensor.shape))
+
+    def derivatives(self, kind: str, cotangent: tuple[Any, Any]) -> np.ndarray:
+        """The derivatives (n, parts) along coordinates of a kind, from those of `primal`."""
+        of_values, of_tap = cotangent
+        if kind != "unspecified":
+            return reals_of(np.conj(np.ravel(of_values))[getattr(self, kind)])
+        if of_tap is None:
+            return np.zeros((len(self.unspecified), self.parts))
+        return reals_of(np.conj(np.ravel(of_tap))[self.unspecified])
+
+    # --- names --------------------------------------------------------------------------
+
+    def described(self, kind: str, number: int) -> str:
+        """A coordinate in words: `number` counts those of its kind, parts included."""
+        number, part = divmod(number, self.parts)
+        what = ("real part of ", "imaginary part of ")[part] if self.parts == 2 else ""
+        shape = tuple(self.tensor.shape)
+        if kind == "unspecified":
+            return f"{what}{entry(self.unspecified[number], shape)}, which is not specified"
+        at = getattr(self, kind)[number]
+        stored = entry(at, self.positions.shape)
+        if kind == "hidden":
+            place = "under the mask" if isinstance(self.tensor, MaskedTensor) else "padding"
+            return f"{what}stored value{stored.removeprefix('entry')}, which is {place}"
+        position = self.positions.ravel()[at]
+        several = np.sum(self.positions == position) > 1
+        which = stored.replace("entry", ", stored value") if several else ""
+        return f"{what}{entry(position, shape)}{which}"
+
+
+KINDS = ("specified", "unspecified", "hidden")
+
+
+def entry(number: Any, shape: tuple[int, ...]) -> str:
+    """The index of an entry as messages print it."""
+    return f"entry {tuple(map(int, np.unravel_index(number, shape)))}"
+
+
+def reals_of(numbers: np.ndarray) -> np.ndarray:
+    """Numbers (n,) as real coordinates (n, parts)."""
+    if np.iscomplexobj(numbers):
+        return np.stack([numbers.real, numbers.imag], axis=1)
+    return np.asarray(numbers, np.float64)[:, None]
+
+
+def numbers_of(reals: np.ndarray) -> np.ndarray:
+    """The inverse of `reals_of`."""
+    return reals[:, 0] + 1j * reals[:, 1] if reals.shape[1] == 2 else reals[:, 0]
+
+
+def random_reals(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Numbers of random sign whose sizes are between 0.5 and 1.5: none is lost in a sum."""
+    return rng.choice([-1.0, 1.0], shape) * rng.uniform(0.5, 1.5, shape)
+
+
+def stored_positions(x: Any) -> np.ndarray:
+    """For each stored value the row-major number of its entry; -1 where it is none.
+
+    Raises:
+        ValueError: if one stored value stands for several entries.
+    """
+    x = untapped(x)
+    if isinstance(x, MaskedTensor):
+        return np.where(np.asarray(x.valid), stored_positions(x.storage), -1)
+    if isinstance(x, BCSR):
+        x = x.to_bcoo()
+    if isinstance(x, RowSparse):
+        return _numbers((np.asarray(x.row_ids()),), (), x.shape, np.shape(x.values))
+    if isinstance(x, BCOO):
+        indices = np.asarray(x.indices)
+        batch = x.shape[: x.n_batch]
+        if x.data.shape[: x.n_batch] != batch:
+            raise ValueError(
+                f"a BCOO of shape {x.shape} stores one value for several entries: its data "
+                f"of shape {x.data.shape} broadcasts over batch dimensions {batch}."
+            )
+        indices = np.broadcast_to(indices, (*batch, *indices.shape[x.n_batch :]))
+        return _numbers(tuple(np.moveaxis(indices, -1, 0)), batch, x.shape, x.data.shape)
+    return np.arange(np.size(x)).reshape(np.shape(x))
+
+
+def _numbers(
+    indices: tuple[np.ndarray, ...],
+    batch: tuple[int, ...],
+    shape: tuple[int, ...],
+    stored: tuple[int, ...],
+) -> np.ndarray:
+    """Row-major numbers of entries: batch and sparse dimensions, then dense ones in full."""
+    number, inside = np.zeros((), np.int64), np.ones((), bool)
+    for axis, size in enumerate(batch):
+        place = np.arange(size).reshape((size,) + (1,) * (len(batch) - axis))
+        number = number * size + place
+    for index, size in zip(indices, shape[len(batch) :], strict=False):
+        inside = inside & (index >= 0) & (index < size)
+        number = number * size + index
+    for size in shape[len(batch) + len(indices) :]:
+        number = number[..., None] * size + np.arange(size)
+        inside = inside[..., None]
+    return np.broadcast_to(np.where(inside, number, -1), stored)
+
+
+def fully_specified(x: Any, dense: np.ndarray) -> Any:
+    """A tensor of the kind of `x` that stores every entry of `dense`."""
+    x = untapped(x)
+    if isinstance(x, MaskedTensor):
+        storage = fully_specified(x.storage, dense)
+        valid = jnp.ones(values_of(storage).shape, bool)
+        return MaskedTensor.tree_unflatten(None, (storage, valid))
+    if not is_sparse(x):
+        return jnp.asarray(dense)
+    if isinstance(x, RowSparse):
+        return RowSparse(np.arange(x.shape[0]), jnp.asarray(dense), x.shape, coalesced=True)
+    batch, sizes = x.shape[: x.n_batch], x.shape[x.n_batch : x.n_batch + x.n_sparse]
+    rest = x.shape[x.n_batch + x.n_sparse :]
+    values = jnp.asarray(dense.reshape(*batch, math.prod(sizes), *rest))
+    where = np.indices(sizes, np.int32).reshape(len(sizes), -1).T
+    flags = {"shape": x.shape, "indices_sorted": True, "unique_indices": True}
+    if isinstance(x, BCOO):
+        indices = np.broadcast_to(where, (*batch, *where.shape))
+        return BCOO((values, jnp.asarray(indices)), **flags)
+    starts = np.arange(sizes[0] + 1, dtype=np.int32) * sizes[1]
+    columns = np.broadcast_to(where[:, 1], (*batch, where.shape[0]))
+    pointers = np.broadcast_to(starts, (*batch, starts.size))
+    return BCSR((values, jnp.asarray(columns), jnp.asarray(pointers)), **flags)

@@ -1,0 +1,155 @@
+"""`lax.gather` of whole rows, spelled so that XLA's CPU compiler vectorizes it.
+
+A gather that is not fused with arithmetic is a copying loop, and of a loop over exactly 64
+entries LLVM makes 64 scalar moves before its vectorizer looks at it: a lookup then takes
+three to four times as long (jaxlib 0.10.0 to 0.12.0, float32 and bfloat16). One more
+operation in the loop prevents that. Here it is the bitwise `or` of each entry with a zero,
+
+    z = (i * (i + 1)) & 1            of the id i: one of two neighbours is even
+
+which neither XLA nor LLVM knows to be one. It happens in a branch that is always taken:
+fusion does not look into branches, and would move the `or` to each of several users of the
+rows, away from the gather. The result is the same bit for bit. Rows of other widths, other
+dtypes and other devices get the plain gather.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmask._base.array_types import (
+    automatically,
+    explicit_sharding,
+    spec_of,
+    without_repetition,
+)
+
+_UNROLLED = 64
+_COPIED_SLOWLY = (2, 4)  # bytes of an entry
+# Integers of as many bytes as a floating entry has.
+BITS = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
+
+
+@dataclasses.dataclass(frozen=True)
+class Gather:
+    """The parameters of a `lax.gather`, hashable."""
+
+    dimension_numbers: lax.GatherDimensionNumbers
+    slice_sizes: tuple[int, ...]
+    mode: Any
+    fill_value: Any = None
+    indices_are_sorted: bool = False
+    unique_indices: bool = False
+
+    def __post_init__(self) -> None:
+        # None is nan for floating rows; of two nans neither is equal to the other, and what is
+        # compiled for the one would not be found for the other.
+        if self.fill_value is not None and self.fill_value != self.fill_value:
+            object.__setattr__(self, "fill_value", None)
+
+    @classmethod
+    def of_rows(
+        cls, shape: tuple[int, ...], mode: Any, batch: int = 1, **settings: Any
+    ) -> "Gather":
+        """The gather of whole rows of a table (V, *row) by indices (*batch, 1)."""
+        row = shape[1:]
+        offsets = tuple(range(batch, batch + len(row)))
+        numbers = lax.GatherDimensionNumbers(offsets, (0,), (0,))
+        return cls(numbers, (1, *row), mode, **settings)
+
+    def __call__(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
+        """Gather, the fast way if there is one."""
+        return self._placed(self._fastest, operand, indices)
+
+    def plain(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
+        """The one operation."""
+        return self._placed(self._gather, operand, indices)
+
+    def _placed(
+        self, gather: Callable[..., jax.Array], operand: jax.Array, indices: jax.Array
+    ) -> jax.Array:
+        """The result of `gather`: rows that are where their indices are."""
+        sharding = explicit_sharding(operand, indices)
+        whole_rows = self.slice_sizes == (1, *operand.shape[1:])
+        spread = spec_of(operand)[:1] + spec_of(indices)
+        if sharding is None or not whole_rows or not any(spread):
+            return gather(operand, indices)
+        spec = without_repetition((*spec_of(indices)[:-1], *spec_of(operand)[1:]))
+        return automatically(gather, operand, indices, like=sharding, spec=spec)
+
+    def _fastest(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
+        if not self.is_slow_copy(operand.dtype):
+            return self.plain(operand, indices)
+        return _vectorized(self, operand, indices)
+
+    def _gather(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
+        return lax.gather(
+            operand,
+            indices,
+            self.dimension_numbers,
+            self.slice_sizes,
+            unique_indices=self.unique_indices,
+            indices_are_sorted=self.indices_are_sorted,
+            mode=self.mode,
+            fill_value=self.fill_value,
+        )
+
+    def is_slow_copy(self, dtype: Any) -> bool:
+        """Whether it copies rows of 64 entries, by one index each."""
+        return (
+            jnp.issubdtype(dtype, jnp.floating)
+            and jnp.dtype(dtype).itemsize in _COPIED_SLOWLY
+            and self.dimension_numbers.start_index_map == (0,)
+            and not self.dimension_numbers.operand_batching_dims
+            and math.prod(self.slice_sizes) == _UNROLLED
+        )
+
+    def vectorized(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
+        """The gather in a branch of its own."""
+        if not indices.size:
+            return self.plain(operand, indices)
+        always = zero_of(indices.reshape(-1)[0]) == 0
+        return lax.cond(always, self.on_bits, self.plain, operand, indices)
+
+    def on_bits(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
+        """The gather of the entries' bits, each with `or` of zero."""
+        bits = BITS[operand.dtype.itemsize]
+        fill = np.asarray(np.nan if self.fill_value is None else self.fill_value, operand.dtype)
+        gather = dataclasses.replace(self, fill_value=fill.view(bits).item())
+        rows = gather.plain(lax.bitcast_convert_type(operand, bits), indices)
+        entries = [d for d in range(rows.ndim) if d not in self.dimension_numbers.offset_dims]
+        zero = zero_of(indices[..., 0]).astype(bits)
+        rows |= lax.broadcast_in_dim(zero, rows.shape, entries)
+        return lax.bitcast_convert_type(rows, operand.dtype)
+
+
+def zero_of(number: jax.Array) -> jax.Array:
+    """Zeros of the shape of integers, which neither XLA nor LLVM knows to be zeros."""
+    return (number * (number + 1)) & 1
+
+
+# Differentiated by hand: a bitcast has no derivative.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _vectorized(gather: Gather, operand: jax.Array, indices: jax.Array) -> jax.Array:
+    return _on_this_platform(gather, operand, indices)
+
+
+# A method is another function each time: outside jit its branches would be compiled each time.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _on_this_platform(gather: Gather, operand: jax.Array, indices: jax.Array) -> jax.Array:
+    return lax.platform_dependent(operand, indices, cpu=gather.vectorized, default=gather.plain)
+
+
+@_vectorized.defjvp
+def _derivative(gather: Gather, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    operand, indices = primals
+    # Entries that are filled in do not depend on the operand.
+    of_tangent = dataclasses.replace(gather, fill_value=0)
+    return gather(operand, indices), of_tangent.plain(tangents[0], indices)

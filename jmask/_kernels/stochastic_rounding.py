@@ -1,0 +1,91 @@
+"""Stochastic rounding: to one of the two neighbours in a narrow dtype, right on average.
+
+    bfloat16 has 256 and 258 and nothing between:
+    256.5   to nearest: always 256        stochastically: 258 one time in four, else 256
+
+Rounded to nearest, a bfloat16 weight of 256 never moves if each step adds 0.5; rounded
+stochastically its mean moves by 0.5 a step.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmask._base.doors import checked_dtype
+from jmask._base.leaves import abstract_leaf
+
+_DRAWS = 2**16
+
+
+def check_key(key: Any) -> None:
+    """Refuse what is no key of `jax.random`, of the new or the old style.
+
+    Raises:
+        TypeError: with what `key` is.
+    """
+    dtype = key.dtype if isinstance(key, jax.Array | np.ndarray) else None
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return
+    if dtype != jnp.uint32:
+        raise TypeError(
+            f"`key` must be a key of jax.random, such as jax.random.key(0), got "
+            f"{type(key).__name__}."
+        )
+
+
+def _checked_dtype(dtype: Any) -> Any:
+    found = checked_dtype("dtype", dtype)
+    if not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(f"`dtype` must be floating, such as jnp.bfloat16, got {found}.")
+    return found
+
+
+def stochastic_round(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
+    """`x` rounded to a narrower dtype, up or down at random with `x` as the mean.
+
+    A number between two neighbours a < x < b becomes b with probability (x - a) / (b - a).
+    That is exact for float32 to bfloat16 and to float16 (16 random bits decide, and no more
+    are lost), subnormal results of float16 apart, where it is off by less than 2**-16.
+
+    Args:
+        x: floating.
+        dtype: the dtype of the result.
+        key: of `jax.random`; the same key gives the same result. Keys of the "rbg"
+            implementation are the fastest.
+
+    Returns:
+        An array of `dtype`. What `dtype` represents stays as it is; nan, inf and what
+        overflows are rounded to nearest.
+
+    Raises:
+        TypeError: if `x` or `dtype` is not floating, or `key` is no key.
+
+    References:
+        Gupta et al., "Deep Learning with Limited Numerical Precision", 2015.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jmask
+        >>> x = jnp.full(10_000, 256.5)
+        >>> y = jmask.stochastic_round(x, jnp.bfloat16, jax.random.key(0))
+        >>> sorted(set(y.tolist()))
+        [256.0, 258.0]
+        >>> bool(abs(y.astype(jnp.float32).mean() - 256.5) < 0.05)
+        True
+    """
+    found = abstract_leaf(x)
+    if found is None or not jnp.issubdtype(found.dtype, jnp.floating):
+        kind = type(x).__name__ if found is None else found.dtype
+        raise TypeError(f"`x` must be floating, got {kind}: the order is (x, dtype, key).")
+    x = jnp.asarray(x)
+    check_key(key)
+    dtype = _checked_dtype(dtype)
+    near = x.astype(dtype)
+    error = x - near.astype(x.dtype)
+    towards = jnp.where(error > 0, jnp.inf, -jnp.inf).astype(dtype)
+    other = jnp.nextafter(near, towards)
+    gap = other.astype(x.dtype) - near.astype(x.dtype)
+    # Where nothing was lost, or x is not finite, the quotient is 0 or nan: near stays.
+    draw = jax.random.bits(key, x.shape, jnp.uint16).astype(x.dtype)
+    return jnp.where(draw < error / gap * _DRAWS, other, near)

@@ -1,0 +1,12 @@
+"""`jmask.lazy`: the proof that an optax transformation may be run on the touched rows.
+
+lattice                 what can be known of a value
+same_program            whether an operation is the same for two numbers of rows
+row_locality            the proof
+state_rows              which arrays of a state have a row for each row of a table
+call                    one update that was proved
+elementwise_program     an update taken apart, for one pass over the rows
+one_pass                that pass
+spread_sums             sums over rows that several devices have
+lazy                    the transformation
+"""

@@ -1,0 +1,181 @@
+"""`lazy(inner)`: any row-local optax transformation, at the cost of the rows touched.
+
+    gradient  RowSparse(ids, g)            ids coalesced first
+    rows of   the parameter and of every state array with one row per table row: gathered
+    update    inner.update(g, state rows, parameter rows)      all other leaves as they are
+    result    RowSparse(ids, updates); state rows scattered back; other rows not touched
+
+Semantics are masked: a row that is not in the gradient keeps its parameter and its state
+bit for bit, as in torch's SparseAdam and MXNet's `lazy_update=True`; with a `MaskedTensor`
+gradient, on any storage, so does every entry that is masked. On the rows that are
+in it the result is that of `inner` on the dense gradient, which is proved for `inner` when
+it is first traced (see `row_locality`); an `inner` for which it cannot be is refused.
+
+Which state arrays hold rows is found from the shapes that `inner.init` gives them; see
+`state_rows`.
+"""
+
+from typing import Any
+
+import jax
+import optax
+
+from jmask._lazy.call import LazyCall
+from jmask._lazy.one_pass import OnePassTransformation, applied_in_one_pass
+from jmask._tensors.row_sparse import is_row_sparse
+from jmask._updates.apply import apply_updates
+from jmask._updates.checks import (
+    check_gradient,
+    check_parameters,
+    check_transformation,
+    dense_parameters,
+    naming_structures,
+    stored_as,
+)
+from jmask._updates.eager import compiled_outside_jit
+from jmask._updates.masked_gradient import as_gradients, is_gradient_leaf
+from jmask._updates.refusal import refusal
+
+# Transformations that hold gradients back to emit them in a later step, when a row held
+# back need not be among the rows touched: its update would be lost.
+_DEFERRING = (optax.MultiStepsState, optax.ApplyEvery)
+
+
+def lazy(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Lift an optax transformation to row-sparse gradients, touching only their rows.
+
+    `init` is that of `inner`, so the optimizer state has optax's standard layout: a run can
+    switch between `inner` and `lazy(inner)` at any step, and checkpoints are the same.
+    Leaves of the gradient that are not `RowSparse` are updated by `inner` as usual, in the
+    same call, so that for example a global norm covers them all. With donated arguments
+    under jit, tables and state are updated in place.
+
+    Args:
+        inner: a row-local transformation or chain: the result for a row may depend on that
+            row of gradient, state and parameter, on scalars, and on sums over the gradient
+            (global norm). Checked by analysis when first traced.
+
+    Returns:
+        A transformation whose updates are `RowSparse` where the gradient was, and arrays
+        (or `RowSparse`) that are -0.0 under the mask where it was masked. Apply them with
+        `optax.apply_updates` or `jmask.apply_updates`.
+
+    Raises:
+        ValueError: from `update`, if `inner` is not row-local (LARS, LAMB, Adafactor, ...),
+            naming the operation that mixes or counts rows; or if a gradient does not fit its
+            parameter or the state was not made by this `init`.
+        TypeError: if a parameter is complex, or sparse (but for a `RowSparse` with all its
+            rows), or a gradient is complex.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, jmask
+        >>> tx = jmask.lazy(optax.sgd(0.5, momentum=0.9))
+        >>> params = {"table": jnp.ones((4, 2))}
+        >>> state = tx.init(params)
+        >>> grads = {"table": jmask.RowSparse([2], jnp.ones((1, 2)), (4, 2))}
+        >>> updates, state = tx.update(grads, state, params)
+        >>> optax.apply_updates(params, updates)["table"]
+        Array([[1. , 1. ],
+               [1. , 1. ],
+               [0.5, 0.5],
+               [1. , 1. ]], dtype=float32)
+    """
+    check_transformation("inner", inner, "jmask.lazy(optax.adam(1e-3))")
+    inner = optax.with_extra_args_support(inner)
+    # What is known of updates that were looked at: see `LazyCall.check_row_local`.
+    verified: dict[Any, frozenset[int]] = {}
+
+    def init(params: optax.Params) -> optax.OptState:
+        check_parameters(params)
+        state = inner.init(dense_parameters(params))
+        _check_not_deferring(state)
+        return state
+
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        _check_not_deferring(state)
+        updates = as_gradients(updates)
+        leaves = jax.tree.leaves(updates, is_leaf=is_gradient_leaf)
+        if params is not None:
+            check_parameters(params)
+            params = dense_parameters(params)
+            check_gradient(updates, params)
+        if not any(map(is_gradient_leaf, leaves)):
+            with naming_structures(updates, params):
+                return inner.update(updates, state, params, **extra_args)
+        _check_extra_args(extra_args)
+        return update_rows_of(updates, state, params, **extra_args)
+
+    @compiled_outside_jit
+    def update_rows_of(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        call, overwritten = verified_call(updates, state, params, extra_args)
+        return call.update(extra_args, overwritten)
+
+    def verified_call(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None,
+        extra_args: dict[str, Any],
+    ) -> tuple[LazyCall, frozenset[int]]:
+        call = LazyCall.of(inner, updates, state, params)
+        signature = call.signature(extra_args)
+        if not call.has_rows():
+            return call, frozenset()
+        if signature is None:
+            return call, call.check_row_local(extra_args)
+        if signature not in verified:
+            verified[signature] = call.check_row_local(extra_args)
+        return call, verified[signature]
+
+    def apply_gradients(
+        grads: optax.Updates, state: optax.OptState, params: optax.Params
+    ) -> tuple[optax.Params, optax.OptState]:
+        if any(map(is_row_sparse, jax.tree.leaves(grads, is_leaf=is_gradient_leaf))):
+            _check_not_deferring(state)
+            check_parameters(params)
+            dense = dense_parameters(params)
+            check_gradient(grads, dense)
+            call, _ = verified_call(grads, state, dense, {})
+            result = applied_in_one_pass(call)
+            if result is not None:
+                new, state = result
+                return stored_as(params, new), state
+        updates, state = update(grads, state, params)
+        return apply_updates(params, updates), state
+
+    lifted = OnePassTransformation(init, update)
+    lifted.apply_gradients = compiled_outside_jit(apply_gradients)
+    return lifted
+
+
+def _check_not_deferring(state: optax.OptState) -> None:
+    def is_deferring(x: Any) -> bool:
+        return isinstance(x, _DEFERRING)
+
+    for node in jax.tree.leaves(state, is_leaf=is_deferring):
+        if is_deferring(node):
+            raise refusal(
+                f"{type(node).__name__} holds gradients back for a later step, and a row "
+                "that this later step does not touch would lose them",
+                "Use jmask.multi_steps(...), or jmask.tree.add and one update.",
+            )
+
+
+def _check_extra_args(extra_args: dict[str, Any]) -> None:
+    for name, value in extra_args.items():
+        if any(map(is_gradient_leaf, jax.tree.leaves(value, is_leaf=is_gradient_leaf))):
+            raise refusal(
+                f"the extra argument `{name}` holds a row-sparse gradient, and what takes "
+                "whole gradients (a line search) is not row-local"
+            )

@@ -1,0 +1,149 @@
+"""A lazy update and its application to the parameters in one pass over the rows.
+
+    update, then add        gather rows; compute; scatter state; scatter-add updates
+    in one pass             one scatter with the optimizer as its combiner, for each table
+
+It is possible where the optimizer is elementwise (see `elementwise_program`), all its arrays
+have one dtype, and the scatter has room for the scalars that change from step to step. Adam
+with a fixed rate takes two: room for two is in a scatter of parameter and both moments. Where
+gradients are clipped by their norm first, the scatter takes the clipped gradient.
+"""
+
+from typing import Any
+
+import jax
+import optax
+from jax.extend.core import Literal
+
+from jmask._base.forms import aval_of
+from jmask._base.jaxprs import read
+from jmask._base.precision import added
+from jmask._kernels.scatter_update import order_of, update_rows
+from jmask._lazy.call import LazyCall
+from jmask._lazy.elementwise_program import Combiner, Program, elementwise_program
+from jmask._tables.stored_table import is_stored_table
+from jmask._tensors.row_sparse import is_row_sparse
+from jmask._tensors.storage import stored_values
+
+
+class OnePassTransformation(optax.GradientTransformationExtraArgs):
+    """A transformation that can also apply gradients to the parameters in one pass.
+
+    Attributes:
+        apply_gradients: (grads, state, params) -> (params, state), as
+            `jmask.apply_gradients` does it.
+        rule: the `RowRule` of a named optimizer, else None.
+    """
+
+    apply_gradients: Any
+    rule: Any = None
+
+
+def applied_in_one_pass(call: LazyCall) -> tuple[Any, Any] | None:
+    """New parameters and state, or None if it takes more than one pass."""
+    if not _is_candidate(call):
+        return None
+    program = call.program_on_rows(_with_parameters(call))
+    tables = call.gradient_tables + call.state_tables + call.param_tables
+    parts = elementwise_program(program.jaxpr, program.consts, tables)
+    if parts is None:
+        return None
+    members = {t: _members(call, t) for t in range(len(call.gradients)) if _is_table(call, t)}
+    combiners = {}
+    for table, places in members.items():
+        combiner = _combiner(parts, call, table, places)
+        if combiner is None:
+            return None
+        combiners[table] = combiner
+    return _run(call, parts, members, combiners)
+
+
+def _is_candidate(call: LazyCall) -> bool:
+    sparse = [g for g in call.gradients if is_row_sparse(g)]
+    stored = any(map(is_stored_table, call.params))
+    masked = any(valid is not None for valid in call.valid)
+    return bool(sparse) and not stored and not masked and all(g.nse for g in sparse)
+
+
+def _is_table(call: LazyCall, i: int) -> bool:
+    return call.gradient_tables[i] is not None
+
+
+def _with_parameters(call: LazyCall) -> Any:
+    """The update as a function that returns new parameters."""
+
+    def run(gradients: list[Any], state: list[Any], params: list[Any]) -> Any:
+        updates, state = call.run(gradients, state, params, {})
+        params = [added(p, u).astype(p.dtype) for p, u in zip(params, updates, strict=True)]
+        return params, state
+
+    return run
+
+
+def _members(call: LazyCall, table: int) -> list[int]:
+    """Positions among all state arrays and then parameters of those that belong to a table."""
+    arrays = [*call.state_tables, *call.param_tables]
+    return [i for i, owner in enumerate(arrays) if owner == table]
+
+
+def _combiner(parts: Program, call: LazyCall, table: int, places: list[int]) -> Combiner | None:
+    """The first that a scatter has room for, or None."""
+    count, arrays = len(call.gradients), [*call.state, *call.params]
+    inputs = [parts.inputs[count + i] for i in places]
+    outputs = _outputs(parts, count)
+    for combiner in parts.combiners(table, inputs, [outputs[i] for i in places]):
+        shared = list(map(aval_of, combiner.scalars))
+        dtypes = {x.dtype for x in (*shared, *(arrays[i] for i in places))}
+        has_room = len(shared) < len(places) and all(x.shape == () for x in shared)
+        if has_room and dtypes == {aval_of(combiner.source).dtype}:
+            return combiner
+    return None
+
+
+def _outputs(parts: Program, count: int) -> list[Any]:
+    """What becomes of state and parameters, in their order: `count` parameters come first."""
+    return [*parts.outputs[count:], *parts.outputs[:count]]
+
+
+def _is_entries(parts: Program, v: Any) -> bool:
+    return not isinstance(v, Literal) and v in parts.table_of
+
+
+def _run(
+    call: LazyCall,
+    parts: Program,
+    members: dict[int, list[int]],
+    combiners: dict[int, Combiner],
+) -> tuple[Any, Any]:
+    arrays = [*call.state, *call.params]
+    # Gradients without equal ids, which are summed only if something is made of them here.
+    values = dict(
+        zip(parts.inputs, [*map(stored_values, call.gradients), *arrays], strict=True)
+    )
+    known = {
+        v: x for v, x in values.items() if v not in parts.table_of or v in parts.of_gradient
+    }
+    sources = {t: combiner.source for t, combiner in combiners.items()}
+    made = [v for t, v in sources.items() if v is not parts.inputs[t]]
+    known = parts.beforehand(known, made)
+    results = [
+        None if _is_entries(parts, v) else read(known, v)
+        for v in _outputs(parts, len(call.gradients))
+    ]
+    for table, places in members.items():
+        combiner, source = combiners[table], sources[table]
+        summed = source in made or table in parts.reduced
+        gradient = call.gradients[table] if summed else call.given[table]
+        new = update_rows(
+            combiner,
+            [arrays[i] for i in places],
+            gradient.row_ids(),
+            known[source] if summed else gradient.values,
+            [known[v] for v in combiner.scalars],
+            order_of(gradient.coalesced),
+        )
+        for i, x in zip(places, new, strict=True):
+            results[i] = x
+    _, state_tree, param_tree = call.trees
+    state, params = results[: len(call.state)], results[len(call.state) :]
+    return jax.tree.unflatten(param_tree, params), jax.tree.unflatten(state_tree, state)

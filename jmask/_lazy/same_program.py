@@ -1,0 +1,117 @@
+"""Whether an operation is the same in the update programs for two numbers of rows.
+
+A mean over a table divides by its number of rows, and other programs count them:
+
+    for V = 1000 rows       c = div b 1000.0        d = scan[length=1000] ...
+    for n = 8 rows          c = div b 8.0           d = scan[length=8] ...
+
+Run on the touched rows, such a program computes something else than on the table. An operation
+is the same if its literals and its parameters are: shapes apart that follow from the number of
+rows, and the jaxprs of control flow, which `row_locality` reads in pairs itself.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from jmask._base.forms import CALLS, REMATS, aval_of, called, compared, name_of, opened
+
+# Parameters that say how large or where a result is, or hold what is read in pairs.
+_PLACES = ("sharding", "out_sharding")
+_NOT_COMPARED = {
+    "broadcast_in_dim": ("shape",),
+    "iota": ("shape",),
+    "random_bits": ("shape",),
+    "reshape": ("new_sizes",),
+    "cond": ("branches",),
+    "scan": ("jaxpr",),
+    "while": ("body_jaxpr", "cond_jaxpr"),
+}
+
+
+def same_operation(x: JaxprEqn, y: JaxprEqn) -> bool:
+    """Whether two equations of one primitive compute the same of the same operands."""
+    # Calls do what their jaxprs do, which are read.
+    return _is_call(x) or _same_params(x, y, _NOT_COMPARED.get(x.primitive.name, ()))
+
+
+def in_step(x: Jaxpr, y: Jaxpr) -> bool:
+    """Whether two jaxprs have the same primitives, on as many operands, one by one."""
+
+    def form(jaxpr: Jaxpr) -> Any:
+        each = [(e.primitive, len(e.invars), len(e.outvars)) for e in jaxpr.eqns]
+        return each, len(jaxpr.constvars), len(jaxpr.invars), len(jaxpr.outvars)
+
+    return form(x) == form(y)
+
+
+def same(x: Any, y: Any) -> bool:
+    """Whether literals, constants or parameters of equations are known to be equal."""
+    if x is y:
+        return True
+    if isinstance(x, jax.core.Tracer) or isinstance(y, jax.core.Tracer):
+        return False
+    if isinstance(x, Jaxpr | ClosedJaxpr):
+        return isinstance(y, type(x)) and _same_program(opened(x), opened(y))
+    if isinstance(x, tuple | list):
+        alike = type(x) is type(y) and len(x) == len(y)
+        return alike and all(map(same, x, y))
+    if not hasattr(x, "__array__") and not isinstance(x, float):
+        return type(x) is type(y) and bool(x == y)
+    if np.shape(x) != np.shape(y) or _is_opaque(x):
+        return False
+    x, y = map(np.asarray, jax.device_get((x, y)))
+    return x.dtype == y.dtype and bool(np.all((x == y) | ((x != x) & (y != y))))
+
+
+def same_literal(x: Literal, y: Literal) -> bool:
+    """Whether two literals are the same number of the same type."""
+    return aval_of(x).dtype == aval_of(y).dtype and same(x.val, y.val)
+
+
+def _is_call(eqn: JaxprEqn) -> bool:
+    return name_of(eqn) in CALLS or name_of(eqn) in REMATS
+
+
+def _same_params(x: JaxprEqn, y: JaxprEqn, ignored: Sequence[str]) -> bool:
+    ignored = (*_PLACES, *ignored)
+    ours, theirs = compared(x), compared(y)
+    if ours.keys() != theirs.keys():
+        return False
+    return all(k in ignored or same(v, theirs[k]) for k, v in ours.items())
+
+
+def _given(jaxpr: Jaxpr) -> tuple[Any, ...]:
+    return (*jaxpr.constvars, *jaxpr.invars)
+
+
+def _is_opaque(x: Any) -> bool:
+    return jax.dtypes.issubdtype(getattr(x, "dtype", float), jax.dtypes.extended)
+
+
+def _same_program(x: Any, y: Any) -> bool:
+    """Whether jaxprs, each with its constants, are the same but for the names in them."""
+    (left, consts), (right, others) = x, y
+    if not same(tuple(consts), tuple(others)) or not in_step(left, right):
+        return False
+    twins = dict(zip(_given(left), _given(right), strict=True))
+
+    def alike(v: Any, w: Any) -> bool:
+        if isinstance(v, Literal) and isinstance(w, Literal):
+            return same_literal(v, w)
+        is_twin = not isinstance(v, Literal) and twins[v] is w
+        return is_twin and aval_of(v) == aval_of(w)
+
+    for one, other in zip(left.eqns, right.eqns, strict=True):
+        programs = [called(e) if _is_call(e) else None for e in (one, other)]
+        if not all(map(alike, one.invars, other.invars)):
+            return False
+        if programs[0] and not _same_program(*programs):
+            return False
+        if not programs[0] and not _same_params(one, other, ()):
+            return False
+        twins.update(zip(one.outvars, other.outvars, strict=True))
+    return all(map(alike, left.outvars, right.outvars))

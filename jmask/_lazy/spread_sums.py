@@ -1,0 +1,196 @@
+"""Sums over the rows of a table in a `shard_map`, where each device has some of them.
+
+    rows of device 0: 3      of device 1: 4      clip_by_global_norm(1)
+    each by itself           3 / 3, 4 / 4
+    over both                3 / 5, 4 / 5        what one device with both rows does
+
+What an optimizer does to a row is the same wherever the row is. What it sums over rows (a
+norm, whether all are finite) must be summed over the devices as well. Of a `ShardedTable` it
+is known which they are. An array is all that its program knows of: in a `shard_map` it is the
+array of that device, as it is for optax.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from jmask._base.array_types import varying_axes, varying_like
+from jmask._base.forms import CALLS, REMATS, bodies_of, branches_of, called, name_of
+from jmask._base.jaxprs import outputs_of, read
+from jmask._lazy.lattice import Kind, PerRow, Shared
+from jmask._lazy.row_locality import NEUTRAL, equation
+from jmask._tables.routed_rows import RoutedRows
+from jmask._updates.masked_gradient import is_gradient_leaf
+from jmask._updates.refusal import refusal
+
+Axes = tuple[str, ...]
+
+
+def axes_of_rows(gradient: Any) -> Axes:
+    """The axes of a `shard_map` over which the rows of a gradient are spread, if it says so."""
+    is_spread = isinstance(gradient, RoutedRows) and gradient.layout.inside()
+    return gradient.layout.rows if is_spread else ()
+
+
+def agreed(holds: jax.Array, gradients: Any, params: Any) -> jax.Array:
+    """Whether something holds on all devices that take a step together."""
+    axes = set().union(*(axes_of_rows(g) for g in _leaves(gradients)))
+    axes |= _of_others(holds, gradients, params)
+    return holds if not axes else lax.psum((~holds).astype(jnp.int32), tuple(axes)) == 0
+
+
+def counted(number: jax.Array, gradient: Any, gradients: Any, params: Any) -> jax.Array:
+    """How many rows of one gradient, of which a device has counted its own.
+
+    Where it is not known whether an array is the same on all devices, the most that one has.
+    """
+    axes = axes_of_rows(gradient)
+    if axes:
+        return lax.psum(number, axes)
+    others = tuple(_of_others(number, gradients, params))
+    if not others:
+        return number
+    return lax.psum(number, others) if varying_axes(number) else lax.pmax(number, others)
+
+
+def _of_others(x: jax.Array, gradients: Any, params: Any) -> set[str]:
+    """The axes over which `x` may differ and parameters are the same.
+
+    Without parameters these are taken to be spread as their gradients are. Where a
+    `shard_map` does not track what differs, all of its axes.
+    """
+    axes = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+    if not axes or not varying_axes(lax.axis_index(tuple(axes))):
+        return set(axes)
+    leaves = jax.tree.leaves(gradients if params is None else params)
+    return set(varying_axes(x).difference(frozenset.intersection(*map(varying_axes, leaves))))
+
+
+def _leaves(gradients: Any) -> list[Any]:
+    return jax.tree.leaves(gradients, is_leaf=is_gradient_leaf)
+
+
+def with_sums_over(
+    spread: Mapping[int, Axes], kinds: Sequence[Kind], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`function` with its sums over rows made sums over the devices, too.
+
+    Args:
+        spread: the axes for each table whose rows are spread.
+        kinds: of the leaves of the arguments. That `function` treats rows one by one, but for
+            sums, is proved: see `row_locality`.
+        function: of trees of arrays.
+    """
+
+    def run(*args: Any) -> Any:
+        # Traced as for one device: by types, what comes of a sum of each would differ as well.
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+        program, shapes = jax.make_jaxpr(function, return_shape=True)(*like)
+        structure: Any = jax.tree.structure(shapes)
+        outputs, _ = _run(program.jaxpr, program.consts, spread, jax.tree.leaves(args), kinds)
+        return structure.unflatten(outputs)
+
+    return run
+
+
+def _run(
+    jaxpr: Jaxpr,
+    consts: Sequence[Any],
+    spread: Mapping[int, Axes],
+    inputs: Sequence[Any],
+    given: Sequence[Kind],
+) -> tuple[list[Any], list[Kind]]:
+    """Outputs of a jaxpr on one device, and what is known of them."""
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+    kinds: dict[Any, Kind] = dict.fromkeys(jaxpr.constvars, Shared())
+    kinds.update(zip(jaxpr.invars, given, strict=True))
+
+    def kind_of(v: Any) -> Kind:
+        if not isinstance(v, Literal):
+            return kinds[v]
+        return Shared(constant=v.val if jnp.ndim(v.val) == 0 else None)
+
+    for eqn in jaxpr.eqns:
+        operands = [read(values, v) for v in eqn.invars]
+        outputs, found = _equation(eqn, spread, operands, list(map(kind_of, eqn.invars)))
+        values.update(zip(eqn.outvars, outputs, strict=True))
+        kinds.update(zip(eqn.outvars, found, strict=True))
+    return [read(values, v) for v in jaxpr.outvars], list(map(kind_of, jaxpr.outvars))
+
+
+def _equation(
+    eqn: JaxprEqn, spread: Mapping[int, Axes], inputs: list[Any], given: list[Kind]
+) -> tuple[list[Any], list[Kind]]:
+    name = name_of(eqn)
+    tables = {kind.table for kind in given if isinstance(kind, PerRow)} & spread.keys()
+    found = equation(eqn, eqn, given)
+    if name in CALLS or name in REMATS:
+        return _run(*called(eqn), spread, inputs, given)
+    if name == "cond":
+        which, *operands = inputs
+        branches: list[Callable[..., list[Any]]] = [
+            functools.partial(_branch, jaxpr, consts, spread, given[1:])
+            for jaxpr, consts in branches_of(eqn)
+        ]
+        every = [jax.eval_shape(branch, *operands) for branch in branches]
+        return lax.switch(which, [_typed_as(every, f) for f in branches], *operands), found
+    if tables and name in ("while", "scan") and _may_sum(eqn):
+        raise refusal(
+            f"it may sum over rows inside a `{name}`, which in a shard_map would see the rows "
+            "of one device alone",
+            "Make the step outside of the shard_map, in the same jit: a ShardedTable is "
+            "spread there, too.",
+        )
+    outputs = list(outputs_of(eqn, inputs).values())
+    if tables and all(isinstance(kind, Shared) for kind in found):
+        axes = tuple(axis for table in tables for axis in spread[table])
+        outputs = [_over_devices(name, x, axes) for x in outputs]
+    return outputs, found
+
+
+def _branch(
+    jaxpr: Jaxpr,
+    consts: Sequence[Any],
+    spread: Mapping[int, Axes],
+    given: list[Kind],
+    *inputs: Any,
+) -> list[Any]:
+    return _run(jaxpr, consts, spread, inputs, given)[0]
+
+
+def _typed_as(every: list[list[Any]], branch: Callable[..., list[Any]]) -> Any:
+    """A branch of which outputs are typed as different wherever those of another are."""
+
+    def run(*inputs: Any) -> list[Any]:
+        outputs = branch(*inputs)
+        for shapes in every:
+            outputs = list(map(varying_like, outputs, shapes))
+        return outputs
+
+    return run
+
+
+def _over_devices(name: str, x: jax.Array, axes: Axes) -> jax.Array:
+    """What a device has of a reduction, over all devices."""
+    if name in ("reduce_sum", "dot_general"):
+        return lax.psum(x, axes)
+    if name == "reduce_and" and x.dtype == bool:
+        return lax.psum((~x).astype(jnp.int32), axes) == 0
+    if name == "reduce_or" and x.dtype == bool:
+        return lax.psum(x.astype(jnp.int32), axes) > 0
+    raise refusal(
+        f"in a shard_map it makes one number of all rows by `{name}`, for which jmask has no "
+        "form over several devices",
+        "Make the step outside of the shard_map, in the same jit.",
+    )
+
+
+def _may_sum(eqn: JaxprEqn) -> bool:
+    """Whether a jaxpr in an equation holds a reduction."""
+    inner = [inner for jaxpr, _ in bodies_of(eqn) for inner in jaxpr.eqns]
+    return any(name_of(e) in (*NEUTRAL, "dot_general") or _may_sum(e) for e in inner)

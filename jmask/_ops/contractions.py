@@ -1,0 +1,146 @@
+"""Products of masked tensors: matmul, einsum, dot, linear.
+
+Masked entries contribute nothing, and an entry of the result exists where at least one of
+its terms does:
+
+    [1, --]   [5, 6]     [1*5, 1*6]     [ 5,  6]        row 0: one term each
+    [--, --] @ [7, 8]  =  [no term]    =  [--, --]        row 1: none
+
+This is the sum of masked semantics over the products that exist, like `sum` of `a * b`. Two
+other definitions are possible and are one line each: a masked operand taken for zeros is
+`x.to_tensor(0) @ y`; a result that exists only where *all* its terms do has the mask
+`matmul(x.mask, y.mask).data == x.shape[-1]`, for masks as integers.
+
+A valid inf or nan meets masked entries as zeros, and inf * 0 is nan.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.sparse import BCOO, BCSR
+
+from jmask._base.fallback import report_fallback
+from jmask._ops.elementwise import elementwise
+from jmask._ops.products import dot as _sparse_dot
+from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.storage import as_dense, is_sparse, stored_values, with_stored_values
+
+_add = elementwise(jnp.add)
+
+
+def matmul(x: Any, y: Any) -> Any:
+    """The matrix product `x @ y`; masked entries contribute nothing.
+
+    Args:
+        x (..., n, k), y (..., k, m): arrays or `MaskedTensor`s, as in `jnp.matmul`. A masked
+            BCOO or BCSR matrix times a dense operand is not made dense. Of ordinary sparse
+            matrices it is `jmask.dot`.
+
+    Returns:
+        An array if both are, or the result of `jmask.dot`; otherwise a `MaskedTensor`, masked
+        where no term exists.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> mask = jnp.array([[True, False], [False, False]])
+        >>> x = jmask.masked_tensor(jnp.array([[1., jnp.nan], [2., 3.]]), mask)
+        >>> jmask.numpy.matmul(x, jnp.array([[5., 6.], [7., 8.]])).to_tensor(0)
+        Array([[5., 6.],
+               [0., 0.]], dtype=float32)
+    """
+    if not isinstance(x, MaskedTensor) and not isinstance(y, MaskedTensor):
+        return _product(jnp.matmul, x, y)
+    if _is_sparse_matrix(x) and not _is_sparse_matrix(y):
+        return _combined(lambda a, b: a @ b, x, _on_dense(y))
+    return _combined(jnp.matmul, _on_dense(x), _on_dense(y))
+
+
+def dot(x: Any, y: Any) -> Any:
+    """`jnp.dot` with masked operands; masked entries contribute nothing. See `matmul`."""
+    if not isinstance(x, MaskedTensor) and not isinstance(y, MaskedTensor):
+        return _product(jnp.dot, x, y)
+    return _combined(jnp.dot, _on_dense(x), _on_dense(y))
+
+
+def einsum(subscripts: str, *operands: Any) -> Any:
+    """`jnp.einsum` with masked operands; masked entries contribute nothing.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jmask.masked_tensor(jnp.ones((2, 3)), jnp.array([True, False, True]))
+        >>> jmask.numpy.einsum("ij,ij->i", x, jnp.ones((2, 3))).to_tensor(0)
+        Array([2., 2.], dtype=float32)
+    """
+    if not any(isinstance(x, MaskedTensor) for x in operands):
+        return jnp.einsum(subscripts, *map(_array, operands))
+    return _combined(lambda *xs: jnp.einsum(subscripts, *xs), *map(_on_dense, operands))
+
+
+def linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    """`x @ weight.T + bias`, each of them masked or not.
+
+    Args:
+        x (..., k): inputs.
+        weight (m, k): as in torch, one row for each output.
+        bias (m,): added where the product exists.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jmask.masked_tensor(jnp.array([1., jnp.inf]), jnp.array([True, False]))
+        >>> jmask.nn.linear(x, jnp.array([[2., 3.]]), jnp.array([1.])).to_tensor(0)
+        Array([3.], dtype=float32)
+    """
+    product = einsum("...k,mk->...m", x, weight)
+    if bias is None:
+        return product
+    return _add(product, bias)
+
+
+def _product(dense_product: Any, x: Any, y: Any) -> Any:
+    return _sparse_dot(x, y) if is_sparse(x) or is_sparse(y) else dense_product(x, y)
+
+
+def _combined(product: Any, *operands: Any) -> MaskedTensor:
+    """A product of values with zeros where masked, and how many of its terms exist."""
+    values = product(*map(_filled, operands))
+    terms = product(*map(_existing, operands))
+    return MaskedTensor.tree_unflatten(None, (values, terms > 0.5))
+
+
+def _filled(x: Any) -> Any:
+    if not isinstance(x, MaskedTensor):
+        return x
+    values = stored_values(x.storage)
+    return with_stored_values(x.storage, jnp.where(x.valid, values, jnp.zeros_like(values)))
+
+
+def _existing(x: Any) -> Any:
+    if isinstance(x, MaskedTensor):
+        return with_stored_values(x.storage, x.valid.astype(jnp.float32))
+    return jnp.ones(jnp.shape(x), jnp.float32)
+
+
+def _is_sparse_matrix(x: Any) -> bool:
+    return isinstance(x, MaskedTensor) and isinstance(x.storage, BCOO | BCSR)
+
+
+def _array(x: Any) -> jax.Array:
+    if not is_sparse(x):
+        return jnp.asarray(x)
+    report_fallback(
+        f"a sparse tensor of shape {tuple(x.shape)} became dense in a product, at O(size) "
+        "cost: jmask.dot takes two matrices of which one is sparse"
+    )
+    return as_dense(x)
+
+
+def _on_dense(x: Any) -> Any:
+    if not isinstance(x, MaskedTensor):
+        return _array(x)
+    if is_sparse(x.storage):
+        report_fallback(
+            f"a masked {x.stype} tensor of shape {x.shape} became dense in a product, at "
+            "O(size) cost: only a BCOO or BCSR matrix on the left stays sparse"
+        )
+    return x.to_dense()

@@ -1,0 +1,276 @@
+"""`dot`: the product of two matrices, each of them on any storage.
+
+A sparse operand contributes a term for each value that it stores, and nothing else:
+
+    X (3, 3)       W (3, d)       X W
+    [0, 2, 0]      [w0]           [2 w1      ]
+    [0, 0, 0]      [w1]           [0         ]
+    [3, 4, 0]      [w2]           [3 w0 + 4 w1]
+
+The rows of W are looked up and summed, as those of an embedding: its gradient is row-sparse.
+In MXNet's storage inference, which this follows, a product is row-sparse where the rows of
+the result that are zero are known from the storage of the left operand: Xᵀ Y has a row for
+each column that X uses, and a row_sparse matrix times anything has its rows.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.sparse import BCOO, BCSR
+
+from jmask._base.doors import check_flag, checked_choice
+from jmask._base.fallback import report_fallback
+from jmask._base.precision import adds_when_cast, sum_dtype
+from jmask._kernels.rows import add_rows
+from jmask._ops.csr_kernel import product_by_kernel, suits_kernel
+from jmask._ops.product_operands import (
+    Columns,
+    Dense,
+    Entries,
+    Operand,
+    Rows,
+    operand,
+    sum_of_terms,
+)
+from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.phantom import tap_of
+from jmask._tensors.row_sparse import RowSparse
+from jmask._tensors.specified import todense
+from jmask._tensors.storage import stype, unique_positions
+
+_RESULTS = (None, "default", "row_sparse")
+
+
+def dot(
+    lhs: Any,
+    rhs: Any,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    forward_stype: str | None = None,
+    masked_grad: bool = True,
+) -> jax.Array | RowSparse:
+    """The matrix product of two operands on any storage; MXNet's function of this name.
+
+    What an operand does not store contributes nothing, even where the other one is inf or
+    nan; equal positions add; out-of-range positions are padding. float16 and bfloat16 are
+    summed in float32 and rounded once. Derivatives are those of the stored values, in both
+    modes (but see `masked_grad`); with `jmask.value_and_grad` the gradient of a dense `rhs` of
+    a sparse `lhs` is a `RowSparse`.
+
+    Args:
+        lhs (m, k): array, `RowSparse`, BCSR or BCOO. An array or `RowSparse` may also be a
+            vector (k,).
+        rhs (k, n): the same.
+        transpose_a: `lhs` is given as (k, m). A vector stays one.
+        transpose_b: `rhs` is given as (n, k).
+        masked_grad: whether the gradient of a sparse operand goes to what it stores only.
+            False: to every entry, as of `jmask.todense(x)` (see there). The result is then
+            dense, and so is the product where such a gradient is taken.
+        forward_stype: "default" for a dense result; "row_sparse" for a row-sparse one, of
+            an `lhs` that stores rows or entries. By default as in the table:
+
+            | lhs                    | rhs                 | result     |
+            |------------------------|---------------------|------------|
+            | csr, coo               | default, row_sparse | default    |
+            | csr, coo, transposed   | default, row_sparse | row_sparse |
+            | row_sparse             | any                 | row_sparse |
+            | row_sparse, transposed | any                 | default    |
+            | default                | any                 | default    |
+
+    Returns:
+        (m, n), without the dimension of a vector. A `RowSparse` is coalesced, and stores no
+        more rows than `lhs` has entries or rows.
+
+    Raises:
+        TypeError: if an operand is none of these (of a `MaskedTensor` it is
+            `jmask.numpy.matmul`).
+        ValueError: if the shapes do not fit, an operand does not have one or two
+            dimensions, or `lhs` cannot give the `forward_stype`.
+
+    Warns:
+        StorageFallbackWarning: if both are csr or coo, or a row_sparse `rhs` is transposed.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> from jax.experimental.sparse import BCSR
+        >>> x = BCSR.fromdense(jnp.array([[0., 2., 0.], [0., 0., 0.], [3., 4., 0.]]))
+        >>> jmask.dot(x, jnp.array([[1., 1.], [2., 0.], [5., 5.]]))
+        Array([[ 4.,  0.],
+               [ 0.,  0.],
+               [11.,  3.]], dtype=float32)
+        >>> jmask.dot(x, jnp.ones((3, 2)), transpose_a=True)
+        RowSparse(float32[3, 2], nse=3)
+        >>> jmask.grad(lambda w: jmask.dot(x, w).sum())(jnp.ones((3, 2)))
+        RowSparse(float32[3, 2], nse=3)
+    """
+    for name, flag in {
+        "transpose_a": transpose_a,
+        "transpose_b": transpose_b,
+        "masked_grad": masked_grad,
+    }.items():
+        check_flag(name, flag)
+    if not masked_grad:
+        if isinstance(forward_stype, str) and forward_stype == "row_sparse":
+            raise ValueError(
+                "`forward_stype` cannot be 'row_sparse' with `masked_grad`=False: rows that it "
+                "does not store have derivatives, too."
+            )
+        forward_stype = "default"
+        lhs, rhs = (todense(x) if tap_of(x) is not None else x for x in (lhs, rhs))
+    lhs, rhs = _checked(lhs, "lhs"), _checked(rhs, "rhs")
+    _check_shapes(lhs, rhs, transpose_a, transpose_b)
+    sparse = _is_result_sparse(lhs, transpose_a, forward_stype)
+    _report_dense(lhs, rhs, transpose_b)
+    return _product_of(lhs, rhs, bool(transpose_a), bool(transpose_b), sparse)
+
+
+def _checked(x: Any, name: str) -> Any:
+    if isinstance(x, MaskedTensor):
+        raise TypeError(
+            f"`{name}` is a MaskedTensor: use jmask.numpy.matmul, or .to_tensor(0) for zeros "
+            "where it is masked."
+        )
+    try:
+        storage = stype(x)
+    except TypeError as error:
+        raise TypeError(
+            f"`{name}` must be an array, RowSparse, BCSR or BCOO, got {type(x).__name__}."
+        ) from error
+    x = jnp.asarray(x) if storage == "default" else x
+    if isinstance(x, BCOO) and x.n_sparse == 1 and not x.n_batch:
+        return RowSparse(x.indices[:, 0], x.data, x.shape)
+    if isinstance(x, BCOO | BCSR) and (x.n_batch or x.n_dense or x.n_sparse != 2):
+        raise ValueError(
+            f"`{name}` has {x.n_batch} batch and {x.n_dense} dense dimensions; a product "
+            "takes matrices: use .update_layout(n_batch=0, n_dense=0), or jax.vmap over "
+            "a batch."
+        )
+    if x.ndim not in (1, 2):
+        raise ValueError(
+            f"`{name}` must have one or two dimensions, got shape {tuple(x.shape)}: reshape "
+            "it to a matrix, or use jnp.tensordot for arrays."
+        )
+    return x
+
+
+def _check_shapes(lhs: Any, rhs: Any, transpose_a: bool, transpose_b: bool) -> None:
+    over = 0 if transpose_a or lhs.ndim == 1 else 1, 1 if transpose_b and rhs.ndim == 2 else 0
+    if lhs.shape[over[0]] != rhs.shape[over[1]]:
+        raise ValueError(
+            f"`lhs` of shape {tuple(lhs.shape)} and `rhs` of shape {tuple(rhs.shape)} do not "
+            f"fit with transpose_a={transpose_a} and transpose_b={transpose_b}: dimension "
+            f"{over[0]} of `lhs` and dimension {over[1]} of `rhs` must have one size."
+        )
+
+
+def _is_result_sparse(lhs: Any, transpose_a: bool, forward_stype: str | None) -> bool:
+    if isinstance(forward_stype, str) and forward_stype in ("csr", "coo"):
+        raise ValueError(
+            f"`forward_stype` cannot be {forward_stype!r}: how many entries of a product are "
+            "not zero is not known in advance. Use jmask.cast_storage(jmask.dot(...), "
+            f"{forward_stype!r}, nse=...)."
+        )
+    checked_choice(forward_stype, "forward_stype", _RESULTS)
+    entries, rows = isinstance(lhs, BCOO | BCSR), isinstance(lhs, RowSparse) and lhs.ndim == 2
+    by_rows = entries or (rows and not transpose_a)
+    if forward_stype is None:
+        return by_rows and (rows or transpose_a)
+    if forward_stype == "row_sparse" and not by_rows:
+        raise ValueError(
+            "`forward_stype` cannot be 'row_sparse': with `lhs` "
+            f"{stype(lhs)}{', transposed,' if transpose_a else ''} of shape "
+            f"{tuple(lhs.shape)} no row of the result is known to be zero. Use "
+            "jmask.RowSparse.fromdense on the result, with its `nse`."
+        )
+    return forward_stype == "row_sparse"
+
+
+def _report_dense(lhs: Any, rhs: Any, transpose_b: bool) -> None:
+    if isinstance(rhs, RowSparse) and rhs.ndim == 2 and transpose_b:
+        report_fallback(
+            f"the product with a transposed row_sparse `rhs` of shape {rhs.shape} stores "
+            f"all of its {rhs.shape[0]} columns: no storage has sparse columns"
+        )
+    if isinstance(lhs, BCOO | BCSR) and isinstance(rhs, BCOO | BCSR):
+        report_fallback(
+            f"`rhs`, {stype(rhs)} of shape {tuple(rhs.shape)}, became dense in a product, at "
+            "O(size) cost: two matrices of entries have no sparse product"
+        )
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _product_of(
+    lhs: Any, rhs: Any, transpose_a: bool, transpose_b: bool, sparse: bool
+) -> jax.Array | RowSparse:
+    if suits_kernel(lhs, rhs) and not (transpose_a or transpose_b or sparse):
+        return product_by_kernel(lhs, rhs)
+    dtype = jnp.result_type(lhs.dtype, rhs.dtype)
+    is_row, is_column = lhs.ndim == 1, rhs.ndim == 1
+    wide = sum_dtype(dtype)
+    a = operand(_matrix(lhs, wide), transpose_a or is_row)
+    b = operand(_matrix(rhs, wide), transpose_b and not is_column)
+    result = _product(a, b, wide, sparse)
+    if isinstance(result, RowSparse) and not sparse:
+        result = result.todense()
+    result = _on_values(result, lambda values: values.astype(dtype))
+    if is_row:
+        result = result[0]
+    if is_column:
+        result = _on_values(result, lambda values: values[..., 0])
+    return result
+
+
+def _product(a: Operand, b: Operand, dtype: Any, sparse: bool) -> Any:
+    """The product in `dtype`; that of `Entries` is row-sparse if `sparse`, of `Rows` always."""
+    if isinstance(b, Columns):
+        rows = b.rows
+        filled = _product(a, Dense(rows.values, transposed=True), dtype, sparse)
+        return _on_values(filled, lambda values: _as_columns(values, rows))
+    if isinstance(a, Entries):
+        b = Dense(b.to_dense(dtype)) if isinstance(b, Entries) else b
+        found = b.rows_at(a.columns, dtype)
+        if not sparse:
+            return sum_of_terms(a, found)
+        terms = a.values.astype(dtype)[:, None] * found
+        return RowSparse(a.rows, terms, (a.shape[0], *found.shape[1:])).coalesce()
+    if isinstance(a, Rows):
+        values = _product(Dense(a.values), b, dtype, sparse=False)
+        return dataclasses.replace(a, values=values).coalesced_as(dtype)
+    if isinstance(a, Columns) and not isinstance(b, Entries):
+        return _matmul(a.rows.values.T, b.rows_at(a.rows.ids, dtype), dtype)
+    if isinstance(a, Dense) and isinstance(b, Dense):
+        return _matmul(a.matrix, b.matrix, dtype)
+    # Sparse on the right only: one of the cases above if that is on the left.
+    return _product(b.T, a.T, dtype, sparse=False).T
+
+
+def _matmul(x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
+    if x.dtype != y.dtype or x.dtype == jnp.dtype(bool):
+        x, y = x.astype(dtype), y.astype(dtype)
+    return jnp.matmul(x, y, preferred_element_type=dtype)
+
+
+def _as_columns(values: jax.Array, like: Rows) -> jax.Array:
+    """The matrix (m, V) with the columns `values` (m, n) at the ids of `like`."""
+    zeros = jnp.zeros((like.height, values.shape[0]), values.dtype)
+    return add_rows(zeros, like.ids, values.T, coalesced=like.coalesced).T
+
+
+def _matrix(x: Any, dtype: Any) -> Any:
+    """A vector as a column; equal positions are summed where casts to `dtype` do not add."""
+    x = x if adds_when_cast(x.dtype, dtype) else unique_positions(x)
+    return x if x.ndim == 2 else _on_values(x, lambda values: values[:, None])
+
+
+def _on_values(x: Any, function: Callable[[jax.Array], jax.Array]) -> Any:
+    """`function` on an array, or on the rows that a `RowSparse` stores."""
+    if not isinstance(x, RowSparse):
+        return function(x)
+    values = function(x.values)
+    shape = (x.shape[0], *values.shape[1:])
+    return RowSparse(x.indices, values, shape, coalesced=x.coalesced)

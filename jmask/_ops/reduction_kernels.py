@@ -1,0 +1,287 @@
+"""What each reduction computes of its groups: small kernels, the same for every storage.
+
+    kernel(groups, ...)  ->  results, and where there is one
+
+    mean of {1, 3} and {}     ->  [2, 0],  [True, False]
+
+A kernel reads `select(groups, fill)`: the entries that take part, and elsewhere a number
+that changes nothing. So no nan is computed from what lies under a mask, and the derivative
+of the selection sends exactly 0 there. Wherever a derivative would be infinite or undefined
+(a root of 0, a quotient by the count of nothing) the argument is selected first and the
+result again: the derivative there is 0.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmask._base.precision import wide
+from jmask._ops.groups import greatest, least
+
+Results = tuple[Any, Any]
+
+
+def select(groups: Any, fill: Any, dtype: Any = None) -> Any:
+    """The entries cast to `dtype`, `fill` where they take no part."""
+    values = groups.values if dtype is None else groups.values.astype(dtype)
+    return jnp.where(groups.valid, values, jnp.asarray(fill, values.dtype))
+
+
+def inexact(dtype: Any) -> Any:
+    """The dtype of a mean of `dtype`, as JAX promotes."""
+    return jax.eval_shape(jnp.mean, jax.ShapeDtypeStruct((1,), dtype)).dtype
+
+
+# --- sums --------------------------------------------------------------------------------
+
+
+def total(groups: Any, dtype: Any) -> Results:
+    return groups.sum(select(groups, 0, wide(dtype))), groups.any(groups.valid)
+
+
+def product(groups: Any, dtype: Any) -> Results:
+    return groups.prod(select(groups, 1, wide(dtype))), groups.any(groups.valid)
+
+
+def mean(groups: Any, dtype: Any) -> Results:
+    count = groups.count(groups.valid)
+    result = groups.sum(select(groups, 0, wide(dtype)))
+    return result / jnp.maximum(count, 1).astype(result.dtype), count > 0
+
+
+def mean_of_all(groups: Any, dtype: Any) -> Results:
+    """The mean when entries that are not stored are zeros."""
+    result, exists = total(groups, dtype)
+    number = math.prod(groups.origin.shape[axis] for axis in groups.reduced)
+    return result / number, exists
+
+
+def with_zeros(kernel: Any, absorb: Any) -> Any:
+    """The kernel when entries that are not stored are zeros.
+
+    Args:
+        kernel: takes groups and keyword arguments.
+        absorb: takes a result, and whether its group has an entry that is not stored.
+    """
+
+    def of_all(groups: Any, **kwargs: Any) -> Results:
+        result, exists = kernel(groups, **kwargs)
+        number = math.prod(groups.origin.shape[axis] for axis in groups.reduced)
+        return absorb(result, groups.count(groups.valid) < number), exists
+
+    return of_all
+
+
+def variance(groups: Any, dtype: Any, ddof: float) -> Results:
+    work = wide(jnp.promote_types(groups.values.dtype, dtype))
+    center, _ = mean(groups, work)
+    distance = jnp.where(groups.valid, select(groups, 0, work) - groups.spread(center), 0)
+    left = groups.count(groups.valid) - ddof
+    exists = left > 0
+    squares = groups.sum(_squared(distance))
+    return squares / jnp.where(exists, left, 1).astype(squares.dtype), exists
+
+
+def deviation(groups: Any, dtype: Any, ddof: float) -> Results:
+    result, exists = variance(groups, dtype, ddof)
+    return _root(result, 2), exists
+
+
+def number_of(groups: Any) -> Results:
+    count = groups.count(groups.valid)
+    return count, count > 0
+
+
+def number_of_nonzero(groups: Any) -> Results:
+    return groups.count(groups.valid & (groups.values != 0)), groups.any(groups.valid)
+
+
+def every(groups: Any) -> Results:
+    return ~groups.any(groups.valid & (groups.values == 0)), groups.any(groups.valid)
+
+
+def some(groups: Any) -> Results:
+    return groups.any(groups.valid & (groups.values != 0)), groups.any(groups.valid)
+
+
+def norm(groups: Any, dtype: Any, ord: float) -> Results:  # noqa: A002
+    exists = groups.any(groups.valid)
+    x = select(groups, 0, wide(jnp.promote_types(groups.values.dtype, dtype)))
+    taken = groups.valid & (x != 0)
+    if ord == 0:
+        return groups.count(taken).astype(dtype), exists
+    if ord == 2:
+        return _root(groups.sum(_squared(x)), 2), exists
+    size = jnp.where(taken, jnp.abs(jnp.where(taken, x, 1)), 0)
+    if math.isinf(ord):
+        sizes = dataclasses.replace(groups, values=size)
+        result, _ = maximum(sizes) if ord > 0 else minimum(sizes)
+        return jnp.where(exists, result, 0 if ord > 0 else jnp.inf), exists
+    powers = jnp.where(taken, jnp.where(taken, size, 1) ** ord, 0)
+    result = _root(groups.sum(powers), ord)
+    if ord < 0:  # A single 0 makes the sum infinite and the norm 0.
+        zero = groups.any(groups.valid & (x == 0))
+        result = jnp.where(zero, 0, result)
+    return result, exists
+
+
+def log_sum_exp(groups: Any, dtype: Any) -> Results:
+    _refuse_complex(groups.values.dtype)
+    exists = groups.any(groups.valid)
+    largest = _peak(groups, wide(dtype))
+    largest = jnp.where(jnp.isfinite(largest), largest, 0)
+    powers = exponentials(groups, largest, wide(dtype))
+    return log(groups.sum(powers)) + largest, exists
+
+
+def exponentials(groups: Any, shift: Any, dtype: Any) -> Any:
+    """exp(x - shift) of the entries that take part, 0 elsewhere."""
+    x = jnp.where(groups.valid, select(groups, 0, dtype) - groups.spread(shift), 0)
+    return jnp.where(groups.valid, jnp.exp(x), 0)
+
+
+def log(x: Any) -> Any:
+    """log(x), with derivative 0 where x is 0."""
+    zero = x == 0
+    return jnp.where(zero, -jnp.inf, jnp.log(jnp.where(zero, 1, x)))
+
+
+def shift_of(groups: Any, dtype: Any) -> Any:
+    """The largest (real part of an) entry of each group, a constant; 0 if there is none."""
+    return jnp.where(groups.any(groups.valid), _peak(groups, dtype), 0)
+
+
+def _peak(groups: Any, dtype: Any) -> Any:
+    return groups.max(lax.stop_gradient(jnp.real(select(groups, -jnp.inf, dtype))))
+
+
+def _squared(x: Any) -> Any:
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.square(x.real) + jnp.square(x.imag)
+    return jnp.square(x)
+
+
+def _root(x: Any, order: float) -> Any:
+    """x ** (1 / order), with derivative 0 where x is 0."""
+    zero = x == 0
+    base = jnp.where(zero, 1, x)
+    power = jnp.sqrt(base) if order == 2 else base ** (1 / order)
+    return jnp.where(zero, 0 if order > 0 else jnp.inf, power)
+
+
+# --- order -------------------------------------------------------------------------------
+
+
+def maximum(groups: Any) -> Results:
+    return _extremum(groups, groups.max, least)
+
+
+def minimum(groups: Any) -> Results:
+    return _extremum(groups, groups.min, greatest)
+
+
+maximum_of_all = with_zeros(
+    maximum, lambda x, missing: jnp.where(missing, jnp.maximum(x, 0).astype(x.dtype), x)
+)
+minimum_of_all = with_zeros(
+    minimum, lambda x, missing: jnp.where(missing, jnp.minimum(x, 0).astype(x.dtype), x)
+)
+product_of_all = with_zeros(
+    product, lambda x, missing: jnp.where(missing, jnp.zeros_like(x), x)
+)
+every_of_all = with_zeros(every, lambda x, missing: x & ~missing)
+
+
+def argmax(groups: Any) -> Results:
+    return _first_index(groups, groups.max, least)
+
+
+def argmin(groups: Any) -> Results:
+    return _first_index(groups, groups.min, greatest)
+
+
+@jax.custom_jvp
+def _with_slope_of(value: Any, like: Any) -> Any:
+    return value
+
+
+@_with_slope_of.defjvp
+def _with_slope_of_jvp(primals: Any, tangents: Any) -> Any:
+    # The function itself and not `primals[0]`, which the next derivative takes for a constant.
+    return _with_slope_of(*primals), tangents[1]
+
+
+def _extremum(groups: Any, reduce: Any, identity: Any) -> Results:
+    result, ties = _ties(groups, reduce, identity)
+    if jnp.issubdtype(result.dtype, jnp.floating):
+        # The mean of the ties is the result, but for rounding, and has the derivative
+        # wanted; the derivative of a maximum would be shared with equal fills.
+        number = groups.spread(jnp.maximum(groups.count(ties), 1)).astype(result.dtype)
+        tied = jnp.where(ties, select(groups, 0) / number, 0)
+        result = _with_slope_of(result, groups.sum(tied))
+    return result, groups.any(groups.valid)
+
+
+def _first_index(groups: Any, reduce: Any, identity: Any) -> Results:
+    _, ties = _ties(groups, reduce, identity)
+    positions = groups.positions()
+    nowhere = jnp.iinfo(positions.dtype).max
+    exists = groups.any(groups.valid)
+    first = groups.min(jnp.where(ties, positions, nowhere))
+    return jnp.where(exists, first, 0), exists
+
+
+def _ties(groups: Any, reduce: Any, identity: Any) -> tuple[Any, Any]:
+    """The extremum of each group, a constant, and which valid entries are equal to it."""
+    dtype = groups.values.dtype
+    _refuse_complex(dtype)
+    x = lax.stop_gradient(select(groups, identity(dtype)))
+    result = reduce(x)
+    extremum = groups.spread(result)
+    both_nan = (x != x) & (extremum != extremum)
+    return result, groups.valid & ((x == extremum) | both_nan)
+
+
+def _refuse_complex(dtype: Any) -> None:
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        raise TypeError(f"`x` has dtype {dtype}, and complex numbers have no order.")
+
+
+def median(values: Any, valid: Any, axes: tuple[int, ...], averaged: bool) -> Results:
+    """Of a dense array; results keep the axes with size 1.
+
+    The middle entries are found by sorting and then read, so that the derivative is that of
+    an entry.
+    """
+    shape = tuple(1 if a in axes else n for a, n in enumerate(values.shape))
+    rest = tuple(a for a in range(values.ndim) if a not in axes)
+    sizes = tuple(values.shape[a] for a in rest)
+    number = math.prod(values.shape[a] for a in axes)
+
+    def flat(x: Any) -> Any:
+        x = jnp.transpose(x, rest + axes).reshape(*sizes, number)
+        # One more, so that there is always something to read.
+        return jnp.pad(x, [(0, 0)] * len(sizes) + [(0, 1)])
+
+    _refuse_complex(values.dtype)
+    valid = flat(valid)
+    x = jnp.where(valid, flat(values), 0)
+    position = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    keys = (~valid, lax.stop_gradient(x), position)
+    order = lax.sort(keys, dimension=-1, num_keys=2)[2]
+    count = jnp.sum(valid, -1, keepdims=True)
+    last = jnp.maximum(count - 1, 0)
+    bad = jnp.any(x != x, -1, keepdims=True)  # nan sorts last
+
+    def entry(rank: Any) -> Any:
+        rank = jnp.where(bad, last, jnp.minimum(rank, last))
+        return jnp.take_along_axis(x, jnp.take_along_axis(order, rank, -1), -1)
+
+    result = entry(last // 2)
+    if averaged:
+        result = result / 2 + entry(count // 2) / 2
+    return result.reshape(shape), (count > 0).reshape(shape)

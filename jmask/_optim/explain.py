@@ -1,0 +1,293 @@
+"""`jmask.explain`: what a training step does to each parameter, before it is run.
+
+    parameter  array                   size     gradient            a step touches
+    table      float32[1000000, 64]    256 MB   row-sparse, 32 rows 8.2 kB, 31,250x less
+    w          float32[64, 1]          256 B    dense               256 B
+
+The gradient program is traced with shapes, and nothing is computed or allocated. Of a table
+that is looked up and has a dense gradient all the same, it says which operation needs all
+of it, and at which line.
+"""
+
+import dataclasses
+import html
+import math
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmask._autodiff.uses import Use, uses_of_inputs
+from jmask._autodiff.value_and_grad import value_and_gradients
+from jmask._autodiff.values import Rows
+from jmask._base.fallback import Fallback, Place, collected, in_bytes
+from jmask._base.leaves import abstract_leaf
+from jmask._tables.stored_table import is_stored_table
+from jmask._tensors.row_sparse import is_row_sparse
+from jmask._updates.checks import check_parameters
+
+_HEADS = ("parameter", "array", "size", "gradient", "a step touches")
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterStep:
+    """What a step does to one parameter.
+
+    Attributes:
+        name: its path in the tree of parameters.
+        array: what it is, `float32[1000, 64]`.
+        shape, dtype: of it.
+        nbytes: what it takes in memory.
+        is_sparse: whether its gradient is row-sparse.
+        nse: the number of rows of a row-sparse gradient, else None.
+        touched: bytes of the parameter that a step reads and writes.
+        note: why, where something is to be said; else "".
+    """
+
+    name: str
+    array: str
+    shape: tuple[int, ...]
+    dtype: Any
+    nbytes: int
+    is_sparse: bool
+    nse: int | None
+    touched: int
+    note: str
+
+    @property
+    def factor(self) -> float:
+        """The size of the parameter divided by what a step touches of it."""
+        return self.nbytes / self.touched if self.touched else math.inf
+
+    def cells(self) -> tuple[str, ...]:
+        """What stands in the row of a table about it."""
+        gradient = f"row-sparse, {self.nse:,} rows" if self.is_sparse else "dense"
+        touched = in_bytes(self.touched)
+        if self.is_sparse and self.touched:
+            touched += f", {self.factor:,.0f}x less"
+        return (self.name, self.array, in_bytes(self.nbytes), gradient, touched)
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What `jmask.explain` found; shows itself as a table, also in a notebook.
+
+    Attributes:
+        parameters: one `ParameterStep` for each parameter, in the order of the tree.
+        notes: what else leaves sparse storage.
+    """
+
+    parameters: tuple[ParameterStep, ...]
+    notes: tuple[str, ...]
+
+    def __getitem__(self, name: str) -> ParameterStep:
+        """The parameter of this name."""
+        found = [p for p in self.parameters if p.name == name]
+        if not found:
+            names = ", ".join(repr(p.name) for p in self.parameters)
+            raise KeyError(f"no parameter {name!r}; there are {names}")
+        return found[0]
+
+    def _total(self) -> tuple[str, ...]:
+        size = sum(p.nbytes for p in self.parameters)
+        touched = sum(p.touched for p in self.parameters)
+        return ("total", "", in_bytes(size), "", in_bytes(touched))
+
+    def __repr__(self) -> str:
+        rows = [_HEADS, *(p.cells() for p in self.parameters), self._total()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = []
+        for row, of in zip(rows, (None, *self.parameters, None), strict=True):
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            lines.append("  ".join(cells).rstrip())
+            if of is not None and of.note:
+                lines.append(f"    {of.note}")
+        return "\n".join([*lines, *self.notes])
+
+    def _repr_html_(self) -> str:
+        def row(cells: tuple[str, ...], tag: str = "td") -> str:
+            inside = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
+            return f"<tr>{inside}</tr>"
+
+        lines = [row(_HEADS, "th")]
+        for p in self.parameters:
+            lines.append(row(p.cells()))
+            if p.note:
+                note = html.escape(p.note)
+                lines.append(f'<tr><td></td><td colspan="{len(_HEADS) - 1}">{note}</td></tr>')
+        lines.append(row(self._total()))
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+        return f"<table>{''.join(lines)}</table>{notes}"
+
+
+def explain(
+    loss_fn: Callable[..., Any], params: Any, *batch: Any, has_aux: bool = False, **kwargs: Any
+) -> Explanation:
+    """Say of every parameter whether its gradient is row-sparse, what a step costs, and why.
+
+    It is what `jmask.value_and_grad(loss_fn)(params, *batch)` would do, found from shapes
+    alone: nothing is computed, and `jax.ShapeDtypeStruct` may stand for any array. The
+    report is printed; in an interactive session, where the returned object shows itself, it
+    is not printed too.
+
+    Args:
+        loss_fn: a function returning a scalar, or (scalar, aux) with `has_aux`.
+        params: its first argument, which is differentiated: a tree of floating arrays or
+            their shapes, `PackedTable` and `ShardedTable`.
+        *batch: its other arguments: arrays, shapes, or anything else.
+        has_aux: whether `loss_fn` returns auxiliary data beside the scalar.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        An object with `.parameters`, one entry for each, with `.name`, `.shape`, `.dtype`,
+        `.nbytes`, `.is_sparse`, `.nse` (rows of the gradient), `.touched` (bytes of the
+        parameter that a step reads and writes), `.factor` (their ratio) and `.note`; and
+        `.notes`, what else leaves sparse storage. `explanation[name]` is one parameter.
+
+    Raises:
+        TypeError: if `loss_fn` is no function or its result no scalar, or a parameter is not
+            a dense floating array.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jmask
+        >>> def loss(params, ids):
+        ...     return jnp.sum(params["table"][ids] @ params["w"])
+        >>> shape = jax.ShapeDtypeStruct
+        >>> params = {"table": shape((10**6, 64), "float32"), "w": shape((64, 1), "float32")}
+        >>> found = jmask.explain(loss, params, shape((32,), "int32"))
+        parameter  array                 size    gradient             a step touches
+        table      float32[1000000, 64]  256 MB  row-sparse, 32 rows  8.2 kB, 31,250x less
+        w          float32[64, 1]        256 B   dense                256 B
+        total                            256 MB                       8.4 kB
+        >>> found["table"].nse
+        32
+    """
+    if not callable(loss_fn):
+        raise TypeError(
+            f"`loss_fn` must be a function, got {type(loss_fn).__name__}: write "
+            "jmask.explain(loss_fn, params, *batch)."
+        )
+    check_parameters(params)
+    gradients, uses, reports = _traced(loss_fn, params, batch, has_aux, kwargs)
+    leaves = jax.tree.leaves_with_path(params, is_leaf=is_stored_table)
+    steps = [
+        _step(path, leaf, gradient, of_leaf)
+        for (path, leaf), gradient, of_leaf in zip(leaves, gradients, uses, strict=True)
+    ]
+    explained = {step.shape for step in steps if step.note}
+    others = [_with_place(r.message, r.place) for r in reports if r.shape not in explained]
+    explanation = Explanation(tuple(steps), tuple(dict.fromkeys(others)))
+    if not hasattr(sys, "ps1"):
+        print(explanation)
+    return explanation
+
+
+def _traced(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    batch: tuple[Any, ...],
+    has_aux: bool,
+    kwargs: dict[str, Any],
+) -> tuple[list[Any], list[list[Use]], list[Fallback]]:
+    """For each parameter the result of the gradient program and its uses; all fallbacks."""
+    shapes = jax.tree.map(abstract_leaf, params)
+    # Shapes become tracers; all else reaches the function as it is, as under value_and_grad.
+    structure: Any
+    others, structure = jax.tree.flatten((batch, kwargs))
+    given = {i: x for i, x in enumerate(others) if isinstance(x, jax.ShapeDtypeStruct)}
+    gradients: list[Any] = []
+
+    def arguments(traced: dict[int, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return structure.unflatten([traced.get(i, x) for i, x in enumerate(others)])
+
+    def differentiate(params: Any, traced: dict[int, Any]) -> None:
+        args, keywords = arguments(traced)
+        _, (found,) = value_and_gradients(
+            loss_fn, (0,), has_aux, (params, *args), keywords, finished=lambda result: result
+        )
+        gradients.extend(jax.tree.leaves(found, is_leaf=is_row_sparse))
+
+    def value(params: Any, traced: dict[int, Any]) -> Any:
+        args, keywords = arguments(traced)
+        found = loss_fn(params, *args, **keywords)
+        return found[0] if has_aux else found
+
+    with collected() as reports:
+        jax.eval_shape(differentiate, shapes, given)
+    with collected():
+        jaxpr = jax.make_jaxpr(value)(shapes, given).jaxpr
+    of_arrays = iter(uses_of_inputs(jaxpr))
+    uses: list[list[Use]] = []
+    for leaf in jax.tree.leaves(params, is_leaf=is_stored_table):
+        of_leaf = [next(of_arrays) for _ in jax.tree.leaves(leaf)]
+        uses.append([] if is_stored_table(leaf) else of_leaf[0])
+    return gradients, uses, reports
+
+
+def _step(path: Any, leaf: Any, gradient: Any, uses: list[Use]) -> ParameterStep:
+    stored = is_stored_table(leaf)
+    array: Any = leaf if stored else abstract_leaf(leaf)
+    shape, dtype = tuple(array.shape), jnp.dtype(array.dtype)
+    described = f"{dtype}[{', '.join(map(str, shape))}]"
+    nbytes = sum(_size(x) for x in map(abstract_leaf, jax.tree.leaves(leaf)))
+    nse = _number_of_rows(gradient)
+    touched = nbytes
+    if nse is not None:
+        touched = min(nse, shape[0]) * math.prod(shape[1:]) * dtype.itemsize
+    return ParameterStep(
+        jax.tree_util.keystr(path, simple=True, separator=".") or "params",
+        f"{type(leaf).__name__} {described}" if stored else described,
+        shape,
+        dtype,
+        nbytes,
+        nse is not None,
+        nse,
+        touched,
+        _note(shape, gradient, nse, uses),
+    )
+
+
+def _size(x: Any) -> int:
+    return math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+
+
+def _number_of_rows(gradient: Any) -> int | None:
+    """The nse of a row-sparse gradient, None of a dense one."""
+    if is_row_sparse(gradient):
+        return gradient.nse
+    is_sparse = isinstance(gradient, Rows) and gradient.looked_up
+    return gradient.capacity if is_sparse else None
+
+
+def _note(shape: tuple[int, ...], gradient: Any, nse: int | None, uses: list[Use]) -> str:
+    """What is to be said of a parameter: why its gradient is dense, or large."""
+    if nse is not None:
+        if nse == 0:
+            return "not looked up: no row is touched"
+        if nse >= shape[0]:
+            return "as many rows as the table has: a dense gradient would cost no more"
+        return ""
+    if isinstance(gradient, Rows) and gradient.is_zero:
+        return (
+            "not used: a gradient of dense zeros, with which momentum and weight decay update "
+            "all of it; leave it out of what is differentiated"
+        )
+    lookups = [use for use in uses if use.is_lookup]
+    others = [use for use in uses if not use.is_lookup]
+    if not lookups or not shape:
+        return ""
+    looked_up = _with_place("looked up", lookups[0].place)
+    if others:
+        needs = (_with_place(f"`{use.primitive}` needs all of it", use.place) for use in others)
+        return f"{looked_up}, but {' and '.join(list(dict.fromkeys(needs))[:2])}"
+    return f"{looked_up}, but not by whole rows"
+
+
+def _with_place(text: str, place: Place | None) -> str:
+    if place is None:
+        return text
+    here = os.getcwd() + os.sep
+    return f"{text} ({place.file.removeprefix(here)}:{place.line})"

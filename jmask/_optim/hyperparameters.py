@@ -1,0 +1,191 @@
+"""Hyperparameters of the named optimizers: checks, schedules, and shared arithmetic.
+
+A hyperparameter may be a number of Python or NumPy, which is checked at once, or a scalar array
+of JAX, possibly traced (`optax.inject_hyperparams`), whose value is not looked at.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jmask._base.doors import check_flag, checked_choice, shown
+from jmask._base.precision import as_float
+
+# What weight decay is added to: the gradient, so that an adaptive optimizer rescales it, or
+# the step, so that a row shrinks by the same factor whatever its gradients.
+DECAY_MODES = ("l2", "decoupled")
+
+
+def check_number(name: str, value: Any) -> None:
+    """Refuse what is neither a number nor a scalar array, which may be traced."""
+    if not _is_number(value):
+        raise TypeError(f"`{name}` must be a number, got {shown(value)}.")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Refuse what is no number, or one that is not > 0 and finite; arrays pass."""
+    check_number(name, value)
+    if is_known(value) and not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"`{name}` must be positive and finite, got {value}.")
+
+
+def check_not_negative(name: str, value: Any) -> None:
+    """Refuse what is no number, or one that is not >= 0 and finite; arrays pass."""
+    check_number(name, value)
+    if is_known(value) and not (value >= 0 and math.isfinite(value)):
+        raise ValueError(f"`{name}` must be non-negative and finite, got {value}.")
+
+
+def check_fraction(name: str, value: Any) -> None:
+    """Refuse what is no number, or one outside [0, 1); arrays pass."""
+    check_number(name, value)
+    if is_known(value) and not 0 <= value < 1:
+        raise ValueError(f"`{name}` must be in [0, 1), got {value}.")
+
+
+def check_learning_rate(value: Any) -> None:
+    """Refuse what is neither a schedule nor a positive number."""
+    if callable(value):
+        return
+    if not _is_number(value):
+        raise TypeError(
+            "`learning_rate` must be a number, or a schedule (a function of the step count), "
+            f"got {shown(value)}."
+        )
+    check_positive("learning_rate", value)
+
+
+def check_state_dtype(state_dtype: Any) -> None:
+    """Refuse what is no floating dtype; None passes."""
+    try:
+        fits = state_dtype is None or jnp.issubdtype(jnp.dtype(state_dtype), jnp.floating)
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise TypeError(
+            f"`state_dtype` must be a floating dtype, such as jnp.float32, got {state_dtype!r}."
+        )
+
+
+def is_known(value: Any) -> bool:
+    """Whether a number can be looked at without waiting for a device: Python's or NumPy's."""
+    return isinstance(value, int | float | np.number | np.ndarray)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool | np.bool_):
+        return False
+    if isinstance(value, int | float):
+        return True
+    is_array = isinstance(value, jax.Array | np.ndarray | np.number)
+    is_real = is_array and not jnp.issubdtype(value.dtype, jnp.complexfloating)
+    return is_real and value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.number)
+
+
+def check_epsilons(eps: Any, eps_root: Any) -> None:
+    """Refuse negative epsilons, and both zero: a zero gradient would divide 0 by 0."""
+    check_not_negative("eps", eps)
+    check_not_negative("eps_root", eps_root)
+    if is_zero(eps) and is_zero(eps_root):
+        raise ValueError(
+            f"one of `eps` and `eps_root` must be positive, got {eps} and {eps_root}."
+        )
+
+
+def check_common(
+    learning_rate: Any,
+    weight_decay: Any,
+    decay_mode: Any,
+    clip_gradient: Any,
+    rescale_grad: Any,
+    state_dtype: Any,
+    **flags: Any,
+) -> None:
+    """Check what all named optimizers take, and what is True or False in some of them."""
+    for name, value in flags.items():
+        check_flag(name, value)
+    check_learning_rate(learning_rate)
+    check_not_negative("weight_decay", weight_decay)
+    check_decay_mode(decay_mode)
+    if clip_gradient is not None:
+        check_positive("clip_gradient", clip_gradient)
+    check_number("rescale_grad", rescale_grad)
+    if is_known(rescale_grad) and not math.isfinite(rescale_grad):
+        raise ValueError(f"`rescale_grad` must be finite, got {rescale_grad}.")
+    check_state_dtype(state_dtype)
+
+
+def check_decay_mode(decay_mode: Any) -> None:
+    """Refuse what is not the name of a kind of weight decay."""
+    checked_choice(decay_mode, "decay_mode", DECAY_MODES)
+
+
+def is_zero(value: Any) -> bool:
+    """Whether a hyperparameter is known to be 0, so that its term can be left out."""
+    return isinstance(value, int | float) and value == 0
+
+
+def rate(learning_rate: optax.ScalarOrSchedule, count: jax.Array) -> Any:
+    """The learning rate of step `count` (from 0)."""
+    if not callable(learning_rate):
+        return learning_rate
+    value = learning_rate(count)
+    if not _is_number(value):
+        raise TypeError(
+            f"`learning_rate` is a schedule that returned {shown(value)} for a step count: it "
+            "must return a number."
+        )
+    return value
+
+
+def bias_correction(decay: Any, step: jax.Array) -> jax.Array:
+    """1 - decay**step, without the cancellation that costs float32 its digits.
+
+    For decay = 0.999 and step = 1, `1 - decay**step` in float32 is off by 3e-5.
+    """
+    if is_zero(decay):
+        return jnp.ones(())
+    known = isinstance(decay, int | float)
+    log_decay = math.log(decay) if known else jnp.log(decay)
+    return -jnp.expm1(as_float(step) * log_decay)
+
+
+def rescaled(gradient: jax.Array, rescale_grad: Any, maximize: bool) -> jax.Array:
+    """The gradient times `rescale_grad`, its sign turned to maximize."""
+    if maximize:
+        gradient = -gradient
+    if isinstance(rescale_grad, int | float) and rescale_grad == 1:
+        return gradient
+    return gradient * rescale_grad
+
+
+def clipped(gradient: jax.Array, bound: Any) -> jax.Array:
+    """The gradient clipped to [-bound, bound] entry by entry; None does not clip."""
+    return gradient if bound is None else jnp.clip(gradient, -bound, bound)
+
+
+def decayed(
+    gradient: jax.Array, param: jax.Array, weight_decay: Any, decay_mode: str
+) -> jax.Array:
+    """With "l2", the gradient of the loss plus (weight_decay / 2) * |param|**2."""
+    if is_zero(weight_decay) or decay_mode != "l2":
+        return gradient
+    return gradient + weight_decay * param
+
+
+def with_decoupled_decay(
+    step: jax.Array, param: jax.Array, lr: Any, weight_decay: Any, decay_mode: str
+) -> jax.Array:
+    """With "decoupled", the step minus lr * weight_decay * param."""
+    if is_zero(weight_decay) or decay_mode != "decoupled":
+        return step
+    return step - lr * weight_decay * param
+
+
+def row_mean(x: jax.Array) -> jax.Array:
+    """The mean over every row of axis 0: (n, *row) -> (n, 1, ..., 1)."""
+    return jnp.mean(x, axis=tuple(range(1, x.ndim)), keepdims=True) if x.ndim > 1 else x

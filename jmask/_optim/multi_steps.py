@@ -1,0 +1,283 @@
+"""Accumulating the gradients of k microbatches, then one step: `optax.MultiSteps` for rows.
+
+    microbatch 1    rows 3, 7          kept          no update
+    microbatch 2    rows 7, 9          kept          no update
+    microbatch 3    rows 1             kept          one step with the mean over rows 1 3 7 9
+
+Dense gradients are added up. The rows of sparse ones are put side by side, in buffers with
+room for k microbatches, so that none is lost: inside `lazy`, `optax.MultiSteps` would forget
+the rows that the last microbatch does not touch, and is refused. Of masked gradients the
+valid entries are added up: an entry is valid in the sum where it is in any microbatch.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jmask._base.array_types import typed_like, whole_rows_like, with_whole_rows
+from jmask._base.doors import check_flag
+from jmask._base.leaves import leaf_name
+from jmask._base.row_ids import id_dtype
+from jmask._lazy.one_pass import OnePassTransformation
+from jmask._lazy.state_rows import check_state_type
+from jmask._optim.conditional_step import apply_if, update_if
+from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._updates.checks import check_transformation
+from jmask._updates.eager import compiled_outside_jit
+from jmask._updates.masked_gradient import (
+    as_gradients,
+    check_gradients,
+    gradient_and_valid,
+    is_gradient_leaf,
+)
+
+
+class StoredRows(NamedTuple):
+    """The rows of the microbatches so far: ids (k n,), values (k n, *row), padding after."""
+
+    ids: jax.Array
+    values: jax.Array
+
+
+class StoredEntries(NamedTuple):
+    """The masked gradients of the microbatches so far: as unmasked ones, and what is valid."""
+
+    gradient: Any
+    valid: jax.Array
+
+
+class MultiStepsState(NamedTuple):
+    """State of `multi_steps`.
+
+    Attributes:
+        mini_step: microbatches since the last step, int32.
+        accumulated: their gradients: sums, `StoredRows`, or `StoredEntries` of these.
+        inner_state: of the transformation.
+    """
+
+    mini_step: jax.Array
+    accumulated: Any
+    inner_state: Any
+
+
+def multi_steps(
+    inner: optax.GradientTransformation,
+    every_k: int,
+    like: Any,
+    *,
+    use_grad_mean: bool = True,
+) -> OnePassTransformation:
+    """One step of `inner` for every k gradients, with their mean: larger batches in parts.
+
+    Args:
+        inner: any transformation, `jmask.adam(...)` or `jmask.lazy(...)`.
+        every_k: k, the number of microbatches.
+        like: the gradient of one microbatch or its shapes, from
+            `jax.eval_shape(jmask.grad(loss), params, batch)`: which leaves are row-sparse
+            or masked, and how many rows a microbatch has at most.
+        use_grad_mean: step with the mean of the k gradients rather than their sum. Where a
+            gradient is masked it counts as zero, and an entry that is masked in all k of
+            them is masked in the mean.
+
+    Returns:
+        A transformation that returns no update (padding rows, zeros) but for every k-th
+        gradient. Its state holds k times the rows of a microbatch, and a sum for each dense
+        gradient.
+
+    Raises:
+        ValueError: if `every_k` is not positive; from `update`, if a gradient has more rows
+            than `like`, or is dense where that is sparse, or masked where that is not, or
+            the other way round; or if the state has rows for another `every_k`. (Of dense
+            gradients it may come from another: the step is then taken with what is there.)
+
+    References:
+        `optax.MultiSteps`.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> g = jmask.RowSparse([1], jnp.ones((1, 1)), (3, 1))
+        >>> h = jmask.RowSparse([2], jnp.ones((1, 1)), (3, 1))
+        >>> tx, table = jmask.multi_steps(jmask.sgd(1.0), 2, like=g), jnp.ones((3, 1))
+        >>> state = tx.init(table)
+        >>> for gradient in (g, h):
+        ...     table, state = jmask.apply_gradients(tx, gradient, state, table)
+        ...     print(table.ravel())
+        [1. 1. 1.]
+        [1.  0.5 0.5]
+    """
+    if isinstance(every_k, bool) or not isinstance(every_k, int) or every_k < 1:
+        raise ValueError(f"`every_k` must be a positive integer, got {every_k!r}.")
+    check_flag("use_grad_mean", use_grad_mean)
+    check_transformation("inner", inner, "jmask.multi_steps(jmask.adam(1e-3), 4, like=grads)")
+    inner = optax.with_extra_args_support(inner)
+    check_gradients(like, "like")
+    like = jax.eval_shape(as_gradients, like)
+
+    def empty() -> Any:
+        return jax.tree.map(lambda x: _empty(x, every_k), like, is_leaf=is_gradient_leaf)
+
+    def init(params: optax.Params) -> MultiStepsState:
+        return MultiStepsState(jnp.zeros((), jnp.int32), empty(), inner.init(params))
+
+    def accumulate(gradients: Any, state: MultiStepsState) -> tuple[Any, Any, jax.Array]:
+        """What has come together with these gradients, as a gradient, and whether to step."""
+        check_state_type(state, MultiStepsState)
+        gradients = as_gradients(gradients)
+        _check_structure(gradients, like)
+        _check_buffers(state.accumulated, jax.eval_shape(empty))
+        accumulated = jax.tree.map(
+            lambda x, kept, new: _added(x, kept, new, state.mini_step),
+            like,
+            state.accumulated,
+            gradients,
+            is_leaf=is_gradient_leaf,
+        )
+        # A state may come from a run with a larger k, whose microbatches are to count alike.
+        last = state.mini_step >= every_k - 1
+        number = jnp.where(last, state.mini_step + 1, every_k)
+        factor = 1 / number if use_grad_mean else 1
+        total = jax.tree.map(
+            lambda x, kept: _as_gradient(x, kept, factor),
+            like,
+            accumulated,
+            is_leaf=is_gradient_leaf,
+        )
+        return accumulated, total, last
+
+    def finished(accumulated: Any, inner_state: Any, state: Any, last: Any) -> MultiStepsState:
+        accumulated = jax.tree.map(
+            lambda x, zero: jnp.where(last, typed_like(zero, jax.typeof(x)), x),
+            accumulated,
+            empty(),
+        )
+        mini_step = jnp.where(last, 0, state.mini_step + 1)
+        return MultiStepsState(mini_step, accumulated, inner_state)
+
+    def update(updates, state, params=None, **extra_args):
+        accumulated, total, last = accumulate(updates, state)
+        updates, inner_state = update_if(
+            last, inner, total, state.inner_state, params, extra_args
+        )
+        return updates, finished(accumulated, inner_state, state, last)
+
+    def apply(grads, state, params):
+        accumulated, total, last = accumulate(grads, state)
+        params, inner_state = apply_if(last, inner, total, state.inner_state, params)
+        return params, finished(accumulated, inner_state, state, last)
+
+    transformation = OnePassTransformation(init, compiled_outside_jit(update))
+    transformation.apply_gradients = compiled_outside_jit(apply)
+    return transformation
+
+
+def _empty(like: Any, every_k: int) -> Any:
+    if isinstance(like, MaskedTensor):
+        like, valid = jax.eval_shape(gradient_and_valid, like)
+        count = every_k if is_row_sparse(like) else 1
+        shape = (count * valid.shape[0], *valid.shape[1:])
+        return StoredEntries(_empty(like, every_k), jnp.zeros(shape, bool))
+    if not is_row_sparse(like):
+        return jnp.zeros(like.shape, like.dtype)
+    rows = every_k * like.nse
+    ids = jnp.full((rows,), like.shape[0], id_dtype(like.shape[0]))
+    return StoredRows(ids, jnp.zeros((rows, *like.shape[1:]), like.dtype))
+
+
+def _added(like: Any, kept: Any, gradient: Any, mini_step: jax.Array) -> Any:
+    if isinstance(like, MaskedTensor):
+        like = _unmasked(like)
+        gradient, valid = gradient_and_valid(gradient)
+        if is_row_sparse(like):
+            valid = _put(kept.valid, valid, like, mini_step)
+        else:
+            valid |= kept.valid
+        return StoredEntries(_added(like, kept.gradient, gradient, mini_step), valid)
+    if not is_row_sparse(like):
+        return kept + gradient.astype(kept.dtype)
+    return StoredRows(
+        _put(kept.ids, gradient.row_ids(), like, mini_step),
+        _put(kept.values, gradient.values, like, mini_step),
+    )
+
+
+def _put(kept: jax.Array, new: Any, like: RowSparse, mini_step: jax.Array) -> jax.Array:
+    """Rows of a microbatch put into the buffer at its place."""
+    new = with_whole_rows(new.astype(kept.dtype))
+    # What `init` made outside jit is on no mesh.
+    kept = whole_rows_like(kept, jax.typeof(new))
+    return lax.dynamic_update_slice_in_dim(kept, new, mini_step * like.nse, 0)
+
+
+def _as_gradient(like: Any, kept: Any, factor: Any) -> Any:
+    if isinstance(like, MaskedTensor):
+        gradient, valid = _as_gradient(_unmasked(like), kept.gradient, factor), kept.valid
+        if is_row_sparse(gradient):
+            often = gradient.with_values(valid.astype(jnp.int32)).coalesce()
+            gradient, valid = gradient.coalesce(), often.values > 0
+        return MaskedTensor.tree_unflatten(None, (gradient, valid))
+    if not is_row_sparse(like):
+        return kept * jnp.asarray(factor, kept.dtype)
+    values = kept.values * jnp.asarray(factor, kept.values.dtype)
+    return RowSparse(kept.ids, values, like.shape)
+
+
+def _unmasked(gradient: Any) -> Any:
+    """The shapes of a gradient leaf as rows or an array, whether it is masked or not."""
+    if not isinstance(gradient, MaskedTensor):
+        return gradient
+    return jax.eval_shape(gradient_and_valid, gradient)[0]
+
+
+def _check_structure(gradients: Any, like: Any) -> None:
+    given: Any = jax.tree.leaves_with_path(gradients, is_leaf=is_gradient_leaf)
+    expected: Any = jax.tree.leaves_with_path(like, is_leaf=is_gradient_leaf)
+    if [path for path, _ in given] != [path for path, _ in expected]:
+        names = [
+            ", ".join(leaf_name(tree, path) for path, _ in leaves)
+            for tree, leaves in (("updates", given), ("like", expected))
+        ]
+        raise ValueError(
+            "`updates` must have the structure of `like`, the gradient multi_steps was made "
+            f"for: got {names[0]}, expected {names[1]}. (nnx.Optimizer gives the "
+            "transformation nnx.as_pure(nnx.state(grads)): give that as `like`.)"
+        )
+    for (path, x), (_, y) in zip(given, expected, strict=True):
+        name = f"`updates{jax.tree_util.keystr(path)}`"
+        rows, room = _unmasked(x), _unmasked(y)
+        is_alike = isinstance(x, MaskedTensor) == isinstance(y, MaskedTensor)
+        is_alike = is_alike and is_row_sparse(rows) == is_row_sparse(room)
+        if not is_alike or tuple(x.shape) != tuple(y.shape):
+            raise ValueError(
+                f"{name} is {_described(x)}, but `like` has {_described(y)} there: make "
+                "multi_steps with the gradient of a microbatch."
+            )
+        if is_row_sparse(rows) and rows.nse > room.nse:
+            raise ValueError(
+                f"{name} has {rows.nse} rows, but `like` has room for {room.nse} in a "
+                "microbatch: give the `like` of the largest one."
+            )
+
+
+def _check_buffers(kept: Any, expected: Any) -> None:
+    shapes: Any = [[x.shape for x in jax.tree.leaves(tree)] for tree in (kept, expected)]
+    trees: Any = [jax.tree.structure(tree) for tree in (kept, expected)]
+    if trees[0] != trees[1] or shapes[0] != shapes[1]:
+        raise ValueError(
+            "`state.accumulated` was made for another `every_k` or another `like`: it has "
+            f"arrays of shapes {shapes[0]}, expected {shapes[1]}. Change them where "
+            "`state.mini_step` is 0, and take `inner_state` over: "
+            "tx.init(params)._replace(inner_state=state.inner_state)."
+        )
+
+
+def _described(gradient: Any) -> str:
+    if is_row_sparse(gradient):
+        return repr(gradient)
+    kind = "dense"
+    if isinstance(gradient, MaskedTensor):
+        kind = f"a MaskedTensor on {gradient.stype} storage"
+    return f"{kind}, {gradient.dtype}{list(gradient.shape)}"

@@ -1,0 +1,298 @@
+"""An optimizer as a row rule: arithmetic on a gradient, a parameter and slots, row by row.
+
+    rule(grad, param, *slots, *scalars) -> (step, *slots)        param becomes param + step
+
+`slots` are arrays of the parameter's shape kept from step to step (momentum, sums of
+squares), or with one entry for each row; `scalars` change with the step count alone. The same
+rule serves dense parameters and, lifted by `lazy`, the touched rows of a table:
+
+    RowRule(slots={"momentum": Slot(0.0)},
+            scalars=lambda count: (),
+            rule=lambda g, p, m: (-(0.9 * m + g), 0.9 * m + g))
+
+A rule computes in float32 at least: 16-bit entries are widened before it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jmask._base.array_types import explicit_sharding, sharding_of_rows
+from jmask._base.precision import is_narrow, wide
+from jmask._kernels.hash_dedup import distinct_rows_of
+from jmask._kernels.rows import add_rows
+from jmask._kernels.scatter_update import order_of, update_rows
+from jmask._lazy.lazy import lazy
+from jmask._lazy.one_pass import OnePassTransformation
+from jmask._lazy.state_rows import check_state, check_state_type
+from jmask._optim.crowded_update import is_crowded, update_where_touched
+from jmask._tables.add_to_dense import add_to_dense
+from jmask._tables.packed import PackedTable
+from jmask._tables.stored_table import (
+    distinct_rows,
+    is_stored_table,
+    rows_of,
+    shape_of,
+    with_rows,
+)
+from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._updates.apply import apply_updates, densify
+from jmask._updates.checks import (
+    check_gradient,
+    check_parameters,
+    dense_parameters,
+    stored_as,
+)
+from jmask._updates.eager import compiled_outside_jit
+from jmask._updates.masked_gradient import is_gradient_leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """An array of the state.
+
+    Attributes:
+        initial: its value before the first step.
+        per_row: whether it is (V, 1, ..., 1), one entry for each row of the parameter.
+    """
+
+    initial: Any
+    per_row: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class RowRule:
+    """An optimizer's arithmetic.
+
+    Attributes:
+        slots: by name in the state.
+        scalars: count of steps done (int32 scalar) -> the scalars of the rule.
+        rule: (grad, param, *slots, *scalars) -> (step, *slots); elementwise unless a slot is
+            per row, and then it may reduce over the axes of a row.
+        needs_param: whether `param` is used; otherwise it may be None.
+        state_dtype: dtype of the slots; that of the parameter if None.
+        linear: whether the step is linear in the gradient, without slots and parameter: then
+            rows with equal indices may be added one by one.
+    """
+
+    slots: Mapping[str, Slot]
+    scalars: Callable[[jax.Array], tuple[Any, ...]]
+    rule: Callable[..., tuple[Any, ...]]
+    needs_param: bool
+    state_dtype: Any = None
+    linear: bool = False
+
+    def initial_slot(self, slot: Slot, param: Any) -> jax.Array:
+        """A slot before the first step."""
+        like = shape_of(param)
+        shape, dtype = like.shape, self.state_dtype or like.dtype
+        if slot.per_row:
+            shape = shape[:1] + (1,) * len(shape[1:])
+        if is_stored_table(param):
+            return param.full(shape[1:], slot.initial, dtype)
+        if not slot.per_row:
+            return jnp.full_like(param, slot.initial, dtype)
+        return jnp.full(shape, slot.initial, dtype, device=sharding_of_rows(param))
+
+    def one_pass(self) -> bool:
+        """Whether entries of parameter and slots correspond one to one."""
+        return not any(slot.per_row for slot in self.slots.values())
+
+
+def optimizer(
+    rule: RowRule, state_type: type, lazy_update: bool
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation that follows a rule.
+
+    Args:
+        rule: the arithmetic.
+        state_type: a named tuple of `count` and the slots, in the rule's order.
+        lazy_update: touch only the rows of row-sparse gradients; otherwise they are made
+            dense first. The state is the same, so a run can switch.
+    """
+    dense = _dense_optimizer(rule, state_type)
+    if lazy_update:
+        lifted = OnePassTransformation(*lazy(dense))
+        lifted.rule = rule
+        lifted.apply_gradients = compiled_outside_jit(
+            functools.partial(_apply_gradients, rule, lifted)
+        )
+        return lifted
+    to_dense = densify()
+
+    def update(updates, state, params=None, **extra_args):
+        updates, _ = to_dense.update(updates, to_dense.init(params), params)
+        return dense.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(dense.init, update)
+
+
+def _apply_gradients(
+    rule: RowRule,
+    lifted: optax.GradientTransformationExtraArgs,
+    grads: Any,
+    state: Any,
+    params: Any,
+) -> tuple[Any, Any]:
+    check_parameters(params)
+    given, params = params, dense_parameters(params)
+    check_gradient(grads, params, alike=True)
+    shapes = jax.tree.map(shape_of, params, is_leaf=is_stored_table)
+    check_state(state, jax.eval_shape(lifted.init, shapes))
+    structure: Any
+    leaves, structure = jax.tree.flatten(grads, is_leaf=is_gradient_leaf)
+    if any(isinstance(leaf, MaskedTensor) for leaf in leaves):
+        updates, state = lifted.update(grads, state, params)
+        return apply_updates(given, updates), state
+    columns = [structure.flatten_up_to(tree) for tree in (params, *state[1:])]
+    scalars = rule.scalars(state.count)
+    rows = [
+        _new_tables(rule, gradient, tables, scalars)
+        for gradient, *tables in zip(leaves, *columns, strict=True)
+    ]
+    params, *slots = (
+        structure.unflatten([tables[i] for tables in rows]) for i in range(len(columns))
+    )
+    return stored_as(given, params), type(state)(optax.safe_increment(state.count), *slots)
+
+
+def _new_tables(
+    rule: RowRule, gradient: Any, tables: list[Any], scalars: tuple[Any, ...]
+) -> list[Any]:
+    """Parameter and slots after one step."""
+    # Python numbers are constants of what is compiled and take no room.
+    traced = [x for x in scalars if isinstance(x, jax.Array)]
+
+    def every(traced: Sequence[Any]) -> tuple[Any, ...]:
+        remaining = iter(traced)
+        return tuple(next(remaining) if isinstance(x, jax.Array) else x for x in scalars)
+
+    def new_entries(*entries: Any) -> list[Any]:
+        param, *slots = entries[: len(tables)]
+        grad, *given = entries[len(tables) :]
+        grad, param, *slots = map(_wide, (grad, param, *slots))
+        step, *slots = rule.rule(grad, param, *slots, *every(given))
+        return _in_dtypes_of(tables, (param + step, *slots))
+
+    if not is_row_sparse(gradient):
+        return new_entries(*tables, gradient, *traced)
+    param, *slots = tables
+    stored = is_stored_table(param)
+    exact = param.dtype == gradient.dtype and not is_narrow(gradient.dtype)
+    if rule.linear and exact and not stored:
+        (step,) = rule.rule(gradient.values, None, *scalars)
+        return [_added(param, gradient.with_values(step))]
+    if not stored and is_crowded(gradient) and explicit_sharding(param) is None:
+        return update_where_touched(new_entries, tables, gradient, traced)
+    if rule.one_pass() and not stored:
+        ids, order = gradient.row_ids(), order_of(gradient.coalesced)
+        return update_rows(new_entries, tables, ids, gradient.values, traced, order)
+    if stored or not exact or explicit_sharding(param, gradient.values) is not None:
+        gradient = distinct_rows(param, gradient) if stored else gradient.coalesce()
+        if rule.one_pass() and isinstance(param, PackedTable):
+            return param.updated(new_entries, slots, gradient, traced)
+        return _on_rows(rule, gradient, tables, scalars)
+
+    def first_of_equal(gradient: RowSparse, tables: list[Any], traced: list[Any]) -> list[Any]:
+        if not gradient.coalesced:
+            found = distinct_rows_of(gradient.row_ids(), gradient.values, gradient.shape[0])
+            gradient = RowSparse.of_rows(*found, gradient.shape, coalesced=False)
+        return _on_rows(rule, gradient, tables, every(traced))
+
+    def in_order(gradient: RowSparse, tables: list[Any], traced: list[Any]) -> list[Any]:
+        return _on_rows(rule, gradient.coalesce(), tables, every(traced))
+
+    return lax.platform_dependent(
+        gradient, tables, traced, cpu=first_of_equal, default=in_order
+    )
+
+
+def _on_rows(
+    rule: RowRule, gradient: RowSparse, tables: list[Any], scalars: tuple[Any, ...]
+) -> list[Any]:
+    """Parameter and slots after one step, from their rows where the distinct ids are."""
+    param, *slots = tables
+    old = [rows_of(x, gradient) for x in slots]
+    param_rows = rows_of(param, gradient) if rule.needs_param else None
+    step, *rows = rule.rule(*map(_wide, (gradient.values, param_rows, *old)), *scalars)
+    new = [with_rows(x, gradient, y.astype(x.dtype)) for x, y in zip(slots, rows, strict=True)]
+    return [add_to_dense(param, gradient.with_values(step)), *new]
+
+
+def _added(table: jax.Array, rows: RowSparse) -> jax.Array:
+    """The table with rows added: with duplicates as they are, which spares sorting them.
+
+    But not on TPUs, which are believed to add rows faster that are promised to be distinct.
+    """
+
+    def one_by_one(table: jax.Array, rows: RowSparse) -> jax.Array:
+        return add_rows(table, rows.row_ids(), rows.values, coalesced=rows.coalesced)
+
+    def summed_first(table: jax.Array, rows: RowSparse) -> jax.Array:
+        return one_by_one(table, rows.coalesce())
+
+    return lax.platform_dependent(table, rows, tpu=summed_first, default=one_by_one)
+
+
+def _dense_optimizer(rule: RowRule, state_type: type) -> optax.GradientTransformationExtraArgs:
+    def init(params):
+        check_parameters(params)
+        params = dense_parameters(params)
+        slots = [
+            jax.tree.map(
+                functools.partial(rule.initial_slot, slot), params, is_leaf=is_stored_table
+            )
+            for slot in rule.slots.values()
+        ]
+        return state_type(jnp.zeros((), jnp.int32), *slots)
+
+    def update(updates, state, params=None, **extra_args):
+        del extra_args
+        if params is None and rule.needs_param:
+            raise ValueError(
+                "`params` must be given to update(): weight decay depends on them."
+            )
+        if params is not None:
+            params = dense_parameters(params)
+            check_parameters(params)
+            check_gradient(updates, params, alike=True)
+        check_state_type(state, state_type)
+        gradients, structure = jax.tree.flatten(updates)
+        if params is None:
+            columns = [[None] * len(gradients)]
+        else:
+            columns = [structure.flatten_up_to(params)]
+        columns += [structure.flatten_up_to(slot) for slot in state[1:]]
+        scalars = rule.scalars(state.count)
+        results = [
+            _in_old_dtypes(rule.rule(*map(_wide, leaves), *scalars), leaves)
+            for leaves in zip(gradients, *columns, strict=True)
+        ]
+        steps, *slots = (
+            structure.unflatten([result[i] for result in results])
+            for i in range(1 + len(rule.slots))
+        )
+        return steps, state_type(optax.safe_increment(state.count), *slots)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _wide(x: Any) -> Any:
+    return None if x is None else jnp.asarray(x, wide(shape_of(x).dtype))
+
+
+def _in_dtypes_of(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
+    return [x.astype(shape_of(y).dtype) for x, y in zip(new, old, strict=True)]
+
+
+def _in_old_dtypes(result: tuple[Any, ...], leaves: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A result with its slots cast back; the step stays wide, to be rounded once."""
+    step, *slots = result
+    return step, *_in_dtypes_of(leaves[2:], slots)

@@ -1,0 +1,227 @@
+"""Optimizer states of torch, in and out: a run goes on where the other library left it.
+
+    torch SparseAdam    exp_avg, exp_avg_sq, step        jmask.adam       mu, nu, count
+    torch Adagrad       sum, step                        jmask.adagrad    sum_of_squares, count
+
+Only mappings and arrays are read and written, so torch need not be installed. torch counts
+the steps of each parameter, jmask those of the optimizer: in a run of full steps they agree.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmask._optim.adagrad import AdagradState
+from jmask._optim.adam import AdamState
+
+# For each field of a state the key that torch gives it.
+_KEYS: dict[Any, dict[str, str]] = {
+    AdamState: {"mu": "exp_avg", "nu": "exp_avg_sq"},
+    AdagradState: {"sum_of_squares": "sum"},
+}
+
+
+def from_torch_state(
+    state: Any, torch_state: Mapping[Any, Any], order: Sequence[Any] | None = None
+) -> Any:
+    """The state of `adam` or `adagrad` with the numbers of a torch optimizer.
+
+    Args:
+        state: from `tx.init(params)`; the state of the optimizer may stand inside others, as
+            of `optax.chain` or `jmask.skip_nonfinite`.
+        torch_state: `optimizer.state_dict()`, or the "state" in it: for each parameter, by
+            its number, a mapping of arrays or CPU tensors.
+        order: for each leaf of the parameters, in the order of `jax.tree.leaves`, its key in
+            `torch_state`, which may have more. By default 0, 1, ..., where these are all keys
+            and no two parameters have one shape: torch numbers parameters as a module names
+            them, and `jax.tree.leaves` sorts the keys of a dict.
+
+    Returns:
+        The state, dtypes kept.
+
+    Raises:
+        TypeError: if `torch_state` is no mapping of mappings of arrays.
+        ValueError: if `state` holds no state or several of these optimizers, a parameter or an
+            array is missing or too many (as with `amsgrad`), shapes differ, `order` is needed,
+            steps are no counts, or the parameters took different numbers of them.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, jmask
+        >>> tx, params = jmask.adagrad(0.1), {"t": jnp.ones((3, 1))}
+        >>> of_torch = {0: {"step": 7, "sum": np.full((3, 1), 2.)}}
+        >>> state = jmask.from_torch_state(tx.init(params), of_torch)
+        >>> state.count, state.sum_of_squares["t"].ravel()
+        (Array(7, dtype=int32), Array([2., 2., 2.], dtype=float32))
+    """
+    ours = _only_state(state)
+    torch_state = _checked_mapping(torch_state)
+    paths: Any = jax.tree.leaves_with_path(ours[1])
+    numbers = _checked_order(order, len(paths))
+    if order is None:
+        _check_unambiguous(torch_state, [(jnp.shape(x), path) for path, x in paths])
+    missing = [number for number in numbers if number not in torch_state]
+    if missing:
+        raise ValueError(
+            f"`torch_state` has no parameter {missing[0]!r}, only {list(torch_state)}: say "
+            "which is which by `order`."
+        )
+    for number in numbers:
+        _check_keys(torch_state[number], number, {"step", *_keys(ours).values()})
+    steps = {number: _steps(torch_state[number], number) for number in numbers}
+    if len(set(steps.values())) > 1:
+        raise ValueError(
+            f"the parameters of `torch_state` took different numbers of steps, {steps}, and "
+            "jmask counts those of the optimizer: convert them separately."
+        )
+
+    def loaded(key: str, slot: Any) -> Any:
+        structure: Any
+        leaves, structure = jax.tree.flatten(slot)
+        arrays = []
+        for number, (path, _), old in zip(numbers, paths, leaves, strict=True):
+            array = _array(torch_state[number], key, number)
+            if array.shape != old.shape:
+                raise ValueError(
+                    f"{key!r} of parameter {number!r} in `torch_state` has shape "
+                    f"{array.shape}, but params{jax.tree_util.keystr(path)} needs {old.shape}."
+                )
+            arrays.append(jnp.asarray(array, old.dtype))
+        return structure.unflatten(arrays)
+
+    fields = {field: loaded(key, getattr(ours, field)) for field, key in _keys(ours).items()}
+    count = jnp.asarray(max(steps.values(), default=0), ours.count.dtype)
+    new = ours._replace(count=count, **fields)
+    return jax.tree.map(lambda x: new if x is ours else x, state, is_leaf=_is_known)
+
+
+def to_torch_state(state: Any, order: Sequence[Any] | None = None) -> dict[Any, dict[str, Any]]:
+    """What `from_torch_state` reads: for each parameter its step and arrays, as NumPy's.
+
+    To load it, put it into a state_dict of the torch optimizer:
+
+        whole = optimizer.state_dict()
+        whole["state"] = {
+            i: {k: torch.as_tensor(v) for k, v in x.items()}
+            for i, x in jmask.to_torch_state(state).items()
+        }
+        optimizer.load_state_dict(whole)
+
+    Args:
+        state: of `adam` or `adagrad`, possibly inside others.
+        order: the key that each leaf of the parameters gets; 0, 1, ... by default.
+
+    Raises:
+        ValueError: if `state` holds no state or several of these optimizers.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.to_torch_state(jmask.adagrad(0.1).init(jnp.ones(2)))
+        {0: {'step': array(0., dtype=float32), 'sum': array([0., 0.], dtype=float32)}}
+    """
+    ours = _only_state(state)
+    columns = {key: jax.tree.leaves(getattr(ours, field)) for field, key in _keys(ours).items()}
+    numbers = _checked_order(order, len(next(iter(columns.values()))))
+    return {
+        number: {
+            "step": np.asarray(ours.count, np.float32),
+            # torch keeps the arrays it is given and writes into them.
+            **{key: np.array(leaves[i]) for key, leaves in columns.items()},
+        }
+        for i, number in enumerate(numbers)
+    }
+
+
+def _is_known(x: Any) -> bool:
+    return isinstance(x, tuple(_KEYS))
+
+
+def _keys(state: Any) -> dict[str, str]:
+    return _KEYS[type(state)]
+
+
+def _only_state(state: Any) -> Any:
+    found = [x for x in jax.tree.leaves(state, is_leaf=_is_known) if _is_known(x)]
+    if len(found) != 1:
+        raise ValueError(
+            f"`state` must hold one state of jmask.adam or jmask.adagrad, found {len(found)} "
+            f"in {jax.tree.structure(state)}."
+        )
+    return found[0]
+
+
+def _checked_order(order: Sequence[Any] | None, count: int) -> list[Any]:
+    if order is not None and not isinstance(order, list | tuple | range):
+        raise TypeError(f"`order` must be a list, got {type(order).__name__}.")
+    numbers = list(range(count) if order is None else order)
+    if len(numbers) != count or len(set(numbers)) != count:
+        raise ValueError(
+            f"`order` must name each of the {count} parameters once, got {numbers}."
+        )
+    return numbers
+
+
+def _checked_mapping(torch_state: Any) -> Mapping[Any, Any]:
+    if isinstance(torch_state, Mapping):
+        found = torch_state.get("state", torch_state)
+        if isinstance(found, Mapping) and all(isinstance(x, Mapping) for x in found.values()):
+            return found
+    raise TypeError(
+        "`torch_state` must be `optimizer.state_dict()`, or the mapping from numbers of "
+        f"parameters to mappings of arrays in it, got {type(torch_state).__name__}."
+    )
+
+
+def _check_unambiguous(torch_state: Mapping[Any, Any], leaves: Sequence[Any]) -> None:
+    """Refuse to go by numbers where parameters may be taken for each other."""
+    if len(torch_state) > len(leaves):
+        raise ValueError(
+            f"`torch_state` has {len(torch_state)} parameters, {list(torch_state)}, and the "
+            f"optimizer {len(leaves)}: say by `order` which are meant."
+        )
+    first: dict[Any, Any] = {}
+    for shape, path in leaves:
+        if first.setdefault(shape, path) is not path:
+            names = [f"params{jax.tree_util.keystr(x)}" for x in (first[shape], path)]
+            raise ValueError(
+                f"`order` must be given: {names[0]} and {names[1]} both have shape {shape}, "
+                "and torch numbers parameters in its own order. List the number of each leaf, "
+                "in the order of jax.tree.leaves(params)."
+            )
+
+
+def _check_keys(entries: Mapping[str, Any], number: Any, known: set[str]) -> None:
+    unknown = sorted(set(map(str, entries)) - known)
+    if unknown:
+        raise ValueError(
+            f"parameter {number!r} of `torch_state` has {unknown[0]!r}, which `state` has no "
+            "place for: is it of another optimizer, or of one with `amsgrad`?"
+        )
+
+
+def _steps(entries: Mapping[str, Any], number: Any) -> int:
+    step = _array(entries, "step", number)
+    is_number = not step.ndim and step.dtype.kind in "iuf" and np.isfinite(step)
+    if not is_number or step < 0 or step != np.floor(step):
+        raise ValueError(
+            f"'step' of parameter {number!r} in `torch_state` must be a number of steps, got "
+            f"{entries['step']!r}."
+        )
+    return int(step)
+
+
+def _array(entries: Mapping[str, Any], key: str, number: Any) -> np.ndarray:
+    if key not in entries:
+        raise ValueError(
+            f"parameter {number!r} of `torch_state` has no {key!r}, only {list(entries)}: is "
+            "it of another optimizer?"
+        )
+    array = np.asarray(entries[key])
+    if array.dtype.kind not in "iuf" and not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(
+            f"{key!r} of parameter {number!r} in `torch_state` must be an array of real "
+            f"numbers, got {type(entries[key]).__name__} of {array.dtype}."
+        )
+    return array

@@ -1,0 +1,320 @@
+"""Packed tables: narrow rows side by side in lines of 128, the width of a TPU's registers.
+
+On a TPU an array (V, 64) is kept transposed or padded to 128 columns, so a step copies whole
+tables or holds twice what it needs. An array (V / 2, 128) is kept as it is:
+
+    rows of 64      line 0:  row 0 | row 1       line 1:  row 2 | row 3       ...
+    rows of 100     = 64 + 32 + 4: three arrays, with 2, 4 and 32 rows in a line
+
+The columns are split into powers of two (and what is left of them in multiples of 128), so
+that no row straddles two lines and nothing is padded but the last line.
+
+A row is read with its line and then picked out of it, in log2(128 / width) halvings. To
+write rows, each is placed in an empty line and those that share a line are joined, in as many
+doublings, since ids are sorted; the last of them is written, once:
+
+    ids        0      1      4        2 rows in a line
+    placed    a -    - b    c -
+    joined    a -    a b    c -       the first is dropped
+
+Both are exact: bits are moved, nothing is added.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmask._base.doors import checked_choice
+from jmask._base.leaves import as_table
+from jmask._kernels.rows import gather_rows
+from jmask._kernels.scatter_update import Combiner, update_rows
+from jmask._tables.stored_table import StoredTable, whole
+from jmask._tensors.row_sparse import RowSparse
+
+LANES = 128
+PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class PackedTable(StoredTable):
+    """A table (V, *row) whose narrow rows lie side by side in lines of 128 entries.
+
+    Made by `jmask.packed`; used like an array by lookups, gradients and optimizers.
+
+    Attributes:
+        parts: arrays (lines, 128), or (V, a multiple of 128), one for each group of columns.
+        shape: (V, *row).
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> table = jmask.packed(jnp.ones((1000, 100)), platform="tpu")
+        >>> table
+        PackedTable(float32[1000, 100])
+        >>> [part.shape for part in table.parts]
+        [(500, 128), (250, 128), (32, 128)]
+        >>> table[jnp.array([7, 7])].shape
+        (2, 100)
+    """
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Sequence[Any], shape: Sequence[int], tap: Any = None):
+        self.parts, self.shape, self.tap = tuple(parts), tuple(shape), tap
+
+    @classmethod
+    def pack(cls, x: Any) -> "PackedTable":
+        """The array `x` (V, *row), packed."""
+        x = checked_floating(as_table(x))
+        columns = x.reshape(x.shape[0], math.prod(x.shape[1:]))
+        return cls([_packed(group) for group in _groups(columns)], x.shape)
+
+    def tree_flatten_with_keys(self) -> Any:
+        keys = (jax.tree_util.GetAttrKey("parts"), jax.tree_util.GetAttrKey("tap"))
+        return tuple(zip(keys, (self.parts, self.tap), strict=True)), self.shape
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Any) -> "PackedTable":
+        node = object.__new__(cls)
+        node.parts, node.tap = children
+        node.shape = static
+        return node
+
+    @property
+    def dtype(self) -> Any:
+        return self.parts[0].dtype
+
+    def todense(self) -> jax.Array:
+        columns = [_unpacked(part, w)[: self.shape[0]] for part, w in self._with_widths()]
+        return whole(jnp.concatenate(columns, axis=1).reshape(self.shape), self.tap)
+
+    def with_tap(self, tap: Any) -> "PackedTable":
+        return PackedTable(self.parts, self.shape, tap)
+
+    def full(self, row: Sequence[int], value: Any, dtype: Any) -> "PackedTable":
+        shape = (self.shape[0], *row)
+        parts = [jnp.full(part_shape, value, dtype) for part_shape in part_shapes(shape)]
+        return PackedTable(parts, shape)
+
+    def read(self, ids: jax.Array) -> jax.Array:
+        columns: list[jax.Array] = []
+        for part, width in self._with_widths():
+            ids = _after(columns, ids)
+            per_line = _per_line(width)
+            line = gather_rows(part, ids // per_line)
+            columns.append(_picked(line, ids % per_line, width))
+        return jnp.concatenate(columns, axis=1).reshape(ids.shape[0], *self.shape[1:])
+
+    def distinct(self, gradient: RowSparse) -> RowSparse:
+        return gradient.coalesce()
+
+    def rows(self, gradient: RowSparse) -> jax.Array:
+        return self.read(gradient.row_ids())
+
+    def set_rows(self, gradient: RowSparse, rows: jax.Array) -> "PackedTable":
+        ids = gradient.row_ids()
+        columns = rows.astype(self.dtype).reshape(ids.shape[0], math.prod(self.shape[1:]))
+        parts: list[jax.Array] = []
+        for part, new in zip(self.parts, _groups(columns), strict=True):
+            ids = _after(parts, ids)
+            parts.append(_written(part, ids, new, self.shape[0]))
+        return PackedTable(parts, self.shape)
+
+    def updated(
+        self,
+        combiner: Combiner,
+        slots: Sequence["PackedTable"],
+        gradient: RowSparse,
+        scalars: Sequence[Any],
+    ) -> list["PackedTable"]:
+        """Table and slots of its shape with `combiner` applied to the rows of a gradient.
+
+        Args:
+            combiner: as of `update_rows`.
+            slots: kept in the same way.
+            gradient: as `distinct` gives it.
+            scalars: what else the combiner takes.
+        """
+        tables = (self, *slots)
+
+        def masked(*entries: Any) -> list[Any]:
+            old, (grad, touched, *rest) = entries[: len(tables)], entries[len(tables) :]
+            new = combiner(*old, grad, *rest)
+            return [
+                jnp.where(touched > 0, x.astype(y.dtype), y)
+                for x, y in zip(new, old, strict=True)
+            ]
+
+        ids = gradient.row_ids()
+        columns = gradient.values.reshape(ids.shape[0], math.prod(self.shape[1:]))
+        updated: list[list[jax.Array]] = []
+        for i, rows in enumerate(_groups(columns)):
+            ids = _after(updated, ids)
+            place, lines, touched = _placed(ids, rows, self.shape[0], self.parts[i].shape[0])
+            parts = [table.parts[i] for table in tables]
+            mask = touched.astype(rows.dtype)
+            updated.append(
+                update_rows(masked, parts, place, lines, [mask, *scalars], "distinct")
+            )
+        return [PackedTable(parts, self.shape) for parts in zip(*updated, strict=True)]
+
+    def _with_widths(self) -> list[tuple[Any, int]]:
+        return list(zip(self.parts, _widths(math.prod(self.shape[1:])), strict=True))
+
+
+def packed(table: Any, platform: str | None = None) -> Any:
+    """The table in the form in which a step updates it in place on the given platform.
+
+    On a TPU a floating table whose rows are not a multiple of 128 entries becomes a
+    `PackedTable`: XLA lays it out by columns, which some widths pay for with padding and
+    others (64, 100) with a copy of the table in every step. Elsewhere, and where rows are
+    whole lines already, it is returned as it is.
+
+    Args:
+        table (V, *row): an array.
+        platform: one of JAX's names, "tpu", "cpu", "gpu" ("cuda", "rocm"); by default that of
+            `jax.default_backend()`.
+
+    Returns:
+        A `PackedTable`, whose `todense()` is the array, or the array itself.
+
+    Raises:
+        TypeError: if `table` is no array.
+        ValueError: if it is not floating (V, *row), or `platform` is not known.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.packed(jnp.ones((1000, 64)), platform="tpu")
+        PackedTable(float32[1000, 64])
+        >>> jmask.packed(jnp.ones((1000, 128)), platform="tpu").shape
+        (1000, 128)
+    """
+    table = checked_floating(as_table(table))
+    platform = jax.default_backend() if platform is None else platform
+    checked_choice(platform, "platform", PLATFORMS)
+    fits = math.prod(table.shape[1:]) % LANES == 0
+    return table if platform != "tpu" or fits else PackedTable.pack(table)
+
+
+def checked_floating(table: Any) -> Any:
+    """An array, or the shape of one, that can be a table.
+
+    Raises:
+        ValueError: if it is not (V, *row), has empty rows, or is not floating.
+    """
+    rows_have_entries = table.ndim and math.prod(table.shape[1:])
+    if not rows_have_entries or not jnp.issubdtype(table.dtype, jnp.floating):
+        raise ValueError(
+            f"`table` must be a floating array (V, *row), got {table.dtype}{list(table.shape)}."
+        )
+    return table
+
+
+def part_shapes(shape: Sequence[int]) -> list[tuple[int, int]]:
+    """Shapes of the arrays that hold a packed table of the given shape."""
+    return [
+        (-(-shape[0] // _per_line(width)), max(width, LANES))
+        for width in _widths(math.prod(shape[1:]))
+    ]
+
+
+# --- columns -----------------------------------------------------------------------------
+
+
+def _widths(columns: int) -> list[int]:
+    """128 * k, and the powers of two that make up the rest, widest first."""
+    whole, rest = columns - columns % LANES, columns % LANES
+    powers = [1 << bit for bit in reversed(range(7)) if rest >> bit & 1]
+    return [whole, *powers] if whole else powers
+
+
+def _groups(columns: jax.Array) -> list[jax.Array]:
+    """Columns (n, D) in the groups that are kept together."""
+    ends = list(itertools.accumulate(_widths(columns.shape[1])))
+    return jnp.split(columns, ends[:-1], axis=1)
+
+
+def _per_line(width: int) -> int:
+    return max(LANES // width, 1)
+
+
+# --- lines -------------------------------------------------------------------------------
+
+
+def _packed(columns: jax.Array) -> jax.Array:
+    rows, width = columns.shape
+    missing = -rows % _per_line(width)
+    return jnp.pad(columns, ((0, missing), (0, 0))).reshape(-1, max(width, LANES))
+
+
+def _unpacked(part: jax.Array, width: int) -> jax.Array:
+    return part.reshape(-1, width)
+
+
+def _picked(line: jax.Array, place: jax.Array, width: int) -> jax.Array:
+    """The row at `place` (n,) of each line (n, 128): halved until it is `width` wide."""
+    while line.shape[1] > width:
+        half = line.shape[1] // 2
+        in_second = (place // (half // width)) % 2 == 1
+        line = jnp.where(in_second[:, None], line[:, half:], line[:, :half])
+    return line
+
+
+def _written(part: jax.Array, ids: jax.Array, rows: jax.Array, count: int) -> jax.Array:
+    """The part with `rows` (n, width) at `ids`, sorted and unique apart from padding."""
+    line, new, touched = _placed(ids, rows, count, part.shape[0])
+    new = jnp.where(touched, new, gather_rows(part, ids // _per_line(rows.shape[1])))
+    (written,) = update_rows(lambda _, new: [new], [part], line, new, [], "distinct")
+    return written
+
+
+def _placed(
+    ids: jax.Array, rows: jax.Array, count: int, lines: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rows (n, width), whose ids are sorted and unique apart from padding, in their lines.
+
+    Returns:
+        For each entry (n,) the line that it writes, unique, or `lines` if it writes none; the
+        lines (n, 128), and which of their columns belong to a row.
+    """
+    width = rows.shape[1]
+    per_line, exists = _per_line(width), ids < count
+    line, place = ids // per_line, ids % per_line
+    following = jnp.where(exists, line, lines)[1:]
+    following = jnp.concatenate([following, jnp.full(line[:1].shape, lines, line.dtype)])
+    target = jnp.where(exists & (following != line), line, lines)
+    if per_line == 1:
+        return target, rows, jnp.ones((1, width), bool)
+    place_of_column = lax.broadcasted_iota(ids.dtype, (1, LANES), 1) // width
+    bits = jnp.dtype(f"int{8 * rows.dtype.itemsize}")
+    tiled = jnp.tile(lax.bitcast_convert_type(rows, bits), (1, per_line))
+    placed = jnp.where(place[:, None] == place_of_column, tiled, jnp.zeros((), bits))
+    # One bit for each place, in words of 32, takes less room than 128 columns.
+    words = lax.broadcasted_iota(ids.dtype, (1, -(-per_line // 32)), 1)
+    bit = jnp.uint32(1) << (place % 32).astype(jnp.uint32)[:, None]
+    mask = jnp.where(words == (place // 32)[:, None], bit, jnp.uint32(0))
+    placed, mask = (_joined(x, line, per_line) for x in (placed, mask))
+    mask = jnp.repeat(mask, LANES // words.shape[1], axis=1)
+    touched = (mask >> (place_of_column % 32).astype(jnp.uint32)) & 1 == 1
+    return target, lax.bitcast_convert_type(placed, rows.dtype), touched
+
+
+def _joined(x: jax.Array, line: jax.Array, per_line: int) -> jax.Array:
+    """`x` (n, m), at each entry with the bits of those before it in the same line."""
+    count, shift = line.shape[0], 1
+    while shift < per_line:
+        before = jnp.pad(x, ((shift, 0), (0, 0)))[:count]
+        same = line == jnp.pad(line, (shift, 0), constant_values=-1)[:count]
+        x, shift = x | jnp.where(same[:, None], before, jnp.zeros((), x.dtype)), 2 * shift
+    return x
+
+
+def _after(done: list[Any], ids: jax.Array) -> jax.Array:
+    """The ids once the last of `done` is there: lines of one part at a time are in memory."""
+    if done:
+        done[-1], ids = lax.optimization_barrier((done[-1], ids))
+    return ids

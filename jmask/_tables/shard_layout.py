@@ -1,0 +1,223 @@
+"""Where the rows of a sharded table live, and running code on each device.
+
+    S shards of R = ceil(V / S) rows; row i is on shard s at place j
+
+    div    s = i // R, j = i % R          V = 8, S = 3: shard 0 has rows 0, 1, 2
+    mod    s = i % S,  j = i // S                       shard 0 has rows 0, 3, 6
+
+Ids may need int64; places on a shard are int32.
+"""
+
+import dataclasses
+import functools
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jmask._base.array_types import (
+    by_rows,
+    explicit_sharding,
+    with_rows_over,
+    with_whole_rows,
+)
+from jmask._base.doors import check_flag, checked_choice, shown
+from jmask._base.row_ids import INT32_MAX, id_dtype
+from jmask._tables.packed import LANES
+
+PLACEMENTS = ("div", "mod")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the rows of a table live.
+
+    Attributes:
+        mesh: the devices.
+        rows: the axes of the mesh over which rows are spread.
+        batch: the axes over which the ids of lookups are spread.
+        placement: "div" or "mod".
+        count: V, the number of rows.
+        block: R, the number of rows of a shard.
+        capacity_factor: of the exchange of rows, or None; see `row_exchange`.
+    """
+
+    mesh: Mesh
+    rows: tuple[str, ...]
+    batch: tuple[str, ...]
+    placement: str
+    count: int
+    block: int
+    capacity_factor: float | None = None
+
+    @property
+    def shards(self) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in self.rows)
+
+    def local(self, ids: jax.Array, shard: Any) -> jax.Array:
+        """Places (n,) of the ids on a shard, int32; R where a row is not there."""
+        owner, place = self._owner_and_place(ids)
+        here = (owner == shard) & (ids < self.count)
+        return jnp.where(here, place, self.block).astype(jnp.int32)
+
+    def _owner_and_place(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if self.placement == "div":
+            return ids // self.block, ids % self.block
+        return ids % self.shards, ids // self.shards
+
+    def key(self, ids: jax.Array) -> jax.Array:
+        """Owner and place of canonical ids (n,) as one number, owner R + place; S R if padding.
+
+        Sorted by it, entries are in the order of the shards that they live on.
+        """
+        rows = self.shards * self.block
+        dtype = id_dtype(rows)
+        owner, place = self._owner_and_place(ids.astype(dtype))
+        return jnp.where(ids < self.count, owner * self.block + place, jnp.asarray(rows, dtype))
+
+    def room_for(self, entries: int) -> int:
+        """How many entries of an exchange a shard has room for, of `entries` on each device."""
+        assert self.capacity_factor is not None
+        return min(math.ceil(self.capacity_factor * entries), entries * self.shards)
+
+    def ids(self, places: jax.Array, shard: Any) -> jax.Array:
+        """The ids of places on a shard, V of places that are no row."""
+        dtype = id_dtype(self.count)
+        there, shard = places.astype(dtype), jnp.asarray(shard, dtype)
+        if self.placement == "div":
+            ids = shard * self.block + there
+        else:
+            ids = there * self.shards + shard
+        return jnp.where(places < self.block, ids, jnp.asarray(self.count, dtype))
+
+    def missing(self, count: int) -> int:
+        """Entries of padding, for each device to have as many of a batch, and one at least."""
+        parts = math.prod(self.mesh.shape[axis] for axis in self.batch)
+        return max(-(-count // parts), 1) * parts - count
+
+    def shard(self) -> jax.Array:
+        """The number of the shard on this device, inside `run`."""
+        return lax.axis_index(self.rows)
+
+    def inside(self) -> bool:
+        """Whether this is a `shard_map` over the axes of the rows."""
+        return set(self.rows) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, over: Any) -> Any:
+        """`function` on each device.
+
+        Args:
+            function: of the blocks that a device holds; returns arrays of one block each.
+            arguments: arrays whose dimension 0 is spread over axes.
+            over: for each argument, and at last for the result, these axes.
+
+        Inside a `shard_map` over these axes it is called as it is.
+        """
+        if self.inside():
+            return function(*arguments)
+        sharding = explicit_sharding(*jax.tree.leaves(arguments))
+        mesh = self._automatic_mesh() if sharding is None else sharding.mesh
+        if sharding is not None:
+            arguments = tuple(
+                jax.tree.map(functools.partial(with_rows_over, like=sharding, axes=axes), x)
+                for x, axes in zip(arguments, over, strict=False)
+            )
+        *inputs, outputs = (P(axes) for axes in over)
+        mapped = jax.shard_map(
+            function, mesh=mesh, in_specs=tuple(inputs), out_specs=outputs, check_vma=False
+        )
+        return jax.jit(mapped)(*arguments)
+
+    def _automatic_mesh(self) -> Mesh:
+        automatic = (AxisType.Auto,) * len(self.mesh.axis_names)
+        return Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=automatic)
+
+    def everywhere(self, x: jax.Array) -> jax.Array:
+        """`x` with dimension 0 on every device."""
+        if explicit_sharding(x) is not None:
+            return with_whole_rows(x)
+        return lax.with_sharding_constraint(x, NamedSharding(self._automatic_mesh(), P()))
+
+    def sharding(self, ndim: int) -> NamedSharding:
+        """Where arrays of all blocks are."""
+        return by_rows(self.mesh, self.rows, ndim)
+
+
+def dealt(table: jax.Array, shards: int) -> jax.Array:
+    """Rows i = j S + s of a table (R S, *row) as (S, R, *row), at s and j."""
+    return jnp.swapaxes(table.reshape(-1, shards, *table.shape[1:]), 0, 1)
+
+
+def gathered(blocks: jax.Array) -> jax.Array:
+    """The table that was `dealt`."""
+    return jnp.swapaxes(blocks, 0, 1).reshape(-1, *blocks.shape[2:])
+
+
+def layout_of(
+    shape: Sequence[int],
+    mesh: Mesh,
+    rows: str | Sequence[str] | None = None,
+    batch: str | Sequence[str] | None = None,
+    placement: str = "div",
+    packed: bool | None = None,
+    capacity_factor: float | None = None,
+) -> Layout:
+    """The layout that `sharded` gives a table of this shape."""
+    checked_choice(placement, "placement", PLACEMENTS)
+    if packed is not None:
+        check_flag("packed", packed)
+    rows, batch = _axes(mesh, rows, "rows"), _axes(mesh, batch, "batch")
+    shards = math.prod(mesh.shape[axis] for axis in rows)
+    block = -(-shape[0] // shards)
+    if is_packed(shape, mesh, packed):
+        block += -block % LANES  # a line belongs to one shard
+    if block >= INT32_MAX:
+        raise ValueError(
+            f"`table` has {shape[0]} rows, {block} on each of {shards} shards, and places on a "
+            "shard are int32: spread it over more devices."
+        )
+    if capacity_factor is not None:
+        capacity_factor = _checked_factor(capacity_factor, rows, batch)
+    return Layout(mesh, rows, batch, placement, shape[0], block, capacity_factor)
+
+
+def _checked_factor(factor: Any, rows: tuple[str, ...], batch: tuple[str, ...]) -> float:
+    is_number = isinstance(factor, numbers.Real) and not isinstance(factor, bool)
+    if not is_number or not 1 <= factor < math.inf:
+        raise ValueError(
+            "`capacity_factor`, the room of a shard in its share of a batch, must be a number "
+            f"of at least 1, such as 2.0, or None, got {factor!r}."
+        )
+    if not set(rows) <= set(batch):
+        raise ValueError(
+            f"`capacity_factor`={factor} needs lookups spread over the axes of the rows, to be "
+            f"sent from there: `batch` {batch} must name all of `rows` {rows}."
+        )
+    return float(factor)
+
+
+def is_packed(shape: Sequence[int], mesh: Mesh, packed: bool | None) -> bool:
+    """Whether a table is kept in lines of 128."""
+    if packed is None:
+        packed = mesh.devices.flat[0].platform == "tpu"
+    return packed and math.prod(shape[1:]) % LANES != 0
+
+
+def _axes(mesh: Mesh, axes: str | Sequence[str] | None, name: str) -> tuple[str, ...]:
+    if axes is None:
+        return tuple(mesh.axis_names)
+    if not isinstance(axes, str | list | tuple):
+        raise TypeError(f"`{name}` must be the name of an axis, or several, got {shown(axes)}.")
+    axes = (axes,) if isinstance(axes, str) else tuple(axes)
+    unknown = [axis for axis in axes if axis not in mesh.axis_names]
+    if unknown or len(set(axes)) != len(axes):
+        raise ValueError(
+            f"`{name}` must name different axes of the mesh, {mesh.axis_names}, got {axes}."
+        )
+    return axes

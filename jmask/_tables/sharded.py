@@ -1,0 +1,360 @@
+"""Sharded tables: the rows of a table spread over the devices of a mesh.
+
+    S shards of R = ceil(V / S) rows; row i lives on shard s at place j
+
+    placement    s          j           shard 0 of 3, V = 8
+    div          i // R     i % R       rows 0, 1, 2        contiguous blocks
+    mod          i % S      i // S      rows 0, 3, 6        hot ids spread by themselves
+
+A lookup sends ids to the shards and rows back. A gradient crosses the network once, as ids
+and rows; then each shard keeps what is its own, and reads, computes and writes where the row
+lives: parameters and optimizer state never move.
+
+    forward      all-gather of the ids, reduce-scatter of the rows        n + n D numbers
+    backward     all-gather of the ids and the rows of the gradient       n + n D numbers
+
+The batch may be sharded over the same axes of the mesh, over others, or over both.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+
+from jmask._base.array_types import (
+    automatically,
+    explicit_sharding,
+    spec_of,
+    varying_axes,
+    with_rows_over,
+    with_whole_rows,
+)
+from jmask._base.leaves import as_table
+from jmask._kernels.coalesce import coalesce_rows
+from jmask._kernels.rows import gather_rows, set_rows
+from jmask._tables.packed import PackedTable, checked_floating
+from jmask._tables.routed_rows import RoutedRows
+from jmask._tables.row_exchange import rows_from_owners, rows_to_owners
+from jmask._tables.shard_layout import Layout, dealt, gathered, is_packed, layout_of
+from jmask._tables.stored_table import StoredTable, whole
+from jmask._tensors.row_sparse import RowSparse
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class ShardedTable(StoredTable):
+    """A table (V, *row) whose rows are spread over devices. Made by `jmask.sharded`.
+
+    Attributes:
+        blocks: an array (S R, *row), or a `PackedTable` of that shape, with dimension 0
+            sharded over `layout.rows`; rows beyond the last are never read.
+        layout: where rows live.
+        shape: (V, *row).
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jmask
+        >>> mesh = jax.make_mesh((1,), ("x",))
+        >>> table = jmask.sharded(jnp.ones((5, 2)), mesh)
+        >>> jmask.grad(lambda t: jnp.sum(t[jnp.array([4, 0, 4])]))(table)
+        RowSparse(float32[5, 2], nse=3)
+    """
+
+    __slots__ = ("blocks", "layout")
+
+    def __init__(self, blocks: Any, layout: Layout, shape: Sequence[int], tap: Any = None):
+        self.blocks, self.layout, self.shape, self.tap = blocks, layout, tuple(shape), tap
+
+    def tree_flatten_with_keys(self) -> Any:
+        keys = (jax.tree_util.GetAttrKey("blocks"), jax.tree_util.GetAttrKey("tap"))
+        children = tuple(zip(keys, (self.blocks, self.tap), strict=True))
+        return children, (self.layout, self.shape)
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Any) -> "ShardedTable":
+        node = object.__new__(cls)
+        node.blocks, node.tap = children
+        node.layout, node.shape = static
+        return node
+
+    @property
+    def dtype(self) -> Any:
+        return self.blocks.dtype
+
+    def with_tap(self, tap: Any) -> "ShardedTable":
+        return ShardedTable(self.blocks, self.layout, self.shape, tap)
+
+    def with_placement(self, placement: str) -> "ShardedTable":
+        """The same table with rows placed otherwise: "div" or "mod"."""
+        layout = self.layout
+        return sharded(
+            self.todense(),
+            layout.mesh,
+            rows=layout.rows,
+            batch=layout.batch,
+            placement=placement,
+            packed=isinstance(self.blocks, PackedTable),
+            capacity_factor=layout.capacity_factor,
+        )
+
+    def todense(self) -> jax.Array:
+        blocks = jax.tree.map(with_whole_rows, self.blocks)
+        blocks = blocks.todense() if isinstance(blocks, PackedTable) else blocks
+        if self.layout.placement == "mod":
+            blocks = gathered(blocks.reshape(self.layout.shards, -1, *self.shape[1:]))
+        return whole(blocks[: self.shape[0]], self.tap)
+
+    def full(self, row: Sequence[int], value: Any, dtype: Any) -> "ShardedTable":
+        layout, shape = self.layout, (self.layout.shards * self.layout.block, *row)
+        make: Any = functools.partial(jnp.full, shape, value, dtype)
+        sharding = layout.sharding(len(shape))
+        if isinstance(self.blocks, PackedTable):
+            make = functools.partial(self.blocks.full, row, value, dtype)
+            sharding = layout.sharding(2)
+        blocks = jax.jit(make, out_shardings=sharding)()
+        return ShardedTable(blocks, layout, (self.shape[0], *row))
+
+    def read(self, ids: jax.Array) -> jax.Array:
+        layout = self.layout
+        rows_of = self._from_everyone
+        if layout.capacity_factor is not None:
+            rows_of = self._from_owners
+        if layout.inside():
+            return rows_of(self._local(self.blocks), ids)
+        count, extra = ids.shape[0], layout.missing(ids.shape[0])
+        over = (layout.rows, layout.batch, layout.batch)
+        padded = self._padded(ids, extra, layout.count)
+        rows = layout.run(self._on_local(rows_of), self.blocks, padded, over=over)
+        rows = layout.everywhere(rows)[:count] if extra else rows
+        sharding = explicit_sharding(rows)
+        return rows if sharding is None else with_rows_over(rows, sharding, spec_of(ids)[0])
+
+    def _from_everyone(self, blocks: Any, ids: jax.Array) -> jax.Array:
+        """The rows of the ids of this device: every shard sees all ids, and all add up."""
+        layout = self.layout
+        shared = tuple(axis for axis in layout.batch if axis in layout.rows)
+        others = tuple(axis for axis in layout.rows if axis not in layout.batch)
+        if shared:
+            ids = lax.all_gather(ids, shared, tiled=True)
+        places = layout.local(ids, layout.shard())
+        exists = (places < layout.block).reshape((-1,) + (1,) * (self.ndim - 1))
+        rows = jnp.where(exists, _read(blocks, places), 0)
+        if shared:
+            rows = lax.psum_scatter(rows, shared, scatter_dimension=0, tiled=True)
+        return lax.psum(rows, others) if others else rows
+
+    def _from_owners(self, blocks: Any, ids: jax.Array) -> jax.Array:
+        """The rows of the ids of this device: each id goes to its shard, and its row back."""
+        like = jax.ShapeDtypeStruct((*ids.shape, *self.shape[1:]), self.dtype)
+
+        @jax.custom_jvp
+        def rows_of(blocks: Any, ids: jax.Array) -> jax.Array:
+            return rows_from_owners(self.layout, functools.partial(_read, blocks), ids, like)
+
+        @rows_of.defjvp
+        def of_tangents(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+            # The rounds of an exchange are a loop, which has no transpose.
+            return rows_of(*primals), self._from_everyone(tangents[0], primals[1])
+
+        return rows_of(blocks, ids)
+
+    def distinct(self, gradient: RowSparse) -> RoutedRows:
+        if isinstance(gradient, RoutedRows) and gradient.layout == self.layout:
+            return gradient
+        layout, ids, values = self.layout, gradient.row_ids(), gradient.values
+        sharding = explicit_sharding(*jax.tree.leaves(self.blocks))
+        if sharding is not None and explicit_sharding(values) is None:
+            ids, values = (with_rows_over(x, sharding, None) for x in (ids, values))
+        axes = self._not_yet_gathered(values)
+        of_batch = layout.batch if sharding is None else axes
+        is_exchanged = layout.capacity_factor is not None and set(layout.rows) <= set(axes)
+
+        def routed(ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+            shard = layout.shard()
+            if is_exchanged:
+                places, values = rows_to_owners(layout, ids, values, axes)
+                return layout.ids(places, shard), values
+            if axes:
+                ids = lax.all_gather(ids, axes, tiled=True)
+                values = lax.all_gather(values, axes, tiled=True)
+            places, values = coalesce_rows(layout.local(ids, shard), values, layout.block)
+            return layout.ids(places, shard), values
+
+        if not layout.inside():
+            extra = layout.missing(ids.shape[0])
+            ids = self._padded(ids, extra, layout.count)
+            values = self._padded(values, extra, 0)
+        over = (of_batch, of_batch, layout.rows)
+        ids, values = layout.run(routed, ids, values, over=over)
+        return RoutedRows.of_shards(ids, values, self.shape, layout)
+
+    def rows(self, gradient: RoutedRows) -> jax.Array:
+        layout = self._layout_of(gradient)
+
+        def rows_of(blocks: Any, ids: jax.Array) -> jax.Array:
+            return _read(self._local(blocks), layout.local(ids, layout.shard()))
+
+        over = (layout.rows,) * 3
+        return layout.run(rows_of, self.blocks, gradient.row_ids(), over=over)
+
+    def set_rows(self, gradient: RoutedRows, rows: jax.Array) -> "ShardedTable":
+        layout = self._layout_of(gradient)
+
+        def written(blocks: Any, ids: jax.Array, rows: jax.Array) -> Any:
+            places = layout.local(ids, layout.shard())
+            if not isinstance(blocks, PackedTable):
+                return set_rows(blocks, places, rows, coalesced=True)
+            block = self._local(blocks)
+            new = block.set_rows(
+                RowSparse.of_rows(places, rows, block.shape, coalesced=True), rows
+            )
+            return PackedTable(new.parts, blocks.shape)
+
+        over = (layout.rows,) * 4
+        blocks = layout.run(written, self.blocks, gradient.row_ids(), rows, over=over)
+        return ShardedTable(blocks, layout, self.shape)
+
+    def _padded(self, x: jax.Array, extra: int, value: int) -> jax.Array:
+        """`x` with `extra` more entries in dimension 0."""
+        if not extra:
+            return x
+        # Entries that do not divide by the devices are not to be spread before they are padded:
+        # where they are, XLA's partitioner scatters its own padding to row 0.
+        widths = [(0, extra)] + [(0, 0)] * (x.ndim - 1)
+        return jnp.pad(self.layout.everywhere(x), widths, constant_values=value)
+
+    def _layout_of(self, gradient: RowSparse) -> Layout:
+        """The layout, by which the gradient must have been routed."""
+        if getattr(gradient, "layout", None) != self.layout:
+            raise ValueError(
+                "a ShardedTable of the optimizer state is placed otherwise than its parameter: "
+                "make the state by `init` of the parameters as they are, or convert it alike."
+            )
+        return self.layout
+
+    # --- inside a shard_map --------------------------------------------------------------
+
+    def _not_yet_gathered(self, values: jax.Array) -> tuple[str, ...]:
+        """The batch axes over which a gradient still differs from device to device.
+
+        In a `shard_map` that tracks this, and where axes are explicit, the gradient of what
+        all devices share is summed over them by JAX, and has the rows of all of them.
+        """
+        if explicit_sharding(values) is not None:
+            return () if spec_of(values)[0] is None else self.layout.batch
+        if not self.layout.inside() or not varying_axes(jax.tree.leaves(self.blocks)[0]):
+            return self.layout.batch
+        return tuple(axis for axis in self.layout.batch if axis in varying_axes(values))
+
+    def _local(self, blocks: Any) -> Any:
+        """The block of a device, its shape said truly."""
+        if not isinstance(blocks, PackedTable):
+            return blocks
+        return PackedTable(blocks.parts, (self.layout.block, *self.shape[1:]))
+
+    def _on_local(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda blocks, *arguments: function(self._local(blocks), *arguments)
+
+
+def sharded(
+    table: Any,
+    mesh: Mesh,
+    *,
+    rows: str | Sequence[str] | None = None,
+    batch: str | Sequence[str] | None = None,
+    placement: str = "div",
+    packed: bool | None = None,
+    capacity_factor: float | None = None,
+) -> ShardedTable:
+    """A table whose rows are spread over the devices of a mesh.
+
+    It is used like an array by lookups, gradients and optimizers, under jit, eagerly, and
+    inside a `shard_map` over its axes. Optimizer state made by `init` is sharded alike.
+
+    Args:
+        table (V, *row): a floating array; V need not be divisible by anything. A table that
+            no device can hold is made where it lives, under jit: `jax.jit(lambda key:
+            jmask.sharded(jax.random.normal(key, shape), mesh))(key)`. For a
+            `jax.ShapeDtypeStruct` the result holds shapes.
+        mesh: of `jax.make_mesh`.
+        rows: the axis or axes over which rows are spread; all by default.
+        batch: the axis or axes over which lookups are spread; all by default.
+        placement: "div", contiguous blocks of rows, or "mod", row i on shard i % S.
+        packed: keep narrow rows in lines of 128 (see `jmask.packed`); by default on TPUs,
+            where a step would copy the table otherwise.
+        capacity_factor: send rows to the shard they live on alone, for many devices and large
+            batches. Each shard then has room for this many times its share of the lookups of
+            a batch, in which an id counts once for each device that looks it up; 2.0 is
+            ample where ids are spread evenly, as by `placement="mod"`. A gradient that does
+            not fit is nan in all rows of the shard. By default all shards see all rows.
+
+    Raises:
+        TypeError: if `table` is no array, or `mesh` no mesh.
+        ValueError: if an axis is not one of the mesh, `placement` is not known, or
+            `capacity_factor` is less than 1 or `batch` does not name all axes of `rows` then.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jmask
+        >>> mesh = jax.make_mesh((1,), ("x",))
+        >>> table = jmask.sharded(jnp.arange(10.0).reshape(5, 2), mesh, placement="mod")
+        >>> table
+        ShardedTable(float32[5, 2])
+        >>> table[jnp.array([3, 3])]
+        Array([[6., 7.],
+               [6., 7.]], dtype=float32)
+    """
+    if not isinstance(table, jax.ShapeDtypeStruct):
+        table = as_table(table)
+    checked_floating(table)
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"`mesh` must be a jax.sharding.Mesh, got {type(mesh).__name__}: write for example "
+            "jax.make_mesh((8,), ('x',))."
+        )
+    layout = layout_of(table.shape, mesh, rows, batch, placement, packed, capacity_factor)
+    in_lines = is_packed(table.shape, mesh, packed)
+
+    def blocks_of(table: jax.Array) -> Any:
+        blocks = _blocks_of(table, layout)
+        return PackedTable.pack(blocks) if in_lines else blocks
+
+    sharding = layout.sharding(2 if in_lines else table.ndim)
+    of_table = explicit_sharding(table)
+    if isinstance(table, jax.ShapeDtypeStruct):
+        shape_of = functools.partial(_placed_shape, sharding)
+        blocks = jax.tree.map(shape_of, jax.eval_shape(blocks_of, table))
+    elif of_table is not None:
+        blocks = automatically(blocks_of, table, like=of_table, spec=sharding.spec)
+    elif _is_elsewhere(table, mesh):
+        blocks = jax.device_put(jax.jit(blocks_of)(table), sharding)
+    else:
+        blocks = jax.jit(blocks_of, out_shardings=sharding)(table)
+    return ShardedTable(blocks, layout, table.shape)
+
+
+def _is_elsewhere(table: jax.Array, mesh: Mesh) -> bool:
+    """Whether an array is bound to other devices than those of the mesh."""
+    if isinstance(table, jax.core.Tracer) or not table.committed:
+        return False
+    return table.sharding.device_set != set(mesh.devices.flat)
+
+
+def _placed_shape(sharding: NamedSharding, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _blocks_of(table: jax.Array, layout: Layout) -> jax.Array:
+    """All blocks (S R, *row), one after the other."""
+    missing = layout.shards * layout.block - layout.count
+    table = jnp.pad(table, [(0, missing)] + [(0, 0)] * (table.ndim - 1))
+    if layout.placement == "mod":
+        table = dealt(table, layout.shards).reshape(table.shape)
+    return table
+
+
+def _read(blocks: Any, places: jax.Array) -> jax.Array:
+    return (
+        blocks.read(places) if isinstance(blocks, PackedTable) else gather_rows(blocks, places)
+    )

@@ -1,0 +1,220 @@
+"""Tables that are kept otherwise than as one array (V, *row), and are used as if they were.
+
+    table[ids], jmask.embedding_lookup(table, ids), jmask.embedding_bag(table, ids, ...)
+    jmask.value_and_grad(loss)(table)        the gradient is a RowSparse of shape (V, *row)
+    tx.init(table)                           state that is kept in the same way
+    jmask.apply_gradients, jmask.apply_updates
+
+A storage says how rows are read and written; lookups, gradients and optimizers know no more
+of it than the methods of `StoredTable`.
+"""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmask._base.row_ids import id_dtype
+from jmask._kernels.gather import Gather
+from jmask._kernels.rows import gather_rows, set_rows
+from jmask._tensors.methods import call, method
+from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+
+
+class StoredTable(abc.ABC):
+    """A table of shape (V, *row) that is kept in some other form: a pytree of its arrays.
+
+    Attributes:
+        shape: (V, *row).
+        tap: a `Tap` in a gradient program, or None; see `looked_up`.
+    """
+
+    __slots__ = ("shape", "tap")
+
+    shape: tuple[int, ...]
+    tap: Any
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> Any:
+        """The dtype of the entries."""
+
+    @abc.abstractmethod
+    def read(self, ids: jax.Array) -> jax.Array:
+        """Rows (n, *row) of canonical ids (n,); what padding reads is undefined."""
+
+    @abc.abstractmethod
+    def distinct(self, gradient: Any) -> Any:
+        """A `RowSparse` gradient with equal ids summed, as `rows` and `set_rows` take it."""
+
+    @abc.abstractmethod
+    def rows(self, gradient: Any) -> jax.Array:
+        """The rows of a `distinct` gradient: of the shape of its values."""
+
+    @abc.abstractmethod
+    def set_rows(self, gradient: Any, rows: jax.Array) -> Any:
+        """The table with other rows where a `distinct` gradient has them."""
+
+    @abc.abstractmethod
+    def full(self, row: Sequence[int], value: Any, dtype: Any) -> Any:
+        """A table kept in the same way, with rows of another shape, all of one value."""
+
+    @abc.abstractmethod
+    def todense(self) -> jax.Array:
+        """The array (V, *row)."""
+
+    @abc.abstractmethod
+    def with_tap(self, tap: "Tap | None") -> Any:
+        """The same table with another tap."""
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, ids: Any) -> jax.Array:
+        """The rows of `ids`, integers of any shape; from the end if negative, as of arrays.
+
+        Ids outside the table give nan, and `jmask.embedding_lookup` takes negative ones for
+        such.
+        """
+        if isinstance(ids, slice | tuple) or ids is None or ids is Ellipsis:
+            raise TypeError(
+                f"`ids` must be integers, got {ids!r}: a {type(self).__name__} is indexed by "
+                "row ids alone. For anything else use its array, `table.todense()`."
+            )
+        return call("lookup", self, _from_the_end(ids, self.shape[0]))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError(f"`copy`=False: a {type(self).__name__} is no array to share.")
+        return np.asarray(self.todense(), dtype)
+
+    __treescope_repr__ = method("rendering")
+
+    def __repr__(self) -> str:
+        try:
+            dtype = self.dtype
+        except (AttributeError, IndexError):  # a tree of something else than arrays
+            dtype = "?"
+        return f"{type(self).__name__}({dtype}[{', '.join(map(str, self.shape))}])"
+
+
+def _from_the_end(ids: Any, rows: int) -> Any:
+    """Ids of which negative ones count from the end; NumPy integers stay NumPy's."""
+    found: Any = ids if isinstance(ids, jax.Array) else np.asarray(ids)
+    if not jnp.issubdtype(found.dtype, jnp.signedinteger):
+        return ids
+    if isinstance(found, np.ndarray):
+        found = found.astype(np.int64)
+        return np.where(found < 0, found + rows, found)
+    found = found.astype(jnp.promote_types(found.dtype, id_dtype(rows)))
+    return jnp.where(found < 0, found + rows, found)
+
+
+def is_stored_table(x: Any) -> bool:
+    """Whether `x` is a `StoredTable`: one leaf of the parameters."""
+    return isinstance(x, StoredTable)
+
+
+def distinct_rows(table: StoredTable, gradient: Any) -> Any:
+    """`table.distinct(gradient)`.
+
+    Raises:
+        TypeError: if the gradient or update is not a `RowSparse`.
+    """
+    if not is_row_sparse(gradient):
+        raise TypeError(
+            f"the gradient of a {type(table).__name__} must be a RowSparse, as jmask.grad "
+            f"gives it, got {type(gradient).__name__}."
+        )
+    return table.distinct(gradient)
+
+
+def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a leaf: an array or number, a `RowSparse` or a stored table."""
+    if is_stored_table(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    values = x.values if is_row_sparse(x) else x
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(values))
+
+
+def rows_of(table: Any, gradient: RowSparse) -> jax.Array:
+    """The rows of an array or a stored table where a gradient without equal ids has some."""
+    if is_stored_table(table):
+        return table.rows(gradient)
+    return gather_rows(table, gradient.row_ids(), coalesced=gradient.coalesced)
+
+
+def with_rows(table: Any, gradient: RowSparse, rows: jax.Array) -> Any:
+    """The array or stored table with other rows there, in its dtype."""
+    if is_stored_table(table):
+        return table.set_rows(gradient, rows)
+    return set_rows(table, gradient.row_ids(), rows, coalesced=gradient.coalesced)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tap:
+    """What stands for the array (V, *row) of a table in a gradient program.
+
+    Attributes:
+        array: (V, *row), which nothing reads but further derivatives.
+        order: how many gradient programs this one is inside of, each of which may take a
+            further derivative. Of the outermost the array is no more than its shape.
+    """
+
+    array: Any
+    order: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def above(cls, tap: "Tap | None", array: Any) -> "Tap":
+        """The tap of a gradient program of a table that has the tap `tap`, if any."""
+        return cls(array, 0 if tap is None else tap.order + 1)
+
+
+def looked_up(table: StoredTable, ids: jax.Array) -> jax.Array:
+    """Rows (n, *row) of canonical ids (n,), zeros for padding, differentiable.
+
+    A gradient in the arrays of a table would be as large as the table. In a gradient program
+    the table has a tap, an array (V, *row) that nothing reads: its derivative is that of the
+    lookup, and so its gradient is that of any table, a sum of rows.
+    """
+    exists = (ids < table.shape[0]).reshape((-1,) + (1,) * (table.ndim - 1))
+    rows = jnp.where(exists, table.read(ids), 0)
+    return rows if table.tap is None else _with_derivative(rows, table.tap, ids)
+
+
+def whole(dense: jax.Array, tap: Tap | None) -> jax.Array:
+    """The array (V, *row) of a table, differentiable as that of `looked_up` is."""
+    return dense if tap is None else _with_derivative(dense, tap, None)
+
+
+def _with_derivative(values: jax.Array, tap: Tap, ids: jax.Array | None) -> jax.Array:
+    return _tapped(tap.order, values, tap.array, ids)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _tapped(order: int, values: jax.Array, tap: jax.Array, ids: jax.Array | None) -> jax.Array:
+    return values
+
+
+@_tapped.defjvp
+def _derivative(order: int, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    values, tap, ids = primals
+    of_values, of_tap, _ = tangents
+    if ids is not None:
+        fills = lax.GatherScatterMode.FILL_OR_DROP
+        gather = Gather.of_rows(of_tap.shape, fills, fill_value=0)
+        of_tap = gather.plain(of_tap, ids[:, None])
+    # For the next derivative the values depend on the tap too.
+    again = _tapped(order - 1, values, tap, ids) if order else values
+    return again, of_values + of_tap

@@ -1,0 +1,142 @@
+"""What `RowSparse` checks of its arguments: each error names the argument and a way out."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmask._base.doors import checked_integer
+
+
+def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    try:
+        checked = tuple(operator.index(size) for size in shape)
+    except TypeError:
+        raise TypeError(f"`shape` must be a tuple of integers, got {shape!r}.") from None
+    if not checked or min(checked) < 0:
+        raise ValueError(
+            f"`shape` must have at least one dimension and no negative one, got {checked}."
+        )
+    return checked
+
+
+def shape_that_fits(indices: jax.Array, values: jax.Array) -> tuple[int, ...]:
+    """The smallest shape with these rows."""
+    if isinstance(indices, jax.core.Tracer):
+        raise ValueError(
+            "`shape` must be given while `indices` are traced: the number of rows is static."
+        )
+    last = int(indices.max()) if indices.size else -1
+    return (max(last + 1, 0), *values.shape[1:])
+
+
+def check_stored(ids: np.ndarray, values: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless every id is a row or padding, and has its row of values."""
+    if values != (*ids.shape, *shape[1:]) or ids.ndim != 1:
+        raise ValueError(
+            f"`indices` of shape {ids.shape} and `values` of shape {values} do not fit a "
+            f"tensor of shape {shape}: expected (n,) and (n, *{shape[1:]})."
+        )
+    bad = np.flatnonzero((ids < 0) | (ids > shape[0]))
+    if bad.size:
+        raise ValueError(
+            f"`indices[{bad[0]}]` is {ids[bad[0]]}, which is neither a row of a "
+            f"tensor of shape {shape} nor the padding {shape[0]} ({bad.size} such "
+            "in all; they are dropped)."
+        )
+
+
+def check_coalesced(ids: np.ndarray, rows: int) -> None:
+    """Raise ValueError unless ids are sorted, unique, and followed by padding alone."""
+    valid = ids[(ids >= 0) & (ids < rows)]
+    leading = ids[: valid.size]
+    if (leading == valid).all() and (np.diff(valid.astype(object)) > 0).all():
+        return
+    raise ValueError(
+        "`coalesced` was promised, but `indices` are not sorted and unique with "
+        "padding last: leave the promise out and call coalesce()."
+    )
+
+
+def check_replacement(values: Any, old: Any) -> None:
+    """Raise ValueError unless values have the shape of those that they replace."""
+    if jnp.shape(values) != jnp.shape(old):
+        raise ValueError(
+            f"`values` of shape {jnp.shape(values)} do not fit: the tensor stores values of "
+            f"shape {jnp.shape(old)}, one row for each index."
+        )
+
+
+def checked_capacity(nse: int) -> int:
+    nse = checked_integer("nse", nse)
+    if nse < 0:
+        raise ValueError(f"`nse`, the number of rows to store, must be >= 0, got {nse}.")
+    return nse
+
+
+def checked_indices(indices: Any, name: str = "indices") -> jax.Array:
+    # NumPy first: a list of 64-bit ids must not be truncated to JAX's default int32.
+    if not isinstance(indices, jax.Array):
+        indices = np.asarray(indices)
+        if indices.size == 0 and indices.dtype == float:
+            indices = indices.astype(np.int32)
+        if indices.dtype in (np.int64, np.uint64) and not jax.config.read("jax_enable_x64"):
+            limits = np.iinfo(np.int32)
+            beyond = (indices > limits.max) | (indices < limits.min)
+            if beyond.any():
+                raise ValueError(
+                    f"`{name}` holds {indices[beyond][0]}, which is beyond 32-bit "
+                    "integers: set jax.config.update('jax_enable_x64', True)."
+                )
+            indices = indices.astype(np.int32)
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(f"`{name}` must be integers, the numbers of rows, got {indices.dtype}.")
+    if indices.ndim != 1:
+        raise ValueError(f"`{name}` must have one dimension, got shape {indices.shape}.")
+    return jnp.asarray(indices)
+
+
+def fit_or_poison(
+    values: jax.Array, needed: Any, nse: int, most: int, what: str = "rows"
+) -> jax.Array:
+    """`values`, if `needed` rows fit into `nse`; otherwise an error, or nan under jit."""
+    if nse >= most:
+        return values
+    if not isinstance(needed, jax.core.Tracer):
+        if int(needed) > nse:
+            raise ValueError(f"`nse`={nse} is too small: {int(needed)} {what} must be stored.")
+        return values
+    if not jnp.issubdtype(values.dtype, jnp.inexact):
+        raise ValueError(
+            f"`nse`={nse} may be too small for {values.dtype} values (up to {most} {what}), "
+            "which cannot be checked while they are traced."
+        )
+    return jnp.where(needed <= nse, values, jnp.nan)
+
+
+def refuse_tangent(leaf: Any) -> None:
+    """Raise TypeError if the ids are those of a tangent: JAX gives it none."""
+    if leaf.dtype == jax.dtypes.float0:
+        raise TypeError(
+            "this RowSparse is a tangent, as jax.jvp returns it, and has no indices: they are "
+            "those of the tensor x that it is a tangent of. Use x.with_values(tangent.values)."
+        )
+
+
+def refuse_plain_ids(leaf: Any) -> Any:
+    if leaf.dtype == jax.dtypes.float0:  # the tangent of ids
+        return leaf
+    if leaf.dtype == jnp.uint32:
+        raise TypeError(
+            "the indices of a RowSparse were taken apart into plain uint32 numbers, as orbax "
+            "and jax.debug.print do: save or print jmask.to_arrays(x), or `x.indices` and "
+            "`x.values`."
+        )
+    raise TypeError(
+        f"the indices of a RowSparse came back as plain {leaf.dtype} numbers: something "
+        "mapped arithmetic over the leaves of a sparse gradient. Put the optax "
+        "transformation inside jmask.lazy(...), or work on `.values`."
+    )

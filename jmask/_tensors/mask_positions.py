@@ -1,0 +1,134 @@
+"""Data and mask brought to one storage: which stored values are valid entries.
+
+    data    positions 1 1 4, values 2 3 5      mask    positions 1 4 6, all True
+    entries                                    1: 2 + 3,   4: 5,   6 is not stored
+
+An entry exists where the data stores it and the mask is True. Equal positions are one entry:
+the sum of those that exist, if any does.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.sparse import BCOO, BCSR
+
+from jmask._tensors.storage import (
+    Storage,
+    is_entry,
+    is_sparse,
+    matching,
+    same_positions,
+    sampled,
+    stored_values,
+    stype,
+    trailing,
+    unique_positions,
+    with_stored_values,
+)
+
+
+def on_dense(data: Any, mask: Any) -> tuple[jax.Array, jax.Array]:
+    """An array and a mask that broadcast against each other, in one shape."""
+    data = jnp.asarray(data)
+    if mask is None:
+        return data, jnp.ones(data.shape, bool)
+    _check_boolean(mask)
+    mask = jnp.asarray(mask)
+    try:
+        shape = jnp.broadcast_shapes(data.shape, mask.shape)
+    except ValueError:
+        raise ValueError(
+            f"`mask` of shape {mask.shape} does not broadcast with `data` of shape "
+            f"{data.shape}."
+        ) from None
+    return jnp.broadcast_to(data, shape), jnp.broadcast_to(mask, shape)
+
+
+def on_sparse(data: Storage, mask: Any) -> tuple[Any, jax.Array]:
+    """Sparse data and a mask, sparse or not, as unique positions and what is valid there."""
+    _check_layout(data)
+    if is_sparse(mask):
+        return _at_positions_of(booleans(mask), data)
+    valid = jnp.ones(stored_values(data).shape, bool)
+    if mask is not None:
+        _check_boolean(mask)
+        valid = _stored_mask(data, jnp.asarray(mask))
+    return _merged(data, valid)
+
+
+def _merged(data: Storage, valid: jax.Array) -> tuple[Any, jax.Array]:
+    """Data with equal positions made one entry: the sum of what is valid, if anything is."""
+    values = stored_values(data)
+    existing = with_stored_values(data, jnp.where(valid, values, jnp.zeros_like(values)))
+    merged = unique_positions(existing)
+    if merged is existing:
+        return data, valid & is_entry(data)
+    number = unique_positions(with_stored_values(data, valid.astype(jnp.int32)))
+    return merged, (stored_values(number) > 0) & is_entry(merged)
+
+
+def _at_positions_of(mask: Any, data: Storage) -> tuple[Any, jax.Array]:
+    """The data that a sparse mask has positions for, and which of it is valid."""
+    if same_positions(data, mask):
+        return _merged(data, stored_values(mask))
+    data, mask = unique_positions(data), unique_positions(mask)
+    values, found = stored_values(data), matching(data, mask)
+    if found is None:
+        raise ValueError(
+            f"`data` ({type(data).__name__} of shape {tuple(data.shape)}) and `mask` "
+            f"({type(mask).__name__} of shape {tuple(mask.shape)}) must have one shape and "
+            "store positions in the same way: entries, or rows. Pass the mask as a dense "
+            f"array, or the booleans of the stored values, of shape {values.shape}."
+        )
+    place, stored = found
+    if not values.shape[0]:
+        values = jnp.zeros((1, *values.shape[1:]), values.dtype)
+    valid = stored_values(mask) & trailing(stored, values.ndim)
+    return with_stored_values(mask, values[place]), valid & is_entry(mask)
+
+
+def _stored_mask(data: Any, mask: jax.Array) -> jax.Array:
+    shape = stored_values(data).shape
+    of_entries, of_stored = mask.shape == tuple(data.shape), mask.shape == shape
+    if of_entries and of_stored:
+        raise ValueError(
+            f"`mask` of shape {mask.shape} may be meant for the entries of the tensor or for "
+            f"its stored values, which are as many: pass it as a {type(data).__name__} with "
+            "the index arrays of `data`."
+        )
+    if of_entries:
+        return sampled(mask, data)
+    if of_stored:
+        return mask
+    raise ValueError(
+        f"`mask` of shape {mask.shape} fits neither the tensor of shape "
+        f"{tuple(data.shape)} nor its stored values of shape {shape}."
+    )
+
+
+def booleans(mask: Any) -> Any:
+    """A sparse mask of booleans, which JAX makes int32 in storages of entries."""
+    if isinstance(mask, BCOO | BCSR) and jnp.issubdtype(mask.dtype, jnp.integer):
+        return with_stored_values(mask, mask.data != 0)
+    _check_boolean(mask)
+    return mask
+
+
+def _check_boolean(mask: Any) -> None:
+    stype(mask, "mask")  # refuses what is no storage
+    dtype = stored_values(mask).dtype if is_sparse(mask) else jnp.result_type(mask)
+    if dtype != jnp.dtype(bool):
+        raise TypeError(
+            f"`mask` must be boolean, True where an entry is valid, got {dtype}. Write "
+            "`mask != 0` if that is meant."
+        )
+
+
+def _check_layout(data: Any) -> None:
+    batch = getattr(data, "n_batch", 0)
+    if batch:
+        raise ValueError(
+            f"`data` is a {type(data).__name__} with {batch} batch dimensions: use "
+            "vmap over tensors without them."
+        )

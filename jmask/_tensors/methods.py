@@ -1,0 +1,200 @@
+"""Methods and operators of tensors, which are installed from above.
+
+Operations are built on the types, so the types cannot import them. A class names the function
+that a method is, and the module that defines the function installs it:
+
+    __mul__ = method("multiply")            in the class: x * y is multiply(x, y)
+    install(multiply=multiply)              in jmask.numpy
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jmask._base.fallback import report_fallback
+
+_installed: dict[str, Callable[..., Any]] = {}
+
+
+def install(**functions: Callable[..., Any]) -> None:
+    """Let methods of these names be these functions."""
+    _installed.update(functions)
+
+
+def call(name: str, *args: Any, **kwargs: Any) -> Any:
+    """The result of the function installed as `name`."""
+    return _installed[name](*args, **kwargs)
+
+
+def method(name: str, reflected: bool = False) -> Any:
+    """A method that is the function installed as `name`; reflected, of (other, self)."""
+
+    def bound(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("out", self) is None:
+            del kwargs["out"]  # NumPy's functions pass it to methods: np.sum(x)
+        if reflected:
+            return call(name, args[0], self, **kwargs)
+        return call(name, self, *args, **kwargs)
+
+    bound.__name__ = name
+    bound.__doc__ = f"See `jmask.numpy.{name}`."
+    return bound
+
+
+def one_or_several(values: tuple[Any, ...]) -> Any:
+    """The arguments of `x.reshape(2, 3)` and of `x.reshape((2, 3))`."""
+    return values[0] if len(values) == 1 else values
+
+
+class TensorMethods:
+    """What `MaskedTensor` and `RowSparse` can both do; see the functions named."""
+
+    __slots__ = ()
+
+    # NumPy and JAX arrays must leave binary operations to the reflected methods here.
+    __array_ufunc__ = None
+    __array_priority__ = 1000
+
+    __hash__ = None  # type: ignore[assignment]
+
+    # --- operators: the functions of jmask.numpy ----------------------------------------
+
+    __add__ = method("add")
+    __radd__ = method("add", reflected=True)
+    __sub__ = method("subtract")
+    __rsub__ = method("subtract", reflected=True)
+    __mul__ = method("multiply")
+    __rmul__ = method("multiply", reflected=True)
+    __truediv__ = method("true_divide")
+    __rtruediv__ = method("true_divide", reflected=True)
+    __floordiv__ = method("floor_divide")
+    __rfloordiv__ = method("floor_divide", reflected=True)
+    __mod__ = method("remainder")
+    __rmod__ = method("remainder", reflected=True)
+    __pow__ = method("power")
+    __rpow__ = method("power", reflected=True)
+    __matmul__ = method("matmul")
+    __rmatmul__ = method("matmul", reflected=True)
+    __and__ = method("bitwise_and")
+    __rand__ = method("bitwise_and", reflected=True)
+    __or__ = method("bitwise_or")
+    __ror__ = method("bitwise_or", reflected=True)
+    __xor__ = method("bitwise_xor")
+    __rxor__ = method("bitwise_xor", reflected=True)
+    __lshift__ = method("left_shift")
+    __rlshift__ = method("left_shift", reflected=True)
+    __rshift__ = method("right_shift")
+    __rrshift__ = method("right_shift", reflected=True)
+    __neg__ = method("negative")
+    __pos__ = method("positive")
+    __abs__ = method("abs")
+    __invert__ = method("bitwise_not")
+    __eq__ = method("equal")
+    __ne__ = method("not_equal")
+    __lt__ = method("less")
+    __le__ = method("less_equal")
+    __gt__ = method("greater")
+    __ge__ = method("greater_equal")
+
+    # --- elementwise --------------------------------------------------------------------
+
+    clip = method("clip")
+    conj = method("conj")
+    conjugate = method("conj")
+    imag = property(method("imag"))
+    real = property(method("real"))
+    round = method("round")
+
+    # --- shapes -------------------------------------------------------------------------
+
+    copy = method("copy")
+    flatten = method("ravel")
+    ravel = method("ravel")
+    squeeze = method("squeeze")
+    swapaxes = method("swapaxes")
+    take = method("take")
+
+    def reshape(self, *shape: Any, **kwargs: Any) -> Any:
+        """See `jmask.numpy.reshape`; the sizes as a tuple or one by one."""
+        return call("reshape", self, one_or_several(shape), **kwargs)
+
+    def transpose(self, *axes: Any) -> Any:
+        """See `jmask.numpy.transpose`; the axes as a tuple or one by one."""
+        return call("transpose", self, one_or_several(axes) if axes else None)
+
+    T = property(method("transpose"))
+    mT = property(method("matrix_transpose"))  # noqa: N815
+
+    # --- reductions ---------------------------------------------------------------------
+
+    all = method("all")
+    any = method("any")
+    argmax = method("argmax")
+    argmin = method("argmin")
+    cumprod = method("cumprod")
+    cumsum = method("cumsum")
+    max = method("max")
+    mean = method("mean")
+    min = method("min")
+    prod = method("prod")
+    std = method("std")
+    sum = method("sum")
+    var = method("var")
+
+
+class MaskedMethods(TensorMethods):
+    """What `MaskedTensor` can do, apart from what it is; see the functions named."""
+
+    __slots__ = ()
+
+    __getitem__ = method("masked_getitem")
+    __treescope_ndarray_adapter__ = method("array_adapter")
+    __treescope_repr__ = method("rendering")
+
+    __repr__ = method("representation")
+    at = property(method("masked_at"))
+
+    argsort = method("argsort")
+    diagonal = method("diagonal")
+    median = method("median")
+    repeat = method("repeat")
+    sort = method("sort")
+
+    # --- Python values ------------------------------------------------------------------
+
+    def item(self, *index: int) -> Any:
+        """The single entry, or that at `index`, as a Python number; None if masked."""
+        array = call("to_numpy_ma", self)
+        return None if array.mask.item(*index) else array.data.item(*index)
+
+    def tolist(self) -> Any:
+        """The entries as nested lists of Python numbers; None where masked."""
+        return call("to_numpy_ma", self).tolist()
+
+
+class RowSparseMethods(TensorMethods):
+    """What `RowSparse` can do beside storing rows; see the functions named."""
+
+    __slots__ = ()
+
+    __getitem__ = method("row_getitem")
+    __treescope_repr__ = method("rendering")
+
+    def __len__(self) -> int:
+        return self.shape[0]  # type: ignore[attr-defined]
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "a RowSparse has no truth value: use jmask.numpy.any(x) or jmask.numpy.all(x)."
+        )
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError("`copy`=False: a RowSparse has no dense array to share.")
+        dense = np.asarray(self.todense(), dtype)  # type: ignore[attr-defined]
+        report_fallback(
+            f"{self!r} became a plain array by itself, at O(size) cost: write x.todense() "
+            "where that is meant"
+        )
+        return dense

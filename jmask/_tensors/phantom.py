@@ -1,0 +1,139 @@
+"""Tapped tensors: a place for the gradient at entries that are not there.
+
+JAX keeps a sparse tensor as its stored values, so a gradient has numbers for those alone. A
+function that reads the tensor as zeros elsewhere depends on the other entries too, and that
+part of its gradient has nowhere to live. A tapped tensor is the tensor together with `tap`,
+a dense array of zeros of its shape, added by operations for which every entry counts:
+
+    x = BCOO of [[-, 3], [4, -]]        - is not stored
+
+    todense(x)                     stored values + tap     gradient in tap:  at every entry
+    todense(x, masked_grad=True)   stored values           gradient in tap:  zero
+
+The derivative in the stored values is the same with and without a tap, and the one in the
+tap is read at the other entries only. So the two together are the gradient at every entry,
+zero exactly where no operation let the entry count.
+
+A tapped tensor *is* a BCOO, BCSR, `RowSparse` or `MaskedTensor`. Functions that do not know
+of taps use the stored values and return tensors without one, which is what their gradients
+say: nothing at other entries.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.sparse import BCOO, BCSR
+
+from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.row_sparse import RowSparse
+from jmask._tensors.storage import is_sparse, stored_values, with_stored_values
+
+_TAP = jax.tree_util.GetAttrKey("tap")
+
+
+class _Tapped:
+    """A tensor with one more leaf, its tap. Comes before the type of the tensor."""
+
+    __slots__ = ()
+
+    tap: Any
+
+    def tree_flatten_with_keys(self) -> Any:
+        leaves, static = super().tree_flatten_with_keys()  # type: ignore[misc]
+        return (*leaves, (_TAP, self.tap)), static
+
+    def tree_flatten(self) -> Any:
+        leaves, static = super().tree_flatten()  # type: ignore[misc]
+        return (*leaves, self.tap), static
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, leaves: Any) -> Any:
+        *leaves, tap = leaves
+        node = super().tree_unflatten(static, leaves)  # type: ignore[misc]
+        node.tap = tap
+        return node
+
+
+@jax.tree_util.register_pytree_node_class
+class TappedBCOO(_Tapped, BCOO):
+    """A BCOO with a tap."""
+
+
+@jax.tree_util.register_pytree_node_class
+class TappedBCSR(_Tapped, BCSR):
+    """A BCSR with a tap."""
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class TappedRowSparse(_Tapped, RowSparse):
+    """A `RowSparse` with a tap."""
+
+    __slots__ = ("tap",)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class TappedMaskedTensor(_Tapped, MaskedTensor):
+    """A `MaskedTensor` with a tap."""
+
+    __slots__ = ("tap",)
+
+
+_KINDS = (
+    (BCOO, TappedBCOO),
+    (BCSR, TappedBCSR),
+    (RowSparse, TappedRowSparse),
+    (MaskedTensor, TappedMaskedTensor),
+)
+
+
+def is_tensor(x: Any) -> bool:
+    """Whether `x` is sparse or masked: one leaf of a tree, with entries that may not exist."""
+    return is_sparse(x) or isinstance(x, MaskedTensor)
+
+
+def values_of(x: Any) -> Any:
+    """The stored values of a sparse or masked tensor; of an array, the array."""
+    return stored_values(x.storage if isinstance(x, MaskedTensor) else x)
+
+
+def with_values_of(x: Any, values: Any) -> Any:
+    """The tensor, without a tap, with other stored values at the same positions."""
+    if isinstance(x, MaskedTensor):
+        storage = with_stored_values(x.storage, values)
+        return MaskedTensor.tree_unflatten(None, (storage, x.valid))
+    x = untapped(x)
+    if is_sparse(x):
+        # Unlike a constructor this keeps the type and everything else it says of itself.
+        leaves, static = x.tree_flatten()
+        number = 1 if isinstance(x, RowSparse) else 0
+        leaves = (*leaves[:number], values, *leaves[number + 1 :])
+        return type(x).tree_unflatten(static, leaves)
+    return values
+
+
+def tapped(x: Any, tap: Any) -> Any:
+    """The sparse or masked tensor `x` with this tap in place of its own."""
+    x = untapped(x)
+    leaves, static = x.tree_flatten()
+    kind = next(kind for base, kind in _KINDS if isinstance(x, base))
+    return kind.tree_unflatten(static, (*leaves, tap))
+
+
+def tap_of(x: Any) -> Any | None:
+    """The tap of `x`, None if it has none."""
+    return getattr(x, "tap", None) if is_tensor(x) else None
+
+
+def zero_tap(x: Any) -> jax.Array:
+    """A tap that says nothing yet: zeros of the shape and dtype of `x`."""
+    return jnp.zeros(tuple(x.shape), x.dtype)
+
+
+def untapped(x: Any) -> Any:
+    """`x` without a tap."""
+    if tap_of(x) is None:
+        return x
+    leaves, static = x.tree_flatten()
+    kind = next(base for base, _ in _KINDS if isinstance(x, base))
+    return kind.tree_unflatten(static, leaves[:-1])

@@ -1,0 +1,210 @@
+"""How tensors and tables print: masked entries as `--`, laid out as NumPy lays out arrays.
+
+    MaskedTensor([1.0, --, 3.0], dtype=float32)
+    MaskedTensor(coo, float32[2, 4], nse=3, values=[3.0, --, 5.0])
+    MaskedTensor(float32[2, 4])                                        while traced
+
+Printing never raises, whatever leaves the pytree node holds, and never moves more of a
+large tensor than the entries it shows.
+
+In treescope, the printer of notebooks, penzai and flax, tensors and tables look like
+dataclasses, with the row ids as integers, not in the opaque form of the pytree:
+
+    RowSparse(indices=<int32(4,)>, values=<float32(4, 64)>, shape=(1000, 64), coalesced=False)
+
+A masked tensor on dense storage is moreover an array to `treescope.render_array`, which leaves
+masked entries out. treescope calls these functions, so that it is there when they import it.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.methods import install
+from jmask._tensors.storage import is_sparse, stored_values, stype
+
+_MASKED = "--"
+
+
+def representation(x: MaskedTensor) -> str:
+    """`MaskedTensor([1.0, --, 3.0], dtype=float32)`; its type and shape while traced."""
+    # A repr that raises hides the error somebody is looking for: transformations put
+    # anything into the leaves, and buffers may be donated or live on other hosts.
+    for attempt in (_with_values, _of_type):
+        try:
+            return attempt(x)
+        except Exception:
+            continue
+    return f"MaskedTensor({x.storage!r}, {x.valid!r})"
+
+
+def _with_values(x: MaskedTensor) -> str:
+    values, valid = stored_values(x.storage), x.valid
+    if not all(map(_is_concrete, (values, valid))) or values.shape != valid.shape:
+        return _of_type(x)
+    if is_sparse(x.storage):
+        head, tail = f"MaskedTensor({_described(x)}, values=", ")"
+    else:
+        head, tail = "MaskedTensor(", f", dtype={x.dtype})"
+        if x.size == 0 and x.ndim > 1:
+            tail = f", shape={x.shape}{tail}"
+    return head + _entries(values, valid, len(head)) + tail
+
+
+def _of_type(x: MaskedTensor) -> str:
+    return f"MaskedTensor({_described(x)})"
+
+
+def _described(x: MaskedTensor) -> str:
+    shape = ", ".join(map(str, x.shape))
+    described = f"{x.dtype}[{shape}]"
+    if not is_sparse(x.storage):
+        return described
+    return f"{stype(x.storage)}, {described}, nse={x.storage.nse}"
+
+
+def _is_concrete(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray) and not isinstance(x, jax.core.Tracer)
+
+
+def _entries(values: Any, valid: Any, indent: int) -> str:
+    """The entries as text whose lines after the first are indented."""
+    if values.size == 0:
+        return "[]"
+    options = np.get_printoptions()
+    edge = options["edgeitems"]
+    cut = [values.size > options["threshold"] and n > 2 * edge for n in values.shape]
+    for axis in np.flatnonzero(cut):
+        values, valid = (_edges(a, int(axis), edge) for a in (values, valid))
+    words = _words(np.asarray(values), np.asarray(valid))
+    gaps = [edge if is_cut else None for is_cut in cut]
+    return _nested(words, gaps, indent, int(options["linewidth"]))
+
+
+def _edges(x: Any, axis: int, edge: int) -> Any:
+    at, last = (slice(None),) * axis, x.shape[axis] - edge
+    module = jnp if isinstance(x, jax.Array) else np
+    with jax.ensure_compile_time_eval():  # a constant may be printed while tracing
+        parts = [x[(*at, slice(edge))], x[(*at, slice(last, None))]]
+        return module.concatenate(parts, axis)
+
+
+def _words(values: np.ndarray, valid: np.ndarray) -> np.ndarray:
+    if jnp.issubdtype(values.dtype, jnp.floating) and values.dtype.kind != "f":
+        values = values.astype(np.float32)  # bfloat16 and smaller: 1 must print as 1.0
+    flat = [
+        str(value) if exists else _MASKED
+        for value, exists in zip(values.ravel(), valid.ravel(), strict=True)
+    ]
+    if values.ndim > 1:  # columns stand below each other
+        width = max(map(len, flat))
+        flat = [word.rjust(width) for word in flat]
+    words = np.empty(values.shape, object)
+    words.reshape(-1)[:] = flat
+    return words
+
+
+def _nested(words: np.ndarray, gaps: Sequence[int | None], indent: int, width: int) -> str:
+    if words.ndim == 0:
+        return str(words[()])
+    gap, *inner = gaps
+    if words.ndim == 1:
+        parts = list(words)
+    else:
+        parts = [_nested(row, inner, indent + 1, width) for row in words]
+    if gap is not None:
+        parts.insert(gap, "...")
+    if words.ndim == 1:
+        return "[" + _wrapped(parts, indent + 1, width) + "]"
+    separator = "," + "\n" * (words.ndim - 1) + " " * (indent + 1)
+    return "[" + separator.join(parts) + "]"
+
+
+def _wrapped(parts: Sequence[str], indent: int, width: int) -> str:
+    lines, line = [], parts[0]
+    for part in parts[1:]:
+        # Room for the comma or bracket that follows.
+        if indent + len(line) + 2 + len(part) + 1 > width:
+            lines.append(line)
+            line = part
+        else:
+            line += f", {part}"
+    return (",\n" + " " * indent).join([*lines, line])
+
+
+# --- treescope ---------------------------------------------------------------------------
+
+
+def rendering(x: Any, path: str | None, subtree_renderer: Any) -> Any:
+    """The rendering of a `RowSparse`, `MaskedTensor` or stored table (`__treescope_repr__`)."""
+    from treescope import repr_lib
+
+    return repr_lib.render_object_constructor(
+        object_type=type(x),
+        attributes=_attributes(x),
+        path=path,
+        subtree_renderer=subtree_renderer,
+        roundtrippable=not hasattr(x, "tap"),
+    )
+
+
+def _attributes(x: Any) -> dict[str, Any]:
+    """What is shown of a tensor, by name; of nodes that hold no arrays, their leaves."""
+    children = {key.name: child for key, child in x.tree_flatten_with_keys()[0]}
+    if hasattr(x, "tap"):
+        del children["tap"]
+        return {"shape": x.shape, **children}
+    if hasattr(x, "index_leaf"):
+        with contextlib.suppress(AttributeError, TypeError, IndexError):  # of a node of flags
+            children["indices"] = x.indices
+        return {**children, "shape": x.shape, "coalesced": x.coalesced}
+    return children
+
+
+def array_adapter(x: Any) -> Any:
+    """How treescope reads a masked tensor as an array; None on sparse storage."""
+    from treescope import type_registries
+
+    if is_sparse(x.storage):
+        return None
+    of_data = type_registries.lookup_ndarray_adapter(x.storage)
+    return None if of_data is None else _masked(of_data)
+
+
+def _masked(of_data: Any) -> Any:
+    """The adapter of the data, with the mask of the tensor beside that of the caller."""
+
+    class Adapter(type(of_data)):  # type: ignore[misc]
+        def get_axis_info_for_array_data(self, array: Any) -> Any:
+            return of_data.get_axis_info_for_array_data(array.storage)
+
+        def get_array_data_with_truncation(
+            self, array: Any, mask: Any, edge_items_per_axis: Any
+        ) -> Any:
+            valid = array.valid if mask is None else array.valid & mask
+            return of_data.get_array_data_with_truncation(
+                array.storage, valid, edge_items_per_axis
+            )
+
+        def get_array_summary(self, array: Any, fast: bool) -> Any:
+            shape = ", ".join(map(str, array.shape))
+            return f"MaskedTensor {array.dtype}({shape})"
+
+        def get_numpy_dtype(self, array: Any) -> Any:
+            return of_data.get_numpy_dtype(array.storage)
+
+        def get_sharding_info_for_array_data(self, array: Any) -> Any:
+            return of_data.get_sharding_info_for_array_data(array.storage)
+
+        def should_autovisualize(self, array: Any) -> bool:
+            return of_data.should_autovisualize(array.storage)
+
+    return Adapter()
+
+
+install(representation=representation, rendering=rendering, array_adapter=array_adapter)

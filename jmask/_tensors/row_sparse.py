@@ -1,0 +1,388 @@
+"""`RowSparse`: a tensor that stores some of its rows; all other rows are zero.
+
+    dense = zeros(shape);  dense[indices[i]] += values[i]   for every i
+
+    RowSparse(indices=[2, 0, 2], values=[[1, 1], [5, 5], [3, 3]], shape=(4, 2))
+        row 0:  5 5
+        row 1:  0 0
+        row 2:  4 4        equal indices add
+        row 3:  0 0
+
+It is the exact gradient of an embedding lookup: `indices` are the ids looked up and
+`values` the cotangents of the rows. The number of stored rows n ("nse", number of stored
+elements, as in `jax.experimental.sparse`) is static; an index outside [0, shape[0]) is
+padding and its row is dropped. `coalesced` is a static promise: indices sorted, unique
+apart from padding, padding last.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmask._base.doors import check_flag, checked_array, checked_dtype
+from jmask._base.precision import adds_when_cast
+from jmask._base.row_ids import canonical, hide, id_dtype, is_opaque, reveal, widen
+from jmask._kernels.coalesce import coalesce_rows
+from jmask._kernels.rows import add_rows, gather_rows
+from jmask._kernels.stochastic_rounding import check_key
+from jmask._tensors.checks import (
+    check_coalesced,
+    check_replacement,
+    check_stored,
+    checked_capacity,
+    checked_indices,
+    checked_shape,
+    fit_or_poison,
+    refuse_plain_ids,
+    refuse_tangent,
+    shape_that_fits,
+)
+from jmask._tensors.methods import RowSparseMethods
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class RowSparse(RowSparseMethods):
+    """A tensor of shape (V, *row) given by n of its rows; the other rows are zero.
+
+    Args:
+        indices (n,): integers of any dtype, which row each value belongs to. Equal
+            indices add; an index outside [0, V) (-1, or V by convention) is padding.
+        values (n, *row): the rows.
+        shape: (V, *row), static. By default V is the largest index + 1, for which the
+            indices must be concrete.
+        coalesced: promise that the indices are sorted, unique apart from padding, and
+            that padding comes last. Checked for concrete indices; a broken promise of
+            traced ones is undefined behaviour, as of `unique_indices` in JAX.
+
+    Raises:
+        TypeError: if `indices` are not integers, or `values` no numbers.
+        ValueError: if the shapes of `indices`, `values` and `shape` do not fit, if `shape`
+            needs 64-bit indices and they are disabled, or if `coalesced` does not hold.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jmask.RowSparse([2, 0, 2], jnp.array([[1., 1], [5, 5], [3, 3]]), (4, 2))
+        >>> x
+        RowSparse(float32[4, 2], nse=3)
+        >>> x.todense()
+        Array([[5., 5.],
+               [0., 0.],
+               [4., 4.],
+               [0., 0.]], dtype=float32)
+    """
+
+    __slots__ = ("coalesced", "index_leaf", "shape", "values")
+
+    stype = "row_sparse"
+    is_distinct = False
+
+    values: Any
+    shape: tuple[int, ...]
+    coalesced: bool
+
+    def __init__(
+        self,
+        indices: Any,
+        values: Any,
+        shape: Sequence[int] | None = None,
+        *,
+        coalesced: bool = False,
+    ):
+        indices, values = checked_indices(indices), checked_array("values", values)
+        shape = checked_shape(shape_that_fits(indices, values) if shape is None else shape)
+        if values.ndim == 0 or values.shape[0] != indices.shape[0]:
+            raise ValueError(
+                f"`values` must have one row for each of the {indices.shape[0]} "
+                f"`indices`, got values of shape {values.shape}."
+            )
+        if values.shape[1:] != shape[1:]:
+            raise ValueError(
+                f"`values` of shape {values.shape} do not fit `shape` {shape}: expected "
+                f"rows of shape {shape[1:]}, got {values.shape[1:]}."
+            )
+        self.index_leaf = hide(widen(indices, shape[0]))
+        self.values = values
+        self.shape = shape
+        check_flag("coalesced", coalesced)
+        self.coalesced = bool(coalesced)
+        if coalesced and not isinstance(indices, jax.core.Tracer):
+            check_coalesced(np.asarray(indices), shape[0])
+
+    # --- pytree: leaves are the opaque ids and the values -------------------------------
+
+    def tree_flatten_with_keys(self):
+        keys = (
+            jax.tree_util.GetAttrKey("indices"),
+            jax.tree_util.GetAttrKey("values"),
+        )
+        leaves = (self.index_leaf, self.values)
+        return tuple(zip(keys, leaves, strict=True)), (self.shape, self.coalesced)
+
+    def tree_flatten(self):
+        return (self.index_leaf, self.values), (self.shape, self.coalesced)
+
+    @classmethod
+    def tree_unflatten(cls, static, leaves):
+        # JAX also builds nodes of shapes, axes and masks, so only a leaf that is surely a
+        # number in the place of ids is refused.
+        leaf, values = leaves
+        if isinstance(leaf, jax.Array | np.ndarray) and not is_opaque(leaf):
+            leaf = refuse_plain_ids(leaf)
+        node = object.__new__(cls)
+        node.index_leaf, node.values = leaf, values
+        node.shape, node.coalesced = static
+        return node
+
+    @classmethod
+    def of_rows(
+        cls, ids: jax.Array, values: jax.Array, shape: tuple[int, ...], *, coalesced: bool
+    ) -> "RowSparse":
+        """The tensor of ids (n,) and values (n, *row) that are known to fit, unchecked."""
+        return cls.tree_unflatten((shape, coalesced), (hide(widen(ids, shape[0])), values))
+
+    # --- description --------------------------------------------------------------------
+
+    @property
+    def indices(self) -> Any:
+        """The row index of each value (n,), int32 (int64 for more than 2**31-1 rows)."""
+        return reveal(self.index_leaf) if is_opaque(self.index_leaf) else self.index_leaf
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the values."""
+        return self.values.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of the tensor."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of entries of the tensor, stored or not."""
+        return math.prod(self.shape)
+
+    @property
+    def nse(self) -> int:
+        """The number of stored rows, padding included: static."""
+        return self.index_leaf.shape[-1]
+
+    def __repr__(self) -> str:
+        row = ", ".join(map(str, self.shape))
+        try:
+            batch = self.index_leaf.shape[:-1]
+            of = f"{self.dtype}[{row}], nse={self.nse}"
+        except (AttributeError, IndexError):
+            return f"RowSparse({self.index_leaf!r}, {self.values!r}, shape={self.shape})"
+        return f"RowSparse({of}{f', batch={batch}' if batch else ''})"
+
+    def __reduce__(self):
+        indices, values = np.asarray(self.indices), np.asarray(self.values)
+        return _unpickle, (indices, values, self.shape, self.coalesced)
+
+    # --- conversion ---------------------------------------------------------------------
+
+    @classmethod
+    def zeros(cls, shape: Sequence[int], dtype: Any = jnp.float32, nse: int = 0) -> "RowSparse":
+        """The zero tensor, with room for `nse` rows, which are padding.
+
+        Example:
+            >>> import jax.numpy as jnp, jmask
+            >>> jmask.RowSparse.zeros((4, 2))
+            RowSparse(float32[4, 2], nse=0)
+        """
+        shape, nse = checked_shape(shape), checked_capacity(nse)
+        ids = jnp.full((nse,), shape[0], id_dtype(shape[0]))
+        return cls.of_rows(ids, jnp.zeros((nse, *shape[1:]), dtype), shape, coalesced=True)
+
+    @classmethod
+    def random(
+        cls,
+        key: jax.Array,
+        shape: Sequence[int],
+        nse: int,
+        dtype: Any = jnp.float32,
+        sampler: Callable[..., jax.Array] = jax.random.normal,
+    ) -> "RowSparse":
+        """A tensor with `nse` different rows chosen at random, and random values in them.
+
+        Args:
+            key: of `jax.random`.
+            shape: (V, *row).
+            nse: the number of rows, at most V.
+            dtype: of the values.
+            sampler: takes a key, a shape and a dtype, as `jax.random.uniform`. O(V).
+
+        Example:
+            >>> import jax, jmask
+            >>> jmask.RowSparse.random(jax.random.key(0), (1000, 4), nse=10)
+            RowSparse(float32[1000, 4], nse=10)
+        """
+        shape, nse = checked_shape(shape), checked_capacity(nse)
+        check_key(key)
+        if nse > shape[0]:
+            raise ValueError(f"`nse`={nse} different rows do not fit `shape` {shape}.")
+        of_rows, of_values = jax.random.split(key)
+        ids = jax.random.permutation(of_rows, jnp.arange(shape[0], dtype=id_dtype(shape[0])))
+        values = sampler(of_values, (nse, *shape[1:]), dtype)
+        return cls.of_rows(jnp.sort(ids[:nse]), values, shape, coalesced=True)
+
+    @classmethod
+    def fromdense(cls, x: Any, nse: int | None = None) -> "RowSparse":
+        """The rows of `x` that are not all zero (a nan is not zero), in order.
+
+        Args:
+            x (V, *row): a dense array.
+            nse: the capacity, static. By default the exact number of non-zero rows, which
+                cannot be known while `x` is traced.
+
+        Raises:
+            ValueError: if `nse` is needed and missing, negative, or too small for a
+                concrete `x`. For a traced `x` with too many non-zero rows the values are
+                nan (integer values: `nse` must be V).
+
+        Example:
+            >>> import jax.numpy as jnp, jmask
+            >>> jmask.RowSparse.fromdense(jnp.array([[0., 0.], [1., 2.]]))
+            RowSparse(float32[2, 2], nse=1)
+        """
+        x = checked_array("x", x)
+        if not x.ndim:
+            raise ValueError("`x` must have a dimension of rows, got a scalar.")
+        shape = checked_shape(x.shape)
+        touched = jnp.any(x != 0, axis=tuple(range(1, x.ndim)))
+        if nse is None:
+            if isinstance(x, jax.core.Tracer):
+                raise ValueError(
+                    "RowSparse.fromdense: `nse`, the number of rows to store, must be "
+                    "given for a traced `x` (under jit, vmap or grad)."
+                )
+            nse = int(touched.sum())
+        nse = checked_capacity(nse)
+        needed = touched.sum()
+        ids = jnp.flatnonzero(touched, size=nse, fill_value=shape[0])
+        values = gather_rows(x, ids.astype(widen(ids, shape[0]).dtype))
+        mask = (ids < shape[0]).reshape((-1,) + (1,) * (x.ndim - 1))
+        values = fit_or_poison(
+            jnp.where(mask, values, jnp.zeros((), x.dtype)), needed, nse, shape[0]
+        )
+        return cls.of_rows(ids, values, shape, coalesced=True)
+
+    def todense(self) -> jax.Array:
+        """The dense array (V, *row): zeros, with the stored rows added."""
+        if self.dtype == jnp.dtype(bool):  # booleans add as `or`, which no scatter does
+            return self.with_values(self.values.astype(jnp.int32)).todense() != 0
+        zeros = jnp.zeros(self.shape, self.dtype)
+        return add_rows(zeros, self.row_ids(), self.values, coalesced=self.coalesced)
+
+    def coalesce(self, nse: int | None = None) -> "RowSparse":
+        """The same tensor with sorted unique indices, duplicates summed, padding last.
+
+        Args:
+            nse: the capacity of the result, static; min(n, V) by default, which always
+                suffices.
+
+        Raises:
+            ValueError: if `nse` is negative or, for concrete indices, too small. For
+                traced indices that do not fit, floating values are nan and integer
+                values are refused: rows are never dropped silently.
+
+        Example:
+            >>> import jax.numpy as jnp, jmask
+            >>> x = jmask.RowSparse([2, 0, 2], jnp.array([1., 5, 3]), (4,)).coalesce()
+            >>> x.indices, x.values
+            (Array([0, 2, 4], dtype=int32), Array([5., 4., 0.], dtype=float32))
+        """
+        self.check_single()
+        if self.coalesced and nse is None:
+            return self
+        rows = self.shape[0]
+        ids, values = coalesce_rows(self.row_ids(), self.values, rows)
+        if nse is not None:
+            nse = checked_capacity(nse)
+            needed = jnp.sum(ids < rows)
+            extra = max(nse - ids.shape[0], 0)
+            ids = jnp.pad(ids, (0, extra), constant_values=rows)[:nse]
+            widths = [(0, extra)] + [(0, 0)] * (values.ndim - 1)
+            values = jnp.pad(values, widths)[:nse]
+            values = fit_or_poison(values, needed, nse, min(rows, self.nse))
+        return RowSparse.of_rows(ids, values, self.shape, coalesced=True)
+
+    def retain(self, rows: Any) -> "RowSparse":
+        """Only the stored rows whose index is among `rows` (m,); the others become zero.
+
+        Example:
+            >>> import jax.numpy as jnp, jmask
+            >>> x = jmask.RowSparse([0, 2, 3], jnp.array([1., 3., 5.]), (5,))
+            >>> x.retain([0, 1]).todense()
+            Array([1., 0., 0., 0., 0.], dtype=float32)
+        """
+        ids = self.row_ids()
+        kept = jnp.isin(ids, widen(checked_indices(rows, "rows"), self.shape[0]))
+        ids = jnp.where(kept, ids, self.shape[0])
+        return RowSparse(ids, self.values, self.shape)
+
+    def astype(self, dtype: Any) -> "RowSparse":
+        """The tensor cast to `dtype`; rows with equal indices are summed first if need be."""
+        dtype = checked_dtype("dtype", dtype)
+        summed = self if adds_when_cast(self.dtype, jnp.dtype(dtype)) else self.coalesce()
+        return summed.with_values(summed.values.astype(dtype))
+
+    def validate(self) -> None:
+        """Check the stored indices, which needs them concrete (outside jit).
+
+        Raises:
+            ValueError: if an index is neither a row nor the padding V, if the values do not
+                have one row for each index, or if the tensor claims to be coalesced and is
+                not.
+        """
+        if isinstance(self.index_leaf, jax.core.Tracer):
+            raise ValueError(
+                "RowSparse.validate() reads the indices and cannot run while they are "
+                "traced: call it outside jit."
+            )
+        check_stored(np.asarray(self.indices), self.values.shape, self.shape)
+        if self.coalesced:
+            check_coalesced(np.asarray(self.indices), self.shape[0])
+
+    def check_single(self) -> None:
+        """Raise ValueError if this is a stack of tensors, whose leaves have leading axes.
+
+        `jax.vmap` and loops may stack; what reads indices and values is meant for one tensor.
+        """
+        if jnp.ndim(self.index_leaf) > 1:
+            raise ValueError(
+                f"{self!r} is a stack of tensors, as jax.vmap and jax.lax.map return them, and "
+                "not one: use jax.vmap for what follows, add them up by jmask.tree.merge(x), "
+                "or take one by jax.tree.map(lambda leaf: leaf[i], x)."
+            )
+
+    def row_ids(self) -> jax.Array:
+        """The indices in canonical form (n,): every one that is no row is V."""
+        self.check_single()
+        refuse_tangent(self.index_leaf)
+        return canonical(self.indices, self.shape[0])
+
+    def with_values(self, values: jax.Array) -> "RowSparse":
+        """The tensor with the same indices and other values (n, *row).
+
+        Raises:
+            ValueError: if the values have another shape than those stored.
+        """
+        known = isinstance(values, jax.Array | jax.ShapeDtypeStruct)
+        values = values if known else checked_array("values", values)
+        check_replacement(values, self.values)
+        return RowSparse.tree_unflatten((self.shape, self.coalesced), (self.index_leaf, values))
+
+
+def is_row_sparse(x: Any) -> bool:
+    """Whether `x` is a `RowSparse`: the `is_leaf` of every tree that may hold one."""
+    return isinstance(x, RowSparse)
+
+
+def _unpickle(indices, values, shape, coalesced):
+    return RowSparse.of_rows(indices, jnp.asarray(values), shape, coalesced=coalesced)

@@ -1,0 +1,205 @@
+"""`todense` and `sparse_mask`: in and out of the entries that are specified.
+
+    x = BCOO of [[-, 3],      todense(x)          sparse_mask([[5, 6],     [[-, 6],
+                 [4, -]]      [[0, 3], [4, 0]]                 [7, 8]], x) = [7, -]]
+
+An entry that is not specified counts for zero in the first, and is left out of the second.
+What that means for gradients is said by the caller, not by the storage:
+
+| function                       | sends a gradient to                        |
+|--------------------------------|--------------------------------------------|
+| `todense(x)`                   | every entry of x                           |
+| `todense(x, masked_grad=True)` | the specified entries of x                 |
+| `sparse_mask(x, mask)`         | the entries of x that `mask` specifies     |
+
+Other functions of a sparse tensor compute with its stored values, and their gradients go to
+these: `x @ y` is the matrix product with masked gradient, `todense(x) @ y` the same product
+with the gradient of an ordinary tensor.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmask._base.doors import check_flag
+from jmask._base.fallback import report_fallback
+from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.phantom import is_tensor, tap_of, tapped, untapped
+from jmask._tensors.storage import (
+    as_dense,
+    is_entry,
+    is_sparse,
+    matching,
+    same_positions,
+    sampled,
+    stored_values,
+    stype,
+    trailing,
+    unique_positions,
+    with_stored_values,
+)
+
+
+def todense(x: Any, *, masked_grad: bool = False) -> jax.Array:
+    """The dense array of a tensor, 0 at entries that are not specified.
+
+    Args:
+        x: an array, `RowSparse`, BCOO, BCSR or `MaskedTensor`.
+        masked_grad: whether the gradient goes to the specified entries of `x` only. By
+            default it goes to every entry, as for an ordinary tensor: with `jmask.grad` a
+            sparse `x` then has a dense gradient. JAX's own transformations keep the
+            stored part of it.
+
+    Returns:
+        An array of the shape of `x`.
+
+    Raises:
+        TypeError: if `x` is none of these.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jmask.RowSparse([1], jnp.array([[3., 4.]]), (3, 2))
+        >>> weight = jnp.arange(6.).reshape(3, 2)
+        >>> jmask.grad(lambda x: jnp.sum(jmask.todense(x) * weight))(x)
+        Array([[0., 1.],
+               [2., 3.],
+               [4., 5.]], dtype=float32)
+        >>> jmask.grad(lambda x: jnp.sum(jmask.todense(x, masked_grad=True) * weight))(x)
+        RowSparse(float32[3, 2], nse=1)
+    """
+    check_flag("masked_grad", masked_grad)
+    if isinstance(x, MaskedTensor):
+        dense = x.to_tensor(0)
+    elif is_sparse(x):
+        dense = as_dense(untapped(x))
+    else:
+        return _tensor_or_array(x)
+    tap = None if masked_grad else tap_of(x)
+    return dense if tap is None else dense + tap
+
+
+def sparse_mask(x: Any, mask: Any) -> Any:
+    """The entries of `x` that `mask` specifies; the gradient goes to these alone.
+
+    Args:
+        x: an array, `RowSparse`, BCOO, BCSR or `MaskedTensor`. Entries that a sparse `x`
+            does not store are zeros; those that a masked `x` does not have stay masked.
+        mask: of the same shape. A `RowSparse`, BCOO or BCSR specifies what it stores, a
+            `MaskedTensor` its valid entries, whatever their values. A boolean array
+            specifies where it is True.
+
+    Returns:
+        A tensor with the storage and the positions of `mask`, coalesced; for a boolean
+        array the storage of `x`, 0 elsewhere. A `MaskedTensor` if `x` or `mask` is one.
+
+    Raises:
+        TypeError: if `x` is no tensor, or `mask` no tensor and not boolean.
+        ValueError: if the shapes differ.
+
+    Warns:
+        StorageFallbackWarning: if `x` and `mask` are sparse in ways that do not match
+            (rows and coordinates), so that `x` had to be made dense.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> from jax.experimental.sparse import BCOO
+        >>> mask = BCOO.fromdense(jnp.array([[0., 1.], [1., 0.]]))
+        >>> x = jmask.sparse_mask(jnp.array([[5., 6.], [7., 8.]]), mask)
+        >>> x.todense()
+        Array([[0., 6.],
+               [7., 0.]], dtype=float32)
+    """
+    x, mask = _tensor_or_array(x), untapped(_tensor_or_array(mask, "mask"))
+    _check_mask(x, mask)
+    if not is_tensor(mask):
+        return _at_booleans(x, mask)
+    masked = isinstance(x, MaskedTensor) or isinstance(mask, MaskedTensor)
+    pattern = mask.storage if isinstance(mask, MaskedTensor) else unique_positions(mask)
+    specified = mask.valid if isinstance(mask, MaskedTensor) else is_entry(pattern)
+    values, exists = _values_at(x, pattern)
+    valid = specified & exists
+    result = with_stored_values(pattern, jnp.where(valid, values, jnp.zeros_like(values)))
+    return MaskedTensor.tree_unflatten(None, (result, valid)) if masked else result
+
+
+def _tensor_or_array(x: Any, argument: str = "x") -> Any:
+    if is_tensor(x):
+        return x
+    stype(x, argument)  # refuses what is no tensor
+    return jnp.asarray(x)
+
+
+def _check_mask(x: Any, mask: Any) -> None:
+    if not is_tensor(mask) and mask.dtype != jnp.dtype(bool):
+        raise TypeError(
+            f"`mask` is an array of {mask.dtype}: pass booleans, True for the entries that "
+            "are specified (`mask != 0`), or a sparse or masked tensor."
+        )
+    if getattr(mask, "n_batch", 0) or getattr(x, "n_batch", 0):
+        raise ValueError(
+            "`x` and `mask` may not have batch dimensions: use vmap over tensors without them."
+        )
+    if tuple(x.shape) != tuple(mask.shape):
+        raise ValueError(
+            f"`mask` must have the shape of `x`, {tuple(x.shape)}, got shape "
+            f"{tuple(mask.shape)}."
+        )
+
+
+def _at_booleans(x: Any, mask: jax.Array) -> Any:
+    if not is_tensor(x):
+        return jnp.where(mask, x, jnp.zeros_like(x))
+    if isinstance(x, MaskedTensor):
+        pattern = untapped(x).storage
+        kept = sampled(mask, pattern) if is_sparse(pattern) else mask
+        return MaskedTensor.tree_unflatten(None, (pattern, x.valid & kept))
+    values = stored_values(x)
+    values = jnp.where(sampled(mask, x), values, jnp.zeros_like(values))
+    result, tap = with_stored_values(x, values), tap_of(x)
+    return result if tap is None else tapped(result, jnp.where(mask, tap, 0))
+
+
+def _values_at(x: Any, pattern: Any) -> tuple[jax.Array, jax.Array]:
+    """The entries of `x` at the stored positions of `pattern`, and which of them exist."""
+    if isinstance(x, MaskedTensor):
+        storage = x.storage
+        values = jnp.where(x.valid, stored_values(storage), 0)
+        data = _stored_at(with_stored_values(storage, values), pattern)
+        exists = with_stored_values(storage, x.valid.astype(jnp.int32))
+        return data, _stored_at(exists, pattern) != 0
+    tap, stored = tap_of(x), untapped(x)
+    values = _stored_at(stored, pattern)
+    if tap is not None and not _alike(stored, pattern):
+        values += _stored_at(tap, pattern)
+    return values, jnp.ones((), bool)
+
+
+def _stored_at(x: Any, pattern: Any) -> jax.Array:
+    """The entries of an untapped tensor, not a masked one, at the positions of `pattern`."""
+    if not is_sparse(pattern):
+        return as_dense(x) if is_sparse(x) else x
+    if not is_sparse(x):
+        return sampled(x, pattern)
+    x = unique_positions(x)
+    values = stored_values(x)
+    if _alike(x, pattern):
+        return values
+    if not values.shape[0]:
+        return jnp.zeros_like(values, shape=stored_values(pattern).shape)
+    join = matching(x, pattern)
+    if join is None:
+        report_fallback(
+            f"`sparse_mask` made a {stype(x)} tensor of shape {tuple(x.shape)} dense, at "
+            "O(size) cost: its positions are laid out otherwise than those of the "
+            f"{stype(pattern)} mask"
+        )
+        return sampled(as_dense(x), pattern)
+    place, found = join
+    return jnp.where(trailing(found, values.ndim), values[place], jnp.zeros_like(values[:1]))
+
+
+def _alike(x: Any, pattern: Any) -> bool:
+    """Whether both store the same positions; of constants under jit that is known too."""
+    with jax.ensure_compile_time_eval():
+        return is_sparse(x) and is_sparse(pattern) and same_positions(x, pattern)

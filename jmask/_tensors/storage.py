@@ -1,0 +1,273 @@
+"""Storages: how the entries of a tensor are laid out, apart from what they mean.
+
+| stype        | object                            | stored values            |
+|--------------|-----------------------------------|--------------------------|
+| "default"    | `jax.Array`                       | the array                |
+| "row_sparse" | `RowSparse`                       | (n, *row)                |
+| "coo"        | `jax.experimental.sparse.BCOO`    | (nse, *dense dimensions) |
+| "csr"        | `jax.experimental.sparse.BCSR`    | (nse, *dense dimensions) |
+
+Code that works on any storage needs five things of it: its stored values, the same storage
+with other values, which stored values are entries and not padding, a dense array sampled at
+the stored positions, and the dense array itself:
+
+    x = BCOO of [[0, 3], [4, 0]]      stored_values(x)          [3, 4]
+                                      sampled([[5, 6], [7, 8]], x)   [6, 7]
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.sparse import BCOO, BCSR
+
+from jmask._base.precision import sum_dtype
+from jmask._kernels.rows import gather_rows
+from jmask._tensors.row_sparse import RowSparse
+
+Storage = jax.Array | RowSparse | BCOO | BCSR
+SPARSE = (RowSparse, BCOO, BCSR)
+_ARRAYS = jax.Array | np.ndarray | np.generic | bool | int | float | complex
+
+
+def stype(x: Any, argument: str = "x") -> str:
+    """The name of the storage of `x`.
+
+    Raises:
+        TypeError: if `x`, which the caller was given as `argument`, is neither array-like nor
+            a storage known here.
+    """
+    for kind, name in ((RowSparse, "row_sparse"), (BCOO, "coo"), (BCSR, "csr")):
+        if isinstance(x, kind):
+            return name
+    name = type(x).__name__
+    if isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "OSUMm":
+        raise TypeError(f"`{argument}` is an array of {x.dtype}, which are no numbers.")
+    if isinstance(x, list):
+        leaves = jax.tree.leaves(x, is_leaf=lambda leaf: not isinstance(leaf, list | tuple))
+        others = [leaf for leaf in leaves if not isinstance(leaf, _ARRAYS)]
+        if not others:
+            return "default"
+        name = f"a list that holds a {type(others[0]).__name__}"
+    elif isinstance(x, _ARRAYS):
+        return "default"
+    raise TypeError(
+        f"`{argument}`: {name} is not a storage: expected an array, RowSparse, BCOO or BCSR."
+    )
+
+
+def is_sparse(x: Any) -> bool:
+    """Whether `x` is a sparse storage."""
+    return isinstance(x, SPARSE)
+
+
+def stored_values(x: Any) -> Any:
+    """The stored values; of a dense array, the array."""
+    return x.values if isinstance(x, RowSparse) else x.data if is_sparse(x) else x
+
+
+def with_stored_values(x: Any, values: Any) -> Any:
+    """The storage of `x` with other values at the same positions."""
+    if isinstance(x, RowSparse):
+        return x.with_values(values)
+    if isinstance(x, BCOO):
+        return BCOO(
+            (values, x.indices),
+            shape=x.shape,
+            indices_sorted=x.indices_sorted,
+            unique_indices=x.unique_indices,
+        )
+    if isinstance(x, BCSR):
+        return BCSR(
+            (values, x.indices, x.indptr),
+            shape=x.shape,
+            indices_sorted=x.indices_sorted,
+            unique_indices=x.unique_indices,
+        )
+    return values
+
+
+def coordinates(x: Any) -> tuple[jax.Array, ...]:
+    """For each stored value its index in the leading, sparse dimensions: arrays (nse,)."""
+    if isinstance(x, RowSparse):
+        return (x.row_ids(),)
+    if isinstance(x, BCSR):
+        rows = row_of_each(x.indptr, x.indices.shape[0])
+        return rows.astype(x.indices.dtype), x.indices
+    return tuple(x.indices[:, d] for d in range(x.n_sparse))
+
+
+def row_of_each(pointers: jax.Array, count: int) -> jax.Array:
+    """The row of each of `count` entries in compressed rows; padding gets row V.
+
+    pointers [0, 2, 2, 3]  ->  [0, 0, 2, 3]      three rows have begun by entry 3: padding
+    """
+    begun = jnp.zeros((count,), pointers.dtype).at[pointers].add(1, mode="drop")
+    # On CPU half the time of jnp.cumsum and a third of that of a search for each entry.
+    return lax.associative_scan(jnp.add, begun) - 1 if count else begun
+
+
+def is_stored(x: Any) -> jax.Array:
+    """Which of the (nse,) places of `x` hold an entry or a row, and are not padding."""
+    return _inside(coordinates(x), x.shape)
+
+
+def is_entry(x: Any) -> jax.Array:
+    """Which stored values (broadcast to their shape) are entries of `x`, not padding."""
+    values = stored_values(x)
+    return jnp.broadcast_to(trailing(is_stored(x), values.ndim), values.shape)
+
+
+def sampled(dense: jax.Array, like: Any, shape: tuple[int, ...] | None = None) -> jax.Array:
+    """The entries of `dense` at the stored positions of `like`.
+
+    Args:
+        dense: broadcasts to `shape`; only what is sampled is broadcast.
+        like: sparse.
+        shape: that of `like` by default; trailing sizes may be larger than those of `like`.
+
+    Returns:
+        An array of the shape that stored values of a tensor of `shape` have.
+    """
+    shape = tuple(like.shape) if shape is None else shape
+    where = coordinates(like)
+    values = (*where[0].shape, *shape[len(where) :])
+    if 0 in shape:
+        return jnp.zeros(values, dense.dtype)
+    dense = dense.reshape((1,) * (len(shape) - dense.ndim) + dense.shape)
+    if isinstance(like, RowSparse) and dense.shape[0] > 1:
+        dense = gather_rows(dense, where[0], coalesced=like.coalesced)
+    elif isinstance(like, RowSparse):
+        dense = jnp.broadcast_to(dense, (*where[0].shape, *dense.shape[1:]))
+    else:
+        sizes = dense.shape[: len(where)]
+        places = [0 if size == 1 else i for i, size in zip(where, sizes, strict=True)]
+        dense = dense.at[tuple(places)].get(mode="clip")
+        if max(sizes) == 1:
+            dense = dense[None]
+    return jnp.broadcast_to(dense, values)
+
+
+def scattered(values: jax.Array, like: Any, fill: Any) -> jax.Array:
+    """The dense array with `values` at the stored positions of `like`, `fill` elsewhere."""
+    dense = jnp.full(like.shape, fill, values.dtype)
+    places = coordinates(like)
+    first = jnp.where(_inside(places, like.shape), places[0], like.shape[0])
+    others = places[1:]
+    return dense.at[(first, *others)].set(values, mode="drop")
+
+
+def same_positions(x: Any, y: Any) -> bool:
+    """Whether two sparse tensors surely store the same positions in the same order.
+
+    True for shared index arrays; concrete ones are compared. Traced ones that are not
+    shared cannot be, and count as different.
+    """
+    if stype(x) != stype(y) or x.shape != y.shape:
+        return False
+    if stored_values(x).shape[:1] != stored_values(y).shape[:1]:
+        return False
+    return all(map(_same_array, _index_arrays(x), _index_arrays(y)))
+
+
+def matching(x: Any, like: Any) -> tuple[jax.Array, jax.Array] | None:
+    """Where `x` stores the positions that `like` stores: a join on positions.
+
+    Args:
+        x, like: sparse tensors of one shape, with unique positions.
+
+    Returns:
+        For each stored position of `like` a number of a stored value of `x`, and whether it
+        is at that position; or None if the two lay out their dimensions differently, or the
+        positions do not fit the integers there are.
+    """
+    mine, theirs = coordinates(x), coordinates(like)
+    sizes = x.shape[: len(mine)]
+    too_many = math.prod(sizes) > np.iinfo(mine[0].dtype).max
+    if x.shape != like.shape or len(mine) != len(theirs) or too_many:
+        return None
+    keys, wanted = _positions(mine, sizes), _positions(theirs, sizes)
+    if not keys.shape[0]:
+        return jnp.zeros(wanted.shape, jnp.int32), jnp.zeros(wanted.shape, bool)
+    order = jnp.argsort(keys)
+    place = order[jnp.minimum(jnp.searchsorted(keys[order], wanted), keys.shape[0] - 1)]
+    return place, keys[place] == wanted
+
+
+def _positions(coordinates: tuple[jax.Array, ...], sizes: tuple[int, ...]) -> jax.Array:
+    """Row-major number of each position; padding gets the number of positions or more."""
+    number = jnp.zeros_like(coordinates[0])
+    for index, size in zip(coordinates, sizes, strict=True):
+        number = number * size + index
+    return jnp.where(_inside(coordinates, sizes), number, math.prod(sizes))
+
+
+def unique_positions(x: Any) -> Any:
+    """The tensor with equal positions summed into one, as masked semantics need."""
+    if isinstance(x, RowSparse):
+        return x.coalesce()
+    if isinstance(x, BCOO) and not x.unique_indices:
+        return summed(x, x.nse)
+    if isinstance(x, BCSR) and not x.unique_indices and not x.n_batch and not x.n_dense:
+        return compressed(summed(x.to_bcoo(), x.nse))
+    return x
+
+
+def summed(x: BCOO, nse: int | None = None) -> BCOO:
+    """The tensor with equal positions summed into one, `nse` in all; booleans add as `or`."""
+    counted = with_stored_values(x, x.data.astype(sum_dtype(x.dtype)))
+    result = counted.sum_duplicates(nse=nse, remove_zeros=False)
+    return with_stored_values(result, result.data.astype(x.dtype))
+
+
+def as_dense(x: Any) -> jax.Array:
+    """The dense array of a sparse tensor: `x.todense()`, of booleans too."""
+    if isinstance(x, RowSparse) or x.dtype != jnp.dtype(bool):
+        return x.todense()
+    return with_stored_values(x, x.data.astype(jnp.int32)).todense() != 0
+
+
+def compressed(x: BCOO) -> BCSR:
+    """A matrix in coordinates, sorted or not, in compressed rows; padding comes last."""
+    values, rows, columns = x.data, x.indices[:, 0], x.indices[:, 1]
+    if not x.indices_sorted:
+        order = jnp.lexsort((columns, rows))
+        rows, columns, values = rows[order], columns[order], values[order]
+    starts = jnp.searchsorted(rows, jnp.arange(x.shape[0] + 1, dtype=rows.dtype))
+    return BCSR(
+        (values, columns, starts.astype(columns.dtype)),
+        shape=x.shape,
+        indices_sorted=True,
+        unique_indices=x.unique_indices,
+    )
+
+
+def _index_arrays(x: Any) -> tuple[Any, ...]:
+    if isinstance(x, RowSparse):
+        return (x.index_leaf,)
+    return (x.indices, x.indptr) if isinstance(x, BCSR) else (x.indices,)
+
+
+def _same_array(x: Any, y: Any) -> bool:
+    if x is y:
+        return True
+    if isinstance(x, jax.core.Tracer) or isinstance(y, jax.core.Tracer):
+        return False
+    with jax.ensure_compile_time_eval():  # constants, also while something is traced
+        return x.shape == y.shape and bool((x == y).all())
+
+
+def _inside(coordinates: tuple[jax.Array, ...], sizes: tuple[int, ...]) -> jax.Array:
+    """Which positions are in range; sizes of dense, trailing dimensions are not used."""
+    inside = jnp.ones(coordinates[0].shape, bool)
+    for index, size in zip(coordinates, sizes, strict=False):
+        inside &= (index >= 0) & (index < size)
+    return inside
+
+
+def trailing(x: jax.Array, ndim: int) -> jax.Array:
+    """`x` with dimensions of size 1 appended, `ndim` in all."""
+    return x.reshape(x.shape + (1,) * (ndim - x.ndim))

@@ -1,0 +1,9 @@
+"""Gradients, parameters and states as every optimizer meets them.
+
+checks              what parameters, gradients and states must be
+masked_gradient     gradients with masks
+apply               `apply_updates`, `apply_gradients`, `densify`
+eager               optimizers outside jit: compiled, and remembered
+plain_optax         what JAX says of a gradient that met plain optax
+refusal             the error of a transformation that `lazy` cannot wrap
+"""

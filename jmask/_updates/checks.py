@@ -1,0 +1,199 @@
+"""What optimizers check of parameters and gradients before anything is computed."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.sparse import BCOO, BCSR
+
+from jmask._base.leaves import (
+    KEEP_ARRAYS,
+    abstract_leaf,
+    is_about_structure,
+    leaf_name,
+    not_an_array,
+)
+from jmask._base.row_ids import id_dtype
+from jmask._tables.stored_table import StoredTable, is_stored_table, shape_of
+from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.row_sparse import RowSparse
+from jmask._updates.masked_gradient import check_gradients, is_gradient_leaf
+
+_ORDER = "tx.update(grads, opt_state, params)"
+_NOT_DENSE = (RowSparse, MaskedTensor, BCOO, BCSR)
+
+
+def check_parameters(params: Any) -> None:
+    """Refuse parameters that are not arrays of real numbers, or `RowSparse` with all rows.
+
+    Raises:
+        TypeError: naming the parameter, what it is and what to do.
+    """
+
+    def is_not_dense(x: Any) -> bool:
+        return isinstance(x, (*_NOT_DENSE, StoredTable))
+
+    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_not_dense):
+        if isinstance(leaf, StoredTable) or _is_full(leaf):
+            continue
+        if is_not_dense(leaf):
+            raise TypeError(
+                f"{leaf_name('params', path)} is a {type(leaf).__name__}: parameters must be "
+                "dense arrays, or RowSparse with all rows stored (gradients may be sparse or "
+                "masked). Use its dense form."
+            )
+        array = abstract_leaf(leaf)
+        if array is None:
+            advice = f"pass eqx.filter(model, eqx.is_inexact_array), or {KEEP_ARRAYS}"
+            raise not_an_array(leaf_name("params", path), leaf, advice)
+        if jnp.issubdtype(array.dtype, jnp.complexfloating):
+            raise TypeError(
+                f"{leaf_name('params', path)} is {array.dtype}: complex parameters are not "
+                "supported. Store the real and the imaginary part as two parameters."
+            )
+
+
+def check_transformation(name: str, tx: Any, order: str) -> None:
+    """Refuse what is no optax transformation.
+
+    Raises:
+        TypeError: naming the argument, and how the call is written.
+    """
+    if not hasattr(tx, "init") or not hasattr(tx, "update"):
+        raise TypeError(
+            f"`{name}` must be an optax transformation, got {type(tx).__name__}: write for "
+            f"example {order}."
+        )
+
+
+def dense_parameters(params: Any) -> Any:
+    """The tree with each `RowSparse` that stores all its rows as the array it is."""
+    return jax.tree.map(lambda x: x.todense() if _is_full(x) else x, params, is_leaf=_is_full)
+
+
+def stored_as(params: Any, new: Any) -> Any:
+    """New parameters (arrays) with those `RowSparse` that `params` has so."""
+
+    def stored(old: Any, x: Any) -> Any:
+        if not _is_full(old):
+            return x
+        ids = jnp.arange(old.shape[0], dtype=id_dtype(old.shape[0]))
+        return RowSparse.of_rows(ids, x, old.shape, coalesced=True)
+
+    return jax.tree.map(stored, params, new, is_leaf=lambda x: _is_full(x) or x is None)
+
+
+def _is_full(x: Any) -> bool:
+    return isinstance(x, RowSparse) and x.nse >= x.shape[0]
+
+
+def check_gradient(updates: Any, params: Any, alike: bool = False) -> None:
+    """Refuse a gradient that does not fit the parameters.
+
+    Args:
+        updates: arrays, `RowSparse` and `MaskedTensor`.
+        params: arrays and stored tables.
+        alike: whether structures must be the same even if all gradients are arrays, which
+            otherwise is left to optax.
+
+    Raises:
+        ValueError: naming the parameter and both shapes, or both structures.
+        TypeError: naming the parameter, if its gradient is no array or has a dtype that it
+            cannot take.
+    """
+    check_gradients(updates)
+    gradients, tree = jax.tree.flatten_with_path(updates, is_leaf=is_gradient_leaf)
+    parameters = jax.tree.leaves(params, is_leaf=is_stored_table)
+    expected: Any = jax.tree.structure(params, is_leaf=is_stored_table)
+    if tree != expected:
+        special = [is_gradient_leaf(g) for _, g in gradients]
+        if alike or any(special) or any(map(is_stored_table, parameters)):
+            raise ValueError(_other_structure(updates, params))
+        return
+    for (path, gradient), param in zip(gradients, parameters, strict=True):
+        if is_stored_table(param) and not is_gradient_leaf(gradient):
+            raise ValueError(
+                f"{leaf_name('updates', path)} is dense, and its parameter is a "
+                f"{type(param).__name__}, which takes a RowSparse: use jmask.grad, and do "
+                "not make gradients dense before the optimizer."
+            )
+        check_fits(path, gradient, param)
+
+
+@contextlib.contextmanager
+def naming_structures(updates: Any, params: Any, order: str = _ORDER) -> Iterator[None]:
+    """Context of what maps over both trees; its error says which structures they have.
+
+    Raises:
+        ValueError: in place of that of JAX, where they differ.
+    """
+    try:
+        yield
+    except ValueError as error:
+        given, expected = _structures(updates, params)
+        if not is_about_structure(error) or params is None or given == expected:
+            raise
+        raise ValueError(_other_structure(updates, params, order)) from error
+
+
+def _structures(updates: Any, params: Any) -> list[Any]:
+    is_leaf = lambda x: is_gradient_leaf(x) or is_stored_table(x)
+    return [jax.tree.structure(x, is_leaf=is_leaf) for x in (updates, params)]
+
+
+def _other_structure(updates: Any, params: Any, order: str = _ORDER) -> str:
+    """What to say of gradients whose structure is not that of the parameters."""
+    given, expected = _structures(updates, params)
+    missing = _missing(updates, params)
+    if missing is not None:
+        return (
+            f"{missing} is None, and there is a parameter: give it a gradient, or keep the "
+            "parameter out with optax.partition or eqx.partition."
+        )
+    return (
+        f"`updates` and `params` must have the same structure, got {given} and {expected}. "
+        f"The order is {order}."
+    )
+
+
+def _missing(updates: Any, params: Any) -> str | None:
+    """The name of the first leaf that is None where there is a parameter, if all others fit."""
+    is_leaf = lambda x: x is None or is_gradient_leaf(x) or is_stored_table(x)
+    leaves: Any = jax.tree.leaves_with_path(updates, is_leaf=is_leaf)
+    parameters: Any = jax.tree.leaves_with_path(params, is_leaf=is_leaf)
+    if [path for path, _ in leaves] != [path for path, _ in parameters]:
+        return None
+    for (path, leaf), (_, param) in zip(leaves, parameters, strict=True):
+        if leaf is None is not param:
+            return leaf_name("updates", path)
+    return None
+
+
+def check_fits(path: Any, update: Any, param: Any) -> None:
+    """Refuse an update that its parameter, at `path` in both trees, cannot take."""
+    name = leaf_name("updates", path)
+    if not is_stored_table(param) and abstract_leaf(param) is None:
+        raise not_an_array(leaf_name("params", path), param, KEEP_ARRAYS)
+    like, dtype = shape_of(param), jnp.result_type(shape_of(param).dtype)
+    shape = tuple(jnp.shape(update))
+    of_update = update.dtype if hasattr(update, "dtype") else jnp.result_type(update)
+    if shape != like.shape:
+        raise ValueError(
+            f"{name} of shape {shape} does not fit its parameter of shape {like.shape}."
+        )
+    if jnp.issubdtype(of_update, jnp.bool_) and dtype != of_update:
+        raise TypeError(f"{name} is bool, and its parameter {dtype}: is it a mask?")
+    is_complex = [jnp.issubdtype(x, jnp.complexfloating) for x in (of_update, dtype)]
+    if is_complex == [True, False]:
+        raise TypeError(
+            f"{name} is {of_update} and its parameter {dtype}: complex gradients of real "
+            "parameters are not supported. Take the real part, `.real`, if that is meant."
+        )
+    is_floating = [jnp.issubdtype(x, jnp.inexact) for x in (of_update, dtype)]
+    if is_gradient_leaf(update) and is_floating == [True, False]:
+        raise TypeError(
+            f"{name} is {of_update} and its parameter {dtype}: an update would be cut to "
+            "integers. Store the parameter as a floating array, `.astype(jnp.float32)`."
+        )

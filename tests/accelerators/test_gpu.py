@@ -1,0 +1,198 @@
+"""A donated step works in place on GPUs and without loops, read from compiled programs.
+
+XLA compiles for a GPU that is only described. Every table and every state array shares its
+buffer with the one that comes out, no copy of a table is made, the temporaries are a few times
+the rows of the batch, and nothing is done row after row. `make test-gpu` runs these; what the
+rows then hold is tested by `make test-lowered`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import jmask
+from benchmarks.collectives import collectives
+from jmask._kernels import scatter_update as _fused_update
+from tests.compiled_step import IN_PLACE, Step, rounds_of_loops, whole_table_operations
+from tests.kernels.test_in_place import OPTIMIZERS, STEPS
+
+pytestmark = pytest.mark.gpu
+
+ROWS = 10**7
+
+# What XLA asks of a GPU: compute capability, multiprocessors, and bytes of shared memory for a
+# block, of the second-level cache and of memory, the latter's bytes for each second, and the
+# clock in GHz.
+GPUS = {
+    "A100": ((8, 0), 108, 166_912, 41_943_040, 85_899_345_920, 2_039_000_000_000, 1.41),
+    "H100": ((9, 0), 132, 232_448, 52_428_800, 85_899_345_920, 3_352_320_000_000, 1.98),
+}
+
+DESCRIPTION = """
+platform_name: "CUDA"
+device_description_str: "NVIDIA {name}"
+dnn_version_info {{ major: 9 minor: 8 }}
+runtime_version {{ major: 12 minor: 9 patch: 0 }}
+gpu_device_info {{
+  cuda_compute_capability {{ major: {capability[0]} minor: {capability[1]} }}
+  core_count: {cores}
+  shared_memory_per_block_optin: {shared}
+  l2_cache_size: {cache}
+  device_memory_size: {memory}
+  memory_bandwidth: {bandwidth}
+  clock_rate_ghz: {clock}
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  fpus_per_core: 64
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {shared}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+}}
+"""
+
+ADAM = Step(jmask.adam(), row=(128,), apply=jmask.apply_gradients)
+
+# Of these rows XLA makes other kernels.
+WIDE = {
+    "wide rows, adam": ADAM,
+    "wide rows, sgd": Step(jmask.sgd(0.1), row=(128,)),
+    "wide rows, rowwise adagrad": Step(jmask.rowwise_adagrad(), row=(128,)),
+    "wide rows, bfloat16": Step(
+        jmask.adagrad(state_dtype=jnp.float32), row=(128,), dtype=jnp.bfloat16
+    ),
+}
+
+ALL_STEPS = {**STEPS, **WIDE}
+
+# How often the loops of a step run: the scan of a loss, forwards and backwards, and the only
+# round of a step that is taken or not.
+LOOPS = {
+    "lookups in scan": [4, 4],
+    "adam unless not finite": [0],
+    "one pass, unless not finite": [0],
+}
+
+
+@functools.cache
+def gpus(name: str, count: int = 1) -> Any:
+    """Devices of a host with so many GPUs that are only described."""
+    capability, cores, shared, cache, memory, bandwidth, clock = GPUS[name]
+    described = DESCRIPTION.format(
+        name=name,
+        capability=capability,
+        cores=cores,
+        shared=shared,
+        cache=cache,
+        memory=memory,
+        bandwidth=bandwidth,
+        clock=clock,
+    )
+    try:
+        return topologies.get_topology_desc(
+            platform="cuda", target_config=described, topology=f"1x1x{count}"
+        ).devices
+    except Exception as error:
+        pytest.fail(
+            f"a GPU {name} cannot be described; JAX's CUDA plugin is needed, run these tests "
+            f"with `make test-gpu`: {error}",
+            pytrace=False,
+        )
+
+
+def gpu(name: str) -> Any:
+    """The sharding that places all on one GPU."""
+    return SingleDeviceSharding(gpus(name)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "step_name"),
+    # What may differ from one generation to the next is how rows are added.
+    [*(("H100", step_name) for step_name in ALL_STEPS), *(("A100", name) for name in WIDE)],
+)
+def test_in_place(name: str, step_name: str) -> None:
+    step = ALL_STEPS[step_name]
+    compiled = step.compile(ROWS, gpu(name))
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= step.table_bytes(ROWS)
+    assert memory.temp_size_in_bytes <= 10 * step.batch_bytes() + 2**20
+    assert whole_table_operations(compiled, step.entries(ROWS)) <= IN_PLACE
+    assert rounds_of_loops(compiled) == LOOPS.get(step_name, [])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "factor"),
+    [("adam", None), ("rowwise adagrad", None), ("sgd", None), ("rowwise adagrad", 2.0)],
+)
+def test_sharded_over_eight(optimizer: str, factor: float | None) -> None:
+    """What is exchanged is ids and rows of the batch; each GPU updates its rows in place."""
+    tx = OPTIMIZERS[optimizer]
+    rows, row, lookups = ROWS, 64, 4096
+    mesh = Mesh(np.array(gpus("H100", 8)), ("gpus",))
+
+    def placed(x: Any) -> Any:
+        spec = P("gpus") if x.ndim else P()
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    shape = jax.ShapeDtypeStruct((rows, row), jnp.float32)
+    table = jmask.sharded(shape, mesh, capacity_factor=factor)
+    state = jax.tree.map(placed, jax.eval_shape(tx.init, table))
+    ids = placed(jax.ShapeDtypeStruct((lookups,), jnp.int32))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(table: Any, state: Any, ids: jax.Array) -> Any:
+        value, grads = jmask.value_and_grad(lambda t: jnp.sum(t[ids] ** 2))(table)
+        return *jmask.apply_gradients(tx, grads, state, table), value
+
+    compiled = step.lower(table, state, ids).compile()
+    memory, batch = compiled.memory_analysis(), lookups * row * 4
+    tables = jax.tree.leaves((table, state))
+    assert memory.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in tables) // 8
+    assert memory.temp_size_in_bytes <= 10 * batch + 2**20
+    # Each row goes to all others, or to one; then in as many rounds as it takes.
+    assert sum(size for _, size in collectives(compiled)) <= (batch if factor else 3 * batch)
+    assert rounds_of_loops(compiled) == ([0, 0] if factor else [])
+
+
+def test_control_a_dense_step_makes_tables() -> None:
+    step = Step(optax.adam(1e-3), value_and_grad=jax.value_and_grad)
+    compiled = step.compile(ROWS, gpu("H100"))
+    assert not whole_table_operations(compiled, step.entries(ROWS)) <= IN_PLACE
+
+
+def test_control_without_donation_tables_are_copied() -> None:
+    compiled = ADAM.compile(ROWS, gpu("H100"), donate=False)
+    assert compiled.memory_analysis().alias_size_in_bytes == 0
+    assert not whole_table_operations(compiled, ADAM.entries(ROWS)) <= IN_PLACE
+
+
+def test_control_a_scatter_of_several_tables_is_a_loop_over_rows() -> None:
+    """Why the one pass is not given to GPUs.
+
+    Since JAX 0.12 XLA makes one kernel of it, in place: they get it when it has run on one.
+    """
+    tables = [jax.ShapeDtypeStruct((ROWS, 16), jnp.float32, sharding=gpu("H100"))] * 2
+    ids = jax.ShapeDtypeStruct((512,), jnp.int32, sharding=gpu("H100"))
+    rows = jax.ShapeDtypeStruct((512, 16), jnp.float32, sharding=gpu("H100"))
+    program = jax.make_jaxpr(lambda x, y, grad: (x - grad, y + grad))(1.0, 1.0, 1.0)
+
+    def update(tables: Any, ids: Any, grad: Any) -> Any:
+        return _fused_update._scattered(tables, ids, [grad], program, False)
+
+    compiled = jax.jit(update, donate_argnums=0).lower(tables, ids, rows).compile()
+    one_kernel = jax.__version_info__ >= (0, 12)
+    assert rounds_of_loops(compiled) == ([] if one_kernel else [512])
+    if one_kernel:
+        assert compiled.memory_analysis().temp_size_in_bytes == 0

@@ -1,0 +1,112 @@
+"""Packed tables on TPUs, read from programs compiled without one: no padding and no copies.
+
+A step on an array (V, 64) copies it and its state, into lines of 128 half of which is padding;
+packed, the arguments of a step are the numbers themselves, and its temporaries are those of
+the batch. `make test-tpu` runs these.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jmask
+from jmask._tables.packed import LANES
+from tests.accelerators.test_tpu import device
+
+pytestmark = pytest.mark.tpu
+
+LOOKUPS = 8192
+TABLES = {"adagrad": (jmask.adagrad(0.1), 2), "adam": (jmask.adam(), 3)}
+
+
+@functools.cache
+def memory_of(
+    topology: str,
+    optimizer: str,
+    columns: int,
+    rows: int,
+    packed: bool = True,
+    lookups: int = LOOKUPS,
+) -> Any:
+    """The memory analysis of a donated step, and the bytes of the numbers it trains."""
+    tx, tables = TABLES[optimizer]
+
+    def placed(tree: Any) -> Any:
+        put = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device(topology))
+        return jax.tree.map(put, tree)
+
+    table: Any = jax.ShapeDtypeStruct((rows, columns), jnp.float32)
+    table = jax.eval_shape(jmask.PackedTable.pack, table) if packed else table
+    state = jax.eval_shape(tx.init, table)
+    ids = jax.ShapeDtypeStruct((lookups,), jnp.int32)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(table: Any, state: Any, ids: Any) -> Any:
+        value, grads = jmask.value_and_grad(lambda t: jnp.sum(t[ids] ** 2))(table)
+        return *jmask.apply_gradients(tx, grads, state, table), value
+
+    compiled = step.lower(*map(placed, (table, state, ids))).compile()
+    return compiled.memory_analysis(), tables * rows * columns * 4
+
+
+def check_arguments(memory: Any, numbers: int) -> None:
+    """Nothing is padded, and all tables come out in the buffers in which they came."""
+    assert memory.argument_size_in_bytes <= 1.1 * numbers
+    assert memory.alias_size_in_bytes >= numbers
+
+
+@pytest.mark.parametrize(
+    ("topology", "columns", "optimizer"),
+    [
+        ("v5e:2x2", 8, "adagrad"),
+        ("v5e:2x2", 64, "adam"),
+        ("v5e:2x2", 100, "adagrad"),
+        ("v6e:2x2", 16, "adagrad"),
+        ("v6e:2x2", 32, "adam"),
+        ("v6e:2x2", 100, "adam"),
+        ("v5p:2x2x1", 16, "adagrad"),
+        ("v5p:2x2x1", 16, "adam"),
+        ("v5p:2x2x1", 32, "adagrad"),
+        ("v5p:2x2x1", 100, "adam"),
+    ],
+)
+def test_a_million_rows(topology: str, columns: int, optimizer: str) -> None:
+    memory, numbers = memory_of(topology, optimizer, columns, 10**6)
+    check_arguments(memory, numbers)
+    assert memory.temp_size_in_bytes <= 0.05 * numbers
+
+
+@pytest.mark.parametrize(
+    ("topology", "optimizer"),
+    [("v5p:2x2x1", "adagrad"), ("v5p:2x2x1", "adam"), ("v6e:2x2", "adam")],
+)
+def test_narrowest_rows(topology: str, optimizer: str) -> None:
+    """A million rows of 8 are 32 MB: lines of 4096 lookups are 5 % of table and state."""
+    memory, numbers = memory_of(topology, optimizer, 8, 10**6, lookups=4096)
+    check_arguments(memory, numbers)
+    assert memory.temp_size_in_bytes <= 0.05 * numbers
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+def test_narrowest_rows_on_v5p(optimizer: str) -> None:
+    """Of 8192 lookups they are more: there they are in memory, not on the core.
+
+    But no more than two arrays of them, for any number of rows.
+    """
+    small, numbers = memory_of("v5p:2x2x1", optimizer, 8, 10**6)
+    check_arguments(small, numbers)
+    large, numbers = memory_of("v5p:2x2x1", optimizer, 8, 10**7)
+    check_arguments(large, numbers)
+    lines = LOOKUPS * LANES * 4
+    assert small.temp_size_in_bytes <= 2.5 * lines
+    assert large.temp_size_in_bytes <= small.temp_size_in_bytes + lines / 2
+    assert large.temp_size_in_bytes <= 0.05 * numbers
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
+def test_control_an_array_is_copied(topology: str) -> None:
+    memory, numbers = memory_of(topology, "adagrad", 64, 10**6, packed=False)
+    assert memory.temp_size_in_bytes >= numbers

@@ -1,0 +1,140 @@
+"""`jmask.gradcheck` gives the verdicts of `torch.autograd.gradcheck` where torch has one.
+
+The four products of the example, in both semantics, for COO tensors; and rules of dense
+functions, right and wrong. Sparse outputs, masked tensors and forward mode torch cannot
+check, and its fast mode accepts some gradients that its slow mode refuses.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.sparse import BCOO
+
+import jmask
+from tests.gradcheck.test_gradcheck_example import DENSE, PRODUCTS, TABLE, product
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def torch() -> Iterator[Any]:
+    try:
+        import torch
+    except ImportError:
+        pytest.fail("torch is needed: run these tests with `make test-torch`")
+    with torch.sparse.check_sparse_tensor_invariants(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # sparse tensors are in beta, says torch
+        yield torch
+
+
+def of_torch(torch: Any, name: str) -> Callable[[Any], Any]:
+    """A product of the table, in torch."""
+    mm, sparse_mm = torch.mm, torch.sparse.mm
+    plain = {
+        "mixed": lambda x: mm(sparse_mm(x, x), x),
+        "all masked": lambda x: sparse_mm(sparse_mm(x, x), x),
+        "all plain": lambda x: mm(mm(x, x), x),
+    }
+    mask = torch.tensor(DENSE != 0).to_sparse()
+    if name in PRODUCTS:
+        return lambda x: plain[name](x).to_dense()
+    return lambda x: plain["mixed"](x.sparse_mask(mask)).to_dense()
+
+
+def accepts(torch: Any, function: Any, x: Any, **options: Any) -> bool:
+    try:
+        return torch.autograd.gradcheck(function, x, **options)
+    except RuntimeError as error:
+        if "Jacobian mismatch" not in str(error):
+            raise
+        return False
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", TABLE)
+def test_verdicts_on_sparse_products(torch, name, masked):
+    x = torch.tensor(DENSE, dtype=torch.float64).to_sparse().requires_grad_()
+    theirs = accepts(torch, of_torch(torch, name), x, masked=masked)
+    mine = BCOO.fromdense(DENSE)
+    ours = jmask.gradcheck(product(name, mine), mine, masked=masked, raise_exception=False)
+    assert ours == theirs == TABLE[name][2 if masked else 3]
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_gradients_of_sparse_products(torch, name):
+    mine = BCOO.fromdense(DENSE)
+    for at in np.ndindex(2, 2):
+        x = torch.tensor(DENSE, dtype=torch.float64).to_sparse().requires_grad_()
+        of_torch(torch, name)(x)[at].backward()
+        ours = jmask.grad(lambda x, at=at: product(name, mine)(x)[at])(mine)
+        np.testing.assert_allclose(jmask.todense(ours), x.grad.to_dense().numpy(), rtol=1e-6)
+
+
+# Forward and backward of functions, in terms of the namespace: right ones and wrong ones.
+RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any], bool]] = {
+    "sine": (lambda xp, x: xp.sin(x), lambda xp, x, c: xp.cos(x) * c, True),
+    "sign": (lambda xp, x: xp.sin(x), lambda xp, x, c: -xp.cos(x) * c, False),
+    "factor": (lambda xp, x: x**2, lambda xp, x, c: x * c, False),
+    "term": (lambda xp, x: x**2 + xp.sin(x), lambda xp, x, c: 2 * x * c, False),
+    "exchanged": (
+        lambda xp, x: xp.sin(x),
+        lambda xp, x, c: (xp.cos(x) * c)[np.array([1, 0, 2])],
+        False,
+    ),
+    "shifted": (lambda xp, x: x * 1, lambda xp, x, c: c[np.array([1, 2, 0])], False),
+    "nearly right": (lambda xp, x: x**2, lambda xp, x, c: 2.001 * x * c, True),
+    "not quite right": (lambda xp, x: x**2, lambda xp, x, c: 2.01 * x * c, False),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_verdicts_on_rules(torch, name):
+    forward, backward, right = RULES[name]
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return forward(torch, x)
+
+        @staticmethod
+        def backward(ctx, c):
+            return backward(torch, *ctx.saved_tensors, c)
+
+    mine = jax.custom_vjp(lambda x: forward(jax.numpy, x))
+    mine.defvjp(
+        lambda x: (forward(jax.numpy, x), x),
+        lambda x, c: (backward(jax.numpy, x, c),),
+    )
+    x = np.array([0.5, 1.0, -1.5])
+    theirs = accepts(torch, Function.apply, torch.tensor(x, requires_grad=True))
+    for fast in (False, True):
+        ours = jmask.gradcheck(mine, x, modes="rev", fast=fast, raise_exception=False)
+        assert ours == theirs == right
+
+
+def test_fast_mode_of_torch_accepts_what_is_refused_here(torch):
+    """A derivative of 0.01, given as 0, beside derivatives of 10,000."""
+    right, wrong = np.array([1e4, 1e-2, 1e4]), np.array([1e4, 0, 1e4])
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return (torch.tensor(right) * x).sum()
+
+        @staticmethod
+        def backward(ctx, c):
+            return torch.tensor(wrong) * c
+
+    mine = jax.custom_vjp(lambda x: (right * x).sum())
+    mine.defvjp(lambda x: ((right * x).sum(), None), lambda _, c: (c * wrong,))
+    x = np.array([0.5, 1.0, -1.5])
+    theirs = torch.tensor(x, requires_grad=True)
+    assert accepts(torch, Function.apply, theirs, fast_mode=True)
+    assert not accepts(torch, Function.apply, theirs)
+    for fast in (False, True):
+        assert not jmask.gradcheck(mine, x, modes="rev", fast=fast, raise_exception=False)

@@ -1,0 +1,270 @@
+"""Sums, means, norms and clipping of gradients that mix dense and row-sparse leaves."""
+
+from typing import ClassVar
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from jax.sharding import Mesh, PartitionSpec
+
+import jmask
+from tests.oracle import densified
+from tests.tensors.test_row_sparse import ROWS, both_ways, row_sparse
+
+TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, 3)), jnp.float32)
+
+
+def tree_of(x):
+    return {"t": x, "w": jnp.arange(4.0), "skipped": None}
+
+
+@settings(max_examples=8)
+@given(row_sparse(row=(3,)), row_sparse(row=(3,)), st.floats(-2, 2, width=32))
+def test_sum_mean_scale_norm(x, y, scalar):
+    a, b = tree_of(x), tree_of(y)
+
+    def results(a, b):
+        return (
+            jmask.tree.add(a, b, a),
+            jmask.tree.scale(scalar, a),
+            jmask.tree.mean([a, b]),
+            jmask.tree.norm(a),
+            jmask.tree.norm(b, squared=True),
+        )
+
+    p, q = np.asarray(densified(a)["t"], np.float64), np.asarray(densified(b)["t"], np.float64)
+    w = np.arange(4.0)
+    expected = (
+        {"t": 2 * p + q, "w": 3 * w},
+        {"t": scalar * p, "w": scalar * w},
+        {"t": (p + q) / 2, "w": w},
+        np.sqrt((p**2).sum() + (w**2).sum()),
+        (q**2).sum() + (w**2).sum(),
+    )
+    for outcome in both_ways(results, a, b):
+        for result, exact in zip(outcome, expected, strict=True):
+            for ours, twin in zip(
+                jax.tree.leaves(densified(result)), jax.tree.leaves(exact), strict=True
+            ):
+                np.testing.assert_allclose(ours, twin, rtol=1e-5, atol=1e-6)
+
+
+def test_dense_and_sparse_leaves_of_one_parameter():
+    x = jmask.RowSparse([1, 1], jnp.ones((2, 3)), TABLE.shape)
+    for total in (jmask.tree.add(x, TABLE), jmask.tree.add(TABLE, x)):
+        np.testing.assert_allclose(total, TABLE + x.todense(), rtol=1e-6)
+
+
+def loss(table, ids):
+    return jnp.sum(jnp.tanh(table[ids]) ** 2)
+
+
+BATCHES = jnp.array([[1, 2, 1], [6, 0, 2], [1, 1, 1], [5, 0, 3]])
+
+
+class TestMicrobatches:
+    expected = sum(jax.grad(loss)(TABLE, ids) for ids in BATCHES)
+
+    def test_stacked(self):
+        @jax.jit
+        def run(batches):
+            stacked = jax.lax.map(lambda ids: jmask.grad(loss)(TABLE, ids), batches)
+            return jmask.tree.merge({"t": stacked, "w": jnp.ones((4, 2))})
+
+        merged = run(BATCHES)
+        assert merged["t"].nse == 12
+        np.testing.assert_allclose(merged["t"].todense(), self.expected, rtol=1e-5)
+        np.testing.assert_array_equal(merged["w"], [4, 4])
+        vmapped = jax.vmap(lambda ids: jmask.grad(loss)(TABLE, ids))(BATCHES)
+        np.testing.assert_allclose(
+            jmask.tree.merge(vmapped).todense(), self.expected, rtol=1e-5
+        )
+
+    @pytest.mark.parametrize(("capacity", "fits"), [(ROWS, True), (6, True), (5, False)])
+    def test_carried_at_a_static_capacity(self, capacity, fits):
+        zeros = jmask.RowSparse.zeros(TABLE.shape, nse=capacity)
+
+        def body(total, ids):
+            return jmask.tree.add(total, jmask.grad(loss)(TABLE, ids), like=total), None
+
+        total, _ = jax.lax.scan(body, zeros, BATCHES)
+        assert total.nse == capacity
+        if fits:
+            np.testing.assert_allclose(total.todense(), self.expected, rtol=1e-5)
+        else:
+            assert np.isnan(total.values).all()
+            for ids in BATCHES[:3]:
+                zeros, _ = body(zeros, ids)
+            with pytest.raises(ValueError, match="too small: 6 rows"):
+                body(zeros, BATCHES[3])
+
+    def test_the_compiled_scan_holds_no_table(self):
+        table = jnp.ones((100_000, 3))
+
+        def run(table, batches):
+            stacked = jax.lax.map(lambda ids: jmask.grad(loss)(table, ids), batches)
+            return jmask.tree.merge(stacked)
+
+        compiled = jax.jit(run).lower(table, BATCHES).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < table.nbytes / 100
+
+
+class TestMappedAxis:
+    expected = TestMicrobatches.expected
+
+    def step(self, table, ids):
+        gradient = {"t": jmask.grad(loss)(table, ids), "w": jnp.ones(2)}
+        return jmask.tree.psum(gradient, "i"), jmask.tree.pmean(gradient, "i")
+
+    def check(self, total, average):
+        np.testing.assert_allclose(total["t"].todense(), self.expected, rtol=1e-5)
+        np.testing.assert_allclose(average["t"].todense(), self.expected / 4, rtol=1e-5)
+        np.testing.assert_array_equal(total["w"], [4, 4])
+        np.testing.assert_array_equal(average["w"], [1, 1])
+
+    def test_vmap(self):
+        results = jax.vmap(self.step, (None, 0), axis_name="i")(TABLE, BATCHES)
+        for device in range(4):
+            self.check(*jax.tree.map(lambda x, device=device: x[device], results))
+
+    @pytest.mark.parametrize("checked", [True, False])
+    def test_devices(self, checked):
+        mesh = Mesh(np.array(jax.devices()[:4]), "i")
+        spec = PartitionSpec()
+
+        def step(table, ids):
+            if checked:  # or JAX sums the gradients of devices by itself
+                table = jax.lax.pcast(table, "i", to="varying")
+            return self.step(table, ids[0])
+
+        run = jax.jit(
+            jax.shard_map(
+                step,
+                mesh=mesh,
+                in_specs=(spec, PartitionSpec("i")),
+                out_specs=spec,
+                check_vma=checked,
+            )
+        )
+        self.check(*run(TABLE, BATCHES))
+        # What crosses: the rows and ids of the batch, and the dense leaves.
+        text = run.lower(jnp.ones((5_000, 3)), BATCHES).compile().as_text()
+        moved = [line for line in text.splitlines() if " all-gather(" in line]
+        assert moved
+        assert not any("5000" in line for line in moved)
+
+
+class TestClipping:
+    """Inside `lazy` or before it; duplicates count once, as one row."""
+
+    gradient: ClassVar = {
+        "t": jmask.RowSparse(
+            [1, 4, 1, -1],
+            jnp.array([[3.0, 0, 0], [0, 0.5, 0], [0, 4, 0], [9, 9, 9]]),
+            (ROWS, 3),
+        ),
+        "w": jnp.array([12.0, 0.1]),
+    }
+    params: ClassVar = {"t": jnp.zeros((ROWS, 3)), "w": jnp.zeros(2)}
+
+    def clipped(self, tx, gradient=None):
+        gradient = self.gradient if gradient is None else gradient
+        updates, _ = jax.jit(tx.update)(gradient, tx.init(self.params), self.params)
+        return densified(updates)
+
+    def test_by_global_norm(self):
+        dense = densified(self.gradient)
+        norm = np.sqrt(25 + 0.25 + 144 + 0.01)
+        np.testing.assert_allclose(jmask.tree.norm(self.gradient), norm, rtol=1e-6)
+        np.testing.assert_allclose(optax.tree.norm(dense), norm, rtol=1e-6)
+        result = self.clipped(jmask.lazy(optax.clip_by_global_norm(1.0)))
+        for name in dense:
+            np.testing.assert_allclose(result[name], dense[name] / norm, rtol=1e-5)
+
+    def test_by_value(self):
+        result = self.clipped(jmask.lazy(optax.clip(1.0)))
+        dense = densified(self.gradient)
+        for name in dense:
+            np.testing.assert_allclose(result[name], np.clip(dense[name], -1, 1), rtol=1e-6)
+
+    @pytest.mark.parametrize("order", [1, 2, np.inf])
+    def test_by_row(self, order):
+        dense = densified(self.gradient)
+        result = self.clipped(jmask.clip_by_row_norm(1.0, ord=order))
+        size = np.linalg.norm(dense["t"], ord=order, axis=1, keepdims=True)
+        expected = dense["t"] / np.maximum(size, 1)
+        np.testing.assert_allclose(result["t"], expected, rtol=1e-5)
+        np.testing.assert_allclose(result["w"], [1, 0.1], rtol=1e-6)
+        # Zero semantics give the same: rows do not mix.
+        of_dense = self.clipped(jmask.clip_by_row_norm(1.0, ord=order), dense)
+        np.testing.assert_allclose(of_dense["t"], expected, rtol=1e-5)
+
+    @pytest.mark.parametrize(("rows", "count"), [(4, 0), (0, 2)])
+    @pytest.mark.parametrize("bound", [jmask.clip_by_row_norm, jmask.max_row_norm])
+    def test_of_no_rows(self, bound, rows, count):
+        table, tx = jnp.ones((rows, 3)), bound(1.0)
+        gradient = jmask.RowSparse(jnp.zeros(count, int), jnp.ones((count, 3)), (rows, 3))
+        updates, _ = tx.update(gradient, tx.init(table), table)
+        assert (updates.shape, updates.nse) == ((rows, 3), 0)
+
+    def test_chained(self):
+        inside = jmask.lazy(optax.chain(jmask.clip_by_row_norm(1.0), optax.adagrad(0.1)))
+        outside = optax.chain(jmask.clip_by_row_norm(1.0), jmask.lazy(optax.adagrad(0.1)))
+        for name in self.params:
+            np.testing.assert_allclose(
+                self.clipped(inside)[name], self.clipped(outside)[name], rtol=1e-6
+            )
+
+    def test_bad_arguments(self):
+        with pytest.raises(ValueError, match="`max_norm` must be positive and finite, got 0"):
+            jmask.clip_by_row_norm(0)
+        with pytest.raises(ValueError, match="`ord` must be at least 1, got 0"):
+            jmask.clip_by_row_norm(1.0, ord=0)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        jmask.sgd(0.1, momentum=0.9, weight_decay=0.1),
+        optax.chain(jmask.sgd(0.1), jmask.max_row_norm(0.1)),
+    ],
+)
+def test_parameters_that_are_numbers(tx):
+    """Outside jit they come as they are."""
+    rows = jmask.RowSparse([1], jnp.ones((1, 2)), (5, 2))
+    grads = {"table": rows, "bias": jnp.ones(())}
+    results = []
+    for bias in (0.5, jnp.float32(0.5)):
+        params = {"table": jnp.ones((5, 2)), "bias": bias}
+        new, state = jmask.apply_gradients(tx, grads, tx.init(params), params)
+        updates, state = tx.update(grads, state, {**new, "bias": bias})
+        results.append(jmask.apply_updates({**new, "bias": bias}, updates)["bias"])
+    assert results[0].dtype == jnp.float32
+    np.testing.assert_allclose(*results, rtol=1e-6)
+
+
+class TestBadInput:
+    x = jmask.RowSparse([1], jnp.ones((1, 3)), (ROWS, 3))
+
+    def test_shapes(self):
+        with pytest.raises(ValueError, match=r"shapes \(7, 3\) and \(7, 1\) cannot be added"):
+            jmask.tree.add(self.x, jnp.ones((ROWS, 1)))
+
+    def test_nothing(self):
+        with pytest.raises(ValueError, match="at least one tree"):
+            jmask.tree.mean([])
+
+    def test_not_stacked(self):
+        with pytest.raises(ValueError, match="one leading axis"):
+            jmask.tree.merge(self.x)
+
+    def test_masked(self):
+        masked = jmask.masked_tensor(jnp.ones((2, 3)), jnp.ones((2, 3), bool))
+        with pytest.raises(TypeError, match=r"psum\(\) of a MaskedTensor"):
+            jax.vmap(lambda x: jmask.tree.psum(x, "i"), axis_name="i")(masked)
+        with pytest.raises(TypeError, match="no sum that keeps its mask"):
+            jmask.tree.merge(masked)

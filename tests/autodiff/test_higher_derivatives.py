@@ -1,0 +1,276 @@
+"""Second and third derivatives of every public differentiable function.
+
+The oracle is the function itself in float64: along a line x + t v, the derivative of order n is
+that of differences of the derivative of order n - 1. A rule that is right once and then a
+constant (a `custom_jvp` that returns what it was given) fails here at the second order.
+
+    order   ways to take it
+    1       reverse
+    2       forward over reverse, reverse over reverse, forward over forward
+    3       forward over forward over reverse, reverse over reverse over reverse
+
+Derivatives of `jmask.grad` by `jmask.grad` are compared with the dense twin.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmask
+import jmask.numpy as jnm
+from jmask import nn
+from tests.autodiff.test_semantics_of_gradients import (
+    COALESCED,
+    COO,
+    CSR,
+    MASK,
+    MASKED_COO,
+    MASKED_ROWS,
+    OPERATIONS,
+    OTHER,
+    ROWS,
+    SHIFT,
+    Operation,
+    X,
+    on,
+    one_vector,
+)
+from tests.sampling import chosen
+
+Function = Callable[[Any], Any]
+ignores_fallbacks = pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
+
+
+def forward(f: Function) -> Function:
+    return lambda t: jax.jvp(f, (t,), (jnp.ones_like(t),))[1]
+
+
+reverse = jax.grad
+
+WAYS: dict[str, tuple[Callable[[Function], Function], ...]] = {
+    "reverse": (reverse,),
+    "forward over reverse": (reverse, forward),
+    "reverse over reverse": (reverse, reverse),
+    "forward over forward": (forward, forward),
+    "forward over forward over reverse": (reverse, forward, forward),
+    "reverse over reverse over reverse": (reverse, reverse, reverse),
+}
+
+
+def norms(x: Any) -> Any:
+    orders = (np.inf, -np.inf, 0, 1, 2, 3, -2)
+    return [jnm.norm(x, ord=p, axis=axis) for p in orders for axis in (None, 1)]
+
+
+def normalized(x: Any) -> Any:
+    return [nn.normalize(x, ord=p) for p in (np.inf, 1, 3)]
+
+
+def extrema(x: Any) -> Any:
+    functions = (jnm.max, jnm.min, jnm.amax, jnm.amin)
+    return [f(x, axis=axis) for f in functions for axis in (None, 1)]
+
+
+def with_where(x: Any) -> Any:
+    return [f(x, axis=1, where=MASK) for f in (jnm.max, jnm.min, jnm.norm, nn.softmax)]
+
+
+# Of the functions of the table of semantics, settings that have rules of their own.
+SETTINGS = {
+    f"{name} of {kind}": on(x)(function)
+    for kind, x in {
+        "masked": X, "coo": MASKED_COO, "rows": MASKED_ROWS, "RowSparse": COALESCED,
+    }.items()
+    for name, function in {"norms": norms, "extrema": extrema}.items()
+} | {
+    f"normalize of {kind}": on(x)(normalized)
+    for kind, x in {"masked": X, "coo": MASKED_COO, "array": jnp.asarray(OTHER)}.items()
+} | {
+    "norms of an array": on(jnp.asarray(OTHER))(norms),
+    "extrema of an array": on(jnp.asarray(OTHER))(extrema),
+    "where": on(jnp.asarray(OTHER))(with_where),
+    "lower median": on(X)(lambda x: jnm.median(x, averaged=False)),
+    "embedding_lookup, max_norm": on(jnp.asarray(SHIFT))(
+        lambda t: [
+            jmask.embedding_lookup(t, [1, 3, 1, 0], max_norm=2.0, norm_type=p)
+            for p in (1.0, 2.0, 3.5, np.inf)
+        ]
+    ),
+    "embedding_bag, means": on(jnp.asarray(SHIFT), jnp.array([0.5, 2.0, 1.0]))(
+        lambda t, w: [
+            jmask.embedding_bag(t, jnp.array([[2, 0, 2]]), weights=w[None], combiner=c)
+            for c in ("sum", "mean", "sqrtn")
+        ]
+    ),
+    "a row of 64 entries": on(jnp.linspace(0.1, 0.9, 192).reshape(3, 64))(
+        lambda t: (jmask.embedding_lookup(t, [2, 0, 2]), jmask.embedding_bag(t, [[1, 1, 0]]))
+    ),
+    "skip_nonfinite": on(jnp.asarray(OTHER))(
+        lambda x: jmask.apply_gradients(
+            (tx := jmask.skip_nonfinite(jmask.adam(0.1))), jnp.sin(x), tx.init(x), x
+        )[0]
+    ),
+    "lazy": on(COALESCED)(
+        lambda g: jmask.apply_gradients(
+            (tx := jmask.adam(0.1)), g, tx.init(jnp.asarray(SHIFT)), jnp.asarray(SHIFT)
+        )[0]
+    ),
+}  # fmt: skip
+
+CASES: dict[str, Operation] = {**SETTINGS, **OPERATIONS}
+
+# What has a rule of its own; the rest are compositions of what JAX differentiates.
+DEFAULT = [*SETTINGS, "max", "min", "norm", "nn.normalize", "nn.softmax", "embedding_bag"]
+
+
+def along_a_line(operation: Operation) -> Function:
+    """The sum over results of sin(w result), at x + t v, as a function of t."""
+    leaves, structure = jax.tree.flatten(operation.args)
+    leaves = [np.asarray(x) if _moves(x) else x for x in leaves]
+    rng = np.random.default_rng(0)
+    steps = [rng.uniform(-1, 1, x.shape) if _moves(x) else None for x in leaves]
+
+    def function(t: jax.Array) -> jax.Array:
+        moved = [
+            x if v is None else jnp.asarray(x, jnp.float64) + t * v
+            for x, v in zip(leaves, steps, strict=True)
+        ]
+        results = operation.function(*jax.tree.unflatten(structure, moved))
+        results = one_vector(results).to_tensor(0).astype(jnp.float64)
+        weights = np.cos(np.arange(results.size))
+        finite = jnp.where(jnp.isfinite(results), results, 0)  # a logarithm of nothing
+        return jnp.sum(jnp.sin(weights * finite))
+
+    return function
+
+
+def _moves(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+# Of a first derivative; exact for polynomials of degree 8.
+STENCIL = np.array([1 / 280, -4 / 105, 1 / 5, -4 / 5, 0, 4 / 5, -1 / 5, 4 / 105, -1 / 280])
+STEP = 2e-3
+# Where two entries change places a maximum has no derivative: one of these is far from that.
+PLACES = (0.0, 0.013, 0.05, 0.11, 0.19)
+
+
+def _converged(lower, place):
+    """The place and the derivatives of each order there, or None if they do not converge."""
+    found = [
+        [STENCIL @ np.array([f(jnp.asarray(place + i * step)) for i in range(-4, 5)]) / step]
+        for step in (STEP, STEP / 2)
+        for f in lower
+    ]
+    wide, narrow = np.array(found).reshape(2, len(lower))
+    if not np.allclose(wide, narrow, rtol=1e-7, atol=1e-7):
+        return None
+    return jnp.asarray(place), dict(enumerate(narrow, 1))
+
+
+@ignores_fallbacks
+@pytest.mark.parametrize("name", chosen(DEFAULT, CASES))
+def test_derivatives(name):
+    with jax.enable_x64(True):
+        function = along_a_line(CASES[name])
+        # The derivative of each order is the oracle of the next one's.
+        lower = [jax.jit(f) for f in (function, reverse(function), forward(reverse(function)))]
+        place, differences = next(filter(None, (_converged(lower, at) for at in PLACES)))
+        found = {}
+        for way, steps in WAYS.items():
+            f = function
+            for step in steps:
+                f = step(f)
+            found[way] = float(jax.jit(f)(place)), len(steps)
+    for way, (value, order) in found.items():
+        expected = differences[order]
+        np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-6, err_msg=way)
+
+
+# --- derivatives of `jmask.grad` by `jmask.grad` -----------------------------------------
+
+WEIGHT = np.cos(np.arange(8.0)).reshape(4, 2)
+
+
+def cubes(dense: Any) -> Any:
+    return jnp.sum((dense + 1.5) ** 4 * np.resize(WEIGHT, dense.shape))
+
+
+def nested(grad: Any, f: Function, order: int, dense: Function) -> Function:
+    """The gradient of the sum of the gradient, with weights, and so on."""
+    for _ in range(order - 1):
+        before = grad(f)
+        f = lambda x, before=before: jnp.sum(
+            jnp.sin(dense(before(x)) * np.resize(WEIGHT[::-1], x.shape))
+        )
+    return grad(f)
+
+
+TENSORS = {
+    "coo": COO,
+    "csr": CSR,
+    "rows": ROWS,
+    "masked": jmask.masked_tensor(jnp.asarray(np.where(MASK, X.data, 0)), MASK),
+    "masked coo": MASKED_COO,
+}
+LOSSES: dict[str, Callable[[Any, Any], Any]] = {
+    "todense": lambda x, todense: cubes(todense(x)),
+    "under jit": lambda x, todense: jax.jit(lambda x: cubes(todense(x)))(x),
+    "under scan": lambda x, todense: jax.lax.scan(
+        lambda c, k: (c + cubes(k * todense(x)), None), 0.0, jnp.arange(2.0)
+    )[0],
+    "lookup of it": lambda x, todense: cubes(jmask.embedding_lookup(todense(x), [1, 0, 1])),
+}
+
+
+@ignores_fallbacks
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("kind", TENSORS)
+def test_grad_of_grad_at_every_entry(kind, name, order):
+    x, loss = TENSORS[kind], LOSSES[name]
+    dense = jmask.todense(x)
+    result = nested(jmask.grad, lambda x: loss(x, jmask.todense), order, jmask.todense)(x)
+    expected = nested(jax.grad, lambda x: loss(x, lambda x: x), order, lambda x: x)(dense)
+    np.testing.assert_allclose(result, expected, rtol=2e-4, atol=1e-4)
+
+
+TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(5, 2)), jnp.float32)
+LOOKUPS: dict[str, Callable[[Any], Any]] = {
+    "lookup": lambda t: jmask.embedding_lookup(t, [1, 4, 1, 0]),
+    "padding": lambda t: jmask.embedding_lookup(t, [1, 4, 1, -1], padding_id=-1),
+    "bag": lambda t: jmask.embedding_bag(t, [[1, 4, 1], [0, 0, 2]]),
+    "greatest of a bag": lambda t: jmask.embedding_bag(t, [[1, 4, 1]], combiner="max"),
+    "whole": lambda t: t if isinstance(t, jax.Array) else t.todense(),
+    "under jit": lambda t: jax.jit(lambda t: jmask.embedding_lookup(t, [1, 4, 1]))(t),
+    "under scan": lambda t: jax.lax.scan(
+        lambda c, i: (c, jmask.embedding_lookup(t, i)), 0, jnp.array([[1, 4], [1, 0]])
+    )[1],
+    "under cond": lambda t: jax.lax.cond(
+        jnp.sum(jmask.embedding_lookup(t, [1])) > -9,
+        lambda: jmask.embedding_lookup(t, [4, 1]),
+        lambda: jnp.ones((2, 2)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize("name", LOOKUPS)
+@pytest.mark.parametrize("kind", ["array", "packed"])
+def test_grad_of_grad_of_lookups(kind, name, order, compiled, request):
+    if (kind, name) == ("packed", "under scan") and jax.__version_info__ < (0, 11):
+        why = (
+            "with JAX 0.10 second derivatives through lookups in a scan are lost: sharp_bits.md"
+        )
+        request.node.add_marker(pytest.mark.xfail(reason=why, strict=True))
+    table = TABLE if kind == "array" else jmask.PackedTable.pack(TABLE)
+    loss = lambda t: cubes(LOOKUPS[name](t))
+    function = nested(jmask.grad, loss, order, jmask.todense)
+    expected = nested(jax.grad, loss, order, lambda x: x)(TABLE)
+    result = (jax.jit(function) if compiled else function)(table)
+    np.testing.assert_allclose(jmask.todense(result), expected, rtol=2e-4, atol=1e-4)

@@ -1,0 +1,226 @@
+"""What is relied on of JAX's programs, and what happens where a new JAX has it otherwise.
+
+On a new JAX the first test names the primitives whose parameters have changed.
+"""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.experimental import sparse
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jmask
+from jmask._autodiff.value_and_grad import _INTERPRETER
+from jmask._base import forms as _forms
+from jmask._lazy import row_locality as _row_locality
+from tests.lookup_programs import IDS, PROGRAMS, TABLE, VALID, D, square
+from tests.oracle import assert_close, densified
+from tests.renamed_parameters import renamed
+
+X = jnp.ones((4, 2))
+FEATURES = sparse.BCOO.fromdense(jnp.eye(4))
+MESH = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def _sharded(check_vma):
+    def of_device(x):
+        return lax.psum(x[IDS[:2]].sum(), "i")
+
+    specs = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec()}
+    mapped = jax.shard_map(of_device, mesh=MESH, **specs, check_vma=check_vma)
+    return jax.grad(mapped)
+
+
+@jax.custom_vjp
+def _doubled(x):
+    return 2 * x
+
+
+_doubled.defvjp(lambda x: (2 * x, None), lambda _, ct: (2 * ct,))
+
+# Programs that have, between them, every equation of `FORMS` that JAX has today.
+EXAMPLES = {
+    "lookup": jax.grad(lambda x: jnp.take(x, IDS[:2], axis=0).sum()),
+    "slices": jax.grad(lambda x: x[1:3].sum() + lax.dynamic_slice_in_dim(x, IDS[0], 2).sum()),
+    "features": jax.grad(lambda x: (FEATURES @ x).sum()),
+    "scan": lambda x: lax.scan(lambda c, row: (c + row, c), x[0], x),
+    "while": lambda x: lax.while_loop(lambda c: c[0, 0] < 3, lambda c: c + x, x),
+    "cond": lambda x: lax.cond(x[0, 0] > 0, lambda: x, lambda: 2 * x),
+    "checkpoint": jax.grad(lambda x: jax.checkpoint(jnp.sin)(x).sum()),
+    "custom rules": lambda x: _doubled(jax.nn.relu(x)),
+    "arithmetic": lambda x: -(x + x - x) * x / x + lax.reduce_precision(x, 8, 7),
+    "shapes": lambda x: (jnp.squeeze(x[:, None].reshape(4, 2, 1)), lax.expand_dims(x, [0])),
+    "products": lambda x: (x @ x.T, lax.select_n(x[0, 0] > 0, x, x)),
+    "reductions": lambda x: (x.sum(0), x.prod(0), x.max(0), x.min(0), (x > 0).all(0)),
+    "any": lambda x: ((x > 0).any(0), x.astype(jnp.bfloat16)),
+    "names": lambda x: lax.optimization_barrier(_named(x)),
+    "checked shard_map": _sharded(True),
+    "shard_map": _sharded(False),
+    "constraint": lambda x: lax.with_sharding_constraint(
+        x, NamedSharding(MESH, PartitionSpec())
+    ),
+    "copies": lambda x: jnp.array(x, copy=True),
+    "sums of cotangents": jax.grad(lambda x: (x * x).sum() + x[IDS[:2]].sum()),
+}
+# Names of other versions than the one that runs, and what only meshes of explicit axes have.
+NOT_SEEN = {
+    *("pjit", "closed_call", "core_call", "custom_vjp_call_jaxpr", "remat", "remat2"),
+    *("checkpoint", "copy", "copy_p", "expand_dims", "pcast", "pvary", "psum_invariant"),
+    *("psum", "reshard", "add_any"),
+}
+
+
+def _named(x):
+    from jax.ad_checkpoint import checkpoint_name
+
+    return checkpoint_name(x, "x")
+
+
+def equations(jaxpr):
+    """All equations of a program, of what they run too."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from equations(inner)
+
+
+def equations_of(function, *args):
+    return list(equations(jax.make_jaxpr(function)(*args).jaxpr))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_forms_are_as_known(name):
+    """If this fails on a new JAX: the message says what its equations have now."""
+    for eqn in equations_of(EXAMPLES[name], X):
+        given, form = eqn.primitive.name, _forms.FORMS.get(eqn.primitive.name)
+        assert _forms.name_of(eqn) == given, (
+            f"On jax {jax.__version__} `{given}` has the parameters {sorted(eqn.params)}; "
+            f"jmask reads {sorted(form.read)} and knows {sorted(form.beside)} beside them. "
+            f"Teach jmask/_base/forms.py the new form: {eqn}"
+        )
+
+
+def test_every_form_is_seen():
+    seen = {e.primitive.name for f in EXAMPLES.values() for e in equations_of(f, X)}
+    assert set(_forms.FORMS) - seen <= NOT_SEEN
+
+
+def test_everything_with_a_rule_has_a_form():
+    ruled = {*_INTERPRETER.rules, *_row_locality._RULES, *_row_locality._CONTROL_FLOW}
+    assert ruled <= set(_forms.FORMS)
+
+
+def test_scans():
+    table = jnp.ones((5, 3))
+
+    def body(carry, scanned):
+        (x, y), (z, w) = carry, scanned
+        return (x + z * table[0], y + 1), (w, x, z)
+
+    def scan(x, y, z, w):
+        return lax.scan(body, (x, y), (z, w), reverse=True, unroll=2)
+
+    given = jnp.ones(3), jnp.ones(()), jnp.ones(4), jnp.ones((4, 3))
+    (eqn,) = (e for e in equations_of(scan, *given) if e.primitive.name == "scan")
+    form = _forms.scan_of(eqn)
+    assert (len(eqn.invars) - form.consts - form.carry, form.carry) == (2, 2)
+    assert form.how == {"length": 4, "reverse": True, "unroll": 2}
+    # Nothing carried, nothing scanned.
+    (eqn,) = equations_of(lambda: lax.scan(lambda c, _: (c, 1.0), (), None, length=3))
+    form = _forms.scan_of(eqn)
+    assert (form.consts, form.carry) == (0, 0)
+    found = equations_of(lambda x: lax.scan(lambda c, _: (c + 1, None), x, None, 3), X)
+    (eqn,) = (e for e in found if e.primitive.name == "scan")
+    assert (_forms.scan_of(eqn).consts, _forms.scan_of(eqn).carry) == (0, 1)
+
+
+def test_parameters_of_another_kind_are_not_known():
+    (eqn,) = (e for e in equations_of(EXAMPLES["scan"], X) if e.primitive.name == "scan")
+    for name, x in {"jaxpr": None, "length": 7, "further": 0}.items():
+        changed = eqn.replace(params=eqn.params | {name: x})
+        assert _forms.name_of(changed).startswith("scan (parameters: ")
+        assert "`scan`" in _forms.what_is_unknown(changed)
+    (eqn,) = (
+        e for e in equations_of(jax.grad(lambda x: x[IDS[:2]].sum()), X)
+        if e.primitive.name == "scatter-add"
+    )  # fmt: skip
+    assert _forms.name_of(eqn.replace(params=eqn.params | {"mode": "new"})) != "scatter-add"
+
+
+# --- a JAX with other names ----------------------------------------------------------------
+
+_FOUND = {
+    name: {e.primitive.name for e in equations_of(jax.grad(program.loss), TABLE)}
+    for name, program in PROGRAMS.items()
+}
+_RENAMED = sorted(set.union(*_FOUND.values()) & {k for k, f in _forms.FORMS.items() if f.read})
+
+
+@pytest.mark.parametrize("primitive", [*_RENAMED, "jit"])
+def test_gradients_where_parameters_are_renamed(primitive):
+    """The same numbers, and no error: rows where the equation is not between, or dense."""
+    names = [name for name, found in _FOUND.items() if primitive in found]
+    for name in names[:6]:
+        loss = PROGRAMS[name].loss
+        expected = jax.grad(loss)(TABLE)
+        with renamed(primitive), warnings.catch_warnings():
+            warnings.simplefilter("ignore", jmask.StorageFallbackWarning)
+            found = jmask.grad(loss)(TABLE)
+        assert_close(densified(found), expected, rtol=2e-5, atol=2e-6)
+
+
+def test_the_warning_says_why():
+    def loss(table):
+        hidden = jnp.zeros(D)
+        return lax.scan(lambda c, i: (jnp.tanh(c + table[i]), None), hidden, VALID)[0].sum()
+
+    with (
+        renamed("scan"),
+        pytest.warns(jmask.StorageFallbackWarning, match="does not know `scan`"),
+    ):
+        found = jmask.grad(loss)(TABLE)
+    assert isinstance(found, jax.Array)
+    with (
+        renamed("scan"),
+        jmask.strict(),
+        pytest.raises(Exception, match="does not know `scan`"),
+    ):
+        jmask.grad(loss)(TABLE)
+
+
+def test_explain_where_parameters_are_renamed():
+    for primitive in ("scan", "jit", "gather"):
+        with renamed(primitive):
+            found = str(jmask.explain(lambda table: square(table[IDS]), TABLE))
+            assert "float32[10, 4]" in found
+
+
+# What a transformation has, and whether it can do without that equation's rule.
+LIFTED = {
+    "broadcast_in_dim": (optax.adam(0.1), True),
+    "reduce_sum": (optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), False),
+    "cond": (optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()), False),
+}
+
+
+@pytest.mark.parametrize("primitive", LIFTED)
+def test_lazy_where_parameters_are_renamed(primitive):
+    """`lazy` runs what it can prove, and refuses the rest with the reason."""
+    inner, is_proved = LIFTED[primitive]
+    state, gradient = inner.init(TABLE), jmask.grad(lambda t: square(t[IDS]))(TABLE)
+    extra = {"value": 1.0} if primitive == "cond" else {}
+    expected, _ = jmask.lazy(inner).update(gradient, state, TABLE, **extra)
+    with renamed(primitive):
+        update = jmask.lazy(inner).update
+        if is_proved:
+            found, _ = update(gradient, state, TABLE, **extra)
+            np.testing.assert_array_equal(found.todense(), expected.todense())
+        else:
+            with pytest.raises(ValueError, match=f"does not know `{primitive}`"):
+                update(gradient, state, TABLE, **extra)

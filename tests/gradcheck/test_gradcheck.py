@@ -1,0 +1,364 @@
+"""`gradcheck`: what it accepts, what it refuses, and what it says."""
+
+import functools
+from typing import Any
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from jax.experimental.sparse import BCOO, BCSR
+
+import jmask
+import jmask.numpy as jnm
+from jmask._gradcheck.entries import Input
+from tests.gradcheck.test_gradcheck_example import DENSE, PRODUCTS, STORAGES
+
+pytestmark = pytest.mark.examples
+
+
+@pytest.mark.parametrize(
+    ("name", "masked", "advice"),
+    [
+        ("all plain", True, "treats unspecified entries as zeros.*masked=False.*sparse_mask"),
+        ("mixed", True, "treats unspecified entries as zeros"),
+        ("all masked", False, "specified entries only.*masked=True.*todense"),
+        ("mixed", False, "mixes operations"),
+    ],
+)
+def test_what_to_try(name, masked, advice):
+    with pytest.raises(jmask.GradcheckError, match=advice) as caught:
+        jmask.gradcheck(PRODUCTS[name], STORAGES["coo"], masked=masked)
+    message = str(caught.value)
+    assert "args[0], entry (0, 0), which is not specified" in message
+    assert "output, entry (1, 0)" in message or name != "all plain"
+    assert f"masked={masked}" in message
+    assert "reverse (vjp), order 1" in message
+
+
+def test_message_in_full():
+    def function(params):
+        return {"loss": jmask.todense(params["layer"]["w"], masked_grad=True) @ jnp.ones(2)}
+
+    with pytest.raises(jmask.GradcheckError) as caught:
+        jmask.gradcheck(function, ({"layer": {"w": STORAGES["csr"]}},), modes="fwd")
+    assert str(caught.value).splitlines() == [
+        "the gradient is wrong: 1 of the 2 derivatives of this output at entries that are "
+        "not specified of this input. The worst:",
+        "  input       args[0]['layer']['w'], entry (0, 0), which is not specified",
+        "  output      output['loss'], entry (0,)",
+        "  numerical   1",
+        "  analytical  0",
+        "  semantics   plain (masked=False): every entry counts, unspecified ones are zeros",
+        "  mode        forward (jvp), order 1",
+        "  all outputs numerical  [1. 0.]",
+        "              analytical [0. 0.]",
+        "  to try      the gradient of this function goes to specified entries only: check "
+        "it with masked=True, or read the input by jmask.todense(x) for a gradient everywhere",
+    ]
+
+
+# --- what it accepts --------------------------------------------------------------------------
+
+
+class TestRightGradients:
+    def test_double_precision_is_local(self):
+        seen = []
+
+        def function(x):
+            seen.append(x.dtype)
+            return jnp.sin(x)
+
+        assert jmask.gradcheck(function, jnp.float32(0.5))
+        assert set(seen) == {jnp.dtype("float64")}
+        assert jnp.asarray(1.0).dtype == jnp.float32
+
+    @pytest.mark.parametrize("fast", [False, True])
+    def test_any_tree(self, fast):
+        args = (
+            {"w": np.float32([[1, 2], [3, 4]]), "ids": jnp.array([1, 0]), "flag": True},
+            [STORAGES["coo"], STORAGES["rows"]],
+            (STORAGES["masked"], 2.0, 3, None),
+        )
+
+        def function(params, sparse, others):
+            masked, scale, power, _ = others
+            assert params["flag"] is True
+            assert power == 3
+            rows = params["w"][params["ids"]] ** power * scale
+            return {
+                "total": rows @ (sparse[0] @ jnp.ones((2, 2))),
+                "squares": jnm.square(sparse[1]),
+                "masked": [jnm.exp(masked) * scale, jnp.arange(3)],
+            }
+
+        assert jmask.gradcheck(function, args, masked=True, fast=fast)
+
+    @pytest.mark.parametrize("modes", ["rev", "fwd"])
+    @pytest.mark.parametrize("masked", [False, True])
+    def test_second_order(self, modes, masked):
+        x, w = STORAGES["coo"], jnp.array([[2.0, -1.0], [0.5, 1.0]])
+        function = lambda x, w: jmask.todense(x, masked_grad=masked) ** 2 @ w**3
+        options = {"masked": masked, "modes": modes, "order": 2}
+        assert jmask.gradcheck(function, (x, w), **options)
+        assert jmask.gradcheck(function, (x, w), fast=True, **options)
+
+    def test_complex(self):
+        z = np.array([1 + 2j, -0.5 + 0.3j], np.complex64)
+        x = BCOO.fromdense(jnp.array([[0, 1 + 1j], [2j, 0]]))
+
+        def function(z, x):
+            product = jmask.todense(x) @ z
+            return product * z.conj(), jnp.abs(product) ** 2
+
+        assert jmask.gradcheck(function, (z, x))
+        squares = lambda z: z**2 * z.conj()
+        assert jmask.gradcheck(squares, z, order=2)
+        assert jmask.gradcheck(squares, z, order=2, fast=True)
+        with pytest.raises(jmask.GradcheckError, match=r"real part of entry \(0, 0\), which"):
+            jmask.gradcheck(function, (z, x), masked=True, modes="rev")
+
+    def test_batch_and_dense_dimensions(self):
+        values = np.arange(24, dtype=np.float32).reshape(2, 3, 2, 2) % 5
+        values[:, 1] = 0
+        x = BCSR.fromdense(jnp.asarray(values), n_batch=1, n_dense=1)
+        weights = np.random.default_rng(0).normal(size=values.shape)
+        plain = lambda x: jnp.vdot(jmask.todense(x), weights)
+        masked = lambda x: jnp.vdot(jmask.todense(x, masked_grad=True), weights)
+        check = functools.partial(jmask.gradcheck, modes="rev")
+        assert check(plain, x)
+        assert check(masked, x, masked=True)
+        assert not check(masked, x, raise_exception=False)
+
+    @pytest.mark.parametrize("storage", STORAGES)
+    def test_tensors_as_outputs(self, storage):
+        x = STORAGES[storage]
+        function = lambda x: {"x": x, "y": jnm.multiply(jnm.sin(x), 2)}
+        order = 2 if storage in ("rows", "masked") else 1
+        assert jmask.gradcheck(function, x, masked=True, order=order, fast=True)
+        if not isinstance(x, jmask.MaskedTensor):
+            assert jmask.gradcheck(lambda x: x, x)  # the identity, at every entry
+
+    def test_under_transformations(self):
+        x = STORAGES["coo"]
+
+        def function(x):
+            total = jax.checkpoint(lambda x: jmask.todense(x) ** 2)(x)
+            step = lambda carry, w: (carry + jmask.todense(x) @ w, None)
+            total, _ = jax.lax.scan(step, total, jnp.ones((2, 2, 2)))
+            return jax.vmap(lambda w: jmask.todense(x) @ w)(total)
+
+        assert jmask.gradcheck(jax.jit(function), x)
+
+    def test_numbers_and_one_argument_that_is_no_tuple(self):
+        assert jmask.gradcheck(lambda a, b: a**2 * b, (2.0, 3.0))
+        assert jmask.gradcheck(lambda params: params[0] * params[1], [2.0, 3.0])
+        assert jmask.gradcheck(jnp.sin, 0.5)
+
+    def test_large_numbers_and_empty_ones(self):
+        assert jmask.gradcheck(lambda x: x**2, jnp.array([1e8, 1e-8]))
+        empty = jmask.RowSparse.zeros((3, 2))
+        assert jmask.gradcheck(lambda x, y: (jmask.todense(x), y), (empty, jnp.zeros(0)))
+        nothing = jmask.masked_tensor(jnp.array([jnp.nan]), jnp.array([False]))
+        assert jmask.gradcheck(jnm.log, nothing, masked=True)
+
+    def test_infinite_entries_that_do_not_move(self):
+        function = lambda x: jnp.where(jnp.array([True, False]), x, -jnp.inf)
+        assert jmask.gradcheck(function, jnp.array([0.5, 2.0]))
+        assert jmask.gradcheck(function, jnp.array([0.5, 2.0]), fast=True)
+
+    def test_rule_that_knows_the_structure_of_its_argument(self):
+        """It cannot be given a tap: its gradient is that of the stored values."""
+
+        @jax.custom_vjp
+        def total(x):
+            return x.data.sum()
+
+        def pullback(x, c):
+            zeros = np.zeros(x.indices.shape, jax.dtypes.float0)
+            _, structure = jax.tree.flatten(x)
+            return (jax.tree.unflatten(structure, [jnp.full_like(x.data, c), zeros]),)
+
+        total.defvjp(lambda x: (total(x), x), pullback)
+        x = BCOO(STORAGES["coo"].tree_flatten()[0], shape=(2, 2))
+        assert jmask.gradcheck(total, x, masked=True, modes=("rev",))
+        assert jmask.grad(total)(x).data.tolist() == [1, 1, 1]
+        with pytest.raises(jmask.GradcheckError, match=r"modes=\('rev',\)"):
+            jmask.gradcheck(total, x, masked=True)
+
+
+# --- what it refuses --------------------------------------------------------------------------
+
+
+class TestWrongFunctions:
+    def test_nan_at_the_input(self):
+        with pytest.raises(jmask.GradcheckError, match=r"output, entry \(1,\) is nan"):
+            jmask.gradcheck(jnp.log, jnp.array([1.0, -1.0]))
+
+    def test_kink(self):
+        message = "kink here .slope 0 on the left, 1 on the right"
+        with pytest.raises(jmask.GradcheckError, match=message):
+            jmask.gradcheck(jax.nn.relu, jnp.array([1.0, 0.0]))
+
+    def test_cast(self):
+        function = lambda x: jnp.sin(x.astype(jnp.float32))
+        with pytest.raises(jmask.GradcheckError, match="the output is float32 although"):
+            jmask.gradcheck(function, 0.5)
+        assert jmask.gradcheck(function, 0.5, eps=1e-2, atol=1e-2)
+
+    def test_factor_is_guessed(self):
+        @jax.custom_jvp
+        def function(x):
+            return x**2
+
+        function.defjvp(lambda x, t: (function(*x), 3 * x[0] * t[0]))
+        with pytest.raises(jmask.GradcheckError, match=r"factor of 1\.5 is too much"):
+            jmask.gradcheck(function, 2.0)
+
+    def test_mask_that_depends_on_what_is_specified(self):
+        x = STORAGES["masked"]
+        with pytest.raises(
+            jmask.GradcheckError, match=r"changed the mask of output.*\n.*\n.*True"
+        ):
+            jmask.gradcheck(jnm.sin, x)
+        with pytest.raises(
+            jmask.GradcheckError, match="tells an unspecified entry from a zero"
+        ):
+            jmask.gradcheck(jnm.mean, x)
+
+    def test_structure_and_shape_that_change(self):
+        tree = lambda x: {"a": x} if x > 1 else [x]
+        shape = lambda x: x[np.asarray(jax.lax.stop_gradient(x)) >= 1.0]
+        with pytest.raises(jmask.GradcheckError, match="changed the structure"):
+            jmask.gradcheck(tree, 1.0)
+        with pytest.raises(jmask.GradcheckError, match="changed the shape"):
+            jmask.gradcheck(shape, jnp.array([1.0, 2.0]))
+
+    def test_function_that_needs_the_positions_it_was_given(self):
+        x = STORAGES["coo"]
+        mask = BCOO((jnp.ones(3, bool), x.indices), shape=x.shape)
+        function = lambda y: jmask.masked_tensor(y, mask)
+        assert jmask.gradcheck(function, x, masked=True)
+        with pytest.raises(jmask.GradcheckError, match="made the function raise ValueError"):
+            jmask.gradcheck(function, x)
+
+    def test_bad_arguments(self):
+        for options, message in (
+            ({"modes": ("reverse",)}, "`modes` must be"),
+            ({"modes": ()}, "`modes` must be"),
+            ({"order": 3}, "`order` must be 1 or 2, got 3"),
+            ({"eps": 0.0}, "`eps` must be a positive number"),
+            ({"atol": -1.0}, "`atol` must be"),
+            ({"rtol": np.nan}, "`rtol` must be"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                jmask.gradcheck(jnp.sin, 0.5, **options)
+        with pytest.raises(ValueError, match="`args` hold no floating"):
+            jmask.gradcheck(jnp.sin, jnp.arange(3))
+        with pytest.raises(ValueError, match="`fun` returns no floating"):
+            jmask.gradcheck(jnp.isnan, 0.5)
+        rows = jax.tree.map(lambda x: jnp.stack([x, x]), STORAGES["rows"])
+        with pytest.raises(ValueError, match="stack of tensors"):
+            jmask.gradcheck(lambda x: x.values, rows)
+        broadcast = BCOO((jnp.ones((1, 2)), jnp.zeros((3, 2, 1), int)), shape=(3, 4))
+        with pytest.raises(ValueError, match="stores one value for several entries"):
+            jmask.gradcheck(lambda x: x.data, broadcast)
+
+    def test_errors_of_the_function_are_its_own(self):
+        def function(x):
+            raise KeyError("mine")
+
+        with pytest.raises(KeyError, match="mine"):
+            jmask.gradcheck(function, 0.5, raise_exception=False)
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["rev", "fwd"]))
+def test_fast_decides_as_slow_does(seed, mode):
+    """A Jacobian with one wrong entry, by more or less than the tolerances."""
+    rng = np.random.default_rng(seed)
+    jacobian = rng.normal(size=(3, 4)) * 10.0 ** rng.integers(-3, 4, (3, 4))
+    wrong = jacobian.copy()
+    at = tuple(rng.integers(0, (3, 4)))
+    wrong[at] += rng.choice([-1, 1]) * 10.0 ** rng.uniform(-7, 1) * (1e-2 + abs(wrong[at]))
+
+    if mode == "rev":
+        function = jax.custom_vjp(lambda x: jacobian @ x)
+        function.defvjp(lambda x: (jacobian @ x, None), lambda _, c: (c @ wrong,))
+    else:
+        function = jax.custom_jvp(lambda x: jacobian @ x)
+        function.defjvp(lambda x, t: (jacobian @ x[0], wrong @ t[0]))
+    check = functools.partial(
+        jmask.gradcheck, function, rng.normal(size=4), modes=(mode,), raise_exception=False
+    )
+    allowed = 1e-5 + 1e-3 * abs(jacobian[at])
+    exact = abs(wrong[at] - jacobian[at]) <= allowed
+    assert check() == exact
+    assert check(fast=True) == exact
+
+
+NUMBERS = np.arange(24.0, dtype=np.float32).reshape(2, 3, 2, 2)
+NUMBERS *= NUMBERS % 3 == 1
+LAYOUTS: dict[str, tuple[Any, np.ndarray]] = {
+    f"{kind.__name__}, {batch} batch, {trailing} dense": (
+        functools.partial(kind.fromdense, n_batch=batch, n_dense=trailing),
+        dense,
+    )
+    for kind in (BCOO, BCSR)
+    for batch, trailing, dense in ((0, 0, NUMBERS[0, 0]), (1, 1, NUMBERS), (1, 0, NUMBERS[0]))
+}
+LAYOUTS["RowSparse with padding"] = (
+    lambda x: jmask.RowSparse([1, 7, 0], x[jnp.array([1, 0, 0])], x.shape),
+    NUMBERS,
+)
+LAYOUTS["masked"] = lambda x: jmask.masked_tensor(x, x > 0), NUMBERS[0]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_entries_of_stored_values(name):
+    """`Input` knows which entry each stored value is, and the tensor with every entry."""
+    build, dense = LAYOUTS[name]
+    x = build(jnp.asarray(dense))
+    entries = Input("x", x)
+    at = entries.positions.ravel()[entries.specified]
+    np.testing.assert_array_equal(entries.values[entries.specified], dense.ravel()[at])
+    assert not dense.ravel()[entries.unspecified].any()
+    covered = np.union1d(at, entries.unspecified)
+    np.testing.assert_array_equal(covered, np.arange(dense.size))
+    if name == "RowSparse with padding":
+        assert entries.hidden.tolist() == list(range(12, 24))
+    expected = dense.copy()
+    expected.ravel()[entries.unspecified] = 1
+    full = entries.full(np.ones((len(entries.unspecified), 1)))
+    assert type(full) is type(x)
+    np.testing.assert_array_equal(jmask.todense(full), expected)
+    assert len(Input("x", full).specified) == dense.size
+
+
+class TestIsMaskedFunction:
+    def test_masked_tensors(self):
+        x = STORAGES["masked"]
+        for function in (jnm.sin, jnm.sum, jmask.nn.softmax, lambda x: x @ x):
+            assert jmask.is_masked_function(function, x)
+        assert jmask.is_masked_function(lambda x: x.to_tensor(0), x)
+        assert not jmask.is_masked_function(jmask.todense, x)
+        assert not jmask.is_masked_function(lambda x: x.data.sum(), x)
+
+    def test_sparse_tensors(self):
+        x = STORAGES["coo"]
+        assert not jmask.is_masked_function(lambda x: x, x)
+        assert not jmask.is_masked_function(lambda x: jnp.sum(jmask.todense(x) ** 2), x)
+        for mask in (x, STORAGES["csr"], STORAGES["masked"], DENSE != 0):
+            assert jmask.is_masked_function(lambda y, m=mask: jmask.sparse_mask(y, m), x)
+
+    def test_trees_and_nonlinear_dependence(self):
+        args = {"x": STORAGES["rows"], "w": jnp.ones(4)}
+        masked = lambda p: jmask.todense(jmask.sparse_mask(p["x"], STORAGES["rows"])) @ p["w"]
+        assert jmask.is_masked_function(masked, args)
+        cube = lambda p: masked(p) + jnp.sum(jmask.todense(p["x"]) ** 3)
+        assert not jmask.is_masked_function(cube, args)
+
+    def test_functions_of_arrays_are(self):
+        assert jmask.is_masked_function(jnp.sin, jnp.ones(3))

@@ -1,0 +1,228 @@
+"""What docs/sharp_bits.md says is so: errors of JAX and optax, and what is no error at all."""
+
+import functools
+import re
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.experimental import checkify
+from jax.sharding import PartitionSpec as P
+
+import jmask
+import jmask.numpy as jnm
+from tests.mistakes import GRADS, IDS, LAZY, PARAMS, ROWS, TABLE, looked_up, mesh, step
+
+# --- errors of JAX and optax -----------------------------------------------------------------
+
+CHAIN = optax.chain(optax.clip_by_global_norm(1.0), LAZY)
+
+
+def over_devices(collective):
+    of_gradient = lambda t: collective(jmask.grad(looked_up)(t), "x")
+    spread = jax.shard_map(
+        of_gradient, mesh=mesh(), in_specs=P(), out_specs=P(), check_vma=False
+    )
+    return jax.jit(spread).lower(TABLE)
+
+
+def labels(params):
+    return jax.tree.map(lambda x: "rows", params)
+
+
+# What is done, and the row of the table in docs/sharp_bits.md that has the words of its error.
+OUTSIDE = {
+    "sgd": (lambda: step(optax.sgd(0.1)), "multiply"),
+    "scale after lazy": (lambda: step(optax.chain(LAZY, optax.scale(-1.0))), "multiply"),
+    "a product": (lambda: jax.tree.map(lambda x: 2 * x, GRADS), "multiply"),
+    "clip": (lambda: step(optax.clip(1.0)), "maximum"),
+    "psum": (lambda: over_devices(jax.lax.psum), "add"),
+    "pmean": (lambda: over_devices(jax.lax.pmean), "true_divide"),
+    "clip by global norm, jitted": (lambda: step(CHAIN), "Cannot interpret"),
+    "clip by global norm": (
+        lambda: CHAIN.update(GRADS, CHAIN.init(PARAMS), PARAMS),
+        "Cannot call",
+    ),
+    "the norm of a gradient": (lambda: optax.tree.norm(GRADS), "Cannot call"),
+    "astype": (lambda: jax.tree.map(lambda x: x.astype("float16"), GRADS), "Cannot call"),
+    "astype, jitted": (
+        lambda: jax.eval_shape(lambda g: jax.tree.map(lambda x: x.astype("float16"), g), GRADS),
+        "Cannot convert",
+    ),
+    "a schedule": (lambda: step(optax.sgd(optax.linear_schedule(1, 0, 9))), "Cannot convert"),
+    "zero_nans": (lambda: step(optax.zero_nans()), "plain bool"),
+    "isfinite": (lambda: jax.tree.map(jnp.isfinite, GRADS), "plain bool"),
+    "adam": (lambda: step(optax.adam(0.1)), "pytree structure"),
+    "weight decay": (lambda: step(optax.add_decayed_weights(0.1)), "pytree structure"),
+    "MultiSteps": (lambda: step(optax.MultiSteps(LAZY, 2)), "pytree structure"),
+    "a label function": (
+        lambda: step(optax.partition({"rows": LAZY}, labels)),
+        "pytree structure",
+    ),
+    "a mask function": (lambda: step(optax.masked(LAZY, labels)), "pytree structure"),
+    "equinox": (lambda: eqx.apply_updates(PARAMS, GRADS), "pytree structure"),
+    "apply_if_finite": (lambda: step(optax.apply_if_finite(LAZY, 3)), "cond branch"),
+    "keep_params_nonnegative": (
+        lambda: step(optax.chain(LAZY, optax.keep_params_nonnegative())),
+        "where",
+    ),
+    "a function of jax.numpy": (lambda: jnp.sum(ROWS), "sum"),
+    "taken apart": (
+        lambda: jax.tree.map(lambda x: jnp.ones(x.shape, jnp.uint32), GRADS),
+        "plain uint32",
+    ),
+    "a sum in a scan": (
+        lambda: jax.lax.scan(lambda g, _: (jmask.tree.add(g, GRADS), None), GRADS, length=2),
+        "scan",
+    ),
+}
+
+
+def documented():
+    """The rows of the table of errors: what stands in the first column, as patterns."""
+    page = (Path(__file__).parents[2] / "docs" / "sharp_bits.md").read_text()
+    (section,) = re.findall(r"^## Transformations outside.*?(?=^## )", page, re.S | re.M)
+    first = re.findall(r"^\| `([^`]+)` \|", section, re.M)
+    return [".*".join(re.escape(part.strip()) for part in text.split("…")) for text in first]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_outside_of_lazy(name):
+    mistake, row = OUTSIDE[name]
+    (pattern,) = (p for p in documented() if p.startswith(re.escape(row)))
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"(?s){pattern}"):
+        mistake()
+
+
+def test_every_documented_error_happens():
+    rows = {row for _, row in OUTSIDE.values()}
+    assert len(documented()) == len(rows)
+
+
+def test_the_ways_out():
+    """What the table says to use instead."""
+    step(jmask.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))))
+    step(jmask.lazy(optax.partition({"rows": optax.adam(0.1)}, labels)))
+    step(optax.partition({"rows": LAZY}, {"t": "rows"}))
+    step(optax.masked(LAZY, {"t": True}))
+    step(jmask.skip_nonfinite(LAZY))
+    step(jmask.multi_steps(LAZY, 2, like=GRADS))
+    assert jnm.sum(ROWS) == 4
+    total = {"t": jmask.RowSparse.zeros((6, 2), nse=2)}
+    add = lambda total, _: (jmask.tree.add(total, GRADS, like=total), None)
+    np.testing.assert_array_equal(
+        jax.lax.scan(add, total, length=3)[0]["t"].todense(), 3 * ROWS.todense()
+    )
+    assert jmask.from_arrays(jmask.to_arrays(GRADS), like=GRADS)["t"].nse == 2
+    over_devices(jmask.tree.psum)
+    over_devices(jmask.tree.pmean)
+    assert jmask.tree.norm(GRADS) == 2
+    new = jmask.apply_updates(PARAMS, GRADS)["t"]
+    np.testing.assert_array_equal(new[:, 0], [1, 2, 1, 2, 1, 1])
+
+
+# --- what is no error ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "read", "trained"),
+    [("fill", np.nan, [0, 0, 0]), ("zero", 0, [0, 0, 0]), ("clip", 3, [0, 0, 1])],
+)
+def test_an_id_out_of_range(mode, read, trained):
+    def loss(table):
+        return jnp.sum(jmask.embedding_lookup(table, [7], mode=mode))
+
+    value, gradient = jmask.value_and_grad(loss)(jnp.array([[1.0], [2.0], [3.0]]))
+    np.testing.assert_array_equal(value, read)
+    np.testing.assert_array_equal(gradient.todense()[:, 0], trained)
+
+
+def test_an_id_out_of_range_under_jit():
+    lookup = lambda ids: jmask.embedding_lookup(TABLE, ids, mode="raise")
+    error, _ = checkify.checkify(jax.jit(lookup))(jnp.array([1, 6]))
+    with pytest.raises(Exception, match=r"`ids\[1\]` is 6"):
+        error.throw()
+
+
+def test_a_table_that_is_not_used():
+    """As in JAX a dense gradient of zeros; `RowSparse.zeros` for it leaves it alone."""
+    params = {"used": TABLE, "other": TABLE}
+    grads = jmask.grad(lambda p: looked_up(p["used"]))(params)
+    assert isinstance(grads["other"], jax.Array)
+    assert not grads["other"].any()
+    tx = jmask.lazy(optax.adamw(0.1))
+    moved, _ = jmask.apply_gradients(tx, grads, tx.init(params), params)
+    assert (moved["other"] != TABLE).all()
+    grads["other"] = jmask.RowSparse.zeros(TABLE.shape)
+    kept, _ = jmask.apply_gradients(tx, grads, tx.init(params), params)
+    np.testing.assert_array_equal(kept["other"], TABLE)
+
+
+def test_an_empty_batch():
+    """No row is touched by `embedding_lookup`; `table[ids]` is, to JAX, not used at all."""
+    none = jnp.zeros((0,), int)
+    gradient = jmask.grad(lambda t: jnp.sum(jmask.embedding_lookup(t, none)))(TABLE)
+    assert gradient.nse == 0
+    tx = jmask.lazy(optax.adamw(0.1))
+    table, _ = jmask.apply_gradients(tx, gradient, tx.init(TABLE), TABLE)
+    np.testing.assert_array_equal(table, TABLE)
+    gradient = jmask.grad(lambda t: jnp.sum(t[none]))(TABLE)
+    assert isinstance(gradient, jax.Array)
+    assert not gradient.any()
+
+
+class WithStatistics(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(6, 2, rngs=rngs)
+        self.norm = nnx.BatchNorm(2, rngs=rngs)
+
+    def __call__(self, ids):
+        return jnp.sum(self.norm(self.embed(ids)) ** 3)
+
+
+def test_statistics_of_an_nnx_model():
+    """An error if the model is an argument (`jax.grad` loses them); kept by split and merge."""
+    model = WithStatistics(nnx.Rngs(0))
+    before = np.asarray(model.norm.mean[...])
+    with pytest.raises(TypeError, match=r"writes to `model\.norm\..*which is lost"):
+        jmask.grad(lambda model: model(IDS))(model)
+    jax.grad(lambda model: model(IDS))(model)
+    np.testing.assert_array_equal(model.norm.mean[...], before)
+    graph, params, others = nnx.split(model, nnx.Param, ...)
+
+    def loss(params):
+        merged = nnx.merge(graph, params, others, copy=True)
+        return merged(IDS), nnx.state(merged, nnx.Not(nnx.Param))
+
+    (_, others), grads = jmask.value_and_grad(loss, has_aux=True)(params)
+    nnx.update(model, others)
+    assert (np.asarray(model.norm.mean[...]) != before).all()
+    assert isinstance(grads["embed"]["embedding"][...], jmask.RowSparse)
+
+
+@pytest.mark.parametrize("donated", [(0,), ()])
+def test_donation_with_nnx(donated):
+    """Without `donate_argnums`, `nnx.jit` keeps the old table beside the new one."""
+
+    @functools.partial(nnx.jit, donate_argnums=donated)
+    def train_step(model):
+        graph, params, others = nnx.split(model, nnx.Param, ...)
+        grads = jmask.grad(lambda p: nnx.merge(graph, p, others, copy=True)(IDS))(params)
+        tx = jmask.sgd(0.1)
+        nnx.update(model, jmask.apply_gradients(tx, grads, tx.init(params), params)[0])
+
+    model = WithStatistics(nnx.Rngs(0))
+    old = model.embed.embedding.get_value()
+    train_step(model)
+    assert old.is_deleted() == bool(donated)
+
+
+def test_sums_of_sparse_gradients():
+    assert jnm.sum(ROWS) == 4
+    with pytest.raises(TypeError, match="RowSparse"):
+        jnp.sum(ROWS)

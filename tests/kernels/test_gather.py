@@ -1,0 +1,86 @@
+"""Lookups of rows of 64 entries, which are spelled differently, are lookups bit for bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jmask
+from jmask._kernels.gather import Gather
+
+V = 7
+IDS = np.array([3, 0, -1, 6, 3, 7, -9, 2**31 - 1], np.int32)
+ROWS = lax.GatherDimensionNumbers((1,), (0,), (0,))
+ROWS_OF_TWO = lax.GatherDimensionNumbers((1, 2), (0,), (0,))
+
+
+def table_of(row: tuple[int, ...], dtype: str) -> jax.Array:
+    table = jax.random.normal(jax.random.key(0), (V, *row)).astype(dtype)
+    table = table.at[3].set(-0.0).at[0].set(jnp.nan).at[6].set(1e-40)
+    return table.at[(2,) + (0,) * len(row)].set(jnp.inf)
+
+
+def bits(x: jax.Array) -> np.ndarray:
+    x = np.asarray(x)
+    return x.view(f"u{x.dtype.itemsize}")
+
+
+@pytest.mark.parametrize(
+    ("mode", "fill"),
+    [("clip", None), ("promise_in_bounds", None), ("fill", None), ("fill", 2.5), ("fill", 0)],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("row", [(64,), (8, 8)])
+def test_the_same_bits(row: tuple[int, ...], dtype: str, mode: str, fill: float | None) -> None:
+    table = table_of(row, dtype)
+    ids = IDS % V if mode == "promise_in_bounds" else IDS
+    numbers = ROWS if len(row) == 1 else ROWS_OF_TWO
+    gather = Gather(numbers, (1, *row), lax.GatherScatterMode.from_any(mode), fill)
+    assert gather.is_slow_copy(table.dtype)
+    expected = gather.plain(table, ids[:, None])
+    for run in (gather, jax.jit(gather)):
+        np.testing.assert_array_equal(bits(run(table, ids[:, None])), bits(expected))
+    by_one = jax.vmap(gather, in_axes=(None, 0))(table, ids[:, None, None])
+    np.testing.assert_array_equal(bits(by_one[:, 0]), bits(expected))
+
+
+@pytest.mark.parametrize("width", [63, 64])
+@pytest.mark.parametrize(
+    "lookup",
+    [
+        lambda t, i: t[i],
+        lambda t, i: jnp.take(t, i, axis=0),
+        lambda t, i: t.at[i].get(mode="fill", fill_value=1.0),
+        lambda t, i: jax.vmap(lambda j: t[j])(i),
+        lambda t, i: jmask.embedding_lookup(t, i, mode="zero"),
+        lambda t, i: jax.jit(lambda t, i: jnp.tanh(t[i]))(t, i),
+    ],
+    ids=["index", "take", "fill", "vmap", "embedding_lookup", "in a jit"],
+)
+def test_values_and_derivatives(lookup, width: int) -> None:
+    """As those of the same program with rows of a width that is not special."""
+    table = jax.random.normal(jax.random.key(1), (V, width))
+    weights = jnp.arange(IDS.size * width, dtype=jnp.float32).reshape(-1, width) / 100
+
+    def loss(t: jax.Array) -> jax.Array:
+        return jnp.sum(lookup(t, IDS % V) ** 2 * weights, where=weights > 0.5)
+
+    plain = jax.value_and_grad(loss)(table)
+    for run in (jmask.value_and_grad(loss), jax.jit(jmask.value_and_grad(loss))):
+        value, gradient = run(table)
+        np.testing.assert_allclose(value, plain[0], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(gradient.todense(), plain[1], rtol=1e-5, atol=1e-5)
+    # The value is differentiated again, through what the lookup became.
+    again = jax.grad(lambda t: jmask.value_and_grad(loss)(t)[0])(table)
+    np.testing.assert_allclose(again, plain[1], rtol=1e-5, atol=1e-5)
+    tangent = jnp.ones_like(table)
+    forward = jax.jvp(lambda t: jmask.value_and_grad(loss)(t)[0], (table,), (tangent,))[1]
+    np.testing.assert_allclose(forward, jnp.sum(plain[1]), rtol=1e-4)
+
+
+def test_a_lookup_of_64_entries_is_not_left_a_copying_loop() -> None:
+    """The forward gather that runs reads integers, also inside a call."""
+    step = jax.jit(jmask.value_and_grad(lambda t: jnp.sum(jnp.take(t, IDS % V, axis=0) ** 2)))
+    text = step.lower(jnp.ones((V, 64))).as_text()
+    assert any("stablehlo.gather" in line and "xi32>" in line for line in text.splitlines())

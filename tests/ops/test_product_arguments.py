@@ -1,0 +1,139 @@
+"""`jmask.dot`: the storage asked for, what is refused, and what becomes dense."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.sparse import BCOO, BCSR
+
+import jmask
+from jmask._tensors.storage import stype
+from tests.oracle import densified
+from tests.product_cases import COO, CSR, FEATURES, ROWS, V
+
+_RNG = np.random.default_rng(1)
+_compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def test_forward_stype():
+    ct = np.float32(_RNG.normal(size=(6, 2)))
+    w = np.float32(_RNG.normal(size=(V, 2)))
+    exact = {False: FEATURES @ w, True: FEATURES.T @ ct}
+
+    @_compiled
+    def run(x: Any) -> Any:
+        return {
+            (storage, transposed): jmask.dot(
+                x, ct if transposed else w, transpose_a=transposed, forward_stype=storage
+            )
+            for transposed in (False, True)
+            for storage in ("default", "row_sparse")
+        }
+
+    with jmask.strict():
+        results = run(CSR)
+        rows, dense = (
+            jmask.dot(ROWS, jnp.ones((2, 3)), forward_stype=storage)
+            for storage in ("row_sparse", "default")
+        )
+    for (storage, transposed), result in results.items():
+        assert stype(result) == storage
+        np.testing.assert_allclose(densified(result), exact[transposed], rtol=1e-4, atol=1e-5)
+    assert (rows.nse, rows.shape) == (4, (V, 3))
+    np.testing.assert_array_equal(dense, densified(rows))
+
+
+BATCHED_ENTRIES = BCOO((jnp.ones((2, 3)), jnp.zeros((2, 3, 1), jnp.int32)), shape=(2, 3))
+BLOCKS = BCOO((jnp.ones((1, 2)), jnp.zeros((1, 2), jnp.int32)), shape=(2, 3, 2))
+BAD = {
+    "shapes": (
+        lambda: jmask.dot(CSR, jnp.ones((7, 2))),
+        r"`lhs` of shape \(6, 40\) and `rhs` of shape \(7, 2\) do not fit with "
+        r"transpose_a=False and transpose_b=False: dimension 1 of `lhs` and dimension 0",
+    ),
+    "shapes, transposed": (
+        lambda: jmask.dot(CSR, jnp.ones((6, 2)), transpose_a=True, transpose_b=True),
+        r"transpose_a=True and transpose_b=True: dimension 0 of `lhs` and dimension 1",
+    ),
+    "shapes, vectors": (lambda: jmask.dot(jnp.ones(3), jnp.ones(4)), r"\(3,\).*\(4,\)"),
+    "three dimensions": (
+        lambda: jmask.dot(CSR, jnp.ones((V, 2, 2))),
+        r"`rhs` must have one or two dimensions, got shape \(40, 2, 2\)",
+    ),
+    "scalar": (lambda: jmask.dot(2.0, jnp.ones(3)), "`lhs` must have one or two"),
+    "batched coo": (
+        lambda: jmask.dot(BATCHED_ENTRIES, jnp.ones(3)),
+        "`lhs` has 1 batch and 0 dense dimensions",
+    ),
+    "dense dimensions": (
+        lambda: jmask.dot(BLOCKS, jnp.ones(3)),
+        "`lhs` has 0 batch and 1 dense dimensions",
+    ),
+    "csr result": (
+        lambda: jmask.dot(CSR, jnp.ones((V, 2)), forward_stype="csr"),
+        r"`forward_stype` cannot be 'csr': how many.*cast_storage\(",
+    ),
+    "unknown stype": (
+        lambda: jmask.dot(CSR, jnp.ones((V, 2)), forward_stype="dense"),
+        "`forward_stype` must be one of None, 'default', 'row_sparse', got 'dense'",
+    ),
+    "row_sparse of dense": (
+        lambda: jmask.dot(jnp.ones((2, 3)), jnp.ones((3, 2)), forward_stype="row_sparse"),
+        r"`forward_stype` cannot be 'row_sparse': with `lhs` default of shape \(2, 3\)",
+    ),
+    "row_sparse of columns": (
+        lambda: jmask.dot(ROWS, jnp.ones(V), transpose_a=True, forward_stype="row_sparse"),
+        r"`lhs` row_sparse, transposed, of shape \(40, 2\) no row",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
+@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("kind", [BCOO, BCSR, jmask.RowSparse])
+def test_the_gradient_of_an_ordinary_tensor(kind, transposed):
+    """`masked_grad=False`: every entry of a sparse operand has a gradient, to second order."""
+    lhs, rhs = np.array([[0, 0, 3.0], [4, 0, 5]]), np.arange(6.0).reshape(3, 2) + 0.5
+    lhs, rhs = (x.T if t else x for x, t in zip((lhs, rhs), transposed, strict=True))
+    how = dict(zip(("transpose_a", "transpose_b"), transposed, strict=True))
+    plain = functools.partial(jmask.dot, **how, masked_grad=False)
+    for args in ((kind.fromdense(lhs), rhs), (lhs, kind.fromdense(rhs))):
+        assert jmask.gradcheck(plain, args, order=2)
+    sparse = kind.fromdense(jnp.asarray(lhs, jnp.float32))
+    product = plain(sparse, jnp.asarray(rhs, jnp.float32))
+    np.testing.assert_allclose(product, jmask.todense(jmask.dot(sparse, rhs, **how)), rtol=1e-6)
+    found = jmask.grad(lambda x: jnp.sum(plain(x, rhs)))(sparse)
+    dense = lambda x: jnp.sum((x.T if transposed[0] else x) @ (rhs.T if transposed[1] else rhs))
+    np.testing.assert_allclose(found, jax.grad(dense)(sparse.todense()), rtol=1e-6)
+    with pytest.raises(ValueError, match="`forward_stype` cannot be 'row_sparse' with"):
+        plain(sparse, rhs, forward_stype="row_sparse")
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    call, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_bad_types():
+    with pytest.raises(TypeError, match=r"`rhs` is a MaskedTensor: use jmask\.numpy\.matmul"):
+        jmask.dot(CSR, jmask.masked_tensor(jnp.ones((V, 2)), jnp.ones((V, 2), bool)))
+    with pytest.raises(TypeError, match="`lhs` must be an array, RowSparse, BCSR or BCOO, got"):
+        jmask.dot("x", jnp.ones(3))
+
+
+def test_fallbacks_warn_and_raise():
+    messages = {
+        "became dense in a product": lambda: jmask.dot(CSR, COO, transpose_b=True),
+        "stores all of its 40 columns": lambda: jmask.dot(jnp.ones(2), ROWS, transpose_b=True),
+    }
+    for message, call in messages.items():
+        with pytest.warns(jmask.StorageFallbackWarning, match=message) as caught:
+            call()
+        assert caught[0].filename == __file__
+        with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match=message):
+            call()

@@ -1,0 +1,258 @@
+"""Optimizers outside jit run from a compiled program: traced once for equal shapes."""
+
+import contextlib
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmask
+from jmask._base.fallback import report_fallback
+from jmask._updates.eager import compiled_outside_jit
+from tests.autodiff.test_semantics_of_gradients import OPERATIONS
+from tests.stored_tables import STEPS
+
+
+def counting(inner):
+    """The transformation, and a list with one entry for each time its update is traced."""
+    calls = []
+
+    def update(updates, state, params=None):
+        calls.append(None)
+        return inner.update(updates, state, params)
+
+    return optax.GradientTransformation(inner.init, update), calls
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_traced_once(step):
+    inner, calls = counting(optax.adam(0.1))
+    tx, params = jmask.lazy(inner), {"table": jnp.ones((6, 2)), "dense": jnp.ones(3)}
+    state = tx.init(params)
+
+    def gradient(i):
+        table = jmask.RowSparse([i, 5], jnp.full((2, 2), float(i + 1)), (6, 2))
+        return {"table": table, "dense": jnp.full(3, float(i))}
+
+    @jax.jit
+    def jitted(grads, state, params):
+        return STEPS[step](jmask.lazy(optax.adam(0.1)), grads, state, params)
+
+    expected = jitted(gradient(0), state, params)
+    new = STEPS[step](tx, gradient(0), state, params)
+    traces = len(calls)
+    assert traces
+    for i in range(1, 4):
+        expected = jitted(gradient(i), *reversed(expected))
+        new = STEPS[step](tx, gradient(i), *reversed(new))
+    assert len(calls) == traces
+    for ours, theirs in zip(jax.tree.leaves(new), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    more = gradient(0) | {"table": jmask.RowSparse([1], jnp.ones((1, 2)), (6, 2))}
+    STEPS[step](tx, more, *reversed(new))
+    assert len(calls) > traces, "other shapes are traced anew"
+
+
+@contextlib.contextmanager
+def compilations():
+    """A list with one entry for each program that is compiled."""
+    found = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: found.append(event) if "backend_compile" in event else None
+    )
+    try:
+        yield found
+    finally:
+        jax.monitoring.clear_event_listeners()
+
+
+def rows(i, width=3):
+    return jmask.RowSparse([i, 7, i], jnp.ones((3, width)), (50, width))
+
+
+OPTIMIZERS = {
+    "adam": jmask.adam(0.1),
+    "sgd": jmask.sgd(0.1),
+    "rowwise_adagrad": jmask.rowwise_adagrad(0.1),
+    "lazy": jmask.lazy(optax.adamw(0.1)),
+    "skip_nonfinite": jmask.skip_nonfinite(jmask.adam(0.1)),
+    "skip_nonfinite of lazy": jmask.skip_nonfinite(jmask.lazy(optax.adam(0.1))),
+    "multi_steps": jmask.multi_steps(jmask.ftrl(0.1), 2, rows(0)),
+    "multi_steps of all": jmask.multi_steps(jmask.skip_nonfinite(jmask.sgd(0.1)), 2, rows(0)),
+    "drop_nonfinite_rows": optax.chain(jmask.drop_nonfinite_rows(), jmask.adagrad(0.1)),
+    "clip_by_row_norm": optax.chain(jmask.clip_by_row_norm(1.0), jmask.adam(0.1)),
+    "max_row_norm": optax.chain(jmask.sgd(0.1), jmask.max_row_norm(1.0)),
+    "densify": optax.chain(jmask.densify(), optax.adam(0.1)),
+    "injected": optax.inject_hyperparams(jmask.adam)(learning_rate=0.1),
+}
+
+
+def with_value(tx, grads, state, params):
+    """An update with an argument by name, which is run as it is."""
+    tx = optax.with_extra_args_support(tx)
+    updates, state = tx.update(grads, state, params, value=jnp.float32(2))
+    return jmask.apply_updates(params, updates), state
+
+
+# Rows of 64 entries are read in another way.
+@pytest.mark.parametrize("step", [*STEPS, "with_value"])
+@pytest.mark.parametrize(("name", "width"), [("adam", 64), *((name, 3) for name in OPTIMIZERS)])
+def test_optimizers_compile_nothing_the_third_time(name, width, step):
+    tx, table = OPTIMIZERS[name], jnp.ones((50, width))
+    take = STEPS.get(step, with_value)
+    state = tx.init(table)
+    with compilations() as compiled:
+        for i in range(6):
+            table, state = take(tx, rows(i, width), state, table)
+            if i == 3:  # after two steps of every kind
+                jax.block_until_ready(table)
+                compiled.clear()
+        jax.block_until_ready(table)
+    assert not compiled
+
+
+def test_a_bad_step_is_compiled_once():
+    tx, table = jmask.skip_nonfinite(jmask.adam(0.1)), jnp.ones((50, 3))
+    state = tx.init(table)
+    with compilations() as compiled:
+        for i in range(4):
+            bad = rows(i).with_values(jnp.full((3, 3), jnp.nan if i % 2 else 1.0))
+            table, state = with_value(tx, bad, state, table)
+            if i == 1:
+                jax.block_until_ready(table)
+                compiled.clear()
+        jax.block_until_ready(table)
+    assert state.skipped == 2
+    assert not compiled
+
+
+def loss(table, ids):
+    return jnp.sum(jnp.sin(jmask.embedding_lookup(table, ids)) * jnp.take(table, ids, axis=0))
+
+
+FUNCTIONS = {
+    "value_and_grad": lambda i: jmask.value_and_grad(loss)(jnp.ones((50, 3)), ids_of(i)),
+    "grad, 64 wide": lambda i: jmask.grad(loss)(jnp.ones((50, 64)), ids_of(i)),
+    "grad of grad": lambda i: jmask.grad(
+        lambda t: jnp.sum(jmask.grad(loss)(t, ids_of(i)).values ** 2)
+    )(jnp.ones((50, 3))),
+    "grad in a tensor": lambda i: jmask.grad(lambda x: jnp.sum(jmask.todense(x) ** 2))(rows(i)),
+    "embedding_lookup": lambda i: jmask.embedding_lookup(
+        jnp.ones((50, 64)), ids_of(i), max_norm=1.0, padding_id=2
+    ),
+    "embedding_bag": lambda i: jmask.embedding_bag(
+        jnp.ones((50, 3)), ids_of(i), offsets=jnp.array([0, 1]), combiner="max"
+    ),
+    "renormalize": lambda i: jmask.renormalize(jnp.ones((50, 64)), ids_of(i), 1.0),
+    "packed lookup": lambda i: PACKED[ids_of(i)],
+    "packed step": lambda i: (
+        jmask.apply_gradients(
+            OPTIMIZERS["adam"], rows(i), OPTIMIZERS["adam"].init(PACKED), PACKED
+        )[0].parts
+    ),
+    "stochastic_round": lambda i: jmask.stochastic_round(
+        jnp.full(3, 0.1 * i), jnp.bfloat16, jax.random.key(i)
+    ),
+    "apply_updates": lambda i: jmask.apply_updates(
+        jnp.ones((50, 3), jnp.bfloat16), rows(i), key=jax.random.key(i)
+    ),
+    "tree": lambda i: (
+        jmask.tree.norm(rows(i)),
+        jmask.tree.mean([rows(i), rows(i + 1)]),
+        jmask.tree.scale(2.0, rows(i)),
+    ),
+}
+PACKED = jmask.PackedTable.pack(jnp.ones((50, 3)))
+
+
+def ids_of(i):
+    return jnp.array([i, 3, i])
+
+
+def compiled_the_third_time(function):
+    with compilations() as compiled:
+        for i in range(3):
+            compiled.clear()
+            jax.block_until_ready(jax.tree.leaves(function(i)))
+        return len(compiled)
+
+
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_compile_nothing_the_third_time(name):
+    assert not compiled_the_third_time(FUNCTIONS[name])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings(
+    "ignore::jmask.StorageFallbackWarning", "ignore:Explicitly requested"
+)
+def test_operations_compile_nothing_the_third_time():
+    counts = {
+        name: compiled_the_third_time(lambda i, o=operation: o.function(*o.args))
+        for name, operation in OPERATIONS.items()
+    }
+    assert {name for name, count in counts.items() if count} == set()
+
+
+@pytest.mark.parametrize(
+    ("build", "rates", "step"),
+    [
+        (jmask.adam, {"learning_rate": 0.1, "weight_decay": 0.1}, "apply_gradients"),
+        (jmask.sgd, {"learning_rate": 0.1, "momentum": 0.9}, "update"),
+    ],
+)
+def test_injected_rates_are_arguments_of_one_program(build, rates, step):
+    """Made anew in each step, by `inject_hyperparams` or by hand."""
+    table = jnp.ones((50, 3))
+    gradient = jmask.RowSparse([4, 7], jnp.ones((2, 3)), (50, 3))
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+    )
+    for scale in (1.0, 0.5):
+        numbers = {name: scale * rate for name, rate in rates.items()}
+        tx = build(**{name: jnp.asarray(x) for name, x in numbers.items()})
+        state = tx.init(table)
+        compiled.clear()
+        new = STEPS[step](tx, gradient, state, table)
+        assert bool(compiled) == (scale == 1)
+    expected = STEPS[step](build(**numbers), gradient, state, table)
+    for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
+    jax.monitoring.clear_event_listeners()
+
+
+def test_fallbacks_are_reported_at_each_call():
+    @compiled_outside_jit
+    def update(x):
+        report_fallback("x became dense")
+        return 2 * x
+
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            with pytest.warns(jmask.StorageFallbackWarning):
+                assert update(jnp.ones(())) == 2
+        with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning):
+            update(jnp.ones(()))
+
+
+def test_what_is_no_array_is_passed_on():
+    seen = []
+
+    @compiled_outside_jit
+    def update(x, more=None):
+        seen.append(type(x))
+        return x
+
+    update(3.0)
+    update("text")
+    jax.jit(update)(jnp.ones(()))
+    update(jnp.ones(()), more=len)
+    assert seen[:2] == [float, str]
+    assert issubclass(seen[2], jax.core.Tracer)
+    assert not issubclass(seen[3], jax.core.Tracer)

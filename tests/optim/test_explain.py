@@ -1,0 +1,394 @@
+"""`jmask.explain` says what `value_and_grad` does, from shapes alone, and names lines."""
+
+import contextlib
+import inspect
+import re
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jmask
+import jmask.numpy as jnm
+from jmask._base.fallback import in_bytes, place_among
+from tests.lookup_programs import PROGRAMS, TABLE
+from tests.oracle import is_row_sparse
+
+SHAPE = jax.ShapeDtypeStruct
+IDS = SHAPE((3,), "int32")
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch):
+    """Nothing is printed but where a test is about printing."""
+    monkeypatch.setattr("sys.ps1", ">>> ", raising=False)
+
+
+def line_of(function, text):
+    """The number of the line of this file in `function` that holds `text`."""
+    lines, start = inspect.getsourcelines(function)
+    return start + next(i for i, line in enumerate(lines) if text in line)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_agrees_with_the_gradient(name):
+    """Of every program: the storage and the number of rows, and a reason for a fallback."""
+    program = PROGRAMS[name]
+    (found,) = jmask.explain(program.loss, SHAPE(TABLE.shape, TABLE.dtype)).parameters
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", jmask.StorageFallbackWarning)
+        gradient = jax.eval_shape(jmask.grad(program.loss), TABLE)
+    assert found.is_sparse == is_row_sparse(gradient)
+    assert found.nse == (gradient.nse if found.is_sparse else None)
+    assert found.nbytes == TABLE.nbytes
+    if program.falls_back:
+        assert __file__ not in found.note
+        assert "lookup_programs.py" in found.note
+
+
+def test_sizes_of_tables_that_would_not_fit():
+    def loss(params, ids):
+        return jnp.sum(params["a"][0]["table"][ids]) + jnp.sum(params["w"])
+
+    params = {"a": [{"table": SHAPE((10**9, 256), "bfloat16")}], "w": SHAPE((2, 3), "float32")}
+    found = jmask.explain(loss, params, IDS)
+    table, w = found["a.0.table"], found["w"]
+    assert (table.nbytes, table.nse, table.touched) == (512 * 10**9, 3, 3 * 512)
+    assert table.factor == pytest.approx(10**9 / 3)
+    assert (w.nbytes, w.is_sparse, w.nse, w.touched, w.factor) == (24, False, None, 24, 1)
+    text = repr(found)
+    for part in ("bfloat16[1000000000, 256]", "512 GB", "row-sparse, 3 rows", "333,333,333x"):
+        assert part in text
+    with pytest.raises(KeyError, match=r"'a\.0\.table'"):
+        found["table"]
+
+
+def dense_use(params, ids):
+    rows = params["item"][ids] * params["user"][ids]  # the lookups
+    return jnp.sum(rows @ params["item"].T)  # the dense use
+
+
+SITE, STDLIB = "/env/lib/python3/site-packages/flax/linear.py", contextlib.__file__
+
+
+@pytest.mark.parametrize(
+    ("stack", "expected"),
+    [
+        ([jmask.__file__, __file__], "{user}"),
+        ([jax.__file__, SITE, STDLIB, __file__, "/outer.py"], f"{{user}}, in {SITE}:1"),
+        ([SITE, STDLIB, "<frozen runpy>"], f"{SITE}:0"),
+        (["<stdin>"], "<stdin>:0"),
+        ([jax.__file__], "None"),
+        ([], "None"),
+    ],
+)
+def test_the_users_line(stack, expected):
+    """The innermost that is nobody's package; else the innermost that is not in jax."""
+    place = place_among((file, i) for i, file in enumerate(stack))
+    user = f"{__file__}:{stack.index(__file__)}" if __file__ in stack else ""
+    assert str(place) == expected.replace("{user}", user)
+
+
+def test_sizes_as_one_reads_them():
+    sizes = (0, 999, 1000, 99_949, 100_000, 999_499, 25_600_000, 512 * 10**9, 10**13)
+    texts = "0 B,999 B,1.0 kB,99.9 kB,100 kB,999 kB,25.6 MB,512 GB,10,000 GB"
+    assert ",".join(map(in_bytes, sizes)) == texts
+
+
+def test_which_of_two_equal_tables_and_where():
+    params = {name: SHAPE((1000, 4), "float32") for name in ("item", "user")}
+    found = jmask.explain(dense_use, params, IDS)
+    assert found["user"].nse == 3
+    assert found["user"].note == ""
+    assert not found["item"].is_sparse
+    first, second = (line_of(dense_use, text) for text in ("lookups", "the dense use"))
+    assert f"test_explain.py:{first})" in found["item"].note
+    assert f"`dot_general` needs all of it (tests/optim/test_explain.py:{second})" in (
+        found["item"].note.replace(__file__, "tests/optim/test_explain.py")
+    )
+
+
+class Tied(nn.Module):
+    @nn.compact
+    def __call__(self, ids):
+        words = nn.Embed(1000, 8)
+        hidden = jnp.tanh(words(ids))
+        return words.attend(hidden)
+
+
+def test_the_line_is_the_users_and_not_that_of_flax():
+    model, ids = Tied(), jnp.array([1, 2])
+    params = model.init(jax.random.key(0), ids)
+
+    def loss(params, ids):
+        return jnp.sum(model.apply(params, ids) ** 2)
+
+    note = jmask.explain(loss, params, ids)["params.Embed_0.embedding"].note
+    assert f"test_explain.py:{line_of(Tied, 'attend(hidden)')})" in note
+    with pytest.warns(jmask.StorageFallbackWarning) as seen:
+        jmask.grad(loss)(params, ids)
+    assert seen[0].filename == __file__
+    assert seen[0].lineno == line_of(Tied, "attend(hidden)")
+    said = str(seen[0].message)
+    for part in ("`params['params']['Embed_0']['embedding']`", "(32.0 kB)", "`dot_general`"):
+        assert part in said
+    assert re.search(
+        rf"looked up \({__file__}:{line_of(Tied, 'words(ids)')}, in .*linear", said
+    )
+
+
+def softmax(table, ids):
+    hidden = jnp.tanh(table[ids])  # first
+    return jnp.sum(hidden @ table.T)  # last
+
+
+def penalty_first(table, ids):
+    penalty = jnp.sum(table**2)  # last
+    return penalty + jnp.sum(table[ids])  # first
+
+
+def in_scan(table, ids):
+    def body(total, i):
+        row = table[i]  # first
+        return total + jnp.sum(table @ row), None  # last
+
+    return jax.lax.scan(body, 0.0, ids)[0]
+
+
+def in_remat(table, ids):
+    def inner(table):
+        rows = jnp.sin(table[ids])  # first
+        return jnp.sum(rows @ table.T)  # last
+
+    return jax.checkpoint(inner)(table)
+
+
+def in_a_function_of_jax(table, ids):
+    largest = jnp.sort(table, axis=0)[0]  # last
+    return jnp.sum(largest) + jnp.sum(table[ids])  # first
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize(
+    ("loss", "primitive"),
+    [
+        (softmax, "dot_general"),
+        (penalty_first, "integer_pow"),
+        (in_scan, "dot_general"),
+        (in_remat, "dot_general"),
+        (in_a_function_of_jax, "sort"),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_a_warning_names_both_lines(loss, primitive, jitted):
+    """It points to the use that needs all of the table, and names the lookup."""
+    gradient = jmask.grad(loss)
+    with pytest.warns(jmask.StorageFallbackWarning) as seen:
+        (jax.jit(gradient) if jitted else gradient)(TABLE, jnp.array([1, 2]))
+    (warning,) = seen
+    assert (warning.filename, warning.lineno) == (__file__, line_of(loss, "# last"))
+    at = f"looked up ({__file__}:{line_of(loss, '# first')}), but `{primitive}` needs all of it"
+    assert at in str(warning.message)
+    with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match=primitive):
+        gradient(TABLE, jnp.array([1, 2]))
+
+
+def in_unit_rows(table, ids):
+    unit = table / 3 ** jnp.arange(4.0)[None]  # last
+    return jnp.sum(unit[ids])  # first
+
+
+def in_a_longer_table(table, ids):
+    longer = jnp.pad(table, ((1, 0), (0, 0)))  # last
+    return jnp.sum(longer[ids])  # first
+
+
+def with_a_row_set(table, ids):
+    changed = table.at[0].set(0.0)  # last
+    return jnp.sum(jnp.take(changed, ids, axis=0))  # first
+
+
+def label_of_each_example(table, ids):
+    logits = jax.vmap(lambda x: table @ x)(jnp.ones((len(ids), 4)))
+    return jnp.sum(jax.vmap(lambda row, i: jax.nn.log_softmax(row)[i])(logits, ids))
+
+
+def test_an_output_layer_is_no_table():
+    """Its gradient is dense by nature: no warning, of whatever size."""
+    with jmask.strict():
+        jax.eval_shape(jmask.grad(label_of_each_example), SHAPE((2**16, 4), "float32"), IDS)
+
+
+@pytest.mark.parametrize(
+    ("loss", "primitive"),
+    [
+        (in_unit_rows, "div"),
+        (in_a_longer_table, "pad"),
+        (with_a_row_set, "scatter"),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_lookups_in_what_was_computed_from_all_of_a_table(loss, primitive):
+    """Explained for every size; warned of where the table is a megabyte or more."""
+    note = jmask.explain(loss, TABLE, IDS)["params"].note
+    last, first = (f"test_explain.py:{line_of(loss, word)})" for word in ("# last", "# first"))
+    assert "looked up (" in note
+    assert first in note
+    assert f"`{primitive}` needs all of it" in note
+    assert last in note
+    jmask.grad(loss)(TABLE, jnp.array([1, 2]))  # small: no warning
+    large = SHAPE((2**16, 4), "float32")
+    with pytest.warns(jmask.StorageFallbackWarning, match=f"`table`.*`{primitive}`") as seen:
+        jax.eval_shape(jmask.grad(loss), large, IDS)
+    assert [w.lineno for w in seen] == [line_of(loss, "# last")]
+    with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match=primitive):
+        jax.eval_shape(jmask.grad(loss), large, IDS)
+
+
+def test_no_word_about_weights():
+    """Products, norms and scales of large dense parameters are no lookups."""
+
+    def loss(p, x):
+        hidden = jnp.tanh(x @ p["w"] / jnp.linalg.norm(p["w"])) * p["scale"][None]
+        return jnp.sum(hidden[jnp.arange(2), jnp.array([3, 1])]) + jnp.sum(p["w"] ** 2)
+
+    params = {"w": SHAPE((1024, 1024), "float32"), "scale": SHAPE((1024,), "float32")}
+    x = SHAPE((1024, 1024), "float32")
+    with jmask.strict():
+        jax.eval_shape(jmask.grad(loss), params, x)
+    assert [p.note for p in jmask.explain(loss, params, x).parameters] == ["", ""]
+
+
+def test_reasons():
+    def loss(p, ids):
+        columns = jnp.sum(p["columns"][:, ids])
+        scan = jax.lax.scan(lambda c, i: (c + p["scan"][i].sum(), None), 0.0, ids)[0]
+        either = jax.lax.cond(
+            ids[0] > 1, lambda t: t[ids].sum(), lambda t: t.sum(), p["either"]
+        )
+        cast = jnp.sum(p["cast"].astype(jnp.float32)[ids])
+        return columns + scan + either + cast + p["few"][ids].sum() + p["scalar"]
+
+    names = ("columns", "scan", "either", "unused", "cast")
+    params = {
+        name: SHAPE((50, 4), "bfloat16" if name == "cast" else "float32") for name in names
+    }
+    params |= {"few": SHAPE((2, 4), "float32"), "scalar": 1.0}
+    found = jmask.explain(loss, params, IDS)
+    assert "not by whole rows" in found["columns"].note
+    assert "`reduce_sum` needs all of it" in found["either"].note
+    assert "not used" in found["unused"].note
+    assert found["few"].touched == found["few"].nbytes
+    assert "as many rows as the table has" in found["few"].note
+    assert [found[name].nse for name in ("scan", "cast", "few")] == [3, 3, 3]
+    assert {found[name].note for name in ("scan", "cast", "scalar")} == {""}
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_stored_tables(abstract):
+    table, mesh = jnp.ones((1000, 4)), jax.make_mesh((1,), ("x",))
+    params = {
+        "packed": jmask.packed(table, platform="tpu"),
+        "sharded": jmask.sharded(table, mesh),
+        "not used": jmask.packed(table, platform="tpu"),
+    }
+    if abstract:
+        params = jax.eval_shape(lambda x: x, params)
+    found = jmask.explain(
+        lambda p, ids: jnp.sum(p["packed"][ids] * p["sharded"][ids]), params, IDS
+    )
+    for name, kind in (("packed", "PackedTable"), ("sharded", "ShardedTable")):
+        assert (found[name].nse, found[name].touched) == (3, 3 * 16)
+        assert found[name].array == f"{kind} float32[1000, 4]"
+    assert found["sharded"].nbytes == 16000
+    assert found["packed"].nbytes == 32 * 128 * 4  # 32 rows in a line
+    assert "not looked up" in found["not used"].note
+
+
+def test_nnx_state():
+    model = nnx.eval_shape(lambda: nnx.Embed(10**6, 8, rngs=nnx.Rngs(0)))
+    graph, params = nnx.split(model)
+    found = jmask.explain(lambda p, ids: jnp.sum(nnx.merge(graph, p)(ids)), params, IDS)
+    (table,) = found.parameters
+    assert (table.nse, table.shape) == (3, (10**6, 8))
+
+
+def test_other_arguments_stay_what_they_are():
+    def loss(t, ids, activation, *, train):
+        assert train is True
+        return jnp.sum(activation(t[ids])), {"name": "aux"}
+
+    found = jmask.explain(loss, TABLE, jnp.array([1, 2]), jnp.tanh, has_aux=True, train=True)
+    assert [p.name for p in found.parameters] == ["params"]
+    assert found["params"].nse == 2
+
+
+def test_nothing_is_warned_of_and_nothing_hidden():
+    """What else becomes dense in the function is a note; `strict` does not stop it."""
+    rows = jmask.RowSparse([1], jnp.ones((1, 4)), (9, 4))
+    with jmask.strict():
+        found = jmask.explain(lambda t: jnp.sum(t) + jnm.cos(rows).sum(), TABLE)
+        tied = jmask.explain(PROGRAMS["tied"].loss, TABLE)
+    (note,) = found.notes
+    assert "`cos` made a sparse tensor" in note
+    assert "test_explain.py" in note
+    assert tied.notes == ()
+    assert tied["params"].note
+
+
+def test_printed_once(capsys, monkeypatch):
+    jmask.explain(dense_use, {"item": TABLE, "user": TABLE}, IDS)
+    assert capsys.readouterr().out == ""  # an interactive session shows what is returned
+    monkeypatch.delattr("sys.ps1")
+    found = jmask.explain(dense_use, {"item": TABLE, "user": TABLE}, IDS)
+    assert capsys.readouterr().out == f"{found!r}\n"
+
+
+def test_html():
+    found = jmask.explain(lambda p, ids: p["<b>"][ids].sum(), {"<b>": TABLE}, IDS)
+    html = found._repr_html_()
+    assert "<td>&lt;b&gt;</td>" in html
+    assert html.count("<tr>") == 3
+    assert "row-sparse, 3 rows" in html
+
+
+def test_bad_input():
+    with pytest.raises(TypeError, match=r"`params\['f'\]` is a function, not an array"):
+        jmask.explain(lambda p: 0.0, {"f": test_html})
+    with pytest.raises(TypeError, match="scalar-output"):
+        jmask.explain(lambda p: p, TABLE)
+    with pytest.raises(TypeError, match=r"`p\['n'\]` is int32"):
+        jmask.explain(lambda p: jnp.sum(p["t"]), {"t": TABLE, "n": IDS})
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: jmask.RowSparse.zeros((10**6, 8), nse=3),
+            "RowSparse(float32[1000000, 8], nse=3)",
+        ),
+        (lambda: jmask.packed(jnp.ones((9, 8)), platform="tpu"), "PackedTable(float32[9, 8])"),
+        (
+            lambda: jmask.sharded(jnp.ones((9, 8)), jax.make_mesh((1,), ("x",))),
+            "ShardedTable(float32[9, 8])",
+        ),
+        (
+            lambda: jmask.masked_tensor(jnp.ones(2), jnp.array([True, False])),
+            "MaskedTensor(float32[2])",
+        ),
+    ],
+)
+def test_tensors_show_themselves(make, text):
+    """Short, whatever the leaves are: arrays, tracers, shapes, anything."""
+    x, seen = make(), []
+    jax.eval_shape(lambda x: seen.append(repr(x)), x)
+    seen.append(repr(jax.eval_shape(lambda x: x, x)))
+    if "MaskedTensor" not in text:
+        seen.append(repr(x))
+    assert set(seen) == {text}
+    for leaf in (None, "x", 0, object()):
+        assert type(x).__name__ in repr(jax.tree.map(lambda _, leaf=leaf: leaf, x))

@@ -1,0 +1,129 @@
+"""Under `jax_numpy_dtype_promotion="strict"`: what jmask promotes it promotes in words.
+
+The optimizers of optax that pass under it are lifted under it, those of jmask all pass, on
+tables of 16 bits too; so do lookups, their gradients and the operations of jmask.
+That no rank is promoted holds for all tests: see `conftest`.
+"""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmask
+from tests.autodiff.test_semantics_of_gradients import OPERATIONS
+from tests.lookup_programs import PROGRAMS, TABLE
+from tests.optax_cases import NEEDS_VALUE, ROW_LOCAL
+from tests.sampling import sampled
+from tests.stored_tables import STEPS
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
+
+
+@pytest.fixture(autouse=True)
+def strict():
+    with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+def rows(dtype):
+    return jmask.RowSparse([1, 7, 1, -1], jnp.ones((4, 3), dtype), (50, 3))
+
+
+COMMON = {"weight_decay": 0.1, "clip_gradient": 0.5, "rescale_grad": 0.5}
+NAMED = {
+    "sgd": jmask.sgd(0.1),
+    "sgd, common": jmask.sgd(0.1, **COMMON),
+    "momentum": jmask.sgd(0.1, momentum=0.9),
+    "nesterov": jmask.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": jmask.adam(0.1),
+    "adam, common": jmask.adam(0.1, **COMMON, maximize=True),
+    "adam, schedule": jmask.adam(optax.linear_schedule(0.1, 0.2, 10)),
+    "adam, array": jmask.adam(jnp.float32(0.1)),
+    "adam, not lazy": jmask.adam(0.1, lazy_update=False),
+    "rowwise_adam": jmask.rowwise_adam(0.1, **COMMON),
+    "adagrad": jmask.adagrad(0.1, lr_decay=0.1, **COMMON),
+    "adagrad, not lazy": jmask.adagrad(0.1, lazy_update=False),
+    "rowwise_adagrad": jmask.rowwise_adagrad(0.1, lr_decay=0.1),
+    "ftrl": jmask.ftrl(0.1, l1=0.1),
+    "skip_nonfinite": jmask.skip_nonfinite(jmask.adam(0.1)),
+    "drop_nonfinite_rows": optax.chain(jmask.drop_nonfinite_rows(), jmask.adam(0.1)),
+    "clip_by_row_norm": optax.chain(jmask.clip_by_row_norm(1.0), jmask.sgd(0.1)),
+    "max_row_norm": optax.chain(jmask.sgd(0.1), jmask.max_row_norm(1.0)),
+    "densify": optax.chain(jmask.densify(), optax.sgd(0.1)),
+}
+
+
+def run(step, tx, dtype):
+    """Two steps, eagerly and under jit."""
+    results = []
+    for wrap in (lambda f: f, jax.jit):
+        take = wrap(lambda grads, state, params: STEPS[step](tx, grads, state, params))
+        params = jnp.ones((50, 3), dtype)
+        state = tx.init(params)
+        for _ in range(2):
+            params, state = take(rows(dtype), state, params)
+        results.append(params)
+    return results
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", sampled(NAMED, 2))
+def test_named_optimizers(name, step, dtype):
+    for params in run(step, NAMED[name], dtype):
+        assert params.dtype == dtype
+        with jax.numpy_dtype_promotion("standard"):
+            (expected, _) = run(step, NAMED[name], dtype)
+        np.testing.assert_allclose(
+            params.astype(jnp.float32), expected.astype(jnp.float32), 1e-2, 1e-2
+        )
+
+
+def as_refused(stock):
+    """What must be raised where the stock function is refused; nothing otherwise."""
+    try:
+        stock()
+    except ValueError:
+        return pytest.raises(ValueError, match="promotion")
+    return contextlib.nullcontext()
+
+
+def test_multi_steps():
+    for step in STEPS:
+        run(step, jmask.multi_steps(jmask.adagrad(0.1), 2, like=rows("float32")), "float32")
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", sampled([n for n in ROW_LOCAL if n not in NEEDS_VALUE], 4))
+def test_lifted_optimizers(name, step):
+    inner, params = ROW_LOCAL[name](), jnp.ones((50, 3))
+    with as_refused(lambda: inner.update(params, inner.init(params), params)):
+        run(step, jmask.lazy(inner), "float32")
+
+
+@pytest.mark.parametrize("name", sampled(PROGRAMS, 4))
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
+def test_gradients(name):
+    loss = PROGRAMS[name].loss
+    with as_refused(lambda: jax.grad(loss)(TABLE)):
+        result = jmask.todense(jmask.grad(loss)(TABLE))
+        np.testing.assert_allclose(result, jax.grad(loss)(TABLE), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning", "ignore:Explicitly")
+def test_operations(name):
+    OPERATIONS[name].function(*OPERATIONS[name].args)
+
+
+def test_a_tangent_has_no_indices():
+    x = rows("float32")
+    _, tangent = jax.jvp(lambda v: x.with_values(2.0 * v), (x.values,), (x.values,))
+    with pytest.raises(TypeError, match=r"tangent.*x\.with_values\(tangent\.values\)"):
+        tangent.todense()
+    np.testing.assert_array_equal(x.with_values(tangent.values).todense(), 2 * x.todense())

@@ -1,0 +1,100 @@
+"""Rules about the source itself."""
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from jmask._tensors import methods as _methods
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "jmask").rglob("*.py"))
+EVERYTHING = [
+    *SOURCES,
+    *(ROOT / "examples").rglob("*.py"),
+    *(ROOT / "benchmarks").rglob("*.py"),
+    *(p for p in (ROOT / "tests").rglob("*.py") if p != Path(__file__)),
+]
+
+
+@pytest.mark.parametrize("path", EVERYTHING, ids=lambda p: str(p.relative_to(ROOT)))
+def test_only_public_jax(path):
+    assert "jax._src" not in path.read_text()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name.split(".")[0] in ("jax", "optax"):
+                assert "._" not in name, name
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.name)
+def test_public_functions_have_examples(path):
+    """Every function and class that `__init__` exports has a doctested example."""
+    init = (ROOT / "jmask" / "__init__.py").read_text()
+    for node in ast.parse(path.read_text()).body:
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            continue
+        if f"from jmask.{path.stem} import {node.name} as" in init:
+            doc = ast.get_docstring(node) or ""
+            assert ">>>" in doc or "Warning" in node.name, f"{node.name} has no example"
+
+
+def test_supported_versions_are_the_same_everywhere():
+    """The classifiers, the interpreters that make looks for, and the README."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = [re.fullmatch(r".*Python :: (3\.\d+)", x) for x in project["classifiers"]]
+    versions = [match[1] for match in found if match]
+    (line,) = re.findall(
+        r"^PYTHON \?= .*interpreter (.*)\)$", (ROOT / "Makefile").read_text(), re.M
+    )
+    assert versions[::-1] == line.split()
+    assert project["requires-python"] == f">={versions[0]}"
+    rows = re.findall(r"^\| \w+ \| (3\.\d+) \|", (ROOT / "README.md").read_text(), re.M)
+    assert rows == versions[::-1]
+
+
+def test_parameters_of_equations_are_read_in_one_place():
+    """All that depends on how JAX writes programs is in `_base.forms`."""
+    for path in SOURCES:
+        if path.name != "_forms.py":
+            assert not re.search(
+                r"\b(eqn|twin|equation)\.params(\[|\.get)", path.read_text()
+            ), path
+
+
+def test_every_method_is_installed():
+    for path in SOURCES:
+        for name in re.findall(r"\b(?:method|call)\(\"(\w+)\"", path.read_text()):
+            assert name in _methods._installed, f"{path.name}: nothing is installed as {name!r}"
+
+
+def test_nothing_is_imported_late():
+    """Imports inside functions hide circles; bridges import their other end when called."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            for inner in ast.walk(node) if isinstance(node, ast.FunctionDef) else ():
+                if isinstance(inner, ast.ImportFrom):
+                    assert not (inner.module or "").startswith("jmask"), (path.name, node.name)
+
+
+def test_import_does_not_need_extras():
+    """Run-time dependencies are jax, jaxlib and optax; a bridge needs its other end."""
+    needed = {"jax", "jaxlib", "optax", "numpy", "jmask"}
+    bridges = {"sparsecore.py": {"jax_tpu_embedding"}, "_printing.py": {"treescope"}}
+    for path in SOURCES:
+        allowed = needed | bridges.get(path.name, set())
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                top = (node.module or "").split(".")[0]
+            elif isinstance(node, ast.Import):
+                top = node.names[0].name.split(".")[0]
+            else:
+                continue
+            assert top in allowed or top in __import__("sys").stdlib_module_names, top

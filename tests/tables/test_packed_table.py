@@ -1,0 +1,354 @@
+"""A packed table is its array in another form: bits, gradients and trajectories agree."""
+
+import functools
+import itertools
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import jmask
+from jmask._tables.packed import LANES, part_shapes
+from tests.sampling import sampled
+from tests.stored_tables import (
+    OPTIMIZERS,
+    STEPS,
+    assert_other_rows_untouched,
+    assert_same_run,
+    bits,
+    numbers,
+    trained,
+    trained_array,
+)
+
+pytestmark = pytest.mark.devices
+
+ROWS = [(1,), (8,), (16,), (32,), (64,), (100,), (128,), (200,), (3, 5), ()]
+DTYPES = ["float32", "bfloat16", "float64"]
+V = 21
+
+
+def table_of(row: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+    """Numbers of all kinds: nan, infinities and zeros of both signs among them."""
+    x = np.random.default_rng(0).normal(size=(V, *row))
+    special = [np.nan, -0.0, np.inf, 0.0, -np.inf, -0.0]
+    x.reshape(-1)[np.linspace(0, x.size - 1, len(special)).astype(int)] = special
+    return jnp.asarray(x, dtype)
+
+
+# --- the form ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "dtype"), sampled([(row, dtype) for row in ROWS for dtype in DTYPES], 4)
+)
+def test_bits(row, dtype):
+    """Packed, read, written and unpacked, every bit is where it was in the array."""
+    with jax.enable_x64(dtype == "float64"):
+        x = table_of(row, dtype)
+        # Rows 3 and 4 share a line where rows are narrow; the last line is not full.
+        touched = np.array([0, 3, 4, 11, V - 1])
+        new = x[::-1][touched].at[1].set(-0.0).at[2].set(jnp.nan)
+        gradient = jmask.RowSparse(np.append(touched, V), jnp.zeros((6, *row)), x.shape)
+        ids = jnp.array([V - 1, 3, 0, 3, 11, 4])
+
+        @jax.jit
+        def moved(x, new):
+            table = jmask.PackedTable.pack(x)
+            rows = jnp.concatenate([new, new[:1]])  # what padding holds is not written
+            written = table.set_rows(table.distinct(gradient), rows)
+            return table, table.todense(), table.read(ids), written, written.todense()
+
+        table, dense, read, written, after = moved(x, new)
+        assert [part.shape for part in table.parts] == part_shapes(x.shape)
+        assert table.dtype == x.dtype
+        assert all(part.shape[1] % LANES == 0 for part in written.parts)
+        expected = np.array(x)
+        expected[touched] = new
+        for actual, wanted in ((dense, x), (read, x[ids]), (after, expected)):
+            np.testing.assert_array_equal(bits(actual), bits(wanted))
+
+
+def test_size_is_that_of_the_array():
+    for columns in (1, 8, 64, 100, 200):
+        shapes = part_shapes((10**6, columns))
+        assert sum(a * b for a, b in shapes) <= 10**6 * columns + LANES * len(shapes)
+
+
+@pytest.mark.parametrize("row", [(8,), (100,), (3, 5)])
+def test_full(row):
+    like = jmask.PackedTable.pack(table_of(row))
+    for shape, value, dtype in (((1,), 0.5, jnp.float32), (row, -1.0, jnp.bfloat16)):
+        full = like.full(shape, value, dtype)
+        assert full.dtype == dtype
+        np.testing.assert_array_equal(full, np.full((V, *shape), value))
+
+
+def test_ids_outside_the_table():
+    x = table_of((100,))
+    table = jmask.PackedTable.pack(x)
+    ids = jnp.array([[V - 1, V, -1], [V + 500, 2, 1]])
+    for mode in ("fill", "clip", "zero"):
+        lookup = functools.partial(jmask.embedding_lookup, mode=mode, padding_id=-1)
+        np.testing.assert_array_equal(lookup(table, ids), lookup(x, ids))
+    with pytest.raises(IndexError, match="no row of the table"):
+        jmask.embedding_lookup(table, [V], mode="raise")
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_few_rows(count):
+    x = jnp.ones((count, 20))
+    table, ids = jmask.PackedTable.pack(x), jnp.array([0, 0])
+    lookup = functools.partial(jmask.embedding_lookup, mode="zero")
+    np.testing.assert_array_equal(lookup(table, ids), lookup(x, ids))
+    np.testing.assert_array_equal(table.todense(), x)
+    assert table[jnp.zeros((0, 2), int)].shape == (0, 2, 20)
+
+    @jax.jit
+    def step(table):
+        gradient = jmask.grad(lambda t: jnp.sum(lookup(t, ids)))(table)
+        return jmask.apply_gradients(
+            jmask.sgd(1.0), gradient, jmask.sgd(1.0).init(table), table
+        )
+
+    np.testing.assert_array_equal(step(table)[0], x - 2)
+
+
+def test_packed_is_for_tpus():
+    narrow, wide = jnp.ones((10, 64)), jnp.ones((10, 256))
+    assert isinstance(jmask.packed(narrow, platform="tpu"), jmask.PackedTable)
+    for platform in ("cpu", "gpu", None):
+        assert jmask.packed(narrow, platform) is narrow
+    assert jmask.packed(wide, platform="tpu") is wide
+
+
+# --- as a tree ---------------------------------------------------------------------------
+
+
+def test_tree():
+    table = jmask.PackedTable.pack(table_of((100,)))
+    leaves, structure = jax.tree.flatten(table)
+    assert [leaf.shape for leaf in leaves] == part_shapes(table.shape)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(table)]
+    assert paths == [".parts[0]", ".parts[1]", ".parts[2]"]
+    for copy in (
+        structure.unflatten(leaves),
+        jax.jit(lambda t: t)(table),
+        pickle.loads(pickle.dumps(table)),
+    ):
+        assert repr(copy) == "PackedTable(float32[21, 100])"
+        assert len(copy) == V
+        assert copy.ndim == 2
+        np.testing.assert_array_equal(bits(copy), bits(table_of((100,))))
+    assert repr(jax.tree.map(lambda _: None, table)) == "PackedTable(?[21, 100])"
+    with pytest.raises(ValueError, match="no array to share"):
+        np.array(table, copy=False)
+
+
+def test_orbax(tmp_path):
+    table = jmask.PackedTable.pack(table_of((3, 5)))
+    state = jmask.rowwise_adagrad().init({"table": table})
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "run", (table, state))
+        checkpointer.wait_until_finished()
+        read, state_read = checkpointer.restore(tmp_path / "run", (table, state))
+    np.testing.assert_array_equal(bits(read), bits(table))
+    assert jax.tree.structure(state_read) == jax.tree.structure(state)
+
+
+def test_donated_parts_are_written_in_place():
+    tx, table = jmask.adam(0.1), jmask.PackedTable.pack(jnp.ones((10**4, 100)))
+    state = tx.init(table)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(table, state, ids):
+        gradient = jmask.grad(lambda t: jnp.sum(t[ids] ** 2))(table)
+        return jmask.apply_gradients(tx, gradient, state, table)
+
+    compiled = step.lower(table, state, jnp.arange(8)).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= 3 * 10**4 * 100 * 4
+    assert memory.temp_size_in_bytes < 10**4 * 100 * 4 / 10
+    old = table.parts
+    compiled(table, state, jnp.arange(8))
+    assert all(part.is_deleted() for part in old)
+
+
+# --- gradients ---------------------------------------------------------------------------
+
+IDS = jnp.array([[1, 3, 3], [20, 7, 2]])
+BAG_WEIGHTS = jnp.array([[1.0, 2.0, -1.0], [0.5, 1.0, 1.0]])
+
+
+def in_scan(table, wrap=lambda f: f):
+    @wrap
+    def body(total, ids):
+        return total + jnp.sum(jnp.sin(table[ids])), None
+
+    return jax.lax.scan(body, jnp.float32(0), IDS)[0]
+
+
+LOSSES = {
+    "index": lambda t: jnp.sum(jnp.sin(t[IDS])),
+    "lookup": lambda t: jnp.sum(
+        jnp.sin(jmask.embedding_lookup(t, IDS, padding_id=3, mode="clip", max_norm=1.0))
+    ),
+    "bag": lambda t: jnp.sum(
+        jnp.sin(jmask.embedding_bag(t, IDS, weights=BAG_WEIGHTS, combiner="mean"))
+    ),
+    "bag, max": lambda t: jnp.sum(jnp.sin(jmask.embedding_bag(t, IDS, combiner="max"))),
+    "scan": in_scan,
+    "scan, remat": functools.partial(in_scan, wrap=jax.checkpoint),
+    "vmap": lambda t: jnp.sum(jax.vmap(lambda ids: jnp.sin(t[ids]).prod(0))(IDS)),
+    "cond": lambda t: jax.lax.cond(IDS[0, 0] > 0, lambda: jnp.sum(t[IDS] ** 2), lambda: 0.0),
+    "not used": lambda t: jnp.float32(3),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+def test_gradient(loss):
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(V, 12)), jnp.float32)
+    with jmask.strict():
+        value, gradient = jax.jit(jmask.value_and_grad(loss))(jmask.PackedTable.pack(x))
+    assert isinstance(gradient, jmask.RowSparse)
+    assert gradient.nse <= max(IDS.size, 1) or loss is LOSSES["not used"]
+    expected = jax.jit(jax.value_and_grad(loss))(x)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    np.testing.assert_allclose(gradient.todense(), expected[1], rtol=1e-5, atol=1e-6)
+
+
+def test_gradient_vmapped():
+    """The whole of value_and_grad under vmap, one batch of ids for each."""
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(V, 12)), jnp.float32)
+    table = jmask.PackedTable.pack(x)
+
+    def gradient(table, grad, ids):
+        result = grad(lambda t: jnp.sum(jnp.sin(t[ids])))(table)
+        return result.todense() if isinstance(result, jmask.RowSparse) else result
+
+    ours = jax.vmap(lambda ids: gradient(table, jmask.grad, ids))(IDS)
+    stock = jax.vmap(lambda ids: gradient(x, jax.grad, ids))(IDS)
+    np.testing.assert_allclose(ours, stock, rtol=1e-5, atol=1e-6)
+
+
+def test_stock_gradient_is_dense_and_right():
+    """jax.grad differentiates the parts: a gradient as large as the table, not zeros."""
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(V, 12)), jnp.float32)
+    ours = jax.grad(LOSSES["index"])(jmask.PackedTable.pack(x))
+    assert isinstance(ours, jmask.PackedTable)
+    expected = jax.grad(LOSSES["index"])(x)
+    assert np.abs(expected).max() > 0.1
+    np.testing.assert_allclose(ours.todense(), expected, rtol=1e-5, atol=1e-6)
+
+
+# --- optimizers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "apply"),
+    sampled(
+        [
+            (name, list(STEPS)[(i + other) % 2])
+            for i, name in enumerate(OPTIMIZERS)
+            for other in (0, 1)
+        ],
+        2,
+    ),
+)
+def test_trajectory(name, apply):
+    """That of the array, and rows not touched keep their bits, also beside touched ones."""
+    tx, x = OPTIMIZERS[name], numbers()
+    actual = trained(jmask.PackedTable.pack(x), tx, STEPS[apply])
+    assert_same_run(actual, trained_array(name))
+    assert_other_rows_untouched(actual, x)
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    sampled([(row, name) for row in ((100,), (3, 5), (128,)) for name in OPTIMIZERS], 10),
+)
+def test_trajectory_of_other_rows(row, name):
+    tx, x = OPTIMIZERS[name], numbers(row)
+    actual = trained(jmask.PackedTable.pack(x), tx, STEPS["apply_gradients"])
+    assert_same_run(actual, trained(x, tx, STEPS["apply_gradients"]))
+    assert_other_rows_untouched(actual, x)
+
+
+def test_bfloat16_rounded_stochastically():
+    x, tx = numbers().astype(jnp.bfloat16), jmask.sgd(1e-5)
+    gradient = jmask.RowSparse([2, 3], jnp.ones((2, 12)), x.shape)
+    table = jmask.PackedTable.pack(x)
+    keys = jax.random.split(jax.random.key(0), 200)
+
+    @jax.jit
+    def mean_step(keys):
+        step = lambda key: jmask.apply_gradients(tx, gradient, tx.init(table), table, key=key)
+        new = jax.vmap(lambda key: step(key)[0].todense())(keys)
+        return jnp.mean(new.astype(jnp.float32) - x[None].astype(jnp.float32), axis=0)
+
+    moved = mean_step(keys)
+    assert moved[2:4].mean() == pytest.approx(-1e-5, rel=0.5)
+    assert not moved[:2].any()
+    assert not moved[4:].any()
+
+
+# --- what is refused ---------------------------------------------------------------------
+
+
+def masked_gradient(shape):
+    rows = jmask.RowSparse([1], jnp.ones((1, *shape[1:])), shape)
+    return jmask.masked_tensor(rows, rows.values > 0)
+
+
+REFUSED = {
+    "dense": (lambda shape: jnp.ones(shape), "(is dense|RowSparse).*jmask.grad"),
+    "shape": (
+        lambda shape: jmask.RowSparse([1], jnp.ones((1, 9)), (V, 9)),
+        r"of shape \(21, 9\) does not fit its parameter of shape \(21, 12\)",
+    ),
+    "masked": (masked_gradient, "RowSparse, as jmask.grad gives it, got MaskedTensor"),
+}
+
+
+@pytest.mark.parametrize(
+    ("why", "apply", "tx"),
+    [
+        (why, apply, tx)
+        for i, (why, apply) in enumerate(itertools.product(REFUSED, STEPS))
+        for tx in [(jmask.adam(), jmask.lazy(optax.adam(0.1)))[(i + i // 2) % 2]]
+    ],
+)
+def test_refused_gradients(why, apply, tx):
+    gradient, message = REFUSED[why]
+    params = {"table": jmask.PackedTable.pack(numbers())}
+    with pytest.raises((TypeError, ValueError), match=message):
+        STEPS[apply](tx, {"table": gradient((V, 12))}, tx.init(params), params)
+
+
+@pytest.mark.parametrize(
+    "tx", [optax.chain(jmask.densify(), optax.sgd(0.1)), jmask.sgd(0.1, lazy_update=False)]
+)
+def test_zero_semantics_are_refused(tx):
+    table = jmask.PackedTable.pack(numbers())
+    gradient = jmask.RowSparse([1], jnp.ones((1, 12)), table.shape)
+    with pytest.raises(ValueError, match=r"leave out `densify\(\)`.*`table.todense\(\)`"):
+        tx.update(gradient, tx.init(table), table)
+
+
+@pytest.mark.parametrize("bad", [jnp.arange(3), jnp.float32(1), jnp.ones((2, 3), bool)])
+def test_what_is_no_table(bad):
+    with pytest.raises(ValueError, match="`table` must be a floating array"):
+        jmask.packed(bad, platform="tpu")
+
+
+def test_state_without_rows():
+    """One number for each parameter, which is not kept as tables are."""
+    table = jmask.packed(jnp.ones((40, 16)), platform="tpu")
+    tx, gradient = jmask.lazy(optax.novograd(0.1)), jmask.RowSparse.zeros((40, 16), nse=1)
+    with pytest.raises(ValueError, match=r"`state\[0\]\.nu` is kept as .* shape \(\).*todense"):
+        tx.update(gradient, tx.init(table), table)

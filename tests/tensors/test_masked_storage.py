@@ -1,0 +1,282 @@
+"""Storages: from each to each, sizes, padding, gradients, NumPy; and what is refused."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.sparse import BCOO, BCSR
+
+import jmask
+from jmask._tensors.masked_storage import from_numpy_ma, to_numpy_ma, to_storage
+from jmask._tensors.storage import stored_values
+from tests.moved_entries import DTYPES, assert_masked, coo, example
+
+KINDS = ("default", "coo", "csr", "row_sparse")
+MASK = np.array([[1, 0, 1], [0, 0, 0], [0, 1, 1], [1, 0, 0]], bool)
+DATA = np.where(MASK, np.arange(1, 13).reshape(4, 3), np.nan).astype(np.float32)
+X = jmask.masked_tensor(DATA, MASK)
+NEEDED = {"coo": 5, "csr": 5, "row_sparse": 3}
+UNSORTED = BCOO(
+    (
+        jnp.array([7.0, 1, 3, 8, 99, 9]),
+        jnp.array([[3, 0], [0, 0], [0, 2], [2, 1], [4, 3], [2, 2]]),
+    ),
+    shape=(4, 3),
+)
+
+
+@pytest.fixture(scope="module")
+def sources():
+    """The same tensor in every storage."""
+    return {kind: to_storage(X, kind) for kind in KINDS}
+
+
+def assert_same(x, data=DATA, mask=MASK):
+    assert_masked(x, data, mask)
+    np.testing.assert_array_equal(x.to_tensor(-1), np.where(mask, data, -1))
+
+
+@pytest.mark.parametrize(("source", "target"), [*itertools.product(KINDS, KINDS)])
+def test_from_each_to_each(source, target, sources):
+    x = sources[source]
+    y = to_storage(x, target)
+    assert y.stype == target
+    assert y.dtype == np.float32
+    assert_same(y)
+    if target == "default":
+        return
+    assert y.storage.nse == NEEDED[target]
+    # Room to spare: padding, which is not valid. Too small: nan in all that is left.
+    sizes = (NEEDED[target] + 2, 2) if source in ("default", "coo") else (NEEDED[target] + 2,)
+    roomy, *short = jax.jit(lambda x: [to_storage(x, target, nse=n) for n in sizes])(x)
+    assert roomy.storage.nse == sizes[0]
+    assert_same(roomy)
+    assert not np.asarray(roomy.valid)[NEEDED[target] :].any()
+    for y in short:
+        left = np.asarray(stored_values(y.storage))[np.asarray(y.valid)]
+        assert left.size
+        assert np.isnan(left).all()
+    with pytest.raises(ValueError, match=r"`nse`=2 is too small: \d"):
+        to_storage(x, target, nse=2)
+    # The size must be known.
+    if source != target:
+        with pytest.raises(ValueError, match="`nse`"):
+            jax.jit(lambda x: to_storage(x, target))(x)
+    with pytest.raises(ValueError, match="nse"):
+        to_storage(x, target, nse=-1)
+    with pytest.raises(ValueError, match="`nse`=0"):
+        jax.jit(lambda x: to_storage(x, target, nse=0))(x)
+    whole = x.astype(jnp.int32)
+    with pytest.raises(ValueError, match="nse"):
+        jax.jit(lambda x: to_storage(x, target, nse=2))(whole)
+
+
+@pytest.mark.parametrize("target", KINDS[1:])
+def test_gradients_and_batches(target, sources):
+    weights = np.arange(1, 13).reshape(4, 3)
+    other = jmask.masked_tensor(DATA[::-1], MASK[::-1])
+    both = jax.tree.map(lambda *a: np.stack(a), X, other)
+
+    def loss(values, x):
+        y = to_storage(x.with_values(values), target, nse=6)
+        return (y.to_tensor(0) * weights).sum()
+
+    @jax.jit
+    def compiled(sources, both):
+        grads = {k: jax.grad(loss)(stored_values(x.storage), x) for k, x in sources.items()}
+        return grads, jax.vmap(lambda x: to_storage(x, target, nse=6).to_dense())(both)
+
+    # One source whose entries are found by their number, and one by their indices.
+    sources = {kind: sources[kind] for kind in ("default", "coo")}
+    grads, batch = compiled(sources, both)
+    for kind, x in sources.items():
+        assert_same(x.with_values(grads[kind]), np.where(MASK, weights, 0))
+        assert not np.asarray(grads[kind])[~np.asarray(x.valid)].any()
+    assert_masked(batch, both.data, both.mask)
+    # The mask is known although the data is traced.
+    convert = lambda data: to_storage(jmask.masked_tensor(data, MASK), target).storage
+    exact = jax.grad(lambda data: stored_values(convert(data))[0].sum())(X.data)
+    assert exact[0, 0] == 1
+
+
+@pytest.mark.parametrize("target", KINDS)
+def test_unsorted_padded_source(target):
+    x = jmask.masked_tensor(UNSORTED)
+    y = to_storage(x, target, nse=6)
+    data = np.where(MASK, np.asarray(UNSORTED.todense()), 0)
+    assert_same(y, data)
+    if target == "csr":
+        starts, columns = np.asarray(y.storage.indptr), np.asarray(y.storage.indices)
+        assert starts.tolist() == [0, 2, 2, 4, 5]
+        assert columns[:5].tolist() == [0, 2, 1, 2, 0]
+
+
+@pytest.mark.rank_promotion
+def test_dense_dimensions_and_vectors():
+    blocks = BCOO.fromdense(jnp.nan_to_num(X.data)[:, :, None] * jnp.ones(2), n_dense=1)
+    x = jmask.masked_tensor(blocks)
+    mask = np.repeat(MASK[..., None], 2, -1)
+    data = np.repeat(DATA[..., None], 2, -1)
+    for target in ("coo", "row_sparse"):
+        assert_same(to_storage(x, target), data, mask)
+    vector = jmask.masked_tensor(jnp.arange(3.0), [False, True, True])
+    for target in ("coo", "row_sparse"):
+        y = to_storage(vector, target)
+        assert y.storage.nse == 2
+        assert_masked(y, np.arange(3.0), [False, True, True])
+
+
+def test_row_sparse_keeps_masked_entries_of_a_row():
+    x = X.to_row_sparse()
+    np.testing.assert_array_equal(x.storage.indices, [0, 2, 3])
+    np.testing.assert_array_equal(x.valid, MASK[[0, 2, 3]])
+    x.storage.validate()
+    assert X.to_sparse().stype == "coo"
+    assert X.to_sparse_csr().stype == "csr"
+    same = X.to_sparse()
+    assert same.to_sparse() is same
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0,)])
+def test_empty(shape):
+    x = jmask.masked_tensor(jnp.zeros(shape))
+    for target in KINDS:
+        if target != "csr" or len(shape) == 2:
+            y = to_storage(x, target)
+            assert y.shape == shape
+            assert y.to_dense().shape == shape
+    nothing = jmask.masked_tensor(jnp.ones((2, 3)), False)
+    for target in KINDS:
+        assert not to_storage(nothing, target).to_dense().mask.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes_and_numpy_ma(dtype):
+    x = example(dtype)
+    everything = jax.jit(lambda x: [to_storage(x, target, nse=12) for target in KINDS])
+    for y in everything(x):
+        assert y.dtype == dtype
+        assert_masked(y, x.data, x.mask)
+        array = to_numpy_ma(y)
+        assert isinstance(array, np.ma.MaskedArray)
+        np.testing.assert_array_equal(array.mask, ~np.asarray(x.mask))
+        back = from_numpy_ma(array)
+        assert back.dtype == dtype
+        assert_masked(back, x.data, x.mask)
+
+
+def test_numpy_ma():
+    array = np.ma.masked_array([1.0, 2.0], mask=[True, False])
+    assert from_numpy_ma(array).tolist() == [None, 2.0]
+    assert from_numpy_ma(np.arange(2)).tolist() == [0, 1]
+    assert to_numpy_ma(jnp.arange(2)).sum() == 1
+    array = to_numpy_ma(X)
+    array[0, 0] = 5  # a copy that may be written to
+    assert X[0, 0].item() == 1
+    with pytest.raises(jax.errors.TracerArrayConversionError):
+        jax.jit(to_numpy_ma)(X)
+
+
+def test_scan_carries_every_storage(sources):
+    for x in sources.values():
+        total, _ = jax.lax.scan(
+            lambda x, _: (x.with_values(stored_values(x.storage) + 1), None), x, length=2
+        )
+        assert_same(total, DATA + 2)
+
+
+STORED = {"coo": BCOO.fromdense, "csr": BCSR.fromdense, "rows": jmask.RowSparse.fromdense}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("kind", "mask_kind"), [*itertools.product(("coo", "csr"), repeat=2), ("rows", "rows")]
+)
+def test_a_sparse_mask_of_other_positions(kind, mask_kind, wrap):
+    """Valid is what the data stores and the mask says; the storage is that of the mask."""
+    rng = np.random.default_rng(3)
+    data = rng.integers(0, 3, (5, 4)) * 1.0
+    mask = rng.random((5, 4)) < 0.5
+    mask[2], mask[3] = True, False
+    stored, of_mask = STORED[kind](jnp.asarray(data)), STORED[mask_kind](jnp.asarray(mask))
+    x = wrap(jmask.masked_tensor)(stored, of_mask)
+    exists = (data != 0).any(1, keepdims=True) if kind == "rows" else data != 0
+    assert x.stype == {"rows": "row_sparse"}.get(mask_kind, mask_kind)
+    np.testing.assert_array_equal(x.to_dense().mask, mask & exists)
+    np.testing.assert_array_equal(x.to_tensor(7), np.where(mask & exists, data, 7))
+    everything = jmask.masked_tensor(stored, STORED[mask_kind](jnp.zeros((5, 4), bool)))
+    assert not everything.to_dense().mask.any()
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("kind", ["coo", "csr", "rows"])
+def test_equal_positions_are_the_sum_of_what_is_valid(kind, wrap):
+    """A twin that is masked, whatever its number, does not take the other one with it."""
+    values, valid = np.array([1.0, np.nan, 3, 4, np.inf]), np.array([1, 0, 1, 1, 0], bool)
+    ids = np.array([1, 1, 0, 0, 2])
+    if kind == "rows":
+        storage = jmask.RowSparse(ids, jnp.asarray(values)[:, None], (3, 1))
+        valid = valid[:, None]
+    else:
+        storage = BCOO(
+            (jnp.asarray(values), jnp.stack([jnp.asarray(ids), jnp.zeros(5, int)], 1)),
+            shape=(3, 1),
+        )
+    if kind == "csr":
+        storage = BCSR.from_bcoo(storage.sort_indices())
+        order = np.argsort(ids, kind="stable")
+        valid, storage.data = valid[order], jnp.asarray(values[order])
+    x = wrap(jmask.masked_tensor)(storage, valid)
+    assert x.to_dense().mask.ravel().tolist() == [True, True, False]
+    assert x.to_tensor(-1).ravel().tolist() == [7, 1, -1]
+
+
+BAD = {
+    "mask not boolean": (
+        TypeError,
+        "boolean",
+        lambda: jmask.masked_tensor(DATA, np.ones((4, 3))),
+    ),
+    "shapes": (
+        ValueError,
+        "broadcast",
+        lambda: jmask.masked_tensor(DATA, np.ones((4, 2), bool)),
+    ),
+    "rows for entries": (
+        ValueError,
+        "store positions in the same way",
+        lambda: jmask.masked_tensor(
+            X.to_sparse().data, jmask.RowSparse([1], np.ones((1, 3), bool), (4, 3))
+        ),
+    ),
+    "another shape": (
+        ValueError,
+        "must have one shape",
+        lambda: jmask.masked_tensor(X.to_sparse().data, coo(MASK[:2])),
+    ),
+    "stored mask": (
+        ValueError,
+        "stored values",
+        lambda: jmask.masked_tensor(X.to_sparse().data, np.ones(3, bool)),
+    ),
+    "no storage": (TypeError, "storage", lambda: jmask.masked_tensor("text")),
+    "twice masked": (TypeError, "already", lambda: jmask.masked_tensor(X, MASK)),
+    "batch": (
+        ValueError,
+        "batch",
+        lambda: jmask.masked_tensor(BCOO.fromdense(jnp.ones((2, 2)), n_batch=1)),
+    ),
+    "unknown stype": (ValueError, "'row_sparse'", lambda: to_storage(X, "csc")),
+    "csr of a vector": (ValueError, "two dimensions", lambda: X[0].to_sparse_csr()),
+    "coo of a scalar": (ValueError, "without dimensions", lambda: X[0, 0].to_sparse()),
+    "rows of a scalar": (ValueError, "without dimensions", lambda: X[0, 0].to_row_sparse()),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refused(case):
+    error, message, make = BAD[case]
+    with pytest.raises(error, match=message):
+        make()
