@@ -57,16 +57,26 @@ def _bind(eqn: JaxprEqn, *inputs: Any) -> Any:
     return eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
 
 
-def _is_literal_zero(x: Any) -> bool:
+def _is_literal(x: Any) -> bool:
     # Values that are traced or computed are never looked at.
-    return isinstance(x, bool | int | float | np.generic | np.ndarray) and not np.any(x)
+    return isinstance(x, bool | int | float | complex | np.generic | np.ndarray)
+
+
+def _is_literal_zero(x: Any) -> bool:
+    return _is_literal(x) and not np.any(x)
+
+
+def _is_not_finite(x: Any) -> bool:
+    """Whether a literal is infinite or nan: it makes nan of the zeros that are no rows."""
+    return _is_literal(x) and not np.all(np.isfinite(x))
 
 
 def _as_scalar(x: Any) -> Any | None:
     """The scalar that `x` is everywhere, if that is known without looking at values."""
     if isinstance(x, Filled):
         return x.value
-    return x if not isinstance(x, Rows) and np.ndim(x) == 0 else None
+    is_scalar = not isinstance(x, Rows) and np.ndim(x) == 0
+    return x if is_scalar and not _is_not_finite(x) else None
 
 
 # --- demand: which inputs may be symbolic ------------------------------------------------
@@ -135,7 +145,7 @@ def _broadcast(
         return None
     if isinstance(operand, Rows):
         return _broadcast_rows(eqn, operand)
-    if np.ndim(operand) != 0:
+    if np.ndim(operand) != 0 or _is_not_finite(operand):
         return None
     if isinstance(eqn.invars[0], Literal) and _is_literal_zero(operand):
         return [_zero_rows(eqn)]
@@ -269,7 +279,7 @@ def _multiply(
 
 def _divide(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     x, y = inputs
-    divisor = _as_scalar(y)
+    divisor = None if _is_literal_zero(y) else _as_scalar(y)
     # The quotient of integers is rounded: that of a sum is another.
     if not isinstance(x, Rows) or divisor is None or not jnp.issubdtype(x.dtype, jnp.inexact):
         return None

@@ -277,6 +277,24 @@ def test_random_rules_at_length(rule):
 # --- every step and every rule -----------------------------------------------------------
 
 
+@pytest.mark.parametrize("number", [np.inf, np.nan, -np.inf])
+@pytest.mark.parametrize("shape", [(), (1, 1), (6, 2)])
+def test_numbers_that_make_nan_of_zeros(number, shape):
+    """What is known when the program is written: 0 times infinity, and 0 divided by 0."""
+    rules = (
+        lambda g: g * jnp.full(shape, number),
+        lambda g: jnp.full(shape, number) * g,
+        lambda g: g / jnp.zeros(shape),
+        lambda g: (g / np.float32(0)) * 0.0 if shape == () else g * number,
+    )
+    for rule in rules:
+        loss, table = loss_of(rule), jnp.ones((6, 2))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", jmask.StorageFallbackWarning)
+            result = jmask.todense(jmask.grad(loss)(table, IDS))
+        np.testing.assert_array_equal(result, jax.grad(loss)(table, IDS))
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_step(name):
     for shape, number in (((6, 2), 1), ((4, 2, 1), 2), ((1, 2), 7)):
