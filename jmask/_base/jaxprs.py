@@ -9,7 +9,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jmask._base.array_types import varying_alike
 from jmask._base.forms import CALLS, called, name_of
@@ -34,6 +34,15 @@ def only_arithmetic(jaxpr: Jaxpr) -> bool:
         only_arithmetic(called(eqn)[0]) if name_of(eqn) in CALLS else is_arithmetic(eqn)
         for eqn in jaxpr.eqns
     )
+
+
+def lifted(program: ClosedJaxpr) -> Jaxpr:
+    """The program as a function of its constants, then of its arguments; it holds no array.
+
+    What JAX keeps, such as a function given to `custom_jvp`, must not hold a tracer.
+    """
+    jaxpr = program.jaxpr
+    return jaxpr.replace(constvars=(), invars=(*jaxpr.constvars, *jaxpr.invars))
 
 
 def read(values: dict[Any, Any], v: Any) -> Any:

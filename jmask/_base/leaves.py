@@ -52,8 +52,8 @@ def as_table(table: Any) -> jax.Array:
 
 def is_about_structure(error: ValueError) -> bool:
     """Whether JAX raised it for trees that were mapped together and differ."""
-    words = ("pytree", "Expected", "mismatch", "structure")
-    return any(word in str(error) for word in words)
+    words = ("pytree", "expected", "mismatch", "structure")
+    return any(word in str(error).lower() for word in words)
 
 
 def not_an_array(name: str, leaf: Any, advice: str) -> TypeError:

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import Jaxpr
 
 from jmask._base.array_types import typed_like
+from jmask._base.jaxprs import lifted
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.spread_sums import agreed
 from jmask._lazy.state_rows import check_state_type
@@ -155,9 +156,10 @@ def update_if(
     if _is_known(take):
         return run(state) if take else (_no_update(jax.eval_shape(run, state)[0]), state)
     program, shapes = jax.make_jaxpr(run, return_shape=True)(state)
+    jaxpr = lifted(program)
 
     def run_alone(_: Any, state: Any, given: Sequence[Any]) -> Any:
-        return _results(program, shapes, given, state)
+        return _results(jaxpr, shapes, given, state)
 
     return _run_if(run_alone, take, _no_update(shapes[0]), state, program.consts)
 
@@ -173,9 +175,10 @@ def apply_if(
     if _is_known(take):
         return run(params, state) if take else (params, state)
     program, shapes = jax.make_jaxpr(run, return_shape=True)(params, state)
+    jaxpr = lifted(program)
 
     def run_alone(params: Any, state: Any, given: Sequence[Any]) -> Any:
-        return _results(program, shapes, given, (params, state))
+        return _results(jaxpr, shapes, given, (params, state))
 
     return _run_if(run_alone, take, params, state, program.consts)
 
@@ -185,17 +188,17 @@ def _is_known(take: jax.Array) -> bool:
     return not isinstance(take, jax.core.Tracer)
 
 
-def _results(program: ClosedJaxpr, shapes: Any, given: Sequence[Any], arguments: Any) -> Any:
+def _results(jaxpr: Jaxpr, shapes: Any, given: Sequence[Any], arguments: Any) -> Any:
     """What a program returns, in the structure of `shapes`.
 
     Args:
-        program: traced; what it closed over are its constants.
+        jaxpr: of the function, and of what it closed over before its arguments.
         shapes: of its results.
-        given: the constants: `custom_jvp` takes functions of their arguments alone.
+        given: what it closed over: `custom_jvp` takes functions of their arguments alone.
         arguments: of the function that was traced.
     """
     structure: Any = jax.tree.structure(shapes)
-    outputs = jax.core.eval_jaxpr(program.jaxpr, given, *jax.tree.leaves(arguments))
+    outputs = jax.core.eval_jaxpr(jaxpr, (), *given, *jax.tree.leaves(arguments))
     return structure.unflatten(outputs)
 
 

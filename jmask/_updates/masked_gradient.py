@@ -44,7 +44,9 @@ def check_gradients(updates: Any, name: str = "updates") -> None:
 
 
 def as_gradients(updates: Any) -> Any:
-    """The tree with each BCOO as a masked tensor of the entries that it stores.
+    """The tree with each BCOO as masked rows, of which the entries that it stores exist.
+
+    Their ids refuse arithmetic, which optax maps over the indices of a BCOO without a word.
 
     Raises:
         TypeError: if a leaf is a BCSR, or something mapped arithmetic over the indices of a
@@ -67,7 +69,11 @@ def as_gradients(updates: Any) -> Any:
                 "something mapped arithmetic over its leaves. Put the optax transformation "
                 "inside jmask.lazy(...)."
             )
-        return MaskedTensor(x)
+        masked = MaskedTensor(x)
+        if not x.n_sparse:
+            return masked
+        rows = _entries_as_rows(masked.storage, stored_values(masked.storage), masked.valid)
+        return MaskedTensor.tree_unflatten(None, rows)
 
     return jax.tree.map_with_path(entries, updates, is_leaf=is_gradient_leaf)
 

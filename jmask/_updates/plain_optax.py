@@ -16,7 +16,12 @@ import jax
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.checks import naming_structures
 
-_SIGNS = (".row_sparse.RowSparse", "key<jmask.lazy>", "Cannot call abstract method")
+_SIGNS = (
+    ".row_sparse.RowSparse",
+    ".masked_tensor.MaskedTensor",
+    "key<jmask.lazy>",
+    "Cannot call abstract method",
+)
 
 
 @contextlib.contextmanager

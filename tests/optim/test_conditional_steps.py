@@ -339,3 +339,20 @@ class TestBadInput:
         tx = optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()
         with pytest.raises(ValueError, match=r"jmask\.multi_steps"):
             jmask.lazy(tx).init(PARAMS)
+
+
+CONDITIONAL = {
+    "skip_nonfinite": jmask.skip_nonfinite,
+    "multi_steps": lambda tx: jmask.multi_steps(tx, 2, like=gradient(0)),
+}
+
+
+@pytest.mark.parametrize("name", INNER)
+@pytest.mark.parametrize("wrap", CONDITIONAL)
+def test_no_tracer_is_kept(wrap, name):
+    """`jax_check_tracer_leaks` refuses what a trace leaves behind."""
+    tx = CONDITIONAL[wrap](INNER[name])
+    for how in (with_updates, in_one_pass):
+        with jax.checking_leaks():
+            result = how(tx)(gradient(1), tx.init(PARAMS), PARAMS)
+        assert_equal(result, how(tx)(gradient(1), tx.init(PARAMS), PARAMS))
