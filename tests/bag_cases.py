@@ -62,7 +62,7 @@ def drawn(form: str, rng: np.random.Generator, outside: bool) -> Data:
         "lines": np.arange(N) // L,
         "offsets": offsets[:B],
         "last offset": offsets,
-        "segments": rng.integers(-1, B + 2, N),
+        "segments": rng.integers(-2, B + 1, N),
     }[form]
     weights = rng.normal(size=N).astype(np.float32)
     return Data(ids.astype(np.int32), places.astype(np.int32), weights)

@@ -69,8 +69,8 @@ def embedding_bag(
             empty bag. The last bag ends with `ids`.
         include_last_offset: `offsets` is (b + 1,), and its last number is where the last
             bag ends.
-        segment_ids (n,): the bag of each id, in any order; ids whose number is none of
-            0 ... num_segments - 1 are left out and not looked up.
+        segment_ids (n,): the bag of each id, in any order. -1 and `num_segments` are padding:
+            such ids are left out and not looked up. Traced numbers that are no bag are, too.
         num_segments: how many bags, static; by default the greatest of `segment_ids` + 1,
             which must then be concrete.
         weights: floating, of the shape of `ids`; not with "max". They are cast to the
@@ -261,8 +261,17 @@ def _of_segments(ids: Any, segment_ids: Any, num_segments: Any, mode: str) -> _F
     of_entry = canonical(narrowed(segment_ids, number), number)
     left_out: Any = of_entry == number
     if isinstance(segment_ids, np.ndarray):
+        _check_segments(segment_ids, number)
         left_out = (segment_ids < 0) | (segment_ids >= number)
     return _Form(Segments(of_entry, number), left_out)
+
+
+def _check_segments(segment_ids: np.ndarray, number: int) -> None:
+    if np.max(segment_ids, initial=0) > number:
+        raise ValueError(
+            f"`segment_ids` hold {np.max(segment_ids)}, and there are `num_segments`={number} "
+            "bags: give the number of bags; write padding as -1 or as `num_segments`."
+        )
 
 
 def _of_offsets(ids: Any, offsets: Any, include_last_offset: bool, mode: str) -> _Form:

@@ -255,7 +255,7 @@ def test_narrow_tables_are_summed_in_float32(dtype: Any, form: str, combiner: st
         ([1, 2], {"offsets": [0], "include_last_offset": True}, 0),
         ([], {"segment_ids": []}, 0),
         ([], {"segment_ids": [], "num_segments": 2}, 2),
-        ([1, 2], {"segment_ids": [0, 1], "num_segments": 0}, 0),
+        ([1, 2], {"segment_ids": [0, -1], "num_segments": 0}, 0),
         ([1, 2], {"segment_ids": [-1, -3]}, 0),
     ],
     ids=str,

@@ -58,7 +58,9 @@ def test_a_weight_that_stores_all_its_rows(name, wrap, step):
 def test_the_tutorial_of_mxnet():
     tx = OPTIMIZERS["sgd"]
     weight, state = jmask.apply_gradients(tx, GRADIENT, tx.init(WEIGHT), WEIGHT)
-    np.testing.assert_allclose(weight.todense(), [[1, 1], [0.99, 0.98], [0.96, 0.95], [1, 1]], rtol=1e-6)
+    np.testing.assert_allclose(
+        weight.todense(), [[1, 1], [0.99, 0.98], [0.96, 0.95], [1, 1]], rtol=1e-6
+    )
     momentum = [[0, 0], [-0.01, -0.02], [-0.04, -0.05], [0, 0]]
     np.testing.assert_allclose(state.momentum, momentum, rtol=1e-6)
 
