@@ -46,9 +46,7 @@ def test_a_bag_that_is_not_there() -> None:
         TABLE, [1, 2, 3], segment_ids=places, num_segments=2
     )
     places = np.array([0, 7, 1])
-    with pytest.raises(
-        ValueError, match="`segment_ids` hold 7.*`num_segments`=2"
-    ):
+    with pytest.raises(ValueError, match=r"`segment_ids` hold 7.*`num_segments`=2"):
         bags(places)
     np.testing.assert_array_equal(jax.jit(bags)(places), TABLE[[1, 3]])
     np.testing.assert_array_equal(bags(np.array([0, 2, 1])), TABLE[[1, 3]])
