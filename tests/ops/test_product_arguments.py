@@ -1,6 +1,7 @@
 """`jmask.dot`: the storage asked for, what is refused, and what becomes dense."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import jmask
 from jmask._tensors.storage import stype
 from tests.oracle import densified
 from tests.product_cases import COO, CSR, FEATURES, ROWS, V
+from tests.sampling import sampled
 
 _RNG = np.random.default_rng(1)
 _compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -92,8 +94,15 @@ BAD = {
 
 
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
-@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize("kind", [BCOO, BCSR, jmask.RowSparse])
+@pytest.mark.parametrize(
+    ("kind", "transposed"),
+    sampled(
+        itertools.product(
+            [BCOO, BCSR, jmask.RowSparse], [(False, False), (True, False), (False, True)]
+        ),
+        4,
+    ),
+)
 def test_the_gradient_of_an_ordinary_tensor(kind, transposed):
     """`masked_grad=False`: every entry of a sparse operand has a gradient, to second order."""
     lhs, rhs = np.array([[0, 0, 3.0], [4, 0, 5]]), np.arange(6.0).reshape(3, 2) + 0.5

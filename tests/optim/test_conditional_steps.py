@@ -196,7 +196,7 @@ class TestMultiSteps:
     def test_equals_one_step_with_the_whole_batch(self, how, name, mean):
         inner = INNER[name]
         tx = jmask.multi_steps(inner, 3, gradient(0), use_grad_mean=mean)
-        step = how(tx)
+        step, at_once = how(tx), how(inner)
         params, state = PARAMS, tx.init(PARAMS)
         expected, expected_state = PARAMS, inner.init(PARAMS)
         for number in range(6):
@@ -208,7 +208,7 @@ class TestMultiSteps:
                 continue
             batch = [gradient(i, 4 - i // 5) for i in range(number - 2, number + 1)]
             total = jmask.tree.mean(batch) if mean else jmask.tree.add(*batch)
-            expected, expected_state = how(inner)(total, expected_state, expected)
+            expected, expected_state = at_once(total, expected_state, expected)
             assert_close((params, state.inner_state), (expected, expected_state))
         assert state.mini_step == 0
 
@@ -220,9 +220,10 @@ class TestMultiSteps:
         )
         params = expected = PARAMS
         state, expected_state = ours.init(PARAMS), theirs.init(PARAMS)
+        our_step, their_step = how(ours), with_updates(theirs)
         for grads in dense:
-            params, state = how(ours)(grads, state, params)
-            expected, expected_state = with_updates(theirs)(grads, expected_state, expected)
+            params, state = our_step(grads, state, params)
+            expected, expected_state = their_step(grads, expected_state, expected)
             assert_close(params, expected)
 
     def test_a_state_of_a_larger_k(self, how):
@@ -354,5 +355,4 @@ def test_no_tracer_is_kept(wrap, name):
     tx = CONDITIONAL[wrap](INNER[name])
     for how in (with_updates, in_one_pass):
         with jax.checking_leaks():
-            result = how(tx)(gradient(1), tx.init(PARAMS), PARAMS)
-        assert_equal(result, how(tx)(gradient(1), tx.init(PARAMS), PARAMS))
+            how(tx).lower(gradient(1), tx.init(PARAMS), PARAMS)

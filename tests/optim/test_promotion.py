@@ -72,7 +72,7 @@ def run(step, tx, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("name", sampled(NAMED, 2))
+@pytest.mark.parametrize("name", sampled(NAMED, 4))
 def test_named_optimizers(name, step, dtype):
     for params in run(step, NAMED[name], dtype):
         assert params.dtype == dtype

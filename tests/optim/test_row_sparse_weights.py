@@ -13,6 +13,7 @@ from jax.experimental.sparse import BCOO
 
 import jmask
 from tests.compiled_step import with_optax
+from tests.sampling import sampled
 
 GRADIENT = jmask.RowSparse([1, 2], [[1.0, 2], [4, 5]], (4, 2))
 WEIGHT = jmask.cast_storage(jnp.ones((4, 2)), "row_sparse")
@@ -38,7 +39,7 @@ def in_two(tx, grads, state, params):
 
 @pytest.mark.parametrize("step", [jmask.apply_gradients, in_two], ids=["one", "two"])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", sampled(OPTIMIZERS, 3))
 def test_a_weight_that_stores_all_its_rows(name, wrap, step):
     """Steps are those of its array; it comes back as the storage that it was, of one size."""
     tx = OPTIMIZERS[name]
