@@ -28,7 +28,7 @@ TRICKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         "_on_one_cpu",
         functools.partial(_fused_update._at_once, on_cpu=True),
     ),
-    "whole small tables": (_row_rule, "is_crowded", lambda *_: False),
+    "whole small tables": (_row_rule, "is_saturated", lambda *_: False),
     "kernel for CSR": (_products, "suits_kernel", lambda *_: False),
 }
 # What is jitted inside jmask is traced once for each name, and not taken from a cache.

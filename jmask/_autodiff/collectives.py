@@ -28,14 +28,14 @@ from jmask._autodiff.interpreter import (
     report_dense,
 )
 from jmask._autodiff.rules import none_wanted, same_wanted
-from jmask._autodiff.values import Rows
+from jmask._autodiff.values import RowSum
 from jmask._base.fallback import muted
 from jmask._base.forms import parameter, shard_map_of, summed_axes
 
 
 def _on_parts(inputs: Values, function: Callable[[jax.Array], jax.Array]) -> Outputs:
     """The function on ids and rows of every input, if all of them are rows and no carry."""
-    if not all(isinstance(x, Rows) and x.carry is None for x in inputs):
+    if not all(isinstance(x, RowSum) and x.carry is None for x in inputs):
         return None
     return [
         dataclasses.replace(x, parts=tuple((function(i), function(r)) for i, r in x.parts))
@@ -49,7 +49,7 @@ def _psum(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
         return None
     if interpreter.branching.intersection(axes):
         for x in inputs:
-            if isinstance(x, Rows) and x.looked_up:
+            if isinstance(x, RowSum) and x.looked_up:
                 report_dense(x, eqn, "devices may take different branches of a `cond`")
         with muted():
             return interpreter.run_dense(eqn, inputs)
@@ -92,14 +92,14 @@ def _shard_map(
     if nothing_to_do(body, inputs):
         return None
     specs = form.out_specs
-    # Rows of a table that is itself sharded by rows stay an array.
+    # RowSum of a table that is itself sharded by rows stay an array.
     sparse = [w and spec == PartitionSpec() for w, spec in zip(wanted, specs, strict=True)]
-    kinds: list[Rows | None] = []
+    kinds: list[RowSum | None] = []
 
     def run(*arrays: jax.Array) -> list[Any]:
         outputs = interpreter.run(body, consts, arrays, sparse)
         kinds[:] = [
-            dataclasses.replace(x, parts=()) if isinstance(x, Rows) and keep else None
+            dataclasses.replace(x, parts=()) if isinstance(x, RowSum) and keep else None
             for x, keep in zip(outputs, sparse, strict=True)
         ]
         return [

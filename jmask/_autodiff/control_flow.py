@@ -22,8 +22,8 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmask._autodiff.interpreter import Flags, Interpreter, Outputs, Rule, Values, makes_rows
-from jmask._autodiff.row_pattern import Entries
-from jmask._autodiff.values import Rows, refuse, trial
+from jmask._autodiff.row_pattern import IdsAndRows
+from jmask._autodiff.values import RowSum, refuse, trial
 from jmask._base.array_types import varying_axes
 from jmask._base.fallback import muted
 from jmask._base.forms import (
@@ -40,7 +40,9 @@ from jmask._base.forms import (
 
 def nothing_to_do(jaxpr: Jaxpr, inputs: Sequence[Any]) -> bool:
     """Whether an equation that runs `jaxpr` may be run as it is."""
-    return not any(map(makes_rows, jaxpr.eqns)) and not any(isinstance(x, Rows) for x in inputs)
+    return not any(map(makes_rows, jaxpr.eqns)) and not any(
+        isinstance(x, RowSum) for x in inputs
+    )
 
 
 # --- calls -------------------------------------------------------------------------------
@@ -80,7 +82,7 @@ def _behind_a_barrier(inputs: Values) -> list[Any]:
 
 
 def _is_zero(x: Any) -> bool:
-    return isinstance(x, Rows) and x.is_zero
+    return isinstance(x, RowSum) and x.is_zero
 
 
 # --- scan --------------------------------------------------------------------------------
@@ -112,7 +114,9 @@ def _scan(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
     consts, init = inputs[:first], list(inputs[first : first + count])
     scanned_in = [interpreter.dense(x, eqn) for x in inputs[first + count :]]
     carry_wanted = _scan_demand(eqn, wanted, interpreter, None)[first:]
-    keys = {i: _Carry() for i, x in enumerate(init) if isinstance(x, Rows) and carry_wanted[i]}
+    keys = {
+        i: _Carry() for i, x in enumerate(init) if isinstance(x, RowSum) and carry_wanted[i]
+    }
     if not keys or nothing_to_do(body, [x for x in init if not _is_zero(x)]):
         return None
     consts = [interpreter.dense(x, eqn) for x in consts]
@@ -171,7 +175,7 @@ class _Loop:
         def step(dense_carry: list[Any], scanned: list[Any]) -> Any:
             remaining = iter(dense_carry)
             carry = [
-                Rows(x.shape, x.dtype, carry=keys[i]) if i in keys else next(remaining)
+                RowSum(x.shape, x.dtype, carry=keys[i]) if i in keys else next(remaining)
                 for i, x in enumerate(self.init)
             ]
             outputs = self.interpreter.run(
@@ -189,16 +193,16 @@ class _Loop:
         return step
 
 
-def _parts_added_to(key: _Carry, output: Any) -> tuple[Entries, ...]:
-    # Rows of slices with fixed bounds are better summed than stacked.
-    additive = isinstance(output, Rows) and output.carry is key
+def _parts_added_to(key: _Carry, output: Any) -> tuple[IdsAndRows, ...]:
+    # RowSum of slices with fixed bounds are better summed than stacked.
+    additive = isinstance(output, RowSum) and output.carry is key
     if additive and (output.looked_up or not output.parts):
         return output.parts
     refuse(key)
     return ()
 
 
-def _with_stacked(total: Rows, stacked: tuple[Entries, ...]) -> Rows:
+def _with_stacked(total: RowSum, stacked: tuple[IdsAndRows, ...]) -> RowSum:
     """`total` with parts whose ids (length, n) and rows (length, n, *row) are stacked."""
     parts = tuple(
         (
@@ -224,7 +228,7 @@ def _cond_demand(eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any)
 class _Output:
     """What a branch of a cond, or all of them, return in one place: rows, or (None) dense."""
 
-    rows: Rows | None
+    rows: RowSum | None
     capacity: int = 0
 
 
@@ -266,8 +270,8 @@ def _trial(function: Callable[..., list[Any]], branch: Opened) -> list[_Output]:
 
     def trace() -> None:
         for x in function(branch):
-            rows = dataclasses.replace(x, parts=()) if isinstance(x, Rows) else None
-            seen.append(_Output(rows, x.capacity if isinstance(x, Rows) else 0))
+            rows = dataclasses.replace(x, parts=()) if isinstance(x, RowSum) else None
+            seen.append(_Output(rows, x.capacity if isinstance(x, RowSum) else 0))
 
     jax.eval_shape(trace)
     return seen

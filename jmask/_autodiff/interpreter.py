@@ -1,6 +1,6 @@
 """Interpreting a gradient program so that table gradients come out row-sparse.
 
-The jaxpr of `jax.value_and_grad(f)` is run equation by equation with `Rows` as one more
+The jaxpr of `jax.value_and_grad(f)` is run equation by equation with `RowSum` as one more
 kind of value. Two passes:
 
 1. **Demand**, backwards: which variables flow into the gradients through linear rules
@@ -10,9 +10,9 @@ kind of value. Two passes:
    made, the ordinary primitive everywhere else. A primitive with no rule gets dense
    inputs, and a warning where that costs a table.
 
-    a = broadcast_in_dim 0.0      demanded            Rows(parts=())
-    b = scatter-add a ids ct      demanded            Rows(parts=((ids, ct),))
-    c = add_any b d               demanded            Rows, parts of b and d
+    a = broadcast_in_dim 0.0      demanded            RowSum(parts=())
+    b = scatter-add a ids ct      demanded            RowSum(parts=((ids, ct),))
+    c = add_any b d               demanded            RowSum, parts of b and d
     e = cos x                     not demanded        cos(x)
 """
 
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
-from jmask._autodiff.values import Filled, Rows
+from jmask._autodiff.values import Filled, RowSum
 from jmask._base.array_types import varying_like
 from jmask._base.fallback import Place, in_bytes, place_among, report_fallback
 from jmask._base.forms import aval_of, called, name_of, parameter, what_is_unknown
@@ -184,16 +184,16 @@ class Interpreter:
     @staticmethod
     def dense(value: Any, eqn: JaxprEqn) -> Any:
         """`value` as an array; the equation that needs it so is named in a warning."""
-        if not isinstance(value, Rows | Filled):
+        if not isinstance(value, RowSum | Filled):
             return value
-        if isinstance(value, Rows) and value.looked_up:
+        if isinstance(value, RowSum) and value.looked_up:
             report_dense(value, eqn, f"`{eqn.primitive.name}` has no row-sparse form")
         return value.todense()
 
 
 def _fits(value: Any, v: Any) -> bool:
     """Whether a symbolic value is of the shape and dtype that the equation says."""
-    if not isinstance(value, Rows | Filled):
+    if not isinstance(value, RowSum | Filled):
         return True
     return (value.shape, value.dtype) == (aval_of(v).shape, aval_of(v).dtype)
 

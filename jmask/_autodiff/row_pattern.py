@@ -30,11 +30,13 @@ from jmask._base.forms import aval_of, parameter
 from jmask._base.row_ids import canonical, id_dtype, widen
 from jmask._kernels.rows import gather_rows
 
-Entries = tuple[jax.Array, jax.Array]
+IdsAndRows = tuple[jax.Array, jax.Array]
 """Canonical ids (n,) and the rows to be added there (n, *row)."""
 
 
-def scatter_add_rows(eqn: JaxprEqn, indices: jax.Array, updates: jax.Array) -> Entries | None:
+def scatter_add_rows(
+    eqn: JaxprEqn, indices: jax.Array, updates: jax.Array
+) -> IdsAndRows | None:
     """The rows that a `scatter-add` equation adds, or None if it is not a row pattern.
 
     Args:
@@ -71,7 +73,7 @@ def scatter_add_rows(eqn: JaxprEqn, indices: jax.Array, updates: jax.Array) -> E
 
 def dynamic_update_rows(
     eqn: JaxprEqn, update: jax.Array, starts: Sequence[Any]
-) -> Entries | None:
+) -> IdsAndRows | None:
     """The rows that `dynamic_update_slice` writes, or None if not whole rows."""
     shape = aval_of(eqn.outvars[0]).shape
     if update.shape[1:] != shape[1:]:
@@ -80,7 +82,7 @@ def dynamic_update_rows(
     return _window_ids(start, update.shape[0], shape[0], clips=True), update
 
 
-def padded_rows(eqn: JaxprEqn, operand: jax.Array) -> Entries | None:
+def padded_rows(eqn: JaxprEqn, operand: jax.Array) -> IdsAndRows | None:
     """The rows that `pad` places among zeros, or None if it does more than that."""
     (low, high, interior), *others = parameter(eqn, "padding_config")
     if low < 0 or high < 0 or interior or any(any(config) for config in others):
@@ -92,7 +94,7 @@ def padded_rows(eqn: JaxprEqn, operand: jax.Array) -> Entries | None:
 
 def sparse_product_rows(
     eqn: JaxprEqn, data: jax.Array, indices: jax.Array, dense: jax.Array
-) -> Entries | None:
+) -> IdsAndRows | None:
     """The rows of `X.T @ dense` for a sparse X: one for each of its stored entries.
 
     This is the gradient of W in `X @ W`: entry X[i, j] adds X[i, j] * dense[i] to row j. With

@@ -6,7 +6,7 @@ broadcast; along dimension 0 they are not rows of the result, and it is dense.
 
 | equation                                       | becomes                              |
 |------------------------------------------------|--------------------------------------|
-| broadcast of 0.0 to an array                   | Rows with no parts                   |
+| broadcast of 0.0 to an array                   | RowSum with no parts                   |
 | broadcast of another scalar                    | Filled                               |
 | scatter-add, dynamic_update_slice, pad,        | one more part, if a row pattern      |
 | product of a sparse matrix                     |                                      |
@@ -43,14 +43,14 @@ from jmask._autodiff.row_pattern import (
     scatter_add_rows,
     sparse_product_rows,
 )
-from jmask._autodiff.values import Filled, Rows
+from jmask._autodiff.values import Filled, RowSum
 from jmask._base.forms import aval_of, name_of, parameter
 from jmask._base.precision import adds_when_cast
 
 
-def _zero_rows(eqn: JaxprEqn) -> Rows:
+def _zero_rows(eqn: JaxprEqn) -> RowSum:
     aval = aval_of(eqn.outvars[0])
-    return Rows(aval.shape, aval.dtype)
+    return RowSum(aval.shape, aval.dtype)
 
 
 def _bind(eqn: JaxprEqn, *inputs: Any) -> Any:
@@ -75,7 +75,7 @@ def _as_scalar(x: Any) -> Any | None:
     """The scalar that `x` is everywhere, if that is known without looking at values."""
     if isinstance(x, Filled):
         return x.value
-    is_scalar = not isinstance(x, Rows) and np.ndim(x) == 0
+    is_scalar = not isinstance(x, RowSum) and np.ndim(x) == 0
     return x if is_scalar and not _is_not_finite(x) else None
 
 
@@ -143,7 +143,7 @@ def _broadcast(
     aval = aval_of(eqn.outvars[0])
     if not aval.shape:
         return None
-    if isinstance(operand, Rows):
+    if isinstance(operand, RowSum):
         return _broadcast_rows(eqn, operand)
     if np.ndim(operand) != 0 or _is_not_finite(operand):
         return None
@@ -152,7 +152,7 @@ def _broadcast(
     return [Filled(aval.shape, jnp.asarray(operand, aval.dtype))]
 
 
-def _broadcast_rows(eqn: JaxprEqn, x: Rows) -> Outputs:
+def _broadcast_rows(eqn: JaxprEqn, x: RowSum) -> Outputs:
     shape, dimensions = aval_of(eqn.outvars[0]).shape, parameter(eqn, "broadcast_dimensions")
     if x.is_zero:
         return [_zero_rows(eqn)]
@@ -169,7 +169,7 @@ def _scatter_add(
     eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
 ) -> Outputs:
     operand, indices, updates = inputs
-    if not isinstance(operand, Rows):
+    if not isinstance(operand, RowSum):
         return None
     updates = interpreter.dense(updates, eqn)
     entries = scatter_add_rows(eqn, interpreter.dense(indices, eqn), updates)
@@ -181,7 +181,7 @@ def _dynamic_update_slice(
 ) -> Outputs:
     operand, update, *starts = inputs
     # It overwrites, which is adding only where nothing was before.
-    if not (isinstance(operand, Rows) and operand.is_zero):
+    if not (isinstance(operand, RowSum) and operand.is_zero):
         return None
     entries = dynamic_update_rows(eqn, interpreter.dense(update, eqn), starts)
     return None if entries is None else [operand.plus((entries,), looked_up=True)]
@@ -204,12 +204,12 @@ def _sparse_product(
 
 def _add(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     shape = aval_of(eqn.outvars[0]).shape
-    x, y = (a.broadcast(shape) if isinstance(a, Rows) else a for a in inputs)
-    if isinstance(y, Rows) and not isinstance(x, Rows):
+    x, y = (a.broadcast(shape) if isinstance(a, RowSum) else a for a in inputs)
+    if isinstance(y, RowSum) and not isinstance(x, RowSum):
         x, y = y, x
-    if not isinstance(x, Rows) or y is None:
+    if not isinstance(x, RowSum) or y is None:
         return None
-    if isinstance(y, Rows):
+    if isinstance(y, RowSum):
         if x.carry is not None and y.carry is not None:
             return None
         carry = x.carry if y.carry is None else y.carry
@@ -224,14 +224,14 @@ def _add(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter)
 
 
 def _negated(x: Any) -> Any:
-    return x.map_rows(jnp.negative) if isinstance(x, Rows) else -x
+    return x.map_rows(jnp.negative) if isinstance(x, RowSum) else -x
 
 
 def _subtract(
     eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
 ) -> Outputs:
     x, y = inputs
-    if not isinstance(x, Rows) and not isinstance(y, Rows):
+    if not isinstance(x, RowSum) and not isinstance(y, RowSum):
         return None
     y = _negated(interpreter.dense(y, eqn) if isinstance(y, Filled) else y)
     return _add(eqn, (x, y), wanted, interpreter)
@@ -239,12 +239,12 @@ def _subtract(
 
 def _negate(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     (x,) = inputs
-    return [_negated(x)] if isinstance(x, Rows) else None
+    return [_negated(x)] if isinstance(x, RowSum) else None
 
 
 def _on_sums(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     (x,) = inputs
-    return [x.map_sums(lambda rows: _bind(eqn, rows))] if isinstance(x, Rows) else None
+    return [x.map_sums(lambda rows: _bind(eqn, rows))] if isinstance(x, RowSum) else None
 
 
 def _convert(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
@@ -253,7 +253,7 @@ def _convert(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpre
     if isinstance(x, Filled):
         return [Filled(x.shape, x.value.astype(dtype))]
     # Booleans do not add.
-    if not isinstance(x, Rows) or dtype == jnp.dtype(bool):
+    if not isinstance(x, RowSum) or dtype == jnp.dtype(bool):
         return None
     if x.dtype == dtype:
         return [x]
@@ -266,10 +266,10 @@ def _multiply(
     eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
 ) -> Outputs:
     x, y = inputs
-    if isinstance(y, Rows):
+    if isinstance(y, RowSum):
         x, y = y, x
     factor = _as_scalar(y)
-    if not isinstance(x, Rows) or factor is None:
+    if not isinstance(x, RowSum) or factor is None:
         return None
     x = x.broadcast(aval_of(eqn.outvars[0]).shape)
     if x is None:
@@ -281,7 +281,7 @@ def _divide(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpret
     x, y = inputs
     divisor = None if _is_literal_zero(y) else _as_scalar(y)
     # The quotient of integers is rounded: that of a sum is another.
-    if not isinstance(x, Rows) or divisor is None or not jnp.issubdtype(x.dtype, jnp.inexact):
+    if not isinstance(x, RowSum) or divisor is None or not jnp.issubdtype(x.dtype, jnp.inexact):
         return None
     x = x.broadcast(aval_of(eqn.outvars[0]).shape)
     if x is None:
@@ -294,7 +294,7 @@ def _reshape(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpre
     shape = aval_of(eqn.outvars[0]).shape
     if isinstance(x, Filled):
         return [Filled(shape, x.value)]
-    if not isinstance(x, Rows) or x.carry is not None:
+    if not isinstance(x, RowSum) or x.carry is not None:
         return None
     if x.is_zero:
         return [_zero_rows(eqn)]
@@ -308,7 +308,7 @@ def _reshape(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpre
 def _sum(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     (x,) = inputs
     axes = parameter(eqn, "axes")
-    if not isinstance(x, Rows) or 0 in axes:
+    if not isinstance(x, RowSum) or 0 in axes:
         return None
     shape = aval_of(eqn.outvars[0]).shape
     x = x.map_rows(lambda rows: rows.sum(axes))
@@ -317,7 +317,7 @@ def _sum(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter)
 
 def _select(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     which, *cases = inputs
-    if np.ndim(which) != 0 or not all(isinstance(case, Rows) for case in cases):
+    if np.ndim(which) != 0 or not all(isinstance(case, RowSum) for case in cases):
         return None
     total = _zero_rows(eqn)
     for number, case in enumerate(cases):
@@ -332,12 +332,12 @@ def _select(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpret
 def _identity(
     eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
 ) -> Outputs:
-    return list(inputs) if isinstance(inputs[0], Rows | Filled) else None
+    return list(inputs) if isinstance(inputs[0], RowSum | Filled) else None
 
 
 def _barrier(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     """`optimization_barrier` on the arrays inside the symbolic values too."""
-    if not any(isinstance(x, Rows | Filled) for x in inputs):
+    if not any(isinstance(x, RowSum | Filled) for x in inputs):
         return None
     arrays, rebuild = jax.tree.flatten([_components(x) for x in inputs])
     arrays = jax.tree.unflatten(rebuild, eqn.primitive.bind(*arrays))
@@ -345,13 +345,13 @@ def _barrier(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpre
 
 
 def _components(x: Any) -> Any:
-    if isinstance(x, Rows):
+    if isinstance(x, RowSum):
         return x.parts
     return x.value if isinstance(x, Filled) else x
 
 
 def _rebuilt(x: Any, arrays: Any) -> Any:
-    if isinstance(x, Rows):
+    if isinstance(x, RowSum):
         return dataclasses.replace(x, parts=arrays)
     return dataclasses.replace(x, value=arrays) if isinstance(x, Filled) else arrays
 

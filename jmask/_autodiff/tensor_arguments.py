@@ -1,7 +1,7 @@
 """Sparse and masked tensors as arguments that `jmask.value_and_grad` differentiates.
 
-A tensor is differentiated in its stored values and in a tap (see `phantom`), and which of the
-two got a gradient decides about the storage of the result:
+A tensor is differentiated in its stored values and in its phantom (see `phantom`), and which of
+the two got a gradient decides about the storage of the result:
 
     fun(x)                              gradient in x, a BCOO
     sum(x @ y)                          BCOO, the positions of x
@@ -19,18 +19,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jmask._autodiff.values import Filled, Rows
+from jmask._autodiff.values import Filled, RowSum
 from jmask._base.array_types import explicit_sharding
-from jmask._tables.stored_table import Tap, is_stored_table
+from jmask._tables.stored_table import Phantom, is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.phantom import (
     is_tensor,
-    tap_of,
-    tapped,
-    untapped,
+    phantom_of,
     values_of,
+    with_phantom,
     with_values_of,
-    zero_tap,
+    without_phantom,
+    zero_phantom,
 )
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import is_sparse, unique_positions
@@ -59,38 +59,38 @@ class TensorArguments:
         return bool(self.tensors)
 
     def only_tables(self) -> bool:
-        """Whether all of them are tables, of which it is known that their taps count."""
+        """Whether all of them are tables, of which it is known that their phantoms count."""
         return all(map(is_stored_table, self.tensors))
 
     def abstract_taps(self) -> list[Any]:
-        """The shapes of a tap for every tensor."""
-        return [_shape_of_tap(x) for x in self.tensors]
+        """The shapes of a phantom for every tensor."""
+        return [_shape_of_phantom(x) for x in self.tensors]
 
-    def taps(self, counts: Sequence[bool]) -> list[Any]:
-        """Taps of the tensors of which other entries count; None for the others.
+    def phantoms(self, counts: Sequence[bool]) -> list[Any]:
+        """Phantoms of the tensors of which other entries count; None for the others.
 
-        A tensor that has a tap is one of a gradient program around this one, which takes the
-        derivative of this gradient: it stays at its tap. Nothing reads the tap of a table
-        otherwise, and its shape is enough.
+        A tensor that has one is of a gradient program around this one, which takes the
+        derivative of this gradient: it stays at its phantom. Nothing reads the phantom of a
+        table otherwise, and its shape is enough.
         """
         return [
-            _tap_of(x, shape) if count or is_stored_table(x) else None
+            _phantom_of(x, shape) if count or is_stored_table(x) else None
             for x, shape, count in zip(self.tensors, self.abstract_taps(), counts, strict=True)
         ]
 
-    def parts(self, taps: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        """The arguments with stored values in place of tensors, and taps at the end."""
+    def parts(self, phantoms: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        """The arguments with stored values in place of tensors, and phantoms at the end."""
         args = list(self.args)
         for number in self.numbers:
             args[number] = _mapped(_parts, args[number])
-        return (*args, list(taps)), (*self.numbers, len(args))
+        return (*args, list(phantoms)), (*self.numbers, len(args))
 
     def function_of_parts(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """`fun` as a function of `parts`."""
 
         def of_parts(*parts: Any, **kwargs: Any) -> Any:
-            *args, taps = parts
-            remaining = iter(taps)
+            *args, phantoms = parts
+            remaining = iter(phantoms)
             for number in self.numbers:
                 args[number] = _mapped(
                     lambda x, values: _rebuilt(x, values, remaining),
@@ -101,16 +101,18 @@ class TensorArguments:
 
         return of_parts
 
-    def gradients(self, gradients: Sequence[Any], of_taps: Sequence[Any]) -> tuple[Any, ...]:
-        """The gradients in the arguments from those in their parts; None for no tap."""
-        remaining = iter(of_taps)
+    def gradients(
+        self, gradients: Sequence[Any], of_phantoms: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        """The gradients in the arguments from those in their parts; None for no phantom."""
+        remaining = iter(of_phantoms)
         return tuple(
             _mapped(lambda x, g: _gradient(x, g, remaining), self.args[number], gradient)
             for number, gradient in zip(self.numbers, gradients, strict=True)
         )
 
 
-def _shape_of_tap(x: Any) -> jax.ShapeDtypeStruct:
+def _shape_of_phantom(x: Any) -> jax.ShapeDtypeStruct:
     """That of the tensor; for a table with explicit axes it says that they are not used."""
     sharding = explicit_sharding(*jax.tree.leaves(x)) if is_stored_table(x) else None
     if sharding is not None:
@@ -118,11 +120,11 @@ def _shape_of_tap(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(x.shape), x.dtype, sharding=sharding)
 
 
-def _tap_of(x: Any, shape: jax.ShapeDtypeStruct) -> Any:
+def _phantom_of(x: Any, shape: jax.ShapeDtypeStruct) -> Any:
     if is_stored_table(x):
-        return shape if x.tap is None else x.tap.array
-    tap = tap_of(x)
-    return zero_tap(x) if tap is None else tap
+        return shape if x.phantom is None else x.phantom.array
+    phantom = phantom_of(x)
+    return zero_phantom(x) if phantom is None else phantom
 
 
 def _mapped(function: Callable[..., Any], *trees: Any) -> Any:
@@ -140,18 +142,18 @@ def _parts(x: Any) -> Any:
 def _coalesced(x: Any) -> Any:
     if not is_sparse(x):
         return x
-    tap = tap_of(x)
-    x = unique_positions(untapped(x))
-    return x if tap is None else tapped(x, tap)
+    phantom = phantom_of(x)
+    x = unique_positions(without_phantom(x))
+    return x if phantom is None else with_phantom(x, phantom)
 
 
-def _rebuilt(x: Any, values: Any, taps: Any) -> Any:
+def _rebuilt(x: Any, values: Any, phantoms: Any) -> Any:
     if is_stored_table(x):
-        return x.with_tap(Tap.above(x.tap, next(taps)))
+        return x.with_phantom(Phantom.above(x.phantom, next(phantoms)))
     if not is_tensor(x):
         return values
-    result, tap = with_values_of(x, values), next(taps)
-    return result if tap is None else tapped(result, tap)
+    result, phantom = with_values_of(x, values), next(phantoms)
+    return result if phantom is None else with_phantom(result, phantom)
 
 
 def _gradient(x: Any, of_values: Any, gradients_of_taps: Any) -> Any:
@@ -164,7 +166,7 @@ def _gradient(x: Any, of_values: Any, gradients_of_taps: Any) -> Any:
     everywhere = next(gradients_of_taps)
     if everywhere is None:
         return with_values_of(x, of_values)
-    everywhere = everywhere.todense() if isinstance(everywhere, Rows | Filled) else everywhere
+    everywhere = everywhere.todense() if isinstance(everywhere, RowSum | Filled) else everywhere
     storage = x.storage if isinstance(x, MaskedTensor) else x
     valid = x.valid if isinstance(x, MaskedTensor) else None
     return at_every_entry(storage, valid, of_values, everywhere)
@@ -172,25 +174,25 @@ def _gradient(x: Any, of_values: Any, gradients_of_taps: Any) -> Any:
 
 def _rows_of(gradient: Any) -> RowSparse:
     """The gradient of a table: of one that is looked up, or not used, its rows."""
-    if isinstance(gradient, Rows):
+    if isinstance(gradient, RowSum):
         return gradient.to_row_sparse()
     gradient = gradient.todense() if isinstance(gradient, Filled) else gradient
     return RowSparse(jnp.arange(gradient.shape[0]), gradient, gradient.shape, coalesced=True)
 
 
-def at_every_entry(storage: Any, valid: Any, of_values: Any, of_tap: Any) -> jax.Array:
+def at_every_entry(storage: Any, valid: Any, of_values: Any, of_phantom: Any) -> jax.Array:
     """The gradient at all entries: that in the stored values where they are specified.
 
     Args:
         storage: sparse, or an array.
         valid: which of its stored values are specified, None for all.
         of_values: the gradient in the stored values, of their shape.
-        of_tap: the gradient in the tap, of the shape of the tensor.
+        of_phantom: the gradient in the phantom, of the shape of the tensor.
     """
     if not is_sparse(storage):
-        return of_tap if valid is None else jnp.where(valid, of_values, of_tap)
+        return of_phantom if valid is None else jnp.where(valid, of_values, of_phantom)
     kept = jnp.ones(of_values.shape, bool) if valid is None else valid
     stored = with_values_of(storage, kept.astype(of_values.dtype)).todense().real
     total = with_values_of(storage, jnp.where(kept, of_values, 0)).todense()
     # Of an entry stored twice, which BCSR may hold, each part has the whole derivative.
-    return jnp.where(stored > 0, total / jnp.maximum(stored, 1), of_tap)
+    return jnp.where(stored > 0, total / jnp.maximum(stored, 1), of_phantom)

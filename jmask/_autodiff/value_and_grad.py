@@ -23,7 +23,7 @@ from jmask._autodiff.loss import argument_name, checked_loss
 from jmask._autodiff.rules import EQUATION_RULES
 from jmask._autodiff.tensor_arguments import TensorArguments
 from jmask._autodiff.uses import refined_report, unreported
-from jmask._autodiff.values import Filled, Rows
+from jmask._autodiff.values import Filled, RowSum
 from jmask._base.array_types import varying_axes
 from jmask._base.doors import check_flag
 from jmask._base.fallback import Fallback, muted, refined, report_fallback
@@ -177,17 +177,17 @@ def _of_tensors(
     kwargs: dict[str, Any],
     finished: Callable[[Any], Any],
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Differentiate in the stored values of tensors, and in taps where those count."""
+    """Differentiate in the stored values of tensors, and in phantoms where those count."""
 
-    def results(taps: Sequence[Any]) -> tuple[Any, Any, Any]:
+    def results(phantoms: Sequence[Any]) -> tuple[Any, Any, Any]:
         of_parts = arguments.function_of_parts(fun)
-        args, numbers = arguments.parts(taps)
+        args, numbers = arguments.parts(phantoms)
         value, found = _value_and_results(of_parts, numbers, has_aux, args, kwargs)
         return value, found[:-1], found[-1]
 
-    def trial(taps: Sequence[Any]) -> None:
-        *_, of_taps = results(taps)
-        counts.extend(not (isinstance(x, Rows) and x.is_zero) for x in of_taps)
+    def trial(phantoms: Sequence[Any]) -> None:
+        *_, of_phantoms = results(phantoms)
+        counts.extend(not (isinstance(x, RowSum) and x.is_zero) for x in of_phantoms)
 
     counts: list[bool] = []
     if arguments.only_tables():
@@ -196,11 +196,11 @@ def _of_tensors(
         try:
             counts or jax.eval_shape(trial, arguments.abstract_taps())
         except Exception:
-            # A rule of the function itself (custom_vjp) may insist on tensors without taps:
+            # A rule of the function itself (custom_vjp) may insist on tensors without phantoms:
             # then it has no gradient at other entries. All other faults come up again.
             counts = [False] * len(arguments.tensors)
-    value, gradients, of_taps = results(arguments.taps(counts))
-    return value, arguments.gradients(_mapped(finished, gradients), of_taps)
+    value, gradients, of_phantoms = results(arguments.phantoms(counts))
+    return value, arguments.gradients(_mapped(finished, gradients), of_phantoms)
 
 
 def _value_and_results(
@@ -291,13 +291,13 @@ def _mapped(function: Callable[[Any], Any], results: Any) -> Any:
 
 def _finished(result: Any) -> Any:
     """A result of the program as users see it."""
-    if isinstance(result, Rows) and result.looked_up:
+    if isinstance(result, RowSum) and result.looked_up:
         return result.to_row_sparse()
     return _dense(result)
 
 
 def _dense(result: Any) -> Any:
-    return result.todense() if isinstance(result, Rows | Filled) else result
+    return result.todense() if isinstance(result, RowSum | Filled) else result
 
 
 def _check_function(fun: Any, has_aux: Any) -> None:

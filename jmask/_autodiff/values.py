@@ -1,13 +1,13 @@
 """Values of a gradient program: arrays, and two kinds of symbolic ones.
 
-`Rows` is the cotangent of a table while it is a sum of row updates. No parts means zero,
+`RowSum` is the cotangent of a table while it is a sum of row updates. No parts means zero,
 so the zeros that automatic differentiation scatters into are never made. Inside a scan
 the running sum is carried in; there `carry` names the carry that the parts are to be
 added to, and only additions may touch it.
 
-    Rows(parts=())                    zeros(V, D)
-    Rows(parts=((ids, rows),))        zeros(V, D).at[ids].add(rows)
-    Rows(..., carry=c)                c + zeros(V, D).at[ids].add(rows)
+    RowSum(parts=())                    zeros(V, D)
+    RowSum(parts=((ids, rows),))        zeros(V, D).at[ids].add(rows)
+    RowSum(..., carry=c)                c + zeros(V, D).at[ids].add(rows)
 
 `Filled` is an array all of whose entries are one scalar, kept symbolic so that a product
 with it (the scaling of a loss) is recognised as a product with a scalar.
@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmask._autodiff.row_pattern import Entries
+from jmask._autodiff.row_pattern import IdsAndRows
 from jmask._base.row_ids import id_dtype
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.rows import add_rows
@@ -56,7 +56,7 @@ def refuse(carry: object | None) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class RowSum:
     """A sum of row updates of an array of the given shape and dtype.
 
     Attributes:
@@ -69,7 +69,7 @@ class Rows:
 
     shape: tuple[int, ...]
     dtype: Any
-    parts: tuple[Entries, ...] = ()
+    parts: tuple[IdsAndRows, ...] = ()
     looked_up: bool = False
     carry: object | None = None
 
@@ -81,7 +81,7 @@ class Rows:
     def capacity(self) -> int:
         return sum(ids.shape[0] for ids, _ in self.parts)
 
-    def plus(self, parts: tuple[Entries, ...], looked_up: bool) -> "Rows":
+    def plus(self, parts: tuple[IdsAndRows, ...], looked_up: bool) -> "RowSum":
         """This sum with more parts."""
         return dataclasses.replace(
             self,
@@ -89,7 +89,7 @@ class Rows:
             looked_up=self.looked_up or looked_up,
         )
 
-    def map_rows(self, function: Callable[[jax.Array], jax.Array]) -> "Rows":
+    def map_rows(self, function: Callable[[jax.Array], jax.Array]) -> "RowSum":
         """Apply a linear function to every row, which keeps its shape and dtype.
 
         A carry cannot be scaled along: that would have to happen outside the scan.
@@ -98,7 +98,7 @@ class Rows:
         parts = tuple((ids, function(rows)) for ids, rows in self.parts)
         return dataclasses.replace(self, parts=parts)
 
-    def map_sums(self, function: Callable[[jax.Array], jax.Array]) -> "Rows":
+    def map_sums(self, function: Callable[[jax.Array], jax.Array]) -> "RowSum":
         """Apply a function that is 0 at 0, linear or not, to every entry of the sum.
 
         Equal ids are summed first.
@@ -109,7 +109,7 @@ class Rows:
         ids, rows = coalesce_rows(*self.concatenated(), self.shape[0])
         return dataclasses.replace(self, parts=((ids, function(rows)),))
 
-    def broadcast(self, shape: tuple[int, ...]) -> "Rows | None":
+    def broadcast(self, shape: tuple[int, ...]) -> "RowSum | None":
         """These rows in an array of the given shape, as operands of `add` are broadcast.
 
         None if dimension 0 is.
@@ -124,7 +124,7 @@ class Rows:
         )
         return dataclasses.replace(self, shape=shape, parts=parts)
 
-    def concatenated(self, capacity: int | None = None) -> Entries:
+    def concatenated(self, capacity: int | None = None) -> IdsAndRows:
         """All parts as one, padded to `capacity` entries."""
         rows = self.shape[0]
         ids = [ids for ids, _ in self.parts]

@@ -25,7 +25,7 @@ from jmask._base.array_types import with_whole_rows
 from jmask._base.doors import check_flag, checked_array, checked_choice, checked_integer
 from jmask._base.precision import wide
 from jmask._base.row_ids import canonical
-from jmask._embedding.bag_forms import Bags, Lines, Segments
+from jmask._embedding.bag_forms import Bags, EqualBags, RaggedBags
 from jmask._embedding.ids import (
     MODES,
     checked_integers,
@@ -35,7 +35,7 @@ from jmask._embedding.ids import (
     is_padding,
     narrowed,
 )
-from jmask._embedding.lookup import over_rows, rows_of
+from jmask._embedding.lookup import looked_up_rows, over_rows
 from jmask._embedding.max_norm import checked_bound
 from jmask._tensors.storage import row_of_each
 
@@ -135,10 +135,10 @@ def embedding_bag(
         left_out if padding is None else padding if left_out is None else padding | left_out
     )
     entries = entries_of(ids, absent, mode, table.shape)
-    rows = rows_of(table, entries, bound)
+    rows = looked_up_rows(table, entries, bound)
     if combiner == "max":
         of_entries = (rows, bags, entries.absent)
-        if isinstance(bags, Segments):  # a bag may have entries on every device
+        if isinstance(bags, RaggedBags):  # a bag may have entries on every device
             of_entries = jax.tree.map(with_whole_rows, of_entries)
         result = _max(*of_entries)
     else:
@@ -228,7 +228,7 @@ def _of_lines(ids: Any, include_last_offset: bool) -> _Form:
             f"`ids` of shape {ids.shape} are no bags yet: give `offsets` or `segment_ids` "
             "with `ids` (n,), or `ids` (b, L), each line a bag."
         )
-    return _Form(Lines(ids.ndim - 1, ids.shape[-1]))
+    return _Form(EqualBags(ids.ndim - 1, ids.shape[-1]))
 
 
 def _refuse_beside_segments(offsets: Any, include_last_offset: bool) -> None:
@@ -263,7 +263,7 @@ def _of_segments(ids: Any, segment_ids: Any, num_segments: Any, mode: str) -> _F
     if isinstance(segment_ids, np.ndarray):
         _check_segments(segment_ids, number)
         left_out = (segment_ids < 0) | (segment_ids >= number)
-    return _Form(Segments(of_entry, number), left_out)
+    return _Form(RaggedBags(of_entry, number), left_out)
 
 
 def _check_segments(segment_ids: np.ndarray, number: int) -> None:
@@ -295,7 +295,7 @@ def _of_offsets(ids: Any, offsets: Any, include_last_offset: bool, mode: str) ->
         starts = np.asarray(offsets).astype(np.int32)
     left_out = np.arange(count) >= starts[-1] if include_last_offset else None
     of_entry = canonical(row_of_each(starts, count), number)
-    return _Form(Segments(of_entry, number), left_out, valid)
+    return _Form(RaggedBags(of_entry, number), left_out, valid)
 
 
 def _check_offsets(offsets: np.ndarray, count: int) -> None:

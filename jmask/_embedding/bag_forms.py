@@ -2,7 +2,7 @@
 
     ids       [[4, 1],        ids       [4, 1, 7, 2]
                [7, 2]]        segments  [0, 0, 1, 1]
-    `Lines`                   `Segments`
+    `EqualBags`                   `RaggedBags`
 
 The two forms hold the same bags. Both have `sum`, `max` and `min` of an array of entries
 (*entries, ...) over each bag, giving (*bags, ...), and `spread`, which brings what belongs
@@ -24,7 +24,7 @@ from jmask._kernels.rows import add_rows, gather_rows
     jax.tree_util.register_dataclass, data_fields=(), meta_fields=("axis", "length")
 )
 @dataclasses.dataclass(frozen=True)
-class Lines:
+class EqualBags:
     """Bags that are the slices of an array along one axis; `spread` gives size 1 there.
 
     Attributes:
@@ -62,7 +62,7 @@ class Lines:
     jax.tree_util.register_dataclass, data_fields=("of_entry",), meta_fields=("number",)
 )
 @dataclasses.dataclass(frozen=True)
-class Segments:
+class RaggedBags:
     """Bags that are the entries with equal numbers.
 
     Attributes:
@@ -102,4 +102,4 @@ class Segments:
         return lax.iota(jnp.int32, count).reshape((count,) + (1,) * (ndim - 1))
 
 
-Bags = Lines | Segments
+Bags = EqualBags | RaggedBags

@@ -92,10 +92,10 @@ def embedding_lookup(
     ids = checked_integers(ids, "ids", mode)
     absent = is_padding(ids, checked_padding(padding_id))
     bound = checked_bound(table, max_norm, norm_type)
-    return rows_of(table, entries_of(ids, absent, mode, table.shape), bound)
+    return looked_up_rows(table, entries_of(ids, absent, mode, table.shape), bound)
 
 
-def rows_of(table: Any, entries: Entries, bound: Bound | None) -> jax.Array:
+def looked_up_rows(table: Any, entries: Entries, bound: Bound | None) -> jax.Array:
     """The rows that the entries read: (*entries, *row), no longer than the bound."""
     positions, outside = entries.positions, entries.outside
     if isinstance(table, RowSparse):

@@ -8,7 +8,7 @@
 |-------------|--------------------------------------|-----------------------------------------|
 | specified   | a stored value that is an entry      | that in the stored value                |
 | hidden      | padding, and what lies under a mask  | 0, always                               |
-| unspecified | an entry that is not there           | that in the tap (`phantom`): 0 in       |
+| unspecified | an entry that is not there           | that in the phantom: 0 in               |
 |             |                                      | masked semantics, any in plain ones     |
 
 An entry stored twice is two specified coordinates. A complex number is two coordinates, its
@@ -26,7 +26,13 @@ import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._tensors.masked_tensor import MaskedTensor
-from jmask._tensors.phantom import is_tensor, untapped, values_of, with_values_of, zero_tap
+from jmask._tensors.phantom import (
+    is_tensor,
+    values_of,
+    with_values_of,
+    without_phantom,
+    zero_phantom,
+)
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import is_sparse
 
@@ -116,32 +122,34 @@ class Input:
 
     # --- tangents and cotangents --------------------------------------------------------
 
-    def primal(self, with_tap: bool) -> tuple[Any, Any]:
-        """What is differentiated: the stored values, and the tap or None."""
-        tap = zero_tap(self.tensor) if with_tap and is_tensor(self.tensor) else None
-        return values_of(self.tensor), tap
+    def primal(self, with_phantom: bool) -> tuple[Any, Any]:
+        """What is differentiated: the stored values, and the phantom or None."""
+        phantom = zero_phantom(self.tensor) if with_phantom and is_tensor(self.tensor) else None
+        return values_of(self.tensor), phantom
 
-    def tangent(self, kind: str, steps: np.ndarray, with_tap: bool) -> tuple[Any, Any]:
+    def tangent(self, kind: str, steps: np.ndarray, with_phantom: bool) -> tuple[Any, Any]:
         """The tangent of `primal` with `steps` (n, parts) along coordinates of a kind."""
-        values, tap = np.zeros_like(self.values), None
-        if with_tap and is_tensor(self.tensor):
-            tap = np.zeros(math.prod(self.tensor.shape), self.values.dtype)
+        values, phantom = np.zeros_like(self.values), None
+        if with_phantom and is_tensor(self.tensor):
+            phantom = np.zeros(math.prod(self.tensor.shape), self.values.dtype)
         if kind == "unspecified":
-            if tap is not None:
-                tap[self.unspecified] = numbers_of(steps)
+            if phantom is not None:
+                phantom[self.unspecified] = numbers_of(steps)
         else:
             values[getattr(self, kind)] = numbers_of(steps)
         of_values = jnp.asarray(values.reshape(self.positions.shape))
-        return of_values, None if tap is None else jnp.asarray(tap.reshape(self.tensor.shape))
+        return of_values, None if phantom is None else jnp.asarray(
+            phantom.reshape(self.tensor.shape)
+        )
 
     def derivatives(self, kind: str, cotangent: tuple[Any, Any]) -> np.ndarray:
         """The derivatives (n, parts) along coordinates of a kind, from those of `primal`."""
-        of_values, of_tap = cotangent
+        of_values, of_phantom = cotangent
         if kind != "unspecified":
             return reals_of(np.conj(np.ravel(of_values))[getattr(self, kind)])
-        if of_tap is None:
+        if of_phantom is None:
             return np.zeros((len(self.unspecified), self.parts))
-        return reals_of(np.conj(np.ravel(of_tap))[self.unspecified])
+        return reals_of(np.conj(np.ravel(of_phantom))[self.unspecified])
 
     # --- names --------------------------------------------------------------------------
 
@@ -194,7 +202,7 @@ def stored_positions(x: Any) -> np.ndarray:
     Raises:
         ValueError: if one stored value stands for several entries.
     """
-    x = untapped(x)
+    x = without_phantom(x)
     if isinstance(x, MaskedTensor):
         return np.where(np.asarray(x.valid), stored_positions(x.storage), -1)
     if isinstance(x, BCSR):
@@ -236,7 +244,7 @@ def _numbers(
 
 def fully_specified(x: Any, dense: np.ndarray) -> Any:
     """A tensor of the kind of `x` that stores every entry of `dense`."""
-    x = untapped(x)
+    x = without_phantom(x)
     if isinstance(x, MaskedTensor):
         storage = fully_specified(x.storage, dense)
         valid = jnp.ones(values_of(storage).shape, bool)

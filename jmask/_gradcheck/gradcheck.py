@@ -12,7 +12,7 @@ check must say which it checks:
 | plain, the default | every entry moves              | the gradient at every entry            |
 | masked             | specified entries move         | the same there; elsewhere exactly zero |
 
-The analytical side runs the function on the input as it is, which carries a tap for the
+The analytical side runs the function on the input as it is, which carries a phantom for the
 entries that are not there (see `_tensors.phantom`). Both sides run in float64 and complex128.
 """
 

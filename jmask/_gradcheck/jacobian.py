@@ -115,8 +115,8 @@ class Rules:
                 self._make(mode)
         except Exception:
             # A rule of the function (custom_vjp) may insist on the structure of its arguments.
-            # Then it has no gradient at entries that are not there, and needs no taps.
-            problem.with_taps = False
+            # Then it has no gradient at entries that are not there, and needs no phantoms.
+            problem.with_phantoms = False
             for mode in modes:
                 try:
                     self._make(mode)
@@ -149,7 +149,7 @@ class Rules:
         tangents = []
         for i, x in enumerate(self.problem.inputs):
             steps = direction if i == number else np.zeros((len(getattr(x, kind)), x.parts))
-            tangents.append(x.tangent(kind, steps, self.problem.with_taps))
+            tangents.append(x.tangent(kind, steps, self.problem.with_phantoms))
         along = self._linear(tangents)
         return [y.reals(t) for y, t in zip(self.problem.outputs, along, strict=True)]
 

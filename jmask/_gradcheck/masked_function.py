@@ -24,7 +24,7 @@ from jmask._gradcheck.entries import Input, numbers_of, random_reals
 from jmask._gradcheck.message import Setting
 from jmask._gradcheck.problem import Problem, mask_of
 from jmask._tensors.masked_tensor import MaskedTensor
-from jmask._tensors.phantom import is_tensor, tapped, with_values_of
+from jmask._tensors.phantom import is_tensor, with_phantom, with_values_of
 from jmask._tensors.specified import todense
 
 _SIZES = (1e-2, 1e-4)
@@ -92,9 +92,9 @@ def _points(x: Input, rng: np.random.Generator, size: float) -> tuple[Any, Any]:
         return moved.full(steps("unspecified")), projected
     values = moved.values.copy()
     values[x.hidden] = numbers_of(steps("hidden"))
-    _, tap = x.tangent("unspecified", steps("unspecified"), with_tap=True)
+    _, phantom = x.tangent("unspecified", steps("unspecified"), with_phantom=True)
     near = with_values_of(projected, jnp.asarray(values.reshape(x.positions.shape)))
-    return tapped(near, tap), projected
+    return with_phantom(near, phantom), projected
 
 
 def _equal(x: Any, y: Any) -> bool:

@@ -5,7 +5,7 @@
     outputs  output[0], at its valid entries    output[1]['loss']
 
 It is evaluated in two ways. `values` runs it eagerly near the input and compares the masks
-of its outputs with those at the input. `smooth` is the function of stored values and taps
+of its outputs with those at the input. `smooth` is the function of stored values and phantoms
 that JAX differentiates: the same run, read as dense arrays.
 
 In masked semantics a sparse output is compared at the positions it stores, in plain
@@ -33,7 +33,7 @@ from jmask._gradcheck.entries import (
 )
 from jmask._gradcheck.message import GradcheckError, Setting
 from jmask._tensors.masked_tensor import MaskedTensor
-from jmask._tensors.phantom import is_tensor, tapped, with_values_of
+from jmask._tensors.phantom import is_tensor, with_phantom, with_values_of
 from jmask._tensors.specified import todense
 
 
@@ -96,7 +96,7 @@ class Problem:
         inputs: the differentiable leaves of the arguments.
         outputs: the differentiable leaves of the result.
         base: the compared entries of the outputs at the arguments.
-        with_taps: whether the function takes tapped tensors.
+        with_phantoms: whether the function takes tensors with phantoms.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Problem:
         name: Callable[[Any], str] = lambda path: f"args{jax.tree_util.keystr(path)}",
     ):
         self.fun, self.setting = fun, setting
-        self.with_taps = True
+        self.with_phantoms = True
         flat, self.treedef = jax.tree_util.tree_flatten_with_path(args, is_leaf=is_tensor)
         self.leaves = [x for _, x in flat]
         self.numbers = [i for i, x in enumerate(self.leaves) if is_differentiable(x)]
@@ -156,16 +156,16 @@ class Problem:
         return self._read(flat)
 
     def smooth(self, tensors: Sequence[Any], parts: Sequence[Any]) -> list[jax.Array]:
-        """The outputs as dense arrays, as a function of stored values and taps.
+        """The outputs as dense arrays, as a function of stored values and phantoms.
 
         Args:
             tensors: one for each input; their positions are used.
-            parts: pairs of stored values and a tap (or None), one for each input.
+            parts: pairs of stored values and a phantom (or None), one for each input.
         """
         rebuilt = []
-        for x, (values, tap) in zip(tensors, parts, strict=True):
+        for x, (values, phantom) in zip(tensors, parts, strict=True):
             new = with_values_of(x, values)
-            rebuilt.append(new if tap is None else tapped(new, tap))
+            rebuilt.append(new if phantom is None else with_phantom(new, phantom))
         flat = jax.tree.leaves(self.run(rebuilt), is_leaf=is_tensor)
         results = []
         for output in self.outputs:
@@ -180,7 +180,7 @@ class Problem:
 
     def primals(self) -> list[tuple[Any, Any]]:
         """Where `of_parts` is differentiated."""
-        return [x.primal(self.with_taps) for x in self.inputs]
+        return [x.primal(self.with_phantoms) for x in self.inputs]
 
     def run(self, tensors: Sequence[Any]) -> Any:
         """What the function returns for these inputs."""

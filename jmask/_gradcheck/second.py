@@ -23,7 +23,7 @@ from jmask._gradcheck.entries import (
     stored_positions,
 )
 from jmask._gradcheck.problem import Problem
-from jmask._tensors.phantom import is_tensor, tap_of, values_of, zero_tap
+from jmask._tensors.phantom import is_tensor, phantom_of, values_of, zero_phantom
 
 
 def gradient_problem(problem: Problem, modes: Sequence[str]) -> Problem:
@@ -80,30 +80,30 @@ def _pushed_forward(
 
 
 def _parts(problem: Problem, x: Any) -> tuple[Any, Any]:
-    if not (problem.with_taps and is_tensor(x)):
+    if not (problem.with_phantoms and is_tensor(x)):
         return values_of(x), None
-    tap = tap_of(x)
-    return values_of(x), zero_tap(x) if tap is None else tap
+    phantom = phantom_of(x)
+    return values_of(x), zero_phantom(x) if phantom is None else phantom
 
 
-def _at_entries(problem: Problem, x: Any, of_values: Any, of_tap: Any) -> jax.Array:
+def _at_entries(problem: Problem, x: Any, of_values: Any, of_phantom: Any) -> jax.Array:
     """The gradient at the entries of `x`, dense."""
     if not is_tensor(x):
         return of_values
     positions, shape = stored_positions(x).ravel(), tuple(x.shape)
-    plain = of_tap is not None and not problem.setting.masked
-    dense = jnp.ravel(of_tap) if plain else jnp.zeros(math.prod(shape), x.dtype)
+    plain = of_phantom is not None and not problem.setting.masked
+    dense = jnp.ravel(of_phantom) if plain else jnp.zeros(math.prod(shape), x.dtype)
     stored = np.flatnonzero(positions >= 0)
     return dense.at[positions[stored]].set(jnp.ravel(of_values)[stored]).reshape(shape)
 
 
 def _along(problem: Problem, x: Any, tangent: jax.Array) -> tuple[Any, Any]:
-    """A dense tangent as one of stored values and tap."""
+    """A dense tangent as one of stored values and phantom."""
     if not is_tensor(x):
         return tangent, None
     positions = stored_positions(x)
     values = jnp.where(positions >= 0, jnp.ravel(tangent)[positions], 0)
-    if not problem.with_taps:
+    if not problem.with_phantoms:
         return values, None
     counts = np.full(tangent.size, not problem.setting.masked)
     counts[positions[positions >= 0]] = False

@@ -28,7 +28,7 @@ _BUCKETS = 4
 _BLOCK = 256
 
 
-def distinct_rows_of(
+def deduplicated_rows(
     ids: jax.Array, values: jax.Array, rows: int
 ) -> tuple[jax.Array, jax.Array]:
     """Entries with the values of equal ids summed into the first of them.

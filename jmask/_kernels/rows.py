@@ -79,7 +79,7 @@ def _write(scatter, table, ids, rows, coalesced):
         write = functools.partial(_write, scatter, coalesced=coalesced)
         return automatically(write, table, ids, rows, like=sharding, spec=spec_of(table))
     if coalesced:
-        ids, coalesced = _distinct_padding(ids, table.shape[0])
+        ids, coalesced = _unique_padding(ids, table.shape[0])
     dimensions = lax.ScatterDimensionNumbers(
         update_window_dims=tuple(range(1, table.ndim)),
         inserted_window_dims=(0,),
@@ -102,7 +102,7 @@ def _is_ambiguous(table: jax.Array, ids: jax.Array, rows: jax.Array) -> bool:
     return spread or spec_of(table)[1:] != spec_of(rows)[1:]
 
 
-def _distinct_padding(ids: jax.Array, rows: int) -> tuple[jax.Array, bool]:
+def _unique_padding(ids: jax.Array, rows: int) -> tuple[jax.Array, bool]:
     """Sorted ids with padding V, V, V made V, V+1, V+2: XLA is promised unique ids.
 
     Returns the ids and whether the promise can be made (V + n must fit the dtype).

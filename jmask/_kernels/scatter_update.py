@@ -27,12 +27,12 @@ from jmask._base.array_types import explicit_sharding, varying_alike
 from jmask._base.jaxprs import evaluate, only_arithmetic
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gather import zero_of
-from jmask._kernels.hash_dedup import distinct_rows_of
+from jmask._kernels.hash_dedup import deduplicated_rows
 from jmask._kernels.rows import gather_rows, set_rows
 
 Combiner = Callable[..., Sequence[Any]]
 # Of ids: distinct, in order and with padding last; distinct apart from padding; or any.
-Order = Literal["sorted", "distinct", "any"]
+Order = Literal["sorted", "unique", "any"]
 
 
 def order_of(coalesced: bool) -> Order:
@@ -206,8 +206,8 @@ def _on_one_cpu(
     """One scatter; equal ids are found by hashing, for which rows need no order."""
     *arrays, ids = given
     if order == "any":
-        ids, arrays[tables] = distinct_rows_of(ids, arrays[tables], arrays[0].shape[0])
-        order = "distinct"
+        ids, arrays[tables] = deduplicated_rows(ids, arrays[tables], arrays[0].shape[0])
+        order = "unique"
     return _at_once(*arrays, ids, tables=tables, program=program, order=order, on_cpu=True)
 
 

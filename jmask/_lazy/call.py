@@ -17,12 +17,12 @@ from jax.extend.core import ClosedJaxpr
 
 from jmask._base.jaxprs import origins
 from jmask._kernels.rows import ids_after_reading
-from jmask._lazy.lattice import Kind, Mixed, PerRow, Shared
+from jmask._lazy.lattice import Kind, NotRowLocal, Replicated, RowWise
 from jmask._lazy.row_locality import classify
 from jmask._lazy.spread_sums import axes_of_rows, with_sums_over
 from jmask._lazy.state_rows import tables_of_state
 from jmask._tables.stored_table import (
-    distinct_rows,
+    fitted,
     is_stored_table,
     rows_of,
     shape_of,
@@ -36,7 +36,7 @@ from jmask._updates.masked_gradient import (
     keep_valid,
     unchanged_where_masked,
 )
-from jmask._updates.refusal import refusal
+from jmask._updates.not_row_local import NotRowLocalError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class LazyCall:
         param_leaves, param_tree = jax.tree.flatten(params, is_leaf=is_stored_table)
         for i, param in enumerate(param_leaves):
             if is_stored_table(param):
-                leaves[i] = distinct_rows(param, leaves[i])
+                leaves[i] = fitted(param, leaves[i])
         pairs = [gradient_and_valid(leaf) for leaf in leaves]
         gradients = [gradient for gradient, _ in pairs]
         has_state_rows = list(map(is_gradient_leaf, leaves))
@@ -90,7 +90,7 @@ class LazyCall:
         owners = tables_of_state(inner, _shapes(like), has_state_rows, gradient_tree, state)
         for owner, leaf in zip(owners, state_leaves, strict=True):
             if owner is not None and is_stored_table(leaf):
-                gradients[owner] = distinct_rows(leaf, leaves[owner])
+                gradients[owner] = fitted(leaf, leaves[owner])
         return cls(
             inner,
             gradients,
@@ -148,7 +148,7 @@ class LazyCall:
             ("state", new_state, state_tree),
         ):
             if jax.tree.structure(tree) != expected:
-                raise refusal(f"update changes the structure of its {name}")
+                raise NotRowLocalError(f"update changes the structure of its {name}")
         return jax.tree.leaves(updates), jax.tree.leaves(new_state)
 
     def update(
@@ -229,7 +229,9 @@ class LazyCall:
             rows = self.program_on_rows(run, arrays)
         except (TypeError, ValueError) as error:
             (reason, *_) = str(error).splitlines() or [type(error).__name__]
-            raise refusal(f"it runs on whole tables and not on rows ({reason})") from error
+            raise NotRowLocalError(
+                f"it runs on whole tables and not on rows ({reason})"
+            ) from error
         kinds = classify(dense, rows, self._kinds(arrays))
         tables = self.gradient_tables + self.state_tables
         avals = zip(dense.out_avals, rows.out_avals, strict=True)
@@ -238,7 +240,7 @@ class LazyCall:
             if why is None and table is None and x.shape != y.shape:
                 why = "what it returns has a shape that depends on the number of rows"
             if why is not None:
-                raise refusal(why)
+                raise NotRowLocalError(why)
         found = origins(rows.jaxpr, [1 << i for i in range(len(rows.jaxpr.invars))])
         places = enumerate(self.state_tables, len(self.gradients))
         return frozenset(
@@ -250,14 +252,14 @@ class LazyCall:
     def _kinds(self, arrays: list[Any]) -> list[Kind]:
         """What is known of gradients, state, parameters and arrays among extra arguments."""
         kinds: list[Kind] = [
-            Shared() if table is None else PerRow(table, 0, rest=0)
+            Replicated() if table is None else RowWise(table, 0, off_support=0)
             for table in self.gradient_tables
         ]
         kinds += [
-            Shared() if table is None else PerRow(table, 0)
+            Replicated() if table is None else RowWise(table, 0)
             for table in self.state_tables + self.param_tables
         ]
-        return kinds + [Shared()] * len(arrays)
+        return kinds + [Replicated()] * len(arrays)
 
     def program_on_rows(self, function: Any, *others: Any) -> ClosedJaxpr:
         """The jaxpr of a function of rows of gradients, state and parameters, and others."""
@@ -300,9 +302,9 @@ def _with(tree: Any, others: dict[int, Any], arrays: Sequence[Any]) -> Any:
 
 def _why_not(table: int | None, kind: Kind) -> str | None:
     """Why an output is not what it must be: rows of its table, or shared."""
-    if isinstance(kind, Mixed):
+    if isinstance(kind, NotRowLocal):
         return kind.why
-    if isinstance(kind, Shared):
+    if isinstance(kind, Replicated):
         by_position = table is not None and 0 not in kind.uniform
         return "it treats rows by their position" if by_position else None
     stays = (kind.table, kind.axis, kind.merged) == (table, 0, (1, 1))

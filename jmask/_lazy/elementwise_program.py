@@ -3,8 +3,8 @@
 To run in one pass over the rows (see `scatter_update`) an update must be elementwise in the
 gradient, the parameter and the state of a table. Its jaxpr on n rows is read once:
 
-    count -> count + 1 -> 1 - 0.9 ** count        depends on no row: computed beforehand
-    g -> g * g -> sum                             of the gradient alone: computed beforehand
+    count -> count + 1 -> 1 - 0.9 ** count        depends on no row: computed hoisted
+    g -> g * g -> sum                             of the gradient alone: computed hoisted
     m, g  -> 0.9 m + 0.1 g -> / (1 - 0.9 ** c)    entries of one table: the combiner
     sum(m * m)                                    none of these: the update takes more passes
 
@@ -27,7 +27,7 @@ from jmask._lazy.row_locality import NEUTRAL
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class ElementwiseProgram:
     """A jaxpr whose outputs are entries of tables or do not depend on rows.
 
     Attributes:
@@ -51,7 +51,7 @@ class Program:
     scalar_of: dict[Var, Any]
     constants: set[Var]
 
-    def beforehand(self, values: dict[Var, Any], wanted: Iterable[Var]) -> dict[Var, Any]:
+    def hoisted(self, values: dict[Var, Any], wanted: Iterable[Var]) -> dict[Var, Any]:
         """The values of all variables that do not depend on rows, and of those `wanted`.
 
         Args:
@@ -107,7 +107,7 @@ class Combiner:
         scalars: shared variables that they use.
     """
 
-    program: Program
+    program: ElementwiseProgram
     source: Var
     inputs: Sequence[Var]
     outputs: Sequence[Any]
@@ -137,7 +137,7 @@ def _makers(
 
 def elementwise_program(
     jaxpr: Jaxpr, consts: Sequence[Any], tables: Sequence[int | None]
-) -> Program | None:
+) -> ElementwiseProgram | None:
     """The program of a jaxpr, or None if it is not elementwise.
 
     Args:
@@ -152,7 +152,7 @@ def elementwise_program(
         return None  # one number for each row, say
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     gradients = {v for i, v in enumerate(jaxpr.invars) if table_of.get(v) == i}
-    program = Program([], values, [], [], table_of, gradients, set(), {}, set())
+    program = ElementwiseProgram([], values, [], [], table_of, gradients, set(), {}, set())
     renamed: dict[Var, Any] = {}
     if not _inline(jaxpr, renamed, program, shapes):
         return None
@@ -161,7 +161,7 @@ def elementwise_program(
 
 
 def _inline(
-    jaxpr: Jaxpr, renamed: dict[Var, Any], program: Program, shapes: dict[int, Any]
+    jaxpr: Jaxpr, renamed: dict[Var, Any], program: ElementwiseProgram, shapes: dict[int, Any]
 ) -> bool:
     """Add the equations of a jaxpr to the program; False if one is not elementwise."""
     for eqn in jaxpr.eqns:
@@ -204,12 +204,12 @@ def _inline(
     return True
 
 
-def _are_constants(program: Program, inputs: Sequence[Any]) -> bool:
+def _are_constants(program: ElementwiseProgram, inputs: Sequence[Any]) -> bool:
     return all(isinstance(v, Literal) or v in program.constants for v in inputs)
 
 
 def _add_scalar_of(
-    program: Program, eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Var]
+    program: ElementwiseProgram, eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Var]
 ) -> None:
     """Elementwise arithmetic on arrays filled with scalars gives one filled with a scalar."""
     scalars = [_scalar_if_filled(program, v) for v in inputs]
@@ -222,11 +222,11 @@ def _add_scalar_of(
         program.constants.update(results)
 
 
-def _scalar_if_filled(program: Program, v: Any) -> Any:
+def _scalar_if_filled(program: ElementwiseProgram, v: Any) -> Any:
     return v if isinstance(v, Literal) else program.scalar_of.get(v, v)
 
 
-def _is_entry(program: Program, v: Any, table: int) -> bool:
+def _is_entry(program: ElementwiseProgram, v: Any, table: int) -> bool:
     """Whether a variable is a scalar or has entries of the table."""
     return aval_of(v).shape == () or program.table_of.get(v) == table
 

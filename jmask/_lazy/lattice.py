@@ -1,12 +1,12 @@
-"""What row locality knows of a value: it is shared, per row, or mixed.
+"""What the proof of row-locality knows of a value: the abstract domain, and its joins.
 
-Shared(uniform)     the same in the dense program and in the one for a few rows; does
-                    not vary along the axes in `uniform`, which may be longer in one
-PerRow(axis, rest)  one slice per row along `axis`; in untouched rows it is the
-                    constant `rest`, where that is known (0 for the gradient itself)
-PerRow(.., merged)  the same where the axis was made of that of rows and of others, as a
-                    ravelled table (V * D,) is with merged=(1, D)
-Mixed(why)          may differ between the two programs
+Replicated(uniform)         the same in the dense program and in the one for a few rows; does
+                            not vary along the axes in `uniform`, which may be longer in one
+RowWise(axis, off_support)  one slice per row along `axis`; in untouched rows it is the constant
+                            `off_support`, where that is known (0 for the gradient itself)
+RowWise(.., merged)         the same where the axis was made of that of rows and of others, as
+                            a ravelled table (V * D,) is with merged=(1, D)
+NotRowLocal(why)            may differ between the two programs
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn
 
 
 @dataclasses.dataclass(frozen=True)
-class Shared:
+class Replicated:
     """A value both programs agree on.
 
     Attributes:
@@ -31,70 +31,70 @@ class Shared:
 
 
 @dataclasses.dataclass(frozen=True)
-class PerRow:
+class RowWise:
     """A value with one slice for each row of a table.
 
     Attributes:
         table: which table the rows belong to.
         axis: the axis of the rows.
-        rest: the scalar it is in every row the gradient does not touch, or None.
+        off_support: the scalar it is in every row the gradient does not touch, or None.
         merged: how many entries the axes have that were merged with that of the rows, before
             it and after it. Of what is merged sums are known, and its parts if it is split.
     """
 
     table: int
     axis: int
-    rest: Any = None
+    off_support: Any = None
     merged: tuple[int, int] = (1, 1)
 
-    def is_aligned(self, other: "PerRow") -> bool:
+    def is_aligned(self, other: "RowWise") -> bool:
         """Whether the same places along the axes belong to the same rows."""
         return (self.table, self.merged) == (other.table, other.merged)
 
-    def at(self, axis: int, rest: Any) -> "PerRow":
+    def at(self, axis: int, off_support: Any) -> "RowWise":
         """The same rows along another axis."""
-        return dataclasses.replace(self, axis=axis, rest=rest)
+        return dataclasses.replace(self, axis=axis, off_support=off_support)
 
-    def rests_at(self, value: Any) -> bool:
+    def is_off_support(self, value: Any) -> bool:
         """Whether it is known to be `value` in untouched rows."""
-        return self.rest is not None and bool(self.rest == value)
+        return self.off_support is not None and bool(self.off_support == value)
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixed:
+class NotRowLocal:
     """A value that may depend on rows the gradient does not touch."""
 
     why: str
 
 
-Kind = Shared | PerRow | Mixed
+Kind = Replicated | RowWise | NotRowLocal
 
 
-def mixed(eqn: JaxprEqn, what: str) -> Mixed:
-    """`Mixed` because of what an equation does, with its place in the source."""
+def not_row_local(eqn: JaxprEqn, what: str) -> NotRowLocal:
+    """`NotRowLocal` because of what an equation does, with its place in the source."""
     place = source_info_util.summarize(eqn.source_info)
     at = f" (at {place})" if place else ""
-    return Mixed(f"`{eqn.primitive.name}` {what}{at}")
+    return NotRowLocal(f"`{eqn.primitive.name}` {what}{at}")
 
 
 def join(x: Kind, y: Kind) -> Kind:
     """What is known of a value that is one of two."""
-    if isinstance(x, Mixed):
+    if isinstance(x, NotRowLocal):
         return x
-    if isinstance(y, Mixed):
+    if isinstance(y, NotRowLocal):
         return y
-    if isinstance(x, Shared) and isinstance(y, Shared):
-        return Shared(x.uniform & y.uniform, _common(x.constant, y.constant))
-    if isinstance(x, PerRow) and isinstance(y, PerRow):
+    if isinstance(x, Replicated) and isinstance(y, Replicated):
+        return Replicated(x.uniform & y.uniform, _common(x.constant, y.constant))
+    if isinstance(x, RowWise) and isinstance(y, RowWise):
         if x.axis != y.axis or not x.is_aligned(y):
-            return Mixed("control flow chooses between rows of two tables")
-        return x.at(x.axis, _common(x.rest, y.rest))
-    rows, shared = (x, y) if isinstance(x, PerRow) else (y, x)
-    assert isinstance(rows, PerRow)
-    assert isinstance(shared, Shared)
-    if rows.axis not in shared.uniform:
-        return Mixed("control flow chooses between rows and fixed numbers")
-    return rows.at(rows.axis, _common(rows.rest, shared.constant))
+            return NotRowLocal("control flow chooses between rows of two tables")
+        return x.at(x.axis, _common(x.off_support, y.off_support))
+    rows, other = (x, y) if isinstance(x, RowWise) else (y, x)
+    assert isinstance(rows, RowWise)
+    assert isinstance(other, Replicated)
+    if rows.axis not in other.uniform:
+        return NotRowLocal("control flow chooses between rows and fixed numbers")
+    return rows.at(rows.axis, _common(rows.off_support, other.constant))
 
 
 def joined(xs: Sequence[Kind], ys: Sequence[Kind]) -> list[Kind]:

@@ -34,7 +34,7 @@ from jmask._updates.checks import (
 )
 from jmask._updates.eager import compiled_outside_jit
 from jmask._updates.masked_gradient import as_gradients, is_gradient_leaf
-from jmask._updates.refusal import refusal
+from jmask._updates.not_row_local import NotRowLocalError
 
 # Transformations that hold gradients back to emit them in a later step, when a row held
 # back need not be among the rows touched: its update would be lost.
@@ -165,7 +165,7 @@ def _check_not_deferring(state: optax.OptState) -> None:
 
     for node in jax.tree.leaves(state, is_leaf=is_deferring):
         if is_deferring(node):
-            raise refusal(
+            raise NotRowLocalError(
                 f"{type(node).__name__} holds gradients back for a later step, and a row "
                 "that this later step does not touch would lose them",
                 "Use jmask.multi_steps(...), or jmask.tree.add and one update.",
@@ -175,7 +175,7 @@ def _check_not_deferring(state: optax.OptState) -> None:
 def _check_extra_args(extra_args: dict[str, Any]) -> None:
     for name, value in extra_args.items():
         if any(map(is_gradient_leaf, jax.tree.leaves(value, is_leaf=is_gradient_leaf))):
-            raise refusal(
+            raise NotRowLocalError(
                 f"the extra argument `{name}` holds a row-sparse gradient, and what takes "
                 "whole gradients (a line search) is not row-local"
             )

@@ -20,7 +20,7 @@ from jmask._base.jaxprs import read
 from jmask._base.precision import added
 from jmask._kernels.scatter_update import order_of, update_rows
 from jmask._lazy.call import LazyCall
-from jmask._lazy.elementwise_program import Combiner, Program, elementwise_program
+from jmask._lazy.elementwise_program import Combiner, ElementwiseProgram, elementwise_program
 from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._tensors.storage import stored_values
@@ -86,7 +86,9 @@ def _members(call: LazyCall, table: int) -> list[int]:
     return [i for i, owner in enumerate(arrays) if owner == table]
 
 
-def _combiner(parts: Program, call: LazyCall, table: int, places: list[int]) -> Combiner | None:
+def _combiner(
+    parts: ElementwiseProgram, call: LazyCall, table: int, places: list[int]
+) -> Combiner | None:
     """The first that a scatter has room for, or None."""
     count, arrays = len(call.gradients), [*call.state, *call.params]
     inputs = [parts.inputs[count + i] for i in places]
@@ -100,18 +102,18 @@ def _combiner(parts: Program, call: LazyCall, table: int, places: list[int]) -> 
     return None
 
 
-def _outputs(parts: Program, count: int) -> list[Any]:
+def _outputs(parts: ElementwiseProgram, count: int) -> list[Any]:
     """What becomes of state and parameters, in their order: `count` parameters come first."""
     return [*parts.outputs[count:], *parts.outputs[:count]]
 
 
-def _is_entries(parts: Program, v: Any) -> bool:
+def _is_entries(parts: ElementwiseProgram, v: Any) -> bool:
     return not isinstance(v, Literal) and v in parts.table_of
 
 
 def _run(
     call: LazyCall,
-    parts: Program,
+    parts: ElementwiseProgram,
     members: dict[int, list[int]],
     combiners: dict[int, Combiner],
 ) -> tuple[Any, Any]:
@@ -125,7 +127,7 @@ def _run(
     }
     sources = {t: combiner.source for t, combiner in combiners.items()}
     made = [v for t, v in sources.items() if v is not parts.inputs[t]]
-    known = parts.beforehand(known, made)
+    known = parts.hoisted(known, made)
     results = [
         None if _is_entries(parts, v) else read(known, v)
         for v in _outputs(parts, len(call.gradients))

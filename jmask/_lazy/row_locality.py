@@ -6,16 +6,16 @@ contribute nothing because their gradient is zero. This module decides it from t
 that of the dense update and that of the update on rows, by reading both in step and following
 what is known of each value (see `lattice`):
 
-    g           PerRow(axis=0, rest=0)
-    g * g       PerRow(axis=0, rest=0)
-    sum(g * g)  Shared      untouched rows add 0: the global norm is exact
-    vdot(g, g)  Shared      the same of what is ravelled
-    p           PerRow(axis=0, rest unknown)
-    sum(p * p)  Mixed       untouched rows count: LAMB's trust ratio is not row-local
-    1 + 0 * g   Shared      ones, as many as there are rows: what is elementwise may use them
-    sum(ones)   Mixed       V in one program, n in the other
+    g           RowWise(axis=0, off_support=0)
+    g * g       RowWise(axis=0, off_support=0)
+    sum(g * g)  Replicated    untouched rows add 0: the global norm is exact
+    vdot(g, g)  Replicated    the same of what is ravelled
+    p           RowWise(axis=0)
+    sum(p * p)  NotRowLocal   untouched rows count: LAMB's trust ratio is not row-local
+    1 + 0 * g   Replicated    ones, as many as there are rows: elementwise steps may use them
+    sum(ones)   NotRowLocal   V in one program, n in the other
 
-What has no rule here is Mixed: an unknown transformation is refused, not run wrongly.
+What has no rule here is NotRowLocal: an unknown transformation is refused, not run wrongly.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from jmask._base.forms import (
     what_is_unknown,
     while_of,
 )
-from jmask._lazy.lattice import Kind, Mixed, PerRow, Shared, joined, mixed
+from jmask._lazy.lattice import Kind, NotRowLocal, Replicated, RowWise, joined, not_row_local
 from jmask._lazy.same_program import in_step, same, same_literal, same_operation
 from jmask._ops.safe_numbers import trial
 
@@ -63,9 +63,10 @@ NEUTRAL = {
 _IDEMPOTENT = ("reduce_or", "reduce_and", "reduce_max", "reduce_min")
 
 _COUNTS = "depends on the number of rows"
+_OTHERS_COUNT = "rows outside the gradient would count in it"
 _BY_POSITION = "treats rows by their position (random or fixed numbers)"
 
-Known = Shared | PerRow
+RowLocal = Replicated | RowWise
 
 
 def classify(dense: ClosedJaxpr, rows: ClosedJaxpr, inputs: Sequence[Kind]) -> list[Kind]:
@@ -79,28 +80,28 @@ def classify(dense: ClosedJaxpr, rows: ClosedJaxpr, inputs: Sequence[Kind]) -> l
     return _run([opened(dense), opened(rows)], inputs)
 
 
-Program = tuple[Jaxpr, Sequence[Any]]
+OpenJaxpr = tuple[Jaxpr, Sequence[Any]]
 
 
-def _run(programs: Sequence[Program], inputs: Sequence[Kind]) -> list[Kind]:
+def _run(programs: Sequence[OpenJaxpr], inputs: Sequence[Kind]) -> list[Kind]:
     """The kinds of the outputs of a pair of jaxprs, each with its constants."""
     (dense, consts), (rows, other_consts) = programs
     if not in_step(dense, rows):
         why = "it chooses other operations for tables of another size"
-        return [Mixed(why)] * len(dense.outvars)
+        return [NotRowLocal(why)] * len(dense.outvars)
     kinds: dict[Any, Kind] = dict(zip(dense.invars, inputs, strict=True))
     twins = dict(zip(dense.invars, rows.invars, strict=True))
     for v, w, x, y in zip(dense.constvars, rows.constvars, consts, other_consts, strict=True):
         twins[v] = w
         if same(x, y):
-            kinds[v] = Shared()
+            kinds[v] = Replicated()
 
     def read(eqn: JaxprEqn | None, v: Any, w: Any) -> Kind:
         if isinstance(v, Literal) and isinstance(w, Literal) and same_literal(v, w):
-            return Shared(constant=v.val if np.ndim(v.val) == 0 else None)
+            return Replicated(constant=v.val if np.ndim(v.val) == 0 else None)
         if not isinstance(v, Literal) and v in kinds and twins[v] is w:
             return kinds[v]
-        return mixed(eqn, _COUNTS) if eqn else Mixed(f"what it returns {_COUNTS}")
+        return not_row_local(eqn, _COUNTS) if eqn else NotRowLocal(f"what it returns {_COUNTS}")
 
     for eqn, twin in zip(dense.eqns, rows.eqns, strict=True):
         operands = zip(eqn.invars, twin.invars, strict=True)
@@ -114,72 +115,72 @@ def equation(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
     """The kinds of the outputs of an equation and of the same one on some rows."""
     name, unknown = name_of(eqn), what_is_unknown(eqn)
     if unknown is not None:
-        return [Mixed(unknown)] * len(eqn.outvars)
+        return [NotRowLocal(unknown)] * len(eqn.outvars)
     if not same_operation(eqn, twin):
-        return [mixed(eqn, _COUNTS)] * len(eqn.outvars)
+        return [not_row_local(eqn, _COUNTS)] * len(eqn.outvars)
     if name in CALLS or name in REMATS:
         return _run([called(eqn), called(twin)], inputs)
     if name in _CONTROL_FLOW:
         return _CONTROL_FLOW[name](eqn, twin, inputs)
     if name == "optimization_barrier":
         return inputs
-    known: list[Known] = []
+    known: list[RowLocal] = []
     for kind in inputs:
-        if isinstance(kind, Mixed):
+        if isinstance(kind, NotRowLocal):
             return [kind] * len(eqn.outvars)
         known.append(kind)
     if name in ELEMENTWISE:
         return [_elementwise(eqn, known)]
     if name != "broadcast_in_dim" and any(map(_is_sized, known, eqn.invars, twin.invars)):
-        return [mixed(eqn, _COUNTS)] * len(eqn.outvars)
+        return [not_row_local(eqn, _COUNTS)] * len(eqn.outvars)
     rule = _RULES.get(name)
     if rule is not None:
         return [rule(eqn, known)]
-    if all(isinstance(kind, Shared) for kind in known):
-        return [Shared()] * len(eqn.outvars)
-    return [mixed(eqn, "has no row-local form that jmask knows")] * len(eqn.outvars)
+    if all(isinstance(kind, Replicated) for kind in known):
+        return [Replicated()] * len(eqn.outvars)
+    return [not_row_local(eqn, "has no row-local form that jmask knows")] * len(eqn.outvars)
 
 
-def _is_sized(kind: Known, v: Any, w: Any) -> bool:
+def _is_sized(kind: RowLocal, v: Any, w: Any) -> bool:
     """Whether it is a shared number that is repeated as often as there are rows."""
-    return isinstance(kind, Shared) and aval_of(v).shape != aval_of(w).shape
+    return isinstance(kind, Replicated) and aval_of(v).shape != aval_of(w).shape
 
 
 def _agreeing(eqn: JaxprEqn, kind: Kind, dense: Any, rows: Any) -> Kind:
-    """The kind of a value, Mixed where its arrays differ in more than that allows."""
-    if isinstance(kind, Mixed):
+    """The kind of a value, NotRowLocal where its arrays differ in more than that allows."""
+    if isinstance(kind, NotRowLocal):
         return kind
     if (dense.dtype, dense.ndim) != (rows.dtype, rows.ndim):
-        return mixed(eqn, _COUNTS)
+        return not_row_local(eqn, _COUNTS)
     pairs = zip(dense.shape, rows.shape, strict=True)
     axes = {axis for axis, (x, y) in enumerate(pairs) if x != y}
-    if isinstance(kind, Shared):
-        return kind if axes <= kind.uniform else mixed(eqn, _BY_POSITION)
-    return kind if axes <= {kind.axis} else mixed(eqn, _COUNTS)
+    if isinstance(kind, Replicated):
+        return kind if axes <= kind.uniform else not_row_local(eqn, _BY_POSITION)
+    return kind if axes <= {kind.axis} else not_row_local(eqn, _COUNTS)
 
 
 # --- elementwise operations --------------------------------------------------------------
 
 
-def _elementwise(eqn: JaxprEqn, inputs: list[Known]) -> Kind:
+def _elementwise(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
     constant = _constant(eqn, inputs)
     # Scalars combine with everything.
     arrays = [k for k, v in zip(inputs, eqn.invars, strict=True) if aval_of(v).ndim]
-    rows = [kind for kind in arrays if isinstance(kind, PerRow)]
-    shared = [kind.uniform for kind in arrays if isinstance(kind, Shared)]
+    rows = [kind for kind in arrays if isinstance(kind, RowWise)]
+    shared = [kind.uniform for kind in arrays if isinstance(kind, Replicated)]
     if not rows:
-        return Shared(frozenset.intersection(*shared) if shared else frozenset(), constant)
+        return Replicated(frozenset.intersection(*shared) if shared else frozenset(), constant)
     axis = rows[0].axis
     if any(kind.axis != axis or not kind.is_aligned(rows[0]) for kind in rows):
-        return mixed(eqn, "combines rows of two tables, or in two orders")
+        return not_row_local(eqn, "combines rows of two tables, or in two orders")
     if any(axis not in uniform for uniform in shared):
-        return mixed(eqn, _BY_POSITION)
+        return not_row_local(eqn, _BY_POSITION)
     return rows[0].at(axis, constant)
 
 
-def _constant(eqn: JaxprEqn, inputs: list[Known]) -> Any:
+def _constant(eqn: JaxprEqn, inputs: list[RowLocal]) -> Any:
     """The scalar an elementwise equation gives in untouched rows, or None if unknown."""
-    known = [k.rest if isinstance(k, PerRow) else k.constant for k in inputs]
+    known = [k.off_support if isinstance(k, RowWise) else k.constant for k in inputs]
     name = name_of(eqn)
     if name == "select_n" and known[0] is not None:
         return known[1 + int(known[0])]
@@ -211,36 +212,36 @@ def _evaluated(eqn: JaxprEqn, scalars: list[Any]) -> Any:
 # --- operations that move, keep or remove axes -------------------------------------------
 
 
-def _broadcast(eqn: JaxprEqn, inputs: list[Known]) -> Kind:
+def _broadcast(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
     (kind, *_) = inputs
     dimensions = parameter(eqn, "broadcast_dimensions")
-    if isinstance(kind, PerRow):
-        return kind.at(dimensions[kind.axis], kind.rest)
+    if isinstance(kind, RowWise):
+        return kind.at(dimensions[kind.axis], kind.off_support)
     operand, shape = aval_of(eqn.invars[0]), parameter(eqn, "shape")
     varying = {
         dimensions[d]
         for d in range(operand.ndim)
         if d not in kind.uniform and operand.shape[d] == shape[dimensions[d]]
     }
-    return Shared(frozenset(range(len(shape))) - varying, kind.constant)
+    return Replicated(frozenset(range(len(shape))) - varying, kind.constant)
 
 
-def _of_rows(rule: Callable[[JaxprEqn, PerRow], Kind]) -> Callable[..., Kind]:
+def _of_rows(rule: Callable[[JaxprEqn, RowWise], Kind]) -> Callable[..., Kind]:
     """A rule for the one operand that has rows; without rows the result is shared."""
 
-    def apply(eqn: JaxprEqn, inputs: list[Known]) -> Kind:
+    def apply(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
         (kind, *_) = inputs
-        return rule(eqn, kind) if isinstance(kind, PerRow) else Shared()
+        return rule(eqn, kind) if isinstance(kind, RowWise) else Replicated()
 
     return apply
 
 
-def _reshape(eqn: JaxprEqn, kind: PerRow) -> Kind:
+def _reshape(eqn: JaxprEqn, kind: RowWise) -> Kind:
     old, new = aval_of(eqn.invars[0]).shape, aval_of(eqn.outvars[0]).shape
     rows, none = divmod(old[kind.axis], math.prod(kind.merged))
     if not rows:  # of a table without rows nothing tells what was merged
         same_place = new[: kind.axis + 1] == old[: kind.axis + 1]
-        return kind if same_place else mixed(eqn, "merges rows with other axes")
+        return kind if same_place else not_row_local(eqn, "merges rows with other axes")
     before = math.prod(old[: kind.axis]) * kind.merged[0]
     found = []
     for axis, size in enumerate(new):
@@ -249,56 +250,56 @@ def _reshape(eqn: JaxprEqn, kind: PerRow) -> Kind:
         if not (rest or more or none) and inner:
             found.append(dataclasses.replace(kind, axis=axis, merged=(outer, inner)))
     if not found:
-        return mixed(eqn, "merges rows with other axes")
+        return not_row_local(eqn, "merges rows with other axes")
     return min(found, key=lambda kind: math.prod(kind.merged))
 
 
-def _transpose(eqn: JaxprEqn, kind: PerRow) -> Kind:
+def _transpose(eqn: JaxprEqn, kind: RowWise) -> Kind:
     axis = parameter(eqn, "permutation").index(kind.axis)
-    return kind.at(axis, kind.rest)
+    return kind.at(axis, kind.off_support)
 
 
-def _reduce(eqn: JaxprEqn, kind: PerRow) -> Kind:
+def _reduce(eqn: JaxprEqn, kind: RowWise) -> Kind:
     name, axes = eqn.primitive.name, parameter(eqn, "axes")
-    neutral = name in NEUTRAL and kind.rests_at(NEUTRAL[name])
+    neutral = name in NEUTRAL and kind.is_off_support(NEUTRAL[name])
     if name == "reduce_and":
         neutral &= aval_of(eqn.invars[0]).dtype == bool
     if kind.axis in axes:
         if neutral:
-            return Shared()
-        return mixed(eqn, "combines rows, and rows outside the gradient would count in it")
+            return Replicated()
+        return not_row_local(eqn, f"combines rows, and {_OTHERS_COUNT}")
     axis = kind.axis - sum(a < kind.axis for a in axes)
     keeps = neutral or name in _IDEMPOTENT
-    return kind.at(axis, kind.rest if keeps else None)
+    return kind.at(axis, kind.off_support if keeps else None)
 
 
-def _dot(eqn: JaxprEqn, inputs: list[Known]) -> Kind:
+def _dot(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
     contract, batch = parameter(eqn, "dimension_numbers")
-    rows = {side: kind for side, kind in enumerate(inputs) if isinstance(kind, PerRow)}
+    rows = {side: kind for side, kind in enumerate(inputs) if isinstance(kind, RowWise)}
     if not rows:
-        return Shared()
+        return Replicated()
     if any(kind.axis in batch[side] for side, kind in rows.items()):
-        return mixed(eqn, "batches over rows")
-    zero = any(kind.rests_at(0) for kind in rows.values())
+        return not_row_local(eqn, "batches over rows")
+    zero = any(kind.is_off_support(0) for kind in rows.values())
     contracted = [kind.axis in contract[side] for side, kind in rows.items()]
     if len(rows) == 2 and all(contracted):
         left, right = rows[0], rows[1]
         aligned = contract[0].index(left.axis) == contract[1].index(right.axis)
         if zero and aligned and left.is_aligned(right):
-            return Shared()
-        return mixed(eqn, "sums over rows, and rows outside the gradient would count in it")
+            return Replicated()
+        return not_row_local(eqn, f"sums over rows, and {_OTHERS_COUNT}")
     if len(rows) == 2 or any(contracted):
-        return mixed(eqn, "combines rows with each other or with fixed numbers")
+        return not_row_local(eqn, "combines rows with each other or with fixed numbers")
     ((side, kind),) = rows.items()
     removed = (*contract[side], *batch[side])
     free = [d for d in range(aval_of(eqn.invars[side]).ndim) if d not in removed]
     axis = len(batch[0]) + free.index(kind.axis)
     if side == 1:
         axis += aval_of(eqn.invars[0]).ndim - len(contract[0]) - len(batch[0])
-    return kind.at(axis, kind.rest if zero else None)
+    return kind.at(axis, kind.off_support if zero else None)
 
 
-_RULES: dict[str, Callable[[JaxprEqn, list[Known]], Kind]] = {
+_RULES: dict[str, Callable[[JaxprEqn, list[RowLocal]], Kind]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _of_rows(_reshape),
     "squeeze": _of_rows(_reshape),
@@ -312,11 +313,11 @@ _RULES: dict[str, Callable[[JaxprEqn, list[Known]], Kind]] = {
 
 def _cond(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
     which, *operands = inputs
-    if isinstance(which, Mixed):
+    if isinstance(which, NotRowLocal):
         return [which] * len(eqn.outvars)
     branches, twins = branches_of(eqn), branches_of(twin)
     if len(branches) != len(twins):
-        return [mixed(eqn, _COUNTS)] * len(eqn.outvars)
+        return [not_row_local(eqn, _COUNTS)] * len(eqn.outvars)
     first, *others = [_run(pair, operands) for pair in zip(branches, twins, strict=True)]
     for outputs in others:
         first = joined(first, outputs)
@@ -331,7 +332,7 @@ def _while(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
     body, until = [loop.body for loop in loops], [loop.condition for loop in loops]
     carry = _fixed_point(carry, lambda c: _run(body, consts + c))
     (again,) = _run(until, condition + carry)
-    return [again] * len(carry) if isinstance(again, Mixed) else carry
+    return [again] * len(carry) if isinstance(again, NotRowLocal) else carry
 
 
 def _scan(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
@@ -340,22 +341,22 @@ def _scan(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
     consts, carry = inputs[:first], inputs[first : first + count]
     scanned: list[Kind] = []
     for kind in inputs[first + count :]:
-        if isinstance(kind, PerRow) and kind.axis == 0:
-            kind = mixed(eqn, "runs over rows in sequence")
+        if isinstance(kind, RowWise) and kind.axis == 0:
+            kind = not_row_local(eqn, "runs over rows in sequence")
             return [kind] * len(eqn.outvars)
-        if isinstance(kind, PerRow):
-            kind = kind.at(kind.axis - 1, kind.rest)
-        elif isinstance(kind, Shared):
-            kind = Shared(frozenset(a - 1 for a in kind.uniform if a))
+        if isinstance(kind, RowWise):
+            kind = kind.at(kind.axis - 1, kind.off_support)
+        elif isinstance(kind, Replicated):
+            kind = Replicated(frozenset(a - 1 for a in kind.uniform if a))
         scanned.append(kind)
     body = [scan.body for scan in scans]
     carry = _fixed_point(carry, lambda c: _run(body, consts + c + scanned)[:count])
     stacked = []
     for kind in _run(body, consts + carry + scanned)[count:]:
-        if isinstance(kind, PerRow):
-            kind = kind.at(kind.axis + 1, kind.rest)
-        elif isinstance(kind, Shared):
-            kind = Shared(frozenset(a + 1 for a in kind.uniform))
+        if isinstance(kind, RowWise):
+            kind = kind.at(kind.axis + 1, kind.off_support)
+        elif isinstance(kind, Replicated):
+            kind = Replicated(frozenset(a + 1 for a in kind.uniform))
         stacked.append(kind)
     return carry + stacked
 

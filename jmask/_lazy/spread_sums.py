@@ -22,11 +22,11 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jmask._base.array_types import varying_axes, varying_like
 from jmask._base.forms import CALLS, REMATS, bodies_of, branches_of, called, name_of
 from jmask._base.jaxprs import outputs_of, read
-from jmask._lazy.lattice import Kind, PerRow, Shared
+from jmask._lazy.lattice import Kind, Replicated, RowWise
 from jmask._lazy.row_locality import NEUTRAL, equation
 from jmask._tables.routed_rows import RoutedRows
 from jmask._updates.masked_gradient import is_gradient_leaf
-from jmask._updates.refusal import refusal
+from jmask._updates.not_row_local import NotRowLocalError
 
 Axes = tuple[str, ...]
 
@@ -107,13 +107,13 @@ def _run(
 ) -> tuple[list[Any], list[Kind]]:
     """Outputs of a jaxpr on one device, and what is known of them."""
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
-    kinds: dict[Any, Kind] = dict.fromkeys(jaxpr.constvars, Shared())
+    kinds: dict[Any, Kind] = dict.fromkeys(jaxpr.constvars, Replicated())
     kinds.update(zip(jaxpr.invars, given, strict=True))
 
     def kind_of(v: Any) -> Kind:
         if not isinstance(v, Literal):
             return kinds[v]
-        return Shared(constant=v.val if jnp.ndim(v.val) == 0 else None)
+        return Replicated(constant=v.val if jnp.ndim(v.val) == 0 else None)
 
     for eqn in jaxpr.eqns:
         operands = [read(values, v) for v in eqn.invars]
@@ -127,7 +127,7 @@ def _equation(
     eqn: JaxprEqn, spread: Mapping[int, Axes], inputs: list[Any], given: list[Kind]
 ) -> tuple[list[Any], list[Kind]]:
     name = name_of(eqn)
-    tables = {kind.table for kind in given if isinstance(kind, PerRow)} & spread.keys()
+    tables = {kind.table for kind in given if isinstance(kind, RowWise)} & spread.keys()
     found = equation(eqn, eqn, given)
     if name in CALLS or name in REMATS:
         return _run(*called(eqn), spread, inputs, given)
@@ -140,14 +140,14 @@ def _equation(
         every = [jax.eval_shape(branch, *operands) for branch in branches]
         return lax.switch(which, [_typed_as(every, f) for f in branches], *operands), found
     if tables and name in ("while", "scan") and _may_sum(eqn):
-        raise refusal(
+        raise NotRowLocalError(
             f"it may sum over rows inside a `{name}`, which in a shard_map would see the rows "
             "of one device alone",
             "Make the step outside of the shard_map, in the same jit: a ShardedTable is "
             "spread there, too.",
         )
     outputs = list(outputs_of(eqn, inputs).values())
-    if tables and all(isinstance(kind, Shared) for kind in found):
+    if tables and all(isinstance(kind, Replicated) for kind in found):
         axes = tuple(axis for table in tables for axis in spread[table])
         outputs = [_over_devices(name, x, axes) for x in outputs]
     return outputs, found
@@ -183,7 +183,7 @@ def _over_devices(name: str, x: jax.Array, axes: Axes) -> jax.Array:
         return lax.psum((~x).astype(jnp.int32), axes) == 0
     if name == "reduce_or" and x.dtype == bool:
         return lax.psum(x.astype(jnp.int32), axes) > 0
-    raise refusal(
+    raise NotRowLocalError(
         f"in a shard_map it makes one number of all rows by `{name}`, for which jmask has no "
         "form over several devices",
         "Make the step outside of the shard_map, in the same jit.",

@@ -15,7 +15,7 @@ import jax
 import optax
 
 from jmask._tables.stored_table import is_stored_table, shape_of
-from jmask._updates.refusal import refusal
+from jmask._updates.not_row_local import NotRowLocalError
 
 
 def tables_of_state(
@@ -69,7 +69,7 @@ def _owner(
     growth = grown[0] - shape[0] if len(shape) == len(grown) else None
     if shape[1:] == grown[1:] and growth in owners:
         return owners[growth]
-    raise refusal(
+    raise NotRowLocalError(
         f"its state holds an array of shape {shape} that depends on the number of rows of "
         "a table, but has not one entry for each of them"
     )

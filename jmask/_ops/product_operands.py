@@ -3,9 +3,9 @@
 | operand   | made from          | holds                                            |
 |-----------|--------------------|--------------------------------------------------|
 | `Dense`   | array              | the array, and whether it is read transposed     |
-| `Rows`    | RowSparse          | the rows stored and their ids                    |
-| `Columns` | its transpose      | the same, as columns                             |
-| `Entries` | BCOO, BCSR         | row, column and value of each stored entry       |
+| `StoredRows`    | RowSparse          | the rows stored and their ids                    |
+| `StoredColumns` | its transpose      | the same, as columns                             |
+| `Coordinates` | BCOO, BCSR         | row, column and value of each stored entry       |
 
 What a product needs of its right operand are some of its rows. Those of padding are zero:
 
@@ -48,7 +48,7 @@ class Dense:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class StoredRows:
     """`values` (n, d) in the rows `ids` (n,) of a matrix of `height` rows; padding is zero."""
 
     ids: jax.Array
@@ -57,8 +57,8 @@ class Rows:
     coalesced: bool
 
     @property
-    def T(self) -> "Columns":  # noqa: N802
-        return Columns(self)
+    def T(self) -> "StoredColumns":  # noqa: N802
+        return StoredColumns(self)
 
     def coalesced_as(self, dtype: Any) -> RowSparse:
         """The rows with equal ids summed in `dtype`, and zeros at padding."""
@@ -79,18 +79,18 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True)
-class Columns:
+class StoredColumns:
     """The transpose of `rows`."""
 
-    rows: Rows
+    rows: StoredRows
 
     @property
-    def T(self) -> Rows:  # noqa: N802
+    def T(self) -> StoredRows:  # noqa: N802
         return self.rows
 
 
 @dataclasses.dataclass(frozen=True)
-class Entries:
+class Coordinates:
     """`values` (n,) at `rows` (n,) and `columns` (n,) of a matrix; padding is zero."""
 
     rows: jax.Array
@@ -99,15 +99,15 @@ class Entries:
     shape: tuple[int, int]
 
     @property
-    def T(self) -> "Entries":  # noqa: N802
-        return Entries(self.columns, self.rows, self.values, self.shape[::-1])
+    def T(self) -> "Coordinates":  # noqa: N802
+        return Coordinates(self.columns, self.rows, self.values, self.shape[::-1])
 
     def to_dense(self, dtype: Any) -> jax.Array:
         zeros, values = jnp.zeros(self.shape, dtype), self.values.astype(dtype)
         return zeros.at[self.rows, self.columns].add(values, mode="drop")
 
 
-Operand = Dense | Rows | Columns | Entries
+Operand = Dense | StoredRows | StoredColumns | Coordinates
 
 
 def operand(x: Any, transposed: bool) -> Operand:
@@ -121,12 +121,12 @@ def operand(x: Any, transposed: bool) -> Operand:
     return made.T if transposed else made
 
 
-def _rows(x: RowSparse) -> Rows:
+def _rows(x: RowSparse) -> StoredRows:
     ids = x.row_ids()
-    return Rows(ids, zeros_at_padding(ids, x.values, x.shape[0]), x.shape[0], x.coalesced)
+    return StoredRows(ids, zeros_at_padding(ids, x.values, x.shape[0]), x.shape[0], x.coalesced)
 
 
-def entries(x: BCOO | BCSR) -> Entries:
+def entries(x: BCOO | BCSR) -> Coordinates:
     """The stored entries of a matrix, with padding at (m, k)."""
     height, width = x.shape
     if isinstance(x, BCOO):
@@ -136,11 +136,11 @@ def entries(x: BCOO | BCSR) -> Entries:
     rows, columns = canonical(rows, height), canonical(columns, width)
     inside = (rows < height) & (columns < width)
     rows, columns = jnp.where(inside, rows, height), jnp.where(inside, columns, width)
-    return Entries(rows, columns, zeros_at_padding(rows, x.data, height), (height, width))
+    return Coordinates(rows, columns, zeros_at_padding(rows, x.data, height), (height, width))
 
 
 def _rows_or_zeros(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Rows `table[ids]` (n, d), zeros for padding: unlike in `gather_rows`.
+    """StoredRows `table[ids]` (n, d), zeros for padding: unlike in `gather_rows`.
 
     Its transpose drops padding, so that the gradient of a table does not touch a row that
     was not looked up.
@@ -150,7 +150,7 @@ def _rows_or_zeros(table: jax.Array, ids: jax.Array) -> jax.Array:
     return table.at[ids].get(mode="fill", fill_value=0)
 
 
-def sum_of_terms(x: Entries, found: jax.Array) -> jax.Array:
+def sum_of_terms(x: Coordinates, found: jax.Array) -> jax.Array:
     """The sums (m, d), by row of `x`, of its values times the rows `found` (n, d)."""
     zeros = jnp.zeros((x.shape[0], *found.shape[1:]), found.dtype)
     terms = x.values.astype(found.dtype)[:, None] * found

@@ -28,16 +28,16 @@ from jmask._base.precision import adds_when_cast, sum_dtype
 from jmask._kernels.rows import add_rows
 from jmask._ops.csr_kernel import product_by_kernel, suits_kernel
 from jmask._ops.product_operands import (
-    Columns,
+    Coordinates,
     Dense,
-    Entries,
     Operand,
-    Rows,
+    StoredColumns,
+    StoredRows,
     operand,
     sum_of_terms,
 )
 from jmask._tensors.masked_tensor import MaskedTensor
-from jmask._tensors.phantom import tap_of
+from jmask._tensors.phantom import phantom_of
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.specified import todense
 from jmask._tensors.storage import stype, unique_positions
@@ -121,7 +121,7 @@ def dot(
                 "does not store have derivatives, too."
             )
         forward_stype = "default"
-        lhs, rhs = (todense(x) if tap_of(x) is not None else x for x in (lhs, rhs))
+        lhs, rhs = (todense(x) if phantom_of(x) is not None else x for x in (lhs, rhs))
     lhs, rhs = _checked(lhs, "lhs"), _checked(rhs, "rhs")
     _check_shapes(lhs, rhs, transpose_a, transpose_b)
     sparse = _is_result_sparse(lhs, transpose_a, forward_stype)
@@ -226,22 +226,22 @@ def _product_of(
 
 
 def _product(a: Operand, b: Operand, dtype: Any, sparse: bool) -> Any:
-    """The product in `dtype`; that of `Entries` is row-sparse if `sparse`, of `Rows` always."""
-    if isinstance(b, Columns):
+    """The product in `dtype`; row-sparse of `StoredRows`, and of `Coordinates` if `sparse`."""
+    if isinstance(b, StoredColumns):
         rows = b.rows
         filled = _product(a, Dense(rows.values, transposed=True), dtype, sparse)
         return _on_values(filled, lambda values: _as_columns(values, rows))
-    if isinstance(a, Entries):
-        b = Dense(b.to_dense(dtype)) if isinstance(b, Entries) else b
+    if isinstance(a, Coordinates):
+        b = Dense(b.to_dense(dtype)) if isinstance(b, Coordinates) else b
         found = b.rows_at(a.columns, dtype)
         if not sparse:
             return sum_of_terms(a, found)
         terms = a.values.astype(dtype)[:, None] * found
         return RowSparse(a.rows, terms, (a.shape[0], *found.shape[1:])).coalesce()
-    if isinstance(a, Rows):
+    if isinstance(a, StoredRows):
         values = _product(Dense(a.values), b, dtype, sparse=False)
         return dataclasses.replace(a, values=values).coalesced_as(dtype)
-    if isinstance(a, Columns) and not isinstance(b, Entries):
+    if isinstance(a, StoredColumns) and not isinstance(b, Coordinates):
         return _matmul(a.rows.values.T, b.rows_at(a.rows.ids, dtype), dtype)
     if isinstance(a, Dense) and isinstance(b, Dense):
         return _matmul(a.matrix, b.matrix, dtype)
@@ -255,7 +255,7 @@ def _matmul(x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
     return jnp.matmul(x, y, preferred_element_type=dtype)
 
 
-def _as_columns(values: jax.Array, like: Rows) -> jax.Array:
+def _as_columns(values: jax.Array, like: StoredRows) -> jax.Array:
     """The matrix (m, V) with the columns `values` (m, n) at the ids of `like`."""
     zeros = jnp.zeros((like.height, values.shape[0]), values.dtype)
     return add_rows(zeros, like.ids, values.T, coalesced=like.coalesced).T

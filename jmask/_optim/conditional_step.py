@@ -23,7 +23,7 @@ from jmask._base.jaxprs import lifted
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.spread_sums import agreed
 from jmask._lazy.state_rows import check_state_type
-from jmask._tables.stored_table import distinct_rows, is_stored_table
+from jmask._tables.stored_table import fitted, is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import is_entry, is_sparse, stored_values
@@ -128,12 +128,12 @@ def summed_rows(gradients: Any, params: Any) -> Any:
         check_gradient(gradients, params)
 
         def taken(param: Any, gradient: Any) -> Any:
-            return distinct_rows(param, gradient) if is_stored_table(param) else gradient
+            return fitted(param, gradient) if is_stored_table(param) else gradient
 
         gradients = jax.tree.map(taken, params, gradients, is_leaf=is_stored_table)
 
     def summed(gradient: Any) -> Any:
-        as_it_is = not is_row_sparse(gradient) or gradient.is_distinct
+        as_it_is = not is_row_sparse(gradient) or gradient.is_unique
         return gradient if as_it_is else gradient.coalesce()
 
     return jax.tree.map(summed, gradients, is_leaf=is_gradient_leaf)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from jmask._autodiff.uses import Use, uses_of_inputs
 from jmask._autodiff.value_and_grad import value_and_gradients
-from jmask._autodiff.values import Rows
+from jmask._autodiff.values import RowSum
 from jmask._base.fallback import Fallback, Place, collected, in_bytes
 from jmask._base.leaves import abstract_leaf
 from jmask._tables.stored_table import is_stored_table
@@ -258,7 +258,7 @@ def _number_of_rows(gradient: Any) -> int | None:
     """The nse of a row-sparse gradient, None of a dense one."""
     if is_row_sparse(gradient):
         return gradient.nse
-    is_sparse = isinstance(gradient, Rows) and gradient.looked_up
+    is_sparse = isinstance(gradient, RowSum) and gradient.looked_up
     return gradient.capacity if is_sparse else None
 
 
@@ -270,7 +270,7 @@ def _note(shape: tuple[int, ...], gradient: Any, nse: int | None, uses: list[Use
         if nse >= shape[0]:
             return "as many rows as the table has: a dense gradient would cost no more"
         return ""
-    if isinstance(gradient, Rows) and gradient.is_zero:
+    if isinstance(gradient, RowSum) and gradient.is_zero:
         return (
             "not used: a gradient of dense zeros, with which momentum and weight decay update "
             "all of it; leave it out of what is differentiated"

@@ -25,17 +25,17 @@ from jax import lax
 
 from jmask._base.array_types import explicit_sharding, sharding_of_rows
 from jmask._base.precision import is_narrow, wide
-from jmask._kernels.hash_dedup import distinct_rows_of
+from jmask._kernels.hash_dedup import deduplicated_rows
 from jmask._kernels.rows import add_rows
 from jmask._kernels.scatter_update import order_of, update_rows
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.state_rows import check_state, check_state_type
-from jmask._optim.crowded_update import is_crowded, update_where_touched
+from jmask._optim.saturated_update import is_saturated, update_where_touched
 from jmask._tables.add_to_dense import add_to_dense
 from jmask._tables.packed import PackedTable
 from jmask._tables.stored_table import (
-    distinct_rows,
+    fitted,
     is_stored_table,
     rows_of,
     shape_of,
@@ -189,20 +189,20 @@ def _new_tables(
     if rule.linear and exact and not stored:
         (step,) = rule.rule(gradient.values, None, *scalars)
         return [_added(param, gradient.with_values(step))]
-    if not stored and is_crowded(gradient) and explicit_sharding(param) is None:
+    if not stored and is_saturated(gradient) and explicit_sharding(param) is None:
         return update_where_touched(new_entries, tables, gradient, traced)
     if rule.one_pass() and not stored:
         ids, order = gradient.row_ids(), order_of(gradient.coalesced)
         return update_rows(new_entries, tables, ids, gradient.values, traced, order)
     if stored or not exact or explicit_sharding(param, gradient.values) is not None:
-        gradient = distinct_rows(param, gradient) if stored else gradient.coalesce()
+        gradient = fitted(param, gradient) if stored else gradient.coalesce()
         if rule.one_pass() and isinstance(param, PackedTable):
             return param.updated(new_entries, slots, gradient, traced)
         return _on_rows(rule, gradient, tables, scalars)
 
     def first_of_equal(gradient: RowSparse, tables: list[Any], traced: list[Any]) -> list[Any]:
         if not gradient.coalesced:
-            found = distinct_rows_of(gradient.row_ids(), gradient.values, gradient.shape[0])
+            found = deduplicated_rows(gradient.row_ids(), gradient.values, gradient.shape[0])
             gradient = RowSparse.of_rows(*found, gradient.shape, coalesced=False)
         return _on_rows(rule, gradient, tables, every(traced))
 

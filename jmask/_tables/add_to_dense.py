@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jmask._base.precision import is_narrow, joint_dtype, wide
 from jmask._kernels.rows import add_rows
 from jmask._kernels.stochastic_rounding import stochastic_round
-from jmask._tables.stored_table import distinct_rows, is_stored_table, rows_of, with_rows
+from jmask._tables.stored_table import fitted, is_stored_table, rows_of, with_rows
 from jmask._tensors.row_sparse import RowSparse
 
 
@@ -32,7 +32,7 @@ def add_to_dense(dense: Any, rows: RowSparse, key: jax.Array | None = None) -> A
     """
     stored = is_stored_table(dense)
     dense = dense if stored else jnp.asarray(dense)
-    rows = distinct_rows(dense, rows) if stored else rows
+    rows = fitted(dense, rows) if stored else rows
     if dense.shape != rows.shape:
         raise ValueError(
             f"cannot add rows of a tensor of shape {rows.shape} to an array of shape "

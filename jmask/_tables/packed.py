@@ -63,8 +63,8 @@ class PackedTable(StoredTable):
 
     __slots__ = ("parts",)
 
-    def __init__(self, parts: Sequence[Any], shape: Sequence[int], tap: Any = None):
-        self.parts, self.shape, self.tap = tuple(parts), tuple(shape), tap
+    def __init__(self, parts: Sequence[Any], shape: Sequence[int], phantom: Any = None):
+        self.parts, self.shape, self.phantom = tuple(parts), tuple(shape), phantom
 
     @classmethod
     def pack(cls, x: Any) -> "PackedTable":
@@ -74,13 +74,13 @@ class PackedTable(StoredTable):
         return cls([_packed(group) for group in _groups(columns)], x.shape)
 
     def tree_flatten_with_keys(self) -> Any:
-        keys = (jax.tree_util.GetAttrKey("parts"), jax.tree_util.GetAttrKey("tap"))
-        return tuple(zip(keys, (self.parts, self.tap), strict=True)), self.shape
+        keys = (jax.tree_util.GetAttrKey("parts"), jax.tree_util.GetAttrKey("phantom"))
+        return tuple(zip(keys, (self.parts, self.phantom), strict=True)), self.shape
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> "PackedTable":
         node = object.__new__(cls)
-        node.parts, node.tap = children
+        node.parts, node.phantom = children
         node.shape = static
         return node
 
@@ -90,10 +90,10 @@ class PackedTable(StoredTable):
 
     def todense(self) -> jax.Array:
         columns = [_unpacked(part, w)[: self.shape[0]] for part, w in self._with_widths()]
-        return whole(jnp.concatenate(columns, axis=1).reshape(self.shape), self.tap)
+        return whole(jnp.concatenate(columns, axis=1).reshape(self.shape), self.phantom)
 
-    def with_tap(self, tap: Any) -> "PackedTable":
-        return PackedTable(self.parts, self.shape, tap)
+    def with_phantom(self, phantom: Any) -> "PackedTable":
+        return PackedTable(self.parts, self.shape, phantom)
 
     def full(self, row: Sequence[int], value: Any, dtype: Any) -> "PackedTable":
         shape = (self.shape[0], *row)
@@ -109,7 +109,7 @@ class PackedTable(StoredTable):
             columns.append(_picked(line, ids % per_line, width))
         return jnp.concatenate(columns, axis=1).reshape(ids.shape[0], *self.shape[1:])
 
-    def distinct(self, gradient: RowSparse) -> RowSparse:
+    def fitted(self, gradient: RowSparse) -> RowSparse:
         return gradient.coalesce()
 
     def rows(self, gradient: RowSparse) -> jax.Array:
@@ -136,7 +136,7 @@ class PackedTable(StoredTable):
         Args:
             combiner: as of `update_rows`.
             slots: kept in the same way.
-            gradient: as `distinct` gives it.
+            gradient: as `fitted` gives it.
             scalars: what else the combiner takes.
         """
         tables = (self, *slots)
@@ -157,9 +157,7 @@ class PackedTable(StoredTable):
             place, lines, touched = _placed(ids, rows, self.shape[0], self.parts[i].shape[0])
             parts = [table.parts[i] for table in tables]
             mask = touched.astype(rows.dtype)
-            updated.append(
-                update_rows(masked, parts, place, lines, [mask, *scalars], "distinct")
-            )
+            updated.append(update_rows(masked, parts, place, lines, [mask, *scalars], "unique"))
         return [PackedTable(parts, self.shape) for parts in zip(*updated, strict=True)]
 
     def _with_widths(self) -> list[tuple[Any, int]]:
@@ -268,7 +266,7 @@ def _written(part: jax.Array, ids: jax.Array, rows: jax.Array, count: int) -> ja
     """The part with `rows` (n, width) at `ids`, sorted and unique apart from padding."""
     line, new, touched = _placed(ids, rows, count, part.shape[0])
     new = jnp.where(touched, new, gather_rows(part, ids // _per_line(rows.shape[1])))
-    (written,) = update_rows(lambda _, new: [new], [part], line, new, [], "distinct")
+    (written,) = update_rows(lambda _, new: [new], [part], line, new, [], "unique")
     return written
 
 

@@ -24,7 +24,7 @@ class RoutedRows(RowSparse):
 
     __slots__ = ("layout",)
 
-    is_distinct = True
+    is_unique = True
 
     layout: Layout
 

@@ -64,18 +64,23 @@ class ShardedTable(StoredTable):
 
     __slots__ = ("blocks", "layout")
 
-    def __init__(self, blocks: Any, layout: Layout, shape: Sequence[int], tap: Any = None):
-        self.blocks, self.layout, self.shape, self.tap = blocks, layout, tuple(shape), tap
+    def __init__(self, blocks: Any, layout: Layout, shape: Sequence[int], phantom: Any = None):
+        self.blocks, self.layout, self.shape, self.phantom = (
+            blocks,
+            layout,
+            tuple(shape),
+            phantom,
+        )
 
     def tree_flatten_with_keys(self) -> Any:
-        keys = (jax.tree_util.GetAttrKey("blocks"), jax.tree_util.GetAttrKey("tap"))
-        children = tuple(zip(keys, (self.blocks, self.tap), strict=True))
+        keys = (jax.tree_util.GetAttrKey("blocks"), jax.tree_util.GetAttrKey("phantom"))
+        children = tuple(zip(keys, (self.blocks, self.phantom), strict=True))
         return children, (self.layout, self.shape)
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> "ShardedTable":
         node = object.__new__(cls)
-        node.blocks, node.tap = children
+        node.blocks, node.phantom = children
         node.layout, node.shape = static
         return node
 
@@ -83,8 +88,8 @@ class ShardedTable(StoredTable):
     def dtype(self) -> Any:
         return self.blocks.dtype
 
-    def with_tap(self, tap: Any) -> "ShardedTable":
-        return ShardedTable(self.blocks, self.layout, self.shape, tap)
+    def with_phantom(self, phantom: Any) -> "ShardedTable":
+        return ShardedTable(self.blocks, self.layout, self.shape, phantom)
 
     def with_placement(self, placement: str) -> "ShardedTable":
         """The same table with rows placed otherwise: "div" or "mod"."""
@@ -104,7 +109,7 @@ class ShardedTable(StoredTable):
         blocks = blocks.todense() if isinstance(blocks, PackedTable) else blocks
         if self.layout.placement == "mod":
             blocks = gathered(blocks.reshape(self.layout.shards, -1, *self.shape[1:]))
-        return whole(blocks[: self.shape[0]], self.tap)
+        return whole(blocks[: self.shape[0]], self.phantom)
 
     def full(self, row: Sequence[int], value: Any, dtype: Any) -> "ShardedTable":
         layout, shape = self.layout, (self.layout.shards * self.layout.block, *row)
@@ -160,7 +165,7 @@ class ShardedTable(StoredTable):
 
         return rows_of(blocks, ids)
 
-    def distinct(self, gradient: RowSparse) -> RoutedRows:
+    def fitted(self, gradient: RowSparse) -> RoutedRows:
         if isinstance(gradient, RoutedRows) and gradient.layout == self.layout:
             return gradient
         layout, ids, values = self.layout, gradient.row_ids(), gradient.values

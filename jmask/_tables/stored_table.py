@@ -32,13 +32,13 @@ class StoredTable(abc.ABC):
 
     Attributes:
         shape: (V, *row).
-        tap: a `Tap` in a gradient program, or None; see `looked_up`.
+        phantom: a `Phantom` in a gradient program, or None; see `looked_up`.
     """
 
-    __slots__ = ("shape", "tap")
+    __slots__ = ("phantom", "shape")
 
     shape: tuple[int, ...]
-    tap: Any
+    phantom: Any
 
     @property
     @abc.abstractmethod
@@ -50,16 +50,16 @@ class StoredTable(abc.ABC):
         """Rows (n, *row) of canonical ids (n,); what padding reads is undefined."""
 
     @abc.abstractmethod
-    def distinct(self, gradient: Any) -> Any:
+    def fitted(self, gradient: Any) -> Any:
         """A `RowSparse` gradient with equal ids summed, as `rows` and `set_rows` take it."""
 
     @abc.abstractmethod
     def rows(self, gradient: Any) -> jax.Array:
-        """The rows of a `distinct` gradient: of the shape of its values."""
+        """The rows of a `fitted` gradient: of the shape of its values."""
 
     @abc.abstractmethod
     def set_rows(self, gradient: Any, rows: jax.Array) -> Any:
-        """The table with other rows where a `distinct` gradient has them."""
+        """The table with other rows where a `fitted` gradient has them."""
 
     @abc.abstractmethod
     def full(self, row: Sequence[int], value: Any, dtype: Any) -> Any:
@@ -70,8 +70,8 @@ class StoredTable(abc.ABC):
         """The array (V, *row)."""
 
     @abc.abstractmethod
-    def with_tap(self, tap: "Tap | None") -> Any:
-        """The same table with another tap."""
+    def with_phantom(self, phantom: "Phantom | None") -> Any:
+        """The same table with another phantom."""
 
     @property
     def ndim(self) -> int:
@@ -125,8 +125,8 @@ def is_stored_table(x: Any) -> bool:
     return isinstance(x, StoredTable)
 
 
-def distinct_rows(table: StoredTable, gradient: Any) -> Any:
-    """`table.distinct(gradient)`.
+def fitted(table: StoredTable, gradient: Any) -> Any:
+    """`table.fitted(gradient)`.
 
     Raises:
         TypeError: if the gradient or update is not a `RowSparse`.
@@ -136,7 +136,7 @@ def distinct_rows(table: StoredTable, gradient: Any) -> Any:
             f"the gradient of a {type(table).__name__} must be a RowSparse, as jmask.grad "
             f"gives it, got {type(gradient).__name__}."
         )
-    return table.distinct(gradient)
+    return table.fitted(gradient)
 
 
 def shape_of(x: Any) -> jax.ShapeDtypeStruct:
@@ -163,7 +163,7 @@ def with_rows(table: Any, gradient: RowSparse, rows: jax.Array) -> Any:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Tap:
+class Phantom:
     """What stands for the array (V, *row) of a table in a gradient program.
 
     Attributes:
@@ -176,45 +176,47 @@ class Tap:
     order: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def above(cls, tap: "Tap | None", array: Any) -> "Tap":
-        """The tap of a gradient program of a table that has the tap `tap`, if any."""
-        return cls(array, 0 if tap is None else tap.order + 1)
+    def above(cls, phantom: "Phantom | None", array: Any) -> "Phantom":
+        """The phantom of a gradient program of a table that has `phantom` or none."""
+        return cls(array, 0 if phantom is None else phantom.order + 1)
 
 
 def looked_up(table: StoredTable, ids: jax.Array) -> jax.Array:
     """Rows (n, *row) of canonical ids (n,), zeros for padding, differentiable.
 
     A gradient in the arrays of a table would be as large as the table. In a gradient program
-    the table has a tap, an array (V, *row) that nothing reads: its derivative is that of the
-    lookup, and so its gradient is that of any table, a sum of rows.
+    the table has a phantom, an array (V, *row) that nothing reads: its derivative is that of
+    the lookup, and so its gradient is that of any table, a sum of rows.
     """
     exists = (ids < table.shape[0]).reshape((-1,) + (1,) * (table.ndim - 1))
     rows = jnp.where(exists, table.read(ids), 0)
-    return rows if table.tap is None else _with_derivative(rows, table.tap, ids)
+    return rows if table.phantom is None else _with_derivative(rows, table.phantom, ids)
 
 
-def whole(dense: jax.Array, tap: Tap | None) -> jax.Array:
+def whole(dense: jax.Array, phantom: Phantom | None) -> jax.Array:
     """The array (V, *row) of a table, differentiable as that of `looked_up` is."""
-    return dense if tap is None else _with_derivative(dense, tap, None)
+    return dense if phantom is None else _with_derivative(dense, phantom, None)
 
 
-def _with_derivative(values: jax.Array, tap: Tap, ids: jax.Array | None) -> jax.Array:
-    return _tapped(tap.order, values, tap.array, ids)
+def _with_derivative(values: jax.Array, phantom: Phantom, ids: jax.Array | None) -> jax.Array:
+    return _with_phantom(phantom.order, values, phantom.array, ids)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _tapped(order: int, values: jax.Array, tap: jax.Array, ids: jax.Array | None) -> jax.Array:
+def _with_phantom(
+    order: int, values: jax.Array, phantom: jax.Array, ids: jax.Array | None
+) -> jax.Array:
     return values
 
 
-@_tapped.defjvp
+@_with_phantom.defjvp
 def _derivative(order: int, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    values, tap, ids = primals
-    of_values, of_tap, _ = tangents
+    values, phantom, ids = primals
+    of_values, of_phantom, _ = tangents
     if ids is not None:
         fills = lax.GatherScatterMode.FILL_OR_DROP
-        gather = Gather.of_rows(of_tap.shape, fills, fill_value=0)
-        of_tap = gather.plain(of_tap, ids[:, None])
-    # For the next derivative the values depend on the tap too.
-    again = _tapped(order - 1, values, tap, ids) if order else values
-    return again, of_values + of_tap
+        gather = Gather.of_rows(of_phantom.shape, fills, fill_value=0)
+        of_phantom = gather.plain(of_phantom, ids[:, None])
+    # For the next derivative the values depend on the phantom too.
+    again = _with_phantom(order - 1, values, phantom, ids) if order else values
+    return again, of_values + of_phantom

@@ -1,22 +1,22 @@
-"""Tapped tensors: a place for the gradient at entries that are not there.
+"""Phantom primals: a place for the gradient at entries that are not there.
 
 JAX keeps a sparse tensor as its stored values, so a gradient has numbers for those alone. A
 function that reads the tensor as zeros elsewhere depends on the other entries too, and that
-part of its gradient has nowhere to live. A tapped tensor is the tensor together with `tap`,
-a dense array of zeros of its shape, added by operations for which every entry counts:
+part of its gradient has nowhere to live. The phantom of a tensor is a dense array of zeros of
+its shape, added by operations for which every entry counts:
 
     x = BCOO of [[-, 3], [4, -]]        - is not stored
 
-    todense(x)                     stored values + tap     gradient in tap:  at every entry
-    todense(x, masked_grad=True)   stored values           gradient in tap:  zero
+    todense(x)                     stored values + phantom   its gradient: at every entry
+    todense(x, masked_grad=True)   stored values             its gradient: zero
 
-The derivative in the stored values is the same with and without a tap, and the one in the
-tap is read at the other entries only. So the two together are the gradient at every entry,
+The derivative in the stored values is the same with and without a phantom, and the one in the
+phantom is read at the other entries only. So the two together are the gradient at every entry,
 zero exactly where no operation let the entry count.
 
-A tapped tensor *is* a BCOO, BCSR, `RowSparse` or `MaskedTensor`. Functions that do not know
-of taps use the stored values and return tensors without one, which is what their gradients
-say: nothing at other entries.
+A tensor with a phantom *is* a BCOO, BCSR, `RowSparse` or `MaskedTensor`. Functions that do not
+know of phantoms use the stored values and return tensors without one, which is what their
+gradients say: nothing at other entries.
 """
 
 from typing import Any
@@ -29,61 +29,61 @@ from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import is_sparse, stored_values, with_stored_values
 
-_TAP = jax.tree_util.GetAttrKey("tap")
+_PHANTOM = jax.tree_util.GetAttrKey("phantom")
 
 
-class _Tapped:
-    """A tensor with one more leaf, its tap. Comes before the type of the tensor."""
+class _WithPhantom:
+    """A tensor with one more leaf, its phantom. Comes before the type of the tensor."""
 
     __slots__ = ()
 
-    tap: Any
+    phantom: Any
 
     def tree_flatten_with_keys(self) -> Any:
         leaves, static = super().tree_flatten_with_keys()  # type: ignore[misc]
-        return (*leaves, (_TAP, self.tap)), static
+        return (*leaves, (_PHANTOM, self.phantom)), static
 
     def tree_flatten(self) -> Any:
         leaves, static = super().tree_flatten()  # type: ignore[misc]
-        return (*leaves, self.tap), static
+        return (*leaves, self.phantom), static
 
     @classmethod
     def tree_unflatten(cls, static: Any, leaves: Any) -> Any:
-        *leaves, tap = leaves
+        *leaves, phantom = leaves
         node = super().tree_unflatten(static, leaves)  # type: ignore[misc]
-        node.tap = tap
+        node.phantom = phantom
         return node
 
 
 @jax.tree_util.register_pytree_node_class
-class TappedBCOO(_Tapped, BCOO):
-    """A BCOO with a tap."""
+class PhantomBCOO(_WithPhantom, BCOO):
+    """A BCOO with a phantom."""
 
 
 @jax.tree_util.register_pytree_node_class
-class TappedBCSR(_Tapped, BCSR):
-    """A BCSR with a tap."""
+class PhantomBCSR(_WithPhantom, BCSR):
+    """A BCSR with a phantom."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class TappedRowSparse(_Tapped, RowSparse):
-    """A `RowSparse` with a tap."""
+class PhantomRowSparse(_WithPhantom, RowSparse):
+    """A `RowSparse` with a phantom."""
 
-    __slots__ = ("tap",)
+    __slots__ = ("phantom",)
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class TappedMaskedTensor(_Tapped, MaskedTensor):
-    """A `MaskedTensor` with a tap."""
+class PhantomMaskedTensor(_WithPhantom, MaskedTensor):
+    """A `MaskedTensor` with a phantom."""
 
-    __slots__ = ("tap",)
+    __slots__ = ("phantom",)
 
 
 _KINDS = (
-    (BCOO, TappedBCOO),
-    (BCSR, TappedBCSR),
-    (RowSparse, TappedRowSparse),
-    (MaskedTensor, TappedMaskedTensor),
+    (BCOO, PhantomBCOO),
+    (BCSR, PhantomBCSR),
+    (RowSparse, PhantomRowSparse),
+    (MaskedTensor, PhantomMaskedTensor),
 )
 
 
@@ -98,11 +98,11 @@ def values_of(x: Any) -> Any:
 
 
 def with_values_of(x: Any, values: Any) -> Any:
-    """The tensor, without a tap, with other stored values at the same positions."""
+    """The tensor, without a phantom, with other stored values at the same positions."""
     if isinstance(x, MaskedTensor):
         storage = with_stored_values(x.storage, values)
         return MaskedTensor.tree_unflatten(None, (storage, x.valid))
-    x = untapped(x)
+    x = without_phantom(x)
     if is_sparse(x):
         # Unlike a constructor this keeps the type and everything else it says of itself.
         leaves, static = x.tree_flatten()
@@ -112,27 +112,27 @@ def with_values_of(x: Any, values: Any) -> Any:
     return values
 
 
-def tapped(x: Any, tap: Any) -> Any:
-    """The sparse or masked tensor `x` with this tap in place of its own."""
-    x = untapped(x)
+def with_phantom(x: Any, phantom: Any) -> Any:
+    """The sparse or masked tensor `x` with this phantom in place of its own."""
+    x = without_phantom(x)
     leaves, static = x.tree_flatten()
     kind = next(kind for base, kind in _KINDS if isinstance(x, base))
-    return kind.tree_unflatten(static, (*leaves, tap))
+    return kind.tree_unflatten(static, (*leaves, phantom))
 
 
-def tap_of(x: Any) -> Any | None:
-    """The tap of `x`, None if it has none."""
-    return getattr(x, "tap", None) if is_tensor(x) else None
+def phantom_of(x: Any) -> Any | None:
+    """The phantom of `x`, None if it has none."""
+    return getattr(x, "phantom", None) if is_tensor(x) else None
 
 
-def zero_tap(x: Any) -> jax.Array:
-    """A tap that says nothing yet: zeros of the shape and dtype of `x`."""
+def zero_phantom(x: Any) -> jax.Array:
+    """A phantom that says nothing yet: zeros of the shape and dtype of `x`."""
     return jnp.zeros(tuple(x.shape), x.dtype)
 
 
-def untapped(x: Any) -> Any:
-    """`x` without a tap."""
-    if tap_of(x) is None:
+def without_phantom(x: Any) -> Any:
+    """`x` without a phantom."""
+    if phantom_of(x) is None:
         return x
     leaves, static = x.tree_flatten()
     kind = next(base for base, _ in _KINDS if isinstance(x, base))

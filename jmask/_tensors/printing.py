@@ -149,15 +149,15 @@ def rendering(x: Any, path: str | None, subtree_renderer: Any) -> Any:
         attributes=_attributes(x),
         path=path,
         subtree_renderer=subtree_renderer,
-        roundtrippable=not hasattr(x, "tap"),
+        roundtrippable=not hasattr(x, "phantom"),
     )
 
 
 def _attributes(x: Any) -> dict[str, Any]:
     """What is shown of a tensor, by name; of nodes that hold no arrays, their leaves."""
     children = {key.name: child for key, child in x.tree_flatten_with_keys()[0]}
-    if hasattr(x, "tap"):
-        del children["tap"]
+    if hasattr(x, "phantom"):
+        del children["phantom"]
         return {"shape": x.shape, **children}
     if hasattr(x, "index_leaf"):
         with contextlib.suppress(AttributeError, TypeError, IndexError):  # of a node of flags

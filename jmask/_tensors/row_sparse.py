@@ -78,7 +78,7 @@ class RowSparse(RowSparseMethods):
     __slots__ = ("coalesced", "index_leaf", "shape", "values")
 
     stype = "row_sparse"
-    is_distinct = False
+    is_unique = False
 
     values: Any
     shape: tuple[int, ...]

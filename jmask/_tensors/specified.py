@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jmask._base.doors import check_flag
 from jmask._base.fallback import report_fallback
 from jmask._tensors.masked_tensor import MaskedTensor
-from jmask._tensors.phantom import is_tensor, tap_of, tapped, untapped
+from jmask._tensors.phantom import is_tensor, phantom_of, with_phantom, without_phantom
 from jmask._tensors.storage import (
     as_dense,
     is_entry,
@@ -72,11 +72,11 @@ def todense(x: Any, *, masked_grad: bool = False) -> jax.Array:
     if isinstance(x, MaskedTensor):
         dense = x.to_tensor(0)
     elif is_sparse(x):
-        dense = as_dense(untapped(x))
+        dense = as_dense(without_phantom(x))
     else:
         return _tensor_or_array(x)
-    tap = None if masked_grad else tap_of(x)
-    return dense if tap is None else dense + tap
+    phantom = None if masked_grad else phantom_of(x)
+    return dense if phantom is None else dense + phantom
 
 
 def sparse_mask(x: Any, mask: Any) -> Any:
@@ -110,7 +110,7 @@ def sparse_mask(x: Any, mask: Any) -> Any:
         Array([[0., 6.],
                [7., 0.]], dtype=float32)
     """
-    x, mask = _tensor_or_array(x), untapped(_tensor_or_array(mask, "mask"))
+    x, mask = _tensor_or_array(x), without_phantom(_tensor_or_array(mask, "mask"))
     _check_mask(x, mask)
     if not is_tensor(mask):
         return _at_booleans(x, mask)
@@ -151,13 +151,13 @@ def _at_booleans(x: Any, mask: jax.Array) -> Any:
     if not is_tensor(x):
         return jnp.where(mask, x, jnp.zeros_like(x))
     if isinstance(x, MaskedTensor):
-        pattern = untapped(x).storage
+        pattern = without_phantom(x).storage
         kept = sampled(mask, pattern) if is_sparse(pattern) else mask
         return MaskedTensor.tree_unflatten(None, (pattern, x.valid & kept))
     values = stored_values(x)
     values = jnp.where(sampled(mask, x), values, jnp.zeros_like(values))
-    result, tap = with_stored_values(x, values), tap_of(x)
-    return result if tap is None else tapped(result, jnp.where(mask, tap, 0))
+    result, phantom = with_stored_values(x, values), phantom_of(x)
+    return result if phantom is None else with_phantom(result, jnp.where(mask, phantom, 0))
 
 
 def _values_at(x: Any, pattern: Any) -> tuple[jax.Array, jax.Array]:
@@ -168,15 +168,15 @@ def _values_at(x: Any, pattern: Any) -> tuple[jax.Array, jax.Array]:
         data = _stored_at(with_stored_values(storage, values), pattern)
         exists = with_stored_values(storage, x.valid.astype(jnp.int32))
         return data, _stored_at(exists, pattern) != 0
-    tap, stored = tap_of(x), untapped(x)
+    phantom, stored = phantom_of(x), without_phantom(x)
     values = _stored_at(stored, pattern)
-    if tap is not None and not _alike(stored, pattern):
-        values += _stored_at(tap, pattern)
+    if phantom is not None and not _alike(stored, pattern):
+        values += _stored_at(phantom, pattern)
     return values, jnp.ones((), bool)
 
 
 def _stored_at(x: Any, pattern: Any) -> jax.Array:
-    """The entries of an untapped tensor, not a masked one, at the positions of `pattern`."""
+    """The entries of a tensor, not a masked one, at the positions of `pattern`."""
     if not is_sparse(pattern):
         return as_dense(x) if is_sparse(x) else x
     if not is_sparse(x):

@@ -5,5 +5,5 @@ masked_gradient     gradients with masks
 apply               `apply_updates`, `apply_gradients`, `densify`
 eager               optimizers outside jit: compiled, and remembered
 plain_optax         what JAX says of a gradient that met plain optax
-refusal             the error of a transformation that `lazy` cannot wrap
+not_row_local       the error of a transformation that `lazy` cannot wrap
 """

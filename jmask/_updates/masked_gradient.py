@@ -23,7 +23,7 @@ from jmask._kernels.coalesce import unique_slots
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import coordinates, is_sparse, stored_values
-from jmask._updates.refusal import refusal
+from jmask._updates.not_row_local import NotRowLocalError
 
 
 def is_gradient_leaf(x: Any) -> bool:
@@ -81,7 +81,7 @@ def as_gradients(updates: Any) -> Any:
 def gradient_and_valid(gradient: Any) -> tuple[Any, jax.Array | None]:
     """A gradient leaf as array or coalesced `RowSparse`, and its valid entries if masked."""
     if is_row_sparse(gradient):
-        return (gradient if gradient.is_distinct else gradient.coalesce()), None
+        return (gradient if gradient.is_unique else gradient.coalesce()), None
     if not isinstance(gradient, MaskedTensor):
         return gradient, None
     storage, valid = gradient.storage, gradient.valid
@@ -125,7 +125,7 @@ def keep_valid(new: Any, old: Any, valid: jax.Array | None) -> Any:
     merged = tuple(d for d, size in enumerate(shape) if size == 1 != valid.shape[d])
     valid = valid.any(merged, keepdims=True)
     if valid.shape != shape:
-        raise refusal(
+        raise NotRowLocalError(
             f"its state of shape {shape} matches neither the entries nor the rows of a "
             "masked gradient"
         )

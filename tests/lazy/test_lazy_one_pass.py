@@ -171,7 +171,7 @@ for name, scalar in SCALARS.items():
     @jax.jit
     def step(table):
         ids, grad = jnp.array([1, 3]), jnp.ones((2, 4))
-        return update_rows(combiner, [table, 0 * table], ids, grad, (), "distinct")[0]
+        return update_rows(combiner, [table, 0 * table], ids, grad, (), "unique")[0]
 
     np.testing.assert_allclose(step(TABLE)[3], np.full(4, 1 - scalar()), rtol=1e-6)
 print("done")

@@ -61,7 +61,7 @@ def test_bits(row, dtype):
         def moved(x, new):
             table = jmask.PackedTable.pack(x)
             rows = jnp.concatenate([new, new[:1]])  # what padding holds is not written
-            written = table.set_rows(table.distinct(gradient), rows)
+            written = table.set_rows(table.fitted(gradient), rows)
             return table, table.todense(), table.read(ids), written, written.todense()
 
         table, dense, read, written, after = moved(x, new)

@@ -53,13 +53,13 @@ SHOWN = {
         lambda: jmask.packed(TABLE, platform="tpu"),
         "PackedTable(float32[1000, 16])",
         ("PackedTable(", "shape=(1000, 16)", "float32(125, 128)"),
-        ("tap", "object at"),
+        ("phantom", "object at"),
     ),
     "ShardedTable": (
         sharded,
         "ShardedTable(float32[1000, 16])",
         ("ShardedTable(", "shape=(1000, 16)", "float32(1000, 16)"),
-        ("tap", "object at"),
+        ("phantom", "object at"),
     ),
 }
 

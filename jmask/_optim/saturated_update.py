@@ -22,7 +22,7 @@ from jmask._tensors.row_sparse import RowSparse
 _FEW_ROWS = 1.5
 
 
-def is_crowded(gradient: RowSparse) -> bool:
+def is_saturated(gradient: RowSparse) -> bool:
     """Whether to update the whole table."""
     # 16-bit gradients are summed in float32, which `todense` has no reason to do.
     return gradient.shape[0] <= _FEW_ROWS * gradient.nse and not is_narrow(gradient.dtype)

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jmask._kernels import hash_dedup as _distinct
+from jmask._kernels import hash_dedup as hash_dedup
 from jmask._kernels.coalesce import coalesce_rows
-from jmask._kernels.hash_dedup import distinct_rows_of, first_entries
+from jmask._kernels.hash_dedup import deduplicated_rows, first_entries
 
 V = 40
-distinct = jax.jit(distinct_rows_of, static_argnums=2)
+deduplicated = jax.jit(deduplicated_rows, static_argnums=2)
 find_first = jax.jit(first_entries, static_argnums=1)
 
 
@@ -31,7 +31,7 @@ def test_first_entries(ids, jit):
 @pytest.mark.parametrize("worst", [0, 1, 3])
 def test_whatever_the_hash_does(monkeypatch, worst):
     # All ids in a few buckets: each round is done with one id of a bucket.
-    monkeypatch.setattr(_distinct, "_hash", lambda ids, number: ids & worst)
+    monkeypatch.setattr(hash_dedup, "_hash", lambda ids, number: ids & worst)
     ids = np.random.default_rng(0).integers(0, V + 1, 50).astype(np.int32)
     np.testing.assert_array_equal(first_entries(jnp.asarray(ids), V), model(ids))
 
@@ -40,8 +40,8 @@ def test_a_second_round_is_rare():
     """As many entries as promised have a bucket to themselves or share it with equal ids."""
     for start, step in ((0, 1), (0, 64), (10**6, 4096), (7, 99_991)):
         ids = jnp.arange(start, start + step * 8192, step, dtype=jnp.int32)
-        buckets = 2 ** (_distinct._BUCKETS * 8192 - 1).bit_length()
-        taken = np.unique(np.asarray(_distinct._hash(ids, jnp.uint32(0)) & (buckets - 1)))
+        buckets = 2 ** (hash_dedup._BUCKETS * 8192 - 1).bit_length()
+        taken = np.unique(np.asarray(hash_dedup._hash(ids, jnp.uint32(0)) & (buckets - 1)))
         assert 1 - taken.size / 8192 < 0.14
 
 
@@ -56,7 +56,7 @@ def test_same_sums_as_by_sorting(dtype, row, count):
         # What stands beside padding means nothing.
         values = values.at[jnp.where(ids == V)[0]].set(jnp.nan)
         expected_ids, expected = coalesce_rows(ids, values, V)
-        found_ids, found = distinct(ids, values, V)
+        found_ids, found = deduplicated(ids, values, V)
         assert (found_ids.dtype, found.dtype) == (ids.dtype, dtype)
         by_id = np.argsort(found_ids, stable=True)
         kept = int((found_ids < V).sum())
@@ -75,7 +75,7 @@ def test_ids_of_64_bits():
 def test_hot_ids(count):
     """With more equal ids than are summed at a time, at its multiples and beside them."""
     ids = jnp.zeros(count, jnp.int32)
-    found_ids, found = distinct_rows_of(ids, jnp.ones((count, 2)), V)
+    found_ids, found = deduplicated_rows(ids, jnp.ones((count, 2)), V)
     assert found_ids.tolist() == [0] + [V] * (count - 1)
     assert found[0].tolist() == [count, count]
 
@@ -87,7 +87,7 @@ def test_no_copy_of_the_values():
         jax.ShapeDtypeStruct((count,), jnp.int32),
         jax.ShapeDtypeStruct((count, width), jnp.float32),
     )
-    summed = jax.jit(distinct_rows_of, static_argnums=2, donate_argnums=1)
+    summed = jax.jit(deduplicated_rows, static_argnums=2, donate_argnums=1)
     memory = summed.lower(ids, values, 10**6).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 4 * count * width / 2
 
