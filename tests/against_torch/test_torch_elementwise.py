@@ -17,6 +17,7 @@ from tests.ops.test_elementwise import (
     REFERENCE_UNARY,
     numbers,
 )
+from tests.torch_names import name_here
 
 pytestmark = pytest.mark.torch
 
@@ -39,7 +40,7 @@ def torch() -> Iterator[Any]:
 
 def compare(torch: Any, name: str, xs: list[np.ndarray]) -> None:
     bounds = BOUNDS.get(name, ())
-    ours = FUNCTIONS[name](*(jmask.masked_tensor(x, MASK) for x in xs), *bounds)
+    ours = FUNCTIONS[name_here(name)](*(jmask.masked_tensor(x, MASK) for x in xs), *bounds)
     operands = [torch.from_numpy(x) for x in xs]
     if name not in UNMASKED:
         valid = torch.from_numpy(MASK)

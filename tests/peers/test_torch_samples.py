@@ -17,6 +17,7 @@ import pytest
 import jmask
 import jmask.nn as jnn
 import jmask.numpy as jnm
+from tests.torch_names import name_here
 
 pytestmark = [pytest.mark.peers, pytest.mark.torch]
 
@@ -55,7 +56,7 @@ def elementwise():
 
     op_db, core = op_infos()
     for op in op_db:
-        name = NAMES.get(op.name, op.name.removeprefix("special."))
+        name = NAMES.get(op.name, name_here(op.name.removeprefix("special.")))
         ours = getattr(jnn, name, None) if "functional" in op.name else getattr(jnm, name, None)
         is_one = isinstance(op, core.UnaryUfuncInfo | core.BinaryUfuncInfo)
         is_same = callable(ours) and not op.variant_test_name
