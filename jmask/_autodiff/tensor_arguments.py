@@ -62,7 +62,11 @@ class TensorArguments:
         """Whether all of them are tables, of which it is known that their phantoms count."""
         return all(map(is_stored_table, self.tensors))
 
-    def abstract_taps(self) -> list[Any]:
+    def are_nested(self) -> bool:
+        """Whether one is a table of which a gradient program around this one is taken."""
+        return any(is_stored_table(x) and x.phantom is not None for x in self.tensors)
+
+    def abstract_phantoms(self) -> list[Any]:
         """The shapes of a phantom for every tensor."""
         return [_shape_of_phantom(x) for x in self.tensors]
 
@@ -75,7 +79,9 @@ class TensorArguments:
         """
         return [
             _phantom_of(x, shape) if count or is_stored_table(x) else None
-            for x, shape, count in zip(self.tensors, self.abstract_taps(), counts, strict=True)
+            for x, shape, count in zip(
+                self.tensors, self.abstract_phantoms(), counts, strict=True
+            )
         ]
 
     def parts(self, phantoms: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:

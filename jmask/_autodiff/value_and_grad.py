@@ -27,6 +27,7 @@ from jmask._autodiff.values import Filled, RowSum
 from jmask._base.array_types import varying_axes
 from jmask._base.doors import check_flag
 from jmask._base.fallback import Fallback, muted, refined, report_fallback
+from jmask._base.forms import drops_rules
 from jmask._base.leaves import KEEP_ARRAYS, abstract_leaf, leaf_name, not_an_array
 from jmask._kernels.rows import ids_after_reading
 from jmask._tables.stored_table import is_stored_table
@@ -182,7 +183,8 @@ def _of_tensors(
     def results(phantoms: Sequence[Any]) -> tuple[Any, Any, Any]:
         of_parts = arguments.function_of_parts(fun)
         args, numbers = arguments.parts(phantoms)
-        value, found = _value_and_results(of_parts, numbers, has_aux, args, kwargs)
+        nested = arguments.are_nested()
+        value, found = _value_and_results(of_parts, numbers, has_aux, args, kwargs, nested)
         return value, found[:-1], found[-1]
 
     def trial(phantoms: Sequence[Any]) -> None:
@@ -194,7 +196,7 @@ def _of_tensors(
         counts = [True] * len(arguments.tensors)
     with muted():  # the real trace below reports
         try:
-            counts or jax.eval_shape(trial, arguments.abstract_taps())
+            counts or jax.eval_shape(trial, arguments.abstract_phantoms())
         except Exception:
             # A rule of the function itself (custom_vjp) may insist on tensors without phantoms:
             # then it has no gradient at other entries. All other faults come up again.
@@ -209,12 +211,24 @@ def _value_and_results(
     has_aux: bool,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    nested: bool = False,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """The value (and aux), and the gradients as the gradient program leaves them."""
+    """The value (and aux), and the gradients as the gradient program leaves them.
+
+    Raises:
+        NotImplementedError: if it is `nested`, a further derivative of a stored table will be
+            taken, and this JAX would lose it.
+    """
     stock = jax.value_and_grad(checked_loss(fun, numbers, has_aux), numbers, has_aux)
     trace = _Trace(stock, args, kwargs, numbers)
     differentiated = tuple(args[number] for number in numbers)
     program, outputs = jax.make_jaxpr(trace, return_shape=True)(*differentiated)
+    if nested and drops_rules(program.jaxpr):
+        raise NotImplementedError(
+            "`jmask.grad` of `jmask.grad` of a PackedTable or ShardedTable that is read inside "
+            "a `scan` needs JAX 0.12: before, JAX loses the second derivative. Use an array, "
+            "`table.todense()`, or unroll the scan."
+        )
     computed, gradients = outputs
     wanted = (
         jax.tree.map(lambda x: False, computed),

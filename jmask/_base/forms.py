@@ -19,6 +19,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 # Equations that do no more than run a jaxpr.
@@ -180,6 +181,19 @@ def bodies_of(eqn: JaxprEqn) -> list[Opened]:
         return [while_of(eqn).body]
     runs_one = name in CALLS or name in REMATS or name in ("scan", "shard_map")
     return [called(eqn)] if runs_one else []
+
+
+def drops_rules(jaxpr: Jaxpr) -> bool:
+    """Whether a second derivative may miss what `custom_jvp` says.
+
+    Before JAX 0.12 it does in a `scan`, whose partial evaluation leaves the rule out.
+    """
+    if jax.__version_info__ >= (0, 12):
+        return False
+    return any(
+        name_of(eqn) == "scan" or any(drops_rules(body) for body, _ in bodies_of(eqn))
+        for eqn in jaxpr.eqns
+    )
 
 
 # --- several devices ---------------------------------------------------------------------
