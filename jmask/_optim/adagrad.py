@@ -83,11 +83,11 @@ def adagrad(
         >>> jmask.apply_updates(table, updates).ravel().round(4)
         Array([1. , 1. , 0.9], dtype=float32)
     """
-    return _adagrad(
-        learning_rate, lr_decay, weight_decay, initial_accumulator_value, eps, eps_root,
-        clip_gradient, rescale_grad, maximize, lazy_update, decay_mode, state_dtype,
-        per_row=False,
+    common = hyper.Common(
+        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, lazy_update,
+        decay_mode, state_dtype,
     )  # fmt: skip
+    return _adagrad(common, lr_decay, initial_accumulator_value, eps, eps_root, per_row=False)
 
 
 @sharing_programs
@@ -131,58 +131,45 @@ def rowwise_adagrad(
         >>> state.sum_of_squares.ravel()
         Array([ 0.,  0., 25.], dtype=float32)
     """
-    return _adagrad(
-        learning_rate, lr_decay, weight_decay, initial_accumulator_value, eps, eps_root,
-        clip_gradient, rescale_grad, maximize, lazy_update, decay_mode, state_dtype,
-        per_row=True,
+    common = hyper.Common(
+        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, lazy_update,
+        decay_mode, state_dtype,
     )  # fmt: skip
+    return _adagrad(common, lr_decay, initial_accumulator_value, eps, eps_root, per_row=True)
 
 
 def _adagrad(
-    learning_rate: Any,
+    common: hyper.Common,
     lr_decay: Any,
-    weight_decay: Any,
     initial_accumulator_value: Any,
     eps: Any,
     eps_root: Any,
-    clip_gradient: Any,
-    rescale_grad: Any,
-    maximize: Any,
-    lazy_update: Any,
-    decay_mode: Any,
-    state_dtype: Any,
     *,
     per_row: bool,
 ) -> optax.GradientTransformationExtraArgs:
-    hyper.check_common(
-        learning_rate, weight_decay, decay_mode, clip_gradient, rescale_grad, state_dtype,
-        maximize=maximize, lazy_update=lazy_update,
-    )  # fmt: skip
     hyper.check_not_negative("lr_decay", lr_decay)
     hyper.check_not_negative("initial_accumulator_value", initial_accumulator_value)
     hyper.check_epsilons(eps, eps_root)
 
     def scalars(count):
-        lr = hyper.rate(learning_rate, count)
+        lr = common.rate(count)
         return (lr if hyper.is_zero(lr_decay) else lr / (1 + as_float(count) * lr_decay),)
 
     def rule(grad, param, total, lr):
-        grad = hyper.rescaled(grad, rescale_grad, maximize)
-        grad = hyper.clipped(grad, clip_gradient)
-        grad = hyper.decayed(grad, param, weight_decay, decay_mode)
+        grad = common.decayed(common.clipped(common.rescaled(grad)), param)
         square = grad * grad
         total = total + (hyper.row_mean(square) if per_row else square)
         step = -lr * grad / (jnp.sqrt(total + eps_root) + eps)
-        return hyper.with_decoupled_decay(step, param, lr, weight_decay, decay_mode), total
+        return common.with_decoupled_decay(step, param, lr), total
 
     return optimizer(
         RowRule(
             slots={"sum_of_squares": Slot(initial_accumulator_value, per_row)},
             scalars=scalars,
             rule=rule,
-            needs_param=not hyper.is_zero(weight_decay),
-            state_dtype=state_dtype,
+            needs_param=common.decays,
+            state_dtype=common.state_dtype,
         ),
         AdagradState,
-        lazy_update,
+        common.lazy_update,
     )

@@ -85,10 +85,11 @@ def adam(
         >>> jmask.apply_updates(table, updates).ravel().round(4)
         Array([1. , 1. , 0.9], dtype=float32)
     """
-    return _adam(
-        learning_rate, b1, b2, eps, eps_root, weight_decay, clip_gradient, rescale_grad,
-        maximize, lazy_update, decay_mode, state_dtype, per_row=False,
+    common = hyper.Common(
+        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, lazy_update,
+        decay_mode, state_dtype,
     )  # fmt: skip
+    return _adam(common, b1, b2, eps, eps_root, per_row=False)
 
 
 @sharing_programs
@@ -129,62 +130,43 @@ def rowwise_adam(
         >>> tx.init(jnp.ones((3, 8))).nu.shape
         (3, 1)
     """
-    return _adam(
-        learning_rate, b1, b2, eps, eps_root, weight_decay, clip_gradient, rescale_grad,
-        maximize, lazy_update, decay_mode, state_dtype, per_row=True,
+    common = hyper.Common(
+        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, lazy_update,
+        decay_mode, state_dtype,
     )  # fmt: skip
+    return _adam(common, b1, b2, eps, eps_root, per_row=True)
 
 
 def _adam(
-    learning_rate: Any,
-    b1: Any,
-    b2: Any,
-    eps: Any,
-    eps_root: Any,
-    weight_decay: Any,
-    clip_gradient: Any,
-    rescale_grad: Any,
-    maximize: Any,
-    lazy_update: Any,
-    decay_mode: Any,
-    state_dtype: Any,
-    *,
-    per_row: bool,
+    common: hyper.Common, b1: Any, b2: Any, eps: Any, eps_root: Any, *, per_row: bool
 ) -> optax.GradientTransformationExtraArgs:
-    hyper.check_common(
-        learning_rate, weight_decay, decay_mode, clip_gradient, rescale_grad, state_dtype,
-        maximize=maximize, lazy_update=lazy_update,
-    )  # fmt: skip
     hyper.check_fraction("b1", b1)
     hyper.check_fraction("b2", b2)
     hyper.check_epsilons(eps, eps_root)
-    decoupled = decay_mode == "decoupled" and not hyper.is_zero(weight_decay)
 
     def scalars(count):
         step = optax.safe_increment(count)
         correction = jnp.sqrt(hyper.bias_correction(b2, step))
-        lr = hyper.rate(learning_rate, count)
+        lr = common.rate(count)
         corrected = lr * (correction / hyper.bias_correction(b1, step))
-        return (corrected, lr) if decoupled else (corrected,)
+        return (corrected, lr) if common.is_decoupled else (corrected,)
 
     def rule(grad, param, mu, nu, corrected, lr=None):
-        grad = hyper.rescaled(grad, rescale_grad, maximize)
-        grad = hyper.decayed(grad, param, weight_decay, decay_mode)
-        grad = hyper.clipped(grad, clip_gradient)
+        grad = common.clipped(common.decayed(common.rescaled(grad), param))
         square = grad * grad
         mu = mu + (1 - b1) * (grad - mu)
         nu = nu + (1 - b2) * ((hyper.row_mean(square) if per_row else square) - nu)
         step = -corrected * mu / (jnp.sqrt(nu + eps_root) + eps)
-        return hyper.with_decoupled_decay(step, param, lr, weight_decay, decay_mode), mu, nu
+        return common.with_decoupled_decay(step, param, lr), mu, nu
 
     return optimizer(
         RowRule(
             slots={"mu": Slot(0.0), "nu": Slot(0.0, per_row)},
             scalars=scalars,
             rule=rule,
-            needs_param=not hyper.is_zero(weight_decay),
-            state_dtype=state_dtype,
+            needs_param=common.decays,
+            state_dtype=common.state_dtype,
         ),
         AdamState,
-        lazy_update,
+        common.lazy_update,
     )

@@ -73,15 +73,15 @@ def ftrl(
         >>> jmask.apply_gradients(tx, grads, tx.init(table), table)[0].ravel()
         Array([ 0.  ,  0.  , -0.05], dtype=float32)
     """
-    hyper.check_common(
-        learning_rate, weight_decay, "l2", clip_gradient, rescale_grad, state_dtype,
-        maximize=maximize, lazy_update=lazy_update,
+    common = hyper.Common(
+        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, lazy_update,
+        "l2", state_dtype,
     )  # fmt: skip
     hyper.check_not_negative("l1", l1)
     hyper.check_not_negative("beta", beta)
 
     def rule(grad, param, z, n, lr):
-        grad = hyper.clipped(hyper.rescaled(grad, rescale_grad, maximize), clip_gradient)
+        grad = common.clipped(common.rescaled(grad))
         total = n + grad * grad
         root = jnp.sqrt(total)
         z = z + grad - (root - jnp.sqrt(n)) * param / lr
@@ -95,7 +95,7 @@ def ftrl(
     return optimizer(
         RowRule(
             slots={"z": Slot(0.0), "n": Slot(0.0)},
-            scalars=lambda count: (hyper.rate(learning_rate, count),),
+            scalars=lambda count: (common.rate(count),),
             rule=rule,
             needs_param=True,
             state_dtype=state_dtype,

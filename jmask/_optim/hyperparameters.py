@@ -4,6 +4,7 @@ A hyperparameter may be a number of Python or NumPy, which is checked at once, o
 of JAX, possibly traced (`optax.inject_hyperparams`), whose value is not looked at.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -96,50 +97,85 @@ def check_epsilons(eps: Any, eps_root: Any) -> None:
         )
 
 
-def check_common(
-    learning_rate: Any,
-    weight_decay: Any,
-    decay_mode: Any,
-    clip_gradient: Any,
-    rescale_grad: Any,
-    state_dtype: Any,
-    **flags: Any,
-) -> None:
-    """Check what all named optimizers take, and what is True or False in some of them."""
-    for name, value in flags.items():
-        check_flag(name, value)
-    check_learning_rate(learning_rate)
-    check_not_negative("weight_decay", weight_decay)
-    check_decay_mode(decay_mode)
-    if clip_gradient is not None:
-        check_positive("clip_gradient", clip_gradient)
-    check_number("rescale_grad", rescale_grad)
-    if is_known(rescale_grad) and not math.isfinite(rescale_grad):
-        raise ValueError(f"`rescale_grad` must be finite, got {rescale_grad}.")
-    check_state_dtype(state_dtype)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Common:
+    """What all named optimizers take, checked; `jmask.sgd` says what each is.
 
+    Raises:
+        ValueError: for one that is out of range, naming it and its value.
+        TypeError: for one that is no number, or a flag that is neither True nor False.
+    """
 
-def check_decay_mode(decay_mode: Any) -> None:
-    """Refuse what is not the name of a kind of weight decay."""
-    checked_choice(decay_mode, "decay_mode", DECAY_MODES)
+    learning_rate: optax.ScalarOrSchedule
+    weight_decay: Any
+    clip_gradient: Any
+    rescale_grad: Any
+    maximize: bool
+    lazy_update: bool
+    decay_mode: str
+    state_dtype: Any
+
+    def __post_init__(self) -> None:
+        check_flag("maximize", self.maximize)
+        check_flag("lazy_update", self.lazy_update)
+        check_learning_rate(self.learning_rate)
+        check_not_negative("weight_decay", self.weight_decay)
+        checked_choice(self.decay_mode, "decay_mode", DECAY_MODES)
+        if self.clip_gradient is not None:
+            check_positive("clip_gradient", self.clip_gradient)
+        check_number("rescale_grad", self.rescale_grad)
+        if is_known(self.rescale_grad) and not math.isfinite(self.rescale_grad):
+            raise ValueError(f"`rescale_grad` must be finite, got {self.rescale_grad}.")
+        check_state_dtype(self.state_dtype)
+
+    @property
+    def decays(self) -> bool:
+        """Whether there is weight decay, for which the parameters must be known."""
+        return not is_zero(self.weight_decay)
+
+    @property
+    def is_decoupled(self) -> bool:
+        return self.decays and self.decay_mode == "decoupled"
+
+    def rate(self, count: jax.Array) -> Any:
+        """The learning rate of step `count` (from 0)."""
+        if not callable(self.learning_rate):
+            return self.learning_rate
+        value = self.learning_rate(count)
+        if not _is_number(value):
+            raise TypeError(
+                f"`learning_rate` is a schedule that returned {shown(value)} for a step count: "
+                "it must return a number."
+            )
+        return value
+
+    def rescaled(self, gradient: jax.Array) -> jax.Array:
+        """The gradient times `rescale_grad`, its sign turned to maximize."""
+        if self.maximize:
+            gradient = -gradient
+        if isinstance(self.rescale_grad, int | float) and self.rescale_grad == 1:
+            return gradient
+        return gradient * self.rescale_grad
+
+    def clipped(self, gradient: jax.Array) -> jax.Array:
+        """The gradient clipped to [-bound, bound] entry by entry; None does not clip."""
+        bound = self.clip_gradient
+        return gradient if bound is None else jnp.clip(gradient, -bound, bound)
+
+    def decayed(self, gradient: jax.Array, param: jax.Array) -> jax.Array:
+        """With "l2", the gradient of the loss plus (weight_decay / 2) * |param|**2."""
+        if not self.decays or self.is_decoupled:
+            return gradient
+        return gradient + self.weight_decay * param
+
+    def with_decoupled_decay(self, step: jax.Array, param: jax.Array, lr: Any) -> jax.Array:
+        """With "decoupled", the step minus lr * weight_decay * param."""
+        return step - lr * self.weight_decay * param if self.is_decoupled else step
 
 
 def is_zero(value: Any) -> bool:
     """Whether a hyperparameter is known to be 0, so that its term can be left out."""
     return isinstance(value, int | float) and value == 0
-
-
-def rate(learning_rate: optax.ScalarOrSchedule, count: jax.Array) -> Any:
-    """The learning rate of step `count` (from 0)."""
-    if not callable(learning_rate):
-        return learning_rate
-    value = learning_rate(count)
-    if not _is_number(value):
-        raise TypeError(
-            f"`learning_rate` is a schedule that returned {shown(value)} for a step count: it "
-            "must return a number."
-        )
-    return value
 
 
 def bias_correction(decay: Any, step: jax.Array) -> jax.Array:
@@ -152,38 +188,6 @@ def bias_correction(decay: Any, step: jax.Array) -> jax.Array:
     known = isinstance(decay, int | float)
     log_decay = math.log(decay) if known else jnp.log(decay)
     return -jnp.expm1(as_float(step) * log_decay)
-
-
-def rescaled(gradient: jax.Array, rescale_grad: Any, maximize: bool) -> jax.Array:
-    """The gradient times `rescale_grad`, its sign turned to maximize."""
-    if maximize:
-        gradient = -gradient
-    if isinstance(rescale_grad, int | float) and rescale_grad == 1:
-        return gradient
-    return gradient * rescale_grad
-
-
-def clipped(gradient: jax.Array, bound: Any) -> jax.Array:
-    """The gradient clipped to [-bound, bound] entry by entry; None does not clip."""
-    return gradient if bound is None else jnp.clip(gradient, -bound, bound)
-
-
-def decayed(
-    gradient: jax.Array, param: jax.Array, weight_decay: Any, decay_mode: str
-) -> jax.Array:
-    """With "l2", the gradient of the loss plus (weight_decay / 2) * |param|**2."""
-    if is_zero(weight_decay) or decay_mode != "l2":
-        return gradient
-    return gradient + weight_decay * param
-
-
-def with_decoupled_decay(
-    step: jax.Array, param: jax.Array, lr: Any, weight_decay: Any, decay_mode: str
-) -> jax.Array:
-    """With "decoupled", the step minus lr * weight_decay * param."""
-    if is_zero(weight_decay) or decay_mode != "decoupled":
-        return step
-    return step - lr * weight_decay * param
 
 
 def row_mean(x: jax.Array) -> jax.Array:

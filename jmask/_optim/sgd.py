@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from jmask._base.doors import check_flag
 from jmask._optim import hyperparameters as hyper
 from jmask._optim.row_rule import RowRule, Slot, optimizer
 from jmask._updates.eager import sharing_programs
@@ -82,37 +83,34 @@ def sgd(
         >>> jmask.apply_updates(table, updates).ravel()
         Array([1. , 1. , 0.5], dtype=float32)
     """
-    hyper.check_common(
-        learning_rate, weight_decay, decay_mode, clip_gradient, rescale_grad, state_dtype,
-        nesterov=nesterov, maximize=maximize, lazy_update=lazy_update,
+    common = hyper.Common(
+        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, lazy_update,
+        decay_mode, state_dtype,
     )  # fmt: skip
+    check_flag("nesterov", nesterov)
     hyper.check_fraction("momentum", momentum)
     has_momentum = not hyper.is_zero(momentum)
     if nesterov and not has_momentum:
         raise ValueError(f"`nesterov` needs a positive `momentum`, got {momentum}.")
 
     def scaled_gradient(grad, param, lr):
-        grad = hyper.clipped(hyper.rescaled(grad, rescale_grad, maximize), clip_gradient)
-        return lr * hyper.decayed(grad, param, weight_decay, decay_mode)
-
-    def with_decay(step, param, lr):
-        return hyper.with_decoupled_decay(step, param, lr, weight_decay, decay_mode)
+        return lr * common.decayed(common.clipped(common.rescaled(grad)), param)
 
     def plain(grad, param, lr):
-        return (with_decay(-scaled_gradient(grad, param, lr), param, lr),)
+        return (common.with_decoupled_decay(-scaled_gradient(grad, param, lr), param, lr),)
 
     def with_momentum(grad, param, buffer, lr):
         step = scaled_gradient(grad, param, lr)
         buffer = momentum * buffer - step
         step = momentum * buffer - step if nesterov else buffer
-        return with_decay(step, param, lr), buffer
+        return common.with_decoupled_decay(step, param, lr), buffer
 
     rule = RowRule(
         slots={"momentum": Slot(0.0)} if has_momentum else {},
-        scalars=lambda count: (hyper.rate(learning_rate, count),),
+        scalars=lambda count: (common.rate(count),),
         rule=with_momentum if has_momentum else plain,
-        needs_param=not hyper.is_zero(weight_decay),
+        needs_param=common.decays,
         state_dtype=state_dtype,
-        linear=not has_momentum and hyper.is_zero(weight_decay) and clip_gradient is None,
+        linear=not (has_momentum or common.decays) and clip_gradient is None,
     )
     return optimizer(rule, MomentumState if has_momentum else SgdState, lazy_update)
