@@ -17,7 +17,7 @@ import jax
 from jmask._kernels import gather as _gather
 from jmask._kernels import scatter_update as _fused_update
 from jmask._ops import products as _products
-from jmask._optim import row_rule as _row_rule
+from jmask._updates import row_update as _row_update
 
 # The name in a `works.Task`: what holds the decision, its name there, and what it is without.
 TRICKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
@@ -28,7 +28,7 @@ TRICKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         "_on_one_cpu",
         functools.partial(_fused_update._at_once, on_cpu=True),
     ),
-    "whole small tables": (_row_rule, "is_saturated", lambda *_: False),
+    "whole small tables": (_row_update, "is_saturated", lambda *_: False),
     "kernel for CSR": (_products, "suits_kernel", lambda *_: False),
 }
 # What is jitted inside jmask is traced once for each name, and not taken from a cache.

@@ -17,7 +17,7 @@ The payload is id + 1, so that `zeros_like`, the one operation that can make suc
 from nothing, yields padding and not row 0.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,10 @@ from jax import lax
 from jax.extend.random import define_prng_impl
 
 INT32_MAX = np.iinfo(np.int32).max
+
+# What is known of ids: unique, in order and with padding last; unique apart from padding; or
+# nothing.
+Order = Literal["sorted", "unique", "any"]
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ under vmap and where derivatives are taken, the same is done by gather, compute,
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,19 +25,13 @@ from jax.interpreters import ad, batching, mlir
 
 from jmask._base.array_types import explicit_sharding, varying_alike
 from jmask._base.jaxprs import evaluate, only_arithmetic
+from jmask._base.row_ids import Order
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gather import zero_of
 from jmask._kernels.hash_dedup import deduplicated_rows
 from jmask._kernels.rows import gather_rows, set_rows
 
 Combiner = Callable[..., Sequence[Any]]
-# Of ids: distinct, in order and with padding last; distinct apart from padding; or any.
-Order = Literal["sorted", "unique", "any"]
-
-
-def order_of(coalesced: bool) -> Order:
-    """The order of the ids of a `RowSparse`."""
-    return "sorted" if coalesced else "any"
 
 
 def update_rows(
@@ -56,7 +50,7 @@ def update_rows(
         ids (n,): canonical.
         grad (n, *row): the gradient of these rows; that of equal ids is summed first.
         scalars: what else the combiner takes.
-        order: of the ids, see `Order`.
+        order: of the ids.
 
     Returns:
         The new tables; rows that are not in `ids` keep their bits.
@@ -123,13 +117,15 @@ def _by_parts(
     """The definition: what the single scatter computes, in three operations."""
     *arrays, ids = given
     grad = arrays[tables]
-    rule = _entry_by_entry(functools.partial(evaluate, program.jaxpr, program.consts))
+    rule = entry_by_entry(functools.partial(evaluate, program.jaxpr, program.consts))
     return _gather_compute_scatter(
         rule, arrays[:tables], ids, grad, arrays[tables + 1 :], order
     )
 
 
-def _entry_by_entry(scalar_function: Callable[..., Any]) -> Combiner:
+def entry_by_entry(scalar_function: Callable[..., Any]) -> Combiner:
+    """A function of single entries as one of arrays, which are broadcast to each other."""
+
     def function(*given: jax.Array) -> tuple[Any, ...]:
         rows = jnp.broadcast_arrays(*given)
         mapped = scalar_function

@@ -18,12 +18,13 @@ from jax.extend.core import Literal
 from jmask._base.forms import aval_of
 from jmask._base.jaxprs import read
 from jmask._base.precision import added
-from jmask._kernels.scatter_update import order_of, update_rows
 from jmask._lazy.call import LazyCall
 from jmask._lazy.elementwise_program import Combiner, ElementwiseProgram, elementwise_program
+from jmask._tables.packed import PackedTable
 from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._tensors.storage import stored_values
+from jmask._updates.row_update import update_entries
 
 
 class OnePassTransformation(optax.GradientTransformationExtraArgs):
@@ -60,7 +61,7 @@ def applied_in_one_pass(call: LazyCall) -> tuple[Any, Any] | None:
 
 def _is_candidate(call: LazyCall) -> bool:
     sparse = [g for g in call.gradients if is_row_sparse(g)]
-    stored = any(map(is_stored_table, call.params))
+    stored = any(is_stored_table(x) and not isinstance(x, PackedTable) for x in call.params)
     masked = any(valid is not None for valid in call.valid)
     return bool(sparse) and not stored and not masked and all(g.nse for g in sparse)
 
@@ -135,15 +136,11 @@ def _run(
     for table, places in members.items():
         combiner, source = combiners[table], sources[table]
         summed = source in made or table in parts.reduced
-        gradient = call.gradients[table] if summed else call.given[table]
-        new = update_rows(
-            combiner,
-            [arrays[i] for i in places],
-            gradient.row_ids(),
-            known[source] if summed else gradient.values,
-            [known[v] for v in combiner.scalars],
-            order_of(gradient.coalesced),
-        )
+        gradient = call.given[table]
+        if summed:
+            gradient = call.gradients[table].with_values(known[source])
+        scalars = [known[v] for v in combiner.scalars]
+        new = update_entries(combiner, [arrays[i] for i in places], gradient, scalars)
         for i, x in zip(places, new, strict=True):
             results[i] = x
     _, state_tree, param_tree = call.trees

@@ -3,7 +3,6 @@
 row_rule                    an optimizer as arithmetic on a row
 hyperparameters             what they are given, checked
 sgd, adam, adagrad, ftrl    the rules
-saturated_update            small tables that a batch touches as a whole
 multi_steps, conditional_step, drop_rows, row_norms     microbatches; steps not taken; bounds
 torch_state                 states to and from torch
 explain                     what a step does to each parameter, from shapes

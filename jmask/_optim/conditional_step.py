@@ -30,7 +30,7 @@ from jmask._tensors.storage import is_entry, is_sparse, stored_values
 from jmask._updates.apply import apply_gradients
 from jmask._updates.checks import check_gradient, check_transformation
 from jmask._updates.eager import compiled_outside_jit
-from jmask._updates.masked_gradient import as_gradients, is_gradient_leaf
+from jmask._updates.masked_gradient import as_gradients, is_gradient_leaf, summed
 from jmask._updates.plain_optax import advising_lazy
 
 
@@ -132,11 +132,10 @@ def summed_rows(gradients: Any, params: Any) -> Any:
 
         gradients = jax.tree.map(taken, params, gradients, is_leaf=is_stored_table)
 
-    def summed(gradient: Any) -> Any:
-        as_it_is = not is_row_sparse(gradient) or gradient.is_unique
-        return gradient if as_it_is else gradient.coalesce()
+    def leaf(gradient: Any) -> Any:
+        return summed(gradient) if is_row_sparse(gradient) else gradient
 
-    return jax.tree.map(summed, gradients, is_leaf=is_gradient_leaf)
+    return jax.tree.map(leaf, gradients, is_leaf=is_gradient_leaf)
 
 
 def update_if(

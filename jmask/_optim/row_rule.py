@@ -27,11 +27,9 @@ from jmask._base.array_types import explicit_sharding, sharding_of_rows
 from jmask._base.precision import is_narrow, wide
 from jmask._kernels.hash_dedup import deduplicated_rows
 from jmask._kernels.rows import add_rows
-from jmask._kernels.scatter_update import order_of, update_rows
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.state_rows import check_state, check_state_type
-from jmask._optim.saturated_update import is_saturated, update_where_touched
 from jmask._tables.add_to_dense import add_to_dense
 from jmask._tables.packed import PackedTable
 from jmask._tables.stored_table import (
@@ -52,6 +50,7 @@ from jmask._updates.checks import (
 )
 from jmask._updates.eager import compiled_outside_jit
 from jmask._updates.masked_gradient import is_gradient_leaf
+from jmask._updates.row_update import update_entries, updated_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,21 +182,18 @@ def _new_tables(
 
     if not is_row_sparse(gradient):
         return new_entries(*tables, gradient, *traced)
-    param, *slots = tables
-    stored = is_stored_table(param)
+    (param, *_), stored = tables, is_stored_table(tables[0])
     exact = param.dtype == gradient.dtype and not is_narrow(gradient.dtype)
     if rule.linear and exact and not stored:
         (step,) = rule.rule(gradient.values, None, *scalars)
         return [_added(param, gradient.with_values(step))]
-    if not stored and is_saturated(gradient) and explicit_sharding(param) is None:
-        return update_where_touched(new_entries, tables, gradient, traced)
-    if rule.one_pass() and not stored:
-        ids, order = gradient.row_ids(), order_of(gradient.coalesced)
-        return update_rows(new_entries, tables, ids, gradient.values, traced, order)
+    if rule.one_pass() and (not stored or isinstance(param, PackedTable)):
+        return update_entries(new_entries, tables, gradient, traced)
+    whole = None if stored else updated_whole(new_entries, tables, gradient, traced)
+    if whole is not None:
+        return whole
     if stored or not exact or explicit_sharding(param, gradient.values) is not None:
         gradient = fitted(param, gradient) if stored else gradient.coalesce()
-        if rule.one_pass() and isinstance(param, PackedTable):
-            return param.updated(new_entries, slots, gradient, traced)
         return _on_rows(rule, gradient, tables, scalars)
 
     def first_of_equal(gradient: RowSparse, tables: list[Any], traced: list[Any]) -> list[Any]:

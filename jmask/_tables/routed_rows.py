@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jmask._base.row_ids import Order
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._tables.shard_layout import Layout
 from jmask._tensors.row_sparse import RowSparse
@@ -24,9 +25,11 @@ class RoutedRows(RowSparse):
 
     __slots__ = ("layout",)
 
-    is_unique = True
-
     layout: Layout
+
+    @property
+    def order(self) -> Order:
+        return "unique"
 
     @classmethod
     def of_shards(

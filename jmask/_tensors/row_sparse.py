@@ -25,7 +25,7 @@ import numpy as np
 
 from jmask._base.doors import check_flag, checked_array, checked_dtype
 from jmask._base.precision import adds_when_cast
-from jmask._base.row_ids import canonical, hide, id_dtype, is_opaque, reveal, widen
+from jmask._base.row_ids import Order, canonical, hide, id_dtype, is_opaque, reveal, widen
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.rows import add_rows, gather_rows
 from jmask._kernels.stochastic_rounding import check_key
@@ -78,7 +78,6 @@ class RowSparse(RowSparseMethods):
     __slots__ = ("coalesced", "index_leaf", "shape", "values")
 
     stype = "row_sparse"
-    is_unique = False
 
     values: Any
     shape: tuple[int, ...]
@@ -278,6 +277,11 @@ class RowSparse(RowSparseMethods):
             return self.with_values(self.values.astype(jnp.int32)).todense() != 0
         zeros = jnp.zeros(self.shape, self.dtype)
         return add_rows(zeros, self.row_ids(), self.values, coalesced=self.coalesced)
+
+    @property
+    def order(self) -> Order:
+        """What is known of the ids: "sorted" and unique, "unique", or "any"."""
+        return "sorted" if self.coalesced else "any"
 
     def coalesce(self, nse: int | None = None) -> "RowSparse":
         """The same tensor with sorted unique indices, duplicates summed, padding last.

@@ -81,7 +81,7 @@ def as_gradients(updates: Any) -> Any:
 def gradient_and_valid(gradient: Any) -> tuple[Any, jax.Array | None]:
     """A gradient leaf as array or coalesced `RowSparse`, and its valid entries if masked."""
     if is_row_sparse(gradient):
-        return (gradient if gradient.is_unique else gradient.coalesce()), None
+        return summed(gradient), None
     if not isinstance(gradient, MaskedTensor):
         return gradient, None
     storage, valid = gradient.storage, gradient.valid
@@ -96,6 +96,11 @@ def gradient_and_valid(gradient: Any) -> tuple[Any, jax.Array | None]:
     if is_row_sparse(storage):
         return storage.with_values(values), valid
     return _entries_as_rows(storage, values, valid)
+
+
+def summed(gradient: RowSparse) -> RowSparse:
+    """The gradient with the rows of equal ids summed."""
+    return gradient.coalesce() if gradient.order == "any" else gradient
 
 
 def masked_as(gradient: Any, result: Any) -> Any:
