@@ -25,12 +25,19 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmask._autodiff.values import Filled, RowSum
 from jmask._base.array_types import varying_like
 from jmask._base.fallback import Place, in_bytes, place_among, report_fallback
-from jmask._base.forms import aval_of, called, name_of, parameter, what_is_unknown
+from jmask._base.forms import (
+    aval_of,
+    called,
+    name_of,
+    parameter,
+    what_is_unknown,
+    within,
+)
 from jmask._kernels.gather import Gather
 
 # The user's line in a fallback warning must not be a line of this library.
@@ -211,10 +218,10 @@ def report_dense(value: Any, eqn: JaxprEqn, reason: str) -> None:
 
 def makes_rows(eqn: JaxprEqn, shape: tuple[int, ...] | None = None) -> bool:
     """Whether an equation or what it runs writes rows, of arrays of this shape if given."""
-    if eqn.primitive.name in _ROW_MAKERS:
-        return shape is None or aval_of(eqn.outvars[0]).shape == shape
-    inner = jaxprs_in_params(eqn.params)
-    return any(makes_rows(e, shape) for jaxpr in inner for e in jaxpr.eqns)
+    return any(
+        e.primitive.name in _ROW_MAKERS and shape in (None, aval_of(e.outvars[0]).shape)
+        for e in within(eqn)
+    )
 
 
 def report_unknown(eqn: JaxprEqn, wanted: Flags) -> None:

@@ -16,11 +16,11 @@ To take on a new JAX, run `tests/base/test_forms.py`: it says which primitive ha
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 
 # Equations that do no more than run a jaxpr.
 CALLS = (
@@ -183,6 +183,19 @@ def bodies_of(eqn: JaxprEqn) -> list[Opened]:
     return [called(eqn)] if runs_one else []
 
 
+def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """All equations of a jaxpr, and of what they run."""
+    for eqn in jaxpr.eqns:
+        yield from within(eqn)
+
+
+def within(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """An equation, and all equations of what it runs, in a form that is known or not."""
+    yield eqn
+    for jaxpr in jaxprs_in_params(eqn.params):
+        yield from equations(jaxpr)
+
+
 def drops_rules(jaxpr: Jaxpr) -> bool:
     """Whether a second derivative may miss what `custom_jvp` says.
 
@@ -190,10 +203,7 @@ def drops_rules(jaxpr: Jaxpr) -> bool:
     """
     if jax.__version_info__ >= (0, 12):
         return False
-    return any(
-        name_of(eqn) == "scan" or any(drops_rules(body) for body, _ in bodies_of(eqn))
-        for eqn in jaxpr.eqns
-    )
+    return any(name_of(eqn) == "scan" for eqn in equations(jaxpr))
 
 
 # --- several devices ---------------------------------------------------------------------

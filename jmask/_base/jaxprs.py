@@ -6,16 +6,18 @@
 
 import functools
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jmask._base.array_types import varying_alike
-from jmask._base.forms import CALLS, called, name_of
+from jmask._base.forms import CALLS, called, equations, name_of
+
+_Value = TypeVar("_Value")
 
 # Each entry of the result is computed of the same entries of the operands.
-_ARITHMETIC = frozenset(
+ARITHMETIC = frozenset(
     "abs add add_any and atan2 cbrt ceil clamp convert_element_type copy copy_p cos div eq exp "
     "exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg "
     "nextafter not or pow reduce_precision rem round rsqrt select_n sign sin sqrt square "
@@ -25,15 +27,12 @@ _ARITHMETIC = frozenset(
 
 def is_arithmetic(eqn: JaxprEqn) -> bool:
     """Whether an equation is one operation on entries."""
-    return name_of(eqn) in _ARITHMETIC and not eqn.effects
+    return name_of(eqn) in ARITHMETIC and not eqn.effects
 
 
 def only_arithmetic(jaxpr: Jaxpr) -> bool:
     """Whether all equations are, those of functions that are called too."""
-    return all(
-        only_arithmetic(called(eqn)[0]) if name_of(eqn) in CALLS else is_arithmetic(eqn)
-        for eqn in jaxpr.eqns
-    )
+    return all(name_of(eqn) in CALLS or is_arithmetic(eqn) for eqn in equations(jaxpr))
 
 
 def lifted(program: ClosedJaxpr) -> Jaxpr:
@@ -50,44 +49,61 @@ def read(values: dict[Any, Any], v: Any) -> Any:
     return v.val if isinstance(v, Literal) else values[v]
 
 
-def outputs_of(eqn: JaxprEqn, inputs: Sequence[Any]) -> dict[Any, Any]:
-    """The variables that an equation defines, with their values.
+def bound(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+    """What an equation computes of `inputs`.
 
     In a `shard_map` arrays are typed as varying over its devices or not, and an operation asks
     that its operands be so alike: here, though the equation was traced for other types.
     """
     inputs = varying_alike(*inputs)
     outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-    outputs = outputs if eqn.primitive.multiple_results else [outputs]
-    return dict(zip(eqn.outvars, outputs, strict=True))
+    return list(outputs) if eqn.primitive.multiple_results else [outputs]
+
+
+def interpret(
+    jaxpr: Jaxpr,
+    consts: Sequence[_Value],
+    inputs: Sequence[_Value],
+    rule: Callable[[JaxprEqn, list[_Value]], Sequence[_Value]],
+    literal: Callable[[Any], _Value] = lambda value: value,
+) -> list[_Value]:
+    """The outputs of a jaxpr on values of any kind.
+
+    Args:
+        jaxpr: a program.
+        consts, inputs: the values of its variables.
+        rule: an equation and the values of its operands -> those of its results.
+        literal: the value that stands for a number in the program.
+    """
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
+
+    def value(v: Any) -> _Value:
+        return literal(v.val) if isinstance(v, Literal) else values[v]
+
+    for eqn in jaxpr.eqns:
+        results = rule(eqn, list(map(value, eqn.invars)))
+        values.update(zip(eqn.outvars, results, strict=True))
+    return list(map(value, jaxpr.outvars))
 
 
 def origins(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
     """For each output of a jaxpr the bits of all inputs on which it may depend."""
-    found = dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def of(variables: Sequence[Any]) -> list[int]:
-        return [0 if isinstance(v, Literal) else found.get(v, 0) for v in variables]
-
-    for eqn in jaxpr.eqns:
-        given = of(eqn.invars)
+    def rule(eqn: JaxprEqn, given: list[int]) -> list[int]:
         if name_of(eqn) in CALLS:
-            results = origins(called(eqn)[0], given)
-        else:
-            results = [functools.reduce(operator.or_, given, 0)] * len(eqn.outvars)
-        found.update(zip(eqn.outvars, results, strict=True))
-    return of(jaxpr.outvars)
+            return origins(called(eqn)[0], given)
+        return [functools.reduce(operator.or_, given, 0)] * len(eqn.outvars)
+
+    return interpret(jaxpr, [0] * len(jaxpr.constvars), inputs, rule, lambda _: 0)
 
 
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
-    """The outputs of a jaxpr that was traced for other types of arrays: see `outputs_of`."""
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    for eqn in jaxpr.eqns:
-        inputs = [read(values, v) for v in eqn.invars]
-        if name_of(eqn) in CALLS:
-            inner, inner_consts = called(eqn)
-            outputs = evaluate(inner, inner_consts, *inputs)
-            values.update(zip(eqn.outvars, outputs, strict=True))
-        else:
-            values.update(outputs_of(eqn, inputs))
-    return [read(values, v) for v in jaxpr.outvars]
+    """The outputs of a jaxpr that was traced for other types of arrays: see `bound`."""
+
+    def rule(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+        if name_of(eqn) not in CALLS:
+            return bound(eqn, inputs)
+        inner, inner_consts = called(eqn)
+        return evaluate(inner, inner_consts, *inputs)
+
+    return interpret(jaxpr, consts, args, rule)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmask._base.forms import CALLS, aval_of, called, name_of
-from jmask._base.jaxprs import is_arithmetic, outputs_of, read
+from jmask._base.jaxprs import bound, is_arithmetic, read
 from jmask._lazy.row_locality import NEUTRAL
 
 
@@ -68,7 +68,7 @@ class ElementwiseProgram:
                 dtypes = [aval_of(v).dtype for v in eqn.invars]
                 arrays = map(jnp.asarray, inputs, dtypes)
                 inputs = [jnp.broadcast_to(x, shape) for x in arrays]
-            values.update(outputs_of(eqn, inputs))
+            values.update(zip(eqn.outvars, bound(eqn, inputs), strict=True))
         return values
 
     def combiners(
@@ -119,7 +119,8 @@ class Combiner:
         constants = self.program.constants
         known = [eqn for eqn, _ in self.program.equations if eqn.outvars[0] in constants]
         for eqn in (*known, *self.equations):
-            values.update(outputs_of(eqn, [read(values, v) for v in eqn.invars]))
+            results = bound(eqn, [read(values, v) for v in eqn.invars])
+            values.update(zip(eqn.outvars, results, strict=True))
         return tuple(read(values, v) for v in self.outputs)
 
 

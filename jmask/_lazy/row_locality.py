@@ -40,17 +40,15 @@ from jmask._base.forms import (
     what_is_unknown,
     while_of,
 )
+from jmask._base.jaxprs import ARITHMETIC
 from jmask._lazy.lattice import Kind, NotRowLocal, Replicated, RowWise, joined, not_row_local
 from jmask._lazy.same_program import in_step, same, same_literal, same_operation
 from jmask._ops.safe_numbers import trial
 
-ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex "
-    "conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp "
-    "exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max "
-    "min mul name ne neg nextafter not optimization_barrier or population_count pow real "
-    "reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic "
-    "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor".split()
+ELEMENTWISE = ARITHMETIC | frozenset(
+    "acos acosh asin asinh atan atanh complex conj cosh digamma erf erf_inv erfc imag lgamma "
+    "name optimization_barrier population_count real shift_left shift_right_arithmetic "
+    "shift_right_logical sinh".split()
 )
 
 # Reductions to which this value contributes nothing.

@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmask._base.array_types import varying_axes, varying_like
-from jmask._base.forms import CALLS, REMATS, bodies_of, branches_of, called, name_of
-from jmask._base.jaxprs import outputs_of, read
+from jmask._base.forms import CALLS, REMATS, branches_of, called, name_of, within
+from jmask._base.jaxprs import bound, interpret
 from jmask._lazy.lattice import Kind, Replicated, RowWise
 from jmask._lazy.row_locality import NEUTRAL, equation
 from jmask._tables.routed_rows import RoutedRows
@@ -106,21 +106,22 @@ def _run(
     given: Sequence[Kind],
 ) -> tuple[list[Any], list[Kind]]:
     """Outputs of a jaxpr on one device, and what is known of them."""
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
-    kinds: dict[Any, Kind] = dict.fromkeys(jaxpr.constvars, Replicated())
-    kinds.update(zip(jaxpr.invars, given, strict=True))
 
-    def kind_of(v: Any) -> Kind:
-        if not isinstance(v, Literal):
-            return kinds[v]
-        return Replicated(constant=v.val if jnp.ndim(v.val) == 0 else None)
+    def literal(value: Any) -> tuple[Any, Kind]:
+        return value, Replicated(constant=value if jnp.ndim(value) == 0 else None)
 
-    for eqn in jaxpr.eqns:
-        operands = [read(values, v) for v in eqn.invars]
-        outputs, found = _equation(eqn, spread, operands, list(map(kind_of, eqn.invars)))
-        values.update(zip(eqn.outvars, outputs, strict=True))
-        kinds.update(zip(eqn.outvars, found, strict=True))
-    return [read(values, v) for v in jaxpr.outvars], list(map(kind_of, jaxpr.outvars))
+    def rule(eqn: JaxprEqn, operands: list[tuple[Any, Kind]]) -> list[tuple[Any, Kind]]:
+        arrays, kinds = ([pair[i] for pair in operands] for i in (0, 1))
+        return list(zip(*_equation(eqn, spread, arrays, kinds), strict=True))
+
+    results = interpret(
+        jaxpr,
+        [(x, Replicated()) for x in consts],
+        list(zip(inputs, given, strict=True)),
+        rule,
+        literal,
+    )
+    return [x for x, _ in results], [kind for _, kind in results]
 
 
 def _equation(
@@ -146,7 +147,7 @@ def _equation(
             "Make the step outside of the shard_map, in the same jit: a ShardedTable is "
             "spread there, too.",
         )
-    outputs = list(outputs_of(eqn, inputs).values())
+    outputs = bound(eqn, inputs)
     if tables and all(isinstance(kind, Replicated) for kind in found):
         axes = tuple(axis for table in tables for axis in spread[table])
         outputs = [_over_devices(name, x, axes) for x in outputs]
@@ -192,5 +193,4 @@ def _over_devices(name: str, x: jax.Array, axes: Axes) -> jax.Array:
 
 def _may_sum(eqn: JaxprEqn) -> bool:
     """Whether a jaxpr in an equation holds a reduction."""
-    inner = [inner for jaxpr, _ in bodies_of(eqn) for inner in jaxpr.eqns]
-    return any(name_of(e) in (*NEUTRAL, "dot_general") or _may_sum(e) for e in inner)
+    return any(name_of(e) in (*NEUTRAL, "dot_general") for e in within(eqn))

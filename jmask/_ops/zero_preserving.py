@@ -28,9 +28,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmask._base.forms import CALLS, aval_of, called, name_of, parameter
+from jmask._base.jaxprs import interpret
 from jmask._base.precision import adds_when_cast
 from jmask._ops.safe_numbers import trial
 
@@ -190,16 +191,7 @@ _Value = tuple[Known | Operand | Unknown, int]
 
 
 def _run(jaxpr: Jaxpr, consts: Sequence[_Value], inputs: Sequence[_Value]) -> list[_Value]:
-    values: dict[Any, _Value] = dict(zip(jaxpr.constvars, consts, strict=True))
-    values.update(zip(jaxpr.invars, inputs, strict=True))
-
-    def read(v: Any) -> _Value:
-        return (Known(v.val), _FREE) if isinstance(v, Literal) else values[v]
-
-    for eqn in jaxpr.eqns:
-        results = _equation(eqn, [read(v) for v in eqn.invars])
-        values.update(zip(eqn.outvars, results, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+    return interpret(jaxpr, consts, inputs, _equation, lambda value: (Known(value), _FREE))
 
 
 def _equation(eqn: JaxprEqn, inputs: list[_Value]) -> list[_Value]:

@@ -19,9 +19,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
 
 from jmask._base.array_types import explicit_sharding
-from jmask._base.jaxprs import outputs_of, read
+from jmask._base.jaxprs import bound, interpret
 from jmask._base.precision import is_narrow
 from jmask._kernels.scatter_update import Combiner, entry_by_entry, update_rows
 from jmask._tables.packed import PackedTable
@@ -89,9 +90,9 @@ def updated_whole(
     # What is computed from a new table is computed from the one that is kept. In rows that are
     # touched they are the same, and XLA would copy the old one, which it needs to the end.
     old = dict(zip(jaxpr.outvars, tables, strict=True))
-    values = dict(zip(jaxpr.invars, given, strict=True))
-    values.update(zip(jaxpr.constvars, program.consts, strict=True))
-    for eqn in jaxpr.eqns:
-        for v, x in outputs_of(eqn, [read(values, v) for v in eqn.invars]).items():
-            values[v] = jnp.where(touched, x, old[v]) if v in old else x
-    return [read(values, v) for v in jaxpr.outvars]
+
+    def kept_elsewhere(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+        results = zip(eqn.outvars, bound(eqn, inputs), strict=True)
+        return [jnp.where(touched, x, old[v]) if v in old else x for v, x in results]
+
+    return interpret(jaxpr, program.consts, given, kept_elsewhere)
