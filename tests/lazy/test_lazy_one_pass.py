@@ -179,7 +179,10 @@ print("done")
 
 
 def run(program):
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / "build" / "compiled")}
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     return subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,

@@ -19,7 +19,7 @@ import jmask.nn as jnn
 import jmask.numpy as jnm
 from tests.torch_names import name_here
 
-pytestmark = [pytest.mark.peers, pytest.mark.torch]
+pytestmark = pytest.mark.peers
 
 # By the name of torch, where that differs.
 NAMES = {
