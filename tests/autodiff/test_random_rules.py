@@ -268,7 +268,7 @@ def test_random_rule(rule):
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=1500)
+@settings(max_examples=500)
 @given(rules())
 def test_random_rules_at_length(rule):
     check(*rule)

@@ -208,7 +208,7 @@ def test_random_chain(parts):
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=600)
+@settings(max_examples=200)
 @given(chains())
 def test_random_chains_at_length(parts):
     check(parts)

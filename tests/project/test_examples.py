@@ -12,7 +12,7 @@ import pytest
 # Examples are written as programs are, which may promote ranks.
 pytestmark = [pytest.mark.examples, pytest.mark.rank_promotion]
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 ANIMALS = ["cat", "dog", "horse", "cow"]
 COLOURS = ["red", "green", "blue", "yellow"]
 SMALL = ["--steps", "150", "--dim", "16"]

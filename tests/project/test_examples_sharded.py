@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.devices, pytest.mark.rank_promotion]
 
 pytest.importorskip("orbax.checkpoint")
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "examples" / "sharded_embedding.py"
 SMALL = "--words 203 --dim 8 --batch 64 --steps 30 --keep-every 15 --print-every 1"
 LIMIT = 120  # seconds, which a run that hangs would exceed
