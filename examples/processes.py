@@ -26,7 +26,7 @@ from textwrap import shorten
 
 import jax
 
-START, SILENCE, GRACE = 60, 20, 15  # seconds
+START, SILENCE, GRACE = 60, 20, 40  # seconds; longer than silence: others end by then
 
 
 class ProcessError(Exception):
