@@ -92,7 +92,7 @@ def _shard_map(
     if nothing_to_do(body, inputs):
         return None
     specs = form.out_specs
-    # RowSum of a table that is itself sharded by rows stay an array.
+    # Rows of a table that is itself sharded by rows stay an array.
     sparse = [w and spec == PartitionSpec() for w, spec in zip(wanted, specs, strict=True)]
     kinds: list[RowSum | None] = []
 

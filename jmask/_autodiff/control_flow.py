@@ -194,7 +194,7 @@ class _Loop:
 
 
 def _parts_added_to(key: _Carry, output: Any) -> tuple[IdsAndRows, ...]:
-    # RowSum of slices with fixed bounds are better summed than stacked.
+    # Rows of slices with fixed bounds are better summed than stacked.
     additive = isinstance(output, RowSum) and output.carry is key
     if additive and (output.looked_up or not output.parts):
         return output.parts

@@ -31,7 +31,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmask._base.forms import CALLS, aval_of, called, name_of, parameter
-from jmask._base.jaxprs import interpret
+from jmask._base.jaxprs import bound, interpret
 from jmask._base.precision import adds_when_cast
 from jmask._ops.safe_numbers import trial
 
@@ -202,9 +202,7 @@ def _equation(eqn: JaxprEqn, inputs: list[_Value]) -> list[_Value]:
     dependence = _dependence(eqn, [depends for _, depends in inputs])
     known = [value.value for value in values if isinstance(value, Known)]
     if len(known) == len(values):
-        results = eqn.primitive.bind(*known, **eqn.primitive.get_bind_params(eqn.params))
-        results = results if eqn.primitive.multiple_results else [results]
-        return [(Known(result), dependence) for result in results]
+        return [(Known(result), dependence) for result in bound(eqn, known)]
     found = _with_unknown(eqn, values)
     if found is None:
         scalar = all(isinstance(value, Known) or value.scalar for value in values)

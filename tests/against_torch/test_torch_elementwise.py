@@ -13,11 +13,9 @@ from tests.ops.test_elementwise import (
     FUNCTIONS,
     INTEGER,
     MASKS,
-    REFERENCE_BINARY,
-    REFERENCE_UNARY,
     numbers,
 )
-from tests.torch_names import name_here
+from tests.torch_names import REFERENCE_BINARY, REFERENCE_UNARY, name_here
 
 pytestmark = pytest.mark.torch
 

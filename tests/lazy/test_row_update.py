@@ -3,6 +3,8 @@
 The oracle is `update` and `apply_updates`, which gather, compute and scatter.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ import optax
 import pytest
 
 import jmask
+from tests.stored_tables import update_and_apply
 
 V, D, N = 20, 64, 16  # a batch that touches most rows
 TABLE = jax.random.normal(jax.random.key(0), (V, D))
@@ -33,16 +36,9 @@ def gradient(ids):
     return jmask.RowSparse(ids, values, (V, D))
 
 
-def in_two(tx):
-    def step(grads, state, table):
-        updates, state = tx.update(grads, state, table)
-        return jmask.apply_updates(table, updates), state
-
-    return step
-
-
-def in_one(tx):
-    return lambda grads, state, table: jmask.apply_gradients(tx, grads, state, table)
+def traced(tx, *args):
+    """The program of `jmask.apply_gradients`."""
+    return str(jax.make_jaxpr(functools.partial(jmask.apply_gradients, tx))(*args))
 
 
 def dense(tree):
@@ -56,7 +52,8 @@ def test_same_result(name, layout):
     tx, table = LIFTED[name], TABLE
     if layout == "packed":
         table = jmask.PackedTable.pack(table)
-    one, two = jax.jit(in_one(tx)), jax.jit(in_two(tx))
+    one = jax.jit(functools.partial(jmask.apply_gradients, tx))
+    two = jax.jit(functools.partial(update_and_apply, tx))
     actual = expected = table
     state = other = tx.init(table)
     for ids in IDS:
@@ -77,11 +74,11 @@ def test_same_result(name, layout):
 def test_whole_tables(name):
     """No scatter into table or state: of 16 lookups in 20 rows the whole table is as fast."""
     tx = LIFTED[name]
-    program = str(jax.make_jaxpr(in_one(tx))(gradient(IDS[0]), tx.init(TABLE), TABLE))
+    program = traced(tx, gradient(IDS[0]), tx.init(TABLE), TABLE)
     assert "jmask_update_rows" not in program
     large = jnp.zeros((20 * V, D))
     grads = jmask.RowSparse(IDS[0], jnp.ones((N, D)), large.shape)
-    program = str(jax.make_jaxpr(in_one(tx))(grads, tx.init(large), large))
+    program = traced(tx, grads, tx.init(large), large)
     assert "jmask_update_rows" in program
 
 
@@ -90,5 +87,5 @@ def test_whole_tables(name):
 def test_packed_tables(name):
     """One scatter for each part of the table, as named optimizers have it."""
     tx, table = LIFTED[name], jmask.PackedTable.pack(TABLE)
-    program = str(jax.make_jaxpr(in_one(tx))(gradient(IDS[0]), tx.init(table), table))
+    program = traced(tx, gradient(IDS[0]), tx.init(table), table)
     assert program.count("jmask_update_rows[") == len(table.parts)

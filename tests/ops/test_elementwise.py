@@ -17,7 +17,7 @@ from jax.experimental.sparse import BCOO, BCSR
 import jmask
 import jmask.numpy as jnm
 from tests.sampling import sampled
-from tests.torch_names import TORCH_NAMES, name_here
+from tests.torch_names import REFERENCE_BINARY, REFERENCE_UNARY, TORCH_NAMES, name_here
 
 SHAPE = (2, 3)
 RNG = np.random.default_rng(0)
@@ -66,20 +66,6 @@ FUNCTIONS = lifted_functions()
 UNARY = sorted(name for name, f in FUNCTIONS.items() if takes_one(f))
 BINARY = sorted(set(FUNCTIONS) - set(UNARY))
 SMOOTH = [n for n in FUNCTIONS if n not in INTEGER | FLAT]
-
-REFERENCE_UNARY = """
-    abs absolute acos arccos acosh arccosh angle asin arcsin asinh arcsinh atan arctan
-    atanh arctanh bitwise_not ceil clamp clip conj_physical cos cosh deg2rad digamma erf
-    erfc erfinv exp exp2 expm1 fix floor frac lgamma log log10 log1p log2 logit i0 isnan
-    nan_to_num neg negative positive rad2deg reciprocal round rsqrt sigmoid sign sgn
-    signbit sin sinc sinh sqrt square tan tanh trunc
-""".split()
-REFERENCE_BINARY = """
-    add atan2 arctan2 bitwise_and bitwise_or bitwise_xor bitwise_left_shift
-    bitwise_right_shift div divide floor_divide fmod logaddexp logaddexp2 mul multiply
-    nextafter remainder sub subtract true_divide eq ne le ge gt lt equal not_equal
-    less_equal greater_equal greater less maximum minimum fmax fmin pow
-""".split()
 
 
 def test_all_functions_of_the_reference_are_there():

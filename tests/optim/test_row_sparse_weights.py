@@ -14,6 +14,7 @@ from jax.experimental.sparse import BCOO
 import jmask
 from tests.compiled_step import with_optax
 from tests.sampling import sampled
+from tests.stored_tables import STEPS
 
 GRADIENT = jmask.RowSparse([1, 2], [[1.0, 2], [4, 5]], (4, 2))
 WEIGHT = jmask.cast_storage(jnp.ones((4, 2)), "row_sparse")
@@ -32,12 +33,7 @@ OPTIMIZERS = {
 }
 
 
-def in_two(tx, grads, state, params):
-    updates, state = tx.update(grads, state, params)
-    return jmask.apply_updates(params, updates), state
-
-
-@pytest.mark.parametrize("step", [jmask.apply_gradients, in_two], ids=["one", "two"])
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", sampled(OPTIMIZERS, 3))
 def test_a_weight_that_stores_all_its_rows(name, wrap, step):
