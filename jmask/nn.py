@@ -176,7 +176,7 @@ def _softmax(groups: Any, dtype: Any) -> Any:
 def _log_softmax(groups: Any, dtype: Any) -> Any:
     shift = kernels.shift_of(groups, dtype)
     total = groups.sum(kernels.exponentials(groups, shift, dtype))
-    shift += jnp.log(jnp.where(total == 0, 1, total))
+    shift = shift.astype(dtype) + jnp.log(jnp.where(total == 0, 1, total))
     return kernels.select(groups, 0, dtype) - groups.spread(shift)
 
 

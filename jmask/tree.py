@@ -27,6 +27,7 @@ from jax import lax
 from jmask._base.array_types import varying_alike, varying_axes
 from jmask._base.doors import check_flag, check_leaves
 from jmask._base.leaves import abstract_leaf
+from jmask._base.precision import joint_dtype
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import is_entry, is_sparse, stored_values, unique_positions
@@ -272,7 +273,7 @@ def _sum_of_squares(x: Any) -> jax.Array:
         x = jnp.where(is_entry(x), stored_values(x), 0)
     x = jnp.asarray(x)
     size = jnp.abs(x)
-    return jnp.sum(jnp.square(size.astype(jnp.promote_types(size.dtype, jnp.float32))))
+    return jnp.sum(jnp.square(size.astype(joint_dtype(size, jnp.float32))))
 
 
 def _refuse_entries(x: Any, argument: str) -> None:

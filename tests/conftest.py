@@ -25,8 +25,10 @@ if jax.config.jax_compilation_cache_dir is None:
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-# As in JAX's own tests: nothing is broadcast to more dimensions than it has without saying so.
+# As in JAX's own tests: nothing is broadcast to more dimensions than it has, and no dtype is
+# another, without saying so.
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # For the tests over several devices; all others run on the first.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -42,17 +44,25 @@ if LOWERED_FOR is not None:
     lower_for(LOWERED_FOR)
 
 
-MAY_PROMOTE_RANKS = "rank_promotion devices examples exhaustive torch tpu gpu peers".split()
+# Tests of these jobs run programs as users write them.
+MARKED_JOBS = ["devices", "examples", "exhaustive", "torch", "tpu", "gpu", "peers"]
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None]:
-    """Allow rank promotion where it is what a test, or a library it uses, is about.
+    """Allow promotion where it is what a test, or a library it uses, is about.
 
-    The default suite keeps the library free of it; marked jobs run programs that users write.
+    Some optimizers of optax promote dtypes. The default suite keeps jmask free of it.
     """
-    allowed = any(map(item.get_closest_marker, MAY_PROMOTE_RANKS))
-    with jax.numpy_rank_promotion("allow" if allowed else "raise"):
+
+    def setting(promotion: str, refused: str, allowed: str) -> str:
+        marks = map(item.get_closest_marker, [promotion, *MARKED_JOBS])
+        return allowed if any(marks) else refused
+
+    with (
+        jax.numpy_rank_promotion(setting("rank_promotion", "raise", "allow")),
+        jax.numpy_dtype_promotion(setting("dtype_promotion", "strict", "standard")),
+    ):
         return (yield)
 
 

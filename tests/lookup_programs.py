@@ -104,7 +104,7 @@ PROGRAMS: dict[str, Program] = {
     "slice alone": Program(lambda t: square(t[2:4]) + square(t[0]), None),
     "row of the result": Program(lambda t: square(t[IDS][0]), 6),
     "masked rows": Program(lambda t: square(jnp.where((IDS > 1)[:, None], t[IDS], 0)), 6),
-    "scaled table": Program(lambda t: square((3.0 * t * VALID[1])[IDS] / 2), 6),
+    "scaled table": Program(lambda t: square((3.0 * t * VALID[1].astype(t.dtype))[IDS] / 2), 6),
     "negated table": Program(lambda t: square((1 - t - 1)[IDS]), 6),
     "converted table": Program(
         lambda t: jnp.sum(t.astype(jnp.bfloat16)[VALID].astype(jnp.float32)), 3
@@ -204,7 +204,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "penalised": Program(lambda t: square(t[IDS]) + jnp.sum(t**2), None, falls_back=True),
     "scaled by a dense array": Program(
-        lambda t: square((t * jnp.arange(V)[:, None])[IDS]), None
+        lambda t: square((t * jnp.arange(V, dtype=t.dtype)[:, None])[IDS]), None
     ),
     "transposed lookup": Program(lambda t: square(t.T[:, IDS]), None),
     "columns": Program(lambda t: square(t[:, VALID]), None),
@@ -226,7 +226,7 @@ PROGRAMS: dict[str, Program] = {
     "dense only, in scan": Program(
         lambda t: lax.scan(lambda c, i: (c * square(t), None), 1.0, VALID)[0], None
     ),
-    "unused": Program(lambda t: square(IDS * 1.0), None),
+    "unused": Program(lambda t: square(IDS.astype(jnp.float32)), None),
     "scatter of the model": Program(
         lambda t: square(t * jnp.zeros((V, D)).at[VALID].add(jnp.ones((3, D)))), None
     ),

@@ -65,7 +65,7 @@ def valid_sum(tree: Any) -> jax.Array:
     """The sum of 1, 2, ... times the entries of each masked tensor, where valid."""
     total = jnp.float32(0)
     for x in jax.tree.leaves(tree, is_leaf=is_masked):
-        total += (x.to_tensor(0) * numbered(x)).sum()
+        total += (x.to_tensor(0) * numbered(x).astype(np.float32)).sum()
     return total
 
 

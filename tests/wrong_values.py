@@ -38,7 +38,7 @@ OBJECTS = {
 }
 ARRAY = {
     **OBJECTS,
-    "complex": 1j * jnp.ones((6, 2)),
+    "complex": jnp.full((6, 2), 1j),
     "a scalar": jnp.float32(1),
     "another shape": jnp.ones((3, 5, 7)),
     "booleans": jnp.ones((6, 2), bool),

@@ -40,6 +40,11 @@ def joint_dtype(*arrays: Any) -> Any:
         return jnp.result_type(*arrays)
 
 
+def is_nonzero(x: Any) -> Any:
+    """x != 0, where `x` may be boolean: strict promotion compares those with no number."""
+    return x if x.dtype == jnp.dtype(bool) else x != 0
+
+
 def added(x: Any, y: Any) -> jax.Array:
     """x + y in their joint dtype."""
     dtype = joint_dtype(x, y)

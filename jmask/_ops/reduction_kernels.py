@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.precision import wide
+from jmask._base.precision import is_nonzero, joint_dtype, wide
 from jmask._ops.groups import greatest, least
 
 Results = tuple[Any, Any]
@@ -77,7 +77,7 @@ def with_zeros(kernel: Any, absorb: Any) -> Any:
 
 
 def variance(groups: Any, dtype: Any, ddof: float) -> Results:
-    work = wide(jnp.promote_types(groups.values.dtype, dtype))
+    work = wide(joint_dtype(groups.values, dtype))
     center, _ = mean(groups, work)
     distance = jnp.where(groups.valid, select(groups, 0, work) - groups.spread(center), 0)
     left = groups.count(groups.valid) - ddof
@@ -97,20 +97,20 @@ def number_of(groups: Any) -> Results:
 
 
 def number_of_nonzero(groups: Any) -> Results:
-    return groups.count(groups.valid & (groups.values != 0)), groups.any(groups.valid)
+    return groups.count(groups.valid & is_nonzero(groups.values)), groups.any(groups.valid)
 
 
 def every(groups: Any) -> Results:
-    return ~groups.any(groups.valid & (groups.values == 0)), groups.any(groups.valid)
+    return ~groups.any(groups.valid & ~is_nonzero(groups.values)), groups.any(groups.valid)
 
 
 def some(groups: Any) -> Results:
-    return groups.any(groups.valid & (groups.values != 0)), groups.any(groups.valid)
+    return groups.any(groups.valid & is_nonzero(groups.values)), groups.any(groups.valid)
 
 
 def norm(groups: Any, dtype: Any, ord: float) -> Results:  # noqa: A002
     exists = groups.any(groups.valid)
-    x = select(groups, 0, wide(jnp.promote_types(groups.values.dtype, dtype)))
+    x = select(groups, 0, wide(joint_dtype(groups.values, dtype)))
     taken = groups.valid & (x != 0)
     if ord == 0:
         return groups.count(taken).astype(dtype), exists
@@ -140,7 +140,9 @@ def log_sum_exp(groups: Any, dtype: Any) -> Results:
 
 def exponentials(groups: Any, shift: Any, dtype: Any) -> Any:
     """exp(x - shift) of the entries that take part, 0 elsewhere."""
-    x = jnp.where(groups.valid, select(groups, 0, dtype) - groups.spread(shift), 0)
+    x = jnp.where(
+        groups.valid, select(groups, 0, dtype) - groups.spread(shift).astype(dtype), 0
+    )
     return jnp.where(groups.valid, jnp.exp(x), 0)
 
 
@@ -269,6 +271,8 @@ def median(values: Any, valid: Any, axes: tuple[int, ...], averaged: bool) -> Re
 
     _refuse_complex(values.dtype)
     valid = flat(valid)
+    # Booleans have no half where dtypes are not promoted; integers have.
+    values = values.astype(jnp.int8) if values.dtype == jnp.dtype(bool) else values
     x = jnp.where(valid, flat(values), 0)
     position = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
     keys = (~valid, lax.stop_gradient(x), position)

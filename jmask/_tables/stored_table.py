@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmask._base.precision import joint_dtype
 from jmask._base.row_ids import id_dtype
 from jmask._kernels.gather import Gather
 from jmask._kernels.rows import gather_rows, set_rows
@@ -116,7 +117,7 @@ def _from_the_end(ids: Any, rows: int) -> Any:
     if isinstance(found, np.ndarray):
         found = found.astype(np.int64)
         return np.where(found < 0, found + rows, found)
-    found = found.astype(jnp.promote_types(found.dtype, id_dtype(rows)))
+    found = found.astype(joint_dtype(found, id_dtype(rows)))
     return jnp.where(found < 0, found + rows, found)
 
 

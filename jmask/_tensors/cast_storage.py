@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCSR
 
+from jmask._base.precision import is_nonzero
 from jmask._tensors.masked_storage import check_stype, to_storage
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.storage import (
@@ -69,9 +70,9 @@ def cast_storage(x: Any, stype: str, *, nse: int | None = None) -> Any:
     _check_castable(x, stype)
     if is_sparse(x):
         x = unique_positions(x)
-        entries = is_entry(x) & (stored_values(x) != 0)
+        entries = is_entry(x) & is_nonzero(stored_values(x))
     else:
-        entries = x != 0
+        entries = is_nonzero(x)
     if nse is None and isinstance(entries, jax.core.Tracer):
         nse = _most(x, entries, stype)
     masked = MaskedTensor.tree_unflatten(None, (x, entries))

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmask._base.doors import check_flag, checked_array, checked_dtype
-from jmask._base.precision import adds_when_cast
+from jmask._base.precision import adds_when_cast, is_nonzero
 from jmask._base.row_ids import Order, canonical, hide, id_dtype, is_opaque, reveal, widen
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.rows import add_rows, gather_rows
@@ -253,7 +253,7 @@ class RowSparse(RowSparseMethods):
         if not x.ndim:
             raise ValueError("`x` must have a dimension of rows, got a scalar.")
         shape = checked_shape(x.shape)
-        touched = jnp.any(x != 0, axis=tuple(range(1, x.ndim)))
+        touched = jnp.any(is_nonzero(x), axis=tuple(range(1, x.ndim)))
         if nse is None:
             if isinstance(x, jax.core.Tracer):
                 raise ValueError(

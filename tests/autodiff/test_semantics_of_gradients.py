@@ -165,7 +165,7 @@ MOVES: dict[str, Callable[[Any], Any]] = {
     "unstack": jnm.unstack,
     "vsplit": lambda x: jnm.vsplit(x, 2),
     "vstack": lambda x: jnm.vstack([x, x]),
-    "where": lambda x: jnm.where(OTHER > 0.6, x, OTHER),
+    "where": lambda x: jnm.where(OTHER > 0.6, x, OTHER.astype(x.dtype)),
 }
 
 PRODUCTS = {

@@ -210,6 +210,7 @@ LIFTED = {
 
 
 @pytest.mark.parametrize("primitive", LIFTED)
+@pytest.mark.dtype_promotion
 def test_lazy_where_parameters_are_renamed(primitive):
     """`lazy` runs what it can prove, and refuses the rest with the reason."""
     inner, is_proved = LIFTED[primitive]

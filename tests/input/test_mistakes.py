@@ -308,5 +308,6 @@ MISTAKES: dict[str, Mistake] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.dtype_promotion
 def test_mistake(name):
     check(MISTAKES[name])

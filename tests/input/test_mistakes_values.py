@@ -31,6 +31,7 @@ def complaint(door: Door, named: tuple[str, ...], what: str) -> str | None:
 
 
 @pytest.mark.parametrize("name", DOORS)
+@pytest.mark.dtype_promotion
 def test_door(name):
     door = DOORS[name]
     named = door.named or (name.rpartition("(")[2].rstrip(")"),)

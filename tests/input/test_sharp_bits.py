@@ -18,6 +18,8 @@ import jmask
 import jmask.numpy as jnm
 from tests.mistakes import GRADS, IDS, LAZY, PARAMS, ROWS, TABLE, looked_up, mesh, step
 
+pytestmark = pytest.mark.dtype_promotion
+
 # --- errors of JAX and optax -----------------------------------------------------------------
 
 CHAIN = optax.chain(optax.clip_by_global_norm(1.0), LAZY)

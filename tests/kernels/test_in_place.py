@@ -26,6 +26,8 @@ from tests.compiled_step import (
     whole_table_operations,
 )
 
+pytestmark = pytest.mark.dtype_promotion
+
 SMALL, LARGE = 10**5, 10**7
 
 OPTIMIZERS: dict[str, optax.GradientTransformation] = {

@@ -19,6 +19,8 @@ import jmask
 from tests.optax_cases import ROW_LOCAL
 from tests.sampling import sampled
 
+pytestmark = pytest.mark.dtype_promotion
+
 V, D = 50, 6
 ROOT = Path(__file__).parents[2]
 

@@ -51,7 +51,10 @@ def random_gradient(seed):
 
 PARAMS = random_tree(0)
 # Two are deprecated in optax and still public.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
+pytestmark = [
+    pytest.mark.dtype_promotion,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
+]
 
 
 def table_of(leaf):

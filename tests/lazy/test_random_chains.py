@@ -23,6 +23,8 @@ import jmask
 from tests.lazy.test_lazy_optax import PARAMS, SHAPES, random_gradient, random_tree, table_of
 from tests.oracle import densified, is_row_sparse, other_rows, touched_rows
 
+pytestmark = pytest.mark.dtype_promotion
+
 # Functions of the update u, the parameter p of a leaf, and a scalar s of the whole gradient.
 LEAVES: dict[str, Callable[[Any, Any, Any], Any]] = {
     "scaled": lambda u, p, s: 0.5 * u,

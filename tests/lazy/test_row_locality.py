@@ -99,6 +99,7 @@ def times(factor):
 
 @pytest.mark.parametrize("name", COUNTING)
 @pytest.mark.rank_promotion
+@pytest.mark.dtype_promotion
 def test_counting_rows_is_refused(name):
     factor, reason = COUNTING[name]
     with pytest.raises(ValueError, match=rf"jmask\.lazy cannot wrap.*{reason}"):
@@ -197,6 +198,7 @@ def test_what_is_made_of_merged_rows_is_refused(name, shape):
 
 
 @pytest.mark.parametrize(("rows", "size"), [(0, 0), (0, 2), (1, 0), (1, 2), (12, 1)])
+@pytest.mark.dtype_promotion
 def test_tables_of_few_rows(rows, size):
     """Of arrays with an axis of 0 or 1 JAX leaves operations out."""
     table = jax.ShapeDtypeStruct((rows, 3), jnp.float32)
@@ -243,6 +245,7 @@ def test_what_is_verified_is_so_for_its_extra_arguments(name):
             jax.eval_shape(lambda g: tx.update(g, optax.EmptyState(), None, **refused), rows)
 
 
+@pytest.mark.dtype_promotion
 def test_the_proof_transfers_nothing_implicitly():
     tx = jmask.lazy(optax.adam(0.1))
     with jax.transfer_guard("disallow"):

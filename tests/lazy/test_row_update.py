@@ -14,6 +14,8 @@ import pytest
 import jmask
 from tests.stored_tables import update_and_apply
 
+pytestmark = pytest.mark.dtype_promotion
+
 V, D, N = 20, 64, 16  # a batch that touches most rows
 TABLE = jax.random.normal(jax.random.key(0), (V, D))
 LIFTED = {

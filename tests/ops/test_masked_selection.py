@@ -115,6 +115,7 @@ def test_take_along_a_middle_axis_with_masked_indices():
 # --- methods -----------------------------------------------------------------------------
 
 
+@pytest.mark.dtype_promotion
 def test_methods():
     data, y = np.asarray(X.data), jmask.masked_tensor(jnp.arange(3) * 1j, ROW)
     for result, function in (

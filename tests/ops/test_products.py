@@ -285,6 +285,7 @@ def test_narrow_floats_are_summed_in_float32():
 
 
 @pytest.mark.parametrize("dtypes", [("bool", "bool"), ("int8", "int32"), ("bool", "float16")])
+@pytest.mark.dtype_promotion
 def test_dtypes_promote_as_in_jax(dtypes):
     a = (RNG.random((3, 4)) < 0.6).astype(dtypes[0])
     b = (RNG.integers(0, 3, (4, 2))).astype(dtypes[1])

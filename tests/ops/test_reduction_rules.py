@@ -47,6 +47,7 @@ def test_integers_of_nothing():
     assert jnm.max(x.astype(jnp.uint8), where=nothing) == 0
 
 
+@pytest.mark.dtype_promotion
 def test_where_intersects_the_mask():
     x = MaskedTensor(jnp.arange(4.0), jnp.array([True, True, False, True]))
     where = jnp.array([False, True, True, True])
@@ -75,7 +76,7 @@ def test_divisor_of_the_variance():
 def test_dtypes_are_those_of_jax(dtype):
     x = jnp.array([[1, 0, 2], [3, 1, 1]]).astype(dtype)
     mask = jnp.array([[True, False, True], [True, True, False]])
-    coo = BCOO.fromdense(jnp.ones_like(mask)).indices
+    coo = BCOO.fromdense(jnp.ones(mask.shape)).indices
     sparse = BCOO((x.ravel(), coo), shape=(2, 3), unique_indices=True)
     names = ["sum", "prod", "mean", "var", "std"]
     if dtype != "complex64":

@@ -234,6 +234,7 @@ def ids_of(size):
 @settings(max_examples=5)
 @given(ids_of(len(X_IDS)), ids_of(len(Y_IDS)), st.integers(0, 999))
 @pytest.mark.rank_promotion
+@pytest.mark.dtype_promotion
 def test_equals_its_dense_twin(name, x_ids, y_ids, seed):
     rng = np.random.default_rng(seed)
     x, y = rng.uniform(0.2, 0.9, (2, 5, WIDTH)), -rng.uniform(0.2, 0.9, (2, 3, WIDTH))
@@ -358,6 +359,7 @@ class TestEntries:
         np.testing.assert_array_equal(jnm.square(x).todense(), [[0, 0], [0, 9]])
 
     @pytest.mark.parametrize("kind", ["coo", "csr"])
+    @pytest.mark.dtype_promotion
     def test_booleans_add_as_or(self, kind):
         """Equal positions are summed, and dense arrays made, also where JAX cannot add."""
         twice = (jnp.array([True, True, False]), jnp.array([[0, 1], [0, 1], [1, 0]]))

@@ -12,6 +12,8 @@ import jmask
 from tests.oracle import densified
 from tests.sampling import sampled
 
+pytestmark = pytest.mark.dtype_promotion
+
 V, D = 9, 3
 TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), jnp.float32)
 PARAMS = {"t": TABLE, "w": jnp.ones(4)}

@@ -15,6 +15,8 @@ from jmask._updates.eager import compiled_outside_jit
 from tests.autodiff.test_semantics_of_gradients import OPERATIONS
 from tests.stored_tables import STEPS
 
+pytestmark = pytest.mark.dtype_promotion
+
 
 def counting(inner):
     """The transformation, and a list with one entry for each time its update is traced."""

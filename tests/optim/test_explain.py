@@ -49,6 +49,7 @@ def test_agrees_with_the_gradient(name):
         assert "lookup_programs.py" in found.note
 
 
+@pytest.mark.dtype_promotion
 def test_sizes_of_tables_that_would_not_fit():
     def loss(params, ids):
         return jnp.sum(params["a"][0]["table"][ids]) + jnp.sum(params["w"])

@@ -13,6 +13,8 @@ import jmask
 from tests.compiled_step import with_optax
 from tests.kernels.test_in_place import OPTIMIZERS
 
+pytestmark = pytest.mark.dtype_promotion
+
 # Equal ids are found by sorting or hashing in large tables, by marking in small ones.
 LARGE, SMALL, D = 40, 8, 4
 

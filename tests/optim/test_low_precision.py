@@ -98,6 +98,7 @@ class TestTables:
     @pytest.mark.parametrize(
         "build", [jmask.sgd, jmask.adam, jmask.adagrad, jmask.rowwise_adagrad, jmask.ftrl]
     )
+    @pytest.mark.dtype_promotion
     def test_arithmetic_is_in_float32(self, dtype, state_dtype, build):
         """One step is the float32 step, rounded once."""
         extra = {"momentum": 0.9} if build is jmask.sgd else {}

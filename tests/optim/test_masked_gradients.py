@@ -13,6 +13,8 @@ from jmask._tensors.storage import stored_values
 from tests.optax_cases import CHAINS, ROW_LOCAL, extra_args
 from tests.oracle import densified
 
+pytestmark = pytest.mark.dtype_promotion
+
 V, D = 6, 3
 RNG = np.random.default_rng(0)
 PARAM = jnp.asarray(RNG.normal(size=(V, D)), jnp.float32).at[5, 2].set(-0.0)

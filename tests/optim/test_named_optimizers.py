@@ -27,7 +27,7 @@ MODELS = {
 
 def schedule(count):
     """Written so that it has float64 accuracy; optax's own have float32's."""
-    return 0.2 / (1 + 0.1 * count)
+    return 0.2 / (1 + 0.1 * jnp.asarray(count, float))
 
 
 CASES = [

@@ -16,6 +16,8 @@ from tests.compiled_step import with_optax
 from tests.sampling import sampled
 from tests.stored_tables import STEPS
 
+pytestmark = pytest.mark.dtype_promotion
+
 GRADIENT = jmask.RowSparse([1, 2], [[1.0, 2], [4, 5]], (4, 2))
 WEIGHT = jmask.cast_storage(jnp.ones((4, 2)), "row_sparse")
 

@@ -11,6 +11,8 @@ import pytest
 
 import jmask
 
+pytestmark = pytest.mark.dtype_promotion
+
 V, D = 8, 2
 PARAMS = {"users": jnp.ones((V, D)), "items": 2 * jnp.ones((V, D)), "w": jnp.ones(D)}
 IDS = {"users": jnp.array([1, 3, 1]), "items": jnp.array([0, 5, 5])}

@@ -83,6 +83,7 @@ def test_gradient_of_a_mapped_function(mesh):
     assert not table_collectives(ours)
 
 
+@pytest.mark.dtype_promotion
 def test_training_step_inside(mesh):
     """Every device updates its replica with all rows: they stay equal, others untouched."""
     tx = jmask.lazy(optax.adam(0.1))

@@ -75,7 +75,7 @@ def test_from_each_to_each(source, target, sources):
 
 @pytest.mark.parametrize("target", KINDS[1:])
 def test_gradients_and_batches(target, sources):
-    weights = np.arange(1, 13).reshape(4, 3)
+    weights = np.arange(1, 13, dtype=np.float32).reshape(4, 3)
     other = jmask.masked_tensor(DATA[::-1], MASK[::-1])
     both = jax.tree.map(lambda *a: np.stack(a), X, other)
 
@@ -194,6 +194,7 @@ STORED = {"coo": BCOO.fromdense, "csr": BCSR.fromdense, "rows": jmask.RowSparse.
 @pytest.mark.parametrize(
     ("kind", "mask_kind"), [*itertools.product(("coo", "csr"), repeat=2), ("rows", "rows")]
 )
+@pytest.mark.dtype_promotion
 def test_a_sparse_mask_of_other_positions(kind, mask_kind, wrap):
     """Valid is what the data stores and the mask says; the storage is that of the mask."""
     rng = np.random.default_rng(3)

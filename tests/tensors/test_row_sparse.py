@@ -269,6 +269,7 @@ class TestArithmetic:
         np.testing.assert_array_equal(new["a"][:, 0], [1, 1, 3, 1])
         np.testing.assert_array_equal(new["b"], [2, 2, 2])
 
+    @pytest.mark.dtype_promotion
     def test_narrow_table_wide_update(self):
         # 256 + .75 rounds to 257 only if added in float32: .75 + .75 in one sum.
         table = jnp.full((3, 1), 256, jnp.bfloat16)
@@ -277,6 +278,7 @@ class TestArithmetic:
         assert new.dtype == jnp.bfloat16
         assert new.ravel().tolist() == [256, 258, 256]
 
+    @pytest.mark.dtype_promotion
     def test_integer_table_is_promoted(self):
         x = jmask.RowSparse([1], jnp.array([0.5]), (2,))
         np.testing.assert_array_equal(jnp.array([1, 1]) + x, [1, 1.5])
@@ -329,6 +331,7 @@ class TestConversion:
     @pytest.mark.parametrize(
         "rows", [[True, True], [200, 100], [0.6, 0.6], [1.0, -1.0]], ids=str
     )
+    @pytest.mark.dtype_promotion
     def test_equal_rows_are_summed_before_a_cast_that_does_not_add(self, rows):
         values = np.array(rows, np.uint8) if 200 in rows else np.array(rows)
         x = jmask.RowSparse([0, 0], values[:, None], (2, 1))
