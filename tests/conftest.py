@@ -45,7 +45,7 @@ if LOWERED_FOR is not None:
 
 
 # Tests of these jobs run programs as users write them.
-MARKED_JOBS = ["devices", "examples", "exhaustive", "torch", "tpu", "gpu", "peers"]
+MARKED_JOBS = ["peers"]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -63,7 +63,7 @@ class Layout:
     def local(self, ids: jax.Array, shard: Any) -> jax.Array:
         """Places (n,) of the ids on a shard, int32; R where a row is not there."""
         owner, place = self._owner_and_place(ids)
-        here = (owner == shard) & (ids < self.count)
+        here = (owner == jnp.asarray(shard, owner.dtype)) & (ids < self.count)
         return jnp.where(here, place, self.block).astype(jnp.int32)
 
     def _owner_and_place(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -12,7 +12,7 @@ from flax import nnx
 import jmask
 from tests.oracle import assert_close, densified, is_row_sparse
 
-pytestmark = pytest.mark.examples
+pytestmark = [pytest.mark.examples, pytest.mark.dtype_promotion]
 
 V, D = 20, 4
 IDS = jnp.array([[3, 5], [3, 19]])

@@ -162,6 +162,7 @@ OPTIMIZERS = {
         14,
     ),
 )
+@pytest.mark.dtype_promotion
 def test_steps(table, optimizer, step, in_context):
     """The trajectory of one device; compiled once; every table stays where it is."""
     tx = OPTIMIZERS[optimizer]

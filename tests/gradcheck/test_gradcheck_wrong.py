@@ -9,6 +9,7 @@ pytestmark = pytest.mark.examples
 
 
 @pytest.mark.parametrize("name", WRONG)
+@pytest.mark.dtype_promotion
 def test_wrong_gradient(name):
     case = WRONG[name]
     options = {"masked": case.masked, "modes": case.modes, "order": case.order}

@@ -22,7 +22,7 @@ FACTORS = jnp.linspace(0.5, 2.0, 32)
 
 def loss(params: Any, ids: jax.Array, factors: jax.Array) -> jax.Array:
     rows = params["table"][ids]
-    return jnp.sum(jnp.sin(rows) * factors[:, None] * params["dense"])
+    return jnp.sum(jnp.sin(rows) * factors[:, None] * params["dense"][None])
 
 
 def inside(tx: Any, step: Any, checked: bool, layout: str = "x") -> Any:

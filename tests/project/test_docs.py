@@ -24,6 +24,7 @@ def _name(page):
 @pytest.mark.examples
 @pytest.mark.rank_promotion
 @pytest.mark.parametrize("page", PAGES, ids=_name)
+@pytest.mark.dtype_promotion
 def test_python_blocks(page):
     """Comments at the end of a block are its output."""
     namespace: dict = {}

@@ -17,7 +17,7 @@ from tests.oracle import is_row_sparse
 from tests.project.test_examples import load  # noqa: F401
 
 # Examples are written as programs are, which may promote ranks.
-pytestmark = [pytest.mark.examples, pytest.mark.rank_promotion]
+pytestmark = [pytest.mark.examples, pytest.mark.rank_promotion, pytest.mark.dtype_promotion]
 
 FRAMEWORKS = ("plain", "linen", "nnx", "equinox")
 USERS, ITEMS, DIM = 8, 6, 4

@@ -260,6 +260,7 @@ def test_stock_gradient_is_dense_and_right():
         2,
     ),
 )
+@pytest.mark.dtype_promotion
 def test_trajectory(name, apply):
     """That of the array, and rows not touched keep their bits, also beside touched ones."""
     tx, x = OPTIMIZERS[name], numbers()

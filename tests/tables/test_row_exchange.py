@@ -73,6 +73,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "optimizer", "placement", "packed", "step"), cases())
+@pytest.mark.dtype_promotion
 def test_trajectory(name, optimizer, placement, packed, step):
     x = numbers()
     table = exchanged(x, name, placement, packed)

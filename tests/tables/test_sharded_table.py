@@ -85,6 +85,7 @@ def covering_and_all():
 @pytest.mark.parametrize(
     ("name", "optimizer", "placement", "packed", "step"), covering_and_all()
 )
+@pytest.mark.dtype_promotion
 def test_trajectory(name, optimizer, placement, packed, step):
     """As on one device; sharded before, between and after; compiled once; in place."""
     x = numbers()
@@ -123,6 +124,7 @@ def test_state_is_sharded_alike(optimizer, packed):
 
 
 @pytest.mark.parametrize(("optimizer", "count"), [("momentum", 8), ("lazy", 9)])
+@pytest.mark.dtype_promotion
 def test_update_without_parameters(optimizer, count):
     """The rows of the state are found where they live, whatever their number."""
     tx = jmask.lazy(optax.adam(0.1)) if optimizer == "lazy" else jmask.sgd(0.1, 0.9)
