@@ -4,7 +4,8 @@ lattice                 what can be known of a value
 same_program            whether an operation is the same for two numbers of rows
 row_locality            the proof
 state_rows              which arrays of a state have a row for each row of a table
-call                    one update that was proved
+call                    the arguments of one update: what is rows of which table
+proved_update           the update on rows, with its proof
 elementwise_program     an update taken apart, for one pass over the rows
 one_pass                that pass
 spread_sums             sums over rows that several devices have

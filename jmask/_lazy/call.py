@@ -8,18 +8,15 @@
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import optax
-from jax.extend.core import ClosedJaxpr
 
-from jmask._base.jaxprs import origins
 from jmask._kernels.rows import ids_after_reading
-from jmask._lazy.lattice import Kind, NotRowLocal, Replicated, RowWise
-from jmask._lazy.row_locality import classify
-from jmask._lazy.spread_sums import axes_of_rows, with_sums_over
+from jmask._lazy.spread_sums import Axes, axes_of_rows
 from jmask._lazy.state_rows import tables_of_state
 from jmask._tables.stored_table import (
     fitted,
@@ -115,7 +112,7 @@ class LazyCall:
         None if it may depend on more: an extra argument that is no array (a flag, a function)
         may choose what Python runs.
         """
-        arrays, extra_tree, others = _arrays(extra_args)
+        arrays, extra_tree, others = arrays_of(extra_args)
         if others:
             return None
         leaves = [*self.gradients, *self.state, *self.params]
@@ -130,9 +127,9 @@ class LazyCall:
 
     def run(
         self,
-        gradients: list[Any],
-        state: list[Any],
-        params: list[Any],
+        gradients: Sequence[Any],
+        state: Sequence[Any],
+        params: Sequence[Any],
         extra_args: dict[str, Any],
     ) -> tuple[list[Any], list[Any]]:
         """`inner.update` on flat leaves; its updates and state as flat leaves."""
@@ -151,52 +148,84 @@ class LazyCall:
                 raise NotRowLocalError(f"update changes the structure of its {name}")
         return jax.tree.leaves(updates), jax.tree.leaves(new_state)
 
+    def run_flat(self, extra_args: dict[str, Any]) -> Callable[..., list[Any]]:
+        """`run` of gradients, state, parameters and extra arrays in one flat list."""
+        _, tree, others = arrays_of(extra_args)
+        ends = list(itertools.accumulate(map(len, (self.gradients, self.state, self.params))))
+
+        def run(*inputs: Any) -> list[Any]:
+            first, second, third = ends
+            updates, state = self.run(
+                inputs[:first],
+                inputs[first:second],
+                inputs[second:third],
+                with_arrays(tree, others, inputs[third:]),
+            )
+            return [*updates, *state]
+
+        return run
+
+    def shapes(self, of_rows: bool) -> list[Any]:
+        """The shapes of gradients, state and parameters: of whole tables, or of their rows."""
+        leaves = [*self.gradients, *self.state, *self.params]
+        if not of_rows:
+            return list(map(shape_of_leaf, leaves))
+        tables = self.gradient_tables + self.state_tables + self.param_tables
+        return list(map(self._shape_of_rows, tables, leaves))
+
+    def _shape_of_rows(self, table: int | None, x: Any) -> Any:
+        x = shape_of_leaf(x)
+        if table is None:
+            return x
+        rows = self.gradients[table].nse
+        if rows == 0 < x.shape[0]:
+            # On no rows JAX leaves operations out: some, and not as many as the table has.
+            rows = 2 if x.shape[0] == 1 else 1
+        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, weak_type=x.weak_type)
+
+    def spread(self) -> dict[int, Axes]:
+        """The axes of a `shard_map` for each table whose rows are spread over them."""
+        found = enumerate(map(axes_of_rows, self.gradients))
+        return {table: axes for table, axes in found if axes}
+
     def update(
-        self, extra_args: dict[str, Any], overwritten: Collection[int]
+        self, on_rows: Callable[..., list[Any]], extra_args: dict[str, Any], overwritten: Any
     ) -> tuple[Any, Any]:
-        """The lazy update; `overwritten` as `check_row_local` returns it."""
+        """Updates and state.
+
+        Args:
+            on_rows: `run` of gradients, state, parameters and extra arrays in one flat list.
+            extra_args: of `inner.update`.
+            overwritten: positions in the state of rows whose new values do not depend on the
+                old ones.
+        """
         rows = list(map(self._rows, self.state_tables, self.state))
-        updates, new_state = self._run_on_devices(
-            list(map(stored_values, self.gradients)),
-            rows,
-            list(map(self._rows, self.param_tables, self.params)),
-            extra_args,
+        outputs = on_rows(
+            *map(stored_values, self.gradients),
+            *rows,
+            *map(self._rows, self.param_tables, self.params),
+            *arrays_of(extra_args)[0],
         )
-        updates = list(map(unchanged_where_masked, updates, self.valid))
+        tables = self.gradient_tables + self.state_tables
+        outputs = list(map(self._as_many, tables, outputs))
+        count = len(self.gradients)
+        updates = list(map(unchanged_where_masked, outputs[:count], self.valid))
         updates = [
             g.with_values(u) if is_row_sparse(g) else u
             for g, u in zip(self.gradients, updates, strict=True)
         ]
         new_state = [
             new if owner is None else keep_valid(new, old, self.valid[owner])
-            for owner, new, old in zip(self.owners, new_state, rows, strict=True)
+            for owner, new, old in zip(self.owners, outputs[count:], rows, strict=True)
         ]
         read = [x if i in overwritten else None for i, x in enumerate(rows)]
         new_state = list(map(self._with_rows, self.state_tables, self.state, new_state, read))
         gradient_tree, state_tree, _ = self.trees
         return gradient_tree.unflatten(updates), state_tree.unflatten(new_state)
 
-    def _run_on_devices(
-        self,
-        gradients: list[Any],
-        state: list[Any],
-        params: list[Any],
-        extra_args: dict[str, Any],
-    ) -> tuple[list[Any], list[Any]]:
-        """`run` on rows, which in a `shard_map` may be spread over the devices."""
-        found = enumerate(map(axes_of_rows, self.gradients))
-        spread = {table: axes for table, axes in found if axes}
-        if not spread:
-            return self.run(gradients, state, params, extra_args)
-        arrays, tree, others = _arrays(extra_args)
-        leaves = jax.tree.leaves(extra_args)
-        given = [x for i, x in enumerate(leaves) if i not in others]
-
-        def run(gradients, state, params, given):
-            return self.run(gradients, state, params, _with(tree, others, given))
-
-        run_on_all = with_sums_over(spread, self._kinds(arrays), run)
-        return run_on_all(gradients, state, params, given)
+    def _as_many(self, table: int | None, rows: Any) -> Any:
+        """The rows of a table, none where the program had one in their place."""
+        return rows if table is None or self.gradients[table].nse else rows[:0]
 
     def _rows(self, table: int | None, x: Any) -> Any:
         return x if table is None else rows_of(x, self.gradients[table])
@@ -211,101 +240,27 @@ class LazyCall:
             gradient = RowSparse.of_rows(ids, new, gradient.shape, coalesced=is_sorted)
         return with_rows(old, gradient, new)
 
-    def check_row_local(self, extra_args: dict[str, Any]) -> frozenset[int]:
-        """Refuse `inner` unless its update on the touched rows is exact on them.
-
-        Returns:
-            Positions in the state of rows whose new values do not depend on the old ones.
-        """
-
-        arrays, extra_tree, others = _arrays(extra_args)
-
-        def run(gradients, state, params, arrays):
-            return self.run(gradients, state, params, _with(extra_tree, others, arrays))
-
-        shapes = map(_shapes, (self.gradients, self.state, self.params))
-        dense = jax.make_jaxpr(run)(*shapes, arrays)
-        try:
-            rows = self.program_on_rows(run, arrays)
-        except (TypeError, ValueError) as error:
-            (reason, *_) = str(error).splitlines() or [type(error).__name__]
-            raise NotRowLocalError(
-                f"it runs on whole tables and not on rows ({reason})"
-            ) from error
-        kinds = classify(dense, rows, self._kinds(arrays))
-        tables = self.gradient_tables + self.state_tables
-        avals = zip(dense.out_avals, rows.out_avals, strict=True)
-        for table, kind, (x, y) in zip(tables, kinds, avals, strict=True):
-            why = _why_not(table, kind)
-            if why is None and table is None and x.shape != y.shape:
-                why = "what it returns has a shape that depends on the number of rows"
-            if why is not None:
-                raise NotRowLocalError(why)
-        found = origins(rows.jaxpr, [1 << i for i in range(len(rows.jaxpr.invars))])
-        places = enumerate(self.state_tables, len(self.gradients))
-        return frozenset(
-            place - len(self.gradients)
-            for place, table in places
-            if table is not None and not found[place] >> place & 1
-        )
-
-    def _kinds(self, arrays: list[Any]) -> list[Kind]:
-        """What is known of gradients, state, parameters and arrays among extra arguments."""
-        kinds: list[Kind] = [
-            Replicated() if table is None else RowWise(table, 0, off_support=0)
-            for table in self.gradient_tables
-        ]
-        kinds += [
-            Replicated() if table is None else RowWise(table, 0)
-            for table in self.state_tables + self.param_tables
-        ]
-        return kinds + [Replicated()] * len(arrays)
-
-    def program_on_rows(self, function: Any, *others: Any) -> ClosedJaxpr:
-        """The jaxpr of a function of rows of gradients, state and parameters, and others."""
-        return jax.make_jaxpr(function)(
-            list(map(self._shape_of_rows, self.gradient_tables, self.gradients)),
-            list(map(self._shape_of_rows, self.state_tables, self.state)),
-            list(map(self._shape_of_rows, self.param_tables, self.params)),
-            *others,
-        )
-
-    def _shape_of_rows(self, table: int | None, x: Any) -> Any:
-        x = shape_of(x)
-        if table is None:
-            return x
-        rows = self.gradients[table].nse
-        if rows == 0 < x.shape[0]:
-            # On no rows JAX leaves operations out: some, and not as many as the table has.
-            rows = 2 if x.shape[0] == 1 else 1
-        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
-
 
 def _shapes(leaves: list[Any]) -> list[jax.ShapeDtypeStruct]:
     return list(map(shape_of, leaves))
 
 
-def _arrays(extra_args: dict[str, Any]) -> tuple[list[Any], Any, dict[int, Any]]:
-    """Shapes of the arrays among extra arguments; the tree, and its other leaves by place."""
+def shape_of_leaf(x: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a leaf, and whether the dtype is weak."""
+    shape = shape_of(x)
+    weak = not (is_row_sparse(x) or is_stored_table(x)) and jax.typeof(x).weak_type
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, weak_type=weak)
+
+
+def arrays_of(extra_args: dict[str, Any]) -> tuple[list[Any], Any, dict[int, Any]]:
+    """The arrays among extra arguments; the tree, and its other leaves by place."""
     leaves, tree = jax.tree.flatten(extra_args)
     others = {i: x for i, x in enumerate(leaves) if not hasattr(x, "__array__")}
-    arrays = [x for i, x in enumerate(leaves) if i not in others]
-    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays], tree, others
+    return [x for i, x in enumerate(leaves) if i not in others], tree, others
 
 
-def _with(tree: Any, others: dict[int, Any], arrays: Sequence[Any]) -> Any:
-    """Extra arguments of their arrays and what else there is, as `_arrays` takes them apart."""
+def with_arrays(tree: Any, others: dict[int, Any], arrays: Sequence[Any]) -> Any:
+    """Extra arguments of their arrays and what else there is, as `arrays_of` parts them."""
     given = iter(arrays)
     count = len(arrays) + len(others)
     return tree.unflatten([others[i] if i in others else next(given) for i in range(count)])
-
-
-def _why_not(table: int | None, kind: Kind) -> str | None:
-    """Why an output is not what it must be: rows of its table, or shared."""
-    if isinstance(kind, NotRowLocal):
-        return kind.why
-    if isinstance(kind, Replicated):
-        by_position = table is not None and 0 not in kind.uniform
-        return "it treats rows by their position" if by_position else None
-    stays = (kind.table, kind.axis, kind.merged) == (table, 0, (1, 1))
-    return None if stays else "it moves rows elsewhere"

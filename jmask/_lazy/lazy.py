@@ -15,6 +15,7 @@ Which state arrays hold rows is found from the shapes that `inner.init` gives th
 `state_rows`.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ import optax
 
 from jmask._lazy.call import LazyCall
 from jmask._lazy.one_pass import OnePassTransformation, applied_in_one_pass
+from jmask._lazy.proved_update import proved
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.apply import apply_updates
 from jmask._updates.checks import (
@@ -84,8 +86,7 @@ def lazy(
     """
     check_transformation("inner", inner, "jmask.lazy(optax.adam(1e-3))")
     inner = optax.with_extra_args_support(inner)
-    # What is known of updates that were looked at: see `LazyCall.check_row_local`.
-    verified: dict[Any, frozenset[int]] = {}
+    known: dict[Any, Collection[int]] = {}  # what was found in proofs
 
     def init(params: optax.Params) -> optax.OptState:
         check_parameters(params)
@@ -119,24 +120,10 @@ def lazy(
         params: optax.Params | None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        call, overwritten = verified_call(updates, state, params, extra_args)
-        return call.update(extra_args, overwritten)
-
-    def verified_call(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None,
-        extra_args: dict[str, Any],
-    ) -> tuple[LazyCall, frozenset[int]]:
         call = LazyCall.of(inner, updates, state, params)
-        signature = call.signature(extra_args)
         if not call.has_rows():
-            return call, frozenset()
-        if signature is None:
-            return call, call.check_row_local(extra_args)
-        if signature not in verified:
-            verified[signature] = call.check_row_local(extra_args)
-        return call, verified[signature]
+            return call.update(call.run_flat(extra_args), extra_args, ())
+        return proved(call, extra_args, known).update(call, extra_args)
 
     def apply_gradients(
         grads: optax.Updates, state: optax.OptState, params: optax.Params
@@ -146,11 +133,14 @@ def lazy(
             check_parameters(params)
             dense = dense_parameters(params)
             check_gradient(grads, dense)
-            call, _ = verified_call(grads, state, dense, {})
-            result = applied_in_one_pass(call)
-            if result is not None:
-                new, state = result
-                return stored_as(params, new), state
+            call = LazyCall.of(inner, as_gradients(grads), state, dense)
+            of_rows = proved(call, {}, known)
+            result = applied_in_one_pass(call, of_rows)
+            if result is None:
+                updates, state = of_rows.update(call, {})
+                return apply_updates(params, updates), state
+            new, state = result
+            return stored_as(params, new), state
         updates, state = update(grads, state, params)
         return apply_updates(params, updates), state
 

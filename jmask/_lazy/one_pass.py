@@ -9,6 +9,7 @@ with a fixed rate takes two: room for two is in a scatter of parameter and both 
 gradients are clipped by their norm first, the scatter takes the clipped gradient.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jmask._base.jaxprs import read
 from jmask._base.precision import added
 from jmask._lazy.call import LazyCall
 from jmask._lazy.elementwise_program import Combiner, ElementwiseProgram, elementwise_program
+from jmask._lazy.proved_update import ProvedUpdate
 from jmask._tables.packed import PackedTable
 from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.row_sparse import is_row_sparse
@@ -40,13 +42,12 @@ class OnePassTransformation(optax.GradientTransformationExtraArgs):
     rule: Any = None
 
 
-def applied_in_one_pass(call: LazyCall) -> tuple[Any, Any] | None:
+def applied_in_one_pass(call: LazyCall, update: ProvedUpdate) -> tuple[Any, Any] | None:
     """New parameters and state, or None if it takes more than one pass."""
     if not _is_candidate(call):
         return None
-    program = call.program_on_rows(_with_parameters(call))
     tables = call.gradient_tables + call.state_tables + call.param_tables
-    parts = elementwise_program(program.jaxpr, program.consts, tables)
+    parts = elementwise_program(update.program.jaxpr, update.program.consts, tables)
     if parts is None:
         return None
     members = {t: _members(call, t) for t in range(len(call.gradients)) if _is_table(call, t)}
@@ -70,15 +71,9 @@ def _is_table(call: LazyCall, i: int) -> bool:
     return call.gradient_tables[i] is not None
 
 
-def _with_parameters(call: LazyCall) -> Any:
-    """The update as a function that returns new parameters."""
-
-    def run(gradients: list[Any], state: list[Any], params: list[Any]) -> Any:
-        updates, state = call.run(gradients, state, params, {})
-        params = [added(p, u).astype(p.dtype) for p, u in zip(params, updates, strict=True)]
-        return params, state
-
-    return run
+def _applied(old: Any, update: Any) -> Any:
+    """A new parameter, or entries of one."""
+    return added(old, update).astype(old.dtype)
 
 
 def _members(call: LazyCall, table: int) -> list[int]:
@@ -104,7 +99,7 @@ def _combiner(
 
 
 def _outputs(parts: ElementwiseProgram, count: int) -> list[Any]:
-    """What becomes of state and parameters, in their order: `count` parameters come first."""
+    """State and updates, in the order of state and parameters."""
     return [*parts.outputs[count:], *parts.outputs[:count]]
 
 
@@ -140,9 +135,25 @@ def _run(
         if summed:
             gradient = call.gradients[table].with_values(known[source])
         scalars = [known[v] for v in combiner.scalars]
-        new = update_entries(combiner, [arrays[i] for i in places], gradient, scalars)
+        is_param = [i >= len(call.state) for i in places]
+        new = update_entries(
+            functools.partial(_new_entries, combiner, is_param),
+            [arrays[i] for i in places],
+            gradient,
+            scalars,
+        )
         for i, x in zip(places, new, strict=True):
             results[i] = x
     _, state_tree, param_tree = call.trees
-    state, params = results[: len(call.state)], results[len(call.state) :]
+    state, updates = results[: len(call.state)], results[len(call.state) :]
+    params = [
+        update if call.gradient_tables[i] is not None else _applied(call.params[i], update)
+        for i, update in enumerate(updates)
+    ]
     return jax.tree.unflatten(param_tree, params), jax.tree.unflatten(state_tree, state)
+
+
+def _new_entries(combiner: Combiner, is_param: list[bool], *entries: Any) -> list[Any]:
+    """Entries of state and parameters: to these their updates are added."""
+    made = zip(is_param, entries, combiner(*entries), strict=False)
+    return [_applied(old, new) if param else new for param, old, new in made]

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jmask._base.array_types import varying_axes, varying_like
 from jmask._base.forms import CALLS, REMATS, branches_of, called, name_of, within
@@ -76,26 +76,22 @@ def _leaves(gradients: Any) -> list[Any]:
 
 
 def with_sums_over(
-    spread: Mapping[int, Axes], kinds: Sequence[Kind], function: Callable[..., Any]
-) -> Callable[..., Any]:
-    """`function` with its sums over rows made sums over the devices, too.
+    spread: Mapping[int, Axes],
+    kinds: Sequence[Kind],
+    program: ClosedJaxpr,
+    inputs: Sequence[Any],
+) -> list[Any]:
+    """The outputs of a program with its sums over rows made sums over the devices, too.
 
     Args:
         spread: the axes for each table whose rows are spread.
-        kinds: of the leaves of the arguments. That `function` treats rows one by one, but for
-            sums, is proved: see `row_locality`.
-        function: of trees of arrays.
+        kinds: of the inputs. That the program treats rows one by one, but for sums, is proved:
+            see `row_locality`.
+        program: traced as for one device: by types, what comes of a sum of each device would
+            differ as well.
+        inputs: of the program.
     """
-
-    def run(*args: Any) -> Any:
-        # Traced as for one device: by types, what comes of a sum of each would differ as well.
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-        program, shapes = jax.make_jaxpr(function, return_shape=True)(*like)
-        structure: Any = jax.tree.structure(shapes)
-        outputs, _ = _run(program.jaxpr, program.consts, spread, jax.tree.leaves(args), kinds)
-        return structure.unflatten(outputs)
-
-    return run
+    return _run(program.jaxpr, program.consts, spread, inputs, kinds)[0]
 
 
 def _run(

@@ -177,6 +177,7 @@ def _converged(lower, place):
 
 @ignores_fallbacks
 @pytest.mark.parametrize("name", chosen(DEFAULT, CASES))
+@pytest.mark.dtype_promotion
 def test_derivatives(name):
     with jax.enable_x64(True):
         function = along_a_line(CASES[name])

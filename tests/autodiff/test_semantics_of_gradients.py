@@ -350,6 +350,7 @@ def is_tensor(x: Any) -> bool:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("names", groups().values(), ids=groups())
+@pytest.mark.dtype_promotion
 def test_gradients(names):
     first = OPERATIONS[names[0]]
     options = {

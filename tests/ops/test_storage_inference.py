@@ -252,6 +252,7 @@ def test_equals_its_dense_twin(name, x_ids, y_ids, seed):
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.rank_promotion
 def test_eagerly(name):
     function, kind = CASES[name]
     assert kind_of(function, X, Y, DENSE) == kind

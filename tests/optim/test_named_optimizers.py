@@ -191,6 +191,7 @@ class TestOnePass:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.dtype_promotion
 def test_one_pass_of_other_ranks_and_dtypes():
     for row, dtype in (((), np.float32), ((2, 2), np.float32), ((3,), jnp.bfloat16)):
         for name in MODELS:
