@@ -25,7 +25,7 @@ from tests.compiled_step import (
     whole_table_operations,
 )
 
-pytestmark = pytest.mark.tpu
+pytestmark = [pytest.mark.tpu, pytest.mark.dtype_promotion]
 
 # Three float32 arrays (10**7, 128) are 14.3 GiB, which the 16 GiB of a v5e just hold.
 SMALL, LARGE = 10**5, 10**7

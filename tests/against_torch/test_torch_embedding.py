@@ -86,6 +86,7 @@ def test_a_padded_row_that_is_not_zero(torch: Any) -> None:
     np.testing.assert_array_equal(ours[1], np.zeros(D))
 
 
+@pytest.mark.dtype_promotion
 def test_scale_grad_by_freq(torch: Any) -> None:
     """Each row's gradient over how often it is looked up, as docs/embeddings.md has it."""
     weight = parameter(torch, TABLE)
