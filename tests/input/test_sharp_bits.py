@@ -181,6 +181,15 @@ def test_an_empty_batch():
     assert not gradient.any()
 
 
+def test_a_table_of_no_rows():
+    nothing, tx = jnp.zeros((0, 3)), jmask.lazy(optax.adamw(0.1))
+    lookup = lambda t: jnp.sum(jmask.embedding_lookup(t, [0, -1], mode="zero"))
+    gradient = jmask.grad(lookup)(nothing)
+    assert gradient.shape == nothing.shape
+    table, _ = jmask.apply_gradients(tx, gradient, tx.init(nothing), nothing)
+    assert table.shape == nothing.shape
+
+
 class WithStatistics(nnx.Module):
     def __init__(self, rngs):
         self.embed = nnx.Embed(6, 2, rngs=rngs)
