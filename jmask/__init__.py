@@ -12,6 +12,8 @@ from jmask._base.fallback import strict as strict
 from jmask._embedding.bag import embedding_bag as embedding_bag
 from jmask._embedding.lookup import embedding_lookup as embedding_lookup
 from jmask._embedding.max_norm import renormalize as renormalize
+from jmask._embedding.pad_bags import PaddedBags as PaddedBags
+from jmask._embedding.pad_bags import pad_bags as pad_bags
 from jmask._gradcheck.gradcheck import gradcheck as gradcheck
 from jmask._gradcheck.masked_function import is_masked_function as is_masked_function
 from jmask._gradcheck.message import GradcheckError as GradcheckError

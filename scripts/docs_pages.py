@@ -46,8 +46,8 @@ PAGES = {
     ),
     "embeddings": (
         "Embeddings and tables",
-        """embedding_lookup embedding_bag renormalize packed PackedTable sharded ShardedTable
-        huge_pages""",
+        """embedding_lookup embedding_bag pad_bags PaddedBags renormalize packed PackedTable
+        sharded ShardedTable huge_pages""",
     ),
 }
 MODULES = ("numpy", "nn", "tree", "sparsecore")

@@ -176,6 +176,15 @@ TENSOR_DOORS: dict[str, Door] = {
         {k: v for k, v in ANY.items() if k != "a scalar"},
     ),
     "embedding_bag(table)": Door(lambda v: jmask.embedding_bag(v, BAGS), ARRAY, REAL),
+    "pad_bags(ids)": Door(jmask.pad_bags, ARRAY),
+    "pad_bags(offsets)": Door(
+        lambda v: jmask.pad_bags([0, 1, 2, 3, 4, 5], v), ARRAY, named=("offsets", "ids")
+    ),
+    "pad_bags(weights)": Door(
+        lambda v: jmask.pad_bags([0, 1, 2], [0, 2], weights=v), ARRAY, DEFAULT
+    ),
+    "pad_bags(num_bags)": Door(of(jmask.pad_bags, "num_bags", [[1], [2]]), NUMBER, DEFAULT),
+    "pad_bags(at_least)": Door(of(jmask.pad_bags, "at_least", [[1], [2]]), NUMBER),
     "renormalize(table)": Door(lambda v: jmask.renormalize(v, IDS, 1.0), ARRAY, REAL),
     **{
         f"{f.__name__}({argument})": Door(

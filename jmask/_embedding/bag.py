@@ -25,7 +25,7 @@ from jmask._base.array_types import with_whole_rows
 from jmask._base.doors import check_flag, checked_array, checked_choice, checked_integer
 from jmask._base.precision import wide
 from jmask._base.row_ids import canonical
-from jmask._embedding.bag_forms import Bags, EqualBags, RaggedBags
+from jmask._embedding.bag_forms import Bags, EqualBags, RaggedBags, check_offsets
 from jmask._embedding.ids import (
     MODES,
     checked_integers,
@@ -37,6 +37,7 @@ from jmask._embedding.ids import (
 )
 from jmask._embedding.lookup import looked_up_rows, over_rows
 from jmask._embedding.max_norm import checked_bound
+from jmask._embedding.pad_bags import PaddedBags
 from jmask._tensors.storage import row_of_each
 
 COMBINERS = ("sum", "mean", "sqrtn", "max")
@@ -59,12 +60,14 @@ def embedding_bag(
 ) -> jax.Array:
     """The rows of `table` with the given ids, combined bag by bag.
 
-    Bags are given in one of three forms: `ids` (..., L), where each line is a bag, made of
-    equal length by padding; `ids` (n,) with `offsets`; or `ids` (n,) with `segment_ids`.
+    Bags are given in one of four forms: what `jmask.pad_bags` makes of ragged ones; `ids`
+    (..., L), where each line is a bag, made of equal length by padding; `ids` (n,) with
+    `offsets`; or `ids` (n,) with `segment_ids`.
 
     Args:
         table (V, *row): a real, floating array, or a `RowSparse`.
-        ids (..., L) or (n,): integers of any dtype, or a list.
+        ids (..., L) or (n,): integers of any dtype, or a list; or `PaddedBags`, which bring
+            their offsets and weights.
         offsets (b,): where each bag begins in `ids`; ascending from 0, equal ones for an
             empty bag. The last bag ends with `ids`.
         include_last_offset: `offsets` is (b + 1,), and its last number is where the last
@@ -112,6 +115,10 @@ def embedding_bag(
             f"`mode` says what an id outside the table gives, got {mode!r}: how the rows of a "
             f"bag are combined is `combiner`={mode!r}."
         )
+    if isinstance(ids, PaddedBags):
+        _refuse_beside_padded(offsets, include_last_offset, segment_ids, num_segments, weights)
+        ids, offsets, weights = ids.ids, ids.offsets, ids.weights
+        include_last_offset = True
     table, mode = checked_table(table), checked_choice(mode, "mode", MODES)
     ids = checked_integers(ids, "ids", mode)
     combiner = checked_choice(combiner, "combiner", COMBINERS)
@@ -231,6 +238,14 @@ def _of_lines(ids: Any, include_last_offset: bool) -> _Form:
     return _Form(EqualBags(ids.ndim - 1, ids.shape[-1]))
 
 
+def _refuse_beside_padded(*others: Any) -> None:
+    if any(x is not None and x is not False for x in others):
+        raise ValueError(
+            "what `pad_bags` makes has its offsets and weights: give these to `pad_bags`, and "
+            "to `embedding_bag` neither them nor segments."
+        )
+
+
 def _refuse_beside_segments(offsets: Any, include_last_offset: bool) -> None:
     if offsets is not None or include_last_offset:
         raise ValueError(
@@ -291,27 +306,11 @@ def _of_offsets(ids: Any, offsets: Any, include_last_offset: bool, mode: str) ->
         ascending = (starts[1:] >= starts[:-1]).all()
         valid = ascending & (starts[:1] == 0).all() & (starts[-1:] <= count).all()
     else:
-        _check_offsets(np.asarray(offsets), count)
+        check_offsets(np.asarray(offsets), count)
         starts = np.asarray(offsets).astype(np.int32)
     left_out = np.arange(count) >= starts[-1] if include_last_offset else None
     of_entry = canonical(row_of_each(starts, count), number)
     return _Form(RaggedBags(of_entry, number), left_out, valid)
-
-
-def _check_offsets(offsets: np.ndarray, count: int) -> None:
-    if offsets.size and offsets[0] != 0:
-        raise ValueError(f"`offsets` must begin with 0, got {offsets[0]}.")
-    falls = np.flatnonzero(offsets[1:] < offsets[:-1])
-    if falls.size:
-        first, second = falls[0], falls[0] + 1
-        raise ValueError(
-            f"`offsets` must be ascending, got {offsets[first]} at {first} and "
-            f"{offsets[second]} at {second}."
-        )
-    if offsets.size and offsets[-1] > count:
-        raise ValueError(
-            f"`offsets` end with {offsets[-1]}, beyond the {count} entries of `ids`."
-        )
 
 
 def _checked_weights(weights: Any, ids: Any, combiner: str, dtype: Any) -> jax.Array | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jmask._kernels.rows import add_rows, gather_rows
@@ -103,3 +104,24 @@ class RaggedBags:
 
 
 Bags = EqualBags | RaggedBags
+
+
+def check_offsets(offsets: np.ndarray, count: int) -> None:
+    """Refuse offsets that are not ascending from 0 to `count` at most.
+
+    Raises:
+        ValueError: with the first that is not.
+    """
+    if offsets.size and offsets[0] != 0:
+        raise ValueError(f"`offsets` must begin with 0, got {offsets[0]}.")
+    falls = np.flatnonzero(offsets[1:] < offsets[:-1])
+    if falls.size:
+        first, second = falls[0], falls[0] + 1
+        raise ValueError(
+            f"`offsets` must be ascending, got {offsets[first]} at {first} and "
+            f"{offsets[second]} at {second}."
+        )
+    if offsets.size and offsets[-1] > count:
+        raise ValueError(
+            f"`offsets` end with {offsets[-1]}, beyond the {count} entries of `ids`."
+        )

@@ -1,0 +1,194 @@
+"""Ragged bags as arrays of a few sizes, so that a step is compiled a few times.
+
+    [[2, 0], [], [1, 1, 3]]      ids      2 0 1 1 3 -1        -1 is padding
+                                 offsets  0 2 2 5             the last is where bags end
+
+The number of ids is rounded up to a power of √2: of 100 to 10,000 ids there are 14 sizes. What
+is added lies behind the last bag, where `embedding_bag` looks nothing up.
+"""
+
+import dataclasses
+import functools
+import itertools
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jmask._base.doors import check_flag, checked_integer
+from jmask._embedding.bag_forms import check_offsets
+
+_LOG = logging.getLogger("jmask")
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("ids", "offsets", "weights"), meta_fields=()
+)
+@dataclasses.dataclass(frozen=True)
+class PaddedBags:
+    """Bags as `pad_bags` makes them: a pytree of arrays, for `embedding_bag` in place of ids.
+
+    Attributes:
+        ids (n,): integers; -1 behind the last bag.
+        offsets (b + 1,): int32, where each bag begins, and where the last one ends.
+        weights (n,): of the ids, 0 behind the last bag; or None.
+
+    Example:
+        >>> import jmask
+        >>> jmask.PaddedBags([2, 0, 1, -1], [0, 2, 3]).weights is None
+        True
+    """
+
+    ids: Any
+    offsets: Any
+    weights: Any = None
+
+
+def pad_bags(
+    ids: Any,
+    offsets: Any = None,
+    *,
+    include_last_offset: bool = False,
+    weights: Any = None,
+    num_bags: int | None = None,
+    at_least: int = 0,
+) -> PaddedBags:
+    """Bags of any number of ids as arrays of one of a few sizes; on the host.
+
+    Under jit every other number of ids is another program. These are padded to a power of √2.
+    A new size is logged once, as INFO of the logger "jmask": the step is compiled for it.
+
+    Args:
+        ids: a list of bags, each a list of integers; or with `offsets` integers (n,).
+        offsets, include_last_offset: where bags begin, as in `embedding_bag`.
+        weights: floating, of the form of `ids`.
+        num_bags: how many bags to make of them, with empty ones at the end: for a last batch
+            that has fewer.
+        at_least: a number of ids that there is to be room for. Tables of one step have one
+            size if it is that of the largest.
+
+    Returns:
+        `PaddedBags` of NumPy arrays.
+
+    Raises:
+        TypeError: if an argument is traced, or not of the type above.
+        ValueError: if offsets are not ascending from 0 to n at most, weights do not fit the
+            ids, or there are more bags than `num_bags`.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> bags = jmask.pad_bags([[2, 0], [], [1, 1, 3]])
+        >>> bags.ids, bags.offsets
+        (array([ 2,  0,  1,  1,  3, -1], dtype=int32), array([0, 2, 2, 5], dtype=int32))
+        >>> jmask.embedding_bag(jnp.arange(4.), bags)
+        Array([2., 0., 5.], dtype=float32)
+    """
+    check_flag("include_last_offset", include_last_offset)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((ids, offsets, weights))):
+        raise TypeError(
+            "`pad_bags` chooses the sizes of arrays, and works on numbers: call it before the "
+            "jitted function, and pass on what it returns."
+        )
+    if offsets is None:
+        ids, starts = _joined("ids", ids)
+        if weights is not None:
+            weights, others = _joined("weights", weights)
+            if not np.array_equal(starts, others):
+                raise ValueError("`weights` must have as many numbers in each bag as `ids`.")
+    else:
+        ids = np.asarray(ids)
+        starts = _checked_offsets(offsets, ids, include_last_offset)
+        weights = None if weights is None else np.asarray(weights)
+    if ids.size and ids.dtype.kind not in "iu":
+        raise TypeError(f"`ids` must be integers, got {ids.dtype}.")
+    count = int(starts[-1])
+    if weights is not None:
+        weights = _checked_weights(weights, ids)[:count]
+    size = _rounded_up(max(count, checked_integer("at_least", at_least)))
+    bags = PaddedBags(
+        _padded(_narrowed(ids[:count]), size, -1),
+        _with_empty_bags(starts, num_bags),
+        None if weights is None else _padded(weights, size, 0),
+    )
+    _say_once(size, len(bags.offsets) - 1)
+    return bags
+
+
+def _joined(name: str, bags: Any) -> tuple[np.ndarray, np.ndarray]:
+    """What a list of bags holds, and where each begins."""
+    if not isinstance(bags, Sequence | np.ndarray) or any(np.ndim(bag) != 1 for bag in bags):
+        raise TypeError(
+            f"`{name}` must be a list of bags, each a list of numbers, where no `offsets` are "
+            f"given; got {type(bags).__name__}."
+        )
+    lengths = [0, *map(len, bags)]
+    found = [np.asarray(bag) for bag in bags if len(bag)]
+    return (
+        np.concatenate(found) if found else np.zeros(0, np.float32),
+        np.cumsum(lengths).astype(np.int32),
+    )
+
+
+def _checked_offsets(offsets: Any, ids: np.ndarray, include_last_offset: bool) -> np.ndarray:
+    offsets = np.asarray(offsets)
+    if ids.ndim != 1 or offsets.ndim != 1:
+        raise ValueError(
+            "`offsets` (b,) say where each bag begins in `ids` (n,): got `offsets` of shape "
+            f"{offsets.shape} and `ids` of shape {ids.shape}."
+        )
+    if offsets.size and offsets.dtype.kind not in "iu":
+        raise TypeError(f"`offsets` must be integers, got {offsets.dtype}.")
+    check_offsets(offsets, ids.size)
+    if not include_last_offset:
+        offsets = np.append(offsets, ids.size) if offsets.size or not ids.size else offsets
+    if not offsets.size:
+        raise ValueError(f"`offsets` are empty, and `ids` has {ids.size} entries.")
+    return offsets.astype(np.int32)
+
+
+def _checked_weights(weights: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    if weights.size == 0:
+        weights = weights.astype(np.float32)
+    if not np.issubdtype(weights.dtype, np.floating):
+        raise TypeError(f"`weights` must be floating, got {weights.dtype}.")
+    if weights.shape != ids.shape:
+        raise ValueError(
+            f"`weights` of shape {weights.shape} must have the shape of `ids`, {ids.shape}."
+        )
+    return weights
+
+
+def _rounded_up(count: int) -> int:
+    """The first of 1, 2, 3, 4, 6, 8, 12, 16, 23, 32, ... that is not less."""
+    sizes = (math.ceil(2 ** (k / 2)) for k in itertools.count())
+    return next(size for size in sizes if size >= count)
+
+
+def _padded(x: np.ndarray, size: int, value: int) -> np.ndarray:
+    return np.pad(x, (0, size - len(x)), constant_values=value)
+
+
+def _narrowed(ids: np.ndarray) -> np.ndarray:
+    """int32 if that has room, and signed: padding is -1."""
+    has_room = ids.size == 0 or (ids.max() < 2**31 and ids.min() >= -(2**31))
+    return ids.astype(np.int32 if has_room else np.int64)
+
+
+def _with_empty_bags(starts: np.ndarray, num_bags: int | None) -> np.ndarray:
+    if num_bags is None:
+        return starts
+    missing = checked_integer("num_bags", num_bags) - (len(starts) - 1)
+    if missing < 0:
+        raise ValueError(
+            f"`num_bags` is {num_bags}, and there are {len(starts) - 1} bags: give the most "
+            "that a batch has."
+        )
+    return np.pad(starts, (0, missing), mode="edge")
+
+
+@functools.cache
+def _say_once(ids: int, bags: int) -> None:
+    _LOG.info("pad_bags: room for %d ids in %d bags. A step is compiled for it.", ids, bags)

@@ -1,0 +1,141 @@
+"""`pad_bags`: the bags are those that were given, and their sizes are few."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jmask
+
+V, D = 7, 3
+TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), jnp.float32)
+BAGS = st.lists(st.lists(st.integers(0, V - 1), max_size=5), max_size=6)
+
+
+def flat(bags):
+    """Ids and offsets as torch has them."""
+    ids = np.concatenate([np.zeros(0, np.int64), *map(np.asarray, bags)]).astype(np.int64)
+    return ids, np.cumsum([0, *map(len, bags)])
+
+
+def weights_of(bags):
+    return [[0.5 * (i + 1) for i in range(len(bag))] for bag in bags]
+
+
+def summed(bags, weights):
+    """A model: the sum of each bag."""
+    table = np.asarray(TABLE, np.float64)
+    return [
+        sum((w * table[i] for i, w in zip(*pair, strict=True)), np.zeros(D))
+        for pair in zip(bags, weights, strict=True)
+    ]
+
+
+@given(BAGS, st.booleans(), st.sampled_from(["lists", "offsets", "last offset"]))
+def test_same_bags(bags, weighted, form):
+    weights = weights_of(bags) if weighted else None
+    if form == "lists":
+        padded = jmask.pad_bags(bags, weights=weights)
+    else:
+        ids, offsets = flat(bags)
+        given_weights = None if weights is None else np.concatenate([np.zeros(0), *weights])
+        last = form == "last offset"
+        if not last and not bags:
+            return  # no offsets say nothing
+        padded = jmask.pad_bags(
+            ids,
+            offsets if last else offsets[:-1],
+            include_last_offset=last,
+            weights=given_weights,
+        )
+    ones = [[1.0] * len(bag) for bag in bags]
+    expected = summed(bags, weights or ones)
+    result = jmask.embedding_bag(TABLE, padded)
+    assert result.shape == (len(bags), D)
+    np.testing.assert_allclose(result, np.reshape(expected, (len(bags), D)), atol=1e-5)
+    gradient = jmask.grad(lambda t: jnp.sum(jmask.embedding_bag(t, padded)))(TABLE)
+    assert isinstance(gradient, jmask.RowSparse)
+    counts = np.zeros(V)
+    for bag, of_bag in zip(bags, weights or ones, strict=True):
+        np.add.at(counts, np.asarray(bag, int), of_bag)
+    np.testing.assert_allclose(gradient.todense()[:, 0], counts, atol=1e-5)
+
+
+def test_a_run_compiles_a_handful_of_times():
+    traced = []
+
+    @jax.jit
+    def step(table, bags):
+        traced.append(bags.ids.shape)
+        return jmask.embedding_bag(table, bags)
+
+    rng = np.random.default_rng(0)
+    for count in range(100, 10_000, 301):
+        offsets = np.sort(rng.integers(0, count, 15))
+        bags = jmask.pad_bags(rng.integers(0, V, count), [0, *offsets])
+        assert count <= bags.ids.size <= 1.42 * count
+        step(TABLE, bags)
+    assert len(traced) == len(set(traced)) <= 14
+
+
+def test_several_tables_of_one_size():
+    tables = [[[0, 1], [2]], [[3], [4, 5, 6, 0, 1]]]
+    size = max(sum(map(len, bags)) for bags in tables)
+    padded = [jmask.pad_bags(bags, at_least=size) for bags in tables]
+    assert {bags.ids.size for bags in padded} == {6}
+
+
+def test_a_last_batch_of_fewer_bags():
+    bags = jmask.pad_bags([[0, 1], [2]], num_bags=4)
+    result = jmask.embedding_bag(TABLE, bags, combiner="mean")
+    expected = [(TABLE[0] + TABLE[1]) / 2, TABLE[2], jnp.zeros(D), jnp.zeros(D)]
+    np.testing.assert_allclose(result, jnp.stack(expected), rtol=1e-6)
+
+
+def test_ids_keep_their_numbers():
+    assert jmask.pad_bags(np.array([5], np.int64), [0]).ids.dtype == np.int32
+    assert jmask.pad_bags(np.array([2**40], np.int64), [0]).ids.tolist() == [2**40]
+    padded = jmask.pad_bags(np.array([255, 1, 2, 3, 4], np.uint8), [0])
+    assert padded.ids.tolist() == [255, 1, 2, 3, 4, -1]
+
+
+def test_a_new_size_is_logged_once(caplog):
+    with caplog.at_level(logging.INFO, "jmask"):
+        for _ in range(3):
+            jmask.pad_bags([[1] * 3001], num_bags=17)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "pad_bags: room for 4096 ids in 17 bags. A step is compiled for it."
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: jmask.pad_bags([1, 2, 3]), TypeError, "`ids` must be a list of bags"),
+        (lambda: jmask.pad_bags([[0.5]]), TypeError, "`ids` must be integers, got float64"),
+        (lambda: jmask.pad_bags([1], [0, 2]), ValueError, "`offsets` end with 2"),
+        (lambda: jmask.pad_bags([1], [1]), ValueError, "must begin with 0, got 1"),
+        (lambda: jmask.pad_bags([1], []), ValueError, "`offsets` are empty"),
+        (lambda: jmask.pad_bags([[1]], weights=[[1.0, 2.0]]), ValueError, "as many numbers"),
+        (lambda: jmask.pad_bags([[1]], weights=[[1]]), TypeError, "must be floating"),
+        (lambda: jmask.pad_bags([[1], [2]], num_bags=1), ValueError, "there are 2 bags"),
+        (
+            lambda: jax.jit(lambda i: jmask.pad_bags(i, [0]).ids)(jnp.array([1])),
+            TypeError,
+            "call it before the jitted function",
+        ),
+        (
+            lambda: jmask.embedding_bag(TABLE, jmask.pad_bags([[1]]), offsets=[0]),
+            ValueError,
+            "give these to `pad_bags`",
+        ),
+    ],
+)
+def test_mistakes(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
