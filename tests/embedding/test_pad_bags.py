@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jmask
@@ -35,6 +35,7 @@ def summed(bags, weights):
     ]
 
 
+@settings(max_examples=10)  # each of its shapes is compiled
 @given(BAGS, st.booleans(), st.sampled_from(["lists", "offsets", "last offset"]))
 def test_same_bags(bags, weighted, form):
     weights = weights_of(bags) if weighted else None
