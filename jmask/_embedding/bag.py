@@ -142,6 +142,9 @@ def embedding_bag(
         left_out if padding is None else padding if left_out is None else padding | left_out
     )
     entries = entries_of(ids, absent, mode, table.shape)
+    if isinstance(bags, RaggedBags) and combiner != "max" and weights is None and bound is None:
+        # What is in no bag need not be zeros, which would be one more pass over all rows.
+        bags, entries = bags.without(entries.absent), entries._replace(absent=None)
     rows = looked_up_rows(table, entries, bound)
     if combiner == "max":
         of_entries = (rows, bags, entries.absent)

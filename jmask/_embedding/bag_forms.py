@@ -79,6 +79,12 @@ class RaggedBags:
         """How many dimensions the ids have."""
         return 1
 
+    def without(self, absent: Any) -> "RaggedBags":
+        """The bags without the entries that are absent (n,), None for no one."""
+        if absent is None:
+            return self
+        return RaggedBags(jnp.where(absent, self.number, self.of_entry), self.number)
+
     def sum(self, x: jax.Array) -> jax.Array:
         if self.number == 0:
             # A scatter into nothing is dropped, and the entries would have no gradient.
