@@ -13,6 +13,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.extend.core import Literal
 
@@ -73,7 +74,7 @@ def _is_table(call: LazyCall, i: int) -> bool:
 
 def _applied(old: Any, update: Any) -> Any:
     """A new parameter, or entries of one."""
-    return added(old, update).astype(old.dtype)
+    return added(old, update).astype(jnp.result_type(old))
 
 
 def _members(call: LazyCall, table: int) -> list[int]:

@@ -243,3 +243,17 @@ def test_what_the_loss_is_needed_for_still_gets_it():
     updates, _ = tx.update(grads, state, params, value=jnp.float32(3.0))
     expected = jmask.apply_updates(params, updates)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), new, expected)
+
+
+def test_parameters_that_are_numbers():
+    """Of Python or NumPy, beside a table: eagerly too, where nothing makes them arrays."""
+    table = jnp.ones((40, 4))
+    params = {"table": table, "number": 1.0, "array": np.ones(3, np.float32)}
+    rows = jmask.RowSparse([1, 1], jnp.ones((2, 4)), table.shape)
+    grads = {"table": rows, "number": jnp.float32(1), "array": jnp.ones(3)}
+    tx = jmask.lazy(optax.adam(0.1))
+    new, _ = jmask.apply_gradients(tx, grads, tx.init(params), params)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    expected = jmask.apply_updates(params, updates)
+    for name in params:
+        np.testing.assert_allclose(new[name], expected[name], rtol=1e-6)
