@@ -44,19 +44,15 @@ if LOWERED_FOR is not None:
     lower_for(LOWERED_FOR)
 
 
-# Tests of these jobs run programs as users write them.
-MARKED_JOBS = ["peers"]
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None]:
     """Allow promotion where it is what a test, or a library it uses, is about.
 
-    Some optimizers of optax promote dtypes. The default suite keeps jmask free of it.
+    Some optimizers of optax promote dtypes, and so do other projects' tests.
     """
 
     def setting(promotion: str, refused: str, allowed: str) -> str:
-        marks = map(item.get_closest_marker, [promotion, *MARKED_JOBS])
+        marks = map(item.get_closest_marker, [promotion, "peers"])
         return allowed if any(marks) else refused
 
     with (

@@ -25,7 +25,7 @@ from jmask._base.array_types import with_whole_rows
 from jmask._base.doors import check_flag, checked_array, checked_choice, checked_integer
 from jmask._base.precision import wide
 from jmask._base.row_ids import canonical
-from jmask._embedding.bag_forms import Bags, EqualBags, RaggedBags, check_offsets
+from jmask._embedding.bag_forms import Bags, EqualBags, RaggedBags, check_offsets, check_weights
 from jmask._embedding.ids import (
     MODES,
     checked_integers,
@@ -325,10 +325,5 @@ def _checked_weights(weights: Any, ids: Any, combiner: str, dtype: Any) -> jax.A
             "'mean' or 'sqrtn'."
         )
     weights = checked_array("weights", weights)
-    if not jnp.issubdtype(weights.dtype, jnp.floating):
-        raise TypeError(f"`weights` must be floating, got {weights.dtype}.")
-    if weights.shape != ids.shape:
-        raise ValueError(
-            f"`weights` of shape {weights.shape} must have the shape of `ids`, {ids.shape}."
-        )
+    check_weights(weights, ids)
     return weights.astype(dtype)

@@ -131,3 +131,17 @@ def check_offsets(offsets: np.ndarray, count: int) -> None:
         raise ValueError(
             f"`offsets` end with {offsets[-1]}, beyond the {count} entries of `ids`."
         )
+
+
+def check_weights(weights: Any, ids: Any) -> None:
+    """Refuse weights that are no floating numbers, one for each id.
+
+    Raises:
+        TypeError, ValueError: with their dtype or shape.
+    """
+    if not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise TypeError(f"`weights` must be floating, got {weights.dtype}.")
+    if weights.shape != ids.shape:
+        raise ValueError(
+            f"`weights` of shape {weights.shape} must have the shape of `ids`, {ids.shape}."
+        )

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jmask._base.doors import check_flag, checked_integer
-from jmask._embedding.bag_forms import check_offsets
+from jmask._embedding.bag_forms import check_offsets, check_weights
 
 _LOG = logging.getLogger("jmask")
 
@@ -106,12 +106,13 @@ def pad_bags(
         raise TypeError(f"`ids` must be integers, got {ids.dtype}.")
     count = int(starts[-1])
     if weights is not None:
-        weights = _checked_weights(weights, ids)[:count]
+        weights = weights if weights.size else weights.astype(np.float32)
+        check_weights(weights, ids)
     size = _rounded_up(max(count, checked_integer("at_least", at_least)))
     bags = PaddedBags(
         _padded(_narrowed(ids[:count]), size, -1),
         _with_empty_bags(starts, num_bags),
-        None if weights is None else _padded(weights, size, 0),
+        None if weights is None else _padded(weights[:count], size, 0),
     )
     _say_once(size, len(bags.offsets) - 1)
     return bags
@@ -147,18 +148,6 @@ def _checked_offsets(offsets: Any, ids: np.ndarray, include_last_offset: bool) -
     if not offsets.size:
         raise ValueError(f"`offsets` are empty, and `ids` has {ids.size} entries.")
     return offsets.astype(np.int32)
-
-
-def _checked_weights(weights: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    if weights.size == 0:
-        weights = weights.astype(np.float32)
-    if not np.issubdtype(weights.dtype, np.floating):
-        raise TypeError(f"`weights` must be floating, got {weights.dtype}.")
-    if weights.shape != ids.shape:
-        raise ValueError(
-            f"`weights` of shape {weights.shape} must have the shape of `ids`, {ids.shape}."
-        )
-    return weights
 
 
 def _rounded_up(count: int) -> int:

@@ -9,7 +9,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -84,7 +84,9 @@ class LazyCall:
         # Without parameters the gradient has their structure and shapes.
         like = gradients if params is None else param_leaves
         tables = [i if is_row_sparse(g) else None for i, g in enumerate(gradients)]
-        owners = tables_of_state(inner, _shapes(like), has_state_rows, gradient_tree, state)
+        owners = tables_of_state(
+            inner, list(map(shape_of, like)), has_state_rows, gradient_tree, state
+        )
         for owner, leaf in zip(owners, state_leaves, strict=True):
             if owner is not None and is_stored_table(leaf):
                 gradients[owner] = fitted(leaf, leaves[owner])
@@ -189,7 +191,10 @@ class LazyCall:
         return {table: axes for table, axes in found if axes}
 
     def update(
-        self, on_rows: Callable[..., list[Any]], extra_args: dict[str, Any], overwritten: Any
+        self,
+        on_rows: Callable[..., list[Any]],
+        extra_args: dict[str, Any],
+        overwritten: Collection[int],
     ) -> tuple[Any, Any]:
         """Updates and state.
 
@@ -239,10 +244,6 @@ class LazyCall:
             is_sorted = gradient.coalesced
             gradient = RowSparse.of_rows(ids, new, gradient.shape, coalesced=is_sorted)
         return with_rows(old, gradient, new)
-
-
-def _shapes(leaves: list[Any]) -> list[jax.ShapeDtypeStruct]:
-    return list(map(shape_of, leaves))
 
 
 def shape_of_leaf(x: Any) -> jax.ShapeDtypeStruct:

@@ -133,7 +133,7 @@ def lazy(
             check_parameters(params)
             dense = dense_parameters(params)
             check_gradient(grads, dense)
-            call = LazyCall.of(inner, as_gradients(grads), state, dense)
+            call = LazyCall.of(inner, grads, state, dense)
             of_rows = proved(call, {}, known)
             result = applied_in_one_pass(call, of_rows)
             if result is None:

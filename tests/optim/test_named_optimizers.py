@@ -27,7 +27,7 @@ MODELS = {
 
 def schedule(count):
     """Written so that it has float64 accuracy; optax's own have float32's."""
-    return 0.2 / (1 + 0.1 * jnp.asarray(count, float))
+    return 0.2 / (1 + 0.1 * (count.astype(float) if isinstance(count, jax.Array) else count))
 
 
 CASES = [
