@@ -20,6 +20,7 @@ import numpy as np
 
 from jmask._base.doors import check_flag, checked_integer
 from jmask._embedding.bag_forms import check_offsets, check_weights
+from jmask._embedding.ids import checked_integers
 
 _LOG = logging.getLogger("jmask")
 
@@ -94,16 +95,15 @@ def pad_bags(
         )
     if offsets is None:
         ids, starts = _joined("ids", ids)
+        ids = checked_integers(ids, "ids", "raise")
         if weights is not None:
             weights, others = _joined("weights", weights)
             if not np.array_equal(starts, others):
                 raise ValueError("`weights` must have as many numbers in each bag as `ids`.")
     else:
-        ids = np.asarray(ids)
+        ids = checked_integers(ids, "ids", "raise")
         starts = _checked_offsets(offsets, ids, include_last_offset)
         weights = None if weights is None else np.asarray(weights)
-    if ids.size and ids.dtype.kind not in "iu":
-        raise TypeError(f"`ids` must be integers, got {ids.dtype}.")
     count = int(starts[-1])
     if weights is not None:
         weights = weights if weights.size else weights.astype(np.float32)
@@ -128,20 +128,18 @@ def _joined(name: str, bags: Any) -> tuple[np.ndarray, np.ndarray]:
     lengths = [0, *map(len, bags)]
     found = [np.asarray(bag) for bag in bags if len(bag)]
     return (
-        np.concatenate(found) if found else np.zeros(0, np.float32),
+        np.concatenate(found) if found else np.zeros(0),
         np.cumsum(lengths).astype(np.int32),
     )
 
 
 def _checked_offsets(offsets: Any, ids: np.ndarray, include_last_offset: bool) -> np.ndarray:
-    offsets = np.asarray(offsets)
+    offsets = checked_integers(offsets, "offsets", "raise")
     if ids.ndim != 1 or offsets.ndim != 1:
         raise ValueError(
             "`offsets` (b,) say where each bag begins in `ids` (n,): got `offsets` of shape "
             f"{offsets.shape} and `ids` of shape {ids.shape}."
         )
-    if offsets.size and offsets.dtype.kind not in "iu":
-        raise TypeError(f"`offsets` must be integers, got {offsets.dtype}.")
     check_offsets(offsets, ids.size)
     if not include_last_offset:
         offsets = np.append(offsets, ids.size) if offsets.size or not ids.size else offsets
