@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jmask._base.array_types import explicit_sharding, sharding_of_rows
+from jmask._base.array_types import sharding_of_rows
 from jmask._base.precision import is_narrow, wide
-from jmask._kernels.hash_dedup import deduplicated_rows
 from jmask._kernels.rows import add_rows
+from jmask._kernels.update_rows import Update, update_rows
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.state_rows import check_state, check_state_type
@@ -192,21 +192,25 @@ def _new_tables(
     whole = None if stored else updated_whole(new_entries, tables, gradient, traced)
     if whole is not None:
         return whole
-    if stored or not exact or explicit_sharding(param, gradient.values) is not None:
-        gradient = fitted(param, gradient) if stored else gradient.coalesce()
-        return _on_rows(rule, gradient, tables, scalars)
+    if stored:
+        return _on_rows(rule, fitted(param, gradient), tables, scalars)
 
-    def first_of_equal(gradient: RowSparse, tables: list[Any], traced: list[Any]) -> list[Any]:
-        if not gradient.coalesced:
-            found = deduplicated_rows(gradient.row_ids(), gradient.values, gradient.shape[0])
-            gradient = RowSparse.of_rows(*found, gradient.shape, coalesced=False)
-        return _on_rows(rule, gradient, tables, every(traced))
+    def on_unique_rows(
+        tables: list[Any], ids: jax.Array, rows: jax.Array, traced: list[Any], is_sorted: bool
+    ) -> list[Any]:
+        unique = RowSparse.of_rows(ids, rows, gradient.shape, coalesced=is_sorted)
+        return _on_rows(rule, unique, tables, every(traced))
 
-    def in_order(gradient: RowSparse, tables: list[Any], traced: list[Any]) -> list[Any]:
-        return _on_rows(rule, gradient.coalesce(), tables, every(traced))
-
-    return lax.platform_dependent(
-        gradient, tables, traced, cpu=first_of_equal, default=in_order
+    entries = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in tables]
+    one = jax.ShapeDtypeStruct((1, *gradient.shape[1:]), gradient.dtype)
+    captures = bool(jax.make_jaxpr(new_entries)(*entries, one, *traced).consts)
+    return update_rows(
+        Update(on_unique_rows, captures=captures),
+        tables,
+        gradient.row_ids(),
+        gradient.values,
+        traced,
+        gradient.order,
     )
 
 
