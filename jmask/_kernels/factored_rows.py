@@ -60,8 +60,10 @@ class FactoredRows:
 
     def take(self, entries: jax.Array) -> jax.Array:
         """The rows (k, *row) of the entries (k,)."""
-        index, weight = (None if x is None else x[entries] for x in (self.index, self.weight))
-        return FactoredRows(self.source, index, weight, self.dtype).array()
+        weight = None if self.weight is None else rows_at(self.weight, entries)
+        return FactoredRows(
+            self.source, rows_at(self.index, entries), weight, self.dtype
+        ).array()
 
     def map(self, function: Callable[[jax.Array], jax.Array]) -> "FactoredRows":
         """A function that is linear in each row, of the same shape and dtype, of all rows."""
@@ -85,7 +87,11 @@ def _rows(source: jax.Array, index: jax.Array, weight: jax.Array | None) -> jax.
 
 def as_array(rows: Rows) -> jax.Array:
     """The rows as one array."""
-    return rows.array() if isinstance(rows, FactoredRows) else rows
+    if not isinstance(rows, FactoredRows):
+        return rows
+    if isinstance(rows.source, jax.ShapeDtypeStruct):
+        return jax.eval_shape(FactoredRows.array, rows)
+    return rows.array()
 
 
 def rows_at(rows: Rows, entries: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ the operating system has to find first. A sum that goes on in the next block is 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ def update_in_blocks(
     tables: Tables,
     ids: jax.Array,
     values: Rows,
+    one_by_one: bool = False,
 ) -> Tables:
     """Tables updated with the sums of the rows of equal ids.
 
@@ -40,7 +42,10 @@ def update_in_blocks(
         ids (n,): canonical; n > 0.
         values (n, *row): one row for each id. Equal ids are summed in the order in which they
             come, 16-bit values in float32.
+        one_by_one: rows of equal ids are not summed, ids are as they come.
     """
+    if one_by_one:
+        return _one_by_one(update, tables, ids, values)
     rows, size = tables[0].shape[0], min(BLOCK, ids.shape[0])
     ids, entries = in_order(ids)
     used = jnp.sum(ids < rows, dtype=jnp.int32)
@@ -49,7 +54,7 @@ def update_in_blocks(
     entries = jnp.pad(entries, (0, size))
     zero = jnp.zeros(values.shape[1:], sum_dtype(values.dtype))
 
-    def block(number: jax.Array, carried: tuple[Tables, jax.Array, jax.Array]):
+    def block(number: jax.Array, carried: tuple[Tables, jax.Array, jax.Array]) -> Any:
         tables, open_id, open_sum = carried
         block_ids = lax.dynamic_slice_in_dim(ids, number * size, size)
         block_rows = rows_at(values, lax.dynamic_slice_in_dim(entries, number * size, size))
@@ -70,11 +75,31 @@ def update_in_blocks(
     return lax.fori_loop(0, blocks, block, start)[0]
 
 
+def _one_by_one(
+    update: Callable[[Tables, jax.Array, jax.Array], Tables],
+    tables: Tables,
+    ids: jax.Array,
+    values: Rows,
+) -> Tables:
+    rows, count, size = tables[0].shape[0], ids.shape[0], min(BLOCK, ids.shape[0])
+    blocks = -(-count // size)
+    ids = jnp.pad(ids, (0, blocks * size - count), constant_values=rows)
+
+    def block(number: jax.Array, tables: Tables) -> Tables:
+        first = number * size
+        entries = jnp.minimum(first + lax.iota(jnp.int32, size), count - 1)
+        block_ids = lax.dynamic_slice_in_dim(ids, first, size)
+        return update(tables, block_ids, rows_at(values, entries))
+
+    return lax.fori_loop(0, blocks, block, tables)
+
+
 def in_order(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The ids (n,) sorted, and the entry that each comes from, int32; equal ones in order."""
     entry, ids = varying_alike(lax.iota(jnp.int32, ids.shape[0]), ids)
     if ids.dtype != jnp.int32:
-        return lax.sort((ids, entry), num_keys=1)
+        ordered, entry = lax.sort((ids, entry), num_keys=1)
+        return ordered, entry
     # XLA's CPU compiler sorts one array of numbers in two thirds of the time of two.
     with jax.enable_x64(True):
         both = lax.sort((ids.astype(jnp.int64) << 32) | entry.astype(jnp.int64))

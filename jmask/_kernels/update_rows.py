@@ -29,6 +29,7 @@ from jmask._kernels.factored_rows import FactoredRows, Rows, as_array
 from jmask._kernels.gather import zero_of
 from jmask._kernels.hash_dedup import deduplicated_rows
 from jmask._kernels.row_blocks import update_in_blocks
+from jmask._kernels.rows import add_rows
 
 OnUniqueRows = Callable[..., list[jax.Array]]
 """(tables, ids, rows, scalars, is_sorted) -> tables; if sorted, padding comes last."""
@@ -42,11 +43,13 @@ class Update:
         definition: in operations that can be batched and differentiated.
         fused: the same for XLA's compilers for CPUs and TPUs, if there is another form.
         captures: whether it holds tracers, which no primitive may keep.
+        additive: whether ids need not be unique: rows of equal ids may come one by one.
     """
 
     definition: OnUniqueRows
     fused: OnUniqueRows | None = None
     captures: bool = False
+    additive: bool = False
 
     @property
     def fastest(self) -> OnUniqueRows:
@@ -74,15 +77,35 @@ def update_rows(
     """
     if 0 in values.shape or tables[0].shape[0] == 0:
         return list(tables)
-    if explicit_sharding(*tables, ids, as_array(values)) is not None:
+    leaves, form = jax.tree.flatten(values)
+    is_placed = explicit_sharding(*tables, ids, *leaves) is not None
+    if is_placed and not update.additive:
         ids, values = coalesce_rows(ids, as_array(values), tables[0].shape[0])
         order = "sorted"
-    leaves, form = jax.tree.flatten(values)
+        leaves, form = jax.tree.flatten(values)
     given = varying_alike(*tables, *scalars, ids, *leaves)
-    how = {"tables": len(tables), "update": update, "form": form, "order": order}
-    if update.captures:
+    how: Any = {"tables": len(tables), "update": update, "form": form, "order": order}
+    if update.captures or (is_placed and update.additive):
         return _by_definition(*given, **how)
     return _update_rows_p.bind(*given, **how)
+
+
+def add_to_rows(table: jax.Array, ids: jax.Array, values: Rows, order: Order = "any") -> Any:
+    """`table` with `table[ids] += values`, duplicates summed, in place when possible."""
+    return update_rows(_ADDITION, [table], ids, values, [], order)[0]
+
+
+def _added(
+    tables: Sequence[jax.Array],
+    ids: jax.Array,
+    rows: jax.Array,
+    scalars: Sequence[jax.Array],
+    is_sorted: bool,
+) -> list[jax.Array]:
+    return [add_rows(tables[0], ids, rows, coalesced=is_sorted)]
+
+
+_ADDITION = Update(_added, additive=True)
 
 
 _update_rows_p = Primitive("jmask_update_rows")
@@ -102,17 +125,23 @@ def _parts(given: Sequence[jax.Array], tables: int, form: Any) -> Any:
 
 
 def _all_at_once(
-    run: OnUniqueRows, given: Sequence[jax.Array], tables: int, form: Any, order: Order
+    run: OnUniqueRows,
+    given: Sequence[jax.Array],
+    tables: int,
+    form: Any,
+    order: Order,
+    one_by_one: bool = False,
 ) -> list[jax.Array]:
-    tables, scalars, ids, values = _parts(given, tables, form)
+    arrays, scalars, ids, values = _parts(given, tables, form)
     values = as_array(values)
-    if order == "any":
-        ids, values = coalesce_rows(ids, values, tables[0].shape[0])
-    return run(tables, ids, values, scalars, order != "unique")
+    if order == "any" and not one_by_one:
+        ids, values = coalesce_rows(ids, values, arrays[0].shape[0])
+        order = "sorted"
+    return run(arrays, ids, values, scalars, order == "sorted")
 
 
 def _by_definition(*given: jax.Array, update: Update, **how: Any) -> list[jax.Array]:
-    return _all_at_once(update.definition, given, **how)
+    return _all_at_once(update.definition, given, one_by_one=update.additive, **how)
 
 
 _update_rows_p.def_impl(
@@ -136,8 +165,13 @@ def _derivative(primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> 
 ad.primitive_jvps[_update_rows_p] = _derivative
 
 
-def _fused(*given: jax.Array, update: Update, **how: Any) -> list[jax.Array]:
+def _on_tpu(*given: jax.Array, update: Update, **how: Any) -> list[jax.Array]:
+    # Rows that are promised to be distinct are believed to be added faster than others.
     return _all_at_once(update.fastest, given, **how)
+
+
+def _fused(*given: jax.Array, update: Update, **how: Any) -> list[jax.Array]:
+    return _all_at_once(update.fastest, given, one_by_one=update.additive, **how)
 
 
 def _on_cpus(*given: jax.Array, tables: int, **how: Any) -> list[jax.Array]:
@@ -148,6 +182,9 @@ def _on_cpus(*given: jax.Array, tables: int, **how: Any) -> list[jax.Array]:
     shows it, and that of loops in combiners, is in docs/performance.md. What a loop carries are
     different arrays, and XLA cannot know that this one has a single round.
     """
+
+    if tables == 1:
+        return _fused(*given, tables=tables, **how)
 
     def round_of(carried: tuple[jax.Array, list[jax.Array]]) -> Any:
         is_open, arrays = carried
@@ -170,8 +207,8 @@ def _on_one_cpu(
         def block(tables: list[jax.Array], ids: jax.Array, rows: jax.Array) -> list[jax.Array]:
             return update.fastest(tables, ids, rows, scalars, True)
 
-        return update_in_blocks(block, arrays, ids, values)
-    if order == "any":
+        return update_in_blocks(block, arrays, ids, values, one_by_one=update.additive)
+    if order == "any" and not update.additive:
         ids, values = deduplicated_rows(ids, values, arrays[0].shape[0])
         given, order = (*arrays, *scalars, ids, values), "unique"
     return _on_cpus(*given, update=update, tables=tables, form=form, order=order)
@@ -188,5 +225,5 @@ def _on_cpu(ctx: Any, *operands: Any, **how: Any) -> Any:
 
 
 mlir.register_lowering(_update_rows_p, _lowered(_by_definition))
-mlir.register_lowering(_update_rows_p, _lowered(_fused), platform="tpu")
+mlir.register_lowering(_update_rows_p, _lowered(_on_tpu), platform="tpu")
 mlir.register_lowering(_update_rows_p, _on_cpu, platform="cpu")

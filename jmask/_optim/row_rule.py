@@ -21,12 +21,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from jmask._base.array_types import sharding_of_rows
 from jmask._base.precision import is_narrow, wide
-from jmask._kernels.rows import add_rows
-from jmask._kernels.update_rows import Update, update_rows
+from jmask._kernels.update_rows import Update, add_to_rows, update_rows
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.state_rows import check_state, check_state_type
@@ -185,8 +183,8 @@ def _new_tables(
     (param, *_), stored = tables, is_stored_table(tables[0])
     exact = param.dtype == gradient.dtype and not is_narrow(gradient.dtype)
     if rule.linear and exact and not stored:
-        (step,) = rule.rule(gradient.values, None, *scalars)
-        return [_added(param, gradient.with_values(step))]
+        step = gradient.scaled(lambda rows: rule.rule(rows, None, *scalars)[0])
+        return [add_to_rows(param, step.row_ids(), step.stored, step.order)]
     if rule.one_pass() and (not stored or isinstance(param, PackedTable)):
         return update_entries(new_entries, tables, gradient, traced)
     whole = None if stored else updated_whole(new_entries, tables, gradient, traced)
@@ -208,7 +206,7 @@ def _new_tables(
         Update(on_unique_rows, captures=captures),
         tables,
         gradient.row_ids(),
-        gradient.values,
+        gradient.stored,
         traced,
         gradient.order,
     )
@@ -224,21 +222,6 @@ def _on_rows(
     step, *rows = rule.rule(*map(_wide, (gradient.values, param_rows, *old)), *scalars)
     new = [with_rows(x, gradient, y.astype(x.dtype)) for x, y in zip(slots, rows, strict=True)]
     return [add_to_dense(param, gradient.with_values(step)), *new]
-
-
-def _added(table: jax.Array, rows: RowSparse) -> jax.Array:
-    """The table with rows added: with duplicates as they are, which spares sorting them.
-
-    But not on TPUs, which are believed to add rows faster that are promised to be distinct.
-    """
-
-    def one_by_one(table: jax.Array, rows: RowSparse) -> jax.Array:
-        return add_rows(table, rows.row_ids(), rows.values, coalesced=rows.coalesced)
-
-    def summed_first(table: jax.Array, rows: RowSparse) -> jax.Array:
-        return one_by_one(table, rows.coalesce())
-
-    return lax.platform_dependent(table, rows, tpu=summed_first, default=one_by_one)
 
 
 def _dense_optimizer(rule: RowRule, state_type: type) -> optax.GradientTransformationExtraArgs:

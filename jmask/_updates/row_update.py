@@ -51,7 +51,7 @@ def update_entries(
     if whole is not None:
         return whole
     return update_elementwise(
-        combiner, tables, gradient.row_ids(), gradient.values, scalars, gradient.order
+        combiner, tables, gradient.row_ids(), gradient.stored, scalars, gradient.order
     )
 
 
