@@ -32,16 +32,11 @@ _REPEATS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Repeated:
-    """An array that may repeat the rows of another one.
-
-    Attributes:
-        array: it.
-        factors: how many of its last dimensions are those of a row -> its factors with an
-            index for each entry, or None.
-    """
+    """An array, and the variable of a program by which to ask for its factors."""
 
     array: jax.Array
-    factors: Callable[[int], FactoredRows | None]
+    origins: "Origins"
+    variable: Var
 
 
 def plain(x: Any) -> Any:
@@ -65,38 +60,38 @@ class Origins:
         """The value of a variable, with what is known of its factors."""
         if not isinstance(value, jax.Array) or isinstance(v, Literal) or not value.ndim:
             return value
-        return Repeated(value, lambda row_ndim: self.factors(v, row_ndim))
-
-    def factors(self, v: Any, row_ndim: int) -> FactoredRows | None:
-        """The factors of a variable (*entries, *row), with an index for each entry."""
-        if isinstance(v, Literal) or len(aval_of(v).shape) <= row_ndim:
-            return None
-        eqn = self.definitions.get(v)
-        if eqn is None:
-            value = self.values.get(v)
-            return value.factors(row_ndim) if isinstance(value, Repeated) else None
-        if name_of(eqn) in CALLS:
-            return self._inside(eqn).factors(_output(eqn, v), row_ndim)
-        rule = _RULES.get(name_of(eqn))
-        return None if rule is None else rule(eqn, self, row_ndim)
-
-    def _inside(self, eqn: JaxprEqn) -> "Origins":
-        """Of the variables of a function that is called: what it is given is known."""
-        jaxpr, consts = called(eqn)
-        definitions = {v: inner for inner in jaxpr.eqns for v in inner.outvars}
-        given = [self.repeated(v, self.read(v)) for v in eqn.invars]
-        inputs = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *given), strict=True))
-        return Origins(definitions, inputs)
+        return Repeated(value, self, v)
 
     def read(self, v: Any) -> Any:
-        """The array of a variable or literal; None if it is kept in another form."""
+        """The array of a variable or literal; None if it is not there, or in another form."""
         value = v.val if isinstance(v, Literal) else plain(self.values.get(v))
         return value if isinstance(value, jax.Array | np.ndarray | np.generic) else None
 
+    def factors(self, v: Any, row_ndim: int) -> FactoredRows | None:
+        """The factors of a variable (*entries, *row), with an index for each entry."""
+        origins, eqn = self.maker(v)
+        rule = None if eqn is None else _RULES.get(name_of(eqn))
+        if eqn is None or rule is None or len(aval_of(v).shape) <= row_ndim:
+            return None
+        return rule(eqn, origins, row_ndim)
 
-def _output(eqn: JaxprEqn, v: Var) -> Any:
-    """What a variable that a call makes is called in the function."""
-    return called(eqn)[0].outvars[eqn.outvars.index(v)]
+    def maker(self, v: Any) -> "tuple[Origins, JaxprEqn | None]":
+        """The equation that makes a variable, in a function that is called or outside of it."""
+        eqn = None if isinstance(v, Literal) else self.definitions.get(v)
+        if eqn is not None and name_of(eqn) in CALLS:
+            output = called(eqn)[0].outvars[eqn.outvars.index(v)]
+            return self._inside(eqn).maker(output)
+        value = None if isinstance(v, Literal) or eqn is not None else self.values.get(v)
+        if isinstance(value, Repeated):
+            return value.origins.maker(value.variable)
+        return self, eqn
+
+    def _inside(self, eqn: JaxprEqn) -> "Origins":
+        jaxpr, consts = called(eqn)
+        definitions = {v: inner for inner in jaxpr.eqns for v in inner.outvars}
+        given = [self.repeated(v, self.read(v)) for v in eqn.invars]
+        inputs = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *given), strict=True)
+        return Origins(definitions, dict(inputs))
 
 
 def updates_of_rows(updates: Any, eqn: JaxprEqn) -> FactoredRows | None:
@@ -117,7 +112,7 @@ def updates_of_rows(updates: Any, eqn: JaxprEqn) -> FactoredRows | None:
     )
     if not isinstance(updates, Repeated) or not whole_rows or _is_placed(updates.array):
         return None
-    rows = updates.factors(row_ndim)
+    rows = updates.origins.factors(updates.variable, row_ndim)
     if rows is None or rows.dtype != aval_of(eqn.outvars[0]).dtype:
         return None
     count = rows.index.size
@@ -295,7 +290,7 @@ def _of_entries(
         return (
             None if x is None else jnp.broadcast_to(x.reshape(shape[: len(entries)]), entries)
         )
-    maker = None if isinstance(v, Literal) else origins.definitions.get(v)
+    origins, maker = origins.maker(v)
     if maker is None or name_of(maker) != "broadcast_in_dim":
         return None
     (operand, *_), dimensions = maker.invars, parameter(maker, "broadcast_dimensions")

@@ -33,7 +33,6 @@ from jmask._base.array_types import varying_like
 from jmask._base.fallback import Place, in_bytes, place_among, report_fallback
 from jmask._base.forms import (
     CALLS,
-    REMATS,
     aval_of,
     called,
     name_of,
@@ -48,7 +47,7 @@ source_info_util.register_exclusion(str(Path(__file__).parents[1]))
 
 
 # Which are told what is known of the origin of an operand.
-_TAKE_REPEATED = ("scatter-add", *CALLS, *REMATS)
+_TAKE_REPEATED = ("scatter-add", *CALLS)
 _ROW_MAKERS = ("scatter-add", "dynamic_update_slice", "pad", "bcoo_dot_general")
 
 Flags = Sequence[bool]

@@ -2,6 +2,7 @@
 
 rows                    gathers and scatters of whole rows
 gather                  a lookup as XLA's CPU compiler vectorizes it
+bag_sum                 sums of rows that are never written out
 coalesce                equal ids sorted and summed
 factored_rows           rows that are rows of another array, each times a number
 hash_dedup              equal ids summed into the first of them, by hashing
