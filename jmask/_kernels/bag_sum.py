@@ -23,7 +23,7 @@ from jmask._kernels.gather import Gather
 from jmask._kernels.rows import add_rows
 
 # Rows that are read at a time.
-_BLOCK = 3
+_BLOCK = 1024
 
 
 def bag_sum(
@@ -59,9 +59,10 @@ def _by_parts(
     weights: jax.Array | None,
     bags: int,
     fill: float,
+    linear: bool = False,
 ) -> jax.Array:
-    """The definition: all rows, and their sums."""
-    rows = _read(table, positions, weights, fill)
+    """The definition: all rows, and their sums; if `linear`, what JAX can transpose."""
+    rows = _read(table, positions, weights, fill, linear)
     if bag_of_entry is None:
         rows = rows.reshape(bags, positions.shape[0] // bags, *rows.shape[1:])
         return jnp.sum(rows, 1, dtype=rows.dtype)
@@ -70,11 +71,16 @@ def _by_parts(
 
 
 def _read(
-    table: jax.Array, positions: jax.Array, weights: jax.Array | None, fill: float
+    table: jax.Array,
+    positions: jax.Array,
+    weights: jax.Array | None,
+    fill: float,
+    linear: bool = False,
 ) -> jax.Array:
     fills = lax.GatherScatterMode.FILL_OR_DROP
     gather = Gather.of_rows(table.shape, fills, fill_value=fill)
-    rows = gather(table, positions[:, None]).astype(wide(table.dtype))
+    read = gather.plain if linear else gather
+    rows = read(table, positions[:, None]).astype(wide(table.dtype))
     return rows if weights is None else rows * weights.reshape((-1,) + (1,) * (rows.ndim - 1))
 
 
@@ -95,7 +101,7 @@ def _sum(
 def _derivative(bags: int, fill: float, primals: Any, tangents: Any) -> Any:
     table, positions, bag_of_entry, weights = primals
     entries = positions, bag_of_entry
-    tangent = _by_parts(tangents[0], *entries, weights, bags, 0)
+    tangent = _by_parts(tangents[0], *entries, weights, bags, 0, linear=True)
     if weights is not None:
         tangent += _by_parts(table, *entries, tangents[3], bags, fill)
     return _sum(bags, fill, *primals), tangent

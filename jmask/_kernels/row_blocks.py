@@ -21,7 +21,7 @@ from jmask._base.precision import sum_dtype
 from jmask._kernels.factored_rows import Rows, rows_at
 from jmask._kernels.rows import add_rows
 
-BLOCK = 3
+BLOCK = 1024
 
 Tables = list[jax.Array]
 

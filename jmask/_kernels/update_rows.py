@@ -92,7 +92,9 @@ def update_rows(
 
 def add_to_rows(table: jax.Array, ids: jax.Array, values: Rows, order: Order = "any") -> Any:
     """`table` with `table[ids] += values`, duplicates summed, in place when possible."""
-    return update_rows(_ADDITION, [table], ids, values, [], order)[0]
+    if not isinstance(values, FactoredRows):
+        return add_rows(table, ids, values, coalesced=order == "sorted")
+    return update_rows(ADDITION, [table], ids, values, [], order)[0]
 
 
 def _added(
@@ -105,7 +107,7 @@ def _added(
     return [add_rows(tables[0], ids, rows, coalesced=is_sorted)]
 
 
-_ADDITION = Update(_added, additive=True)
+ADDITION = Update(_added, additive=True)
 
 
 _update_rows_p = Primitive("jmask_update_rows")

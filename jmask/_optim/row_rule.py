@@ -24,7 +24,7 @@ import optax
 
 from jmask._base.array_types import sharding_of_rows
 from jmask._base.precision import is_narrow, wide
-from jmask._kernels.update_rows import Update, add_to_rows, update_rows
+from jmask._kernels.update_rows import ADDITION, Update, update_rows
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.state_rows import check_state, check_state_type
@@ -184,7 +184,7 @@ def _new_tables(
     exact = param.dtype == gradient.dtype and not is_narrow(gradient.dtype)
     if rule.linear and exact and not stored:
         step = gradient.scaled(lambda rows: rule.rule(rows, None, *scalars)[0])
-        return [add_to_rows(param, step.row_ids(), step.stored, step.order)]
+        return update_rows(ADDITION, [param], step.row_ids(), step.stored, [], step.order)
     if rule.one_pass() and (not stored or isinstance(param, PackedTable)):
         return update_entries(new_entries, tables, gradient, traced)
     whole = None if stored else updated_whole(new_entries, tables, gradient, traced)
