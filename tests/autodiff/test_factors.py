@@ -81,7 +81,8 @@ def assert_close(x, y):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_gradient(name):
     loss, expected = PROGRAMS[name], jax.grad(PROGRAMS[name])(TABLE)
-    for grad in (jmask.grad(loss), jax.jit(jmask.grad(loss))):
+    with_value = jax.jit(lambda t: jmask.value_and_grad(loss)(t)[1])
+    for grad in (jmask.grad(loss), jax.jit(jmask.grad(loss)), with_value):
         gradient = grad(TABLE)
         assert is_factored(gradient) == (name in FACTORED)
         assert_close(gradient.todense(), expected)
