@@ -1,4 +1,4 @@
-"""A language model with a memory of n-grams: tables of 10^5 to 10^8 rows in a small transformer.
+"""A language model with a memory of n-grams: tables of 10^5 to 10^8 rows in a transformer.
 
     python examples/ngram_memory.py                  the Python sources on this machine
     python examples/ngram_memory.py book.txt ...     text files instead

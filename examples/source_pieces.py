@@ -1,4 +1,4 @@
-"""Python sources as numbers for a language model: pieces of text, and bytes where they are rare.
+"""Python sources as numbers for a language model: pieces of text, bytes where they are rare.
 
     if x == 10:         pieces "if", " x", " ==", " 10", ":", ...
     naïve_name          not among the pieces: its bytes, one by one

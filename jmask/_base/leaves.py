@@ -41,7 +41,7 @@ class Model:
 
     Attributes:
         parameters: the tree with None for everything that is no floating array or tensor; the
-            tree itself if it holds neither functions nor flags.
+            tree itself if it holds neither functions nor flags, or no parameters.
     """
 
     def __init__(self, tree: Any, is_tensor: Callable[[Any], bool]):
@@ -50,7 +50,7 @@ class Model:
         leaves, self.structure = jax.tree.flatten(tree, is_leaf=self.is_leaf)
         self.parameters, self.others = tree, dict[int, Any]()
         of_models = (callable(x) or isinstance(x, bool) for x in leaves if not is_tensor(x))
-        if any(of_models):
+        if any(of_models) and any(x is not None and self._is_parameter(x) for x in leaves):
             self.others = {i: x for i, x in enumerate(leaves) if not self._is_parameter(x)}
             kept = [None if i in self.others else x for i, x in enumerate(leaves)]
             self.parameters = self.structure.unflatten(kept)
