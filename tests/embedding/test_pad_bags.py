@@ -83,11 +83,27 @@ def test_a_run_compiles_a_handful_of_times():
     assert len(traced) == len(set(traced)) <= 14
 
 
-def test_several_tables_of_one_size():
-    tables = [[[0, 1], [2]], [[3], [4, 5, 6, 0, 1]]]
-    size = max(sum(map(len, bags)) for bags in tables)
-    padded = [jmask.pad_bags(bags, at_least=size) for bags in tables]
-    assert {bags.ids.size for bags in padded} == {6}
+@pytest.mark.parametrize("form", ["lists", "offsets"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_several_tables_of_one_size(form, weighted):
+    tables = {"a": [[0, 1], [2]], "b": [[3], [4, 5, 6, 0, 1]], "none": []}
+    weights = {name: weights_of(bags) for name, bags in tables.items()} if weighted else None
+    arguments = (tables,)
+    if form == "offsets":
+        ids, offsets = ({k: flat(bags)[i] for k, bags in tables.items()} for i in (0, 1))
+        arguments = (ids, offsets)
+        if weighted:
+            weights = {k: np.concatenate([np.zeros(0), *x]) for k, x in weights.items()}
+    last = form == "offsets"
+    padded = jmask.pad_bags(*arguments, include_last_offset=last, weights=weights)
+    for name, bags in tables.items():
+        of_one = jmask.pad_bags(
+            bags, at_least=6, weights=weights_of(bags) if weighted else None
+        )
+        assert padded[name].ids.size == 6
+        for x, y in zip(jax.tree.leaves(padded[name]), jax.tree.leaves(of_one), strict=True):
+            np.testing.assert_array_equal(x, y)
+    assert jmask.pad_bags({}) == {}
 
 
 def test_a_last_batch_of_fewer_bags():
@@ -125,6 +141,12 @@ def test_a_new_size_is_logged_once(caplog):
         (lambda: jmask.pad_bags([[1]], weights=[[1.0, 2.0]]), ValueError, "as many numbers"),
         (lambda: jmask.pad_bags([[1]], weights=[[1]]), TypeError, "must be floating"),
         (lambda: jmask.pad_bags([[1], [2]], num_bags=1), ValueError, "there are 2 bags"),
+        (lambda: jmask.pad_bags({"a": [1]}, [0]), TypeError, "`offsets` must be a dict"),
+        (
+            lambda: jmask.pad_bags({"a": [[1]]}, weights={"b": [[1.0]]}),
+            ValueError,
+            r"`weights` must have the keys of `ids`, \['a'\]; got \['b'\]",
+        ),
         (
             lambda: jax.jit(lambda i: jmask.pad_bags(i, [0]).ids)(jnp.array([1])),
             TypeError,
