@@ -28,7 +28,8 @@ sparse-linear: .venv/examples.stamp
 two-tower: .venv/examples.stamp
 	$(BIN)/python examples/two_tower.py --framework $(or $(FRAMEWORK),plain)
 
-# On click logs of Criteo's: `make dlrm DLRM="--data train.txt --checkpoint run"`.
+# On click logs of Criteo's: `make dlrm DLRM="--data train.txt --checkpoint run"`; with bags:
+# `make dlrm DLRM="--values 10"`.
 dlrm: .venv/examples.stamp
 	$(BIN)/python examples/dlrm.py $(DLRM)
 

@@ -193,17 +193,27 @@ def _of_size(
 
 def _joined(name: str, bags: Any) -> tuple[np.ndarray, np.ndarray]:
     """What a list of bags holds, and where each begins."""
-    if not isinstance(bags, Sequence | np.ndarray) or any(np.ndim(bag) != 1 for bag in bags):
+    are_lists = isinstance(bags, Sequence) and all(isinstance(x, list | tuple) for x in bags)
+    if are_lists:
+        # One array of them all: a list takes as long to convert as a hundred of its numbers.
+        found = _as_array(list(itertools.chain.from_iterable(bags)))
+    elif isinstance(bags, Sequence | np.ndarray) and all(np.ndim(x) == 1 for x in bags):
+        found = np.concatenate([np.asarray(x) for x in bags if len(x)] or [np.zeros(0)])
+    else:
+        found = None
+    if found is None or found.ndim != 1:
         raise TypeError(
             f"`{name}` must be a list of bags, each a list of numbers, where no `offsets` are "
             f"given; got {type(bags).__name__}."
         )
-    lengths = [0, *map(len, bags)]
-    found = [np.asarray(bag) for bag in bags if len(bag)]
-    return (
-        np.concatenate(found) if found else np.zeros(0),
-        np.cumsum(lengths).astype(np.int32),
-    )
+    return found, np.cumsum([0, *map(len, bags)]).astype(np.int32)
+
+
+def _as_array(numbers: list[Any]) -> np.ndarray | None:
+    try:
+        return np.asarray(numbers)
+    except ValueError:  # lists of different lengths
+        return None
 
 
 def _checked_offsets(offsets: Any, ids: np.ndarray, include_last_offset: bool) -> np.ndarray:

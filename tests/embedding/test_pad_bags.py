@@ -36,11 +36,14 @@ def summed(bags, weights):
 
 
 @settings(max_examples=10)  # each of its shapes is compiled
-@given(BAGS, st.booleans(), st.sampled_from(["lists", "offsets", "last offset"]))
+@given(BAGS, st.booleans(), st.sampled_from(["lists", "arrays", "offsets", "last offset"]))
 def test_same_bags(bags, weighted, form):
     weights = weights_of(bags) if weighted else None
     if form == "lists":
         padded = jmask.pad_bags(bags, weights=weights)
+    elif form == "arrays":
+        arrays = [np.asarray(bag, np.int32) for bag in bags]
+        padded = jmask.pad_bags(arrays, weights=weights)
     else:
         ids, offsets = flat(bags)
         given_weights = None if weights is None else np.concatenate([np.zeros(0), *weights])
@@ -134,6 +137,10 @@ def test_a_new_size_is_logged_once(caplog):
     ("call", "error", "words"),
     [
         (lambda: jmask.pad_bags([1, 2, 3]), TypeError, "`ids` must be a list of bags"),
+        (lambda: jmask.pad_bags([[[1]], [[2]]]), TypeError, "`ids` must be a list of bags"),
+        (lambda: jmask.pad_bags([[1, [2]]]), TypeError, "`ids` must be a list of bags"),
+        (lambda: jmask.pad_bags([np.ones((2, 2))]), TypeError, "must be a list of bags"),
+        (lambda: jmask.pad_bags([["a"]]), TypeError, "`ids` must be integers"),
         (lambda: jmask.pad_bags([[0.5]]), TypeError, "`ids` must be integers, got float64"),
         (lambda: jmask.pad_bags([1], [0, 2]), ValueError, "`offsets` end with 2"),
         (lambda: jmask.pad_bags([1], [1]), ValueError, "must begin with 0, got 1"),
