@@ -25,10 +25,7 @@ from jmask._base.array_types import explicit_sharding
 from jmask._base.forms import CALLS, aval_of, called, name_of, parameter
 from jmask._base.precision import joint_dtype
 from jmask._base.row_ids import canonical
-from jmask._kernels.factored_rows import FactoredRows
-
-# Entries for each row of the smaller array, below which nothing is gained.
-_REPEATS = 2
+from jmask._kernels.factored_rows import FactoredRows, pays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +114,7 @@ def updates_of_rows(updates: Any, eqn: JaxprEqn) -> FactoredRows | None:
     if rows is None or rows.dtype != aval_of(eqn.outvars[0]).dtype:
         return None
     count = rows.index.size
-    if 0 in updates.array.shape or _REPEATS * rows.source.shape[0] > count:
+    if 0 in updates.array.shape or not pays(rows.source.shape[0], count):
         return None
     weight = None if rows.weight is None else rows.weight.reshape(count)
     return FactoredRows(rows.source, rows.index.reshape(count), weight, rows.dtype)

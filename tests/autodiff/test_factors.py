@@ -66,6 +66,15 @@ FACTORED = {
     ),
 }
 
+FACTORED |= {
+    "two lookups": lambda t: squares(t[IDS].mean(1)) + squares(t[IDS[:, 0]]),
+    "two lookups, weights": lambda t: FACTORED["weights"](t) + squares(t[IDS[:, 0]]),
+    "three lookups": lambda t: (
+        FACTORED["weights"](t) + FACTORED["a mask by where"](t) + squares(t[IDS[:, 1]])
+    ),
+    "a slice with them": lambda t: FACTORED["jnp.take"](t) + squares(t[:B]),
+}
+
 ARRAYS = {
     "einsum of two rows": lambda t: squares(jnp.einsum("blx,blx->bx", t[IDS], t[IDS] * 0.5)),
     "matmul of all bags": lambda t: squares(MIXED @ t[FLAT]),
@@ -73,7 +82,9 @@ ARRAYS = {
     "a function of each row": lambda t: squares(jnp.sin(t[IDS]).sum(1)),
     "no bags": lambda t: squares(t[IDS[:, 0]]),
     "bags of one": lambda t: squares(t[IDS[:, :1]].mean(1)),
-    "two lookups": lambda t: squares(t[IDS].mean(1)) + squares(t[IDS[:, 0]]),
+    "two lookups, most entries alone": lambda t: (
+        squares(t[IDS].mean(1)) + 5 * jnp.sum(jnp.sin(t[FLAT]))
+    ),
     "max": lambda t: squares(jmask.embedding_bag(t, IDS, combiner="max")),
     "sums over columns": lambda t: jnp.sum(t[IDS].sum(-1) * WEIGHTS),
 }
