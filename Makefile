@@ -33,6 +33,13 @@ two-tower: .venv/examples.stamp
 dlrm: .venv/examples.stamp
 	$(BIN)/python examples/dlrm.py $(DLRM)
 
+.PHONY: knowledge-graph
+
+# TransE on a graph of pykeen's: `make knowledge-graph KG="--graph kinships"`.
+knowledge-graph: .venv/examples.stamp
+	$(BIN)/python $(INSTALL) --no-deps pykeen==1.11.1
+	$(BIN)/python examples/knowledge_graph.py $(KG)
+
 .PHONY: sharded
 
 # As two processes; with `make sharded SHARDED="--checkpoint run"` one may be killed.
