@@ -33,6 +33,12 @@ two-tower: .venv/examples.stamp
 dlrm: .venv/examples.stamp
 	$(BIN)/python examples/dlrm.py $(DLRM)
 
+.PHONY: ngram-memory
+
+# Other sizes of the memory: `make ngram-memory NGRAM="--rows 1e6 1e8 --dtype bfloat16"`.
+ngram-memory: .venv/examples.stamp
+	$(BIN)/python examples/ngram_memory.py $(NGRAM)
+
 .PHONY: sharded
 
 # As two processes; with `make sharded SHARDED="--checkpoint run"` one may be killed.
