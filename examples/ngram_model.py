@@ -144,10 +144,12 @@ def attention(layer: Params, x: jax.Array, heads: int) -> jax.Array:
 
 
 def loss_fn(params: Params, tokens: jax.Array, sizes: Sizes, rows: int) -> jax.Array:
-    """The mean loss, in nats, of each token (batch, length + 1) given those before it.
+    """The mean loss, in nats, of a token; `rows` is that of `init_params`."""
+    return jnp.mean(losses(params, tokens, sizes, rows))
 
-    `rows` is that of `init_params`.
-    """
+
+def losses(params: Params, tokens: jax.Array, sizes: Sizes, rows: int) -> jax.Array:
+    """The losses (batch, length) of tokens (batch, length + 1), each given those before it."""
     given, following = tokens[:, :-1], tokens[:, 1:]
     hidden = params["tokens"][given] + params["positions"][None, : given.shape[1]]
     for number, layer in enumerate(params["layers"]):
@@ -158,4 +160,4 @@ def loss_fn(params: Params, tokens: jax.Array, sizes: Sizes, rows: int) -> jax.A
         hidden += jax.nn.gelu(normed(hidden) @ layer["up"]) @ layer["down"]
     logits = normed(hidden) @ params["logits"]
     of_following = jnp.take_along_axis(logits, following[..., None], axis=-1)[..., 0]
-    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - of_following)
+    return jax.nn.logsumexp(logits, axis=-1) - of_following

@@ -55,7 +55,8 @@ def save_plot(path: Path, curves: dict[str, Curve], seconds: Seconds) -> None:
             right.axhline(sizes[0][1], linestyle=":", **style)
         elif sizes:
             right.plot(*zip(*sizes, strict=True), "o-", markersize=3, **style)
-    right.set(xscale="log", yscale="log", xlabel="rows of the memory", ylabel="ms for a step")
+    right.set(xscale="log", xlabel="rows of the memory", ylabel="ms for a step")
+    right.set_ylim(bottom=0)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
