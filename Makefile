@@ -127,6 +127,13 @@ bench: .venv/examples.stamp .venv-bench-torch/ready.stamp .venv-bench-tf/ready.s
 		--$(who)-python .venv-bench-torch/bin/python) \
 		--tensorflow-python .venv-bench-tf/bin/python $(BENCH)
 
+.PHONY: bench-cores
+
+# What a step gains from one core to all: `make bench-cores CORES="--only DLRM"`.
+bench-cores: .venv/examples.stamp .venv-bench-torch/ready.stamp
+	$(BIN)/python benchmarks/cores.py $(foreach who,torch fbgemm, \
+		--$(who)-python .venv-bench-torch/bin/python) $(CORES)
+
 # The documentation, in build/site; every warning is an error.
 docs: .venv-docs/ready.stamp
 	.venv-docs/bin/python scripts/docs_pages.py build/docs
