@@ -110,7 +110,7 @@ NARROW_TABLES: dict[str, optax.GradientTransformation] = {
     "optax.adam": jmask.lazy(optax.adam(1e-3)),
 }
 STEPS |= NARROW
-# Kept as integers of as many bits, a table would be copied there: half as much, and not in place.
+# Kept as integers of as many bits a table would be copied there, which is half as much.
 OF_THE_OLDEST = pytest.mark.xfail(
     jax.__version_info__ < (0, 11),
     reason="on CPUs the XLA of JAX 0.10 has no bfloat16 scatter: it widens whole tables",
