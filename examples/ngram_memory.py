@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from free_memory import free_bytes
 from ngram_model import Sizes, init_params, loss_fn
 from ngram_results import Curve, Seconds, save_plot, step_table, training_table
 from python_corpus import CorpusError
@@ -222,15 +223,6 @@ def needed_bytes(kind: str, rows: int, row: int, dtype: Any) -> int:
     return rows * (jnp.dtype(dtype).itemsize * row + 4)
 
 
-def free_bytes() -> float:
-    """Memory that is left, where the system says so."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return float("inf")
-    return next(1024.0 * int(x.split()[1]) for x in lines if x.startswith("MemAvailable"))
-
-
 # --- command line -----------------------------------------------------------------------
 
 
@@ -250,7 +242,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--width", type=int, default=128, help="of the transformer (128)")
     add("--row", type=int, default=16, help="numbers in a row of the memory (16)")
     add("--seed", type=int, default=0, help="seed of the random numbers (0)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="of the memory (float32)",
+    )
     add("--plot", type=Path, metavar="PATH", help="where to draw (ngram_memory.png)")
     parser.set_defaults(plot=Path("ngram_memory.png"))
     args = parser.parse_args(argv)

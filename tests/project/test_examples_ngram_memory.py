@@ -181,6 +181,27 @@ def test_a_run(example, source, tmp_path, capsys, monkeypatch):
     assert imread(png).std() > 0.01
 
 
+def test_memory_that_is_left(load, tmp_path, monkeypatch):  # noqa: F811
+    """The least of what the system and the container say; without a word, no limit."""
+    said = {"/proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 7 kB\n"}
+
+    class Files(type(tmp_path)):
+        def read_text(self):
+            if str(self) not in said:
+                raise FileNotFoundError(self)
+            return said[str(self)]
+
+    free_memory = load("free_memory")
+    monkeypatch.setattr(free_memory, "Path", Files)
+    assert free_memory.free_bytes() == 7 * 1024
+    said |= {"/sys/fs/cgroup/memory.max": "max\n", "/sys/fs/cgroup/memory.current": "5\n"}
+    assert free_memory.free_bytes() == 7 * 1024
+    said["/sys/fs/cgroup/memory.max"] = "105\n"
+    assert free_memory.free_bytes() == 100
+    said.clear()
+    assert free_memory.free_bytes() == float("inf")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
