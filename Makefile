@@ -40,6 +40,12 @@ knowledge-graph: .venv/examples.stamp
 	$(BIN)/python $(INSTALL) --no-deps pykeen==1.11.1
 	$(BIN)/python examples/knowledge_graph.py $(KG)
 
+.PHONY: ngram-memory
+
+# Other sizes of the memory: `make ngram-memory NGRAM="--rows 1e6 1e8 --dtype bfloat16"`.
+ngram-memory: .venv/examples.stamp
+	$(BIN)/python examples/ngram_memory.py $(NGRAM)
+
 .PHONY: sharded
 
 # As two processes; with `make sharded SHARDED="--checkpoint run"` one may be killed.

@@ -1,4 +1,4 @@
-"""A language model with a memory of n-grams: tables of 10^5 to 10^8 rows in a transformer.
+"""A language model with a memory of n-grams: a table of 10^5 to 10^8 rows in a transformer.
 
     python examples/ngram_memory.py                  the Python sources on this machine
     python examples/ngram_memory.py book.txt ...     text files instead
@@ -7,16 +7,16 @@
 
 Each token looks up eight rows of one large table, found by hashes of the last two and three
 tokens, and a gate decides how much of them is added to the transformer's hidden states (see
-ngram_model.py). Which rows are read depends on the text alone, so the model gets a memory of
-any size at the cost of the rows read, if its gradient and its optimizer are sparse too:
+ngram_model.py). Which rows are read depends on the text alone, so that the memory may have any
+size at the cost of the rows read, if its gradient and its optimizer are sparse too:
 
     jmask.value_and_grad        where jax.value_and_grad was
-    jmask.rowwise_adagrad       one accumulator for each row: 4 bytes beside a row's 64
-    jmask.lazy(optax.adamw)     for the rest, whose token embedding is a table as well
+    jmask.lazy(optax.adamw)     where optax.adamw was: the embedding of tokens is a table too
+    jmask.rowwise_adagrad       for the memory: 4 bytes of state beside the 64 of a row
 
-The run trains the same transformer with and without memory, in turns, until each has had the
-same time, and measures bits per byte of files that neither has seen. Then it times a step for
-each size of the memory, and of stock optax with its dense gradients for those that it can.
+The run trains the transformer without memory, with it, and with it and stock optax, in turns,
+until each has had the same time, and measures bits per byte of files that none has seen. Then
+it times a step for each size of the memory.
 
 Needs the packages of `pip install 'jmask[examples]'`.
 
@@ -26,283 +26,201 @@ References:
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 import optax
-from ngram_model import Sizes, init_memory, init_params, loss_fn
+from free_memory import free_bytes
+from ngram_model import Sizes, init_params, loss_fn
+from ngram_results import Curve, Seconds, save_plot, step_table, training_table
 from python_corpus import CorpusError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from source_pieces import Text, read_text
 
 import jmask
 
+WITHOUT, WITH, STOCK = "without memory", "with memory, jmask", "with memory, stock optax"
+
 LEARNING_RATE, MEMORY_RATE = 2e-3, 0.3
-BATCH = 8
-TURN = 10  # steps that a model takes before the other takes its own
-MOST_TEXT = 8_000_000  # bytes, read in a second
-
-WITHOUT, WITH, STOCK = "without memory", "with memory", "stock optax"
-
-Step = Callable[..., tuple[Any, jax.Array]]
+BATCH = 8  # texts
+TURN = 1.0  # seconds that a model trains before another takes its turn
+POINTS = 8  # of each curve
+MEASURED = 96  # held-out texts for a point
+MOST_TEXT = 8_000_000  # bytes, read in some seconds
 
 
 class Model(NamedTuple):
     """A model in training.
 
     Attributes:
-        step: (state, tokens, key) -> new state and loss.
-        state: parameters, memory, and the optimizers' states.
-        sizes, rows: of the model, and of its memory: 0 without.
+        step: (state, tokens) -> new state and loss.
+        bits: (state, tokens) -> mean loss of a token, in bits.
+        state: parameters, the optimizer's state and the number of the step.
     """
 
-    step: Step
+    step: Callable[..., tuple[Any, jax.Array]]
+    bits: Callable[..., jax.Array]
     state: Any
-    sizes: Sizes
-    rows: int
 
 
-# --- training steps ---------------------------------------------------------------------
+# --- the training step ------------------------------------------------------------------
 
 
-def sparse_model(sizes: Sizes, rows: int, seed: int, dtype: Any = jnp.float32) -> Model:
-    """With a memory of `rows` rows, or without; a step costs what the rows read cost."""
-    tx, memory_tx = jmask.lazy(optax.adamw(LEARNING_RATE)), jmask.rowwise_adagrad(MEMORY_RATE)
-    params = init_params(sizes, seed, memory=rows > 0)
-    memory = init_memory(sizes, rows, dtype) if rows else None
-    if dtype != jnp.float32:
-        memory_tx = jmask.rowwise_adagrad(MEMORY_RATE, state_dtype=jnp.float32)
+def make_model(
+    kind: str, sizes: Sizes, rows: int, seed: int = 0, dtype: Any = jnp.float32
+) -> Model:
+    """A model with a memory of `rows` rows of `dtype`, or without.
 
-    @partial(jax.jit, donate_argnums=0)
-    def step(state, tokens, key):
-        params, opt_state, memory, memory_state = state
-        if memory is None:
-            loss, grads = jmask.value_and_grad(loss_fn)(params, None, tokens, sizes, rows)
-        else:
-            gradients = jmask.value_and_grad(loss_fn, (0, 1))
-            loss, (grads, of_memory) = gradients(params, memory, tokens, sizes, rows)
-            # A 16-bit memory is rounded stochastically, or small steps would be lost.
-            memory, memory_state = jmask.apply_gradients(
-                memory_tx,
-                of_memory,
-                memory_state,
-                memory,
-                key=None if dtype == jnp.float32 else key,
-            )
-        params, opt_state = jmask.apply_gradients(tx, grads, opt_state, params)
-        return (params, opt_state, memory, memory_state), loss
-
-    memory_state = memory_tx.init(memory) if rows else ()
-    return Model(step, (params, tx.init(params), memory, memory_state), sizes, rows)
-
-
-def stock_model(sizes: Sizes, rows: int, seed: int) -> Model:
-    """The same with JAX and optax alone: dense gradients, Adagrad entry by entry."""
-    tx = optax.adamw(LEARNING_RATE)
-    memory_tx = optax.adagrad(MEMORY_RATE, initial_accumulator_value=0.0)
+    The memory of stock optax has Adagrad's sum for each of its numbers. The gradients of single
+    rows are small, and so must be its epsilon, which is under the root.
+    """
+    if kind == STOCK:
+        value_and_grad = jax.value_and_grad
+        adamw = optax.adamw(LEARNING_RATE)
+        adagrad = optax.adagrad(MEMORY_RATE, initial_accumulator_value=0.0, eps=1e-20)
+    else:
+        value_and_grad = jmask.value_and_grad
+        adamw = jmask.lazy(optax.adamw(LEARNING_RATE))
+        adagrad = jmask.rowwise_adagrad(MEMORY_RATE, state_dtype=jnp.float32)
+    tx = optax.partition({"memory": adagrad, "rest": adamw}, _labels)
+    loss = partial(loss_fn, sizes=sizes, rows=rows)
 
     @partial(jax.jit, donate_argnums=0)
-    def step(state, tokens, key):
-        params, opt_state, memory, memory_state = state
-        gradients = jax.value_and_grad(loss_fn, (0, 1))
-        loss, (grads, of_memory) = gradients(params, memory, tokens, sizes, rows)
+    def step(state, tokens):
+        params, opt_state, number = state
+        value, grads = value_and_grad(loss)(params, tokens)
         updates, opt_state = tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        updates, memory_state = memory_tx.update(of_memory, memory_state, memory)
-        return (params, opt_state, optax.apply_updates(memory, updates), memory_state), loss
+        if dtype == jnp.float32:
+            params = optax.apply_updates(params, updates)
+        else:  # rounded to nearest, a 16-bit memory would lose small updates
+            params = jmask.apply_updates(params, updates, key=jax.random.key(number))
+        return (params, opt_state, number + 1), value
 
-    params, memory = init_params(sizes, seed, memory=True), init_memory(sizes, rows)
-    state = (params, tx.init(params), memory, memory_tx.init(memory))
-    return Model(step, state, sizes, rows)
-
-
-# --- data and evaluation ----------------------------------------------------------------
-
-
-def random_batch(text: Text, sizes: Sizes, rng: np.random.Generator) -> np.ndarray:
-    starts = rng.integers(len(text.train) - sizes.length, size=(BATCH, 1))
-    return text.train[starts + np.arange(sizes.length + 1)]
+    params = init_params(sizes, rows, seed, dtype)
+    bits = jax.jit(lambda state, tokens: loss(state[0], tokens) / np.log(2))
+    return Model(step, bits, (params, tx.init(params), jnp.int32(0)))
 
 
-class Evaluation:
-    """Bits per byte of the held-out text, or of its first part."""
-
-    def __init__(self, text: Text, sizes: Sizes, most: int):
-        lines = min((len(text.held_out) - 1) // sizes.length, most)
-        lines -= lines % BATCH
-        if not lines:
-            raise CorpusError(f"the text held out, {text.held_out_bytes} bytes, is too short")
-        starts = np.arange(0, lines * sizes.length, sizes.length)[:, None]
-        tokens = text.held_out[starts + np.arange(sizes.length + 1)]
-        self.batches = tokens.reshape(-1, BATCH, sizes.length + 1)
-        share = lines * sizes.length / len(text.held_out)
-        self.bits = lines * sizes.length / np.log(2) / (share * text.held_out_bytes)
-
-    def __call__(self, model: Model) -> float:
-        params, _, memory, _ = model.state
-        losses = [
-            float(_loss(params, memory, tokens, model.sizes, model.rows))
-            for tokens in self.batches
-        ]
-        return float(np.mean(losses)) * self.bits
+def _labels(params: Any) -> dict[str, str]:
+    return {name: "memory" if name == "memory" else "rest" for name in params}
 
 
-_loss = partial(jax.jit, static_argnums=(3, 4))(loss_fn)
+# --- text -------------------------------------------------------------------------------
 
 
-# --- training ---------------------------------------------------------------------------
+def random_batches(text: Text, sizes: Sizes, seed: int) -> Iterator[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    while True:
+        starts = rng.integers(len(text.train) - sizes.length, size=(BATCH, 1))
+        yield text.train[starts + np.arange(sizes.length + 1)]
 
 
-class Curve(NamedTuple):
-    """Bits per byte of the held-out text after so many seconds of training, and the steps."""
+def bits_per_byte(model: Model, text: Text, sizes: Sizes) -> float:
+    """Of the text held out, or of its first part."""
+    lines = min((len(text.held_out) - 1) // sizes.length, MEASURED) // BATCH * BATCH
+    starts = np.arange(0, lines * sizes.length, sizes.length)[:, None]
+    tokens = text.held_out[starts + np.arange(sizes.length + 1)]
+    bits = [model.bits(model.state, t) for t in tokens.reshape(-1, BATCH, sizes.length + 1)]
+    return float(np.mean(bits)) * len(text.held_out) / text.held_out_bytes
 
-    seconds: list[float]
-    bits: list[float]
-    steps: list[int]
+
+# --- training and timing ----------------------------------------------------------------
 
 
 def train(
     models: dict[str, Model],
     text: Text,
-    evaluation: Evaluation,
+    sizes: Sizes,
     seconds: float,
-    points: int,
     seed: int,
     console: Console,
 ) -> dict[str, Curve]:
-    """Train models in turns until each has had `seconds`, evaluation not counted."""
-    rng = np.random.default_rng(seed)
-    spent, steps = dict.fromkeys(models, 0.0), dict.fromkeys(models, 0)
+    """Train models in turns until each has had `seconds`, measuring them not counted."""
+    batches = {name: random_batches(text, sizes, seed) for name in models}
     curves = {name: Curve([], [], []) for name in models}
-    for name, model in models.items():  # compiles
-        state, _ = model.step(model.state, random_batch(text, model.sizes, rng), _key(0))
-        models[name] = model._replace(state=jax.block_until_ready(state))
-
-    def evaluate(name: str) -> None:
-        curve = curves[name]
-        curve.seconds.append(spent[name])
-        curve.bits.append(evaluation(models[name]))
-        curve.steps.append(steps[name])
-
-    for name in models:
-        evaluate(name)
+    spent, steps = dict.fromkeys(models, 0.0), dict.fromkeys(models, 0)
     progress = Progress(
         TextColumn("training"),
         BarColumn(bar_width=None),
-        TextColumn("{task.fields[bits]}"),
+        TextColumn("{task.fields[bits]} bits per byte"),
         TimeRemainingColumn(),
         console=console,
         expand=True,
     )
+
+    def one_step(name: str) -> None:
+        state, _ = models[name].step(models[name].state, next(batches[name]))
+        models[name] = models[name]._replace(state=jax.block_until_ready(state))
+        steps[name] += 1
+
+    def measure(name: str) -> None:
+        bits = bits_per_byte(models[name], text, sizes)
+        for values, value in zip(curves[name], (spent[name], bits, steps[name]), strict=True):
+            values.append(value)
+
     with progress:
-        bar = progress.add_task("", total=seconds * len(models), bits="")
+        bar = progress.add_task("", total=seconds * len(models), bits="...")
+        for name in models:
+            one_step(name)  # compiles
+            measure(name)
         while (name := min(spent, key=spent.__getitem__)) and spent[name] < seconds:
-            model, state = models[name], models[name].state
-            batches = [random_batch(text, model.sizes, rng) for _ in range(TURN)]
             start = time.perf_counter()
-            for batch in batches:
-                state, loss = model.step(state, batch, _key(steps[name]))
-                steps[name] += 1
-            loss.block_until_ready()
-            spent[name] += time.perf_counter() - start
-            models[name] = model._replace(state=state)
-            if spent[name] >= seconds * len(curves[name].bits) / points:
-                evaluate(name)
-            bits = " ".join(f"{name} {curve.bits[-1]:.3f}" for name, curve in curves.items())
-            progress.update(bar, completed=sum(spent.values()), bits=f"bits per byte: {bits}")
+            while (taken := time.perf_counter() - start) < min(TURN, seconds):
+                one_step(name)
+            spent[name] += taken
+            if spent[name] >= min(1, len(curves[name].bits) / POINTS) * seconds:
+                measure(name)
+            bits = ", ".join(f"{curve.bits[-1]:.2f}" for curve in curves.values())
+            progress.update(bar, completed=sum(spent.values()), bits=bits)
     return curves
 
 
-def _key(number: int) -> jax.Array:
-    return jax.random.key(number)
-
-
-# --- the time of a step -----------------------------------------------------------------
-
-
 def time_steps(
-    makers: dict[str, Callable[[], Model]], text: Text, rounds: int, console: Console
-) -> dict[str, float]:
-    """Median seconds of a step: two models at a time, each beside the first, in turns.
+    kinds: Sequence[tuple[str, int]],
+    make: Callable[[str, int], Model],
+    batches: Iterator[np.ndarray],
+    seconds: float,
+    console: Console,
+) -> Seconds:
+    """Median seconds of a step of each (kind, rows), and without memory.
 
-    What else the machine does changes from minute to minute, so that times of different minutes
-    do not compare. Each is given as the time of the first, times the ratio to it.
+    What else the machine does changes from minute to minute. So each takes turns with the
+    model without memory, and its time is that of this model times the ratio in these turns.
     """
-    (reference, make), *others = makers.items()
-    base = make()
-    rng = np.random.default_rng(1)
-    ratios: dict[str, float] = {reference: 1.0}
-    of_base: list[float] = []
+    ratios: Seconds = {(WITHOUT, 0): 1.0}
+    base, of_base = make(WITHOUT, 0), []
 
-    def timed(model: Model, times: list[float]) -> Model:
-        batch = random_batch(text, model.sizes, rng)
+    def timed(model: Model) -> tuple[Model, float]:
         start = time.perf_counter()
-        state = jax.block_until_ready(model.step(model.state, batch, _key(0))[0])
-        times.append(time.perf_counter() - start)
-        return model._replace(state=state)
+        state, _ = jax.block_until_ready(model.step(model.state, next(batches)))
+        return model._replace(state=state), time.perf_counter() - start
 
     with console.status("timing") as status:
-        for name, make in others:
-            status.update(f"timing a step {name}")
-            model, pairs = make(), ([], [])
-            for _ in range(rounds + 1):  # one more, which compiles
-                base, model = timed(base, pairs[0]), timed(model, pairs[1])
-            firsts, seconds = (np.array(times[1:]) for times in pairs)
-            ratios[name] = float(np.median(seconds / firsts))
+        for kind, rows in kinds:
+            status.update(f"timing a step {kind}, {rows:,} rows")
+            model, pairs = make(kind, rows), []
+            while len(pairs) < 4 or np.sum(pairs[1:]) < seconds:
+                base, first = timed(base)
+                model, second = timed(model)
+                pairs.append((first, second))
+            del model  # before the next one is made
+            firsts, others = np.transpose(pairs[1:])  # the first of all compiles
+            ratios[kind, rows] = float(np.median(others / firsts))
             of_base.extend(firsts)
-            del model
-    reference_seconds = float(np.median(of_base))
-    return {name: ratio * reference_seconds for name, ratio in ratios.items()}
+    return {name: ratio * float(np.median(of_base)) for name, ratio in ratios.items()}
 
 
-# --- results ----------------------------------------------------------------------------
-
-
-def results_table(seconds: dict[str, float]) -> Table:
-    table = Table(title=f"A step of {BATCH} texts", title_justify="left")
-    table.add_column("model")
-    for column in ("time", "to that without memory"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for name, time_of_step in seconds.items():
-        ratio = time_of_step / seconds[WITHOUT]
-        table.add_row(name, f"{1e3 * time_of_step:.1f} ms", f"{ratio:.2f}")
-    return table
-
-
-def named(kind: str, rows: int) -> str:
-    return f"{kind}, {rows:,} rows"
-
-
-def save_plot(path: Path, curves: dict[str, Curve], seconds: dict[str, float]) -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-    for name, curve in curves.items():
-        left.plot(curve.seconds[1:], curve.bits[1:], "o-", markersize=3, label=name)
-    left.set(xlabel="seconds of training", ylabel="bits per byte, held out")
-    left.legend(frameon=False)
-    for kind, style in ((WITH, "o-"), (STOCK, "s--")):
-        sizes = [
-            (float(name.split(", ")[1].split(" ")[0].replace(",", "")), time_of_step)
-            for name, time_of_step in seconds.items()
-            if name.startswith(f"{kind}, ")
-        ]
-        if sizes:
-            rows, times = zip(*sorted(sizes), strict=True)
-            right.plot(rows, 1e3 * np.array(times), style, label=kind)
-    right.axhline(1e3 * seconds[WITHOUT], linestyle=":", color="grey", label=WITHOUT)
-    right.set(xscale="log", yscale="log", xlabel="rows of the memory", ylabel="ms for a step")
-    right.legend(frameon=False)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+def needed_bytes(kind: str, rows: int, row: int, dtype: Any) -> int:
+    """Memory for a step: stock optax makes a gradient and an update of the table's size."""
+    if kind == STOCK:
+        return 5 * 4 * rows * row
+    return rows * (jnp.dtype(dtype).itemsize * row + 4)
 
 
 # --- command line -----------------------------------------------------------------------
@@ -315,24 +233,32 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = partial(parser.add_argument, metavar="N")
     add("files", nargs="*", type=Path, metavar="FILE", help="text to learn from")
-    add("--seconds", type=_positive, default=75.0, help="training of each model (75)")
-    add("--memory", type=_rows, default=10**6, help="rows of the one trained (1e6)")
-    add("--rows", type=_rows, nargs="*", default=[10**5, 10**6, 10**7], help="sizes to time")
-    add("--dense", type=_rows, default=10**6, help="most rows for stock optax (1e6)")
-    add("--rounds", type=int, default=15, help="steps to time, of each (15)")
+    add("--seconds", type=_positive, default=45.0, help="training of each model (45)")
+    add("--memory", type=_rows, default=10**7, help="rows of the memory trained (1e7)")
+    sizes = [10**5, 10**6, 10**7, 10**8]
+    add("--rows", type=_rows, nargs="*", default=sizes, help="sizes to time (1e5 to 1e8)")
+    add("--timing", type=_positive, default=6.0, help="seconds to time each size (6)")
     add("--vocabulary", type=int, default=4096, help="of the model (4096)")
     add("--width", type=int, default=128, help="of the transformer (128)")
     add("--row", type=int, default=16, help="numbers in a row of the memory (16)")
     add("--seed", type=int, default=0, help="seed of the random numbers (0)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--plot", type=Path, default=Path("ngram_memory.png"), metavar="PATH")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="of the memory (float32)",
+    )
+    add("--plot", type=Path, metavar="PATH", help="where to draw (ngram_memory.png)")
+    parser.set_defaults(plot=Path("ngram_memory.png"))
     args = parser.parse_args(argv)
     if args.plot.is_dir() or not args.plot.parent.is_dir():
         parser.error(f"argument --plot: {args.plot} is not a file in a directory")
-    if args.vocabulary <= 256 or args.width % 8 or args.rounds < 1 or args.row < 1:
-        parser.error(
-            "--vocabulary must be > 256, --width a multiple of 8, --rounds, --row >= 1"
-        )
+    if args.vocabulary <= 256:
+        parser.error(f"argument --vocabulary: {args.vocabulary} is not more than 256 bytes")
+    if args.width < 8 or args.width % 8:
+        parser.error(f"argument --width: {args.width} is not a multiple of 8")
+    if args.row < 1:
+        parser.error(f"argument --row: {args.row} is not positive")
     return args
 
 
@@ -345,43 +271,48 @@ def _positive(text: str) -> float:
 
 def _rows(text: str) -> int:
     rows = float(text)
-    if not 100 <= rows <= 2**31 - 1e6 or rows != int(rows):
+    if not 100 <= rows <= 2e9 or rows != int(rows):
         raise argparse.ArgumentTypeError(f"{text} is no number of rows from 100 to 2e9")
     return int(rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args, console = parse_arguments(argv), Console(highlight=False)
-    dtype = jnp.dtype(args.dtype)
     try:
         with console.status("reading"):
             text = read_text(args.files, MOST_TEXT, args.vocabulary)
         sizes = Sizes(text.vocabulary, width=args.width, row=args.row)
-        if len(text.train) <= sizes.length:
-            raise CorpusError(f"{len(text.train)} tokens are too little text")
-        evaluation = Evaluation(text, sizes, most=192)
+        if min(len(text.train), len(text.held_out) // BATCH) <= sizes.length:
+            raise CorpusError(f"{len(text.train):,} tokens are too little text to learn from")
     except CorpusError as error:
         raise SystemExit(f"ngram_memory: {error}") from error
     console.print(
-        f"{len(text.train):,} tokens of {text.vocabulary:,} to learn from, "
+        f"{len(text.train):,} tokens of {text.vocabulary:,} different ones to learn from, "
         f"{text.held_out_bytes:,} bytes held out"
     )
-    make = partial(sparse_model, sizes, seed=args.seed, dtype=dtype)
-    models = {WITHOUT: make(0), WITH: make(args.memory)}
-    curves = train(models, text, evaluation, args.seconds, 12, args.seed, console)
+
+    def make(kind: str, rows: int) -> Model:
+        dtype = jnp.float32 if kind == STOCK else jnp.dtype(args.dtype)
+        return make_model(kind, sizes, rows, args.seed, dtype)
+
+    def fits(kind: str, rows: int, room: float) -> bool:
+        needed = needed_bytes(kind, rows, args.row, args.dtype)
+        if needed >= 0.9 * room:
+            console.print(f"{kind}, {rows:,} rows: left out, it needs {needed / 1e9:.0f} GB")
+        return needed < 0.9 * room
+
+    wanted = [(WITHOUT, 0), (WITH, args.memory), (STOCK, args.memory)]
+    room = free_bytes() - needed_bytes(WITH, args.memory, args.row, args.dtype)
+    models = {kind: make(kind, n) for kind, n in wanted if kind != STOCK or fits(kind, n, room)}
+    curves = train(models, text, sizes, args.seconds, args.seed, console)
     models.clear()
-    for name, curve in curves.items():
-        console.print(
-            f"{name}: {curve.steps[-1]:,} steps in {curve.seconds[-1]:.0f} s, "
-            f"[bold]{curve.bits[-1]:.3f}[/] bits per byte"
-        )
-    makers: dict[str, Callable[[], Model]] = {WITHOUT: partial(make, 0)}
-    for rows in args.rows:
-        makers[named(WITH, rows)] = partial(make, rows)
-        if rows <= args.dense:
-            makers[named(STOCK, rows)] = partial(stock_model, sizes, rows, args.seed)
-    seconds = time_steps(makers, text, args.rounds, console)
-    console.print(results_table(seconds))
+    console.print(training_table(f"A memory of {args.memory:,} rows", curves))
+
+    room = free_bytes()
+    kinds = [(kind, n) for n in args.rows for kind in (WITH, STOCK) if fits(kind, n, room)]
+    batches = random_batches(text, sizes, args.seed)
+    seconds = time_steps(kinds, make, batches, args.timing, console)
+    console.print(step_table(f"A step of {BATCH * sizes.length:,} tokens", seconds))
     save_plot(args.plot, curves, seconds)
     console.print(f"plot: {args.plot}", soft_wrap=True, markup=False)
 

@@ -50,8 +50,8 @@ class Sizes(NamedTuple):
         return self.tables * len(self.orders)
 
 
-def init_params(sizes: Sizes, seed: int, memory: bool) -> Params:
-    """Parameters of the transformer, with `memory` those that read one too."""
+def init_params(sizes: Sizes, rows: int, seed: int, dtype: Any = jnp.float32) -> Params:
+    """Parameters of the transformer and, unless `rows` is 0, of a memory of so many rows."""
     width, keys = sizes.width, iter(jax.random.split(jax.random.key(seed), 100))
 
     def weight(*shape: int) -> jax.Array:
@@ -72,18 +72,14 @@ def init_params(sizes: Sizes, seed: int, memory: bool) -> Params:
         "layers": layers,
         "logits": weight(width, sizes.vocabulary),
     }
-    if memory:
+    if rows:
         read = sizes.lookups * sizes.row
         params["key"], params["value"] = weight(read, width), weight(read, width)
+        params["memory"] = jnp.zeros((sum(parts_of(sizes, rows)), sizes.row), dtype)
     return params
 
 
 # --- the memory -------------------------------------------------------------------------
-
-
-def init_memory(sizes: Sizes, rows: int, dtype: Any = jnp.float32) -> jax.Array:
-    """A memory of about `rows` rows, all zero."""
-    return jnp.zeros((sum(parts_of(sizes, rows)), sizes.row), dtype)
 
 
 def parts_of(sizes: Sizes, rows: int) -> list[int]:
@@ -147,17 +143,21 @@ def attention(layer: Params, x: jax.Array, heads: int) -> jax.Array:
     return mixed.reshape(batch, length, width) @ layer["output"]
 
 
-def loss_fn(
-    params: Params, memory: jax.Array | None, tokens: jax.Array, sizes: Sizes, rows: int
-) -> jax.Array:
-    """The mean loss, in nats, of each token (batch, length + 1) given those before it."""
+def loss_fn(params: Params, tokens: jax.Array, sizes: Sizes, rows: int) -> jax.Array:
+    """The mean loss, in nats, of a token; `rows` is that of `init_params`."""
+    return jnp.mean(losses(params, tokens, sizes, rows))
+
+
+def losses(params: Params, tokens: jax.Array, sizes: Sizes, rows: int) -> jax.Array:
+    """The losses (batch, length) of tokens (batch, length + 1), each given those before it."""
     given, following = tokens[:, :-1], tokens[:, 1:]
     hidden = params["tokens"][given] + params["positions"][None, : given.shape[1]]
     for number, layer in enumerate(params["layers"]):
-        if number == 1 and memory is not None:
-            hidden += recalled(params, hidden, memory[ngram_ids(given, sizes, rows)])
+        if number == 1 and rows:
+            read = params["memory"][ngram_ids(given, sizes, rows)]
+            hidden += recalled(params, hidden, read)
         hidden += attention(layer, normed(hidden), sizes.heads)
         hidden += jax.nn.gelu(normed(hidden) @ layer["up"]) @ layer["down"]
     logits = normed(hidden) @ params["logits"]
     of_following = jnp.take_along_axis(logits, following[..., None], axis=-1)[..., 0]
-    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - of_following)
+    return jax.nn.logsumexp(logits, axis=-1) - of_following

@@ -54,7 +54,7 @@ def read_text(files: list[Path], most_bytes: int, vocabulary: int) -> Text:
         size += len(source)
         if size >= most_bytes:
             break
-    if not held_out and train:  # of a few files the last tenth
+    if not held_out:  # of a few files the last tenth
         text = "".join(train)
         train, held_out = [text[: -len(text) // 10]], [text[-len(text) // 10 :]]
     if size < 1000:
