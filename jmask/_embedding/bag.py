@@ -200,10 +200,10 @@ def _sums(
     ).reshape(*shape, *table.shape[1:])
     if outside is None or fills_in:
         return total
-    missing = jnp.full(positions.shape, jnp.nan, dtype)
-    missing = missing if weights is None else missing * weights
-    missing = bags.sum(jnp.where(outside, missing, 0))
-    return total + over_rows(missing, total.ndim)
+    missing = jnp.where(outside, jnp.asarray(jnp.nan, dtype), 0)
+    if weights is not None:  # those of other entries get no nan from here
+        missing = missing * jnp.where(outside, weights, 0)
+    return total + over_rows(bags.sum(missing), total.ndim)
 
 
 def _scaled(

@@ -123,7 +123,9 @@ def test_jit_and_vmap(case: Case, batched: bool, seed: int) -> None:
 # --- padding -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("form", "mode"), [("lines", "clip"), ("segments", "fill")])
+@pytest.mark.parametrize(
+    ("form", "mode"), [("lines", "clip"), ("lines", "fill"), ("segments", "fill")]
+)
 @combiners
 def test_nothing_leaks_from_padding(form: str, combiner: str, mode: str) -> None:
     """Neither what the padded row holds nor the weights of padding, of which it is one."""
