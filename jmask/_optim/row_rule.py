@@ -27,6 +27,7 @@ from jmask._base.array_types import explicit_sharding, sharding_of_rows
 from jmask._base.precision import is_narrow, wide
 from jmask._kernels.hash_dedup import deduplicated_rows
 from jmask._kernels.rows import add_rows
+from jmask._lazy.deferred_step import deferred_step, has_deferred, without_rows
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.state_rows import check_state, check_state_type
@@ -127,6 +128,8 @@ def optimizer(
     to_dense = densify()
 
     def update(updates, state, params=None, **extra_args):
+        if has_deferred(params):
+            return deferred_step(dense.init, update, update, updates, state, params)
         updates, _ = to_dense.update(updates, to_dense.init(params), params)
         return dense.update(updates, state, params, **extra_args)
 
@@ -143,6 +146,10 @@ def _apply_gradients(
     check_parameters(params)
     given, params = params, dense_parameters(params)
     check_gradient(grads, params, alike=True)
+    if has_deferred(params):
+        run = functools.partial(_apply_gradients, rule, lifted)
+        params, state = deferred_step(lifted.init, lifted.update, run, grads, state, params)
+        return stored_as(given, params), state
     shapes = jax.tree.map(shape_of, params, is_leaf=is_stored_table)
     check_state(state, jax.eval_shape(lifted.init, shapes))
     structure: Any
@@ -240,7 +247,7 @@ def _added(table: jax.Array, rows: RowSparse) -> jax.Array:
 def _dense_optimizer(rule: RowRule, state_type: type) -> optax.GradientTransformationExtraArgs:
     def init(params):
         check_parameters(params)
-        params = dense_parameters(params)
+        params = without_rows(dense_parameters(params))
         slots = [
             jax.tree.map(
                 functools.partial(rule.initial_slot, slot), params, is_leaf=is_stored_table

@@ -1,0 +1,391 @@
+"""Tables that compute what their rows are now: dense optimizers at the cost of the rows touched.
+
+    step        1     2     3     4     5
+    row 7       g     -     -     -     g         what a dense optimizer does in steps 2 to 4
+    last              1     1     1     1   5     is computed when the row is read next
+
+While a row is away its gradient is zero, and so what a dense optimizer does to it is known. The
+table holds what the optimizer keeps of each row, for reads need it, and the step at which each
+row was last brought up to date; see `skipped_steps` for the steps since then.
+
+    main       (V, entries)  parameter and state side by side, so that a row is one read
+    others     state of another dtype, or with one number for each row
+    last       (V,) int32
+    lines      one for each of the last W steps, the same for all rows
+
+In each step a few rows, one after the other, are brought up to date besides, so that none is
+ever behind by W steps.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmask._base.precision import wide
+from jmask._base.row_ids import hide
+from jmask._kernels.coalesce import coalesce_rows
+from jmask._kernels.hash_dedup import deduplicated_rows
+from jmask._kernels.rows import gather_rows, set_rows
+from jmask._tables.routed_rows import RoutedRows
+from jmask._tables.skipped_steps import Form, StepWithout, advanced, skipped
+from jmask._tables.stored_table import StoredTable, is_stored_table, whole
+from jmask._tensors.row_sparse import RowSparse
+
+# Rows that are computed at a time where all of them are.
+_BLOCK = 1 << 16
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class DeferredTable(StoredTable):
+    """A table (V, *row) whose rows are, when read, what a dense optimizer has made of them.
+
+    Made by `jmask.deferred`; used like an array by lookups, gradients and optimizers.
+
+    Attributes:
+        shape: (V, *row).
+        clock: how many steps the table has taken, int32.
+        last: the step at which each row was last brought up to date, (V,) int32.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> tx = jmask.sgd(1.0, momentum=0.5)
+        >>> table = jmask.deferred(jnp.zeros((3, 1)), tx)
+        >>> state = tx.init(table)
+        >>> for i in (0, 2):
+        ...     grads = jmask.grad(lambda t: t[jnp.array([i])].sum())(table)
+        ...     table, state = jmask.apply_gradients(tx, grads, state, table)
+        >>> table.todense().ravel()         # row 0 has moved on by half of its last step
+        Array([-1.5,  0. , -1. ], dtype=float32)
+    """
+
+    __slots__ = (
+        "apart", "carry", "clock", "form", "last", "lines", "made_for", "main", "others",
+    )  # fmt: skip
+
+    _ARRAYS = ("main", "others", "last", "clock", "lines", "carry", "phantom")
+    _STATIC = ("shape", "apart", "form", "made_for")
+
+    main: Any
+    others: tuple[Any, ...]
+    last: Any
+    clock: Any
+    lines: Any
+    carry: Any
+    apart: tuple[bool, ...]
+    form: Form | None
+    made_for: str | None
+
+    @classmethod
+    def of(cls, **parts: Any) -> "DeferredTable":
+        node = object.__new__(cls)
+        for name in (*cls._ARRAYS, *cls._STATIC):
+            setattr(node, name, parts.get(name))
+        return node
+
+    @classmethod
+    def before(cls, table: Any, slots: Sequence[Any]) -> "DeferredTable":
+        """A table of which it is not known what its steps have in common: see `begun`.
+
+        Args:
+            table (V, *row): an array or a stored table.
+            slots: what the optimizer keeps of it, (V, ...) in the order of its state.
+        """
+        apart = [not _is_beside(x, table) for x in slots]
+        main = _side_by_side(
+            [table, *(x for x, is_apart in zip(slots, apart, strict=True) if not is_apart)]
+        )
+        return cls.of(
+            main=main,
+            others=tuple(x for x, is_apart in zip(slots, apart, strict=True) if is_apart),
+            last=_last_of(main, table.shape[0]),
+            clock=jnp.zeros((), jnp.int32),
+            shape=tuple(table.shape),
+            apart=tuple(apart),
+        )
+
+    def begun(self, form: Form, made_for: str) -> "DeferredTable":
+        """The table before its first step.
+
+        Args:
+            form: what its steps have in common.
+            made_for: which optimizer takes them.
+        """
+        line = form.fresh(wide(self.dtype))
+        return self._with(
+            lines=jnp.tile(line, (ring_of(self.shape[0]), 1)),
+            carry=jnp.zeros((ring_of(self.shape[0]), form.sums), line.dtype),
+            form=form,
+            made_for=made_for,
+        )
+
+    def tree_flatten_with_keys(self) -> Any:
+        children = [(jax.tree_util.GetAttrKey(x), getattr(self, x)) for x in self._ARRAYS]
+        return children, tuple(getattr(self, x) for x in self._STATIC)
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Any) -> "DeferredTable":
+        node = object.__new__(cls)
+        for name, x in zip((*cls._ARRAYS, *cls._STATIC), (*children, *static), strict=True):
+            setattr(node, name, x)
+        return node
+
+    def _with(self, **parts: Any) -> "DeferredTable":
+        node = copy.copy(self)
+        for name, x in parts.items():
+            setattr(node, name, x)
+        return node
+
+    @property
+    def dtype(self) -> Any:
+        return self.main.dtype
+
+    def with_phantom(self, phantom: Any) -> "DeferredTable":
+        return self._with(phantom=phantom)
+
+    def full(self, row: Sequence[int], value: Any, dtype: Any) -> jax.Array:
+        """What an optimizer keeps of this table elsewhere: nothing, rows (0, *row)."""
+        return jnp.full((0, *row), value, dtype)
+
+    # --- rows ----------------------------------------------------------------------------
+
+    def read(self, ids: jax.Array) -> jax.Array:
+        return self._now(*self._gathered(lambda x: _read(x, ids)))[0]
+
+    def fitted(self, gradient: RowSparse) -> Any:
+        if not is_stored_table(self.main):
+            return gradient
+        like = copy.copy(self.main)  # which says where rows live
+        like.shape = self.shape
+        return like.fitted(gradient)
+
+    def rows(self, gradient: Any) -> jax.Array:
+        return self.all_rows(gradient)[0]
+
+    def all_rows(self, gradient: Any) -> list[jax.Array]:
+        """Rows (n, ...) of a gradient as they are now, of the parameter and of the state."""
+        return self._now(*self._gathered(lambda x: _rows(x, gradient)))
+
+    def set_rows(self, gradient: Any, rows: jax.Array) -> "DeferredTable":
+        _, *state = self.all_rows(gradient)
+        return self.with_all_rows(gradient, [rows, *state])
+
+    def with_all_rows(self, gradient: Any, rows: Sequence[jax.Array]) -> "DeferredTable":
+        """The table with other rows, which are up to date, where a gradient has them."""
+
+        def write(x: Any, new: jax.Array) -> Any:
+            return _with_rows(x, gradient, new.astype(x.dtype))
+
+        return self._written(write, rows)
+
+    def stepped(
+        self, gradient: Any, rows: Sequence[jax.Array], step: StepWithout
+    ) -> "DeferredTable":
+        """The table after a step.
+
+        Args:
+            gradient: with equal ids summed.
+            rows: parameter and state after the step where the gradient has rows.
+            step: what the step is for all other rows.
+        """
+        lines, carry = advanced(self.form, self.lines, self.carry, self.clock, step)
+        table = self._with(clock=self.clock + 1, lines=lines, carry=carry)
+        return table.with_all_rows(gradient, rows)._swept(self.clock)
+
+    def _swept(self, number: jax.Array) -> "DeferredTable":
+        """The table with the next few rows up to date."""
+        rows = self.shape[0]
+        if not rows:
+            return self
+        rounds = self.lines.shape[0] - 1
+        count = -(-rows // rounds)
+        first = jnp.minimum(number % rounds * count, rows - count).astype(jnp.int32)
+        if is_stored_table(self.main):
+            ids = first + jnp.arange(count, dtype=first.dtype)
+            nothing = jnp.zeros((count, *self.shape[1:]), self.dtype)
+            which = RowSparse.of_rows(ids, nothing, self.shape, coalesced=True)
+            which = self.fitted(which)
+            return self.with_all_rows(which, self.all_rows(which))
+        return self._block_up_to_date(first, count)
+
+    def _block_up_to_date(self, first: jax.Array, count: int) -> "DeferredTable":
+        rows = self._now(*self._gathered(lambda x: _block(x, first, count)))
+
+        def write(x: Any, new: jax.Array) -> Any:
+            return lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), first, 0)
+
+        return self._written(write, rows)
+
+    def up_to_date(self) -> "DeferredTable":
+        """The table with all rows up to date: O(V), in place where it is donated."""
+        rows = self.shape[0]
+        count = min(rows, _BLOCK)
+        if not rows:
+            return self
+        if is_stored_table(self.main):
+            ids = jnp.arange(rows, dtype=jnp.int32)
+            nothing = jnp.zeros((rows, *self.shape[1:]), self.dtype)
+            which = self.fitted(RowSparse.of_rows(ids, nothing, self.shape, coalesced=True))
+            return self.with_all_rows(which, self.all_rows(which))
+
+        def block(i: jax.Array, table: Any) -> Any:
+            return table._block_up_to_date(jnp.minimum(i * count, rows - count), count)
+
+        return lax.fori_loop(0, -(-rows // count), block, self)
+
+    def all_entries(self) -> list[jax.Array]:
+        """Parameter and state as arrays (V, ...), as they are now."""
+        table = self.up_to_date()
+        main = table.main.todense() if is_stored_table(table.main) else table.main
+        others = [x.todense() if is_stored_table(x) else x for x in table.others]
+        return self._ordered(self._parted(main), others)
+
+    def todense(self) -> jax.Array:
+        """The array (V, *row) that the dense optimizer has at this step."""
+        return whole(self.all_entries()[0], self.phantom)
+
+    # --- parts ---------------------------------------------------------------------------
+
+    def _gathered(self, read: Callable[[Any], jax.Array]) -> tuple[Any, Any, Any]:
+        last = read(self.last)
+        return read(self.main), [read(x) for x in self.others], last.reshape(last.shape[0])
+
+    def _now(self, main: jax.Array, others: list[jax.Array], last: jax.Array) -> list[Any]:
+        entries = self._ordered(self._parted(main), others)
+        if self.form is None:
+            return entries
+        dtype = self.lines.dtype
+        ring = self.lines.shape[0]
+        lines = gather_rows(self.lines, last % ring)
+        new = skipped(self.form, lines, [x.astype(dtype) for x in entries])
+        return [x.astype(y.dtype) for x, y in zip(new, entries, strict=True)]
+
+    def _written(
+        self, write: Callable[[Any, jax.Array], Any], rows: Sequence[jax.Array]
+    ) -> "DeferredTable":
+        count = rows[0].shape[0]
+        is_other = self._are_others()
+        beside = [x for x, other in zip(rows, is_other, strict=True) if not other]
+        main = jnp.concatenate(
+            [x.reshape(count, -1).astype(self.dtype) for x in beside], axis=1
+        )
+        others = [x for x, other in zip(rows, is_other, strict=True) if other]
+        last = jnp.full((count,) + (1,) * (self.last.ndim - 1), self.clock)
+        return self._with(
+            main=write(self.main, main),
+            others=tuple(write(x, y) for x, y in zip(self.others, others, strict=True)),
+            last=write(self.last, last),
+        )
+
+    def _are_others(self) -> list[bool]:
+        """For the parameter and each slot whether it is among `others`."""
+        return [False, *self.apart]
+
+    def _parted(self, main: jax.Array) -> list[jax.Array]:
+        """The entries of rows (n, entries) that are side by side."""
+        size = math.prod(self.shape[1:])
+        parts = [main[:, i : i + size] for i in range(0, main.shape[1], size)]
+        return [x.reshape(main.shape[0], *self.shape[1:]) for x in parts]
+
+    def _ordered(self, beside: list[Any], others: list[Any]) -> list[Any]:
+        """Parameter and slots in the order of the state."""
+        parts = {False: iter(beside), True: iter(others)}
+        return [next(parts[other]) for other in self._are_others()]
+
+
+@jax.tree_util.register_pytree_node_class
+class NewTable:
+    """What `update` returns for a deferred table: the table after the step.
+
+    `jmask.apply_updates` puts it in place of the old one. An optimizer that is chained behind
+    maps arithmetic over its leaves; one of them refuses that, as the ids of a `RowSparse` do.
+    """
+
+    def __init__(self, table: DeferredTable):
+        self.table = table
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.table.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.table.dtype
+
+    def tree_flatten(self) -> Any:
+        return (hide(jnp.zeros((1,), jnp.int32)), self.table), None
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Any) -> "NewTable":
+        node = object.__new__(cls)
+        node.table = children[1]
+        return node
+
+
+def is_deferred(x: Any) -> bool:
+    """Whether `x` is a `DeferredTable`."""
+    return isinstance(x, DeferredTable)
+
+
+def ring_of(rows: int) -> int:
+    """W, how many steps a row may be behind: about twice the root of V."""
+    return min(max(1 << math.ceil(math.log2(2 * math.sqrt(max(rows, 1)))), 64), 1 << 14)
+
+
+def distinct(gradient: RowSparse) -> RowSparse:
+    """A gradient with the rows of equal ids summed, on CPUs in no order; zeros for padding."""
+    rows = gradient.shape[0]
+
+    def by_hashing(ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return deduplicated_rows(ids, values, rows)
+
+    def by_sorting(ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return coalesce_rows(ids, values, rows)
+
+    ids, values = gradient.row_ids(), gradient.values
+    if gradient.order == "any":
+        ids, values = lax.platform_dependent(ids, values, cpu=by_hashing, default=by_sorting)
+    exists = (ids < rows).reshape((-1,) + (1,) * (values.ndim - 1))
+    values = jnp.where(exists, values, jnp.zeros((), values.dtype))
+    if isinstance(gradient, RoutedRows) or gradient.order != "any":
+        return gradient.with_values(values)
+    return RowSparse.of_rows(ids, values, gradient.shape, coalesced=False)
+
+
+def _is_beside(slot: Any, table: Any) -> bool:
+    return slot.dtype == table.dtype and tuple(slot.shape) == tuple(table.shape)
+
+
+def _side_by_side(tables: Sequence[Any]) -> Any:
+    """Tables (V, *row) as one, (V, entries)."""
+    return jnp.concatenate([x.reshape(x.shape[0], -1) for x in tables], axis=1)
+
+
+def _last_of(main: Any, rows: int) -> Any:
+    if is_stored_table(main):
+        return main.full((1,), 0, jnp.int32)
+    return jnp.zeros((rows,), jnp.int32)
+
+
+def _read(x: Any, ids: jax.Array) -> jax.Array:
+    return x.read(ids) if is_stored_table(x) else gather_rows(x, ids)
+
+
+def _rows(x: Any, gradient: Any) -> jax.Array:
+    if is_stored_table(x):
+        return x.rows(gradient)
+    return gather_rows(x, gradient.row_ids(), coalesced=gradient.coalesced)
+
+
+def _with_rows(x: Any, gradient: Any, rows: jax.Array) -> Any:
+    if is_stored_table(x):
+        return x.set_rows(gradient, rows)
+    return set_rows(x, gradient.row_ids(), rows, coalesced=gradient.coalesced)
+
+
+def _block(x: jax.Array, first: jax.Array, count: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(x, first, count, 0)
