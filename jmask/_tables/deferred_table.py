@@ -30,7 +30,7 @@ from jmask._base.precision import wide
 from jmask._base.row_ids import hide
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.hash_dedup import deduplicated_rows
-from jmask._kernels.rows import gather_rows, set_rows
+from jmask._kernels.rows import gather_rows, ids_after_reading, set_rows
 from jmask._tables.routed_rows import RoutedRows
 from jmask._tables.skipped_steps import Form, StepWithout, advanced, skipped
 from jmask._tables.stored_table import StoredTable, is_stored_table, whole
@@ -261,6 +261,9 @@ class DeferredTable(StoredTable):
         dtype = self.lines.dtype
         ring = self.lines.shape[0]
         lines = gather_rows(self.lines, last % ring)
+        # Or XLA gathers them for each entry again.
+        main, lines, *others = lax.optimization_barrier((main, lines, *others))
+        entries = self._ordered(self._parted(main), others)
         new = skipped(self.form, lines, [x.astype(dtype) for x in entries])
         return [x.astype(y.dtype) for x, y in zip(new, entries, strict=True)]
 
@@ -274,7 +277,9 @@ class DeferredTable(StoredTable):
             [x.reshape(count, -1).astype(self.dtype) for x in beside], axis=1
         )
         others = [x for x, other in zip(rows, is_other, strict=True) if other]
-        last = jnp.full((count,) + (1,) * (self.last.ndim - 1), self.clock)
+        # What is written here depends on what was read, or XLA reads from a copy.
+        clock = ids_after_reading(jnp.full((count,), self.clock), main)
+        last = clock.reshape((count,) + (1,) * (self.last.ndim - 1))
         return self._with(
             main=write(self.main, main),
             others=tuple(write(x, y) for x, y in zip(self.others, others, strict=True)),

@@ -75,6 +75,9 @@ class Form:
         has_root: whether e0 is not 0.
         sign: a of the sign, or None.
         terms: how many coefficients there are for the quotients.
+
+    A line is the products of A, the coefficients of the quotients, the sum of the signs; then
+    the diagonal of the products less 1, which is exact where they are near 1; and ŷ, √ê0, k e1.
     """
 
     width: int
@@ -89,12 +92,17 @@ class Form:
         """How many numbers of a line are sums."""
         return len(self.pairs) + self.terms + (self.sign is not None)
 
+    @property
+    def scale(self) -> int:
+        """Where ŷ, √ê0 and k e1 are in a line."""
+        return self.sums + self.width
+
     def fresh(self, dtype: Any) -> jax.Array:
         """The line (numbers,) of a row that is up to date."""
-        diagonal = [float(i == j) for i, j in self.pairs]
-        rest = [0.0] * (self.sums - len(diagonal))
+        products = [float(i == j) for i, j in self.pairs]
+        rest = [0.0] * (self.scale - len(products))
         scale = [] if self.quotient is None else [1.0, 0.0, 1.0]
-        return jnp.asarray([*diagonal, *rest, *scale], dtype)
+        return jnp.asarray([*products, *rest, *scale], dtype)
 
 
 def products_of(steps: Sequence[tuple[int, int]], width: int) -> tuple[tuple[int, int], ...]:
@@ -123,8 +131,9 @@ def advanced(
     if step.quotient is not None:
         first = jnp.stack([jnp.asarray(x, dtype) for x in _scale(form, step)])
         is_first = age == clock % ring
-        scale = jnp.where(is_first, first, lines[:, form.sums :])
-        lines = lines.at[:, form.sums :].set(scale)
+        scale = jnp.where(is_first, first, lines[:, form.scale :])
+    else:
+        scale = lines[:, form.scale :]
     place = {pair: i for i, pair in enumerate(form.pairs)}
     old = {pair: lines[:, i] for pair, i in place.items()}
     added = [
@@ -144,7 +153,9 @@ def advanced(
     if form.sign is not None:
         added.append(moves * sums[:, -1] + step.sign * jnp.sign(old[form.sign, form.sign]))
     new, carry = _sum(lines[:, : form.sums], carry, jnp.stack(added, axis=1))
-    lines = jnp.concatenate([new, lines[:, form.sums :]], axis=1)
+    diagonal = np.array([place[i, i] for i in range(form.width)])
+    less_1 = (new[:, diagonal] - 1) + carry[:, diagonal]
+    lines = jnp.concatenate([new, less_1, scale], axis=1)
     is_next = age == (clock + 1) % ring
     return jnp.where(is_next, form.fresh(dtype), lines), jnp.where(is_next, 0, carry)
 
@@ -160,24 +171,28 @@ def skipped(form: Form, lines: jax.Array, entries: Sequence[jax.Array]) -> list[
     def number(i: int) -> jax.Array:
         return lines[:, i].reshape((-1,) + (1,) * (entries[0].ndim - 1))
 
-    new: list[Any] = [None] * form.width
+    kept, moves = [], []
+    for i, entry in enumerate(entries):
+        product = number(form.pairs.index((i, i)))
+        # What is near 1 keeps its digits less 1, and what is near 0 as it is.
+        is_small = product < 0.5
+        kept.append(jnp.where(is_small, 0, entry))
+        moves.append(entry * jnp.where(is_small, product, number(form.sums + i)))
     for place, (i, j) in enumerate(form.pairs):
-        # The parameter gets what it moves by in one sum.
-        move = entries[j] * (number(place) - 1 if i == j == 0 else number(place))
-        new[i] = move if new[i] is None else new[i] + move
+        if i != j:
+            moves[i] = moves[i] + entries[j] * number(place)
     if form.quotient is not None:
         a, b = form.quotient
         first = len(form.pairs)
-        y, root, shift = map(number, range(form.sums, form.sums + 3))
+        y, root, shift = map(number, range(form.scale, form.scale + 3))
         x = jnp.sqrt(y * entries[b] + root * root if form.has_root else y * entries[b])
         inverse = 1 / (x + shift)
         zeta = 1 - 2 * (root + shift) * inverse  # in [-1, 1]
         total = _clenshaw([number(first + i) for i in range(form.terms)], zeta)
-        new[0] = new[0] + entries[a] * (total * inverse)
+        moves[0] = moves[0] + entries[a] * (total * inverse)
     if form.sign is not None:
-        new[0] = new[0] + jnp.sign(entries[form.sign]) * number(form.sums - 1)
-    new[0] = entries[0] + new[0]
-    return new
+        moves[0] = moves[0] + jnp.sign(entries[form.sign]) * number(form.sums - 1)
+    return [x + move for x, move in zip(kept, moves, strict=True)]
 
 
 def terms_for(b1: Any, b2: Any, is_corrected: bool) -> int | None:
