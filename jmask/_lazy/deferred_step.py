@@ -279,7 +279,8 @@ def _quotient(
     if _is_zero(e0) and _is_zero(e1):
         raise NotDeferrableError("with `eps` 0 it divides 0 by 0 in rows without a gradient")
     decays = [1 + changes.get((i, i), 0.0) for i in (a, b)]
-    count = terms_for(*decays, is_corrected=not isinstance(root.y, int | float))
+    is_corrected = not isinstance(root.y, int | float)
+    count = terms_for(*decays, is_corrected, has_root=not _is_zero(e0))
     if count is None:
         raise NotDeferrableError(
             f"with `b1`={decays[0]:.6g} and `b2`={decays[1]:.6g} no short sum of its steps is "

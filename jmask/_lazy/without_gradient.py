@@ -33,6 +33,8 @@ class Factor(NamedTuple):
     rest: Any
 
     def times(self, x: Any) -> "Factor":
+        if isinstance(self.rest, int | float):  # in Python's digits
+            return Factor(0, _times(x, self.ones + self.rest))
         return Factor(0, _times(x, self.ones) + _times(x, self.rest))
 
     def plus(self, other: "Factor") -> "Factor":

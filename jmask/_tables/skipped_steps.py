@@ -195,20 +195,21 @@ def skipped(form: Form, lines: jax.Array, entries: Sequence[jax.Array]) -> list[
     return [x + move for x, move in zip(kept, moves, strict=True)]
 
 
-def terms_for(b1: Any, b2: Any, is_corrected: bool) -> int | None:
+def terms_for(b1: Any, b2: Any, is_corrected: bool, has_root: bool) -> int | None:
     """How many coefficients the sum of quotients takes; None if no number of them will do.
 
     Args:
         b1, b2: what s_a and s_b are multiplied with in a step: numbers, or arrays that are
             not known.
         is_corrected: whether y changes from step to step, as the bias of s_b is corrected.
+        has_root: whether e0 is not 0, and T bends more.
     """
     if not all(isinstance(x, int | float) for x in (b1, b2)):
         return _TERMS_IF_UNKNOWN
     errors = _errors(float(b1), float(b2), is_corrected)
     for terms, error in errors:
         if error < _EXACT:
-            return terms
+            return terms + 2 if has_root else terms
     terms, error = errors[-1]
     return terms if error < _ACCEPTED else None
 
