@@ -8,14 +8,13 @@ gather" of the report then has a ratio of 1.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
 from jmask._kernels import gather as _gather
-from jmask._kernels import scatter_update as _fused_update
+from jmask._kernels import update_rows as _update_rows
 from jmask._ops import products as _products
 from jmask._updates import row_update as _row_update
 
@@ -23,11 +22,7 @@ from jmask._updates import row_update as _row_update
 TRICKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "fast gather": (_gather.Gather, "is_slow_copy", lambda *_: False),
     # Equal ids are then found by sorting.
-    "hashing": (
-        _fused_update,
-        "_on_one_cpu",
-        functools.partial(_fused_update._at_once, on_cpu=True),
-    ),
+    "hashing": (_update_rows, "_on_one_cpu", _update_rows._on_cpus),
     "whole small tables": (_row_update, "is_saturated", lambda *_: False),
     "kernel for CSR": (_products, "suits_kernel", lambda *_: False),
 }

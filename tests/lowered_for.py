@@ -6,18 +6,17 @@ Where jmask computes differently on each platform, this chooses the way of the n
 the rest of the process: its results are tested without such a device, by another compiler.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from jax import lax
 from jax.interpreters import mlir
 
-from jmask._kernels import scatter_update as _fused_update
+from jmask._kernels import update_rows as _update_rows
 
 _UPDATES = {
-    "cuda": _fused_update._by_parts,
-    "tpu": functools.partial(_fused_update._at_once, on_cpu=True),
+    "cuda": _update_rows._by_definition,
+    "tpu": _update_rows._on_cpus,
 }
 
 
@@ -29,4 +28,4 @@ def lower_for(platform: str) -> None:
 
     lax.platform_dependent = chosen
     rule = mlir.lower_fun(_UPDATES[platform], multiple_results=True)
-    mlir.register_lowering(_fused_update._update_rows_p, rule, platform="cpu")
+    mlir.register_lowering(_update_rows._update_rows_p, rule, platform="cpu")

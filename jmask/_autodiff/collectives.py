@@ -38,7 +38,7 @@ def _on_parts(inputs: Values, function: Callable[[jax.Array], jax.Array]) -> Out
     if not all(isinstance(x, RowSum) and x.carry is None for x in inputs):
         return None
     return [
-        dataclasses.replace(x, parts=tuple((function(i), function(r)) for i, r in x.parts))
+        dataclasses.replace(x, parts=tuple((function(i), function(r)) for i, r in x.arrays()))
         for x in inputs
     ]
 
@@ -103,7 +103,7 @@ def _shard_map(
             for x, keep in zip(outputs, sparse, strict=True)
         ]
         return [
-            interpreter.dense(x, eqn) if kind is None else x.parts
+            interpreter.dense(x, eqn) if kind is None else x.arrays()
             for x, kind in zip(outputs, kinds, strict=True)
         ]
 

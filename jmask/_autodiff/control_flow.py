@@ -197,7 +197,7 @@ def _parts_added_to(key: _Carry, output: Any) -> tuple[IdsAndRows, ...]:
     # Rows of slices with fixed bounds are better summed than stacked.
     additive = isinstance(output, RowSum) and output.carry is key
     if additive and (output.looked_up or not output.parts):
-        return output.parts
+        return output.arrays()
     refuse(key)
     return ()
 

@@ -27,10 +27,12 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
+from jmask._autodiff.factors import Origins, plain
 from jmask._autodiff.values import Filled, RowSum
 from jmask._base.array_types import varying_like
 from jmask._base.fallback import Place, in_bytes, place_among, report_fallback
 from jmask._base.forms import (
+    CALLS,
     aval_of,
     called,
     name_of,
@@ -44,6 +46,8 @@ from jmask._kernels.gather import Gather
 source_info_util.register_exclusion(str(Path(__file__).parents[1]))
 
 
+# Which are told what is known of the origin of an operand.
+_TAKE_REPEATED = ("scatter-add", *CALLS)
 _ROW_MAKERS = ("scatter-add", "dynamic_update_slice", "pad", "bcoo_dot_general")
 
 Flags = Sequence[bool]
@@ -74,10 +78,12 @@ class Demand:
     Attributes:
         wanted: the variables that reach a wanted output through linear rules only.
         live: the equations whose result is used or that have an effect.
+        definitions: the equation that makes a variable.
     """
 
     wanted: set[Var]
     live: set[int]
+    definitions: dict[Var, JaxprEqn]
 
     def of(self, variables: Sequence[Any]) -> list[bool]:
         return [not isinstance(v, Literal) and v in self.wanted for v in variables]
@@ -105,7 +111,7 @@ class Interpreter:
         }
         used, live = set(outputs), set[int]()
         definitions = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        result = Demand(wanted, live)
+        result = Demand(wanted, live, definitions)
         for number, eqn in reversed(list(enumerate(jaxpr.eqns))):
             if not (eqn.effects or any(v in used for v in eqn.outvars)):
                 continue
@@ -136,20 +142,24 @@ class Interpreter:
         values: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         values.update(zip(jaxpr.invars, inputs, strict=True))
 
+        origins = Origins(demand.definitions, values)
+
         def read(v: Any) -> Any:
-            return v.val if isinstance(v, Literal) else values[v]
+            return v.val if isinstance(v, Literal) else plain(values[v])
 
         for number, eqn in enumerate(jaxpr.eqns):
             if number not in demand.live:
                 continue
-            arguments = [read(v) for v in eqn.invars]
+            arguments, outputs_wanted = [read(v) for v in eqn.invars], demand.of(eqn.outvars)
+            if any(outputs_wanted) and name_of(eqn) in _TAKE_REPEATED:
+                arguments = list(map(origins.repeated, eqn.invars, arguments))
             stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
             traceback = eqn.source_info.traceback
             with (
                 source_info_util.user_context(traceback, name_stack=stack),
                 eqn.ctx.manager,
             ):
-                outputs = self._run_equation(eqn, arguments, demand.of(eqn.outvars))
+                outputs = self._run_equation(eqn, arguments, outputs_wanted)
             values.update(zip(eqn.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -170,7 +180,8 @@ class Interpreter:
     def run_dense(self, eqn: JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
         """The equation itself, on arrays."""
         arguments = [
-            self._dense_as_traced(x, v, eqn) for x, v in zip(arguments, eqn.invars, strict=True)
+            self._dense_as_traced(plain(x), v, eqn)
+            for x, v in zip(arguments, eqn.invars, strict=True)
         ]
         outputs = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(eqn.params))
         return list(outputs) if eqn.primitive.multiple_results else [outputs]

@@ -30,8 +30,8 @@ from jmask._base.forms import aval_of, parameter
 from jmask._base.row_ids import canonical, id_dtype, widen
 from jmask._kernels.rows import gather_rows
 
-IdsAndRows = tuple[jax.Array, jax.Array]
-"""Canonical ids (n,) and the rows to be added there (n, *row)."""
+IdsAndRows = tuple[jax.Array, Any]
+"""Canonical ids (n,) and the rows to be added there (n, *row): an array, or `FactoredRows`."""
 
 
 def scatter_add_rows(

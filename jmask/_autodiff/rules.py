@@ -29,6 +29,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
+from jmask._autodiff.factors import plain, updates_of_rows
 from jmask._autodiff.interpreter import (
     Flags,
     Interpreter,
@@ -160,7 +161,7 @@ def _broadcast_rows(eqn: JaxprEqn, x: RowSum) -> Outputs:
         return None
     parts = tuple(
         (ids, lax.broadcast_in_dim(rows, (*ids.shape, *shape[1:]), dimensions))
-        for ids, rows in x.parts
+        for ids, rows in x.arrays()
     )
     return [dataclasses.replace(x, shape=shape, parts=parts)]
 
@@ -169,11 +170,15 @@ def _scatter_add(
     eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
 ) -> Outputs:
     operand, indices, updates = inputs
+    operand, indices = plain(operand), plain(indices)
     if not isinstance(operand, RowSum):
         return None
-    updates = interpreter.dense(updates, eqn)
+    rows = updates_of_rows(updates, eqn)
+    updates = interpreter.dense(plain(updates), eqn)
     entries = scatter_add_rows(eqn, interpreter.dense(indices, eqn), updates)
-    return None if entries is None else [operand.plus((entries,), looked_up=True)]
+    if entries is None:
+        return None
+    return [operand.plus(((entries[0], rows or entries[1]),), looked_up=True)]
 
 
 def _dynamic_update_slice(
@@ -224,7 +229,7 @@ def _add(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter)
 
 
 def _negated(x: Any) -> Any:
-    return x.map_rows(jnp.negative) if isinstance(x, RowSum) else -x
+    return x.scaled(jnp.negative) if isinstance(x, RowSum) else -x
 
 
 def _subtract(
@@ -274,7 +279,7 @@ def _multiply(
     x = x.broadcast(aval_of(eqn.outvars[0]).shape)
     if x is None:
         return None
-    return [x.map_rows(lambda rows: rows * jnp.asarray(factor, rows.dtype))]
+    return [x.scaled(lambda rows: rows * jnp.asarray(factor, rows.dtype))]
 
 
 def _divide(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
@@ -286,7 +291,7 @@ def _divide(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpret
     x = x.broadcast(aval_of(eqn.outvars[0]).shape)
     if x is None:
         return None
-    return [x.map_rows(lambda rows: rows / jnp.asarray(divisor, rows.dtype))]
+    return [x.scaled(lambda rows: rows / jnp.asarray(divisor, rows.dtype))]
 
 
 def _reshape(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
@@ -301,7 +306,7 @@ def _reshape(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpre
     same_size = np.prod(shape, dtype=int) == np.prod(x.shape, dtype=int)
     if not shape or shape[0] != x.shape[0] or not same_size:
         return None
-    parts = tuple((ids, rows.reshape((ids.shape[0], *shape[1:]))) for ids, rows in x.parts)
+    parts = tuple((ids, rows.reshape((ids.shape[0], *shape[1:]))) for ids, rows in x.arrays())
     return [dataclasses.replace(x, shape=shape, parts=parts)]
 
 

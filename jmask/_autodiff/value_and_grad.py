@@ -108,7 +108,7 @@ def _after_reading(value: Any, gradients: Any) -> Any:
             return gradient
         read = ids_after_reading(ids, value)
         kind = {"coalesced": gradient.coalesced}
-        return RowSparse.of_rows(read, gradient.values, gradient.shape, **kind)
+        return RowSparse.of_rows(read, gradient.stored, gradient.shape, **kind)
 
     if not isinstance(value, jax.core.Tracer):
         return gradients

@@ -25,7 +25,8 @@ import jax.numpy as jnp
 from jmask._autodiff.row_pattern import IdsAndRows
 from jmask._base.row_ids import id_dtype
 from jmask._kernels.coalesce import coalesce_rows
-from jmask._kernels.rows import add_rows
+from jmask._kernels.factored_rows import FactoredRows, as_array
+from jmask._kernels.update_rows import add_to_rows
 from jmask._tensors.row_sparse import RowSparse
 
 _refused: contextvars.ContextVar[set[object]] = contextvars.ContextVar("refused")
@@ -60,7 +61,7 @@ class RowSum:
     """A sum of row updates of an array of the given shape and dtype.
 
     Attributes:
-        parts: pairs of canonical ids (n,) and rows (n, *row).
+        parts: pairs of canonical ids (n,) and rows (n, *row), an array or `FactoredRows`.
         looked_up: some part comes from a lookup. Otherwise the rows come from slices with
             fixed bounds (`table[:10]`), whose gradient stays an ordinary dense array
             unless a lookup of the same table joins it.
@@ -89,13 +90,26 @@ class RowSum:
             looked_up=self.looked_up or looked_up,
         )
 
+    def arrays(self) -> tuple[IdsAndRows, ...]:
+        """The parts with their rows as arrays."""
+        return tuple((ids, as_array(rows)) for ids, rows in self.parts)
+
+    def scaled(self, function: Callable[[jax.Array], jax.Array]) -> "RowSum":
+        """Multiply every entry by the same number, as the function does with an array."""
+        refuse(self.carry)
+        parts = tuple(
+            (ids, rows.map(function) if isinstance(rows, FactoredRows) else function(rows))
+            for ids, rows in self.parts
+        )
+        return dataclasses.replace(self, parts=parts)
+
     def map_rows(self, function: Callable[[jax.Array], jax.Array]) -> "RowSum":
         """Apply a linear function to every row, which keeps its shape and dtype.
 
         A carry cannot be scaled along: that would have to happen outside the scan.
         """
         refuse(self.carry)
-        parts = tuple((ids, function(rows)) for ids, rows in self.parts)
+        parts = tuple((ids, function(rows)) for ids, rows in self.arrays())
         return dataclasses.replace(self, parts=parts)
 
     def map_sums(self, function: Callable[[jax.Array], jax.Array]) -> "RowSum":
@@ -120,7 +134,8 @@ class RowSum:
             return None
         refuse(self.carry)
         parts = tuple(
-            (ids, jnp.broadcast_to(rows, (*ids.shape, *shape[1:]))) for ids, rows in self.parts
+            (ids, jnp.broadcast_to(rows, (*ids.shape, *shape[1:])))
+            for ids, rows in self.arrays()
         )
         return dataclasses.replace(self, shape=shape, parts=parts)
 
@@ -128,7 +143,7 @@ class RowSum:
         """All parts as one, padded to `capacity` entries."""
         rows = self.shape[0]
         ids = [ids for ids, _ in self.parts]
-        values = [values for _, values in self.parts]
+        values = [as_array(values) for _, values in self.parts]
         missing = 0 if capacity is None else capacity - self.capacity
         if missing or not self.parts:
             ids.append(jnp.full((missing,), rows, id_dtype(rows)))
@@ -140,7 +155,7 @@ class RowSum:
     def added_to(self, dense: jax.Array) -> jax.Array:
         """`dense` plus these rows."""
         for ids, rows in self.parts:
-            dense = add_rows(dense, ids, rows, coalesced=False)
+            dense = add_to_rows(dense, ids, rows)
         return dense
 
     def todense(self) -> jax.Array:
@@ -150,8 +165,8 @@ class RowSum:
 
     def to_row_sparse(self) -> RowSparse:
         """The parts as one `RowSparse`."""
-        ids, values = self.concatenated()
-        return RowSparse(ids, values, self.shape)
+        ids, values = self.parts[0] if len(self.parts) == 1 else self.concatenated()
+        return RowSparse.of_rows(ids, values, self.shape, coalesced=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,19 +15,26 @@ Padding is in no bag, and a bag with nothing in it is zeros. So is a mean of tot
 and its derivative is 0. The gradient of max goes to the first entry that attains it.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._base.array_types import with_whole_rows
+from jmask._base.array_types import (
+    explicit_sharding,
+    flat,
+    varying_axes,
+    with_whole_rows,
+)
 from jmask._base.doors import check_flag, checked_array, checked_choice, checked_integer
 from jmask._base.precision import wide
 from jmask._base.row_ids import canonical
 from jmask._embedding.bag_forms import Bags, EqualBags, RaggedBags, check_offsets, check_weights
 from jmask._embedding.ids import (
     MODES,
+    Entries,
     checked_integers,
     checked_padding,
     checked_table,
@@ -36,8 +43,9 @@ from jmask._embedding.ids import (
     narrowed,
 )
 from jmask._embedding.lookup import looked_up_rows, over_rows
-from jmask._embedding.max_norm import checked_bound
+from jmask._embedding.max_norm import Bound, checked_bound
 from jmask._embedding.pad_bags import PaddedBags
+from jmask._kernels.bag_sum import bag_sum
 from jmask._tensors.storage import row_of_each
 
 COMBINERS = ("sum", "mean", "sqrtn", "max")
@@ -142,17 +150,18 @@ def embedding_bag(
         left_out if padding is None else padding if left_out is None else padding | left_out
     )
     entries = entries_of(ids, absent, mode, table.shape)
-    if isinstance(bags, RaggedBags) and combiner != "max" and weights is None and bound is None:
-        # What is in no bag need not be zeros, which would be one more pass over all rows.
-        bags, entries = bags.without(entries.absent), entries._replace(absent=None)
-    rows = looked_up_rows(table, entries, bound)
     if combiner == "max":
+        rows = looked_up_rows(table, entries, bound)
         of_entries = (rows, bags, entries.absent)
         if isinstance(bags, RaggedBags):  # a bag may have entries on every device
             of_entries = jax.tree.map(with_whole_rows, of_entries)
         result = _max(*of_entries)
     else:
-        result = _sum(bags, rows.astype(dtype), weights, entries.absent, combiner)
+        if weights is not None and entries.absent is not None:
+            weights = jnp.where(entries.absent, 0, weights)
+        result = _scaled(
+            _sums(table, bags, entries, weights, bound), bags, weights, entries, combiner
+        )
     result = result.astype(table.dtype)
     return result if valid is None else jnp.where(valid, result, jnp.nan)
 
@@ -160,17 +169,52 @@ def embedding_bag(
 # --- combiners ---------------------------------------------------------------------------
 
 
-def _sum(bags: Bags, rows: jax.Array, weights: Any, absent: Any, combiner: str) -> jax.Array:
-    """Σ w r, and for "mean" and "sqrtn" what it is divided by; rows are zero where absent."""
-    if weights is not None:
-        if absent is not None:
-            weights = jnp.where(absent, 0, weights)
-        rows = rows * over_rows(weights, rows.ndim)
-    total = bags.sum(rows)
+def _sums(
+    table: Any, bags: Bags, entries: Entries, weights: Any, bound: Bound | None
+) -> jax.Array:
+    """Σ w r of each bag."""
+    dtype = wide(table.dtype)
+    positions, absent, outside = entries
+    arrays = [x for x in (table, positions, weights) if isinstance(x, jax.Array)]
+    shape = bags.shape(positions.shape)
+    if (
+        not isinstance(table, jax.Array)
+        or bound is not None
+        or 0 in (*positions.shape, *shape, *table.shape)
+        or any(explicit_sharding(x) is not None or varying_axes(x) for x in arrays)
+    ):
+        if isinstance(bags, RaggedBags) and weights is None and bound is None:
+            # What is in no bag need not be zeros, which would be one more pass over all rows.
+            bags, entries = bags.without(absent), entries._replace(absent=None)
+        rows = looked_up_rows(table, entries, bound).astype(dtype)
+        return bags.sum(rows if weights is None else rows * over_rows(weights, rows.ndim))
+    is_ragged = isinstance(bags, RaggedBags)
+    fills_in = outside is not None and (is_ragged or absent is None)
+    total = bag_sum(
+        table,
+        flat(positions),
+        bags.without(absent).of_entry if isinstance(bags, RaggedBags) else None,
+        None if weights is None else flat(weights),
+        math.prod(shape),
+        math.nan if fills_in else 0,
+    ).reshape(*shape, *table.shape[1:])
+    if outside is None or fills_in:
+        return total
+    missing = jnp.full(positions.shape, jnp.nan, dtype)
+    missing = missing if weights is None else missing * weights
+    missing = bags.sum(jnp.where(outside, missing, 0))
+    return total + over_rows(missing, total.ndim)
+
+
+def _scaled(
+    total: jax.Array, bags: Bags, weights: Any, entries: Entries, combiner: str
+) -> jax.Array:
+    """Sums Σ w r, for "mean" and "sqrtn" divided by what belongs to it."""
     if combiner == "sum":
         return total
     if weights is None:
-        weights = _present(bags, rows, absent).astype(rows.dtype)
+        of_entries = entries.positions.shape
+        weights = _present(of_entries, entries.absent).astype(total.dtype)
     scale = bags.sum(weights if combiner == "mean" else weights * weights)
     # Over infinity, unlike 0 / 0, an empty bag is 0, and so is every derivative; and a nan
     # in a bag of weight 0 is not hidden.
@@ -182,7 +226,8 @@ def _sum(bags: Bags, rows: jax.Array, weights: Any, absent: Any, combiner: str) 
 def _max(rows: jax.Array, bags: Bags, absent: Any) -> jax.Array:
     """The greatest of each column of a bag, 0 where the bag is empty."""
     greatest = _greatest(rows, bags, absent)
-    nothing = bags.max(_present(bags, rows, absent).astype(jnp.int32), 0) == 0
+    of_entries = rows.shape[: bags.entry_dimensions]
+    nothing = bags.max(_present(of_entries, absent).astype(jnp.int32), 0) == 0
     return jnp.where(over_rows(nothing, greatest.ndim), 0, greatest)
 
 
@@ -206,11 +251,9 @@ def _greatest(rows: jax.Array, bags: Bags, absent: Any) -> jax.Array:
     return bags.max(rows, -jnp.inf)
 
 
-def _present(bags: Bags, rows: jax.Array, absent: Any) -> jax.Array:
-    """Which entries are there (*entries,)."""
-    if absent is not None:
-        return jnp.logical_not(absent)
-    return jnp.ones(rows.shape[: bags.entry_dimensions], bool)
+def _present(shape: tuple[int, ...], absent: Any) -> jax.Array:
+    """Which entries are there."""
+    return jnp.ones(shape, bool) if absent is None else jnp.logical_not(absent)
 
 
 # --- the forms of bags -------------------------------------------------------------------

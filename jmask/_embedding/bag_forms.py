@@ -41,6 +41,10 @@ class EqualBags:
         """How many dimensions the ids have."""
         return self.axis + 1
 
+    def shape(self, entries: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the bags of ids of this shape."""
+        return entries[: self.axis]
+
     def sum(self, x: jax.Array) -> jax.Array:
         return jnp.sum(x, self.axis, dtype=x.dtype)
 
@@ -84,6 +88,10 @@ class RaggedBags:
         if absent is None:
             return self
         return RaggedBags(jnp.where(absent, self.number, self.of_entry), self.number)
+
+    def shape(self, entries: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the bags."""
+        return (self.number,)
 
     def sum(self, x: jax.Array) -> jax.Array:
         if self.number == 0:

@@ -12,33 +12,29 @@ padding. On GPUs, for which XLA makes such a scatter a loop over the rows, one a
 under vmap and where derivatives are taken, the same is done by gather, compute, scatter.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.extend.mlir.dialects import stablehlo
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 
-from jmask._base.array_types import explicit_sharding, varying_alike
 from jmask._base.jaxprs import evaluate, only_arithmetic
 from jmask._base.row_ids import Order
-from jmask._kernels.coalesce import coalesce_rows
-from jmask._kernels.gather import zero_of
-from jmask._kernels.hash_dedup import deduplicated_rows
+from jmask._kernels.factored_rows import Rows
 from jmask._kernels.rows import gather_rows, set_rows
+from jmask._kernels.update_rows import Update, update_rows
 
 Combiner = Callable[..., Sequence[Any]]
 
 
-def update_rows(
+def update_elementwise(
     combiner: Combiner,
     tables: Sequence[jax.Array],
     ids: jax.Array,
-    grad: jax.Array,
+    grad: Rows,
     scalars: Sequence[Any],
     order: Order,
 ) -> list[jax.Array]:
@@ -56,71 +52,58 @@ def update_rows(
         The new tables; rows that are not in `ids` keep their bits.
     """
     dtypes = [x.dtype for x in tables]
-    ids, grad, *arrays = varying_alike(ids, grad, *tables, *map(jnp.asarray, scalars))
-    tables, scalars = arrays[: len(tables)], arrays[len(tables) :]
+    scalars = [jnp.asarray(x) for x in scalars]
 
     def cast(*entries: Any) -> list[Any]:
         return [x.astype(d) for x, d in zip(combiner(*entries), dtypes, strict=True)]
 
-    if explicit_sharding(*tables, ids, grad) is not None:
-        ids, grad, order = _without_equal_ids(ids, grad, tables[0].shape[0], order)
-    # XLA refuses a scatter of several precisions.
-    one_dtype = len({x.dtype for x in (*tables, grad, *scalars)}) == 1
-    empty = 0 in grad.shape or 0 in tables[0].shape
-    if one_dtype and not empty and len(scalars) < len(tables):
-        given = [*tables, grad, *scalars]
-        entries = [jax.ShapeDtypeStruct((), x.dtype) for x in given]
-        program = jax.make_jaxpr(cast)(*entries)
-        # A traced hyperparameter cannot be captured; of a loop XLA aborts.
-        if not program.consts and only_arithmetic(program.jaxpr):
-            how = {"tables": len(tables), "program": program, "order": order}
-            return _update_rows_p.bind(*given, ids, **how)
-    return _gather_compute_scatter(cast, tables, ids, grad, scalars, order)
+    entries = [jax.ShapeDtypeStruct((), x.dtype) for x in (*tables, grad, *scalars)]
+    program = jax.make_jaxpr(cast)(*entries)
+    captures = bool(program.consts)  # as a traced hyperparameter
+    # XLA refuses a scatter of several precisions; of a loop in it XLA aborts.
+    alike = len({x.dtype for x in entries}) == 1 and only_arithmetic(program.jaxpr)
+    if alike and len(scalars) < len(tables) and not captures:
+        update = _one_scatter(program)
+    else:
+        update = Update(_by_parts(cast), captures=captures)
+    return update_rows(update, tables, ids, grad, scalars, order)
 
 
-def _without_equal_ids(
-    ids: jax.Array, grad: jax.Array, rows: int, order: Order
-) -> tuple[jax.Array, jax.Array, Order]:
-    if order != "any":
-        return ids, grad, order
-    ids, grad = coalesce_rows(ids, grad, rows)
-    return ids, grad, "sorted"
+def _by_parts(combiner: Combiner) -> Callable[..., list[jax.Array]]:
+    """The definition: what a single scatter computes, in three operations."""
+
+    def update(
+        tables: Sequence[jax.Array],
+        ids: jax.Array,
+        grad: jax.Array,
+        others: Sequence[jax.Array],
+        is_sorted: bool,
+    ) -> list[jax.Array]:
+        old = [gather_rows(x, ids, coalesced=is_sorted) for x in tables]
+        new = combiner(*old, grad, *others)
+        return [
+            set_rows(x, ids, rows, coalesced=is_sorted)
+            for x, rows in zip(tables, new, strict=True)
+        ]
+
+    return update
 
 
-def _gather_compute_scatter(
-    combiner: Combiner,
-    tables: Sequence[jax.Array],
-    ids: jax.Array,
-    grad: jax.Array,
-    others: Sequence[jax.Array],
-    order: Order,
-) -> list[jax.Array]:
-    # Arrays among the others belong to rows that are distinct.
-    ids, grad, order = _without_equal_ids(ids, grad, tables[0].shape[0], order)
-    is_sorted = order == "sorted"
-    old = [gather_rows(x, ids, coalesced=is_sorted) for x in tables]
-    new = combiner(*old, grad, *others)
-    return [
-        set_rows(x, ids, rows, coalesced=is_sorted) for x, rows in zip(tables, new, strict=True)
-    ]
+def _one_scatter(program: ClosedJaxpr) -> Update:
+    def scattered(
+        tables: Sequence[jax.Array],
+        ids: jax.Array,
+        grad: jax.Array,
+        others: Sequence[jax.Array],
+        is_sorted: bool,
+    ) -> list[jax.Array]:
+        rows = [jnp.broadcast_to(x, grad.shape) for x in (grad, *others)]
+        # A scatter takes as many updates as operands: room that is left over is filled.
+        rows += [rows[0]] * (len(tables) - len(rows))
+        return _scatter_rows_p.bind(*tables, ids, *rows, program=program, is_sorted=is_sorted)
 
-
-# --- the primitive -----------------------------------------------------------------------
-
-_update_rows_p = Primitive("jmask_update_rows")
-_update_rows_p.multiple_results = True
-
-
-def _by_parts(
-    *given: jax.Array, tables: int, program: ClosedJaxpr, order: Order
-) -> list[jax.Array]:
-    """The definition: what the single scatter computes, in three operations."""
-    *arrays, ids = given
-    grad = arrays[tables]
-    rule = entry_by_entry(functools.partial(evaluate, program.jaxpr, program.consts))
-    return _gather_compute_scatter(
-        rule, arrays[:tables], ids, grad, arrays[tables + 1 :], order
-    )
+    rule = entry_by_entry(lambda *entries: evaluate(program.jaxpr, program.consts, *entries))
+    return Update(_by_parts(rule), scattered)
 
 
 def entry_by_entry(scalar_function: Callable[..., Any]) -> Combiner:
@@ -136,102 +119,10 @@ def entry_by_entry(scalar_function: Callable[..., Any]) -> Combiner:
     return function
 
 
-@_update_rows_p.def_abstract_eval
-def _shapes(*given: Any, tables: int, program: ClosedJaxpr, order: Order) -> list[Any]:
-    return list(given[:tables])
-
-
-_update_rows_p.def_impl(jax.jit(_by_parts, static_argnames=("tables", "program", "order")))
-
-
-def _batched(given: Any, dims: Any, **how: Any) -> Any:
-    mapped = jax.vmap(functools.partial(_by_parts, **how), in_axes=tuple(dims))
-    return mapped(*given), (0,) * how["tables"]
-
-
-batching.primitive_batchers[_update_rows_p] = _batched
-
-
-def _derivative(primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> Any:
-    tangents = tuple(map(ad.instantiate_zeros, tangents))
-    return jax.jvp(functools.partial(_by_parts, **how), tuple(primals), tangents)
-
-
-ad.primitive_jvps[_update_rows_p] = _derivative
-
-
-def _at_once(
-    *given: jax.Array, tables: int, program: ClosedJaxpr, order: Order, on_cpu: bool = False
-) -> list[jax.Array]:
-    """One scatter."""
-    *arrays, ids = given
-    ids, arrays[tables], order = _without_equal_ids(ids, arrays[tables], len(arrays[0]), order)
-
-    def scattered(old: Sequence[jax.Array]) -> list[jax.Array]:
-        return _scattered(old, ids, arrays[tables:], program, order == "sorted")
-
-    if on_cpu and tables > 1:
-        return _apart(scattered, arrays[:tables], ids)
-    return scattered(arrays[:tables])
-
-
-def _apart(
-    update: Callable[[list[jax.Array]], list[jax.Array]],
-    tables: list[jax.Array],
-    ids: jax.Array,
-) -> list[jax.Array]:
-    """`update(tables)`, each of which is an array of its own.
-
-    On CPUs XLA gives the wrong buffers to a scatter that is passed an array twice, as two slots
-    of zeros are where a state is made in the program of its first step; the smallest program
-    that shows it, and that of loops in combiners, is in docs/performance.md. What a loop
-    carries are different arrays, and XLA cannot know that this one has a single round.
-    """
-
-    def round_of(carried: tuple[jax.Array, list[jax.Array]]) -> Any:
-        is_open, tables = carried
-        return jnp.zeros_like(is_open), update(tables)
-
-    carried = (zero_of(ids[0]) == 0, tables)
-    return lax.while_loop(lambda carried: carried[0], round_of, carried)[1]
-
-
-def _on_one_cpu(
-    *given: jax.Array, tables: int, program: ClosedJaxpr, order: Order
-) -> list[jax.Array]:
-    """One scatter; equal ids are found by hashing, for which rows need no order."""
-    *arrays, ids = given
-    if order == "any":
-        ids, arrays[tables] = deduplicated_rows(ids, arrays[tables], arrays[0].shape[0])
-        order = "unique"
-    return _at_once(*arrays, ids, tables=tables, program=program, order=order, on_cpu=True)
-
-
-def _on_cpu(ctx: Any, *operands: Any, **how: Any) -> Any:
-    # Where arrays are spread over devices, entries are not where their equals are.
-    one_device = getattr(ctx.module_context.axis_context, "num_devices", None) == 1
-    update = _on_one_cpu if one_device else functools.partial(_at_once, on_cpu=True)
-    return _lowered(update)(ctx, *operands, **how)
-
-
 # --- the scatter -------------------------------------------------------------------------
 
 _scatter_rows_p = Primitive("jmask_scatter_rows")
 _scatter_rows_p.multiple_results = True
-
-
-def _scattered(
-    tables: Sequence[jax.Array],
-    ids: jax.Array,
-    rows: Sequence[jax.Array],
-    program: ClosedJaxpr,
-    is_sorted: bool,
-) -> list[jax.Array]:
-    shape = (*ids.shape, *tables[0].shape[1:])
-    rows = [jnp.broadcast_to(x, shape) for x in rows]
-    # A scatter takes as many updates as operands: room that is left over is filled.
-    rows += [rows[0]] * (len(tables) - len(rows))
-    return _scatter_rows_p.bind(*tables, ids, *rows, program=program, is_sorted=is_sorted)
 
 
 @_scatter_rows_p.def_abstract_eval
@@ -243,7 +134,7 @@ def _tensor_type(aval: Any) -> Any:
     return mlir.ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype))
 
 
-def _one_scatter(ctx: Any, *operands: Any, program: ClosedJaxpr, is_sorted: bool) -> Any:
+def _lowered(ctx: Any, *operands: Any, program: ClosedJaxpr, is_sorted: bool) -> Any:
     """Lowering to a single scatter with the program as its combiner."""
     count = len(operands) // 2
     tables, ids, updates = operands[:count], operands[count], operands[count + 1 :]
@@ -287,13 +178,4 @@ def _one_scatter(ctx: Any, *operands: Any, program: ClosedJaxpr, is_sorted: bool
     return scatter.results
 
 
-mlir.register_lowering(_scatter_rows_p, _one_scatter)
-
-
-def _lowered(function: Callable[..., Any]) -> Any:
-    return mlir.lower_fun(function, multiple_results=True)
-
-
-mlir.register_lowering(_update_rows_p, _lowered(_by_parts))
-mlir.register_lowering(_update_rows_p, _lowered(_at_once), platform="tpu")
-mlir.register_lowering(_update_rows_p, _on_cpu, platform="cpu")
+mlir.register_lowering(_scatter_rows_p, _lowered)

@@ -23,8 +23,8 @@ import optax
 from jmask._base.leaves import leaf_name
 from jmask._base.precision import added
 from jmask._lazy.state_rows import tables_of_state
-from jmask._lazy.without_gradient import Away, Entry, Root, Value, entry, forms_of
 from jmask._lazy.without_gradient import ZERO as NO_GRADIENT
+from jmask._lazy.without_gradient import Away, Entry, Root, Value, entry, forms_of
 from jmask._tables.deferred_table import DeferredTable, NewTable, distinct, is_deferred
 from jmask._tables.skipped_steps import Form, Quotient, StepWithout, products_of, terms_for
 from jmask._tables.stored_table import fitted, is_stored_table, shape_of
@@ -241,7 +241,7 @@ def _step_without(table: int, found: Sequence[Value]) -> tuple[Form, StepWithout
         raise NotDeferrableError("its step is a sum of several quotients or signs")
     special = {a[1] for a, *_ in terms} | {a[1] for a in signs} | {r.b[1] for *_, r in terms}
     for row, column in changes:
-        if row in special and column != row or (column == 0 < row and special):
+        if (row in special and column != row) or (column == 0 < row and special):
             raise NotDeferrableError(
                 "the moments that it divides depend on the parameter, or on each other"
             )

@@ -139,9 +139,7 @@ def lazy(
             dense = dense_parameters(params)
             check_gradient(grads, dense)
             if has_deferred(dense):
-                new, state = deferred_step(
-                    init, update, apply_gradients, grads, state, dense
-                )
+                new, state = deferred_step(init, update, apply_gradients, grads, state, dense)
                 return stored_as(params, new), state
             call = LazyCall.of(inner, grads, state, dense)
             of_rows = proved(call, {}, known)

@@ -1,9 +1,9 @@
 """`deferred(table, tx)`: a table with the dense optimizer's trajectory, for its rows' cost.
 
-    dense        every row moves in every step                   O(V) a step
-    lazy         a row moves when it has a gradient              O(rows touched)
-    deferred     every row moves in every step, and is moved
-                 when it is read                                 O(rows touched)
+dense        every row moves in every step                   O(V) a step
+lazy         a row moves when it has a gradient              O(rows touched)
+deferred     every row moves in every step, and is moved
+             when it is read                                 O(rows touched)
 """
 
 from typing import Any
@@ -41,9 +41,7 @@ def deferred(table: Any, tx: optax.GradientTransformation) -> DeferredTable:
     tx = optax.with_extra_args_support(tx)
     state = tx.init(table)
     leaves = jax.tree.leaves(state, is_leaf=is_stored_table)
-    owners = tables_of_state(
-        tx, [shape_of(table)], [True], jax.tree.structure(0), state
-    )
+    owners = tables_of_state(tx, [shape_of(table)], [True], jax.tree.structure(0), state)
     slots = [x for x, owner in zip(leaves, owners, strict=True) if owner is not None]
     before = DeferredTable.before(table, slots)
     found = jax.eval_shape(lambda table: _first_step(table, tx), before)

@@ -21,12 +21,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
-from jmask._base.array_types import explicit_sharding, sharding_of_rows
+from jmask._base.array_types import sharding_of_rows
 from jmask._base.precision import is_narrow, wide
-from jmask._kernels.hash_dedup import deduplicated_rows
-from jmask._kernels.rows import add_rows
+from jmask._kernels.update_rows import ADDITION, Update, update_rows
 from jmask._lazy.deferred_step import deferred_step, has_deferred, without_rows
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
@@ -192,28 +190,32 @@ def _new_tables(
     (param, *_), stored = tables, is_stored_table(tables[0])
     exact = param.dtype == gradient.dtype and not is_narrow(gradient.dtype)
     if rule.linear and exact and not stored:
-        (step,) = rule.rule(gradient.values, None, *scalars)
-        return [_added(param, gradient.with_values(step))]
+        step = gradient.scaled(lambda rows: rule.rule(rows, None, *scalars)[0])
+        return update_rows(ADDITION, [param], step.row_ids(), step.stored, [], step.order)
     if rule.one_pass() and (not stored or isinstance(param, PackedTable)):
         return update_entries(new_entries, tables, gradient, traced)
     whole = None if stored else updated_whole(new_entries, tables, gradient, traced)
     if whole is not None:
         return whole
-    if stored or not exact or explicit_sharding(param, gradient.values) is not None:
-        gradient = fitted(param, gradient) if stored else gradient.coalesce()
-        return _on_rows(rule, gradient, tables, scalars)
+    if stored:
+        return _on_rows(rule, fitted(param, gradient), tables, scalars)
 
-    def first_of_equal(gradient: RowSparse, tables: list[Any], traced: list[Any]) -> list[Any]:
-        if not gradient.coalesced:
-            found = deduplicated_rows(gradient.row_ids(), gradient.values, gradient.shape[0])
-            gradient = RowSparse.of_rows(*found, gradient.shape, coalesced=False)
-        return _on_rows(rule, gradient, tables, every(traced))
+    def on_unique_rows(
+        tables: list[Any], ids: jax.Array, rows: jax.Array, traced: list[Any], is_sorted: bool
+    ) -> list[Any]:
+        unique = RowSparse.of_rows(ids, rows, gradient.shape, coalesced=is_sorted)
+        return _on_rows(rule, unique, tables, every(traced))
 
-    def in_order(gradient: RowSparse, tables: list[Any], traced: list[Any]) -> list[Any]:
-        return _on_rows(rule, gradient.coalesce(), tables, every(traced))
-
-    return lax.platform_dependent(
-        gradient, tables, traced, cpu=first_of_equal, default=in_order
+    entries = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in tables]
+    one = jax.ShapeDtypeStruct((1, *gradient.shape[1:]), gradient.dtype)
+    captures = bool(jax.make_jaxpr(new_entries)(*entries, one, *traced).consts)
+    return update_rows(
+        Update(on_unique_rows, captures=captures),
+        tables,
+        gradient.row_ids(),
+        gradient.stored,
+        traced,
+        gradient.order,
     )
 
 
@@ -227,21 +229,6 @@ def _on_rows(
     step, *rows = rule.rule(*map(_wide, (gradient.values, param_rows, *old)), *scalars)
     new = [with_rows(x, gradient, y.astype(x.dtype)) for x, y in zip(slots, rows, strict=True)]
     return [add_to_dense(param, gradient.with_values(step)), *new]
-
-
-def _added(table: jax.Array, rows: RowSparse) -> jax.Array:
-    """The table with rows added: with duplicates as they are, which spares sorting them.
-
-    But not on TPUs, which are believed to add rows faster that are promised to be distinct.
-    """
-
-    def one_by_one(table: jax.Array, rows: RowSparse) -> jax.Array:
-        return add_rows(table, rows.row_ids(), rows.values, coalesced=rows.coalesced)
-
-    def summed_first(table: jax.Array, rows: RowSparse) -> jax.Array:
-        return one_by_one(table, rows.coalesce())
-
-    return lax.platform_dependent(table, rows, tpu=summed_first, default=one_by_one)
 
 
 def _dense_optimizer(rule: RowRule, state_type: type) -> optax.GradientTransformationExtraArgs:

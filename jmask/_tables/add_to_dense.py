@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jmask._base.precision import is_narrow, joint_dtype, wide
-from jmask._kernels.rows import add_rows
 from jmask._kernels.stochastic_rounding import stochastic_round
+from jmask._kernels.update_rows import add_to_rows
 from jmask._tables.stored_table import fitted, is_stored_table, rows_of, with_rows
 from jmask._tensors.row_sparse import RowSparse
 
@@ -44,7 +44,7 @@ def add_to_dense(dense: Any, rows: RowSparse, key: jax.Array | None = None) -> A
         dense = dense.astype(dtype)
     key = key if is_narrow(dense.dtype) else None
     if not stored and dense.dtype == dtype and key is None:
-        return add_rows(dense, rows.row_ids(), rows.values, coalesced=rows.coalesced)
+        return add_to_rows(dense, rows.row_ids(), rows.stored, rows.order)
     rows = rows if stored else rows.coalesce()
     dtype = dtype if key is None else wide(dtype)
     new = rows_of(dense, rows).astype(dtype) + rows.values.astype(dtype)

@@ -32,7 +32,7 @@ from jax import lax
 from jmask._base.doors import checked_choice
 from jmask._base.leaves import as_table
 from jmask._kernels.rows import gather_rows
-from jmask._kernels.scatter_update import Combiner, update_rows
+from jmask._kernels.scatter_update import Combiner, update_elementwise
 from jmask._tables.stored_table import StoredTable, whole
 from jmask._tensors.row_sparse import RowSparse
 
@@ -134,7 +134,7 @@ class PackedTable(StoredTable):
         """Table and slots of its shape with `combiner` applied to the rows of a gradient.
 
         Args:
-            combiner: as of `update_rows`.
+            combiner: as of `update_elementwise`.
             slots: kept in the same way.
             gradient: as `fitted` gives it.
             scalars: what else the combiner takes.
@@ -157,7 +157,9 @@ class PackedTable(StoredTable):
             place, lines, touched = _placed(ids, rows, self.shape[0], self.parts[i].shape[0])
             parts = [table.parts[i] for table in tables]
             mask = touched.astype(rows.dtype)
-            updated.append(update_rows(masked, parts, place, lines, [mask, *scalars], "unique"))
+            updated.append(
+                update_elementwise(masked, parts, place, lines, [mask, *scalars], "unique")
+            )
         return [PackedTable(parts, self.shape) for parts in zip(*updated, strict=True)]
 
     def _with_widths(self) -> list[tuple[Any, int]]:
@@ -266,7 +268,7 @@ def _written(part: jax.Array, ids: jax.Array, rows: jax.Array, count: int) -> ja
     """The part with `rows` (n, width) at `ids`, sorted and unique apart from padding."""
     line, new, touched = _placed(ids, rows, count, part.shape[0])
     new = jnp.where(touched, new, gather_rows(part, ids // _per_line(rows.shape[1])))
-    (written,) = update_rows(lambda _, new: [new], [part], line, new, [], "unique")
+    (written,) = update_elementwise(lambda _, new: [new], [part], line, new, [], "unique")
     return written
 
 

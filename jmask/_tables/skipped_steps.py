@@ -138,7 +138,11 @@ def advanced(
     old = {pair: lines[:, i] for pair, i in place.items()}
     added = [
         sum(
-            (x * old[k, j] for (row, k), x in step.changes.items() if row == i and (k, j) in old),
+            (
+                x * old[k, j]
+                for (row, k), x in step.changes.items()
+                if row == i and (k, j) in old
+            ),
             start=jnp.zeros(ring, dtype),
         )
         for i, j in form.pairs

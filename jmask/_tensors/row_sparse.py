@@ -27,8 +27,10 @@ from jmask._base.doors import check_flag, checked_array, checked_dtype
 from jmask._base.precision import adds_when_cast, is_nonzero
 from jmask._base.row_ids import Order, canonical, hide, id_dtype, is_opaque, reveal, widen
 from jmask._kernels.coalesce import coalesce_rows
-from jmask._kernels.rows import add_rows, gather_rows
+from jmask._kernels.factored_rows import FactoredRows, Rows, as_array
+from jmask._kernels.rows import gather_rows
 from jmask._kernels.stochastic_rounding import check_key
+from jmask._kernels.update_rows import add_to_rows
 from jmask._tensors.checks import (
     check_coalesced,
     check_replacement,
@@ -75,11 +77,11 @@ class RowSparse(RowSparseMethods):
                [0., 0.]], dtype=float32)
     """
 
-    __slots__ = ("coalesced", "index_leaf", "shape", "values")
+    __slots__ = ("coalesced", "index_leaf", "shape", "stored")
 
     stype = "row_sparse"
 
-    values: Any
+    stored: Rows
     shape: tuple[int, ...]
     coalesced: bool
 
@@ -104,7 +106,7 @@ class RowSparse(RowSparseMethods):
                 f"rows of shape {shape[1:]}, got {values.shape[1:]}."
             )
         self.index_leaf = hide(widen(indices, shape[0]))
-        self.values = values
+        self.stored = values
         self.shape = shape
         check_flag("coalesced", coalesced)
         self.coalesced = bool(coalesced)
@@ -118,27 +120,27 @@ class RowSparse(RowSparseMethods):
             jax.tree_util.GetAttrKey("indices"),
             jax.tree_util.GetAttrKey("values"),
         )
-        leaves = (self.index_leaf, self.values)
+        leaves = (self.index_leaf, self.stored)
         return tuple(zip(keys, leaves, strict=True)), (self.shape, self.coalesced)
 
     def tree_flatten(self):
-        return (self.index_leaf, self.values), (self.shape, self.coalesced)
+        return (self.index_leaf, self.stored), (self.shape, self.coalesced)
 
     @classmethod
     def tree_unflatten(cls, static, leaves):
         # JAX also builds nodes of shapes, axes and masks, so only a leaf that is surely a
         # number in the place of ids is refused.
-        leaf, values = leaves
+        leaf, stored = leaves
         if isinstance(leaf, jax.Array | np.ndarray) and not is_opaque(leaf):
             leaf = refuse_plain_ids(leaf)
         node = object.__new__(cls)
-        node.index_leaf, node.values = leaf, values
+        node.index_leaf, node.stored = leaf, stored
         node.shape, node.coalesced = static
         return node
 
     @classmethod
     def of_rows(
-        cls, ids: jax.Array, values: jax.Array, shape: tuple[int, ...], *, coalesced: bool
+        cls, ids: jax.Array, values: Rows, shape: tuple[int, ...], *, coalesced: bool
     ) -> "RowSparse":
         """The tensor of ids (n,) and values (n, *row) that are known to fit, unchecked."""
         return cls.tree_unflatten((shape, coalesced), (hide(widen(ids, shape[0])), values))
@@ -151,9 +153,17 @@ class RowSparse(RowSparseMethods):
         return reveal(self.index_leaf) if is_opaque(self.index_leaf) else self.index_leaf
 
     @property
+    def values(self) -> Any:
+        """The rows (n, *row).
+
+        Those of bags are kept in two factors: see `FactoredRows`.
+        """
+        return as_array(self.stored)
+
+    @property
     def dtype(self) -> Any:
         """The dtype of the values."""
-        return self.values.dtype
+        return self.stored.dtype
 
     @property
     def ndim(self) -> int:
@@ -276,7 +286,7 @@ class RowSparse(RowSparseMethods):
         if self.dtype == jnp.dtype(bool):  # booleans add as `or`, which no scatter does
             return self.with_values(self.values.astype(jnp.int32)).todense() != 0
         zeros = jnp.zeros(self.shape, self.dtype)
-        return add_rows(zeros, self.row_ids(), self.values, coalesced=self.coalesced)
+        return add_to_rows(zeros, self.row_ids(), self.stored, self.order)
 
     @property
     def order(self) -> Order:
@@ -379,8 +389,15 @@ class RowSparse(RowSparseMethods):
         """
         known = isinstance(values, jax.Array | jax.ShapeDtypeStruct)
         values = values if known else checked_array("values", values)
-        check_replacement(values, self.values)
+        check_replacement(values, self.stored)
         return RowSparse.tree_unflatten((self.shape, self.coalesced), (self.index_leaf, values))
+
+    def scaled(self, function: Callable[[Any], Any]) -> "RowSparse":
+        """The tensor with every entry times the same number, as `function` does with arrays."""
+        if not isinstance(self.stored, FactoredRows):
+            return self.with_values(function(self.stored))
+        leaves, static = (self.index_leaf, self.stored.map(function)), self.tree_flatten()[1]
+        return self.tree_unflatten(static, leaves)
 
 
 def is_row_sparse(x: Any) -> bool:

@@ -24,7 +24,7 @@ from jax.extend.core import JaxprEqn
 from jmask._base.array_types import explicit_sharding
 from jmask._base.jaxprs import bound, interpret
 from jmask._base.precision import is_narrow
-from jmask._kernels.scatter_update import Combiner, entry_by_entry, update_rows
+from jmask._kernels.scatter_update import Combiner, entry_by_entry, update_elementwise
 from jmask._tables.packed import PackedTable
 from jmask._tensors.row_sparse import RowSparse
 
@@ -50,8 +50,8 @@ def update_entries(
     whole = updated_whole(of_arrays, tables, gradient, scalars)
     if whole is not None:
         return whole
-    return update_rows(
-        combiner, tables, gradient.row_ids(), gradient.values, scalars, gradient.order
+    return update_elementwise(
+        combiner, tables, gradient.row_ids(), gradient.stored, scalars, gradient.order
     )
 
 

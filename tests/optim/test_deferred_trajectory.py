@@ -178,6 +178,8 @@ def test_as_near_to_float64_as_dense(name: str) -> None:
             errors.append([np.abs(np.asarray(x[at]) - exact) for x in (deferred, dense)])
     ours, theirs = np.moveaxis(np.array(errors), 1, 0)
     scale = np.finfo(np.float32).eps * np.abs(start).max()
-    print(name, ours.max(), theirs.max(), np.sqrt((ours**2).mean()), np.sqrt((theirs**2).mean()))
+    print(
+        name, ours.max(), theirs.max(), np.sqrt((ours**2).mean()), np.sqrt((theirs**2).mean())
+    )
     assert ours.max() <= 2 * theirs.max() + scale
     assert np.sqrt((ours**2).mean()) <= 2 * np.sqrt((theirs**2).mean()) + scale

@@ -1,0 +1,180 @@
+"""Gradients of bags keep the cotangents of the bags, and are what they are as arrays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmask
+from jmask._kernels.factored_rows import FactoredRows
+
+V, D, B, L = 50, 4, 6, 5
+RNG = np.random.default_rng(0)
+TABLE = jnp.asarray(RNG.normal(size=(V, D)), jnp.float32)
+IDS = jnp.asarray(RNG.integers(0, V, (B, L)))
+FLAT = IDS.reshape(-1)
+WEIGHTS = jnp.asarray(RNG.normal(size=(B, L)), jnp.float32)
+PADDING = int(IDS[0, 0])
+OUT = jnp.asarray(RNG.normal(size=(B, D)), jnp.float32)
+OFFSETS = jnp.array([0, 3, 3, 10, 20, 28])
+BAGS = jnp.repeat(jnp.arange(B), L)
+EVERY_OTHER = jnp.arange(B * L).reshape(B, L, 1) % 2 == 0
+
+
+def squares(bags):
+    return jnp.sum(jnp.sin(bags) * OUT)
+
+
+def recomputed(table):
+    return jax.checkpoint(lambda table: squares(table[IDS].mean(1)))(table)
+
+
+FACTORED = {
+    "mean of a slice": lambda t: squares(t[IDS].mean(1)),
+    "jnp.take": lambda t: squares(jnp.take(t, IDS, axis=0).sum(1)),
+    "segment_sum": lambda t: squares(jax.ops.segment_sum(t[FLAT], BAGS, B)),
+    "weights": lambda t: squares((t[IDS] * WEIGHTS[..., None]).sum(1)),
+    "weights, flat": lambda t: squares(
+        jax.ops.segment_sum(-t[FLAT] * WEIGHTS.reshape(-1, 1), BAGS, B) / 3
+    ),
+    "a mask by where": lambda t: squares(jnp.where(EVERY_OTHER, t[IDS], 0).sum(1)),
+    "a mask by product": lambda t: squares((t[IDS] * EVERY_OTHER.astype(jnp.float32)).sum(1)),
+    "the sum of all": lambda t: 2 * jnp.sum(t[IDS]),
+    "a cast": lambda t: squares(t[IDS].astype(jnp.bfloat16).sum(1).astype(jnp.float32)),
+    "checkpoint": recomputed,
+    "lines": lambda t: squares(jmask.embedding_bag(t, IDS)),
+    "lines with padding": lambda t: squares(
+        jmask.embedding_bag(t, IDS, padding_id=PADDING, combiner="mean")
+    ),
+    "lines with weights": lambda t: squares(
+        jmask.embedding_bag(t, IDS, weights=WEIGHTS, combiner="sqrtn")
+    ),
+    "offsets": lambda t: squares(jmask.embedding_bag(t, FLAT, offsets=OFFSETS)),
+    "offsets with weights": lambda t: squares(
+        jmask.embedding_bag(t, FLAT, offsets=OFFSETS, weights=WEIGHTS.reshape(-1))
+    ),
+    "segments": lambda t: squares(
+        jmask.embedding_bag(t, FLAT, segment_ids=BAGS, num_segments=B, combiner="mean")
+    ),
+}
+
+ARRAYS = {
+    "a function of each row": lambda t: squares(jnp.sin(t[IDS]).sum(1)),
+    "no bags": lambda t: squares(t[IDS[:, 0]]),
+    "bags of one": lambda t: squares(t[IDS[:, :1]].mean(1)),
+    "two lookups": lambda t: squares(t[IDS].mean(1)) + squares(t[IDS[:, 0]]),
+    "max": lambda t: squares(jmask.embedding_bag(t, IDS, combiner="max")),
+    "sums over columns": lambda t: jnp.sum(t[IDS].sum(-1) * WEIGHTS),
+}
+
+PROGRAMS = FACTORED | ARRAYS
+
+
+def is_factored(gradient):
+    return isinstance(gradient.stored, FactoredRows)
+
+
+def assert_close(x, y):
+    np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_gradient(name):
+    loss, expected = PROGRAMS[name], jax.grad(PROGRAMS[name])(TABLE)
+    with_value = jax.jit(lambda t: jmask.value_and_grad(loss)(t)[1])
+    for grad in (jmask.grad(loss), jax.jit(jmask.grad(loss)), with_value):
+        gradient = grad(TABLE)
+        assert is_factored(gradient) == (name in FACTORED)
+        assert_close(gradient.todense(), expected)
+        assert_close(gradient.coalesce().todense(), expected)
+        assert gradient.values.shape == (gradient.nse, D)
+        assert gradient.dtype == TABLE.dtype
+        rows = jmask.RowSparse(gradient.indices, gradient.values, gradient.shape)
+        assert_close(rows.todense(), expected)
+
+
+@pytest.mark.parametrize("name", FACTORED)
+def test_inside_other_programs(name):
+    loss = FACTORED[name]
+    expected = jax.grad(loss)(TABLE)
+    tables = jnp.stack([TABLE, 2 * TABLE])
+    stacked = jax.vmap(jmask.grad(loss))(tables)
+    assert_close(jmask.tree.merge(stacked).todense(), sum(map(jax.grad(loss), tables)))
+    one = jax.tree.map(lambda leaf: leaf[1], stacked)
+    assert_close(one.todense(), jax.grad(loss)(tables[1]))
+    _, scanned = jax.lax.scan(lambda c, t: (c, jmask.grad(loss)(t)), 0, tables)
+    assert_close(jmask.tree.merge(scanned).todense(), sum(map(jax.grad(loss), tables)))
+    branches = jax.jit(
+        jmask.grad(lambda t, on: jax.lax.cond(on, loss, FACTORED["jnp.take"], t))
+    )
+    assert_close(branches(TABLE, True).todense(), expected)
+
+
+@pytest.mark.parametrize("name", FACTORED)
+def test_second_derivatives(name):
+    loss, along = FACTORED[name], jnp.cos(TABLE)
+    expected = jax.grad(lambda t: jnp.sum(jax.grad(loss)(t) * along))(TABLE)
+    found = jax.grad(lambda t: jnp.sum(jmask.grad(loss)(t).todense() * along))(TABLE)
+    # A cast back is one of a row here, and of each of its copies there.
+    rtol = 1e-2 if name == "a cast" else 2e-5
+    np.testing.assert_allclose(found, expected, rtol, atol=rtol / 10)
+    _, forward = jax.jvp(lambda t: jmask.grad(loss)(t).todense(), (TABLE,), (along,))
+    assert_close(forward, jax.jvp(jax.grad(loss), (TABLE,), (along,))[1])
+
+
+def test_operations_on_it():
+    """All that takes a RowSparse takes one in factors."""
+    loss = FACTORED["weights"]
+    gradient, dense = jmask.grad(loss)(TABLE), jax.grad(loss)(TABLE)
+    assert_close((gradient * 2).todense(), 2 * dense)
+    np.testing.assert_array_equal(
+        gradient.astype(jnp.float16).values, gradient.values.astype(jnp.float16)
+    )
+    assert_close(gradient.retain([1, 2, 3]).todense()[1:4], dense[1:4])
+    assert_close(jmask.tree.norm(gradient), jnp.linalg.norm(dense))
+    assert_close(jmask.tree.add(gradient, gradient).todense(), 2 * dense)
+    assert_close(gradient[3], dense[3])
+    assert_close(gradient.sum(1).todense(), dense.sum(1))
+    arrays = jmask.to_arrays({"t": gradient})
+    shapes = jax.eval_shape(lambda: {"t": jmask.grad(loss)(TABLE)})
+    assert shapes["t"].values.shape == gradient.values.shape
+    assert_close(jmask.from_arrays(arrays, like=shapes)["t"].todense(), dense)
+    assert repr(gradient) == f"RowSparse(float32[{V}, {D}], nse={B * L})"
+    gradient.validate()
+
+
+def test_in_a_shard_map_rows_are_arrays():
+    """A caller may put those of devices side by side, where an index is that of a device."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+
+    def of_device(table, ids):
+        return jmask.grad(lambda t: jnp.sum(t[ids].mean(1) ** 2))(table)
+
+    how = {"mesh": mesh, "in_specs": (spec(), spec("x")), "out_specs": spec("x")}
+    found = jax.jit(jax.shard_map(of_device, **how, check_vma=False))(TABLE, IDS)
+    assert not is_factored(found)
+    expected = jax.grad(lambda t: jnp.sum(t[IDS].mean(1) ** 2))(TABLE)
+    assert_close(found.todense(), expected)
+
+
+def test_no_tracer_is_kept():
+    with jax.checking_leaks():
+        for name in ("jnp.take", "a mask by where", "checkpoint"):
+            jax.jit(jmask.grad(FACTORED[name]))(TABLE)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_tables(dtype):
+    table = TABLE.astype(dtype)
+
+    def loss(table):
+        bags = jmask.embedding_bag(table, IDS, weights=WEIGHTS)
+        return jnp.sum(jnp.sin(bags.astype(jnp.float32)) * OUT)
+
+    gradient = jmask.grad(loss)(table)
+    assert is_factored(gradient)
+    assert gradient.values.dtype == dtype
+    # As it is summed for an array: each row is rounded, and their sums are wide.
+    rows = jmask.RowSparse(gradient.indices, gradient.values, gradient.shape)
+    np.testing.assert_array_equal(gradient.coalesce().values, rows.coalesce().values)

@@ -1,0 +1,95 @@
+"""Sums of rows in blocks: what reading all rows gives, and so do derivatives."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jmask._kernels import bag_sum as module
+from jmask._kernels.bag_sum import bag_sum
+
+V, D, BAGS = 9, 64, 4  # rows of 64 have a gather of their own
+
+
+def problem(seed, equal, weighted, count=24):
+    rng = np.random.default_rng(seed)
+    table = jnp.asarray(rng.normal(size=(V, D)), jnp.float32)
+    positions = jnp.asarray(rng.integers(0, V + 1, count), jnp.int32)
+    bag = None if equal else jnp.asarray(rng.integers(0, BAGS + 1, count), jnp.int32)
+    weights = jnp.asarray(rng.normal(size=count), jnp.float32) if weighted else None
+    return table, positions, bag, weights
+
+
+def model(table, positions, bag, weights, fill):
+    table = np.concatenate([np.float64(table), np.full((1, D), fill)])
+    count = len(positions)
+    bag = np.arange(count) // (count // BAGS) if bag is None else np.asarray(bag)
+    weights = np.ones(count) if weights is None else np.float64(weights)
+    sums = np.zeros((BAGS + 1, D))
+    np.add.at(sums, bag, table[np.asarray(positions)] * weights[:, None])
+    return sums[:BAGS]
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    size=st.integers(1, 23),
+    equal=st.booleans(),
+    weighted=st.booleans(),
+    fill=st.sampled_from([0, math.nan]),
+)
+def test_the_sums(seed, size, equal, weighted, fill):
+    given_arrays = problem(seed, equal, weighted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_BLOCK", size)
+        found = jax.jit(lambda: bag_sum(*given_arrays, BAGS, fill))()
+    np.testing.assert_allclose(found, model(*given_arrays, fill), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("equal", [False, True])
+def test_derivatives_are_those_of_the_definition(monkeypatch, equal, weighted):
+    monkeypatch.setattr(module, "_BLOCK", 5)
+    table, positions, bag, weights = problem(3, equal, weighted)
+
+    def loss(sums, table, weights):
+        return jnp.sum(jnp.sin(sums(table, positions, bag, weights, BAGS, 0)))
+
+    def both(sums):
+        numbers = (1, 2) if weighted else 1
+        first = jax.grad(loss, numbers)
+        second = jax.grad(lambda *x: jnp.sum(jnp.cos(jax.grad(loss, 1)(*x))), 1)
+        return first(sums, table, weights), second(sums, table, weights)
+
+    for x, y in zip(
+        jax.tree.leaves(both(bag_sum)), jax.tree.leaves(both(module._by_parts)), strict=True
+    ):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_vmap_over_tables_and_over_bags(monkeypatch):
+    monkeypatch.setattr(module, "_BLOCK", 5)
+    table, positions, bag, weights = problem(4, False, True)
+    tables, several = jnp.stack([table, -table]), jnp.stack([positions, positions[::-1]])
+    found = jax.vmap(lambda t, p: bag_sum(t, p, bag, weights, BAGS, 0))(tables, several)
+    for x, t, p in zip(found, tables, several, strict=True):
+        np.testing.assert_allclose(x, model(t, p, bag, weights, 0), rtol=1e-5, atol=1e-5)
+
+
+def test_no_rows_are_written():
+    """Of 100,000 rows none is written out; the control writes all of them."""
+    count, width = 10**5, 64
+    shapes = (
+        jax.ShapeDtypeStruct((10**6, width), jnp.float32),
+        jax.ShapeDtypeStruct((count,), jnp.int32),
+    )
+
+    def temporaries(sums):
+        step = jax.jit(lambda table, ids: sums(table, ids, None, None, count // 5, 0))
+        return step.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(bag_sum) < 2e6
+    assert temporaries(module._by_parts) > 20e6

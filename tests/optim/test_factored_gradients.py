@@ -1,0 +1,109 @@
+"""Optimizers take gradients of bags in factors: as they take the same rows in an array.
+
+And of a step of a large batch of bags, read from the compiled program: nothing as large as
+all rows is made.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmask
+from jmask._kernels import row_blocks
+from jmask._kernels.factored_rows import FactoredRows
+
+pytestmark = pytest.mark.dtype_promotion
+
+V, D, B, L = 40, 3, 8, 5
+LIKE = jmask.RowSparse.zeros((V, D), nse=B * L)
+
+OPTIMIZERS = {
+    "sgd": jmask.sgd(0.1),
+    "sgd, decayed": jmask.sgd(0.1, momentum=0.9, weight_decay=0.1),
+    "adam": jmask.adam(0.1),
+    "adagrad": jmask.adagrad(0.1),
+    "rowwise adagrad": jmask.rowwise_adagrad(0.1),
+    "rowwise adam": jmask.rowwise_adam(0.1, weight_decay=0.1),
+    "ftrl": jmask.ftrl(0.1),
+    "unless not finite": jmask.skip_nonfinite(jmask.adam(0.1)),
+    "every other step": jmask.multi_steps(jmask.adam(0.1), 2, like={"t": LIKE}),
+    "row norms": optax.chain(jmask.clip_by_row_norm(0.1), jmask.adagrad(0.1)),
+    "lifted adam": jmask.lazy(optax.adam(0.1)),
+    "lifted, clipped": jmask.lazy(
+        optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.1))
+    ),
+    "lifted, momentum": jmask.lazy(optax.rmsprop(0.1, momentum=0.9)),
+    "dense": optax.chain(jmask.densify(), optax.adam(0.1)),
+    "injected": jmask.lazy(optax.inject_hyperparams(optax.adam)(learning_rate=0.1)),
+}
+
+
+def gradients(seed):
+    """A factored gradient with weights, equal ids and padding, and the same as an array."""
+    rng = np.random.default_rng(seed)
+    source = jnp.asarray(rng.normal(size=(B, D)), jnp.float32)
+    index = jnp.repeat(jnp.arange(B, dtype=jnp.int32), L)
+    weight = jnp.asarray(rng.normal(size=B * L), jnp.float32)
+    ids = jnp.asarray(rng.integers(0, V // 2, B * L), jnp.int32).at[7].set(V)
+    rows = FactoredRows(source, index, weight, jnp.dtype(jnp.float32))
+    factored = jmask.RowSparse.of_rows(ids, rows, (V, D), coalesced=False)
+    return factored, jmask.RowSparse(ids, rows.array(), (V, D))
+
+
+@pytest.mark.parametrize("step", ["apply_gradients", "update"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_as_rows_in_an_array(monkeypatch, name, step):
+    monkeypatch.setattr(row_blocks, "BLOCK", 7)
+    tx = OPTIMIZERS[name]
+    start = {"t": jnp.asarray(np.random.default_rng(9).normal(size=(V, D)), jnp.float32)}
+
+    @jax.jit
+    def run(gradient, state, params):
+        gradient = {"t": gradient}
+        if step == "apply_gradients":
+            return jmask.apply_gradients(tx, gradient, state, params)
+        updates, state = tx.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state
+
+    results = []
+    for kind in (0, 1):
+        params, state = start, tx.init(start)
+        for seed in range(3):
+            params, state = run(gradients(seed)[kind], state, params)
+        results.append((params, state))
+    for x, y in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6)
+    # Rows that no id names keep their bits.
+    if name != "dense":
+        np.testing.assert_array_equal(results[0][0]["t"][V // 2 :], start["t"][V // 2 :])
+
+
+LARGE = {
+    name: OPTIMIZERS[name]
+    for name in ("sgd", "adam", "adagrad", "rowwise adagrad", "ftrl", "lifted adam")
+}
+
+
+@pytest.mark.parametrize("rows", [10**6, 2000])
+@pytest.mark.parametrize("name", LARGE)
+def test_a_step_of_bags_writes_no_row_out(name, rows):
+    tx, count, width = LARGE[name], 102_400, 64
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(table, state, ids):
+        def loss(table):
+            return jnp.sum(jmask.embedding_bag(table, ids.reshape(-1, 5)) ** 2)
+
+        value, gradient = jmask.value_and_grad(loss)(table)
+        return *jmask.apply_gradients(tx, gradient, state, table), value
+
+    table = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+    arguments = table, jax.eval_shape(tx.init, table), jax.ShapeDtypeStruct((count,), jnp.int32)
+    memory = step.lower(*arguments).compile().memory_analysis()
+    # Bags are 5 MB, and all rows would be 26.
+    assert memory.temp_size_in_bytes < 16e6
+    assert memory.alias_size_in_bytes >= rows * width * 4
