@@ -13,6 +13,28 @@ def batches(ids: str, rows: int, lookups: int, count: int) -> list[np.ndarray]:
     return [draw(lookups).astype(np.int32) for _ in range(count)]
 
 
+@lru_cache(maxsize=4)
+def bag_batches(
+    rows: int, tables: int, bags: int, lookups: int, count: int
+) -> list[np.ndarray]:
+    """`count` batches of bags: the lengths (tables, bags), then all ids, in one array.
+
+    One table has bags of equal length. Those of several have lengths of equal frequency, from
+    1 on, and the lookups are those of a batch on the average.
+    """
+    rng = np.random.default_rng(0)
+    mean = lookups / tables / bags
+
+    def batch() -> np.ndarray:
+        lengths = np.full((1, bags), round(mean))
+        if tables > 1:
+            lengths = rng.integers(1, round(2 * mean), (tables, bags))
+        ids = rng.integers(0, rows, lengths.sum())
+        return np.concatenate([lengths.ravel(), ids]).astype(np.int32)
+
+    return [batch() for _ in range(count)]
+
+
 def _uniform(rows: int, rng: np.random.Generator) -> Callable[[int], np.ndarray]:
     return lambda lookups: rng.integers(0, rows, lookups)
 

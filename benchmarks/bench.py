@@ -34,7 +34,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from batches import batches
+from batches import bag_batches, batches
 from c_loop import copy_bandwidth
 from contenders import WORKERS, Contender, RemoteContender, build
 from other_interpreter import Interpreter
@@ -130,7 +130,10 @@ class Bench:
 
 def _turns(run: Contender | RemoteContender, task: Task, count: int) -> Callable[[int], float]:
     """The seconds of a step in turn k."""
-    ids = batches(task.ids, task.rows, task.lookups, count * _STEPS)
+    if task.bags:
+        ids = bag_batches(task.rows, task.tables, task.bags, task.lookups, count * _STEPS)
+    else:
+        ids = batches(task.ids, task.rows, task.lookups, count * _STEPS)
 
     def turn(k: int) -> float:
         return mean_of_steps(run, ids[k * _STEPS : (k + 1) * _STEPS], run.pause)
@@ -141,6 +144,7 @@ def _turns(run: Contender | RemoteContender, task: Task, count: int) -> Callable
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds, no matrix")
+    parser.add_argument("--only", default="", help="works whose names hold this, as 'DLRM'")
     parser.add_argument("--rounds", type=int, help="default: 20, or 4 with --quick")
     parser.add_argument("--out", type=Path, help="folder of the results")
     for who in WORKERS:
@@ -153,9 +157,9 @@ def main() -> None:
         who: Interpreter(python, WORKERS[who]) for who, python in named.items() if python
     }
     bench = Bench(interpreters)
-    for comparison in track(
-        comparisons(args.quick, args.rounds or (4 if args.quick else 20)), "measuring"
-    ):
+    every = comparisons(args.quick, args.rounds or (4 if args.quick else 20))
+    wanted = [x for x in every if args.only in title(x.ours)]
+    for comparison in track(wanted, "measuring"):
         bench.measure(comparison)
 
     folder.mkdir(parents=True, exist_ok=True)

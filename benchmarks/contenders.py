@@ -10,6 +10,7 @@ is not installed raises ImportError.
 
 from collections.abc import Callable
 
+import bag_contenders
 import c_loop
 import jax_contenders
 import numpy as np
@@ -26,6 +27,8 @@ _BUILDERS: dict[tuple[str, str], Callable[[Task, float], Step]] = {
     ("jmask", "step"): jax_contenders.jmask_step,
     ("jmask", "update"): jax_contenders.jmask_update,
     ("jmask", "product"): jax_contenders.jmask_product,
+    ("jmask", "bags"): bag_contenders.jmask_bags,
+    ("jmask", "DLRM"): bag_contenders.jmask_bags,
     ("optax", "step"): jax_contenders.optax_step,
     ("C loop", "update"): c_loop.c_update,
     ("memory copy", "update"): c_loop.memory_copy,
@@ -83,6 +86,7 @@ class RemoteContender:
             rows=task.rows,
             width=task.width,
             rate=RATE,
+            **({"tables": task.tables, "bags": task.bags} if task.bags else {}),
         )
 
     def __call__(self, ids: np.ndarray) -> float:

@@ -30,7 +30,7 @@ OPTAX: dict[str, Callable[[float], optax.GradientTransformation]] = {
     "Adam": optax.adam,
 }
 # glibc keeps what is freed if it is smaller than 32 MiB, and gives back what is larger.
-_COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
+COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     "together": {},
     "apart": {"xla_multiheap_size_constraint_per_heap": 33_000_000},
 }
@@ -44,7 +44,7 @@ def compiled_step(
     def loss_of(table: jax.Array, ids: jax.Array) -> jax.Array:
         return jnp.sum(table[ids] ** 2)
 
-    @partial(jax.jit, donate_argnums=0, compiler_options=_COMPILER_OPTIONS[temporaries])
+    @partial(jax.jit, donate_argnums=0, compiler_options=COMPILER_OPTIONS[temporaries])
     def step(place, ids):
         table, state = place
         # Without the loss among the results XLA would not compute it.

@@ -6,11 +6,15 @@ newest JAX's; written against torch 2.13.
 
 import numpy as np
 import torch
+from dlrm_layers import split
+from torch_dlrm import build_loss
 from worker import serve
 from works import OFFERS
 
 
-def build(work, optimizer, rows, width, rate):
+def build(work, optimizer, rows, width, rate, tables=1, bags=0):
+    if bags:
+        return _bags(work, optimizer, rows, width, rate, tables, bags)
     start = torch.ones(rows, width)
     embedding = torch.nn.Embedding.from_pretrained(start, freeze=False, sparse=True)
     table = embedding.weight
@@ -30,6 +34,35 @@ def build(work, optimizer, rows, width, rate):
         values = torch.ones(ids.size, width)
         table.grad = torch.sparse_coo_tensor(indices, values, table.shape, is_coalesced=True)
         return rule.step
+
+    return prepare
+
+
+def _bags(work, optimizer, rows, width, rate, tables, bags):
+    embeddings = [
+        torch.nn.EmbeddingBag.from_pretrained(
+            torch.ones(rows, width), freeze=False, sparse=True, mode="sum"
+        )
+        for _ in range(tables)
+    ]
+    rule = getattr(torch.optim, OFFERS["torch"][optimizer])(
+        [embedding.weight for embedding in embeddings], lr=rate
+    )
+    loss_of, after = build_loss(work, tables, width)
+
+    def step(lengths, ids):
+        rule.zero_grad()
+        offsets = [torch.from_numpy(np.cumsum(n) - n) for n in lengths]
+        inputs = zip(embeddings, ids, offsets, strict=True)
+        loss = loss_of([embedding(torch.from_numpy(x), o) for embedding, x, o in inputs])
+        loss.backward()
+        rule.step()
+        after()
+        return loss.item()
+
+    def prepare(batch):
+        lengths, ids = split(batch.astype(np.int64), tables, bags)
+        return lambda: step(lengths, ids)
 
     return prepare
 

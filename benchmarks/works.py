@@ -53,6 +53,7 @@ _TITLES = {
     "tracing": "tracing value_and_grad, 50 layers and 20 tables",
     "product": "X W of 256 sparse rows of 100 entries, D = 16",
 }
+_IN_WORDS = {"bags": "bags", "DLRM": "DLRM, whole step"}
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ class Task:
     pages: str = "small"
     temporaries: str = "together"
     without: str = ""
+    tables: int = 1
+    bags: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,18 @@ _DISPATCH, _SMALL_STEP, _EAGER = (
 _TRACING = Task(work="tracing")
 _PRODUCT = Task(work="product", rows=2**22, width=16, lookups=25_600)
 _MANY = Task(lookups=100_000)
+# 20,480 bags of 5; and bags of 1 to 10 for each of 2,048 examples, as in DLRM's own generator.
+_BAGS = Task(work="bags", lookups=102_400, bags=20_480)
+_TABLES = Task(work="bags", rows=50_000, lookups=26 * 2048 * 11 // 2, tables=26, bags=2048)
+_DLRM = replace(_TABLES, work="DLRM")
+# SGD, Adagrad, row-wise Adagrad, Adam.
+_GOALS_OF_BAGS = {
+    _BAGS: (0.6, 0.35, 0.35, 0.35),
+    _TABLES: (0.5, 0.25, 0.25, 0.25),
+    _DLRM: (0.7, 0.55, 0.55, 0.55),
+    replace(_MANY, lookups=102_400): (0.7, 0.35, 0.4, 0.35),
+}
+_FOUR = ("SGD", "Adagrad", "row-wise Adagrad", "Adam")
 
 # Ours / theirs that the project wants to reach; `Task` in a figure is exactly this work.
 GOALS: dict[tuple[Task, Task], float] = {
@@ -120,6 +135,13 @@ GOALS: dict[tuple[Task, Task], float] = {
         (Task(ids="Zipf"), {"ids": "uniform"}, 1.1),
         (_DISPATCH, {"who": "optax"}, 1.0),
         (_TRACING, {"who": "JAX"}, 1.5),
+        *(
+            (replace(task, optimizer=optimizer), {"who": who}, goal)
+            for task, goals in _GOALS_OF_BAGS.items()
+            for optimizer, goal in zip(_FOUR, goals, strict=True)
+            for who in ("torch", "FBGEMM")
+            if optimizer in OFFERS[who]
+        ),
     )
 }
 
@@ -154,7 +176,8 @@ def comparisons(quick: bool, rounds: int) -> list[Comparison]:
     overhead = [_beside(x, ("optax",), rounds) for x in (_DISPATCH, _SMALL_STEP, _EAGER)]
     overhead.append(_beside(_TRACING, ("JAX",), rounds))
     found = [*steps, *dense, _beside(_DENSE, ("optax",), rounds), *updates, *hot_rows]
-    found += [*against_rows, *against_lookups, *_tricks(rounds), *overhead]
+    found += [*against_rows, *against_lookups, *_bags(quick, fewer)]
+    found += [*_tricks(rounds), *overhead]
     if quick:
         return found
     # Adam on 10^7 rows of 64 is 7.7 GB: one of them at a time, beside our step on 10^6 rows.
@@ -168,6 +191,15 @@ def comparisons(quick: bool, rounds: int) -> list[Comparison]:
     found.append(Comparison(replace(_UPDATE, rows=10_000_000), (_UPDATE, *in_c), rounds))
     done = {comparison.ours for comparison in found}
     return found + [c for c in _matrix(fewer) if c.theirs and c.ours not in done]
+
+
+def _bags(quick: bool, rounds: int) -> list[Comparison]:
+    tasks = [_BAGS, _TABLES] if quick else list(_GOALS_OF_BAGS)
+    return [
+        _beside(replace(task, optimizer=optimizer), ("torch", "FBGEMM"), rounds)
+        for task in tasks
+        for optimizer in _FOUR
+    ]
 
 
 def _tricks(rounds: int) -> list[Comparison]:
@@ -219,7 +251,8 @@ def title(task: Task) -> str:
     if task.work in _TITLES:
         return _TITLES[task.work]
     usual = _UPDATE if task.work == "update" else REFERENCE
-    return ", ".join([task.work, task.optimizer, *_differences(task, usual)])
+    work = _IN_WORDS.get(task.work, task.work)
+    return ", ".join([work, task.optimizer, *_differences(task, usual)])
 
 
 def opponent(theirs: Task, ours: Task) -> str:
@@ -237,6 +270,8 @@ def _differences(task: Task, usual: Task) -> list[str]:
         "pages": "{} pages",
         "temporaries": "temporaries {}",
         "without": "without {}",
+        "tables": "{} tables",
+        "bags": "{:,} bags",
     }
     return [
         symbols[field.name].format(getattr(task, field.name))

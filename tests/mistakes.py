@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -31,10 +30,6 @@ def mesh():
 
 def sharded():
     return jmask.sharded(TABLE, mesh())
-
-
-def mlp():
-    return eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
 
 
 def looked_up(table):

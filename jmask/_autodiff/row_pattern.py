@@ -83,12 +83,15 @@ def dynamic_update_rows(
 
 
 def padded_rows(eqn: JaxprEqn, operand: jax.Array) -> IdsAndRows | None:
-    """The rows that `pad` places among zeros, or None if it does more than that."""
+    """The rows that `pad` places among zeros, or None if it does more than that.
+
+    The gradient of `table[start:stop:step]`: rows `start`, `start + step`, ...
+    """
     (low, high, interior), *others = parameter(eqn, "padding_config")
-    if low < 0 or high < 0 or interior or any(any(config) for config in others):
+    if low < 0 or high < 0 or any(any(config) for config in others):
         return None
-    rows = aval_of(eqn.outvars[0]).shape[0]
-    ids = np.arange(low, low + operand.shape[0], dtype=id_dtype(rows))
+    rows, step = aval_of(eqn.outvars[0]).shape[0], interior + 1
+    ids = np.arange(low, low + step * operand.shape[0], step, dtype=id_dtype(rows))
     return jnp.asarray(ids), operand
 
 

@@ -11,16 +11,15 @@ needs all of it, and the lookup shows that rows were meant.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmask._autodiff.interpreter import place_of
-from jmask._base.fallback import Fallback, Place, in_bytes
+from jmask._base.fallback import LARGE, Fallback, Place, in_bytes
 from jmask._base.forms import aval_of, bodies_of
 
-_LARGE = 2**20  # bytes
 _LOOKUPS = ("gather", "dynamic_slice")
 _STILL_THE_SAME = (
     "convert_element_type copy copy_p expand_dims name neg pcast pvary reshape reshard "
@@ -45,61 +44,70 @@ def uses_of_inputs(jaxpr: Jaxpr) -> list[list[Use]]:
     return _uses(jaxpr, [_Origin(i, False) for i in range(count)], count)[0]
 
 
-def refined_report(jaxpr: Jaxpr, names: Sequence[str], report: Fallback) -> Fallback:
-    """A report about the gradient of a table, at the line that needs all of the table.
+class Gradient(NamedTuple):
+    """What came of the gradient of one input: its name, in backticks, and how many rows.
+
+    `rows` is None of a dense gradient.
+    """
+
+    name: str
+    rows: int | None
+
+
+def refined_reports(
+    jaxpr: Jaxpr, found: Callable[[], Sequence[Gradient]], reports: Sequence[Fallback]
+) -> list[Fallback]:
+    """Reports about gradients of tables, at the line that needs all of the table, each once.
 
     A gradient program adds the two gradients of a table that is looked up and used otherwise
-    too, and the sum is made at the line of whichever use comes first.
+    too, and the sum is made at the line of whichever use comes first. And a lookup in
+    `table / norms` is one in another table than the parameter, whose gradient has never been
+    rows: nothing was reported of it, and it is here if the table is large.
 
     Args:
         jaxpr: the gradient program.
-        names: what its inputs are called, in backticks.
-        report: about one of them, which only its shape tells.
+        found: returns the gradients of its inputs.
+        reports: of running it. Those about a table tell it by its shape alone.
     """
-    for name, variable, uses in zip(names, jaxpr.invars, uses_of_inputs(jaxpr), strict=True):
-        if tuple(aval_of(variable).shape) == report.shape:
-            found = _of_mixed_uses(name, aval_of(variable), uses)
-            if found is not None:
-                return found._replace(place=found.place or report.place)
-    return report
-
-
-def unreported(
-    jaxpr: Jaxpr, names: Callable[[], Sequence[str]], is_dense: Sequence[bool]
-) -> Iterator[Fallback]:
-    """Reports about large tables that are looked up after all of them was computed on.
-
-    `(table / norms)[ids]` is a lookup in another table than the parameter, whose gradient has
-    never been rows.
-
-    Args:
-        jaxpr: the gradient program.
-        names: returns what its inputs are called, in backticks.
-        is_dense: of which inputs the gradient is dense.
-    """
-    large = [
-        dense and _size(aval_of(variable)) >= _LARGE
-        for variable, dense in zip(jaxpr.invars, is_dense, strict=True)
+    inputs = [aval_of(v) for v in jaxpr.invars]
+    shapes = {report.shape for report in reports}
+    if not reports and all(_size(table) < LARGE for table in inputs):
+        return []
+    of_inputs: list[tuple[Gradient, Fallback]] = []
+    for gradient, table, uses in zip(found(), inputs, uses_of_inputs(jaxpr), strict=True):
+        is_reported = tuple(table.shape) in shapes
+        if is_reported or (gradient.rows is None and _size(table) >= LARGE):
+            report = _of_mixed_uses(gradient, table, uses)
+            if report is not None:
+                of_inputs.append((gradient, report))
+    refined = []
+    for report in reports:
+        fitting = [pair for pair in of_inputs if pair[1].shape == report.shape]
+        # Of two tables of one shape that which became dense is meant.
+        fitting.sort(key=lambda pair: pair[0].rows is not None)
+        if fitting:
+            better = fitting[0][1]
+            report = better._replace(place=better.place or report.place)
+        refined.append(report)
+    refined += [
+        r for gradient, r in of_inputs if gradient.rows is None and r.shape not in shapes
     ]
-    if not any(large):
-        return
-    inputs = zip(names(), jaxpr.invars, uses_of_inputs(jaxpr), large, strict=True)
-    for name, variable, uses, counts in inputs:
-        found = _of_mixed_uses(name, aval_of(variable), uses) if counts else None
-        if found is not None:
-            yield found
+    return list(dict.fromkeys(refined))
 
 
-def _of_mixed_uses(name: str, table: Any, uses: Sequence[Use]) -> Fallback | None:
+def _of_mixed_uses(gradient: Gradient, table: Any, uses: Sequence[Use]) -> Fallback | None:
     """The report about a table that is looked up and needed as a whole; None of another."""
     lookups = [use.place for use in uses if use.is_lookup]
     others = [use for use in uses if not use.is_lookup]
     if not lookups or not others:
         return None
     looked_up = f"looked up ({lookups[0]})" if lookups[0] else "looked up"
+    became = "became dense"
+    if gradient.rows is not None:
+        became = f"has {gradient.rows:,} rows and came from an array as large as the table"
     return Fallback(
-        f"the gradient of {name}, a {table.dtype}{list(table.shape)} table "
-        f"({in_bytes(_size(table))}), became dense, at O(table) cost in each step: it is "
+        f"the gradient of {gradient.name}, a {table.dtype}{list(table.shape)} table "
+        f"({in_bytes(_size(table))}), {became}, at O(table) cost in each step: it is "
         f"{looked_up}, but `{others[0].primitive}` needs all of it",
         others[0].place,
         tuple(table.shape),

@@ -22,13 +22,13 @@ from jmask._autodiff.interpreter import Interpreter
 from jmask._autodiff.loss import argument_name, checked_loss
 from jmask._autodiff.rules import EQUATION_RULES
 from jmask._autodiff.tensor_arguments import TensorArguments
-from jmask._autodiff.uses import refined_report, unreported
+from jmask._autodiff.uses import Gradient, refined_reports
 from jmask._autodiff.values import Filled, RowSum
 from jmask._base.array_types import varying_axes
 from jmask._base.doors import check_flag
-from jmask._base.fallback import Fallback, muted, refined, report_fallback
+from jmask._base.fallback import collected, expect_dense, muted, report_fallback
 from jmask._base.forms import drops_rules
-from jmask._base.leaves import KEEP_ARRAYS, abstract_leaf, leaf_name, not_an_array
+from jmask._base.leaves import KEEP_ARRAYS, Model, abstract_leaf, leaf_name, not_an_array
 from jmask._kernels.rows import ids_after_reading
 from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.phantom import is_tensor
@@ -54,7 +54,9 @@ def value_and_grad(
         argnums: the positional argument(s) to differentiate: pytrees of float arrays, and of
             `RowSparse`, BCOO, BCSR and `MaskedTensor`, whose gradients have the same
             positions or mask. Where entries count that are not there (`jmask.todense`), the
-            gradient of such a tensor is a dense array.
+            gradient of such a tensor is a dense array. In a tree that holds functions or flags
+            (a model of equinox) what is no floating array is no parameter: its gradient is
+            None, as in `eqx.filter_value_and_grad`.
         has_aux: whether `fun` returns auxiliary data beside the scalar.
 
     Returns:
@@ -162,6 +164,9 @@ def value_and_gradients(
             a `RowSparse`.
     """
     finished = _finished if finished is None else finished
+    models = {number: Model(args[number], _is_tensor) for number in numbers}
+    fun = function_of_parameters(fun, models)
+    args = tuple(models[i].parameters if i in models else x for i, x in enumerate(args))
     for number in numbers:
         _check_argument(fun, number, args[number])
     arguments = TensorArguments(args, numbers)
@@ -169,6 +174,26 @@ def value_and_gradients(
         return _of_tensors(fun, arguments, has_aux, kwargs, finished)
     value, results = _value_and_results(fun, numbers, has_aux, args, kwargs)
     return value, _mapped(finished, results)
+
+
+def function_of_parameters(
+    fun: Callable[..., Any], models: dict[int, Model]
+) -> Callable[..., Any]:
+    """`fun` of parameters in place of the models that they are of.
+
+    Args:
+        fun: the function.
+        models: its arguments that are such, by their number.
+    """
+    if not any(model.others for model in models.values()):
+        return fun
+
+    @functools.wraps(fun)
+    def of_parameters(*args: Any, **kwargs: Any) -> Any:
+        whole = (models[i].with_parameters(x) if i in models else x for i, x in enumerate(args))
+        return fun(*whole, **kwargs)
+
+    return of_parameters
 
 
 def _of_tensors(
@@ -235,20 +260,19 @@ def _value_and_results(
         jax.tree.map(lambda x: x.ndim > 0, gradients),
     )
 
-    reported: set[Any] = set()
-
-    def names() -> list[str]:
-        return [
+    def found() -> list[Gradient]:
+        names = (
             leaf_name(argument_name(fun, number), path)
             for number, tree in zip(numbers, differentiated, strict=True)
             for path, _ in jax.tree.leaves_with_path(tree)
+        )
+        return [
+            Gradient(name, x.capacity if isinstance(x, RowSum) and x.is_rows else None)
+            for name, x in zip(names, jax.tree.leaves(gradients), strict=True)
         ]
 
-    def refine(report: Fallback) -> Fallback:
-        reported.add(report.shape)
-        return refined_report(program.jaxpr, names(), report)
-
-    with refined(refine):
+    # What became dense on the way is said when it is known what came of it.
+    with collected() as reports:
         results = _INTERPRETER.run(
             program.jaxpr,
             program.consts,
@@ -256,10 +280,8 @@ def _value_and_results(
             jax.tree.leaves(wanted),
         )
     computed, gradients = jax.tree.unflatten(jax.tree.structure(outputs), results)
-    is_dense = [isinstance(x, jax.Array) for x in jax.tree.leaves(gradients)]
-    for report in unreported(program.jaxpr, names, is_dense):
-        if report.shape not in reported:
-            report_fallback(*report)
+    for report in refined_reports(program.jaxpr, found, reports):
+        report_fallback(*report)
     return trace.with_static(_mapped(_finished, computed)), gradients
 
 
@@ -305,9 +327,12 @@ def _mapped(function: Callable[[Any], Any], results: Any) -> Any:
 
 def _finished(result: Any) -> Any:
     """A result of the program as users see it."""
-    if isinstance(result, RowSum) and result.looked_up:
+    if isinstance(result, RowSum) and result.is_rows:
         return result.to_row_sparse()
-    return _dense(result)
+    dense = _dense(result)
+    if isinstance(dense, jax.Array) and dense.ndim > 1:
+        expect_dense(dense)
+    return dense
 
 
 def _dense(result: Any) -> Any:

@@ -16,6 +16,7 @@ with it (the scaling of a loss) is recognised as a product with a scalar.
 import contextlib
 import contextvars
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,12 +24,15 @@ import jax
 import jax.numpy as jnp
 
 from jmask._autodiff.row_pattern import IdsAndRows
+from jmask._base.fallback import LARGE
 from jmask._base.row_ids import id_dtype
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.factored_rows import FactoredRows, as_array
 from jmask._kernels.update_rows import add_to_rows
 from jmask._tensors.row_sparse import RowSparse
 
+# The rows of a table; a stack of eight weights has few.
+_MANY = 1000
 _refused: contextvars.ContextVar[set[object]] = contextvars.ContextVar("refused")
 
 
@@ -63,8 +67,8 @@ class RowSum:
     Attributes:
         parts: pairs of canonical ids (n,) and rows (n, *row), an array or `FactoredRows`.
         looked_up: some part comes from a lookup. Otherwise the rows come from slices with
-            fixed bounds (`table[:10]`), whose gradient stays an ordinary dense array
-            unless a lookup of the same table joins it.
+            fixed bounds (`weights[:10]`), whose gradient stays an ordinary dense array
+            unless a lookup of the same table joins it, or they are few of a large table.
         carry: the scan carry this is to be added to, by identity, or None.
     """
 
@@ -81,6 +85,11 @@ class RowSum:
     @property
     def capacity(self) -> int:
         return sum(ids.shape[0] for ids, _ in self.parts)
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether a gradient that ends as this sum is a `RowSparse`, and no array."""
+        return self.looked_up or (bool(self.parts) and are_few(self.capacity, self))
 
     def plus(self, parts: tuple[IdsAndRows, ...], looked_up: bool) -> "RowSum":
         """This sum with more parts."""
@@ -167,6 +176,12 @@ class RowSum:
         """The parts as one `RowSparse`."""
         ids, values = self.parts[0] if len(self.parts) == 1 else self.concatenated()
         return RowSparse.of_rows(ids, values, self.shape, coalesced=False)
+
+
+def are_few(rows: int, table: Any) -> bool:
+    """Whether `rows` of them are few of the rows of a large table (shape and dtype)."""
+    size = math.prod(table.shape) * jnp.dtype(table.dtype).itemsize
+    return size >= LARGE and table.shape[0] >= _MANY and 8 * rows <= table.shape[0]
 
 
 @dataclasses.dataclass(frozen=True)

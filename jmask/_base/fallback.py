@@ -13,9 +13,10 @@ import re
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -24,9 +25,12 @@ _muted = contextvars.ContextVar("jmask_muted", default=False)
 _collected: contextvars.ContextVar["list[Fallback] | None"] = contextvars.ContextVar(
     "jmask_collected", default=None
 )
-_refine = contextvars.ContextVar[Any]("jmask_refine", default=None)
 # `warnings.warn_explicit` keeps its once-per-place memory in the registry it is given.
 _registry: dict = {}
+# Dense gradients that were returned as such, by their address.
+_expected: "weakref.WeakValueDictionary[int, jax.Array]" = weakref.WeakValueDictionary()
+# Bytes of a table that is worth a word where all of it is computed on.
+LARGE = 2**20
 _LIBRARIES = tuple(
     os.path.dirname(path) + os.sep for path in (os.path.dirname(__file__), jax.__file__)
 )
@@ -123,16 +127,6 @@ def collected() -> Iterator[list[Fallback]]:
         _collected.reset(token)
 
 
-@contextlib.contextmanager
-def refined(refine: Callable[[Fallback], Fallback]) -> Iterator[None]:
-    """Context in which a report about the gradient of a table is what `refine` makes of it."""
-    token = _refine.set(refine)
-    try:
-        yield
-    finally:
-        _refine.reset(token)
-
-
 def report_fallback(
     message: str, place: Place | None = None, shape: tuple[int, ...] | None = None
 ) -> None:
@@ -145,8 +139,6 @@ def report_fallback(
     """
     if _muted.get():
         return
-    if place is not None and shape is not None and _refine.get() is not None:
-        message, place, shape = _refine.get()(Fallback(message, place, shape))
     reports = _collected.get()
     if reports is not None:
         place = Place(*_callers_line()[:2]) if place is None else place
@@ -161,6 +153,16 @@ def report_fallback(
     else:
         file, line, registry = place.file, place.line, _registry
     warnings.warn_explicit(message, StorageFallbackWarning, file, line, registry=registry)
+
+
+def expect_dense(x: jax.Array) -> None:
+    """Note that `x`, the dense gradient of a table, came from jmask: no more is to be said."""
+    _expected[id(x)] = x
+
+
+def is_expected_dense(x: jax.Array) -> bool:
+    """Whether `x` itself was noted by `expect_dense`."""
+    return _expected.get(id(x)) is x
 
 
 def place_among(lines: Iterable[tuple[str, int]]) -> Place | None:

@@ -9,9 +9,9 @@ never wraps to the last row:
 **Opaque form.** Optimizers map arithmetic over the leaves of a gradient. On ids that
 would be silent corruption: `optax.clip(1.)` turns the ids [1, 7] into [1, 1], a step-size
 schedule turns them into zeros of a valid dtype. So the leaf of a `RowSparse` that holds
-ids has an extended dtype, `key<jmask.lazy>`: jit, vmap, scan, cond, donation and
-sharding carry it, arithmetic on it is a TypeError that names the way out. It costs
-nothing: in the compiled program it is the plain integer array.
+ids has an extended dtype, `key<row ids: ...>`: jit, vmap, scan, cond, donation and
+sharding carry it, arithmetic on it is a TypeError that names the way out, since the name of
+the dtype does. It costs nothing: in the compiled program it is the plain integer array.
 
 The payload is id + 1, so that `zeros_like`, the one operation that can make such a leaf
 from nothing, yields padding and not row 0.
@@ -41,7 +41,7 @@ def _refuse(*args: Any, **kwargs: Any) -> Any:
 
 def _opaque_dtype(words: int) -> Any:
     # JAX's only public way to an extended dtype is a PRNG implementation. The tag is
-    # what error messages print: "multiply does not accept dtypes key<jmask.lazy>".
+    # what error messages print, "multiply does not accept dtypes key<...>", in the first line.
     return define_prng_impl(
         key_shape=(words,),
         seed=_refuse,
@@ -49,7 +49,7 @@ def _opaque_dtype(words: int) -> Any:
         random_bits=_refuse,
         fold_in=_refuse,
         name=f"jmask row ids, {32 * words} bit",
-        tag="jmask.lazy",
+        tag="row ids: use jmask.lazy(tx), or jmask.tree.norm, .add, .psum, .pmean",
     )
 
 

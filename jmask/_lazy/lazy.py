@@ -36,6 +36,7 @@ from jmask._updates.checks import (
     naming_structures,
     stored_as,
 )
+from jmask._updates.dense_tables import notice_dense_tables, noticing_dense_tables
 from jmask._updates.eager import compiled_outside_jit
 from jmask._updates.masked_gradient import as_gradients, is_gradient_leaf
 from jmask._updates.not_row_local import NotRowLocalError
@@ -96,10 +97,19 @@ def lazy(
         _check_not_deferring(state)
         return state
 
-    def update(
+    def noticed_update(
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        notice_dense_tables(updates)
+        return update(updates, state, params, **extra_args)
+
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         _check_not_deferring(state)
@@ -152,8 +162,8 @@ def lazy(
         updates, state = update(grads, state, params)
         return apply_updates(params, updates), state
 
-    lifted = OnePassTransformation(init, update)
-    lifted.apply_gradients = compiled_outside_jit(apply_gradients)
+    lifted = OnePassTransformation(init, noticed_update)
+    lifted.apply_gradients = noticing_dense_tables(compiled_outside_jit(apply_gradients))
     return lifted
 
 

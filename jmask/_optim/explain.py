@@ -21,13 +21,13 @@ import jax
 import jax.numpy as jnp
 
 from jmask._autodiff.uses import Use, uses_of_inputs
-from jmask._autodiff.value_and_grad import value_and_gradients
+from jmask._autodiff.value_and_grad import function_of_parameters, value_and_gradients
 from jmask._autodiff.values import RowSum
 from jmask._base.fallback import Fallback, Place, collected, in_bytes
 from jmask._base.leaves import abstract_leaf
 from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.row_sparse import is_row_sparse
-from jmask._updates.checks import check_parameters
+from jmask._updates.checks import check_parameters, model_of
 
 _HEADS = ("parameter", "array", "size", "gradient", "a step touches")
 
@@ -64,7 +64,8 @@ class ParameterStep:
 
     def cells(self) -> tuple[str, ...]:
         """What stands in the row of a table about it."""
-        gradient = f"row-sparse, {self.nse:,} rows" if self.is_sparse else "dense"
+        rows = "row" if self.nse == 1 else "rows"
+        gradient = f"row-sparse, {self.nse:,} {rows}" if self.is_sparse else "dense"
         touched = in_bytes(self.touched)
         if self.is_sparse and self.touched:
             touched += f", {self.factor:,.0f}x less"
@@ -171,10 +172,13 @@ def explain(
             "jmask.explain(loss_fn, params, *batch)."
         )
     check_parameters(params)
+    model = model_of(params)
+    loss_fn, params = function_of_parameters(loss_fn, {0: model}), model.parameters
     gradients, uses, reports = _traced(loss_fn, params, batch, has_aux, kwargs)
     leaves = jax.tree.leaves_with_path(params, is_leaf=is_stored_table)
+    reported = {report.shape for report in reports}
     steps = [
-        _step(path, leaf, gradient, of_leaf)
+        _step(path, leaf, gradient, of_leaf, reported)
         for (path, leaf), gradient, of_leaf in zip(leaves, gradients, uses, strict=True)
     ]
     explained = {step.shape for step in steps if step.note}
@@ -227,13 +231,15 @@ def _traced(
     return gradients, uses, reports
 
 
-def _step(path: Any, leaf: Any, gradient: Any, uses: list[Use]) -> ParameterStep:
+def _step(
+    path: Any, leaf: Any, gradient: Any, uses: list[Use], shapes: set[Any]
+) -> ParameterStep:
     stored = is_stored_table(leaf)
     array: Any = leaf if stored else abstract_leaf(leaf)
     shape, dtype = tuple(array.shape), jnp.dtype(array.dtype)
     described = f"{dtype}[{', '.join(map(str, shape))}]"
     nbytes = sum(_size(x) for x in map(abstract_leaf, jax.tree.leaves(leaf)))
-    nse = _number_of_rows(gradient)
+    nse, is_reported = _number_of_rows(gradient), shape in shapes
     touched = nbytes
     if nse is not None:
         touched = min(nse, shape[0]) * math.prod(shape[1:]) * dtype.itemsize
@@ -246,7 +252,7 @@ def _step(path: Any, leaf: Any, gradient: Any, uses: list[Use]) -> ParameterStep
         nse is not None,
         nse,
         touched,
-        _note(shape, gradient, nse, uses),
+        _note(shape, gradient, nse, uses, is_reported),
     )
 
 
@@ -258,32 +264,48 @@ def _number_of_rows(gradient: Any) -> int | None:
     """The nse of a row-sparse gradient, None of a dense one."""
     if is_row_sparse(gradient):
         return gradient.nse
-    is_sparse = isinstance(gradient, RowSum) and gradient.looked_up
+    is_sparse = isinstance(gradient, RowSum) and gradient.is_rows
     return gradient.capacity if is_sparse else None
 
 
-def _note(shape: tuple[int, ...], gradient: Any, nse: int | None, uses: list[Use]) -> str:
+def _note(
+    shape: tuple[int, ...], gradient: Any, nse: int | None, uses: list[Use], is_reported: bool
+) -> str:
     """What is to be said of a parameter: why its gradient is dense, or large."""
     if nse is not None:
         if nse == 0:
             return "not looked up: no row is touched"
+        came = _from_a_whole_table(uses) if is_reported else ""
         if nse >= shape[0]:
-            return "as many rows as the table has: a dense gradient would cost no more"
-        return ""
+            many = (
+                "as many rows as the table has: `jmask.densify()` in place of jmask.lazy would "
+                "update all of them, at no more cost"
+            )
+            return f"{came}; {many}" if came else many
+        return came
     if isinstance(gradient, RowSum) and gradient.is_zero:
         return (
             "not used: a gradient of dense zeros, with which momentum and weight decay update "
             "all of it; leave it out of what is differentiated"
         )
     lookups = [use for use in uses if use.is_lookup]
-    others = [use for use in uses if not use.is_lookup]
     if not lookups or not shape:
         return ""
     looked_up = _with_place("looked up", lookups[0].place)
-    if others:
-        needs = (_with_place(f"`{use.primitive}` needs all of it", use.place) for use in others)
-        return f"{looked_up}, but {' and '.join(list(dict.fromkeys(needs))[:2])}"
-    return f"{looked_up}, but not by whole rows"
+    needs = _needs_all(uses)
+    return f"{looked_up}, but {needs}" if needs else f"{looked_up}, but not by whole rows"
+
+
+def _from_a_whole_table(uses: list[Use]) -> str:
+    """Why the rows of a gradient came from an array as large as the table."""
+    needs = _needs_all(uses)
+    return f"the rows came from an array as large as the table: {needs}" if needs else ""
+
+
+def _needs_all(uses: list[Use]) -> str:
+    others = (use for use in uses if not use.is_lookup)
+    needs = (_with_place(f"`{use.primitive}` needs all of it", use.place) for use in others)
+    return " and ".join(list(dict.fromkeys(needs))[:2])
 
 
 def _with_place(text: str, place: Place | None) -> str:

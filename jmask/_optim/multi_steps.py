@@ -67,7 +67,7 @@ class MultiStepsState(NamedTuple):
 def multi_steps(
     inner: optax.GradientTransformation,
     every_k: int,
-    like: Any,
+    like: Any = None,
     *,
     use_grad_mean: bool = True,
 ) -> OnePassTransformation:
@@ -89,6 +89,7 @@ def multi_steps(
         gradient.
 
     Raises:
+        TypeError: if `like` is not given.
         ValueError: if `every_k` is not positive; from `update`, if a gradient has more rows
             than `like`, or is dense where that is sparse, or masked where that is not, or
             the other way round; or if the state has rows for another `every_k`. (Of dense
@@ -113,6 +114,12 @@ def multi_steps(
         raise ValueError(f"`every_k` must be a positive integer, got {every_k!r}.")
     check_flag("use_grad_mean", use_grad_mean)
     check_transformation("inner", inner, "jmask.multi_steps(jmask.adam(1e-3), 4, like=grads)")
+    if like is None:
+        raise TypeError(
+            "`like` must be given, the gradient of one microbatch or its shapes: write "
+            f"jmask.multi_steps(tx, {every_k}, "
+            "like=jax.eval_shape(jmask.grad(loss_fn), params, batch))."
+        )
     inner = optax.with_extra_args_support(inner)
     check_gradients(like, "like")
     like = jax.eval_shape(as_gradients, like)

@@ -47,6 +47,7 @@ from jmask._updates.checks import (
     dense_parameters,
     stored_as,
 )
+from jmask._updates.dense_tables import noticing_dense_tables
 from jmask._updates.eager import compiled_outside_jit
 from jmask._updates.masked_gradient import is_gradient_leaf
 from jmask._updates.row_update import update_entries, updated_whole
@@ -119,8 +120,8 @@ def optimizer(
     if lazy_update:
         lifted = OnePassTransformation(*lazy(dense))
         lifted.rule = rule
-        lifted.apply_gradients = compiled_outside_jit(
-            functools.partial(_apply_gradients, rule, lifted)
+        lifted.apply_gradients = noticing_dense_tables(
+            compiled_outside_jit(functools.partial(_apply_gradients, rule, lifted))
         )
         return lifted
     to_dense = densify()

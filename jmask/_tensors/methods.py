@@ -10,6 +10,7 @@ that a method is, and the module that defines the function installs it:
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 from jmask._base.fallback import report_fallback
@@ -192,7 +193,13 @@ class RowSparseMethods(TensorMethods):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
             raise ValueError("`copy`=False: a RowSparse has no dense array to share.")
-        dense = np.asarray(self.todense(), dtype)  # type: ignore[attr-defined]
+        dense = self.todense()  # type: ignore[attr-defined]
+        if isinstance(dense, jax.core.Tracer):
+            raise TypeError(
+                f"{self!r} is traced (under jit, vmap or grad) and no array: write x.todense() "
+                "where one is meant."
+            )
+        dense = np.asarray(dense, dtype)
         report_fallback(
             f"{self!r} became a plain array by itself, at O(size) cost: write x.todense() "
             "where that is meant"

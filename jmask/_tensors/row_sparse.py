@@ -44,10 +44,11 @@ from jmask._tensors.checks import (
     shape_that_fits,
 )
 from jmask._tensors.methods import RowSparseMethods
+from jmask._tensors.misuse import SaysWhatToDo, refuse_misuse
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class RowSparse(RowSparseMethods):
+class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
     """A tensor of shape (V, *row) given by n of its rows; the other rows are zero.
 
     Args:
@@ -124,6 +125,7 @@ class RowSparse(RowSparseMethods):
         return tuple(zip(keys, leaves, strict=True)), (self.shape, self.coalesced)
 
     def tree_flatten(self):
+        refuse_misuse()
         return (self.index_leaf, self.stored), (self.shape, self.coalesced)
 
     @classmethod

@@ -4,6 +4,7 @@ checks              what parameters, gradients and states must be
 masked_gradient     gradients with masks
 row_update          the rows of a gradient, updated in the fastest way
 apply               `apply_updates`, `apply_gradients`, `densify`
+dense_tables        a notice of dense gradients of large tables in lazy optimizers
 eager               optimizers outside jit: compiled, and remembered
 plain_optax         what JAX says of a gradient that met plain optax
 not_row_local       the error of a transformation that `lazy` cannot wrap

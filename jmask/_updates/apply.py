@@ -21,6 +21,7 @@ from jmask._updates.checks import (
     check_gradient,
     check_transformation,
     dense_parameters,
+    model_of,
     naming_structures,
     stored_as,
 )
@@ -84,7 +85,8 @@ def apply_updates(
     takes trees that optax's tree mapping does not.
 
     Args:
-        params: a tree of arrays; None leaves are kept.
+        params: a tree of arrays, or a model; None leaves are kept, and so is what is no
+            floating array in a tree that holds functions.
         updates: updates of the same structure; a None update leaves its parameter alone.
         key: of `jax.random`, a new one in each step. With it 16-bit parameters are rounded
             stochastically (see `stochastic_round`), so that updates too small to change
@@ -109,7 +111,9 @@ def apply_updates(
     if key is not None:
         check_key(key)
     keys = _key_of_each_leaf(key)
-    updates, given, params = as_gradients(updates), params, dense_parameters(params)
+    model = model_of(params)
+    updates, given = as_gradients(updates), model.parameters
+    params = dense_parameters(given)
 
     def apply(path: Any, update: Any, param: Any) -> Any:
         leaf_key = next(keys)
@@ -144,7 +148,7 @@ def apply_updates(
 
     with naming_structures(updates, params, "apply_updates(params, updates)"):
         new = jax.tree.map_with_path(apply, updates, params, is_leaf=is_leaf)
-    return stored_as(given, new)
+    return model.with_parameters(stored_as(given, new))
 
 
 def _key_of_each_leaf(key: jax.Array | None) -> Iterator[jax.Array | None]:
@@ -173,7 +177,7 @@ def apply_gradients(
         grads: gradients as from `jmask.grad`; a BCOO counts as masked where it stores
             nothing.
         opt_state: the state of `tx`.
-        params: the parameters.
+        params: the parameters, or the model that holds them and functions beside them.
         key: for stochastic rounding of 16-bit parameters, as in `apply_updates`.
         **extra_args: passed on to `tx.update`.
 
@@ -196,12 +200,15 @@ def apply_gradients(
     check_transformation("tx", tx, f"tx = jmask.adam(1e-3); {order}")
     if any(map(is_gradient_leaf, jax.tree.leaves(opt_state, is_leaf=is_gradient_leaf))):
         raise TypeError(f"`opt_state` holds gradients: the order is {order}.")
-    grads = as_gradients(grads)
+    model = model_of(params)
+    grads, params = as_gradients(grads), model.parameters
     check_gradient(grads, dense_parameters(params))
     one_pass = getattr(tx, "apply_gradients", None)
     if one_pass is not None and key is None and not extra_args:
-        return one_pass(grads, opt_state, params)
+        params, opt_state = one_pass(grads, opt_state, params)
+        return model.with_parameters(params), opt_state
     tx = optax.with_extra_args_support(tx)
     with advising_lazy("tx", grads, params):
         updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
-    return apply_updates(params, updates, key=key), opt_state
+    params = apply_updates(params, updates, key=key)
+    return model.with_parameters(params), opt_state

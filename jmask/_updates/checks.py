@@ -10,6 +10,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.leaves import (
     KEEP_ARRAYS,
+    Model,
     abstract_leaf,
     is_about_structure,
     leaf_name,
@@ -25,6 +26,15 @@ _ORDER = "tx.update(grads, opt_state, params)"
 _NOT_DENSE = (RowSparse, MaskedTensor, BCOO, BCSR)
 
 
+def model_of(params: Any) -> Model:
+    """The parameters, which may be a whole model, and what else it holds."""
+    return Model(params, _is_no_array)
+
+
+def _is_no_array(x: Any) -> bool:
+    return isinstance(x, (*_NOT_DENSE, StoredTable))
+
+
 def check_parameters(params: Any) -> None:
     """Refuse parameters that are not arrays of real numbers, or `RowSparse` with all rows.
 
@@ -32,13 +42,11 @@ def check_parameters(params: Any) -> None:
         TypeError: naming the parameter, what it is and what to do.
     """
 
-    def is_not_dense(x: Any) -> bool:
-        return isinstance(x, (*_NOT_DENSE, StoredTable))
-
-    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_not_dense):
+    params = model_of(params).parameters
+    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=_is_no_array):
         if isinstance(leaf, StoredTable) or _is_full(leaf):
             continue
-        if is_not_dense(leaf):
+        if _is_no_array(leaf):
             raise TypeError(
                 f"{leaf_name('params', path)} is a {type(leaf).__name__}: parameters must be "
                 "dense arrays, or RowSparse with all rows stored (gradients may be sparse or "
@@ -69,7 +77,11 @@ def check_transformation(name: str, tx: Any, order: str) -> None:
 
 
 def dense_parameters(params: Any) -> Any:
-    """The tree with each `RowSparse` that stores all its rows as the array it is."""
+    """The tree with each `RowSparse` that stores all its rows as the array it is.
+
+    Of a model that holds functions the parameters alone, None for all else.
+    """
+    params = model_of(params).parameters
     return jax.tree.map(lambda x: x.todense() if _is_full(x) else x, params, is_leaf=_is_full)
 
 

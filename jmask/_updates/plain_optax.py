@@ -1,7 +1,7 @@
 """What it means when a plain optax transformation fails on row-sparse gradients.
 
-    multiply does not accept dtypes float32, key<jmask.lazy>      optax.sgd(0.1)
-    Cannot call abstract method real                              optax.clip_by_global_norm(1.)
+    multiply does not accept dtypes float32, key<row ids: ...>     optax.sgd(0.1)
+    a row-sparse gradient (RowSparse) is no array: ...             optax.adam(0.1)
 
 Optax maps arithmetic over the leaves of a gradient, and the ids of a `RowSparse` refuse it
 (see `_base.row_ids`). Where jmask calls the transformation, the error says what to do instead.
@@ -17,9 +17,9 @@ from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.checks import naming_structures
 
 _SIGNS = (
-    ".row_sparse.RowSparse",
+    "RowSparse",
     ".masked_tensor.MaskedTensor",
-    "key<jmask.lazy>",
+    "key<row ids",
     "Cannot call abstract method",
 )
 

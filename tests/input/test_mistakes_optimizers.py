@@ -17,7 +17,6 @@ from tests.mistakes import (
     check,
     looked_up,
     mesh,
-    mlp,
     packed,
     step,
 )
@@ -33,18 +32,18 @@ def apply(tx):
 
 MISTAKES: dict[str, Mistake] = {
     # --- parameters and optimizers --------------------------------------------------------
-    "an optimizer of a whole model": (
-        lambda: LAZY.init({"dense": mlp()}),
+    "an optimizer of a name": (
+        lambda: LAZY.init({"t": TABLE, "name": "words"}),
         TypeError,
         (
-            "`params['dense'].activation` is a custom_jvp, not an array",
+            "`params['name']` is a str, not an array",
             "eqx.filter(model, eqx.is_inexact_array)",
         ),
     ),
-    "a named optimizer of a whole model": (
-        lambda: jmask.adam(0.1).init(mlp()),
+    "a named optimizer of a name": (
+        lambda: jmask.adam(0.1).init({"t": TABLE, "name": "words"}),
         TypeError,
-        ("`params.activation` is a custom_jvp", "eqx.filter"),
+        ("`params['name']` is a str", "eqx.filter"),
     ),
     "a masked parameter": (
         lambda: LAZY.init({"t": jmask.masked_tensor(TABLE, TABLE > 0)}),

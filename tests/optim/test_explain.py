@@ -357,8 +357,8 @@ def test_html():
 
 
 def test_bad_input():
-    with pytest.raises(TypeError, match=r"`params\['f'\]` is a function, not an array"):
-        jmask.explain(lambda p: 0.0, {"f": test_html})
+    with pytest.raises(TypeError, match=r"`params\['f'\]` is a str, not an array"):
+        jmask.explain(lambda p: 0.0, {"f": "name"})
     with pytest.raises(TypeError, match="scalar-output"):
         jmask.explain(lambda p: p, TABLE)
     with pytest.raises(TypeError, match=r"`p\['n'\]` is int32"):

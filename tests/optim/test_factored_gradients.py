@@ -104,6 +104,6 @@ def test_a_step_of_bags_writes_no_row_out(name, rows):
     table = jax.ShapeDtypeStruct((rows, width), jnp.float32)
     arguments = table, jax.eval_shape(tx.init, table), jax.ShapeDtypeStruct((count,), jnp.int32)
     memory = step.lower(*arguments).compile().memory_analysis()
-    # Bags are 5 MB, and all rows would be 26.
-    assert memory.temp_size_in_bytes < 16e6
+    # Bags are 5 MB, and all rows would be 26. XLA of JAX 0.10 keeps the bags once more.
+    assert memory.temp_size_in_bytes < (12.5e6 if jax.__version_info__ >= (0, 12) else 18e6)
     assert memory.alias_size_in_bytes >= rows * width * 4

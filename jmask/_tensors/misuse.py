@@ -1,0 +1,108 @@
+"""What a `RowSparse` says where code for arrays takes it for a tree of arrays.
+
+    optax.adam(0.1).update(grads, state)        put it inside jmask.lazy
+    optax.tree.norm(grads)                      jmask.tree.norm(grads)
+    eqx.apply_updates(params, grads)            jmask.apply_updates
+
+Such code fails inside JAX, which does not know the way out. But JAX flattens a `RowSparse`, or
+prints its type, where it finds that trees differ, and so code of jmask runs there: it looks at
+who called, and says what to do. Where a version of JAX or of optax names its functions
+otherwise, JAX's own error stands.
+"""
+
+import sys
+from types import FrameType
+
+_LAZY = (
+    "put the optimizer inside jmask.lazy, as in jmask.lazy(optax.adam(1e-3)), with all that is "
+    "chained to it"
+)
+
+# Functions of packages, and what to write instead of them.
+_INSTEAD = {
+    ("optax", "MultiSteps"): "jmask.multi_steps(jmask.lazy(optax.adam(1e-3)), k, like=grads)",
+    ("optax", "apply_if_finite"): "jmask.skip_nonfinite(jmask.lazy(optax.adam(1e-3)))",
+    ("equinox", "apply_updates"): "jmask.apply_updates(model, updates)",
+}
+# The same, unless an optimizer of optax has called them. They call methods of every leaf, which
+# name nothing where they fail, so they are told apart before.
+_OF_LEAVES = {
+    "tree_norm": "jmask.tree.norm(grads)",
+    "tree_cast": "grads['table'].astype(dtype)",
+    "tree_cast_like": "grads['table'].astype(dtype)",
+}
+
+
+def refuse_misuse() -> None:
+    """Raise where the one who flattens will fail on a `RowSparse`, or has failed.
+
+    Called in each flattening, so it looks at names of functions alone, and far only then.
+
+    Raises:
+        TypeError: for what optax does to all leaves alike, and for what a branch returns.
+        ValueError: for trees that JAX found to differ.
+    """
+    frame = sys._getframe(2)
+    name = frame.f_code.co_name
+    if name == "tree_flatten" and frame.f_back is not None:  # of JAX, called in `tree_map`
+        frame = frame.f_back
+        name = frame.f_code.co_name
+    if name == "tree_map":
+        if _nth_caller(frame, 2) in _OF_LEAVES:
+            raise TypeError(_message(frame)) from None
+    elif name == "tree_structure":
+        by = _nth_caller(frame, 1)
+        if by == "_prefix_error" and _nth_caller(frame, 2) == "tree_map":
+            raise ValueError(_message(frame)) from None
+        if by == "_equality_errors" and "apply_if_finite" in _advice(frame):
+            raise TypeError(_message(frame)) from None
+
+
+class SaysWhatToDo(type):
+    """The type of a class whose name in errors of JAX says what to do instead."""
+
+    def __repr__(cls) -> str:
+        frame = sys._getframe(1)
+        module, function = str(frame.f_globals.get("__name__")), frame.f_code.co_name
+        plain = super().__repr__()
+        if module.startswith("jax.") and function == "check_arraylike":
+            return f"{plain} (jmask.numpy has the functions that take it)"
+        if module.endswith(".tree_util") and function != "_equality_errors":
+            return f"{plain} ({_advice(frame)})"
+        return plain
+
+
+def _nth_caller(frame: FrameType, n: int) -> str:
+    found: FrameType | None = frame
+    for _ in range(n):
+        found = None if found is None else found.f_back
+    return "" if found is None else found.f_code.co_name
+
+
+def _message(frame: FrameType) -> str:
+    return (
+        f"a row-sparse gradient (RowSparse) is no array: {_advice(frame)}. More is in "
+        "docs/sharp_bits.md, Transformations outside `lazy`."
+    )
+
+
+def _advice(frame: FrameType | None) -> str:
+    """What to do instead, by the calls of known packages that led here."""
+    of_leaves, is_optimizer = "", False
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        function = frame.f_code.co_qualname.partition(".")[0]
+        if (package, function) in _INSTEAD:
+            return f"for {package}.{function} write {_INSTEAD[package, function]}"
+        if package in ("optax", "jaxopt"):
+            of_leaves = of_leaves or _OF_LEAVES.get(function, "")
+            is_optimizer = is_optimizer or function not in (*_OF_LEAVES, "global_norm")
+        frame = frame.f_back
+    if is_optimizer:
+        return _LAZY
+    if of_leaves:
+        return f"write {of_leaves}"
+    return (
+        "jmask.tree has sums, means and norms of gradients; jax.tree.map takes "
+        "is_leaf=lambda x: isinstance(x, jmask.RowSparse)"
+    )

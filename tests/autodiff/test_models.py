@@ -1,0 +1,119 @@
+"""Models of equinox as they are: what is no floating array has no gradient, and stays."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmask
+from tests.oracle import is_row_sparse
+
+pytestmark = pytest.mark.dtype_promotion  # of optimizers of optax
+
+IDS = jnp.array([1, 2, 1])
+
+
+class Model(eqx.Module):
+    embed: eqx.nn.Embedding
+    out: eqx.nn.MLP
+    dropout: eqx.nn.Dropout
+    activation: object
+    counts: jax.Array
+    name: str
+    nothing: None = None
+
+    def __call__(self, i):
+        return self.out(self.activation(self.embed(i)))[0]
+
+
+def model():
+    keys = jax.random.split(jax.random.key(0))
+    embed, out = eqx.nn.Embedding(20, 4, key=keys[0]), eqx.nn.MLP(4, 1, 8, 2, key=keys[1])
+    return Model(embed, out, eqx.nn.Dropout(0.5), jax.nn.relu, jnp.arange(3), "model")
+
+
+def loss(model, ids):
+    return jnp.mean((jax.vmap(model)(ids) - 1) ** 2)
+
+
+def arrays(tree):
+    return [x for x in jax.tree.leaves(tree) if eqx.is_inexact_array(x)]
+
+
+OPTIMIZERS = {
+    "lazy": jmask.lazy(optax.adamw(0.1)),
+    "adam": jmask.adam(0.1, weight_decay=0.1),
+    "clipped": jmask.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))),
+    "skip": jmask.skip_nonfinite(jmask.lazy(optax.adamw(0.1))),
+    "dense": optax.chain(jmask.densify(), optax.adamw(0.1)),
+}
+
+
+def test_gradients_are_those_of_filter_value_and_grad():
+    value, grads = jmask.value_and_grad(loss)(model(), IDS)
+    expected_value, expected = eqx.filter_value_and_grad(loss)(model(), IDS)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-6)
+    assert isinstance(grads.embed.weight, jmask.RowSparse)
+    assert jax.tree.structure(grads, is_leaf=is_row_sparse) == jax.tree.structure(expected)
+    dense = jax.tree.map(
+        lambda x: x.todense() if is_row_sparse(x) else x, grads, is_leaf=is_row_sparse
+    )
+    for ours, theirs in zip(jax.tree.leaves(dense), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+    assert (grads.activation, grads.counts, grads.name, grads.dropout.p) == (None,) * 4
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training(name):
+    """All ways to step agree with each other, and with parameters parted by hand."""
+    tx, before = OPTIMIZERS[name], model()
+    params = eqx.filter(before, eqx.is_inexact_array)
+    grads = jmask.grad(loss)(before, IDS)
+    state = tx.init(params)
+    by_hand, _ = tx.update(grads, state, params)
+    updates, _ = tx.update(grads, state, before)
+    ways = [
+        jmask.apply_updates(before, updates),
+        jmask.apply_gradients(tx, grads, state, before)[0],
+        eqx.filter_jit(lambda m, s: jmask.apply_gradients(tx, grads, s, m)[0])(before, state),
+    ]
+    expected = arrays(jmask.apply_updates(params, by_hand))
+    for after in ways:
+        assert after.activation is jax.nn.relu
+        assert (after.name, after.dropout.p, after.nothing) == ("model", 0.5, None)
+        np.testing.assert_array_equal(after.counts, before.counts)
+        for x, y in zip(arrays(after), expected, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+        assert loss(after, IDS) < loss(before, IDS)
+
+
+@pytest.mark.parametrize("name", ["lazy", "adam", "skip"])
+def test_the_state_of_a_whole_model(name):
+    tx = OPTIMIZERS[name]
+    parted = tx.init(eqx.filter(model(), eqx.is_inexact_array))
+    assert jax.tree.structure(tx.init(model())) == jax.tree.structure(parted)
+
+
+def test_explain():
+    found = jmask.explain(loss, model(), IDS)
+    assert found["embed.weight"].nse == 3
+    assert not found["out.layers.0.weight"].is_sparse
+
+
+@pytest.mark.parametrize("leaf", [3, "name", jnp.arange(2), object()])
+def test_without_functions_a_leaf_without_gradient_is_an_error(leaf):
+    """As in JAX: a parameter that was written as 3 and not 3.0 is no counter."""
+    params = {"table": jnp.ones((4, 2)), "other": leaf}
+    with pytest.raises(TypeError, match=r"`p\['other'\]` is"):
+        jmask.grad(lambda p: jnp.sum(p["table"][IDS]))(params)
+
+
+def test_a_function_beside_parameters():
+    params = {"table": jnp.ones((4, 2)), "act": jnp.tanh, "scale": 2.0, "train": True}
+    grads = jmask.grad(lambda p: p["scale"] * jnp.sum(p["act"](p["table"][IDS])))(params)
+    assert grads["act"] is grads["scale"] is grads["train"] is None
+    np.testing.assert_allclose(
+        grads["table"].todense()[1], 4 * (1 - np.tanh(1) ** 2), rtol=1e-5
+    )

@@ -1,0 +1,107 @@
+"""Half a change is said: dense gradients in a lazy optimizer, arrays made of sparse ones."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmask
+
+pytestmark = pytest.mark.dtype_promotion  # of optax.adam
+
+IDS = jnp.array([1, 7, 1])
+TABLE = jnp.ones((50_000, 16))  # 3.2 MB
+PARAMS = {"table": TABLE, "w": jnp.ones((16,)), "layer": jnp.ones((512, 512))}
+
+OPTIMIZERS = {
+    "lazy": lambda: jmask.lazy(optax.adam(0.1)),
+    "adam": lambda: jmask.adam(0.1),
+    "rowwise": lambda: jmask.rowwise_adagrad(0.1),
+    "skip": lambda: jmask.skip_nonfinite(jmask.lazy(optax.adam(0.1))),
+}
+
+
+def loss(params):
+    return jnp.sum(params["table"][IDS] @ params["w"]) + jnp.sum(params["layer"])
+
+
+def tied(params):
+    return jnp.sum(params["table"][IDS] @ params["table"].T)
+
+
+def notices(run):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run()
+    return [str(x.message) for x in found if x.category is jmask.StorageFallbackWarning]
+
+
+def by_update(tx, grads):
+    return tx.update(grads, tx.init(PARAMS), PARAMS)
+
+
+def by_apply(tx, grads):
+    return jmask.apply_gradients(tx, grads, tx.init(PARAMS), PARAMS)
+
+
+WAYS = {"update": by_update, "apply": by_apply}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_dense_gradients_in_a_lazy_optimizer(name, way):
+    """One notice for the table, at the line of the call; an error under `strict()`."""
+    tx, run = OPTIMIZERS[name](), WAYS[way]
+    grads = jax.grad(loss)(PARAMS)
+    (notice,) = notices(lambda: run(tx, grads))
+    for words in ("`updates['table']`", "(3.2 MB)", "jmask.value_and_grad"):
+        assert words in notice
+    (notice,) = notices(lambda: jax.eval_shape(lambda grads: run(tx, grads), grads))
+    assert "`updates['table']`" in notice
+    with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match=r"3\.2 MB"):
+        run(tx, grads)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_notice_where_rows_come(name, way):
+    run = WAYS[way]
+    assert not notices(lambda: run(OPTIMIZERS[name](), jmask.grad(loss)(PARAMS)))
+    small = {"table": jnp.ones((50, 16)), "layer": PARAMS["layer"]}
+    tx = OPTIMIZERS[name]()
+    assert not notices(lambda: tx.update(small, tx.init(small), small))
+
+
+def test_what_grad_has_said_is_not_said_again():
+    tx = jmask.lazy(optax.adam(0.1))
+
+    def step(params):
+        return by_update(tx, jmask.grad(tied)(params))
+
+    (notice,) = notices(lambda: step(PARAMS))
+    assert "`dot_general` needs all of it" in notice
+
+
+def test_optax_itself_says_nothing():
+    assert not notices(lambda: by_update(optax.adam(0.1), jax.grad(loss)(PARAMS)))
+
+
+@pytest.mark.parametrize("convert", [np.asarray, np.array, jnp.asarray, jnp.array])
+def test_an_array_of_a_sparse_gradient(convert):
+    """As Keras' `stateless_apply` makes one. Under jit it has no numbers: an error."""
+    gradient = jmask.grad(loss)(PARAMS)["table"]
+    (notice,) = notices(lambda: convert(gradient))
+    assert "write x.todense()" in notice
+    with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match="plain array"):
+        convert(gradient)
+    with pytest.raises(TypeError, match=r"write x.todense\(\)"):
+        jax.eval_shape(convert, gradient)
+
+
+def test_multi_steps_without_like():
+    words = r"like=jax.eval_shape\(jmask.grad\(loss_fn\), params, batch\)"
+    with pytest.raises(TypeError, match=words):
+        jmask.multi_steps(jmask.sgd(0.1), 4)
