@@ -47,7 +47,7 @@ PAGES = {
     "embeddings": (
         "Embeddings and tables",
         """embedding_lookup embedding_bag pad_bags PaddedBags renormalize packed PackedTable
-        sharded ShardedTable huge_pages""",
+        sharded ShardedTable deferred DeferredTable huge_pages""",
     ),
 }
 MODULES = ("numpy", "nn", "tree", "sparsecore")

@@ -51,10 +51,8 @@ def adam(
         v = b2 * v + (1 - b2) * (square.mean(axis=1, keepdims=True) if rows else square)
         t += 1
         c1, c2, lr = 1 - b1**t, 1 - b2**t, rate(t - 1)
-        if nesterov:
-            top = b1 * m / (1 - b1 ** (t + 1)) + (1 - b1) * g / c1
-        else:
-            top = m / c1
+        ahead = b1 * m / (1 - b1 ** (t + 1)) + (1 - b1) * g / c1
+        top = ahead if nesterov else m / c1
         if first:
             move = np.sqrt(c2) * top / (np.sqrt(v + eps_root) + eps)
         else:

@@ -70,6 +70,8 @@ OPTIMIZER_DOORS |= {
 }
 OPTIMIZER_DOORS |= {
     "lazy(inner)": Door(jmask.lazy, OBJECTS),
+    "deferred(table)": Door(lambda v: jmask.deferred(v, ADAGRAD), ARRAY, REAL),
+    "deferred(tx)": Door(lambda v: jmask.deferred(TABLE, v), OBJECTS),
     "skip_nonfinite(inner)": Door(jmask.skip_nonfinite, OBJECTS),
     "multi_steps(inner)": Door(lambda v: jmask.multi_steps(v, 2, GRADS), OBJECTS),
     "multi_steps(every_k)": Door(lambda v: jmask.multi_steps(ADAGRAD, v, GRADS), INTEGER),

@@ -22,9 +22,10 @@ import optax
 
 from jmask._base.leaves import leaf_name
 from jmask._base.precision import added
+from jmask._lazy.away_forms import ZERO as NO_GRADIENT
+from jmask._lazy.away_forms import Away, Entry, Root, entry
 from jmask._lazy.state_rows import tables_of_state
-from jmask._lazy.without_gradient import ZERO as NO_GRADIENT
-from jmask._lazy.without_gradient import Away, Entry, Root, Value, entry, forms_of
+from jmask._lazy.without_gradient import Value, forms_of
 from jmask._tables.deferred_table import DeferredTable, NewTable, distinct, is_deferred
 from jmask._tables.skipped_steps import Form, Quotient, StepWithout, products_of, terms_for
 from jmask._tables.stored_table import fitted, is_stored_table, shape_of
@@ -80,10 +81,12 @@ def deferred_step(
         ValueError: if a table was made for another transformation, or what this one does to
             rows without a gradient has no closed form.
     """
-    leaves, tree = jax.tree.flatten(params, is_leaf=is_stored_table)
+    leaves = jax.tree.leaves(params, is_leaf=is_stored_table)
+    tree: Any = jax.tree.structure(params, is_leaf=is_stored_table)
     names = [leaf_name("params", path) for path, _ in _with_paths(params)]
     gradients = tree.flatten_up_to(updates)
-    old_state, state_tree = jax.tree.flatten(state, is_leaf=is_stored_table)
+    old_state = jax.tree.leaves(state, is_leaf=is_stored_table)
+    state_tree: Any = jax.tree.structure(state, is_leaf=is_stored_table)
     owners = _owners(init, leaves, tree, state)
     made_for = _name_of(init, update)
     tables: dict[int, DeferredTable] = {}
@@ -220,8 +223,8 @@ def _step_without(table: int, found: Sequence[Value]) -> tuple[Form, StepWithout
     """The step of rows without a gradient, from the forms of parameter and state after it."""
     forms = [_form_of(x) for x in found]
     changes: dict[tuple[int, int], Any] = {}
-    for row, form in enumerate(forms):
-        for (owner, column), factor in form.entries.items():
+    for row, away in enumerate(forms):
+        for (owner, column), factor in away.entries.items():
             if owner != table:
                 raise NotDeferrableError("a row depends on the rows of another table")
             if row != column and found[row].array.shape != found[column].array.shape and row:
@@ -229,10 +232,10 @@ def _step_without(table: int, found: Sequence[Value]) -> tuple[Form, StepWithout
             change = factor.rest + (factor.ones - (row == column))
             if not _is_zero(change):
                 changes[row, column] = change
-        if (table, row) not in form.entries:
+        if (table, row) not in away.entries:
             changes[row, row] = -1.0
     _, *state = forms
-    if any(form.quotients or form.signs for form in state):
+    if any(x.quotients or x.signs for x in state):
         raise NotDeferrableError("its state holds quotients or signs of what it held before")
     param = forms[0]
     terms = [(a, c, root) for a, c, root in param.quotients if not _is_zero(c)]
@@ -278,12 +281,12 @@ def _quotient(
     e1 = 0.0 if root.e1 is None else root.e1
     if _is_zero(e0) and _is_zero(e1):
         raise NotDeferrableError("with `eps` 0 it divides 0 by 0 in rows without a gradient")
-    decays = [1 + changes.get((i, i), 0.0) for i in (a, b)]
+    b1, b2 = (1 + changes.get((i, i), 0.0) for i in (a, b))
     is_corrected = not isinstance(root.y, int | float)
-    count = terms_for(*decays, is_corrected, has_root=not _is_zero(e0))
+    count = terms_for(b1, b2, is_corrected, has_root=not _is_zero(e0))
     if count is None:
         raise NotDeferrableError(
-            f"with `b1`={decays[0]:.6g} and `b2`={decays[1]:.6g} no short sum of its steps is "
+            f"with `b1`={b1:.6g} and `b2`={b2:.6g} no short sum of its steps is "
             "exact: b2 has to be nearer to 1 than b1 is"
         )
     of_form = {"quotient": (a, b), "has_root": not _is_zero(e0), "terms": count}

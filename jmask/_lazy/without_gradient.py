@@ -3,11 +3,9 @@
     m' = 0.9 m + 0.1 g      on the rows of the batch: an array
                             in all other rows, where g = 0: 0.9 m
 
-Each value of the program is computed twice: as it is for the rows of the batch, and as a form in
-the entries of a row that has no gradient, p the parameter and s_1, s_2, ... its state. A form is
-a sum of entries with factors that all rows share, of quotients s_a / (√(y s_b + e0) + e1) and of
-signs of entries; or it is unknown, and says why. If the new entries have forms that
-`skipped_steps` can sum up, that is the proof that the rows can wait; if not, it is refused.
+Each value of the program is computed twice: as it is for the rows of the batch, and as a form
+in the entries of a row that has no gradient, see `away_forms`. If the new entries have forms
+that `skipped_steps` can sum up, that is the proof that the rows can wait; if not, it is refused.
 """
 
 import dataclasses
@@ -21,114 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jmask._base.forms import CALLS, aval_of, called, name_of, parameter
 from jmask._base.jaxprs import ARITHMETIC, bound, interpret
-
-# An entry of a row: the number of its table, and 0 for the parameter or 1, 2, ... for its state.
-Entry = tuple[int, int]
-
-
-class Factor(NamedTuple):
-    """`ones` + `rest`: what is near 1 keeps its digits."""
-
-    ones: int
-    rest: Any
-
-    def times(self, x: Any) -> "Factor":
-        if isinstance(self.rest, int | float):  # in Python's digits
-            return Factor(0, _times(x, self.ones + self.rest))
-        return Factor(0, _times(x, self.ones) + _times(x, self.rest))
-
-    def plus(self, other: "Factor") -> "Factor":
-        return Factor(self.ones + other.ones, self.rest + other.rest)
-
-    def value(self) -> Any:
-        return self.rest if self.ones == 0 else self.ones + self.rest
-
-
-@dataclasses.dataclass(frozen=True)
-class Root:
-    """√(y s_b + e0), plus e1 if it is not None; `e0` is None if it is 0."""
-
-    b: Entry
-    y: Any
-    e0: Any
-    e1: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Away:
-    """The form of a value in a row that has no gradient.
-
-    Attributes:
-        entries: factors of entries.
-        constant: what all rows share, added; None for 0.
-        quotients: factors of s_a / root, by a and b.
-        signs: factors of signs of entries.
-        root: the value is this root; all else is empty then.
-        inverse: it is 1 / this root.
-        unknown: it is none of these, and why.
-    """
-
-    entries: dict[Entry, Factor] = dataclasses.field(default_factory=dict)
-    constant: Any = None
-    quotients: tuple[tuple[Entry, Any, Root], ...] = ()
-    signs: dict[Entry, Any] = dataclasses.field(default_factory=dict)
-    root: Root | None = None
-    inverse: Root | None = None
-    unknown: str | None = None
-
-    @property
-    def is_zero(self) -> bool:
-        return self.is_constant and self.constant is None
-
-    @property
-    def is_constant(self) -> bool:
-        kinds = (self.entries, self.quotients, self.signs, self.root, self.inverse)
-        return self.unknown is None and not any(kinds)
-
-    @property
-    def is_sum(self) -> bool:
-        return self.unknown is None and self.root is None and self.inverse is None
-
-    def single(self) -> tuple[Entry, Any] | None:
-        """An entry and its factor, if that is all there is."""
-        alone = self.is_sum and not self.quotients and not self.signs and self.constant is None
-        if not alone or len(self.entries) != 1:
-            return None
-        ((entry, factor),) = self.entries.items()
-        return entry, factor.value()
-
-    def times(self, x: Any) -> "Away":
-        if not self.is_sum:
-            return unknown("a root is multiplied")
-        return Away(
-            {entry: factor.times(x) for entry, factor in self.entries.items()},
-            None if self.constant is None else _times(x, self.constant),
-            tuple((a, _times(x, c), root) for a, c, root in self.quotients),
-            {entry: _times(x, sign) for entry, sign in self.signs.items()},
-        )
-
-    def plus(self, other: "Away") -> "Away":
-        entries = dict(self.entries)
-        for entry, factor in other.entries.items():
-            entries[entry] = entries[entry].plus(factor) if entry in entries else factor
-        signs = dict(self.signs)
-        for entry, sign in other.signs.items():
-            signs[entry] = signs[entry] + sign if entry in signs else sign
-        constants = [x for x in (self.constant, other.constant) if x is not None]
-        constant = sum(constants) if constants else None
-        return Away(entries, constant, self.quotients + other.quotients, signs)
-
-
-ZERO = Away()
-
-
-def entry(table: int, number: int) -> Away:
-    """The form of an entry as it is before the step."""
-    return Away({(table, number): Factor(1, 0.0)})
-
-
-def unknown(why: str) -> Away:
-    return Away(unknown=why)
+from jmask._lazy.away_forms import ZERO, Away, Root, is_known_zero, unknown
 
 
 class Value(NamedTuple):
@@ -232,21 +123,7 @@ def _as_away(x: Value) -> Away | None:
     scalar = _scalar(x)
     if scalar is None:
         return None
-    return ZERO if _is_known_zero(scalar) else Away(constant=scalar)
-
-
-def _is_known_zero(x: Any) -> bool:
-    return isinstance(x, int | float) and x == 0
-
-
-def _times(x: Any, y: Any) -> Any:
-    if _is_known_zero(x) or _is_known_zero(y):
-        return 0.0
-    return y if _is_one(x) else x if _is_one(y) else x * y
-
-
-def _is_one(x: Any) -> bool:
-    return isinstance(x, int | float) and x == 1
+    return ZERO if is_known_zero(scalar) else Away(constant=scalar)
 
 
 # --- equations ---------------------------------------------------------------------------
@@ -254,7 +131,8 @@ def _is_one(x: Any) -> bool:
 # What puts entries elsewhere in their row, or copies a row's number along it.
 _MOVES = frozenset("broadcast_in_dim reshape squeeze expand_dims".split())
 _SAME = frozenset(
-    "copy copy_p convert_element_type stop_gradient reduce_precision optimization_barrier".split()
+    """copy copy_p convert_element_type stop_gradient reduce_precision
+    optimization_barrier""".split()
 )
 _REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min".split())
 # What is 0 where all operands are.
@@ -290,8 +168,8 @@ def _described(name: str, forms: Sequence[Away]) -> str:
         return (
             "its state depends on the parameter in a way that is not linear, as with L2 decay "
             'inside an adaptive gradient; decoupled decay (`decay_mode="decoupled"`, '
-            "optax.adamw) can be deferred; `weight_decay` that is injected counts as one, unless "
-            "it is among the `static_args` of optax.inject_hyperparams"
+            "optax.adamw) can be deferred; `weight_decay` that is injected counts as one, "
+            "unless it is among the `static_args` of optax.inject_hyperparams"
         )
     return f"`{name}` of what the row holds has no closed form"
 
@@ -320,9 +198,8 @@ def _add(sign: float) -> Callable[..., Away]:
 
 
 def _mul(eqn: JaxprEqn, inputs: list[Value], forms: list[Any]) -> Away:
-    for one, other in (forms, forms[::-1]):
-        if one is not None and one.is_zero:
-            return ZERO
+    if any(x is not None and x.is_zero for x in forms):
+        return ZERO
     for one, other in (forms, forms[::-1]):
         if one is not None and other is not None and other.is_constant:
             return one if one.unknown else one.times(other.constant)
@@ -403,9 +280,9 @@ def _extreme(chosen: Callable[..., float]) -> Callable[..., Away]:
     def rule(eqn: JaxprEqn, inputs: list[Value], forms: list[Any]) -> Away:
         bounds = [_scalar(x) for x in inputs if x.away is None]
         zeros = all(x.away.is_zero for x in inputs if x.away is not None)
-        if zeros and all(isinstance(x, int | float) for x in bounds):
-            if chosen([0.0, *bounds]) == 0:
-                return ZERO
+        known = all(isinstance(x, int | float) for x in bounds)
+        if zeros and known and chosen([0.0, *bounds]) == 0:
+            return ZERO
         return unknown(_described(name_of(eqn), [x for x in forms if x is not None]))
 
     return rule
@@ -420,7 +297,7 @@ def _clamp(eqn: JaxprEqn, inputs: list[Value], forms: list[Any]) -> Away:
 
 
 def _select(eqn: JaxprEqn, inputs: list[Value], forms: list[Any]) -> Away:
-    which, *cases = inputs
+    which = inputs[0]
     forms = forms[1:]
     if all(x is not None and x.is_zero for x in forms):
         return ZERO

@@ -1,4 +1,4 @@
-"""Tables that compute what their rows are now: dense optimizers at the cost of the rows touched.
+"""Tables that compute what their rows are now: dense optimizers for the cost of rows touched.
 
     step        1     2     3     4     5
     row 7       g     -     -     -     g         what a dense optimizer does in steps 2 to 4
@@ -192,6 +192,7 @@ class DeferredTable(StoredTable):
             rows: parameter and state after the step where the gradient has rows.
             step: what the step is for all other rows.
         """
+        assert self.form is not None
         lines, carry = advanced(self.form, self.lines, self.carry, self.clock, step)
         table = self._with(clock=self.clock + 1, lines=lines, carry=carry)
         return table.with_all_rows(gradient, rows)._swept(self.clock)

@@ -109,7 +109,7 @@ def products_of(steps: Sequence[tuple[int, int]], width: int) -> tuple[tuple[int
     """Where products of matrices that are the identity but for `steps` may not be 0."""
     found = {(i, i) for i in range(width)} | set(steps)
     while True:
-        more = {(i, k) for i, j in found for l, k in found if j == l}
+        more = {(i, k) for i, j in found for j_too, k in found if j == j_too}
         if more <= found:
             return tuple(sorted(found))
         found |= more
@@ -254,8 +254,8 @@ def _scale(form: Form, step: StepWithout) -> tuple[Any, Any, Any]:
     """ŷ, √ê0 and k e1 of the rows for which a step is the first."""
     a, b = _numbers(form.quotient)
     _, y, e0, e1 = _numbers(step.quotient)
-    decays = [1 + step.changes.get((i, i), 0.0) for i in (a, b)]
-    shift = _shift(*decays, y) * e1
+    b1, b2 = (1 + step.changes.get((i, i), 0.0) for i in (a, b))
+    shift = _shift(b1, b2, y) * e1
     return y, (jnp.sqrt(e0) if form.has_root else 0.0), shift
 
 
@@ -303,7 +303,7 @@ def _coefficients(values: Sequence[jax.Array], terms: int) -> jax.Array:
     columns = [
         sum(float(x) * value for x, value in zip(row, values, strict=True)) for row in matrix
     ]
-    return jnp.stack(columns, axis=1)  # type: ignore[arg-type]
+    return jnp.stack(columns, axis=1)
 
 
 def _clenshaw(coefficients: Sequence[jax.Array], x: jax.Array) -> jax.Array:

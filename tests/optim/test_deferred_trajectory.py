@@ -1,4 +1,4 @@
-"""A deferred table is no further from the float64 trajectory than a dense float32 one is, twice.
+"""A deferred table is at most twice as far from the float64 trajectory as a dense float32 one.
 
 Ten thousand steps with Zipf ids: rows are away for one step and for all of them. Both runs are
 scans over steps, compared with the twin in NumPy after every hundredth.
