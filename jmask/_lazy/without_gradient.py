@@ -5,7 +5,7 @@
 
 Each value of the program is computed twice: as it is for the rows of the batch, and as a form
 in the entries of a row that has no gradient, see `away_forms`. If the new entries have forms
-that `skipped_steps` can sum up, that is the proof that the rows can wait; if not, it is refused.
+that `skipped_steps` can sum up, that is the proof that rows can wait; if not, it is refused.
 """
 
 import dataclasses
