@@ -26,7 +26,7 @@ from jmask._lazy.away_forms import ZERO as NO_GRADIENT
 from jmask._lazy.away_forms import Away, Entry, Root, entry
 from jmask._lazy.state_rows import tables_of_state
 from jmask._lazy.without_gradient import Value, forms_of
-from jmask._tables.deferred_table import DeferredTable, NewTable, distinct, is_deferred
+from jmask._tables.deferred_table import DeferredTable, NewTable, is_deferred
 from jmask._tables.skipped_steps import Form, Quotient, StepWithout, products_of, terms_for
 from jmask._tables.stored_table import fitted, is_stored_table, shape_of
 from jmask._tensors.row_sparse import RowSparse
@@ -107,8 +107,8 @@ def deferred_step(
                 "it is a chain of transformations, of which each would take a step: put all of "
                 "them into one jmask.lazy(optax.chain(...))"
             )
-        tables[i], taken[i] = table, _distinct(table, gradients[i])
-        rows = table.all_rows(taken[i])
+        taken[i], rows = table.taken(_fitted(table, gradients[i]))
+        tables[i] = table
         gradients[i], leaves[i] = taken[i].values, rows[0]
         forms[id(gradients[i])] = NO_GRADIENT
         forms.update((id(x), entry(i, number)) for number, x in enumerate(rows))
@@ -181,13 +181,13 @@ def _owners(init: Any, leaves: list[Any], tree: Any, state: Any) -> list[int | N
     return tables_of_state(transformation, shapes, which, tree, state)
 
 
-def _distinct(table: DeferredTable, gradient: Any) -> RowSparse:
+def _fitted(table: DeferredTable, gradient: Any) -> RowSparse:
     gradient = fitted(table, gradient)
     if gradient.nse == 0:  # on no rows JAX leaves operations out
         ids = jnp.full((1,), table.shape[0], gradient.row_ids().dtype)
         values = jnp.zeros((1, *table.shape[1:]), gradient.dtype)
         gradient = fitted(table, RowSparse.of_rows(ids, values, table.shape, coalesced=True))
-    return distinct(gradient)
+    return gradient
 
 
 def _name_of(init: Callable[[Any], Any], update: Run) -> str:

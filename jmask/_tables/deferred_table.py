@@ -170,6 +170,18 @@ class DeferredTable(StoredTable):
         """Rows (n, ...) of a gradient as they are now, of the parameter and of the state."""
         return self._now(*self._gathered(lambda x: _rows(x, gradient)))
 
+    def taken(self, gradient: RowSparse) -> tuple[RowSparse, list[jax.Array]]:
+        """A fitted gradient with the rows of equal ids summed, and `all_rows` of it.
+
+        On CPUs rows stay where they are, and are read at the ids at which the loss has read
+        them, so that XLA reads them once; what is read where an id comes again is not used.
+        """
+        distinct, ids = _distinct(gradient)
+        if is_stored_table(self.main):
+            return distinct, self.all_rows(distinct)
+        read = RowSparse.of_rows(ids, distinct.values, self.shape, coalesced=gradient.coalesced)
+        return distinct, self.all_rows(read)
+
     def set_rows(self, gradient: Any, rows: jax.Array) -> "DeferredTable":
         _, *state = self.all_rows(gradient)
         return self.with_all_rows(gradient, [rows, *state])
@@ -342,24 +354,31 @@ def ring_of(rows: int) -> int:
     return min(max(1 << math.ceil(math.log2(2 * math.sqrt(max(rows, 1)))), 64), 1 << 14)
 
 
-def distinct(gradient: RowSparse) -> RowSparse:
-    """A gradient with the rows of equal ids summed, on CPUs in no order; zeros for padding."""
+def _distinct(gradient: RowSparse) -> tuple[RowSparse, jax.Array]:
+    """A gradient with the rows of equal ids summed, zeros for padding; and ids of its rows.
+
+    On CPUs it is in no order, and the ids are those of before: none is padding instead.
+    """
     rows = gradient.shape[0]
 
-    def by_hashing(ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return deduplicated_rows(ids, values, rows)
+    def by_hashing(ids: jax.Array, values: jax.Array) -> Any:
+        return *deduplicated_rows(ids, values, rows), ids
 
-    def by_sorting(ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return coalesce_rows(ids, values, rows)
+    def by_sorting(ids: jax.Array, values: jax.Array) -> Any:
+        ids, values = coalesce_rows(ids, values, rows)
+        return ids, values, ids
 
-    ids, values = gradient.row_ids(), gradient.values
+    ids = read = gradient.row_ids()
+    values = gradient.values
     if gradient.order == "any":
-        ids, values = lax.platform_dependent(ids, values, cpu=by_hashing, default=by_sorting)
+        ids, values, read = lax.platform_dependent(
+            ids, values, cpu=by_hashing, default=by_sorting
+        )
     exists = (ids < rows).reshape((-1,) + (1,) * (values.ndim - 1))
     values = jnp.where(exists, values, jnp.zeros((), values.dtype))
     if isinstance(gradient, RoutedRows) or gradient.order != "any":
-        return gradient.with_values(values)
-    return RowSparse.of_rows(ids, values, gradient.shape, coalesced=False)
+        return gradient.with_values(values), read
+    return RowSparse.of_rows(ids, values, gradient.shape, coalesced=False), read
 
 
 def _is_beside(slot: Any, table: Any) -> bool:
