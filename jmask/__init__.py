@@ -31,6 +31,8 @@ from jmask._optim.adam import adam as adam
 from jmask._optim.adam import rowwise_adam as rowwise_adam
 from jmask._optim.conditional_step import skip_nonfinite as skip_nonfinite
 from jmask._optim.deferred import deferred as deferred
+from jmask._optim.deferred import from_deferred as from_deferred
+from jmask._optim.deferred import to_deferred as to_deferred
 from jmask._optim.drop_rows import drop_nonfinite_rows as drop_nonfinite_rows
 from jmask._optim.explain import explain as explain
 from jmask._optim.ftrl import ftrl as ftrl

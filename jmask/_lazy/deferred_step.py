@@ -26,7 +26,8 @@ from jmask._lazy.away_forms import ZERO as NO_GRADIENT
 from jmask._lazy.away_forms import Away, Entry, Root, entry
 from jmask._lazy.state_rows import tables_of_state
 from jmask._lazy.without_gradient import Value, forms_of
-from jmask._tables.deferred_table import DeferredTable, NewTable, is_deferred
+from jmask._tables.deferred_table import DeferredTable, is_deferred
+from jmask._tables.new_table import NewTable
 from jmask._tables.skipped_steps import Form, Quotient, StepWithout, products_of, terms_for
 from jmask._tables.stored_table import fitted, is_stored_table, shape_of
 from jmask._tensors.row_sparse import RowSparse

@@ -8,8 +8,9 @@ While a row is away its gradient is zero, and so what a dense optimizer does to 
 table holds what the optimizer keeps of each row, for reads need it, and the step at which each
 row was last brought up to date; see `skipped_steps` for the steps since then.
 
-    main       (V, entries)  parameter and state side by side, so that a row is one read
-    others     state of another dtype, or with one number for each row
+    main       (V, entries)  parameter and state side by side, so that a row is one read;
+                             of a packed or sharded table this one, (V, *row)
+    others     state of another dtype, with one number for each row, or of such a table
     last       (V,) int32
     lines      one for each of the last W steps, the same for all rows
 
@@ -27,7 +28,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmask._base.precision import wide
-from jmask._base.row_ids import hide
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.hash_dedup import deduplicated_rows
 from jmask._kernels.rows import gather_rows, ids_after_reading, set_rows
@@ -96,9 +96,8 @@ class DeferredTable(StoredTable):
             slots: what the optimizer keeps of it, (V, ...) in the order of its state.
         """
         apart = [not _is_beside(x, table) for x in slots]
-        main = _side_by_side(
-            [table, *(x for x, is_apart in zip(slots, apart, strict=True) if not is_apart)]
-        )
+        beside = [x for x, is_apart in zip(slots, apart, strict=True) if not is_apart]
+        main = table if is_stored_table(table) else _side_by_side([table, *beside])
         return cls.of(
             main=main,
             others=tuple(x for x, is_apart in zip(slots, apart, strict=True) if is_apart),
@@ -235,10 +234,12 @@ class DeferredTable(StoredTable):
 
     def up_to_date(self) -> "DeferredTable":
         """The table with all rows up to date: O(V), in place where it is donated."""
+        caught_up: Any = jax.jit(DeferredTable._caught_up)
+        return caught_up(self) if self.shape[0] else self
+
+    def _caught_up(self) -> "DeferredTable":
         rows = self.shape[0]
         count = min(rows, _BLOCK)
-        if not rows:
-            return self
         if is_stored_table(self.main):
             ids = jnp.arange(rows, dtype=jnp.int32)
             nothing = jnp.zeros((rows, *self.shape[1:]), self.dtype)
@@ -250,12 +251,19 @@ class DeferredTable(StoredTable):
 
         return lax.fori_loop(0, -(-rows // count), block, self)
 
+    def parts(self) -> list[Any]:
+        """Parameter and state as a run without deferred tables keeps them, as they are now."""
+        if not is_stored_table(self.main):
+            return self.all_entries()
+        table = self.up_to_date()
+        return [table.main, *table.others]
+
     def all_entries(self) -> list[jax.Array]:
         """Parameter and state as arrays (V, ...), as they are now."""
+        if is_stored_table(self.main):
+            return self._now(*self._gathered(lambda x: x.todense()))
         table = self.up_to_date()
-        main = table.main.todense() if is_stored_table(table.main) else table.main
-        others = [x.todense() if is_stored_table(x) else x for x in table.others]
-        return self._ordered(self._parted(main), others)
+        return self._ordered(self._parted(table.main), list(table.others))
 
     def todense(self) -> jax.Array:
         """The array (V, *row) that the dense optimizer has at this step."""
@@ -289,6 +297,7 @@ class DeferredTable(StoredTable):
         main = jnp.concatenate(
             [x.reshape(count, -1).astype(self.dtype) for x in beside], axis=1
         )
+        main = main.reshape(count, *self.main.shape[1:])
         others = [x for x, other in zip(rows, is_other, strict=True) if other]
         # What is written here depends on what was read, or XLA reads from a copy.
         clock = ids_after_reading(jnp.full((count,), self.clock), main)
@@ -306,6 +315,7 @@ class DeferredTable(StoredTable):
     def _parted(self, main: jax.Array) -> list[jax.Array]:
         """The entries of rows (n, entries) that are side by side."""
         size = math.prod(self.shape[1:])
+        main = main.reshape(main.shape[0], -1)
         parts = [main[:, i : i + size] for i in range(0, main.shape[1], size)]
         return [x.reshape(main.shape[0], *self.shape[1:]) for x in parts]
 
@@ -313,35 +323,6 @@ class DeferredTable(StoredTable):
         """Parameter and slots in the order of the state."""
         parts = {False: iter(beside), True: iter(others)}
         return [next(parts[other]) for other in self._are_others()]
-
-
-@jax.tree_util.register_pytree_node_class
-class NewTable:
-    """What `update` returns for a deferred table: the table after the step.
-
-    `jmask.apply_updates` puts it in place of the old one. An optimizer that is chained behind
-    maps arithmetic over its leaves; one of them refuses that, as the ids of a `RowSparse` do.
-    """
-
-    def __init__(self, table: DeferredTable):
-        self.table = table
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.table.shape
-
-    @property
-    def dtype(self) -> Any:
-        return self.table.dtype
-
-    def tree_flatten(self) -> Any:
-        return (hide(jnp.zeros((1,), jnp.int32)), self.table), None
-
-    @classmethod
-    def tree_unflatten(cls, static: Any, children: Any) -> "NewTable":
-        node = object.__new__(cls)
-        node.table = children[1]
-        return node
 
 
 def is_deferred(x: Any) -> bool:
@@ -382,7 +363,8 @@ def _distinct(gradient: RowSparse) -> tuple[RowSparse, jax.Array]:
 
 
 def _is_beside(slot: Any, table: Any) -> bool:
-    return slot.dtype == table.dtype and tuple(slot.shape) == tuple(table.shape)
+    alike = slot.dtype == table.dtype and tuple(slot.shape) == tuple(table.shape)
+    return alike and not is_stored_table(table)
 
 
 def _side_by_side(tables: Sequence[Any]) -> Any:
