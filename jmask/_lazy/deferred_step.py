@@ -3,7 +3,7 @@
     of a deferred table                 what the optimizer sees
     gradient  RowSparse(ids, g)         g, (n, *row), equal ids summed
     parameter DeferredTable             its rows there as they are now, (n, *row)
-    state     rows (0, *row)            those that the table holds, (n, *row)
+    state     one row that is not used  those that the table holds, (n, *row)
 
 So the table is for the optimizer a small dense parameter, of the rows that are in the batch;
 a norm over all gradients covers them. The program that it runs is read once more for what it
@@ -51,10 +51,13 @@ def has_deferred(params: Any) -> bool:
 
 
 def without_rows(params: Any) -> Any:
-    """The parameters with arrays (0, *row) for deferred tables, of which no state is made."""
+    """The parameters with arrays (1, *row) for deferred tables, whose state they hold.
+
+    One row, for checkpoints of orbax have no arrays without entries.
+    """
 
     def empty(x: Any) -> Any:
-        return jnp.zeros((0, *x.shape[1:]), x.dtype) if is_deferred(x) else x
+        return jnp.zeros((1, *x.shape[1:]), x.dtype) if is_deferred(x) else x
 
     return jax.tree.map(empty, params, is_leaf=is_stored_table)
 
@@ -174,7 +177,7 @@ def _owners(init: Any, leaves: list[Any], tree: Any, state: Any) -> list[int | N
     """For each leaf of the state the deferred table whose rows it stands for, or None."""
     shapes = [shape_of(x) for x in leaves]
     shapes = [
-        jax.ShapeDtypeStruct((0, *x.shape[1:]), x.dtype) if is_deferred(leaf) else x
+        jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) if is_deferred(leaf) else x
         for x, leaf in zip(shapes, leaves, strict=True)
     ]
     transformation = optax.GradientTransformation(init, lambda *_: _)

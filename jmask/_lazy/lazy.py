@@ -120,13 +120,19 @@ def lazy(
             params = dense_parameters(params)
             check_gradient(updates, params)
             if has_deferred(params):
-                run = functools.partial(update, **extra_args)
-                return deferred_step(init, run, run, updates, state, params)
+                return update_deferred(updates, state, params, **extra_args)
         if not any(map(is_gradient_leaf, leaves)):
             with naming_structures(updates, params):
                 return inner.update(updates, state, params, **extra_args)
         _check_extra_args(extra_args)
         return update_rows_of(updates, state, params, **extra_args)
+
+    @compiled_outside_jit
+    def update_deferred(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params, **extra_args: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
+        run = functools.partial(update, **extra_args)
+        return deferred_step(init, run, run, updates, state, params)
 
     @compiled_outside_jit
     def update_rows_of(

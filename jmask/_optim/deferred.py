@@ -31,8 +31,8 @@ def deferred(table: Any, tx: optax.GradientTransformation) -> DeferredTable:
     can wait for it until they are read, and lookups, gradients and `todense()` give what they
     would be now. A step costs the rows of the batch, and at most about √V others.
 
-    The table holds what `tx` keeps of each row; `tx.init` of it keeps arrays (0, *row). It is a
-    pytree: donate it, scan over it, save it as any other.
+    The table holds what `tx` keeps of each row; `tx.init` of it has arrays (1, *row) in the
+    place of that. It is a pytree: donate it, scan over it, save it as any other.
 
     Args:
         table (V, *row): a floating array, or a `PackedTable` or `ShardedTable`.
@@ -102,7 +102,7 @@ def to_deferred(
         >>> params, which = {"t": jnp.zeros((3, 1)), "w": jnp.ones(2)}, {"t": True, "w": False}
         >>> params, state = jmask.to_deferred(tx, tx.init(params), params, which)
         >>> params["t"], state.momentum["t"].shape
-        (DeferredTable(float32[3, 1]), (0, 1))
+        (DeferredTable(float32[3, 1]), (1, 1))
     """
     check_transformation("tx", tx, "jmask.to_deferred(tx, opt_state, params, tables)")
     check_parameters(params)
@@ -125,7 +125,7 @@ def to_deferred(
         assert like.made_for is not None
         leaves[i] = begun.begun(like.form, like.made_for)
         for k in places:
-            state[k] = jnp.zeros((0, *state[k].shape[1:]), state[k].dtype)
+            state[k] = jnp.zeros((1, *state[k].shape[1:]), state[k].dtype)
     return tree.unflatten(leaves), of_state.unflatten(state)
 
 

@@ -128,9 +128,13 @@ def optimizer(
 
     def update(updates, state, params=None, **extra_args):
         if has_deferred(params):
-            return deferred_step(dense.init, update, update, updates, state, params)
+            return update_deferred(updates, state, params)
         updates, _ = to_dense.update(updates, to_dense.init(params), params)
         return dense.update(updates, state, params, **extra_args)
+
+    @compiled_outside_jit
+    def update_deferred(updates, state, params):
+        return deferred_step(dense.init, update, update, updates, state, params)
 
     return optax.GradientTransformationExtraArgs(dense.init, update)
 

@@ -147,8 +147,8 @@ class DeferredTable(StoredTable):
         return self._with(phantom=phantom)
 
     def full(self, row: Sequence[int], value: Any, dtype: Any) -> jax.Array:
-        """What an optimizer keeps of this table elsewhere: nothing, rows (0, *row)."""
-        return jnp.full((0, *row), value, dtype)
+        """What an optimizer keeps of this table elsewhere: one row that is not used."""
+        return jnp.full((1, *row), value, dtype)
 
     # --- rows ----------------------------------------------------------------------------
 
@@ -295,7 +295,8 @@ class DeferredTable(StoredTable):
         is_other = self._are_others()
         beside = [x for x, other in zip(rows, is_other, strict=True) if not other]
         main = jnp.concatenate(
-            [x.reshape(count, -1).astype(self.dtype) for x in beside], axis=1
+            [x.reshape(count, math.prod(x.shape[1:])).astype(self.dtype) for x in beside],
+            axis=1,
         )
         main = main.reshape(count, *self.main.shape[1:])
         others = [x for x, other in zip(rows, is_other, strict=True) if other]
@@ -315,7 +316,7 @@ class DeferredTable(StoredTable):
     def _parted(self, main: jax.Array) -> list[jax.Array]:
         """The entries of rows (n, entries) that are side by side."""
         size = math.prod(self.shape[1:])
-        main = main.reshape(main.shape[0], -1)
+        main = main.reshape(main.shape[0], math.prod(main.shape[1:]))
         parts = [main[:, i : i + size] for i in range(0, main.shape[1], size)]
         return [x.reshape(main.shape[0], *self.shape[1:]) for x in parts]
 
@@ -351,7 +352,9 @@ def _distinct(gradient: RowSparse) -> tuple[RowSparse, jax.Array]:
 
     ids = read = gradient.row_ids()
     values = gradient.values
-    if gradient.order == "any":
+    if gradient.order == "any" and ids.shape[0] > rows:
+        ids, values, read = by_sorting(ids, values)
+    elif gradient.order == "any":
         ids, values, read = lax.platform_dependent(
             ids, values, cpu=by_hashing, default=by_sorting
         )
@@ -369,7 +372,8 @@ def _is_beside(slot: Any, table: Any) -> bool:
 
 def _side_by_side(tables: Sequence[Any]) -> Any:
     """Tables (V, *row) as one, (V, entries)."""
-    return jnp.concatenate([x.reshape(x.shape[0], -1) for x in tables], axis=1)
+    columns = [x.reshape(x.shape[0], math.prod(x.shape[1:])) for x in tables]
+    return jnp.concatenate(columns, axis=1)
 
 
 def _last_of(main: Any, rows: int) -> Any:
