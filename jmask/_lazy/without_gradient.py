@@ -182,7 +182,7 @@ def _add(sign: float) -> Callable[..., Away]:
     def rule(eqn: JaxprEqn, inputs: list[Value], forms: list[Any]) -> Away:
         x, y = forms
         if x is None or y is None:
-            return unknown("what is added is not the same in each row")
+            return unknown("what is added is not the same in each row, as noise is")
         for one, other in ((x, y), (y, x)):
             if one.root is not None and sign > 0 and other.is_constant:
                 if other.is_zero:

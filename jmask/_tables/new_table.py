@@ -35,3 +35,8 @@ class NewTable:
         node = object.__new__(cls)
         node.table = children[1]
         return node
+
+
+def is_new_table(x: Any) -> bool:
+    """Whether `x` is a `NewTable`."""
+    return isinstance(x, NewTable)
