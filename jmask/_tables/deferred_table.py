@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmask._base.precision import wide
+from jmask._base.row_ids import id_dtype
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.hash_dedup import deduplicated_rows
 from jmask._kernels.rows import gather_rows, ids_after_reading, set_rows
@@ -216,21 +217,19 @@ class DeferredTable(StoredTable):
         rounds = self.lines.shape[0] - 1
         count = -(-rows // rounds)
         first = jnp.minimum(number % rounds * count, rows - count).astype(jnp.int32)
-        if is_stored_table(self.main):
-            ids = first + jnp.arange(count, dtype=first.dtype)
-            nothing = jnp.zeros((count, *self.shape[1:]), self.dtype)
-            which = RowSparse.of_rows(ids, nothing, self.shape, coalesced=True)
-            which = self.fitted(which)
-            return self.with_all_rows(which, self.all_rows(which))
-        return self._block_up_to_date(first, count)
+        return self._up_to_date_from(first, count)
 
-    def _block_up_to_date(self, first: jax.Array, count: int) -> "DeferredTable":
-        rows = self._now(*self._gathered(lambda x: _block(x, first, count)))
+    def _up_to_date_from(self, first: Any, count: int) -> "DeferredTable":
+        """The table with so many rows up to date, from the first.
 
-        def write(x: Any, new: jax.Array) -> Any:
-            return lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), first, 0)
-
-        return self._written(write, rows)
+        They are gathered: of a slice XLA makes a part of what is written, and on JAX 0.10 then
+        reads it from a copy of the table.
+        """
+        kind = id_dtype(self.shape[0])
+        ids = jnp.asarray(first, kind) + jnp.arange(count, dtype=kind)
+        nothing = jnp.zeros((count, *self.shape[1:]), self.dtype)
+        which = self.fitted(RowSparse.of_rows(ids, nothing, self.shape, coalesced=True))
+        return self.with_all_rows(which, self.all_rows(which))
 
     def up_to_date(self) -> "DeferredTable":
         """The table with all rows up to date: O(V), in place where it is donated."""
@@ -241,13 +240,10 @@ class DeferredTable(StoredTable):
         rows = self.shape[0]
         count = min(rows, _BLOCK)
         if is_stored_table(self.main):
-            ids = jnp.arange(rows, dtype=jnp.int32)
-            nothing = jnp.zeros((rows, *self.shape[1:]), self.dtype)
-            which = self.fitted(RowSparse.of_rows(ids, nothing, self.shape, coalesced=True))
-            return self.with_all_rows(which, self.all_rows(which))
+            return self._up_to_date_from(0, rows)
 
         def block(i: jax.Array, table: Any) -> Any:
-            return table._block_up_to_date(jnp.minimum(i * count, rows - count), count)
+            return table._up_to_date_from(jnp.minimum(i * count, rows - count), count)
 
         return lax.fori_loop(0, -(-rows // count), block, self)
 
@@ -396,7 +392,3 @@ def _with_rows(x: Any, gradient: Any, rows: jax.Array) -> Any:
     if is_stored_table(x):
         return x.set_rows(gradient, rows)
     return set_rows(x, gradient.row_ids(), rows, coalesced=gradient.coalesced)
-
-
-def _block(x: jax.Array, first: jax.Array, count: int) -> jax.Array:
-    return lax.dynamic_slice_in_dim(x, first, count, 0)
