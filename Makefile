@@ -34,9 +34,17 @@ dense-equivalent: .venv/examples.stamp
 two-tower: .venv/examples.stamp
 	$(BIN)/python examples/two_tower.py --framework $(or $(FRAMEWORK),plain)
 
-# On click logs of Criteo's: `make dlrm DLRM="--data train.txt --checkpoint run"`.
+# On click logs of Criteo's: `make dlrm DLRM="--data train.txt --checkpoint run"`; with bags:
+# `make dlrm DLRM="--values 10"`.
 dlrm: .venv/examples.stamp
 	$(BIN)/python examples/dlrm.py $(DLRM)
+
+.PHONY: knowledge-graph
+
+# TransE on a graph of pykeen's: `make knowledge-graph KG="--graph kinships"`.
+knowledge-graph: .venv/examples.stamp
+	$(BIN)/python $(INSTALL) --no-deps pykeen==1.11.1
+	$(BIN)/python examples/knowledge_graph.py $(KG)
 
 .PHONY: sharded
 
@@ -125,6 +133,13 @@ bench: .venv/examples.stamp .venv-bench-torch/ready.stamp .venv-bench-tf/ready.s
 	$(BIN)/python benchmarks/bench.py $(foreach who,torch fbgemm, \
 		--$(who)-python .venv-bench-torch/bin/python) \
 		--tensorflow-python .venv-bench-tf/bin/python $(BENCH)
+
+.PHONY: bench-cores
+
+# What a step gains from one core to all: `make bench-cores CORES="--only DLRM"`.
+bench-cores: .venv/examples.stamp .venv-bench-torch/ready.stamp
+	$(BIN)/python benchmarks/cores.py $(foreach who,torch fbgemm, \
+		--$(who)-python .venv-bench-torch/bin/python) $(CORES)
 
 # The documentation, in build/site; every warning is an error.
 docs: .venv-docs/ready.stamp

@@ -39,9 +39,9 @@ def jmask_bags(task: Task, rate: float) -> Step:
     def run(batch: np.ndarray) -> float:
         nonlocal place
         lengths, ids = split(batch, task.tables, task.bags)
-        padded = [
-            jmask.pad_bags(x, np.cumsum(n) - n) for x, n in zip(ids, lengths, strict=True)
-        ]
+        offsets = [np.cumsum(n) - n for n in lengths]
+        of_tables = jmask.pad_bags(dict(enumerate(ids)), dict(enumerate(offsets)))
+        padded = list(of_tables.values())
         place, loss = step(place, padded)
         jax.block_until_ready(place)
         return float(loss)

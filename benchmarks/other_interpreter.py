@@ -26,14 +26,20 @@ class Interpreter:
     Args:
         python: the interpreter.
         script: a file of this folder that calls `worker.serve`.
+        cores: how many it may use, by Linux's `taskset`; all if None.
 
     Attributes:
         version: of its library and of Python, once it has started.
     """
 
-    def __init__(self, python: str, script: str):
+    def __init__(self, python: str, script: str, cores: int | None = None):
         self._python = python
-        self._command = [str(Path(python).expanduser()), str(Path(__file__).parent / script)]
+        pinned = [] if cores is None else ["taskset", "--cpu-list", f"0-{cores - 1}"]
+        self._command = [
+            *pinned,
+            str(Path(python).expanduser()),
+            str(Path(__file__).parent / script),
+        ]
         self._process: subprocess.Popen | None = None
         self.version: str | None = None
 

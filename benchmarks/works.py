@@ -106,14 +106,14 @@ _MANY = Task(lookups=100_000)
 # With the trajectory of the dense optimizer.
 _DEFERRED = Task(work="deferred step")
 # 20,480 bags of 5; and bags of 1 to 10 for each of 2,048 examples, as in DLRM's own generator.
-_BAGS = Task(work="bags", lookups=102_400, bags=20_480)
+BAGS = Task(work="bags", lookups=102_400, bags=20_480)
 _TABLES = Task(work="bags", rows=50_000, lookups=26 * 2048 * 11 // 2, tables=26, bags=2048)
-_DLRM = replace(_TABLES, work="DLRM")
+DLRM = replace(_TABLES, work="DLRM")
 # SGD, Adagrad, row-wise Adagrad, Adam.
 _GOALS_OF_BAGS = {
-    _BAGS: (0.6, 0.35, 0.35, 0.35),
+    BAGS: (0.6, 0.35, 0.35, 0.35),
     _TABLES: (0.5, 0.25, 0.25, 0.25),
-    _DLRM: (0.7, 0.55, 0.55, 0.55),
+    DLRM: (0.7, 0.55, 0.55, 0.55),
     replace(_MANY, lookups=102_400): (0.7, 0.35, 0.4, 0.35),
 }
 _FOUR = ("SGD", "Adagrad", "row-wise Adagrad", "Adam")
@@ -199,7 +199,7 @@ def comparisons(quick: bool, rounds: int) -> list[Comparison]:
 
 
 def _bags(quick: bool, rounds: int) -> list[Comparison]:
-    tasks = [_BAGS, _TABLES] if quick else list(_GOALS_OF_BAGS)
+    tasks = [BAGS, _TABLES] if quick else list(_GOALS_OF_BAGS)
     return [
         _beside(replace(task, optimizer=optimizer), ("torch", "FBGEMM"), rounds)
         for task in tasks

@@ -1,9 +1,10 @@
 """Lines of Criteo's click logs, and batches of them.
 
 A line is a label, 0 or 1, then 13 counts and 26 categories in hexadecimal, with tabs between
-them. Counts and categories may be missing:
+them. Counts and categories may be missing. Criteo's own logs have one value in a category;
+here it may be a list, with commas, as pages that a user has seen:
 
-    0 <tab> 1 <tab> <tab> 5 ... <tab> 68fd1e64 <tab> <tab> fb936136 ...
+    0 <tab> 1 <tab> <tab> 5 ... <tab> 68fd1e64,05db9164 <tab> <tab> fb936136 ...
 
 Lines are read as they are needed: a file may be larger than the memory. That of Criteo's
 Kaggle challenge is `train.txt`, those of the Terabyte data set are `day_0.gz` to `day_23.gz`.
@@ -16,16 +17,19 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+import jmask
+
 COUNTS, CATEGORIES = 13, 26
 BATCH = 1024
-MISSING = -1  # the id of a category that is not there
 
-Batch = dict[str, np.ndarray]
+Batch = dict[str, Any]
 
-_COUNT, _CATEGORY = rb"(?:-?\d{1,18})?", rb"[0-9a-fA-F]{0,8}"
+_COUNT = rb"(?:-?\d{1,18})?"
+_CATEGORY = rb"(?:[0-9a-fA-F]{1,8}(?:,[0-9a-fA-F]{1,8})*)?"
 _LINE = re.compile(
     b"[01]" + (b"\t" + _COUNT) * COUNTS + (b"\t" + _CATEGORY) * CATEGORIES + b"\r?\n?"
 )
@@ -67,7 +71,8 @@ def batches(lines: Iterable[bytes], rows: int, start: int, name: str) -> Iterato
         name: what the lines are from, for messages.
 
     Yields:
-        "labels" (b,) and "counts" (b, 13), float32; "ids" (b, 26), int32.
+        "labels" (b,) and "counts" (b, 13), float32; and "bags", the ids of each category,
+        "C1" to "C26", as `jmask.PaddedBags` of b bags.
     """
     rest = islice(lines, start * BATCH, None)
     for first in count(start * BATCH + 1, BATCH):
@@ -87,13 +92,18 @@ def _batch(lines: list[bytes], rows: int) -> Batch:
         "counts": np.array(
             [[int(x or 0) for x in f[1 : 1 + COUNTS]] for f in fields], np.float32
         ),
-        "ids": np.array([[_id(x, rows) for x in f[1 + COUNTS :]] for f in fields], np.int32),
+        "bags": jmask.pad_bags(
+            {
+                f"C{i + 1}": [_ids(f[1 + COUNTS + i], rows) for f in fields]
+                for i in range(CATEGORIES)
+            }
+        ),
     }
 
 
-def _id(category: bytes, rows: int) -> int:
+def _ids(category: bytes, rows: int) -> list[int]:
     # These numbers are hashes already.
-    return int(category, 16) % rows if category else MISSING
+    return [int(value, 16) % rows for value in category.split(b",")] if category else []
 
 
 def _fault(line: bytes) -> str:
@@ -107,7 +117,7 @@ def _fault(line: bytes) -> str:
     for number, field in enumerate(rest):
         is_count = number < COUNTS
         if not re.fullmatch(_COUNT if is_count else _CATEGORY, field):
-            wanted = "an integer" if is_count else "up to 8 hexadecimal digits"
+            wanted = "an integer" if is_count else "hexadecimal numbers of up to 8 digits"
             return f"expected {wanted} in field {number + 2}, got {_shown(field)}"
     return f"expected a line feed at the end, got {_shown(line[-2:])}"
 

@@ -1,12 +1,14 @@
 """A DLRM-style ranker on click logs in Criteo's format, with row-sparse gradients.
 
     python examples/dlrm.py                         on made-up logs
+    python examples/dlrm.py --values 10             ... with 1 to 10 values in a category
     python examples/dlrm.py --data train.txt        on Criteo's, or day_0.gz
     python examples/dlrm.py --help
 
 26 tables of embeddings, 2.6 million rows together: a step costs what the rows of its batch
-cost. The tables learn with row-wise Adagrad and the layers with Adam, which
-`optax.partition` tells apart; see dlrm_model.py.
+cost. A category may have several values in a line, a bag, whose rows are added. The tables
+learn with row-wise Adagrad and the layers with Adam, which `optax.partition` tells apart; see
+dlrm_model.py.
 
 Each line is read once. The model first says how likely a click is and then learns from the
 line, so that loss and AUC are those on lines it has not seen ("progressive validation").
@@ -114,11 +116,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--steps",
         help=f"batches of {BATCH} lines (made-up logs: {STEPS_ON_STAND_IN}; a file: all)",
     )
+    add("--values", default=1, help="most values in a category, made-up logs (1)")
     add("--seed", default=0, help="seed of the random numbers (0)")
     args = parser.parse_args(argv)
     if args.data is None and args.steps is None:
         args.steps = STEPS_ON_STAND_IN
-    for name in ("rows", "dim", "steps"):
+    for name in ("rows", "dim", "steps", "values"):
         value = getattr(args, name)
         if value is not None and value < 1:
             parser.error(f"argument --{name}: {value} is not positive")
@@ -129,9 +132,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args, console = parse_arguments(argv), Console(highlight=False)
-    data = args.data.name if args.data else STAND_IN
+    of_values = f", 1 to {args.values} values" if args.values > 1 else ""
+    data = args.data.name if args.data else STAND_IN + of_values
     settings = {"data": data, "rows": args.rows, "dim": args.dim, "seed": args.seed}
-    stand_in = StandIn(args.seed)
+    stand_in = StandIn(args.seed, args.values)
     try:
         lines = lines_of_file(args.data) if args.data else stand_in.lines()
         with Checkpoints(args.checkpoint, settings) as checkpoints:

@@ -1,7 +1,7 @@
 """DLRM: a table for each category, the dot products of what was looked up, and two MLPs.
 
     counts (13)  --log, bottom MLP-->  a vector  --+
-    26 ids       --26 tables------->  26 vectors  -+-- all dot products --top MLP--> log-odds
+    26 bags      --26 tables------->  26 vectors  -+-- all dot products --top MLP--> log-odds
 
 References:
     Naumov et al., "Deep Learning Recommendation Model for Personalization and
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from criteo import CATEGORIES, COUNTS, MISSING, Batch
+from criteo import CATEGORIES, COUNTS, Batch
 
 import jmask
 
@@ -51,11 +51,8 @@ def log_odds(params: Params, batch: Batch) -> jax.Array:
     """Of a click, for each line (b,)."""
     counts = jnp.log1p(jnp.maximum(batch["counts"], 0))
     of_counts = _mlp(params["bottom"], counts)
-    # A bag of one id, or of none where the category is missing.
-    bags = [
-        jmask.embedding_bag(params["tables"][f"C{i + 1}"], ids[:, None], padding_id=MISSING)
-        for i, ids in enumerate(batch["ids"].T)
-    ]
+    names = [f"C{i}" for i in range(1, CATEGORIES + 1)]
+    bags = [jmask.embedding_bag(params["tables"][name], batch["bags"][name]) for name in names]
     vectors = jnp.stack([of_counts, *bags], axis=1)
     products = vectors @ vectors.transpose(0, 2, 1)
     features = jnp.concatenate([of_counts, products[:, *PAIRS]], axis=1)

@@ -39,6 +39,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("jmask")
 
+_ONE_IN = 15
+
 LOWERED_FOR = os.environ.get("JMASK_LOWERED_FOR")
 if LOWERED_FOR is not None:
     lower_for(LOWERED_FOR)
@@ -62,7 +64,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None]:
         return (yield)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # `make test` has some of each job that has a target of its own and needs nothing more.
+    for mark in ("devices", "examples"):
+        of_job = [x for x in items if x.get_closest_marker(mark)]
+        alone = [x for x in of_job if not x.get_closest_marker("exhaustive")]
+        for item in alone[::_ONE_IN]:
+            item.add_marker(pytest.mark.sample)
     reason = f"reads how a CPU does it, and here it does as {LOWERED_FOR} would"
     for item in items if LOWERED_FOR else ():
         if item.get_closest_marker("of_cpus"):

@@ -5,8 +5,9 @@
     g = scatter-add zeros(V, D) ids ct      FactoredRows(ct_bags, [0, 0, 1])
 
 Then the gradient of the table keeps the cotangents of the bags, and the bag of each entry. What
-a program may do between the two: gather or broadcast along the entries, weight each of them,
-leave some out, scale, reshape, cast. Of anything else the rows are an array, as always.
+a program may do between the two: gather or broadcast along the entries, weight each of them, by
+an einsum too, leave some out, scale, reshape, cast. Of anything else the rows are an array, as
+always.
 """
 
 import dataclasses
@@ -24,10 +25,7 @@ from jmask._base.array_types import explicit_sharding
 from jmask._base.forms import CALLS, aval_of, called, name_of, parameter
 from jmask._base.precision import joint_dtype
 from jmask._base.row_ids import canonical
-from jmask._kernels.factored_rows import FactoredRows
-
-# Entries for each row of the smaller array, below which nothing is gained.
-_REPEATS = 2
+from jmask._kernels.factored_rows import FactoredRows, pays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +114,7 @@ def updates_of_rows(updates: Any, eqn: JaxprEqn) -> FactoredRows | None:
     if rows is None or rows.dtype != aval_of(eqn.outvars[0]).dtype:
         return None
     count = rows.index.size
-    if 0 in updates.array.shape or _REPEATS * rows.source.shape[0] > count:
+    if 0 in updates.array.shape or not pays(rows.source.shape[0], count):
         return None
     weight = None if rows.weight is None else rows.weight.reshape(count)
     return FactoredRows(rows.source, rows.index.reshape(count), weight, rows.dtype)
@@ -231,6 +229,56 @@ def _multiply(eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors:
     return None
 
 
+def _transpose(eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors:
+    origins, maker = origins.maker(eqn.invars[0])
+    if maker is None or name_of(maker) != "dot_general":
+        return None
+    permutation = parameter(eqn, "permutation")
+    return _outer_product(maker, origins, row_ndim, permutation)
+
+
+def _dot_general(eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors:
+    permutation = tuple(range(len(aval_of(eqn.outvars[0]).shape)))
+    return _outer_product(eqn, origins, row_ndim, permutation)
+
+
+def _outer_product(
+    eqn: JaxprEqn, origins: Origins, row_ndim: int, permutation: tuple[int, ...]
+) -> _Factors:
+    """Rows times weights by `dot_general`, as in the backward pass of an einsum of both."""
+    operands = [origins.read(v) for v in eqn.invars]
+    contracted, batch = parameter(eqn, "dimension_numbers")
+    shape, dtype = aval_of(eqn.outvars[0]).shape, aval_of(eqn.outvars[0]).dtype
+    order = [shape[d] for d in permutation]
+    entries, count = tuple(order[: len(order) - row_ndim]), len(batch[0])
+    free = []  # the dimensions of the result that each operand has alone
+    begin = count
+    for x, sums, shared in zip(operands, contracted, batch, strict=True):
+        if x is None or x.dtype != dtype or any(x.shape[d] != 1 for d in sums):
+            return None
+        free.append(list(range(begin, begin + x.ndim - len(sums) - len(shared))))
+        begin += len(free[-1])
+    of_rows, of_entries = list(permutation[len(entries) :]), permutation[: len(entries)]
+    if of_rows not in free:
+        return None
+    which = free.index(of_rows)
+
+    def placed(number: int, dimensions: list[int]) -> jax.Array:
+        """An operand with these dimensions of the result."""
+        x, sums, shared = (group[number] for group in (operands, contracted, batch))
+        alone = [d for d in range(x.ndim) if d not in (*sums, *shared)]
+        its = dict(zip((*range(count), *free[number]), (*shared, *alone), strict=True))
+        return jnp.transpose(x, [*(its[d] for d in dimensions), *sums]).reshape(
+            [shape[d] for d in dimensions]
+        )
+
+    of_both = [d for d in of_entries if d < count]
+    source = placed(which, [*of_both, *of_rows])
+    sizes = tuple(shape[d] if d < count else 1 for d in of_entries)
+    rows = _repeated_rows(source.reshape(-1, *order[len(entries) :]), sizes, entries)
+    return dataclasses.replace(rows, weight=placed(1 - which, list(of_entries)))
+
+
 def _operand(v: Any, eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors:
     """The factors of an operand, which may have size 1 where the result has more entries."""
     entries, shape = _entries(eqn, row_ndim), aval_of(eqn.outvars[0]).shape
@@ -309,9 +357,11 @@ _RULES: dict[str, Callable[[JaxprEqn, Origins, int], _Factors]] = {
     "squeeze": _reshape,
     "expand_dims": _reshape,
     "convert_element_type": _convert,
+    "dot_general": _dot_general,
     "mul": _multiply,
     "neg": _negate,
     "select_n": _select,
+    "transpose": _transpose,
     "copy": _same,
     "copy_p": _same,
     "name": _same,

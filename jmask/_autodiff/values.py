@@ -27,7 +27,7 @@ from jmask._autodiff.row_pattern import IdsAndRows
 from jmask._base.fallback import LARGE
 from jmask._base.row_ids import id_dtype
 from jmask._kernels.coalesce import coalesce_rows
-from jmask._kernels.factored_rows import FactoredRows, as_array
+from jmask._kernels.factored_rows import FactoredRows, as_array, joined
 from jmask._kernels.update_rows import add_to_rows
 from jmask._tensors.row_sparse import RowSparse
 
@@ -174,7 +174,11 @@ class RowSum:
 
     def to_row_sparse(self) -> RowSparse:
         """The parts as one `RowSparse`."""
-        ids, values = self.parts[0] if len(self.parts) == 1 else self.concatenated()
+        if not self.parts:
+            ids, values = self.concatenated()
+        else:
+            ids = jnp.concatenate([ids for ids, _ in self.parts])
+            values = joined([rows for _, rows in self.parts])
         return RowSparse.of_rows(ids, values, self.shape, coalesced=False)
 
 

@@ -12,8 +12,8 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
 
 import jax
 import numpy as np
@@ -48,6 +48,26 @@ class PaddedBags:
     weights: Any = None
 
 
+@overload
+def pad_bags(
+    ids: Mapping[Any, Any],
+    offsets: Any = ...,
+    *,
+    include_last_offset: bool = ...,
+    weights: Any = ...,
+    num_bags: int | None = ...,
+    at_least: int = ...,
+) -> dict[Any, PaddedBags]: ...
+@overload
+def pad_bags(
+    ids: Sequence[Any] | np.ndarray,
+    offsets: Any = ...,
+    *,
+    include_last_offset: bool = ...,
+    weights: Any = ...,
+    num_bags: int | None = ...,
+    at_least: int = ...,
+) -> PaddedBags: ...
 def pad_bags(
     ids: Any,
     offsets: Any = None,
@@ -56,28 +76,32 @@ def pad_bags(
     weights: Any = None,
     num_bags: int | None = None,
     at_least: int = 0,
-) -> PaddedBags:
+) -> PaddedBags | dict[Any, PaddedBags]:
     """Bags of any number of ids as arrays of one of a few sizes; on the host.
 
     Under jit every other number of ids is another program. These are padded to a power of √2.
     A new size is logged once, as INFO of the logger "jmask": the step is compiled for it.
 
+    The bags of several tables have the size of the largest, all of them, if they are given
+    together: of 26 tables that choose for themselves, each would have a step compiled anew.
+
     Args:
-        ids: a list of bags, each a list of integers; or with `offsets` integers (n,).
-        offsets, include_last_offset: where bags begin, as in `embedding_bag`.
+        ids: a list of bags, each a list of integers; or with `offsets` integers (n,). Or a
+            dict of such, of a table each.
+        offsets, include_last_offset: where bags begin, as in `embedding_bag`; in a dict if
+            `ids` are.
         weights: floating, of the form of `ids`.
         num_bags: how many bags to make of them, with empty ones at the end: for a last batch
             that has fewer.
-        at_least: a number of ids that there is to be room for. Tables of one step have one
-            size if it is that of the largest.
+        at_least: a number of ids that there is to be room for.
 
     Returns:
-        `PaddedBags` of NumPy arrays.
+        `PaddedBags` of NumPy arrays, or a dict of them.
 
     Raises:
         TypeError: if an argument is traced, or not of the type above.
         ValueError: if offsets are not ascending from 0 to n at most, weights do not fit the
-            ids, or there are more bags than `num_bags`.
+            ids, keys of dicts differ, or there are more bags than `num_bags`.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -86,6 +110,9 @@ def pad_bags(
         (array([ 2,  0,  1,  1,  3, -1], dtype=int32), array([0, 2, 2, 5], dtype=int32))
         >>> jmask.embedding_bag(jnp.arange(4.), bags)
         Array([2., 0., 5.], dtype=float32)
+        >>> bags = jmask.pad_bags({"words": [[2, 0, 1]], "tags": [[5]]})
+        >>> bags["tags"].ids
+        array([ 5, -1, -1], dtype=int32)
     """
     check_flag("include_last_offset", include_last_offset)
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((ids, offsets, weights))):
@@ -93,6 +120,45 @@ def pad_bags(
             "`pad_bags` chooses the sizes of arrays, and works on numbers: call it before the "
             "jitted function, and pass on what it returns."
         )
+    is_one = not isinstance(ids, Mapping)
+    tables = {"": ids} if is_one else ids
+    offsets, weights = (
+        _of_each(name, tables, x, is_one)
+        for name, x in (("offsets", offsets), ("weights", weights))
+    )
+    found = {
+        table: _flat(x, offsets[table], include_last_offset, weights[table])
+        for table, x in tables.items()
+    }
+    most = max((int(starts[-1]) for _, starts, _ in found.values()), default=0)
+    size = _rounded_up(max(most, checked_integer("at_least", at_least)))
+    padded = {table: _of_size(size, *bags, num_bags) for table, bags in found.items()}
+    if padded:
+        _say_once(size, *sorted({len(bags.offsets) - 1 for bags in padded.values()}))
+    return padded[""] if is_one else padded
+
+
+def _of_each(name: str, tables: Mapping[Any, Any], given: Any, is_one: bool) -> Any:
+    """An argument of each table."""
+    if given is None:
+        return dict.fromkeys(tables)
+    if is_one:
+        return {"": given}
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"`{name}` must be a dict with the keys of `ids`; got {type(given).__name__}."
+        )
+    if given.keys() != tables.keys():
+        raise ValueError(
+            f"`{name}` must have the keys of `ids`, {list(tables)}; got {list(given)}."
+        )
+    return given
+
+
+def _flat(
+    ids: Any, offsets: Any, include_last_offset: bool, weights: Any
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """The ids, where each bag begins and the last one ends, and the weights."""
     if offsets is None:
         ids, starts = _joined("ids", ids)
         ids = checked_integers(ids, "ids", "raise")
@@ -104,33 +170,50 @@ def pad_bags(
         ids = checked_integers(ids, "ids", "raise")
         starts = _checked_offsets(offsets, ids, include_last_offset)
         weights = None if weights is None else np.asarray(weights)
-    count = int(starts[-1])
     if weights is not None:
         weights = weights if weights.size else weights.astype(np.float32)
         check_weights(weights, ids)
-    size = _rounded_up(max(count, checked_integer("at_least", at_least)))
-    bags = PaddedBags(
+    return ids, starts, weights
+
+
+def _of_size(
+    size: int,
+    ids: np.ndarray,
+    starts: np.ndarray,
+    weights: np.ndarray | None,
+    num_bags: int | None,
+) -> PaddedBags:
+    count = int(starts[-1])
+    return PaddedBags(
         _padded(_narrowed(ids[:count]), size, -1),
         _with_empty_bags(starts, num_bags),
         None if weights is None else _padded(weights[:count], size, 0),
     )
-    _say_once(size, len(bags.offsets) - 1)
-    return bags
 
 
 def _joined(name: str, bags: Any) -> tuple[np.ndarray, np.ndarray]:
     """What a list of bags holds, and where each begins."""
-    if not isinstance(bags, Sequence | np.ndarray) or any(np.ndim(bag) != 1 for bag in bags):
+    are_lists = isinstance(bags, Sequence) and all(isinstance(x, list | tuple) for x in bags)
+    if are_lists:
+        # One array of them all: a list takes as long to convert as a hundred of its numbers.
+        found = _as_array(list(itertools.chain.from_iterable(bags)))
+    elif isinstance(bags, Sequence | np.ndarray) and all(np.ndim(x) == 1 for x in bags):
+        found = np.concatenate([np.asarray(x) for x in bags if len(x)] or [np.zeros(0)])
+    else:
+        found = None
+    if found is None or found.ndim != 1:
         raise TypeError(
             f"`{name}` must be a list of bags, each a list of numbers, where no `offsets` are "
             f"given; got {type(bags).__name__}."
         )
-    lengths = [0, *map(len, bags)]
-    found = [np.asarray(bag) for bag in bags if len(bag)]
-    return (
-        np.concatenate(found) if found else np.zeros(0),
-        np.cumsum(lengths).astype(np.int32),
-    )
+    return found, np.cumsum([0, *map(len, bags)]).astype(np.int32)
+
+
+def _as_array(numbers: list[Any]) -> np.ndarray | None:
+    try:
+        return np.asarray(numbers)
+    except ValueError:  # lists of different lengths
+        return None
 
 
 def _checked_offsets(offsets: Any, ids: np.ndarray, include_last_offset: bool) -> np.ndarray:
@@ -177,5 +260,6 @@ def _with_empty_bags(starts: np.ndarray, num_bags: int | None) -> np.ndarray:
 
 
 @functools.cache
-def _say_once(ids: int, bags: int) -> None:
-    _LOG.info("pad_bags: room for %d ids in %d bags. A step is compiled for it.", ids, bags)
+def _say_once(ids: int, *bags: int) -> None:
+    counts = " or ".join(map(str, bags))
+    _LOG.info("pad_bags: room for %d ids in %s bags. A step is compiled for it.", ids, counts)

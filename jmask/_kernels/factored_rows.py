@@ -11,10 +11,11 @@ bag of each entry. Who reads a few rows at a time never writes all of them.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jmask._base.array_types import varying_alike
@@ -71,6 +72,43 @@ class FactoredRows:
 
 
 Rows = jax.Array | FactoredRows
+
+# Entries for each row of the source, below which nothing is gained.
+_REPEATS = 2
+
+
+def pays(sources: int, entries: int) -> bool:
+    """Whether so many rows are worth keeping in place of those of so many entries."""
+    return 0 < _REPEATS * sources <= entries
+
+
+def joined(parts: Sequence[Rows]) -> Rows:
+    """All rows, one part after the other; in factors if some are and it pays."""
+    if len(parts) == 1:
+        return parts[0]
+    sources = [x.source if isinstance(x, FactoredRows) else x for x in parts]
+    in_factors = [x for x in parts if isinstance(x, FactoredRows)]
+    total = sum(x.shape[0] for x in sources)
+    alike = len({x.dtype for x in sources}) == 1
+    if not in_factors or not alike or not pays(total, sum(x.shape[0] for x in parts)):
+        return jnp.concatenate([as_array(x) for x in parts])
+    weights = [x.weight for x in in_factors if x.weight is not None]
+    dtype = joint_dtype(*weights) if weights else None
+    index, weight, begin = [], [], 0
+    for x, source in zip(parts, sources, strict=True):
+        entries, m = x.shape[0], source.shape[0]
+        own = x.index if isinstance(x, FactoredRows) else lax.iota(jnp.int32, entries)
+        index.append(jnp.where(own < m, own + begin, total))
+        begin += m
+        if dtype is not None:
+            given = x.weight if isinstance(x, FactoredRows) else None
+            weight.append(jnp.ones(entries, dtype) if given is None else given.astype(dtype))
+    return FactoredRows(
+        jnp.concatenate(sources),
+        jnp.concatenate(index),
+        jnp.concatenate(weight) if weight else None,
+        in_factors[0].dtype,
+    )
 
 
 def _rows(source: jax.Array, index: jax.Array, weight: jax.Array | None) -> jax.Array:

@@ -16,6 +16,8 @@ FLAT = IDS.reshape(-1)
 WEIGHTS = jnp.asarray(RNG.normal(size=(B, L)), jnp.float32)
 PADDING = int(IDS[0, 0])
 OUT = jnp.asarray(RNG.normal(size=(B, D)), jnp.float32)
+SQUARE = jnp.asarray(RNG.normal(size=(D, D)), jnp.float32)
+MIXED = jnp.asarray(RNG.normal(size=(B, B * L)), jnp.float32)
 OFFSETS = jnp.array([0, 3, 3, 10, 20, 28])
 BAGS = jnp.repeat(jnp.arange(B), L)
 EVERY_OTHER = jnp.arange(B * L).reshape(B, L, 1) % 2 == 0
@@ -37,6 +39,12 @@ FACTORED = {
     "weights, flat": lambda t: squares(
         jax.ops.segment_sum(-t[FLAT] * WEIGHTS.reshape(-1, 1), BAGS, B) / 3
     ),
+    "einsum": lambda t: squares(jnp.einsum("blx,bl->bx", t[IDS], WEIGHTS)),
+    "einsum, weights first": lambda t: squares(jnp.einsum("bl,blx->bx", WEIGHTS, t[IDS])),
+    "einsum, lines last": lambda t: squares(jnp.einsum("lb,lbx->xb", WEIGHTS.T, t[IDS.T]).T),
+    "matmul": lambda t: squares((WEIGHTS[:, None, :] @ t[IDS])[:, 0]),
+    "dot products": lambda t: jnp.sum(jnp.einsum("blx,bx->bl", t[IDS], OUT) * WEIGHTS),
+    "vmapped": lambda t: squares(jax.vmap(lambda w, i: w @ t[i])(WEIGHTS, IDS)),
     "a mask by where": lambda t: squares(jnp.where(EVERY_OTHER, t[IDS], 0).sum(1)),
     "a mask by product": lambda t: squares((t[IDS] * EVERY_OTHER.astype(jnp.float32)).sum(1)),
     "the sum of all": lambda t: 2 * jnp.sum(t[IDS]),
@@ -58,11 +66,25 @@ FACTORED = {
     ),
 }
 
+FACTORED |= {
+    "two lookups": lambda t: squares(t[IDS].mean(1)) + squares(t[IDS[:, 0]]),
+    "two lookups, weights": lambda t: FACTORED["weights"](t) + squares(t[IDS[:, 0]]),
+    "three lookups": lambda t: (
+        FACTORED["weights"](t) + FACTORED["a mask by where"](t) + squares(t[IDS[:, 1]])
+    ),
+    "a slice with them": lambda t: FACTORED["jnp.take"](t) + squares(t[:B]),
+}
+
 ARRAYS = {
+    "einsum of two rows": lambda t: squares(jnp.einsum("blx,blx->bx", t[IDS], t[IDS] * 0.5)),
+    "matmul of all bags": lambda t: squares(MIXED @ t[FLAT]),
+    "a layer": lambda t: squares((t[IDS] @ SQUARE).sum(1)),
     "a function of each row": lambda t: squares(jnp.sin(t[IDS]).sum(1)),
     "no bags": lambda t: squares(t[IDS[:, 0]]),
     "bags of one": lambda t: squares(t[IDS[:, :1]].mean(1)),
-    "two lookups": lambda t: squares(t[IDS].mean(1)) + squares(t[IDS[:, 0]]),
+    "two lookups, most entries alone": lambda t: (
+        squares(t[IDS].mean(1)) + 5 * jnp.sum(jnp.sin(t[FLAT]))
+    ),
     "max": lambda t: squares(jmask.embedding_bag(t, IDS, combiner="max")),
     "sums over columns": lambda t: jnp.sum(t[IDS].sum(-1) * WEIGHTS),
 }

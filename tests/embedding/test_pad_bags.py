@@ -36,11 +36,14 @@ def summed(bags, weights):
 
 
 @settings(max_examples=10)  # each of its shapes is compiled
-@given(BAGS, st.booleans(), st.sampled_from(["lists", "offsets", "last offset"]))
+@given(BAGS, st.booleans(), st.sampled_from(["lists", "arrays", "offsets", "last offset"]))
 def test_same_bags(bags, weighted, form):
     weights = weights_of(bags) if weighted else None
     if form == "lists":
         padded = jmask.pad_bags(bags, weights=weights)
+    elif form == "arrays":
+        arrays = [np.asarray(bag, np.int32) for bag in bags]
+        padded = jmask.pad_bags(arrays, weights=weights)
     else:
         ids, offsets = flat(bags)
         given_weights = None if weights is None else np.concatenate([np.zeros(0), *weights])
@@ -83,11 +86,27 @@ def test_a_run_compiles_a_handful_of_times():
     assert len(traced) == len(set(traced)) <= 14
 
 
-def test_several_tables_of_one_size():
-    tables = [[[0, 1], [2]], [[3], [4, 5, 6, 0, 1]]]
-    size = max(sum(map(len, bags)) for bags in tables)
-    padded = [jmask.pad_bags(bags, at_least=size) for bags in tables]
-    assert {bags.ids.size for bags in padded} == {6}
+@pytest.mark.parametrize("form", ["lists", "offsets"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_several_tables_of_one_size(form, weighted):
+    tables = {"a": [[0, 1], [2]], "b": [[3], [4, 5, 6, 0, 1]], "none": []}
+    weights = {name: weights_of(bags) for name, bags in tables.items()} if weighted else None
+    arguments = (tables,)
+    if form == "offsets":
+        ids, offsets = ({k: flat(bags)[i] for k, bags in tables.items()} for i in (0, 1))
+        arguments = (ids, offsets)
+        if weighted:
+            weights = {k: np.concatenate([np.zeros(0), *x]) for k, x in weights.items()}
+    last = form == "offsets"
+    padded = jmask.pad_bags(*arguments, include_last_offset=last, weights=weights)
+    for name, bags in tables.items():
+        of_one = jmask.pad_bags(
+            bags, at_least=6, weights=weights_of(bags) if weighted else None
+        )
+        assert padded[name].ids.size == 6
+        for x, y in zip(jax.tree.leaves(padded[name]), jax.tree.leaves(of_one), strict=True):
+            np.testing.assert_array_equal(x, y)
+    assert jmask.pad_bags({}) == {}
 
 
 def test_a_last_batch_of_fewer_bags():
@@ -118,6 +137,10 @@ def test_a_new_size_is_logged_once(caplog):
     ("call", "error", "words"),
     [
         (lambda: jmask.pad_bags([1, 2, 3]), TypeError, "`ids` must be a list of bags"),
+        (lambda: jmask.pad_bags([[[1]], [[2]]]), TypeError, "`ids` must be a list of bags"),
+        (lambda: jmask.pad_bags([[1, [2]]]), TypeError, "`ids` must be a list of bags"),
+        (lambda: jmask.pad_bags([np.ones((2, 2))]), TypeError, "must be a list of bags"),
+        (lambda: jmask.pad_bags([["a"]]), TypeError, "`ids` must be integers"),
         (lambda: jmask.pad_bags([[0.5]]), TypeError, "`ids` must be integers, got float64"),
         (lambda: jmask.pad_bags([1], [0, 2]), ValueError, "`offsets` end with 2"),
         (lambda: jmask.pad_bags([1], [1]), ValueError, "must begin with 0, got 1"),
@@ -125,6 +148,12 @@ def test_a_new_size_is_logged_once(caplog):
         (lambda: jmask.pad_bags([[1]], weights=[[1.0, 2.0]]), ValueError, "as many numbers"),
         (lambda: jmask.pad_bags([[1]], weights=[[1]]), TypeError, "must be floating"),
         (lambda: jmask.pad_bags([[1], [2]], num_bags=1), ValueError, "there are 2 bags"),
+        (lambda: jmask.pad_bags({"a": [1]}, [0]), TypeError, "`offsets` must be a dict"),
+        (
+            lambda: jmask.pad_bags({"a": [[1]]}, weights={"b": [[1.0]]}),
+            ValueError,
+            r"`weights` must have the keys of `ids`, \['a'\]; got \['b'\]",
+        ),
         (
             lambda: jax.jit(lambda i: jmask.pad_bags(i, [0]).ids)(jnp.array([1])),
             TypeError,

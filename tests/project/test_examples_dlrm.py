@@ -18,7 +18,7 @@ from tests.project.test_examples import load  # noqa: F401
 pytestmark = [pytest.mark.examples, pytest.mark.rank_promotion, pytest.mark.dtype_promotion]
 
 SMALL = ["--rows", "2000", "--dim", "4"]
-GOOD = b"\t".join([b"1", b"5", b"", b"-2", *[b"7"] * 10, b"68fd1e64", b"", *[b"a0"] * 24])
+GOOD = b"\t".join([b"1", b"5", b"", b"-2", *[b"7"] * 10, b"68fd1e64,05db", b"", *[b"a0"] * 24])
 
 
 @pytest.fixture
@@ -72,10 +72,11 @@ def test_goes_on_with_the_same_bits(dlrm, logs, tmp_path, capsys, monkeypatch):
         np.testing.assert_array_equal(x, y)
 
 
-def test_learns_from_the_stand_in(dlrm, tmp_path, capsys):
+@pytest.mark.parametrize("values", [1, 4])
+def test_learns_from_the_stand_in(dlrm, tmp_path, capsys, values):
     """The AUC rises above chance, and not above that of who knows the odds."""
     png = tmp_path / "curve.png"
-    dlrm.main([*SMALL, "--steps", "50", "--plot", str(png)])
+    dlrm.main([*SMALL, "--steps", "50", "--plot", str(png), "--values", str(values)])
     printed = capsys.readouterr().out
     assert "50 steps" in printed
     auc, best = (float(x) for x in re.findall(r"AUC (0\.\d+)\n", printed))
@@ -86,33 +87,39 @@ def test_learns_from_the_stand_in(dlrm, tmp_path, capsys):
     assert imread(png).std() > 0.01
 
 
-def test_model(dlrm):
-    """Log-odds line by line in float64; the gradient of a table has a row for each line."""
+@pytest.mark.parametrize("values", [1, 4])
+def test_model(dlrm, values):
+    """Log-odds line by line in float64; the gradient of a table has the rows of its bags."""
     model = import_module("dlrm_model")
     params, _ = model.create(50, 4, 0)
-    batch = next(dlrm.batches(dlrm.StandIn(0).lines(), 50, 0, "x"))
-    batch = {name: x[:64] for name, x in batch.items()}
+    batch = next(dlrm.batches(dlrm.StandIn(0, values).lines(), 50, 0, "x"))
+    lines = 64
+    bags = {
+        name: np.split(bag.ids, bag.offsets[1:-1])[:lines]
+        for name, bag in batch["bags"].items()
+    }
+    batch = {name: batch[name][:lines] for name in ("labels", "counts")}
+    batch["bags"] = jmask.pad_bags(bags)
     with jmask.strict():
         grads, scores = jax.jit(jmask.grad(model.loss_fn, has_aux=True))(params, batch)
 
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-    tables = [params["tables"][f"C{i}"] for i in range(1, 27)]
     expected = []
-    for counts, ids in zip(batch["counts"], batch["ids"], strict=True):
+    for line, counts in enumerate(batch["counts"]):
         vectors = [mlp(params["bottom"], np.log1p(np.maximum(np.float64(counts), 0)))]
-        vectors += [t[i] if i >= 0 else np.zeros(4) for t, i in zip(tables, ids, strict=True)]
+        vectors += [params["tables"][f"C{i}"][bags[f"C{i}"][line]].sum(0) for i in range(1, 27)]
         products = [vectors[i] @ vectors[j] for i in range(27) for j in range(i + 1, 27)]
         expected += mlp(params["top"], np.array([*vectors[0], *products])).tolist()
     np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5)
 
     assert len(grads["tables"]) == 26
-    for i, ids in enumerate(batch["ids"].T, 1):
-        gradient = grads["tables"][f"C{i}"]
+    for name, bag in bags.items():
+        gradient = grads["tables"][name]
         assert is_row_sparse(gradient)
-        assert gradient.nse == 64
-        assert (ids < 0).any(), "some categories are missing: padding"
+        assert gradient.nse < 2 * lines * values
+        assert any(len(ids) == 0 for ids in bag), "some categories are missing: empty bags"
         stored = np.unique(gradient.indices)
-        np.testing.assert_array_equal(stored[stored < 50], np.unique(ids[ids >= 0]))
+        np.testing.assert_array_equal(stored[stored < 50], np.unique(np.concatenate(bag)))
 
 
 def mlp(layers, x):
@@ -122,24 +129,24 @@ def mlp(layers, x):
 
 
 def test_batches(criteo, monkeypatch):
-    """Labels, counts and ids as the lines give them; from a later batch on, too."""
+    """Labels, counts and bags as the lines give them; from a later batch on, too."""
     monkeypatch.setattr(criteo, "BATCH", 2)
     lines = [GOOD + b"\n", b"0" + b"\t" * 39 + b"\r\n", b"0" + GOOD[1:] + b"\n", GOOD, GOOD]
     both = list(criteo.batches(lines, 100, 0, "x"))
     assert len(both) == 2, "the line left over is left out"
     first = both[0]
-    assert {name: x.dtype.name for name, x in first.items()} == {
-        "labels": "float32",
-        "counts": "float32",
-        "ids": "int32",
-    }
+    assert {first[name].dtype.name for name in ("labels", "counts")} == {"float32"}
     assert first["labels"].tolist() == [1, 0]
     assert first["counts"].tolist() == [[5, 0, -2, *[7] * 10], [0] * 13]
-    hashed = [0x68FD1E64 % 100, -1, *[0xA0 % 100] * 24]
-    assert first["ids"].tolist() == [hashed, [-1] * 26]
+    hashed = {"C1": [0x68FD1E64 % 100, 0x05DB % 100], "C2": []}
+    for name, bag in first["bags"].items():
+        expected = hashed.get(name, [0xA0 % 100])
+        assert bag.ids[: bag.offsets[-1]].tolist() == expected
+        assert bag.offsets.tolist() == [0, len(expected), len(expected)]
+    assert len(first["bags"]) == 26
     (later,) = criteo.batches(lines, 100, 1, "x")
-    for name, x in later.items():
-        np.testing.assert_array_equal(x, both[1][name])
+    for x, y in zip(*map(jax.tree.leaves, (later, both[1])), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_reads_compressed_and_plain_files(criteo, tmp_path):
@@ -177,12 +184,17 @@ def test_stand_in(dlrm, criteo):
         (GOOD.replace(b"-2", b"1.5"), "expected an integer in field 4, got '1.5'"),
         (GOOD.replace(b"-2", b"-"), "expected an integer in field 4, got '-'"),
         (
-            GOOD.replace(b"68fd1e64", b"68fd1e64f"),
-            "expected up to 8 hexadecimal digits in field 15, got '68fd1e64f'",
+            GOOD.replace(b"05db", b"68fd1e64f"),
+            "expected hexadecimal numbers of up to 8 digits in field 15, got "
+            "'68fd1e64,68fd1e64f'",
         ),
         (
-            GOOD.replace(b"68fd1e64", b"xyz\xff"),
-            r"expected up to 8 hexadecimal digits in field 15, got 'xyz\\xff'",
+            GOOD.replace(b",05db", b","),
+            "expected hexadecimal numbers of up to 8 digits in field 15, got '68fd1e64,'",
+        ),
+        (
+            GOOD.replace(b"68fd1e64,05db", b"xyz\xff"),
+            r"expected hexadecimal numbers of up to 8 digits in field 15, got 'xyz\\xff'",
         ),
     ],
 )
@@ -231,6 +243,7 @@ def test_refuses_checkpoints_of_other_runs(dlrm, logs, tmp_path):
     ("arguments", "message"),
     [
         (["--rows", "0"], "argument --rows: 0 is not positive"),
+        (["--values", "0"], "argument --values: 0 is not positive"),
         (["--steps", "-1"], "argument --steps: -1 is not positive"),
         (["--plot", "nowhere/x.png"], "argument --plot: nowhere/x.png is not a file"),
     ],

@@ -1,0 +1,26 @@
+"""jmask in a process of its own, as its peers are: for `cores.py`, which gives it cores."""
+
+import os
+
+import contenders
+import jax
+from worker import serve
+from works import Task
+
+
+def build(work, optimizer, rows, width, rate, tables=1, bags=0):
+    task = Task("jmask", work, optimizer, rows, width, tables=tables, bags=bags)
+    run = contenders.build(task, {})
+
+    def prepare(ids):
+        def step():
+            run(ids)
+            return run.loss
+
+        return step
+
+    return prepare
+
+
+if __name__ == "__main__":
+    serve(build, f"jax {jax.__version__}, {len(os.sched_getaffinity(0))} cores")
