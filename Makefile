@@ -22,6 +22,12 @@ demo: .venv/examples.stamp
 sparse-linear: .venv/examples.stamp
 	$(BIN)/python examples/sparse_linear.py
 
+.PHONY: dense-equivalent
+
+# Dense, lazy and deferred tables: losses, distances and times.
+dense-equivalent: .venv/examples.stamp
+	$(BIN)/python examples/dense_equivalent.py
+
 .PHONY: two-tower dlrm
 
 # The framework of the model: `make two-tower FRAMEWORK=nnx`, or linen, equinox, plain.

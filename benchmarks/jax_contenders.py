@@ -57,6 +57,9 @@ def compiled_step(
 def _step(tx: optax.GradientTransformation, task: Task, value_and_grad: Callable) -> Step:
     step = compiled_step(tx, value_and_grad, task.temporaries)
     place = _table_and_state(tx, task)
+    if task.work == "deferred step":
+        table = jmask.deferred(place[0], tx)
+        place = (table, tx.init(table))
 
     def run(ids: np.ndarray) -> float:
         nonlocal place
@@ -78,6 +81,11 @@ def _table_and_state(tx: optax.GradientTransformation, task: Task) -> Any:
 
 def jmask_step(task: Task, rate: float) -> Step:
     """A full step with row-sparse gradients."""
+    return _step(JMASK[task.optimizer](rate), task, jmask.value_and_grad)
+
+
+def jmask_deferred_step(task: Task, rate: float) -> Step:
+    """The same of a deferred table."""
     return _step(JMASK[task.optimizer](rate), task, jmask.value_and_grad)
 
 

@@ -45,7 +45,8 @@ _PEERS = ("torch", "FBGEMM", "TensorFlow", "MXNet")
 _LIMITS = ("C loop", "memory copy")
 
 # "step" is lookup, loss, backward and update, with the value of the loss; "update" is the
-# update alone of unique rows, with a gradient that is given.
+# update alone of unique rows, with a gradient that is given. A "deferred step" is one of a
+# `jmask.deferred` table.
 _TITLES = {
     "dispatch": "100 calls of a jitted step, no arithmetic",
     "small step": "100 jitted steps of a table of 8 x 4",
@@ -102,6 +103,8 @@ _DISPATCH, _SMALL_STEP, _EAGER = (
 _TRACING = Task(work="tracing")
 _PRODUCT = Task(work="product", rows=2**22, width=16, lookups=25_600)
 _MANY = Task(lookups=100_000)
+# With the trajectory of the dense optimizer.
+_DEFERRED = Task(work="deferred step")
 # 20,480 bags of 5; and bags of 1 to 10 for each of 2,048 examples, as in DLRM's own generator.
 BAGS = Task(work="bags", lookups=102_400, bags=20_480)
 _TABLES = Task(work="bags", rows=50_000, lookups=26 * 2048 * 11 // 2, tables=26, bags=2048)
@@ -133,6 +136,8 @@ GOALS: dict[tuple[Task, Task], float] = {
         (Task(rows=10_000_000), {"rows": 1_000_000}, 1.3),
         (Task(rows=10_000_000, pages="huge"), {"rows": 1_000_000}, 1.3),
         (Task(ids="Zipf"), {"ids": "uniform"}, 1.1),
+        (_DEFERRED, {"work": "step"}, 1.3),
+        (_DEFERRED, {"who": "optax", "work": "step"}, 0.1),
         (_DISPATCH, {"who": "optax"}, 1.0),
         (_TRACING, {"who": "JAX"}, 1.5),
         *(
@@ -177,7 +182,7 @@ def comparisons(quick: bool, rounds: int) -> list[Comparison]:
     overhead.append(_beside(_TRACING, ("JAX",), rounds))
     found = [*steps, *dense, _beside(_DENSE, ("optax",), rounds), *updates, *hot_rows]
     found += [*against_rows, *against_lookups, *_bags(quick, fewer)]
-    found += [*_tricks(rounds), *overhead]
+    found += [*_deferred(fewer), *_tricks(rounds), *overhead]
     if quick:
         return found
     # Adam on 10^7 rows of 64 is 7.7 GB: one of them at a time, beside our step on 10^6 rows.
@@ -200,6 +205,16 @@ def _bags(quick: bool, rounds: int) -> list[Comparison]:
         for task in tasks
         for optimizer in _FOUR
     ]
+
+
+def _deferred(rounds: int) -> list[Comparison]:
+    """Beside the lazy step, and beside the dense one, whose trajectory it has."""
+    found = []
+    for ids in ("uniform", "Zipf"):
+        ours, lazy = replace(_DEFERRED, ids=ids), Task(ids=ids)
+        found.append(Comparison(ours, (lazy,), 3 * rounds))
+        found.append(Comparison(ours, (replace(lazy, who="optax"),), rounds))
+    return found
 
 
 def _tricks(rounds: int) -> list[Comparison]:
@@ -258,7 +273,8 @@ def title(task: Task) -> str:
 def opponent(theirs: Task, ours: Task) -> str:
     """Who does it, and what of it is not as in `ours`: "jmask, uniform ids"."""
     name = f"{theirs.who} {OFFERS.get(theirs.who, {}).get(theirs.optimizer, '')}".strip()
-    return ", ".join([name, *_differences(theirs, ours)])
+    work = [] if theirs.work == ours.work else [f"{theirs.work} without `deferred`"]
+    return ", ".join([name, *work, *_differences(theirs, ours)])
 
 
 def _differences(task: Task, usual: Task) -> list[str]:

@@ -30,6 +30,9 @@ from jmask._optim.adagrad import rowwise_adagrad as rowwise_adagrad
 from jmask._optim.adam import adam as adam
 from jmask._optim.adam import rowwise_adam as rowwise_adam
 from jmask._optim.conditional_step import skip_nonfinite as skip_nonfinite
+from jmask._optim.deferred import deferred as deferred
+from jmask._optim.deferred import from_deferred as from_deferred
+from jmask._optim.deferred import to_deferred as to_deferred
 from jmask._optim.drop_rows import drop_nonfinite_rows as drop_nonfinite_rows
 from jmask._optim.explain import explain as explain
 from jmask._optim.ftrl import ftrl as ftrl
@@ -39,6 +42,7 @@ from jmask._optim.row_norms import max_row_norm as max_row_norm
 from jmask._optim.sgd import sgd as sgd
 from jmask._optim.torch_state import from_torch_state as from_torch_state
 from jmask._optim.torch_state import to_torch_state as to_torch_state
+from jmask._tables.deferred_table import DeferredTable as DeferredTable
 from jmask._tables.huge_pages import huge_pages as huge_pages
 from jmask._tables.packed import PackedTable as PackedTable
 from jmask._tables.packed import packed as packed

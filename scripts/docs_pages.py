@@ -47,7 +47,8 @@ PAGES = {
     "embeddings": (
         "Embeddings and tables",
         """embedding_lookup embedding_bag pad_bags PaddedBags renormalize packed PackedTable
-        sharded ShardedTable huge_pages""",
+        sharded ShardedTable deferred DeferredTable to_deferred
+        from_deferred huge_pages""",
     ),
 }
 MODULES = ("numpy", "nn", "tree", "sparsecore")

@@ -70,6 +70,39 @@ OPTIMIZER_DOORS |= {
 }
 OPTIMIZER_DOORS |= {
     "lazy(inner)": Door(jmask.lazy, OBJECTS),
+    "deferred(table)": Door(lambda v: jmask.deferred(v, ADAGRAD), ARRAY, REAL),
+    "deferred(tx)": Door(lambda v: jmask.deferred(TABLE, v), OBJECTS),
+    "to_deferred(tx)": Door(
+        lambda v: jmask.to_deferred(v, ADAGRAD.init(PARAMS), PARAMS, {"t": True}), OBJECTS
+    ),
+    "to_deferred(opt_state)": Door(
+        lambda v: jmask.to_deferred(ADAGRAD, v, PARAMS, {"t": True}),
+        OBJECTS,
+        named=("opt_state", "state"),
+    ),
+    "to_deferred(params)": Door(
+        lambda v: jmask.to_deferred(ADAGRAD, ADAGRAD.init(PARAMS), {"t": v}, {"t": True}),
+        ARRAY,
+        NAN,
+        named=("params", "table", "tables", "state"),
+    ),
+    "to_deferred(tables)": Door(
+        lambda v: jmask.to_deferred(ADAGRAD, ADAGRAD.init(PARAMS), PARAMS, {"t": v}), FLAG
+    ),
+    "from_deferred(tx)": Door(
+        lambda v: jmask.from_deferred(v, ADAGRAD.init(PARAMS), PARAMS), OBJECTS
+    ),
+    "from_deferred(opt_state)": Door(
+        lambda v: jmask.from_deferred(ADAGRAD, v, PARAMS),
+        OBJECTS,
+        named=("opt_state", "state"),
+    ),
+    "from_deferred(params)": Door(
+        lambda v: jmask.from_deferred(ADAGRAD, ADAGRAD.init(PARAMS), {"t": v}),
+        ARRAY,
+        NAN | because("frozen, as integers are", "booleans"),
+        named=("params", "state"),
+    ),
     "skip_nonfinite(inner)": Door(jmask.skip_nonfinite, OBJECTS),
     "multi_steps(inner)": Door(lambda v: jmask.multi_steps(v, 2, GRADS), OBJECTS),
     "multi_steps(every_k)": Door(lambda v: jmask.multi_steps(ADAGRAD, v, GRADS), INTEGER),

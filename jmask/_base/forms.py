@@ -318,6 +318,7 @@ FORMS: dict[str, Form] = (
             "dimension_numbers", "precision preferred_element_type out_sharding"
         ),
         "dynamic_update_slice": _form(""),
+        "integer_pow": _form("y"),
         "mul": _form("", "out_dtype", _has_no_out_dtype),
         "optimization_barrier": _form(""),
         "pad": _form("padding_config"),

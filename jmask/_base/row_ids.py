@@ -107,9 +107,12 @@ def id_dtype(rows: int) -> np.dtype:
 def canonical(ids: jax.Array, rows: int) -> jax.Array:
     """Integer ids of any dtype -> ids in `id_dtype(rows)`, those out of range = `rows`."""
     ids = widen(ids, rows)
-    zero, padding = np.zeros((), ids.dtype), np.asarray(rows, ids.dtype)
-    outside = lax.bitwise_or(lax.lt(ids, zero), lax.ge(ids, padding))
-    return jnp.where(outside, padding, ids)
+    # Negative ones are the greatest without a sign. XLA knows that a minimum twice is one, so
+    # that rows read at ids and at the ids of their gradient are read once.
+    unsigned = np.dtype(f"uint{8 * ids.dtype.itemsize}")
+    padding = np.asarray(rows, unsigned)
+    bounded = lax.min(lax.bitcast_convert_type(ids, unsigned), padding)
+    return lax.bitcast_convert_type(bounded, ids.dtype)
 
 
 def widen(ids: jax.Array, rows: int) -> jax.Array:

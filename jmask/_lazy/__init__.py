@@ -9,5 +9,8 @@ proved_update           the update on rows, with its proof
 elementwise_program     an update taken apart, for one pass over the rows
 one_pass                that pass
 spread_sums             sums over rows that several devices have
+away_forms              what a value is in a row that has no gradient
+without_gradient        what an optimizer does to such rows, found while it runs
+deferred_step           a step with deferred tables
 lazy                    the transformation
 """

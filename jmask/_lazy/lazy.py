@@ -15,6 +15,7 @@ Which state arrays hold rows is found from the shapes that `inner.init` gives th
 `state_rows`.
 """
 
+import functools
 from collections.abc import Collection
 from typing import Any
 
@@ -22,6 +23,7 @@ import jax
 import optax
 
 from jmask._lazy.call import LazyCall
+from jmask._lazy.deferred_step import deferred_step, has_deferred, without_rows
 from jmask._lazy.one_pass import OnePassTransformation, applied_in_one_pass
 from jmask._lazy.proved_update import proved
 from jmask._tensors.row_sparse import is_row_sparse
@@ -91,7 +93,7 @@ def lazy(
 
     def init(params: optax.Params) -> optax.OptState:
         check_parameters(params)
-        state = inner.init(dense_parameters(params))
+        state = inner.init(without_rows(dense_parameters(params)))
         _check_not_deferring(state)
         return state
 
@@ -117,11 +119,20 @@ def lazy(
             check_parameters(params)
             params = dense_parameters(params)
             check_gradient(updates, params)
+            if has_deferred(params):
+                return update_deferred(updates, state, params, **extra_args)
         if not any(map(is_gradient_leaf, leaves)):
             with naming_structures(updates, params):
                 return inner.update(updates, state, params, **extra_args)
         _check_extra_args(extra_args)
         return update_rows_of(updates, state, params, **extra_args)
+
+    @compiled_outside_jit
+    def update_deferred(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params, **extra_args: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
+        run = functools.partial(update, **extra_args)
+        return deferred_step(init, run, run, updates, state, params)
 
     @compiled_outside_jit
     def update_rows_of(
@@ -143,6 +154,9 @@ def lazy(
             check_parameters(params)
             dense = dense_parameters(params)
             check_gradient(grads, dense)
+            if has_deferred(dense):
+                new, state = deferred_step(init, update, apply_gradients, grads, state, dense)
+                return stored_as(params, new), state
             call = LazyCall.of(inner, grads, state, dense)
             of_rows = proved(call, {}, known)
             result = applied_in_one_pass(call, of_rows)

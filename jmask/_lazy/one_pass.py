@@ -37,10 +37,12 @@ class OnePassTransformation(optax.GradientTransformationExtraArgs):
         apply_gradients: (grads, state, params) -> (params, state), as
             `jmask.apply_gradients` does it.
         rule: the `RowRule` of a named optimizer, else None.
+        inner: the transformation whose steps it takes at times, else None.
     """
 
     apply_gradients: Any
     rule: Any = None
+    inner: Any = None
 
 
 def applied_in_one_pass(call: LazyCall, update: ProvedUpdate) -> tuple[Any, Any] | None:

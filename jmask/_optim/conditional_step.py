@@ -23,6 +23,8 @@ from jmask._base.jaxprs import lifted
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.spread_sums import agreed
 from jmask._lazy.state_rows import check_state_type
+from jmask._tables.deferred_table import is_deferred
+from jmask._tables.new_table import NewTable
 from jmask._tables.stored_table import fitted, is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
@@ -94,6 +96,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
 
     transformation = OnePassTransformation(init, compiled_outside_jit(update))
     transformation.apply_gradients = compiled_outside_jit(apply)
+    transformation.inner = inner
     return transformation
 
 
@@ -153,14 +156,16 @@ def update_if(
             return inner.update(updates, state, params, **extra_args)
 
     if _is_known(take):
-        return run(state) if take else (_no_update(jax.eval_shape(run, state)[0]), state)
+        return (
+            run(state) if take else (_no_update(jax.eval_shape(run, state)[0], params), state)
+        )
     program, shapes = jax.make_jaxpr(run, return_shape=True)(state)
     jaxpr = lifted(program)
 
     def run_alone(_: Any, state: Any, given: Sequence[Any]) -> Any:
         return _results(jaxpr, shapes, given, state)
 
-    return _run_if(run_alone, take, _no_update(shapes[0]), state, program.consts)
+    return _run_if(run_alone, take, _no_update(shapes[0], params), state, program.consts)
 
 
 def apply_if(
@@ -219,8 +224,12 @@ def _derivative(run: Callable[..., Any], primals: Any, tangents: Any) -> Any:
     return jax.jvp(chosen, primals, tangents)
 
 
-def _no_update(shapes: Any) -> Any:
+def _no_update(shapes: Any, params: Any) -> Any:
+    tables = filter(is_deferred, jax.tree.leaves(params, is_leaf=is_stored_table))
+
     def nothing(x: Any) -> Any:
+        if isinstance(x, NewTable):
+            return NewTable(next(tables))
         if not is_row_sparse(x):
             # -0.0, which changes nothing when added: -0.0 + 0.0 would be 0.0.
             return typed_like(-jnp.zeros(x.shape, x.dtype), x)
@@ -229,4 +238,7 @@ def _no_update(shapes: Any) -> Any:
         leaves, structure = jax.tree.flatten(x)
         return structure.unflatten(map(typed_like, jax.tree.leaves(padding), leaves))
 
-    return jax.tree.map(nothing, shapes, is_leaf=is_row_sparse)
+    def is_leaf(x: Any) -> bool:
+        return is_row_sparse(x) or isinstance(x, NewTable)
+
+    return jax.tree.map(nothing, shapes, is_leaf=is_leaf)

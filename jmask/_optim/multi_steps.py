@@ -178,6 +178,7 @@ def multi_steps(
 
     transformation = OnePassTransformation(init, compiled_outside_jit(update))
     transformation.apply_gradients = compiled_outside_jit(apply)
+    transformation.inner = inner
     return transformation
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jmask._base.precision import added, joint_dtype, wide
+from jmask._lazy.deferred_step import has_deferred
 from jmask._lazy.lazy import lazy
 from jmask._optim.hyperparameters import check_number, check_positive
 from jmask._updates.masked_gradient import as_gradients, is_gradient_leaf, masked_as
@@ -54,6 +55,8 @@ def clip_by_row_norm(
 
     def update(updates, state, params=None, **extra_args):
         updates = as_gradients(updates)
+        # Of a deferred table only the optimizer takes a step: what is clipped is its gradient.
+        params = None if has_deferred(params) else params
         clipped, state = lifted.update(updates, state, params, **extra_args)
         return jax.tree.map(masked_as, updates, clipped, is_leaf=is_gradient_leaf), state
 

@@ -25,6 +25,7 @@ import optax
 from jmask._base.array_types import sharding_of_rows
 from jmask._base.precision import is_narrow, wide
 from jmask._kernels.update_rows import ADDITION, Update, update_rows
+from jmask._lazy.deferred_step import deferred_step, has_deferred, without_rows
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.state_rows import check_state, check_state_type
@@ -126,8 +127,14 @@ def optimizer(
     to_dense = densify()
 
     def update(updates, state, params=None, **extra_args):
+        if has_deferred(params):
+            return update_deferred(updates, state, params)
         updates, _ = to_dense.update(updates, to_dense.init(params), params)
         return dense.update(updates, state, params, **extra_args)
+
+    @compiled_outside_jit
+    def update_deferred(updates, state, params):
+        return deferred_step(dense.init, update, update, updates, state, params)
 
     return optax.GradientTransformationExtraArgs(dense.init, update)
 
@@ -142,6 +149,10 @@ def _apply_gradients(
     check_parameters(params)
     given, params = params, dense_parameters(params)
     check_gradient(grads, params, alike=True)
+    if has_deferred(params):
+        run = functools.partial(_apply_gradients, rule, lifted)
+        params, state = deferred_step(lifted.init, lifted.update, run, grads, state, params)
+        return stored_as(given, params), state
     shapes = jax.tree.map(shape_of, params, is_leaf=is_stored_table)
     check_state(state, jax.eval_shape(lifted.init, shapes))
     structure: Any
@@ -228,7 +239,7 @@ def _on_rows(
 def _dense_optimizer(rule: RowRule, state_type: type) -> optax.GradientTransformationExtraArgs:
     def init(params):
         check_parameters(params)
-        params = dense_parameters(params)
+        params = without_rows(dense_parameters(params))
         slots = [
             jax.tree.map(
                 functools.partial(rule.initial_slot, slot), params, is_leaf=is_stored_table

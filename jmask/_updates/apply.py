@@ -12,6 +12,7 @@ from jmask._base.leaves import leaf_name
 from jmask._base.precision import added, is_narrow, joint_dtype, wide
 from jmask._kernels.stochastic_rounding import check_key, stochastic_round
 from jmask._tables.add_to_dense import add_to_dense
+from jmask._tables.new_table import NewTable
 from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import is_row_sparse
@@ -124,6 +125,8 @@ def apply_updates(
                 "dense, or store all rows, and the order is apply_updates(params, updates)."
             )
         check_fits(path, update, param)
+        if isinstance(update, NewTable):
+            return update.table
         if is_stored_table(param):
             return add_to_dense(param, update, leaf_key)
         if isinstance(update, MaskedTensor):
@@ -141,7 +144,7 @@ def apply_updates(
         return stochastic_round(exact, param.dtype, leaf_key)
 
     def is_leaf(x: Any) -> bool:
-        return x is None or is_gradient_leaf(x)
+        return x is None or is_gradient_leaf(x) or isinstance(x, NewTable)
 
     with naming_structures(updates, params, "apply_updates(params, updates)"):
         new = jax.tree.map_with_path(apply, updates, params, is_leaf=is_leaf)

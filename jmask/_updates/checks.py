@@ -17,6 +17,7 @@ from jmask._base.leaves import (
     not_an_array,
 )
 from jmask._base.row_ids import id_dtype
+from jmask._tables.new_table import is_new_table
 from jmask._tables.stored_table import StoredTable, is_stored_table, shape_of
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse
@@ -111,10 +112,16 @@ def check_gradient(updates: Any, params: Any, alike: bool = False) -> None:
             otherwise is left to optax.
 
     Raises:
-        ValueError: naming the parameter and both shapes, or both structures.
+        ValueError: naming the parameter and both shapes, or both structures; and where a
+            deferred table has taken its step already.
         TypeError: naming the parameter, if its gradient is no array or has a dtype that it
             cannot take.
     """
+    if any(map(is_new_table, jax.tree.leaves(updates, is_leaf=is_new_table))):
+        raise ValueError(
+            "`updates` has the step of a deferred table already, and what is chained behind "
+            "would change it: put all of the chain into one jmask.lazy(optax.chain(...))."
+        )
     check_gradients(updates)
     gradients, tree = jax.tree.flatten_with_path(updates, is_leaf=is_gradient_leaf)
     parameters = jax.tree.leaves(params, is_leaf=is_stored_table)

@@ -54,7 +54,7 @@ EXAMPLES = {
     "cond": lambda x: lax.cond(x[0, 0] > 0, lambda: x, lambda: 2 * x),
     "checkpoint": jax.grad(lambda x: jax.checkpoint(jnp.sin)(x).sum()),
     "custom rules": lambda x: _doubled(jax.nn.relu(x)),
-    "arithmetic": lambda x: -(x + x - x) * x / x + lax.reduce_precision(x, 8, 7),
+    "arithmetic": lambda x: -(x + x - x) * x / x + lax.reduce_precision(x**3, 8, 7),
     "shapes": lambda x: (jnp.squeeze(x[:, None].reshape(4, 2, 1)), lax.expand_dims(x, [0])),
     "products": lambda x: (x @ x.T, lax.select_n(x[0, 0] > 0, x, x)),
     "reductions": lambda x: (x.sum(0), x.prod(0), x.max(0), x.min(0), (x > 0).all(0)),

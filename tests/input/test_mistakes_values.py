@@ -41,7 +41,13 @@ def test_door(name):
 
 def test_every_public_function_has_a_door():
     no_arguments = {"densify", "drop_nonfinite_rows", "strict"}
-    made_by_others = {"MaskedTensor", "PackedTable", "PaddedBags", "ShardedTable"}
+    made_by_others = {
+        "DeferredTable",
+        "MaskedTensor",
+        "PackedTable",
+        "PaddedBags",
+        "ShardedTable",
+    }
     classes = {"GradcheckError", "StorageFallbackWarning"}
     modules = {"nn", "numpy", "sparsecore", "tree"}  # of which these take what jax.numpy takes
     public = {name for name in dir(jmask) if not name.startswith("_")}

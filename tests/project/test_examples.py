@@ -152,6 +152,30 @@ def test_masked_adagrad(load, capsys):
     assert printed.count(second) == 8
 
 
+@pytest.mark.dtype_promotion
+def test_dense_equivalent(load, tmp_path, capsys):
+    """Deferred tables end where the dense ones do, lazy ones elsewhere."""
+    example, png = load("dense_equivalent"), tmp_path / "curves.png"
+    arguments = ["--rows", "300", "--dim", "4", "--steps", "60", "--plot", str(png)]
+    example.main(arguments)
+    printed = capsys.readouterr().out
+    rows = re.findall(r"│ (\w+) +│ +[\d.]+ ms │ +([\d.]+) │ +(\S+) │", printed)
+    loss, distance = ({name: float(row[i]) for name, *row in rows} for i in (0, 1))
+    assert loss["deferred"] == pytest.approx(loss["dense"], abs=2e-5)
+    assert distance["deferred"] < 1e-4 < 0.01 < distance["lazy"]
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--rows", "1"], "less than 2"), (["--plot", "nowhere/x.png"], "not a file")],
+)
+def test_dense_equivalent_refuses(load, arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        load("dense_equivalent").main(arguments)
+    assert message in capsys.readouterr().err
+
+
 def test_low_precision(load, tmp_path, capsys):
     low_precision = load("low_precision")
     png = tmp_path / "curves.png"

@@ -1,0 +1,196 @@
+"""`deferred(table, tx)`: a table with the dense optimizer's trajectory, for its rows' cost.
+
+dense        every row moves in every step                   O(V) a step
+lazy         a row moves when it has a gradient              O(rows touched)
+deferred     every row moves in every step, and is moved
+             when it is read                                 O(rows touched)
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jmask._base.doors import check_flag
+from jmask._base.leaves import as_table
+from jmask._lazy.deferred_step import without_rows
+from jmask._lazy.state_rows import tables_of_state
+from jmask._tables.deferred_table import DeferredTable, is_deferred
+from jmask._tables.packed import checked_floating
+from jmask._tables.stored_table import is_stored_table, shape_of
+from jmask._tensors.row_sparse import RowSparse
+from jmask._updates.checks import check_parameters, check_transformation
+
+
+def deferred(table: Any, tx: optax.GradientTransformation) -> DeferredTable:
+    """The table as one whose rows follow the dense optimizer `tx` while they are away.
+
+    A dense optimizer moves every row in every step, also those that have no gradient: by their
+    momentum, their moments, their decay. What it does to them is known in advance. So rows
+    can wait for it until they are read, and lookups, gradients and `todense()` give what they
+    would be now. A step costs the rows of the batch, and at most about √V others.
+
+    The table holds what `tx` keeps of each row; `tx.init` of it has arrays (1, *row) in the
+    place of that. It is a pytree: donate it, scan over it, save it as any other.
+
+    Args:
+        table (V, *row): a floating array, or a `PackedTable` or `ShardedTable`.
+        tx: what will update it: a named optimizer, with `lazy_update` True or False, or
+            `jmask.lazy` of one of optax; `multi_steps` and `skip_nonfinite` of these. All that
+            depends on the parameter or the state of a row must be in one of them:
+            `jmask.lazy(optax.chain(...))`. Rates may follow schedules or be injected.
+
+    Returns:
+        A `DeferredTable` (V, *row) of the table's dtype, with one int32 for each row besides.
+
+    Raises:
+        TypeError: if `table` is no floating array or table or is deferred already, or `tx` is
+            no transformation.
+        ValueError: if what `tx` does to rows without a gradient has no closed form, with the
+            reason: L2 decay in an adaptive optimizer, noise, what is not row-local.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jmask
+        >>> tx = jmask.adam(0.1)
+        >>> params = {"table": jmask.deferred(jnp.ones((4, 2)), tx)}
+        >>> state = tx.init(params)
+        >>> for ids in ([0, 1], [0, 2], [0, 3]):
+        ...     loss = lambda params: params["table"][jnp.array(ids)].sum()
+        ...     grads = jmask.grad(loss)(params)
+        ...     params, state = jmask.apply_gradients(tx, grads, state, params)
+        >>> print(params["table"].todense()[:, 0].round(2))   # row 1 has moved on by itself
+        [0.7  0.78 0.87 0.94]
+    """
+    if is_deferred(table):
+        raise TypeError("`table` is deferred already: use it as it is.")
+    if not is_stored_table(table):
+        table = checked_floating(as_table(table))
+    check_transformation("tx", tx, "jmask.deferred(table, jmask.adam(1e-3))")
+    inner = _innermost(tx)
+    state = inner.init(table)
+    leaves = jax.tree.leaves(state, is_leaf=is_stored_table)
+    owners = tables_of_state(inner, [shape_of(table)], [True], jax.tree.structure(0), state)
+    slots = [x for x, owner in zip(leaves, owners, strict=True) if owner is not None]
+    before = DeferredTable.before(table, slots)
+    found = jax.eval_shape(lambda table: _first_step(table, inner), before)
+    return before.begun(found.table.form, found.table.made_for)
+
+
+def to_deferred(
+    tx: optax.GradientTransformation, opt_state: Any, params: Any, tables: Any
+) -> tuple[Any, Any]:
+    """A run on arrays, taken on with some of them deferred: the next step is the dense one.
+
+    Args:
+        tx: of `params`, as `deferred` takes it.
+        opt_state: its state for `params`.
+        params: arrays, or stored tables.
+        tables: a tree of booleans of the structure of `params`: which are to be deferred.
+
+    Returns:
+        Parameters and state: the tables hold what the state kept of them, bit for bit.
+
+    Raises:
+        ValueError: if the structure of `tables` is another one, the state is not that of `tx`
+            for `params`, and as `deferred` does.
+        TypeError: as `deferred` does.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> tx = jmask.sgd(1.0, momentum=0.5)
+        >>> params, which = {"t": jnp.zeros((3, 1)), "w": jnp.ones(2)}, {"t": True, "w": False}
+        >>> params, state = jmask.to_deferred(tx, tx.init(params), params, which)
+        >>> params["t"], state.momentum["t"].shape
+        (DeferredTable(float32[3, 1]), (1, 1))
+    """
+    check_transformation("tx", tx, "jmask.to_deferred(tx, opt_state, params, tables)")
+    check_parameters(params)
+    leaves = jax.tree.leaves(params, is_leaf=is_stored_table)
+    tree: Any = jax.tree.structure(params, is_leaf=is_stored_table)
+    which, of_tables = jax.tree.flatten(tables)
+    if of_tables != tree:
+        raise ValueError(
+            f"`tables` must have the structure of `params`, {tree}, got {of_tables}: True for "
+            "each table that is to be deferred, and False elsewhere."
+        )
+    for x in which:
+        check_flag("tables", x)
+    likes = {i: deferred(leaves[i], tx) for i, chosen in enumerate(which) if chosen}
+    state, of_state, owners = _owned(tx, leaves, tree, opt_state, which)
+    for i, like in likes.items():
+        places = [k for k, owner in enumerate(owners) if owner == i]
+        begun = DeferredTable.before(leaves[i], [state[k] for k in places])
+        assert like.form is not None
+        assert like.made_for is not None
+        leaves[i] = begun.begun(like.form, like.made_for)
+        for k in places:
+            state[k] = jnp.zeros((1, *state[k].shape[1:]), state[k].dtype)
+    return tree.unflatten(leaves), of_state.unflatten(state)
+
+
+def from_deferred(
+    tx: optax.GradientTransformation, opt_state: Any, params: Any
+) -> tuple[Any, Any]:
+    """A run on deferred tables, taken on with the arrays of a dense or a lazy one.
+
+    Args:
+        tx: of `params`.
+        opt_state: its state.
+        params: of which some are deferred tables.
+
+    Returns:
+        Parameters and state as of a dense run at this step, every row up to date.
+
+    Raises:
+        ValueError: if the state is not that of `tx` for `params`.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> tx = jmask.sgd(1.0, momentum=0.5)
+        >>> table = jmask.deferred(jnp.zeros((3, 1)), tx)
+        >>> table, state = jmask.from_deferred(tx, tx.init(table), table)
+        >>> table.shape, state.momentum.shape
+        ((3, 1), (3, 1))
+    """
+    check_transformation("tx", tx, "jmask.from_deferred(tx, opt_state, params)")
+    check_parameters(params)
+    leaves = jax.tree.leaves(params, is_leaf=is_stored_table)
+    tree: Any = jax.tree.structure(params, is_leaf=is_stored_table)
+    which = list(map(is_deferred, leaves))
+    empty = jax.tree.leaves(without_rows(leaves), is_leaf=is_stored_table)
+    state, of_state, owners = _owned(tx, empty, tree, opt_state, which)
+    for i, table in enumerate(leaves):
+        if not which[i]:
+            continue
+        leaves[i], *slots = table.parts()
+        places = [k for k, owner in enumerate(owners) if owner == i]
+        for k, x in zip(places, slots, strict=True):
+            state[k] = x
+    return tree.unflatten(leaves), of_state.unflatten(state)
+
+
+def _owned(
+    tx: Any, leaves: list[Any], tree: Any, opt_state: Any, which: list[bool]
+) -> tuple[list[Any], Any, list[int | None]]:
+    """The leaves of a state, its structure, and the tables whose rows they hold."""
+    shapes = [shape_of(x) for x in leaves]
+    owners = tables_of_state(tx, shapes, which, tree, opt_state)
+    state = jax.tree.leaves(opt_state, is_leaf=is_stored_table)
+    return state, jax.tree.structure(opt_state, is_leaf=is_stored_table), owners
+
+
+def _innermost(tx: Any) -> Any:
+    """The transformation that takes the steps, without what decides when."""
+    while getattr(tx, "inner", None) is not None:
+        tx = tx.inner
+    return optax.with_extra_args_support(tx)
+
+
+def _first_step(table: DeferredTable, tx: Any) -> Any:
+    """What `update` returns for the table before its first step, for no rows."""
+    ids = jnp.full((1,), table.shape[0], jnp.int32)
+    values = jnp.zeros((1, *table.shape[1:]), table.dtype)
+    gradient = RowSparse.of_rows(ids, values, table.shape, coalesced=True)
+    updates, _ = tx.update(gradient, tx.init(table), table)
+    return updates

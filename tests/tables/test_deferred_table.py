@@ -1,0 +1,404 @@
+"""A deferred table is one more layout: whatever reads and trains arrays reads and trains it.
+
+Each run is compared with that of the dense optimizer on dense gradients, in which all rows
+move in every step.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jmask
+from tests.compiled_step import IN_PLACE, whole_table_operations
+from tests.sampling import chosen, sampled
+from tests.stored_tables import mesh_of
+
+pytestmark = pytest.mark.dtype_promotion
+
+V, D, STEPS = 13, 3, 12
+START = jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), jnp.float32)
+# Row 4 is never read, row 12 only in the first step; ids come twice and are padding.
+IDS = np.random.default_rng(1).choice([0, 1, 2, 3, 5, 6, 7, -1], (STEPS, 4))
+IDS[0] = [12, 12, 3, 11]
+IDS[5] = -1
+ADAM, DENSE_ADAM = jmask.adam(0.1), jmask.adam(0.1, lazy_update=False)
+ADAMW = optax.adamw(0.1, weight_decay=0.1)
+
+
+def loss(params: Any, ids: Any) -> jax.Array:
+    rows = jmask.embedding_lookup(params["t"], ids, padding_id=-1)
+    return jnp.sum(jnp.sin(rows) * params["w"][None])
+
+
+def step(tx: Any, params: Any, state: Any, ids: Any, loss: Any = loss) -> Any:
+    value, grads = jmask.value_and_grad(loss)(params, ids)
+    return *jmask.apply_gradients(tx, grads, state, params), value
+
+
+def dense_step(tx: Any, params: Any, state: Any, ids: Any, loss: Any = loss) -> Any:
+    value, grads = jax.value_and_grad(loss)(params, ids)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, value
+
+
+def parameters(table: Any = START) -> Any:
+    return {"t": table, "w": jnp.linspace(0.5, 1.5, D)}
+
+
+def run(one_step: Any, tx: Any, params: Any, ids: Any = IDS, state: Any = None) -> Any:
+    """Parameters, state, and the losses and tables after each step."""
+    state = tx.init(params) if state is None else state
+    jitted = jax.jit(functools.partial(one_step, tx))
+    losses, tables = [], []
+    for x in ids:
+        params, state, value = jitted(params, state, jnp.asarray(x))
+        losses.append(float(value))
+        tables.append(np.asarray(params["t"]))
+    return params, state, np.array(losses), np.array(tables)
+
+
+def assert_close(x: Any, y: Any, rtol: float = 2e-5) -> None:
+    np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=rtol, atol=2e-6)
+
+
+def assert_same_run(ours: Any, theirs: Any) -> None:
+    for i in (2, 3):
+        assert_close(ours[i], theirs[i])
+    assert_close(ours[0]["w"], theirs[0]["w"])
+
+
+def deferred_run(tx: Any, of: Any = None, table: Any = START, **given: Any) -> Any:
+    params = parameters(jmask.deferred(table, tx if of is None else of))
+    return run(step, tx, params, **given)
+
+
+# --- wrapped optimizers --------------------------------------------------------------------
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1))
+WRAPPED: dict[str, tuple[Any, Any]] = {
+    "lazy": (ADAM, DENSE_ADAM),
+    "not lazy": (DENSE_ADAM, DENSE_ADAM),
+    "optax": (jmask.lazy(ADAMW), ADAMW),
+    "global norm": (jmask.lazy(CLIPPED), CLIPPED),
+    "row norm": (
+        optax.chain(jmask.clip_by_row_norm(0.3), ADAM),
+        optax.chain(jmask.clip_by_row_norm(0.3), DENSE_ADAM),
+    ),
+    "injected": (
+        jmask.lazy(optax.inject_hyperparams(optax.adam)(0.1)),
+        optax.inject_hyperparams(optax.adam)(0.1),
+    ),
+    "no bad rows": (optax.chain(jmask.drop_nonfinite_rows(), ADAM), DENSE_ADAM),
+}
+
+
+@pytest.mark.parametrize("name", chosen(["lazy", "global norm", "row norm"], WRAPPED))
+def test_trajectory_and_losses(name: str) -> None:
+    tx, dense_tx = WRAPPED[name]
+    assert_same_run(deferred_run(tx), run(dense_step, dense_tx, parameters()))
+
+
+def test_update_and_apply_updates() -> None:
+    def two_calls(tx: Any, params: Any, state: Any, ids: Any) -> Any:
+        value, grads = jmask.value_and_grad(loss)(params, ids)
+        updates, state = tx.update(grads, state, params)
+        return jmask.apply_updates(params, updates), state, value
+
+    params = parameters(jmask.deferred(START, ADAM))
+    ours, theirs = run(two_calls, ADAM, params), deferred_run(ADAM)
+    assert_same_run(ours, theirs)
+
+
+def test_skipped_steps_do_not_count() -> None:
+    """A step that is not taken is none, for rows that are away as well."""
+
+    def sometimes_nan(params: Any, ids: Any) -> jax.Array:
+        return loss(params, ids) * jnp.where(ids[0] == ids[1], jnp.nan, 1.0)
+
+    for eager in (False, True):
+        tx, dense_tx = map(jmask.skip_nonfinite, (ADAM, DENSE_ADAM))
+        ours, theirs = ((functools.partial(f, loss=sometimes_nan)) for f in (step, dense_step))
+        with jax.disable_jit(eager):
+            table = jmask.deferred(START, tx)
+            found = run(ours, tx, parameters(table), IDS[:3] if eager else IDS)
+            wanted = run(theirs, dense_tx, parameters(), IDS[:3] if eager else IDS)
+        assert int(found[1].skipped) == int(wanted[1].skipped) > 0
+        assert_close(found[3], wanted[3])
+
+
+def test_updates_of_skipped_steps_keep_the_table() -> None:
+    tx = jmask.skip_nonfinite(ADAM)
+    params = parameters(jmask.deferred(START, tx))
+
+    @jax.jit
+    def update(params: Any, state: Any, scale: Any) -> Any:
+        grads = jmask.grad(lambda p: scale * loss(p, jnp.array([1, 2, 2, 3])))(params)
+        updates, state = tx.update(grads, state, params)
+        return jmask.apply_updates(params, updates), state
+
+    params, state = update(params, tx.init(params), 1.0)
+    kept, state = update(params, state, jnp.nan)
+    for x, y in zip(jax.tree.leaves(kept["t"]), jax.tree.leaves(params["t"]), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert int(state.skipped) == 1
+
+
+def test_multi_steps() -> None:
+    grads = jax.eval_shape(lambda p: jmask.grad(loss)(p, jnp.asarray(IDS[0])), parameters())
+    tx = jmask.multi_steps(ADAM, 3, grads)
+    dense_tx = optax.MultiSteps(optax.GradientTransformation(*DENSE_ADAM), 3)
+    assert_same_run(deferred_run(tx), run(dense_step, dense_tx, parameters()))
+
+
+# --- reading -------------------------------------------------------------------------------
+
+
+@functools.cache
+def trained() -> Any:
+    return deferred_run(ADAM)[0]["t"]
+
+
+READS: dict[str, Any] = {
+    "table[ids]": lambda t: t[jnp.array([[0, 4], [-1, 12]])],
+    "one": lambda t: t[jnp.array(4)],
+    "none": lambda t: t[jnp.zeros((0,), jnp.int32)],
+    "lookup": lambda t: jmask.embedding_lookup(t, jnp.array([3, 3, 11, -1]), padding_id=-1),
+    "sums": lambda t: jmask.embedding_bag(t, jnp.array([[0, 1], [4, 4]]), combiner="sum"),
+    "means": lambda t: jmask.embedding_bag(
+        t, jnp.array([0, 1, 12, 4]), segment_ids=jnp.array([0, 2, 2, 2]), num_segments=3
+    ),
+    "vmap": lambda t: jax.vmap(lambda i: t[i] * 2)(jnp.arange(V)),
+    "array": lambda t: jnp.asarray(np.asarray(t)),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reads(name: str) -> None:
+    read = READS[name]
+    expected = read(trained().todense())
+    assert_close(read(trained()), expected)
+    if name != "array":
+        assert_close(jax.jit(read)(trained()), expected)
+
+
+def test_outside() -> None:
+    rows = trained()[jnp.array([V, 2, 99])]
+    assert np.isnan(rows[0]).all()
+    assert np.isnan(rows[2]).all()
+    assert_close(rows[1], trained().todense()[2])
+
+
+def test_gradients_of_bags() -> None:
+    def bags(t: Any) -> jax.Array:
+        return jnp.sum(jnp.cos(jmask.embedding_bag(t, jnp.array([[0, 1], [4, 4]]))))
+
+    ours, theirs = jmask.grad(bags)(trained()), jax.grad(bags)(trained().todense())
+    assert isinstance(ours, jmask.RowSparse)
+    assert_close(ours.todense(), theirs)
+
+
+def test_up_to_date() -> None:
+    """It changes no row, and makes every row as new as the table."""
+    table, before = trained().up_to_date(), trained().todense()
+    np.testing.assert_array_equal(table.todense(), before)
+    np.testing.assert_array_equal(table.last, np.full(V, STEPS))
+    assert (np.asarray(trained().last) < STEPS).any()
+    assert table[jnp.arange(V)].shape == (V, D)
+
+
+# --- transformations of JAX ----------------------------------------------------------------
+
+
+def test_scan_over_steps() -> None:
+    params = parameters(jmask.deferred(START, ADAM))
+
+    def body(carried: Any, ids: Any) -> Any:
+        params, state, value = step(ADAM, *carried, ids)
+        return (params, state), value
+
+    @jax.jit
+    def scanned(params: Any, state: Any) -> Any:
+        return jax.lax.scan(body, (params, state), jnp.asarray(IDS))
+
+    (new, _), losses = scanned(params, ADAM.init(params))
+    expected = deferred_run(ADAM)
+    assert_close(losses, expected[2])
+    assert_close(new["t"].todense(), expected[3][-1])
+
+
+def test_vmap_over_models() -> None:
+    starts = jnp.stack([START, 2 * START])
+
+    @jax.vmap
+    def trained(start: Any) -> jax.Array:
+        params = parameters(jmask.deferred(start, ADAM))
+        state = ADAM.init(params)
+        for ids in IDS[:4]:
+            params, state, _ = step(ADAM, params, state, jnp.asarray(ids))
+        return params["t"].todense()
+
+    found = jax.jit(trained)(starts)
+    for start, table in zip(starts, found, strict=True):
+        expected = run(dense_step, DENSE_ADAM, parameters(start), IDS[:4])
+        assert_close(table, expected[3][-1])
+
+
+LAZY_ADAMW = jmask.lazy(ADAMW)
+
+
+@jax.jit
+def both_steps(gradient: Any, carried: Any) -> Any:
+    table, state, dense, dense_state = carried
+    table, state = jmask.apply_gradients(LAZY_ADAMW, gradient, state, table)
+    updates, dense_state = ADAMW.update(gradient.todense(), dense_state, dense)
+    return table, state, optax.apply_updates(dense, updates), dense_state
+
+
+@settings(max_examples=8)
+@given(st.integers(0, 2**16), st.sampled_from([(1,), (2, 2), (40,)]), st.integers(0, 5))
+def test_random_ids(seed: int, shape: tuple[int, ...], empty: int) -> None:
+    """Tables of all sizes; ids that come twice or are none; a step in which all are none."""
+    rng = np.random.default_rng(seed)
+    start = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    table = jmask.deferred(start, LAZY_ADAMW)
+    carried = table, LAZY_ADAMW.init(table), start, ADAMW.init(start)
+    for number in range(5):
+        ids = rng.integers(-1, shape[0] + 1, 3) if number != empty else np.full(3, -1)
+        values = jnp.asarray(rng.normal(size=(3, *shape[1:])), jnp.float32)
+        carried = both_steps(jmask.RowSparse(ids, values, shape), carried)
+        assert_close(carried[0].todense(), carried[2])
+
+
+# --- in place ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", sampled(["optax.adamw", "adam", "rowwise adagrad", "momentum"], 4)
+)
+def test_in_place(name: str) -> None:
+    """No temporary of the size of the table, and every array is updated where it is."""
+    tx = {
+        "adam": ADAM,
+        "optax.adamw": jmask.lazy(ADAMW),
+        "rowwise adagrad": jmask.rowwise_adagrad(0.1),
+        "momentum": jmask.sgd(0.1, momentum=0.9),
+    }[name]
+    temporary = []
+    for rows in (10**5, 10**7):
+        like = jax.ShapeDtypeStruct((rows, 16), jnp.float32)
+        table = jax.eval_shape(lambda x: jmask.deferred(x, tx), like)
+        params = {"t": table, "w": jax.ShapeDtypeStruct((16,), jnp.float32)}
+        state = jax.eval_shape(tx.init, params)
+        ids = jax.ShapeDtypeStruct((512,), jnp.int32)
+        jitted = jax.jit(functools.partial(step, tx), donate_argnums=(0, 1))
+        compiled = jitted.lower(params, state, ids).compile()
+        memory = compiled.memory_analysis()
+        sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(table)]
+        assert memory.alias_size_in_bytes >= sum(sizes)
+        assert whole_table_operations(compiled, rows) <= IN_PLACE
+        temporary.append(memory.temp_size_in_bytes)
+    # With the root of V grow the lines, and the rows that are brought up to date besides.
+    assert temporary[1] <= 24 * 2**20
+    assert temporary[1] - temporary[0] < 10**7
+
+
+def test_catch_up_in_place() -> None:
+    like = jax.ShapeDtypeStruct((10**7, 16), jnp.float32)
+    table = jax.eval_shape(lambda x: jmask.deferred(x, ADAM), like)
+    jitted = jax.jit(lambda t: t.up_to_date(), donate_argnums=0)
+    memory = jitted.lower(table).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= 10**7 * 16 * 4 * 3
+    assert memory.temp_size_in_bytes <= 64 * 2**20
+
+
+def test_memory_is_one_int32_for_each_row_beside_the_moments() -> None:
+    like = jax.ShapeDtypeStruct((10**6, 64), jnp.float32)
+    table = jax.eval_shape(lambda x: jmask.deferred(x, ADAM), like)
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(table))
+    assert 0 <= size - 10**6 * (3 * 64 * 4 + 4) < 2**20
+
+
+def test_compiled_once() -> None:
+    jitted = jax.jit(functools.partial(step, ADAM))
+    params = parameters(jmask.deferred(START, ADAM))
+    state = ADAM.init(params)
+    for ids in IDS:
+        params, state, _ = jitted(params, state, jnp.asarray(ids))
+    assert jitted._cache_size() == 1
+
+
+# --- checkpoints, and runs from arrays and back --------------------------------------------
+
+
+def test_orbax(tmp_path: Any) -> None:
+    """A run that is resumed in the middle has the bits of one that is not."""
+    params, state, *_ = deferred_run(ADAM, ids=IDS[:6])
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "run", (params, state))
+        checkpointer.wait_until_finished()
+        fresh = parameters(jmask.deferred(jnp.zeros_like(START), ADAM))
+        params, state = checkpointer.restore(tmp_path / "run", (fresh, ADAM.init(fresh)))
+    resumed = run(step, ADAM, params, IDS[6:], state)
+    whole = deferred_run(ADAM)
+    np.testing.assert_array_equal(resumed[3], whole[3][6:])
+    np.testing.assert_array_equal(resumed[2], whole[2][6:])
+
+
+TURNS = {
+    "adam": (ADAM, DENSE_ADAM),
+    "optax.adamw": (jmask.lazy(ADAMW), ADAMW),
+    "rowwise adam": (jmask.rowwise_adam(0.1), jmask.rowwise_adam(0.1, lazy_update=False)),
+    "global norm": (jmask.lazy(CLIPPED), CLIPPED),
+}
+
+
+@pytest.mark.parametrize("name", sampled(TURNS, 3))
+def test_from_dense_to_deferred_to_dense(name: str) -> None:
+    tx, dense_tx = TURNS[name]
+    which = {"t": True, "w": False}
+    params, state, losses, tables = run(dense_step, dense_tx, parameters(), IDS[:4])
+    params, state = jmask.to_deferred(tx, state, params, which)
+    np.testing.assert_array_equal(params["t"].todense(), tables[-1])
+    params, state, more, later = run(step, tx, params, IDS[4:8], state)
+    losses, tables = np.append(losses, more), np.append(tables, later, axis=0)
+    params, state = jmask.from_deferred(tx, state, params)
+    np.testing.assert_array_equal(params["t"], tables[-1])
+    dense = run(dense_step, dense_tx, params, IDS[8:], state)
+    wanted = run(dense_step, dense_tx, parameters())
+    assert_close(np.append(losses, dense[2]), wanted[2])
+    assert_close(np.append(tables, dense[3], axis=0), wanted[3])
+    for x, y in zip(jax.tree.leaves(dense[1]), jax.tree.leaves(wanted[1]), strict=True):
+        assert_close(x, y)
+
+
+def test_tables_of_another_structure() -> None:
+    params = parameters()
+    with pytest.raises(ValueError, match="`tables` must have the structure"):
+        jmask.to_deferred(ADAM, ADAM.init(params), params, {"t": True})
+
+
+# --- other storages ------------------------------------------------------------------------
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("name", ["packed", "sharded", "sharded and packed", "mod"])
+def test_other_storages(name: str) -> None:
+    table = {
+        "packed": lambda: jmask.PackedTable.pack(START),
+        "sharded": lambda: jmask.sharded(START, mesh_of(4)),
+        "sharded and packed": lambda: jmask.sharded(START, mesh_of(4), packed=True),
+        "mod": lambda: jmask.sharded(START, mesh_of(4), placement="mod"),
+    }[name]()
+    ours, theirs = deferred_run(ADAM, table=table), run(dense_step, DENSE_ADAM, parameters())
+    assert_same_run(ours, theirs)
+    params, _ = jmask.from_deferred(ADAM, ours[1], ours[0])
+    assert type(params["t"]) is type(table)
+    assert_close(params["t"].todense(), theirs[3][-1])
