@@ -46,6 +46,12 @@ knowledge-graph: .venv/examples.stamp
 	$(BIN)/python $(INSTALL) --no-deps pykeen==1.11.1
 	$(BIN)/python examples/knowledge_graph.py $(KG)
 
+.PHONY: light-gcn
+
+# On who imports what: `make light-gcn GCN="--steps 500"`.
+light-gcn: .venv/examples.stamp
+	$(BIN)/python examples/light_gcn.py $(GCN)
+
 .PHONY: ngram-memory
 
 # Other sizes of the memory: `make ngram-memory NGRAM="--rows 1e6 1e8 --dtype bfloat16"`.
