@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jmask
+from tests.compilations import compilations
 
 OPTIMIZERS: dict[str, optax.GradientTransformation] = {
     "sgd": jmask.sgd(0.1),
@@ -50,13 +51,13 @@ STEPS: dict[str, Callable[..., tuple[Any, Any]]] = {
 
 
 class Run(NamedTuple):
-    """What is left of a run: parameters, state, losses; the step as it was jitted, and the
-    arrays of the table that the last step was given."""
+    """What is left of a run: parameters, state, losses; how many programs its steps were
+    compiled to, and the arrays of the table that the last step was given."""
 
     params: Any
     state: Any
     losses: list[float]
-    step: Any
+    programs: int
     donated: list[jax.Array]
 
 
@@ -80,11 +81,12 @@ def trained(
     params = jax.tree.map(jnp.copy, {"table": table, "dense": dense})
     params, state, losses = *replicated((params, tx.init(params)), table), []
     ids = replicated(jnp.asarray(ids), table)
-    for _ in range(steps):
-        donated = jax.tree.leaves(params["table"])
-        params, state, value = jitted(params, state, ids)
-        losses.append(float(value))
-    return Run(params, state, losses, jitted, donated)
+    with compilations() as compiled:
+        for _ in range(steps):
+            donated = jax.tree.leaves(params["table"])
+            params, state, value = jitted(params, state, ids)
+            losses.append(float(value))
+    return Run(params, state, losses, compiled.count("jit(one_step)"), donated)
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """Optimizers outside jit run from a compiled program: traced once for equal shapes."""
 
-import contextlib
 import warnings
 
 import jax
@@ -13,6 +12,7 @@ import jmask
 from jmask._base.fallback import report_fallback
 from jmask._updates.eager import compiled_outside_jit
 from tests.autodiff.test_semantics_of_gradients import OPERATIONS
+from tests.compilations import compilations
 from tests.stored_tables import STEPS
 
 pytestmark = pytest.mark.dtype_promotion
@@ -56,19 +56,6 @@ def test_traced_once(step):
     more = gradient(0) | {"table": jmask.RowSparse([1], jnp.ones((1, 2)), (6, 2))}
     STEPS[step](tx, more, *reversed(new))
     assert len(calls) > traces, "other shapes are traced anew"
-
-
-@contextlib.contextmanager
-def compilations():
-    """A list with one entry for each program that is compiled."""
-    found = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, *_, **__: found.append(event) if "backend_compile" in event else None
-    )
-    try:
-        yield found
-    finally:
-        jax.monitoring.clear_event_listeners()
 
 
 def rows(i, width=3):
@@ -211,21 +198,16 @@ def test_injected_rates_are_arguments_of_one_program(build, rates, step):
     """Made anew in each step, by `inject_hyperparams` or by hand."""
     table = jnp.ones((50, 3))
     gradient = jmask.RowSparse([4, 7], jnp.ones((2, 3)), (50, 3))
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
-    )
     for scale in (1.0, 0.5):
         numbers = {name: scale * rate for name, rate in rates.items()}
         tx = build(**{name: jnp.asarray(x) for name, x in numbers.items()})
         state = tx.init(table)
-        compiled.clear()
-        new = STEPS[step](tx, gradient, state, table)
+        with compilations() as compiled:
+            new = STEPS[step](tx, gradient, state, table)
         assert bool(compiled) == (scale == 1)
     expected = STEPS[step](build(**numbers), gradient, state, table)
     for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6)
-    jax.monitoring.clear_event_listeners()
 
 
 def test_fallbacks_are_reported_at_each_call():

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jmask
+from tests.compilations import compilations
 from tests.compiled_step import IN_PLACE, whole_table_operations
 from tests.sampling import chosen, sampled
 from tests.stored_tables import mesh_of
@@ -330,9 +331,10 @@ def test_compiled_once() -> None:
     jitted = jax.jit(functools.partial(step, ADAM))
     params = parameters(jmask.deferred(START, ADAM))
     state = ADAM.init(params)
-    for ids in IDS:
-        params, state, _ = jitted(params, state, jnp.asarray(ids))
-    assert jitted._cache_size() == 1
+    with compilations() as compiled:
+        for ids in IDS:
+            params, state, _ = jitted(params, state, jnp.asarray(ids))
+    assert compiled.count("jit(step)") == 1
 
 
 # --- checkpoints, and runs from arrays and back --------------------------------------------

@@ -1,0 +1,32 @@
+"""What JAX compiles, counted as it does it.
+
+with compilations() as compiled:
+    jax.jit(jnp.sin)(x)
+assert compiled == ["jit(sin)"]
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """The names of the programs compiled, in their order; read from files, they count as well.
+
+    A function's own cache does not tell: JAX empties that of functions it drops when thousands
+    are alive.
+    """
+    found: list[str] = []
+
+    def note(event: str, _: float, **kwargs: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(kwargs["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
