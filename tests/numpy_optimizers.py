@@ -27,7 +27,7 @@ class Model:
 
     def full(self, name, value):
         shape = self.param.shape
-        if name in self.per_row:
+        if name in (*self.per_row, "row_count"):
             shape = shape[:1] + (1,) * (len(shape) - 1)
         return np.full(shape, value)
 
@@ -93,7 +93,8 @@ class Sgd(Model):
 
 class Adam(Model):
     def slots(self):
-        return {"mu": 0.0, "nu": 0.0}
+        counts = {"row_count": 0.0} if self.hyper.get("count") == "per_row" else {}
+        return {"mu": 0.0, "nu": 0.0} | counts
 
     def update_row(self, row, g):
         h = self.hyper
@@ -103,7 +104,11 @@ class Adam(Model):
         v = b2 * self.state["nu"][row] + (1 - b2) * self.square(g)
         self.state["mu"][row], self.state["nu"][row] = m, v
         self.decay(row, self.rate())
-        scale = np.sqrt(1 - b2**self.steps) / (1 - b1**self.steps)
+        steps = self.steps
+        if "row_count" in self.state:
+            self.state["row_count"][row] += 1
+            steps = self.state["row_count"][row]
+        scale = np.sqrt(1 - b2**steps) / (1 - b1**steps)
         root = np.sqrt(v + h.get("eps_root", 0.0)) + h.get("eps", 1e-8)
         self.param[row] -= self.rate() * scale * m / root
 

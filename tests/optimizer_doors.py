@@ -42,17 +42,13 @@ def _beside(name: str) -> dict[str, float]:
 def _kind(name: str, default: object) -> dict[str, object]:
     if isinstance(default, bool):
         return FLAG
-    return NAME if name in ("decay_mode", "state_dtype") else NUMBER
+    return NAME if name in ("decay_mode", "state_dtype", "count") else NUMBER
 
 
 OPTIMIZER_DOORS: dict[str, Door] = {
     f"{f.__name__}({name})": Door(
         of(f, name, **{"learning_rate": 0.1} | _beside(name)),
-        FLAG
-        if isinstance(p.default, bool)
-        else NAME
-        if "mode" in name or "dtype" in name
-        else NUMBER,
+        _kind(name, p.default),
         {
             "learning_rate": because("a schedule", "a function"),
             "clip_gradient": DEFAULT,

@@ -8,7 +8,8 @@ r"""Adam as torch's SparseAdam and MXNet compute it.
 With `decay_mode="decoupled"` the decay is not in g'; w <- w - lr * weight_decay * w besides.
 `rowwise_adam` keeps one v for each row, the average of the mean of g'**2 over the row.
 
-t counts the steps, from 1; it advances for an empty gradient too. `eps` is added to
+t counts the steps, from 1; it advances for an empty gradient too. With `count="per_row"` it
+is a row's own, and counts the steps in which the row had a gradient. `eps` is added to
 sqrt(v) before the bias of v is corrected, which is where SparseAdam and MXNet differ from
 Adam in optax and torch. In the first step m / sqrt(v) is sign(g) * (1 - b1) / sqrt(1 - b2)
 and w moves by lr * sign(g) (for eps = 0).
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jmask._base.doors import checked_choice
 from jmask._optim import hyperparameters as hyper
 from jmask._optim.row_rule import RowRule, Slot, optimizer
 from jmask._updates.eager import sharing_programs
@@ -31,6 +33,19 @@ class AdamState(NamedTuple):
     count: jax.Array  # type: ignore[assignment]  # shadows tuple.count, as in optax
     mu: Any
     nu: Any
+
+
+class RowCountAdamState(NamedTuple):
+    """State with `count="per_row"`: beside it (V, 1, ..., 1) steps of each row, int32."""
+
+    count: jax.Array  # type: ignore[assignment]
+    mu: Any
+    nu: Any
+    row_count: Any
+
+
+# What t counts: the steps of the optimizer, or for each row those in which it had a gradient.
+_COUNTS = ("steps", "per_row")
 
 
 @sharing_programs
@@ -47,6 +62,7 @@ def adam(
     lazy_update: bool = True,
     decay_mode: str = "l2",
     state_dtype: Any = None,
+    count: str = "steps",
 ) -> optax.GradientTransformationExtraArgs:
     """Adam for dense and row-sparse gradients, with the numerics of torch's SparseAdam.
 
@@ -65,12 +81,18 @@ def adam(
             the step (AdamW).
         state_dtype: dtype of the state arrays; that of the parameter by default. The
             arithmetic is in float32 at least.
+        count: what the bias is corrected by: "steps" of the optimizer, or "per_row", for each
+            row the steps in which it had a gradient. Then the first step of a row moves it by
+            lr * sign(g) whenever it comes, and not by up to 3.2 times that. Schedules follow
+            the steps of the optimizer all the same.
 
     Returns:
-        An optax transformation.
+        An optax transformation. Its state has `row_count` (V, 1, ..., 1), int32, for
+        `count="per_row"`.
 
     Raises:
-        ValueError: for a hyperparameter out of range, naming it and its value.
+        ValueError: for a hyperparameter out of range, naming it and its value; for
+            `count="per_row"` where all rows are updated in each step.
         TypeError: for one that is no number, or a flag that is neither True nor False.
 
     References:
@@ -89,7 +111,7 @@ def adam(
         learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, lazy_update,
         decay_mode, state_dtype,
     )  # fmt: skip
-    return _adam(common, b1, b2, eps, eps_root, per_row=False)
+    return _adam(common, b1, b2, eps, eps_root, count, per_row=False)
 
 
 @sharing_programs
@@ -106,19 +128,21 @@ def rowwise_adam(
     lazy_update: bool = True,
     decay_mode: str = "l2",
     state_dtype: Any = None,
+    count: str = "steps",
 ) -> optax.GradientTransformationExtraArgs:
     """Adam with one second moment for each row: D + 1 numbers of state per row, not 2 D.
 
     Args:
         learning_rate, b1, b2, eps, eps_root, weight_decay, clip_gradient, rescale_grad,
-            maximize, lazy_update, decay_mode, state_dtype: as of `adam`.
+            maximize, lazy_update, decay_mode, state_dtype, count: as of `adam`.
 
     Returns:
         An optax transformation; its state `nu` is (V, 1, ..., 1) for a table (V, *row). For
         parameters of one dimension it is `adam`.
 
     Raises:
-        ValueError: for a hyperparameter out of range, naming it and its value.
+        ValueError: for a hyperparameter out of range, naming it and its value; for
+            `count="per_row"` where all rows are updated in each step.
         TypeError: for one that is no number, or a flag that is neither True nor False.
 
     References:
@@ -134,21 +158,37 @@ def rowwise_adam(
         learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, lazy_update,
         decay_mode, state_dtype,
     )  # fmt: skip
-    return _adam(common, b1, b2, eps, eps_root, per_row=True)
+    return _adam(common, b1, b2, eps, eps_root, count, per_row=True)
 
 
 def _adam(
-    common: hyper.Common, b1: Any, b2: Any, eps: Any, eps_root: Any, *, per_row: bool
+    common: hyper.Common,
+    b1: Any,
+    b2: Any,
+    eps: Any,
+    eps_root: Any,
+    count: str,
+    *,
+    per_row: bool,
 ) -> optax.GradientTransformationExtraArgs:
     hyper.check_fraction("b1", b1)
     hyper.check_fraction("b2", b2)
     hyper.check_epsilons(eps, eps_root)
+    of_rows = checked_choice(count, "count", _COUNTS) == "per_row"
+    if of_rows and not common.lazy_update:
+        raise ValueError(
+            '`count` must be "steps" where `lazy_update` is False: then each row is updated in '
+            "each step, and the counts are the same."
+        )
+
+    def correction(steps):
+        return jnp.sqrt(hyper.bias_correction(b2, steps)) / hyper.bias_correction(b1, steps)
 
     def scalars(count):
-        step = optax.safe_increment(count)
-        correction = jnp.sqrt(hyper.bias_correction(b2, step))
         lr = common.rate(count)
-        corrected = lr * (correction / hyper.bias_correction(b1, step))
+        if of_rows:
+            return (lr,)
+        corrected = lr * correction(optax.safe_increment(count))
         return (corrected, lr) if common.is_decoupled else (corrected,)
 
     def rule(grad, param, mu, nu, corrected, lr=None):
@@ -159,14 +199,21 @@ def _adam(
         step = -corrected * mu / (jnp.sqrt(nu + eps_root) + eps)
         return common.with_decoupled_decay(step, param, lr), mu, nu
 
+    def rule_of_rows(grad, param, mu, nu, row_count, lr):
+        row_count = optax.safe_increment(row_count)
+        corrected = lr * correction(row_count)
+        return *rule(grad, param, mu, nu, corrected, lr), row_count
+
+    moments = {"mu": Slot(0.0), "nu": Slot(0.0, per_row)}
+    counts = {"row_count": Slot(0, per_row=True, dtype=jnp.int32)}
     return optimizer(
         RowRule(
-            slots={"mu": Slot(0.0), "nu": Slot(0.0, per_row)},
+            slots=moments | counts if of_rows else moments,
             scalars=scalars,
-            rule=rule,
+            rule=rule_of_rows if of_rows else rule,
             needs_param=common.decays,
             state_dtype=common.state_dtype,
         ),
-        AdamState,
+        RowCountAdamState if of_rows else AdamState,
         common.lazy_update,
     )

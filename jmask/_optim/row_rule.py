@@ -60,10 +60,12 @@ class Slot:
     Attributes:
         initial: its value before the first step.
         per_row: whether it is (V, 1, ..., 1), one entry for each row of the parameter.
+        dtype: that of a count; otherwise the rule and the parameter say.
     """
 
     initial: Any
     per_row: bool = False
+    dtype: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +93,7 @@ class RowRule:
     def initial_slot(self, slot: Slot, param: Any) -> jax.Array:
         """A slot before the first step."""
         like = shape_of(param)
-        shape, dtype = like.shape, self.state_dtype or like.dtype
+        shape, dtype = like.shape, slot.dtype or self.state_dtype or like.dtype
         if slot.per_row:
             shape = shape[:1] + (1,) * len(shape[1:])
         if is_stored_table(param):

@@ -124,6 +124,11 @@ MISTAKES: dict[str, Mistake] = {
         ValueError,
         ("`decay_mode` must be one of 'l2', 'decoupled'",),
     ),
+    "counts of rows where all rows are updated": (
+        lambda: jmask.adam(0.1, count="per_row", lazy_update=False),
+        ValueError,
+        ("`count` must be", "`lazy_update` is False"),
+    ),
     "rows of negative norm": (
         lambda: jmask.clip_by_row_norm(-1.0),
         ValueError,

@@ -45,6 +45,8 @@ CASES = [
     ("adam", {"learning_rate": 0.1, "eps": 0.0, "eps_root": 1e-6}),
     ("adam", {"learning_rate": 0.1, "weight_decay": 0.5, "clip_gradient": 0.5}),
     ("adam", {"learning_rate": 0.1, "rescale_grad": 1e-3}),
+    ("adam", {"learning_rate": schedule, "weight_decay": 0.5, "count": "per_row"}),
+    ("rowwise_adam", {"learning_rate": 0.1, "eps": 1e-3, "count": "per_row"}),
     ("adagrad", {"learning_rate": 0.1}),
     ("adagrad", {"learning_rate": 0.1, "lr_decay": 0.1, "maximize": True}),
     ("adagrad", {"learning_rate": schedule, "initial_accumulator_value": 0.5}),
@@ -77,7 +79,7 @@ CASES = [
     ("ftrl", {"learning_rate": 0.1, "beta": 0.0, "rescale_grad": 0.7}),
 ]
 NAMES = [
-    f"{name} {' '.join(str(v if k == 'decay_mode' else k) for k, v in hyper.items())}"
+    f"{name} {' '.join(str(v if isinstance(v, str) else k) for k, v in hyper.items())}"
     for name, hyper in CASES
 ]
 
@@ -125,8 +127,15 @@ def compare(param, state, model, tolerance):
         )
 
 
-@pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "dense"])
-@pytest.mark.parametrize(("name", "hyper"), CASES, ids=NAMES)
+@pytest.mark.parametrize(
+    ("name", "hyper", "lazy"),
+    [
+        pytest.param(*case, lazy, id=f"{name} {'lazy' if lazy else 'dense'}")
+        for case, name in zip(CASES, NAMES, strict=True)
+        for lazy in (True, False)
+        if lazy or "count" not in case[1]
+    ],
+)
 class TestFormulas:
     def test_float64(self, name, hyper, lazy):
         with jax.enable_x64(True):
@@ -182,9 +191,10 @@ class TestOnePass:
         program = step.lower(gradient, tx.init(table), table).as_text()
         # A traced learning rate is an update of its own, and one table has room for none.
         alone = name == "sgd" and callable(hyper["learning_rate"]) and "momentum" not in hyper
-        if name.startswith("rowwise"):
-            # The accumulator of a row is set, and its entries are added to.
-            assert program.count('"stablehlo.scatter"') == 2 + ("adam" in name)
+        slots = 2 * ("adam" in name) + ("rowwise" in name) * ("adagrad" in name)
+        if name.startswith("rowwise") or "count" in hyper:
+            # What there is one of for each row is set, and entries are added to.
+            assert program.count('"stablehlo.scatter"') == 1 + slots + ("count" in hyper)
             return
         assert program.count('"stablehlo.scatter"') == 1
         assert ("stablehlo.gather" in program) == alone
@@ -303,6 +313,23 @@ def test_low_precision_tables_keep_their_dtypes(dtype):
             x.dtype for x in jax.tree.leaves(state)
         ]
         assert param[2, 0] < 1
+
+
+@pytest.mark.parametrize("build", [jmask.adam, jmask.rowwise_adam])
+def test_a_row_begins_when_it_is_first_seen(build):
+    """With a count of its own its path is that of a table that begins then."""
+    tx, table = build(0.1, count="per_row", state_dtype=jnp.bfloat16), jnp.ones((3, 2))
+    seen = jmask.RowSparse([0, 2], jnp.ones((2, 2)), (3, 2))
+    new = jmask.RowSparse([1], jnp.full((1, 2), 1e-3), (3, 2))
+    params, state = table, tx.init(table)
+    for _ in range(300):
+        params, state = jmask.apply_gradients(tx, seen, state, params)
+    late, state = jmask.apply_gradients(tx, new, state, params)
+    first, _ = jmask.apply_gradients(tx, new, tx.init(table), table)
+    np.testing.assert_array_equal(late[1], first[1])
+    np.testing.assert_allclose(late[1], 0.9, rtol=1e-4)
+    assert state.row_count.dtype == jnp.int32
+    np.testing.assert_array_equal(state.row_count, [[300], [1], [300]])
 
 
 def test_state_is_the_same_with_and_without_lazy_update():
