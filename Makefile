@@ -169,6 +169,14 @@ test-wheel: wheel
 	.venv-wheel/bin/python $(INSTALL) dist/*.whl mypy
 	.venv-wheel/bin/python scripts/check_wheel.py dist
 
+.PHONY: test-wheels
+
+# The same with each Python that is supported: before a release.
+test-wheels:
+	for python in $(PYTHON) $(PYTHON_BETWEEN) $(PYTHON_OLDEST); do \
+		$(MAKE) test-wheel PYTHON=$$python || exit 1; \
+	done
+
 lint: .venv/lint.stamp .venv/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
