@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from dlrm_layers import RATE_OF_LAYERS, examples, split, start_of_layers
+from dlrm_layers import RATE_OF_LAYERS, examples, split, start_of_layers, start_of_tables
 from jax_contenders import COMPILER_OPTIONS, JMASK
 from works import Task
 
@@ -19,7 +19,8 @@ Step = Callable[[np.ndarray], float | None]
 
 def jmask_bags(task: Task, rate: float) -> Step:
     """A step of `task.tables` tables with `task.bags` bags of each; padding is timed too."""
-    params: Any = {"tables": [jnp.ones((task.rows, task.width)) for _ in range(task.tables)]}
+    start = jnp.full((task.rows, task.width), start_of_tables(task.work), jnp.float32)
+    params: Any = {"tables": [jnp.copy(start) for _ in range(task.tables)]}
     params["layers"] = start_of_layers(task.tables, task.width) if task.work == "DLRM" else []
     tables, layers = JMASK[task.optimizer](rate), optax.sgd(RATE_OF_LAYERS)
     place = params, (tables.init(params["tables"]), layers.init(params["layers"]))

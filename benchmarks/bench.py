@@ -19,7 +19,7 @@ Read ratios, not milliseconds: times of a shared machine mean little, and quarti
 say that even the ratio was disturbed: on a busy machine (the load before is printed and kept)
 libraries whose threads wait for each other lose more than we do. Contenders that are not there
 are named and left out. `bench.json`, `bench.md` and three plots go to `benchmarks/results`,
-those of --quick to `benchmarks/results/quick`.
+those of --quick and --only to folders of these names in it.
 """
 
 import argparse
@@ -150,7 +150,8 @@ def main() -> None:
     for who in WORKERS:
         parser.add_argument(f"--{who.lower()}-python", help=f"an interpreter that has {who}")
     args = parser.parse_args()
-    folder = args.out or (RESULTS / "quick" if args.quick else RESULTS)
+    part = "only" if args.only else "quick" if args.quick else ""
+    folder = args.out or RESULTS / part
 
     named = {who: getattr(args, f"{who.lower()}_python") for who in WORKERS}
     interpreters = {

@@ -11,6 +11,11 @@ DENSE, HIDDEN = 13, (512, 256)
 RATE_OF_LAYERS = 0.01
 
 
+def start_of_tables(work):
+    """The number in all tables: in a DLRM a small one, or plain SGD runs away."""
+    return 0.01 if work == "DLRM" else 1.0
+
+
 def start_of_layers(tables, width):
     """Weights and biases of the layers below and above the interactions, the same for all."""
     rng = np.random.default_rng(0)

@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import numpy as np
 import torch
-from dlrm_layers import split
+from dlrm_layers import split, start_of_tables
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -31,7 +31,7 @@ def build(work, optimizer, rows, width, rate, tables=1, bags=0):
         pooling_mode=PoolingMode.SUM,
     )
     for weights in embedding.split_embedding_weights():
-        weights.fill_(1)
+        weights.fill_(start_of_tables(work))
 
     loss_of, after = build_loss(work, tables, width) if bags else (None, None)
 

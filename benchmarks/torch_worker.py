@@ -6,7 +6,7 @@ newest JAX's; written against torch 2.13.
 
 import numpy as np
 import torch
-from dlrm_layers import split
+from dlrm_layers import split, start_of_tables
 from torch_dlrm import build_loss
 from worker import serve
 from works import OFFERS
@@ -41,7 +41,10 @@ def build(work, optimizer, rows, width, rate, tables=1, bags=0):
 def _bags(work, optimizer, rows, width, rate, tables, bags):
     embeddings = [
         torch.nn.EmbeddingBag.from_pretrained(
-            torch.ones(rows, width), freeze=False, sparse=True, mode="sum"
+            torch.full((rows, width), start_of_tables(work)),
+            freeze=False,
+            sparse=True,
+            mode="sum",
         )
         for _ in range(tables)
     ]

@@ -21,7 +21,8 @@ from jmask._base.precision import sum_dtype
 from jmask._kernels.factored_rows import Rows, rows_at
 from jmask._kernels.rows import add_rows
 
-BLOCK = 1024
+# Enough for all cores, and few enough for their caches.
+BLOCK = 4096
 
 Tables = list[jax.Array]
 
