@@ -52,8 +52,8 @@ class TensorArguments:
         self.args = list(args)
         for number in numbers:
             self.args[number] = _mapped(_coalesced, args[number])
-        leaves = jax.tree.leaves([self.args[n] for n in numbers], is_leaf=_is_tapped)
-        self.tensors = [x for x in leaves if _is_tapped(x)]
+        leaves = jax.tree.leaves([self.args[n] for n in numbers], is_leaf=_has_phantom)
+        self.tensors = [x for x in leaves if _has_phantom(x)]
 
     def __bool__(self) -> bool:
         return bool(self.tensors)
@@ -66,23 +66,25 @@ class TensorArguments:
         """Whether one is a table of which a gradient program around this one is taken."""
         return any(is_stored_table(x) and x.phantom is not None for x in self.tensors)
 
-    def abstract_phantoms(self) -> list[Any]:
-        """The shapes of a phantom for every tensor."""
-        return [_shape_of_phantom(x) for x in self.tensors]
-
-    def phantoms(self, counts: Sequence[bool]) -> list[Any]:
-        """Phantoms of the tensors of which other entries count; None for the others.
+    def phantoms(self, of_tables_only: bool = False) -> list[Any]:
+        """A phantom for every tensor, none of which is stored; None for no phantom.
 
         A tensor that has one is of a gradient program around this one, which takes the
-        derivative of this gradient: it stays at its phantom. Nothing reads the phantom of a
-        table otherwise, and its shape is enough.
+        derivative of this gradient: it stays at its phantom.
         """
         return [
-            _phantom_of(x, shape) if count or is_stored_table(x) else None
-            for x, shape, count in zip(
-                self.tensors, self.abstract_phantoms(), counts, strict=True
-            )
+            None if of_tables_only and not is_stored_table(x) else _phantom_of(x)
+            for x in self.tensors
         ]
+
+    def left_behind(self, value: Any) -> Any:
+        """What the function returned, its tensors without phantoms: there is no more use.
+
+        Unless a gradient program around this one takes the derivative of it.
+        """
+        if any(phantom_of(x) is not None for x in self.tensors):
+            return value
+        return jax.tree.map(without_phantom, value, is_leaf=is_tensor)
 
     def parts(self, phantoms: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         """The arguments with stored values in place of tensors, and phantoms at the end."""
@@ -118,26 +120,29 @@ class TensorArguments:
         )
 
 
-def _shape_of_phantom(x: Any) -> jax.ShapeDtypeStruct:
-    """That of the tensor; for a table with explicit axes it says that they are not used."""
-    sharding = explicit_sharding(*jax.tree.leaves(x)) if is_stored_table(x) else None
+def _phantom_of(x: Any) -> Any:
+    """That of the tensor: zeros that are never made, unless something reads them.
+
+    Nothing reads the phantom of a table, and its shape is enough; where axes are explicit the
+    shape says that they are not used.
+    """
+    if not is_stored_table(x):
+        phantom = phantom_of(x)
+        zeros = Filled(tuple(x.shape), jnp.zeros((), x.dtype))
+        return zeros if phantom is None else phantom
+    if x.phantom is not None:
+        return x.phantom.array
+    sharding = explicit_sharding(*jax.tree.leaves(x))
     if sharding is not None:
         sharding = NamedSharding(sharding.mesh, PartitionSpec())
     return jax.ShapeDtypeStruct(tuple(x.shape), x.dtype, sharding=sharding)
 
 
-def _phantom_of(x: Any, shape: jax.ShapeDtypeStruct) -> Any:
-    if is_stored_table(x):
-        return shape if x.phantom is None else x.phantom.array
-    phantom = phantom_of(x)
-    return zero_phantom(x) if phantom is None else phantom
-
-
 def _mapped(function: Callable[..., Any], *trees: Any) -> Any:
-    return jax.tree.map(function, *trees, is_leaf=_is_tapped)
+    return jax.tree.map(function, *trees, is_leaf=_has_phantom)
 
 
-def _is_tapped(x: Any) -> bool:
+def _has_phantom(x: Any) -> bool:
     return is_tensor(x) or is_stored_table(x)
 
 
@@ -162,15 +167,15 @@ def _rebuilt(x: Any, values: Any, phantoms: Any) -> Any:
     return result if phantom is None else with_phantom(result, phantom)
 
 
-def _gradient(x: Any, of_values: Any, gradients_of_taps: Any) -> Any:
+def _gradient(x: Any, of_values: Any, gradients_of_phantoms: Any) -> Any:
     if is_stored_table(x):
-        return _rows_of(next(gradients_of_taps))
+        return _rows_of(next(gradients_of_phantoms))
     if not is_tensor(x):
         return of_values
     # The stored values are no table: looked up or not, their gradient is an array.
     of_values = of_values.todense() if is_row_sparse(of_values) else of_values
-    everywhere = next(gradients_of_taps)
-    if everywhere is None:
+    everywhere = next(gradients_of_phantoms)
+    if everywhere is None or (isinstance(everywhere, RowSum) and everywhere.is_zero):
         return with_values_of(x, of_values)
     everywhere = everywhere.todense() if isinstance(everywhere, RowSum | Filled) else everywhere
     storage = x.storage if isinstance(x, MaskedTensor) else x

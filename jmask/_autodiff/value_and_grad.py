@@ -26,7 +26,7 @@ from jmask._autodiff.uses import Gradient, refined_reports
 from jmask._autodiff.values import Filled, RowSum
 from jmask._base.array_types import varying_axes
 from jmask._base.doors import check_flag
-from jmask._base.fallback import collected, expect_dense, muted, report_fallback
+from jmask._base.fallback import collected, expect_dense, report_fallback
 from jmask._base.forms import drops_rules
 from jmask._base.leaves import KEEP_ARRAYS, Model, abstract_leaf, leaf_name, not_an_array
 from jmask._kernels.rows import ids_after_reading
@@ -218,29 +218,27 @@ def _of_tensors(
 ) -> tuple[Any, tuple[Any, ...]]:
     """Differentiate in the stored values of tensors, and in phantoms where those count."""
 
-    def results(phantoms: Sequence[Any]) -> tuple[Any, Any, Any]:
+    def results(phantoms: Sequence[Any]) -> tuple[Any, Any]:
         of_parts = arguments.function_of_parts(fun)
         args, numbers = arguments.parts(phantoms)
         nested = arguments.are_nested()
-        value, found = _value_and_results(of_parts, numbers, has_aux, args, kwargs, nested)
-        return value, found[:-1], found[-1]
+        value, (*found, of_phantoms) = _value_and_results(
+            of_parts, numbers, has_aux, args, kwargs, nested
+        )
+        return value, arguments.gradients(_mapped(finished, found), of_phantoms)
 
-    def trial(phantoms: Sequence[Any]) -> None:
-        *_, of_phantoms = results(phantoms)
-        counts.extend(not (isinstance(x, RowSum) and x.is_zero) for x in of_phantoms)
-
-    counts: list[bool] = []
     if arguments.only_tables():
-        counts = [True] * len(arguments.tensors)
-    with muted():  # the real trace below reports
-        try:
-            counts or jax.eval_shape(trial, arguments.abstract_phantoms())
-        except Exception:
-            # A rule of the function itself (custom_vjp) may insist on tensors without phantoms:
-            # then it has no gradient at other entries. All other faults come up again.
-            counts = [False] * len(arguments.tensors)
-    value, gradients, of_phantoms = results(arguments.phantoms(counts))
-    return value, arguments.gradients(_mapped(finished, gradients), of_phantoms)
+        return results(arguments.phantoms())
+    try:
+        with collected() as reports:
+            value, gradients = results(arguments.phantoms())
+    except Exception:
+        # A rule of the function itself (custom_vjp) may insist on tensors without phantoms:
+        # then it has no gradient at other entries. All other faults come up again.
+        return results(arguments.phantoms(of_tables_only=True))
+    for report in reports:
+        report_fallback(*report)
+    return arguments.left_behind(value), gradients
 
 
 def _value_and_results(
@@ -260,7 +258,8 @@ def _value_and_results(
     stock = jax.value_and_grad(checked_loss(fun, numbers, has_aux), numbers, has_aux)
     trace = _Trace(stock, args, kwargs, numbers)
     differentiated = tuple(args[number] for number in numbers)
-    program, outputs = jax.make_jaxpr(trace, return_shape=True)(*differentiated)
+    given = jax.tree.map(_abstract_if_filled, differentiated)
+    program, outputs = jax.make_jaxpr(trace, return_shape=True)(*given)
     if nested and drops_rules(program.jaxpr):
         raise NotImplementedError(
             "`jmask.grad` of `jmask.grad` of a PackedTable or ShardedTable that is read inside "
@@ -332,6 +331,10 @@ class _Trace:
         count = len(computed) + len(self.static)
         leaves = [self.static[i] if i in self.static else next(remaining) for i in range(count)]
         return jax.tree.unflatten(self.structure, leaves)
+
+
+def _abstract_if_filled(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Filled) else x
 
 
 def _mapped(function: Callable[[Any], Any], results: Any) -> Any:
