@@ -93,6 +93,7 @@ def test_while_traced():
 
 
 def test_figures_leave_masked_entries_out():
+    treescope.render_to_text(HOLES)  # loads how it reads arrays of JAX
     adapter = HOLES.__treescope_ndarray_adapter__()
     data, mask = adapter.get_array_data_with_truncation(HOLES, None, (None,))
     np.testing.assert_array_equal(data, [1.0, np.nan, 3.0])
