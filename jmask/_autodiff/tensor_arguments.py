@@ -30,7 +30,6 @@ from jmask._tensors.phantom import (
     with_phantom,
     with_values_of,
     without_phantom,
-    zero_phantom,
 )
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import is_sparse, unique_positions
