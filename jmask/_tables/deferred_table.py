@@ -31,10 +31,16 @@ from jmask._base.precision import wide
 from jmask._base.row_ids import id_dtype
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.hash_dedup import deduplicated_rows
-from jmask._kernels.rows import gather_rows, ids_after_reading, set_rows
+from jmask._kernels.rows import gather_rows, ids_after_reading
 from jmask._tables.routed_rows import RoutedRows
 from jmask._tables.skipped_steps import Form, StepWithout, advanced, skipped
-from jmask._tables.stored_table import StoredTable, is_stored_table, whole
+from jmask._tables.stored_table import (
+    StoredTable,
+    is_stored_table,
+    rows_of,
+    whole,
+    with_rows,
+)
 from jmask._tensors.row_sparse import RowSparse
 
 # Rows that are computed at a time where all of them are.
@@ -168,7 +174,7 @@ class DeferredTable(StoredTable):
 
     def all_rows(self, gradient: Any) -> list[jax.Array]:
         """Rows (n, ...) of a gradient as they are now, of the parameter and of the state."""
-        return self._now(*self._gathered(lambda x: _rows(x, gradient)))
+        return self._now(*self._gathered(lambda x: rows_of(x, gradient)))
 
     def taken(self, gradient: RowSparse) -> tuple[RowSparse, list[jax.Array]]:
         """A fitted gradient with the rows of equal ids summed, and `all_rows` of it.
@@ -190,7 +196,7 @@ class DeferredTable(StoredTable):
         """The table with other rows, which are up to date, where a gradient has them."""
 
         def write(x: Any, new: jax.Array) -> Any:
-            return _with_rows(x, gradient, new.astype(x.dtype))
+            return with_rows(x, gradient, new.astype(x.dtype))
 
         return self._written(write, rows)
 
@@ -380,15 +386,3 @@ def _last_of(main: Any, rows: int) -> Any:
 
 def _read(x: Any, ids: jax.Array) -> jax.Array:
     return x.read(ids) if is_stored_table(x) else gather_rows(x, ids)
-
-
-def _rows(x: Any, gradient: Any) -> jax.Array:
-    if is_stored_table(x):
-        return x.rows(gradient)
-    return gather_rows(x, gradient.row_ids(), coalesced=gradient.coalesced)
-
-
-def _with_rows(x: Any, gradient: Any, rows: jax.Array) -> Any:
-    if is_stored_table(x):
-        return x.set_rows(gradient, rows)
-    return set_rows(x, gradient.row_ids(), rows, coalesced=gradient.coalesced)
