@@ -19,7 +19,7 @@ kind of value. Two passes:
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ from jmask._base.forms import (
     what_is_unknown,
     within,
 )
+from jmask._base.jaxprs import side_by_side
+from jmask._kernels.bag_sum import BAG_SUM, bag_sums
 from jmask._kernels.gather import Gather
 
 # The user's line in a fallback warning must not be a line of this library.
@@ -147,8 +149,10 @@ class Interpreter:
         def read(v: Any) -> Any:
             return v.val if isinstance(v, Literal) else plain(values[v])
 
-        for number, eqn in enumerate(jaxpr.eqns):
-            if number not in demand.live:
+        live = [eqn for number, eqn in enumerate(jaxpr.eqns) if number in demand.live]
+        for eqn, *others in side_by_side(live, BAG_SUM):
+            if others:
+                values.update(self._run_together([eqn, *others], read))
                 continue
             arguments, outputs_wanted = [read(v) for v in eqn.invars], demand.of(eqn.outvars)
             if any(outputs_wanted) and name_of(eqn) in _TAKE_REPEATED:
@@ -162,6 +166,14 @@ class Interpreter:
                 outputs = self._run_equation(eqn, arguments, outputs_wanted)
             values.update(zip(eqn.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
+
+    def _run_together(
+        self, eqns: Sequence[JaxprEqn], read: Callable[[Any], Any]
+    ) -> Iterator[tuple[Var, Any]]:
+        """What the sums of bags of several tables make, in one equation."""
+        given = [self.dense(read(v), eqn) for eqn in eqns for v in eqn.invars]
+        outputs = bag_sums([eqn.params for eqn in eqns], given)
+        return zip((v for eqn in eqns for v in eqn.outvars), outputs, strict=True)
 
     def _run_equation(
         self, eqn: JaxprEqn, arguments: list[Any], wanted: list[bool]

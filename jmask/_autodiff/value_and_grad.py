@@ -8,6 +8,7 @@ The function is written as always. Its gradient program, the jaxpr of
 a table's gradient as (ids, rows); see `interpreter`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from jmask._base.doors import check_flag
 from jmask._base.fallback import collected, expect_dense, report_fallback
 from jmask._base.forms import drops_rules
 from jmask._base.leaves import KEEP_ARRAYS, Model, abstract_leaf, leaf_name, not_an_array
+from jmask._kernels.factored_rows import FactoredRows
 from jmask._kernels.rows import ids_after_reading
 from jmask._tables.deferred_table import is_deferred
 from jmask._tables.stored_table import is_stored_table
@@ -116,9 +118,14 @@ def _after_reading(value: Any, gradients: Any, params: Any) -> Any:
         if waits:
             one = ids_after_reading(jnp.ones((), jnp.int32), value)
             return gradient.scaled(lambda x: x * one.astype(x.dtype))
-        read = ids_after_reading(ids, value)
+        rows = gradient.stored
+        if isinstance(rows, FactoredRows):  # whose ids are sorted meanwhile
+            index = ids_after_reading(rows.index, value)
+            rows = dataclasses.replace(rows, index=index)
+        else:
+            ids = ids_after_reading(ids, value)
         kind = {"coalesced": gradient.coalesced}
-        return RowSparse.of_rows(read, gradient.stored, gradient.shape, **kind)
+        return RowSparse.of_rows(ids, rows, gradient.shape, **kind)
 
     if not isinstance(value, jax.core.Tracer):
         return gradients

@@ -6,7 +6,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
@@ -107,3 +107,28 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
         return evaluate(inner, inner_consts, *inputs)
 
     return interpret(jaxpr, consts, args, rule)
+
+
+def side_by_side(eqns: Sequence[JaxprEqn], name: str) -> Iterator[list[JaxprEqn]]:
+    """The equations one by one, but those of a name that need no other of them at once.
+
+    Equations that need what they make come after them; where some have effects all stay as
+    they are.
+    """
+    if any(eqn.effects for eqn in eqns) or sum(name_of(eqn) == name for eqn in eqns) < 2:
+        yield from ([eqn] for eqn in eqns)
+        return
+    while eqns:
+        waiting: set[Any] = set()
+        chosen: list[JaxprEqn] = []
+        later: list[JaxprEqn] = []
+        for eqn in eqns:
+            needs = any(not isinstance(v, Literal) and v in waiting for v in eqn.invars)
+            if not needs and name_of(eqn) != name:
+                yield [eqn]
+                continue
+            waiting.update(eqn.outvars)
+            (later if needs else chosen).append(eqn)
+        if chosen:
+            yield chosen
+        eqns = later

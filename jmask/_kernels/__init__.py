@@ -6,7 +6,8 @@ bag_sum                 sums of rows that are never written out
 coalesce                equal ids sorted and summed
 factored_rows           rows that are rows of another array, each times a number
 hash_dedup              equal ids summed into the first of them, by hashing
-row_blocks              equal ids summed and used some hundred rows at a time
+block_loops             loops over blocks of rows, side by side
+row_blocks              equal ids summed and used, block by block
 update_rows             tables updated at unique ids: a primitive that knows the machine
 scatter_update          one scatter whose combiner is an optimizer
 stochastic_rounding     sums rounded to a narrow dtype, right on average

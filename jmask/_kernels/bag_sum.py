@@ -4,26 +4,31 @@
            [3, 4],     bags      [0, 0, 1]            [5, 6]]       row 2
            [5, 6]]
 
-On a CPU some hundred rows are read, and added to their bags, at a time: they stay in the cache
-of a core, where all n rows of a large batch would go through memory twice. Derivatives are
-those of a gather and a sum.
+On a CPU a block of rows is read, and added to their bags, at a time: they stay in the cache
+of a core, where all n rows of a large batch would go through memory twice. The bags of several
+tables are summed side by side. Derivatives are those of a gather and a sum.
 """
 
+import dataclasses
 import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from jmask._base.precision import wide
+from jmask._kernels.block_loops import BlockLoop, block_size, run_side_by_side
 from jmask._kernels.gather import Gather
 from jmask._kernels.rows import add_rows
 
-# Rows that are read at a time: enough for all cores, and few enough for their caches.
-_BLOCK = 4096
+# Rows that are read at once.
+_FEW = 4096
 
 
 def bag_sum(
@@ -47,9 +52,11 @@ def bag_sum(
         bags: how many, > 0.
         fill: 0 or nan.
     """
-    if positions.shape[0] <= _BLOCK:
+    if positions.shape[0] <= _FEW:
         return _by_parts(table, positions, bag_of_entry, weights, bags, fill)
-    return _sum(bags, fill, table, positions, bag_of_entry, weights)
+    operands, form = jax.tree.flatten((table, positions, bag_of_entry, weights))
+    (sums,) = _bag_sum_p.bind(*operands, parts=(_Part(form, bags, fill),))
+    return sums
 
 
 def _by_parts(
@@ -84,79 +91,131 @@ def _read(
     return rows if weights is None else rows * weights.reshape((-1,) + (1,) * (rows.ndim - 1))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _sum(
-    bags: int,
-    fill: float,
-    table: jax.Array,
-    positions: jax.Array,
-    bag_of_entry: jax.Array | None,
-    weights: jax.Array | None,
-) -> jax.Array:
-    operands, form = jax.tree.flatten((table, positions, bag_of_entry, weights))
-    return _bag_sum_p.bind(*operands, form=form, bags=bags, fill=fill)
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """What one table's sums have beside their operands."""
+
+    form: Any
+    bags: int
+    fill: float
+
+    @property
+    def count(self) -> int:
+        return self.form.num_leaves
 
 
-@_sum.defjvp
-def _derivative(bags: int, fill: float, primals: Any, tangents: Any) -> Any:
-    table, positions, bag_of_entry, weights = primals
-    entries = positions, bag_of_entry
-    tangent = _by_parts(tangents[0], *entries, weights, bags, 0, linear=True)
-    if weights is not None:
-        tangent += _by_parts(table, *entries, tangents[3], bags, fill)
-    return _sum(bags, fill, *primals), tangent
+BAG_SUM = "jmask_bag_sum"
+_bag_sum_p = Primitive(BAG_SUM)
+"""Sums of one table or more: parameters and operands of several may be put together."""
+_bag_sum_p.multiple_results = True
 
 
-_bag_sum_p = Primitive("jmask_bag_sum")
+def bag_sums(equations: Sequence[Any], operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """What several equations of this primitive make, of their parameters and all operands."""
+    parts = [part for params in equations for part in params["parts"]]
+    return _bag_sum_p.bind(*operands, parts=tuple(parts))
 
 
-def _defined(*operands: jax.Array, form: Any, bags: int, fill: float) -> jax.Array:
-    table, positions, bag_of_entry, weights = form.unflatten(operands)
-    return _by_parts(table, positions, bag_of_entry, weights, bags, fill)
+def _parts_of(operands: Any, parts: tuple[_Part, ...]) -> Iterator[tuple[_Part, Any]]:
+    remaining = iter(operands)
+    for part in parts:
+        yield part, part.form.unflatten(itertools.islice(remaining, part.count))
 
 
-_bag_sum_p.def_impl(jax.jit(_defined, static_argnames=("form", "bags", "fill")))
+def _defined(*operands: jax.Array, parts: tuple[_Part, ...]) -> list[jax.Array]:
+    return [_of_part(part, x) for part, x in _parts_of(operands, parts)]
+
+
+def _of_part(part: _Part, given: Any) -> jax.Array:
+    table, positions, bag_of_entry, weights = given
+    return _by_parts(table, positions, bag_of_entry, weights, part.bags, part.fill)
+
+
+_bag_sum_p.def_impl(jax.jit(_defined, static_argnames="parts"))
 
 
 @_bag_sum_p.def_abstract_eval
-def _shape(*operands: Any, form: Any, bags: int, fill: float) -> Any:
-    table = operands[0]
-    return table.update(shape=(bags, *table.shape[1:]), dtype=wide(table.dtype))
+def _shapes(*operands: Any, parts: tuple[_Part, ...]) -> list[Any]:
+    return [
+        table.update(shape=(part.bags, *table.shape[1:]), dtype=wide(table.dtype))
+        for part, (table, *_) in _parts_of(operands, parts)
+    ]
 
 
-def _batched(operands: Any, dims: Any, **how: Any) -> Any:
-    mapped = jax.vmap(functools.partial(_defined, **how), in_axes=tuple(dims))
-    return mapped(*operands), 0
+def _batched(operands: Any, dims: Any, parts: tuple[_Part, ...]) -> Any:
+    mapped = jax.vmap(functools.partial(_defined, parts=parts), in_axes=tuple(dims))
+    return mapped(*operands), [0] * len(parts)
 
 
 batching.primitive_batchers[_bag_sum_p] = _batched
 
 
-def _in_blocks(*operands: jax.Array, form: Any, bags: int, fill: float) -> jax.Array:
-    table, positions, bag_of_entry, weights = form.unflatten(operands)
-    count = positions.shape[0]
-    blocks = -(-count // _BLOCK)
-    missing = blocks * _BLOCK - count
+def _derivative(primals: Any, tangents: Any, parts: tuple[_Part, ...]) -> Any:
+    values = _bag_sum_p.bind(*primals, parts=parts)
+    each = zip(_parts_of(primals, parts), _parts_of(tangents, parts), strict=True)
+    return values, [_tangent(part, given, along) for (part, given), (_, along) in each]
+
+
+def _tangent(part: _Part, given: Any, along: Any) -> Any:
+    table, positions, bag_of_entry, weights = given
+    entries = positions, bag_of_entry
+    of_table, _, _, of_weights = along
+    terms = []
+    if not isinstance(of_table, ad.Zero):
+        terms.append(_by_parts(of_table, *entries, weights, part.bags, 0, linear=True))
+    if weights is not None and not isinstance(of_weights, ad.Zero):
+        terms.append(_by_parts(table, *entries, of_weights, part.bags, part.fill))
+    if not terms:
+        value = jax.eval_shape(functools.partial(_of_part, part), given)
+        return jnp.zeros(value.shape, value.dtype)
+    return sum(terms[1:], terms[0])
+
+
+ad.primitive_jvps[_bag_sum_p] = _derivative
+
+
+def _in_blocks(*operands: jax.Array, parts: tuple[_Part, ...]) -> list[jax.Array]:
+    each = list(_parts_of(operands, parts))
+    size = block_size([_bytes_of_row(table) for _, (table, *_) in each])
+    return run_side_by_side([_loop(part, size, *x) for part, x in each])
+
+
+def _loop(
+    part: _Part,
+    size: int,
+    table: jax.Array,
+    positions: jax.Array,
+    bag_of_entry: jax.Array | None,
+    weights: jax.Array | None,
+) -> BlockLoop:
+    count, bags = positions.shape[0], part.bags
+    blocks = -(-count // size)
+    missing = (blocks + 1) * size - count  # the last block of all is empty
     if bag_of_entry is None:
         bag_of_entry = lax.iota(jnp.int32, count) // (count // bags)
     positions = jnp.pad(positions, (0, missing), constant_values=table.shape[0])
     bag_of_entry = jnp.pad(bag_of_entry, (0, missing), constant_values=bags)
     weights = None if weights is None else jnp.pad(weights, (0, missing))
 
-    def block(number: jax.Array, sums: jax.Array) -> jax.Array:
+    def block(number: Any, carried: tuple[jax.Array, None]) -> tuple[jax.Array, None]:
+        first = jnp.minimum(number, blocks) * size
         of_block = functools.partial(
-            lax.dynamic_slice_in_dim, start_index=number * _BLOCK, slice_size=_BLOCK
+            lax.dynamic_slice_in_dim, start_index=first, slice_size=size
         )
         block_weights = None if weights is None else of_block(weights)
-        rows = _read(table, of_block(positions), block_weights, fill)
-        return add_rows(sums, of_block(bag_of_entry), rows, coalesced=False)
+        rows = _read(table, of_block(positions), block_weights, part.fill)
+        return add_rows(carried[0], of_block(bag_of_entry), rows, coalesced=False), None
 
     zeros = jnp.zeros((bags, *table.shape[1:]), wide(table.dtype))
-    return lax.fori_loop(0, blocks, block, zeros)
+    return BlockLoop((zeros, None), block, blocks, blocks)
+
+
+def _bytes_of_row(table: jax.Array) -> int:
+    return math.prod(table.shape[1:]) * wide(table.dtype).itemsize
 
 
 def _lowered(function: Any) -> Any:
-    return mlir.lower_fun(function, multiple_results=False)
+    return mlir.lower_fun(function, multiple_results=True)
 
 
 def _on_cpu(ctx: Any, *operands: Any, **how: Any) -> Any:

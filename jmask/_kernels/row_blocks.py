@@ -18,23 +18,18 @@ from jax import lax
 
 from jmask._base.array_types import varying_alike
 from jmask._base.precision import sum_dtype
+from jmask._kernels.block_loops import BlockLoop
 from jmask._kernels.factored_rows import Rows, rows_at
 from jmask._kernels.rows import add_rows
 
-# Enough for all cores, and few enough for their caches.
-BLOCK = 4096
-
 Tables = list[jax.Array]
+OnRows = Callable[[Tables, jax.Array, jax.Array], Tables]
 
 
-def update_in_blocks(
-    update: Callable[[Tables, jax.Array, jax.Array], Tables],
-    tables: Tables,
-    ids: jax.Array,
-    values: Rows,
-    one_by_one: bool = False,
-) -> Tables:
-    """Tables updated with the sums of the rows of equal ids.
+def sums_in_blocks(
+    update: OnRows, tables: Tables, ids: jax.Array, values: Rows, size: int
+) -> BlockLoop:
+    """A loop that updates tables with the sums of the rows of equal ids.
 
     Args:
         update: (tables, ids (k,), rows (k, *row)) -> tables; ids sorted, unique and padding
@@ -43,22 +38,24 @@ def update_in_blocks(
         ids (n,): canonical; n > 0.
         values (n, *row): one row for each id. Equal ids are summed in the order in which they
             come, 16-bit values in float32.
-        one_by_one: rows of equal ids are not summed, ids are as they come.
+        size: of a block.
     """
-    if one_by_one:
-        return _one_by_one(update, tables, ids, values)
-    rows, size = tables[0].shape[0], min(BLOCK, ids.shape[0])
+    rows, count = tables[0].shape[0], ids.shape[0]
+    size = min(size, count)
+    at_most = count // size + 1
     ids, entries = in_order(ids)
     used = jnp.sum(ids < rows, dtype=jnp.int32)
     # At least one id of padding ends the last sum.
-    ids = jnp.pad(ids, (0, size), constant_values=rows)
-    entries = jnp.pad(entries, (0, size))
+    padding = (at_most + 1) * size - count
+    ids = jnp.pad(ids, (0, padding), constant_values=rows)
+    entries = jnp.pad(entries, (0, padding))
     zero = jnp.zeros(values.shape[1:], sum_dtype(values.dtype))
 
-    def block(number: jax.Array, carried: tuple[Tables, jax.Array, jax.Array]) -> Any:
-        tables, open_id, open_sum = carried
-        block_ids = lax.dynamic_slice_in_dim(ids, number * size, size)
-        block_rows = rows_at(values, lax.dynamic_slice_in_dim(entries, number * size, size))
+    def block(number: Any, carried: tuple[Tables, Any]) -> tuple[Tables, Any]:
+        tables, (open_id, open_sum) = carried
+        first = jnp.minimum(number, at_most) * size
+        block_ids = lax.dynamic_slice_in_dim(ids, first, size)
+        block_rows = rows_at(values, lax.dynamic_slice_in_dim(entries, first, size))
         before = jnp.concatenate([open_id[None], block_ids[:-1]])
         slot = jnp.cumsum(block_ids != before, dtype=jnp.int32)
         sums = jnp.zeros((size + 1, *zero.shape), zero.dtype).at[0].set(open_sum)
@@ -69,30 +66,31 @@ def update_in_blocks(
         open_sum = lax.dynamic_index_in_dim(sums, last, keepdims=False)
         complete = slot_ids.at[last].set(rows)
         tables = update(tables, complete, sums.astype(values.dtype))
-        return tables, block_ids[-1], open_sum
+        return tables, (block_ids[-1], open_sum)
 
-    blocks = used // size + 1
-    start = tables, ids[0], zero
-    return lax.fori_loop(0, blocks, block, start)[0]
+    return BlockLoop((tables, (ids[0], zero)), block, used // size + 1, at_most)
 
 
-def _one_by_one(
-    update: Callable[[Tables, jax.Array, jax.Array], Tables],
-    tables: Tables,
-    ids: jax.Array,
-    values: Rows,
-) -> Tables:
-    rows, count, size = tables[0].shape[0], ids.shape[0], min(BLOCK, ids.shape[0])
+def rows_in_blocks(
+    update: OnRows, tables: Tables, ids: jax.Array, values: Rows, size: int
+) -> BlockLoop:
+    """A loop that updates tables with rows as they come, of equal ids too.
+
+    Args:
+        update, tables, ids, values, size: as in `sums_in_blocks`; ids are given as they come.
+    """
+    rows, count = tables[0].shape[0], ids.shape[0]
+    size = min(size, count)
     blocks = -(-count // size)
-    ids = jnp.pad(ids, (0, blocks * size - count), constant_values=rows)
+    ids = jnp.pad(ids, (0, (blocks + 1) * size - count), constant_values=rows)
 
-    def block(number: jax.Array, tables: Tables) -> Tables:
-        first = number * size
+    def block(number: Any, carried: tuple[Tables, None]) -> tuple[Tables, None]:
+        first = jnp.minimum(number, blocks) * size
         entries = jnp.minimum(first + lax.iota(jnp.int32, size), count - 1)
         block_ids = lax.dynamic_slice_in_dim(ids, first, size)
-        return update(tables, block_ids, rows_at(values, entries))
+        return update(carried[0], block_ids, rows_at(values, entries)), None
 
-    return lax.fori_loop(0, blocks, block, tables)
+    return BlockLoop((tables, None), block, blocks, blocks)
 
 
 def in_order(ids: jax.Array) -> tuple[jax.Array, jax.Array]:

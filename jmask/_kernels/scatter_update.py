@@ -25,7 +25,7 @@ from jmask._base.jaxprs import evaluate, only_arithmetic
 from jmask._base.row_ids import Order
 from jmask._kernels.factored_rows import Rows
 from jmask._kernels.rows import gather_rows, set_rows
-from jmask._kernels.update_rows import Update, update_rows
+from jmask._kernels.update_rows import RowUpdate, Update
 
 Combiner = Callable[..., Sequence[Any]]
 
@@ -37,8 +37,8 @@ def update_elementwise(
     grad: Rows,
     scalars: Sequence[Any],
     order: Order,
-) -> list[jax.Array]:
-    """Tables with `combiner` applied to the rows `ids`, in one pass where XLA allows.
+) -> RowUpdate:
+    """`combiner` to be applied to the rows `ids` of tables, in one pass where XLA allows.
 
     Args:
         combiner: (*table entries, grad entry, *scalars) -> new table entries, elementwise.
@@ -49,7 +49,7 @@ def update_elementwise(
         order: of the ids.
 
     Returns:
-        The new tables; rows that are not in `ids` keep their bits.
+        What `updated` makes the new tables of; rows that are not in `ids` keep their bits.
     """
     dtypes = [x.dtype for x in tables]
     scalars = [jnp.asarray(x) for x in scalars]
@@ -66,7 +66,7 @@ def update_elementwise(
         update = _one_scatter(program)
     else:
         update = Update(_by_parts(cast), captures=captures)
-    return update_rows(update, tables, ids, grad, scalars, order)
+    return RowUpdate(update, tables, ids, grad, scalars, order)
 
 
 def _by_parts(combiner: Combiner) -> Callable[..., list[jax.Array]]:

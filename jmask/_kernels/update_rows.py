@@ -13,6 +13,8 @@ of a gradient is decided where the program is lowered for a device:
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,11 +26,12 @@ from jax.interpreters import ad, batching, mlir
 
 from jmask._base.array_types import explicit_sharding, varying_alike
 from jmask._base.row_ids import Order
+from jmask._kernels.block_loops import BlockLoop, block_size, run_side_by_side
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.factored_rows import FactoredRows, Rows, as_array
 from jmask._kernels.gather import zero_of
 from jmask._kernels.hash_dedup import deduplicated_rows
-from jmask._kernels.row_blocks import update_in_blocks
+from jmask._kernels.row_blocks import rows_in_blocks, sums_in_blocks
 from jmask._kernels.rows import add_rows
 
 OnUniqueRows = Callable[..., list[jax.Array]]
@@ -56,45 +59,93 @@ class Update:
         return self.fused or self.definition
 
 
-def update_rows(
-    update: Update,
-    tables: Sequence[jax.Array],
-    ids: jax.Array,
-    values: Rows,
-    scalars: Sequence[jax.Array],
-    order: Order,
-) -> list[jax.Array]:
-    """Tables updated with the sums of the rows of equal ids.
+@dataclasses.dataclass(frozen=True)
+class RowUpdate:
+    """An update that is to be done.
 
-    Args:
+    Attributes:
         update: what is done.
         tables: arrays (V, ...).
         ids (n,): canonical.
-        values (n, *row): one row for each id.
+        values (n, *row): one row for each id; rows of equal ids are summed.
         scalars: passed on to the update. If ids are unique, there may be arrays among them
             that belong to the entries.
         order: of the ids.
     """
-    if 0 in values.shape or tables[0].shape[0] == 0:
-        return list(tables)
-    leaves, form = jax.tree.flatten(values)
-    is_placed = explicit_sharding(*tables, ids, *leaves) is not None
-    if is_placed and not update.additive:
-        ids, values = coalesce_rows(ids, as_array(values), tables[0].shape[0])
+
+    update: Update
+    tables: Sequence[jax.Array]
+    ids: jax.Array
+    values: Rows
+    scalars: Sequence[jax.Array]
+    order: Order
+
+
+def updated(given: Sequence[RowUpdate | list[Any]]) -> list[list[Any]]:
+    """The tables of each update, all done at once; lists are results that there are already."""
+    results = [x if isinstance(x, list) else _without_primitive(x) for x in given]
+    remaining = [
+        _part_of(x)
+        for x, result in zip(given, results, strict=True)
+        if isinstance(x, RowUpdate) and result is None
+    ]
+    parts = tuple(part for _, part in remaining)
+    operands = [array for arrays, _ in remaining for array in arrays]
+    made = _update_rows_p.bind(*operands, parts=parts) if parts else []
+    tables = iter(_of_parts(made, [part.tables for part in parts]))
+    return [next(tables) if result is None else result for result in results]
+
+
+def _without_primitive(x: RowUpdate) -> list[jax.Array] | None:
+    """The result where the primitive is not for such arrays."""
+    if 0 in x.values.shape or x.tables[0].shape[0] == 0:
+        return list(x.tables)
+    if not (x.update.captures or (_is_placed(x) and x.update.additive)):
+        return None
+    operands, part = _part_of(x)
+    return _by_definition(*operands, parts=(part,))
+
+
+def _is_placed(x: RowUpdate) -> bool:
+    return explicit_sharding(*x.tables, x.ids, *jax.tree.leaves(x.values)) is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """What is known of an update beside its operands: tables, scalars, ids, values."""
+
+    update: Update
+    tables: int
+    scalars: int
+    form: Any
+    order: Order
+
+    @property
+    def count(self) -> int:
+        return self.tables + self.scalars + 1 + self.form.num_leaves
+
+
+def _part_of(x: RowUpdate) -> tuple[list[jax.Array], _Part]:
+    ids, values, order = x.ids, x.values, x.order
+    if _is_placed(x) and not x.update.additive:
+        ids, values = coalesce_rows(ids, as_array(values), x.tables[0].shape[0])
         order = "sorted"
-        leaves, form = jax.tree.flatten(values)
-    given = varying_alike(*tables, *scalars, ids, *leaves)
-    how: Any = {"tables": len(tables), "update": update, "form": form, "order": order}
-    if update.captures or (is_placed and update.additive):
-        return _by_definition(*given, **how)
-    return _update_rows_p.bind(*given, **how)
+    leaves, form = jax.tree.flatten(values)
+    operands = varying_alike(*x.tables, *x.scalars, ids, *leaves)
+    return list(operands), _Part(x.update, len(x.tables), len(x.scalars), form, order)
+
+
+def _of_parts(arrays: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
+    remaining = iter(arrays)
+    return [list(itertools.islice(remaining, count)) for count in counts]
 
 
 def add_to_rows(table: jax.Array, ids: jax.Array, values: Rows, order: Order = "any") -> Any:
     """`table` with `table[ids] += values`, duplicates summed, in place when possible."""
     if not isinstance(values, FactoredRows):
         return add_rows(table, ids, values, coalesced=order == "sorted")
-    return update_rows(ADDITION, [table], ids, values, [], order)[0]
+    ((total,),) = updated([RowUpdate(ADDITION, [table], ids, values, [], order)])
+    return total
 
 
 def _added(
@@ -110,73 +161,85 @@ def _added(
 ADDITION = Update(_added, additive=True)
 
 
+Operands = Sequence[jax.Array]
+Parts = tuple[_Part, ...]
 _update_rows_p = Primitive("jmask_update_rows")
 _update_rows_p.multiple_results = True
 
 
+def _each(
+    run: Callable[[Operands, _Part], list[jax.Array]], given: Operands, parts: Parts
+) -> list[jax.Array]:
+    operands = _of_parts(given, [part.count for part in parts])
+    return [x for pair in zip(operands, parts, strict=True) for x in run(*pair)]
+
+
 @_update_rows_p.def_abstract_eval
-def _shapes(*given: Any, tables: int, **how: Any) -> list[Any]:
-    return list(given[:tables])
+def _shapes(*given: Any, parts: Parts) -> list[Any]:
+    return _each(lambda operands, part: list(operands[: part.tables]), given, parts)
 
 
-def _parts(given: Sequence[jax.Array], tables: int, form: Any) -> Any:
+def _named(operands: Operands, part: _Part) -> Any:
     """Tables, scalars, ids and values."""
-    *others, ids = given[: len(given) - form.num_leaves]
-    values = form.unflatten(given[len(given) - form.num_leaves :])
-    return others[:tables], others[tables:], ids, values
+    *others, ids = operands[: part.count - part.form.num_leaves]
+    values = part.form.unflatten(operands[part.count - part.form.num_leaves :])
+    return others[: part.tables], others[part.tables :], ids, values
 
 
 def _all_at_once(
-    run: OnUniqueRows,
-    given: Sequence[jax.Array],
-    tables: int,
-    form: Any,
-    order: Order,
-    one_by_one: bool = False,
+    run: OnUniqueRows, operands: Operands, part: _Part, one_by_one: bool = False
 ) -> list[jax.Array]:
-    arrays, scalars, ids, values = _parts(given, tables, form)
-    values = as_array(values)
+    arrays, scalars, ids, values = _named(operands, part)
+    values, order = as_array(values), part.order
     if order == "any" and not one_by_one:
         ids, values = coalesce_rows(ids, values, arrays[0].shape[0])
         order = "sorted"
     return run(arrays, ids, values, scalars, order == "sorted")
 
 
-def _by_definition(*given: jax.Array, update: Update, **how: Any) -> list[jax.Array]:
-    return _all_at_once(update.definition, given, one_by_one=update.additive, **how)
+def _defined(operands: Operands, part: _Part) -> list[jax.Array]:
+    update = part.update
+    return _all_at_once(update.definition, operands, part, one_by_one=update.additive)
 
 
-_update_rows_p.def_impl(
-    jax.jit(_by_definition, static_argnames=("tables", "update", "form", "order"))
-)
+def _by_definition(*given: jax.Array, parts: Parts) -> list[jax.Array]:
+    return _each(_defined, given, parts)
 
 
-def _batched(given: Any, dims: Any, **how: Any) -> Any:
-    mapped = jax.vmap(functools.partial(_by_definition, **how), in_axes=tuple(dims))
-    return mapped(*given), (0,) * how["tables"]
+_update_rows_p.def_impl(jax.jit(_by_definition, static_argnames="parts"))
+
+
+def _batched(given: Any, dims: Any, parts: Parts) -> Any:
+    mapped = jax.vmap(functools.partial(_by_definition, parts=parts), in_axes=tuple(dims))
+    return mapped(*given), [0] * sum(part.tables for part in parts)
 
 
 batching.primitive_batchers[_update_rows_p] = _batched
 
 
-def _derivative(primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> Any:
+def _derivative(primals: Sequence[Any], tangents: Sequence[Any], parts: Parts) -> Any:
     tangents = tuple(map(ad.instantiate_zeros, tangents))
-    return jax.jvp(functools.partial(_by_definition, **how), tuple(primals), tangents)
+    return jax.jvp(functools.partial(_by_definition, parts=parts), tuple(primals), tangents)
 
 
 ad.primitive_jvps[_update_rows_p] = _derivative
 
 
-def _on_tpu(*given: jax.Array, update: Update, **how: Any) -> list[jax.Array]:
+def _on_tpu(*given: jax.Array, parts: Parts) -> list[jax.Array]:
     # Rows that are promised to be distinct are believed to be added faster than others.
-    return _all_at_once(update.fastest, given, **how)
+    return _each(lambda x, part: _all_at_once(part.update.fastest, x, part), given, parts)
 
 
-def _fused(*given: jax.Array, update: Update, **how: Any) -> list[jax.Array]:
-    return _all_at_once(update.fastest, given, one_by_one=update.additive, **how)
+def _fused(operands: Operands, part: _Part) -> list[jax.Array]:
+    update = part.update
+    return _all_at_once(update.fastest, operands, part, one_by_one=update.additive)
 
 
-def _on_cpus(*given: jax.Array, tables: int, **how: Any) -> list[jax.Array]:
+def _on_cpus(*given: jax.Array, parts: Parts) -> list[jax.Array]:
+    return _each(_in_one_round, given, parts)
+
+
+def _in_one_round(operands: Operands, part: _Part) -> list[jax.Array]:
     """As `_fused`, the tables being arrays of their own.
 
     XLA gives the wrong buffers to a scatter that is passed an array twice, as two slots of
@@ -184,36 +247,54 @@ def _on_cpus(*given: jax.Array, tables: int, **how: Any) -> list[jax.Array]:
     shows it, and that of loops in combiners, is in docs/performance.md. What a loop carries are
     different arrays, and XLA cannot know that this one has a single round.
     """
-
-    if tables == 1:
-        return _fused(*given, tables=tables, **how)
+    if part.tables == 1:
+        return _fused(operands, part)
 
     def round_of(carried: tuple[jax.Array, list[jax.Array]]) -> Any:
         is_open, arrays = carried
-        return jnp.zeros_like(is_open), _fused(*arrays, *given[tables:], tables=tables, **how)
+        return jnp.zeros_like(is_open), _fused([*arrays, *operands[part.tables :]], part)
 
-    carried = (zero_of(given[_ids(given, how)][0]) == 0, list(given[:tables]))
+    *_, ids, _ = _named(operands, part)
+    carried = (zero_of(ids[0]) == 0, list(operands[: part.tables]))
     return lax.while_loop(lambda carried: carried[0], round_of, carried)[1]
 
 
-def _ids(given: Sequence[jax.Array], how: dict[str, Any]) -> int:
-    return len(given) - how["form"].num_leaves - 1
+def _on_one_cpu(*given: jax.Array, parts: Parts) -> list[jax.Array]:
+    operands = _of_parts(given, [part.count for part in parts])
+    pairs = list(zip(operands, parts, strict=True))
+    in_blocks = [pair for pair in pairs if _is_in_blocks(*pair)]
+    size = block_size([_bytes_of_row(*pair) for pair in in_blocks])
+    of_blocks = iter(run_side_by_side([_loop(*pair, size) for pair in in_blocks]))
+    results = [next(of_blocks) if _is_in_blocks(*x) else _hashed(*x) for x in pairs]
+    return [table for tables in results for table in tables]
 
 
-def _on_one_cpu(
-    *given: jax.Array, update: Update, tables: int, form: Any, order: Order
-) -> list[jax.Array]:
-    arrays, scalars, ids, values = _parts(given, tables, form)
-    if order == "any" and isinstance(values, FactoredRows):
+def _is_in_blocks(operands: Operands, part: _Part) -> bool:
+    return part.order == "any" and isinstance(_named(operands, part)[-1], FactoredRows)
 
-        def block(tables: list[jax.Array], ids: jax.Array, rows: jax.Array) -> list[jax.Array]:
-            return update.fastest(tables, ids, rows, scalars, True)
 
-        return update_in_blocks(block, arrays, ids, values, one_by_one=update.additive)
-    if order == "any" and not update.additive:
+def _bytes_of_row(operands: Operands, part: _Part) -> int:
+    *_, values = _named(operands, part)
+    return math.prod(values.shape[1:]) * values.dtype.itemsize
+
+
+def _loop(operands: Operands, part: _Part, size: int) -> BlockLoop:
+    arrays, scalars, ids, values = _named(operands, part)
+
+    def block(tables: list[jax.Array], ids: jax.Array, rows: jax.Array) -> list[jax.Array]:
+        return part.update.fastest(tables, ids, rows, scalars, True)
+
+    kind = rows_in_blocks if part.update.additive else sums_in_blocks
+    return kind(block, arrays, ids, values, size)
+
+
+def _hashed(operands: Operands, part: _Part) -> list[jax.Array]:
+    arrays, scalars, ids, values = _named(operands, part)
+    if part.order == "any" and not part.update.additive:
         ids, values = deduplicated_rows(ids, values, arrays[0].shape[0])
-        given, order = (*arrays, *scalars, ids, values), "unique"
-    return _on_cpus(*given, update=update, tables=tables, form=form, order=order)
+        part = dataclasses.replace(part, order="unique", form=jax.tree.structure(values))
+        operands = [*arrays, *scalars, ids, values]
+    return _in_one_round(operands, part)
 
 
 def _lowered(function: Callable[..., Any]) -> Any:

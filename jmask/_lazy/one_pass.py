@@ -20,6 +20,7 @@ from jax.extend.core import Literal
 from jmask._base.forms import aval_of
 from jmask._base.jaxprs import read
 from jmask._base.precision import added
+from jmask._kernels.update_rows import updated
 from jmask._lazy.call import LazyCall
 from jmask._lazy.elementwise_program import Combiner, ElementwiseProgram, elementwise_program
 from jmask._lazy.proved_update import ProvedUpdate
@@ -131,6 +132,7 @@ def _run(
         None if _is_entries(parts, v) else read(known, v)
         for v in _outputs(parts, len(call.gradients))
     ]
+    started: list[Any] = []
     for table, places in members.items():
         combiner, source = combiners[table], sources[table]
         summed = source in made or table in parts.reduced
@@ -139,12 +141,11 @@ def _run(
             gradient = call.gradients[table].with_values(known[source])
         scalars = [known[v] for v in combiner.scalars]
         is_param = [i >= len(call.state) for i in places]
-        new = update_entries(
-            functools.partial(_new_entries, combiner, is_param),
-            [arrays[i] for i in places],
-            gradient,
-            scalars,
+        new_entries = functools.partial(_new_entries, combiner, is_param)
+        started.append(
+            update_entries(new_entries, [arrays[i] for i in places], gradient, scalars)
         )
+    for places, new in zip(members.values(), updated(started), strict=True):
         for i, x in zip(places, new, strict=True):
             results[i] = x
     _, state_tree, param_tree = call.trees

@@ -24,7 +24,7 @@ import optax
 
 from jmask._base.array_types import sharding_of_rows
 from jmask._base.precision import is_narrow, wide
-from jmask._kernels.update_rows import ADDITION, Update, update_rows
+from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, updated
 from jmask._lazy.deferred_step import deferred_step, has_deferred, without_rows
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
@@ -164,10 +164,12 @@ def _apply_gradients(
         return apply_updates(given, updates), state
     columns = [structure.flatten_up_to(tree) for tree in (params, *state[1:])]
     scalars = rule.scalars(state.count)
-    rows = [
-        _new_tables(rule, gradient, tables, scalars)
-        for gradient, *tables in zip(leaves, *columns, strict=True)
-    ]
+    rows = updated(
+        [
+            _new_tables(rule, gradient, tables, scalars)
+            for gradient, *tables in zip(leaves, *columns, strict=True)
+        ]
+    )
     params, *slots = (
         structure.unflatten([tables[i] for tables in rows]) for i in range(len(columns))
     )
@@ -176,8 +178,8 @@ def _apply_gradients(
 
 def _new_tables(
     rule: RowRule, gradient: Any, tables: list[Any], scalars: tuple[Any, ...]
-) -> list[Any]:
-    """Parameter and slots after one step."""
+) -> RowUpdate | list[Any]:
+    """Parameter and slots after one step, for `updated` to finish."""
     # Python numbers are constants of what is compiled and take no room.
     traced = [x for x in scalars if isinstance(x, jax.Array)]
 
@@ -198,7 +200,7 @@ def _new_tables(
     exact = param.dtype == gradient.dtype and not is_narrow(gradient.dtype)
     if rule.linear and exact and not stored:
         step = gradient.scaled(lambda rows: rule.rule(rows, None, *scalars)[0])
-        return update_rows(ADDITION, [param], step.row_ids(), step.stored, [], step.order)
+        return RowUpdate(ADDITION, [param], step.row_ids(), step.stored, [], step.order)
     if rule.one_pass() and (not stored or isinstance(param, PackedTable)):
         return update_entries(new_entries, tables, gradient, traced)
     whole = None if stored else updated_whole(new_entries, tables, gradient, traced)
@@ -216,7 +218,7 @@ def _new_tables(
     entries = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in tables]
     one = jax.ShapeDtypeStruct((1, *gradient.shape[1:]), gradient.dtype)
     captures = bool(jax.make_jaxpr(new_entries)(*entries, one, *traced).consts)
-    return update_rows(
+    return RowUpdate(
         Update(on_unique_rows, captures=captures),
         tables,
         gradient.row_ids(),

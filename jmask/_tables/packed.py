@@ -33,6 +33,7 @@ from jmask._base.doors import checked_choice
 from jmask._base.leaves import as_table
 from jmask._kernels.rows import gather_rows
 from jmask._kernels.scatter_update import Combiner, update_elementwise
+from jmask._kernels.update_rows import updated
 from jmask._tables.stored_table import StoredTable, whole
 from jmask._tensors.row_sparse import RowSparse
 
@@ -143,24 +144,23 @@ class PackedTable(StoredTable):
 
         def masked(*entries: Any) -> list[Any]:
             old, (grad, touched, *rest) = entries[: len(tables)], entries[len(tables) :]
-            new = combiner(*old, grad, *rest)
+            made = combiner(*old, grad, *rest)
             return [
                 jnp.where(touched > 0, x.astype(y.dtype), y)
-                for x, y in zip(new, old, strict=True)
+                for x, y in zip(made, old, strict=True)
             ]
 
         ids = gradient.row_ids()
         columns = gradient.values.reshape(ids.shape[0], math.prod(self.shape[1:]))
-        updated: list[list[jax.Array]] = []
+        new: list[list[jax.Array]] = []
         for i, rows in enumerate(_groups(columns)):
-            ids = _after(updated, ids)
+            ids = _after(new, ids)
             place, lines, touched = _placed(ids, rows, self.shape[0], self.parts[i].shape[0])
             parts = [table.parts[i] for table in tables]
             mask = touched.astype(rows.dtype)
-            updated.append(
-                update_elementwise(masked, parts, place, lines, [mask, *scalars], "unique")
-            )
-        return [PackedTable(parts, self.shape) for parts in zip(*updated, strict=True)]
+            update = update_elementwise(masked, parts, place, lines, [mask, *scalars], "unique")
+            new += updated([update])
+        return [PackedTable(parts, self.shape) for parts in zip(*new, strict=True)]
 
     def _with_widths(self) -> list[tuple[Any, int]]:
         return list(zip(self.parts, _widths(math.prod(self.shape[1:])), strict=True))
@@ -268,7 +268,8 @@ def _written(part: jax.Array, ids: jax.Array, rows: jax.Array, count: int) -> ja
     """The part with `rows` (n, width) at `ids`, sorted and unique apart from padding."""
     line, new, touched = _placed(ids, rows, count, part.shape[0])
     new = jnp.where(touched, new, gather_rows(part, ids // _per_line(rows.shape[1])))
-    (written,) = update_elementwise(lambda _, new: [new], [part], line, new, [], "unique")
+    update = update_elementwise(lambda _, new: [new], [part], line, new, [], "unique")
+    ((written,),) = updated([update])
     return written
 
 

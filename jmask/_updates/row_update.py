@@ -25,6 +25,7 @@ from jmask._base.array_types import explicit_sharding
 from jmask._base.jaxprs import bound, interpret
 from jmask._base.precision import is_narrow
 from jmask._kernels.scatter_update import Combiner, entry_by_entry, update_elementwise
+from jmask._kernels.update_rows import RowUpdate
 from jmask._tables.packed import PackedTable
 from jmask._tensors.row_sparse import RowSparse
 
@@ -34,8 +35,8 @@ _FEW_ROWS = 1.5
 
 def update_entries(
     combiner: Combiner, tables: Sequence[Any], gradient: RowSparse, scalars: Sequence[Any]
-) -> list[Any]:
-    """Tables with an elementwise update in the rows of a gradient.
+) -> RowUpdate | list[Any]:
+    """Tables with an elementwise update in the rows of a gradient; `updated` finishes it.
 
     Args:
         combiner: (*table entries, gradient entry, *scalars) -> new table entries.

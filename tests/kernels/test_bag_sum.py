@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jmask._kernels import bag_sum as module
+from jmask._kernels import block_loops
 from jmask._kernels.bag_sum import bag_sum
 
 V, D, BAGS = 9, 64, 4  # rows of 64 have a gather of their own
@@ -22,6 +23,11 @@ def problem(seed, equal, weighted, count=24):
     bag = None if equal else jnp.asarray(rng.integers(0, BAGS + 1, count), jnp.int32)
     weights = jnp.asarray(rng.normal(size=count), jnp.float32) if weighted else None
     return table, positions, bag, weights
+
+
+def in_blocks_of(size, patch):
+    patch.setattr(module, "_FEW", 0)
+    patch.setattr(block_loops, "_SIZES", (size, size))
 
 
 def model(table, positions, bag, weights, fill):
@@ -44,7 +50,7 @@ def model(table, positions, bag, weights, fill):
 def test_the_sums(seed, size, equal, weighted, fill):
     given_arrays = problem(seed, equal, weighted)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_BLOCK", size)
+        in_blocks_of(size, patch)
         found = jax.jit(lambda: bag_sum(*given_arrays, BAGS, fill))()
     np.testing.assert_allclose(found, model(*given_arrays, fill), rtol=1e-5, atol=1e-5)
 
@@ -52,7 +58,7 @@ def test_the_sums(seed, size, equal, weighted, fill):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("equal", [False, True])
 def test_derivatives_are_those_of_the_definition(monkeypatch, equal, weighted):
-    monkeypatch.setattr(module, "_BLOCK", 5)
+    in_blocks_of(5, monkeypatch)
     table, positions, bag, weights = problem(3, equal, weighted)
 
     def loss(sums, table, weights):
@@ -71,7 +77,7 @@ def test_derivatives_are_those_of_the_definition(monkeypatch, equal, weighted):
 
 
 def test_vmap_over_tables_and_over_bags(monkeypatch):
-    monkeypatch.setattr(module, "_BLOCK", 5)
+    in_blocks_of(5, monkeypatch)
     table, positions, bag, weights = problem(4, False, True)
     tables, several = jnp.stack([table, -table]), jnp.stack([positions, positions[::-1]])
     found = jax.vmap(lambda t, p: bag_sum(t, p, bag, weights, BAGS, 0))(tables, several)

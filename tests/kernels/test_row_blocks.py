@@ -1,5 +1,7 @@
 """Rows of equal ids in blocks: exactly what sorting and summing all of them gives."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jmask._kernels import row_blocks
+from jmask._kernels import block_loops, row_blocks
+from jmask._kernels.block_loops import run_side_by_side
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.factored_rows import FactoredRows
-from jmask._kernels.row_blocks import update_in_blocks
-from jmask._kernels.update_rows import Update, add_to_rows, update_rows
+from jmask._kernels.row_blocks import sums_in_blocks
+from jmask._kernels.update_rows import RowUpdate, Update, add_to_rows, updated
 
 V, M = 12, 4
 
@@ -60,9 +63,8 @@ def seen(tables, ids, rows):
 def test_every_id_once_with_its_sum(seed, count, size, dtype):
     ids, rows = entries(seed, count, dtype=dtype)
     start = [jnp.zeros((V, 2), dtype), jnp.zeros(V, jnp.int32)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_blocks, "BLOCK", size)
-        table, times = jax.jit(lambda: update_in_blocks(seen, start, ids, rows))()
+    loop = functools.partial(sums_in_blocks, seen, start, ids, rows, size)
+    ((table, times),) = jax.jit(lambda: run_side_by_side([loop()]))()
     expected = start[0].at[coalesce_rows(ids, rows.array(), V)[0]]
     expected = expected.set(coalesce_rows(ids, rows.array(), V)[1], mode="drop")
     np.testing.assert_array_equal(times, np.bincount(ids, minlength=V + 1)[:V] > 0)
@@ -70,8 +72,7 @@ def test_every_id_once_with_its_sum(seed, count, size, dtype):
     np.testing.assert_array_equal(table, expected)
 
 
-def test_ids_of_a_block_are_sorted_and_padding_is_last(monkeypatch):
-    monkeypatch.setattr(row_blocks, "BLOCK", 4)
+def test_ids_of_a_block_are_sorted_and_padding_is_last():
     ids, rows = entries(1, 30)
     blocks = []
 
@@ -79,7 +80,7 @@ def test_ids_of_a_block_are_sorted_and_padding_is_last(monkeypatch):
         jax.debug.callback(lambda x: blocks.append(np.asarray(x)), ids)
         return tables
 
-    update_in_blocks(look, [jnp.zeros((V, 2))], ids, rows)
+    run_side_by_side([sums_in_blocks(look, [jnp.zeros((V, 2))], ids, rows, 4)])
     jax.effects_barrier()
     assert blocks
     for block in blocks:
@@ -92,7 +93,7 @@ def test_one_by_one(seed, count, size):
     ids, rows = entries(seed, count, weighted=True)
     table = jnp.ones((V, 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_blocks, "BLOCK", size)
+        patch.setattr(block_loops, "_SIZES", (size, size))
         found = jax.jit(lambda: add_to_rows(table, ids, rows))()
     expected = np.ones((V + 1, 2))
     np.add.at(expected, np.asarray(ids), model(rows))
@@ -118,7 +119,8 @@ def test_update_rows_under_vmap_and_derivatives():
 
     def step(table, source, rate):
         values = FactoredRows(source, rows.index, None, rows.dtype)
-        return update_rows(Update(update), [table], ids, values, [rate], "any")[0]
+        of_rows = RowUpdate(Update(update), [table], ids, values, [rate], "any")
+        return updated([of_rows])[0][0]
 
     each = [step(table, rows.source, 0.5) for table in tables]
     together = jax.vmap(step, in_axes=(0, None, None))(tables, rows.source, 0.5)

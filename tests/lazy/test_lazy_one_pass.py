@@ -140,6 +140,7 @@ def test_which_take_one_pass(name):
 WITHOUT_INPUTS = """
 import jax, jax.numpy as jnp, numpy as np, optax, jmask
 from jmask._kernels.scatter_update import update_elementwise
+from jmask._kernels.update_rows import updated
 from jax import lax
 
 SCALARS = {
@@ -173,7 +174,8 @@ for name, scalar in SCALARS.items():
     @jax.jit
     def step(table):
         ids, grad = jnp.array([1, 3]), jnp.ones((2, 4))
-        return update_elementwise(combiner, [table, 0 * table], ids, grad, (), "unique")[0]
+        update = update_elementwise(combiner, [table, 0 * table], ids, grad, (), "unique")
+        return updated([update])[0][0]
 
     np.testing.assert_allclose(step(TABLE)[3], np.full(4, 1 - scalar()), rtol=1e-6)
 print("done")

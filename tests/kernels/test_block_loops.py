@@ -1,0 +1,148 @@
+"""Loops side by side: what each gives alone, whatever their lengths."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jmask
+from jmask._kernels import bag_sum, block_loops
+from jmask._kernels.block_loops import BlockLoop, block_size, run_side_by_side
+
+
+def counting(count, at_most):
+    """A loop whose result is the numbers of its blocks, and their count."""
+
+    def block(number, carried):
+        seen, last = carried
+        is_block = number < count
+        return seen + jnp.where(is_block, 10**number, 0), jnp.where(is_block, number, last)
+
+    return BlockLoop((jnp.int32(0), jnp.int32(-1)), block, jnp.int32(count), at_most)
+
+
+@given(counts=st.lists(st.integers(0, 6), min_size=1, max_size=9), together=st.integers(1, 4))
+def test_each_does_its_blocks(counts, together):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_loops, "_TOGETHER", together)
+        loops = [counting(count, count + 1) for count in counts]
+        found = jax.jit(lambda: run_side_by_side(loops))()
+    assert [int(x) for x in found] == [(10**count - 1) // 9 for count in counts]
+
+
+def test_of_none():
+    assert run_side_by_side([]) == []
+
+
+def test_blocks_are_smaller_where_there_are_more_loops():
+    assert block_size([]) == block_size([256]) == 4096
+    assert block_size([2**14]) == 512
+    assert block_size([2**14] * 4) == block_size([2**30]) == 256
+
+
+def each(function, gradients):
+    """`function` of each RowSparse, arrays as they are."""
+    is_sparse = lambda x: isinstance(x, jmask.RowSparse)
+    return jax.tree.map(
+        lambda x: function(x) if is_sparse(x) else x, gradients, is_leaf=is_sparse
+    )
+
+
+dense = functools.partial(each, jmask.RowSparse.todense)
+summed = functools.partial(each, jmask.RowSparse.coalesce)
+SIZES = {"a": (40, 30), "b": (40, 30), "c": (25, 9), "d": (7, 3), "e": (60, 60)}  # V, bags
+
+
+def tables_and_ids(seed=0):
+    rng = np.random.default_rng(seed)
+    tables = {
+        k: jnp.asarray(rng.normal(size=(v, 6)), jnp.float32) for k, (v, _) in SIZES.items()
+    }
+    ids = {k: jnp.asarray(rng.integers(-v, v, (b, 4))) for k, (v, b) in SIZES.items()}
+    return tables, ids
+
+
+def loss(tables, ids):
+    """Bags of one table need those of another; one is read in two places."""
+    bags = {k: jmask.embedding_bag(tables[k], ids[k]) for k in tables}
+    again = jmask.embedding_bag(tables["a"] * 2, ids["a"] // (1 + 0 * ids["a"]))
+    total = sum(jnp.sum(jnp.sin(x)) for x in bags.values()) + jnp.sum(again**2)
+    scale = jnp.mean(bags["d"])
+    weights = jnp.full(ids["c"].shape, scale)
+    return total + jnp.sum(jmask.embedding_bag(tables["c"], ids["c"], weights=weights) ** 2)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(block_loops, "_SIZES", (8, 8))
+    monkeypatch.setattr(bag_sum, "_FEW", 4)
+
+
+def test_gradients_of_several_tables(small_blocks):
+    tables, ids = tables_and_ids()
+    value, found = jax.jit(jmask.value_and_grad(loss))(tables, ids)
+    expected_value, expected = jax.value_and_grad(loss)(tables, ids)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+    for k in tables:
+        np.testing.assert_allclose(
+            dense(found)[k], expected[k], rtol=1e-4, atol=1e-4, err_msg=k
+        )
+
+
+def test_sums_of_tables_are_in_one_equation(small_blocks):
+    tables, ids = tables_and_ids()
+    program = str(jax.make_jaxpr(jmask.grad(loss))(tables, ids))
+    # What needs bags of another table comes after them, in an equation of its own.
+    assert program.count("jmask_bag_sum[") == 2
+
+
+@pytest.mark.dtype_promotion  # of optax
+@pytest.mark.parametrize(
+    "tx",
+    [
+        jmask.sgd(0.1),
+        jmask.adagrad(0.1),
+        jmask.rowwise_adagrad(0.1),
+        jmask.lazy(optax.adam(0.1)),
+        jmask.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adagrad(0.1))),
+    ],
+    ids=["sgd", "adagrad", "row-wise", "lifted adam", "clipped"],
+)
+def test_steps_are_those_of_each_table_alone(small_blocks, tx):
+    tables, ids = tables_and_ids()
+    step = jax.jit(functools.partial(jmask.apply_gradients, tx))
+    unfactored = jax.jit(lambda g, s, p: jmask.apply_gradients(tx, summed(g), s, p))
+    places = [(tables, tx.init(tables))] * 2
+    for seed in range(3):
+        _, ids = tables_and_ids(seed)
+        for i, run in enumerate((step, unfactored)):
+            params, state = places[i]
+            places[i] = run(jmask.grad(loss)(params, ids), state, params)
+    for x, y in zip(*map(jax.tree.leaves, places), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_second_derivatives_and_vmap_of_several(small_blocks):
+    tables, ids = tables_and_ids()
+
+    def steepness(grad):
+        def of(tables):
+            found = dense(grad(loss)(tables, ids))
+            return sum(jnp.sum(jnp.cos(x)) for x in found.values())
+
+        return of
+
+    found = jax.grad(steepness(jmask.grad))(tables)
+    expected = jax.grad(steepness(jax.grad))(tables)
+    for k in tables:
+        np.testing.assert_allclose(found[k], expected[k], rtol=1e-3, atol=1e-3, err_msg=k)
+    both = jax.tree.map(lambda x: jnp.stack([x, -x]), tables)
+    mapped = jax.vmap(lambda t: dense(jmask.grad(loss)(t, ids)))(both)
+    alone = jax.grad(loss)(jax.tree.map(jnp.negative, tables), ids)
+    for k in tables:
+        np.testing.assert_allclose(mapped[k][1], alone[k], rtol=1e-4, atol=1e-4, err_msg=k)
