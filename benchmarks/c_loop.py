@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -44,6 +45,9 @@ void adam ARGUMENTS
 { ROWS EACH float a = m[at + j] + .1f * (g - m[at + j]);
             float b = v[at + j] + .001f * (g * g - v[at + j]);
             m[at + j] = a; v[at + j] = b; w[at + j] -= rate * a / (sqrtf(b) + 1e-8f); } } }
+
+float sum_of_lines(long n, const int *ids, const float *lines)
+{ float sum = 0; for (long i = 0; i < n; i++) sum += lines[(long)ids[i] * 16]; return sum; }
 """
 # The loop, and the arrays of the table's shape that the optimizer keeps.
 _LOOPS = {
@@ -105,6 +109,24 @@ def copy_bandwidth() -> float:
         np.copyto(y, x)
         seconds.append(time.perf_counter() - start)
     return 2 * x.nbytes / float(np.median(seconds))
+
+
+def seconds_of_random_reads(threads: int, count: int = 2**20) -> float:
+    """To read so many lines of 64 bytes at random places of 512 MB, by so many threads at once."""
+    lines = np.ones((2**23, 16), np.float32)
+    ids = np.random.default_rng(0).integers(0, 2**23, count).astype(np.int32)
+    read, places = _library().sum_of_lines, ctypes.c_void_p(lines.ctypes.data)
+
+    def part(x: np.ndarray) -> None:
+        read(ctypes.c_long(x.size), ctypes.c_void_p(x.ctypes.data), places)
+
+    with ThreadPoolExecutor(threads) as pool:
+        seconds = []
+        for _ in range(9):
+            start = time.perf_counter()
+            list(pool.map(part, np.array_split(ids, threads)))
+            seconds.append(time.perf_counter() - start)
+    return float(np.median(seconds))
 
 
 @cache

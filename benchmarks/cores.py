@@ -4,12 +4,14 @@
 
 Every contender is a process of its own that is given its cores before it starts (Linux's
 `taskset`), and all take turns. "gain" is the time on one core over that on all, the median of
-the rounds: 1 is nothing, and the number of cores the most there can be. What of a step of
-jmask runs on one core is in docs/performance.md. The table goes to
-`benchmarks/results/cores.md`.
+the rounds: 1 is nothing, and the number of cores the most there can be. The last line is
+the memory's own: where cores share what a core may wait for, as two threads of one do, work
+that waits for memory gains nothing. What of a step of jmask runs on one core is in
+docs/performance.md. The table goes to `benchmarks/results/cores.md`.
 """
 
 import argparse
+import contextlib
 import os
 import sys
 from dataclasses import replace
@@ -18,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 from batches import bag_batches, batches
+from c_loop import seconds_of_random_reads
 from contenders import WORKERS, RemoteContender
 from other_interpreter import Interpreter
 from rich import box
@@ -56,6 +59,10 @@ def main() -> None:
                 one, every = _seconds(replace(work, who=who), python, args.rounds)
                 cells = (1e3 * np.median(one), 1e3 * np.median(every), np.median(one / every))
                 table.add_row(title(work), who, *(f"{x:.3g}" for x in cells))
+    with contextlib.suppress(ImportError):  # without a C compiler
+        one, every = (seconds_of_random_reads(x) for x in (1, os.cpu_count() or 1))
+        cells = (f"{x:.3g}" for x in (1e3 * one, 1e3 * every, one / every))
+        table.add_row("a million random lines of memory", "C loop", *cells)
     Console(width=120).print(table)
     table.box = box.MARKDOWN
     with (args.out / "cores.md").open("w") as file:
