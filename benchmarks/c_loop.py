@@ -112,7 +112,7 @@ def copy_bandwidth() -> float:
 
 
 def seconds_of_random_reads(threads: int, count: int = 2**20) -> float:
-    """To read so many lines of 64 bytes at random places of 512 MB, by so many threads at once."""
+    """To read so many lines of 64 bytes of 512 MB, at random, by so many threads at once."""
     lines = np.ones((2**23, 16), np.float32)
     ids = np.random.default_rng(0).integers(0, 2**23, count).astype(np.int32)
     read, places = _library().sum_of_lines, ctypes.c_void_p(lines.ctypes.data)

@@ -156,23 +156,22 @@ def embedding_bag(
         if isinstance(bags, RaggedBags):  # a bag may have entries on every device
             of_entries = jax.tree.map(with_whole_rows, of_entries)
         result = _max(*of_entries)
+        result = result if valid is None else jnp.where(valid, result, jnp.nan)
     else:
         if weights is not None and entries.absent is not None:
             weights = jnp.where(entries.absent, 0, weights)
-        result = _scaled(
-            _sums(table, bags, entries, weights, bound), bags, weights, entries, combiner
-        )
-    result = result.astype(table.dtype)
-    return result if valid is None else jnp.where(valid, result, jnp.nan)
+        result = _sums(table, bags, entries, weights, valid, bound)
+        result = _scaled(result, bags, weights, entries, combiner)
+    return result.astype(table.dtype)
 
 
 # --- combiners ---------------------------------------------------------------------------
 
 
 def _sums(
-    table: Any, bags: Bags, entries: Entries, weights: Any, bound: Bound | None
+    table: Any, bags: Bags, entries: Entries, weights: Any, valid: Any, bound: Bound | None
 ) -> jax.Array:
-    """Σ w r of each bag."""
+    """Σ w r of each bag; nan if they are not valid, None for bags that are."""
     dtype = wide(table.dtype)
     positions, absent, outside = entries
     arrays = [x for x in (table, positions, weights) if isinstance(x, jax.Array)]
@@ -187,7 +186,8 @@ def _sums(
             # What is in no bag need not be zeros, which would be one more pass over all rows.
             bags, entries = bags.without(absent), entries._replace(absent=None)
         rows = looked_up_rows(table, entries, bound).astype(dtype)
-        return bags.sum(rows if weights is None else rows * over_rows(weights, rows.ndim))
+        total = bags.sum(rows if weights is None else rows * over_rows(weights, rows.ndim))
+        return total if valid is None else jnp.where(valid, total, jnp.nan)
     is_ragged = isinstance(bags, RaggedBags)
     fills_in = outside is not None and (is_ragged or absent is None)
     total = bag_sum(
@@ -195,6 +195,7 @@ def _sums(
         flat(positions),
         bags.without(absent).of_entry if isinstance(bags, RaggedBags) else None,
         None if weights is None else flat(weights),
+        valid,
         math.prod(shape),
         math.nan if fills_in else 0,
     ).reshape(*shape, *table.shape[1:])
@@ -356,6 +357,8 @@ def _of_offsets(ids: Any, offsets: Any, include_last_offset: bool, mode: str) ->
         starts = np.asarray(offsets).astype(np.int32)
     left_out = np.arange(count) >= starts[-1] if include_last_offset else None
     of_entry = canonical(row_of_each(starts, count), number)
+    if valid is not None:  # otherwise there are no entries, and no derivatives
+        of_entry = jnp.where(valid, of_entry, number)
     return _Form(RaggedBags(of_entry, number), left_out, valid)
 
 

@@ -36,6 +36,7 @@ def bag_sum(
     positions: jax.Array,
     bag_of_entry: jax.Array | None,
     weights: jax.Array | None,
+    valid: jax.Array | None,
     bags: int,
     fill: float,
 ) -> jax.Array:
@@ -49,12 +50,14 @@ def bag_sum(
         bag_of_entry (n,): canonical: `bags` where an entry is in none. None if each bag has
             n / bags entries, one after the other.
         weights (n,): of the entries, in the dtype of the sums; None for ones.
+        valid: a boolean; where it is False all sums begin with nan. None for True.
         bags: how many, > 0.
         fill: 0 or nan.
     """
+    given = table, positions, bag_of_entry, weights, valid
     if positions.shape[0] <= _FEW:
-        return _by_parts(table, positions, bag_of_entry, weights, bags, fill)
-    operands, form = jax.tree.flatten((table, positions, bag_of_entry, weights))
+        return _by_parts(*given, bags, fill)
+    operands, form = jax.tree.flatten(given)
     (sums,) = _bag_sum_p.bind(*operands, parts=(_Part(form, bags, fill),))
     return sums
 
@@ -64,17 +67,25 @@ def _by_parts(
     positions: jax.Array,
     bag_of_entry: jax.Array | None,
     weights: jax.Array | None,
+    valid: jax.Array | None,
     bags: int,
     fill: float,
     linear: bool = False,
 ) -> jax.Array:
     """The definition: all rows, and their sums; if `linear`, what JAX can transpose."""
     rows = _read(table, positions, weights, fill, linear)
-    if bag_of_entry is None:
-        rows = rows.reshape(bags, positions.shape[0] // bags, *rows.shape[1:])
-        return jnp.sum(rows, 1, dtype=rows.dtype)
-    zeros = jnp.zeros((bags, *rows.shape[1:]), rows.dtype)
-    return add_rows(zeros, bag_of_entry, rows, coalesced=False)
+    start = _start(rows, bags, valid)
+    if bag_of_entry is not None:
+        return add_rows(start, bag_of_entry, rows, coalesced=False)
+    rows = rows.reshape(bags, positions.shape[0] // bags, *rows.shape[1:])
+    total = jnp.sum(rows, 1, dtype=rows.dtype)
+    return total if valid is None else start + total
+
+
+def _start(rows: Any, bags: int, valid: jax.Array | None) -> jax.Array:
+    """Sums (bags, *row) of nothing."""
+    start = 0 if valid is None else jnp.where(valid, 0, jnp.asarray(math.nan, rows.dtype))
+    return jnp.full((bags, *rows.shape[1:]), start, rows.dtype)
 
 
 def _read(
@@ -127,8 +138,8 @@ def _defined(*operands: jax.Array, parts: tuple[_Part, ...]) -> list[jax.Array]:
 
 
 def _of_part(part: _Part, given: Any) -> jax.Array:
-    table, positions, bag_of_entry, weights = given
-    return _by_parts(table, positions, bag_of_entry, weights, part.bags, part.fill)
+    table, positions, bag_of_entry, weights, valid = given
+    return _by_parts(table, positions, bag_of_entry, weights, valid, part.bags, part.fill)
 
 
 _bag_sum_p.def_impl(jax.jit(_defined, static_argnames="parts"))
@@ -157,14 +168,14 @@ def _derivative(primals: Any, tangents: Any, parts: tuple[_Part, ...]) -> Any:
 
 
 def _tangent(part: _Part, given: Any, along: Any) -> Any:
-    table, positions, bag_of_entry, weights = given
+    table, positions, bag_of_entry, weights, _ = given
     entries = positions, bag_of_entry
-    of_table, _, _, of_weights = along
+    of_table, _, _, of_weights, _ = along
     terms = []
     if not isinstance(of_table, ad.Zero):
-        terms.append(_by_parts(of_table, *entries, weights, part.bags, 0, linear=True))
+        terms.append(_by_parts(of_table, *entries, weights, None, part.bags, 0, linear=True))
     if weights is not None and not isinstance(of_weights, ad.Zero):
-        terms.append(_by_parts(table, *entries, of_weights, part.bags, part.fill))
+        terms.append(_by_parts(table, *entries, of_weights, None, part.bags, part.fill))
     if not terms:
         value = jax.eval_shape(functools.partial(_of_part, part), given)
         return jnp.zeros(value.shape, value.dtype)
@@ -187,6 +198,7 @@ def _loop(
     positions: jax.Array,
     bag_of_entry: jax.Array | None,
     weights: jax.Array | None,
+    valid: jax.Array | None,
 ) -> BlockLoop:
     count, bags = positions.shape[0], part.bags
     blocks = -(-count // size)
@@ -206,8 +218,8 @@ def _loop(
         rows = _read(table, of_block(positions), block_weights, part.fill)
         return add_rows(carried[0], of_block(bag_of_entry), rows, coalesced=False), None
 
-    zeros = jnp.zeros((bags, *table.shape[1:]), wide(table.dtype))
-    return BlockLoop((zeros, None), block, blocks, blocks)
+    row = jax.ShapeDtypeStruct(table.shape, wide(table.dtype))
+    return BlockLoop((_start(row, bags, valid), None), block, blocks, blocks)
 
 
 def _bytes_of_row(table: jax.Array) -> int:

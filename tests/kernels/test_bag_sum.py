@@ -51,7 +51,7 @@ def test_the_sums(seed, size, equal, weighted, fill):
     given_arrays = problem(seed, equal, weighted)
     with pytest.MonkeyPatch.context() as patch:
         in_blocks_of(size, patch)
-        found = jax.jit(lambda: bag_sum(*given_arrays, BAGS, fill))()
+        found = jax.jit(lambda: bag_sum(*given_arrays, None, BAGS, fill))()
     np.testing.assert_allclose(found, model(*given_arrays, fill), rtol=1e-5, atol=1e-5)
 
 
@@ -62,7 +62,7 @@ def test_derivatives_are_those_of_the_definition(monkeypatch, equal, weighted):
     table, positions, bag, weights = problem(3, equal, weighted)
 
     def loss(sums, table, weights):
-        return jnp.sum(jnp.sin(sums(table, positions, bag, weights, BAGS, 0)))
+        return jnp.sum(jnp.sin(sums(table, positions, bag, weights, None, BAGS, 0)))
 
     def both(sums):
         numbers = (1, 2) if weighted else 1
@@ -80,7 +80,7 @@ def test_vmap_over_tables_and_over_bags(monkeypatch):
     in_blocks_of(5, monkeypatch)
     table, positions, bag, weights = problem(4, False, True)
     tables, several = jnp.stack([table, -table]), jnp.stack([positions, positions[::-1]])
-    found = jax.vmap(lambda t, p: bag_sum(t, p, bag, weights, BAGS, 0))(tables, several)
+    found = jax.vmap(lambda t, p: bag_sum(t, p, bag, weights, None, BAGS, 0))(tables, several)
     for x, t, p in zip(found, tables, several, strict=True):
         np.testing.assert_allclose(x, model(t, p, bag, weights, 0), rtol=1e-5, atol=1e-5)
 
@@ -94,8 +94,19 @@ def test_no_rows_are_written():
     )
 
     def temporaries(sums):
-        step = jax.jit(lambda table, ids: sums(table, ids, None, None, count // 5, 0))
+        step = jax.jit(lambda table, ids: sums(table, ids, None, None, None, count // 5, 0))
         return step.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
     assert temporaries(bag_sum) < 2e6
     assert temporaries(module._by_parts) > 20e6
+
+
+@pytest.mark.parametrize("few", [0, 100])
+@pytest.mark.parametrize("equal", [False, True])
+def test_all_is_nan_where_bags_are_not_valid(monkeypatch, equal, few):
+    in_blocks_of(5, monkeypatch)
+    monkeypatch.setattr(module, "_FEW", few)
+    arrays = problem(5, equal, False)
+    sums = jax.jit(lambda valid: bag_sum(*arrays, valid, BAGS, 0))
+    np.testing.assert_allclose(sums(True), model(*arrays, 0), rtol=1e-5, atol=1e-5)
+    assert np.isnan(sums(False)).all()
