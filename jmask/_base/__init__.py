@@ -3,6 +3,7 @@
 fallback        leaving sparse storage warns, or raises
 row_ids         row ids: canonical form, and the opaque dtype in which they travel
 forms           what is relied on of JAX's programs: names and parameters of equations
+lowering        what is decided only where a program is lowered for its devices
 jaxprs          running jaxprs, and which outputs depend on which inputs
 array_types     what the type of an array says: how it is spread, over what it varies
 leaves          what among the leaves of a tree is no array, by name

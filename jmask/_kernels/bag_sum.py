@@ -19,9 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
+from jmask._base.lowering import lower_on_cpu, primitive
 from jmask._base.precision import wide
 from jmask._kernels.block_loops import BlockLoop, block_size, run_side_by_side
 from jmask._kernels.gather import Gather
@@ -115,12 +115,6 @@ class _Part:
         return self.form.num_leaves
 
 
-BAG_SUM = "jmask_bag_sum"
-_bag_sum_p = Primitive(BAG_SUM)
-"""Sums of one table or more: parameters and operands of several may be put together."""
-_bag_sum_p.multiple_results = True
-
-
 def bag_sums(equations: Sequence[Any], operands: Sequence[jax.Array]) -> list[jax.Array]:
     """What several equations of this primitive make, of their parameters and all operands."""
     parts = [part for params in equations for part in params["parts"]]
@@ -142,10 +136,6 @@ def _of_part(part: _Part, given: Any) -> jax.Array:
     return _by_parts(table, positions, bag_of_entry, weights, valid, part.bags, part.fill)
 
 
-_bag_sum_p.def_impl(jax.jit(_defined, static_argnames="parts"))
-
-
-@_bag_sum_p.def_abstract_eval
 def _shapes(*operands: Any, parts: tuple[_Part, ...]) -> list[Any]:
     return [
         table.update(shape=(part.bags, *table.shape[1:]), dtype=wide(table.dtype))
@@ -153,12 +143,9 @@ def _shapes(*operands: Any, parts: tuple[_Part, ...]) -> list[Any]:
     ]
 
 
-def _batched(operands: Any, dims: Any, parts: tuple[_Part, ...]) -> Any:
-    mapped = jax.vmap(functools.partial(_defined, parts=parts), in_axes=tuple(dims))
-    return mapped(*operands), [0] * len(parts)
-
-
-batching.primitive_batchers[_bag_sum_p] = _batched
+BAG_SUM = "jmask_bag_sum"
+_bag_sum_p = primitive(BAG_SUM, _defined, _shapes)
+"""Sums of one table or more: parameters and operands of several may be put together."""
 
 
 def _derivative(primals: Any, tangents: Any, parts: tuple[_Part, ...]) -> Any:
@@ -226,15 +213,5 @@ def _bytes_of_row(table: jax.Array) -> int:
     return math.prod(table.shape[1:]) * wide(table.dtype).itemsize
 
 
-def _lowered(function: Any) -> Any:
-    return mlir.lower_fun(function, multiple_results=True)
-
-
-def _on_cpu(ctx: Any, *operands: Any, **how: Any) -> Any:
-    # Where arrays are spread over devices, each block would go between them.
-    one_device = getattr(ctx.module_context.axis_context, "num_devices", None) == 1
-    return _lowered(_in_blocks if one_device else _defined)(ctx, *operands, **how)
-
-
-mlir.register_lowering(_bag_sum_p, _lowered(_defined))
-mlir.register_lowering(_bag_sum_p, _on_cpu, platform="cpu")
+# Where arrays are spread over devices, each block would go between them.
+lower_on_cpu(_bag_sum_p, on_one=_in_blocks, on_several=_defined)

@@ -12,7 +12,6 @@ of a gradient is decided where the program is lowered for a device:
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -21,10 +20,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 from jmask._base.array_types import explicit_sharding, varying_alike
+from jmask._base.lowering import lower, lower_on_cpu, primitive
 from jmask._base.row_ids import Order
 from jmask._kernels.block_loops import BlockLoop, block_size, run_side_by_side
 from jmask._kernels.coalesce import coalesce_rows
@@ -163,8 +161,6 @@ ADDITION = Update(_added, additive=True)
 
 Operands = Sequence[jax.Array]
 Parts = tuple[_Part, ...]
-_update_rows_p = Primitive("jmask_update_rows")
-_update_rows_p.multiple_results = True
 
 
 def _each(
@@ -174,7 +170,6 @@ def _each(
     return [x for pair in zip(operands, parts, strict=True) for x in run(*pair)]
 
 
-@_update_rows_p.def_abstract_eval
 def _shapes(*given: Any, parts: Parts) -> list[Any]:
     return _each(lambda operands, part: list(operands[: part.tables]), given, parts)
 
@@ -206,23 +201,7 @@ def _by_definition(*given: jax.Array, parts: Parts) -> list[jax.Array]:
     return _each(_defined, given, parts)
 
 
-_update_rows_p.def_impl(jax.jit(_by_definition, static_argnames="parts"))
-
-
-def _batched(given: Any, dims: Any, parts: Parts) -> Any:
-    mapped = jax.vmap(functools.partial(_by_definition, parts=parts), in_axes=tuple(dims))
-    return mapped(*given), [0] * sum(part.tables for part in parts)
-
-
-batching.primitive_batchers[_update_rows_p] = _batched
-
-
-def _derivative(primals: Sequence[Any], tangents: Sequence[Any], parts: Parts) -> Any:
-    tangents = tuple(map(ad.instantiate_zeros, tangents))
-    return jax.jvp(functools.partial(_by_definition, parts=parts), tuple(primals), tangents)
-
-
-ad.primitive_jvps[_update_rows_p] = _derivative
+_update_rows_p = primitive("jmask_update_rows", _by_definition, _shapes)
 
 
 def _on_tpu(*given: jax.Array, parts: Parts) -> list[jax.Array]:
@@ -297,16 +276,6 @@ def _hashed(operands: Operands, part: _Part) -> list[jax.Array]:
     return _in_one_round(operands, part)
 
 
-def _lowered(function: Callable[..., Any]) -> Any:
-    return mlir.lower_fun(function, multiple_results=True)
-
-
-def _on_cpu(ctx: Any, *operands: Any, **how: Any) -> Any:
-    # Where arrays are spread over devices, entries are not where their equals are.
-    one_device = getattr(ctx.module_context.axis_context, "num_devices", None) == 1
-    return _lowered(_on_one_cpu if one_device else _on_cpus)(ctx, *operands, **how)
-
-
-mlir.register_lowering(_update_rows_p, _lowered(_by_definition))
-mlir.register_lowering(_update_rows_p, _lowered(_on_tpu), platform="tpu")
-mlir.register_lowering(_update_rows_p, _on_cpu, platform="cpu")
+lower(_update_rows_p, _on_tpu, platform="tpu")
+# Where arrays are spread over devices, entries are not where their equals are.
+lower_on_cpu(_update_rows_p, on_one=_on_one_cpu, on_several=_on_cpus)

@@ -1,0 +1,97 @@
+"""What is decided only where a program is lowered for its devices.
+
+A trace does not know where it will run. A primitive is one equation of it, with a definition in
+other operations, and at lowering it becomes what suits the devices:
+
+    twice = primitive("twice", lambda x: [2 * x], shapes=lambda x: [x])
+    lower_on_cpu(twice, on_one=lambda x: [x + x], on_several=lambda x: [2 * x])
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+Definition = Callable[..., list[jax.Array]]
+
+
+def primitive(name: str, definition: Definition, shapes: Callable[..., list[Any]]) -> Primitive:
+    """A primitive with several results, and hashable parameters that are given by name.
+
+    Args:
+        name: of its equations.
+        definition: what it is outside jit, under vmap and to derivatives, and on devices that
+            no lowering is registered for.
+        shapes: the abstract results, of abstract operands.
+    """
+    made = Primitive(name)
+    made.multiple_results = True
+    made.def_abstract_eval(shapes)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(how: tuple[tuple[str, Any], ...], *operands: jax.Array) -> list[jax.Array]:
+        return definition(*operands, **dict(how))
+
+    def evaluated(*operands: jax.Array, **how: Any) -> list[jax.Array]:
+        return run(tuple(how.items()), *operands)
+
+    def batched(operands: Any, dims: Any, **how: Any) -> Any:
+        mapped = jax.vmap(functools.partial(definition, **how), in_axes=tuple(dims))
+        results = mapped(*operands)
+        return results, [0] * len(results)
+
+    def derivative(primals: Any, tangents: Any, **how: Any) -> Any:
+        tangents = tuple(map(ad.instantiate_zeros, tangents))
+        return jax.jvp(functools.partial(definition, **how), tuple(primals), tangents)
+
+    made.def_impl(evaluated)
+    batching.primitive_batchers[made] = batched
+    ad.primitive_jvps[made] = derivative
+    lower(made, definition)
+    return made
+
+
+def lower(made: Primitive, definition: Definition, platform: str | None = None) -> None:
+    """Lower it as this, for one platform or for all others."""
+    mlir.register_lowering(made, _lowered(definition), platform=platform)
+
+
+def lower_on_cpu(made: Primitive, on_one: Definition, on_several: Definition) -> None:
+    """Lower it for CPUs: on several devices, arrays may be spread over them."""
+
+    def rule(ctx: Any, *operands: Any, **how: Any) -> Any:
+        return _lowered(on_one if _is_for_one(ctx) else on_several)(ctx, *operands, **how)
+
+    mlir.register_lowering(made, rule, platform="cpu")
+
+
+def is_on_one_device() -> jax.Array:
+    """A constant: whether the program is lowered for one device."""
+    return _is_on_one_device_p.bind()
+
+
+def _lowered(definition: Definition) -> Any:
+    return mlir.lower_fun(definition, multiple_results=True)
+
+
+def _is_for_one(ctx: Any) -> bool:
+    return getattr(ctx.module_context.axis_context, "num_devices", None) == 1
+
+
+_is_on_one_device_p = Primitive("jmask_is_on_one_device")
+_is_on_one_device_p.def_impl(lambda: jax.jit(is_on_one_device)())
+_is_on_one_device_p.def_abstract_eval(lambda: ShapedArray((), np.dtype(bool)))
+
+
+def _constant(ctx: Any) -> Any:
+    answer = mlir.lower_fun(lambda: jnp.asarray(_is_for_one(ctx)), multiple_results=False)
+    return answer(ctx)
+
+
+mlir.register_lowering(_is_on_one_device_p, _constant)
