@@ -224,6 +224,7 @@ def _tricks(rounds: int) -> list[Comparison]:
     for ours, names in (
         (REFERENCE, ("fast gather", "hashing")),
         (_MANY, ("fast gather", "hashing")),
+        (Task(width=32), ("fast gather",)),
         (Task(rows=1_000), ("whole small tables",)),
         (_DENSE, ("whole small tables",)),
         (_PRODUCT, ("kernel for CSR",)),

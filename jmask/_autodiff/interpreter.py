@@ -270,7 +270,7 @@ def place_of(eqn: JaxprEqn) -> Place | None:
 def holds_slow_gather(eqn: JaxprEqn) -> bool:
     """Whether an equation is a gather that can be faster, or a call of a function with one."""
     if name_of(eqn) == "gather":
-        return gather_of(eqn).is_slow_copy(aval_of(eqn.invars[0]).dtype)
+        return gather_of(eqn).is_slow_copy(aval_of(eqn.invars[0]))
     return name_of(eqn) == "jit" and any(map(holds_slow_gather, called(eqn)[0].eqns))
 
 

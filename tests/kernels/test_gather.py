@@ -1,4 +1,6 @@
-"""Lookups of rows of 64 entries, which are spelled differently, are lookups bit for bit."""
+"""Lookups of rows of some widths, which are spelled differently, are lookups bit for bit."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +13,17 @@ from jmask._kernels.gather import Gather
 
 V = 7
 IDS = np.array([3, 0, -1, 6, 3, 7, -9, 2**31 - 1], np.int32)
-ROWS = lax.GatherDimensionNumbers((1,), (0,), (0,))
-ROWS_OF_TWO = lax.GatherDimensionNumbers((1, 2), (0,), (0,))
 
 
 def table_of(row: tuple[int, ...], dtype: str) -> jax.Array:
     table = jax.random.normal(jax.random.key(0), (V, *row)).astype(dtype)
     table = table.at[3].set(-0.0).at[0].set(jnp.nan).at[6].set(1e-40)
     return table.at[(2,) + (0,) * len(row)].set(jnp.inf)
+
+
+def two_batches(gather: Gather, rank: int) -> lax.GatherDimensionNumbers:
+    offsets = tuple(range(2, 2 + rank))
+    return gather.dimension_numbers._replace(offset_dims=offsets)
 
 
 def bits(x: jax.Array) -> np.ndarray:
@@ -31,21 +36,44 @@ def bits(x: jax.Array) -> np.ndarray:
     [("clip", None), ("promise_in_bounds", None), ("fill", None), ("fill", 2.5), ("fill", 0)],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("row", [(64,), (8, 8)])
+@pytest.mark.parametrize("row", [(64,), (8, 8), (24,), (32,), (2, 20)])
 def test_the_same_bits(row: tuple[int, ...], dtype: str, mode: str, fill: float | None) -> None:
     table = table_of(row, dtype)
     ids = IDS % V if mode == "promise_in_bounds" else IDS
-    numbers = ROWS if len(row) == 1 else ROWS_OF_TWO
-    gather = Gather(numbers, (1, *row), lax.GatherScatterMode.from_any(mode), fill)
-    assert gather.is_slow_copy(table.dtype)
+    gather = Gather.of_rows(table.shape, lax.GatherScatterMode.from_any(mode), fill_value=fill)
+    assert gather.is_slow_copy(table)
     expected = gather.plain(table, ids[:, None])
     for run in (gather, jax.jit(gather)):
         np.testing.assert_array_equal(bits(run(table, ids[:, None])), bits(expected))
+    pairs = dataclasses.replace(gather, dimension_numbers=two_batches(gather, len(row)))
+    by_two = jax.jit(pairs)(table, ids.reshape(2, -1, 1))
+    np.testing.assert_array_equal(bits(by_two).reshape(expected.shape), bits(expected))
     by_one = jax.vmap(gather, in_axes=(None, 0))(table, ids[:, None, None])
     np.testing.assert_array_equal(bits(by_one[:, 0]), bits(expected))
 
 
-@pytest.mark.parametrize("width", [63, 64])
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.uint32])
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+def test_ids_of_other_dtypes(mode: str, dtype: type) -> None:
+    table = jnp.arange(300 * 32.0).reshape(300, 32)
+    ids = jnp.asarray(np.arange(-150, 150).astype(dtype))[:, None]
+    gather = Gather.of_rows(table.shape, lax.GatherScatterMode.from_any(mode))
+    assert gather.is_slow_copy(table)
+    np.testing.assert_array_equal(gather(table, ids), gather.plain(table, ids))
+
+
+def test_rows_that_come_first() -> None:
+    """Entries (32, n) instead of (n, 32)."""
+    table = table_of((32,), "float32")
+    numbers = lax.GatherDimensionNumbers((0,), (0,), (0,))
+    gather = Gather(numbers, (1, 32), lax.GatherScatterMode.CLIP)
+    assert gather.is_slow_copy(table)
+    np.testing.assert_array_equal(
+        gather(table, IDS[:, None]), gather.plain(table, IDS[:, None])
+    )
+
+
+@pytest.mark.parametrize("width", [32, 63, 64])
 @pytest.mark.parametrize(
     "lookup",
     [
@@ -79,8 +107,10 @@ def test_values_and_derivatives(lookup, width: int) -> None:
     np.testing.assert_allclose(forward, jnp.sum(plain[1]), rtol=1e-4)
 
 
-def test_a_lookup_of_64_entries_is_not_left_a_copying_loop() -> None:
-    """The forward gather that runs reads integers, also inside a call."""
+@pytest.mark.parametrize(("width", "read"), [(64, "xi32>"), (32, "array<i64: 1, 8>")])
+def test_a_lookup_is_not_left_a_copying_loop(width: int, read: str) -> None:
+    """The forward gather that runs reads integers, or windows; also inside a call."""
     step = jax.jit(jmask.value_and_grad(lambda t: jnp.sum(jnp.take(t, IDS % V, axis=0) ** 2)))
-    text = step.lower(jnp.ones((V, 64))).as_text()
-    assert any("stablehlo.gather" in line and "xi32>" in line for line in text.splitlines())
+    text = step.lower(jnp.ones((V, width))).as_text()
+    gathers = [line for line in text.splitlines() if "stablehlo.gather" in line]
+    assert any(read in line for line in gathers)

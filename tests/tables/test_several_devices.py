@@ -165,3 +165,19 @@ def test_psum_over_a_mapped_axis():
         axis_name="i",
     )(batch)
     np.testing.assert_allclose(ours, stock, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", [32, 64])
+def test_spread_columns_stay_where_they_are(mesh, width):
+    """Of widths that one CPU reads by windows or as integers: parts of rows are looked up."""
+    by_columns = jax.NamedSharding(mesh, P(None, "data"))
+    table = jax.ShapeDtypeStruct((V, width), jnp.float32, sharding=by_columns)
+    tx = jmask.sgd(0.1)
+
+    def step(table):
+        _, gradient = jmask.value_and_grad(lambda table: jnp.sum(jnp.sin(table[IDS])))(table)
+        return jmask.apply_gradients(tx, gradient, tx.init(table), table)[0]
+
+    compiled = jax.jit(step, out_shardings=by_columns).lower(table).compile().as_text()
+    assert "all-reduce" in compiled  # the loss
+    assert "all-gather" not in compiled
