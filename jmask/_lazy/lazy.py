@@ -29,16 +29,14 @@ from jmask._lazy.proved_update import proved
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.apply import apply_updates
 from jmask._updates.checks import (
-    check_gradient,
     check_parameters,
     check_transformation,
-    dense_parameters,
     naming_structures,
-    stored_as,
 )
 from jmask._updates.dense_tables import notice_dense_tables, noticing_dense_tables
 from jmask._updates.eager import compiled_outside_jit
-from jmask._updates.masked_gradient import as_gradients, is_gradient_leaf
+from jmask._updates.fit import Fit, dense_parameters
+from jmask._updates.masked_gradient import is_gradient_leaf
 from jmask._updates.not_row_local import NotRowLocalError
 
 # Transformations that hold gradients back to emit them in a later step, when a row held
@@ -113,14 +111,12 @@ def lazy(
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         _check_not_deferring(state)
-        updates = as_gradients(updates)
+        check_parameters(params)
+        fit = Fit.of(updates, params)
+        updates, params = fit.gradients, fit.params
+        if has_deferred(params):
+            return update_deferred(updates, state, params, **extra_args)
         leaves = jax.tree.leaves(updates, is_leaf=is_gradient_leaf)
-        if params is not None:
-            check_parameters(params)
-            params = dense_parameters(params)
-            check_gradient(updates, params)
-            if has_deferred(params):
-                return update_deferred(updates, state, params, **extra_args)
         if not any(map(is_gradient_leaf, leaves)):
             with naming_structures(updates, params):
                 return inner.update(updates, state, params, **extra_args)
@@ -149,24 +145,20 @@ def lazy(
     def apply_gradients(
         grads: optax.Updates, state: optax.OptState, params: optax.Params
     ) -> tuple[optax.Params, optax.OptState]:
-        if any(map(is_row_sparse, jax.tree.leaves(grads, is_leaf=is_gradient_leaf))):
-            _check_not_deferring(state)
-            check_parameters(params)
-            dense = dense_parameters(params)
-            check_gradient(grads, dense)
-            if has_deferred(dense):
-                new, state = deferred_step(init, update, apply_gradients, grads, state, dense)
-                return stored_as(params, new), state
-            call = LazyCall.of(inner, grads, state, dense)
-            of_rows = proved(call, {}, known)
-            result = applied_in_one_pass(call, of_rows)
-            if result is None:
-                updates, state = of_rows.update(call, {})
-                return apply_updates(params, updates), state
-            new, state = result
-            return stored_as(params, new), state
-        updates, state = update(grads, state, params)
-        return apply_updates(params, updates), state
+        if not any(map(is_row_sparse, jax.tree.leaves(grads, is_leaf=is_gradient_leaf))):
+            updates, state = update(grads, state, params)
+            return apply_updates(params, updates), state
+        _check_not_deferring(state)
+        check_parameters(params)
+        if has_deferred(params):
+            return deferred_step(init, update, apply_gradients, grads, state, params)
+        call = LazyCall.of(inner, grads, state, params)
+        of_rows = proved(call, {}, known)
+        result = applied_in_one_pass(call, of_rows)
+        if result is None:
+            updates, state = of_rows.update(call, {})
+            return apply_updates(params, updates), state
+        return result
 
     lifted = OnePassTransformation(init, noticed_update)
     lifted.apply_gradients = noticing_dense_tables(compiled_outside_jit(apply_gradients))

@@ -35,8 +35,8 @@ class OnePassTransformation(optax.GradientTransformationExtraArgs):
     """A transformation that can also apply gradients to the parameters in one pass.
 
     Attributes:
-        apply_gradients: (grads, state, params) -> (params, state), as
-            `jmask.apply_gradients` does it.
+        apply_gradients: (grads, state, params) -> (params, state), of gradients and parameters
+            that have a `Fit`.
         rule: the `RowRule` of a named optimizer, else None.
         inner: the transformation whose steps it takes at times, else None.
     """

@@ -30,9 +30,10 @@ from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import is_entry, is_sparse, stored_values
 from jmask._updates.apply import apply_gradients
-from jmask._updates.checks import check_gradient, check_transformation
+from jmask._updates.checks import check_transformation
 from jmask._updates.eager import compiled_outside_jit
-from jmask._updates.masked_gradient import as_gradients, is_gradient_leaf, summed
+from jmask._updates.fit import Fit
+from jmask._updates.masked_gradient import is_gradient_leaf, summed
 from jmask._updates.plain_optax import advising_lazy
 
 
@@ -80,7 +81,8 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
 
     def update(updates, state, params=None, **extra_args):
         check_state_type(state, SkipNonfiniteState)
-        updates = summed_rows(updates, params)
+        fit = Fit.of(updates, params)
+        updates = summed_rows(fit.gradients, fit.params)
         finite = agreed(all_finite(updates), updates, params)
         updates, inner_state = update_if(
             finite, inner, updates, state.inner_state, params, extra_args
@@ -125,14 +127,11 @@ def summed_rows(gradients: Any, params: Any) -> Any:
 
     Those of stored tables are as these take them, nan where they do not fit.
     """
-    gradients = as_gradients(gradients)
-    tables = jax.tree.leaves(params, is_leaf=is_stored_table)
-    if any(map(is_stored_table, tables)):
-        check_gradient(gradients, params)
 
-        def taken(param: Any, gradient: Any) -> Any:
-            return fitted(param, gradient) if is_stored_table(param) else gradient
+    def taken(param: Any, gradient: Any) -> Any:
+        return fitted(param, gradient) if is_stored_table(param) else gradient
 
+    if any(map(is_stored_table, jax.tree.leaves(params, is_leaf=is_stored_table))):
         gradients = jax.tree.map(taken, params, gradients, is_leaf=is_stored_table)
 
     def leaf(gradient: Any) -> Any:

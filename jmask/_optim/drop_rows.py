@@ -16,6 +16,7 @@ from jmask._tables.routed_rows import RoutedRows
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values
+from jmask._updates.fit import Fit
 from jmask._updates.masked_gradient import is_gradient_leaf
 
 
@@ -52,7 +53,8 @@ def drop_nonfinite_rows() -> optax.GradientTransformation:
 
     def update(updates, state, params=None):
         check_state_type(state, DropNonfiniteState)
-        updates = summed_rows(updates, params)
+        fit = Fit.of(updates, params)
+        updates = summed_rows(fit.gradients, fit.params)
         leaves, structure = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
         dropped, kept = state.dropped, []
         for leaf in leaves:

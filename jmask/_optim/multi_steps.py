@@ -133,7 +133,6 @@ def multi_steps(
     def accumulate(gradients: Any, state: MultiStepsState) -> tuple[Any, Any, jax.Array]:
         """What has come together with these gradients, as a gradient, and whether to step."""
         check_state_type(state, MultiStepsState)
-        gradients = as_gradients(gradients)
         _check_structure(gradients, like)
         _check_buffers(state.accumulated, jax.eval_shape(empty))
         accumulated = jax.tree.map(
@@ -165,7 +164,7 @@ def multi_steps(
         return MultiStepsState(mini_step, accumulated, inner_state)
 
     def update(updates, state, params=None, **extra_args):
-        accumulated, total, last = accumulate(updates, state)
+        accumulated, total, last = accumulate(as_gradients(updates), state)
         updates, inner_state = update_if(
             last, inner, total, state.inner_state, params, extra_args
         )

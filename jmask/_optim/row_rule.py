@@ -42,13 +42,12 @@ from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._updates.apply import apply_updates, densify
 from jmask._updates.checks import (
-    check_gradient,
     check_parameters,
-    dense_parameters,
-    stored_as,
+    check_structure,
 )
 from jmask._updates.dense_tables import noticing_dense_tables
 from jmask._updates.eager import compiled_outside_jit
+from jmask._updates.fit import Fit, dense_parameters
 from jmask._updates.masked_gradient import is_gradient_leaf
 from jmask._updates.row_update import update_entries, updated_whole
 
@@ -149,19 +148,17 @@ def _apply_gradients(
     params: Any,
 ) -> tuple[Any, Any]:
     check_parameters(params)
-    given, params = params, dense_parameters(params)
-    check_gradient(grads, params, alike=True)
+    check_structure(grads, params)
     if has_deferred(params):
         run = functools.partial(_apply_gradients, rule, lifted)
-        params, state = deferred_step(lifted.init, lifted.update, run, grads, state, params)
-        return stored_as(given, params), state
+        return deferred_step(lifted.init, lifted.update, run, grads, state, params)
     shapes = jax.tree.map(shape_of, params, is_leaf=is_stored_table)
     check_state(state, jax.eval_shape(lifted.init, shapes))
     structure: Any
     leaves, structure = jax.tree.flatten(grads, is_leaf=is_gradient_leaf)
     if any(isinstance(leaf, MaskedTensor) for leaf in leaves):
         updates, state = lifted.update(grads, state, params)
-        return apply_updates(given, updates), state
+        return apply_updates(params, updates), state
     columns = [structure.flatten_up_to(tree) for tree in (params, *state[1:])]
     scalars = rule.scalars(state.count)
     rows = updated(
@@ -173,7 +170,7 @@ def _apply_gradients(
     params, *slots = (
         structure.unflatten([tables[i] for tables in rows]) for i in range(len(columns))
     )
-    return stored_as(given, params), type(state)(optax.safe_increment(state.count), *slots)
+    return params, type(state)(optax.safe_increment(state.count), *slots)
 
 
 def _new_tables(
@@ -259,9 +256,9 @@ def _dense_optimizer(rule: RowRule, state_type: type) -> optax.GradientTransform
                 "`params` must be given to update(): weight decay depends on them."
             )
         if params is not None:
-            params = dense_parameters(params)
             check_parameters(params)
-            check_gradient(updates, params, alike=True)
+            params = Fit.of(updates, params).params
+            check_structure(updates, params)
         check_state_type(state, state_type)
         gradients, structure = jax.tree.flatten(updates)
         if params is None:

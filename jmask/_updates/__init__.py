@@ -2,6 +2,7 @@
 
 checks              what parameters, gradients and states must be
 masked_gradient     gradients with masks
+fit                 gradients beside the parameters that they belong to
 row_update          the rows of a gradient, updated in the fastest way
 apply               `apply_updates`, `apply_gradients`, `densify`
 dense_tables        a notice of dense gradients of large tables in lazy optimizers

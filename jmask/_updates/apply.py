@@ -18,15 +18,11 @@ from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.checks import (
     check_fits,
-    check_gradient,
     check_transformation,
-    dense_parameters,
-    model_of,
     naming_structures,
-    stored_as,
 )
+from jmask._updates.fit import Fit
 from jmask._updates.masked_gradient import (
-    as_gradients,
     gradient_and_valid,
     is_gradient_leaf,
     unchanged_where_masked,
@@ -52,11 +48,9 @@ def densify() -> optax.GradientTransformation:
     """
 
     def update(updates, state, params=None):
-        updates = as_gradients(updates)
-        if params is not None:
-            check_gradient(updates, dense_parameters(params))
-            _refuse_stored_tables(params)
-        return jax.tree.map(_dense, updates, is_leaf=is_gradient_leaf), state
+        gradients = Fit.of(updates, params).gradients
+        _refuse_stored_tables(params)
+        return jax.tree.map(_dense, gradients, is_leaf=is_gradient_leaf), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
 
@@ -111,9 +105,8 @@ def apply_updates(
     if key is not None:
         check_key(key)
     keys = _key_of_each_leaf(key)
-    model = model_of(params)
-    updates, given = as_gradients(updates), model.parameters
-    params = dense_parameters(given)
+    fit = Fit.unchecked(updates, params)
+    updates, params = fit.gradients, fit.params
 
     def apply(path: Any, update: Any, param: Any) -> Any:
         leaf_key = next(keys)
@@ -148,7 +141,7 @@ def apply_updates(
 
     with naming_structures(updates, params, "apply_updates(params, updates)"):
         new = jax.tree.map_with_path(apply, updates, params, is_leaf=is_leaf)
-    return model.with_parameters(stored_as(given, new))
+    return fit.as_given(new)
 
 
 def _key_of_each_leaf(key: jax.Array | None) -> Iterator[jax.Array | None]:
@@ -200,15 +193,12 @@ def apply_gradients(
     check_transformation("tx", tx, f"tx = jmask.adam(1e-3); {order}")
     if any(map(is_gradient_leaf, jax.tree.leaves(opt_state, is_leaf=is_gradient_leaf))):
         raise TypeError(f"`opt_state` holds gradients: the order is {order}.")
-    model = model_of(params)
-    grads, params = as_gradients(grads), model.parameters
-    check_gradient(grads, dense_parameters(params))
+    fit = Fit.of(grads, params)
     one_pass = getattr(tx, "apply_gradients", None)
     if one_pass is not None and key is None and not extra_args:
-        params, opt_state = one_pass(grads, opt_state, params)
-        return model.with_parameters(params), opt_state
-    tx = optax.with_extra_args_support(tx)
-    with advising_lazy("tx", grads, params):
-        updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
-    params = apply_updates(params, updates, key=key)
-    return model.with_parameters(params), opt_state
+        new, opt_state = one_pass(fit.gradients, opt_state, fit.params)
+        return fit.as_given(new), opt_state
+    tx, stored = optax.with_extra_args_support(tx), fit.model.parameters
+    with advising_lazy("tx", fit.gradients, stored):
+        updates, opt_state = tx.update(fit.gradients, opt_state, stored, **extra_args)
+    return apply_updates(params, updates, key=key), opt_state

@@ -16,7 +16,6 @@ from jmask._base.leaves import (
     leaf_name,
     not_an_array,
 )
-from jmask._base.row_ids import id_dtype
 from jmask._tables.new_table import is_new_table
 from jmask._tables.stored_table import StoredTable, is_stored_table, shape_of
 from jmask._tensors.masked_tensor import MaskedTensor
@@ -45,7 +44,7 @@ def check_parameters(params: Any) -> None:
 
     params = model_of(params).parameters
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=_is_no_array):
-        if isinstance(leaf, StoredTable) or _is_full(leaf):
+        if isinstance(leaf, StoredTable) or is_full(leaf):
             continue
         if _is_no_array(leaf):
             raise TypeError(
@@ -77,39 +76,20 @@ def check_transformation(name: str, tx: Any, order: str) -> None:
         )
 
 
-def dense_parameters(params: Any) -> Any:
-    """The tree with each `RowSparse` that stores all its rows as the array it is.
-
-    Of a model that holds functions the parameters alone, None for all else.
-    """
-    params = model_of(params).parameters
-    return jax.tree.map(lambda x: x.todense() if _is_full(x) else x, params, is_leaf=_is_full)
-
-
-def stored_as(params: Any, new: Any) -> Any:
-    """New parameters (arrays) with those `RowSparse` that `params` has so."""
-
-    def stored(old: Any, x: Any) -> Any:
-        if not _is_full(old):
-            return x
-        ids = jnp.arange(old.shape[0], dtype=id_dtype(old.shape[0]))
-        return RowSparse.of_rows(ids, x, old.shape, coalesced=True)
-
-    return jax.tree.map(stored, params, new, is_leaf=lambda x: _is_full(x) or x is None)
-
-
-def _is_full(x: Any) -> bool:
+def is_full(x: Any) -> bool:
+    """Whether a parameter is a `RowSparse` that stores all its rows."""
     return isinstance(x, RowSparse) and x.nse >= x.shape[0]
 
 
-def check_gradient(updates: Any, params: Any, alike: bool = False) -> None:
+def check_gradient(updates: Any, params: Any) -> None:
     """Refuse a gradient that does not fit the parameters.
+
+    Structures must be the same where a gradient is sparse or masked, or a table stored; else
+    that is left to optax.
 
     Args:
         updates: arrays, `RowSparse` and `MaskedTensor`.
         params: arrays and stored tables.
-        alike: whether structures must be the same even if all gradients are arrays, which
-            otherwise is left to optax.
 
     Raises:
         ValueError: naming the parameter and both shapes, or both structures; and where a
@@ -123,13 +103,11 @@ def check_gradient(updates: Any, params: Any, alike: bool = False) -> None:
             "would change it: put all of the chain into one jmask.lazy(optax.chain(...))."
         )
     check_gradients(updates)
-    gradients, tree = jax.tree.flatten_with_path(updates, is_leaf=is_gradient_leaf)
+    gradients = jax.tree.leaves_with_path(updates, is_leaf=is_gradient_leaf)
     parameters = jax.tree.leaves(params, is_leaf=is_stored_table)
-    expected: Any = jax.tree.structure(params, is_leaf=is_stored_table)
-    if tree != expected:
-        special = [is_gradient_leaf(g) for _, g in gradients]
-        if alike or any(special) or any(map(is_stored_table, parameters)):
-            raise ValueError(_other_structure(updates, params))
+    if any(is_gradient_leaf(g) for _, g in gradients) or any(map(is_stored_table, parameters)):
+        check_structure(updates, params)
+    elif not _are_alike(updates, params):
         return
     for (path, gradient), param in zip(gradients, parameters, strict=True):
         if is_stored_table(param) and not is_gradient_leaf(gradient):
@@ -139,6 +117,22 @@ def check_gradient(updates: Any, params: Any, alike: bool = False) -> None:
                 "not make gradients dense before the optimizer."
             )
         check_fits(path, gradient, param)
+
+
+def check_structure(updates: Any, params: Any) -> None:
+    """Refuse gradients whose tree is another than that of the parameters.
+
+    Raises:
+        ValueError: with both structures, or the name of the parameter that has no gradient.
+    """
+    if not _are_alike(updates, params):
+        raise ValueError(_other_structure(updates, params))
+
+
+def _are_alike(updates: Any, params: Any) -> bool:
+    """Whether each gradient has an array or a table."""
+    given: Any = jax.tree.structure(updates, is_leaf=is_gradient_leaf)
+    return given == jax.tree.structure(params, is_leaf=is_stored_table)
 
 
 @contextlib.contextmanager
