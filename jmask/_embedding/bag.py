@@ -123,10 +123,11 @@ def embedding_bag(
             f"`mode` says what an id outside the table gives, got {mode!r}: how the rows of a "
             f"bag are combined is `combiner`={mode!r}."
         )
+    of_entry = None
     if isinstance(ids, PaddedBags):
         _refuse_beside_padded(offsets, include_last_offset, segment_ids, num_segments, weights)
-        ids, offsets, weights = ids.ids, ids.offsets, ids.weights
-        include_last_offset = True
+        offsets, weights, of_entry = ids.offsets, ids.weights, ids.bag_of_entry
+        ids, include_last_offset = ids.ids, True
     table, mode = checked_table(table), checked_choice(mode, "mode", MODES)
     ids = checked_integers(ids, "ids", mode)
     combiner = checked_choice(combiner, "combiner", COMBINERS)
@@ -141,6 +142,8 @@ def embedding_bag(
     if segment_ids is not None or num_segments is not None:
         _refuse_beside_segments(offsets, include_last_offset)
         bags, left_out, valid = _of_segments(ids, segment_ids, num_segments, mode)
+    elif of_entry is not None:
+        bags, left_out, valid = _of_entries(of_entry, offsets.shape[0] - 1, mode)
     elif offsets is not None:
         bags, left_out, valid = _of_offsets(ids, offsets, include_last_offset, mode)
     else:
@@ -291,6 +294,11 @@ def _refuse_beside_padded(*others: Any) -> None:
             "what `pad_bags` makes has its offsets and weights: give these to `pad_bags`, and "
             "to `embedding_bag` neither them nor segments."
         )
+
+
+def _of_entries(of_entry: Any, number: int, mode: str) -> _Form:
+    of_entry = checked_integers(of_entry, "bag_of_entry", mode)
+    return _Form(RaggedBags(jnp.asarray(of_entry), number), of_entry == number)
 
 
 def _refuse_beside_segments(offsets: Any, include_last_offset: bool) -> None:

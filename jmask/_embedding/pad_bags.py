@@ -25,9 +25,7 @@ from jmask._embedding.ids import checked_integers
 _LOG = logging.getLogger("jmask")
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("ids", "offsets", "weights"), meta_fields=()
-)
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class PaddedBags:
     """Bags as `pad_bags` makes them: a pytree of arrays, for `embedding_bag` in place of ids.
@@ -36,16 +34,34 @@ class PaddedBags:
         ids (n,): integers; -1 behind the last bag.
         offsets (b + 1,): int32, where each bag begins, and where the last one ends.
         weights (n,): of the ids, 0 behind the last bag; or None.
+        bag_of_entry (n,): int32, what `offsets` say of each id: its bag; b behind the last one.
+            From `pad_bags`, so that no step finds it again; None in bags made otherwise.
 
     Example:
         >>> import jmask
         >>> jmask.PaddedBags([2, 0, 1, -1], [0, 2, 3]).weights is None
         True
+        >>> jmask.pad_bags([[2, 0], [1]], at_least=4).bag_of_entry
+        array([0, 0, 1, 2], dtype=int32)
     """
 
     ids: Any
     offsets: Any
     weights: Any = None
+    # Not given, and lost by `dataclasses.replace`: it must not be there beside other offsets.
+    bag_of_entry: Any = dataclasses.field(init=False, default=None)
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
+        keys = [field.name for field in dataclasses.fields(self)]
+        return [(jax.tree_util.GetAttrKey(key), getattr(self, key)) for key in keys], None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Sequence[Any]) -> "PaddedBags":
+        return cls(*children[:-1])._with_bags(children[-1])
+
+    def _with_bags(self, bag_of_entry: Any) -> "PaddedBags":
+        object.__setattr__(self, "bag_of_entry", bag_of_entry)
+        return self
 
 
 @overload
@@ -183,12 +199,14 @@ def _of_size(
     weights: np.ndarray | None,
     num_bags: int | None,
 ) -> PaddedBags:
-    count = int(starts[-1])
+    count, starts = int(starts[-1]), _with_empty_bags(starts, num_bags)
+    number = len(starts) - 1
+    of_entry = np.repeat(np.arange(number, dtype=np.int32), np.diff(starts))
     return PaddedBags(
         _padded(_narrowed(ids[:count]), size, -1),
-        _with_empty_bags(starts, num_bags),
+        starts,
         None if weights is None else _padded(weights[:count], size, 0),
-    )
+    )._with_bags(_padded(of_entry, size, number))
 
 
 def _joined(name: str, bags: Any) -> tuple[np.ndarray, np.ndarray]:

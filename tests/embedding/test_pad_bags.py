@@ -1,5 +1,6 @@
 """`pad_bags`: the bags are those that were given, and their sizes are few."""
 
+import dataclasses
 import logging
 
 import jax
@@ -107,6 +108,40 @@ def test_several_tables_of_one_size(form, weighted):
         for x, y in zip(jax.tree.leaves(padded[name]), jax.tree.leaves(of_one), strict=True):
             np.testing.assert_array_equal(x, y)
     assert jmask.pad_bags({}) == {}
+
+
+def in_the_program(bags):
+    def looked_up(table, bags):
+        return jmask.value_and_grad(lambda t: jnp.sum(jmask.embedding_bag(t, bags) ** 2))(table)
+
+    return jax.jit(looked_up).lower(TABLE, bags).as_text()
+
+
+def test_the_bag_of_each_entry_is_found_on_the_host():
+    """And in the program where bags are made by hand, or changed."""
+    padded = jmask.pad_bags([[2, 0], [], [1, 1, 3]], num_bags=4)
+    np.testing.assert_array_equal(padded.bag_of_entry, [0, 0, 2, 2, 2, 4])
+    again = jax.tree.map(jnp.asarray, padded)
+    np.testing.assert_array_equal(again.bag_of_entry, padded.bag_of_entry)
+    by_hand = jmask.PaddedBags(padded.ids, padded.offsets)
+    changed = dataclasses.replace(padded, offsets=np.array([0, 1, 2, 5, 5]))
+    assert by_hand.bag_of_entry is None is changed.bag_of_entry
+    summed_up = [jax.jit(jmask.embedding_bag)(TABLE, bags) for bags in (padded, by_hand)]
+    np.testing.assert_array_equal(*summed_up)
+    counts = jmask.embedding_bag(jnp.ones(V), changed)
+    np.testing.assert_array_equal(counts, [1, 1, 3, 0])
+    assert "reduce_window" not in in_the_program(padded)
+    assert "reduce_window" in in_the_program(by_hand)
+
+
+def test_batches_of_bags():
+    batches = [
+        jmask.pad_bags(x, num_bags=3, at_least=3) for x in ([[2, 0], [1]], [[3], [], [4]])
+    ]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *batches)
+    found = jax.vmap(lambda bags: jmask.embedding_bag(TABLE, bags))(stacked)
+    for one, bags in zip(found, batches, strict=True):
+        np.testing.assert_allclose(one, jmask.embedding_bag(TABLE, bags), rtol=1e-6)
 
 
 def test_a_last_batch_of_fewer_bags():
