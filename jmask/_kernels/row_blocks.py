@@ -44,11 +44,11 @@ def sums_in_blocks(
     size = min(size, count)
     at_most = count // size + 1
     ids, entries = in_order(ids)
-    used = jnp.sum(ids < rows, dtype=jnp.int32)
     # At least one id of padding ends the last sum.
     padding = (at_most + 1) * size - count
     ids = jnp.pad(ids, (0, padding), constant_values=rows)
     entries = jnp.pad(entries, (0, padding))
+    full = jnp.sum(ids[size - 1 :: size] < rows, dtype=jnp.int32)
     zero = jnp.zeros(values.shape[1:], sum_dtype(values.dtype))
 
     def block(number: Any, carried: tuple[Tables, Any]) -> tuple[Tables, Any]:
@@ -68,7 +68,7 @@ def sums_in_blocks(
         tables = update(tables, complete, sums.astype(values.dtype))
         return tables, (block_ids[-1], open_sum)
 
-    return BlockLoop((tables, (ids[0], zero)), block, used // size + 1, at_most)
+    return BlockLoop((tables, (ids[0], zero)), block, full + 1, at_most)
 
 
 def rows_in_blocks(
