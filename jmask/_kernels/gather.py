@@ -34,6 +34,7 @@ from jmask._base.array_types import (
     automatically,
     explicit_sharding,
     spec_of,
+    typed_like,
     without_repetition,
 )
 from jmask._base.lowering import is_on_one_device
@@ -136,10 +137,15 @@ class Gather:
         if not indices.size:
             return self.plain(operand, indices)
         if math.prod(self.slice_sizes) == _UNROLLED:
-            return lax.cond(_always(indices), self.on_bits, self.plain, operand, indices)
+            return lax.cond(_always(indices), self.on_bits, self._zeros, operand, indices)
         if self._suits_windows(operand, indices):
             return self._of_windows(operand, indices)
         return self.plain(operand, indices)
+
+    def _zeros(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
+        """What the branch that is never taken returns: the least there is to compile."""
+        rows = jax.eval_shape(self.plain, operand, indices)
+        return typed_like(jnp.zeros(rows.shape, rows.dtype), rows)
 
     def _suits_windows(self, operand: jax.Array, indices: jax.Array) -> bool:
         """Whether ids count windows without overflow, and rows come out with entries last."""
