@@ -7,8 +7,11 @@
 Of all n rows no more than a block is ever written, which stays in the cache of a core: on CPUs
 a batch of 10^5 lookups otherwise writes and reads its rows several times through memory, which
 the operating system has to find first. A sum that goes on in the next block is carried there.
+Where each row is added is found before the loop: small operations in it would keep those of
+other tables waiting.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -32,43 +35,70 @@ def sums_in_blocks(
     """A loop that updates tables with the sums of the rows of equal ids.
 
     Args:
-        update: (tables, ids (k,), rows (k, *row)) -> tables; ids sorted, unique and padding
-            last.
+        update: (tables, ids (k,), rows (k, *row)) -> tables; ids unique, with padding among
+            them.
         tables: arrays (V, ...).
         ids (n,): canonical; n > 0.
         values (n, *row): one row for each id. Equal ids are summed in the order in which they
             come, 16-bit values in float32.
         size: of a block.
     """
-    rows, count = tables[0].shape[0], ids.shape[0]
-    size = min(size, count)
-    at_most = count // size + 1
-    ids, entries = in_order(ids)
-    # At least one id of padding ends the last sum.
-    padding = (at_most + 1) * size - count
-    ids = jnp.pad(ids, (0, padding), constant_values=rows)
-    entries = jnp.pad(entries, (0, padding))
-    full = jnp.sum(ids[size - 1 :: size] < rows, dtype=jnp.int32)
+    plan = _plan(ids, tables[0].shape[0], min(size, ids.shape[0]))
+    at_most, size = plan.entries.shape[0] - 1, plan.entries.shape[1]
     zero = jnp.zeros(values.shape[1:], sum_dtype(values.dtype))
 
     def block(number: Any, carried: tuple[Tables, Any]) -> tuple[Tables, Any]:
-        tables, (open_id, open_sum) = carried
-        first = jnp.minimum(number, at_most) * size
-        block_ids = lax.dynamic_slice_in_dim(ids, first, size)
-        block_rows = rows_at(values, lax.dynamic_slice_in_dim(entries, first, size))
-        before = jnp.concatenate([open_id[None], block_ids[:-1]])
-        slot = jnp.cumsum(block_ids != before, dtype=jnp.int32)
+        tables, open_sum = carried
+        number = jnp.minimum(number, at_most)
+        entries, slots, ids = (
+            lax.dynamic_index_in_dim(x, number, keepdims=False)
+            for x in (plan.entries, plan.slots, plan.ids)
+        )
+        rows = rows_at(values, entries).astype(zero.dtype)
         sums = jnp.zeros((size + 1, *zero.shape), zero.dtype).at[0].set(open_sum)
-        sums = add_rows(sums, slot, block_rows.astype(zero.dtype), coalesced=False)
-        slot_ids = jnp.full((size + 1,), rows, ids.dtype).at[0].set(open_id)
-        slot_ids = slot_ids.at[slot].set(block_ids)
-        last = slot[-1]
-        open_sum = lax.dynamic_index_in_dim(sums, last, keepdims=False)
-        complete = slot_ids.at[last].set(rows)
-        tables = update(tables, complete, sums.astype(values.dtype))
-        return tables, (block_ids[-1], open_sum)
+        sums = add_rows(sums, slots, rows, coalesced=False)
+        open_sum = lax.dynamic_index_in_dim(sums, slots[-1], keepdims=False)
+        return update(tables, ids, sums.astype(values.dtype)), open_sum
 
-    return BlockLoop((tables, (ids[0], zero)), block, full + 1, at_most)
+    return BlockLoop((tables, zero), block, plan.count, at_most)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Where the rows of each block are added.
+
+    Attributes:
+        entries (blocks, size): which rows they are.
+        slots (blocks, size): where each is added: 0 is the sum that the block before left
+            open, and i + 1 a sum that begins with the row i.
+        ids (blocks, size + 1): of the sums that are complete after the block; others are
+            padding.
+        count: of blocks that are needed.
+    """
+
+    entries: jax.Array
+    slots: jax.Array
+    ids: jax.Array
+    count: jax.Array
+
+
+def _plan(ids: jax.Array, rows: int, size: int) -> _Plan:
+    blocks = ids.shape[0] // size + 2  # at least one id of padding ends the last sum
+    padding = blocks * size - ids.shape[0]
+    ids, entries = in_order(ids)
+    ids = jnp.pad(ids, (0, padding), constant_values=rows).reshape(blocks, size)
+    entries = jnp.pad(entries, (0, padding)).reshape(blocks, size)
+    last = ids[:, -1:]
+    open_ids = jnp.concatenate([ids[:1, :1], last[:-1]])
+    begins = ids != jnp.concatenate([open_ids, ids[:, :-1]], 1)
+    slots = jnp.where(begins, lax.broadcasted_iota(jnp.int32, ids.shape, 1) + 1, 0)
+    of_sums = jnp.concatenate([open_ids, jnp.where(begins, ids, rows)], 1)
+    return _Plan(
+        entries=entries,
+        slots=lax.cummax(slots, axis=1),
+        ids=jnp.where(of_sums == last, rows, of_sums),
+        count=jnp.sum(last < rows, dtype=jnp.int32) + 1,
+    )
 
 
 def rows_in_blocks(
@@ -77,7 +107,7 @@ def rows_in_blocks(
     """A loop that updates tables with rows as they come, of equal ids too.
 
     Args:
-        update, tables, ids, values, size: as in `sums_in_blocks`; ids are given as they come.
+        update, tables, ids, values, size: as in `sums_in_blocks`; ids need not be unique.
     """
     rows, count = tables[0].shape[0], ids.shape[0]
     size = min(size, count)

@@ -261,7 +261,7 @@ def _loop(operands: Operands, part: _Part, size: int) -> BlockLoop:
     arrays, scalars, ids, values = _named(operands, part)
 
     def block(tables: list[jax.Array], ids: jax.Array, rows: jax.Array) -> list[jax.Array]:
-        return part.update.fastest(tables, ids, rows, scalars, True)
+        return part.update.fastest(tables, ids, rows, scalars, False)
 
     kind = rows_in_blocks if part.update.additive else sums_in_blocks
     return kind(block, arrays, ids, values, size)
