@@ -12,6 +12,8 @@ PYTHON_OF_TORCH ?= $(PYTHON_OLDEST)
 BIN := .venv/bin
 # Bytecode is made of what is imported: of all that is installed it takes longer than the rest.
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
+# It is kept, then: processes that are started by the hundred would each make it again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo sparse-linear test test-examples test-devices test-devices-exhaustive test-exhaustive test-oldest test-between test-all test-tpu \
 	test-gpu test-lowered test-torch test-wheel bench scaling lint format docs wheel clean
