@@ -35,8 +35,8 @@ def sums_in_blocks(
     """A loop that updates tables with the sums of the rows of equal ids.
 
     Args:
-        update: (tables, ids (k,), rows (k, *row)) -> tables; ids unique, with padding among
-            them.
+        update: (tables, ids (k,), rows (k, *row)) -> tables; ids ascending and unique, with
+            padding among them.
         tables: arrays (V, ...).
         ids (n,): canonical; n > 0.
         values (n, *row): one row for each id. Equal ids are summed in the order in which they
@@ -107,7 +107,7 @@ def rows_in_blocks(
     """A loop that updates tables with rows as they come, of equal ids too.
 
     Args:
-        update, tables, ids, values, size: as in `sums_in_blocks`; ids need not be unique.
+        update, tables, ids, values, size: as in `sums_in_blocks`; ids are given as they come.
     """
     rows, count = tables[0].shape[0], ids.shape[0]
     size = min(size, count)

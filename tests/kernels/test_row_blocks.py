@@ -72,7 +72,7 @@ def test_every_id_once_with_its_sum(seed, count, size, dtype):
     np.testing.assert_array_equal(table, expected)
 
 
-def test_ids_of_a_block_are_unique():
+def test_ids_of_blocks_are_sorted_and_each_comes_once():
     ids, rows = entries(1, 30)
     blocks = []
 
@@ -83,6 +83,8 @@ def test_ids_of_a_block_are_unique():
     run_side_by_side([sums_in_blocks(look, [jnp.zeros((V, 2))], ids, rows, 4)])
     jax.effects_barrier()
     assert blocks
+    for block in blocks:
+        assert (np.diff(block[block < V]) > 0).all()
     every = np.concatenate(blocks)
     np.testing.assert_array_equal(np.sort(every[every < V]), np.unique(ids[ids < V]))
 
