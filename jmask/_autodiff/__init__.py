@@ -6,5 +6,6 @@ interpreter                 running a jaxpr by a table of rules
 rules, control_flow, collectives    the table
 uses                        what a program does with its inputs: lookups, or all of them
 loss, tensor_arguments      the function differentiated, and its arguments that are tensors
+after_reading               gradients whose ids wait until tables were read
 value_and_grad              `jmask.value_and_grad`
 """

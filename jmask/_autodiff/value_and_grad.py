@@ -8,7 +8,6 @@ The function is written as always. Its gradient program, the jaxpr of
 a table's gradient as (ids, rows); see `interpreter`.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmask._autodiff.after_reading import after_reading
 from jmask._autodiff.collectives import COLLECTIVE_RULES
 from jmask._autodiff.control_flow import CONTROL_FLOW_RULES
 from jmask._autodiff.interpreter import Interpreter
@@ -25,17 +25,12 @@ from jmask._autodiff.rules import EQUATION_RULES
 from jmask._autodiff.tensor_arguments import TensorArguments
 from jmask._autodiff.uses import Gradient, refined_reports
 from jmask._autodiff.values import Filled, RowSum
-from jmask._base.array_types import varying_axes
 from jmask._base.doors import check_flag
 from jmask._base.fallback import collected, expect_dense, report_fallback
 from jmask._base.forms import drops_rules
 from jmask._base.leaves import KEEP_ARRAYS, Model, abstract_leaf, leaf_name, not_an_array
-from jmask._kernels.factored_rows import FactoredRows
-from jmask._kernels.rows import ids_after_reading
-from jmask._tables.deferred_table import is_deferred
 from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.phantom import is_tensor
-from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 
 _INTERPRETER = Interpreter({**EQUATION_RULES, **CONTROL_FLOW_RULES, **COLLECTIVE_RULES})
 
@@ -94,47 +89,10 @@ def value_and_grad(
         numbers = _positions(argnums, args)
         value, gradients = value_and_gradients(fun, numbers, has_aux, args, kwargs)
         given = [args[i] for i in numbers]
-        gradients = _after_reading(value[0] if has_aux else value, gradients, given)
+        gradients = after_reading(value[0] if has_aux else value, gradients, given)
         return value, gradients if isinstance(argnums, Sequence) else gradients[0]
 
     return value_and_grad_of_fun
-
-
-def _after_reading(value: Any, gradients: Any, params: Any) -> Any:
-    """Gradients whose ids XLA takes to depend on the value of the loss.
-
-    So all that the value needs of a table is read before the table is written. Where nothing
-    else orders the two (in a linear loss, or where XLA fuses the lookup into the loss a second
-    time, as it does for GPUs), it would read from a copy of the whole table.
-
-    Of deferred tables the values depend on it: a step reads at the ids of the loss, so that
-    XLA sees that it is the same, and reads once.
-    """
-
-    def ordered(gradient: Any, waits: bool) -> Any:
-        ids = gradient.indices if is_row_sparse(gradient) else None
-        if not isinstance(ids, jax.core.Tracer) or varying_axes(value) - varying_axes(ids):
-            return gradient
-        if waits:
-            one = ids_after_reading(jnp.ones((), jnp.int32), value)
-            return gradient.scaled(lambda x: x * one.astype(x.dtype))
-        rows = gradient.stored
-        if isinstance(rows, FactoredRows):  # whose ids are sorted meanwhile
-            index = ids_after_reading(rows.index, value)
-            rows = dataclasses.replace(rows, index=index)
-        else:
-            ids = ids_after_reading(ids, value)
-        kind = {"coalesced": gradient.coalesced}
-        return RowSparse.of_rows(ids, rows, gradient.shape, **kind)
-
-    if not isinstance(value, jax.core.Tracer):
-        return gradients
-    leaves = jax.tree.leaves(gradients, is_leaf=is_row_sparse)
-    tree: Any = jax.tree.structure(gradients, is_leaf=is_row_sparse)
-    tables = list(map(is_deferred, jax.tree.leaves(params, is_leaf=is_stored_table)))
-    if len(tables) != len(leaves):  # a model, which has no tables of other forms
-        tables = [False] * len(leaves)
-    return tree.unflatten(map(ordered, leaves, tables))
 
 
 def grad(

@@ -61,6 +61,20 @@ def check_coalesced(ids: np.ndarray, rows: int) -> None:
     )
 
 
+def check_values(indices: jax.Array, values: jax.Array, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless values (n, *row) have a row of `shape` for each index."""
+    if values.ndim == 0 or values.shape[0] != indices.shape[0]:
+        raise ValueError(
+            f"`values` must have one row for each of the {indices.shape[0]} `indices`, got "
+            f"values of shape {values.shape}."
+        )
+    if values.shape[1:] != shape[1:]:
+        raise ValueError(
+            f"`values` of shape {values.shape} do not fit `shape` {shape}: expected rows of "
+            f"shape {shape[1:]}, got {values.shape[1:]}."
+        )
+
+
 def check_replacement(values: Any, old: Any) -> None:
     """Raise ValueError unless values have the shape of those that they replace."""
     if jnp.shape(values) != jnp.shape(old):
@@ -115,6 +129,17 @@ def fit_or_poison(
             "which cannot be checked while they are traced."
         )
     return jnp.where(needed <= nse, values, jnp.nan)
+
+
+def resized(
+    ids: jax.Array, values: jax.Array, nse: int, rows: int, most: int
+) -> tuple[jax.Array, jax.Array]:
+    """Coalesced ids (n,) and values (n, *row) with room for `nse`, of `most` at most."""
+    needed = jnp.sum(ids < rows)
+    extra = max(nse - ids.shape[0], 0)
+    ids = jnp.pad(ids, (0, extra), constant_values=rows)[:nse]
+    widths = [(0, extra)] + [(0, 0)] * (values.ndim - 1)
+    return ids, fit_or_poison(jnp.pad(values, widths)[:nse], needed, nse, most)
 
 
 def refuse_tangent(leaf: Any) -> None:

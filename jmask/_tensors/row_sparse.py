@@ -35,12 +35,14 @@ from jmask._tensors.checks import (
     check_coalesced,
     check_replacement,
     check_stored,
+    check_values,
     checked_capacity,
     checked_indices,
     checked_shape,
     fit_or_poison,
     refuse_plain_ids,
     refuse_tangent,
+    resized,
     shape_that_fits,
 )
 from jmask._tensors.methods import RowSparseMethods
@@ -96,16 +98,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
     ):
         indices, values = checked_indices(indices), checked_array("values", values)
         shape = checked_shape(shape_that_fits(indices, values) if shape is None else shape)
-        if values.ndim == 0 or values.shape[0] != indices.shape[0]:
-            raise ValueError(
-                f"`values` must have one row for each of the {indices.shape[0]} "
-                f"`indices`, got values of shape {values.shape}."
-            )
-        if values.shape[1:] != shape[1:]:
-            raise ValueError(
-                f"`values` of shape {values.shape} do not fit `shape` {shape}: expected "
-                f"rows of shape {shape[1:]}, got {values.shape[1:]}."
-            )
+        check_values(indices, values, shape)
         self.index_leaf = hide(widen(indices, shape[0]))
         self.stored = values
         self.shape = shape
@@ -266,21 +259,18 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
             raise ValueError("`x` must have a dimension of rows, got a scalar.")
         shape = checked_shape(x.shape)
         touched = jnp.any(is_nonzero(x), axis=tuple(range(1, x.ndim)))
-        if nse is None:
-            if isinstance(x, jax.core.Tracer):
-                raise ValueError(
-                    "RowSparse.fromdense: `nse`, the number of rows to store, must be "
-                    "given for a traced `x` (under jit, vmap or grad)."
-                )
-            nse = int(touched.sum())
-        nse = checked_capacity(nse)
         needed = touched.sum()
+        if nse is None and isinstance(needed, jax.core.Tracer):
+            raise ValueError(
+                "RowSparse.fromdense: `nse`, the number of rows to store, must be given for a "
+                "traced `x` (under jit, vmap or grad)."
+            )
+        nse = checked_capacity(int(needed) if nse is None else nse)
         ids = jnp.flatnonzero(touched, size=nse, fill_value=shape[0])
         values = gather_rows(x, ids.astype(widen(ids, shape[0]).dtype))
         mask = (ids < shape[0]).reshape((-1,) + (1,) * (x.ndim - 1))
-        values = fit_or_poison(
-            jnp.where(mask, values, jnp.zeros((), x.dtype)), needed, nse, shape[0]
-        )
+        values = jnp.where(mask, values, jnp.zeros((), x.dtype))
+        values = fit_or_poison(values, needed, nse, shape[0])
         return cls.of_rows(ids, values, shape, coalesced=True)
 
     def todense(self) -> jax.Array:
@@ -319,13 +309,8 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         rows = self.shape[0]
         ids, values = coalesce_rows(self.row_ids(), self.values, rows)
         if nse is not None:
-            nse = checked_capacity(nse)
-            needed = jnp.sum(ids < rows)
-            extra = max(nse - ids.shape[0], 0)
-            ids = jnp.pad(ids, (0, extra), constant_values=rows)[:nse]
-            widths = [(0, extra)] + [(0, 0)] * (values.ndim - 1)
-            values = jnp.pad(values, widths)[:nse]
-            values = fit_or_poison(values, needed, nse, min(rows, self.nse))
+            most = min(rows, self.nse)
+            ids, values = resized(ids, values, checked_capacity(nse), rows, most)
         return RowSparse.of_rows(ids, values, self.shape, coalesced=True)
 
     def retain(self, rows: Any) -> "RowSparse":
@@ -358,8 +343,8 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         """
         if isinstance(self.index_leaf, jax.core.Tracer):
             raise ValueError(
-                "RowSparse.validate() reads the indices and cannot run while they are "
-                "traced: call it outside jit."
+                "RowSparse.validate() reads the indices and cannot run while they are traced: "
+                "call it outside jit."
             )
         check_stored(np.asarray(self.indices), self.values.shape, self.shape)
         if self.coalesced:
@@ -398,8 +383,9 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         """The tensor with every entry times the same number, as `function` does with arrays."""
         if not isinstance(self.stored, FactoredRows):
             return self.with_values(function(self.stored))
-        leaves, static = (self.index_leaf, self.stored.map(function)), self.tree_flatten()[1]
-        return self.tree_unflatten(static, leaves)
+        return self.tree_unflatten(
+            (self.shape, self.coalesced), (self.index_leaf, self.stored.map(function))
+        )
 
 
 def is_row_sparse(x: Any) -> bool:

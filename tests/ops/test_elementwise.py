@@ -147,11 +147,8 @@ def test_binary(name):
     check(jax.jit(function)(masked, stored(right, OTHER, storage)), expected, mask & OTHER)
     # Masks broadcast with their data.
     first = jmask.masked_tensor(right[0], OTHER[0])
-    check(
-        function(stored(left, mask, "default"), first),
-        function.__wrapped__(x, y[0]),
-        mask & OTHER[0],
-    )
+    result = function(stored(left, mask, "default"), first)
+    check(result, function.__wrapped__(x, y[0]), mask & OTHER[0])
 
 
 def derivatives(name: str, xs: list[np.ndarray]) -> list[np.ndarray]:

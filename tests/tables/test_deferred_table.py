@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 import jmask
 from tests.compilations import compilations
-from tests.compiled_step import IN_PLACE, whole_table_operations
 from tests.sampling import chosen, sampled
 from tests.stored_tables import mesh_of
 
@@ -276,55 +275,6 @@ def test_random_ids(seed: int, shape: tuple[int, ...], empty: int) -> None:
         values = jnp.asarray(rng.normal(size=(3, *shape[1:])), jnp.float32)
         carried = both_steps(jmask.RowSparse(ids, values, shape), carried)
         assert_close(carried[0].todense(), carried[2])
-
-
-# --- in place ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name", sampled(["optax.adamw", "adam", "rowwise adagrad", "momentum"], 4)
-)
-def test_in_place(name: str) -> None:
-    """No temporary of the size of the table, and every array is updated where it is."""
-    tx = {
-        "adam": ADAM,
-        "optax.adamw": jmask.lazy(ADAMW),
-        "rowwise adagrad": jmask.rowwise_adagrad(0.1),
-        "momentum": jmask.sgd(0.1, momentum=0.9),
-    }[name]
-    temporary = []
-    for rows in (10**5, 10**7):
-        like = jax.ShapeDtypeStruct((rows, 16), jnp.float32)
-        table = jax.eval_shape(lambda x: jmask.deferred(x, tx), like)
-        params = {"t": table, "w": jax.ShapeDtypeStruct((16,), jnp.float32)}
-        state = jax.eval_shape(tx.init, params)
-        ids = jax.ShapeDtypeStruct((512,), jnp.int32)
-        jitted = jax.jit(functools.partial(step, tx), donate_argnums=(0, 1))
-        compiled = jitted.lower(params, state, ids).compile()
-        memory = compiled.memory_analysis()
-        sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(table)]
-        assert memory.alias_size_in_bytes >= sum(sizes)
-        assert whole_table_operations(compiled, rows) <= IN_PLACE
-        temporary.append(memory.temp_size_in_bytes)
-    # With the root of V grow the lines, and the rows that are brought up to date besides.
-    assert temporary[1] <= 24 * 2**20
-    assert temporary[1] - temporary[0] < 10**7
-
-
-def test_catch_up_in_place() -> None:
-    like = jax.ShapeDtypeStruct((10**7, 16), jnp.float32)
-    table = jax.eval_shape(lambda x: jmask.deferred(x, ADAM), like)
-    jitted = jax.jit(lambda t: t.up_to_date(), donate_argnums=0)
-    memory = jitted.lower(table).compile().memory_analysis()
-    assert memory.alias_size_in_bytes >= 10**7 * 16 * 4 * 3
-    assert memory.temp_size_in_bytes <= 64 * 2**20
-
-
-def test_memory_is_one_int32_for_each_row_beside_the_moments() -> None:
-    like = jax.ShapeDtypeStruct((10**6, 64), jnp.float32)
-    table = jax.eval_shape(lambda x: jmask.deferred(x, ADAM), like)
-    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(table))
-    assert 0 <= size - 10**6 * (3 * 64 * 4 + 4) < 2**20
 
 
 def test_compiled_once() -> None:

@@ -1,0 +1,57 @@
+"""The order of a step: a table is read for the loss before it is written.
+
+XLA knows what depends on what, and nothing else. Where an update depends on the loss by its
+ids, all reads of the loss come first, and the table is written in place:
+
+    ids of the gradient = ids that "depend" on the value of the loss
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmask._base.array_types import varying_axes
+from jmask._kernels.factored_rows import FactoredRows
+from jmask._kernels.rows import ids_after_reading
+from jmask._tables.deferred_table import is_deferred
+from jmask._tables.stored_table import is_stored_table
+from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+
+
+def after_reading(value: Any, gradients: Any, params: Any) -> Any:
+    """Gradients whose ids XLA takes to depend on the value of the loss.
+
+    So all that the value needs of a table is read before the table is written. Where nothing
+    else orders the two (in a linear loss, or where XLA fuses the lookup into the loss a second
+    time, as it does for GPUs), it would read from a copy of the whole table.
+
+    Of deferred tables the values depend on it: a step reads at the ids of the loss, so that
+    XLA sees that it is the same, and reads once.
+    """
+
+    def ordered(gradient: Any, waits: bool) -> Any:
+        ids = gradient.indices if is_row_sparse(gradient) else None
+        if not isinstance(ids, jax.core.Tracer) or varying_axes(value) - varying_axes(ids):
+            return gradient
+        if waits:
+            one = ids_after_reading(jnp.ones((), jnp.int32), value)
+            return gradient.scaled(lambda x: x * one.astype(x.dtype))
+        rows = gradient.stored
+        if isinstance(rows, FactoredRows):  # whose ids are sorted meanwhile
+            index = ids_after_reading(rows.index, value)
+            rows = dataclasses.replace(rows, index=index)
+        else:
+            ids = ids_after_reading(ids, value)
+        kind = {"coalesced": gradient.coalesced}
+        return RowSparse.of_rows(ids, rows, gradient.shape, **kind)
+
+    if not isinstance(value, jax.core.Tracer):
+        return gradients
+    leaves = jax.tree.leaves(gradients, is_leaf=is_row_sparse)
+    tree: Any = jax.tree.structure(gradients, is_leaf=is_row_sparse)
+    tables = list(map(is_deferred, jax.tree.leaves(params, is_leaf=is_stored_table)))
+    if len(tables) != len(leaves):  # a model, which has no tables of other forms
+        tables = [False] * len(leaves)
+    return tree.unflatten(map(ordered, leaves, tables))
