@@ -23,9 +23,12 @@ import jmask
 
 # What may produce an array as large as a table in a program that works in place: names
 # for a buffer that exists, the loop and fusion that a scatter becomes, and the scatter.
+# In a fusion that reads rows as integers the whole table is converted, of which it computes
+# these rows; as an operation of its own that would be a temporary array.
 IN_PLACE = frozenset(
     {
         "bitcast",
+        "bitcast-convert",
         "call",
         "conditional",
         "dynamic-update-slice",

@@ -12,9 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -71,27 +68,9 @@ def lower_on_cpu(made: Primitive, on_one: Definition, on_several: Definition) ->
     mlir.register_lowering(made, rule, platform="cpu")
 
 
-def is_on_one_device() -> jax.Array:
-    """A constant: whether the program is lowered for one device."""
-    return _is_on_one_device_p.bind()
-
-
 def _lowered(definition: Definition) -> Any:
     return mlir.lower_fun(definition, multiple_results=True)
 
 
 def _is_for_one(ctx: Any) -> bool:
     return getattr(ctx.module_context.axis_context, "num_devices", None) == 1
-
-
-_is_on_one_device_p = Primitive("jmask_is_on_one_device")
-_is_on_one_device_p.def_impl(lambda: jax.jit(is_on_one_device)())
-_is_on_one_device_p.def_abstract_eval(lambda: ShapedArray((), np.dtype(bool)))
-
-
-def _constant(ctx: Any) -> Any:
-    answer = mlir.lower_fun(lambda: jnp.asarray(_is_for_one(ctx)), multiple_results=False)
-    return answer(ctx)
-
-
-mlir.register_lowering(_is_on_one_device_p, _constant)

@@ -36,7 +36,7 @@ def bits(x: jax.Array) -> np.ndarray:
     [("clip", None), ("promise_in_bounds", None), ("fill", None), ("fill", 2.5), ("fill", 0)],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("row", [(64,), (8, 8), (24,), (32,), (2, 20)])
+@pytest.mark.parametrize("row", [(64,), (8, 8), (32,), (50,), (3, 15)])
 def test_the_same_bits(row: tuple[int, ...], dtype: str, mode: str, fill: float | None) -> None:
     table = table_of(row, dtype)
     ids = IDS % V if mode == "promise_in_bounds" else IDS
@@ -73,7 +73,7 @@ def test_rows_that_come_first() -> None:
     )
 
 
-@pytest.mark.parametrize("width", [32, 63, 64])
+@pytest.mark.parametrize("width", [32, 65, 64])
 @pytest.mark.parametrize(
     "lookup",
     [
@@ -107,10 +107,10 @@ def test_values_and_derivatives(lookup, width: int) -> None:
     np.testing.assert_allclose(forward, jnp.sum(plain[1]), rtol=1e-4)
 
 
-@pytest.mark.parametrize(("width", "read"), [(64, "xi32>"), (32, "array<i64: 1, 8>")])
-def test_a_lookup_is_not_left_a_copying_loop(width: int, read: str) -> None:
-    """The forward gather that runs reads integers, or windows; also inside a call."""
+@pytest.mark.parametrize("width", [32, 50, 64])
+def test_a_lookup_is_not_left_a_copying_loop(width: int) -> None:
+    """The forward gather that runs reads integers; also inside a call."""
     step = jax.jit(jmask.value_and_grad(lambda t: jnp.sum(jnp.take(t, IDS % V, axis=0) ** 2)))
     text = step.lower(jnp.ones((V, width))).as_text()
     gathers = [line for line in text.splitlines() if "stablehlo.gather" in line]
-    assert any(read in line for line in gathers)
+    assert any("xi32>" in line.split("->")[1] for line in gathers)

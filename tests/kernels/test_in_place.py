@@ -74,7 +74,7 @@ STEPS: dict[str, Step] = {
     **{name: Step(tx) for name, tx in OPTIMIZERS.items()},
     "vector": Step(ADAMW, row=()),
     "3-D table": Step(ADAMW, row=(2, 8)),
-    "read as windows": Step(ADAMW, row=(32,)),
+    "read as integers": Step(ADAMW, row=(32,)),
     "float16": Step(ADAMW, dtype=jnp.float16),
     "float16, float32 updates": Step(MIXED, dtype=jnp.float16),
     "several lookups": Step(ADAMW, loss=squares_of_several_lookups),

@@ -1,4 +1,4 @@
-"""Deferred tables are updated where they are, and cost one count for each row beside the moments."""
+"""Deferred tables are updated where they are, and cost one count a row beside the moments."""
 
 import functools
 from typing import Any
