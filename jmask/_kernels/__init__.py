@@ -9,6 +9,7 @@ hash_dedup              equal ids summed into the first of them, by hashing
 block_loops             loops over blocks of rows, side by side
 row_blocks              equal ids summed and used, block by block
 update_rows             tables updated at unique ids: a primitive that knows the machine
+odd_windows             rows as windows, which XLA's CPU compiler scatters faster
 scatter_update          one scatter whose combiner is an optimizer
 stochastic_rounding     sums rounded to a narrow dtype, right on average
 """

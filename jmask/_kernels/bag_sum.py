@@ -25,6 +25,7 @@ from jmask._base.lowering import lower_on_cpu, primitive
 from jmask._base.precision import wide
 from jmask._kernels.block_loops import BlockLoop, block_size, run_side_by_side
 from jmask._kernels.gather import Gather
+from jmask._kernels.odd_windows import add_in_windows
 from jmask._kernels.rows import add_rows
 
 # Rows that are read at once.
@@ -203,7 +204,7 @@ def _loop(
         )
         block_weights = None if weights is None else of_block(weights)
         rows = _read(table, of_block(positions), block_weights, part.fill)
-        return add_rows(carried[0], of_block(bag_of_entry), rows, coalesced=False), None
+        return add_in_windows(carried[0], of_block(bag_of_entry), rows), None
 
     row = jax.ShapeDtypeStruct(table.shape, wide(table.dtype))
     return BlockLoop((_start(row, bags, valid), None), block, blocks, blocks)

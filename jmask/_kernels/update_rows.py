@@ -29,6 +29,7 @@ from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.factored_rows import FactoredRows, Rows, as_array
 from jmask._kernels.gather import zero_of
 from jmask._kernels.hash_dedup import deduplicated_rows
+from jmask._kernels.odd_windows import in_windows
 from jmask._kernels.row_blocks import rows_in_blocks, sums_in_blocks
 from jmask._kernels.rows import add_rows
 
@@ -239,6 +240,7 @@ def _in_one_round(operands: Operands, part: _Part) -> list[jax.Array]:
 
 
 def _on_one_cpu(*given: jax.Array, parts: Parts) -> list[jax.Array]:
+    parts = tuple(dataclasses.replace(x, update=_of_windows(x.update)) for x in parts)
     operands = _of_parts(given, [part.count for part in parts])
     pairs = list(zip(operands, parts, strict=True))
     in_blocks = [pair for pair in pairs if _is_in_blocks(*pair)]
@@ -246,6 +248,28 @@ def _on_one_cpu(*given: jax.Array, parts: Parts) -> list[jax.Array]:
     of_blocks = iter(run_side_by_side([_loop(*pair, size) for pair in in_blocks]))
     results = [next(of_blocks) if _is_in_blocks(*x) else _hashed(*x) for x in pairs]
     return [table for tables in results for table in tables]
+
+
+def _of_windows(update: Update) -> Update:
+    """The update of windows of rows, if it does the same to each entry."""
+    if not (update.fused or update.additive):
+        return update
+
+    def run(
+        tables: Sequence[jax.Array],
+        ids: jax.Array,
+        rows: jax.Array,
+        scalars: Sequence[jax.Array],
+        is_sorted: bool,
+    ) -> list[jax.Array]:
+        def of_windows(tables: Operands, ids: jax.Array, arrays: Operands) -> list[jax.Array]:
+            rows, *scalars = arrays
+            return update.fastest(tables, ids, rows, scalars, is_sorted)
+
+        each = (jnp.broadcast_to(x, rows.shape) if x.ndim else x for x in scalars)
+        return in_windows(of_windows, tables, ids, [rows, *each], update.additive)
+
+    return dataclasses.replace(update, fused=run)
 
 
 def _is_in_blocks(operands: Operands, part: _Part) -> bool:

@@ -75,6 +75,8 @@ STEPS: dict[str, Step] = {
     "vector": Step(ADAMW, row=()),
     "3-D table": Step(ADAMW, row=(2, 8)),
     "read as integers": Step(ADAMW, row=(32,)),
+    "written as windows": Step(ADAMW, row=(50,)),
+    "one pass, written as windows": Step(ADAMW, row=(50,), apply=jmask.apply_gradients),
     "float16": Step(ADAMW, dtype=jnp.float16),
     "float16, float32 updates": Step(MIXED, dtype=jnp.float16),
     "several lookups": Step(ADAMW, loss=squares_of_several_lookups),

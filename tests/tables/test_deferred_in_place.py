@@ -12,6 +12,8 @@ import jmask
 from tests.compiled_step import IN_PLACE, whole_table_operations
 from tests.sampling import sampled
 
+pytestmark = pytest.mark.dtype_promotion
+
 ADAM = jmask.adam(0.1)
 OPTIMIZERS = {
     "optax.adamw": jmask.lazy(optax.adamw(0.1, weight_decay=0.1)),
