@@ -7,6 +7,7 @@ An entry exists where the data stores it and the mask is True. Equal positions a
 the sum of those that exist, if any does.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._tensors.storage import (
     Storage,
+    has_unique_positions,
     is_entry,
     is_sparse,
     matching,
@@ -59,12 +61,18 @@ def on_sparse(data: Storage, mask: Any) -> tuple[Any, jax.Array]:
 
 def _merged(data: Storage, valid: jax.Array) -> tuple[Any, jax.Array]:
     """Data with equal positions made one entry: the sum of what is valid, if anything is."""
+    if has_unique_positions(data):
+        return data, valid & is_entry(data)
+    return _summed(data, valid)
+
+
+# Some fifty operations, which outside jit would each be called from Python.
+@functools.partial(jax.jit, inline=True)
+def _summed(data: Storage, valid: jax.Array) -> tuple[Any, jax.Array]:
     values = stored_values(data)
     existing = with_stored_values(data, jnp.where(valid, values, jnp.zeros_like(values)))
-    merged = unique_positions(existing)
-    if merged is existing:
-        return data, valid & is_entry(data)
     number = unique_positions(with_stored_values(data, valid.astype(jnp.int32)))
+    merged = unique_positions(existing)
     return merged, (stored_values(number) > 0) & is_entry(merged)
 
 

@@ -212,15 +212,22 @@ def _positions(coordinates: tuple[jax.Array, ...], sizes: tuple[int, ...]) -> ja
     return jnp.where(_inside(coordinates, sizes), number, math.prod(sizes))
 
 
+def has_unique_positions(x: Any) -> bool:
+    """Whether it is known that no two stored values have one position."""
+    if isinstance(x, RowSparse):
+        return x.coalesced
+    if isinstance(x, BCSR) and (x.n_batch or x.n_dense):
+        return True
+    return not isinstance(x, BCOO | BCSR) or x.unique_indices
+
+
 def unique_positions(x: Any) -> Any:
     """The tensor with equal positions summed into one, as masked semantics need."""
+    if has_unique_positions(x):
+        return x
     if isinstance(x, RowSparse):
         return x.coalesce()
-    if isinstance(x, BCOO) and not x.unique_indices:
-        return summed(x, x.nse)
-    if isinstance(x, BCSR) and not x.unique_indices and not x.n_batch and not x.n_dense:
-        return compressed(summed(x.to_bcoo(), x.nse))
-    return x
+    return compressed(summed(x.to_bcoo(), x.nse)) if isinstance(x, BCSR) else summed(x, x.nse)
 
 
 def summed(x: BCOO, nse: int | None = None) -> BCOO:
