@@ -5,6 +5,7 @@ function on the compressed valid entries alone: no mask and no poison ever reach
 """
 
 import contextlib
+import functools
 import warnings
 from typing import Any
 
@@ -87,19 +88,20 @@ def poisoned(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return np.where(mask, values, poison).astype(values.dtype)
 
 
-def stored(values: Any, mask: np.ndarray, storage: str) -> jmask.MaskedTensor:
+@functools.partial(jax.jit, static_argnums=2)
+def stored(values: Any, mask: Any, storage: str) -> jmask.MaskedTensor:
     """The masked tensor on a storage; differentiable in `values`."""
     if storage == "default":
         return jmask.masked_tensor(values, mask)
     if storage == "row_sparse":  # all rows, in order, and padding
         values = jnp.concatenate([jnp.asarray(values), jnp.asarray(values)[:1]])
         rows = jmask.RowSparse([0, 1, 2], values, SHAPE)
-        return jmask.masked_tensor(rows, np.concatenate([mask, mask[:1]]))
+        return jmask.masked_tensor(rows, jnp.concatenate([mask, mask[:1]]))
     everywhere = np.argwhere(np.ones(SHAPE))
     if storage == "coo":
         data = BCOO((jnp.ravel(values), jnp.asarray(everywhere)), shape=SHAPE)
     else:
-        pattern = BCSR.fromdense(jnp.ones(SHAPE))
+        pattern = BCSR.fromdense(jnp.ones(SHAPE), nse=mask.size)
         data = BCSR((jnp.ravel(values), pattern.indices, pattern.indptr), shape=SHAPE)
     return jmask.masked_tensor(data, mask.ravel())
 

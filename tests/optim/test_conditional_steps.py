@@ -1,5 +1,7 @@
 """Steps skipped, rows left out, microbatches accumulated: exact, and bit-equal otherwise."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +27,7 @@ INNER = {
     "lazy(adamw)": jmask.lazy(optax.adamw(0.1)),
     "chain": optax.chain(jmask.clip_by_row_norm(0.5), jmask.adagrad(0.1)),
 }
+SKIPPING = {name: jmask.skip_nonfinite(tx) for name, tx in INNER.items()}
 
 
 def gradient(seed, size=4):
@@ -34,6 +37,8 @@ def gradient(seed, size=4):
     return {"t": rows, "w": jnp.asarray(rng.normal(size=4), jnp.float32)}
 
 
+# A step is compiled once for all tests of an optimizer.
+@functools.cache
 def with_updates(tx):
     @jax.jit
     def step(grads, state, params):
@@ -43,6 +48,7 @@ def with_updates(tx):
     return step
 
 
+@functools.cache
 def in_one_pass(tx):
     return jax.jit(lambda grads, state, params: jmask.apply_gradients(tx, grads, state, params))
 
@@ -59,8 +65,7 @@ def assert_close(x, y):
 @pytest.mark.parametrize("name", INNER)
 class TestSkipNonfinite:
     def test_only_finite_steps_are_taken(self, name, how):
-        inner = INNER[name]
-        tx = jmask.skip_nonfinite(inner)
+        inner, tx = INNER[name], SKIPPING[name]
         step, expected_step = how(tx), how(inner)
         params, state = PARAMS, tx.init(PARAMS)
         expected, expected_state = PARAMS, inner.init(PARAMS)
@@ -82,8 +87,8 @@ class TestSkipNonfinite:
 
     @pytest.mark.parametrize(("dtype", "large"), [("float16", 6e4), ("float32", 3e38)])
     def test_finite_rows_with_an_infinite_sum(self, name, how, dtype, large):
-        tx = jmask.skip_nonfinite(INNER[name])
-        grads = {**gradient(2), "t": jmask.RowSparse([3, 3], jnp.full((2, D), large), (V, D))}
+        tx, rows = SKIPPING[name], jnp.full((2, D), large)
+        grads = {**gradient(2), "t": jmask.RowSparse([3, 3], rows, (V, D))}
         grads["t"] = grads["t"].astype(dtype)
         params = {**PARAMS, "t": TABLE.astype(dtype)}
         state = tx.init(params)
@@ -92,8 +97,9 @@ class TestSkipNonfinite:
         assert new_state.skipped == 1
 
     def test_garbage_under_padding_does_not_count(self, name, how):
-        tx = jmask.skip_nonfinite(INNER[name])
-        rows = jmask.RowSparse([1, -1], jnp.array([[1.0] * D, [jnp.nan] * D]), (V, D))
+        tx = SKIPPING[name]
+        values = jnp.array([[1.0] * D, *[[jnp.nan] * D] * 3])
+        rows = jmask.RowSparse([1, -1, V, -1], values, (V, D))
         grads = {"t": rows, "w": jnp.zeros(4)}
         params, state = how(tx)(grads, tx.init(PARAMS), PARAMS)
         assert state.skipped == 0
@@ -186,6 +192,11 @@ class TestDropRows:
         assert grads.mask.tolist() == [True, False, False]
 
 
+def microbatch(number):
+    """Each third one is small."""
+    return gradient(number, 3 if number % 3 == 2 else 4)
+
+
 def _zeros():
     return jax.tree.map(jnp.zeros_like, PARAMS)
 
@@ -203,12 +214,11 @@ class TestMultiSteps:
         expected, expected_state = PARAMS, inner.init(PARAMS)
         for number in range(6):
             before = (params, state.inner_state)
-            # The last microbatch is a small one.
-            params, state = step(gradient(number, 4 - number // 5), state, params)
+            params, state = step(microbatch(number), state, params)
             if number % 3 < 2:
                 assert_equal((params, state.inner_state), before)
                 continue
-            batch = [gradient(i, 4 - i // 5) for i in range(number - 2, number + 1)]
+            batch = [microbatch(i) for i in range(number - 2, number + 1)]
             total = jmask.tree.mean(batch) if mean else jmask.tree.add(*batch)
             expected, expected_state = at_once(total, expected_state, expected)
             assert_close((params, state.inner_state), (expected, expected_state))
