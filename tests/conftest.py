@@ -3,26 +3,24 @@
 import gc
 import os
 from collections.abc import Generator
-from pathlib import Path
 
 import hypothesis
 import jax
 import pytest
 
+from tests.compiled_programs import compiled_programs
 from tests.lowered_for import lower_for
-
-ROOT = Path(__file__).parent.parent
 
 # Most of the time goes into compiling small programs, and little into running them.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 )
 
-# What was compiled once is read from files, by all processes and targets of a run, and by the
-# next run. Programs are traced and lowered anew, so changed code is compiled anew. `make clean`
-# removes them.
+# What was compiled once is read from files, by all processes and targets of a run, by the next
+# run and by other checkouts. Programs are traced and lowered anew, so changed code is compiled
+# anew.
 if jax.config.jax_compilation_cache_dir is None:
-    jax.config.update("jax_compilation_cache_dir", str(ROOT / "build" / "compiled"))
+    jax.config.update("jax_compilation_cache_dir", str(compiled_programs()))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
