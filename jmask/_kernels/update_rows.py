@@ -255,16 +255,9 @@ def _of_windows(update: Update) -> Update:
     if not (update.fused or update.additive):
         return update
 
-    def run(
-        tables: Sequence[jax.Array],
-        ids: jax.Array,
-        rows: jax.Array,
-        scalars: Sequence[jax.Array],
-        is_sorted: bool,
-    ) -> list[jax.Array]:
+    def run(tables: Any, ids: Any, rows: Any, scalars: Any, is_sorted: bool) -> list[jax.Array]:
         def of_windows(tables: Operands, ids: jax.Array, arrays: Operands) -> list[jax.Array]:
-            rows, *scalars = arrays
-            return update.fastest(tables, ids, rows, scalars, is_sorted)
+            return update.fastest(tables, ids, arrays[0], arrays[1:], is_sorted)
 
         each = (jnp.broadcast_to(x, rows.shape) if x.ndim else x for x in scalars)
         return in_windows(of_windows, tables, ids, [rows, *each], update.additive)
