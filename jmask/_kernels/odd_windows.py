@@ -19,8 +19,9 @@ from jax import lax
 
 from jmask._kernels.rows import add_rows
 
-# Entries of the windows that gain: of vectors of 2, and of 4.
+# Entries of the windows that gain, by the vectors that rows are made of.
 _LEAST = {2: 9, 4: 25}
+_LEAST_OF_SUMS = {2: 9}
 _BYTES = 4  # of an entry
 
 
@@ -33,12 +34,12 @@ def window_of(table: jax.Array, adds_only: bool) -> int:
     """
     width = math.prod(table.shape[1:])
     vector = width & -width
-    if vector not in _LEAST or (adds_only and vector == max(_LEAST)):
+    least = (_LEAST_OF_SUMS if adds_only else _LEAST).get(vector)
+    if least is None or table.dtype.itemsize != _BYTES:
         return width
     window = width // vector
     fits = table.size // window <= np.iinfo(np.int32).max
-    is_slow = table.dtype.itemsize == _BYTES and window >= _LEAST[vector]
-    return window if fits and is_slow else width
+    return window if fits and window >= least else width
 
 
 def in_windows(
@@ -52,17 +53,16 @@ def in_windows(
 
     Args:
         update: what it does to an entry depends on this entry alone.
-        tables: arrays (V, *row) of one shape.
+        tables: arrays (V, *row) of one shape and dtype.
         ids (n,): canonical.
         arrays: rows (n, *row), and scalars.
         adds_only: whether it adds rows and no more.
     """
     table = tables[0]
-    widths = {window_of(x, adds_only) for x in tables}
-    window = min(widths)
-    count = math.prod(table.shape[1:]) // window
-    if count == 1 or len(widths) > 1:
+    window, width = window_of(table, adds_only), math.prod(table.shape[1:])
+    if window == width:
         return update(list(tables), ids, list(arrays))
+    count = width // window
     places = ids[:, None] * count + lax.broadcasted_iota(ids.dtype, (ids.size, count), 1)
     rows = (x.reshape(-1, window) if jnp.ndim(x) else x for x in arrays)
     new = update([x.reshape(-1, window) for x in tables], places.reshape(-1), list(rows))
