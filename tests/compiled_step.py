@@ -23,12 +23,9 @@ import jmask
 
 # What may produce an array as large as a table in a program that works in place: names
 # for a buffer that exists, the loop and fusion that a scatter becomes, and the scatter.
-# In a fusion that reads rows as integers the whole table is converted, of which it computes
-# these rows; as an operation of its own that would be a temporary array.
 IN_PLACE = frozenset(
     {
         "bitcast",
-        "bitcast-convert",
         "call",
         "conditional",
         "dynamic-update-slice",
@@ -42,6 +39,7 @@ IN_PLACE = frozenset(
 )
 
 _INSTRUCTION = re.compile(r" = (?P<type>.*?) (?P<opcode>[a-z][a-z0-9-]*)\(")
+_GATHERED = re.compile(r" gather\((?P<table>%[\w.-]+),")
 _DIMENSIONS = re.compile(r"\w+\[([\d,]*)\]")
 
 
@@ -149,16 +147,32 @@ class Step:
 
 
 def whole_table_operations(compiled: Any, entries: int) -> set[str]:
-    """Opcodes of all instructions that produce an array of `entries` entries or more."""
+    """Opcodes of all instructions that produce an array of `entries` entries or more.
+
+    Not of those that a fusion gathers rows of: it computes these rows alone.
+    """
+    lines = compiled.as_text().splitlines()
+    gathered = _gathered_in_fusions(lines)
     opcodes = set()
-    for line in compiled.as_text().splitlines():
+    for line in lines:
         instruction = _INSTRUCTION.search(line)
-        if instruction is None:
+        if instruction is None or line.split(" = ")[0].strip() in gathered:
             continue
         for dimensions in _DIMENSIONS.findall(instruction["type"]):
             if math.prod(int(size) for size in dimensions.split(",") if size) >= entries:
                 opcodes.add(instruction["opcode"])
     return opcodes
+
+
+def _gathered_in_fusions(lines: list[str]) -> set[str]:
+    """The names of what fusions gather rows of."""
+    gathered, is_fused = set(), False
+    for line in lines:
+        if line.startswith(("%", "ENTRY")):
+            is_fused = line.startswith("%fused_computation")
+        elif is_fused and (found := _GATHERED.search(line)):
+            gathered.add(found["table"])
+    return gathered
 
 
 def rounds_of_loops(compiled: Any) -> list[int]:
