@@ -14,15 +14,25 @@ _DAYS = 30
 
 
 def compiled_programs() -> Path:
-    """The folder, made and cleared of old programs; in the checkout if it cannot be made."""
+    """The folder, made if need be; in the checkout if it cannot be made."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = base / "jmask" / f"compiled-{zlib.crc32(_processor()):08x}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return Path(__file__).parent.parent / "build" / "compiled"
-    _remove_old(folder)
     return folder
+
+
+def remove_old(folder: Path) -> None:
+    """Remove the programs that were written thirty days ago."""
+    oldest = time.time() - _DAYS * 24 * 3600
+    for entry in os.scandir(folder):
+        try:
+            if entry.stat().st_mtime < oldest:
+                os.unlink(entry)
+        except OSError:  # another process was first
+            continue
 
 
 def _processor() -> bytes:
@@ -32,13 +42,3 @@ def _processor() -> bytes:
     except OSError:
         return b""
     return next((line for line in lines if line.startswith((b"flags", b"Features"))), b"")
-
-
-def _remove_old(folder: Path) -> None:
-    oldest = time.time() - _DAYS * 24 * 3600
-    for entry in os.scandir(folder):
-        try:
-            if entry.stat().st_mtime < oldest:
-                os.unlink(entry)
-        except OSError:  # another process was first
-            continue

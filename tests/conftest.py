@@ -8,7 +8,7 @@ import hypothesis
 import jax
 import pytest
 
-from tests.compiled_programs import compiled_programs
+from tests.compiled_programs import compiled_programs, remove_old
 from tests.lowered_for import lower_for
 
 # Most of the time goes into compiling small programs, and little into running them.
@@ -19,8 +19,12 @@ os.environ["XLA_FLAGS"] = (
 # What was compiled once is read from files, by all processes and targets of a run, by the next
 # run and by other checkouts. Programs are traced and lowered anew, so changed code is compiled
 # anew.
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if jax.config.jax_compilation_cache_dir is None:
-    jax.config.update("jax_compilation_cache_dir", str(compiled_programs()))
+    programs = compiled_programs()
+    jax.config.update("jax_compilation_cache_dir", str(programs))
+    if not IS_WORKER and programs.exists():
+        remove_old(programs)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
