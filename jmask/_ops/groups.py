@@ -71,9 +71,11 @@ class Groups:
         return x
 
     def sum(self, x: Any) -> Any:
+        """The sum of `x` in each group: each form has its own."""
         raise NotImplementedError
 
     def spread(self, result: Any) -> Any:
+        """For each entry the result of its group: each form has its own."""
         raise NotImplementedError
 
 
