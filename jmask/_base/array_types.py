@@ -128,6 +128,8 @@ def varying_alike(*arrays: jax.Array) -> list[jax.Array]:
     JAX's own operations ask for it, and the type of their result follows: what is computed
     from a gradient of one device is not taken for the same on all.
     """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return list(arrays)
     varying = list(map(varying_axes, arrays))
     every = frozenset[str]().union(*varying)
     return [_varying_over(every - axes, x) for axes, x in zip(varying, arrays, strict=True)]

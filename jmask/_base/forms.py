@@ -16,6 +16,7 @@ To take on a new JAX, run `tests/base/test_forms.py`: it says which primitive ha
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -47,21 +48,20 @@ class Form:
         read: parameters that rules read.
         beside: others that may be there: they are passed on as they are, or do not change what
             is computed.
-        holds: whether what the parameters are is known too.
+        holds: whether what the parameters are is known too; None if that is no matter.
     """
 
     read: frozenset[str]
     beside: frozenset[str] = frozenset()
-    holds: Callable[[JaxprEqn], bool] = lambda eqn: True
+    holds: Callable[[JaxprEqn], bool] | None = None
 
 
-def _form(read: str, beside: str = "", holds: Any = lambda eqn: True) -> Form:
+def _form(read: str, beside: str = "", holds: Any = None) -> Form:
     return Form(frozenset(read.split()), frozenset(beside.split()), holds)
 
 
-def aval_of(v: Any) -> Any:
-    """The abstract array (shape, dtype, ndim) of a variable or literal."""
-    return v.aval
+aval_of: Callable[[Any], Any] = operator.attrgetter("aval")
+"""The abstract array (shape, dtype, ndim) of a variable or literal."""
 
 
 def opened(jaxpr: Any) -> Opened:
@@ -348,21 +348,17 @@ def name_of(eqn: JaxprEqn) -> str:
     The name of one whose parameters are not as known is another, which says what they are: no
     rule has it.
     """
-    name = eqn.primitive.name
+    name, given = eqn.primitive.name, eqn.params.keys()
     form = FORMS.get(name)
-    if form is None or _is_known(form, eqn):
+    if form is None:
         return name
-    return f"{name} (parameters: {', '.join(sorted(eqn.params))})"
-
-
-def _is_known(form: Form, eqn: JaxprEqn) -> bool:
-    given = eqn.params.keys()
-    if not form.read <= given or not given <= form.read | form.beside:
-        return False
     try:
-        return form.holds(eqn)
+        is_known = form.read <= given and given <= form.read | form.beside
+        if is_known and (form.holds is None or form.holds(eqn)):
+            return name
     except (AttributeError, KeyError, TypeError, ValueError):
-        return False  # a parameter of another type than is known
+        pass  # a parameter of another type than is known
+    return f"{name} (parameters: {', '.join(sorted(given))})"
 
 
 def what_is_unknown(eqn: JaxprEqn) -> str | None:

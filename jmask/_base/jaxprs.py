@@ -1,7 +1,8 @@
 """Running jaxprs, which outputs depend on which inputs, and what is mere arithmetic.
 
-{ lambda ; a b. let c = sin a in (c, b) }        evaluate(.., x, y)   [sin(x), y]
-                                                 origins(.., [1, 2])  [1, 2]
+{ lambda ; a b. let c = jit[{ d. sin d }] a in (c, b) }      inlined   c = sin a
+                                                             evaluate  [sin(x), y]
+                                                             origins   [1, 2]
 """
 
 import functools
@@ -9,10 +10,10 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jmask._base.array_types import varying_alike
-from jmask._base.forms import CALLS, called, equations, name_of
+from jmask._base.forms import CALLS, REMATS, called, equations, name_of
 
 _Value = TypeVar("_Value")
 
@@ -42,6 +43,31 @@ def lifted(program: ClosedJaxpr) -> Jaxpr:
     """
     jaxpr = program.jaxpr
     return jaxpr.replace(constvars=(), invars=(*jaxpr.constvars, *jaxpr.invars))
+
+
+def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
+    """The program with the equations of what it calls in place of the calls."""
+    calls = (*CALLS, *REMATS)
+    consts = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+    eqns: list[JaxprEqn] = []
+
+    def add(jaxpr: Jaxpr, names: dict[Var, Any]) -> list[Any]:
+        """Add the equations of a jaxpr; what its outputs are called in the program."""
+        for eqn in jaxpr.eqns:
+            inputs = [names.get(v, v) if isinstance(v, Var) else v for v in eqn.invars]
+            if name_of(eqn) in calls:
+                inner, inner_consts = called(eqn)
+                consts.update(zip(inner.constvars, inner_consts, strict=True))
+                outputs = add(inner, dict(zip(inner.invars, inputs, strict=True)))
+            else:  # a jaxpr may be called twice: its variables get new names each time
+                outputs = [Var(v.aval) for v in eqn.outvars]
+                eqns.append(eqn.replace(invars=inputs, outvars=outputs))
+            names.update(zip(eqn.outvars, outputs, strict=True))
+        return [names.get(v, v) if isinstance(v, Var) else v for v in jaxpr.outvars]
+
+    outputs = add(program.jaxpr, {})
+    jaxpr = program.jaxpr.replace(constvars=list(consts), eqns=eqns, outvars=outputs)
+    return ClosedJaxpr(jaxpr, list(consts.values()))
 
 
 def read(values: dict[Any, Any], v: Any) -> Any:
@@ -76,37 +102,35 @@ def interpret(
         literal: the value that stands for a number in the program.
     """
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
+    run(jaxpr.eqns, values, rule, literal)
+    return [literal(v.val) if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
 
-    def value(v: Any) -> _Value:
-        return literal(v.val) if isinstance(v, Literal) else values[v]
 
-    for eqn in jaxpr.eqns:
-        results = rule(eqn, list(map(value, eqn.invars)))
-        values.update(zip(eqn.outvars, results, strict=True))
-    return list(map(value, jaxpr.outvars))
+def run(
+    eqns: Sequence[JaxprEqn],
+    values: dict[Var, Any],
+    rule: Callable[[JaxprEqn, list[Any]], Sequence[Any]] = bound,
+    literal: Callable[[Any], Any] = lambda value: value,
+) -> None:
+    """Add to `values` those of the results of equations; see `interpret`."""
+    for eqn in eqns:
+        given = [literal(v.val) if isinstance(v, Literal) else values[v] for v in eqn.invars]
+        values.update(zip(eqn.outvars, rule(eqn, given), strict=True))
 
 
 def origins(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
-    """For each output of a jaxpr the bits of all inputs on which it may depend."""
+    """For each output of an inlined jaxpr the bits of all inputs on which it may depend."""
 
     def rule(eqn: JaxprEqn, given: list[int]) -> list[int]:
-        if name_of(eqn) in CALLS:
-            return origins(called(eqn)[0], given)
         return [functools.reduce(operator.or_, given, 0)] * len(eqn.outvars)
 
     return interpret(jaxpr, [0] * len(jaxpr.constvars), inputs, rule, lambda _: 0)
 
 
-def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
-    """The outputs of a jaxpr that was traced for other types of arrays: see `bound`."""
-
-    def rule(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
-        if name_of(eqn) not in CALLS:
-            return bound(eqn, inputs)
-        inner, inner_consts = called(eqn)
-        return evaluate(inner, inner_consts, *inputs)
-
-    return interpret(jaxpr, consts, args, rule)
+def evaluate(program: ClosedJaxpr, *args: Any) -> list[Any]:
+    """The outputs of a program that was traced for other types of arrays: see `bound`."""
+    program = inlined(program)
+    return interpret(program.jaxpr, program.consts, args, bound)
 
 
 def side_by_side(eqns: Sequence[JaxprEqn], name: str) -> Iterator[list[JaxprEqn]]:

@@ -102,7 +102,7 @@ def _one_scatter(program: ClosedJaxpr) -> Update:
         rows += [rows[0]] * (len(tables) - len(rows))
         return _scatter_rows_p.bind(*tables, ids, *rows, program=program, is_sorted=is_sorted)
 
-    rule = entry_by_entry(lambda *entries: evaluate(program.jaxpr, program.consts, *entries))
+    rule = entry_by_entry(lambda *entries: evaluate(program, *entries))
     return Update(_by_parts(rule), scattered)
 
 

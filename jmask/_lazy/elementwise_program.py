@@ -1,55 +1,62 @@
 """An optimizer's update on rows, taken apart: what is elementwise, and what is shared.
 
 To run in one pass over the rows (see `scatter_update`) an update must be elementwise in the
-gradient, the parameter and the state of a table. Its jaxpr on n rows is read once:
+gradient, the parameter and the state of a table. What the proof of row-locality has found of
+each variable of its program tells:
 
-    count -> count + 1 -> 1 - 0.9 ** count        depends on no row: computed hoisted
-    g -> g * g -> sum                             of the gradient alone: computed hoisted
-    m, g  -> 0.9 m + 0.1 g -> / (1 - 0.9 ** c)    entries of one table: the combiner
+    count -> count + 1 -> 1 - 0.9 ** count        Replicated: computed before the pass
+    g -> g * g -> sum                             of the gradient alone: so is this
+    m, g  -> 0.9 m + 0.1 g -> / (1 - 0.9 ** c)    RowWise, entry by entry: the combiner
     sum(m * m)                                    none of these: the update takes more passes
 
 The combiner runs the same equations on single entries. What it takes from the shared part
-are scalars, and it can take only as many as a scatter has room for. What is made of the
-gradient alone (clipped by the norm of all gradients) can be given to it in place of the
-gradient, and then it needs no scalars for that.
+are scalars, and it can take only as many as a scatter has room for: a number that is known is
+a constant of it. What is made of the gradient alone (clipped by the norm of all gradients) can
+be given to it in place of the gradient, and then it needs no scalars for that.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
-from jmask._base.forms import CALLS, aval_of, called, name_of
-from jmask._base.jaxprs import bound, is_arithmetic, read
+from jmask._base.forms import aval_of, name_of
+from jmask._base.jaxprs import is_arithmetic, run
+from jmask._lazy.lattice import Kind, Replicated, RowWise
+from jmask._lazy.proved_update import ProvedUpdate
 from jmask._lazy.row_locality import NEUTRAL
 
 
 @dataclasses.dataclass(frozen=True)
 class ElementwiseProgram:
-    """A jaxpr whose outputs are entries of tables or do not depend on rows.
+    """A program whose variables are entries of tables or do not depend on rows.
 
     Attributes:
-        equations: all equations, calls in line, with the table they are entries of or None.
-        consts, inputs, outputs: as in a jaxpr, the constants with their values.
+        program: its first inputs are the gradients.
         table_of: the table a variable has entries of.
         of_gradient: the variables with entries that are made of its gradient alone.
         reduced: tables over whose gradient something shared is summed.
-        scalar_of: the scalar that a shared array is filled with.
-        constants: shared scalars that are arithmetic on literals alone: a combiner computes
-            them itself. What is more than arithmetic (a loop, a random number) is shared.
+        constants: the number that a shared variable is filled with, if it is known.
     """
 
-    equations: list[tuple[JaxprEqn, int | None]]
-    consts: dict[Var, Any]
-    inputs: Sequence[Var]
-    outputs: Sequence[Any]
+    program: ClosedJaxpr
     table_of: dict[Var, int]
     of_gradient: set[Var]
     reduced: set[int]
-    scalar_of: dict[Var, Any]
-    constants: set[Var]
+    constants: dict[Var, Any]
+
+    @property
+    def inputs(self) -> Sequence[Var]:
+        return self.program.jaxpr.invars
+
+    @property
+    def outputs(self) -> Sequence[Any]:
+        return self.program.jaxpr.outvars
 
     def hoisted(self, values: dict[Var, Any], wanted: Iterable[Var]) -> dict[Var, Any]:
         """The values of all variables that do not depend on rows, and of those `wanted`.
@@ -58,17 +65,10 @@ class ElementwiseProgram:
             values: of the inputs that are no rows, and of gradients without equal ids.
             wanted: variables that are made of a gradient alone.
         """
-        shared = [v for eqn, table in self.equations if table is None for v in eqn.outvars]
-        equations, _ = _makers([*shared, *wanted], [eqn for eqn, _ in self.equations])
-        values = {**self.consts, **values}
-        for eqn in equations:
-            inputs = [read(values, v) for v in eqn.invars]
-            if eqn.outvars[0] in self.table_of:  # entries, which are computed with scalars too
-                shape = aval_of(eqn.outvars[0]).shape
-                dtypes = [aval_of(v).dtype for v in eqn.invars]
-                arrays = map(jnp.asarray, inputs, dtypes)
-                inputs = [jnp.broadcast_to(x, shape) for x in arrays]
-            values.update(zip(eqn.outvars, bound(eqn, inputs), strict=True))
+        jaxpr = self.program.jaxpr
+        shared = [v for e in jaxpr.eqns for v in e.outvars if v not in self.table_of]
+        values = dict(zip(jaxpr.constvars, self.program.consts, strict=True)) | values
+        run(_makers([*shared, *wanted], jaxpr.eqns)[0], values)
         return values
 
     def combiners(
@@ -83,16 +83,16 @@ class ElementwiseProgram:
         """
         if any(isinstance(v, Literal) or self.table_of.get(v) != table for v in outputs):
             return  # a state that is filled anew
-        mine = [eqn for eqn, of in self.equations if of == table]
+        mine = [e for e in self.program.jaxpr.eqns if self.table_of.get(e.outvars[0]) == table]
         made = [v for eqn in mine for v in eqn.outvars if v in self.of_gradient]
         gradient = self.inputs[table]
         for source in (gradient, *made):
-            equations, needed = _makers(_variables(outputs), mine, source)
+            equations, needed = _makers(outputs, mine, source)
             if source is gradient or gradient not in needed:
-                own = {*inputs, source, *(v for eqn in equations for v in eqn.outvars)}
-                used = [v for eqn in equations for v in _variables(eqn.invars)]
-                scalars = dict.fromkeys(v for v in used if v not in own | self.constants)
-                yield Combiner(self, source, inputs, outputs, equations, list(scalars))
+                shared = [v for v in needed if v not in self.table_of]
+                constants = {v: self.constants[v] for v in shared if v in self.constants}
+                scalars = [v for v in shared if v not in constants]
+                yield Combiner(source, inputs, outputs, equations, scalars, constants)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,159 +100,85 @@ class Combiner:
     """A function of entries of `inputs`, of `source` and of `scalars` that gives `outputs`.
 
     Attributes:
-        program: which it is a part of.
         source: the gradient, or what is made of it.
         inputs, outputs: of entries.
         equations: that make the outputs.
-        scalars: shared variables that they use.
+        scalars: shared variables that they use, each filled with one number.
+        constants: those whose number is known.
     """
 
-    program: ElementwiseProgram
     source: Var
     inputs: Sequence[Var]
     outputs: Sequence[Any]
     equations: list[JaxprEqn]
     scalars: list[Var]
+    constants: dict[Var, Any]
 
     def __call__(self, *entries: Any) -> tuple[Any, ...]:
-        values = dict(zip([*self.inputs, self.source, *self.scalars], entries, strict=True))
-        constants = self.program.constants
-        known = [eqn for eqn, _ in self.program.equations if eqn.outvars[0] in constants]
-        for eqn in (*known, *self.equations):
-            results = bound(eqn, [read(values, v) for v in eqn.invars])
-            values.update(zip(eqn.outvars, results, strict=True))
-        return tuple(read(values, v) for v in self.outputs)
+        given = zip([*self.inputs, self.source, *self.scalars], entries, strict=True)
+        values = self.constants | dict(given)
+        run(self.equations, values)
+        return tuple(values[v] for v in self.outputs)
+
+
+def number_of(filled: jax.Array) -> jax.Array:
+    """The number that an array is filled with."""
+    return filled.reshape(-1)[0] if jnp.ndim(filled) else filled
 
 
 def _makers(
     wanted: Iterable[Var], equations: Sequence[JaxprEqn], source: Var | None = None
-) -> tuple[list[JaxprEqn], set[Var]]:
+) -> tuple[list[JaxprEqn], dict[Var, None]]:
     """The equations that make what is wanted, given `source`, and all variables they need."""
-    needed, found = set(wanted), []
+    needed, found = dict.fromkeys(wanted), []
     for eqn in reversed(equations):
-        if source not in eqn.outvars and not needed.isdisjoint(eqn.outvars):
+        if source not in eqn.outvars and not needed.keys().isdisjoint(eqn.outvars):
             found.append(eqn)
-            needed.update(_variables(eqn.invars))
+            needed.update({v: None for v in eqn.invars if isinstance(v, Var)})
     return found[::-1], needed
 
 
-def elementwise_program(
-    jaxpr: Jaxpr, consts: Sequence[Any], tables: Sequence[int | None]
-) -> ElementwiseProgram | None:
-    """The program of a jaxpr, or None if it is not elementwise.
-
-    Args:
-        jaxpr: of an update on rows.
-        consts: its constants.
-        tables: for each input the table whose rows it holds, or None. Input number i holds
-            the gradient of table i.
-    """
-    table_of = {v: i for v, i in zip(jaxpr.invars, tables, strict=True) if i is not None}
-    shapes = {table_of[v]: aval_of(v).shape for v in table_of}
-    if any(aval_of(v).shape != shapes[i] for v, i in table_of.items()):
-        return None  # one number for each row, say
-    values = dict(zip(jaxpr.constvars, consts, strict=True))
-    gradients = {v for i, v in enumerate(jaxpr.invars) if table_of.get(v) == i}
-    program = ElementwiseProgram([], values, [], [], table_of, gradients, set(), {}, set())
-    renamed: dict[Var, Any] = {}
-    if not _inline(jaxpr, renamed, program, shapes):
-        return None
-    outputs = [_renamed(renamed, v) for v in jaxpr.outvars]
-    return dataclasses.replace(program, inputs=jaxpr.invars, outputs=outputs)
-
-
-def _inline(
-    jaxpr: Jaxpr, renamed: dict[Var, Any], program: ElementwiseProgram, shapes: dict[int, Any]
-) -> bool:
-    """Add the equations of a jaxpr to the program; False if one is not elementwise."""
+def elementwise_program(update: ProvedUpdate) -> ElementwiseProgram | None:
+    """The parts of an update, or None if it is not elementwise."""
+    jaxpr, kinds = update.program.jaxpr, update.kinds
+    table_of = {v: kind.table for v, kind in kinds.items() if isinstance(kind, RowWise)}
+    of_gradient = {v for i, v in enumerate(jaxpr.invars) if table_of.get(v) == i}
+    shapes = {table_of[v]: aval_of(v).shape for v in of_gradient}
+    for v, i in table_of.items():
+        if not _is_whole(kinds[v]) or aval_of(v).shape != shapes[i] or 0 in shapes[i]:
+            return None  # one number for each row, say
+    reduced: set[int] = set()
+    is_entry = functools.partial(_is_entry, kinds)
     for eqn in jaxpr.eqns:
-        inputs = [_renamed(renamed, v) for v in eqn.invars]
-        tables = {program.table_of[v] for v in _variables(inputs) if v in program.table_of}
-        if name_of(eqn) in CALLS and (tables or _are_constants(program, inputs)):
-            inner, consts = called(eqn)
-            program.consts.update(zip(inner.constvars, consts, strict=True))
-            # A jaxpr may be called twice: its variables get new names each time.
-            names = dict(zip(inner.invars, inputs, strict=True))
-            if not _inline(inner, names, program, shapes):
-                return False
-            outputs = [_renamed(names, v) for v in inner.outvars]
-            renamed.update(zip(eqn.outvars, outputs, strict=True))
+        entries = {v for v in eqn.invars if isinstance(v, Var) and v in table_of}
+        if not entries:
             continue
-        if _is_reduction(eqn) and program.of_gradient.issuperset(inputs):
-            program.reduced.update(tables)
-            tables = set()
-        if len(tables) > 1 or (tables and not _is_elementwise(eqn, shapes[min(tables)])):
-            return False
-        table = min(tables, default=None)
-        if table is not None:
-            inputs = [_scalar_if_filled(program, v) for v in inputs]
-            if not all(_is_entry(program, v, table) for v in inputs):
-                return False
-        outputs = [_new_variable(v) for v in eqn.outvars]
-        renamed.update(zip(eqn.outvars, outputs, strict=True))
-        program.equations.append((eqn.replace(invars=inputs, outvars=outputs), table))
-        if table is not None:
-            program.table_of.update((v, table) for v in outputs)
-            entries = {v for v in _variables(inputs) if v in program.table_of}
-            if entries <= program.of_gradient:
-                program.of_gradient.update(outputs)
-        elif name_of(eqn) == "broadcast_in_dim" and aval_of(inputs[0]).shape == ():
-            program.scalar_of[outputs[0]] = inputs[0]
-        elif _is_elementwise(eqn, aval_of(outputs[0]).shape) and aval_of(outputs[0]).shape:
-            _add_scalar_of(program, eqn, inputs, outputs)
-        elif _is_elementwise(eqn, ()) and _are_constants(program, inputs):
-            program.constants.update(outputs)
-    return True
+        if eqn.outvars[0] not in table_of:
+            if name_of(eqn) not in NEUTRAL or not entries <= of_gradient:
+                return None
+            reduced.update(table_of[v] for v in entries)
+        elif not is_arithmetic(eqn) or not all(map(is_entry, eqn.invars)):
+            return None
+        elif entries <= of_gradient:
+            of_gradient.update(eqn.outvars)
+    constants = {
+        v: np.asarray(kind.constant, aval_of(v).dtype)
+        for v, kind in kinds.items()
+        if isinstance(kind, Replicated) and kind.constant is not None
+    }
+    return ElementwiseProgram(update.program, table_of, of_gradient, reduced, constants)
 
 
-def _are_constants(program: ElementwiseProgram, inputs: Sequence[Any]) -> bool:
-    return all(isinstance(v, Literal) or v in program.constants for v in inputs)
+def _is_whole(kind: Kind) -> bool:
+    """Whether a variable has rows in dimension 0, and nothing else there."""
+    return isinstance(kind, RowWise) and (kind.axis, kind.merged) == (0, (1, 1))
 
 
-def _add_scalar_of(
-    program: ElementwiseProgram, eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Var]
-) -> None:
-    """Elementwise arithmetic on arrays filled with scalars gives one filled with a scalar."""
-    scalars = [_scalar_if_filled(program, v) for v in inputs]
-    if any(aval_of(v).shape for v in scalars):
-        return
-    results = [Var(aval_of(v).update(shape=())) for v in outputs]
-    program.equations.append((eqn.replace(invars=scalars, outvars=results), None))
-    program.scalar_of.update(zip(outputs, results, strict=True))
-    if _are_constants(program, scalars):
-        program.constants.update(results)
-
-
-def _scalar_if_filled(program: ElementwiseProgram, v: Any) -> Any:
-    return v if isinstance(v, Literal) else program.scalar_of.get(v, v)
-
-
-def _is_entry(program: ElementwiseProgram, v: Any, table: int) -> bool:
-    """Whether a variable is a scalar or has entries of the table."""
-    return aval_of(v).shape == () or program.table_of.get(v) == table
-
-
-def _is_elementwise(eqn: JaxprEqn, shape: tuple[int, ...]) -> bool:
-    operands = [aval_of(v).shape for v in eqn.invars]
-    return (
-        is_arithmetic(eqn)
-        and all(aval_of(v).shape == shape for v in eqn.outvars)
-        and all(operand in ((), shape) for operand in operands)
-    )
-
-
-def _is_reduction(eqn: JaxprEqn) -> bool:
-    """Whether an equation makes one number of all entries."""
-    return name_of(eqn) in NEUTRAL and aval_of(eqn.outvars[0]).shape == ()
-
-
-def _variables(found: Iterable[Any]) -> list[Var]:
-    return [v for v in found if not isinstance(v, Literal)]
-
-
-def _new_variable(v: Any) -> Var:
-    return Var(v.aval)
-
-
-def _renamed(renamed: dict[Var, Any], v: Any) -> Any:
-    return v if isinstance(v, Literal) else renamed.get(v, v)
+def _is_entry(kinds: dict[Var, Kind], v: Any) -> bool:
+    """Whether an operand has one number for each entry, or one for all."""
+    if isinstance(v, Literal):
+        return True
+    kind = kinds[v]
+    if isinstance(kind, Replicated):
+        return len(kind.uniform) == len(aval_of(v).shape)
+    return isinstance(kind, RowWise)

@@ -48,8 +48,12 @@ class RowWise:
     merged: tuple[int, int] = (1, 1)
 
     def is_aligned(self, other: "RowWise") -> bool:
-        """Whether the same places along the axes belong to the same rows."""
-        return (self.table, self.merged) == (other.table, other.merged)
+        """Whether the same places along the same axis belong to the same rows."""
+        ours, theirs = (
+            (self.table, self.axis, self.merged),
+            (other.table, other.axis, other.merged),
+        )
+        return ours == theirs
 
     def at(self, axis: int, off_support: Any) -> "RowWise":
         """The same rows along another axis."""
@@ -86,7 +90,7 @@ def join(x: Kind, y: Kind) -> Kind:
     if isinstance(x, Replicated) and isinstance(y, Replicated):
         return Replicated(x.uniform & y.uniform, _common(x.constant, y.constant))
     if isinstance(x, RowWise) and isinstance(y, RowWise):
-        if x.axis != y.axis or not x.is_aligned(y):
+        if not x.is_aligned(y):
             return NotRowLocal("control flow chooses between rows of two tables")
         return x.at(x.axis, _common(x.off_support, y.off_support))
     rows, other = (x, y) if isinstance(x, RowWise) else (y, x)

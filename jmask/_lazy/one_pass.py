@@ -22,7 +22,12 @@ from jmask._base.jaxprs import read
 from jmask._base.precision import added
 from jmask._kernels.update_rows import updated
 from jmask._lazy.call import LazyCall
-from jmask._lazy.elementwise_program import Combiner, ElementwiseProgram, elementwise_program
+from jmask._lazy.elementwise_program import (
+    Combiner,
+    ElementwiseProgram,
+    elementwise_program,
+    number_of,
+)
 from jmask._lazy.proved_update import ProvedUpdate
 from jmask._tables.packed import PackedTable
 from jmask._tables.stored_table import is_stored_table
@@ -50,8 +55,7 @@ def applied_in_one_pass(call: LazyCall, update: ProvedUpdate) -> tuple[Any, Any]
     """New parameters and state, or None if it takes more than one pass."""
     if not _is_candidate(call):
         return None
-    tables = call.gradient_tables + call.state_tables + call.param_tables
-    parts = elementwise_program(update.program.jaxpr, update.program.consts, tables)
+    parts = elementwise_program(update)
     if parts is None:
         return None
     members = {t: _members(call, t) for t in range(len(call.gradients)) if _is_table(call, t)}
@@ -94,9 +98,9 @@ def _combiner(
     inputs = [parts.inputs[count + i] for i in places]
     outputs = _outputs(parts, count)
     for combiner in parts.combiners(table, inputs, [outputs[i] for i in places]):
-        shared = list(map(aval_of, combiner.scalars))
-        dtypes = {x.dtype for x in (*shared, *(arrays[i] for i in places))}
-        has_room = len(shared) < len(places) and all(x.shape == () for x in shared)
+        dtypes = {aval_of(v).dtype for v in combiner.scalars}
+        dtypes |= {arrays[i].dtype for i in places}
+        has_room = len(combiner.scalars) < len(places)
         if has_room and dtypes == {aval_of(combiner.source).dtype}:
             return combiner
     return None
@@ -139,7 +143,7 @@ def _run(
         gradient = call.given[table]
         if summed:
             gradient = call.gradients[table].with_values(known[source])
-        scalars = [known[v] for v in combiner.scalars]
+        scalars = [number_of(known[v]) for v in combiner.scalars]
         is_param = [i >= len(call.state) for i in places]
         new_entries = functools.partial(_new_entries, combiner, is_param)
         started.append(

@@ -3,8 +3,9 @@
     inner.update on whole tables        traced once, for the proof
     inner.update on rows                traced once, for the proof and to run
 
-The program on rows is a jaxpr. The plain update evaluates it on the rows that are gathered, and
-the one pass over rows makes its combiner of it.
+The program on rows is a jaxpr, and of each of its variables the proof has found what it is. The
+plain update evaluates the program on the rows that are gathered, and the one pass over rows
+makes its combiner of those of its equations that make rows.
 """
 
 import dataclasses
@@ -14,9 +15,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Var
 
-from jmask._base.jaxprs import evaluate, origins
+from jmask._base.jaxprs import bound, inlined, interpret, origins
 from jmask._lazy.call import LazyCall, arrays_of, shape_of_leaf
 from jmask._lazy.lattice import Kind, NotRowLocal, Replicated, RowWise
 from jmask._lazy.row_locality import classify
@@ -29,14 +30,16 @@ class ProvedUpdate:
     """`inner.update` on rows.
 
     Attributes:
-        program: of gradients, state, parameters and arrays among the extra arguments, flat;
-            its results are updates and state.
-        kinds: what is known of its inputs.
+        traced: as `inner` is written; of gradients, state, parameters and arrays among the
+            extra arguments, flat. Its results are updates and state.
+        program: the same with its calls in line.
+        kinds: what is known of each of its variables.
         overwritten: positions in the state of rows whose new values do not depend on the old.
     """
 
+    traced: ClosedJaxpr
     program: ClosedJaxpr
-    kinds: list[Kind]
+    kinds: dict[Var, Kind]
     overwritten: Collection[int]
 
     def update(self, call: LazyCall, extra_args: dict[str, Any]) -> tuple[Any, Any]:
@@ -45,18 +48,17 @@ class ProvedUpdate:
         return call.update(on_rows, extra_args, self.overwritten)
 
     def _run(self, spread: Mapping[int, Axes], *inputs: Any) -> list[Any]:
-        avals = self.program.in_avals
+        avals = self.traced.in_avals
         given = [  # a table without lookups has a row here
             x if jnp.shape(x) == aval.shape else jnp.zeros(aval.shape, aval.dtype)
             for x, aval in zip(inputs, avals, strict=True)
         ]
         if spread:
-            return with_sums_over(spread, self.kinds, self.program, given)
-        jaxpr, consts = self.program.jaxpr, self.program.consts
+            return with_sums_over(spread, self.program, self.kinds, given)
         # Types that say where an array is were not known when the program was traced.
         if all(jax.typeof(x) == aval for x, aval in zip(given, avals, strict=True)):
-            return jax.core.eval_jaxpr(jaxpr, consts, *given)
-        return evaluate(jaxpr, consts, *given)
+            return jax.core.eval_jaxpr(self.traced.jaxpr, self.traced.consts, *given)
+        return interpret(self.program.jaxpr, self.program.consts, given, bound)
 
 
 def proved(
@@ -78,28 +80,33 @@ def proved(
     def on_rows() -> ClosedJaxpr:
         return jax.make_jaxpr(run)(*call.shapes(of_rows=True), *arrays)
 
-    kinds = _kinds(call, len(arrays))
+    inputs = _kinds(call, len(arrays))
     signature = call.signature(extra_args)
     if signature in known:
-        return ProvedUpdate(on_rows(), kinds, known[signature])
+        traced = on_rows()
+        program = inlined(traced)
+        _, kinds = classify(program, program, inputs)
+        return ProvedUpdate(traced, program, kinds, known[signature])
     dense = jax.make_jaxpr(run)(*call.shapes(of_rows=False), *arrays)
     try:
-        rows = on_rows()
+        traced = on_rows()
     except (TypeError, ValueError) as error:
         (reason, *_) = str(error).splitlines() or [type(error).__name__]
         raise NotRowLocalError(f"it runs on whole tables and not on rows ({reason})") from error
+    program = inlined(traced)
+    outputs, kinds = classify(inlined(dense), program, inputs)
     tables = call.gradient_tables + call.state_tables
-    avals = zip(dense.out_avals, rows.out_avals, strict=True)
-    for table, kind, (x, y) in zip(tables, classify(dense, rows, kinds), avals, strict=True):
+    avals = zip(dense.out_avals, traced.out_avals, strict=True)
+    for table, kind, (x, y) in zip(tables, outputs, avals, strict=True):
         why = _why_not(table, kind)
         if why is None and table is None and x.shape != y.shape:
             why = "what it returns has a shape that depends on the number of rows"
         if why is not None:
             raise NotRowLocalError(why)
-    overwritten = _overwritten(call, rows)
+    overwritten = _overwritten(call, program)
     if signature is not None:
         known[signature] = overwritten
-    return ProvedUpdate(rows, kinds, overwritten)
+    return ProvedUpdate(traced, program, kinds, overwritten)
 
 
 def _kinds(call: LazyCall, arrays: int) -> list[Kind]:
@@ -115,8 +122,8 @@ def _kinds(call: LazyCall, arrays: int) -> list[Kind]:
     return kinds + [Replicated()] * arrays
 
 
-def _overwritten(call: LazyCall, rows: ClosedJaxpr) -> frozenset[int]:
-    found = origins(rows.jaxpr, [1 << i for i in range(len(rows.jaxpr.invars))])
+def _overwritten(call: LazyCall, program: ClosedJaxpr) -> frozenset[int]:
+    found = origins(program.jaxpr, [1 << i for i in range(len(program.jaxpr.invars))])
     first = len(call.gradients)
     return frozenset(
         place

@@ -12,7 +12,7 @@ what is known of each value (see `lattice`):
     vdot(g, g)  Replicated    the same of what is ravelled
     p           RowWise(axis=0)
     sum(p * p)  NotRowLocal   untouched rows count: LAMB's trust ratio is not row-local
-    1 + 0 * g   Replicated    ones, as many as there are rows: elementwise steps may use them
+    ones_like g Replicated    as many as there are rows: elementwise steps may use them
     sum(ones)   NotRowLocal   V in one program, n in the other
 
 What has no rule here is NotRowLocal: an unknown transformation is refused, not run wrongly.
@@ -25,22 +25,19 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from jmask._base.forms import (
-    CALLS,
-    REMATS,
+    Opened,
     aval_of,
     branches_of,
-    called,
     name_of,
-    opened,
     parameter,
     scan_of,
     what_is_unknown,
     while_of,
 )
-from jmask._base.jaxprs import ARITHMETIC
+from jmask._base.jaxprs import ARITHMETIC, inlined
 from jmask._lazy.lattice import Kind, NotRowLocal, Replicated, RowWise, joined, not_row_local
 from jmask._lazy.same_program import in_step, same, same_literal, same_operation
 from jmask._ops.safe_numbers import trial
@@ -67,57 +64,63 @@ _BY_POSITION = "treats rows by their position (random or fixed numbers)"
 RowLocal = Replicated | RowWise
 
 
-def classify(dense: ClosedJaxpr, rows: ClosedJaxpr, inputs: Sequence[Kind]) -> list[Kind]:
-    """The kinds of the outputs of an update, from those of its inputs.
+def classify(
+    dense: ClosedJaxpr, rows: ClosedJaxpr, inputs: Sequence[Kind]
+) -> tuple[list[Kind], dict[Var, Kind]]:
+    """The kinds of the outputs of an update, from those of its inputs, and of all variables.
 
     Args:
-        dense: the program on whole tables.
-        rows: the same update on some rows of them.
+        dense: the program on whole tables, with its calls in line.
+        rows: the same update on some rows of them. Of `rows` and itself the kinds are found
+            that a proof has found of both.
         inputs: what is known of the inputs.
+
+    Returns:
+        The kinds of the outputs, and of each variable of `rows`.
     """
-    return _run([opened(dense), opened(rows)], inputs)
-
-
-OpenJaxpr = tuple[Jaxpr, Sequence[Any]]
-
-
-def _run(programs: Sequence[OpenJaxpr], inputs: Sequence[Kind]) -> list[Kind]:
-    """The kinds of the outputs of a pair of jaxprs, each with its constants."""
-    (dense, consts), (rows, other_consts) = programs
-    if not in_step(dense, rows):
+    one, other = dense.jaxpr, rows.jaxpr
+    if not in_step(one, other):
         why = "it chooses other operations for tables of another size"
-        return [NotRowLocal(why)] * len(dense.outvars)
-    kinds: dict[Any, Kind] = dict(zip(dense.invars, inputs, strict=True))
-    twins = dict(zip(dense.invars, rows.invars, strict=True))
-    for v, w, x, y in zip(dense.constvars, rows.constvars, consts, other_consts, strict=True):
-        twins[v] = w
+        return [NotRowLocal(why)] * len(one.outvars), {}
+    kinds: dict[Any, Kind] = dict(zip(other.invars, inputs, strict=True))
+    twins = dict(zip(one.invars, other.invars, strict=True))
+    twins.update(zip(one.constvars, other.constvars, strict=True))
+    for w, x, y in zip(other.constvars, dense.consts, rows.consts, strict=True):
         if same(x, y):
-            kinds[v] = Replicated()
+            kinds[w] = Replicated()
 
     def read(eqn: JaxprEqn | None, v: Any, w: Any) -> Kind:
-        if isinstance(v, Literal) and isinstance(w, Literal) and same_literal(v, w):
-            return Replicated(constant=v.val if np.ndim(v.val) == 0 else None)
-        if not isinstance(v, Literal) and v in kinds and twins[v] is w:
-            return kinds[v]
+        if isinstance(v, Literal):
+            if isinstance(w, Literal) and same_literal(v, w):
+                return Replicated(constant=v.val if np.ndim(v.val) == 0 else None)
+        elif twins[v] is w and w in kinds:
+            return kinds[w]
         return not_row_local(eqn, _COUNTS) if eqn else NotRowLocal(f"what it returns {_COUNTS}")
 
-    for eqn, twin in zip(dense.eqns, rows.eqns, strict=True):
-        operands = zip(eqn.invars, twin.invars, strict=True)
-        outputs = equation(eqn, twin, [read(eqn, v, w) for v, w in operands])
+    for eqn, twin in zip(one.eqns, other.eqns, strict=True):
+        given = [read(eqn, v, w) for v, w in zip(eqn.invars, twin.invars, strict=True)]
+        outputs = _equation(eqn, twin, given)
         for v, w, kind in zip(eqn.outvars, twin.outvars, outputs, strict=True):
-            kinds[v], twins[v] = _agreeing(eqn, kind, aval_of(v), aval_of(w)), w
-    return [read(None, v, w) for v, w in zip(dense.outvars, rows.outvars, strict=True)]
+            twins[v] = w
+            kinds[w] = kind if v is w else _agreeing(eqn, kind, v, w)
+    pairs = zip(one.outvars, other.outvars, strict=True)
+    return [read(None, v, w) for v, w in pairs], kinds
 
 
-def equation(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
+def _run(programs: Sequence[Opened], inputs: Sequence[Kind]) -> list[Kind]:
+    """The kinds of the outputs of what an equation runs in either program."""
+    dense, rows = (inlined(ClosedJaxpr(*program)) for program in programs)
+    return classify(dense, rows, inputs)[0]
+
+
+def _equation(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
     """The kinds of the outputs of an equation and of the same one on some rows."""
-    name, unknown = name_of(eqn), what_is_unknown(eqn)
+    name = name_of(eqn)
+    unknown = None if name == eqn.primitive.name else what_is_unknown(eqn)
     if unknown is not None:
         return [NotRowLocal(unknown)] * len(eqn.outvars)
-    if not same_operation(eqn, twin):
+    if eqn is not twin and not same_operation(eqn, twin):
         return [not_row_local(eqn, _COUNTS)] * len(eqn.outvars)
-    if name in CALLS or name in REMATS:
-        return _run([called(eqn), called(twin)], inputs)
     if name in _CONTROL_FLOW:
         return _CONTROL_FLOW[name](eqn, twin, inputs)
     if name == "optimization_barrier":
@@ -128,7 +131,7 @@ def equation(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
             return [kind] * len(eqn.outvars)
         known.append(kind)
     if name in ELEMENTWISE:
-        return [_elementwise(eqn, known)]
+        return [_elementwise(name, eqn, known)]
     if name != "broadcast_in_dim" and any(map(_is_sized, known, eqn.invars, twin.invars)):
         return [not_row_local(eqn, _COUNTS)] * len(eqn.outvars)
     rule = _RULES.get(name)
@@ -144,9 +147,10 @@ def _is_sized(kind: RowLocal, v: Any, w: Any) -> bool:
     return isinstance(kind, Replicated) and aval_of(v).shape != aval_of(w).shape
 
 
-def _agreeing(eqn: JaxprEqn, kind: Kind, dense: Any, rows: Any) -> Kind:
+def _agreeing(eqn: JaxprEqn, kind: Kind, v: Var, w: Var) -> Kind:
     """The kind of a value, NotRowLocal where its arrays differ in more than that allows."""
-    if isinstance(kind, NotRowLocal):
+    dense, rows = aval_of(v), aval_of(w)
+    if isinstance(kind, NotRowLocal) or dense == rows:
         return kind
     if (dense.dtype, dense.ndim) != (rows.dtype, rows.ndim):
         return not_row_local(eqn, _COUNTS)
@@ -160,26 +164,27 @@ def _agreeing(eqn: JaxprEqn, kind: Kind, dense: Any, rows: Any) -> Kind:
 # --- elementwise operations --------------------------------------------------------------
 
 
-def _elementwise(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
-    constant = _constant(eqn, inputs)
-    # Scalars combine with everything.
-    arrays = [k for k, v in zip(inputs, eqn.invars, strict=True) if aval_of(v).ndim]
-    rows = [kind for kind in arrays if isinstance(kind, RowWise)]
-    shared = [kind.uniform for kind in arrays if isinstance(kind, Replicated)]
+def _elementwise(name: str, eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
+    constant = _constant(name, eqn, inputs)
+    rows = [kind for kind in inputs if isinstance(kind, RowWise)]
+    shared = [  # scalars combine with everything
+        kind.uniform
+        for kind, v in zip(inputs, eqn.invars, strict=True)
+        if isinstance(kind, Replicated) and aval_of(v).ndim
+    ]
     if not rows:
         return Replicated(frozenset.intersection(*shared) if shared else frozenset(), constant)
-    axis = rows[0].axis
-    if any(kind.axis != axis or not kind.is_aligned(rows[0]) for kind in rows):
+    first, *others = rows
+    if not all(map(first.is_aligned, others)):
         return not_row_local(eqn, "combines rows of two tables, or in two orders")
-    if any(axis not in uniform for uniform in shared):
+    if not all(first.axis in uniform for uniform in shared):
         return not_row_local(eqn, _BY_POSITION)
-    return rows[0].at(axis, constant)
+    return first.at(first.axis, constant)
 
 
-def _constant(eqn: JaxprEqn, inputs: list[RowLocal]) -> Any:
+def _constant(name: str, eqn: JaxprEqn, inputs: list[RowLocal]) -> Any:
     """The scalar an elementwise equation gives in untouched rows, or None if unknown."""
     known = [k.off_support if isinstance(k, RowWise) else k.constant for k in inputs]
-    name = name_of(eqn)
     if name == "select_n" and known[0] is not None:
         return known[1 + int(known[0])]
     if name == "select_n" and known[1] is not None:
@@ -283,7 +288,7 @@ def _dot(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
     if len(rows) == 2 and all(contracted):
         left, right = rows[0], rows[1]
         aligned = contract[0].index(left.axis) == contract[1].index(right.axis)
-        if zero and aligned and left.is_aligned(right):
+        if zero and aligned and left.at(right.axis, None).is_aligned(right):
             return Replicated()
         return not_row_local(eqn, f"sums over rows, and {_OTHERS_COUNT}")
     if len(rows) == 2 or any(contracted):

@@ -17,7 +17,8 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from jmask._base.forms import CALLS, REMATS, aval_of, called, compared, name_of, opened
+from jmask._base.forms import aval_of, compared, opened
+from jmask._base.jaxprs import inlined
 
 # Parameters that say how large or where a result is, or hold what is read in pairs.
 _PLACES = ("sharding", "out_sharding")
@@ -34,8 +35,7 @@ _NOT_COMPARED = {
 
 def same_operation(x: JaxprEqn, y: JaxprEqn) -> bool:
     """Whether two equations of one primitive compute the same of the same operands."""
-    # Calls do what their jaxprs do, which are read.
-    return _is_call(x) or _same_params(x, y, _NOT_COMPARED.get(x.primitive.name, ()))
+    return _same_params(x, y, _NOT_COMPARED.get(x.primitive.name, ()))
 
 
 def in_step(x: Jaxpr, y: Jaxpr) -> bool:
@@ -55,7 +55,9 @@ def same(x: Any, y: Any) -> bool:
     if isinstance(x, jax.core.Tracer) or isinstance(y, jax.core.Tracer):
         return False
     if isinstance(x, Jaxpr | ClosedJaxpr):
-        return isinstance(y, type(x)) and _same_program(opened(x), opened(y))
+        if type(x) is not type(y):
+            return False
+        return _same_program(ClosedJaxpr(*opened(x)), ClosedJaxpr(*opened(y)))
     if isinstance(x, tuple | list):
         alike = type(x) is type(y) and len(x) == len(y)
         return alike and all(map(same, x, y))
@@ -70,10 +72,6 @@ def same(x: Any, y: Any) -> bool:
 def same_literal(x: Literal, y: Literal) -> bool:
     """Whether two literals are the same number of the same type."""
     return aval_of(x).dtype == aval_of(y).dtype and same(x.val, y.val)
-
-
-def _is_call(eqn: JaxprEqn) -> bool:
-    return name_of(eqn) in CALLS or name_of(eqn) in REMATS
 
 
 def _same_params(x: JaxprEqn, y: JaxprEqn, ignored: Sequence[str]) -> bool:
@@ -92,12 +90,13 @@ def _is_opaque(x: Any) -> bool:
     return jax.dtypes.issubdtype(getattr(x, "dtype", float), jax.dtypes.extended)
 
 
-def _same_program(x: Any, y: Any) -> bool:
-    """Whether jaxprs, each with its constants, are the same but for the names in them."""
-    (left, consts), (right, others) = x, y
-    if not same(tuple(consts), tuple(others)) or not in_step(left, right):
+def _same_program(x: ClosedJaxpr, y: ClosedJaxpr) -> bool:
+    """Whether two programs are the same but for the names in them."""
+    x, y = inlined(x), inlined(y)
+    one, other = x.jaxpr, y.jaxpr
+    if not in_step(one, other) or not same(tuple(x.consts), tuple(y.consts)):
         return False
-    twins = dict(zip(_given(left), _given(right), strict=True))
+    twins = dict(zip(_given(one), _given(other), strict=True))
 
     def alike(v: Any, w: Any) -> bool:
         if isinstance(v, Literal) and isinstance(w, Literal):
@@ -105,13 +104,8 @@ def _same_program(x: Any, y: Any) -> bool:
         is_twin = not isinstance(v, Literal) and twins[v] is w
         return is_twin and aval_of(v) == aval_of(w)
 
-    for one, other in zip(left.eqns, right.eqns, strict=True):
-        programs = [called(e) if _is_call(e) else None for e in (one, other)]
-        if not all(map(alike, one.invars, other.invars)):
+    for eqn, twin in zip(one.eqns, other.eqns, strict=True):
+        if not all(map(alike, eqn.invars, twin.invars)) or not _same_params(eqn, twin, ()):
             return False
-        if programs[0] and not _same_program(*programs):
-            return False
-        if not programs[0] and not _same_params(one, other, ()):
-            return False
-        twins.update(zip(one.outvars, other.outvars, strict=True))
-    return all(map(alike, left.outvars, right.outvars))
+        twins.update(zip(eqn.outvars, twin.outvars, strict=True))
+    return all(map(alike, one.outvars, other.outvars))

@@ -17,13 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from jmask._base.array_types import varying_axes, varying_like
-from jmask._base.forms import CALLS, REMATS, branches_of, called, name_of, within
-from jmask._base.jaxprs import bound, interpret
+from jmask._base.forms import Opened, branches_of, name_of, within
+from jmask._base.jaxprs import bound, inlined, interpret
 from jmask._lazy.lattice import Kind, Replicated, RowWise
-from jmask._lazy.row_locality import NEUTRAL, equation
+from jmask._lazy.row_locality import NEUTRAL, classify
 from jmask._tables.routed_rows import RoutedRows
 from jmask._updates.masked_gradient import is_gradient_leaf
 from jmask._updates.not_row_local import NotRowLocalError
@@ -77,87 +77,55 @@ def _leaves(gradients: Any) -> list[Any]:
 
 def with_sums_over(
     spread: Mapping[int, Axes],
-    kinds: Sequence[Kind],
     program: ClosedJaxpr,
+    kinds: Mapping[Var, Kind],
     inputs: Sequence[Any],
 ) -> list[Any]:
     """The outputs of a program with its sums over rows made sums over the devices, too.
 
     Args:
         spread: the axes for each table whose rows are spread.
-        kinds: of the inputs. That the program treats rows one by one, but for sums, is proved:
-            see `row_locality`.
-        program: traced as for one device: by types, what comes of a sum of each device would
-            differ as well.
+        program: traced as for one device, with its calls in line: by types, what comes of a sum
+            of each device would differ as well.
+        kinds: of its variables. That the program treats rows one by one, but for sums, is
+            proved: see `row_locality`.
         inputs: of the program.
     """
-    return _run(program.jaxpr, program.consts, spread, inputs, kinds)[0]
 
+    def rule(eqn: JaxprEqn, arrays: list[Any]) -> list[Any]:
+        name = name_of(eqn)
+        given = [Replicated() if isinstance(v, Literal) else kinds[v] for v in eqn.invars]
+        tables = {kind.table for kind in given if isinstance(kind, RowWise)} & spread.keys()
+        if name == "cond":
+            which, *operands = arrays
+            branches = [
+                functools.partial(_branch, branch, spread, given[1:])
+                for branch in branches_of(eqn)
+            ]
+            every = [jax.eval_shape(branch, *operands) for branch in branches]
+            return lax.switch(which, [_typed_as(every, f) for f in branches], *operands)
+        if tables and name in ("while", "scan") and _may_sum(eqn):
+            raise NotRowLocalError(
+                f"it may sum over rows inside a `{name}`, which in a shard_map would see the "
+                "rows of one device alone",
+                "Make the step outside of the shard_map, in the same jit: a ShardedTable is "
+                "spread there, too.",
+            )
+        outputs = bound(eqn, arrays)
+        if tables and all(isinstance(kinds[v], Replicated) for v in eqn.outvars):
+            axes = tuple(axis for table in tables for axis in spread[table])
+            outputs = [_over_devices(name, x, axes) for x in outputs]
+        return outputs
 
-def _run(
-    jaxpr: Jaxpr,
-    consts: Sequence[Any],
-    spread: Mapping[int, Axes],
-    inputs: Sequence[Any],
-    given: Sequence[Kind],
-) -> tuple[list[Any], list[Kind]]:
-    """Outputs of a jaxpr on one device, and what is known of them."""
-
-    def literal(value: Any) -> tuple[Any, Kind]:
-        return value, Replicated(constant=value if jnp.ndim(value) == 0 else None)
-
-    def rule(eqn: JaxprEqn, operands: list[tuple[Any, Kind]]) -> list[tuple[Any, Kind]]:
-        arrays, kinds = ([pair[i] for pair in operands] for i in (0, 1))
-        return list(zip(*_equation(eqn, spread, arrays, kinds), strict=True))
-
-    results = interpret(
-        jaxpr,
-        [(x, Replicated()) for x in consts],
-        list(zip(inputs, given, strict=True)),
-        rule,
-        literal,
-    )
-    return [x for x, _ in results], [kind for _, kind in results]
-
-
-def _equation(
-    eqn: JaxprEqn, spread: Mapping[int, Axes], inputs: list[Any], given: list[Kind]
-) -> tuple[list[Any], list[Kind]]:
-    name = name_of(eqn)
-    tables = {kind.table for kind in given if isinstance(kind, RowWise)} & spread.keys()
-    found = equation(eqn, eqn, given)
-    if name in CALLS or name in REMATS:
-        return _run(*called(eqn), spread, inputs, given)
-    if name == "cond":
-        which, *operands = inputs
-        branches: list[Callable[..., list[Any]]] = [
-            functools.partial(_branch, jaxpr, consts, spread, given[1:])
-            for jaxpr, consts in branches_of(eqn)
-        ]
-        every = [jax.eval_shape(branch, *operands) for branch in branches]
-        return lax.switch(which, [_typed_as(every, f) for f in branches], *operands), found
-    if tables and name in ("while", "scan") and _may_sum(eqn):
-        raise NotRowLocalError(
-            f"it may sum over rows inside a `{name}`, which in a shard_map would see the rows "
-            "of one device alone",
-            "Make the step outside of the shard_map, in the same jit: a ShardedTable is "
-            "spread there, too.",
-        )
-    outputs = bound(eqn, inputs)
-    if tables and all(isinstance(kind, Replicated) for kind in found):
-        axes = tuple(axis for table in tables for axis in spread[table])
-        outputs = [_over_devices(name, x, axes) for x in outputs]
-    return outputs, found
+    return interpret(program.jaxpr, program.consts, inputs, rule)
 
 
 def _branch(
-    jaxpr: Jaxpr,
-    consts: Sequence[Any],
-    spread: Mapping[int, Axes],
-    given: list[Kind],
-    *inputs: Any,
+    branch: Opened, spread: Mapping[int, Axes], given: list[Kind], *inputs: Any
 ) -> list[Any]:
-    return _run(jaxpr, consts, spread, inputs, given)[0]
+    program = inlined(ClosedJaxpr(*branch))
+    _, kinds = classify(program, program, given)
+    return with_sums_over(spread, program, kinds, inputs)
 
 
 def _typed_as(every: list[list[Any]], branch: Callable[..., list[Any]]) -> Any:
