@@ -1,7 +1,8 @@
 """`jmask.grad`: the gradient program of JAX, interpreted so that gradients of tables stay rows.
 
 values, row_pattern         cotangents that are still rows; which equations write rows
-factors                     which of these rows repeat those of a smaller array
+origins                     what makes an array of the program
+factors                     which rows repeat those of a smaller array, or are those of another
 interpreter                 running a jaxpr by a table of rules
 rules, control_flow, collectives    the table
 uses                        what a program does with its inputs: lookups, or all of them

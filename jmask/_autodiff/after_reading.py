@@ -39,8 +39,8 @@ def after_reading(value: Any, gradients: Any, params: Any) -> Any:
             one = ids_after_reading(jnp.ones((), jnp.int32), value)
             return gradient.scaled(lambda x: x * one.astype(x.dtype))
         rows = gradient.stored
-        if isinstance(rows, FactoredRows):  # whose ids are sorted meanwhile
-            index = ids_after_reading(rows.index, value)
+        if isinstance(rows, FactoredRows) and rows.index is not None:
+            index = ids_after_reading(rows.index, value)  # ids are sorted meanwhile
             rows = dataclasses.replace(rows, index=index)
         else:
             ids = ids_after_reading(ids, value)

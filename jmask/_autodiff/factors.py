@@ -7,11 +7,15 @@
 Then the gradient of the table keeps the cotangents of the bags, and the bag of each entry. What
 a program may do between the two: gather or broadcast along the entries, weight each of them, by
 an einsum too, leave some out, scale, reshape, cast. Of anything else the rows are an array, as
-always.
+always; but where they are many, and an array that is there already times a number for each row,
+as in the gradient of a dot product, these two are kept:
+
+    ct = mul rows_of_other (n, D) w (n, 1)        FactoredRows(rows_of_other, None, w)
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,77 +23,43 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal
 
+from jmask._autodiff.origins import Made, Origins
 from jmask._base.array_types import explicit_sharding
-from jmask._base.forms import CALLS, aval_of, called, name_of, parameter
+from jmask._base.forms import aval_of, name_of, parameter
 from jmask._base.precision import joint_dtype
 from jmask._base.row_ids import canonical
 from jmask._kernels.factored_rows import FactoredRows, pays
 
-
-@dataclasses.dataclass(frozen=True)
-class Repeated:
-    """An array, and the variable of a program by which to ask for its factors."""
-
-    array: jax.Array
-    origins: "Origins"
-    variable: Var
+# Bytes of rows above which one array less is worth more than their hashing: glibc gives what is
+# twice as large back to the system after each step.
+_LARGE = 2**24
 
 
-def plain(x: Any) -> Any:
-    """The array of a `Repeated`, anything else as it is."""
-    return x.array if isinstance(x, Repeated) else x
+_Factors = FactoredRows | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Origins:
-    """Where the arrays of a program come from, while it is run.
+def factors(origins: Origins, v: Any, row_ndim: int) -> _Factors:
+    """The factors of a variable (*entries, *row).
 
-    Attributes:
-        definitions: the equation that makes a variable.
-        values: what has been computed, `Repeated` for some inputs.
+    Index and weight are for each entry, a weight without index for each of them in a row.
     """
+    if len(aval_of(v).shape) <= row_ndim:
+        return None
+    found, eqn = origins.maker(v)
+    rules = _SCALING if origins.scaled_only else _RULES
+    rule = None if eqn is None else rules.get(name_of(eqn))
+    rows = None if eqn is None or rule is None else rule(eqn, found, row_ndim)
+    return _itself(origins, v, row_ndim) if rows is None and origins.scaled_only else rows
 
-    definitions: dict[Var, JaxprEqn]
-    values: dict[Var, Any]
 
-    def repeated(self, v: Any, value: Any) -> Any:
-        """The value of a variable, with what is known of its factors."""
-        if not isinstance(value, jax.Array) or isinstance(v, Literal) or not value.ndim:
-            return value
-        return Repeated(value, self, v)
-
-    def read(self, v: Any) -> Any:
-        """The array of a variable or literal; None if it is not there, or in another form."""
-        value = v.val if isinstance(v, Literal) else plain(self.values.get(v))
-        return value if isinstance(value, jax.Array | np.ndarray | np.generic) else None
-
-    def factors(self, v: Any, row_ndim: int) -> FactoredRows | None:
-        """The factors of a variable (*entries, *row), with an index for each entry."""
-        origins, eqn = self.maker(v)
-        rule = None if eqn is None else _RULES.get(name_of(eqn))
-        if eqn is None or rule is None or len(aval_of(v).shape) <= row_ndim:
-            return None
-        return rule(eqn, origins, row_ndim)
-
-    def maker(self, v: Any) -> "tuple[Origins, JaxprEqn | None]":
-        """The equation that makes a variable, in a function that is called or outside of it."""
-        eqn = None if isinstance(v, Literal) else self.definitions.get(v)
-        if eqn is not None and name_of(eqn) in CALLS:
-            output = called(eqn)[0].outvars[eqn.outvars.index(v)]
-            return self._inside(eqn).maker(output)
-        value = None if isinstance(v, Literal) or eqn is not None else self.values.get(v)
-        if isinstance(value, Repeated):
-            return value.origins.maker(value.variable)
-        return self, eqn
-
-    def _inside(self, eqn: JaxprEqn) -> "Origins":
-        jaxpr, consts = called(eqn)
-        definitions = {v: inner for inner in jaxpr.eqns for v in inner.outvars}
-        given = [self.repeated(v, self.read(v)) for v in eqn.invars]
-        inputs = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *given), strict=True)
-        return Origins(definitions, dict(inputs))
+def _itself(origins: Origins, v: Any, row_ndim: int) -> _Factors:
+    x = origins.read(v)
+    if x is None or not jnp.issubdtype(x.dtype, jnp.floating):
+        return None
+    rows = x if x.ndim == row_ndim + 1 else x.reshape(-1, *x.shape[x.ndim - row_ndim :])
+    return FactoredRows(rows, None, None, rows.dtype)
 
 
 def updates_of_rows(updates: Any, eqn: JaxprEqn) -> FactoredRows | None:
@@ -108,16 +78,27 @@ def updates_of_rows(updates: Any, eqn: JaxprEqn) -> FactoredRows | None:
         and not numbers.operand_batching_dims
         and numbers.update_window_dims == tuple(range(ndim - row_ndim, ndim))
     )
-    if not isinstance(updates, Repeated) or not whole_rows or _is_placed(updates.array):
+    if not isinstance(updates, Made) or not whole_rows or _is_placed(updates.array):
         return None
-    rows = updates.origins.factors(updates.variable, row_ndim)
+    count = math.prod(updates.array.shape[: ndim - row_ndim])
+    if 0 in updates.array.shape:
+        return None
+    rows = factors(updates.origins, updates.variable, row_ndim)
+    if rows is None or not pays(rows.source.shape[0], count):
+        rows = _of_many(updates, row_ndim)
     if rows is None or rows.dtype != aval_of(eqn.outvars[0]).dtype:
         return None
-    count = rows.index.size
-    if 0 in updates.array.shape or not pays(rows.source.shape[0], count):
+    index, weight = (None if x is None else x.reshape(count) for x in (rows.index, rows.weight))
+    return FactoredRows(rows.source, index, weight, rows.dtype)
+
+
+def _of_many(updates: Made, row_ndim: int) -> FactoredRows | None:
+    """Rows that are those of an array times a number each, if another array would be large."""
+    if updates.array.nbytes < _LARGE:
         return None
-    weight = None if rows.weight is None else rows.weight.reshape(count)
-    return FactoredRows(rows.source, rows.index.reshape(count), weight, rows.dtype)
+    origins = dataclasses.replace(updates.origins, scaled_only=True)
+    rows = factors(origins, updates.variable, row_ndim)
+    return None if rows is None or rows.weight is None else rows
 
 
 def _is_placed(x: jax.Array) -> bool:
@@ -130,8 +111,6 @@ def _is_placed(x: jax.Array) -> bool:
 
 
 # --- rules -------------------------------------------------------------------------------
-
-_Factors = FactoredRows | None
 
 
 def _entries(eqn: JaxprEqn, row_ndim: int) -> tuple[int, ...]:
@@ -183,24 +162,24 @@ def _reshape(eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors:
     kept = len(old) - row_ndim
     if kept <= 0 or old[kept:] != new[len(entries) :]:
         return None
-    rows = origins.factors(eqn.invars[0], row_ndim)
-    if rows is None:
-        return None
+    rows = factors(origins, eqn.invars[0], row_ndim)
+    if rows is None or rows.index is None:
+        return rows
     weight = None if rows.weight is None else rows.weight.reshape(entries)
     return dataclasses.replace(rows, index=rows.index.reshape(entries), weight=weight)
 
 
 def _same(eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors:
-    return origins.factors(eqn.invars[0], row_ndim)
+    return factors(origins, eqn.invars[0], row_ndim)
 
 
 def _negate(eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors:
-    rows = origins.factors(eqn.invars[0], row_ndim)
-    return None if rows is None else rows.map(jnp.negative)
+    rows = factors(origins, eqn.invars[0], row_ndim)
+    return None if rows is None else rows.scaled(jnp.negative)
 
 
 def _convert(eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors:
-    rows, dtype = origins.factors(eqn.invars[0], row_ndim), parameter(eqn, "new_dtype")
+    rows, dtype = factors(origins, eqn.invars[0], row_ndim), parameter(eqn, "new_dtype")
     if rows is None or not jnp.issubdtype(dtype, jnp.floating) or not _is_exact(rows):
         return None
     source = rows.source.astype(dtype) if rows.weight is None else rows.source
@@ -213,6 +192,16 @@ def _is_exact(rows: FactoredRows) -> bool:
     return rows.dtype == joint_dtype(*arrays)
 
 
+def _add(eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors:
+    """The sum of the same rows, each times one number and times another, as of x * x."""
+    first, second = (factors(origins, v, row_ndim) for v in eqn.invars)
+    if first is None or second is None or first.source is not second.source:
+        return None
+    if first.weight is None or second.weight is None or first.dtype != second.dtype:
+        return None
+    return dataclasses.replace(first, weight=first.weight + second.weight)
+
+
 def _multiply(eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors:
     entries = _entries(eqn, row_ndim)
     for v, other in (eqn.invars, eqn.invars[::-1]):
@@ -221,9 +210,10 @@ def _multiply(eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors:
             continue
         if aval_of(other).shape == ():
             factor = origins.read(other)
-            return None if factor is None else rows.map(functools.partial(_times, factor))
+            return None if factor is None else rows.scaled(functools.partial(_times, factor))
         weight = _of_entries(other, entries, origins, row_ndim)
         if weight is not None:
+            weight = weight if rows.index is not None else weight.reshape(-1)
             weight = weight if rows.weight is None else rows.weight * weight
             return dataclasses.replace(rows, weight=weight)
     return None
@@ -274,9 +264,13 @@ def _outer_product(
 
     of_both = [d for d in of_entries if d < count]
     source = placed(which, [*of_both, *of_rows])
+    source = source.reshape(-1, *order[len(entries) :])
+    weight = placed(1 - which, list(of_entries))
     sizes = tuple(shape[d] if d < count else 1 for d in of_entries)
-    rows = _repeated_rows(source.reshape(-1, *order[len(entries) :]), sizes, entries)
-    return dataclasses.replace(rows, weight=placed(1 - which, list(of_entries)))
+    if not origins.scaled_only:
+        return dataclasses.replace(_repeated_rows(source, sizes, entries), weight=weight)
+    is_scaled = sizes == entries
+    return FactoredRows(source, None, weight.reshape(-1), dtype) if is_scaled else None
 
 
 def _operand(v: Any, eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors:
@@ -284,7 +278,7 @@ def _operand(v: Any, eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors
     entries, shape = _entries(eqn, row_ndim), aval_of(eqn.outvars[0]).shape
     given = aval_of(v).shape
     if given == shape:
-        return origins.factors(v, row_ndim)
+        return factors(origins, v, row_ndim)
     x = origins.read(v)
     if x is None or len(given) != len(shape) or given[len(entries) :] != shape[len(entries) :]:
         return None
@@ -311,8 +305,10 @@ def _select(eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors:
     if chosen is None or len(cases) != 2 or chosen.dtype != jnp.dtype(bool):
         return None
     for v, other, there in ((cases[0], cases[1], ~chosen), (cases[1], cases[0], chosen)):
-        rows = origins.factors(v, row_ndim) if _is_zero(other, origins) else None
-        if rows is not None and _is_exact(rows) and rows.weight is None:
+        rows = factors(origins, v, row_ndim) if _is_zero(other, origins) else None
+        if rows is None or rows.index is None or rows.weight is not None:
+            continue
+        if _is_exact(rows):
             index = jnp.where(there, rows.index, rows.source.shape[0])
             return dataclasses.replace(rows, index=index)
     return None
@@ -365,4 +361,14 @@ _RULES: dict[str, Callable[[JaxprEqn, Origins, int], _Factors]] = {
     "copy": _same,
     "copy_p": _same,
     "name": _same,
+}
+_SCALING = {
+    "add_any": _add,
+    **{
+        name: _RULES[name]
+        for name in (
+            *("copy", "copy_p", "dot_general", "expand_dims", "mul"),
+            *("name", "neg", "reshape", "squeeze", "transpose"),
+        )
+    },
 }

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jmask._autodiff.factors import Origins, plain
+from jmask._autodiff.origins import Origins, plain
 from jmask._autodiff.values import Filled, RowSum
 from jmask._base.array_types import varying_like
 from jmask._base.fallback import Place, in_bytes, place_among, report_fallback
@@ -49,7 +49,7 @@ source_info_util.register_exclusion(str(Path(__file__).parents[1]))
 
 
 # Which are told what is known of the origin of an operand.
-_TAKE_REPEATED = ("scatter-add", *CALLS)
+_TAKE_MADE = ("scatter-add", *CALLS)
 _ROW_MAKERS = ("scatter-add", "dynamic_update_slice", "pad", "bcoo_dot_general")
 
 Flags = Sequence[bool]
@@ -155,8 +155,8 @@ class Interpreter:
                 values.update(self._run_together([eqn, *others], read))
                 continue
             arguments, outputs_wanted = [read(v) for v in eqn.invars], demand.of(eqn.outvars)
-            if any(outputs_wanted) and name_of(eqn) in _TAKE_REPEATED:
-                arguments = list(map(origins.repeated, eqn.invars, arguments))
+            if any(outputs_wanted) and name_of(eqn) in _TAKE_MADE:
+                arguments = list(map(origins.made, eqn.invars, arguments))
             stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
             traceback = eqn.source_info.traceback
             with (

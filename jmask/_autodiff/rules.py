@@ -29,7 +29,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from jmask._autodiff.factors import plain, updates_of_rows
+from jmask._autodiff.factors import updates_of_rows
 from jmask._autodiff.interpreter import (
     Flags,
     Interpreter,
@@ -38,6 +38,7 @@ from jmask._autodiff.interpreter import (
     Values,
     report_dense,
 )
+from jmask._autodiff.origins import plain
 from jmask._autodiff.row_pattern import (
     dynamic_update_rows,
     padded_rows,

@@ -107,7 +107,7 @@ class RowSum:
         """Multiply every entry by the same number, as the function does with an array."""
         refuse(self.carry)
         parts = tuple(
-            (ids, rows.map(function) if isinstance(rows, FactoredRows) else function(rows))
+            (ids, rows.scaled(function) if isinstance(rows, FactoredRows) else function(rows))
             for ids, rows in self.parts
         )
         return dataclasses.replace(self, parts=parts)

@@ -6,7 +6,9 @@
 
 The cotangent of a bag is that of each of its entries, so the gradient of bags needs one row
 for each bag, not one for each entry: `source` are the cotangents of the bags, `index` is the
-bag of each entry. Who reads a few rows at a time never writes all of them.
+bag of each entry. That of a dot product is the other operand, row by row, each times a number:
+these rows are there already, and there is no `index`. Who reads a few rows at a time never
+writes all of them.
 """
 
 import dataclasses
@@ -34,18 +36,20 @@ class FactoredRows:
 
     Attributes:
         source (m, *row): floating.
-        index (n,): int32, canonical: m stands for a row of zeros.
+        index (n,): int32, canonical: m stands for a row of zeros. None: rows in their order.
         weight (n,): floating, or None for ones.
         dtype: of the rows.
     """
 
     source: jax.Array
-    index: jax.Array
+    index: jax.Array | None
     weight: jax.Array | None
     dtype: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
+        if self.index is None:
+            return self.source.shape
         return *self.index.shape, *self.source.shape[self.index.ndim :]
 
     @property
@@ -54,6 +58,8 @@ class FactoredRows:
 
     def array(self) -> jax.Array:
         """The rows (n, *row); of a stack of such, the stack of them."""
+        if self.index is None:
+            return _weighted(self.source, self.weight).astype(self.dtype)
         rows = _rows
         for _ in self.index.shape[1:]:
             rows = jax.vmap(rows, in_axes=(0, 0, None if self.weight is None else 0))
@@ -62,13 +68,20 @@ class FactoredRows:
     def take(self, entries: jax.Array) -> jax.Array:
         """The rows (k, *row) of the entries (k,)."""
         weight = None if self.weight is None else rows_at(self.weight, entries)
+        if self.index is None:
+            return _weighted(rows_at(self.source, entries), weight).astype(self.dtype)
         return FactoredRows(
             self.source, rows_at(self.index, entries), weight, self.dtype
         ).array()
 
-    def map(self, function: Callable[[jax.Array], jax.Array]) -> "FactoredRows":
-        """A function that is linear in each row, of the same shape and dtype, of all rows."""
-        return dataclasses.replace(self, source=function(self.source))
+    def scaled(self, function: Callable[[jax.Array], jax.Array]) -> "FactoredRows":
+        """All rows times a number, as `function` multiplies an array, of the same dtype."""
+        if self.index is not None:
+            return dataclasses.replace(self, source=function(self.source))
+        weight = self.weight
+        if weight is None:
+            weight = jnp.ones(self.source.shape[:1], self.source.dtype)
+        return dataclasses.replace(self, weight=function(weight))
 
 
 Rows = jax.Array | FactoredRows
@@ -97,7 +110,8 @@ def joined(parts: Sequence[Rows]) -> Rows:
     index, weight, begin = [], [], 0
     for x, source in zip(parts, sources, strict=True):
         entries, m = x.shape[0], source.shape[0]
-        own = x.index if isinstance(x, FactoredRows) else lax.iota(jnp.int32, entries)
+        given = x.index if isinstance(x, FactoredRows) else None
+        own = lax.iota(jnp.int32, entries) if given is None else given
         index.append(jnp.where(own < m, own + begin, total))
         begin += m
         if dtype is not None:
@@ -115,11 +129,14 @@ def _rows(source: jax.Array, index: jax.Array, weight: jax.Array | None) -> jax.
     source, index = varying_alike(source, index)
     fills = lax.GatherScatterMode.FILL_OR_DROP
     gather = Gather.of_rows(source.shape, fills, fill_value=0)
-    rows = gather(source, index[:, None])
+    return _weighted(gather(source, index[:, None]), weight)
+
+
+def _weighted(rows: jax.Array, weight: jax.Array | None) -> jax.Array:
     if weight is None:
         return rows
     dtype = joint_dtype(rows, weight)
-    weight = weight.reshape((-1,) + (1,) * (rows.ndim - 1))
+    weight = weight.reshape(weight.shape + (1,) * (rows.ndim - weight.ndim))
     return rows.astype(dtype) * weight.astype(dtype)
 
 

@@ -384,7 +384,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         if not isinstance(self.stored, FactoredRows):
             return self.with_values(function(self.stored))
         return self.tree_unflatten(
-            (self.shape, self.coalesced), (self.index_leaf, self.stored.map(function))
+            (self.shape, self.coalesced), (self.index_leaf, self.stored.scaled(function))
         )
 
 

@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jmask
+from jmask._autodiff import factors
 from jmask._kernels.factored_rows import FactoredRows
 
 V, D, B, L = 50, 4, 6, 5
@@ -89,6 +91,19 @@ ARRAYS = {
     "sums over columns": lambda t: jnp.sum(t[IDS].sum(-1) * WEIGHTS),
 }
 
+# Gradients that are an array that is there times a number for each row: kept so if it is large.
+OTHER = jnp.asarray(RNG.normal(size=(V, D)), jnp.float32)
+SCALED = {
+    "squares": lambda t: jnp.sum(t[FLAT] ** 2),
+    "dot products": lambda t: jnp.sum(jnp.sin(jnp.sum(t[FLAT] * OTHER[FLAT], -1))),
+    "dot products of lines": lambda t: jnp.sum(jnp.cos(jnp.sum(t[IDS] * OTHER[IDS], -1))),
+    "einsum": lambda t: jnp.sum(jnp.sin(jnp.einsum("blx,blx->bl", t[IDS], OTHER[IDS]))),
+    "vmapped": lambda t: jnp.sum(jnp.exp(jax.vmap(jnp.vdot)(t[FLAT], OTHER[FLAT]))),
+    "negative, scaled": lambda t: -3 * jnp.mean(jnp.sum(-t[FLAT] * OTHER[FLAT], -1) ** 2),
+    "products": lambda t: jnp.sum(jnp.sin(jnp.sum((x := t[FLAT]) * x, -1))),
+    "jitted": lambda t: jax.jit(SCALED["dot products"])(t),
+    "recomputed": lambda t: jax.checkpoint(SCALED["dot products"])(t),
+}
 PROGRAMS = FACTORED | ARRAYS
 
 
@@ -113,6 +128,42 @@ def test_the_gradient(name):
         assert gradient.dtype == TABLE.dtype
         rows = jmask.RowSparse(gradient.indices, gradient.values, gradient.shape)
         assert_close(rows.todense(), expected)
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_rows_of_a_large_array(monkeypatch, name):
+    assert not is_factored(jmask.grad(SCALED[name])(TABLE))
+    monkeypatch.setattr(factors, "_LARGE", 0)
+    loss, expected = SCALED[name], jax.grad(SCALED[name])(TABLE)
+    for grad in (jmask.grad(loss), jax.jit(lambda t: jmask.value_and_grad(loss)(t)[1])):
+        gradient = grad(TABLE)
+        assert is_factored(gradient)
+        assert gradient.stored.index is None
+        assert_close(gradient.todense(), expected)
+        assert_close((gradient * 2).coalesce().todense(), 2 * expected)
+        assert gradient.values.shape == (gradient.nse, D)
+        assert_close(jmask.tree.add(gradient, gradient).todense(), 2 * expected)
+    tables = jnp.stack([TABLE, 2 * TABLE])
+    stacked = jax.vmap(jmask.grad(loss))(tables)
+    assert_close(jmask.tree.merge(stacked).todense(), sum(map(jax.grad(loss), tables)))
+    along = jnp.cos(TABLE)
+    found = jax.grad(lambda t: jnp.sum(jmask.grad(loss)(t).todense() * along))(TABLE)
+    assert_close(found, jax.grad(lambda t: jnp.sum(jax.grad(loss)(t) * along))(TABLE))
+
+
+def test_large_batches_hold_one_array_of_rows():
+    """Of a step of dot products, read from the compiled program: no gradient of all rows."""
+    n, table = 70_000, jax.ShapeDtypeStruct((200_000, D * 16), jnp.float32)
+    ids = jax.ShapeDtypeStruct((n,), jnp.int32)
+    for tx in (jmask.sgd(0.1), jmask.adam(0.1), jmask.lazy(optax.adagrad(0.1))):
+
+        def step(table, state, ids, tx=tx):
+            loss, grad = jmask.value_and_grad(lambda t: jnp.sum(t[ids] ** 2))(table)
+            return *jmask.apply_gradients(tx, grad, state, table), loss
+
+        state = jax.eval_shape(tx.init, table)
+        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(table, state, ids).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < 1.4 * n * table.shape[1] * 4
 
 
 @pytest.mark.parametrize("name", FACTORED)

@@ -41,4 +41,4 @@ def test_factors_stay_factors():
     assert isinstance(joined([rows, rows]), FactoredRows)
     assert isinstance(joined([rows, jnp.zeros((1, D))]), FactoredRows)
     assert isinstance(joined([rows, jnp.zeros((4, D))]), jax.Array)
-    assert isinstance(joined([rows, rows.map(lambda x: x.astype(jnp.float16))]), jax.Array)
+    assert isinstance(joined([rows, rows.scaled(lambda x: x.astype(jnp.float16))]), jax.Array)

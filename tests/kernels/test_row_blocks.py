@@ -42,8 +42,10 @@ def test_the_rows_that_factors_stand_for(row, weighted):
     _, rows = entries(0, 9, row, weighted=weighted)
     np.testing.assert_allclose(rows.array(), model(rows), rtol=1e-6)
     np.testing.assert_array_equal(rows.take(jnp.array([3, 0])), rows.array()[jnp.array([3, 0])])
-    np.testing.assert_allclose(rows.map(lambda x: -2 * x).array(), -2 * model(rows), rtol=1e-6)
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), rows, rows.map(jnp.negative))
+    np.testing.assert_allclose(
+        rows.scaled(lambda x: -2 * x).array(), -2 * model(rows), rtol=1e-6
+    )
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), rows, rows.scaled(jnp.negative))
     assert stacked.shape == (2, *rows.shape)
     np.testing.assert_array_equal(stacked.array()[1], -rows.array())
 

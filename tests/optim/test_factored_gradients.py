@@ -42,11 +42,14 @@ OPTIMIZERS = {
 }
 
 
-def gradients(seed):
-    """A factored gradient with weights, equal ids and padding, and the same as an array."""
+def gradients(seed, repeats=True):
+    """A factored gradient with weights, equal ids and padding, and the same as an array.
+
+    Its rows are those of bags, or rows that do not repeat.
+    """
     rng = np.random.default_rng(seed)
-    source = jnp.asarray(rng.normal(size=(B, D)), jnp.float32)
-    index = jnp.repeat(jnp.arange(B, dtype=jnp.int32), L)
+    source = jnp.asarray(rng.normal(size=(B if repeats else B * L, D)), jnp.float32)
+    index = jnp.repeat(jnp.arange(B, dtype=jnp.int32), L) if repeats else None
     weight = jnp.asarray(rng.normal(size=B * L), jnp.float32)
     ids = jnp.asarray(rng.integers(0, V // 2, B * L), jnp.int32).at[7].set(V)
     rows = FactoredRows(source, index, weight, jnp.dtype(jnp.float32))
@@ -54,9 +57,10 @@ def gradients(seed):
     return factored, jmask.RowSparse(ids, rows.array(), (V, D))
 
 
+@pytest.mark.parametrize("repeats", [True, False])
 @pytest.mark.parametrize("step", ["apply_gradients", "update"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_as_rows_in_an_array(monkeypatch, name, step):
+def test_as_rows_in_an_array(monkeypatch, name, step, repeats):
     monkeypatch.setattr(block_loops, "_SIZES", (7, 7))
     tx = OPTIMIZERS[name]
     start = {"t": jnp.asarray(np.random.default_rng(9).normal(size=(V, D)), jnp.float32)}
@@ -73,7 +77,7 @@ def test_as_rows_in_an_array(monkeypatch, name, step):
     for kind in (0, 1):
         params, state = start, tx.init(start)
         for seed in range(3):
-            params, state = run(gradients(seed)[kind], state, params)
+            params, state = run(gradients(seed, repeats)[kind], state, params)
         results.append((params, state))
     for x, y in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6)

@@ -1,0 +1,75 @@
+"""Where the arrays of a gradient program come from, asked while the program is run.
+
+    b = mul a 2.0
+    c = jit[{ d. e = neg d; in e }] b        maker of c: neg, of d, which is b; maker of b: mul
+
+What makes an array may stand in a function that is called, and what it is made of outside.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from jmask._base.forms import CALLS, called, name_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """An array, and the variable of a program by which to ask what makes it."""
+
+    array: jax.Array
+    origins: "Origins"
+    variable: Var
+
+
+def plain(x: Any) -> Any:
+    """The array of a `Made`, anything else as it is."""
+    return x.array if isinstance(x, Made) else x
+
+
+@dataclasses.dataclass(frozen=True)
+class Origins:
+    """Where the arrays of a program come from, while it is run.
+
+    Attributes:
+        definitions: the equation that makes a variable.
+        values: what has been computed, `Made` for some inputs.
+        scaled_only: whether to look no further than for what rows are multiplied with.
+    """
+
+    definitions: dict[Var, JaxprEqn]
+    values: dict[Var, Any]
+    scaled_only: bool = False
+
+    def made(self, v: Any, value: Any) -> Any:
+        """The value of a variable; that of an array with the variable."""
+        if not isinstance(value, jax.Array) or isinstance(v, Literal) or not value.ndim:
+            return value
+        return Made(value, self, v)
+
+    def read(self, v: Any) -> Any:
+        """The array of a variable or literal; None if it is not there, or in another form."""
+        value = v.val if isinstance(v, Literal) else plain(self.values.get(v))
+        return value if isinstance(value, jax.Array | np.ndarray | np.generic) else None
+
+    def maker(self, v: Any) -> "tuple[Origins, JaxprEqn | None]":
+        """The equation that makes a variable, in a function that is called or outside of it."""
+        eqn = None if isinstance(v, Literal) else self.definitions.get(v)
+        if eqn is not None and name_of(eqn) in CALLS:
+            output = called(eqn)[0].outvars[eqn.outvars.index(v)]
+            return self._inside(eqn).maker(output)
+        value = None if isinstance(v, Literal) or eqn is not None else self.values.get(v)
+        if isinstance(value, Made):
+            origins = dataclasses.replace(value.origins, scaled_only=self.scaled_only)
+            return origins.maker(value.variable)
+        return self, eqn
+
+    def _inside(self, eqn: JaxprEqn) -> "Origins":
+        jaxpr, consts = called(eqn)
+        definitions = {v: inner for inner in jaxpr.eqns for v in inner.outvars}
+        given = [self.made(v, self.read(v)) for v in eqn.invars]
+        inputs = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *given), strict=True)
+        return Origins(definitions, dict(inputs), self.scaled_only)
