@@ -18,7 +18,6 @@ In each step a few rows, one after the other, are brought up to date besides, so
 ever behind by W steps.
 """
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,6 +36,7 @@ from jmask._tables.skipped_steps import Form, StepWithout, advanced, skipped
 from jmask._tables.stored_table import (
     StoredTable,
     is_stored_table,
+    read_rows,
     rows_of,
     whole,
     with_rows,
@@ -129,29 +129,9 @@ class DeferredTable(StoredTable):
             made_for=made_for,
         )
 
-    def tree_flatten_with_keys(self) -> Any:
-        children = [(jax.tree_util.GetAttrKey(x), getattr(self, x)) for x in self._ARRAYS]
-        return children, tuple(getattr(self, x) for x in self._STATIC)
-
-    @classmethod
-    def tree_unflatten(cls, static: Any, children: Any) -> "DeferredTable":
-        node = object.__new__(cls)
-        for name, x in zip((*cls._ARRAYS, *cls._STATIC), (*children, *static), strict=True):
-            setattr(node, name, x)
-        return node
-
-    def _with(self, **parts: Any) -> "DeferredTable":
-        node = copy.copy(self)
-        for name, x in parts.items():
-            setattr(node, name, x)
-        return node
-
     @property
     def dtype(self) -> Any:
         return self.main.dtype
-
-    def with_phantom(self, phantom: Any) -> "DeferredTable":
-        return self._with(phantom=phantom)
 
     def full(self, row: Sequence[int], value: Any, dtype: Any) -> jax.Array:
         """What an optimizer keeps of this table elsewhere: one row that is not used."""
@@ -160,13 +140,12 @@ class DeferredTable(StoredTable):
     # --- rows ----------------------------------------------------------------------------
 
     def read(self, ids: jax.Array) -> jax.Array:
-        return self._now(*self._gathered(lambda x: _read(x, ids)))[0]
+        return self._now(*self._gathered(lambda x: read_rows(x, ids)))[0]
 
     def fitted(self, gradient: RowSparse) -> Any:
         if not is_stored_table(self.main):
             return gradient
-        like = copy.copy(self.main)  # which says where rows live
-        like.shape = self.shape
+        like = self.main._with(shape=self.shape)  # `main` says where rows live
         return like.fitted(gradient)
 
     def rows(self, gradient: Any) -> jax.Array:
@@ -382,7 +361,3 @@ def _last_of(main: Any, rows: int) -> Any:
     if is_stored_table(main):
         return main.full((1,), 0, jnp.int32)
     return jnp.zeros((rows,), jnp.int32)
-
-
-def _read(x: Any, ids: jax.Array) -> jax.Array:
-    return x.read(ids) if is_stored_table(x) else gather_rows(x, ids)

@@ -64,6 +64,9 @@ class PackedTable(StoredTable):
 
     __slots__ = ("parts",)
 
+    _ARRAYS = ("parts", "phantom")
+    _STATIC = ("shape",)
+
     def __init__(self, parts: Sequence[Any], shape: Sequence[int], phantom: Any = None):
         self.parts, self.shape, self.phantom = tuple(parts), tuple(shape), phantom
 
@@ -74,17 +77,6 @@ class PackedTable(StoredTable):
         columns = x.reshape(x.shape[0], math.prod(x.shape[1:]))
         return cls([_packed(group) for group in _groups(columns)], x.shape)
 
-    def tree_flatten_with_keys(self) -> Any:
-        keys = (jax.tree_util.GetAttrKey("parts"), jax.tree_util.GetAttrKey("phantom"))
-        return tuple(zip(keys, (self.parts, self.phantom), strict=True)), self.shape
-
-    @classmethod
-    def tree_unflatten(cls, static: Any, children: Any) -> "PackedTable":
-        node = object.__new__(cls)
-        node.parts, node.phantom = children
-        node.shape = static
-        return node
-
     @property
     def dtype(self) -> Any:
         return self.parts[0].dtype
@@ -92,9 +84,6 @@ class PackedTable(StoredTable):
     def todense(self) -> jax.Array:
         columns = [_unpacked(part, w)[: self.shape[0]] for part, w in self._with_widths()]
         return whole(jnp.concatenate(columns, axis=1).reshape(self.shape), self.phantom)
-
-    def with_phantom(self, phantom: Any) -> "PackedTable":
-        return PackedTable(self.parts, self.shape, phantom)
 
     def full(self, row: Sequence[int], value: Any, dtype: Any) -> "PackedTable":
         shape = (self.shape[0], *row)

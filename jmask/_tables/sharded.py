@@ -35,12 +35,12 @@ from jmask._base.array_types import (
 )
 from jmask._base.leaves import as_table
 from jmask._kernels.coalesce import coalesce_rows
-from jmask._kernels.rows import gather_rows, set_rows
+from jmask._kernels.rows import set_rows
 from jmask._tables.packed import PackedTable, checked_floating
 from jmask._tables.routed_rows import RoutedRows
 from jmask._tables.row_exchange import rows_from_owners, rows_to_owners
 from jmask._tables.shard_layout import Layout, dealt, gathered, is_packed, layout_of
-from jmask._tables.stored_table import StoredTable, whole
+from jmask._tables.stored_table import StoredTable, read_rows, whole
 from jmask._tensors.row_sparse import RowSparse
 
 
@@ -64,6 +64,9 @@ class ShardedTable(StoredTable):
 
     __slots__ = ("blocks", "layout")
 
+    _ARRAYS = ("blocks", "phantom")
+    _STATIC = ("layout", "shape")
+
     def __init__(self, blocks: Any, layout: Layout, shape: Sequence[int], phantom: Any = None):
         self.blocks, self.layout, self.shape, self.phantom = (
             blocks,
@@ -72,24 +75,9 @@ class ShardedTable(StoredTable):
             phantom,
         )
 
-    def tree_flatten_with_keys(self) -> Any:
-        keys = (jax.tree_util.GetAttrKey("blocks"), jax.tree_util.GetAttrKey("phantom"))
-        children = tuple(zip(keys, (self.blocks, self.phantom), strict=True))
-        return children, (self.layout, self.shape)
-
-    @classmethod
-    def tree_unflatten(cls, static: Any, children: Any) -> "ShardedTable":
-        node = object.__new__(cls)
-        node.blocks, node.phantom = children
-        node.layout, node.shape = static
-        return node
-
     @property
     def dtype(self) -> Any:
         return self.blocks.dtype
-
-    def with_phantom(self, phantom: Any) -> "ShardedTable":
-        return ShardedTable(self.blocks, self.layout, self.shape, phantom)
 
     def with_placement(self, placement: str) -> "ShardedTable":
         """The same table with rows placed otherwise: "div" or "mod"."""
@@ -145,7 +133,7 @@ class ShardedTable(StoredTable):
             ids = lax.all_gather(ids, shared, tiled=True)
         places = layout.local(ids, layout.shard())
         exists = (places < layout.block).reshape((-1,) + (1,) * (self.ndim - 1))
-        rows = jnp.where(exists, _read(blocks, places), 0)
+        rows = jnp.where(exists, read_rows(blocks, places), 0)
         if shared:
             rows = lax.psum_scatter(rows, shared, scatter_dimension=0, tiled=True)
         return lax.psum(rows, others) if others else rows
@@ -156,7 +144,9 @@ class ShardedTable(StoredTable):
 
         @jax.custom_jvp
         def rows_of(blocks: Any, ids: jax.Array) -> jax.Array:
-            return rows_from_owners(self.layout, functools.partial(_read, blocks), ids, like)
+            return rows_from_owners(
+                self.layout, functools.partial(read_rows, blocks), ids, like
+            )
 
         @rows_of.defjvp
         def of_tangents(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
@@ -199,7 +189,7 @@ class ShardedTable(StoredTable):
         layout = self._layout_of(gradient)
 
         def rows_of(blocks: Any, ids: jax.Array) -> jax.Array:
-            return _read(self._local(blocks), layout.local(ids, layout.shard()))
+            return read_rows(self._local(blocks), layout.local(ids, layout.shard()))
 
         over = (layout.rows,) * 3
         return layout.run(rows_of, self.blocks, gradient.row_ids(), over=over)
@@ -357,9 +347,3 @@ def _blocks_of(table: jax.Array, layout: Layout) -> jax.Array:
     if layout.placement == "mod":
         table = dealt(table, layout.shards).reshape(table.shape)
     return table
-
-
-def _read(blocks: Any, places: jax.Array) -> jax.Array:
-    return (
-        blocks.read(places) if isinstance(blocks, PackedTable) else gather_rows(blocks, places)
-    )

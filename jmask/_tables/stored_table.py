@@ -10,10 +10,11 @@ of it than the methods of `StoredTable`.
 """
 
 import abc
+import copy
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,8 @@ from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 class StoredTable(abc.ABC):
     """A table of shape (V, *row) that is kept in some other form: a pytree of its arrays.
 
+    A subclass names its attributes: those with arrays in `_ARRAYS`, the others in `_STATIC`.
+
     Attributes:
         shape: (V, *row).
         phantom: a `Phantom` in a gradient program, or None; see `looked_up`.
@@ -38,8 +41,29 @@ class StoredTable(abc.ABC):
 
     __slots__ = ("phantom", "shape")
 
+    _ARRAYS: tuple[str, ...]
+    _STATIC: tuple[str, ...]
+
     shape: tuple[int, ...]
     phantom: Any
+
+    def tree_flatten_with_keys(self) -> Any:
+        children = [(jax.tree_util.GetAttrKey(x), getattr(self, x)) for x in self._ARRAYS]
+        return children, tuple(getattr(self, x) for x in self._STATIC)
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Any) -> Self:
+        node = object.__new__(cls)
+        for name, x in zip((*cls._ARRAYS, *cls._STATIC), (*children, *static), strict=True):
+            setattr(node, name, x)
+        return node
+
+    def _with(self, **parts: Any) -> Self:
+        """The same table with other attributes."""
+        node = copy.copy(self)
+        for name, x in parts.items():
+            setattr(node, name, x)
+        return node
 
     @property
     @abc.abstractmethod
@@ -70,9 +94,9 @@ class StoredTable(abc.ABC):
     def todense(self) -> jax.Array:
         """The array (V, *row)."""
 
-    @abc.abstractmethod
-    def with_phantom(self, phantom: "Phantom | None") -> Any:
+    def with_phantom(self, phantom: "Phantom | None") -> Self:
         """The same table with another phantom."""
+        return self._with(phantom=phantom)
 
     @property
     def ndim(self) -> int:
@@ -146,6 +170,11 @@ def shape_of(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
     values = x.values if is_row_sparse(x) else x
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(values))
+
+
+def read_rows(table: Any, ids: jax.Array) -> jax.Array:
+    """Rows (n, *row) of an array or a stored table; `ids` (n,) are canonical."""
+    return table.read(ids) if is_stored_table(table) else gather_rows(table, ids)
 
 
 def rows_of(table: Any, gradient: RowSparse) -> jax.Array:
