@@ -23,7 +23,7 @@ from jmask._ops.elementwise import elementwise
 from jmask._ops.groups import grouped
 from jmask._ops.reduce import became_dense, checked_axes, result_dtype, where_at
 from jmask._ops.reductions import logsumexp as logsumexp
-from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.storage import as_dense, is_sparse, with_stored_values
 
 # Activations.
@@ -213,6 +213,6 @@ def _along(
     result = kernel(groups, wide(out)).astype(out)
     if masked:
         result = with_stored_values(storage, groups.restored(result))
-        return MaskedTensor.tree_unflatten(None, (result, valid))
+        return joined(result, valid)
     exists = groups.spread(groups.any(valid))
     return jnp.where(valid, result, jnp.where(exists, absent, empty).astype(out))

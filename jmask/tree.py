@@ -28,7 +28,7 @@ from jmask._base.array_types import varying_alike, varying_axes
 from jmask._base.doors import check_flag, check_leaves
 from jmask._base.leaves import abstract_leaf
 from jmask._base.precision import joint_dtype
-from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, is_tensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import is_entry, is_sparse, stored_values, unique_positions
 from jmask.numpy import add as _add
@@ -171,7 +171,7 @@ def norm(tree: Any, squared: bool = False) -> jax.Array:
     """
     check_flag("squared", squared)
     check_leaves("tree", tree)
-    leaves = jax.tree.leaves(tree, is_leaf=_is_tensor)
+    leaves = jax.tree.leaves(tree, is_leaf=is_tensor)
     total = jnp.zeros(())
     for leaf in leaves:
         total = total + _sum_of_squares(leaf)
@@ -228,34 +228,23 @@ def pmean(tree: Any, axis_name: Any) -> Any:
     return scale(1 / lax.psum(1, axis_name), psum(tree, axis_name))
 
 
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, MaskedTensor) or is_sparse(x)
-
-
 def _map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     for each in (tree, *others):
         check_leaves("tree", each)
-    structures: Any = [jax.tree.structure(x, is_leaf=_is_tensor) for x in (tree, *others)]
+    structures: Any = [jax.tree.structure(x, is_leaf=is_tensor) for x in (tree, *others)]
     for other in structures[1:]:
         if other != structures[0]:
             raise ValueError(
                 f"`tree`: trees of one structure are expected, got {structures[0]} and "
                 f"{other}: these are gradients of different parameters."
             )
-    leaves = [jax.tree.map(_as_tensor, x, is_leaf=_is_tensor) for x in (tree, *others)]
-    return jax.tree.map(function, *leaves, is_leaf=_is_tensor)
-
-
-def _as_tensor(x: Any) -> Any:
-    return x if _is_tensor(x) else jnp.asarray(x)
+    leaves = [jax.tree.map(as_tensor, x, is_leaf=is_tensor) for x in (tree, *others)]
+    return jax.tree.map(function, *leaves, is_leaf=is_tensor)
 
 
 def _add_leaves(x: Any, y: Any) -> Any:
-    shapes = [x.shape if _is_tensor(x) else jnp.shape(x) for x in (x, y)]
-    if shapes[0] != shapes[1]:
-        raise ValueError(
-            f"`tree`: leaves of shapes {shapes[0]} and {shapes[1]} cannot be added."
-        )
+    if x.shape != y.shape:
+        raise ValueError(f"`tree`: leaves of shapes {x.shape} and {y.shape} cannot be added.")
     return _add(x, y)
 
 

@@ -30,7 +30,7 @@ from jmask._base.fallback import collected, expect_dense, report_fallback
 from jmask._base.forms import drops_rules
 from jmask._base.leaves import KEEP_ARRAYS, Model, abstract_leaf, leaf_name, not_an_array
 from jmask._tables.stored_table import is_stored_table
-from jmask._tensors.phantom import is_tensor
+from jmask._tensors.masked_tensor import is_tensor
 
 _INTERPRETER = Interpreter({**EQUATION_RULES, **CONTROL_FLOW_RULES, **COLLECTIVE_RULES})
 

@@ -25,14 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._tensors.masked_tensor import MaskedTensor
-from jmask._tensors.phantom import (
-    is_tensor,
-    values_of,
-    with_values_of,
-    without_phantom,
-    zero_phantom,
-)
+from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
+from jmask._tensors.phantom import values_of, with_values_of, without_phantom, zero_phantom
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import is_sparse
 
@@ -248,7 +242,7 @@ def fully_specified(x: Any, dense: np.ndarray) -> Any:
     if isinstance(x, MaskedTensor):
         storage = fully_specified(x.storage, dense)
         valid = jnp.ones(values_of(storage).shape, bool)
-        return MaskedTensor.tree_unflatten(None, (storage, valid))
+        return joined(storage, valid)
     if not is_sparse(x):
         return jnp.asarray(dense)
     if isinstance(x, RowSparse):

@@ -23,8 +23,8 @@ from jmask._base.doors import check_leaves, shown
 from jmask._gradcheck.entries import Input, numbers_of, random_reals
 from jmask._gradcheck.message import Setting
 from jmask._gradcheck.problem import Problem, mask_of
-from jmask._tensors.masked_tensor import MaskedTensor
-from jmask._tensors.phantom import is_tensor, with_phantom, with_values_of
+from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
+from jmask._tensors.phantom import with_phantom, with_values_of
 from jmask._tensors.specified import todense
 
 _SIZES = (1e-2, 1e-4)

@@ -23,7 +23,8 @@ from jmask._gradcheck.entries import (
     stored_positions,
 )
 from jmask._gradcheck.problem import Problem
-from jmask._tensors.phantom import is_tensor, phantom_of, values_of, zero_phantom
+from jmask._tensors.masked_tensor import is_tensor
+from jmask._tensors.phantom import phantom_of, values_of, zero_phantom
 
 
 def gradient_problem(problem: Problem, modes: Sequence[str]) -> Problem:

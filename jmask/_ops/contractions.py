@@ -23,7 +23,7 @@ from jax.experimental.sparse import BCOO, BCSR
 from jmask._base.fallback import report_fallback
 from jmask._ops.elementwise import elementwise
 from jmask._ops.products import dot as _sparse_dot
-from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.storage import as_dense, is_sparse, stored_values, with_stored_values
 
 _add = elementwise(jnp.add)
@@ -105,7 +105,7 @@ def _combined(product: Any, *operands: Any) -> MaskedTensor:
     """A product of values with zeros where masked, and how many of its terms exist."""
     values = product(*map(_filled, operands))
     terms = product(*map(_existing, operands))
-    return MaskedTensor.tree_unflatten(None, (values, terms > 0.5))
+    return joined(values, terms > 0.5)
 
 
 def _filled(x: Any) -> Any:

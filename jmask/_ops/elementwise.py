@@ -30,7 +30,7 @@ import numpy as np
 from jmask._base.fallback import report_fallback
 from jmask._ops.safe_numbers import safe_numbers, varies
 from jmask._ops.zero_semantics import zero_semantics
-from jmask._tensors.masked_tensor import MaskedTensor, common_shape
+from jmask._tensors.masked_tensor import MaskedTensor, common_shape, joined
 from jmask._tensors.storage import (
     SPARSE,
     as_dense,
@@ -139,7 +139,7 @@ def _masked(function: Callable, operands: Sequence[Any], kwargs: dict) -> Masked
     shape = jnp.broadcast_shapes(result.shape, valid.shape)
     result, valid = jnp.broadcast_to(result, shape), jnp.broadcast_to(valid, shape)
     storage = result if pattern is None else with_stored_values(pattern, result)
-    return MaskedTensor.tree_unflatten(None, (storage, valid))
+    return joined(storage, valid)
 
 
 def _as_operand(x: Any) -> Any:
@@ -149,15 +149,11 @@ def _as_operand(x: Any) -> Any:
 
 def _pattern(operands: Sequence[Any]) -> Any:
     """The sparse storage the result takes its positions from, or None for a dense one."""
-    shape = common_shape([_shape(x) for x in operands])
+    shape = common_shape([np.shape(x) for x in operands])
     for x in operands:
         if isinstance(x, MaskedTensor) and is_sparse(x.storage) and x.shape == shape:
             return x.storage
     return None
-
-
-def _shape(x: Any) -> tuple[int, ...]:
-    return x.shape if isinstance(x, MaskedTensor) or is_sparse(x) else jnp.shape(x)
 
 
 def _at_positions(x: Any, pattern: Any) -> Any:
@@ -166,16 +162,16 @@ def _at_positions(x: Any, pattern: Any) -> Any:
         return sampled(x, pattern) if jnp.ndim(x) else x
     storage = x.storage if isinstance(x, MaskedTensor) else unique_positions(x)
     if not is_sparse(storage):
-        return _plain(sampled(storage, pattern), sampled(x.valid, pattern))
+        return joined(sampled(storage, pattern), sampled(x.valid, pattern))
     values = stored_values(storage)
     if same_positions(storage, pattern):
-        return _plain(values, x.valid) if isinstance(x, MaskedTensor) else values
+        return joined(values, x.valid) if isinstance(x, MaskedTensor) else values
     found = matching(storage, pattern)
     if found is not None:
         place, stored = found
         values, stored = values[place], trailing(stored, values.ndim)
         if isinstance(x, MaskedTensor):
-            return _plain(values, x.valid[place] & stored)
+            return joined(values, x.valid[place] & stored)
         # An ordinary tensor is zero where it stores nothing.
         return jnp.where(stored, values, jnp.zeros((), values.dtype))
     report_fallback(
@@ -197,7 +193,3 @@ def _dense(x: Any) -> Any:
         )
         return x.to_dense()
     return as_dense(x) if is_sparse(x) else x
-
-
-def _plain(values: Any, valid: Any) -> MaskedTensor:
-    return MaskedTensor.tree_unflatten(None, (values, valid))

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from jmask._ops.elementwise import elementwise
 from jmask._ops.masked_index import getitem, has_masked, known_places, with_array
-from jmask._ops.masked_moves import data_of, dense, joined, masked_of
-from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._ops.masked_moves import data_of, dense, masked_of
+from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.methods import install
 
 

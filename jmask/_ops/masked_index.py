@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._ops.masked_moves import data_of, dense, joined, masked_of
-from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._ops.masked_moves import data_of, dense, masked_of
+from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.methods import install
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental.sparse import BCOO
 
 from jmask._base.fallback import report_fallback
-from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._tensors.storage import as_dense, is_sparse
 
@@ -73,11 +73,6 @@ def moved(
     return lifted
 
 
-def is_tensor(x: Any) -> bool:
-    """Whether `x` is something `jax.numpy` does not know: masked or on sparse storage."""
-    return isinstance(x, MaskedTensor) or is_sparse(x)
-
-
 def data_of(x: Any) -> Any:
     """The data of a dense masked tensor; anything else as it is."""
     return x.storage if isinstance(x, MaskedTensor) else x
@@ -86,11 +81,6 @@ def data_of(x: Any) -> Any:
 def masked_of(x: Any) -> jax.Array:
     """Where a dense masked tensor is masked; nowhere for anything else."""
     return ~x.valid if isinstance(x, MaskedTensor) else jnp.zeros(jnp.shape(x), bool)
-
-
-def joined(data: Any, valid: Any) -> MaskedTensor:
-    """A masked tensor of storage and the booleans of its stored values, unchecked."""
-    return MaskedTensor.tree_unflatten(None, (data, valid))
 
 
 def dense(x: Any, name: str) -> Any:

@@ -24,15 +24,13 @@ from jmask._ops.elementwise import elementwise
 from jmask._ops.masked_moves import (
     data_of,
     dense,
-    is_tensor,
-    joined,
     masked_of,
     moved,
     permuted_coo,
     reshaped_coo,
 )
 from jmask._ops.row_shape import joined_rows, permuted_rows, reshaped_rows
-from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor
+from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, is_tensor, joined
 from jmask._tensors.storage import (
     is_sparse,
     same_positions,

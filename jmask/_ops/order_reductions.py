@@ -23,7 +23,7 @@ from jmask._ops.reduce import (
     single_axis,
     where_at,
 )
-from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.storage import as_dense, is_sparse
 
 
@@ -232,4 +232,4 @@ def _running(
     result = function(safe, axis=axis, dtype=dtype)
     if not masked:
         return result
-    return MaskedTensor.tree_unflatten(None, (result, taken.reshape(result.shape)))
+    return joined(result, taken.reshape(result.shape))

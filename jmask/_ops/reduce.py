@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jmask._base.fallback import report_fallback
 from jmask._ops.groups import grouped
-from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.masked_tensor import MaskedTensor, as_tensor
 from jmask._tensors.storage import (
     as_dense,
     is_entry,
@@ -73,7 +73,7 @@ def reduce(
         of_stored: the kernel for plain sparse storage, if zeros do not change it.
         of_array: (values, valid, axes) in place of the kernel, if it needs a dense array.
     """
-    x = x if isinstance(x, MaskedTensor) or is_sparse(x) else jnp.asarray(x)
+    x = as_tensor(x)
     axes = checked_axes(axis, len(x.shape))
     if isinstance(x, MaskedTensor):
         if of_array and is_sparse(x.storage):
@@ -110,7 +110,7 @@ def reduce(
 
 def result_dtype(function: Callable[..., Any], x: Any, dtype: Any = None) -> Any:
     """The dtype that a function of JAX, such as `jnp.sum`, gives for `x`."""
-    kind = x.dtype if isinstance(x, MaskedTensor) or is_sparse(x) else jnp.asarray(x).dtype
+    kind = as_tensor(x).dtype
     if dtype is not None:
         function = functools.partial(function, dtype=dtype)
     return jax.eval_shape(function, jax.ShapeDtypeStruct((1,), kind)).dtype

@@ -32,7 +32,7 @@ from jmask._ops import reduction_kernels as kernels
 from jmask._ops.elementwise import elementwise
 from jmask._ops.masked_moves import dense
 from jmask._ops.reduce import checked_axes, described, reduce, result_dtype, where_at
-from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.masked_tensor import MaskedTensor, as_tensor
 from jmask._tensors.storage import is_sparse, sampled
 
 _multiply = elementwise(jnp.multiply)
@@ -270,7 +270,7 @@ def average(
     """
     if weights is None:
         return mean(x, axis, None, keepdims, where)
-    x = x if isinstance(x, MaskedTensor) or is_sparse(x) else jnp.asarray(x)
+    x = as_tensor(x)
     shape = tuple(x.shape)
     axes = checked_axes(axis, len(shape))
 

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from jmask._base.doors import check_flag, checked_array
 from jmask._ops.elementwise import elementwise
 from jmask._ops.reductions import sum as sum_of
-from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.masked_tensor import is_tensor
 from jmask._tensors.row_sparse import RowSparse
-from jmask._tensors.storage import is_sparse
 
 _square = elementwise(jnp.square)
 
@@ -64,10 +63,7 @@ def add_n(*tensors: Any) -> Any:
         tensors = tuple(tensors[0])
     if not tensors:
         raise ValueError("`tensors` must hold at least one tensor, got none.")
-    tensors = tuple(
-        x if isinstance(x, MaskedTensor) or is_sparse(x) else checked_array("tensors", x)
-        for x in tensors
-    )
+    tensors = tuple(x if is_tensor(x) else checked_array("tensors", x) for x in tensors)
     shapes = {tuple(x.shape) for x in tensors}
     if len(shapes) > 1:
         raise ValueError(f"`tensors` must have one shape, got {sorted(shapes)}.")
@@ -96,6 +92,6 @@ def square_sum(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
         Array(25., dtype=float32)
     """
     check_flag("keepdims", keepdims)
-    if not isinstance(x, MaskedTensor) and not is_sparse(x):
+    if not is_tensor(x):
         x = checked_array("x", x)
     return sum_of(_square(x), axis, keepdims=keepdims)

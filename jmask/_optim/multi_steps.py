@@ -24,7 +24,7 @@ from jmask._base.row_ids import id_dtype
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.state_rows import check_state_type
 from jmask._optim.conditional_step import apply_if, update_if
-from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._updates.checks import check_transformation
 from jmask._updates.eager import compiled_outside_jit
@@ -225,7 +225,7 @@ def _as_gradient(like: Any, kept: Any, factor: Any) -> Any:
         if is_row_sparse(gradient):
             often = gradient.with_values(valid.astype(jnp.int32)).coalesce()
             gradient, valid = gradient.coalesce(), often.values > 0
-        return MaskedTensor.tree_unflatten(None, (gradient, valid))
+        return joined(gradient, valid)
     if not is_row_sparse(like):
         return kept * jnp.asarray(factor, kept.dtype)
     values = kept.values * jnp.asarray(factor, kept.values.dtype)

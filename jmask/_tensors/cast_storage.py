@@ -16,7 +16,7 @@ from jax.experimental.sparse import BCSR
 
 from jmask._base.precision import is_nonzero
 from jmask._tensors.masked_storage import check_stype, to_storage
-from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.storage import (
     as_dense,
     is_entry,
@@ -75,7 +75,7 @@ def cast_storage(x: Any, stype: str, *, nse: int | None = None) -> Any:
         entries = is_nonzero(x)
     if nse is None and isinstance(entries, jax.core.Tracer):
         nse = _most(x, entries, stype)
-    masked = MaskedTensor.tree_unflatten(None, (x, entries))
+    masked = joined(x, entries)
     return to_storage(masked, stype, nse).storage
 
 

@@ -21,7 +21,7 @@ from jax.experimental.sparse import BCOO, BCSR
 from jmask._base.doors import checked_array, checked_choice
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.checks import checked_capacity, fit_or_poison
-from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor
+from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, joined
 from jmask._tensors.methods import install
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import compressed, coordinates, is_sparse, stored_values
@@ -93,7 +93,7 @@ def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
         indices_sorted=_is_sorted(x.storage),
         unique_indices=True,
     )
-    return MaskedTensor.tree_unflatten(None, (storage, inside))
+    return joined(storage, inside)
 
 
 def to_csr(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
@@ -110,7 +110,7 @@ def to_csr(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     order = jnp.arange(x.valid.shape[0])
     if not x.storage.indices_sorted:
         order = jnp.lexsort(tuple(x.storage.indices.T[::-1]))
-    return MaskedTensor.tree_unflatten(None, (compressed(x.storage), x.valid[order]))
+    return joined(compressed(x.storage), x.valid[order])
 
 
 def to_row_sparse(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
@@ -222,7 +222,7 @@ def _stored_rows(
         shape,
         coalesced=True,
     )
-    return MaskedTensor.tree_unflatten(None, (storage, _picked(valid, picked) & kept))
+    return joined(storage, _picked(valid, picked) & kept)
 
 
 def _assembled_rows(x: MaskedTensor, nse: int | None) -> MaskedTensor:
@@ -243,7 +243,7 @@ def _assembled_rows(x: MaskedTensor, nse: int | None) -> MaskedTensor:
     valid = jnp.zeros(empty.shape, bool).at[at].set(x.valid, mode="drop")
     values = fit_or_poison(values, starts.sum(), nse, min(rows, first.shape[0]))
     storage = RowSparse.of_rows(ids, values, x.shape, coalesced=True)
-    return MaskedTensor.tree_unflatten(None, (storage, valid))
+    return joined(storage, valid)
 
 
 install(to_coo=to_coo, to_csr=to_csr, to_row_sparse=to_row_sparse, to_numpy_ma=to_numpy_ma)

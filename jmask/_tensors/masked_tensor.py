@@ -251,7 +251,7 @@ class MaskedTensor(MaskedMethods):
             )
         storage = with_stored_values(self.storage, values)
         valid = self.valid if valid is None else valid
-        return MaskedTensor.tree_unflatten(None, (storage, valid))
+        return joined(storage, valid)
 
 
 def masked_tensor(data: Any, mask: Any = None) -> MaskedTensor:
@@ -263,6 +263,21 @@ def masked_tensor(data: Any, mask: Any = None) -> MaskedTensor:
         MaskedTensor([0, --, 2], dtype=int32)
     """
     return MaskedTensor(data, mask)
+
+
+def joined(storage: Any, valid: Any) -> MaskedTensor:
+    """A masked tensor of storage and the booleans of its stored values, unchecked."""
+    return MaskedTensor.tree_unflatten(None, (storage, valid))
+
+
+def is_tensor(x: Any) -> bool:
+    """Whether `x` is sparse or masked: one leaf of a tree, with entries that may not exist."""
+    return is_sparse(x) or isinstance(x, MaskedTensor)
+
+
+def as_tensor(x: Any) -> Any:
+    """`x` if it is sparse or masked, and otherwise the array."""
+    return x if is_tensor(x) else jnp.asarray(x)
 
 
 def as_masked_tensor(x: Any) -> MaskedTensor:

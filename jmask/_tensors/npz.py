@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.doors import checked_path
-from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import stype
 
@@ -109,7 +109,7 @@ def load_npz(file: str | os.PathLike) -> Any:
         storage = _rebuilt(kind, arrays, shape, flags)
         if "valid" not in contents:
             return storage
-        return MaskedTensor.tree_unflatten(None, (storage, _loaded(contents, "valid")))
+        return joined(storage, _loaded(contents, "valid"))
 
 
 def _loaded(contents: Any, name: str) -> jax.Array:

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import is_sparse, stored_values, with_stored_values
 
@@ -87,11 +87,6 @@ _KINDS = (
 )
 
 
-def is_tensor(x: Any) -> bool:
-    """Whether `x` is sparse or masked: one leaf of a tree, with entries that may not exist."""
-    return is_sparse(x) or isinstance(x, MaskedTensor)
-
-
 def values_of(x: Any) -> Any:
     """The stored values of a sparse or masked tensor; of an array, the array."""
     return stored_values(x.storage if isinstance(x, MaskedTensor) else x)
@@ -101,7 +96,7 @@ def with_values_of(x: Any, values: Any) -> Any:
     """The tensor, without a phantom, with other stored values at the same positions."""
     if isinstance(x, MaskedTensor):
         storage = with_stored_values(x.storage, values)
-        return MaskedTensor.tree_unflatten(None, (storage, x.valid))
+        return joined(storage, x.valid)
     x = without_phantom(x)
     if is_sparse(x):
         # Unlike a constructor this keeps the type and everything else it says of itself.

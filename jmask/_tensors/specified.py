@@ -24,8 +24,8 @@ import jax.numpy as jnp
 
 from jmask._base.doors import check_flag
 from jmask._base.fallback import report_fallback
-from jmask._tensors.masked_tensor import MaskedTensor
-from jmask._tensors.phantom import is_tensor, phantom_of, with_phantom, without_phantom
+from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
+from jmask._tensors.phantom import phantom_of, with_phantom, without_phantom
 from jmask._tensors.storage import (
     as_dense,
     is_entry,
@@ -120,7 +120,7 @@ def sparse_mask(x: Any, mask: Any) -> Any:
     values, exists = _values_at(x, pattern)
     valid = specified & exists
     result = with_stored_values(pattern, jnp.where(valid, values, jnp.zeros_like(values)))
-    return MaskedTensor.tree_unflatten(None, (result, valid)) if masked else result
+    return joined(result, valid) if masked else result
 
 
 def _tensor_or_array(x: Any, argument: str = "x") -> Any:
@@ -153,7 +153,7 @@ def _at_booleans(x: Any, mask: jax.Array) -> Any:
     if isinstance(x, MaskedTensor):
         pattern = without_phantom(x).storage
         kept = sampled(mask, pattern) if is_sparse(pattern) else mask
-        return MaskedTensor.tree_unflatten(None, (pattern, x.valid & kept))
+        return joined(pattern, x.valid & kept)
     values = stored_values(x)
     values = jnp.where(sampled(mask, x), values, jnp.zeros_like(values))
     result, phantom = with_stored_values(x, values), phantom_of(x)
