@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmask._base.fallback import report_fallback
-from jmask._base.row_ids import widen
-from jmask._tensors.methods import install
+from jmask._tables.stored_table import from_the_end
+from jmask._tensors.methods import call, install
 from jmask._tensors.row_sparse import RowSparse
 
 
@@ -43,7 +43,7 @@ def getitem(x: RowSparse, key: Any) -> Any:
     x.check_single()
     first, rest = _split(x, key)
     if _is_integer(first):
-        return rows_at(x, _row_numbers(x, first)[None])[(0, *rest)]
+        return _rows_at(x, _row_numbers(x, first)[None])[(0, *rest)]
     several = sum(map(_is_array, rest)) > (not _is_array(first))
     if first is None or several or (isinstance(first, slice) and _moves_to_front(rest)):
         report_fallback(
@@ -53,30 +53,13 @@ def getitem(x: RowSparse, key: Any) -> Any:
         return x.todense()[key]
     if isinstance(first, slice):
         return _columns(_slice(x, first), rest)
-    rows = rows_at(x, _row_numbers(x, first))
+    rows = _rows_at(x, _row_numbers(x, first))
     return rows[(slice(None),) * (rows.ndim - x.ndim + 1) + rest]
 
 
-def rows_at(x: RowSparse, ids: jax.Array) -> jax.Array:
+def _rows_at(x: RowSparse, ids: jax.Array) -> jax.Array:
     """The rows `ids` of `x`: (*ids.shape, *row); negative ids count from the end."""
-    wanted = widen(ids, x.shape[0])
-    wanted = jnp.where(ids < 0, wanted + x.shape[0], wanted)
-    x = x.coalesce()
-    row = (1,) * (x.ndim - 1)
-    inside = ((wanted >= 0) & (wanted < x.shape[0])).reshape(*wanted.shape, *row)
-    if x.nse == 0:
-        rows = jnp.zeros((*wanted.shape, *x.shape[1:]), x.dtype)
-    else:
-        stored = x.row_ids()
-        place = jnp.minimum(jnp.searchsorted(stored, wanted), x.nse - 1)
-        found = (stored[place] == wanted).reshape(inside.shape)
-        rows = jnp.where(found, x.values[place], jnp.zeros((), x.dtype))
-    return jnp.where(inside, rows, _out_of_range(x.dtype))
-
-
-def _out_of_range(dtype: Any) -> jax.Array:
-    """What `jnp.take` reads where there is nothing."""
-    return jnp.take(jnp.zeros(1, dtype), 1)
+    return call("lookup", x, from_the_end(ids, x.shape[0]))
 
 
 def _split(x: RowSparse, key: Any) -> tuple[Any, tuple[Any, ...]]:

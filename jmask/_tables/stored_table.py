@@ -116,7 +116,7 @@ class StoredTable(abc.ABC):
                 f"`ids` must be integers, got {ids!r}: a {type(self).__name__} is indexed by "
                 "row ids alone. For anything else use its array, `table.todense()`."
             )
-        return call("lookup", self, _from_the_end(ids, self.shape[0]))
+        return call("lookup", self, from_the_end(ids, self.shape[0]))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
@@ -133,7 +133,7 @@ class StoredTable(abc.ABC):
         return f"{type(self).__name__}({dtype}[{', '.join(map(str, self.shape))}])"
 
 
-def _from_the_end(ids: Any, rows: int) -> Any:
+def from_the_end(ids: Any, rows: int) -> Any:
     """Ids of which negative ones count from the end; NumPy integers stay NumPy's."""
     found: Any = ids if isinstance(ids, jax.Array) else np.asarray(ids)
     if not jnp.issubdtype(found.dtype, jnp.signedinteger):
