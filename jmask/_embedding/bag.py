@@ -42,11 +42,11 @@ from jmask._embedding.ids import (
     is_padding,
     narrowed,
 )
-from jmask._embedding.lookup import looked_up_rows, over_rows
+from jmask._embedding.lookup import looked_up_rows
 from jmask._embedding.max_norm import Bound, checked_bound
 from jmask._embedding.pad_bags import PaddedBags
 from jmask._kernels.bag_sum import bag_sum
-from jmask._tensors.storage import row_of_each
+from jmask._tensors.storage import row_of_each, trailing
 
 COMBINERS = ("sum", "mean", "sqrtn", "max")
 
@@ -189,7 +189,7 @@ def _sums(
             # What is in no bag need not be zeros, which would be one more pass over all rows.
             bags, entries = bags.without(absent), entries._replace(absent=None)
         rows = looked_up_rows(table, entries, bound).astype(dtype)
-        total = bags.sum(rows if weights is None else rows * over_rows(weights, rows.ndim))
+        total = bags.sum(rows if weights is None else rows * trailing(weights, rows.ndim))
         return total if valid is None else jnp.where(valid, total, jnp.nan)
     is_ragged = isinstance(bags, RaggedBags)
     fills_in = outside is not None and (is_ragged or absent is None)
@@ -207,7 +207,7 @@ def _sums(
     missing = jnp.where(outside, jnp.asarray(jnp.nan, dtype), 0)
     if weights is not None:  # those of other entries get no nan from here
         missing = missing * jnp.where(outside, weights, 0)
-    return total + over_rows(bags.sum(missing), total.ndim)
+    return total + trailing(bags.sum(missing), total.ndim)
 
 
 def _scaled(
@@ -222,7 +222,7 @@ def _scaled(
     scale = bags.sum(weights if combiner == "mean" else weights * weights)
     # Over infinity, unlike 0 / 0, an empty bag is 0, and so is every derivative; and a nan
     # in a bag of weight 0 is not hidden.
-    scale = over_rows(jnp.where(scale == 0, jnp.inf, scale), total.ndim)
+    scale = trailing(jnp.where(scale == 0, jnp.inf, scale), total.ndim)
     return total / (scale if combiner == "mean" else jnp.sqrt(scale))
 
 
@@ -232,7 +232,7 @@ def _max(rows: jax.Array, bags: Bags, absent: Any) -> jax.Array:
     greatest = _greatest(rows, bags, absent)
     of_entries = rows.shape[: bags.entry_dimensions]
     nothing = bags.max(_present(of_entries, absent).astype(jnp.int32), 0) == 0
-    return jnp.where(over_rows(nothing, greatest.ndim), 0, greatest)
+    return jnp.where(trailing(nothing, greatest.ndim), 0, greatest)
 
 
 @_max.defjvp
@@ -241,7 +241,7 @@ def _max_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     rows, bags, absent = primals
     attains = (rows == bags.spread(_greatest(rows, bags, absent))) | jnp.isnan(rows)
     if absent is not None:
-        attains &= ~over_rows(absent, rows.ndim)
+        attains &= ~trailing(absent, rows.ndim)
     numbers = bags.numbers(rows.ndim)
     last = np.int32(np.iinfo(np.int32).max)
     first = bags.spread(bags.min(jnp.where(attains, numbers, last), last))
@@ -251,7 +251,7 @@ def _max_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 
 def _greatest(rows: jax.Array, bags: Bags, absent: Any) -> jax.Array:
     if absent is not None:
-        rows = jnp.where(over_rows(absent, rows.ndim), -jnp.inf, rows)
+        rows = jnp.where(trailing(absent, rows.ndim), -jnp.inf, rows)
     return bags.max(rows, -jnp.inf)
 
 

@@ -35,6 +35,7 @@ from jmask._kernels.gather import Gather
 from jmask._tables.stored_table import StoredTable, looked_up
 from jmask._tensors.methods import install
 from jmask._tensors.row_sparse import RowSparse
+from jmask._tensors.storage import trailing
 
 
 def embedding_lookup(
@@ -105,7 +106,7 @@ def looked_up_rows(table: Any, entries: Entries, bound: Bound | None) -> jax.Arr
         return bounded(_gathered(table, positions, None), positions.ndim, bound)
     rows = _gathered(table, positions, 0)
     if outside is not None and positions.size:
-        rows = jnp.where(over_rows(outside, rows.ndim), _missing(rows.dtype), rows)
+        rows = jnp.where(trailing(outside, rows.ndim), _missing(rows.dtype), rows)
     return bounded(rows, positions.ndim, bound)
 
 
@@ -136,7 +137,7 @@ def _gathered(source: Any, positions: jax.Array, fill: int | None) -> jax.Array:
         rows = placed_like(rows, positions)
         if fill is not None:
             return rows
-        outside = over_rows(positions == source.shape[0], rows.ndim)
+        outside = trailing(positions == source.shape[0], rows.ndim)
         return jnp.where(outside, _missing(rows.dtype), rows)
     # Not `source.at[positions].get(...)`: like `jnp.where`, it drops what has no entries,
     # and JAX then gives a table that is looked up for nothing a gradient of dense zeros.
@@ -153,11 +154,6 @@ def _missing(dtype: Any) -> np.ndarray:
         return np.asarray(True)
     limits = jnp.iinfo(dtype)
     return np.asarray(limits.min or limits.max, dtype)
-
-
-def over_rows(x: jax.Array, ndim: int) -> jax.Array:
-    """An array of entries, with dimensions of size 1 for those of the rows."""
-    return x.reshape(x.shape + (1,) * (ndim - x.ndim))
 
 
 install(lookup=embedding_lookup)
