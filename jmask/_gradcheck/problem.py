@@ -123,7 +123,7 @@ class Problem:
             Output(
                 f"output{jax.tree_util.keystr(path)}",
                 number,
-                tuple(np.shape(y) if not is_tensor(y) else y.shape),
+                tuple(np.shape(y)),
                 y.dtype if is_tensor(y) else jnp.result_type(y),
                 mask_of(y, setting.masked),
             )
@@ -193,7 +193,7 @@ class Problem:
         return [output.reals(todense(flat[output.number])) for output in self.outputs]
 
     def _check_mask(self, output: Output, y: Any, what: str) -> None:
-        shape = tuple(y.shape if is_tensor(y) else np.shape(y))
+        shape = tuple(np.shape(y))
         if shape != output.shape:
             raise GradcheckError(
                 f"{what} changed the shape of {output.path} from {output.shape} to {shape}: "

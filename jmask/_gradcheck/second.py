@@ -112,6 +112,6 @@ def _along(problem: Problem, x: Any, tangent: jax.Array) -> tuple[Any, Any]:
 
 
 def _random_dense(rng: np.random.Generator, x: Input) -> jax.Array:
-    shape = tuple(np.shape(x.tensor) if not is_tensor(x.tensor) else x.tensor.shape)
+    shape = tuple(np.shape(x.tensor))
     reals = random_reals(rng, (math.prod(shape), x.parts))
     return jnp.asarray(numbers_of(reals).reshape(shape))
