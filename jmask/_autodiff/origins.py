@@ -3,7 +3,8 @@
     b = mul a 2.0
     c = jit[{ d. e = neg d; in e }] b        maker of c: neg, of d, which is b; maker of b: mul
 
-What makes an array may stand in a function that is called, and what it is made of outside.
+What makes an array may stand in a function that is called, and what it is made of outside. In a
+jitted step what such a function computes is asked for too.
 """
 
 import dataclasses
@@ -11,9 +12,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
-from jmask._base.forms import CALLS, called, name_of
+from jmask._base.forms import CALLS, called, name_of, within
+from jmask._base.jaxprs import bound, inlined
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +40,13 @@ class Origins:
         definitions: the equation that makes a variable.
         values: what has been computed, `Made` for some inputs.
         scaled_only: whether to look no further than for what rows are multiplied with.
+        is_inside: whether it is a function that is called, of which inputs alone are known.
     """
 
     definitions: dict[Var, JaxprEqn]
     values: dict[Var, Any]
     scaled_only: bool = False
+    is_inside: bool = False
 
     def made(self, v: Any, value: Any) -> Any:
         """The value of a variable; that of an array with the variable."""
@@ -52,6 +56,8 @@ class Origins:
 
     def read(self, v: Any) -> Any:
         """The array of a variable or literal; None if it is not there, or in another form."""
+        if isinstance(v, Var) and self.is_inside and v not in self.values:
+            self._compute(v)
         value = v.val if isinstance(v, Literal) else plain(self.values.get(v))
         return value if isinstance(value, jax.Array | np.ndarray | np.generic) else None
 
@@ -59,17 +65,30 @@ class Origins:
         """The equation that makes a variable, in a function that is called or outside of it."""
         eqn = None if isinstance(v, Literal) else self.definitions.get(v)
         if eqn is not None and name_of(eqn) in CALLS:
-            output = called(eqn)[0].outvars[eqn.outvars.index(v)]
-            return self._inside(eqn).maker(output)
+            origins, outputs = self._inside(eqn)
+            return origins.maker(outputs[eqn.outvars.index(v)])
         value = None if isinstance(v, Literal) or eqn is not None else self.values.get(v)
         if isinstance(value, Made):
             origins = dataclasses.replace(value.origins, scaled_only=self.scaled_only)
             return origins.maker(value.variable)
         return self, eqn
 
-    def _inside(self, eqn: JaxprEqn) -> "Origins":
-        jaxpr, consts = called(eqn)
-        definitions = {v: inner for inner in jaxpr.eqns for v in inner.outvars}
+    def _inside(self, eqn: JaxprEqn) -> "tuple[Origins, list[Any]]":
+        """The same in a function that is called; and its outputs."""
+        program = inlined(ClosedJaxpr(*called(eqn)))
+        definitions = {v: inner for inner in program.eqns for v in inner.outvars}
         given = [self.made(v, self.read(v)) for v in eqn.invars]
-        inputs = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *given), strict=True)
-        return Origins(definitions, dict(inputs), self.scaled_only)
+        variables = (*program.jaxpr.constvars, *program.jaxpr.invars)
+        inputs = zip(variables, (*program.consts, *given), strict=True)
+        inside = Origins(definitions, dict(inputs), self.scaled_only, is_inside=True)
+        return inside, program.jaxpr.outvars
+
+    def _compute(self, v: Var) -> None:
+        """A value in a function, once more; the compiler of a jitted step makes it one."""
+        eqn = self.definitions.get(v)
+        if eqn is None or eqn.effects or len(list(within(eqn))) > 1:
+            return
+        inputs = [self.read(x) for x in eqn.invars]
+        is_there = not any(x is None for x in inputs)
+        if is_there and any(isinstance(x, jax.core.Tracer) for x in inputs):
+            self.values.update(zip(eqn.outvars, bound(eqn, inputs), strict=True))
