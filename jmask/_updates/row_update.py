@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 
 from jmask._base.array_types import explicit_sharding
 from jmask._base.jaxprs import bound, interpret
@@ -90,10 +90,22 @@ def updated_whole(
     jaxpr = program.jaxpr
     # What is computed from a new table is computed from the one that is kept. In rows that are
     # touched they are the same, and XLA would copy the old one, which it needs to the end.
-    old = dict(zip(jaxpr.outvars, tables, strict=True))
+    made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
+    old = {
+        v: table
+        for v, table in zip(jaxpr.outvars, tables, strict=True)
+        if isinstance(v, Var) and v in made and jaxpr.outvars.count(v) == 1
+    }
+
+    def kept(x: jax.Array, table: jax.Array) -> jax.Array:
+        return jnp.where(touched, x, table)
 
     def kept_elsewhere(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
         results = zip(eqn.outvars, bound(eqn, inputs), strict=True)
-        return [jnp.where(touched, x, old[v]) if v in old else x for v, x in results]
+        return [kept(x, old[v]) if v in old else x for v, x in results]
 
-    return interpret(jaxpr, program.consts, given, kept_elsewhere)
+    # No equation makes an output that is an input or a number, as where the state is the last
+    # gradient; and one that is two outputs is kept in two ways.
+    results = interpret(jaxpr, program.consts, given, kept_elsewhere)
+    outputs = zip(jaxpr.outvars, results, tables, strict=True)
+    return [x if isinstance(v, Var) and v in old else kept(x, table) for v, x, table in outputs]

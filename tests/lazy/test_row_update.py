@@ -18,12 +18,29 @@ pytestmark = pytest.mark.dtype_promotion
 
 V, D, N = 20, 64, 16  # a batch that touches most rows
 TABLE = jax.random.normal(jax.random.key(0), (V, D))
+
+
+def keeping():
+    """A state of which nothing is computed: the last gradient, twice, and the one before."""
+
+    def init(params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return zeros, zeros, zeros
+
+    def update(updates, state, params=None):
+        steps = jax.tree.map(lambda g, last: -0.1 * (2 * g - last), updates, state[0])
+        return steps, (updates, updates, state[0])
+
+    return optax.GradientTransformation(init, update)
+
+
 LIFTED = {
     "adam": jmask.lazy(optax.adam(0.1)),
     "adagrad": jmask.lazy(optax.adagrad(0.1)),
     "momentum": jmask.lazy(optax.sgd(0.1, momentum=0.9)),
     "lion": jmask.lazy(optax.lion(0.1, weight_decay=0.1)),
     "clipped": jmask.lazy(optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1))),
+    "keeping": jmask.lazy(keeping()),
     "schedule": jmask.lazy(optax.adagrad(optax.linear_schedule(0.1, 0.2, 10))),
 }
 IDS = (
