@@ -30,7 +30,7 @@ import numpy as np
 from jmask._base.fallback import report_fallback
 from jmask._ops.safe_numbers import safe_numbers, varies
 from jmask._ops.zero_semantics import zero_semantics
-from jmask._tensors.masked_tensor import MaskedTensor, common_shape, joined
+from jmask._tensors.masked_tensor import MaskedTensor, common_shape, is_tensor, joined
 from jmask._tensors.storage import (
     SPARSE,
     as_dense,
@@ -112,7 +112,7 @@ def _call(function: Callable, args: Sequence[Any], kwargs: dict) -> tuple:
 
 def _is_operand(x: Any) -> bool:
     """Whether an argument given by name may differ from entry to entry."""
-    return isinstance(x, jax.Array | np.ndarray | list | MaskedTensor) or is_sparse(x)
+    return isinstance(x, jax.Array | np.ndarray | list) or is_tensor(x)
 
 
 # --- masked semantics --------------------------------------------------------------------

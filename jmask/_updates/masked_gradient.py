@@ -20,7 +20,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.leaves import abstract_leaf, leaf_name, not_an_array
 from jmask._kernels.coalesce import unique_slots
-from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import coordinates, is_sparse, stored_values
 from jmask._updates.not_row_local import NotRowLocalError
@@ -107,7 +107,7 @@ def masked_as(gradient: Any, result: Any) -> Any:
     """An array or rows computed from a gradient leaf, masked where the gradient is."""
     if not isinstance(gradient, MaskedTensor):
         return result
-    return MaskedTensor.tree_unflatten(None, (result, gradient_and_valid(gradient)[1]))
+    return joined(result, gradient_and_valid(gradient)[1])
 
 
 def unchanged_where_masked(update: Any, valid: jax.Array | None) -> Any:

@@ -91,11 +91,10 @@ def updated_whole(
     # What is computed from a new table is computed from the one that is kept. In rows that are
     # touched they are the same, and XLA would copy the old one, which it needs to the end.
     made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
-    old = {
-        v: table
-        for v, table in zip(jaxpr.outvars, tables, strict=True)
-        if isinstance(v, Var) and v in made and jaxpr.outvars.count(v) == 1
-    }
+    outputs = jaxpr.outvars
+    alone = [isinstance(v, Var) and v in made and outputs.count(v) == 1 for v in outputs]
+    places = zip(outputs, tables, alone, strict=True)
+    old = {v: table for v, table, is_alone in places if is_alone}
 
     def kept(x: jax.Array, table: jax.Array) -> jax.Array:
         return jnp.where(touched, x, table)
@@ -107,5 +106,5 @@ def updated_whole(
     # No equation makes an output that is an input or a number, as where the state is the last
     # gradient; and one that is two outputs is kept in two ways.
     results = interpret(jaxpr, program.consts, given, kept_elsewhere)
-    outputs = zip(jaxpr.outvars, results, tables, strict=True)
-    return [x if isinstance(v, Var) and v in old else kept(x, table) for v, x, table in outputs]
+    found = zip(results, tables, alone, strict=True)
+    return [x if is_alone else kept(x, table) for x, table, is_alone in found]
