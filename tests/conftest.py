@@ -10,6 +10,7 @@ import pytest
 
 from tests.compiled_programs import compiled_programs, remove_old
 from tests.lowered_for import lower_for
+from tests.sampling import leave_the_rest
 
 # Most of the time goes into compiling small programs, and little into running them.
 os.environ["XLA_FLAGS"] = (
@@ -27,6 +28,9 @@ if jax.config.jax_compilation_cache_dir is None:
         remove_old(programs)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+# Programs are lowered without the lines of Python that each operation comes from.
+jax.config.update("jax_traceback_in_locations_limit", 0)
 
 # As in JAX's own tests: nothing is broadcast to more dimensions than it has, and no dtype is
 # another, without saying so.
@@ -69,6 +73,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    leave_the_rest(items)
     # `make test` has some of each job that has a target of its own and needs nothing more.
     for mark in ("devices", "examples"):
         of_job = [x for x in items if x.get_closest_marker(mark)]

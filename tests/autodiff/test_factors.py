@@ -121,6 +121,7 @@ def assert_close(x, y):
     np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_gradient(name):
     loss, expected = PROGRAMS[name], jax.grad(PROGRAMS[name])(TABLE)
@@ -149,6 +150,7 @@ def test_norms_of_a_large_array(monkeypatch):
     assert_close(gradient.todense(), jax.grad(loss)(TABLE))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", SCALED)
 def test_scaled_rows_of_a_large_array(monkeypatch, name):
     assert not is_factored(jmask.grad(SCALED[name])(TABLE))
@@ -187,6 +189,7 @@ def test_large_batches_hold_one_array_of_rows():
         assert temporaries < at_most * n * table.shape[1] * table.dtype.itemsize
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FACTORED)
 def test_inside_other_programs(name):
     loss = FACTORED[name]
@@ -204,6 +207,7 @@ def test_inside_other_programs(name):
     assert_close(branches(TABLE, True).todense(), expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FACTORED)
 def test_second_derivatives(name):
     loss, along = FACTORED[name], jnp.cos(TABLE)

@@ -30,6 +30,7 @@ def squares(f):
     return lambda t: jnp.sum(f(t) ** 2)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", SLICES)
 @pytest.mark.parametrize("jit", [False, True])
 def test_slice(name, jit):

@@ -295,6 +295,7 @@ def test_numbers_that_make_nan_of_zeros(number, shape):
         np.testing.assert_array_equal(result, jax.grad(loss)(table, IDS))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", STEPS)
 def test_step(name):
     for shape, number in (((6, 2), 1), ((4, 2, 1), 2), ((1, 2), 7)):

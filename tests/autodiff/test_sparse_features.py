@@ -63,6 +63,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradient_of_dense_weights_is_row_sparse(name):
     function, nse, touched = LOSSES[name]

@@ -14,7 +14,6 @@ from jax.extend.core import jaxprs_in_params
 import jmask
 from tests.lookup_programs import IDS, PROGRAMS, TABLE, VALID, D, V, square
 from tests.oracle import assert_close, densified, is_row_sparse
-from tests.sampling import sampled
 
 
 @contextlib.contextmanager
@@ -38,7 +37,8 @@ def check(loss: Callable[..., Any], *args: Any, falls_back: bool = False) -> Any
     return result[1]
 
 
-@pytest.mark.parametrize("name", sampled(PROGRAMS, 2))
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_program(name):
     program = PROGRAMS[name]
     gradient = check(program.loss, TABLE, falls_back=program.falls_back)
@@ -53,6 +53,7 @@ def test_program(name):
 TRACING = ("cond", "cond, one branch without", "switch", "cond in scan, rows", "scan")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", [*TRACING, "checkpoint", "custom_vjp"])
 def test_no_tracer_is_kept(name):
     """`jax_check_tracer_leaks` refuses what a trace leaves behind."""

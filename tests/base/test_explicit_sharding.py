@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmask
 from tests.oracle import is_row_sparse
-from tests.sampling import chosen, sampled
+from tests.sampling import chosen
 from tests.stored_tables import STEPS
 
 pytestmark = pytest.mark.devices
@@ -149,18 +149,10 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("table", "optimizer", "step", "in_context"),
-    sampled(
-        [
-            (t, o, s, c)
-            for t in TABLES
-            for o in OPTIMIZERS
-            for s in STEPS
-            for c in (False, True)
-        ],
-        14,
-    ),
+    [(t, o, s, c) for t in TABLES for o in OPTIMIZERS for s in STEPS for c in (False, True)],
 )
 @pytest.mark.dtype_promotion
 def test_steps(table, optimizer, step, in_context):

@@ -162,6 +162,7 @@ _FOUND = {
 _RENAMED = sorted(set.union(*_FOUND.values()) & {k for k, f in _forms.FORMS.items() if f.read})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("primitive", [*_RENAMED, "jit"])
 def test_gradients_where_parameters_are_renamed(primitive):
     """The same numbers, and no error: rows where the equation is not between, or dense."""

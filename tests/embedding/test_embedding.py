@@ -57,6 +57,7 @@ def _second(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)[1]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mode", "padding"), [*itertools.product(MODES, (None, 2)), ("fill", -1)]
 )
@@ -280,6 +281,7 @@ def plain_loss(mode: str) -> Loss:
 ZERO_GRADIENT = jax.jit(jax.grad(plain_loss("zero")))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "mode"),
     [(name, "fill") for name in PROGRAMS]
@@ -297,6 +299,7 @@ def test_row_sparse_inside(name: str, mode: str) -> None:
 # --- mode "raise" ------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "differentiate"),
     [(name, jmask.value_and_grad) for name in PROGRAMS]

@@ -31,6 +31,7 @@ def bits(x: jax.Array) -> np.ndarray:
     return x.view(f"u{x.dtype.itemsize}")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mode", "fill"),
     [("clip", None), ("promise_in_bounds", None), ("fill", None), ("fill", 2.5), ("fill", 0)],
@@ -73,6 +74,7 @@ def test_rows_that_come_first() -> None:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("width", [32, 65, 64])
 @pytest.mark.parametrize(
     "lookup",

@@ -45,6 +45,7 @@ def test_a_second_round_is_rare():
         assert 1 - taken.size / 8192 < 0.14
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("row", [(), (5,), (2, 3)])
 @pytest.mark.parametrize("count", [1, 2, 100])

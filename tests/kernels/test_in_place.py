@@ -142,6 +142,7 @@ def check_in_place(step: Step) -> None:
     assert temporary_bytes(large) < 16 * step.batch_bytes()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[OF_THE_OLDEST] if n in NARROW else []) for n in STEPS],
@@ -150,6 +151,7 @@ def test_in_place(name: str) -> None:
     check_in_place(STEPS[name])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=OF_THE_OLDEST), "float16"])
 @pytest.mark.parametrize("name", NARROW_TABLES)
 def test_narrow_tables_with_rows_of_64(name: str, dtype: str) -> None:
@@ -200,6 +202,7 @@ def test_control_dense_steps_make_tables(step: Step) -> None:
 
 
 # One for each way in which a step is called and its state is kept.
+@pytest.mark.sampled
 @cases(
     {
         name: STEPS[name]

@@ -57,6 +57,7 @@ class TestIndices:
             with pytest.raises(ValueError, match=complaint):
                 tensor(indices).validate()
 
+    @pytest.mark.sampled
     @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
     def test_every_use_is_exact(self, name, wrap):
         x = tensor(CASES[name].indices)
@@ -171,6 +172,7 @@ def test_functions_of_rows():
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint8])
 @pytest.mark.parametrize("make", [jmask.sharded, jmask.packed], ids=["sharded", "packed"])

@@ -17,7 +17,6 @@ import pytest
 
 import jmask
 from tests.optax_cases import ROW_LOCAL
-from tests.sampling import sampled
 
 pytestmark = pytest.mark.dtype_promotion
 
@@ -103,7 +102,8 @@ def parameters():
     return {"table": table, "w": jax.random.normal(jax.random.key(1), (D, 3))}
 
 
-@pytest.mark.parametrize("name", sampled([*SIMPLE, *OTHERS], every=6))
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", [*SIMPLE, *OTHERS])
 def test_same_result(name):
     tx = jmask.lazy(({**SIMPLE, **OTHERS})[name])
     params = parameters()
@@ -123,6 +123,7 @@ def test_same_result(name):
     np.testing.assert_array_equal(actual["table"][untouched], params["table"][untouched])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", [*SIMPLE, *OTHERS])
 def test_which_take_one_pass(name):
     tx = jmask.lazy(({**SIMPLE, **OTHERS})[name])

@@ -26,7 +26,6 @@ from tests.optax_cases import (
     extra_args,
 )
 from tests.oracle import densified, is_row_sparse, other_rows, touched_rows
-from tests.sampling import sampled
 
 # Numbers of rows that tell the tables apart, and from every other dimension.
 SHAPES = {"table": (12, 3), "other": (9, 2, 2), "dense": (3, 2)}
@@ -123,10 +122,11 @@ def check_step(steps, gradient, state, params):
 
 # All are run under jit; eagerly, which compiles every operation by itself, every sixth.
 LIFTED = [*ROW_LOCAL, *CHAINS]
-RUNS = sampled([(name, jax.jit) for name in LIFTED], 3)
+RUNS = [(name, jax.jit) for name in LIFTED]
 RUNS += [pytest.param(name, lambda f: f, marks=pytest.mark.exhaustive) for name in LIFTED[::6]]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "wrap"),
     RUNS,
@@ -153,6 +153,7 @@ def first_update(tx, gradient, **extra):
     return tx.update(gradient, tx.init(PARAMS), PARAMS, **extra)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", [*REFUSED, *REFUSED_CHAINS])
 def test_refused_with_the_reason(name):
     build, reason = (REFUSED | REFUSED_CHAINS)[name]
@@ -186,9 +187,8 @@ MOMENTUM = optax.sgd(0.1, momentum=0.9)
 LIFTED_MOMENTUM = jmask.lazy(MOMENTUM)
 
 
-@pytest.mark.parametrize(
-    ("name", "side"), sampled(list(itertools.product(PLACED, ["before", "after"])), 3)
-)
+@pytest.mark.sampled
+@pytest.mark.parametrize(("name", "side"), list(itertools.product(PLACED, ["before", "after"])))
 def test_unlifted_is_exact_or_raises(name, side):
     """Two steps of a chain with the transformation outside `lazy`."""
     order = (lambda a, b: (a, b)) if side == "before" else (lambda a, b: (b, a))

@@ -65,6 +65,7 @@ def dense(tree):
     return jax.tree.map(lambda x: x.todense() if is_packed(x) else x, tree, is_leaf=is_packed)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", ["array", "packed"])
 @pytest.mark.parametrize("name", LIFTED)
 def test_same_result(name, layout):

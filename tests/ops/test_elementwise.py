@@ -17,7 +17,6 @@ from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
 import jmask.numpy as jnm
-from tests.sampling import sampled
 from tests.torch_names import REFERENCE_BINARY, REFERENCE_UNARY, TORCH_NAMES, name_here
 
 SHAPE = (2, 3)
@@ -115,7 +114,8 @@ def check(result: jmask.MaskedTensor, expected: Any, mask: np.ndarray) -> None:
     )
 
 
-@pytest.mark.parametrize("name", sampled(UNARY, 2))
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", UNARY)
 def test_unary(name):
     function, values = FUNCTIONS[name], numbers(name)
     expected = function.__wrapped__(values)
@@ -131,7 +131,8 @@ def test_unary(name):
     check(jax.tree.map(lambda leaf: leaf[1], jax.vmap(function)(batch)), expected, mask)
 
 
-@pytest.mark.parametrize("name", sampled(BINARY, 2))
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", BINARY)
 @pytest.mark.rank_promotion
 def test_binary(name):
     function, x, y = FUNCTIONS[name], numbers(name, 1), numbers(name, 2)
@@ -164,7 +165,8 @@ def derivatives(name: str, xs: list[np.ndarray]) -> list[np.ndarray]:
 DIFFERENTIABLE = [n for n in FUNCTIONS if n not in {*INTEGER, "nextafter"}]
 
 
-@pytest.mark.parametrize("name", sampled(DIFFERENTIABLE, 3))
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_gradients(name):
     """Exact at valid entries, exactly 0 at masked ones, never nan: both modes, twice."""
     function = FUNCTIONS[name]
@@ -249,6 +251,7 @@ class TestOrdinaryTensors:
     def test_arrays_are_as_in_jax(self):
         np.testing.assert_array_equal(jnm.sin(jnp.arange(3.0)), jnp.sin(jnp.arange(3.0)))
 
+    @pytest.mark.sampled
     @pytest.mark.parametrize("name", UNARY)
     def test_storage_is_kept_where_zero_is(self, name):
         """f(0) = 0 decides, and equal rows are summed before a nonlinear function."""

@@ -20,6 +20,7 @@ class TestEntries:
         "csr": (BCSR.fromdense(a), BCSR.fromdense(b)),
     }
 
+    @pytest.mark.sampled
     @pytest.mark.parametrize("kind", pairs)
     @pytest.mark.parametrize(
         "function",

@@ -63,6 +63,7 @@ def _slope(function, data, valid, axis):
     return result
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ALONG)
 def test_values_and_derivatives(name, kind):
@@ -107,6 +108,7 @@ def test_values_and_derivatives(name, kind):
             np.testing.assert_allclose(gradients[i], slope, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations(name):
     function, of_jax = getattr(nn, name), getattr(jax.nn, name)

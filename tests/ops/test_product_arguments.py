@@ -14,7 +14,6 @@ import jmask
 from jmask._tensors.storage import stype
 from tests.oracle import densified
 from tests.product_cases import COO, CSR, FEATURES, ROWS, V
-from tests.sampling import sampled
 
 _RNG = np.random.default_rng(1)
 _compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -93,14 +92,14 @@ BAD = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
 @pytest.mark.parametrize(
     ("kind", "transposed"),
-    sampled(
+    list(
         itertools.product(
             [BCOO, BCSR, jmask.RowSparse], [(False, False), (True, False), (False, True)]
-        ),
-        4,
+        )
     ),
 )
 def test_the_gradient_of_an_ordinary_tensor(kind, transposed):

@@ -66,6 +66,7 @@ def program(lhs: Form) -> Any:
     return run
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("lhs", forms(True), ids=str)
 @settings(max_examples=6)
 @given(seed=st.integers(0, 2**32 - 1))

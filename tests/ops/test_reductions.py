@@ -16,7 +16,6 @@ import jmask
 import jmask.numpy as jnm
 from jmask import MaskedTensor, RowSparse
 from tests.masked_cases import KINDS, PATTERNS, POISON, SHAPE, build, masks, sliced, slope
-from tests.sampling import sampled
 
 AXES = ((None, True), (0, False), (-1, True))
 BOTH = (((0, 1), False),)
@@ -96,9 +95,8 @@ def _batch(seed=1):
     return clean, jnp.asarray(np.where(mask, clean, poison), jnp.float32), mask
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), sampled([(name, kind) for name in SMOOTH for kind in KINDS], 3)
-)
+@pytest.mark.sampled
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in SMOOTH for kind in KINDS])
 def test_values_and_derivatives(name, kind):
     function, model = SMOOTH[name]
     clean, data, mask = _batch()
@@ -172,6 +170,7 @@ def test_count_is_never_masked(kind):
         np.testing.assert_array_equal(by_row, valid.sum(1))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["dense", "csr"])
 @pytest.mark.parametrize("name", SMOOTH)
 def test_forward_mode_and_second_order(name, kind):

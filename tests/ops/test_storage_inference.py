@@ -19,7 +19,6 @@ from jax.experimental.sparse import BCOO
 
 import jmask
 import jmask.numpy as jnm
-from tests.sampling import sampled
 
 ROWS, WIDTH = 6, 3
 NUMBERS = np.random.default_rng(0)
@@ -199,6 +198,7 @@ def kind_of(function, x, y, d):
     return "rows" if isinstance(result, jmask.RowSparse) else "dense"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.rank_promotion
 def test_storage_of_the_result(name):
@@ -229,8 +229,9 @@ def ids_of(size):
     return st.lists(st.integers(-2, ROWS + 1), min_size=size, max_size=size)
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
-@pytest.mark.parametrize("name", sampled(CASES, 3))
+@pytest.mark.parametrize("name", CASES)
 @settings(max_examples=5)
 @given(ids_of(len(X_IDS)), ids_of(len(Y_IDS)), st.integers(0, 999))
 @pytest.mark.rank_promotion
@@ -272,6 +273,7 @@ MOVED = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
 @pytest.mark.parametrize("key", MOVED)
 def test_integers_beside_index_arrays(key):
@@ -308,6 +310,7 @@ def test_once_for_each_place():
     assert [str(w.message).split("`")[1] for w in caught] == ["cos", "add"]
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("number", [np.inf, np.nan, 0.0, 2.0])

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import jmask
 from tests.oracle import densified
-from tests.sampling import sampled
 
 pytestmark = pytest.mark.dtype_promotion
 
@@ -64,6 +63,7 @@ def assert_close(x, y):
 @pytest.mark.parametrize("how", [with_updates, in_one_pass])
 @pytest.mark.parametrize("name", INNER)
 class TestSkipNonfinite:
+    @pytest.mark.sampled
     def test_only_finite_steps_are_taken(self, name, how):
         inner, tx = INNER[name], SKIPPING[name]
         step, expected_step = how(tx), how(inner)
@@ -85,6 +85,7 @@ class TestSkipNonfinite:
         assert state.skipped == 2
         assert_close((params, state.inner_state), (expected, expected_state))
 
+    @pytest.mark.sampled
     @pytest.mark.parametrize(("dtype", "large"), [("float16", 6e4), ("float32", 3e38)])
     def test_finite_rows_with_an_infinite_sum(self, name, how, dtype, large):
         tx, rows = SKIPPING[name], jnp.full((2, D), large)
@@ -203,6 +204,7 @@ def _zeros():
 
 @pytest.mark.parametrize("how", [with_updates, in_one_pass])
 class TestMultiSteps:
+    @pytest.mark.sampled
     @pytest.mark.parametrize(
         ("name", "mean"), [*((name, True) for name in INNER), ("jmask.adam", False)]
     )
@@ -305,9 +307,10 @@ LOOKING = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", [with_updates, in_one_pass])
 @pytest.mark.parametrize("large", [0.75, 6e4])
-@pytest.mark.parametrize("name", sampled(LOOKING, 3))
+@pytest.mark.parametrize("name", LOOKING)
 def test_equal_ids_are_summed_before_they_are_looked_at(name, large, how):
     """A gradient whose rows come in halves is the same, infinities of float16 included."""
     dtype = jnp.float16 if large > 1 else jnp.float32

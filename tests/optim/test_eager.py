@@ -87,6 +87,7 @@ def with_value(tx, grads, state, params):
 
 
 # Rows of 64 entries are read in another way.
+@pytest.mark.sampled
 @pytest.mark.parametrize("step", [*STEPS, "with_value"])
 @pytest.mark.parametrize(("name", "width"), [("adam", 64), *((name, 3) for name in OPTIMIZERS)])
 def test_optimizers_compile_nothing_the_third_time(name, width, step):
@@ -169,6 +170,7 @@ def compiled_the_third_time(function):
         return len(compiled)
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_compile_nothing_the_third_time(name):

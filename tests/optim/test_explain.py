@@ -33,6 +33,7 @@ def line_of(function, text):
     return start + next(i for i, line in enumerate(lines) if text in line)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_agrees_with_the_gradient(name):
     """Of every program: the storage and the number of rows, and a reason for a fallback."""

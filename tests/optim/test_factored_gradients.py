@@ -57,6 +57,7 @@ def gradients(seed, repeats=True):
     return factored, jmask.RowSparse(ids, rows.array(), (V, D))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("repeats", [True, False])
 @pytest.mark.parametrize("step", ["apply_gradients", "update"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -92,6 +93,7 @@ LARGE = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rows", [10**6, 2000])
 @pytest.mark.parametrize("name", LARGE)
 def test_a_step_of_bags_writes_no_row_out(name, rows):

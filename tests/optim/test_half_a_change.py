@@ -50,6 +50,7 @@ def by_apply(tx, grads):
 WAYS = {"update": by_update, "apply": by_apply}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_dense_gradients_in_a_lazy_optimizer(name, way):
@@ -65,6 +66,7 @@ def test_dense_gradients_in_a_lazy_optimizer(name, way):
         run(tx, grads)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_no_notice_where_rows_come(name, way):

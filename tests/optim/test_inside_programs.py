@@ -61,6 +61,7 @@ def assert_close(x: Any, y: Any) -> None:
     jax.tree.map(close, x, y)
 
 
+@pytest.mark.sampled
 def test_state_made_in_the_same_program(tx):
     """Slots of zeros are then one value of the program, and must not be one buffer."""
     params, rows = problem()
@@ -103,6 +104,7 @@ def on_two_devices(apply: Any, tx: Any, same: bool) -> Any:
     return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(spec, P("x")), out_specs=spec))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("apply", [with_optax, jmask.apply_gradients], ids=["in two", "in one"])
 def test_parameters_of_each_device(apply, tx):
     check_parameters_of_each_device(apply, tx, LARGE)
@@ -124,6 +126,7 @@ def check_parameters_of_each_device(apply: Any, tx: Any, rows: int) -> None:
     assert_close(on_two_devices(apply, tx, same=False)(*together), expected)
 
 
+@pytest.mark.sampled
 def test_what_differs_is_not_taken_for_the_same(tx):
     """Gradients of each device for parameters of all: what comes out is not replicated."""
     (params, rows), (_, others) = problem(0), problem(1)

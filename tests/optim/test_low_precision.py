@@ -94,6 +94,7 @@ class TestTables:
         others = np.array([0, 2, 4, 5])
         np.testing.assert_array_equal(at_random["t"][others], jnp.ones((4, 4), dtype))
 
+    @pytest.mark.sampled
     @pytest.mark.parametrize("state_dtype", [None, jnp.float32])
     @pytest.mark.parametrize(
         "build", [jmask.sgd, jmask.adam, jmask.adagrad, jmask.rowwise_adagrad, jmask.ftrl]

@@ -137,6 +137,7 @@ def compare(param, state, model, tolerance):
     ],
 )
 class TestFormulas:
+    @pytest.mark.sampled
     def test_float64(self, name, hyper, lazy):
         with jax.enable_x64(True):
             param, state, model, start = run(name, hyper, lazy, np.float64)
@@ -175,6 +176,7 @@ class TestOnePass:
             yield param, state
         yield start, step
 
+    @pytest.mark.sampled
     def test_equal(self, name, hyper):
         one, two, (start, _) = self.steps(name, hyper)
         jax.tree.map(
@@ -229,6 +231,7 @@ def test_one_pass_under_vmap():
         np.testing.assert_allclose(step(one), expected, rtol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("row", [(), (2, 2)])
 @pytest.mark.parametrize("name", MODELS)
 def test_other_ranks_eagerly(name, row):

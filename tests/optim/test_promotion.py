@@ -17,7 +17,6 @@ import jmask
 from tests.autodiff.test_semantics_of_gradients import OPERATIONS
 from tests.lookup_programs import PROGRAMS, TABLE
 from tests.optax_cases import NEEDS_VALUE, ROW_LOCAL
-from tests.sampling import sampled
 from tests.stored_tables import STEPS
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
@@ -70,9 +69,10 @@ def run(step, tx, dtype):
     return results
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("name", sampled(NAMED, 4))
+@pytest.mark.parametrize("name", NAMED)
 def test_named_optimizers(name, step, dtype):
     for params in run(step, NAMED[name], dtype):
         assert params.dtype == dtype
@@ -97,15 +97,17 @@ def test_multi_steps():
         run(step, jmask.multi_steps(jmask.adagrad(0.1), 2, like=rows("float32")), "float32")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("name", sampled([n for n in ROW_LOCAL if n not in NEEDS_VALUE], 4))
+@pytest.mark.parametrize("name", [n for n in ROW_LOCAL if n not in NEEDS_VALUE])
 def test_lifted_optimizers(name, step):
     inner, params = ROW_LOCAL[name](), jnp.ones((50, 3))
     with as_refused(lambda: inner.update(params, inner.init(params), params)):
         run(step, jmask.lazy(inner), "float32")
 
 
-@pytest.mark.parametrize("name", sampled(PROGRAMS, 4))
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
 def test_gradients(name):
     loss = PROGRAMS[name].loss

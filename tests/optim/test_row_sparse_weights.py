@@ -13,7 +13,6 @@ from jax.experimental.sparse import BCOO
 
 import jmask
 from tests.compiled_step import with_optax
-from tests.sampling import sampled
 from tests.stored_tables import STEPS
 
 pytestmark = pytest.mark.dtype_promotion
@@ -35,9 +34,10 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("name", sampled(OPTIMIZERS, 3))
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_weight_that_stores_all_its_rows(name, wrap, step):
     """Steps are those of its array; it comes back as the storage that it was, of one size."""
     tx = OPTIMIZERS[name]
@@ -107,6 +107,7 @@ def test_adagrad_written_with_masked_tensors():
     np.testing.assert_allclose(param, [[0, 1, 1.9027, 3], [3.9015, 5, 5.9010, 7]], atol=1e-4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("step", [jmask.apply_gradients, with_optax], ids=["one", "two"])
 @pytest.mark.parametrize(
     "tx",

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import jmask
 from tests.compilations import compilations
-from tests.sampling import chosen, sampled
+from tests.sampling import chosen
 from tests.stored_tables import mesh_of
 
 pytestmark = pytest.mark.dtype_promotion
@@ -180,6 +180,7 @@ READS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", READS)
 def test_reads(name: str) -> None:
     read = READS[name]
@@ -312,7 +313,8 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(TURNS, 3))
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", TURNS)
 def test_from_dense_to_deferred_to_dense(name: str) -> None:
     tx, dense_tx = TURNS[name]
     which = {"t": True, "w": False}

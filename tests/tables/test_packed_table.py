@@ -14,7 +14,6 @@ import pytest
 
 import jmask
 from jmask._tables.packed import LANES, part_shapes
-from tests.sampling import sampled
 from tests.stored_tables import (
     OPTIMIZERS,
     STEPS,
@@ -44,9 +43,8 @@ def table_of(row: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
 # --- the form ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("row", "dtype"), sampled([(row, dtype) for row in ROWS for dtype in DTYPES], 4)
-)
+@pytest.mark.sampled
+@pytest.mark.parametrize(("row", "dtype"), [(row, dtype) for row in ROWS for dtype in DTYPES])
 def test_bits(row, dtype):
     """Packed, read, written and unpacked, every bit is where it was in the array."""
     with jax.enable_x64(dtype == "float64"):
@@ -249,16 +247,14 @@ def test_stock_gradient_is_dense_and_right():
 # --- optimizers --------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "apply"),
-    sampled(
-        [
-            (name, list(STEPS)[(i + other) % 2])
-            for i, name in enumerate(OPTIMIZERS)
-            for other in (0, 1)
-        ],
-        2,
-    ),
+    [
+        (name, list(STEPS)[(i + other) % 2])
+        for i, name in enumerate(OPTIMIZERS)
+        for other in (0, 1)
+    ],
 )
 @pytest.mark.dtype_promotion
 def test_trajectory(name, apply):
@@ -269,9 +265,10 @@ def test_trajectory(name, apply):
     assert_other_rows_untouched(actual, x)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("row", "name"),
-    sampled([(row, name) for row in ((100,), (3, 5), (128,)) for name in OPTIMIZERS], 10),
+    [(row, name) for row in ((100,), (3, 5), (128,)) for name in OPTIMIZERS],
 )
 def test_trajectory_of_other_rows(row, name):
     tx, x = OPTIMIZERS[name], numbers(row)

@@ -1,5 +1,6 @@
 """A table spread over devices trains as on one, wherever its rows and its batch are."""
 
+import itertools
 import pickle
 import re
 
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmask
 from jmask._tables.shard_layout import layout_of
-from tests.sampling import chosen, sampled
+from tests.sampling import chosen
 from tests.stored_tables import (
     OPTIMIZERS,
     STEPS,
@@ -113,9 +114,10 @@ def assert_sharded_alike(tree, layout):
             assert pieces == {block.shape[0] // layout.shards}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("optimizer", "packed"),
-    sampled([(name, packed) for name in OPTIMIZERS for packed in (False, True)], 5),
+    [(name, packed) for name in OPTIMIZERS for packed in (False, True)],
 )
 def test_state_is_sharded_alike(optimizer, packed):
     table = sharded(numbers(), "rows over table, batch over data", packed=packed)
@@ -201,17 +203,15 @@ def test_state_placed_otherwise_is_refused():
 # --- placement ---------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("row", "name", "packed"),
-    sampled(
-        [
-            (row, name, packed)
-            for row in ((), (5,), (3, 5))
-            for name in ("8 devices", "rows over table, batch over data")
-            for packed in (False, True)
-        ],
-        5,
-    ),
+    [
+        (row, name, packed)
+        for row in ((), (5,), (3, 5))
+        for name in ("8 devices", "rows over table, batch over data")
+        for packed in (False, True)
+    ],
 )
 def test_conversions_are_exact(row, name, packed):
     x = numbers(row).at[3].set(-0.0).at[4].set(jnp.nan)
@@ -287,14 +287,12 @@ SHAPES_OF_IDS = [(7,), (), (0,), (16,), (3, 5), (2, 0), (1,)]
 SPREAD = ["8 devices", "rows over table, batch over data", "explicit axis"]
 
 
-@pytest.mark.parametrize(
-    ("shape", "name", "packed"),
-    [
-        *sampled([(s, n, p) for s in SHAPES_OF_IDS for n in SPREAD for p in (False, True)], 5),
-        # 7 ids on 2 devices, in a program that also makes the gradient dense.
-        ((7,), "rows over table, batch over data", False),
-    ],
-)
+# With 7 ids on 2 devices, in a program that also makes the gradient dense.
+SOME_IDS = [(s, SPREAD[(i + 1) % 3], i % 2 == 1) for i, s in enumerate(SHAPES_OF_IDS)]
+ALL_IDS = list(itertools.product(SHAPES_OF_IDS, SPREAD, (False, True)))
+
+
+@pytest.mark.parametrize(("shape", "name", "packed"), chosen(SOME_IDS, ALL_IDS))
 def test_any_number_of_ids(shape, name, packed):
     """Lookups, gradients and a step, with ids outside the table and padding."""
     x = numbers()
@@ -335,9 +333,10 @@ def in_vmap(t, ids):
     return jnp.sum(jax.vmap(lambda i: jnp.sin(t[i]).prod(0))(ids))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("loss", "name"),
-    sampled([(f, n) for f in (in_scan, in_bags, in_vmap) for n in SPREAD], 2),
+    [(f, n) for f in (in_scan, in_bags, in_vmap) for n in SPREAD],
 )
 def test_every_program(loss, name):
     """Scan, remat, vmap and bags give the gradients that they give on one device."""

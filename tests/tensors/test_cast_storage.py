@@ -47,6 +47,7 @@ def dense(x):
 
 @pytest.mark.parametrize(("start", "end"), PAIRS)
 class TestEveryDirection:
+    @pytest.mark.sampled
     def test_eagerly_exact(self, start, end):
         x = PADDED[start]
         y = jmask.cast_storage(x, end)
@@ -56,6 +57,7 @@ class TestEveryDirection:
         if start != end and end != "default":
             assert y.nse == EXACT[end]
 
+    @pytest.mark.sampled
     def test_traced(self, start, end):
         x = PADDED[start]
         for nse in (EXACT[end], None):
@@ -66,6 +68,7 @@ class TestEveryDirection:
             assert kind(y) == end
             np.testing.assert_array_equal(dense(y), MATRIX)
 
+    @pytest.mark.sampled
     def test_gradient(self, start, end):
         """Every stored entry gets its own."""
 
