@@ -28,6 +28,7 @@ from jax.extend.core import JaxprEqn
 
 from jmask._base.forms import aval_of, parameter
 from jmask._base.row_ids import canonical, id_dtype, widen
+from jmask._base.shapes import trailing
 from jmask._kernels.rows import gather_rows
 
 IdsAndRows = tuple[jax.Array, Any]
@@ -122,7 +123,7 @@ def sparse_product_rows(
     dense = dense.reshape(math.prod(sizes), *dense.shape[len(contract) :])
     ids = jnp.where(inside, places[kept[0]], shape[kept[0]]).reshape(-1)
     rows = gather_rows(dense, canonical(number.reshape(-1), dense.shape[0]))
-    scale = jnp.broadcast_to(data, entries).reshape((-1,) + (1,) * (rows.ndim - 1))
+    scale = trailing(jnp.broadcast_to(data, entries).reshape(-1), rows.ndim)
     return canonical(ids, shape[kept[0]]), (scale * rows).astype(aval_of(eqn.outvars[0]).dtype)
 
 

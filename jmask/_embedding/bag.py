@@ -31,6 +31,7 @@ from jmask._base.array_types import (
 from jmask._base.doors import check_flag, checked_array, checked_choice, checked_integer
 from jmask._base.precision import wide
 from jmask._base.row_ids import canonical
+from jmask._base.shapes import trailing
 from jmask._embedding.bag_forms import Bags, EqualBags, RaggedBags, check_offsets, check_weights
 from jmask._embedding.ids import (
     MODES,
@@ -46,7 +47,7 @@ from jmask._embedding.lookup import looked_up_rows
 from jmask._embedding.max_norm import Bound, checked_bound
 from jmask._embedding.pad_bags import PaddedBags
 from jmask._kernels.bag_sum import bag_sum
-from jmask._tensors.storage import row_of_each, trailing
+from jmask._tensors.storage import row_of_each
 
 COMBINERS = ("sum", "mean", "sqrtn", "max")
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmask._base.shapes import trailing
 from jmask._kernels.rows import add_rows, gather_rows
 
 
@@ -114,7 +115,7 @@ class RaggedBags:
     def numbers(self, ndim: int) -> jax.Array:
         """The entries of all bags, numbered; of `ndim` dimensions."""
         count = self.of_entry.shape[0]
-        return lax.iota(jnp.int32, count).reshape((count,) + (1,) * (ndim - 1))
+        return trailing(lax.iota(jnp.int32, count), ndim)
 
 
 Bags = EqualBags | RaggedBags

@@ -21,6 +21,7 @@ from jax import lax
 
 from jmask._base.array_types import flat, placed_like
 from jmask._base.doors import checked_choice
+from jmask._base.shapes import trailing
 from jmask._embedding.ids import (
     MODES,
     Entries,
@@ -35,7 +36,6 @@ from jmask._kernels.gather import Gather
 from jmask._tables.stored_table import StoredTable, looked_up
 from jmask._tensors.methods import install
 from jmask._tensors.row_sparse import RowSparse
-from jmask._tensors.storage import trailing
 
 
 def embedding_lookup(

@@ -23,6 +23,7 @@ from jax.interpreters import ad
 
 from jmask._base.lowering import lower_on_cpu, primitive
 from jmask._base.precision import wide
+from jmask._base.shapes import trailing
 from jmask._kernels.block_loops import BlockLoop, block_size, run_side_by_side
 from jmask._kernels.gather import Gather
 from jmask._kernels.odd_windows import add_in_windows
@@ -100,7 +101,7 @@ def _read(
     gather = Gather.of_rows(table.shape, fills, fill_value=fill)
     read = gather.plain if linear else gather
     rows = read(table, positions[:, None]).astype(wide(table.dtype))
-    return rows if weights is None else rows * weights.reshape((-1,) + (1,) * (rows.ndim - 1))
+    return rows if weights is None else rows * trailing(weights, rows.ndim)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ from jax import lax
 
 from jmask._base.array_types import varying_alike
 from jmask._base.precision import joint_dtype
+from jmask._base.shapes import trailing
 from jmask._kernels.gather import Gather
 
 
@@ -136,8 +137,7 @@ def _weighted(rows: jax.Array, weight: jax.Array | None) -> jax.Array:
     if weight is None:
         return rows
     dtype = joint_dtype(rows, weight)
-    weight = weight.reshape(weight.shape + (1,) * (rows.ndim - weight.ndim))
-    return rows.astype(dtype) * weight.astype(dtype)
+    return rows.astype(dtype) * trailing(weight, rows.ndim).astype(dtype)
 
 
 def as_array(rows: Rows) -> jax.Array:

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmask._base.fallback import report_fallback
+from jmask._base.shapes import trailing
 from jmask._ops.safe_numbers import safe_numbers, varies
 from jmask._ops.zero_semantics import zero_semantics
 from jmask._tensors.masked_tensor import MaskedTensor, common_shape, is_tensor, joined
@@ -40,7 +41,6 @@ from jmask._tensors.storage import (
     sampled,
     stored_values,
     stype,
-    trailing,
     unique_positions,
     with_stored_values,
 )

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.sparse import BCOO, BCSR
 
+from jmask._base.shapes import trailing
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import coordinates, is_sparse, stored_values
 
@@ -167,13 +168,12 @@ class Segments(Groups):
         ids, x = self.ids[order], x[order]
         changes = ids[1:] != ids[:-1]
         true = jnp.ones((1,), bool)
-        column = (-1,) + (1,) * (x.ndim - 1)
-        starts = jnp.concatenate([true, changes]).reshape(column)
-        ends = jnp.concatenate([changes, true]).reshape(column)
+        starts = trailing(jnp.concatenate([true, changes]), x.ndim)
+        ends = trailing(jnp.concatenate([changes, true]), x.ndim)
         _, running = lax.associative_scan(_join, (starts, x))
         count = jax.ops.segment_sum(jnp.ones_like(ids), ids, max(self.number, 1))
         product = jax.ops.segment_sum(jnp.where(ends, running, 0), ids, max(self.number, 1))
-        return jnp.where(count.reshape(column) > 0, product, 1)
+        return jnp.where(trailing(count, product.ndim) > 0, product, 1)
 
     def spread(self, result: Any) -> Any:
         return result[self.ids]
@@ -270,8 +270,7 @@ def _coordinate(x: Any, axis: int) -> Any:
     """The index of each stored value in one axis; broadcasts to the stored values."""
     values, sparse = stored_values(x), sparse_dimensions(x)
     if axis < sparse:
-        index = coordinates(x)[axis].astype(_integer())
-        return index.reshape((-1,) + (1,) * (values.ndim - 1))
+        return trailing(coordinates(x)[axis].astype(_integer()), values.ndim)
     return lax.broadcasted_iota(_integer(), values.shape, axis - sparse + (sparse > 0))
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.fallback import report_fallback
+from jmask._base.shapes import trailing
 from jmask._ops.safe_numbers import safe_numbers, varies
 from jmask._ops.zero_preserving import Operand, Sparse, behaviour_at_zero, role
 from jmask._tables.add_to_dense import add_to_dense
@@ -33,7 +34,6 @@ from jmask._tensors.storage import (
     sampled,
     stored_values,
     summed,
-    trailing,
     unique_positions,
     with_stored_values,
 )

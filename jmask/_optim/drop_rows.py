@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jmask._base.shapes import trailing
 from jmask._lazy.spread_sums import counted
 from jmask._lazy.state_rows import check_state_type
 from jmask._optim.conditional_step import summed_rows
@@ -75,8 +76,9 @@ def _finite(x: Any) -> tuple[Any, jax.Array]:
     if not is_row_sparse(x):
         x = jnp.asarray(x)
         bad = _bad_rows(x)
-        column = bad.reshape(bad.shape + (1,) * (x.ndim - bad.ndim))
-        return jnp.where(column, jnp.zeros((), x.dtype), x), bad.sum(dtype=jnp.int32)
+        return jnp.where(trailing(bad, x.ndim), jnp.zeros((), x.dtype), x), bad.sum(
+            dtype=jnp.int32
+        )
     ids, bad = x.row_ids(), _bad_rows(x.values)
     number = jnp.sum(bad & (ids < x.shape[0]), dtype=jnp.int32)
     if isinstance(x, RoutedRows):

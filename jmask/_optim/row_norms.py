@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jmask._base.precision import added, joint_dtype, wide
+from jmask._base.shapes import trailing
 from jmask._lazy.deferred_step import has_deferred
 from jmask._lazy.lazy import lazy
 from jmask._optim.hyperparameters import check_number, check_positive
@@ -135,4 +136,4 @@ def _bounded(rows: jax.Array, max_norm: Any, order: Any) -> jax.Array:
     flat = rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
     size = jnp.linalg.vector_norm(flat, ord=order, axis=1)
     factor = jnp.where(size > max_norm, max_norm / size, 1)
-    return rows * factor.reshape((-1,) + (1,) * (rows.ndim - 1))
+    return rows * trailing(factor, rows.ndim)

@@ -28,6 +28,7 @@ from jax import lax
 
 from jmask._base.precision import wide
 from jmask._base.row_ids import id_dtype
+from jmask._base.shapes import trailing
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.hash_dedup import deduplicated_rows
 from jmask._kernels.rows import gather_rows, ids_after_reading
@@ -283,7 +284,7 @@ class DeferredTable(StoredTable):
         others = [x for x, other in zip(rows, is_other, strict=True) if other]
         # What is written here depends on what was read, or XLA reads from a copy.
         clock = ids_after_reading(jnp.full((count,), self.clock), main)
-        last = clock.reshape((count,) + (1,) * (self.last.ndim - 1))
+        last = trailing(clock, self.last.ndim)
         return self._with(
             main=write(self.main, main),
             others=tuple(write(x, y) for x, y in zip(self.others, others, strict=True)),
@@ -339,7 +340,7 @@ def _distinct(gradient: RowSparse) -> tuple[RowSparse, jax.Array]:
         ids, values, read = lax.platform_dependent(
             ids, values, cpu=by_hashing, default=by_sorting
         )
-    exists = (ids < rows).reshape((-1,) + (1,) * (values.ndim - 1))
+    exists = trailing(ids < rows, values.ndim)
     values = jnp.where(exists, values, jnp.zeros((), values.dtype))
     if isinstance(gradient, RoutedRows) or gradient.order != "any":
         return gradient.with_values(values), read

@@ -34,6 +34,7 @@ from jmask._base.array_types import (
     with_whole_rows,
 )
 from jmask._base.leaves import as_table
+from jmask._base.shapes import trailing
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.rows import set_rows
 from jmask._tables.packed import PackedTable, checked_floating
@@ -132,7 +133,7 @@ class ShardedTable(StoredTable):
         if shared:
             ids = lax.all_gather(ids, shared, tiled=True)
         places = layout.local(ids, layout.shard())
-        exists = (places < layout.block).reshape((-1,) + (1,) * (self.ndim - 1))
+        exists = trailing(places < layout.block, self.ndim)
         rows = jnp.where(exists, read_rows(blocks, places), 0)
         if shared:
             rows = lax.psum_scatter(rows, shared, scatter_dimension=0, tiled=True)

@@ -34,6 +34,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmask._base.shapes import trailing
+
 # The quotients that are summed with these many coefficients, fewest first.
 _TERMS = (3, 4, 5, 6, 8, 10, 12)
 _TERMS_IF_UNKNOWN = 12
@@ -173,7 +175,7 @@ def skipped(form: Form, lines: jax.Array, entries: Sequence[jax.Array]) -> list[
     """
 
     def number(i: int) -> jax.Array:
-        return lines[:, i].reshape((-1,) + (1,) * (entries[0].ndim - 1))
+        return trailing(lines[:, i], entries[0].ndim)
 
     kept, moves = [], []
     for i, entry in enumerate(entries):

@@ -23,6 +23,7 @@ from jax import lax
 
 from jmask._base.precision import joint_dtype
 from jmask._base.row_ids import id_dtype
+from jmask._base.shapes import trailing
 from jmask._kernels.gather import Gather
 from jmask._kernels.rows import gather_rows, set_rows
 from jmask._tensors.methods import call, method
@@ -218,7 +219,7 @@ def looked_up(table: StoredTable, ids: jax.Array) -> jax.Array:
     the table has a phantom, an array (V, *row) that nothing reads: its derivative is that of
     the lookup, and so its gradient is that of any table, a sum of rows.
     """
-    exists = (ids < table.shape[0]).reshape((-1,) + (1,) * (table.ndim - 1))
+    exists = trailing(ids < table.shape[0], table.ndim)
     rows = jnp.where(exists, table.read(ids), 0)
     return rows if table.phantom is None else _with_derivative(rows, table.phantom, ids)
 

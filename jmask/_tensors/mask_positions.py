@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
+from jmask._base.shapes import trailing
 from jmask._tensors.storage import (
     Storage,
     has_unique_positions,
@@ -24,7 +25,6 @@ from jmask._tensors.storage import (
     sampled,
     stored_values,
     stype,
-    trailing,
     unique_positions,
     with_stored_values,
 )

@@ -19,6 +19,7 @@ import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.doors import checked_array, checked_choice
+from jmask._base.shapes import trailing
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.checks import checked_capacity, fit_or_poison
 from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, joined
@@ -214,7 +215,7 @@ def _stored_rows(
     nse = _capacity(touched, nse, "rows")
     picked = jnp.flatnonzero(touched, size=nse, fill_value=rows)
     inside = picked < rows
-    kept = inside.reshape((-1,) + (1,) * (valid.ndim - 1))
+    kept = trailing(inside, valid.ndim)
     values = _zero_where(~kept, _picked(values, picked))
     storage = RowSparse.of_rows(
         jnp.where(inside, _picked(ids, picked), shape[0]),

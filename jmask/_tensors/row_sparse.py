@@ -26,6 +26,7 @@ import numpy as np
 from jmask._base.doors import check_flag, checked_array, checked_dtype
 from jmask._base.precision import adds_when_cast, is_nonzero
 from jmask._base.row_ids import Order, canonical, hide, id_dtype, is_opaque, reveal, widen
+from jmask._base.shapes import trailing
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.factored_rows import FactoredRows, Rows, as_array
 from jmask._kernels.rows import gather_rows
@@ -268,7 +269,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         nse = checked_capacity(int(needed) if nse is None else nse)
         ids = jnp.flatnonzero(touched, size=nse, fill_value=shape[0])
         values = gather_rows(x, ids.astype(widen(ids, shape[0]).dtype))
-        mask = (ids < shape[0]).reshape((-1,) + (1,) * (x.ndim - 1))
+        mask = trailing(ids < shape[0], x.ndim)
         values = jnp.where(mask, values, jnp.zeros((), x.dtype))
         values = fit_or_poison(values, needed, nse, shape[0])
         return cls.of_rows(ids, values, shape, coalesced=True)

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from jmask._base.doors import check_flag
 from jmask._base.fallback import report_fallback
+from jmask._base.shapes import trailing
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
 from jmask._tensors.phantom import phantom_of, with_phantom, without_phantom
 from jmask._tensors.storage import (
@@ -35,7 +36,6 @@ from jmask._tensors.storage import (
     sampled,
     stored_values,
     stype,
-    trailing,
     unique_positions,
     with_stored_values,
 )

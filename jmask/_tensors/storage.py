@@ -24,6 +24,7 @@ import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.precision import sum_dtype
+from jmask._base.shapes import trailing
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.row_sparse import RowSparse
 
@@ -280,8 +281,3 @@ def _inside(coordinates: tuple[jax.Array, ...], sizes: tuple[int, ...]) -> jax.A
     for index, size in zip(coordinates, sizes, strict=False):
         inside &= (index >= 0) & (index < size)
     return inside
-
-
-def trailing(x: jax.Array, ndim: int) -> jax.Array:
-    """`x` with dimensions of size 1 appended, `ndim` in all."""
-    return x.reshape(x.shape + (1,) * (ndim - x.ndim))

@@ -24,6 +24,7 @@ from jax.extend.core import JaxprEqn, Var
 from jmask._base.array_types import explicit_sharding
 from jmask._base.jaxprs import bound, interpret
 from jmask._base.precision import is_narrow
+from jmask._base.shapes import trailing
 from jmask._kernels.scatter_update import Combiner, entry_by_entry, update_elementwise
 from jmask._kernels.update_rows import RowUpdate
 from jmask._tables.packed import PackedTable
@@ -84,7 +85,7 @@ def updated_whole(
     if not is_saturated(gradient, tables):
         return None
     touched = jnp.zeros(gradient.shape[:1], bool).at[gradient.row_ids()].set(True, mode="drop")
-    touched = touched.reshape((-1,) + (1,) * (gradient.ndim - 1))
+    touched = trailing(touched, gradient.ndim)
     given = [*tables, gradient.todense(), *scalars]
     program = jax.make_jaxpr(new_entries)(*given)
     jaxpr = program.jaxpr
