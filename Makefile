@@ -15,7 +15,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 # It is kept, then: processes that are started by the hundred would each make it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo sparse-linear test test-examples test-devices test-devices-exhaustive test-exhaustive test-oldest test-between test-all test-tpu \
+.PHONY: demo sparse-linear test test-rest test-examples test-devices test-devices-exhaustive test-exhaustive test-oldest test-between test-all test-tpu \
 	test-gpu test-lowered test-torch test-wheel bench scaling lint format docs wheel clean
 
 demo: .venv/examples.stamp
@@ -85,6 +85,11 @@ test-devices-exhaustive: .venv/test.stamp .venv/examples.stamp
 test-exhaustive: .venv/test.stamp .venv/examples.stamp
 	$(BIN)/python -m pytest -n 2 -q -m "exhaustive and not devices"
 
+# What `make test` leaves out of these three, in one run: as .ci/run has it.
+test-rest: .venv/test.stamp .venv/examples.stamp
+	$(BIN)/python -m pytest -n 2 -q -m "(devices or examples or exhaustive) and not sample \
+		and not (devices and exhaustive) and not (tpu or gpu or torch or peers)"
+
 # The same tests as `make test` on the oldest versions that pyproject.toml allows, and on those
 # between them and the newest.
 test-oldest: .venv-oldest/ready.stamp
@@ -93,7 +98,7 @@ test-oldest: .venv-oldest/ready.stamp
 test-between: .venv-between/ready.stamp
 	.venv-between/bin/python -m pytest -n 2 -q
 
-test-all: lint docs test test-examples test-devices test-devices-exhaustive test-oldest test-between test-exhaustive test-torch test-tpu test-gpu test-lowered test-wheel
+test-all: lint docs test test-rest test-devices-exhaustive test-oldest test-between test-torch test-tpu test-gpu test-lowered test-wheel
 
 # Compared with torch and FBGEMM themselves. In an environment of its own: torch is large.
 test-torch: .venv-torch/ready.stamp
