@@ -54,8 +54,10 @@ def stype(x: Any, argument: str = "x") -> str:
         name = f"a list that holds a {type(others[0]).__name__}"
     elif isinstance(x, _ARRAYS):
         return "default"
+    array = " Its `.todense()` is an array." if hasattr(x, "todense") else ""
     raise TypeError(
-        f"`{argument}`: {name} is not a storage: expected an array, RowSparse, BCOO or BCSR."
+        f"`{argument}`: {name} is not a storage: expected an array, RowSparse, BCOO or "
+        f"BCSR.{array}"
     )
 
 
