@@ -98,7 +98,7 @@ test-oldest: .venv-oldest/ready.stamp
 test-between: .venv-between/ready.stamp
 	.venv-between/bin/python -m pytest -n 2 -q
 
-test-all: lint docs test test-rest test-devices-exhaustive test-oldest test-between test-torch test-tpu test-gpu test-lowered test-wheel
+test-all: lint docs test test-rest test-devices-exhaustive test-oldest test-between test-torch test-tpu test-tpu-exhaustive test-gpu test-lowered test-wheel
 
 # Compared with torch and FBGEMM themselves. In an environment of its own: torch is large.
 test-torch: .venv-torch/ready.stamp
@@ -127,7 +127,15 @@ test-peers: .venv-peers/ready.stamp
 AHEAD_OF_TIME := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
 	TF_CPP_MIN_LOG_LEVEL=2
 test-tpu: .venv-accelerators/ready.stamp
-	$(AHEAD_OF_TIME) .venv-accelerators/bin/python -m pytest -n 2 -m tpu -q tests
+	$(AHEAD_OF_TIME) .venv-accelerators/bin/python -m pytest -n 2 -q \
+		-m "tpu and not exhaustive" tests
+
+.PHONY: test-tpu-exhaustive
+
+# Every step for every generation: not in .ci/run.
+test-tpu-exhaustive: .venv-accelerators/ready.stamp
+	$(AHEAD_OF_TIME) .venv-accelerators/bin/python -m pytest -n 2 -q \
+		-m "tpu and exhaustive" tests
 
 # Compiled ahead of time for GPUs, without one.
 test-gpu: .venv-accelerators/ready.stamp

@@ -7,6 +7,7 @@ out, no copy of a table is made, and the temporaries are a few times the rows of
 """
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from tests.compiled_step import (
     rounds_of_loops,
     whole_table_operations,
 )
+from tests.sampling import chosen
 
 pytestmark = [pytest.mark.tpu, pytest.mark.dtype_promotion]
 
@@ -61,7 +63,7 @@ STEPS: dict[str, Step] = {
 
 # The only round of a step that is taken or not, and a copy of one number for each row into
 # on-chip memory, which XLA makes of 10**7 rows.
-WITH_A_LOOP = (STEPS["adagrad unless not finite"], STEPS["rowwise adagrad"])
+WITH_A_LOOP = ("adagrad unless not finite", "rowwise adagrad")
 
 
 @functools.cache
@@ -78,12 +80,17 @@ def device(topology: str) -> Any:
     return jax.sharding.SingleDeviceSharding(described.devices[0])
 
 
-@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_in_place(topology: str, step: Step) -> None:
-    temporary = []
+# Each step for one of them, row-wise Adagrad for a v5p.
+SOME = [(TOPOLOGIES[(i + 1) % 3], name) for i, name in enumerate(STEPS)]
+
+
+@pytest.mark.parametrize(
+    ("topology", "name"), chosen(SOME, itertools.product(TOPOLOGIES, STEPS))
+)
+def test_in_place(topology: str, name: str) -> None:
+    step, temporary = STEPS[name], []
     # A v5p stages arrays of one number for each row: O(V), and not O(V D).
-    narrow = 13 if topology.startswith("v5p") and step is STEPS["rowwise adagrad"] else 0
+    narrow = 13 if topology.startswith("v5p") and name == "rowwise adagrad" else 0
     # The random bits of the batch.
     bits = 2**20 if step.apply is rounded_stochastically else 0
     for rows, allowed in ((SMALL, IN_PLACE | STAGING), (LARGE, IN_PLACE)):
@@ -91,7 +98,7 @@ def test_in_place(topology: str, step: Step) -> None:
         memory = compiled.memory_analysis()
         assert memory.alias_size_in_bytes >= step.table_bytes(rows)
         assert whole_table_operations(compiled, step.entries(rows)) <= allowed
-        assert len(rounds_of_loops(compiled)) <= (step in WITH_A_LOOP)
+        assert len(rounds_of_loops(compiled)) <= (name in WITH_A_LOOP)
         temporary.append(memory.temp_size_in_bytes)
     # The same within 1 %, or a few rows of the batch that XLA keeps in on-chip memory,
     # which is not counted, for the small table and not for the large one (Adam).
