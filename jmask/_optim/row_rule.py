@@ -177,19 +177,23 @@ def _new_tables(
     rule: RowRule, gradient: Any, tables: list[Any], scalars: tuple[Any, ...]
 ) -> RowUpdate | list[Any]:
     """Parameter and slots after one step, for `updated` to finish."""
+    # JAX remembers what a primitive is given: no function here may close over a tracer.
     # Python numbers are constants of what is compiled and take no room.
+    dtypes = [shape_of(x).dtype for x in tables]
+    is_traced = [isinstance(x, jax.Array) for x in scalars]
     traced = [x for x in scalars if isinstance(x, jax.Array)]
+    fixed = [x for x in scalars if not isinstance(x, jax.Array)]
 
     def every(traced: Sequence[Any]) -> tuple[Any, ...]:
-        remaining = iter(traced)
-        return tuple(next(remaining) if isinstance(x, jax.Array) else x for x in scalars)
+        given, constants = iter(traced), iter(fixed)
+        return tuple(next(given if is_given else constants) for is_given in is_traced)
 
     def new_entries(*entries: Any) -> list[Any]:
-        param, *slots = entries[: len(tables)]
-        grad, *given = entries[len(tables) :]
+        param, *slots = entries[: len(dtypes)]
+        grad, *given = entries[len(dtypes) :]
         grad, param, *slots = map(_wide, (grad, param, *slots))
         step, *slots = rule.rule(grad, param, *slots, *every(given))
-        return _in_dtypes_of(tables, (param + step, *slots))
+        return [x.astype(d) for x, d in zip((param + step, *slots), dtypes, strict=True)]
 
     if not is_row_sparse(gradient):
         return new_entries(*tables, gradient, *traced)
@@ -206,10 +210,12 @@ def _new_tables(
     if stored:
         return _on_rows(rule, fitted(param, gradient), tables, scalars)
 
+    shape = gradient.shape
+
     def on_unique_rows(
         tables: list[Any], ids: jax.Array, rows: jax.Array, traced: list[Any], is_sorted: bool
     ) -> list[Any]:
-        unique = RowSparse.of_rows(ids, rows, gradient.shape, coalesced=is_sorted)
+        unique = RowSparse.of_rows(ids, rows, shape, coalesced=is_sorted)
         return _on_rows(rule, unique, tables, every(traced))
 
     entries = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in tables]
@@ -284,11 +290,8 @@ def _wide(x: Any) -> Any:
     return None if x is None else jnp.asarray(x, wide(shape_of(x).dtype))
 
 
-def _in_dtypes_of(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
-    return [x.astype(shape_of(y).dtype) for x, y in zip(new, old, strict=True)]
-
-
 def _in_old_dtypes(result: tuple[Any, ...], leaves: tuple[Any, ...]) -> tuple[Any, ...]:
     """A result with its slots cast back; the step stays wide, to be rounded once."""
     step, *slots = result
-    return step, *_in_dtypes_of(leaves[2:], slots)
+    old = leaves[2:]
+    return step, *(x.astype(shape_of(y).dtype) for x, y in zip(slots, old, strict=True))

@@ -130,9 +130,10 @@ class PackedTable(StoredTable):
             scalars: what else the combiner takes.
         """
         tables = (self, *slots)
+        count = len(tables)  # JAX may remember the function, which must not keep the tables
 
         def masked(*entries: Any) -> list[Any]:
-            old, (grad, touched, *rest) = entries[: len(tables)], entries[len(tables) :]
+            old, (grad, touched, *rest) = entries[:count], entries[count:]
             made = combiner(*old, grad, *rest)
             return [
                 jnp.where(touched > 0, x.astype(y.dtype), y)
