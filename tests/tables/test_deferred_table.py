@@ -11,15 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jmask
 from tests.compilations import compilations
+from tests.later import later
 from tests.sampling import chosen, sampled
 from tests.stored_tables import mesh_of
+
+ocp = later("orbax.checkpoint")
 
 pytestmark = pytest.mark.dtype_promotion
 
