@@ -109,8 +109,11 @@ def stored(values: Any, mask: Any, storage: str) -> jmask.MaskedTensor:
     return jmask.masked_tensor(data, mask.ravel())
 
 
+to_dense = jax.jit(jmask.MaskedTensor.to_dense)
+
+
 def check(result: jmask.MaskedTensor, expected: Any, mask: np.ndarray) -> None:
-    dense = result.to_dense()
+    dense = to_dense(result)
     np.testing.assert_array_equal(dense.mask, mask)
     assert dense.dtype == expected.dtype
     np.testing.assert_allclose(

@@ -23,6 +23,9 @@ def loss(params, ids):
     return jnp.sum(jnp.tanh(rows - 1))
 
 
+gradient = jax.jit(jmask.grad(loss))
+
+
 def run(tx, steps=4, params=PARAMS, state=None):
     traces = []
 
@@ -65,7 +68,7 @@ def test_each_table_its_optimizer(inside):
         for name, label in LABELS.items()
     }
     for _ in range(4):
-        grads, updates = jmask.grad(loss)(expected, IDS), {}
+        grads, updates = gradient(expected, IDS), {}
         for name, label in LABELS.items():
             tx = jmask.lazy(parts[label]) if inside else parts[label]
             updates[name], states[name] = tx.update(grads[name], states[name], expected[name])

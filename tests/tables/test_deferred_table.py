@@ -55,13 +55,18 @@ def parameters(table: Any = START) -> Any:
     return {"t": table, "w": jnp.linspace(0.5, 1.5, D)}
 
 
+@functools.cache
+def jitted(one_step: Any, tx: Any) -> Any:
+    """A step that is compiled once for all its runs."""
+    return jax.jit(functools.partial(one_step, tx))
+
+
 def run(one_step: Any, tx: Any, params: Any, ids: Any = IDS, state: Any = None) -> Any:
     """Parameters, state, and the losses and tables after each step."""
     state = tx.init(params) if state is None else state
-    jitted = jax.jit(functools.partial(one_step, tx))
     losses, tables = [], []
     for x in ids:
-        params, state, value = jitted(params, state, jnp.asarray(x))
+        params, state, value = jitted(one_step, tx)(params, state, jnp.asarray(x))
         losses.append(float(value))
         tables.append(np.asarray(params["t"]))
     return params, state, np.array(losses), np.array(tables)
