@@ -23,19 +23,20 @@ def tree_of(x):
     return {"t": x, "w": jnp.arange(4.0), "skipped": None}
 
 
+def results(a, b, scalar):
+    return (
+        jmask.tree.add(a, b, a),
+        jmask.tree.scale(scalar, a),
+        jmask.tree.mean([a, b]),
+        jmask.tree.norm(a),
+        jmask.tree.norm(b, squared=True),
+    )
+
+
 @settings(max_examples=8)
 @given(row_sparse(row=(3,)), row_sparse(row=(3,)), st.floats(-2, 2, width=32))
 def test_sum_mean_scale_norm(x, y, scalar):
     a, b = tree_of(x), tree_of(y)
-
-    def results(a, b):
-        return (
-            jmask.tree.add(a, b, a),
-            jmask.tree.scale(scalar, a),
-            jmask.tree.mean([a, b]),
-            jmask.tree.norm(a),
-            jmask.tree.norm(b, squared=True),
-        )
 
     p, q = np.asarray(densified(a)["t"], np.float64), np.asarray(densified(b)["t"], np.float64)
     w = np.arange(4.0)
@@ -46,7 +47,7 @@ def test_sum_mean_scale_norm(x, y, scalar):
         np.sqrt((p**2).sum() + (w**2).sum()),
         (q**2).sum() + (w**2).sum(),
     )
-    for outcome in both_ways(results, a, b):
+    for outcome in both_ways(results, a, b, scalar):
         for result, exact in zip(outcome, expected, strict=True):
             for ours, twin in zip(
                 jax.tree.leaves(densified(result)), jax.tree.leaves(exact), strict=True
