@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.sparse import BCOO, BCSR
+
+from tests.sparse_arrays import coo, csr
 
 V, D = 10, 4
 TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), jnp.float32)
@@ -16,8 +17,8 @@ VALID = jnp.array([1, 2, 1])
 ENTRIES = ([0, 0, 1, 2, 2, 2], [1, 7, 1, 0, 9, 3])
 FEATURES = np.zeros((3, V), np.float32)
 FEATURES[ENTRIES] = np.arange(1.0, 7)
-COO, CSR = BCOO.fromdense(FEATURES), BCSR.fromdense(FEATURES)
-PADDED, TRANSPOSED = BCOO.fromdense(FEATURES, nse=9), BCOO.fromdense(FEATURES.T)
+COO, CSR = coo(FEATURES), csr(FEATURES)
+PADDED, TRANSPOSED = coo(FEATURES, nse=9), coo(FEATURES.T)
 
 
 class Program(NamedTuple):

@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.sparse import BCOO
 
 import jmask
 
@@ -34,14 +33,6 @@ def assert_masked(x: Any, data: Any, valid: Any) -> None:
 
 
 _to_dense = jax.jit(jmask.MaskedTensor.to_dense)
-
-
-def coo(dense: Any) -> BCOO:
-    """`BCOO.fromdense` by NumPy, which compiles nothing."""
-    dense = np.asarray(dense)
-    indices = np.argwhere(dense)
-    parts = jnp.asarray(dense[tuple(indices.T)]), jnp.asarray(indices, jnp.int32)
-    return BCOO(parts, shape=dense.shape, indices_sorted=True, unique_indices=True)
 
 
 def moved_by_numpy(positions: Any, x: jmask.MaskedTensor) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,6 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 
 import jmask
 
@@ -24,6 +23,8 @@ def train_step(params, state, number):
 
 
 def main(folder: str, steps: int) -> None:
+    import orbax.checkpoint as ocp
+
     params = {"t": jax.random.normal(jax.random.key(0), (V, D)), "w": jnp.ones(D)}
     training = {"params": params, "state": TX.init(params)}
     options = ocp.CheckpointManagerOptions(save_interval_steps=5, max_to_keep=2)

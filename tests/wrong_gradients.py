@@ -20,13 +20,14 @@ from jax.experimental.sparse import BCOO
 
 import jmask
 import jmask.numpy as jnm
+from tests.sparse_arrays import coo
 
 X = np.array([0.5, 1.0, -1.5])
 MATRIX = np.array([[1.0, 2.0, -1.0], [0.5, -2.0, 3.0], [4.0, 0.25, 1.0]])
 Z = np.array([1.0 + 2.0j, -0.5 + 0.25j])
 MASK = np.array([True, False, True])
 MASKED = jmask.masked_tensor(np.array([0.5, np.nan, 2.0]), MASK)
-STORED = BCOO.fromdense(jnp.array([0.0, 3.0, 0.0, 2.0]))
+STORED = coo(np.float32([0, 3, 0, 2]))
 PADDED = BCOO(
     (jnp.array([3.0, 2.0, 0.0]), jnp.array([[1], [3], [4]])), shape=(4,), unique_indices=True
 )

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.experimental.sparse import BCOO
 
 import jmask
 from tests.gradcheck.test_gradcheck_example import DENSE, PRODUCTS, TABLE, product
+from tests.sparse_arrays import coo
 
 pytestmark = pytest.mark.torch
 
@@ -59,14 +59,14 @@ def accepts(torch: Any, function: Any, x: Any, **options: Any) -> bool:
 def test_verdicts_on_sparse_products(torch, name, masked):
     x = torch.tensor(DENSE, dtype=torch.float64).to_sparse().requires_grad_()
     theirs = accepts(torch, of_torch(torch, name), x, masked=masked)
-    mine = BCOO.fromdense(DENSE)
+    mine = coo(DENSE)
     ours = jmask.gradcheck(product(name, mine), mine, masked=masked, raise_exception=False)
     assert ours == theirs == TABLE[name][2 if masked else 3]
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_gradients_of_sparse_products(torch, name):
-    mine = BCOO.fromdense(DENSE)
+    mine = coo(DENSE)
     for at in np.ndindex(2, 2):
         x = torch.tensor(DENSE, dtype=torch.float64).to_sparse().requires_grad_()
         of_torch(torch, name)(x)[at].backward()

@@ -1,16 +1,18 @@
 """Embedding layers as people use them: flax linen, nnx, equinox; trained end to end."""
 
-import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import jmask
+from tests.later import later
 from tests.oracle import assert_close, densified, is_row_sparse
+
+eqx = later("equinox")
+nn = later("flax.linen")
+nnx = later("flax.nnx")
 
 pytestmark = [pytest.mark.examples, pytest.mark.dtype_promotion]
 

@@ -1,5 +1,6 @@
 """Sums, means, norms and clipping of gradients that mix dense and row-sparse leaves."""
 
+import functools
 from typing import ClassVar
 
 import hypothesis.strategies as st
@@ -22,19 +23,20 @@ def tree_of(x):
     return {"t": x, "w": jnp.arange(4.0), "skipped": None}
 
 
+def results(a, b, scalar):
+    return (
+        jmask.tree.add(a, b, a),
+        jmask.tree.scale(scalar, a),
+        jmask.tree.mean([a, b]),
+        jmask.tree.norm(a),
+        jmask.tree.norm(b, squared=True),
+    )
+
+
 @settings(max_examples=8)
 @given(row_sparse(row=(3,)), row_sparse(row=(3,)), st.floats(-2, 2, width=32))
 def test_sum_mean_scale_norm(x, y, scalar):
     a, b = tree_of(x), tree_of(y)
-
-    def results(a, b):
-        return (
-            jmask.tree.add(a, b, a),
-            jmask.tree.scale(scalar, a),
-            jmask.tree.mean([a, b]),
-            jmask.tree.norm(a),
-            jmask.tree.norm(b, squared=True),
-        )
 
     p, q = np.asarray(densified(a)["t"], np.float64), np.asarray(densified(b)["t"], np.float64)
     w = np.arange(4.0)
@@ -45,7 +47,7 @@ def test_sum_mean_scale_norm(x, y, scalar):
         np.sqrt((p**2).sum() + (w**2).sum()),
         (q**2).sum() + (w**2).sum(),
     )
-    for outcome in both_ways(results, a, b):
+    for outcome in both_ways(results, a, b, scalar):
         for result, exact in zip(outcome, expected, strict=True):
             for ours, twin in zip(
                 jax.tree.leaves(densified(result)), jax.tree.leaves(exact), strict=True
@@ -66,9 +68,12 @@ def loss(table, ids):
 BATCHES = jnp.array([[1, 2, 1], [6, 0, 2], [1, 1, 1], [5, 0, 3]])
 
 
-class TestMicrobatches:
-    expected = sum(jax.grad(loss)(TABLE, ids) for ids in BATCHES)
+@functools.cache
+def total_gradient():
+    return sum(jax.grad(loss)(TABLE, ids) for ids in BATCHES)
 
+
+class TestMicrobatches:
     def test_stacked(self):
         @jax.jit
         def run(batches):
@@ -77,11 +82,11 @@ class TestMicrobatches:
 
         merged = run(BATCHES)
         assert merged["t"].nse == 12
-        np.testing.assert_allclose(merged["t"].todense(), self.expected, rtol=1e-5)
+        np.testing.assert_allclose(merged["t"].todense(), total_gradient(), rtol=1e-5)
         np.testing.assert_array_equal(merged["w"], [4, 4])
         vmapped = jax.vmap(lambda ids: jmask.grad(loss)(TABLE, ids))(BATCHES)
         np.testing.assert_allclose(
-            jmask.tree.merge(vmapped).todense(), self.expected, rtol=1e-5
+            jmask.tree.merge(vmapped).todense(), total_gradient(), rtol=1e-5
         )
 
     @pytest.mark.parametrize(("capacity", "fits"), [(ROWS, True), (6, True), (5, False)])
@@ -94,7 +99,7 @@ class TestMicrobatches:
         total, _ = jax.lax.scan(body, zeros, BATCHES)
         assert total.nse == capacity
         if fits:
-            np.testing.assert_allclose(total.todense(), self.expected, rtol=1e-5)
+            np.testing.assert_allclose(total.todense(), total_gradient(), rtol=1e-5)
         else:
             assert np.isnan(total.values).all()
             for ids in BATCHES[:3]:
@@ -114,15 +119,13 @@ class TestMicrobatches:
 
 
 class TestMappedAxis:
-    expected = TestMicrobatches.expected
-
     def step(self, table, ids):
         gradient = {"t": jmask.grad(loss)(table, ids), "w": jnp.ones(2)}
         return jmask.tree.psum(gradient, "i"), jmask.tree.pmean(gradient, "i")
 
     def check(self, total, average):
-        np.testing.assert_allclose(total["t"].todense(), self.expected, rtol=1e-5)
-        np.testing.assert_allclose(average["t"].todense(), self.expected / 4, rtol=1e-5)
+        np.testing.assert_allclose(total["t"].todense(), total_gradient(), rtol=1e-5)
+        np.testing.assert_allclose(average["t"].todense(), total_gradient() / 4, rtol=1e-5)
         np.testing.assert_array_equal(total["w"], [4, 4])
         np.testing.assert_array_equal(average["w"], [1, 1])
 

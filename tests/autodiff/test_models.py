@@ -1,6 +1,7 @@
 """Models of equinox as they are: what is no floating array has no gradient, and stays."""
 
-import equinox as eqx
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,27 +9,35 @@ import optax
 import pytest
 
 import jmask
+from tests.later import later
 from tests.oracle import is_row_sparse
+
+eqx = later("equinox")
 
 pytestmark = pytest.mark.dtype_promotion  # of optimizers of optax
 
 IDS = jnp.array([1, 2, 1])
 
 
-class Model(eqx.Module):
-    embed: eqx.nn.Embedding
-    out: eqx.nn.MLP
-    dropout: eqx.nn.Dropout
-    activation: object
-    counts: jax.Array
-    name: str
-    nothing: None = None
+@functools.cache
+def model_class():
+    class Model(eqx.Module):
+        embed: eqx.nn.Embedding
+        out: eqx.nn.MLP
+        dropout: eqx.nn.Dropout
+        activation: object
+        counts: jax.Array
+        name: str
+        nothing: None = None
 
-    def __call__(self, i):
-        return self.out(self.activation(self.embed(i)))[0]
+        def __call__(self, i):
+            return self.out(self.activation(self.embed(i)))[0]
+
+    return Model
 
 
 def model():
+    Model = model_class()
     keys = jax.random.split(jax.random.key(0))
     embed, out = eqx.nn.Embedding(20, 4, key=keys[0]), eqx.nn.MLP(4, 1, 8, 2, key=keys[1])
     return Model(embed, out, eqx.nn.Dropout(0.5), jax.nn.relu, jnp.arange(3), "model")

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.sparse import BCOO
 
 import jmask
+from tests.sparse_arrays import coo
 
 DENSE = np.array([[0.0, 3.0], [4.0, 0.0]], np.float32)
 TENSORS = {
-    "BCOO": BCOO.fromdense(DENSE),
+    "BCOO": coo(DENSE),
     "RowSparse": jmask.RowSparse([1], [[4.0, 0.0]], (2, 2), coalesced=True),
     "masked": jmask.masked_tensor(DENSE, DENSE > 0),
 }

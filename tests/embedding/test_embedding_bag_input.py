@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.sparse import BCOO
 
 import jmask
+from tests.sparse_arrays import coo
 
 V, D, N, B, L = 6, 3, 12, 4, 3
 TABLE = np.random.default_rng(1).integers(-2, 3, (V, D)).astype(np.float32)
 
 FLAT, LINES = np.array([0, 1, 2]), np.array([[0, 1, 2], [3, 4, 5]])
-COO = BCOO.fromdense(TABLE)
+COO = coo(TABLE)
 
 Bad = tuple[Callable[[Any], Any], type[Exception], str]
 

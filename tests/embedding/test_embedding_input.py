@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
 from tests.embedding_oracle import normal
+from tests.sparse_arrays import coo, csr
 
 V, D, N = 6, 3, 8
 TABLE, WEIGHTS = normal(V, D), normal(N, D)
@@ -19,7 +19,7 @@ TABLE, WEIGHTS = normal(V, D), normal(N, D)
 # --- bad input ---------------------------------------------------------------------------
 
 INTEGERS = np.arange(V)
-COO, CSR = BCOO.fromdense(TABLE), BCSR.fromdense(TABLE)
+COO, CSR = coo(TABLE), csr(TABLE)
 
 BAD: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "float ids": (

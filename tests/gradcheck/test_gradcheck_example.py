@@ -11,23 +11,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.sparse import BCOO, BCSR
+from jax.experimental.sparse import BCOO
 
 import jmask
 from jmask._gradcheck import jacobian as jacobians
 from jmask._gradcheck.message import Setting
 from jmask._gradcheck.problem import Problem
+from tests.sparse_arrays import coo, csr
 
 pytestmark = pytest.mark.examples
 
 DENSE = np.array([[0.0, 1.0], [2.0, 3.0]], np.float32)
 ENTRIES = jmask.RowSparse([1, 2, 3], jnp.array([1.0, 2.0, 3.0]), (4,))  # x, row by row
 STORAGES: dict[str, Any] = {
-    "coo": BCOO.fromdense(DENSE),
-    "csr": BCSR.fromdense(DENSE),
+    "coo": coo(DENSE),
+    "csr": csr(DENSE),
     "rows": ENTRIES,
     "masked": jmask.masked_tensor(np.where(DENSE, DENSE, np.nan), DENSE != 0),
-    "masked coo": jmask.masked_tensor(BCOO.fromdense(DENSE)),
+    "masked coo": jmask.masked_tensor(coo(DENSE)),
 }
 
 

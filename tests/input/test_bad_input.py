@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental.sparse import BCOO
 
 import jmask
+from tests.sparse_arrays import coo
 
 VALUES = jnp.ones((2, 3))
 TABLE = jnp.ones((5, 3))
@@ -112,7 +112,7 @@ def test_row_sparse(build, error, message, traced):
 def bad_params(kind):
     return {
         "row sparse": jmask.RowSparse([1], jnp.ones((1, 3)), (5, 3)),
-        "BCOO": BCOO.fromdense(TABLE),
+        "BCOO": coo(TABLE),
         "complex": TABLE.astype(jnp.complex64),
     }[kind]
 

@@ -8,7 +8,6 @@ jmask's code is reached in test_sharp_bits.py.
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.sparse import BCOO
 
 import jmask
 import jmask.numpy as jnm
@@ -23,6 +22,7 @@ from tests.mistakes import (
     packed,
     sharded,
 )
+from tests.sparse_arrays import coo
 
 
 def strictly(loss, shape=(6, 2)):
@@ -184,7 +184,7 @@ MISTAKES: dict[str, Mistake] = {
         ("`padding_id` must be an integer",),
     ),
     "a BCOO as table": (
-        lambda: jmask.embedding_lookup(BCOO.fromdense(TABLE), IDS),
+        lambda: jmask.embedding_lookup(coo(TABLE), IDS),
         TypeError,
         ("`table` must be an array", "`table.todense()`"),
     ),

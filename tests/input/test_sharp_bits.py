@@ -4,19 +4,21 @@ import functools
 import re
 from pathlib import Path
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
 
 import jmask
 import jmask.numpy as jnm
+from tests.later import later
 from tests.mistakes import GRADS, IDS, LAZY, PARAMS, ROWS, TABLE, looked_up, mesh, step
+
+eqx = later("equinox")
+nnx = later("flax.nnx")
 
 pytestmark = pytest.mark.dtype_promotion
 
@@ -202,18 +204,22 @@ def test_a_table_of_no_rows():
     assert table.shape == nothing.shape
 
 
-class WithStatistics(nnx.Module):
-    def __init__(self, rngs):
-        self.embed = nnx.Embed(6, 2, rngs=rngs)
-        self.norm = nnx.BatchNorm(2, rngs=rngs)
+@functools.cache
+def with_statistics():
+    class WithStatistics(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(6, 2, rngs=rngs)
+            self.norm = nnx.BatchNorm(2, rngs=rngs)
 
-    def __call__(self, ids):
-        return jnp.sum(self.norm(self.embed(ids)) ** 3)
+        def __call__(self, ids):
+            return jnp.sum(self.norm(self.embed(ids)) ** 3)
+
+    return WithStatistics
 
 
 def test_statistics_of_an_nnx_model():
     """An error if the model is an argument (`jax.grad` loses them); kept by split and merge."""
-    model = WithStatistics(nnx.Rngs(0))
+    model = with_statistics()(nnx.Rngs(0))
     before = np.asarray(model.norm.mean[...])
     with pytest.raises(TypeError, match=r"writes to `model\.norm\..*which is lost"):
         jmask.grad(lambda model: model(IDS))(model)
@@ -242,7 +248,7 @@ def test_donation_with_nnx(donated):
         tx = jmask.sgd(0.1)
         nnx.update(model, jmask.apply_gradients(tx, grads, tx.init(params), params)[0])
 
-    model = WithStatistics(nnx.Rngs(0))
+    model = with_statistics()(nnx.Rngs(0))
     old = model.embed.embedding.get_value()
     train_step(model)
     assert old.is_deleted() == bool(donated)

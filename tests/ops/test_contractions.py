@@ -8,6 +8,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
 import jmask.numpy as jnm
+from tests.sparse_arrays import coo, csr
 
 RNG = np.random.default_rng(0)
 X = np.float32(RNG.normal(size=(3, 4)))
@@ -25,8 +26,7 @@ def poisoned(x, mask):
 def masked(x, mask, storage="default"):
     if storage == "default":
         return jmask.masked_tensor(poisoned(x, mask), mask)
-    kind = {"coo": BCOO, "csr": BCSR}[storage]
-    stored = kind.fromdense(jnp.ones(x.shape))
+    stored = {"coo": coo, "csr": csr}[storage](np.ones(x.shape))
     values = jnp.ravel(poisoned(x, mask))
     if storage == "coo":
         data = BCOO((values, stored.indices), shape=x.shape)
@@ -88,7 +88,7 @@ def test_gradients(storage):
     def loss(x, y):
         left = jmask.masked_tensor(x, MX)
         if storage == "coo":
-            stored = BCOO.fromdense(jnp.ones(X.shape))
+            stored = coo(np.ones(X.shape))
             data = BCOO((jnp.ravel(x), stored.indices), shape=X.shape)
             left = jmask.masked_tensor(data, MX.ravel())
         return jnp.sum(jnm.matmul(left, jmask.masked_tensor(y, MY)).to_tensor(0) ** 2)
@@ -104,6 +104,6 @@ def test_gradients(storage):
 
 
 def test_sparse_operands_that_must_become_dense_warn():
-    x = jmask.masked_tensor(BCOO.fromdense(jnp.asarray(Y)))
+    x = jmask.masked_tensor(coo(Y))
     with pytest.warns(jmask.StorageFallbackWarning, match="in a product"):
         jnm.matmul(X, x)

@@ -10,14 +10,15 @@ from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
 import jmask.numpy as jnm
+from tests.sparse_arrays import coo, csr
 
 
 class TestEntries:
     a = np.array([[0.0, 2, 0], [3, 0, -1]], np.float32)
     b = np.array([[1.0, 4, 0], [0, 0, 5]], np.float32)
     pairs: ClassVar = {
-        "coo": (BCOO.fromdense(a, nse=5), BCOO.fromdense(b)),
-        "csr": (BCSR.fromdense(a), BCSR.fromdense(b)),
+        "coo": (coo(a, nse=5), coo(b)),
+        "csr": (csr(a), csr(b)),
     }
 
     @pytest.mark.sampled

@@ -14,12 +14,12 @@ from tests.moved_entries import (
     MASK,
     assert_masked,
     case_id,
-    coo,
     example,
     gradient,
     numbered,
     valid_sum,
 )
+from tests.sparse_arrays import coo
 
 X = example()
 ROW = np.array([True, False, True])

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.sparse import BCOO, BCSR
+from jax.experimental.sparse import BCOO
 
 import jmask
 import jmask.numpy as jnm
 from jmask import MaskedTensor, RowSparse
+from tests import sparse_arrays
 from tests.masked_cases import SHAPE, build, masks
 
 _compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -93,7 +94,7 @@ def test_ordinary_sparse_tensors():
     densify = lambda x: x.todense() if isinstance(x, RowSparse) else x
     rows = RowSparse([2, 0, 2, 4], jnp.array([[1.0, 2], [3, 4], [5, -6], [9, 9]]), (4, 2))
     coo = BCOO((jnp.array([1.0, 2, 3]), jnp.array([[0, 1], [2, 0], [0, 1]])), shape=(4, 2))
-    csr = BCSR.fromdense(jnp.array([[0.0, 1], [2, 0], [3, 4], [0, 0]]))
+    csr = sparse_arrays.csr(np.float32([[0, 1], [2, 0], [3, 4], [0, 0]]))
 
     def run(functions, x):
         return [densify(f(x, axis=axis)) for f in functions for axis in (None, 0, -1)]

@@ -5,17 +5,19 @@ import inspect
 import re
 import warnings
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 
 import jmask
 import jmask.numpy as jnm
 from jmask._base.fallback import in_bytes, place_among
+from tests.later import later
 from tests.lookup_programs import PROGRAMS, TABLE
 from tests.oracle import is_row_sparse
+
+nn = later("flax.linen")
+nnx = later("flax.nnx")
 
 SHAPE = jax.ShapeDtypeStruct
 IDS = SHAPE((3,), "int32")
@@ -113,15 +115,14 @@ def test_which_of_two_equal_tables_and_where():
     )
 
 
-class Tied(nn.Module):
-    @nn.compact
-    def __call__(self, ids):
-        words = nn.Embed(1000, 8)
-        hidden = jnp.tanh(words(ids))
-        return words.attend(hidden)
-
-
 def test_the_line_is_the_users_and_not_that_of_flax():
+    class Tied(nn.Module):
+        @nn.compact
+        def __call__(self, ids):
+            words = nn.Embed(1000, 8)
+            hidden = jnp.tanh(words(ids))
+            return words.attend(hidden)
+
     model, ids = Tied(), jnp.array([1, 2])
     params = model.init(jax.random.key(0), ids)
 

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
 import jmask.numpy as jnm
 from jmask._tensors.storage import stored_values
+from tests import sparse_arrays
 from tests.optax_cases import CHAINS, ROW_LOCAL, extra_args
 from tests.oracle import densified
 
@@ -33,12 +33,12 @@ def row_sparse():
 
 
 def coo():
-    stored = BCOO.fromdense(jnp.asarray(np.where(MASK, DATA, 0)), nse=MASK.sum() + 2)
+    stored = sparse_arrays.coo(np.where(MASK, DATA, 0), MASK.sum() + 2)
     return jmask.masked_tensor(stored)
 
 
 def csr():
-    return jmask.masked_tensor(BCSR.fromdense(jnp.asarray(np.where(MASK, DATA, 0))))
+    return jmask.masked_tensor(sparse_arrays.csr(np.where(MASK, DATA, 0)))
 
 
 GRADIENTS = {

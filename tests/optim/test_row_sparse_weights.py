@@ -4,6 +4,8 @@ MXNet's tutorial has a `row_sparse` weight with all of its rows; torch's Adagrad
 gradient as it is. What they print is what comes out here.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,12 +15,19 @@ from jax.experimental.sparse import BCOO
 
 import jmask
 from tests.compiled_step import with_optax
+from tests.sparse_arrays import coo
 from tests.stored_tables import STEPS
 
 pytestmark = pytest.mark.dtype_promotion
 
 GRADIENT = jmask.RowSparse([1, 2], [[1.0, 2], [4, 5]], (4, 2))
-WEIGHT = jmask.cast_storage(jnp.ones((4, 2)), "row_sparse")
+
+
+@functools.cache
+def all_rows():
+    """The weight of the tutorial."""
+    return jmask.cast_storage(jnp.ones((4, 2)), "row_sparse")
+
 
 OPTIMIZERS = {
     "sgd": jmask.sgd(0.01, momentum=0.01),
@@ -42,7 +51,7 @@ def test_a_weight_that_stores_all_its_rows(name, wrap, step):
     """Steps are those of its array; it comes back as the storage that it was, of one size."""
     tx = OPTIMIZERS[name]
     run = wrap(lambda g, s, w: step(tx, g, s, w))
-    weight, dense = WEIGHT, WEIGHT.todense()
+    weight, dense = all_rows(), all_rows().todense()
     state, expected = tx.init(weight), tx.init(dense)
     for scale in (1.0, -0.5):
         grads = jmask.tree.scale(scale, GRADIENT)
@@ -56,7 +65,7 @@ def test_a_weight_that_stores_all_its_rows(name, wrap, step):
 
 def test_the_tutorial_of_mxnet():
     tx = OPTIMIZERS["sgd"]
-    weight, state = jmask.apply_gradients(tx, GRADIENT, tx.init(WEIGHT), WEIGHT)
+    weight, state = jmask.apply_gradients(tx, GRADIENT, tx.init(all_rows()), all_rows())
     np.testing.assert_allclose(
         weight.todense(), [[1, 1], [0.99, 0.98], [0.96, 0.95], [1, 1]], rtol=1e-6
     )
@@ -100,7 +109,7 @@ def test_adagrad_written_with_masked_tensors():
     mask = BCOO.fromdense(ENTRIES.todense() != 0)
     masked_grad = jmask.masked_tensor(ENTRIES, mask)
     state_sum = 0.5 + (masked_grad**2).to_tensor(0)
-    std = jmask.masked_tensor(BCOO.fromdense(state_sum), mask)
+    std = jmask.masked_tensor(coo(state_sum), mask)
     std = jmask.numpy.sqrt(std) + 1e-10
     param = PARAM - 0.1 * (masked_grad / std).to_tensor(0)
     assert std.storage.nse == 3
@@ -138,7 +147,7 @@ def test_microbatches_of_entries():
     np.testing.assert_allclose(param, PARAM - 0.15 * ENTRIES.todense(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("entries", [ENTRIES, BCOO.fromdense(ENTRIES.todense())])
+@pytest.mark.parametrize("entries", [ENTRIES, coo(ENTRIES.todense())])
 @pytest.mark.parametrize(
     "tx",
     [
@@ -167,6 +176,6 @@ def test_indices_of_a_coo_gradient_that_are_no_integers(tx):
 def test_indices_of_a_coo_gradient_out_of_order():
     """Where jmask is not asked before optax, what breaks a promise is nan."""
     chain = optax.chain(optax.scale_by_schedule(lambda count: 0.5), jmask.sgd(0.1))
-    entries = BCOO.fromdense(ENTRIES.todense())
+    entries = coo(ENTRIES.todense())
     updates, _ = chain.update(entries, chain.init(PARAM), PARAM)
     assert np.isnan(jmask.todense(updates)).any()

@@ -7,12 +7,14 @@ from itertools import islice
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 import jmask
+from tests.later import later
 from tests.oracle import is_row_sparse
 from tests.project.test_examples import load  # noqa: F401
+
+ocp = later("orbax.checkpoint")
 
 # Examples are written as programs are, which may promote ranks.
 pytestmark = [pytest.mark.examples, pytest.mark.rank_promotion, pytest.mark.dtype_promotion]

@@ -1,5 +1,6 @@
 """The sharded example: one process or two, more devices or fewer, killed or not."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -13,9 +14,11 @@ import numpy as np
 import pytest
 
 # Examples are written as programs are, which may promote ranks.
-pytestmark = [pytest.mark.devices, pytest.mark.rank_promotion]
-
-pytest.importorskip("orbax.checkpoint")
+pytestmark = [
+    pytest.mark.devices,
+    pytest.mark.rank_promotion,
+    pytest.mark.skipif(importlib.util.find_spec("orbax") is None, reason="needs orbax"),
+]
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "examples" / "sharded_embedding.py"

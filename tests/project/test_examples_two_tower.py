@@ -4,17 +4,19 @@ import re
 from functools import cache
 from importlib import import_module
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import jmask
+from tests.later import later
 from tests.oracle import is_row_sparse
 from tests.project.test_examples import load  # noqa: F401
+
+eqx = later("equinox")
+nnx = later("flax.nnx")
 
 # Examples are written as programs are, which may promote ranks.
 pytestmark = [pytest.mark.examples, pytest.mark.rank_promotion, pytest.mark.dtype_promotion]

@@ -11,15 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jmask
 from tests.compilations import compilations
+from tests.later import later
 from tests.sampling import chosen
 from tests.stored_tables import mesh_of
+
+ocp = later("orbax.checkpoint")
 
 pytestmark = pytest.mark.dtype_promotion
 
@@ -53,13 +55,18 @@ def parameters(table: Any = START) -> Any:
     return {"t": table, "w": jnp.linspace(0.5, 1.5, D)}
 
 
+@functools.cache
+def jitted(one_step: Any, tx: Any) -> Any:
+    """A step that is compiled once for all its runs."""
+    return jax.jit(functools.partial(one_step, tx))
+
+
 def run(one_step: Any, tx: Any, params: Any, ids: Any = IDS, state: Any = None) -> Any:
     """Parameters, state, and the losses and tables after each step."""
     state = tx.init(params) if state is None else state
-    jitted = jax.jit(functools.partial(one_step, tx))
     losses, tables = [], []
     for x in ids:
-        params, state, value = jitted(params, state, jnp.asarray(x))
+        params, state, value = jitted(one_step, tx)(params, state, jnp.asarray(x))
         losses.append(float(value))
         tables.append(np.asarray(params["t"]))
     return params, state, np.array(losses), np.array(tables)

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 
 import jmask
 from jmask._tables.packed import LANES, part_shapes
+from tests.later import later
 from tests.stored_tables import (
     OPTIMIZERS,
     STEPS,
@@ -24,6 +24,8 @@ from tests.stored_tables import (
     trained,
     trained_array,
 )
+
+ocp = later("orbax.checkpoint")
 
 pytestmark = pytest.mark.devices
 

@@ -7,12 +7,15 @@ import pickle
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
-from jax.experimental.sparse import BCOO, BCSR
+from jax.experimental.sparse import BCOO
 
 import jmask
 import jmask.numpy as jnm
+from tests.later import later
+from tests.sparse_arrays import csr
+
+ocp = later("orbax.checkpoint")
 
 STORAGES = ("default", "row_sparse", "coo", "csr")
 MATRIX = np.array([[0, 0, 0], [1, 0, np.nan], [0, 0, 0], [0, -2, 0], [0, 0, 3]], np.float32)
@@ -31,7 +34,7 @@ PADDED = {
         ),
         shape=MATRIX.shape,
     ),
-    "csr": BCSR.fromdense(MATRIX, nse=7),
+    "csr": csr(MATRIX, nse=7),
 }
 EXACT = {"default": None, "row_sparse": 3, "coo": 4, "csr": 4}
 PAIRS = list(itertools.product(STORAGES, STORAGES))

@@ -11,7 +11,8 @@ from jax.experimental.sparse import BCOO, BCSR
 import jmask
 from jmask._tensors.masked_storage import from_numpy_ma, to_numpy_ma, to_storage
 from jmask._tensors.storage import stored_values
-from tests.moved_entries import DTYPES, assert_masked, coo, example
+from tests.moved_entries import DTYPES, assert_masked, example
+from tests.sparse_arrays import coo
 
 KINDS = ("default", "coo", "csr", "row_sparse")
 MASK = np.array([[1, 0, 1], [0, 0, 0], [0, 1, 1], [1, 0, 0]], bool)

@@ -10,7 +10,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
 import jmask.numpy as jnm
-from tests.moved_entries import coo
+from tests.sparse_arrays import coo
 
 SHAPE = (3, 4)
 RNG = np.random.default_rng(0)

@@ -1,0 +1,27 @@
+"""Modules that take long to import, imported when a test first uses one.
+
+    nnx = later("flax.nnx")
+    nnx.Embed  # imports it
+
+So that collecting the tests, which each process does, imports none of them.
+"""
+
+import importlib
+from typing import Any
+
+
+class _Later:
+    """A module by its name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # pytest looks for some in all that a module has
+            raise AttributeError(attribute)
+        return getattr(importlib.import_module(self._name), attribute)
+
+
+def later(name: str) -> Any:
+    """The module `name`, for a test module to use in its functions."""
+    return _Later(name)
