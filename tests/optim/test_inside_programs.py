@@ -10,8 +10,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmask
+from tests import stored_tables
 from tests.compiled_step import with_optax
 from tests.kernels.test_in_place import OPTIMIZERS
+from tests.leaks import no_tracer_is_kept
 
 pytestmark = pytest.mark.dtype_promotion
 
@@ -135,3 +137,17 @@ def test_what_differs_is_not_taken_for_the_same(tx):
     why = "out_specs which require replication|carry input and carry output must have equal"
     with pytest.raises((TypeError, ValueError), match=why):
         step(params, jax.tree.map(lambda *x: jnp.stack(x), rows, others))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("form", [lambda x: x, jmask.PackedTable.pack], ids=["array", "packed"])
+@pytest.mark.parametrize("name", stored_tables.OPTIMIZERS)
+def test_no_tracer_is_kept(name, form):
+    """JAX remembers what a primitive is given, and must not remember the trace with it."""
+    tx, (params, of_rows) = stored_tables.OPTIMIZERS[name], problem(rows=LARGE)
+    grads, params = gradients(of_rows, params), params | {"table": form(params["table"])}
+    for step in stored_tables.STEPS.values():
+        with no_tracer_is_kept():
+            jax.jit(lambda *given, step=step: step(tx, *given)).lower(
+                grads, tx.init(params), params
+            )
