@@ -30,6 +30,7 @@ from jmask._base.array_types import explicit_sharding
 from jmask._base.forms import aval_of, name_of, parameter
 from jmask._base.precision import joint_dtype
 from jmask._base.row_ids import canonical
+from jmask._base.shapes import is_known
 from jmask._kernels.factored_rows import FactoredRows, pays
 
 # Bytes of rows above which one array less is worth more than their hashing: glibc gives what is
@@ -94,7 +95,7 @@ def updates_of_rows(updates: Any, eqn: JaxprEqn) -> FactoredRows | None:
 
 def _of_many(updates: Made, row_ndim: int) -> FactoredRows | None:
     """Rows that are those of an array times a number each, if another array would be large."""
-    if updates.array.nbytes < _LARGE:
+    if not is_known(updates.array.nbytes) or updates.array.nbytes < _LARGE:
         return None
     origins = dataclasses.replace(updates.origins, scaled_only=True)
     rows = factors(origins, updates.variable, row_ndim)

@@ -22,7 +22,7 @@ from jax import lax
 
 from jmask._base.array_types import varying_alike
 from jmask._base.precision import joint_dtype
-from jmask._base.shapes import trailing
+from jmask._base.shapes import is_known, trailing
 from jmask._kernels.gather import Gather
 
 
@@ -93,7 +93,7 @@ _REPEATS = 2
 
 def pays(sources: int, entries: int) -> bool:
     """Whether so many rows are worth keeping in place of those of so many entries."""
-    return 0 < _REPEATS * sources <= entries
+    return is_known(sources, entries) and 0 < _REPEATS * sources <= entries
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
