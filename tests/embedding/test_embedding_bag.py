@@ -302,7 +302,7 @@ def test_lines_of_ids_of_more_dimensions(combiner: str) -> None:
 @pytest.mark.parametrize("combiner", ["sqrtn", "max"])
 def test_row_sparse_table(combiner: str) -> None:
     table = jmask.RowSparse([4, 1, V, 4], normal(4, D), (V, D))
-    data = drawn("segments", np.random.default_rng(0), outside=True)
+    data = drawn("segments", np.random.default_rng(0), outside=False)
     case = Case("segments", combiner, combiner != "max", 1, "fill")
     found = call(case, table, data.weights, data.ids, data.places)
     expected = call(case, table.todense(), data.weights, data.ids, data.places)

@@ -23,7 +23,7 @@ MODELS = {
     ),
     "max": lambda t, ids: jmask.embedding_bag(t, ids, combiner="max", padding_id=-1),
     "segments": lambda t, ids: jmask.embedding_bag(
-        t, ids[:, 0], segment_ids=ids[:, 1], num_segments=9
+        t, ids[:, 0], segment_ids=ids[:, 1], num_segments=9, mode="zero"
     ),
     "gradient": lambda t, ids: jmask.grad(lambda t: jnp.sum(jnp.tanh(t[ids])))(t).values,
     "gradient of bags": lambda t, ids: (
