@@ -29,9 +29,6 @@ if jax.config.jax_compilation_cache_dir is None:
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-# Programs are lowered without the lines of Python that each operation comes from.
-jax.config.update("jax_traceback_in_locations_limit", 0)
-
 # As in JAX's own tests: nothing is broadcast to more dimensions than it has, and no dtype is
 # another, without saying so.
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -73,7 +70,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    leave_the_rest(items)
+    if LOWERED_FOR is None:  # no other job has the rest of these
+        leave_the_rest(items)
     # `make test` has some of each job that has a target of its own and needs nothing more.
     for mark in ("devices", "examples"):
         of_job = [x for x in items if x.get_closest_marker(mark)]

@@ -1,9 +1,11 @@
 """Large tables of cases: some of them by default, all of them with `-m exhaustive`.
 
-@pytest.mark.sampled                            # six of its cases by default
-@pytest.mark.parametrize("name", CASES)
+    @pytest.mark.sampled                                        # six of its cases by default
+    @pytest.mark.parametrize("name", CASES)
 
-@pytest.mark.parametrize("name", chosen(["adam"], CASES))       # these by default
+    @pytest.mark.parametrize("name", chosen(["adam"], CASES))   # these by default
+
+What a test must have of each kind is chosen; which others it has does not matter.
 """
 
 import zlib

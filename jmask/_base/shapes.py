@@ -1,7 +1,9 @@
 """Shapes: of arrays beside those of more dimensions, and of programs for any size.
 
-trailing([1, 2], ndim=3)     ->  [[[1]], [[2]]]      one number for each row
-is_known(b, 5)               ->  False               b of `jax.export.symbolic_shape("b")`
+    trailing([1, 2], ndim=3)     ->  [[[1]], [[2]]]      one number for each row
+    is_known(b, 5)               ->  False               b of `jax.export.symbolic_shape("b")`
+
+Where a size is not known, no way can be chosen by it: the one that is right for all is taken.
 """
 
 from typing import Any

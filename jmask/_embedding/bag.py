@@ -31,7 +31,7 @@ from jmask._base.array_types import (
 from jmask._base.doors import check_flag, checked_array, checked_choice, checked_integer
 from jmask._base.precision import wide
 from jmask._base.row_ids import canonical
-from jmask._base.shapes import is_known, trailing
+from jmask._base.shapes import trailing
 from jmask._embedding.bag_forms import Bags, EqualBags, RaggedBags, check_offsets, check_weights
 from jmask._embedding.ids import (
     MODES,
@@ -183,7 +183,6 @@ def _sums(
     if (
         not isinstance(table, jax.Array)
         or bound is not None
-        or not is_known(*positions.shape, *shape, *table.shape)
         or 0 in (*positions.shape, *shape, *table.shape)
         or any(explicit_sharding(x) is not None or varying_axes(x) for x in arrays)
     ):

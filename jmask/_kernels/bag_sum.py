@@ -23,7 +23,7 @@ from jax.interpreters import ad
 
 from jmask._base.lowering import lower_on_cpu, primitive
 from jmask._base.precision import wide
-from jmask._base.shapes import trailing
+from jmask._base.shapes import is_known, trailing
 from jmask._kernels.block_loops import BlockLoop, block_size, run_side_by_side
 from jmask._kernels.gather import Gather
 from jmask._kernels.odd_windows import add_in_windows
@@ -57,7 +57,7 @@ def bag_sum(
         fill: 0 or nan.
     """
     given = table, positions, bag_of_entry, weights, valid
-    if positions.shape[0] <= _FEW:
+    if not is_known(positions.shape[0], bags) or positions.shape[0] <= _FEW:
         return _by_parts(*given, bags, fill)
     operands, form = jax.tree.flatten(given)
     (sums,) = _bag_sum_p.bind(*operands, parts=(_Part(form, bags, fill),))

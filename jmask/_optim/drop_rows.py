@@ -76,9 +76,8 @@ def _finite(x: Any) -> tuple[Any, jax.Array]:
     if not is_row_sparse(x):
         x = jnp.asarray(x)
         bad = _bad_rows(x)
-        return jnp.where(trailing(bad, x.ndim), jnp.zeros((), x.dtype), x), bad.sum(
-            dtype=jnp.int32
-        )
+        kept = jnp.where(trailing(bad, x.ndim), jnp.zeros((), x.dtype), x)
+        return kept, bad.sum(dtype=jnp.int32)
     ids, bad = x.row_ids(), _bad_rows(x.values)
     number = jnp.sum(bad & (ids < x.shape[0]), dtype=jnp.int32)
     if isinstance(x, RoutedRows):

@@ -179,7 +179,7 @@ def _new_tables(
     """Parameter and slots after one step, for `updated` to finish."""
     # JAX remembers what a primitive is given: no function here may close over a tracer.
     # Python numbers are constants of what is compiled and take no room.
-    dtypes = [shape_of(x).dtype for x in tables]
+    dtypes = _dtypes(tables)
     is_traced = [isinstance(x, jax.Array) for x in scalars]
     traced = [x for x in scalars if isinstance(x, jax.Array)]
     fixed = [x for x in scalars if not isinstance(x, jax.Array)]
@@ -193,7 +193,7 @@ def _new_tables(
         grad, *given = entries[len(dtypes) :]
         grad, param, *slots = map(_wide, (grad, param, *slots))
         step, *slots = rule.rule(grad, param, *slots, *every(given))
-        return [x.astype(d) for x, d in zip((param + step, *slots), dtypes, strict=True)]
+        return _cast((param + step, *slots), dtypes)
 
     if not is_row_sparse(gradient):
         return new_entries(*tables, gradient, *traced)
@@ -290,8 +290,15 @@ def _wide(x: Any) -> Any:
     return None if x is None else jnp.asarray(x, wide(shape_of(x).dtype))
 
 
+def _dtypes(old: Sequence[Any]) -> list[Any]:
+    return [shape_of(x).dtype for x in old]
+
+
+def _cast(new: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    return [x.astype(dtype) for x, dtype in zip(new, dtypes, strict=True)]
+
+
 def _in_old_dtypes(result: tuple[Any, ...], leaves: tuple[Any, ...]) -> tuple[Any, ...]:
     """A result with its slots cast back; the step stays wide, to be rounded once."""
     step, *slots = result
-    old = leaves[2:]
-    return step, *(x.astype(shape_of(y).dtype) for x, y in zip(slots, old, strict=True))
+    return step, *_cast(slots, _dtypes(leaves[2:]))

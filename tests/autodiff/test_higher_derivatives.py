@@ -177,7 +177,6 @@ def _converged(lower, place):
     return place, dict(enumerate(narrow, 1))
 
 
-@pytest.mark.sampled
 @ignores_fallbacks
 @pytest.mark.parametrize("name", chosen(DEFAULT, CASES))
 @pytest.mark.dtype_promotion

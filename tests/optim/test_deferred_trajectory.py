@@ -150,7 +150,6 @@ BY_DEFAULT = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "steps"),
     chosen([(x, SHORT) for x in BY_DEFAULT], [(x, LONG) for x in CASES]),
