@@ -160,25 +160,22 @@ def check(parts: Any) -> bool:
         return optax.apply_updates(params, updates), state
 
     @jax.jit
-    def lazy_step(gradient: Any, state: Any, params: Any) -> Any:
-        updates, state = lifted.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state
-
-    @jax.jit
-    def one_pass(gradient: Any, state: Any, params: Any) -> Any:
-        return jmask.apply_gradients(lifted, gradient, state, params)
+    def lazy_steps(gradient: Any, state: Any, params: Any) -> Any:
+        """By `update`, and in one pass."""
+        updates, new = lifted.update(gradient, state, params)
+        in_one = jmask.apply_gradients(lifted, gradient, state, params)
+        return (optax.apply_updates(params, updates), new), in_one
 
     params, state = dense_step(random_tree(5), inner.init(PARAMS), PARAMS)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", jmask.StorageFallbackWarning)
-            new = lazy_step(gradient, state, params)
+            new, in_one = lazy_steps(gradient, state, params)
     except ValueError as error:
         if "jmask.lazy cannot wrap" not in str(error):
             raise
         return False
     expected = dense_step(densified(gradient), state, params)
-    in_one = one_pass(gradient, state, params)
     assert jax.tree.structure(new) == jax.tree.structure(expected)
     for result in (new, in_one):
         compare(result, expected, (params, state), gradient)
