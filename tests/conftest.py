@@ -1,6 +1,7 @@
 """Settings of the whole test suite."""
 
 import gc
+import itertools
 import os
 from collections.abc import Generator
 
@@ -44,6 +45,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("jmask")
 
 _ONE_IN = 15
+# JAX keeps what each program was compiled from, and the more it keeps the longer it takes to
+# lower the next: JAX 0.10 four times as long after 2,000 programs.
+_TESTS_UNTIL_CLEARED = 80
+_finished = itertools.count(1)
 
 LOWERED_FOR = os.environ.get("JMASK_LOWERED_FOR")
 if LOWERED_FOR is not None:
@@ -82,6 +87,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items if LOWERED_FOR else ():
         if item.get_closest_marker("of_cpus"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_runtest_teardown() -> None:
+    if next(_finished) % _TESTS_UNTIL_CLEARED == 0:
+        jax.clear_caches()
 
 
 def pytest_collection_finish() -> None:

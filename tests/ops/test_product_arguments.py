@@ -14,6 +14,7 @@ import jmask
 from jmask._tensors.storage import stype
 from tests.oracle import densified
 from tests.product_cases import COO, CSR, FEATURES, ROWS, V
+from tests.sampling import chosen
 from tests.sparse_arrays import coo, csr
 
 _RNG = np.random.default_rng(1)
@@ -93,16 +94,14 @@ BAD = {
 }
 
 
-@pytest.mark.sampled
+TRANSPOSED = [(False, False), (True, False), (False, True)]
+STORED = [coo, csr, jmask.RowSparse.fromdense]
+
+
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
 @pytest.mark.parametrize(
     ("stored", "transposed"),
-    list(
-        itertools.product(
-            [coo, csr, jmask.RowSparse.fromdense],
-            [(False, False), (True, False), (False, True)],
-        )
-    ),
+    chosen(list(zip(STORED, TRANSPOSED, strict=True)), itertools.product(STORED, TRANSPOSED)),
 )
 def test_the_gradient_of_an_ordinary_tensor(stored, transposed):
     """`masked_grad=False`: every entry of a sparse operand has a gradient, to second order."""
