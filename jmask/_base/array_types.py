@@ -78,8 +78,10 @@ def with_rows_over(array: jax.Array, like: NamedSharding, axes: Any) -> jax.Arra
 
 def with_whole_rows(array: jax.Array) -> jax.Array:
     """The array with dimension 0 on every device, if its type says that it is not."""
-    sharding, (first, *row) = explicit_sharding(array), spec_of(array)
-    return array if sharding is None or first is None else placed(array, sharding, (None, *row))
+    sharding, spec = explicit_sharding(array), spec_of(array)
+    if sharding is None or not any(spec[:1]):
+        return array
+    return placed(array, sharding, (None, *spec[1:]))
 
 
 def flat(ids: jax.Array) -> jax.Array:

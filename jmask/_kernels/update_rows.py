@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.array_types import explicit_sharding, varying_alike
+from jmask._base.array_types import explicit_sharding, varying_alike, with_whole_rows
 from jmask._base.lowering import lower, lower_on_cpu, primitive
 from jmask._base.row_ids import Order
 from jmask._kernels.block_loops import BlockLoop, block_size, run_side_by_side
@@ -125,13 +125,16 @@ class _Part:
 
 
 def _part_of(x: RowUpdate) -> tuple[list[jax.Array], _Part]:
-    ids, values, order = x.ids, x.values, x.order
+    ids, values, scalars, order = x.ids, x.values, x.scalars, x.order
     if _is_placed(x) and not x.update.additive:
-        ids, values = coalesce_rows(ids, as_array(values), x.tables[0].shape[0])
-        order = "sorted"
+        values = as_array(values)
+        if order == "any":
+            ids, values = coalesce_rows(ids, values, x.tables[0].shape[0])
+            order = "sorted"
+        ids, values, *scalars = map(with_whole_rows, (ids, values, *scalars))
     leaves, form = jax.tree.flatten(values)
-    operands = varying_alike(*x.tables, *x.scalars, ids, *leaves)
-    return list(operands), _Part(x.update, len(x.tables), len(x.scalars), form, order)
+    operands = varying_alike(*x.tables, *scalars, ids, *leaves)
+    return list(operands), _Part(x.update, len(x.tables), len(scalars), form, order)
 
 
 def _of_parts(arrays: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
