@@ -15,7 +15,7 @@ from jax import lax
 
 from jmask._base.array_types import varying_alike, with_whole_rows
 from jmask._base.precision import sum_dtype
-from jmask._kernels.rows import add_rows
+from jmask._kernels.rows import add_rows, gather_rows, set_rows
 
 
 def coalesce_rows(ids: jax.Array, values: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -65,7 +65,7 @@ def _by_sorting(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.A
     )
     starts = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
     slot = jnp.cumsum(starts, dtype=jnp.int32) - 1
-    slot_ids = jnp.full((slots,), rows, ids.dtype).at[slot].set(ordered, mode="drop")
+    slot_ids = set_rows(_unused(slots, rows, ids), slot, ordered, coalesced=False)
     return slot_ids, lax.platform_dependent(
         ids, slot_ids, came_from, slot, cpu=_searched, default=_sent_back
     )
@@ -92,9 +92,15 @@ def _sent_back(
 
 
 def _by_marking(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.Array]:
-    marked = jnp.zeros((rows,), jnp.int32).at[ids].set(1, mode="drop")
+    unmarked = jnp.zeros((rows,), jnp.int32)
+    marked = set_rows(unmarked, ids, jnp.ones_like(ids), coalesced=False)
     slot_of_row = jnp.cumsum(marked) - 1
     place = jnp.where(marked > 0, slot_of_row, slots)
     every = lax.iota(ids.dtype, rows)
-    slot_ids = jnp.full((slots,), rows, ids.dtype).at[place].set(every, mode="drop")
-    return slot_ids, slot_of_row.at[ids].get(mode="clip")
+    slot_ids = set_rows(_unused(slots, rows, ids), place, every, coalesced=False)
+    return slot_ids, gather_rows(slot_of_row, ids)
+
+
+def _unused(slots: int, rows: int, ids: jax.Array) -> jax.Array:
+    """The ids of slots that no row has."""
+    return jnp.full((slots,), rows, ids.dtype)

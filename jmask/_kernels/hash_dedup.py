@@ -20,7 +20,7 @@ from jax import lax
 
 from jmask._base.array_types import varying_alike
 from jmask._base.precision import sum_dtype
-from jmask._kernels.rows import add_rows, gather_rows
+from jmask._kernels.rows import add_rows, gather_rows, lower_rows, set_rows
 
 # Buckets for each entry: of four, one entry in eight takes a second round.
 _BUCKETS = 4
@@ -59,14 +59,14 @@ def _summed_into_first(values: jax.Array, first: jax.Array, again: jax.Array) ->
     place = jnp.where(again, ended - 1, count + size)
     # The entries that come again, one after the other, and then padding.
     later = jnp.full((count + size,), count, jnp.int32)
-    later = later.at[place].set(lax.iota(jnp.int32, count), mode="drop")
+    later = set_rows(later, place, lax.iota(jnp.int32, count), coalesced=False)
 
     def block(number: jax.Array, values: jax.Array) -> jax.Array:
         entries = lax.dynamic_slice_in_dim(later, number * size, size)
-        into = first.at[entries].get(mode="fill", fill_value=count)
+        into = jnp.where(entries < count, gather_rows(first, entries), count)
         return add_rows(values, into, gather_rows(values, entries), coalesced=False)
 
-    blocks = (ended[-1] + size - 1) // size
+    blocks = lax.div(ended[-1] + (size - 1), size)
     return lax.fori_loop(0, blocks, block, values)
 
 
@@ -80,9 +80,9 @@ def first_entries(ids: jax.Array, rows: int) -> jax.Array:
         number, first, is_open = carried
         bucket = _hash(ids, number) & (buckets - 1)
         lowest = jnp.full((buckets,), count, jnp.int32)
-        lowest = lowest.at[jnp.where(is_open, bucket, buckets)].min(entry, mode="drop")
-        found = lowest.at[bucket].get(mode="clip")
-        is_same = is_open & (ids.at[found].get(mode="clip") == ids)
+        lowest = lower_rows(lowest, jnp.where(is_open, bucket, buckets), entry)
+        found = gather_rows(lowest, bucket)
+        is_same = is_open & (gather_rows(ids, found) == ids)
         return number + 1, jnp.where(is_same, found, first), is_open & ~is_same
 
     start = jnp.uint32(0), entry, ids < rows
