@@ -193,6 +193,29 @@ def test_steps(table, optimizer, step, in_context):
             assert jax.typeof(array) == jax.typeof(old)
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.dtype_promotion
+def test_rows_that_share_a_line(optimizer):
+    """The masks of a packed table's lines stay with their entries."""
+    table = np.random.default_rng(0).normal(size=(4096, D)).astype(np.float32)
+    batches = np.random.default_rng(1).integers(0, 60, (3, 16))
+    tx = OPTIMIZERS[optimizer]
+
+    @jax.jit
+    def step(table, state, ids):
+        gradient = jmask.grad(lambda t: jnp.sum(jnp.sin(lookup(t, ids))))(table)
+        return jmask.apply_gradients(tx, gradient, state, table)
+
+    def trained(table, placed):
+        state = tx.init(table)
+        for ids in batches:
+            table, state = step(table, state, placed(ids))
+        return np.asarray(table)
+
+    new = trained(jmask.PackedTable.pack(jnp.asarray(table)), lambda ids: put(ids, "x"))
+    np.testing.assert_allclose(new, trained(jnp.asarray(table), jnp.asarray), rtol=1e-5)
+
+
 def test_eagerly():
     """In the context of the mesh, which JAX asks for."""
     table, ids, tx = TABLES["div"](), ids_of("spread"), jmask.adam(0.1)
