@@ -126,7 +126,7 @@ SETTINGS = {
 
 CASES: dict[str, Operation] = {**SETTINGS, **OPERATIONS}
 
-# What has a rule of its own; the rest are compositions of what JAX differentiates.
+# One of each kind of what has a rule of its own.
 DEFAULT = [
     *("norms of masked", "extrema of masked", "normalize of array", "lower median"),
     *("a row of 64 entries", "lazy"),

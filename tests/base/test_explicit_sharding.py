@@ -151,6 +151,22 @@ OPTIMIZERS = {
 }
 
 
+def trained(tx, step, batches, table, placed):
+    """The table after a step with each batch of ids, and the losses."""
+
+    @jax.jit
+    def train(table, state, ids):
+        loss = lambda t: jnp.sum(jnp.sin(lookup(t, ids)))
+        value, gradient = jmask.value_and_grad(loss)(table)
+        return *step(tx, gradient, state, table), value
+
+    state, losses = tx.init(table), []
+    for ids in batches:
+        table, state, value = train(table, state, placed(ids))
+        losses.append(float(value))
+    return table, losses
+
+
 ALL_STEPS = list(itertools.product(TABLES, OPTIMIZERS, STEPS, (False, True)))
 
 
@@ -163,20 +179,7 @@ def test_steps(table, optimizer, step, in_context):
     """The trajectory of one device; compiled once; every table stays where it is."""
     tx = OPTIMIZERS[optimizer]
     batches = np.random.default_rng(2).integers(0, 16, (3, 16))
-
-    def train(table, state, ids):
-        loss = lambda t: jnp.sum(jnp.sin(lookup(t, ids)))
-        value, gradient = jmask.value_and_grad(loss)(table)
-        return *STEPS[step](tx, gradient, state, table), value
-
-    def run(table, placed):
-        state, losses = tx.init(table), []
-        steps = jax.jit(train)
-        for ids in batches:
-            table, state, value = steps(table, state, placed(ids))
-            losses.append(float(value))
-        return table, losses
-
+    run = functools.partial(trained, tx, STEPS[step], batches)
     start = TABLES[table]()
     with context(in_context):
         new, losses = run(start, lambda ids: put(ids, "x"))
@@ -199,21 +202,10 @@ def test_rows_that_share_a_line(optimizer):
     """The masks of a packed table's lines stay with their entries."""
     table = np.random.default_rng(0).normal(size=(4096, D)).astype(np.float32)
     batches = np.random.default_rng(1).integers(0, 60, (3, 16))
-    tx = OPTIMIZERS[optimizer]
-
-    @jax.jit
-    def step(table, state, ids):
-        gradient = jmask.grad(lambda t: jnp.sum(jnp.sin(lookup(t, ids))))(table)
-        return jmask.apply_gradients(tx, gradient, state, table)
-
-    def trained(table, placed):
-        state = tx.init(table)
-        for ids in batches:
-            table, state = step(table, state, placed(ids))
-        return np.asarray(table)
-
-    new = trained(jmask.PackedTable.pack(jnp.asarray(table)), lambda ids: put(ids, "x"))
-    np.testing.assert_allclose(new, trained(jnp.asarray(table), jnp.asarray), rtol=1e-5)
+    run = functools.partial(trained, OPTIMIZERS[optimizer], jmask.apply_gradients, batches)
+    new, _ = run(jmask.PackedTable.pack(jnp.asarray(table)), lambda ids: put(ids, "x"))
+    expected, _ = run(jnp.asarray(table), jnp.asarray)
+    np.testing.assert_allclose(np.asarray(new), expected, rtol=1e-5)
 
 
 def test_eagerly():
