@@ -66,7 +66,7 @@ def _summed_into_first(values: jax.Array, first: jax.Array, again: jax.Array) ->
         into = jnp.where(entries < count, gather_rows(first, entries), count)
         return add_rows(values, into, gather_rows(values, entries), coalesced=False)
 
-    blocks = lax.div(ended[-1] + (size - 1), size)
+    blocks = lax.div(ended[-1] + (size - 1), jnp.int32(size))
     return lax.fori_loop(0, blocks, block, values)
 
 

@@ -67,9 +67,12 @@ def test_same_sums_as_by_sorting(dtype, row, count):
 
 def test_ids_of_64_bits():
     with jax.enable_x64(True):
-        high = 2**40
+        high, rows = 2**40, 2**50
         ids = jnp.asarray([high, 5, high + 2**32, high, 5], jnp.int64)
-        assert first_entries(ids, 2**50).tolist() == [0, 1, 2, 0, 1]
+        assert first_entries(ids, rows).tolist() == [0, 1, 2, 0, 1]
+        found_ids, found = deduplicated_rows(ids, jnp.arange(5.0), rows)
+        assert found_ids.tolist() == [high, 5, high + 2**32, rows, rows]
+        assert found[:3].tolist() == [3, 5, 2]
 
 
 @pytest.mark.parametrize("count", [256, 257, 513, 1000])

@@ -12,7 +12,7 @@ import jmask
 from tests import numpy_optimizers
 from tests.compiled_step import with_optax
 
-V, STEPS = 9, 20
+V, STEPS = 13, 20  # more rows than lookups by half, or whole tables would be updated
 NEVER = 4  # the row no gradient touches
 
 MODELS = {
@@ -178,9 +178,10 @@ class TestOnePass:
 
     @pytest.mark.sampled
     def test_equal(self, name, hyper):
-        one, two, (start, _) = self.steps(name, hyper)
+        with jax.enable_x64(True):
+            one, two, (start, _) = self.steps(name, hyper, dtype=np.float64)
         jax.tree.map(
-            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), one, two
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-13), one, two
         )
         np.testing.assert_array_equal(one[0][NEVER], start[NEVER])
 
@@ -208,7 +209,7 @@ def test_one_pass_of_other_ranks_and_dtypes():
     for row, dtype in (((), np.float32), ((2, 2), np.float32), ((3,), jnp.bfloat16)):
         for name in MODELS:
             one, two, _ = TestOnePass.steps(name, {"learning_rate": 0.1}, row, dtype)
-            tolerance = 1e-6 if dtype == np.float32 else 2e-2
+            tolerance = 1e-5 if dtype == np.float32 else 2e-2
             jax.tree.map(
                 lambda x, y, t=tolerance: np.testing.assert_allclose(
                     np.float32(x), np.float32(y), rtol=t, atol=t / 10
