@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 
 def is_narrow(dtype: Any) -> bool:
@@ -53,4 +52,5 @@ def added(x: Any, y: Any) -> jax.Array:
 
 def as_float(count: Any) -> jax.Array:
     """A count as a number that takes on the precision of what it meets, as Python's do."""
-    return lax.convert_element_type(count, float)
+    with jax.numpy_dtype_promotion("standard"):
+        return count * 1.0

@@ -364,7 +364,7 @@ def _of_offsets(ids: Any, offsets: Any, include_last_offset: bool, mode: str) ->
     else:
         check_offsets(np.asarray(offsets), count)
         starts = np.asarray(offsets).astype(np.int32)
-    left_out = np.arange(count) >= starts[-1] if include_last_offset else None
+    left_out = np.arange(count, dtype=np.int32) >= starts[-1] if include_last_offset else None
     of_entry = canonical(row_of_each(starts, count), number)
     if valid is not None:  # otherwise there are no entries, and no derivatives
         of_entry = jnp.where(valid, of_entry, number)

@@ -59,7 +59,7 @@ def _product_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[A
 def _kernel_or_terms(*arrays: jax.Array) -> jax.Array:
     _, columns, pointers, dense = arrays
     # Entries after the last row are padding that the kernel does not read.
-    read = jnp.arange(columns.shape[0]) < pointers[-1]
+    read = jnp.arange(columns.shape[0], dtype=pointers.dtype) < pointers[-1]
     in_range = (columns >= 0) & (columns < dense.shape[0])
     return lax.cond(jnp.all(in_range | ~read), _kernel, _terms, *arrays)
 

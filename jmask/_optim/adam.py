@@ -201,7 +201,7 @@ def _adam(
 
     def rule_of_rows(grad, param, mu, nu, row_count, lr):
         row_count = optax.safe_increment(row_count)
-        corrected = lr * correction(row_count)
+        corrected = jnp.asarray(lr * correction(row_count), grad.dtype)
         return *rule(grad, param, mu, nu, corrected, lr), row_count
 
     moments = {"mu": Slot(0.0), "nu": Slot(0.0, per_row)}

@@ -184,7 +184,7 @@ def bias_correction(decay: Any, step: jax.Array) -> jax.Array:
     For decay = 0.999 and step = 1, `1 - decay**step` in float32 is off by 3e-5.
     """
     if is_zero(decay):
-        return jnp.ones(())
+        return jnp.asarray(1.0)  # takes on precision, as the other does
     known = isinstance(decay, int | float)
     log_decay = math.log(decay) if known else jnp.log(decay)
     return -jnp.expm1(as_float(step) * log_decay)

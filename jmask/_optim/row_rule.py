@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 
 from jmask._base.array_types import sharding_of_rows
-from jmask._base.precision import is_narrow, wide
+from jmask._base.precision import is_narrow, joint_dtype, wide
 from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, updated
 from jmask._lazy.deferred_step import deferred_step, has_deferred, without_rows
 from jmask._lazy.lazy import lazy
@@ -100,6 +100,21 @@ class RowRule:
         if not slot.per_row:
             return jnp.full_like(param, slot.initial, dtype)
         return jnp.full(shape, slot.initial, dtype, device=sharding_of_rows(param))
+
+    def on_entries(self, entries: Sequence[Any], scalars: Sequence[Any]) -> tuple[Any, ...]:
+        """The rule, computed with at least float32 and in the dtypes of the entries.
+
+        Args:
+            entries: grad, param and the slots; None is passed on.
+            scalars: of the step; with 64-bit numbers enabled they may be wider.
+        """
+        entries = [_wide(x) for x in entries]
+        floating = [
+            x for x in entries if x is not None and jnp.issubdtype(x.dtype, jnp.inexact)
+        ]
+        dtype = joint_dtype(*floating) if floating else None
+        scalars = [jnp.asarray(x, dtype) if isinstance(x, jax.Array) else x for x in scalars]
+        return self.rule(*entries, *scalars)
 
     def one_pass(self) -> bool:
         """Whether entries of parameter and slots correspond one to one."""
@@ -191,16 +206,15 @@ def _new_tables(
     def new_entries(*entries: Any) -> list[Any]:
         param, *slots = entries[: len(dtypes)]
         grad, *given = entries[len(dtypes) :]
-        grad, param, *slots = map(_wide, (grad, param, *slots))
-        step, *slots = rule.rule(grad, param, *slots, *every(given))
-        return _cast((param + step, *slots), dtypes)
+        step, *slots = rule.on_entries((grad, param, *slots), every(given))
+        return _cast((_wide(param) + step, *slots), dtypes)
 
     if not is_row_sparse(gradient):
         return new_entries(*tables, gradient, *traced)
     (param, *_), stored = tables, is_stored_table(tables[0])
     exact = param.dtype == gradient.dtype and not is_narrow(gradient.dtype)
     if rule.linear and exact and not stored:
-        step = gradient.scaled(lambda rows: rule.rule(rows, None, *scalars)[0])
+        step = gradient.scaled(lambda rows: rule.on_entries((rows, None), scalars)[0])
         return RowUpdate(ADDITION, [param], step.row_ids(), step.stored, [], step.order)
     if rule.one_pass() and (not stored or isinstance(param, PackedTable)):
         return update_entries(new_entries, tables, gradient, traced)
@@ -238,7 +252,7 @@ def _on_rows(
     param, *slots = tables
     old = [rows_of(x, gradient) for x in slots]
     param_rows = rows_of(param, gradient) if rule.needs_param else None
-    step, *rows = rule.rule(*map(_wide, (gradient.values, param_rows, *old)), *scalars)
+    step, *rows = rule.on_entries((gradient.values, param_rows, *old), scalars)
     new = [with_rows(x, gradient, y.astype(x.dtype)) for x, y in zip(slots, rows, strict=True)]
     return [add_to_dense(param, gradient.with_values(step)), *new]
 
@@ -274,7 +288,7 @@ def _dense_optimizer(rule: RowRule, state_type: type) -> optax.GradientTransform
         columns += [structure.flatten_up_to(slot) for slot in state[1:]]
         scalars = rule.scalars(state.count)
         results = [
-            _in_old_dtypes(rule.rule(*map(_wide, leaves), *scalars), leaves)
+            _in_old_dtypes(rule.on_entries(leaves, scalars), leaves)
             for leaves in zip(gradients, *columns, strict=True)
         ]
         steps, *slots = (

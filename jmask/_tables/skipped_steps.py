@@ -129,7 +129,9 @@ def advanced(
         step: the numbers of this step.
     """
     dtype, ring = lines.dtype, lines.shape[0]
-    age = jnp.arange(ring)[:, None]
+    age = jnp.arange(ring, dtype=clock.dtype)[:, None]
+    # With 64-bit numbers enabled what a schedule returns may be wider.
+    step = jax.tree.map(lambda x: x.astype(dtype) if isinstance(x, jax.Array) else x, step)
     if step.quotient is not None:
         first = jnp.stack([jnp.asarray(x, dtype) for x in _scale(form, step)])
         is_first = age == clock % ring

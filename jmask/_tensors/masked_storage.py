@@ -19,6 +19,7 @@ import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.doors import checked_array, checked_choice
+from jmask._base.precision import joint_dtype
 from jmask._base.shapes import trailing
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.checks import checked_capacity, fit_or_poison
@@ -88,8 +89,9 @@ def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
         jnp.where(inside, index, size)
         for index, size in zip(_coordinates_at(x.storage, picked), x.shape, strict=True)
     ]
+    dtype = joint_dtype(*indices)
     storage = BCOO(
-        (values, jnp.stack(indices, axis=1)),
+        (values, jnp.stack([index.astype(dtype) for index in indices], axis=1)),
         shape=x.shape,
         indices_sorted=_is_sorted(x.storage),
         unique_indices=True,

@@ -83,6 +83,58 @@ def test_named_optimizers(name, step, dtype):
         )
 
 
+def dtypes_of(tree):
+    return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("step", STEPS)
+def test_64_bits_reach_no_table(step, dtype):
+    """A schedule or a count may be wider than a table and its state, which stay as they are."""
+
+    def loss(table):
+        return jnp.sum(table[jnp.array([1, 7], jnp.int32)])
+
+    with jax.enable_x64(True):
+        deferred = jmask.adam(optax.linear_schedule(0.1, 0.2, 10))
+        for name, tx in {**NAMED, "deferred": deferred}.items():
+            table = jnp.ones((50, 3), dtype)
+            if name == "deferred":
+                table = jmask.deferred(table, tx)
+            state = tx.init(table)
+            new = jax.eval_shape(
+                lambda table, state, tx=tx: STEPS[step](
+                    tx, jmask.grad(loss)(table), state, table
+                ),
+                table,
+                state,
+            )
+            assert dtypes_of(new) == dtypes_of((table, state)), name
+
+
+def test_counts_of_64_bits():
+    """Where 64-bit numbers are enabled NumPy's and JAX's counts are of two dtypes."""
+    with jax.enable_x64(True):
+        x = jmask.masked_tensor(jnp.arange(6.0).reshape(3, 2), jnp.arange(6).reshape(3, 2) > 2)
+        expected = x.to_tensor(0.0)
+        for source in ("default", "coo", "csr", "row_sparse"):
+            for target in ("coo", "csr", "row_sparse"):
+                y = x if source == "default" else jmask.cast_storage(x, source)
+                np.testing.assert_array_equal(
+                    jmask.cast_storage(y, target).to_tensor(0.0), expected
+                )
+        sparse = jmask.cast_storage(expected, "csr")
+        product = jmask.numpy.dot(sparse, jnp.ones((2, 8)))
+        np.testing.assert_array_equal(product, expected @ jnp.ones((2, 8)))
+
+        def bags(offsets):
+            return jmask.embedding_bag(
+                expected, [0, 1, 2], offsets=offsets, include_last_offset=True
+            )
+
+        np.testing.assert_array_equal(jax.jit(bags)(np.array([0, 1, 3])), bags([0, 1, 3]))
+
+
 def as_refused(stock):
     """What must be raised where the stock function is refused; nothing otherwise."""
     try:
