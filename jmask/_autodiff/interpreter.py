@@ -243,7 +243,7 @@ def makes_rows(eqn: JaxprEqn, shape: tuple[int, ...] | None = None) -> bool:
     """Whether an equation or what it runs writes rows, of arrays of this shape if given."""
     return any(
         e.primitive.name in _ROW_MAKERS and shape in (None, aval_of(e.outvars[0]).shape)
-        for e in within(eqn)
+        for e in within([eqn])
     )
 
 

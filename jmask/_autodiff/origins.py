@@ -86,7 +86,7 @@ class Origins:
     def _compute(self, v: Var) -> None:
         """A value in a function, once more; the compiler of a jitted step makes it one."""
         eqn = self.definitions.get(v)
-        if eqn is None or eqn.effects or len(list(within(eqn))) > 1:
+        if eqn is None or eqn.effects or len(within([eqn])) > 1:
             return
         inputs = [self.read(x) for x in eqn.invars]
         is_there = not any(x is None for x in inputs)

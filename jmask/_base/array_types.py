@@ -22,8 +22,11 @@ from jax.sharding import PartitionSpec as P
 
 def explicit_sharding(*arrays: Any) -> NamedSharding | None:
     """The sharding that the type of the first array with explicit axes names, or None."""
-    found = (_of_type(jax.typeof(array)) for array in arrays)
-    return next((sharding for sharding in found if sharding is not None), None)
+    for array in arrays:
+        sharding = _of_type(jax.typeof(array))
+        if sharding is not None:
+            return sharding
+    return None
 
 
 def _of_type(shape: Any) -> NamedSharding | None:

@@ -17,7 +17,7 @@ To take on a new JAX, run `tests/base/test_forms.py`: it says which primitive ha
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -183,17 +183,13 @@ def bodies_of(eqn: JaxprEqn) -> list[Opened]:
     return [called(eqn)] if runs_one else []
 
 
-def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """All equations of a jaxpr, and of what they run."""
-    for eqn in jaxpr.eqns:
-        yield from within(eqn)
-
-
-def within(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-    """An equation, and all equations of what it runs, in a form that is known or not."""
-    yield eqn
-    for jaxpr in jaxprs_in_params(eqn.params):
-        yield from equations(jaxpr)
+def within(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+    """Equations, and all equations of what they run, in a form that is known or not."""
+    found = list(eqns)
+    for eqn in eqns:
+        for jaxpr in jaxprs_in_params(eqn.params):
+            found += within(jaxpr.eqns)
+    return found
 
 
 def drops_rules(jaxpr: Jaxpr) -> bool:
@@ -203,7 +199,7 @@ def drops_rules(jaxpr: Jaxpr) -> bool:
     """
     if jax.__version_info__ >= (0, 12):
         return False
-    return any(name_of(eqn) == "scan" for eqn in equations(jaxpr))
+    return "scan" in names_in(jaxpr)
 
 
 # --- several devices ---------------------------------------------------------------------
@@ -359,6 +355,11 @@ def name_of(eqn: JaxprEqn) -> str:
     except (AttributeError, KeyError, TypeError, ValueError):
         pass  # a parameter of another type than is known
     return f"{name} (parameters: {', '.join(sorted(given))})"
+
+
+def names_in(jaxpr: Jaxpr) -> set[str]:
+    """The names of all equations of a jaxpr, and of what they run."""
+    return {name_of(eqn) for eqn in within(jaxpr.eqns)}
 
 
 def what_is_unknown(eqn: JaxprEqn) -> str | None:

@@ -10,10 +10,11 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jmask._base.array_types import varying_alike
-from jmask._base.forms import CALLS, REMATS, called, equations, name_of
+from jmask._base.forms import CALLS, REMATS, called, name_of, names_in
 
 _Value = TypeVar("_Value")
 
@@ -26,14 +27,9 @@ ARITHMETIC = frozenset(
 )
 
 
-def is_arithmetic(eqn: JaxprEqn) -> bool:
-    """Whether an equation is one operation on entries."""
-    return name_of(eqn) in ARITHMETIC and not eqn.effects
-
-
 def only_arithmetic(jaxpr: Jaxpr) -> bool:
-    """Whether all equations are, those of functions that are called too."""
-    return all(name_of(eqn) in CALLS or is_arithmetic(eqn) for eqn in equations(jaxpr))
+    """Whether all equations are operations on entries, those of what they call too."""
+    return not jaxpr.effects and names_in(jaxpr) <= ARITHMETIC.union(CALLS)
 
 
 def lifted(program: ClosedJaxpr) -> Jaxpr:
@@ -55,7 +51,7 @@ def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
         """Add the equations of a jaxpr; what its outputs are called in the program."""
         for eqn in jaxpr.eqns:
             inputs = [names.get(v, v) if isinstance(v, Var) else v for v in eqn.invars]
-            if name_of(eqn) in calls:
+            if eqn.primitive.name in calls and name_of(eqn) in calls:
                 inner, inner_consts = called(eqn)
                 consts.update(zip(inner.constvars, inner_consts, strict=True))
                 outputs = add(inner, dict(zip(inner.invars, inputs, strict=True)))
@@ -81,7 +77,8 @@ def bound(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     In a `shard_map` arrays are typed as varying over its devices or not, and an operation asks
     that its operands be so alike: here, though the equation was traced for other types.
     """
-    inputs = varying_alike(*inputs)
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        inputs = varying_alike(*inputs)
     outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
 

@@ -19,6 +19,7 @@ from jmask._kernels.rows import ids_after_reading
 from jmask._lazy.spread_sums import Axes, axes_of_rows
 from jmask._lazy.state_rows import tables_of_state
 from jmask._tables.stored_table import (
+    StoredTable,
     fitted,
     is_stored_table,
     rows_of,
@@ -249,7 +250,7 @@ class LazyCall:
 def shape_of_leaf(x: Any) -> jax.ShapeDtypeStruct:
     """Shape and dtype of a leaf, and whether the dtype is weak."""
     shape = shape_of(x)
-    weak = not (is_row_sparse(x) or is_stored_table(x)) and jax.typeof(x).weak_type
+    weak = not isinstance(x, RowSparse | StoredTable) and jax.typeof(x).weak_type
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, weak_type=weak)
 
 

@@ -16,7 +16,6 @@ be given to it in place of the gradient, and then it needs no scalars for that.
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -25,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
-from jmask._base.forms import aval_of, name_of
-from jmask._base.jaxprs import is_arithmetic, run
-from jmask._lazy.lattice import Kind, Replicated, RowWise
+from jmask._base.forms import aval_of
+from jmask._base.jaxprs import ARITHMETIC, run
+from jmask._lazy.lattice import Replicated, RowWise
 from jmask._lazy.proved_update import ProvedUpdate
 from jmask._lazy.row_locality import NEUTRAL
 
@@ -141,23 +140,33 @@ def _makers(
 def elementwise_program(update: ProvedUpdate) -> ElementwiseProgram | None:
     """The parts of an update, or None if it is not elementwise."""
     jaxpr, kinds = update.program.jaxpr, update.kinds
-    table_of = {v: kind.table for v, kind in kinds.items() if isinstance(kind, RowWise)}
+    rows = {v: kind for v, kind in kinds.items() if isinstance(kind, RowWise)}
+    table_of = {v: kind.table for v, kind in rows.items()}
     of_gradient = {v for i, v in enumerate(jaxpr.invars) if table_of.get(v) == i}
     shapes = {table_of[v]: aval_of(v).shape for v in of_gradient}
-    for v, i in table_of.items():
-        if not _is_whole(kinds[v]) or aval_of(v).shape != shapes[i] or 0 in shapes[i]:
+    for v, kind in rows.items():
+        shape = aval_of(v).shape
+        is_whole = (kind.axis, kind.merged) == (0, (1, 1))  # nothing else in that axis
+        if not is_whole or shape != shapes[kind.table] or 0 in shape:
             return None  # one number for each row, say
+    # One number for all entries; the others of an equation have one for each.
+    filled = {
+        v
+        for v, kind in kinds.items()
+        if isinstance(kind, Replicated) and len(kind.uniform) == aval_of(v).ndim
+    }
     reduced: set[int] = set()
-    is_entry = functools.partial(_is_entry, kinds)
     for eqn in jaxpr.eqns:
-        entries = {v for v in eqn.invars if isinstance(v, Var) and v in table_of}
+        name = eqn.primitive.name  # what was proved has no form that is not known
+        operands = {v for v in eqn.invars if isinstance(v, Var)}
+        entries = operands & table_of.keys()
         if not entries:
             continue
         if eqn.outvars[0] not in table_of:
-            if name_of(eqn) not in NEUTRAL or not entries <= of_gradient:
+            if name not in NEUTRAL or not entries <= of_gradient:
                 return None
             reduced.update(table_of[v] for v in entries)
-        elif not is_arithmetic(eqn) or not all(map(is_entry, eqn.invars)):
+        elif name not in ARITHMETIC or eqn.effects or not operands - entries <= filled:
             return None
         elif entries <= of_gradient:
             of_gradient.update(eqn.outvars)
@@ -167,18 +176,3 @@ def elementwise_program(update: ProvedUpdate) -> ElementwiseProgram | None:
         if isinstance(kind, Replicated) and kind.constant is not None
     }
     return ElementwiseProgram(update.program, table_of, of_gradient, reduced, constants)
-
-
-def _is_whole(kind: Kind) -> bool:
-    """Whether a variable has rows in dimension 0, and nothing else there."""
-    return isinstance(kind, RowWise) and (kind.axis, kind.merged) == (0, (1, 1))
-
-
-def _is_entry(kinds: dict[Var, Kind], v: Any) -> bool:
-    """Whether an operand has one number for each entry, or one for all."""
-    if isinstance(v, Literal):
-        return True
-    kind = kinds[v]
-    if isinstance(kind, Replicated):
-        return len(kind.uniform) == len(aval_of(v).shape)
-    return isinstance(kind, RowWise)

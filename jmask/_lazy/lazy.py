@@ -166,11 +166,8 @@ def lazy(
 
 
 def _check_not_deferring(state: optax.OptState) -> None:
-    def is_deferring(x: Any) -> bool:
-        return isinstance(x, _DEFERRING)
-
-    for node in jax.tree.leaves(state, is_leaf=is_deferring):
-        if is_deferring(node):
+    for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, _DEFERRING)):
+        if isinstance(node, _DEFERRING):
             raise NotRowLocalError(
                 f"{type(node).__name__} holds gradients back for a later step, and a row "
                 "that this later step does not touch would lose them",

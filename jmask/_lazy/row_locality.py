@@ -39,7 +39,7 @@ from jmask._base.forms import (
 )
 from jmask._base.jaxprs import ARITHMETIC, inlined
 from jmask._lazy.lattice import Kind, NotRowLocal, Replicated, RowWise, joined, not_row_local
-from jmask._lazy.same_program import in_step, same, same_literal, same_operation
+from jmask._lazy.same_program import in_step, same, same_literal, same_operations
 from jmask._ops.safe_numbers import trial
 
 ELEMENTWISE = ARITHMETIC | frozenset(
@@ -91,18 +91,20 @@ def classify(
 
     def read(eqn: JaxprEqn | None, v: Any, w: Any) -> Kind:
         if isinstance(v, Literal):
-            if isinstance(w, Literal) and same_literal(v, w):
+            if v is w or (isinstance(w, Literal) and same_literal(v, w)):
                 return Replicated(constant=v.val if np.ndim(v.val) == 0 else None)
         elif twins[v] is w and w in kinds:
             return kinds[w]
         return not_row_local(eqn, _COUNTS) if eqn else NotRowLocal(f"what it returns {_COUNTS}")
 
-    for eqn, twin in zip(one.eqns, other.eqns, strict=True):
+    names = [name_of(eqn) for eqn in one.eqns]
+    are_same = same_operations(one, other)
+    for name, is_same, eqn, twin in zip(names, are_same, one.eqns, other.eqns, strict=True):
         given = [read(eqn, v, w) for v, w in zip(eqn.invars, twin.invars, strict=True)]
-        outputs = _equation(eqn, twin, given)
+        outputs = _equation(name, is_same, eqn, twin, given)
         for v, w, kind in zip(eqn.outvars, twin.outvars, outputs, strict=True):
             twins[v] = w
-            kinds[w] = kind if v is w else _agreeing(eqn, kind, v, w)
+            kinds[w] = kind if aval_of(v) == aval_of(w) else _agreeing(eqn, kind, v, w)
     pairs = zip(one.outvars, other.outvars, strict=True)
     return [read(None, v, w) for v, w in pairs], kinds
 
@@ -113,13 +115,14 @@ def _run(programs: Sequence[Opened], inputs: Sequence[Kind]) -> list[Kind]:
     return classify(dense, rows, inputs)[0]
 
 
-def _equation(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
+def _equation(
+    name: str, is_same: bool, eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]
+) -> list[Kind]:
     """The kinds of the outputs of an equation and of the same one on some rows."""
-    name = name_of(eqn)
     unknown = None if name == eqn.primitive.name else what_is_unknown(eqn)
     if unknown is not None:
         return [NotRowLocal(unknown)] * len(eqn.outvars)
-    if eqn is not twin and not same_operation(eqn, twin):
+    if not is_same:
         return [not_row_local(eqn, _COUNTS)] * len(eqn.outvars)
     if name in _CONTROL_FLOW:
         return _CONTROL_FLOW[name](eqn, twin, inputs)
@@ -148,9 +151,9 @@ def _is_sized(kind: RowLocal, v: Any, w: Any) -> bool:
 
 
 def _agreeing(eqn: JaxprEqn, kind: Kind, v: Var, w: Var) -> Kind:
-    """The kind of a value, NotRowLocal where its arrays differ in more than that allows."""
+    """The kind of a value of two shapes, NotRowLocal if they differ in more than it allows."""
     dense, rows = aval_of(v), aval_of(w)
-    if isinstance(kind, NotRowLocal) or dense == rows:
+    if isinstance(kind, NotRowLocal):
         return kind
     if (dense.dtype, dense.ndim) != (rows.dtype, rows.ndim):
         return not_row_local(eqn, _COUNTS)
@@ -177,9 +180,9 @@ def _elementwise(name: str, eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
     first, *others = rows
     if not all(map(first.is_aligned, others)):
         return not_row_local(eqn, "combines rows of two tables, or in two orders")
-    if not all(first.axis in uniform for uniform in shared):
+    if shared and first.axis not in frozenset.intersection(*shared):
         return not_row_local(eqn, _BY_POSITION)
-    return first.at(first.axis, constant)
+    return first if constant is first.off_support else first.at(first.axis, constant)
 
 
 def _constant(name: str, eqn: JaxprEqn, inputs: list[RowLocal]) -> Any:

@@ -33,9 +33,12 @@ _NOT_COMPARED = {
 }
 
 
-def same_operation(x: JaxprEqn, y: JaxprEqn) -> bool:
-    """Whether two equations of one primitive compute the same of the same operands."""
-    return _same_params(x, y, _NOT_COMPARED.get(x.primitive.name, ()))
+def same_operations(x: Jaxpr, y: Jaxpr) -> list[bool]:
+    """Of jaxprs in step, whether their equations compute the same of the same operands."""
+    return [
+        one is other or _same_params(one, other, _NOT_COMPARED.get(one.primitive.name, ()))
+        for one, other in zip(x.eqns, y.eqns, strict=True)
+    ]
 
 
 def in_step(x: Jaxpr, y: Jaxpr) -> bool:
@@ -75,11 +78,13 @@ def same_literal(x: Literal, y: Literal) -> bool:
 
 
 def _same_params(x: JaxprEqn, y: JaxprEqn, ignored: Sequence[str]) -> bool:
+    if not (x.params or y.params):
+        return True
     ignored = (*_PLACES, *ignored)
     ours, theirs = compared(x), compared(y)
     if ours.keys() != theirs.keys():
         return False
-    return all(k in ignored or same(v, theirs[k]) for k, v in ours.items())
+    return not [k for k, v in ours.items() if k not in ignored and not same(v, theirs[k])]
 
 
 def _given(jaxpr: Jaxpr) -> tuple[Any, ...]:

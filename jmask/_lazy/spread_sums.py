@@ -157,4 +157,4 @@ def _over_devices(name: str, x: jax.Array, axes: Axes) -> jax.Array:
 
 def _may_sum(eqn: JaxprEqn) -> bool:
     """Whether a jaxpr in an equation holds a reduction."""
-    return any(name_of(e) in (*NEUTRAL, "dot_general") for e in within(eqn))
+    return any(name_of(e) in (*NEUTRAL, "dot_general") for e in within([eqn]))

@@ -167,9 +167,9 @@ def fitted(table: StoredTable, gradient: Any) -> Any:
 
 def shape_of(x: Any) -> jax.ShapeDtypeStruct:
     """Shape and dtype of a leaf: an array or number, a `RowSparse` or a stored table."""
-    if is_stored_table(x):
+    if isinstance(x, StoredTable):
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
-    values = x.values if is_row_sparse(x) else x
+    values = x.values if isinstance(x, RowSparse) else x
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(values))
 
 

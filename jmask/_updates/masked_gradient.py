@@ -28,7 +28,7 @@ from jmask._updates.not_row_local import NotRowLocalError
 
 def is_gradient_leaf(x: Any) -> bool:
     """Whether `x` is a sparse or masked gradient: one leaf, not a subtree."""
-    return isinstance(x, MaskedTensor | BCOO | BCSR) or is_row_sparse(x)
+    return isinstance(x, RowSparse | MaskedTensor | BCOO | BCSR)
 
 
 def check_gradients(updates: Any, name: str = "updates") -> None:
