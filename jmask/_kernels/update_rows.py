@@ -68,7 +68,7 @@ class RowUpdate:
         ids (n,): canonical.
         values (n, *row): one row for each id; rows of equal ids are summed.
         scalars: passed on to the update. If ids are unique, there may be arrays among them
-            that belong to the entries.
+            that belong to the entries, which then stay where they are.
         order: of the ids.
     """
 
@@ -78,6 +78,9 @@ class RowUpdate:
     values: Rows
     scalars: Sequence[jax.Array]
     order: Order
+
+    def __post_init__(self) -> None:
+        assert self.order != "any" or not any(map(jnp.ndim, self.scalars))
 
 
 def updated(given: Sequence[RowUpdate | list[Any]]) -> list[list[Any]]:
