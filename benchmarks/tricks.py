@@ -22,7 +22,7 @@ from jmask._updates import row_update as _row_update
 TRICKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "fast gather": (_gather.Gather, "is_slow_copy", lambda *_: False),
     # Equal ids are then found by sorting.
-    "hashing": (_update_rows, "_hashed", _update_rows._in_one_round),
+    "hashing": (_update_rows, "_with_unique_ids", lambda pairs: pairs),
     "whole small tables": (_row_update, "is_saturated", lambda *_: False),
     "kernel for CSR": (_products, "suits_kernel", lambda *_: False),
 }

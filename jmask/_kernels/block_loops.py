@@ -11,10 +11,12 @@ their temporaries lie in the same memory (jaxlib 0.10.0 to 0.12.0).
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from jax import lax
+
+_Item = TypeVar("_Item")
 
 # How many loops are in one.
 _TOGETHER = min(max(os.cpu_count() or 1, 4), 32)
@@ -51,6 +53,11 @@ def block_size(bytes_of_rows: Sequence[int]) -> int:
     least, most = _SIZES
     in_work = sum(sorted(bytes_of_rows)[-_TOGETHER:])
     return min(max(_IN_WORK // max(in_work, 1), least), most)
+
+
+def together(items: Sequence[_Item]) -> list[Sequence[_Item]]:
+    """The items in groups of as many as run side by side."""
+    return [items[i : i + _TOGETHER] for i in range(0, len(items), _TOGETHER)]
 
 
 def run_side_by_side(loops: Sequence[BlockLoop]) -> list[Any]:

@@ -12,6 +12,8 @@ done. Equal ids are summed in the order in which they came, 16-bit values in flo
 hundred at a time: a single scatter of the values into themselves would need a copy of all.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,6 +22,7 @@ from jax import lax
 
 from jmask._base.array_types import varying_alike
 from jmask._base.precision import sum_dtype
+from jmask._kernels.block_loops import BlockLoop, run_side_by_side, together
 from jmask._kernels.rows import add_rows, gather_rows, lower_rows, set_rows
 
 # Buckets for each entry: of four, one entry in eight takes a second round.
@@ -42,17 +45,35 @@ def deduplicated_rows(
         ids (n,), V but for the first entry of each id, and values (n, *row), of no meaning
         where the id is V.
     """
-    count = ids.shape[0]
-    if not count:
+    if not ids.shape[0]:
         return ids, values
-    first = first_entries(ids, rows)
-    again = first != lax.iota(jnp.int32, count)
-    summed = _summed_into_first(values.astype(sum_dtype(values.dtype)), first, again)
-    return jnp.where(again, rows, ids), summed.astype(values.dtype)
+    ((ids, values),) = deduplicated_tables([(ids, values, rows)])
+    return ids, values
 
 
-def _summed_into_first(values: jax.Array, first: jax.Array, again: jax.Array) -> jax.Array:
-    """`values` (n, *row), those of entries that come again added to the first, in order."""
+def deduplicated_tables(
+    tables: Sequence[tuple[jax.Array, jax.Array, int]],
+) -> list[tuple[jax.Array, jax.Array]]:
+    """`deduplicated_rows` of several tables, side by side; each with an entry at least."""
+    found = [
+        first
+        for group in together(tables)
+        for first in first_entries([(ids, rows) for ids, _, rows in group])
+    ]
+    loops, unique = [], []
+    for (ids, values, rows), first in zip(tables, found, strict=True):
+        again = first != lax.iota(jnp.int32, ids.shape[0])
+        unique.append(jnp.where(again, rows, ids))
+        loops.append(_sums(values.astype(sum_dtype(values.dtype)), first, again))
+    summed = run_side_by_side(loops)
+    return [
+        (ids, x.astype(values.dtype))
+        for ids, x, (_, values, _) in zip(unique, summed, tables, strict=True)
+    ]
+
+
+def _sums(values: jax.Array, first: jax.Array, again: jax.Array) -> BlockLoop:
+    """The loop that adds rows `values` (n, *row) that come again to the first, in order."""
     count = values.shape[0]
     size = min(_BLOCK, count)
     ended = jnp.cumsum(again, dtype=jnp.int32)
@@ -61,32 +82,53 @@ def _summed_into_first(values: jax.Array, first: jax.Array, again: jax.Array) ->
     later = jnp.full((count + size,), count, jnp.int32)
     later = set_rows(later, place, lax.iota(jnp.int32, count), coalesced=False)
 
-    def block(number: jax.Array, values: jax.Array) -> jax.Array:
+    def block(number: jax.Array, carried: tuple[jax.Array, None]) -> tuple[jax.Array, None]:
         entries = lax.dynamic_slice_in_dim(later, number * size, size)
         into = jnp.where(entries < count, gather_rows(first, entries), count)
-        return add_rows(values, into, gather_rows(values, entries), coalesced=False)
+        rows = gather_rows(carried[0], entries)
+        return add_rows(carried[0], into, rows, coalesced=False), None
 
     blocks = lax.div(ended[-1] + (size - 1), jnp.int32(size))
-    return lax.fori_loop(0, blocks, block, values)
+    return BlockLoop((values, None), block, blocks, count // size)
 
 
-def first_entries(ids: jax.Array, rows: int) -> jax.Array:
-    """For each entry the first one with the same id (n,), int32; padding is its own."""
+def first_entries(tables: Sequence[tuple[jax.Array, int]]) -> list[jax.Array]:
+    """For each entry the first one with the same id (n,), int32; padding is its own.
+
+    Args:
+        tables: of each the ids (n,) and the number of its rows. They are hashed side by side,
+            in as many rounds as one of them needs.
+    """
+
+    def another_round(carried: Any) -> Any:
+        number, found = carried
+        return number + 1, [
+            _another_round(ids, number, *x) for (ids, _), x in zip(tables, found, strict=True)
+        ]
+
+    def is_open(carried: Any) -> jax.Array:
+        return functools.reduce(jnp.logical_or, [jnp.any(x) for _, x in carried[1]])
+
+    found = []
+    for ids, rows in tables:
+        entry, _ = varying_alike(lax.iota(jnp.int32, ids.shape[0]), ids)
+        found.append((entry, ids < rows))
+    found = lax.while_loop(is_open, another_round, (jnp.uint32(0), found))[1]
+    return [first for first, _ in found]
+
+
+def _another_round(
+    ids: jax.Array, number: jax.Array, first: jax.Array, is_open: jax.Array
+) -> Any:
     count = ids.shape[0]
     entry, _ = varying_alike(lax.iota(jnp.int32, count), ids)
     buckets = 2 ** (_BUCKETS * count - 1).bit_length()
-
-    def another_round(carried: Any) -> Any:
-        number, first, is_open = carried
-        bucket = _hash(ids, number) & (buckets - 1)
-        lowest = jnp.full((buckets,), count, jnp.int32)
-        lowest = lower_rows(lowest, jnp.where(is_open, bucket, buckets), entry)
-        found = gather_rows(lowest, bucket)
-        is_same = is_open & (gather_rows(ids, found) == ids)
-        return number + 1, jnp.where(is_same, found, first), is_open & ~is_same
-
-    start = jnp.uint32(0), entry, ids < rows
-    return lax.while_loop(lambda carried: jnp.any(carried[2]), another_round, start)[1]
+    bucket = _hash(ids, number) & (buckets - 1)
+    lowest = jnp.full((buckets,), count, jnp.int32)
+    lowest = lower_rows(lowest, jnp.where(is_open, bucket, buckets), entry)
+    found = gather_rows(lowest, bucket)
+    is_same = is_open & (gather_rows(ids, found) == ids)
+    return jnp.where(is_same, found, first), is_open & ~is_same
 
 
 def _hash(ids: jax.Array, number: jax.Array) -> jax.Array:

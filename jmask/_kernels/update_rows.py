@@ -24,11 +24,11 @@ from jax import lax
 from jmask._base.array_types import explicit_sharding, varying_alike, with_whole_rows
 from jmask._base.lowering import lower, lower_on_cpu, primitive
 from jmask._base.row_ids import Order
-from jmask._kernels.block_loops import BlockLoop, block_size, run_side_by_side
+from jmask._kernels.block_loops import BlockLoop, block_size, run_side_by_side, together
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.factored_rows import FactoredRows, Rows, as_array
 from jmask._kernels.gather import zero_of
-from jmask._kernels.hash_dedup import deduplicated_rows
+from jmask._kernels.hash_dedup import deduplicated_tables
 from jmask._kernels.odd_windows import in_windows
 from jmask._kernels.row_blocks import rows_in_blocks, sums_in_blocks
 from jmask._kernels.rows import add_rows
@@ -168,6 +168,7 @@ ADDITION = Update(_added, additive=True)
 
 Operands = Sequence[jax.Array]
 Parts = tuple[_Part, ...]
+Pair = tuple[Operands, _Part]
 
 
 def _each(
@@ -222,26 +223,38 @@ def _fused(operands: Operands, part: _Part) -> list[jax.Array]:
 
 
 def _on_cpus(*given: jax.Array, parts: Parts) -> list[jax.Array]:
-    return _each(_in_one_round, given, parts)
+    operands = _of_parts(given, [part.count for part in parts])
+    results = _side_by_side(list(zip(operands, parts, strict=True)))
+    return [table for tables in results for table in tables]
 
 
-def _in_one_round(operands: Operands, part: _Part) -> list[jax.Array]:
-    """As `_fused`, the tables being arrays of their own.
+def _side_by_side(pairs: Sequence[Pair]) -> list[list[jax.Array]]:
+    """As `_fused`, for several updates at once; of each the tables are arrays of their own."""
+    several = [pair for pair in pairs if pair[1].tables > 1]
+    results = iter([tables for group in together(several) for tables in _in_one_round(group)])
+    return [next(results) if pair[1].tables > 1 else _fused(*pair) for pair in pairs]
+
+
+def _in_one_round(pairs: Sequence[Pair]) -> list[list[jax.Array]]:
+    """As `_fused`, in a loop of one round.
 
     XLA gives the wrong buffers to a scatter that is passed an array twice, as two slots of
     zeros are where a state is made in the program of its first step; the smallest program that
     shows it, and that of loops in combiners, is in docs/performance.md. What a loop carries are
-    different arrays, and XLA cannot know that this one has a single round.
+    different arrays, and XLA cannot know that this one has a single round: it does not count.
     """
-    if part.tables == 1:
-        return _fused(operands, part)
 
-    def round_of(carried: tuple[jax.Array, list[jax.Array]]) -> Any:
-        is_open, arrays = carried
-        return jnp.zeros_like(is_open), _fused([*arrays, *operands[part.tables :]], part)
+    def round_of(carried: tuple[jax.Array, list[list[jax.Array]]]) -> Any:
+        is_open, tables = carried
+        new = [
+            _fused([*arrays, *operands[part.tables :]], part)
+            for arrays, (operands, part) in zip(tables, pairs, strict=True)
+        ]
+        return jnp.zeros_like(is_open), new
 
-    *_, ids, _ = _named(operands, part)
-    carried = (zero_of(ids[0]) == 0, list(operands[: part.tables]))
+    *_, ids, _ = _named(*pairs[0])
+    tables = [list(operands[: part.tables]) for operands, part in pairs]
+    carried = (zero_of(ids[0]) == 0, tables)
     return lax.while_loop(lambda carried: carried[0], round_of, carried)[1]
 
 
@@ -252,7 +265,9 @@ def _on_one_cpu(*given: jax.Array, parts: Parts) -> list[jax.Array]:
     in_blocks = [pair for pair in pairs if _is_in_blocks(*pair)]
     size = block_size([_bytes_of_row(*pair) for pair in in_blocks])
     of_blocks = iter(run_side_by_side([_loop(*pair, size) for pair in in_blocks]))
-    results = [next(of_blocks) if _is_in_blocks(*x) else _hashed(*x) for x in pairs]
+    others = _with_unique_ids([pair for pair in pairs if not _is_in_blocks(*pair)])
+    at_once = iter(_side_by_side(others))
+    results = [next(of_blocks if _is_in_blocks(*pair) else at_once) for pair in pairs]
     return [table for tables in results for table in tables]
 
 
@@ -290,13 +305,20 @@ def _loop(operands: Operands, part: _Part, size: int) -> BlockLoop:
     return kind(block, arrays, ids, values, size)
 
 
-def _hashed(operands: Operands, part: _Part) -> list[jax.Array]:
-    arrays, scalars, ids, values = _named(operands, part)
-    if part.order == "any" and not part.update.additive:
-        ids, values = deduplicated_rows(ids, values, arrays[0].shape[0])
-        part = dataclasses.replace(part, order="unique", form=jax.tree.structure(values))
-        operands = [*arrays, *scalars, ids, values]
-    return _in_one_round(operands, part)
+def _with_unique_ids(pairs: Sequence[Pair]) -> list[Pair]:
+    """The same with unique ids, where the update asks for them."""
+    is_hashed = [part.order == "any" and not part.update.additive for _, part in pairs]
+    named = [_named(*pair) for pair, hashed in zip(pairs, is_hashed, strict=True) if hashed]
+    tables = [(ids, values, arrays[0].shape[0]) for arrays, _, ids, values in named]
+    unique = iter(zip(named, deduplicated_tables(tables), strict=True))
+    results = []
+    for (operands, part), hashed in zip(pairs, is_hashed, strict=True):
+        if hashed:
+            (arrays, scalars, _, _), (ids, values) = next(unique)
+            operands = [*arrays, *scalars, ids, values]
+            part = dataclasses.replace(part, order="unique", form=jax.tree.structure(values))
+        results.append((operands, part))
+    return results
 
 
 lower(_update_rows_p, _on_tpu, platform="tpu")

@@ -9,11 +9,22 @@ from hypothesis import strategies as st
 
 from jmask._kernels import hash_dedup as hash_dedup
 from jmask._kernels.coalesce import coalesce_rows
-from jmask._kernels.hash_dedup import deduplicated_rows, first_entries
+from jmask._kernels.hash_dedup import (
+    deduplicated_rows,
+    deduplicated_tables,
+    first_entries,
+)
 
 V = 40
 deduplicated = jax.jit(deduplicated_rows, static_argnums=2)
-find_first = jax.jit(first_entries, static_argnums=1)
+
+
+def find_eagerly(ids, rows):
+    (first,) = first_entries([(ids, rows)])
+    return first
+
+
+find_first = jax.jit(find_eagerly, static_argnums=1)
 
 
 def model(ids):
@@ -21,9 +32,26 @@ def model(ids):
     return [i if x >= V else list(ids).index(x) for i, x in enumerate(ids)]
 
 
+def test_several_tables():
+    """More than run side by side, of other sizes, dtypes and widths."""
+    rng = np.random.default_rng(0)
+    tables = []
+    for i in range(11):
+        count, width = int(rng.integers(1, 700)), int(rng.integers(1, 4))
+        ids = jnp.asarray(rng.integers(0, V + 1, count), [jnp.int32, jnp.uint32][i % 2])
+        values = jnp.asarray(
+            rng.normal(size=(count, width)), [jnp.float32, jnp.bfloat16][i % 2]
+        )
+        tables.append((ids, values, V))
+    for (ids, values), table in zip(deduplicated_tables(tables), tables, strict=True):
+        expected_ids, expected = deduplicated_rows(*table)
+        np.testing.assert_array_equal(ids, expected_ids)
+        np.testing.assert_array_equal(values[ids < V], expected[expected_ids < V])
+
+
 @given(st.lists(st.integers(0, V), min_size=1, max_size=12), st.booleans())
 def test_first_entries(ids, jit):
-    find = find_first if jit else first_entries
+    find = find_first if jit else find_eagerly
     ids = np.array(ids, np.int32)
     np.testing.assert_array_equal(find(jnp.asarray(ids), V), model(ids))
 
@@ -33,7 +61,7 @@ def test_whatever_the_hash_does(monkeypatch, worst):
     # All ids in a few buckets: each round is done with one id of a bucket.
     monkeypatch.setattr(hash_dedup, "_hash", lambda ids, number: ids & worst)
     ids = np.random.default_rng(0).integers(0, V + 1, 50).astype(np.int32)
-    np.testing.assert_array_equal(first_entries(jnp.asarray(ids), V), model(ids))
+    np.testing.assert_array_equal(find_eagerly(jnp.asarray(ids), V), model(ids))
 
 
 def test_a_second_round_is_rare():
@@ -69,7 +97,7 @@ def test_ids_of_64_bits():
     with jax.enable_x64(True):
         high, rows = 2**40, 2**50
         ids = jnp.asarray([high, 5, high + 2**32, high, 5], jnp.int64)
-        assert first_entries(ids, rows).tolist() == [0, 1, 2, 0, 1]
+        assert find_eagerly(ids, rows).tolist() == [0, 1, 2, 0, 1]
         found_ids, found = deduplicated_rows(ids, jnp.arange(5.0), rows)
         assert found_ids.tolist() == [high, 5, high + 2**32, rows, rows]
         assert found[:3].tolist() == [3, 5, 2]
@@ -98,5 +126,5 @@ def test_no_copy_of_the_values():
 
 def test_under_vmap():
     ids = jnp.asarray(np.random.default_rng(0).integers(0, V, (3, 50)), jnp.int32)
-    first = jax.vmap(lambda ids: first_entries(ids, V))(ids)
+    first = jax.vmap(lambda ids: find_eagerly(ids, V))(ids)
     np.testing.assert_array_equal(first, [model(x) for x in np.asarray(ids)])
