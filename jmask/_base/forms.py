@@ -379,7 +379,7 @@ def parameter(eqn: JaxprEqn, name: str) -> Any:
 
 def compared(eqn: JaxprEqn) -> dict[str, Any]:
     """The parameters that decide what an equation computes, by name."""
-    if eqn.primitive.name == "scan":
+    if eqn.primitive.name == "scan" and name_of(eqn) == "scan":
         scan = scan_of(eqn)
         sizes = {"consts": scan.consts, "carry": scan.carry}
         return {"jaxpr": eqn.params["jaxpr"], **sizes, **scan.how}

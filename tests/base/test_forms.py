@@ -12,13 +12,14 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jmask
 from jmask._autodiff.value_and_grad import _INTERPRETER
 from jmask._base import forms as _forms
 from jmask._lazy import row_locality as _row_locality
+from jmask._lazy.lattice import RowWise
 from tests.lookup_programs import IDS, PROGRAMS, TABLE, VALID, D, square
 from tests.oracle import assert_close, densified
 from tests.renamed_parameters import renamed
@@ -152,6 +153,21 @@ def test_parameters_of_another_kind_are_not_known():
         if e.primitive.name == "scatter-add"
     )  # fmt: skip
     assert _forms.name_of(eqn.replace(params=eqn.params | {"mode": "new"})) != "scatter-add"
+
+
+def test_forms_that_are_not_known_are_refused_by_the_proof():
+    """With their names, in a program for a table and in one for some rows of it."""
+
+    def of_a_new_jax(table):
+        program = jax.make_jaxpr(EXAMPLES["scan"])(table)
+        eqns = [
+            eqn.replace(params={"body": 0}) if eqn.primitive.name == "scan" else eqn
+            for eqn in program.jaxpr.eqns
+        ]
+        return ClosedJaxpr(program.jaxpr.replace(eqns=eqns), program.consts)
+
+    kinds, _ = _row_locality.classify(of_a_new_jax(X), of_a_new_jax(X), [RowWise(0, 0)])
+    assert "does not know `scan`" in kinds[0].why
 
 
 # --- a JAX with other names ----------------------------------------------------------------
