@@ -119,7 +119,8 @@ def first_entries(tables: Sequence[tuple[jax.Array, int]]) -> list[jax.Array]:
 
 def _another_round(
     ids: jax.Array, number: jax.Array, first: jax.Array, is_open: jax.Array
-) -> Any:
+) -> tuple[jax.Array, jax.Array]:
+    """The first entries that are known after a round, and which entries remain open."""
     count = ids.shape[0]
     entry, _ = varying_alike(lax.iota(jnp.int32, count), ids)
     buckets = 2 ** (_BUCKETS * count - 1).bit_length()

@@ -174,8 +174,12 @@ Pair = tuple[Operands, _Part]
 def _each(
     run: Callable[[Operands, _Part], list[jax.Array]], given: Operands, parts: Parts
 ) -> list[jax.Array]:
+    return [x for pair in _pairs(given, parts) for x in run(*pair)]
+
+
+def _pairs(given: Operands, parts: Parts) -> list[Pair]:
     operands = _of_parts(given, [part.count for part in parts])
-    return [x for pair in zip(operands, parts, strict=True) for x in run(*pair)]
+    return list(zip(operands, parts, strict=True))
 
 
 def _shapes(*given: Any, parts: Parts) -> list[Any]:
@@ -223,9 +227,7 @@ def _fused(operands: Operands, part: _Part) -> list[jax.Array]:
 
 
 def _on_cpus(*given: jax.Array, parts: Parts) -> list[jax.Array]:
-    operands = _of_parts(given, [part.count for part in parts])
-    results = _side_by_side(list(zip(operands, parts, strict=True)))
-    return [table for tables in results for table in tables]
+    return [table for tables in _side_by_side(_pairs(given, parts)) for table in tables]
 
 
 def _side_by_side(pairs: Sequence[Pair]) -> list[list[jax.Array]]:
@@ -260,14 +262,14 @@ def _in_one_round(pairs: Sequence[Pair]) -> list[list[jax.Array]]:
 
 def _on_one_cpu(*given: jax.Array, parts: Parts) -> list[jax.Array]:
     parts = tuple(dataclasses.replace(x, update=_of_windows(x.update)) for x in parts)
-    operands = _of_parts(given, [part.count for part in parts])
-    pairs = list(zip(operands, parts, strict=True))
-    in_blocks = [pair for pair in pairs if _is_in_blocks(*pair)]
+    pairs = _pairs(given, parts)
+    are_in_blocks = [_is_in_blocks(*pair) for pair in pairs]
+    in_blocks = [pair for pair, is_in in zip(pairs, are_in_blocks, strict=True) if is_in]
+    others = [pair for pair, is_in in zip(pairs, are_in_blocks, strict=True) if not is_in]
     size = block_size([_bytes_of_row(*pair) for pair in in_blocks])
     of_blocks = iter(run_side_by_side([_loop(*pair, size) for pair in in_blocks]))
-    others = _with_unique_ids([pair for pair in pairs if not _is_in_blocks(*pair)])
-    at_once = iter(_side_by_side(others))
-    results = [next(of_blocks if _is_in_blocks(*pair) else at_once) for pair in pairs]
+    at_once = iter(_side_by_side(_with_unique_ids(others)))
+    results = [next(of_blocks if is_in else at_once) for is_in in are_in_blocks]
     return [table for tables in results for table in tables]
 
 
