@@ -270,14 +270,14 @@ def check(shape: tuple[int, ...], *rules: Any) -> None:
         )
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(rules())
 def test_random_rule(rule):
     check(*rule)
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=500)
+@settings(max_examples=300)
 @given(rules())
 def test_random_rules_at_length(rule):
     check(*rule)

@@ -86,6 +86,12 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(row_update, "_FEW_ROWS", 0)  # no table is updated whole
 
 
+@pytest.fixture(scope="module", name="gradient")
+def _gradient():
+    """Compiled once, in whichever test asks first: with small blocks, as all that ask."""
+    return jax.jit(jmask.grad(loss))
+
+
 def test_gradients_of_several_tables(small_blocks):
     tables, ids = tables_and_ids()
     value, found = jax.jit(jmask.value_and_grad(loss))(tables, ids)
@@ -117,11 +123,10 @@ def test_sums_of_tables_are_in_one_equation(small_blocks):
     ],
     ids=["sgd", "adagrad", "row-wise", "lifted adam", "clipped"],
 )
-def test_steps_are_those_of_each_table_alone(small_blocks, tx):
+def test_steps_are_those_of_each_table_alone(small_blocks, gradient, tx):
     tables, ids = tables_and_ids()
     step = jax.jit(functools.partial(jmask.apply_gradients, tx))
     unfactored = jax.jit(lambda g, s, p: jmask.apply_gradients(tx, summed(g), s, p))
-    gradient = jax.jit(jmask.grad(loss))
     places = [(tables, tx.init(tables))] * 2
     for seed in range(3):
         _, ids = tables_and_ids(seed)

@@ -200,14 +200,14 @@ def compare(new: Any, dense: Any, old: Any, gradient: Any) -> None:
         np.testing.assert_array_equal(np.asarray(x)[others], np.asarray(before)[others], name)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(chains())
 def test_random_chain(parts):
     check(parts)
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(chains())
 def test_random_chains_at_length(parts):
     check(parts)
