@@ -74,6 +74,7 @@ def test_gradients_are_those_of_filter_value_and_grad():
     assert (grads.activation, grads.counts, grads.name, grads.dropout.p) == (None,) * 4
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training(name):
     """All ways to step agree with each other, and with parameters parted by hand."""

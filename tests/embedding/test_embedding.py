@@ -102,6 +102,7 @@ def test_eager(mode: str, padding: int | None) -> None:
 DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["NumPy", "JAX"])
 def test_ids_of_every_dtype(dtype: str, kind: str) -> None:

@@ -35,6 +35,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MODELS)
 def test_any_batch(name):
     model = MODELS[name]

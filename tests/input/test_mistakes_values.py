@@ -30,6 +30,7 @@ def complaint(door: Door, named: tuple[str, ...], what: str) -> str | None:
     return None if what in door.takes else f"takes {what}, and the table does not say why"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", DOORS)
 @pytest.mark.dtype_promotion
 def test_door(name):

@@ -111,6 +111,7 @@ def test_sums_of_tables_are_in_one_equation(small_blocks):
     assert program.count("jmask_bag_sum[") == 2
 
 
+@pytest.mark.sampled
 @pytest.mark.dtype_promotion  # of optax
 @pytest.mark.parametrize(
     "tx",

@@ -271,6 +271,7 @@ def test_poison_under_padding():
         assert all(jnp.isfinite(x).all() for x in jax.tree.leaves((param, state)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("apply", [jmask.apply_gradients, with_optax], ids=["one", "two"])
 @pytest.mark.parametrize("name", MODELS)
 class TestWhatIsNotFinite:

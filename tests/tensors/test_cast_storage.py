@@ -209,6 +209,7 @@ class TestOut:
         with pytest.raises(TypeError, match="no truth value"):
             bool(self.x)
 
+    @pytest.mark.sampled
     @pytest.mark.parametrize("storage", STORAGES)
     @pytest.mark.parametrize("masked", [False, True])
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
