@@ -14,6 +14,8 @@ BIN := .venv/bin
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 # It is kept, then: processes that are started by the hundred would each make it again.
 unexport PYTHONDONTWRITEBYTECODE
+# Each of two processes begins with half of the files: what a file compiles is compiled in one.
+TESTS := -m pytest -n 2 --dist worksteal -q
 
 .PHONY: demo sparse-linear test test-rest test-examples test-devices test-devices-exhaustive test-exhaustive test-oldest test-between test-all test-tpu \
 	test-gpu test-lowered test-torch test-wheel bench scaling lint format docs wheel clean
@@ -67,36 +69,36 @@ sharded: .venv/examples.stamp
 	$(BIN)/python examples/sharded_embedding.py --processes 2 $(SHARDED)
 
 test: .venv/test.stamp .venv/examples.stamp
-	$(BIN)/python -m pytest -n 2 -q
+	$(BIN)/python $(TESTS)
 
 # The programs of examples/, the code in the docs, flax and equinox, gradcheck, killed training.
 test-examples: .venv/test.stamp .venv/examples.stamp
-	$(BIN)/python -m pytest -n 2 -q -m "examples and not exhaustive" tests
+	$(BIN)/python $(TESTS) -m "examples and not exhaustive" tests
 
 # Packed and sharded tables, on eight CPU devices, and in several processes.
 test-devices: .venv/test.stamp .venv/examples.stamp
-	$(BIN)/python -m pytest -n 2 -q -m "devices and not exhaustive" tests
+	$(BIN)/python $(TESTS) -m "devices and not exhaustive" tests
 
 # All their combinations take a quarter of an hour: not in .ci/run.
 test-devices-exhaustive: .venv/test.stamp .venv/examples.stamp
-	$(BIN)/python -m pytest -n 2 -q -m "devices and exhaustive" tests
+	$(BIN)/python $(TESTS) -m "devices and exhaustive" tests
 
 # All combinations of what `make test` samples.
 test-exhaustive: .venv/test.stamp .venv/examples.stamp
-	$(BIN)/python -m pytest -n 2 -q -m "exhaustive and not (devices or tpu)"
+	$(BIN)/python $(TESTS) -m "exhaustive and not (devices or tpu)"
 
 # What `make test` leaves out of these three, in one run: as .ci/run has it.
 test-rest: .venv/test.stamp .venv/examples.stamp
-	$(BIN)/python -m pytest -n 2 -q -m "(devices or examples or exhaustive) and not sample \
+	$(BIN)/python $(TESTS) -m "(devices or examples or exhaustive) and not sample \
 		and not (devices and exhaustive) and not (tpu or gpu or torch or peers)"
 
 # The same tests as `make test` on the oldest versions that pyproject.toml allows, and on those
 # between them and the newest.
 test-oldest: .venv-oldest/ready.stamp
-	.venv-oldest/bin/python -m pytest -n 2 -q
+	.venv-oldest/bin/python $(TESTS)
 
 test-between: .venv-between/ready.stamp
-	.venv-between/bin/python -m pytest -n 2 -q
+	.venv-between/bin/python $(TESTS)
 
 test-all: lint docs test test-rest test-devices-exhaustive test-oldest test-between test-torch test-tpu test-tpu-exhaustive test-gpu test-lowered test-wheel
 
@@ -127,14 +129,14 @@ test-peers: .venv-peers/ready.stamp
 AHEAD_OF_TIME := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
 	TF_CPP_MIN_LOG_LEVEL=2
 test-tpu: .venv-accelerators/ready.stamp
-	$(AHEAD_OF_TIME) .venv-accelerators/bin/python -m pytest -n 2 -q \
+	$(AHEAD_OF_TIME) .venv-accelerators/bin/python $(TESTS) \
 		-m "tpu and not exhaustive" tests
 
 .PHONY: test-tpu-exhaustive
 
 # Every step for every generation: not in .ci/run.
 test-tpu-exhaustive: .venv-accelerators/ready.stamp
-	$(AHEAD_OF_TIME) .venv-accelerators/bin/python -m pytest -n 2 -q \
+	$(AHEAD_OF_TIME) .venv-accelerators/bin/python $(TESTS) \
 		-m "tpu and exhaustive" tests
 
 # Compiled ahead of time for GPUs, without one.
@@ -146,7 +148,7 @@ test-gpu: .venv-accelerators/ready.stamp
 LOWERED := tests/optim/test_named_optimizers.py tests/lazy/test_lazy_one_pass.py \
 	tests/optim/test_conditional_steps.py tests/optim/test_inside_programs.py
 test-lowered: .venv/test.stamp .venv/examples.stamp
-	JMASK_LOWERED_FOR=$(or $(PLATFORM),cuda) $(BIN)/python -m pytest -n 2 -q $(LOWERED)
+	JMASK_LOWERED_FOR=$(or $(PLATFORM),cuda) $(BIN)/python $(TESTS) $(LOWERED)
 
 # Sharded steps compiled for pods that are only described: the table of docs/scaling.md.
 scaling: .venv-accelerators/ready.stamp

@@ -101,7 +101,7 @@ def compiled(case: Case, batched: bool) -> Callable[..., Any]:
 
 
 @given(case=st.sampled_from(CASES), batched=st.booleans(), seed=st.integers(0, 10**6))
-@settings(max_examples=16)
+@settings(max_examples=10)
 def test_jit_and_vmap(case: Case, batched: bool, seed: int) -> None:
     rng = np.random.default_rng(seed)
     draws = [drawn(case.form, rng, outside=True) for _ in range(2 if batched else 1)]

@@ -200,7 +200,7 @@ def compare(new: Any, dense: Any, old: Any, gradient: Any) -> None:
         np.testing.assert_array_equal(np.asarray(x)[others], np.asarray(before)[others], name)
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(chains())
 def test_random_chain(parts):
     check(parts)

@@ -90,7 +90,7 @@ def test_dtypes_are_those_of_jax(dtype):
         lambda f: f(MaskedTensor(sparse, mask.ravel()), axis=1),
     )
     for name in names:
-        expected = getattr(jnp, name)(x, axis=1).dtype
+        expected = jax.eval_shape(functools.partial(getattr(jnp, name), axis=1), x).dtype
         for form in forms[: 2 if name in ("median", "cumsum", "cumprod") else 3]:
             run = functools.partial(form, getattr(jnm, name))
             assert jax.eval_shape(run).dtype == expected, name

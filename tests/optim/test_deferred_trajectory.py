@@ -144,8 +144,7 @@ def with_rate(state: Any, rate: Any) -> Any:
 SHORT, LONG = 1_000, STEPS
 # One of each kind of program: products of matrices, sums of quotients, signs, nothing.
 BY_DEFAULT = (
-    "momentum, l2", "nesterov, decoupled by schedule", "adam, decoupled by schedule",
-    "adam, injected", "rowwise adam", "optax.nadam",
+    "nesterov, decoupled by schedule", "adam, decoupled by schedule", "adam, injected",
     "optax.rmsprop, momentum", "optax.lion by schedule", "optax.adagrad",
 )  # fmt: skip
 
