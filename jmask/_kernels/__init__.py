@@ -3,6 +3,7 @@
 rows                    gathers and scatters of whole rows
 gather                  a lookup as XLA's CPU compiler vectorizes it
 bag_sum                 sums of rows that are never written out
+bag_columns             those of bags that are equally long, on all cores
 coalesce                equal ids sorted and summed
 factored_rows           rows that are rows of another array, each times a number
 hash_dedup              equal ids summed into the first of them, by hashing

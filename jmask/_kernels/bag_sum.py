@@ -4,9 +4,10 @@
            [3, 4],     bags      [0, 0, 1]            [5, 6]]       row 2
            [5, 6]]
 
-On a CPU a block of rows is read, and added to their bags, at a time: they stay in the cache
-of a core, where all n rows of a large batch would go through memory twice. The bags of several
-tables are summed side by side. Derivatives are those of a gather and a sum.
+On a CPU bags that are equally long are summed column by column (`bag_columns`). Of others a
+block of rows is read, and added to their bags, at a time: they stay in the cache of a core,
+where all n rows of a large batch would go through memory twice. The bags of several tables are
+summed side by side. Derivatives are those of a gather and a sum.
 """
 
 import dataclasses
@@ -23,9 +24,10 @@ from jax.interpreters import ad
 
 from jmask._base.lowering import lower_on_cpu, primitive
 from jmask._base.precision import wide
-from jmask._base.shapes import is_known, trailing
+from jmask._base.shapes import is_known
+from jmask._kernels.bag_columns import most_columns, read_rows, sum_columns
 from jmask._kernels.block_loops import BlockLoop, block_size, run_side_by_side
-from jmask._kernels.gather import Gather
+from jmask._kernels.gather import Gather, in_branch
 from jmask._kernels.odd_windows import add_in_windows
 from jmask._kernels.rows import add_rows
 
@@ -75,7 +77,8 @@ def _by_parts(
     linear: bool = False,
 ) -> jax.Array:
     """The definition: all rows, and their sums; if `linear`, what JAX can transpose."""
-    rows = _read(table, positions, weights, fill, linear)
+    read = Gather.plain if linear else Gather.__call__
+    rows = read_rows(table, positions, weights, fill, read)
     start = _start(rows, bags, valid)
     if bag_of_entry is not None:
         return add_rows(start, bag_of_entry, rows, coalesced=False)
@@ -88,20 +91,6 @@ def _start(rows: Any, bags: int, valid: jax.Array | None) -> jax.Array:
     """Sums (bags, *row) of nothing."""
     start = 0 if valid is None else jnp.where(valid, 0, jnp.asarray(math.nan, rows.dtype))
     return jnp.full((bags, *rows.shape[1:]), start, rows.dtype)
-
-
-def _read(
-    table: jax.Array,
-    positions: jax.Array,
-    weights: jax.Array | None,
-    fill: float,
-    linear: bool = False,
-) -> jax.Array:
-    fills = lax.GatherScatterMode.FILL_OR_DROP
-    gather = Gather.of_rows(table.shape, fills, fill_value=fill)
-    read = gather.plain if linear else gather
-    rows = read(table, positions[:, None]).astype(wide(table.dtype))
-    return rows if weights is None else rows * trailing(weights, rows.ndim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,10 +163,39 @@ def _tangent(part: _Part, given: Any, along: Any) -> Any:
 ad.primitive_jvps[_bag_sum_p] = _derivative
 
 
-def _in_blocks(*operands: jax.Array, parts: tuple[_Part, ...]) -> list[jax.Array]:
+def _on_a_cpu(*operands: jax.Array, parts: tuple[_Part, ...]) -> list[jax.Array]:
     each = list(_parts_of(operands, parts))
-    size = block_size([_bytes_of_row(table) for _, (table, *_) in each])
-    return run_side_by_side([_loop(part, size, *x) for part, x in each])
+    columns = [i for i, x in enumerate(each) if is_short(*x, most_columns(len(each)))]
+    rest = [i for i in range(len(each)) if i not in columns]
+    found: dict[int, jax.Array] = {}
+    if columns:
+        chosen = tuple(parts[i] for i in columns)
+        operands_of = [each[i][1] for i in columns]
+        # Several users of a sum would each read the rows again.
+        sums = in_branch(operands_of[0][1], functools.partial(_by_column, chosen), operands_of)
+        found.update(zip(columns, sums, strict=True))
+    if rest:
+        size = block_size([_bytes_of_row(each[i][1][0]) for i in rest])
+        sums = run_side_by_side([_loop(each[i][0], size, *each[i][1]) for i in rest])
+        found.update(zip(rest, sums, strict=True))
+    return [found[i] for i in range(len(each))]
+
+
+def is_short(part: _Part, given: Any, most: int) -> bool:
+    """Whether its bags are equally long, and have so many entries at most."""
+    _, positions, bag_of_entry, *_ = given
+    return bag_of_entry is None and positions.shape[0] <= most * part.bags
+
+
+def _by_column(parts: tuple[_Part, ...], operands: Any) -> list[jax.Array]:
+    def sums(part: _Part, given: Any) -> jax.Array:
+        table, positions, _, weights, valid = given
+        positions = positions.reshape(part.bags, -1)
+        weights = None if weights is None else weights.reshape(part.bags, -1)
+        start = _start(_row_of(table), part.bags, valid)
+        return sum_columns(table, positions, weights, start, part.fill)
+
+    return [sums(part, x) for part, x in zip(parts, operands, strict=True)]
 
 
 def _loop(
@@ -204,11 +222,14 @@ def _loop(
             lax.dynamic_slice_in_dim, start_index=first, slice_size=size
         )
         block_weights = None if weights is None else of_block(weights)
-        rows = _read(table, of_block(positions), block_weights, part.fill)
+        rows = read_rows(table, of_block(positions), block_weights, part.fill)
         return add_in_windows(carried[0], of_block(bag_of_entry), rows), None
 
-    row = jax.ShapeDtypeStruct(table.shape, wide(table.dtype))
-    return BlockLoop((_start(row, bags, valid), None), block, blocks, blocks)
+    return BlockLoop((_start(_row_of(table), bags, valid), None), block, blocks, blocks)
+
+
+def _row_of(table: jax.Array) -> Any:
+    return jax.ShapeDtypeStruct(table.shape, wide(table.dtype))
 
 
 def _bytes_of_row(table: jax.Array) -> int:
@@ -216,4 +237,4 @@ def _bytes_of_row(table: jax.Array) -> int:
 
 
 # Where arrays are spread over devices, each block would go between them.
-lower_on_cpu(_bag_sum_p, on_one=_in_blocks, on_several=_defined)
+lower_on_cpu(_bag_sum_p, on_one=_on_a_cpu, on_several=_defined)

@@ -120,13 +120,12 @@ class Gather:
         """The gather in a branch of its own."""
         if not indices.size:
             return self.plain(operand, indices)
-        always = zero_of(indices.reshape(-1)[0]) == 0
-        return lax.cond(always, self.on_bits, self._zeros, operand, indices)
+        return in_branch(indices, self.on_bits, operand, indices)
 
-    def _zeros(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
-        """What the branch that is never taken returns: the least there is to compile."""
-        rows = jax.eval_shape(self.plain, operand, indices)
-        return typed_like(jnp.zeros(rows.shape, rows.dtype), rows)
+    def on_bits_if_slow(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
+        """The gather in a branch that is there already."""
+        read = self.on_bits if self.is_slow_copy(operand) else self.plain
+        return read(operand, indices)
 
     def on_bits(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
         """The gather of the entries' bits, with zeros added to each."""
@@ -148,6 +147,21 @@ class Gather:
         for way, zero in itertools.islice(ways, more):
             rows = way(rows, zero)
         return lax.bitcast_convert_type(rows, operand.dtype)
+
+
+def in_branch(indices: jax.Array, function: Callable[..., Any], *operands: Any) -> Any:
+    """`function(*operands)` in a branch that is always taken: nothing outside is fused with it.
+
+    Args:
+        indices: integers, one at least, that XLA does not know.
+    """
+
+    def zeros(*operands: Any) -> Any:
+        """The branch that is never taken: the least there is to compile."""
+        results = jax.eval_shape(function, *operands)
+        return jax.tree.map(lambda x: typed_like(jnp.zeros(x.shape, x.dtype), x), results)
+
+    return lax.cond(zero_of(indices.reshape(-1)[0]) == 0, function, zeros, *operands)
 
 
 def zero_of(number: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Sums of rows in blocks: what reading all rows gives, and so do derivatives."""
+"""Sums of rows by column and in blocks: what reading all rows gives, and so do derivatives."""
 
 import math
 
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jmask._kernels import bag_columns, block_loops
 from jmask._kernels import bag_sum as module
-from jmask._kernels import block_loops
 from jmask._kernels.bag_sum import bag_sum
 
 V, D, BAGS = 9, 64, 4  # rows of 64 have a gather of their own
@@ -25,8 +25,9 @@ def problem(seed, equal, weighted, count=24):
     return table, positions, bag, weights
 
 
-def in_blocks_of(size, patch):
+def in_blocks_of(size, patch, by_column=False):
     patch.setattr(module, "_FEW", 0)
+    patch.setattr(bag_columns, "_MOST", 64 if by_column else 0)
     patch.setattr(block_loops, "_SIZES", (size, size))
 
 
@@ -46,20 +47,21 @@ def model(table, positions, bag, weights, fill):
     equal=st.booleans(),
     weighted=st.booleans(),
     fill=st.sampled_from([0, math.nan]),
+    by_column=st.booleans(),
 )
-def test_the_sums(seed, size, equal, weighted, fill):
+def test_the_sums(seed, size, equal, weighted, fill, by_column):
     given_arrays = problem(seed, equal, weighted)
     with pytest.MonkeyPatch.context() as patch:
-        in_blocks_of(size, patch)
+        in_blocks_of(size, patch, by_column)
         found = jax.jit(lambda: bag_sum(*given_arrays, None, BAGS, fill))()
     np.testing.assert_allclose(found, model(*given_arrays, fill), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("equal", [False, True])
-def test_derivatives_are_those_of_the_definition(monkeypatch, equal, weighted):
-    in_blocks_of(5, monkeypatch)
-    table, positions, bag, weights = problem(3, equal, weighted)
+@pytest.mark.parametrize("form", ["ragged", "equal", "by column"])
+def test_derivatives_are_those_of_the_definition(monkeypatch, form, weighted):
+    in_blocks_of(5, monkeypatch, form == "by column")
+    table, positions, bag, weights = problem(3, form != "ragged", weighted)
 
     def loss(sums, table, weights):
         return jnp.sum(jnp.sin(sums(table, positions, bag, weights, None, BAGS, 0)))
@@ -104,7 +106,7 @@ def test_no_rows_are_written():
 @pytest.mark.parametrize("few", [0, 100])
 @pytest.mark.parametrize("equal", [False, True])
 def test_all_is_nan_where_bags_are_not_valid(monkeypatch, equal, few):
-    in_blocks_of(5, monkeypatch)
+    in_blocks_of(5, monkeypatch, by_column=True)
     monkeypatch.setattr(module, "_FEW", few)
     arrays = problem(5, equal, False)
     sums = jax.jit(lambda valid: bag_sum(*arrays, valid, BAGS, 0))

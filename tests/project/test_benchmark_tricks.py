@@ -29,7 +29,13 @@ def program_of_a_product():
     return jax.jit(lambda x, w: jmask.dot(x, w)).lower(x, jnp.ones((5, 16))).as_text()
 
 
+def program_of_bags():
+    ids, table = jnp.zeros((1000, 5), jnp.int32), jnp.ones((10, WIDTH))
+    return jax.jit(jmask.embedding_bag).lower(table, ids).as_text()
+
+
 PROGRAMS = {
+    "bags by column": program_of_bags,
     "fast gather": lambda: program_of_a_step(1000),
     "hashing": lambda: program_of_a_step(1000),
     "whole small tables": lambda: program_of_a_step(LOOKUPS),
