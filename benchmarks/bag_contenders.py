@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from dlrm_layers import RATE_OF_LAYERS, examples, split, start_of_layers, start_of_tables
 from jax_contenders import COMPILER_OPTIONS, JMASK
+from tricks import left_out
 from works import Task
 
 import jmask
@@ -40,14 +41,21 @@ def jmask_bags(task: Task, rate: float) -> Step:
     def run(batch: np.ndarray) -> float:
         nonlocal place
         lengths, ids = split(batch, task.tables, task.bags)
-        offsets = [np.cumsum(n) - n for n in lengths]
-        of_tables = jmask.pad_bags(dict(enumerate(ids)), dict(enumerate(offsets)))
-        padded = list(of_tables.values())
-        place, loss = step(place, padded)
+        with left_out(task.without):
+            place, loss = step(place, _as_users_write(lengths, ids))
         jax.block_until_ready(place)
         return float(loss)
 
     return run
+
+
+def _as_users_write(lengths: np.ndarray, ids: list[np.ndarray]) -> list[Any]:
+    """Lines of ids for one table, whose bags are equally long; ragged bags for several."""
+    if len(ids) == 1:
+        return [ids[0].reshape(len(lengths[0]), -1)]
+    offsets = [np.cumsum(n) - n for n in lengths]
+    of_tables = jmask.pad_bags(dict(enumerate(ids)), dict(enumerate(offsets)))
+    return list(of_tables.values())
 
 
 def _loss(task: Task) -> Callable[[Any, Any], jax.Array]:

@@ -55,9 +55,13 @@ def _bags(work, optimizer, rows, width, rate, tables, bags):
 
     def step(lengths, ids):
         rule.zero_grad()
-        offsets = [torch.from_numpy(np.cumsum(n) - n) for n in lengths]
-        inputs = zip(embeddings, ids, offsets, strict=True)
-        loss = loss_of([embedding(torch.from_numpy(x), o) for embedding, x, o in inputs])
+        if tables == 1:  # its bags are equally long
+            bags_of = [embeddings[0](torch.from_numpy(ids[0].reshape(bags, -1)))]
+        else:
+            offsets = [torch.from_numpy(np.cumsum(n) - n) for n in lengths]
+            inputs = zip(embeddings, ids, offsets, strict=True)
+            bags_of = [embedding(torch.from_numpy(x), o) for embedding, x, o in inputs]
+        loss = loss_of(bags_of)
         loss.backward()
         rule.step()
         after()

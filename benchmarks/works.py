@@ -228,6 +228,7 @@ def _tricks(rounds: int) -> list[Comparison]:
         (Task(rows=1_000), ("whole small tables",)),
         (_DENSE, ("whole small tables",)),
         (_PRODUCT, ("kernel for CSR",)),
+        (replace(BAGS, optimizer="SGD"), ("bags by column",)),
     ):
         theirs = tuple(replace(ours, without=name) for name in names)
         found.append(Comparison(ours, theirs, rounds))
