@@ -21,15 +21,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
 from jmask._autodiff.origins import Made, Origins
-from jmask._base.array_types import explicit_sharding
+from jmask._autodiff.row_entries import entries_of, gathered, is_placed, is_zero, of_entries
 from jmask._base.forms import aval_of, name_of, parameter
 from jmask._base.precision import joint_dtype
-from jmask._base.row_ids import canonical
 from jmask._base.shapes import is_known
 from jmask._kernels.factored_rows import FactoredRows, pays
 
@@ -79,7 +77,7 @@ def updates_of_rows(updates: Any, eqn: JaxprEqn) -> FactoredRows | None:
         and not numbers.operand_batching_dims
         and numbers.update_window_dims == tuple(range(ndim - row_ndim, ndim))
     )
-    if not isinstance(updates, Made) or not whole_rows or _is_placed(updates.array):
+    if not isinstance(updates, Made) or not whole_rows or is_placed(updates.array):
         return None
     count = math.prod(updates.array.shape[: ndim - row_ndim])
     if 0 in updates.array.shape:
@@ -102,49 +100,18 @@ def _of_many(updates: Made, row_ndim: int) -> FactoredRows | None:
     return None if rows is None or rows.weight is None else rows
 
 
-def _is_placed(x: jax.Array) -> bool:
-    """Whether an array lies on several devices by its type, or is the part of one of them.
-
-    Of parts a caller may make a whole, and the factors of a part are of that part alone.
-    """
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    return bool(manual) or explicit_sharding(x) is not None
-
-
 # --- rules -------------------------------------------------------------------------------
 
 
-def _entries(eqn: JaxprEqn, row_ndim: int) -> tuple[int, ...]:
-    shape = aval_of(eqn.outvars[0]).shape
-    return shape[: len(shape) - row_ndim]
-
-
 def _gather(eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors:
-    numbers, mode = parameter(eqn, "dimension_numbers"), parameter(eqn, "mode")
-    fills = mode == lax.GatherScatterMode.FILL_OR_DROP
-    entries = _entries(eqn, row_ndim)
-    operand, indices = map(origins.read, eqn.invars)
-    if (
-        operand is None
-        or indices is None
-        or operand.ndim != row_ndim + 1
-        or numbers.start_index_map != (0,)
-        or numbers.collapsed_slice_dims != (0,)
-        or numbers.operand_batching_dims
-        or numbers.offset_dims != tuple(range(len(entries), len(entries) + row_ndim))
-        or parameter(eqn, "slice_sizes") != (1, *operand.shape[1:])
-        or not jnp.issubdtype(operand.dtype, jnp.inexact)
-        or (fills and parameter(eqn, "fill_value") != 0)
-    ):
+    found = gathered(eqn, origins, row_ndim)
+    if found is None or (found.fill is not None and found.fill != 0):
         return None
-    rows = operand.shape[0]
-    index = lax.index_in_dim(indices, 0, -1, keepdims=False)
-    index = canonical(index, rows) if fills else jnp.clip(index, 0, rows - 1)
-    return FactoredRows(operand, index.astype(jnp.int32), None, operand.dtype)
+    return FactoredRows(found.table, found.positions, None, found.table.dtype)
 
 
 def _broadcast(eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors:
-    entries, shape = _entries(eqn, row_ndim), aval_of(eqn.outvars[0]).shape
+    entries, shape = entries_of(eqn, row_ndim), aval_of(eqn.outvars[0]).shape
     (operand, *_), dimensions = eqn.invars, parameter(eqn, "broadcast_dimensions")
     given = dict(zip(dimensions, aval_of(operand).shape, strict=True))
     sizes = tuple(given.get(d, 1) for d in range(len(entries)))
@@ -159,7 +126,7 @@ def _broadcast(eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors:
 
 def _reshape(eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors:
     old, new = (aval_of(v).shape for v in (eqn.invars[0], eqn.outvars[0]))
-    entries = _entries(eqn, row_ndim)
+    entries = entries_of(eqn, row_ndim)
     kept = len(old) - row_ndim
     if kept <= 0 or old[kept:] != new[len(entries) :]:
         return None
@@ -204,7 +171,7 @@ def _add(eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors:
 
 
 def _multiply(eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors:
-    entries = _entries(eqn, row_ndim)
+    entries = entries_of(eqn, row_ndim)
     for v, other in (eqn.invars, eqn.invars[::-1]):
         rows = _operand(v, eqn, origins, row_ndim)
         if rows is None or not _is_exact(rows):
@@ -212,7 +179,7 @@ def _multiply(eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors:
         if aval_of(other).shape == ():
             factor = origins.read(other)
             return None if factor is None else rows.scaled(functools.partial(_times, factor))
-        weight = _of_entries(other, entries, origins, row_ndim)
+        weight = of_entries(other, entries, origins, row_ndim)
         if weight is not None:
             weight = weight if rows.index is not None else weight.reshape(-1)
             weight = weight if rows.weight is None else rows.weight * weight
@@ -276,7 +243,7 @@ def _outer_product(
 
 def _operand(v: Any, eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors:
     """The factors of an operand, which may have size 1 where the result has more entries."""
-    entries, shape = _entries(eqn, row_ndim), aval_of(eqn.outvars[0]).shape
+    entries, shape = entries_of(eqn, row_ndim), aval_of(eqn.outvars[0]).shape
     given = aval_of(v).shape
     if given == shape:
         return factors(origins, v, row_ndim)
@@ -302,49 +269,17 @@ def _times(factor: Any, x: jax.Array) -> jax.Array:
 def _select(eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors:
     """Rows where a condition of their entry holds, zeros elsewhere."""
     which, *cases = eqn.invars
-    chosen = _of_entries(which, _entries(eqn, row_ndim), origins, row_ndim)
+    chosen = of_entries(which, entries_of(eqn, row_ndim), origins, row_ndim)
     if chosen is None or len(cases) != 2 or chosen.dtype != jnp.dtype(bool):
         return None
     for v, other, there in ((cases[0], cases[1], ~chosen), (cases[1], cases[0], chosen)):
-        rows = factors(origins, v, row_ndim) if _is_zero(other, origins) else None
+        rows = factors(origins, v, row_ndim) if is_zero(other, origins) else None
         if rows is None or rows.index is None or rows.weight is not None:
             continue
         if _is_exact(rows):
             index = jnp.where(there, rows.index, rows.source.shape[0])
             return dataclasses.replace(rows, index=index)
     return None
-
-
-def _is_zero(v: Any, origins: Origins) -> bool:
-    if isinstance(v, Literal):
-        return not np.any(v.val)
-    maker = origins.definitions.get(v)
-    made_of = [] if maker is None or name_of(maker) != "broadcast_in_dim" else maker.invars[:1]
-    return any(isinstance(x, Literal) and not np.any(x.val) for x in made_of)
-
-
-def _of_entries(
-    v: Any, entries: tuple[int, ...], origins: Origins, row_ndim: int
-) -> jax.Array | None:
-    """The number that each entry of an array (*entries, *row) has in all of its row."""
-    shape = aval_of(v).shape
-    if len(shape) != len(entries) + row_ndim:
-        return None
-    if all(size == 1 for size in shape[len(entries) :]):
-        x = origins.read(v)
-        return (
-            None if x is None else jnp.broadcast_to(x.reshape(shape[: len(entries)]), entries)
-        )
-    origins, maker = origins.maker(v)
-    if maker is None or name_of(maker) != "broadcast_in_dim":
-        return None
-    (operand, *_), dimensions = maker.invars, parameter(maker, "broadcast_dimensions")
-    given = dict(zip(dimensions, aval_of(operand).shape, strict=True))
-    x = origins.read(operand)
-    if x is None or any(given.get(d, 1) != 1 for d in range(len(entries), len(shape))):
-        return None
-    sizes = tuple(given.get(d, 1) for d in range(len(entries)))
-    return jnp.broadcast_to(x.reshape(sizes), entries)
 
 
 _RULES: dict[str, Callable[[JaxprEqn, Origins, int], _Factors]] = {

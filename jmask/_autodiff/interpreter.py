@@ -28,6 +28,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmask._autodiff.origins import Origins, plain
+from jmask._autodiff.sums_of_lookups import SUMS, sum_of_lookups
 from jmask._autodiff.values import Filled, RowSum
 from jmask._base.array_types import varying_like
 from jmask._base.fallback import Place, in_bytes, place_among, report_fallback
@@ -144,12 +145,12 @@ class Interpreter:
         values: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         values.update(zip(jaxpr.invars, inputs, strict=True))
 
-        origins = Origins(demand.definitions, values)
+        live = [eqn for number, eqn in enumerate(jaxpr.eqns) if number in demand.live]
+        origins = Origins(live, jaxpr.outvars, values)
 
         def read(v: Any) -> Any:
             return v.val if isinstance(v, Literal) else plain(values[v])
 
-        live = [eqn for number, eqn in enumerate(jaxpr.eqns) if number in demand.live]
         for eqn, *others in side_by_side(live, BAG_SUM):
             if others:
                 values.update(self._run_together([eqn, *others], read))
@@ -163,7 +164,12 @@ class Interpreter:
                 source_info_util.user_context(traceback, name_stack=stack),
                 eqn.ctx.manager,
             ):
-                outputs = self._run_equation(eqn, arguments, outputs_wanted)
+                sums = None if any(outputs_wanted) else sum_of_lookups(eqn, origins)
+                outputs = (
+                    self._run_equation(eqn, arguments, outputs_wanted)
+                    if sums is None
+                    else [sums]
+                )
             values.update(zip(eqn.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -185,8 +191,8 @@ class Interpreter:
             outputs = rule.apply(eqn, arguments, wanted, self)
             if outputs is not None and all(map(_fits, outputs, eqn.outvars)):
                 return outputs
-        elif holds_slow_gather(eqn):
-            return self._run_gather(eqn, arguments)
+        elif holds_lookup(eqn):
+            return self._run_lookup(eqn, arguments)
         return self.run_dense(eqn, arguments)
 
     def run_dense(self, eqn: JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
@@ -203,7 +209,7 @@ class Interpreter:
         dense = self.dense(value, eqn)
         return dense if dense is value else varying_like(dense, aval_of(v))
 
-    def _run_gather(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+    def _run_lookup(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
         """A lookup of the forward pass, or a call that makes one (`jnp.take`)."""
         if name_of(eqn) == "gather":
             operand, indices = (self.dense(x, eqn) for x in arguments)
@@ -267,11 +273,19 @@ def place_of(eqn: JaxprEqn) -> Place | None:
     return place
 
 
-def holds_slow_gather(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a gather that can be faster, or a call of a function with one."""
+def holds_lookup(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a gather that can be faster, or a call of a function with one.
+
+    A function that sums what it looks up is one, too.
+    """
     if name_of(eqn) == "gather":
         return gather_of(eqn).is_slow_copy(aval_of(eqn.invars[0]))
-    return name_of(eqn) == "jit" and any(map(holds_slow_gather, called(eqn)[0].eqns))
+    if name_of(eqn) != "jit":
+        return False
+    inside = called(eqn)[0].eqns
+    names = {name_of(e) for e in within([eqn])}
+    sums_lookups = "gather" in names and not names.isdisjoint(SUMS)
+    return sums_lookups or any(map(holds_lookup, inside))
 
 
 def gather_of(eqn: JaxprEqn) -> Gather:

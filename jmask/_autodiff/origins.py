@@ -7,7 +7,10 @@ What makes an array may stand in a function that is called, and what it is made 
 jitted step what such a function computes is asked for too.
 """
 
+import collections
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -37,16 +40,30 @@ class Origins:
     """Where the arrays of a program come from, while it is run.
 
     Attributes:
-        definitions: the equation that makes a variable.
+        equations: those that are run.
+        outputs: of the program.
         values: what has been computed, `Made` for some inputs.
         scaled_only: whether to look no further than for what rows are multiplied with.
         is_inside: whether it is a function that is called, of which inputs alone are known.
     """
 
-    definitions: dict[Var, JaxprEqn]
+    equations: Sequence[JaxprEqn]
+    outputs: Sequence[Any]
     values: dict[Var, Any]
     scaled_only: bool = False
     is_inside: bool = False
+
+    @functools.cached_property
+    def definitions(self) -> dict[Var, JaxprEqn]:
+        """The equation that makes a variable."""
+        return {v: eqn for eqn in self.equations for v in eqn.outvars}
+
+    @functools.cached_property
+    def _uses(self) -> collections.Counter[Any]:
+        """How often equations need a variable, or it is an output."""
+        needed = (v for eqn in self.equations for v in eqn.invars)
+        variables = (*needed, *self.outputs)
+        return collections.Counter(v for v in variables if not isinstance(v, Literal))
 
     def made(self, v: Any, value: Any) -> Any:
         """The value of a variable; that of an array with the variable."""
@@ -61,27 +78,35 @@ class Origins:
         value = v.val if isinstance(v, Literal) else plain(self.values.get(v))
         return value if isinstance(value, jax.Array | np.ndarray | np.generic) else None
 
-    def maker(self, v: Any) -> "tuple[Origins, JaxprEqn | None]":
-        """The equation that makes a variable, in a function that is called or outside of it."""
+    def maker(self, v: Any, for_one: bool = False) -> "tuple[Origins, JaxprEqn | None]":
+        """The equation that makes a variable, in a function that is called or outside of it.
+
+        With `for_one`, if nothing else needs the variable.
+        """
+        if for_one and not isinstance(v, Literal) and self._uses[v] > 1:
+            return self, None
         eqn = None if isinstance(v, Literal) else self.definitions.get(v)
         if eqn is not None and name_of(eqn) in CALLS:
-            origins, outputs = self._inside(eqn)
-            return origins.maker(outputs[eqn.outvars.index(v)])
+            origins = self._inside(eqn)
+            return origins.maker(origins.outputs[eqn.outvars.index(v)], for_one)
         value = None if isinstance(v, Literal) or eqn is not None else self.values.get(v)
         if isinstance(value, Made):
             origins = dataclasses.replace(value.origins, scaled_only=self.scaled_only)
-            return origins.maker(value.variable)
+            return origins.maker(value.variable, for_one)
         return self, eqn
 
-    def _inside(self, eqn: JaxprEqn) -> "tuple[Origins, list[Any]]":
-        """The same in a function that is called; and its outputs."""
+    def _inside(self, eqn: JaxprEqn) -> "Origins":
+        """The same in a function that is called."""
         program = inlined(ClosedJaxpr(*called(eqn)))
-        definitions = {v: inner for inner in program.eqns for v in inner.outvars}
-        given = [self.made(v, self.read(v)) for v in eqn.invars]
+        given = [
+            v.val if isinstance(v, Literal) else self.made(v, self.read(v)) for v in eqn.invars
+        ]
         variables = (*program.jaxpr.constvars, *program.jaxpr.invars)
         inputs = zip(variables, (*program.consts, *given), strict=True)
-        inside = Origins(definitions, dict(inputs), self.scaled_only, is_inside=True)
-        return inside, program.jaxpr.outvars
+        known = dict(inputs)
+        return Origins(
+            program.eqns, program.jaxpr.outvars, known, self.scaled_only, is_inside=True
+        )
 
     def _compute(self, v: Var) -> None:
         """A value in a function, once more; the compiler of a jitted step makes it one."""

@@ -59,11 +59,16 @@ def bag_sum(
         fill: 0 or nan.
     """
     given = table, positions, bag_of_entry, weights, valid
-    if not is_known(positions.shape[0], bags) or positions.shape[0] <= _FEW:
+    if not is_known(positions.shape[0], bags) or not are_many(positions.shape[0]):
         return _by_parts(*given, bags, fill)
     operands, form = jax.tree.flatten(given)
     (sums,) = _bag_sum_p.bind(*operands, parts=(_Part(form, bags, fill),))
     return sums
+
+
+def are_many(entries: int) -> bool:
+    """Whether so many rows are better not written out."""
+    return entries > _FEW
 
 
 def _by_parts(
