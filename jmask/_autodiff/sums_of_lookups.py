@@ -91,16 +91,16 @@ def _sum(rows: _Lookup, summed: _Sum, bags: int) -> jax.Array | None:
     if not any(isinstance(x, jax.core.Tracer) for x in (rows.table, rows.positions)):
         return None
     order = (*summed.kept, *summed.summed)
-    rows = rows.mapped(lambda x: x.transpose(order).reshape(-1))
+    rows = rows.mapped(lambda x: x.transpose(order).reshape(bags, -1))
     weights = rows.weights
     if summed.weights is not None:
         if weights is not None:
             return None
-        weights = summed.weights.reshape(-1).astype(wide(rows.table.dtype))
+        weights = summed.weights.reshape(bags, -1).astype(wide(rows.table.dtype))
     sums = bag_sum(rows.table, rows.positions, None, weights, None, bags, 0)
     if rows.outside is None:
         return sums
-    outside = trailing(rows.outside.reshape(bags, -1).any(1), sums.ndim)
+    outside = trailing(rows.outside.any(1), sums.ndim)
     return jnp.where(outside, jnp.asarray(math.nan, sums.dtype), sums)
 
 

@@ -24,7 +24,6 @@ import numpy as np
 
 from jmask._base.array_types import (
     explicit_sharding,
-    flat,
     varying_axes,
     with_whole_rows,
 )
@@ -194,13 +193,15 @@ def _sums(
         return total if valid is None else jnp.where(valid, total, jnp.nan)
     is_ragged = isinstance(bags, RaggedBags)
     fills_in = outside is not None and (is_ragged or absent is None)
+    number = math.prod(shape)
+    of_entries = (-1,) if is_ragged else (number, -1)
     total = bag_sum(
         table,
-        flat(positions),
+        positions.reshape(of_entries),
         bags.without(absent).of_entry if isinstance(bags, RaggedBags) else None,
-        None if weights is None else flat(weights),
+        None if weights is None else weights.reshape(of_entries),
         valid,
-        math.prod(shape),
+        number,
         math.nan if fills_in else 0,
     ).reshape(*shape, *table.shape[1:])
     if outside is None or fills_in:

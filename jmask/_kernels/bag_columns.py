@@ -63,8 +63,8 @@ def read_rows(
     fill: float,
     read: Callable[[Gather, jax.Array, jax.Array], jax.Array] = Gather.__call__,
 ) -> jax.Array:
-    """Rows (n, *row) in float32 at least, times their weights; V reads `fill`."""
+    """Rows (*entries, *row) in float32 at least, times their weights; V reads `fill`."""
     fills = lax.GatherScatterMode.FILL_OR_DROP
-    gather = Gather.of_rows(table.shape, fills, fill_value=fill)
-    rows = read(gather, table, positions[:, None]).astype(wide(table.dtype))
+    gather = Gather.of_rows(table.shape, fills, positions.ndim, fill_value=fill)
+    rows = read(gather, table, positions[..., None]).astype(wide(table.dtype))
     return rows if weights is None else rows * trailing(weights, rows.ndim)

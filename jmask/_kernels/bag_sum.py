@@ -50,16 +50,17 @@ def bag_sum(
 
     Args:
         table (V, *row): floating; not empty.
-        positions (n,): canonical ids; V reads `fill`. n > 0.
-        bag_of_entry (n,): canonical: `bags` where an entry is in none. None if each bag has
-            n / bags entries, one after the other.
-        weights (n,): of the entries, in the dtype of the sums; None for ones.
+        positions (n,): canonical ids, n > 0; V reads `fill`. Of bags that are equally long
+            (bags, k).
+        bag_of_entry (n,): canonical: `bags` where an entry is in none. None if the bags are
+            equally long.
+        weights: of the entries, of the same shape, in the dtype of the sums; None for ones.
         valid: a boolean; where it is False all sums begin with nan. None for True.
         bags: how many, > 0.
         fill: 0 or nan.
     """
     given = table, positions, bag_of_entry, weights, valid
-    if not is_known(positions.shape[0], bags) or not are_many(positions.shape[0]):
+    if not is_known(*positions.shape, bags) or not are_many(positions.size):
         return _by_parts(*given, bags, fill)
     operands, form = jax.tree.flatten(given)
     (sums,) = _bag_sum_p.bind(*operands, parts=(_Part(form, bags, fill),))
@@ -84,18 +85,18 @@ def _by_parts(
     """The definition: all rows, and their sums; if `linear`, what JAX can transpose."""
     read = Gather.plain if linear else Gather.__call__
     rows = read_rows(table, positions, weights, fill, read)
-    start = _start(rows, bags, valid)
+    start = _start(table, bags, valid)
     if bag_of_entry is not None:
         return add_rows(start, bag_of_entry, rows, coalesced=False)
-    rows = rows.reshape(bags, positions.shape[0] // bags, *rows.shape[1:])
     total = jnp.sum(rows, 1, dtype=rows.dtype)
     return total if valid is None else start + total
 
 
-def _start(rows: Any, bags: int, valid: jax.Array | None) -> jax.Array:
+def _start(table: jax.Array, bags: int, valid: jax.Array | None) -> jax.Array:
     """Sums (bags, *row) of nothing."""
-    start = 0 if valid is None else jnp.where(valid, 0, jnp.asarray(math.nan, rows.dtype))
-    return jnp.full((bags, *rows.shape[1:]), start, rows.dtype)
+    dtype = wide(table.dtype)
+    start = 0 if valid is None else jnp.where(valid, 0, jnp.asarray(math.nan, dtype))
+    return jnp.full((bags, *table.shape[1:]), start, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,15 +190,13 @@ def _on_a_cpu(*operands: jax.Array, parts: tuple[_Part, ...]) -> list[jax.Array]
 def is_short(part: _Part, given: Any, most: int) -> bool:
     """Whether its bags are equally long, and have so many entries at most."""
     _, positions, bag_of_entry, *_ = given
-    return bag_of_entry is None and positions.shape[0] <= most * part.bags
+    return bag_of_entry is None and positions.shape[1] <= most
 
 
 def _by_column(parts: tuple[_Part, ...], operands: Any) -> list[jax.Array]:
     def sums(part: _Part, given: Any) -> jax.Array:
         table, positions, _, weights, valid = given
-        positions = positions.reshape(part.bags, -1)
-        weights = None if weights is None else weights.reshape(part.bags, -1)
-        start = _start(_row_of(table), part.bags, valid)
+        start = _start(table, part.bags, valid)
         return sum_columns(table, positions, weights, start, part.fill)
 
     return [sums(part, x) for part, x in zip(parts, operands, strict=True)]
@@ -212,14 +211,14 @@ def _loop(
     weights: jax.Array | None,
     valid: jax.Array | None,
 ) -> BlockLoop:
-    count, bags = positions.shape[0], part.bags
+    count, bags = positions.size, part.bags
     blocks = -(-count // size)
     missing = (blocks + 1) * size - count  # the last block of all is empty
     if bag_of_entry is None:
         bag_of_entry = lax.iota(jnp.int32, count) // (count // bags)
-    positions = jnp.pad(positions, (0, missing), constant_values=table.shape[0])
+    positions = jnp.pad(positions.reshape(-1), (0, missing), constant_values=table.shape[0])
     bag_of_entry = jnp.pad(bag_of_entry, (0, missing), constant_values=bags)
-    weights = None if weights is None else jnp.pad(weights, (0, missing))
+    weights = None if weights is None else jnp.pad(weights.reshape(-1), (0, missing))
 
     def block(number: Any, carried: tuple[jax.Array, None]) -> tuple[jax.Array, None]:
         first = jnp.minimum(number, blocks) * size
@@ -230,11 +229,7 @@ def _loop(
         rows = read_rows(table, of_block(positions), block_weights, part.fill)
         return add_in_windows(carried[0], of_block(bag_of_entry), rows), None
 
-    return BlockLoop((_start(_row_of(table), bags, valid), None), block, blocks, blocks)
-
-
-def _row_of(table: jax.Array) -> Any:
-    return jax.ShapeDtypeStruct(table.shape, wide(table.dtype))
+    return BlockLoop((_start(table, bags, valid), None), block, blocks, blocks)
 
 
 def _bytes_of_row(table: jax.Array) -> int:

@@ -73,7 +73,7 @@ def compiled(tables):
 
     shapes = (
         [jax.ShapeDtypeStruct((10**5, width), jnp.float32)] * tables,
-        [jax.ShapeDtypeStruct((5 * bags,), jnp.int32)] * tables,
+        [jax.ShapeDtypeStruct((bags, 5), jnp.int32)] * tables,
     )
     return jax.jit(squares).lower(*shapes).compile()
 
@@ -91,7 +91,7 @@ def test_what_is_too_long_is_summed_in_blocks():
     assert most_columns(1) == 64
     assert most_columns(26) == 19
     assert most_columns(1000) == 0
-    assert module.is_short(module._Part(None, 2, 0), (None, jnp.zeros(6), None), 3)
-    assert not module.is_short(module._Part(None, 2, 0), (None, jnp.zeros(8), None), 3)
+    assert module.is_short(module._Part(None, 2, 0), (None, jnp.zeros((2, 3)), None), 3)
+    assert not module.is_short(module._Part(None, 2, 0), (None, jnp.zeros((2, 4)), None), 3)
     ragged = (None, jnp.zeros(6), jnp.zeros(6))
     assert not module.is_short(module._Part(None, 2, 0), ragged, 3)
