@@ -61,6 +61,8 @@ def _as_users_write(lengths: np.ndarray, ids: list[np.ndarray]) -> list[Any]:
 def _loss(task: Task) -> Callable[[Any, Any], jax.Array]:
     def bags_of(params: Any, padded: Any) -> list[jax.Array]:
         pairs = zip(params["tables"], padded, strict=True)
+        if task.work == "plain bags":
+            return [table[x].sum(1) for table, x in pairs]
         return [jmask.embedding_bag(table, x)[: task.bags] for table, x in pairs]
 
     def squares(params: Any, padded: Any) -> jax.Array:

@@ -29,6 +29,7 @@ _BUILDERS: dict[tuple[str, str], Callable[[Task, float], Step]] = {
     ("jmask", "update"): jax_contenders.jmask_update,
     ("jmask", "product"): jax_contenders.jmask_product,
     ("jmask", "bags"): bag_contenders.jmask_bags,
+    ("jmask", "plain bags"): bag_contenders.jmask_bags,
     ("jmask", "DLRM"): bag_contenders.jmask_bags,
     ("optax", "step"): jax_contenders.optax_step,
     ("C loop", "update"): c_loop.c_update,

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from jmask._autodiff import interpreter as _interpreter
 from jmask._kernels import bag_sum as _bag_sum
 from jmask._kernels import gather as _gather
 from jmask._kernels import update_rows as _update_rows
@@ -23,6 +24,8 @@ from jmask._updates import row_update as _row_update
 TRICKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "fast gather": (_gather.Gather, "is_slow_copy", lambda *_: False),
     "bags by column": (_bag_sum, "is_short", lambda *_: False),
+    # `table[ids].sum(1)` in a loss is then a lookup and a sum.
+    "sums of lookups": (_interpreter, "sum_of_lookups", lambda *_: None),
     # Equal ids are then found by sorting.
     "hashing": (_update_rows, "_with_unique_ids", lambda pairs: pairs),
     "whole small tables": (_row_update, "is_saturated", lambda *_: False),

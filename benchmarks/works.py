@@ -107,6 +107,8 @@ _MANY = Task(lookups=100_000)
 _DEFERRED = Task(work="deferred step")
 # 20,480 bags of 5; and bags of 1 to 10 for each of 2,048 examples, as in DLRM's own generator.
 BAGS = Task(work="bags", lookups=102_400, bags=20_480)
+# The same as `table[ids].sum(1)`.
+_PLAIN_BAGS = replace(BAGS, work="plain bags", optimizer="SGD")
 _TABLES = Task(work="bags", rows=50_000, lookups=26 * 2048 * 11 // 2, tables=26, bags=2048)
 DLRM = replace(_TABLES, work="DLRM")
 # SGD, Adagrad, row-wise Adagrad, Adam.
@@ -229,6 +231,7 @@ def _tricks(rounds: int) -> list[Comparison]:
         (_DENSE, ("whole small tables",)),
         (_PRODUCT, ("kernel for CSR",)),
         (replace(BAGS, optimizer="SGD"), ("bags by column",)),
+        (_PLAIN_BAGS, ("sums of lookups",)),
     ):
         theirs = tuple(replace(ours, without=name) for name in names)
         found.append(Comparison(ours, theirs, rounds))
