@@ -25,7 +25,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jmask._autodiff.origins import Made, Origins
-from jmask._autodiff.row_entries import entries_of, gathered, is_placed, is_zero, of_entries
+from jmask._autodiff.row_entries import entries_of, gathered, is_placed, kept_where, of_entries
 from jmask._base.forms import aval_of, name_of, parameter
 from jmask._base.precision import joint_dtype
 from jmask._base.shapes import is_known
@@ -268,12 +268,8 @@ def _times(factor: Any, x: jax.Array) -> jax.Array:
 
 def _select(eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors:
     """Rows where a condition of their entry holds, zeros elsewhere."""
-    which, *cases = eqn.invars
-    chosen = of_entries(which, entries_of(eqn, row_ndim), origins, row_ndim)
-    if chosen is None or len(cases) != 2 or chosen.dtype != jnp.dtype(bool):
-        return None
-    for v, other, there in ((cases[0], cases[1], ~chosen), (cases[1], cases[0], chosen)):
-        rows = factors(origins, v, row_ndim) if is_zero(other, origins) else None
+    for v, there in kept_where(eqn, origins, row_ndim):
+        rows = factors(origins, v, row_ndim)
         if rows is None or rows.index is None or rows.weight is not None:
             continue
         if _is_exact(rows):

@@ -1,10 +1,14 @@
 """What an equation does to arrays (*entries, *row), entry by entry.
 
-rows = gather table ids           Gathered(table, ids, fill)      gathered
-m    = broadcast_in_dim mask      mask                            of_entries
-z    = broadcast_in_dim 0.0       zero                            is_zero
+    rows = gather table ids           Gathered(table, ids, fill)      gathered
+    m    = broadcast_in_dim mask      mask, of the entries alone      of_entries
+    z    = broadcast_in_dim 0.0       zero                            is_zero
+    x    = select_n m z rows          rows, where m holds             kept_where
+
+Both who reads rows forwards and who adds them backwards ask here.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -112,3 +116,16 @@ def of_entries(
         return None
     sizes = tuple(given.get(d, 1) for d in range(len(entries)))
     return jnp.broadcast_to(x.reshape(sizes), entries)
+
+
+def kept_where(
+    eqn: JaxprEqn, origins: Origins, row_ndim: int
+) -> Iterator[tuple[Any, jax.Array]]:
+    """The operands of a `select_n` beside zeros, and the entries (*entries,) that it keeps."""
+    which, *cases = eqn.invars
+    chosen = of_entries(which, entries_of(eqn, row_ndim), origins, row_ndim)
+    if chosen is None or len(cases) != 2 or chosen.dtype != jnp.dtype(bool):
+        return
+    for v, other, there in ((cases[0], cases[1], ~chosen), (cases[1], cases[0], chosen)):
+        if is_zero(other, origins):
+            yield v, there

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from jmask._autodiff.origins import Origins
-from jmask._autodiff.row_entries import entries_of, gathered, is_placed, is_zero, of_entries
+from jmask._autodiff.row_entries import entries_of, gathered, is_placed, kept_where, of_entries
 from jmask._base.forms import aval_of, name_of, parameter
 from jmask._base.precision import wide
 from jmask._base.shapes import is_known, trailing
@@ -200,17 +200,12 @@ def _multiply(eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Lookup | None:
 
 def _select(eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Lookup | None:
     """Rows where a condition of their entry holds, zeros elsewhere."""
-    which, *cases = eqn.invars
-    chosen = of_entries(which, entries_of(eqn, row_ndim), origins, row_ndim)
-    if chosen is None or len(cases) != 2 or chosen.dtype != jnp.dtype(bool):
-        return None
-    for v, other, there in ((cases[0], cases[1], ~chosen), (cases[1], cases[0], chosen)):
-        rows = _lookup(origins, v, row_ndim) if is_zero(other, origins) else None
-        if rows is None or rows.weights is not None:
-            continue
-        outside = None if rows.outside is None else rows.outside & there
-        positions = jnp.where(there, rows.positions, rows.table.shape[0])
-        return _Lookup(rows.table, positions, None, outside)
+    for v, there in kept_where(eqn, origins, row_ndim):
+        rows = _lookup(origins, v, row_ndim)
+        if rows is not None and rows.weights is None:
+            outside = None if rows.outside is None else rows.outside & there
+            positions = jnp.where(there, rows.positions, rows.table.shape[0])
+            return _Lookup(rows.table, positions, None, outside)
     return None
 
 
