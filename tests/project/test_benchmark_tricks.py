@@ -34,8 +34,15 @@ def program_of_bags():
     return jax.jit(jmask.embedding_bag).lower(table, ids).as_text()
 
 
+def program_of_plain_bags():
+    ids, table = jnp.zeros((1000, 5), jnp.int32), jnp.ones((10, WIDTH))
+    loss = lambda table, ids: jnp.sum(table[ids].sum(1) ** 2)
+    return jax.jit(jmask.value_and_grad(loss)).lower(table, ids).as_text()
+
+
 PROGRAMS = {
     "bags by column": program_of_bags,
+    "sums of lookups": program_of_plain_bags,
     "fast gather": lambda: program_of_a_step(1000),
     "hashing": lambda: program_of_a_step(1000),
     "whole small tables": lambda: program_of_a_step(LOOKUPS),
