@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmask._base.array_types import varying_axes
+from jmask._base.array_types import explicit_sharding, varying_axes
+from jmask._base.row_ids import mapped_words
 from jmask._kernels.factored_rows import FactoredRows
-from jmask._kernels.rows import ids_after_reading
+from jmask._kernels.rows import plus_zero, zero_after_reading
 from jmask._tables.deferred_table import is_deferred
 from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
@@ -32,23 +33,27 @@ def after_reading(value: Any, gradients: Any, params: Any) -> Any:
     """
 
     def ordered(gradient: Any, waits: bool) -> Any:
-        ids = gradient.indices if is_row_sparse(gradient) else None
-        if not isinstance(ids, jax.core.Tracer) or varying_axes(value) - varying_axes(ids):
+        leaf = gradient.index_leaf if is_row_sparse(gradient) else None
+        if not isinstance(leaf, jax.core.Tracer) or varying_axes(value) - varying_axes(leaf):
+            return gradient
+        shardings = [explicit_sharding(x) for x in (leaf, value)]
+        if len({None if x is None else x.mesh for x in shardings}) > 1:
             return gradient
         if waits:
-            one = ids_after_reading(jnp.ones((), jnp.int32), value)
+            one = plus_zero(jnp.ones((), jnp.int32), zero)
             return gradient.scaled(lambda x: x * one.astype(x.dtype))
         rows = gradient.stored
         if isinstance(rows, FactoredRows) and rows.index is not None:
-            index = ids_after_reading(rows.index, value)  # ids are sorted meanwhile
+            index = plus_zero(rows.index, zero)  # ids are sorted meanwhile
             rows = dataclasses.replace(rows, index=index)
         else:
-            ids = ids_after_reading(ids, value)
-        kind = {"coalesced": gradient.coalesced}
-        return RowSparse.of_rows(ids, rows, gradient.shape, **kind)
+            leaf = mapped_words(leaf, lambda words: plus_zero(words, zero))
+        return RowSparse.tree_unflatten((gradient.shape, gradient.coalesced), (leaf, rows))
 
-    if not isinstance(value, jax.core.Tracer):
+    found = zero_after_reading(value) if isinstance(value, jax.core.Tracer) else None
+    if found is None:
         return gradients
+    zero = found
     leaves = jax.tree.leaves(gradients, is_leaf=is_row_sparse)
     tree: Any = jax.tree.structure(gradients, is_leaf=is_row_sparse)
     tables = list(map(is_deferred, jax.tree.leaves(params, is_leaf=is_stored_table)))

@@ -17,6 +17,7 @@ The payload is id + 1, so that `zeros_like`, the one operation that can make suc
 from nothing, yields padding and not row 0.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -80,6 +81,12 @@ def _reveal_array(leaf: jax.Array) -> jax.Array:
     else:
         ids = lax.bitcast_convert_type(words, np.int64)
     return lax.sub(ids, np.ones((), ids.dtype))
+
+
+def mapped_words(leaf: jax.Array, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The opaque leaf with `function` of its words, unsigned integers (..., 1 or 2)."""
+    words = function(jax.random.key_data(leaf))
+    return jax.random.wrap_key_data(words, impl=_IMPLEMENTATIONS[4 * words.shape[-1]])
 
 
 def is_opaque(leaf: Any) -> bool:

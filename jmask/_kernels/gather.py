@@ -166,7 +166,9 @@ def in_branch(indices: jax.Array, function: Callable[..., Any], *operands: Any) 
 
 def zero_of(number: jax.Array) -> jax.Array:
     """Zeros of the shape of integers, which neither XLA nor LLVM knows to be zeros."""
-    return (number * (number + 1)) & 1
+    # Operations of lax: those of arrays take several times as long to trace.
+    one = np.ones((), number.dtype)
+    return lax.bitwise_and(lax.mul(number, lax.add(number, one)), one)
 
 
 # Differentiated by hand: a bitcast has no derivative.

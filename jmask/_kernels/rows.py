@@ -20,6 +20,7 @@ from jax import lax
 from jmask._base.array_types import (
     automatically,
     explicit_sharding,
+    placed_like,
     spec_of,
     varying_alike,
 )
@@ -49,13 +50,27 @@ def ids_after_reading(ids: jax.Array, rows: jax.Array) -> jax.Array:
     It does not order a read before a write at the same place by itself: if nothing that is
     written depends on what is read, it reads from a copy of the whole table.
     """
+    read = None if explicit_sharding(ids, rows) is not None else zero_after_reading(rows)
+    return ids if read is None else plus_zero(ids, read)
+
+
+def zero_after_reading(rows: jax.Array) -> jax.Array | None:
+    """Integer zeros (n,) that XLA takes to depend on rows (n, *row), or one on a number.
+
+    None if there are no rows, or no integers of their size.
+    """
     bits = BITS.get(rows.dtype.itemsize)
-    if bits is None or not rows.size or explicit_sharding(ids, rows) is not None:
-        return ids
+    if bits is None or not rows.size:
+        return None
     entry = lax.stop_gradient(rows)
     entry = entry.reshape(rows.shape[0], -1)[:, 0] if rows.ndim else entry
-    read = zero_of(lax.bitcast_convert_type(entry, bits)).astype(ids.dtype)
-    return jnp.add(*varying_alike(ids, read))
+    return zero_of(lax.bitcast_convert_type(entry, bits))
+
+
+def plus_zero(ids: jax.Array, zero: jax.Array) -> jax.Array:
+    """The ids, which depend on what integer zeros, one for each or for all, depend on."""
+    zeros = jnp.broadcast_to(lax.convert_element_type(zero, ids.dtype), ids.shape)
+    return lax.add(*varying_alike(ids, placed_like(zeros, ids)))
 
 
 def set_rows(

@@ -256,3 +256,28 @@ def test_by_hand():
         assert is_row_sparse(gradient)
         expected = jax.grad(lambda t: jnp.sum(jnp.sin(t[np.asarray(ids)])))(jnp.asarray(TABLE))
         np.testing.assert_allclose(gradient.todense(), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.of_cpus
+@pytest.mark.parametrize("axes", [(), (None, "x")])
+def test_a_linear_loss_copies_no_table(axes):
+    """Read from the compiled step: the loss reads the table before it is written."""
+    rows = 100_000
+
+    def typed(shape, dtype, *axes):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh_with(), P(*axes)))
+
+    tx = jmask.sgd(0.1)
+
+    def step(table, state, ids):
+        def loss(table):
+            return table.at[ids].get(out_sharding=P(None, *axes[1:])).sum()
+
+        value, grads = jmask.value_and_grad(loss)(table)
+        return *jmask.apply_gradients(tx, grads, state, table), value
+
+    table, ids = typed((rows, 64), jnp.float32, *axes), typed((512,), jnp.int32)
+    with jax.set_mesh(mesh_with()):
+        lowered = jax.jit(step, donate_argnums=0).lower(table, tx.init(jnp.ones((1, 1))), ids)
+        memory = lowered.compile().memory_analysis()
+    assert memory.temp_size_in_bytes < rows * 4  # a number of each row
