@@ -4,7 +4,7 @@ A trace does not know where it will run. A primitive is one equation of it, with
 other operations, and at lowering it becomes what suits the devices:
 
     twice = primitive("twice", lambda x: [2 * x], shapes=lambda x: [x])
-    lower_on_cpu(twice, on_one=lambda x: [x + x], on_several=lambda x: [2 * x])
+    lower(twice, on_one=lambda x: [x + x], on_several=lambda x: [2 * x], platform="cpu")
 """
 
 import functools
@@ -54,18 +54,24 @@ def primitive(name: str, definition: Definition, shapes: Callable[..., list[Any]
     return made
 
 
-def lower(made: Primitive, definition: Definition, platform: str | None = None) -> None:
-    """Lower it as this, for one platform or for all others."""
-    mlir.register_lowering(made, _lowered(definition), platform=platform)
+def lower(
+    made: Primitive,
+    on_one: Definition,
+    on_several: Definition | None = None,
+    platform: str | None = None,
+) -> None:
+    """Lower it as this, for one platform or for all others.
 
-
-def lower_on_cpu(made: Primitive, on_one: Definition, on_several: Definition) -> None:
-    """Lower it for CPUs: on several devices, arrays may be spread over them."""
+    Args:
+        on_one: on one device.
+        on_several: on several, over which arrays may be spread; None if it is the same.
+    """
 
     def rule(ctx: Any, *operands: Any, **how: Any) -> Any:
-        return _lowered(on_one if _is_for_one(ctx) else on_several)(ctx, *operands, **how)
+        definition = on_one if on_several is None or _is_for_one(ctx) else on_several
+        return _lowered(definition)(ctx, *operands, **how)
 
-    mlir.register_lowering(made, rule, platform="cpu")
+    mlir.register_lowering(made, rule, platform=platform)
 
 
 def _lowered(definition: Definition) -> Any:

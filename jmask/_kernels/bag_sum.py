@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 
-from jmask._base.lowering import lower_on_cpu, primitive
+from jmask._base.lowering import lower, primitive
 from jmask._base.precision import wide
 from jmask._base.shapes import is_known
 from jmask._kernels.bag_columns import most_columns, read_rows, sum_columns
@@ -237,4 +237,4 @@ def _bytes_of_row(table: jax.Array) -> int:
 
 
 # Where arrays are spread over devices, each block would go between them.
-lower_on_cpu(_bag_sum_p, on_one=_on_a_cpu, on_several=_defined)
+lower(_bag_sum_p, on_one=_on_a_cpu, on_several=_defined, platform="cpu")

@@ -9,6 +9,9 @@ of a gradient is decided where the program is lowered for a device:
 |   and factored rows     | blocks of rows in the order of their ids: `row_blocks`  |
 | several CPUs, TPUs      | all sums at once; the update in its `fused` form        |
 | GPUs, vmap, derivatives | all sums at once; the update as it is defined           |
+
+What is additive is added one by one instead, but on TPUs, and where XLA may have spread it over
+several devices.
 """
 
 import dataclasses
@@ -22,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmask._base.array_types import explicit_sharding, varying_alike, with_whole_rows
-from jmask._base.lowering import lower, lower_on_cpu, primitive
+from jmask._base.lowering import lower, primitive
 from jmask._base.row_ids import Order
 from jmask._kernels.block_loops import BlockLoop, block_size, run_side_by_side, together
 from jmask._kernels.coalesce import coalesce_rows
@@ -114,13 +117,18 @@ def _is_placed(x: RowUpdate) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """What is known of an update beside its operands: tables, scalars, ids, values."""
+    """What is known of an update beside its operands: tables, scalars, ids, values.
+
+    Attributes:
+        is_alone: whether it is that of one device in a `shard_map`.
+    """
 
     update: Update
     tables: int
     scalars: int
     form: Any
     order: Order
+    is_alone: bool
 
     @property
     def count(self) -> int:
@@ -137,7 +145,10 @@ def _part_of(x: RowUpdate) -> tuple[list[jax.Array], _Part]:
         ids, values, *scalars = map(with_whole_rows, (ids, values, *scalars))
     leaves, form = jax.tree.flatten(values)
     operands = varying_alike(*x.tables, *scalars, ids, *leaves)
-    return list(operands), _Part(x.update, len(x.tables), len(scalars), form, order)
+    mesh = jax.sharding.get_abstract_mesh()
+    is_alone = bool(mesh.manual_axes) and set(mesh.manual_axes) == set(mesh.axis_names)
+    part = _Part(x.update, len(x.tables), len(scalars), form, order, is_alone)
+    return list(operands), part
 
 
 def _of_parts(arrays: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
@@ -226,8 +237,27 @@ def _fused(operands: Operands, part: _Part) -> list[jax.Array]:
     return _all_at_once(update.fastest, operands, part, one_by_one=update.additive)
 
 
+def _summed_by_definition(*given: jax.Array, parts: Parts) -> list[jax.Array]:
+    return [table for pair in _pairs(given, parts) for table in _defined(*_summed(*pair))]
+
+
 def _on_cpus(*given: jax.Array, parts: Parts) -> list[jax.Array]:
-    return [table for tables in _side_by_side(_pairs(given, parts)) for table in tables]
+    pairs = [_summed(*pair) for pair in _pairs(given, parts)]
+    return [table for tables in _side_by_side(pairs) for table in tables]
+
+
+def _summed(operands: Operands, part: _Part) -> Pair:
+    """The same with rows of equal ids summed.
+
+    What is added one by one, and spread over devices, XLA adds to a table of zeros on each, of
+    which it sums all: it moves as much as the table holds.
+    """
+    if part.order != "any" or part.is_alone:
+        return operands, part
+    arrays, scalars, ids, values = _named(operands, part)
+    ids, rows = coalesce_rows(ids, as_array(values), arrays[0].shape[0])
+    part = dataclasses.replace(part, order="sorted", form=jax.tree.structure(rows))
+    return [*arrays, *scalars, ids, rows], part
 
 
 def _side_by_side(pairs: Sequence[Pair]) -> list[list[jax.Array]]:
@@ -323,6 +353,7 @@ def _with_unique_ids(pairs: Sequence[Pair]) -> list[Pair]:
     return results
 
 
+lower(_update_rows_p, on_one=_by_definition, on_several=_summed_by_definition)
 lower(_update_rows_p, _on_tpu, platform="tpu")
 # Where arrays are spread over devices, entries are not where their equals are.
-lower_on_cpu(_update_rows_p, on_one=_on_one_cpu, on_several=_on_cpus)
+lower(_update_rows_p, on_one=_on_one_cpu, on_several=_on_cpus, platform="cpu")

@@ -44,6 +44,42 @@ def table_collectives(compiled) -> list[str]:
     ]
 
 
+STEPS = {
+    "sgd": jmask.sgd(0.1),
+    "momentum": jmask.sgd(0.1, momentum=0.9),
+    "adam": jmask.adam(0.1),
+    "lazy optax.sgd": jmask.lazy(optax.sgd(0.1)),
+    "lazy optax.adam": jmask.lazy(optax.adam(0.1)),
+}
+
+
+@pytest.mark.parametrize("lines", [False, True])
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.dtype_promotion
+def test_a_batch_that_is_spread(mesh, name, lines):
+    """A plain jitted step of a table that every device has: rows of the batch are moved."""
+    tx, ids = STEPS[name], np.concatenate([IDS, IDS]).reshape(-1, 2 if lines else 1)
+
+    def loss(table, ids):
+        rows = table[ids]
+        return jnp.sum(jnp.sin(rows.sum(1) if lines else rows))
+
+    def step(table, state, ids):
+        value, gradient = jmask.value_and_grad(loss)(table, ids)
+        return *jmask.apply_gradients(tx, gradient, state, table), value
+
+    everywhere, spread = (jax.NamedSharding(mesh, spec) for spec in (P(), P("data")))
+    alone = TABLE, tx.init(TABLE), ids
+    table, state = jax.device_put(alone[:2], everywhere)
+    run, given = jax.jit(step), (table, state, jax.device_put(ids, spread))
+    compiled = run.lower(*given).compile()
+    assert not table_collectives(compiled)
+    for found, one in zip(
+        jax.tree.leaves(compiled(*given)), jax.tree.leaves(run(*alone)), strict=True
+    ):
+        np.testing.assert_allclose(found, one, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradient_taken_inside(mesh, check_vma):
     """value_and_grad in the mapped function; the same RowSparse comes out of every device."""
