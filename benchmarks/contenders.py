@@ -16,6 +16,7 @@ import jax_contenders
 import numpy as np
 import overhead
 from other_interpreter import PAUSE, Interpreter
+from programs import PROGRAMS
 from works import Task
 
 # The same for all; small enough for the hottest rows of a Zipf batch to stay finite.
@@ -30,6 +31,7 @@ _BUILDERS: dict[tuple[str, str], Callable[[Task, float], Step]] = {
     ("jmask", "product"): jax_contenders.jmask_product,
     ("jmask", "bags"): bag_contenders.jmask_bags,
     ("jmask", "plain bags"): bag_contenders.jmask_bags,
+    **{("jmask", name): jax_contenders.jmask_step for name in PROGRAMS},
     ("jmask", "DLRM"): bag_contenders.jmask_bags,
     ("optax", "step"): jax_contenders.optax_step,
     ("C loop", "update"): c_loop.c_update,

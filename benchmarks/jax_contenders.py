@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental.sparse import BCSR
+from programs import PROGRAMS, START, Program
 from tricks import left_out
 from works import Task
 
@@ -37,11 +38,16 @@ COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def compiled_step(
-    tx: optax.GradientTransformation, value_and_grad: Callable, temporaries: str = "together"
+    tx: optax.GradientTransformation,
+    value_and_grad: Callable,
+    temporaries: str = "together",
+    program: Program | None = None,
 ) -> Callable:
-    """Jitted: (table, state), ids -> (table, state), loss."""
+    """Jitted: (table, state), ids -> (table, state), loss; a sum of squares or of a program."""
 
     def loss_of(table: jax.Array, ids: jax.Array) -> jax.Array:
+        if program is not None:
+            return program.loss(table[ids.reshape(-1, program.entries)])
         return jnp.sum(table[ids] ** 2)
 
     @partial(jax.jit, donate_argnums=0, compiler_options=COMPILER_OPTIONS[temporaries])
@@ -55,7 +61,7 @@ def compiled_step(
 
 
 def _step(tx: optax.GradientTransformation, task: Task, value_and_grad: Callable) -> Step:
-    step = compiled_step(tx, value_and_grad, task.temporaries)
+    step = compiled_step(tx, value_and_grad, task.temporaries, PROGRAMS.get(task.work))
     place = _table_and_state(tx, task)
     if task.work == "deferred step":
         table = jmask.deferred(place[0], tx)
@@ -72,7 +78,8 @@ def _step(tx: optax.GradientTransformation, task: Task, value_and_grad: Callable
 
 
 def _table_and_state(tx: optax.GradientTransformation, task: Task) -> Any:
-    table = jnp.ones((task.rows, task.width))
+    start = START if task.work in PROGRAMS else 1.0
+    table = jnp.full((task.rows, task.width), start)
     place = (table, tx.init(table))
     if task.pages == "huge":
         jmask.huge_pages(place)

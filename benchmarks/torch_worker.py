@@ -7,6 +7,7 @@ newest JAX's; written against torch 2.13.
 import numpy as np
 import torch
 from dlrm_layers import split, start_of_tables
+from programs import PROGRAMS, START
 from torch_dlrm import build_loss
 from worker import serve
 from works import OFFERS
@@ -15,20 +16,24 @@ from works import OFFERS
 def build(work, optimizer, rows, width, rate, tables=1, bags=0):
     if bags:
         return _bags(work, optimizer, rows, width, rate, tables, bags)
-    start = torch.ones(rows, width)
+    program = PROGRAMS.get(work)
+    start = torch.full((rows, width), START if program else 1.0)
     embedding = torch.nn.Embedding.from_pretrained(start, freeze=False, sparse=True)
     table = embedding.weight
     rule = getattr(torch.optim, OFFERS["torch"][optimizer])([table], lr=rate)
 
     def step(ids):
         rule.zero_grad()
-        loss = embedding(torch.from_numpy(ids)).square().sum()
+        if program:
+            loss = program.loss(embedding(torch.from_numpy(ids.reshape(-1, program.entries))))
+        else:
+            loss = embedding(torch.from_numpy(ids)).square().sum()
         loss.backward()
         rule.step()
         return loss.item()
 
     def prepare(ids):
-        if work == "step":
+        if work != "update":
             return lambda: step(ids)
         indices = torch.from_numpy(ids.astype(np.int64))[None]
         values = torch.ones(ids.size, width)

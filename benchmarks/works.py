@@ -13,6 +13,8 @@ Zipf ids are in the steps only.
 
 from dataclasses import dataclass, fields, replace
 
+from programs import PROGRAMS
+
 OPTIMIZERS = ("SGD", "momentum", "Adagrad", "row-wise Adagrad", "Adam")
 
 # Who offers what with row-sparse gradients, in their own names; optax does it densely.
@@ -118,6 +120,17 @@ _GOALS_OF_BAGS = {
     DLRM: (0.7, 0.55, 0.55, 0.55),
     replace(_MANY, lookups=102_400): (0.7, 0.35, 0.4, 0.35),
 }
+# Models as one writes them down, of so many examples and numbers in a row.
+_PROGRAMS = [
+    Task(work=name, width=width, lookups=examples * PROGRAMS[name].entries)
+    for name, examples, width in (
+        ("factorization machine", 4096, 16),
+        ("skip-gram", 4096, 64),
+        ("BPR", 8192, 64),
+        ("TransE", 4096, 64),
+        ("mean of words", 1024, 64),
+    )
+]
 _FOUR = ("SGD", "Adagrad", "row-wise Adagrad", "Adam")
 
 # Ours / theirs that the project wants to reach; `Task` in a figure is exactly this work.
@@ -184,7 +197,7 @@ def comparisons(quick: bool, rounds: int) -> list[Comparison]:
     overhead.append(_beside(_TRACING, ("JAX",), rounds))
     found = [*steps, *dense, _beside(_DENSE, ("optax",), rounds), *updates, *hot_rows]
     found += [*against_rows, *against_lookups, *_bags(quick, fewer)]
-    found += [*_deferred(fewer), *_tricks(rounds), *overhead]
+    found += [*_programs(fewer), *_deferred(fewer), *_tricks(rounds), *overhead]
     if quick:
         return found
     # Adam on 10^7 rows of 64 is 7.7 GB: one of them at a time, beside our step on 10^6 rows.
@@ -206,6 +219,14 @@ def _bags(quick: bool, rounds: int) -> list[Comparison]:
         _beside(replace(task, optimizer=optimizer), ("torch", "FBGEMM"), rounds)
         for task in tasks
         for optimizer in _FOUR
+    ]
+
+
+def _programs(rounds: int) -> list[Comparison]:
+    return [
+        _beside(replace(task, optimizer=optimizer), ("torch",), rounds)
+        for task in _PROGRAMS
+        for optimizer in OFFERS["torch"]
     ]
 
 
