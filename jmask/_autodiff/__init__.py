@@ -4,6 +4,7 @@ values, row_pattern         cotangents that are still rows; which equations writ
 origins                     what makes an array of the program
 row_entries                 what an equation does to rows, entry by entry
 factors                     which rows repeat those of a smaller array, or are those of another
+slices_of_rows              the same of slices that are put side by side
 sums_of_lookups             `table[ids].sum(1)` of the forward pass
 interpreter                 running a jaxpr by a table of rules
 rules, control_flow, collectives    the table

@@ -6,7 +6,7 @@
 
 Then the gradient of the table keeps the cotangents of the bags, and the bag of each entry. What
 a program may do between the two: gather or broadcast along the entries, weight each of them, by
-an einsum too, leave some out, scale, reshape, cast. Of anything else the rows are an array, as
+an einsum too, leave some out, scale, reshape, cast, put slices side by side. Of anything else the rows are an array, as
 always; but where they are many, and an array that is there already times a number for each row,
 as in the gradient of a dot product, these two are kept:
 
@@ -26,6 +26,7 @@ from jax.extend.core import JaxprEqn
 
 from jmask._autodiff.origins import Made, Origins
 from jmask._autodiff.row_entries import entries_of, gathered, is_placed, kept_where, of_entries
+from jmask._autodiff.slices_of_rows import rows_of_slices
 from jmask._base.forms import aval_of, name_of, parameter
 from jmask._base.precision import joint_dtype
 from jmask._base.shapes import is_known
@@ -34,6 +35,8 @@ from jmask._kernels.factored_rows import FactoredRows, pays
 # Bytes of rows above which one array less is worth more than their hashing: glibc gives what is
 # twice as large back to the system after each step.
 _LARGE = 2**24
+# The same of slices that are put together: their ids are sorted then, and not hashed.
+_LARGE_SLICES = 2**23
 
 
 _Factors = FactoredRows | None
@@ -187,6 +190,13 @@ def _multiply(eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors:
     return None
 
 
+def _sliced(eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors:
+    size = aval_of(eqn.outvars[0]).size
+    if not is_known(size) or size * aval_of(eqn.outvars[0]).dtype.itemsize < _LARGE_SLICES:
+        return None
+    return rows_of_slices(eqn, origins, row_ndim, factors)
+
+
 def _transpose(eqn: JaxprEqn, origins: Origins, row_ndim: int) -> _Factors:
     origins, maker = origins.maker(eqn.invars[0])
     if maker is None or name_of(maker) != "dot_general":
@@ -287,7 +297,9 @@ _RULES: dict[str, Callable[[JaxprEqn, Origins, int], _Factors]] = {
     "convert_element_type": _convert,
     "dot_general": _dot_general,
     "mul": _multiply,
+    "add_any": _sliced,
     "neg": _negate,
+    "pad": _sliced,
     "select_n": _select,
     "transpose": _transpose,
     "copy": _same,

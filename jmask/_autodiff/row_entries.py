@@ -107,6 +107,9 @@ def of_entries(
             None if x is None else jnp.broadcast_to(x.reshape(shape[: len(entries)]), entries)
         )
     origins, maker = origins.maker(v)
+    if maker is not None and name_of(maker) == "convert_element_type":  # of weak types, too
+        x = of_entries(maker.invars[0], entries, origins, row_ndim)
+        return None if x is None else x.astype(parameter(maker, "new_dtype"))
     if maker is None or name_of(maker) != "broadcast_in_dim":
         return None
     (operand, *_), dimensions = maker.invars, parameter(maker, "broadcast_dimensions")

@@ -32,6 +32,12 @@ def squares(bags):
     return jnp.sum(jnp.sin(bags) * OUT)
 
 
+def beside(rows, count):
+    """Dot products of the first rows of each line, their sum, with the others."""
+    first = rows[:, :count].sum(1, keepdims=True) if count > 1 else rows[:, :1]
+    return jnp.sum(jnp.sin((first * rows[:, count:]).sum(2)) * WEIGHTS[:, count:])
+
+
 def recomputed(table):
     return jax.checkpoint(lambda table: squares(table[IDS].mean(1)))(table)
 
@@ -77,6 +83,12 @@ FACTORED |= {
     "three lookups": lambda t: (
         FACTORED["weights"](t) + FACTORED["a mask by where"](t) + squares(t[IDS[:, 1]])
     ),
+    "a row and the others": lambda t: beside(t[IDS], 1),
+    "the others and a row": lambda t: beside(t[IDS[:, ::-1]], 4),
+    "only the others": lambda t: squares(t[IDS][:, 1:].mean(1)),
+    "bags side by side": lambda t: (
+        squares(t[IDS][:, :2].sum(1)) + squares((t[IDS] * WEIGHTS[..., None])[:, 2:].sum(1))
+    ),
     "a slice with them": lambda t: FACTORED["jnp.take"](t) + squares(t[:B]),
 }
 
@@ -91,6 +103,11 @@ ARRAYS = {
         squares(t[IDS].mean(1)) + 5 * jnp.sum(jnp.sin(t[FLAT]))
     ),
     "max": lambda t: squares(jmask.embedding_bag(t, IDS, combiner="max")),
+    "slices that overlap": lambda t: (
+        lambda x: squares(x[:, :3].mean(1)) + squares(x[:, 2:].mean(1))
+    )(t[IDS]),
+    "every other row": lambda t: squares(t[IDS][:, ::2].mean(1)),
+    "slices of rows": lambda t: squares(t[IDS][..., 1:].mean((1, 2))[:, None]),
     "sums over columns": lambda t: jnp.sum(t[IDS].sum(-1) * WEIGHTS),
 }
 
@@ -114,6 +131,18 @@ JITTED = {
     "in a jitted helper": lambda t: jnp.sum(jax.jit(jax.jit(_POOLED))(t[IDS], WEIGHTS) ** 3),
 }
 PROGRAMS = FACTORED | ARRAYS | JITTED
+
+
+@pytest.fixture(autouse=True)
+def _slices_are_large(monkeypatch):
+    monkeypatch.setattr(factors, "_LARGE_SLICES", 0)
+
+
+def test_small_slices_are_arrays(monkeypatch):
+    loss = FACTORED["a row and the others"]
+    assert is_factored(jmask.grad(loss)(TABLE))
+    monkeypatch.setattr(factors, "_LARGE_SLICES", 4 * B * L * D + 1)
+    assert not is_factored(jmask.grad(loss)(TABLE))
 
 
 @functools.cache
