@@ -6,9 +6,9 @@
 
 Then the gradient of the table keeps the cotangents of the bags, and the bag of each entry. What
 a program may do between the two: gather or broadcast along the entries, weight each of them, by
-an einsum too, leave some out, scale, reshape, cast, put slices side by side. Of anything else the rows are an array, as
-always; but where they are many, and an array that is there already times a number for each row,
-as in the gradient of a dot product, these two are kept:
+an einsum too, leave some out, scale, reshape, cast, put slices side by side. Of anything else
+the rows are an array, as always; but where they are many, and an array that is there already
+times a number for each row, as in the gradient of a dot product, these two are kept:
 
     ct = mul rows_of_other (n, D) w (n, 1)        FactoredRows(rows_of_other, None, w)
 """
