@@ -207,12 +207,20 @@ def _named(operands: Operands, part: _Part) -> Any:
 def _all_at_once(
     run: OnUniqueRows, operands: Operands, part: _Part, one_by_one: bool = False
 ) -> list[jax.Array]:
+    if not one_by_one:
+        operands, part = _summed(operands, part)
     arrays, scalars, ids, values = _named(operands, part)
-    values, order = as_array(values), part.order
-    if order == "any" and not one_by_one:
-        ids, values = coalesce_rows(ids, values, arrays[0].shape[0])
-        order = "sorted"
-    return run(arrays, ids, values, scalars, order == "sorted")
+    return run(arrays, ids, as_array(values), scalars, part.order == "sorted")
+
+
+def _summed(operands: Operands, part: _Part) -> Pair:
+    """The same with rows of equal ids summed."""
+    if part.order != "any":
+        return operands, part
+    arrays, scalars, ids, values = _named(operands, part)
+    ids, rows = coalesce_rows(ids, as_array(values), arrays[0].shape[0])
+    part = dataclasses.replace(part, order="sorted", form=jax.tree.structure(rows))
+    return [*arrays, *scalars, ids, rows], part
 
 
 def _defined(operands: Operands, part: _Part) -> list[jax.Array]:
@@ -237,27 +245,23 @@ def _fused(operands: Operands, part: _Part) -> list[jax.Array]:
     return _all_at_once(update.fastest, operands, part, one_by_one=update.additive)
 
 
-def _summed_by_definition(*given: jax.Array, parts: Parts) -> list[jax.Array]:
-    return [table for pair in _pairs(given, parts) for table in _defined(*_summed(*pair))]
-
-
-def _on_cpus(*given: jax.Array, parts: Parts) -> list[jax.Array]:
-    pairs = [_summed(*pair) for pair in _pairs(given, parts)]
-    return [table for tables in _side_by_side(pairs) for table in tables]
-
-
-def _summed(operands: Operands, part: _Part) -> Pair:
-    """The same with rows of equal ids summed.
+def _summed_if_spread(given: Operands, parts: Parts) -> list[Pair]:
+    """The same on several devices, with rows of equal ids summed.
 
     What is added one by one, and spread over devices, XLA adds to a table of zeros on each, of
     which it sums all: it moves as much as the table holds.
     """
-    if part.order != "any" or part.is_alone:
-        return operands, part
-    arrays, scalars, ids, values = _named(operands, part)
-    ids, rows = coalesce_rows(ids, as_array(values), arrays[0].shape[0])
-    part = dataclasses.replace(part, order="sorted", form=jax.tree.structure(rows))
-    return [*arrays, *scalars, ids, rows], part
+    pairs = _pairs(given, parts)
+    return [pair if pair[1].is_alone else _summed(*pair) for pair in pairs]
+
+
+def _summed_by_definition(*given: jax.Array, parts: Parts) -> list[jax.Array]:
+    return [x for pair in _summed_if_spread(given, parts) for x in _defined(*pair)]
+
+
+def _on_cpus(*given: jax.Array, parts: Parts) -> list[jax.Array]:
+    pairs = _summed_if_spread(given, parts)
+    return [table for tables in _side_by_side(pairs) for table in tables]
 
 
 def _side_by_side(pairs: Sequence[Pair]) -> list[list[jax.Array]]:
