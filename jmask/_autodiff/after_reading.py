@@ -31,32 +31,33 @@ def after_reading(value: Any, gradients: Any, params: Any) -> Any:
     Of deferred tables the values depend on it: a step reads at the ids of the loss, so that
     XLA sees that it is the same, and reads once.
     """
-
-    def ordered(gradient: Any, waits: bool) -> Any:
-        leaf = gradient.index_leaf if is_row_sparse(gradient) else None
-        if not isinstance(leaf, jax.core.Tracer) or varying_axes(value) - varying_axes(leaf):
-            return gradient
-        shardings = [explicit_sharding(x) for x in (leaf, value)]
-        if len({None if x is None else x.mesh for x in shardings}) > 1:
-            return gradient
-        if waits:
-            one = plus_zero(jnp.ones((), jnp.int32), zero)
-            return gradient.scaled(lambda x: x * one.astype(x.dtype))
-        rows = gradient.stored
-        if isinstance(rows, FactoredRows) and rows.index is not None:
-            index = plus_zero(rows.index, zero)  # ids are sorted meanwhile
-            rows = dataclasses.replace(rows, index=index)
-        else:
-            leaf = mapped_words(leaf, lambda words: plus_zero(words, zero))
-        return RowSparse.tree_unflatten((gradient.shape, gradient.coalesced), (leaf, rows))
-
-    found = zero_after_reading(value) if isinstance(value, jax.core.Tracer) else None
-    if found is None:
+    zero = zero_after_reading(value) if isinstance(value, jax.core.Tracer) else None
+    if zero is None:
         return gradients
-    zero = found
     leaves = jax.tree.leaves(gradients, is_leaf=is_row_sparse)
     tree: Any = jax.tree.structure(gradients, is_leaf=is_row_sparse)
     tables = list(map(is_deferred, jax.tree.leaves(params, is_leaf=is_stored_table)))
     if len(tables) != len(leaves):  # a model, which has no tables of other forms
         tables = [False] * len(leaves)
-    return tree.unflatten(map(ordered, leaves, tables))
+    ordered = (_ordered(x, value, zero, waits) for x, waits in zip(leaves, tables, strict=True))
+    return tree.unflatten(ordered)
+
+
+def _ordered(gradient: Any, value: jax.Array, zero: jax.Array, waits: bool) -> Any:
+    """One of them; `zero` depends on the value, and of a deferred table the values wait."""
+    leaf = gradient.index_leaf if is_row_sparse(gradient) else None
+    if not isinstance(leaf, jax.core.Tracer) or varying_axes(value) - varying_axes(leaf):
+        return gradient
+    shardings = [explicit_sharding(x) for x in (leaf, value)]
+    if len({None if x is None else x.mesh for x in shardings}) > 1:
+        return gradient
+    if waits:
+        one = plus_zero(jnp.ones((), jnp.int32), zero)
+        return gradient.scaled(lambda x: x * one.astype(x.dtype))
+    rows = gradient.stored
+    if isinstance(rows, FactoredRows) and rows.index is not None:
+        index = plus_zero(rows.index, zero)  # ids are sorted meanwhile
+        rows = dataclasses.replace(rows, index=index)
+    else:
+        leaf = mapped_words(leaf, lambda words: plus_zero(words, zero))
+    return RowSparse.tree_unflatten((gradient.shape, gradient.coalesced), (leaf, rows))

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jmask._autodiff.origins import Origins, plain
+from jmask._autodiff.origins import Origins, Program, plain
 from jmask._autodiff.sums_of_lookups import SUMS, sum_of_lookups
 from jmask._autodiff.values import Filled, RowSum
 from jmask._base.array_types import varying_like
@@ -37,6 +37,7 @@ from jmask._base.forms import (
     aval_of,
     called,
     name_of,
+    names_in,
     parameter,
     what_is_unknown,
     within,
@@ -146,7 +147,7 @@ class Interpreter:
         values.update(zip(jaxpr.invars, inputs, strict=True))
 
         live = [eqn for number, eqn in enumerate(jaxpr.eqns) if number in demand.live]
-        origins = Origins(live, jaxpr.outvars, values)
+        origins = Origins(Program(live, jaxpr.outvars), values)
 
         def read(v: Any) -> Any:
             return v.val if isinstance(v, Literal) else plain(values[v])
@@ -191,7 +192,7 @@ class Interpreter:
             outputs = rule.apply(eqn, arguments, wanted, self)
             if outputs is not None and all(map(_fits, outputs, eqn.outvars)):
                 return outputs
-        elif holds_lookup(eqn):
+        elif holds_slow_gather(eqn) or may_sum_lookups(eqn):
             return self._run_lookup(eqn, arguments)
         return self.run_dense(eqn, arguments)
 
@@ -273,19 +274,17 @@ def place_of(eqn: JaxprEqn) -> Place | None:
     return place
 
 
-def holds_lookup(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a gather that can be faster, or a call of a function with one.
-
-    A function that sums what it looks up is one, too.
-    """
+def holds_slow_gather(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a gather that can be faster, or a call of a function with one."""
     if name_of(eqn) == "gather":
         return gather_of(eqn).is_slow_copy(aval_of(eqn.invars[0]))
-    if name_of(eqn) != "jit":
-        return False
-    inside = called(eqn)[0].eqns
-    names = {name_of(e) for e in within([eqn])}
-    sums_lookups = "gather" in names and not names.isdisjoint(SUMS)
-    return sums_lookups or any(map(holds_lookup, inside))
+    return name_of(eqn) == "jit" and any(map(holds_slow_gather, called(eqn)[0].eqns))
+
+
+def may_sum_lookups(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a call of a function that looks up rows and sums something."""
+    names = names_in(called(eqn)[0]) if name_of(eqn) == "jit" else set[str]()
+    return "gather" in names and not names.isdisjoint(SUMS)
 
 
 def gather_of(eqn: JaxprEqn) -> Gather:

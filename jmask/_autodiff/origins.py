@@ -36,22 +36,11 @@ def plain(x: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Origins:
-    """Where the arrays of a program come from, while it is run.
-
-    Attributes:
-        equations: those that are run.
-        outputs: of the program.
-        values: what has been computed, `Made` for some inputs.
-        scaled_only: whether to look no further than for what rows are multiplied with.
-        is_inside: whether it is a function that is called, of which inputs alone are known.
-    """
+class Program:
+    """The equations that are run, and the variables that come out."""
 
     equations: Sequence[JaxprEqn]
     outputs: Sequence[Any]
-    values: dict[Var, Any]
-    scaled_only: bool = False
-    is_inside: bool = False
 
     @functools.cached_property
     def definitions(self) -> dict[Var, JaxprEqn]:
@@ -59,11 +48,28 @@ class Origins:
         return {v: eqn for eqn in self.equations for v in eqn.outvars}
 
     @functools.cached_property
-    def _uses(self) -> collections.Counter[Any]:
-        """How often equations need a variable, or it is an output."""
+    def uses(self) -> collections.Counter[Var]:
+        """How often equations need a variable, or it comes out."""
         needed = (v for eqn in self.equations for v in eqn.invars)
         variables = (*needed, *self.outputs)
         return collections.Counter(v for v in variables if not isinstance(v, Literal))
+
+
+@dataclasses.dataclass(frozen=True)
+class Origins:
+    """Where the arrays of a program come from, while it is run.
+
+    Attributes:
+        program: what is run.
+        values: what has been computed, `Made` for some inputs.
+        scaled_only: whether to look no further than for what rows are multiplied with.
+        is_inside: whether it is a function that is called, of which inputs alone are known.
+    """
+
+    program: Program
+    values: dict[Var, Any]
+    scaled_only: bool = False
+    is_inside: bool = False
 
     def made(self, v: Any, value: Any) -> Any:
         """The value of a variable; that of an array with the variable."""
@@ -83,13 +89,13 @@ class Origins:
 
         With `for_one`, if nothing else needs the variable.
         """
-        if for_one and not isinstance(v, Literal) and self._uses[v] > 1:
+        if isinstance(v, Literal) or (for_one and self.program.uses[v] > 1):
             return self, None
-        eqn = None if isinstance(v, Literal) else self.definitions.get(v)
+        eqn = self.program.definitions.get(v)
         if eqn is not None and name_of(eqn) in CALLS:
             origins = self._inside(eqn)
-            return origins.maker(origins.outputs[eqn.outvars.index(v)], for_one)
-        value = None if isinstance(v, Literal) or eqn is not None else self.values.get(v)
+            return origins.maker(origins.program.outputs[eqn.outvars.index(v)], for_one)
+        value = self.values.get(v) if eqn is None else None
         if isinstance(value, Made):
             origins = dataclasses.replace(value.origins, scaled_only=self.scaled_only)
             return origins.maker(value.variable, for_one)
@@ -103,14 +109,12 @@ class Origins:
         ]
         variables = (*program.jaxpr.constvars, *program.jaxpr.invars)
         inputs = zip(variables, (*program.consts, *given), strict=True)
-        known = dict(inputs)
-        return Origins(
-            program.eqns, program.jaxpr.outvars, known, self.scaled_only, is_inside=True
-        )
+        inside = Program(program.eqns, program.jaxpr.outvars)
+        return Origins(inside, dict(inputs), self.scaled_only, is_inside=True)
 
     def _compute(self, v: Var) -> None:
         """A value in a function, once more; the compiler of a jitted step makes it one."""
-        eqn = self.definitions.get(v)
+        eqn = self.program.definitions.get(v)
         if eqn is None or eqn.effects or len(within([eqn])) > 1:
             return
         inputs = [self.read(x) for x in eqn.invars]

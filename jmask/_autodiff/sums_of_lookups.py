@@ -71,7 +71,8 @@ def sum_of_lookups(eqn: JaxprEqn, origins: Origins) -> jax.Array | None:
 
     Outside jit the rows have been read when their sum comes: then it is None, too.
     """
-    for summed in SUMS.get(name_of(eqn), _none)(eqn, origins):
+    sums_of = SUMS.get(name_of(eqn))
+    for summed in () if sums_of is None else sums_of(eqn, origins):
         shape = aval_of(summed.rows).shape
         if not is_known(*shape) or 0 in shape or not summed.kept:
             continue
@@ -107,10 +108,6 @@ def _sum(rows: _Lookup, summed: _Sum, bags: int) -> jax.Array | None:
 # --- which sums --------------------------------------------------------------------------
 
 
-def _none(eqn: JaxprEqn, origins: Origins) -> Iterator[_Sum]:
-    yield from ()
-
-
 def _reduce_sum(eqn: JaxprEqn, origins: Origins) -> Iterator[_Sum]:
     """How many dimensions its rows have is not said: one at least."""
     (v,), axes = eqn.invars, tuple(sorted(parameter(eqn, "axes")))
@@ -129,7 +126,9 @@ def _dot_general(eqn: JaxprEqn, origins: Origins) -> Iterator[_Sum]:
         sizes = dict(enumerate(aval_of(other).shape))
         free = [d for d in sizes if d not in theirs]
         entries = sorted((*kept, *summed))
-        if entries != list(range(len(entries))) or any(sizes[d] != 1 for d in free):
+        if not kept or entries != list(range(len(entries))):
+            continue
+        if any(sizes[d] != 1 for d in free):
             continue
         weights = origins.read(other)
         if weights is not None and len(entries) < len(aval_of(v).shape):
