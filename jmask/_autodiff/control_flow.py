@@ -2,7 +2,6 @@
 
 | equation                        | becomes                                               |
 |---------------------------------|-------------------------------------------------------|
-| jit, custom_jvp/vjp, closed call | its equations, in line                               |
 | remat                           | the same behind an optimization barrier, so that what |
 |                                 | is recomputed is not merged with the forward pass     |
 | scan with a table cotangent     | the rows of every iteration stacked as an output; the |
@@ -19,15 +18,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
-from jmask._autodiff.interpreter import Flags, Interpreter, Outputs, Rule, Values, makes_rows
+from jmask._autodiff.interpreter import (
+    Flags,
+    Interpreter,
+    Outputs,
+    Rule,
+    Values,
+    nothing_to_do,
+)
 from jmask._autodiff.row_pattern import IdsAndRows
 from jmask._autodiff.values import RowSum, refuse, trial
 from jmask._base.array_types import varying_axes
 from jmask._base.fallback import muted
 from jmask._base.forms import (
-    CALLS,
     REMATS,
     Opened,
     Scan,
@@ -37,27 +42,12 @@ from jmask._base.forms import (
     scan_of,
 )
 
-
-def nothing_to_do(jaxpr: Jaxpr, inputs: Sequence[Any]) -> bool:
-    """Whether an equation that runs `jaxpr` may be run as it is."""
-    return not any(map(makes_rows, jaxpr.eqns)) and not any(
-        isinstance(x, RowSum) for x in inputs
-    )
-
-
-# --- calls -------------------------------------------------------------------------------
+# --- remat -------------------------------------------------------------------------------
 
 
 def _call_demand(eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any) -> list[bool]:
     jaxpr, _ = called(eqn)
     return interpreter.demand(jaxpr, wanted).of(jaxpr.invars)
-
-
-def _call(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
-    jaxpr, consts = called(eqn)
-    if nothing_to_do(jaxpr, inputs):
-        return None
-    return interpreter.run(jaxpr, consts, inputs, wanted)
 
 
 def _remat(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
@@ -197,7 +187,7 @@ def _parts_added_to(key: _Carry, output: Any) -> tuple[IdsAndRows, ...]:
     # Rows of slices with fixed bounds are better summed than stacked.
     additive = isinstance(output, RowSum) and output.carry is key
     if additive and (output.looked_up or not output.parts):
-        return output.arrays()
+        return output.parts
     refuse(key)
     return ()
 
@@ -290,8 +280,8 @@ def _common_outputs(branches: list[list[_Output]]) -> list[_Output]:
     return forms
 
 
-CONTROL_FLOW_RULES: dict[str, Rule] = (
-    {"scan": Rule(_scan_demand, _scan), "cond": Rule(_cond_demand, _cond)}
-    | {name: Rule(_call_demand, _call) for name in CALLS}
-    | {name: Rule(_call_demand, _remat) for name in REMATS}
-)
+CONTROL_FLOW_RULES: dict[str, Rule] = {
+    "scan": Rule(_scan_demand, _scan),
+    "cond": Rule(_cond_demand, _cond),
+    **{name: Rule(_call_demand, _remat) for name in REMATS},
+}

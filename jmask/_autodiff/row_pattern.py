@@ -31,8 +31,8 @@ from jmask._base.row_ids import canonical, id_dtype, widen
 from jmask._base.shapes import trailing
 from jmask._kernels.rows import gather_rows
 
-IdsAndRows = tuple[jax.Array, Any]
-"""Canonical ids (n,) and the rows to be added there (n, *row): an array, or `FactoredRows`."""
+IdsAndRows = tuple[jax.Array, jax.Array]
+"""Canonical ids (n,) and the rows to be added there (n, *row)."""
 
 
 def scatter_add_rows(

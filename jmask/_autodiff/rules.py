@@ -29,7 +29,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from jmask._autodiff.factors import updates_of_rows
+from jmask._autodiff.gathered_rows import remembered, rows_added
 from jmask._autodiff.interpreter import (
     Flags,
     Interpreter,
@@ -38,7 +38,6 @@ from jmask._autodiff.interpreter import (
     Values,
     report_dense,
 )
-from jmask._autodiff.origins import plain
 from jmask._autodiff.row_pattern import (
     dynamic_update_rows,
     padded_rows,
@@ -162,7 +161,7 @@ def _broadcast_rows(eqn: JaxprEqn, x: RowSum) -> Outputs:
         return None
     parts = tuple(
         (ids, lax.broadcast_in_dim(rows, (*ids.shape, *shape[1:]), dimensions))
-        for ids, rows in x.arrays()
+        for ids, rows in x.parts
     )
     return [dataclasses.replace(x, shape=shape, parts=parts)]
 
@@ -171,15 +170,15 @@ def _scatter_add(
     eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
 ) -> Outputs:
     operand, indices, updates = inputs
-    operand, indices = plain(operand), plain(indices)
     if not isinstance(operand, RowSum):
         return None
-    rows = updates_of_rows(updates, eqn)
-    updates = interpreter.dense(plain(updates), eqn)
+    updates = interpreter.dense(updates, eqn)
     entries = scatter_add_rows(eqn, interpreter.dense(indices, eqn), updates)
     if entries is None:
         return None
-    return [operand.plus(((entries[0], rows or entries[1]),), looked_up=True)]
+    ids, rows = entries
+    rows = remembered(rows, rows_added(eqn, updates))
+    return [operand.plus(((ids, rows),), looked_up=True)]
 
 
 def _dynamic_update_slice(
@@ -307,7 +306,7 @@ def _reshape(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpre
     same_size = np.prod(shape, dtype=int) == np.prod(x.shape, dtype=int)
     if not shape or shape[0] != x.shape[0] or not same_size:
         return None
-    parts = tuple((ids, rows.reshape((ids.shape[0], *shape[1:]))) for ids, rows in x.arrays())
+    parts = tuple((ids, rows.reshape((ids.shape[0], *shape[1:]))) for ids, rows in x.parts)
     return [dataclasses.replace(x, shape=shape, parts=parts)]
 
 

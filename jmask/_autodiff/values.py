@@ -27,7 +27,7 @@ from jmask._autodiff.row_pattern import IdsAndRows
 from jmask._base.fallback import LARGE
 from jmask._base.row_ids import id_dtype
 from jmask._kernels.coalesce import coalesce_rows
-from jmask._kernels.factored_rows import FactoredRows, as_array, joined
+from jmask._kernels.gathered_rows import gathered, joined, scaled
 from jmask._kernels.update_rows import add_to_rows
 from jmask._tensors.row_sparse import RowSparse
 
@@ -65,7 +65,7 @@ class RowSum:
     """A sum of row updates of an array of the given shape and dtype.
 
     Attributes:
-        parts: pairs of canonical ids (n,) and rows (n, *row), an array or `FactoredRows`.
+        parts: pairs of canonical ids (n,) and rows (n, *row).
         looked_up: some part comes from a lookup. Otherwise the rows come from slices with
             fixed bounds (`weights[:10]`), whose gradient stays an ordinary dense array
             unless a lookup of the same table joins it, or they are few of a large table.
@@ -99,17 +99,10 @@ class RowSum:
             looked_up=self.looked_up or looked_up,
         )
 
-    def arrays(self) -> tuple[IdsAndRows, ...]:
-        """The parts with their rows as arrays."""
-        return tuple((ids, as_array(rows)) for ids, rows in self.parts)
-
     def scaled(self, function: Callable[[jax.Array], jax.Array]) -> "RowSum":
         """Multiply every entry by the same number, as the function does with an array."""
         refuse(self.carry)
-        parts = tuple(
-            (ids, rows.scaled(function) if isinstance(rows, FactoredRows) else function(rows))
-            for ids, rows in self.parts
-        )
+        parts = tuple((ids, scaled(rows, function)) for ids, rows in self.parts)
         return dataclasses.replace(self, parts=parts)
 
     def map_rows(self, function: Callable[[jax.Array], jax.Array]) -> "RowSum":
@@ -118,7 +111,7 @@ class RowSum:
         A carry cannot be scaled along: that would have to happen outside the scan.
         """
         refuse(self.carry)
-        parts = tuple((ids, function(rows)) for ids, rows in self.arrays())
+        parts = tuple((ids, function(rows)) for ids, rows in self.parts)
         return dataclasses.replace(self, parts=parts)
 
     def map_sums(self, function: Callable[[jax.Array], jax.Array]) -> "RowSum":
@@ -143,8 +136,7 @@ class RowSum:
             return None
         refuse(self.carry)
         parts = tuple(
-            (ids, jnp.broadcast_to(rows, (*ids.shape, *shape[1:])))
-            for ids, rows in self.arrays()
+            (ids, jnp.broadcast_to(rows, (*ids.shape, *shape[1:]))) for ids, rows in self.parts
         )
         return dataclasses.replace(self, shape=shape, parts=parts)
 
@@ -152,7 +144,7 @@ class RowSum:
         """All parts as one, padded to `capacity` entries."""
         rows = self.shape[0]
         ids = [ids for ids, _ in self.parts]
-        values = [as_array(values) for _, values in self.parts]
+        values = [values for _, values in self.parts]
         missing = 0 if capacity is None else capacity - self.capacity
         if missing or not self.parts:
             ids.append(jnp.full((missing,), rows, id_dtype(rows)))
@@ -164,7 +156,7 @@ class RowSum:
     def added_to(self, dense: jax.Array) -> jax.Array:
         """`dense` plus these rows."""
         for ids, rows in self.parts:
-            dense = add_to_rows(dense, ids, rows)
+            dense = add_to_rows(dense, ids, gathered(rows))
         return dense
 
     def todense(self) -> jax.Array:

@@ -215,7 +215,7 @@ def _new_tables(
     exact = param.dtype == gradient.dtype and not is_narrow(gradient.dtype)
     if rule.linear and exact and not stored:
         step = gradient.scaled(lambda rows: rule.on_entries((rows, None), scalars)[0])
-        return RowUpdate(ADDITION, [param], step.row_ids(), step.stored, [], step.order)
+        return RowUpdate(ADDITION, [param], step.row_ids(), step.rows(), [], step.order)
     if rule.one_pass() and (not stored or isinstance(param, PackedTable)):
         return update_entries(new_entries, tables, gradient, traced)
     whole = None if stored else updated_whole(new_entries, tables, gradient, traced)
@@ -239,7 +239,7 @@ def _new_tables(
         Update(on_unique_rows, captures=captures),
         tables,
         gradient.row_ids(),
-        gradient.stored,
+        gradient.rows(),
         traced,
         gradient.order,
     )

@@ -44,7 +44,7 @@ def add_to_dense(dense: Any, rows: RowSparse, key: jax.Array | None = None) -> A
         dense = dense.astype(dtype)
     key = key if is_narrow(dense.dtype) else None
     if not stored and dense.dtype == dtype and key is None:
-        return add_to_rows(dense, rows.row_ids(), rows.stored, rows.order)
+        return add_to_rows(dense, rows.row_ids(), rows.rows(), rows.order)
     rows = rows if stored else rows.coalesce()
     dtype = dtype if key is None else wide(dtype)
     new = rows_of(dense, rows).astype(dtype) + rows.values.astype(dtype)

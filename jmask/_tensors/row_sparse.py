@@ -28,7 +28,7 @@ from jmask._base.precision import adds_when_cast, is_nonzero
 from jmask._base.row_ids import Order, canonical, hide, id_dtype, is_opaque, reveal, widen
 from jmask._base.shapes import trailing
 from jmask._kernels.coalesce import coalesce_rows
-from jmask._kernels.factored_rows import FactoredRows, Rows, as_array
+from jmask._kernels.gathered_rows import Rows, gathered, scaled
 from jmask._kernels.rows import gather_rows
 from jmask._kernels.stochastic_rounding import check_key
 from jmask._kernels.update_rows import add_to_rows
@@ -81,11 +81,11 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
                [0., 0.]], dtype=float32)
     """
 
-    __slots__ = ("coalesced", "index_leaf", "shape", "stored")
+    __slots__ = ("coalesced", "index_leaf", "shape", "values")
 
     stype = "row_sparse"
 
-    stored: Rows
+    values: Any
     shape: tuple[int, ...]
     coalesced: bool
 
@@ -101,7 +101,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         shape = checked_shape(shape_that_fits(indices, values) if shape is None else shape)
         check_values(indices, values, shape)
         self.index_leaf = hide(widen(indices, shape[0]))
-        self.stored = values
+        self.values = values
         self.shape = shape
         check_flag("coalesced", coalesced)
         self.coalesced = bool(coalesced)
@@ -115,28 +115,28 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
             jax.tree_util.GetAttrKey("indices"),
             jax.tree_util.GetAttrKey("values"),
         )
-        leaves = (self.index_leaf, self.stored)
+        leaves = (self.index_leaf, self.values)
         return tuple(zip(keys, leaves, strict=True)), (self.shape, self.coalesced)
 
     def tree_flatten(self):
         refuse_misuse()
-        return (self.index_leaf, self.stored), (self.shape, self.coalesced)
+        return (self.index_leaf, self.values), (self.shape, self.coalesced)
 
     @classmethod
     def tree_unflatten(cls, static, leaves):
         # JAX also builds nodes of shapes, axes and masks, so only a leaf that is surely a
         # number in the place of ids is refused.
-        leaf, stored = leaves
+        leaf, values = leaves
         if isinstance(leaf, jax.Array | np.ndarray) and not is_opaque(leaf):
             leaf = refuse_plain_ids(leaf)
         node = object.__new__(cls)
-        node.index_leaf, node.stored = leaf, stored
+        node.index_leaf, node.values = leaf, values
         node.shape, node.coalesced = static
         return node
 
     @classmethod
     def of_rows(
-        cls, ids: jax.Array, values: Rows, shape: tuple[int, ...], *, coalesced: bool
+        cls, ids: jax.Array, values: jax.Array, shape: tuple[int, ...], *, coalesced: bool
     ) -> "RowSparse":
         """The tensor of ids (n,) and values (n, *row) that are known to fit, unchecked."""
         return cls.tree_unflatten((shape, coalesced), (hide(widen(ids, shape[0])), values))
@@ -149,17 +149,9 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         return reveal(self.index_leaf) if is_opaque(self.index_leaf) else self.index_leaf
 
     @property
-    def values(self) -> Any:
-        """The rows (n, *row).
-
-        Those of bags are kept in two factors: see `FactoredRows`.
-        """
-        return as_array(self.stored)
-
-    @property
     def dtype(self) -> Any:
         """The dtype of the values."""
-        return self.stored.dtype
+        return self.values.dtype
 
     @property
     def ndim(self) -> int:
@@ -279,7 +271,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         if self.dtype == jnp.dtype(bool):  # booleans add as `or`, which no scatter does
             return self.with_values(self.values.astype(jnp.int32)).todense() != 0
         zeros = jnp.zeros(self.shape, self.dtype)
-        return add_to_rows(zeros, self.row_ids(), self.stored, self.order)
+        return add_to_rows(zeros, self.row_ids(), self.rows(), self.order)
 
     @property
     def order(self) -> Order:
@@ -377,16 +369,16 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         """
         known = isinstance(values, jax.Array | jax.ShapeDtypeStruct)
         values = values if known else checked_array("values", values)
-        check_replacement(values, self.stored)
+        check_replacement(values, self.values)
         return RowSparse.tree_unflatten((self.shape, self.coalesced), (self.index_leaf, values))
 
     def scaled(self, function: Callable[[Any], Any]) -> "RowSparse":
         """The tensor with every entry times the same number, as `function` does with arrays."""
-        if not isinstance(self.stored, FactoredRows):
-            return self.with_values(function(self.stored))
-        return self.tree_unflatten(
-            (self.shape, self.coalesced), (self.index_leaf, self.stored.scaled(function))
-        )
+        return self.with_values(scaled(self.values, function))
+
+    def rows(self) -> Rows:
+        """The values, or what is known to make them: for those who read them block by block."""
+        return gathered(self.values)
 
 
 def is_row_sparse(x: Any) -> bool:
