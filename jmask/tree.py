@@ -146,7 +146,7 @@ def merge(stacked: Any) -> Any:
                 f"lax.scan or jax.vmap; got indices of shape {ids.shape}."
             )
         leaves = (ids.reshape(-1), values.reshape(-1, *values.shape[2:]))
-        return RowSparse.tree_unflatten((x.shape, False), leaves)
+        return x.with_leaves(*leaves, coalesced=False)
 
     check_leaves("stacked", stacked)
     return _map(merged, stacked)
@@ -205,12 +205,12 @@ def psum(tree: Any, axis_name: Any) -> Any:
         _refuse_entries(x, "tree")
         if not is_row_sparse(x):
             return lax.psum(x, names)
-        ids, values = varying_alike(x.row_ids(), x.values)
+        ids, values = varying_alike(x.flat().row_ids(), x.values)
         # In a `shard_map` what is the same on all devices is typed so.
         to = "invarying" if varying_axes(values) else "varying"
         for name in names:
             ids, values = (lax.all_gather(a, name, tiled=True, to=to) for a in (ids, values))
-        return RowSparse(ids, values, x.shape)
+        return RowSparse(ids, values, x.shape, leading=x.leading)
 
     return _map(summed, tree)
 
@@ -258,7 +258,7 @@ def _sum_of_squares(x: Any) -> jax.Array:
     if isinstance(x, MaskedTensor):
         x = jnp.where(x.valid, stored_values(x.storage), 0)
     elif is_sparse(x):
-        x = unique_positions(x)
+        x = unique_positions(x.flat() if is_row_sparse(x) else x)
         x = jnp.where(is_entry(x), stored_values(x), 0)
     x = jnp.asarray(x)
     size = jnp.abs(x)

@@ -18,7 +18,7 @@ from jmask._kernels.gathered_rows import GATHERED
 from jmask._kernels.rows import plus_zero, zero_after_reading
 from jmask._tables.deferred_table import is_deferred
 from jmask._tables.stored_table import is_stored_table
-from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._tensors.row_sparse import is_row_sparse
 
 
 def after_reading(value: Any, gradients: Any, params: Any) -> Any:
@@ -57,8 +57,7 @@ def _ordered(gradient: Any, value: jax.Array, zero: jax.Array, waits: bool) -> A
     known = GATHERED.of(gradient.values)
     if known is None or known.index is None:
         leaf = mapped_words(leaf, lambda words: plus_zero(words, zero))
-        parts = (leaf, gradient.values)
-        return RowSparse.tree_unflatten((gradient.shape, gradient.coalesced), parts)
+        return gradient.with_leaves(leaf, gradient.values)
     # The ids are sorted meanwhile; of the rows that nothing reads nothing is left.
     rows = gradient.values * plus_zero(jnp.ones((), jnp.int32), zero).astype(gradient.dtype)
     GATHERED.note(rows, dataclasses.replace(known, index=plus_zero(known.index, zero)))

@@ -114,7 +114,7 @@ def _shard_map(
         **form.how,
     )(*(interpreter.dense(x, eqn) for x in inputs))
     return [
-        x if kind is None else kind.plus(x, kind.looked_up)
+        x if kind is None else dataclasses.replace(kind, parts=tuple(x))
         for x, kind in zip(results, kinds, strict=True)
     ]
 

@@ -78,8 +78,11 @@ def _is_zero(x: Any) -> bool:
 # --- scan --------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(eq=False)
 class _Carry:
-    """The identity of one scan carry."""
+    """The identity of one scan carry, and how many dimensions its ids number."""
+
+    leading: int = 1
 
 
 def _scan_demand(eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any) -> list[bool]:
@@ -116,7 +119,7 @@ def _scan(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
     carry, (scanned, parts) = loop.run(keys, loop.dense_init(keys), scanned_in)
     dense_carry = iter(carry)
     totals = [
-        _with_stacked(x, parts[i]) if i in keys else next(dense_carry)
+        _with_stacked(x, parts[i], keys[i].leading) if i in keys else next(dense_carry)
         for i, x in enumerate(init)
     ]
     return [*totals, *scanned]
@@ -187,12 +190,13 @@ def _parts_added_to(key: _Carry, output: Any) -> tuple[IdsAndRows, ...]:
     # Rows of slices with fixed bounds are better summed than stacked.
     additive = isinstance(output, RowSum) and output.carry is key
     if additive and (output.looked_up or not output.parts):
+        key.leading = output.leading
         return output.parts
     refuse(key)
     return ()
 
 
-def _with_stacked(total: RowSum, stacked: tuple[IdsAndRows, ...]) -> RowSum:
+def _with_stacked(total: RowSum, stacked: tuple[IdsAndRows, ...], leading: int) -> RowSum:
     """`total` with parts whose ids (length, n) and rows (length, n, *row) are stacked."""
     parts = tuple(
         (
@@ -201,7 +205,7 @@ def _with_stacked(total: RowSum, stacked: tuple[IdsAndRows, ...]) -> RowSum:
         )
         for ids, rows in stacked
     )
-    return total.plus(parts, looked_up=True)
+    return total.plus(parts, looked_up=True, leading=leading)
 
 
 # --- cond --------------------------------------------------------------------------------
@@ -241,7 +245,7 @@ def _cond(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
             return [
                 interpreter.dense(x, eqn)
                 if form.rows is None
-                else x.concatenated(form.capacity)
+                else x.refined(form.rows.leading).concatenated(form.capacity)
                 for x, form in zip(outputs_of(branch), common, strict=True)
             ]
 
@@ -249,7 +253,7 @@ def _cond(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
 
     results = jax.lax.switch(which, [build(branch) for branch in branches])
     return [
-        x if form.rows is None else form.rows.plus((x,), form.rows.looked_up)
+        x if form.rows is None else dataclasses.replace(form.rows, parts=(x,))
         for x, form in zip(results, common, strict=True)
     ]
 
@@ -275,8 +279,10 @@ def _common_outputs(branches: list[list[_Output]]) -> list[_Output]:
             forms.append(_Output(None))
             continue
         looked_up = any(x.looked_up for x in rows)
-        capacity = max(x.capacity for x in outputs)
-        forms.append(_Output(dataclasses.replace(rows[0], looked_up=looked_up), capacity))
+        leading = max(x.leading for x in rows)
+        form = dataclasses.replace(rows[0], looked_up=looked_up, leading=leading)
+        capacity = max(x.capacity * form.count // x.rows.count for x in outputs)
+        forms.append(_Output(form, capacity))
     return forms
 
 

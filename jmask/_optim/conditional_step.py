@@ -116,7 +116,7 @@ def all_finite(gradients: Any) -> jax.Array:
         if isinstance(leaf, MaskedTensor):
             ignored = ~leaf.valid
         elif is_sparse(storage):
-            ignored = ~is_entry(storage)
+            ignored = ~is_entry(storage.flat() if is_row_sparse(storage) else storage)
         if jnp.issubdtype(values.dtype, jnp.inexact):
             finite &= jnp.all(jnp.isfinite(values) | ignored)
     return finite
@@ -232,7 +232,7 @@ def _no_update(shapes: Any, params: Any) -> Any:
         if not is_row_sparse(x):
             # -0.0, which changes nothing when added: -0.0 + 0.0 would be 0.0.
             return typed_like(-jnp.zeros(x.shape, x.dtype), x)
-        padding = RowSparse.zeros(x.shape, x.dtype, x.nse)
+        padding = RowSparse.zeros(x.flat().shape, x.dtype, x.nse).stacked_as(x)
         structure: Any
         leaves, structure = jax.tree.flatten(x)
         return structure.unflatten(map(typed_like, jax.tree.leaves(padding), leaves))

@@ -28,6 +28,7 @@ from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, updated
 from jmask._lazy.deferred_step import deferred_step, has_deferred, without_rows
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
+from jmask._lazy.stacked_step import has_stacked, stacked_step
 from jmask._lazy.state_rows import check_state, check_state_type
 from jmask._tables.add_to_dense import add_to_dense
 from jmask._tables.packed import PackedTable
@@ -164,6 +165,9 @@ def _apply_gradients(
 ) -> tuple[Any, Any]:
     check_parameters(params)
     check_structure(grads, params)
+    if has_stacked(grads):
+        run = functools.partial(_apply_gradients, rule, lifted)
+        return stacked_step(lifted.init, run, grads, state, params)
     if has_deferred(params):
         run = functools.partial(_apply_gradients, rule, lifted)
         return deferred_step(lifted.init, lifted.update, run, grads, state, params)

@@ -38,6 +38,9 @@ def add_to_dense(dense: Any, rows: RowSparse, key: jax.Array | None = None) -> A
             f"cannot add rows of a tensor of shape {rows.shape} to an array of shape "
             f"{dense.shape}: a RowSparse does not broadcast."
         )
+    if rows.leading > 1:  # stacked tables are one table
+        flat = rows.flat()
+        return add_to_dense(dense.reshape(flat.shape), flat, key).reshape(dense.shape)
     both_float = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (dense, rows))
     dtype = joint_dtype(dense.dtype if stored else dense, rows.values)
     if not both_float:
