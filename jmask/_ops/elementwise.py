@@ -165,12 +165,12 @@ def _at_positions(x: Any, pattern: Any) -> Any:
     values = stored_values(storage)
     if same_positions(storage, pattern):
         return joined(values, x.valid) if isinstance(x, MaskedTensor) else values
-    valid = (x.valid,) if isinstance(x, MaskedTensor) else ()
-    at_positions = values_at(storage, pattern, *valid)
+    others = [x.valid] if isinstance(x, MaskedTensor) else []
+    at_positions = values_at(storage, pattern, *others)
     if at_positions is not None:
-        stored, values, *valid = at_positions
-        if valid:
-            return joined(values, valid[0] & stored)
+        stored, values, *others = at_positions
+        if others:
+            return joined(values, others[0] & stored)
         # An ordinary tensor is zero where it stores nothing.
         return jnp.where(stored, values, jnp.zeros((), values.dtype))
     report_fallback(
