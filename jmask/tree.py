@@ -27,6 +27,7 @@ from jax import lax
 from jmask._base.array_types import varying_alike, varying_axes
 from jmask._base.doors import check_flag, check_leaves
 from jmask._base.leaves import abstract_leaf
+from jmask._base.norms import factor_for
 from jmask._base.precision import joint_dtype
 from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, is_tensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
@@ -171,11 +172,19 @@ def norm(tree: Any, squared: bool = False) -> jax.Array:
     """
     check_flag("squared", squared)
     check_leaves("tree", tree)
-    leaves = jax.tree.leaves(tree, is_leaf=is_tensor)
-    total = jnp.zeros(())
-    for leaf in leaves:
-        total = total + _sum_of_squares(leaf)
-    return total if squared else jnp.sqrt(total)
+    sizes = [_sizes(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_tensor)]
+    dtype = joint_dtype(jnp.float32, *sizes)
+    greatest = jnp.zeros((), dtype)
+    for size in sizes:
+        greatest = jnp.maximum(greatest, jnp.max(size, initial=0).astype(dtype))
+    factor = factor_for(greatest)
+    total = jnp.zeros((), dtype)
+    for size in sizes:
+        total = total + jnp.sum(jnp.square(size * factor.astype(size.dtype))).astype(dtype)
+    if squared:
+        return total / factor / factor
+    is_zero = total == 0
+    return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, total)) / factor)
 
 
 def psum(tree: Any, axis_name: Any) -> Any:
@@ -254,15 +263,16 @@ def _with_capacity_of(x: Any, like: Any) -> Any:
     return x.coalesce(nse=like.nse)
 
 
-def _sum_of_squares(x: Any) -> jax.Array:
+def _sizes(x: Any) -> jax.Array:
+    """The absolute values of the entries, in float32 at least."""
     if isinstance(x, MaskedTensor):
         x = jnp.where(x.valid, stored_values(x.storage), 0)
     elif is_sparse(x):
-        x = unique_positions(x.flat() if is_row_sparse(x) else x)
+        x = unique_positions(x.flat().widened() if is_row_sparse(x) else x)
         x = jnp.where(is_entry(x), stored_values(x), 0)
     x = jnp.asarray(x)
     size = jnp.abs(x)
-    return jnp.sum(jnp.square(size.astype(joint_dtype(size, jnp.float32))))
+    return size.astype(joint_dtype(size, jnp.float32))
 
 
 def _refuse_entries(x: Any, argument: str) -> None:

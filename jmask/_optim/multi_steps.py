@@ -228,8 +228,8 @@ def _as_gradient(like: Any, kept: Any, factor: Any) -> Any:
         return joined(gradient, valid)
     if not is_row_sparse(like):
         return kept * jnp.asarray(factor, kept.dtype)
-    values = kept.values * jnp.asarray(factor, kept.values.dtype)
-    return RowSparse(kept.ids, values, like.shape, leading=like.leading)
+    rows = RowSparse(kept.ids, kept.values, like.shape, leading=like.leading).widened()
+    return rows.with_values(rows.values * jnp.asarray(factor, rows.dtype))
 
 
 def _unmasked(gradient: Any) -> Any:

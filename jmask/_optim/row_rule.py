@@ -49,7 +49,7 @@ from jmask._updates.checks import (
 from jmask._updates.dense_tables import noticing_dense_tables
 from jmask._updates.eager import compiled_outside_jit
 from jmask._updates.fit import Fit, dense_parameters
-from jmask._updates.masked_gradient import is_gradient_leaf
+from jmask._updates.masked_gradient import is_gradient_leaf, with_wide_rows
 from jmask._updates.row_update import update_entries, updated_whole
 
 
@@ -178,6 +178,7 @@ def _apply_gradients(
     if any(isinstance(leaf, MaskedTensor) for leaf in leaves):
         updates, state = lifted.update(grads, state, params)
         return apply_updates(params, updates), state
+    leaves = list(map(with_wide_rows, leaves))
     columns = [structure.flatten_up_to(tree) for tree in (params, *state[1:])]
     scalars = rule.scalars(state.count)
     rows = updated(

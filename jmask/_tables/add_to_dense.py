@@ -32,6 +32,8 @@ def add_to_dense(dense: Any, rows: RowSparse, key: jax.Array | None = None) -> A
     """
     stored = is_stored_table(dense)
     dense = dense if stored else jnp.asarray(dense)
+    # Rows of 16 bits may be many of one id: what is rounded is their sum, in the table.
+    rows = rows if rows.order == "sorted" else rows.widened()
     rows = fitted(dense, rows) if stored else rows
     if dense.shape != rows.shape:
         raise ValueError(

@@ -15,6 +15,7 @@ padding and its row is dropped. `coalesced` is a static promise: indices sorted,
 apart from padding, padding last.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmask._base.doors import check_flag, checked_array, checked_dtype
-from jmask._base.precision import adds_when_cast, is_nonzero
+from jmask._base.precision import adds_when_cast, is_nonzero, wide
 from jmask._base.row_ids import Order, canonical, hide, id_dtype, is_opaque, reveal, widen
 from jmask._base.shapes import trailing
 from jmask._kernels.coalesce import coalesce_rows
@@ -392,6 +393,18 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         dtype = checked_dtype("dtype", dtype)
         summed = self if adds_when_cast(self.dtype, jnp.dtype(dtype)) else self.coalesce()
         return summed.with_values(summed.values.astype(dtype))
+
+    def widened(self) -> "RowSparse":
+        """The tensor in float32 if it is of 16 bits: its rows can then be summed exactly."""
+        dtype, stored = wide(self.dtype), self.stored
+        if dtype == self.dtype:
+            return self
+        if isinstance(stored, FactoredRows):
+            stored = dataclasses.replace(stored, dtype=dtype)
+        else:
+            stored = stored.astype(dtype)
+        static = (self.shape, self.coalesced)
+        return RowSparse.tree_unflatten(static, (self.index_leaf, stored))
 
     def validate(self) -> None:
         """Check the stored indices, which needs them concrete (outside jit).
