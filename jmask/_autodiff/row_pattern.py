@@ -126,7 +126,7 @@ def dynamic_update_rows(
     ids = jnp.zeros((), dtype)
     for d, size in enumerate(window[:leading]):
         start = jnp.clip(widen(jnp.asarray(starts[d]), shape[d]), 0, shape[d] - size)
-        along = start.astype(dtype) + lax.iota(dtype, size)
+        along = (start.astype(dtype) + lax.iota(dtype, size)).reshape((1,) * ids.ndim + (size,))
         ids = ids[..., None] * np.asarray(shape[d], dtype) + along
     return ids.reshape(-1), update.reshape(ids.size, *shape[leading:]), leading
 

@@ -81,11 +81,11 @@ def refined_reports(
             report = _of_mixed_uses(gradient, table, uses) or _of_lookups(gradient, table, uses)
             if report is not None:
                 of_inputs.append((gradient, report))
-    # Of a transposed table its lookup says more than what was made dense.
-    only_looked_up = [sorted(r.shape or ()) for g, r in of_inputs if r.shape not in shapes]
+    # Of a transposed table its lookup says more than what was made dense there.
+    only_looked_up = {r.place for _, r in of_inputs if r.shape not in shapes}
     refined = []
     for report in reports:
-        if sorted(report.shape or ()) in only_looked_up:
+        if report.place in only_looked_up:
             continue
         fitting = [pair for pair in of_inputs if pair[1].shape == report.shape]
         # Of two tables of one shape that which became dense is meant.

@@ -109,6 +109,14 @@ def scaled(rows: jax.Array, function: Callable[[jax.Array], jax.Array]) -> jax.A
     return result
 
 
+def cast(rows: jax.Array, dtype: Any) -> jax.Array:
+    """Cast rows to a wider dtype; what makes them is not rounded to theirs before."""
+    known, result = GATHERED.of(rows), rows.astype(dtype)
+    if known is not None:
+        GATHERED.note(result, dataclasses.replace(known, dtype=jnp.dtype(dtype)))
+    return result
+
+
 def joined(parts: Sequence[jax.Array]) -> jax.Array:
     """Concatenate rows; they are known as gathered if some parts are and it pays."""
     if len(parts) == 1:

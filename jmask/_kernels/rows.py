@@ -81,7 +81,7 @@ def split_rows(
     """Canonical ids and rows with each row as `each` rows of shape `row`, of `count` in all."""
     first = widen(ids, count)
     if each != 1:
-        first = first[:, None] * each + np.arange(each, dtype=first.dtype)
+        first = first[:, None] * each + np.arange(each, dtype=first.dtype)[None]
         first = jnp.minimum(first, count).reshape(-1)
     return first, rows.reshape(first.shape[0], *row)
 

@@ -15,7 +15,6 @@ padding and its row is dropped. `coalesced` is a static promise: indices sorted,
 apart from padding, padding last.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +28,7 @@ from jmask._base.precision import adds_when_cast, is_nonzero, wide
 from jmask._base.row_ids import Order, canonical, hide, id_dtype, is_opaque, reveal, widen
 from jmask._base.shapes import trailing
 from jmask._kernels.coalesce import coalesce_rows
-from jmask._kernels.gathered_rows import Rows, gathered, scaled
+from jmask._kernels.gathered_rows import Rows, cast, gathered, scaled
 from jmask._kernels.rows import gather_rows, split_rows
 from jmask._kernels.stochastic_rounding import check_key
 from jmask._kernels.update_rows import add_to_rows
@@ -396,15 +395,8 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
 
     def widened(self) -> "RowSparse":
         """The tensor in float32 if it is of 16 bits: its rows can then be summed exactly."""
-        dtype, stored = wide(self.dtype), self.stored
-        if dtype == self.dtype:
-            return self
-        if isinstance(stored, FactoredRows):
-            stored = dataclasses.replace(stored, dtype=dtype)
-        else:
-            stored = stored.astype(dtype)
-        static = (self.shape, self.coalesced)
-        return RowSparse.tree_unflatten(static, (self.index_leaf, stored))
+        dtype = wide(self.dtype)
+        return self if dtype == self.dtype else self.with_values(cast(self.values, dtype))
 
     def validate(self) -> None:
         """Check the stored indices, which needs them concrete (outside jit).
