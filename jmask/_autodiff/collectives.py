@@ -71,9 +71,18 @@ def _cast(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
     return _on_parts(inputs, bind)
 
 
+def _reshard_demand(eqn: JaxprEqn, wanted: Flags, *_: Any) -> list[bool]:
+    """A gradient of which each device holds a summand is what JAX makes of it, dense."""
+    spec = parameter(eqn, "dst_sharding").spec
+    is_summed = getattr(spec, "unreduced", None) or getattr(spec, "reduced", None)
+    return [not is_summed and any(wanted)]
+
+
 def _reshard(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     """Of a table that is to be spread by rows, ids and rows are on every device."""
     params = eqn.primitive.get_bind_params(eqn.params)
+    if not isinstance(inputs[0], RowSum):
+        return None
     sharding = parameter(eqn, "dst_sharding")
     mesh, (_, *row) = sharding.mesh, sharding.spec
 
@@ -124,7 +133,7 @@ COLLECTIVE_RULES: dict[str, Rule] = {
     "psum_invariant": Rule(same_wanted, _psum),
     "pvary": Rule(same_wanted, _cast),
     "pcast": Rule(same_wanted, _cast),
-    "reshard": Rule(same_wanted, _reshard),
+    "reshard": Rule(_reshard_demand, _reshard),
     # What comes in is a table on every device or a part of one: it is an array.
     "shard_map": Rule(none_wanted, _shard_map),
 }

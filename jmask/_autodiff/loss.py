@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jmask._base.jaxprs import forwarded
 from jmask._base.leaves import leaf_name
 from jmask._tensors.masked_tensor import MaskedTensor
 
@@ -37,7 +38,9 @@ def checked_loss(
         before = {n: jax.tree.leaves_with_path(x) for n, x in objects.items()}
         result = fun(*args, **kwargs)
         for number, leaves in before.items():
-            _check_not_written(fun, number, leaves, jax.tree.leaves(objects[number]))
+            after = jax.tree.leaves(objects[number])
+            if any(old is not new for (_, old), new in zip(leaves, after, strict=False)):
+                _check_not_written(fun, number, args, kwargs)
         is_pair = isinstance(result, tuple) and len(result) == 2
         if not has_aux or is_pair:  # JAX's error says what is expected with `has_aux`
             _check_scalar(result[0] if has_aux else result)
@@ -51,11 +54,24 @@ def _is_plain(tree: Any) -> bool:
     return isinstance(tree, Mapping | list | tuple | jax.Array)
 
 
-def _check_not_written(fun: Any, number: int, before: Any, after: Sequence[Any]) -> None:
-    if len(before) != len(after):
-        return
-    for (path, old), new in zip(before, after, strict=True):
-        if old is not new:
+def _check_not_written(
+    fun: Callable[..., Any], number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raise TypeError if `fun` changes an argument: what it writes would be lost.
+
+    `nnx.remat` writes back what it was given: another tracer, but no other value, which a trace
+    of `fun` alone shows.
+    """
+
+    def after(argument: Any) -> list[Any]:
+        given = [argument if i == number else x for i, x in enumerate(args)]
+        fun(*given, **kwargs)
+        return jax.tree.leaves(argument)
+
+    sources = forwarded(jax.make_jaxpr(after)(args[number]).jaxpr)
+    paths = [path for path, _ in jax.tree.leaves_with_path(args[number])]
+    for i, (path, source) in enumerate(zip(paths, sources, strict=False)):
+        if source != i:
             name = leaf_name(argument_name(fun, number), path)
             raise TypeError(
                 f"`fun` writes to {name}, which is lost, as under "

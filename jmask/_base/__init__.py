@@ -6,6 +6,7 @@ forms           what is relied on of JAX's programs: names and parameters of equ
 lowering        what is decided only where a program is lowered for its devices
 jaxprs          running jaxprs, and which outputs depend on which inputs
 shapes          arrays beside those of more dimensions; sizes that are not known
+array_facts     facts about traced arrays, kept beside them
 array_types     what the type of an array says: how it is spread, over what it varies
 leaves          what among the leaves of a tree is no array, by name
 doors           what comes in: taken, or refused by its name

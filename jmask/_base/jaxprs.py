@@ -124,6 +124,23 @@ def origins(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
     return interpret(jaxpr, [0] * len(jaxpr.constvars), inputs, rule, lambda _: 0)
 
 
+def forwarded(jaxpr: Jaxpr) -> list[int | None]:
+    """For each output of a jaxpr, which input it is unchanged, through calls too; or None."""
+    inputs: dict[Any, int] = {v: i for i, v in enumerate(jaxpr.invars)}
+    for eqn in jaxpr.eqns:
+        if name_of(eqn) in (*CALLS, *REMATS):
+            sources = forwarded(called(eqn)[0])
+        elif name_of(eqn) == "optimization_barrier":
+            sources = list(range(len(eqn.invars)))
+        else:
+            continue
+        for v, source in zip(eqn.outvars, sources, strict=True):
+            outer = None if source is None else eqn.invars[source]
+            if isinstance(outer, Var) and outer in inputs:
+                inputs[v] = inputs[outer]
+    return [inputs.get(v) if isinstance(v, Var) else None for v in jaxpr.outvars]
+
+
 def evaluate(program: ClosedJaxpr, *args: Any) -> list[Any]:
     """The outputs of a program that was traced for other types of arrays: see `bound`."""
     program = inlined(program)

@@ -12,5 +12,6 @@ spread_sums             sums over rows that several devices have
 away_forms              what a value is in a row that has no gradient
 without_gradient        what an optimizer does to such rows, found while it runs
 deferred_step           a step with deferred tables
+stacked_step            a step with gradients of stacked tables
 lazy                    the transformation
 """

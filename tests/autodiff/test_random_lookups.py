@@ -1,0 +1,308 @@
+"""Random programs between a lookup and a loss, where sizes coincide and thresholds are drawn.
+
+A table is looked up, the rows go through some operations, and the loss is a sum: the gradient,
+and a step of SGD and Adam, are those of the dense gradient. Sizes are 1, 2 or 3, so that a
+dimension of ids, of bags and of rows is often as long as another; what decides which way is
+taken for large arrays is drawn too, so that every way is taken here.
+"""
+
+import contextlib
+import sys
+from unittest import mock
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from jax import lax
+
+import jmask
+from jmask._autodiff import gathered_rows
+from jmask._kernels import bag_sum, block_loops, coalesce
+from jmask._kernels import gathered_rows as kernel_rows
+from jmask._updates import row_update
+from tests.oracle import assert_close, densified
+
+# --- programs ----------------------------------------------------------------------------
+
+# Each takes a table (V, D) and ids (B, L), and gives rows (B, L, D).
+LOOKUPS = {
+    "index": lambda t, ids: t[ids],
+    "take, filled": lambda t, ids: jnp.nan_to_num(jnp.take(t, ids, axis=0)),
+    "take, zeros": lambda t, ids: jnp.take(t, ids, axis=0, mode="fill", fill_value=0),
+    "take, clipped": lambda t, ids: jnp.take(t, ids, axis=0, mode="clip"),
+    "flat": lambda t, ids: t[ids.reshape(-1)].reshape(*ids.shape, t.shape[1]),
+    "vmapped": lambda t, ids: jax.vmap(lambda i: t[i])(ids),
+    "turned": lambda t, ids: t[ids.T].swapaxes(0, 1),
+    "by columns": lambda t, ids: jnp.stack([t[ids[:, i]] for i in range(ids.shape[1])], 1),
+}
+
+
+def slices_again(x, w):
+    return jnp.concatenate([x[:, :1] * w[:, :1, None], x[:, 1:]], 1)
+
+
+# Each takes rows (B, L, D) and weights (B, L), and gives such rows.
+LAYERS = {
+    "weights": lambda x, w: x * w[..., None],
+    "weights first": lambda x, w: w[..., None] * x,
+    "a number": lambda x, w: -1.5 * x / 2,
+    "a number of all": lambda x, w: x * w.sum(),
+    "negative": lambda x, w: -x,
+    "a mask": lambda x, w: jnp.where(w[..., None] > 0, x, 0),
+    "the other mask": lambda x, w: jnp.where((w > 0)[:, :, None], 0, x),
+    "a mask of all": lambda x, w: jnp.where(w[0, 0] > 0, x, 0),
+    "squares": lambda x, w: x * x,
+    "sine": lambda x, w: jnp.sin(x),
+    "gelu": lambda x, w: jax.nn.gelu(x),
+    "numbers in a row": lambda x, w: x * jnp.arange(1.0, x.shape[2] + 1)[None, None],
+    "plus their sum": lambda x, w: x + x.sum(1, keepdims=True),
+    "times their sum": lambda x, w: x * x.sum(1, keepdims=True),
+    "times a column": lambda x, w: x * x[..., :1],
+    "minus a mean": lambda x, w: x - x.mean((0, 1), keepdims=True),
+    "slices": slices_again,
+    "turned twice": lambda x, w: (x.swapaxes(0, 1) * w.T[..., None]).swapaxes(0, 1),
+    "flat and back": lambda x, w: (x.reshape(-1, x.shape[2]) * w.reshape(-1, 1)).reshape(
+        x.shape
+    ),
+    "rolled": lambda x, w: jnp.roll(x, 1, axis=1),
+    "a matrix": lambda x, w: x @ jnp.ones((x.shape[2], x.shape[2])),
+    "in float16": lambda x, w: x.astype(jnp.float16).astype(jnp.float32),
+    "recomputed": lambda x, w: jax.checkpoint(lambda x: x * w[..., None])(x),
+    "jitted": lambda x, w: jax.jit(lambda x: jnp.cos(x) * w[..., None])(x),
+    "scanned": lambda x, w: lax.scan(lambda c, r: (c, r * 2.0), 0, x)[1],
+}
+# Each takes rows and weights, and gives what is summed.
+ENDS = {
+    "all": lambda x, w: x,
+    "bags": lambda x, w: x.sum(1),
+    "means": lambda x, w: x.mean(1),
+    "of the first dimension": lambda x, w: x.sum(0),
+    "of both": lambda x, w: x.sum((0, 1)),
+    "scores": lambda x, w: x.sum(-1),
+    "weighted scores": lambda x, w: x.sum(-1) * w,
+    "einsum": lambda x, w: jnp.einsum("bld,bl->bd", x, w),
+    "einsum to the other": lambda x, w: jnp.einsum("bld,bl->ld", x, w),
+    "matmul": lambda x, w: (w[:, None] @ x)[:, 0],
+    "dots": lambda x, w: jnp.einsum("bld,bmd->blm", x, x),
+    "dots with the first": lambda x, w: (x[:, :1] * x[:, 1:]).sum(-1),
+    "largest": lambda x, w: x.max(1),
+    "norms": lambda x, w: jnp.linalg.norm(x + 1.0, axis=-1),
+    "a bag of jmask": lambda x, w: (
+        x[:, 0] + jmask.embedding_bag(x[0], jnp.zeros((2, 2), int))[:1]
+    ),
+}
+
+
+@st.composite
+def programs(draw):
+    size = st.integers(1, 3)
+    sizes = draw(st.tuples(size, size, size, size))
+    lookups = draw(st.lists(st.sampled_from(sorted(LOOKUPS)), min_size=1, max_size=2))
+    layers = draw(st.lists(st.sampled_from(sorted(LAYERS)), max_size=3))
+    return sizes, lookups, layers, draw(st.sampled_from(sorted(ENDS))), draw(st.integers(0, 99))
+
+
+def build(program):
+    (v, b, n, d), lookups, layers, end, seed = program
+    rng = np.random.default_rng(seed)
+    table = jnp.asarray(rng.normal(size=(v, d)), jnp.float32)
+    ids = jnp.asarray(rng.integers(-v - 1, v + 2, (b, n)))
+    weights = jnp.asarray(rng.normal(size=(b, n)), jnp.float32)
+
+    def loss(t):
+        total = 0.0
+        for lookup in lookups:
+            x = LOOKUPS[lookup](t, ids)
+            for layer in layers:
+                x = LAYERS[layer](x, weights)
+            total += jnp.sum(jnp.sin(ENDS[end](x, weights)))
+        return total
+
+    return loss, table
+
+
+# --- thresholds --------------------------------------------------------------------------
+
+THRESHOLDS = {
+    (gathered_rows, "_LARGE"): (0, 2**24),
+    (gathered_rows, "_LARGE_SLICES"): (0, 2**23),
+    (kernel_rows, "_REPEATS"): (1, 2),
+    (bag_sum, "_FEW"): (0, 4096),
+    (block_loops, "_SIZES"): ((2, 2), (7, 7)),
+    (coalesce, "_FEW_ROWS"): (0, 4),
+    (row_update, "_FEW_ROWS"): (0, 1.5),
+}
+thresholds = st.tuples(*map(st.sampled_from, THRESHOLDS.values()))
+
+
+@contextlib.contextmanager
+def set_to(values):
+    with contextlib.ExitStack() as stack:
+        for (module, name), value in zip(THRESHOLDS, values, strict=True):
+            stack.enter_context(mock.patch.object(module, name, value))
+        yield
+
+
+OPTIMIZERS = jmask.sgd(0.5), jmask.adam(0.5), jmask.lazy(optax.adagrad(0.5))
+
+
+def stepped(tx, gradient, table):
+    return jmask.apply_gradients(tx, gradient, tx.init(table), table)[0]
+
+
+def check(program, values):
+    loss, table = build(program)
+    expected = jax.value_and_grad(loss)(table)
+    low = "in float16" in program[2]
+    tolerance = {"rtol": 2e-2 if low else 1e-4, "atol": 2e-3 if low else 1e-5}
+    with set_to(values):
+        assert_close(densified(jmask.value_and_grad(loss)(table)), expected, **tolerance)
+
+        @jax.jit
+        def steps(table):
+            value, gradient = jmask.value_and_grad(loss)(table)
+            optimizers = jmask.sgd(0.5), jmask.adam(0.5), jmask.lazy(optax.adagrad(0.5))
+            new = [
+                jmask.apply_gradients(tx, gradient, tx.init(table), table)[0]
+                for tx in optimizers
+            ]
+            return value, gradient, jmask.todense(gradient), new
+
+        value, gradient, dense, new = steps(table)
+    assert_close((value, densified(gradient)), expected, **tolerance)
+    assert_close(dense, expected[1], **tolerance)
+    if not isinstance(gradient, jmask.RowSparse):
+        return
+    # The same step of the same rows as an array: what is known of them changes nothing.
+    rows = jmask.RowSparse(gradient.indices, gradient.values, gradient.shape)
+    for tx, table_after in zip(OPTIMIZERS, new, strict=True):
+        after = stepped(tx, rows, table)
+        # A gradient of 0 up to rounding has a sign, and so has the first step of Adam.
+        sure = np.abs(rows.todense()) > 1e-4
+        np.testing.assert_allclose(
+            np.where(sure, table_after, 0), np.where(sure, after, 0), rtol=2e-2, atol=1e-3
+        )
+
+
+@pytest.mark.dtype_promotion
+@settings(max_examples=8)
+@given(programs(), thresholds)
+def test_random_lookups(program, values):
+    check(program, values)
+
+
+@pytest.mark.dtype_promotion
+@pytest.mark.exhaustive
+@settings(max_examples=300)
+@given(programs(), thresholds)
+def test_many_random_lookups(program, values):
+    check(program, values)
+
+
+# --- the time of a trace -----------------------------------------------------------------
+
+DEEP = {
+    "gelu": lambda x, w: jax.nn.gelu(x),
+    "silu": lambda x, w: jax.nn.silu(x),
+    "squares": lambda x, w: x * x * 0.5,
+    "weights": lambda x, w: x * w[:, None],
+    "a mask": lambda x, w: jnp.where(w[:, None] > 0, x, 0),
+    "a layer": lambda x, w: jax.nn.relu(x @ jnp.ones((64, 64)) + 1.0),
+    "a jitted layer": lambda x, w: jax.jit(lambda x: jnp.tanh(x) * x)(x),
+}
+
+
+def calls_of_a_trace(grad, layer, depth, ids=2**16):
+    """How many Python functions are called: the time of a trace, without the machine's."""
+
+    def loss(t, ids, w):
+        x = t[ids]
+        for _ in range(depth):
+            x = layer(x, w)
+        return jnp.sum(x)
+
+    shapes = (
+        jax.ShapeDtypeStruct((1000, 64), jnp.float32),
+        jax.ShapeDtypeStruct((ids,), jnp.int32),
+        jax.ShapeDtypeStruct((ids,), jnp.float32),
+    )
+    count = 0
+
+    def profile(frame, event, arg):
+        nonlocal count
+        count += event == "call"
+
+    run = jax.jit(lambda *args: jax.tree.leaves(grad(loss)(*args)))
+    old = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        run.trace(*shapes)
+    finally:
+        sys.setprofile(old)
+    return count
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", DEEP)
+def test_a_trace_is_linear_and_no_more_than_twice_that_of_jax(name):
+    layer = DEEP[name]
+    for grad in (jax.grad, jmask.grad):  # what is imported and cached at the first call
+        calls_of_a_trace(grad, layer, 2)
+    ours, twice = (calls_of_a_trace(jmask.grad, layer, depth) for depth in (50, 100))
+    assert twice < 2.3 * ours
+    assert ours < 2.2 * calls_of_a_trace(jax.grad, layer, 50)
+
+
+def test_600_products_are_no_recursion():
+    loss = lambda t, w: jnp.sum(600 * [None] and _product(t[jnp.array([1, 2, 1])], w))
+    t, w = jnp.ones((5, 2)), jnp.full((3, 1), 0.99)
+    gradient = jax.jit(jmask.grad(loss))(t, w)
+    assert_close(gradient.todense(), jax.grad(loss)(t, w), rtol=1e-4)
+
+
+def _product(x, w):
+    for _ in range(600):
+        x = x * w
+    return x
+
+
+# --- one structure -----------------------------------------------------------------------
+
+
+def test_gradients_of_one_table_have_one_structure():
+    """Those of bags, of rows and of dot products meet in cond, scan and tree.map."""
+    table, ids = jnp.ones((50, 4)), jnp.arange(12).reshape(3, 4)
+    losses = [
+        lambda t: jnp.sum(jnp.sin(t[ids].mean(1))),
+        lambda t: jnp.sum(jnp.sin(t[ids])),
+        lambda t: jnp.sum(jmask.embedding_bag(t, ids) ** 2),
+        lambda t: jnp.sum(t[ids].sum(-1)),
+    ]
+    grads = [jmask.grad(loss) for loss in losses]
+    structures = {jax.tree.structure(grad(table)) for grad in grads}
+    structures |= {jax.tree.structure(jax.jit(grad)(table)) for grad in grads}
+    structures |= {jax.tree.structure(jax.eval_shape(grad, table)) for grad in grads}
+    assert len(structures) == 1
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(grads[0](table))]
+    assert paths == [".indices", ".values"]
+
+    @jax.jit
+    def run(table, which):
+        one = lax.switch(which, grads, table)
+        mixed = jax.tree.map(
+            lambda x, y: jnp.where(which > 0, x, y), *[g(table) for g in grads[:2]]
+        )
+        carried, _ = lax.scan(lambda g, _: (grads[0](table), None), grads[1](table), None, 2)
+        return one.todense(), mixed.todense(), carried.todense()
+
+    for which, loss in enumerate(losses):
+        one, mixed, carried = run(table, which)
+        assert_close(one, jax.grad(loss)(table), rtol=1e-6)
+        assert_close(mixed, jax.grad(losses[0 if which else 1])(table), rtol=1e-6)
+        assert_close(carried, jax.grad(losses[0])(table), rtol=1e-6)
+    for grad in grads:
+        assert "RowSparse" in repr(jax.tree.map(jnp.shape, grad(table)))
