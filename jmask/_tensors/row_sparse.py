@@ -35,6 +35,7 @@ from jmask._kernels.stochastic_rounding import check_key
 from jmask._kernels.update_rows import add_to_rows
 from jmask._tensors.checks import (
     check_coalesced,
+    check_order,
     check_replacement,
     check_stored,
     check_values,
@@ -42,13 +43,14 @@ from jmask._tensors.checks import (
     checked_indices,
     checked_shape,
     fit_or_poison,
-    refuse_plain_ids,
+    ids_from_plain,
     refuse_tangent,
     resized,
     shape_that_fits,
 )
+from jmask._tensors.flax_state import register_in_flax
 from jmask._tensors.methods import RowSparseMethods
-from jmask._tensors.misuse import SaysWhatToDo, refuse_misuse
+from jmask._tensors.misuse import SaysWhatToDo, refuse_misuse, takes_plain_ids
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -93,14 +95,16 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
     def __init__(
         self,
         indices: Any,
-        values: Any,
+        values: Any = None,
         shape: Sequence[int] | None = None,
         *,
         coalesced: bool = False,
     ):
+        check_order(indices, values)
         indices, values = checked_indices(indices), checked_array("values", values)
         shape = checked_shape(shape_that_fits(indices, values) if shape is None else shape)
         check_values(indices, values, shape)
+        register_in_flax(RowSparse)
         self.index_leaf = hide(widen(indices, shape[0]))
         self.stored = values
         self.shape = shape
@@ -116,12 +120,13 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
             jax.tree_util.GetAttrKey("indices"),
             jax.tree_util.GetAttrKey("values"),
         )
-        leaves = (self.index_leaf, self.stored)
+        leaves = (self.indices if takes_plain_ids() else self.index_leaf, self.stored)
         return tuple(zip(keys, leaves, strict=True)), (self.shape, self.coalesced)
 
     def tree_flatten(self):
         refuse_misuse()
-        return (self.index_leaf, self.stored), (self.shape, self.coalesced)
+        ids = self.indices if takes_plain_ids() else self.index_leaf
+        return (ids, self.stored), (self.shape, self.coalesced)
 
     @classmethod
     def tree_unflatten(cls, static, leaves):
@@ -129,7 +134,8 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         # number in the place of ids is refused.
         leaf, stored = leaves
         if isinstance(leaf, jax.Array | np.ndarray) and not is_opaque(leaf):
-            leaf = refuse_plain_ids(leaf)
+            leaf = ids_from_plain(leaf, stored, static[0])
+        register_in_flax(cls)
         node = object.__new__(cls)
         node.index_leaf, node.stored = leaf, stored
         node.shape, node.coalesced = static

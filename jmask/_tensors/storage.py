@@ -25,6 +25,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.sparse import BCOO, BCSR
 
+from jmask._base.doors import refuse_scipy
 from jmask._base.precision import joint_dtype, sum_dtype
 from jmask._base.shapes import trailing
 from jmask._kernels.rows import gather_rows
@@ -45,6 +46,7 @@ def stype(x: Any, argument: str = "x") -> str:
     for kind, name in ((RowSparse, "row_sparse"), (BCOO, "coo"), (BCSR, "csr")):
         if isinstance(x, kind):
             return name
+    refuse_scipy(argument, x)
     name = type(x).__name__
     if isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "OSUMm":
         raise TypeError(f"`{argument}` is an array of {x.dtype}, which are no numbers.")
