@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmask._base.doors import check_flag, checked_array, checked_dtype
-from jmask._base.precision import adds_when_cast, is_nonzero, wide
+from jmask._base.precision import adds_when_cast, is_narrow, is_nonzero, wide
 from jmask._base.row_ids import Order, canonical, hide, id_dtype, is_opaque, reveal, widen
 from jmask._base.shapes import trailing
 from jmask._kernels.coalesce import coalesce_rows
@@ -285,8 +285,9 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         """The dense array (V, *row): zeros, with the stored rows added."""
         if self.dtype == jnp.dtype(bool):  # booleans add as `or`, which no scatter does
             return self.with_values(self.values.astype(jnp.int32)).todense() != 0
+        rows = self.coalesce() if is_narrow(self.dtype) else self  # rounded once, in its rows
         zeros = jnp.zeros(self.shape, self.dtype)
-        return add_to_rows(zeros, self.row_ids(), self.stored, self.order)
+        return add_to_rows(zeros, rows.row_ids(), rows.stored, rows.order)
 
     @property
     def order(self) -> Order:

@@ -272,7 +272,7 @@ def has_unique_positions(x: Any) -> bool:
     """Whether it is known that no two stored values have one position."""
     if isinstance(x, RowSparse):
         return x.coalesced
-    if isinstance(x, BCSR) and (x.n_batch or x.n_dense):
+    if isinstance(x, BCSR) and x.n_batch:
         return True
     return not isinstance(x, BCOO | BCSR) or x.unique_indices
 
@@ -294,10 +294,11 @@ def summed(x: BCOO, nse: int | None = None) -> BCOO:
 
 
 def as_dense(x: Any) -> jax.Array:
-    """The dense array of a sparse tensor: `x.todense()`, of booleans too."""
-    if isinstance(x, RowSparse) or x.dtype != jnp.dtype(bool):
+    """The dense array of a sparse tensor; booleans add as `or`, sums are rounded once."""
+    dtype = sum_dtype(x.dtype)
+    if isinstance(x, RowSparse) or dtype == x.dtype:
         return x.todense()
-    return with_stored_values(x, x.data.astype(jnp.int32)).todense() != 0
+    return with_stored_values(x, x.data.astype(dtype)).todense().astype(x.dtype)
 
 
 def compressed(x: BCOO) -> BCSR:
