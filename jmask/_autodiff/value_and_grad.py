@@ -203,10 +203,11 @@ def function_of_parameters(
 def _without_integers(
     fun: Callable[..., Any], numbers: tuple[int, ...], args: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], Callable[[Any], tuple[Any, ...]]]:
-    """`fun` of arguments with None for integers and flags, and these arguments.
+    """Take integers and flags out of the arguments, with None in their place.
 
     Returns:
-        The function, its arguments, and what gives gradients of dtype float0 in place of None.
+        A function of such arguments, these arguments, and a function that puts gradients of
+        dtype float0 in the place of None.
     """
     structures: dict[int, Any] = {}
     places: dict[int, dict[int, Any]] = {}

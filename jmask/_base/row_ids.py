@@ -67,7 +67,7 @@ def hide(ids: jax.Array) -> jax.Array:
 
 
 def wrap(words: jax.Array) -> jax.Array:
-    """The opaque leaf (...,) of its words, unsigned integers (..., 1 or 2)."""
+    """Return the opaque leaf (...,) of its words, unsigned integers (..., 1 or 2)."""
     return jax.random.wrap_key_data(words, impl=_IMPLEMENTATIONS[4 * words.shape[-1]])
 
 

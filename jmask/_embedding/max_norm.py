@@ -112,7 +112,7 @@ class Bound:
     norm_type: float
 
     def shortened(self, rows: jax.Array, batch: int, eps: float = 0.0) -> jax.Array:
-        """Rows after `batch` axes, those that are finite and too long scaled; dtype kept."""
+        """Scale the rows after `batch` axes that are finite and too long; keep the dtype."""
         exact = rows.astype(wide(rows.dtype))
         axes = tuple(range(batch, rows.ndim))
         finite = jnp.isfinite(lax.stop_gradient(exact)).all(axes, keepdims=True)

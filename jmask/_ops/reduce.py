@@ -205,7 +205,7 @@ def where_at(where: Any, storage: Any) -> Any:
 
 
 def _is_of_nothing(x: Any, axes: Sequence[int]) -> bool:
-    """Whether the axes have no entry, so that a result may be nan where no row is stored."""
+    """Decide whether the axes have no entry: a mean is nan then where no row is stored."""
     return any(x.shape[axis] == 0 for axis in axes)
 
 

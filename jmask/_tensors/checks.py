@@ -175,7 +175,7 @@ def refuse_tangent(leaf: Any) -> None:
 
 
 def ids_from_plain(leaf: Any, values: Any, shape: tuple[int, ...]) -> Any:
-    """The leaf of ids from an array that is not in opaque form; refuses plain numbers.
+    """Return the leaf of ids from an array that is not in opaque form; refuse plain numbers.
 
     Callbacks of the host (`jax.debug.print`) unwrap the leaf into its words, which only that
     makes: they are wrapped again.

@@ -30,7 +30,7 @@ def register_in_flax(kind: type) -> None:
 
 
 def _named(x: Any) -> dict[str, Any]:
-    """The leaves of a tensor by name."""
+    """Return the leaves of a tensor by name."""
     leaves = jax.tree.leaves_with_path(x)
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
 

@@ -49,7 +49,7 @@ def one_or_several(values: tuple[Any, ...]) -> Any:
 
 
 def _is_comparable(x: Any) -> bool:
-    """Whether `==` compares entries with it; it is False of None and text, as in JAX."""
+    """Decide whether `==` compares entries with `x`; it is False for None and text."""
     return not (x is None or isinstance(x, str | bytes))
 
 
@@ -61,7 +61,7 @@ class TensorMethods:
     __array_priority__ = 1000
 
     def __array_ufunc__(self, ufunc: Any, how: str, *inputs: Any, **kwargs: Any) -> Any:
-        """Functions of NumPy are those of `jmask.numpy`: `np.sqrt(x)`, `array * x`."""
+        """Run functions of NumPy as those of `jmask.numpy`: `np.sqrt(x)`, `array * x`."""
         name = ufunc.__name__
         if how == "__call__" and not kwargs and name in _installed:
             return call(name, *inputs)
@@ -119,7 +119,7 @@ class TensorMethods:
     __ge__ = method("greater_equal")
 
     def block_until_ready(self) -> Any:
-        """The tensor, once its arrays are computed."""
+        """Wait until the arrays are computed, and return the tensor."""
         return jax.block_until_ready(self)
 
     # --- elementwise --------------------------------------------------------------------
@@ -198,7 +198,7 @@ class MaskedMethods(TensorMethods):
         return call("to_numpy_ma", self).tolist()
 
     def __format__(self, spec: str) -> str:
-        """As Python formats the number that a scalar is; `--` if it is masked."""
+        """Format the number that a scalar is; `--` if it is masked."""
         if not spec:
             return str(self)
         if self.shape:  # type: ignore[attr-defined]

@@ -66,16 +66,20 @@ _BETWEEN, _FRAMES_BETWEEN = ("jax.", "jmask._tensors."), 7
 
 
 def takes_plain_ids() -> bool:
-    """Whether the one who flattens or unflattens is to see ids as integers.
+    """Decide whether the caller that flattens or unflattens is to see ids as integers.
 
-    Tools that compare leaves or write them to files then work; nobody computes with them.
+    Tools that compare leaves or write them to files then work; they do not compute with them.
     """
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES_BETWEEN):
-        if frame is None or not frame.f_globals["__name__"].startswith(_BETWEEN):
+        if frame is None or not _module(frame).startswith(_BETWEEN):
             break
         frame = frame.f_back
-    return frame is not None and frame.f_globals["__name__"].startswith(_TAKES_PLAIN_IDS)
+    return frame is not None and _module(frame).startswith(_TAKES_PLAIN_IDS)
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 _FUNCTIONS = " (jmask.numpy and jmask.nn have the functions that take it)"

@@ -343,7 +343,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         return summed.with_values(summed.values.astype(dtype))
 
     def widened(self) -> "RowSparse":
-        """The tensor in float32 if it is of 16 bits: its rows can then be summed exactly."""
+        """Return the tensor in float32 if it is of 16 bits, to sum its rows exactly."""
         dtype, stored = wide(self.dtype), self.stored
         if dtype == self.dtype:
             return self

@@ -187,7 +187,7 @@ def same_positions(x: Any, y: Any) -> bool:
 
 
 def equal_positions(x: Any, y: Any) -> jax.Array | bool:
-    """`same_positions` of tensors whose index arrays may be traced: a boolean of the program.
+    """Compare positions as `same_positions`, in the program where they are traced.
 
     Returns:
         False where storages, shapes or numbers of stored values differ, else a scalar array.
