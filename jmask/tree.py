@@ -264,7 +264,7 @@ def _with_capacity_of(x: Any, like: Any) -> Any:
 
 
 def _sizes(x: Any) -> jax.Array:
-    """The absolute values of the entries, in float32 at least."""
+    """Return the absolute values of the entries, in float32 at least."""
     if isinstance(x, MaskedTensor):
         x = jnp.where(x.valid, stored_values(x.storage), 0)
     elif is_sparse(x):

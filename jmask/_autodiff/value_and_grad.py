@@ -39,6 +39,8 @@ def value_and_grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
 ) -> Callable[..., Any]:
     """Like `jax.value_and_grad`; the gradient of a table that is only looked up is sparse.
 
@@ -56,6 +58,8 @@ def value_and_grad(
             (a model of equinox) what is no floating array is no parameter: its gradient is
             None, as in `eqx.filter_value_and_grad`.
         has_aux: whether `fun` returns auxiliary data beside the scalar.
+        holomorphic: whether `fun` is complex and holomorphic, of complex arguments.
+        allow_int: whether arguments may hold integers; their gradient is of dtype float0.
 
     Returns:
         A function with the arguments of `fun` that returns (value, gradient), as
@@ -83,11 +87,19 @@ def value_and_grad(
     """
 
     _check_function(fun, has_aux)
+    check_flag("holomorphic", holomorphic)
+    check_flag("allow_int", allow_int)
 
     @functools.wraps(fun, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def value_and_grad_of_fun(*args: Any, **kwargs: Any) -> Any:
         numbers = _positions(argnums, args)
-        value, gradients = value_and_gradients(fun, numbers, has_aux, args, kwargs)
+        of_floats, floats, filled = (
+            _without_integers(fun, numbers, args) if allow_int else (fun, args, None)
+        )
+        value, gradients = value_and_gradients(
+            of_floats, numbers, has_aux, floats, kwargs, holomorphic=holomorphic
+        )
+        gradients = gradients if filled is None else filled(gradients)
         given = [args[i] for i in numbers]
         gradients = after_reading(value[0] if has_aux else value, gradients, given)
         return value, gradients if isinstance(argnums, Sequence) else gradients[0]
@@ -99,6 +111,8 @@ def grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
 ) -> Callable[..., Any]:
     """Like `jax.grad`; the gradient of a table that is only looked up is sparse.
 
@@ -113,11 +127,19 @@ def grad(
         RowSparse(float32[3, 2], nse=2)
     """
     _check_function(fun, has_aux)
+    check_flag("holomorphic", holomorphic)
+    check_flag("allow_int", allow_int)
 
     @functools.wraps(fun, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def grad_of_fun(*args: Any, **kwargs: Any) -> Any:
         numbers = _positions(argnums, args)
-        value, gradients = value_and_gradients(fun, numbers, has_aux, args, kwargs)
+        of_floats, floats, filled = (
+            _without_integers(fun, numbers, args) if allow_int else (fun, args, None)
+        )
+        value, gradients = value_and_gradients(
+            of_floats, numbers, has_aux, floats, kwargs, holomorphic=holomorphic
+        )
+        gradients = gradients if filled is None else filled(gradients)
         gradient = gradients if isinstance(argnums, Sequence) else gradients[0]
         return (gradient, value[1]) if has_aux else gradient
 
@@ -131,6 +153,7 @@ def value_and_gradients(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     finished: Callable[[Any], Any] | None = None,
+    holomorphic: bool = False,
 ) -> tuple[Any, tuple[Any, ...]]:
     """The value (and aux), and a gradient for each of the positions `numbers`.
 
@@ -140,6 +163,7 @@ def value_and_gradients(
         args, kwargs: of the call.
         finished: what becomes of a result of the gradient program; by default an array or
             a `RowSparse`.
+        holomorphic: as in `value_and_grad`.
     """
     finished = _finished if finished is None else finished
     models = {number: Model(args[number], _is_tensor) for number in numbers}
@@ -149,8 +173,10 @@ def value_and_gradients(
         _check_argument(fun, number, args[number])
     arguments = TensorArguments(args, numbers)
     if arguments:
-        return _of_tensors(fun, arguments, has_aux, kwargs, finished)
-    value, results = _value_and_results(fun, numbers, has_aux, args, kwargs)
+        return _of_tensors(fun, arguments, has_aux, kwargs, finished, holomorphic)
+    value, results = _value_and_results(
+        fun, numbers, has_aux, args, kwargs, holomorphic=holomorphic
+    )
     return value, _mapped(finished, results)
 
 
@@ -174,12 +200,58 @@ def function_of_parameters(
     return of_parameters
 
 
+def _without_integers(
+    fun: Callable[..., Any], numbers: tuple[int, ...], args: tuple[Any, ...]
+) -> tuple[Callable[..., Any], tuple[Any, ...], Callable[[Any], tuple[Any, ...]]]:
+    """Take integers and flags out of the arguments, with None in their place.
+
+    Returns:
+        A function of such arguments, these arguments, and a function that puts gradients of
+        dtype float0 in the place of None.
+    """
+    structures: dict[int, Any] = {}
+    places: dict[int, dict[int, Any]] = {}
+    floats = list(args)
+    for n in numbers:
+        leaves, structures[n] = jax.tree.flatten(args[n], is_leaf=_is_tensor_or_none)
+        kinds = [None if _is_tensor(x) else abstract_leaf(x) for x in leaves]
+        places[n] = {
+            i: x
+            for i, (x, kind) in enumerate(zip(leaves, kinds, strict=True))
+            if kind is not None and not jnp.issubdtype(kind.dtype, jnp.inexact)
+        }
+        kept = [None if i in places[n] else x for i, x in enumerate(leaves)]
+        floats[n] = structures[n].unflatten(kept)
+
+    def put_back(n: int, tree: Any, integers: dict[int, Any]) -> Any:
+        leaves = jax.tree.leaves(tree, is_leaf=_is_tensor_or_none)
+        return structures[n].unflatten([integers.get(i, x) for i, x in enumerate(leaves)])
+
+    @functools.wraps(fun)
+    def of_floats(*args: Any, **kwargs: Any) -> Any:
+        pairs = enumerate(args)
+        return fun(
+            *(put_back(n, x, places[n]) if n in places else x for n, x in pairs), **kwargs
+        )
+
+    def filled(gradients: Any) -> tuple[Any, ...]:
+        empty = {
+            n: {i: np.zeros(np.shape(x), jax.dtypes.float0) for i, x in found.items()}
+            for n, found in places.items()
+        }
+        pairs = zip(numbers, gradients, strict=True)
+        return tuple(put_back(n, x, empty[n]) for n, x in pairs)
+
+    return of_floats, tuple(floats), filled
+
+
 def _of_tensors(
     fun: Callable[..., Any],
     arguments: TensorArguments,
     has_aux: bool,
     kwargs: dict[str, Any],
     finished: Callable[[Any], Any],
+    holomorphic: bool,
 ) -> tuple[Any, tuple[Any, ...]]:
     """Differentiate in the stored values of tensors, and in phantoms where those count."""
 
@@ -188,7 +260,7 @@ def _of_tensors(
         args, numbers = arguments.parts(phantoms)
         nested = arguments.are_nested()
         value, (*found, of_phantoms) = _value_and_results(
-            of_parts, numbers, has_aux, args, kwargs, nested
+            of_parts, numbers, has_aux, args, kwargs, nested, holomorphic
         )
         return value, arguments.gradients(_mapped(finished, found), of_phantoms)
 
@@ -213,6 +285,7 @@ def _value_and_results(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     nested: bool = False,
+    holomorphic: bool = False,
 ) -> tuple[Any, tuple[Any, ...]]:
     """The value (and aux), and the gradients as the gradient program leaves them.
 
@@ -220,7 +293,8 @@ def _value_and_results(
         NotImplementedError: if it is `nested`, a further derivative of a stored table will be
             taken, and this JAX would lose it.
     """
-    stock = jax.value_and_grad(checked_loss(fun, numbers, has_aux), numbers, has_aux)
+    loss = checked_loss(fun, numbers, has_aux)
+    stock = jax.value_and_grad(loss, numbers, has_aux, holomorphic=holomorphic)
     trace = _Trace(stock, args, kwargs, numbers)
     differentiated = tuple(args[number] for number in numbers)
     given = jax.tree.map(_abstract_if_filled, differentiated)
@@ -365,3 +439,7 @@ def _check_argument(fun: Callable[..., Any], number: int, argument: Any) -> None
 
 def _is_tensor(x: Any) -> bool:
     return is_tensor(x) or is_stored_table(x)
+
+
+def _is_tensor_or_none(x: Any) -> bool:
+    return x is None or _is_tensor(x)

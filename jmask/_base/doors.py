@@ -4,15 +4,19 @@ jmask.adam(0.1, lazy_update="no")     `lazy_update` must be True or False, got '
 x.coalesce(nse=1.5)                   `nse` must be an integer that is known ..., got 1.5.
 """
 
+import functools
 import operator
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jmask._base.leaves import abstract_leaf, leaf_name, not_an_array
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def check_flag(name: str, value: Any) -> None:
@@ -32,6 +36,7 @@ def checked_array(name: str, value: Any) -> jax.Array:
         TypeError: naming the argument. A tensor of another framework is none, even if NumPy
             would make it one: where its numbers lie is for the caller to say.
     """
+    refuse_scipy(name, value)
     try:
         known = isinstance(value, list | tuple) or abstract_leaf(value) is not None
         if known and value is not None:
@@ -104,6 +109,41 @@ def checked_choice(value: Any, name: str, choices: tuple[Any, ...]) -> Any:
         known = ", ".join(map(repr, choices))
         raise ValueError(f"`{name}` must be one of {known}, got {shown(value)}.")
     return value
+
+
+def refuse_scipy(name: str, value: Any) -> None:
+    """Refuse a sparse matrix of SciPy, which JAX has types of its own for.
+
+    Raises:
+        TypeError: naming the argument and what makes a BCSR or BCOO of it.
+    """
+    if type(value).__module__.startswith("scipy.sparse"):
+        raise TypeError(
+            f"`{name}` is a {type(value).__name__} of scipy.sparse: pass "
+            "BCSR.from_scipy_sparse(x) or BCOO.from_scipy_sparse(x), of "
+            "jax.experimental.sparse."
+        )
+
+
+def naming_arguments(**instead: str) -> Callable[[_F], _F]:
+    """Decorate a function so that names of other libraries are refused with those here.
+
+    Args:
+        **instead: for each name that another library gives an argument, what to do instead.
+    """
+
+    def decorated(function: _F) -> _F:
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            for name in instead:
+                if name in kwargs:
+                    message = f"{function.__name__}() has no argument `{name}`"
+                    raise TypeError(f"{message}: {instead[name]}.")
+            return function(*args, **kwargs)
+
+        return cast(_F, checked)
+
+    return decorated
 
 
 def check_leaves(name: str, tree: Any) -> None:

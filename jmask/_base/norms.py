@@ -31,12 +31,12 @@ class Norm(NamedTuple):
 
 
 def factor_for(greatest: jax.Array) -> jax.Array:
-    """The power of two that brings entries up to `greatest` where they can be squared.
+    """Return the power of two that brings entries up to `greatest` where they can be squared.
 
     It is a constant: the derivative of a norm does not depend on what it is computed with.
     """
     greatest = lax.stop_gradient(greatest)
-    # Of float32: numbers beyond 2**51 times 2**-80, those below 2**-51 times 2**80.
+    # In float32: numbers beyond 2**51 times 2**-80, those below 2**-51 times 2**80.
     bits = jnp.finfo(greatest.dtype).maxexp
     limit, power = 2.0 ** (2 * bits // 5), 2.0 ** (5 * bits // 8)
     small = jnp.where(greatest < 1 / limit, power, 1)
@@ -44,7 +44,7 @@ def factor_for(greatest: jax.Array) -> jax.Array:
 
 
 def row_norm(rows: jax.Array, order: float, batch: int = 1) -> Norm:
-    """The norms of rows in float32 at least, after `batch` axes of entries.
+    """Return the norms of rows in float32 at least, after `batch` axes of entries.
 
     Args:
         rows: floating or complex.
@@ -73,7 +73,7 @@ def row_norm(rows: jax.Array, order: float, batch: int = 1) -> Norm:
 
 
 def squared(x: jax.Array) -> jax.Array:
-    """The squares of absolute values; at 0 they have a derivative, which is 0."""
+    """Square the absolute values; the derivative at 0 is 0."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jnp.square(x.real) + jnp.square(x.imag)
     return jnp.square(x)
@@ -82,7 +82,7 @@ def squared(x: jax.Array) -> jax.Array:
 def shortened(
     rows: jax.Array, max_norm: Any, order: float, batch: int = 1, eps: float = 0.0
 ) -> jax.Array:
-    """Rows longer than `max_norm` times max_norm / (norm + eps), and all others unchanged.
+    """Scale rows longer than `max_norm` by max_norm / (norm + eps); keep all others.
 
     Args:
         rows, order, batch: as in `row_norm`.

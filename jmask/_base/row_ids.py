@@ -63,7 +63,12 @@ def hide(ids: jax.Array) -> jax.Array:
     words = lax.bitcast_convert_type(lax.add(ids, np.ones((), ids.dtype)), np.uint32)
     if ids.dtype.itemsize == 4:
         words = lax.expand_dims(words, (ids.ndim,))
-    return jax.random.wrap_key_data(words, impl=_IMPLEMENTATIONS[ids.dtype.itemsize])
+    return wrap(words)
+
+
+def wrap(words: jax.Array) -> jax.Array:
+    """Return the opaque leaf (...,) of its words, unsigned integers (..., 1 or 2)."""
+    return jax.random.wrap_key_data(words, impl=_IMPLEMENTATIONS[4 * words.shape[-1]])
 
 
 def reveal(leaf: Any) -> Any:
@@ -85,8 +90,7 @@ def _reveal_array(leaf: jax.Array) -> jax.Array:
 
 def mapped_words(leaf: jax.Array, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """The opaque leaf with `function` of its words, unsigned integers (..., 1 or 2)."""
-    words = function(jax.random.key_data(leaf))
-    return jax.random.wrap_key_data(words, impl=_IMPLEMENTATIONS[4 * words.shape[-1]])
+    return wrap(function(jax.random.key_data(leaf)))
 
 
 def is_opaque(leaf: Any) -> bool:

@@ -27,7 +27,13 @@ from jmask._base.array_types import (
     varying_axes,
     with_whole_rows,
 )
-from jmask._base.doors import check_flag, checked_array, checked_choice, checked_integer
+from jmask._base.doors import (
+    check_flag,
+    checked_array,
+    checked_choice,
+    checked_integer,
+    naming_arguments,
+)
 from jmask._base.precision import wide
 from jmask._base.row_ids import canonical
 from jmask._base.shapes import trailing
@@ -35,6 +41,7 @@ from jmask._embedding.bag_forms import Bags, EqualBags, RaggedBags, check_offset
 from jmask._embedding.ids import (
     MODES,
     Entries,
+    check_order,
     checked_integers,
     checked_padding,
     checked_table,
@@ -51,6 +58,11 @@ from jmask._tensors.storage import row_of_each
 COMBINERS = ("sum", "mean", "sqrtn", "max")
 
 
+@naming_arguments(
+    per_sample_weights="write `weights`",
+    padding_idx="write `padding_id`",
+    sparse="leave it out, under jmask.grad the gradient is a RowSparse",
+)
 def embedding_bag(
     table: Any,
     ids: Any,
@@ -128,14 +140,15 @@ def embedding_bag(
         _refuse_beside_padded(offsets, include_last_offset, segment_ids, num_segments, weights)
         offsets, weights, of_entry = ids.offsets, ids.weights, ids.bag_of_entry
         ids, include_last_offset = ids.ids, True
+    check_order(table, ids, "embedding_bag(table, ids)")
     table, mode = checked_table(table), checked_choice(mode, "mode", MODES)
     ids = checked_integers(ids, "ids", mode)
     combiner = checked_choice(combiner, "combiner", COMBINERS)
     if not jnp.issubdtype(table.dtype, jnp.floating):
-        raise TypeError(
-            f"`table` must be real and floating, got {table.dtype}: pass "
-            "`table.astype(jnp.float32)`."
-        )
+        advice = "pass `table.astype(jnp.float32)`"
+        if jnp.issubdtype(table.dtype, jnp.complexfloating):
+            advice = "pass `table.real` and `table.imag`, and join both by jax.lax.complex"
+        raise TypeError(f"`table` must be real and floating, got {table.dtype}: {advice}.")
     dtype = wide(table.dtype)
     bound = checked_bound(table, max_norm, norm_type)
     weights = _checked_weights(weights, ids, combiner, dtype)

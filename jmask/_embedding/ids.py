@@ -23,7 +23,7 @@ from jax.experimental import checkify
 from jax.experimental.sparse import JAXSparse
 
 from jmask._base.doors import checked_integer
-from jmask._base.leaves import as_table
+from jmask._base.leaves import abstract_leaf, as_table
 from jmask._base.row_ids import canonical, id_dtype, widen
 from jmask._tables.stored_table import StoredTable
 from jmask._tensors.masked_tensor import MaskedTensor
@@ -151,6 +151,23 @@ def is_padding(ids: Any, padding_id: int | None) -> Any:
     if not limits.min <= padding_id <= limits.max:
         return None
     return ids == np.asarray(padding_id, ids.dtype)
+
+
+def check_order(table: Any, ids: Any, order: str) -> None:
+    """Refuse ids in the place of the table, where torch has them.
+
+    Raises:
+        TypeError: naming the order.
+    """
+    first, second = abstract_leaf(table), abstract_leaf(ids)
+    integers = isinstance(table, list) or (
+        first is not None and jnp.issubdtype(first.dtype, jnp.integer)
+    )
+    is_table = isinstance(ids, RowSparse | StoredTable)
+    floating = second is not None and jnp.issubdtype(second.dtype, jnp.inexact)
+    if is_table or (integers and floating):
+        kind = type(ids).__name__ if second is None else second.dtype
+        raise TypeError(f"`ids` must be integers, got {kind}: the order is {order}.")
 
 
 def checked_integers(x: Any, name: str, mode: str) -> Any:

@@ -20,11 +20,12 @@ import numpy as np
 from jax import lax
 
 from jmask._base.array_types import flat, placed_like
-from jmask._base.doors import checked_choice
+from jmask._base.doors import checked_choice, naming_arguments
 from jmask._base.shapes import trailing
 from jmask._embedding.ids import (
     MODES,
     Entries,
+    check_order,
     checked_integers,
     checked_padding,
     checked_table,
@@ -38,6 +39,10 @@ from jmask._tensors.methods import install
 from jmask._tensors.row_sparse import RowSparse
 
 
+@naming_arguments(
+    padding_idx="write `padding_id`",
+    sparse="leave it out, under jmask.grad the gradient is a RowSparse",
+)
 def embedding_lookup(
     table: Any,
     ids: Any,
@@ -89,6 +94,7 @@ def embedding_lookup(
         >>> jmask.embedding_lookup(jnp.array([[3., 4.]]), [0], max_norm=2.5)
         Array([[1.5, 2. ]], dtype=float32)
     """
+    check_order(table, ids, "embedding_lookup(table, ids)")
     table, mode = checked_table(table), checked_choice(mode, "mode", MODES)
     ids = checked_integers(ids, "ids", mode)
     absent = is_padding(ids, checked_padding(padding_id))

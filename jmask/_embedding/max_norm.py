@@ -20,6 +20,7 @@ from jmask._base.norms import shortened
 from jmask._base.precision import wide
 from jmask._base.row_ids import canonical
 from jmask._embedding.ids import (
+    check_order,
     checked_integers,
     checked_padding,
     checked_table,
@@ -71,6 +72,7 @@ def renormalize(
                [ 3.,  4.],
                [30., 40.]], dtype=float32)
     """
+    check_order(table, ids, "renormalize(table, ids, max_norm)")
     table, ids = checked_table(table), checked_integers(ids, "ids", "zero")
     if isinstance(table, RowSparse):
         raise TypeError("`table` must be an array, got RowSparse: pass `table.todense()`.")
@@ -110,7 +112,7 @@ class Bound:
     norm_type: float
 
     def shortened(self, rows: jax.Array, batch: int, eps: float = 0.0) -> jax.Array:
-        """Rows after `batch` axes, those that are finite and too long scaled; dtype kept."""
+        """Scale the rows after `batch` axes that are finite and too long; keep the dtype."""
         exact = rows.astype(wide(rows.dtype))
         axes = tuple(range(batch, rows.ndim))
         finite = jnp.isfinite(lax.stop_gradient(exact)).all(axes, keepdims=True)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
+from jmask._base.doors import refuse_scipy
 from jmask._base.fallback import report_fallback
 from jmask._ops.elementwise import elementwise
 from jmask._ops.products import dot as _sparse_dot
@@ -98,6 +99,8 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
 
 
 def _product(dense_product: Any, x: Any, y: Any) -> Any:
+    refuse_scipy("x", x)
+    refuse_scipy("y", y)
     return _sparse_dot(x, y) if is_sparse(x) or is_sparse(y) else dense_product(x, y)
 
 
@@ -126,6 +129,7 @@ def _is_sparse_matrix(x: Any) -> bool:
 
 
 def _array(x: Any) -> jax.Array:
+    refuse_scipy("x", x)
     if not is_sparse(x):
         return jnp.asarray(x)
     report_fallback(

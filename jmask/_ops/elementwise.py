@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmask._base.doors import refuse_scipy
 from jmask._base.fallback import report_fallback
 from jmask._ops.safe_numbers import safe_numbers, varies
 from jmask._ops.zero_semantics import zero_semantics
@@ -66,6 +67,8 @@ def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def lifted(*args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())
+        for x in given:
+            refuse_scipy("x", x)
         if any(isinstance(x, MaskedTensor) for x in given):
             return _masked(*_call(function, args, kwargs))
         if any(isinstance(x, SPARSE) for x in given):

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._base.doors import check_flag, checked_choice
+from jmask._base.doors import check_flag, checked_choice, refuse_scipy
 from jmask._base.fallback import report_fallback
 from jmask._base.precision import adds_when_cast, sum_dtype
 from jmask._kernels.rows import add_rows
@@ -135,6 +135,7 @@ def _checked(x: Any, name: str) -> Any:
             f"`{name}` is a MaskedTensor: use jmask.numpy.matmul, or .to_tensor(0) for zeros "
             "where it is masked."
         )
+    refuse_scipy(name, x)
     try:
         storage = stype(x)
     except TypeError as error:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jmask._base.doors import refuse_scipy
 from jmask._base.fallback import report_fallback
 from jmask._ops.groups import grouped
 from jmask._tensors.mask_positions import as_booleans
@@ -172,6 +173,7 @@ def where_at(where: Any, storage: Any) -> Any:
     """
     if where is None:
         return jnp.ones(stored_values(storage).shape, bool)
+    refuse_scipy("where", where)
     masked = isinstance(where, MaskedTensor)
     if is_sparse(where):
         where = as_booleans(where)
@@ -203,7 +205,7 @@ def where_at(where: Any, storage: Any) -> Any:
 
 
 def _is_of_nothing(x: Any, axes: Sequence[int]) -> bool:
-    """Whether the axes have no entry, so that a result may be nan where no row is stored."""
+    """Decide whether the axes have no entry: a mean is nan then where no row is stored."""
     return any(x.shape[axis] == 0 for axis in axes)
 
 

@@ -115,7 +115,7 @@ def norm(groups: Any, dtype: Any, ord: float) -> Results:  # noqa: A002
 
 
 def norm_in_parts(groups: Any, dtype: Any, ord: float) -> tuple[Norm, Any]:  # noqa: A002
-    """The norm of each group as a number that can be divided by and a power of two.
+    """Return the norm of each group as a number to divide by, and a power of two.
 
     Returns:
         The entries that take part times the factor of their group, 0 elsewhere; the norm of

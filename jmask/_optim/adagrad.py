@@ -30,6 +30,7 @@ class AdagradState(NamedTuple):
 
 
 @sharing_programs
+@hyper.naming_hyperparameters
 def adagrad(
     learning_rate: optax.ScalarOrSchedule = 1e-2,
     lr_decay: Any = 0.0,
@@ -91,6 +92,7 @@ def adagrad(
 
 
 @sharing_programs
+@hyper.naming_hyperparameters
 def rowwise_adagrad(
     learning_rate: optax.ScalarOrSchedule = 1e-2,
     lr_decay: Any = 0.0,

@@ -49,6 +49,7 @@ _COUNTS = ("steps", "per_row")
 
 
 @sharing_programs
+@hyper.naming_hyperparameters
 def adam(
     learning_rate: optax.ScalarOrSchedule = 1e-3,
     b1: Any = 0.9,
@@ -115,6 +116,7 @@ def adam(
 
 
 @sharing_programs
+@hyper.naming_hyperparameters
 def rowwise_adam(
     learning_rate: optax.ScalarOrSchedule = 1e-3,
     b1: Any = 0.9,

@@ -28,6 +28,7 @@ class FtrlState(NamedTuple):
 
 
 @sharing_programs
+@hyper.naming_hyperparameters
 def ftrl(
     learning_rate: optax.ScalarOrSchedule = 0.1,
     l1: Any = 0.01,

@@ -13,12 +13,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmask._base.doors import check_flag, checked_choice, shown
+from jmask._base.doors import check_flag, checked_choice, naming_arguments, shown
 from jmask._base.precision import as_float
 
 # What weight decay is added to: the gradient, so that an adaptive optimizer rescales it, or
 # the step, so that a row shrinks by the same factor whatever its gradients.
 DECAY_MODES = ("l2", "decoupled")
+
+
+# The names that torch, Keras and MXNet give these arguments.
+naming_hyperparameters = naming_arguments(
+    lr="write `learning_rate`",
+    betas="write `b1` and `b2`",
+    beta1="write `b1`",
+    beta2="write `b2`",
+    beta_1="write `b1`",
+    beta_2="write `b2`",
+    epsilon="write `eps`",
+    wd="write `weight_decay`",
+)
 
 
 def check_number(name: str, value: Any) -> None:

@@ -35,6 +35,7 @@ class MomentumState(NamedTuple):
 
 
 @sharing_programs
+@hyper.naming_hyperparameters
 def sgd(
     learning_rate: optax.ScalarOrSchedule,
     momentum: Any = 0.0,

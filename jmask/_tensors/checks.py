@@ -9,6 +9,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmask._base.doors import checked_integer
+from jmask._base.leaves import abstract_leaf
+from jmask._base.row_ids import hide, wrap
+from jmask._tensors.misuse import takes_plain_ids
+
+
+def check_order(indices: Any, values: Any) -> None:
+    """Refuse the arguments of BCOO and of MXNet, and values in front of indices.
+
+    Raises:
+        TypeError: naming the order.
+    """
+    order = "RowSparse(indices, values, shape)"
+    if isinstance(indices, tuple) and any(np.ndim(x) for x in indices):
+        raise TypeError(f"`indices` is a tuple of arrays: write {order}.")
+    if values is None:
+        raise TypeError(f"`values` must be given: write {order}.")
+    arrays = [abstract_leaf(x) for x in (indices, values)]
+    are_integers = [x is not None and jnp.issubdtype(x.dtype, jnp.integer) for x in arrays]
+    if arrays[0] is not None and are_integers == [False, True]:
+        raise TypeError(
+            f"`indices` must be integers, the numbers of rows, got {arrays[0].dtype}: the "
+            f"order is {order}."
+        )
 
 
 def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -161,14 +184,25 @@ def refuse_tangent(leaf: Any) -> None:
         )
 
 
-def refuse_plain_ids(leaf: Any) -> Any:
+def ids_from_plain(leaf: Any, values: Any, row_ndim: int) -> Any:
+    """Return the leaf of ids from an array that is not in opaque form; refuse plain numbers.
+
+    Callbacks of the host (`jax.debug.print`) unwrap the leaf into its words, which only that
+    makes: they are wrapped again.
+    """
     if leaf.dtype == jax.dtypes.float0:  # the tangent of ids
         return leaf
+    sizes = getattr(values, "shape", ())
+    ids = tuple(sizes[: len(sizes) - row_ndim])
+    if leaf.dtype == jnp.uint32 and leaf.shape in ((*ids, 1), (*ids, 2)):
+        return wrap(leaf)
+    if takes_plain_ids() and jnp.issubdtype(leaf.dtype, jnp.signedinteger):
+        return hide(jnp.asarray(leaf))
     if leaf.dtype == jnp.uint32:
         raise TypeError(
-            "the indices of a RowSparse were taken apart into plain uint32 numbers, as orbax "
-            "and jax.debug.print do: save or print jmask.to_arrays(x), or `x.indices` and "
-            "`x.values`."
+            "the indices of a RowSparse were taken apart into plain uint32 numbers, as neither "
+            "orbax nor jax.debug.print do: save or print jmask.to_arrays(x), or `x.indices` "
+            "and `x.values`."
         )
     raise TypeError(
         f"the indices of a RowSparse came back as plain {leaf.dtype} numbers: something "

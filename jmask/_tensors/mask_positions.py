@@ -125,7 +125,7 @@ def _stored_mask(data: Any, mask: jax.Array) -> jax.Array:
 
 
 def booleans(mask: Any) -> Any:
-    """A sparse mask of booleans.
+    """Return a sparse mask of booleans.
 
     Raises:
         TypeError: if it is none.

@@ -21,9 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._base.doors import checked_array, checked_dtype, checked_scalar
+from jmask._base.doors import checked_array, checked_dtype, checked_scalar, refuse_scipy
+from jmask._tensors.flax_state import register_in_flax
 from jmask._tensors.mask_positions import booleans, on_dense, on_sparse
 from jmask._tensors.methods import MaskedMethods, call
+from jmask._tensors.misuse import NamesItsFunctions
 from jmask._tensors.storage import (
     is_sparse,
     sampled,
@@ -36,7 +38,7 @@ from jmask._tensors.storage import (
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class MaskedTensor(MaskedMethods):
+class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
     """A tensor with masked entries, on dense or sparse storage.
 
     Args:
@@ -78,6 +80,7 @@ class MaskedTensor(MaskedMethods):
             )
         if isinstance(data, np.ma.MaskedArray):
             raise TypeError("`data` is a numpy.ma array: use jmask.from_numpy_ma(data).")
+        register_in_flax(MaskedTensor)
         stype(data, "data")  # refuses what is no storage
         if isinstance(mask, bool | list | tuple):
             mask = np.asarray(mask)
@@ -101,6 +104,7 @@ class MaskedTensor(MaskedMethods):
     @classmethod
     def tree_unflatten(cls, _: None, children: Any) -> "MaskedTensor":
         # JAX also builds nodes of shapes and axes; only surely wrong numbers are refused.
+        register_in_flax(cls)
         node = object.__new__(cls)
         node.storage, node.valid = children
         if isinstance(node.valid, jax.Array) and node.valid.dtype != jnp.dtype(bool):
@@ -278,6 +282,7 @@ def is_tensor(x: Any) -> bool:
 
 def as_tensor(x: Any) -> Any:
     """`x` if it is sparse or masked, and otherwise the array."""
+    refuse_scipy("x", x)
     return x if is_tensor(x) else jnp.asarray(x)
 
 

@@ -48,14 +48,29 @@ def one_or_several(values: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
+def _is_comparable(x: Any) -> bool:
+    """Decide whether `==` compares entries with `x`; it is False for None and text."""
+    return not (x is None or isinstance(x, str | bytes))
+
+
 class TensorMethods:
     """What `MaskedTensor` and `RowSparse` can both do; see the functions named."""
 
     __slots__ = ()
 
-    # NumPy and JAX arrays must leave binary operations to the reflected methods here.
-    __array_ufunc__ = None
     __array_priority__ = 1000
+
+    def __array_ufunc__(self, ufunc: Any, how: str, *inputs: Any, **kwargs: Any) -> Any:
+        """Run functions of NumPy as those of `jmask.numpy`: `np.sqrt(x)`, `array * x`."""
+        name = ufunc.__name__
+        if how == "__call__" and not kwargs and name in _installed:
+            return call(name, *inputs)
+        name = name if how == "__call__" else f"{name}.{how}"
+        options = f" with {', '.join(map(repr, kwargs))}" if kwargs else ""
+        raise TypeError(
+            f"np.{name}{options} takes no {type(self).__name__}: use a function of "
+            "jmask.numpy, or the dense array, `jmask.todense(x)`."
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -91,12 +106,21 @@ class TensorMethods:
     __pos__ = method("positive")
     __abs__ = method("abs")
     __invert__ = method("bitwise_not")
-    __eq__ = method("equal")
-    __ne__ = method("not_equal")
+
+    def __eq__(self, other: Any) -> Any:
+        return call("equal", self, other) if _is_comparable(other) else NotImplemented
+
+    def __ne__(self, other: Any) -> Any:
+        return call("not_equal", self, other) if _is_comparable(other) else NotImplemented
+
     __lt__ = method("less")
     __le__ = method("less_equal")
     __gt__ = method("greater")
     __ge__ = method("greater_equal")
+
+    def block_until_ready(self) -> Any:
+        """Wait until the arrays are computed, and return the tensor."""
+        return jax.block_until_ready(self)
 
     # --- elementwise --------------------------------------------------------------------
 
@@ -172,6 +196,18 @@ class MaskedMethods(TensorMethods):
     def tolist(self) -> Any:
         """The entries as nested lists of Python numbers; None where masked."""
         return call("to_numpy_ma", self).tolist()
+
+    def __format__(self, spec: str) -> str:
+        """Format the number that a scalar is; `--` if it is masked."""
+        if not spec:
+            return str(self)
+        if self.shape:  # type: ignore[attr-defined]
+            raise TypeError(
+                f"a MaskedTensor of shape {self.shape} is not one number to format as "  # type: ignore[attr-defined]
+                f"{spec!r}: format an entry, or the array `x.to_tensor(fill_value)`."
+            )
+        number = self.item()
+        return "--" if number is None else format(number, spec)
 
 
 class RowSparseMethods(TensorMethods):

@@ -58,15 +58,53 @@ def refuse_misuse() -> None:
             raise TypeError(_message(frame)) from None
 
 
-class SaysWhatToDo(type):
-    """The type of a class whose name in errors of JAX says what to do instead."""
+# Modules that compare or store leaves as arrays of NumPy, which those of opaque ids are not.
+_TAKES_PLAIN_IDS = ("chex._src.asserts", "orbax.checkpoint")
+
+# Between them and this function: of `jax.tree.map`, and the methods of the class.
+_BETWEEN, _FRAMES_BETWEEN = ("jax.", "jmask._tensors."), 7
+
+
+def takes_plain_ids() -> bool:
+    """Decide whether the caller that flattens or unflattens is to see ids as integers.
+
+    Tools that compare leaves or write them to files then work; they do not compute with them.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES_BETWEEN):
+        if frame is None or not _module(frame).startswith(_BETWEEN):
+            break
+        frame = frame.f_back
+    return frame is not None and _module(frame).startswith(_TAKES_PLAIN_IDS)
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+_FUNCTIONS = " (jmask.numpy and jmask.nn have the functions that take it)"
+
+
+class NamesItsFunctions(type):
+    """The type of a class whose name in errors of JAX says which functions take it."""
+
+    def __repr__(cls) -> str:
+        module = str(sys._getframe(1).f_globals.get("__name__"))
+        plain = super().__repr__()
+        if module.startswith("jax.") and not module.endswith(".tree_util"):
+            return f"{plain}{_FUNCTIONS}"
+        return plain
+
+
+class SaysWhatToDo(NamesItsFunctions):
+    """The same of a `RowSparse`, and what to do where JAX finds that trees differ."""
 
     def __repr__(cls) -> str:
         frame = sys._getframe(1)
         module, function = str(frame.f_globals.get("__name__")), frame.f_code.co_name
-        plain = super().__repr__()
-        if module.startswith("jax.") and function == "check_arraylike":
-            return f"{plain} (jmask.numpy has the functions that take it)"
+        if module.startswith("jax.") and not module.endswith(".tree_util"):
+            return f"{type.__repr__(cls)}{_FUNCTIONS}"
+        plain = type.__repr__(cls)
         if module.endswith(".tree_util") and function != "_equality_errors":
             return f"{plain} ({_advice(frame)})"
         return plain

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmask._base.doors import check_flag, checked_array, checked_dtype
-from jmask._base.precision import adds_when_cast, is_nonzero, wide
+from jmask._base.precision import adds_when_cast, is_narrow, is_nonzero, wide
 from jmask._base.row_ids import Order, canonical, hide, id_dtype, is_opaque, reveal, widen
 from jmask._base.shapes import trailing
 from jmask._kernels.coalesce import coalesce_rows
@@ -34,6 +34,7 @@ from jmask._kernels.stochastic_rounding import check_key
 from jmask._kernels.update_rows import add_to_rows
 from jmask._tensors.checks import (
     check_coalesced,
+    check_order,
     check_replacement,
     check_stored,
     check_values,
@@ -42,13 +43,14 @@ from jmask._tensors.checks import (
     checked_leading,
     checked_shape,
     fit_or_poison,
-    refuse_plain_ids,
+    ids_from_plain,
     refuse_tangent,
     resized,
     shape_that_fits,
 )
+from jmask._tensors.flax_state import register_in_flax
 from jmask._tensors.methods import RowSparseMethods
-from jmask._tensors.misuse import SaysWhatToDo, refuse_misuse
+from jmask._tensors.misuse import SaysWhatToDo, refuse_misuse, takes_plain_ids
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -98,15 +100,17 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
     def __init__(
         self,
         indices: Any,
-        values: Any,
+        values: Any = None,
         shape: Sequence[int] | None = None,
         *,
         coalesced: bool = False,
         leading: int = 1,
     ):
+        check_order(indices, values)
         indices, values = checked_indices(indices), checked_array("values", values)
         shape = checked_shape(shape_that_fits(indices, values) if shape is None else shape)
         self.leading = checked_leading(leading, shape)
+        register_in_flax(RowSparse)
         self.shape = shape
         check_values(indices, values, (self.row_count, *self.row))
         self.index_leaf = hide(widen(indices, self.row_count))
@@ -123,12 +127,13 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
             jax.tree_util.GetAttrKey("indices"),
             jax.tree_util.GetAttrKey("values"),
         )
-        leaves = (self.index_leaf, self.values)
+        leaves = (self.indices if takes_plain_ids() else self.index_leaf, self.values)
         return tuple(zip(keys, leaves, strict=True)), self._static
 
     def tree_flatten(self):
         refuse_misuse()
-        return (self.index_leaf, self.values), self._static
+        ids = self.indices if takes_plain_ids() else self.index_leaf
+        return (ids, self.values), self._static
 
     @classmethod
     def tree_unflatten(cls, static, leaves):
@@ -136,7 +141,8 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         # number in the place of ids is refused.
         leaf, values = leaves
         if isinstance(leaf, jax.Array | np.ndarray) and not is_opaque(leaf):
-            leaf = refuse_plain_ids(leaf)
+            leaf = ids_from_plain(leaf, values, len(static[0]) - static[2])
+        register_in_flax(cls)
         node = object.__new__(cls)
         node.index_leaf, node.values = leaf, values
         node.shape, node.coalesced, node.leading = static
@@ -306,8 +312,10 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         """The dense array (V, *row): zeros, with the stored rows added."""
         if self.dtype == jnp.dtype(bool):  # booleans add as `or`, which no scatter does
             return self.with_values(self.values.astype(jnp.int32)).todense() != 0
-        zeros = jnp.zeros((self.row_count, *self.row), self.dtype)
-        dense = add_to_rows(zeros, self.flat().row_ids(), self.rows(), self.order)
+        flat = self.flat()
+        rows = flat.coalesce() if is_narrow(self.dtype) else flat  # rounded once, in its rows
+        zeros = jnp.zeros(flat.shape, self.dtype)
+        dense = add_to_rows(zeros, rows.row_ids(), rows.rows(), rows.order)
         return dense.reshape(self.shape)
 
     def flat(self) -> "RowSparse":
@@ -394,7 +402,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         return summed.with_values(summed.values.astype(dtype))
 
     def widened(self) -> "RowSparse":
-        """The tensor in float32 if it is of 16 bits: its rows can then be summed exactly."""
+        """Return the tensor in float32 if it is of 16 bits, to sum its rows exactly."""
         dtype = wide(self.dtype)
         return self if dtype == self.dtype else self.with_values(cast(self.values, dtype))
 

@@ -25,6 +25,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.sparse import BCOO, BCSR
 
+from jmask._base.doors import refuse_scipy
 from jmask._base.precision import joint_dtype, sum_dtype
 from jmask._base.shapes import trailing
 from jmask._kernels.rows import gather_rows
@@ -45,6 +46,7 @@ def stype(x: Any, argument: str = "x") -> str:
     for kind, name in ((RowSparse, "row_sparse"), (BCOO, "coo"), (BCSR, "csr")):
         if isinstance(x, kind):
             return name
+    refuse_scipy(argument, x)
     name = type(x).__name__
     if isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "OSUMm":
         raise TypeError(f"`{argument}` is an array of {x.dtype}, which are no numbers.")
@@ -185,7 +187,7 @@ def same_positions(x: Any, y: Any) -> bool:
 
 
 def equal_positions(x: Any, y: Any) -> jax.Array | bool:
-    """`same_positions` of tensors whose index arrays may be traced: a boolean of the program.
+    """Compare positions as `same_positions`, in the program where they are traced.
 
     Returns:
         False where storages, shapes or numbers of stored values differ, else a scalar array.
@@ -270,7 +272,7 @@ def has_unique_positions(x: Any) -> bool:
     """Whether it is known that no two stored values have one position."""
     if isinstance(x, RowSparse):
         return x.coalesced
-    if isinstance(x, BCSR) and (x.n_batch or x.n_dense):
+    if isinstance(x, BCSR) and x.n_batch:
         return True
     return not isinstance(x, BCOO | BCSR) or x.unique_indices
 
@@ -292,10 +294,11 @@ def summed(x: BCOO, nse: int | None = None) -> BCOO:
 
 
 def as_dense(x: Any) -> jax.Array:
-    """The dense array of a sparse tensor: `x.todense()`, of booleans too."""
-    if isinstance(x, RowSparse) or x.dtype != jnp.dtype(bool):
+    """The dense array of a sparse tensor; booleans add as `or`, sums are rounded once."""
+    dtype = sum_dtype(x.dtype)
+    if isinstance(x, RowSparse) or dtype == x.dtype:
         return x.todense()
-    return with_stored_values(x, x.data.astype(jnp.int32)).todense() != 0
+    return with_stored_values(x, x.data.astype(dtype)).todense().astype(x.dtype)
 
 
 def compressed(x: BCOO) -> BCSR:

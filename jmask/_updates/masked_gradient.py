@@ -99,7 +99,7 @@ def gradient_and_valid(gradient: Any) -> tuple[Any, jax.Array | None]:
 
 
 def with_wide_rows(gradient: Any) -> Any:
-    """A gradient leaf with 16-bit rows in float32, so that sums of equal ids stay exact.
+    """Return a gradient leaf with 16-bit rows in float32, to sum rows of equal ids exactly.
 
     An optimizer computes with the sums, and what it makes of them is rounded once, where it is
     stored: a sum that is rounded first loses what is left of 1 - 1.003 in bfloat16.

@@ -311,3 +311,39 @@ def test_positions_that_no_32_bit_number_counts(wrap):
     args = jnp.array([1.0, jnp.nan, 4.0]), jnp.array([True, False, True])
     with jmask.strict():
         assert wrap(total)(*args, jnp.array(at), jnp.array(at)) == 5
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("kind", [BCOO, BCSR])
+def test_rows_of_entries(kind, wrap):
+    """Stored values that are rows themselves, of a tensor of three dimensions."""
+    values = jnp.array([[1.0, jnp.nan], [2.0, 3.0], [4.0, 5.0]])
+    at = [[0, 0], [0, 0], [1, 2]]
+    parts = (at,) if kind is BCOO else ([0, 0, 2], [0, 2, 3])
+
+    def dense(values, *parts):
+        data = kind((values, *parts), shape=(2, 3, 2))
+        mask = kind((jnp.isfinite(values), *parts), shape=(2, 3, 2))
+        return entries(jmask.MaskedTensor(data, mask))
+
+    expected, hidden = np.zeros((2, 3, 2)), np.ones((2, 3, 2), bool)
+    expected[0, 0], expected[1, 2] = [3, 3], [4, 5]
+    hidden[0, 0] = hidden[1, 2] = False
+    check(wrap(dense)(values, *map(jnp.array, parts)), np.ma.MaskedArray(expected, hidden))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_16_bit_sums_are_rounded_once(storage, dtype):
+    at = positions(storage, "repeated")
+    values = np.random.default_rng(0).normal(size=(len(at), *SHAPE[at.shape[1] :]))
+    values = jnp.asarray(
+        np.where(np.arange(len(at)) % 2, 1, 1e-2).reshape(-1, *[1] * (values.ndim - 1))
+        * values,
+        dtype,
+    )
+    x = tensor(storage, values, index_arrays(storage, at))
+    result = jmask.cast_storage(x, "default")
+    assert result.dtype == dtype
+    expected = dense(np.asarray(values, np.float64), at).astype(dtype)
+    np.testing.assert_array_equal(result, expected)

@@ -1,0 +1,347 @@
+"""Tools that meet sparse and masked tensors: they work, or the first line says what to do."""
+
+import chex
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import scipy.sparse
+from jax.experimental.sparse import BCOO, BCSR
+
+import jmask
+import jmask.numpy as jnm
+from tests.mistakes import IDS, ROWS, TABLE, Mistake
+
+MASKED = jmask.masked_tensor(jnp.array([1.0, jnp.nan]), jnp.array([True, False]))
+MASKED_ROWS = jmask.masked_tensor(ROWS, ROWS.values > 0)
+SCALAR = jmask.masked_tensor(jnp.array(1.25), jnp.array(True))
+MASKED_SCALAR = jmask.masked_tensor(jnp.array(1.25), jnp.array(False))
+SCIPY = scipy.sparse.csr_matrix(np.eye(6, dtype=np.float32))
+BAGS = IDS[None]
+
+TENSORS = {
+    "RowSparse": ROWS,
+    "duplicates": jmask.RowSparse(IDS, jnp.ones((3, 2)), (6, 2)),
+    "masked array": jmask.masked_tensor(TABLE, TABLE > 0),
+    "masked RowSparse": MASKED_ROWS,
+    "masked BCOO": jmask.masked_tensor(BCOO.fromdense(jnp.eye(3))),
+    "masked BCSR": jmask.masked_tensor(BCSR.fromdense(jnp.eye(3))),
+}
+
+# What is done, the type of the error, words of its first line.
+MISTAKES: dict[str, Mistake] = {
+    "a format of many numbers": (
+        lambda: f"{MASKED:.3f}",
+        TypeError,
+        ("a MaskedTensor of shape (2,) is not one number", "to_tensor(fill_value)"),
+    ),
+    "jnp.sum": (lambda: jnp.sum(MASKED), TypeError, ("MaskedTensor", "jmask.numpy")),
+    "jnp.where": (
+        lambda: jnp.where(jnp.array([True, False]), MASKED, 0.0),
+        TypeError,
+        ("MaskedTensor", "jmask.numpy"),
+    ),
+    "jnp.sum under jit": (
+        lambda: jax.jit(jnp.sum)(MASKED),
+        TypeError,
+        ("MaskedTensor", "jmask.numpy"),
+    ),
+    "jnp.exp of rows": (lambda: jnp.exp(ROWS), TypeError, ("RowSparse", "jmask.numpy")),
+    "jax.lax": (lambda: jax.lax.exp(MASKED), TypeError, ("MaskedTensor", "jmask.numpy")),
+    "softmax": (lambda: jax.nn.softmax(MASKED), TypeError, ("MaskedTensor", "jmask.nn")),
+    "softmax of rows": (lambda: jax.nn.softmax(ROWS), TypeError, ("RowSparse", "jmask.nn")),
+    "a reduction of NumPy": (
+        lambda: np.add.reduce(MASKED),
+        TypeError,
+        ("np.add.reduce takes no MaskedTensor", "jmask.numpy", "jmask.todense(x)"),
+    ),
+    "a result in place": (
+        lambda: np.add(np.ones(2, np.float32), MASKED, out=np.ones(2, np.float32)),
+        TypeError,
+        ("np.add with 'out' takes no MaskedTensor", "jmask.numpy"),
+    ),
+    "a product of scipy": (
+        lambda: jmask.dot(SCIPY, TABLE),
+        TypeError,
+        ("`lhs` is a csr_matrix of scipy.sparse", "BCSR.from_scipy_sparse(x)"),
+    ),
+    "a matmul of scipy": (
+        lambda: jnm.matmul(SCIPY, TABLE),
+        TypeError,
+        ("`x` is a csr_matrix of scipy.sparse", "BCSR.from_scipy_sparse(x)"),
+    ),
+    "data of scipy": (
+        lambda: jmask.masked_tensor(SCIPY.tocoo()),
+        TypeError,
+        ("`data` is a coo_matrix of scipy.sparse", "BCOO.from_scipy_sparse(x)"),
+    ),
+    "a mask of scipy": (
+        lambda: jmask.sparse_mask(jnp.ones((6, 6)), scipy.sparse.csr_array(SCIPY)),
+        TypeError,
+        ("`mask` is a csr_array of scipy.sparse", "from_scipy_sparse"),
+    ),
+    "where of scipy": (
+        lambda: jnm.sum(jnp.ones((6, 6)), where=SCIPY),
+        TypeError,
+        ("`where` is a csr_matrix of scipy.sparse", "from_scipy_sparse"),
+    ),
+    "a sum of scipy": (
+        lambda: jnm.sum(SCIPY),
+        TypeError,
+        ("`x` is a csr_matrix of scipy.sparse", "from_scipy_sparse"),
+    ),
+    "scipy in a sum": (
+        lambda: jnm.add(SCIPY, jnp.ones((6, 6))),
+        TypeError,
+        ("`x` is a csr_matrix of scipy.sparse", "from_scipy_sparse"),
+    ),
+    "rows of scipy": (
+        lambda: jmask.RowSparse.fromdense(SCIPY),
+        TypeError,
+        ("`x` is a csr_matrix of scipy.sparse", "from_scipy_sparse"),
+    ),
+    "bags of complex rows": (
+        lambda: jmask.embedding_bag(TABLE.astype(complex), BAGS),
+        TypeError,
+        ("got complex64", "`table.real` and `table.imag`", "jax.lax.complex"),
+    ),
+    "a real argument of a holomorphic function": (
+        lambda: jmask.grad(jnp.sum, holomorphic=True)(TABLE),
+        TypeError,
+        ("holomorphic=True", "complex"),
+    ),
+    "allow_int that is no flag": (
+        lambda: jmask.grad(jnp.sum, allow_int="no"),
+        TypeError,
+        ("`allow_int` must be True or False",),
+    ),
+    "an integer without allow_int": (
+        lambda: jmask.grad(lambda x: jnp.sum(x) * 1.0)(IDS),
+        TypeError,
+        ("`x` is int32", "real- or complex-valued"),
+    ),
+    "ids before the table": (
+        lambda: jmask.embedding_lookup(IDS, TABLE),
+        TypeError,
+        (
+            "`ids` must be integers",
+            "the order is embedding_lookup(table, ids)",
+        ),
+    ),
+    "ids before the table of bags": (
+        lambda: jmask.embedding_bag(BAGS, TABLE),
+        TypeError,
+        (
+            "`ids` must be integers",
+            "the order is embedding_bag(table, ids)",
+        ),
+    ),
+    "a list of ids before rows": (
+        lambda: jmask.embedding_lookup([1, 2], ROWS),
+        TypeError,
+        (
+            "`ids` must be integers",
+            "the order is embedding_lookup(table, ids)",
+        ),
+    ),
+    "ids before the table to renormalize": (
+        lambda: jmask.renormalize(IDS, TABLE, 1.0),
+        TypeError,
+        (
+            "`ids` must be integers",
+            "the order is renormalize(table, ids, max_norm)",
+        ),
+    ),
+    "per_sample_weights": (
+        lambda: jmask.embedding_bag(TABLE, BAGS, per_sample_weights=jnp.ones((1, 3))),
+        TypeError,
+        ("`per_sample_weights`", "write `weights`"),
+    ),
+    "padding_idx": (
+        lambda: jmask.embedding_lookup(TABLE, IDS, padding_idx=0),
+        TypeError,
+        ("`padding_idx`", "write `padding_id`"),
+    ),
+    "values and indices in one tuple": (
+        lambda: jmask.RowSparse((jnp.ones((3, 2)), IDS), (6, 2)),
+        TypeError,
+        ("`indices` is a tuple of arrays", "RowSparse(indices, values, shape)"),
+    ),
+    "the tuple and a shape by name": (
+        lambda: jmask.RowSparse((jnp.ones((3, 2)), IDS), shape=(6, 2)),
+        TypeError,
+        ("`indices` is a tuple of arrays", "RowSparse(indices, values, shape)"),
+    ),
+    "values before indices": (
+        lambda: jmask.RowSparse(jnp.ones((3, 2)), IDS, (6, 2)),
+        TypeError,
+        ("`indices` must be integers", "got float32", "RowSparse(indices, values, shape)"),
+    ),
+    "no values": (
+        lambda: jmask.RowSparse(IDS, shape=(6, 2)),
+        TypeError,
+        ("`values` must be given", "RowSparse(indices, values, shape)"),
+    ),
+    **{
+        f"lr of {name}": (
+            lambda name=name: getattr(jmask, name)(lr=0.1),
+            TypeError,
+            (f"{name}() has no argument `lr`", "write `learning_rate`"),
+        )
+        for name in ("sgd", "adam", "adagrad", "rowwise_adagrad", "rowwise_adam", "ftrl")
+    },
+    "betas": (
+        lambda: jmask.adam(0.1, betas=(0.9, 0.99)),
+        TypeError,
+        ("`betas`", "write `b1` and `b2`"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_the_first_line_says_what_to_do(name):
+    run, error, words = MISTAKES[name]
+    with pytest.raises(error) as raised:
+        run()
+    first = str(raised.value).strip().partition("\n")[0]
+    places = [first.find(word) for word in words]
+    assert -1 not in places, first
+    assert places == sorted(places), first
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+class TestToolsThatWork:
+    def test_debug_print(self, kind, capsys):
+        x = TENSORS[kind]
+
+        @jax.jit
+        def printed(x):
+            jax.debug.print("the tensor {}", {"x": x})
+            return x
+
+        printed(x)
+        jax.effects_barrier()
+        assert f"the tensor { ({'x': x}) }" in capsys.readouterr().out
+
+    def test_callback(self, kind):
+        x, seen = TENSORS[kind], []
+        jax.jit(lambda x: jax.debug.callback(seen.append, x))(x)
+        jax.effects_barrier()
+        np.testing.assert_array_equal(_dense(seen[0]), _dense(x))
+
+    def test_chex(self, kind):
+        x = TENSORS[kind]
+        chex.assert_trees_all_close({"x": x}, {"x": x})
+        chex.assert_trees_all_equal({"x": x}, {"x": x})
+        chex.assert_tree_all_finite({"x": x})
+        other = jax.tree.unflatten(
+            jax.tree.structure(x), [_doubled(leaf) for leaf in jax.tree.leaves(x)]
+        )
+        with pytest.raises(AssertionError, match="differ in leaves"):
+            chex.assert_trees_all_close(x, other)
+
+    def test_msgpack(self, kind):
+        x = TENSORS[kind]
+        saved = flax.serialization.to_bytes({"x": x})
+        like = jax.tree.unflatten(
+            jax.tree.structure(x), [_doubled(leaf) for leaf in jax.tree.leaves(x)]
+        )
+        restored = flax.serialization.from_bytes({"x": like}, saved)["x"]
+        assert jax.tree.structure(restored) == jax.tree.structure(x)
+        np.testing.assert_array_equal(_dense(restored), _dense(x))
+
+    def test_orbax(self, kind, tmp_path):
+        x = TENSORS[kind]
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "c", {"x": x})
+            checkpointer.wait_until_finished()
+            for like in (x, jax.eval_shape(lambda: x)):
+                restored = checkpointer.restore(tmp_path / "c", {"x": like})["x"]
+                assert jax.tree.structure(restored) == jax.tree.structure(x)
+                np.testing.assert_array_equal(_dense(restored), _dense(x))
+
+    def test_block_until_ready(self, kind):
+        x = TENSORS[kind]
+        assert x.block_until_ready() is not None
+        assert jax.block_until_ready(x) is not None
+
+    def test_not_equal_to_what_has_no_entries(self, kind):
+        x = TENSORS[kind]
+        assert (x == None) is False  # noqa: E711
+        assert (x != None) is True  # noqa: E711
+        assert (x == "a") is False
+        assert (x != "a") is True
+        assert x not in [None, "a", b"a"]
+
+    @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
+    def test_functions_of_numpy(self, kind):
+        x = TENSORS[kind]
+        roots = np.sqrt(x)
+        assert type(roots) is type(x)
+        np.testing.assert_allclose(_dense(roots), np.sqrt(_dense(x)), rtol=1e-6)
+        array = np.full(x.shape, 2, np.float32)
+        np.testing.assert_array_equal(_dense(array * x), 2 * _dense(x))
+        np.testing.assert_array_equal(_dense(np.float32(2) * x), 2 * _dense(x))
+        np.testing.assert_array_equal(_dense(array - x), _dense(np.subtract(array, x)))
+
+
+def _dense(x):
+    return np.asarray(jmask.todense(x))
+
+
+def _doubled(leaf):
+    is_number = jnp.issubdtype(leaf.dtype, jnp.floating)
+    return leaf * 2 if is_number else leaf
+
+
+def test_formats():
+    assert f"{SCALAR:.3f}" == "1.250"
+    assert f"{MASKED_SCALAR:.3f}" == "--"
+    assert f"{SCALAR}" == str(SCALAR)
+    assert f"{MASKED}" == str(MASKED)
+
+
+def test_a_state_that_is_not_what_the_target_promises():
+    saved = flax.serialization.to_bytes(jmask.RowSparse(IDS, jnp.ones((3, 2)), (6, 2)))
+    like = jmask.RowSparse([1, 2, 3], jnp.ones((3, 2)), (6, 2), coalesced=True)
+    with pytest.raises(ValueError, match="`coalesced` was promised"):
+        flax.serialization.from_bytes(like, saved)
+
+
+@pytest.mark.dtype_promotion
+class TestArgumentsOfGrad:
+    def test_holomorphic(self):
+        table = (TABLE + 1j * TABLE).astype(jnp.complex64)
+        loss = lambda t: jnp.sum(t[IDS] ** 2)
+        gradient = jmask.grad(loss, holomorphic=True)(table)
+        assert isinstance(gradient, jmask.RowSparse)
+        expected = jax.grad(loss, holomorphic=True)(table)
+        np.testing.assert_allclose(gradient.todense(), expected, rtol=1e-6)
+        value, _ = jmask.value_and_grad(loss, holomorphic=True)(table)
+        np.testing.assert_allclose(value, loss(table), rtol=1e-6)
+
+    def test_allow_int(self):
+        params = {"t": TABLE, "n": jnp.array([1, 2]), "flag": jnp.array(True)}
+
+        def loss(params, ids):
+            return (
+                jnp.sum(params["t"][ids])
+                * params["n"].sum()
+                * jnp.where(params["flag"], 1.0, 2.0)
+            )
+
+        value, gradient = jmask.value_and_grad(loss, allow_int=True)(params, IDS)
+        expected_value, expected = jax.value_and_grad(loss, allow_int=True)(params, IDS)
+        assert value == expected_value
+        np.testing.assert_allclose(gradient["t"].todense(), expected["t"])
+        assert isinstance(gradient["t"], jmask.RowSparse)
+        for name in ("n", "flag"):
+            assert gradient[name].dtype == jax.dtypes.float0
+            assert gradient[name].shape == expected[name].shape
+
+    def test_an_integer_alone(self):
+        gradient = jmask.grad(lambda x, y: jnp.sum(x) * y, (0, 1), allow_int=True)(IDS, 2.0)
+        assert gradient[0].dtype == jax.dtypes.float0
+        assert gradient[1] == 5
