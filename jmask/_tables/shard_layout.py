@@ -148,6 +148,32 @@ class Layout:
         """Where arrays of all blocks are."""
         return by_rows(self.mesh, self.rows, ndim)
 
+    # A checkpoint has the arrays of a table and not its layout. "div" keeps rows in the order of
+    # their ids, whatever the number of shards. "mod" does not, so its arrays have one dimension
+    # more, whose size is the number of shards: an array never fits a layout that is not its own.
+
+    def stored(self, blocks: Any) -> Any:
+        """Blocks, arrays (S R, ...), as a table holds them: (S, R, ...) if placed by "mod"."""
+        if self.placement == "div":
+            return blocks
+        return jax.tree.map(lambda x: x.reshape(self.shards, -1, *x.shape[1:]), blocks)
+
+    def merged(self, stored: Any) -> Any:
+        """The blocks (S R, ...) that were `stored`."""
+        if self.placement == "div":
+            return stored
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stored)
+
+    def local_block(self, stored: Any) -> Any:
+        """What a device holds, arrays (R, ...) or (1, R, ...), as (R, ...)."""
+        if self.placement == "div":
+            return stored
+        return jax.tree.map(lambda x: x.reshape(x.shape[1:]), stored)
+
+    def local_stored(self, block: Any) -> Any:
+        """The inverse of `local_block`."""
+        return block if self.placement == "div" else jax.tree.map(lambda x: x[None], block)
+
 
 def dealt(table: jax.Array, shards: int) -> jax.Array:
     """Rows i = j S + s of a table (R S, *row) as (S, R, *row), at s and j."""

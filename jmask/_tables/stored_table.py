@@ -33,7 +33,8 @@ from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 class StoredTable(abc.ABC):
     """A table of shape (V, *row) that is kept in some other form: a pytree of its arrays.
 
-    A subclass names its attributes: those with arrays in `_ARRAYS`, the others in `_STATIC`.
+    A subclass names its attributes: those with arrays in `_ARRAYS`, the others in `_STATIC`;
+    `_NAMES`, if the arrays have other names in key paths.
 
     Attributes:
         shape: (V, *row).
@@ -43,14 +44,18 @@ class StoredTable(abc.ABC):
     __slots__ = ("phantom", "shape")
 
     _ARRAYS: tuple[str, ...]
+    _NAMES: tuple[str, ...] = ()
     _STATIC: tuple[str, ...]
 
     shape: tuple[int, ...]
     phantom: Any
 
     def tree_flatten_with_keys(self) -> Any:
-        children = [(jax.tree_util.GetAttrKey(x), getattr(self, x)) for x in self._ARRAYS]
-        return children, tuple(getattr(self, x) for x in self._STATIC)
+        names = map(jax.tree_util.GetAttrKey, self._NAMES or self._ARRAYS)
+        arrays = (getattr(self, x) for x in self._ARRAYS)
+        return list(zip(names, arrays, strict=True)), tuple(
+            getattr(self, x) for x in self._STATIC
+        )
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> Self:
