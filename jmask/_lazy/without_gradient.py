@@ -233,7 +233,9 @@ def _div(eqn: JaxprEqn, inputs: list[Value], forms: list[Any]) -> Away:
     return _first_unknown(forms, "div")
 
 
-_DIVIDES_BY_ZERO = "it divides by what is 0 in a row without a gradient (by the gradient itself, or with `eps` 0)"
+_DIVIDES_BY_ZERO = (
+    "in a row without a gradient it divides by 0, as by the gradient itself, or with `eps` 0"
+)
 
 
 def _may_be_zero(root: Root) -> bool:

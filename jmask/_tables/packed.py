@@ -34,7 +34,7 @@ from jmask._base.leaves import as_table
 from jmask._kernels.rows import gather_rows
 from jmask._kernels.scatter_update import Combiner, update_elementwise
 from jmask._kernels.update_rows import updated
-from jmask._tables.stored_table import StoredTable, whole
+from jmask._tables.stored_table import StoredTable, squares, whole
 from jmask._tensors.row_sparse import RowSparse
 
 LANES = 128
@@ -73,7 +73,11 @@ class PackedTable(StoredTable):
     @classmethod
     def pack(cls, x: Any) -> "PackedTable":
         """The array `x` (V, *row), packed."""
-        x = checked_floating(as_table(x))
+        return cls.of_array(checked_floating(as_table(x)))
+
+    @classmethod
+    def of_array(cls, x: jax.Array) -> "PackedTable":
+        """An array (V, *row) of any dtype of 32 bits or less, packed."""
         columns = x.reshape(x.shape[0], math.prod(x.shape[1:]))
         return cls([_packed(group) for group in _groups(columns)], x.shape)
 
@@ -98,6 +102,10 @@ class PackedTable(StoredTable):
             line = gather_rows(part, ids // per_line)
             columns.append(_picked(line, ids % per_line, width))
         return jnp.concatenate(columns, axis=1).reshape(ids.shape[0], *self.shape[1:])
+
+    def sum_of_squares(self) -> jax.Array:
+        parts = (_unpacked(part, w)[: self.shape[0]] for part, w in self._with_widths())
+        return sum(map(squares, parts), start=jnp.zeros(()))
 
     def fitted(self, gradient: RowSparse) -> RowSparse:
         return gradient.coalesce()
@@ -151,6 +159,11 @@ class PackedTable(StoredTable):
             update = update_elementwise(masked, parts, place, lines, [mask, *scalars], "unique")
             new += updated([update])
         return [PackedTable(parts, self.shape) for parts in zip(*new, strict=True)]
+
+    @staticmethod
+    def widths(shape: Sequence[int]) -> list[int]:
+        """How many columns each part has of a table of the given shape."""
+        return _widths(math.prod(shape[1:]))
 
     def _with_widths(self) -> list[tuple[Any, int]]:
         return list(zip(self.parts, _widths(math.prod(self.shape[1:])), strict=True))

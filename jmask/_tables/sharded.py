@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
@@ -41,7 +42,7 @@ from jmask._tables.packed import PackedTable, checked_floating, part_shapes
 from jmask._tables.routed_rows import RoutedRows
 from jmask._tables.row_exchange import rows_from_owners, rows_to_owners
 from jmask._tables.shard_layout import Layout, dealt, gathered, is_packed, layout_of
-from jmask._tables.stored_table import StoredTable, read_rows, whole
+from jmask._tables.stored_table import StoredTable, read_rows, squares, whole
 from jmask._tensors.row_sparse import RowSparse
 
 
@@ -93,7 +94,7 @@ class ShardedTable(StoredTable):
     def dtype(self) -> Any:
         return self.stored.dtype
 
-    def _checked(self) -> Any:
+    def check_layout(self) -> Any:
         """The stored blocks, of the shapes that the layout gives them.
 
         Raises:
@@ -129,7 +130,7 @@ class ShardedTable(StoredTable):
         )
 
     def todense(self) -> jax.Array:
-        blocks = self.layout.merged(jax.tree.map(with_whole_rows, self._checked()))
+        blocks = self.layout.merged(jax.tree.map(with_whole_rows, self.check_layout()))
         blocks = blocks.todense() if isinstance(blocks, PackedTable) else blocks
         if self.layout.placement == "mod":
             blocks = gathered(blocks.reshape(self.layout.shards, -1, *self.shape[1:]))
@@ -146,12 +147,30 @@ class ShardedTable(StoredTable):
         stored = jax.jit(lambda: layout.stored(make()), out_shardings=sharding)()
         return ShardedTable(stored, layout, (self.shape[0], *row))
 
+    def sum_of_squares(self) -> jax.Array:
+        """Each shard sums its own rows; in a `shard_map` that of this device."""
+        layout = self.layout
+
+        def of_shard(stored: Any) -> jax.Array:
+            ids = layout.ids(jnp.arange(layout.block), layout.shard())
+            block = self._local(stored)
+            rows = read_rows(block, jnp.arange(layout.block))
+            exists = trailing(ids < layout.count, rows.ndim)
+            return squares(jnp.where(exists, rows, 0))[None]
+
+        stored = self.check_layout()
+        return jnp.sum(layout.run(of_shard, stored, over=(layout.rows, layout.rows)))
+
+    def __reduce__(self) -> Any:
+        arrays = jax.tree.map(np.asarray, self.stored)
+        return _unpickled, (arrays, self.layout.described(), self.shape)
+
     def read(self, ids: jax.Array) -> jax.Array:
         layout = self.layout
         rows_of = self._from_everyone
         if layout.capacity_factor is not None:
             rows_of = self._from_owners
-        stored = self._checked()
+        stored = self.check_layout()
         if layout.inside():
             return rows_of(self._local(stored), ids)
         count, extra = ids.shape[0], layout.missing(ids.shape[0])
@@ -230,7 +249,7 @@ class ShardedTable(StoredTable):
             return read_rows(self._local(stored), layout.local(ids, layout.shard()))
 
         over = (layout.rows,) * 3
-        return layout.run(rows_of, self._checked(), gradient.row_ids(), over=over)
+        return layout.run(rows_of, self.check_layout(), gradient.row_ids(), over=over)
 
     def set_rows(self, gradient: RoutedRows, rows: jax.Array) -> "ShardedTable":
         layout = self._layout_of(gradient)
@@ -245,7 +264,7 @@ class ShardedTable(StoredTable):
             return layout.local_stored(PackedTable(new.parts, stored.shape))
 
         over = (layout.rows,) * 4
-        stored = layout.run(written, self._checked(), gradient.row_ids(), rows, over=over)
+        stored = layout.run(written, self.check_layout(), gradient.row_ids(), rows, over=over)
         return ShardedTable(stored, layout, self.shape)
 
     def _padded(self, x: jax.Array, extra: int, value: int) -> jax.Array:
@@ -347,11 +366,21 @@ def sharded(
             "jax.make_mesh((8,), ('x',))."
         )
     layout = layout_of(table.shape, mesh, rows, batch, placement, packed, capacity_factor)
-    in_lines = is_packed(table.shape, mesh, packed)
+    return _placed(table, layout, is_packed(table.shape, mesh, packed))
+
+
+def placed_alike(table: Any, like: ShardedTable) -> ShardedTable:
+    """An array (V, *row) of any dtype as a table that is placed as `like` is."""
+    return _placed(jnp.asarray(table), like.layout, like._is_packed())
+
+
+def _placed(table: Any, layout: Layout, in_lines: bool) -> ShardedTable:
+    """An array, or the shape of one, as a table of a layout, in lines of 128 or not."""
+    mesh, placement = layout.mesh, layout.placement
 
     def blocks_of(table: jax.Array) -> Any:
         blocks = _blocks_of(table, layout)
-        return layout.stored(PackedTable.pack(blocks) if in_lines else blocks)
+        return layout.stored(PackedTable.of_array(blocks) if in_lines else blocks)
 
     ndim = 2 if in_lines else table.ndim
     sharding = layout.sharding(ndim + (placement == "mod"))
@@ -366,6 +395,12 @@ def sharded(
     else:
         blocks = jax.jit(blocks_of, out_shardings=sharding)(table)
     return ShardedTable(blocks, layout, table.shape)
+
+
+def _unpickled(arrays: Any, described: Any, shape: tuple[int, ...]) -> ShardedTable:
+    layout = Layout.from_description(described)
+    put = lambda x: jax.device_put(x, layout.sharding(x.ndim))
+    return ShardedTable(jax.tree.map(put, arrays), layout, shape)
 
 
 def _is_elsewhere(table: jax.Array, mesh: Mesh) -> bool:

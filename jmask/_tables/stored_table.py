@@ -10,9 +10,9 @@ of it than the methods of `StoredTable`.
 """
 
 import abc
-import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -21,12 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmask._base.precision import joint_dtype
+from jmask._base.precision import joint_dtype, wide
 from jmask._base.row_ids import id_dtype
 from jmask._base.shapes import trailing
 from jmask._kernels.gather import Gather
 from jmask._kernels.rows import gather_rows, set_rows
 from jmask._tensors.methods import call, method
+from jmask._tensors.misuse import refuse_misuse_of_table
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 
 
@@ -64,12 +65,25 @@ class StoredTable(abc.ABC):
             setattr(node, name, x)
         return node
 
+    def tree_flatten(self) -> Any:
+        refuse_misuse_of_table(type(self).__name__)
+        return [getattr(self, x) for x in self._ARRAYS], self._static()
+
+    def _static(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, x) for x in self._STATIC)
+
     def _with(self, **parts: Any) -> Self:
         """The same table with other attributes."""
-        node = copy.copy(self)
+        node = self.__copy__()
         for name, x in parts.items():
             setattr(node, name, x)
         return node
+
+    def __copy__(self) -> Self:
+        return self.tree_unflatten(self._static(), [getattr(self, x) for x in self._ARRAYS])
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return jax.tree.map(jnp.copy, self)
 
     @property
     @abc.abstractmethod
@@ -107,6 +121,15 @@ class StoredTable(abc.ABC):
     @property
     def ndim(self) -> int:
         return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of entries: V times those of a row, whatever else the arrays hold."""
+        return math.prod(self.shape)
+
+    @abc.abstractmethod
+    def sum_of_squares(self) -> jax.Array:
+        """That of the entries, in float32 at least."""
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -149,6 +172,11 @@ def from_the_end(ids: Any, rows: int) -> Any:
         return np.where(found < 0, found + rows, found)
     found = found.astype(joint_dtype(found, id_dtype(rows)))
     return jnp.where(found < 0, found + rows, found)
+
+
+def squares(x: jax.Array) -> jax.Array:
+    """The sum of the squares of entries, in float32 at least."""
+    return jnp.sum(jnp.square(x.astype(wide(x.dtype))))
 
 
 def is_stored_table(x: Any) -> bool:

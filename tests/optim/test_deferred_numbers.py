@@ -1,7 +1,7 @@
 """Numbers that come with a step: a deferred table is right with them, nan, or refused.
 
-Arrays, injected hyperparameters and schedules are not known when a table is made. Where the sums
-of steps are not exact with them, rows that missed such a step are nan.
+Arrays, injected hyperparameters and schedules are not known when a table is made. Where the
+sums of steps are not exact with them, rows that missed such a step are nan.
 """
 
 from collections.abc import Callable
@@ -151,7 +151,7 @@ CASTS = {
 @pytest.mark.parametrize("name", [*DIVISIONS, *CASTS])
 def test_refused(name: str) -> None:
     tx = jmask.lazy(of_moment((DIVISIONS | CASTS)[name]))
-    with pytest.raises(ValueError, match="jmask.deferred cannot take this `tx`"):
+    with pytest.raises(ValueError, match=r"jmask\.deferred cannot take this `tx`"):
         jmask.deferred(START, tx)
 
 
