@@ -204,9 +204,10 @@ def _name_of(init: Callable[[Any], Any], update: Run) -> str:
     try:
         program = jax.make_jaxpr(step)(table, table)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), "")
         raise NotDeferrableError(
-            "it takes no single array, as optax.partition and optax.masked do not: put "
-            "jmask.lazy inside them, and give jmask.deferred what is inside, as in "
+            f"it cannot update a single array ({reason}), as optax.partition and optax.masked "
+            "cannot: put jmask.lazy inside them, and give jmask.deferred what is inside, as in "
             'optax.partition({"a": tx, "b": other}, labels) with tx = jmask.lazy(...)'
         ) from error
     text = re.sub(r"0x[0-9a-f]+", "", str(program.jaxpr))
