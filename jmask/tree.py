@@ -30,7 +30,7 @@ from jmask._base.doors import check_flag, check_leaves
 from jmask._base.leaves import abstract_leaf, leaf_name
 from jmask._base.precision import joint_dtype
 from jmask._tables.deferred_table import is_deferred
-from jmask._tables.stored_table import is_stored_table
+from jmask._tables.stored_table import is_stored_table, squares
 from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, is_tensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import is_entry, is_sparse, stored_values, unique_positions
@@ -294,7 +294,8 @@ def _with_capacity_of(x: Any, like: Any) -> Any:
 
 def _sum_of_squares(x: Any) -> jax.Array:
     if is_stored_table(x):
-        return x.sum_of_squares()
+        # In a gradient program its derivative is that of its array.
+        return x.sum_of_squares() if x.phantom is None else squares(x.todense())
     if isinstance(x, MaskedTensor):
         x = jnp.where(x.valid, stored_values(x.storage), 0)
     elif is_sparse(x):

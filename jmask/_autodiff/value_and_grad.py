@@ -10,7 +10,7 @@ a table's gradient as (ids, rows); see `interpreter`.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,12 @@ from jmask._autodiff.after_reading import after_reading
 from jmask._autodiff.collectives import COLLECTIVE_RULES
 from jmask._autodiff.control_flow import CONTROL_FLOW_RULES
 from jmask._autodiff.interpreter import Interpreter
-from jmask._autodiff.loss import argument_name, checked_loss
+from jmask._autodiff.loss import argument_name, checked_loss, naming_tables
 from jmask._autodiff.rules import EQUATION_RULES
 from jmask._autodiff.tensor_arguments import TensorArguments
 from jmask._autodiff.uses import Gradient, refined_reports
 from jmask._autodiff.values import Filled, RowSum
+from jmask._base.array_types import on_explicit_mesh
 from jmask._base.doors import check_flag
 from jmask._base.fallback import collected, expect_dense, report_fallback
 from jmask._base.forms import drops_rules
@@ -141,7 +142,18 @@ def value_and_gradients(
         finished: what becomes of a result of the gradient program; by default an array or
             a `RowSparse`.
     """
-    finished = _finished if finished is None else finished
+    with on_explicit_mesh([args[i] for i in numbers]), naming_tables(args, numbers, fun):
+        return _value_and_gradients(fun, numbers, has_aux, args, kwargs, finished or _finished)
+
+
+def _value_and_gradients(
+    fun: Callable[..., Any],
+    numbers: tuple[int, ...],
+    has_aux: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    finished: Callable[[Any], Any],
+) -> tuple[Any, tuple[Any, ...]]:
     models = {number: Model(args[number], _is_tensor) for number in numbers}
     fun = function_of_parameters(fun, models)
     args = tuple(models[i].parameters if i in models else x for i, x in enumerate(args))
@@ -253,7 +265,7 @@ def _value_and_results(
         results = _INTERPRETER.run(
             program.jaxpr,
             program.consts,
-            jax.tree.leaves(differentiated),
+            list(map(_without_numbers, jax.tree.leaves(differentiated))),
             jax.tree.leaves(wanted),
         )
     computed, gradients = jax.tree.unflatten(jax.tree.structure(outputs), results)
@@ -300,6 +312,17 @@ class _Trace:
 
 def _abstract_if_filled(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Filled) else x
+
+
+class _NoNumbers(NamedTuple):
+    """What has a shape alone: an equation that reads it fails, inside jit as outside."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def _without_numbers(x: Any) -> Any:
+    return _NoNumbers(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
 
 
 def _mapped(function: Callable[[Any], Any], results: Any) -> Any:
