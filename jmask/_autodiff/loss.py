@@ -72,13 +72,13 @@ def naming_tables(args: Sequence[Any], numbers: Sequence[int], fun: Any) -> Iter
         name, table = tables[0]
         raise TypeError(
             f"the function calculates with the leaves of {name}, a {type(table).__name__}, as "
-            "optax.tree.norm and jax.tree.map do, and they are no numbers: write jmask.tree.norm, "
-            "or use its array, `table.todense()`."
+            "optax.tree.norm and jax.tree.map do, and they are no numbers: write "
+            "jmask.tree.norm, or use its array, `table.todense()`."
         ) from error
 
 
-# What JAX says of a placeholder, and of the clock of a deferred table, where numbers are wanted.
-_OF_LEAVES = ("_NoNumbers", "key<fry>", "of a DeferredTable")
+# What JAX says of a placeholder, and of the clock of a deferred table, in place of numbers.
+_OF_LEAVES = ("ShapeDtypeStruct", "key<fry>", "of a DeferredTable")
 
 
 def _is_plain(tree: Any) -> bool:

@@ -10,7 +10,7 @@ a table's gradient as (ids, rows); see `interpreter`.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -265,7 +265,7 @@ def _value_and_results(
         results = _INTERPRETER.run(
             program.jaxpr,
             program.consts,
-            list(map(_without_numbers, jax.tree.leaves(differentiated))),
+            jax.tree.leaves(differentiated),
             jax.tree.leaves(wanted),
         )
     computed, gradients = jax.tree.unflatten(jax.tree.structure(outputs), results)
@@ -312,17 +312,6 @@ class _Trace:
 
 def _abstract_if_filled(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Filled) else x
-
-
-class _NoNumbers(NamedTuple):
-    """What has a shape alone: an equation that reads it fails, inside jit as outside."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-
-
-def _without_numbers(x: Any) -> Any:
-    return _NoNumbers(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
 
 
 def _mapped(function: Callable[[Any], Any], results: Any) -> Any:

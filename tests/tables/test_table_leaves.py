@@ -98,9 +98,10 @@ def test_right_or_refused(table: str, case: str, is_jitted: bool) -> None:
         found = np.asarray((jax.jit(result) if is_jitted else result)(x))
     except (TypeError, ValueError) as error:
         # An extended dtype is refused by JAX and NumPy, which do not know the way out.
-        assert "DeferredTable" in str(error) or "key<fry>" in str(error)
-        assert table.startswith("deferred")
-        assert case not in UNCHANGED
+        if not table.startswith("deferred") or case in UNCHANGED:
+            raise
+        if "DeferredTable" not in str(error) and "key<fry>" not in str(error):
+            raise
         return
     expected = np.asarray(wanted(x.todense()))
     if is_jitted and table.startswith("deferred") and np.isnan(found).all():
