@@ -82,7 +82,7 @@ def refuse_misuse_of_table(kind: str) -> None:
     Raises:
         TypeError: with what to do instead.
     """
-    frame: FrameType | None = sys._getframe(2)
+    frame = sys._getframe(1).f_back
     for _ in range(4):  # `tree_flatten`, `tree_map` and JAX's own functions around them
         if frame is None:
             return
