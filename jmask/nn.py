@@ -157,9 +157,10 @@ def normalize(
     order = 2 if ord is None else ord
 
     def kernel(groups: Any, dtype: Any) -> Any:
-        size, _ = kernels.norm(groups, jnp.finfo(dtype).dtype, order)
-        size = jnp.where(size < eps, jnp.asarray(eps, size.dtype), size)
-        return kernels.select(groups, 0, dtype) / groups.spread(size)
+        norm, _ = kernels.norm_in_parts(groups, jnp.finfo(dtype).dtype, order)
+        least = norm.factor * eps
+        size = jnp.where(norm.size < least, least, norm.size)
+        return norm.entries.astype(dtype) / groups.spread(size)
 
     return _along(kernel, x, axis, where, None, absent=0, empty=0)
 

@@ -28,9 +28,10 @@ from jax import lax
 from jmask._base.array_types import varying_alike, varying_axes
 from jmask._base.doors import check_flag, check_leaves
 from jmask._base.leaves import abstract_leaf, leaf_name
+from jmask._base.norms import factor_for
 from jmask._base.precision import joint_dtype
 from jmask._tables.deferred_table import is_deferred
-from jmask._tables.stored_table import is_stored_table, squares
+from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, is_tensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import is_entry, is_sparse, stored_values, unique_positions
@@ -149,7 +150,7 @@ def merge(stacked: Any) -> Any:
                 f"lax.scan or jax.vmap; got indices of shape {ids.shape}."
             )
         leaves = (ids.reshape(-1), values.reshape(-1, *values.shape[2:]))
-        return RowSparse.tree_unflatten((x.shape, False), leaves)
+        return x.with_leaves(*leaves, coalesced=False)
 
     check_leaves("stacked", stacked)
     return _map(merged, stacked)
@@ -174,11 +175,20 @@ def norm(tree: Any, squared: bool = False) -> jax.Array:
     """
     check_flag("squared", squared)
     check_leaves("tree", tree)
-    leaves = jax.tree.leaves(tree, is_leaf=_is_node)
-    total = jnp.zeros(())
-    for leaf in leaves:
-        total = total + _sum_of_squares(leaf)
-    return total if squared else jnp.sqrt(total)
+    leaves = jax.tree.leaves(jax.tree.map(_entries, tree, is_leaf=_is_node), is_leaf=is_tensor)
+    sizes = list(map(_sizes, leaves))
+    dtype = joint_dtype(jnp.float32, *sizes)
+    greatest = jnp.zeros((), dtype)
+    for size in sizes:
+        greatest = jnp.maximum(greatest, jnp.max(size, initial=0).astype(dtype))
+    factor = factor_for(greatest)
+    total = jnp.zeros((), dtype)
+    for size in sizes:
+        total = total + jnp.sum(jnp.square(size * factor.astype(size.dtype))).astype(dtype)
+    if squared:
+        return total / factor / factor
+    is_zero = total == 0
+    return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, total)) / factor)
 
 
 def psum(tree: Any, axis_name: Any) -> Any:
@@ -208,12 +218,12 @@ def psum(tree: Any, axis_name: Any) -> Any:
         _refuse_entries(x, "tree")
         if not is_row_sparse(x):
             return lax.psum(x, names)
-        ids, values = varying_alike(x.row_ids(), x.values)
+        ids, values = varying_alike(x.flat().row_ids(), x.values)
         # In a `shard_map` what is the same on all devices is typed so.
         to = "invarying" if varying_axes(values) else "varying"
         for name in names:
             ids, values = (lax.all_gather(a, name, tiled=True, to=to) for a in (ids, values))
-        return RowSparse(ids, values, x.shape)
+        return RowSparse(ids, values, x.shape, leading=x.leading)
 
     return _map(summed, tree)
 
@@ -292,18 +302,23 @@ def _with_capacity_of(x: Any, like: Any) -> Any:
     return x.coalesce(nse=like.nse)
 
 
-def _sum_of_squares(x: Any) -> jax.Array:
-    if is_stored_table(x):
-        # In a gradient program its derivative is that of its array.
-        return x.sum_of_squares() if x.phantom is None else squares(x.todense())
+def _entries(x: Any) -> Any:
+    """A table as arrays of its entries; in a gradient program, as the array that it is."""
+    if not is_stored_table(x):
+        return x
+    return x.entries() if x.phantom is None else x.todense()
+
+
+def _sizes(x: Any) -> jax.Array:
+    """The absolute values of the entries, in float32 at least."""
     if isinstance(x, MaskedTensor):
         x = jnp.where(x.valid, stored_values(x.storage), 0)
     elif is_sparse(x):
-        x = unique_positions(x)
+        x = unique_positions(x.flat().widened() if is_row_sparse(x) else x)
         x = jnp.where(is_entry(x), stored_values(x), 0)
     x = jnp.asarray(x)
     size = jnp.abs(x)
-    return jnp.sum(jnp.square(size.astype(joint_dtype(size, jnp.float32))))
+    return size.astype(joint_dtype(size, jnp.float32))
 
 
 def _refuse_entries(x: Any, argument: str) -> None:

@@ -22,12 +22,12 @@ def densified(tree: Any) -> Any:
 def dense_twin(x: jmask.RowSparse) -> np.ndarray:
     """The definition of a `RowSparse`, written out."""
     wide = np.complex128 if np.iscomplexobj(x.values) else np.float64
-    dense = np.zeros(x.shape, wide)
+    dense = np.zeros((x.row_count, *x.row), wide)
     values = np.asarray(x.values)
     for index, row in zip(np.asarray(x.indices).tolist(), values, strict=True):
-        if 0 <= index < x.shape[0]:
+        if 0 <= index < x.row_count:
             dense[index] += row
-    return dense.astype(values.dtype)
+    return dense.reshape(x.shape).astype(values.dtype)
 
 
 def touched_rows(x: jmask.RowSparse) -> np.ndarray:

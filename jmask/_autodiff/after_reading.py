@@ -14,11 +14,11 @@ import jax.numpy as jnp
 
 from jmask._base.array_types import explicit_sharding, varying_axes
 from jmask._base.row_ids import mapped_words
-from jmask._kernels.factored_rows import FactoredRows
+from jmask._kernels.gathered_rows import GATHERED
 from jmask._kernels.rows import plus_zero, zero_after_reading
 from jmask._tables.deferred_table import is_deferred
 from jmask._tables.stored_table import is_stored_table
-from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._tensors.row_sparse import is_row_sparse
 
 
 def after_reading(value: Any, gradients: Any, params: Any) -> Any:
@@ -54,10 +54,11 @@ def _ordered(gradient: Any, value: jax.Array, zero: jax.Array, waits: bool) -> A
     if waits:
         one = plus_zero(jnp.ones((), jnp.int32), zero)
         return gradient.scaled(lambda x: x * one.astype(x.dtype))
-    rows = gradient.stored
-    if isinstance(rows, FactoredRows) and rows.index is not None:
-        index = plus_zero(rows.index, zero)  # ids are sorted meanwhile
-        rows = dataclasses.replace(rows, index=index)
-    else:
+    known = GATHERED.of(gradient.values)
+    if known is None or known.index is None:
         leaf = mapped_words(leaf, lambda words: plus_zero(words, zero))
-    return RowSparse.tree_unflatten((gradient.shape, gradient.coalesced), (leaf, rows))
+        return gradient.with_leaves(leaf, gradient.values)
+    # The ids are sorted meanwhile; of the rows that nothing reads nothing is left.
+    rows = gradient.values * plus_zero(jnp.ones((), jnp.int32), zero).astype(gradient.dtype)
+    GATHERED.note(rows, dataclasses.replace(known, index=plus_zero(known.index, zero)))
+    return gradient.with_values(rows)

@@ -18,13 +18,13 @@ import jax
 from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jmask._autodiff.control_flow import nothing_to_do
 from jmask._autodiff.interpreter import (
     Flags,
     Interpreter,
     Outputs,
     Rule,
     Values,
+    nothing_to_do,
     report_dense,
 )
 from jmask._autodiff.rules import none_wanted, same_wanted
@@ -38,7 +38,7 @@ def _on_parts(inputs: Values, function: Callable[[jax.Array], jax.Array]) -> Out
     if not all(isinstance(x, RowSum) and x.carry is None for x in inputs):
         return None
     return [
-        dataclasses.replace(x, parts=tuple((function(i), function(r)) for i, r in x.arrays()))
+        dataclasses.replace(x, parts=tuple((function(i), function(r)) for i, r in x.parts))
         for x in inputs
     ]
 
@@ -103,7 +103,7 @@ def _shard_map(
             for x, keep in zip(outputs, sparse, strict=True)
         ]
         return [
-            interpreter.dense(x, eqn) if kind is None else x.arrays()
+            interpreter.dense(x, eqn) if kind is None else x.parts
             for x, kind in zip(outputs, kinds, strict=True)
         ]
 
@@ -114,7 +114,7 @@ def _shard_map(
         **form.how,
     )(*(interpreter.dense(x, eqn) for x in inputs))
     return [
-        x if kind is None else kind.plus(x, kind.looked_up)
+        x if kind is None else dataclasses.replace(kind, parts=tuple(x))
         for x, kind in zip(results, kinds, strict=True)
     ]
 

@@ -2,7 +2,6 @@
 
 | equation                        | becomes                                               |
 |---------------------------------|-------------------------------------------------------|
-| jit, custom_jvp/vjp, closed call | its equations, in line                               |
 | remat                           | the same behind an optimization barrier, so that what |
 |                                 | is recomputed is not merged with the forward pass     |
 | scan with a table cotangent     | the rows of every iteration stacked as an output; the |
@@ -19,15 +18,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
-from jmask._autodiff.interpreter import Flags, Interpreter, Outputs, Rule, Values, makes_rows
+from jmask._autodiff.interpreter import (
+    Flags,
+    Interpreter,
+    Outputs,
+    Rule,
+    Values,
+    nothing_to_do,
+)
 from jmask._autodiff.row_pattern import IdsAndRows
 from jmask._autodiff.values import RowSum, refuse, trial
 from jmask._base.array_types import varying_axes
 from jmask._base.fallback import muted
 from jmask._base.forms import (
-    CALLS,
     REMATS,
     Opened,
     Scan,
@@ -37,27 +42,12 @@ from jmask._base.forms import (
     scan_of,
 )
 
-
-def nothing_to_do(jaxpr: Jaxpr, inputs: Sequence[Any]) -> bool:
-    """Whether an equation that runs `jaxpr` may be run as it is."""
-    return not any(map(makes_rows, jaxpr.eqns)) and not any(
-        isinstance(x, RowSum) for x in inputs
-    )
-
-
-# --- calls -------------------------------------------------------------------------------
+# --- remat -------------------------------------------------------------------------------
 
 
 def _call_demand(eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any) -> list[bool]:
     jaxpr, _ = called(eqn)
     return interpreter.demand(jaxpr, wanted).of(jaxpr.invars)
-
-
-def _call(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
-    jaxpr, consts = called(eqn)
-    if nothing_to_do(jaxpr, inputs):
-        return None
-    return interpreter.run(jaxpr, consts, inputs, wanted)
 
 
 def _remat(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
@@ -88,8 +78,11 @@ def _is_zero(x: Any) -> bool:
 # --- scan --------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(eq=False)
 class _Carry:
-    """The identity of one scan carry."""
+    """The identity of one scan carry, and how many dimensions its ids number."""
+
+    leading: int = 1
 
 
 def _scan_demand(eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any) -> list[bool]:
@@ -126,7 +119,7 @@ def _scan(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
     carry, (scanned, parts) = loop.run(keys, loop.dense_init(keys), scanned_in)
     dense_carry = iter(carry)
     totals = [
-        _with_stacked(x, parts[i]) if i in keys else next(dense_carry)
+        _with_stacked(x, parts[i], keys[i].leading) if i in keys else next(dense_carry)
         for i, x in enumerate(init)
     ]
     return [*totals, *scanned]
@@ -197,12 +190,13 @@ def _parts_added_to(key: _Carry, output: Any) -> tuple[IdsAndRows, ...]:
     # Rows of slices with fixed bounds are better summed than stacked.
     additive = isinstance(output, RowSum) and output.carry is key
     if additive and (output.looked_up or not output.parts):
-        return output.arrays()
+        key.leading = output.leading
+        return output.parts
     refuse(key)
     return ()
 
 
-def _with_stacked(total: RowSum, stacked: tuple[IdsAndRows, ...]) -> RowSum:
+def _with_stacked(total: RowSum, stacked: tuple[IdsAndRows, ...], leading: int) -> RowSum:
     """`total` with parts whose ids (length, n) and rows (length, n, *row) are stacked."""
     parts = tuple(
         (
@@ -211,7 +205,7 @@ def _with_stacked(total: RowSum, stacked: tuple[IdsAndRows, ...]) -> RowSum:
         )
         for ids, rows in stacked
     )
-    return total.plus(parts, looked_up=True)
+    return total.plus(parts, looked_up=True, leading=leading)
 
 
 # --- cond --------------------------------------------------------------------------------
@@ -251,7 +245,7 @@ def _cond(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
             return [
                 interpreter.dense(x, eqn)
                 if form.rows is None
-                else x.concatenated(form.capacity)
+                else x.refined(form.rows.leading).concatenated(form.capacity)
                 for x, form in zip(outputs_of(branch), common, strict=True)
             ]
 
@@ -259,7 +253,7 @@ def _cond(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
 
     results = jax.lax.switch(which, [build(branch) for branch in branches])
     return [
-        x if form.rows is None else form.rows.plus((x,), form.rows.looked_up)
+        x if form.rows is None else dataclasses.replace(form.rows, parts=(x,))
         for x, form in zip(results, common, strict=True)
     ]
 
@@ -285,13 +279,15 @@ def _common_outputs(branches: list[list[_Output]]) -> list[_Output]:
             forms.append(_Output(None))
             continue
         looked_up = any(x.looked_up for x in rows)
-        capacity = max(x.capacity for x in outputs)
-        forms.append(_Output(dataclasses.replace(rows[0], looked_up=looked_up), capacity))
+        leading = max(x.leading for x in rows)
+        form = dataclasses.replace(rows[0], looked_up=looked_up, leading=leading)
+        capacity = max(x.capacity * form.count // x.rows.count for x in outputs)
+        forms.append(_Output(form, capacity))
     return forms
 
 
-CONTROL_FLOW_RULES: dict[str, Rule] = (
-    {"scan": Rule(_scan_demand, _scan), "cond": Rule(_cond_demand, _cond)}
-    | {name: Rule(_call_demand, _call) for name in CALLS}
-    | {name: Rule(_call_demand, _remat) for name in REMATS}
-)
+CONTROL_FLOW_RULES: dict[str, Rule] = {
+    "scan": Rule(_scan_demand, _scan),
+    "cond": Rule(_cond_demand, _cond),
+    **{name: Rule(_call_demand, _remat) for name in REMATS},
+}

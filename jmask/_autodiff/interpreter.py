@@ -28,8 +28,8 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jmask._autodiff.origins import Origins, Program, plain
-from jmask._autodiff.sums_of_lookups import SUMS, sum_of_lookups
+from jmask._autodiff.gathered_rows import are_rows, sum_of_lookups, uses_in
+from jmask._autodiff.provenance import FOLLOWED, note_facts, note_uses
 from jmask._autodiff.values import Filled, RowSum
 from jmask._base.array_types import varying_like
 from jmask._base.fallback import Place, in_bytes, place_among, report_fallback
@@ -39,7 +39,6 @@ from jmask._base.forms import (
     called,
     holds_jaxprs,
     name_of,
-    names_in,
     parameter,
     what_is_unknown,
     within,
@@ -52,8 +51,10 @@ from jmask._kernels.gather import Gather
 source_info_util.register_exclusion(str(Path(__file__).parents[1]))
 
 
-# Which are told what is known of the origin of an operand.
-_TAKE_MADE = ("scatter-add", *CALLS)
+# Of the calls between rows that are scattered and what they are made of so many are entered:
+# those of helpers (`jnp.where`, `jnp.einsum`), not the layers of a model behind a lookup, which
+# would all be traced equation by equation.
+_CALLS_ENTERED = 3
 _ROW_MAKERS = ("scatter-add", "dynamic_update_slice", "pad", "bcoo_dot_general")
 
 Flags = Sequence[bool]
@@ -83,16 +84,29 @@ class Demand:
 
     Attributes:
         wanted: the variables that reach a wanted output through linear rules only.
+        followed: the variables that reach rows to be scattered, through equations that add to
+            what is known of their operands, and how many more calls to enter on the way.
         live: the equations whose result is used or that have an effect.
         definitions: the equation that makes a variable.
     """
 
     wanted: set[Var]
+    followed: dict[Var, int]
     live: set[int]
     definitions: dict[Var, JaxprEqn]
 
     def of(self, variables: Sequence[Any]) -> list[bool]:
         return [not isinstance(v, Literal) and v in self.wanted for v in variables]
+
+    def calls(self, variables: Sequence[Any]) -> list[int]:
+        """Return how many calls to enter on the way to each variable: 0 if none."""
+        return [0 if isinstance(v, Literal) else self.followed.get(v, 0) for v in variables]
+
+    def follow(self, variables: Sequence[Any], calls: Sequence[int]) -> None:
+        """Enter so many calls on the way to these variables."""
+        for v, count in zip(variables, calls, strict=True):
+            if not isinstance(v, Literal):
+                self.followed[v] = max(count, self.followed.get(v, 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,33 +121,43 @@ class Interpreter:
     rules: dict[str, Rule]
     branching: frozenset[str] = frozenset()
 
-    def demand(self, jaxpr: Jaxpr, wanted_outputs: Sequence[bool]) -> Demand:
-        """The backward pass: what is wanted and what is live in `jaxpr`."""
-        outputs = [v for v in jaxpr.outvars if not isinstance(v, Literal)]
-        wanted = {
-            v
-            for v, is_wanted in zip(jaxpr.outvars, wanted_outputs, strict=True)
-            if is_wanted and not isinstance(v, Literal)
-        }
-        used, live = set(outputs), set[int]()
+    def demand(
+        self, jaxpr: Jaxpr, wanted_outputs: Flags, calls: Sequence[int] | None = None
+    ) -> Demand:
+        """Return what is wanted, followed and live in `jaxpr`: the backward pass.
+
+        Args:
+            jaxpr: the program.
+            wanted_outputs: for each output whether it is wanted.
+            calls: for each output how many calls to enter on the way to it.
+        """
+        used = _marked(jaxpr.outvars, [True] * len(jaxpr.outvars))
+        wanted, live = _marked(jaxpr.outvars, wanted_outputs), set[int]()
         definitions = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        result = Demand(wanted, live, definitions)
+        result = Demand(wanted, {}, live, definitions)
+        result.follow(jaxpr.outvars, calls or [0] * len(jaxpr.outvars))
         for number, eqn in reversed(list(enumerate(jaxpr.eqns))):
             if not (eqn.effects or any(v in used for v in eqn.outvars)):
                 continue
             live.add(number)
-            inputs = [v for v in eqn.invars if not isinstance(v, Literal)]
-            used.update(inputs)
-            outputs_wanted = result.of(eqn.outvars)
-            rule = self.rules.get(name_of(eqn))
-            if rule is None or not any(outputs_wanted):
+            used.update(v for v in eqn.invars if not isinstance(v, Literal))
+            outputs_wanted, calls = result.of(eqn.outvars), result.calls(eqn.outvars)
+            is_wanted, is_followed, name = any(outputs_wanted), any(calls), name_of(eqn)
+            if name in CALLS and (is_wanted or is_followed):
+                inner = called(eqn)[0]
+                inside = self.demand(inner, outputs_wanted, calls)
+                wanted |= _marked(eqn.invars, inside.of(inner.invars))
+                result.follow(eqn.invars, [max(n - 1, 0) for n in inside.calls(inner.invars)])
+                continue
+            if is_followed and name in FOLLOWED:
+                result.follow(eqn.invars, [max(calls)] * len(eqn.invars))
+            rule = self.rules.get(name)
+            if rule is None or not is_wanted:
                 continue
             flags = rule.demand(eqn, outputs_wanted, self, definitions)
-            wanted.update(
-                v
-                for v, flag in zip(eqn.invars, flags, strict=True)
-                if flag and not isinstance(v, Literal)
-            )
+            wanted |= _marked(eqn.invars, flags)
+            if name == "scatter-add":
+                result.follow(eqn.invars, [0, 0, _CALLS_ENTERED])
         return result
 
     def run(
@@ -141,38 +165,43 @@ class Interpreter:
         jaxpr: Jaxpr,
         consts: Sequence[Any],
         inputs: Sequence[Any],
-        wanted_outputs: Sequence[bool],
+        wanted_outputs: Flags,
+        calls: Sequence[int] | None = None,
     ) -> list[Any]:
-        """The forward pass: outputs of `jaxpr`, the wanted ones possibly symbolic."""
-        demand = self.demand(jaxpr, wanted_outputs)
+        """Return the outputs of `jaxpr`, wanted ones possibly symbolic: the forward pass."""
+        demand = self.demand(jaxpr, wanted_outputs, calls)
         values: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         values.update(zip(jaxpr.invars, inputs, strict=True))
 
         live = [eqn for number, eqn in enumerate(jaxpr.eqns) if number in demand.live]
-        origins = Origins(Program(live, jaxpr.outvars), values)
+        uses = uses_in(live, jaxpr.outvars)
 
         def read(v: Any) -> Any:
-            return v.val if isinstance(v, Literal) else plain(values[v])
+            return v.val if isinstance(v, Literal) else values[v]
 
         for eqn, *others in side_by_side(live, BAG_SUM):
             if others:
                 values.update(self._run_together([eqn, *others], read))
                 continue
             arguments, outputs_wanted = [read(v) for v in eqn.invars], demand.of(eqn.outvars)
-            if any(outputs_wanted) and name_of(eqn) in _TAKE_MADE:
-                arguments = list(map(origins.made, eqn.invars, arguments))
             stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
             traceback = eqn.source_info.traceback
             with (
                 source_info_util.user_context(traceback, name_stack=stack),
                 eqn.ctx.manager,
             ):
-                sums = None if any(outputs_wanted) else sum_of_lookups(eqn, origins)
-                outputs = (
-                    self._run_equation(eqn, arguments, outputs_wanted)
-                    if sums is None
-                    else [sums]
-                )
+                if _is_entered(eqn, arguments, demand):
+                    note_uses(eqn, arguments, uses)
+                    calls = demand.calls(eqn.outvars)
+                    outputs = self.run(*called(eqn), arguments, outputs_wanted, calls)
+                elif any(outputs_wanted):
+                    outputs = self._run_wanted(eqn, arguments, outputs_wanted)
+                else:
+                    sums = sum_of_lookups(eqn, arguments, uses)
+                    outputs = self._run_array(eqn, arguments) if sums is None else [sums]
+                    if len(outputs) == 1:
+                        is_scattered = eqn.outvars[0] in demand.followed
+                        note_facts(eqn, arguments, outputs[0], uses, is_scattered)
             values.update(zip(eqn.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -184,25 +213,27 @@ class Interpreter:
         outputs = bag_sums([eqn.params for eqn in eqns], given)
         return zip((v for eqn in eqns for v in eqn.outvars), outputs, strict=True)
 
-    def _run_equation(
-        self, eqn: JaxprEqn, arguments: list[Any], wanted: list[bool]
-    ) -> list[Any]:
+    def _run_wanted(self, eqn: JaxprEqn, arguments: list[Any], wanted: Flags) -> list[Any]:
+        """The outputs of an equation, symbolic where its rule keeps them so."""
         rule = self.rules.get(name_of(eqn))
-        if any(wanted):
-            report_unknown(eqn, wanted)
-        if rule is not None and any(wanted):
+        report_unknown(eqn, wanted)
+        if rule is not None:
             outputs = rule.apply(eqn, arguments, wanted, self)
             if outputs is not None and all(map(_fits, outputs, eqn.outvars)):
                 return outputs
-        elif holds_slow_gather(eqn) or may_sum_lookups(eqn):
-            return self._run_lookup(eqn, arguments)
+        return self.run_dense(eqn, arguments)
+
+    def _run_array(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+        """The outputs of an equation of which nothing is wanted."""
+        if is_slow_gather(eqn):
+            operand, indices = (self.dense(x, eqn) for x in arguments)
+            return [gather_of(eqn)(operand, indices)]
         return self.run_dense(eqn, arguments)
 
     def run_dense(self, eqn: JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
         """The equation itself, on arrays."""
         arguments = [
-            self._dense_as_traced(plain(x), v, eqn)
-            for x, v in zip(arguments, eqn.invars, strict=True)
+            self._dense_as_traced(x, v, eqn) for x, v in zip(arguments, eqn.invars, strict=True)
         ]
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in arguments) and not holds_jaxprs(
             eqn
@@ -216,14 +247,6 @@ class Interpreter:
         """`value` as an array, in a `shard_map` typed as the equation was traced for."""
         dense = self.dense(value, eqn)
         return dense if dense is value else varying_like(dense, aval_of(v))
-
-    def _run_lookup(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
-        """A lookup of the forward pass, or a call that makes one (`jnp.take`)."""
-        if name_of(eqn) == "gather":
-            operand, indices = (self.dense(x, eqn) for x in arguments)
-            return [gather_of(eqn)(operand, indices)]
-        jaxpr, consts = called(eqn)
-        return self.run(jaxpr, consts, arguments, [False] * len(eqn.outvars))
 
     @staticmethod
     def dense(value: Any, eqn: JaxprEqn) -> Any:
@@ -261,6 +284,13 @@ def makes_rows(eqn: JaxprEqn, shape: tuple[int, ...] | None = None) -> bool:
     )
 
 
+def nothing_to_do(jaxpr: Jaxpr, inputs: Sequence[Any]) -> bool:
+    """Whether an equation that runs `jaxpr` may be run as it is."""
+    return not any(map(makes_rows, jaxpr.eqns)) and not any(
+        isinstance(x, RowSum) for x in inputs
+    )
+
+
 def report_unknown(eqn: JaxprEqn, wanted: Flags) -> None:
     """Say which gradients become dense since JAX gives an equation a form that is not known."""
     reason = what_is_unknown(eqn)
@@ -281,17 +311,37 @@ def place_of(eqn: JaxprEqn) -> Place | None:
     return place
 
 
-def holds_slow_gather(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a gather that can be faster, or a call of a function with one."""
-    if name_of(eqn) == "gather":
-        return gather_of(eqn).is_slow_copy(aval_of(eqn.invars[0]))
-    return name_of(eqn) == "jit" and any(map(holds_slow_gather, called(eqn)[0].eqns))
+def is_slow_gather(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a gather that can be faster."""
+    return name_of(eqn) == "gather" and gather_of(eqn).is_slow_copy(aval_of(eqn.invars[0]))
 
 
-def may_sum_lookups(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a call of a function that looks up rows and sums something."""
-    names = names_in(called(eqn)[0]) if name_of(eqn) == "jit" else set[str]()
-    return "gather" in names and not names.isdisjoint(SUMS)
+def _is_entered(eqn: JaxprEqn, arguments: Sequence[Any], demand: Demand) -> bool:
+    """Whether a call is run equation by equation: what is wanted is made in it, or rows are.
+
+    It may look up rows, or make those that are scattered.
+    """
+    name = name_of(eqn)
+    if name not in CALLS:
+        return False
+    inner, _ = called(eqn)
+    if any(demand.of(eqn.outvars)):
+        return not nothing_to_do(inner, arguments)
+    if name not in ("jit", "pjit"):  # a rule of the function for derivatives would be lost
+        return False
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in arguments)
+    if any(map(are_rows, arguments)):
+        return True
+    if is_traced and any(demand.calls(eqn.outvars)):
+        return True
+    lookups = [e for e in within(inner.eqns) if name_of(e) == "gather"]
+    return bool(lookups) if is_traced else any(map(is_slow_gather, lookups))
+
+
+def _marked(variables: Sequence[Any], flags: Flags) -> set[Var]:
+    """The variables with a flag, literals apart."""
+    pairs = zip(variables, flags, strict=True)
+    return {v for v, flag in pairs if flag and not isinstance(v, Literal)}
 
 
 def gather_of(eqn: JaxprEqn) -> Gather:

@@ -31,56 +31,104 @@ from jmask._base.row_ids import canonical, id_dtype, widen
 from jmask._base.shapes import trailing
 from jmask._kernels.rows import gather_rows
 
-IdsAndRows = tuple[jax.Array, Any]
-"""Canonical ids (n,) and the rows to be added there (n, *row): an array, or `FactoredRows`."""
+IdsAndRows = tuple[jax.Array, jax.Array]
+"""Canonical ids (n,) and the rows to be added there (n, *row)."""
 
 
 def scatter_add_rows(
     eqn: JaxprEqn, indices: jax.Array, updates: jax.Array
-) -> IdsAndRows | None:
-    """The rows that a `scatter-add` equation adds, or None if it is not a row pattern.
+) -> tuple[jax.Array, jax.Array, int] | None:
+    """Return what a `scatter-add` equation adds: ids, rows, how many dimensions ids number.
+
+    The trailing dimensions that each window covers whole are a row; ids number all others in
+    row-major order. None if entries of a matrix would be rows of their own, as in a lookup of
+    columns.
 
     Args:
-        eqn: the equation; its operand has shape (V, *row).
-        indices (..., k): the start indices.
+        eqn: the equation; its operand has shape (*leading, *row).
+        indices (*entries, k): the start indices.
         updates: the values added.
     """
     numbers = parameter(eqn, "dimension_numbers")
     shape = aval_of(eqn.outvars[0]).shape
     clips = parameter(eqn, "mode") == lax.GatherScatterMode.CLIP
     addressed = numbers.scatter_dims_to_operand_dims
-    if (
-        numbers.operand_batching_dims
-        or 0 not in addressed
-        or numbers.inserted_window_dims not in ((), (0,))
-        or (addressed != (0,) and not clips)
-    ):
+    along_entries = [*numbers.inserted_window_dims, *numbers.operand_batching_dims]
+    window_dims = iter(numbers.update_window_dims)
+    # The dimension of the updates that is each dimension of a window; None where it has size 1.
+    places = [None if d in along_entries else next(window_dims) for d in range(len(shape))]
+    window = [1 if place is None else updates.shape[place] for place in places]
+    leading = len(shape)
+    while leading > 1:
+        d = leading - 1
+        # A window that is as wide as the row can start at 0 alone, if it must fit.
+        starts_at_0 = d not in along_entries and (d not in addressed or clips)
+        if not starts_at_0 or window[d] != shape[d]:
+            break
+        leading -= 1
+    if leading == len(shape) > 1 and math.prod(window) > 1:
         return None
-    window_dims = numbers.update_window_dims
-    batch_dims = [d for d in range(updates.ndim) if d not in window_dims]
-    window = tuple(updates.shape[d] for d in window_dims)
-    if numbers.inserted_window_dims:
-        window = (1, *window)
-    if window[1:] != shape[1:]:
-        return None
-    length = window[0]
-    rows = lax.transpose(updates, [*batch_dims, *window_dims])
-    starts = lax.index_in_dim(indices, addressed.index(0), -1, keepdims=False)
-    starts = lax.reshape(starts, (starts.size,))
-    # The number of starts is given, not inferred with -1: rows may have no entries.
-    rows = lax.reshape(rows, (starts.size * length, *shape[1:]))
-    return _window_ids(starts, length, shape[0], clips), rows
+    # --- rows: entries, what is left of a window, then the row
+    batch_dims = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
+    kept = [place for place in places if place is not None]
+    rows = lax.transpose(updates, [*batch_dims, *kept])
+    entries = tuple(updates.shape[d] for d in batch_dims)
+    sizes = window[:leading]
+    count = math.prod(entries) * math.prod(sizes)
+    rows = lax.reshape(rows, (count, *shape[leading:]))
+    # --- ids: of each entry and each position in its window
+    if leading == 1 and 0 in addressed:
+        starts = lax.index_in_dim(indices, addressed.index(0), -1, keepdims=False)
+        return _window_ids(starts.reshape(-1), window[0], shape[0], clips), rows, 1
+    grid = len(entries) + leading
+    rows_in_all = math.prod(shape[:leading])
+    dtype = id_dtype(rows_in_all)
+    number, valid = jnp.zeros((), dtype), jnp.ones((), bool)
+    for d, size in enumerate(sizes):
+        position = jnp.zeros((), dtype)
+        if d in addressed:
+            start = lax.index_in_dim(indices, addressed.index(d), -1, keepdims=False)
+            start, last = widen(start, shape[d]), shape[d] - size
+            if clips:
+                start = jnp.clip(start, 0, last)
+            else:  # a window that does not fit is dropped whole
+                valid = valid & trailing((start >= 0) & (start <= last), grid)
+            position = trailing(start, grid).astype(dtype)
+        elif d in numbers.operand_batching_dims:
+            which = numbers.operand_batching_dims.index(d)
+            axis = numbers.scatter_indices_batching_dims[which]
+            position = trailing(
+                lax.broadcasted_iota(dtype, entries, axis), len(entries) + leading
+            )
+        if size > 1:
+            along = [1] * grid
+            along[len(entries) + d] = size
+            position = position + lax.iota(dtype, size).reshape(along)
+        number = number * np.asarray(shape[d], dtype) + position
+    ids = jnp.where(valid, number, np.asarray(rows_in_all, dtype))
+    return jnp.broadcast_to(ids, (*entries, *sizes)).reshape(count), rows, leading
 
 
 def dynamic_update_rows(
     eqn: JaxprEqn, update: jax.Array, starts: Sequence[Any]
-) -> IdsAndRows | None:
-    """The rows that `dynamic_update_slice` writes, or None if not whole rows."""
-    shape = aval_of(eqn.outvars[0]).shape
-    if update.shape[1:] != shape[1:]:
+) -> tuple[jax.Array, jax.Array, int] | None:
+    """Return what `dynamic_update_slice` writes: ids, rows, how many dimensions ids number.
+
+    None if it writes several entries of a matrix that are no rows.
+    """
+    shape, window = aval_of(eqn.outvars[0]).shape, update.shape
+    leading = len(shape)
+    while leading > 1 and window[leading - 1] == shape[leading - 1]:
+        leading -= 1
+    if leading == len(shape) > 1 and math.prod(window) > 1:
         return None
-    start = jnp.asarray(starts[0]).reshape(1)
-    return _window_ids(start, update.shape[0], shape[0], clips=True), update
+    dtype = id_dtype(math.prod(shape[:leading]))
+    ids = jnp.zeros((), dtype)
+    for d, size in enumerate(window[:leading]):
+        start = jnp.clip(widen(jnp.asarray(starts[d]), shape[d]), 0, shape[d] - size)
+        along = (start.astype(dtype) + lax.iota(dtype, size)).reshape((1,) * ids.ndim + (size,))
+        ids = ids[..., None] * np.asarray(shape[d], dtype) + along
+    return ids.reshape(-1), update.reshape(ids.size, *shape[leading:]), leading
 
 
 def padded_rows(eqn: JaxprEqn, operand: jax.Array) -> IdsAndRows | None:

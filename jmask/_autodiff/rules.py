@@ -14,12 +14,14 @@ broadcast; along dimension 0 they are not rows of the result, and it is dense.
 | sub, neg, mul and div by a scalar, conversions | on the rows                          |
 | among floating types                           |                                      |
 | conversions to integers, reduce_precision      | on the sums of equal rows            |
-| reshape, broadcast, sum that keep dimension 0  | on the rows                          |
+| reshape, pad, slice, split, concatenate,       | the rows of the result: see          |
+| transpose, broadcast, sum along rows           | `row_moves`                          |
 | select by a scalar                             | rows of the other branch are padding |
 | identities (copy, names, barriers, ...)        | itself                               |
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +31,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from jmask._autodiff.factors import updates_of_rows
+from jmask._autodiff.gathered_rows import remembered, rows_added
 from jmask._autodiff.interpreter import (
     Flags,
     Interpreter,
@@ -38,7 +40,14 @@ from jmask._autodiff.interpreter import (
     Values,
     report_dense,
 )
-from jmask._autodiff.origins import plain
+from jmask._autodiff.row_moves import (
+    concatenated,
+    padded,
+    placed_at,
+    reshaped,
+    sliced,
+    transposed,
+)
 from jmask._autodiff.row_pattern import (
     dynamic_update_rows,
     padded_rows,
@@ -102,15 +111,18 @@ def same_wanted(eqn: JaxprEqn, wanted: Sequence[bool], *_: Any) -> list[bool]:
     return list(wanted)
 
 
-def _keeping_rows(eqn: JaxprEqn, *_: Any) -> list[bool]:
-    """A change of shape is followed where it keeps dimension 0."""
-    old, new = aval_of(eqn.invars[0]).shape, aval_of(eqn.outvars[0]).shape
-    kept = bool(old) and bool(new) and old[0] == new[0]
-    return [kept] + [False] * (len(eqn.invars) - 1)
+def _of_an_array(eqn: JaxprEqn, *_: Any) -> list[bool]:
+    """A change of shape is followed: what does not keep rows is dense, and said."""
+    is_array = bool(aval_of(eqn.invars[0]).shape) and bool(aval_of(eqn.outvars[0]).shape)
+    return [is_array] + [False] * (len(eqn.invars) - 1)
 
 
-def _summing_rows(eqn: JaxprEqn, *_: Any) -> list[bool]:
-    return [0 not in parameter(eqn, "axes")]
+def _every_array(eqn: JaxprEqn, *_: Any) -> list[bool]:
+    return [True] * len(eqn.invars)
+
+
+def _operand_and_update(eqn: JaxprEqn, *_: Any) -> list[bool]:
+    return [True, True] + [False] * (len(eqn.invars) - 2)
 
 
 def _cases(eqn: JaxprEqn, *_: Any) -> list[bool]:
@@ -158,28 +170,38 @@ def _broadcast_rows(eqn: JaxprEqn, x: RowSum) -> Outputs:
     shape, dimensions = aval_of(eqn.outvars[0]).shape, parameter(eqn, "broadcast_dimensions")
     if x.is_zero:
         return [_zero_rows(eqn)]
-    if x.carry is not None or dimensions[0] != 0 or shape[0] != x.shape[0]:
+    if x.carry is not None:
         return None
+    if math.prod(shape) == math.prod(x.shape):
+        return _result(reshaped(x, shape))
+    leading = x.leading
+    if dimensions[:leading] != tuple(range(leading)) or shape[:leading] != x.shape[:leading]:
+        return None
+    along_rows = [0, *(d - leading + 1 for d in dimensions[leading:])]
     parts = tuple(
-        (ids, lax.broadcast_in_dim(rows, (*ids.shape, *shape[1:]), dimensions))
-        for ids, rows in x.arrays()
+        (ids, lax.broadcast_in_dim(rows, (*ids.shape, *shape[leading:]), along_rows))
+        for ids, rows in x.parts
     )
     return [dataclasses.replace(x, shape=shape, parts=parts)]
+
+
+def _result(x: RowSum | None) -> Outputs:
+    return None if x is None else [x]
 
 
 def _scatter_add(
     eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
 ) -> Outputs:
     operand, indices, updates = inputs
-    operand, indices = plain(operand), plain(indices)
     if not isinstance(operand, RowSum):
         return None
-    rows = updates_of_rows(updates, eqn)
-    updates = interpreter.dense(plain(updates), eqn)
+    updates = interpreter.dense(updates, eqn)
     entries = scatter_add_rows(eqn, interpreter.dense(indices, eqn), updates)
     if entries is None:
         return None
-    return [operand.plus(((entries[0], rows or entries[1]),), looked_up=True)]
+    ids, rows, leading = entries
+    rows = remembered(rows, rows_added(eqn, updates))
+    return [operand.plus(((ids, rows),), looked_up=True, leading=leading)]
 
 
 def _dynamic_update_slice(
@@ -189,16 +211,64 @@ def _dynamic_update_slice(
     # It overwrites, which is adding only where nothing was before.
     if not (isinstance(operand, RowSum) and operand.is_zero):
         return None
+    if isinstance(update, RowSum):
+        return None if update.carry else _result(placed_at(update, starts, operand.shape))
     entries = dynamic_update_rows(eqn, interpreter.dense(update, eqn), starts)
-    return None if entries is None else [operand.plus((entries,), looked_up=True)]
+    if entries is None:
+        return None
+    ids, rows, leading = entries
+    return [operand.plus(((ids, rows),), looked_up=True, leading=leading)]
 
 
 def _pad(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     operand, padding = inputs
     if not _is_literal_zero(padding):
         return None
+    if isinstance(operand, RowSum):
+        config, shape = parameter(eqn, "padding_config"), aval_of(eqn.outvars[0]).shape
+        return None if operand.carry else _result(padded(operand, config, shape))
     entries = padded_rows(eqn, interpreter.dense(operand, eqn))
     return None if entries is None else [_zero_rows(eqn).plus((entries,), looked_up=False)]
+
+
+def _slice(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
+    (x,) = inputs
+    if not isinstance(x, RowSum) or x.carry is not None:
+        return None
+    starts = parameter(eqn, "start_indices")
+    strides = parameter(eqn, "strides") or (1,) * len(starts)
+    return [sliced(x, starts, aval_of(eqn.outvars[0]).shape, strides)]
+
+
+def _split(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
+    (x,), axis = inputs, parameter(eqn, "axis")
+    if not isinstance(x, RowSum) or x.carry is not None:
+        return None
+    results, start, ones = [], [0] * len(x.shape), (1,) * len(x.shape)
+    for v, size in zip(eqn.outvars, parameter(eqn, "sizes"), strict=True):
+        results.append(sliced(x, tuple(start), aval_of(v).shape, ones))
+        start[axis] += int(size)
+    return results
+
+
+def _concatenate(
+    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
+) -> Outputs:
+    are_sums = all(isinstance(x, RowSum) and x.carry is None for x in inputs)
+    if not are_sums or any(x.parts and not x.looked_up for x in inputs):
+        return None
+    aval = aval_of(eqn.outvars[0])
+    return _result(concatenated(inputs, parameter(eqn, "dimension"), aval.shape, aval.dtype))
+
+
+def _transpose(
+    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
+) -> Outputs:
+    (x,) = inputs
+    if not isinstance(x, RowSum) or x.carry is not None:
+        return None
+    shape = aval_of(eqn.outvars[0]).shape
+    return _result(transposed(x, parameter(eqn, "permutation"), shape))
 
 
 def _sparse_product(
@@ -219,7 +289,7 @@ def _add(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter)
         if x.carry is not None and y.carry is not None:
             return None
         carry = x.carry if y.carry is None else y.carry
-        total = x.plus(y.parts, y.looked_up)
+        total = x.plus(y.parts, y.looked_up, y.leading)
         return [dataclasses.replace(total, carry=carry)]
     if x.carry is not None:
         return None
@@ -302,22 +372,19 @@ def _reshape(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpre
         return [Filled(shape, x.value)]
     if not isinstance(x, RowSum) or x.carry is not None:
         return None
-    if x.is_zero:
-        return [_zero_rows(eqn)]
-    same_size = np.prod(shape, dtype=int) == np.prod(x.shape, dtype=int)
-    if not shape or shape[0] != x.shape[0] or not same_size:
-        return None
-    parts = tuple((ids, rows.reshape((ids.shape[0], *shape[1:]))) for ids, rows in x.arrays())
-    return [dataclasses.replace(x, shape=shape, parts=parts)]
+    return _result(reshaped(x, shape))
 
 
 def _sum(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     (x,) = inputs
-    axes = parameter(eqn, "axes")
-    if not isinstance(x, RowSum) or 0 in axes:
+    axes, shape = parameter(eqn, "axes"), aval_of(eqn.outvars[0]).shape
+    if not isinstance(x, RowSum) or not shape:
         return None
-    shape = aval_of(eqn.outvars[0]).shape
-    x = x.map_rows(lambda rows: rows.sum(axes))
+    if all(x.shape[d] == 1 for d in axes):
+        return None if x.carry else _result(reshaped(x, shape))
+    if min(axes) < x.leading:
+        return None
+    x = x.map_rows(lambda rows: rows.sum([d - x.leading + 1 for d in axes]))
     return [dataclasses.replace(x, shape=shape)]
 
 
@@ -330,8 +397,8 @@ def _select(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpret
         if case.carry is not None:
             return None
         chosen = jnp.asarray(which, jnp.int32) == number
-        parts = tuple((jnp.where(chosen, ids, case.shape[0]), rows) for ids, rows in case.parts)
-        total = total.plus(parts, case.looked_up)
+        parts = tuple((jnp.where(chosen, ids, case.count), rows) for ids, rows in case.parts)
+        total = total.plus(parts, case.looked_up, case.leading)
     return [total]
 
 
@@ -370,10 +437,10 @@ _IDENTITIES = (
 )
 
 EQUATION_RULES: dict[str, Rule] = {
-    "broadcast_in_dim": Rule(_keeping_rows, _broadcast),
+    "broadcast_in_dim": Rule(_of_an_array, _broadcast),
     "scatter-add": Rule(_first, _scatter_add),
-    "dynamic_update_slice": Rule(_first, _dynamic_update_slice),
-    "pad": Rule(none_wanted, _pad),
+    "dynamic_update_slice": Rule(_operand_and_update, _dynamic_update_slice),
+    "pad": Rule(_of_an_array, _pad),
     "bcoo_dot_general": Rule(none_wanted, _sparse_product),
     "add_any": Rule(_all, _add),
     "add": Rule(_all, _add),
@@ -383,9 +450,13 @@ EQUATION_RULES: dict[str, Rule] = {
     "convert_element_type": Rule(_all, _convert),
     "mul": Rule(_scaled, _multiply),
     "div": Rule(_scaled, _divide),
-    "reshape": Rule(_keeping_rows, _reshape),
-    "squeeze": Rule(_keeping_rows, _reshape),
-    "reduce_sum": Rule(_summing_rows, _sum),
+    "reshape": Rule(_of_an_array, _reshape),
+    "squeeze": Rule(_of_an_array, _reshape),
+    "reduce_sum": Rule(_of_an_array, _sum),
+    "slice": Rule(_of_an_array, _slice),
+    "split": Rule(_of_an_array, _split),
+    "concatenate": Rule(_every_array, _concatenate),
+    "transpose": Rule(_of_an_array, _transpose),
     "select_n": Rule(_cases, _select),
     "optimization_barrier": Rule(same_wanted, _barrier),
 } | {name: Rule(_first, _identity) for name in _IDENTITIES}

@@ -20,10 +20,11 @@ from jmask._autodiff.interpreter import place_of
 from jmask._base.fallback import LARGE, Fallback, Place, in_bytes
 from jmask._base.forms import aval_of, bodies_of
 
-_LOOKUPS = ("gather", "dynamic_slice")
+# `get` reads from a reference, `jax.new_ref(table)[ids]`.
+_LOOKUPS = ("gather", "dynamic_slice", "get")
 _STILL_THE_SAME = (
-    "convert_element_type copy copy_p expand_dims name neg pcast pvary reshape reshard "
-    "sharding_constraint squeeze transpose"
+    "concatenate convert_element_type copy copy_p expand_dims name neg new_ref pcast pvary "
+    "reshape reshard rev sharding_constraint slice split squeeze transpose"
 ).split()
 
 
@@ -77,11 +78,15 @@ def refined_reports(
     for gradient, table, uses in zip(found(), inputs, uses_of_inputs(jaxpr), strict=True):
         is_reported = tuple(table.shape) in shapes
         if is_reported or (gradient.rows is None and _size(table) >= LARGE):
-            report = _of_mixed_uses(gradient, table, uses)
+            report = _of_mixed_uses(gradient, table, uses) or _of_lookups(gradient, table, uses)
             if report is not None:
                 of_inputs.append((gradient, report))
+    # Of a transposed table its lookup says more than what was made dense there.
+    only_looked_up = {r.place for _, r in of_inputs if r.shape not in shapes}
     refined = []
     for report in reports:
+        if report.place in only_looked_up:
+            continue
         fitting = [pair for pair in of_inputs if pair[1].shape == report.shape]
         # Of two tables of one shape that which became dense is meant.
         fitting.sort(key=lambda pair: pair[0].rows is not None)
@@ -110,6 +115,21 @@ def _of_mixed_uses(gradient: Gradient, table: Any, uses: Sequence[Use]) -> Fallb
         f"({in_bytes(_size(table))}), {became}, at O(table) cost in each step: it is "
         f"{looked_up}, but `{others[0].primitive}` needs all of it",
         others[0].place,
+        tuple(table.shape),
+    )
+
+
+def _of_lookups(gradient: Gradient, table: Any, uses: Sequence[Use]) -> Fallback | None:
+    """Return the report about a table that is only looked up, in a way that is not rows."""
+    if gradient.rows is not None or not uses or not all(use.is_lookup for use in uses):
+        return None
+    return Fallback(
+        f"the gradient of {gradient.name}, a {table.dtype}{list(table.shape)} table "
+        f"({in_bytes(_size(table))}), became dense, at O(table) cost in each step: it is "
+        "looked up in a way that does not read whole rows. Keep rows last, ids first: "
+        "`table[ids]` of (V, D), `table[m, ids]` or `table[:, ids]` of (M, V, D), not "
+        "`table[:, ids]` or `table.T[ids]` of a matrix, nor a `jax.new_ref` of it",
+        uses[0].place,
         tuple(table.shape),
     )
 
@@ -161,7 +181,8 @@ def _uses(
         if inner:
             continue
         if _is_the_same(eqn):
-            origins[eqn.outvars[0]] = next(o for o in found if o is not None)
+            origin = next(o for o in found if o is not None)
+            origins.update((v, origin) for v in eqn.outvars)
             continue
         use = Use(eqn.primitive.name, place_of(eqn))
         for origin in dict.fromkeys(o for o in found if o is not None):

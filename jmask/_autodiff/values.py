@@ -27,7 +27,8 @@ from jmask._autodiff.row_pattern import IdsAndRows
 from jmask._base.fallback import LARGE
 from jmask._base.row_ids import id_dtype
 from jmask._kernels.coalesce import coalesce_rows
-from jmask._kernels.factored_rows import FactoredRows, as_array, joined
+from jmask._kernels.gathered_rows import gathered, joined, scaled
+from jmask._kernels.rows import split_rows
 from jmask._kernels.update_rows import add_to_rows
 from jmask._tensors.row_sparse import RowSparse
 
@@ -65,11 +66,13 @@ class RowSum:
     """A sum of row updates of an array of the given shape and dtype.
 
     Attributes:
-        parts: pairs of canonical ids (n,) and rows (n, *row), an array or `FactoredRows`.
+        parts: pairs of canonical ids (n,) and rows (n, *shape[leading:]).
         looked_up: some part comes from a lookup. Otherwise the rows come from slices with
             fixed bounds (`weights[:10]`), whose gradient stays an ordinary dense array
             unless a lookup of the same table joins it, or they are few of a large table.
         carry: the scan carry this is to be added to, by identity, or None.
+        leading: how many dimensions the ids number, in row-major order: 1 of (V, *row), 2 of
+            stacked tables (M, V, *row).
     """
 
     shape: tuple[int, ...]
@@ -77,6 +80,16 @@ class RowSum:
     parts: tuple[IdsAndRows, ...] = ()
     looked_up: bool = False
     carry: object | None = None
+    leading: int = 1
+
+    @property
+    def count(self) -> int:
+        """The number of rows, which is the id of padding."""
+        return math.prod(self.shape[: self.leading])
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        return self.shape[self.leading :]
 
     @property
     def is_zero(self) -> bool:
@@ -89,27 +102,35 @@ class RowSum:
     @property
     def is_rows(self) -> bool:
         """Whether a gradient that ends as this sum is a `RowSparse`, and no array."""
-        return self.looked_up or (bool(self.parts) and are_few(self.capacity, self))
+        few = bool(self.parts) and are_few(self.capacity, self, self.count)
+        return self.looked_up or few
 
-    def plus(self, parts: tuple[IdsAndRows, ...], looked_up: bool) -> "RowSum":
-        """This sum with more parts."""
+    def plus(
+        self, parts: tuple[IdsAndRows, ...], looked_up: bool, leading: int = 1
+    ) -> "RowSum":
+        """This sum with more parts, whose ids number the first `leading` dimensions."""
+        looked_up = looked_up or self.looked_up
+        if not parts:
+            return dataclasses.replace(self, looked_up=looked_up)
+        finest = max(leading, self.leading) if self.parts else leading
+        more = dataclasses.replace(self, parts=parts, leading=leading).refined(finest)
+        total = self.refined(finest).parts + more.parts
+        return dataclasses.replace(more, parts=total, looked_up=looked_up)
+
+    def refined(self, leading: int) -> "RowSum":
+        """The same with rows of fewer dimensions: each is several then."""
+        if leading == self.leading:
+            return self
+        finer = dataclasses.replace(self, leading=leading, parts=())
+        each = math.prod(self.shape[self.leading : leading])
         return dataclasses.replace(
-            self,
-            parts=self.parts + parts,
-            looked_up=self.looked_up or looked_up,
+            finer, parts=tuple(split_rows(*x, each, finer.count, finer.row) for x in self.parts)
         )
-
-    def arrays(self) -> tuple[IdsAndRows, ...]:
-        """The parts with their rows as arrays."""
-        return tuple((ids, as_array(rows)) for ids, rows in self.parts)
 
     def scaled(self, function: Callable[[jax.Array], jax.Array]) -> "RowSum":
         """Multiply every entry by the same number, as the function does with an array."""
         refuse(self.carry)
-        parts = tuple(
-            (ids, rows.scaled(function) if isinstance(rows, FactoredRows) else function(rows))
-            for ids, rows in self.parts
-        )
+        parts = tuple((ids, scaled(rows, function)) for ids, rows in self.parts)
         return dataclasses.replace(self, parts=parts)
 
     def map_rows(self, function: Callable[[jax.Array], jax.Array]) -> "RowSum":
@@ -118,7 +139,7 @@ class RowSum:
         A carry cannot be scaled along: that would have to happen outside the scan.
         """
         refuse(self.carry)
-        parts = tuple((ids, function(rows)) for ids, rows in self.arrays())
+        parts = tuple((ids, function(rows)) for ids, rows in self.parts)
         return dataclasses.replace(self, parts=parts)
 
     def map_sums(self, function: Callable[[jax.Array], jax.Array]) -> "RowSum":
@@ -129,43 +150,46 @@ class RowSum:
         refuse(self.carry)
         if not self.parts:
             return self
-        ids, rows = coalesce_rows(*self.concatenated(), self.shape[0])
+        ids, rows = coalesce_rows(*self.concatenated(), self.count)
         return dataclasses.replace(self, parts=((ids, function(rows)),))
 
     def broadcast(self, shape: tuple[int, ...]) -> "RowSum | None":
         """These rows in an array of the given shape, as operands of `add` are broadcast.
 
-        None if dimension 0 is.
+        None if a dimension that the ids number is.
         """
         if self.shape == shape:
             return self
-        if len(shape) != len(self.shape) or shape[0] != self.shape[0]:
+        leading = self.leading
+        if len(shape) != len(self.shape) or shape[:leading] != self.shape[:leading]:
             return None
         refuse(self.carry)
         parts = tuple(
-            (ids, jnp.broadcast_to(rows, (*ids.shape, *shape[1:])))
-            for ids, rows in self.arrays()
+            (ids, jnp.broadcast_to(rows, (*ids.shape, *shape[leading:])))
+            for ids, rows in self.parts
         )
         return dataclasses.replace(self, shape=shape, parts=parts)
 
     def concatenated(self, capacity: int | None = None) -> IdsAndRows:
         """All parts as one, padded to `capacity` entries."""
-        rows = self.shape[0]
+        rows = self.count
         ids = [ids for ids, _ in self.parts]
-        values = [as_array(values) for _, values in self.parts]
+        values = [values for _, values in self.parts]
         missing = 0 if capacity is None else capacity - self.capacity
         if missing or not self.parts:
             ids.append(jnp.full((missing,), rows, id_dtype(rows)))
-            values.append(jnp.zeros((missing, *self.shape[1:]), self.dtype))
+            values.append(jnp.zeros((missing, *self.row), self.dtype))
         if len(ids) == 1:
             return ids[0], values[0]
         return jnp.concatenate(ids), jnp.concatenate(values)
 
     def added_to(self, dense: jax.Array) -> jax.Array:
         """`dense` plus these rows."""
+        if self.leading > 1 and self.parts:
+            dense = dense.reshape(self.count, *self.row)
         for ids, rows in self.parts:
-            dense = add_to_rows(dense, ids, rows)
-        return dense
+            dense = add_to_rows(dense, ids, gathered(rows))
+        return dense.reshape(self.shape)
 
     def todense(self) -> jax.Array:
         """The dense array; for a carry, a placeholder in a trial that is thrown away."""
@@ -179,13 +203,13 @@ class RowSum:
         else:
             ids = jnp.concatenate([ids for ids, _ in self.parts])
             values = joined([rows for _, rows in self.parts])
-        return RowSparse.of_rows(ids, values, self.shape, coalesced=False)
+        return RowSparse.of_rows(ids, values, self.shape, coalesced=False, leading=self.leading)
 
 
-def are_few(rows: int, table: Any) -> bool:
-    """Whether `rows` of them are few of the rows of a large table (shape and dtype)."""
+def are_few(rows: int, table: Any, count: int) -> bool:
+    """Whether `rows` are few of the `count` rows of a large table (shape and dtype)."""
     size = math.prod(table.shape) * jnp.dtype(table.dtype).itemsize
-    return size >= LARGE and table.shape[0] >= _MANY and 8 * rows <= table.shape[0]
+    return size >= LARGE and count >= _MANY and 8 * rows <= count
 
 
 @dataclasses.dataclass(frozen=True)

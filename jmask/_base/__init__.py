@@ -9,5 +9,6 @@ shapes          arrays beside those of more dimensions; sizes that are not known
 array_types     what the type of an array says: how it is spread, over what it varies
 leaves          what among the leaves of a tree is no array, by name
 doors           what comes in: taken, or refused by its name
+norms           norms of rows that neither overflow nor vanish
 precision       which dtype to compute in, and which casts add
 """

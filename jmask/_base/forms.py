@@ -314,6 +314,7 @@ FORMS: dict[str, Form] = (
         ),
         "bcoo_dot_general": _form("dimension_numbers lhs_spinfo", "preferred_element_type"),
         "broadcast_in_dim": _form("broadcast_dimensions shape", "sharding"),
+        "concatenate": _form("dimension"),
         "convert_element_type": _form("new_dtype", "weak_type sharding"),
         "dot_general": _form(
             "dimension_numbers", "precision preferred_element_type out_sharding"
@@ -331,6 +332,8 @@ FORMS: dict[str, Form] = (
         "reshape": _form("", "new_sizes dimensions sharding", _keeps_order),
         "reshard": _form("dst_sharding", "concrete_mesh"),
         "sharding_constraint": _form("", "context_mesh layout sharding unconstrained_dims"),
+        "slice": _form("start_indices limit_indices strides"),
+        "split": _form("axis sizes"),
         "squeeze": _form("", "dimensions"),
         "transpose": _form("permutation"),
         "name": _form("", "name"),

@@ -8,7 +8,6 @@ writes the scaled rows into the table before they are looked up.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from jmask._base.doors import shown
+from jmask._base.norms import shortened
 from jmask._base.precision import wide
 from jmask._base.row_ids import canonical
 from jmask._embedding.ids import (
@@ -93,10 +93,8 @@ def renormalize(
         return table
     slot_ids, _ = unique_slots(positions, slots, count)
     rows = gather_rows(table, slot_ids, coalesced=True)
-    exceeds, norm = bound.exceeded(rows, 1)
-    scale = bound.max_norm / (norm + 1e-7)
-    shortened = (rows.astype(scale.dtype) * scale).astype(rows.dtype)
-    return set_rows(table, slot_ids, jnp.where(exceeds, shortened, rows), coalesced=True)
+    shorter = bound.shortened(rows, 1, eps=1e-7)
+    return set_rows(table, slot_ids, shorter, coalesced=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,43 +109,19 @@ class Bound:
     max_norm: jax.Array
     norm_type: float
 
-    def norm(self, x: jax.Array, batch: int) -> jax.Array:
-        """The norms of the rows of `x`, whose first `batch` dimensions are the entries'."""
-        axes, p = tuple(range(batch, x.ndim)), self.norm_type
-        x = jnp.abs(x)
-        greatest = jnp.max(x, axes, keepdims=True, initial=0)
-        if p == math.inf:
-            return greatest
-        # Powers of the entries over the greatest one neither overflow nor vanish. The
-        # derivative does not depend on what they are divided by.
-        unit = lax.stop_gradient(jnp.where(greatest > 0, greatest, 1))
-        x = x / unit
-        if p == 2:
-            return unit * jnp.sqrt(jnp.sum(x * x, axes, keepdims=True))
-        positive = x > 0
-        powers = jnp.where(positive, jnp.where(positive, x, 1) ** p, 0)
-        return unit * jnp.sum(powers, axes, keepdims=True) ** (1 / p)
-
-    def exceeded(self, rows: jax.Array, batch: int) -> tuple[jax.Array, jax.Array]:
-        """Which rows are too long, and their norms; 1 in place of all other norms."""
+    def shortened(self, rows: jax.Array, batch: int, eps: float = 0.0) -> jax.Array:
+        """Rows after `batch` axes, those that are finite and too long scaled; dtype kept."""
         exact = rows.astype(wide(rows.dtype))
-        # A row that is short enough must reach no square root, not even in a derivative:
-        # that of a zero row is infinite.
-        exceeds = self.norm(lax.stop_gradient(exact), batch) > self.max_norm
-        exceeds &= jnp.isfinite(lax.stop_gradient(exact)).all(
-            tuple(range(batch, rows.ndim)), keepdims=True
-        )
-        norm = self.norm(jnp.where(exceeds, exact, 1), batch)
-        return exceeds, jnp.where(exceeds, norm, 1)
+        axes = tuple(range(batch, rows.ndim))
+        finite = jnp.isfinite(lax.stop_gradient(exact)).all(axes, keepdims=True)
+        safe = jnp.where(finite, exact, 0)
+        new = shortened(safe, self.max_norm, self.norm_type, batch, eps).astype(rows.dtype)
+        return jnp.where(finite, new, rows)
 
 
 def bounded(rows: jax.Array, batch: int, bound: Bound | None) -> jax.Array:
     """Rows after `batch` dimensions of entries, those that are too long scaled."""
-    if bound is None:
-        return rows
-    exceeds, norm = bound.exceeded(rows, batch)
-    scale = jnp.where(exceeds, bound.max_norm / norm, 1)
-    return (rows.astype(scale.dtype) * scale).astype(rows.dtype)
+    return rows if bound is None else bound.shortened(rows, batch)
 
 
 def checked_bound(table: Any, max_norm: Any, norm_type: Any) -> Bound | None:

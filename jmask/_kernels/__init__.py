@@ -5,7 +5,7 @@ gather                  a lookup as XLA's CPU compiler vectorizes it
 bag_sum                 sums of rows that are never written out
 bag_columns             those of bags that are equally long, on all cores
 coalesce                equal ids sorted and summed
-factored_rows           rows that are rows of another array, each times a number
+gathered_rows           rows that are rows of another array, each times a number
 hash_dedup              equal ids summed into the first of them, by hashing
 block_loops             loops over blocks of rows, side by side
 row_blocks              equal ids summed and used, block by block

@@ -22,7 +22,7 @@ from jax import lax
 from jmask._base.array_types import varying_alike
 from jmask._base.precision import sum_dtype
 from jmask._kernels.block_loops import BlockLoop
-from jmask._kernels.factored_rows import Rows, rows_at
+from jmask._kernels.gathered_rows import Rows, rows_at
 from jmask._kernels.odd_windows import add_in_windows
 
 Tables = list[jax.Array]

@@ -15,6 +15,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jmask._base.array_types import (
@@ -24,6 +25,7 @@ from jmask._base.array_types import (
     spec_of,
     varying_alike,
 )
+from jmask._base.row_ids import widen
 from jmask._kernels.gather import BITS, Gather, zero_of
 
 _CLIP = lax.GatherScatterMode.CLIP
@@ -71,6 +73,17 @@ def plus_zero(ids: jax.Array, zero: jax.Array) -> jax.Array:
     """The ids, which depend on what integer zeros, one for each or for all, depend on."""
     zeros = jnp.broadcast_to(lax.convert_element_type(zero, ids.dtype), ids.shape)
     return lax.add(*varying_alike(ids, placed_like(zeros, ids)))
+
+
+def split_rows(
+    ids: jax.Array, rows: jax.Array, each: int, count: int, row: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Canonical ids and rows with each row as `each` rows of shape `row`, of `count` in all."""
+    first = widen(ids, count)
+    if each != 1:
+        first = first[:, None] * each + np.arange(each, dtype=first.dtype)[None]
+        first = jnp.minimum(first, count).reshape(-1)
+    return first, rows.reshape(first.shape[0], *row)
 
 
 def set_rows(

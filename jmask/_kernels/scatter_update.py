@@ -23,7 +23,7 @@ from jax.interpreters import mlir
 
 from jmask._base.jaxprs import evaluate, only_arithmetic
 from jmask._base.row_ids import Order
-from jmask._kernels.factored_rows import Rows
+from jmask._kernels.gathered_rows import Rows
 from jmask._kernels.rows import gather_rows, set_rows
 from jmask._kernels.update_rows import RowUpdate, Update
 

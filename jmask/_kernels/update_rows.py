@@ -6,7 +6,7 @@ What an optimizer does to rows is one function of unique ids and their rows. How
 of a gradient is decided where the program is lowered for a device:
 
 | one CPU                 | equal ids found by hashing: `hash_dedup`                |
-|   and factored rows     | blocks of rows in the order of their ids: `row_blocks`  |
+|   and gathered rows     | blocks of rows in the order of their ids: `row_blocks`  |
 | several CPUs, TPUs      | all sums at once; the update in its `fused` form        |
 | GPUs, vmap, derivatives | all sums at once; the update as it is defined           |
 
@@ -29,8 +29,8 @@ from jmask._base.lowering import lower, primitive
 from jmask._base.row_ids import Order
 from jmask._kernels.block_loops import BlockLoop, block_size, run_side_by_side, together
 from jmask._kernels.coalesce import coalesce_rows
-from jmask._kernels.factored_rows import FactoredRows, Rows, as_array
 from jmask._kernels.gather import zero_of
+from jmask._kernels.gathered_rows import GatheredRows, Rows, as_array
 from jmask._kernels.hash_dedup import deduplicated_tables
 from jmask._kernels.odd_windows import in_windows
 from jmask._kernels.row_blocks import rows_in_blocks, sums_in_blocks
@@ -158,7 +158,7 @@ def _of_parts(arrays: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
 
 def add_to_rows(table: jax.Array, ids: jax.Array, values: Rows, order: Order = "any") -> Any:
     """`table` with `table[ids] += values`, duplicates summed, in place when possible."""
-    if not isinstance(values, FactoredRows):
+    if not isinstance(values, GatheredRows):
         return add_rows(table, ids, values, coalesced=order == "sorted")
     ((total,),) = updated([RowUpdate(ADDITION, [table], ids, values, [], order)])
     return total
@@ -323,7 +323,7 @@ def _of_windows(update: Update) -> Update:
 
 
 def _is_in_blocks(operands: Operands, part: _Part) -> bool:
-    return part.order == "any" and isinstance(_named(operands, part)[-1], FactoredRows)
+    return part.order == "any" and isinstance(_named(operands, part)[-1], GatheredRows)
 
 
 def _bytes_of_row(operands: Operands, part: _Part) -> int:

@@ -31,6 +31,7 @@ from jmask._tables.new_table import NewTable
 from jmask._tables.skipped_steps import Form, Quotient, StepWithout, products_of, terms_for
 from jmask._tables.stored_table import fitted, is_stored_table, shape_of
 from jmask._tensors.row_sparse import RowSparse
+from jmask._updates.masked_gradient import with_wide_rows
 
 Run = Callable[[Any, Any, Any], tuple[Any, Any]]
 
@@ -88,7 +89,7 @@ def deferred_step(
     leaves = jax.tree.leaves(params, is_leaf=is_stored_table)
     tree: Any = jax.tree.structure(params, is_leaf=is_stored_table)
     names = [leaf_name("params", path) for path, _ in _with_paths(params)]
-    gradients = tree.flatten_up_to(updates)
+    gradients = list(map(with_wide_rows, tree.flatten_up_to(updates)))
     old_state = jax.tree.leaves(state, is_leaf=is_stored_table)
     state_tree: Any = jax.tree.structure(state, is_leaf=is_stored_table)
     owners = _owners(init, leaves, tree, state)

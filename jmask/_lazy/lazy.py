@@ -26,6 +26,7 @@ from jmask._lazy.call import LazyCall
 from jmask._lazy.deferred_step import deferred_step, has_deferred, without_rows
 from jmask._lazy.one_pass import OnePassTransformation, applied_in_one_pass
 from jmask._lazy.proved_update import proved
+from jmask._lazy.stacked_step import has_stacked, stacked_step
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.apply import apply_updates
 from jmask._updates.checks import (
@@ -115,6 +116,9 @@ def lazy(
         check_parameters(params)
         fit = Fit.of(updates, params)
         updates, params = fit.gradients, fit.params
+        if has_stacked(updates):
+            run = functools.partial(update, **extra_args)
+            return stacked_step(init, run, updates, state, params)
         if has_deferred(params):
             return update_deferred(updates, state, params, **extra_args)
         leaves = jax.tree.leaves(updates, is_leaf=is_gradient_leaf)
@@ -151,6 +155,8 @@ def lazy(
             return apply_updates(params, updates), state
         _check_not_deferring(state)
         check_parameters(params)
+        if has_stacked(grads):
+            return stacked_step(init, apply_gradients, grads, state, params)
         if has_deferred(params):
             return deferred_step(init, update, apply_gradients, grads, state, params)
         call = LazyCall.of(inner, grads, state, params)

@@ -28,7 +28,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmask._base.fallback import report_fallback
-from jmask._base.shapes import trailing
 from jmask._ops.safe_numbers import safe_numbers, varies
 from jmask._ops.zero_semantics import zero_semantics
 from jmask._tensors.masked_tensor import MaskedTensor, common_shape, is_tensor, joined
@@ -36,12 +35,12 @@ from jmask._tensors.storage import (
     SPARSE,
     as_dense,
     is_sparse,
-    matching,
     same_positions,
     sampled,
     stored_values,
     stype,
     unique_positions,
+    values_at,
     with_stored_values,
 )
 
@@ -166,12 +165,12 @@ def _at_positions(x: Any, pattern: Any) -> Any:
     values = stored_values(storage)
     if same_positions(storage, pattern):
         return joined(values, x.valid) if isinstance(x, MaskedTensor) else values
-    found = matching(storage, pattern)
-    if found is not None:
-        place, stored = found
-        values, stored = values[place], trailing(stored, values.ndim)
-        if isinstance(x, MaskedTensor):
-            return joined(values, x.valid[place] & stored)
+    others = [x.valid] if isinstance(x, MaskedTensor) else []
+    at_positions = values_at(storage, pattern, *others)
+    if at_positions is not None:
+        stored, values, *others = at_positions
+        if others:
+            return joined(values, others[0] & stored)
         # An ordinary tensor is zero where it stores nothing.
         return jnp.where(stored, values, jnp.zeros((), values.dtype))
     report_fallback(

@@ -123,7 +123,7 @@ class Slices(Groups):
         if not self.keeps:
             return result
         if isinstance(x, RowSparse):
-            return RowSparse.tree_unflatten((self.shape, x.coalesced), (x.index_leaf, result))
+            return x.with_leaves(x.index_leaf, result, shape=self.shape)
         kind = BCSR if isinstance(x, BCSR) else BCOO
         indices = (x.indices, x.indptr) if isinstance(x, BCSR) else (x.indices,)
         return kind(

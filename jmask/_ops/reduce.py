@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jmask._base.fallback import report_fallback
 from jmask._ops.groups import grouped
+from jmask._tensors.mask_positions import as_booleans
 from jmask._tensors.masked_tensor import MaskedTensor, as_tensor
 from jmask._tensors.storage import (
     as_dense,
@@ -23,9 +24,9 @@ from jmask._tensors.storage import (
     is_sparse,
     same_positions,
     sampled,
-    scattered,
     stored_values,
     unique_positions,
+    values_at,
 )
 
 _KEEPDIMS = "    keepdims: whether reduced axes stay, with size 1.\n"
@@ -85,8 +86,9 @@ def reduce(
             axis = tuple(axis) if isinstance(axis, Sequence) else axis
             return plain(x, axis=axis, keepdims=keepdims)
         storage, valid = x, where_at(where, x)
-    elif of_stored is None or bool(getattr(x, "n_batch", 0)):
-        report_fallback(became_dense(name, x))
+    elif of_stored is None or bool(getattr(x, "n_batch", 0)) or _is_of_nothing(x, axes):
+        if not _is_of_nothing(x, axes):  # which has no entries to make dense
+            report_fallback(became_dense(name, x))
         return reduce(
             kernel, as_dense(x), axis, keepdims, where,
             name=name, dtype=dtype, plain=plain, empty=empty, of_array=of_array,
@@ -171,7 +173,10 @@ def where_at(where: Any, storage: Any) -> Any:
     if where is None:
         return jnp.ones(stored_values(storage).shape, bool)
     masked = isinstance(where, MaskedTensor)
-    where = where if masked or is_sparse(where) else jnp.asarray(where)
+    if is_sparse(where):
+        where = as_booleans(where)
+    elif not masked:
+        where = jnp.asarray(where)
     if masked or not jnp.issubdtype(where.dtype, jnp.bool_):
         kind = "a MaskedTensor" if masked else where.dtype
         raise TypeError(
@@ -180,7 +185,13 @@ def where_at(where: Any, storage: Any) -> Any:
     if is_sparse(where):
         if same_positions(where, storage):
             return stored_values(where)
-        where = scattered(stored_values(where), where, False)
+        if is_sparse(storage):
+            # Repeated positions of `where` are one entry, which takes part if any is True.
+            at_positions = values_at(unique_positions(where), storage)
+            if at_positions is not None:
+                taken = functools.reduce(operator.and_, at_positions)
+                return jnp.broadcast_to(taken, stored_values(storage).shape)
+        where = as_dense(where)
     shape = tuple(storage.shape)
     try:
         where = jnp.broadcast_to(where, shape)
@@ -189,6 +200,11 @@ def where_at(where: Any, storage: Any) -> Any:
             f"`where` of shape {where.shape} does not broadcast to `x` of shape {shape}."
         ) from None
     return sampled(where, storage) if is_sparse(storage) else where
+
+
+def _is_of_nothing(x: Any, axes: Sequence[int]) -> bool:
+    """Whether the axes have no entry, so that a result may be nan where no row is stored."""
+    return any(x.shape[axis] == 0 for axis in axes)
 
 
 def became_dense(name: str, x: Any) -> str:

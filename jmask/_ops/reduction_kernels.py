@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jmask._base.norms import Norm, factor_for, squared
 from jmask._base.precision import is_nonzero, joint_dtype, wide
 from jmask._ops.groups import greatest, least
 
@@ -82,7 +83,7 @@ def variance(groups: Any, dtype: Any, ddof: float) -> Results:
     distance = jnp.where(groups.valid, select(groups, 0, work) - groups.spread(center), 0)
     left = groups.count(groups.valid) - ddof
     exists = left > 0
-    squares = groups.sum(_squared(distance))
+    squares = groups.sum(squared(distance))
     return squares / jnp.where(exists, left, 1).astype(squares.dtype), exists
 
 
@@ -109,24 +110,45 @@ def some(groups: Any) -> Results:
 
 
 def norm(groups: Any, dtype: Any, ord: float) -> Results:  # noqa: A002
+    parts, exists = norm_in_parts(groups, dtype, ord)
+    return parts.size / parts.factor, exists
+
+
+def norm_in_parts(groups: Any, dtype: Any, ord: float) -> tuple[Norm, Any]:  # noqa: A002
+    """The norm of each group as a number that can be divided by and a power of two.
+
+    Returns:
+        The entries that take part times the factor of their group, 0 elsewhere; the norm of
+        these; the factor. And where there is a norm.
+    """
     exists = groups.any(groups.valid)
     x = select(groups, 0, wide(joint_dtype(groups.values, dtype)))
     taken = groups.valid & (x != 0)
     if ord == 0:
-        return groups.count(taken).astype(dtype), exists
-    if ord == 2:
-        return _root(groups.sum(_squared(x)), 2), exists
+        count = groups.count(taken).astype(dtype)
+        return Norm(x, count, jnp.ones_like(count)), exists
     size = jnp.where(taken, jnp.abs(jnp.where(taken, x, 1)), 0)
+    # Powers of negative order are greatest where the entry is least.
+    sizes = lax.stop_gradient(size if ord > 0 else jnp.where(taken, size, jnp.inf))
+    pivot = groups.max(sizes) if ord > 0 else groups.min(sizes)
+    pivot = jnp.where(jnp.isfinite(pivot) & (pivot > 0), pivot, 1)
+    factor = factor_for(pivot)
+    of_entries = groups.spread(factor)
+    x, size = x * of_entries.astype(x.dtype), size * of_entries
     if math.isinf(ord):
-        sizes = dataclasses.replace(groups, values=size)
-        result, _ = maximum(sizes) if ord > 0 else minimum(sizes)
-        return jnp.where(exists, result, 0 if ord > 0 else jnp.inf), exists
-    powers = jnp.where(taken, jnp.where(taken, size, 1) ** ord, 0)
-    result = _root(groups.sum(powers), ord)
+        result, _ = (maximum if ord > 0 else minimum)(dataclasses.replace(groups, values=size))
+        result = jnp.where(exists, result, 0 if ord > 0 else jnp.inf)
+    elif ord == 2:
+        result = _root(groups.sum(squared(x)), 2)
+    else:
+        pivot = 1 if ord == 1 else pivot * factor
+        ratio = size if ord == 1 else size / groups.spread(pivot)
+        powers = jnp.where(taken, jnp.where(taken, ratio, 1) ** ord, 0)
+        result = _root(groups.sum(powers), ord) * pivot
     if ord < 0:  # A single 0 makes the sum infinite and the norm 0.
         zero = groups.any(groups.valid & (x == 0))
         result = jnp.where(zero, 0, result)
-    return result, exists
+    return Norm(x, result, factor), exists
 
 
 def log_sum_exp(groups: Any, dtype: Any) -> Results:
@@ -159,12 +181,6 @@ def shift_of(groups: Any, dtype: Any) -> Any:
 
 def _peak(groups: Any, dtype: Any) -> Any:
     return groups.max(lax.stop_gradient(jnp.real(select(groups, -jnp.inf, dtype))))
-
-
-def _squared(x: Any) -> Any:
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return jnp.square(x.real) + jnp.square(x.imag)
-    return jnp.square(x)
 
 
 def _root(x: Any, order: float) -> Any:

@@ -168,7 +168,7 @@ def _columns(x: RowSparse, rest: tuple[Any, ...]) -> RowSparse:
     key = (slice(None), *rest)
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     shape = jax.eval_shape(lambda a: a[key], like).shape
-    return RowSparse.tree_unflatten((shape, x.coalesced), (x.index_leaf, x.values[key]))
+    return x.with_leaves(x.index_leaf, x.values[key], shape=shape)
 
 
 install(row_getitem=getitem)

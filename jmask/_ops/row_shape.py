@@ -80,4 +80,4 @@ def _one_below_the_other(tensors: list[RowSparse], shape: tuple[int, ...]) -> Ro
 
 
 def _with_rows(x: RowSparse, values: jax.Array, shape: tuple[int, ...]) -> RowSparse:
-    return RowSparse.tree_unflatten((tuple(shape), x.coalesced), (x.index_leaf, values))
+    return x.with_leaves(x.index_leaf, values, shape=tuple(shape))

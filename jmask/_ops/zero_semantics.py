@@ -42,6 +42,8 @@ from jmask._tensors.storage import (
 def zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) -> Any:
     """An elementwise function of which at least one operand is sparse, none masked."""
     operands = [x if is_sparse(x) or _is_number(x) else jnp.asarray(x) for x in operands]
+    if any(isinstance(x, RowSparse) and x.leading > 1 for x in operands):
+        return _of_stacked_tables(function, operands, kwargs)
     shape = common_shape([jnp.shape(x) if not is_sparse(x) else x.shape for x in operands])
     sparse = [x for x in operands if is_sparse(x)]
     for x in sparse:
@@ -66,6 +68,28 @@ def zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) ->
         "O(size) cost: it does not keep zeros, or combines storages"
     )
     return function(*(as_dense(x) if is_sparse(x) else x for x in operands), **kwargs)
+
+
+def _of_stacked_tables(function: Callable, operands: Sequence[Any], kwargs: dict) -> Any:
+    """The function of tensors (M, V, *row), of which some store rows of (M * V, *row)."""
+    rows = [x for x in operands if isinstance(x, RowSparse)]
+    finest = max(rows, key=lambda x: x.leading)
+    flat = finest.flat().shape
+
+    def flattened(x: Any) -> Any:
+        if not _is_number(x) and jnp.ndim(x) and x.shape != finest.shape:
+            raise ValueError(
+                f"{finest!r} of stacked tables takes numbers and tensors of its shape, got "
+                f"shape {tuple(x.shape)}: broadcast that first, or use x.flat() or x.todense()."
+            )
+        if isinstance(x, RowSparse):
+            return x.with_leading(finest.leading).flat()
+        return x.reshape(flat) if not _is_number(x) and jnp.ndim(x) else x
+
+    result = zero_semantics(function, list(map(flattened, operands)), kwargs)
+    if isinstance(result, RowSparse):
+        return result.stacked_as(finest)
+    return result.reshape(finest.shape)
 
 
 def _is_number(x: Any) -> bool:
@@ -150,8 +174,7 @@ class _Call:
 
     def _rows(self, like: RowSparse, values: jax.Array) -> RowSparse:
         values = jnp.broadcast_to(values, (*values.shape[:1], *self.shape[1:]))
-        static = (self.shape, like.coalesced)
-        return RowSparse.tree_unflatten(static, (like.index_leaf, values))
+        return like.with_leaves(like.index_leaf, values, shape=self.shape)
 
     def _aligned(self, sparse: list[Any]) -> Any:
         sparse = [unique_positions(x) for x in sparse]

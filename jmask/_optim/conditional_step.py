@@ -33,7 +33,7 @@ from jmask._updates.apply import apply_gradients
 from jmask._updates.checks import check_transformation
 from jmask._updates.eager import compiled_outside_jit
 from jmask._updates.fit import Fit
-from jmask._updates.masked_gradient import is_gradient_leaf, summed
+from jmask._updates.masked_gradient import is_gradient_leaf, summed, with_wide_rows
 from jmask._updates.plain_optax import advising_lazy
 
 
@@ -116,7 +116,7 @@ def all_finite(gradients: Any) -> jax.Array:
         if isinstance(leaf, MaskedTensor):
             ignored = ~leaf.valid
         elif is_sparse(storage):
-            ignored = ~is_entry(storage)
+            ignored = ~is_entry(storage.flat() if is_row_sparse(storage) else storage)
         if jnp.issubdtype(values.dtype, jnp.inexact):
             finite &= jnp.all(jnp.isfinite(values) | ignored)
     return finite
@@ -125,12 +125,14 @@ def all_finite(gradients: Any) -> jax.Array:
 def summed_rows(gradients: Any, params: Any) -> Any:
     """Gradients with the rows of equal ids summed: finite ones may have an infinite sum.
 
-    Those of stored tables are as these take them, nan where they do not fit.
+    Sums of 16-bit rows are in float32, as the optimizer takes them. Rows of stored tables are
+    as these take them, nan where they do not fit.
     """
 
     def taken(param: Any, gradient: Any) -> Any:
         return fitted(param, gradient) if is_stored_table(param) else gradient
 
+    gradients = jax.tree.map(with_wide_rows, gradients, is_leaf=is_gradient_leaf)
     if any(map(is_stored_table, jax.tree.leaves(params, is_leaf=is_stored_table))):
         gradients = jax.tree.map(taken, params, gradients, is_leaf=is_stored_table)
 
@@ -232,7 +234,7 @@ def _no_update(shapes: Any, params: Any) -> Any:
         if not is_row_sparse(x):
             # -0.0, which changes nothing when added: -0.0 + 0.0 would be 0.0.
             return typed_like(-jnp.zeros(x.shape, x.dtype), x)
-        padding = RowSparse.zeros(x.shape, x.dtype, x.nse)
+        padding = RowSparse.zeros(x.flat().shape, x.dtype, x.nse).stacked_as(x)
         structure: Any
         leaves, structure = jax.tree.flatten(x)
         return structure.unflatten(map(typed_like, jax.tree.leaves(padding), leaves))

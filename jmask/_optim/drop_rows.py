@@ -78,11 +78,12 @@ def _finite(x: Any) -> tuple[Any, jax.Array]:
         bad = _bad_rows(x)
         kept = jnp.where(trailing(bad, x.ndim), jnp.zeros((), x.dtype), x)
         return kept, bad.sum(dtype=jnp.int32)
-    ids, bad = x.row_ids(), _bad_rows(x.values)
-    number = jnp.sum(bad & (ids < x.shape[0]), dtype=jnp.int32)
+    ids, bad = x.flat().row_ids(), _bad_rows(x.values)
+    number = jnp.sum(bad & (ids < x.row_count), dtype=jnp.int32)
     if isinstance(x, RoutedRows):
         return x.without(bad), number
-    return RowSparse(jnp.where(bad, x.shape[0], ids), x.values, x.shape), number
+    ids = jnp.where(bad, x.row_count, ids)
+    return RowSparse(ids, x.values, x.shape, leading=x.leading), number
 
 
 def _bad_rows(x: jax.Array) -> jax.Array:

@@ -190,8 +190,8 @@ def _empty(like: Any, every_k: int) -> Any:
     if not is_row_sparse(like):
         return jnp.zeros(like.shape, like.dtype)
     rows = every_k * like.nse
-    ids = jnp.full((rows,), like.shape[0], id_dtype(like.shape[0]))
-    return StoredRows(ids, jnp.zeros((rows, *like.shape[1:]), like.dtype))
+    ids = jnp.full((rows,), like.row_count, id_dtype(like.row_count))
+    return StoredRows(ids, jnp.zeros((rows, *like.row), like.dtype))
 
 
 def _added(like: Any, kept: Any, gradient: Any, mini_step: jax.Array) -> Any:
@@ -206,7 +206,7 @@ def _added(like: Any, kept: Any, gradient: Any, mini_step: jax.Array) -> Any:
     if not is_row_sparse(like):
         return kept + gradient.astype(kept.dtype)
     return StoredRows(
-        _put(kept.ids, gradient.row_ids(), like, mini_step),
+        _put(kept.ids, gradient.flat().row_ids(), like, mini_step),
         _put(kept.values, gradient.values, like, mini_step),
     )
 
@@ -228,8 +228,8 @@ def _as_gradient(like: Any, kept: Any, factor: Any) -> Any:
         return joined(gradient, valid)
     if not is_row_sparse(like):
         return kept * jnp.asarray(factor, kept.dtype)
-    values = kept.values * jnp.asarray(factor, kept.values.dtype)
-    return RowSparse(kept.ids, values, like.shape)
+    rows = RowSparse(kept.ids, kept.values, like.shape, leading=like.leading).widened()
+    return rows.with_values(rows.values * jnp.asarray(factor, rows.dtype))
 
 
 def _unmasked(gradient: Any) -> Any:
@@ -257,7 +257,8 @@ def _check_structure(gradients: Any, like: Any) -> None:
         rows, room = _unmasked(x), _unmasked(y)
         is_alike = isinstance(x, MaskedTensor) == isinstance(y, MaskedTensor)
         is_alike = is_alike and is_row_sparse(rows) == is_row_sparse(room)
-        if not is_alike or tuple(x.shape) != tuple(y.shape):
+        rows_alike = not is_row_sparse(rows) or rows.leading == room.leading
+        if not is_alike or not rows_alike or tuple(x.shape) != tuple(y.shape):
             raise ValueError(
                 f"{name} is {_described(x)}, but `like` has {_described(y)} there: make "
                 "multi_steps with the gradient of a microbatch."

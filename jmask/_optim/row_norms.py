@@ -3,15 +3,14 @@
 max_norm 1:   row [3, 4] -> [.6, .8],    row [.3, .4] stays
 """
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jmask._base.norms import shortened
 from jmask._base.precision import added, joint_dtype, wide
-from jmask._base.shapes import trailing
 from jmask._lazy.deferred_step import has_deferred
 from jmask._lazy.lazy import lazy
 from jmask._optim.hyperparameters import check_number, check_positive
@@ -133,7 +132,4 @@ def _bounded(rows: jax.Array, max_norm: Any, order: Any) -> jax.Array:
     rows = rows.astype(wide(rows.dtype))
     if rows.ndim == 0:
         return jnp.clip(rows, -max_norm, max_norm)
-    flat = rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
-    size = jnp.linalg.vector_norm(flat, ord=order, axis=1)
-    factor = jnp.where(size > max_norm, max_norm / size, 1)
-    return rows * trailing(factor, rows.ndim)
+    return shortened(rows, max_norm, order)

@@ -28,6 +28,7 @@ from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, updated
 from jmask._lazy.deferred_step import deferred_step, has_deferred, without_rows
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
+from jmask._lazy.stacked_step import has_stacked, stacked_step
 from jmask._lazy.state_rows import check_dtypes, check_state, check_state_type
 from jmask._tables.add_to_dense import add_to_dense
 from jmask._tables.packed import PackedTable
@@ -48,7 +49,7 @@ from jmask._updates.checks import (
 from jmask._updates.dense_tables import noticing_dense_tables
 from jmask._updates.eager import compiled_outside_jit
 from jmask._updates.fit import Fit, dense_parameters
-from jmask._updates.masked_gradient import is_gradient_leaf
+from jmask._updates.masked_gradient import is_gradient_leaf, with_wide_rows
 from jmask._updates.row_update import update_entries, updated_whole
 
 
@@ -164,6 +165,9 @@ def _apply_gradients(
 ) -> tuple[Any, Any]:
     check_parameters(params)
     check_structure(grads, params)
+    if has_stacked(grads):
+        run = functools.partial(_apply_gradients, rule, lifted)
+        return stacked_step(lifted.init, run, grads, state, params)
     if has_deferred(params):
         run = functools.partial(_apply_gradients, rule, lifted)
         return deferred_step(lifted.init, lifted.update, run, grads, state, params)
@@ -176,6 +180,7 @@ def _apply_gradients(
     if any(isinstance(leaf, MaskedTensor) for leaf in leaves):
         updates, state = lifted.update(grads, state, params)
         return apply_updates(params, updates), state
+    leaves = list(map(with_wide_rows, leaves))
     columns = [structure.flatten_up_to(tree) for tree in (params, *state[1:])]
     scalars = rule.scalars(state.count)
     rows = updated(
@@ -217,7 +222,7 @@ def _new_tables(
     exact = param.dtype == gradient.dtype and not is_narrow(gradient.dtype)
     if rule.linear and exact and not stored:
         step = gradient.scaled(lambda rows: rule.on_entries((rows, None), scalars)[0])
-        return RowUpdate(ADDITION, [param], step.row_ids(), step.stored, [], step.order)
+        return RowUpdate(ADDITION, [param], step.row_ids(), step.rows(), [], step.order)
     if rule.one_pass() and (not stored or isinstance(param, PackedTable)):
         return update_entries(new_entries, tables, gradient, traced)
     whole = None if stored else updated_whole(new_entries, tables, gradient, traced)
@@ -241,7 +246,7 @@ def _new_tables(
         Update(on_unique_rows, captures=captures),
         tables,
         gradient.row_ids(),
-        gradient.stored,
+        gradient.rows(),
         traced,
         gradient.order,
     )

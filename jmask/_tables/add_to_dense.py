@@ -32,19 +32,24 @@ def add_to_dense(dense: Any, rows: RowSparse, key: jax.Array | None = None) -> A
     """
     stored = is_stored_table(dense)
     dense = dense if stored else jnp.asarray(dense)
+    # Rows of 16 bits may be many of one id: what is rounded is their sum, in the table.
+    rows = rows if rows.order == "sorted" else rows.widened()
     rows = fitted(dense, rows) if stored else rows
     if dense.shape != rows.shape:
         raise ValueError(
             f"cannot add rows of a tensor of shape {rows.shape} to an array of shape "
             f"{dense.shape}: a RowSparse does not broadcast."
         )
+    if rows.leading > 1:  # stacked tables are one table
+        flat = rows.flat()
+        return add_to_dense(dense.reshape(flat.shape), flat, key).reshape(dense.shape)
     both_float = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (dense, rows))
     dtype = joint_dtype(dense.dtype if stored else dense, rows.values)
     if not both_float:
         dense = dense.astype(dtype)
     key = key if is_narrow(dense.dtype) else None
     if not stored and dense.dtype == dtype and key is None:
-        return add_to_rows(dense, rows.row_ids(), rows.stored, rows.order)
+        return add_to_rows(dense, rows.row_ids(), rows.rows(), rows.order)
     rows = rows if stored else rows.coalesce()
     dtype = dtype if key is None else wide(dtype)
     new = rows_of(dense, rows).astype(dtype) + rows.values.astype(dtype)

@@ -40,7 +40,6 @@ from jmask._tables.stored_table import (
     is_stored_table,
     read_rows,
     rows_of,
-    squares,
     whole,
     with_rows,
 )
@@ -256,19 +255,10 @@ class DeferredTable(StoredTable):
         table = self.up_to_date()
         return self._ordered(self._parted(table.main), list(table.others))
 
-    def sum_of_squares(self) -> jax.Array:
+    def entries(self) -> list[jax.Array]:
         if is_stored_table(self.main):
-            return self.up_to_date().main.sum_of_squares()
-        rows = self.shape[0]
-        count = max(min(rows, _BLOCK), 1)
-
-        def block(i: jax.Array, total: jax.Array) -> jax.Array:
-            ids = i * count + jnp.arange(count, dtype=id_dtype(rows))
-            exists = trailing(ids < rows, self.ndim)
-            return total + squares(jnp.where(exists, self.read(jnp.minimum(ids, rows - 1)), 0))
-
-        total = jnp.zeros((), wide(self.dtype))
-        return lax.fori_loop(0, -(-rows // count), block, total)
+            return self.up_to_date().main.entries()
+        return [self.all_entries()[0]]
 
     def todense(self) -> jax.Array:
         """The array (V, *row) that the dense optimizer has at this step."""

@@ -34,7 +34,7 @@ from jmask._base.leaves import as_table
 from jmask._kernels.rows import gather_rows
 from jmask._kernels.scatter_update import Combiner, update_elementwise
 from jmask._kernels.update_rows import updated
-from jmask._tables.stored_table import StoredTable, squares, whole
+from jmask._tables.stored_table import StoredTable, whole
 from jmask._tensors.row_sparse import RowSparse
 
 LANES = 128
@@ -86,8 +86,7 @@ class PackedTable(StoredTable):
         return self.parts[0].dtype
 
     def todense(self) -> jax.Array:
-        columns = [_unpacked(part, w)[: self.shape[0]] for part, w in self._with_widths()]
-        return whole(jnp.concatenate(columns, axis=1).reshape(self.shape), self.phantom)
+        return whole(jnp.concatenate(self.entries(), axis=1).reshape(self.shape), self.phantom)
 
     def full(self, row: Sequence[int], value: Any, dtype: Any) -> "PackedTable":
         shape = (self.shape[0], *row)
@@ -103,9 +102,8 @@ class PackedTable(StoredTable):
             columns.append(_picked(line, ids % per_line, width))
         return jnp.concatenate(columns, axis=1).reshape(ids.shape[0], *self.shape[1:])
 
-    def sum_of_squares(self) -> jax.Array:
-        parts = (_unpacked(part, w)[: self.shape[0]] for part, w in self._with_widths())
-        return sum(map(squares, parts), start=jnp.zeros(()))
+    def entries(self) -> list[jax.Array]:
+        return [_unpacked(part, w)[: self.shape[0]] for part, w in self._with_widths()]
 
     def fitted(self, gradient: RowSparse) -> RowSparse:
         return gradient.coalesce()

@@ -42,7 +42,7 @@ from jmask._tables.packed import PackedTable, checked_floating, part_shapes
 from jmask._tables.routed_rows import RoutedRows
 from jmask._tables.row_exchange import rows_from_owners, rows_to_owners
 from jmask._tables.shard_layout import Layout, dealt, gathered, is_packed, layout_of
-from jmask._tables.stored_table import StoredTable, read_rows, squares, whole
+from jmask._tables.stored_table import StoredTable, read_rows, whole
 from jmask._tensors.row_sparse import RowSparse
 
 
@@ -147,19 +147,17 @@ class ShardedTable(StoredTable):
         stored = jax.jit(lambda: layout.stored(make()), out_shardings=sharding)()
         return ShardedTable(stored, layout, (self.shape[0], *row))
 
-    def sum_of_squares(self) -> jax.Array:
-        """Each shard sums its own rows; in a `shard_map` that of this device."""
+    def entries(self) -> list[jax.Array]:
+        """Those of each shard where they are; in a `shard_map` those of this device."""
         layout = self.layout
 
         def of_shard(stored: Any) -> jax.Array:
-            ids = layout.ids(jnp.arange(layout.block), layout.shard())
-            block = self._local(stored)
-            rows = read_rows(block, jnp.arange(layout.block))
-            exists = trailing(ids < layout.count, rows.ndim)
-            return squares(jnp.where(exists, rows, 0))[None]
+            places = jnp.arange(layout.block)
+            rows = read_rows(self._local(stored), places)
+            exists = layout.ids(places, layout.shard()) < layout.count
+            return jnp.where(trailing(exists, rows.ndim), rows, 0)
 
-        stored = self.check_layout()
-        return jnp.sum(layout.run(of_shard, stored, over=(layout.rows, layout.rows)))
+        return [layout.run(of_shard, self.check_layout(), over=(layout.rows, layout.rows))]
 
     def __reduce__(self) -> Any:
         arrays = jax.tree.map(np.asarray, self.stored)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmask._base.precision import joint_dtype, wide
+from jmask._base.precision import joint_dtype
 from jmask._base.row_ids import id_dtype
 from jmask._base.shapes import trailing
 from jmask._kernels.gather import Gather
@@ -128,8 +128,8 @@ class StoredTable(abc.ABC):
         return math.prod(self.shape)
 
     @abc.abstractmethod
-    def sum_of_squares(self) -> jax.Array:
-        """That of the entries, in float32 at least."""
+    def entries(self) -> list[jax.Array]:
+        """Arrays of the entries in any order, and of zeros."""
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -172,11 +172,6 @@ def from_the_end(ids: Any, rows: int) -> Any:
         return np.where(found < 0, found + rows, found)
     found = found.astype(joint_dtype(found, id_dtype(rows)))
     return jnp.where(found < 0, found + rows, found)
-
-
-def squares(x: jax.Array) -> jax.Array:
-    """The sum of the squares of entries, in float32 at least."""
-    return jnp.sum(jnp.square(x.astype(wide(x.dtype))))
 
 
 def is_stored_table(x: Any) -> bool:

@@ -84,6 +84,16 @@ def check_replacement(values: Any, old: Any) -> None:
         )
 
 
+def checked_leading(leading: int, shape: tuple[int, ...]) -> int:
+    leading = checked_integer("leading", leading)
+    if not 1 <= leading <= len(shape):
+        raise ValueError(
+            f"`leading`, the number of dimensions that indices number, must be between 1 and "
+            f"{len(shape)} for a tensor of shape {shape}, got {leading}."
+        )
+    return leading
+
+
 def checked_capacity(nse: int) -> int:
     nse = checked_integer("nse", nse)
     if nse < 0:

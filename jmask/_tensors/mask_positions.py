@@ -8,24 +8,25 @@ the sum of those that exist, if any does.
 """
 
 import functools
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._base.shapes import trailing
 from jmask._tensors.storage import (
     Storage,
+    equal_positions,
     has_unique_positions,
     is_entry,
     is_sparse,
-    matching,
     same_positions,
     sampled,
     stored_values,
     stype,
     unique_positions,
+    values_at,
     with_stored_values,
 )
 
@@ -77,23 +78,31 @@ def _summed(data: Storage, valid: jax.Array) -> tuple[Any, jax.Array]:
 
 
 def _at_positions_of(mask: Any, data: Storage) -> tuple[Any, jax.Array]:
-    """The data that a sparse mask has positions for, and which of it is valid."""
+    """The data that a sparse mask has positions for, and which of it is valid.
+
+    A mask with the index arrays of the data says of each stored value whether it is valid,
+    any other one of each position. Whether traced arrays are equal is known to the program.
+    """
     if same_positions(data, mask):
         return _merged(data, stored_values(mask))
-    data, mask = unique_positions(data), unique_positions(mask)
-    values, found = stored_values(data), matching(data, mask)
-    if found is None:
+    positions = unique_positions(mask)
+    of_positions = values_at(positions, data)
+    if of_positions is None:
         raise ValueError(
             f"`data` ({type(data).__name__} of shape {tuple(data.shape)}) and `mask` "
             f"({type(mask).__name__} of shape {tuple(mask.shape)}) must have one shape and "
             "store positions in the same way: entries, or rows. Pass the mask as a dense "
-            f"array, or the booleans of the stored values, of shape {values.shape}."
+            "array, or the booleans of the stored values, of shape "
+            f"{stored_values(data).shape}."
         )
-    place, stored = found
-    if not values.shape[0]:
-        values = jnp.zeros((1, *values.shape[1:]), values.dtype)
-    valid = stored_values(mask) & trailing(stored, values.ndim)
-    return with_stored_values(mask, values[place]), valid & is_entry(mask)
+    valid = functools.reduce(operator.and_, of_positions)
+    # Without repeated positions the two readings are one.
+    if not (has_unique_positions(data) or has_unique_positions(mask)):
+        alike = equal_positions(data, mask)
+        valid = valid if alike is False else jnp.where(alike, stored_values(mask), valid)
+    data, valid = _merged(data, valid)
+    stored, values, valid = values_at(data, positions, valid)  # type: ignore[misc]
+    return with_stored_values(positions, values), valid & stored
 
 
 def _stored_mask(data: Any, mask: jax.Array) -> jax.Array:
@@ -116,11 +125,21 @@ def _stored_mask(data: Any, mask: jax.Array) -> jax.Array:
 
 
 def booleans(mask: Any) -> Any:
-    """A sparse mask of booleans, which JAX makes int32 in storages of entries."""
-    if isinstance(mask, BCOO | BCSR) and jnp.issubdtype(mask.dtype, jnp.integer):
-        return with_stored_values(mask, mask.data != 0)
+    """A sparse mask of booleans.
+
+    Raises:
+        TypeError: if it is none.
+    """
+    mask = as_booleans(mask)
     _check_boolean(mask)
     return mask
+
+
+def as_booleans(x: Any) -> Any:
+    """Undo what JAX does to booleans in storages of entries, which it makes int32."""
+    if isinstance(x, BCOO | BCSR) and jnp.issubdtype(x.dtype, jnp.integer):
+        return with_stored_values(x, x.data != 0)
+    return x
 
 
 def _check_boolean(mask: Any) -> None:

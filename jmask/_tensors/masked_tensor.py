@@ -30,6 +30,7 @@ from jmask._tensors.storage import (
     scattered,
     stored_values,
     stype,
+    unique_positions,
     with_stored_values,
 )
 
@@ -81,7 +82,7 @@ class MaskedTensor(MaskedMethods):
         if isinstance(mask, bool | list | tuple):
             mask = np.asarray(mask)
         if not is_sparse(data) and is_sparse(mask):
-            mask = booleans(mask)
+            mask = unique_positions(booleans(mask))
             data = with_stored_values(mask, sampled(jnp.asarray(data), mask))
         if is_sparse(data):
             self.storage, self.valid = on_sparse(data, mask)

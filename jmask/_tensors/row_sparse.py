@@ -24,12 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmask._base.doors import check_flag, checked_array, checked_dtype
-from jmask._base.precision import adds_when_cast, is_nonzero
+from jmask._base.precision import adds_when_cast, is_nonzero, wide
 from jmask._base.row_ids import Order, canonical, hide, id_dtype, is_opaque, reveal, widen
 from jmask._base.shapes import trailing
 from jmask._kernels.coalesce import coalesce_rows
-from jmask._kernels.factored_rows import FactoredRows, Rows, as_array
-from jmask._kernels.rows import gather_rows
+from jmask._kernels.gathered_rows import Rows, cast, gathered, scaled
+from jmask._kernels.rows import gather_rows, split_rows
 from jmask._kernels.stochastic_rounding import check_key
 from jmask._kernels.update_rows import add_to_rows
 from jmask._tensors.checks import (
@@ -39,6 +39,7 @@ from jmask._tensors.checks import (
     check_values,
     checked_capacity,
     checked_indices,
+    checked_leading,
     checked_shape,
     fit_or_poison,
     refuse_plain_ids,
@@ -60,6 +61,10 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         values (n, *row): the rows.
         shape: (V, *row), static. By default V is the largest index + 1, for which the
             indices must be concrete.
+        leading: how many leading dimensions the indices number, in row-major order: 1 of an
+            ordinary table. The gradient of stacked tables (M, V, *row) that were looked up by
+            `t[m, ids]` has 2, and its index is m * V + id; `x.flat()` has the shape
+            (M * V, *row).
         coalesced: promise that the indices are sorted, unique apart from padding, and
             that padding comes last. Checked for concrete indices; a broken promise of
             traced ones is undefined behaviour, as of `unique_indices` in JAX.
@@ -81,13 +86,14 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
                [0., 0.]], dtype=float32)
     """
 
-    __slots__ = ("coalesced", "index_leaf", "shape", "stored")
+    __slots__ = ("coalesced", "index_leaf", "leading", "shape", "values")
 
     stype = "row_sparse"
 
-    stored: Rows
+    values: Any
     shape: tuple[int, ...]
     coalesced: bool
+    leading: int
 
     def __init__(
         self,
@@ -96,17 +102,19 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         shape: Sequence[int] | None = None,
         *,
         coalesced: bool = False,
+        leading: int = 1,
     ):
         indices, values = checked_indices(indices), checked_array("values", values)
         shape = checked_shape(shape_that_fits(indices, values) if shape is None else shape)
-        check_values(indices, values, shape)
-        self.index_leaf = hide(widen(indices, shape[0]))
-        self.stored = values
+        self.leading = checked_leading(leading, shape)
         self.shape = shape
+        check_values(indices, values, (self.row_count, *self.row))
+        self.index_leaf = hide(widen(indices, self.row_count))
+        self.values = values
         check_flag("coalesced", coalesced)
         self.coalesced = bool(coalesced)
         if coalesced and not isinstance(indices, jax.core.Tracer):
-            check_coalesced(np.asarray(indices), shape[0])
+            check_coalesced(np.asarray(indices), self.row_count)
 
     # --- pytree: leaves are the opaque ids and the values -------------------------------
 
@@ -115,31 +123,48 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
             jax.tree_util.GetAttrKey("indices"),
             jax.tree_util.GetAttrKey("values"),
         )
-        leaves = (self.index_leaf, self.stored)
-        return tuple(zip(keys, leaves, strict=True)), (self.shape, self.coalesced)
+        leaves = (self.index_leaf, self.values)
+        return tuple(zip(keys, leaves, strict=True)), self._static
 
     def tree_flatten(self):
         refuse_misuse()
-        return (self.index_leaf, self.stored), (self.shape, self.coalesced)
+        return (self.index_leaf, self.values), self._static
 
     @classmethod
     def tree_unflatten(cls, static, leaves):
         # JAX also builds nodes of shapes, axes and masks, so only a leaf that is surely a
         # number in the place of ids is refused.
-        leaf, stored = leaves
+        leaf, values = leaves
         if isinstance(leaf, jax.Array | np.ndarray) and not is_opaque(leaf):
             leaf = refuse_plain_ids(leaf)
         node = object.__new__(cls)
-        node.index_leaf, node.stored = leaf, stored
-        node.shape, node.coalesced = static
+        node.index_leaf, node.values = leaf, values
+        node.shape, node.coalesced, node.leading = static
         return node
+
+    @property
+    def _static(self) -> tuple[tuple[int, ...], bool, int]:
+        return self.shape, self.coalesced, self.leading
+
+    def with_leaves(self, index_leaf: Any, values: Any, **static: Any) -> "RowSparse":
+        """A tensor with other leaves, unchecked, and other `shape`, `coalesced`, `leading`."""
+        names = ("shape", "coalesced", "leading")
+        new = (static.get(name, old) for name, old in zip(names, self._static, strict=True))
+        return RowSparse.tree_unflatten(tuple(new), (index_leaf, values))
 
     @classmethod
     def of_rows(
-        cls, ids: jax.Array, values: Rows, shape: tuple[int, ...], *, coalesced: bool
+        cls,
+        ids: jax.Array,
+        values: jax.Array,
+        shape: tuple[int, ...],
+        *,
+        coalesced: bool,
+        leading: int = 1,
     ) -> "RowSparse":
         """The tensor of ids (n,) and values (n, *row) that are known to fit, unchecked."""
-        return cls.tree_unflatten((shape, coalesced), (hide(widen(ids, shape[0])), values))
+        leaf = hide(widen(ids, math.prod(shape[:leading])))
+        return cls.tree_unflatten((shape, coalesced, leading), (leaf, values))
 
     # --- description --------------------------------------------------------------------
 
@@ -149,17 +174,9 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         return reveal(self.index_leaf) if is_opaque(self.index_leaf) else self.index_leaf
 
     @property
-    def values(self) -> Any:
-        """The rows (n, *row).
-
-        Those of bags are kept in two factors: see `FactoredRows`.
-        """
-        return as_array(self.stored)
-
-    @property
     def dtype(self) -> Any:
         """The dtype of the values."""
-        return self.stored.dtype
+        return self.values.dtype
 
     @property
     def ndim(self) -> int:
@@ -172,22 +189,33 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         return math.prod(self.shape)
 
     @property
+    def row_count(self) -> int:
+        """The number of rows, stored or not: V, or M * V of stacked tables."""
+        return math.prod(self.shape[: self.leading])
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """The shape of a row."""
+        return self.shape[self.leading :]
+
+    @property
     def nse(self) -> int:
         """The number of stored rows, padding included: static."""
         return self.index_leaf.shape[-1]
 
     def __repr__(self) -> str:
         row = ", ".join(map(str, self.shape))
+        stacked = f", leading={self.leading}" if self.leading > 1 else ""
         try:
             batch = self.index_leaf.shape[:-1]
             of = f"{self.dtype}[{row}], nse={self.nse}"
         except (AttributeError, IndexError):
             return f"RowSparse({self.index_leaf!r}, {self.values!r}, shape={self.shape})"
-        return f"RowSparse({of}{f', batch={batch}' if batch else ''})"
+        return f"RowSparse({of}{f', batch={batch}' if batch else ''}{stacked})"
 
     def __reduce__(self):
         indices, values = np.asarray(self.indices), np.asarray(self.values)
-        return _unpickle, (indices, values, self.shape, self.coalesced)
+        return _unpickle, (indices, values, *self._static)
 
     # --- conversion ---------------------------------------------------------------------
 
@@ -278,8 +306,39 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         """The dense array (V, *row): zeros, with the stored rows added."""
         if self.dtype == jnp.dtype(bool):  # booleans add as `or`, which no scatter does
             return self.with_values(self.values.astype(jnp.int32)).todense() != 0
-        zeros = jnp.zeros(self.shape, self.dtype)
-        return add_to_rows(zeros, self.row_ids(), self.stored, self.order)
+        zeros = jnp.zeros((self.row_count, *self.row), self.dtype)
+        dense = add_to_rows(zeros, self.flat().row_ids(), self.rows(), self.order)
+        return dense.reshape(self.shape)
+
+    def flat(self) -> "RowSparse":
+        """The tensor of shape (M * V, *row) of stacked tables (M, V, *row); others as they are.
+
+        Example:
+            >>> import jax.numpy as jnp, jmask
+            >>> tables = jnp.ones((2, 5, 3))
+            >>> jmask.grad(lambda t: jnp.sum(t[1, jnp.array([0, 4])]))(tables).flat()
+            RowSparse(float32[10, 3], nse=2)
+        """
+        if self.leading == 1:
+            return self
+        shape = (self.row_count, *self.row)
+        return self.with_leaves(self.index_leaf, self.values, shape=shape, leading=1)
+
+    def stacked_as(self, like: "RowSparse") -> "RowSparse":
+        """The tensor with the shape of `like`, whose `flat` has this one's."""
+        static = {"shape": like.shape, "leading": like.leading}
+        return self.with_leaves(self.index_leaf, self.values, **static)
+
+    def with_leading(self, leading: int) -> "RowSparse":
+        """The same tensor with rows of fewer dimensions: each row is several then."""
+        if leading == self.leading:
+            return self
+        count, row = math.prod(self.shape[:leading]), self.shape[leading:]
+        each = math.prod(self.shape[self.leading : leading])
+        ids, values = split_rows(self.flat().row_ids(), self.values, each, count, row)
+        return RowSparse.of_rows(
+            ids, values, self.shape, coalesced=self.coalesced, leading=leading
+        )
 
     @property
     def order(self) -> Order:
@@ -307,12 +366,12 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         self.check_single()
         if self.coalesced and nse is None:
             return self
-        rows = self.shape[0]
-        ids, values = coalesce_rows(self.row_ids(), self.values, rows)
+        rows = self.row_count
+        ids, values = coalesce_rows(self.flat().row_ids(), self.values, rows)
         if nse is not None:
             most = min(rows, self.nse)
             ids, values = resized(ids, values, checked_capacity(nse), rows, most)
-        return RowSparse.of_rows(ids, values, self.shape, coalesced=True)
+        return RowSparse.of_rows(ids, values, self.shape, coalesced=True, leading=self.leading)
 
     def retain(self, rows: Any) -> "RowSparse":
         """Only the stored rows whose index is among `rows` (m,); the others become zero.
@@ -334,6 +393,11 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         summed = self if adds_when_cast(self.dtype, jnp.dtype(dtype)) else self.coalesce()
         return summed.with_values(summed.values.astype(dtype))
 
+    def widened(self) -> "RowSparse":
+        """The tensor in float32 if it is of 16 bits: its rows can then be summed exactly."""
+        dtype = wide(self.dtype)
+        return self if dtype == self.dtype else self.with_values(cast(self.values, dtype))
+
     def validate(self) -> None:
         """Check the stored indices, which needs them concrete (outside jit).
 
@@ -347,9 +411,10 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
                 "RowSparse.validate() reads the indices and cannot run while they are traced: "
                 "call it outside jit."
             )
-        check_stored(np.asarray(self.indices), self.values.shape, self.shape)
+        shape = (self.row_count, *self.row)
+        check_stored(np.asarray(self.indices), self.values.shape, shape)
         if self.coalesced:
-            check_coalesced(np.asarray(self.indices), self.shape[0])
+            check_coalesced(np.asarray(self.indices), self.row_count)
 
     def check_single(self) -> None:
         """Raise ValueError if this is a stack of tensors, whose leaves have leading axes.
@@ -364,8 +429,18 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
             )
 
     def row_ids(self) -> jax.Array:
-        """The indices in canonical form (n,): every one that is no row is V."""
+        """The indices in canonical form (n,): every one that is no row is V.
+
+        Raises:
+            ValueError: of stacked tables, whose indices are no positions in dimension 0.
+        """
         self.check_single()
+        if self.leading > 1:
+            raise ValueError(
+                f"{self!r} is the gradient of stacked tables, whose rows are numbered in the "
+                f"first {self.leading} dimensions: use x.flat(), of shape "
+                f"{(self.row_count, *self.row)}, or x.todense()."
+            )
         refuse_tangent(self.index_leaf)
         return canonical(self.indices, self.shape[0])
 
@@ -377,16 +452,16 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         """
         known = isinstance(values, jax.Array | jax.ShapeDtypeStruct)
         values = values if known else checked_array("values", values)
-        check_replacement(values, self.stored)
-        return RowSparse.tree_unflatten((self.shape, self.coalesced), (self.index_leaf, values))
+        check_replacement(values, self.values)
+        return self.with_leaves(self.index_leaf, values)
 
     def scaled(self, function: Callable[[Any], Any]) -> "RowSparse":
         """The tensor with every entry times the same number, as `function` does with arrays."""
-        if not isinstance(self.stored, FactoredRows):
-            return self.with_values(function(self.stored))
-        return self.tree_unflatten(
-            (self.shape, self.coalesced), (self.index_leaf, self.stored.scaled(function))
-        )
+        return self.with_values(scaled(self.values, function))
+
+    def rows(self) -> Rows:
+        """The values, or what is known to make them: for those who read them block by block."""
+        return gathered(self.values)
 
 
 def is_row_sparse(x: Any) -> bool:
@@ -394,5 +469,6 @@ def is_row_sparse(x: Any) -> bool:
     return isinstance(x, RowSparse)
 
 
-def _unpickle(indices, values, shape, coalesced):
-    return RowSparse.of_rows(indices, jnp.asarray(values), shape, coalesced=coalesced)
+def _unpickle(indices, values, shape, coalesced, leading=1):
+    values = jnp.asarray(values)
+    return RowSparse.of_rows(indices, values, shape, coalesced=coalesced, leading=leading)

@@ -24,19 +24,18 @@ import jax.numpy as jnp
 
 from jmask._base.doors import check_flag
 from jmask._base.fallback import report_fallback
-from jmask._base.shapes import trailing
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
 from jmask._tensors.phantom import phantom_of, with_phantom, without_phantom
 from jmask._tensors.storage import (
     as_dense,
     is_entry,
     is_sparse,
-    matching,
     same_positions,
     sampled,
     stored_values,
     stype,
     unique_positions,
+    values_at,
     with_stored_values,
 )
 
@@ -185,18 +184,16 @@ def _stored_at(x: Any, pattern: Any) -> jax.Array:
     values = stored_values(x)
     if _alike(x, pattern):
         return values
-    if not values.shape[0]:
-        return jnp.zeros_like(values, shape=stored_values(pattern).shape)
-    join = matching(x, pattern)
-    if join is None:
+    at_positions = values_at(x, pattern)
+    if at_positions is None:
         report_fallback(
             f"`sparse_mask` made a {stype(x)} tensor of shape {tuple(x.shape)} dense, at "
             "O(size) cost: its positions are laid out otherwise than those of the "
             f"{stype(pattern)} mask"
         )
         return sampled(as_dense(x), pattern)
-    place, found = join
-    return jnp.where(trailing(found, values.ndim), values[place], jnp.zeros_like(values[:1]))
+    found, values = at_positions
+    return jnp.where(found, values, jnp.zeros((), values.dtype))
 
 
 def _alike(x: Any, pattern: Any) -> bool:

@@ -15,15 +15,17 @@ the stored positions, and the dense array itself:
                                       sampled([[5, 6], [7, 8]], x)   [6, 7]
 """
 
-import math
+import functools
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._base.precision import sum_dtype
+from jmask._base.precision import joint_dtype, sum_dtype
 from jmask._base.shapes import trailing
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.row_sparse import RowSparse
@@ -173,46 +175,95 @@ def scattered(values: jax.Array, like: Any, fill: Any) -> jax.Array:
 def same_positions(x: Any, y: Any) -> bool:
     """Whether two sparse tensors surely store the same positions in the same order.
 
-    True for shared index arrays; concrete ones are compared. Traced ones that are not
-    shared cannot be, and count as different.
+    True for shared index arrays; concrete ones are compared. Traced ones that are not shared
+    cannot be compared here, and count as different: where that changes a result, ask
+    `equal_positions` too.
     """
-    if stype(x) != stype(y) or x.shape != y.shape:
-        return False
-    if stored_values(x).shape[:1] != stored_values(y).shape[:1]:
+    if not _same_layout(x, y):
         return False
     return all(map(_same_array, _index_arrays(x), _index_arrays(y)))
 
 
-def matching(x: Any, like: Any) -> tuple[jax.Array, jax.Array] | None:
-    """Where `x` stores the positions that `like` stores: a join on positions.
-
-    Args:
-        x, like: sparse tensors of one shape, with unique positions.
+def equal_positions(x: Any, y: Any) -> jax.Array | bool:
+    """`same_positions` of tensors whose index arrays may be traced: a boolean of the program.
 
     Returns:
-        For each stored position of `like` a number of a stored value of `x`, and whether it
-        is at that position; or None if the two lay out their dimensions differently, or the
-        positions do not fit the integers there are.
+        False where storages, shapes or numbers of stored values differ, else a scalar array.
     """
-    mine, theirs = coordinates(x), coordinates(like)
-    sizes = x.shape[: len(mine)]
-    too_many = math.prod(sizes) > np.iinfo(mine[0].dtype).max
-    if x.shape != like.shape or len(mine) != len(theirs) or too_many:
+    if not _same_layout(x, y):
+        return False
+    pairs = zip(_index_arrays(x), _index_arrays(y), strict=True)
+    return functools.reduce(operator.and_, [(a == b).all() for a, b in pairs])
+
+
+def _same_layout(x: Any, y: Any) -> bool:
+    if stype(x) != stype(y) or x.shape != y.shape:
+        return False
+    return bool(stored_values(x).shape[:1] == stored_values(y).shape[:1])
+
+
+def matching(x: Any, like: Any) -> tuple[jax.Array, jax.Array] | None:
+    """Find the positions that `like` stores among those of `x`: a join on positions.
+
+    Args:
+        x: sparse, with unique positions.
+        like: sparse, of the same shape; its positions may repeat.
+
+    Returns:
+        For each stored position of `like` the number of a stored value of `x`, and whether
+        that value is at this position, which none is to padding; or None if the two lay out
+        their dimensions differently.
+    """
+    if tuple(x.shape) != tuple(like.shape) or _batches(x) or _batches(like):
         return None
-    keys, wanted = _positions(mine, sizes), _positions(theirs, sizes)
-    if not keys.shape[0]:
-        return jnp.zeros(wanted.shape, jnp.int32), jnp.zeros(wanted.shape, bool)
-    order = jnp.argsort(keys)
-    place = order[jnp.minimum(jnp.searchsorted(keys[order], wanted), keys.shape[0] - 1)]
-    return place, keys[place] == wanted
+    left, right = coordinates(x), coordinates(like)
+    if len(left) != len(right):
+        return None
+    count = left[0].shape[0]
+    dtype = joint_dtype(*left, *right)
+    columns = [
+        jnp.concatenate([of_x.astype(dtype), of_like.astype(dtype)])
+        for of_x, of_like in zip(left, right, strict=True)
+    ]
+    # By columns, not by one number for each position: that of a large matrix has more than
+    # 32 bits. The entry is the last key, so that of equal positions that of `x` comes first.
+    entries = lax.iota(jnp.int32, columns[0].shape[0])
+    *columns, order = lax.sort((*columns, entries), num_keys=len(columns) + 1)
+    starts = jnp.zeros(order.shape, bool).at[:1].set(True)
+    for column in columns:
+        starts = starts.at[1:].max(column[1:] != column[:-1])
+    first = order[lax.cummax(jnp.where(starts, entries, 0))]
+    place = jnp.zeros_like(order).at[order].set(first, unique_indices=True)[count:]
+    found = (place < count) & _inside(right, like.shape)
+    return jnp.where(found, place, 0), found
 
 
-def _positions(coordinates: tuple[jax.Array, ...], sizes: tuple[int, ...]) -> jax.Array:
-    """Row-major number of each position; padding gets the number of positions or more."""
-    number = jnp.zeros_like(coordinates[0])
-    for index, size in zip(coordinates, sizes, strict=True):
-        number = number * size + index
-    return jnp.where(_inside(coordinates, sizes), number, math.prod(sizes))
+def _batches(x: Any) -> int:
+    return getattr(x, "n_batch", 0)
+
+
+def values_at(x: Any, like: Any, *others: jax.Array) -> tuple[jax.Array, ...] | None:
+    """Read the stored values of `x` at the positions that `like` stores.
+
+    Args:
+        x, like: as in `matching`.
+        *others: more arrays with one row for each stored value of `x`.
+
+    Returns:
+        Whether `x` stores each position of `like`, then its values there and `others`, all
+        with one row for each position and of no meaning where `x` stores none; or None, as
+        `matching`.
+    """
+    join = matching(x, like)
+    if join is None:
+        return None
+    place, found = join
+    values = stored_values(x)
+    # An index into nothing is out of bounds, whatever it is.
+    rows = [
+        a if a.shape[0] else jnp.zeros((1, *a.shape[1:]), a.dtype) for a in (values, *others)
+    ]
+    return (trailing(found, values.ndim), *(a[place] for a in rows))
 
 
 def has_unique_positions(x: Any) -> bool:

@@ -98,6 +98,15 @@ def gradient_and_valid(gradient: Any) -> tuple[Any, jax.Array | None]:
     return _entries_as_rows(storage, values, valid)
 
 
+def with_wide_rows(gradient: Any) -> Any:
+    """A gradient leaf with 16-bit rows in float32, so that sums of equal ids stay exact.
+
+    An optimizer computes with the sums, and what it makes of them is rounded once, where it is
+    stored: a sum that is rounded first loses what is left of 1 - 1.003 in bfloat16.
+    """
+    return gradient.widened() if is_row_sparse(gradient) else gradient
+
+
 def summed(gradient: RowSparse) -> RowSparse:
     """The gradient with the rows of equal ids summed."""
     return gradient.coalesce() if gradient.order == "any" else gradient

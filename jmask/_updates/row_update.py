@@ -53,7 +53,7 @@ def update_entries(
     if whole is not None:
         return whole
     return update_elementwise(
-        combiner, tables, gradient.row_ids(), gradient.stored, scalars, gradient.order
+        combiner, tables, gradient.row_ids(), gradient.rows(), scalars, gradient.order
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jmask
-from jmask._autodiff import sums_of_lookups
+from jmask._autodiff import gathered_rows
 from jmask._base.forms import within
 from jmask._kernels import bag_sum
 from tests.leaks import no_tracer_is_kept
@@ -78,6 +78,8 @@ POOLED = {
     "mask": lambda t, x: where(t[x.ids], x).sum(1),
     "mask of ids outside": lambda t, x: where(take(t, x), x).sum(1),
     "mask, then weights": lambda t, x: weighted(where(t[x.ids], x), x).sum(1),
+    "weighted twice": lambda t, x: weighted(weighted(t[x.ids], x), x).sum(1),
+    "mask of what is weighted": lambda t, x: where(weighted(t[x.ids], x), x).sum(1),
     "product with a mask": lambda t, x: (t[x.ids] * x.mask[..., None].astype(t.dtype)).sum(1),
     "einsum": lambda t, x: jnp.einsum("bld,bl->bd", t[x.ids], x.weights),
     "einsum of ids outside": lambda t, x: jnp.einsum(
@@ -99,8 +101,6 @@ AS_THEY_ARE = {
     "weights of numbers in rows": lambda t, x: (
         t[x.ids] * jnp.arange(1.0, D + 1)[None, None]
     ).sum(1),
-    "weighted twice": lambda t, x: weighted(weighted(t[x.ids], x), x).sum(1),
-    "mask of what is weighted": lambda t, x: where(weighted(t[x.ids], x), x).sum(1),
     "no zeros beside a mask": lambda t, x: jnp.where(x.mask[..., None], t[x.ids], 1.0).sum(1),
     "another fill": lambda t, x: take(t, x, mode="fill", fill_value=2.0).sum(1),
     "columns": lambda t, x: t[x.ids].sum(2)[:, :D],
@@ -229,7 +229,7 @@ def test_outside_jit_rows_are_read_once(monkeypatch):
     """There they have been read when their sum comes."""
     calls = []
     counted = lambda *args: calls.append(args) or bag_sum.bag_sum(*args)
-    monkeypatch.setattr(sums_of_lookups, "bag_sum", counted)
+    monkeypatch.setattr(gathered_rows, "bag_sum", counted)
     loss = loss_of(POOLED["mask"])
     gradient = jmask.grad(loss)(TABLE)
     assert not calls

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jmask._kernels.factored_rows import FactoredRows
+from jmask._kernels.gathered_rows import GatheredRows
 from jmask._kernels.odd_windows import add_in_windows, window_of
 from jmask._kernels.scatter_update import update_elementwise
 from jmask._kernels.update_rows import ADDITION, RowUpdate, updated
@@ -76,7 +76,7 @@ def test_updates(seed, row, factored):
     grad = rows = jnp.asarray(rng.normal(size=(N, *row)), jnp.float32)
     if factored:
         index = jnp.asarray(rng.integers(0, N, N), jnp.int32)
-        rows = FactoredRows(grad, index, None, grad.dtype)
+        rows = GatheredRows(grad, index, None, grad.dtype)
         grad = grad[index]
     touched = np.isin(np.arange(V), ids)
     for new, old, wanted in zip(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jmask._kernels import block_loops, row_blocks
 from jmask._kernels.block_loops import run_side_by_side
 from jmask._kernels.coalesce import coalesce_rows
-from jmask._kernels.factored_rows import FactoredRows
+from jmask._kernels.gathered_rows import GatheredRows
 from jmask._kernels.row_blocks import sums_in_blocks
 from jmask._kernels.update_rows import RowUpdate, Update, add_to_rows, updated
 
@@ -26,7 +26,7 @@ def entries(seed, count, row=(2,), dtype=jnp.float32, weighted=False):
     index = jnp.asarray(rng.integers(0, M + 1, count), jnp.int32)
     weight = jnp.asarray(rng.normal(size=count), dtype) if weighted else None
     ids = jnp.asarray(rng.integers(0, V + 1, count), jnp.int32)
-    return ids, FactoredRows(source, index, weight, jnp.dtype(dtype))
+    return ids, GatheredRows(source, index, weight, jnp.dtype(dtype))
 
 
 def model(rows):
@@ -45,9 +45,6 @@ def test_the_rows_that_factors_stand_for(row, weighted):
     np.testing.assert_allclose(
         rows.scaled(lambda x: -2 * x).array(), -2 * model(rows), rtol=1e-6
     )
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), rows, rows.scaled(jnp.negative))
-    assert stacked.shape == (2, *rows.shape)
-    np.testing.assert_array_equal(stacked.array()[1], -rows.array())
 
 
 def seen(tables, ids, rows):
@@ -130,7 +127,7 @@ def test_update_rows_under_vmap_and_derivatives():
         return [table.at[ids].add(-rate * rows, mode="drop")]
 
     def step(table, source, rate):
-        values = FactoredRows(source, rows.index, None, rows.dtype)
+        values = GatheredRows(source, rows.index, None, rows.dtype)
         of_rows = RowUpdate(Update(update), [table], ids, values, [rate], "any")
         return updated([of_rows])[0][0]
 

@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import jmask
-from jmask._autodiff import factors
-from jmask._kernels.factored_rows import FactoredRows
+from jmask._autodiff import gathered_rows
+from jmask._kernels.gathered_rows import GATHERED
 from tests.leaks import no_tracer_is_kept
 
 V, D, B, L = 50, 4, 6, 5
@@ -89,6 +89,7 @@ FACTORED |= {
     "bags side by side": lambda t: (
         squares(t[IDS][:, :2].sum(1)) + squares((t[IDS] * WEIGHTS[..., None])[:, 2:].sum(1))
     ),
+    "sums over columns": lambda t: jnp.sum(t[IDS].sum(-1) * WEIGHTS),
     "a slice with them": lambda t: FACTORED["jnp.take"](t) + squares(t[:B]),
 }
 
@@ -108,7 +109,6 @@ ARRAYS = {
     )(t[IDS]),
     "every other row": lambda t: squares(t[IDS][:, ::2].mean(1)),
     "slices of rows": lambda t: squares(t[IDS][..., 1:].mean((1, 2))[:, None]),
-    "sums over columns": lambda t: jnp.sum(t[IDS].sum(-1) * WEIGHTS),
 }
 
 # Gradients that are an array that is there times a number for each row: kept so if it is large.
@@ -135,14 +135,14 @@ PROGRAMS = FACTORED | ARRAYS | JITTED
 
 @pytest.fixture(autouse=True)
 def _slices_are_large(monkeypatch):
-    monkeypatch.setattr(factors, "_LARGE_SLICES", 0)
+    monkeypatch.setattr(gathered_rows, "_LARGE_SLICES", 0)
 
 
 def test_small_slices_are_arrays(monkeypatch):
     loss = FACTORED["a row and the others"]
-    assert is_factored(jmask.grad(loss)(TABLE))
-    monkeypatch.setattr(factors, "_LARGE_SLICES", 4 * B * L * D + 1)
-    assert not is_factored(jmask.grad(loss)(TABLE))
+    assert seen(jmask.grad(loss), TABLE) is not None
+    monkeypatch.setattr(gathered_rows, "_LARGE_SLICES", 4 * B * L * D + 1)
+    assert seen(jmask.grad(loss), TABLE) is None
 
 
 @functools.cache
@@ -158,8 +158,18 @@ def dense_derivative(loss):
     return jax.jit(along)(TABLE)
 
 
-def is_factored(gradient):
-    return isinstance(gradient.stored, FactoredRows)
+def seen(grad, *args):
+    """What is known of the rows of a gradient, while it is traced."""
+    found = []
+
+    def trace(*args):
+        gradient = grad(*args)
+        gradient = gradient[1] if isinstance(gradient, tuple) else gradient
+        found.append(GATHERED.of(gradient.values))
+        return gradient.todense()
+
+    jax.eval_shape(trace, *args)
+    return found[0]
 
 
 def assert_close(x, y):
@@ -170,11 +180,13 @@ def assert_close(x, y):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_gradient(name):
     loss, expected = PROGRAMS[name], dense_gradient(PROGRAMS[name])(TABLE)
+    known = seen(jmask.value_and_grad(loss), TABLE)
+    assert (known is not None) == (name in FACTORED or name in JITTED)
+    step = jax.jit(lambda t: jmask.grad(loss)(t).todense())  # what is known is used
+    assert_close(step(TABLE), expected)
     with_value = jax.jit(lambda t: jmask.value_and_grad(loss)(t)[1])
     for grad in (jmask.grad(loss), jax.jit(jmask.grad(loss)), with_value):
         gradient = grad(TABLE)
-        is_seen = name in FACTORED or (name in JITTED and hasattr(grad, "lower"))
-        assert is_factored(gradient) == is_seen
         assert_close(gradient.todense(), expected)
         assert_close(gradient.coalesce().todense(), expected)
         assert gradient.values.shape == (gradient.nse, D)
@@ -185,30 +197,33 @@ def test_the_gradient(name):
 
 def test_norms_of_a_large_array(monkeypatch):
     """They are computed in a function of JAX's that is jitted."""
-    monkeypatch.setattr(factors, "_LARGE", 0)
+    monkeypatch.setattr(gathered_rows, "_LARGE", 0)
 
     def loss(t):
         return jnp.sum(WEIGHTS.reshape(-1) * jnp.linalg.norm(t[FLAT] - OTHER[FLAT], axis=-1))
 
-    gradient = jax.jit(jmask.grad(loss))(TABLE)
-    assert is_factored(gradient)
-    assert_close(gradient.todense(), jax.grad(loss)(TABLE))
+    assert seen(jmask.grad(loss), TABLE) is not None
+    step = jax.jit(lambda t: jmask.grad(loss)(t).todense())
+    assert_close(step(TABLE), jax.grad(loss)(TABLE))
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", SCALED)
 def test_scaled_rows_of_a_large_array(monkeypatch, name):
-    assert not is_factored(jmask.grad(SCALED[name])(TABLE))
-    monkeypatch.setattr(factors, "_LARGE", 0)
+    assert seen(jmask.grad(SCALED[name]), TABLE) is None
+    monkeypatch.setattr(gathered_rows, "_LARGE", 0)
     loss, expected = SCALED[name], dense_gradient(SCALED[name])(TABLE)
-    for grad in (jmask.grad(loss), jax.jit(lambda t: jmask.value_and_grad(loss)(t)[1])):
-        gradient = grad(TABLE)
-        assert is_factored(gradient)
-        assert gradient.stored.index is None
-        assert_close(gradient.todense(), expected)
-        assert_close((gradient * 2).coalesce().todense(), 2 * expected)
+    assert seen(jmask.grad(loss), TABLE).index is None
+
+    @jax.jit
+    def results(table):
+        gradient = jmask.value_and_grad(loss)(table)[1]
         assert gradient.values.shape == (gradient.nse, D)
-        assert_close(jmask.tree.add(gradient, gradient).todense(), 2 * expected)
+        twice = jmask.tree.add(gradient, gradient)
+        return [x.todense() for x in (gradient, (gradient * 2).coalesce(), twice)]
+
+    for result, factor in zip(results(TABLE), (1, 2, 2), strict=True):
+        assert_close(result, factor * expected)
     tables = jnp.stack([TABLE, 2 * TABLE])
     stacked = jax.vmap(jmask.grad(loss))(tables)
     assert_close(jmask.tree.merge(stacked).todense(), sum(map(dense_gradient(loss), tables)))
@@ -295,8 +310,9 @@ def test_in_a_shard_map_rows_are_arrays():
         return jmask.grad(lambda t: jnp.sum(t[ids].mean(1) ** 2))(table)
 
     how = {"mesh": mesh, "in_specs": (spec(), spec("x")), "out_specs": spec("x")}
-    found = jax.jit(jax.shard_map(of_device, **how, check_vma=False))(TABLE, IDS)
-    assert not is_factored(found)
+    grad = jax.shard_map(of_device, **how, check_vma=False)
+    assert seen(grad, TABLE, IDS) is None
+    found = jax.jit(grad)(TABLE, IDS)
     expected = jax.grad(lambda t: jnp.sum(t[IDS].mean(1) ** 2))(TABLE)
     assert_close(found.todense(), expected)
 
@@ -315,9 +331,9 @@ def test_narrow_tables(dtype):
         bags = jmask.embedding_bag(table, IDS, weights=WEIGHTS)
         return jnp.sum(jnp.sin(bags.astype(jnp.float32)) * OUT)
 
+    assert seen(jmask.grad(loss), table).dtype == dtype
     gradient = jmask.grad(loss)(table)
-    assert is_factored(gradient)
     assert gradient.values.dtype == dtype
+    step = jax.jit(lambda t: jmask.grad(loss)(t).todense())
     # As it is summed for an array: each row is rounded, and their sums are wide.
-    rows = jmask.RowSparse(gradient.indices, gradient.values, gradient.shape)
-    np.testing.assert_array_equal(gradient.coalesce().values, rows.coalesce().values)
+    np.testing.assert_array_equal(step(table), gradient.coalesce().todense())

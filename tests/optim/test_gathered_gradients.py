@@ -1,4 +1,4 @@
-"""Optimizers take gradients of bags in factors: as they take the same rows in an array.
+"""Optimizers take gathered rows of bags as they take the same rows in an array.
 
 And of a step of a large batch of bags, read from the compiled program: nothing as large as
 all rows is made.
@@ -14,7 +14,7 @@ import pytest
 
 import jmask
 from jmask._kernels import block_loops
-from jmask._kernels.factored_rows import FactoredRows
+from jmask._kernels.gathered_rows import GATHERED, GatheredRows
 
 pytestmark = pytest.mark.dtype_promotion
 
@@ -43,7 +43,7 @@ OPTIMIZERS = {
 
 
 def gradients(seed, repeats=True):
-    """A factored gradient with weights, equal ids and padding, and the same as an array.
+    """A gradient with equal ids and padding, and what makes its rows, with weights.
 
     Its rows are those of bags, or rows that do not repeat.
     """
@@ -52,9 +52,8 @@ def gradients(seed, repeats=True):
     index = jnp.repeat(jnp.arange(B, dtype=jnp.int32), L) if repeats else None
     weight = jnp.asarray(rng.normal(size=B * L), jnp.float32)
     ids = jnp.asarray(rng.integers(0, V // 2, B * L), jnp.int32).at[7].set(V)
-    rows = FactoredRows(source, index, weight, jnp.dtype(jnp.float32))
-    factored = jmask.RowSparse.of_rows(ids, rows, (V, D), coalesced=False)
-    return factored, jmask.RowSparse(ids, rows.array(), (V, D))
+    rows = GatheredRows(source, index, weight, jnp.dtype(jnp.float32))
+    return jmask.RowSparse(ids, rows.array(), (V, D)), rows
 
 
 @pytest.mark.sampled
@@ -67,7 +66,9 @@ def test_as_rows_in_an_array(monkeypatch, name, step, repeats):
     start = {"t": jnp.asarray(np.random.default_rng(9).normal(size=(V, D)), jnp.float32)}
 
     @jax.jit
-    def run(gradient, state, params):
+    def run(gradient, known, state, params):
+        if known is not None:
+            GATHERED.note(gradient.values, known)
         gradient = {"t": gradient}
         if step == "apply_gradients":
             return jmask.apply_gradients(tx, gradient, state, params)
@@ -78,7 +79,8 @@ def test_as_rows_in_an_array(monkeypatch, name, step, repeats):
     for kind in (0, 1):
         params, state = start, tx.init(start)
         for seed in range(3):
-            params, state = run(gradients(seed, repeats)[kind], state, params)
+            gradient, known = gradients(seed, repeats)
+            params, state = run(gradient, known if kind else None, state, params)
         results.append((params, state))
     for x, y in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6)

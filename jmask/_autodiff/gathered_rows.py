@@ -1,0 +1,412 @@
+"""Arrays that are known to be gathered rows, read from the program while it is traced.
+
+    ct_bags (b, D)                               of bags
+    ct = broadcast ct_bags                       Product: ct_bags, along the dimensions 0 and 2
+    ct = mul ct weights (b, L, 1)                Product: and weights, along 0 and 1
+    g  = scatter-add zeros(V, D) ids ct          ct_bags[bag of the entry] * weight
+
+    rows = gather table ids                      Gathered: table[ids]
+    rows = select_n mask zeros rows              Gathered: table[where(mask, ids, V)]
+    sums = reduce_sum rows                       a sum of bags, of which no row is written
+
+Each equation adds what is known of its result to what is known of its operands, once: the time
+is linear in the program, and nothing is asked backwards. Facts follow the arrays into functions
+that are called. Two consumers ask for them: `rows_added`, where a gradient scatters rows, and
+`sum_of_lookups`, where a program sums rows that it looked up. What no rule knows is an array.
+"""
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal
+
+from jmask._base.array_facts import ArrayFacts
+from jmask._base.array_types import explicit_sharding
+from jmask._base.forms import aval_of, name_of, parameter
+from jmask._base.precision import joint_dtype, wide
+from jmask._base.shapes import trailing
+from jmask._kernels.bag_columns import most_columns
+from jmask._kernels.bag_sum import are_many, bag_sum
+from jmask._kernels.gathered_rows import GATHERED, GatheredRows, Rows, joined_rows, pays
+
+Shape = tuple[int, ...]
+
+# Bytes of rows above which rows that do not repeat are better not written out: glibc gives an
+# array of twice this size back to the system after each step, and the next step waits for new
+# pages.
+_LARGE = 2**24
+# The same of slices that are put together.
+_LARGE_SLICES = 2**23
+
+
+# --- what is known -----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """An array that is a product of others, each broadcast to its shape.
+
+    Attributes:
+        factors: pairs of an array and the dimension of the result that each of its dimensions
+            is, in any order. Sizes are those of the result, or 1.
+        shape: of the result.
+        dtype: of the result; the product is computed in the dtype of its factors.
+    """
+
+    factors: tuple[tuple[Any, Shape], ...]
+    shape: Shape
+    dtype: Any
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the result has the dtype in which it is computed."""
+        dtypes = {x.dtype for x, _ in self.factors}
+        return dtypes == {self.dtype} or self.dtype == joint_dtype(*dtypes)
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether it is 0 everywhere, as the program says."""
+        return any(not isinstance(x, jax.Array) and not np.any(x) for x, _ in self.factors)
+
+    def dims_of(self, number: int) -> set[int]:
+        """Return the dimensions along which a factor differs."""
+        x, dims = self.factors[number]
+        return {d for size, d in zip(x.shape, dims, strict=True) if size != 1}
+
+    @property
+    def differs(self) -> set[int]:
+        """The dimensions along which it differs."""
+        return set[int]().union(*map(self.dims_of, range(len(self.factors))))
+
+    def moved(self, to: Sequence[int], shape: Shape) -> "Product":
+        """Return the product with each dimension d as `to[d]` of another shape."""
+        factors = tuple((x, tuple(to[d] for d in dims)) for x, dims in self.factors)
+        return Product(factors, shape, self.dtype)
+
+    def of_entries(self, ndim: int) -> jax.Array | None:
+        """Return the numbers (*shape[:ndim]) that are the same along all other dimensions."""
+        if any(d >= ndim for d in self.differs):
+            return None
+        return self._multiplied(range(len(self.factors)), ndim)
+
+    def _multiplied(self, which: Sequence[int], ndim: int) -> jax.Array:
+        arrays = (self._expanded(number) for number in which)
+        numbers = [x.reshape(x.shape[:ndim]) for x in arrays]
+        return jnp.broadcast_to(functools.reduce(jnp.multiply, numbers), self.shape[:ndim])
+
+    def _expanded(self, number: int) -> jax.Array:
+        """Return a factor with all dimensions of the result, of size 1 where it is the same."""
+        x, dims = self.factors[number]
+        order = sorted(range(len(dims)), key=dims.__getitem__)
+        missing = [d for d in range(len(self.shape)) if d not in dims]
+        return lax.expand_dims(jnp.transpose(jnp.asarray(x), order), missing)
+
+    def rows(self, row_ndim: int) -> "Gathered | None":
+        """Return the rows (*entries, *row) that one factor has, weighted by the others.
+
+        Where none has, all entries of a row are one number: that times a row of ones.
+        """
+        lead = len(self.shape) - row_ndim
+        count = range(len(self.factors))
+        with_rows = [i for i in count if any(d >= lead for d in self.dims_of(i))]
+        if len(with_rows) > 1 or lead < 1:
+            return None
+        if not with_rows:
+            ones = jnp.ones(self.shape[lead:], self.factors[0][0].dtype)
+            factors = (*self.factors, (ones, tuple(range(lead, len(self.shape)))))
+            whole = dataclasses.replace(self, factors=factors)
+            return whole.rows(row_ndim) if ones.size > 1 else None
+        dims = self.dims_of(with_rows[0])
+        if any(d not in dims and size != 1 for d, size in enumerate(self.shape) if d >= lead):
+            return None  # the same along a part of the row
+        x, entries = self._expanded(with_rows[0]), self.shape[:lead]
+        sizes, row = x.shape[:lead], self.shape[lead:]
+        source = x.reshape(math.prod(sizes), *row)
+        index = None
+        if sizes != entries:
+            index = lax.iota(jnp.int32, source.shape[0]).reshape(sizes)
+            index = jnp.broadcast_to(index, entries)
+        others = [i for i in count if i not in with_rows]
+        weight = self._multiplied(others, lead) if others else None
+        return Gathered(source, index, weight, entries, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """An array (*entries, *row) of rows source[index] * weight, cast to `dtype`.
+
+    Attributes:
+        source (m, *row): inexact.
+        index (*entries,): int32, canonical: m stands for zeros. None: rows in their order.
+        weight (*entries,): or None for ones.
+        outside (*entries,): rows that are nan; None if no row is.
+        is_alone: whether nothing but what led here needs the rows.
+        factors: how many weights there are the product of.
+    """
+
+    source: jax.Array
+    index: jax.Array | None
+    weight: jax.Array | None
+    entries: Shape
+    dtype: Any
+    outside: jax.Array | None = None
+    is_alone: bool = False
+    factors: int = 0
+
+    @property
+    def row(self) -> Shape:
+        return self.source.shape[1:]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the rows have the dtype in which they are computed; casts up are exact."""
+        if self.weight is None:
+            return joint_dtype(self.source, self.dtype) == self.dtype
+        return self.dtype == joint_dtype(self.source, self.weight)
+
+    @property
+    def pays(self) -> bool:
+        """Whether the source is much smaller than the rows."""
+        return pays(self.source.shape[0], math.prod(self.entries))
+
+    def positions(self) -> jax.Array:
+        """Return the index (*entries,), also of rows in their order."""
+        if self.index is not None:
+            return self.index
+        return lax.iota(jnp.int32, self.source.shape[0]).reshape(self.entries)
+
+    def moved(self, function: Callable[[jax.Array], jax.Array], entries: Shape) -> "Gathered":
+        """Return it with `function` of each array of the entries, which moves them."""
+        index, weight, outside = (
+            None if x is None else function(x) for x in (self.index, self.weight, self.outside)
+        )
+        return dataclasses.replace(
+            self, index=index, weight=weight, outside=outside, entries=entries
+        )
+
+    def rows(self, row_ndim: int) -> "Gathered | None":
+        """Return it with rows of fewer dimensions: each is several entries then."""
+        inner = self.row[: len(self.row) - row_ndim]
+        if len(inner) + row_ndim != len(self.row) or self.outside is not None:
+            return None
+        if not inner:
+            return self
+        each = math.prod(inner)
+        places = lax.iota(jnp.int32, each).reshape(inner)
+        lead = trailing(self.positions(), len(self.entries) + len(inner))
+        entries = (*self.entries, *inner)
+        index = jnp.minimum(lead * each + places, self.source.shape[0] * each)
+        weight = self.weight
+        if weight is not None:
+            weight = jnp.broadcast_to(trailing(weight, len(entries)), entries)
+        source = self.source.reshape(-1, *self.row[len(inner) :])
+        return dataclasses.replace(
+            self, source=source, index=index, weight=weight, entries=entries
+        )
+
+    def flat(self) -> GatheredRows:
+        """Return it as rows (n, *row)."""
+        index, weight = (
+            None if x is None else x.reshape(-1) for x in (self.index, self.weight)
+        )
+        return GatheredRows(self.source, index, weight, self.dtype)
+
+    def scaled(self, function: Callable[[jax.Array], jax.Array]) -> "Gathered | None":
+        """Return it times a number, as `function` multiplies; a large source is left alone."""
+        if self.weight is not None:
+            return dataclasses.replace(self, weight=function(self.weight))
+        return dataclasses.replace(self, source=function(self.source)) if self.pays else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Slices:
+    """An array that is slices which do not overlap, and zeros elsewhere.
+
+    Attributes:
+        parts: of each slice the array, what is known of it, and where it begins.
+        shape: of the whole.
+    """
+
+    parts: tuple[tuple[jax.Array, "Fact | None", Shape], ...]
+    shape: Shape
+
+    def overlaps(self, other: "Slices") -> bool:
+        """Decide whether a slice may have entries that one of the other has."""
+        return not all(
+            any(
+                i + x.shape[d] <= j or j + y.shape[d] <= i
+                for d, (i, j) in enumerate(zip(a, b, strict=True))
+            )
+            for x, _, a in self.parts
+            for y, _, b in other.parts
+        )
+
+    def rows(self, row_ndim: int) -> "Gathered | None":
+        """Return the rows of all slices, where those of one at least are gathered."""
+        lead = len(self.shape) - row_ndim
+        entries = self.shape[:lead]
+        parts: list[Rows] = []
+        for x, known, first in self.parts:
+            rows = None if known is None else known.rows(row_ndim)
+            if x.shape[lead:] != self.shape[lead:] or any(first[lead:]):
+                return None
+            plain = x.reshape(-1, *x.shape[lead:])
+            parts.append(plain if rows is None or rows.outside is not None else rows.flat())
+        whole = joined_rows(parts)
+        if whole is None or whole.index is None:
+            return None
+        index = jnp.full(entries, whole.source.shape[0], jnp.int32)
+        weight = None if whole.weight is None else jnp.zeros(entries, whole.weight.dtype)
+        begin = 0
+        for x, _, first in self.parts:
+            size = x.shape[:lead]
+            end = begin + math.prod(size)
+            put = functools.partial(lax.dynamic_update_slice, start_indices=first[:lead])
+            index = put(index, whole.index[begin:end].reshape(size))
+            if weight is not None and whole.weight is not None:
+                weight = put(weight, whole.weight[begin:end].reshape(size))
+            begin = end
+        return Gathered(whole.source, index, weight, entries, whole.dtype)
+
+
+def longest_rows(known: "Product | Slices", most: int) -> Gathered | None:
+    """Return an array as rows of as many dimensions as possible, up to `most`."""
+    found = (known.rows(row_ndim) for row_ndim in range(most, 0, -1))
+    return next((rows for rows in found if rows is not None), None)
+
+
+Fact = Product | Gathered | Slices
+FACTS: ArrayFacts[Fact] = ArrayFacts()
+
+
+# --- consumers ---------------------------------------------------------------------------
+
+
+def are_rows(x: Any) -> bool:
+    """Decide whether an array is known to be gathered rows."""
+    return isinstance(FACTS.of(x), Gathered)
+
+
+def uses_in(equations: Sequence[JaxprEqn], outputs: Sequence[Any]) -> Counter[Any]:
+    """Count how often equations need a variable, or it comes out."""
+    needed = (v for eqn in equations for v in eqn.invars)
+    return Counter(v for v in (*needed, *outputs) if not isinstance(v, Literal))
+
+
+def is_sharded(x: jax.Array) -> bool:
+    """Decide whether an array is sharded by its type, or is one device's part of another.
+
+    A caller may put the parts together, and the factors of a part are of that part alone.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return bool(manual) or explicit_sharding(x) is not None
+
+
+def rows_added(eqn: JaxprEqn, updates: jax.Array) -> GatheredRows | None:
+    """Return what makes the rows that a `scatter-add` of whole rows adds, if that is less.
+
+    Args:
+        eqn: the equation, with one index for each row.
+        updates (*entries, *row): its last operand.
+    """
+    known = FACTS.of(updates)
+    numbers = parameter(eqn, "dimension_numbers")
+    shape, ndim = aval_of(eqn.outvars[0]).shape, len(updates.shape)
+    row_ndim = len(shape) - 1
+    if (
+        known is None
+        or numbers.scatter_dims_to_operand_dims != (0,)
+        or numbers.inserted_window_dims != (0,)
+        or numbers.operand_batching_dims
+        or numbers.update_window_dims != tuple(range(ndim - row_ndim, ndim))
+        or not row_ndim
+        or is_sharded(updates)
+    ):
+        return None
+    if isinstance(known, Slices) and updates.nbytes < _LARGE_SLICES:
+        return None
+    rows = known.rows(row_ndim)
+    if rows is None or rows.outside is not None or rows.dtype != aval_of(eqn.outvars[0]).dtype:
+        return None
+    is_large = rows.index is None and rows.weight is not None and updates.nbytes >= _LARGE
+    return rows.flat() if is_large or rows.pays else None
+
+
+def remembered(rows: jax.Array, known: GatheredRows | None) -> jax.Array:
+    """Return rows (n, *row), with what makes them kept beside them."""
+    if known is not None:
+        GATHERED.note(rows, known)
+    return rows
+
+
+def sum_of_lookups(
+    eqn: JaxprEqn, inputs: Sequence[Any], uses: Counter[Any]
+) -> jax.Array | None:
+    """Return what an equation makes, if it sums rows that nothing else needs."""
+    sums_of = SUMS.get(name_of(eqn))
+    for which, kept, summed, weights in () if sums_of is None else sums_of(eqn, inputs):
+        v, rows = eqn.invars[which], FACTS.of(inputs[which])
+        if not isinstance(rows, Gathered) or not rows.is_alone or uses[v] > 1 or not kept:
+            continue
+        if sorted((*kept, *summed)) != list(range(len(rows.entries))):
+            continue
+        bags, length = (math.prod(rows.entries[d] for d in x) for x in (kept, summed))
+        result = aval_of(eqn.outvars[0])
+        if not (
+            length <= most_columns(1)
+            and are_many(bags * length)
+            and rows.is_exact
+            and result.dtype == wide(rows.source.dtype)
+            and jnp.issubdtype(rows.source.dtype, jnp.floating)
+            and (weights is None or rows.weight is None)
+            and not is_sharded(rows.source)
+        ):
+            continue
+        moved = functools.partial(_by_bags, order=(*kept, *summed), shape=(bags, length))
+        rows = rows.moved(moved, (bags, length))
+        weight = rows.weight if weights is None else weights.reshape(bags, -1)
+        weight = None if weight is None else weight.astype(result.dtype)
+        sums = bag_sum(rows.source, rows.positions(), None, weight, None, bags, 0)
+        if rows.outside is not None:
+            outside = trailing(rows.outside.any(1), sums.ndim)
+            sums = jnp.where(outside, jnp.asarray(math.nan, sums.dtype), sums)
+        return sums.reshape(result.shape)
+    return None
+
+
+def _by_bags(x: jax.Array, order: Shape, shape: Shape) -> jax.Array:
+    return x.transpose(order).reshape(shape)
+
+
+_Sum = tuple[int, Shape, Shape, jax.Array | None]
+"""Which operand is summed, its dimensions that stay before those of a row, those of the entries
+of one sum, and weights (*kept, *summed)."""
+
+
+def _reduce_sum(eqn: JaxprEqn, inputs: Sequence[Any]) -> Iterator[_Sum]:
+    known, axes = FACTS.of(inputs[0]), tuple(sorted(parameter(eqn, "axes")))
+    if isinstance(known, Gathered) and axes:
+        yield 0, tuple(d for d in range(len(known.entries)) if d not in axes), axes, None
+
+
+def _weighted_sum(eqn: JaxprEqn, inputs: Sequence[Any]) -> Iterator[_Sum]:
+    """Rows and a weight of each entry, as of `jnp.einsum("bld,bl->bd", rows, weights)`."""
+    contracted, batch = parameter(eqn, "dimension_numbers")
+    for which in (0, 1):
+        other = inputs[1 - which]
+        kept, summed = tuple(batch[which]), tuple(contracted[which])
+        theirs = (*batch[1 - which], *contracted[1 - which])
+        free = [d for d in range(np.ndim(other)) if d not in theirs]
+        if summed and all(other.shape[d] == 1 for d in free):
+            yield which, kept, summed, jnp.transpose(other, (*theirs, *free))
+
+
+SUMS = {"reduce_sum": _reduce_sum, "dot_general": _weighted_sum}

@@ -1,0 +1,37 @@
+"""Facts about traced arrays, kept beside them and not in any tree.
+
+    FACTS.note(x, "rows of y")       x is a tracer
+    FACTS.of(x)                      "rows of y", in the same trace
+    FACTS.of(jax.jit(f)(x))          None: what a call returns is another array
+
+A tracer has no hash, but it can be referenced weakly: a fact goes with its array, and keeps
+neither the array nor its trace alive. Arrays that are computed already have no facts.
+"""
+
+import weakref
+from typing import Any, Generic, TypeVar
+
+import jax
+
+Fact = TypeVar("Fact")
+
+
+class ArrayFacts(Generic[Fact]):
+    """One fact for each traced array, by the identity of the array."""
+
+    def __init__(self) -> None:
+        self._facts: dict[int, tuple[weakref.ref[Any], Fact]] = {}
+
+    def note(self, x: Any, fact: Fact) -> None:
+        """Keep a fact about a traced array, in place of what was known of it."""
+        if isinstance(x, jax.core.Tracer):
+            key, facts = id(x), self._facts
+            facts[key] = (weakref.ref(x, lambda _: facts.pop(key, None)), fact)
+
+    def of(self, x: Any) -> Fact | None:
+        """Return the fact about an array, or None."""
+        reference, fact = self._facts.get(id(x), (None, None))
+        return fact if reference is not None and reference() is x else None
+
+    def __len__(self) -> int:
+        return len(self._facts)

@@ -1,0 +1,176 @@
+"""Gathered rows: rows that are rows of another array, each times a number.
+
+    source [[1, 2],      index [0, 0, 1]         rows [[1, 2],
+            [3, 4]]      weight [1, 1, 2]              [1, 2],
+                                                       [6, 8]]
+
+The cotangent of a bag is that of each of its entries, so the gradient of bags needs one row
+for each bag, not one for each entry: `source` are the cotangents of the bags, `index` is the
+bag of each entry. That of a dot product is the other operand, row by row, each times a number:
+these rows exist already, and `index` is None.
+
+The rows are an array like any other. That they are gathered is a fact about a traced array,
+kept beside it: a consumer that asks for it reads one block of rows at a time and never
+materialises all of them, and the compiler removes the array that nothing reads.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmask._base.array_facts import ArrayFacts
+from jmask._base.array_types import varying_alike
+from jmask._base.precision import joint_dtype
+from jmask._base.shapes import is_known, trailing
+from jmask._kernels.gather import Gather
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GatheredRows:
+    """The rows source[index] * weight (n, *row), cast to `dtype`.
+
+    Attributes:
+        source (m, *row): inexact.
+        index (n,): int32, canonical: m stands for a row of zeros. None: rows in their order.
+        weight (n,): inexact, or None for ones.
+        dtype: of the rows.
+    """
+
+    source: jax.Array
+    index: jax.Array | None
+    weight: jax.Array | None
+    dtype: Any = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        count = self.source.shape[:1] if self.index is None else self.index.shape
+        return *count, *self.source.shape[1:]
+
+    @property
+    def ndim(self) -> int:
+        return self.source.ndim
+
+    def array(self) -> jax.Array:
+        """Return the rows (n, *row)."""
+        if self.index is None:
+            return _weighted(self.source, self.weight).astype(self.dtype)
+        source, index = varying_alike(self.source, self.index)
+        fills = lax.GatherScatterMode.FILL_OR_DROP
+        gather = Gather.of_rows(source.shape, fills, fill_value=0)
+        return _weighted(gather(source, index[:, None]), self.weight).astype(self.dtype)
+
+    def take(self, entries: jax.Array) -> jax.Array:
+        """Return the rows (k, *row) of the entries (k,)."""
+        weight = None if self.weight is None else rows_at(self.weight, entries)
+        if self.index is None:
+            return _weighted(rows_at(self.source, entries), weight).astype(self.dtype)
+        index = rows_at(self.index, entries)
+        return GatheredRows(self.source, index, weight, self.dtype).array()
+
+    def scaled(self, function: Callable[[jax.Array], jax.Array]) -> "GatheredRows":
+        """Multiply all rows by one number, as `function` multiplies an array."""
+        if self.index is not None:
+            return dataclasses.replace(self, source=function(self.source))
+        weight = self.weight
+        if weight is None:
+            weight = jnp.ones(self.source.shape[:1], self.source.dtype)
+        return dataclasses.replace(self, weight=function(weight))
+
+
+Rows = jax.Array | GatheredRows
+
+GATHERED: ArrayFacts[GatheredRows] = ArrayFacts()
+
+# Entries for each row of the source, below which nothing is gained.
+_REPEATS = 2
+
+
+def pays(sources: int, entries: int) -> bool:
+    """Decide whether so many rows are worth keeping in place of those of so many entries."""
+    return is_known(sources, entries) and 0 < _REPEATS * sources <= entries
+
+
+def gathered(rows: jax.Array) -> Rows:
+    """Return what is known to make the rows, or the array itself."""
+    known = GATHERED.of(rows)
+    return rows if known is None else known
+
+
+def scaled(rows: jax.Array, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Multiply all rows by one number, and what makes them too."""
+    known, result = GATHERED.of(rows), function(rows)
+    if known is not None and result.dtype == rows.dtype:
+        GATHERED.note(result, known.scaled(function))
+    return result
+
+
+def cast(rows: jax.Array, dtype: Any) -> jax.Array:
+    """Cast rows to a wider dtype; what makes them is not rounded to theirs before."""
+    known, result = GATHERED.of(rows), rows.astype(dtype)
+    if known is not None:
+        GATHERED.note(result, dataclasses.replace(known, dtype=jnp.dtype(dtype)))
+    return result
+
+
+def joined(parts: Sequence[jax.Array]) -> jax.Array:
+    """Concatenate rows; they are known as gathered if some parts are and it pays."""
+    if len(parts) == 1:
+        return parts[0]
+    result = jnp.concatenate(parts)
+    known = joined_rows([gathered(x) for x in parts])
+    if known is not None:
+        GATHERED.note(result, known)
+    return result
+
+
+def joined_rows(parts: Sequence[Rows]) -> GatheredRows | None:
+    """Join gathered rows and arrays of rows; None if that does not pay."""
+    sources = [x.source if isinstance(x, GatheredRows) else x for x in parts]
+    known = [x for x in parts if isinstance(x, GatheredRows)]
+    total = sum(x.shape[0] for x in sources)
+    alike = len({x.dtype for x in sources}) == 1
+    if not known or not alike or not pays(total, sum(x.shape[0] for x in parts)):
+        return None
+    weights = [x.weight for x in known if x.weight is not None]
+    dtype = joint_dtype(*weights) if weights else None
+    index, weight, begin = [], [], 0
+    for x, source in zip(parts, sources, strict=True):
+        entries, m = x.shape[0], source.shape[0]
+        known_index = x.index if isinstance(x, GatheredRows) else None
+        own = lax.iota(jnp.int32, entries) if known_index is None else known_index
+        index.append(jnp.where(own < m, own + begin, total))
+        begin += m
+        if dtype is not None:
+            factor = x.weight if isinstance(x, GatheredRows) else None
+            weight.append(jnp.ones(entries, dtype) if factor is None else factor.astype(dtype))
+    return GatheredRows(
+        jnp.concatenate(sources),
+        jnp.concatenate(index),
+        jnp.concatenate(weight) if weight else None,
+        known[0].dtype,
+    )
+
+
+def _weighted(rows: jax.Array, weight: jax.Array | None) -> jax.Array:
+    if weight is None:
+        return rows
+    dtype = joint_dtype(rows, weight)
+    return rows.astype(dtype) * trailing(weight, rows.ndim).astype(dtype)
+
+
+def as_array(rows: Rows) -> jax.Array:
+    """Return the rows as one array."""
+    return rows.array() if isinstance(rows, GatheredRows) else rows
+
+
+def rows_at(rows: Rows, entries: jax.Array) -> jax.Array:
+    """Return the rows of the entries (k,), all of which exist."""
+    if isinstance(rows, GatheredRows):
+        return rows.take(entries)
+    clips = lax.GatherScatterMode.CLIP
+    return Gather.of_rows(rows.shape, clips)(rows, entries[:, None])

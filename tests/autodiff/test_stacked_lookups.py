@@ -1,0 +1,303 @@
+"""Every way to look rows up in stacked tables (M, V, D): row-sparse, or dense and said.
+
+Each lookup is held against `jax.grad`: eagerly, under jit and vmap, in a scan and a cond; sizes
+coincide, ids repeat, are negative and out of range. Every optimizer takes such a gradient as it
+takes that of the one table (M * V, D).
+"""
+
+import functools
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jmask
+from tests.compiled_step import IN_PLACE, whole_table_operations
+from tests.oracle import assert_close, densified
+
+pytestmark = pytest.mark.dtype_promotion  # some optimizers of optax promote
+
+RNG = np.random.default_rng(0)
+
+
+class Batch(NamedTuple):
+    """Ids of rows, some out of range, and ids of tables."""
+
+    ids: jax.Array
+    beyond: jax.Array
+    tables: jax.Array
+
+
+BATCH = Batch(jnp.array([1, 2, 1]), jnp.array([1, -2, 9]), jnp.array([0, 2, 1]))
+
+
+def take(t, ids, **how):
+    return jnp.nan_to_num(jnp.take(t, ids, **how))
+
+
+ROW_SPARSE = {
+    "pairs": lambda t, x: t[x.tables, x.ids],
+    "pairs beyond": lambda t, x: t[x.tables, x.beyond],
+    "an outer product of ids": lambda t, x: t[x.tables[:, None], x.ids[None]],
+    "one table": lambda t, x: t[1, x.ids],
+    "the last table": lambda t, x: t[-1, x.beyond],
+    "one row of some tables": lambda t, x: t[x.tables, 1],
+    "a table, then rows": lambda t, x: t[1][x.ids],
+    "a table that is traced, then rows": lambda t, x: t[x.tables[1]][x.ids],
+    "dynamic_index_in_dim": lambda t, x: lax.dynamic_index_in_dim(t, x.ids[0], 0, False)[x.ids],
+    "the same rows of all": lambda t, x: t[:, x.ids],
+    "take along 1": lambda t, x: jnp.take(t, x.ids, axis=1),
+    "take, clipped": lambda t, x: take(t, x.beyond, axis=1, mode="clip"),
+    "take, filled": lambda t, x: take(t, x.beyond, axis=1, mode="fill"),
+    "take_along_axis": lambda t, x: jnp.take_along_axis(
+        t, jnp.broadcast_to(x.ids[None, :, None], (t.shape[0], 3, t.shape[2])), 1
+    ),
+    "vmap over tables": lambda t, x: jax.vmap(lambda table: table[x.ids])(t),
+    "vmap over both": lambda t, x: jax.vmap(lambda table, i: table[i])(
+        t, jnp.stack([x.ids] * 3)
+    ),
+    "vmap of take": lambda t, x: jax.vmap(lambda a: take(a, x.beyond, axis=0))(t),
+    "vmap over ids": lambda t, x: jax.vmap(lambda i: t[1, i])(x.ids),
+    "one table of all": lambda t, x: t.reshape(-1, t.shape[2])[x.ids * 2],
+    "swapped": lambda t, x: t.swapaxes(0, 1)[x.ids],
+    "entries": lambda t, x: t[x.tables, x.ids, x.ids % 2],
+    "columns, then rows": lambda t, x: t[0][:, :1][x.ids],
+    "split, then rows": lambda t, x: jnp.split(t[0], t.shape[2], 1)[0][x.ids],
+    "rows, then rows": lambda t, x: t[0][1:][x.ids],
+    "every other row, then rows": lambda t, x: t[:, ::2][:, x.ids % 2],
+    "another axis, then rows": lambda t, x: t[0][None][0][x.ids],
+    "tables end to end": lambda t, x: jnp.concatenate([t[0], t[1]])[x.ids * 2],
+    "a scan": lambda t, x: lax.scan(lambda c, i: (c, t[1, i]), 0, x.ids)[1],
+    "a cond": lambda t, x: lax.cond(x.ids[0] > 0, lambda: t[1, x.ids], lambda: t[2][x.beyond]),
+    "a cond of different rows": lambda t, x: lax.cond(
+        x.ids[0] > 0, lambda: t[1, x.ids], lambda: t[x.tables][:, 0]
+    ),
+    "checkpoint": lambda t, x: jax.checkpoint(lambda t: jnp.sin(t[x.tables, x.ids]))(t),
+    "several": lambda t, x: (t[1][x.ids], t[:, x.ids], t[x.tables], t[x.tables, x.ids]),
+    "whole tables": lambda t, x: t[x.tables],
+    "cast": lambda t, x: t.astype(jnp.bfloat16)[x.tables, x.ids].astype(jnp.float32),
+    "scaled": lambda t, x: (2 * t)[x.tables, x.ids] / 3,
+}
+DENSE = {
+    "transposed": lambda t, x: t[0].T[x.ids % t.shape[2]],
+    "columns": lambda t, x: t[..., x.ids % t.shape[2]],
+    "reversed": lambda t, x: t[::-1][x.tables],
+    "a reference": lambda t, x: jax.new_ref(t)[x.ids % 3],
+}
+
+
+def stack(*shape):
+    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+STACKS = {"(3, 7, 2)": stack(3, 7, 2), "all alike": stack(3, 3, 3)}
+
+
+def loss_of(lookup):
+    def loss(t, x=BATCH):
+        return sum(jnp.sum(jnp.sin(rows)) for rows in jax.tree.leaves(lookup(t, x)))
+
+    return loss
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("name", ROW_SPARSE)
+def test_row_sparse(name, stack):
+    loss, t = loss_of(ROW_SPARSE[name]), STACKS[stack]
+    expected = jax.grad(loss)(t)
+    tolerance = {"rtol": 1e-2 if name == "cast" else 1e-5, "atol": 1e-5}
+    with jmask.strict():
+        for grad in (jmask.grad(loss), jax.jit(jmask.grad(loss))):
+            gradient = grad(t, BATCH)
+            assert isinstance(gradient, jmask.RowSparse)
+            assert gradient.shape == t.shape
+            gradient.validate()
+            assert_close(densified(gradient), np.asarray(expected), **tolerance)
+            assert_close(gradient.todense(), expected, **tolerance)
+            assert_close(gradient.coalesce().todense(), expected, **tolerance)
+            assert_close(gradient.flat().todense().reshape(t.shape), expected, **tolerance)
+        both = jax.vmap(jmask.grad(loss), (0, None))(jnp.stack([t, 2 * t]), BATCH)
+    assert_close(
+        jmask.tree.merge(both).todense(), expected + jax.grad(loss)(2 * t), **tolerance
+    )
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_dense_and_said(name):
+    if name == "a reference" and jax.__version_info__ < (0, 11):
+        pytest.skip("this JAX has no references with a gradient")
+    loss, t = loss_of(DENSE[name]), jnp.ones((3, 3000, 32))
+    with pytest.warns(
+        jmask.StorageFallbackWarning, match=r"(?s)looked up.*table\[ids\]"
+    ) as said:
+        gradient = jmask.grad(loss)(t, BATCH)
+    assert len(said) == 1
+    assert f"{__file__}:" in str(said[0].message)
+    assert_close(gradient, jax.grad(loss)(t, BATCH), rtol=1e-6)
+    with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning):
+        jmask.grad(loss)(t, BATCH)
+
+
+def test_slices_used_densely_are_no_lookups():
+    def loss(w):
+        return jnp.sum(jnp.tanh(w[0] @ w[1].T) @ w[2])
+
+    with warnings.catch_warnings(), jmask.strict():
+        warnings.simplefilter("error")
+        jmask.grad(loss)(jnp.ones((3, 600, 600)))
+
+
+# --- arithmetic on such gradients --------------------------------------------------------
+
+
+def test_arithmetic():
+    t = STACKS["(3, 7, 2)"]
+    x, y = (jmask.grad(loss_of(ROW_SPARSE[n]))(t) for n in ("pairs", "whole tables"))
+    p, q = np.asarray(x.todense()), np.asarray(y.todense())
+    for result, expected in [
+        (x * 2, 2 * p),
+        (-x / 3, -p / 3),
+        (x + y, p + q),
+        (y - x, q - p),
+        (t + x, t + p),
+        (t - y, t - q),
+        (x.astype(jnp.float16), p.astype(np.float16)),
+        (jmask.tree.add(x, y, x), 2 * p + q),
+        (jmask.tree.scale(3.0, x), 3 * p),
+        (jmask.tree.mean([x, y]), (p + q) / 2),
+    ]:
+        np.testing.assert_allclose(jmask.todense(result), expected, rtol=1e-3, atol=1e-6)
+        assert isinstance(result, jmask.RowSparse) == (
+            result.shape == t.shape and result is not t
+        ) or (isinstance(result, jax.Array))
+    norm = np.sqrt((p**2).sum() + (q**2).sum())
+    np.testing.assert_allclose(jmask.tree.norm({"a": x, "b": y}), norm, rtol=1e-6)
+    assert repr(x) == "RowSparse(float32[3, 7, 2], nse=3, leading=2)"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.retain([1]),
+        lambda x: x.row_ids(),
+        lambda x: x[1],
+        lambda x: jmask.numpy.sum(x, axis=1),
+        lambda x: x * jnp.ones((7, 2)),
+        lambda x: jmask.cast_storage(x, "coo"),
+    ],
+)
+def test_what_takes_no_stacked_tables_says_so(call):
+    gradient = jmask.grad(loss_of(ROW_SPARSE["pairs"]))(STACKS["(3, 7, 2)"])
+    with pytest.raises(ValueError, match=r"stacked tables.*x\.(flat|todense)\(\)"):
+        call(gradient)
+
+
+# --- optimizers --------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda like: jmask.sgd(0.1),
+    "momentum": lambda like: jmask.sgd(0.1, momentum=0.9, weight_decay=0.1),
+    "adam": lambda like: jmask.adam(0.1),
+    "adagrad": lambda like: jmask.adagrad(0.1),
+    "ftrl": lambda like: jmask.ftrl(0.1),
+    "lifted": lambda like: jmask.lazy(optax.adamw(0.1)),
+    "lifted, clipped": lambda like: jmask.lazy(
+        optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))
+    ),
+    "injected": lambda like: jmask.lazy(optax.inject_hyperparams(optax.adam)(0.1)),
+    "clipped by row": lambda like: optax.chain(jmask.clip_by_row_norm(0.1), jmask.adam(0.1)),
+    "unless not finite": lambda like: jmask.skip_nonfinite(jmask.adam(0.1)),
+    "without bad rows": lambda like: optax.chain(jmask.drop_nonfinite(), jmask.adam(0.1)),
+    "every other step": lambda like: jmask.multi_steps(jmask.adam(0.1), 2, like=like),
+    "dense": lambda like: optax.chain(jmask.densify(), optax.adam(0.1)),
+    "not lazy": lambda like: jmask.adam(0.1, lazy_update=False),
+    "partitioned": lambda like: optax.partition(
+        {"a": jmask.adam(0.1), "b": optax.sgd(0.1)}, {"t": "a", "w": "b"}
+    ),
+}
+
+
+def model_loss(p):
+    rows = p["t"][1, BATCH.ids], p["t"][:, BATCH.ids] ** 2, p["w"] ** 2
+    return sum(jnp.sum(jnp.sin(x)) for x in rows)
+
+
+def flat(p):
+    return {"t": p["t"].reshape(-1, p["t"].shape[-1]), "w": p["w"]}
+
+
+def flat_loss(p):
+    return model_loss({"t": p["t"].reshape(3, 7, 2), "w": p["w"]})
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("way", ["apply_gradients", "update"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name, way, jit):
+    """As of one table (M * V, D); rows that are not looked up keep their bits."""
+    start = {"t": STACKS["(3, 7, 2)"], "w": jnp.ones(3)}
+
+    def trained(loss, params):
+        tx = OPTIMIZERS[name](jax.eval_shape(jmask.grad(loss), params))
+
+        def step(params, state):
+            gradient = jmask.grad(loss)(params)
+            if way == "apply_gradients":
+                return jmask.apply_gradients(tx, gradient, state, params)
+            updates, state = tx.update(gradient, state, params)
+            return optax.apply_updates(params, updates), state
+
+        state = tx.init(params)
+        for _ in range(3):
+            params, state = (jax.jit(step) if jit else step)(params, state)
+        return params, state
+
+    params, state = trained(model_loss, start)
+    expected, flat_state = trained(flat_loss, flat(start))
+    assert_close(flat(params), expected, rtol=1e-6, atol=1e-6)
+    if name not in ("dense", "not lazy"):
+        inactive = np.setdiff1d(np.arange(7), BATCH.ids)
+        np.testing.assert_array_equal(params["t"][:, inactive], start["t"][:, inactive])
+    for x, y in zip(*map(jax.tree.leaves, (state, flat_state)), strict=True):
+        np.testing.assert_allclose(jnp.ravel(x), jnp.ravel(y), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [jmask.rowwise_adagrad, jmask.rowwise_adam])
+def test_one_number_for_each_table_is_none_for_each_row(make):
+    t, tx = STACKS["(3, 7, 2)"], make(0.1)
+    gradient = jmask.grad(loss_of(ROW_SPARSE["pairs"]))(t)
+    with pytest.raises(ValueError, match=r"`state`.*reshape"):
+        jmask.apply_gradients(tx, gradient, tx.init(t), t)
+
+
+@pytest.mark.parametrize("way", ["apply_gradients", "update"])
+@pytest.mark.parametrize("lookup", ["vmap over tables", "pairs", "a table, then rows"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "lifted"])
+def test_in_place(name, lookup, way):
+    """Read from the compiled step: tables are aliased, and no array is as large as one."""
+    t, tx, loss = (3, 50_000, 16), OPTIMIZERS[name](None), loss_of(ROW_SPARSE[lookup])
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(table, state, batch):
+        value, gradient = jmask.value_and_grad(loss)(table, batch)
+        if way == "apply_gradients":
+            return *jmask.apply_gradients(tx, gradient, state, table), value
+        updates, state = tx.update(gradient, state, table)
+        return optax.apply_updates(table, updates), state, value
+
+    table = jax.ShapeDtypeStruct(t, jnp.float32)
+    state = jax.eval_shape(tx.init, table)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCH)
+    compiled = step.lower(table, state, batch).compile()
+    memory, entries = compiled.memory_analysis(), np.prod(t)
+    tables = sum(x.size == entries for x in (table, *jax.tree.leaves(state)))
+    assert memory.alias_size_in_bytes >= 4 * tables * entries
+    assert memory.temp_size_in_bytes < entries
+    assert whole_table_operations(compiled, entries) <= IN_PLACE

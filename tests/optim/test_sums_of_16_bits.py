@@ -1,0 +1,147 @@
+"""16-bit gradients with duplicates: summed exactly, then the rule, and rounded once.
+
+The model is float64; what is stored may be off by the one rounding to 16 bits.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmask
+from tests.optim.test_named_optimizers import CASES, MODELS, NAMES
+
+DTYPES = [jnp.bfloat16, jnp.float16]
+V, D = 40, 3
+# Row 7 three times and row 2 twice; padding; rows that share packed lines with others.
+IDS = np.array([7, 2, 7, 30, -1, 2, 7, 11], np.int32)
+
+
+def update_and_apply(tx: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    updates, state = tx.update(grads, state, params)
+    return jmask.apply_updates(params, updates), state
+
+
+def lookups_of(dtype: Any, seed: int = 0) -> tuple[Any, Any]:
+    """A table (V, D) and values (n, D) whose sums need more bits than the dtype has."""
+    rng = np.random.default_rng(seed)
+    table = jnp.asarray(rng.normal(size=(V, D)), dtype)
+    values = (
+        rng.normal(size=(len(IDS), D)) * np.array([1, 1, 3e-3, 1, 1, 3e-3, 5e-3, 1])[:, None]
+    )
+    return table, jnp.asarray(values, dtype)
+
+
+def check_rounded_once(actual: Any, exact: Any, scale: float = 1.0) -> None:
+    """Half a unit in the last place away, and what float32 arithmetic may add."""
+    exact = np.asarray(exact, np.float64)
+    info = jnp.finfo(actual.dtype)
+    half = float(info.eps) / 2 * np.abs(exact) + float(info.smallest_subnormal) / 2
+    error = np.abs(np.asarray(actual, np.float64) - exact)
+    assert (error <= half * 1.001 + 2e-6 * scale).all(), (error / half).max()
+
+
+APPLY = {"apply_gradients": jmask.apply_gradients, "update": update_and_apply}
+
+
+@pytest.mark.parametrize("apply", APPLY)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.dtype_promotion
+class TestOneStep:
+    @pytest.mark.parametrize(("name", "hyper"), CASES, ids=NAMES)
+    def test_named(self, name, hyper, dtype, apply):
+        build, kind = MODELS[name]
+        table, values = lookups_of(dtype)
+        model, tx = kind(np.asarray(table, np.float64), hyper), build(**hyper)
+        gradient = jmask.RowSparse(IDS, values, (V, D))
+        state = tx.init(table)
+        new, new_state = jax.jit(lambda *a: APPLY[apply](tx, *a))(gradient, state, table)
+        model.step(IDS, np.asarray(values, np.float64))
+        touched = np.unique(IDS[IDS >= 0])
+        check_rounded_once(new[touched], model.param[touched])
+        for slot, expected in model.state.items():
+            stored = getattr(new_state, slot)
+            if jnp.issubdtype(stored.dtype, jnp.floating):
+                check_rounded_once(stored[touched], expected[touched])
+        others = np.setdiff1d(np.arange(V), touched)
+        np.testing.assert_array_equal(new[others], table[others])
+
+    @pytest.mark.parametrize(
+        "tx",
+        [
+            optax.sgd(0.5),
+            optax.sgd(0.5, momentum=0.9),
+            optax.adam(0.1),
+            optax.adamw(0.1, weight_decay=0.1),
+            optax.adagrad(0.1),
+            optax.rmsprop(0.1),
+            optax.lion(0.1),
+            optax.chain(optax.clip(0.5), optax.sgd(1.0)),
+        ],
+        ids=["sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop", "lion", "clipped"],
+    )
+    def test_lifted(self, tx, dtype, apply):
+        table, values = lookups_of(dtype)
+        lifted = jmask.lazy(tx)
+        gradient = jmask.RowSparse(IDS, values, (V, D))
+        state = lifted.init(table)
+        new, new_state = jax.jit(lambda *a: APPLY[apply](lifted, *a))(gradient, state, table)
+        touched = np.unique(IDS[IDS >= 0])
+        with jax.enable_x64(True):
+            dense = np.zeros((V, D))
+            np.add.at(dense, IDS[IDS >= 0], np.asarray(values, np.float64)[IDS >= 0])
+            wide = jax.tree.map(
+                lambda x: x.astype(float) if x.ndim else x, (jnp.asarray(table), state)
+            )
+            updates, expected_state = tx.update(jnp.asarray(dense), wide[1], wide[0])
+            expected = np.asarray(optax.apply_updates(wide[0], updates))
+            slots = [np.asarray(x) for x in jax.tree.leaves(expected_state)]
+        check_rounded_once(new[touched], expected[touched])
+        for stored, slot in zip(jax.tree.leaves(new_state), slots, strict=True):
+            if stored.ndim:
+                check_rounded_once(stored[touched], slot[touched])
+
+
+@pytest.mark.parametrize("apply", APPLY)
+@pytest.mark.parametrize(
+    "place", [lambda x: x, jmask.PackedTable.pack], ids=["array", "packed"]
+)
+@pytest.mark.parametrize(
+    "build", [jmask.sgd, lambda rate: jmask.lazy(optax.sgd(rate))], ids=["named", "lifted"]
+)
+def test_what_is_left_of_a_difference(build, place, apply):
+    """1 - 1.00293, where the sum rounded to bfloat16 is 1."""
+    values = jnp.array([[1.0], [0.00293]], jnp.bfloat16)
+    gradient = jmask.RowSparse(jnp.array([1, 1]), values, (V, 1))
+    table, tx = place(jnp.ones((V, 1), jnp.bfloat16)), build(1.0)
+    new, _ = APPLY[apply](tx, gradient, tx.init(table), table)
+    assert new.dtype == jnp.bfloat16
+    dense = new.todense() if isinstance(new, jmask.PackedTable) else new
+    assert dense[1, 0] == jnp.bfloat16(-float(values[1, 0]))
+
+
+@pytest.mark.parametrize("apply", APPLY)
+def test_a_sum_beyond_float16_that_is_rescaled(apply):
+    values = jnp.full((2, 1), 60_000, jnp.float16)
+    gradient = jmask.RowSparse(jnp.array([1, 1]), values, (V, 1))
+    table, tx = jnp.ones((V, 1), jnp.float16), jmask.sgd(1.0, rescale_grad=1e-4)
+    new, _ = APPLY[apply](tx, gradient, tx.init(table), table)
+    assert new[1, 0] == 1 - 12
+
+
+def test_updates_with_duplicates_are_added_exactly():
+    values = jnp.array([[-1.0], [-0.00293]], jnp.bfloat16)
+    updates = jmask.RowSparse(jnp.array([1, 1]), values, (V, 1))
+    table = jnp.ones((V, 1), jnp.bfloat16)
+    for new in (jmask.apply_updates(table, updates), table + updates):
+        assert new.dtype == table.dtype
+        assert new[1, 0] == values[1, 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_coalesce_keeps_the_dtype(dtype):
+    x = jmask.RowSparse([1, 1], jnp.ones((2, 1), dtype), (V, 1)).coalesce()
+    assert x.dtype == x.values.dtype == dtype
