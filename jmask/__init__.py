@@ -25,6 +25,7 @@ from jmask._ops.products import dot as dot
 from jmask._ops.row_operations import add_n as add_n
 from jmask._ops.row_operations import retain as retain
 from jmask._ops.row_operations import square_sum as square_sum
+from jmask._optim import exported as _exported  # noqa: F401
 from jmask._optim.adagrad import adagrad as adagrad
 from jmask._optim.adagrad import rowwise_adagrad as rowwise_adagrad
 from jmask._optim.adam import adam as adam

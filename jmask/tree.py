@@ -17,6 +17,7 @@ capacity:
     gradient = jmask.tree.scale(1 / k, jmask.tree.merge(stacked))
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,16 +27,18 @@ from jax import lax
 
 from jmask._base.array_types import varying_alike, varying_axes
 from jmask._base.doors import check_flag, check_leaves
-from jmask._base.leaves import abstract_leaf
+from jmask._base.leaves import abstract_leaf, leaf_name
 from jmask._base.norms import factor_for
 from jmask._base.precision import joint_dtype
+from jmask._tables.deferred_table import is_deferred
+from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, is_tensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import is_entry, is_sparse, stored_values, unique_positions
 from jmask.numpy import add as _add
 from jmask.numpy import multiply as _multiply
 
-__all__ = ["add", "mean", "merge", "norm", "pmean", "psum", "scale"]
+__all__ = ["add", "mean", "merge", "norm", "pmean", "psum", "scale", "size"]
 
 
 def add(tree: Any, *others: Any, like: Any = None) -> Any:
@@ -161,7 +164,7 @@ def norm(tree: Any, squared: bool = False) -> jax.Array:
     of what this device has: sum the gradient with `psum` first.
 
     Args:
-        tree: arrays, `RowSparse` and `MaskedTensor`.
+        tree: arrays, `RowSparse`, `MaskedTensor` and tables of all forms.
         squared: whether to return the sum, without the root.
 
     Example:
@@ -172,7 +175,8 @@ def norm(tree: Any, squared: bool = False) -> jax.Array:
     """
     check_flag("squared", squared)
     check_leaves("tree", tree)
-    sizes = [_sizes(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_tensor)]
+    leaves = jax.tree.leaves(jax.tree.map(_entries, tree, is_leaf=_is_node), is_leaf=is_tensor)
+    sizes = list(map(_sizes, leaves))
     dtype = joint_dtype(jnp.float32, *sizes)
     greatest = jnp.zeros((), dtype)
     for size in sizes:
@@ -237,8 +241,43 @@ def pmean(tree: Any, axis_name: Any) -> Any:
     return scale(1 / lax.psum(1, axis_name), psum(tree, axis_name))
 
 
+def size(tree: Any) -> int:
+    """The number of entries of all leaves: of parameters, how many there are.
+
+    A table has V times the entries of a row, whatever else its arrays hold (padding, state,
+    counts), and so has a `RowSparse`, whichever rows it stores.
+
+    Args:
+        tree: arrays, sparse and masked tensors, tables of all forms, or shapes of these.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> table = jmask.deferred(jnp.ones((5, 2)), jmask.adam())
+        >>> jmask.tree.size({"table": table, "w": jnp.ones(3)})
+        13
+    """
+    check_leaves("tree", tree)
+    leaves = jax.tree.leaves(tree, is_leaf=_is_node)
+    return sum(math.prod(jnp.shape(x)) for x in leaves)
+
+
+def _is_node(x: Any) -> bool:
+    return is_tensor(x) or is_stored_table(x)
+
+
+def _refuse_deferred(tree: Any) -> None:
+    for path, x in jax.tree.leaves_with_path(tree, is_leaf=is_stored_table):
+        if is_deferred(x):
+            raise TypeError(
+                f"{leaf_name('tree', path)} is a DeferredTable, whose leaves are no numbers to "
+                "calculate with: use `table.todense()`, and make a table of the result by "
+                "jmask.deferred(array, tx)."
+            )
+
+
 def _map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     for each in (tree, *others):
+        _refuse_deferred(each)
         check_leaves("tree", each)
     structures: Any = [jax.tree.structure(x, is_leaf=is_tensor) for x in (tree, *others)]
     for other in structures[1:]:
@@ -261,6 +300,13 @@ def _with_capacity_of(x: Any, like: Any) -> Any:
     if not is_row_sparse(x) or not is_row_sparse(like):
         return x
     return x.coalesce(nse=like.nse)
+
+
+def _entries(x: Any) -> Any:
+    """A table as arrays of its entries; in a gradient program, as the array that it is."""
+    if not is_stored_table(x):
+        return x
+    return x.entries() if x.phantom is None else x.todense()
 
 
 def _sizes(x: Any) -> jax.Array:

@@ -37,6 +37,7 @@ from jmask._base.forms import (
     CALLS,
     aval_of,
     called,
+    holds_jaxprs,
     name_of,
     parameter,
     what_is_unknown,
@@ -234,6 +235,11 @@ class Interpreter:
         arguments = [
             self._dense_as_traced(x, v, eqn) for x, v in zip(arguments, eqn.invars, strict=True)
         ]
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in arguments) and not holds_jaxprs(
+            eqn
+        ):
+            # Under jit it would be a constant, which fails where nobody knows what it is.
+            raise TypeError("a ShapeDtypeStruct, which stands for a table, has no numbers")
         outputs = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(eqn.params))
         return list(outputs) if eqn.primitive.multiple_results else [outputs]
 

@@ -20,11 +20,12 @@ from jmask._autodiff.after_reading import after_reading
 from jmask._autodiff.collectives import COLLECTIVE_RULES
 from jmask._autodiff.control_flow import CONTROL_FLOW_RULES
 from jmask._autodiff.interpreter import Interpreter
-from jmask._autodiff.loss import argument_name, checked_loss
+from jmask._autodiff.loss import argument_name, checked_loss, naming_tables
 from jmask._autodiff.rules import EQUATION_RULES
 from jmask._autodiff.tensor_arguments import TensorArguments
 from jmask._autodiff.uses import Gradient, refined_reports
 from jmask._autodiff.values import Filled, RowSum
+from jmask._base.array_types import on_explicit_mesh
 from jmask._base.doors import check_flag
 from jmask._base.fallback import collected, expect_dense, report_fallback
 from jmask._base.forms import drops_rules
@@ -165,7 +166,21 @@ def value_and_gradients(
             a `RowSparse`.
         holomorphic: as in `value_and_grad`.
     """
-    finished = _finished if finished is None else finished
+    with on_explicit_mesh([args[i] for i in numbers]), naming_tables(args, numbers, fun):
+        return _value_and_gradients(
+            fun, numbers, has_aux, args, kwargs, finished or _finished, holomorphic
+        )
+
+
+def _value_and_gradients(
+    fun: Callable[..., Any],
+    numbers: tuple[int, ...],
+    has_aux: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    finished: Callable[[Any], Any],
+    holomorphic: bool,
+) -> tuple[Any, tuple[Any, ...]]:
     models = {number: Model(args[number], _is_tensor) for number in numbers}
     fun = function_of_parameters(fun, models)
     args = tuple(models[i].parameters if i in models else x for i, x in enumerate(args))

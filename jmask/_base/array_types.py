@@ -12,12 +12,35 @@ In a `shard_map` a type says over which axes an array varies from device to devi
 operations jmask keeps to JAX's rule: what goes in varies alike, and so does what comes out.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+
+@contextlib.contextmanager
+def on_explicit_mesh(tree: Any) -> Iterator[None]:
+    """Context in which the mesh of arrays with explicit axes is set, outside of jit.
+
+    JAX needs it for operations on no array of the mesh, such as the ones that a gradient starts
+    from, and fails with an error about device assignments.
+    """
+    leaves = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
+    shardings = (x.sharding for x in leaves if not isinstance(x, jax.core.Tracer))
+    meshes: set[Any] = {
+        x.mesh
+        for x in shardings
+        if isinstance(x, NamedSharding) and AxisType.Explicit in x.mesh.axis_types
+    }
+    context: Any = contextlib.nullcontext()
+    if len(meshes) == 1 and jax.sharding.get_abstract_mesh().empty:
+        with contextlib.suppress(ValueError):  # while something is traced
+            context = jax.set_mesh(meshes.pop())
+    with context:
+        yield
 
 
 def explicit_sharding(*arrays: Any) -> NamedSharding | None:

@@ -183,6 +183,11 @@ def bodies_of(eqn: JaxprEqn) -> list[Opened]:
     return [called(eqn)] if runs_one else []
 
 
+def holds_jaxprs(eqn: JaxprEqn) -> bool:
+    """Whether an equation runs others, and may take inputs that none of them reads."""
+    return any(True for _ in jaxprs_in_params(eqn.params))
+
+
 def within(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
     """Equations, and all equations of what they run, in a form that is known or not."""
     found = list(eqns)

@@ -88,7 +88,12 @@ class LazyCall:
         like = gradients if params is None else param_leaves
         tables = [i if is_row_sparse(g) else None for i, g in enumerate(gradients)]
         owners = tables_of_state(
-            inner, list(map(shape_of, like)), has_state_rows, gradient_tree, state
+            inner,
+            list(map(shape_of, like)),
+            has_state_rows,
+            gradient_tree,
+            state,
+            dtypes=params is not None,
         )
         for owner, leaf in zip(owners, state_leaves, strict=True):
             if owner is not None and is_stored_table(leaf):

@@ -202,7 +202,15 @@ def _name_of(init: Callable[[Any], Any], update: Run) -> str:
     def step(gradient: jax.Array, param: jax.Array) -> Any:
         return update(gradient, init(param), param)
 
-    program = jax.make_jaxpr(step)(table, table)
+    try:
+        program = jax.make_jaxpr(step)(table, table)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise NotDeferrableError(
+            f"it cannot update a single array ({reason}), as optax.partition and optax.masked "
+            "cannot: put jmask.lazy inside them, and give jmask.deferred what is inside, as in "
+            'optax.partition({"a": tx, "b": other}, labels) with tx = jmask.lazy(...)'
+        ) from error
     text = re.sub(r"0x[0-9a-f]+", "", str(program.jaxpr))
     digest = hashlib.sha256(text.encode())
     for x in program.consts:

@@ -96,6 +96,7 @@ def lazy(
         _check_not_deferring(state)
         return state
 
+    @jax.named_scope("jmask.lazy.update")
     def noticed_update(
         updates: optax.Updates,
         state: optax.OptState,

@@ -24,6 +24,7 @@ def tables_of_state(
     is_table: list[bool],
     param_tree: Any,
     state: optax.OptState,
+    dtypes: bool = True,
 ) -> list[int | None]:
     """For each leaf of the state, the table whose rows it holds.
 
@@ -33,6 +34,9 @@ def tables_of_state(
         is_table: which of them have a sparse or masked gradient.
         param_tree: the structure of the parameters.
         state: the state passed to update.
+        dtypes: whether those of `params` are known, and the rows must have the dtypes that
+            `init` gives them. All other leaves may get another dtype in a step, as optax
+            promotes them.
 
     Returns:
         For each leaf of the state the position of a table in `params`, or None.
@@ -55,10 +59,13 @@ def tables_of_state(
     )
     check_state(state, usual)
     owners = {rows: position for position, rows in extra.items()}
-    return [
+    found = [
         _owner(x.shape, y.shape, owners)
         for x, y in zip(jax.tree.leaves(usual), jax.tree.leaves(larger), strict=True)
     ]
+    if dtypes:
+        check_dtypes(state, usual, [owner is not None for owner in found])
+    return found
 
 
 def _owner(
@@ -86,6 +93,30 @@ def check_state_type(state: Any, expected: type) -> None:
             f"`state` must be a {expected.__name__}, which `init` of the transformation makes, "
             f"got {type(state).__name__}. The order is tx.update(grads, opt_state, params)."
         )
+
+
+def check_dtypes(state: Any, expected: Any, which: list[bool] | None = None) -> None:
+    """Refuse a state whose arrays have other dtypes than `init` gives them, naming the first.
+
+    Rows are written in the dtype that their table has: it would go on in that one for ever.
+
+    Args:
+        state, expected: of one structure, but for stored tables.
+        which: the leaves to look at; all by default.
+    """
+    leaves = jax.tree.leaves_with_path(state, is_leaf=is_stored_table)
+    likes = jax.tree.leaves(expected, is_leaf=is_stored_table)
+    for (path, x), like, is_checked in zip(
+        leaves, likes, which or [True] * len(leaves), strict=True
+    ):
+        dtypes = shape_of(x).dtype, shape_of(like).dtype
+        if is_checked and dtypes[0] != dtypes[1]:
+            raise ValueError(
+                f"`state{jax.tree_util.keystr(path)}` is {dtypes[0]}, and `init` of this "
+                f"transformation makes {dtypes[1]} for these parameters: keep the dtype "
+                "(`state_dtype`, `mu_dtype`) that the state was made with, or cast the state, "
+                "jax.tree.map(lambda x, y: x.astype(y.dtype), state, tx.init(params))."
+            )
 
 
 def check_state(state: optax.OptState, expected: optax.OptState) -> None:

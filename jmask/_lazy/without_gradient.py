@@ -130,10 +130,10 @@ def _as_away(x: Value) -> Away | None:
 
 # What puts entries elsewhere in their row, or copies a row's number along it.
 _MOVES = frozenset("broadcast_in_dim reshape squeeze expand_dims".split())
-_SAME = frozenset(
-    """copy copy_p convert_element_type stop_gradient reduce_precision
-    optimization_barrier""".split()
-)
+_SAME = frozenset("copy copy_p stop_gradient optimization_barrier".split())
+# Bits of the mantissa of bfloat16. What has fewer does not count as the number that it rounds.
+_FEWEST_BITS = 7
+_ROUNDINGS = frozenset("convert_element_type reduce_precision".split())
 _REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min".split())
 # What is 0 where all operands are.
 _ZERO_AT_ZERO = frozenset(
@@ -149,7 +149,7 @@ def _away(eqn: JaxprEqn, inputs: list[Value]) -> Away:
     for x in known:
         if x.unknown is not None and name not in ("mul", "div", "select_n"):
             return x
-    if name in _SAME:
+    if name in _SAME or (name in _ROUNDINGS and (known[0].is_zero or _keeps(eqn))):
         return known[0]
     if name in _MOVES:
         rows = aval_of(eqn.invars[0]).shape[:1] == aval_of(eqn.outvars[0]).shape[:1]
@@ -160,6 +160,14 @@ def _away(eqn: JaxprEqn, inputs: list[Value]) -> Away:
     if all_zero and name in _ZERO_AT_ZERO | _REDUCTIONS:
         return ZERO
     return unknown(_described(name, known))
+
+
+def _keeps(eqn: JaxprEqn) -> bool:
+    """Whether an equation that rounds keeps a number as far as a floating dtype can."""
+    if name_of(eqn) == "reduce_precision":
+        return parameter(eqn, "mantissa_bits") >= _FEWEST_BITS
+    dtype = aval_of(eqn.outvars[0]).dtype
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).nmant >= _FEWEST_BITS
 
 
 def _described(name: str, forms: Sequence[Away]) -> str:
@@ -198,6 +206,8 @@ def _add(sign: float) -> Callable[..., Away]:
 
 
 def _mul(eqn: JaxprEqn, inputs: list[Value], forms: list[Any]) -> Away:
+    if any(x is not None and x.inverse is not None and _may_be_zero(x.inverse) for x in forms):
+        return unknown(_DIVIDES_BY_ZERO)
     if any(x is not None and x.is_zero for x in forms):
         return ZERO
     for one, other in (forms, forms[::-1]):
@@ -211,6 +221,8 @@ def _mul(eqn: JaxprEqn, inputs: list[Value], forms: list[Any]) -> Away:
 
 def _div(eqn: JaxprEqn, inputs: list[Value], forms: list[Any]) -> Away:
     x, y = forms
+    if y is not None and (y.is_zero or (y.root is not None and _may_be_zero(y.root))):
+        return unknown(_DIVIDES_BY_ZERO)
     if x is not None and x.is_zero:
         return ZERO
     if x is not None and y is not None and not x.unknown and y.is_constant:
@@ -219,6 +231,16 @@ def _div(eqn: JaxprEqn, inputs: list[Value], forms: list[Any]) -> Away:
     if x is not None and y is not None and y.root is not None:
         return _quotient(x, y.root)
     return _first_unknown(forms, "div")
+
+
+_DIVIDES_BY_ZERO = (
+    "in a row without a gradient it divides by 0, as by the gradient itself, or with `eps` 0"
+)
+
+
+def _may_be_zero(root: Root) -> bool:
+    """Whether a root is 0 where the entry of the state is."""
+    return all(x is None or is_known_zero(x) for x in (root.e0, root.e1))
 
 
 def _quotient(x: Away, root: Root) -> Away:

@@ -6,5 +6,6 @@ sgd, adam, adagrad, ftrl    the rules
 multi_steps, conditional_step, drop_rows, row_norms     microbatches; steps not taken; bounds
 deferred                    tables with the dense trajectory at the cost of the rows touched
 torch_state                 states to and from torch
+exported                    steps as files, by `jax.export`
 explain                     what a step does to each parameter, from shapes
 """

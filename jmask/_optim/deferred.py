@@ -73,7 +73,10 @@ def deferred(table: Any, tx: optax.GradientTransformation) -> DeferredTable:
     owners = tables_of_state(inner, [shape_of(table)], [True], jax.tree.structure(0), state)
     slots = [x for x, owner in zip(leaves, owners, strict=True) if owner is not None]
     before = DeferredTable.before(table, slots)
-    found = jax.eval_shape(lambda table: _first_step(table, inner), before)
+    found = jax.eval_shape(lambda table: _first_step(table, inner, inner.init(table)), before)
+    # Once more with the numbers that the state holds, which may be refused as others are.
+    state = inner.init(before)
+    jax.eval_shape(lambda table: _first_step(table, inner, state), before)
     return before.begun(found.table.form, found.table.made_for)
 
 
@@ -187,10 +190,10 @@ def _innermost(tx: Any) -> Any:
     return optax.with_extra_args_support(tx)
 
 
-def _first_step(table: DeferredTable, tx: Any) -> Any:
+def _first_step(table: DeferredTable, tx: Any, state: Any) -> Any:
     """What `update` returns for the table before its first step, for no rows."""
     ids = jnp.full((1,), table.shape[0], jnp.int32)
     values = jnp.zeros((1, *table.shape[1:]), table.dtype)
     gradient = RowSparse.of_rows(ids, values, table.shape, coalesced=True)
-    updates, _ = tx.update(gradient, tx.init(table), table)
+    updates, _ = tx.update(gradient, state, table)
     return updates

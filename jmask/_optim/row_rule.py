@@ -29,7 +29,7 @@ from jmask._lazy.deferred_step import deferred_step, has_deferred, without_rows
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.stacked_step import has_stacked, stacked_step
-from jmask._lazy.state_rows import check_state, check_state_type
+from jmask._lazy.state_rows import check_dtypes, check_state, check_state_type
 from jmask._tables.add_to_dense import add_to_dense
 from jmask._tables.packed import PackedTable
 from jmask._tables.stored_table import (
@@ -172,7 +172,9 @@ def _apply_gradients(
         run = functools.partial(_apply_gradients, rule, lifted)
         return deferred_step(lifted.init, lifted.update, run, grads, state, params)
     shapes = jax.tree.map(shape_of, params, is_leaf=is_stored_table)
-    check_state(state, jax.eval_shape(lifted.init, shapes))
+    expected = jax.eval_shape(lifted.init, shapes)
+    check_state(state, expected)
+    check_dtypes(state, expected)
     structure: Any
     leaves, structure = jax.tree.flatten(grads, is_leaf=is_gradient_leaf)
     if any(isinstance(leaf, MaskedTensor) for leaf in leaves):
@@ -280,11 +282,14 @@ def _dense_optimizer(rule: RowRule, state_type: type) -> optax.GradientTransform
             raise ValueError(
                 "`params` must be given to update(): weight decay depends on them."
             )
+        check_state_type(state, state_type)
         if params is not None:
             check_parameters(params)
             params = Fit.of(updates, params).params
             check_structure(updates, params)
-        check_state_type(state, state_type)
+            expected = jax.eval_shape(init, params)
+            if jax.tree.structure(expected) == jax.tree.structure(state):
+                check_dtypes(state, expected)
         gradients, structure = jax.tree.flatten(updates)
         if params is None:
             columns = [[None] * len(gradients)]

@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jmask._base.precision import wide
@@ -72,16 +73,17 @@ class DeferredTable(StoredTable):
     """
 
     __slots__ = (
-        "apart", "carry", "clock", "form", "last", "lines", "made_for", "main", "others",
+        "apart", "carry", "form", "last", "lines", "made_for", "main", "others", "sealed_clock",
     )  # fmt: skip
 
-    _ARRAYS = ("main", "others", "last", "clock", "lines", "carry", "phantom")
+    _ARRAYS = ("main", "others", "last", "sealed_clock", "lines", "carry", "phantom")
+    _NAMES = ("main", "others", "last", "clock", "lines", "carry", "phantom")
     _STATIC = ("shape", "apart", "form", "made_for")
 
     main: Any
     others: tuple[Any, ...]
     last: Any
-    clock: Any
+    sealed_clock: Any
     lines: Any
     carry: Any
     apart: tuple[bool, ...]
@@ -110,7 +112,7 @@ class DeferredTable(StoredTable):
             main=main,
             others=tuple(x for x, is_apart in zip(slots, apart, strict=True) if is_apart),
             last=_last_of(main, table.shape[0]),
-            clock=jnp.zeros((), jnp.int32),
+            sealed_clock=sealed(jnp.zeros((), jnp.int32)),
             shape=tuple(table.shape),
             apart=tuple(apart),
         )
@@ -133,6 +135,10 @@ class DeferredTable(StoredTable):
     @property
     def dtype(self) -> Any:
         return self.main.dtype
+
+    @property
+    def clock(self) -> jax.Array:
+        return _unsealed(self.sealed_clock)[0]
 
     def full(self, row: Sequence[int], value: Any, dtype: Any) -> jax.Array:
         """What an optimizer keeps of this table elsewhere: one row that is not used."""
@@ -192,7 +198,7 @@ class DeferredTable(StoredTable):
         """
         assert self.form is not None
         lines, carry = advanced(self.form, self.lines, self.carry, self.clock, step)
-        table = self._with(clock=self.clock + 1, lines=lines, carry=carry)
+        table = self._with(sealed_clock=sealed(self.clock + 1), lines=lines, carry=carry)
         return table.with_all_rows(gradient, rows)._swept(self.clock)
 
     def _swept(self, number: jax.Array) -> "DeferredTable":
@@ -219,6 +225,8 @@ class DeferredTable(StoredTable):
 
     def up_to_date(self) -> "DeferredTable":
         """The table with all rows up to date: O(V), in place where it is donated."""
+        if self.form is not None:
+            self._checked_lines()
         caught_up: Any = jax.jit(DeferredTable._caught_up)
         return caught_up(self) if self.shape[0] else self
 
@@ -247,6 +255,11 @@ class DeferredTable(StoredTable):
         table = self.up_to_date()
         return self._ordered(self._parted(table.main), list(table.others))
 
+    def entries(self) -> list[jax.Array]:
+        if is_stored_table(self.main):
+            return self.up_to_date().main.entries()
+        return [self.all_entries()[0]]
+
     def todense(self) -> jax.Array:
         """The array (V, *row) that the dense optimizer has at this step."""
         return whole(self.all_entries()[0], self.phantom)
@@ -263,12 +276,36 @@ class DeferredTable(StoredTable):
             return entries
         dtype = self.lines.dtype
         ring = self.lines.shape[0]
-        lines = gather_rows(self.lines, last % ring)
+        lines = gather_rows(self._checked_lines(), last % ring)
         # Or XLA gathers them for each entry again.
         main, lines, *others = lax.optimization_barrier((main, lines, *others))
         entries = self._ordered(self._parted(main), others)
         new = skipped(self.form, lines, [x.astype(dtype) for x in entries])
         return [x.astype(y.dtype) for x, y in zip(new, entries, strict=True)]
+
+    def _checked_lines(self) -> jax.Array:
+        """The lines; nan if something has mapped arithmetic over the leaves of the table.
+
+        Rows that are behind are no numbers to calculate with, and neither are the lines. The
+        line of rows that are up to date is known: another one comes of arithmetic, also of that
+        on floating leaves alone.
+
+        Raises:
+            ValueError: in place of nan, outside of jit.
+        """
+        assert self.form is not None
+        clock, is_sealed = _unsealed(self.sealed_clock)
+        now = self.lines[clock % self.lines.shape[0]]
+        is_sound = is_sealed & jnp.all(now == self.form.fresh(now.dtype))
+        if isinstance(is_sound, jax.core.Tracer):
+            return jnp.where(is_sound, self.lines, jnp.nan)
+        if not is_sound:
+            raise ValueError(
+                "this DeferredTable was changed by arithmetic over its leaves, some of which "
+                "are no numbers: calculate with `table.todense()`, and make a table of the "
+                "result by jmask.deferred(array, tx)."
+            )
+        return self.lines
 
     def _written(
         self, write: Callable[[Any, jax.Array], Any], rows: Sequence[jax.Array]
@@ -306,6 +343,37 @@ class DeferredTable(StoredTable):
         """Parameter and slots in the order of the state."""
         parts = {False: iter(beside), True: iter(others)}
         return [next(parts[other]) for other in self._are_others()]
+
+
+# In the second word of a clock: zeros are none.
+_SEAL = np.uint32(0x6A6D6173)
+
+
+def sealed(clock: jax.Array) -> jax.Array:
+    """A clock (...,) as a leaf on which arithmetic is a TypeError: a random key of JAX.
+
+    A norm or an average over the leaves of a `DeferredTable` would be wrong without a word. The
+    dtype is one of JAX's own, for orbax, `jax.export` and pickle know those.
+    """
+    words = lax.bitcast_convert_type(clock, np.uint32)
+    words = jnp.stack([words, jnp.full_like(words, _SEAL)], axis=-1)
+    return jax.random.wrap_key_data(words, impl="threefry2x32")
+
+
+def _unsealed(leaf: Any) -> tuple[jax.Array, jax.Array]:
+    """The clock, and whether the leaf is one.
+
+    Raises:
+        TypeError: if it is a number, as arithmetic or an older version made it.
+    """
+    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise TypeError(
+            f"the clock of this DeferredTable came back as {leaf.dtype}: its leaves are no "
+            "numbers to calculate with, use `table.todense()`. Checkpoints of other versions "
+            "are restored by jmask.from_arrays(arrays, like=...)."
+        )
+    words = jax.random.key_data(leaf)
+    return lax.bitcast_convert_type(words[..., 0], np.int32), words[..., 1] == _SEAL
 
 
 def is_deferred(x: Any) -> bool:

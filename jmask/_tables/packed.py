@@ -73,7 +73,11 @@ class PackedTable(StoredTable):
     @classmethod
     def pack(cls, x: Any) -> "PackedTable":
         """The array `x` (V, *row), packed."""
-        x = checked_floating(as_table(x))
+        return cls.of_array(checked_floating(as_table(x)))
+
+    @classmethod
+    def of_array(cls, x: jax.Array) -> "PackedTable":
+        """An array (V, *row) of any dtype of 32 bits or less, packed."""
         columns = x.reshape(x.shape[0], math.prod(x.shape[1:]))
         return cls([_packed(group) for group in _groups(columns)], x.shape)
 
@@ -82,8 +86,7 @@ class PackedTable(StoredTable):
         return self.parts[0].dtype
 
     def todense(self) -> jax.Array:
-        columns = [_unpacked(part, w)[: self.shape[0]] for part, w in self._with_widths()]
-        return whole(jnp.concatenate(columns, axis=1).reshape(self.shape), self.phantom)
+        return whole(jnp.concatenate(self.entries(), axis=1).reshape(self.shape), self.phantom)
 
     def full(self, row: Sequence[int], value: Any, dtype: Any) -> "PackedTable":
         shape = (self.shape[0], *row)
@@ -98,6 +101,9 @@ class PackedTable(StoredTable):
             line = gather_rows(part, ids // per_line)
             columns.append(_picked(line, ids % per_line, width))
         return jnp.concatenate(columns, axis=1).reshape(ids.shape[0], *self.shape[1:])
+
+    def entries(self) -> list[jax.Array]:
+        return [_unpacked(part, w)[: self.shape[0]] for part, w in self._with_widths()]
 
     def fitted(self, gradient: RowSparse) -> RowSparse:
         return gradient.coalesce()
@@ -151,6 +157,11 @@ class PackedTable(StoredTable):
             update = update_elementwise(masked, parts, place, lines, [mask, *scalars], "unique")
             new += updated([update])
         return [PackedTable(parts, self.shape) for parts in zip(*new, strict=True)]
+
+    @staticmethod
+    def widths(shape: Sequence[int]) -> list[int]:
+        """How many columns each part has of a table of the given shape."""
+        return _widths(math.prod(shape[1:]))
 
     def _with_widths(self) -> list[tuple[Any, int]]:
         return list(zip(self.parts, _widths(math.prod(self.shape[1:])), strict=True))

@@ -1,9 +1,12 @@
-"""Row-sparse tensors as plain arrays, for checkpoints, and back.
+"""Tensors and tables as plain arrays, for checkpoints, and back, in whatever layout.
 
-    {"t": RowSparse}   ->   {"t": {"indices": (n,), "values": (n, *row)}}
+    {"t": RowSparse}       ->   {"t": {"indices": (n,), "values": (n, *row)}}
+    {"t": ShardedTable}    ->   {"t": (V, *row)}, rows in the order of their ids
+    {"t": DeferredTable}   ->   {"t": {"main": ..., "last": ..., "clock": ..., ...}}
 
-The ids of a `RowSparse` travel through pytrees in an opaque dtype, which libraries that
-store arrays do not know.
+The ids of a `RowSparse` travel through pytrees in an opaque dtype, which libraries that store
+arrays do not know. The arrays of a table fit its own layout alone, and other meshes, placements
+and platforms have others.
 """
 
 from collections.abc import Mapping
@@ -12,40 +15,60 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jmask._base.leaves import abstract_leaf, is_about_structure, leaf_name, not_an_array
-from jmask._tables.stored_table import is_stored_table
+from jmask._base.leaves import abstract_leaf, leaf_name, not_an_array
+from jmask._tables.deferred_table import DeferredTable, is_deferred, sealed
+from jmask._tables.packed import PackedTable
+from jmask._tables.shard_layout import gathered
+from jmask._tables.sharded import ShardedTable, placed_alike
+from jmask._tables.stored_table import StoredTable, is_stored_table
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+
+_OF_DEFERRED = ("main", "others", "last", "clock", "lines", "carry")
 
 
 def to_arrays(tree: Any) -> Any:
-    """The tree with every `RowSparse` replaced by a dict of its `indices` and `values`.
+    """The tree in plain arrays alone, which do not depend on how its tables are kept.
+
+    A `RowSparse` becomes a dict of its `indices` and `values`. A `PackedTable` or
+    `ShardedTable` becomes the array (V, *row), with rows in the order of their ids, and a
+    `DeferredTable` a dict of its parts. The array of a sharded table is sharded too, over the
+    first dimension that the number of shards divides. If it divides none, every device has the
+    whole array: let V be a multiple of the number of shards if that is too large.
+
+    Args:
+        tree: any; or of shapes, as `jax.eval_shape` makes them, for shapes in return.
 
     Example:
         >>> import jax, jax.numpy as jnp, jmask
         >>> grads = {"t": jmask.RowSparse([1], jnp.ones((1, 2)), (3, 2))}
         >>> sorted(jmask.to_arrays(grads)["t"])
         ['indices', 'values']
+        >>> mesh = jax.make_mesh((1,), ("x",))
+        >>> jmask.to_arrays(jmask.sharded(jnp.ones((5, 2)), mesh, placement="mod")).shape
+        (5, 2)
     """
-
-    def arrays(x: Any) -> Any:
-        return {"indices": x.indices, "values": x.values} if is_row_sparse(x) else x
-
-    return jax.tree.map(arrays, tree, is_leaf=is_row_sparse)
+    return jax.tree.map(_arrays_of, tree, is_leaf=_is_node)
 
 
 def from_arrays(arrays: Any, like: Any) -> Any:
-    """The tree that `to_arrays` was given.
+    """A tree of arrays that were stored and loaded, in the form and the layout of `like`.
+
+    This is the one way from a checkpoint to tables on another number of devices, in another
+    placement, or packed otherwise: rows are put where `like` has them.
 
     Args:
-        arrays: what `to_arrays` returned, stored and loaded.
-        like: a tree of the original structure; of its `RowSparse` only the shapes count, so
-            that it may come from `jax.eval_shape`.
+        arrays: what `to_arrays` made, or the leaves of the tree itself under their names, as
+            orbax restores a tree without being told its types: mappings for tables and named
+            tuples, with the arrays of the layout that was saved.
+        like: a tree of the structure that is wanted; of its arrays only the shapes and dtypes
+            count, so that it may come from `jax.eval_shape`, and of its tables the layout.
 
     Raises:
-        ValueError: if the structures, shapes or placements of sharded tables differ, a
-            row-sparse leaf is something else, or has an index beyond the rows of `like`, or
-            is not in the order that it promises.
+        ValueError: if the structures or shapes differ, `arrays` holds a table that is placed
+            otherwise, a row-sparse leaf is something else, or has an index beyond the rows of
+            `like`, or is not in the order that it promises.
         TypeError: if dtypes differ in kind, as floating and integer ones do.
 
     Example:
@@ -54,57 +77,200 @@ def from_arrays(arrays: Any, like: Any) -> Any:
         >>> jmask.from_arrays(jmask.to_arrays(grads), like=grads)
         {'t': RowSparse(float32[3, 2], nse=1)}
     """
-
-    def rebuilt(path: Any, x: Any, given: Any) -> Any:
-        if not is_row_sparse(x):
-            return _as_like(leaf_name("arrays", path), given, x)
-        if not isinstance(given, Mapping) or not {"indices", "values"} <= given.keys():
-            raise ValueError(
-                f"{leaf_name('arrays', path)} must be what jmask.to_arrays makes of a "
-                f'RowSparse, {{"indices": ..., "values": ...}}, got {type(given).__name__}.'
-            )
-        name = leaf_name("arrays", path)[1:-1]
-        values = _of_kind(f"`{name}['values']`", given["values"], x)
-        ids = _of_kind(f"`{name}['indices']`", given["indices"], jnp.zeros((), jnp.int32))
-        if jnp.shape(values)[1:] != x.shape[1:] or jnp.shape(ids) != jnp.shape(values)[:1]:
-            raise ValueError(
-                f"`{name}['values']` of shape {jnp.shape(values)} and `{name}['indices']` of "
-                f"shape {jnp.shape(ids)} do not fit `like`, {x!r}: expected (n, "
-                f"*{x.shape[1:]}) and (n,)."
-            )
-        if not isinstance(ids, jax.core.Tracer) and np.any(np.asarray(ids) > x.shape[0]):
-            raise ValueError(
-                f"`{name}['indices']` holds {np.max(ids)}, which is no row of `like`, {x!r}: "
-                "is it of a larger table?"
-            )
-        return RowSparse(ids, values, x.shape, coalesced=x.coalesced)
-
+    structure: Any
+    nodes, structure = jax.tree.flatten_with_path(like, is_leaf=_is_node)
     try:
-        return jax.tree.map_with_path(rebuilt, like, arrays, is_leaf=is_row_sparse)
-    except ValueError as error:
-        if str(error).startswith("`") or not is_about_structure(error):
-            raise
-        _check_placed_alike(arrays, like)
-        raise ValueError(
-            f"`arrays` must have the structure of `like`, {jax.tree.structure(like)}, with a "
-            'mapping {"indices": ..., "values": ...} for each RowSparse, got '
-            f"{jax.tree.structure(arrays)}."
-        ) from error
-
-
-def _check_placed_alike(arrays: Any, like: Any) -> None:
-    tables, expected = (
-        jax.tree.leaves_with_path(x, is_leaf=is_stored_table) for x in (arrays, like)
+        given = [_at(arrays, path) for path, _ in nodes]
+    except LookupError as error:
+        raise _other_structure(arrays, like) from error
+    count = sum(len(jax.tree.leaves(x, is_leaf=_is_node)) for x in given)
+    if count != len(jax.tree.leaves(arrays, is_leaf=_is_node)):
+        raise _other_structure(arrays, like)
+    pairs = zip(nodes, given, strict=True)
+    return structure.unflatten(
+        [_from_arrays(leaf_name("arrays", path), x, like) for (path, like), x in pairs]
     )
-    for (path, x), (other, y) in zip(tables, expected, strict=False):
-        structures: list[Any] = [jax.tree.structure(x), jax.tree.structure(y)]
-        alike = path != other or structures[0] == structures[1]
-        if is_stored_table(x) and is_stored_table(y) and not alike:
+
+
+def _is_node(x: Any) -> bool:
+    return is_row_sparse(x) or is_stored_table(x)
+
+
+def _at(tree: Any, path: Any) -> Any:
+    """What `tree` has at the path of another tree, whose nodes may be mappings here.
+
+    Raises:
+        LookupError: if there is nothing.
+    """
+    for key in path:
+        name = _key(key)
+        if isinstance(tree, Mapping):
+            if name not in tree and str(name) not in tree:
+                raise LookupError(name)
+            tree = tree[name] if name in tree else tree[str(name)]
+        elif isinstance(tree, list | tuple) and isinstance(name, int):
+            tree = tree[name]
+        else:
+            children = dict(_children(tree))
+            if str(name) not in children:
+                raise LookupError(name)
+            tree = children[str(name)]
+    return tree
+
+
+def _children(node: Any) -> Any:
+    """The children of a node of any type, with their names."""
+    pairs, _ = jax.tree.flatten_with_path(node, is_leaf=lambda x: x is not node)
+    return [(str(_key(path[0])), x) for path, x in pairs if path]
+
+
+def _key(key: Any) -> Any:
+    """The key, index or name of an entry of a path."""
+    return next(getattr(key, x) for x in ("key", "name", "idx") if hasattr(key, x))
+
+
+def _other_structure(arrays: Any, like: Any) -> ValueError:
+    return ValueError(
+        f"`arrays` must have the structure of `like`, {jax.tree.structure(like)}, with a "
+        'mapping {"indices": ..., "values": ...} for each RowSparse, got '
+        f"{jax.tree.structure(arrays)}."
+    )
+
+
+# --- to arrays ---------------------------------------------------------------------------
+
+
+def _arrays_of(x: Any) -> Any:
+    if is_row_sparse(x):
+        return {"indices": x.indices, "values": x.values}
+    if is_deferred(x):
+        return {name: to_arrays(getattr(x, name)) for name in _OF_DEFERRED}
+    if not is_stored_table(x):
+        return x
+    sharding = None
+    if isinstance(x, ShardedTable):
+        shards = x.layout.shards
+        first = next((i for i, n in enumerate(x.shape) if n % shards == 0), None)
+        spec = [x.layout.rows if i == first else None for i in range(x.ndim)]
+        sharding = NamedSharding(x.layout.mesh, PartitionSpec(*spec))
+    if isinstance(jax.tree.leaves(x)[0], jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    dense = jax.jit(type(x).todense, out_shardings=sharding)
+    return dense(x)
+
+
+# --- from arrays -------------------------------------------------------------------------
+
+
+def _from_arrays(name: str, given: Any, like: Any) -> Any:
+    if is_row_sparse(like):
+        return _as_row_sparse(name, given, like)
+    if is_deferred(like):
+        return _as_deferred(name, given, like)
+    if is_stored_table(like):
+        return _as_table(name, given, like)
+    return _as_like(name, given, like)
+
+
+def _as_row_sparse(name: str, given: Any, like: RowSparse) -> RowSparse:
+    if not isinstance(given, Mapping) or not {"indices", "values"} <= given.keys():
+        raise ValueError(
+            f"{name} must be what jmask.to_arrays makes of a RowSparse, "
+            f'{{"indices": ..., "values": ...}}, got {type(given).__name__}.'
+        )
+    name = name[1:-1]
+    values = _of_kind(f"`{name}['values']`", given["values"], like)
+    ids = _of_kind(f"`{name}['indices']`", given["indices"], jnp.zeros((), jnp.int32))
+    if jnp.shape(values)[1:] != like.shape[1:] or jnp.shape(ids) != jnp.shape(values)[:1]:
+        raise ValueError(
+            f"`{name}['values']` of shape {jnp.shape(values)} and `{name}['indices']` of "
+            f"shape {jnp.shape(ids)} do not fit `like`, {like!r}: expected (n, "
+            f"*{like.shape[1:]}) and (n,)."
+        )
+    if not isinstance(ids, jax.core.Tracer) and np.any(np.asarray(ids) > like.shape[0]):
+        raise ValueError(
+            f"`{name}['indices']` holds {np.max(ids)}, which is no row of `like`, {like!r}: "
+            "is it of a larger table?"
+        )
+    return RowSparse(ids, values, like.shape, coalesced=like.coalesced)
+
+
+def _as_deferred(name: str, given: Any, like: DeferredTable) -> DeferredTable:
+    if isinstance(given, DeferredTable):
+        given = {key: getattr(given, key) for key in _OF_DEFERRED}
+    if not isinstance(given, Mapping) or not set(_OF_DEFERRED) <= given.keys():
+        raise ValueError(
+            f"{name} must be what jmask.to_arrays makes of a DeferredTable, with "
+            f"{', '.join(_OF_DEFERRED)}, got {type(given).__name__}."
+        )
+    clock = given["clock"]
+    if jnp.issubdtype(clock.dtype, jax.dtypes.prng_key):
+        clock = jax.random.key_data(clock)[..., 0]
+    parts = {
+        key: from_arrays({key: given[key]}, {key: getattr(like, key)})[key]
+        for key in _OF_DEFERRED
+        if key != "clock"
+    }
+    return like._with(sealed_clock=sealed(jnp.asarray(clock, jnp.int32)), **parts)
+
+
+def _as_table(name: str, given: Any, like: StoredTable) -> StoredTable:
+    if is_stored_table(given):
+        _check_placed_alike(name, given, like)
+        return given
+    if isinstance(given, Mapping):
+        given = _in_order_of_ids(name, given, like)
+    elif abstract_leaf(given) is None:
+        raise not_an_array(name, given, "give what jmask.to_arrays made")
+    given = _of_kind(name, given, jnp.zeros((), like.dtype))
+    if jnp.shape(given) != like.shape:
+        raise ValueError(
+            f"{name} has shape {jnp.shape(given)}, and `like` has {like.shape} there."
+        )
+    given = given.astype(like.dtype)
+    if isinstance(like, ShardedTable):
+        return placed_alike(given, like)
+    return PackedTable.of_array(given)
+
+
+def _in_order_of_ids(name: str, given: Mapping[str, Any], like: StoredTable) -> Any:
+    """The array (V, *row) of the leaves of a packed or sharded table, by their names."""
+    rows, *row = like.shape
+    blocks: Any = given.get("blocks", given)
+    if isinstance(blocks, Mapping):
+        parts: Any = blocks.get("parts", ())
+        if isinstance(parts, Mapping):
+            parts = [parts[key] for key in sorted(parts, key=int)]
+        widths = PackedTable.widths(like.shape)
+        if len(parts) != len(widths):
             raise ValueError(
-                f"{leaf_name('arrays', path)} is a {x!r} that is placed otherwise than `like` "
-                "has it: restore it as it was saved, and convert it then, with "
-                "`table.with_placement(...)` or by `table.todense()`."
+                f"{name} must hold the leaves of a {type(like).__name__} of shape "
+                f"{like.shape}, got {sorted(blocks)}."
             )
+        columns = [
+            jnp.reshape(x, (*jnp.shape(x)[:-2], -1, width))
+            for x, width in zip(parts, widths, strict=True)
+        ]
+        columns = [x[..., : min(y.shape[-2] for y in columns), :] for x in columns]
+        blocks = jnp.concatenate(columns, axis=-1)
+        blocks = blocks.reshape(*blocks.shape[:-1], *row)
+    if jnp.ndim(blocks) == 2 + len(row):  # by "mod": see `Layout.stored`
+        blocks = gathered(jnp.asarray(blocks))
+    shape = jnp.shape(blocks)
+    if shape[1:] != tuple(row) or shape[0] < rows:
+        raise ValueError(f"{name} has blocks of shape {shape}, and `like` is {like!r}.")
+    return blocks[:rows]
+
+
+def _check_placed_alike(name: str, given: Any, like: Any) -> None:
+    structures: list[Any] = [jax.tree.structure(given), jax.tree.structure(like)]
+    if structures[0] != structures[1]:
+        raise ValueError(
+            f"{name} is a {given!r} that is placed otherwise than `like` has it: give "
+            "jmask.to_arrays of the tree, which does not depend on how tables are kept."
+        )
+    if isinstance(given, ShardedTable):
+        given.check_layout()
 
 
 def _as_like(name: str, given: Any, like: Any) -> Any:

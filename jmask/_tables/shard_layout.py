@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -59,6 +60,34 @@ class Layout:
     @property
     def shards(self) -> int:
         return math.prod(self.mesh.shape[axis] for axis in self.rows)
+
+    def described(self) -> tuple[Any, ...]:
+        """The layout in tuples, numbers and names, for files."""
+        mesh = self.mesh
+        devices = tuple(device.id for device in mesh.devices.flat)
+        types = tuple(AxisType(x).name for x in mesh.axis_types)
+        of_mesh = (mesh.devices.shape, devices, mesh.axis_names, types)
+        others = (x.name for x in dataclasses.fields(self)[1:])
+        return of_mesh, *(getattr(self, name) for name in others)
+
+    @classmethod
+    def from_description(cls, described: tuple[Any, ...]) -> "Layout":
+        """The layout that was `described`.
+
+        Raises:
+            ValueError: if its devices are not there.
+        """
+        (shape, ids, names, types), *others = described
+        devices = {device.id: device for device in jax.devices()}
+        if not devices.keys() >= set(ids):
+            raise ValueError(
+                f"this ShardedTable lives on devices {list(ids)}, and here are "
+                f"{sorted(devices)}: store jmask.to_arrays(table), and restore it by "
+                "jmask.from_arrays(arrays, like=jmask.sharded(..., mesh))."
+            )
+        array = np.array([devices[i] for i in ids]).reshape(shape)
+        axis_types = tuple(AxisType[x] for x in types)
+        return cls(Mesh(array, names, axis_types=axis_types), *others)
 
     def local(self, ids: jax.Array, shard: Any) -> jax.Array:
         """Places (n,) of the ids on a shard, int32; R where a row is not there."""
@@ -147,6 +176,33 @@ class Layout:
     def sharding(self, ndim: int) -> NamedSharding:
         """Where arrays of all blocks are."""
         return by_rows(self.mesh, self.rows, ndim)
+
+    # A checkpoint has the arrays of a table and not its layout. "div" keeps rows in the order
+    # of their ids, whatever the number of shards. "mod" does not, so its arrays have one more
+    # dimension, whose size is the number of shards: an array never fits another layout. The
+    # dimension is the first, so that on each device it is 1 and costs nothing.
+
+    def stored(self, blocks: Any) -> Any:
+        """Blocks, arrays (S R, ...), as a table holds them: (S, R, ...) if placed by "mod"."""
+        if self.placement == "div":
+            return blocks
+        return jax.tree.map(lambda x: x.reshape(self.shards, -1, *x.shape[1:]), blocks)
+
+    def merged(self, stored: Any) -> Any:
+        """The blocks (S R, ...) that were `stored`."""
+        if self.placement == "div":
+            return stored
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stored)
+
+    def local_block(self, stored: Any) -> Any:
+        """What a device holds, arrays (R, ...) or (1, R, ...), as (R, ...)."""
+        if self.placement == "div":
+            return stored
+        return jax.tree.map(lambda x: x.reshape(x.shape[1:]), stored)
+
+    def local_stored(self, block: Any) -> Any:
+        """The inverse of `local_block`."""
+        return block if self.placement == "div" else jax.tree.map(lambda x: x[None], block)
 
 
 def dealt(table: jax.Array, shards: int) -> jax.Array:

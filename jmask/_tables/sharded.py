@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
@@ -37,7 +38,7 @@ from jmask._base.leaves import as_table
 from jmask._base.shapes import trailing
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.rows import set_rows
-from jmask._tables.packed import PackedTable, checked_floating
+from jmask._tables.packed import PackedTable, checked_floating, part_shapes
 from jmask._tables.routed_rows import RoutedRows
 from jmask._tables.row_exchange import rows_from_owners, rows_to_owners
 from jmask._tables.shard_layout import Layout, dealt, gathered, is_packed, layout_of
@@ -52,6 +53,7 @@ class ShardedTable(StoredTable):
     Attributes:
         blocks: an array (S R, *row), or a `PackedTable` of that shape, with dimension 0
             sharded over `layout.rows`; rows beyond the last are never read.
+        stored: the blocks as the leaves of the tree are: see `Layout.stored`.
         layout: where rows live.
         shape: (V, *row).
 
@@ -63,22 +65,56 @@ class ShardedTable(StoredTable):
         RowSparse(float32[5, 2], nse=3)
     """
 
-    __slots__ = ("blocks", "layout")
+    __slots__ = ("layout", "stored")
 
-    _ARRAYS = ("blocks", "phantom")
+    _ARRAYS = ("stored", "phantom")
+    _NAMES = ("blocks", "phantom")
     _STATIC = ("layout", "shape")
 
-    def __init__(self, blocks: Any, layout: Layout, shape: Sequence[int], phantom: Any = None):
-        self.blocks, self.layout, self.shape, self.phantom = (
-            blocks,
+    def __init__(self, stored: Any, layout: Layout, shape: Sequence[int], phantom: Any = None):
+        self.stored, self.layout, self.shape, self.phantom = (
+            stored,
             layout,
             tuple(shape),
             phantom,
         )
 
     @property
+    def blocks(self) -> Any:
+        merged = jax.jit(self.layout.merged, out_shardings=self._sharding())
+        return self.stored if self.layout.placement == "div" else merged(self.stored)
+
+    def _sharding(self) -> NamedSharding:
+        return self.layout.sharding(2 if self._is_packed() else self.ndim)
+
+    def _is_packed(self) -> bool:
+        return isinstance(self.stored, PackedTable)
+
+    @property
     def dtype(self) -> Any:
-        return self.blocks.dtype
+        return self.stored.dtype
+
+    def check_layout(self) -> Any:
+        """The stored blocks, of the shapes that the layout gives them.
+
+        Raises:
+            ValueError: if they are of another layout, as leaves that were stored and loaded.
+        """
+        layout = self.layout
+        shape = (layout.shards * layout.block, *self.shape[1:])
+        shapes = part_shapes(shape) if self._is_packed() else [shape]
+        parts = 1 if layout.inside() else layout.shards
+        for x, (rows, *row) in zip(jax.tree.leaves(self.stored), shapes, strict=True):
+            block = rows // layout.shards
+            first = (parts * block,) if layout.placement == "div" else (parts, block)
+            if jnp.shape(x) != (*first, *row):
+                raise ValueError(
+                    f"a ShardedTable (`placement`={layout.placement!r}, {layout.shards} "
+                    f"shards) holds an array of shape {jnp.shape(x)} where {(*first, *row)} is "
+                    "expected: its rows are in the order of another mesh or placement. Restore "
+                    "checkpoints by jmask.from_arrays(arrays, like=...)."
+                )
+        return self.stored
 
     def with_placement(self, placement: str) -> "ShardedTable":
         """The same table with rows placed otherwise: "div" or "mod"."""
@@ -89,12 +125,12 @@ class ShardedTable(StoredTable):
             rows=layout.rows,
             batch=layout.batch,
             placement=placement,
-            packed=isinstance(self.blocks, PackedTable),
+            packed=self._is_packed(),
             capacity_factor=layout.capacity_factor,
         )
 
     def todense(self) -> jax.Array:
-        blocks = jax.tree.map(with_whole_rows, self.blocks)
+        blocks = self.layout.merged(jax.tree.map(with_whole_rows, self.check_layout()))
         blocks = blocks.todense() if isinstance(blocks, PackedTable) else blocks
         if self.layout.placement == "mod":
             blocks = gathered(blocks.reshape(self.layout.shards, -1, *self.shape[1:]))
@@ -103,24 +139,42 @@ class ShardedTable(StoredTable):
     def full(self, row: Sequence[int], value: Any, dtype: Any) -> "ShardedTable":
         layout, shape = self.layout, (self.layout.shards * self.layout.block, *row)
         make: Any = functools.partial(jnp.full, shape, value, dtype)
-        sharding = layout.sharding(len(shape))
-        if isinstance(self.blocks, PackedTable):
-            make = functools.partial(self.blocks.full, row, value, dtype)
-            sharding = layout.sharding(2)
-        blocks = jax.jit(make, out_shardings=sharding)()
-        return ShardedTable(blocks, layout, (self.shape[0], *row))
+        ndim = len(shape)
+        if isinstance(self.stored, PackedTable):
+            make = functools.partial(self.stored.full, row, value, dtype)
+            ndim = 2
+        sharding = layout.sharding(ndim + (layout.placement == "mod"))
+        stored = jax.jit(lambda: layout.stored(make()), out_shardings=sharding)()
+        return ShardedTable(stored, layout, (self.shape[0], *row))
+
+    def entries(self) -> list[jax.Array]:
+        """Those of each shard where they are; in a `shard_map` those of this device."""
+        layout = self.layout
+
+        def of_shard(stored: Any) -> jax.Array:
+            places = jnp.arange(layout.block)
+            rows = read_rows(self._local(stored), places)
+            exists = layout.ids(places, layout.shard()) < layout.count
+            return jnp.where(trailing(exists, rows.ndim), rows, 0)
+
+        return [layout.run(of_shard, self.check_layout(), over=(layout.rows, layout.rows))]
+
+    def __reduce__(self) -> Any:
+        arrays = jax.tree.map(np.asarray, self.stored)
+        return _unpickled, (arrays, self.layout.described(), self.shape)
 
     def read(self, ids: jax.Array) -> jax.Array:
         layout = self.layout
         rows_of = self._from_everyone
         if layout.capacity_factor is not None:
             rows_of = self._from_owners
+        stored = self.check_layout()
         if layout.inside():
-            return rows_of(self._local(self.blocks), ids)
+            return rows_of(self._local(stored), ids)
         count, extra = ids.shape[0], layout.missing(ids.shape[0])
         over = (layout.rows, layout.batch, layout.batch)
         padded = self._padded(ids, extra, layout.count)
-        rows = layout.run(self._on_local(rows_of), self.blocks, padded, over=over)
+        rows = layout.run(self._on_local(rows_of), stored, padded, over=over)
         rows = layout.everywhere(rows)[:count] if extra else rows
         sharding = explicit_sharding(rows)
         return rows if sharding is None else with_rows_over(rows, sharding, spec_of(ids)[0])
@@ -160,7 +214,7 @@ class ShardedTable(StoredTable):
         if isinstance(gradient, RoutedRows) and gradient.layout == self.layout:
             return gradient
         layout, ids, values = self.layout, gradient.row_ids(), gradient.values
-        sharding = explicit_sharding(*jax.tree.leaves(self.blocks))
+        sharding = explicit_sharding(*jax.tree.leaves(self.stored))
         if sharding is not None and explicit_sharding(values) is None:
             ids, values = (with_rows_over(x, sharding, None) for x in (ids, values))
         axes = self._not_yet_gathered(values)
@@ -189,28 +243,27 @@ class ShardedTable(StoredTable):
     def rows(self, gradient: RoutedRows) -> jax.Array:
         layout = self._layout_of(gradient)
 
-        def rows_of(blocks: Any, ids: jax.Array) -> jax.Array:
-            return read_rows(self._local(blocks), layout.local(ids, layout.shard()))
+        def rows_of(stored: Any, ids: jax.Array) -> jax.Array:
+            return read_rows(self._local(stored), layout.local(ids, layout.shard()))
 
         over = (layout.rows,) * 3
-        return layout.run(rows_of, self.blocks, gradient.row_ids(), over=over)
+        return layout.run(rows_of, self.check_layout(), gradient.row_ids(), over=over)
 
     def set_rows(self, gradient: RoutedRows, rows: jax.Array) -> "ShardedTable":
         layout = self._layout_of(gradient)
 
-        def written(blocks: Any, ids: jax.Array, rows: jax.Array) -> Any:
-            places = layout.local(ids, layout.shard())
-            if not isinstance(blocks, PackedTable):
-                return set_rows(blocks, places, rows, coalesced=True)
-            block = self._local(blocks)
+        def written(stored: Any, ids: jax.Array, rows: jax.Array) -> Any:
+            places, block = layout.local(ids, layout.shard()), self._local(stored)
+            if not isinstance(block, PackedTable):
+                return layout.local_stored(set_rows(block, places, rows, coalesced=True))
             new = block.set_rows(
                 RowSparse.of_rows(places, rows, block.shape, coalesced=True), rows
             )
-            return PackedTable(new.parts, blocks.shape)
+            return layout.local_stored(PackedTable(new.parts, stored.shape))
 
         over = (layout.rows,) * 4
-        blocks = layout.run(written, self.blocks, gradient.row_ids(), rows, over=over)
-        return ShardedTable(blocks, layout, self.shape)
+        stored = layout.run(written, self.check_layout(), gradient.row_ids(), rows, over=over)
+        return ShardedTable(stored, layout, self.shape)
 
     def _padded(self, x: jax.Array, extra: int, value: int) -> jax.Array:
         """`x` with `extra` more entries in dimension 0."""
@@ -240,18 +293,19 @@ class ShardedTable(StoredTable):
         """
         if explicit_sharding(values) is not None:
             return () if spec_of(values)[0] is None else self.layout.batch
-        if not self.layout.inside() or not varying_axes(jax.tree.leaves(self.blocks)[0]):
+        if not self.layout.inside() or not varying_axes(jax.tree.leaves(self.stored)[0]):
             return self.layout.batch
         return tuple(axis for axis in self.layout.batch if axis in varying_axes(values))
 
-    def _local(self, blocks: Any) -> Any:
-        """The block of a device, its shape said truly."""
-        if not isinstance(blocks, PackedTable):
-            return blocks
-        return PackedTable(blocks.parts, (self.layout.block, *self.shape[1:]))
+    def _local(self, stored: Any) -> Any:
+        """The block of a device (R, *row), its shape said truly."""
+        block = self.layout.local_block(stored)
+        if not isinstance(block, PackedTable):
+            return block
+        return PackedTable(block.parts, (self.layout.block, *self.shape[1:]))
 
     def _on_local(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda blocks, *arguments: function(self._local(blocks), *arguments)
+        return lambda stored, *arguments: function(self._local(stored), *arguments)
 
 
 def sharded(
@@ -310,13 +364,24 @@ def sharded(
             "jax.make_mesh((8,), ('x',))."
         )
     layout = layout_of(table.shape, mesh, rows, batch, placement, packed, capacity_factor)
-    in_lines = is_packed(table.shape, mesh, packed)
+    return _placed(table, layout, is_packed(table.shape, mesh, packed))
+
+
+def placed_alike(table: Any, like: ShardedTable) -> ShardedTable:
+    """An array (V, *row) of any dtype as a table that is placed as `like` is."""
+    return _placed(jnp.asarray(table), like.layout, like._is_packed())
+
+
+def _placed(table: Any, layout: Layout, in_lines: bool) -> ShardedTable:
+    """An array, or the shape of one, as a table of a layout, in lines of 128 or not."""
+    mesh, placement = layout.mesh, layout.placement
 
     def blocks_of(table: jax.Array) -> Any:
         blocks = _blocks_of(table, layout)
-        return PackedTable.pack(blocks) if in_lines else blocks
+        return layout.stored(PackedTable.of_array(blocks) if in_lines else blocks)
 
-    sharding = layout.sharding(2 if in_lines else table.ndim)
+    ndim = 2 if in_lines else table.ndim
+    sharding = layout.sharding(ndim + (placement == "mod"))
     of_table = explicit_sharding(table)
     if isinstance(table, jax.ShapeDtypeStruct):
         shape_of = functools.partial(_placed_shape, sharding)
@@ -328,6 +393,12 @@ def sharded(
     else:
         blocks = jax.jit(blocks_of, out_shardings=sharding)(table)
     return ShardedTable(blocks, layout, table.shape)
+
+
+def _unpickled(arrays: Any, described: Any, shape: tuple[int, ...]) -> ShardedTable:
+    layout = Layout.from_description(described)
+    put = lambda x: jax.device_put(x, layout.sharding(x.ndim))
+    return ShardedTable(jax.tree.map(put, arrays), layout, shape)
 
 
 def _is_elsewhere(table: jax.Array, mesh: Mesh) -> bool:

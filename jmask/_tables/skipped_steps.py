@@ -41,6 +41,12 @@ _TERMS = (3, 4, 5, 6, 8, 10, 12)
 _TERMS_IF_UNKNOWN = 12
 # The relative error of a sum that is taken, and the greatest that is accepted.
 _EXACT, _ACCEPTED = 3e-8, 1e-6
+# With so many coefficients the error is at most 1e-6 where (1 - b2) / (1 - b1) is at most this,
+# by b1: from `_errors`, which tests/tables/test_skipped_steps.py repeats.
+_B1 = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.992)
+_MOST_BY_B1 = (0.6, 0.6, 0.5, 0.4, 0.3, 0.3, 0.2, 0.1, 0.05, 0.0)
+# How much e0 and e1 may change while a row is away: twice costs an error of 1e-6 already.
+_DRIFT = 0.1
 
 
 class Quotient(NamedTuple):
@@ -79,7 +85,8 @@ class Form:
         terms: how many coefficients there are for the quotients.
 
     A line is the products of A, the coefficients of the quotients, the sum of the signs; then
-    the diagonal of the products less 1, which is exact where they are near 1; and ŷ, √ê0, k e1.
+    the diagonal of the products less 1, which is exact where they are near 1; and ŷ, √ê0, k e1
+    and e1.
     """
 
     width: int
@@ -96,14 +103,14 @@ class Form:
 
     @property
     def scale(self) -> int:
-        """Where ŷ, √ê0 and k e1 are in a line."""
+        """Where ŷ, √ê0, k e1 and e1 are in a line."""
         return self.sums + self.width
 
     def fresh(self, dtype: Any) -> jax.Array:
         """The line (numbers,) of a row that is up to date."""
         products = [float(i == j) for i, j in self.pairs]
         rest = [0.0] * (self.scale - len(products))
-        scale = [] if self.quotient is None else [1.0, 0.0, 1.0]
+        scale = [] if self.quotient is None else [1.0, 0.0, 1.0, 1.0]
         return jnp.asarray([*products, *rest, *scale], dtype)
 
 
@@ -157,6 +164,9 @@ def advanced(
         a, b = _numbers(form.quotient)
         values = _at_nodes(form, step.quotient, old[a, a], old[b, b], scale)
         of_terms = _coefficients(values, form.terms)
+        is_used = (age <= clock) | (clock >= ring)  # the others are fresh, and stay finite
+        is_exact = ~is_used | _is_proved(form, step, scale)[:, None]
+        of_terms = jnp.where(is_exact, of_terms, jnp.nan)
         added += [moves * sums[:, i] + of_terms[:, i] for i in range(form.terms)]
     if form.sign is not None:
         added.append(moves * sums[:, -1] + step.sign * jnp.sign(old[form.sign, form.sign]))
@@ -214,6 +224,8 @@ def terms_for(b1: Any, b2: Any, is_corrected: bool, has_root: bool) -> int | Non
     """
     if not all(isinstance(x, int | float) for x in (b1, b2)):
         return _TERMS_IF_UNKNOWN
+    if not 0 <= b1 < 1 or not 0 < b2 < 1:
+        return None
     errors = _errors(float(b1), float(b2), is_corrected)
     for terms, error in errors:
         if error < _EXACT:
@@ -254,13 +266,32 @@ def _errors(b1: float, b2: float, is_corrected: bool) -> list[tuple[int, float]]
     return found
 
 
-def _scale(form: Form, step: StepWithout) -> tuple[Any, Any, Any]:
-    """ŷ, √ê0 and k e1 of the rows for which a step is the first."""
+def _is_proved(form: Form, step: StepWithout, scale: jax.Array) -> Any:
+    """For each line (W,) whether the sums are exact with the numbers of this step.
+
+    Numbers that are known were looked at when the table was made. Those that are not, as they
+    come with the step or follow a schedule, may be anything.
+    """
+    a, b = _numbers(form.quotient)
+    _, _, e0, e1 = _numbers(step.quotient)
+    b1, b2 = (1 + step.changes.get((i, i), 0.0) for i in (a, b))
+    fits = jnp.ones(scale.shape[0], bool)
+    if isinstance(b1, jax.Array) or isinstance(b2, jax.Array):
+        most = jnp.interp(jnp.asarray(b1, scale.dtype), jnp.array(_B1), jnp.array(_MOST_BY_B1))
+        fits &= (b1 >= 0) & (b1 < 1) & (b2 < 1) & (1 - b2 <= most * (1 - b1) * (1 + 1e-4))
+    for x, first in ((jnp.sqrt(e0), scale[:, 1]), (e1, scale[:, 3])):
+        if isinstance(e0, jax.Array) or isinstance(e1, jax.Array):
+            fits &= jnp.abs(x - first) <= _DRIFT * first
+    return fits
+
+
+def _scale(form: Form, step: StepWithout) -> tuple[Any, Any, Any, Any]:
+    """ŷ, √ê0, k e1 and e1 of the rows for which a step is the first."""
     a, b = _numbers(form.quotient)
     _, y, e0, e1 = _numbers(step.quotient)
     b1, b2 = (1 + step.changes.get((i, i), 0.0) for i in (a, b))
     shift = _shift(b1, b2, y) * e1
-    return y, (jnp.sqrt(e0) if form.has_root else 0.0), shift
+    return y, (jnp.sqrt(e0) if form.has_root else 0.0), shift, e1
 
 
 def _shift(b1: Any, b2: Any, y: Any) -> Any:
@@ -276,7 +307,7 @@ def _at_nodes(
     form: Form, quotient: Quotient, of_a: jax.Array, of_b: jax.Array, scale: jax.Array
 ) -> list[jax.Array]:
     """What a step adds to T at each node, (W,)."""
-    y, root, shift = scale.T
+    y, root, shift, _ = scale.T
     values = []
     for node in (1 + _nodes(form.terms)) / 2:
         x = (root + float(node) * shift) / (1 - float(node))

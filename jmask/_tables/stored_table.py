@@ -10,9 +10,9 @@ of it than the methods of `StoredTable`.
 """
 
 import abc
-import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -27,13 +27,15 @@ from jmask._base.shapes import trailing
 from jmask._kernels.gather import Gather
 from jmask._kernels.rows import gather_rows, set_rows
 from jmask._tensors.methods import call, method
+from jmask._tensors.misuse import refuse_misuse_of_table
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 
 
 class StoredTable(abc.ABC):
     """A table of shape (V, *row) that is kept in some other form: a pytree of its arrays.
 
-    A subclass names its attributes: those with arrays in `_ARRAYS`, the others in `_STATIC`.
+    A subclass names its attributes: those with arrays in `_ARRAYS`, the others in `_STATIC`;
+    `_NAMES`, if the arrays have other names in key paths.
 
     Attributes:
         shape: (V, *row).
@@ -43,14 +45,18 @@ class StoredTable(abc.ABC):
     __slots__ = ("phantom", "shape")
 
     _ARRAYS: tuple[str, ...]
+    _NAMES: tuple[str, ...] = ()
     _STATIC: tuple[str, ...]
 
     shape: tuple[int, ...]
     phantom: Any
 
     def tree_flatten_with_keys(self) -> Any:
-        children = [(jax.tree_util.GetAttrKey(x), getattr(self, x)) for x in self._ARRAYS]
-        return children, tuple(getattr(self, x) for x in self._STATIC)
+        names = map(jax.tree_util.GetAttrKey, self._NAMES or self._ARRAYS)
+        arrays = (getattr(self, x) for x in self._ARRAYS)
+        return list(zip(names, arrays, strict=True)), tuple(
+            getattr(self, x) for x in self._STATIC
+        )
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> Self:
@@ -59,12 +65,25 @@ class StoredTable(abc.ABC):
             setattr(node, name, x)
         return node
 
+    def tree_flatten(self) -> Any:
+        refuse_misuse_of_table(type(self).__name__)
+        return [getattr(self, x) for x in self._ARRAYS], self._static()
+
+    def _static(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, x) for x in self._STATIC)
+
     def _with(self, **parts: Any) -> Self:
         """The same table with other attributes."""
-        node = copy.copy(self)
+        node = self.__copy__()
         for name, x in parts.items():
             setattr(node, name, x)
         return node
+
+    def __copy__(self) -> Self:
+        return self.tree_unflatten(self._static(), [getattr(self, x) for x in self._ARRAYS])
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return jax.tree.map(jnp.copy, self)
 
     @property
     @abc.abstractmethod
@@ -102,6 +121,15 @@ class StoredTable(abc.ABC):
     @property
     def ndim(self) -> int:
         return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of entries: V times those of a row, whatever else the arrays hold."""
+        return math.prod(self.shape)
+
+    @abc.abstractmethod
+    def entries(self) -> list[jax.Array]:
+        """Arrays of the entries in any order, and of zeros."""
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -58,6 +58,52 @@ def refuse_misuse() -> None:
             raise TypeError(_message(frame)) from None
 
 
+# What optax and what is built on it do to parameters, by the name of the function of optax that
+# maps over them.
+_OF_TABLES = {
+    "apply_updates": (
+        "optax.apply_updates (in flax' TrainState.apply_gradients and nnx.Optimizer.update) "
+        "cannot update a {}: write params, opt_state = jmask.apply_gradients(tx, grads, "
+        "opt_state, params), or jmask.apply_updates(params, updates)"
+    ),
+}
+_OF_DEFERRED_TABLES = (
+    "optax.{} maps arithmetic over the leaves of a DeferredTable, which are no numbers: "
+    "calculate with `table.todense()`, or use jmask.tree.norm"
+)
+
+
+def refuse_misuse_of_table(kind: str) -> None:
+    """Raise where optax would calculate with the leaves of a table, which cannot be right.
+
+    Args:
+        kind: the name of the type of the table, which is being flattened.
+
+    Raises:
+        TypeError: with what to do instead.
+    """
+    frame = sys._getframe(1).f_back
+    for _ in range(4):  # `tree_flatten`, `tree_map` and JAX's own functions around them
+        if frame is None:
+            return
+        module, name = str(frame.f_globals.get("__name__")), frame.f_code.co_name
+        if module.startswith("optax."):
+            break
+        if not module.startswith("jax."):
+            return
+        frame = frame.f_back
+    else:
+        return
+    if name in _OF_TABLES:
+        raise TypeError(_OF_TABLES[name].format(kind) + ".") from None
+    is_arithmetic = ".tree_utils." in module or name == "incremental_update"
+    if kind == "DeferredTable" and is_arithmetic and name not in _HARMLESS:
+        raise TypeError(_OF_DEFERRED_TABLES.format(name) + ".") from None
+
+
+_HARMLESS = ("tree_map_params", "tree_get", "tree_get_all_with_path", "tree_set")
+
+
 # Modules that compare or store leaves as arrays of NumPy, which those of opaque ids are not.
 _TAKES_PLAIN_IDS = ("chex._src.asserts", "orbax.checkpoint")
 

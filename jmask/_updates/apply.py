@@ -70,6 +70,7 @@ def _dense(gradient: Any) -> Any:
     return gradient.todense() if is_row_sparse(gradient) else gradient
 
 
+@jax.named_scope("jmask.apply_updates")
 def apply_updates(
     params: optax.Params, updates: optax.Updates, *, key: jax.Array | None = None
 ) -> optax.Params:
@@ -148,6 +149,7 @@ def _key_of_each_leaf(key: jax.Array | None) -> Iterator[jax.Array | None]:
     return (None if key is None else jax.random.fold_in(key, i) for i in itertools.count())
 
 
+@jax.named_scope("jmask.apply_gradients")
 def apply_gradients(
     tx: optax.GradientTransformation,
     grads: optax.Updates,

@@ -173,8 +173,12 @@ def test_ids_beyond_int32(placement):
     rows, columns = 5 * 10**9, 8
     with jax.enable_x64(True):
         layout = layout_of((rows, columns), mesh_of(8), placement=placement, packed=False)
+        block = jax.eval_shape(
+            layout.stored,
+            jax.ShapeDtypeStruct((layout.shards * layout.block, columns), jnp.float32),
+        )
         block = jax.ShapeDtypeStruct(
-            (layout.shards * layout.block, columns), jnp.float32, sharding=layout.sharding(2)
+            block.shape, block.dtype, sharding=layout.sharding(block.ndim)
         )
         table = jmask.ShardedTable(block, layout, (rows, columns))
         tx = jmask.adagrad(0.1)
@@ -188,7 +192,7 @@ def test_ids_beyond_int32(placement):
         assert [x.shape for x in jax.tree.leaves(state)] == [(), block.shape]
         state = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=layout.sharding(2) if x.ndim else None
+                x.shape, x.dtype, sharding=layout.sharding(x.ndim) if x.ndim else None
             ),
             state,
         )

@@ -1,0 +1,241 @@
+"""Checkpoints of tables: restored into any layout, each row is its own, or it is refused."""
+
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmask
+from tests.later import later
+from tests.stored_tables import bits, is_table, mesh_of, numbers
+
+ocp, eqx = later("orbax.checkpoint"), later("equinox")
+
+pytestmark = [pytest.mark.devices, pytest.mark.dtype_promotion]
+
+TX = jmask.adam(0.1)
+# 21 rows: 3 on each of 7 or 8 shards, 6 on each of 4; 21 and 24 rows of blocks.
+LAYOUTS: dict[str, Callable[[Any], Any]] = {
+    "packed": jmask.PackedTable.pack,
+    **{
+        f"{placement} {shards}{' packed' if packed else ''}": functools.partial(
+            lambda x, shards, placement, packed: jmask.sharded(
+                x, mesh_of(shards), placement=placement, packed=packed
+            ),
+            shards=shards,
+            placement=placement,
+            packed=packed,
+        )
+        for placement in ("div", "mod")
+        for shards in (1, 4, 8)
+        for packed in (False, True)
+    },
+}
+
+
+def run_of(layout: str, x: Any = None) -> Any:
+    """Parameters and state after a step, and a state of rows that are not floating."""
+    params = {"t": LAYOUTS[layout](numbers() if x is None else x), "w": jnp.ones(2)}
+    tx = jmask.adam(0.1, count="per_row")
+    grads = jmask.grad(lambda p: jnp.sum(jnp.sin(p["t"][jnp.array([3, 20, 7])])))(params)
+    return jmask.apply_gradients(tx, grads, tx.init(params), params)
+
+
+@functools.cache
+def saved(layout: str) -> Any:
+    return run_of(layout)
+
+
+@functools.cache
+def target(layout: str) -> Any:
+    return run_of(layout, jnp.zeros_like(numbers()))
+
+
+def dense(tree: Any) -> list[np.ndarray]:
+    return [bits(np.asarray(x)) for x in jax.tree.leaves(tree, is_leaf=is_table)]
+
+
+def by_orbax(tree: Any, like: Any, path: Any) -> Any:
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path / "run", tree)
+        checkpointer.wait_until_finished()
+        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        return checkpointer.restore(path / "run", shapes)
+
+
+def by_equinox(tree: Any, like: Any, path: Any) -> Any:
+    eqx.tree_serialise_leaves(path / "run.eqx", tree)
+    return eqx.tree_deserialise_leaves(path / "run.eqx", like)
+
+
+def by_hand(tree: Any, like: Any, path: Any) -> Any:
+    leaves = [np.asarray(x) for x in jax.tree.leaves(tree)]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+ROUTES = {"orbax": by_orbax, "equinox": by_equinox, "by hand": by_hand}
+PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS if (a == "packed") == (b == "packed")]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_leaves_are_restored_or_refused(
+    before: str, after: str, route: str, tmp_path: Any
+) -> None:
+    """Whatever stores the leaves of a tree and knows nothing of layouts."""
+    tree, like = saved(before), target(after)
+    try:
+        again = dense(ROUTES[route](tree, like, tmp_path))
+    except (RuntimeError, ValueError):
+        assert before != after
+        return
+    for x, y in zip(again, dense(tree), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("use", ["read", "todense", "step", "norm"])
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_leaves_of_another_layout_are_refused_in_each_use(use: str, is_jitted: bool) -> None:
+    ids = jnp.array([1, 2])
+    update = jmask.RowSparse(ids, jnp.ones((2, 12)), (21, 12))
+    function: Callable[[Any], Any] = {
+        "read": lambda t: t[ids],
+        "todense": lambda t: t.todense(),
+        "step": lambda t: jmask.apply_updates(t, update),
+        "norm": jmask.tree.norm,
+    }[use]
+    function = jax.jit(function) if is_jitted else function
+    for before, after in (("mod 8", "mod 4"), ("mod 4", "div 4"), ("div 8", "mod 8")):
+        leaves = list(map(np.asarray, jax.tree.leaves(LAYOUTS[before](numbers()))))
+        table = jax.tree.unflatten(jax.tree.structure(LAYOUTS[after](numbers())), leaves)
+        with pytest.raises(ValueError, match="order of another mesh or placement"):
+            function(table)
+
+
+# --- the call that restores into any layout ---------------------------------------------------
+
+
+def from_arrays_of(tree: Any, like: Any, path: Any) -> Any:
+    return jmask.from_arrays(jmask.to_arrays(tree), like)
+
+
+def from_plain_arrays_of_orbax(tree: Any, like: Any, path: Any) -> Any:
+    shapes = jmask.to_arrays(jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path / "run", jmask.to_arrays(tree))
+        checkpointer.wait_until_finished()
+        return jmask.from_arrays(checkpointer.restore(path / "run", shapes), like)
+
+
+def from_leaves_of_orbax(tree: Any, like: Any, path: Any) -> Any:
+    """A checkpoint of the tree as it is, restored without its types."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path / "run", tree)
+        checkpointer.wait_until_finished()
+        return jmask.from_arrays(checkpointer.restore(path / "run"), like)
+
+
+def from_equinox(tree: Any, like: Any, path: Any) -> Any:
+    return jmask.from_arrays(
+        by_equinox(jmask.to_arrays(tree), jmask.to_arrays(like), path), like
+    )
+
+
+CALLS = {
+    "arrays": from_arrays_of,
+    "orbax": from_plain_arrays_of_orbax,
+    "orbax, leaves": from_leaves_of_orbax,
+    "equinox": from_equinox,
+}
+ALL_PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("before", "after"), ALL_PAIRS)
+def test_from_arrays(before: str, after: str, call: str, tmp_path: Any) -> None:
+    tree, like = saved(before), target(after)
+    again = CALLS[call](tree, like, tmp_path)
+    assert jax.tree.structure(again) == jax.tree.structure(like)
+    for x, y in zip(dense(again), dense(tree), strict=True):
+        np.testing.assert_array_equal(x, y)
+    for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(like), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        if isinstance(like[0]["t"], jmask.ShardedTable) and x.ndim > 1:
+            assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+
+
+def test_from_arrays_that_do_not_fit() -> None:
+    like = {"t": LAYOUTS["mod 4"](numbers())}
+    for arrays, error, message in (
+        ({"t": jnp.zeros((20, 12))}, ValueError, r"`arrays\['t'\]` has shape \(20, 12\)"),
+        ({"t": jnp.zeros((21, 12), int)}, TypeError, r"`arrays\['t'\]` is int"),
+        ({"t": {"blocks": jnp.zeros((4, 2, 12))}}, ValueError, r"has blocks of shape"),
+        ({"t": {"blocks": {"parts": [jnp.zeros(3)]}}}, ValueError, "must hold the leaves"),
+        ({"t": "x"}, TypeError, r"`arrays\['t'\]` is a str"),
+        ({"t": LAYOUTS["div 4"](numbers())}, ValueError, "placed otherwise"),
+        ({}, ValueError, "must have the structure of `like`"),
+        ({"t": numbers(), "u": 1.0}, ValueError, "must have the structure of `like`"),
+    ):
+        with pytest.raises(error, match=message):
+            jmask.from_arrays(arrays, like)
+
+
+# --- deferred tables -------------------------------------------------------------------------
+
+
+def deferred_run(layout: str | None, x: Any) -> Any:
+    table = x if layout is None else LAYOUTS[layout](x)
+    params = {"t": jmask.deferred(table, TX)}
+    state = TX.init(params)
+    for ids in ([3, 20, 7], [1, 2, 3]):
+        loss = lambda p, ids=ids: jnp.sum(jnp.sin(p["t"][jnp.array(ids)]))
+        params, state = jmask.apply_gradients(TX, jmask.grad(loss)(params), state, params)
+    return params, state
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(None, None), ("mod 4", "mod 8"), ("mod 8", "div 4"), ("div 4", "packed")],
+)
+def test_deferred(before: str | None, after: str | None, call: str, tmp_path: Any) -> None:
+    tree = deferred_run(before, numbers())
+    like = deferred_run(after, jnp.zeros_like(numbers()))
+    again = CALLS[call](tree, like, tmp_path)
+    assert jax.tree.structure(again) == jax.tree.structure(like)
+    assert int(again[0]["t"].clock) == 2
+    np.testing.assert_array_equal(again[0]["t"].todense(), tree[0]["t"].todense())
+
+
+def test_deferred_checkpoint_of_an_older_version() -> None:
+    """Its clock was a number."""
+    params, state = deferred_run(None, numbers())
+    arrays = jmask.to_arrays((params, state))
+    assert arrays[0]["t"]["clock"].dtype == jnp.int32
+    like = deferred_run(None, jnp.zeros_like(numbers()))
+    again, _ = jmask.from_arrays(arrays, like)
+    np.testing.assert_array_equal(again["t"].todense(), params["t"].todense())
+
+
+# --- pickle ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["packed", "div 4", "mod 8", "mod 4 packed"])
+def test_pickle(layout: str) -> None:
+    tree = run_of(layout)
+    again = pickle.loads(pickle.dumps(tree))
+    assert jax.tree.structure(again) == jax.tree.structure(tree)
+    for x, y in zip(dense(again), dense(tree), strict=True):
+        np.testing.assert_array_equal(x, y)
+    deferred = jmask.deferred(LAYOUTS[layout](numbers()), jmask.lazy(optax.adam(0.1)))
+    again = pickle.loads(pickle.dumps(deferred))
+    np.testing.assert_array_equal(again.todense(), numbers())

@@ -1,0 +1,242 @@
+"""Tools around a step that meet tables and states: each works, or says what to do."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmask
+from tests.later import later
+from tests.stored_tables import mesh_of
+
+export = later("jax.export")
+train_state = later("flax.training.train_state")
+nnx = later("flax.nnx")
+ocp = later("orbax.checkpoint")
+
+pytestmark = [pytest.mark.devices, pytest.mark.dtype_promotion]
+
+V, D = 8, 3
+TX = jmask.adam(0.1)
+START = jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), jnp.float32)
+IDS = jnp.array([1, 1, 7])
+TABLES: dict[str, Callable[[], Any]] = {
+    "array": lambda: START,
+    "packed": lambda: jmask.PackedTable.pack(START),
+    "div": lambda: jmask.sharded(START, mesh_of(4)),
+    "mod": lambda: jmask.sharded(START, mesh_of(4), placement="mod"),
+    "deferred": lambda: jmask.deferred(START, TX),
+    "deferred mod": lambda: jmask.deferred(
+        jmask.sharded(START, mesh_of(4), placement="mod"), TX
+    ),
+}
+
+
+def loss(params: Any, ids: Any = IDS) -> Any:
+    return jnp.sum(jnp.sin(params["t"][ids])) + jnp.sum(params["w"])
+
+
+def parameters(table: str) -> Any:
+    return {"t": TABLES[table](), "w": jnp.ones(2)}
+
+
+def stepped(tx: Any, params: Any) -> Any:
+    grads = jmask.grad(loss)(params)
+    return jmask.apply_gradients(tx, grads, tx.init(params), params)
+
+
+def table_of(params: Any) -> np.ndarray:
+    return np.asarray(params["t"])
+
+
+# --- optax and what is built on it ------------------------------------------------------------
+
+
+def by_optax(params: Any, grads: Any) -> Any:
+    updates, _ = TX.update(grads, TX.init(params), params)
+    return optax.apply_updates(params, updates)
+
+
+def by_flax(params: Any, grads: Any) -> Any:
+    state = train_state.TrainState.create(apply_fn=None, params=params, tx=TX)
+    return state.apply_gradients(grads=grads).params
+
+
+def by_nnx(params: Any, grads: Any) -> Any:
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            self.t, self.w = nnx.Param(params["t"]), nnx.Param(params["w"])
+
+    model = Model()
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    optimizer.update(model, nnx.State({name: nnx.Param(x) for name, x in grads.items()}))
+    return {"t": model.t[...], "w": model.w[...]}
+
+
+@pytest.mark.parametrize("tool", [by_optax, by_flax, by_nnx])
+@pytest.mark.parametrize("table", TABLES)
+def test_updates_by_optax(table: str, tool: Callable[..., Any]) -> None:
+    params = parameters(table)
+    grads = jmask.grad(loss)(params)
+    if table == "array":
+        np.testing.assert_array_equal(
+            table_of(tool(params, grads)), table_of(stepped(TX, params)[0])
+        )
+        return
+    with pytest.raises(TypeError) as error:
+        tool(params, grads)
+    first = str(error.value).splitlines()[0]
+    assert "jmask.apply_gradients(tx, grads, opt_state, params)" in first
+    assert type(params["t"]).__name__ in first
+
+
+LABELS = {"t": "rows", "w": "dense"}
+
+
+def labels(params: Any) -> Any:
+    """As one writes it: of each leaf, by its path."""
+    return jax.tree.map_with_path(lambda path, _: LABELS[path[0].key], params)
+
+
+def mask(params: Any) -> Any:
+    return jax.tree.map(lambda label: label == "rows", labels(params))
+
+
+def partition(rows: Any, by: Any) -> Any:
+    return optax.partition({"rows": rows, "dense": optax.sgd(0.1)}, by)
+
+
+LABELLED: dict[str, Callable[[Any], Any]] = {
+    "partition": lambda by: partition(TX, by),
+    "masked": lambda by: optax.masked(TX, by),
+}
+
+
+@pytest.mark.parametrize("name", LABELLED)
+@pytest.mark.parametrize("table", ["array", "packed", "div", "mod", "deferred"])
+def test_trees_and_functions_of_labels(table: str, name: str) -> None:
+    params, function = parameters(table), mask if name == "masked" else labels
+    wanted = table_of(stepped(TX, parameters("array"))[0])
+    new, _ = stepped(LABELLED[name](function({"t": 0, "w": 0})), params)
+    np.testing.assert_allclose(table_of(new), wanted, rtol=1e-6)
+    with pytest.raises(TypeError, match=r"`tx` holds .* function of labels.*give it the tree"):
+        stepped(LABELLED[name](function), params)
+
+
+@pytest.mark.parametrize("by", [LABELS, labels], ids=["tree", "function"])
+@pytest.mark.parametrize("table", ["array", "packed", "div"])
+def test_labels_inside_lazy(table: str, by: Any) -> None:
+    wanted = table_of(stepped(jmask.lazy(optax.adam(0.1)), parameters("array"))[0])
+    new, _ = stepped(jmask.lazy(partition(optax.adam(0.1), by)), parameters(table))
+    np.testing.assert_allclose(table_of(new), wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("by", [LABELS, labels], ids=["tree", "function"])
+def test_deferred_tables_want_lazy_inside(by: Any) -> None:
+    tx = jmask.lazy(partition(optax.adam(0.1), by))
+    params = {"t": jmask.deferred(START, jmask.lazy(optax.adam(0.1))), "w": jnp.ones(2)}
+    with pytest.raises(ValueError, match=r"put jmask\.lazy inside them"):
+        stepped(tx, params)
+
+
+# --- files ---------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: jmask.sgd(0.1),
+    "momentum": lambda: jmask.sgd(0.1, momentum=0.9),
+    "adam": lambda: jmask.adam(0.1),
+    "adam per row": lambda: jmask.adam(0.1, count="per_row"),
+    "rowwise_adam": lambda: jmask.rowwise_adam(0.1),
+    "adagrad": lambda: jmask.adagrad(0.1),
+    "rowwise_adagrad": lambda: jmask.rowwise_adagrad(0.1),
+    "ftrl": lambda: jmask.ftrl(0.1),
+    "finite": lambda: jmask.skip_nonfinite(jmask.adam(0.1)),
+    "bad rows": lambda: optax.chain(jmask.drop_nonfinite_rows(), jmask.adam(0.1)),
+    "several steps": lambda: jmask.multi_steps(
+        jmask.adam(0.1),
+        2,
+        like={"t": jmask.RowSparse.zeros((V, D), nse=3), "w": jnp.ones(2)},
+    ),
+}
+
+
+def exported_and_back(function: Any, *args: Any) -> Any:
+    pytest.importorskip("flatbuffers")
+    exported = export.export(jax.jit(function))(*args)
+    return export.deserialize(exported.serialize()).call(*args)
+
+
+def assert_exported(tx: Any, params: Any) -> None:
+    def step(params: Any, state: Any, ids: Any) -> Any:
+        grads = jmask.grad(loss)(params, ids)
+        return jmask.apply_gradients(tx, grads, state, params)
+
+    args = (params, tx.init(params), IDS)
+    ours, wanted = exported_and_back(step, *args), jax.jit(step)(*args)
+    assert jax.tree.structure(ours) == jax.tree.structure(wanted)
+    np.testing.assert_allclose(table_of(ours[0]), table_of(wanted[0]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_exported_steps(name: str) -> None:
+    assert_exported(OPTIMIZERS[name](), parameters("array"))
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_exported_steps_of_tables(table: str) -> None:
+    assert_exported(TX, parameters(table))
+
+
+def test_exported_tensors() -> None:
+    x = jmask.masked_tensor(jnp.ones(2), jnp.array([True, False]))
+    again = exported_and_back(lambda x: x, x)
+    np.testing.assert_array_equal(again.to_tensor(0), x.to_tensor(0))
+    rows = jmask.RowSparse([1], jnp.ones((1, 2)), (3, 2))
+    with pytest.raises(TypeError, match=r"row-sparse tensor.*jmask\.to_arrays"):
+        exported_and_back(lambda x: x.todense(), rows)
+    masked = jmask.masked_tensor(rows.coalesce())
+    with pytest.raises(TypeError, match=r"row-sparse tensor.*jmask\.to_arrays"):
+        exported_and_back(lambda x: x.to_tensor(0), masked)
+    found = exported_and_back(
+        lambda arrays: jmask.from_arrays(arrays, like=rows).todense(), jmask.to_arrays(rows)
+    )
+    np.testing.assert_array_equal(found, rows.todense())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_orbax_of_states(name: str, tmp_path: Any) -> None:
+    tx, params = OPTIMIZERS[name](), parameters("array")
+    tree = stepped(tx, params)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "run", tree)
+        checkpointer.wait_until_finished()
+        again = checkpointer.restore(tmp_path / "run", (params, tx.init(params)))
+    assert jax.tree.structure(again) == jax.tree.structure(tree)
+    jax.tree.map(np.testing.assert_array_equal, again, tree)
+
+
+# --- profiles ------------------------------------------------------------------------------
+
+
+def test_profiles_name_the_update() -> None:
+    tx = jmask.lazy(optax.adam(0.1))
+
+    def two_calls(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return jmask.apply_updates(params, updates), state
+
+    def one_call(params: Any, state: Any, grads: Any) -> Any:
+        return jmask.apply_gradients(tx, grads, state, params)
+
+    params = parameters("array")
+    args = (params, tx.init(params), jmask.grad(loss)(params))
+    for step, names in (
+        (one_call, {"jmask.apply_gradients"}),
+        (two_calls, {"jmask.lazy.update", "jmask.apply_updates"}),
+    ):
+        text = jax.jit(step).lower(*args).compile().as_text()
+        assert all(name in text for name in names)
