@@ -80,3 +80,9 @@ def _lowered(definition: Definition) -> Any:
 
 def _is_for_one(ctx: Any) -> bool:
     return getattr(ctx.module_context.axis_context, "num_devices", None) == 1
+
+
+def in_one_device() -> bool:
+    """Whether what is traced is the part of one device in a `shard_map` over all axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return bool(mesh.manual_axes) and set(mesh.manual_axes) == set(mesh.axis_names)

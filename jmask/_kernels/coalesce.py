@@ -9,6 +9,8 @@ result does not depend on how a sort breaks ties; float16 and bfloat16 are summe
 float32 and rounded once.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -65,9 +67,16 @@ def _by_sorting(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.A
     )
     starts = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
     slot = jnp.cumsum(starts, dtype=jnp.int32) - 1
-    slot_ids = set_rows(_unused(slots, rows, ids), slot, ordered, coalesced=False)
+    # On a TPU a sort of 8192 ids takes 3 us and a scatter of them 50, by its compiler.
+    slot_ids = lax.platform_dependent(
+        ordered,
+        starts,
+        slot,
+        tpu=functools.partial(_starts_sorted, slots, rows),
+        default=functools.partial(_starts_written, slots, rows),
+    )
     return slot_ids, lax.platform_dependent(
-        ids, slot_ids, came_from, slot, cpu=_searched, default=_sent_back
+        ids, slot_ids, came_from, slot, cpu=_searched, tpu=_sorted_back, default=_sent_back
     )
 
 
@@ -79,10 +88,29 @@ def _sorted_with_payload(ids: jax.Array, entry: jax.Array) -> list[jax.Array]:
     return list(lax.sort((ids, entry), num_keys=1, is_stable=False))
 
 
+def _starts_sorted(
+    slots: int, rows: int, ordered: jax.Array, starts: jax.Array, slot: jax.Array
+) -> jax.Array:
+    padding = jnp.full_like(ordered, rows)
+    return lax.sort(jnp.where(starts, ordered, padding), is_stable=False)[:slots]
+
+
+def _starts_written(
+    slots: int, rows: int, ordered: jax.Array, starts: jax.Array, slot: jax.Array
+) -> jax.Array:
+    return set_rows(_unused(slots, rows, ordered), slot, ordered, coalesced=False)
+
+
 def _searched(
     ids: jax.Array, slot_ids: jax.Array, came_from: jax.Array, slot: jax.Array
 ) -> jax.Array:
     return jnp.searchsorted(slot_ids, ids).astype(jnp.int32)
+
+
+def _sorted_back(
+    ids: jax.Array, slot_ids: jax.Array, came_from: jax.Array, slot: jax.Array
+) -> jax.Array:
+    return lax.sort((came_from, slot), num_keys=1, is_stable=False)[1]
 
 
 def _sent_back(

@@ -24,7 +24,10 @@ from jmask._base.array_types import (
     spec_of,
     varying_alike,
 )
+from jmask._base.lowering import in_one_device, lower, primitive
+from jmask._kernels import tpu_rows
 from jmask._kernels.gather import BITS, Gather, zero_of
+from jmask._kernels.lines import LANES, picked, placed
 
 _CLIP = lax.GatherScatterMode.CLIP
 _DROP = lax.GatherScatterMode.FILL_OR_DROP
@@ -77,28 +80,48 @@ def set_rows(
     table: jax.Array, ids: jax.Array, rows: jax.Array, *, coalesced: bool
 ) -> jax.Array:
     """`table` with `table[ids] = rows`, in place when the table's buffer may be reused."""
-    return _write(lax.scatter, table, ids, rows, coalesced)
+    return _write("set", table, ids, rows, coalesced)
 
 
 def add_rows(
     table: jax.Array, ids: jax.Array, rows: jax.Array, *, coalesced: bool
 ) -> jax.Array:
     """`table` with `table[ids] += rows`, duplicates summed, in place when possible."""
-    return _write(lax.scatter_add, table, ids, rows, coalesced)
+    return _write("add", table, ids, rows, coalesced)
 
 
 def lower_rows(table: jax.Array, ids: jax.Array, rows: jax.Array) -> jax.Array:
     """`table` with `table[ids] = min(table[ids], rows)`, in place when possible."""
-    return _write(lax.scatter_min, table, ids, rows, coalesced=False)
+    return _write("min", table, ids, rows, coalesced=False)
 
 
-def _write(scatter, table, ids, rows, coalesced):
+_SCATTERS = {"set": lax.scatter, "add": lax.scatter_add, "min": lax.scatter_min}
+
+
+def _write(kind, table, ids, rows, coalesced):
     if table.shape[0] == 0:  # every id is padding, and the transposed gather has no row
         return table
     sharding = explicit_sharding(table, ids, rows)
     if sharding is not None and _is_ambiguous(table, ids, rows):
-        write = functools.partial(_write, scatter, coalesced=coalesced)
+        write = functools.partial(_write, kind, coalesced=coalesced)
         return automatically(write, table, ids, rows, like=sharding, spec=spec_of(table))
+    rows = rows.astype(table.dtype)
+    if not coalesced or sharding is not None or not ids.shape[0]:
+        return _scattered(table, ids, rows, kind=kind, coalesced=coalesced)
+    operands = varying_alike(table, ids, rows)
+    return _write_rows_p.bind(*operands, kind=kind, is_alone=in_one_device())[0]
+
+
+def _scattered(
+    table: jax.Array, ids: jax.Array, rows: jax.Array, *, kind: str, coalesced: bool
+) -> jax.Array:
+    """One scatter.
+
+    Args:
+        table, ids, rows: as in `set_rows`.
+        kind: a key of `_SCATTERS`.
+        coalesced: whether to promise that ids are sorted and unique.
+    """
     if coalesced:
         ids, coalesced = _unique_padding(ids, table.shape[0])
     dimensions = lax.ScatterDimensionNumbers(
@@ -106,10 +129,10 @@ def _write(scatter, table, ids, rows, coalesced):
         inserted_window_dims=(0,),
         scatter_dims_to_operand_dims=(0,),
     )
-    return scatter(
+    return _SCATTERS[kind](
         table,
         ids[:, None],
-        rows.astype(table.dtype),
+        rows,
         dimensions,
         indices_are_sorted=coalesced,
         unique_indices=coalesced,
@@ -132,3 +155,124 @@ def _unique_padding(ids: jax.Array, rows: int) -> tuple[jax.Array, bool]:
         return ids, False
     position = lax.iota(ids.dtype, ids.shape[0])
     return jnp.where(ids >= rows, rows + position, ids), True
+
+
+# --- sorted and unique ids ---------------------------------------------------------------
+
+# A scatter with sorted ids moves every window of the table on a TPU, whatever the number of
+# ids (libtpu 0.0.50); without the promise it moves the rows. By the compiler's schedules they
+# are level at 35 (v5e) to 76 (v6e) rows of the table for each id.
+SORTED_PAYS = 35
+
+
+def _written_as_promised(
+    table: jax.Array, ids: jax.Array, rows: jax.Array, *, kind: str, is_alone: bool
+) -> list[jax.Array]:
+    del is_alone
+    return [_scattered(table, ids, rows, kind=kind, coalesced=True)]
+
+
+_write_rows_p = primitive(
+    "jmask_write_rows", _written_as_promised, shapes=lambda table, ids, rows, **_: [table]
+)
+
+
+def _written_on_tpus(
+    table: jax.Array, ids: jax.Array, rows: jax.Array, *, kind: str, is_alone: bool
+) -> list[jax.Array]:
+    if is_alone:
+        return _written_on_a_tpu(table, ids, rows, kind=kind, is_alone=True)
+    is_small = table.shape[0] <= SORTED_PAYS * ids.shape[0]
+    return [_scattered(table, ids, rows, kind=kind, coalesced=is_small)]
+
+
+def _written_on_a_tpu(
+    table: jax.Array, ids: jax.Array, rows: jax.Array, *, kind: str, is_alone: bool
+) -> list[jax.Array]:
+    if _is_in_lines(table, ids):
+        return [_written_in_lines(table, ids, rows, kind)]
+    if not tpu_rows.accepts([table], ids, [rows]):
+        return _written_on_tpus(table, ids, rows, kind=kind, is_alone=False)
+    if kind == "set":
+        body, read = lambda old, new: [new], []
+    else:
+        body, read = lambda old, step: [old + step], [0]
+    return tpu_rows.update(body, [table], ids, [rows], padding_last=True, read=read)
+
+
+lower(_write_rows_p, _written_on_a_tpu, _written_on_tpus, platform="tpu")
+
+
+# --- one entry for each row --------------------------------------------------------------
+
+# XLA keeps an array (V, 1) on a TPU as V entries in a row, and copies it to make it (V,), which
+# its gathers and scatters do first. As an array (1, V) it is what it was, and its lines of 128
+# entries can be read and written.
+
+
+def _is_in_lines(table: jax.Array, ids: jax.Array) -> bool:
+    """Whether a table (V, 1, ..., 1) is read and written by lines on a TPU."""
+    in_one_row = jax.ShapeDtypeStruct((1, LANES), table.dtype)
+    return (
+        table.ndim > 1
+        and table.size == table.shape[0] > SORTED_PAYS * ids.shape[0]
+        and tpu_rows.accepts([in_one_row], ids, [])
+    )
+
+
+def _written_in_lines(
+    table: jax.Array, ids: jax.Array, rows: jax.Array, kind: str
+) -> jax.Array:
+    count = table.shape[0]
+    line, new, touched = placed(ids, rows.reshape(-1, 1), count, -(-count // LANES))
+
+    def body(old: jax.Array, new: jax.Array, touched: jax.Array) -> list[jax.Array]:
+        return [jnp.where(touched != 0, new if kind == "set" else old + new, old)]
+
+    (written,) = tpu_rows.update(
+        body, [table.reshape(1, count)], line, [new, touched.astype(jnp.int32)], padding_last=False
+    )
+    return written.reshape(table.shape)
+
+
+def gather_unique_rows(table: jax.Array, ids: jax.Array, *, coalesced: bool) -> jax.Array:
+    """`gather_rows` for an update: of one entry for each row, too, in O(n) on a TPU."""
+    has_lines = table.ndim > 1 and table.size == table.shape[0] > 0 and ids.shape[0]
+    if not has_lines or explicit_sharding(table, ids) is not None:
+        return gather_rows(table, ids, coalesced=coalesced)
+    table, ids = varying_alike(table, ids)
+    return _read_rows_p.bind(table, ids, coalesced=coalesced, is_alone=in_one_device())[0]
+
+
+def _read(
+    table: jax.Array, ids: jax.Array, *, coalesced: bool, is_alone: bool
+) -> list[jax.Array]:
+    del is_alone
+    return [gather_rows(table, ids, coalesced=coalesced)]
+
+
+def _read_on_a_tpu(
+    table: jax.Array, ids: jax.Array, *, coalesced: bool, is_alone: bool
+) -> list[jax.Array]:
+    if not _is_in_lines(table, ids):
+        return _read(table, ids, coalesced=coalesced, is_alone=is_alone)
+    ids = jnp.minimum(ids, table.shape[0] - 1)
+    lines = tpu_rows.read_lines(table.reshape(1, -1), ids // LANES)
+    return [picked(lines, ids % LANES, 1).reshape(-1, *table.shape[1:])]
+
+
+def _read_on_tpus(
+    table: jax.Array, ids: jax.Array, *, coalesced: bool, is_alone: bool
+) -> list[jax.Array]:
+    read = _read_on_a_tpu if is_alone else _read
+    return read(table, ids, coalesced=coalesced, is_alone=is_alone)
+
+
+_read_rows_p = primitive(
+    "jmask_read_rows",
+    _read,
+    shapes=lambda table, ids, **_: [
+        table.update(shape=(*ids.shape, *table.shape[1:]), weak_type=False)
+    ],
+)
+lower(_read_rows_p, _read_on_a_tpu, _read_on_tpus, platform="tpu")
