@@ -27,7 +27,7 @@ from jmask._base.array_types import (
 from jmask._base.lowering import in_one_device, lower, primitive
 from jmask._kernels import tpu_rows
 from jmask._kernels.gather import BITS, Gather, zero_of
-from jmask._kernels.lines import LANES, picked, placed
+from jmask._kernels.lines import LANES
 
 _CLIP = lax.GatherScatterMode.CLIP
 _DROP = lax.GatherScatterMode.FILL_OR_DROP
@@ -223,16 +223,56 @@ def _is_in_lines(table: jax.Array, ids: jax.Array) -> bool:
 def _written_in_lines(
     table: jax.Array, ids: jax.Array, rows: jax.Array, kind: str
 ) -> jax.Array:
-    count = table.shape[0]
-    line, new, touched = placed(ids, rows.reshape(-1, 1), count, -(-count // LANES))
-
-    def body(old: jax.Array, new: jax.Array, touched: jax.Array) -> list[jax.Array]:
-        return [jnp.where(touched != 0, new if kind == "set" else old + new, old)]
-
-    (written,) = tpu_rows.update(
-        body, [table.reshape(1, count)], line, [new, touched.astype(jnp.int32)], padding_last=False
+    n, whole = ids.shape[0], table.shape[0] // LANES
+    lines, old = _lines_and_entries(table, ids)
+    new = rows.reshape(n) + old if kind == "add" else rows.reshape(n)
+    # The last of the entries of a line, which are neighbours, writes it with all of them.
+    line, in_lines = ids // LANES, ids < whole * LANES
+    is_last = jnp.concatenate([line[1:] != line[:-1], jnp.ones((1,), bool)])
+    writer = lax.cummin(jnp.where(is_last, lax.iota(jnp.int32, n), n), reverse=True)
+    place = jnp.where(in_lines, writer * LANES + ids % LANES, lines.size)
+    lines = lines.reshape(-1).at[place].set(new, mode="drop", unique_indices=True)
+    (flat,) = tpu_rows.update(
+        lambda old, new: [new],
+        [table.reshape(1, -1)],
+        jnp.where(is_last & in_lines, line, whole),
+        [lines.reshape(n, LANES)],
+        padding_last=False,
+        read=[],
     )
-    return written.reshape(table.shape)
+    rest, of_rest = _last_line(table, ids)
+    if not rest.shape[0]:
+        return flat.reshape(table.shape)
+    # Those of all ids that are in it are the last before padding.
+    few = min(n, LANES)
+    first = jnp.maximum(jnp.sum(ids < table.shape[0], dtype=jnp.int32) - few, 0)
+    of_rest, new = (lax.dynamic_slice_in_dim(x, first, few) for x in (of_rest, new))
+    new = new.reshape(few, *table.shape[1:])
+    rest = _scattered(rest, of_rest, new, kind="set", coalesced=False)
+    start = (whole * LANES,) + (0,) * (table.ndim - 1)
+    return lax.dynamic_update_slice(flat.reshape(table.shape), rest, start)
+
+
+def _last_line(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The entries of a table (V, 1, ..., 1) that fill no line, and the ids in them."""
+    start = table.shape[0] // LANES * LANES
+    rest = lax.slice_in_dim(table, start, None)
+    return rest, jnp.where(ids < start, rest.shape[0], ids - start)
+
+
+def _lines_and_entries(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """For each id (n,) its line (n, 128) of a table (V, 1, ..., 1), and its entry (n,)."""
+    line = jnp.minimum(ids // LANES, table.shape[0] // LANES - 1)
+    lines = tpu_rows.read_lines(table.reshape(1, -1), line)
+    is_own = lax.broadcasted_iota(jnp.int32, lines.shape, 1) == (ids % LANES)[:, None]
+    # A sum of bits, all but one of which are zero, is exact for nan and -0.0 too.
+    bits = jnp.where(is_own, lax.bitcast_convert_type(lines, jnp.int32), 0)
+    entries = lax.bitcast_convert_type(jnp.sum(bits, axis=1), table.dtype)
+    rest, of_rest = _last_line(table, ids)
+    if not rest.shape[0]:
+        return lines, entries
+    is_rest = of_rest < rest.shape[0]
+    return lines, jnp.where(is_rest, gather_rows(rest, of_rest).reshape(-1), entries)
 
 
 def gather_unique_rows(table: jax.Array, ids: jax.Array, *, coalesced: bool) -> jax.Array:
@@ -256,9 +296,8 @@ def _read_on_a_tpu(
 ) -> list[jax.Array]:
     if not _is_in_lines(table, ids):
         return _read(table, ids, coalesced=coalesced, is_alone=is_alone)
-    ids = jnp.minimum(ids, table.shape[0] - 1)
-    lines = tpu_rows.read_lines(table.reshape(1, -1), ids // LANES)
-    return [picked(lines, ids % LANES, 1).reshape(-1, *table.shape[1:])]
+    _, entries = _lines_and_entries(table, ids)
+    return [entries.reshape(-1, *table.shape[1:])]
 
 
 def _read_on_tpus(

@@ -19,7 +19,6 @@ is lowered.
 import dataclasses
 import functools
 import itertools
-import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -143,8 +142,8 @@ def update(
     from jax.experimental.pallas import tpu as pltpu
 
     count, width = rows[0].shape
-    in_one_row = tables[0].shape[0] == 1
-    padding = -(-tables[0].size // width)
+    in_one_row = tables[0].shape[1] != width
+    padding = tables[0].size // width
     block = _block_size(len(tables) + len(rows), width, count)
     blocks = -(-count // block)
     rows = [_padded(x, blocks * block, 0) for x in rows]
@@ -339,36 +338,54 @@ def read_lines(table: jax.Array, ids: jax.Array, interpret: Any = False) -> jax.
     from jax.experimental.pallas import tpu as pltpu
 
     count = ids.shape[0]
-    block = _block_size(1, LANES, count)
+    block = _block_size(2, LANES, count)
     blocks = -(-count // block)
     ids = _padded(ids, blocks * block, 0).reshape(blocks, 1, block)
 
-    def kernel(ids: Any, table: Any, lines: Any, semaphore: Any) -> None:
-        def several(first: Any, carry: Any) -> Any:
-            for u in range(_UNROLL):
-                j = first * _UNROLL + u
-                line = pl.ds(pl.multiple_of(ids[0, 0, j] * LANES, LANES), LANES)
-                pltpu.make_async_copy(
-                    table.at[:, line], lines.at[pl.ds(j, 1)], semaphore
-                ).start()
-            return carry
+    def kernel(ids: Any, table: Any, lines: Any, buffer: Any, semaphores: Any) -> None:
+        step = pl.program_id(0)
+        slot, other = lax.rem(step, 2), lax.rem(step + 1, 2)
 
-        lax.fori_loop(0, block // _UNROLL, several, 0)
-        pltpu.make_async_copy(lines, lines, semaphore).wait()
+        @pl.when(step < blocks)
+        def _() -> None:
+            def several(first: Any, carry: Any) -> Any:
+                for u in range(_UNROLL):
+                    j = first * _UNROLL + u
+                    line = pl.ds(pl.multiple_of(ids[0, 0, j] * LANES, LANES), LANES)
+                    to = buffer.at[slot, pl.ds(j, 1)]
+                    pltpu.make_async_copy(table.at[:, line], to, semaphores.at[slot]).start()
+                return carry
+
+            lax.fori_loop(0, block // _UNROLL, several, 0)
+
+        @pl.when(step > 0)
+        def _() -> None:
+            done = buffer.at[other]
+            pltpu.make_async_copy(done, done, semaphores.at[other]).wait()
+            lines[...] = done[...]
 
     lines = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct(
             (blocks * block, LANES), table.dtype, **_varying([table, ids])
         ),
-        grid=(blocks,),
+        grid=(blocks + 1,),
         in_specs=[
-            pl.BlockSpec((1, 1, block), lambda i: (i, 0, 0), memory_space=pltpu.SMEM),
+            pl.BlockSpec(
+                (1, 1, block),
+                lambda i: (jnp.minimum(i, blocks - 1), 0, 0),
+                memory_space=pltpu.SMEM,
+            ),
             pl.BlockSpec(memory_space=pltpu.HBM),
         ],
-        out_specs=pl.BlockSpec((block, LANES), lambda i: (i, 0)),
-        scratch_shapes=[pltpu.SemaphoreType.DMA],
-        compiler_params=pltpu.CompilerParams(disable_bounds_checks=True),
+        out_specs=pl.BlockSpec((block, LANES), lambda i: (jnp.maximum(i - 1, 0), 0)),
+        scratch_shapes=[
+            pltpu.VMEM((2, block, LANES), table.dtype),
+            pltpu.SemaphoreType.DMA((2,)),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), disable_bounds_checks=True
+        ),
         interpret=interpret,
         name="jmask_read_lines",
     )(ids, _kept_in_hbm(table, interpret))
