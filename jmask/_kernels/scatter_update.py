@@ -138,7 +138,7 @@ def _by_kernel(program: ClosedJaxpr, update: Update) -> Callable[..., list[jax.A
             body, tables, ids, rows, scalars, padding_last=is_sorted, read=read
         )
 
-    rule = entry_by_entry(lambda *entries: evaluate(program, *entries))
+    rule = entry_by_entry(lambda *entries: tpu_rows.evaluate(program, *entries))
     return updated
 
 

@@ -26,10 +26,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from jmask._base.forms import CALLS, names_in
-from jmask._base.jaxprs import ARITHMETIC
+from jmask._base.forms import CALLS, aval_of, name_of, names_in
+from jmask._base.jaxprs import ARITHMETIC, bound, inlined, interpret
 from jmask._kernels.lines import LANES
 
 SWITCH = "JMASK_TPU_KERNEL"
@@ -44,9 +44,10 @@ _UNROLL = 16
 # Rows whose arithmetic is done together: 8 registers for each array of 128 lanes.
 _CHUNK = 64
 
-_WORDS = tuple(map(jnp.dtype, ("float32", "int32", "uint32")))
-_HALF_WORDS = tuple(map(jnp.dtype, ("bfloat16",)))
-_LOWERED = ARITHMETIC
+_WORDS = {jnp.dtype(x) for x in ("float32", "int32", "uint32")}
+_COMPUTED = {*_WORDS, jnp.dtype("bfloat16"), jnp.dtype(bool)}
+# Pallas lowers the others for all generations (jax 0.12); tests/accelerators compile each.
+_LOWERED = ARITHMETIC - {"cbrt", "expm1"}
 
 Body = Callable[..., Sequence[jax.Array]]
 
@@ -76,7 +77,7 @@ class _Plan:
 
 
 def accepts(
-    tables: Sequence[jax.Array],
+    tables: Sequence[Any],
     ids: jax.Array,
     rows: Sequence[jax.Array],
     scalars: Sequence[jax.Array] = (),
@@ -95,7 +96,7 @@ def accepts(
         and tables[0].shape[1] % LANES == 0
         # A row of 16 bits shares its words with a neighbour, which a DMA cannot leave alone.
         and all(x.dtype in _WORDS for x in tables)
-        and all(x.dtype in (*_WORDS, *_HALF_WORDS) for x in (*rows, *scalars))
+        and all(x.dtype in _COMPUTED for x in (*rows, *scalars))
         and ids.dtype == jnp.int32
         and ids.shape[0] > 0
         and _block_size(len(tables) + len(rows), tables[0].shape[1], ids.shape[0]) > 0
@@ -105,7 +106,27 @@ def accepts(
 
 def _is_lowered(program: Jaxpr) -> bool:
     """Whether Pallas lowers all equations for all generations of TPUs."""
-    return not program.effects and names_in(program) <= _LOWERED.union(CALLS)
+    variables = (v for eqn in inlined(ClosedJaxpr(program, ())).jaxpr.eqns for v in eqn.outvars)
+    return (
+        not program.effects
+        and names_in(program) <= _LOWERED.union(CALLS)
+        and all(aval_of(v).dtype in _COMPUTED for v in variables)
+    )
+
+
+def evaluate(program: ClosedJaxpr, *entries: jax.Array) -> list[jax.Array]:
+    """The outputs of a program that `accepts` took, in operations that Pallas lowers."""
+    program = inlined(program)
+    return interpret(program.jaxpr, program.consts, entries, _lowered)
+
+
+def _lowered(eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
+    if name_of(eqn) != "sign":
+        return bound(eqn, inputs)
+    # Pallas asks which chip it is on, and ahead of time there is none.
+    (x,) = inputs
+    one = jnp.ones((), x.dtype)
+    return [jnp.where(x > 0, one, jnp.where(x < 0, -one, x))]
 
 
 def is_used(program: Jaxpr, i: int) -> bool:
@@ -123,7 +144,6 @@ def update(
     *,
     padding_last: bool,
     read: Sequence[int] | None = None,
-    interpret: Any = False,
 ) -> list[jax.Array]:
     """Tables with `body` applied to the rows `ids`.
 
@@ -136,7 +156,6 @@ def update(
         scalars: of at most 32 bits.
         padding_last: whether padding comes after all other ids.
         read: positions of the tables on whose old rows `body` depends; all by default.
-        interpret: as in `pallas_call`.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -159,22 +178,21 @@ def update(
         padding_last,
         in_one_row,
     )
-    # Beside the ids of its block each step sees those of the next, whose rows it starts to read.
-    numbers = [ids]
+    # Each step sees the ids of its own block and of the next, whose rows it starts to read.
+    parts = [ids]
     if not padding_last:
         place = lax.broadcasted_iota(jnp.int32, ids.shape, 1)
-        numbers = list(lax.sort((ids, place), dimension=1, num_keys=1, is_stable=False))
-    numbers = [y for x in numbers for y in (x, jnp.roll(x, -1, axis=0))]
-    numbers = jnp.concatenate(numbers, axis=1)[:, None, :]
+        parts = list(lax.sort((ids, place), dimension=1, num_keys=1, is_stable=False))
+    both = [y for x in parts for y in (x, jnp.roll(x, -1, axis=0))]
+    numbers = jnp.concatenate(both, axis=1)[:, None, :]
     last = blocks - 1
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     one = pl.BlockSpec(memory_space=pltpu.SMEM)
-    tables = [_kept_in_hbm(x, interpret) for x in tables]
-    arguments = [valid, numbers, *map(_one_word, scalars), *rows, *tables]
-    vma = _varying(arguments)
+    tables = [_kept_in_hbm(x) for x in tables]
+    arguments: list[jax.Array] = [valid, numbers, *map(_one_word, scalars), *rows, *tables]
     return pl.pallas_call(
         functools.partial(_kernel, plan),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype, **vma) for x in tables],
+        out_shape=[_like(x) for x in tables],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(blocks + 1,),  # the last step waits for the last rows to be written
@@ -205,7 +223,6 @@ def update(
             # as the DMAs themselves.
             disable_bounds_checks=True,
         ),
-        interpret=interpret,
         name="jmask_update_rows",
     )(*arguments)
 
@@ -221,21 +238,22 @@ def _padded(x: jax.Array, count: int, value: int) -> jax.Array:
     return jnp.pad(x, widths, constant_values=value)
 
 
-def _kept_in_hbm(table: jax.Array, interpret: Any) -> jax.Array:
+def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """Shape and dtype, and in a `shard_map` the axes over which the array varies."""
+    shape: jax.ShapeDtypeStruct = jax.eval_shape(lambda x: x, x)
+    return shape
+
+
+def _kept_in_hbm(table: jax.Array) -> jax.Array:
     """The table, which XLA does not move into the memory of the core as a whole and back."""
     from jax.experimental.pallas import tpu as pltpu
 
-    return table if interpret else pltpu.with_memory_space_constraint(table, pltpu.HBM)
+    kept: jax.Array = pltpu.with_memory_space_constraint(table, pltpu.HBM)
+    return kept
 
 
 def _one_word(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32 if x.dtype.itemsize == 2 else x.dtype).reshape(1)
-
-
-def _varying(arrays: Sequence[jax.Array]) -> dict[str, Any]:
-    """The axes of a `shard_map` over which results vary."""
-    vma = [getattr(jax.typeof(x), "vma", None) for x in arrays]
-    return {} if None in vma else {"vma": frozenset().union(*vma)}
 
 
 def _kernel(plan: _Plan, valid: Any, numbers: Any, *refs: Any) -> None:
@@ -259,9 +277,8 @@ def _kernel(plan: _Plan, valid: Any, numbers: Any, *refs: Any) -> None:
             ends = tables[t].at[:, line], buffers[t].at[slot, pl.ds(j, 1)]
         else:
             ends = tables[t].at[row], buffers[t].at[slot, j]
-        return pltpu.make_async_copy(
-            *(ends if way == "read" else reversed(ends)), semaphores[way].at[slot]
-        )
+        source, target = ends if way == "read" else ends[::-1]
+        return pltpu.make_async_copy(source, target, semaphores[way].at[slot])
 
     def start(way: str, step: Any, ahead: int) -> None:
         """Start to copy the rows of a block, which is `ahead` of this step by 0 or 1."""
@@ -290,20 +307,20 @@ def _kernel(plan: _Plan, valid: Any, numbers: Any, *refs: Any) -> None:
         """Wait until the rows of a block are copied."""
         count, at = valid[step], slot(step)
 
-        @pl.when(count == block)
-        def _() -> None:
+        def whole_block() -> None:
             for t in members[way]:  # a semaphore counts bytes: one wait for all rows
                 all_rows = buffers[t].at[at]
                 pltpu.make_async_copy(all_rows, all_rows, semaphores[way].at[at]).wait()
 
-        @pl.when(count != block)
-        def _() -> None:
+        def row_by_row() -> None:
             def single(q: Any, carry: Any) -> Any:
                 for t in members[way]:
                     copy(way, t, at, 0, 0).wait()
                 return carry
 
             lax.fori_loop(0, count, single, 0)
+
+        lax.cond(count == block, whole_block, row_by_row)
 
     def compute() -> None:
         words = [x[0].astype(d) for x, d in zip(scalars, plan.scalars, strict=True)]
@@ -324,15 +341,16 @@ def _kernel(plan: _Plan, valid: Any, numbers: Any, *refs: Any) -> None:
     if plan.read:
         pl.when(step + 1 < blocks)(lambda: start("read", step + 1, 1))
 
-    @pl.when(step < blocks)
-    def _() -> None:
+    def update_block() -> None:
         if plan.read:
             wait("read", step)
         compute()
         start("write", step, 0)
 
+    pl.when(step < blocks)(update_block)
 
-def read_lines(table: jax.Array, ids: jax.Array, interpret: Any = False) -> jax.Array:
+
+def read_lines(table: jax.Array, ids: jax.Array) -> jax.Array:
     """Lines (n, 128) of an array (1, V); `ids` (n,) are in range."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -346,8 +364,7 @@ def read_lines(table: jax.Array, ids: jax.Array, interpret: Any = False) -> jax.
         step = pl.program_id(0)
         slot, other = lax.rem(step, 2), lax.rem(step + 1, 2)
 
-        @pl.when(step < blocks)
-        def _() -> None:
+        def start() -> None:
             def several(first: Any, carry: Any) -> Any:
                 for u in range(_UNROLL):
                     j = first * _UNROLL + u
@@ -358,17 +375,17 @@ def read_lines(table: jax.Array, ids: jax.Array, interpret: Any = False) -> jax.
 
             lax.fori_loop(0, block // _UNROLL, several, 0)
 
-        @pl.when(step > 0)
-        def _() -> None:
+        def finish() -> None:
             done = buffer.at[other]
             pltpu.make_async_copy(done, done, semaphores.at[other]).wait()
             lines[...] = done[...]
 
+        pl.when(step < blocks)(start)
+        pl.when(step > 0)(finish)
+
     lines = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct(
-            (blocks * block, LANES), table.dtype, **_varying([table, ids])
-        ),
+        out_shape=_like(jnp.broadcast_to(table[:1, :1], (blocks * block, LANES))),
         grid=(blocks + 1,),
         in_specs=[
             pl.BlockSpec(
@@ -386,7 +403,6 @@ def read_lines(table: jax.Array, ids: jax.Array, interpret: Any = False) -> jax.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), disable_bounds_checks=True
         ),
-        interpret=interpret,
         name="jmask_read_lines",
-    )(ids, _kept_in_hbm(table, interpret))
+    )(ids, _kept_in_hbm(table))
     return lines[:count]
