@@ -22,7 +22,8 @@ import optax
 import jmask
 
 # What may produce an array as large as a table in a program that works in place: names
-# for a buffer that exists, the loop and fusion that a scatter becomes, and the scatter.
+# for a buffer that exists, the loop and fusion that a scatter becomes, the scatter, and the
+# kernel of jmask that takes its place on TPUs.
 IN_PLACE = frozenset(
     {
         "bitcast",
@@ -31,6 +32,7 @@ IN_PLACE = frozenset(
         "dynamic-update-slice",
         "fusion",
         "get-tuple-element",
+        "kernel",
         "parameter",
         "scatter",
         "tuple",
@@ -160,7 +162,8 @@ def whole_table_operations(compiled: Any, entries: int) -> set[str]:
             continue
         for dimensions in _DIMENSIONS.findall(instruction["type"]):
             if math.prod(int(size) for size in dimensions.split(",") if size) >= entries:
-                opcodes.add(instruction["opcode"])
+                is_kernel = '"tpu_custom_call"' in line
+                opcodes.add("kernel" if is_kernel else instruction["opcode"])
     return opcodes
 
 

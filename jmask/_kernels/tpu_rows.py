@@ -6,7 +6,7 @@ XLA's scatter moves the tile of eight rows around each row, 16 rows a round, and
 round; with sorted ids it moves the whole table. Here each row is one DMA of its own in and one
 out, and blocks of rows overlap:
 
-    step i      | compute block i | while block i + 1 is read and block i - 1 is written
+    step i      block i is read | block i - 1 is computed | block i - 2 is written
 
 Ids must be unique, so that blocks touch different rows and need no order among each other.
 Every table is aliased with its result: a row that no id names is not touched.
@@ -178,14 +178,17 @@ def update(
         padding_last,
         in_one_row,
     )
-    # Each step sees the ids of its own block and of the next, whose rows it starts to read.
     parts = [ids]
     if not padding_last:
         place = lax.broadcasted_iota(jnp.int32, ids.shape, 1)
         parts = list(lax.sort((ids, place), dimension=1, num_keys=1, is_stable=False))
-    both = [y for x in parts for y in (x, jnp.roll(x, -1, axis=0))]
+    # Each step sees the numbers of the block that it reads, and of the one before.
+    both = [jnp.pad(x, (ends, (0, 0))) for x in parts for ends in ((0, 1), (1, 0))]
     numbers = jnp.concatenate(both, axis=1)[:, None, :]
-    last = blocks - 1
+
+    def computed(step: Any, *_: Any) -> Any:
+        return jnp.clip(step - 1, 0, blocks - 1), 0
+
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     one = pl.BlockSpec(memory_space=pltpu.SMEM)
     tables = [_kept_in_hbm(x) for x in tables]
@@ -195,18 +198,15 @@ def update(
         out_shape=[_like(x) for x in tables],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(blocks + 1,),  # the last step waits for the last rows to be written
+            grid=(blocks + 2,),
             in_specs=[
                 pl.BlockSpec(
                     (1, *numbers.shape[1:]),
-                    lambda i, *_: (jnp.minimum(i, last), 0, 0),
+                    lambda step, *_: (jnp.minimum(step, blocks), 0, 0),
                     memory_space=pltpu.SMEM,
                 ),
                 *[one for _ in scalars],
-                *[
-                    pl.BlockSpec((block, width), lambda i, *_: (jnp.minimum(i, last), 0))
-                    for _ in rows
-                ],
+                *[pl.BlockSpec((block, width), computed) for _ in rows],
                 *[in_hbm for _ in tables],
             ],
             out_specs=[in_hbm for _ in tables],
@@ -266,10 +266,7 @@ def _kernel(plan: _Plan, valid: Any, numbers: Any, *refs: Any) -> None:
     _, tables, buffers = take(plan.tables), take(plan.tables), take(plan.tables)
     semaphores = dict(zip(("read", "write"), given, strict=True))
     members = {"read": plan.read, "write": range(plan.tables)}
-    step, blocks = pl.program_id(0), pl.num_programs(0) - 1
-
-    def slot(step: Any) -> Any:
-        return lax.rem(step, 2)
+    step, blocks = pl.program_id(0), pl.num_programs(0) - 2
 
     def copy(way: str, t: int, slot: Any, row: Any, j: Any) -> Any:
         if plan.in_one_row:
@@ -280,14 +277,15 @@ def _kernel(plan: _Plan, valid: Any, numbers: Any, *refs: Any) -> None:
         source, target = ends if way == "read" else ends[::-1]
         return pltpu.make_async_copy(source, target, semaphores[way].at[slot])
 
-    def start(way: str, step: Any, ahead: int) -> None:
-        """Start to copy the rows of a block, which is `ahead` of this step by 0 or 1."""
+    def start(way: str, block_number: Any, behind: int) -> None:
+        """Start to copy the rows of a block, which is `behind` this step by 0 or 1."""
+        slot = lax.rem(block_number, 2)
 
         def one(q: Any) -> None:
-            place = q + ahead * block
-            j = q if plan.padding_last else numbers[0, 0, 2 * block + place]
+            at = q + behind * block
+            j = q if plan.padding_last else numbers[0, 0, 2 * block + at]
             for t in members[way]:
-                copy(way, t, slot(step), numbers[0, 0, place], j).start()
+                copy(way, t, slot, numbers[0, 0, at], j).start()
 
         def several(first: Any, carry: Any) -> Any:
             for u in range(_UNROLL):
@@ -298,56 +296,55 @@ def _kernel(plan: _Plan, valid: Any, numbers: Any, *refs: Any) -> None:
             one(q)
             return carry
 
-        count = valid[step]
+        count = valid[block_number]
         rounds = lax.div(count, _UNROLL)
         lax.fori_loop(0, rounds, several, 0)
         lax.fori_loop(rounds * _UNROLL, count, single, 0)
 
-    def wait(way: str, step: Any) -> None:
+    def wait(way: str, block_number: Any) -> None:
         """Wait until the rows of a block are copied."""
-        count, at = valid[step], slot(step)
+        count, slot = valid[block_number], lax.rem(block_number, 2)
 
-        def whole_block() -> None:
-            for t in members[way]:  # a semaphore counts bytes: one wait for all rows
-                all_rows = buffers[t].at[at]
-                pltpu.make_async_copy(all_rows, all_rows, semaphores[way].at[at]).wait()
+        def all_rows() -> None:
+            for t in members[way]:  # a semaphore counts bytes: one wait for all
+                rows = buffers[t].at[slot]
+                pltpu.make_async_copy(rows, rows, semaphores[way].at[slot]).wait()
 
         def row_by_row() -> None:
             def single(q: Any, carry: Any) -> Any:
                 for t in members[way]:
-                    copy(way, t, at, 0, 0).wait()
+                    copy(way, t, slot, 0, 0).wait()
                 return carry
 
             lax.fori_loop(0, count, single, 0)
 
-        lax.cond(count == block, whole_block, row_by_row)
+        lax.cond(count == block, all_rows, row_by_row)
 
-    def compute() -> None:
+    def compute(block_number: Any) -> None:
+        slot = lax.rem(block_number, 2)
         words = [x[0].astype(d) for x, d in zip(scalars, plan.scalars, strict=True)]
 
         def chunk(number: Any, carry: Any) -> Any:
             place = pl.ds(number * _CHUNK, _CHUNK)
-            old = [buffer[slot(step), place] for buffer in buffers]
+            old = [buffer[slot, place] for buffer in buffers]
             new = plan.body(*old, *[x[place] for x in rows], *words)
             for buffer, x in zip(buffers, new, strict=True):
-                buffer[slot(step), place] = x
+                buffer[slot, place] = x
             return carry
 
         lax.fori_loop(0, block // _CHUNK, chunk, 0)
 
-    if plan.read:
-        pl.when(step == 0)(lambda: start("read", 0, 0))
-    pl.when(step > 0)(lambda: wait("write", step - 1))
-    if plan.read:
-        pl.when(step + 1 < blocks)(lambda: start("read", step + 1, 1))
-
     def update_block() -> None:
         if plan.read:
-            wait("read", step)
-        compute()
-        start("write", step, 0)
+            wait("read", step - 1)
+        compute(step - 1)
+        start("write", step - 1, 1)
 
-    pl.when(step < blocks)(update_block)
+    # The rows of this step are read where those of two steps before were written from.
+    pl.when(step >= 2)(lambda: wait("write", step - 2))
+    if plan.read:
+        pl.when(step < blocks)(lambda: start("read", step, 0))
+    pl.when((step >= 1) & (step <= blocks))(update_block)
 
 
 def read_lines(table: jax.Array, ids: jax.Array) -> jax.Array:
