@@ -118,6 +118,9 @@ def _kernel(name: str, bundles: list[str]) -> Kernel:
     loops, is_own = _loops(bundles), name.startswith("jmask_")
     if is_own:
         loops = [_of_rows(bundles, loop) for loop in loops]
+        # The loop over the blocks has three rounds more than there are blocks.
+        outer = max(range(len(loops)), key=lambda i: loops[i].last - loops[i].first)
+        loops[outer] = dataclasses.replace(loops[outer], rounds=(loops[outer].rounds or 4) - 3)
     total = waits = 0
     for i, text in enumerate(bundles):
         weight = 1
@@ -137,8 +140,7 @@ def _of_rows(bundles: list[str], loop: _Loop) -> _Loop:
     body = " ".join(bundles[loop.first : loop.last + 1])
     if loop.rounds is None and len(_COPY.findall(body)) >= tpu_rows._UNROLL:
         return dataclasses.replace(loop, rounds=tpu_rows._BLOCK // tpu_rows._UNROLL)
-    # The grid has two steps, and its loop one round, in which no rows are copied.
-    return dataclasses.replace(loop, rounds=loop.rounds - 3) if loop.rounds else loop
+    return loop
 
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) [a-z][a-z0-9\-]*\(")
