@@ -44,8 +44,8 @@ def coalesce_rows(ids: jax.Array, values: jax.Array, rows: int) -> tuple[jax.Arr
     return slot_ids, summed
 
 
-# Bytes of rows from which XLA sorts the indices of a scatter-add for a TPU (libtpu 0.0.50, whose
-# compiler takes half of its time for that sort): here they are sorted already.
+# Bytes of rows from which XLA sorts the indices of a scatter-add for a TPU (libtpu 0.0.50),
+# for which its compiler takes half of its time: here they are sorted already.
 _SORTED_BY_XLA = 2**24
 
 

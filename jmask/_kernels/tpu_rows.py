@@ -12,14 +12,14 @@ Ids must be unique, so that blocks touch different rows and need no order among 
 Every table is aliased with its result: a row that no id names is not touched.
 
 The kernel has run in Pallas' interpreter and through the TPU compiler, but not yet on a TPU.
-`JMASK_TPU_KERNEL=0` in the environment gives XLA's scatters instead; it is read when a program
-is lowered.
+`JMASK_KERNELS=0` in the environment gives XLA's scatters instead; see `switched_on`.
 """
 
 import dataclasses
 import functools
 import itertools
-import os
+import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,11 +28,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from jmask._base.fallback import LARGE
 from jmask._base.forms import CALLS, aval_of, name_of, names_in
 from jmask._base.jaxprs import ARITHMETIC, bound, inlined, interpret
+from jmask._base.lowering import switched_on
 from jmask._kernels.lines import LANES
-
-SWITCH = "JMASK_TPU_KERNEL"
 
 # Rows of a block, if they fit: enough that the latency of a DMA, about 1 us, is nothing beside
 # the 5 us in which the others are issued.
@@ -76,6 +76,22 @@ class _Plan:
     in_one_row: bool
 
 
+@functools.cache
+def _warn_of_copies(shape: tuple[int, ...], dtype: Any) -> None:
+    warnings.warn(
+        f"on a TPU a step copies a table {dtype}{list(shape)} or keeps it transposed: its rows "
+        "are not lines of 128 entries. `jmask.packed(table)` keeps them in such lines.",
+        stacklevel=2,
+    )
+
+
+def warn_if_copied(table: jax.Array) -> None:
+    """Warn, once for each shape, of a large table whose rows are not whole lines."""
+    width = math.prod(table.shape[1:])
+    if width > 1 and width % LANES and table.size * table.dtype.itemsize >= LARGE:
+        _warn_of_copies(table.shape, table.dtype)
+
+
 def accepts(
     tables: Sequence[Any],
     ids: jax.Array,
@@ -90,7 +106,7 @@ def accepts(
         program: the arithmetic on single entries; None if it is an addition or a copy.
     """
     return (
-        os.environ.get(SWITCH, "1") != "0"
+        switched_on()
         # XLA keeps other widths transposed or padded, and would copy the table for the kernel.
         and tables[0].ndim == 2
         and tables[0].shape[1] % LANES == 0

@@ -9,6 +9,7 @@ of a gradient is decided where the program is lowered for a device:
 |   and factored rows     | blocks of rows in the order of their ids: `row_blocks`  |
 | several CPUs or TPUs    | all sums at once; the update in its `fused` form        |
 | one TPU                 | all sums at once; the update as a `kernel`              |
+| one GPU, jax from 0.12  | all sums at once; the update in its `fused` form        |
 | GPUs, vmap, derivatives | all sums at once; the update as it is defined           |
 
 What is additive is added one by one instead, but on TPUs, and where XLA may have spread it over
@@ -26,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmask._base.array_types import explicit_sharding, varying_alike, with_whole_rows
-from jmask._base.lowering import in_one_device, lower, primitive
+from jmask._base.lowering import in_one_device, lower, primitive, switched_on
 from jmask._base.row_ids import Order
 from jmask._kernels import tpu_rows
 from jmask._kernels.block_loops import BlockLoop, block_size, run_side_by_side, together
@@ -268,7 +269,14 @@ def _on_one_tpu(*given: jax.Array, parts: Parts) -> list[jax.Array]:
 
 
 def _by_kernel(operands: Operands, part: _Part) -> list[jax.Array]:
+    tpu_rows.warn_if_copied(operands[0])
     return _all_at_once(part.update.kernel or part.update.fastest, operands, part)
+
+
+def _on_one_gpu(*given: jax.Array, parts: Parts) -> list[jax.Array]:
+    # A scatter of several tables is one kernel since jaxlib 0.12, and a loop over rows before.
+    is_one_kernel = jax.__version_info__ >= (0, 12) and switched_on()
+    return _each(_fused if is_one_kernel else _defined, given, parts)
 
 
 def _fused(operands: Operands, part: _Part) -> list[jax.Array]:
@@ -389,6 +397,8 @@ def _with_unique_ids(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 lower(_update_rows_p, on_one=_by_definition, on_several=_summed_by_definition)
+for platform in ("cuda", "rocm"):
+    lower(_update_rows_p, _on_one_gpu, _summed_by_definition, platform=platform)
 # XLA cannot spread a kernel over devices.
 lower(_update_rows_p, on_one=_on_one_tpu, on_several=_on_tpus, platform="tpu")
 # Where arrays are spread over devices, entries are not where their equals are.

@@ -327,6 +327,7 @@ def test_optimizers_that_are_the_kernel(tx: Any, kernels: list[str], apply: Any)
         ((10**6, 128), "float32", {"lookups": 0}),
     ],
 )
+@pytest.mark.filterwarnings("ignore:on a TPU a step copies")
 def test_shapes_that_are_left_to_xla(shape: Any, dtype: Any, more: Any) -> None:
     assert kernels_of(jmask.adagrad(), shape, dtype, **more) == []
 
@@ -338,7 +339,7 @@ def test_widths() -> None:
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels_of(jmask.adam(), (10**6, 128)) == UPDATE
-    monkeypatch.setenv("JMASK_TPU_KERNEL", "0")
+    monkeypatch.setenv("JMASK_KERNELS", "0")
     for tx in (jmask.adam(), jmask.sgd(0.1), jmask.rowwise_adagrad()):
         assert kernels_of(tx, (10**6, 128)) == []
 
@@ -367,6 +368,30 @@ def test_other_platforms_have_no_kernel() -> None:
         traced = jax.jit(step(tx)).trace(*arguments)
         text = traced.lower(lowering_platforms=(platform,)).as_text()
         assert not any(name in text for name in KERNELS)
+
+
+def test_one_export_holds_the_kernel_and_scatters() -> None:
+    table, ids = jnp.ones((V, 128)), jnp.array([3, 5, 3])
+    tx = jmask.adam()
+    arguments = table, tx.init(table), ids
+    exported = jax.export.export(jax.jit(step(tx)), platforms=["cpu", "tpu"])(*arguments)
+    text = exported.mlir_module()
+    assert "jmask_update_rows" in text
+    assert '"stablehlo.scatter"' in text
+    for here, there in zip(
+        jax.tree.leaves(exported.call(*arguments)),
+        jax.tree.leaves(jax.jit(step(tx))(*arguments)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(here, there, rtol=1e-6)
+
+
+def test_narrow_tables_are_said_once() -> None:
+    tpu_rows._warn_of_copies.cache_clear()
+    with pytest.warns(UserWarning, match=r"jmask.packed\(table\)"):
+        kernels_of(jmask.adagrad(), (10**6, 64))
+    kernels_of(jmask.adagrad(), (10**6, 64))  # not again, nor of small tables
+    kernels_of(jmask.adagrad(), (10**3, 64))
 
 
 def test_lines_are_as_wide_as_registers() -> None:
