@@ -13,6 +13,8 @@ doublings, since ids are sorted; the last of them is written, once:
 Both are exact: bits are moved, nothing is added.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -23,6 +25,15 @@ LANES = 128
 def per_line(width: int) -> int:
     """How many rows of a width a line holds."""
     return max(LANES // width, 1)
+
+
+def has_narrow_rows(shape: tuple[int, ...]) -> bool:
+    """Whether the rows of a table of this shape have several entries and fill no whole lines.
+
+    A TPU keeps such a table transposed, or copies it into lines and back in each step.
+    """
+    width = math.prod(shape[1:])
+    return width > 1 and width % LANES != 0
 
 
 def picked(line: jax.Array, place: jax.Array, width: int) -> jax.Array:

@@ -18,7 +18,6 @@ The kernel has run in Pallas' interpreter and through the TPU compiler, but not 
 import dataclasses
 import functools
 import itertools
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +31,7 @@ from jmask._base.fallback import LARGE
 from jmask._base.forms import CALLS, aval_of, name_of, names_in
 from jmask._base.jaxprs import ARITHMETIC, bound, inlined, interpret
 from jmask._base.lowering import switched_on
-from jmask._kernels.lines import LANES
+from jmask._kernels.lines import LANES, has_narrow_rows
 
 # Rows of a block, if they fit: enough that the latency of a DMA, about 1 us, is nothing beside
 # the 5 us in which the others are issued.
@@ -87,8 +86,7 @@ def _warn_of_copies(shape: tuple[int, ...], dtype: Any) -> None:
 
 def warn_if_copied(table: jax.Array) -> None:
     """Warn, once for each shape, of a large table whose rows are not whole lines."""
-    width = math.prod(table.shape[1:])
-    if width > 1 and width % LANES and table.size * table.dtype.itemsize >= LARGE:
+    if has_narrow_rows(table.shape) and table.size * table.dtype.itemsize >= LARGE:
         _warn_of_copies(table.shape, table.dtype)
 
 

@@ -380,7 +380,7 @@ def test_bad_hyperparameters(build, message):
 
 @pytest.mark.of_cpus
 def test_one_pass_lowers_for_every_platform():
-    """One scatter, and on GPUs gather, compute, scatter before JAX 0.12. One export holds all."""
+    """One scatter; on GPUs before JAX 0.12 gather, compute, scatter. One export holds all."""
     tx, table = jmask.adam(0.1), jnp.ones((V, 3))
     of_gpus = 1 if jax.__version_info__ >= (0, 12) else 3
     gradient = jmask.RowSparse([3, 5], jnp.ones((2, 3)), (V, 3), coalesced=True)
