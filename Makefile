@@ -155,6 +155,13 @@ scaling: .venv-accelerators/ready.stamp
 	.venv-accelerators/bin/python $(INSTALL) 'rich>=13'
 	$(AHEAD_OF_TIME) PYTHONPATH=. .venv-accelerators/bin/python benchmarks/scaling.py
 
+.PHONY: tpu-cost
+
+# Estimates of steps on TPUs by the compiler's schedules: the table of docs/tpu.md. All of it takes
+# half an hour; `make tpu-cost TPU_COST="--generations v5e --lookups 8192"`.
+tpu-cost: .venv-accelerators/ready.stamp
+	$(AHEAD_OF_TIME) PYTHONPATH=. .venv-accelerators/bin/python benchmarks/tpu_cost.py $(TPU_COST)
+
 # Beside optax, a C loop, and torch, FBGEMM and TensorFlow, which are processes of their own, and
 # MXNet with an interpreter that has it: `make bench BENCH="--mxnet-python PATH"`.
 # `make bench BENCH=--quick`: about four minutes.

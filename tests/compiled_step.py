@@ -22,7 +22,8 @@ import optax
 import jmask
 
 # What may produce an array as large as a table in a program that works in place: names
-# for a buffer that exists, the loop and fusion that a scatter becomes, and the scatter.
+# for a buffer that exists, the loop and fusion that a scatter becomes, the scatter, and the
+# kernel of jmask that takes its place on TPUs.
 IN_PLACE = frozenset(
     {
         "bitcast",
@@ -31,6 +32,7 @@ IN_PLACE = frozenset(
         "dynamic-update-slice",
         "fusion",
         "get-tuple-element",
+        "kernel",
         "parameter",
         "scatter",
         "tuple",
@@ -160,7 +162,8 @@ def whole_table_operations(compiled: Any, entries: int) -> set[str]:
             continue
         for dimensions in _DIMENSIONS.findall(instruction["type"]):
             if math.prod(int(size) for size in dimensions.split(",") if size) >= entries:
-                opcodes.add(instruction["opcode"])
+                is_kernel = '"tpu_custom_call"' in line
+                opcodes.add("kernel" if is_kernel else instruction["opcode"])
     return opcodes
 
 
@@ -180,3 +183,32 @@ def rounds_of_loops(compiled: Any) -> list[int]:
     loops = [line for line in compiled.as_text().splitlines() if " while(" in line]
     known = [re.search(r'"known_trip_count":\{"n":"(\d+)"', line) for line in loops]
     return [int(rounds[1]) if rounds else 0 for rounds in known]
+
+
+_CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
+_SCOPED = re.compile(r'"used_scoped_memory_configs":\[\{[^]]*?"size":"(\d+)"')
+
+
+def costed_cycles(compiled: Any) -> int:
+    """The cycles of all instructions of a TPU program for which its compiler says them."""
+    return sum(int(cycles) for cycles in _CYCLES.findall(compiled.as_text()))
+
+
+def streaming_scatters(compiled: Any, entries: int) -> list[str]:
+    """The scatters of a TPU program that move an array of `entries` entries as a whole.
+
+    Where a scatter moves window after window of its operand, the windows fill the memory of
+    the core: 16 MB on a v5e and v5p, 32 MB on a v6e, where one that moves rows takes .4 MB.
+    """
+    found = []
+    for line in compiled.as_text().splitlines():
+        instruction, scoped = _INSTRUCTION.search(line), _SCOPED.search(line)
+        if instruction is None or scoped is None or "scatter" not in line:
+            continue
+        sizes = [
+            math.prod(int(size) for size in dimensions.split(",") if size)
+            for dimensions in _DIMENSIONS.findall(instruction["type"])
+        ]
+        if max(sizes, default=0) >= entries and int(scoped[1]) > 2**22:
+            found.append(line.split(" = ")[0].strip())
+    return found

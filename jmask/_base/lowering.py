@@ -8,6 +8,7 @@ other operations, and at lowering it becomes what suits the devices:
 """
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -80,3 +81,18 @@ def _lowered(definition: Definition) -> Any:
 
 def _is_for_one(ctx: Any) -> bool:
     return getattr(ctx.module_context.axis_context, "num_devices", None) == 1
+
+
+def in_one_device() -> bool:
+    """Whether what is traced is the part of one device in a `shard_map` over all axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return bool(mesh.manual_axes) and set(mesh.manual_axes) == set(mesh.axis_names)
+
+
+def switched_on() -> bool:
+    """Whether forms that no device has run yet are used: not with `JMASK_KERNELS=0`.
+
+    It is read from the environment when a program is lowered: a program that is compiled
+    already stays as it is.
+    """
+    return os.environ.get("JMASK_KERNELS", "1") != "0"

@@ -11,6 +11,8 @@ block_loops             loops over blocks of rows, side by side
 row_blocks              equal ids summed and used, block by block
 update_rows             tables updated at unique ids: a primitive that knows the machine
 odd_windows             rows as windows, which XLA's CPU compiler scatters faster
+lines                   narrow rows side by side in lines of 128
+tpu_rows                tables updated by row DMAs, one kernel for TPUs
 scatter_update          one scatter whose combiner is an optimizer
 stochastic_rounding     sums rounded to a narrow dtype, right on average
 """

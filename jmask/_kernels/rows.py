@@ -25,8 +25,11 @@ from jmask._base.array_types import (
     spec_of,
     varying_alike,
 )
+from jmask._base.lowering import in_one_device, lower, primitive
 from jmask._base.row_ids import widen
+from jmask._kernels import tpu_rows
 from jmask._kernels.gather import BITS, Gather, zero_of
+from jmask._kernels.lines import LANES
 
 _CLIP = lax.GatherScatterMode.CLIP
 _DROP = lax.GatherScatterMode.FILL_OR_DROP
@@ -90,28 +93,48 @@ def set_rows(
     table: jax.Array, ids: jax.Array, rows: jax.Array, *, coalesced: bool
 ) -> jax.Array:
     """`table` with `table[ids] = rows`, in place when the table's buffer may be reused."""
-    return _write(lax.scatter, table, ids, rows, coalesced)
+    return _write("set", table, ids, rows, coalesced)
 
 
 def add_rows(
     table: jax.Array, ids: jax.Array, rows: jax.Array, *, coalesced: bool
 ) -> jax.Array:
     """`table` with `table[ids] += rows`, duplicates summed, in place when possible."""
-    return _write(lax.scatter_add, table, ids, rows, coalesced)
+    return _write("add", table, ids, rows, coalesced)
 
 
 def lower_rows(table: jax.Array, ids: jax.Array, rows: jax.Array) -> jax.Array:
     """`table` with `table[ids] = min(table[ids], rows)`, in place when possible."""
-    return _write(lax.scatter_min, table, ids, rows, coalesced=False)
+    return _write("min", table, ids, rows, coalesced=False)
 
 
-def _write(scatter, table, ids, rows, coalesced):
+_SCATTERS = {"set": lax.scatter, "add": lax.scatter_add, "min": lax.scatter_min}
+
+
+def _write(kind, table, ids, rows, coalesced):
     if table.shape[0] == 0:  # every id is padding, and the transposed gather has no row
         return table
     sharding = explicit_sharding(table, ids, rows)
     if sharding is not None and _is_ambiguous(table, ids, rows):
-        write = functools.partial(_write, scatter, coalesced=coalesced)
+        write = functools.partial(_write, kind, coalesced=coalesced)
         return automatically(write, table, ids, rows, like=sharding, spec=spec_of(table))
+    rows = rows.astype(table.dtype)
+    if not coalesced or sharding is not None or not ids.shape[0]:
+        return _scattered(table, ids, rows, kind=kind, coalesced=coalesced)
+    operands = varying_alike(table, ids, rows)
+    return _write_rows_p.bind(*operands, kind=kind, is_alone=in_one_device())[0]
+
+
+def _scattered(
+    table: jax.Array, ids: jax.Array, rows: jax.Array, *, kind: str, coalesced: bool
+) -> jax.Array:
+    """One scatter.
+
+    Args:
+        table, ids, rows: as in `set_rows`.
+        kind: a key of `_SCATTERS`.
+        coalesced: whether to promise that ids are sorted and unique.
+    """
     if coalesced:
         ids, coalesced = _unique_padding(ids, table.shape[0])
     dimensions = lax.ScatterDimensionNumbers(
@@ -119,10 +142,10 @@ def _write(scatter, table, ids, rows, coalesced):
         inserted_window_dims=(0,),
         scatter_dims_to_operand_dims=(0,),
     )
-    return scatter(
+    return _SCATTERS[kind](
         table,
         ids[:, None],
-        rows.astype(table.dtype),
+        rows,
         dimensions,
         indices_are_sorted=coalesced,
         unique_indices=coalesced,
@@ -145,3 +168,163 @@ def _unique_padding(ids: jax.Array, rows: int) -> tuple[jax.Array, bool]:
         return ids, False
     position = lax.iota(ids.dtype, ids.shape[0])
     return jnp.where(ids >= rows, rows + position, ids), True
+
+
+# --- sorted and unique ids ---------------------------------------------------------------
+
+# A scatter with sorted ids moves every window of the table on a TPU, whatever the number of
+# ids (libtpu 0.0.50); without the promise it moves the rows. By the compiler's schedules they
+# are level at 35 (v5e) to 76 (v6e) rows of the table for each id.
+SORTED_PAYS = 35
+
+
+def _written_as_promised(
+    table: jax.Array, ids: jax.Array, rows: jax.Array, *, kind: str, is_alone: bool
+) -> list[jax.Array]:
+    del is_alone
+    return [_scattered(table, ids, rows, kind=kind, coalesced=True)]
+
+
+_write_rows_p = primitive(
+    "jmask_write_rows", _written_as_promised, shapes=lambda table, ids, rows, **_: [table]
+)
+
+
+def _written_on_tpus(
+    table: jax.Array, ids: jax.Array, rows: jax.Array, *, kind: str, is_alone: bool
+) -> list[jax.Array]:
+    if is_alone:
+        return _written_on_a_tpu(table, ids, rows, kind=kind, is_alone=True)
+    is_small = table.shape[0] <= SORTED_PAYS * ids.shape[0]
+    return [_scattered(table, ids, rows, kind=kind, coalesced=is_small)]
+
+
+def _written_on_a_tpu(
+    table: jax.Array, ids: jax.Array, rows: jax.Array, *, kind: str, is_alone: bool
+) -> list[jax.Array]:
+    if _is_in_lines(table, ids):
+        return [_written_in_lines(table, ids, rows, kind)]
+    if not tpu_rows.accepts([table], ids, [rows]):
+        return _written_on_tpus(table, ids, rows, kind=kind, is_alone=False)
+    if kind == "set":
+        body, read = lambda old, new: [new], []
+    else:
+        body, read = lambda old, step: [old + step], [0]
+    return tpu_rows.update(body, [table], ids, [rows], padding_last=True, read=read)
+
+
+lower(_write_rows_p, _written_on_a_tpu, _written_on_tpus, platform="tpu")
+
+
+# --- one entry for each row --------------------------------------------------------------
+
+# XLA keeps an array (V, 1) on a TPU as V entries in a row, and copies it to make it (V,), which
+# its gathers and scatters do first. As an array (1, V) it is what it was, and its lines of 128
+# entries can be read and written.
+
+
+def _is_in_lines(table: jax.Array, ids: jax.Array) -> bool:
+    """Whether a table (V, 1, ..., 1) is read and written by lines on a TPU."""
+    in_one_row = jax.ShapeDtypeStruct((1, LANES), table.dtype)
+    return (
+        table.ndim > 1
+        and table.size == table.shape[0] > SORTED_PAYS * ids.shape[0]
+        and tpu_rows.accepts([in_one_row], ids, [])
+    )
+
+
+def _written_in_lines(
+    table: jax.Array, ids: jax.Array, rows: jax.Array, kind: str
+) -> jax.Array:
+    n, whole = ids.shape[0], table.shape[0] // LANES
+    lines, old = _lines_and_entries(table, ids)
+    new = rows.reshape(n) + old if kind == "add" else rows.reshape(n)
+    # The last of the entries of a line, which are neighbours, writes it with all of them.
+    line, in_lines = ids // LANES, ids < whole * LANES
+    is_last = jnp.concatenate([line[1:] != line[:-1], jnp.ones((1,), bool)])
+    writer = lax.cummin(jnp.where(is_last, lax.iota(jnp.int32, n), n), reverse=True)
+    place = jnp.where(in_lines, writer * LANES + ids % LANES, lines.size)
+    lines = lines.reshape(-1).at[place].set(new, mode="drop", unique_indices=True)
+    (flat,) = tpu_rows.update(
+        lambda old, new: [new],
+        [table.reshape(1, -1)],
+        jnp.where(is_last & in_lines, line, whole),
+        [lines.reshape(n, LANES)],
+        padding_last=False,
+        read=[],
+    )
+    rest, of_rest = _last_line(table, ids)
+    if not rest.shape[0]:
+        return flat.reshape(table.shape)
+    # Those of all ids that are in it are the last before padding.
+    few = min(n, LANES)
+    first = jnp.maximum(jnp.sum(ids < table.shape[0], dtype=jnp.int32) - few, 0)
+    of_rest, new = (lax.dynamic_slice_in_dim(x, first, few) for x in (of_rest, new))
+    new = new.reshape(few, *table.shape[1:])
+    rest = _scattered(rest, of_rest, new, kind="set", coalesced=False)
+    start = (whole * LANES,) + (0,) * (table.ndim - 1)
+    return lax.dynamic_update_slice(flat.reshape(table.shape), rest, start)
+
+
+def _last_line(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The entries of a table (V, 1, ..., 1) that fill no line, and the ids in them."""
+    start = table.shape[0] // LANES * LANES
+    rest = lax.slice_in_dim(table, start, None)
+    return rest, jnp.where(ids < start, rest.shape[0], ids - start)
+
+
+def _lines_and_entries(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """For each id (n,) its line (n, 128) of a table (V, 1, ..., 1), and its entry (n,)."""
+    line = jnp.minimum(ids // LANES, table.shape[0] // LANES - 1)
+    lines = tpu_rows.read_lines(table.reshape(1, -1), line)
+    is_own = lax.broadcasted_iota(jnp.int32, lines.shape, 1) == (ids % LANES)[:, None]
+    # A sum of bits, all but one of which are zero, is exact for nan and -0.0 too.
+    bits = jnp.where(is_own, lax.bitcast_convert_type(lines, jnp.int32), 0)
+    entries = lax.bitcast_convert_type(jnp.sum(bits, axis=1), table.dtype)
+    rest, of_rest = _last_line(table, ids)
+    if not rest.shape[0]:
+        return lines, entries
+    is_rest = of_rest < rest.shape[0]
+    return lines, jnp.where(is_rest, gather_rows(rest, of_rest).reshape(-1), entries)
+
+
+def gather_unique_rows(table: jax.Array, ids: jax.Array, *, coalesced: bool) -> jax.Array:
+    """`gather_rows` for an update: of one entry for each row, too, in O(n) on a TPU."""
+    has_lines = table.ndim > 1 and table.size == table.shape[0] > 0 and ids.shape[0]
+    if not has_lines or explicit_sharding(table, ids) is not None:
+        return gather_rows(table, ids, coalesced=coalesced)
+    table, ids = varying_alike(table, ids)
+    return _read_rows_p.bind(table, ids, coalesced=coalesced, is_alone=in_one_device())[0]
+
+
+def _read(
+    table: jax.Array, ids: jax.Array, *, coalesced: bool, is_alone: bool
+) -> list[jax.Array]:
+    del is_alone
+    return [gather_rows(table, ids, coalesced=coalesced)]
+
+
+def _read_on_a_tpu(
+    table: jax.Array, ids: jax.Array, *, coalesced: bool, is_alone: bool
+) -> list[jax.Array]:
+    if not _is_in_lines(table, ids):
+        return _read(table, ids, coalesced=coalesced, is_alone=is_alone)
+    _, entries = _lines_and_entries(table, ids)
+    return [entries.reshape(-1, *table.shape[1:])]
+
+
+def _read_on_tpus(
+    table: jax.Array, ids: jax.Array, *, coalesced: bool, is_alone: bool
+) -> list[jax.Array]:
+    read = _read_on_a_tpu if is_alone else _read
+    return read(table, ids, coalesced=coalesced, is_alone=is_alone)
+
+
+_read_rows_p = primitive(
+    "jmask_read_rows",
+    _read,
+    shapes=lambda table, ids, **_: [
+        table.update(shape=(*ids.shape, *table.shape[1:]), weak_type=False)
+    ],
+)
+lower(_read_rows_p, _read_on_a_tpu, _read_on_tpus, platform="tpu")

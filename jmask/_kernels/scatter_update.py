@@ -12,6 +12,7 @@ padding. On GPUs, for which XLA makes such a scatter a loop over the rows, one a
 under vmap and where derivatives are taken, the same is done by gather, compute, scatter.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,8 +24,9 @@ from jax.interpreters import mlir
 
 from jmask._base.jaxprs import evaluate, only_arithmetic
 from jmask._base.row_ids import Order
+from jmask._kernels import tpu_rows
 from jmask._kernels.gathered_rows import Rows
-from jmask._kernels.rows import gather_rows, set_rows
+from jmask._kernels.rows import SORTED_PAYS, gather_unique_rows, set_rows
 from jmask._kernels.update_rows import RowUpdate, Update
 
 Combiner = Callable[..., Sequence[Any]]
@@ -66,6 +68,8 @@ def update_elementwise(
         update = _one_scatter(program)
     else:
         update = Update(_by_parts(cast), captures=captures)
+    if not captures:
+        update = dataclasses.replace(update, kernel=_by_kernel(program, update))
     return RowUpdate(update, tables, ids, grad, scalars, order)
 
 
@@ -79,7 +83,7 @@ def _by_parts(combiner: Combiner) -> Callable[..., list[jax.Array]]:
         others: Sequence[jax.Array],
         is_sorted: bool,
     ) -> list[jax.Array]:
-        old = [gather_rows(x, ids, coalesced=is_sorted) for x in tables]
+        old = [gather_unique_rows(x, ids, coalesced=is_sorted) for x in tables]
         new = combiner(*old, grad, *others)
         return [
             set_rows(x, ids, rows, coalesced=is_sorted)
@@ -104,6 +108,38 @@ def _one_scatter(program: ClosedJaxpr) -> Update:
 
     rule = entry_by_entry(lambda *entries: evaluate(program, *entries))
     return Update(_by_parts(rule), scattered)
+
+
+def _by_kernel(program: ClosedJaxpr, update: Update) -> Callable[..., list[jax.Array]]:
+    """The update as a kernel for TPUs, where there is one."""
+
+    def updated(
+        tables: Sequence[jax.Array],
+        ids: jax.Array,
+        grad: jax.Array,
+        others: Sequence[jax.Array],
+        is_sorted: bool,
+    ) -> list[jax.Array]:
+        rows = [grad, *(jnp.broadcast_to(x, grad.shape) for x in others if x.ndim)]
+        scalars = [x for x in others if not x.ndim]
+        if not tpu_rows.accepts(tables, ids, rows, scalars, program.jaxpr):
+            return update.fastest(tables, ids, grad, others, is_sorted)
+        is_scalar = [not x.ndim for x in others]
+        count = len(tables)
+
+        def body(*entries: jax.Array) -> Sequence[jax.Array]:
+            old, (grad, *given) = entries[:count], entries[count:]
+            arrays, scalars = iter(given), iter(given[len(rows) - 1 :])
+            others = (next(scalars if alone else arrays) for alone in is_scalar)
+            return rule(*old, grad, *others)
+
+        read = [i for i in range(count) if tpu_rows.is_used(program.jaxpr, i)]
+        return tpu_rows.update(
+            body, tables, ids, rows, scalars, padding_last=is_sorted, read=read
+        )
+
+    rule = entry_by_entry(lambda *entries: tpu_rows.evaluate(program, *entries))
+    return updated
 
 
 def entry_by_entry(scalar_function: Callable[..., Any]) -> Combiner:
@@ -178,4 +214,11 @@ def _lowered(ctx: Any, *operands: Any, program: ClosedJaxpr, is_sorted: bool) ->
     return scatter.results
 
 
+def _lowered_for_tpus(ctx: Any, *operands: Any, program: ClosedJaxpr, is_sorted: bool) -> Any:
+    table, ids = ctx.avals_in[0], ctx.avals_in[len(operands) // 2]
+    pays = table.shape[0] <= SORTED_PAYS * ids.shape[0]
+    return _lowered(ctx, *operands, program=program, is_sorted=is_sorted and pays)
+
+
 mlir.register_lowering(_scatter_rows_p, _lowered)
+mlir.register_lowering(_scatter_rows_p, _lowered_for_tpus, platform="tpu")

@@ -7,7 +7,9 @@ of a gradient is decided where the program is lowered for a device:
 
 | one CPU                 | equal ids found by hashing: `hash_dedup`                |
 |   and gathered rows     | blocks of rows in the order of their ids: `row_blocks`  |
-| several CPUs, TPUs      | all sums at once; the update in its `fused` form        |
+| several CPUs or TPUs    | all sums at once; the update in its `fused` form        |
+| one TPU                 | all sums at once; the update as a `kernel`              |
+| one GPU, jax from 0.12  | all sums at once; the update in its `fused` form        |
 | GPUs, vmap, derivatives | all sums at once; the update as it is defined           |
 
 What is additive is added one by one instead, but on TPUs, and where XLA may have spread it over
@@ -25,8 +27,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmask._base.array_types import explicit_sharding, varying_alike, with_whole_rows
-from jmask._base.lowering import lower, primitive
+from jmask._base.lowering import in_one_device, lower, primitive, switched_on
 from jmask._base.row_ids import Order
+from jmask._kernels import tpu_rows
 from jmask._kernels.block_loops import BlockLoop, block_size, run_side_by_side, together
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gather import zero_of
@@ -47,12 +50,14 @@ class Update:
     Attributes:
         definition: in operations that can be batched and differentiated.
         fused: the same for XLA's compilers for CPUs and TPUs, if there is another form.
+        kernel: the same as a kernel for one TPU, if there is one; see `tpu_rows`.
         captures: whether it holds tracers, which no primitive may keep.
         additive: whether ids need not be unique: rows of equal ids may come one by one.
     """
 
     definition: OnUniqueRows
     fused: OnUniqueRows | None = None
+    kernel: OnUniqueRows | None = None
     captures: bool = False
     additive: bool = False
 
@@ -145,9 +150,7 @@ def _part_of(x: RowUpdate) -> tuple[list[jax.Array], _Part]:
         ids, values, *scalars = map(with_whole_rows, (ids, values, *scalars))
     leaves, form = jax.tree.flatten(values)
     operands = varying_alike(*x.tables, *scalars, ids, *leaves)
-    mesh = jax.sharding.get_abstract_mesh()
-    is_alone = bool(mesh.manual_axes) and set(mesh.manual_axes) == set(mesh.axis_names)
-    part = _Part(x.update, len(x.tables), len(scalars), form, order, is_alone)
+    part = _Part(x.update, len(x.tables), len(scalars), form, order, in_one_device())
     return list(operands), part
 
 
@@ -174,7 +177,23 @@ def _added(
     return [add_rows(tables[0], ids, rows, coalesced=is_sorted)]
 
 
-ADDITION = Update(_added, additive=True)
+def _added_by_kernel(
+    tables: Sequence[jax.Array],
+    ids: jax.Array,
+    rows: jax.Array,
+    scalars: Sequence[jax.Array],
+    is_sorted: bool,
+) -> list[jax.Array]:
+    (table,) = tables
+    if not tpu_rows.accepts(tables, ids, [rows]):
+        return _added(tables, ids, rows, scalars, is_sorted)
+    rows = rows.astype(table.dtype)
+    return tpu_rows.update(
+        lambda old, step: [old + step], tables, ids, [rows], padding_last=is_sorted
+    )
+
+
+ADDITION = Update(_added, kernel=_added_by_kernel, additive=True)
 
 
 Operands = Sequence[jax.Array]
@@ -235,9 +254,29 @@ def _by_definition(*given: jax.Array, parts: Parts) -> list[jax.Array]:
 _update_rows_p = primitive("jmask_update_rows", _by_definition, _shapes)
 
 
-def _on_tpu(*given: jax.Array, parts: Parts) -> list[jax.Array]:
-    # Rows that are promised to be distinct are believed to be added faster than others.
-    return _each(lambda x, part: _all_at_once(part.update.fastest, x, part), given, parts)
+def _on_tpus(*given: jax.Array, parts: Parts) -> list[jax.Array]:
+    def run(operands: Operands, part: _Part) -> list[jax.Array]:
+        if part.is_alone:
+            return _by_kernel(operands, part)
+        # Rows that are promised to be distinct are believed to be added faster than others.
+        return _all_at_once(part.update.fastest, operands, part)
+
+    return _each(run, given, parts)
+
+
+def _on_one_tpu(*given: jax.Array, parts: Parts) -> list[jax.Array]:
+    return _each(_by_kernel, given, parts)
+
+
+def _by_kernel(operands: Operands, part: _Part) -> list[jax.Array]:
+    tpu_rows.warn_if_copied(operands[0])
+    return _all_at_once(part.update.kernel or part.update.fastest, operands, part)
+
+
+def _on_one_gpu(*given: jax.Array, parts: Parts) -> list[jax.Array]:
+    # A scatter of several tables is one kernel since jaxlib 0.12, and a loop over rows before.
+    is_one_kernel = jax.__version_info__ >= (0, 12) and switched_on()
+    return _each(_fused if is_one_kernel else _defined, given, parts)
 
 
 def _fused(operands: Operands, part: _Part) -> list[jax.Array]:
@@ -358,6 +397,9 @@ def _with_unique_ids(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 lower(_update_rows_p, on_one=_by_definition, on_several=_summed_by_definition)
-lower(_update_rows_p, _on_tpu, platform="tpu")
+for platform in ("cuda", "rocm"):
+    lower(_update_rows_p, _on_one_gpu, _summed_by_definition, platform=platform)
+# XLA cannot spread a kernel over devices.
+lower(_update_rows_p, on_one=_on_one_tpu, on_several=_on_tpus, platform="tpu")
 # Where arrays are spread over devices, entries are not where their equals are.
 lower(_update_rows_p, on_one=_on_one_cpu, on_several=_on_cpus, platform="cpu")

@@ -23,8 +23,11 @@ import jax.numpy as jnp
 from jmask._autodiff.uses import Use, uses_of_inputs
 from jmask._autodiff.value_and_grad import function_of_parameters, value_and_gradients
 from jmask._autodiff.values import RowSum
+from jmask._base.doors import checked_choice
 from jmask._base.fallback import Fallback, Place, collected, in_bytes
 from jmask._base.leaves import abstract_leaf
+from jmask._kernels.lines import has_narrow_rows
+from jmask._tables.packed import PLATFORMS
 from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.checks import check_parameters, model_of
@@ -125,7 +128,12 @@ class Explanation:
 
 
 def explain(
-    loss_fn: Callable[..., Any], params: Any, *batch: Any, has_aux: bool = False, **kwargs: Any
+    loss_fn: Callable[..., Any],
+    params: Any,
+    *batch: Any,
+    has_aux: bool = False,
+    platform: str | None = None,
+    **kwargs: Any,
 ) -> Explanation:
     """Say of every parameter whether its gradient is row-sparse, what a step costs, and why.
 
@@ -140,6 +148,8 @@ def explain(
             their shapes, `PackedTable` and `ShardedTable`.
         *batch: its other arguments: arrays, shapes, or anything else.
         has_aux: whether `loss_fn` returns auxiliary data beside the scalar.
+        platform: "cpu", "gpu" or "tpu", where the step is to run; by default that of
+            `jax.default_backend()`. For a TPU it is noted which tables a step copies.
         **kwargs: its keyword arguments.
 
     Returns:
@@ -151,6 +161,7 @@ def explain(
     Raises:
         TypeError: if `loss_fn` is no function or its result no scalar, or a parameter is not
             a dense floating array.
+        ValueError: if `platform` is not known.
 
     Example:
         >>> import jax, jax.numpy as jnp, jmask
@@ -172,13 +183,17 @@ def explain(
             "jmask.explain(loss_fn, params, *batch)."
         )
     check_parameters(params)
+    if platform is None:
+        platform = jax.default_backend()
+    else:
+        checked_choice(platform, "platform", PLATFORMS)
     model = model_of(params)
     loss_fn, params = function_of_parameters(loss_fn, {0: model}), model.parameters
     gradients, uses, reports = _traced(loss_fn, params, batch, has_aux, kwargs)
     leaves = jax.tree.leaves_with_path(params, is_leaf=is_stored_table)
     reported = {report.shape for report in reports}
     steps = [
-        _step(path, leaf, gradient, of_leaf, reported)
+        _step(path, leaf, gradient, of_leaf, reported, platform)
         for (path, leaf), gradient, of_leaf in zip(leaves, gradients, uses, strict=True)
     ]
     explained = {step.shape for step in steps if step.note}
@@ -232,7 +247,12 @@ def _traced(
 
 
 def _step(
-    path: Any, leaf: Any, gradient: Any, uses: list[Use], shapes: set[Any]
+    path: Any,
+    leaf: Any,
+    gradient: Any,
+    uses: list[Use],
+    shapes: set[Any],
+    platform: str,
 ) -> ParameterStep:
     stored = is_stored_table(leaf)
     array: Any = leaf if stored else abstract_leaf(leaf)
@@ -243,6 +263,12 @@ def _step(
     touched = nbytes
     if nse is not None:
         touched = min(nse, shape[0]) * math.prod(shape[1:]) * dtype.itemsize
+    notes = [_note(shape, gradient, nse, uses, is_reported)]
+    if platform == "tpu" and nse and not stored and has_narrow_rows(shape):
+        notes.append(
+            "a TPU copies the table in each step, or keeps it transposed, since its rows are "
+            "not lines of 128 entries: `jmask.packed(table)` keeps them in such lines"
+        )
     return ParameterStep(
         jax.tree_util.keystr(path, simple=True, separator=".") or "params",
         f"{type(leaf).__name__} {described}" if stored else described,
@@ -252,7 +278,7 @@ def _step(
         nse is not None,
         nse,
         touched,
-        _note(shape, gradient, nse, uses, is_reported),
+        "; ".join(filter(None, notes)),
     )
 
 

@@ -31,13 +31,13 @@ from jax import lax
 
 from jmask._base.doors import checked_choice
 from jmask._base.leaves import as_table
+from jmask._kernels.lines import LANES, per_line, picked, placed
 from jmask._kernels.rows import gather_rows
 from jmask._kernels.scatter_update import Combiner, update_elementwise
 from jmask._kernels.update_rows import updated
 from jmask._tables.stored_table import StoredTable, whole
 from jmask._tensors.row_sparse import RowSparse
 
-LANES = 128
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 
 
@@ -97,9 +97,9 @@ class PackedTable(StoredTable):
         columns: list[jax.Array] = []
         for part, width in self._with_widths():
             ids = _after(columns, ids)
-            per_line = _per_line(width)
-            line = gather_rows(part, ids // per_line)
-            columns.append(_picked(line, ids % per_line, width))
+            count = per_line(width)
+            line = gather_rows(part, ids // count)
+            columns.append(picked(line, ids % count, width))
         return jnp.concatenate(columns, axis=1).reshape(ids.shape[0], *self.shape[1:])
 
     def entries(self) -> list[jax.Array]:
@@ -151,7 +151,7 @@ class PackedTable(StoredTable):
         new: list[list[jax.Array]] = []
         for i, rows in enumerate(_groups(columns)):
             ids = _after(new, ids)
-            place, lines, touched = _placed(ids, rows, self.shape[0], self.parts[i].shape[0])
+            place, lines, touched = placed(ids, rows, self.shape[0], self.parts[i].shape[0])
             parts = [table.parts[i] for table in tables]
             mask = touched.astype(rows.dtype)
             update = update_elementwise(masked, parts, place, lines, [mask, *scalars], "unique")
@@ -218,7 +218,7 @@ def checked_floating(table: Any) -> Any:
 def part_shapes(shape: Sequence[int]) -> list[tuple[int, int]]:
     """Shapes of the arrays that hold a packed table of the given shape."""
     return [
-        (-(-shape[0] // _per_line(width)), max(width, LANES))
+        (-(-shape[0] // per_line(width)), max(width, LANES))
         for width in _widths(math.prod(shape[1:]))
     ]
 
@@ -239,16 +239,12 @@ def _groups(columns: jax.Array) -> list[jax.Array]:
     return jnp.split(columns, ends[:-1], axis=1)
 
 
-def _per_line(width: int) -> int:
-    return max(LANES // width, 1)
-
-
 # --- lines -------------------------------------------------------------------------------
 
 
 def _packed(columns: jax.Array) -> jax.Array:
     rows, width = columns.shape
-    missing = -rows % _per_line(width)
+    missing = -rows % per_line(width)
     return jnp.pad(columns, ((0, missing), (0, 0))).reshape(-1, max(width, LANES))
 
 
@@ -256,63 +252,13 @@ def _unpacked(part: jax.Array, width: int) -> jax.Array:
     return part.reshape(-1, width)
 
 
-def _picked(line: jax.Array, place: jax.Array, width: int) -> jax.Array:
-    """The row at `place` (n,) of each line (n, 128): halved until it is `width` wide."""
-    while line.shape[1] > width:
-        half = line.shape[1] // 2
-        in_second = (place // (half // width)) % 2 == 1
-        line = jnp.where(in_second[:, None], line[:, half:], line[:, :half])
-    return line
-
-
 def _written(part: jax.Array, ids: jax.Array, rows: jax.Array, count: int) -> jax.Array:
     """The part with `rows` (n, width) at `ids`, sorted and unique apart from padding."""
-    line, new, touched = _placed(ids, rows, count, part.shape[0])
-    new = jnp.where(touched, new, gather_rows(part, ids // _per_line(rows.shape[1])))
+    line, new, touched = placed(ids, rows, count, part.shape[0])
+    new = jnp.where(touched, new, gather_rows(part, ids // per_line(rows.shape[1])))
     update = update_elementwise(lambda _, new: [new], [part], line, new, [], "unique")
     ((written,),) = updated([update])
     return written
-
-
-def _placed(
-    ids: jax.Array, rows: jax.Array, count: int, lines: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rows (n, width), whose ids are sorted and unique apart from padding, in their lines.
-
-    Returns:
-        For each entry (n,) the line that it writes, unique, or `lines` if it writes none; the
-        lines (n, 128), and which of their columns belong to a row.
-    """
-    width = rows.shape[1]
-    per_line, exists = _per_line(width), ids < count
-    line, place = ids // per_line, ids % per_line
-    following = jnp.where(exists, line, lines)[1:]
-    following = jnp.concatenate([following, jnp.full(line[:1].shape, lines, line.dtype)])
-    target = jnp.where(exists & (following != line), line, lines)
-    if per_line == 1:
-        return target, rows, jnp.ones((1, width), bool)
-    place_of_column = lax.broadcasted_iota(ids.dtype, (1, LANES), 1) // width
-    bits = jnp.dtype(f"int{8 * rows.dtype.itemsize}")
-    tiled = jnp.tile(lax.bitcast_convert_type(rows, bits), (1, per_line))
-    placed = jnp.where(place[:, None] == place_of_column, tiled, jnp.zeros((), bits))
-    # One bit for each place, in words of 32, takes less room than 128 columns.
-    words = lax.broadcasted_iota(ids.dtype, (1, -(-per_line // 32)), 1)
-    bit = jnp.uint32(1) << (place % 32).astype(jnp.uint32)[:, None]
-    mask = jnp.where(words == (place // 32)[:, None], bit, jnp.uint32(0))
-    placed, mask = (_joined(x, line, per_line) for x in (placed, mask))
-    mask = jnp.repeat(mask, LANES // words.shape[1], axis=1)
-    touched = (mask >> (place_of_column % 32).astype(jnp.uint32)) & 1 == 1
-    return target, lax.bitcast_convert_type(placed, rows.dtype), touched
-
-
-def _joined(x: jax.Array, line: jax.Array, per_line: int) -> jax.Array:
-    """`x` (n, m), at each entry with the bits of those before it in the same line."""
-    count, shift = line.shape[0], 1
-    while shift < per_line:
-        before = jnp.pad(x, ((shift, 0), (0, 0)))[:count]
-        same = line == jnp.pad(line, (shift, 0), constant_values=-1)[:count]
-        x, shift = x | jnp.where(same[:, None], before, jnp.zeros((), x.dtype)), 2 * shift
-    return x
 
 
 def _after(done: list[Any], ids: jax.Array) -> jax.Array:

@@ -37,7 +37,7 @@ from jmask._base.array_types import (
 from jmask._base.leaves import as_table
 from jmask._base.shapes import trailing
 from jmask._kernels.coalesce import coalesce_rows
-from jmask._kernels.rows import set_rows
+from jmask._kernels.rows import gather_unique_rows, set_rows
 from jmask._tables.packed import PackedTable, checked_floating, part_shapes
 from jmask._tables.routed_rows import RoutedRows
 from jmask._tables.row_exchange import rows_from_owners, rows_to_owners
@@ -244,7 +244,10 @@ class ShardedTable(StoredTable):
         layout = self._layout_of(gradient)
 
         def rows_of(stored: Any, ids: jax.Array) -> jax.Array:
-            return read_rows(self._local(stored), layout.local(ids, layout.shard()))
+            blocks, places = self._local(stored), layout.local(ids, layout.shard())
+            if not isinstance(blocks, PackedTable):
+                return gather_unique_rows(blocks, places, coalesced=False)
+            return read_rows(blocks, places)
 
         over = (layout.rows,) * 3
         return layout.run(rows_of, self.check_layout(), gradient.row_ids(), over=over)

@@ -25,7 +25,7 @@ from jmask._base.precision import joint_dtype
 from jmask._base.row_ids import id_dtype
 from jmask._base.shapes import trailing
 from jmask._kernels.gather import Gather
-from jmask._kernels.rows import gather_rows, set_rows
+from jmask._kernels.rows import gather_rows, gather_unique_rows, set_rows
 from jmask._tensors.methods import call, method
 from jmask._tensors.misuse import refuse_misuse_of_table
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
@@ -210,7 +210,7 @@ def rows_of(table: Any, gradient: RowSparse) -> jax.Array:
     """The rows of an array or a stored table where a gradient without equal ids has some."""
     if is_stored_table(table):
         return table.rows(gradient)
-    return gather_rows(table, gradient.row_ids(), coalesced=gradient.coalesced)
+    return gather_unique_rows(table, gradient.row_ids(), coalesced=gradient.coalesced)
 
 
 def with_rows(table: Any, gradient: RowSparse, rows: jax.Array) -> Any:

@@ -76,7 +76,10 @@ def check_arguments(memory: Any, numbers: int) -> None:
 def test_a_million_rows(topology: str, columns: int, optimizer: str) -> None:
     memory, numbers = memory_of(topology, optimizer, columns, 10**6)
     check_arguments(memory, numbers)
-    assert memory.temp_size_in_bytes <= 0.05 * numbers
+    # A v5p keeps the lines of the batch in HBM, and the kernel takes them whole where a scatter
+    # is fused with what makes them: up to five arrays of them.
+    lines = 5 * LOOKUPS * LANES * 4 if topology.startswith("v5p") else 0
+    assert memory.temp_size_in_bytes <= max(0.05 * numbers, lines)
 
 
 @pytest.mark.parametrize(

@@ -395,3 +395,21 @@ def test_tensors_show_themselves(make, text):
     assert set(seen) == {text}
     for leaf in (None, "x", 0, object()):
         assert type(x).__name__ in repr(jax.tree.map(lambda _, leaf=leaf: leaf, x))
+
+
+@pytest.mark.parametrize(
+    ("row", "is_copied"), [((64,), True), ((4, 16), True), ((128,), False), ((1,), False)]
+)
+def test_narrow_tables_on_tpus(row, is_copied):
+    def loss(table, ids):
+        return jnp.sum(table[ids])
+
+    table = SHAPE((10**6, *row), "float32")
+    for platform in ("tpu", "cpu", None):
+        (step,) = jmask.explain(loss, table, IDS, platform=platform).parameters
+        assert ("jmask.packed(table)" in step.note) == (is_copied and platform == "tpu")
+    packed = jax.eval_shape(jmask.PackedTable.pack, SHAPE((10**6, 64), "float32"))
+    (step,) = jmask.explain(lambda t, i: jnp.sum(t[i]), packed, IDS, platform="tpu").parameters
+    assert not step.note
+    with pytest.raises(ValueError, match="`platform` must be one of"):
+        jmask.explain(loss, table, IDS, platform="TPU")

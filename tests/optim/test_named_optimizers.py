@@ -380,15 +380,16 @@ def test_bad_hyperparameters(build, message):
 
 @pytest.mark.of_cpus
 def test_one_pass_lowers_for_every_platform():
-    """One scatter on CPU and TPU; on GPUs gather, compute, scatter. One export holds all."""
+    """One scatter; on GPUs before JAX 0.12 gather, compute, scatter. One export holds all."""
     tx, table = jmask.adam(0.1), jnp.ones((V, 3))
+    of_gpus = 1 if jax.__version_info__ >= (0, 12) else 3
     gradient = jmask.RowSparse([3, 5], jnp.ones((2, 3)), (V, 3), coalesced=True)
 
     def step(values, state, table):
         return jmask.apply_gradients(tx, gradient.with_values(values), state, table)
 
     arguments = (gradient.values, tx.init(table), table)
-    for platform, scatters in (("cpu", 1), ("tpu", 1), ("cuda", 3)):
+    for platform, scatters in (("cpu", 1), ("tpu", 1), ("cuda", of_gpus)):
         exported = jax.export.export(jax.jit(step), platforms=[platform])(*arguments)
         assert exported.mlir_module().count('"stablehlo.scatter"') == scatters
     everywhere = jax.export.export(jax.jit(step), platforms=["cpu", "tpu", "cuda"])

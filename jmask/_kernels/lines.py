@@ -1,0 +1,86 @@
+"""Narrow rows side by side in lines of 128, the width of a TPU's registers.
+
+    rows of 64     line 0:  row 0 | row 1      line 1:  row 2 | row 3      ...
+
+A row is read with its line and then picked out of it, in log2(128 / width) halvings. To
+write rows, each is placed in an empty line and those that share a line are joined, in as many
+doublings, since ids are sorted; the last of them is written, once:
+
+    ids        0      1      4        2 rows in a line
+    placed    a -    - b    c -
+    joined    a -    a b    c -       the first is dropped
+
+Both are exact: bits are moved, nothing is added.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+LANES = 128
+
+
+def per_line(width: int) -> int:
+    """How many rows of a width a line holds."""
+    return max(LANES // width, 1)
+
+
+def has_narrow_rows(shape: tuple[int, ...]) -> bool:
+    """Whether the rows of a table of this shape have several entries and fill no whole lines.
+
+    A TPU keeps such a table transposed, or copies it into lines and back in each step.
+    """
+    width = math.prod(shape[1:])
+    return width > 1 and width % LANES != 0
+
+
+def picked(line: jax.Array, place: jax.Array, width: int) -> jax.Array:
+    """The row at `place` (n,) of each line (n, 128): halved until it is `width` wide."""
+    while line.shape[1] > width:
+        half = line.shape[1] // 2
+        in_second = (place // (half // width)) % 2 == 1
+        line = jnp.where(in_second[:, None], line[:, half:], line[:, :half])
+    return line
+
+
+def placed(
+    ids: jax.Array, rows: jax.Array, count: int, lines: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rows (n, width), whose ids are sorted and unique apart from padding, in their lines.
+
+    Returns:
+        For each entry (n,) the line that it writes, unique, or `lines` if it writes none; the
+        lines (n, 128), and which of their columns belong to a row.
+    """
+    width = rows.shape[1]
+    rows_per_line, exists = per_line(width), ids < count
+    line, place = ids // rows_per_line, ids % rows_per_line
+    following = jnp.where(exists, line, lines)[1:]
+    following = jnp.concatenate([following, jnp.full(line[:1].shape, lines, line.dtype)])
+    target = jnp.where(exists & (following != line), line, lines)
+    if rows_per_line == 1:
+        return target, rows, jnp.ones((1, width), bool)
+    place_of_column = lax.broadcasted_iota(ids.dtype, (1, LANES), 1) // width
+    bits = jnp.dtype(f"int{8 * rows.dtype.itemsize}")
+    tiled = jnp.tile(lax.bitcast_convert_type(rows, bits), (1, rows_per_line))
+    full = jnp.where(place[:, None] == place_of_column, tiled, jnp.zeros((), bits))
+    # One bit for each place, in words of 32, takes less room than 128 columns.
+    words = lax.broadcasted_iota(ids.dtype, (1, -(-rows_per_line // 32)), 1)
+    bit = jnp.uint32(1) << (place % 32).astype(jnp.uint32)[:, None]
+    mask = jnp.where(words == (place // 32)[:, None], bit, jnp.uint32(0))
+    full, mask = (_joined(x, line, rows_per_line) for x in (full, mask))
+    mask = jnp.repeat(mask, LANES // words.shape[1], axis=1)
+    touched = (mask >> (place_of_column % 32).astype(jnp.uint32)) & 1 == 1
+    return target, lax.bitcast_convert_type(full, rows.dtype), touched
+
+
+def _joined(x: jax.Array, line: jax.Array, rows_per_line: int) -> jax.Array:
+    """`x` (n, m), at each entry with the bits of those before it in the same line."""
+    count, shift = line.shape[0], 1
+    while shift < rows_per_line:
+        before = jnp.pad(x, ((shift, 0), (0, 0)))[:count]
+        same = line == jnp.pad(line, (shift, 0), constant_values=-1)[:count]
+        x, shift = x | jnp.where(same[:, None], before, jnp.zeros((), x.dtype)), 2 * shift
+    return x

@@ -1,0 +1,419 @@
+"""A row update as one TPU kernel: rows travel between HBM and the core, and nothing else does.
+
+    ids [7, 2, 9]      read rows 7, 2, 9      compute      write rows 7, 2, 9
+
+XLA's scatter moves the tile of eight rows around each row, 16 rows a round, and waits for each
+round; with sorted ids it moves the whole table. Here each row is one DMA of its own in and one
+out, and blocks of rows overlap:
+
+    step i      block i is read | block i - 1 is computed | block i - 2 is written
+
+Ids must be unique, so that blocks touch different rows and need no order among each other.
+Every table is aliased with its result: a row that no id names is not touched.
+
+The kernel has run in Pallas' interpreter and through the TPU compiler, but not yet on a TPU.
+`JMASK_KERNELS=0` in the environment gives XLA's scatters instead; see `switched_on`.
+"""
+
+import dataclasses
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from jmask._base.fallback import LARGE
+from jmask._base.forms import CALLS, aval_of, name_of, names_in
+from jmask._base.jaxprs import ARITHMETIC, bound, inlined, interpret
+from jmask._base.lowering import switched_on
+from jmask._kernels.lines import LANES, has_narrow_rows
+
+# Rows of a block, if they fit: enough that the latency of a DMA, about 1 us, is nothing beside
+# the 5 us in which the others are issued.
+_BLOCK = 512
+# Bytes of VMEM for all buffers: half of the 16 MiB that a kernel has by default on a v5e.
+_VMEM = 8 * 2**20
+# Rows whose DMAs are issued in one round of a loop.
+_UNROLL = 16
+# Rows whose arithmetic is done together: 8 registers for each array of 128 lanes.
+_CHUNK = 64
+
+_WORDS = {jnp.dtype(x) for x in ("float32", "int32", "uint32")}
+_COMPUTED = {*_WORDS, jnp.dtype("bfloat16"), jnp.dtype(bool)}
+# Pallas lowers the others for all generations (jax 0.12); tests/accelerators compile each.
+_LOWERED = ARITHMETIC - {"cbrt", "expm1"}
+
+Body = Callable[..., Sequence[jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """The static part of a call.
+
+    Attributes:
+        body: (*table rows, *rows, *scalars) -> new table rows, elementwise.
+        tables, rows: how many of each there are.
+        scalars: their dtypes.
+        read: the tables whose old rows the body depends on.
+        block: rows of a block.
+        padding_last: whether padding comes after all other ids.
+        in_one_row: whether a table is an array (1, V), and its rows are lines of 128 entries.
+    """
+
+    body: Body
+    tables: int
+    rows: int
+    scalars: tuple[Any, ...]
+    read: tuple[int, ...]
+    block: int
+    padding_last: bool
+    in_one_row: bool
+
+
+@functools.cache
+def _warn_of_copies(shape: tuple[int, ...], dtype: Any) -> None:
+    warnings.warn(
+        f"on a TPU a step copies a table {dtype}{list(shape)} or keeps it transposed: its rows "
+        "are not lines of 128 entries. `jmask.packed(table)` keeps them in such lines.",
+        stacklevel=2,
+    )
+
+
+def warn_if_copied(table: jax.Array) -> None:
+    """Warn, once for each shape, of a large table whose rows are not whole lines."""
+    if has_narrow_rows(table.shape) and table.size * table.dtype.itemsize >= LARGE:
+        _warn_of_copies(table.shape, table.dtype)
+
+
+def accepts(
+    tables: Sequence[Any],
+    ids: jax.Array,
+    rows: Sequence[jax.Array],
+    scalars: Sequence[jax.Array] = (),
+    program: Jaxpr | None = None,
+) -> bool:
+    """Decide whether the kernel can be used, by the switch, the shapes and the arithmetic.
+
+    Args:
+        tables, ids, rows, scalars: as of `update`.
+        program: the arithmetic on single entries; None if it is an addition or a copy.
+    """
+    return (
+        switched_on()
+        # XLA keeps other widths transposed or padded, and would copy the table for the kernel.
+        and tables[0].ndim == 2
+        and tables[0].shape[1] % LANES == 0
+        # A row of 16 bits shares its words with a neighbour, which a DMA cannot leave alone.
+        and all(x.dtype in _WORDS for x in tables)
+        and all(x.dtype in _COMPUTED for x in (*rows, *scalars))
+        and ids.dtype == jnp.int32
+        and ids.shape[0] > 0
+        and _block_size(len(tables) + len(rows), tables[0].shape[1], ids.shape[0]) > 0
+        and (program is None or _is_lowered(program))
+    )
+
+
+def _is_lowered(program: Jaxpr) -> bool:
+    """Whether Pallas lowers all equations for all generations of TPUs."""
+    variables = (v for eqn in inlined(ClosedJaxpr(program, ())).jaxpr.eqns for v in eqn.outvars)
+    return (
+        not program.effects
+        and names_in(program) <= _LOWERED.union(CALLS)
+        and all(aval_of(v).dtype in _COMPUTED for v in variables)
+    )
+
+
+def evaluate(program: ClosedJaxpr, *entries: jax.Array) -> list[jax.Array]:
+    """The outputs of a program that `accepts` took, in operations that Pallas lowers."""
+    program = inlined(program)
+    return interpret(program.jaxpr, program.consts, entries, _lowered)
+
+
+def _lowered(eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
+    if name_of(eqn) != "sign":
+        return bound(eqn, inputs)
+    # Pallas asks which chip it is on, and ahead of time there is none.
+    (x,) = inputs
+    one = jnp.ones((), x.dtype)
+    return [jnp.where(x > 0, one, jnp.where(x < 0, -one, x))]
+
+
+def is_used(program: Jaxpr, i: int) -> bool:
+    """Decide whether a program depends on its input number `i`."""
+    used = (v for eqn in program.eqns for v in eqn.invars)
+    return any(v is program.invars[i] for v in (*used, *program.outvars))
+
+
+def update(
+    body: Body,
+    tables: Sequence[jax.Array],
+    ids: jax.Array,
+    rows: Sequence[jax.Array],
+    scalars: Sequence[jax.Array] = (),
+    *,
+    padding_last: bool,
+    read: Sequence[int] | None = None,
+) -> list[jax.Array]:
+    """Tables with `body` applied to the rows `ids`.
+
+    Args:
+        body: (*table rows, *rows, *scalars) -> new table rows (b, *row), elementwise.
+        tables: arrays (V, *row) that `accepts` takes; or arrays (1, V), of which ids and rows
+            are those of lines of 128 entries.
+        ids (n,): int32, canonical and unique, padding apart.
+        rows: arrays (n, *row).
+        scalars: of at most 32 bits.
+        padding_last: whether padding comes after all other ids.
+        read: positions of the tables on whose old rows `body` depends; all by default.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    count, width = rows[0].shape
+    in_one_row = tables[0].shape[1] != width
+    padding = tables[0].size // width
+    block = _block_size(len(tables) + len(rows), width, count)
+    blocks = -(-count // block)
+    rows = [_padded(x, blocks * block, 0) for x in rows]
+    ids = _padded(ids, blocks * block, padding).reshape(blocks, block)
+    valid = jnp.sum(ids < padding, axis=1, dtype=jnp.int32)
+    plan = _Plan(
+        body,
+        len(tables),
+        len(rows),
+        tuple(x.dtype for x in scalars),
+        tuple(range(len(tables)) if read is None else read),
+        block,
+        padding_last,
+        in_one_row,
+    )
+    parts = [ids]
+    if not padding_last:
+        place = lax.broadcasted_iota(jnp.int32, ids.shape, 1)
+        parts = list(lax.sort((ids, place), dimension=1, num_keys=1, is_stable=False))
+    # Each step sees the numbers of the block that it reads, and of the one before.
+    both = [jnp.pad(x, (ends, (0, 0))) for x in parts for ends in ((0, 1), (1, 0))]
+    numbers = jnp.concatenate(both, axis=1)[:, None, :]
+
+    def computed(step: Any, *_: Any) -> Any:
+        return jnp.clip(step - 1, 0, blocks - 1), 0
+
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    one = pl.BlockSpec(memory_space=pltpu.SMEM)
+    tables = [_kept_in_hbm(x) for x in tables]
+    arguments: list[jax.Array] = [valid, numbers, *map(_one_word, scalars), *rows, *tables]
+    return pl.pallas_call(
+        functools.partial(_kernel, plan),
+        out_shape=[_like(x) for x in tables],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(blocks + 2,),
+            in_specs=[
+                pl.BlockSpec(
+                    (1, *numbers.shape[1:]),
+                    lambda step, *_: (jnp.minimum(step, blocks), 0, 0),
+                    memory_space=pltpu.SMEM,
+                ),
+                *[one for _ in scalars],
+                *[pl.BlockSpec((block, width), computed) for _ in rows],
+                *[in_hbm for _ in tables],
+            ],
+            out_specs=[in_hbm for _ in tables],
+            scratch_shapes=[
+                *[pltpu.VMEM((2, block, width), x.dtype) for x in tables],
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SemaphoreType.DMA((2,)),
+            ],
+        ),
+        input_output_aliases={len(arguments) - len(tables) + t: t for t in range(len(tables))},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",),
+            # All ids that are used are rows of the table; the checks take four times as long
+            # as the DMAs themselves.
+            disable_bounds_checks=True,
+        ),
+        name="jmask_update_rows",
+    )(*arguments)
+
+
+def _block_size(arrays: int, width: int, count: int) -> int:
+    """Rows of a block, of which two buffers for each array fit in VMEM; 0 if none do."""
+    block = min(_BLOCK, _VMEM // (2 * arrays * width * 4), -(-count // _CHUNK) * _CHUNK)
+    return block - block % _CHUNK
+
+
+def _padded(x: jax.Array, count: int, value: int) -> jax.Array:
+    widths = [(0, count - x.shape[0])] + [(0, 0)] * (x.ndim - 1)
+    return jnp.pad(x, widths, constant_values=value)
+
+
+def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """Shape and dtype, and in a `shard_map` the axes over which the array varies."""
+    shape: jax.ShapeDtypeStruct = jax.eval_shape(lambda x: x, x)
+    return shape
+
+
+def _kept_in_hbm(table: jax.Array) -> jax.Array:
+    """The table, which XLA does not move into the memory of the core as a whole and back."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    kept: jax.Array = pltpu.with_memory_space_constraint(table, pltpu.HBM)
+    return kept
+
+
+def _one_word(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32 if x.dtype.itemsize == 2 else x.dtype).reshape(1)
+
+
+def _kernel(plan: _Plan, valid: Any, numbers: Any, *refs: Any) -> None:
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    given, block = iter(refs), plan.block
+    take = lambda count: list(itertools.islice(given, count))
+    scalars, rows = take(len(plan.scalars)), take(plan.rows)
+    _, tables, buffers = take(plan.tables), take(plan.tables), take(plan.tables)
+    semaphores = dict(zip(("read", "write"), given, strict=True))
+    members = {"read": plan.read, "write": range(plan.tables)}
+    step, blocks = pl.program_id(0), pl.num_programs(0) - 2
+
+    def copy(way: str, t: int, slot: Any, row: Any, j: Any) -> Any:
+        if plan.in_one_row:
+            line = pl.ds(pl.multiple_of(row * LANES, LANES), LANES)
+            ends = tables[t].at[:, line], buffers[t].at[slot, pl.ds(j, 1)]
+        else:
+            ends = tables[t].at[row], buffers[t].at[slot, j]
+        source, target = ends if way == "read" else ends[::-1]
+        return pltpu.make_async_copy(source, target, semaphores[way].at[slot])
+
+    def start(way: str, block_number: Any, behind: int) -> None:
+        """Start to copy the rows of a block, which is `behind` this step by 0 or 1."""
+        slot = lax.rem(block_number, 2)
+
+        def one(q: Any) -> None:
+            at = q + behind * block
+            j = q if plan.padding_last else numbers[0, 0, 2 * block + at]
+            for t in members[way]:
+                copy(way, t, slot, numbers[0, 0, at], j).start()
+
+        def several(first: Any, carry: Any) -> Any:
+            for u in range(_UNROLL):
+                one(first * _UNROLL + u)
+            return carry
+
+        def single(q: Any, carry: Any) -> Any:
+            one(q)
+            return carry
+
+        count = valid[block_number]
+        rounds = lax.div(count, _UNROLL)
+        lax.fori_loop(0, rounds, several, 0)
+        lax.fori_loop(rounds * _UNROLL, count, single, 0)
+
+    def wait(way: str, block_number: Any) -> None:
+        """Wait until the rows of a block are copied."""
+        count, slot = valid[block_number], lax.rem(block_number, 2)
+
+        def all_rows() -> None:
+            for t in members[way]:  # a semaphore counts bytes: one wait for all
+                rows = buffers[t].at[slot]
+                pltpu.make_async_copy(rows, rows, semaphores[way].at[slot]).wait()
+
+        def row_by_row() -> None:
+            def single(q: Any, carry: Any) -> Any:
+                for t in members[way]:
+                    copy(way, t, slot, 0, 0).wait()
+                return carry
+
+            lax.fori_loop(0, count, single, 0)
+
+        lax.cond(count == block, all_rows, row_by_row)
+
+    def compute(block_number: Any) -> None:
+        slot = lax.rem(block_number, 2)
+        words = [x[0].astype(d) for x, d in zip(scalars, plan.scalars, strict=True)]
+
+        def chunk(number: Any, carry: Any) -> Any:
+            place = pl.ds(number * _CHUNK, _CHUNK)
+            old = [buffer[slot, place] for buffer in buffers]
+            new = plan.body(*old, *[x[place] for x in rows], *words)
+            for buffer, x in zip(buffers, new, strict=True):
+                buffer[slot, place] = x
+            return carry
+
+        lax.fori_loop(0, block // _CHUNK, chunk, 0)
+
+    def update_block() -> None:
+        if plan.read:
+            wait("read", step - 1)
+        compute(step - 1)
+        start("write", step - 1, 1)
+
+    # The rows of this step are read where those of two steps before were written from.
+    pl.when(step >= 2)(lambda: wait("write", step - 2))
+    if plan.read:
+        pl.when(step < blocks)(lambda: start("read", step, 0))
+    pl.when((step >= 1) & (step <= blocks))(update_block)
+
+
+def read_lines(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Lines (n, 128) of an array (1, V); `ids` (n,) are in range."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    count = ids.shape[0]
+    block = _block_size(2, LANES, count)
+    blocks = -(-count // block)
+    ids = _padded(ids, blocks * block, 0).reshape(blocks, 1, block)
+
+    def kernel(ids: Any, table: Any, lines: Any, buffer: Any, semaphores: Any) -> None:
+        step = pl.program_id(0)
+        slot, other = lax.rem(step, 2), lax.rem(step + 1, 2)
+
+        def start() -> None:
+            def several(first: Any, carry: Any) -> Any:
+                for u in range(_UNROLL):
+                    j = first * _UNROLL + u
+                    line = pl.ds(pl.multiple_of(ids[0, 0, j] * LANES, LANES), LANES)
+                    to = buffer.at[slot, pl.ds(j, 1)]
+                    pltpu.make_async_copy(table.at[:, line], to, semaphores.at[slot]).start()
+                return carry
+
+            lax.fori_loop(0, block // _UNROLL, several, 0)
+
+        def finish() -> None:
+            done = buffer.at[other]
+            pltpu.make_async_copy(done, done, semaphores.at[other]).wait()
+            lines[...] = done[...]
+
+        pl.when(step < blocks)(start)
+        pl.when(step > 0)(finish)
+
+    lines = pl.pallas_call(
+        kernel,
+        out_shape=_like(jnp.broadcast_to(table[:1, :1], (blocks * block, LANES))),
+        grid=(blocks + 1,),
+        in_specs=[
+            pl.BlockSpec(
+                (1, 1, block),
+                lambda i: (jnp.minimum(i, blocks - 1), 0, 0),
+                memory_space=pltpu.SMEM,
+            ),
+            pl.BlockSpec(memory_space=pltpu.HBM),
+        ],
+        out_specs=pl.BlockSpec((block, LANES), lambda i: (jnp.maximum(i - 1, 0), 0)),
+        scratch_shapes=[
+            pltpu.VMEM((2, block, LANES), table.dtype),
+            pltpu.SemaphoreType.DMA((2,)),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), disable_bounds_checks=True
+        ),
+        name="jmask_read_lines",
+    )(ids, _kept_in_hbm(table))
+    return lines[:count]

@@ -1,0 +1,209 @@
+"""A step on a TPU costs the rows, not the table: read from programs compiled without one.
+
+A table may be streamed in place and without temporaries, which the other tests do not see.
+Here steps on 10**6 and on 10**7 rows are compared: no scatter moves a whole table, no array
+with an entry for each row is made, and what the compiler says the instructions cost is the
+same. `make test-tpu` runs these; `make tpu-cost` prints estimates of whole steps.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import topologies
+
+import jmask
+from tests.accelerators.test_tpu import TOPOLOGIES, device
+from tests.compiled_step import (
+    IN_PLACE,
+    costed_cycles,
+    rounds_of_loops,
+    streaming_scatters,
+    whole_table_operations,
+)
+
+pytestmark = [pytest.mark.tpu, pytest.mark.dtype_promotion]
+
+ROWS, LOOKUPS, WIDTH = (10**6, 10**7), 512, 128
+
+
+def in_two_steps(tx: Any, grads: Any, state: Any, params: Any) -> Any:
+    """One step of the optimizer, applied by optax."""
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def lookup(table: Any, ids: jax.Array) -> jax.Array:
+    return jnp.sum(table[ids] ** 2)
+
+
+def bags(table: Any, ids: jax.Array) -> jax.Array:
+    return jnp.sum(jmask.embedding_bag(table, ids.reshape(-1, 4)) ** 2)
+
+
+def several(table: Any, ids: jax.Array) -> jax.Array:
+    return lookup(table, ids) + lookup(table, ids[::-1] // 2)
+
+
+def plain(rows: int, dtype: Any = "float32") -> Any:
+    return jax.ShapeDtypeStruct((rows, WIDTH), dtype)
+
+
+def packed(rows: int) -> Any:
+    return jax.eval_shape(jmask.PackedTable.pack, jax.ShapeDtypeStruct((rows, 64), "float32"))
+
+
+def bfloat16(rows: int) -> Any:
+    return plain(rows, jnp.bfloat16)
+
+
+Case = tuple[Any, Callable[..., Any], Callable[..., Any], Callable[..., Any]]
+
+STEPS: dict[str, Case] = {
+    "sgd": (jmask.sgd(0.1), jmask.apply_gradients, lookup, plain),
+    "sgd in two steps": (jmask.sgd(0.1), in_two_steps, lookup, plain),
+    "decayed sgd": (jmask.sgd(0.1, weight_decay=0.1), jmask.apply_gradients, lookup, plain),
+    "momentum": (jmask.sgd(0.1, momentum=0.9), jmask.apply_gradients, lookup, plain),
+    "adagrad": (jmask.adagrad(), jmask.apply_gradients, lookup, plain),
+    "adagrad, several": (jmask.adagrad(), jmask.apply_gradients, several, plain),
+    "adam": (jmask.adam(), jmask.apply_gradients, lookup, plain),
+    "adam, bags": (jmask.adam(), jmask.apply_gradients, bags, plain),
+    "adam of rows": (jmask.adam(count="per_row"), jmask.apply_gradients, lookup, plain),
+    "rowwise": (jmask.rowwise_adagrad(), jmask.apply_gradients, lookup, plain),
+    "rowwise in two steps": (jmask.rowwise_adagrad(), in_two_steps, bags, plain),
+    "ftrl": (jmask.ftrl(), jmask.apply_gradients, lookup, plain),
+    "optax.adam": (jmask.lazy(optax.adam(0.1)), in_two_steps, lookup, plain),
+    "optax.adam, one": (jmask.lazy(optax.adam(0.1)), jmask.apply_gradients, lookup, plain),
+    "optax.lion": (jmask.lazy(optax.lion(0.1)), jmask.apply_gradients, lookup, plain),
+    "optax.rmsprop": (jmask.lazy(optax.rmsprop(0.1)), in_two_steps, bags, plain),
+    "packed adam": (jmask.adam(), jmask.apply_gradients, lookup, packed),
+    "packed rowwise": (jmask.rowwise_adagrad(), jmask.apply_gradients, lookup, packed),
+    "bfloat16": (jmask.adagrad(), jmask.apply_gradients, lookup, bfloat16),
+}
+
+
+def compiled_step(case: Case, rows: int, sharding: Any) -> Any:
+    tx, apply, loss, make = case
+    table = make(rows)
+    given = table, jax.eval_shape(tx.init, table), jax.ShapeDtypeStruct((LOOKUPS,), "int32")
+    given = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), given
+    )
+
+    def step(table: Any, state: Any, ids: jax.Array) -> Any:
+        value, grads = jmask.value_and_grad(loss)(table, ids)
+        return *apply(tx, grads, state, table), value
+
+    return jax.jit(step, donate_argnums=(0, 1)).lower(*given).compile()
+
+
+def check_flat(programs: list[Any]) -> None:
+    for compiled, rows in zip(programs, ROWS, strict=True):
+        assert not streaming_scatters(compiled, rows)
+        assert whole_table_operations(compiled, rows) <= IN_PLACE
+        assert not rounds_of_loops(compiled)
+    small, large = map(costed_cycles, programs)
+    assert large <= 1.02 * small + 2000
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_flat(name: str) -> None:
+    topology = TOPOLOGIES[list(STEPS).index(name) % 3]
+    check_flat([compiled_step(STEPS[name], rows, device(topology)) for rows in ROWS])
+
+
+@pytest.mark.parametrize(
+    ("topology", "tx"),
+    [("v5e:2x2", jmask.adam()), ("v6e:2x2", jmask.rowwise_adagrad())],
+)
+def test_sharded_tables_are_flat(topology: str, tx: Any) -> None:
+    described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    mesh = jax.sharding.Mesh(np.array(described.devices), "x")
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def placed(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or whole)
+
+    programs = []
+    for rows in ROWS:
+        shape = jax.ShapeDtypeStruct((4 * rows, WIDTH), "float32")
+        table = jmask.sharded(shape, mesh, packed=False)
+        state = jax.eval_shape(tx.init, table)
+        by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+        state = jax.tree.map(
+            lambda x, by_rows=by_rows: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=by_rows if x.ndim else whole
+            ),
+            state,
+        )
+        ids = jax.ShapeDtypeStruct((LOOKUPS,), "int32", sharding=whole)
+
+        def step(table: Any, state: Any, ids: jax.Array) -> Any:
+            grads = jmask.grad(lookup)(table, ids)
+            return jmask.apply_gradients(tx, grads, state, table)
+
+        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(table, state, ids)
+        assert "jmask_update_rows" in lowered.as_text()
+        programs.append(lowered.compile())
+    check_flat(programs)
+
+
+@pytest.mark.parametrize("name", ["sgd", "rowwise"])
+def test_control_scatters_of_xla_stream(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the promise of sorted ids they do: what the tests above would see."""
+    monkeypatch.setenv("JMASK_KERNELS", "0")
+    monkeypatch.setattr("jmask._kernels.rows.SORTED_PAYS", 10**9)
+    compiled = compiled_step(STEPS[name], ROWS[0], device("v5e:2x2"))
+    assert streaming_scatters(compiled, ROWS[0])
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_without_the_kernel_no_table_streams(
+    topology: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JMASK_KERNELS", "0")
+    for name in ("sgd", "decayed sgd", "optax.adam"):
+        compiled = compiled_step(STEPS[name], ROWS[1], device(topology))
+        assert not streaming_scatters(compiled, ROWS[1])
+
+
+# --- what the compiler takes -------------------------------------------------------------
+
+ELEMENTWISE: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "clamp": lambda x: jnp.clip(x, -1.0, 1.0),
+    "copysign": lambda x: jnp.sign(x) * jnp.abs(x),
+    "pow": lambda x: jnp.abs(x) ** 1.5 + x**3,
+    "roots": lambda x: jnp.sqrt(jnp.abs(x)) + jax.lax.rsqrt(x * x + 1),
+    "exponentials": lambda x: jnp.exp(x) + jnp.exp2(x) + jnp.log(x) + jnp.log1p(x * x),
+    "sigmoids": lambda x: jnp.tanh(x) + jax.nn.sigmoid(x) + jnp.sin(x) + jnp.cos(x),
+    "angles": lambda x: jnp.tan(x) + jnp.arctan2(x, x + 1),
+    "rounding": lambda x: jnp.floor(x) + jnp.ceil(x) + jnp.round(x) + jax.lax.rem(x, x + 2),
+    "next": lambda x: jnp.nextafter(x, 2 * x),
+    "masks": lambda x: jnp.where((x > 0) & (x < 1) | ~jnp.isfinite(x), x, 0.0),
+    "more masks": lambda x: jnp.where(
+        (x >= 0) ^ (x != 1), jnp.maximum(x, 2), jnp.minimum(x, 0)
+    ),
+    "integers": lambda x: (x.astype(jnp.int32) % 7).astype(x.dtype),
+    "bfloat16": lambda x: (x.astype(jnp.bfloat16) * 2).astype(x.dtype),
+    "reduced": lambda x: jax.lax.reduce_precision(x, 8, 7),
+}
+
+
+@pytest.mark.parametrize("names", [tuple(ELEMENTWISE)[i::3] for i in range(3)])
+def test_arithmetic_that_is_lowered(names: tuple[str, ...]) -> None:
+    topology = TOPOLOGIES[len(names) % 3]
+
+    def update(p: Any, state: Any, g: Any) -> Any:
+        return p - sum(ELEMENTWISE[name](g + 0.1 * p) for name in names), state
+
+    inner = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda g, s, p: (update(p, s, g)[0] - p, s + g),
+    )
+    case = jmask.lazy(inner), jmask.apply_gradients, lookup, plain
+    compiled = compiled_step(case, ROWS[0], device(topology))
+    assert "jmask_update_rows" in compiled.as_text()

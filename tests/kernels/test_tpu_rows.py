@@ -1,0 +1,398 @@
+"""The kernel for TPUs computes what the definition does, without races, in Pallas' interpreter.
+
+The interpreter keeps semaphores and DMAs as a TPU does, copies rows only when they are waited
+for, and prints where two copies touch the same row with nothing between them. Blocks are small
+here, so that a few rows are several blocks. Which updates become the kernel is read from the
+program that is lowered for TPUs, for which none is needed.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
+
+import jmask
+from jmask._kernels import lines, rows, scatter_update, tpu_rows, update_rows
+
+# Without a clock for each DMA the interpreter sees no race between two of them.
+PARAMS = pltpu.InterpretParams(detect_races=True, vector_clock_size=512)
+KERNELS = ("jmask_update_rows", "jmask_read_lines")
+V = 60
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_BLOCK", 16), ("_CHUNK", 8), ("_UNROLL", 4)):
+        monkeypatch.setattr(tpu_rows, name, value)
+
+
+@pytest.fixture
+def interpreted(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """Run kernels in the interpreter, and refuse races."""
+    with pltpu.force_tpu_interpret_mode(PARAMS):
+        yield
+    assert "RACE" not in "".join(capfd.readouterr())
+
+
+def sgd(p: Any, g: Any) -> Any:
+    return (p - 0.1 * g,)
+
+
+def momentum(p: Any, m: Any, g: Any, lr: Any) -> Any:
+    m = 0.9 * m + g
+    return p - lr * jnp.sign(m), m
+
+
+def adam(p: Any, m: Any, v: Any, g: Any, lr: Any, c: Any) -> Any:
+    m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+    return p - lr * m / (jnp.sqrt(abs(v) * c) + 1e-8), m, v
+
+
+def adan_like(p: Any, m: Any, v: Any, n: Any, old: Any, g: Any, lr: Any) -> Any:
+    d = g - old
+    m, v = 0.9 * m + 0.1 * g, 0.9 * v + 0.1 * d
+    n = jnp.maximum(0.9 * n, jnp.abs(g + d))
+    return p - lr * (m + v) / (jnp.sqrt(jnp.abs(n)) + 1e-3), m, v, n, g
+
+
+def clipped(p: Any, m: Any, g: Any, lr: Any) -> Any:
+    g = jnp.clip(jnp.where(jnp.isfinite(g), g, 0.0), -1.0, 1.0)
+    return p * (1 - lr) - lr * jnp.tanh(g) ** 3, jnp.exp(-m) + jnp.log1p(g * g)
+
+
+def counted(p: Any, count: Any, g: Any) -> Any:
+    return p - g / (count + 1).astype(g.dtype), count + 1
+
+
+def replaced(p: Any, g: Any) -> Any:
+    return (g,)
+
+
+def masked(p: Any, g: Any, touched: Any) -> Any:
+    return (jnp.where(touched > 0, g, p),)
+
+
+RULES: dict[str, tuple[Callable[..., Any], Sequence[Any], int]] = {
+    "sgd": (sgd, ["float32"], 0),
+    "momentum": (momentum, ["float32"] * 2, 1),
+    "adam": (adam, ["float32"] * 3, 2),
+    "adan_like": (adan_like, ["float32"] * 5, 1),
+    "clipped": (clipped, ["float32"] * 2, 1),
+    "counted": (counted, ["float32", "int32"], 0),
+    "replaced": (replaced, ["float32"], 0),
+}
+
+# Rows, of them padding, width, order.
+BATCHES = {
+    "one row": (1, 0, 128, "sorted"),
+    "no row": (5, 5, 128, "sorted"),
+    "a block": (16, 0, 128, "sorted"),
+    "blocks": (48, 0, 128, "sorted"),
+    "a part of a block": (37, 0, 256, "sorted"),
+    "padding last": (40, 13, 128, "sorted"),
+    "blocks of padding": (50, 30, 128, "sorted"),
+    "padding among them": (40, 13, 128, "unique"),
+    "in any order": (33, 0, 128, "unique"),
+    "equal ids": (40, 5, 128, "any"),
+}
+
+CASES = [
+    *[(rule, "padding last") for rule in RULES],
+    *[("momentum", batch) for batch in BATCHES],
+    ("adam", "padding among them"),
+    ("adan_like", "a part of a block"),
+]
+
+
+def numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    x = rng.normal(size=shape)
+    return jnp.asarray(np.abs(x * 5) if jnp.issubdtype(dtype, jnp.integer) else x, dtype)
+
+
+def ids_of(rng: np.random.Generator, count: int, padding: int, order: str) -> jax.Array:
+    ids = rng.permutation(V)[: count - padding]
+    if order == "any":
+        ids = rng.integers(0, V // 3, count - padding)
+    ids = np.concatenate([ids, np.full(padding, V)])
+    ids = np.sort(ids) if order == "sorted" else rng.permutation(ids)
+    return jnp.asarray(ids, jnp.int32)
+
+
+def operands_of(rule: str, batch: str, gradient: Any = "float32") -> Any:
+    combiner, dtypes, scalars = RULES[rule]
+    count, padding, width, order = BATCHES[batch]
+    rng = np.random.default_rng(0)
+    tables = [numbers(rng, (V, width), dtype) for dtype in dtypes]
+    x = scatter_update.update_elementwise(
+        combiner,
+        tables,
+        ids_of(rng, count, padding, order),
+        numbers(rng, (count, width), gradient),
+        [jnp.float32(0.1 + i) for i in range(scalars)],
+        order,  # type: ignore[arg-type]
+    )
+    return update_rows._part_of(x)
+
+
+def run(how: Callable[..., Any], operands: Any, part: Any) -> list[np.ndarray]:
+    results = jax.jit(functools.partial(how, parts=(part,)))(*operands)
+    return [np.asarray(x) for x in results]
+
+
+def assert_same(operands: Any, part: Any, results: Any) -> None:
+    """The numbers of the definition, and the very bits of rows that no id names."""
+    others = np.setdiff1d(np.arange(V), np.asarray(operands[-2]))
+    expected = run(update_rows._by_definition, operands, part)
+    for old, new, want in zip(operands, results, expected, strict=False):
+        np.testing.assert_allclose(new, want, rtol=2e-6, atol=2e-6)
+        assert np.asarray(old)[others].tobytes() == new[others].tobytes()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("rule", "batch"), CASES)
+def test_as_defined(rule: str, batch: str) -> None:
+    operands, part = operands_of(rule, batch)
+    assert_same(operands, part, run(update_rows._on_one_tpu, operands, part))
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("order", ["sorted", "unique", "any"])
+@pytest.mark.parametrize("kind", ["set", "add"])
+def test_sets_and_sums(kind: str, order: str) -> None:
+    rng = np.random.default_rng(0)
+    table, ids = numbers(rng, (V, 128), "float32"), ids_of(rng, 40, 7, order)
+    new = numbers(rng, (40, 128), "float32")
+    if kind == "add":
+        x = update_rows.RowUpdate(update_rows.ADDITION, [table], ids, new, [], order)  # type: ignore[arg-type]
+        operands, part = update_rows._part_of(x)
+        assert_same(operands, part, run(update_rows._on_one_tpu, operands, part))
+    elif order == "sorted":
+        how = functools.partial(rows._written_on_a_tpu, kind=kind, is_alone=True)
+        (written,) = jax.jit(how)(table, ids, new)
+        expected = np.array(table)
+        expected[np.asarray(ids)[:-7]] = np.asarray(new)[:-7]
+        np.testing.assert_array_equal(written, expected)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+@pytest.mark.parametrize("count", [128 * 20, 128 * 20 + 1, 128 * 20 + 127])
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_one_entry_for_each_row(count: int, dtype: str, shape: tuple[int, ...]) -> None:
+    """Neighbours in a line, across blocks, in the last line, and none at all; padding."""
+    rng = np.random.default_rng(0)
+    table = np.array(numbers(rng, (count, *shape), dtype))
+    if dtype == "float32":
+        table[::7], table[1::7], table[2::7] = np.nan, -0.0, np.inf
+    for ids in (
+        np.r_[3, 5, 130:140, 700, count - 130 : count, [count] * 3],
+        np.r_[0:20, [count] * 6],
+        np.array([count]),
+        np.array([count - 1]),
+    )[: 4 if dtype == "float32" and count % 128 == 1 else 1]:
+        new = np.array(numbers(rng, (len(ids), *shape), dtype))
+        exists = ids < count
+        for kind in ("set", "add"):
+            how = functools.partial(rows._written_on_a_tpu, kind=kind, is_alone=True)
+            (written,) = jax.jit(how)(table, jnp.asarray(ids, jnp.int32), new)
+            expected = table.copy()
+            if kind == "set":
+                expected[ids[exists]] = new[exists]
+            else:
+                expected[ids[exists]] += new[exists]
+            assert written.tobytes() == expected.tobytes()
+        how = functools.partial(rows._read_on_a_tpu, coalesced=True, is_alone=True)
+        (read,) = jax.jit(how)(table, jnp.asarray(ids, jnp.int32))
+        assert read[exists].tobytes() == table[ids[exists]].tobytes()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.devices
+def test_inside_shard_map() -> None:
+    """Each of two devices updates its own rows."""
+    operands, part = operands_of("momentum", "padding last")
+    twice = [jnp.stack([x, 2 * x if x.dtype == jnp.float32 else x]) for x in operands]
+    mesh = jax.sharding.Mesh(jax.devices()[:2], "x")
+
+    def of_each(how: Callable[..., Any]) -> Any:
+        def local(*operands: jax.Array) -> list[jax.Array]:
+            return [x[None] for x in how(*(x[0] for x in operands), parts=(part,))]
+
+        # The interpreter itself does not say over which axes its results vary.
+        return jax.jit(
+            jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+        )(*twice)
+
+    expected = of_each(update_rows._by_definition)
+    for new, want in zip(of_each(update_rows._on_one_tpu), expected, strict=True):
+        np.testing.assert_allclose(new, want, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("places", [(0, 1), (15, 16)])
+def test_control_equal_ids_race(
+    places: tuple[int, int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The interpreter sees equal ids, in one block and in two that follow each other."""
+    table, ids = jnp.zeros((V, 128)), jnp.arange(40, dtype=jnp.int32)
+    ids = ids.at[places[1]].set(ids[places[0]])
+
+    @jax.jit
+    def run(table: jax.Array, ids: jax.Array) -> list[jax.Array]:
+        new = jnp.ones((40, 128))
+        return tpu_rows.update(lambda x, y: [x + y], [table], ids, [new], padding_last=True)
+
+    try:
+        with pltpu.force_tpu_interpret_mode(PARAMS):
+            jax.block_until_ready(run(table, ids))
+        verdict = "".join(capfd.readouterr())
+    except jax.errors.JaxRuntimeError as error:
+        verdict = str(error)
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
+    assert "RACE" in verdict
+
+
+# --- which updates are the kernel --------------------------------------------------------
+
+
+def kernels_in(function: Callable[..., Any], *arguments: Any) -> list[str]:
+    """The kernels in a program that is lowered for TPUs."""
+    traced = jax.jit(function).trace(*arguments)
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    return sorted(name for name in KERNELS if name in text)
+
+
+def step(tx: Any, apply: Callable[..., Any] = jmask.apply_gradients) -> Callable[..., Any]:
+    def function(table: Any, state: Any, ids: jax.Array) -> Any:
+        grads = jmask.grad(lambda t: jnp.sum(jnp.sin(t[ids])))(table)
+        return apply(tx, grads, state, table)
+
+    return function
+
+
+def in_two_steps(tx: Any, grads: Any, state: Any, params: Any) -> Any:
+    updates, state = tx.update(grads, state, params)
+    return jmask.apply_updates(params, updates), state
+
+
+def kernels_of(tx: Any, shape: tuple[int, ...], dtype: Any = "float32", **more: Any) -> Any:
+    table = jax.ShapeDtypeStruct(shape, dtype)
+    ids = jax.ShapeDtypeStruct((more.pop("lookups", 64),), more.pop("ids", jnp.int32))
+    return kernels_in(step(tx, **more), table, jax.eval_shape(tx.init, table), ids)
+
+
+UPDATE = ["jmask_update_rows"]
+BOTH = ["jmask_read_lines", "jmask_update_rows"]
+
+
+@pytest.mark.parametrize("apply", [jmask.apply_gradients, in_two_steps])
+@pytest.mark.parametrize(
+    ("tx", "kernels"),
+    [
+        (jmask.sgd(0.1), UPDATE),
+        (jmask.sgd(0.1, momentum=0.9, weight_decay=0.1), UPDATE),
+        (jmask.adagrad(), UPDATE),
+        (jmask.adam(), UPDATE),
+        (jmask.adam(count="per_row"), BOTH),
+        (jmask.rowwise_adagrad(), BOTH),
+        (jmask.ftrl(), UPDATE),
+        (jmask.lazy(optax.adamw(0.1)), UPDATE),
+        (jmask.lazy(optax.rmsprop(0.1)), UPDATE),
+        (jmask.lazy(optax.lion(0.1)), UPDATE),
+        (jmask.lazy(optax.adan(0.1)), UPDATE),
+    ],
+)
+@pytest.mark.dtype_promotion
+def test_optimizers_that_are_the_kernel(tx: Any, kernels: list[str], apply: Any) -> None:
+    assert kernels_of(tx, (10**6, 128), apply=apply) == kernels
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "more"),
+    [
+        ((10**6, 64), "float32", {}),  # kept transposed
+        ((10**6, 200), "float32", {}),
+        ((10**6, 2, 128), "float32", {}),
+        ((10**6,), "float32", {}),
+        ((10**6, 128), "bfloat16", {}),  # two rows in a word
+        ((10**6, 128), "float16", {}),
+        ((10**6, 2**20), "float32", {}),  # blocks do not fit in VMEM
+        ((10**6, 128), "float32", {"lookups": 0}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:on a TPU a step copies")
+def test_shapes_that_are_left_to_xla(shape: Any, dtype: Any, more: Any) -> None:
+    assert kernels_of(jmask.adagrad(), shape, dtype, **more) == []
+
+
+def test_widths() -> None:
+    for width in (128, 256, 384, 1024, 4096):
+        assert kernels_of(jmask.adam(), (10**6, width)) == UPDATE
+
+
+def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels_of(jmask.adam(), (10**6, 128)) == UPDATE
+    monkeypatch.setenv("JMASK_KERNELS", "0")
+    for tx in (jmask.adam(), jmask.sgd(0.1), jmask.rowwise_adagrad()):
+        assert kernels_of(tx, (10**6, 128)) == []
+
+
+def test_batched_calls_are_the_definition() -> None:
+    table, ids = jnp.zeros((2, 10**4, 128)), jnp.zeros((2, 8), jnp.int32)
+    tx = jmask.adagrad()
+    state = jax.eval_shape(jax.vmap(tx.init), table)
+    assert kernels_in(jax.vmap(step(tx)), table, state, ids) == []
+
+
+def test_packed_tables() -> None:
+    table = jax.eval_shape(jmask.PackedTable.pack, jax.ShapeDtypeStruct((10**6, 64), "float32"))
+    tx = jmask.adam()
+    state = jax.eval_shape(tx.init, table)
+    ids = jax.ShapeDtypeStruct((64,), jnp.int32)
+    for apply in (jmask.apply_gradients, in_two_steps):
+        assert kernels_in(step(tx, apply), table, state, ids) == UPDATE
+
+
+def test_other_platforms_have_no_kernel() -> None:
+    table = jax.ShapeDtypeStruct((10**6, 128), "float32")
+    tx = jmask.adam()
+    arguments = table, jax.eval_shape(tx.init, table), jax.ShapeDtypeStruct((64,), jnp.int32)
+    for platform in ("cpu", "cuda"):
+        traced = jax.jit(step(tx)).trace(*arguments)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert not any(name in text for name in KERNELS)
+
+
+def test_one_export_holds_the_kernel_and_scatters() -> None:
+    table, ids = jnp.ones((V, 128)), jnp.array([3, 5, 3])
+    tx = jmask.adam()
+    arguments = table, tx.init(table), ids
+    exported = jax.export.export(jax.jit(step(tx)), platforms=["cpu", "tpu"])(*arguments)
+    text = exported.mlir_module()
+    assert "jmask_update_rows" in text
+    assert '"stablehlo.scatter"' in text
+    for here, there in zip(
+        jax.tree.leaves(exported.call(*arguments)),
+        jax.tree.leaves(jax.jit(step(tx))(*arguments)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(here, there, rtol=1e-6)
+
+
+def test_narrow_tables_are_said_once() -> None:
+    tpu_rows._warn_of_copies.cache_clear()
+    with pytest.warns(UserWarning, match=r"jmask.packed\(table\)"):
+        kernels_of(jmask.adagrad(), (10**6, 64))
+    kernels_of(jmask.adagrad(), (10**6, 64))  # not again, nor of small tables
+    kernels_of(jmask.adagrad(), (10**3, 64))
+
+
+def test_lines_are_as_wide_as_registers() -> None:
+    assert lines.LANES == 128
