@@ -338,7 +338,7 @@ def _value_and_results(
         ]
 
     # What became dense on the way is said when it is known what came of it.
-    with collected() as reports:
+    with collected() as reports, jax.named_scope("jmask.value_and_grad"):
         results = _INTERPRETER.run(
             program.jaxpr,
             program.consts,

@@ -215,3 +215,34 @@ def test_a_dict_is_a_copy():
     params = {"table": jnp.ones((V, D))}
     assert is_row_sparse(jmask.grad(loss)(params)["table"])
     assert_close(params["table"], jnp.ones((V, D)))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_model_that_writes_back_what_it_was_given(jit):
+    """`nnx.remat` returns the state of a module through `jax.checkpoint`: no other value."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(V, D, rngs=rngs)
+            self.dense = nnx.Linear(D, 1, rngs=rngs)
+            self.calls = nnx.Variable(jnp.zeros(()))
+
+        def __call__(self, ids):
+            return nnx.remat(lambda model, ids: model.dense(model.embed(ids)))(self, ids)
+
+    def loss(model):
+        return jnp.mean(jnp.sin(model(IDS)))
+
+    def changes(model):
+        model.dense.kernel[...] = model.dense.kernel[...] * 1.0
+        return loss(model)
+
+    model = Model(nnx.Rngs(0))
+    grad = jax.jit(jmask.grad(loss)) if jit else jmask.grad(loss)
+    found, expected = grad(model), jax.grad(loss)(model)
+    assert is_row_sparse(found.embed.embedding[...])
+    dense = found.embed.embedding[...].todense()
+    np.testing.assert_allclose(dense, expected.embed.embedding[...], rtol=1e-6)
+    np.testing.assert_allclose(found.dense.kernel[...], expected.dense.kernel[...], rtol=1e-6)
+    with pytest.raises(TypeError, match=r"writes to `model\.dense\.kernel.*lost"):
+        jmask.grad(changes)(model)

@@ -281,3 +281,24 @@ def test_a_linear_loss_copies_no_table(axes):
         lowered = jax.jit(step, donate_argnums=0).lower(table, tx.init(jnp.ones((1, 1))), ids)
         memory = lowered.compile().memory_analysis()
     assert memory.temp_size_in_bytes < rows * 4  # a number of each row
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="this JAX has no `reduced` in a PartitionSpec"
+)
+def test_a_reduced_table_has_the_gradient_of_jax():
+    """Each device holds a summand of it, which is no row of a table: dense, and said."""
+    with jax.set_mesh(mesh_with()):
+        reduced = P(None, None, reduced={"x"})
+        table = jax.device_put(np.tile(TABLE, (200, 8)), NamedSharding(mesh_with(), reduced))
+        ids = put(np.arange(16) % 5, "x")
+
+        def loss(table):
+            return jnp.sum(table.at[ids].get(out_sharding=P("x")) ** 2)
+
+        with pytest.warns(jmask.StorageFallbackWarning, match="looked up"):
+            found = jax.jit(jmask.grad(loss))(table)
+        expected = jax.jit(jax.grad(loss))(table)
+        assert jax.typeof(found) == jax.typeof(expected)
+        found, expected = (jax.sharding.reshard(x, P()) for x in (found, expected))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
