@@ -224,6 +224,7 @@ OPTIMIZER_DOORS |= {
     "tree.add(tree)": Door(lambda v: jmask.tree.add(v, v), ARRAY, SUMMED),
     "tree.norm(tree)": Door(jmask.tree.norm, ARRAY, SUMMED),
     "tree.norm(squared)": Door(lambda v: jmask.tree.norm(TABLE, v), FLAG),
+    "tree.size(tree)": Door(jmask.tree.size, ARRAY, SUMMED),
     "tree.scale(tree)": Door(lambda v: jmask.tree.scale(2.0, v), ARRAY, SCALED),
     "tree.scale(scalar)": Door(
         lambda v: jmask.tree.scale(v, TABLE),

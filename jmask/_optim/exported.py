@@ -62,22 +62,22 @@ def _unchanged(static: Any) -> Any:
     return static
 
 
-def _of_sharded(static: Any) -> Any:
+def _sharded_to_literals(static: Any) -> Any:
     layout, shape = static
     return layout.described(), shape
 
 
-def _to_sharded(literals: Any) -> Any:
+def _sharded_from_literals(literals: Any) -> Any:
     described, shape = literals
     return Layout.from_description(described), shape
 
 
-def _of_deferred(static: Any) -> Any:
+def _deferred_to_literals(static: Any) -> Any:
     shape, apart, form, made_for = static
     return shape, apart, None if form is None else dataclasses.astuple(form), made_for
 
 
-def _to_deferred(literals: Any) -> Any:
+def _deferred_from_literals(literals: Any) -> Any:
     shape, apart, form, made_for = literals
     return shape, apart, None if form is None else Form(*form), made_for
 
@@ -93,8 +93,8 @@ def _refuse(static: Any) -> Any:
 
 _register(MaskedTensor, _unchanged, _unchanged)
 _register(PackedTable, _unchanged, _unchanged)
-_register(ShardedTable, _of_sharded, _to_sharded)
-_register(DeferredTable, _of_deferred, _to_deferred)
+_register(ShardedTable, _sharded_to_literals, _sharded_from_literals)
+_register(DeferredTable, _deferred_to_literals, _deferred_from_literals)
 for _kind in (RowSparse, RoutedRows, NewTable):
     _register(_kind, _refuse, _unchanged)
 for _state in _STATES:

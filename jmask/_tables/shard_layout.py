@@ -195,7 +195,7 @@ class Layout:
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stored)
 
     def local_block(self, stored: Any) -> Any:
-        """What a device holds, arrays (R, ...) or (1, R, ...), as (R, ...)."""
+        """Return the arrays of one device, (R, ...) or (1, R, ...), as (R, ...)."""
         if self.placement == "div":
             return stored
         return jax.tree.map(lambda x: x.reshape(x.shape[1:]), stored)

@@ -148,7 +148,7 @@ class ShardedTable(StoredTable):
         return ShardedTable(stored, layout, (self.shape[0], *row))
 
     def entries(self) -> list[jax.Array]:
-        """Those of each shard where they are; in a `shard_map` those of this device."""
+        """Return the rows of each shard where they are; in a `shard_map`, of this device."""
         layout = self.layout
 
         def of_shard(stored: Any) -> jax.Array:
