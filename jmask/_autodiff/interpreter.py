@@ -99,13 +99,13 @@ class Demand:
         return [not isinstance(v, Literal) and v in self.wanted for v in variables]
 
     def calls(self, variables: Sequence[Any]) -> list[int]:
-        """Return how many calls to enter on the way to each variable: 0 if none."""
-        return [0 if isinstance(v, Literal) else self.followed.get(v, 0) for v in variables]
+        """Return how many calls to enter on the way to each variable; -1: not followed."""
+        return [-1 if isinstance(v, Literal) else self.followed.get(v, -1) for v in variables]
 
     def follow(self, variables: Sequence[Any], calls: Sequence[int]) -> None:
         """Enter so many calls on the way to these variables."""
         for v, count in zip(variables, calls, strict=True):
-            if not isinstance(v, Literal):
+            if not isinstance(v, Literal) and count >= 0:
                 self.followed[v] = max(count, self.followed.get(v, 0))
 
 
@@ -135,29 +135,29 @@ class Interpreter:
         wanted, live = _marked(jaxpr.outvars, wanted_outputs), set[int]()
         definitions = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         result = Demand(wanted, {}, live, definitions)
-        result.follow(jaxpr.outvars, calls or [0] * len(jaxpr.outvars))
+        result.follow(jaxpr.outvars, calls or [-1] * len(jaxpr.outvars))
         for number, eqn in reversed(list(enumerate(jaxpr.eqns))):
             if not (eqn.effects or any(v in used for v in eqn.outvars)):
                 continue
             live.add(number)
             used.update(v for v in eqn.invars if not isinstance(v, Literal))
             outputs_wanted, calls = result.of(eqn.outvars), result.calls(eqn.outvars)
-            is_wanted, is_followed, name = any(outputs_wanted), any(calls), name_of(eqn)
-            if name in CALLS and (is_wanted or is_followed):
+            is_wanted, most, name = any(outputs_wanted), max(calls, default=-1), name_of(eqn)
+            if name in CALLS and (is_wanted or most > 0):
                 inner = called(eqn)[0]
                 inside = self.demand(inner, outputs_wanted, calls)
                 wanted |= _marked(eqn.invars, inside.of(inner.invars))
-                result.follow(eqn.invars, [max(n - 1, 0) for n in inside.calls(inner.invars)])
+                result.follow(eqn.invars, [n - 1 for n in inside.calls(inner.invars)])
                 continue
-            if is_followed and name in FOLLOWED:
-                result.follow(eqn.invars, [max(calls)] * len(eqn.invars))
+            if most >= 0 and name in FOLLOWED:
+                result.follow(eqn.invars, [most] * len(eqn.invars))
             rule = self.rules.get(name)
             if rule is None or not is_wanted:
                 continue
             flags = rule.demand(eqn, outputs_wanted, self, definitions)
             wanted |= _marked(eqn.invars, flags)
             if name == "scatter-add":
-                result.follow(eqn.invars, [0, 0, _CALLS_ENTERED])
+                result.follow(eqn.invars, [-1, -1, _CALLS_ENTERED])
         return result
 
     def run(
@@ -332,7 +332,7 @@ def _is_entered(eqn: JaxprEqn, arguments: Sequence[Any], demand: Demand) -> bool
     is_traced = any(isinstance(x, jax.core.Tracer) for x in arguments)
     if any(map(are_rows, arguments)):
         return True
-    if is_traced and any(demand.calls(eqn.outvars)):
+    if is_traced and max(demand.calls(eqn.outvars), default=-1) > 0:
         return True
     lookups = [e for e in within(inner.eqns) if name_of(e) == "gather"]
     return bool(lookups) if is_traced else any(map(is_slow_gather, lookups))

@@ -66,13 +66,14 @@ def scatter_add_rows(
         if not starts_at_0 or window[d] != shape[d]:
             break
         leading -= 1
-    if leading == len(shape) > 1 and math.prod(window) > 1:
+    batch_dims = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
+    entries = tuple(updates.shape[d] for d in batch_dims)
+    # Entries in the shape of a matrix (the gradient of a sort) are no lookup of some of them.
+    if leading == len(shape) > 1 and (math.prod(window) > 1 or entries == shape):
         return None
     # --- rows: entries, what is left of a window, then the row
-    batch_dims = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
     kept = [place for place in places if place is not None]
     rows = lax.transpose(updates, [*batch_dims, *kept])
-    entries = tuple(updates.shape[d] for d in batch_dims)
     sizes = window[:leading]
     count = math.prod(entries) * math.prod(sizes)
     rows = lax.reshape(rows, (count, *shape[leading:]))

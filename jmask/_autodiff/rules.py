@@ -117,6 +117,12 @@ def _of_an_array(eqn: JaxprEqn, *_: Any) -> list[bool]:
     return [is_array] + [False] * (len(eqn.invars) - 1)
 
 
+def _padded(eqn: JaxprEqn, *_: Any) -> list[bool]:
+    """What is cut off again was computed from all of an array."""
+    is_cut = any(low < 0 or high < 0 for low, high, _ in parameter(eqn, "padding_config"))
+    return [not is_cut, False]
+
+
 def _every_array(eqn: JaxprEqn, *_: Any) -> list[bool]:
     return [True] * len(eqn.invars)
 
@@ -159,6 +165,8 @@ def _broadcast(
         return None
     if isinstance(operand, RowSum):
         return _broadcast_rows(eqn, operand)
+    if isinstance(operand, Filled):
+        return [Filled(aval.shape, operand.value)]
     if np.ndim(operand) != 0 or _is_not_finite(operand):
         return None
     if isinstance(eqn.invars[0], Literal) and _is_literal_zero(operand):
@@ -440,7 +448,7 @@ EQUATION_RULES: dict[str, Rule] = {
     "broadcast_in_dim": Rule(_of_an_array, _broadcast),
     "scatter-add": Rule(_first, _scatter_add),
     "dynamic_update_slice": Rule(_operand_and_update, _dynamic_update_slice),
-    "pad": Rule(_of_an_array, _pad),
+    "pad": Rule(_padded, _pad),
     "bcoo_dot_general": Rule(none_wanted, _sparse_product),
     "add_any": Rule(_all, _add),
     "add": Rule(_all, _add),

@@ -81,11 +81,12 @@ def refined_reports(
             report = _of_mixed_uses(gradient, table, uses) or _of_lookups(gradient, table, uses)
             if report is not None:
                 of_inputs.append((gradient, report))
-    # Of a transposed table its lookup says more than what was made dense there.
-    only_looked_up = {r.place for _, r in of_inputs if r.shape not in shapes}
+    # What was made dense on the way to a table, of another shape, says less than its uses do.
+    says_more = any(r.shape not in shapes for _, r in of_inputs)
+    of_tables = {tuple(table.shape) for table in inputs}
     refined = []
     for report in reports:
-        if report.place in only_looked_up:
+        if says_more and report.shape not in of_tables:
             continue
         fitting = [pair for pair in of_inputs if pair[1].shape == report.shape]
         # Of two tables of one shape that which became dense is meant.

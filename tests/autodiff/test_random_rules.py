@@ -91,6 +91,18 @@ def sliced(x: jax.Array, n: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
+def sliced_by_steps(x: jax.Array, n: int) -> jax.Array:
+    axis, step = n % x.ndim, 1 + n % 3
+    return lax.slice_in_dim(x, min(n % 2, x.shape[axis] - 1), None, step, axis)
+
+
+def split_and_joined(x: jax.Array, n: int) -> jax.Array:
+    """The parts of `x` in another order, or one of them among others."""
+    axis = n % x.ndim
+    parts = jnp.split(x, [x.shape[axis] // 2], axis)
+    return jnp.concatenate([parts[1], x, parts[0]][n % 2 :], axis)
+
+
 def put_back(x: jax.Array, n: int) -> jax.Array:
     wide = jnp.zeros((x.shape[0] + n % 2, *x.shape[1:]), x.dtype)
     return lax.dynamic_update_slice_in_dim(wide, x, n % 3, 0)
@@ -152,6 +164,8 @@ STEPS: dict[str, Step] = {
     "squeezed": lambda x, n: jnp.squeeze(x) if n % 2 else jnp.expand_dims(x, n % (x.ndim + 1)),
     "expanded": lambda x, n: lax.expand_dims(x, (n % (x.ndim + 1),)),
     "sliced": sliced,
+    "sliced by steps": sliced_by_steps,
+    "split and joined": split_and_joined,
     "put back": put_back,
     "scattered": scattered,
     "padded": padded,

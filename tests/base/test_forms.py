@@ -67,6 +67,7 @@ EXAMPLES = {
     "constraint": lambda x: lax.with_sharding_constraint(
         x, NamedSharding(MESH, PartitionSpec())
     ),
+    "parts": lambda x: (lax.slice(x, (0, 0), (2, 1)), lax.concatenate(jnp.split(x, 2), 0)),
     "copies": lambda x: jnp.array(x, copy=True),
     "sums of cotangents": jax.grad(lambda x: (x * x).sum() + x[IDS[:2]].sum()),
 }
