@@ -7,6 +7,7 @@ ids, all reads of the loss come first, and the table is written in place:
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -41,6 +42,21 @@ def after_reading(value: Any, gradients: Any, params: Any) -> Any:
         tables = [False] * len(leaves)
     ordered = (_ordered(x, value, zero, waits) for x, waits in zip(leaves, tables, strict=True))
     return tree.unflatten(ordered)
+
+
+def after_all_reads(results: Sequence[Any]) -> list[Any]:
+    """Return the results of a program, of which the first depends on all dense gradients.
+
+    What waits for the value of the loss (`after_reading`) then waits for all of the program.
+    """
+    like = varying_axes(results[0])
+    arrays = {
+        i: x
+        for i, x in enumerate(results)
+        if isinstance(x, jax.Array) and varying_axes(x) == like
+    }
+    behind = jax.lax.optimization_barrier(arrays)
+    return [behind.get(i, x) for i, x in enumerate(results)]
 
 
 def _ordered(gradient: Any, value: jax.Array, zero: jax.Array, waits: bool) -> Any:

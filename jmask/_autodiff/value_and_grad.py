@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr, Literal
 
-from jmask._autodiff.after_reading import after_reading
+from jmask._autodiff.after_reading import after_all_reads, after_reading
 from jmask._autodiff.collectives import COLLECTIVE_RULES
 from jmask._autodiff.control_flow import CONTROL_FLOW_RULES
 from jmask._autodiff.interpreter import Interpreter
@@ -345,10 +346,29 @@ def _value_and_results(
             jax.tree.leaves(differentiated),
             jax.tree.leaves(wanted),
         )
+    if isinstance(results[0], jax.core.Tracer) and _reads_late(program.jaxpr, results):
+        results = after_all_reads(results)
     computed, gradients = jax.tree.unflatten(jax.tree.structure(outputs), results)
     for report in refined_reports(program.jaxpr, found, reports):
         report_fallback(*report)
     return trace.with_static(_mapped(_finished, computed)), gradients
+
+
+def _reads_late(program: Jaxpr, results: Sequence[Any]) -> bool:
+    """Decide whether a table with a row-sparse gradient is read for gradients alone.
+
+    `after_reading` orders a table's update after what the value of the loss reads. A loss that
+    is recomputed in the backward pass, or weights of a bag that have a gradient, read it again.
+    """
+    rows = [isinstance(x, RowSum) and x.is_rows for x in results[-len(program.invars) :]]
+    tables = {v for v, is_rows in zip(program.invars, rows, strict=True) if is_rows}
+    needed = {program.outvars[0]}
+    for eqn in reversed(program.eqns):
+        if any(v in needed for v in eqn.outvars):
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+        elif any(not isinstance(v, Literal) and v in tables for v in eqn.invars):
+            return True
+    return False
 
 
 class _Trace:

@@ -115,3 +115,31 @@ def test_a_step_of_bags_writes_no_row_out(name, rows):
     # Bags are 5 MB, and all rows would be 26. XLA of JAX 0.10 keeps the bags once more.
     assert memory.temp_size_in_bytes < (12.5e6 if jax.__version_info__ >= (0, 12) else 18e6)
     assert memory.alias_size_in_bytes >= rows * width * 4
+
+
+def pooled_with_weights(params, ids):
+    return jnp.sum(jmask.embedding_bag(params["t"], ids, weights=params["w"]) ** 2)
+
+
+def recomputed(params, ids):
+    return jax.checkpoint(lambda p: jnp.sum(jnp.sin(p["t"][ids]).sum(-1) * p["w"]))(params)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "lifted adam"])
+@pytest.mark.parametrize("loss", [pooled_with_weights, recomputed])
+def test_tables_that_are_read_for_gradients_alone_are_written_after(loss, name):
+    """A gradient of weights reads the rows again: not from a copy of the table."""
+    tx, (rows, width, bags, length) = OPTIMIZERS[name], (100_000, 64, 512, 32)
+    params = {
+        "t": jax.ShapeDtypeStruct((rows, width), jnp.float32),
+        "w": jax.ShapeDtypeStruct((bags, length), jnp.float32),
+    }
+    ids = jax.ShapeDtypeStruct((bags, length), jnp.int32)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, ids):
+        value, gradients = jmask.value_and_grad(loss)(params, ids)
+        return *jmask.apply_gradients(tx, gradients, state, params), value
+
+    compiled = step.lower(params, jax.eval_shape(tx.init, params), ids).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < rows * width * 4 / 2
