@@ -81,7 +81,7 @@ def compiled_step(name: str, rows: int, lookups: int, generation: str) -> Any:
 
 
 def limit(name: str, rows: int, lookups: int, generation: str) -> float:
-    """Milliseconds in which the rows are read once, and those of all arrays read and written.
+    """Return the least milliseconds: each lookup reads a row, each update reads and writes it.
 
     A packed row moves with its line of 128 entries.
     """

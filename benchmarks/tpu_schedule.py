@@ -41,7 +41,7 @@ def dump_to(folder: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What one kernel of a program costs.
+    """The cost of one kernel of a program.
 
     Attributes:
         name: of its instruction.
@@ -117,7 +117,7 @@ def _loop(bundles: list[str], first: int, branch: int) -> _Loop:
 def _kernel(name: str, bundles: list[str]) -> Kernel:
     loops, is_own = _loops(bundles), name.startswith("jmask_")
     if is_own:
-        loops = [_of_rows(bundles, loop) for loop in loops]
+        loops = [_with_full_blocks(bundles, loop) for loop in loops]
         # The loop over the blocks has three rounds more than there are blocks.
         outer = max(range(len(loops)), key=lambda i: loops[i].last - loops[i].first)
         loops[outer] = dataclasses.replace(loops[outer], rounds=(loops[outer].rounds or 4) - 3)
@@ -135,7 +135,7 @@ def _kernel(name: str, bundles: list[str]) -> Kernel:
     return Kernel(name, total, 0 if is_own else waits, windows > 1)
 
 
-def _of_rows(bundles: list[str], loop: _Loop) -> _Loop:
+def _with_full_blocks(bundles: list[str], loop: _Loop) -> _Loop:
     """A loop of a kernel of jmask, with the rounds of full blocks if it copies rows."""
     body = " ".join(bundles[loop.first : loop.last + 1])
     if loop.rounds is None and len(_COPY.findall(body)) >= tpu_rows._UNROLL:

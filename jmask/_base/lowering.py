@@ -84,13 +84,13 @@ def _is_for_one(ctx: Any) -> bool:
 
 
 def in_one_device() -> bool:
-    """Whether what is traced is the part of one device in a `shard_map` over all axes."""
+    """Decide whether the part of one device is traced, in a `shard_map` over all axes."""
     mesh = jax.sharding.get_abstract_mesh()
     return bool(mesh.manual_axes) and set(mesh.manual_axes) == set(mesh.axis_names)
 
 
 def switched_on() -> bool:
-    """Whether forms that no device has run yet are used: not with `JMASK_KERNELS=0`.
+    """Decide whether to use forms that no device has run yet: not with `JMASK_KERNELS=0`.
 
     It is read from the environment when a program is lowered: a program that is compiled
     already stays as it is.

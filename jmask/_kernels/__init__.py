@@ -13,6 +13,7 @@ update_rows             tables updated at unique ids: a primitive that knows the
 odd_windows             rows as windows, which XLA's CPU compiler scatters faster
 lines                   narrow rows side by side in lines of 128
 tpu_rows                tables updated by row DMAs, one kernel for TPUs
+tpu_choice              which updates are this kernel
 scatter_update          one scatter whose combiner is an optimizer
 stochastic_rounding     sums rounded to a narrow dtype, right on average
 """

@@ -28,7 +28,7 @@ def per_line(width: int) -> int:
 
 
 def has_narrow_rows(shape: tuple[int, ...]) -> bool:
-    """Whether the rows of a table of this shape have several entries and fill no whole lines.
+    """Decide whether rows of this shape have several entries and do not fill whole lines.
 
     A TPU keeps such a table transposed, or copies it into lines and back in each step.
     """

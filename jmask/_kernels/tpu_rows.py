@@ -12,29 +12,23 @@ Ids must be unique, so that blocks touch different rows and need no order among 
 Every table is aliased with its result: a row that no id names is not touched.
 
 The kernel has run in Pallas' interpreter and through the TPU compiler, but not yet on a TPU.
-`JMASK_KERNELS=0` in the environment gives XLA's scatters instead; see `switched_on`.
+`JMASK_KERNELS=0` in the environment gives XLA's scatters instead; `tpu_choice` decides.
 """
 
 import dataclasses
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from jmask._base.fallback import LARGE
-from jmask._base.forms import CALLS, aval_of, name_of, names_in
-from jmask._base.jaxprs import ARITHMETIC, bound, inlined, interpret
-from jmask._base.lowering import switched_on
-from jmask._kernels.lines import LANES, has_narrow_rows
+from jmask._kernels.lines import LANES
 
-# Rows of a block, if they fit: enough that the latency of a DMA, about 1 us, is nothing beside
-# the 5 us in which the others are issued.
+# Rows of a block, if they fit: the latency of a DMA, about 1 us, is short beside the 5 us in
+# which the DMAs of a block are issued, and 16 blocks of 8192 ids overlap well.
 _BLOCK = 512
 # Bytes of VMEM for all buffers: half of the 16 MiB that a kernel has by default on a v5e.
 _VMEM = 8 * 2**20
@@ -42,11 +36,6 @@ _VMEM = 8 * 2**20
 _UNROLL = 16
 # Rows whose arithmetic is done together: 8 registers for each array of 128 lanes.
 _CHUNK = 64
-
-_WORDS = {jnp.dtype(x) for x in ("float32", "int32", "uint32")}
-_COMPUTED = {*_WORDS, jnp.dtype("bfloat16"), jnp.dtype(bool)}
-# Pallas lowers the others for all generations (jax 0.12); tests/accelerators compile each.
-_LOWERED = ARITHMETIC - {"cbrt", "expm1"}
 
 Body = Callable[..., Sequence[jax.Array]]
 
@@ -75,80 +64,6 @@ class _Plan:
     in_one_row: bool
 
 
-@functools.cache
-def _warn_of_copies(shape: tuple[int, ...], dtype: Any) -> None:
-    warnings.warn(
-        f"on a TPU a step copies a table {dtype}{list(shape)} or keeps it transposed: its rows "
-        "are not lines of 128 entries. `jmask.packed(table)` keeps them in such lines.",
-        stacklevel=2,
-    )
-
-
-def warn_if_copied(table: jax.Array) -> None:
-    """Warn, once for each shape, of a large table whose rows are not whole lines."""
-    if has_narrow_rows(table.shape) and table.size * table.dtype.itemsize >= LARGE:
-        _warn_of_copies(table.shape, table.dtype)
-
-
-def accepts(
-    tables: Sequence[Any],
-    ids: jax.Array,
-    rows: Sequence[jax.Array],
-    scalars: Sequence[jax.Array] = (),
-    program: Jaxpr | None = None,
-) -> bool:
-    """Decide whether the kernel can be used, by the switch, the shapes and the arithmetic.
-
-    Args:
-        tables, ids, rows, scalars: as of `update`.
-        program: the arithmetic on single entries; None if it is an addition or a copy.
-    """
-    return (
-        switched_on()
-        # XLA keeps other widths transposed or padded, and would copy the table for the kernel.
-        and tables[0].ndim == 2
-        and tables[0].shape[1] % LANES == 0
-        # A row of 16 bits shares its words with a neighbour, which a DMA cannot leave alone.
-        and all(x.dtype in _WORDS for x in tables)
-        and all(x.dtype in _COMPUTED for x in (*rows, *scalars))
-        and ids.dtype == jnp.int32
-        and ids.shape[0] > 0
-        and _block_size(len(tables) + len(rows), tables[0].shape[1], ids.shape[0]) > 0
-        and (program is None or _is_lowered(program))
-    )
-
-
-def _is_lowered(program: Jaxpr) -> bool:
-    """Whether Pallas lowers all equations for all generations of TPUs."""
-    variables = (v for eqn in inlined(ClosedJaxpr(program, ())).jaxpr.eqns for v in eqn.outvars)
-    return (
-        not program.effects
-        and names_in(program) <= _LOWERED.union(CALLS)
-        and all(aval_of(v).dtype in _COMPUTED for v in variables)
-    )
-
-
-def evaluate(program: ClosedJaxpr, *entries: jax.Array) -> list[jax.Array]:
-    """The outputs of a program that `accepts` took, in operations that Pallas lowers."""
-    program = inlined(program)
-    return interpret(program.jaxpr, program.consts, entries, _lowered)
-
-
-def _lowered(eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
-    if name_of(eqn) != "sign":
-        return bound(eqn, inputs)
-    # Pallas asks which chip it is on, and ahead of time there is none.
-    (x,) = inputs
-    one = jnp.ones((), x.dtype)
-    return [jnp.where(x > 0, one, jnp.where(x < 0, -one, x))]
-
-
-def is_used(program: Jaxpr, i: int) -> bool:
-    """Decide whether a program depends on its input number `i`."""
-    used = (v for eqn in program.eqns for v in eqn.invars)
-    return any(v is program.invars[i] for v in (*used, *program.outvars))
-
-
 def update(
     body: Body,
     tables: Sequence[jax.Array],
@@ -162,11 +77,11 @@ def update(
     """Tables with `body` applied to the rows `ids`.
 
     Args:
-        body: (*table rows, *rows, *scalars) -> new table rows (b, *row), elementwise.
-        tables: arrays (V, *row) that `accepts` takes; or arrays (1, V), of which ids and rows
-            are those of lines of 128 entries.
+        body: (*table rows, *rows, *scalars) -> new table rows (b, width), elementwise.
+        tables: arrays (V, width) that `accepts` takes; or arrays (1, V), whose lines of 128
+            entries are counted by the ids.
         ids (n,): int32, canonical and unique, padding apart.
-        rows: arrays (n, *row).
+        rows: arrays (n, width).
         scalars: of at most 32 bits.
         padding_last: whether padding comes after all other ids.
         read: positions of the tables on whose old rows `body` depends; all by default.
@@ -177,7 +92,7 @@ def update(
     count, width = rows[0].shape
     in_one_row = tables[0].shape[1] != width
     padding = tables[0].size // width
-    block = _block_size(len(tables) + len(rows), width, count)
+    block = block_size(len(tables) + len(rows), width, count)
     blocks = -(-count // block)
     rows = [_padded(x, blocks * block, 0) for x in rows]
     ids = _padded(ids, blocks * block, padding).reshape(blocks, block)
@@ -241,7 +156,7 @@ def update(
     )(*arguments)
 
 
-def _block_size(arrays: int, width: int, count: int) -> int:
+def block_size(arrays: int, width: int, count: int) -> int:
     """Rows of a block, of which two buffers for each array fit in VMEM; 0 if none do."""
     block = min(_BLOCK, _VMEM // (2 * arrays * width * 4), -(-count // _CHUNK) * _CHUNK)
     return block - block % _CHUNK
@@ -354,7 +269,7 @@ def _kernel(plan: _Plan, valid: Any, numbers: Any, *refs: Any) -> None:
         compute(step - 1)
         start("write", step - 1, 1)
 
-    # The rows of this step are read where those of two steps before were written from.
+    # A block is read into the buffer from which that of two steps ago is written.
     pl.when(step >= 2)(lambda: wait("write", step - 2))
     if plan.read:
         pl.when(step < blocks)(lambda: start("read", step, 0))
@@ -367,7 +282,7 @@ def read_lines(table: jax.Array, ids: jax.Array) -> jax.Array:
     from jax.experimental.pallas import tpu as pltpu
 
     count = ids.shape[0]
-    block = _block_size(2, LANES, count)
+    block = block_size(2, LANES, count)
     blocks = -(-count // block)
     ids = _padded(ids, blocks * block, 0).reshape(blocks, 1, block)
 

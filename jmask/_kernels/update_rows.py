@@ -29,7 +29,7 @@ from jax import lax
 from jmask._base.array_types import explicit_sharding, varying_alike, with_whole_rows
 from jmask._base.lowering import in_one_device, lower, primitive, switched_on
 from jmask._base.row_ids import Order
-from jmask._kernels import tpu_rows
+from jmask._kernels import tpu_choice, tpu_rows
 from jmask._kernels.block_loops import BlockLoop, block_size, run_side_by_side, together
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gather import zero_of
@@ -185,7 +185,7 @@ def _added_by_kernel(
     is_sorted: bool,
 ) -> list[jax.Array]:
     (table,) = tables
-    if not tpu_rows.accepts(tables, ids, [rows]):
+    if not tpu_choice.accepts(tables, ids, [rows]):
         return _added(tables, ids, rows, scalars, is_sorted)
     rows = rows.astype(table.dtype)
     return tpu_rows.update(
@@ -269,7 +269,7 @@ def _on_one_tpu(*given: jax.Array, parts: Parts) -> list[jax.Array]:
 
 
 def _by_kernel(operands: Operands, part: _Part) -> list[jax.Array]:
-    tpu_rows.warn_if_copied(operands[0])
+    tpu_choice.warn_if_copied(operands[0])
     return _all_at_once(part.update.kernel or part.update.fastest, operands, part)
 
 

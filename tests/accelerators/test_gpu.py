@@ -179,10 +179,7 @@ def test_control_without_donation_tables_are_copied() -> None:
 
 
 def test_control_a_scatter_of_several_tables_is_a_loop_over_rows() -> None:
-    """Why the one pass is not given to GPUs.
-
-    Since JAX 0.12 XLA makes one kernel of it, in place: they get it when it has run on one.
-    """
+    """Why the one pass is not given to GPUs before JAX 0.12, with which it is one kernel."""
     tables = [jax.ShapeDtypeStruct((ROWS, 16), jnp.float32, sharding=gpu("H100"))] * 2
     ids = jax.ShapeDtypeStruct((512,), jnp.int32, sharding=gpu("H100"))
     rows = jax.ShapeDtypeStruct((512, 16), jnp.float32, sharding=gpu("H100"))

@@ -109,6 +109,7 @@ def test_narrowest_rows_on_v5p(optimizer: str) -> None:
     assert large.temp_size_in_bytes <= 0.05 * numbers
 
 
+@pytest.mark.filterwarnings("ignore:on a TPU a step copies")
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
 def test_control_an_array_is_copied(topology: str) -> None:
     memory, numbers = memory_of(topology, "adagrad", 64, 10**6, packed=False)

@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 import jmask
-from jmask._kernels import lines, rows, scatter_update, tpu_rows, update_rows
+from jmask._kernels import lines, rows, scatter_update, tpu_choice, tpu_rows, update_rows
 
 # Without a clock for each DMA the interpreter sees no race between two of them.
 PARAMS = pltpu.InterpretParams(detect_races=True, vector_clock_size=512)
@@ -221,7 +221,7 @@ def test_inside_shard_map() -> None:
     twice = [jnp.stack([x, 2 * x if x.dtype == jnp.float32 else x]) for x in operands]
     mesh = jax.sharding.Mesh(jax.devices()[:2], "x")
 
-    def of_each(how: Callable[..., Any]) -> Any:
+    def on_each(how: Callable[..., Any]) -> Any:
         def local(*operands: jax.Array) -> list[jax.Array]:
             return [x[None] for x in how(*(x[0] for x in operands), parts=(part,))]
 
@@ -230,8 +230,8 @@ def test_inside_shard_map() -> None:
             jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
         )(*twice)
 
-    expected = of_each(update_rows._by_definition)
-    for new, want in zip(of_each(update_rows._on_one_tpu), expected, strict=True):
+    expected = on_each(update_rows._by_definition)
+    for new, want in zip(on_each(update_rows._on_one_tpu), expected, strict=True):
         np.testing.assert_allclose(new, want, rtol=2e-6, atol=2e-6)
 
 
@@ -387,7 +387,7 @@ def test_one_export_holds_the_kernel_and_scatters() -> None:
 
 
 def test_narrow_tables_are_said_once() -> None:
-    tpu_rows._warn_of_copies.cache_clear()
+    tpu_choice._warn_of_copies.cache_clear()
     with pytest.warns(UserWarning, match=r"jmask.packed\(table\)"):
         kernels_of(jmask.adagrad(), (10**6, 64))
     kernels_of(jmask.adagrad(), (10**6, 64))  # not again, nor of small tables
