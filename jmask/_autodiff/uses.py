@@ -78,7 +78,9 @@ def refined_reports(
     for gradient, table, uses in zip(found(), inputs, uses_of_inputs(jaxpr), strict=True):
         is_reported = tuple(table.shape) in shapes
         if is_reported or (gradient.rows is None and _size(table) >= LARGE):
-            report = _of_mixed_uses(gradient, table, uses) or _of_lookups(gradient, table, uses)
+            report = _of_mixed_uses(gradient, table, uses)
+            if report is None and not is_reported:  # a report says why, and this could not
+                report = _of_lookups(gradient, table, uses)
             if report is not None:
                 of_inputs.append((gradient, report))
     # What was made dense on the way to a table, of another shape, says less than its uses do.

@@ -213,7 +213,7 @@ OPTIMIZERS: dict[str, Any] = {
     "injected": lambda like: jmask.lazy(optax.inject_hyperparams(optax.adam)(0.1)),
     "clipped by row": lambda like: optax.chain(jmask.clip_by_row_norm(0.1), jmask.adam(0.1)),
     "unless not finite": lambda like: jmask.skip_nonfinite(jmask.adam(0.1)),
-    "without bad rows": lambda like: optax.chain(jmask.drop_nonfinite(), jmask.adam(0.1)),
+    "without bad rows": lambda like: optax.chain(jmask.drop_nonfinite_rows(), jmask.adam(0.1)),
     "every other step": lambda like: jmask.multi_steps(jmask.adam(0.1), 2, like=like),
     "dense": lambda like: optax.chain(jmask.densify(), optax.adam(0.1)),
     "not lazy": lambda like: jmask.adam(0.1, lazy_update=False),

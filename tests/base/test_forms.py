@@ -175,7 +175,8 @@ def test_forms_that_are_not_known_are_refused_by_the_proof():
 
 # What gradients of `PROGRAMS` have whose parameters are read, and calls.
 RENAMED = [
-    *("bcoo_dot_general", "broadcast_in_dim", "cond", "convert_element_type", "dot_general"),
+    *("bcoo_dot_general", "broadcast_in_dim", "concatenate", "cond", "convert_element_type"),
+    *("dot_general", "slice"),
     *("gather", "integer_pow", "pad", "reduce_max", "reduce_sum", "scan"),
     *_forms.REMATS,
     *("scatter-add", "transpose", "jit"),
