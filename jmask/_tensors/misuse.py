@@ -101,7 +101,7 @@ def refuse_misuse_of_table(kind: str) -> None:
         raise TypeError(_OF_DEFERRED_TABLES.format(name) + ".") from None
 
 
-_HARMLESS = ("tree_map_params", "tree_get", "tree_get_all_with_path", "tree_set")
+_HARMLESS = ("tree_dtype", "tree_map_params", "tree_get", "tree_get_all_with_path", "tree_set")
 
 
 # Modules that compare or store leaves as arrays of NumPy, which those of opaque ids are not.
