@@ -73,11 +73,15 @@ _OF_DEFERRED_TABLES = (
 )
 
 
-def refuse_misuse_of_table(kind: str) -> None:
+def refuse_misuse_of_table(kind: str) -> bool:
     """Raise where optax would calculate with the leaves of a table, which cannot be right.
 
     Args:
         kind: the name of the type of the table, which is being flattened.
+
+    Returns:
+        Whether optax asks for dtypes alone (`optax.inject_hyperparams`): it compares them, which
+        that of an opaque leaf refuses.
 
     Raises:
         TypeError: with what to do instead.
@@ -85,20 +89,21 @@ def refuse_misuse_of_table(kind: str) -> None:
     frame = sys._getframe(1).f_back
     for _ in range(4):  # `tree_flatten`, `tree_map` and JAX's own functions around them
         if frame is None:
-            return
+            return False
         module, name = str(frame.f_globals.get("__name__")), frame.f_code.co_name
         if module.startswith("optax."):
             break
         if not module.startswith("jax."):
-            return
+            return False
         frame = frame.f_back
     else:
-        return
+        return False
     if name in _OF_TABLES:
         raise TypeError(_OF_TABLES[name].format(kind) + ".") from None
     is_arithmetic = ".tree_utils." in module or name == "incremental_update"
     if kind == "DeferredTable" and is_arithmetic and name not in _HARMLESS:
         raise TypeError(_OF_DEFERRED_TABLES.format(name) + ".") from None
+    return name == "tree_dtype"
 
 
 _HARMLESS = ("tree_dtype", "tree_map_params", "tree_get", "tree_get_all_with_path", "tree_set")
