@@ -80,8 +80,8 @@ def refuse_misuse_of_table(kind: str) -> bool:
         kind: the name of the type of the table, which is being flattened.
 
     Returns:
-        Whether optax asks for dtypes alone (`optax.inject_hyperparams`): it compares them, which
-        that of an opaque leaf refuses.
+        Whether optax asks for dtypes alone (`optax.inject_hyperparams`) and compares them,
+        which that of an opaque leaf refuses.
 
     Raises:
         TypeError: with what to do instead.
