@@ -2,6 +2,7 @@
 
 # These install methods of tensors.
 from jmask import nn as nn
+from jmask import nnx as nnx
 from jmask import numpy as numpy
 from jmask import sparsecore as sparsecore
 from jmask import tree as tree
@@ -29,6 +30,7 @@ from jmask._optim import exported as _exported  # noqa: F401
 from jmask._optim.adagrad import adagrad as adagrad
 from jmask._optim.adagrad import rowwise_adagrad as rowwise_adagrad
 from jmask._optim.adam import adam as adam
+from jmask._optim.adam import adamw as adamw
 from jmask._optim.adam import rowwise_adam as rowwise_adam
 from jmask._optim.conditional_step import skip_nonfinite as skip_nonfinite
 from jmask._optim.deferred import deferred as deferred

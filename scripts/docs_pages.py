@@ -40,9 +40,9 @@ PAGES = {
     ),
     "optimizers": (
         "Optimizers",
-        """lazy densify apply_gradients apply_updates sgd adam rowwise_adam adagrad
-        rowwise_adagrad ftrl multi_steps skip_nonfinite drop_nonfinite_rows clip_by_row_norm
-        max_row_norm stochastic_round from_torch_state to_torch_state""",
+        """lazy densify apply_gradients apply_updates sgd adam adamw rowwise_adam
+        adagrad rowwise_adagrad ftrl multi_steps skip_nonfinite drop_nonfinite_rows
+        clip_by_row_norm max_row_norm stochastic_round from_torch_state to_torch_state""",
     ),
     "embeddings": (
         "Embeddings and tables",
@@ -51,7 +51,7 @@ PAGES = {
         from_deferred huge_pages""",
     ),
 }
-MODULES = ("numpy", "nn", "tree", "sparsecore")
+MODULES = ("numpy", "nn", "nnx", "tree", "sparsecore")
 
 # Where a function of JAX that jmask lifts is documented.
 _HOMES = ("jax.numpy", "jax.nn", "jax.scipy.special", "jax.lax")

@@ -113,6 +113,25 @@ class Adam(Model):
         self.param[row] -= self.rate() * scale * m / root
 
 
+class AdamW(Model):
+    """As optax computes it: `eps` is added after the bias is corrected, and the decay last."""
+
+    def slots(self):
+        return {"mu": 0.0, "nu": 0.0}
+
+    def update_row(self, row, g):
+        h, t = self.hyper, self.steps
+        b1, b2 = h.get("b1", 0.9), h.get("b2", 0.999)
+        m = self.state["mu"][row] = b1 * self.state["mu"][row] + (1 - b1) * g
+        v = self.state["nu"][row] = b2 * self.state["nu"][row] + (1 - b2) * g**2
+        average = m / (1 - b1**t)
+        if h.get("nesterov"):
+            average = b1 * m / (1 - b1 ** (t + 1)) + (1 - b1) * g / (1 - b1**t)
+        root = np.sqrt(v / (1 - b2**t) + h.get("eps_root", 0.0)) + h.get("eps", 1e-8)
+        decay = h.get("weight_decay", 1e-4) * self.param[row] * (h.get("mask") is not False)
+        self.param[row] -= self.rate() * (average / root + decay)
+
+
 class Adagrad(Model):
     def slots(self):
         return {"sum_of_squares": self.hyper.get("initial_accumulator_value", 0.0)}

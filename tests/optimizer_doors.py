@@ -1,6 +1,7 @@
 """Doors of optimizers and of gradients as trees; see test_mistakes_values.py."""
 
 import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,29 +33,36 @@ from tests.wrong_values import (
 ADAGRAD = jmask.adagrad(0.1)
 LOADED = {"step": 1, "sum": np.ones((6, 2))}
 NAMED = (jmask.sgd, jmask.adam, jmask.rowwise_adam)
-NAMED += (jmask.adagrad, jmask.rowwise_adagrad, jmask.ftrl)
+NAMED += (jmask.adamw, jmask.adagrad, jmask.rowwise_adagrad, jmask.ftrl)
 
 
-def _beside(name: str) -> dict[str, float]:
-    return {"momentum": 0.9} if name == "nesterov" else {}
+SCHEDULED = because("a schedule", "a function")
+
+
+def _beside(f: Any, name: str) -> dict[str, float]:
+    return {"momentum": 0.9} if (f, name) == (jmask.sgd, "nesterov") else {}
 
 
 def _kind(name: str, default: object) -> dict[str, object]:
     if isinstance(default, bool):
         return FLAG
-    return NAME if name in ("decay_mode", "state_dtype", "count") else NUMBER
+    names = ("decay_mode", "state_dtype", "mu_dtype", "count", "mask")
+    return NAME if name in names else NUMBER
 
 
 OPTIMIZER_DOORS: dict[str, Door] = {
     f"{f.__name__}({name})": Door(
-        of(f, name, **{"learning_rate": 0.1} | _beside(name)),
+        of(f, name, **{"learning_rate": 0.1} | _beside(f, name)),
         _kind(name, p.default),
         {
-            "learning_rate": because("a schedule", "a function"),
+            "learning_rate": SCHEDULED,
             "clip_gradient": DEFAULT,
             "rescale_grad": SIGNED,
             "state_dtype": DEFAULT,
-        }.get(name, {}),
+            "mu_dtype": DEFAULT,
+            "mask": DEFAULT | because("a function of the parameters", "a function"),
+        }.get(name, {})
+        | (SCHEDULED if (f, name) == (jmask.adamw, "weight_decay") else {}),
     )
     for f in NAMED
     for name, p in inspect.signature(f).parameters.items()

@@ -25,6 +25,7 @@ OPTIMIZERS: dict[str, optax.GradientTransformation] = {
     "momentum": jmask.sgd(0.1, momentum=0.9, weight_decay=0.1),
     "adam": jmask.adam(0.1),
     "adam per row": jmask.adam(0.1, count="per_row"),
+    "adamw": jmask.adamw(0.1, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)),
     "adagrad": jmask.adagrad(0.1, weight_decay=0.1),
     "rowwise adagrad": jmask.rowwise_adagrad(0.1),
     "rowwise adam": jmask.rowwise_adam(0.1),

@@ -5,6 +5,7 @@ x.coalesce(nse=1.5)                   `nse` must be an integer that is known ...
 """
 
 import functools
+import inspect
 import operator
 import os
 from collections.abc import Callable
@@ -130,13 +131,16 @@ def naming_arguments(**instead: str) -> Callable[[_F], _F]:
 
     Args:
         **instead: for each name that another library gives an argument, what to do instead.
+            Arguments that the function has are taken.
     """
 
     def decorated(function: _F) -> _F:
+        refused = instead.keys() - inspect.signature(function).parameters.keys()
+
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            for name in instead:
-                if name in kwargs:
+            for name in kwargs:
+                if name in refused:
                     message = f"{function.__name__}() has no argument `{name}`"
                     raise TypeError(f"{message}: {instead[name]}.")
             return function(*args, **kwargs)

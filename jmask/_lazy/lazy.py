@@ -34,7 +34,7 @@ from jmask._updates.checks import (
     check_transformation,
     naming_structures,
 )
-from jmask._updates.dense_tables import notice_dense_tables, noticing_dense_tables
+from jmask._updates.dense_tables import noticing_dense_tables
 from jmask._updates.eager import compiled_outside_jit
 from jmask._updates.fit import Fit, dense_parameters
 from jmask._updates.masked_gradient import is_gradient_leaf
@@ -97,19 +97,10 @@ def lazy(
         return state
 
     @jax.named_scope("jmask.lazy.update")
-    def noticed_update(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
-        notice_dense_tables(updates)
-        return update(updates, state, params, **extra_args)
-
     def update(
         updates: optax.Updates,
         state: optax.OptState,
-        params: optax.Params | None,
+        params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         _check_not_deferring(state)
@@ -167,7 +158,7 @@ def lazy(
             return apply_updates(params, updates), state
         return result
 
-    lifted = OnePassTransformation(init, noticed_update)
+    lifted = OnePassTransformation(init, noticing_dense_tables(update))
     lifted.apply_gradients = noticing_dense_tables(compiled_outside_jit(apply_gradients))
     return lifted
 

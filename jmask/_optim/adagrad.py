@@ -52,7 +52,8 @@ def adagrad(
         lr_decay: the rate is divided by 1 + (t - 1) * lr_decay in step t.
         weight_decay: L2 penalty, added to the gradient after clipping.
         initial_accumulator_value: the sum of squares before the first step.
-        eps: added to the root of the sum.
+        eps: added to the root of the sum. It may be 0 where the sum starts above 0 (GloVe:
+            `eps=0, initial_accumulator_value=1`), or `eps_root` is positive.
         eps_root: added under the root: `eps=0, eps_root=1e-7` is the form of MXNet, and
             with `initial_accumulator_value=0.1` that of optax.
         clip_gradient: clip each entry of the rescaled gradient to [-c, c].
@@ -150,8 +151,9 @@ def _adagrad(
     per_row: bool,
 ) -> optax.GradientTransformationExtraArgs:
     hyper.check_not_negative("lr_decay", lr_decay)
-    hyper.check_not_negative("initial_accumulator_value", initial_accumulator_value)
-    hyper.check_epsilons(eps, eps_root)
+    hyper.check_denominator(
+        eps=eps, eps_root=eps_root, initial_accumulator_value=initial_accumulator_value
+    )
 
     def scalars(count):
         lr = common.rate(count)

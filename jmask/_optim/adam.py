@@ -13,17 +13,21 @@ is a row's own, and counts the steps in which the row had a gradient. `eps` is a
 sqrt(v) before the bias of v is corrected, which is where SparseAdam and MXNet differ from
 Adam in optax and torch. In the first step m / sqrt(v) is sign(g) * (1 - b1) / sqrt(1 - b2)
 and w moves by lr * sign(g) (for eps = 0).
+
+`adamw` is optax's AdamW, lifted by `lazy`.
 """
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from jmask._base.doors import checked_choice
+from jmask._base.doors import check_flag, checked_choice, shown
+from jmask._lazy.lazy import lazy
 from jmask._optim import hyperparameters as hyper
-from jmask._optim.row_rule import RowRule, Slot, optimizer
+from jmask._optim.row_rule import RowRule, Slot, densified, optimizer
 from jmask._updates.eager import sharing_programs
 
 
@@ -64,6 +68,7 @@ def adam(
     decay_mode: str = "l2",
     state_dtype: Any = None,
     count: str = "steps",
+    mu_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam for dense and row-sparse gradients, with the numerics of torch's SparseAdam.
 
@@ -86,6 +91,7 @@ def adam(
             row the steps in which it had a gradient. Then the first step of a row moves it by
             lr * sign(g) whenever it comes, and not by up to 3.2 times that. Schedules follow
             the steps of the optimizer all the same.
+        mu_dtype: dtype of the average of the gradient, as in optax; `state_dtype` by default.
 
     Returns:
         An optax transformation. Its state has `row_count` (V, 1, ..., 1), int32, for
@@ -112,7 +118,7 @@ def adam(
         learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, lazy_update,
         decay_mode, state_dtype,
     )  # fmt: skip
-    return _adam(common, b1, b2, eps, eps_root, count, per_row=False)
+    return _adam(common, b1, b2, eps, eps_root, count, mu_dtype, per_row=False)
 
 
 @sharing_programs
@@ -131,12 +137,13 @@ def rowwise_adam(
     decay_mode: str = "l2",
     state_dtype: Any = None,
     count: str = "steps",
+    mu_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam with one second moment for each row: D + 1 numbers of state per row, not 2 D.
 
     Args:
         learning_rate, b1, b2, eps, eps_root, weight_decay, clip_gradient, rescale_grad,
-            maximize, lazy_update, decay_mode, state_dtype, count: as of `adam`.
+            maximize, lazy_update, decay_mode, state_dtype, count, mu_dtype: as of `adam`.
 
     Returns:
         An optax transformation; its state `nu` is (V, 1, ..., 1) for a table (V, *row). For
@@ -160,7 +167,96 @@ def rowwise_adam(
         learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, lazy_update,
         decay_mode, state_dtype,
     )  # fmt: skip
-    return _adam(common, b1, b2, eps, eps_root, count, per_row=True)
+    return _adam(common, b1, b2, eps, eps_root, count, mu_dtype, per_row=True)
+
+
+@sharing_programs
+@hyper.naming_hyperparameters
+def adamw(
+    learning_rate: optax.ScalarOrSchedule = 1e-3,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    eps_root: Any = 0.0,
+    mu_dtype: Any = None,
+    weight_decay: Any = 1e-4,
+    mask: Any = None,
+    *,
+    nesterov: bool = False,
+    lazy_update: bool = True,
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW for dense and row-sparse gradients, with the numerics and the state of optax's.
+
+    It is `jmask.lazy(optax.adamw(...))`, its hyperparameters checked. `jmask.adam` with
+    `decay_mode="decoupled"` is AdamW on SparseAdam's step, which adds `eps` earlier.
+
+    Args:
+        learning_rate: a positive number, an array, or an optax schedule.
+        b1, b2: decay of the averages of the gradient and of its square, in [0, 1).
+        eps: added to the root of the average square, whose bias has been corrected.
+        eps_root: added under the root.
+        mu_dtype: dtype of the average of the gradient; that of the parameter by default.
+        weight_decay: a parameter shrinks by learning_rate * weight_decay of it in each step
+            that moves it.
+        mask: a tree of booleans, like the parameters or a prefix of them, or a function of
+            the parameters that returns one: which of them decay. All by default.
+        nesterov: take Nesterov momentum (NAdamW).
+        lazy_update: only rows in a row-sparse gradient decay and move; otherwise all rows
+            do, as with a dense gradient.
+
+    Returns:
+        An optax transformation. A run can switch between it and `optax.adamw` at any step.
+
+    Raises:
+        ValueError: for a hyperparameter out of range, naming it and its value.
+        TypeError: for one that is no number, a flag that is neither True nor False, or a mask
+            with other leaves than booleans.
+
+    References:
+        Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019; `optax.adamw`.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> tx = jmask.adamw(0.1, weight_decay=0.5, mask={"table": True, "bias": False})
+        >>> params = {"table": jnp.ones((3, 1)), "bias": jnp.ones(1)}
+        >>> rows = jmask.RowSparse([2], jnp.ones((1, 1)), (3, 1))
+        >>> grads, state = {"table": rows, "bias": jnp.ones(1)}, tx.init(params)
+        >>> params, state = jmask.apply_gradients(tx, grads, state, params)
+        >>> print(params["table"].ravel(), params["bias"])
+        [1.   1.   0.85] [0.9]
+    """
+    hyper.check_learning_rate(learning_rate)
+    _check(b1, b2, eps, eps_root, mu_dtype)
+    if not callable(weight_decay):  # newer versions of optax take a schedule
+        hyper.check_not_negative("weight_decay", weight_decay)
+    flags = () if callable(mask) else jax.tree.leaves(mask)
+    if not all(isinstance(x, bool | np.bool_) for x in flags):
+        raise TypeError(
+            "`mask` must be a tree of booleans or a function that returns one, got "
+            f"{shown(mask)}."
+        )
+    check_flag("nesterov", nesterov)
+    check_flag("lazy_update", lazy_update)
+    stock = optax.adamw(
+        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov
+    )
+
+    def update(updates, state, params=None, **extra_args):
+        # optax raises `b1`, a Python number, to an int32 count.
+        with jax.numpy_dtype_promotion("standard"):
+            return stock.update(updates, state, params, **extra_args)
+
+    lifted = lazy(optax.GradientTransformationExtraArgs(stock.init, update))
+    if lazy_update:
+        return lifted
+    return densified(optax.GradientTransformationExtraArgs(lifted.init, update))
+
+
+def _check(b1: Any, b2: Any, eps: Any, eps_root: Any, mu_dtype: Any) -> None:
+    hyper.check_fraction("b1", b1)
+    hyper.check_fraction("b2", b2)
+    hyper.check_denominator(eps=eps, eps_root=eps_root)
+    hyper.check_state_dtype(mu_dtype, "mu_dtype")
 
 
 def _adam(
@@ -170,12 +266,11 @@ def _adam(
     eps: Any,
     eps_root: Any,
     count: str,
+    mu_dtype: Any,
     *,
     per_row: bool,
 ) -> optax.GradientTransformationExtraArgs:
-    hyper.check_fraction("b1", b1)
-    hyper.check_fraction("b2", b2)
-    hyper.check_epsilons(eps, eps_root)
+    _check(b1, b2, eps, eps_root, mu_dtype)
     of_rows = checked_choice(count, "count", _COUNTS) == "per_row"
     if of_rows and not common.lazy_update:
         raise ValueError(
@@ -206,7 +301,7 @@ def _adam(
         corrected = jnp.asarray(lr * correction(row_count), grad.dtype)
         return *rule(grad, param, mu, nu, corrected, lr), row_count
 
-    moments = {"mu": Slot(0.0), "nu": Slot(0.0, per_row)}
+    moments = {"mu": Slot(0.0, dtype=mu_dtype), "nu": Slot(0.0, per_row)}
     counts = {"row_count": Slot(0, per_row=True, dtype=jnp.int32)}
     return optimizer(
         RowRule(

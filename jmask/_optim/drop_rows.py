@@ -17,6 +17,7 @@ from jmask._tables.routed_rows import RoutedRows
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values
+from jmask._updates.dense_tables import noticed_as
 from jmask._updates.fit import Fit
 from jmask._updates.masked_gradient import is_gradient_leaf
 
@@ -62,6 +63,7 @@ def drop_nonfinite_rows() -> optax.GradientTransformation:
             rows, number = _finite(leaf)
             kept.append(rows)
             dropped += counted(number, leaf, updates, params)
+        kept = noticed_as(leaves, kept)
         return structure.unflatten(kept), DropNonfiniteState(dropped)
 
     return optax.GradientTransformation(init, update)

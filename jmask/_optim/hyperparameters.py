@@ -21,7 +21,7 @@ from jmask._base.precision import as_float
 DECAY_MODES = ("l2", "decoupled")
 
 
-# The names that torch, Keras and MXNet give these arguments.
+# The names that torch, Keras, MXNet and optax give these arguments.
 naming_hyperparameters = naming_arguments(
     lr="write `learning_rate`",
     betas="write `b1` and `b2`",
@@ -31,6 +31,10 @@ naming_hyperparameters = naming_arguments(
     beta_2="write `b2`",
     epsilon="write `eps`",
     wd="write `weight_decay`",
+    mask="parameters that are not to decay take an optimizer without `weight_decay`, by "
+    "optax.partition, or jmask.adamw with this mask",
+    mu_dtype="write `state_dtype`",
+    accumulator_dtype="write `state_dtype`",
 )
 
 
@@ -73,7 +77,7 @@ def check_learning_rate(value: Any) -> None:
     check_positive("learning_rate", value)
 
 
-def check_state_dtype(state_dtype: Any) -> None:
+def check_state_dtype(state_dtype: Any, name: str = "state_dtype") -> None:
     """Refuse what is no floating dtype; None passes."""
     try:
         fits = state_dtype is None or jnp.issubdtype(jnp.dtype(state_dtype), jnp.floating)
@@ -81,7 +85,7 @@ def check_state_dtype(state_dtype: Any) -> None:
         fits = False
     if not fits:
         raise TypeError(
-            f"`state_dtype` must be a floating dtype, such as jnp.float32, got {state_dtype!r}."
+            f"`{name}` must be a floating dtype, such as jnp.float32, got {state_dtype!r}."
         )
 
 
@@ -100,13 +104,16 @@ def _is_number(value: Any) -> bool:
     return is_real and value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.number)
 
 
-def check_epsilons(eps: Any, eps_root: Any) -> None:
-    """Refuse negative epsilons, and both zero: a zero gradient would divide 0 by 0."""
-    check_not_negative("eps", eps)
-    check_not_negative("eps_root", eps_root)
-    if is_zero(eps) and is_zero(eps_root):
+def check_denominator(**terms: Any) -> None:
+    """Refuse negative terms, and all of them zero: a zero gradient would divide 0 by 0."""
+    for name, value in terms.items():
+        check_not_negative(name, value)
+    if all(map(is_zero, terms.values())):
+        *names, last = (f"`{name}`" for name in terms)
+        *values, end = map(str, terms.values())
         raise ValueError(
-            f"one of `eps` and `eps_root` must be positive, got {eps} and {eps_root}."
+            f"one of {', '.join(names)} and {last} must be positive, or a gradient of zero "
+            f"divides 0 by 0: got {', '.join(values)} and {end}."
         )
 
 

@@ -27,6 +27,7 @@ from jmask._optim.conditional_step import apply_if, update_if
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._updates.checks import check_transformation
+from jmask._updates.dense_tables import noticed_as
 from jmask._updates.eager import compiled_outside_jit
 from jmask._updates.masked_gradient import (
     as_gradients,
@@ -152,7 +153,7 @@ def multi_steps(
             accumulated,
             is_leaf=is_gradient_leaf,
         )
-        return accumulated, total, last
+        return accumulated, noticed_as(gradients, total), last
 
     def finished(accumulated: Any, inner_state: Any, state: Any, last: Any) -> MultiStepsState:
         accumulated = jax.tree.map(

@@ -60,7 +60,7 @@ class Slot:
     Attributes:
         initial: its value before the first step.
         per_row: whether it is (V, 1, ..., 1), one entry for each row of the parameter.
-        dtype: that of a count; otherwise the rule and the parameter say.
+        dtype: of the array; that of the rule, or of the parameter, if None.
     """
 
     initial: Any
@@ -141,6 +141,13 @@ def optimizer(
             compiled_outside_jit(functools.partial(_apply_gradients, rule, lifted))
         )
         return lifted
+    return densified(dense)
+
+
+def densified(
+    dense: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """Return `dense` for row-sparse gradients, which become dense: all rows are updated."""
     to_dense = densify()
 
     def update(updates, state, params=None, **extra_args):

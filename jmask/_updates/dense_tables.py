@@ -13,7 +13,14 @@ from typing import Any
 
 import jax
 
-from jmask._base.fallback import LARGE, in_bytes, is_expected_dense, report_fallback
+from jmask._base.fallback import (
+    LARGE,
+    expect_dense,
+    in_bytes,
+    is_expected_dense,
+    muted,
+    report_fallback,
+)
 from jmask._base.leaves import leaf_name
 from jmask._updates.masked_gradient import is_gradient_leaf
 
@@ -42,15 +49,37 @@ def notice_dense_tables(updates: Any) -> None:
         )
 
 
-def noticing_dense_tables(apply_gradients: Callable[..., Any]) -> Callable[..., Any]:
-    """`apply_gradients` of a lazy optimizer that notices dense tables first."""
+def noticing_dense_tables(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `step` of a lazy optimizer, of gradients first, that notices dense tables.
 
-    @functools.wraps(apply_gradients)
-    def noticing(grads: Any, state: Any, params: Any) -> Any:
+    The transformations inside it get arrays in place of rows: whole tables where `lazy` traces
+    its proof, the rows of a batch where it runs. What they would notice is no user's gradient.
+    """
+
+    @functools.wraps(step)
+    def noticing(grads: Any, *args: Any, **kwargs: Any) -> Any:
         notice_dense_tables(grads)
-        return apply_gradients(grads, state, params)
+        with muted():
+            result, state = step(grads, *args, **kwargs)
+        # The next lazy optimizer of a chain gets updates: these are no gradients to notice.
+        for x in jax.tree.leaves(result, is_leaf=is_gradient_leaf):
+            if is_table(x):
+                expect_dense(x)
+        return result, state
 
     return noticing
+
+
+def noticed_as(gradients: Any, updates: Any) -> Any:
+    """Return `updates` made of gradients; dense tables that were reported are so in them."""
+    pairs: Any = zip(
+        *(jax.tree.leaves(x, is_leaf=is_gradient_leaf) for x in (gradients, updates)),
+        strict=True,
+    )
+    for gradient, update in pairs:
+        if is_expected_dense(gradient) and is_table(update):
+            expect_dense(update)
+    return updates
 
 
 def is_table(x: Any) -> bool:

@@ -190,7 +190,31 @@ MISTAKES: dict[str, Mistake] = {
             TypeError,
             (f"{name}() has no argument `lr`", "write `learning_rate`"),
         )
+        for name in (
+            "sgd",
+            "adam",
+            "adamw",
+            "adagrad",
+            "rowwise_adagrad",
+            "rowwise_adam",
+            "ftrl",
+        )
+    },
+    **{
+        f"mask of {name}": (
+            lambda name=name: getattr(jmask, name)(0.1, mask=True),
+            TypeError,
+            (f"{name}() has no argument `mask`", "optax.partition", "jmask.adamw"),
+        )
         for name in ("sgd", "adam", "adagrad", "rowwise_adagrad", "rowwise_adam", "ftrl")
+    },
+    **{
+        f"mu_dtype of {name}": (
+            lambda name=name: getattr(jmask, name)(0.1, mu_dtype=jnp.bfloat16),
+            TypeError,
+            (f"{name}() has no argument `mu_dtype`", "write `state_dtype`"),
+        )
+        for name in ("sgd", "adagrad", "rowwise_adagrad", "ftrl")
     },
     "betas": (
         lambda: jmask.adam(0.1, betas=(0.9, 0.99)),

@@ -39,6 +39,7 @@ OPTIMIZERS: dict[str, optax.GradientTransformation] = {
     "adam": jmask.adam(),
     "adam with weight decay": jmask.adam(weight_decay=0.1),
     "adam with a count of each row": jmask.adam(count="per_row"),
+    "adamw": jmask.adamw(),
     "adagrad": jmask.adagrad(),
     "adagrad with decoupled decay": jmask.adagrad(weight_decay=0.1, decay_mode="decoupled"),
     "rowwise adagrad": jmask.rowwise_adagrad(),

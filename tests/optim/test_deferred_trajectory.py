@@ -78,6 +78,7 @@ named(
     eps=1e-3, eps_root=1e-5,
 )  # fmt: skip
 named("adam, b1 = 0", jmask.adam, twins.adam, {"b1": 0.0}, b1=0.0)
+named("adamw", jmask.adamw, twins.adam, {"weight_decay": 0.1}, first=False, decay=0.1)
 named("rowwise adam", jmask.rowwise_adam, twins.adam, {}, rows=True)
 named("adagrad", jmask.adagrad, twins.adagrad, {})
 named("adagrad, decoupled", jmask.adagrad, twins.adagrad, DECOUPLED, decoupled=0.1)

@@ -25,6 +25,7 @@ OPTIMIZERS = {
     "sgd": jmask.sgd(0.1),
     "sgd, decayed": jmask.sgd(0.1, momentum=0.9, weight_decay=0.1),
     "adam": jmask.adam(0.1),
+    "adamw": jmask.adamw(0.1),
     "adagrad": jmask.adagrad(0.1),
     "rowwise adagrad": jmask.rowwise_adagrad(0.1),
     "rowwise adam": jmask.rowwise_adam(0.1, weight_decay=0.1),

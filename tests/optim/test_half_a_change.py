@@ -1,5 +1,6 @@
 """Half a change is said: dense gradients in a lazy optimizer, arrays made of sparse ones."""
 
+import functools
 import warnings
 
 import jax
@@ -107,3 +108,94 @@ def test_multi_steps_without_like():
     words = r"like=jax.eval_shape\(jmask.grad\(loss_fn\), params, batch\)"
     with pytest.raises(TypeError, match=words):
         jmask.multi_steps(jmask.sgd(0.1), 4)
+
+
+# Optimizers around and inside each other: transformations inside `lazy` get arrays.
+NESTINGS = {
+    "named": lambda _: jmask.lazy(jmask.adagrad(0.1)),
+    "per row": lambda _: jmask.lazy(jmask.rowwise_adagrad(0.1)),
+    "chain": lambda _: jmask.lazy(
+        optax.chain(optax.clip_by_global_norm(1.0), jmask.adagrad(0.1))
+    ),
+    "twice": lambda _: jmask.lazy(jmask.lazy(optax.adam(0.1))),
+    "partition inside": lambda _: jmask.lazy(
+        optax.partition({"a": jmask.adam(0.1), "b": optax.sgd(0.1)}, LABELS)
+    ),
+    "partition around": lambda _: optax.partition(
+        {"a": jmask.lazy(jmask.adam(0.1)), "b": optax.sgd(0.1)}, LABELS
+    ),
+    "hyperparameters inside": lambda _: jmask.lazy(
+        optax.inject_hyperparams(jmask.adagrad)(learning_rate=0.1)
+    ),
+    "hyperparameters around": lambda _: optax.inject_hyperparams(
+        lambda rate: jmask.lazy(jmask.adagrad(rate))
+    )(rate=0.1),
+    "skip around": lambda _: jmask.skip_nonfinite(jmask.lazy(jmask.adagrad(0.1))),
+    "drop before": lambda _: optax.chain(
+        jmask.drop_nonfinite_rows(), jmask.lazy(jmask.adagrad(0.1))
+    ),
+    "bound before": lambda _: optax.chain(
+        jmask.clip_by_row_norm(1.0), jmask.lazy(jmask.adagrad(0.1))
+    ),
+    "microbatches": lambda like: jmask.multi_steps(
+        jmask.lazy(jmask.adagrad(0.1)), 1, like=like
+    ),
+    "skip, microbatches": lambda like: jmask.skip_nonfinite(
+        jmask.multi_steps(jmask.lazy(jmask.adagrad(0.1)), 1, like=like)
+    ),
+}
+LABELS = {"table": "a", "w": "b", "layer": "b"}
+
+
+def many(params):
+    """As many lookups as a table has rows: rows of the batch look like a table themselves."""
+    return jnp.sum(params["table"][jnp.arange(40_000)] @ params["w"]) + jnp.sum(params["layer"])
+
+
+def masked(params):
+    gradient = jmask.grad(loss)(params)
+    rows = gradient["table"].todense()
+    return gradient | {"table": jmask.masked_tensor(rows, rows != 0)}
+
+
+GRADIENTS = {"few": jmask.grad(loss), "many": jmask.grad(many), "masked": masked}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("kind", GRADIENTS)
+@pytest.mark.parametrize("name", NESTINGS)
+def test_no_notice_from_inside(name, kind):
+    """By update and by apply, eagerly and under jit; each with an optimizer of its own."""
+    like = jax.eval_shape(GRADIENTS[kind], PARAMS)
+    for run in WAYS.values():
+        for compiled in (False, True):
+            tx = NESTINGS[name](like)
+
+            def step(params, tx=tx, run=run):
+                return run(tx, GRADIENTS[kind](params))
+
+            with jmask.strict():
+                jax.eval_shape(step, PARAMS) if compiled else step(PARAMS)
+
+
+@pytest.mark.parametrize("name", NESTINGS)
+def test_one_notice_from_outside(name):
+    """Dense gradients of `jax.grad` are noticed once, however many lazy optimizers there are.
+
+    Those that jmask has made dense have been reported, and are not once more.
+    """
+    for gradients, words in (
+        (jax.grad(loss), "a lazy optimizer got a dense gradient"),
+        (jmask.grad(tied), "`dot_general` needs all of it"),
+    ):
+        like = jax.eval_shape(jax.grad(loss), PARAMS)
+        for run in WAYS.values():
+            tx = NESTINGS[name](like)
+
+            def step(params, tx=tx, run=run, gradients=gradients):
+                return run(tx, gradients(params))
+
+            for compiled in (False, True):
+                call = functools.partial(jax.eval_shape, step) if compiled else step
+                (notice,) = notices(lambda call=call: call(PARAMS))
+                assert words in notice

@@ -89,7 +89,8 @@ def test_frozen_tables():
 
 
 BUILDERS = [
-    jmask.sgd, jmask.adam, jmask.adagrad, jmask.rowwise_adam, jmask.rowwise_adagrad, jmask.ftrl,
+    jmask.sgd, jmask.adam, jmask.adamw, jmask.adagrad, jmask.rowwise_adam,
+    jmask.rowwise_adagrad, jmask.ftrl,
 ]  # fmt: skip
 
 

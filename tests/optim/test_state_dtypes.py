@@ -27,6 +27,9 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     name: lambda dtype, f=f, given=given: f(0.1, state_dtype=dtype, **given)
     for name, (f, given) in NAMED.items()
 } | {
+    "mu of adam": lambda dtype: jmask.adam(0.1, mu_dtype=dtype),
+    "mu of rowwise_adam": lambda dtype: jmask.rowwise_adam(0.1, mu_dtype=dtype),
+    "adamw": lambda dtype: jmask.adamw(0.1, mu_dtype=dtype),
     "not lazy": lambda dtype: jmask.adam(0.1, state_dtype=dtype, lazy_update=False),
     "optax.adam": lambda dtype: jmask.lazy(optax.adam(0.1, mu_dtype=dtype)),
     "chain": lambda dtype: jmask.lazy(

@@ -150,6 +150,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "momentum": lambda: jmask.sgd(0.1, momentum=0.9),
     "adam": lambda: jmask.adam(0.1),
     "adam per row": lambda: jmask.adam(0.1, count="per_row"),
+    "adamw": lambda: jmask.adamw(0.1),
     "rowwise_adam": lambda: jmask.rowwise_adam(0.1),
     "adagrad": lambda: jmask.adagrad(0.1),
     "rowwise_adagrad": lambda: jmask.rowwise_adagrad(0.1),
