@@ -258,7 +258,7 @@ def _check_structure(gradients: Any, like: Any) -> None:
         rows, room = _unmasked(x), _unmasked(y)
         is_alike = isinstance(x, MaskedTensor) == isinstance(y, MaskedTensor)
         is_alike = is_alike and is_row_sparse(rows) == is_row_sparse(room)
-        rows_alike = not is_row_sparse(rows) or rows.leading == room.leading
+        rows_alike = not (is_alike and is_row_sparse(rows)) or rows.leading == room.leading
         if not is_alike or not rows_alike or tuple(x.shape) != tuple(y.shape):
             raise ValueError(
                 f"{name} is {_described(x)}, but `like` has {_described(y)} there: make "
