@@ -41,6 +41,8 @@ def value_and_grad(
         argnums: the positional argument(s) to differentiate: positions, or
             `nnx.DiffState(position, filter)`. In modules an `nnx.Param` is differentiated, or
             what the filter says; all else that `f` writes to is updated in place, as by nnx.
+            A module that is in another argument too is differentiated in both places, where
+            nnx raises.
         has_aux: whether `f` returns auxiliary data beside the scalar.
         holomorphic: whether `f` is complex and holomorphic, of complex arguments.
         allow_int: whether arguments may hold integers; their gradient is of dtype float0.
@@ -124,7 +126,7 @@ def _transformed(
         arguments = _Arguments(nnx, args, kwargs, wanted)
 
         @functools.wraps(f)
-        def of_parameters(*parameters: Any) -> Any:
+        def with_state(*parameters: Any) -> Any:
             nodes, (args, kwargs) = arguments.merged(parameters)
             result = f(*args, **kwargs)
             is_pair = has_aux and isinstance(result, tuple) and len(result) == 2
@@ -136,7 +138,7 @@ def _transformed(
             return loss, (aux, arguments.written(nodes, parameters))
 
         numbers = tuple(wanted) if isinstance(argnums, Sequence) else next(iter(wanted))
-        result = transform(of_parameters, numbers, True)(*arguments.parameters)
+        result = transform(with_state, numbers, True)(*arguments.parameters)
         if has_value:
             (value, (aux, state)), gradient = result
             value = (value, aux) if has_aux else value
@@ -234,7 +236,7 @@ def _is_node(nnx: Any, x: Any) -> bool:
 
 
 def _filters(nnx: Any, argnums: Any) -> dict[int, Any]:
-    """Return the filter of each argument to differentiate, None for that of nnx."""
+    """Return the filter of each argument to differentiate, or None for `nnx.Param`."""
     wanted: dict[int, Any] = {}
     for x in argnums if isinstance(argnums, Sequence) else (argnums,):
         number, kind = (x.argnum, x.filter) if isinstance(x, nnx.DiffState) else (x, None)

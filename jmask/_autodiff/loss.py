@@ -110,9 +110,9 @@ def _check_not_written(
             name = leaf_name(argument_name(fun, number), path)
             raise TypeError(
                 f"`fun` writes to {name}, which is lost, as under "
-                "jax.value_and_grad: differentiate the parameters alone, "
-                "nnx.split(model, nnx.Param, ...), and return the rest as aux (in "
-                "docs/sharp_bits.md)."
+                "jax.value_and_grad: jmask.nnx.value_and_grad writes it back; or differentiate "
+                "the parameters alone, nnx.split(model, nnx.Param, ...), and return the rest "
+                "as aux."
             )
 
 

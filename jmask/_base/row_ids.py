@@ -50,7 +50,8 @@ def _opaque_dtype(words: int) -> Any:
         random_bits=_refuse,
         fold_in=_refuse,
         name=f"jmask row ids, {32 * words} bit",
-        tag="row ids: use jmask.lazy(tx), or jmask.tree.norm, .add, .psum, .pmean",
+        tag="row ids: use jmask.lazy(tx), jmask.multi_steps(tx, k, like=grads), or "
+        "jmask.tree.add, jmask.tree.norm, .psum, .pmean",
     )
 
 

@@ -134,6 +134,10 @@ def _module(frame: FrameType) -> str:
 
 
 _FUNCTIONS = " (jmask.numpy and jmask.nn have the functions that take it)"
+_SUMS = (
+    " (jmask.numpy and jmask.nn have the functions that take it; to sum gradients write "
+    "jmask.tree.add or jmask.multi_steps(tx, k, like=grads))"
+)
 
 
 class NamesItsFunctions(type):
@@ -154,7 +158,7 @@ class SaysWhatToDo(NamesItsFunctions):
         frame = sys._getframe(1)
         module, function = str(frame.f_globals.get("__name__")), frame.f_code.co_name
         if module.startswith("jax.") and not module.endswith(".tree_util"):
-            return f"{type.__repr__(cls)}{_FUNCTIONS}"
+            return f"{type.__repr__(cls)}{_SUMS}"
         plain = type.__repr__(cls)
         if module.endswith(".tree_util") and function != "_equality_errors":
             return f"{plain} ({_advice(frame)})"

@@ -232,6 +232,37 @@ def test_decorator_and_training():
     assert model.calls[...] == 30
 
 
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
+def test_one_module_in_two_arguments(argnums):
+    """The derivative in both places; nnx says so of both arguments, and refuses one."""
+    fun = lambda a, b: jnp.sum(jnp.sin(a(IDS)) * b(IDS + 1))
+    model, same = (models()["Model"](nnx.Rngs(0)) for _ in range(2))
+    found = jmask.nnx.grad(fun, argnums=argnums)(model, model)
+    expected = nnx.grad(lambda model: fun(model, model))(same)
+    if argnums == (0, 1):
+        found, rest = found
+        assert not rest
+    assert is_row_sparse(found["embed"]["embedding"].get_value())
+    assert_same(found, expected)
+
+
+def test_arguments_that_are_no_arrays():
+    """Names and flags go through; a module without parameters has no gradient."""
+
+    def fun(dropout, mode, factor=None):
+        return jnp.sum(dropout(jnp.ones(8))) * (2 if mode == "twice" and factor is None else 1)
+
+    results = []
+    for home in (jmask.nnx, nnx):
+        dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+        value, grads = home.value_and_grad(fun)(dropout, "twice")
+        assert not grads
+        results.append((value, dropout.rngs.count[...]))
+    (value, count), (_, expected_count) = results
+    assert count == expected_count == 1
+    assert value % 4 == 0
+
+
 def test_mistakes():
     model = models()["Model"](nnx.Rngs(0))
     call = jmask.nnx.value_and_grad

@@ -30,7 +30,33 @@ def apply(tx):
     )
 
 
+def accumulated(start):
+    """A sum of gradients over microbatches, as programs with dense ones write it."""
+
+    def body(total, _):
+        return jax.tree.map(jnp.add, total, GRADS), None
+
+    return jax.lax.scan(body, start, length=2)
+
+
+# What to write instead of arithmetic on the leaves of gradients.
+SUMS = ("jmask.multi_steps(tx, k, like=grads)", "jmask.tree.add")
+
 MISTAKES: dict[str, Mistake] = {
+    # --- accumulation ---------------------------------------------------------------------
+    "a sum of leaves": (lambda: jax.tree.map(jnp.add, GRADS, GRADS), TypeError, SUMS),
+    "a sum of leaves by optax": (lambda: optax.tree.add(GRADS, GRADS), TypeError, SUMS),
+    "a scan from a gradient": (lambda: accumulated(GRADS), TypeError, SUMS),
+    "a scan from zeros": (
+        lambda: accumulated(jax.tree.map(jnp.zeros_like, GRADS)),
+        TypeError,
+        SUMS,
+    ),
+    "a scan from dense zeros": (
+        lambda: accumulated(jax.tree.map(jnp.zeros_like, PARAMS)),
+        TypeError,
+        SUMS[::-1],
+    ),
     # --- parameters and optimizers --------------------------------------------------------
     "an optimizer of a name": (
         lambda: LAZY.init({"t": TABLE, "name": "words"}),

@@ -180,36 +180,6 @@ def test_recommends_and_goes_on(two_tower, tmp_path, capsys, monkeypatch):
         two_tower.main([*parts, "--seed", "1"])
 
 
-def test_nnx_value_and_grad(two_tower):
-    """Like that of nnx for a module with dropout and batch norm, which it updates."""
-    value_and_grad = import_module("two_tower_nnx").value_and_grad
-
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.embed = nnx.Embed(20, 4, rngs=rngs)
-            self.norm = nnx.BatchNorm(4, rngs=rngs)
-            self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-        def __call__(self, ids):
-            return self.dropout(self.norm(self.embed(ids)))
-
-    def loss(model, ids):
-        return jnp.sum(model(ids) ** 3)
-
-    ids, ours, theirs = jnp.array([3, 5, 3]), Model(nnx.Rngs(0)), Model(nnx.Rngs(0))
-    of_ours, of_theirs = map(nnx.jit, (value_and_grad(loss), nnx.value_and_grad(loss)))
-    for _ in range(2):
-        value, grads = of_ours(ours, ids)
-        expected, dense = of_theirs(theirs, ids)
-        np.testing.assert_allclose(value, expected, rtol=1e-5)
-        table, expected = (g["embed"]["embedding"].get_value() for g in (grads, dense))
-        assert is_row_sparse(table)
-        np.testing.assert_allclose(table.todense(), expected, atol=1e-3)
-    assert np.any(ours.norm.mean[...])
-    np.testing.assert_allclose(ours.norm.mean[...], theirs.norm.mean[...], rtol=1e-5)
-    assert ours.dropout.rngs.count[...] == theirs.dropout.rngs.count[...] == 2
-
-
 def test_loss_masks_equal_items(two_tower):
     """Softmax with popularity correction in float64, line by line."""
     import retrieval
