@@ -50,7 +50,13 @@ def test_every_public_function_has_a_door():
         "ShardedTable",
     }
     classes = {"GradcheckError", "StorageFallbackWarning"}
-    modules = {"nn", "numpy", "sparsecore", "tree"}  # of which these take what jax.numpy takes
+    modules = {
+        "nn",
+        "nnx",
+        "numpy",
+        "sparsecore",
+        "tree",
+    }  # of which these take what jax.numpy takes
     public = {name for name in dir(jmask) if not name.startswith("_")}
     doors = {name.split("(")[0].split(".")[0].split("[")[0] for name in DOORS}
     assert public - no_arguments - made_by_others - classes - modules <= doors

@@ -130,7 +130,7 @@ def recomputed(params, ids):
 @pytest.mark.parametrize("loss", [pooled_with_weights, recomputed])
 def test_tables_that_are_read_for_gradients_alone_are_written_after(loss, name):
     """A gradient of weights reads the rows again: not from a copy of the table."""
-    tx, (rows, width, bags, length) = OPTIMIZERS[name], (100_000, 64, 512, 32)
+    tx, (rows, width, bags, length) = OPTIMIZERS[name], (400_000, 64, 512, 32)
     params = {
         "t": jax.ShapeDtypeStruct((rows, width), jnp.float32),
         "w": jax.ShapeDtypeStruct((bags, length), jnp.float32),

@@ -51,7 +51,12 @@ APPLY = {"apply_gradients": jmask.apply_gradients, "update": update_and_apply}
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.dtype_promotion
 class TestOneStep:
-    @pytest.mark.parametrize(("name", "hyper"), CASES, ids=NAMES)
+    # The state of `adamw` is that of optax, which is among the lifted ones.
+    @pytest.mark.parametrize(
+        ("name", "hyper"),
+        [x for x in CASES if x[0] != "adamw"],
+        ids=[x for x in NAMES if not x.startswith("adamw")],
+    )
     def test_named(self, name, hyper, dtype, apply):
         build, kind = MODELS[name]
         table, values = lookups_of(dtype)
