@@ -117,6 +117,12 @@ def _of_an_array(eqn: JaxprEqn, *_: Any) -> list[bool]:
     return [is_array] + [False] * (len(eqn.invars) - 1)
 
 
+def _summing_rows(eqn: JaxprEqn, *_: Any) -> list[bool]:
+    """A sum over rows (of the cotangent of logits, say) is no table's gradient."""
+    shape, axes = aval_of(eqn.invars[0]).shape, parameter(eqn, "axes")
+    return [0 not in axes or all(shape[d] == 1 for d in axes)]
+
+
 def _padded(eqn: JaxprEqn, *_: Any) -> list[bool]:
     """What is cut off again was computed from all of an array."""
     is_cut = any(low < 0 or high < 0 for low, high, _ in parameter(eqn, "padding_config"))
@@ -460,7 +466,7 @@ EQUATION_RULES: dict[str, Rule] = {
     "div": Rule(_scaled, _divide),
     "reshape": Rule(_of_an_array, _reshape),
     "squeeze": Rule(_of_an_array, _reshape),
-    "reduce_sum": Rule(_of_an_array, _sum),
+    "reduce_sum": Rule(_summing_rows, _sum),
     "slice": Rule(_of_an_array, _slice),
     "split": Rule(_of_an_array, _split),
     "concatenate": Rule(_every_array, _concatenate),

@@ -44,7 +44,7 @@ from jmask._ops.safe_numbers import trial
 
 ELEMENTWISE = ARITHMETIC | frozenset(
     "acos acosh asin asinh atan atanh complex conj cosh digamma erf erf_inv erfc imag lgamma "
-    "name optimization_barrier population_count real shift_left shift_right_arithmetic "
+    "name optimization_barrier population_count real reshard shift_left shift_right_arithmetic "
     "shift_right_logical sinh".split()
 )
 
@@ -188,6 +188,8 @@ def _elementwise(name: str, eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
 def _constant(name: str, eqn: JaxprEqn, inputs: list[RowLocal]) -> Any:
     """The scalar an elementwise equation gives in untouched rows, or None if unknown."""
     known = [k.off_support if isinstance(k, RowWise) else k.constant for k in inputs]
+    if name == "reshard":  # the same numbers on other devices
+        return known[0]
     if name == "select_n" and known[0] is not None:
         return known[1 + int(known[0])]
     if name == "select_n" and known[1] is not None:

@@ -182,7 +182,8 @@ def assert_exported(tx: Any, params: Any) -> None:
     np.testing.assert_allclose(table_of(ours[0]), table_of(wanted[0]), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# The state of `adamw` is that of optax, whose types those register who export it.
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw"])
 def test_exported_steps(name: str) -> None:
     assert_exported(OPTIMIZERS[name](), parameters("array"))
 
