@@ -149,7 +149,7 @@ class Gathered:
         weight (*entries,): or None for ones.
         outside (*entries,): rows that are nan; None if no row is.
         is_alone: whether nothing but what led here needs the rows.
-        factors: how many weights there are the product of.
+        factors: how many weights and masks have been applied.
     """
 
     source: jax.Array

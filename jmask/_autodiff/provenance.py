@@ -270,12 +270,16 @@ def _select(eqn: JaxprEqn, which: Operand, *cases: Operand) -> Fact | None:
         kept = None if rows is None else which.product().of_entries(len(rows.entries))
         if rows is None or kept is None or not rows.is_exact:
             continue
+        if rows.factors == _MOST_FACTORS:
+            return None
         kept = ~kept if is_first else kept
         kept = jnp.broadcast_to(kept, rows.entries)
         index = jnp.where(kept, rows.positions(), rows.source.shape[0])
         weight = None if rows.weight is None else jnp.where(kept, rows.weight, 0)
         outside = None if rows.outside is None else rows.outside & kept
-        return dataclasses.replace(rows, index=index, weight=weight, outside=outside)
+        return dataclasses.replace(
+            rows, index=index, weight=weight, outside=outside, factors=rows.factors + 1
+        )
     return None
 
 

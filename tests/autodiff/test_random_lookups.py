@@ -197,7 +197,7 @@ def test_random_lookups(program, values):
 
 @pytest.mark.dtype_promotion
 @pytest.mark.exhaustive
-@settings(max_examples=300)
+@settings(max_examples=30)
 @given(programs(), thresholds)
 def test_many_random_lookups(program, values):
     check(program, values)
