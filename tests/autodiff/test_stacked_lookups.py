@@ -55,7 +55,7 @@ ROW_SPARSE = {
     "take, clipped": lambda t, x: take(t, x.beyond, axis=1, mode="clip"),
     "take, filled": lambda t, x: take(t, x.beyond, axis=1, mode="fill"),
     "take_along_axis": lambda t, x: jnp.take_along_axis(
-        t, jnp.broadcast_to(x.ids[None, :, None], (t.shape[0], 3, t.shape[2])), 1
+        t, jnp.broadcast_to(x.ids[None, :2, None], (t.shape[0], 2, t.shape[2])), 1
     ),
     "vmap over tables": lambda t, x: jax.vmap(lambda table: table[x.ids])(t),
     "vmap over both": lambda t, x: jax.vmap(lambda table, i: table[i])(
