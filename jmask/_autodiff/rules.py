@@ -129,10 +129,6 @@ def _padded(eqn: JaxprEqn, *_: Any) -> list[bool]:
     return [not is_cut, False]
 
 
-def _every_array(eqn: JaxprEqn, *_: Any) -> list[bool]:
-    return [True] * len(eqn.invars)
-
-
 def _operand_and_update(eqn: JaxprEqn, *_: Any) -> list[bool]:
     return [True, True] + [False] * (len(eqn.invars) - 2)
 
@@ -469,7 +465,7 @@ EQUATION_RULES: dict[str, Rule] = {
     "reduce_sum": Rule(_summing_rows, _sum),
     "slice": Rule(_of_an_array, _slice),
     "split": Rule(_of_an_array, _split),
-    "concatenate": Rule(_every_array, _concatenate),
+    "concatenate": Rule(_all, _concatenate),
     "transpose": Rule(_of_an_array, _transpose),
     "select_n": Rule(_cases, _select),
     "optimization_barrier": Rule(same_wanted, _barrier),

@@ -9,15 +9,8 @@ tables or holds twice what it needs. An array (V / 2, 128) is kept as it is:
 The columns are split into powers of two (and what is left of them in multiples of 128), so
 that no row straddles two lines and nothing is padded but the last line.
 
-A row is read with its line and then picked out of it, in log2(128 / width) halvings. To
-write rows, each is placed in an empty line and those that share a line are joined, in as many
-doublings, since ids are sorted; the last of them is written, once:
-
-    ids        0      1      4        2 rows in a line
-    placed    a -    - b    c -
-    joined    a -    a b    c -       the first is dropped
-
-Both are exact: bits are moved, nothing is added.
+How a row is read from its line, and written into it without a change to its neighbours, is in
+`jmask._kernels.lines`.
 """
 
 import itertools
