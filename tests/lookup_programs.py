@@ -182,7 +182,7 @@ PROGRAMS: dict[str, Program] = {
     "sparse features, coo": Program(lambda t: square(COO @ t), 6),
     "sparse features, padded": Program(lambda t: square(PADDED @ t), 9),
     "sparse features, csr": Program(lambda t: square(CSR @ t), 6),
-    "sparse features, a column": Program(lambda t: square(COO @ t[:, 0]), None),
+    "sparse features, a column": Program(lambda t: square(COO @ t[:, 0]), 6),
     "sparse features, transposed": Program(lambda t: square(TRANSPOSED.T @ t), 6),
     "custom_vjp": Program(lambda t: square(custom_lookup(t, VALID)), 3),
     "custom_jvp": Program(lambda t: jnp.sum(custom_square(t[IDS])), 6),
@@ -209,7 +209,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "transposed lookup": Program(lambda t: square(t.T[:, IDS]), None),
     "columns": Program(lambda t: square(t[:, VALID]), None),
-    "entries": Program(lambda t: square(t[VALID, VALID]), None),
+    "entries": Program(lambda t: square(t[VALID, VALID]), 3),
     "carried through scan": Program(
         lambda t: lax.scan(
             lambda c, i: ((c[0] + square(c[1][i]), c[1]), None), (0.0, t), VALID

@@ -264,6 +264,11 @@ def _check_structure(gradients: Any, like: Any) -> None:
                 f"{name} is {_described(x)}, but `like` has {_described(y)} there: make "
                 "multi_steps with the gradient of a microbatch."
             )
+        if jnp.promote_types(x.dtype, y.dtype) != y.dtype:
+            raise ValueError(
+                f"{name} is {x.dtype}, but `like` has {y.dtype} there, which would round what "
+                "comes together: make multi_steps with the gradient as it is given."
+            )
         if is_row_sparse(rows) and rows.nse > room.nse:
             raise ValueError(
                 f"{name} has {rows.nse} rows, but `like` has room for {room.nse} in a "

@@ -334,7 +334,7 @@ def test_equal_ids_are_summed_before_they_are_looked_at(name, large, how):
     params = {"t": TABLE.astype(dtype), "w": jnp.ones(4)}
     tx, results = LOOKING[name], []
     if callable(tx):
-        tx = tx({"t": halves, "w": jnp.ones(4)})
+        tx = tx({"t": halves.astype(jnp.float32), "w": jnp.ones(4)})
     for rows in (halves, whole):
         grads = {"t": rows, "w": jnp.ones(4)}
         new, state = how(tx)(grads, tx.init(params), params)
@@ -364,6 +364,13 @@ class TestBadInput:
         tx = jmask.multi_steps(jmask.sgd(0.1), 2, gradient(0))
         with pytest.raises(ValueError, match=message):
             tx.update(jax.tree.map(jnp.asarray, grads), tx.init(PARAMS), PARAMS)
+
+    @pytest.mark.parametrize("name", ["t", "w"])
+    def test_gradients_wider_than_like(self, name):
+        like = {**gradient(0), name: gradient(0)[name].astype(jnp.float16)}
+        tx = jmask.multi_steps(jmask.sgd(0.1), 2, like)
+        with pytest.raises(ValueError, match=rf"'{name}'\]` is float32, but `like` has float16"):
+            tx.update(jax.tree.map(jnp.asarray, gradient(0)), tx.init(PARAMS), PARAMS)
 
     def test_optax_multi_steps_inside_lazy_names_the_way_out(self):
         tx = optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()
