@@ -33,7 +33,6 @@ from jmask._updates.masked_gradient import (
     is_gradient_leaf,
     keep_valid,
     unchanged_where_masked,
-    with_wide_rows,
 )
 from jmask._updates.not_row_local import NotRowLocalError
 
@@ -75,7 +74,6 @@ class LazyCall:
         params: optax.Params | None,
     ) -> "LazyCall":
         leaves, gradient_tree = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
-        leaves = list(map(with_wide_rows, leaves))
         state_leaves, state_tree = jax.tree.flatten(state, is_leaf=is_stored_table)
         param_leaves, param_tree = jax.tree.flatten(params, is_leaf=is_stored_table)
         for i, param in enumerate(param_leaves):

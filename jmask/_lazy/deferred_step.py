@@ -89,7 +89,7 @@ def deferred_step(
     leaves = jax.tree.leaves(params, is_leaf=is_stored_table)
     tree: Any = jax.tree.structure(params, is_leaf=is_stored_table)
     names = [leaf_name("params", path) for path, _ in _with_paths(params)]
-    gradients = list(map(with_wide_rows, tree.flatten_up_to(updates)))
+    gradients = with_wide_rows(tree.flatten_up_to(updates))
     old_state = jax.tree.leaves(state, is_leaf=is_stored_table)
     state_tree: Any = jax.tree.structure(state, is_leaf=is_stored_table)
     owners = _owners(init, leaves, tree, state)

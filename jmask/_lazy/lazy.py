@@ -25,7 +25,7 @@ import optax
 from jmask._lazy.call import LazyCall
 from jmask._lazy.deferred_step import deferred_step, has_deferred, without_rows
 from jmask._lazy.one_pass import OnePassTransformation, applied_in_one_pass
-from jmask._lazy.proved_update import proved
+from jmask._lazy.proved_update import ProvedUpdate, proved
 from jmask._lazy.stacked_step import has_stacked, stacked_step
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.apply import apply_updates
@@ -37,7 +37,7 @@ from jmask._updates.checks import (
 from jmask._updates.dense_tables import noticing_dense_tables
 from jmask._updates.eager import compiled_outside_jit
 from jmask._updates.fit import Fit, dense_parameters
-from jmask._updates.masked_gradient import is_gradient_leaf
+from jmask._updates.masked_gradient import has_16_bit_sums, is_gradient_leaf, with_wide_rows
 from jmask._updates.not_row_local import NotRowLocalError
 
 # Transformations that hold gradients back to emit them in a later step, when a row held
@@ -133,10 +133,31 @@ def lazy(
         params: optax.Params | None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        call = LazyCall.of(inner, updates, state, params)
-        if not call.has_rows():
+        call, of_rows = proved_call(updates, state, params, extra_args)
+        if of_rows is None:
             return call.update(call.run_flat(extra_args), extra_args, ())
-        return proved(call, extra_args, known).update(call, extra_args)
+        return of_rows.update(call, extra_args)
+
+    def proved_call(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None,
+        extra_args: dict[str, Any],
+    ) -> tuple[LazyCall, ProvedUpdate | None]:
+        """The call, and its proof if `inner` is to run on rows.
+
+        Rows of 16 bits are summed in float32. An `inner` that does not take gradients wider
+        than its state gets the sums in 16 bits, as from JAX: one branch of the `lax.cond` in
+        `optax.novograd` has the dtype of the state, the other one that of the gradient.
+        """
+        if has_16_bit_sums(updates):
+            call = LazyCall.of(inner, with_wide_rows(updates), state, params)
+            try:
+                return call, proved(call, extra_args, known, same_dtypes=True)
+            except TypeError:
+                pass
+        call = LazyCall.of(inner, updates, state, params)
+        return call, proved(call, extra_args, known) if call.has_rows() else None
 
     def apply_gradients(
         grads: optax.Updates, state: optax.OptState, params: optax.Params
@@ -150,8 +171,8 @@ def lazy(
             return stacked_step(init, apply_gradients, grads, state, params)
         if has_deferred(params):
             return deferred_step(init, update, apply_gradients, grads, state, params)
-        call = LazyCall.of(inner, grads, state, params)
-        of_rows = proved(call, {}, known)
+        call, of_rows = proved_call(grads, state, params, {})
+        assert of_rows is not None, "a RowSparse is among the gradients"
         result = applied_in_one_pass(call, of_rows)
         if result is None:
             updates, state = of_rows.update(call, {})

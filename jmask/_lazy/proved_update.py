@@ -62,7 +62,11 @@ class ProvedUpdate:
 
 
 def proved(
-    call: LazyCall, extra_args: dict[str, Any], known: dict[Any, Collection[int]]
+    call: LazyCall,
+    extra_args: dict[str, Any],
+    known: dict[Any, Collection[int]],
+    *,
+    same_dtypes: bool = False,
 ) -> ProvedUpdate:
     """The update of a call, refused unless it is exact on the touched rows.
 
@@ -70,9 +74,12 @@ def proved(
         call: with rows.
         extra_args: of its `update`.
         known: of signatures that were proved, what was found. Added to.
+        same_dtypes: whether numbers of the state that belong to no row must keep their dtype.
+            (Rows do: they are stored in the dtype of their table.)
 
     Raises:
         NotRowLocalError: with the first operation that mixes or counts rows.
+        TypeError: from `inner`, or by `same_dtypes`.
     """
     arrays = list(map(shape_of_leaf, arrays_of(extra_args)[0]))
     run = call.run_flat(extra_args)
@@ -88,6 +95,8 @@ def proved(
         _, kinds = classify(program, program, inputs)
         return ProvedUpdate(traced, program, kinds, known[signature])
     dense = jax.make_jaxpr(run)(*call.shapes(of_rows=False), *arrays)
+    if same_dtypes:
+        _check_dtypes(call, dense)
     try:
         traced = on_rows()
     except (TypeError, ValueError) as error:
@@ -107,6 +116,13 @@ def proved(
     if signature is not None:
         known[signature] = overwritten
     return ProvedUpdate(traced, program, kinds, overwritten)
+
+
+def _check_dtypes(call: LazyCall, dense: ClosedJaxpr) -> None:
+    new_state = dense.out_avals[len(call.gradients) :]
+    for table, old, new in zip(call.state_tables, call.state, new_state, strict=True):
+        if table is None and shape_of_leaf(old).dtype != new.dtype:
+            raise TypeError(f"update makes a state of {new.dtype} of one of {old.dtype}")
 
 
 def _kinds(call: LazyCall, arrays: int) -> list[Kind]:

@@ -132,7 +132,7 @@ def summed_rows(gradients: Any, params: Any) -> Any:
     def taken(param: Any, gradient: Any) -> Any:
         return fitted(param, gradient) if is_stored_table(param) else gradient
 
-    gradients = jax.tree.map(with_wide_rows, gradients, is_leaf=is_gradient_leaf)
+    gradients = with_wide_rows(gradients)
     if any(map(is_stored_table, jax.tree.leaves(params, is_leaf=is_stored_table))):
         gradients = jax.tree.map(taken, params, gradients, is_leaf=is_stored_table)
 

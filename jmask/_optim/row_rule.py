@@ -187,7 +187,7 @@ def _apply_gradients(
     if any(isinstance(leaf, MaskedTensor) for leaf in leaves):
         updates, state = lifted.update(grads, state, params)
         return apply_updates(params, updates), state
-    leaves = list(map(with_wide_rows, leaves))
+    leaves = with_wide_rows(leaves)
     columns = [structure.flatten_up_to(tree) for tree in (params, *state[1:])]
     scalars = rule.scalars(state.count)
     rows = updated(

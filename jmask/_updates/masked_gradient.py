@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.leaves import abstract_leaf, leaf_name, not_an_array
+from jmask._base.precision import is_narrow
 from jmask._kernels.coalesce import unique_slots
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
@@ -98,13 +99,25 @@ def gradient_and_valid(gradient: Any) -> tuple[Any, jax.Array | None]:
     return _entries_as_rows(storage, values, valid)
 
 
-def with_wide_rows(gradient: Any) -> Any:
-    """Return a gradient leaf with 16-bit rows in float32, to sum rows of equal ids exactly.
+def with_wide_rows(gradients: Any) -> Any:
+    """Return gradients with 16-bit rows in float32 where rows of equal ids are to be summed.
 
     An optimizer computes with the sums, and what it makes of them is rounded once, where it is
-    stored: a sum that is rounded first loses what is left of 1 - 1.003 in bfloat16.
+    stored: a sum that is rounded first loses what is left of 1 - 1.003 in bfloat16. Unique rows
+    keep their dtype, and optax's optimizers return updates of the same.
     """
-    return gradient.widened() if is_row_sparse(gradient) else gradient
+    return jax.tree.map(
+        lambda x: x.widened() if _is_16_bit_sum(x) else x, gradients, is_leaf=is_gradient_leaf
+    )
+
+
+def has_16_bit_sums(gradients: Any) -> bool:
+    """Whether `with_wide_rows` has something to do."""
+    return any(map(_is_16_bit_sum, jax.tree.leaves(gradients, is_leaf=is_gradient_leaf)))
+
+
+def _is_16_bit_sum(gradient: Any) -> bool:
+    return is_row_sparse(gradient) and gradient.order == "any" and is_narrow(gradient.dtype)
 
 
 def summed(gradient: RowSparse) -> RowSparse:

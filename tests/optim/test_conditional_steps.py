@@ -369,7 +369,8 @@ class TestBadInput:
     def test_gradients_wider_than_like(self, name):
         like = {**gradient(0), name: gradient(0)[name].astype(jnp.float16)}
         tx = jmask.multi_steps(jmask.sgd(0.1), 2, like)
-        with pytest.raises(ValueError, match=rf"'{name}'\]` is float32, but `like` has float16"):
+        message = rf"'{name}'\]` is float32, but `like` has float16"
+        with pytest.raises(ValueError, match=message):
             tx.update(jax.tree.map(jnp.asarray, gradient(0)), tx.init(PARAMS), PARAMS)
 
     def test_optax_multi_steps_inside_lazy_names_the_way_out(self):

@@ -128,6 +128,52 @@ def test_what_is_left_of_a_difference(build, place, apply):
     assert dense[1, 0] == jnp.bfloat16(-float(values[1, 0]))
 
 
+# A cond whose branches have the dtypes of state and gradient; a running scale of them all.
+STATES = {
+    "novograd": optax.novograd(0.1),
+    "a number for each parameter": optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda p: jnp.zeros((), p.dtype), params),
+        lambda g, s, p=None: (g, jax.tree.map(lambda g, s: s + jnp.vdot(g, g), g, s)),
+    ),
+}
+
+
+@pytest.mark.dtype_promotion
+@pytest.mark.parametrize("apply", APPLY)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_stays_in_16_bits(name, dtype, apply):
+    """With a gradient in float32 these fail, or make numbers of the state float32."""
+    table, values = lookups_of(dtype)
+    tx = jmask.lazy(STATES[name])
+    gradient = jmask.RowSparse(IDS, values, (V, D))
+    state = tx.init(table)
+    new, new_state = jax.jit(lambda *a: APPLY[apply](tx, *a))(gradient, state, table)
+    types = [[x.dtype for x in jax.tree.leaves(tree)] for tree in (state, new_state)]
+    assert types[0] == types[1]
+    summed = jnp.zeros((V, D)).at[IDS[IDS >= 0]].add(values[IDS >= 0].astype(jnp.float32))
+    updates, expected = STATES[name].update(summed.astype(dtype), state, table)
+    bits = float(jnp.finfo(dtype).eps)
+    for x, y in zip(
+        jax.tree.leaves((new, new_state)),
+        jax.tree.leaves((optax.apply_updates(table, updates), expected)),
+        strict=True,
+    ):
+        touched = np.unique(IDS[IDS >= 0]) if x.ndim else ...
+        np.testing.assert_allclose(
+            np.asarray(x[touched], float), np.asarray(y[touched], float), 2 * bits, 2 * bits
+        )
+
+
+@pytest.mark.dtype_promotion
+def test_unique_rows_keep_their_dtype():
+    table, values = lookups_of(jnp.bfloat16)
+    gradient = jmask.RowSparse(np.arange(8), values, (V, D), coalesced=True)
+    tx = jmask.lazy(optax.adam(0.1))
+    updates, _ = tx.update(gradient, tx.init(table), table)
+    assert updates.dtype == jnp.bfloat16
+
+
 @pytest.mark.parametrize("apply", APPLY)
 def test_a_sum_beyond_float16_that_is_rescaled(apply):
     values = jnp.full((2, 1), 60_000, jnp.float16)
