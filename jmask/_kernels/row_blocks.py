@@ -23,7 +23,7 @@ from jmask._base.array_types import varying_alike
 from jmask._base.precision import sum_dtype
 from jmask._kernels.block_loops import BlockLoop
 from jmask._kernels.gathered_rows import Rows, rows_at
-from jmask._kernels.odd_windows import add_in_windows
+from jmask._kernels.rows import add_rows
 
 Tables = list[jax.Array]
 OnRows = Callable[[Tables, jax.Array, jax.Array], Tables]
@@ -56,7 +56,7 @@ def sums_in_blocks(
         )
         rows = rows_at(values, entries).astype(zero.dtype)
         sums = jnp.zeros((size + 1, *zero.shape), zero.dtype).at[0].set(open_sum)
-        sums = add_in_windows(sums, slots, rows)
+        sums = add_rows(sums, slots, rows, coalesced=False)
         open_sum = lax.dynamic_index_in_dim(sums, slots[-1], keepdims=False)
         return update(tables, ids, sums.astype(values.dtype)), open_sum
 
