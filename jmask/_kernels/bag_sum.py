@@ -26,8 +26,8 @@ from jax.interpreters import ad
 from jmask._base.lowering import GroupedPrimitive, Results, calls_of
 from jmask._base.precision import wide
 from jmask._base.shapes import is_known, trailing
-from jmask._kernels.block_loops import BlockLoop, block_size, run_side_by_side
 from jmask._kernels.gather import Gather, in_branch
+from jmask._kernels.row_blocks import BlockLoop, block_size, run_side_by_side
 from jmask._kernels.rows import add_rows
 
 # Rows that are read at once.

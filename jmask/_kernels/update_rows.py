@@ -29,11 +29,17 @@ from jmask._base.array_types import explicit_sharding, varying_alike, with_whole
 from jmask._base.lowering import GroupedPrimitive, Results, in_one_device, switched_on
 from jmask._base.row_ids import Order
 from jmask._kernels import tpu_choice, tpu_rows
-from jmask._kernels.block_loops import BlockLoop, block_size, run_side_by_side, together
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gather import zero_of
 from jmask._kernels.gathered_rows import GatheredRows, Rows, as_array
-from jmask._kernels.row_blocks import rows_in_blocks, sums_in_blocks
+from jmask._kernels.row_blocks import (
+    BlockLoop,
+    block_size,
+    rows_in_blocks,
+    run_side_by_side,
+    sums_in_blocks,
+    together,
+)
 from jmask._kernels.rows import add_rows
 
 Tables = Sequence[jax.Array]

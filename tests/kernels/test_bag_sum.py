@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jmask._kernels import bag_sum as module
-from jmask._kernels import block_loops
+from jmask._kernels import row_blocks
 from jmask._kernels.bag_sum import BagSum, bag_sum
 
 V, D, BAGS = 9, 64, 4  # rows of 64 have a gather of their own
@@ -34,7 +34,7 @@ def by_parts(*arguments):
 def in_blocks_of(size, patch, by_column=False):
     patch.setattr(module, "_FEW", 0)
     patch.setattr(module, "_MOST", 64 if by_column else 0)
-    patch.setattr(block_loops, "_SIZES", (size, size))
+    patch.setattr(row_blocks, "_SIZES", (size, size))
 
 
 def model(table, positions, bag, weights, fill):
