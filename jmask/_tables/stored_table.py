@@ -27,7 +27,7 @@ from jmask._kernels.gather import Gather
 from jmask._kernels.rows import gather_rows, gather_unique_rows, set_rows
 from jmask._kernels.stochastic_rounding import stochastic_round
 from jmask._kernels.update_rows import add_to_rows
-from jmask._tensors.methods import call, method
+from jmask._tensors.methods import call
 from jmask._tensors.misuse import refuse_misuse_of_table
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 
@@ -153,8 +153,6 @@ class StoredTable(abc.ABC):
         if copy is False:
             raise ValueError(f"`copy`=False: a {type(self).__name__} is no array to share.")
         return np.asarray(self.todense(), dtype)
-
-    __treescope_repr__ = method("rendering")
 
     def __repr__(self) -> str:
         try:
