@@ -64,13 +64,13 @@ class Product:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the result has the dtype in which it is computed."""
+        """True if the result has the dtype in which it is computed."""
         dtypes = {x.dtype for x, _ in self.factors}
         return dtypes == {self.dtype} or self.dtype == joint_dtype(*dtypes)
 
     @property
     def is_zero(self) -> bool:
-        """Whether it is 0 everywhere, as the program says."""
+        """True if it is 0 everywhere, as the program says."""
         return any(not isinstance(x, jax.Array) and not np.any(x) for x, _ in self.factors)
 
     def dims_of(self, number: int) -> set[int]:
@@ -164,14 +164,14 @@ class Gathered:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the rows have the dtype in which they are computed; casts up are exact."""
+        """True if the rows have the dtype in which they are computed; casts up are exact."""
         if self.weight is None:
             return joint_dtype(self.source, self.dtype) == self.dtype
         return self.dtype == joint_dtype(self.source, self.weight)
 
     @property
     def pays(self) -> bool:
-        """Whether the source is much smaller than the rows."""
+        """True if the source is much smaller than the rows."""
         return pays(self.source.shape[0], math.prod(self.entries))
 
     def positions(self) -> jax.Array:
@@ -395,7 +395,7 @@ def _reduce_sum(eqn: JaxprEqn, inputs: Sequence[Any]) -> Iterator[_Sum]:
 
 
 def _weighted_sum(eqn: JaxprEqn, inputs: Sequence[Any]) -> Iterator[_Sum]:
-    """Rows and a weight of each entry, as of `jnp.einsum("bld,bl->bd", rows, weights)`."""
+    """Find rows and weights of entries, as in `jnp.einsum("bld,bl->bd", rows, weights)`."""
     contracted, batch = parameter(eqn, "dimension_numbers")
     for which in (0, 1):
         other = inputs[1 - which]

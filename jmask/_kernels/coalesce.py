@@ -74,7 +74,7 @@ def _summed_in_order(
 
 
 def unique_slots(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.Array]:
-    """The sorted unique ids (slots,), and for each entry (n,) the slot it belongs to.
+    """Return the sorted unique ids (slots,), and for each entry (n,) the slot it belongs to.
 
     Entries whose id is padding get slot = `slots`, which writes drop.
     """
@@ -110,7 +110,7 @@ def _by_sorting(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.A
 
 
 def _starts(ordered: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where each of the sorted ids (n,) comes first, and the slot of each."""
+    """Find where each of the sorted ids (n,) comes first, and the slot of each."""
     starts = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
     return starts, jnp.cumsum(starts, dtype=jnp.int32) - 1
 
@@ -165,5 +165,5 @@ def _by_marking(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.A
 
 
 def _unused(slots: int, rows: int, ids: jax.Array) -> jax.Array:
-    """The ids of slots that no row has."""
+    """Return the ids of slots that no row has."""
     return jnp.full((slots,), rows, ids.dtype)

@@ -63,7 +63,7 @@ class Gather:
     def of_rows(
         cls, shape: tuple[int, ...], mode: Any, batch: int = 1, **settings: Any
     ) -> "Gather":
-        """The gather of whole rows of a table (V, *row) by indices (*batch, 1)."""
+        """Return the gather of whole rows of a table (V, *row) by indices (*batch, 1)."""
         row = shape[1:]
         offsets = tuple(range(batch, batch + len(row)))
         numbers = lax.GatherDimensionNumbers(offsets, (0,), (0,))
@@ -74,13 +74,13 @@ class Gather:
         return self._placed(self._fastest, operand, indices)
 
     def plain(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
-        """The one operation."""
+        """Return the one operation."""
         return self._placed(self._gather, operand, indices)
 
     def _placed(
         self, gather: Callable[..., jax.Array], operand: jax.Array, indices: jax.Array
     ) -> jax.Array:
-        """The result of `gather`: rows that are where their indices are."""
+        """Return the result of `gather`: rows that are where their indices are."""
         sharding = explicit_sharding(operand, indices)
         whole_rows = self.slice_sizes == (1, *operand.shape[1:])
         spread = spec_of(operand)[:1] + spec_of(indices)
@@ -107,7 +107,7 @@ class Gather:
         )
 
     def is_slow_copy(self, operand: Any) -> bool:
-        """Whether it copies rows that XLA copies one by one, by one index each."""
+        """Decide whether it copies rows that XLA copies one by one, by one index each."""
         return (
             jnp.issubdtype(operand.dtype, jnp.floating)
             and jnp.dtype(operand.dtype).itemsize in _COPIED_SLOWLY
@@ -117,18 +117,18 @@ class Gather:
         )
 
     def vectorized(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
-        """The gather in a branch of its own."""
+        """Return the gather in a branch of its own."""
         if not indices.size:
             return self.plain(operand, indices)
         return in_branch(indices, self.on_bits, operand, indices)
 
     def on_bits_if_slow(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
-        """The gather in a branch that is there already."""
+        """Return the gather in a branch that is there already."""
         read = self.on_bits if self.is_slow_copy(operand) else self.plain
         return read(operand, indices)
 
     def on_bits(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
-        """The gather of the entries' bits, with zeros added to each."""
+        """Return the gather of the entries' bits, with zeros added to each."""
         bits = BITS[operand.dtype.itemsize]
         fill = np.asarray(np.nan if self.fill_value is None else self.fill_value, operand.dtype)
         gather = dataclasses.replace(self, fill_value=fill.view(bits).item())
@@ -150,14 +150,14 @@ class Gather:
 
 
 def in_branch(indices: jax.Array, function: Callable[..., Any], *operands: Any) -> Any:
-    """`function(*operands)` in a branch that is always taken: nothing outside is fused with it.
+    """Call `function(*operands)` in a branch that is always taken: XLA fuses nothing in.
 
     Args:
         indices: integers, one at least, that XLA does not know.
     """
 
     def zeros(*operands: Any) -> Any:
-        """The branch that is never taken: the least there is to compile."""
+        """Return the branch that is never taken: the least there is to compile."""
         results = jax.eval_shape(function, *operands)
         return jax.tree.map(lambda x: typed_like(jnp.zeros(x.shape, x.dtype), x), results)
 
@@ -165,7 +165,7 @@ def in_branch(indices: jax.Array, function: Callable[..., Any], *operands: Any) 
 
 
 def zero_of(number: jax.Array) -> jax.Array:
-    """Zeros of the shape of integers, which neither XLA nor LLVM knows to be zeros."""
+    """Return zeros that neither XLA nor LLVM knows to be zeros, of the shape of integers."""
     # Operations of lax: those of arrays take several times as long to trace.
     one = np.ones((), number.dtype)
     return lax.bitwise_and(lax.mul(number, lax.add(number, one)), one)

@@ -65,7 +65,7 @@ class BlockLoop:
 
 
 def block_size(bytes_of_rows: Sequence[int]) -> int:
-    """How many rows a block has.
+    """Return how many rows a block has.
 
     Args:
         bytes_of_rows: the bytes of a row, of each loop.
@@ -76,12 +76,12 @@ def block_size(bytes_of_rows: Sequence[int]) -> int:
 
 
 def together(items: Sequence[_Item]) -> list[Sequence[_Item]]:
-    """The items in groups of as many as run side by side."""
+    """Return the items in groups of as many as run side by side."""
     return [items[i : i + _TOGETHER] for i in range(0, len(items), _TOGETHER)]
 
 
 def run_side_by_side(loops: Sequence[BlockLoop]) -> list[Any]:
-    """The results of each loop. Those of similar lengths run together."""
+    """Return the results of each loop. Those of similar lengths run together."""
     order = sorted(range(len(loops)), key=lambda i: -loops[i].at_most)
     results: list[Any] = [None] * len(loops)
     while order:
@@ -113,7 +113,7 @@ OnRows = Callable[[Tables, jax.Array, jax.Array], Tables]
 def sums_in_blocks(
     update: OnRows, tables: Tables, ids: jax.Array, values: Rows, size: int
 ) -> BlockLoop:
-    """A loop that updates tables with the sums of the rows of equal ids.
+    """Return a loop that updates tables with the sums of the rows of equal ids.
 
     Args:
         update: (tables, ids (k,), rows (k, *row)) -> tables; ids ascending and unique, with
@@ -185,7 +185,7 @@ def _plan(ids: jax.Array, rows: int, size: int) -> _Plan:
 def rows_in_blocks(
     update: OnRows, tables: Tables, ids: jax.Array, values: Rows, size: int
 ) -> BlockLoop:
-    """A loop that updates tables with rows as they come, of equal ids too.
+    """Return a loop that updates tables with rows as they come, of equal ids too.
 
     Args:
         update, tables, ids, values, size: as in `sums_in_blocks`; ids are given as they come.
@@ -205,7 +205,7 @@ def rows_in_blocks(
 
 
 def in_order(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The ids (n,) sorted, and the entry that each comes from, int32; equal ones in order."""
+    """Sort ids (n,), stably; return them and the entry of each, int32."""
     entry, ids = varying_alike(lax.iota(jnp.int32, ids.shape[0]), ids)
     if ids.dtype != jnp.int32:
         ordered, entry = lax.sort((ids, entry), num_keys=1)

@@ -35,7 +35,7 @@ _FEW_ROWS = 1.5
 def update_entries(
     combiner: Combiner, tables: Sequence[Any], gradient: RowSparse, scalars: Sequence[Any]
 ) -> RowUpdate | list[Any]:
-    """Tables with an elementwise update in the rows of a gradient; `updated` finishes it.
+    """Make an elementwise update of the rows of a gradient; `updated` runs it.
 
     Args:
         combiner: (*table entries, gradient entry, *scalars) -> new table entries.
@@ -56,7 +56,7 @@ def update_entries(
 
 
 def is_saturated(gradient: RowSparse, tables: Sequence[jax.Array]) -> bool:
-    """Whether to update whole tables, arrays of which the gradient touches most rows."""
+    """Decide whether to update whole tables, arrays of which the gradient touches most rows."""
     # 16-bit gradients are summed in float32, which `todense` has no reason to do.
     return (
         gradient.shape[0] <= _FEW_ROWS * gradient.nse
@@ -71,7 +71,7 @@ def updated_whole(
     gradient: RowSparse,
     scalars: Sequence[Any],
 ) -> list[jax.Array] | None:
-    """Tables with `new_entries` in the rows of a gradient; None unless it touches most rows.
+    """Update whole tables in the rows of a gradient; return None unless it touches most rows.
 
     Args:
         new_entries: (*tables, dense gradient, *scalars) -> new tables of the same dtypes,
