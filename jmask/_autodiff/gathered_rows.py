@@ -31,17 +31,11 @@ from jax.extend.core import JaxprEqn, Literal
 from jmask._base.array_facts import ArrayFacts
 from jmask._base.array_types import explicit_sharding, joint_dtype, trailing, wide
 from jmask._base.forms import aval_of, name_of, parameter
+from jmask._kernels import tuning
 from jmask._kernels.bag_sum import are_many, bag_sum, most_columns
 from jmask._kernels.gathered_rows import GATHERED, GatheredRows, Rows, joined_rows, pays
 
 Shape = tuple[int, ...]
-
-# Bytes of rows above which rows that do not repeat are better not written out: glibc gives an
-# array of twice this size back to the system after each step, and the next step waits for new
-# pages.
-_LARGE = 2**24
-# The same of slices that are put together.
-_LARGE_SLICES = 2**23
 
 
 # --- what is known -----------------------------------------------------------------------
@@ -328,12 +322,14 @@ def rows_added(eqn: JaxprEqn, updates: jax.Array) -> GatheredRows | None:
         or is_sharded(updates)
     ):
         return None
-    if isinstance(known, Slices) and updates.nbytes < _LARGE_SLICES:
+    if isinstance(known, Slices) and updates.nbytes < tuning.LARGE_SLICES:
         return None
     rows = known.rows(row_ndim)
     if rows is None or rows.outside is not None or rows.dtype != aval_of(eqn.outvars[0]).dtype:
         return None
-    is_large = rows.index is None and rows.weight is not None and updates.nbytes >= _LARGE
+    is_large = (
+        rows.index is None and rows.weight is not None and updates.nbytes >= tuning.LARGE_ROWS
+    )
     return rows.flat() if is_large or rows.pays else None
 
 

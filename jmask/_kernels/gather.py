@@ -32,12 +32,8 @@ from jmask._base.array_types import (
     typed_like,
     without_repetition,
 )
+from jmask._kernels import tuning
 
-# Widths of rows whose loops are unrolled, and gain by not being so.
-_UNROLLED = range(32, 65)
-# Operations on all entries of a row that are too many to be unrolled, and those of a copy.
-_TOO_MANY, _OF_COPY = 416, 5
-_COPIED_SLOWLY = (2, 4)  # bytes of an entry
 # Integers of as many bytes as a floating entry has.
 BITS = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 
@@ -110,10 +106,10 @@ class Gather:
         """Decide whether it copies rows that XLA copies one by one, by one index each."""
         return (
             jnp.issubdtype(operand.dtype, jnp.floating)
-            and jnp.dtype(operand.dtype).itemsize in _COPIED_SLOWLY
+            and jnp.dtype(operand.dtype).itemsize in tuning.UNROLLED_BYTES
             and self.dimension_numbers.start_index_map == (0,)
             and not self.dimension_numbers.operand_batching_dims
-            and math.prod(self.slice_sizes) in _UNROLLED
+            and math.prod(self.slice_sizes) in tuning.UNROLLED_WIDTHS
         )
 
     def vectorized(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
@@ -139,7 +135,8 @@ class Gather:
             lax.broadcast_in_dim(zero.astype(bits), rows.shape, entries)
             for zero in (zero_of(ids), zero_of(ids - 1))
         )
-        more = -(-_TOO_MANY // math.prod(self.slice_sizes)) - _OF_COPY
+        operations = -(-tuning.UNROLLED_OPERATIONS // math.prod(self.slice_sizes))
+        more = operations - tuning.COPY_OPERATIONS
         # No two that follow each other are the same: LLVM would make one of them.
         ways = zip(
             itertools.cycle((lax.bitwise_or, lax.add, lax.bitwise_xor)), itertools.cycle(zeros)

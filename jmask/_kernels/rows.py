@@ -27,7 +27,7 @@ from jmask._base.array_types import (
 )
 from jmask._base.lowering import in_one_device, lower, primitive
 from jmask._base.row_ids import widen
-from jmask._kernels import tpu_choice, tpu_rows
+from jmask._kernels import tpu_choice, tpu_rows, tuning
 from jmask._kernels.gather import BITS, Gather, zero_of
 from jmask._kernels.lines import LANES
 
@@ -172,11 +172,6 @@ def _unique_padding(ids: jax.Array, rows: int) -> tuple[jax.Array, bool]:
 
 # --- sorted and unique ids ---------------------------------------------------------------
 
-# A scatter with sorted ids moves every window of the table on a TPU, whatever the number of
-# ids (libtpu 0.0.50); without the promise it moves the rows. By the compiler's schedules they
-# are level at 35 (v5e) to 76 (v6e) rows of the table for each id.
-SORTED_PAYS = 35
-
 
 def _written_as_promised(
     table: jax.Array, ids: jax.Array, rows: jax.Array, *, kind: str, is_alone: bool
@@ -195,7 +190,7 @@ def _written_on_tpus(
 ) -> list[jax.Array]:
     if is_alone:
         return _written_on_a_tpu(table, ids, rows, kind=kind, is_alone=True)
-    is_small = table.shape[0] <= SORTED_PAYS * ids.shape[0]
+    is_small = table.shape[0] <= tuning.SORTED_PAYS * ids.shape[0]
     return [_scattered(table, ids, rows, kind=kind, coalesced=is_small)]
 
 
@@ -228,7 +223,7 @@ def _is_in_lines(table: jax.Array, ids: jax.Array) -> bool:
     in_one_row = jax.ShapeDtypeStruct((1, LANES), table.dtype)
     return (
         table.ndim > 1
-        and table.size == table.shape[0] > SORTED_PAYS * ids.shape[0]
+        and table.size == table.shape[0] > tuning.SORTED_PAYS * ids.shape[0]
         and tpu_choice.accepts([in_one_row], ids, [])
     )
 

@@ -24,9 +24,9 @@ from jax.interpreters import mlir
 
 from jmask._base.jaxprs import evaluate, only_arithmetic
 from jmask._base.row_ids import Order
-from jmask._kernels import tpu_choice, tpu_rows
+from jmask._kernels import tpu_choice, tpu_rows, tuning
 from jmask._kernels.gathered_rows import Rows
-from jmask._kernels.rows import SORTED_PAYS, gather_unique_rows, set_rows
+from jmask._kernels.rows import gather_unique_rows, set_rows
 from jmask._kernels.update_rows import RowUpdate, Update
 
 Combiner = Callable[..., Sequence[Any]]
@@ -216,7 +216,7 @@ def _lowered(ctx: Any, *operands: Any, program: ClosedJaxpr, is_sorted: bool) ->
 
 def _lowered_for_tpus(ctx: Any, *operands: Any, program: ClosedJaxpr, is_sorted: bool) -> Any:
     table, ids = ctx.avals_in[0], ctx.avals_in[len(operands) // 2]
-    pays = table.shape[0] <= SORTED_PAYS * ids.shape[0]
+    pays = table.shape[0] <= tuning.SORTED_PAYS * ids.shape[0]
     return _lowered(ctx, *operands, program=program, is_sorted=is_sorted and pays)
 
 

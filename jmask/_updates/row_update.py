@@ -23,13 +23,11 @@ from jax.extend.core import JaxprEqn, Var
 
 from jmask._base.array_types import explicit_sharding, is_narrow, trailing
 from jmask._base.jaxprs import bound, interpret
+from jmask._kernels import tuning
 from jmask._kernels.scatter_update import Combiner, entry_by_entry, update_elementwise
 from jmask._kernels.update_rows import RowUpdate
 from jmask._tables.packed import PackedTable
 from jmask._tensors.row_sparse import RowSparse
-
-# Rows for each lookup.
-_FEW_ROWS = 1.5
 
 
 def update_entries(
@@ -59,7 +57,7 @@ def is_saturated(gradient: RowSparse, tables: Sequence[jax.Array]) -> bool:
     """Decide whether to update whole tables, arrays of which the gradient touches most rows."""
     # 16-bit gradients are summed in float32, which `todense` has no reason to do.
     return (
-        gradient.shape[0] <= _FEW_ROWS * gradient.nse
+        gradient.shape[0] <= tuning.DENSE_ROWS_FOR_EACH_LOOKUP * gradient.nse
         and not is_narrow(gradient.dtype)
         and explicit_sharding(*tables) is None
     )
