@@ -4,12 +4,31 @@
     inputs   args[0]['x']                       (n is an integer: it stays)
     outputs  output[0], at its valid entries    output[1]['loss']
 
-It is evaluated in two ways. `values` runs it eagerly near the input and compares the masks
-of its outputs with those at the input. `smooth` is the function of stored values and phantoms
-that JAX differentiates: the same run, read as dense arrays.
+The function is evaluated in two ways. `values` runs it eagerly near the input and compares the
+masks of its outputs with those at the input. `smooth` is the function of stored values and
+phantoms that JAX differentiates: the same run, read as dense arrays.
 
 In masked semantics a sparse output is compared at the positions it stores, in plain
 semantics everywhere. A `MaskedTensor` is compared at its valid entries in both.
+
+Derivatives can be compared only under these premises:
+
+| premise                                                        | else                      |
+|----------------------------------------------------------------|---------------------------|
+| the function returns the same for the same input               | differences are noise     |
+| no output is nan                                               | nor has it differences    |
+| plain semantics: a stored zero is the same as an unstored one  | it jumps where an entry   |
+|                                                                | is stored: no derivative  |
+
+`is_masked_function` decides whether a function depends on specified entries only: for all dx
+in a neighbourhood of 0,
+
+    f(x + dx) = f(sparse_mask(x + dx, x))
+
+So a product `x @ y` of a sparse x is no masked function, although its gradient in JAX has
+entries where x has: stored zeros are the same to it as no entries. After `sparse_mask` it is
+one. For sparse x the sum x + dx stores every entry. A `MaskedTensor` keeps its mask in x + dx:
+dx moves the values under the mask, and those that `todense` takes for zeros.
 """
 
 import dataclasses
@@ -21,12 +40,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmask._base.doors import check_leaves, shown
 from jmask._gradcheck.entries import (
     Input,
     entry,
     in_double_precision,
     is_differentiable,
     numbers_of,
+    random_reals,
     reals_of,
     stored_positions,
     wide,
@@ -226,3 +247,141 @@ def mask_of(y: Any, masked: bool) -> np.ndarray | None:
     positions = stored_positions(y)
     mask.ravel()[positions[positions >= 0]] = True
     return mask
+
+
+# --- premises ----------------------------------------------------------------------------
+
+
+def check_premises(problem: Problem) -> None:
+    """Raise a `GradcheckError` that names what is missing for a check."""
+    again = problem.values({}, "running the function again")
+    for output, first, second in zip(problem.outputs, problem.base, again, strict=True):
+        if not np.array_equal(first, second, equal_nan=True):
+            at = np.flatnonzero(first.ravel() != second.ravel())[0]
+            raise GradcheckError(
+                f"{output.described(int(at))} was {first.flat[at]:.9g} and then "
+                f"{second.flat[at]:.9g} for the same input: the function is not deterministic. "
+                "To try: fix its random key or state."
+            )
+        if np.isnan(first).any():
+            at = np.flatnonzero(np.isnan(first).ravel())[0]
+            raise GradcheckError(
+                f"{output.described(int(at))} is nan at the given input, so it has no "
+                "derivative there. To try: an input at which the function is defined."
+            )
+    if not problem.setting.masked:
+        _check_stored_zeros(problem)
+
+
+def _check_stored_zeros(problem: Problem) -> None:
+    for number, x in enumerate(problem.inputs):
+        if not len(x.unspecified):
+            continue
+        what = f"storing zeros at the unspecified entries of {x.path}"
+        advice = (
+            f"\n  semantics   {problem.setting.semantics()}"
+            f"\n  to try      {problem.setting.advice_on_masks()}"
+        )
+        try:
+            stored = problem.values({number: x.full()}, what)
+        except GradcheckError:
+            raise
+        except Exception as reason:
+            raise GradcheckError(
+                f"{what} made the function raise {type(reason).__name__}: {reason}{advice}"
+            ) from reason
+        for output, here, there in zip(problem.outputs, problem.base, stored, strict=True):
+            close = np.isclose(here, there, rtol=1e-9, atol=1e-9, equal_nan=True)
+            if not close.all():
+                at = int(np.flatnonzero(~close.ravel())[0])
+                raise GradcheckError(
+                    f"{what} changed {output.described(at)} from {here.flat[at]:.9g} to "
+                    f"{there.flat[at]:.9g}: the function tells an unspecified entry from a "
+                    f"zero, so it has no derivative there.{advice}"
+                )
+
+
+# --- masked functions --------------------------------------------------------------------
+
+
+_SIZES = (1e-2, 1e-4)
+
+
+def is_masked_function(fun: Callable[[Any], Any], x: Any) -> bool:
+    """Whether f(x + dx) = f(sparse_mask(x + dx, x)) for small dx, by trying.
+
+    Args:
+        fun: takes `x`, returns any pytree.
+        x: a sparse or masked tensor, or a pytree with some; floating or complex.
+
+    Returns:
+        False if a random dx of size 0.01 or 0.0001 shows a difference. Entries that do not
+        exist in either result are not compared.
+
+    Raises:
+        ValueError: if `x` or the result holds no floating or complex numbers.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> from jax.experimental.sparse import BCOO
+        >>> x = BCOO.fromdense(jnp.array([[0., 1.], [2., 3.]]))
+        >>> jmask.is_masked_function(lambda y: y @ jnp.ones(2), x)
+        False
+        >>> jmask.is_masked_function(lambda y: jmask.sparse_mask(y, x) @ jnp.ones(2), x)
+        True
+
+    References:
+        Nikita Vedeneev's definition in pytorch/pytorch#95405.
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"`fun` must be a function, got {shown(fun)}: write "
+            "jmask.is_masked_function(fun, x)."
+        )
+    check_leaves("x", x)
+    setting = Setting(False, 1.0, 0.0, 0.0, 1, lambda: False)
+    with jax.enable_x64(True):
+        problem = Problem(fun, (x,), setting)
+        rng = np.random.default_rng(0)
+        return all(_agree(problem, rng, size) for size in _SIZES for _ in range(2))
+
+
+def _agree(problem: Problem, rng: np.random.Generator, size: float) -> bool:
+    near, projected = zip(*(_points(x, rng, size) for x in problem.inputs), strict=True)
+    pairs = [
+        jax.tree.leaves(problem.run(tensors), is_leaf=is_tensor)
+        for tensors in (near, projected)
+    ]
+    return all(_equal(pairs[0][y.number], pairs[1][y.number]) for y in problem.outputs)
+
+
+def _points(x: Input, rng: np.random.Generator, size: float) -> tuple[Any, Any]:
+    """x + dx, and its entries where x is specified."""
+
+    def steps(kind: str) -> np.ndarray:
+        return size * random_reals(rng, (len(getattr(x, kind)), x.parts))
+
+    projected = x.moved(steps("specified"))
+    if not is_tensor(x.tensor):
+        return projected, projected
+    moved = Input(x.path, projected)
+    if not isinstance(x.tensor, MaskedTensor):
+        return moved.full(steps("unspecified")), projected
+    values = moved.values.copy()
+    values[x.hidden] = numbers_of(steps("hidden"))
+    _, phantom = x.tangent("unspecified", steps("unspecified"), with_phantom=True)
+    near = with_values_of(projected, jnp.asarray(values.reshape(x.positions.shape)))
+    return with_phantom(near, phantom), projected
+
+
+def _equal(x: Any, y: Any) -> bool:
+    masks = mask_of(x, False), mask_of(y, False)
+    if (masks[0] is None) != (masks[1] is None):
+        return False
+    if masks[0] is not None and (masks[0] != masks[1]).any():
+        return False
+    first, second = (np.asarray(todense(z)) for z in (x, y))
+    if masks[0] is not None:
+        first, second = first[masks[0]], second[masks[0]]
+    scale = np.max(np.abs(second), initial=1, where=np.isfinite(second))
+    return bool(np.allclose(first, second, rtol=1e-11, atol=1e-12 * scale, equal_nan=True))

@@ -11,6 +11,30 @@ The rows of W are looked up and summed, as those of an embedding: its gradient i
 In MXNet's storage inference, which this follows, a product is row-sparse where the rows of
 the result that are zero are known from the storage of the left operand: Xᵀ Y has a row for
 each column that X uses, and a row_sparse matrix times anything has its rows.
+
+| operand         | made from     | holds                                            |
+|-----------------|---------------|--------------------------------------------------|
+| `Dense`         | array         | the array, and whether it is read transposed     |
+| `StoredRows`    | RowSparse     | the rows stored and their ids                    |
+| `StoredColumns` | its transpose | the same, as columns                             |
+| `Coordinates`   | BCOO, BCSR    | row, column and value of each stored entry       |
+
+A product reads some rows of its right operand. Those of padding are zero:
+
+    rows_at([[1, 2], [3, 4]], ids [1, 0, V])  ->  [[3, 4], [1, 2], [0, 0]]
+
+Padding has the value 0, whatever was stored there. As it meets a row of zeros, no inf or nan
+of the other operand reaches a sum or a derivative through it.
+
+X W for a BCSR matrix X can also be computed by the kernel that JAX has for it on CPU:
+
+    sum of terms      v W[j] is made for each entry, (n, d) numbers, and then summed by row
+    kernel            v W[j] is added to its row, entry by entry: nothing is made in between
+
+For 8 to 63 columns of W the kernel takes a quarter to a half of the time, for others it is no
+faster. It reads what is not in W at a column that W does not have, so that it runs only where
+every column is in range, which is decided at run time. Derivatives and batches are those of
+the sum of terms. Elsewhere than on CPU, JAX makes a sum of terms of it.
 """
 
 import dataclasses
@@ -20,27 +44,236 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.doors import check_flag, checked_choice, refuse_scipy
 from jmask._base.fallback import report_fallback
 from jmask._base.precision import adds_when_cast, sum_dtype
+from jmask._base.row_ids import canonical
+from jmask._base.shapes import trailing
 from jmask._kernels.rows import add_rows
-from jmask._ops.csr_kernel import product_by_kernel, suits_kernel
-from jmask._ops.product_operands import (
-    Coordinates,
-    Dense,
-    Operand,
-    StoredColumns,
-    StoredRows,
-    operand,
-    sum_of_terms,
-)
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.phantom import phantom_of
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.specified import todense
-from jmask._tensors.storage import stype, unique_positions
+from jmask._tensors.storage import row_of_each, stype, unique_positions
+
+# --- operands ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """An array (m, n). It is transposed where it is used, so that rows of it are looked up."""
+
+    array: jax.Array
+    transposed: bool = False
+
+    @property
+    def T(self) -> "Dense":  # noqa: N802
+        return Dense(self.array, not self.transposed)
+
+    @property
+    def matrix(self) -> jax.Array:
+        return self.array.T if self.transposed else self.array
+
+    def rows_at(self, ids: jax.Array, dtype: Any) -> jax.Array:
+        return _rows_or_zeros(self.matrix, ids).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredRows:
+    """`values` (n, d) in the rows `ids` (n,) of a matrix of `height` rows; padding is zero."""
+
+    ids: jax.Array
+    values: jax.Array
+    height: int
+    coalesced: bool
+
+    @property
+    def T(self) -> "StoredColumns":  # noqa: N802
+        return StoredColumns(self)
+
+    def coalesced_as(self, dtype: Any) -> RowSparse:
+        """The rows with equal ids summed in `dtype`, and zeros at padding."""
+        shape = (self.height, *self.values.shape[1:])
+        values = self.values.astype(dtype)
+        if not self.coalesced:
+            return RowSparse(self.ids, values, shape).coalesce()
+        values = zeros_at_padding(self.ids, values, self.height)
+        return RowSparse(self.ids, values, shape, coalesced=True)
+
+    def rows_at(self, ids: jax.Array, dtype: Any) -> jax.Array:
+        stored = self.coalesced_as(dtype)
+        if not stored.nse:
+            return jnp.zeros((*ids.shape, *self.values.shape[1:]), dtype)
+        place = jnp.minimum(jnp.searchsorted(stored.indices, ids), stored.nse - 1)
+        found = stored.indices[place] == ids  # or both are padding, with zeros stored
+        return _rows_or_zeros(stored.values, jnp.where(found, place, stored.nse))
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredColumns:
+    """The transpose of `rows`."""
+
+    rows: StoredRows
+
+    @property
+    def T(self) -> StoredRows:  # noqa: N802
+        return self.rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Coordinates:
+    """`values` (n,) at `rows` (n,) and `columns` (n,) of a matrix; padding is zero."""
+
+    rows: jax.Array
+    columns: jax.Array
+    values: jax.Array
+    shape: tuple[int, int]
+
+    @property
+    def T(self) -> "Coordinates":  # noqa: N802
+        return Coordinates(self.columns, self.rows, self.values, self.shape[::-1])
+
+    def to_dense(self, dtype: Any) -> jax.Array:
+        zeros, values = jnp.zeros(self.shape, dtype), self.values.astype(dtype)
+        return zeros.at[self.rows, self.columns].add(values, mode="drop")
+
+
+Operand = Dense | StoredRows | StoredColumns | Coordinates
+
+
+def operand(x: Any, transposed: bool) -> Operand:
+    """The operand for an array, RowSparse, BCOO or BCSR of two dimensions."""
+    if isinstance(x, RowSparse):
+        made: Operand = _rows(x)
+    elif isinstance(x, BCOO | BCSR):
+        made = entries(x)
+    else:
+        made = Dense(x)
+    return made.T if transposed else made
+
+
+def _rows(x: RowSparse) -> StoredRows:
+    ids = x.row_ids()
+    return StoredRows(ids, zeros_at_padding(ids, x.values, x.shape[0]), x.shape[0], x.coalesced)
+
+
+def entries(x: BCOO | BCSR) -> Coordinates:
+    """The stored entries of a matrix, with padding at (m, k)."""
+    height, width = x.shape
+    if isinstance(x, BCOO):
+        rows, columns = x.indices[:, 0], x.indices[:, 1]
+    else:
+        rows, columns = row_of_each(x.indptr, x.indices.shape[0]), x.indices
+    rows, columns = canonical(rows, height), canonical(columns, width)
+    inside = (rows < height) & (columns < width)
+    rows, columns = jnp.where(inside, rows, height), jnp.where(inside, columns, width)
+    return Coordinates(rows, columns, zeros_at_padding(rows, x.data, height), (height, width))
+
+
+def _rows_or_zeros(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """StoredRows `table[ids]` (n, d), zeros for padding: unlike in `gather_rows`.
+
+    Its transpose drops padding, so that the gradient of a table does not touch a row that
+    was not looked up.
+    """
+    if 0 in table.shape:
+        return jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
+    return table.at[ids].get(mode="fill", fill_value=0)
+
+
+def sum_of_terms(x: Coordinates, found: jax.Array) -> jax.Array:
+    """The sums (m, d), by row of `x`, of its values times the rows `found` (n, d)."""
+    zeros = jnp.zeros((x.shape[0], *found.shape[1:]), found.dtype)
+    terms = x.values.astype(found.dtype)[:, None] * found
+    return add_rows(zeros, x.rows, terms, coalesced=False)
+
+
+def zeros_at_padding(ids: jax.Array, values: jax.Array, height: int) -> jax.Array:
+    """`values` (n, ...) where `ids` (n,) are rows, zeros where they are padding."""
+    return jnp.where(trailing(ids < height, values.ndim), values, jnp.zeros_like(values))
+
+
+# --- X W by the kernel of JAX ------------------------------------------------------------
+
+
+_WIDTHS = range(8, 64)
+_DTYPES = (jnp.float32, jnp.float64)
+
+
+def suits_kernel(x: Any, dense: Any) -> bool:
+    """Whether the kernel can take X W, and is the faster way."""
+    return (
+        isinstance(x, BCSR)
+        and isinstance(dense, jax.Array)
+        and dense.ndim == 2
+        and dense.shape[1] in _WIDTHS
+        and x.dtype == dense.dtype
+        and x.dtype in _DTYPES
+        and x.indices.dtype == x.indptr.dtype
+        and 0 not in (*x.shape, x.nse)
+    )
+
+
+def product_by_kernel(x: BCSR, dense: jax.Array) -> jax.Array:
+    """X W (m, d) for a W (k, d)."""
+    return _kernel_product(x.data, x.indices, x.indptr, dense)
+
+
+@jax.custom_jvp
+def _kernel_product(*arrays: jax.Array) -> jax.Array:
+    return _kernel_or_terms(*arrays)
+
+
+@_kernel_product.defjvp
+def _product_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    values, columns, pointers, dense = primals
+    terms = lambda values, dense: _csr_terms(values, columns, pointers, dense)
+    _, tangent = jax.jvp(terms, (values, dense), (tangents[0], tangents[-1]))
+    return _kernel_product(*primals), tangent
+
+
+@custom_vmap
+def _kernel_or_terms(*arrays: jax.Array) -> jax.Array:
+    _, columns, pointers, dense = arrays
+    # Entries after the last row are padding that the kernel does not read.
+    read = jnp.arange(columns.shape[0], dtype=pointers.dtype) < pointers[-1]
+    in_range = (columns >= 0) & (columns < dense.shape[0])
+    return lax.cond(jnp.all(in_range | ~read), _csr_kernel, _csr_terms, *arrays)
+
+
+@_kernel_or_terms.def_vmap
+def _terms_of_batch(_: int, batched: list[bool], *arrays: jax.Array) -> tuple[Any, bool]:
+    axes = [0 if is_batched else None for is_batched in batched]
+    return jax.vmap(_csr_terms, axes)(*arrays), True
+
+
+def _csr_kernel(
+    values: jax.Array, columns: jax.Array, pointers: jax.Array, dense: jax.Array
+) -> jax.Array:
+    pointers = jnp.clip(pointers, 0, columns.shape[0])
+    return _csr_matrix(values, columns, pointers, dense) @ dense
+
+
+def _csr_terms(
+    values: jax.Array, columns: jax.Array, pointers: jax.Array, dense: jax.Array
+) -> jax.Array:
+    x = entries(_csr_matrix(values, columns, pointers, dense))
+    return sum_of_terms(x, Dense(dense).rows_at(x.columns, dense.dtype))
+
+
+def _csr_matrix(
+    values: jax.Array, columns: jax.Array, pointers: jax.Array, dense: jax.Array
+) -> BCSR:
+    shape = (pointers.shape[0] - 1, dense.shape[0])
+    return BCSR((values, columns, pointers), shape=shape)
+
+
+# --- the product -------------------------------------------------------------------------
+
 
 _RESULTS = (None, "default", "row_sparse")
 

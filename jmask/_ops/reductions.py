@@ -1,9 +1,12 @@
-"""Reductions over the entries that exist, on every storage: those made of sums.
+"""Reductions over the entries that exist, on every storage.
 
     x = MaskedTensor([1, nan, 3], [T, F, T])
-    sum(x) = 4,  mean(x) = 2,  norm(x) = 3.16;   of nothing: masked
+    sum(x) = 4,  mean(x) = 2,  norm(x) = 3.16;   masked where no entry is valid
 
-| given                 | reduces                     | of nothing                        |
+    x = MaskedTensor([3, inf, 1, 3], [T, F, T, T])
+    max(x) = 3,  argmax(x) = 0,  median(x) = 3,  count(x) = 3,  cumsum(x) = [3, --, 4, 7]
+
+| input                 | reduces                     | where there is no entry           |
 |-----------------------|-----------------------------|-----------------------------------|
 | `MaskedTensor`        | its valid entries           | masked                            |
 | array with `where=`   | the entries there           | the identity: sum 0, prod 1, norm |
@@ -13,27 +16,239 @@
 
 Masked tensors on sparse storage are reduced by segments of their stored values and never
 made dense, except by `median`, `cumsum` and `cumprod`. The result is dense; where all axes
-reduced are stored densely (the columns of a RowSparse) it keeps its storage. Of ordinary
+reduced are stored densely (the columns of a RowSparse) it keeps its storage. For ordinary
 sparse tensors `sum`, `mean`, `norm`, `prod`, `max` and `min` need the stored values and how
 many there are.
 
 The derivative at a masked entry is exactly 0. It is 0, too, where a formula has none: `std`
-and `norm` at 0, everything of nothing.
+and `norm` at 0, everything without entries. An index is never that of a masked entry, also if
+the valid ones are -inf or nan. The derivative of `max` and `min` is shared evenly among the
+valid entries that are equal to it.
 """
 
+import builtins
 import functools
-from typing import Any
+import inspect
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.scipy import special
 
-from jmask._ops import reduction_kernels as kernels
+from jmask._base.doors import check_flag, checked_array, refuse_scipy
+from jmask._base.fallback import report_fallback
+from jmask._ops import kernels
 from jmask._ops.elementwise import elementwise
-from jmask._ops.masked_moves import dense
-from jmask._ops.reduce import checked_axes, described, reduce, result_dtype, where_at
-from jmask._tensors.masked_tensor import MaskedTensor, as_tensor
-from jmask._tensors.storage import is_sparse, sampled
+from jmask._ops.groups import grouped
+from jmask._ops.shape import dense
+from jmask._tensors.mask_positions import as_booleans
+from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, is_tensor, joined
+from jmask._tensors.row_sparse import RowSparse
+from jmask._tensors.storage import (
+    as_dense,
+    is_entry,
+    is_sparse,
+    same_positions,
+    sampled,
+    stored_values,
+    unique_positions,
+    values_at,
+)
+
+# --- running a reduction -----------------------------------------------------------------
+
+
+_KEEPDIMS = "    keepdims: whether reduced axes stay, with size 1.\n"
+_ARGUMENTS = """
+Args:
+    x: `MaskedTensor` on any storage, RowSparse, BCOO, BCSR or array, of any shape.
+    axis: an int, a tuple of ints or None, which is all axes; may be negative.
+    keepdims: whether reduced axes stay, with size 1.
+    where: booleans that broadcast to the shape of `x`; other entries take no part. A
+        `MaskedTensor` intersects them with its mask.
+"""
+_RAISES = """
+Raises:
+    TypeError: if `axis` is no int or tuple of ints, or `where` is not boolean.
+    ValueError: if `axis` is out of bounds or there twice, or `where` does not
+        broadcast.
+"""
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def reduce(
+    kernel: Callable[..., Any],
+    x: Any,
+    axis: Any,
+    keepdims: bool,
+    where: Any,
+    *,
+    name: str,
+    dtype: Any = None,
+    plain: Callable[..., Any] | None = None,
+    empty: Any = None,
+    of_stored: Callable[..., Any] | None = None,
+    of_array: Callable[..., Any] | None = None,
+) -> Any:
+    """The results of `kernel` over the groups of `x` along `axis`.
+
+    Args:
+        kernel: takes groups; returns results and where there is one.
+        x: MaskedTensor, array or plain sparse storage.
+        axis, keepdims, where: as in `jmask.numpy.sum`.
+        name: of the reduction, for messages.
+        dtype: of the results; that of the kernel if None.
+        plain: the function of JAX for an array without `where`; the kernel if None.
+        empty: the result of an array where there is none, if the kernel gives another.
+        of_stored: the kernel for plain sparse storage, if zeros do not change it.
+        of_array: (values, valid, axes) in place of the kernel, if it needs a dense array.
+    """
+    x = as_tensor(x)
+    axes = checked_axes(axis, len(x.shape))
+    if isinstance(x, MaskedTensor):
+        if of_array and is_sparse(x.storage):
+            report_fallback(became_dense(name, x))
+            x = x.to_dense()
+        storage, valid = x.storage, x.valid & where_at(where, x.storage)
+    elif not is_sparse(x):
+        if where is None and plain is not None:
+            axis = tuple(axis) if isinstance(axis, Sequence) else axis
+            return plain(x, axis=axis, keepdims=keepdims)
+        storage, valid = x, where_at(where, x)
+    elif of_stored is None or bool(getattr(x, "n_batch", 0)) or _is_of_nothing(x, axes):
+        if not _is_of_nothing(x, axes):  # which has no entries to make dense
+            report_fallback(became_dense(name, x))
+        return reduce(
+            kernel, as_dense(x), axis, keepdims, where,
+            name=name, dtype=dtype, plain=plain, empty=empty, of_array=of_array,
+        )  # fmt: skip
+    else:
+        storage = unique_positions(x)
+        valid = is_entry(storage) & where_at(where, storage)
+    groups = grouped(storage, valid, axes, keepdims)
+    if of_array:
+        result, exists = of_array(storage, valid, axes)
+    else:
+        result, exists = (of_stored if is_sparse(x) else kernel)(groups)  # type: ignore[misc]
+    result = result if dtype is None else result.astype(dtype)
+    if isinstance(x, MaskedTensor):
+        node = (groups.stored(result), groups.shaped(exists))
+        return MaskedTensor.tree_unflatten(None, node)
+    if empty is not None and not is_sparse(x):
+        result = jnp.where(exists, result, empty)
+    return groups.stored(result)
+
+
+def result_dtype(function: Callable[..., Any], x: Any, dtype: Any = None) -> Any:
+    """The dtype that a function of JAX, such as `jnp.sum`, gives for `x`."""
+    kind = as_tensor(x).dtype
+    if dtype is not None:
+        function = functools.partial(function, dtype=dtype)
+    return jax.eval_shape(function, jax.ShapeDtypeStruct((1,), kind)).dtype
+
+
+def described(function: _F) -> _F:
+    """Say in the docstring what the arguments of every reduction are."""
+    # Without indentation, as the compiler has it since Python 3.13; none under `python -OO`.
+    doc = inspect.cleandoc(function.__doc__ or "")
+    text, example_follows, example = doc.partition("\nExample:")
+    text, _, extra = text.partition("\nArgs:\n")
+    arguments = _ARGUMENTS
+    if "keepdims" not in inspect.signature(function).parameters:
+        arguments = arguments.replace(_KEEPDIMS, "")
+    function.__doc__ = f"{text}{arguments}{extra}{_RAISES}{example_follows}{example}"
+    return function
+
+
+def checked_axes(axis: Any, ndim: int) -> tuple[int, ...]:
+    """`axis` as ascending axes that are not negative.
+
+    Raises:
+        TypeError: if it is neither an int, a sequence of ints nor None.
+        ValueError: if one is out of bounds, or is there twice.
+    """
+    if axis is None:
+        return tuple(range(ndim))
+    given = tuple(axis) if isinstance(axis, Sequence) else (axis,)
+    try:
+        axes = [operator.index(a) for a in given]
+    except TypeError:
+        raise TypeError(
+            f"`axis` must be an int, a tuple of ints or None, got {axis!r}."
+        ) from None
+    for a in axes:
+        if not -ndim <= a < ndim:
+            raise ValueError(f"`axis` {a} is out of bounds for a tensor of {ndim} dimensions.")
+    axes = sorted(a % ndim for a in axes)
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"`axis` {axis} names an axis twice.")
+    return tuple(axes)
+
+
+def single_axis(axis: Any, name: str) -> Any:
+    """`axis`, refused with TypeError if it is a tuple."""
+    if isinstance(axis, Sequence):
+        raise TypeError(f"`axis` of {name} must be an int or None, got {axis!r}.")
+    return axis
+
+
+def where_at(where: Any, storage: Any) -> Any:
+    """The booleans `where` at the stored values of a storage; True for None.
+
+    Raises:
+        TypeError: if it is not boolean.
+        ValueError: if it does not broadcast to the shape of the tensor.
+    """
+    if where is None:
+        return jnp.ones(stored_values(storage).shape, bool)
+    refuse_scipy("where", where)
+    masked = isinstance(where, MaskedTensor)
+    if is_sparse(where):
+        where = as_booleans(where)
+    elif not masked:
+        where = jnp.asarray(where)
+    if masked or not jnp.issubdtype(where.dtype, jnp.bool_):
+        kind = "a MaskedTensor" if masked else where.dtype
+        raise TypeError(
+            f"`where` must be a boolean array, True where an entry takes part, got {kind}."
+        )
+    if is_sparse(where):
+        if same_positions(where, storage):
+            return stored_values(where)
+        if is_sparse(storage):
+            # Repeated positions of `where` are one entry, which takes part if any is True.
+            at_positions = values_at(unique_positions(where), storage)
+            if at_positions is not None:
+                taken = functools.reduce(operator.and_, at_positions)
+                return jnp.broadcast_to(taken, stored_values(storage).shape)
+        where = as_dense(where)
+    shape = tuple(storage.shape)
+    try:
+        where = jnp.broadcast_to(where, shape)
+    except ValueError:
+        raise ValueError(
+            f"`where` of shape {where.shape} does not broadcast to `x` of shape {shape}."
+        ) from None
+    return sampled(where, storage) if is_sparse(storage) else where
+
+
+def _is_of_nothing(x: Any, axes: Sequence[int]) -> bool:
+    """Decide whether the axes have no entry: a mean is nan then where no row is stored."""
+    return builtins.any(x.shape[axis] == 0 for axis in axes)
+
+
+def became_dense(name: str, x: Any) -> str:
+    kind = "a masked" if isinstance(x, MaskedTensor) else "a sparse"
+    return (
+        f"`{name}` made {kind} tensor of shape {tuple(x.shape)} dense, at O(size) cost: it "
+        "does not decompose into results of its stored values"
+    )
+
+
+# --- sums --------------------------------------------------------------------------------
+
 
 _multiply = elementwise(jnp.multiply)
 _divide = elementwise(jnp.true_divide)
@@ -292,3 +507,276 @@ def average(
     above = sum(_multiply(x, weight), axis, None, keepdims, where)
     below = sum(weight, axis, None, keepdims, where)
     return _divide(above, below)
+
+
+# --- order, truth and count --------------------------------------------------------------
+
+
+@described
+def max(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:  # noqa: A001
+    """The largest valid entry; nan if one is nan.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.numpy.max(jnp.array([1., 9., 3.]), where=jnp.array([True, False, True]))
+        Array(3., dtype=float32)
+    """
+    of_all = kernels.maximum_of_all if where is None else None
+    return reduce(
+        kernels.maximum, x, axis, keepdims, where, name="max", plain=jnp.max, of_stored=of_all
+    )
+
+
+@described
+def min(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:  # noqa: A001
+    """The smallest valid entry; nan if one is nan.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.numpy.min(jnp.array([4., 0., 3.]), where=jnp.array([True, False, True]))
+        Array(3., dtype=float32)
+    """
+    of_all = kernels.minimum_of_all if where is None else None
+    return reduce(
+        kernels.minimum, x, axis, keepdims, where, name="min", plain=jnp.min, of_stored=of_all
+    )
+
+
+amax, amin = max, min
+
+
+@described
+def argmax(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+    """The index of the first largest valid entry along `axis`, an int or None: flattened.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jnp.array([jnp.nan, -jnp.inf])
+        >>> jmask.numpy.argmax(x, where=jnp.array([False, True]))
+        Array(1, dtype=int32)
+    """
+    axis = single_axis(axis, "argmax")
+    return reduce(kernels.argmax, x, axis, keepdims, where, name="argmax", plain=jnp.argmax)
+
+
+@described
+def argmin(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+    """The index of the first smallest valid entry along `axis`, an int or None: flattened.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.numpy.argmin(jnp.array([0., 1.]), where=jnp.array([False, True]))
+        Array(1, dtype=int32)
+    """
+    axis = single_axis(axis, "argmin")
+    return reduce(kernels.argmin, x, axis, keepdims, where, name="argmin", plain=jnp.argmin)
+
+
+@described
+def all(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:  # noqa: A001
+    """Whether no valid entry is 0 or False.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.numpy.all(jnp.array([1, 0]), where=jnp.array([True, False]))
+        Array(True, dtype=bool)
+    """
+    of_all = kernels.every_of_all if where is None else None
+    return reduce(
+        kernels.every, x, axis, keepdims, where, name="all", plain=jnp.all, of_stored=of_all
+    )
+
+
+@described
+def any(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:  # noqa: A001
+    """Whether a valid entry is neither 0 nor False.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.numpy.any(jnp.array([0, 1]), where=jnp.array([True, False]))
+        Array(False, dtype=bool)
+    """
+    of_all = kernels.some if where is None else None
+    return reduce(
+        kernels.some, x, axis, keepdims, where, name="any", plain=jnp.any, of_stored=of_all
+    )
+
+
+@described
+def count(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+    """How many entries are valid: an ordinary tensor, as there always is a number.
+
+    Of an ordinary tensor all entries are.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jmask.masked_tensor(jnp.ones((2, 2)), jnp.array([[True], [False]]))
+        >>> jmask.numpy.count(x, axis=1)
+        Array([2, 0], dtype=int32)
+    """
+    result = reduce(kernels.number_of, x, axis, keepdims, where, name="count")
+    return result.storage if isinstance(result, MaskedTensor) else result
+
+
+@described
+def count_nonzero(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+    """How many valid entries are not 0.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.numpy.count_nonzero(jnp.array([0, 2]), where=jnp.array([True, False]))
+        Array(0, dtype=int32)
+    """
+    return reduce(
+        kernels.number_of_nonzero, x, axis, keepdims, where,
+        name="count_nonzero", plain=jnp.count_nonzero, of_stored=kernels.number_of_nonzero,
+    )  # fmt: skip
+
+
+@described
+def median(
+    x: Any,
+    axis: Any = None,
+    keepdims: bool = False,
+    where: Any = None,
+    *,
+    averaged: bool = True,
+) -> Any:
+    """The middle valid entry in order, of an even number the mean of two. nan if one is nan.
+
+    The derivative is that of the entries. Sparse storage becomes dense.
+
+    Args:
+        averaged: whether, of an even number, it is the mean of the two in the middle, as
+            `jnp.median` has it. False gives the lower of them, as torch.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> mask = jnp.array([True, True, False])
+        >>> x = jmask.masked_tensor(jnp.array([4., 1., jnp.nan]), mask)
+        >>> jmask.numpy.median(x).to_tensor(0)
+        Array(2.5, dtype=float32)
+        >>> jmask.numpy.median(x, averaged=False).to_tensor(0)
+        Array(1., dtype=float32)
+    """
+    out = result_dtype(jnp.mean, x)
+    return reduce(
+        kernels.number_of, x, axis, keepdims, where,
+        name="median", dtype=out, empty=jnp.nan,
+        of_array=functools.partial(kernels.median, averaged=averaged),
+    )  # fmt: skip
+
+
+@described
+def cumsum(x: Any, axis: Any = None, dtype: Any = None, where: Any = None) -> Any:
+    """The running sum of the valid entries along `axis`; masked entries stay so.
+
+    Sparse storage becomes dense. With axis None the tensor is flattened.
+
+    Args:
+        dtype: of the result; as `jnp.cumsum` by default.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.numpy.cumsum(jnp.array([1, 9, 3]), where=jnp.array([True, False, True]))
+        Array([1, 1, 4], dtype=int32)
+    """
+    return _running("cumsum", jnp.cumsum, 0, x, axis, dtype, where)
+
+
+@described
+def cumprod(x: Any, axis: Any = None, dtype: Any = None, where: Any = None) -> Any:
+    """The running product of the valid entries along `axis`; masked entries stay so.
+
+    Sparse storage becomes dense. With axis None the tensor is flattened.
+
+    Args:
+        dtype: of the result; as `jnp.cumprod` by default.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.numpy.cumprod(jnp.array([2, 9, 3]), where=jnp.array([True, False, True]))
+        Array([2, 2, 6], dtype=int32)
+    """
+    return _running("cumprod", jnp.cumprod, 1, x, axis, dtype, where)
+
+
+def _running(
+    name: str, function: Any, identity: int, x: Any, axis: Any, dtype: Any, where: Any
+) -> Any:
+    masked = isinstance(x, MaskedTensor)
+    if is_sparse(x.storage if masked else x):
+        report_fallback(became_dense(name, x))
+        x = x.to_dense() if masked else as_dense(x)
+    values = x.storage if masked else jnp.asarray(x)
+    checked_axes(single_axis(axis, name), values.ndim)
+    taken = where_at(where, values)
+    if masked:
+        taken &= x.valid
+    safe = jnp.where(taken, values, jnp.asarray(identity, values.dtype))
+    result = function(safe, axis=axis, dtype=dtype)
+    if not masked:
+        return result
+    return joined(result, taken.reshape(result.shape))
+
+
+# --- MXNet's sums --------------------------------------------------------------------
+
+
+_square = elementwise(jnp.square)
+
+
+def add_n(*tensors: Any) -> Any:
+    """The sum of tensors: row-sparse if all are, with the rows of all of them.
+
+    Args:
+        *tensors: tensors of one shape on any storage, or one sequence of them. The rows of
+            `RowSparse` tensors are put side by side: equal indices add.
+
+    Raises:
+        ValueError: if there is none, or the shapes differ.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jmask.RowSparse([1], jnp.array([2.]), (3,))
+        >>> jmask.add_n(x, x, x)
+        RowSparse(float32[3], nse=3)
+        >>> jmask.add_n(x, jnp.ones(3))
+        Array([1., 3., 1.], dtype=float32)
+    """
+    if len(tensors) == 1 and isinstance(tensors[0], Sequence):
+        tensors = tuple(tensors[0])
+    if not tensors:
+        raise ValueError("`tensors` must hold at least one tensor, got none.")
+    tensors = tuple(x if is_tensor(x) else checked_array("tensors", x) for x in tensors)
+    shapes = {tuple(x.shape) for x in tensors}
+    if len(shapes) > 1:
+        raise ValueError(f"`tensors` must have one shape, got {sorted(shapes)}.")
+    # Sparse ones first, so that they meet a dense one once.
+    order = sorted(tensors, key=lambda x: not isinstance(x, RowSparse))
+    return functools.reduce(operator.add, order)
+
+
+def square_sum(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
+    """The sum of the squares of the entries; of a `RowSparse`, of its stored rows.
+
+    Args:
+        x: a tensor on any storage.
+        axis: an int, a tuple of ints or None, which is all axes.
+        keepdims: whether reduced axes stay, with size 1.
+
+    Returns:
+        A dense tensor; for a `RowSparse` of which axis 0 is kept, a `RowSparse`.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jmask.RowSparse([1], jnp.array([[3., 4.]]), (3, 2))
+        >>> jmask.square_sum(x, axis=1, keepdims=True)
+        RowSparse(float32[3, 1], nse=1)
+        >>> jmask.square_sum(x)
+        Array(25., dtype=float32)
+    """
+    check_flag("keepdims", keepdims)
+    if not is_tensor(x):
+        x = checked_array("x", x)
+    return sum(_square(x), axis, keepdims=keepdims)

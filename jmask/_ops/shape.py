@@ -6,11 +6,23 @@
     where(x > 2, x, 0)                 [[0, --], [3, 4]]     masked where the condition is
     take(x, [0, 9], axis=0)            [[1, --], [--, --]]   masked where there is no entry
 
-Plain arrays are passed on to `jax.numpy`. The table of functions that only move entries is
-the whole of them; what follows are the functions that also look at masks.
+A function that only moves entries is applied to the data and, in the same way, to the flags
+of masked entries. The flags say "masked", not "valid", so that zeros a function brings in
+(`triu`, `diag`) come out as valid entries.
+
+Coordinates and rows keep their storage where a rule knows the new positions:
+
+    reshape(x, (V, 2, 3))       RowSparse: on the values, (n, 6) -> (n, 2, 3)
+    transpose(x, (0, 2, 1))     RowSparse: on the values
+    concatenate([x, y])         RowSparse: the indices of y count on from those of x
+    concatenate([x, y], 1)      RowSparse: on the union of the rows
+
+A rule returns None where there is no such storage: the result is dense then, with a warning.
+Plain arrays are passed on to `jax.numpy`.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,26 +30,210 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.sparse import BCOO
 
+from jmask._base.fallback import report_fallback
 from jmask._base.leaves import abstract_leaf
+from jmask._base.row_ids import widen
 from jmask._ops.elementwise import elementwise
-from jmask._ops.masked_moves import (
-    data_of,
-    dense,
-    masked_of,
-    moved,
-    permuted_coo,
-    reshaped_coo,
-)
-from jmask._ops.row_shape import joined_rows, permuted_rows, reshaped_rows
+from jmask._ops.zero_semantics import on_union_of_rows
 from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, is_tensor, joined
+from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import (
+    as_dense,
     is_sparse,
     same_positions,
     sampled,
     stored_values,
     with_stored_values,
 )
+
+# --- data and mask moved together --------------------------------------------------------
+
+
+def moved(
+    function: Callable[..., Any],
+    *,
+    variadic: bool = False,
+    coo: Callable | None = None,
+    rows: Callable | None = None,
+) -> Callable[..., Any]:
+    """Lift a function of `jax.numpy` that moves entries to masked tensors.
+
+    Args:
+        function: its first argument is an array or a sequence of arrays; it returns arrays
+            of their entries (and zeros).
+        variadic: all positional arguments are arrays.
+        coo: computes the result for a masked tensor on coordinate storage, or returns None.
+        rows: the same for tensors among which there is a `RowSparse`.
+
+    Returns:
+        A function that takes a `MaskedTensor` in place of any array, and returns a
+        `MaskedTensor` in place of every array if it was given one.
+    """
+
+    @functools.wraps(function)
+    def lifted(*args: Any, **kwargs: Any) -> Any:
+        operands, others = (args, ()) if variadic else (args[:1], args[1:])
+        leaves = jax.tree.leaves(operands, is_leaf=is_tensor)
+        if not any(map(is_tensor, leaves)):
+            return function(*args, **kwargs)
+        if coo is not None and is_masked_coo(args[0]):
+            result = coo(function, args[0], others, kwargs)
+            if result is not None:
+                return result
+        if rows is not None and any(map(is_row_sparse, leaves)):
+            result = rows(function, args[0], others, kwargs)
+            if result is not None:
+                return result
+        operands = jax.tree.map(
+            lambda x: dense(x, function.__name__), operands, is_leaf=is_tensor
+        )
+        data = jax.tree.map(data_of, operands, is_leaf=is_tensor)
+        result = function(*data, *others, **kwargs)
+        if not any(isinstance(x, MaskedTensor) for x in leaves):
+            return result
+        masked = jax.tree.map(masked_of, operands, is_leaf=is_tensor)
+        masked = function(*masked, *others, **kwargs)
+        return jax.tree.map(lambda x, flags: joined(x, ~flags), result, masked)
+
+    return lifted
+
+
+def data_of(x: Any) -> Any:
+    """The data of a dense masked tensor; anything else as it is."""
+    return x.storage if isinstance(x, MaskedTensor) else x
+
+
+def masked_of(x: Any) -> jax.Array:
+    """Where a dense masked tensor is masked; nowhere for anything else."""
+    return ~x.valid if isinstance(x, MaskedTensor) else jnp.zeros(jnp.shape(x), bool)
+
+
+def dense(x: Any, name: str) -> Any:
+    """`x` on dense storage, with a warning that names the operation if it was sparse."""
+    storage = data_of(x)
+    if not is_sparse(storage):
+        return x
+    report_fallback(
+        f"`{name}` made a sparse tensor of shape {tuple(x.shape)} dense, at O(size) cost"
+    )
+    return x.to_dense() if isinstance(x, MaskedTensor) else as_dense(x)
+
+
+def is_masked_coo(x: Any) -> bool:
+    """Whether `x` is a masked tensor that stores a position for each single entry."""
+    return isinstance(x, MaskedTensor) and isinstance(x.storage, BCOO) and not x.storage.n_dense
+
+
+def reshaped_coo(function: Callable, x: Any, others: tuple, kwargs: dict) -> Any:
+    """For functions that keep the order of entries: only the positions are computed."""
+    if "F" in (*others, *kwargs.values()):
+        return None
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    shape = jax.eval_shape(lambda a: function(a, *others, **kwargs), like).shape
+    indices = x.storage.indices
+    if not shape or 0 in shape:
+        return None
+    if math.prod(shape) > jnp.iinfo(indices.dtype).max:
+        raise ValueError(
+            f"`{function.__name__}` of a coordinate tensor of shape {x.shape}: positions in "
+            f"{math.prod(shape)} entries do not fit into its {indices.dtype} indices."
+        )
+    inside = (indices < jnp.array([x.shape], indices.dtype)).all(axis=1)
+    flat = jnp.ravel_multi_index(tuple(indices.T), x.shape, mode="clip")
+    moved = jnp.stack(jnp.unravel_index(flat, shape), axis=1).astype(indices.dtype)
+    moved = jnp.where(inside[:, None], moved, jnp.array([shape], indices.dtype))
+    return _at_indices(x, moved, shape, x.storage.indices_sorted)
+
+
+def permuted_coo(function: Callable, x: Any, others: tuple, kwargs: dict) -> Any:
+    """For functions that permute dimensions: the columns of the indices are permuted."""
+    # Permuting an empty array of shape (0, 1, 2, ...) tells where each dimension goes.
+    numbered = np.empty(tuple(range(x.ndim)))
+    axes = getattr(np, function.__name__)(numbered, *others, **kwargs).shape
+    shape = tuple(x.shape[axis] for axis in axes)
+    return _at_indices(x, x.storage.indices[:, jnp.array(axes)], shape, False)
+
+
+def _at_indices(x: MaskedTensor, indices: Any, shape: Any, is_sorted: bool) -> MaskedTensor:
+    storage = BCOO(
+        (x.storage.data, indices),
+        shape=tuple(shape),
+        indices_sorted=is_sorted,
+        unique_indices=x.storage.unique_indices,
+    )
+    return joined(storage, x.valid)
+
+
+# --- rows that stay rows -----------------------------------------------------------------
+
+
+def reshaped_rows(function: Callable, x: Any, others: tuple, kwargs: dict) -> Any:
+    """For functions that keep the order of entries."""
+    if not is_row_sparse(x) or "F" in (*others, *kwargs.values()):
+        return None
+    x.check_single()
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    shape = jax.eval_shape(lambda a: function(a, *others, **kwargs), like).shape
+    if not shape or shape[0] != x.shape[0] or 0 in shape:
+        return None
+    return _with_rows(x, x.values.reshape(-1, *shape[1:]), shape)
+
+
+def permuted_rows(function: Callable, x: Any, others: tuple, kwargs: dict) -> Any:
+    """For functions that permute dimensions."""
+    if not is_row_sparse(x):
+        return None
+    x.check_single()
+    # Permuting an empty array of shape (0, 1, 2, ...) tells where each dimension goes.
+    numbered = np.empty(tuple(range(x.ndim)))
+    axes = getattr(np, function.__name__)(numbered, *others, **kwargs).shape
+    if axes[0] != 0:
+        return None
+    shape = tuple(x.shape[axis] for axis in axes)
+    return _with_rows(x, x.values.transpose(axes), shape)
+
+
+def joined_rows(function: Callable, tensors: Any, others: tuple, kwargs: dict) -> Any:
+    """For functions that join tensors along an axis that there is."""
+    tensors = list(tensors)
+    if not all(map(is_row_sparse, tensors)):
+        return None
+    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tensors]
+    result = jax.eval_shape(lambda a: function(a, *others, **kwargs), like)
+    if result.ndim != tensors[0].ndim:
+        return None
+    tensors = [x.astype(result.dtype) for x in tensors]
+    if all(x.shape[1:] == result.shape[1:] for x in tensors) and (
+        result.shape[0] == sum(x.shape[0] for x in tensors)
+    ):
+        return _one_below_the_other(tensors, result.shape)
+    if any(x.shape[0] != result.shape[0] for x in tensors):
+        return None
+    rows = on_union_of_rows(tensors)
+    # Of the functions that join, the axis is where the sizes add up.
+    return _with_rows(
+        rows[0], function([x.values for x in rows], *others, **kwargs), result.shape
+    )
+
+
+def _one_below_the_other(tensors: list[RowSparse], shape: tuple[int, ...]) -> RowSparse:
+    indices, start = [], 0
+    for x in tensors:
+        ids = widen(x.row_ids(), shape[0])
+        indices.append(jnp.where(ids < x.shape[0], ids + start, shape[0]))
+        start += x.shape[0]
+    values = jnp.concatenate([x.values for x in tensors])
+    return RowSparse(jnp.concatenate(indices), values, shape)
+
+
+def _with_rows(x: RowSparse, values: jax.Array, shape: tuple[int, ...]) -> RowSparse:
+    return x.with_leaves(x.index_leaf, values, shape=tuple(shape))
+
+
+# --- functions ---------------------------------------------------------------------------
+
 
 # One array.
 broadcast_to = moved(jnp.broadcast_to)
