@@ -48,37 +48,34 @@ def gradient_problem(problem: Problem, modes: Sequence[str]) -> Problem:
     """The gradient of a checked problem, by reverse mode if that is among the modes."""
     rng = np.random.default_rng(1)
     if "rev" in modes:
-        vectors = [
-            y.cotangent(random_reals(rng, (len(y.at), y.parts))) for y in problem.outputs
-        ]
+        vectors = problem.cotangents(random_reals(rng, problem.base.shape))
         gradient: Any = _pulled_back
-        what = "cotangent of {}"
-        paths = [y.path for y in problem.outputs]
+        what, paths = "cotangent of ", [y.path for y in problem.outputs]
     else:
         vectors = [_random_dense(rng, x) for x in problem.inputs]
-        gradient, what = _pushed_forward, "tangent of {}"
-        paths = [x.path for x in problem.inputs]
+        gradient, what, paths = _pushed_forward, "tangent of ", [x.path for x in problem.inputs]
 
     def gradient_of(args: Any, vectors: Sequence[jax.Array]) -> dict[str, jax.Array]:
         leaves = jax.tree.leaves(args, is_leaf=is_tensor)
         tensors = [leaves[number] for number in problem.numbers]
-        return gradient(problem, tensors, vectors)
+        parts = [_parts(problem, x) for x in tensors]
+        function = lambda parts: problem.smooth(tensors, parts)
+        return gradient(problem, function, tensors, parts, list(vectors))
 
     def name(path: Any) -> str:
         if path[0].idx == 0:
             return f"args{jax.tree_util.keystr(path[1:])}"
-        return what.format(paths[path[1].idx])
+        return what + paths[path[1].idx]
 
     setting = dataclasses.replace(problem.setting, order=problem.setting.order + 1)
     return Problem(gradient_of, (problem.args, vectors), setting, name)
 
 
 def _pulled_back(
-    problem: Problem, tensors: Sequence[Any], cotangents: Sequence[jax.Array]
+    problem: Problem, function: Any, tensors: Any, parts: Any, cotangents: Any
 ) -> dict[str, jax.Array]:
-    parts = [_parts(problem, x) for x in tensors]
-    _, transposed = jax.vjp(lambda parts: problem.smooth(tensors, parts), parts)
-    (gradients,) = transposed(list(cotangents))
+    _, transposed = jax.vjp(function, parts)
+    (gradients,) = transposed(cotangents)
     return {
         f"gradient of {x.path}": _at_entries(problem, tensor, *gradient)
         for x, tensor, gradient in zip(problem.inputs, tensors, gradients, strict=True)
@@ -86,15 +83,12 @@ def _pulled_back(
 
 
 def _pushed_forward(
-    problem: Problem, tensors: Sequence[Any], tangents: Sequence[jax.Array]
+    problem: Problem, function: Any, tensors: Any, parts: Any, tangents: Any
 ) -> dict[str, jax.Array]:
-    parts = [_parts(problem, x) for x in tensors]
     along = [_along(problem, *pair) for pair in zip(tensors, tangents, strict=True)]
-    _, results = jax.jvp(lambda parts: problem.smooth(tensors, parts), (parts,), (along,))
-    return {
-        f"tangent of {y.path}": result
-        for y, result in zip(problem.outputs, results, strict=True)
-    }
+    _, results = jax.jvp(function, (parts,), (along,))
+    pairs = zip(problem.outputs, results, strict=True)
+    return {f"tangent of {y.path}": result for y, result in pairs}
 
 
 def _parts(problem: Problem, x: Any) -> tuple[Any, Any]:
