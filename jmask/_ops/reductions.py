@@ -27,6 +27,7 @@ valid entries that are equal to it.
 """
 
 import builtins
+import dataclasses
 import functools
 import inspect
 import operator
@@ -60,110 +61,94 @@ from jmask._tensors.storage import (
 # --- running a reduction -----------------------------------------------------------------
 
 
-_KEEPDIMS = "    keepdims: whether reduced axes stay, with size 1.\n"
-_ARGUMENTS = """
-Args:
-    x: `MaskedTensor` on any storage, RowSparse, BCOO, BCSR or array, of any shape.
-    axis: an int, a tuple of ints or None, which is all axes; may be negative.
-    keepdims: whether reduced axes stay, with size 1.
-    where: booleans that broadcast to the shape of `x`; other entries take no part. A
-        `MaskedTensor` intersects them with its mask.
-"""
-_RAISES = """
-Raises:
-    TypeError: if `axis` is no int or tuple of ints, or `where` is not boolean.
-    ValueError: if `axis` is out of bounds or there twice, or `where` does not
-        broadcast.
-"""
-_F = TypeVar("_F", bound=Callable[..., Any])
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """A reduction on every storage: arguments checked, groups made, results wrapped.
 
-
-def reduce(
-    kernel: Callable[..., Any],
-    x: Any,
-    axis: Any,
-    keepdims: bool,
-    where: Any,
-    *,
-    name: str,
-    dtype: Any = None,
-    plain: Callable[..., Any] | None = None,
-    empty: Any = None,
-    of_stored: Callable[..., Any] | None = None,
-    of_array: Callable[..., Any] | None = None,
-) -> Any:
-    """The results of `kernel` over the groups of `x` along `axis`.
-
-    Args:
-        kernel: takes groups; returns results and where there is one.
-        x: MaskedTensor, array or plain sparse storage.
-        axis, keepdims, where: as in `jmask.numpy.sum`.
-        name: of the reduction, for messages.
-        dtype: of the results; that of the kernel if None.
-        plain: the function of JAX for an array without `where`; the kernel if None.
+    Attributes:
+        name: in messages.
+        kernel: takes groups and options; returns results and where there is one. With `like`
+            it takes the dtype of the results as `dtype`.
+        plain: the function of JAX for arrays without `where`, with the same options; None if
+            the kernel serves them.
+        like: the function of JAX that has results of the same dtype; None if the kernel
+            decides it.
         empty: the result of an array where there is none, if the kernel gives another.
-        of_stored: the kernel for plain sparse storage, if zeros do not change it.
-        of_array: (values, valid, axes) in place of the kernel, if it needs a dense array.
+        stored: the kernel for ordinary sparse storage, where entries that are not stored are
+            zeros. `kernel` itself if zeros change nothing; None if it needs a dense array.
+        dense: whether the kernel needs all entries in one array, whatever the storage.
     """
-    x = as_tensor(x)
-    axes = checked_axes(axis, len(x.shape))
-    if isinstance(x, MaskedTensor):
-        if of_array and is_sparse(x.storage):
-            report_fallback(became_dense(name, x))
+
+    name: str
+    kernel: Callable[..., tuple[Any, Any]]
+    plain: Callable[..., Any] | None = None
+    like: Callable[..., Any] | None = None
+    empty: float | None = None
+    stored: Callable[..., tuple[Any, Any]] | None = None
+    dense: bool = False
+
+    def __call__(
+        self,
+        x: Any,
+        axis: Any,
+        keepdims: bool,
+        where: Any,
+        dtype: Any = None,
+        **options: Any,
+    ) -> Any:
+        x = as_tensor(x)
+        axes = checked_axes(axis, len(x.shape))
+        masked, kernel = isinstance(x, MaskedTensor), self.kernel
+        if not masked and is_sparse(x):
+            # Only kernels that zeros do not change know which zeros `where` leaves out.
+            counts_zeros = where is None or self.stored is self.kernel
+            nothing = builtins.any(x.shape[axis] == 0 for axis in axes)
+            if self.stored and counts_zeros and not nothing and not getattr(x, "n_batch", 0):
+                kernel = self.stored
+            else:
+                if not nothing:
+                    report_fallback(became_dense(self.name, x))
+                x = as_dense(x)
+        elif masked and self.dense and is_sparse(x.storage):
+            report_fallback(became_dense(self.name, x))
             x = x.to_dense()
-        storage, valid = x.storage, x.valid & where_at(where, x.storage)
-    elif not is_sparse(x):
-        if where is None and plain is not None:
+
+        if masked:
+            storage, valid = x.storage, x.valid & where_at(where, x.storage)
+        elif is_sparse(x):
+            storage = unique_positions(x)
+            valid = is_entry(storage) & where_at(where, storage)
+        elif where is None and self.plain is not None:
             axis = tuple(axis) if isinstance(axis, Sequence) else axis
-            return plain(x, axis=axis, keepdims=keepdims)
-        storage, valid = x, where_at(where, x)
-    elif of_stored is None or bool(getattr(x, "n_batch", 0)) or _is_of_nothing(x, axes):
-        if not _is_of_nothing(x, axes):  # which has no entries to make dense
-            report_fallback(became_dense(name, x))
-        return reduce(
-            kernel, as_dense(x), axis, keepdims, where,
-            name=name, dtype=dtype, plain=plain, empty=empty, of_array=of_array,
-        )  # fmt: skip
-    else:
-        storage = unique_positions(x)
-        valid = is_entry(storage) & where_at(where, storage)
-    groups = grouped(storage, valid, axes, keepdims)
-    if of_array:
-        result, exists = of_array(storage, valid, axes)
-    else:
-        result, exists = (of_stored if is_sparse(x) else kernel)(groups)  # type: ignore[misc]
-    result = result if dtype is None else result.astype(dtype)
-    if isinstance(x, MaskedTensor):
-        node = (groups.stored(result), groups.shaped(exists))
-        return MaskedTensor.tree_unflatten(None, node)
-    if empty is not None and not is_sparse(x):
-        result = jnp.where(exists, result, empty)
-    return groups.stored(result)
+            given = options if dtype is None else {**options, "dtype": dtype}
+            return self.plain(x, axis=axis, keepdims=keepdims, **given)
+        else:
+            storage, valid = x, where_at(where, x)
+
+        groups = grouped(storage, valid, axes, keepdims)
+        if self.like is not None:
+            options["dtype"] = result_dtype(self.like, x, dtype)
+        result, exists = kernel(groups, **options)
+        if self.like is not None:
+            result = result.astype(options["dtype"])
+        if masked:
+            node = (groups.stored(result), groups.shaped(exists))
+            return MaskedTensor.tree_unflatten(None, node)
+        if self.empty is not None and not is_sparse(x):
+            result = jnp.where(exists, result, self.empty)
+        return groups.stored(result)
 
 
 def result_dtype(function: Callable[..., Any], x: Any, dtype: Any = None) -> Any:
-    """The dtype that a function of JAX, such as `jnp.sum`, gives for `x`."""
+    """Return the dtype that a function of JAX, such as `jnp.sum`, gives for `x`."""
     kind = as_tensor(x).dtype
     if dtype is not None:
         function = functools.partial(function, dtype=dtype)
     return jax.eval_shape(function, jax.ShapeDtypeStruct((1,), kind)).dtype
 
 
-def described(function: _F) -> _F:
-    """Say in the docstring what the arguments of every reduction are."""
-    # Without indentation, as the compiler has it since Python 3.13; none under `python -OO`.
-    doc = inspect.cleandoc(function.__doc__ or "")
-    text, example_follows, example = doc.partition("\nExample:")
-    text, _, extra = text.partition("\nArgs:\n")
-    arguments = _ARGUMENTS
-    if "keepdims" not in inspect.signature(function).parameters:
-        arguments = arguments.replace(_KEEPDIMS, "")
-    function.__doc__ = f"{text}{arguments}{extra}{_RAISES}{example_follows}{example}"
-    return function
-
-
 def checked_axes(axis: Any, ndim: int) -> tuple[int, ...]:
-    """`axis` as ascending axes that are not negative.
+    """Return `axis` as ascending axes that are not negative.
 
     Raises:
         TypeError: if it is neither an int, a sequence of ints nor None.
@@ -188,14 +173,14 @@ def checked_axes(axis: Any, ndim: int) -> tuple[int, ...]:
 
 
 def single_axis(axis: Any, name: str) -> Any:
-    """`axis`, refused with TypeError if it is a tuple."""
+    """Return `axis`, or raise TypeError if it is a tuple."""
     if isinstance(axis, Sequence):
         raise TypeError(f"`axis` of {name} must be an int or None, got {axis!r}.")
     return axis
 
 
 def where_at(where: Any, storage: Any) -> Any:
-    """The booleans `where` at the stored values of a storage; True for None.
+    """Return the booleans `where` at the stored values of a storage; True for None.
 
     Raises:
         TypeError: if it is not boolean.
@@ -234,11 +219,6 @@ def where_at(where: Any, storage: Any) -> Any:
     return sampled(where, storage) if is_sparse(storage) else where
 
 
-def _is_of_nothing(x: Any, axes: Sequence[int]) -> bool:
-    """Decide whether the axes have no entry: a mean is nan then where no row is stored."""
-    return builtins.any(x.shape[axis] == 0 for axis in axes)
-
-
 def became_dense(name: str, x: Any) -> str:
     kind = "a masked" if isinstance(x, MaskedTensor) else "a sparse"
     return (
@@ -247,18 +227,83 @@ def became_dense(name: str, x: Any) -> str:
     )
 
 
-# --- sums --------------------------------------------------------------------------------
+def _real_mean(x: Any) -> Any:
+    return jnp.abs(jnp.mean(x))
 
 
-_multiply = elementwise(jnp.multiply)
-_divide = elementwise(jnp.true_divide)
+# --- the table ---------------------------------------------------------------------------
+
+_SUM = Reduction("sum", kernels.total, jnp.sum, like=jnp.sum, stored=kernels.total)
+_PROD = Reduction(
+    "prod", kernels.product, jnp.prod, like=jnp.prod, stored=kernels.product_of_all
+)
+_MEAN = Reduction(
+    "mean", kernels.mean, jnp.mean, like=jnp.mean, empty=jnp.nan, stored=kernels.mean_of_all
+)
+_VAR = Reduction("var", kernels.variance, jnp.var, like=jnp.var, empty=jnp.nan)
+_STD = Reduction("std", kernels.deviation, jnp.std, like=jnp.std, empty=jnp.nan)
+_NORM = Reduction("norm", kernels.norm, like=_real_mean, stored=kernels.norm)
+# An entry that is zero makes a norm of negative order zero, stored or not.
+_NEGATIVE_NORM = dataclasses.replace(_NORM, stored=None)
+_LOGSUMEXP = Reduction("logsumexp", kernels.log_sum_exp, special.logsumexp, like=jnp.mean)
+_MAX = Reduction("max", kernels.maximum, jnp.max, stored=kernels.maximum_of_all)
+_MIN = Reduction("min", kernels.minimum, jnp.min, stored=kernels.minimum_of_all)
+_ARGMAX = Reduction("argmax", kernels.argmax, jnp.argmax)
+_ARGMIN = Reduction("argmin", kernels.argmin, jnp.argmin)
+_ALL = Reduction("all", kernels.every, jnp.all, stored=kernels.every_of_all)
+_ANY = Reduction("any", kernels.some, jnp.any, stored=kernels.some)
+_COUNT = Reduction("count", kernels.number_of)
+_COUNT_NONZERO = Reduction(
+    "count_nonzero",
+    kernels.number_of_nonzero,
+    jnp.count_nonzero,
+    stored=kernels.number_of_nonzero,
+)
+_MEDIAN = Reduction("median", kernels.median, like=jnp.mean, empty=jnp.nan, dense=True)
+
+
+_divide, _multiply = elementwise(jnp.true_divide), elementwise(jnp.multiply)
+_square = elementwise(jnp.square)
+
+
+# --- the functions -----------------------------------------------------------------------
+
+_KEEPDIMS = "    keepdims: whether reduced axes stay, with size 1.\n"
+_ARGUMENTS = """
+Args:
+    x: `MaskedTensor` on any storage, RowSparse, BCOO, BCSR or array, of any shape.
+    axis: an int, a tuple of ints or None, which is all axes; may be negative.
+    keepdims: whether reduced axes stay, with size 1.
+    where: booleans that broadcast to the shape of `x`; other entries take no part. A
+        `MaskedTensor` intersects them with its mask.
+"""
+_RAISES = """
+Raises:
+    TypeError: if `axis` is no int or tuple of ints, or `where` is not boolean.
+    ValueError: if `axis` is out of bounds or there twice, or `where` does not
+        broadcast.
+"""
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def described(function: _F) -> _F:
+    """Add the arguments of every reduction to the docstring."""
+    # Without indentation, as the compiler has it since Python 3.13; none under `python -OO`.
+    doc = inspect.cleandoc(function.__doc__ or "")
+    text, example_follows, example = doc.partition("\nExample:")
+    text, _, extra = text.partition("\nArgs:\n")
+    arguments = _ARGUMENTS
+    if "keepdims" not in inspect.signature(function).parameters:
+        arguments = arguments.replace(_KEEPDIMS, "")
+    function.__doc__ = f"{text}{arguments}{extra}{_RAISES}{example_follows}{example}"
+    return function
 
 
 @described
 def sum(  # noqa: A001
     x: Any, axis: Any = None, dtype: Any = None, keepdims: bool = False, where: Any = None
 ) -> Any:
-    """The sum of the valid entries.
+    """Sum the valid entries.
 
     Args:
         dtype: of the result; as `jnp.sum` by default.
@@ -271,27 +316,14 @@ def sum(  # noqa: A001
         >>> jmask.numpy.sum(jnp.arange(3), where=jnp.array([True, False, True]))
         Array(2, dtype=int32)
     """
-    out = result_dtype(jnp.sum, x, dtype)
-    kernel = functools.partial(kernels.total, dtype=out)
-    plain = functools.partial(jnp.sum, dtype=dtype)
-    return reduce(
-        kernel,
-        x,
-        axis,
-        keepdims,
-        where,
-        name="sum",
-        dtype=out,
-        plain=plain,
-        of_stored=kernel,
-    )
+    return _SUM(x, axis, keepdims, where, dtype)
 
 
 @described
 def prod(
     x: Any, axis: Any = None, dtype: Any = None, keepdims: bool = False, where: Any = None
 ) -> Any:
-    """The product of the valid entries.
+    """Return the product of the valid entries.
 
     Args:
         dtype: of the result; as `jnp.prod` by default.
@@ -301,21 +333,14 @@ def prod(
         >>> jmask.numpy.prod(jnp.array([2, 3, 5]), where=jnp.array([True, False, True]))
         Array(10, dtype=int32)
     """
-    out = result_dtype(jnp.prod, x, dtype)
-    kernel = functools.partial(kernels.product, dtype=out)
-    plain = functools.partial(jnp.prod, dtype=dtype)
-    of_all = functools.partial(kernels.product_of_all, dtype=out) if where is None else None
-    return reduce(
-        kernel, x, axis, keepdims, where,
-        name="prod", dtype=out, plain=plain, of_stored=of_all,
-    )  # fmt: skip
+    return _PROD(x, axis, keepdims, where, dtype)
 
 
 @described
 def mean(
     x: Any, axis: Any = None, dtype: Any = None, keepdims: bool = False, where: Any = None
 ) -> Any:
-    """The mean of the valid entries: their sum by their number.
+    """Return the mean of the valid entries: their sum by their number.
 
     Args:
         dtype: of the result; as `jnp.mean` by default.
@@ -325,14 +350,7 @@ def mean(
         >>> jmask.numpy.mean(jnp.array([1., 9., 3.]), where=jnp.array([True, False, True]))
         Array(2., dtype=float32)
     """
-    out = result_dtype(jnp.mean, x, dtype)
-    kernel = functools.partial(kernels.mean, dtype=out)
-    plain = functools.partial(jnp.mean, dtype=dtype)
-    of_all = functools.partial(kernels.mean_of_all, dtype=out) if where is None else None
-    return reduce(
-        kernel, x, axis, keepdims, where,
-        name="mean", dtype=out, plain=plain, empty=jnp.nan, of_stored=of_all,
-    )  # fmt: skip
+    return _MEAN(x, axis, keepdims, where, dtype)
 
 
 @described
@@ -346,7 +364,7 @@ def var(
     *,
     correction: float | None = None,
 ) -> Any:
-    """The variance of the valid entries: mean square distance from their mean.
+    """Return the variance of the valid entries: mean square distance from their mean.
 
     Masked (nan for an array with `where=`) where not more than `ddof` entries are valid.
 
@@ -360,7 +378,7 @@ def var(
         >>> jmask.numpy.var(jnp.array([1., 9., 3.]), where=jnp.array([True, False, True]))
         Array(1., dtype=float32)
     """
-    return _spread("var", jnp.var, x, axis, dtype, ddof, correction, keepdims, where)
+    return _VAR(x, axis, keepdims, where, dtype, ddof=_ddof(ddof, correction))
 
 
 @described
@@ -374,7 +392,7 @@ def std(
     *,
     correction: float | None = None,
 ) -> Any:
-    """The standard deviation of the valid entries: the root of `var`.
+    """Return the standard deviation of the valid entries: the root of `var`.
 
     The derivative where it is 0, as for equal entries, is 0.
 
@@ -388,32 +406,15 @@ def std(
         >>> jmask.numpy.std(jnp.array([1., 9., 5.]), where=jnp.array([True, False, True]))
         Array(2., dtype=float32)
     """
-    return _spread("std", jnp.std, x, axis, dtype, ddof, correction, keepdims, where)
+    return _STD(x, axis, keepdims, where, dtype, ddof=_ddof(ddof, correction))
 
 
-def _spread(
-    name: str,
-    function: Any,
-    x: Any,
-    axis: Any,
-    dtype: Any,
-    ddof: float,
-    correction: float | None,
-    keepdims: bool,
-    where: Any,
-) -> Any:
-    if correction is not None:
-        if ddof != 0:
-            raise ValueError("give `ddof` or `correction`, not both: they mean the same.")
-        ddof = correction
-    out = result_dtype(function, x, dtype)
-    kernel = {"var": kernels.variance, "std": kernels.deviation}[name]
-    return reduce(
-        functools.partial(kernel, dtype=out, ddof=ddof),
-        x, axis, keepdims, where,
-        name=name, dtype=out, plain=functools.partial(function, dtype=dtype, ddof=ddof),
-        empty=jnp.nan,
-    )  # fmt: skip
+def _ddof(ddof: float, correction: float | None) -> float:
+    if correction is None:
+        return ddof
+    if ddof != 0:
+        raise ValueError("give `ddof` or `correction`, not both: they mean the same.")
+    return correction
 
 
 @described
@@ -424,7 +425,7 @@ def norm(
     keepdims: bool = False,
     where: Any = None,
 ) -> Any:
-    """The vector norm of the valid entries: the `ord`-th root of the sum of |x| ** ord.
+    """Return the vector norm of the valid entries: the `ord`-th root of the sum of |x| ** ord.
 
     Always of the entries as one vector, also over two axes. The derivative is 0 where the
     norm is 0. A norm of negative order of nothing is inf.
@@ -441,15 +442,13 @@ def norm(
     order = 2 if ord is None else ord
     if not isinstance(order, int | float):
         raise TypeError(f"`ord` must be a number that is not traced, got {ord!r}.")
-    out = jnp.finfo(result_dtype(jnp.mean, x)).dtype
-    kernel = functools.partial(kernels.norm, dtype=out, ord=order)
-    of_stored = kernel if order >= 0 else None
-    return reduce(kernel, x, axis, keepdims, where, name="norm", dtype=out, of_stored=of_stored)
+    reduction = _NORM if order >= 0 else _NEGATIVE_NORM
+    return reduction(x, axis, keepdims, where, ord=order)
 
 
 @described
 def logsumexp(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
-    """log of the sum of exp of the valid entries, without overflow.
+    """Return the log of the sum of exp of the valid entries, without overflow.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -457,19 +456,14 @@ def logsumexp(x: Any, axis: Any = None, keepdims: bool = False, where: Any = Non
         >>> jmask.numpy.logsumexp(x, where=jnp.array([True, False]))
         Array(1000., dtype=float32)
     """
-    out = result_dtype(jnp.mean, x)
-    kernel = functools.partial(kernels.log_sum_exp, dtype=out)
-    return reduce(
-        kernel, x, axis, keepdims, where,
-        name="logsumexp", dtype=out, plain=special.logsumexp,
-    )  # fmt: skip
+    return _LOGSUMEXP(x, axis, keepdims, where)
 
 
 @described
 def average(
     x: Any, axis: Any = None, weights: Any = None, keepdims: bool = False, where: Any = None
 ) -> Any:
-    """The mean of the valid entries, each counted by its weight.
+    """Return the mean of the valid entries, each counted by its weight.
 
     Args:
         weights: an array that broadcasts to `x`, or (n,) for the n entries along one axis;
@@ -509,37 +503,28 @@ def average(
     return _divide(above, below)
 
 
-# --- order, truth and count --------------------------------------------------------------
-
-
 @described
 def max(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:  # noqa: A001
-    """The largest valid entry; nan if one is nan.
+    """Return the largest valid entry; nan if one is nan.
 
     Example:
         >>> import jax.numpy as jnp, jmask
         >>> jmask.numpy.max(jnp.array([1., 9., 3.]), where=jnp.array([True, False, True]))
         Array(3., dtype=float32)
     """
-    of_all = kernels.maximum_of_all if where is None else None
-    return reduce(
-        kernels.maximum, x, axis, keepdims, where, name="max", plain=jnp.max, of_stored=of_all
-    )
+    return _MAX(x, axis, keepdims, where)
 
 
 @described
 def min(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:  # noqa: A001
-    """The smallest valid entry; nan if one is nan.
+    """Return the smallest valid entry; nan if one is nan.
 
     Example:
         >>> import jax.numpy as jnp, jmask
         >>> jmask.numpy.min(jnp.array([4., 0., 3.]), where=jnp.array([True, False, True]))
         Array(3., dtype=float32)
     """
-    of_all = kernels.minimum_of_all if where is None else None
-    return reduce(
-        kernels.minimum, x, axis, keepdims, where, name="min", plain=jnp.min, of_stored=of_all
-    )
+    return _MIN(x, axis, keepdims, where)
 
 
 amax, amin = max, min
@@ -547,7 +532,9 @@ amax, amin = max, min
 
 @described
 def argmax(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
-    """The index of the first largest valid entry along `axis`, an int or None: flattened.
+    """Return the index of the first largest valid entry along `axis`.
+
+    With axis None the tensor is flattened; a tuple of axes is refused.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -555,58 +542,52 @@ def argmax(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) 
         >>> jmask.numpy.argmax(x, where=jnp.array([False, True]))
         Array(1, dtype=int32)
     """
-    axis = single_axis(axis, "argmax")
-    return reduce(kernels.argmax, x, axis, keepdims, where, name="argmax", plain=jnp.argmax)
+    return _ARGMAX(x, single_axis(axis, "argmax"), keepdims, where)
 
 
 @described
 def argmin(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
-    """The index of the first smallest valid entry along `axis`, an int or None: flattened.
+    """Return the index of the first smallest valid entry along `axis`.
+
+    With axis None the tensor is flattened; a tuple of axes is refused.
 
     Example:
         >>> import jax.numpy as jnp, jmask
         >>> jmask.numpy.argmin(jnp.array([0., 1.]), where=jnp.array([False, True]))
         Array(1, dtype=int32)
     """
-    axis = single_axis(axis, "argmin")
-    return reduce(kernels.argmin, x, axis, keepdims, where, name="argmin", plain=jnp.argmin)
+    return _ARGMIN(x, single_axis(axis, "argmin"), keepdims, where)
 
 
 @described
 def all(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:  # noqa: A001
-    """Whether no valid entry is 0 or False.
+    """Decide whether no valid entry is 0 or False.
 
     Example:
         >>> import jax.numpy as jnp, jmask
         >>> jmask.numpy.all(jnp.array([1, 0]), where=jnp.array([True, False]))
         Array(True, dtype=bool)
     """
-    of_all = kernels.every_of_all if where is None else None
-    return reduce(
-        kernels.every, x, axis, keepdims, where, name="all", plain=jnp.all, of_stored=of_all
-    )
+    return _ALL(x, axis, keepdims, where)
 
 
 @described
 def any(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:  # noqa: A001
-    """Whether a valid entry is neither 0 nor False.
+    """Decide whether a valid entry is neither 0 nor False.
 
     Example:
         >>> import jax.numpy as jnp, jmask
         >>> jmask.numpy.any(jnp.array([0, 1]), where=jnp.array([True, False]))
         Array(False, dtype=bool)
     """
-    of_all = kernels.some if where is None else None
-    return reduce(
-        kernels.some, x, axis, keepdims, where, name="any", plain=jnp.any, of_stored=of_all
-    )
+    return _ANY(x, axis, keepdims, where)
 
 
 @described
 def count(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
-    """How many entries are valid: an ordinary tensor, as there always is a number.
+    """Count the valid entries: an ordinary tensor, as there always is a number.
 
-    Of an ordinary tensor all entries are.
+    All entries of an ordinary tensor are valid.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -614,23 +595,20 @@ def count(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -
         >>> jmask.numpy.count(x, axis=1)
         Array([2, 0], dtype=int32)
     """
-    result = reduce(kernels.number_of, x, axis, keepdims, where, name="count")
+    result = _COUNT(x, axis, keepdims, where)
     return result.storage if isinstance(result, MaskedTensor) else result
 
 
 @described
 def count_nonzero(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
-    """How many valid entries are not 0.
+    """Count the valid entries that are not 0.
 
     Example:
         >>> import jax.numpy as jnp, jmask
         >>> jmask.numpy.count_nonzero(jnp.array([0, 2]), where=jnp.array([True, False]))
         Array(0, dtype=int32)
     """
-    return reduce(
-        kernels.number_of_nonzero, x, axis, keepdims, where,
-        name="count_nonzero", plain=jnp.count_nonzero, of_stored=kernels.number_of_nonzero,
-    )  # fmt: skip
+    return _COUNT_NONZERO(x, axis, keepdims, where)
 
 
 @described
@@ -642,7 +620,7 @@ def median(
     *,
     averaged: bool = True,
 ) -> Any:
-    """The middle valid entry in order, of an even number the mean of two. nan if one is nan.
+    """Return the middle valid entry, or the mean of the two in the middle; nan if one is nan.
 
     The derivative is that of the entries. Sparse storage becomes dense.
 
@@ -659,17 +637,12 @@ def median(
         >>> jmask.numpy.median(x, averaged=False).to_tensor(0)
         Array(1., dtype=float32)
     """
-    out = result_dtype(jnp.mean, x)
-    return reduce(
-        kernels.number_of, x, axis, keepdims, where,
-        name="median", dtype=out, empty=jnp.nan,
-        of_array=functools.partial(kernels.median, averaged=averaged),
-    )  # fmt: skip
+    return _MEDIAN(x, axis, keepdims, where, averaged=averaged)
 
 
 @described
 def cumsum(x: Any, axis: Any = None, dtype: Any = None, where: Any = None) -> Any:
-    """The running sum of the valid entries along `axis`; masked entries stay so.
+    """Return the running sum of the valid entries along `axis`; masked entries stay so.
 
     Sparse storage becomes dense. With axis None the tensor is flattened.
 
@@ -686,7 +659,7 @@ def cumsum(x: Any, axis: Any = None, dtype: Any = None, where: Any = None) -> An
 
 @described
 def cumprod(x: Any, axis: Any = None, dtype: Any = None, where: Any = None) -> Any:
-    """The running product of the valid entries along `axis`; masked entries stay so.
+    """Return the running product of the valid entries along `axis`; masked entries stay so.
 
     Sparse storage becomes dense. With axis None the tensor is flattened.
 
@@ -723,11 +696,8 @@ def _running(
 # --- MXNet's sums --------------------------------------------------------------------
 
 
-_square = elementwise(jnp.square)
-
-
 def add_n(*tensors: Any) -> Any:
-    """The sum of tensors: row-sparse if all are, with the rows of all of them.
+    """Sum tensors: row-sparse if all are, with the rows of all of them.
 
     Args:
         *tensors: tensors of one shape on any storage, or one sequence of them. The rows of
@@ -758,7 +728,7 @@ def add_n(*tensors: Any) -> Any:
 
 
 def square_sum(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
-    """The sum of the squares of the entries; of a `RowSparse`, of its stored rows.
+    """Sum the squares of the entries, at the cost of the rows that a `RowSparse` stores.
 
     Args:
         x: a tensor on any storage.
