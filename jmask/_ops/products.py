@@ -19,22 +19,19 @@ each column that X uses, and a row_sparse matrix times anything has its rows.
 | `StoredColumns` | its transpose | the same, as columns                             |
 | `Coordinates`   | BCOO, BCSR    | row, column and value of each stored entry       |
 
-A product reads some rows of its right operand. Those of padding are zero:
+A product of entries is a sum of rows of its right operand in bags: the bags are the rows of X,
+their entries the columns, their weights the values. The rows at padding are zero:
 
     rows_at([[1, 2], [3, 4]], ids [1, 0, V])  ->  [[3, 4], [1, 2], [0, 0]]
 
 Padding has the value 0, whatever was stored there. As it meets a row of zeros, no inf or nan
 of the other operand reaches a sum or a derivative through it.
 
-X W for a BCSR matrix X can also be computed by the kernel that JAX has for it on CPU:
-
-    sum of terms      v W[j] is made for each entry, (n, d) numbers, and then summed by row
-    kernel            v W[j] is added to its row, entry by entry: nothing is made in between
-
-For 8 to 63 columns of W the kernel takes a quarter to a half of the time, for others it is no
-faster. It reads what is not in W at a column that W does not have, so that it runs only where
-every column is in range, which is decided at run time. Derivatives and batches are those of
-the sum of terms. Elsewhere than on CPU, JAX makes a sum of terms of it.
+X W for a BCSR matrix X can also be computed by the kernel that JAX has for it on CPU, which
+adds v W[j] to its row, entry by entry. For 8 to 63 columns of W it is two to four times as
+fast, for others no faster. At a column that W does not have it reads memory outside of W, so
+that it runs only where every column is in range, which is decided at run time. Derivatives and
+batches are those of the bags, and so is the product on other devices.
 """
 
 import dataclasses
@@ -48,11 +45,13 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.sparse import BCOO, BCSR
 
+from jmask._base.array_types import explicit_sharding
 from jmask._base.doors import check_flag, checked_choice, refuse_scipy
 from jmask._base.fallback import report_fallback
-from jmask._base.precision import adds_when_cast, sum_dtype
+from jmask._base.precision import adds_when_cast, sum_dtype, wide
 from jmask._base.row_ids import canonical
 from jmask._base.shapes import trailing
+from jmask._kernels.bag_sum import bag_sum
 from jmask._kernels.rows import add_rows
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.phantom import phantom_of
@@ -78,8 +77,8 @@ class Dense:
     def matrix(self) -> jax.Array:
         return self.array.T if self.transposed else self.array
 
-    def rows_at(self, ids: jax.Array, dtype: Any) -> jax.Array:
-        return _rows_or_zeros(self.matrix, ids).astype(dtype)
+    def place(self, ids: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        return self.matrix, ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,13 +103,13 @@ class StoredRows:
         values = zeros_at_padding(self.ids, values, self.height)
         return RowSparse(self.ids, values, shape, coalesced=True)
 
-    def rows_at(self, ids: jax.Array, dtype: Any) -> jax.Array:
+    def place(self, ids: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
         stored = self.coalesced_as(dtype)
         if not stored.nse:
-            return jnp.zeros((*ids.shape, *self.values.shape[1:]), dtype)
+            return stored.values, ids
         place = jnp.minimum(jnp.searchsorted(stored.indices, ids), stored.nse - 1)
-        found = stored.indices[place] == ids  # or both are padding, with zeros stored
-        return _rows_or_zeros(stored.values, jnp.where(found, place, stored.nse))
+        is_stored = stored.indices[place] == ids  # or both are padding, with zeros stored
+        return stored.values, jnp.where(is_stored, place, stored.nse)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,17 +147,14 @@ Operand = Dense | StoredRows | StoredColumns | Coordinates
 def operand(x: Any, transposed: bool) -> Operand:
     """The operand for an array, RowSparse, BCOO or BCSR of two dimensions."""
     if isinstance(x, RowSparse):
-        made: Operand = _rows(x)
+        ids, height = x.row_ids(), x.shape[0]
+        values = zeros_at_padding(ids, x.values, height)
+        made: Operand = StoredRows(ids, values, height, x.coalesced)
     elif isinstance(x, BCOO | BCSR):
         made = entries(x)
     else:
         made = Dense(x)
     return made.T if transposed else made
-
-
-def _rows(x: RowSparse) -> StoredRows:
-    ids = x.row_ids()
-    return StoredRows(ids, zeros_at_padding(ids, x.values, x.shape[0]), x.shape[0], x.coalesced)
 
 
 def entries(x: BCOO | BCSR) -> Coordinates:
@@ -174,22 +170,35 @@ def entries(x: BCOO | BCSR) -> Coordinates:
     return Coordinates(rows, columns, zeros_at_padding(rows, x.data, height), (height, width))
 
 
-def _rows_or_zeros(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """StoredRows `table[ids]` (n, d), zeros for padding: unlike in `gather_rows`.
+def rows_at(b: Dense | StoredRows, ids: jax.Array, dtype: Any) -> jax.Array:
+    """The rows `ids` of a matrix (n, d), zeros at padding."""
+    table, positions = b.place(ids, dtype)
+    return _rows_or_zeros(table, positions).astype(dtype)
 
-    Its transpose drops padding, so that the gradient of a table does not touch a row that
-    was not looked up.
-    """
+
+def _rows_or_zeros(table: jax.Array, positions: jax.Array) -> jax.Array:
+    # Unlike in `gather_rows` the transpose drops padding, so that the gradient of a table does
+    # not touch a row that was not looked up.
     if 0 in table.shape:
-        return jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
-    return table.at[ids].get(mode="fill", fill_value=0)
+        return jnp.zeros((*positions.shape, *table.shape[1:]), table.dtype)
+    return table.at[positions].get(mode="fill", fill_value=0)
 
 
-def sum_of_terms(x: Coordinates, found: jax.Array) -> jax.Array:
-    """The sums (m, d), by row of `x`, of its values times the rows `found` (n, d)."""
-    zeros = jnp.zeros((x.shape[0], *found.shape[1:]), found.dtype)
-    terms = x.values.astype(found.dtype)[:, None] * found
-    return add_rows(zeros, x.rows, terms, coalesced=False)
+def sums_of_rows(a: Coordinates, b: Dense | StoredRows, dtype: Any) -> jax.Array:
+    """The product (m, d) in `dtype`: bags of rows of `b`."""
+    table, positions = b.place(a.columns, dtype)
+    bags, weights = a.shape[0], a.values.astype(dtype)
+    if (
+        jnp.issubdtype(table.dtype, jnp.floating)
+        and wide(table.dtype) == dtype
+        and 0 not in (bags, *positions.shape, *table.shape)
+        and explicit_sharding(table, positions, weights) is None
+        and not jax.sharding.get_abstract_mesh().manual_axes
+    ):
+        return bag_sum(table, positions, a.rows, weights, None, bags, 0)
+    terms = weights[:, None] * _rows_or_zeros(table, positions).astype(dtype)
+    zeros = jnp.zeros((bags, *table.shape[1:]), dtype)
+    return add_rows(zeros, a.rows, terms, coalesced=False)
 
 
 def zeros_at_padding(ids: jax.Array, values: jax.Array, height: int) -> jax.Array:
@@ -216,11 +225,6 @@ def suits_kernel(x: Any, dense: Any) -> bool:
         and x.indices.dtype == x.indptr.dtype
         and 0 not in (*x.shape, x.nse)
     )
-
-
-def product_by_kernel(x: BCSR, dense: jax.Array) -> jax.Array:
-    """X W (m, d) for a W (k, d)."""
-    return _kernel_product(x.data, x.indices, x.indptr, dense)
 
 
 @jax.custom_jvp
@@ -262,7 +266,7 @@ def _csr_terms(
     values: jax.Array, columns: jax.Array, pointers: jax.Array, dense: jax.Array
 ) -> jax.Array:
     x = entries(_csr_matrix(values, columns, pointers, dense))
-    return sum_of_terms(x, Dense(dense).rows_at(x.columns, dense.dtype))
+    return sums_of_rows(x, Dense(dense), dense.dtype)
 
 
 def _csr_matrix(
@@ -442,13 +446,13 @@ def _product_of(
     lhs: Any, rhs: Any, transpose_a: bool, transpose_b: bool, sparse: bool
 ) -> jax.Array | RowSparse:
     if suits_kernel(lhs, rhs) and not (transpose_a or transpose_b or sparse):
-        return product_by_kernel(lhs, rhs)
+        return _kernel_product(lhs.data, lhs.indices, lhs.indptr, rhs)
     dtype = jnp.result_type(lhs.dtype, rhs.dtype)
     is_row, is_column = lhs.ndim == 1, rhs.ndim == 1
-    wide = sum_dtype(dtype)
-    a = operand(_matrix(lhs, wide), transpose_a or is_row)
-    b = operand(_matrix(rhs, wide), transpose_b and not is_column)
-    result = _product(a, b, wide, sparse)
+    summed = sum_dtype(dtype)
+    a = operand(_matrix(lhs, summed), transpose_a or is_row)
+    b = operand(_matrix(rhs, summed), transpose_b and not is_column)
+    result = _product(a, b, summed, sparse)
     if isinstance(result, RowSparse) and not sparse:
         result = result.todense()
     result = _on_values(result, lambda values: values.astype(dtype))
@@ -467,16 +471,15 @@ def _product(a: Operand, b: Operand, dtype: Any, sparse: bool) -> Any:
         return _on_values(filled, lambda values: _as_columns(values, rows))
     if isinstance(a, Coordinates):
         b = Dense(b.to_dense(dtype)) if isinstance(b, Coordinates) else b
-        found = b.rows_at(a.columns, dtype)
         if not sparse:
-            return sum_of_terms(a, found)
-        terms = a.values.astype(dtype)[:, None] * found
-        return RowSparse(a.rows, terms, (a.shape[0], *found.shape[1:])).coalesce()
+            return sums_of_rows(a, b, dtype)
+        terms = a.values.astype(dtype)[:, None] * rows_at(b, a.columns, dtype)
+        return RowSparse(a.rows, terms, (a.shape[0], *terms.shape[1:])).coalesce()
     if isinstance(a, StoredRows):
         values = _product(Dense(a.values), b, dtype, sparse=False)
         return dataclasses.replace(a, values=values).coalesced_as(dtype)
     if isinstance(a, StoredColumns) and not isinstance(b, Coordinates):
-        return _matmul(a.rows.values.T, b.rows_at(a.rows.ids, dtype), dtype)
+        return _matmul(a.rows.values.T, rows_at(b, a.rows.ids, dtype), dtype)
     if isinstance(a, Dense) and isinstance(b, Dense):
         return _matmul(a.matrix, b.matrix, dtype)
     # Sparse on the right only: one of the cases above if that is on the left.
