@@ -21,10 +21,10 @@ from jmask._gradcheck.problem import is_masked_function as is_masked_function
 from jmask._kernels.stochastic_rounding import stochastic_round as stochastic_round
 from jmask._lazy.lazy import lazy as lazy
 from jmask._ops import indexing as _indexing  # noqa: F401
+from jmask._ops.contractions import add_n as add_n
+from jmask._ops.contractions import square_sum as square_sum
 from jmask._ops.indexing import retain as retain
 from jmask._ops.products import dot as dot
-from jmask._ops.reductions import add_n as add_n
-from jmask._ops.reductions import square_sum as square_sum
 from jmask._optim import exported as _exported  # noqa: F401
 from jmask._optim.adagrad import adagrad as adagrad
 from jmask._optim.adagrad import rowwise_adagrad as rowwise_adagrad
