@@ -31,7 +31,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,8 @@ from jmask._tensors.storage import (
     with_stored_values,
 )
 
+_T = TypeVar("_T")
+
 # --- numbers harmless to a function and its slopes ---------------------------------------
 
 
@@ -67,29 +69,34 @@ from jmask._tensors.storage import (
 _CANDIDATES = ((0.5, 1), (1.5, 0), (0.25, 2), (2.5, 3), (-0.5, -1))
 
 
-def safe_numbers(
-    function: Callable, kinds: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, ...]:
-    """For each operand a number to put where it is masked.
+def _remembered(decide: Callable[..., _T]) -> Callable[..., _T]:
+    """Remember what is decided about a function, its operands and its options by name."""
+    cached = functools.lru_cache(maxsize=4096)(decide)
 
-    Found by trying, so that it serves functions never seen before: value, first and second
-    derivative must be finite there.
+    def remembered(function: Callable, operands: Sequence[Any], kwargs: dict[str, Any]) -> _T:
+        try:
+            return cached(function, tuple(operands), tuple(sorted(kwargs.items())))
+        except TypeError:  # something that cannot be hashed
+            return decide(function, tuple(operands), tuple(kwargs.items()))
+
+    return remembered
+
+
+@_remembered
+def safe_numbers(
+    function: Callable, kinds: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
+) -> tuple[Any, ...]:
+    """Return for each operand a number to put where it does not exist.
+
+    What is selected away after the function must be harmless in it: 0 times an infinite slope
+    is nan. So value, first and second derivative must be finite there: 0.5 and not 0 for sqrt.
+    The number is found by trying, which serves functions never seen before.
 
     Args:
         function: elementwise.
         kinds: for each operand its dtype, or its value if it is a Python number.
-        kwargs: keyword arguments of the function.
+        kwargs: options of the function; a dictionary for the caller.
     """
-    try:
-        return _safe_numbers(function, kinds, tuple(sorted(kwargs.items())))
-    except TypeError:  # something that cannot be hashed
-        return _safe_numbers.__wrapped__(function, kinds, tuple(kwargs.items()))
-
-
-@functools.lru_cache(maxsize=4096)
-def _safe_numbers(
-    function: Callable, kinds: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
-) -> tuple[Any, ...]:
     fixed, numbers = dict(kwargs), ()
     for candidate in _CANDIDATES:
         numbers = tuple(_number(candidate, kind) for kind in kinds)
@@ -190,13 +197,13 @@ class Unknown:
 
 @dataclasses.dataclass(frozen=True)
 class Behaviour:
-    """What a function is where its sparse operands are zero.
+    """A function where its sparse operands are zero.
 
     Attributes:
-        value: Known, Operand or Unknown.
+        value: the result there.
         affine: whether the function is affine in the sparse operands together.
-        sums: whether it is a sum of what it makes of sparse operands and of arrays: linear
-            in all of them together.
+        sums: whether it is linear in sparse operands and arrays together: the sum of a
+            function of the former and one of the latter.
     """
 
     value: Known | Operand | Unknown
@@ -204,24 +211,16 @@ class Behaviour:
     sums: bool
 
     def keeps_zero(self) -> bool:
-        """Whether the result is zero there."""
         return isinstance(self.value, Known) and self.value.is_zero()
 
 
 @dataclasses.dataclass(frozen=True)
-class Sparse:
-    """Stands for a sparse operand of this dtype."""
+class Varying:
+    """Stands for an operand whose value is not known: "sparse", an "array" or a "scalar"."""
 
+    kind: str
     dtype: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Array:
-    """Stands for an operand that is not looked at: an array, or a traced scalar."""
-
-    dtype: Any
-    weak: bool
-    scalar: bool
+    weak: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,80 +229,61 @@ class Number:
 
     Attributes:
         kind: its Python type, or its dtype and whether that is weak.
-        value: as a Python number.
-        given: the operand itself.
+        text: its value, as a string: nan is equal to nan.
+        value: the operand itself.
     """
 
     kind: Any
-    value: Any
-    given: Any = dataclasses.field(compare=False)
+    text: str
+    value: Any = dataclasses.field(compare=False)
 
 
-Role = Sparse | Array | Number
-
-
-def role(x: Any) -> Role:
-    """The role of an operand that is not sparse."""
+def role(x: Any) -> Varying | Number:
+    """Return what stands for an operand."""
+    if is_sparse(x):
+        return Varying("sparse", jnp.dtype(x.dtype))
     if isinstance(x, bool | int | float | complex):
         return Number(type(x), str(x), x)
     weak = bool(getattr(x, "weak_type", False))
     if jnp.ndim(x) == 0 and not isinstance(x, jax.core.Tracer):
         return Number((x.dtype, weak), str(x), x)
-    return Array(x.dtype, weak, jnp.ndim(x) == 0)
+    return Varying("array" if jnp.ndim(x) else "scalar", x.dtype, weak)
 
 
+@_remembered
 def behaviour_at_zero(
-    function: Callable[..., Any], roles: Sequence[Role], kwargs: dict[str, Any]
+    function: Callable[..., Any],
+    roles: tuple[Varying | Number, ...],
+    kwargs: tuple[tuple[str, Any], ...],
 ) -> Behaviour:
-    """The behaviour of an elementwise function where its sparse operands are zero.
+    """Decide how an elementwise function behaves where its sparse operands are zero."""
+    varying = [(i, x) for i, x in enumerate(roles) if isinstance(x, Varying)]
 
-    Args:
-        function: elementwise.
-        roles: one for each operand.
-        kwargs: keyword arguments of the function.
-    """
-    try:
-        return _cached(function, tuple(roles), tuple(sorted(kwargs.items())))
-    except TypeError:  # something that cannot be hashed
-        return _behaviour(function, tuple(roles), tuple(kwargs.items()))
+    def of_varying(*values: Any) -> Any:
+        rest = iter(values)
+        operands = (x.value if isinstance(x, Number) else next(rest) for x in roles)
+        return function(*operands, **dict(kwargs))
 
-
-def _behaviour(
-    function: Callable[..., Any], roles: tuple[Role, ...], kwargs: tuple[tuple[str, Any], ...]
-) -> Behaviour:
-    fixed, abstract, inputs, zeros = dict(kwargs), [], [], []
-    for number, kind in enumerate(roles):
-        if isinstance(kind, Number):
-            continue
-        weak = isinstance(kind, Array) and kind.weak
-        abstract.append(jax.ShapeDtypeStruct((), kind.dtype, weak_type=weak))
-        given = (Operand(number, getattr(kind, "scalar", False)), _FREE)
-        zero = (Known(np.zeros((), kind.dtype)), _AFFINE)
-        inputs.append(zero if isinstance(kind, Sparse) else given)
-        if isinstance(kind, Array):
-            zeros.append(given if kind.scalar else (zero[0], _ARRAYS))
-        else:
-            zeros.append(zero)
-
-    def of_varying(*varying: Any) -> Any:
-        rest = iter(varying)
-        return function(
-            *(k.given if isinstance(k, Number) else next(rest) for k in roles), **fixed
-        )
-
-    program = jax.make_jaxpr(of_varying)(*abstract)
+    program = jax.make_jaxpr(of_varying)(
+        *(jax.ShapeDtypeStruct((), x.dtype, weak_type=x.weak) for _, x in varying)
+    )
     consts = [
         (Unknown(jnp.ndim(c) == 0) if isinstance(c, jax.core.Tracer) else Known(c), _FREE)
         for c in program.consts
     ]
+    # Once with zeros for the sparse operands only, and once for the arrays too.
+    inputs: list[_Value] = []
+    zeros: list[_Value] = []
+    for i, x in varying:
+        zero, operand = Known(np.zeros((), x.dtype)), Operand(i, x.kind == "scalar")
+        inputs.append((zero, _AFFINE) if x.kind == "sparse" else (operand, _FREE))
+        zeros.append((zero, _ARRAYS) if x.kind == "array" else inputs[-1])
     with trial():
         ((value, dependence),) = _run(program.jaxpr, consts, inputs)
         ((at_zero, of_all),) = _run(program.jaxpr, consts, zeros)
     sums = of_all != _OTHER and isinstance(at_zero, Known) and at_zero.is_zero()
     return Behaviour(value, dependence != _OTHER, sums)
 
-
-_cached = functools.lru_cache(maxsize=4096)(_behaviour)
 
 _Value = tuple[Known | Operand | Unknown, int]
 
@@ -394,18 +374,19 @@ def zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) ->
         if isinstance(x, RowSparse):
             x.check_single()
     if _one_layout(sparse, operands, shape):
-        roles = [Sparse(jnp.dtype(x.dtype)) if is_sparse(x) else role(x) for x in operands]
-        behaviour = behaviour_at_zero(function, roles, kwargs)
+        behaviour = behaviour_at_zero(function, list(map(role, operands)), kwargs)
         call = _Call(function, operands, kwargs, shape)
         if behaviour.keeps_zero():
             return call.on_positions(behaviour.affine)
-        full = [i for i, x in enumerate(operands) if not is_sparse(x) and jnp.ndim(x)]
-        sizes = jnp.broadcast_shapes(*(operands[i].shape for i in full))
+        is_full = lambda x: not is_sparse(x) and jnp.ndim(x) > 0
+        full = list(filter(is_full, operands))
+        sizes = jnp.broadcast_shapes(*(x.shape for x in full))
         if behaviour.sums and sizes == shape and isinstance(sparse[0], RowSparse):
-            rows = call.with_zeros(full).on_rows(affine=True)
-            unchanged = isinstance(behaviour.value, Operand)
-            base = operands[full[0]] if unchanged else call.without_rows()
-            return add_to_dense(base, rows)
+            rows = call.with_zeros(is_full).on_rows(affine=True)
+            if isinstance(behaviour.value, Operand):
+                return add_to_dense(full[0], rows)
+            dense = call.with_zeros(is_sparse)
+            return add_to_dense(function(*dense.operands, **kwargs), rows)
     name = getattr(function, "__name__", "a function")
     report_fallback(
         f"`{name}` made a sparse tensor of shape {tuple(sparse[0].shape)} dense, at "
@@ -453,72 +434,60 @@ def _one_layout(sparse: list[Any], operands: list[Any], shape: tuple[int, ...]) 
     return len({x.n_dense for x in sparse}) == 1
 
 
+@dataclasses.dataclass(frozen=True)
 class _Call:
-    """A function with its operands, to be applied to stored values."""
+    """A function with its operands, to be applied to stored values.
 
-    def __init__(
-        self, function: Callable, operands: list[Any], kwargs: dict, shape: tuple[int, ...]
-    ):
-        self.function, self.operands, self.kwargs = function, operands, kwargs
-        self.shape = shape
-        self.sparse = [x for x in operands if is_sparse(x)]
+    Attributes:
+        shape: of the result.
+    """
 
-    def with_zeros(self, numbers: Sequence[int]) -> "_Call":
+    function: Callable
+    operands: list[Any]
+    kwargs: dict
+    shape: tuple[int, ...]
+
+    @property
+    def sparse(self) -> list[Any]:
+        return [x for x in self.operands if is_sparse(x)]
+
+    def with_zeros(self, replaced: Callable[[Any], bool]) -> "_Call":
         """The call with zeros in place of some operands."""
-        operands = list(self.operands)
-        for number in numbers:
-            operands[number] = jnp.zeros((), operands[number].dtype)
-        return _Call(self.function, operands, self.kwargs, self.shape)
-
-    def without_rows(self) -> jax.Array:
-        """The result if the sparse operands were zero."""
-        operands = [jnp.zeros((), x.dtype) if is_sparse(x) else x for x in self.operands]
-        return self.function(*operands, **self.kwargs)
+        operands = [jnp.zeros((), x.dtype) if replaced(x) else x for x in self.operands]
+        return dataclasses.replace(self, operands=operands)
 
     def on_positions(self, affine: bool) -> Any:
         """The result, which is zero where no operand stores a value."""
-        if isinstance(self.sparse[0], RowSparse):
-            return self.on_rows(affine)
-        if len(self.sparse) == 1:
-            (x,) = self.sparse
-            if affine:
-                return with_stored_values(x, self._apply(x, [stored_values(x)]))
-            return self._aligned([x])
         first, *others = self.sparse
+        if isinstance(first, RowSparse):
+            return self.on_rows(affine)
+        if affine and not others:
+            return with_stored_values(first, self._apply(first, [stored_values(first)]))
         if all(same_positions(first, x) for x in others):
             return self._aligned(self.sparse)
-        every_csr = all(isinstance(x, BCSR) for x in self.sparse)
         result = self._aligned(_on_union_of_entries(self.sparse))
-        return compressed(result) if every_csr else result
+        return compressed(result) if all(isinstance(x, BCSR) for x in self.sparse) else result
 
     def on_rows(self, affine: bool) -> RowSparse:
         """The result as rows."""
-        first, *others = self.sparse
+        sparse = self.sparse
+        first, *others = sparse
         if affine and others:
-            parts = [self._part(number) for number in range(len(self.sparse))]
-            ids = jnp.concatenate([x.row_ids() for x in self.sparse])
+            parts = []
+            for i, x in enumerate(sparse):  # the sum of what the rows of each operand add
+                zeros = [jnp.zeros((), y.dtype) for y in sparse]
+                part = self._apply(x, [*zeros[:i], x.values, *zeros[i + 1 :]])
+                parts.append(jnp.broadcast_to(part, (x.nse, *self.shape[1:])))
+            ids = jnp.concatenate([x.row_ids() for x in sparse])
             return RowSparse(ids, jnp.concatenate(parts), self.shape)
         if affine:
-            return self._rows(first, self._apply(first, [first.values]))
-        if all(same_positions(first, x) for x in others):
-            rows = [x.coalesce() for x in self.sparse]
+            values = self._apply(first, [first.values])
         else:
-            rows = on_union_of_rows(self.sparse)
-        return self._rows(rows[0], self._guarded(rows[0], [x.values for x in rows]))
-
-    def _part(self, number: int) -> jax.Array:
-        """What the rows of one operand add to the result of an affine function."""
-        x = self.sparse[number]
-        values = [
-            x.values if i == number else jnp.zeros((), y.dtype)
-            for i, y in enumerate(self.sparse)
-        ]
-        result = self._apply(x, values)
-        return jnp.broadcast_to(result, (x.nse, *self.shape[1:]))
-
-    def _rows(self, like: RowSparse, values: jax.Array) -> RowSparse:
+            same = all(same_positions(first, x) for x in others)
+            rows = [x.coalesce() for x in sparse] if same else on_union_of_rows(sparse)
+            first, values = rows[0], self._guarded(rows[0], [x.values for x in rows])
         values = jnp.broadcast_to(values, (*values.shape[:1], *self.shape[1:]))
-        return like.with_leaves(like.index_leaf, values, shape=self.shape)
+        return first.with_leaves(first.index_leaf, values, shape=self.shape)
 
     def _aligned(self, sparse: list[Any]) -> Any:
         sparse = [unique_positions(x) for x in sparse]
@@ -530,7 +499,7 @@ class _Call:
         if getattr(pattern, "n_batch", 0):
             return self._apply(pattern, values)
         stored = is_stored(pattern)
-        operands = list(self._at_positions(pattern, iter(values)))
+        operands = self._at_positions(pattern, values)
         kinds = tuple(x.dtype if varies(x) else x for x in operands)
         safe = safe_numbers(self.function, kinds, self.kwargs)
         operands = [
@@ -542,43 +511,41 @@ class _Call:
         return jnp.where(trailing(stored, result.ndim), result, zero)
 
     def _apply(self, pattern: Any, values: Sequence[Any]) -> jax.Array:
-        """The function of the stored values; arrays are sampled at the same positions."""
-        stored = iter(values)
-        return self.function(*self._at_positions(pattern, stored), **self.kwargs)
+        return self.function(*self._at_positions(pattern, values), **self.kwargs)
 
-    def _at_positions(self, pattern: Any, stored: Iterator[Any]) -> Iterator[Any]:
-        for x in self.operands:
-            if is_sparse(x):
-                yield next(stored)
-            else:
-                yield sampled(x, pattern, self.shape) if jnp.ndim(x) else x
+    def _at_positions(self, pattern: Any, values: Sequence[Any]) -> list[Any]:
+        """The operands: stored values of the sparse ones, arrays at the same positions."""
+        stored = iter(values)
+        return [
+            next(stored)
+            if is_sparse(x)
+            else sampled(x, pattern, self.shape)
+            if jnp.ndim(x)
+            else x
+            for x in self.operands
+        ]
 
 
 def on_union_of_rows(sparse: Sequence[RowSparse]) -> list[RowSparse]:
     """The tensors, coalesced, each storing the rows that any of them stores."""
     ids = jnp.concatenate([x.row_ids() for x in sparse])
-    result = []
-    for number, x in enumerate(sparse):
-        values = [
-            x.values if i == number else jnp.zeros((y.nse, *x.shape[1:]), x.dtype)
-            for i, y in enumerate(sparse)
-        ]
-        result.append(RowSparse(ids, jnp.concatenate(values), x.shape).coalesce())
-    return result
+    pairs = zip(sparse, _side_by_side([x.values for x in sparse]), strict=True)
+    return [RowSparse(ids, values, x.shape).coalesce() for x, values in pairs]
 
 
 def _on_union_of_entries(sparse: Sequence[Any]) -> list[BCOO]:
     """The tensors in coordinates, each storing what any of them stores."""
     entries = [x.to_bcoo() if isinstance(x, BCSR) else x for x in sparse]
     indices = jnp.concatenate([x.indices for x in entries])
-    traced = isinstance(indices, jax.core.Tracer)
-    result = []
-    for number, x in enumerate(entries):
-        values = [
-            x.data if i == number else jnp.zeros(y.data.shape, x.dtype)
-            for i, y in enumerate(entries)
-        ]
-        union = BCOO((jnp.concatenate(values), indices), shape=x.shape)
-        nse = indices.shape[0] if traced else None
-        result.append(summed(union, nse))
-    return result
+    nse = indices.shape[0] if isinstance(indices, jax.core.Tracer) else None
+    pairs = zip(entries, _side_by_side([x.data for x in entries]), strict=True)
+    return [summed(BCOO((data, indices), shape=x.shape), nse) for x, data in pairs]
+
+
+def _side_by_side(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Each array at its place in the concatenation of all, with zeros elsewhere."""
+    rows = [x.shape[0] for x in arrays]
+    return [
+        jnp.pad(x, [(sum(rows[:i]), sum(rows[i + 1 :])), *[(0, 0)] * (x.ndim - 1)])
+        for i, x in enumerate(arrays)
+    ]
