@@ -116,6 +116,8 @@ subtract = elementwise(jnp.subtract)
 from jmask._ops.contractions import dot as dot
 from jmask._ops.contractions import einsum as einsum
 from jmask._ops.contractions import matmul as matmul
+from jmask._ops.indexing import masked_fill as masked_fill
+from jmask._ops.indexing import masked_where as masked_where
 
 # Reductions.
 from jmask._ops.reductions import all as all
@@ -165,8 +167,6 @@ from jmask._ops.shape import flipud as flipud
 from jmask._ops.shape import full_like as full_like
 from jmask._ops.shape import hsplit as hsplit
 from jmask._ops.shape import hstack as hstack
-from jmask._ops.shape import masked_fill as masked_fill
-from jmask._ops.shape import masked_where as masked_where
 from jmask._ops.shape import matrix_transpose as matrix_transpose
 from jmask._ops.shape import moveaxis as moveaxis
 from jmask._ops.shape import ones_like as ones_like

@@ -35,10 +35,12 @@ import numpy as np
 from jmask._base.fallback import report_fallback
 from jmask._ops.elementwise import elementwise
 from jmask._ops.shape import data_of, dense, masked_of
+from jmask._ops.shape import where as where_
 from jmask._tables.stored_table import from_the_end
-from jmask._tensors.masked_tensor import MaskedTensor, joined
+from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, is_tensor, joined
 from jmask._tensors.methods import call, install
 from jmask._tensors.row_sparse import RowSparse
+from jmask._tensors.storage import is_sparse, sampled, stored_values
 
 # --- x[...] of a masked tensor -----------------------------------------------------------
 
@@ -67,20 +69,20 @@ def masked_getitem(x: MaskedTensor, index: Any) -> MaskedTensor:
 
 
 def with_array(index: Any) -> Any:
-    """The index, an array in place of a list: NumPy takes one and JAX none."""
+    """Return the index, an array in place of a list: NumPy takes one and JAX none."""
     if not isinstance(index, list):
         return index
     return np.asarray(index) if index else np.zeros(0, np.int32)
 
 
 def has_masked(index: Any) -> bool:
-    """Whether a part of the index is a `MaskedTensor`."""
+    """Decide whether a part of the index is a `MaskedTensor`."""
     parts = index if isinstance(index, tuple) else (index,)
     return any(isinstance(part, MaskedTensor) for part in parts)
 
 
 def known_places(index: Any, shape: tuple[int, ...], *, clip: bool) -> tuple[Any, ...]:
-    """The index with masked integers out of range, where nothing is read or written.
+    """Return the index with masked integers out of range, where nothing is read or written.
 
     Args:
         index: has masked integers.
@@ -99,7 +101,7 @@ def known_places(index: Any, shape: tuple[int, ...], *, clip: bool) -> tuple[Any
 
 
 def _consumed(part: Any) -> int:
-    """How many dimensions of the tensor a part of an index stands for."""
+    """Count the dimensions of the tensor that a part of an index stands for."""
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
     is_mask = getattr(part, "dtype", None) == np.bool_
@@ -132,7 +134,7 @@ install(masked_getitem=masked_getitem)
 
 
 class At:
-    """What `x.at` is: indexing it gives the `Positions` to read or update."""
+    """`x.at`: indexing it gives the `Positions` to read or update."""
 
     __slots__ = ("x",)
 
@@ -144,6 +146,14 @@ class At:
 
     def __repr__(self) -> str:
         return f"At({self.x!r})"
+
+
+def _arithmetic(name: str, doc: str) -> Callable[..., MaskedTensor]:
+    def method(self: "Positions", values: Any, **kwargs: Any) -> MaskedTensor:
+        return self._combined(name, values, kwargs)
+
+    method.__name__, method.__doc__ = name, doc
+    return method
 
 
 class Positions:
@@ -159,7 +169,7 @@ class Positions:
         return f"Positions({self.x!r}, {self.index!r})"
 
     def get(self, **kwargs: Any) -> MaskedTensor:
-        """The entries; those out of range are masked with mode="fill" and no `fill_value`."""
+        """Return the entries, masked out of range with mode="fill" and no `fill_value`."""
         mode, fill = kwargs.get("mode"), kwargs.pop("fill_value", None)
         if mode is None and has_masked(self.index):
             return masked_getitem(self.x, self.index)
@@ -169,7 +179,7 @@ class Positions:
         return joined(data, valid)
 
     def set(self, values: Any, **kwargs: Any) -> MaskedTensor:
-        """Entries replaced: by a masked tensor with its mask, by anything else as valid."""
+        """Replace entries: by a masked tensor with its mask, by anything else as valid."""
         values = dense(values, "at")
         index, kwargs = self._places("drop", kwargs)
         data = self.x.storage.at[index].set(data_of(values), **kwargs)
@@ -180,38 +190,16 @@ class Positions:
             valid = valid.at[index].min(values.valid, **kwargs)
         return joined(data, valid)
 
-    def add(self, values: Any, **kwargs: Any) -> MaskedTensor:
-        """`values` added to the entries that are valid."""
-        return self._combined("add", values, kwargs)
-
-    def subtract(self, values: Any, **kwargs: Any) -> MaskedTensor:
-        """`values` subtracted from the entries that are valid."""
-        return self._combined("subtract", values, kwargs)
-
-    def multiply(self, values: Any, **kwargs: Any) -> MaskedTensor:
-        """The entries that are valid multiplied by `values`."""
-        return self._combined("multiply", values, kwargs)
-
-    mul = multiply
-
-    def divide(self, values: Any, **kwargs: Any) -> MaskedTensor:
-        """The entries that are valid divided by `values`."""
-        return self._combined("divide", values, kwargs)
-
-    def power(self, values: Any, **kwargs: Any) -> MaskedTensor:
-        """The entries that are valid raised to the power of `values`."""
-        return self._combined("power", values, kwargs)
-
-    def min(self, values: Any, **kwargs: Any) -> MaskedTensor:
-        """The smaller of each valid entry and `values`."""
-        return self._combined("min", values, kwargs)
-
-    def max(self, values: Any, **kwargs: Any) -> MaskedTensor:
-        """The larger of each valid entry and `values`."""
-        return self._combined("max", values, kwargs)
+    add = _arithmetic("add", "Add `values` to the entries that are valid.")
+    subtract = _arithmetic("subtract", "Subtract `values` from the entries that are valid.")
+    multiply = mul = _arithmetic("multiply", "Multiply the valid entries by `values`.")
+    divide = _arithmetic("divide", "Divide the entries that are valid by `values`.")
+    power = _arithmetic("power", "Raise the valid entries to the power of `values`.")
+    min = _arithmetic("min", "Return the smaller of each valid entry and `values`.")
+    max = _arithmetic("max", "Return the larger of each valid entry and `values`.")
 
     def apply(self, func: Callable[[Any], Any], **kwargs: Any) -> MaskedTensor:
-        """The elementwise `func` of the valid entries, once where positions repeat."""
+        """Apply the elementwise `func` to the valid entries, once where positions repeat."""
         return self.set(elementwise(func)(self.get(**kwargs)), **kwargs)
 
     def _combined(self, name: str, values: Any, kwargs: dict) -> MaskedTensor:
@@ -239,6 +227,48 @@ def _ones_where(masked: jax.Array, values: jax.Array) -> jax.Array:
 
 
 install(masked_at=At)
+
+
+# --- masking and filling where a condition is true --------------------------------------
+
+
+def masked_where(condition: Any, x: Any) -> MaskedTensor:
+    """Mask the entries of `x` where `condition` is True, or itself masked.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jnp.array([1., -1., 2.])
+        >>> masked_where(x < 0, x)
+        MaskedTensor([1.0, --, 2.0], dtype=float32)
+    """
+    x = as_masked_tensor(x)
+    condition = dense(condition, "masked_where")
+    hidden = jnp.asarray(data_of(condition), bool) | masked_of(condition)
+    if is_sparse(x.storage):
+        return x.with_values(stored_values(x.storage), x.valid & ~sampled(hidden, x.storage))
+    shape = jnp.broadcast_shapes(x.shape, hidden.shape)
+    valid = jnp.broadcast_to(x.valid, shape) & ~hidden
+    return joined(jnp.broadcast_to(x.storage, shape), valid)
+
+
+def masked_fill(x: Any, where: Any, value: Any) -> Any:
+    """Set the entries of `x` where `where` is True to `value`, which is valid.
+
+    Args:
+        x: a masked tensor or an array.
+        where: boolean, broadcasts with `x`; the result is masked where it is.
+        value: cast to the dtype of `x`.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jmask.masked_tensor(jnp.array([1., 2.]), jnp.array([True, False]))
+        >>> masked_fill(x, jnp.array([False, True]), 7)
+        MaskedTensor([1.0, 7.0], dtype=float32)
+    """
+    dtype = x.dtype if is_tensor(x) else jnp.result_type(x)
+    if isinstance(value, MaskedTensor):
+        return where_(where, value.astype(dtype), x)
+    return where_(where, jnp.asarray(value, dtype), x)
 
 
 # --- x[...] of a RowSparse ---------------------------------------------------------------
@@ -278,12 +308,12 @@ def row_getitem(x: RowSparse, key: Any) -> Any:
 
 
 def _rows_at(x: RowSparse, ids: jax.Array) -> jax.Array:
-    """The rows `ids` of `x`: (*ids.shape, *row); negative ids count from the end."""
+    """Return the rows `ids` of `x`: (*ids.shape, *row); negative ids count from the end."""
     return call("lookup", x, from_the_end(ids, x.shape[0]))
 
 
 def _split(x: RowSparse, key: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The index of the rows, and those of the other dimensions."""
+    """Split an index into that of the rows and those of the other dimensions."""
     key = key if isinstance(key, tuple) else (key,)
     key = tuple(_checked(k) for k in key)
     used = sum(_dimensions(k) for k in key if k is not None and k is not Ellipsis)
@@ -332,7 +362,7 @@ def _is_integer(k: Any) -> bool:
 
 
 def _moves_to_front(rest: tuple[Any, ...]) -> bool:
-    """Whether index arrays are apart, so that what they select comes before all else."""
+    """Decide whether index arrays are apart, so that what they select comes before all else."""
     places = [i for i, k in enumerate(rest) if _is_array(k) or _is_integer(k)]
     return any(map(_is_array, rest)) and places[-1] - places[0] >= len(places)
 
@@ -395,7 +425,7 @@ install(row_getitem=row_getitem)
 
 
 def retain(x: RowSparse, rows: Any) -> RowSparse:
-    """Only the rows of `x` whose index is among `rows` (m,); the others become zero.
+    """Keep only the rows of `x` whose index is among `rows` (m,); the others become zero.
 
     Raises:
         TypeError: if `x` is not a `RowSparse`, or `rows` are not integers.
