@@ -13,7 +13,7 @@ check must say which it checks:
 | masked             | specified entries move         | the same there; elsewhere exactly zero |
 
 The analytical side runs the function on the input as it is, which carries a phantom for the
-entries that are not there (see `_tensors.phantom`). Both sides run in float64 and complex128.
+entries that are not there (see `_tensors.placeholders`). Both sides run in float64 and complex128.
 
 Order 2 checks the gradient as a function of its own:
 
@@ -33,13 +33,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._base.doors import check_flag, check_leaves, shown
+from jmask._base.validation import check_flag, check_leaves, shown
 from jmask._gradcheck.entries import Input, numbers_of, random_reals, stored_positions
 from jmask._gradcheck.jacobian import Rules, find_mismatch, is_suspicious
 from jmask._gradcheck.message import GradcheckError, Setting
 from jmask._gradcheck.problem import Problem, check_premises, is_masked_function
 from jmask._tensors.masked_tensor import is_tensor
-from jmask._tensors.phantom import phantom_of, values_of, zero_phantom
+from jmask._tensors.placeholders import phantom_of, values_of, zero_phantom
 
 # --- gradients of gradients --------------------------------------------------------------
 

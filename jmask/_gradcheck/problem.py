@@ -40,7 +40,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._base.doors import check_leaves, shown
+from jmask._base.validation import check_leaves, shown
 from jmask._gradcheck.entries import (
     KINDS,
     Input,
@@ -55,7 +55,7 @@ from jmask._gradcheck.entries import (
 )
 from jmask._gradcheck.message import GradcheckError, Setting
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
-from jmask._tensors.phantom import values_of, with_phantom, with_values_of
+from jmask._tensors.placeholders import values_of, with_phantom, with_values_of
 from jmask._tensors.specified import todense
 
 

@@ -23,9 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 
+from jmask._base.array_types import is_known, trailing, wide
 from jmask._base.lowering import GroupedPrimitive, Results, calls_of
-from jmask._base.precision import wide
-from jmask._base.shapes import is_known, trailing
 from jmask._kernels.gather import Gather, in_branch
 from jmask._kernels.row_blocks import BlockLoop, block_size, run_side_by_side
 from jmask._kernels.rows import add_rows

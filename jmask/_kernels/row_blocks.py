@@ -30,8 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.array_types import varying_alike
-from jmask._base.precision import sum_dtype
+from jmask._base.array_types import sum_dtype, varying_alike
 from jmask._kernels.gathered_rows import Rows, rows_at
 from jmask._kernels.rows import add_rows
 

@@ -30,9 +30,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._base.doors import refuse_scipy
+from jmask._base.array_types import trailing
 from jmask._base.fallback import report_fallback
-from jmask._base.shapes import trailing
+from jmask._base.validation import refuse_scipy
 from jmask._tensors.mask_positions import as_booleans
 from jmask._tensors.masked_tensor import MaskedTensor, as_tensor
 from jmask._tensors.row_sparse import RowSparse

@@ -45,16 +45,14 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._base.array_types import explicit_sharding
-from jmask._base.doors import check_flag, checked_choice, refuse_scipy
+from jmask._base.array_types import adds_when_cast, explicit_sharding, sum_dtype, trailing, wide
 from jmask._base.fallback import report_fallback
-from jmask._base.precision import adds_when_cast, sum_dtype, wide
 from jmask._base.row_ids import canonical
-from jmask._base.shapes import trailing
+from jmask._base.validation import check_flag, checked_choice, refuse_scipy
 from jmask._kernels.bag_sum import bag_sum
 from jmask._kernels.rows import add_rows
 from jmask._tensors.masked_tensor import MaskedTensor
-from jmask._tensors.phantom import phantom_of
+from jmask._tensors.placeholders import phantom_of
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.specified import todense
 from jmask._tensors.storage import row_of_each, stype, unique_positions

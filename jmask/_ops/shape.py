@@ -33,8 +33,8 @@ from jax import lax
 from jax.experimental.sparse import BCOO
 
 from jmask._base.fallback import report_fallback
-from jmask._base.leaves import abstract_leaf
 from jmask._base.row_ids import widen
+from jmask._base.validation import abstract_leaf
 from jmask._ops.elementwise import elementwise
 from jmask._ops.zero_semantics import on_union_of_rows
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined

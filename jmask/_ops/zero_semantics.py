@@ -39,12 +39,11 @@ import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from jmask._base.array_types import adds_when_cast, trailing
 from jmask._base.fallback import report_fallback
 from jmask._base.forms import CALLS, aval_of, called, name_of, parameter
 from jmask._base.jaxprs import bound, interpret
-from jmask._base.precision import adds_when_cast
-from jmask._base.shapes import trailing
-from jmask._tables.add_to_dense import add_to_dense
+from jmask._tables.stored_table import add_to_dense
 from jmask._tensors.masked_tensor import common_shape
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (

@@ -27,9 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmask._base.precision import wide
+from jmask._base.array_types import trailing, wide
 from jmask._base.row_ids import id_dtype
-from jmask._base.shapes import trailing
 from jmask._kernels.rows import gather_rows, ids_after_reading
 from jmask._tables.skipped_steps import Form, StepWithout, advanced, skipped
 from jmask._tables.stored_table import (
