@@ -30,7 +30,7 @@ from jmask._base.doors import check_flag, check_leaves
 from jmask._base.leaves import abstract_leaf, leaf_name
 from jmask._base.norms import factor_for
 from jmask._base.precision import joint_dtype
-from jmask._tables.deferred_table import is_deferred
+from jmask._tables.deferral import is_deferred
 from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, is_tensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse

@@ -22,8 +22,8 @@ from typing import Any
 import jax
 import optax
 
-from jmask._lazy.call import LazyCall
-from jmask._lazy.deferred_step import deferred_step, has_deferred, without_rows
+from jmask._deferred.step import deferred_step, has_deferred, without_rows
+from jmask._lazy.leaves import LazyCall
 from jmask._lazy.one_pass import OnePassTransformation, applied_in_one_pass
 from jmask._lazy.proved_update import ProvedUpdate, proved
 from jmask._lazy.stacked_step import has_stacked, stacked_step

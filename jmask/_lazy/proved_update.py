@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Var
 
 from jmask._base.jaxprs import bound, inlined, interpret, origins
-from jmask._lazy.call import LazyCall, arrays_of, shape_of_leaf
 from jmask._lazy.lattice import Kind, NotRowLocal, Replicated, RowWise
+from jmask._lazy.leaves import LazyCall, arrays_of, shape_of_leaf
+from jmask._lazy.psum_over_shards import Axes, with_sums_over
 from jmask._lazy.row_locality import classify
-from jmask._lazy.spread_sums import Axes, with_sums_over
 from jmask._updates.not_row_local import NotRowLocalError
 
 

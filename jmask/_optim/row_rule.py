@@ -24,12 +24,11 @@ import optax
 
 from jmask._base.array_types import sharding_of_rows
 from jmask._base.precision import is_narrow, joint_dtype, wide
+from jmask._deferred.step import deferred_step, has_deferred, without_rows
 from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, updated
-from jmask._lazy.deferred_step import deferred_step, has_deferred, without_rows
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.stacked_step import has_stacked, stacked_step
-from jmask._lazy.state_rows import check_dtypes, check_state, check_state_type
 from jmask._tables.add_to_dense import add_to_dense
 from jmask._tables.packed import PackedTable
 from jmask._tables.stored_table import (
@@ -51,6 +50,7 @@ from jmask._updates.eager import compiled_outside_jit
 from jmask._updates.fit import Fit, dense_parameters
 from jmask._updates.masked_gradient import is_gradient_leaf, with_wide_rows
 from jmask._updates.row_update import update_entries, updated_whole
+from jmask._updates.state_rows import check_dtypes, check_state, check_state_type
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,7 @@ sharded         rows spread over the devices of a mesh
 shard_layout    where each row of a sharded table is
 routed_rows     rows of a gradient brought to their shards
 row_exchange    rows sent to their owners alone
-deferred_table  rows that are, when read, what a dense optimizer made of them
-new_table       a deferred table after a step, in the place of its update
-skipped_steps   what a row becomes in steps that have no gradient for it
+deferral        what gradients and updates know of deferred tables
 add_to_dense    the one sum of a table and rows that costs only the rows
 plain_arrays    tensors and tables as the arrays that checkpoints keep, and back
 huge_pages      tables in large pages of memory, on CPUs

@@ -1,6 +1,7 @@
 """Gradients, parameters and states as every optimizer meets them.
 
 checks              what parameters, gradients and states must be
+state_rows          which arrays of a state hold rows of which table
 masked_gradient     gradients with masks
 fit                 gradients beside the parameters that they belong to
 row_update          the rows of a gradient, updated in the fastest way

@@ -12,7 +12,7 @@ from jmask._base.leaves import leaf_name
 from jmask._base.precision import added, is_narrow, joint_dtype, wide
 from jmask._kernels.stochastic_rounding import check_key, stochastic_round
 from jmask._tables.add_to_dense import add_to_dense
-from jmask._tables.new_table import NewTable
+from jmask._tables.deferral import NewTable
 from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import is_row_sparse

@@ -16,7 +16,7 @@ from jmask._base.leaves import (
     leaf_name,
     not_an_array,
 )
-from jmask._tables.new_table import is_new_table
+from jmask._tables.deferral import is_new_table
 from jmask._tables.stored_table import StoredTable, is_stored_table, shape_of
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse

@@ -7,7 +7,7 @@
 
 So the table is for the optimizer a small dense parameter, of the rows that are in the batch;
 a norm over all gradients covers them. The program that it runs is read once more for what it
-does to the rows that are not (`without_gradient`), and the table takes both.
+does to the rows that are not (`zero_gradient`), and the table takes both.
 """
 
 import hashlib
@@ -22,16 +22,15 @@ import optax
 
 from jmask._base.leaves import leaf_name
 from jmask._base.precision import added
-from jmask._lazy.away_forms import ZERO as NO_GRADIENT
-from jmask._lazy.away_forms import Away, Entry, Root, entry
-from jmask._lazy.state_rows import tables_of_state
-from jmask._lazy.without_gradient import Value, forms_of
-from jmask._tables.deferred_table import DeferredTable, is_deferred
-from jmask._tables.new_table import NewTable
-from jmask._tables.skipped_steps import Form, Quotient, StepWithout, products_of, terms_for
+from jmask._deferred.closed_form import Form, Quotient, StepWithout, products_of, terms_for
+from jmask._deferred.table import DeferredTable
+from jmask._deferred.zero_gradient import ZERO as NO_GRADIENT
+from jmask._deferred.zero_gradient import Away, Entry, Root, Value, entry, forms_of
+from jmask._tables.deferral import NewTable, is_deferred
 from jmask._tables.stored_table import fitted, is_stored_table, shape_of
 from jmask._tensors.row_sparse import RowSparse
 from jmask._updates.masked_gradient import with_wide_rows
+from jmask._updates.state_rows import tables_of_state
 
 Run = Callable[[Any, Any, Any], tuple[Any, Any]]
 

@@ -16,8 +16,7 @@ import jax
 import optax
 
 from jmask._kernels.rows import ids_after_reading
-from jmask._lazy.spread_sums import Axes, axes_of_rows
-from jmask._lazy.state_rows import tables_of_state
+from jmask._lazy.psum_over_shards import Axes, axes_of_rows
 from jmask._tables.stored_table import (
     StoredTable,
     fitted,
@@ -35,6 +34,7 @@ from jmask._updates.masked_gradient import (
     unchanged_where_masked,
 )
 from jmask._updates.not_row_local import NotRowLocalError
+from jmask._updates.state_rows import tables_of_state
 
 
 @dataclasses.dataclass(frozen=True)

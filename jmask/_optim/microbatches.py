@@ -22,8 +22,7 @@ from jmask._base.doors import check_flag
 from jmask._base.leaves import leaf_name
 from jmask._base.row_ids import id_dtype
 from jmask._lazy.one_pass import OnePassTransformation
-from jmask._lazy.state_rows import check_state_type
-from jmask._optim.conditional_step import apply_if, update_if
+from jmask._optim.guards import apply_if, update_if
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._updates.checks import check_transformation
@@ -35,6 +34,7 @@ from jmask._updates.masked_gradient import (
     gradient_and_valid,
     is_gradient_leaf,
 )
+from jmask._updates.state_rows import check_state_type
 
 
 class StoredRows(NamedTuple):

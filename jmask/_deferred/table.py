@@ -6,7 +6,7 @@
 
 While a row is away its gradient is zero, and so what a dense optimizer does to it is known. The
 table holds what the optimizer keeps of each row, for reads need it, and the step at which each
-row was last brought up to date; see `skipped_steps` for the steps since then.
+row was last brought up to date; see `closed_form` for the steps since then.
 
     main       (V, entries)  parameter and state side by side, so that a row is one read;
                              of a packed or sharded table this one, (V, *row)
@@ -24,19 +24,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jmask._base.precision import wide
 from jmask._base.row_ids import id_dtype
 from jmask._base.shapes import trailing
+from jmask._deferred.closed_form import Form, StepWithout, advanced, skipped
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.hash_dedup import deduplicated_rows
 from jmask._kernels.rows import gather_rows, ids_after_reading
+from jmask._tables.deferral import Deferred, sealed, unsealed
 from jmask._tables.routed_rows import RoutedRows
-from jmask._tables.skipped_steps import Form, StepWithout, advanced, skipped
 from jmask._tables.stored_table import (
-    StoredTable,
     is_stored_table,
     read_rows,
     rows_of,
@@ -50,7 +49,7 @@ _BLOCK = 1 << 16
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class DeferredTable(StoredTable):
+class DeferredTable(Deferred):
     """A table (V, *row) whose rows are, when read, what a dense optimizer has made of them.
 
     Made by `jmask.deferred`; used like an array by lookups, gradients and optimizers.
@@ -138,7 +137,7 @@ class DeferredTable(StoredTable):
 
     @property
     def clock(self) -> jax.Array:
-        return _unsealed(self.sealed_clock)[0]
+        return unsealed(self.sealed_clock)[0]
 
     def full(self, row: Sequence[int], value: Any, dtype: Any) -> jax.Array:
         """What an optimizer keeps of this table elsewhere: one row that is not used."""
@@ -294,7 +293,7 @@ class DeferredTable(StoredTable):
             ValueError: in place of nan, outside of jit.
         """
         assert self.form is not None
-        clock, is_sealed = _unsealed(self.sealed_clock)
+        clock, is_sealed = unsealed(self.sealed_clock)
         now = self.lines[clock % self.lines.shape[0]]
         is_sound = is_sealed & jnp.all(now == self.form.fresh(now.dtype))
         if isinstance(is_sound, jax.core.Tracer):
@@ -343,42 +342,6 @@ class DeferredTable(StoredTable):
         """Parameter and slots in the order of the state."""
         parts = {False: iter(beside), True: iter(others)}
         return [next(parts[other]) for other in self._are_others()]
-
-
-# In the second word of a clock: zeros are none.
-_SEAL = np.uint32(0x6A6D6173)
-
-
-def sealed(clock: jax.Array) -> jax.Array:
-    """A clock (...,) as a leaf on which arithmetic is a TypeError: a random key of JAX.
-
-    A norm or an average over the leaves of a `DeferredTable` would be wrong without a word. The
-    dtype is one of JAX's own, for orbax, `jax.export` and pickle know those.
-    """
-    words = lax.bitcast_convert_type(clock, np.uint32)
-    words = jnp.stack([words, jnp.full_like(words, _SEAL)], axis=-1)
-    return jax.random.wrap_key_data(words, impl="threefry2x32")
-
-
-def _unsealed(leaf: Any) -> tuple[jax.Array, jax.Array]:
-    """The clock, and whether the leaf is one.
-
-    Raises:
-        TypeError: if it is a number, as arithmetic or an older version made it.
-    """
-    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        raise TypeError(
-            f"the clock of this DeferredTable came back as {leaf.dtype}: its leaves are no "
-            "numbers to calculate with, use `table.todense()`. Checkpoints of other versions "
-            "are restored by jmask.from_arrays(arrays, like=...)."
-        )
-    words = jax.random.key_data(leaf)
-    return lax.bitcast_convert_type(words[..., 0], np.int32), words[..., 1] == _SEAL
-
-
-def is_deferred(x: Any) -> bool:
-    """Whether `x` is a `DeferredTable`."""
-    return isinstance(x, DeferredTable)
 
 
 def ring_of(rows: int) -> int:

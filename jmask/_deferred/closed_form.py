@@ -42,7 +42,7 @@ _TERMS_IF_UNKNOWN = 12
 # The relative error of a sum that is taken, and the greatest that is accepted.
 _EXACT, _ACCEPTED = 3e-8, 1e-6
 # With so many coefficients the error is at most 1e-6 where (1 - b2) / (1 - b1) is at most this,
-# by b1: from `_errors`, which tests/tables/test_skipped_steps.py repeats.
+# by b1: from `_errors`, which tests/deferred/test_deferred_numbers.py repeats.
 _B1 = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.992)
 _MOST_BY_B1 = (0.6, 0.6, 0.5, 0.4, 0.3, 0.3, 0.2, 0.1, 0.05, 0.0)
 # How much e0 and e1 may change while a row is away: twice costs an error of 1e-6 already.

@@ -14,13 +14,14 @@ import optax
 
 from jmask._base.doors import check_flag
 from jmask._base.leaves import as_table
-from jmask._lazy.deferred_step import without_rows
-from jmask._lazy.state_rows import tables_of_state
-from jmask._tables.deferred_table import DeferredTable, is_deferred
+from jmask._deferred.step import without_rows
+from jmask._deferred.table import DeferredTable
+from jmask._tables.deferral import is_deferred
 from jmask._tables.packed import checked_floating
 from jmask._tables.stored_table import is_stored_table, shape_of
 from jmask._tensors.row_sparse import RowSparse
 from jmask._updates.checks import check_parameters, check_transformation
+from jmask._updates.state_rows import tables_of_state
 
 
 def deferred(table: Any, tx: optax.GradientTransformation) -> DeferredTable:
