@@ -23,10 +23,9 @@ import jax
 import optax
 
 from jmask._deferred.step import deferred_step, has_deferred, without_rows
-from jmask._lazy.leaves import LazyCall
+from jmask._lazy.leaves import LazyCall, has_stacked, stacked_step
 from jmask._lazy.one_pass import OnePassTransformation, applied_in_one_pass
 from jmask._lazy.proved_update import ProvedUpdate, proved
-from jmask._lazy.stacked_step import has_stacked, stacked_step
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.apply import apply_updates
 from jmask._updates.checks import (

@@ -1,18 +1,19 @@
-"""The arguments of one lazy update: what is rows of which table, and the update on rows.
+"""The leaves of one lazy update, and which of them hold rows of which table.
 
     gradient of a table       RowSparse, coalesced
     its parameter and state   arrays with one row per table row, gathered by its ids
     everything else           as it is
 
-`lazy` makes one of these for each call; see there for what it is to do.
+`lazy` makes one `LazyCall` for each call of `update`. Stacked tables become one table before.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jmask._kernels.rows import ids_after_reading
@@ -38,32 +39,39 @@ from jmask._updates.state_rows import tables_of_state
 
 
 @dataclasses.dataclass(frozen=True)
-class LazyCall:
-    """The arguments of one `update`, flat, and which of their leaves hold rows.
+class Leaf:
+    """A leaf of the gradient, the state or the parameters.
 
     Attributes:
-        gradients: leaves of the gradient, arrays or coalesced `RowSparse`.
-        given: the same leaves as they came.
-        valid: for each gradient its valid entries if it is masked, or None.
-        params: leaves of the parameters, none if they were not given.
+        value: an array or a table; of a gradient, an array or a coalesced `RowSparse`.
+        kind: which of the three trees it is of.
+        table: the position of the `RowSparse` gradient of its table, or None: no rows of it
+            are gathered.
+        valid: the valid entries of the gradient that it belongs to, if that is masked.
+        given: a gradient as it came, before equal ids were summed.
+    """
+
+    value: Any
+    kind: Literal["gradient", "state", "param"]
+    table: int | None
+    valid: jax.Array | None = None
+    given: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LazyCall:
+    """The arguments of one `update`.
+
+    Attributes:
+        inner: the transformation.
+        leaves: of the gradient, then of the state, then of the parameters if they were given.
+            So leaf i of gradient and state is what output i of the update replaces.
         trees: structures of gradient, state and parameters.
-        owners: for each leaf of the state the position in `gradients` of the sparse or
-            masked gradient whose parameter it belongs to, or None.
-        gradient_tables, state_tables, param_tables: for each leaf the position in
-            `gradients` of the `RowSparse` whose rows are gathered from it, or None.
     """
 
     inner: optax.GradientTransformationExtraArgs
-    gradients: list[Any]
-    given: list[Any]
-    valid: list[jax.Array | None]
-    state: list[Any]
-    params: list[Any]
+    leaves: list[Leaf]
     trees: tuple[Any, Any, Any]
-    owners: list[int | None]
-    gradient_tables: list[int | None]
-    state_tables: list[int | None]
-    param_tables: list[int | None]
 
     @classmethod
     def of(
@@ -73,49 +81,49 @@ class LazyCall:
         state: optax.OptState,
         params: optax.Params | None,
     ) -> "LazyCall":
-        leaves, gradient_tree = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
-        state_leaves, state_tree = jax.tree.flatten(state, is_leaf=is_stored_table)
+        given, gradient_tree = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
+        states, state_tree = jax.tree.flatten(state, is_leaf=is_stored_table)
         param_leaves, param_tree = jax.tree.flatten(params, is_leaf=is_stored_table)
         for i, param in enumerate(param_leaves):
             if is_stored_table(param):
-                leaves[i] = fitted(param, leaves[i])
-        pairs = [gradient_and_valid(leaf) for leaf in leaves]
-        gradients = [gradient for gradient, _ in pairs]
-        has_state_rows = list(map(is_gradient_leaf, leaves))
+                given[i] = fitted(param, given[i])
+        gradients, valid = map(
+            list, zip(*map(gradient_and_valid, given), strict=True) if given else ([], [])
+        )
         # Without parameters the gradient has their structure and shapes.
         like = gradients if params is None else param_leaves
-        tables = [i if is_row_sparse(g) else None for i, g in enumerate(gradients)]
         owners = tables_of_state(
             inner,
             list(map(shape_of, like)),
-            has_state_rows,
+            list(map(is_gradient_leaf, given)),
             gradient_tree,
             state,
             dtypes=params is not None,
         )
-        for owner, leaf in zip(owners, state_leaves, strict=True):
-            if owner is not None and is_stored_table(leaf):
-                gradients[owner] = fitted(leaf, leaves[owner])
-        return cls(
-            inner,
-            gradients,
-            leaves,
-            [valid for _, valid in pairs],
-            state_leaves,
-            param_leaves,
-            (gradient_tree, state_tree, param_tree),
-            owners,
-            tables,
-            [None if i is None else tables[i] for i in owners],
-            [] if params is None else tables,
-        )
+        for owner, x in zip(owners, states, strict=True):
+            if owner is not None and is_stored_table(x):
+                gradients[owner] = fitted(x, given[owner])
+        tables = [i if is_row_sparse(g) else None for i, g in enumerate(gradients)]
+        leaves = [
+            Leaf(gradient, "gradient", table, mask, came)
+            for gradient, table, mask, came in zip(gradients, tables, valid, given, strict=True)
+        ]
+        for owner, x in zip(owners, states, strict=True):
+            of = (None, None) if owner is None else (tables[owner], valid[owner])
+            leaves.append(Leaf(x, "state", *of))
+        leaves += [Leaf(x, "param", i) for x, i in zip(param_leaves, tables, strict=False)]
+        return cls(inner, leaves, (gradient_tree, state_tree, param_tree))
+
+    def of_kind(self, kind: str) -> list[Leaf]:
+        """Return the leaves of one of the three trees."""
+        return [leaf for leaf in self.leaves if leaf.kind == kind]
 
     def has_rows(self) -> bool:
-        """Whether `inner` is to run on rows; on whole arrays any `inner` is exact."""
-        return any(map(is_row_sparse, self.gradients))
+        """Decide whether `inner` is to run on rows; on whole arrays any `inner` is exact."""
+        return any(leaf.table is not None for leaf in self.of_kind("gradient"))
 
     def signature(self, extra_args: dict[str, Any]) -> Any:
-        """What row-locality depends on: structures, shapes and dtypes.
+        """Return what row-locality depends on: structures, shapes and dtypes.
 
         None if it may depend on more: an extra argument that is no array (a flag, a function)
         may choose what Python runs.
@@ -123,78 +131,60 @@ class LazyCall:
         arrays, extra_tree, others = arrays_of(extra_args)
         if others:
             return None
-        leaves = [*self.gradients, *self.state, *self.params]
-        sizes = [g.nse for g in self.gradients if is_row_sparse(g)]
-        shapes = [*map(shape_of, leaves), *arrays]
+        values = [leaf.value for leaf in self.leaves]
+        shapes = [*map(shape_of, values), *arrays]
         return (
             self.trees,
             extra_tree,
-            tuple(sizes),
+            tuple(x.nse for x in values if is_row_sparse(x)),
             tuple((x.shape, x.dtype) for x in shapes),
         )
 
-    def run(
-        self,
-        gradients: Sequence[Any],
-        state: Sequence[Any],
-        params: Sequence[Any],
-        extra_args: dict[str, Any],
-    ) -> tuple[list[Any], list[Any]]:
-        """`inner.update` on flat leaves; its updates and state as flat leaves."""
-        gradient_tree, state_tree, param_tree = self.trees
-        updates, new_state = self.inner.update(
-            gradient_tree.unflatten(gradients),
-            state_tree.unflatten(state),
-            param_tree.unflatten(params),
-            **extra_args,
-        )
-        for name, tree, expected in (
-            ("updates", updates, gradient_tree),
-            ("state", new_state, state_tree),
-        ):
-            if jax.tree.structure(tree) != expected:
-                raise NotRowLocalError(f"update changes the structure of its {name}")
-        return jax.tree.leaves(updates), jax.tree.leaves(new_state)
-
     def run_flat(self, extra_args: dict[str, Any]) -> Callable[..., list[Any]]:
-        """`run` of gradients, state, parameters and extra arrays in one flat list."""
-        _, tree, others = arrays_of(extra_args)
-        ends = list(itertools.accumulate(map(len, (self.gradients, self.state, self.params))))
+        """Return `inner.update` from leaves and extra arrays to updates and state, all flat."""
+        gradient_tree, state_tree, param_tree = self.trees
+        _, extra_tree, others = arrays_of(extra_args)
+        first, second, third = itertools.accumulate(tree.num_leaves for tree in self.trees)
 
         def run(*inputs: Any) -> list[Any]:
-            first, second, third = ends
-            updates, state = self.run(
-                inputs[:first],
-                inputs[first:second],
-                inputs[second:third],
-                with_arrays(tree, others, inputs[third:]),
+            updates, new_state = self.inner.update(
+                gradient_tree.unflatten(inputs[:first]),
+                state_tree.unflatten(inputs[first:second]),
+                param_tree.unflatten(inputs[second:third]),
+                **with_arrays(extra_tree, others, inputs[third:]),
             )
-            return [*updates, *state]
+            for name, tree, expected in (
+                ("updates", updates, gradient_tree),
+                ("state", new_state, state_tree),
+            ):
+                if jax.tree.structure(tree) != expected:
+                    raise NotRowLocalError(f"update changes the structure of its {name}")
+            return [*jax.tree.leaves(updates), *jax.tree.leaves(new_state)]
 
         return run
 
-    def shapes(self, of_rows: bool) -> list[Any]:
-        """The shapes of gradients, state and parameters: of whole tables, or of their rows."""
-        leaves = [*self.gradients, *self.state, *self.params]
-        if not of_rows:
-            return list(map(shape_of_leaf, leaves))
-        tables = self.gradient_tables + self.state_tables + self.param_tables
-        return list(map(self._shape_of_rows, tables, leaves))
+    def shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Return the shapes of the leaves, of whole tables."""
+        return [shape_of_leaf(leaf.value) for leaf in self.leaves]
 
-    def _shape_of_rows(self, table: int | None, x: Any) -> Any:
-        x = shape_of_leaf(x)
-        if table is None:
-            return x
-        rows = self.gradients[table].nse
-        if rows == 0 < x.shape[0]:
-            # On no rows JAX leaves operations out: some, and not as many as the table has.
-            rows = 2 if x.shape[0] == 1 else 1
-        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, weak_type=x.weak_type)
+    def shapes_of_rows(self) -> list[jax.ShapeDtypeStruct]:
+        """Return the shapes of the leaves, of tables of the rows that the gradient has."""
+        shapes = []
+        for leaf, x in zip(self.leaves, self.shapes(), strict=True):
+            if leaf.table is not None:
+                rows = self.leaves[leaf.table].value.nse
+                if rows == 0 < x.shape[0]:
+                    # On no rows JAX leaves operations out: trace with some, and not with as
+                    # many as the table has.
+                    rows = 2 if x.shape[0] == 1 else 1
+                x = x.update(shape=(rows, *x.shape[1:]))
+            shapes.append(x)
+        return shapes
 
-    def spread(self) -> dict[int, Axes]:
-        """The axes of a `shard_map` for each table whose rows are spread over them."""
-        found = enumerate(map(axes_of_rows, self.gradients))
-        return {table: axes for table, axes in found if axes}
+    def sharded_axes(self) -> dict[int, Axes]:
+        """Return the axes of a `shard_map` for each table whose rows are sharded over them."""
+        axes = {i: axes_of_rows(leaf.value) for i, leaf in enumerate(self.of_kind("gradient"))}
+        return {table: names for table, names in axes.items() if names}
 
     def update(
         self,
@@ -202,72 +192,158 @@ class LazyCall:
         extra_args: dict[str, Any],
         overwritten: Collection[int],
     ) -> tuple[Any, Any]:
-        """Updates and state.
+        """Return updates and state.
 
         Args:
-            on_rows: `run` of gradients, state, parameters and extra arrays in one flat list.
+            on_rows: `run_flat`, or the same program for rows.
             extra_args: of `inner.update`.
-            overwritten: positions in the state of rows whose new values do not depend on the
-                old ones.
+            overwritten: positions of leaves whose new rows do not depend on the old ones.
         """
-        rows = list(map(self._rows, self.state_tables, self.state))
-        outputs = on_rows(
-            *map(stored_values, self.gradients),
-            *rows,
-            *map(self._rows, self.param_tables, self.params),
-            *arrays_of(extra_args)[0],
-        )
-        tables = self.gradient_tables + self.state_tables
-        outputs = list(map(self._as_many, tables, outputs))
-        count = len(self.gradients)
-        updates = list(map(unchanged_where_masked, outputs[:count], self.valid))
-        updates = [
-            g.with_values(u) if is_row_sparse(g) else u
-            for g, u in zip(self.gradients, updates, strict=True)
+        rows = [self._rows(leaf) for leaf in self.leaves]
+        outputs = on_rows(*rows, *arrays_of(extra_args)[0])
+        results = [
+            self._result(leaf, old, new, i in overwritten)
+            for i, (leaf, old, new) in enumerate(zip(self.leaves, rows, outputs, strict=False))
         ]
-        new_state = [
-            new if owner is None else keep_valid(new, old, self.valid[owner])
-            for owner, new, old in zip(self.owners, outputs[count:], rows, strict=True)
-        ]
-        read = [x if i in overwritten else None for i, x in enumerate(rows)]
-        new_state = list(map(self._with_rows, self.state_tables, self.state, new_state, read))
         gradient_tree, state_tree, _ = self.trees
-        return gradient_tree.unflatten(updates), state_tree.unflatten(new_state)
+        count = gradient_tree.num_leaves
+        return gradient_tree.unflatten(results[:count]), state_tree.unflatten(results[count:])
 
-    def _as_many(self, table: int | None, rows: Any) -> Any:
-        """The rows of a table, none where the program had one in their place."""
-        return rows if table is None or self.gradients[table].nse else rows[:0]
+    def _rows(self, leaf: Leaf) -> Any:
+        if leaf.kind == "gradient":
+            return stored_values(leaf.value)
+        return leaf.value if leaf.table is None else rows_of(leaf.value, self._gradient(leaf))
 
-    def _rows(self, table: int | None, x: Any) -> Any:
-        return x if table is None else rows_of(x, self.gradients[table])
+    def _gradient(self, leaf: Leaf) -> RowSparse:
+        assert leaf.table is not None
+        return self.leaves[leaf.table].value
 
-    def _with_rows(self, table: int | None, old: Any, new: Any, read: Any) -> Any:
-        if table is None:
+    def _result(self, leaf: Leaf, old: Any, new: Any, is_overwritten: bool) -> Any:
+        """Return the update or the new state, from rows `old` that became `new`."""
+        if leaf.table is not None and not self._gradient(leaf).nse:
+            new = new[:0]  # the program had a row in the place of none
+        if leaf.kind == "gradient":
+            new = unchanged_where_masked(new, leaf.valid)
+            return new if leaf.table is None else leaf.value.with_values(new)
+        new = keep_valid(new, old, leaf.valid)
+        if leaf.table is None:
             return new
-        gradient = self.gradients[table]
-        if read is not None and not is_stored_table(old):
-            ids = ids_after_reading(gradient.row_ids(), read)
-            is_sorted = gradient.coalesced
-            gradient = RowSparse.of_rows(ids, new, gradient.shape, coalesced=is_sorted)
-        return with_rows(old, gradient, new)
+        gradient = self._gradient(leaf)
+        if is_overwritten and not is_stored_table(leaf.value):
+            # Nothing else orders the reads of these rows before they are written.
+            ids = ids_after_reading(gradient.row_ids(), old)
+            gradient = RowSparse.of_rows(ids, new, gradient.shape, coalesced=gradient.coalesced)
+        return with_rows(leaf.value, gradient, new)
 
 
 def shape_of_leaf(x: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a leaf, and whether the dtype is weak."""
+    """Return shape and dtype of a leaf, and whether the dtype is weak."""
     shape = shape_of(x)
     weak = not isinstance(x, RowSparse | StoredTable) and jax.typeof(x).weak_type
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, weak_type=weak)
 
 
 def arrays_of(extra_args: dict[str, Any]) -> tuple[list[Any], Any, dict[int, Any]]:
-    """The arrays among extra arguments; the tree, and its other leaves by place."""
+    """Return the arrays among extra arguments; the tree, and its other leaves by position."""
     leaves, tree = jax.tree.flatten(extra_args)
     others = {i: x for i, x in enumerate(leaves) if not hasattr(x, "__array__")}
     return [x for i, x in enumerate(leaves) if i not in others], tree, others
 
 
 def with_arrays(tree: Any, others: dict[int, Any], arrays: Sequence[Any]) -> Any:
-    """Extra arguments of their arrays and what else there is, as `arrays_of` parts them."""
-    given = iter(arrays)
+    """Return the extra arguments that `arrays_of` took apart."""
+    rest = iter(arrays)
     count = len(arrays) + len(others)
-    return tree.unflatten([others[i] if i in others else next(given) for i in range(count)])
+    return tree.unflatten([others[i] if i in others else next(rest) for i in range(count)])
+
+
+# --- gradients of stacked tables ---------------------------------------------------------
+#
+#     gradient   RowSparse (M, V, D), leading=2        x.flat(), of shape (M * V, D)
+#     parameter  (M, V, D)                             reshaped to (M * V, D)
+#     state      that of `init` for (M, V, D)          reshaped to that of `init` for (M * V, D)
+#
+# Stacked tables are one table of M * V rows, and a reshape moves nothing. The results of the
+# step get the old shapes again.
+
+
+def is_stacked(x: Any) -> bool:
+    """Decide whether `x` is the row-sparse gradient of stacked tables."""
+    return is_row_sparse(x) and x.leading > 1
+
+
+def has_stacked(updates: Any) -> bool:
+    """Decide whether some gradients are of stacked tables."""
+    return any(map(is_stacked, jax.tree.leaves(updates, is_leaf=is_gradient_leaf)))
+
+
+def stacked_step(
+    init: Callable[[Any], Any],
+    run: Callable[..., tuple[Any, Any]],
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None,
+) -> tuple[Any, optax.OptState]:
+    """Run a step on the tables (M * V, *row) that stacked tables are.
+
+    Args:
+        init: of the transformation.
+        run: (gradients, state, params) -> (updates or new parameters, state).
+        updates, state, params: of the step; the parameters may be None.
+
+    Raises:
+        ValueError: if the state has one entry for each of the M tables: what is computed for
+            a row has none of its own then.
+    """
+    tree: Any = jax.tree.structure(updates, is_leaf=is_gradient_leaf)
+    gradients = jax.tree.leaves(updates, is_leaf=is_gradient_leaf)
+    leaves = gradients if params is None else tree.flatten_up_to(params)
+    shapes = list(map(shape_of, leaves))
+    flat = [
+        jax.ShapeDtypeStruct(g.flat().shape, x.dtype) if is_stacked(g) else x
+        for g, x in zip(gradients, shapes, strict=True)
+    ]
+    usual, wanted = (jax.eval_shape(init, tree.unflatten(x)) for x in (shapes, flat))
+    new_params = None
+    if params is not None:
+        new_params = tree.unflatten(list(map(_reshaped, leaves, flat)))
+    results, new_state = run(
+        tree.unflatten([g.flat() if is_stacked(g) else g for g in gradients]),
+        _state_as(state, usual, wanted),
+        new_params,
+    )
+    restored = [
+        _restored(x, g) if is_stacked(g) else x
+        for x, g in zip(tree.flatten_up_to(results), gradients, strict=True)
+    ]
+    return tree.unflatten(restored), _state_as(new_state, wanted, usual)
+
+
+def _reshaped(x: Any, like: jax.ShapeDtypeStruct) -> Any:
+    return x if is_stored_table(x) or jnp.shape(x) == like.shape else jnp.reshape(x, like.shape)
+
+
+def _restored(x: Any, gradient: Any) -> Any:
+    """What was computed for a flat gradient, as it is for the stacked one."""
+    if is_row_sparse(x):
+        return x.stacked_as(gradient)
+    return jnp.reshape(x, gradient.shape)
+
+
+def _state_as(state: Any, old: Any, new: Any) -> Any:
+    """The state with each array that has a shape of `old` in that of `new`."""
+    old, new = ([x.shape for x in jax.tree.leaves(shapes)] for shapes in (old, new))
+    leaves: Any = jax.tree.leaves(state, is_leaf=is_stored_table)
+    tree: Any = jax.tree.structure(state, is_leaf=is_stored_table)
+    if len(leaves) != len(old):  # not the state of `init`, as `run` will say
+        return state
+    moved = []
+    for x, before, after in zip(leaves, old, new, strict=True):
+        if before != after and jnp.size(x) != jax.ShapeDtypeStruct(after, jnp.int32).size:
+            raise ValueError(
+                f"`state` holds an array of shape {before} for stacked tables, one entry for "
+                "each table and none for each of its rows: make one table of them, "
+                "`table.reshape(-1, table.shape[-1])`, and number its rows."
+            )
+        moved.append(x if before == after or jnp.shape(x) != before else jnp.reshape(x, after))
+    return tree.unflatten(moved)

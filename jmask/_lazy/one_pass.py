@@ -23,7 +23,6 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -39,7 +38,6 @@ from jmask._lazy.proved_update import ProvedUpdate
 from jmask._lazy.row_locality import NEUTRAL
 from jmask._tables.packed import PackedTable
 from jmask._tables.stored_table import is_stored_table
-from jmask._tensors.row_sparse import is_row_sparse
 from jmask._tensors.storage import stored_values
 from jmask._updates.row_update import update_entries
 
@@ -135,11 +133,6 @@ class Combiner:
         return tuple(values[v] for v in self.outputs)
 
 
-def number_of(filled: jax.Array) -> jax.Array:
-    """The number that an array is filled with."""
-    return filled.reshape(-1)[0] if jnp.ndim(filled) else filled
-
-
 def _makers(
     wanted: Iterable[Var], equations: Sequence[JaxprEqn], source: Var | None = None
 ) -> tuple[list[JaxprEqn], dict[Var, None]]:
@@ -212,116 +205,88 @@ class OnePassTransformation(optax.GradientTransformationExtraArgs):
 
 
 def applied_in_one_pass(call: LazyCall, update: ProvedUpdate) -> tuple[Any, Any] | None:
-    """New parameters and state, or None if it takes more than one pass."""
-    if not _is_candidate(call):
+    """Return new parameters and state, or None if it takes more than one pass."""
+    gradients = call.of_kind("gradient")
+    tables = [i for i, leaf in enumerate(gradients) if leaf.table is not None]
+    is_empty = not tables or any(gradients[i].value.nse == 0 for i in tables)
+    if is_empty or any(leaf.valid is not None for leaf in gradients):
+        return None
+    params = [leaf.value for leaf in call.of_kind("param")]
+    if any(is_stored_table(x) and not isinstance(x, PackedTable) for x in params):
         return None
     parts = elementwise_program(update)
     if parts is None:
         return None
-    members = {t: _members(call, t) for t in range(len(call.gradients)) if _is_table(call, t)}
-    combiners = {}
-    for table, places in members.items():
-        combiner = _combiner(parts, call, table, places)
-        if combiner is None:
+    # What leaf i becomes: a parameter takes the update, which is the output of its gradient.
+    outputs = [*parts.outputs, *parts.outputs[: len(gradients)]]
+    combiners: dict[int, tuple[Combiner, list[int]]] = {}
+    for table in tables:
+        places = [
+            i
+            for i, leaf in enumerate(call.leaves)
+            if leaf.table == table and leaf.kind != "gradient"
+        ]
+        dtypes = {call.leaves[i].value.dtype for i in places}
+        inputs = [parts.inputs[i] for i in places]
+        for combiner in parts.combiners(table, inputs, [outputs[i] for i in places]):
+            of_scalars = {aval_of(v).dtype for v in combiner.scalars}
+            has_room = len(combiner.scalars) < len(places)
+            if has_room and dtypes | of_scalars == {aval_of(combiner.source).dtype}:
+                combiners[table] = combiner, places
+                break
+        else:
             return None
-        combiners[table] = combiner
-    return _run(call, parts, members, combiners)
-
-
-def _is_candidate(call: LazyCall) -> bool:
-    sparse = [g for g in call.gradients if is_row_sparse(g)]
-    stored = any(is_stored_table(x) and not isinstance(x, PackedTable) for x in call.params)
-    masked = any(valid is not None for valid in call.valid)
-    return bool(sparse) and not stored and not masked and all(g.nse for g in sparse)
-
-
-def _is_table(call: LazyCall, i: int) -> bool:
-    return call.gradient_tables[i] is not None
-
-
-def _applied(old: Any, update: Any) -> Any:
-    """A new parameter, or entries of one."""
-    return added(old, update).astype(jnp.result_type(old))
-
-
-def _members(call: LazyCall, table: int) -> list[int]:
-    """Positions among all state arrays and then parameters of those that belong to a table."""
-    arrays = [*call.state_tables, *call.param_tables]
-    return [i for i, owner in enumerate(arrays) if owner == table]
-
-
-def _combiner(
-    parts: ElementwiseProgram, call: LazyCall, table: int, places: list[int]
-) -> Combiner | None:
-    """The first that a scatter has room for, or None."""
-    count, arrays = len(call.gradients), [*call.state, *call.params]
-    inputs = [parts.inputs[count + i] for i in places]
-    outputs = _outputs(parts, count)
-    for combiner in parts.combiners(table, inputs, [outputs[i] for i in places]):
-        dtypes = {aval_of(v).dtype for v in combiner.scalars}
-        dtypes |= {arrays[i].dtype for i in places}
-        has_room = len(combiner.scalars) < len(places)
-        if has_room and dtypes == {aval_of(combiner.source).dtype}:
-            return combiner
-    return None
-
-
-def _outputs(parts: ElementwiseProgram, count: int) -> list[Any]:
-    """State and updates, in the order of state and parameters."""
-    return [*parts.outputs[count:], *parts.outputs[:count]]
-
-
-def _is_entries(parts: ElementwiseProgram, v: Any) -> bool:
-    return not isinstance(v, Literal) and v in parts.table_of
+    return _run(call, parts, outputs, combiners)
 
 
 def _run(
     call: LazyCall,
     parts: ElementwiseProgram,
-    members: dict[int, list[int]],
-    combiners: dict[int, Combiner],
+    outputs: Sequence[Any],
+    combiners: dict[int, tuple[Combiner, list[int]]],
 ) -> tuple[Any, Any]:
-    arrays = [*call.state, *call.params]
-    # Gradients without equal ids, which are summed only if something is made of them here.
-    values = dict(
-        zip(parts.inputs, [*map(stored_values, call.gradients), *arrays], strict=True)
-    )
     known = {
-        v: x for v, x in values.items() if v not in parts.table_of or v in parts.of_gradient
+        v: stored_values(leaf.value) if leaf.kind == "gradient" else leaf.value
+        for v, leaf in zip(parts.inputs, call.leaves, strict=True)
+        if v not in parts.table_of or v in parts.of_gradient
     }
-    sources = {t: combiner.source for t, combiner in combiners.items()}
-    made = [v for t, v in sources.items() if v is not parts.inputs[t]]
-    known = parts.hoisted(known, made)
-    results = [
-        None if _is_entries(parts, v) else read(known, v)
-        for v in _outputs(parts, len(call.gradients))
-    ]
+    computed = [c.source for t, (c, _) in combiners.items() if c.source is not parts.inputs[t]]
+    known = parts.hoisted(known, computed)
     started: list[Any] = []
-    for table, places in members.items():
-        combiner, source = combiners[table], sources[table]
-        summed = source in made or table in parts.reduced
-        gradient = call.given[table]
-        if summed:
-            gradient = call.gradients[table].with_values(known[source])
-        scalars = [number_of(known[v]) for v in combiner.scalars]
-        is_param = [i >= len(call.state) for i in places]
+    for table, (combiner, places) in combiners.items():
+        gradient = call.leaves[table].given
+        # Rows of equal ids are summed here only if something is computed of the sums.
+        if combiner.source in computed or table in parts.reduced:
+            gradient = call.leaves[table].value.with_values(known[combiner.source])
+        filled = [known[v] for v in combiner.scalars]
+        scalars = [x.reshape(-1)[0] if jnp.ndim(x) else x for x in filled]
+        members = [call.leaves[i] for i in places]
+        is_param = [leaf.kind == "param" for leaf in members]
         new_entries = functools.partial(_new_entries, combiner, is_param)
-        started.append(
-            update_entries(new_entries, [arrays[i] for i in places], gradient, scalars)
-        )
-    for places, new in zip(members.values(), updated(started), strict=True):
-        for i, x in zip(places, new, strict=True):
-            results[i] = x
-    _, state_tree, param_tree = call.trees
-    state, updates = results[: len(call.state)], results[len(call.state) :]
-    params = [
-        update if call.gradient_tables[i] is not None else _applied(call.params[i], update)
-        for i, update in enumerate(updates)
-    ]
-    return jax.tree.unflatten(param_tree, params), jax.tree.unflatten(state_tree, state)
+        tables = [leaf.value for leaf in members]
+        started.append(update_entries(new_entries, tables, gradient, scalars))
+    results: dict[int, Any] = {}
+    for (_, places), new in zip(combiners.values(), updated(started), strict=True):
+        results.update(zip(places, new, strict=True))
+    for i, (leaf, v) in enumerate(zip(call.leaves, outputs, strict=True)):
+        if leaf.table is None and leaf.kind != "gradient":
+            new = read(known, v)
+            results[i] = _applied(leaf.value, new) if leaf.kind == "param" else new
+    gradient_tree, state_tree, param_tree = call.trees
+    first = gradient_tree.num_leaves
+    state, params = first + state_tree.num_leaves, len(call.leaves)
+    return (
+        param_tree.unflatten([results[i] for i in range(state, params)]),
+        state_tree.unflatten([results[i] for i in range(first, state)]),
+    )
+
+
+def _applied(old: Any, update: Any) -> Any:
+    """Return a new parameter, or entries of one."""
+    return added(old, update).astype(jnp.result_type(old))
 
 
 def _new_entries(combiner: Combiner, is_param: list[bool], *entries: Any) -> list[Any]:
-    """Entries of state and parameters: to these their updates are added."""
-    made = zip(is_param, entries, combiner(*entries), strict=False)
-    return [_applied(old, new) if param else new for param, old, new in made]
+    """Return new entries of state and parameters: to these their updates are added."""
+    computed = zip(is_param, entries, combiner(*entries), strict=False)
+    return [_applied(old, new) if param else new for param, old, new in computed]

@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Var
 
 from jmask._base.jaxprs import bound, inlined, interpret, origins
 from jmask._lazy.lattice import Kind, NotRowLocal, Replicated, RowWise
-from jmask._lazy.leaves import LazyCall, arrays_of, shape_of_leaf
+from jmask._lazy.leaves import LazyCall, Leaf, arrays_of, shape_of_leaf
 from jmask._lazy.psum_over_shards import Axes, with_sums_over
 from jmask._lazy.row_locality import classify
 from jmask._updates.not_row_local import NotRowLocalError
@@ -34,7 +34,7 @@ class ProvedUpdate:
             extra arguments, flat. Its results are updates and state.
         program: the same with its calls in line.
         kinds: what is known of each of its variables.
-        overwritten: positions in the state of rows whose new values do not depend on the old.
+        overwritten: positions of leaves of the state whose new rows do not depend on the old.
     """
 
     traced: ClosedJaxpr
@@ -44,7 +44,7 @@ class ProvedUpdate:
 
     def update(self, call: LazyCall, extra_args: dict[str, Any]) -> tuple[Any, Any]:
         """Updates and state of a call of this signature."""
-        on_rows = functools.partial(self._run, call.spread())
+        on_rows = functools.partial(self._run, call.sharded_axes())
         return call.update(on_rows, extra_args, self.overwritten)
 
     def _run(self, spread: Mapping[int, Axes], *inputs: Any) -> list[Any]:
@@ -85,16 +85,16 @@ def proved(
     run = call.run_flat(extra_args)
 
     def on_rows() -> ClosedJaxpr:
-        return jax.make_jaxpr(run)(*call.shapes(of_rows=True), *arrays)
+        return jax.make_jaxpr(run)(*call.shapes_of_rows(), *arrays)
 
-    inputs = _kinds(call, len(arrays))
+    inputs = [*map(_kind, call.leaves), *(Replicated() for _ in arrays)]
     signature = call.signature(extra_args)
     if signature in known:
         traced = on_rows()
         program = inlined(traced)
         _, kinds = classify(program, program, inputs)
         return ProvedUpdate(traced, program, kinds, known[signature])
-    dense = jax.make_jaxpr(run)(*call.shapes(of_rows=False), *arrays)
+    dense = jax.make_jaxpr(run)(*call.shapes(), *arrays)
     if same_dtypes:
         _check_dtypes(call, dense)
     try:
@@ -104,11 +104,10 @@ def proved(
         raise NotRowLocalError(f"it runs on whole tables and not on rows ({reason})") from error
     program = inlined(traced)
     outputs, kinds = classify(inlined(dense), program, inputs)
-    tables = call.gradient_tables + call.state_tables
     avals = zip(dense.out_avals, traced.out_avals, strict=True)
-    for table, kind, (x, y) in zip(tables, outputs, avals, strict=True):
-        why = _why_not(table, kind)
-        if why is None and table is None and x.shape != y.shape:
+    for leaf, kind, (x, y) in zip(call.leaves, outputs, avals, strict=False):
+        why = _why_not(leaf.table, kind)
+        if why is None and leaf.table is None and x.shape != y.shape:
             why = "what it returns has a shape that depends on the number of rows"
         if why is not None:
             raise NotRowLocalError(why)
@@ -119,32 +118,26 @@ def proved(
 
 
 def _check_dtypes(call: LazyCall, dense: ClosedJaxpr) -> None:
-    new_state = dense.out_avals[len(call.gradients) :]
-    for table, old, new in zip(call.state_tables, call.state, new_state, strict=True):
-        if table is None and shape_of_leaf(old).dtype != new.dtype:
+    for leaf, new in zip(call.leaves, dense.out_avals, strict=False):
+        old = shape_of_leaf(leaf.value)
+        if leaf.kind == "state" and leaf.table is None and old.dtype != new.dtype:
             raise TypeError(f"update makes a state of {new.dtype} of one of {old.dtype}")
 
 
-def _kinds(call: LazyCall, arrays: int) -> list[Kind]:
-    """What is known of gradients, state, parameters and arrays among extra arguments."""
-    kinds: list[Kind] = [
-        Replicated() if table is None else RowWise(table, 0, off_support=0)
-        for table in call.gradient_tables
-    ]
-    kinds += [
-        Replicated() if table is None else RowWise(table, 0)
-        for table in call.state_tables + call.param_tables
-    ]
-    return kinds + [Replicated()] * arrays
+def _kind(leaf: Leaf) -> Kind:
+    """Return what is known of a leaf: untouched rows of a gradient are 0."""
+    if leaf.table is None:
+        return Replicated()
+    return RowWise(leaf.table, 0, off_support=0 if leaf.kind == "gradient" else None)
 
 
 def _overwritten(call: LazyCall, program: ClosedJaxpr) -> frozenset[int]:
-    found = origins(program.jaxpr, [1 << i for i in range(len(program.jaxpr.invars))])
-    first = len(call.gradients)
+    """Return the leaves of the state with rows whose new values do not depend on the old."""
+    inputs = origins(program.jaxpr, [1 << i for i in range(len(program.jaxpr.invars))])
     return frozenset(
-        place
-        for place, table in enumerate(call.state_tables)
-        if table is not None and not found[first + place] >> first + place & 1
+        i
+        for i, (leaf, bits) in enumerate(zip(call.leaves, inputs, strict=False))
+        if leaf.kind == "state" and leaf.table is not None and not bits >> i & 1
     )
 
 

@@ -27,8 +27,8 @@ from jmask._base.precision import is_narrow, joint_dtype, wide
 from jmask._deferred.step import deferred_step, has_deferred, without_rows
 from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, updated
 from jmask._lazy.lazy import lazy
+from jmask._lazy.leaves import has_stacked, stacked_step
 from jmask._lazy.one_pass import OnePassTransformation
-from jmask._lazy.stacked_step import has_stacked, stacked_step
 from jmask._tables.add_to_dense import add_to_dense
 from jmask._tables.packed import PackedTable
 from jmask._tables.stored_table import (
