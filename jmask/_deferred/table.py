@@ -1,21 +1,20 @@
-"""Tables that compute what their rows are now: dense optimizers for the cost of rows touched.
+"""Tables whose rows are caught up when they are read: dense training at the cost of lazy.
 
     step        1     2     3     4     5
-    row 7       g     -     -     -     g         what a dense optimizer does in steps 2 to 4
-    last              1     1     1     1   5     is computed when the row is read next
+    row 7       g     -     -     -     g         steps 2 to 4 of a dense optimizer
+    last              1     1     1     1   5     are computed when the row is read next
 
-While a row is away its gradient is zero, and so what a dense optimizer does to it is known. The
-table holds what the optimizer keeps of each row, for reads need it, and the step at which each
-row was last brought up to date; see `closed_form` for the steps since then.
+While a row is inactive its gradient is zero, so what a dense optimizer does to it is known. The
+table holds the state of each row, which reads need, and the step at which each row was last
+caught up; `closed_form` takes the steps since then.
 
-    main       (V, entries)  parameter and state side by side, so that a row is one read;
-                             of a packed or sharded table this one, (V, *row)
-    others     state of another dtype, with one number for each row, or of such a table
+    main       (V, entries)  parameter and state interleaved, so that a row is one read;
+                             of a packed or sharded table its own storage, (V, *row)
+    others     separate slots: state of another dtype, with one entry for each row, or of a
+               packed or sharded table
     last       (V,) int32
-    lines      one for each of the last W steps, the same for all rows
-
-In each step a few rows, one after the other, are brought up to date besides, so that none is
-ever behind by W steps.
+    lines      (W, numbers) the coefficients for each of the last W start steps
+    carry      (W, sums) what rounding took from them
 """
 
 import math
@@ -44,20 +43,20 @@ from jmask._tables.stored_table import (
 )
 from jmask._tensors.row_sparse import RowSparse
 
-# Rows that are computed at a time where all of them are.
+# Rows that are caught up at a time where all of them are.
 _BLOCK = 1 << 16
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class DeferredTable(Deferred):
-    """A table (V, *row) whose rows are, when read, what a dense optimizer has made of them.
+    """A table (V, *row) whose rows, when read, are those of a dense optimizer.
 
     Made by `jmask.deferred`; used like an array by lookups, gradients and optimizers.
 
     Attributes:
         shape: (V, *row).
         clock: how many steps the table has taken, int32.
-        last: the step at which each row was last brought up to date, (V,) int32.
+        last: the step at which each row was last caught up, (V,) int32.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -67,7 +66,7 @@ class DeferredTable(Deferred):
         >>> for i in (0, 2):
         ...     grads = jmask.grad(lambda t: t[jnp.array([i])].sum())(table)
         ...     table, state = jmask.apply_gradients(tx, grads, state, table)
-        >>> table.todense().ravel()         # row 0 has moved on by half of its last step
+        >>> table.todense().ravel()         # row 0 has moved by half of its last step
         Array([-1.5,  0. , -1. ], dtype=float32)
     """
 
@@ -98,35 +97,46 @@ class DeferredTable(Deferred):
 
     @classmethod
     def before(cls, table: Any, slots: Sequence[Any]) -> "DeferredTable":
-        """A table of which it is not known what its steps have in common: see `begun`.
+        """Return a table without coefficients yet: see `begun`.
 
         Args:
-            table (V, *row): an array or a stored table.
-            slots: what the optimizer keeps of it, (V, ...) in the order of its state.
+            table (V, *row): an array or a table container.
+            slots: the optimizer's state of it, (V, ...) in the order of the leaves.
         """
-        apart = [not _is_beside(x, table) for x in slots]
-        beside = [x for x, is_apart in zip(slots, apart, strict=True) if not is_apart]
-        main = table if is_stored_table(table) else _side_by_side([table, *beside])
+        rows, is_stored = table.shape[0], is_stored_table(table)
+        apart = [
+            is_stored_table(x) or (x.dtype, tuple(x.shape)) != (table.dtype, tuple(table.shape))
+            for x in slots
+        ]
+        main = table
+        if not is_stored:
+            interleaved = [
+                table,
+                *(x for x, alone in zip(slots, apart, strict=True) if not alone),
+            ]
+            main = jnp.concatenate(
+                [x.reshape(rows, math.prod(x.shape[1:])) for x in interleaved], axis=1
+            )
         return cls.of(
             main=main,
-            others=tuple(x for x, is_apart in zip(slots, apart, strict=True) if is_apart),
-            last=_last_of(main, table.shape[0]),
+            others=tuple(x for x, alone in zip(slots, apart, strict=True) if alone),
+            last=table.full((1,), 0, jnp.int32) if is_stored else jnp.zeros((rows,), jnp.int32),
             sealed_clock=sealed(jnp.zeros((), jnp.int32)),
             shape=tuple(table.shape),
             apart=tuple(apart),
         )
 
     def begun(self, form: Form, made_for: str) -> "DeferredTable":
-        """The table before its first step.
+        """Return the table before its first step.
 
         Args:
             form: what its steps have in common.
             made_for: which optimizer takes them.
         """
-        line = form.fresh(wide(self.dtype))
+        ring, fresh = ring_of(self.shape[0]), form.fresh(wide(self.dtype))
         return self._with(
-            lines=jnp.tile(line, (ring_of(self.shape[0]), 1)),
-            carry=jnp.zeros((ring_of(self.shape[0]), form.sums), line.dtype),
+            lines=jnp.tile(fresh, (ring, 1)),
+            carry=jnp.zeros((ring, form.sums), fresh.dtype),
             form=form,
             made_for=made_for,
         )
@@ -140,7 +150,7 @@ class DeferredTable(Deferred):
         return unsealed(self.sealed_clock)[0]
 
     def full(self, row: Sequence[int], value: Any, dtype: Any) -> jax.Array:
-        """What an optimizer keeps of this table elsewhere: one row that is not used."""
+        """Return the state that an optimizer holds itself for this table: one unused row."""
         return jnp.full((1, *row), value, dtype)
 
     # --- rows ----------------------------------------------------------------------------
@@ -158,14 +168,14 @@ class DeferredTable(Deferred):
         return self.all_rows(gradient)[0]
 
     def all_rows(self, gradient: Any) -> list[jax.Array]:
-        """Rows (n, ...) of a gradient as they are now, of the parameter and of the state."""
+        """Return the rows (n, ...) of a gradient as they are now, of parameter and state."""
         return self._now(*self._gathered(lambda x: rows_of(x, gradient)))
 
     def taken(self, gradient: RowSparse) -> tuple[RowSparse, list[jax.Array]]:
-        """A fitted gradient with the rows of equal ids summed, and `all_rows` of it.
+        """Return a fitted gradient with the rows of equal ids summed, and `all_rows` of it.
 
         On CPUs rows stay where they are, and are read at the ids at which the loss has read
-        them, so that XLA reads them once; what is read where an id comes again is not used.
+        them, so that XLA reads them once. The rows read at a repeated id are not used.
         """
         distinct, ids = _distinct(gradient)
         if is_stored_table(self.main):
@@ -178,17 +188,32 @@ class DeferredTable(Deferred):
         return self.with_all_rows(gradient, [rows, *state])
 
     def with_all_rows(self, gradient: Any, rows: Sequence[jax.Array]) -> "DeferredTable":
-        """The table with other rows, which are up to date, where a gradient has them."""
+        """Return the table with caught-up `rows` where a gradient has them."""
 
         def write(x: Any, new: jax.Array) -> Any:
             return with_rows(x, gradient, new.astype(x.dtype))
 
-        return self._written(write, rows)
+        count = rows[0].shape[0]
+        slots = list(zip(rows, (False, *self.apart), strict=True))
+        columns = [
+            x.reshape(count, math.prod(x.shape[1:])).astype(self.dtype)
+            for x, alone in slots
+            if not alone
+        ]
+        main = jnp.concatenate(columns, axis=1).reshape(count, *self.main.shape[1:])
+        others = [x for x, alone in slots if alone]
+        # What is written here depends on what was read, or XLA reads from a copy.
+        clock = ids_after_reading(jnp.full((count,), self.clock), main)
+        return self._with(
+            main=write(self.main, main),
+            others=tuple(map(write, self.others, others)),
+            last=write(self.last, trailing(clock, self.last.ndim)),
+        )
 
     def stepped(
         self, gradient: Any, rows: Sequence[jax.Array], step: StepWithout
     ) -> "DeferredTable":
-        """The table after a step.
+        """Return the table after a step.
 
         Args:
             gradient: with equal ids summed.
@@ -200,21 +225,25 @@ class DeferredTable(Deferred):
         table = self._with(sealed_clock=sealed(self.clock + 1), lines=lines, carry=carry)
         return table.with_all_rows(gradient, rows)._swept(self.clock)
 
-    def _swept(self, number: jax.Array) -> "DeferredTable":
-        """The table with the next few rows up to date."""
+    def _swept(self, clock: jax.Array) -> "DeferredTable":
+        """Return the table with the next few rows caught up: none is ever W steps behind.
+
+        The coefficients of start step s are overwritten at step s + W. So each row is caught up
+        once in any W - 1 steps: V rows in W - 1 rounds of the same number of rows.
+        """
         rows = self.shape[0]
         if not rows:
             return self
         rounds = self.lines.shape[0] - 1
         count = -(-rows // rounds)
-        first = jnp.minimum(number % rounds * count, rows - count).astype(jnp.int32)
-        return self._up_to_date_from(first, count)
+        first = jnp.minimum(clock % rounds * count, rows - count).astype(jnp.int32)
+        return self._caught_up(first, count)
 
-    def _up_to_date_from(self, first: Any, count: int) -> "DeferredTable":
-        """The table with so many rows up to date, from the first.
+    def _caught_up(self, first: Any, count: int) -> "DeferredTable":
+        """Return the table with `count` rows caught up, from the first.
 
-        They are gathered: of a slice XLA makes a part of what is written, and on JAX 0.10 then
-        reads it from a copy of the table.
+        They are gathered, not sliced: XLA fuses a slice into what is written, and on JAX 0.10
+        then reads it from a copy of the table.
         """
         kind = id_dtype(self.shape[0])
         ids = jnp.asarray(first, kind) + jnp.arange(count, dtype=kind)
@@ -223,45 +252,28 @@ class DeferredTable(Deferred):
         return self.with_all_rows(which, self.all_rows(which))
 
     def up_to_date(self) -> "DeferredTable":
-        """The table with all rows up to date: O(V), in place where it is donated."""
+        """Return the table with all rows caught up: O(V), in place where it is donated."""
         if self.form is not None:
             self._checked_lines()
-        caught_up: Any = jax.jit(DeferredTable._caught_up)
-        return caught_up(self) if self.shape[0] else self
-
-    def _caught_up(self) -> "DeferredTable":
-        rows = self.shape[0]
-        count = min(rows, _BLOCK)
-        if is_stored_table(self.main):
-            return self._up_to_date_from(0, rows)
-
-        def block(i: jax.Array, table: Any) -> Any:
-            return table._up_to_date_from(jnp.minimum(i * count, rows - count), count)
-
-        return lax.fori_loop(0, -(-rows // count), block, self)
+        return _all_caught_up(self) if self.shape[0] else self
 
     def parts(self) -> list[Any]:
-        """Parameter and state as a run without deferred tables keeps them, as they are now."""
-        if not is_stored_table(self.main):
-            return self.all_entries()
+        """Return parameter and state as a run without deferred tables has them now."""
         table = self.up_to_date()
-        return [table.main, *table.others]
-
-    def all_entries(self) -> list[jax.Array]:
-        """Parameter and state as arrays (V, ...), as they are now."""
         if is_stored_table(self.main):
-            return self._now(*self._gathered(lambda x: x.todense()))
-        table = self.up_to_date()
-        return self._ordered(self._parted(table.main), list(table.others))
+            return [table.main, *table.others]
+        return self._slots(table.main, list(table.others))
 
     def entries(self) -> list[jax.Array]:
         if is_stored_table(self.main):
             return self.up_to_date().main.entries()
-        return [self.all_entries()[0]]
+        return [self.parts()[0]]
 
     def todense(self) -> jax.Array:
         """The array (V, *row) that the dense optimizer has at this step."""
-        return whole(self.all_entries()[0], self.phantom)
+        if is_stored_table(self.main):
+            return whole(self._now(*self._gathered(lambda x: x.todense()))[0], self.phantom)
+        return whole(self.parts()[0], self.phantom)
 
     # --- parts ---------------------------------------------------------------------------
 
@@ -269,8 +281,18 @@ class DeferredTable(Deferred):
         last = read(self.last)
         return read(self.main), [read(x) for x in self.others], last.reshape(last.shape[0])
 
+    def _slots(self, main: jax.Array, others: list[jax.Array]) -> list[jax.Array]:
+        """Return the rows (n, ...) of parameter and state, in the order of the leaves."""
+        size = math.prod(self.shape[1:])
+        main = main.reshape(main.shape[0], math.prod(main.shape[1:]))
+        columns = (main[:, i : i + size] for i in range(0, main.shape[1], size))
+        interleaved = (x.reshape(main.shape[0], *self.shape[1:]) for x in columns)
+        separate = iter(others)
+        return [next(separate if alone else interleaved) for alone in (False, *self.apart)]
+
     def _now(self, main: jax.Array, others: list[jax.Array], last: jax.Array) -> list[Any]:
-        entries = self._ordered(self._parted(main), others)
+        """Return what rows have become since `last`."""
+        entries = self._slots(main, others)
         if self.form is None:
             return entries
         dtype = self.lines.dtype
@@ -278,16 +300,16 @@ class DeferredTable(Deferred):
         lines = gather_rows(self._checked_lines(), last % ring)
         # Or XLA gathers them for each entry again.
         main, lines, *others = lax.optimization_barrier((main, lines, *others))
-        entries = self._ordered(self._parted(main), others)
+        entries = self._slots(main, others)
         new = skipped(self.form, lines, [x.astype(dtype) for x in entries])
         return [x.astype(y.dtype) for x, y in zip(new, entries, strict=True)]
 
     def _checked_lines(self) -> jax.Array:
-        """The lines; nan if something has mapped arithmetic over the leaves of the table.
+        """Return the coefficients; nan if something mapped arithmetic over the table's leaves.
 
-        Rows that are behind are no numbers to calculate with, and neither are the lines. The
-        line of rows that are up to date is known: another one comes of arithmetic, also of that
-        on floating leaves alone.
+        Neither rows that are behind nor coefficients are numbers to calculate with. The
+        coefficients of rows that are caught up are known: others come of arithmetic, also of
+        that on floating leaves alone.
 
         Raises:
             ValueError: in place of nan, outside of jit.
@@ -306,53 +328,34 @@ class DeferredTable(Deferred):
             )
         return self.lines
 
-    def _written(
-        self, write: Callable[[Any, jax.Array], Any], rows: Sequence[jax.Array]
-    ) -> "DeferredTable":
-        count = rows[0].shape[0]
-        is_other = self._are_others()
-        beside = [x for x, other in zip(rows, is_other, strict=True) if not other]
-        main = jnp.concatenate(
-            [x.reshape(count, math.prod(x.shape[1:])).astype(self.dtype) for x in beside],
-            axis=1,
-        )
-        main = main.reshape(count, *self.main.shape[1:])
-        others = [x for x, other in zip(rows, is_other, strict=True) if other]
-        # What is written here depends on what was read, or XLA reads from a copy.
-        clock = ids_after_reading(jnp.full((count,), self.clock), main)
-        last = trailing(clock, self.last.ndim)
-        return self._with(
-            main=write(self.main, main),
-            others=tuple(write(x, y) for x, y in zip(self.others, others, strict=True)),
-            last=write(self.last, last),
-        )
 
-    def _are_others(self) -> list[bool]:
-        """For the parameter and each slot whether it is among `others`."""
-        return [False, *self.apart]
+@jax.jit
+def _all_caught_up(table: DeferredTable) -> DeferredTable:
+    rows = table.shape[0]
+    if is_stored_table(table.main):
+        return table._caught_up(0, rows)
+    count = min(rows, _BLOCK)
 
-    def _parted(self, main: jax.Array) -> list[jax.Array]:
-        """The entries of rows (n, entries) that are side by side."""
-        size = math.prod(self.shape[1:])
-        main = main.reshape(main.shape[0], math.prod(main.shape[1:]))
-        parts = [main[:, i : i + size] for i in range(0, main.shape[1], size)]
-        return [x.reshape(main.shape[0], *self.shape[1:]) for x in parts]
+    def block(i: jax.Array, table: Any) -> Any:
+        return table._caught_up(jnp.minimum(i * count, rows - count), count)
 
-    def _ordered(self, beside: list[Any], others: list[Any]) -> list[Any]:
-        """Parameter and slots in the order of the state."""
-        parts = {False: iter(beside), True: iter(others)}
-        return [next(parts[other]) for other in self._are_others()]
+    return lax.fori_loop(0, -(-rows // count), block, table)
 
 
 def ring_of(rows: int) -> int:
-    """W, how many steps a row may be behind: about twice the root of V."""
+    """Return W, by how many steps a row may be behind: a power of 2, 2√V or more.
+
+    A step takes all W sets of coefficients one step further and catches up V / (W - 1) rows.
+    The sum is least near W = √V where a row costs what a set does. A row costs a gather and a
+    scatter of its entries, so W is greater: at most √V / 2 rows are caught up in a step.
+    """
     return min(max(1 << math.ceil(math.log2(2 * math.sqrt(max(rows, 1)))), 64), 1 << 14)
 
 
 def _distinct(gradient: RowSparse) -> tuple[RowSparse, jax.Array]:
-    """A gradient with the rows of equal ids summed, zeros for padding; and ids of its rows.
+    """Return a gradient with the rows of equal ids summed, zeros for padding; and ids to read.
 
-    On CPUs it is in no order, and the ids are those of before: none is padding instead.
+    On CPUs it is in no order, and the ids to read are the gradient's own, repeated ones too.
     """
     rows = gradient.shape[0]
 
@@ -376,20 +379,3 @@ def _distinct(gradient: RowSparse) -> tuple[RowSparse, jax.Array]:
     if isinstance(gradient, RoutedRows) or gradient.order != "any":
         return gradient.with_values(values), read
     return RowSparse.of_rows(ids, values, gradient.shape, coalesced=False), read
-
-
-def _is_beside(slot: Any, table: Any) -> bool:
-    alike = slot.dtype == table.dtype and tuple(slot.shape) == tuple(table.shape)
-    return alike and not is_stored_table(table)
-
-
-def _side_by_side(tables: Sequence[Any]) -> Any:
-    """Tables (V, *row) as one, (V, entries)."""
-    columns = [x.reshape(x.shape[0], math.prod(x.shape[1:])) for x in tables]
-    return jnp.concatenate(columns, axis=1)
-
-
-def _last_of(main: Any, rows: int) -> Any:
-    if is_stored_table(main):
-        return main.full((1,), 0, jnp.int32)
-    return jnp.zeros((rows,), jnp.int32)
