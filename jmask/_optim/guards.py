@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.extend.core import Jaxpr
 
 from jmask._base.array_types import typed_like
 from jmask._base.jaxprs import lifted
@@ -47,12 +46,125 @@ from jmask._updates.masked_gradient import (
 from jmask._updates.plain_optax import advising_lazy
 from jmask._updates.state_rows import check_state_type
 
-# --- steps that are taken or not ---------------------------------------------------------
+# --- an inner update under a predicate ---------------------------------------------------
 #
 # A step is the only round of a `while_loop`, or the loop has none. A step that is not taken
 # costs nothing of the inner transformation, and no table is copied: on GPUs XLA copies the
 # operands of a `lax.cond`. A `while_loop` has no reverse-mode derivative, so derivatives are
 # taken of a `lax.cond` (`_derivative`).
+
+
+def guarded(
+    inner: optax.GradientTransformationExtraArgs,
+    init: optax.TransformInitFn,
+    decide: Callable[[Any, Any, Any], tuple[jax.Array, Any, Any]],
+    finish: Callable[[Any, Any, jax.Array, Any], Any],
+) -> OnePassTransformation:
+    """Return a transformation that takes a step of `inner` only where a predicate holds.
+
+    Elsewhere there is no update (padding rows and zeros), and the state of `inner` keeps its
+    bits.
+
+    Args:
+        inner: the transformation.
+        init: makes a state with `inner_state`.
+        decide: (gradients, state, params) -> (whether to take a step, the gradients for it,
+            anything for `finish`).
+        finish: (state, new inner state, whether, anything) -> new state.
+    """
+
+    def update(updates, state, params=None, **extra_args):
+        take, gradients, extra = decide(updates, state, params)
+
+        def run(state: Any) -> tuple[Any, Any]:
+            with advising_lazy("inner", gradients):
+                return inner.update(gradients, state, params, **extra_args)
+
+        unchanged = functools.partial(_no_update, params=params)
+        updates, inner_state = _step_if(take, run, (state.inner_state,), unchanged)
+        return updates, finish(state, inner_state, take, extra)
+
+    def apply(grads, state, params):
+        take, gradients, extra = decide(grads, state, params)
+
+        def run(params: Any, state: Any) -> tuple[Any, Any]:
+            return apply_gradients(inner, gradients, state, params)
+
+        carried = (params, state.inner_state)
+        params, inner_state = _step_if(take, run, carried, lambda _: params)
+        return params, finish(state, inner_state, take, extra)
+
+    transformation = OnePassTransformation(init, compiled_outside_jit(update))
+    transformation.apply_gradients = compiled_outside_jit(apply)
+    transformation.inner = inner
+    return transformation
+
+
+def _step_if(
+    take: jax.Array,
+    run: Callable[..., tuple[Any, Any]],
+    carried: tuple[Any, ...],
+    unchanged: Callable[[Any], Any],
+) -> tuple[Any, Any]:
+    """Return `run(*carried)`, a result and a state, where `take`.
+
+    Elsewhere the result is `unchanged(its shapes)`, and the state the last one carried.
+    """
+    if not isinstance(take, jax.core.Tracer):  # a loop would be compiled in each step
+        if take:
+            return run(*carried)
+        return unchanged(jax.eval_shape(run, *carried)[0]), carried[-1]
+    program, shapes = jax.make_jaxpr(run, return_shape=True)(*carried)
+    jaxpr, count = lifted(program), len(carried)
+    structure: Any = jax.tree.structure(shapes)
+
+    # JAX keeps this function: it closes over no tracer, and what `run` does is an argument.
+    def run_alone(kept: Any, state: Any, closed_over: Sequence[Any]) -> Any:
+        arguments = jax.tree.leaves((kept, state)[-count:])
+        return structure.unflatten(jax.core.eval_jaxpr(jaxpr, (), *closed_over, *arguments))
+
+    return _run_if(run_alone, take, unchanged(shapes[0]), carried[-1], program.consts)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _run_if(run: Callable[..., Any], take: jax.Array, kept: Any, state: Any, given: Any) -> Any:
+    """Return `run(kept, state, given)` where `take`, else `kept` and the state."""
+
+    def once(carried: Any) -> Any:
+        return jnp.zeros_like(take), *run(*carried[1:], given)
+
+    return lax.while_loop(lambda carried: carried[0], once, (take, kept, state))[1:]
+
+
+@_run_if.defjvp
+def _derivative(run: Callable[..., Any], primals: Any, tangents: Any) -> Any:
+    def chosen(take: jax.Array, kept: Any, state: Any, given: Any) -> Any:
+        return lax.cond(take, lambda: run(kept, state, given), lambda: (kept, state))
+
+    return jax.jvp(chosen, primals, tangents)
+
+
+def _no_update(shapes: Any, params: Any) -> Any:
+    tables = filter(is_deferred, jax.tree.leaves(params, is_leaf=is_stored_table))
+
+    def nothing(x: Any) -> Any:
+        if isinstance(x, NewTable):
+            return NewTable(next(tables))
+        if not is_row_sparse(x):
+            # -0.0, which changes nothing when added: -0.0 + 0.0 would be 0.0.
+            return typed_like(-jnp.zeros(x.shape, x.dtype), x)
+        padding = RowSparse.zeros(x.flat().shape, x.dtype, x.nse).stacked_as(x)
+        structure: Any
+        leaves, structure = jax.tree.flatten(x)
+        return structure.unflatten(map(typed_like, jax.tree.leaves(padding), leaves))
+
+    def is_leaf(x: Any) -> bool:
+        return is_row_sparse(x) or isinstance(x, NewTable)
+
+    return jax.tree.map(nothing, shapes, is_leaf=is_leaf)
+
+
+# --- steps that are not taken ------------------------------------------------------------
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -97,35 +209,21 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
     def init(params: optax.Params) -> SkipNonfiniteState:
         return SkipNonfiniteState(jnp.zeros((), jnp.int32), inner.init(params))
 
-    def update(updates, state, params=None, **extra_args):
+    def decide(updates, state, params):
         check_state_type(state, SkipNonfiniteState)
         fit = Fit.of(updates, params)
-        updates = summed_rows(fit.gradients, fit.params)
-        finite = agreed(all_finite(updates), updates, params)
-        updates, inner_state = update_if(
-            finite, inner, updates, state.inner_state, params, extra_args
-        )
-        return updates, SkipNonfiniteState(_counted(state.skipped, finite), inner_state)
+        gradients = summed_rows(fit.gradients, fit.params)
+        return agreed(all_finite(gradients), gradients, params), gradients, None
 
-    def apply(grads, state, params):
-        check_state_type(state, SkipNonfiniteState)
-        grads = summed_rows(grads, params)
-        finite = agreed(all_finite(grads), grads, params)
-        params, inner_state = apply_if(finite, inner, grads, state.inner_state, params)
-        return params, SkipNonfiniteState(_counted(state.skipped, finite), inner_state)
+    def finish(state, inner_state, finite, _):
+        skipped = state.skipped + (~finite).astype(state.skipped.dtype)
+        return SkipNonfiniteState(skipped, inner_state)
 
-    transformation = OnePassTransformation(init, compiled_outside_jit(update))
-    transformation.apply_gradients = compiled_outside_jit(apply)
-    transformation.inner = inner
-    return transformation
-
-
-def _counted(skipped: jax.Array, finite: jax.Array) -> jax.Array:
-    return skipped + (~finite).astype(skipped.dtype)
+    return guarded(inner, init, decide, finish)
 
 
 def all_finite(gradients: Any) -> jax.Array:
-    """Whether no entry of a gradient, padding and masked ones apart, is nan or infinite."""
+    """Decide whether all entries of a gradient but padding and masked ones are finite."""
     finite = jnp.ones((), bool)
     for leaf in jax.tree.leaves(gradients, is_leaf=is_gradient_leaf):
         ignored: Any = False
@@ -141,7 +239,7 @@ def all_finite(gradients: Any) -> jax.Array:
 
 
 def summed_rows(gradients: Any, params: Any) -> Any:
-    """Gradients with the rows of equal ids summed: finite ones may have an infinite sum.
+    """Return gradients with the rows of equal ids summed: finite ones may have an infinite sum.
 
     Sums of 16-bit rows are in float32, as the optimizer takes them. Rows of stored tables are
     as these take them, nan where they do not fit.
@@ -158,109 +256,6 @@ def summed_rows(gradients: Any, params: Any) -> Any:
         return summed(gradient) if is_row_sparse(gradient) else gradient
 
     return jax.tree.map(leaf, gradients, is_leaf=is_gradient_leaf)
-
-
-def update_if(
-    take: jax.Array,
-    inner: optax.GradientTransformationExtraArgs,
-    updates: Any,
-    state: Any,
-    params: Any,
-    extra_args: dict[str, Any],
-) -> tuple[Any, Any]:
-    """`inner.update` where `take`, else no update and the state as it was."""
-
-    def run(state: Any) -> tuple[Any, Any]:
-        with advising_lazy("inner", updates):
-            return inner.update(updates, state, params, **extra_args)
-
-    if _is_known(take):
-        return (
-            run(state) if take else (_no_update(jax.eval_shape(run, state)[0], params), state)
-        )
-    program, shapes = jax.make_jaxpr(run, return_shape=True)(state)
-    jaxpr = lifted(program)
-
-    def run_alone(_: Any, state: Any, given: Sequence[Any]) -> Any:
-        return _results(jaxpr, shapes, given, state)
-
-    return _run_if(run_alone, take, _no_update(shapes[0], params), state, program.consts)
-
-
-def apply_if(
-    take: jax.Array, inner: optax.GradientTransformation, grads: Any, state: Any, params: Any
-) -> tuple[Any, Any]:
-    """Parameters and state after `jmask.apply_gradients` where `take`, else as they were."""
-
-    def run(params: Any, state: Any) -> tuple[Any, Any]:
-        return apply_gradients(inner, grads, state, params)
-
-    if _is_known(take):
-        return run(params, state) if take else (params, state)
-    program, shapes = jax.make_jaxpr(run, return_shape=True)(params, state)
-    jaxpr = lifted(program)
-
-    def run_alone(params: Any, state: Any, given: Sequence[Any]) -> Any:
-        return _results(jaxpr, shapes, given, (params, state))
-
-    return _run_if(run_alone, take, params, state, program.consts)
-
-
-def _is_known(take: jax.Array) -> bool:
-    """Whether a step is outside jit, where a loop would be compiled for each step."""
-    return not isinstance(take, jax.core.Tracer)
-
-
-def _results(jaxpr: Jaxpr, shapes: Any, given: Sequence[Any], arguments: Any) -> Any:
-    """What a program returns, in the structure of `shapes`.
-
-    Args:
-        jaxpr: of the function, and of what it closed over before its arguments.
-        shapes: of its results.
-        given: what it closed over: `custom_jvp` takes functions of their arguments alone.
-        arguments: of the function that was traced.
-    """
-    structure: Any = jax.tree.structure(shapes)
-    outputs = jax.core.eval_jaxpr(jaxpr, (), *given, *jax.tree.leaves(arguments))
-    return structure.unflatten(outputs)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _run_if(run: Callable[..., Any], take: jax.Array, kept: Any, state: Any, given: Any) -> Any:
-    """`run(kept, state, given)` where `take`, else `kept` and the state."""
-
-    def once(carried: Any) -> Any:
-        return jnp.zeros_like(take), *run(*carried[1:], given)
-
-    return lax.while_loop(lambda carried: carried[0], once, (take, kept, state))[1:]
-
-
-@_run_if.defjvp
-def _derivative(run: Callable[..., Any], primals: Any, tangents: Any) -> Any:
-    def chosen(take: jax.Array, kept: Any, state: Any, given: Any) -> Any:
-        return lax.cond(take, lambda: run(kept, state, given), lambda: (kept, state))
-
-    return jax.jvp(chosen, primals, tangents)
-
-
-def _no_update(shapes: Any, params: Any) -> Any:
-    tables = filter(is_deferred, jax.tree.leaves(params, is_leaf=is_stored_table))
-
-    def nothing(x: Any) -> Any:
-        if isinstance(x, NewTable):
-            return NewTable(next(tables))
-        if not is_row_sparse(x):
-            # -0.0, which changes nothing when added: -0.0 + 0.0 would be 0.0.
-            return typed_like(-jnp.zeros(x.shape, x.dtype), x)
-        padding = RowSparse.zeros(x.flat().shape, x.dtype, x.nse).stacked_as(x)
-        structure: Any
-        leaves, structure = jax.tree.flatten(x)
-        return structure.unflatten(map(typed_like, jax.tree.leaves(padding), leaves))
-
-    def is_leaf(x: Any) -> bool:
-        return is_row_sparse(x) or isinstance(x, NewTable)
-
-    return jax.tree.map(nothing, shapes, is_leaf=is_leaf)
 
 
 # --- rows left out -----------------------------------------------------------------------
@@ -314,7 +309,7 @@ def drop_nonfinite_rows() -> optax.GradientTransformation:
 
 
 def _finite(x: Any) -> tuple[Any, jax.Array]:
-    """The gradient without what is not finite, and the number of rows left out."""
+    """Return the gradient without what is not finite, and the number of rows left out."""
     if isinstance(x, MaskedTensor):
         values = stored_values(x.storage)
         bad = x.valid & ~jnp.isfinite(values)

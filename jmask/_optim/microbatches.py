@@ -22,12 +22,11 @@ from jmask._base.doors import check_flag
 from jmask._base.leaves import leaf_name
 from jmask._base.row_ids import id_dtype
 from jmask._lazy.one_pass import OnePassTransformation
-from jmask._optim.guards import apply_if, update_if
+from jmask._optim.guards import guarded
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._updates.checks import check_transformation
 from jmask._updates.dense_tables import noticed_as
-from jmask._updates.eager import compiled_outside_jit
 from jmask._updates.masked_gradient import (
     as_gradients,
     check_gradients,
@@ -131,8 +130,9 @@ def multi_steps(
     def init(params: optax.Params) -> MultiStepsState:
         return MultiStepsState(jnp.zeros((), jnp.int32), empty(), inner.init(params))
 
-    def accumulate(gradients: Any, state: MultiStepsState) -> tuple[Any, Any, jax.Array]:
-        """What has come together with these gradients, as a gradient, and whether to step."""
+    def accumulate(gradients: Any, state: Any, params: Any) -> tuple[jax.Array, Any, Any]:
+        """Return whether to step, with the gradient so far, and what is kept of it."""
+        gradients = as_gradients(gradients)
         check_state_type(state, MultiStepsState)
         _check_structure(gradients, like)
         _check_buffers(state.accumulated, jax.eval_shape(empty))
@@ -153,9 +153,9 @@ def multi_steps(
             accumulated,
             is_leaf=is_gradient_leaf,
         )
-        return accumulated, noticed_as(gradients, total), last
+        return last, noticed_as(gradients, total), accumulated
 
-    def finished(accumulated: Any, inner_state: Any, state: Any, last: Any) -> MultiStepsState:
+    def finish(state: Any, inner_state: Any, last: jax.Array, accumulated: Any) -> Any:
         accumulated = jax.tree.map(
             lambda x, zero: jnp.where(last, typed_like(zero, jax.typeof(x)), x),
             accumulated,
@@ -164,22 +164,7 @@ def multi_steps(
         mini_step = jnp.where(last, 0, state.mini_step + 1)
         return MultiStepsState(mini_step, accumulated, inner_state)
 
-    def update(updates, state, params=None, **extra_args):
-        accumulated, total, last = accumulate(as_gradients(updates), state)
-        updates, inner_state = update_if(
-            last, inner, total, state.inner_state, params, extra_args
-        )
-        return updates, finished(accumulated, inner_state, state, last)
-
-    def apply(grads, state, params):
-        accumulated, total, last = accumulate(grads, state)
-        params, inner_state = apply_if(last, inner, total, state.inner_state, params)
-        return params, finished(accumulated, inner_state, state, last)
-
-    transformation = OnePassTransformation(init, compiled_outside_jit(update))
-    transformation.apply_gradients = compiled_outside_jit(apply)
-    transformation.inner = inner
-    return transformation
+    return guarded(inner, init, accumulate, finish)
 
 
 def _empty(like: Any, every_k: int) -> Any:
