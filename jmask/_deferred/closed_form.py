@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._base.shapes import trailing
+from jmask._base.array_types import trailing
 
 # --- the sum of quotients ----------------------------------------------------------------
 #

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmask._base.leaves import leaf_name
-from jmask._base.precision import added
+from jmask._base.array_types import added
+from jmask._base.validation import leaf_name
 from jmask._deferred.closed_form import Form, Quotient, StepWithout, products_of, terms_for
 from jmask._deferred.table import DeferredTable
 from jmask._deferred.zero_gradient import ZERO as NO_GRADIENT
@@ -34,10 +34,10 @@ from jmask._deferred.zero_gradient import (
     forms_of,
     is_known_zero,
 )
-from jmask._tables.deferral import NewTable, is_deferred
-from jmask._tables.stored_table import fitted, is_stored_table, shape_of
+from jmask._tables.deferral import is_deferred
+from jmask._tables.stored_table import NewTable, fitted, is_stored_table, shape_of
 from jmask._tensors.row_sparse import RowSparse
-from jmask._updates.masked_gradient import with_wide_rows
+from jmask._updates.checks import with_wide_rows
 from jmask._updates.state_rows import tables_of_state
 
 Run = Callable[[Any, Any, Any], tuple[Any, Any]]

@@ -28,9 +28,9 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
+from jmask._base.array_types import added
 from jmask._base.forms import aval_of
 from jmask._base.jaxprs import ARITHMETIC, read, run
-from jmask._base.precision import added
 from jmask._kernels.update_rows import updated
 from jmask._lazy.lattice import Replicated, RowWise
 from jmask._lazy.leaves import LazyCall

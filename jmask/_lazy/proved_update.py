@@ -22,7 +22,7 @@ from jmask._lazy.lattice import Kind, NotRowLocal, Replicated, RowWise
 from jmask._lazy.leaves import LazyCall, Leaf, arrays_of, shape_of_leaf
 from jmask._lazy.psum_over_shards import Axes, with_sums_over
 from jmask._lazy.row_locality import classify
-from jmask._updates.not_row_local import NotRowLocalError
+from jmask._updates.checks import NotRowLocalError
 
 
 @dataclasses.dataclass(frozen=True)

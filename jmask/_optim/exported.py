@@ -23,11 +23,10 @@ from jmask._optim.ftrl import FtrlState
 from jmask._optim.guards import DropNonfiniteState, SkipNonfiniteState
 from jmask._optim.microbatches import MultiStepsState, StoredEntries, StoredRows
 from jmask._optim.sgd import MomentumState, SgdState
-from jmask._tables.deferral import NewTable
 from jmask._tables.packed import PackedTable
-from jmask._tables.routed_rows import RoutedRows
 from jmask._tables.shard_layout import Layout
-from jmask._tables.sharded import ShardedTable
+from jmask._tables.sharded import RoutedRows, ShardedTable
+from jmask._tables.stored_table import NewTable
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse
 

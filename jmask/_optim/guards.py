@@ -15,35 +15,30 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jmask._base.array_types import typed_like
+from jmask._base.array_types import added, joint_dtype, trailing, typed_like, wide
 from jmask._base.jaxprs import lifted
 from jmask._base.norms import shortened
-from jmask._base.precision import added, joint_dtype, wide
-from jmask._base.shapes import trailing
 from jmask._deferred.step import has_deferred
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.psum_over_shards import agreed, counted
 from jmask._optim.hyperparameters import check_number, check_positive
-from jmask._tables.deferral import NewTable, is_deferred
-from jmask._tables.routed_rows import RoutedRows
-from jmask._tables.stored_table import fitted, is_stored_table
+from jmask._tables.deferral import is_deferred
+from jmask._tables.sharded import RoutedRows
+from jmask._tables.stored_table import NewTable, fitted, is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import is_entry, is_sparse, stored_values
-from jmask._updates.apply import apply_gradients
-from jmask._updates.checks import check_transformation
-from jmask._updates.dense_tables import noticed_as
-from jmask._updates.eager import compiled_outside_jit
-from jmask._updates.fit import Fit
-from jmask._updates.masked_gradient import (
+from jmask._updates.apply import Fit, advising_lazy, apply_gradients, noticed_as
+from jmask._updates.checks import (
     as_gradients,
+    check_transformation,
     is_gradient_leaf,
     masked_as,
     summed,
     with_wide_rows,
 )
-from jmask._updates.plain_optax import advising_lazy
+from jmask._updates.eager import compiled_outside_jit
 from jmask._updates.state_rows import check_state_type
 
 # --- an inner update under a predicate ---------------------------------------------------

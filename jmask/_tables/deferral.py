@@ -1,7 +1,7 @@
-"""The border of `_deferred`: recognise a deferred table, and put it in the place of an update.
+"""Recognise a deferred table, and its clock among its leaves.
 
-`_deferred` is imported after gradients and updates, which meet deferred tables as well. They
-need no more than this of them.
+`_deferred` is imported after gradients and updates, which meet deferred tables as well: they
+need no more than this.
 """
 
 from typing import Any
@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmask._base.row_ids import hide
 from jmask._tables.stored_table import StoredTable
 
 
@@ -24,40 +23,6 @@ class Deferred(StoredTable):
 def is_deferred(x: Any) -> bool:
     """Decide whether `x` is a `DeferredTable`."""
     return isinstance(x, Deferred)
-
-
-@jax.tree_util.register_pytree_node_class
-class NewTable:
-    """Hold a deferred table after a step, as `update` returns it.
-
-    `jmask.apply_updates` puts it in place of the old one. An optimizer that is chained behind
-    maps arithmetic over its leaves; one of them refuses that, as the ids of a `RowSparse` do.
-    """
-
-    def __init__(self, table: Any):
-        self.table = table
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.table.shape
-
-    @property
-    def dtype(self) -> Any:
-        return self.table.dtype
-
-    def tree_flatten(self) -> Any:
-        return (hide(jnp.zeros((1,), jnp.int32)), self.table), None
-
-    @classmethod
-    def tree_unflatten(cls, static: Any, children: Any) -> "NewTable":
-        node = object.__new__(cls)
-        node.table = children[1]
-        return node
-
-
-def is_new_table(x: Any) -> bool:
-    """Decide whether `x` is a `NewTable`."""
-    return isinstance(x, NewTable)
 
 
 # In the second word of a clock. A tree map that fills leaves with zeros leaves none.
