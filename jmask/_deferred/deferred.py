@@ -1,8 +1,8 @@
-"""`deferred(table, tx)`: a table with the dense optimizer's trajectory, for its rows' cost.
+"""Make tables that follow a dense optimizer's trajectory at the cost of the rows touched.
 
 dense        every row moves in every step                   O(V) a step
 lazy         a row moves when it has a gradient              O(rows touched)
-deferred     every row moves in every step, and is moved
+deferred     every row moves in every step, and is caught up
              when it is read                                 O(rows touched)
 """
 
@@ -24,7 +24,7 @@ from jmask._updates.state_rows import tables_of_state
 
 
 def deferred(table: Any, tx: optax.GradientTransformation) -> DeferredTable:
-    """The table as one whose rows follow the dense optimizer `tx` while they are away.
+    """Return the table as one whose inactive rows follow the dense optimizer `tx`.
 
     A dense optimizer moves every row in every step, also those that have no gradient: by their
     momentum, their moments, their decay. What it does to them is known in advance. So rows
@@ -83,7 +83,7 @@ def deferred(table: Any, tx: optax.GradientTransformation) -> DeferredTable:
 def to_deferred(
     tx: optax.GradientTransformation, opt_state: Any, params: Any, tables: Any
 ) -> tuple[Any, Any]:
-    """A run on arrays, taken on with some of them deferred: the next step is the dense one.
+    """Take a run on arrays on with some of them deferred: the next step is the dense one.
 
     Args:
         tx: of `params`, as `deferred` takes it.
@@ -135,7 +135,7 @@ def to_deferred(
 def from_deferred(
     tx: optax.GradientTransformation, opt_state: Any, params: Any
 ) -> tuple[Any, Any]:
-    """A run on deferred tables, taken on with the arrays of a dense or a lazy one.
+    """Take a run on deferred tables on with the arrays of a dense or a lazy one.
 
     Args:
         tx: of `params`.
@@ -143,7 +143,7 @@ def from_deferred(
         params: of which some are deferred tables.
 
     Returns:
-        Parameters and state as of a dense run at this step, every row up to date.
+        Parameters and state as of a dense run at this step, every row caught up.
 
     Raises:
         ValueError: if the state is not that of `tx` for `params`.
@@ -176,7 +176,7 @@ def from_deferred(
 def _owned(
     tx: Any, leaves: list[Any], tree: Any, opt_state: Any, which: list[bool]
 ) -> tuple[list[Any], Any, list[int | None]]:
-    """The leaves of a state, its structure, and the tables whose rows they hold."""
+    """Return the leaves of a state, its structure, and the tables whose rows they hold."""
     shapes = [shape_of(x) for x in leaves]
     owners = tables_of_state(tx, shapes, which, tree, opt_state)
     state = jax.tree.leaves(opt_state, is_leaf=is_stored_table)
@@ -184,14 +184,14 @@ def _owned(
 
 
 def _innermost(tx: Any) -> Any:
-    """The transformation that takes the steps, without what decides when."""
+    """Return the transformation that takes the steps, without the guards around it."""
     while getattr(tx, "inner", None) is not None:
         tx = tx.inner
     return optax.with_extra_args_support(tx)
 
 
 def _first_step(table: DeferredTable, tx: Any, state: Any) -> Any:
-    """What `update` returns for the table before its first step, for no rows."""
+    """Return the updates for the table before its first step, for no rows."""
     ids = jnp.full((1,), table.shape[0], jnp.int32)
     values = jnp.zeros((1, *table.shape[1:]), table.dtype)
     gradient = RowSparse.of_rows(ids, values, table.shape, coalesced=True)

@@ -44,7 +44,7 @@ Run = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 class NotDeferrableError(ValueError):
-    """Why a table cannot be deferred for a transformation."""
+    """Say why a table cannot be deferred for a transformation."""
 
     def __init__(self, why: str):
         super().__init__(
@@ -54,14 +54,14 @@ class NotDeferrableError(ValueError):
 
 
 def has_deferred(params: Any) -> bool:
-    """Whether some of the parameters are deferred tables."""
+    """Decide whether some of the parameters are deferred tables."""
     return any(map(is_deferred, jax.tree.leaves(params, is_leaf=is_stored_table)))
 
 
 def without_rows(params: Any) -> Any:
-    """The parameters with arrays (1, *row) for deferred tables, whose state they hold.
+    """Return the parameters with arrays (1, *row) for tables, which hold their own state.
 
-    One row, for checkpoints of orbax have no arrays without entries.
+    One row, because checkpoints of orbax have no arrays without entries.
     """
 
     def empty(x: Any) -> Any:

@@ -259,7 +259,7 @@ class DeferredTable(Deferred):
         return [self.parts()[0]]
 
     def todense(self) -> jax.Array:
-        """The array (V, *row) that the dense optimizer has at this step."""
+        """Return the array (V, *row) that the dense optimizer has at this step."""
         if is_stored_table(self.main):
             return whole(self._now(*self._gathered(lambda x: x.todense()))[0], self.phantom)
         return whole(self.parts()[0], self.phantom)

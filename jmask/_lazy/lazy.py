@@ -1,4 +1,4 @@
-"""`lazy(inner)`: any row-local optax transformation, at the cost of the rows touched.
+"""Lift any row-local optax transformation to the cost of the rows touched.
 
     gradient  RowSparse(ids, g)            ids coalesced first
     rows of   the parameter and of every state array with one row per table row: gathered
@@ -143,7 +143,7 @@ def lazy(
         params: optax.Params | None,
         extra_args: dict[str, Any],
     ) -> tuple[LazyCall, ProvedUpdate | None]:
-        """The call, and its proof if `inner` is to run on rows.
+        """Return the call, and its proof if `inner` is to run on rows.
 
         Rows of 16 bits are summed in float32. An `inner` that does not take gradients wider
         than its state gets the sums in 16 bits, as from JAX: one branch of the `lax.cond` in

@@ -1,4 +1,4 @@
-"""The leaves of one lazy update, and which of them hold rows of which table.
+"""Describe the leaves of one lazy update: which of them hold rows of which table.
 
     gradient of a table       RowSparse, coalesced
     its parameter and state   arrays with one row per table row, gathered by its ids
@@ -324,14 +324,14 @@ def _reshaped(x: Any, like: jax.ShapeDtypeStruct) -> Any:
 
 
 def _restored(x: Any, gradient: Any) -> Any:
-    """What was computed for a flat gradient, as it is for the stacked one."""
+    """Return the result for a flat gradient in the shape of the stacked one."""
     if is_row_sparse(x):
         return x.stacked_as(gradient)
     return jnp.reshape(x, gradient.shape)
 
 
 def _state_as(state: Any, old: Any, new: Any) -> Any:
-    """The state with each array that has a shape of `old` in that of `new`."""
+    """Return the state with each array that has a shape of `old` in that of `new`."""
     old, new = ([x.shape for x in jax.tree.leaves(shapes)] for shapes in (old, new))
     leaves: Any = jax.tree.leaves(state, is_leaf=is_stored_table)
     tree: Any = jax.tree.structure(state, is_leaf=is_stored_table)

@@ -71,7 +71,7 @@ class ElementwiseProgram:
         return self.program.jaxpr.outvars
 
     def hoisted(self, values: dict[Var, Any], wanted: Iterable[Var]) -> dict[Var, Any]:
-        """The values of all variables that do not depend on rows, and of those `wanted`.
+        """Return the values of all variables that do not depend on rows, and of those `wanted`.
 
         Args:
             values: of the inputs that are no rows, and of gradients without equal ids.
@@ -80,13 +80,13 @@ class ElementwiseProgram:
         jaxpr = self.program.jaxpr
         shared = [v for e in jaxpr.eqns for v in e.outvars if v not in self.table_of]
         values = dict(zip(jaxpr.constvars, self.program.consts, strict=True)) | values
-        run(_makers([*shared, *wanted], jaxpr.eqns)[0], values)
+        run(_equations_for([*shared, *wanted], jaxpr.eqns)[0], values)
         return values
 
     def combiners(
         self, table: int, inputs: Sequence[Var], outputs: Sequence[Any]
     ) -> Iterator["Combiner"]:
-        """The ways to compute entries of a table: from its gradient, or from what it makes.
+        """Yield ways to compute entries of a table: from its gradient, or from a value of it.
 
         Args:
             table: a table, whose gradient is the input of this number.
@@ -95,11 +95,13 @@ class ElementwiseProgram:
         """
         if any(isinstance(v, Literal) or self.table_of.get(v) != table for v in outputs):
             return  # a state that is filled anew
-        mine = [e for e in self.program.jaxpr.eqns if self.table_of.get(e.outvars[0]) == table]
-        made = [v for eqn in mine for v in eqn.outvars if v in self.of_gradient]
+        equations_of_table = [
+            e for e in self.program.jaxpr.eqns if self.table_of.get(e.outvars[0]) == table
+        ]
+        made = [v for eqn in equations_of_table for v in eqn.outvars if v in self.of_gradient]
         gradient = self.inputs[table]
         for source in (gradient, *made):
-            equations, needed = _makers(outputs, mine, source)
+            equations, needed = _equations_for(outputs, equations_of_table, source)
             if source is gradient or gradient not in needed:
                 shared = [v for v in needed if v not in self.table_of]
                 constants = {v: self.constants[v] for v in shared if v in self.constants}
@@ -133,20 +135,20 @@ class Combiner:
         return tuple(values[v] for v in self.outputs)
 
 
-def _makers(
+def _equations_for(
     wanted: Iterable[Var], equations: Sequence[JaxprEqn], source: Var | None = None
 ) -> tuple[list[JaxprEqn], dict[Var, None]]:
-    """The equations that make what is wanted, given `source`, and all variables they need."""
-    needed, found = dict.fromkeys(wanted), []
+    """Return the equations that compute `wanted` from `source`, and all variables they need."""
+    needed, selected = dict.fromkeys(wanted), []
     for eqn in reversed(equations):
         if source not in eqn.outvars and not needed.keys().isdisjoint(eqn.outvars):
-            found.append(eqn)
+            selected.append(eqn)
             needed.update({v: None for v in eqn.invars if isinstance(v, Var)})
-    return found[::-1], needed
+    return selected[::-1], needed
 
 
 def elementwise_program(update: ProvedUpdate) -> ElementwiseProgram | None:
-    """The parts of an update, or None if it is not elementwise."""
+    """Return the parts of an update, or None if it is not elementwise."""
     jaxpr, kinds = update.program.jaxpr, update.kinds
     rows = {v: kind for v, kind in kinds.items() if isinstance(kind, RowWise)}
     table_of = {v: kind.table for v, kind in rows.items()}

@@ -1,4 +1,4 @@
-"""An update on rows with the proof that it is exact on them: what is proved is what runs.
+"""Prove that an update on rows is exact on them, and run the program that was proved.
 
     inner.update on whole tables        traced once, for the proof
     inner.update on rows                traced once, for the proof and to run
@@ -68,7 +68,7 @@ def proved(
     *,
     same_dtypes: bool = False,
 ) -> ProvedUpdate:
-    """The update of a call, refused unless it is exact on the touched rows.
+    """Return the update of a call; refuse it unless it is exact on the touched rows.
 
     Args:
         call: with rows.

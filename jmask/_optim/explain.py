@@ -1,16 +1,15 @@
-"""`jmask.explain`: what a training step does to each parameter, before it is run.
+"""Explain what a training step does to each parameter, before it is run.
 
     parameter  array                   size     gradient            a step touches
     table      float32[1000000, 64]    256 MB   row-sparse, 32 rows 8.2 kB, 31,250x less
     w          float32[64, 1]          256 B    dense               256 B
 
-The gradient program is traced with shapes, and nothing is computed or allocated. Of a table
-that is looked up and has a dense gradient all the same, it says which operation needs all
-of it, and at which line.
+The gradient program is traced with shapes, and nothing is computed or allocated. If a
+table is looked up and has a dense gradient all the same, the report names the operation that
+needs all of it, and its source line.
 """
 
 import dataclasses
-import html
 import math
 import os
 import sys
@@ -61,11 +60,11 @@ class ParameterStep:
 
     @property
     def factor(self) -> float:
-        """The size of the parameter divided by what a step touches of it."""
+        """Return the size of the parameter divided by what a step touches of it."""
         return self.nbytes / self.touched if self.touched else math.inf
 
     def cells(self) -> tuple[str, ...]:
-        """What stands in the row of a table about it."""
+        """Return its row in the printed table."""
         rows = "row" if self.nse == 1 else "rows"
         gradient = f"row-sparse, {self.nse:,} {rows}" if self.is_sparse else "dense"
         touched = in_bytes(self.touched)
@@ -76,7 +75,7 @@ class ParameterStep:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What `jmask.explain` found; shows itself as a table, also in a notebook.
+    """What `jmask.explain` found; shows itself as a table.
 
     Attributes:
         parameters: one `ParameterStep` for each parameter, in the order of the tree.
@@ -87,7 +86,7 @@ class Explanation:
     notes: tuple[str, ...]
 
     def __getitem__(self, name: str) -> ParameterStep:
-        """The parameter of this name."""
+        """Return the parameter of this name."""
         found = [p for p in self.parameters if p.name == name]
         if not found:
             names = ", ".join(repr(p.name) for p in self.parameters)
@@ -109,21 +108,6 @@ class Explanation:
             if of is not None and of.note:
                 lines.append(f"    {of.note}")
         return "\n".join([*lines, *self.notes])
-
-    def _repr_html_(self) -> str:
-        def row(cells: tuple[str, ...], tag: str = "td") -> str:
-            inside = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
-            return f"<tr>{inside}</tr>"
-
-        lines = [row(_HEADS, "th")]
-        for p in self.parameters:
-            lines.append(row(p.cells()))
-            if p.note:
-                note = html.escape(p.note)
-                lines.append(f'<tr><td></td><td colspan="{len(_HEADS) - 1}">{note}</td></tr>')
-        lines.append(row(self._total()))
-        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
-        return f"<table>{''.join(lines)}</table>{notes}"
 
 
 def explain(
@@ -210,7 +194,7 @@ def _traced(
     has_aux: bool,
     kwargs: dict[str, Any],
 ) -> tuple[list[Any], list[list[Use]], list[Fallback]]:
-    """For each parameter the result of the gradient program and its uses; all fallbacks."""
+    """Return, for each parameter, its gradient's kind and its uses; and all fallbacks."""
     shapes = jax.tree.map(abstract_leaf, params)
     # Shapes become tracers; all else reaches the function as it is, as under value_and_grad.
     structure: Any
@@ -286,7 +270,7 @@ def _size(x: Any) -> int:
 
 
 def _number_of_rows(gradient: Any) -> int | None:
-    """The nse of a row-sparse gradient, None of a dense one."""
+    """Return the nse of a row-sparse gradient, None for a dense one."""
     if is_row_sparse(gradient):
         return gradient.nse
     is_sparse = isinstance(gradient, RowSum) and gradient.is_rows
@@ -296,7 +280,7 @@ def _number_of_rows(gradient: Any) -> int | None:
 def _note(
     shape: tuple[int, ...], gradient: Any, nse: int | None, uses: list[Use], is_reported: bool
 ) -> str:
-    """What is to be said of a parameter: why its gradient is dense, or large."""
+    """Say why the gradient of a parameter is dense, or large."""
     if nse is not None:
         if nse == 0:
             return "not looked up: no row is touched"

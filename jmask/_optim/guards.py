@@ -263,7 +263,7 @@ class DropNonfiniteState(NamedTuple):
 
 
 def drop_nonfinite_rows() -> optax.GradientTransformation:
-    """A transformation that leaves rows with a nan or an infinity out of the gradient.
+    """Leave rows with a nan or an infinity out of the gradient.
 
     One bad example then costs the rows it looked up their step, and nothing else. In a
     `RowSparse` such a row counts as not touched: parameter and state keep their bits. In a
@@ -333,7 +333,7 @@ def clip_by_row_norm(
     max_norm: Any,
     ord: Any = 2,  # noqa: A002
 ) -> optax.GradientTransformationExtraArgs:
-    """A transformation that scales down rows of the gradient whose norm exceeds `max_norm`.
+    """Scale down rows of the gradient whose norm exceeds `max_norm`.
 
     One example with a huge loss then moves the rows it looked up by a bounded amount and no
     others, which clipping by the global norm cannot do. Rows are those of axis 0 of every
@@ -367,7 +367,7 @@ def clip_by_row_norm(
 
     def update(updates, state, params=None, **extra_args):
         updates = as_gradients(updates)
-        # Of a deferred table only the optimizer takes a step: what is clipped is its gradient.
+        # Only the optimizer takes a step of a deferred table: its gradient is clipped here.
         params = None if has_deferred(params) else params
         clipped, state = lifted.update(updates, state, params, **extra_args)
         return jax.tree.map(masked_as, updates, clipped, is_leaf=is_gradient_leaf), state
@@ -379,7 +379,7 @@ def max_row_norm(
     max_norm: Any,
     ord: Any = 2,  # noqa: A002
 ) -> optax.GradientTransformationExtraArgs:
-    """A transformation that keeps the rows of the parameters within `max_norm`.
+    """Keep the rows of the parameters within `max_norm`.
 
     Last in a chain, it changes the updates so that the rows they touch come out with at most
     that norm. Rows that are not touched stay, whatever their norm.
@@ -440,7 +440,7 @@ def _check(max_norm: Any, order: Any) -> None:
 
 
 def _bounded(rows: jax.Array, max_norm: Any, order: Any) -> jax.Array:
-    """Rows (n, *row), in float32 at least, scaled to a norm of at most `max_norm`."""
+    """Return rows (n, *row), in float32 at least, scaled to a norm of at most `max_norm`."""
     rows = rows.astype(wide(rows.dtype))
     if rows.ndim == 0:
         return jnp.clip(rows, -max_norm, max_norm)

@@ -70,7 +70,7 @@ def multi_steps(
     *,
     use_grad_mean: bool = True,
 ) -> OnePassTransformation:
-    """One step of `inner` for every k gradients, with their mean: larger batches in parts.
+    """Take one step of `inner` for every k gradients, with their mean: larger batches in parts.
 
     Args:
         inner: any transformation, `jmask.adam(...)` or `jmask.lazy(...)`.
@@ -197,7 +197,7 @@ def _added(like: Any, kept: Any, gradient: Any, mini_step: jax.Array) -> Any:
 
 
 def _put(kept: jax.Array, new: Any, like: RowSparse, mini_step: jax.Array) -> jax.Array:
-    """Rows of a microbatch put into the buffer at its place."""
+    """Put the rows of a microbatch into the buffer at its place."""
     new = with_whole_rows(new.astype(kept.dtype))
     # What `init` made outside jit is on no mesh.
     kept = whole_rows_like(kept, jax.typeof(new))
@@ -218,7 +218,7 @@ def _as_gradient(like: Any, kept: Any, factor: Any) -> Any:
 
 
 def _unmasked(gradient: Any) -> Any:
-    """The shapes of a gradient leaf as rows or an array, whether it is masked or not."""
+    """Return the shapes of a gradient leaf as rows or an array, whether it is masked or not."""
     if not isinstance(gradient, MaskedTensor):
         return gradient
     return jax.eval_shape(gradient_and_valid, gradient)[0]

@@ -1,4 +1,4 @@
-"""An optimizer as a row rule: arithmetic on a gradient, a parameter and slots, row by row.
+"""Define optimizers as row rules: arithmetic on a gradient, a parameter and slots, row by row.
 
     rule(grad, param, *slots, *scalars) -> (step, *slots)        param becomes param + step
 
@@ -95,7 +95,7 @@ class RowRule:
     linear: bool = False
 
     def initial_slot(self, slot: Slot, param: Any) -> jax.Array:
-        """A slot before the first step."""
+        """Return a slot before the first step."""
         like = shape_of(param)
         shape, dtype = like.shape, slot.dtype or self.state_dtype or like.dtype
         if slot.per_row:
@@ -107,7 +107,7 @@ class RowRule:
         return jnp.full(shape, slot.initial, dtype, device=sharding_of_rows(param))
 
     def on_entries(self, entries: Sequence[Any], scalars: Sequence[Any]) -> tuple[Any, ...]:
-        """The rule, computed with at least float32 and in the dtypes of the entries.
+        """Run the rule, in float32 at least.
 
         Args:
             entries: grad, param and the slots; None is passed on.
@@ -122,14 +122,14 @@ class RowRule:
         return self.rule(*entries, *scalars)
 
     def one_pass(self) -> bool:
-        """Whether entries of parameter and slots correspond one to one."""
+        """Decide whether entries of parameter and slots correspond one to one."""
         return not any(slot.per_row for slot in self.slots.values())
 
 
 def optimizer(
     rule: RowRule, state_type: type, lazy_update: bool
 ) -> optax.GradientTransformationExtraArgs:
-    """The transformation that follows a rule.
+    """Return the transformation that follows a rule.
 
     Args:
         rule: the arithmetic.
@@ -210,8 +210,8 @@ def _new_tables(
     rule: RowRule, gradient: Any, tables: list[Any], scalars: tuple[Any, ...]
 ) -> RowUpdate | list[Any]:
     """Parameter and slots after one step, for `updated` to finish."""
-    # JAX remembers what a primitive is given: no function here may close over a tracer.
-    # Python numbers are constants of what is compiled and take no room.
+    # `Update` functions are static parameters of a primitive, which JAX caches: closing over a
+    # tracer would leak it. Python numbers are compiled in as constants.
     dtypes = _dtypes(tables)
     is_traced = [isinstance(x, jax.Array) for x in scalars]
     traced = [x for x in scalars if isinstance(x, jax.Array)]
@@ -334,6 +334,6 @@ def _cast(new: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
 
 
 def _in_old_dtypes(result: tuple[Any, ...], leaves: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A result with its slots cast back; the step stays wide, to be rounded once."""
+    """Cast slots back; the step stays wide, to be rounded once."""
     step, *slots = result
     return step, *_cast(slots, _dtypes(leaves[2:]))

@@ -1,4 +1,4 @@
-"""Which arrays of an optimizer state hold one entry for each row of a table.
+"""Find which arrays of an optimizer state hold one entry for each row of a table.
 
 Nothing is known of the optimizer but its `init`. It is evaluated for its shapes alone, once
 for the parameters as they are and once with more rows in each table:
@@ -26,7 +26,7 @@ def tables_of_state(
     state: optax.OptState,
     dtypes: bool = True,
 ) -> list[int | None]:
-    """For each leaf of the state, the table whose rows it holds.
+    """Return, for each leaf of the state, the table whose rows it holds.
 
     Args:
         inner: the transformation, for its `init`.
