@@ -134,8 +134,8 @@ def lazy(
     ) -> tuple[optax.Updates, optax.OptState]:
         call, of_rows = proved_call(updates, state, params, extra_args)
         if of_rows is None:
-            return call.update(call.run_flat(extra_args), extra_args, ())
-        return of_rows.update(call, extra_args)
+            return call.update(call.run_flat(), ())
+        return of_rows.update(call)
 
     def proved_call(
         updates: optax.Updates,
@@ -150,13 +150,13 @@ def lazy(
         `optax.novograd` has the dtype of the state, the other one that of the gradient.
         """
         if has_16_bit_sums(updates):
-            call = LazyCall.of(inner, with_wide_rows(updates), state, params)
+            call = LazyCall.of(inner, with_wide_rows(updates), state, params, extra_args)
             try:
-                return call, proved(call, extra_args, known, same_dtypes=True)
+                return call, proved(call, known, same_dtypes=True)
             except TypeError:
                 pass
-        call = LazyCall.of(inner, updates, state, params)
-        return call, proved(call, extra_args, known) if call.has_rows() else None
+        call = LazyCall.of(inner, updates, state, params, extra_args)
+        return call, proved(call, known) if call.has_rows() else None
 
     def apply_gradients(
         grads: optax.Updates, state: optax.OptState, params: optax.Params
@@ -174,7 +174,7 @@ def lazy(
         assert of_rows is not None, "a RowSparse is among the gradients"
         result = applied_in_one_pass(call, of_rows)
         if result is None:
-            updates, state = of_rows.update(call, {})
+            updates, state = of_rows.update(call)
             return apply_updates(params, updates), state
         return result
 

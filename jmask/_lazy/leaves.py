@@ -9,7 +9,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 import jax
@@ -40,11 +40,11 @@ from jmask._updates.state_rows import tables_of_state
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A leaf of the gradient, the state or the parameters.
+    """A leaf of the gradient, the state, the parameters or the extra arguments.
 
     Attributes:
         value: an array or a table; of a gradient, an array or a coalesced `RowSparse`.
-        kind: which of the three trees it is of.
+        kind: which of these trees it is of.
         table: the position of the `RowSparse` gradient of its table, or None: no rows of it
             are gathered.
         valid: the valid entries of the gradient that it belongs to, if that is masked.
@@ -52,8 +52,8 @@ class Leaf:
     """
 
     value: Any
-    kind: Literal["gradient", "state", "param"]
-    table: int | None
+    kind: Literal["gradient", "state", "param", "extra"]
+    table: int | None = None
     valid: jax.Array | None = None
     given: Any = None
 
@@ -64,14 +64,17 @@ class LazyCall:
 
     Attributes:
         inner: the transformation.
-        leaves: of the gradient, then of the state, then of the parameters if they were given.
-            So leaf i of gradient and state is what output i of the update replaces.
-        trees: structures of gradient, state and parameters.
+        leaves: of the gradient, then of the state, of the parameters if they were given, and
+            of the arrays among extra arguments. So leaf i of gradient and state is what output
+            i of the update replaces.
+        trees: structures of gradient, state, parameters and extra arguments.
+        others: extra arguments that are no arrays, by their position among all.
     """
 
     inner: optax.GradientTransformationExtraArgs
     leaves: list[Leaf]
-    trees: tuple[Any, Any, Any]
+    trees: tuple[Any, Any, Any, Any]
+    others: dict[int, Any]
 
     @classmethod
     def of(
@@ -80,6 +83,7 @@ class LazyCall:
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None,
+        extra_args: dict[str, Any],
     ) -> "LazyCall":
         given, gradient_tree = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
         states, state_tree = jax.tree.flatten(state, is_leaf=is_stored_table)
@@ -112,46 +116,50 @@ class LazyCall:
             of = (None, None) if owner is None else (tables[owner], valid[owner])
             leaves.append(Leaf(x, "state", *of))
         leaves += [Leaf(x, "param", i) for x, i in zip(param_leaves, tables, strict=False)]
-        return cls(inner, leaves, (gradient_tree, state_tree, param_tree))
+        extra, extra_tree = jax.tree.flatten(extra_args)
+        others = {i: x for i, x in enumerate(extra) if not hasattr(x, "__array__")}
+        leaves += [Leaf(x, "extra") for i, x in enumerate(extra) if i not in others]
+        return cls(inner, leaves, (gradient_tree, state_tree, param_tree, extra_tree), others)
 
     def of_kind(self, kind: str) -> list[Leaf]:
-        """Return the leaves of one of the three trees."""
+        """Return the leaves of one of the trees."""
         return [leaf for leaf in self.leaves if leaf.kind == kind]
 
     def has_rows(self) -> bool:
         """Decide whether `inner` is to run on rows; on whole arrays any `inner` is exact."""
         return any(leaf.table is not None for leaf in self.of_kind("gradient"))
 
-    def signature(self, extra_args: dict[str, Any]) -> Any:
+    def signature(self) -> Any:
         """Return what row-locality depends on: structures, shapes and dtypes.
 
         None if it may depend on more: an extra argument that is no array (a flag, a function)
         may choose what Python runs.
         """
-        arrays, extra_tree, others = arrays_of(extra_args)
-        if others:
+        if self.others:
             return None
         values = [leaf.value for leaf in self.leaves]
-        shapes = [*map(shape_of, values), *arrays]
         return (
             self.trees,
-            extra_tree,
             tuple(x.nse for x in values if is_row_sparse(x)),
-            tuple((x.shape, x.dtype) for x in shapes),
+            tuple((x.shape, x.dtype) for x in map(shape_of, values)),
         )
 
-    def run_flat(self, extra_args: dict[str, Any]) -> Callable[..., list[Any]]:
-        """Return `inner.update` from leaves and extra arrays to updates and state, all flat."""
-        gradient_tree, state_tree, param_tree = self.trees
-        _, extra_tree, others = arrays_of(extra_args)
-        first, second, third = itertools.accumulate(tree.num_leaves for tree in self.trees)
+    def run_flat(self) -> Callable[..., list[Any]]:
+        """Return `inner.update` from leaves to updates and state, all flat."""
+        gradient_tree, state_tree, param_tree, extra_tree = self.trees
+        first, second, third, _ = itertools.accumulate(tree.num_leaves for tree in self.trees)
 
         def run(*inputs: Any) -> list[Any]:
+            arrays = iter(inputs[third:])
+            extra = [
+                self.others[i] if i in self.others else next(arrays)
+                for i in range(extra_tree.num_leaves)
+            ]
             updates, new_state = self.inner.update(
                 gradient_tree.unflatten(inputs[:first]),
                 state_tree.unflatten(inputs[first:second]),
                 param_tree.unflatten(inputs[second:third]),
-                **with_arrays(extra_tree, others, inputs[third:]),
+                **extra_tree.unflatten(extra),
             )
             for name, tree, expected in (
                 ("updates", updates, gradient_tree),
@@ -189,23 +197,21 @@ class LazyCall:
     def update(
         self,
         on_rows: Callable[..., list[Any]],
-        extra_args: dict[str, Any],
         overwritten: Collection[int],
     ) -> tuple[Any, Any]:
         """Return updates and state.
 
         Args:
             on_rows: `run_flat`, or the same program for rows.
-            extra_args: of `inner.update`.
             overwritten: positions of leaves whose new rows do not depend on the old ones.
         """
         rows = [self._rows(leaf) for leaf in self.leaves]
-        outputs = on_rows(*rows, *arrays_of(extra_args)[0])
+        outputs = on_rows(*rows)
         results = [
             self._result(leaf, old, new, i in overwritten)
             for i, (leaf, old, new) in enumerate(zip(self.leaves, rows, outputs, strict=False))
         ]
-        gradient_tree, state_tree, _ = self.trees
+        gradient_tree, state_tree, *_ = self.trees
         count = gradient_tree.num_leaves
         return gradient_tree.unflatten(results[:count]), state_tree.unflatten(results[count:])
 
@@ -241,20 +247,6 @@ def shape_of_leaf(x: Any) -> jax.ShapeDtypeStruct:
     shape = shape_of(x)
     weak = not isinstance(x, RowSparse | StoredTable) and jax.typeof(x).weak_type
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, weak_type=weak)
-
-
-def arrays_of(extra_args: dict[str, Any]) -> tuple[list[Any], Any, dict[int, Any]]:
-    """Return the arrays among extra arguments; the tree, and its other leaves by position."""
-    leaves, tree = jax.tree.flatten(extra_args)
-    others = {i: x for i, x in enumerate(leaves) if not hasattr(x, "__array__")}
-    return [x for i, x in enumerate(leaves) if i not in others], tree, others
-
-
-def with_arrays(tree: Any, others: dict[int, Any], arrays: Sequence[Any]) -> Any:
-    """Return the extra arguments that `arrays_of` took apart."""
-    rest = iter(arrays)
-    count = len(arrays) + len(others)
-    return tree.unflatten([others[i] if i in others else next(rest) for i in range(count)])
 
 
 # --- gradients of stacked tables ---------------------------------------------------------

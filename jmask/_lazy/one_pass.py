@@ -70,19 +70,6 @@ class ElementwiseProgram:
     def outputs(self) -> Sequence[Any]:
         return self.program.jaxpr.outvars
 
-    def hoisted(self, values: dict[Var, Any], wanted: Iterable[Var]) -> dict[Var, Any]:
-        """Return the values of all variables that do not depend on rows, and of those `wanted`.
-
-        Args:
-            values: of the inputs that are no rows, and of gradients without equal ids.
-            wanted: variables that are made of a gradient alone.
-        """
-        jaxpr = self.program.jaxpr
-        shared = [v for e in jaxpr.eqns for v in e.outvars if v not in self.table_of]
-        values = dict(zip(jaxpr.constvars, self.program.consts, strict=True)) | values
-        run(_equations_for([*shared, *wanted], jaxpr.eqns)[0], values)
-        return values
-
     def combiners(
         self, table: int, inputs: Sequence[Var], outputs: Sequence[Any]
     ) -> Iterator["Combiner"]:
@@ -253,7 +240,11 @@ def _run(
         if v not in parts.table_of or v in parts.of_gradient
     }
     computed = [c.source for t, (c, _) in combiners.items() if c.source is not parts.inputs[t]]
-    known = parts.hoisted(known, computed)
+    # Beside these, all that does not depend on rows is computed before the pass.
+    jaxpr = parts.program.jaxpr
+    known.update(zip(jaxpr.constvars, parts.program.consts, strict=True))
+    shared = [v for eqn in jaxpr.eqns for v in eqn.outvars if v not in parts.table_of]
+    run(_equations_for([*shared, *computed], jaxpr.eqns)[0], known)
     started: list[Any] = []
     for table, (combiner, places) in combiners.items():
         gradient = call.leaves[table].given
@@ -274,7 +265,7 @@ def _run(
         if leaf.table is None and leaf.kind != "gradient":
             new = read(known, v)
             results[i] = _applied(leaf.value, new) if leaf.kind == "param" else new
-    gradient_tree, state_tree, param_tree = call.trees
+    gradient_tree, state_tree, param_tree, _ = call.trees
     first = gradient_tree.num_leaves
     state, params = first + state_tree.num_leaves, len(call.leaves)
     return (

@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Var
 
 from jmask._base.jaxprs import bound, inlined, interpret, origins
 from jmask._lazy.lattice import Kind, NotRowLocal, Replicated, RowWise
-from jmask._lazy.leaves import LazyCall, Leaf, arrays_of, shape_of_leaf
+from jmask._lazy.leaves import LazyCall, Leaf, shape_of_leaf
 from jmask._lazy.psum_over_shards import Axes, with_sums_over
 from jmask._lazy.row_locality import classify
 from jmask._updates.checks import NotRowLocalError
@@ -42,10 +42,10 @@ class ProvedUpdate:
     kinds: dict[Var, Kind]
     overwritten: Collection[int]
 
-    def update(self, call: LazyCall, extra_args: dict[str, Any]) -> tuple[Any, Any]:
+    def update(self, call: LazyCall) -> tuple[Any, Any]:
         """Updates and state of a call of this signature."""
         on_rows = functools.partial(self._run, call.sharded_axes())
-        return call.update(on_rows, extra_args, self.overwritten)
+        return call.update(on_rows, self.overwritten)
 
     def _run(self, spread: Mapping[int, Axes], *inputs: Any) -> list[Any]:
         avals = self.traced.in_avals
@@ -63,7 +63,6 @@ class ProvedUpdate:
 
 def proved(
     call: LazyCall,
-    extra_args: dict[str, Any],
     known: dict[Any, Collection[int]],
     *,
     same_dtypes: bool = False,
@@ -72,7 +71,6 @@ def proved(
 
     Args:
         call: with rows.
-        extra_args: of its `update`.
         known: of signatures that were proved, what was found. Added to.
         same_dtypes: whether numbers of the state that belong to no row must keep their dtype.
             (Rows do: they are stored in the dtype of their table.)
@@ -81,20 +79,19 @@ def proved(
         NotRowLocalError: with the first operation that mixes or counts rows.
         TypeError: from `inner`, or by `same_dtypes`.
     """
-    arrays = list(map(shape_of_leaf, arrays_of(extra_args)[0]))
-    run = call.run_flat(extra_args)
+    run = call.run_flat()
 
     def on_rows() -> ClosedJaxpr:
-        return jax.make_jaxpr(run)(*call.shapes_of_rows(), *arrays)
+        return jax.make_jaxpr(run)(*call.shapes_of_rows())
 
-    inputs = [*map(_kind, call.leaves), *(Replicated() for _ in arrays)]
-    signature = call.signature(extra_args)
+    inputs = list(map(_kind, call.leaves))
+    signature = call.signature()
     if signature in known:
         traced = on_rows()
         program = inlined(traced)
         _, kinds = classify(program, program, inputs)
         return ProvedUpdate(traced, program, kinds, known[signature])
-    dense = jax.make_jaxpr(run)(*call.shapes(), *arrays)
+    dense = jax.make_jaxpr(run)(*call.shapes())
     if same_dtypes:
         _check_dtypes(call, dense)
     try:
