@@ -69,8 +69,8 @@ _EXACT, _ACCEPTED = 3e-8, 1e-6
 # this, by b1: from `_errors`, which tests/deferred/test_deferred_numbers.py repeats.
 _B1 = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.992)
 _MOST_BY_B1 = (0.6, 0.6, 0.5, 0.4, 0.3, 0.3, 0.2, 0.1, 0.05, 0.0)
-# How much e0 and e1 may change while a row is inactive. The nodes are placed by those of the
-# first step; twice as large ones cost an error of 1e-6 already.
+# How much e0 and e1 may change while a row is inactive. The first step's place the nodes;
+# twice as large ones cost an error of 1e-6 already.
 _DRIFT = 0.1
 
 Pair = tuple[int, int]
@@ -104,7 +104,7 @@ class StepWithout(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """Where T is taken: ŷ, √ê0, k e1 and e1 of the first step."""
+    """The scalars of the first step that map s_b to ζ: ŷ, √ê0, k e1; and its e1."""
 
     y: Any
     root: Any
@@ -114,7 +114,7 @@ class Scale(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What the steps of an optimizer have in common.
+    """The structure that all steps of an optimizer share.
 
     Attributes:
         width: how many entries: the parameter and its state.

@@ -129,8 +129,8 @@ def deferred_step(
         for k, x in zip(places[i], rows[1:], strict=True):
             state_leaves[k] = x
 
-    def of_rows(updates: Any, state: Any, params: Any) -> Any:
-        """Return results but those of tables, the state, and new rows of the tables."""
+    def step_of_rows(updates: Any, state: Any, params: Any) -> Any:
+        """Return results (not for tables), the state, and new rows of the tables."""
         result, state = run(updates, state, params)
         results = tree.flatten_up_to(result)
         new = [results[i] for i in tables]
@@ -145,7 +145,7 @@ def deferred_step(
         state_tree.unflatten(state_leaves),
         tree.unflatten(leaves),
     )
-    program, result_shapes = jax.make_jaxpr(of_rows, return_shape=True)(*arguments)
+    program, result_shapes = jax.make_jaxpr(step_of_rows, return_shape=True)(*arguments)
     structure: Any = jax.tree.structure(result_shapes)
     values = forms_of(program, [Value(x, forms.get(id(x))) for x in jax.tree.leaves(arguments)])
     results, new_state, new_rows = structure.unflatten([x.array for x in values])

@@ -4,8 +4,8 @@ Replicated(uniform)         the same in the dense program and in the one for a f
                             not vary along the axes in `uniform`, which may be longer in one
 RowWise(axis, off_support)  one slice per row along `axis`; in untouched rows it is the constant
                             `off_support`, where that is known (0 for the gradient itself)
-RowWise(.., merged)         the same where the axis was made of that of rows and of others, as
-                            a ravelled table (V * D,) is with merged=(1, D)
+RowWise(.., merged)         the same where the axis of rows was merged with others: a ravelled
+                            table (V * D,) has merged=(1, D)
 NotRowLocal(why)            may differ between the two programs
 """
 
@@ -38,9 +38,9 @@ class RowWise:
         table: which table the rows belong to.
         axis: the axis of the rows.
         off_support: the scalar it is in every row the gradient does not touch, or None.
-        merged: the sizes of the axes that were merged with that of the rows, before and after
-            it: `axis` is (merged[0], rows, merged[1]) ravelled. Sums over it are still known,
-            and splitting it gives the axis of the rows back.
+        merged: the sizes of the axes that were merged with the axis of rows, before and
+            after it: `axis` is (merged[0], rows, merged[1]) ravelled. Sums over it are still
+            known, and splitting it gives the axis of the rows back.
     """
 
     table: int

@@ -7,9 +7,9 @@
 
 Semantics are masked: a row that is not in the gradient keeps its parameter and its state
 bit for bit, as in torch's SparseAdam and MXNet's `lazy_update=True`; with a `MaskedTensor`
-gradient, on any storage, so does every entry that is masked. On the rows that are
-in it the result is that of `inner` on the dense gradient, which is proved for `inner` when
-it is first traced (see `row_locality`); an `inner` for which it cannot be is refused.
+gradient, on any storage, so does every entry that is masked. On the rows of
+the gradient the result equals `inner` on the dense gradient. That is proved when `inner` is
+first traced (see `row_locality`); an `inner` without a proof is refused.
 
 Which state arrays hold rows is found from the shapes that `inner.init` gives them; see
 `state_rows`.
@@ -49,7 +49,7 @@ def lazy(
 ) -> optax.GradientTransformationExtraArgs:
     """Lift an optax transformation to row-sparse gradients, touching only their rows.
 
-    `init` is that of `inner`, so the optimizer state has optax's standard layout: a run can
+    `init` is `inner.init`, so the optimizer state has optax's standard layout: a run can
     switch between `inner` and `lazy(inner)` at any step, and checkpoints are the same.
     Leaves of the gradient that are not `RowSparse` are updated by `inner` as usual, in the
     same call, so that for example a global norm covers them all. With donated arguments

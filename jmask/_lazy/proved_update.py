@@ -3,9 +3,9 @@
     inner.update on whole tables        traced once, for the proof
     inner.update on rows                traced once, for the proof and to run
 
-The program on rows is a jaxpr, and of each of its variables the proof has found what it is. The
-plain update evaluates the program on the rows that are gathered, and the one pass over rows
-makes its combiner of those of its equations that make rows.
+The program on rows is a jaxpr, and the proof knows the kind of each of its variables. The plain
+update evaluates the program on gathered rows. The one pass makes its combiner of the equations
+that compute rows.
 """
 
 import dataclasses
@@ -47,14 +47,14 @@ class ProvedUpdate:
         on_rows = functools.partial(self._run, call.sharded_axes())
         return call.update(on_rows, self.overwritten)
 
-    def _run(self, spread: Mapping[int, Axes], *inputs: Any) -> list[Any]:
+    def _run(self, sharded: Mapping[int, Axes], *inputs: Any) -> list[Any]:
         avals = self.traced.in_avals
         given = [  # a table without lookups has a row here
             x if jnp.shape(x) == aval.shape else jnp.zeros(aval.shape, aval.dtype)
             for x, aval in zip(inputs, avals, strict=True)
         ]
-        if spread:
-            return with_sums_over(spread, self.program, self.kinds, given)
+        if sharded:
+            return with_sums_over(sharded, self.program, self.kinds, given)
         # Types that say where an array is were not known when the program was traced.
         if all(jax.typeof(x) == aval for x, aval in zip(given, avals, strict=True)):
             return jax.core.eval_jaxpr(self.traced.jaxpr, self.traced.consts, *given)

@@ -31,14 +31,14 @@ Axes = tuple[str, ...]
 
 def axes_of_rows(gradient: Any) -> Axes:
     """Return the axes of a `shard_map` over which rows are sharded, if the gradient says so."""
-    is_spread = isinstance(gradient, RoutedRows) and gradient.layout.inside()
-    return gradient.layout.rows if is_spread else ()
+    is_sharded = isinstance(gradient, RoutedRows) and gradient.layout.inside()
+    return gradient.layout.rows if is_sharded else ()
 
 
 def agreed(holds: jax.Array, gradients: Any, params: Any) -> jax.Array:
     """Decide whether something holds on all devices that take a step together."""
     axes = set().union(*(axes_of_rows(g) for g in _leaves(gradients)))
-    axes |= _of_others(holds, gradients, params)
+    axes |= _axes_of_copies(holds, gradients, params)
     return holds if not axes else lax.psum((~holds).astype(jnp.int32), tuple(axes)) == 0
 
 
@@ -50,16 +50,16 @@ def counted(number: jax.Array, gradient: Any, gradients: Any, params: Any) -> ja
     axes = axes_of_rows(gradient)
     if axes:
         return lax.psum(number, axes)
-    others = tuple(_of_others(number, gradients, params))
+    others = tuple(_axes_of_copies(number, gradients, params))
     if not others:
         return number
     return lax.psum(number, others) if varying_axes(number) else lax.pmax(number, others)
 
 
-def _of_others(x: jax.Array, gradients: Any, params: Any) -> set[str]:
+def _axes_of_copies(x: jax.Array, gradients: Any, params: Any) -> set[str]:
     """Return the axes over which `x` may differ and parameters are the same.
 
-    Without parameters these are taken to be spread as their gradients are. Where a
+    Without parameters these are taken to be sharded as their gradients are. Where a
     `shard_map` does not track what differs, all of its axes.
     """
     axes = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
@@ -74,7 +74,7 @@ def _leaves(gradients: Any) -> list[Any]:
 
 
 def with_sums_over(
-    spread: Mapping[int, Axes],
+    sharded: Mapping[int, Axes],
     program: ClosedJaxpr,
     kinds: Mapping[Var, Kind],
     inputs: Sequence[Any],
@@ -82,22 +82,22 @@ def with_sums_over(
     """Run a program, and sum its sums over rows over the devices, too.
 
     Args:
-        spread: the axes for each table whose rows are spread.
+        sharded: the axes for each table whose rows are sharded.
         program: traced as for one device, with its calls in line: by types, what comes of a sum
             of each device would differ as well.
-        kinds: of its variables. That the program treats rows one by one, but for sums, is
-            proved: see `row_locality`.
+        kinds: of its variables. The program is proved to treat rows one by one, except in sums:
+            see `row_locality`.
         inputs: of the program.
     """
 
     def rule(eqn: JaxprEqn, arrays: list[Any]) -> list[Any]:
         name = name_of(eqn)
         given = [Replicated() if isinstance(v, Literal) else kinds[v] for v in eqn.invars]
-        tables = {kind.table for kind in given if isinstance(kind, RowWise)} & spread.keys()
+        tables = {kind.table for kind in given if isinstance(kind, RowWise)} & sharded.keys()
         if name == "cond":
             which, *operands = arrays
             branches = [
-                functools.partial(_branch, branch, spread, given[1:])
+                functools.partial(_branch, branch, sharded, given[1:])
                 for branch in branches_of(eqn)
             ]
             every = [jax.eval_shape(branch, *operands) for branch in branches]
@@ -107,11 +107,11 @@ def with_sums_over(
                 f"it may sum over rows inside a `{name}`, which in a shard_map would see the "
                 "rows of one device alone",
                 "Make the step outside of the shard_map, in the same jit: a ShardedTable is "
-                "spread there, too.",
+                "sharded there, too.",
             )
         outputs = bound(eqn, arrays)
         if tables and all(isinstance(kinds[v], Replicated) for v in eqn.outvars):
-            axes = tuple(axis for table in tables for axis in spread[table])
+            axes = tuple(axis for table in tables for axis in sharded[table])
             outputs = [_over_devices(name, x, axes) for x in outputs]
         return outputs
 
@@ -119,11 +119,11 @@ def with_sums_over(
 
 
 def _branch(
-    branch: Opened, spread: Mapping[int, Axes], given: list[Kind], *inputs: Any
+    branch: Opened, sharded: Mapping[int, Axes], given: list[Kind], *inputs: Any
 ) -> list[Any]:
     program = inlined(ClosedJaxpr(*branch))
     _, kinds = classify(program, program, given)
-    return with_sums_over(spread, program, kinds, inputs)
+    return with_sums_over(sharded, program, kinds, inputs)
 
 
 def _typed_as(every: list[list[Any]], branch: Callable[..., list[Any]]) -> Any:

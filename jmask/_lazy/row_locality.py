@@ -2,9 +2,9 @@
 
 `lazy(inner)` runs `inner.update` on the rows in the gradient. That equals the dense update
 on these rows if nothing in it mixes rows, except through sums to which untouched rows
-contribute nothing because their gradient is zero. This module decides it from two jaxprs,
-that of the dense update and that of the update on rows, by reading both in step and following
-what is known of each value (see `lattice`):
+contribute nothing because their gradient is zero. This module decides it by reading two jaxprs
+in step, the dense update and the update on rows, and following what is known of each value (see
+`lattice`):
 
     g           RowWise(axis=0, off_support=0)
     g * g       RowWise(axis=0, off_support=0)
@@ -246,7 +246,7 @@ def _broadcast(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
     return Replicated(frozenset(range(len(shape))) - varying, kind.constant)
 
 
-def _of_rows(rule: Callable[[JaxprEqn, RowWise], Kind]) -> Callable[..., Kind]:
+def _for_rows(rule: Callable[[JaxprEqn, RowWise], Kind]) -> Callable[..., Kind]:
     """Return a rule for the one operand that has rows; without rows the result is shared."""
 
     def apply(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
@@ -321,11 +321,11 @@ def _dot(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
 
 _RULES: dict[str, Callable[[JaxprEqn, list[RowLocal]], Kind]] = {
     "broadcast_in_dim": _broadcast,
-    "reshape": _of_rows(_reshape),
-    "squeeze": _of_rows(_reshape),
-    "transpose": _of_rows(_transpose),
+    "reshape": _for_rows(_reshape),
+    "squeeze": _for_rows(_reshape),
+    "transpose": _for_rows(_transpose),
     "dot_general": _dot,
-} | {name: _of_rows(_reduce) for name in (*NEUTRAL, "reduce_max", "reduce_min")}
+} | {name: _for_rows(_reduce) for name in (*NEUTRAL, "reduce_max", "reduce_min")}
 
 
 # --- control flow ------------------------------------------------------------------------

@@ -35,7 +35,7 @@ _HEADS = ("parameter", "array", "size", "gradient", "a step touches")
 
 @dataclasses.dataclass(frozen=True)
 class ParameterStep:
-    """What a step does to one parameter.
+    """The effect of a step on one parameter.
 
     Attributes:
         name: its path in the tree of parameters.
@@ -75,7 +75,7 @@ class ParameterStep:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What `jmask.explain` found; shows itself as a table.
+    """The result of `jmask.explain`; shows itself as a table.
 
     Attributes:
         parameters: one `ParameterStep` for each parameter, in the order of the tree.

@@ -336,8 +336,8 @@ def clip_by_row_norm(
     """Scale down rows of the gradient whose norm exceeds `max_norm`.
 
     One example with a huge loss then moves the rows it looked up by a bounded amount and no
-    others, which clipping by the global norm cannot do. Rows are those of axis 0 of every
-    leaf; of a `RowSparse`, equal indices are added first.
+    others, which clipping by the global norm cannot do. Rows are along axis 0 of every
+    leaf; equal indices of a `RowSparse` are added first.
 
     Args:
         max_norm: positive; a number or a (traced) scalar.

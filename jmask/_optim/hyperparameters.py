@@ -119,7 +119,7 @@ def check_denominator(**terms: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Common:
-    """What all named optimizers take, checked; `jmask.sgd` says what each is.
+    """The hyperparameters of all named optimizers, checked; `jmask.sgd` says what each is.
 
     Raises:
         ValueError: for one that is out of range, naming it and its value.

@@ -1,4 +1,4 @@
-"""Accumulating the gradients of k microbatches, then one step: `optax.MultiSteps` for rows.
+"""Accumulate the gradients of k microbatches, then one step: `optax.MultiSteps` for rows.
 
     microbatch 1    rows 3, 7          kept          no update
     microbatch 2    rows 7, 9          kept          no update
@@ -6,8 +6,8 @@
 
 Dense gradients are added up. The rows of sparse ones are put side by side, in buffers with
 room for k microbatches, so that none is lost: inside `lazy`, `optax.MultiSteps` would forget
-the rows that the last microbatch does not touch, and is refused. Of masked gradients the
-valid entries are added up: an entry is valid in the sum where it is in any microbatch.
+the rows that the last microbatch does not touch, and is refused. Masked gradients add
+up their valid entries: an entry is valid in the sum where it is in any microbatch.
 """
 
 from typing import Any, NamedTuple
