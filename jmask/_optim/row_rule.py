@@ -209,50 +209,57 @@ def _apply_gradients(
 def _new_tables(
     rule: RowRule, gradient: Any, tables: list[Any], scalars: tuple[Any, ...]
 ) -> RowUpdate | list[Any]:
-    """Parameter and slots after one step, for `updated` to finish."""
+    """Return parameter and slots after one step, for `updated` to finish.
+
+    dense gradient                              the rule on whole arrays
+    packed table, no slot per row               its lines, entry by entry
+    other table container                       gather, compute, scatter
+    step linear in the gradient, exact dtype    an accumulating scatter
+    no slot per row                             one scatter with the rule as its combiner
+    a slot per row                              unique rows: gather, compute, scatter; densely
+                                                where most rows are touched
+    """
     # `Update` functions are static parameters of a primitive, which JAX caches: closing over a
     # tracer would leak it. Python numbers are compiled in as constants.
     dtypes = _dtypes(tables)
-    is_traced = [isinstance(x, jax.Array) for x in scalars]
     traced = [x for x in scalars if isinstance(x, jax.Array)]
-    fixed = [x for x in scalars if not isinstance(x, jax.Array)]
+    fixed = [None if isinstance(x, jax.Array) else x for x in scalars]
 
-    def every(traced: Sequence[Any]) -> tuple[Any, ...]:
-        given, constants = iter(traced), iter(fixed)
-        return tuple(next(given if is_given else constants) for is_given in is_traced)
+    def all_scalars(traced: Sequence[Any]) -> tuple[Any, ...]:
+        arrays = iter(traced)
+        return tuple(next(arrays) if x is None else x for x in fixed)
 
     def new_entries(*entries: Any) -> list[Any]:
         param, *slots = entries[: len(dtypes)]
-        grad, *given = entries[len(dtypes) :]
-        step, *slots = rule.on_entries((grad, param, *slots), every(given))
+        grad, *traced = entries[len(dtypes) :]
+        step, *slots = rule.on_entries((grad, param, *slots), all_scalars(traced))
         return _cast((_wide(param) + step, *slots), dtypes)
 
+    param = tables[0]
     if not is_row_sparse(gradient):
         return new_entries(*tables, gradient, *traced)
-    (param, *_), stored = tables, is_stored_table(tables[0])
-    exact = param.dtype == gradient.dtype and not is_narrow(gradient.dtype)
-    if rule.linear and exact and not stored:
+    if is_stored_table(param):
+        if rule.one_pass() and isinstance(param, PackedTable):
+            return update_entries(new_entries, tables, gradient, traced)
+        return _on_rows(rule, fitted(param, gradient), tables, scalars)
+    if rule.linear and param.dtype == gradient.dtype and not is_narrow(gradient.dtype):
         step = gradient.scaled(lambda rows: rule.on_entries((rows, None), scalars)[0])
         return RowUpdate(ADDITION, [param], step.row_ids(), step.rows(), [], step.order)
-    if rule.one_pass() and (not stored or isinstance(param, PackedTable)):
+    if rule.one_pass():
         return update_entries(new_entries, tables, gradient, traced)
-    whole = None if stored else updated_whole(new_entries, tables, gradient, traced)
-    if whole is not None:
-        return whole
-    if stored:
-        return _on_rows(rule, fitted(param, gradient), tables, scalars)
-
+    updated_densely = updated_whole(new_entries, tables, gradient, traced)
+    if updated_densely is not None:
+        return updated_densely
     shape = gradient.shape
 
     def on_unique_rows(
         tables: list[Any], ids: jax.Array, rows: jax.Array, traced: list[Any], is_sorted: bool
     ) -> list[Any]:
         unique = RowSparse.of_rows(ids, rows, shape, coalesced=is_sorted)
-        return _on_rows(rule, unique, tables, every(traced))
+        return _on_rows(rule, unique, tables, all_scalars(traced))
 
-    entries = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in tables]
-    one = jax.ShapeDtypeStruct((1, *gradient.shape[1:]), gradient.dtype)
-    captures = bool(jax.make_jaxpr(new_entries)(*entries, one, *traced).consts)
+    one_row = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in (*tables, gradient)]
+    captures = bool(jax.make_jaxpr(new_entries)(*one_row, *traced).consts)
     return RowUpdate(
         Update(on_unique_rows, captures=captures),
         tables,
