@@ -329,8 +329,8 @@ def _errors(b1: float, b2: float, is_corrected: bool) -> list[tuple[int, float]]
             exact = np.cumsum(c[:, None] / (a[:, None] * x + 1), axis=0)
             zeta = 1 - 2 * shift / (x + shift)
             for k in counts:
-                of_terms = _dct(terms) @ values[k - 1]
-                sums = np.polynomial.chebyshev.chebval(zeta, of_terms) / (x + shift)
+                coefficients = _dct(terms) @ values[k - 1]
+                sums = np.polynomial.chebyshev.chebval(zeta, coefficients) / (x + shift)
                 worst = max(worst, float(np.max(np.abs(sums / exact[k - 1] - 1))))
         errors.append((terms, worst))
     return errors

@@ -73,11 +73,11 @@ def deferred(table: Any, tx: optax.GradientTransformation) -> DeferredTable:
     owners = tables_of_state(inner, [shape_of(table)], [True], jax.tree.structure(0), state)
     slots = [x for x, owner in zip(leaves, owners, strict=True) if owner is not None]
     before = DeferredTable.before(table, slots)
-    found = jax.eval_shape(lambda table: _first_step(table, inner, inner.init(table)), before)
+    stepped = jax.eval_shape(lambda table: _first_step(table, inner, inner.init(table)), before)
     # Once more with the numbers that the state holds, which may be refused as others are.
     state = inner.init(before)
     jax.eval_shape(lambda table: _first_step(table, inner, state), before)
-    return before.begun(found.table.form, found.table.made_for)
+    return before.begun(stepped.table.form, stepped.table.made_for)
 
 
 def to_deferred(
@@ -111,16 +111,16 @@ def to_deferred(
     check_parameters(params)
     leaves = jax.tree.leaves(params, is_leaf=is_stored_table)
     tree: Any = jax.tree.structure(params, is_leaf=is_stored_table)
-    which, of_tables = jax.tree.flatten(tables)
-    if of_tables != tree:
+    which, tables_tree = jax.tree.flatten(tables)
+    if tables_tree != tree:
         raise ValueError(
-            f"`tables` must have the structure of `params`, {tree}, got {of_tables}: True for "
-            "each table that is to be deferred, and False elsewhere."
+            f"`tables` must have the structure of `params`, {tree}, got {tables_tree}: True "
+            "for each table that is to be deferred, and False elsewhere."
         )
     for x in which:
         check_flag("tables", x)
     likes = {i: deferred(leaves[i], tx) for i, chosen in enumerate(which) if chosen}
-    state, of_state, owners = _owned(tx, leaves, tree, opt_state, which)
+    state, state_tree, owners = _owned(tx, leaves, tree, opt_state, which)
     for i, like in likes.items():
         places = [k for k, owner in enumerate(owners) if owner == i]
         begun = DeferredTable.before(leaves[i], [state[k] for k in places])
@@ -129,7 +129,7 @@ def to_deferred(
         leaves[i] = begun.begun(like.form, like.made_for)
         for k in places:
             state[k] = jnp.zeros((1, *state[k].shape[1:]), state[k].dtype)
-    return tree.unflatten(leaves), of_state.unflatten(state)
+    return tree.unflatten(leaves), state_tree.unflatten(state)
 
 
 def from_deferred(
@@ -162,7 +162,7 @@ def from_deferred(
     tree: Any = jax.tree.structure(params, is_leaf=is_stored_table)
     which = list(map(is_deferred, leaves))
     empty = jax.tree.leaves(without_rows(leaves), is_leaf=is_stored_table)
-    state, of_state, owners = _owned(tx, empty, tree, opt_state, which)
+    state, state_tree, owners = _owned(tx, empty, tree, opt_state, which)
     for i, table in enumerate(leaves):
         if not which[i]:
             continue
@@ -170,7 +170,7 @@ def from_deferred(
         places = [k for k, owner in enumerate(owners) if owner == i]
         for k, x in zip(places, slots, strict=True):
             state[k] = x
-    return tree.unflatten(leaves), of_state.unflatten(state)
+    return tree.unflatten(leaves), state_tree.unflatten(state)
 
 
 def _owned(

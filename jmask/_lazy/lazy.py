@@ -132,10 +132,10 @@ def lazy(
         params: optax.Params | None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        call, of_rows = proved_call(updates, state, params, extra_args)
-        if of_rows is None:
+        call, proof = proved_call(updates, state, params, extra_args)
+        if proof is None:
             return call.update(call.run_flat(), ())
-        return of_rows.update(call)
+        return proof.update(call)
 
     def proved_call(
         updates: optax.Updates,
@@ -170,11 +170,11 @@ def lazy(
             return stacked_step(init, apply_gradients, grads, state, params)
         if has_deferred(params):
             return deferred_step(init, update, apply_gradients, grads, state, params)
-        call, of_rows = proved_call(grads, state, params, {})
-        assert of_rows is not None, "a RowSparse is among the gradients"
-        result = applied_in_one_pass(call, of_rows)
+        call, proof = proved_call(grads, state, params, {})
+        assert proof is not None, "a RowSparse is among the gradients"
+        result = applied_in_one_pass(call, proof)
         if result is None:
-            updates, state = of_rows.update(call)
+            updates, state = proof.update(call)
             return apply_updates(params, updates), state
         return result
 

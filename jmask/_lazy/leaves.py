@@ -48,14 +48,14 @@ class Leaf:
         table: the position of the `RowSparse` gradient of its table, or None: no rows of it
             are gathered.
         valid: the valid entries of the gradient that it belongs to, if that is masked.
-        given: a gradient as it came, before equal ids were summed.
+        uncoalesced: a gradient as it came, before equal ids were summed.
     """
 
     value: Any
     kind: Literal["gradient", "state", "param", "extra"]
     table: int | None = None
     valid: jax.Array | None = None
-    given: Any = None
+    uncoalesced: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,32 +85,34 @@ class LazyCall:
         params: optax.Params | None,
         extra_args: dict[str, Any],
     ) -> "LazyCall":
-        given, gradient_tree = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
+        came, gradient_tree = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
         states, state_tree = jax.tree.flatten(state, is_leaf=is_stored_table)
         param_leaves, param_tree = jax.tree.flatten(params, is_leaf=is_stored_table)
         for i, param in enumerate(param_leaves):
             if is_stored_table(param):
-                given[i] = fitted(param, given[i])
+                came[i] = fitted(param, came[i])
         gradients, valid = map(
-            list, zip(*map(gradient_and_valid, given), strict=True) if given else ([], [])
+            list, zip(*map(gradient_and_valid, came), strict=True) if came else ([], [])
         )
         # Without parameters the gradient has their structure and shapes.
         like = gradients if params is None else param_leaves
         owners = tables_of_state(
             inner,
             list(map(shape_of, like)),
-            list(map(is_gradient_leaf, given)),
+            list(map(is_gradient_leaf, came)),
             gradient_tree,
             state,
             dtypes=params is not None,
         )
         for owner, x in zip(owners, states, strict=True):
             if owner is not None and is_stored_table(x):
-                gradients[owner] = fitted(x, given[owner])
+                gradients[owner] = fitted(x, came[owner])
         tables = [i if is_row_sparse(g) else None for i, g in enumerate(gradients)]
         leaves = [
-            Leaf(gradient, "gradient", table, mask, came)
-            for gradient, table, mask, came in zip(gradients, tables, valid, given, strict=True)
+            Leaf(gradient, "gradient", table, mask, uncoalesced)
+            for gradient, table, mask, uncoalesced in zip(
+                gradients, tables, valid, came, strict=True
+            )
         ]
         for owner, x in zip(owners, states, strict=True):
             of = (None, None) if owner is None else (tables[owner], valid[owner])

@@ -51,14 +51,14 @@ class ElementwiseProgram:
     Attributes:
         program: its first inputs are the gradients.
         table_of: the table a variable has entries of.
-        of_gradient: the variables with entries that are made of its gradient alone.
+        from_gradient: the variables with entries that are made of its gradient alone.
         reduced: tables over whose gradient something shared is summed.
         constants: the number that a shared variable is filled with, if it is known.
     """
 
     program: ClosedJaxpr
     table_of: dict[Var, int]
-    of_gradient: set[Var]
+    from_gradient: set[Var]
     reduced: set[int]
     constants: dict[Var, Any]
 
@@ -85,7 +85,7 @@ class ElementwiseProgram:
         equations_of_table = [
             e for e in self.program.jaxpr.eqns if self.table_of.get(e.outvars[0]) == table
         ]
-        made = [v for eqn in equations_of_table for v in eqn.outvars if v in self.of_gradient]
+        made = [v for eqn in equations_of_table for v in eqn.outvars if v in self.from_gradient]
         gradient = self.inputs[table]
         for source in (gradient, *made):
             equations, needed = _equations_for(outputs, equations_of_table, source)
@@ -116,8 +116,8 @@ class Combiner:
     constants: dict[Var, Any]
 
     def __call__(self, *entries: Any) -> tuple[Any, ...]:
-        given = zip([*self.inputs, self.source, *self.scalars], entries, strict=True)
-        values = self.constants | dict(given)
+        arguments = zip([*self.inputs, self.source, *self.scalars], entries, strict=True)
+        values = self.constants | dict(arguments)
         run(self.equations, values)
         return tuple(values[v] for v in self.outputs)
 
@@ -139,8 +139,8 @@ def elementwise_program(update: ProvedUpdate) -> ElementwiseProgram | None:
     jaxpr, kinds = update.program.jaxpr, update.kinds
     rows = {v: kind for v, kind in kinds.items() if isinstance(kind, RowWise)}
     table_of = {v: kind.table for v, kind in rows.items()}
-    of_gradient = {v for i, v in enumerate(jaxpr.invars) if table_of.get(v) == i}
-    shapes = {table_of[v]: aval_of(v).shape for v in of_gradient}
+    from_gradient = {v for i, v in enumerate(jaxpr.invars) if table_of.get(v) == i}
+    shapes = {table_of[v]: aval_of(v).shape for v in from_gradient}
     for v, kind in rows.items():
         shape = aval_of(v).shape
         is_whole = (kind.axis, kind.merged) == (0, (1, 1))  # nothing else in that axis
@@ -160,19 +160,19 @@ def elementwise_program(update: ProvedUpdate) -> ElementwiseProgram | None:
         if not entries:
             continue
         if eqn.outvars[0] not in table_of:
-            if name not in NEUTRAL or not entries <= of_gradient:
+            if name not in NEUTRAL or not entries <= from_gradient:
                 return None
             reduced.update(table_of[v] for v in entries)
         elif name not in ARITHMETIC or eqn.effects or not operands - entries <= filled:
             return None
-        elif entries <= of_gradient:
-            of_gradient.update(eqn.outvars)
+        elif entries <= from_gradient:
+            from_gradient.update(eqn.outvars)
     constants = {
         v: np.asarray(kind.constant, aval_of(v).dtype)
         for v, kind in kinds.items()
         if isinstance(kind, Replicated) and kind.constant is not None
     }
-    return ElementwiseProgram(update.program, table_of, of_gradient, reduced, constants)
+    return ElementwiseProgram(update.program, table_of, from_gradient, reduced, constants)
 
 
 # --- the pass ----------------------------------------------------------------------------
@@ -218,9 +218,9 @@ def applied_in_one_pass(call: LazyCall, update: ProvedUpdate) -> tuple[Any, Any]
         dtypes = {call.leaves[i].value.dtype for i in places}
         inputs = [parts.inputs[i] for i in places]
         for combiner in parts.combiners(table, inputs, [outputs[i] for i in places]):
-            of_scalars = {aval_of(v).dtype for v in combiner.scalars}
+            scalar_dtypes = {aval_of(v).dtype for v in combiner.scalars}
             has_room = len(combiner.scalars) < len(places)
-            if has_room and dtypes | of_scalars == {aval_of(combiner.source).dtype}:
+            if has_room and dtypes | scalar_dtypes == {aval_of(combiner.source).dtype}:
                 combiners[table] = combiner, places
                 break
         else:
@@ -237,7 +237,7 @@ def _run(
     known = {
         v: stored_values(leaf.value) if leaf.kind == "gradient" else leaf.value
         for v, leaf in zip(parts.inputs, call.leaves, strict=True)
-        if v not in parts.table_of or v in parts.of_gradient
+        if v not in parts.table_of or v in parts.from_gradient
     }
     computed = [c.source for t, (c, _) in combiners.items() if c.source is not parts.inputs[t]]
     # Beside these, all that does not depend on rows is computed before the pass.
@@ -247,7 +247,7 @@ def _run(
     run(_equations_for([*shared, *computed], jaxpr.eqns)[0], known)
     started: list[Any] = []
     for table, (combiner, places) in combiners.items():
-        gradient = call.leaves[table].given
+        gradient = call.leaves[table].uncoalesced
         # Rows of equal ids are summed here only if something is computed of the sums.
         if combiner.source in computed or table in parts.reduced:
             gradient = call.leaves[table].value.with_values(known[combiner.source])

@@ -49,16 +49,16 @@ class ProvedUpdate:
 
     def _run(self, sharded: Mapping[int, Axes], *inputs: Any) -> list[Any]:
         avals = self.traced.in_avals
-        given = [  # a table without lookups has a row here
+        arrays = [  # a table without lookups has a row here
             x if jnp.shape(x) == aval.shape else jnp.zeros(aval.shape, aval.dtype)
             for x, aval in zip(inputs, avals, strict=True)
         ]
         if sharded:
-            return with_sums_over(sharded, self.program, self.kinds, given)
+            return with_sums_over(sharded, self.program, self.kinds, arrays)
         # Types that say where an array is were not known when the program was traced.
-        if all(jax.typeof(x) == aval for x, aval in zip(given, avals, strict=True)):
-            return jax.core.eval_jaxpr(self.traced.jaxpr, self.traced.consts, *given)
-        return interpret(self.program.jaxpr, self.program.consts, given, bound)
+        if all(jax.typeof(x) == aval for x, aval in zip(arrays, avals, strict=True)):
+            return jax.core.eval_jaxpr(self.traced.jaxpr, self.traced.consts, *arrays)
+        return interpret(self.program.jaxpr, self.program.consts, arrays, bound)
 
 
 def proved(

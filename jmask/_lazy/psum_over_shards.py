@@ -92,12 +92,16 @@ def with_sums_over(
 
     def rule(eqn: JaxprEqn, arrays: list[Any]) -> list[Any]:
         name = name_of(eqn)
-        given = [Replicated() if isinstance(v, Literal) else kinds[v] for v in eqn.invars]
-        tables = {kind.table for kind in given if isinstance(kind, RowWise)} & sharded.keys()
+        operand_kinds = [
+            Replicated() if isinstance(v, Literal) else kinds[v] for v in eqn.invars
+        ]
+        tables = {
+            kind.table for kind in operand_kinds if isinstance(kind, RowWise)
+        } & sharded.keys()
         if name == "cond":
             which, *operands = arrays
             branches = [
-                functools.partial(_branch, branch, sharded, given[1:])
+                functools.partial(_branch, branch, sharded, operand_kinds[1:])
                 for branch in branches_of(eqn)
             ]
             every = [jax.eval_shape(branch, *operands) for branch in branches]
@@ -119,10 +123,10 @@ def with_sums_over(
 
 
 def _branch(
-    branch: Opened, sharded: Mapping[int, Axes], given: list[Kind], *inputs: Any
+    branch: Opened, sharded: Mapping[int, Axes], operand_kinds: list[Kind], *inputs: Any
 ) -> list[Any]:
     program = inlined(ClosedJaxpr(*branch))
-    _, kinds = classify(program, program, given)
+    _, kinds = classify(program, program, operand_kinds)
     return with_sums_over(sharded, program, kinds, inputs)
 
 

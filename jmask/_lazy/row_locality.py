@@ -263,15 +263,15 @@ def _reshape(eqn: JaxprEqn, kind: RowWise) -> Kind:
         same_place = new[: kind.axis + 1] == old[: kind.axis + 1]
         return kind if same_place else not_row_local(eqn, "merges rows with other axes")
     before = math.prod(old[: kind.axis]) * kind.merged[0]
-    found = []
+    axes = []
     for axis, size in enumerate(new):
         outer, rest = divmod(before, max(math.prod(new[:axis]), 1))
         inner, more = divmod(size, max(outer * rows, 1))
         if not (rest or more or none) and inner:
-            found.append(dataclasses.replace(kind, axis=axis, merged=(outer, inner)))
-    if not found:
+            axes.append(dataclasses.replace(kind, axis=axis, merged=(outer, inner)))
+    if not axes:
         return not_row_local(eqn, "merges rows with other axes")
-    return min(found, key=lambda kind: math.prod(kind.merged))
+    return min(axes, key=lambda kind: math.prod(kind.merged))
 
 
 def _transpose(eqn: JaxprEqn, kind: RowWise) -> Kind:
@@ -447,10 +447,10 @@ def _same_params(x: JaxprEqn, y: JaxprEqn, ignored: Sequence[str]) -> bool:
     if not (x.params or y.params):
         return True
     ignored = (*_PLACES, *ignored)
-    ours, theirs = compared(x), compared(y)
-    if ours.keys() != theirs.keys():
+    params, others = compared(x), compared(y)
+    if params.keys() != others.keys():
         return False
-    return not [k for k, v in ours.items() if k not in ignored and not _same(v, theirs[k])]
+    return not [k for k, v in params.items() if k not in ignored and not _same(v, others[k])]
 
 
 def _same_program(x: ClosedJaxpr, y: ClosedJaxpr) -> bool:

@@ -87,11 +87,11 @@ class Explanation:
 
     def __getitem__(self, name: str) -> ParameterStep:
         """Return the parameter of this name."""
-        found = [p for p in self.parameters if p.name == name]
-        if not found:
+        named = [p for p in self.parameters if p.name == name]
+        if not named:
             names = ", ".join(repr(p.name) for p in self.parameters)
             raise KeyError(f"no parameter {name!r}; there are {names}")
-        return found[0]
+        return named[0]
 
     def _total(self) -> tuple[str, ...]:
         size = sum(p.nbytes for p in self.parameters)
@@ -199,7 +199,9 @@ def _traced(
     # Shapes become tracers; all else reaches the function as it is, as under value_and_grad.
     structure: Any
     others, structure = jax.tree.flatten((batch, kwargs))
-    given = {i: x for i, x in enumerate(others) if isinstance(x, jax.ShapeDtypeStruct)}
+    shapes_of_batch = {
+        i: x for i, x in enumerate(others) if isinstance(x, jax.ShapeDtypeStruct)
+    }
     gradients: list[Any] = []
 
     def arguments(traced: dict[int, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -207,25 +209,25 @@ def _traced(
 
     def differentiate(params: Any, traced: dict[int, Any]) -> None:
         args, keywords = arguments(traced)
-        _, (found,) = value_and_gradients(
+        _, (grads,) = value_and_gradients(
             loss_fn, (0,), has_aux, (params, *args), keywords, finished=lambda result: result
         )
-        gradients.extend(jax.tree.leaves(found, is_leaf=is_row_sparse))
+        gradients.extend(jax.tree.leaves(grads, is_leaf=is_row_sparse))
 
     def value(params: Any, traced: dict[int, Any]) -> Any:
         args, keywords = arguments(traced)
-        found = loss_fn(params, *args, **keywords)
-        return found[0] if has_aux else found
+        result = loss_fn(params, *args, **keywords)
+        return result[0] if has_aux else result
 
     with collected() as reports:
-        jax.eval_shape(differentiate, shapes, given)
+        jax.eval_shape(differentiate, shapes, shapes_of_batch)
     with collected():
-        jaxpr = jax.make_jaxpr(value)(shapes, given).jaxpr
-    of_arrays = iter(uses_of_inputs(jaxpr))
+        jaxpr = jax.make_jaxpr(value)(shapes, shapes_of_batch).jaxpr
+    uses_of_arrays = iter(uses_of_inputs(jaxpr))
     uses: list[list[Use]] = []
     for leaf in jax.tree.leaves(params, is_leaf=is_stored_table):
-        of_leaf = [next(of_arrays) for _ in jax.tree.leaves(leaf)]
-        uses.append([] if is_stored_table(leaf) else of_leaf[0])
+        uses_of_leaf = [next(uses_of_arrays) for _ in jax.tree.leaves(leaf)]
+        uses.append([] if is_stored_table(leaf) else uses_of_leaf[0])
     return gradients, uses, reports
 
 

@@ -122,19 +122,21 @@ def _step_if(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _run_if(run: Callable[..., Any], take: jax.Array, kept: Any, state: Any, given: Any) -> Any:
-    """Return `run(kept, state, given)` where `take`, else `kept` and the state."""
+def _run_if(
+    run: Callable[..., Any], take: jax.Array, kept: Any, state: Any, closed_over: Any
+) -> Any:
+    """Return `run(kept, state, closed_over)` where `take`, else `kept` and the state."""
 
     def once(carried: Any) -> Any:
-        return jnp.zeros_like(take), *run(*carried[1:], given)
+        return jnp.zeros_like(take), *run(*carried[1:], closed_over)
 
     return lax.while_loop(lambda carried: carried[0], once, (take, kept, state))[1:]
 
 
 @_run_if.defjvp
 def _derivative(run: Callable[..., Any], primals: Any, tangents: Any) -> Any:
-    def chosen(take: jax.Array, kept: Any, state: Any, given: Any) -> Any:
-        return lax.cond(take, lambda: run(kept, state, given), lambda: (kept, state))
+    def chosen(take: jax.Array, kept: Any, state: Any, closed_over: Any) -> Any:
+        return lax.cond(take, lambda: run(kept, state, closed_over), lambda: (kept, state))
 
     return jax.jvp(chosen, primals, tangents)
 

@@ -225,19 +225,19 @@ def _unmasked(gradient: Any) -> Any:
 
 
 def _check_structure(gradients: Any, like: Any) -> None:
-    given: Any = jax.tree.leaves_with_path(gradients, is_leaf=is_gradient_leaf)
+    leaves: Any = jax.tree.leaves_with_path(gradients, is_leaf=is_gradient_leaf)
     expected: Any = jax.tree.leaves_with_path(like, is_leaf=is_gradient_leaf)
-    if [path for path, _ in given] != [path for path, _ in expected]:
+    if [path for path, _ in leaves] != [path for path, _ in expected]:
         names = [
-            ", ".join(leaf_name(tree, path) for path, _ in leaves)
-            for tree, leaves in (("updates", given), ("like", expected))
+            ", ".join(leaf_name(tree, path) for path, _ in nodes)
+            for tree, nodes in (("updates", leaves), ("like", expected))
         ]
         raise ValueError(
             "`updates` must have the structure of `like`, the gradient multi_steps was made "
             f"for: got {names[0]}, expected {names[1]}. (nnx.Optimizer gives the "
             "transformation nnx.as_pure(nnx.state(grads)): give that as `like`.)"
         )
-    for (path, x), (_, y) in zip(given, expected, strict=True):
+    for (path, x), (_, y) in zip(leaves, expected, strict=True):
         name = f"`updates{jax.tree_util.keystr(path)}`"
         rows, room = _unmasked(x), _unmasked(y)
         is_alike = isinstance(x, MaskedTensor) == isinstance(y, MaskedTensor)

@@ -58,14 +58,14 @@ def tables_of_state(
         jax.eval_shape(inner.init, param_tree.unflatten(leaves)) for leaves in (params, grown)
     )
     check_state(state, usual)
-    owners = {rows: position for position, rows in extra.items()}
-    found = [
-        _owner(x.shape, y.shape, owners)
+    tables_by_growth = {rows: position for position, rows in extra.items()}
+    owners = [
+        _owner(x.shape, y.shape, tables_by_growth)
         for x, y in zip(jax.tree.leaves(usual), jax.tree.leaves(larger), strict=True)
     ]
     if dtypes:
-        check_dtypes(state, usual, [owner is not None for owner in found])
-    return found
+        check_dtypes(state, usual, [owner is not None for owner in owners])
+    return owners
 
 
 def _owner(
