@@ -85,33 +85,32 @@ class LazyCall:
         params: optax.Params | None,
         extra_args: dict[str, Any],
     ) -> "LazyCall":
-        came, gradient_tree = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
+        uncoalesced, gradient_tree = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
         states, state_tree = jax.tree.flatten(state, is_leaf=is_stored_table)
         param_leaves, param_tree = jax.tree.flatten(params, is_leaf=is_stored_table)
         for i, param in enumerate(param_leaves):
             if is_stored_table(param):
-                came[i] = fitted(param, came[i])
-        gradients, valid = map(
-            list, zip(*map(gradient_and_valid, came), strict=True) if came else ([], [])
-        )
+                uncoalesced[i] = fitted(param, uncoalesced[i])
+        pairs = [gradient_and_valid(x) for x in uncoalesced]
+        gradients, valid = [x for x, _ in pairs], [x for _, x in pairs]
         # Without parameters the gradient has their structure and shapes.
         like = gradients if params is None else param_leaves
         owners = tables_of_state(
             inner,
             list(map(shape_of, like)),
-            list(map(is_gradient_leaf, came)),
+            list(map(is_gradient_leaf, uncoalesced)),
             gradient_tree,
             state,
             dtypes=params is not None,
         )
         for owner, x in zip(owners, states, strict=True):
             if owner is not None and is_stored_table(x):
-                gradients[owner] = fitted(x, came[owner])
+                gradients[owner] = fitted(x, uncoalesced[owner])
         tables = [i if is_row_sparse(g) else None for i, g in enumerate(gradients)]
         leaves = [
-            Leaf(gradient, "gradient", table, mask, uncoalesced)
-            for gradient, table, mask, uncoalesced in zip(
-                gradients, tables, valid, came, strict=True
+            Leaf(gradient, "gradient", table, mask, x)
+            for gradient, table, mask, x in zip(
+                gradients, tables, valid, uncoalesced, strict=True
             )
         ]
         for owner, x in zip(owners, states, strict=True):
