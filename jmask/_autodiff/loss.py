@@ -25,7 +25,7 @@ from jmask._base.row_ids import mapped_words
 from jmask._base.validation import leaf_name
 from jmask._kernels.gathered_rows import GATHERED
 from jmask._kernels.rows import plus_zero, zero_after_reading
-from jmask._tables.deferred_table import is_deferred
+from jmask._tables.deferral import is_deferred
 from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import is_row_sparse

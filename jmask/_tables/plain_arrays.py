@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jmask._base.validation import abstract_leaf, leaf_name, not_an_array
-from jmask._tables.deferred_table import DeferredTable, is_deferred, sealed
+from jmask._tables.deferral import Deferred, is_deferred, sealed
 from jmask._tables.packed import PackedTable
 from jmask._tables.shard_layout import gathered
 from jmask._tables.sharded import ShardedTable, placed_alike
@@ -195,8 +195,8 @@ def _as_row_sparse(name: str, given: Any, like: RowSparse) -> RowSparse:
     return RowSparse(ids, values, like.shape, coalesced=like.coalesced)
 
 
-def _as_deferred(name: str, given: Any, like: DeferredTable) -> DeferredTable:
-    if isinstance(given, DeferredTable):
+def _as_deferred(name: str, given: Any, like: Deferred) -> Deferred:
+    if is_deferred(given):
         given = {key: getattr(given, key) for key in _OF_DEFERRED}
     if not isinstance(given, Mapping) or not set(_OF_DEFERRED) <= given.keys():
         raise ValueError(
