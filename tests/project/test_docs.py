@@ -72,6 +72,11 @@ def test_links(page):
             assert (page.parent / target).exists(), target
 
 
+def test_readme_is_short():
+    """What is longer has a page in docs."""
+    assert len((ROOT / "README.md").read_bytes()) <= 6000
+
+
 def test_every_page_is_in_the_navigation():
     listed = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert sorted(listed) == sorted(site_pages())
