@@ -21,7 +21,7 @@ def _name(page):
     return page.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.examples
+@pytest.mark.sampled(15)
 @pytest.mark.rank_promotion
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 @pytest.mark.dtype_promotion

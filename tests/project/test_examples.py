@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 # Examples are written as programs are, which may promote ranks.
-pytestmark = [pytest.mark.examples, pytest.mark.rank_promotion]
+pytestmark = [pytest.mark.sampled(15), pytest.mark.rank_promotion]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ANIMALS = ["cat", "dog", "horse", "cow"]

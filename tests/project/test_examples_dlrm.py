@@ -17,7 +17,7 @@ from tests.project.test_examples import load  # noqa: F401
 ocp = later("orbax.checkpoint")
 
 # Examples are written as programs are, which may promote ranks.
-pytestmark = [pytest.mark.examples, pytest.mark.rank_promotion, pytest.mark.dtype_promotion]
+pytestmark = [pytest.mark.sampled(15), pytest.mark.rank_promotion, pytest.mark.dtype_promotion]
 
 SMALL = ["--rows", "2000", "--dim", "4"]
 GOOD = b"\t".join([b"1", b"5", b"", b"-2", *[b"7"] * 10, b"68fd1e64,05db", b"", *[b"a0"] * 24])

@@ -12,7 +12,7 @@ import jmask
 from tests.project.test_examples import load  # noqa: F401
 
 # Examples are written as programs are, which may promote ranks.
-pytestmark = [pytest.mark.examples, pytest.mark.rank_promotion, pytest.mark.dtype_promotion]
+pytestmark = [pytest.mark.sampled(15), pytest.mark.rank_promotion, pytest.mark.dtype_promotion]
 
 FAMILIES = 20
 

@@ -13,7 +13,7 @@ from tests.oracle import is_row_sparse
 from tests.project.test_examples import load  # noqa: F401
 
 # Examples are written as programs are, which may promote ranks.
-pytestmark = [pytest.mark.examples, pytest.mark.rank_promotion, pytest.mark.dtype_promotion]
+pytestmark = [pytest.mark.sampled(15), pytest.mark.rank_promotion, pytest.mark.dtype_promotion]
 
 TINY = ["--seconds", "0.3", "--timing", "0.1", "--memory", "2000", "--width", "16"]
 ROWS = 1000

@@ -15,7 +15,7 @@ import pytest
 
 # Examples are written as programs are, which may promote ranks.
 pytestmark = [
-    pytest.mark.devices,
+    pytest.mark.sampled(15),
     pytest.mark.rank_promotion,
     pytest.mark.skipif(importlib.util.find_spec("orbax") is None, reason="needs orbax"),
 ]
@@ -110,7 +110,7 @@ def test_goes_on_with_fewer_devices(devices, placement, rows, whole, tmp_path):
     assert_same(tmp_path / "end.npz", folder / "end.npz")
 
 
-@pytest.mark.parametrize("kill", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
+@pytest.mark.parametrize("kill", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_goes_on_after_a_process_was_killed(kill, whole, tmp_path):
     folder, _ = whole
     again = ("--processes", 2, "--checkpoint", tmp_path / "run")

@@ -19,7 +19,7 @@ eqx = later("equinox")
 nnx = later("flax.nnx")
 
 # Examples are written as programs are, which may promote ranks.
-pytestmark = [pytest.mark.examples, pytest.mark.rank_promotion, pytest.mark.dtype_promotion]
+pytestmark = [pytest.mark.sampled(15), pytest.mark.rank_promotion, pytest.mark.dtype_promotion]
 
 FRAMEWORKS = ("plain", "linen", "nnx", "equinox")
 USERS, ITEMS, DIM = 8, 6, 4

@@ -11,7 +11,7 @@ import pytest
 from tests.project.test_examples import load  # noqa: F401
 
 # Examples are written as programs are, which may promote ranks.
-pytestmark = [pytest.mark.examples, pytest.mark.rank_promotion, pytest.mark.dtype_promotion]
+pytestmark = [pytest.mark.sampled(15), pytest.mark.rank_promotion, pytest.mark.dtype_promotion]
 
 WORDS = {"animals": ["cat", "dog", "horse"], "colours": ["red", "green", "blue"]}
 SMALL = ["--columns", "4096", "--epochs", "15", "--largest", "4"]
