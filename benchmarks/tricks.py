@@ -16,7 +16,6 @@ import jax
 from jmask._autodiff import interpreter as _interpreter
 from jmask._kernels import bag_sum as _bag_sum
 from jmask._kernels import gather as _gather
-from jmask._kernels import update_rows as _update_rows
 from jmask._ops import products as _products
 from jmask._updates import row_update as _row_update
 
@@ -26,8 +25,6 @@ TRICKS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "bags by column": (_bag_sum, "is_short", lambda *_: False),
     # `table[ids].sum(1)` in a loss is then a lookup and a sum.
     "sums of lookups": (_interpreter, "sum_of_lookups", lambda *_: None),
-    # Equal ids are then found by sorting.
-    "hashing": (_update_rows, "_with_unique_ids", lambda pairs: pairs),
     "whole small tables": (_row_update, "is_saturated", lambda *_: False),
     "kernel for CSR": (_products, "suits_kernel", lambda *_: False),
 }

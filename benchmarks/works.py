@@ -245,8 +245,8 @@ def _tricks(rounds: int) -> list[Comparison]:
     in_huge_pages = Task(rows=4_000_000, pages="huge")
     found = [Comparison(in_huge_pages, (replace(in_huge_pages, pages="small"),), rounds)]
     for ours, names in (
-        (REFERENCE, ("fast gather", "hashing")),
-        (_MANY, ("fast gather", "hashing")),
+        (REFERENCE, ("fast gather",)),
+        (_MANY, ("fast gather",)),
         (Task(width=32), ("fast gather",)),
         (Task(rows=1_000), ("whole small tables",)),
         (_DENSE, ("whole small tables",)),

@@ -12,7 +12,7 @@ from jmask._base.fallback import StorageFallbackWarning as StorageFallbackWarnin
 from jmask._base.fallback import strict as strict
 from jmask._embedding.bag import embedding_bag as embedding_bag
 from jmask._embedding.lookup import embedding_lookup as embedding_lookup
-from jmask._embedding.max_norm import renormalize as renormalize
+from jmask._embedding.lookup import renormalize as renormalize
 from jmask._embedding.pad_bags import PaddedBags as PaddedBags
 from jmask._embedding.pad_bags import pad_bags as pad_bags
 from jmask._gradcheck.gradcheck import gradcheck as gradcheck

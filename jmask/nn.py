@@ -15,8 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import nn as _nn
 
+from jmask._base.array_types import wide
 from jmask._base.fallback import report_fallback
-from jmask._base.precision import wide
 from jmask._ops import reduction_kernels as kernels
 from jmask._ops.contractions import linear as linear
 from jmask._ops.elementwise import elementwise

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from jmask._autodiff import value_and_grad as autodiff
-from jmask._base.doors import check_flag, shown
+from jmask._base.validation import check_flag, shown
 
 __all__ = ["grad", "value_and_grad"]
 

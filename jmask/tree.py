@@ -25,11 +25,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.array_types import varying_alike, varying_axes
-from jmask._base.doors import check_flag, check_leaves
-from jmask._base.leaves import abstract_leaf, leaf_name
+from jmask._base.array_types import joint_dtype, varying_alike, varying_axes
 from jmask._base.norms import factor_for
-from jmask._base.precision import joint_dtype
+from jmask._base.validation import abstract_leaf, check_flag, check_leaves, leaf_name
 from jmask._tables.deferred_table import is_deferred
 from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, is_tensor

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from jax import lax
-from jax.interpreters import mlir
 
 from jmask._kernels import update_rows as _update_rows
 
@@ -27,5 +26,4 @@ def lower_for(platform: str) -> None:
         return of.get(platform, default)(*args)
 
     lax.platform_dependent = chosen
-    rule = mlir.lower_fun(_UPDATES[platform], multiple_results=True)
-    mlir.register_lowering(_update_rows._update_rows_p, rule, platform="cpu")
+    _update_rows._update_rows.lower(_UPDATES[platform], platform="cpu")

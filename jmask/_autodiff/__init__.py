@@ -1,13 +1,11 @@
-"""`jmask.grad`: the gradient program of JAX, interpreted so that gradients of tables stay rows.
+"""`jmask.grad`: JAX's gradient program, interpreted so that gradients of tables stay rows.
 
-values, row_pattern         cotangents that are still rows; which equations write rows
-row_moves                   reshape, pad, slice, transpose and concatenate sums of rows
-gathered_rows               rows of another array times a number each, and who reads them so
-provenance                  what each equation adds to what is known of arrays
-interpreter                 running a jaxpr by a table of rules
-rules, control_flow, collectives    the table
-uses                        what a program does with its inputs: lookups, or all of them
-loss, tensor_arguments      the function differentiated, and its arguments that are tensors
-after_reading               gradients whose ids wait until tables were read
 value_and_grad              `jmask.value_and_grad`
+tensor_arguments, loss      arguments that are tensors; the function that is differentiated
+interpreter                 running a jaxpr by a table of rules
+rules, control_flow         the table
+values                      cotangents that are still rows
+row_pattern, row_moves      equations that write rows, and equations that move them
+gathered_rows, provenance   rows of another array, scaled: what is known, who asks
+uses                        how a program uses its inputs: by lookups, or as a whole
 """

@@ -29,12 +29,9 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from jmask._base.array_facts import ArrayFacts
-from jmask._base.array_types import explicit_sharding
+from jmask._base.array_types import explicit_sharding, joint_dtype, trailing, wide
 from jmask._base.forms import aval_of, name_of, parameter
-from jmask._base.precision import joint_dtype, wide
-from jmask._base.shapes import trailing
-from jmask._kernels.bag_columns import most_columns
-from jmask._kernels.bag_sum import are_many, bag_sum
+from jmask._kernels.bag_sum import are_many, bag_sum, most_columns
 from jmask._kernels.gathered_rows import GATHERED, GatheredRows, Rows, joined_rows, pays
 
 Shape = tuple[int, ...]

@@ -44,7 +44,7 @@ from jmask._base.forms import (
     within,
 )
 from jmask._base.jaxprs import side_by_side
-from jmask._kernels.bag_sum import BAG_SUM, bag_sums
+from jmask._kernels.bag_sum import BAG_SUM
 from jmask._kernels.gather import Gather
 
 # The user's line in a fallback warning must not be a line of this library.
@@ -179,7 +179,7 @@ class Interpreter:
         def read(v: Any) -> Any:
             return v.val if isinstance(v, Literal) else values[v]
 
-        for eqn, *others in side_by_side(live, BAG_SUM):
+        for eqn, *others in side_by_side(live, BAG_SUM.primitive.name):
             if others:
                 values.update(self._run_together([eqn, *others], read))
                 continue
@@ -210,7 +210,7 @@ class Interpreter:
     ) -> Iterator[tuple[Var, Any]]:
         """What the sums of bags of several tables make, in one equation."""
         given = [self.dense(read(v), eqn) for eqn in eqns for v in eqn.invars]
-        outputs = bag_sums([eqn.params for eqn in eqns], given)
+        outputs = BAG_SUM.joined([eqn.params for eqn in eqns], given)
         return zip((v for eqn in eqns for v in eqn.outvars), outputs, strict=True)
 
     def _run_wanted(self, eqn: JaxprEqn, arguments: list[Any], wanted: Flags) -> list[Any]:

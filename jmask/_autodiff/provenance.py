@@ -31,9 +31,9 @@ from jmask._autodiff.gathered_rows import (
     is_sharded,
     longest_rows,
 )
+from jmask._base.array_types import is_known
 from jmask._base.forms import aval_of, name_of, parameter
 from jmask._base.row_ids import canonical
-from jmask._base.shapes import is_known
 
 # Longer products are arrays. Programs multiply an array by few others before they sum it, and
 # each rule goes through all factors.

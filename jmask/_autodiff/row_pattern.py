@@ -26,9 +26,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from jmask._base.array_types import trailing
 from jmask._base.forms import aval_of, parameter
 from jmask._base.row_ids import canonical, id_dtype, widen
-from jmask._base.shapes import trailing
 from jmask._kernels.rows import gather_rows
 
 IdsAndRows = tuple[jax.Array, jax.Array]

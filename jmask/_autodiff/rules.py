@@ -55,8 +55,8 @@ from jmask._autodiff.row_pattern import (
     sparse_product_rows,
 )
 from jmask._autodiff.values import Filled, RowSum
+from jmask._base.array_types import adds_when_cast
 from jmask._base.forms import aval_of, name_of, parameter
-from jmask._base.precision import adds_when_cast
 
 
 def _zero_rows(eqn: JaxprEqn) -> RowSum:

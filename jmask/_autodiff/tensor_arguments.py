@@ -23,7 +23,7 @@ from jmask._autodiff.values import Filled, RowSum
 from jmask._base.array_types import explicit_sharding
 from jmask._tables.stored_table import Phantom, is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
-from jmask._tensors.phantom import (
+from jmask._tensors.placeholders import (
     phantom_of,
     values_of,
     with_phantom,

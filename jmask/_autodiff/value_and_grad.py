@@ -17,20 +17,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
-from jmask._autodiff.after_reading import after_all_reads, after_reading
-from jmask._autodiff.collectives import COLLECTIVE_RULES
-from jmask._autodiff.control_flow import CONTROL_FLOW_RULES
+from jmask._autodiff.control_flow import COLLECTIVE_RULES, CONTROL_FLOW_RULES
 from jmask._autodiff.interpreter import Interpreter
-from jmask._autodiff.loss import argument_name, checked_loss, naming_tables
+from jmask._autodiff.loss import (
+    after_all_reads,
+    after_reading,
+    argument_name,
+    checked_loss,
+    naming_tables,
+)
 from jmask._autodiff.rules import EQUATION_RULES
 from jmask._autodiff.tensor_arguments import TensorArguments
 from jmask._autodiff.uses import Gradient, refined_reports
 from jmask._autodiff.values import Filled, RowSum
 from jmask._base.array_types import on_explicit_mesh
-from jmask._base.doors import check_flag
 from jmask._base.fallback import collected, expect_dense, report_fallback
 from jmask._base.forms import drops_rules
-from jmask._base.leaves import KEEP_ARRAYS, Model, abstract_leaf, leaf_name, not_an_array
+from jmask._base.validation import (
+    KEEP_ARRAYS,
+    Model,
+    abstract_leaf,
+    check_flag,
+    leaf_name,
+    not_an_array,
+)
 from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.masked_tensor import is_tensor
 

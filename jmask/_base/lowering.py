@@ -1,16 +1,20 @@
-"""What is decided only where a program is lowered for its devices.
+"""Primitives that become what suits the devices, where a program is lowered for these.
 
 A trace does not know where it will run. A primitive is one equation of it, with a definition in
 other operations, and at lowering it becomes what suits the devices:
 
     twice = primitive("twice", lambda x: [2 * x], shapes=lambda x: [x])
     lower(twice, on_one=lambda x: [x + x], on_several=lambda x: [2 * x], platform="cpu")
+
+One equation of a `GroupedPrimitive` serves several calls, so that a lowering can run them side
+by side. A call is a pytree: its static fields are parameters of the equation.
 """
 
 import functools
+import itertools
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import jax
 from jax.extend.core import Primitive
@@ -20,12 +24,12 @@ Definition = Callable[..., list[jax.Array]]
 
 
 def primitive(name: str, definition: Definition, shapes: Callable[..., list[Any]]) -> Primitive:
-    """A primitive with several results, and hashable parameters that are given by name.
+    """Make a primitive with several results, and hashable parameters that are given by name.
 
     Args:
         name: of its equations.
-        definition: what it is outside jit, under vmap and to derivatives, and on devices that
-            no lowering is registered for.
+        definition: its results outside jit, under vmap and to derivatives, and on devices
+            that no lowering is registered for.
         shapes: the abstract results, of abstract operands.
     """
     made = Primitive(name)
@@ -65,18 +69,14 @@ def lower(
 
     Args:
         on_one: on one device.
-        on_several: on several, over which arrays may be spread; None if it is the same.
+        on_several: on several, over which arrays may be sharded; None if it is the same.
     """
 
     def rule(ctx: Any, *operands: Any, **how: Any) -> Any:
         definition = on_one if on_several is None or _is_for_one(ctx) else on_several
-        return _lowered(definition)(ctx, *operands, **how)
+        return mlir.lower_fun(definition, multiple_results=True)(ctx, *operands, **how)
 
     mlir.register_lowering(made, rule, platform=platform)
-
-
-def _lowered(definition: Definition) -> Any:
-    return mlir.lower_fun(definition, multiple_results=True)
 
 
 def _is_for_one(ctx: Any) -> bool:
@@ -96,3 +96,69 @@ def switched_on() -> bool:
     already stays as it is.
     """
     return os.environ.get("JMASK_KERNELS", "1") != "0"
+
+
+Call = TypeVar("Call")
+Results = list[list[jax.Array]]
+"""The results of each call."""
+CallDefinition = Callable[[Sequence[Call]], Results]
+
+
+class GroupedPrimitive(Generic[Call]):
+    """A primitive for several calls in one equation, as `primitive` for one.
+
+    Its one parameter, `trees`, holds the structures of the calls.
+
+    Args:
+        name: of its equations.
+        definition: the results of several calls.
+        shapes: the abstract results of one call with abstract operands.
+    """
+
+    def __init__(
+        self, name: str, definition: CallDefinition[Call], shapes: Callable[[Call], list[Any]]
+    ) -> None:
+        def all_shapes(*avals: Any, trees: Any) -> list[Any]:
+            return [x for call in calls_of(trees, avals) for x in shapes(call)]
+
+        self.shapes = shapes
+        self.primitive = primitive(name, _flat(definition), all_shapes)
+
+    def __call__(self, calls: Sequence[Call]) -> Results:
+        """Bind one equation for all calls."""
+        if not calls:
+            return []
+        flattened = [jax.tree.flatten(call) for call in calls]
+        trees = tuple(tree for _, tree in flattened)
+        operands = [x for leaves, _ in flattened for x in leaves]
+        results = iter(self.primitive.bind(*operands, trees=trees))
+        abstract = calls_of(trees, list(map(jax.typeof, operands)))
+        return [list(itertools.islice(results, len(self.shapes(x)))) for x in abstract]
+
+    def joined(self, equations: Sequence[Any], operands: Sequence[jax.Array]) -> list[Any]:
+        """Bind one equation in place of several, given their parameters and all operands."""
+        trees = tuple(tree for params in equations for tree in params["trees"])
+        return self.primitive.bind(*operands, trees=trees)
+
+    def lower(
+        self,
+        on_one: CallDefinition[Call],
+        on_several: CallDefinition[Call] | None = None,
+        platform: str | None = None,
+    ) -> None:
+        """Lower calls as `lower` lowers one."""
+        several = None if on_several is None else _flat(on_several)
+        lower(self.primitive, _flat(on_one), several, platform)
+
+
+def calls_of(trees: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    """Return the calls of an equation: its operands in their structures."""
+    remaining = iter(operands)
+    return [tree.unflatten(itertools.islice(remaining, tree.num_leaves)) for tree in trees]
+
+
+def _flat(definition: CallDefinition[Call]) -> Definition:
+    def flat(*operands: Any, trees: Any) -> list[jax.Array]:
+        return [x for results in definition(calls_of(trees, operands)) for x in results]
+
+    return flat

@@ -1,9 +1,7 @@
 """Lookups and bags of rows.
 
-ids         ids as arguments: checked, canonical
-lookup      `embedding_lookup`
-bag_forms   bags by offsets, by segments, by lines
+ids         validation of ids, and their canonical form
+lookup      `embedding_lookup`, and `max_norm`
 bag         `embedding_bag`
-pad_bags    ragged bags as arrays of a few sizes
-max_norm    rows that are too long, scaled
+pad_bags    ragged bags as arrays of a few sizes; bags by offsets, segments, padding
 """

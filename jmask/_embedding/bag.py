@@ -24,20 +24,19 @@ import numpy as np
 
 from jmask._base.array_types import (
     explicit_sharding,
+    trailing,
     varying_axes,
+    wide,
     with_whole_rows,
 )
-from jmask._base.doors import (
+from jmask._base.row_ids import canonical
+from jmask._base.validation import (
     check_flag,
     checked_array,
     checked_choice,
     checked_integer,
     naming_arguments,
 )
-from jmask._base.precision import wide
-from jmask._base.row_ids import canonical
-from jmask._base.shapes import trailing
-from jmask._embedding.bag_forms import Bags, EqualBags, RaggedBags, check_offsets, check_weights
 from jmask._embedding.ids import (
     MODES,
     Entries,
@@ -49,9 +48,15 @@ from jmask._embedding.ids import (
     is_padding,
     narrowed,
 )
-from jmask._embedding.lookup import looked_up_rows
-from jmask._embedding.max_norm import Bound, checked_bound
-from jmask._embedding.pad_bags import PaddedBags
+from jmask._embedding.lookup import Bound, checked_bound, looked_up_rows
+from jmask._embedding.pad_bags import (
+    Bags,
+    EqualBags,
+    PaddedBags,
+    RaggedBags,
+    check_offsets,
+    check_weights,
+)
 from jmask._kernels.bag_sum import bag_sum
 from jmask._tensors.storage import row_of_each
 

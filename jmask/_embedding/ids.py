@@ -22,9 +22,8 @@ import numpy as np
 from jax.experimental import checkify
 from jax.experimental.sparse import JAXSparse
 
-from jmask._base.doors import checked_integer
-from jmask._base.leaves import abstract_leaf, as_table
 from jmask._base.row_ids import canonical, id_dtype, widen
+from jmask._base.validation import abstract_leaf, as_table, checked_integer
 from jmask._tables.stored_table import StoredTable
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse

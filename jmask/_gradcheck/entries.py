@@ -26,7 +26,7 @@ import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
-from jmask._tensors.phantom import values_of, with_values_of, without_phantom, zero_phantom
+from jmask._tensors.placeholders import values_of, with_values_of, without_phantom, zero_phantom
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import is_sparse
 

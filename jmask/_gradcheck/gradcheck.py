@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmask._base.doors import check_flag, check_leaves, shown
+from jmask._base.validation import check_flag, check_leaves, shown
 from jmask._gradcheck.fast import is_suspicious
 from jmask._gradcheck.jacobian import Rules
 from jmask._gradcheck.masked_function import is_masked_function

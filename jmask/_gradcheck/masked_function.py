@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._base.doors import check_leaves, shown
+from jmask._base.validation import check_leaves, shown
 from jmask._gradcheck.entries import Input, numbers_of, random_reals
 from jmask._gradcheck.message import Setting
 from jmask._gradcheck.problem import Problem, mask_of
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
-from jmask._tensors.phantom import with_phantom, with_values_of
+from jmask._tensors.placeholders import with_phantom, with_values_of
 from jmask._tensors.specified import todense
 
 _SIZES = (1e-2, 1e-4)

@@ -33,7 +33,7 @@ from jmask._gradcheck.entries import (
 )
 from jmask._gradcheck.message import GradcheckError, Setting
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
-from jmask._tensors.phantom import with_phantom, with_values_of
+from jmask._tensors.placeholders import with_phantom, with_values_of
 from jmask._tensors.specified import todense
 
 

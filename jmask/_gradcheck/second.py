@@ -24,7 +24,7 @@ from jmask._gradcheck.entries import (
 )
 from jmask._gradcheck.problem import Problem
 from jmask._tensors.masked_tensor import is_tensor
-from jmask._tensors.phantom import phantom_of, values_of, zero_phantom
+from jmask._tensors.placeholders import phantom_of, values_of, zero_phantom
 
 
 def gradient_problem(problem: Problem, modes: Sequence[str]) -> Problem:

@@ -2,18 +2,13 @@
 
 rows                    gathers and scatters of whole rows
 gather                  a lookup as XLA's CPU compiler vectorizes it
-bag_sum                 sums of rows that are never written out
-bag_columns             those of bags that are equally long, on all cores
-coalesce                equal ids sorted and summed
-gathered_rows           rows that are rows of another array, each times a number
-hash_dedup              equal ids summed into the first of them, by hashing
-block_loops             loops over blocks of rows, side by side
-row_blocks              equal ids summed and used, block by block
-update_rows             tables updated at unique ids: a primitive that knows the machine
-odd_windows             rows as windows, which XLA's CPU compiler scatters faster
-lines                   narrow rows side by side in lines of 128
-tpu_rows                tables updated by row DMAs, one kernel for TPUs
-tpu_choice              which updates are this kernel
+coalesce                rows of equal ids sorted and summed
+gathered_rows           rows of another array, scaled, that are not materialised
+bag_sum                 sums of rows that are not materialised
+row_blocks              loops over blocks of rows, and sums of equal ids in them
+update_rows             tables updated at unique ids: a primitive that knows the device
 scatter_update          one scatter whose combiner is an optimizer
+tpu_rows, tpu_choice    updates by row DMAs on TPUs, and which updates are made so
+lines                   narrow rows packed in lines of 128 lanes
 stochastic_rounding     sums rounded to a narrow dtype, right on average
 """

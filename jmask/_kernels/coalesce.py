@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.array_types import varying_alike, with_whole_rows
-from jmask._base.precision import sum_dtype
+from jmask._base.array_types import sum_dtype, varying_alike, with_whole_rows
 from jmask._kernels.rows import add_rows, gather_rows, set_rows
 
 

@@ -23,9 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmask._base.array_facts import ArrayFacts
-from jmask._base.array_types import varying_alike
-from jmask._base.precision import joint_dtype
-from jmask._base.shapes import is_known, trailing
+from jmask._base.array_types import is_known, joint_dtype, trailing, varying_alike
 from jmask._kernels.gather import Gather
 
 

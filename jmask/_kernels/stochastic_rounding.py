@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._base.doors import checked_dtype
-from jmask._base.leaves import abstract_leaf
+from jmask._base.validation import abstract_leaf, checked_dtype
 
 _DRAWS = 2**16
 

@@ -1,23 +1,22 @@
-"""Tables updated in the rows of a gradient, each once: a primitive that knows the machine.
+"""Tables updated in the rows of a gradient, each once: a primitive that knows the device.
 
     update(tables, ids, rows, scalars)         ids unique, rows of equal ids summed
 
-What an optimizer does to rows is one function of unique ids and their rows. How these are made
-of a gradient is decided where the program is lowered for a device:
+An optimizer is one function of unique ids and their rows. How these are made from a gradient
+is decided where the program is lowered for a device:
 
-| one CPU                 | equal ids found by hashing: `hash_dedup`                |
-|   and gathered rows     | blocks of rows in the order of their ids: `row_blocks`  |
-| several CPUs or TPUs    | all sums at once; the update in its `fused` form        |
-| one TPU                 | all sums at once; the update as a `kernel`              |
-| one GPU, jax from 0.12  | all sums at once; the update in its `fused` form        |
-| GPUs, vmap, derivatives | all sums at once; the update as it is defined           |
+| one CPU, gathered rows  | blocks of rows in the order of their ids: `row_blocks`  |
+| CPUs, several TPUs      | equal ids summed by sorting; the update in `fused` form |
+| one TPU                 | the same; the update as a `kernel`                      |
+| one GPU, jax from 0.12  | the same; the update in its `fused` form                |
+| GPUs, vmap, derivatives | the same; the update as it is defined                   |
 
-What is additive is added one by one instead, but on TPUs, and where XLA may have spread it over
-several devices.
+Additive updates skip de-duplication and use an accumulating scatter, except on TPUs and where
+XLA may shard the operands over devices.
 """
 
 import dataclasses
-import itertools
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,19 +26,24 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmask._base.array_types import explicit_sharding, varying_alike, with_whole_rows
-from jmask._base.lowering import in_one_device, lower, primitive, switched_on
+from jmask._base.lowering import GroupedPrimitive, Results, in_one_device, switched_on
 from jmask._base.row_ids import Order
 from jmask._kernels import tpu_choice, tpu_rows
-from jmask._kernels.block_loops import BlockLoop, block_size, run_side_by_side, together
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gather import zero_of
 from jmask._kernels.gathered_rows import GatheredRows, Rows, as_array
-from jmask._kernels.hash_dedup import deduplicated_tables
-from jmask._kernels.odd_windows import in_windows
-from jmask._kernels.row_blocks import rows_in_blocks, sums_in_blocks
+from jmask._kernels.row_blocks import (
+    BlockLoop,
+    block_size,
+    rows_in_blocks,
+    run_side_by_side,
+    sums_in_blocks,
+    together,
+)
 from jmask._kernels.rows import add_rows
 
-OnUniqueRows = Callable[..., list[jax.Array]]
+Tables = Sequence[jax.Array]
+OnUniqueRows = Callable[[Any, jax.Array, jax.Array, Any, bool], list[Any]]
 """(tables, ids, rows, scalars, is_sorted) -> tables; if sorted, padding comes last."""
 
 
@@ -66,9 +70,14 @@ class Update:
         return self.fused or self.definition
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["tables", "ids", "values", "scalars"],
+    meta_fields=["update", "order", "is_alone"],
+)
 @dataclasses.dataclass(frozen=True)
 class RowUpdate:
-    """An update that is to be done.
+    """An update to be done.
 
     Attributes:
         update: what is done.
@@ -78,112 +87,90 @@ class RowUpdate:
         scalars: passed on to the update. If ids are unique, there may be arrays among them
             that belong to the entries, which then stay where they are.
         order: of the ids.
+        is_alone: whether it is that of one device in a `shard_map`. Set by `updated`.
     """
 
     update: Update
-    tables: Sequence[jax.Array]
+    tables: Tables
     ids: jax.Array
     values: Rows
     scalars: Sequence[jax.Array]
     order: Order
+    is_alone: bool = False
 
-    def __post_init__(self) -> None:
-        assert self.order != "any" or not any(map(jnp.ndim, self.scalars))
+    def summed(self) -> "RowUpdate":
+        """Return the same update with the rows of equal ids summed."""
+        if self.order != "any":
+            return self
+        rows = as_array(self.values)
+        ids, rows = coalesce_rows(self.ids, rows, self.tables[0].shape[0])
+        return dataclasses.replace(self, ids=ids, values=rows, order="sorted")
+
+    def done_by(self, form: OnUniqueRows, duplicates: bool = False) -> list[jax.Array]:
+        """Return the tables, updated in a form of the update.
+
+        Args:
+            form: one of those of `Update`.
+            duplicates: whether an additive update may take equal ids as they come.
+        """
+        x = self if duplicates and self.update.additive else self.summed()
+        is_sorted = x.order == "sorted"
+        return form(x.tables, x.ids, as_array(x.values), x.scalars, is_sorted)
 
 
-def updated(given: Sequence[RowUpdate | list[Any]]) -> list[list[Any]]:
-    """The tables of each update, all done at once; lists are results that there are already."""
-    results = [x if isinstance(x, list) else _without_primitive(x) for x in given]
-    remaining = [
-        _part_of(x)
-        for x, result in zip(given, results, strict=True)
+def updated(updates: Sequence[RowUpdate | list[Any]]) -> list[list[Any]]:
+    """Return the tables of each update, all done together; lists are results already there."""
+    results = [x if isinstance(x, list) else _without_primitive(x) for x in updates]
+    calls = [
+        _prepared(x)
+        for x, result in zip(updates, results, strict=True)
         if isinstance(x, RowUpdate) and result is None
     ]
-    parts = tuple(part for _, part in remaining)
-    operands = [array for arrays, _ in remaining for array in arrays]
-    made = _update_rows_p.bind(*operands, parts=parts) if parts else []
-    tables = iter(_of_parts(made, [part.tables for part in parts]))
+    tables = iter(_update_rows(calls))
     return [next(tables) if result is None else result for result in results]
 
 
 def _without_primitive(x: RowUpdate) -> list[jax.Array] | None:
-    """The result where the primitive is not for such arrays."""
+    """Return the result where the primitive is not for such arrays."""
+    assert x.order != "any" or not any(map(jnp.ndim, x.scalars))
     if 0 in x.values.shape or x.tables[0].shape[0] == 0:
         return list(x.tables)
-    if not (x.update.captures or (_is_placed(x) and x.update.additive)):
-        return None
-    operands, part = _part_of(x)
-    return _by_definition(*operands, parts=(part,))
+    if x.update.captures or (_has_explicit_sharding(x) and x.update.additive):
+        return _defined(_prepared(x))
+    return None
 
 
-def _is_placed(x: RowUpdate) -> bool:
+def _has_explicit_sharding(x: RowUpdate) -> bool:
     return explicit_sharding(*x.tables, x.ids, *jax.tree.leaves(x.values)) is not None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """What is known of an update beside its operands: tables, scalars, ids, values.
-
-    Attributes:
-        is_alone: whether it is that of one device in a `shard_map`.
-    """
-
-    update: Update
-    tables: int
-    scalars: int
-    form: Any
-    order: Order
-    is_alone: bool
-
-    @property
-    def count(self) -> int:
-        return self.tables + self.scalars + 1 + self.form.num_leaves
-
-
-def _part_of(x: RowUpdate) -> tuple[list[jax.Array], _Part]:
-    ids, values, scalars, order = x.ids, x.values, x.scalars, x.order
-    if _is_placed(x) and not x.update.additive:
-        values = as_array(values)
-        if order == "any":
-            ids, values = coalesce_rows(ids, values, x.tables[0].shape[0])
-            order = "sorted"
-        ids, values, *scalars = map(with_whole_rows, (ids, values, *scalars))
-    leaves, form = jax.tree.flatten(values)
-    operands = varying_alike(*x.tables, *scalars, ids, *leaves)
-    part = _Part(x.update, len(x.tables), len(scalars), form, order, in_one_device())
-    return list(operands), part
-
-
-def _of_parts(arrays: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
-    remaining = iter(arrays)
-    return [list(itertools.islice(remaining, count)) for count in counts]
+def _prepared(x: RowUpdate) -> RowUpdate:
+    if _has_explicit_sharding(x) and not x.update.additive:
+        x = dataclasses.replace(x, values=as_array(x.values)).summed()
+        arrays = x.ids, as_array(x.values), *x.scalars
+        ids, values, *scalars = map(with_whole_rows, arrays)
+        x = dataclasses.replace(x, ids=ids, values=values, scalars=scalars)
+    x = dataclasses.replace(x, tables=list(x.tables), scalars=list(x.scalars))
+    tree: Any
+    operands, tree = jax.tree.flatten(dataclasses.replace(x, is_alone=in_one_device()))
+    return tree.unflatten(varying_alike(*operands))
 
 
 def add_to_rows(table: jax.Array, ids: jax.Array, values: Rows, order: Order = "any") -> Any:
-    """`table` with `table[ids] += values`, duplicates summed, in place when possible."""
+    """Return `table` with `table[ids] += values`, duplicates summed, in place if possible."""
     if not isinstance(values, GatheredRows):
         return add_rows(table, ids, values, coalesced=order == "sorted")
     ((total,),) = updated([RowUpdate(ADDITION, [table], ids, values, [], order)])
     return total
 
 
-def _added(
-    tables: Sequence[jax.Array],
-    ids: jax.Array,
-    rows: jax.Array,
-    scalars: Sequence[jax.Array],
-    is_sorted: bool,
-) -> list[jax.Array]:
+def _added(tables: Tables, ids: Any, rows: Any, scalars: Any, is_sorted: bool) -> list[Any]:
     return [add_rows(tables[0], ids, rows, coalesced=is_sorted)]
 
 
 def _added_by_kernel(
-    tables: Sequence[jax.Array],
-    ids: jax.Array,
-    rows: jax.Array,
-    scalars: Sequence[jax.Array],
-    is_sorted: bool,
-) -> list[jax.Array]:
+    tables: Tables, ids: Any, rows: Any, scalars: Any, is_sorted: bool
+) -> list[Any]:
     (table,) = tables
     if not tpu_choice.accepts(tables, ids, [rows]):
         return _added(tables, ids, rows, scalars, is_sorted)
@@ -196,122 +183,95 @@ def _added_by_kernel(
 ADDITION = Update(_added, kernel=_added_by_kernel, additive=True)
 
 
-Operands = Sequence[jax.Array]
-Parts = tuple[_Part, ...]
-Pair = tuple[Operands, _Part]
+# --- lowered for devices --------------------------------------------------------------------
 
 
-def _each(
-    run: Callable[[Operands, _Part], list[jax.Array]], given: Operands, parts: Parts
-) -> list[jax.Array]:
-    return [x for pair in _pairs(given, parts) for x in run(*pair)]
+def _defined(x: RowUpdate) -> list[jax.Array]:
+    return x.done_by(x.update.definition, duplicates=True)
 
 
-def _pairs(given: Operands, parts: Parts) -> list[Pair]:
-    operands = _of_parts(given, [part.count for part in parts])
-    return list(zip(operands, parts, strict=True))
+def _fused(x: RowUpdate) -> list[jax.Array]:
+    return x.done_by(x.update.fastest, duplicates=True)
 
 
-def _shapes(*given: Any, parts: Parts) -> list[Any]:
-    return _each(lambda operands, part: list(operands[: part.tables]), given, parts)
+def _by_definition(updates: Sequence[RowUpdate]) -> Results:
+    return list(map(_defined, updates))
 
 
-def _named(operands: Operands, part: _Part) -> Any:
-    """Tables, scalars, ids and values."""
-    *others, ids = operands[: part.count - part.form.num_leaves]
-    values = part.form.unflatten(operands[part.count - part.form.num_leaves :])
-    return others[: part.tables], others[part.tables :], ids, values
+_update_rows = GroupedPrimitive("jmask_update_rows", _by_definition, lambda x: list(x.tables))
 
 
-def _all_at_once(
-    run: OnUniqueRows, operands: Operands, part: _Part, one_by_one: bool = False
-) -> list[jax.Array]:
-    if not one_by_one:
-        operands, part = _summed(operands, part)
-    arrays, scalars, ids, values = _named(operands, part)
-    return run(arrays, ids, as_array(values), scalars, part.order == "sorted")
+def _on_one_tpu(updates: Sequence[RowUpdate]) -> Results:
+    for x in updates:
+        tpu_choice.warn_if_copied(x.tables[0])
+    return [x.done_by(x.update.kernel or x.update.fastest) for x in updates]
 
 
-def _summed(operands: Operands, part: _Part) -> Pair:
-    """The same with rows of equal ids summed."""
-    if part.order != "any":
-        return operands, part
-    arrays, scalars, ids, values = _named(operands, part)
-    ids, rows = coalesce_rows(ids, as_array(values), arrays[0].shape[0])
-    part = dataclasses.replace(part, order="sorted", form=jax.tree.structure(rows))
-    return [*arrays, *scalars, ids, rows], part
+def _on_tpus(updates: Sequence[RowUpdate]) -> Results:
+    # XLA cannot shard a kernel over devices, and it is believed to add rows faster that are
+    # promised to be distinct.
+    return [_on_one_tpu([x])[0] if x.is_alone else x.done_by(x.update.fastest) for x in updates]
 
 
-def _defined(operands: Operands, part: _Part) -> list[jax.Array]:
-    update = part.update
-    return _all_at_once(update.definition, operands, part, one_by_one=update.additive)
-
-
-def _by_definition(*given: jax.Array, parts: Parts) -> list[jax.Array]:
-    return _each(_defined, given, parts)
-
-
-_update_rows_p = primitive("jmask_update_rows", _by_definition, _shapes)
-
-
-def _on_tpus(*given: jax.Array, parts: Parts) -> list[jax.Array]:
-    def run(operands: Operands, part: _Part) -> list[jax.Array]:
-        if part.is_alone:
-            return _by_kernel(operands, part)
-        # Rows that are promised to be distinct are believed to be added faster than others.
-        return _all_at_once(part.update.fastest, operands, part)
-
-    return _each(run, given, parts)
-
-
-def _on_one_tpu(*given: jax.Array, parts: Parts) -> list[jax.Array]:
-    return _each(_by_kernel, given, parts)
-
-
-def _by_kernel(operands: Operands, part: _Part) -> list[jax.Array]:
-    tpu_choice.warn_if_copied(operands[0])
-    return _all_at_once(part.update.kernel or part.update.fastest, operands, part)
-
-
-def _on_one_gpu(*given: jax.Array, parts: Parts) -> list[jax.Array]:
+def _on_one_gpu(updates: Sequence[RowUpdate]) -> Results:
     # A scatter of several tables is one kernel since jaxlib 0.12, and a loop over rows before.
     is_one_kernel = jax.__version_info__ >= (0, 12) and switched_on()
-    return _each(_fused if is_one_kernel else _defined, given, parts)
+    return list(map(_fused if is_one_kernel else _defined, updates))
 
 
-def _fused(operands: Operands, part: _Part) -> list[jax.Array]:
-    update = part.update
-    return _all_at_once(update.fastest, operands, part, one_by_one=update.additive)
+def _summed_if_sharded(updates: Sequence[RowUpdate]) -> list[RowUpdate]:
+    """Sum rows of equal ids on several devices.
 
-
-def _summed_if_spread(given: Operands, parts: Parts) -> list[Pair]:
-    """The same on several devices, with rows of equal ids summed.
-
-    What is added one by one, and spread over devices, XLA adds to a table of zeros on each, of
-    which it sums all: it moves as much as the table holds.
+    XLA adds sharded rows that come one by one to a table of zeros on each device, and sums
+    these tables over devices: it moves as much as the table holds.
     """
-    pairs = _pairs(given, parts)
-    return [pair if pair[1].is_alone else _summed(*pair) for pair in pairs]
+    return [x if x.is_alone else x.summed() for x in updates]
 
 
-def _summed_by_definition(*given: jax.Array, parts: Parts) -> list[jax.Array]:
-    return [x for pair in _summed_if_spread(given, parts) for x in _defined(*pair)]
+def _summed_by_definition(updates: Sequence[RowUpdate]) -> Results:
+    return _by_definition(_summed_if_sharded(updates))
 
 
-def _on_cpus(*given: jax.Array, parts: Parts) -> list[jax.Array]:
-    pairs = _summed_if_spread(given, parts)
-    return [table for tables in _side_by_side(pairs) for table in tables]
+def _on_cpus(updates: Sequence[RowUpdate]) -> Results:
+    return _side_by_side(_summed_if_sharded(updates))
 
 
-def _side_by_side(pairs: Sequence[Pair]) -> list[list[jax.Array]]:
-    """As `_fused`, for several updates at once; of each the tables are arrays of their own."""
-    several = [pair for pair in pairs if pair[1].tables > 1]
+def _on_one_cpu(updates: Sequence[RowUpdate]) -> Results:
+    in_blocks = [
+        i
+        for i, x in enumerate(updates)
+        if x.order == "any" and isinstance(x.values, GatheredRows)
+    ]
+    others = [i for i in range(len(updates)) if i not in in_blocks]
+    size = block_size([_bytes_of_row(updates[i].values) for i in in_blocks])
+    tables = run_side_by_side([_loop(updates[i], size) for i in in_blocks])
+    results = dict(zip(in_blocks, tables, strict=True))
+    unique = [x if x.update.additive else x.summed() for x in (updates[i] for i in others)]
+    results.update(zip(others, _side_by_side(unique), strict=True))
+    return [results[i] for i in range(len(updates))]
+
+
+def _loop(x: RowUpdate, size: int) -> BlockLoop:
+    def block(tables: list[jax.Array], ids: jax.Array, rows: jax.Array) -> list[jax.Array]:
+        return x.update.fastest(tables, ids, rows, x.scalars, False)
+
+    kind = rows_in_blocks if x.update.additive else sums_in_blocks
+    return kind(block, list(x.tables), x.ids, x.values, size)
+
+
+def _bytes_of_row(values: Rows) -> int:
+    return math.prod(values.shape[1:]) * values.dtype.itemsize
+
+
+def _side_by_side(updates: Sequence[RowUpdate]) -> Results:
+    """Do updates as `_fused`; the tables of each update are buffers of their own."""
+    several = [x for x in updates if len(x.tables) > 1]
     results = iter([tables for group in together(several) for tables in _in_one_round(group)])
-    return [next(results) if pair[1].tables > 1 else _fused(*pair) for pair in pairs]
+    return [next(results) if len(x.tables) > 1 else _fused(x) for x in updates]
 
 
-def _in_one_round(pairs: Sequence[Pair]) -> list[list[jax.Array]]:
-    """As `_fused`, in a loop of one round.
+def _in_one_round(updates: Sequence[RowUpdate]) -> Results:
+    """Do updates as `_fused`, in a loop of one round.
 
     XLA gives the wrong buffers to a scatter that is passed an array twice, as two slots of
     zeros are where a state is made in the program of its first step; the smallest program that
@@ -319,87 +279,21 @@ def _in_one_round(pairs: Sequence[Pair]) -> list[list[jax.Array]]:
     different arrays, and XLA cannot know that this one has a single round: it does not count.
     """
 
-    def round_of(carried: tuple[jax.Array, list[list[jax.Array]]]) -> Any:
+    def one_round(carried: tuple[jax.Array, Results]) -> tuple[jax.Array, Results]:
         is_open, tables = carried
         new = [
-            _fused([*arrays, *operands[part.tables :]], part)
-            for arrays, (operands, part) in zip(tables, pairs, strict=True)
+            _fused(dataclasses.replace(x, tables=arrays))
+            for arrays, x in zip(tables, updates, strict=True)
         ]
         return jnp.zeros_like(is_open), new
 
-    *_, ids, _ = _named(*pairs[0])
-    tables = [list(operands[: part.tables]) for operands, part in pairs]
-    carried = (zero_of(ids[0]) == 0, tables)
-    return lax.while_loop(lambda carried: carried[0], round_of, carried)[1]
+    carried = (zero_of(updates[0].ids[0]) == 0, [list(x.tables) for x in updates])
+    return lax.while_loop(lambda carried: carried[0], one_round, carried)[1]
 
 
-def _on_one_cpu(*given: jax.Array, parts: Parts) -> list[jax.Array]:
-    parts = tuple(dataclasses.replace(x, update=_of_windows(x.update)) for x in parts)
-    pairs = _pairs(given, parts)
-    are_in_blocks = [_is_in_blocks(*pair) for pair in pairs]
-    in_blocks = [pair for pair, is_in in zip(pairs, are_in_blocks, strict=True) if is_in]
-    others = [pair for pair, is_in in zip(pairs, are_in_blocks, strict=True) if not is_in]
-    size = block_size([_bytes_of_row(*pair) for pair in in_blocks])
-    of_blocks = iter(run_side_by_side([_loop(*pair, size) for pair in in_blocks]))
-    at_once = iter(_side_by_side(_with_unique_ids(others)))
-    results = [next(of_blocks if is_in else at_once) for is_in in are_in_blocks]
-    return [table for tables in results for table in tables]
-
-
-def _of_windows(update: Update) -> Update:
-    """The update of windows of rows, if it does the same to each entry."""
-    if not (update.fused or update.additive):
-        return update
-
-    def run(tables: Any, ids: Any, rows: Any, scalars: Any, is_sorted: bool) -> list[jax.Array]:
-        def of_windows(tables: Operands, ids: jax.Array, arrays: Operands) -> list[jax.Array]:
-            return update.fastest(tables, ids, arrays[0], arrays[1:], is_sorted)
-
-        each = (jnp.broadcast_to(x, rows.shape) if x.ndim else x for x in scalars)
-        return in_windows(of_windows, tables, ids, [rows, *each], update.additive)
-
-    return dataclasses.replace(update, fused=run)
-
-
-def _is_in_blocks(operands: Operands, part: _Part) -> bool:
-    return part.order == "any" and isinstance(_named(operands, part)[-1], GatheredRows)
-
-
-def _bytes_of_row(operands: Operands, part: _Part) -> int:
-    *_, values = _named(operands, part)
-    return math.prod(values.shape[1:]) * values.dtype.itemsize
-
-
-def _loop(operands: Operands, part: _Part, size: int) -> BlockLoop:
-    arrays, scalars, ids, values = _named(operands, part)
-
-    def block(tables: list[jax.Array], ids: jax.Array, rows: jax.Array) -> list[jax.Array]:
-        return part.update.fastest(tables, ids, rows, scalars, False)
-
-    kind = rows_in_blocks if part.update.additive else sums_in_blocks
-    return kind(block, arrays, ids, values, size)
-
-
-def _with_unique_ids(pairs: Sequence[Pair]) -> list[Pair]:
-    """The same with unique ids, where the update asks for them."""
-    is_hashed = [part.order == "any" and not part.update.additive for _, part in pairs]
-    named = [_named(*pair) for pair, hashed in zip(pairs, is_hashed, strict=True) if hashed]
-    tables = [(ids, values, arrays[0].shape[0]) for arrays, _, ids, values in named]
-    unique = iter(zip(named, deduplicated_tables(tables), strict=True))
-    results = []
-    for (operands, part), hashed in zip(pairs, is_hashed, strict=True):
-        if hashed:
-            (arrays, scalars, _, _), (ids, values) = next(unique)
-            operands = [*arrays, *scalars, ids, values]
-            part = dataclasses.replace(part, order="unique", form=jax.tree.structure(values))
-        results.append((operands, part))
-    return results
-
-
-lower(_update_rows_p, on_one=_by_definition, on_several=_summed_by_definition)
-for platform in ("cuda", "rocm"):
-    lower(_update_rows_p, _on_one_gpu, _summed_by_definition, platform=platform)
-# XLA cannot spread a kernel over devices.
-lower(_update_rows_p, on_one=_on_one_tpu, on_several=_on_tpus, platform="tpu")
-# Where arrays are spread over devices, entries are not where their equals are.
-lower(_update_rows_p, on_one=_on_one_cpu, on_several=_on_cpus, platform="cpu")
+_update_rows.lower(_by_definition, _summed_by_definition)
+_update_rows.lower(_on_one_gpu, _summed_by_definition, platform="cuda")
+_update_rows.lower(_on_one_gpu, _summed_by_definition, platform="rocm")
+_update_rows.lower(_on_one_tpu, _on_tpus, platform="tpu")
+# Where arrays are sharded over devices, entries are not where their equals are.
+_update_rows.lower(_on_one_cpu, _on_cpus, platform="cpu")

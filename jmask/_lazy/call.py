@@ -28,13 +28,13 @@ from jmask._tables.stored_table import (
 )
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values
-from jmask._updates.masked_gradient import (
+from jmask._updates.checks import (
+    NotRowLocalError,
     gradient_and_valid,
     is_gradient_leaf,
     keep_valid,
     unchanged_where_masked,
 )
-from jmask._updates.not_row_local import NotRowLocalError
 
 
 @dataclasses.dataclass(frozen=True)

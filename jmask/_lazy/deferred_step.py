@@ -20,18 +20,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmask._base.leaves import leaf_name
-from jmask._base.precision import added
+from jmask._base.array_types import added
+from jmask._base.validation import leaf_name
 from jmask._lazy.away_forms import ZERO as NO_GRADIENT
 from jmask._lazy.away_forms import Away, Entry, Root, entry
 from jmask._lazy.state_rows import tables_of_state
 from jmask._lazy.without_gradient import Value, forms_of
 from jmask._tables.deferred_table import DeferredTable, is_deferred
-from jmask._tables.new_table import NewTable
 from jmask._tables.skipped_steps import Form, Quotient, StepWithout, products_of, terms_for
-from jmask._tables.stored_table import fitted, is_stored_table, shape_of
+from jmask._tables.stored_table import NewTable, fitted, is_stored_table, shape_of
 from jmask._tensors.row_sparse import RowSparse
-from jmask._updates.masked_gradient import with_wide_rows
+from jmask._updates.checks import with_wide_rows
 
 Run = Callable[[Any, Any, Any], tuple[Any, Any]]
 

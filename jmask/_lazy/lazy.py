@@ -28,17 +28,17 @@ from jmask._lazy.one_pass import OnePassTransformation, applied_in_one_pass
 from jmask._lazy.proved_update import ProvedUpdate, proved
 from jmask._lazy.stacked_step import has_stacked, stacked_step
 from jmask._tensors.row_sparse import is_row_sparse
-from jmask._updates.apply import apply_updates
+from jmask._updates.apply import Fit, apply_updates, dense_parameters, noticing_dense_tables
 from jmask._updates.checks import (
+    NotRowLocalError,
     check_parameters,
     check_transformation,
+    has_16_bit_sums,
+    is_gradient_leaf,
     naming_structures,
+    with_wide_rows,
 )
-from jmask._updates.dense_tables import noticing_dense_tables
 from jmask._updates.eager import compiled_outside_jit
-from jmask._updates.fit import Fit, dense_parameters
-from jmask._updates.masked_gradient import has_16_bit_sums, is_gradient_leaf, with_wide_rows
-from jmask._updates.not_row_local import NotRowLocalError
 
 # Transformations that hold gradients back to emit them in a later step, when a row held
 # back need not be among the rows touched: its update would be lost.

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import Literal
 
+from jmask._base.array_types import added
 from jmask._base.forms import aval_of
 from jmask._base.jaxprs import read
-from jmask._base.precision import added
 from jmask._kernels.update_rows import updated
 from jmask._lazy.call import LazyCall
 from jmask._lazy.elementwise_program import (

@@ -22,7 +22,7 @@ from jmask._lazy.call import LazyCall, arrays_of, shape_of_leaf
 from jmask._lazy.lattice import Kind, NotRowLocal, Replicated, RowWise
 from jmask._lazy.row_locality import classify
 from jmask._lazy.spread_sums import Axes, with_sums_over
-from jmask._updates.not_row_local import NotRowLocalError
+from jmask._updates.checks import NotRowLocalError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,9 +24,8 @@ from jmask._base.forms import Opened, branches_of, name_of, within
 from jmask._base.jaxprs import bound, inlined, interpret
 from jmask._lazy.lattice import Kind, Replicated, RowWise
 from jmask._lazy.row_locality import NEUTRAL, classify
-from jmask._tables.routed_rows import RoutedRows
-from jmask._updates.masked_gradient import is_gradient_leaf
-from jmask._updates.not_row_local import NotRowLocalError
+from jmask._tables.sharded import RoutedRows
+from jmask._updates.checks import NotRowLocalError, is_gradient_leaf
 
 Axes = tuple[str, ...]
 

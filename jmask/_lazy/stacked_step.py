@@ -17,7 +17,7 @@ import optax
 
 from jmask._tables.stored_table import is_stored_table, shape_of
 from jmask._tensors.row_sparse import is_row_sparse
-from jmask._updates.masked_gradient import is_gradient_leaf
+from jmask._updates.checks import is_gradient_leaf
 
 
 def is_stacked(x: Any) -> bool:

@@ -15,7 +15,7 @@ import jax
 import optax
 
 from jmask._tables.stored_table import is_stored_table, shape_of
-from jmask._updates.not_row_local import NotRowLocalError
+from jmask._updates.checks import NotRowLocalError
 
 
 def tables_of_state(

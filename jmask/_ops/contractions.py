@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._base.doors import refuse_scipy
 from jmask._base.fallback import report_fallback
+from jmask._base.validation import refuse_scipy
 from jmask._ops.elementwise import elementwise
 from jmask._ops.products import dot as _sparse_dot
 from jmask._tensors.masked_tensor import MaskedTensor, joined

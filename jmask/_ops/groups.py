@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._base.shapes import trailing
+from jmask._base.array_types import trailing
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import coordinates, is_sparse, stored_values
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmask._base.leaves import abstract_leaf
+from jmask._base.validation import abstract_leaf
 from jmask._ops.elementwise import elementwise
 from jmask._ops.masked_moves import (
     data_of,

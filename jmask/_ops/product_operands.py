@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
+from jmask._base.array_types import trailing
 from jmask._base.row_ids import canonical
-from jmask._base.shapes import trailing
 from jmask._kernels.rows import add_rows
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import row_of_each

@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._base.doors import check_flag, checked_choice, refuse_scipy
+from jmask._base.array_types import adds_when_cast, sum_dtype
 from jmask._base.fallback import report_fallback
-from jmask._base.precision import adds_when_cast, sum_dtype
+from jmask._base.validation import check_flag, checked_choice, refuse_scipy
 from jmask._kernels.rows import add_rows
 from jmask._ops.csr_kernel import product_by_kernel, suits_kernel
 from jmask._ops.product_operands import (
@@ -37,7 +37,7 @@ from jmask._ops.product_operands import (
     sum_of_terms,
 )
 from jmask._tensors.masked_tensor import MaskedTensor
-from jmask._tensors.phantom import phantom_of
+from jmask._tensors.placeholders import phantom_of
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.specified import todense
 from jmask._tensors.storage import stype, unique_positions

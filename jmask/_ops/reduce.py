@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jmask._base.doors import refuse_scipy
 from jmask._base.fallback import report_fallback
+from jmask._base.validation import refuse_scipy
 from jmask._ops.groups import grouped
 from jmask._tensors.mask_positions import as_booleans
 from jmask._tensors.masked_tensor import MaskedTensor, as_tensor

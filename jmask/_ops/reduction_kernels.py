@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jmask._base.array_types import is_nonzero, joint_dtype, wide
 from jmask._base.norms import Norm, factor_for, squared
-from jmask._base.precision import is_nonzero, joint_dtype, wide
 from jmask._ops.groups import greatest, least
 
 Results = tuple[Any, Any]

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jmask._base.doors import check_flag, checked_array
+from jmask._base.validation import check_flag, checked_array
 from jmask._ops.elementwise import elementwise
 from jmask._ops.reductions import sum as sum_of
 from jmask._tensors.masked_tensor import is_tensor

@@ -30,9 +30,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from jmask._base.array_types import adds_when_cast
 from jmask._base.forms import CALLS, aval_of, called, name_of, parameter
 from jmask._base.jaxprs import bound, interpret
-from jmask._base.precision import adds_when_cast
 from jmask._ops.safe_numbers import trial
 
 # How a value depends on operands, more from left to right: not, on arrays in an affine way, on

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
+from jmask._base.array_types import trailing
 from jmask._base.fallback import report_fallback
-from jmask._base.shapes import trailing
 from jmask._ops.safe_numbers import safe_numbers, varies
 from jmask._ops.zero_preserving import Operand, Sparse, behaviour_at_zero, role
-from jmask._tables.add_to_dense import add_to_dense
+from jmask._tables.stored_table import add_to_dense
 from jmask._tensors.masked_tensor import common_shape
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (

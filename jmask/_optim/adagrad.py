@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmask._base.precision import as_float
+from jmask._base.array_types import as_float
 from jmask._optim import hyperparameters as hyper
 from jmask._optim.row_rule import RowRule, Slot, optimizer
 from jmask._updates.eager import sharing_programs

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmask._base.doors import check_flag, checked_choice, shown
+from jmask._base.validation import check_flag, checked_choice, shown
 from jmask._lazy.lazy import lazy
 from jmask._optim import hyperparameters as hyper
 from jmask._optim.row_rule import RowRule, Slot, densified, optimizer

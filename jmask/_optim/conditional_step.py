@@ -24,17 +24,13 @@ from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.spread_sums import agreed
 from jmask._lazy.state_rows import check_state_type
 from jmask._tables.deferred_table import is_deferred
-from jmask._tables.new_table import NewTable
-from jmask._tables.stored_table import fitted, is_stored_table
+from jmask._tables.stored_table import NewTable, fitted, is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import is_entry, is_sparse, stored_values
-from jmask._updates.apply import apply_gradients
-from jmask._updates.checks import check_transformation
+from jmask._updates.apply import Fit, advising_lazy, apply_gradients
+from jmask._updates.checks import check_transformation, is_gradient_leaf, summed, with_wide_rows
 from jmask._updates.eager import compiled_outside_jit
-from jmask._updates.fit import Fit
-from jmask._updates.masked_gradient import is_gradient_leaf, summed, with_wide_rows
-from jmask._updates.plain_optax import advising_lazy
 
 
 class SkipNonfiniteState(NamedTuple):

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmask._base.doors import check_flag
-from jmask._base.leaves import as_table
+from jmask._base.validation import as_table, check_flag
 from jmask._lazy.deferred_step import without_rows
 from jmask._lazy.state_rows import tables_of_state
 from jmask._tables.deferred_table import DeferredTable, is_deferred

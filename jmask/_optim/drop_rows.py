@@ -9,17 +9,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmask._base.shapes import trailing
+from jmask._base.array_types import trailing
 from jmask._lazy.spread_sums import counted
 from jmask._lazy.state_rows import check_state_type
 from jmask._optim.conditional_step import summed_rows
-from jmask._tables.routed_rows import RoutedRows
+from jmask._tables.sharded import RoutedRows
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values
-from jmask._updates.dense_tables import noticed_as
-from jmask._updates.fit import Fit
-from jmask._updates.masked_gradient import is_gradient_leaf
+from jmask._updates.apply import Fit, noticed_as
+from jmask._updates.checks import is_gradient_leaf
 
 
 class DropNonfiniteState(NamedTuple):

@@ -23,9 +23,8 @@ import jax.numpy as jnp
 from jmask._autodiff.uses import Use, uses_of_inputs
 from jmask._autodiff.value_and_grad import function_of_parameters, value_and_gradients
 from jmask._autodiff.values import RowSum
-from jmask._base.doors import checked_choice
 from jmask._base.fallback import Fallback, Place, collected, in_bytes
-from jmask._base.leaves import abstract_leaf
+from jmask._base.validation import abstract_leaf, checked_choice
 from jmask._kernels.lines import has_narrow_rows
 from jmask._tables.packed import PLATFORMS
 from jmask._tables.stored_table import is_stored_table

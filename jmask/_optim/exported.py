@@ -23,12 +23,11 @@ from jmask._optim.ftrl import FtrlState
 from jmask._optim.multi_steps import MultiStepsState, StoredEntries, StoredRows
 from jmask._optim.sgd import MomentumState, SgdState
 from jmask._tables.deferred_table import DeferredTable
-from jmask._tables.new_table import NewTable
 from jmask._tables.packed import PackedTable
-from jmask._tables.routed_rows import RoutedRows
 from jmask._tables.shard_layout import Layout
-from jmask._tables.sharded import ShardedTable
+from jmask._tables.sharded import RoutedRows, ShardedTable
 from jmask._tables.skipped_steps import Form
+from jmask._tables.stored_table import NewTable
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse
 

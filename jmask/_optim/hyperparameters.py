@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmask._base.doors import check_flag, checked_choice, naming_arguments, shown
-from jmask._base.precision import as_float
+from jmask._base.array_types import as_float
+from jmask._base.validation import check_flag, checked_choice, naming_arguments, shown
 
 # What weight decay is added to: the gradient, so that an adaptive optimizer rescales it, or
 # the step, so that a row shrinks by the same factor whatever its gradients.

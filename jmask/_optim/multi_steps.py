@@ -18,23 +18,22 @@ import optax
 from jax import lax
 
 from jmask._base.array_types import typed_like, whole_rows_like, with_whole_rows
-from jmask._base.doors import check_flag
-from jmask._base.leaves import leaf_name
 from jmask._base.row_ids import id_dtype
+from jmask._base.validation import check_flag, leaf_name
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.state_rows import check_state_type
 from jmask._optim.conditional_step import apply_if, update_if
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
-from jmask._updates.checks import check_transformation
-from jmask._updates.dense_tables import noticed_as
-from jmask._updates.eager import compiled_outside_jit
-from jmask._updates.masked_gradient import (
+from jmask._updates.apply import noticed_as
+from jmask._updates.checks import (
     as_gradients,
     check_gradients,
+    check_transformation,
     gradient_and_valid,
     is_gradient_leaf,
 )
+from jmask._updates.eager import compiled_outside_jit
 
 
 class StoredRows(NamedTuple):

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jmask._base.array_types import added, joint_dtype, wide
 from jmask._base.norms import shortened
-from jmask._base.precision import added, joint_dtype, wide
 from jmask._lazy.deferred_step import has_deferred
 from jmask._lazy.lazy import lazy
 from jmask._optim.hyperparameters import check_number, check_positive
-from jmask._updates.masked_gradient import as_gradients, is_gradient_leaf, masked_as
+from jmask._updates.checks import as_gradients, is_gradient_leaf, masked_as
 
 
 def clip_by_row_norm(

@@ -22,17 +22,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmask._base.array_types import sharding_of_rows
-from jmask._base.precision import is_narrow, joint_dtype, wide
+from jmask._base.array_types import is_narrow, joint_dtype, sharding_of_rows, wide
 from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, updated
 from jmask._lazy.deferred_step import deferred_step, has_deferred, without_rows
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.stacked_step import has_stacked, stacked_step
 from jmask._lazy.state_rows import check_dtypes, check_state, check_state_type
-from jmask._tables.add_to_dense import add_to_dense
 from jmask._tables.packed import PackedTable
 from jmask._tables.stored_table import (
+    add_to_dense,
     fitted,
     is_stored_table,
     rows_of,
@@ -41,15 +40,20 @@ from jmask._tables.stored_table import (
 )
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
-from jmask._updates.apply import apply_updates, densify
+from jmask._updates.apply import (
+    Fit,
+    apply_updates,
+    dense_parameters,
+    densify,
+    noticing_dense_tables,
+)
 from jmask._updates.checks import (
     check_parameters,
     check_structure,
+    is_gradient_leaf,
+    with_wide_rows,
 )
-from jmask._updates.dense_tables import noticing_dense_tables
 from jmask._updates.eager import compiled_outside_jit
-from jmask._updates.fit import Fit, dense_parameters
-from jmask._updates.masked_gradient import is_gradient_leaf, with_wide_rows
 from jmask._updates.row_update import update_entries, updated_whole
 
 

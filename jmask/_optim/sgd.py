@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jmask._base.doors import check_flag
+from jmask._base.validation import check_flag
 from jmask._optim import hyperparameters as hyper
 from jmask._optim.row_rule import RowRule, Slot, optimizer
 from jmask._updates.eager import sharing_programs

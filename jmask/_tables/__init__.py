@@ -1,15 +1,11 @@
-"""Tables that are no single array: narrow rows side by side, rows over devices, rows that wait.
+"""Table containers: packed rows, rows sharded over devices, rows caught up when they are read.
 
-stored_table    what lookups, gradients and optimizers know of one
+stored_table    what lookups, gradients and optimizers ask of a container
 packed          narrow rows in lines of 128, as TPUs lay them out
-sharded         rows spread over the devices of a mesh
-shard_layout    where each row of a sharded table is
-routed_rows     rows of a gradient brought to their shards
-row_exchange    rows sent to their owners alone
-deferred_table  rows that are, when read, what a dense optimizer made of them
-new_table       a deferred table after a step, in the place of its update
-skipped_steps   what a row becomes in steps that have no gradient for it
-add_to_dense    the one sum of a table and rows that costs only the rows
+sharded         rows sharded over the devices of a mesh, and gradients routed to them
+shard_layout    where each row of a sharded table is, and how rows travel
+deferred_table  rows that, when read, are those of a dense optimizer
+skipped_steps   the closed form of steps without a gradient
 plain_arrays    tensors and tables as the arrays that checkpoints keep, and back
 huge_pages      tables in large pages of memory, on CPUs
 """

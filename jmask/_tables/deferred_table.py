@@ -27,13 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmask._base.precision import wide
+from jmask._base.array_types import trailing, wide
 from jmask._base.row_ids import id_dtype
-from jmask._base.shapes import trailing
-from jmask._kernels.coalesce import coalesce_rows
-from jmask._kernels.hash_dedup import deduplicated_rows
 from jmask._kernels.rows import gather_rows, ids_after_reading
-from jmask._tables.routed_rows import RoutedRows
 from jmask._tables.skipped_steps import Form, StepWithout, advanced, skipped
 from jmask._tables.stored_table import (
     StoredTable,
@@ -163,16 +159,9 @@ class DeferredTable(StoredTable):
         return self._now(*self._gathered(lambda x: rows_of(x, gradient)))
 
     def taken(self, gradient: RowSparse) -> tuple[RowSparse, list[jax.Array]]:
-        """A fitted gradient with the rows of equal ids summed, and `all_rows` of it.
-
-        On CPUs rows stay where they are, and are read at the ids at which the loss has read
-        them, so that XLA reads them once; what is read where an id comes again is not used.
-        """
-        distinct, ids = _distinct(gradient)
-        if is_stored_table(self.main):
-            return distinct, self.all_rows(distinct)
-        read = RowSparse.of_rows(ids, distinct.values, self.shape, coalesced=gradient.coalesced)
-        return distinct, self.all_rows(read)
+        """Return a fitted gradient with rows of equal ids summed, and `all_rows` of it."""
+        distinct = _distinct(gradient)
+        return distinct, self.all_rows(distinct)
 
     def set_rows(self, gradient: Any, rows: jax.Array) -> "DeferredTable":
         _, *state = self.all_rows(gradient)
@@ -386,33 +375,13 @@ def ring_of(rows: int) -> int:
     return min(max(1 << math.ceil(math.log2(2 * math.sqrt(max(rows, 1)))), 64), 1 << 14)
 
 
-def _distinct(gradient: RowSparse) -> tuple[RowSparse, jax.Array]:
-    """A gradient with the rows of equal ids summed, zeros for padding; and ids of its rows.
-
-    On CPUs it is in no order, and the ids are those of before: none is padding instead.
-    """
-    rows = gradient.shape[0]
-
-    def by_hashing(ids: jax.Array, values: jax.Array) -> Any:
-        return *deduplicated_rows(ids, values, rows), ids
-
-    def by_sorting(ids: jax.Array, values: jax.Array) -> Any:
-        ids, values = coalesce_rows(ids, values, rows)
-        return ids, values, ids
-
-    ids = read = gradient.row_ids()
-    values = gradient.values
-    if gradient.order == "any" and ids.shape[0] > rows:
-        ids, values, read = by_sorting(ids, values)
-    elif gradient.order == "any":
-        ids, values, read = lax.platform_dependent(
-            ids, values, cpu=by_hashing, default=by_sorting
-        )
-    exists = trailing(ids < rows, values.ndim)
-    values = jnp.where(exists, values, jnp.zeros((), values.dtype))
-    if isinstance(gradient, RoutedRows) or gradient.order != "any":
-        return gradient.with_values(values), read
-    return RowSparse.of_rows(ids, values, gradient.shape, coalesced=False), read
+def _distinct(gradient: RowSparse) -> RowSparse:
+    """Return a gradient with the rows of equal ids summed, and zeros for padding."""
+    if gradient.order == "any":
+        gradient = gradient.coalesce()
+    exists = trailing(gradient.row_ids() < gradient.shape[0], gradient.ndim)
+    zero = jnp.zeros((), gradient.dtype)
+    return gradient.with_values(jnp.where(exists, gradient.values, zero))
 
 
 def _is_beside(slot: Any, table: Any) -> bool:

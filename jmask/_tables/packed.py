@@ -22,8 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.doors import checked_choice
-from jmask._base.leaves import as_table
+from jmask._base.validation import as_table, checked_choice
 from jmask._kernels.lines import LANES, per_line, picked, placed
 from jmask._kernels.rows import gather_rows
 from jmask._kernels.scatter_update import Combiner, update_elementwise

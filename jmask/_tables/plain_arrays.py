@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jmask._base.leaves import abstract_leaf, leaf_name, not_an_array
+from jmask._base.validation import abstract_leaf, leaf_name, not_an_array
 from jmask._tables.deferred_table import DeferredTable, is_deferred, sealed
 from jmask._tables.packed import PackedTable
 from jmask._tables.shard_layout import gathered

@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._base.shapes import trailing
+from jmask._base.array_types import trailing
 
 # The quotients that are summed with these many coefficients, fewest first.
 _TERMS = (3, 4, 5, 6, 8, 10, 12)

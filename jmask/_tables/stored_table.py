@@ -21,12 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmask._base.precision import joint_dtype
-from jmask._base.row_ids import id_dtype
-from jmask._base.shapes import trailing
+from jmask._base.array_types import is_narrow, joint_dtype, trailing, wide
+from jmask._base.row_ids import hide, id_dtype
 from jmask._kernels.gather import Gather
 from jmask._kernels.rows import gather_rows, gather_unique_rows, set_rows
-from jmask._tensors.methods import call, method
+from jmask._kernels.stochastic_rounding import stochastic_round
+from jmask._kernels.update_rows import add_to_rows
+from jmask._tensors.methods import call
 from jmask._tensors.misuse import refuse_misuse_of_table
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 
@@ -153,8 +154,6 @@ class StoredTable(abc.ABC):
             raise ValueError(f"`copy`=False: a {type(self).__name__} is no array to share.")
         return np.asarray(self.todense(), dtype)
 
-    __treescope_repr__ = method("rendering")
-
     def __repr__(self) -> str:
         try:
             dtype = self.dtype
@@ -280,3 +279,92 @@ def _derivative(order: int, primals: Any, tangents: Any) -> tuple[jax.Array, jax
     # For the next derivative the values depend on the phantom too.
     again = _with_phantom(order - 1, values, phantom, ids) if order else values
     return again, of_values + of_phantom
+
+
+# --- add to dense -------------------------------------------------------------------------
+#
+# `dense + rows`: the one sum of a table and rows of it that does not cost O(table).
+#
+# zeros(4, 1) + RowSparse([2, 2], [[1.], [1.]])      rows 2 gets 2; rows 0, 1, 3 keep their bits
+
+
+def add_to_dense(dense: Any, rows: RowSparse, key: jax.Array | None = None) -> Any:
+    """`dense + rows`, touching only the rows stored: what `optax.apply_updates` needs.
+
+    Floating arrays keep their dtype, as in `dense.at[ids].add(...)`: a bfloat16 table plus
+    float32 updates is added in float32 on the touched rows and rounded once to bfloat16.
+    Otherwise the dtypes promote as in JAX.
+
+    Args:
+        dense (V, *row): an array or a stored table, which is what is returned.
+        rows: of the same shape.
+        key: of `jax.random`; sums are then rounded stochastically to a 16-bit dtype.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    stored = is_stored_table(dense)
+    dense = dense if stored else jnp.asarray(dense)
+    # Rows of 16 bits may be many of one id: what is rounded is their sum, in the table.
+    rows = rows if rows.order == "sorted" else rows.widened()
+    rows = fitted(dense, rows) if stored else rows
+    if dense.shape != rows.shape:
+        raise ValueError(
+            f"cannot add rows of a tensor of shape {rows.shape} to an array of shape "
+            f"{dense.shape}: a RowSparse does not broadcast."
+        )
+    if rows.leading > 1:  # stacked tables are one table
+        flat = rows.flat()
+        return add_to_dense(dense.reshape(flat.shape), flat, key).reshape(dense.shape)
+    both_float = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (dense, rows))
+    dtype = joint_dtype(dense.dtype if stored else dense, rows.values)
+    if not both_float:
+        dense = dense.astype(dtype)
+    key = key if is_narrow(dense.dtype) else None
+    if not stored and dense.dtype == dtype and key is None:
+        return add_to_rows(dense, rows.row_ids(), rows.rows(), rows.order)
+    rows = rows if stored else rows.coalesce()
+    dtype = dtype if key is None else wide(dtype)
+    new = rows_of(dense, rows).astype(dtype) + rows.values.astype(dtype)
+    if key is not None:
+        new = stochastic_round(new, dense.dtype, key)
+    return with_rows(dense, rows, new)
+
+
+# --- new table ----------------------------------------------------------------------------
+#
+# A table after a step, in the place of its update: what is not added but put there.
+
+
+@jax.tree_util.register_pytree_node_class
+class NewTable:
+    """What `update` returns for a deferred table: the table after the step.
+
+    `jmask.apply_updates` puts it in place of the old one. An optimizer that is chained behind
+    maps arithmetic over its leaves; one of them refuses that, as the ids of a `RowSparse` do.
+    """
+
+    def __init__(self, table: Any):
+        self.table = table
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.table.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.table.dtype
+
+    def tree_flatten(self) -> Any:
+        return (hide(jnp.zeros((1,), jnp.int32)), self.table), None
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Any) -> "NewTable":
+        node = object.__new__(cls)
+        node.table = children[1]
+        return node
+
+
+def is_new_table(x: Any) -> bool:
+    """Whether `x` is a `NewTable`."""
+    return isinstance(x, NewTable)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCSR
 
-from jmask._base.precision import is_nonzero
+from jmask._base.array_types import is_nonzero
 from jmask._tensors.masked_storage import check_stype, to_storage
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.storage import (

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._base.doors import checked_integer
-from jmask._base.leaves import abstract_leaf
 from jmask._base.row_ids import hide, wrap
+from jmask._base.validation import abstract_leaf, checked_integer
 from jmask._tensors.misuse import takes_plain_ids
 
 

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._base.doors import checked_array, checked_choice
-from jmask._base.precision import joint_dtype
-from jmask._base.shapes import trailing
+from jmask._base.array_types import joint_dtype, trailing
+from jmask._base.validation import checked_array, checked_choice
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.checks import checked_capacity, fit_or_poison
 from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, joined

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._base.doors import checked_array, checked_dtype, checked_scalar, refuse_scipy
+from jmask._base.validation import checked_array, checked_dtype, checked_scalar, refuse_scipy
 from jmask._tensors.flax_state import register_in_flax
 from jmask._tensors.mask_positions import booleans, on_dense, on_sparse
 from jmask._tensors.methods import MaskedMethods, call

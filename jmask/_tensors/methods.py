@@ -174,8 +174,6 @@ class MaskedMethods(TensorMethods):
     __slots__ = ()
 
     __getitem__ = method("masked_getitem")
-    __treescope_ndarray_adapter__ = method("array_adapter")
-    __treescope_repr__ = method("rendering")
 
     __repr__ = method("representation")
     at = property(method("masked_at"))
@@ -216,7 +214,6 @@ class RowSparseMethods(TensorMethods):
     __slots__ = ()
 
     __getitem__ = method("row_getitem")
-    __treescope_repr__ = method("rendering")
 
     def __len__(self) -> int:
         return self.shape[0]  # type: ignore[attr-defined]

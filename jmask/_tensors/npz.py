@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._base.doors import checked_path
+from jmask._base.validation import checked_path
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import stype

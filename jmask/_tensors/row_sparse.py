@@ -23,10 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._base.doors import check_flag, checked_array, checked_dtype
-from jmask._base.precision import adds_when_cast, is_narrow, is_nonzero, wide
+from jmask._base.array_types import adds_when_cast, is_narrow, is_nonzero, trailing, wide
 from jmask._base.row_ids import Order, canonical, hide, id_dtype, is_opaque, reveal, widen
-from jmask._base.shapes import trailing
+from jmask._base.validation import check_flag, checked_array, checked_dtype
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gathered_rows import Rows, cast, gathered, scaled
 from jmask._kernels.rows import gather_rows, split_rows

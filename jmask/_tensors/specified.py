@@ -22,10 +22,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmask._base.doors import check_flag
 from jmask._base.fallback import report_fallback
+from jmask._base.validation import check_flag
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
-from jmask._tensors.phantom import phantom_of, with_phantom, without_phantom
+from jmask._tensors.placeholders import phantom_of, with_phantom, without_phantom
 from jmask._tensors.storage import (
     as_dense,
     is_entry,

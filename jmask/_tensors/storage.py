@@ -25,9 +25,8 @@ import numpy as np
 from jax import lax
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._base.doors import refuse_scipy
-from jmask._base.precision import joint_dtype, sum_dtype
-from jmask._base.shapes import trailing
+from jmask._base.array_types import joint_dtype, sum_dtype, trailing
+from jmask._base.validation import refuse_scipy
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.row_sparse import RowSparse
 

@@ -1,33 +1,45 @@
 """Putting gradients and updates to use: `densify`, `apply_updates`, `apply_gradients`."""
 
+import contextlib
+import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jmask._base.leaves import leaf_name
-from jmask._base.precision import added, is_narrow, joint_dtype, wide
-from jmask._kernels.stochastic_rounding import check_key, stochastic_round
-from jmask._tables.add_to_dense import add_to_dense
-from jmask._tables.new_table import NewTable
-from jmask._tables.stored_table import is_stored_table
-from jmask._tensors.masked_tensor import MaskedTensor
-from jmask._tensors.row_sparse import is_row_sparse
-from jmask._updates.checks import (
-    check_fits,
-    check_transformation,
-    naming_structures,
+from jmask._base.array_types import added, is_narrow, joint_dtype, wide
+from jmask._base.fallback import (
+    LARGE,
+    expect_dense,
+    in_bytes,
+    is_expected_dense,
+    muted,
+    report_fallback,
 )
-from jmask._updates.fit import Fit
-from jmask._updates.masked_gradient import (
+from jmask._base.row_ids import id_dtype
+from jmask._base.validation import Model, leaf_name
+from jmask._kernels.stochastic_rounding import check_key, stochastic_round
+from jmask._tables.stored_table import NewTable, add_to_dense, is_stored_table
+from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._updates.checks import (
+    as_gradients,
+    check_fits,
+    check_gradient,
+    check_transformation,
     gradient_and_valid,
+    is_full,
     is_gradient_leaf,
+    model_of,
+    naming_structures,
     unchanged_where_masked,
 )
-from jmask._updates.plain_optax import advising_lazy
 
 
 def densify() -> optax.GradientTransformation:
@@ -204,3 +216,216 @@ def apply_gradients(
     with advising_lazy("tx", fit.gradients, stored):
         updates, opt_state = tx.update(fit.gradients, opt_state, stored, **extra_args)
     return apply_updates(params, updates, key=key), opt_state
+
+
+# --- dense tables -------------------------------------------------------------------------
+#
+# Half a change is said: a lazy optimizer that gets the dense gradients of `jax.grad`.
+#
+#     jmask.lazy(optax.adam(1e-3)) with jax.value_and_grad        dense, and right: but O(table)
+#
+# Nothing is wrong then and nothing is gained, so there is a notice for each large table. Not
+# for gradients that `jmask.grad` has made dense: it has said why.
+
+# What is a table, and no weight of a layer: many rows, and long against a row.
+_ROWS, _ROWS_FOR_EACH_ENTRY = 1000, 8
+
+
+def notice_dense_tables(updates: Any) -> None:
+    """Report each large table among gradients none of which is sparse or masked.
+
+    Raises:
+        StorageFallbackWarning: under `strict()`.
+    """
+    leaves: Any = jax.tree.leaves_with_path(updates, is_leaf=is_gradient_leaf)
+    if any(is_gradient_leaf(x) for _, x in leaves):
+        return
+    for path, gradient in leaves:
+        if not is_table(gradient) or is_expected_dense(gradient):
+            continue
+        size = math.prod(gradient.shape) * gradient.dtype.itemsize
+        report_fallback(
+            f"a lazy optimizer got a dense gradient {leaf_name('updates', path)} for a "
+            f"{gradient.dtype}{list(gradient.shape)} table ({in_bytes(size)}) and no "
+            "row-sparse one, and updates all of it: take gradients with jmask.value_and_grad "
+            "in place of jax.value_and_grad, or the optimizer without jmask.lazy"
+        )
+
+
+def noticing_dense_tables(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `step` of a lazy optimizer, of gradients first, that notices dense tables.
+
+    The transformations inside it get arrays in place of rows: whole tables where `lazy` traces
+    its proof, the rows of a batch where it runs. What they would notice is no user's gradient.
+    """
+
+    @functools.wraps(step)
+    def noticing(grads: Any, *args: Any, **kwargs: Any) -> Any:
+        notice_dense_tables(grads)
+        with muted():
+            result, state = step(grads, *args, **kwargs)
+        # The next lazy optimizer of a chain gets updates: these are no gradients to notice.
+        for x in jax.tree.leaves(result, is_leaf=is_gradient_leaf):
+            if is_table(x):
+                expect_dense(x)
+        return result, state
+
+    return noticing
+
+
+def noticed_as(gradients: Any, updates: Any) -> Any:
+    """Return `updates` made of gradients; dense tables that were reported are so in them."""
+    pairs: Any = zip(
+        *(jax.tree.leaves(x, is_leaf=is_gradient_leaf) for x in (gradients, updates)),
+        strict=True,
+    )
+    for gradient, update in pairs:
+        if is_expected_dense(gradient) and is_table(update):
+            expect_dense(update)
+    return updates
+
+
+def is_table(x: Any) -> bool:
+    """Whether an array is large and has many rows, long against a row."""
+    if not isinstance(x, jax.Array) or x.ndim < 2:
+        return False
+    rows, entries = x.shape[0], math.prod(x.shape[1:])
+    return (
+        rows * entries * x.dtype.itemsize >= LARGE
+        and rows >= _ROWS
+        and rows >= _ROWS_FOR_EACH_ENTRY * entries
+    )
+
+
+# --- plain optax --------------------------------------------------------------------------
+#
+# What it means when a plain optax transformation fails on row-sparse gradients.
+#
+#     multiply does not accept dtypes float32, key<row ids: ...>     optax.sgd(0.1)
+#     a row-sparse gradient (RowSparse) is no array: ...             optax.adam(0.1)
+#
+# Optax maps arithmetic over the leaves of a gradient, and the ids of a `RowSparse` refuse it
+# (see `_base.row_ids`). Where jmask calls the transformation, the error says what to do
+# instead.
+
+_SIGNS = (
+    "RowSparse",
+    ".masked_tensor.MaskedTensor",
+    "key<row ids",
+    "Cannot call abstract method",
+)
+
+
+@contextlib.contextmanager
+def advising_lazy(name: str, gradients: Any, params: Any = None) -> Iterator[None]:
+    """Context in which the transformation called `name` gets gradients.
+
+    Raises:
+        TypeError: in place of what arithmetic on row ids raises.
+        ValueError: in place of JAX's, for gradients of another structure than parameters.
+    """
+    try:
+        with naming_structures(gradients, params):
+            yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        is_about_rows = any(sign in str(error) for sign in _SIGNS)
+        if not is_about_rows or not any(
+            map(is_row_sparse, jax.tree.leaves(gradients, is_leaf=is_row_sparse))
+        ):
+            raise
+        if _labels_by_function(error.__traceback__):
+            raise TypeError(
+                f"`{name}` holds optax.partition or optax.masked with a function of labels, "
+                "which optax calls with the gradients, row-sparse ones too: give it the tree, "
+                "optax.partition(transforms, labels(params)), or put it inside jmask.lazy."
+            ) from error
+        raise TypeError(
+            f"`{name}` holds a transformation of optax that cannot take row-sparse gradients: "
+            "put it inside jmask.lazy, as in jmask.lazy(optax.adam(1e-3)), with all that is "
+            "chained to it."
+        ) from error
+
+
+def _labels_by_function(traceback: TracebackType | None) -> bool:
+    """Whether an error comes from what a function of labels, or of a mask, has led to."""
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if str(frame.f_globals.get("__name__")).startswith("optax."):
+            labels = (frame.f_locals.get(name) for name in ("param_labels", "mask"))
+            if any(callable(x) for x in labels) and frame.f_code.co_name in _BY_FUNCTION:
+                return True
+        traceback = traceback.tb_next
+    return False
+
+
+# Functions of optax that call a function of labels with the gradients.
+_BY_FUNCTION = ("update_fn", "init_fn")
+
+
+# --- fit ----------------------------------------------------------------------------------
+#
+# Gradients and parameters as optimizers take them: fitted to each other, once for a step.
+#
+#     gradients   {"t": BCOO, "w": array}          masked rows of "t", array
+#     parameters  Model(t=RowSparse of all rows,   array, array, None
+#                       w=array, activation=relu)
+#
+# New parameters get the form of those that were given: `Fit.as_given`.
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Gradients beside the parameters that they belong to.
+
+    Attributes:
+        gradients: a tree of arrays, `RowSparse` and `MaskedTensor`.
+        params: arrays and stored tables in a tree of the same structure; None if not given.
+        model: what was given as parameters.
+    """
+
+    gradients: Any
+    params: Any
+    model: Model
+
+    @classmethod
+    def unchecked(cls, gradients: Any, params: Any) -> "Fit":
+        """Gradients or updates, and parameters or None.
+
+        Raises:
+            TypeError: see `as_gradients`.
+        """
+        return cls(as_gradients(gradients), dense_parameters(params), model_of(params))
+
+    @classmethod
+    def of(cls, gradients: Any, params: Any) -> "Fit":
+        """Gradients, and parameters that they fit, or None.
+
+        Raises:
+            TypeError, ValueError: see `as_gradients`, `check_gradient`.
+        """
+        fit = cls.unchecked(gradients, params)
+        if params is not None:
+            check_gradient(fit.gradients, fit.params)
+        return fit
+
+    def as_given(self, new: Any) -> Any:
+        """New parameters in the form that they had: a model, and `RowSparse` of all rows."""
+
+        def stored(old: Any, x: Any) -> Any:
+            if not is_full(old):
+                return x
+            ids = jnp.arange(old.shape[0], dtype=id_dtype(old.shape[0]))
+            return RowSparse.of_rows(ids, x, old.shape, coalesced=True)
+
+        is_leaf = lambda x: is_full(x) or x is None
+        new = jax.tree.map(stored, self.model.parameters, new, is_leaf=is_leaf)
+        return self.model.with_parameters(new)
+
+
+def dense_parameters(params: Any) -> Any:
+    """The tree with each `RowSparse` that stores all its rows as the array it is.
+
+    Of a model that holds functions the parameters alone, None for all else.
+    """
+    params = model_of(params).parameters
+    return jax.tree.map(lambda x: x.todense() if is_full(x) else x, params, is_leaf=is_full)

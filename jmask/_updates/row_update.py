@@ -21,10 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
-from jmask._base.array_types import explicit_sharding
+from jmask._base.array_types import explicit_sharding, is_narrow, trailing
 from jmask._base.jaxprs import bound, interpret
-from jmask._base.precision import is_narrow
-from jmask._base.shapes import trailing
 from jmask._kernels.scatter_update import Combiner, entry_by_entry, update_elementwise
 from jmask._kernels.update_rows import RowUpdate
 from jmask._tables.packed import PackedTable

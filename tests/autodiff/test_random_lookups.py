@@ -21,7 +21,7 @@ from jax import lax
 
 import jmask
 from jmask._autodiff import gathered_rows
-from jmask._kernels import bag_sum, block_loops, coalesce
+from jmask._kernels import bag_sum, coalesce, row_blocks
 from jmask._kernels import gathered_rows as kernel_rows
 from jmask._updates import row_update
 from tests.oracle import assert_close, densified
@@ -132,7 +132,7 @@ THRESHOLDS = {
     (gathered_rows, "_LARGE_SLICES"): (0, 2**23),
     (kernel_rows, "_REPEATS"): (1, 2),
     (bag_sum, "_FEW"): (0, 4096),
-    (block_loops, "_SIZES"): ((2, 2), (7, 7)),
+    (row_blocks, "_SIZES"): ((2, 2), (7, 7)),
     (coalesce, "_FEW_ROWS"): (0, 4),
     (row_update, "_FEW_ROWS"): (0, 1.5),
 }

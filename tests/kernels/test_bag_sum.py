@@ -1,6 +1,7 @@
 """Sums of rows by column and in blocks: what reading all rows gives, and so do derivatives."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jmask._kernels import bag_columns, block_loops
 from jmask._kernels import bag_sum as module
-from jmask._kernels.bag_sum import bag_sum
+from jmask._kernels import row_blocks
+from jmask._kernels.bag_sum import BagSum, bag_sum
 
 V, D, BAGS = 9, 64, 4  # rows of 64 have a gather of their own
 
@@ -26,10 +27,14 @@ def problem(seed, equal, weighted, count=24):
     return table, positions, bag, weights
 
 
+def by_parts(*arguments):
+    return BagSum(*arguments).by_parts()
+
+
 def in_blocks_of(size, patch, by_column=False):
     patch.setattr(module, "_FEW", 0)
-    patch.setattr(bag_columns, "_MOST", 64 if by_column else 0)
-    patch.setattr(block_loops, "_SIZES", (size, size))
+    patch.setattr(module, "_MOST", 64 if by_column else 0)
+    patch.setattr(row_blocks, "_SIZES", (size, size))
 
 
 def model(table, positions, bag, weights, fill):
@@ -73,7 +78,7 @@ def test_derivatives_are_those_of_the_definition(monkeypatch, form, weighted):
         return first(sums, table, weights), second(sums, table, weights)
 
     for x, y in zip(
-        jax.tree.leaves(both(bag_sum)), jax.tree.leaves(both(module._by_parts)), strict=True
+        jax.tree.leaves(both(bag_sum)), jax.tree.leaves(both(by_parts)), strict=True
     ):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
@@ -100,7 +105,7 @@ def test_no_rows_are_written():
         return step.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
     assert temporaries(bag_sum) < 2e6
-    assert temporaries(module._by_parts) > 20e6
+    assert temporaries(by_parts) > 20e6
 
 
 @pytest.mark.parametrize("few", [0, 100])
@@ -112,3 +117,91 @@ def test_all_is_nan_where_bags_are_not_valid(monkeypatch, equal, few):
     sums = jax.jit(lambda valid: bag_sum(*arrays, valid, BAGS, 0))
     np.testing.assert_allclose(sums(True), model(*arrays, 0), rtol=1e-5, atol=1e-5)
     assert np.isnan(sums(False)).all()
+
+
+# --- by column ----------------------------------------------------------------------------
+
+
+def bags_of(row, dtype, length, weighted):
+    rng = np.random.default_rng(length)
+    table = jnp.asarray(rng.normal(size=(V, *row)), dtype)
+    positions = rng.integers(0, V + 1, (BAGS, length)).astype(np.int32)
+    positions[0] = 3  # a bag of one row only, and one that reads nothing
+    positions[1] = V
+    weights = jnp.asarray(rng.normal(size=(BAGS, length)), jnp.float32) if weighted else None
+    return table, jnp.asarray(positions), weights
+
+
+def by_column(table, positions, weights, fill):
+    x = BagSum(table, positions, None, weights, None, positions.shape[0], fill)
+    return jax.jit(BagSum.by_column)(x)
+
+
+def in_turn(table, positions, weights, fill):
+    """In float32 too: the same sums in the same order."""
+    rows = np.concatenate([np.float32(table), np.full((1, *table.shape[1:]), fill, np.float32)])
+    total = np.zeros((BAGS, *table.shape[1:]), np.float32)
+    for bag, k in np.ndindex(*positions.shape):
+        weight = np.float32(1 if weights is None else weights[bag, k])
+        total[bag] += weight * rows[positions[bag, k]]
+    return total
+
+
+@pytest.mark.parametrize("fill", [0, math.nan])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("row", "dtype", "length"),
+    [
+        *[((), "float32", 3), ((1,), "float32", 1), ((2, 3), "bfloat16", 5)],
+        *[((48,), "float32", 1), ((48,), "float32", 2), ((64,), "bfloat16", 2)],
+        *[((64,), "float32", 7), ((100,), "float16", 2)],
+    ],
+)
+def test_sums_by_column(row, dtype, length, weighted, fill):
+    arrays = bags_of(row, dtype, length, weighted)
+    sums = by_column(*arrays, fill)
+    # LLVM may round a product and a sum once.
+    tolerance = 1e-6 if weighted else 0
+    np.testing.assert_allclose(sums, in_turn(*arrays, fill), tolerance, tolerance)
+
+
+def test_infinite_rows_and_weights_of_what_reads_nothing():
+    table = jnp.array([[1.0, math.inf], [math.nan, 2.0]])
+    sums = by_column(table, jnp.array([[0, 2], [1, 1], [2, 2]]), None, 0)
+    np.testing.assert_array_equal(sums, [[1, math.inf], [math.nan, 4], [0, 0]])
+
+
+def compiled(tables):
+    """The sums of squares of bags of 5, and the gradients for the bags."""
+    width, bags = 64, 2000
+
+    def squares(tables, ids):
+        args = None, None, None, bags, 0
+        sums = [bag_sum(t, i, *args) for t, i in zip(tables, ids, strict=True)]
+        return sum(jnp.sum(x * x) for x in sums), [2 * x for x in sums]
+
+    shapes = (
+        [jax.ShapeDtypeStruct((10**5, width), jnp.float32)] * tables,
+        [jax.ShapeDtypeStruct((bags, 5), jnp.int32)] * tables,
+    )
+    return jax.jit(squares).lower(*shapes).compile()
+
+
+@pytest.mark.of_cpus
+def test_rows_are_read_once_and_not_written():
+    program = compiled(tables=1)
+    assert program.memory_analysis().temp_size_in_bytes < 2e6  # the sums; all rows are 2.6 MB
+    # One for each column, in one loop: neither of the two users of the sums has its own.
+    gathers = re.findall(r" gather\(", program.as_text())
+    assert len(gathers) == 5
+
+
+def test_bags_that_are_too_long_are_summed_in_blocks():
+    assert module.most_columns(1) == 64
+    assert module.most_columns(26) == 19
+    assert module.most_columns(1000) == 0
+    equal = lambda k: BagSum(None, jnp.zeros((2, k)), None, None, None, 2, 0)
+    assert module.is_short(equal(3), 3)
+    assert not module.is_short(equal(4), 3)
+    ragged = BagSum(None, jnp.zeros(6), jnp.zeros(6), None, None, 2, 0)
+    assert not module.is_short(ragged, 3)

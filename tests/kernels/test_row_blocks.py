@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jmask._kernels import block_loops, row_blocks
-from jmask._kernels.block_loops import run_side_by_side
+from jmask._kernels import row_blocks
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gathered_rows import GatheredRows
-from jmask._kernels.row_blocks import sums_in_blocks
+from jmask._kernels.row_blocks import run_side_by_side, sums_in_blocks
 from jmask._kernels.update_rows import RowUpdate, Update, add_to_rows, updated
 
 V, M = 12, 4
@@ -102,7 +101,7 @@ def test_one_by_one(seed, count_and_size):
     ids, rows = entries(seed, count, weighted=True)
     table = jnp.ones((V, 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_loops, "_SIZES", (size, size))
+        patch.setattr(row_blocks, "_SIZES", (size, size))
         found = jax.jit(lambda: add_to_rows(table, ids, rows))()
     expected = np.ones((V + 1, 2))
     np.add.at(expected, np.asarray(ids), model(rows))

@@ -125,7 +125,7 @@ def ids_of(rng: np.random.Generator, count: int, padding: int, order: str) -> ja
     return jnp.asarray(ids, jnp.int32)
 
 
-def operands_of(rule: str, batch: str, gradient: Any = "float32") -> Any:
+def update_of(rule: str, batch: str, gradient: Any = "float32") -> Any:
     combiner, dtypes, scalars = RULES[rule]
     count, padding, width, order = BATCHES[batch]
     rng = np.random.default_rng(0)
@@ -138,19 +138,19 @@ def operands_of(rule: str, batch: str, gradient: Any = "float32") -> Any:
         [jnp.float32(0.1 + i) for i in range(scalars)],
         order,  # type: ignore[arg-type]
     )
-    return update_rows._part_of(x)
+    return update_rows._prepared(x)
 
 
-def run(how: Callable[..., Any], operands: Any, part: Any) -> list[np.ndarray]:
-    results = jax.jit(functools.partial(how, parts=(part,)))(*operands)
+def run(how: Callable[..., Any], update: Any) -> list[np.ndarray]:
+    (results,) = jax.jit(lambda x: how([x]))(update)
     return [np.asarray(x) for x in results]
 
 
-def assert_same(operands: Any, part: Any, results: Any) -> None:
+def assert_same(update: Any, results: Any) -> None:
     """The numbers of the definition, and the very bits of rows that no id names."""
-    others = np.setdiff1d(np.arange(V), np.asarray(operands[-2]))
-    expected = run(update_rows._by_definition, operands, part)
-    for old, new, want in zip(operands, results, expected, strict=False):
+    others = np.setdiff1d(np.arange(V), np.asarray(update.ids))
+    expected = run(update_rows._by_definition, update)
+    for old, new, want in zip(update.tables, results, expected, strict=True):
         np.testing.assert_allclose(new, want, rtol=2e-6, atol=2e-6)
         assert np.asarray(old)[others].tobytes() == new[others].tobytes()
 
@@ -158,8 +158,8 @@ def assert_same(operands: Any, part: Any, results: Any) -> None:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("rule", "batch"), CASES)
 def test_as_defined(rule: str, batch: str) -> None:
-    operands, part = operands_of(rule, batch)
-    assert_same(operands, part, run(update_rows._on_one_tpu, operands, part))
+    update = update_of(rule, batch)
+    assert_same(update, run(update_rows._on_one_tpu, update))
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -171,8 +171,8 @@ def test_sets_and_sums(kind: str, order: str) -> None:
     new = numbers(rng, (40, 128), "float32")
     if kind == "add":
         x = update_rows.RowUpdate(update_rows.ADDITION, [table], ids, new, [], order)  # type: ignore[arg-type]
-        operands, part = update_rows._part_of(x)
-        assert_same(operands, part, run(update_rows._on_one_tpu, operands, part))
+        update = update_rows._prepared(x)
+        assert_same(update, run(update_rows._on_one_tpu, update))
     elif order == "sorted":
         how = functools.partial(rows._written_on_a_tpu, kind=kind, is_alone=True)
         (written,) = jax.jit(how)(table, ids, new)
@@ -217,18 +217,21 @@ def test_one_entry_for_each_row(count: int, dtype: str, shape: tuple[int, ...]) 
 @pytest.mark.sampled(15)
 def test_inside_shard_map() -> None:
     """Each of two devices updates its own rows."""
-    operands, part = operands_of("momentum", "padding last")
-    twice = [jnp.stack([x, 2 * x if x.dtype == jnp.float32 else x]) for x in operands]
+    update = update_of("momentum", "padding last")
+    twice = jax.tree.map(
+        lambda x: jnp.stack([x, 2 * x if x.dtype == jnp.float32 else x]), update
+    )
     mesh = jax.sharding.Mesh(jax.devices()[:2], "x")
 
     def on_each(how: Callable[..., Any]) -> Any:
-        def local(*operands: jax.Array) -> list[jax.Array]:
-            return [x[None] for x in how(*(x[0] for x in operands), parts=(part,))]
+        def local(update: Any) -> list[jax.Array]:
+            (tables,) = how([jax.tree.map(lambda x: x[0], update)])
+            return [x[None] for x in tables]
 
         # The interpreter itself does not say over which axes its results vary.
         return jax.jit(
             jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
-        )(*twice)
+        )(twice)
 
     expected = on_each(update_rows._by_definition)
     for new, want in zip(on_each(update_rows._on_one_tpu), expected, strict=True):

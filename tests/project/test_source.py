@@ -93,7 +93,6 @@ def test_import_does_not_need_extras():
     needed = {"jax", "jaxlib", "optax", "numpy", "jmask"}
     bridges = {
         "sparsecore.py": {"jax_tpu_embedding"},
-        "printing.py": {"treescope"},
         "nnx.py": {"flax"},
     }
     for path in SOURCES:
