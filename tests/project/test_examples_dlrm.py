@@ -239,18 +239,3 @@ def test_refuses_checkpoints_of_other_runs(dlrm, logs, tmp_path):
         SystemExit, match=r"step 1 that cannot be read \(.*\): remove .*run/1 to"
     ):
         dlrm.main([*run, *SMALL])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rows", "0"], "argument --rows: 0 is not positive"),
-        (["--values", "0"], "argument --values: 0 is not positive"),
-        (["--steps", "-1"], "argument --steps: -1 is not positive"),
-        (["--plot", "nowhere/x.png"], "argument --plot: nowhere/x.png is not a file"),
-    ],
-)
-def test_refuses_wrong_arguments(dlrm, arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        dlrm.main(arguments)
-    assert message in capsys.readouterr().err

@@ -202,23 +202,6 @@ def test_memory_that_is_left(load, tmp_path, monkeypatch):  # noqa: F811
     assert free_memory.free_bytes() == float("inf")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--seconds", "0"], "argument --seconds: 0 is not positive"),
-        (["--rows", "1.5"], "argument --rows: 1.5 is no number of rows"),
-        (["--width", "12"], "argument --width: 12 is not a multiple of 8"),
-        (["--row", "0"], "argument --row: 0 is not positive"),
-        (["--vocabulary", "256"], "argument --vocabulary: 256 is not more than 256 bytes"),
-        (["--plot", "nowhere/x.png"], "argument --plot: nowhere/x.png is not a file in a dir"),
-    ],
-)
-def test_refuses_wrong_arguments(example, arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        example.main(arguments)
-    assert message in capsys.readouterr().err
-
-
 def test_refuses_a_short_text(example, tmp_path):
     path = tmp_path / "short.py"
     path.write_text("x = 1\n")

@@ -135,22 +135,6 @@ def test_bad_files(example, tmp_path, content, message):
     assert error.value.code not in (0, None)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--epochs", "0"], "argument --epochs: 0 is not positive"),
-        (["--columns", "99999999"], "argument --columns: 99999999 is more than 16777216"),
-        (["--largest", "30"], "argument --largest: 30 is not between 4 and 24"),
-        (["--packages", "two"], "argument --packages: invalid"),
-    ],
-)
-def test_bad_arguments(example, arguments, message, capsys):
-    with pytest.raises(SystemExit) as error:
-        example.main(arguments)
-    assert error.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_help_names_what_the_file_is(example, capsys):
     with pytest.raises(SystemExit):
         example.main(["--help"])
