@@ -12,8 +12,9 @@ check must say which it checks:
 | plain, the default | every entry moves              | the gradient at every entry            |
 | masked             | specified entries move         | the same there; elsewhere exactly zero |
 
-The analytical side runs the function on the input as it is, which carries a phantom for the
-entries that are not there (`_tensors.placeholders`). Both run in float64 and complex128.
+The analytical side runs the function on the input as it is, which carries a placeholder for the
+entries that are not stored (see `_tensors.placeholders`). Both sides run in float64 and
+complex128.
 
 Order 2 checks the gradient as a function of its own:
 
@@ -45,7 +46,7 @@ from jmask._tensors.placeholders import phantom_of, values_of, zero_phantom
 
 
 def gradient_problem(problem: Problem, modes: Sequence[str]) -> Problem:
-    """The gradient of a checked problem, by reverse mode if that is among the modes."""
+    """Return the gradient of a checked problem, by reverse mode if that is among the modes."""
     rng = np.random.default_rng(1)
     if "rev" in modes:
         vectors = problem.cotangents(random_reals(rng, problem.base.shape))
@@ -99,7 +100,7 @@ def _parts(problem: Problem, x: Any) -> tuple[Any, Any]:
 
 
 def _at_entries(problem: Problem, x: Any, of_values: Any, of_phantom: Any) -> jax.Array:
-    """The gradient at the entries of `x`, dense."""
+    """Return the gradient at the entries of `x`, dense."""
     if not is_tensor(x):
         return of_values
     positions, shape = stored_positions(x).ravel(), tuple(x.shape)
@@ -110,7 +111,7 @@ def _at_entries(problem: Problem, x: Any, of_values: Any, of_phantom: Any) -> ja
 
 
 def _along(problem: Problem, x: Any, tangent: jax.Array) -> tuple[Any, Any]:
-    """A dense tangent as one of stored values and phantom."""
+    """Return a dense tangent as one of stored values and phantom."""
     if not is_tensor(x):
         return tangent, None
     positions = stored_positions(x)

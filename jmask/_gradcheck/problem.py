@@ -78,21 +78,21 @@ class Output:
 
     @functools.cached_property
     def at(self) -> np.ndarray:
-        """The numbers of the entries that are compared."""
+        """Return the numbers of the entries that are compared."""
         mask = np.ones(self.shape, bool) if self.mask is None else self.mask
         return np.flatnonzero(mask)
 
     @property
     def parts(self) -> int:
-        """How many coordinates a number has."""
+        """Return how many coordinates a number has."""
         return 2 if jnp.issubdtype(self.dtype, jnp.complexfloating) else 1
 
     def reals(self, dense: Any) -> np.ndarray:
-        """The coordinates of the compared entries of a dense array."""
+        """Return the coordinates of the compared entries of a dense array."""
         return reals_of(np.asarray(dense).astype(wide(self.dtype)).ravel()[self.at]).ravel()
 
     def cotangent(self, weights: np.ndarray) -> jax.Array:
-        """The cotangent that weighs the coordinates with `weights`."""
+        """Return the cotangent that weighs the coordinates with `weights`."""
         dense = np.zeros(self.shape, wide(self.dtype))
         # JAX pairs a cotangent c with a tangent t as the real part of c * t.
         dense.ravel()[self.at] = np.conj(numbers_of(weights.reshape(-1, self.parts)))
@@ -189,7 +189,7 @@ class Problem:
 
     @property
     def args(self) -> Any:
-        """The arguments in double precision."""
+        """Return the arguments in double precision."""
         return jax.tree.unflatten(self.treedef, self.leaves)
 
     def run(self, tensors: Sequence[Any]) -> Any:
@@ -200,16 +200,16 @@ class Problem:
         return self.fun(*jax.tree.unflatten(self.treedef, leaves))
 
     def reals(self, dense: Sequence[Any]) -> np.ndarray:
-        """The coordinates of the outputs, from dense arrays."""
+        """Return the coordinates of the outputs, from dense arrays."""
         return np.concatenate([y.reals(x) for y, x in zip(self.outputs, dense, strict=True)])
 
     def cotangents(self, weights: np.ndarray) -> list[jax.Array]:
-        """The cotangents of the outputs that weigh their coordinates."""
+        """Return the cotangents of the outputs that weigh their coordinates."""
         parts = (weights[columns] for columns in self.columns)
         return [y.cotangent(part) for y, part in zip(self.outputs, parts, strict=True)]
 
     def values(self, changed: dict[int, Any], what: str) -> np.ndarray:
-        """The coordinates of the outputs with some inputs changed.
+        """Return the coordinates of the outputs with some inputs changed.
 
         Raises:
             GradcheckError: if the structure or the mask of an output changes.
@@ -226,7 +226,7 @@ class Problem:
         return self.reals([todense(flat[y.number]) for y in self.outputs])
 
     def smooth(self, tensors: Sequence[Any], parts: Sequence[Any]) -> list[jax.Array]:
-        """The outputs as dense arrays, as a function of stored values and phantoms.
+        """Return the outputs as dense arrays, as a function of stored values and phantoms.
 
         Args:
             tensors: one for each input; their positions are used.
@@ -245,7 +245,7 @@ class Problem:
         return results
 
     def described(self, column: int) -> str:
-        """A coordinate of the outputs in words."""
+        """Return a coordinate of the outputs in words."""
         ends = [columns.stop for columns in self.columns]
         place = int(np.searchsorted(ends, column, side="right"))
         output = self.outputs[place]
@@ -273,7 +273,7 @@ class Problem:
 
 
 def mask_of(y: Any, masked: bool) -> np.ndarray | None:
-    """The entries of an output that exist, or None for all."""
+    """Return the entries of an output that exist, or None for all."""
     if not (isinstance(y, MaskedTensor) or (masked and is_tensor(y))):
         return None
     mask = np.zeros(tuple(y.shape), bool)
