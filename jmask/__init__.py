@@ -20,16 +20,15 @@ from jmask._embedding.lookup import renormalize as renormalize
 from jmask._embedding.pad_bags import PaddedBags as PaddedBags
 from jmask._embedding.pad_bags import pad_bags as pad_bags
 from jmask._gradcheck.gradcheck import gradcheck as gradcheck
-from jmask._gradcheck.masked_function import is_masked_function as is_masked_function
 from jmask._gradcheck.message import GradcheckError as GradcheckError
+from jmask._gradcheck.problem import is_masked_function as is_masked_function
 from jmask._kernels.stochastic_rounding import stochastic_round as stochastic_round
 from jmask._lazy.lazy import lazy as lazy
-from jmask._ops import masked_at as _masked_at  # noqa: F401
-from jmask._ops import row_index as _row_index  # noqa: F401
+from jmask._ops import indexing as _indexing  # noqa: F401
+from jmask._ops.contractions import add_n as add_n
+from jmask._ops.contractions import square_sum as square_sum
+from jmask._ops.indexing import retain as retain
 from jmask._ops.products import dot as dot
-from jmask._ops.row_operations import add_n as add_n
-from jmask._ops.row_operations import retain as retain
-from jmask._ops.row_operations import square_sum as square_sum
 from jmask._optim import exported as _exported  # noqa: F401
 from jmask._optim.adagrad import adagrad as adagrad
 from jmask._optim.adagrad import rowwise_adagrad as rowwise_adagrad

@@ -57,15 +57,15 @@ class TensorArguments:
         return bool(self.tensors)
 
     def only_tables(self) -> bool:
-        """Whether all of them are tables, of which it is known that their phantoms count."""
+        """Decide whether all are tables whose placeholders are known to count."""
         return all(map(is_stored_table, self.tensors))
 
     def are_nested(self) -> bool:
-        """Whether one is a table of which a gradient program around this one is taken."""
+        """Decide whether one is a table that an outer gradient program differentiates."""
         return any(is_stored_table(x) and x.phantom is not None for x in self.tensors)
 
     def phantoms(self, of_tables_only: bool = False) -> list[Any]:
-        """A phantom for every tensor, none of which is stored; None for no phantom.
+        """Return a phantom for every tensor, none of which is stored; None for no phantom.
 
         A tensor that has one is of a gradient program around this one, which takes the
         derivative of this gradient: it stays at its phantom.
@@ -76,7 +76,7 @@ class TensorArguments:
         ]
 
     def left_behind(self, value: Any) -> Any:
-        """What the function returned, its tensors without phantoms: there is no more use.
+        """Return the results of the function, with tensors that have no placeholder any more.
 
         Unless a gradient program around this one takes the derivative of it.
         """
@@ -85,14 +85,14 @@ class TensorArguments:
         return jax.tree.map(without_phantom, value, is_leaf=is_tensor)
 
     def parts(self, phantoms: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        """The arguments with stored values in place of tensors, and phantoms at the end."""
+        """Return arguments with stored values in place of tensors, and phantoms at the end."""
         args = list(self.args)
         for number in self.numbers:
             args[number] = _mapped(_parts, args[number])
         return (*args, list(phantoms)), (*self.numbers, len(args))
 
     def function_of_parts(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """`fun` as a function of `parts`."""
+        """Return `fun` as a function of `parts`."""
 
         def of_parts(*parts: Any, **kwargs: Any) -> Any:
             *args, phantoms = parts
@@ -110,7 +110,7 @@ class TensorArguments:
     def gradients(
         self, gradients: Sequence[Any], of_phantoms: Sequence[Any]
     ) -> tuple[Any, ...]:
-        """The gradients in the arguments from those in their parts; None for no phantom."""
+        """Return gradients in the arguments from those in their parts; None for no phantom."""
         remaining = iter(of_phantoms)
         return tuple(
             _mapped(lambda x, g: _gradient(x, g, remaining), self.args[number], gradient)
@@ -119,7 +119,7 @@ class TensorArguments:
 
 
 def _phantom_of(x: Any) -> Any:
-    """That of the tensor: zeros that are never made, unless something reads them.
+    """Return the placeholder of a tensor: zeros that are not made unless something reads them.
 
     Nothing reads the phantom of a table, and its shape is enough; where axes are explicit the
     shape says that they are not used.
@@ -182,7 +182,7 @@ def _gradient(x: Any, of_values: Any, gradients_of_phantoms: Any) -> Any:
 
 
 def _rows_of(gradient: Any) -> RowSparse:
-    """The gradient of a table: of one that is looked up, or not used, its rows."""
+    """Return the gradient of a table: of one that is looked up, or not used, its rows."""
     if isinstance(gradient, RowSum):
         return gradient.to_row_sparse()
     gradient = gradient.todense() if isinstance(gradient, Filled) else gradient
@@ -190,7 +190,7 @@ def _rows_of(gradient: Any) -> RowSparse:
 
 
 def at_every_entry(storage: Any, valid: Any, of_values: Any, of_phantom: Any) -> jax.Array:
-    """The gradient at all entries: that in the stored values where they are specified.
+    """Return the gradient at all entries: that in the stored values where they are specified.
 
     Args:
         storage: sparse, or an array.

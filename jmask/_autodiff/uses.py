@@ -40,7 +40,7 @@ class Use(NamedTuple):
 
 
 def uses_of_inputs(jaxpr: Jaxpr) -> list[list[Use]]:
-    """For every input of a program, in order, how it is used."""
+    """Find how each input of a program is used, in order."""
     count = len(jaxpr.invars)
     return _uses(jaxpr, [_Origin(i, False) for i in range(count)], count)[0]
 
@@ -58,7 +58,7 @@ class Gradient(NamedTuple):
 def refined_reports(
     jaxpr: Jaxpr, found: Callable[[], Sequence[Gradient]], reports: Sequence[Fallback]
 ) -> list[Fallback]:
-    """Reports about gradients of tables, at the line that needs all of the table, each once.
+    """Report gradients of tables once each, at the source line that needs the whole table.
 
     A gradient program adds the two gradients of a table that is looked up and used otherwise
     too, and the sum is made at the line of whichever use comes first. And a lookup in
@@ -104,7 +104,7 @@ def refined_reports(
 
 
 def _of_mixed_uses(gradient: Gradient, table: Any, uses: Sequence[Use]) -> Fallback | None:
-    """The report about a table that is looked up and needed as a whole; None of another."""
+    """Return report about a table that is looked up and needed as a whole; None of another."""
     lookups = [use.place for use in uses if use.is_lookup]
     others = [use for use in uses if not use.is_lookup]
     if not lookups or not others:
@@ -151,7 +151,7 @@ class _Origin(NamedTuple):
 def _uses(
     jaxpr: Jaxpr, inputs: Sequence[_Origin | None], count: int
 ) -> tuple[list[list[Use]], list[_Origin | None]]:
-    """The uses of `count` inputs, and which of them each output of `jaxpr` is, if any.
+    """Return the uses of `count` inputs, and which of them each output of `jaxpr` is, if any.
 
     Args:
         jaxpr: a program.
@@ -200,7 +200,7 @@ def _uses(
 
 
 def _keeps_rows(eqn: JaxprEqn, v: Any, result: Any) -> bool:
-    """Whether every row of `v` is found in a row of a result, computed on: `v / norms`.
+    """Decide whether every row of `v` is found in a row of a result, computed on: `v / norms`.
 
     Products do not count: the labels' entries of logits `v @ x` are no rows looked up.
     """

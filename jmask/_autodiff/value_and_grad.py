@@ -54,7 +54,7 @@ def value_and_grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """Like `jax.value_and_grad`; the gradient of a table that is only looked up is sparse.
+    """Differentiate as `jax.value_and_grad`, with row-sparse gradients of looked-up tables.
 
     A parameter whose gradient is a sum of lookups (`t[ids]`, `jnp.take`, flax and equinox
     embeddings, under jit, vmap, remat, scan, cond) gets a `RowSparse` gradient with one
@@ -126,7 +126,7 @@ def grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """Like `jax.grad`; the gradient of a table that is only looked up is sparse.
+    """Differentiate as `jax.grad`, with row-sparse gradients of looked-up tables.
 
     Arguments, errors and warnings are those of `value_and_grad`.
 
@@ -167,7 +167,7 @@ def value_and_gradients(
     finished: Callable[[Any], Any] | None = None,
     holomorphic: bool = False,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """The value (and aux), and a gradient for each of the positions `numbers`.
+    """Return the value (and aux), and a gradient for each of the positions `numbers`.
 
     Args:
         fun, has_aux: as in `value_and_grad`.
@@ -209,7 +209,7 @@ def _value_and_gradients(
 def function_of_parameters(
     fun: Callable[..., Any], models: dict[int, Model]
 ) -> Callable[..., Any]:
-    """`fun` of parameters in place of the models that they are of.
+    """Return `fun` as a function of the parameters of models, in place of the models.
 
     Args:
         fun: the function.
@@ -313,7 +313,7 @@ def _value_and_results(
     nested: bool = False,
     holomorphic: bool = False,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """The value (and aux), and the gradients as the gradient program leaves them.
+    """Return the value (and aux), and the gradients as the gradient program leaves them.
 
     Raises:
         NotImplementedError: if it is `nested`, a further derivative of a stored table will be
@@ -410,7 +410,7 @@ class _Trace:
         return [x for i, x in enumerate(leaves) if i not in self.static], gradients
 
     def with_static(self, computed: list[Any]) -> Any:
-        """The value (and aux) from its computed leaves and the remembered ones."""
+        """Return the value (and aux) from its computed leaves and the remembered ones."""
         remaining = iter(computed)
         count = len(computed) + len(self.static)
         leaves = [self.static[i] if i in self.static else next(remaining) for i in range(count)]
@@ -426,7 +426,7 @@ def _mapped(function: Callable[[Any], Any], results: Any) -> Any:
 
 
 def _finished(result: Any) -> Any:
-    """A result of the program as users see it."""
+    """Return a result of the program as users see it."""
     if isinstance(result, RowSum) and result.is_rows:
         return result.to_row_sparse()
     dense = _dense(result)

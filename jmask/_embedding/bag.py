@@ -83,7 +83,7 @@ def embedding_bag(
     max_norm: Any = None,
     norm_type: float = 2.0,
 ) -> jax.Array:
-    """The rows of `table` with the given ids, combined bag by bag.
+    """Return the rows of `table` with the given ids, combined bag by bag.
 
     Bags are given in one of four forms: what `jmask.pad_bags` makes of ragged ones; `ids`
     (..., L), where each line is a bag, made of equal length by padding; `ids` (n,) with
@@ -192,7 +192,7 @@ def embedding_bag(
 def _sums(
     table: Any, bags: Bags, entries: Entries, weights: Any, valid: Any, bound: Bound | None
 ) -> jax.Array:
-    """Σ w r of each bag; nan if they are not valid, None for bags that are."""
+    """Compute Σ w r of each bag: nan where `valid` is False."""
     dtype = wide(table.dtype)
     positions, absent, outside = entries
     arrays = [x for x in (table, positions, weights) if isinstance(x, jax.Array)]
@@ -233,7 +233,7 @@ def _sums(
 def _scaled(
     total: jax.Array, bags: Bags, weights: Any, entries: Entries, combiner: str
 ) -> jax.Array:
-    """Sums Σ w r, for "mean" and "sqrtn" divided by what belongs to it."""
+    """Divide the sums Σ w r as "mean" and "sqrtn" say."""
     if combiner == "sum":
         return total
     if weights is None:
@@ -248,7 +248,7 @@ def _scaled(
 
 @jax.custom_jvp
 def _max(rows: jax.Array, bags: Bags, absent: Any) -> jax.Array:
-    """The greatest of each column of a bag, 0 where the bag is empty."""
+    """Return the greatest of each column of a bag, 0 where the bag is empty."""
     greatest = _greatest(rows, bags, absent)
     of_entries = rows.shape[: bags.entry_dimensions]
     nothing = bags.max(_present(of_entries, absent).astype(jnp.int32), 0) == 0
@@ -257,7 +257,7 @@ def _max(rows: jax.Array, bags: Bags, absent: Any) -> jax.Array:
 
 @_max.defjvp
 def _max_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    """The derivative goes to the first entry that attains the maximum; a nan does."""
+    """Return the derivative goes to the first entry that attains the maximum; a nan does."""
     rows, bags, absent = primals
     attains = (rows == bags.spread(_greatest(rows, bags, absent))) | jnp.isnan(rows)
     if absent is not None:
@@ -276,7 +276,7 @@ def _greatest(rows: jax.Array, bags: Bags, absent: Any) -> jax.Array:
 
 
 def _present(shape: tuple[int, ...], absent: Any) -> jax.Array:
-    """Which entries are there."""
+    """Find which entries are there."""
     return jnp.ones(shape, bool) if absent is None else jnp.logical_not(absent)
 
 

@@ -96,7 +96,7 @@ def pad_bags(
     num_bags: int | None = None,
     at_least: int = 0,
 ) -> PaddedBags | dict[Any, PaddedBags]:
-    """Bags of any number of ids as arrays of one of a few sizes; on the host.
+    """Pad ragged bags to one of a few sizes, on the host.
 
     Under jit every other number of ids is another program. These are padded to a power of √2.
     A new size is logged once, as INFO of the logger "jmask": the step is compiled for it.
@@ -158,7 +158,7 @@ def pad_bags(
 
 
 def _of_each(name: str, tables: Mapping[Any, Any], given: Any, is_one: bool) -> Any:
-    """An argument of each table."""
+    """Return an argument of each table."""
     if given is None:
         return dict.fromkeys(tables)
     if is_one:
@@ -177,7 +177,7 @@ def _of_each(name: str, tables: Mapping[Any, Any], given: Any, is_one: bool) -> 
 def _flat(
     ids: Any, offsets: Any, include_last_offset: bool, weights: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """The ids, where each bag begins and the last one ends, and the weights."""
+    """Return the ids, where each bag begins and the last one ends, and the weights."""
     if offsets is None:
         ids, starts = _joined("ids", ids)
         ids = checked_integers(ids, "ids", "raise")
@@ -213,7 +213,7 @@ def _of_size(
 
 
 def _joined(name: str, bags: Any) -> tuple[np.ndarray, np.ndarray]:
-    """What a list of bags holds, and where each begins."""
+    """Return what a list of bags holds, and where each begins."""
     are_lists = isinstance(bags, Sequence) and all(isinstance(x, list | tuple) for x in bags)
     if are_lists:
         # One array of them all: a list takes as long to convert as a hundred of its numbers.
@@ -253,7 +253,7 @@ def _checked_offsets(offsets: Any, ids: np.ndarray, include_last_offset: bool) -
 
 
 def _rounded_up(count: int) -> int:
-    """The first of 1, 2, 3, 4, 6, 8, 12, 16, 23, 32, ... that is not less."""
+    """Return the first of 1, 2, 3, 4, 6, 8, 12, 16, 23, 32, ... that is not less."""
     sizes = (math.ceil(2 ** (k / 2)) for k in itertools.count())
     return next(size for size in sizes if size >= count)
 
@@ -263,7 +263,7 @@ def _padded(x: np.ndarray, size: int, value: int) -> np.ndarray:
 
 
 def _narrowed(ids: np.ndarray) -> np.ndarray:
-    """int32 if that has room, and signed: padding is -1."""
+    """Cast ids to int32 if they fit, or int64: padding is -1."""
     has_room = ids.size == 0 or (ids.max() < 2**31 and ids.min() >= -(2**31))
     return ids.astype(np.int32 if has_room else np.int64)
 
@@ -320,7 +320,7 @@ class EqualBags:
         return self.axis + 1
 
     def shape(self, entries: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the bags of ids of this shape."""
+        """Return the shape of the bags of ids of this shape."""
         return entries[: self.axis]
 
     def sum(self, x: jax.Array) -> jax.Array:
@@ -336,7 +336,7 @@ class EqualBags:
         return jnp.expand_dims(x, self.axis)
 
     def numbers(self, ndim: int) -> jax.Array:
-        """The entries of a bag, numbered; of `ndim` dimensions."""
+        """Return the entries of a bag, numbered; of `ndim` dimensions."""
         shape = [self.length if axis == self.axis else 1 for axis in range(ndim)]
         return lax.iota(jnp.int32, self.length).reshape(shape)
 
@@ -362,13 +362,13 @@ class RaggedBags:
         return 1
 
     def without(self, absent: Any) -> "RaggedBags":
-        """The bags without the entries that are absent (n,), None for no one."""
+        """Return the bags without the entries that are absent (n,), None for no one."""
         if absent is None:
             return self
         return RaggedBags(jnp.where(absent, self.number, self.of_entry), self.number)
 
     def shape(self, entries: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the bags."""
+        """Return the shape of the bags."""
         return (self.number,)
 
     def sum(self, x: jax.Array) -> jax.Array:
@@ -390,7 +390,7 @@ class RaggedBags:
         return gather_rows(x, self.of_entry)
 
     def numbers(self, ndim: int) -> jax.Array:
-        """The entries of all bags, numbered; of `ndim` dimensions."""
+        """Return the entries of all bags, numbered; of `ndim` dimensions."""
         count = self.of_entry.shape[0]
         return trailing(lax.iota(jnp.int32, count), ndim)
 

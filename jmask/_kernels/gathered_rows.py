@@ -24,6 +24,7 @@ from jax import lax
 
 from jmask._base.array_facts import ArrayFacts
 from jmask._base.array_types import is_known, joint_dtype, trailing, varying_alike
+from jmask._kernels import tuning
 from jmask._kernels.gather import Gather
 
 
@@ -84,13 +85,10 @@ Rows = jax.Array | GatheredRows
 
 GATHERED: ArrayFacts[GatheredRows] = ArrayFacts()
 
-# Entries for each row of the source, below which nothing is gained.
-_REPEATS = 2
-
 
 def pays(sources: int, entries: int) -> bool:
     """Decide whether so many rows are worth keeping in place of those of so many entries."""
-    return is_known(sources, entries) and 0 < _REPEATS * sources <= entries
+    return is_known(sources, entries) and 0 < tuning.REPEATS * sources <= entries
 
 
 def gathered(rows: jax.Array) -> Rows:

@@ -49,7 +49,7 @@ from jmask._base.forms import (
 )
 from jmask._base.jaxprs import ARITHMETIC, inlined
 from jmask._lazy.lattice import Kind, NotRowLocal, Replicated, RowWise, joined, not_row_local
-from jmask._ops.safe_numbers import trial
+from jmask._ops.zero_semantics import trial
 
 ELEMENTWISE = ARITHMETIC | frozenset(
     "acos acosh asin asinh atan atanh complex conj cosh digamma erf erf_inv erfc imag lgamma "

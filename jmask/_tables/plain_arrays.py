@@ -29,7 +29,7 @@ _OF_DEFERRED = ("main", "others", "last", "clock", "lines", "carry")
 
 
 def to_arrays(tree: Any) -> Any:
-    """The tree in plain arrays alone, which do not depend on how its tables are kept.
+    """Return the tree in plain arrays alone, which do not depend on how its tables are kept.
 
     A `RowSparse` becomes a dict of its `indices` and `values`. A `PackedTable` or
     `ShardedTable` becomes the array (V, *row), with rows in the order of their ids, and a
@@ -53,7 +53,7 @@ def to_arrays(tree: Any) -> Any:
 
 
 def from_arrays(arrays: Any, like: Any) -> Any:
-    """A tree of arrays that were stored and loaded, in the form and the layout of `like`.
+    """Return tree of arrays that were stored and loaded, in the form and the layout of `like`.
 
     This is the one way from a checkpoint to tables on another number of devices, in another
     placement, or packed otherwise: rows are put where `like` has them.
@@ -97,7 +97,7 @@ def _is_node(x: Any) -> bool:
 
 
 def _at(tree: Any, path: Any) -> Any:
-    """What `tree` has at the path of another tree, whose nodes may be mappings here.
+    """Return what `tree` has at a path of another tree, whose nodes may be mappings here.
 
     Raises:
         LookupError: if there is nothing.
@@ -119,13 +119,13 @@ def _at(tree: Any, path: Any) -> Any:
 
 
 def _children(node: Any) -> Any:
-    """The children of a node of any type, with their names."""
+    """Return the children of a node of any type, with their names."""
     pairs, _ = jax.tree.flatten_with_path(node, is_leaf=lambda x: x is not node)
     return [(str(_key(path[0])), x) for path, x in pairs if path]
 
 
 def _key(key: Any) -> Any:
-    """The key, index or name of an entry of a path."""
+    """Return the key, index or name of an entry of a path."""
     return next(getattr(key, x) for x in ("key", "name", "idx") if hasattr(key, x))
 
 
@@ -234,7 +234,7 @@ def _as_table(name: str, given: Any, like: StoredTable) -> StoredTable:
 
 
 def _in_order_of_ids(name: str, given: Mapping[str, Any], like: StoredTable) -> Any:
-    """The array (V, *row) of the leaves of a packed or sharded table, by their names."""
+    """Return the array (V, *row) of the leaves of a packed or sharded table, by their names."""
     rows, *row = like.shape
     blocks: Any = given.get("blocks", given)
     if isinstance(blocks, Mapping):
@@ -284,7 +284,7 @@ def _as_like(name: str, given: Any, like: Any) -> Any:
 
 
 def _of_kind(name: str, given: Any, like: Any) -> Any:
-    """`given`, an array of numbers of the kind of `like`."""
+    """Return `given` as an array of the kind of `like`."""
     if abstract_leaf(given) is None:
         raise not_an_array(name, given, "give what jmask.to_arrays made")
     found, expected = (np.dtype(jnp.result_type(x)) for x in (given, like))

@@ -79,7 +79,7 @@ class RoutedRows(RowSparse):
     def of_shards(
         cls, ids: jax.Array, values: jax.Array, shape: Sequence[int], layout: Layout
     ) -> "RoutedRows":
-        """The rows (S m, *row) that the shards have."""
+        """Return the rows (S m, *row) that the shards have."""
         rows = RowSparse.of_rows(ids, values, tuple(shape), coalesced=False)
         leaves, static = rows.tree_flatten()
         return cls.tree_unflatten((static, layout), leaves)
@@ -104,7 +104,7 @@ class RoutedRows(RowSparse):
         return RoutedRows.tree_unflatten(static, (leaf, values))
 
     def without(self, rows: jax.Array) -> "RoutedRows":
-        """The gradient without the entries where `rows` (S m,) is True."""
+        """Return the gradient without the entries where `rows` (S m,) is True."""
         layout = self.layout
 
         def others(ids: jax.Array, values: jax.Array, rows: jax.Array) -> Any:
@@ -170,7 +170,7 @@ class ShardedTable(StoredTable):
         return self.stored.dtype
 
     def check_layout(self) -> Any:
-        """The stored blocks, of the shapes that the layout gives them.
+        """Return the stored blocks, of the shapes that the layout gives them.
 
         Raises:
             ValueError: if they are of another layout, as leaves that were stored and loaded.
@@ -192,7 +192,7 @@ class ShardedTable(StoredTable):
         return self.stored
 
     def with_placement(self, placement: str) -> "ShardedTable":
-        """The same table with rows placed otherwise: "div" or "mod"."""
+        """Return the same table with rows placed otherwise: "div" or "mod"."""
         layout = self.layout
         return sharded(
             self.todense(),
@@ -255,7 +255,7 @@ class ShardedTable(StoredTable):
         return rows if sharding is None else with_rows_over(rows, sharding, spec_of(ids)[0])
 
     def _from_everyone(self, blocks: Any, ids: jax.Array) -> jax.Array:
-        """The rows of the ids of this device: every shard sees all ids, and all add up."""
+        """Return rows of the ids of this device: every shard sees all ids, and all add up."""
         layout = self.layout
         shared = tuple(axis for axis in layout.batch if axis in layout.rows)
         others = tuple(axis for axis in layout.rows if axis not in layout.batch)
@@ -269,7 +269,7 @@ class ShardedTable(StoredTable):
         return lax.psum(rows, others) if others else rows
 
     def _from_owners(self, blocks: Any, ids: jax.Array) -> jax.Array:
-        """The rows of the ids of this device: each id goes to its shard, and its row back."""
+        """Look up the ids of this device: each id goes to its shard, and its row back."""
         like = jax.ShapeDtypeStruct((*ids.shape, *self.shape[1:]), self.dtype)
 
         @jax.custom_jvp
@@ -344,7 +344,7 @@ class ShardedTable(StoredTable):
         return ShardedTable(stored, layout, self.shape)
 
     def _padded(self, x: jax.Array, extra: int, value: int) -> jax.Array:
-        """`x` with `extra` more entries in dimension 0."""
+        """Return `x` with `extra` more entries in dimension 0."""
         if not extra:
             return x
         # Entries that do not divide by the devices are not to be spread before they are padded:
@@ -353,7 +353,7 @@ class ShardedTable(StoredTable):
         return jnp.pad(self.layout.everywhere(x), widths, constant_values=value)
 
     def _layout_of(self, gradient: RowSparse) -> Layout:
-        """The layout, by which the gradient must have been routed."""
+        """Return the layout, by which the gradient must have been routed."""
         if getattr(gradient, "layout", None) != self.layout:
             raise ValueError(
                 "a ShardedTable of the optimizer state is placed otherwise than its parameter: "
@@ -364,7 +364,7 @@ class ShardedTable(StoredTable):
     # --- inside a shard_map --------------------------------------------------------------
 
     def _not_yet_gathered(self, values: jax.Array) -> tuple[str, ...]:
-        """The batch axes over which a gradient still differs from device to device.
+        """Return the batch axes over which a gradient still differs from device to device.
 
         In a `shard_map` that tracks this, and where axes are explicit, the gradient of what
         all devices share is summed over them by JAX, and has the rows of all of them.
@@ -376,7 +376,7 @@ class ShardedTable(StoredTable):
         return tuple(axis for axis in self.layout.batch if axis in varying_axes(values))
 
     def _local(self, stored: Any) -> Any:
-        """The block of a device (R, *row), its shape said truly."""
+        """Return the block of a device (R, *row), its shape said truly."""
         block = self.layout.local_block(stored)
         if not isinstance(block, PackedTable):
             return block
@@ -396,7 +396,7 @@ def sharded(
     packed: bool | None = None,
     capacity_factor: float | None = None,
 ) -> ShardedTable:
-    """A table whose rows are spread over the devices of a mesh.
+    """Return a table whose rows are spread over the devices of a mesh.
 
     It is used like an array by lookups, gradients and optimizers, under jit, eagerly, and
     inside a `shard_map` over its axes. Optimizer state made by `init` is sharded alike.
@@ -446,12 +446,12 @@ def sharded(
 
 
 def placed_alike(table: Any, like: ShardedTable) -> ShardedTable:
-    """An array (V, *row) of any dtype as a table that is placed as `like` is."""
+    """Return an array (V, *row) of any dtype as a table that is placed as `like` is."""
     return _placed(jnp.asarray(table), like.layout, like._is_packed())
 
 
 def _placed(table: Any, layout: Layout, in_lines: bool) -> ShardedTable:
-    """An array, or the shape of one, as a table of a layout, in lines of 128 or not."""
+    """Return an array, or the shape of one, as a table of a layout, in lines of 128 or not."""
     mesh, placement = layout.mesh, layout.placement
 
     def blocks_of(table: jax.Array) -> Any:
@@ -480,7 +480,7 @@ def _unpickled(arrays: Any, described: Any, shape: tuple[int, ...]) -> ShardedTa
 
 
 def _is_elsewhere(table: jax.Array, mesh: Mesh) -> bool:
-    """Whether an array is bound to other devices than those of the mesh."""
+    """Decide whether an array is bound to other devices than those of the mesh."""
     if isinstance(table, jax.core.Tracer) or not table.committed:
         return False
     return table.sharding.device_set != set(mesh.devices.flat)
@@ -491,7 +491,7 @@ def _placed_shape(sharding: NamedSharding, x: jax.ShapeDtypeStruct) -> jax.Shape
 
 
 def _blocks_of(table: jax.Array, layout: Layout) -> jax.Array:
-    """All blocks (S R, *row), one after the other."""
+    """Return all blocks (S R, *row), one after the other."""
     missing = layout.shards * layout.block - layout.count
     table = jnp.pad(table, [(0, missing)] + [(0, 0)] * (table.ndim - 1))
     if layout.placement == "mod":

@@ -32,7 +32,7 @@ from jmask._tensors.storage import (
 
 
 def on_dense(data: Any, mask: Any) -> tuple[jax.Array, jax.Array]:
-    """An array and a mask that broadcast against each other, in one shape."""
+    """Return an array and a mask that broadcast against each other, in one shape."""
     data = jnp.asarray(data)
     if mask is None:
         return data, jnp.ones(data.shape, bool)
@@ -49,7 +49,7 @@ def on_dense(data: Any, mask: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def on_sparse(data: Storage, mask: Any) -> tuple[Any, jax.Array]:
-    """Sparse data and a mask, sparse or not, as unique positions and what is valid there."""
+    """Bring sparse data and a mask, sparse or not, to unique positions; say what is valid."""
     _check_layout(data)
     if is_sparse(mask):
         return _at_positions_of(booleans(mask), data)
@@ -61,7 +61,7 @@ def on_sparse(data: Storage, mask: Any) -> tuple[Any, jax.Array]:
 
 
 def _merged(data: Storage, valid: jax.Array) -> tuple[Any, jax.Array]:
-    """Data with equal positions made one entry: the sum of what is valid, if anything is."""
+    """Make equal positions one entry: the sum of what is valid, if anything is."""
     if has_unique_positions(data):
         return data, valid & is_entry(data)
     return _summed(data, valid)
@@ -78,7 +78,7 @@ def _summed(data: Storage, valid: jax.Array) -> tuple[Any, jax.Array]:
 
 
 def _at_positions_of(mask: Any, data: Storage) -> tuple[Any, jax.Array]:
-    """The data that a sparse mask has positions for, and which of it is valid.
+    """Return the data that a sparse mask has positions for, and which of it is valid.
 
     A mask with the index arrays of the data says of each stored value whether it is valid,
     any other one of each position. Whether traced arrays are equal is known to the program.

@@ -180,7 +180,7 @@ def _message(frame: FrameType) -> str:
 
 
 def _advice(frame: FrameType | None) -> str:
-    """What to do instead, by the calls of known packages that led here."""
+    """Say what to do instead, by the calls of known packages that led here."""
     of_leaves, is_optimizer = "", False
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]

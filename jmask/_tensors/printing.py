@@ -23,7 +23,7 @@ _MASKED = "--"
 
 
 def representation(x: MaskedTensor) -> str:
-    """`MaskedTensor([1.0, --, 3.0], dtype=float32)`; its type and shape while traced."""
+    """Print `MaskedTensor([1.0, --, 3.0], dtype=float32)`; its type and shape while traced."""
     # A repr that raises hides the error somebody is looking for: transformations put
     # anything into the leaves, and buffers may be donated or live on other hosts.
     for attempt in (_with_values, _of_type):
@@ -64,7 +64,7 @@ def _is_concrete(x: Any) -> bool:
 
 
 def _entries(values: Any, valid: Any, indent: int) -> str:
-    """The entries as text whose lines after the first are indented."""
+    """Return the entries as text whose lines after the first are indented."""
     if values.size == 0:
         return "[]"
     options = np.get_printoptions()
