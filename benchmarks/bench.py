@@ -1,8 +1,8 @@
 """jmask beside its peers and beside the limit, in alternating rounds of one invocation.
 
     make bench                                         about twenty minutes on two cores
-    make bench BENCH=--quick                           about four minutes
-    make bench BENCH="--mxnet-python PATH"             with an interpreter that has MXNet 1.9
+    make bench ARGS=--quick                           about four minutes
+    make bench ARGS="--mxnet-python PATH"             with an interpreter that has MXNet 1.9
 
 `works.py` is the table of what is measured. A line of the report reads: this work takes jmask
 "ours / theirs" of the time it takes the other, the median of the rounds, with the quartiles of

@@ -1,6 +1,7 @@
 """Settings of the whole test suite."""
 
 import gc
+import importlib.util
 import itertools
 import os
 from collections.abc import Generator
@@ -11,7 +12,7 @@ import pytest
 
 from tests.compiled_programs import compiled_programs, remove_old
 from tests.lowered_for import lower_for
-from tests.sampling import leave_the_rest
+from tests.sampling import mark_the_rest_slow
 
 # Most of the time goes into compiling small programs, and little into running them.
 os.environ["XLA_FLAGS"] = (
@@ -44,11 +45,17 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("jmask")
 
-_ONE_IN = 15
 # JAX keeps what each program was compiled from, and the more it keeps the longer it takes to
 # lower the next: JAX 0.10 four times as long after 2,000 programs. The newest does not mind.
 _TESTS_UNTIL_CLEARED = 25
 _finished = itertools.count(1)
+# What tests need besides what `make test` installs, and the target that has it.
+_NEEDED = {
+    "torch": "make test-torch",
+    "libtpu": "make test-tpu",
+    "jax_cuda12_plugin": "make test-gpu",
+    "expecttest": "make test-peers",
+}
 
 LOWERED_FOR = os.environ.get("JMASK_LOWERED_FOR")
 if LOWERED_FOR is not None:
@@ -57,35 +64,28 @@ if LOWERED_FOR is not None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None]:
-    """Allow promotion where it is what a test, or a library it uses, is about.
-
-    Some optimizers of optax promote dtypes, and so do other projects' tests.
-    """
-
-    def setting(promotion: str, refused: str, allowed: str) -> str:
-        marks = map(item.get_closest_marker, [promotion, "peers"])
-        return allowed if any(marks) else refused
-
-    with (
-        jax.numpy_rank_promotion(setting("rank_promotion", "raise", "allow")),
-        jax.numpy_dtype_promotion(setting("dtype_promotion", "strict", "standard")),
-    ):
+    """Allow promotion where it is what a test, or a library it uses, is about."""
+    rank = "allow" if item.get_closest_marker("rank_promotion") else "raise"
+    dtype = "standard" if item.get_closest_marker("dtype_promotion") else "strict"
+    with jax.numpy_rank_promotion(rank), jax.numpy_dtype_promotion(dtype):
         return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Divide the tests into tiers: default, slow, and those that need what is not here."""
     if LOWERED_FOR is None:  # no other job has the rest of these
-        leave_the_rest(items)
-    # `make test` has some of each job that has a target of its own and needs nothing more.
-    for mark in ("devices", "examples"):
-        of_job = [x for x in items if x.get_closest_marker(mark)]
-        alone = [x for x in of_job if not x.get_closest_marker("exhaustive")]
-        for item in alone[::_ONE_IN]:
-            item.add_marker(pytest.mark.sample)
-    reason = f"reads how a CPU does it, and here it does as {LOWERED_FOR} would"
-    for item in items if LOWERED_FOR else ():
-        if item.get_closest_marker("of_cpus"):
+        left_out = set(mark_the_rest_slow(items))
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+    missing = {what for what in _NEEDED if importlib.util.find_spec(what) is None}
+    for item in items:
+        for mark in item.iter_markers("needs"):
+            if (what := mark.kwargs["what"]) in missing:
+                reason = f"needs {what}, which is not installed here: {_NEEDED[what]}"
+                item.add_marker(pytest.mark.skip(reason=reason))
+        if LOWERED_FOR and item.get_closest_marker("of_cpus"):
+            reason = f"reads how a CPU does it, and here it does as {LOWERED_FOR} would"
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

@@ -1,4 +1,4 @@
-"""Doors of tensors, gradients, lookups and stored tables; see test_mistakes_values.py."""
+"""Doors of tensors, gradients, lookups and stored tables; see test_wrong_values.py."""
 
 import jax
 import jax.numpy as jnp

@@ -1,17 +1,10 @@
-"""What the tables of mistakes share: small things to make mistakes with, and the check."""
-
-import re
-from collections.abc import Callable
+"""Small things to make wrong calls with."""
 
 import jax
 import jax.numpy as jnp
 import optax
-import pytest
 
 import jmask
-
-# What is done, the type of the error, words of its message in their order.
-Mistake = tuple[Callable[[], object], type[Exception], tuple[str, ...]]
 
 TABLE = jnp.ones((6, 2))
 IDS = jnp.array([1, 3, 1])
@@ -44,10 +37,3 @@ def step(tx, grads=GRADS, params=PARAMS):
         return jmask.apply_updates(params, updates), state
 
     return jax.eval_shape(run, grads, params)
-
-
-def check(mistake: Mistake) -> None:
-    """The error is of the type and has the words."""
-    run, error, words = mistake
-    with pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, words))):
-        run()

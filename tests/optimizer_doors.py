@@ -1,4 +1,4 @@
-"""Doors of optimizers and of gradients as trees; see test_mistakes_values.py."""
+"""Doors of optimizers and of gradients as trees; see test_wrong_values.py."""
 
 import inspect
 from typing import Any

@@ -1,13 +1,16 @@
-"""Large tables of cases: some of them by default, all of them with `-m exhaustive`.
+"""Large tables of cases: some of them by default, the rest `slow`.
 
     @pytest.mark.sampled                                        # two of its cases by default
     @pytest.mark.parametrize("name", CASES)
 
+    pytestmark = pytest.mark.sampled(15)                        # one in 15 tests of this file
+
     @pytest.mark.parametrize("name", chosen(["adam"], CASES))   # these by default
 
-What a test must have of each kind is chosen; which others it has does not matter.
+Cases that a test must have by default are chosen; a sample takes any.
 """
 
+import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable
@@ -16,28 +19,42 @@ from typing import Any
 import pytest
 
 _CASES = 2
+# A run that has no time for everything: at most so many cases of each sampled test.
+_MOST = int(os.environ.get("JMASK_CASES") or 10**9)
 
 
 def chosen(default: list[Any], every: Iterable[Any]) -> list[Any]:
-    """Parameters of which those in `default` are run by default, of `every` the rest not."""
+    """Return the parameters `default`, and all others of `every` as slow ones."""
     rest = (case for case in every if case not in default)
-    return [*default, *(pytest.param(*_values(x), marks=pytest.mark.exhaustive) for x in rest)]
+    return [*default, *(pytest.param(*_values(x), marks=pytest.mark.slow) for x in rest)]
 
 
 def _values(case: Any) -> tuple[Any, ...]:
     return case if isinstance(case, tuple) else (case,)
 
 
-def leave_the_rest(items: list[pytest.Item]) -> None:
-    """Mark as exhaustive all but some cases of each test that is marked as sampled.
+def mark_the_rest_slow(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Mark as slow all but a sample of the tests that are marked as sampled.
 
-    Checksums of their names choose them: at random, for each test otherwise, the same always.
+    Checksums of names choose it: at random, for each test otherwise, the same always.
+
+    Returns:
+        cases that are more than `JMASK_CASES` of a test, not to be run.
     """
-    of_test = defaultdict(list)
+    of_test, of_file, left_out = defaultdict(list), defaultdict(list), []
     for item in items:
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("exhaustive"):
-            of_test[item.nodeid.partition("[")[0]].append(item)
+        for mark in item.iter_markers("sampled"):
+            if mark.args:
+                of_file[item.path, mark.args[0]].append(item)
+            elif not item.get_closest_marker("slow"):
+                of_test[item.nodeid.partition("[")[0]].append(item)
     for cases in of_test.values():
         cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
         for item in cases[_CASES:]:
-            item.add_marker(pytest.mark.exhaustive)
+            item.add_marker(pytest.mark.slow)
+        left_out += cases[_MOST:]
+    for (_, one_in), tests in of_file.items():
+        fast = [item for item in tests if not item.get_closest_marker("slow")]
+        for item in set(fast) - set(fast[::one_in]):
+            item.add_marker(pytest.mark.slow)
+    return left_out

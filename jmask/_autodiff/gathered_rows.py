@@ -82,7 +82,7 @@ class Product:
         factors = tuple((x, tuple(to[d] for d in dims)) for x, dims in self.factors)
         return Product(factors, shape, self.dtype)
 
-    def of_entries(self, ndim: int) -> jax.Array | None:
+    def per_entry(self, ndim: int) -> jax.Array | None:
         """Return the numbers (*shape[:ndim]) that are the same along all other dimensions."""
         if any(d >= ndim for d in self.differs):
             return None

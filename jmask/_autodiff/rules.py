@@ -111,7 +111,7 @@ def same_wanted(eqn: JaxprEqn, wanted: Sequence[bool], *_: Any) -> list[bool]:
     return list(wanted)
 
 
-def _of_an_array(eqn: JaxprEqn, *_: Any) -> list[bool]:
+def _first_wanted(eqn: JaxprEqn, *_: Any) -> list[bool]:
     """Return a change of shape is followed: what does not keep rows is dense, and said."""
     is_array = bool(aval_of(eqn.invars[0]).shape) and bool(aval_of(eqn.outvars[0]).shape)
     return [is_array] + [False] * (len(eqn.invars) - 1)
@@ -447,7 +447,7 @@ _IDENTITIES = (
 )
 
 EQUATION_RULES: dict[str, Rule] = {
-    "broadcast_in_dim": Rule(_of_an_array, _broadcast),
+    "broadcast_in_dim": Rule(_first_wanted, _broadcast),
     "scatter-add": Rule(_first, _scatter_add),
     "dynamic_update_slice": Rule(_operand_and_update, _dynamic_update_slice),
     "pad": Rule(_padded, _pad),
@@ -460,13 +460,13 @@ EQUATION_RULES: dict[str, Rule] = {
     "convert_element_type": Rule(_all, _convert),
     "mul": Rule(_scaled, _multiply),
     "div": Rule(_scaled, _divide),
-    "reshape": Rule(_of_an_array, _reshape),
-    "squeeze": Rule(_of_an_array, _reshape),
+    "reshape": Rule(_first_wanted, _reshape),
+    "squeeze": Rule(_first_wanted, _reshape),
     "reduce_sum": Rule(_summing_rows, _sum),
-    "slice": Rule(_of_an_array, _slice),
-    "split": Rule(_of_an_array, _split),
+    "slice": Rule(_first_wanted, _slice),
+    "split": Rule(_first_wanted, _split),
     "concatenate": Rule(_all, _concatenate),
-    "transpose": Rule(_of_an_array, _transpose),
+    "transpose": Rule(_first_wanted, _transpose),
     "select_n": Rule(_cases, _select),
     "optimization_barrier": Rule(same_wanted, _barrier),
 } | {name: Rule(_first, _identity) for name in _IDENTITIES}

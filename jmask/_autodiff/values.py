@@ -203,7 +203,9 @@ class RowSum:
         else:
             ids = jnp.concatenate([ids for ids, _ in self.parts])
             values = joined([rows for _, rows in self.parts])
-        return RowSparse.of_rows(ids, values, self.shape, coalesced=False, leading=self.leading)
+        return RowSparse.from_rows(
+            ids, values, self.shape, coalesced=False, leading=self.leading
+        )
 
 
 def are_few(rows: int, table: Any, count: int) -> bool:

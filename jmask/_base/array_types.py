@@ -48,13 +48,13 @@ def on_explicit_mesh(tree: Any) -> Iterator[None]:
 def explicit_sharding(*arrays: Any) -> NamedSharding | None:
     """Return sharding that the type of the first array with explicit axes names, or None."""
     for array in arrays:
-        sharding = _of_type(jax.typeof(array))
+        sharding = _sharding_of_type(jax.typeof(array))
         if sharding is not None:
             return sharding
     return None
 
 
-def _of_type(shape: Any) -> NamedSharding | None:
+def _sharding_of_type(shape: Any) -> NamedSharding | None:
     """Return the sharding of an abstract array that names explicit axes, or None."""
     sharding = getattr(shape, "sharding", None)
     if not isinstance(sharding, NamedSharding):
@@ -172,7 +172,7 @@ def varying_like(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
 
 def typed_like(x: jax.Array, shape: Any) -> jax.Array:
     """Return a replicated array, typed as `shape` says: varying, or sharded."""
-    sharding = _of_type(shape)
+    sharding = _sharding_of_type(shape)
     if sharding is not None:
         x = placed(x, sharding, _whole_spec(sharding, x.ndim))
     return varying_like(x, shape)
@@ -180,7 +180,7 @@ def typed_like(x: jax.Array, shape: Any) -> jax.Array:
 
 def whole_rows_like(x: jax.Array, shape: Any) -> jax.Array:
     """Return an array on all devices of the mesh that the type `shape` names, if any."""
-    sharding = _of_type(shape)
+    sharding = _sharding_of_type(shape)
     return x if sharding is None else placed(x, sharding, (None,) * x.ndim)
 
 

@@ -139,10 +139,10 @@ def while_of(eqn: JaxprEqn) -> While:
 def _is_known_while(eqn: JaxprEqn) -> bool:
     loop = while_of(eqn)
     carried = len(eqn.outvars)
-    of_condition, of_body = len(loop.condition[0].invars), len(loop.body[0].invars)
+    condition_inputs, body_inputs = len(loop.condition[0].invars), len(loop.body[0].invars)
     return len(eqn.invars) == loop.condition_consts + loop.body_consts + carried and (
-        of_condition,
-        of_body,
+        condition_inputs,
+        body_inputs,
     ) == (loop.condition_consts + carried, loop.body_consts + carried)
 
 

@@ -220,8 +220,12 @@ class Model:
         self.structure: Any
         leaves, self.structure = jax.tree.flatten(tree, is_leaf=self.is_leaf)
         self.parameters, self.others = tree, dict[int, Any]()
-        of_models = (callable(x) or isinstance(x, bool) for x in leaves if not is_tensor(x))
-        if any(of_models) and any(x is not None and self._is_parameter(x) for x in leaves):
+        are_model_leaves = (
+            callable(x) or isinstance(x, bool) for x in leaves if not is_tensor(x)
+        )
+        if any(are_model_leaves) and any(
+            x is not None and self._is_parameter(x) for x in leaves
+        ):
             self.others = {i: x for i, x in enumerate(leaves) if not self._is_parameter(x)}
             kept = [None if i in self.others else x for i, x in enumerate(leaves)]
             self.parameters = self.structure.unflatten(kept)

@@ -194,6 +194,6 @@ def _first_step(table: DeferredTable, tx: Any, state: Any) -> Any:
     """Return the updates for the table before its first step, for no rows."""
     ids = jnp.full((1,), table.shape[0], jnp.int32)
     values = jnp.zeros((1, *table.shape[1:]), table.dtype)
-    gradient = RowSparse.of_rows(ids, values, table.shape, coalesced=True)
+    gradient = RowSparse.from_rows(ids, values, table.shape, coalesced=True)
     updates, _ = tx.update(gradient, state, table)
     return updates

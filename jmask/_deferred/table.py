@@ -237,7 +237,7 @@ class DeferredTable(Deferred):
         kind = id_dtype(self.shape[0])
         ids = jnp.asarray(first, kind) + jnp.arange(count, dtype=kind)
         nothing = jnp.zeros((count, *self.shape[1:]), self.dtype)
-        which = self.fitted(RowSparse.of_rows(ids, nothing, self.shape, coalesced=True))
+        which = self.fitted(RowSparse.from_rows(ids, nothing, self.shape, coalesced=True))
         return self.with_all_rows(which, self.all_rows(which))
 
     def up_to_date(self) -> "DeferredTable":

@@ -285,7 +285,7 @@ def _gathered(source: Any, positions: jax.Array, fill: int | None) -> jax.Array:
     # Not `source.at[positions].get(...)`: like `jnp.where`, it drops what has no entries,
     # and JAX then gives a table that is looked up for nothing a gradient of dense zeros.
     fills = lax.GatherScatterMode.FILL_OR_DROP
-    gather = Gather.of_rows(source.shape, fills, positions.ndim, fill_value=fill)
+    gather = Gather.rows_of(source.shape, fills, positions.ndim, fill_value=fill)
     return gather(source, positions[..., None])
 
 

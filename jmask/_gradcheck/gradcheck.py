@@ -13,7 +13,7 @@ check must say which it checks:
 | masked             | specified entries move         | the same there; elsewhere exactly zero |
 
 The analytical side runs the function on the input as it is, which carries a phantom for the
-entries that are not there (see `_tensors.placeholders`). Both sides run in float64 and complex128.
+entries that are not there (`_tensors.placeholders`). Both run in float64 and complex128.
 
 Order 2 checks the gradient as a function of its own:
 

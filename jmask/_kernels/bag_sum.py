@@ -144,7 +144,7 @@ def _read_rows(
 ) -> jax.Array:
     """Return rows (*entries, *row) in float32 at least, times weights; V reads `fill`."""
     fills = lax.GatherScatterMode.FILL_OR_DROP
-    gather = Gather.of_rows(table.shape, fills, positions.ndim, fill_value=fill)
+    gather = Gather.rows_of(table.shape, fills, positions.ndim, fill_value=fill)
     rows = read(gather, table, positions[..., None]).astype(wide(table.dtype))
     return rows if weights is None else rows * trailing(weights, rows.ndim)
 

@@ -56,7 +56,7 @@ class Gather:
             object.__setattr__(self, "fill_value", None)
 
     @classmethod
-    def of_rows(
+    def rows_of(
         cls, shape: tuple[int, ...], mode: Any, batch: int = 1, **settings: Any
     ) -> "Gather":
         """Return the gather of whole rows of a table (V, *row) by indices (*batch, 1)."""
@@ -184,5 +184,5 @@ def _on_this_platform(gather: Gather, operand: jax.Array, indices: jax.Array) ->
 def _derivative(gather: Gather, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     operand, indices = primals
     # Entries that are filled in do not depend on the operand.
-    of_tangent = dataclasses.replace(gather, fill_value=0)
-    return gather(operand, indices), of_tangent.plain(tangents[0], indices)
+    tangent_gather = dataclasses.replace(gather, fill_value=0)
+    return gather(operand, indices), tangent_gather.plain(tangents[0], indices)

@@ -60,7 +60,7 @@ class GatheredRows:
             return _weighted(self.source, self.weight).astype(self.dtype)
         source, index = varying_alike(self.source, self.index)
         fills = lax.GatherScatterMode.FILL_OR_DROP
-        gather = Gather.of_rows(source.shape, fills, fill_value=0)
+        gather = Gather.rows_of(source.shape, fills, fill_value=0)
         return _weighted(gather(source, index[:, None]), self.weight).astype(self.dtype)
 
     def take(self, entries: jax.Array) -> jax.Array:
@@ -169,4 +169,4 @@ def rows_at(rows: Rows, entries: jax.Array) -> jax.Array:
     if isinstance(rows, GatheredRows):
         return rows.take(entries)
     clips = lax.GatherScatterMode.CLIP
-    return Gather.of_rows(rows.shape, clips)(rows, entries[:, None])
+    return Gather.rows_of(rows.shape, clips)(rows, entries[:, None])

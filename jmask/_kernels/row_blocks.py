@@ -169,11 +169,11 @@ def _plan(ids: jax.Array, rows: int, size: int) -> _Plan:
     open_ids = jnp.concatenate([ids[:1, :1], last[:-1]])
     begins = ids != jnp.concatenate([open_ids, ids[:, :-1]], 1)
     slots = jnp.where(begins, lax.broadcasted_iota(jnp.int32, ids.shape, 1) + 1, 0)
-    of_sums = jnp.concatenate([open_ids, jnp.where(begins, ids, rows)], 1)
+    sum_ids = jnp.concatenate([open_ids, jnp.where(begins, ids, rows)], 1)
     return _Plan(
         entries=entries,
         slots=lax.cummax(slots, axis=1),
-        ids=jnp.where(of_sums == last, rows, of_sums),
+        ids=jnp.where(sum_ids == last, rows, sum_ids),
         count=jnp.sum(last < rows, dtype=jnp.int32) + 1,
     )
 

@@ -175,9 +175,9 @@ def _lowered(ctx: Any, *operands: Any, program: ClosedJaxpr, is_sorted: bool) ->
     count = len(operands) // 2
     tables, ids, updates = operands[:count], operands[count], operands[count + 1 :]
     rank = len(ctx.avals_in[0].shape)
-    of_ids = ctx.avals_in[count]
+    id_aval = ctx.avals_in[count]
     column = stablehlo.reshape(
-        _tensor_type(jax.ShapeDtypeStruct((*of_ids.shape, 1), of_ids.dtype)), ids
+        _tensor_type(jax.ShapeDtypeStruct((*id_aval.shape, 1), id_aval.dtype)), ids
     )
     scatter = stablehlo.ScatterOp(
         [_tensor_type(aval) for aval in ctx.avals_out],

@@ -239,7 +239,9 @@ class LazyCall:
         if is_overwritten and not is_stored_table(leaf.value):
             # Nothing else orders the reads of these rows before they are written.
             ids = ids_after_reading(gradient.row_ids(), old)
-            gradient = RowSparse.of_rows(ids, new, gradient.shape, coalesced=gradient.coalesced)
+            gradient = RowSparse.from_rows(
+                ids, new, gradient.shape, coalesced=gradient.coalesced
+            )
         return with_rows(leaf.value, gradient, new)
 
 

@@ -255,7 +255,7 @@ def _new_tables(
     def on_unique_rows(
         tables: list[Any], ids: jax.Array, rows: jax.Array, traced: list[Any], is_sorted: bool
     ) -> list[Any]:
-        unique = RowSparse.of_rows(ids, rows, shape, coalesced=is_sorted)
+        unique = RowSparse.from_rows(ids, rows, shape, coalesced=is_sorted)
         return _on_rows(rule, unique, tables, all_scalars(traced))
 
     one_row = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in (*tables, gradient)]

@@ -65,10 +65,10 @@ class PackedTable(StoredTable):
     @classmethod
     def pack(cls, x: Any) -> "PackedTable":
         """Return the array `x` (V, *row), packed."""
-        return cls.of_array(checked_floating(as_table(x)))
+        return cls.from_array(checked_floating(as_table(x)))
 
     @classmethod
-    def of_array(cls, x: jax.Array) -> "PackedTable":
+    def from_array(cls, x: jax.Array) -> "PackedTable":
         """Return an array (V, *row) of any dtype of 32 bits or less, packed."""
         columns = x.reshape(x.shape[0], math.prod(x.shape[1:]))
         return cls([_packed(group) for group in _groups(columns)], x.shape)

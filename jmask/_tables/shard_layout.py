@@ -69,9 +69,9 @@ class Layout:
         mesh = self.mesh
         devices = tuple(device.id for device in mesh.devices.flat)
         types = tuple(AxisType(x).name for x in mesh.axis_types)
-        of_mesh = (mesh.devices.shape, devices, mesh.axis_names, types)
+        mesh_key = (mesh.devices.shape, devices, mesh.axis_names, types)
         others = (x.name for x in dataclasses.fields(self)[1:])
-        return of_mesh, *(getattr(self, name) for name in others)
+        return mesh_key, *(getattr(self, name) for name in others)
 
     @classmethod
     def from_description(cls, described: tuple[Any, ...]) -> "Layout":

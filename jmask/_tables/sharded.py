@@ -76,11 +76,11 @@ class RoutedRows(RowSparse):
         return "unique"
 
     @classmethod
-    def of_shards(
+    def from_shards(
         cls, ids: jax.Array, values: jax.Array, shape: Sequence[int], layout: Layout
     ) -> "RoutedRows":
         """Return the rows (S m, *row) that the shards have."""
-        rows = RowSparse.of_rows(ids, values, tuple(shape), coalesced=False)
+        rows = RowSparse.from_rows(ids, values, tuple(shape), coalesced=False)
         leaves, static = rows.tree_flatten()
         return cls.tree_unflatten((static, layout), leaves)
 
@@ -94,8 +94,8 @@ class RoutedRows(RowSparse):
 
     @classmethod
     def tree_unflatten(cls, static: Any, leaves: Any) -> "RoutedRows":
-        of_rows, layout = static
-        node: Any = super().tree_unflatten(of_rows, leaves)
+        row_sparse_static, layout = static
+        node: Any = super().tree_unflatten(row_sparse_static, leaves)
         node.layout = layout
         return node
 
@@ -115,7 +115,7 @@ class RoutedRows(RowSparse):
 
         over = (layout.rows,) * 4
         ids, values = layout.run(others, self.row_ids(), self.values, rows, over=over)
-        return RoutedRows.of_shards(ids, values, self.shape, layout)
+        return RoutedRows.from_shards(ids, values, self.shape, layout)
 
 
 # --- sharded ------------------------------------------------------------------------------
@@ -226,13 +226,13 @@ class ShardedTable(StoredTable):
         """Return the rows of each shard where they are; in a `shard_map`, of this device."""
         layout = self.layout
 
-        def of_shard(stored: Any) -> jax.Array:
+        def local_entries(stored: Any) -> jax.Array:
             places = jnp.arange(layout.block)
             rows = read_rows(self._local(stored), places)
             exists = layout.ids(places, layout.shard()) < layout.count
             return jnp.where(trailing(exists, rows.ndim), rows, 0)
 
-        return [layout.run(of_shard, self.check_layout(), over=(layout.rows, layout.rows))]
+        return [layout.run(local_entries, self.check_layout(), over=(layout.rows, layout.rows))]
 
     def __reduce__(self) -> Any:
         arrays = jax.tree.map(np.asarray, self.stored)
@@ -279,7 +279,7 @@ class ShardedTable(StoredTable):
             )
 
         @rows_of.defjvp
-        def of_tangents(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        def looked_up_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
             # The rounds of an exchange are a loop, which has no transpose.
             return rows_of(*primals), self._from_everyone(tangents[0], primals[1])
 
@@ -293,7 +293,7 @@ class ShardedTable(StoredTable):
         if sharding is not None and explicit_sharding(values) is None:
             ids, values = (with_rows_over(x, sharding, None) for x in (ids, values))
         axes = self._not_yet_gathered(values)
-        of_batch = layout.batch if sharding is None else axes
+        batch_axes = layout.batch if sharding is None else axes
         is_exchanged = layout.capacity_factor is not None and set(layout.rows) <= set(axes)
 
         def routed(ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -311,9 +311,9 @@ class ShardedTable(StoredTable):
             extra = layout.missing(ids.shape[0])
             ids = self._padded(ids, extra, layout.count)
             values = self._padded(values, extra, 0)
-        over = (of_batch, of_batch, layout.rows)
+        over = (batch_axes, batch_axes, layout.rows)
         ids, values = layout.run(routed, ids, values, over=over)
-        return RoutedRows.of_shards(ids, values, self.shape, layout)
+        return RoutedRows.from_shards(ids, values, self.shape, layout)
 
     def rows(self, gradient: RoutedRows) -> jax.Array:
         layout = self._layout_of(gradient)
@@ -335,7 +335,7 @@ class ShardedTable(StoredTable):
             if not isinstance(block, PackedTable):
                 return layout.local_stored(set_rows(block, places, rows, coalesced=True))
             new = block.set_rows(
-                RowSparse.of_rows(places, rows, block.shape, coalesced=True), rows
+                RowSparse.from_rows(places, rows, block.shape, coalesced=True), rows
             )
             return layout.local_stored(PackedTable(new.parts, stored.shape))
 
@@ -456,16 +456,16 @@ def _placed(table: Any, layout: Layout, in_lines: bool) -> ShardedTable:
 
     def blocks_of(table: jax.Array) -> Any:
         blocks = _blocks_of(table, layout)
-        return layout.stored(PackedTable.of_array(blocks) if in_lines else blocks)
+        return layout.stored(PackedTable.from_array(blocks) if in_lines else blocks)
 
     ndim = 2 if in_lines else table.ndim
     sharding = layout.sharding(ndim + (placement == "mod"))
-    of_table = explicit_sharding(table)
+    table_sharding = explicit_sharding(table)
     if isinstance(table, jax.ShapeDtypeStruct):
         shape_of = functools.partial(_placed_shape, sharding)
         blocks = jax.tree.map(shape_of, jax.eval_shape(blocks_of, table))
-    elif of_table is not None:
-        blocks = automatically(blocks_of, table, like=of_table, spec=sharding.spec)
+    elif table_sharding is not None:
+        blocks = automatically(blocks_of, table, like=table_sharding, spec=sharding.spec)
     elif _is_elsewhere(table, mesh):
         blocks = jax.device_put(jax.jit(blocks_of)(table), sharding)
     else:

@@ -271,14 +271,14 @@ def _with_phantom(
 @_with_phantom.defjvp
 def _derivative(order: int, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     values, phantom, ids = primals
-    of_values, of_phantom, _ = tangents
+    value_tangent, placeholder_tangent, _ = tangents
     if ids is not None:
         fills = lax.GatherScatterMode.FILL_OR_DROP
-        gather = Gather.of_rows(of_phantom.shape, fills, fill_value=0)
-        of_phantom = gather.plain(of_phantom, ids[:, None])
+        gather = Gather.rows_of(placeholder_tangent.shape, fills, fill_value=0)
+        placeholder_tangent = gather.plain(placeholder_tangent, ids[:, None])
     # For the next derivative the values depend on the phantom too.
     again = _with_phantom(order - 1, values, phantom, ids) if order else values
-    return again, of_values + of_phantom
+    return again, value_tangent + placeholder_tangent
 
 
 # --- add to dense -------------------------------------------------------------------------

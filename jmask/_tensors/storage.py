@@ -118,8 +118,8 @@ def row_of_each(pointers: jax.Array, count: int) -> jax.Array:
     # In two steps: of one long sum XLA makes a kernel for each power of two, and of a search
     # for each entry it takes three times as long.
     within = jnp.cumsum(begun.reshape(lines, _LINE), axis=1)
-    of_line = within[:, -1]
-    before = jnp.cumsum(of_line) - of_line
+    line_sums = within[:, -1]
+    before = jnp.cumsum(line_sums) - line_sums
     return (within + before[:, None]).reshape(-1)[:count] - 1
 
 
@@ -223,8 +223,8 @@ def matching(x: Any, like: Any) -> tuple[jax.Array, jax.Array] | None:
     count = left[0].shape[0]
     dtype = joint_dtype(*left, *right)
     columns = [
-        jnp.concatenate([of_x.astype(dtype), of_like.astype(dtype)])
-        for of_x, of_like in zip(left, right, strict=True)
+        jnp.concatenate([x_index.astype(dtype), like_index.astype(dtype)])
+        for x_index, like_index in zip(left, right, strict=True)
     ]
     # By columns, not by one number for each position: that of a large matrix has more than
     # 32 bits. The entry is the last key, so that of equal positions that of `x` comes first.

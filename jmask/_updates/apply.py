@@ -415,7 +415,7 @@ class Fit:
             if not is_full(old):
                 return x
             ids = jnp.arange(old.shape[0], dtype=id_dtype(old.shape[0]))
-            return RowSparse.of_rows(ids, x, old.shape, coalesced=True)
+            return RowSparse.from_rows(ids, x, old.shape, coalesced=True)
 
         is_leaf = lambda x: is_full(x) or x is None
         new = jax.tree.map(stored, self.model.parameters, new, is_leaf=is_leaf)

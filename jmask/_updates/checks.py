@@ -192,23 +192,23 @@ def check_fits(path: Any, update: Any, param: Any) -> None:
         raise not_an_array(leaf_name("params", path), param, KEEP_ARRAYS)
     like, dtype = shape_of(param), jnp.result_type(shape_of(param).dtype)
     shape = tuple(jnp.shape(update))
-    of_update = update.dtype if hasattr(update, "dtype") else jnp.result_type(update)
+    update_dtype = update.dtype if hasattr(update, "dtype") else jnp.result_type(update)
     if shape != like.shape:
         raise ValueError(
             f"{name} of shape {shape} does not fit its parameter of shape {like.shape}."
         )
-    if jnp.issubdtype(of_update, jnp.bool_) and dtype != of_update:
+    if jnp.issubdtype(update_dtype, jnp.bool_) and dtype != update_dtype:
         raise TypeError(f"{name} is bool, and its parameter {dtype}: is it a mask?")
-    is_complex = [jnp.issubdtype(x, jnp.complexfloating) for x in (of_update, dtype)]
+    is_complex = [jnp.issubdtype(x, jnp.complexfloating) for x in (update_dtype, dtype)]
     if is_complex == [True, False]:
         raise TypeError(
-            f"{name} is {of_update} and its parameter {dtype}: complex gradients of real "
+            f"{name} is {update_dtype} and its parameter {dtype}: complex gradients of real "
             "parameters are not supported. Take the real part, `.real`, if that is meant."
         )
-    is_floating = [jnp.issubdtype(x, jnp.inexact) for x in (of_update, dtype)]
+    is_floating = [jnp.issubdtype(x, jnp.inexact) for x in (update_dtype, dtype)]
     if is_gradient_leaf(update) and is_floating == [True, False]:
         raise TypeError(
-            f"{name} is {of_update} and its parameter {dtype}: an update would be cut to "
+            f"{name} is {update_dtype} and its parameter {dtype}: an update would be cut to "
             "integers. Store the parameter as a floating array, `.astype(jnp.float32)`."
         )
 

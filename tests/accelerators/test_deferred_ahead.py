@@ -62,13 +62,13 @@ def check_in_place(tx: Any, sharding: Any) -> None:
     assert temporary[1] <= 2 * temporary[0] + 2**20
 
 
-@pytest.mark.tpu
+@pytest.mark.needs(what="libtpu")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_in_place_on_tpus(name: str) -> None:
     check_in_place(OPTIMIZERS[name], device("v5e:2x2"))
 
 
-@pytest.mark.gpu
+@pytest.mark.needs(what="jax_cuda12_plugin")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_in_place_on_gpus(name: str) -> None:
     check_in_place(OPTIMIZERS[name], gpu("H100"))

@@ -24,7 +24,7 @@ from jmask._kernels import scatter_update
 from tests.compiled_step import IN_PLACE, Step, rounds_of_loops, whole_table_operations
 from tests.kernels.test_in_place import OPTIMIZERS, STEPS
 
-pytestmark = [pytest.mark.gpu, pytest.mark.dtype_promotion]
+pytestmark = [pytest.mark.needs(what="jax_cuda12_plugin"), pytest.mark.dtype_promotion]
 
 ROWS = 10**7
 

@@ -27,7 +27,7 @@ from tests.compiled_step import (
 )
 from tests.sampling import chosen
 
-pytestmark = [pytest.mark.tpu, pytest.mark.dtype_promotion]
+pytestmark = [pytest.mark.needs(what="libtpu"), pytest.mark.dtype_promotion]
 
 # Three float32 arrays (10**7, 128) are 14.3 GiB, which the 16 GiB of a v5e just hold.
 SMALL, LARGE = 10**5, 10**7

@@ -26,7 +26,7 @@ from tests.compiled_step import (
     whole_table_operations,
 )
 
-pytestmark = [pytest.mark.tpu, pytest.mark.dtype_promotion]
+pytestmark = [pytest.mark.needs(what="libtpu"), pytest.mark.dtype_promotion]
 
 ROWS, LOOKUPS, WIDTH = (10**6, 10**7), 512, 128
 

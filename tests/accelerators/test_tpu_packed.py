@@ -16,7 +16,7 @@ import jmask
 from jmask._tables.packed import LANES
 from tests.accelerators.test_tpu import device
 
-pytestmark = pytest.mark.tpu
+pytestmark = pytest.mark.needs(what="libtpu")
 
 LOOKUPS = 8192
 TABLES = {"adagrad": (jmask.adagrad(0.1), 2), "adam": (jmask.adam(), 3)}

@@ -14,7 +14,7 @@ import pytest
 import jmask
 
 pytestmark = [
-    pytest.mark.torch,
+    pytest.mark.needs(what="torch"),
     # The package warns while it is imported, of things that are not used here.
     pytest.mark.filterwarnings("ignore"),
 ]

@@ -60,7 +60,7 @@ def test_optax():
     compare("From optax with dense gradients", np.asarray(table))
 
 
-@pytest.mark.torch
+@pytest.mark.needs(what="torch")
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("section", [s for s in SECTIONS if "torch" in s])
 def test_torch(section):

@@ -18,7 +18,7 @@ import pytest
 
 import jmask
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.needs(what="torch")
 
 ROWS, STEPS, LOOKUPS = 12, 20, 6
 NEVER_TOUCHED = (0, 7)

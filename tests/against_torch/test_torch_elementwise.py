@@ -17,7 +17,7 @@ from tests.ops.test_elementwise import (
 )
 from tests.torch_names import REFERENCE_BINARY, REFERENCE_UNARY, name_here
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.needs(what="torch")
 
 MASK = MASKS["random"]
 # Without a kernel for two masked tensors, or for one, in torch 2.13: compared unmasked.

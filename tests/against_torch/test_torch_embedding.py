@@ -16,7 +16,7 @@ import pytest
 import jmask
 from tests.oracle import dense_twin
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.needs(what="torch")
 
 V, D, N = 9, 4, 12
 RNG = np.random.default_rng(0)

@@ -17,7 +17,7 @@ import jmask
 from tests.gradcheck.test_gradcheck_example import DENSE, PRODUCTS, TABLE, product
 from tests.sparse_arrays import coo
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.needs(what="torch")
 
 
 @pytest.fixture

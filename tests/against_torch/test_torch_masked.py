@@ -16,7 +16,7 @@ import pytest
 import jmask.numpy as jnm
 from jmask import MaskedTensor, nn
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.needs(what="torch")
 
 DATA = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
 MASK = np.random.default_rng(1).random((5, 4)) < 0.6

@@ -42,7 +42,7 @@ def steps_of_torch(torch, tensors, optimizer, numbers):
             optimizer.step()
 
 
-@pytest.mark.torch
+@pytest.mark.needs(what="torch")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_there_and_back(name):
     import torch

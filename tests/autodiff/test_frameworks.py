@@ -14,7 +14,7 @@ eqx = later("equinox")
 nn = later("flax.linen")
 nnx = later("flax.nnx")
 
-pytestmark = [pytest.mark.examples, pytest.mark.dtype_promotion]
+pytestmark = [pytest.mark.sampled(15), pytest.mark.dtype_promotion]
 
 V, D = 20, 4
 IDS = jnp.array([[3, 5], [3, 19]])

@@ -11,7 +11,7 @@ import pytest
 import jmask
 
 # Keras promotes dtypes and ranks.
-pytestmark = [pytest.mark.examples, pytest.mark.rank_promotion, pytest.mark.dtype_promotion]
+pytestmark = [pytest.mark.sampled(15), pytest.mark.rank_promotion, pytest.mark.dtype_promotion]
 
 V, D = 200, 4
 PAGE = Path(__file__).parents[2] / "docs" / "keras.md"

@@ -191,7 +191,7 @@ def test_random_lookups(program, values):
 
 
 @pytest.mark.dtype_promotion
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(programs(), thresholds)
 def test_many_random_lookups(program, values):

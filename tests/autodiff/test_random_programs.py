@@ -91,7 +91,7 @@ def build(program):
     return loss
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(terms(), min_size=1, max_size=3))
 def test_random_program(program):

@@ -290,7 +290,7 @@ def test_random_rule(rule):
     check(*rule)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(rules())
 def test_random_rules_at_length(rule):
@@ -325,7 +325,7 @@ def test_step(name):
         check(shape, [(name, number, "")])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_step_on_every_shape(name):
     for shape in SHAPES:

@@ -348,7 +348,7 @@ def is_tensor(x: Any) -> bool:
     return isinstance(x, jmask.MaskedTensor | jmask.RowSparse | BCOO | BCSR)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("names", groups().values(), ids=groups())
 @pytest.mark.dtype_promotion
 def test_gradients(names):

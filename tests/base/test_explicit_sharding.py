@@ -21,7 +21,7 @@ from tests.oracle import is_row_sparse
 from tests.sampling import chosen
 from tests.stored_tables import STEPS
 
-pytestmark = pytest.mark.devices
+pytestmark = pytest.mark.sampled(15)
 
 V, D = 64, 8
 TABLE = np.random.default_rng(0).normal(size=(V, D)).astype(np.float32)

@@ -350,7 +350,7 @@ def test_tables_of_another_structure() -> None:
 # --- other storages ------------------------------------------------------------------------
 
 
-@pytest.mark.devices
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("name", ["packed", "sharded", "sharded and packed", "mod"])
 def test_other_storages(name: str) -> None:
     table = {

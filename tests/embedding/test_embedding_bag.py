@@ -71,7 +71,7 @@ def check(case: Case, data: Data, out: Any, gradient: jmask.RowSparse, in_weight
         np.testing.assert_allclose(in_weights, expected.in_weights, **CLOSE)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @forms
 @combiners

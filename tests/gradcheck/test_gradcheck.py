@@ -16,7 +16,7 @@ import jmask.numpy as jnm
 from jmask._gradcheck.entries import Input
 from tests.gradcheck.test_gradcheck_example import DENSE, PRODUCTS, STORAGES
 
-pytestmark = pytest.mark.examples
+pytestmark = pytest.mark.sampled(15)
 
 
 @pytest.mark.parametrize(

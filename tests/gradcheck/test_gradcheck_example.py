@@ -19,7 +19,7 @@ from jmask._gradcheck.message import Setting
 from jmask._gradcheck.problem import Problem
 from tests.sparse_arrays import coo, csr
 
-pytestmark = pytest.mark.examples
+pytestmark = pytest.mark.sampled(15)
 
 DENSE = np.array([[0.0, 1.0], [2.0, 3.0]], np.float32)
 ENTRIES = jmask.RowSparse([1, 2, 3], jnp.array([1.0, 2.0, 3.0]), (4,))  # x, row by row

@@ -5,7 +5,7 @@ import pytest
 import jmask
 from tests.wrong_gradients import WRONG
 
-pytestmark = pytest.mark.examples
+pytestmark = pytest.mark.sampled(15)
 
 
 @pytest.mark.parametrize("name", WRONG)

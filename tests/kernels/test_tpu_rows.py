@@ -214,7 +214,7 @@ def test_one_entry_for_each_row(count: int, dtype: str, shape: tuple[int, ...]) 
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.devices
+@pytest.mark.sampled(15)
 def test_inside_shard_map() -> None:
     """Each of two devices updates its own rows."""
     update = update_of("momentum", "padding last")

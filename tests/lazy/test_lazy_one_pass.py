@@ -225,7 +225,7 @@ print([x.tolist() for x in dataclasses.replace(like, mlir_module_serialized=code
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.of_cpus
 @pytest.mark.parametrize(
     ("number", "of_another", "right"),

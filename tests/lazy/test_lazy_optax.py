@@ -123,7 +123,7 @@ def check_step(steps, gradient, state, params):
 # All are run under jit; eagerly, which compiles every operation by itself, every sixth.
 LIFTED = [*ROW_LOCAL, *CHAINS]
 RUNS = [(name, jax.jit) for name in LIFTED]
-RUNS += [pytest.param(name, lambda f: f, marks=pytest.mark.exhaustive) for name in LIFTED[::6]]
+RUNS += [pytest.param(name, lambda f: f, marks=pytest.mark.slow) for name in LIFTED[::6]]
 
 
 @pytest.mark.sampled

@@ -206,7 +206,7 @@ def test_random_chain(parts):
     check(parts)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(chains())
 def test_random_chains_at_length(parts):
@@ -221,13 +221,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEAVES)
 def test_each_alone(name):
     assert check([(name, "norm")]) == (name not in REFUSED)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PARTS)
 def test_each_part_alone(name):
     assert check([(name,)]) == (name != "trust")

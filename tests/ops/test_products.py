@@ -113,7 +113,7 @@ def arguments_of(case: Case) -> Any:
     return case.a.values, case.a.indices, case.b.values, case.b.indices
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(("lhs", "rhs"), PAIRS[::2])
 def test_eagerly(lhs, rhs):
     lhs, rhs = LEFT[lhs], RIGHT[rhs]

@@ -250,7 +250,7 @@ def test_equals_its_dense_twin(name, x_ids, y_ids, seed):
         np.testing.assert_allclose(ours, twin, rtol=2e-4, atol=1e-5)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.rank_promotion

@@ -177,7 +177,7 @@ def test_functions_compile_nothing_the_third_time(name):
     assert not compiled_the_third_time(FUNCTIONS[name])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore::jmask.StorageFallbackWarning", "ignore:Explicitly requested"
 )

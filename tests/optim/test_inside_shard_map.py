@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jmask
 from tests.stored_tables import STEPS, mesh_of, numbers
 
-pytestmark = pytest.mark.devices
+pytestmark = pytest.mark.sampled(15)
 
 V, D = 21, 12
 IDS = jnp.asarray(np.random.default_rng(1).integers(0, V, 32))

@@ -153,7 +153,7 @@ class TestFormulas:
             if lazy:
                 np.testing.assert_array_equal(param[NEVER], start[NEVER])
 
-    @pytest.mark.exhaustive
+    @pytest.mark.slow
     def test_float32(self, name, hyper, lazy):
         param, state, model, start = run(name, hyper, lazy, np.float32)
         compare(param, state, model, 2e-5)
@@ -215,7 +215,7 @@ class TestOnePass:
         assert ("stablehlo.gather" in program) == alone
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.dtype_promotion
 def test_one_pass_of_other_ranks_and_dtypes():
     for row, dtype in (((), np.float32), ((2, 2), np.float32), ((3,), jnp.bfloat16)):

@@ -172,7 +172,7 @@ def test_gradients(name):
         np.testing.assert_allclose(result, jax.grad(loss)(TABLE), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning", "ignore:Explicitly")
 def test_operations(name):

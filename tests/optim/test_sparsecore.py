@@ -73,7 +73,7 @@ def test_tables_come_back(shape, cores):
     np.testing.assert_array_equal(sparsecore.from_cores(blocks, shape), table)
 
 
-@pytest.mark.tpu
+@pytest.mark.needs(what="libtpu")
 @pytest.mark.parametrize(
     ("topology", "optimizer"),
     [

@@ -75,7 +75,7 @@ def test_every_optimizer(optimizer: str, step: str, is_jitted: bool) -> None:
     assert jax.tree.map(jnp.result_type, state) == jax.tree.map(jnp.result_type, cast)
 
 
-@pytest.mark.devices
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("table", ["packed", "sharded"])
 def test_stored_tables(table: str, step: str) -> None:

@@ -121,7 +121,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     kept, left = [], []
     for item in items:
-        item.add_marker(pytest.mark.peers)  # optax promotes dtypes
+        item.add_marker(pytest.mark.rank_promotion)
+        item.add_marker(pytest.mark.dtype_promotion)
         (left if any(word in item.nodeid for word in LEFT_OUT) else kept).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left)

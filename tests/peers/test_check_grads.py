@@ -10,7 +10,7 @@ import jmask
 import jmask.nn as jnn
 import jmask.numpy as jnm
 
-pytestmark = pytest.mark.peers
+pytestmark = [pytest.mark.slow, pytest.mark.rank_promotion, pytest.mark.dtype_promotion]
 
 MASK = np.array([[1, 1, 0, 1], [0, 1, 1, 1], [1, 0, 1, 1]], bool)
 X = np.where(MASK, np.random.default_rng(0).uniform(0.2, 0.8, (3, 4)), np.nan)

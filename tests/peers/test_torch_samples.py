@@ -19,7 +19,11 @@ import jmask.nn as jnn
 import jmask.numpy as jnm
 from tests.torch_names import name_here
 
-pytestmark = pytest.mark.peers
+pytestmark = [
+    pytest.mark.needs(what="expecttest"),
+    pytest.mark.rank_promotion,
+    pytest.mark.dtype_promotion,
+]
 
 # By the name of torch, where that differs.
 NAMES = {

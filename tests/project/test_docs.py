@@ -21,7 +21,7 @@ def _name(page):
     return page.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.examples
+@pytest.mark.sampled(15)
 @pytest.mark.rank_promotion
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 @pytest.mark.dtype_promotion
@@ -70,6 +70,11 @@ def test_links(page):
     for target in re.findall(r"\]\(([^)\s#]+)", text):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
+
+
+def test_readme_is_short():
+    """What is longer has a page in docs."""
+    assert len((ROOT / "README.md").read_bytes()) <= 6000
 
 
 def test_every_page_is_in_the_navigation():

@@ -13,7 +13,7 @@ from tests.oracle import is_row_sparse
 from tests.project.test_examples import load  # noqa: F401
 
 # Examples are written as programs are, which may promote ranks.
-pytestmark = [pytest.mark.examples, pytest.mark.rank_promotion, pytest.mark.dtype_promotion]
+pytestmark = [pytest.mark.sampled(15), pytest.mark.rank_promotion, pytest.mark.dtype_promotion]
 
 TINY = ["--seconds", "0.3", "--timing", "0.1", "--memory", "2000", "--width", "16"]
 ROWS = 1000
@@ -200,23 +200,6 @@ def test_memory_that_is_left(load, tmp_path, monkeypatch):  # noqa: F811
     assert free_memory.free_bytes() == 100
     said.clear()
     assert free_memory.free_bytes() == float("inf")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--seconds", "0"], "argument --seconds: 0 is not positive"),
-        (["--rows", "1.5"], "argument --rows: 1.5 is no number of rows"),
-        (["--width", "12"], "argument --width: 12 is not a multiple of 8"),
-        (["--row", "0"], "argument --row: 0 is not positive"),
-        (["--vocabulary", "256"], "argument --vocabulary: 256 is not more than 256 bytes"),
-        (["--plot", "nowhere/x.png"], "argument --plot: nowhere/x.png is not a file in a dir"),
-    ],
-)
-def test_refuses_wrong_arguments(example, arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        example.main(arguments)
-    assert message in capsys.readouterr().err
 
 
 def test_refuses_a_short_text(example, tmp_path):

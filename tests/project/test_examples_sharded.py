@@ -15,7 +15,7 @@ import pytest
 
 # Examples are written as programs are, which may promote ranks.
 pytestmark = [
-    pytest.mark.devices,
+    pytest.mark.sampled(15),
     pytest.mark.rank_promotion,
     pytest.mark.skipif(importlib.util.find_spec("orbax") is None, reason="needs orbax"),
 ]
@@ -110,7 +110,7 @@ def test_goes_on_with_fewer_devices(devices, placement, rows, whole, tmp_path):
     assert_same(tmp_path / "end.npz", folder / "end.npz")
 
 
-@pytest.mark.parametrize("kill", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
+@pytest.mark.parametrize("kill", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_goes_on_after_a_process_was_killed(kill, whole, tmp_path):
     folder, _ = whole
     again = ("--processes", 2, "--checkpoint", tmp_path / "run")
@@ -133,24 +133,3 @@ def test_refuses_the_checkpoint_of_another_run(whole):
     assert code == 1
     assert "holds a run with other settings: dim was 8, now 4" in printed
     assert "Traceback" not in printed
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--processes 3", "8 devices are not for 3 processes alike"),
-        ("--process 1", "--process and --coordinator belong together"),
-        ("--processes 2 --process 2 --coordinator x:1", "--process 2 is not one of 2"),
-        ("--words 9", "--words 9 is less than one for each of 10 groups"),
-        ("--steps -1", "argument --steps: -1 is negative"),
-        ("--export nowhere/x.npz", "argument --export: nowhere is not a folder"),
-        ("--dim 0", "argument --dim: 0 is not positive"),
-    ],
-)
-def test_refuses_wrong_arguments(arguments, message, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(PROGRAM.parent))
-    import sharded_embedding
-
-    with pytest.raises(SystemExit):
-        sharded_embedding.parsed(arguments.split())
-    assert message in capsys.readouterr().err

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.examples
+pytestmark = pytest.mark.sampled(15)
 
 PROGRAM = Path(__file__).parents[1] / "training_to_kill.py"
 STEPS = 40
@@ -30,7 +30,7 @@ def run(folder, kill_at=None):
     return lines
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_killed_at_a_random_step(tmp_path):
     whole = run(tmp_path / "whole")
     assert whole[:STEPS] == [f"step {i}" for i in range(STEPS)]

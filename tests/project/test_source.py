@@ -49,16 +49,18 @@ def test_public_functions_have_examples(path):
 
 
 def test_supported_versions_are_the_same_everywhere():
-    """The classifiers, the interpreters that make looks for, and the README."""
+    """The classifiers, the interpreters and oldest packages of make, and the Quickstart."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     found = [re.fullmatch(r".*Python :: (3\.\d+)", x) for x in project["classifiers"]]
     versions = [match[1] for match in found if match]
-    (line,) = re.findall(
-        r"^PYTHON \?= .*interpreter (.*)\)$", (ROOT / "Makefile").read_text(), re.M
-    )
+    makefile = (ROOT / "Makefile").read_text()
+    (line,) = re.findall(r"^PYTHON \?= .*interpreter (.*)\)$", makefile, re.M)
     assert versions[::-1] == line.split()
+    pins = re.findall(r"[\w-]+==\S+", re.findall(r"^PACKAGES_oldest.*$", makefile, re.M)[0])
+    assert pins == [x.replace(">=", "==") for x in project["dependencies"]]
     assert project["requires-python"] == f">={versions[0]}"
-    rows = re.findall(r"^\| \w+ \| (3\.\d+) \|", (ROOT / "README.md").read_text(), re.M)
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    rows = re.findall(r"^\| \w+ \| (3\.\d+) \|", page, re.M)
     assert rows == versions[::-1]
 
 

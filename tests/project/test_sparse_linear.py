@@ -11,7 +11,7 @@ import pytest
 from tests.project.test_examples import load  # noqa: F401
 
 # Examples are written as programs are, which may promote ranks.
-pytestmark = [pytest.mark.examples, pytest.mark.rank_promotion, pytest.mark.dtype_promotion]
+pytestmark = [pytest.mark.sampled(15), pytest.mark.rank_promotion, pytest.mark.dtype_promotion]
 
 WORDS = {"animals": ["cat", "dog", "horse"], "colours": ["red", "green", "blue"]}
 SMALL = ["--columns", "4096", "--epochs", "15", "--largest", "4"]
@@ -133,22 +133,6 @@ def test_bad_files(example, tmp_path, content, message):
     with pytest.raises(SystemExit, match=message) as error:
         example.main([str(path)])
     assert error.value.code not in (0, None)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--epochs", "0"], "argument --epochs: 0 is not positive"),
-        (["--columns", "99999999"], "argument --columns: 99999999 is more than 16777216"),
-        (["--largest", "30"], "argument --largest: 30 is not between 4 and 24"),
-        (["--packages", "two"], "argument --packages: invalid"),
-    ],
-)
-def test_bad_arguments(example, arguments, message, capsys):
-    with pytest.raises(SystemExit) as error:
-        example.main(arguments)
-    assert error.value.code == 2
-    assert message in capsys.readouterr().err
 
 
 def test_help_names_what_the_file_is(example, capsys):

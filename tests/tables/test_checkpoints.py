@@ -17,7 +17,7 @@ from tests.stored_tables import bits, is_table, mesh_of, numbers
 
 ocp, eqx = later("orbax.checkpoint"), later("equinox")
 
-pytestmark = [pytest.mark.devices, pytest.mark.dtype_promotion]
+pytestmark = [pytest.mark.sampled(15), pytest.mark.dtype_promotion]
 
 TX = jmask.adam(0.1)
 # 21 rows: 3 on each of 7 or 8 shards, 6 on each of 4; 21 and 24 rows of blocks.

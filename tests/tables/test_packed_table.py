@@ -28,7 +28,7 @@ from tests.stored_tables import (
 
 ocp = later("orbax.checkpoint")
 
-pytestmark = pytest.mark.devices
+pytestmark = pytest.mark.sampled(15)
 
 ROWS = [(1,), (8,), (16,), (32,), (64,), (100,), (128,), (200,), (3, 5), ()]
 DTYPES = ["float32", "bfloat16", "float64"]

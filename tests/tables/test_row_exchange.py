@@ -27,7 +27,7 @@ from tests.stored_tables import (
     trained_array,
 )
 
-pytestmark = pytest.mark.devices
+pytestmark = pytest.mark.sampled(15)
 
 V = 21
 # The mesh, the axes of rows, the axes of the batch, and whether axes are explicit.

@@ -26,7 +26,7 @@ from jmask._tables.shard_layout import layout_of
 from tests.sampling import chosen
 from tests.stored_tables import STEPS, is_table, mesh_of
 
-pytestmark = pytest.mark.devices
+pytestmark = pytest.mark.sampled(15)
 
 V, D, N = 3000, 32, 512
 ROUTED = (N * D + N) * 4  # bytes of the ids and rows of a batch

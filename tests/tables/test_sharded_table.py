@@ -29,7 +29,7 @@ from tests.stored_tables import (
     trained_array,
 )
 
-pytestmark = pytest.mark.devices
+pytestmark = pytest.mark.sampled(15)
 
 V, D = 21, 12  # 21 rows divide by none of the numbers of devices but 1
 

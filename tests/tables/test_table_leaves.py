@@ -13,7 +13,7 @@ import pytest
 import jmask
 from tests.stored_tables import mesh_of
 
-pytestmark = [pytest.mark.devices, pytest.mark.dtype_promotion]
+pytestmark = [pytest.mark.sampled(15), pytest.mark.dtype_promotion]
 
 V, D = 13, 3
 TX = jmask.adam(0.1)

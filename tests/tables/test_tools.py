@@ -18,7 +18,7 @@ train_state = later("flax.training.train_state")
 nnx = later("flax.nnx")
 ocp = later("orbax.checkpoint")
 
-pytestmark = [pytest.mark.devices, pytest.mark.dtype_promotion]
+pytestmark = [pytest.mark.sampled(15), pytest.mark.dtype_promotion]
 
 V, D = 8, 3
 TX = jmask.adam(0.1)
