@@ -226,7 +226,7 @@ def _cond_demand(eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any)
 
 @dataclasses.dataclass(frozen=True)
 class _Output:
-    """What a branch of a cond, or all of them, return in one place: rows, or (None) dense."""
+    """The result of the branches of a cond in one place: rows, or (None) dense."""
 
     rows: RowSum | None
     capacity: int = 0

@@ -241,7 +241,7 @@ class Slices:
         )
 
     def rows(self, row_ndim: int) -> "Gathered | None":
-        """Return the rows of all slices, where those of one at least are gathered."""
+        """Return the rows of all slices, if at least one has gathered rows."""
         lead = len(self.shape) - row_ndim
         entries = self.shape[:lead]
         parts: list[Rows] = []
@@ -334,7 +334,7 @@ def rows_added(eqn: JaxprEqn, updates: jax.Array) -> GatheredRows | None:
 
 
 def remembered(rows: jax.Array, known: GatheredRows | None) -> jax.Array:
-    """Return rows (n, *row), with what makes them kept beside them."""
+    """Return rows (n, *row), and note what makes them."""
     if known is not None:
         GATHERED.note(rows, known)
     return rows

@@ -1,4 +1,4 @@
-"""What is checked of a function that is differentiated: its result, and what it writes to.
+"""Check a function that is differentiated: its result, and what it writes to.
 
     lambda p: p[ids]                    float32 of shape (3, 2): take its mean or its sum
     lambda model: model(ids).mean()     writes to `model.norm.mean`: lost
@@ -39,7 +39,7 @@ def checked_loss(
     Args:
         fun: the function.
         numbers: the positions of the arguments that are differentiated.
-        has_aux: whether it returns auxiliary data beside the scalar.
+        has_aux: whether it returns auxiliary data with the scalar.
     """
 
     @functools.wraps(fun, assigned=())

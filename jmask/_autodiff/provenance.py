@@ -1,4 +1,4 @@
-"""What an equation adds to what is known of arrays, a rule for each primitive.
+"""Rules for what each primitive adds to the facts about arrays.
 
     rows = gather table ids              Gathered: table[ids]
     m    = broadcast_in_dim mask         Product: mask, the same along each row

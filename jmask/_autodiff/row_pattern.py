@@ -1,4 +1,4 @@
-"""Which updates of a zero array write whole rows of it, and which rows.
+"""Match equations that write whole rows of a zero array, and find the rows.
 
 The transpose of a lookup `t[ids]` is an equation that writes cotangents into zeros of the
 table's shape. It is a *row pattern* when it writes whole rows and addresses them by their

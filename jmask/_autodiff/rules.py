@@ -366,7 +366,7 @@ def _multiply(
 def _divide(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     x, y = inputs
     divisor = None if _is_literal_zero(y) else _as_scalar(y)
-    # The quotient of integers is rounded: that of a sum is another.
+    # Quotients of integers are rounded: a sum of quotients is not the quotient of the sum.
     if not isinstance(x, RowSum) or divisor is None or not jnp.issubdtype(x.dtype, jnp.inexact):
         return None
     x = x.broadcast(aval_of(eqn.outvars[0]).shape)

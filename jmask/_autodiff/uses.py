@@ -1,4 +1,4 @@
-"""What a program does with each of its inputs: looks rows up in it, or needs all of it.
+"""Find how a program uses each input: it looks rows up in it, or needs all of it.
 
     def loss(table, ids):
         rows = jnp.take(table, ids, axis=0)        lookup
@@ -46,7 +46,7 @@ def uses_of_inputs(jaxpr: Jaxpr) -> list[list[Use]]:
 
 
 class Gradient(NamedTuple):
-    """What came of the gradient of one input: its name, in backticks, and how many rows.
+    """The gradient of one input: its name, in backticks, and how many rows.
 
     `rows` is None of a dense gradient.
     """
@@ -142,7 +142,7 @@ def _size(table: Any) -> int:
 
 
 class _Origin(NamedTuple):
-    """What a variable is: an input, or what was computed from all of it, row by row."""
+    """A variable: an input, or a result computed from all of it, row by row."""
 
     number: int
     is_computed: bool

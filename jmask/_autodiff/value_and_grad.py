@@ -59,7 +59,7 @@ def value_and_grad(
     A parameter whose gradient is a sum of lookups (`t[ids]`, `jnp.take`, flax and equinox
     embeddings, under jit, vmap, remat, scan, cond) gets a `RowSparse` gradient with one
     stored row for each lookup. Every other parameter gets what JAX gives. Made dense, the
-    result equals that of `jax.value_and_grad`, out-of-range ids included.
+    result equals JAX's, out-of-range ids included.
 
     Args:
         fun: a function returning a scalar, or (scalar, aux) with `has_aux`.
@@ -69,7 +69,7 @@ def value_and_grad(
             gradient of such a tensor is a dense array. In a tree that holds functions or flags
             (a model of equinox) what is no floating array is no parameter: its gradient is
             None, as in `eqx.filter_value_and_grad`.
-        has_aux: whether `fun` returns auxiliary data beside the scalar.
+        has_aux: whether `fun` returns auxiliary data with the scalar.
         holomorphic: whether `fun` is complex and holomorphic, of complex arguments.
         allow_int: whether arguments may hold integers; their gradient is of dtype float0.
 
@@ -128,7 +128,7 @@ def grad(
 ) -> Callable[..., Any]:
     """Differentiate as `jax.grad`, with row-sparse gradients of looked-up tables.
 
-    Arguments, errors and warnings are those of `value_and_grad`.
+    See `value_and_grad` for arguments, errors and warnings.
 
     Returns:
         A function that returns the gradient, or (gradient, aux) with `has_aux`.

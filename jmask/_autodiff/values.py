@@ -192,7 +192,7 @@ class RowSum:
         return dense.reshape(self.shape)
 
     def todense(self) -> jax.Array:
-        """Return the dense array; for a carry, a placeholder in a trial that is thrown away."""
+        """Return the dense array; for a carry, a placeholder in a trial that is dropped."""
         refuse(self.carry)
         return self.added_to(jnp.zeros(self.shape, self.dtype))
 

@@ -1,4 +1,4 @@
-"""Facts about traced arrays, kept beside them and not in any tree.
+"""Keep facts about traced arrays next to them, not in any tree.
 
     FACTS.note(x, "rows of y")       x is a tracer
     FACTS.of(x)                      "rows of y", in the same trace

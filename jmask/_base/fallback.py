@@ -63,7 +63,7 @@ class Fallback(NamedTuple):
     Attributes:
         message: what became dense and why.
         place: where.
-        shape: that of the table whose gradient it is about, or None.
+        shape: the table's whose gradient it is about, or None.
     """
 
     message: str
@@ -135,7 +135,7 @@ def report_fallback(
     Args:
         message: what became dense and why.
         place: the user's line; that which called jmask by default.
-        shape: that of a table, if the report is about its gradient.
+        shape: a table's, if the report is about its gradient.
     """
     if _muted.get():
         return

@@ -45,7 +45,7 @@ _BLOCK = 1 << 16
 
 @jax.tree_util.register_pytree_with_keys_class
 class DeferredTable(Deferred):
-    """A table (V, *row) whose rows, when read, are those of a dense optimizer.
+    """A table (V, *row) whose rows, when read, are as a dense optimizer leaves them.
 
     Made by `jmask.deferred`; used like an array by lookups, gradients and optimizers.
 

@@ -1,4 +1,4 @@
-"""What a gradient check says: where it fails, in which semantics, and what to try."""
+"""Messages of a gradient check: where it fails, in which semantics, and what to try."""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class GradcheckError(AssertionError):
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is checked, and how strictly.
+    """The settings of a check.
 
     Attributes:
         masked: the semantics.
@@ -53,7 +53,7 @@ class Setting:
         return "plain (masked=False): every entry counts, unspecified ones are zeros"
 
     def advice_on_masks(self) -> str:
-        """What to try where a mask of an output changes."""
+        """Say what to try where a mask of an output changes."""
         if self.masked:
             return "an input at which no entry is at the border of being masked"
         return (
@@ -189,7 +189,7 @@ def unsupported(mode: str, setting: Setting, reason: Exception) -> GradcheckErro
 
 
 def _guess(numerical: np.ndarray, analytical: np.ndarray) -> str:
-    """What may be wrong, from a row of the Jacobian."""
+    """Guess what is wrong from a row of the Jacobian."""
     used = np.abs(numerical) > 1e-6 * np.max(np.abs(numerical), initial=1e-3)
     if not analytical.any():
         return "the derivative is zero: is the gradient stopped or a term dropped?"

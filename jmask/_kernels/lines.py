@@ -77,7 +77,7 @@ def placed(
 
 
 def _joined(x: jax.Array, line: jax.Array, rows_per_line: int) -> jax.Array:
-    """Combine the bits of `x` (n, m) with those of earlier entries in the same line."""
+    """Combine the bits of `x` (n, m) with the bits of earlier entries in the same line."""
     count, shift = line.shape[0], 1
     while shift < rows_per_line:
         before = jnp.pad(x, ((shift, 0), (0, 0)))[:count]

@@ -46,7 +46,7 @@ def update_elementwise(
         combiner: (*table entries, grad entry, *scalars) -> new table entries, elementwise.
         tables: arrays (V, *row).
         ids (n,): canonical.
-        grad (n, *row): the gradient of these rows; that of equal ids is summed first.
+        grad (n, *row): the gradient of these rows; rows of equal ids are summed first.
         scalars: what else the combiner takes.
         order: of the ids.
 

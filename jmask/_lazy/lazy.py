@@ -146,7 +146,7 @@ def lazy(
 
         Rows of 16 bits are summed in float32. An `inner` that does not take gradients wider
         than its state gets the sums in 16 bits, as from JAX: one branch of the `lax.cond` in
-        `optax.novograd` has the dtype of the state, the other one that of the gradient.
+        `optax.novograd` has the dtype of the state, the other has the gradient's.
         """
         if has_16_bit_sums(updates):
             call = LazyCall.of(inner, with_wide_rows(updates), state, params, extra_args)

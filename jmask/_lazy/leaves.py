@@ -256,7 +256,7 @@ def shape_of_leaf(x: Any) -> jax.ShapeDtypeStruct:
 #
 #     gradient   RowSparse (M, V, D), leading=2        x.flat(), of shape (M * V, D)
 #     parameter  (M, V, D)                             reshaped to (M * V, D)
-#     state      that of `init` for (M, V, D)          reshaped to that of `init` for (M * V, D)
+#     state      of `init` for (M, V, D)               reshaped to `init` for (M * V, D)
 #
 # Stacked tables are one table of M * V rows, and a reshape moves nothing. The results of the
 # step get the old shapes again.
@@ -317,7 +317,7 @@ def stacked_step(
 
 
 def _state_as(state: Any, old: Any, new: Any) -> Any:
-    """Return the state with each array that has a shape of `old` in that of `new`."""
+    """Return the state with each array that has a shape of `old` in the shape of `new`."""
     old, new = ([x.shape for x in jax.tree.leaves(shapes)] for shapes in (old, new))
     leaves: Any = jax.tree.leaves(state, is_leaf=is_stored_table)
     tree: Any = jax.tree.structure(state, is_leaf=is_stored_table)

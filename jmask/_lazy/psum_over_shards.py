@@ -82,7 +82,7 @@ def with_sums_over(
         sharded: the axes for each table whose rows are sharded.
         program: traced as for one device, with its calls in line: by types, what comes of a sum
             of each device would differ as well.
-        kinds: of its variables. The program is proved to treat rows one by one, except in sums:
+        kinds: of its variables. The program is proved to treat rows alone, but for sums:
             see `row_locality`.
         inputs: of the program.
     """
@@ -128,7 +128,7 @@ def _branch(
 
 
 def _typed_as(every: list[list[Any]], branch: Callable[..., list[Any]]) -> Any:
-    """Return a branch whose outputs are typed as varying wherever those of another are."""
+    """Return a branch whose outputs are typed as varying wherever another branch's are."""
 
     def run(*inputs: Any) -> list[Any]:
         outputs = branch(*inputs)

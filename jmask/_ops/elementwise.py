@@ -112,7 +112,7 @@ def _call(function: Callable, args: Sequence[Any], kwargs: dict) -> tuple:
 
 
 def _is_operand(x: Any) -> bool:
-    """Whether an argument given by name may differ from entry to entry."""
+    """Decide whether an argument given by name may differ from entry to entry."""
     return isinstance(x, jax.Array | np.ndarray | list) or is_tensor(x)
 
 

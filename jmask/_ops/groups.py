@@ -51,7 +51,7 @@ from jmask._tensors.storage import (
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """What both forms share: the entries, and the tensor they come from.
+    """The common part of both forms: the entries, and the tensor they come from.
 
     Attributes:
         values: the entries, arranged as the form needs.

@@ -1,4 +1,4 @@
-"""What each reduction computes of its groups: small kernels, the same for every storage.
+"""Kernels of reductions over groups of entries, the same for every storage.
 
     kernel(groups, ...)  ->  results, and where there is one
 

@@ -212,7 +212,7 @@ _DTYPES = (jnp.float32, jnp.float64)
 
 
 def suits_kernel(x: Any, dense: Any) -> bool:
-    """Whether the kernel can take X W, and is the faster way."""
+    """Decide whether the kernel can take X W, and is faster."""
     return (
         isinstance(x, BCSR)
         and isinstance(dense, jax.Array)

@@ -151,7 +151,7 @@ def _is_finite(x: Any) -> bool:
 
 
 def varies(x: Any) -> bool:
-    """Whether an operand is an array, and not a Python number."""
+    """Decide whether an operand is an array, and not a Python number."""
     # A Python number keeps its weak type, and static arguments must stay static.
     return not isinstance(x, bool | int | float | complex)
 
@@ -308,7 +308,7 @@ def _equation(eqn: JaxprEqn, inputs: list[_Value]) -> list[_Value]:
 
 
 def _with_unknown(eqn: JaxprEqn, values: list[Any]) -> Known | Operand | None:
-    """What an equation comes to although not all of its inputs are known."""
+    """Evaluate an equation although not all of its inputs are known."""
     name = name_of(eqn)
     zero = [isinstance(value, Known) and value.is_zero() for value in values]
     nothing = Known(np.zeros((), aval_of(eqn.outvars[0]).dtype))
@@ -423,7 +423,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _one_layout(sparse: list[Any], operands: list[Any], shape: tuple[int, ...]) -> bool:
-    """Whether the result can have the layout of the sparse operands."""
+    """Decide whether the result can have the layout of the sparse operands."""
     if all(isinstance(x, RowSparse) for x in sparse):
         return all(len(x.shape) == len(shape) and x.shape[0] == shape[0] for x in sparse)
     if not all(isinstance(x, BCOO | BCSR) and x.shape == shape for x in sparse):

@@ -130,7 +130,7 @@ def explain(
         params: its first argument, which is differentiated: a tree of floating arrays or
             their shapes, `PackedTable` and `ShardedTable`.
         *batch: its other arguments: arrays, shapes, or anything else.
-        has_aux: whether `loss_fn` returns auxiliary data beside the scalar.
+        has_aux: whether `loss_fn` returns auxiliary data with the scalar.
         platform: "cpu", "gpu" or "tpu", where the step is to run; by default that of
             `jax.default_backend()`. For a TPU it is noted which tables a step copies.
         **kwargs: its keyword arguments.

@@ -64,7 +64,7 @@ class Slot:
     Attributes:
         initial: its value before the first step.
         per_row: whether it is (V, 1, ..., 1), one entry for each row of the parameter.
-        dtype: of the array; that of the rule, or of the parameter, if None.
+        dtype: of the array; the rule's, or the parameter's, if None.
     """
 
     initial: Any
@@ -82,9 +82,9 @@ class RowRule:
         rule: (grad, param, *slots, *scalars) -> (step, *slots); elementwise unless a slot is
             per row, and then it may reduce over the axes of a row.
         needs_param: whether `param` is used; otherwise it may be None.
-        state_dtype: dtype of the slots; that of the parameter if None.
+        state_dtype: dtype of the slots; the parameter's if None.
         linear: whether the step is linear in the gradient, without slots and parameter: then
-            rows with equal indices may be added one by one.
+            rows with equal indices may be added one at a time.
     """
 
     slots: Mapping[str, Slot]

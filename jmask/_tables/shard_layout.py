@@ -1,4 +1,4 @@
-"""Where the rows of a sharded table live, and running code on each device.
+"""The layout of a sharded table's rows, and code that runs on each device.
 
     S shards of R = ceil(V / S) rows; row i is on shard s at place j
 
@@ -40,12 +40,12 @@ PLACEMENTS = ("div", "mod")
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where the rows of a table live.
+    """The layout of a table's rows.
 
     Attributes:
         mesh: the devices.
-        rows: the axes of the mesh over which rows are spread.
-        batch: the axes over which the ids of lookups are spread.
+        rows: the axes of the mesh over which rows are sharded.
+        batch: the axes over which the ids of lookups are sharded.
         placement: "div" or "mod".
         count: V, the number of rows.
         block: R, the number of rows of a shard.
@@ -146,7 +146,7 @@ class Layout:
 
         Args:
             function: of the blocks that a device holds; returns arrays of one block each.
-            arguments: arrays whose dimension 0 is spread over axes.
+            arguments: arrays whose dimension 0 is sharded over axes.
             over: for each argument, and at last for the result, these axes.
 
         Inside a `shard_map` over these axes it is called as it is.
@@ -307,7 +307,7 @@ class _Outbox:
         keys (m,): sorted and distinct, see `Layout.key`.
         starts (S + 1,): where the entries of each shard begin, and the last of them ends.
         room: how many entries a round takes from one shard to another.
-        axes: over which entries differ, those of the rows among them.
+        axes: over which entries differ, the axes of the rows among them.
     """
 
     layout: Layout
@@ -395,7 +395,7 @@ def rows_to_owners(
         layout: where the rows live.
         ids (n,): canonical.
         values (n, *row): floating, a row for each id.
-        axes: over which entries differ, those of the rows among them.
+        axes: over which entries differ, the axes of the rows among them.
 
     Returns:
         places (m,) on this shard, sorted and unique, R for padding, and rows (m, *row), where

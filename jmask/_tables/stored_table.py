@@ -126,7 +126,7 @@ class StoredTable(abc.ABC):
 
     @property
     def size(self) -> int:
-        """The number of entries: V times those of a row, whatever else the arrays hold."""
+        """The number of entries: V times the entries of a row, without padding."""
         return math.prod(self.shape)
 
     @abc.abstractmethod
@@ -223,12 +223,12 @@ def with_rows(table: Any, gradient: RowSparse, rows: jax.Array) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Phantom:
-    """What stands for the array (V, *row) of a table in a gradient program.
+    """A placeholder for the array (V, *row) of a table in a gradient program.
 
     Attributes:
         array: (V, *row), which nothing reads but further derivatives.
         order: how many gradient programs this one is inside of, each of which may take a
-            further derivative. Of the outermost the array is no more than its shape.
+            further derivative. The outermost array is no more than its shape.
     """
 
     array: Any
@@ -244,8 +244,8 @@ def looked_up(table: StoredTable, ids: jax.Array) -> jax.Array:
     """Return rows (n, *row) of canonical ids (n,), zeros for padding, differentiable.
 
     A gradient in the arrays of a table would be as large as the table. In a gradient program
-    the table has a phantom, an array (V, *row) that nothing reads: its derivative is that of
-    the lookup, and so its gradient is that of any table, a sum of rows.
+    the table has a phantom, an array (V, *row) that nothing reads, with the derivative of the
+    lookup: its gradient is a sum of rows, as for any table.
     """
     exists = trailing(ids < table.shape[0], table.ndim)
     rows = jnp.where(exists, table.read(ids), 0)
@@ -253,7 +253,7 @@ def looked_up(table: StoredTable, ids: jax.Array) -> jax.Array:
 
 
 def whole(dense: jax.Array, phantom: Phantom | None) -> jax.Array:
-    """Return the array (V, *row) of a table, differentiable as that of `looked_up` is."""
+    """Return the array (V, *row) of a table, differentiable as by `looked_up`."""
     return dense if phantom is None else _with_derivative(dense, phantom, None)
 
 
@@ -338,7 +338,7 @@ def add_to_dense(dense: Any, rows: RowSparse, key: jax.Array | None = None) -> A
 
 @jax.tree_util.register_pytree_node_class
 class NewTable:
-    """What `update` returns for a deferred table: the table after the step.
+    """A deferred table after the step, in the place of its update.
 
     `jmask.apply_updates` puts it in place of the old one. An optimizer that is chained behind
     maps arithmetic over its leaves; one of them refuses that, as the ids of a `RowSparse` do.

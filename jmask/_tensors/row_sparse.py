@@ -349,7 +349,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
 
     @property
     def order(self) -> Order:
-        """What is known of the ids: "sorted" and unique, "unique", or "any"."""
+        """The order of the ids: "sorted" and unique, "unique", or "any"."""
         return "sorted" if self.coalesced else "any"
 
     def coalesce(self, nse: int | None = None) -> "RowSparse":
