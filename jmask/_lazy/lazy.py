@@ -16,7 +16,6 @@ Which state arrays hold rows is found from the shapes that `inner.init` gives th
 """
 
 import functools
-from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -87,7 +86,7 @@ def lazy(
     """
     check_transformation("inner", inner, "jmask.lazy(optax.adam(1e-3))")
     inner = optax.with_extra_args_support(inner)
-    known: dict[Any, Collection[int]] = {}  # what was found in proofs
+    known: set[Any] = set()  # signatures of calls that were proved
 
     def init(params: optax.Params) -> optax.OptState:
         check_parameters(params)

@@ -37,7 +37,8 @@ def axes_of_rows(gradient: Any) -> Axes:
 
 def agreed(holds: jax.Array, gradients: Any, params: Any) -> jax.Array:
     """Decide whether something holds on all devices that take a step together."""
-    axes = set().union(*(axes_of_rows(g) for g in _leaves(gradients)))
+    leaves = jax.tree.leaves(gradients, is_leaf=is_gradient_leaf)
+    axes = set().union(*map(axes_of_rows, leaves))
     axes |= _axes_of_copies(holds, gradients, params)
     return holds if not axes else lax.psum((~holds).astype(jnp.int32), tuple(axes)) == 0
 
@@ -67,10 +68,6 @@ def _axes_of_copies(x: jax.Array, gradients: Any, params: Any) -> set[str]:
         return set(axes)
     leaves = jax.tree.leaves(gradients if params is None else params)
     return set(varying_axes(x).difference(frozenset.intersection(*map(varying_axes, leaves))))
-
-
-def _leaves(gradients: Any) -> list[Any]:
-    return jax.tree.leaves(gradients, is_leaf=is_gradient_leaf)
 
 
 def with_sums_over(
