@@ -10,42 +10,41 @@ from jmask._autodiff.value_and_grad import grad as grad
 from jmask._autodiff.value_and_grad import value_and_grad as value_and_grad
 from jmask._base.fallback import StorageFallbackWarning as StorageFallbackWarning
 from jmask._base.fallback import strict as strict
+from jmask._deferred.deferred import deferred as deferred
+from jmask._deferred.deferred import from_deferred as from_deferred
+from jmask._deferred.deferred import to_deferred as to_deferred
+from jmask._deferred.table import DeferredTable as DeferredTable
 from jmask._embedding.bag import embedding_bag as embedding_bag
 from jmask._embedding.lookup import embedding_lookup as embedding_lookup
 from jmask._embedding.lookup import renormalize as renormalize
 from jmask._embedding.pad_bags import PaddedBags as PaddedBags
 from jmask._embedding.pad_bags import pad_bags as pad_bags
 from jmask._gradcheck.gradcheck import gradcheck as gradcheck
-from jmask._gradcheck.masked_function import is_masked_function as is_masked_function
 from jmask._gradcheck.message import GradcheckError as GradcheckError
+from jmask._gradcheck.problem import is_masked_function as is_masked_function
 from jmask._kernels.stochastic_rounding import stochastic_round as stochastic_round
 from jmask._lazy.lazy import lazy as lazy
-from jmask._ops import masked_at as _masked_at  # noqa: F401
-from jmask._ops import row_index as _row_index  # noqa: F401
+from jmask._ops import indexing as _indexing  # noqa: F401
+from jmask._ops.contractions import add_n as add_n
+from jmask._ops.contractions import square_sum as square_sum
+from jmask._ops.indexing import retain as retain
 from jmask._ops.products import dot as dot
-from jmask._ops.row_operations import add_n as add_n
-from jmask._ops.row_operations import retain as retain
-from jmask._ops.row_operations import square_sum as square_sum
 from jmask._optim import exported as _exported  # noqa: F401
 from jmask._optim.adagrad import adagrad as adagrad
 from jmask._optim.adagrad import rowwise_adagrad as rowwise_adagrad
 from jmask._optim.adam import adam as adam
 from jmask._optim.adam import adamw as adamw
 from jmask._optim.adam import rowwise_adam as rowwise_adam
-from jmask._optim.conditional_step import skip_nonfinite as skip_nonfinite
-from jmask._optim.deferred import deferred as deferred
-from jmask._optim.deferred import from_deferred as from_deferred
-from jmask._optim.deferred import to_deferred as to_deferred
-from jmask._optim.drop_rows import drop_nonfinite_rows as drop_nonfinite_rows
 from jmask._optim.explain import explain as explain
 from jmask._optim.ftrl import ftrl as ftrl
-from jmask._optim.multi_steps import multi_steps as multi_steps
-from jmask._optim.row_norms import clip_by_row_norm as clip_by_row_norm
-from jmask._optim.row_norms import max_row_norm as max_row_norm
+from jmask._optim.guards import clip_by_row_norm as clip_by_row_norm
+from jmask._optim.guards import drop_nonfinite_rows as drop_nonfinite_rows
+from jmask._optim.guards import max_row_norm as max_row_norm
+from jmask._optim.guards import skip_nonfinite as skip_nonfinite
+from jmask._optim.microbatches import multi_steps as multi_steps
 from jmask._optim.sgd import sgd as sgd
 from jmask._optim.torch_state import from_torch_state as from_torch_state
 from jmask._optim.torch_state import to_torch_state as to_torch_state
-from jmask._tables.deferred_table import DeferredTable as DeferredTable
 from jmask._tables.huge_pages import huge_pages as huge_pages
 from jmask._tables.packed import PackedTable as PackedTable
 from jmask._tables.packed import packed as packed

@@ -17,11 +17,10 @@ from jax import nn as _nn
 
 from jmask._base.array_types import wide
 from jmask._base.fallback import report_fallback
-from jmask._ops import reduction_kernels as kernels
+from jmask._ops import kernels
 from jmask._ops.contractions import linear as linear
 from jmask._ops.elementwise import elementwise
-from jmask._ops.groups import grouped
-from jmask._ops.reduce import became_dense, checked_axes, result_dtype, where_at
+from jmask._ops.groups import became_dense, checked_axes, grouped, result_dtype, where_at
 from jmask._ops.reductions import logsumexp as logsumexp
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.storage import as_dense, is_sparse, with_stored_values

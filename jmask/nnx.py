@@ -32,7 +32,7 @@ def value_and_grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """Like `nnx.value_and_grad`; the gradient of a table that is only looked up is sparse.
+    """Differentiate as `nnx.value_and_grad`, with row-sparse gradients of looked-up tables.
 
     Args:
         f: a function of modules, of other graph nodes (`nnx.Rngs`, `nnx.Variable`) and of
@@ -88,7 +88,7 @@ def grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """Like `nnx.grad`; the gradient of a table that is only looked up is sparse.
+    """Differentiate as `nnx.grad`, with row-sparse gradients of looked-up tables.
 
     Arguments, errors and what is updated in place are those of `value_and_grad`.
 

@@ -45,7 +45,7 @@ class RowOptimizer:
 
 
 def row_optimizer(tx: optax.GradientTransformation) -> RowOptimizer:
-    """A named optimizer of jmask as a function of rows.
+    """Return a named optimizer of jmask as a function of rows.
 
     Args:
         tx: `jmask.sgd`, `adam`, `adagrad` or `ftrl`, with `lazy_update`.
@@ -102,7 +102,7 @@ def row_optimizer(tx: optax.GradientTransformation) -> RowOptimizer:
 
 
 def optimizer_spec(tx: optax.GradientTransformation, name: str = "jmask") -> Any:
-    """The optimizer as a `CustomOptimizerSpec` of jax-tpu-embedding, for a `TableSpec`.
+    """Return the optimizer as a `CustomOptimizerSpec` of jax-tpu-embedding, for a `TableSpec`.
 
     Args:
         tx: as in `row_optimizer`.
@@ -130,7 +130,7 @@ def optimizer_spec(tx: optax.GradientTransformation, name: str = "jmask") -> Any
 
 
 def to_cores(table: jax.Array, cores: int) -> jax.Array:
-    """A table (V, D) as SparseCore keeps it: (cores, rows of a core, columns), float32.
+    """Return a table (V, D) as SparseCore keeps it: (cores, rows of a core, columns), float32.
 
     Rows and columns are padded with zeros to multiples of 8. Slots are converted alike.
 
@@ -155,7 +155,7 @@ def to_cores(table: jax.Array, cores: int) -> jax.Array:
 
 
 def from_cores(blocks: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """The table of the given shape from what `to_cores` made of it.
+    """Return the table of the given shape from what `to_cores` made of it.
 
     Example:
         >>> import jax.numpy as jnp

@@ -28,7 +28,7 @@ from jax import lax
 from jmask._base.array_types import joint_dtype, varying_alike, varying_axes
 from jmask._base.norms import factor_for
 from jmask._base.validation import abstract_leaf, check_flag, check_leaves, leaf_name
-from jmask._tables.deferred_table import is_deferred
+from jmask._tables.deferral import is_deferred
 from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, is_tensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
@@ -40,7 +40,7 @@ __all__ = ["add", "mean", "merge", "norm", "pmean", "psum", "scale", "size"]
 
 
 def add(tree: Any, *others: Any, like: Any = None) -> Any:
-    """The sum of trees of one structure, leaf by leaf.
+    """Return the sum of trees of one structure, leaf by leaf.
 
     Args:
         tree: arrays, `RowSparse` and `MaskedTensor`; None leaves stay.
@@ -70,7 +70,7 @@ def add(tree: Any, *others: Any, like: Any = None) -> Any:
 
 
 def scale(scalar: Any, tree: Any) -> Any:
-    """The tree with every entry, floating or complex, multiplied by `scalar`, dtypes kept.
+    """Return tree with every entry, floating or complex, multiplied by `scalar`, dtypes kept.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -95,7 +95,7 @@ def scale(scalar: Any, tree: Any) -> Any:
 
 
 def mean(trees: Sequence[Any], like: Any = None) -> Any:
-    """The mean of trees of one structure, such as the gradients of microbatches.
+    """Return the mean of trees of one structure, such as the gradients of microbatches.
 
     Args:
         trees: at least one.
@@ -115,7 +115,7 @@ def mean(trees: Sequence[Any], like: Any = None) -> Any:
 
 
 def merge(stacked: Any) -> Any:
-    """The sum over axis 0 of what `lax.scan` or `jax.vmap` stacked.
+    """Return the sum over axis 0 of what `lax.scan` or `jax.vmap` stacked.
 
     Args:
         stacked: a tree whose arrays have a leading axis of one size k; each `RowSparse` has
@@ -155,7 +155,7 @@ def merge(stacked: Any) -> Any:
 
 
 def norm(tree: Any, squared: bool = False) -> jax.Array:
-    """The global norm: the root of the sum of the squares of all entries.
+    """Return the global norm: the root of the sum of the squares of all entries.
 
     Rows with equal indices are added first, so that the norm is that of the dense gradient;
     masked entries do not count. Accumulated in float32 at least. In a `shard_map` it is that
@@ -190,7 +190,7 @@ def norm(tree: Any, squared: bool = False) -> jax.Array:
 
 
 def psum(tree: Any, axis_name: Any) -> Any:
-    """The sum over a mapped axis (`vmap`, `shard_map`), as `lax.psum`.
+    """Return the sum over a mapped axis (`vmap`, `shard_map`), as `lax.psum`.
 
     The rows of a `RowSparse` of all devices are gathered and put side by side: n rows on
     each of k devices become k n rows everywhere, and nothing of the size of a table moves.
@@ -227,7 +227,7 @@ def psum(tree: Any, axis_name: Any) -> Any:
 
 
 def pmean(tree: Any, axis_name: Any) -> Any:
-    """The mean over a mapped axis, as `lax.pmean`; see `psum`.
+    """Return the mean over a mapped axis, as `lax.pmean`; see `psum`.
 
     Example:
         >>> import jax, jax.numpy as jnp, jmask
@@ -240,7 +240,7 @@ def pmean(tree: Any, axis_name: Any) -> Any:
 
 
 def size(tree: Any) -> int:
-    """The number of entries of all leaves: of parameters, how many there are.
+    """Return the number of entries of all leaves: of parameters, how many there are.
 
     A table has V times the entries of a row, whatever else its arrays hold (padding, state,
     counts), and so has a `RowSparse`, whichever rows it stores.
@@ -301,7 +301,7 @@ def _with_capacity_of(x: Any, like: Any) -> Any:
 
 
 def _entries(x: Any) -> Any:
-    """A table as arrays of its entries; in a gradient program, as the array that it is."""
+    """Return table as arrays of its entries; in a gradient program, as the array that it is."""
     if not is_stored_table(x):
         return x
     return x.entries() if x.phantom is None else x.todense()

@@ -143,7 +143,7 @@ class _Loop:
     carry_wanted: list[bool]
 
     def additive(self, keys: dict[int, _Carry], scanned: Sequence[Any]) -> dict[int, _Carry]:
-        """The carries among `keys` to which the body does nothing but add rows."""
+        """Return the carries among `keys` to which the body does nothing but add rows."""
         while keys:
             with trial() as refused:
                 run = functools.partial(self.run, keys)
@@ -154,11 +154,11 @@ class _Loop:
         return keys
 
     def run(self, keys: dict[int, _Carry], init: list[Any], scanned: list[Any]) -> Any:
-        """The scan without the carries in `keys`."""
+        """Return the scan without the carries in `keys`."""
         return jax.lax.scan(self.step(keys), init, scanned, **self.scan.how)
 
     def dense_init(self, keys: dict[int, _Carry]) -> list[Any]:
-        """The initial values of the carries that stay."""
+        """Return the initial values of the carries that stay."""
         return [
             self.interpreter.dense(x, self.eqn)
             for i, x in enumerate(self.init)
@@ -166,7 +166,7 @@ class _Loop:
         ]
 
     def step(self, keys: dict[int, _Carry]) -> Callable[..., Any]:
-        """The body without the carries in `keys`, whose rows are an output instead."""
+        """Return the body without the carries in `keys`, whose rows are an output instead."""
         body, body_consts = self.scan.body
         others = len(body.outvars) - len(self.init)
         wanted = self.carry_wanted + [False] * others
@@ -203,7 +203,7 @@ def _parts_added_to(key: _Carry, output: Any) -> tuple[IdsAndRows, ...]:
 
 
 def _with_stacked(total: RowSum, stacked: tuple[IdsAndRows, ...], leading: int) -> RowSum:
-    """`total` with parts whose ids (length, n) and rows (length, n, *row) are stacked."""
+    """Add parts whose ids (length, n) and rows (length, n, *row) are stacked to `total`."""
     parts = tuple(
         (
             ids.reshape(ids.shape[0] * ids.shape[1]),
@@ -265,7 +265,7 @@ def _cond(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
 
 
 def _trial(function: Callable[..., list[Any]], branch: Opened) -> list[_Output]:
-    """What a branch returns, traced for kinds and capacities only: no tracer leaves it."""
+    """Trace what a branch returns, for kinds and capacities only: no tracer leaves it."""
     seen: list[_Output] = []
 
     def trace() -> None:
@@ -314,7 +314,7 @@ CONTROL_FLOW_RULES: dict[str, Rule] = {
 
 
 def _on_parts(inputs: Values, function: Callable[[jax.Array], jax.Array]) -> Outputs:
-    """The function on ids and rows of every input, if all of them are rows and no carry."""
+    """Return function on ids and rows of every input, if all of them are rows and no carry."""
     if not all(isinstance(x, RowSum) and x.carry is None for x in inputs):
         return None
     return [
@@ -352,14 +352,14 @@ def _cast(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
 
 
 def _reshard_demand(eqn: JaxprEqn, wanted: Flags, *_: Any) -> list[bool]:
-    """A gradient of which each device holds a summand is what JAX makes of it, dense."""
+    """Return a gradient of which each device holds a summand is what JAX makes of it, dense."""
     spec = parameter(eqn, "dst_sharding").spec
     is_summed = getattr(spec, "unreduced", None) or getattr(spec, "reduced", None)
     return [not is_summed and any(wanted)]
 
 
 def _reshard(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
-    """Of a table that is to be spread by rows, ids and rows are on every device."""
+    """For a row-sharded table, replicate ids and update rows on every device."""
     params = eqn.primitive.get_bind_params(eqn.params)
     if not isinstance(inputs[0], RowSum):
         return None

@@ -31,17 +31,11 @@ from jax.extend.core import JaxprEqn, Literal
 from jmask._base.array_facts import ArrayFacts
 from jmask._base.array_types import explicit_sharding, joint_dtype, trailing, wide
 from jmask._base.forms import aval_of, name_of, parameter
+from jmask._kernels import tuning
 from jmask._kernels.bag_sum import are_many, bag_sum, most_columns
 from jmask._kernels.gathered_rows import GATHERED, GatheredRows, Rows, joined_rows, pays
 
 Shape = tuple[int, ...]
-
-# Bytes of rows above which rows that do not repeat are better not written out: glibc gives an
-# array of twice this size back to the system after each step, and the next step waits for new
-# pages.
-_LARGE = 2**24
-# The same of slices that are put together.
-_LARGE_SLICES = 2**23
 
 
 # --- what is known -----------------------------------------------------------------------
@@ -64,13 +58,13 @@ class Product:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the result has the dtype in which it is computed."""
+        """True if the result has the dtype in which it is computed."""
         dtypes = {x.dtype for x, _ in self.factors}
         return dtypes == {self.dtype} or self.dtype == joint_dtype(*dtypes)
 
     @property
     def is_zero(self) -> bool:
-        """Whether it is 0 everywhere, as the program says."""
+        """True if it is 0 everywhere, as the program says."""
         return any(not isinstance(x, jax.Array) and not np.any(x) for x, _ in self.factors)
 
     def dims_of(self, number: int) -> set[int]:
@@ -88,7 +82,7 @@ class Product:
         factors = tuple((x, tuple(to[d] for d in dims)) for x, dims in self.factors)
         return Product(factors, shape, self.dtype)
 
-    def of_entries(self, ndim: int) -> jax.Array | None:
+    def per_entry(self, ndim: int) -> jax.Array | None:
         """Return the numbers (*shape[:ndim]) that are the same along all other dimensions."""
         if any(d >= ndim for d in self.differs):
             return None
@@ -164,14 +158,14 @@ class Gathered:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the rows have the dtype in which they are computed; casts up are exact."""
+        """True if the rows have the dtype in which they are computed; casts up are exact."""
         if self.weight is None:
             return joint_dtype(self.source, self.dtype) == self.dtype
         return self.dtype == joint_dtype(self.source, self.weight)
 
     @property
     def pays(self) -> bool:
-        """Whether the source is much smaller than the rows."""
+        """True if the source is much smaller than the rows."""
         return pays(self.source.shape[0], math.prod(self.entries))
 
     def positions(self) -> jax.Array:
@@ -328,12 +322,14 @@ def rows_added(eqn: JaxprEqn, updates: jax.Array) -> GatheredRows | None:
         or is_sharded(updates)
     ):
         return None
-    if isinstance(known, Slices) and updates.nbytes < _LARGE_SLICES:
+    if isinstance(known, Slices) and updates.nbytes < tuning.LARGE_SLICES:
         return None
     rows = known.rows(row_ndim)
     if rows is None or rows.outside is not None or rows.dtype != aval_of(eqn.outvars[0]).dtype:
         return None
-    is_large = rows.index is None and rows.weight is not None and updates.nbytes >= _LARGE
+    is_large = (
+        rows.index is None and rows.weight is not None and updates.nbytes >= tuning.LARGE_ROWS
+    )
     return rows.flat() if is_large or rows.pays else None
 
 
@@ -395,7 +391,7 @@ def _reduce_sum(eqn: JaxprEqn, inputs: Sequence[Any]) -> Iterator[_Sum]:
 
 
 def _weighted_sum(eqn: JaxprEqn, inputs: Sequence[Any]) -> Iterator[_Sum]:
-    """Rows and a weight of each entry, as of `jnp.einsum("bld,bl->bd", rows, weights)`."""
+    """Find rows and weights of entries, as in `jnp.einsum("bld,bl->bd", rows, weights)`."""
     contracted, batch = parameter(eqn, "dimension_numbers")
     for which in (0, 1):
         other = inputs[1 - which]

@@ -208,13 +208,13 @@ class Interpreter:
     def _run_together(
         self, eqns: Sequence[JaxprEqn], read: Callable[[Any], Any]
     ) -> Iterator[tuple[Var, Any]]:
-        """What the sums of bags of several tables make, in one equation."""
+        """Run the bag sums of several tables in one equation."""
         given = [self.dense(read(v), eqn) for eqn in eqns for v in eqn.invars]
         outputs = BAG_SUM.joined([eqn.params for eqn in eqns], given)
         return zip((v for eqn in eqns for v in eqn.outvars), outputs, strict=True)
 
     def _run_wanted(self, eqn: JaxprEqn, arguments: list[Any], wanted: Flags) -> list[Any]:
-        """The outputs of an equation, symbolic where its rule keeps them so."""
+        """Return the outputs of an equation, symbolic where its rule keeps them so."""
         rule = self.rules.get(name_of(eqn))
         report_unknown(eqn, wanted)
         if rule is not None:
@@ -224,14 +224,14 @@ class Interpreter:
         return self.run_dense(eqn, arguments)
 
     def _run_array(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
-        """The outputs of an equation of which nothing is wanted."""
+        """Return the outputs of an equation of which nothing is wanted."""
         if is_slow_gather(eqn):
             operand, indices = (self.dense(x, eqn) for x in arguments)
             return [gather_of(eqn)(operand, indices)]
         return self.run_dense(eqn, arguments)
 
     def run_dense(self, eqn: JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
-        """The equation itself, on arrays."""
+        """Run the equation itself, on arrays."""
         arguments = [
             self._dense_as_traced(x, v, eqn) for x, v in zip(arguments, eqn.invars, strict=True)
         ]
@@ -244,13 +244,13 @@ class Interpreter:
         return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
     def _dense_as_traced(self, value: Any, v: Any, eqn: JaxprEqn) -> Any:
-        """`value` as an array, in a `shard_map` typed as the equation was traced for."""
+        """Return `value` as an array, in a `shard_map` typed as the equation was traced for."""
         dense = self.dense(value, eqn)
         return dense if dense is value else varying_like(dense, aval_of(v))
 
     @staticmethod
     def dense(value: Any, eqn: JaxprEqn) -> Any:
-        """`value` as an array; the equation that needs it so is named in a warning."""
+        """Return `value` as an array; the equation that needs it so is named in a warning."""
         if not isinstance(value, RowSum | Filled):
             return value
         if isinstance(value, RowSum) and value.looked_up:
@@ -259,7 +259,7 @@ class Interpreter:
 
 
 def _fits(value: Any, v: Any) -> bool:
-    """Whether a symbolic value is of the shape and dtype that the equation says."""
+    """Decide whether a symbolic value is of the shape and dtype that the equation says."""
     if not isinstance(value, RowSum | Filled):
         return True
     return (value.shape, value.dtype) == (aval_of(v).shape, aval_of(v).dtype)
@@ -277,7 +277,7 @@ def report_dense(value: Any, eqn: JaxprEqn, reason: str) -> None:
 
 
 def makes_rows(eqn: JaxprEqn, shape: tuple[int, ...] | None = None) -> bool:
-    """Whether an equation or what it runs writes rows, of arrays of this shape if given."""
+    """Decide whether an equation, or what it runs, writes rows of arrays of this shape."""
     return any(
         e.primitive.name in _ROW_MAKERS and shape in (None, aval_of(e.outvars[0]).shape)
         for e in within([eqn])
@@ -285,7 +285,7 @@ def makes_rows(eqn: JaxprEqn, shape: tuple[int, ...] | None = None) -> bool:
 
 
 def nothing_to_do(jaxpr: Jaxpr, inputs: Sequence[Any]) -> bool:
-    """Whether an equation that runs `jaxpr` may be run as it is."""
+    """Decide whether an equation that runs `jaxpr` may be run as it is."""
     return not any(map(makes_rows, jaxpr.eqns)) and not any(
         isinstance(x, RowSum) for x in inputs
     )
@@ -302,7 +302,7 @@ def report_unknown(eqn: JaxprEqn, wanted: Flags) -> None:
 
 
 def place_of(eqn: JaxprEqn) -> Place | None:
-    """The line of user code that an equation comes from."""
+    """Return the line of user code that an equation comes from."""
     frames = getattr(eqn.source_info.traceback, "frames", ())
     place = place_among((frame.file_name, frame.line_num) for frame in frames)
     if place is None:
@@ -312,12 +312,12 @@ def place_of(eqn: JaxprEqn) -> Place | None:
 
 
 def is_slow_gather(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a gather that can be faster."""
+    """Decide whether an equation is a gather that can be faster."""
     return name_of(eqn) == "gather" and gather_of(eqn).is_slow_copy(aval_of(eqn.invars[0]))
 
 
 def _is_entered(eqn: JaxprEqn, arguments: Sequence[Any], demand: Demand) -> bool:
-    """Whether a call is run equation by equation: what is wanted is made in it, or rows are.
+    """Decide whether a call is run equation by equation: wanted values or rows are made in it.
 
     It may look up rows, or make those that are scattered.
     """
@@ -339,11 +339,11 @@ def _is_entered(eqn: JaxprEqn, arguments: Sequence[Any], demand: Demand) -> bool
 
 
 def _marked(variables: Sequence[Any], flags: Flags) -> set[Var]:
-    """The variables with a flag, literals apart."""
+    """Return the variables with a flag, literals apart."""
     pairs = zip(variables, flags, strict=True)
     return {v for v, flag in pairs if flag and not isinstance(v, Literal)}
 
 
 def gather_of(eqn: JaxprEqn) -> Gather:
-    """The parameters of a `gather` equation."""
+    """Return the parameters of a `gather` equation."""
     return Gather(**{f.name: parameter(eqn, f.name) for f in dataclasses.fields(Gather)})

@@ -25,7 +25,7 @@ from jmask._base.row_ids import mapped_words
 from jmask._base.validation import leaf_name
 from jmask._kernels.gathered_rows import GATHERED
 from jmask._kernels.rows import plus_zero, zero_after_reading
-from jmask._tables.deferred_table import is_deferred
+from jmask._tables.deferral import is_deferred
 from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import is_row_sparse
@@ -34,7 +34,7 @@ from jmask._tensors.row_sparse import is_row_sparse
 def checked_loss(
     fun: Callable[..., Any], numbers: Sequence[int], has_aux: bool
 ) -> Callable[..., Any]:
-    """`fun`, and an error if what it returns is no scalar or it writes to an argument.
+    """Return `fun` with errors if its result is no scalar, or if it writes to an argument.
 
     Args:
         fun: the function.
@@ -93,7 +93,7 @@ _OF_LEAVES = ("ShapeDtypeStruct", "key<fry>", "of a DeferredTable")
 
 
 def _is_plain(tree: Any) -> bool:
-    """Whether nobody expects to see what is written to a tree: containers are copied."""
+    """Decide whether nobody expects to see what is written to a tree: containers are copied."""
     return isinstance(tree, Mapping | list | tuple | jax.Array)
 
 
@@ -142,7 +142,7 @@ def _check_scalar(loss: Any) -> None:
 
 
 def argument_name(fun: Callable[..., Any], number: int) -> str:
-    """What `fun` calls its positional argument, or its number."""
+    """Return the name that `fun` gives a positional argument, or the number of it."""
     try:
         parameters = inspect.signature(fun).parameters.values()
     except (TypeError, ValueError):
@@ -163,7 +163,7 @@ def argument_name(fun: Callable[..., Any], number: int) -> str:
 
 
 def after_reading(value: Any, gradients: Any, params: Any) -> Any:
-    """Gradients whose ids XLA takes to depend on the value of the loss.
+    """Make ids of gradients depend on the value of the loss, as far as XLA can tell.
 
     So all that the value needs of a table is read before the table is written. Where nothing
     else orders the two (in a linear loss, or where XLA fuses the lookup into the loss a second
@@ -201,7 +201,7 @@ def after_all_reads(results: Sequence[Any]) -> list[Any]:
 
 
 def _ordered(gradient: Any, value: jax.Array, zero: jax.Array, waits: bool) -> Any:
-    """One of them; `zero` depends on the value, and of a deferred table the values wait."""
+    """Order one gradient; `zero` depends on the value. Deferred tables order their values."""
     leaf = gradient.index_leaf if is_row_sparse(gradient) else None
     if not isinstance(leaf, jax.core.Tracer) or varying_axes(value) - varying_axes(leaf):
         return gradient

@@ -104,7 +104,7 @@ def _reshaped(rows: Gathered, shape: Shape) -> Gathered | None:
 
 
 def _pad(eqn: JaxprEqn, x: Operand, padding: Operand) -> Fact | None:
-    """A slice among zeros: the cotangent of `rows[:, 1:]`."""
+    """Return a slice among zeros: the cotangent of `rows[:, 1:]`."""
     config = parameter(eqn, "padding_config")
     is_slice = all(low >= 0 and high >= 0 and not step for low, high, step in config)
     if not is_slice or not padding.is_zero or not isinstance(x.value, jax.Array):
@@ -114,7 +114,7 @@ def _pad(eqn: JaxprEqn, x: Operand, padding: Operand) -> Fact | None:
 
 
 def _add(eqn: JaxprEqn, x: Operand, y: Operand) -> Fact | None:
-    """Slices beside each other, or twice the same as in the cotangent of x * x."""
+    """Join slices that do not overlap, or double a product as in the cotangent of x * x."""
     if isinstance(x.fact, Slices) and isinstance(y.fact, Slices):
         beside = not x.fact.overlaps(y.fact)
         return Slices(x.fact.parts + y.fact.parts, x.shape) if beside else None
@@ -204,7 +204,7 @@ def _weighted(rows: Gathered, other: Operand) -> Gathered | None:
     if other.shape == ():
         return rows.scaled(lambda a: a * other.value)
     product = other.product()
-    weight = product.of_entries(len(rows.entries)) if product.is_exact else None
+    weight = product.per_entry(len(rows.entries)) if product.is_exact else None
     if weight is None:
         return None
     weight = jnp.broadcast_to(weight, rows.entries)
@@ -214,7 +214,7 @@ def _weighted(rows: Gathered, other: Operand) -> Gathered | None:
 
 
 def _dot_general(eqn: JaxprEqn, *operands: Operand) -> Fact | None:
-    """Rows times weights, as in the backward pass of an einsum: nothing is summed."""
+    """Multiply rows by weights, as in the backward pass of an einsum: nothing is summed."""
     contracted, batch = parameter(eqn, "dimension_numbers")
     result = aval_of(eqn.outvars[0])
     count, factors = len(batch[0]), []
@@ -232,7 +232,7 @@ def _dot_general(eqn: JaxprEqn, *operands: Operand) -> Fact | None:
 
 
 def _gather(eqn: JaxprEqn, table: Operand, indices: Operand) -> Fact | None:
-    """The rows that a lookup of whole rows reads."""
+    """Return the rows that a lookup of whole rows reads."""
     numbers, mode = parameter(eqn, "dimension_numbers"), parameter(eqn, "mode")
     row_ndim, shape = len(table.shape) - 1, aval_of(eqn.outvars[0]).shape
     entries = shape[: len(shape) - row_ndim]
@@ -260,14 +260,14 @@ def _gather(eqn: JaxprEqn, table: Operand, indices: Operand) -> Fact | None:
 
 
 def _select(eqn: JaxprEqn, which: Operand, *cases: Operand) -> Fact | None:
-    """Rows where a condition of their entry holds, zeros elsewhere."""
+    """Keep rows where a condition of their entry holds, zeros elsewhere."""
     if len(cases) != 2 or which.value.dtype != jnp.dtype(bool):
         return None
     for x, other, is_first in ((cases[0], cases[1], True), (cases[1], cases[0], False)):
         if not other.is_zero or len(which.shape) != len(x.shape):
             continue
         rows = _rows_beside(x, which)
-        kept = None if rows is None else which.product().of_entries(len(rows.entries))
+        kept = None if rows is None else which.product().per_entry(len(rows.entries))
         if rows is None or kept is None or not rows.is_exact:
             continue
         if rows.factors == _MOST_FACTORS:

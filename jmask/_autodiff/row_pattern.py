@@ -133,7 +133,7 @@ def dynamic_update_rows(
 
 
 def padded_rows(eqn: JaxprEqn, operand: jax.Array) -> IdsAndRows | None:
-    """The rows that `pad` places among zeros, or None if it does more than that.
+    """Return the rows that `pad` places among zeros, or None if it does more than that.
 
     The gradient of `table[start:stop:step]`: rows `start`, `start + step`, ...
     """
@@ -148,7 +148,7 @@ def padded_rows(eqn: JaxprEqn, operand: jax.Array) -> IdsAndRows | None:
 def sparse_product_rows(
     eqn: JaxprEqn, data: jax.Array, indices: jax.Array, dense: jax.Array
 ) -> IdsAndRows | None:
-    """The rows of `X.T @ dense` for a sparse X: one for each of its stored entries.
+    """Return the rows of `X.T @ dense` for a sparse X: one for each of its stored entries.
 
     This is the gradient of W in `X @ W`: entry X[i, j] adds X[i, j] * dense[i] to row j. With
     batch dimensions, which the product sums over too, i is a position in all of them.
@@ -177,7 +177,7 @@ def sparse_product_rows(
 
 
 def _window_ids(starts: jax.Array, length: int, rows: int, clips: bool) -> jax.Array:
-    """Ids (m * length,) of windows of `length` rows at `starts` (m,)."""
+    """Return ids (m * length,) of windows of `length` rows at `starts` (m,)."""
     last = rows - length
     starts = widen(starts, rows)
     if clips:

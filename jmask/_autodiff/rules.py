@@ -78,12 +78,12 @@ def _is_literal_zero(x: Any) -> bool:
 
 
 def _is_not_finite(x: Any) -> bool:
-    """Whether a literal is infinite or nan: it makes nan of the zeros that are no rows."""
+    """Decide whether a literal is infinite or nan, which makes nan of zeros."""
     return _is_literal(x) and not np.all(np.isfinite(x))
 
 
 def _as_scalar(x: Any) -> Any | None:
-    """The scalar that `x` is everywhere, if that is known without looking at values."""
+    """Return the scalar that `x` is everywhere, if that is known without looking at values."""
     if isinstance(x, Filled):
         return x.value
     is_scalar = not isinstance(x, RowSum) and np.ndim(x) == 0
@@ -102,29 +102,29 @@ def _first(eqn: JaxprEqn, *_: Any) -> list[bool]:
 
 
 def none_wanted(eqn: JaxprEqn, *_: Any) -> list[bool]:
-    """Every input is to be an array."""
+    """Want no input: each is to be an array."""
     return [False] * len(eqn.invars)
 
 
 def same_wanted(eqn: JaxprEqn, wanted: Sequence[bool], *_: Any) -> list[bool]:
-    """Input i is wanted where output i is."""
+    """Want input i where output i is wanted."""
     return list(wanted)
 
 
-def _of_an_array(eqn: JaxprEqn, *_: Any) -> list[bool]:
-    """A change of shape is followed: what does not keep rows is dense, and said."""
+def _first_wanted(eqn: JaxprEqn, *_: Any) -> list[bool]:
+    """Return a change of shape is followed: what does not keep rows is dense, and said."""
     is_array = bool(aval_of(eqn.invars[0]).shape) and bool(aval_of(eqn.outvars[0]).shape)
     return [is_array] + [False] * (len(eqn.invars) - 1)
 
 
 def _summing_rows(eqn: JaxprEqn, *_: Any) -> list[bool]:
-    """A sum over rows (of the cotangent of logits, say) is no table's gradient."""
+    """Return a sum over rows (of the cotangent of logits, say) is no table's gradient."""
     shape, axes = aval_of(eqn.invars[0]).shape, parameter(eqn, "axes")
     return [0 not in axes or all(shape[d] == 1 for d in axes)]
 
 
 def _padded(eqn: JaxprEqn, *_: Any) -> list[bool]:
-    """What is cut off again was computed from all of an array."""
+    """Pad rows; what negative padding cuts off was computed from the whole array."""
     is_cut = any(low < 0 or high < 0 for low, high, _ in parameter(eqn, "padding_config"))
     return [not is_cut, False]
 
@@ -139,7 +139,7 @@ def _cases(eqn: JaxprEqn, *_: Any) -> list[bool]:
 
 
 def _scaled(eqn: JaxprEqn, wanted: Any, _: Any, definitions: dict) -> list[bool]:
-    """An operand of a product is wanted where the other one is a scalar."""
+    """Return an operand of a product is wanted where the other one is a scalar."""
 
     def is_scalar(v: Any) -> bool:
         if aval_of(v).shape == ():
@@ -419,7 +419,7 @@ def _identity(
 
 
 def _barrier(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
-    """`optimization_barrier` on the arrays inside the symbolic values too."""
+    """Apply `optimization_barrier` to the arrays inside symbolic values too."""
     if not any(isinstance(x, RowSum | Filled) for x in inputs):
         return None
     arrays, rebuild = jax.tree.flatten([_components(x) for x in inputs])
@@ -447,7 +447,7 @@ _IDENTITIES = (
 )
 
 EQUATION_RULES: dict[str, Rule] = {
-    "broadcast_in_dim": Rule(_of_an_array, _broadcast),
+    "broadcast_in_dim": Rule(_first_wanted, _broadcast),
     "scatter-add": Rule(_first, _scatter_add),
     "dynamic_update_slice": Rule(_operand_and_update, _dynamic_update_slice),
     "pad": Rule(_padded, _pad),
@@ -460,13 +460,13 @@ EQUATION_RULES: dict[str, Rule] = {
     "convert_element_type": Rule(_all, _convert),
     "mul": Rule(_scaled, _multiply),
     "div": Rule(_scaled, _divide),
-    "reshape": Rule(_of_an_array, _reshape),
-    "squeeze": Rule(_of_an_array, _reshape),
+    "reshape": Rule(_first_wanted, _reshape),
+    "squeeze": Rule(_first_wanted, _reshape),
     "reduce_sum": Rule(_summing_rows, _sum),
-    "slice": Rule(_of_an_array, _slice),
-    "split": Rule(_of_an_array, _split),
+    "slice": Rule(_first_wanted, _slice),
+    "split": Rule(_first_wanted, _split),
     "concatenate": Rule(_all, _concatenate),
-    "transpose": Rule(_of_an_array, _transpose),
+    "transpose": Rule(_first_wanted, _transpose),
     "select_n": Rule(_cases, _select),
     "optimization_barrier": Rule(same_wanted, _barrier),
 } | {name: Rule(_first, _identity) for name in _IDENTITIES}

@@ -57,26 +57,26 @@ class TensorArguments:
         return bool(self.tensors)
 
     def only_tables(self) -> bool:
-        """Whether all of them are tables, of which it is known that their phantoms count."""
+        """Decide whether all are tables whose placeholders are known to count."""
         return all(map(is_stored_table, self.tensors))
 
     def are_nested(self) -> bool:
-        """Whether one is a table of which a gradient program around this one is taken."""
+        """Decide whether one is a table that an outer gradient program differentiates."""
         return any(is_stored_table(x) and x.phantom is not None for x in self.tensors)
 
-    def phantoms(self, of_tables_only: bool = False) -> list[Any]:
-        """A phantom for every tensor, none of which is stored; None for no phantom.
+    def phantoms(self, tables_only: bool = False) -> list[Any]:
+        """Return a phantom for every tensor, none of which is stored; None for no phantom.
 
         A tensor that has one is of a gradient program around this one, which takes the
         derivative of this gradient: it stays at its phantom.
         """
         return [
-            None if of_tables_only and not is_stored_table(x) else _phantom_of(x)
+            None if tables_only and not is_stored_table(x) else _placeholder_of(x)
             for x in self.tensors
         ]
 
     def left_behind(self, value: Any) -> Any:
-        """What the function returned, its tensors without phantoms: there is no more use.
+        """Return the results of the function, with tensors that have no placeholder any more.
 
         Unless a gradient program around this one takes the derivative of it.
         """
@@ -85,16 +85,16 @@ class TensorArguments:
         return jax.tree.map(without_phantom, value, is_leaf=is_tensor)
 
     def parts(self, phantoms: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        """The arguments with stored values in place of tensors, and phantoms at the end."""
+        """Return arguments with stored values in place of tensors, and phantoms at the end."""
         args = list(self.args)
         for number in self.numbers:
             args[number] = _mapped(_parts, args[number])
         return (*args, list(phantoms)), (*self.numbers, len(args))
 
     def function_of_parts(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """`fun` as a function of `parts`."""
+        """Return `fun` as a function of `parts`."""
 
-        def of_parts(*parts: Any, **kwargs: Any) -> Any:
+        def part_function(*parts: Any, **kwargs: Any) -> Any:
             *args, phantoms = parts
             remaining = iter(phantoms)
             for number in self.numbers:
@@ -105,21 +105,21 @@ class TensorArguments:
                 )
             return fun(*args, **kwargs)
 
-        return of_parts
+        return part_function
 
     def gradients(
-        self, gradients: Sequence[Any], of_phantoms: Sequence[Any]
+        self, gradients: Sequence[Any], placeholder_gradients: Sequence[Any]
     ) -> tuple[Any, ...]:
-        """The gradients in the arguments from those in their parts; None for no phantom."""
-        remaining = iter(of_phantoms)
+        """Return gradients in the arguments from those in their parts; None for no phantom."""
+        remaining = iter(placeholder_gradients)
         return tuple(
             _mapped(lambda x, g: _gradient(x, g, remaining), self.args[number], gradient)
             for number, gradient in zip(self.numbers, gradients, strict=True)
         )
 
 
-def _phantom_of(x: Any) -> Any:
-    """That of the tensor: zeros that are never made, unless something reads them.
+def _placeholder_of(x: Any) -> Any:
+    """Return the placeholder of a tensor: zeros that are not made unless something reads them.
 
     Nothing reads the phantom of a table, and its shape is enough; where axes are explicit the
     shape says that they are not used.
@@ -165,43 +165,51 @@ def _rebuilt(x: Any, values: Any, phantoms: Any) -> Any:
     return result if phantom is None else with_phantom(result, phantom)
 
 
-def _gradient(x: Any, of_values: Any, gradients_of_phantoms: Any) -> Any:
+def _gradient(x: Any, value_gradient: Any, placeholder_gradients: Any) -> Any:
     if is_stored_table(x):
-        return _rows_of(next(gradients_of_phantoms))
+        return _rows_of(next(placeholder_gradients))
     if not is_tensor(x):
-        return of_values
+        return value_gradient
     # The stored values are no table: looked up or not, their gradient is an array.
-    of_values = of_values.todense() if is_row_sparse(of_values) else of_values
-    everywhere = next(gradients_of_phantoms)
+    value_gradient = (
+        value_gradient.todense() if is_row_sparse(value_gradient) else value_gradient
+    )
+    everywhere = next(placeholder_gradients)
     if everywhere is None or (isinstance(everywhere, RowSum) and everywhere.is_zero):
-        return with_values_of(x, of_values)
+        return with_values_of(x, value_gradient)
     everywhere = everywhere.todense() if isinstance(everywhere, RowSum | Filled) else everywhere
     storage = x.storage if isinstance(x, MaskedTensor) else x
     valid = x.valid if isinstance(x, MaskedTensor) else None
-    return at_every_entry(storage, valid, of_values, everywhere)
+    return at_every_entry(storage, valid, value_gradient, everywhere)
 
 
 def _rows_of(gradient: Any) -> RowSparse:
-    """The gradient of a table: of one that is looked up, or not used, its rows."""
+    """Return the gradient of a table: of one that is looked up, or not used, its rows."""
     if isinstance(gradient, RowSum):
         return gradient.to_row_sparse()
     gradient = gradient.todense() if isinstance(gradient, Filled) else gradient
     return RowSparse(jnp.arange(gradient.shape[0]), gradient, gradient.shape, coalesced=True)
 
 
-def at_every_entry(storage: Any, valid: Any, of_values: Any, of_phantom: Any) -> jax.Array:
-    """The gradient at all entries: that in the stored values where they are specified.
+def at_every_entry(
+    storage: Any, valid: Any, value_gradient: Any, placeholder_gradient: Any
+) -> jax.Array:
+    """Return the gradient at all entries: that in the stored values where they are specified.
 
     Args:
         storage: sparse, or an array.
         valid: which of its stored values are specified, None for all.
-        of_values: the gradient in the stored values, of their shape.
-        of_phantom: the gradient in the phantom, of the shape of the tensor.
+        value_gradient: the gradient in the stored values, of their shape.
+        placeholder_gradient: the gradient in the phantom, of the shape of the tensor.
     """
     if not is_sparse(storage):
-        return of_phantom if valid is None else jnp.where(valid, of_values, of_phantom)
-    kept = jnp.ones(of_values.shape, bool) if valid is None else valid
-    stored = with_values_of(storage, kept.astype(of_values.dtype)).todense().real
-    total = with_values_of(storage, jnp.where(kept, of_values, 0)).todense()
+        return (
+            placeholder_gradient
+            if valid is None
+            else jnp.where(valid, value_gradient, placeholder_gradient)
+        )
+    kept = jnp.ones(value_gradient.shape, bool) if valid is None else valid
+    stored = with_values_of(storage, kept.astype(value_gradient.dtype)).todense().real
+    total = with_values_of(storage, jnp.where(kept, value_gradient, 0)).todense()
     # Of an entry stored twice, which BCSR may hold, each part has the whole derivative.
-    return jnp.where(stored > 0, total / jnp.maximum(stored, 1), of_phantom)
+    return jnp.where(stored > 0, total / jnp.maximum(stored, 1), placeholder_gradient)

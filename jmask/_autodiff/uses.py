@@ -40,7 +40,7 @@ class Use(NamedTuple):
 
 
 def uses_of_inputs(jaxpr: Jaxpr) -> list[list[Use]]:
-    """For every input of a program, in order, how it is used."""
+    """Find how each input of a program is used, in order."""
     count = len(jaxpr.invars)
     return _uses(jaxpr, [_Origin(i, False) for i in range(count)], count)[0]
 
@@ -58,7 +58,7 @@ class Gradient(NamedTuple):
 def refined_reports(
     jaxpr: Jaxpr, found: Callable[[], Sequence[Gradient]], reports: Sequence[Fallback]
 ) -> list[Fallback]:
-    """Reports about gradients of tables, at the line that needs all of the table, each once.
+    """Report gradients of tables once each, at the source line that needs the whole table.
 
     A gradient program adds the two gradients of a table that is looked up and used otherwise
     too, and the sum is made at the line of whichever use comes first. And a lookup in
@@ -74,23 +74,23 @@ def refined_reports(
     shapes = {report.shape for report in reports}
     if not reports and all(_size(table) < LARGE for table in inputs):
         return []
-    of_inputs: list[tuple[Gradient, Fallback]] = []
+    input_reports: list[tuple[Gradient, Fallback]] = []
     for gradient, table, uses in zip(found(), inputs, uses_of_inputs(jaxpr), strict=True):
         is_reported = tuple(table.shape) in shapes
         if is_reported or (gradient.rows is None and _size(table) >= LARGE):
-            report = _of_mixed_uses(gradient, table, uses)
+            report = _mixed_uses(gradient, table, uses)
             if report is None and not is_reported:  # a report says why, and this could not
-                report = _of_lookups(gradient, table, uses)
+                report = _lookups_alone(gradient, table, uses)
             if report is not None:
-                of_inputs.append((gradient, report))
+                input_reports.append((gradient, report))
     # What was made dense on the way to a table, of another shape, says less than its uses do.
-    says_more = any(r.shape not in shapes for _, r in of_inputs)
-    of_tables = {tuple(table.shape) for table in inputs}
+    says_more = any(r.shape not in shapes for _, r in input_reports)
+    table_shapes = {tuple(table.shape) for table in inputs}
     refined = []
     for report in reports:
-        if says_more and report.shape not in of_tables:
+        if says_more and report.shape not in table_shapes:
             continue
-        fitting = [pair for pair in of_inputs if pair[1].shape == report.shape]
+        fitting = [pair for pair in input_reports if pair[1].shape == report.shape]
         # Of two tables of one shape that which became dense is meant.
         fitting.sort(key=lambda pair: pair[0].rows is not None)
         if fitting:
@@ -98,13 +98,13 @@ def refined_reports(
             report = better._replace(place=better.place or report.place)
         refined.append(report)
     refined += [
-        r for gradient, r in of_inputs if gradient.rows is None and r.shape not in shapes
+        r for gradient, r in input_reports if gradient.rows is None and r.shape not in shapes
     ]
     return list(dict.fromkeys(refined))
 
 
-def _of_mixed_uses(gradient: Gradient, table: Any, uses: Sequence[Use]) -> Fallback | None:
-    """The report about a table that is looked up and needed as a whole; None of another."""
+def _mixed_uses(gradient: Gradient, table: Any, uses: Sequence[Use]) -> Fallback | None:
+    """Return report about a table that is looked up and needed as a whole; None of another."""
     lookups = [use.place for use in uses if use.is_lookup]
     others = [use for use in uses if not use.is_lookup]
     if not lookups or not others:
@@ -122,7 +122,7 @@ def _of_mixed_uses(gradient: Gradient, table: Any, uses: Sequence[Use]) -> Fallb
     )
 
 
-def _of_lookups(gradient: Gradient, table: Any, uses: Sequence[Use]) -> Fallback | None:
+def _lookups_alone(gradient: Gradient, table: Any, uses: Sequence[Use]) -> Fallback | None:
     """Return the report about a table that is only looked up, in a way that is not rows."""
     if gradient.rows is not None or not uses or not all(use.is_lookup for use in uses):
         return None
@@ -151,7 +151,7 @@ class _Origin(NamedTuple):
 def _uses(
     jaxpr: Jaxpr, inputs: Sequence[_Origin | None], count: int
 ) -> tuple[list[list[Use]], list[_Origin | None]]:
-    """The uses of `count` inputs, and which of them each output of `jaxpr` is, if any.
+    """Return the uses of `count` inputs, and which of them each output of `jaxpr` is, if any.
 
     Args:
         jaxpr: a program.
@@ -200,7 +200,7 @@ def _uses(
 
 
 def _keeps_rows(eqn: JaxprEqn, v: Any, result: Any) -> bool:
-    """Whether every row of `v` is found in a row of a result, computed on: `v / norms`.
+    """Decide whether every row of `v` is found in a row of a result, computed on: `v / norms`.
 
     Products do not count: the labels' entries of logits `v @ x` are no rows looked up.
     """

@@ -54,7 +54,7 @@ def value_and_grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """Like `jax.value_and_grad`; the gradient of a table that is only looked up is sparse.
+    """Differentiate as `jax.value_and_grad`, with row-sparse gradients of looked-up tables.
 
     A parameter whose gradient is a sum of lookups (`t[ids]`, `jnp.take`, flax and equinox
     embeddings, under jit, vmap, remat, scan, cond) gets a `RowSparse` gradient with one
@@ -105,11 +105,11 @@ def value_and_grad(
     @functools.wraps(fun, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def value_and_grad_of_fun(*args: Any, **kwargs: Any) -> Any:
         numbers = _positions(argnums, args)
-        of_floats, floats, filled = (
+        float_function, floats, filled = (
             _without_integers(fun, numbers, args) if allow_int else (fun, args, None)
         )
         value, gradients = value_and_gradients(
-            of_floats, numbers, has_aux, floats, kwargs, holomorphic=holomorphic
+            float_function, numbers, has_aux, floats, kwargs, holomorphic=holomorphic
         )
         gradients = gradients if filled is None else filled(gradients)
         given = [args[i] for i in numbers]
@@ -126,7 +126,7 @@ def grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """Like `jax.grad`; the gradient of a table that is only looked up is sparse.
+    """Differentiate as `jax.grad`, with row-sparse gradients of looked-up tables.
 
     Arguments, errors and warnings are those of `value_and_grad`.
 
@@ -145,11 +145,11 @@ def grad(
     @functools.wraps(fun, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def grad_of_fun(*args: Any, **kwargs: Any) -> Any:
         numbers = _positions(argnums, args)
-        of_floats, floats, filled = (
+        float_function, floats, filled = (
             _without_integers(fun, numbers, args) if allow_int else (fun, args, None)
         )
         value, gradients = value_and_gradients(
-            of_floats, numbers, has_aux, floats, kwargs, holomorphic=holomorphic
+            float_function, numbers, has_aux, floats, kwargs, holomorphic=holomorphic
         )
         gradients = gradients if filled is None else filled(gradients)
         gradient = gradients if isinstance(argnums, Sequence) else gradients[0]
@@ -167,7 +167,7 @@ def value_and_gradients(
     finished: Callable[[Any], Any] | None = None,
     holomorphic: bool = False,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """The value (and aux), and a gradient for each of the positions `numbers`.
+    """Return the value (and aux), and a gradient for each of the positions `numbers`.
 
     Args:
         fun, has_aux: as in `value_and_grad`.
@@ -199,7 +199,7 @@ def _value_and_gradients(
         _check_argument(fun, number, args[number])
     arguments = TensorArguments(args, numbers)
     if arguments:
-        return _of_tensors(fun, arguments, has_aux, kwargs, finished, holomorphic)
+        return _tensor_gradients(fun, arguments, has_aux, kwargs, finished, holomorphic)
     value, results = _value_and_results(
         fun, numbers, has_aux, args, kwargs, holomorphic=holomorphic
     )
@@ -209,7 +209,7 @@ def _value_and_gradients(
 def function_of_parameters(
     fun: Callable[..., Any], models: dict[int, Model]
 ) -> Callable[..., Any]:
-    """`fun` of parameters in place of the models that they are of.
+    """Return `fun` as a function of the parameters of models, in place of the models.
 
     Args:
         fun: the function.
@@ -219,11 +219,11 @@ def function_of_parameters(
         return fun
 
     @functools.wraps(fun)
-    def of_parameters(*args: Any, **kwargs: Any) -> Any:
+    def parameter_function(*args: Any, **kwargs: Any) -> Any:
         whole = (models[i].with_parameters(x) if i in models else x for i, x in enumerate(args))
         return fun(*whole, **kwargs)
 
-    return of_parameters
+    return parameter_function
 
 
 def _without_integers(
@@ -254,7 +254,7 @@ def _without_integers(
         return structures[n].unflatten([integers.get(i, x) for i, x in enumerate(leaves)])
 
     @functools.wraps(fun)
-    def of_floats(*args: Any, **kwargs: Any) -> Any:
+    def float_function(*args: Any, **kwargs: Any) -> Any:
         pairs = enumerate(args)
         return fun(
             *(put_back(n, x, places[n]) if n in places else x for n, x in pairs), **kwargs
@@ -262,16 +262,16 @@ def _without_integers(
 
     def filled(gradients: Any) -> tuple[Any, ...]:
         empty = {
-            n: {i: np.zeros(np.shape(x), jax.dtypes.float0) for i, x in found.items()}
-            for n, found in places.items()
+            n: {i: np.zeros(np.shape(x), jax.dtypes.float0) for i, x in leaves.items()}
+            for n, leaves in places.items()
         }
         pairs = zip(numbers, gradients, strict=True)
         return tuple(put_back(n, x, empty[n]) for n, x in pairs)
 
-    return of_floats, tuple(floats), filled
+    return float_function, tuple(floats), filled
 
 
-def _of_tensors(
+def _tensor_gradients(
     fun: Callable[..., Any],
     arguments: TensorArguments,
     has_aux: bool,
@@ -282,13 +282,13 @@ def _of_tensors(
     """Differentiate in the stored values of tensors, and in phantoms where those count."""
 
     def results(phantoms: Sequence[Any]) -> tuple[Any, Any]:
-        of_parts = arguments.function_of_parts(fun)
+        part_function = arguments.function_of_parts(fun)
         args, numbers = arguments.parts(phantoms)
         nested = arguments.are_nested()
-        value, (*found, of_phantoms) = _value_and_results(
-            of_parts, numbers, has_aux, args, kwargs, nested, holomorphic
+        value, (*gradients, placeholder_gradients) = _value_and_results(
+            part_function, numbers, has_aux, args, kwargs, nested, holomorphic
         )
-        return value, arguments.gradients(_mapped(finished, found), of_phantoms)
+        return value, arguments.gradients(_mapped(finished, gradients), placeholder_gradients)
 
     if arguments.only_tables():
         return results(arguments.phantoms())
@@ -298,7 +298,7 @@ def _of_tensors(
     except Exception:
         # A rule of the function itself (custom_vjp) may insist on tensors without phantoms:
         # then it has no gradient at other entries. All other faults come up again.
-        return results(arguments.phantoms(of_tables_only=True))
+        return results(arguments.phantoms(tables_only=True))
     for report in reports:
         report_fallback(*report)
     return arguments.left_behind(value), gradients
@@ -313,7 +313,7 @@ def _value_and_results(
     nested: bool = False,
     holomorphic: bool = False,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """The value (and aux), and the gradients as the gradient program leaves them.
+    """Return the value (and aux), and the gradients as the gradient program leaves them.
 
     Raises:
         NotImplementedError: if it is `nested`, a further derivative of a stored table will be
@@ -337,7 +337,7 @@ def _value_and_results(
         jax.tree.map(lambda x: x.ndim > 0, gradients),
     )
 
-    def found() -> list[Gradient]:
+    def named_gradients() -> list[Gradient]:
         names = (
             leaf_name(argument_name(fun, number), path)
             for number, tree in zip(numbers, differentiated, strict=True)
@@ -359,7 +359,7 @@ def _value_and_results(
     if isinstance(results[0], jax.core.Tracer) and _reads_late(program.jaxpr, results):
         results = after_all_reads(results)
     computed, gradients = jax.tree.unflatten(jax.tree.structure(outputs), results)
-    for report in refined_reports(program.jaxpr, found, reports):
+    for report in refined_reports(program.jaxpr, named_gradients, reports):
         report_fallback(*report)
     return trace.with_static(_mapped(_finished, computed)), gradients
 
@@ -410,7 +410,7 @@ class _Trace:
         return [x for i, x in enumerate(leaves) if i not in self.static], gradients
 
     def with_static(self, computed: list[Any]) -> Any:
-        """The value (and aux) from its computed leaves and the remembered ones."""
+        """Return the value (and aux) from its computed leaves and the remembered ones."""
         remaining = iter(computed)
         count = len(computed) + len(self.static)
         leaves = [self.static[i] if i in self.static else next(remaining) for i in range(count)]
@@ -426,7 +426,7 @@ def _mapped(function: Callable[[Any], Any], results: Any) -> Any:
 
 
 def _finished(result: Any) -> Any:
-    """A result of the program as users see it."""
+    """Return a result of the program as users see it."""
     if isinstance(result, RowSum) and result.is_rows:
         return result.to_row_sparse()
     dense = _dense(result)

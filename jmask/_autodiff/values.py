@@ -101,14 +101,14 @@ class RowSum:
 
     @property
     def is_rows(self) -> bool:
-        """Whether a gradient that ends as this sum is a `RowSparse`, and no array."""
+        """True if a gradient that ends as this sum is a `RowSparse`, and no array."""
         few = bool(self.parts) and are_few(self.capacity, self, self.count)
         return self.looked_up or few
 
     def plus(
         self, parts: tuple[IdsAndRows, ...], looked_up: bool, leading: int = 1
     ) -> "RowSum":
-        """This sum with more parts, whose ids number the first `leading` dimensions."""
+        """Add parts whose ids number the first `leading` dimensions."""
         looked_up = looked_up or self.looked_up
         if not parts:
             return dataclasses.replace(self, looked_up=looked_up)
@@ -118,7 +118,7 @@ class RowSum:
         return dataclasses.replace(more, parts=total, looked_up=looked_up)
 
     def refined(self, leading: int) -> "RowSum":
-        """The same with rows of fewer dimensions: each is several then."""
+        """Return the same with rows of fewer dimensions: each is several then."""
         if leading == self.leading:
             return self
         finer = dataclasses.replace(self, leading=leading, parts=())
@@ -154,7 +154,7 @@ class RowSum:
         return dataclasses.replace(self, parts=((ids, function(rows)),))
 
     def broadcast(self, shape: tuple[int, ...]) -> "RowSum | None":
-        """These rows in an array of the given shape, as operands of `add` are broadcast.
+        """Return these rows in an array of the given shape, as operands of `add` are broadcast.
 
         None if a dimension that the ids number is.
         """
@@ -171,7 +171,7 @@ class RowSum:
         return dataclasses.replace(self, shape=shape, parts=parts)
 
     def concatenated(self, capacity: int | None = None) -> IdsAndRows:
-        """All parts as one, padded to `capacity` entries."""
+        """Return all parts as one, padded to `capacity` entries."""
         rows = self.count
         ids = [ids for ids, _ in self.parts]
         values = [values for _, values in self.parts]
@@ -184,7 +184,7 @@ class RowSum:
         return jnp.concatenate(ids), jnp.concatenate(values)
 
     def added_to(self, dense: jax.Array) -> jax.Array:
-        """`dense` plus these rows."""
+        """Return `dense` plus these rows."""
         if self.leading > 1 and self.parts:
             dense = dense.reshape(self.count, *self.row)
         for ids, rows in self.parts:
@@ -192,22 +192,24 @@ class RowSum:
         return dense.reshape(self.shape)
 
     def todense(self) -> jax.Array:
-        """The dense array; for a carry, a placeholder in a trial that is thrown away."""
+        """Return the dense array; for a carry, a placeholder in a trial that is thrown away."""
         refuse(self.carry)
         return self.added_to(jnp.zeros(self.shape, self.dtype))
 
     def to_row_sparse(self) -> RowSparse:
-        """The parts as one `RowSparse`."""
+        """Return the parts as one `RowSparse`."""
         if not self.parts:
             ids, values = self.concatenated()
         else:
             ids = jnp.concatenate([ids for ids, _ in self.parts])
             values = joined([rows for _, rows in self.parts])
-        return RowSparse.of_rows(ids, values, self.shape, coalesced=False, leading=self.leading)
+        return RowSparse.from_rows(
+            ids, values, self.shape, coalesced=False, leading=self.leading
+        )
 
 
 def are_few(rows: int, table: Any, count: int) -> bool:
-    """Whether `rows` are few of the `count` rows of a large table (shape and dtype)."""
+    """Decide whether `rows` are few of the `count` rows of a large table (shape and dtype)."""
     size = math.prod(table.shape) * jnp.dtype(table.dtype).itemsize
     return size >= LARGE and count >= _MANY and 8 * rows <= count
 

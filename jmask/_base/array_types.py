@@ -46,16 +46,16 @@ def on_explicit_mesh(tree: Any) -> Iterator[None]:
 
 
 def explicit_sharding(*arrays: Any) -> NamedSharding | None:
-    """The sharding that the type of the first array with explicit axes names, or None."""
+    """Return sharding that the type of the first array with explicit axes names, or None."""
     for array in arrays:
-        sharding = _of_type(jax.typeof(array))
+        sharding = _sharding_of_type(jax.typeof(array))
         if sharding is not None:
             return sharding
     return None
 
 
-def _of_type(shape: Any) -> NamedSharding | None:
-    """The sharding of an abstract array that names explicit axes, or None."""
+def _sharding_of_type(shape: Any) -> NamedSharding | None:
+    """Return the sharding of an abstract array that names explicit axes, or None."""
     sharding = getattr(shape, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return None
@@ -63,7 +63,7 @@ def _of_type(shape: Any) -> NamedSharding | None:
 
 
 def spec_of(array: Any) -> tuple[Any, ...]:
-    """The axes over which each dimension is spread by its type: None, a name or several."""
+    """Return axes over which each dimension is spread by its type: None, a name or several."""
     return _whole_spec(explicit_sharding(array), len(jax.typeof(array).shape))
 
 
@@ -73,7 +73,7 @@ def _whole_spec(sharding: NamedSharding | None, ndim: int) -> tuple[Any, ...]:
 
 
 def sharding_of_rows(array: Any) -> NamedSharding | None:
-    """Where an array (V, 1, ..., 1) is to be that goes with `array` (V, *row), if known."""
+    """Return the sharding of an array (V, 1, ..., 1) that matches the rows of `array`."""
     is_traced = isinstance(array, jax.core.Tracer)
     sharding = explicit_sharding(array) if is_traced else getattr(array, "sharding", None)
     if not isinstance(sharding, NamedSharding):
@@ -82,7 +82,7 @@ def sharding_of_rows(array: Any) -> NamedSharding | None:
 
 
 def by_rows(mesh: Any, axes: Any, ndim: int) -> NamedSharding:
-    """An array (V, *row) with its rows over `axes`; spelled as a step returns it.
+    """Return an array (V, *row) with its rows over `axes`; spelled as a step returns it.
 
     A step that is given another spelling than it returns is compiled twice.
     """
@@ -91,21 +91,21 @@ def by_rows(mesh: Any, axes: Any, ndim: int) -> NamedSharding:
 
 
 def placed(array: jax.Array, like: NamedSharding, spec: Sequence[Any]) -> jax.Array:
-    """The array spread over the axes `spec` of the mesh of `like`, as its type will say."""
+    """Return array spread over the axes `spec` of the mesh of `like`, as its type will say."""
     if explicit_sharding(array) is not None and spec_of(array) == tuple(spec):
         return array
     return jax.sharding.reshard(array, NamedSharding(like.mesh, P(*spec)))
 
 
 def with_rows_over(array: jax.Array, like: NamedSharding, axes: Any) -> jax.Array:
-    """The array with dimension 0 spread over `axes`, and only this one."""
+    """Return the array with dimension 0 spread over `axes`, and only this one."""
     axes = axes or None
     axes = axes[0] if isinstance(axes, tuple) and len(axes) == 1 else axes
     return placed(array, like, (axes, *(None for _ in array.shape[1:])))
 
 
 def with_whole_rows(array: jax.Array) -> jax.Array:
-    """The array with dimension 0 on every device, if its type says that it is not."""
+    """Return the array with dimension 0 on every device, if its type says that it is not."""
     sharding, spec = explicit_sharding(array), spec_of(array)
     if sharding is None or not any(spec[:1]):
         return array
@@ -113,7 +113,7 @@ def with_whole_rows(array: jax.Array) -> jax.Array:
 
 
 def flat(ids: jax.Array) -> jax.Array:
-    """The ids in one dimension, spread over devices if they are in their first one alone."""
+    """Return ids in one dimension, spread over devices if they are in their first one alone."""
     sharding = explicit_sharding(ids)
     if sharding is not None and any(spec_of(ids)[1:]):
         ids = placed(ids, sharding, (None,) * ids.ndim)
@@ -121,7 +121,7 @@ def flat(ids: jax.Array) -> jax.Array:
 
 
 def placed_like(rows: jax.Array, ids: jax.Array) -> jax.Array:
-    """Rows (*ids.shape, *row) where the type of the ids says that these are."""
+    """Place rows (*ids.shape, *row) as the type of the ids says."""
     sharding = explicit_sharding(ids)
     if sharding is None:
         return rows
@@ -134,7 +134,7 @@ def automatically(
     like: NamedSharding,
     spec: Iterable[Any],
 ) -> Any:
-    """`function` of the arrays with the steps placed by XLA and the results by `spec`."""
+    """Call `function` with its steps placed by XLA, and its results by `spec`."""
     run = jax.sharding.auto_axes(
         function, axes=like.mesh.axis_names, out_sharding=NamedSharding(like.mesh, P(*spec))
     )
@@ -142,7 +142,7 @@ def automatically(
 
 
 def without_repetition(spec: Sequence[Any]) -> tuple[Any, ...]:
-    """The spec with each axis of the mesh at the first dimension that names it."""
+    """Return the spec with each axis of the mesh at the first dimension that names it."""
     seen: set[str] = set()
     result = []
     for axes in spec:
@@ -153,7 +153,7 @@ def without_repetition(spec: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def varying_alike(*arrays: jax.Array) -> list[jax.Array]:
-    """Arrays in a `shard_map`, each typed as different wherever one of them is.
+    """Return arrays typed as varying over the same axes of a `shard_map`.
 
     JAX's own operations ask for it, and the type of their result follows: what is computed
     from a gradient of one device is not taken for the same on all.
@@ -166,26 +166,26 @@ def varying_alike(*arrays: jax.Array) -> list[jax.Array]:
 
 
 def varying_like(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array that is the same on all devices, typed as different where `shape` is."""
+    """Return an array that is the same on all devices, typed as different where `shape` is."""
     return _varying_over(_axes_of(shape) - varying_axes(x), x)
 
 
 def typed_like(x: jax.Array, shape: Any) -> jax.Array:
-    """An array that is the same everywhere, where the type `shape` says: varying, or spread."""
-    sharding = _of_type(shape)
+    """Return a replicated array, typed as `shape` says: varying, or sharded."""
+    sharding = _sharding_of_type(shape)
     if sharding is not None:
         x = placed(x, sharding, _whole_spec(sharding, x.ndim))
     return varying_like(x, shape)
 
 
 def whole_rows_like(x: jax.Array, shape: Any) -> jax.Array:
-    """An array on all devices of the mesh that the type `shape` names, if any."""
-    sharding = _of_type(shape)
+    """Return an array on all devices of the mesh that the type `shape` names, if any."""
+    sharding = _sharding_of_type(shape)
     return x if sharding is None else placed(x, sharding, (None,) * x.ndim)
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """The axes over which an array in a `shard_map` differs, as far as JAX tracks it."""
+    """Return the axes over which an array in a `shard_map` differs, as far as JAX tracks it."""
     return _axes_of(jax.typeof(x))
 
 
@@ -209,12 +209,12 @@ def _axes_of(type_of_array: Any) -> frozenset[str]:
 
 
 def trailing(x: jax.Array, ndim: int) -> jax.Array:
-    """`x` with dimensions of size 1 appended, `ndim` in all."""
+    """Return `x` with dimensions of size 1 appended, `ndim` in all."""
     return x.reshape(x.shape + (1,) * (ndim - x.ndim))
 
 
 def is_known(*sizes: Any) -> bool:
-    """Whether all sizes are numbers, by which one way of several can be chosen."""
+    """Decide whether all sizes are numbers, by which one way of several can be chosen."""
     return all(isinstance(x, int | np.integer) for x in sizes)
 
 
@@ -230,43 +230,43 @@ def is_known(*sizes: Any) -> bool:
 
 
 def is_narrow(dtype: Any) -> bool:
-    """Whether a dtype is floating and of fewer than 32 bits."""
+    """Decide whether a dtype is floating and of fewer than 32 bits."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 
 def wide(dtype: Any) -> Any:
-    """The dtype to compute in with numbers of `dtype`."""
+    """Return the dtype to compute in with numbers of `dtype`."""
     return jnp.dtype(jnp.float32) if is_narrow(dtype) else jnp.dtype(dtype)
 
 
 def sum_dtype(dtype: Any) -> Any:
-    """The dtype to sum in; booleans are counted, and add as `or` when they are cast back."""
+    """Return dtype to sum in; booleans are counted, and add as `or` when they are cast back."""
     return jnp.dtype(jnp.int32) if dtype == jnp.dtype(bool) else wide(dtype)
 
 
 def adds_when_cast(old: Any, new: Any) -> bool:
-    """Whether a sum that is cast is the sum of what is cast, but for rounding."""
+    """Decide whether a sum that is cast is the sum of what is cast, but for rounding."""
     return old == new or all(jnp.issubdtype(dtype, jnp.inexact) for dtype in (old, new))
 
 
 def joint_dtype(*arrays: Any) -> Any:
-    """The dtype of a sum of arrays, also where `jax_numpy_dtype_promotion` refuses one."""
+    """Return dtype of a sum of arrays, also where `jax_numpy_dtype_promotion` refuses one."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*arrays)
 
 
 def is_nonzero(x: Any) -> Any:
-    """x != 0, where `x` may be boolean: strict promotion compares those with no number."""
+    """Return x != 0 of numbers or booleans, which strict promotion compares with no number."""
     return x if x.dtype == jnp.dtype(bool) else x != 0
 
 
 def added(x: Any, y: Any) -> jax.Array:
-    """x + y in their joint dtype."""
+    """Add in the joint dtype."""
     dtype = joint_dtype(x, y)
     return jnp.asarray(x, dtype) + jnp.asarray(y, dtype)
 
 
 def as_float(count: Any) -> jax.Array:
-    """A count as a number that takes on the precision of what it meets, as Python's do."""
+    """Return count as a number that takes on the precision of what it meets, as Python's do."""
     with jax.numpy_dtype_promotion("standard"):
         return count * 1.0

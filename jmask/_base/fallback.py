@@ -161,12 +161,12 @@ def expect_dense(x: jax.Array) -> None:
 
 
 def is_expected_dense(x: jax.Array) -> bool:
-    """Whether `x` itself was noted by `expect_dense`."""
+    """Decide whether `x` itself was noted by `expect_dense`."""
     return _expected.get(id(x)) is x
 
 
 def place_among(lines: Iterable[tuple[str, int]]) -> Place | None:
-    """The user's line among the (file, line) of a call stack, innermost first.
+    """Return the user's line among the (file, line) of a call stack, innermost first.
 
     It is the innermost that is neither in an installed package nor in jmask. If everything
     is installed, the innermost that is not in jax or jmask.
@@ -185,7 +185,7 @@ def _is_installed(file: str) -> bool:
 
 
 def in_bytes(size: int) -> str:
-    """A number of bytes as one reads it: 256 B, 25.6 MB."""
+    """Return a number of bytes as one reads it: 256 B, 25.6 MB."""
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if size >= factor:
             number = size / factor
@@ -194,7 +194,7 @@ def in_bytes(size: int) -> str:
 
 
 def _callers_line() -> tuple[str, int, dict]:
-    """File and line of the innermost call that is the user's, and its registry."""
+    """Return file and line of the innermost call in the user's code, and its registry."""
     frames = {(f.f_code.co_filename, f.f_lineno): f for f in reversed(list(_frames()))}
     place = place_among(reversed(frames)) or Place(*next(iter(frames)))
     registry = frames[place.file, place.line].f_globals.setdefault("__warningregistry__", {})

@@ -65,7 +65,7 @@ aval_of: Callable[[Any], Any] = operator.attrgetter("aval")
 
 
 def opened(jaxpr: Any) -> Opened:
-    """A jaxpr, closed or not, and its constants."""
+    """Return a jaxpr, closed or not, and its constants."""
     return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, ())
 
 
@@ -89,7 +89,7 @@ class Scan:
 
 
 def scan_of(eqn: JaxprEqn) -> Scan:
-    """The form of a `scan`.
+    """Return the form of a `scan`.
 
     How many inputs are what is read off the shapes, which are the same in every version: what
     is scanned or stacked has an axis more outside the body than inside.
@@ -131,7 +131,7 @@ class While:
 
 
 def while_of(eqn: JaxprEqn) -> While:
-    """The form of a `while`."""
+    """Return the form of a `while`."""
     condition, body = opened(eqn.params["cond_jaxpr"]), opened(eqn.params["body_jaxpr"])
     return While(condition, body, eqn.params["cond_nconsts"], eqn.params["body_nconsts"])
 
@@ -139,15 +139,15 @@ def while_of(eqn: JaxprEqn) -> While:
 def _is_known_while(eqn: JaxprEqn) -> bool:
     loop = while_of(eqn)
     carried = len(eqn.outvars)
-    of_condition, of_body = len(loop.condition[0].invars), len(loop.body[0].invars)
+    condition_inputs, body_inputs = len(loop.condition[0].invars), len(loop.body[0].invars)
     return len(eqn.invars) == loop.condition_consts + loop.body_consts + carried and (
-        of_condition,
-        of_body,
+        condition_inputs,
+        body_inputs,
     ) == (loop.condition_consts + carried, loop.body_consts + carried)
 
 
 def branches_of(eqn: JaxprEqn) -> list[Opened]:
-    """The branches of a `cond`, which run on all inputs but the first, their number."""
+    """Return the branches of a `cond`, which run on all inputs but the first, their number."""
     return [opened(branch) for branch in eqn.params["branches"]]
 
 
@@ -157,7 +157,7 @@ def _is_known_cond(eqn: JaxprEqn) -> bool:
 
 
 def called(eqn: JaxprEqn) -> Opened:
-    """The jaxpr that a call-like equation runs, and its constants."""
+    """Return the jaxpr that a call-like equation runs, and its constants."""
     return opened(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"])
 
 
@@ -168,12 +168,12 @@ def _is_known_call(eqn: JaxprEqn) -> bool:
 
 
 def is_recomputed_apart(eqn: JaxprEqn) -> bool:
-    """Whether what a `remat` runs must not be merged with the forward pass."""
+    """Decide whether what a `remat` runs must not be merged with the forward pass."""
     return bool(eqn.params["prevent_cse"] and eqn.params["differentiated"])
 
 
 def bodies_of(eqn: JaxprEqn) -> list[Opened]:
-    """The jaxprs, if any, that an equation runs on its last inputs."""
+    """Return the jaxprs, if any, that an equation runs on its last inputs."""
     name = name_of(eqn)
     if name == "cond":
         return branches_of(eqn)
@@ -184,12 +184,12 @@ def bodies_of(eqn: JaxprEqn) -> list[Opened]:
 
 
 def holds_jaxprs(eqn: JaxprEqn) -> bool:
-    """Whether an equation runs others, and may take inputs that none of them reads."""
+    """Decide whether an equation runs others, and may take inputs that none of them reads."""
     return any(True for _ in jaxprs_in_params(eqn.params))
 
 
 def within(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-    """Equations, and all equations of what they run, in a form that is known or not."""
+    """Yield equations and those of the jaxprs that they run, in known forms or not."""
     found = list(eqns)
     for eqn in eqns:
         for jaxpr in jaxprs_in_params(eqn.params):
@@ -198,7 +198,7 @@ def within(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
 
 
 def drops_rules(jaxpr: Jaxpr) -> bool:
-    """Whether a second derivative may miss what `custom_jvp` says.
+    """Decide whether a second derivative may miss what `custom_jvp` says.
 
     Before JAX 0.12 it does in a `scan`, whose partial evaluation leaves the rule out.
     """
@@ -221,7 +221,7 @@ class ShardMap:
 
 
 def shard_map_of(eqn: JaxprEqn) -> ShardMap:
-    """The form of a `shard_map`; JAX 0.10.1 and older call its axes otherwise."""
+    """Return the form of a `shard_map`; JAX 0.10.1 and older call its axes otherwise."""
     params = eqn.params
     axes = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
     how = {
@@ -239,7 +239,7 @@ def _is_known_shard_map(eqn: JaxprEqn) -> bool:
 
 
 def summed_axes(eqn: JaxprEqn) -> Sequence[Any] | None:
-    """The axes over which a `psum` adds, or None if only within groups of devices."""
+    """Return the axes over which a `psum` adds, or None if only within groups of devices."""
     grouped = eqn.params.get("axis_index_groups") is not None
     return None if grouped else eqn.params["axes"]
 
@@ -347,7 +347,7 @@ FORMS: dict[str, Form] = (
 
 
 def name_of(eqn: JaxprEqn) -> str:
-    """The primitive of an equation, under which rules are found.
+    """Return the primitive of an equation, under which rules are found.
 
     The name of one whose parameters are not as known is another, which says what they are: no
     rule has it.
@@ -366,12 +366,12 @@ def name_of(eqn: JaxprEqn) -> str:
 
 
 def names_in(jaxpr: Jaxpr) -> set[str]:
-    """The names of all equations of a jaxpr, and of what they run."""
+    """Return the names of all equations of a jaxpr, and of what they run."""
     return {name_of(eqn) for eqn in within(jaxpr.eqns)}
 
 
 def what_is_unknown(eqn: JaxprEqn) -> str | None:
-    """Of an equation whose form is not known, a sentence that says so; None of others."""
+    """Describe an equation whose form is not known; return None for others."""
     name = eqn.primitive.name
     if name_of(eqn) == name:
         return None
@@ -380,13 +380,13 @@ def what_is_unknown(eqn: JaxprEqn) -> str | None:
 
 
 def parameter(eqn: JaxprEqn, name: str) -> Any:
-    """A parameter of an equation, one of those that `FORMS` says are read."""
+    """Return a parameter of an equation, one of those that `FORMS` says are read."""
     assert name in FORMS[eqn.primitive.name].read, (eqn.primitive.name, name)
     return eqn.params[name]
 
 
 def compared(eqn: JaxprEqn) -> dict[str, Any]:
-    """The parameters that decide what an equation computes, by name."""
+    """Return the parameters that decide what an equation computes, by name."""
     if eqn.primitive.name == "scan" and name_of(eqn) == "scan":
         scan = scan_of(eqn)
         sizes = {"consts": scan.consts, "carry": scan.carry}

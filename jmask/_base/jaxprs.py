@@ -28,12 +28,12 @@ ARITHMETIC = frozenset(
 
 
 def only_arithmetic(jaxpr: Jaxpr) -> bool:
-    """Whether all equations are operations on entries, those of what they call too."""
+    """Decide whether all equations are operations on entries, those of what they call too."""
     return not jaxpr.effects and names_in(jaxpr) <= ARITHMETIC.union(CALLS)
 
 
 def lifted(program: ClosedJaxpr) -> Jaxpr:
-    """The program as a function of its constants, then of its arguments; it holds no array.
+    """Return program as a function of its constants, then of its arguments; it holds no array.
 
     What JAX keeps, such as a function given to `custom_jvp`, must not hold a tracer.
     """
@@ -42,7 +42,7 @@ def lifted(program: ClosedJaxpr) -> Jaxpr:
 
 
 def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
-    """The program with the equations of what it calls in place of the calls."""
+    """Return the program with the equations of what it calls in place of the calls."""
     calls = (*CALLS, *REMATS)
     consts = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     eqns: list[JaxprEqn] = []
@@ -67,12 +67,12 @@ def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def read(values: dict[Any, Any], v: Any) -> Any:
-    """The value of a variable or literal."""
+    """Return the value of a variable or literal."""
     return v.val if isinstance(v, Literal) else values[v]
 
 
 def bound(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """What an equation computes of `inputs`.
+    """Bind an equation to `inputs`.
 
     In a `shard_map` arrays are typed as varying over its devices or not, and an operation asks
     that its operands be so alike: here, though the equation was traced for other types.
@@ -90,7 +90,7 @@ def interpret(
     rule: Callable[[JaxprEqn, list[_Value]], Sequence[_Value]],
     literal: Callable[[Any], _Value] = lambda value: value,
 ) -> list[_Value]:
-    """The outputs of a jaxpr on values of any kind.
+    """Return the outputs of a jaxpr on values of any kind.
 
     Args:
         jaxpr: a program.
@@ -116,7 +116,7 @@ def run(
 
 
 def origins(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
-    """For each output of an inlined jaxpr the bits of all inputs on which it may depend."""
+    """Return, for each output of an inlined jaxpr, the bits of the inputs it may depend on."""
 
     def rule(eqn: JaxprEqn, given: list[int]) -> list[int]:
         return [functools.reduce(operator.or_, given, 0)] * len(eqn.outvars)
@@ -125,7 +125,7 @@ def origins(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
 
 
 def forwarded(jaxpr: Jaxpr) -> list[int | None]:
-    """For each output of a jaxpr, which input it is unchanged, through calls too; or None."""
+    """Return, for each output of a jaxpr, which input it is unchanged, or None."""
     inputs: dict[Any, int] = {v: i for i, v in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         if name_of(eqn) in (*CALLS, *REMATS):
@@ -142,13 +142,13 @@ def forwarded(jaxpr: Jaxpr) -> list[int | None]:
 
 
 def evaluate(program: ClosedJaxpr, *args: Any) -> list[Any]:
-    """The outputs of a program that was traced for other types of arrays: see `bound`."""
+    """Return outputs of a program that was traced for other types of arrays: see `bound`."""
     program = inlined(program)
     return interpret(program.jaxpr, program.consts, args, bound)
 
 
 def side_by_side(eqns: Sequence[JaxprEqn], name: str) -> Iterator[list[JaxprEqn]]:
-    """The equations one by one, but those of a name that need no other of them at once.
+    """Return the equations one by one, but those of a name that need no other of them at once.
 
     Equations that need what they make come after them; where some have effects all stay as
     they are.

@@ -59,7 +59,7 @@ _IMPLEMENTATIONS = {4: _opaque_dtype(1), 8: _opaque_dtype(2)}
 
 
 def hide(ids: jax.Array) -> jax.Array:
-    """Integer ids (...,) -> the opaque leaf of the same shape."""
+    """Turn integer ids (...,) into the opaque leaf of the same shape."""
     # Operations of lax: those of jnp and of arrays take several times as long to trace.
     words = lax.bitcast_convert_type(lax.add(ids, np.ones((), ids.dtype)), np.uint32)
     if ids.dtype.itemsize == 4:
@@ -73,7 +73,7 @@ def wrap(words: jax.Array) -> jax.Array:
 
 
 def reveal(leaf: Any) -> Any:
-    """The opaque leaf (...,) -> its integer ids; shapes go in and come out as shapes."""
+    """Return the opaque leaf (...,) -> its integer ids; shapes go in and come out as shapes."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         dtype = jax.eval_shape(_reveal_array, leaf).dtype
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
@@ -90,18 +90,18 @@ def _reveal_array(leaf: jax.Array) -> jax.Array:
 
 
 def mapped_words(leaf: jax.Array, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The opaque leaf with `function` of its words, unsigned integers (..., 1 or 2)."""
+    """Return the opaque leaf with `function` of its words, unsigned integers (..., 1 or 2)."""
     return wrap(function(jax.random.key_data(leaf)))
 
 
 def is_opaque(leaf: Any) -> bool:
-    """Whether a pytree leaf is ids in opaque form (or the shape of such)."""
+    """Decide whether a pytree leaf is ids in opaque form (or the shape of such)."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def id_dtype(rows: int) -> np.dtype:
-    """The integer dtype that holds the ids and the padding of a table of `rows` rows.
+    """Return the integer dtype that holds the ids and the padding of a table of `rows` rows.
 
     Raises:
         ValueError: if that is int64 and 64-bit types are disabled in JAX.
@@ -117,7 +117,7 @@ def id_dtype(rows: int) -> np.dtype:
 
 
 def canonical(ids: jax.Array, rows: int) -> jax.Array:
-    """Integer ids of any dtype -> ids in `id_dtype(rows)`, those out of range = `rows`."""
+    """Cast integer ids to `id_dtype(rows)`; those out of range become `rows`."""
     ids = widen(ids, rows)
     # Negative ones are the greatest without a sign. XLA knows that a minimum twice is one, so
     # that rows read at ids and at the ids of their gradient are read once.
@@ -128,7 +128,7 @@ def canonical(ids: jax.Array, rows: int) -> jax.Array:
 
 
 def widen(ids: jax.Array, rows: int) -> jax.Array:
-    """Integer ids of any dtype -> `id_dtype(rows)`; what does not fit becomes padding.
+    """Cast integer ids to `id_dtype(rows)`; what does not fit becomes padding.
 
     Unlike a plain cast this never wraps an id onto another row: 2**32 + 3 is not row 3.
     """

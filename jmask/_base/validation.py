@@ -29,7 +29,7 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def checked_array(name: str, value: Any) -> jax.Array:
-    """`value` as an array of numbers.
+    """Return `value` as an array of numbers.
 
     Raises:
         TypeError: naming the argument. A tensor of another framework is none, even if NumPy
@@ -46,7 +46,7 @@ def checked_array(name: str, value: Any) -> jax.Array:
 
 
 def checked_scalar(name: str, value: Any, dtype: Any) -> jax.Array:
-    """`value` as a number of `dtype`.
+    """Return `value` as a number of `dtype`.
 
     Raises:
         TypeError: naming the argument, also if it is an array with dimensions.
@@ -58,7 +58,7 @@ def checked_scalar(name: str, value: Any, dtype: Any) -> jax.Array:
 
 
 def checked_integer(name: str, value: Any) -> int:
-    """`value` as an integer that is known while tracing.
+    """Return `value` as an integer that is known while tracing.
 
     Raises:
         TypeError: naming the argument.
@@ -74,7 +74,7 @@ def checked_integer(name: str, value: Any) -> int:
 
 
 def checked_dtype(name: str, value: Any) -> Any:
-    """`value` as a dtype of JAX.
+    """Return `value` as a dtype of JAX.
 
     Raises:
         TypeError: naming the argument.
@@ -88,7 +88,7 @@ def checked_dtype(name: str, value: Any) -> Any:
 
 
 def checked_path(name: str, value: Any) -> Any:
-    """`value` as a path.
+    """Return `value` as a path.
 
     Raises:
         TypeError: naming the argument.
@@ -99,7 +99,7 @@ def checked_path(name: str, value: Any) -> Any:
 
 
 def checked_choice(value: Any, name: str, choices: tuple[Any, ...]) -> Any:
-    """One of `choices`.
+    """Return `value` if it is one of `choices`.
 
     Raises:
         ValueError: if it is none of them.
@@ -125,7 +125,7 @@ def refuse_scipy(name: str, value: Any) -> None:
 
 
 def naming_arguments(**instead: str) -> Callable[[_F], _F]:
-    """Decorate a function so that names of other libraries are refused with those here.
+    """Return decorate a function so that names of other libraries are refused with those here.
 
     Args:
         **instead: for each name that another library gives an argument, what to do instead.
@@ -161,7 +161,7 @@ def check_leaves(name: str, tree: Any) -> None:
 
 
 def shown(value: Any) -> str:
-    """What a value is, in a message: arrays and models may be large."""
+    """Describe a value in a message: arrays and models may be large."""
     if value is None or isinstance(value, str | bool | int | float | complex):
         return repr(value)
     if isinstance(value, jax.Array | np.ndarray):
@@ -170,7 +170,7 @@ def shown(value: Any) -> str:
 
 
 def _keeps_kind(given: Any, dtype: Any) -> bool:
-    """Whether a cast of a number loses no imaginary part; a fraction it may."""
+    """Decide whether a cast of a number loses no imaginary part; a fraction it may."""
     is_complex = [jnp.issubdtype(x, jnp.complexfloating) for x in (given, dtype)]
     return is_complex != [True, False]
 
@@ -193,12 +193,12 @@ KEEP_ARRAYS = (
 
 
 def leaf_name(tree: str, path: Any) -> str:
-    """How the leaf at `path` of the tree called `tree` is written, in backticks."""
+    """Write the leaf at `path` of the tree called `tree`, in backticks."""
     return f"`{tree}{jax.tree_util.keystr(path)}`"
 
 
 def abstract_leaf(leaf: Any) -> Any:
-    """Shape and dtype of what JAX takes for an array; None of anything else."""
+    """Return shape and dtype of what JAX takes for an array, None for anything else."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     try:
@@ -220,8 +220,12 @@ class Model:
         self.structure: Any
         leaves, self.structure = jax.tree.flatten(tree, is_leaf=self.is_leaf)
         self.parameters, self.others = tree, dict[int, Any]()
-        of_models = (callable(x) or isinstance(x, bool) for x in leaves if not is_tensor(x))
-        if any(of_models) and any(x is not None and self._is_parameter(x) for x in leaves):
+        are_model_leaves = (
+            callable(x) or isinstance(x, bool) for x in leaves if not is_tensor(x)
+        )
+        if any(are_model_leaves) and any(
+            x is not None and self._is_parameter(x) for x in leaves
+        ):
             self.others = {i: x for i, x in enumerate(leaves) if not self._is_parameter(x)}
             kept = [None if i in self.others else x for i, x in enumerate(leaves)]
             self.parameters = self.structure.unflatten(kept)
@@ -232,7 +236,7 @@ class Model:
         return self.is_leaf(x)
 
     def with_parameters(self, parameters: Any) -> Any:
-        """The tree with other parameters, arrays or what stands for them."""
+        """Return the tree with other parameters, arrays or what stands for them."""
         if not self.others:
             return parameters
         leaves = jax.tree.leaves(parameters, is_leaf=self.is_leaf)
@@ -242,7 +246,7 @@ class Model:
 
 
 def as_table(table: Any) -> jax.Array:
-    """`table` as an array.
+    """Return `table` as an array.
 
     Raises:
         TypeError: if it is none.
@@ -259,13 +263,13 @@ def as_table(table: Any) -> jax.Array:
 
 
 def is_about_structure(error: ValueError) -> bool:
-    """Whether JAX raised it for trees that were mapped together and differ."""
+    """Decide whether JAX raised it for trees that were mapped together and differ."""
     words = ("pytree", "expected", "mismatch", "structure")
     return any(word in str(error).lower() for word in words)
 
 
 def not_an_array(name: str, leaf: Any, advice: str) -> TypeError:
-    """The error for a leaf that is no array."""
+    """Return the error for a leaf that is no array."""
     kind = type(leaf).__name__
     article = "an" if kind[0].lower() in "aeio" else "a"
     return TypeError(f"{name} is {article} {kind}, not an array: {advice}.")

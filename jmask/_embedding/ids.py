@@ -46,7 +46,7 @@ class Entries(NamedTuple):
 
 
 def entries_of(ids: Any, absent: Any, mode: str, shape: tuple[int, ...]) -> Entries:
-    """What the ids of a table of the given shape read.
+    """Find what ids read in a table of the given shape.
 
     Args:
         ids: as `checked_integers` returns them.
@@ -78,7 +78,7 @@ def entries_of(ids: Any, absent: Any, mode: str, shape: tuple[int, ...]) -> Entr
 
 
 def _refusing(ids: Any, absent: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Positions of the ids, and an error if one that is not padding is outside."""
+    """Return the positions of ids; raise if one that is not padding is out of range."""
     if not isinstance(ids, jax.core.Tracer) and not isinstance(absent, jax.core.Tracer):
         _refuse_concrete(np.asarray(ids), absent, shape)
         return _positions(ids, absent, shape[0])
@@ -121,7 +121,7 @@ def _refuse_concrete(ids: np.ndarray, absent: Any, shape: tuple[int, ...]) -> No
 
 
 def narrowed(ids: Any, rows: int) -> jax.Array:
-    """Integers of any dtype in `id_dtype(rows)`; below 0 stays below, above `rows` above.
+    """Cast integers to `id_dtype(rows)`; below 0 stays below, above `rows` above.
 
     NumPy integers may be wider than JAX holds (64 bits while x64 is disabled).
     """
@@ -133,7 +133,7 @@ def narrowed(ids: Any, rows: int) -> jax.Array:
 
 
 def _in_jax(ids: Any) -> jax.Array:
-    """Integers as a JAX array; what its widest dtype cannot hold becomes its limits."""
+    """Return integers as a JAX array, clipped to the limits of its widest dtype."""
     wide = isinstance(ids, np.ndarray) and ids.dtype.itemsize == 8
     if wide and not jax.config.read("jax_enable_x64"):
         limits = np.iinfo(np.int32)
@@ -143,7 +143,7 @@ def _in_jax(ids: Any) -> jax.Array:
 
 
 def is_padding(ids: Any, padding_id: int | None) -> Any:
-    """Which of the ids are `padding_id`, in NumPy for NumPy's; None if none can be."""
+    """Find which of the ids are `padding_id`, in NumPy for NumPy's; None if none can be."""
     if padding_id is None:
         return None
     limits = jnp.iinfo(ids.dtype)
@@ -170,7 +170,7 @@ def check_order(table: Any, ids: Any, order: str) -> None:
 
 
 def checked_integers(x: Any, name: str, mode: str) -> Any:
-    """`x` as a NumPy or JAX array of integers.
+    """Return `x` as a NumPy or JAX array of integers.
 
     NumPy arrays and lists stay NumPy, so that 64-bit ids are not cut to 32 bits. In mode
     "raise" all that is concrete becomes NumPy: under a trace, JAX makes even of a
@@ -203,12 +203,12 @@ def checked_integers(x: Any, name: str, mode: str) -> Any:
 
 
 def checked_padding(padding_id: Any) -> int | None:
-    """`padding_id` as an int, or None."""
+    """Return `padding_id` as an int, or None."""
     return None if padding_id is None else checked_integer("padding_id", padding_id)
 
 
 def checked_table(table: Any) -> Any:
-    """The table as a JAX array, a `RowSparse` or a `StoredTable`.
+    """Return the table as a JAX array, a `RowSparse` or a `StoredTable`.
 
     Raises:
         TypeError: if it is no array, or sparse or masked otherwise.

@@ -61,7 +61,7 @@ def renormalize(
     norm_type: float = 2.0,
     padding_id: int | None = None,
 ) -> jax.Array:
-    """The table with the rows `ids` shortened to `max_norm` where their norm is greater.
+    """Return the table with the rows `ids` shortened to `max_norm` where their norm is greater.
 
     What torch's `Embedding(max_norm=...)` does to its weight before each lookup. It costs
     O(ids) and works in place where the table is donated (`jax.jit(..., donate_argnums)`).
@@ -142,12 +142,12 @@ class Bound:
 
 
 def bounded(rows: jax.Array, batch: int, bound: Bound | None) -> jax.Array:
-    """Rows after `batch` dimensions of entries, those that are too long scaled."""
+    """Scale rows that are too long, after `batch` dimensions of entries."""
     return rows if bound is None else bound.shortened(rows, batch)
 
 
 def checked_bound(table: Any, max_norm: Any, norm_type: Any) -> Bound | None:
-    """The bound on the norms, or None if `max_norm` is None.
+    """Return the bound on the norms, or None if `max_norm` is None.
 
     Raises:
         TypeError: if the table is not real and floating, or an argument is no number.
@@ -189,7 +189,7 @@ def embedding_lookup(
     max_norm: Any = None,
     norm_type: float = 2.0,
 ) -> jax.Array:
-    """The rows of `table` with the given ids.
+    """Return the rows of `table` with the given ids.
 
     Args:
         table (V, *row): an array of any dtype, a `PackedTable` or `ShardedTable`, or a
@@ -240,7 +240,7 @@ def embedding_lookup(
 
 
 def looked_up_rows(table: Any, entries: Entries, bound: Bound | None) -> jax.Array:
-    """The rows that the entries read: (*entries, *row), no longer than the bound."""
+    """Return the rows that the entries read: (*entries, *row), no longer than the bound."""
     positions, outside = entries.positions, entries.outside
     if isinstance(table, RowSparse):
         table, positions = _stored(table, positions)
@@ -254,7 +254,7 @@ def looked_up_rows(table: Any, entries: Entries, bound: Bound | None) -> jax.Arr
 
 
 def _stored(table: RowSparse, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The stored rows of `table`, and where among them each position is (or how many)."""
+    """Return stored rows of `table`, and where among them each position is (or how many)."""
     table = table.coalesce()
     stored = table.row_ids()
     places = jnp.searchsorted(stored, positions).astype(stored.dtype)
@@ -267,7 +267,7 @@ def _stored(table: RowSparse, positions: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def _gathered(source: Any, positions: jax.Array, fill: int | None) -> jax.Array:
-    """Rows `source[positions]`; where a position is len(source), `fill` without gradient.
+    """Gather `source[positions]`; a position len(source) reads `fill`, without gradient.
 
     None fills with what stands for a row that does not exist.
     """
@@ -285,12 +285,12 @@ def _gathered(source: Any, positions: jax.Array, fill: int | None) -> jax.Array:
     # Not `source.at[positions].get(...)`: like `jnp.where`, it drops what has no entries,
     # and JAX then gives a table that is looked up for nothing a gradient of dense zeros.
     fills = lax.GatherScatterMode.FILL_OR_DROP
-    gather = Gather.of_rows(source.shape, fills, positions.ndim, fill_value=fill)
+    gather = Gather.rows_of(source.shape, fills, positions.ndim, fill_value=fill)
     return gather(source, positions[..., None])
 
 
 def _missing(dtype: Any) -> np.ndarray:
-    """What stands for a row that does not exist, as in `jnp.take`."""
+    """Return the value that stands for a row out of range, as in `jnp.take`."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return np.asarray(jnp.nan, dtype)
     if dtype == jnp.dtype(bool):

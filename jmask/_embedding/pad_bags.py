@@ -96,7 +96,7 @@ def pad_bags(
     num_bags: int | None = None,
     at_least: int = 0,
 ) -> PaddedBags | dict[Any, PaddedBags]:
-    """Bags of any number of ids as arrays of one of a few sizes; on the host.
+    """Pad ragged bags to one of a few sizes, on the host.
 
     Under jit every other number of ids is another program. These are padded to a power of √2.
     A new size is logged once, as INFO of the logger "jmask": the step is compiled for it.
@@ -142,7 +142,7 @@ def pad_bags(
     is_one = not isinstance(ids, Mapping)
     tables = {"": ids} if is_one else ids
     offsets, weights = (
-        _of_each(name, tables, x, is_one)
+        _for_each_table(name, tables, x, is_one)
         for name, x in (("offsets", offsets), ("weights", weights))
     )
     found = {
@@ -151,14 +151,14 @@ def pad_bags(
     }
     most = max((int(starts[-1]) for _, starts, _ in found.values()), default=0)
     size = _rounded_up(max(most, checked_integer("at_least", at_least)))
-    padded = {table: _of_size(size, *bags, num_bags) for table, bags in found.items()}
+    padded = {table: _padded_bags(size, *bags, num_bags) for table, bags in found.items()}
     if padded:
         _say_once(size, *sorted({len(bags.offsets) - 1 for bags in padded.values()}))
     return padded[""] if is_one else padded
 
 
-def _of_each(name: str, tables: Mapping[Any, Any], given: Any, is_one: bool) -> Any:
-    """An argument of each table."""
+def _for_each_table(name: str, tables: Mapping[Any, Any], given: Any, is_one: bool) -> Any:
+    """Return an argument of each table."""
     if given is None:
         return dict.fromkeys(tables)
     if is_one:
@@ -177,7 +177,7 @@ def _of_each(name: str, tables: Mapping[Any, Any], given: Any, is_one: bool) -> 
 def _flat(
     ids: Any, offsets: Any, include_last_offset: bool, weights: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """The ids, where each bag begins and the last one ends, and the weights."""
+    """Return the ids, where each bag begins and the last one ends, and the weights."""
     if offsets is None:
         ids, starts = _joined("ids", ids)
         ids = checked_integers(ids, "ids", "raise")
@@ -195,7 +195,7 @@ def _flat(
     return ids, starts, weights
 
 
-def _of_size(
+def _padded_bags(
     size: int,
     ids: np.ndarray,
     starts: np.ndarray,
@@ -204,16 +204,16 @@ def _of_size(
 ) -> PaddedBags:
     count, starts = int(starts[-1]), _with_empty_bags(starts, num_bags)
     number = len(starts) - 1
-    of_entry = np.repeat(np.arange(number, dtype=np.int32), np.diff(starts))
+    bag_of_entry = np.repeat(np.arange(number, dtype=np.int32), np.diff(starts))
     return PaddedBags(
         _padded(_narrowed(ids[:count]), size, -1),
         starts,
         None if weights is None else _padded(weights[:count], size, 0),
-    )._with_bags(_padded(of_entry, size, number))
+    )._with_bags(_padded(bag_of_entry, size, number))
 
 
 def _joined(name: str, bags: Any) -> tuple[np.ndarray, np.ndarray]:
-    """What a list of bags holds, and where each begins."""
+    """Return what a list of bags holds, and where each begins."""
     are_lists = isinstance(bags, Sequence) and all(isinstance(x, list | tuple) for x in bags)
     if are_lists:
         # One array of them all: a list takes as long to convert as a hundred of its numbers.
@@ -253,7 +253,7 @@ def _checked_offsets(offsets: Any, ids: np.ndarray, include_last_offset: bool) -
 
 
 def _rounded_up(count: int) -> int:
-    """The first of 1, 2, 3, 4, 6, 8, 12, 16, 23, 32, ... that is not less."""
+    """Return the first of 1, 2, 3, 4, 6, 8, 12, 16, 23, 32, ... that is not less."""
     sizes = (math.ceil(2 ** (k / 2)) for k in itertools.count())
     return next(size for size in sizes if size >= count)
 
@@ -263,7 +263,7 @@ def _padded(x: np.ndarray, size: int, value: int) -> np.ndarray:
 
 
 def _narrowed(ids: np.ndarray) -> np.ndarray:
-    """int32 if that has room, and signed: padding is -1."""
+    """Cast ids to int32 if they fit, or int64: padding is -1."""
     has_room = ids.size == 0 or (ids.max() < 2**31 and ids.min() >= -(2**31))
     return ids.astype(np.int32 if has_room else np.int64)
 
@@ -320,7 +320,7 @@ class EqualBags:
         return self.axis + 1
 
     def shape(self, entries: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the bags of ids of this shape."""
+        """Return the shape of the bags of ids of this shape."""
         return entries[: self.axis]
 
     def sum(self, x: jax.Array) -> jax.Array:
@@ -336,24 +336,24 @@ class EqualBags:
         return jnp.expand_dims(x, self.axis)
 
     def numbers(self, ndim: int) -> jax.Array:
-        """The entries of a bag, numbered; of `ndim` dimensions."""
+        """Return the entries of a bag, numbered; of `ndim` dimensions."""
         shape = [self.length if axis == self.axis else 1 for axis in range(ndim)]
         return lax.iota(jnp.int32, self.length).reshape(shape)
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("of_entry",), meta_fields=("number",)
+    jax.tree_util.register_dataclass, data_fields=("bag_of_entry",), meta_fields=("number",)
 )
 @dataclasses.dataclass(frozen=True)
 class RaggedBags:
     """Bags that are the entries with equal numbers.
 
     Attributes:
-        of_entry (n,): the bag of each entry; `number` where it is in none.
+        bag_of_entry (n,): the bag of each entry; `number` where it is in none.
         number: how many bags there are.
     """
 
-    of_entry: jax.Array
+    bag_of_entry: jax.Array
     number: int
 
     @property
@@ -362,13 +362,13 @@ class RaggedBags:
         return 1
 
     def without(self, absent: Any) -> "RaggedBags":
-        """The bags without the entries that are absent (n,), None for no one."""
+        """Return the bags without the entries that are absent (n,), None for no one."""
         if absent is None:
             return self
-        return RaggedBags(jnp.where(absent, self.number, self.of_entry), self.number)
+        return RaggedBags(jnp.where(absent, self.number, self.bag_of_entry), self.number)
 
     def shape(self, entries: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the bags."""
+        """Return the shape of the bags."""
         return (self.number,)
 
     def sum(self, x: jax.Array) -> jax.Array:
@@ -376,22 +376,22 @@ class RaggedBags:
             # A scatter into nothing is dropped, and the entries would have no gradient.
             return lax.slice_in_dim(x, 0, 0)
         zeros = jnp.zeros((self.number, *x.shape[1:]), x.dtype)
-        return add_rows(zeros, self.of_entry, x, coalesced=False)
+        return add_rows(zeros, self.bag_of_entry, x, coalesced=False)
 
     def max(self, x: jax.Array, initial: Any) -> jax.Array:
         start = jnp.full((self.number, *x.shape[1:]), initial, x.dtype)
-        return start.at[self.of_entry].max(x, mode="drop")
+        return start.at[self.bag_of_entry].max(x, mode="drop")
 
     def min(self, x: jax.Array, initial: Any) -> jax.Array:
         start = jnp.full((self.number, *x.shape[1:]), initial, x.dtype)
-        return start.at[self.of_entry].min(x, mode="drop")
+        return start.at[self.bag_of_entry].min(x, mode="drop")
 
     def spread(self, x: jax.Array) -> jax.Array:
-        return gather_rows(x, self.of_entry)
+        return gather_rows(x, self.bag_of_entry)
 
     def numbers(self, ndim: int) -> jax.Array:
-        """The entries of all bags, numbered; of `ndim` dimensions."""
-        count = self.of_entry.shape[0]
+        """Return the entries of all bags, numbered; of `ndim` dimensions."""
+        count = self.bag_of_entry.shape[0]
         return trailing(lax.iota(jnp.int32, count), ndim)
 
 

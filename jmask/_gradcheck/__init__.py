@@ -1,9 +1,8 @@
 """`jmask.gradcheck`: gradients against differences, in plain and in masked semantics.
 
-gradcheck           the check
-problem, entries    what is perturbed: the function, its inputs and their entries
-premises            what must hold before anything is compared
-slow, fast, jacobian, second    every entry, random directions, second derivatives
-message             what a failure says
-masked_function     functions that masked semantics hold for
+gradcheck           the check, and gradients of gradients
+problem             the function with its arguments, and the premises of a check
+entries             the entries of its inputs, which are moved
+jacobian            derivatives by differences and by JAX: every entry, random directions
+message             the errors
 """

@@ -1,16 +1,17 @@
-"""What a gradient check moves: the entries of its inputs, as real coordinates.
+"""The coordinates that a gradient check moves: real numbers, for the entries of its inputs.
 
     x = BCOO of [[-, 3],     stored values   3      4      0 (padding)
                  [4, -]]     entries         (0,1)  (1,0)  none
                              unspecified     (0,0)  (1,1)
 
-| coordinate  | of                                   | its derivative is                       |
+| kind        | coordinates of                       | derivative along them                   |
 |-------------|--------------------------------------|-----------------------------------------|
 | specified   | a stored value that is an entry      | that in the stored value                |
-| hidden      | padding, and what lies under a mask  | 0, always                               |
-| unspecified | an entry that is not there           | that in the phantom: 0 in               |
+| unspecified | an entry that is not stored          | that in the phantom: 0 in               |
 |             |                                      | masked semantics, any in plain ones     |
+| hidden      | padding, and values under a mask     | 0, always                               |
 
+An input's coordinates are a vector: all specified ones, then the unspecified, then the hidden.
 An entry stored twice is two specified coordinates. A complex number is two coordinates, its
 real and its imaginary part.
 """
@@ -94,7 +95,7 @@ class Input:
 
     @property
     def parts(self) -> int:
-        """How many real numbers a number is."""
+        """How many coordinates a number has."""
         return 2 if np.iscomplexobj(self.values) else 1
 
     # --- points near the input ----------------------------------------------------------
@@ -116,39 +117,43 @@ class Input:
 
     # --- tangents and cotangents --------------------------------------------------------
 
+    def count(self, kind: str) -> int:
+        """How many coordinates there are of a kind."""
+        return len(getattr(self, kind)) * self.parts
+
     def primal(self, with_phantom: bool) -> tuple[Any, Any]:
-        """What is differentiated: the stored values, and the phantom or None."""
+        """Return what is differentiated: the stored values, and the phantom or None."""
         phantom = zero_phantom(self.tensor) if with_phantom and is_tensor(self.tensor) else None
         return values_of(self.tensor), phantom
 
-    def tangent(self, kind: str, steps: np.ndarray, with_phantom: bool) -> tuple[Any, Any]:
-        """The tangent of `primal` with `steps` (n, parts) along coordinates of a kind."""
-        values, phantom = np.zeros_like(self.values), None
-        if with_phantom and is_tensor(self.tensor):
-            phantom = np.zeros(math.prod(self.tensor.shape), self.values.dtype)
-        if kind == "unspecified":
-            if phantom is not None:
-                phantom[self.unspecified] = numbers_of(steps)
-        else:
-            values[getattr(self, kind)] = numbers_of(steps)
-        of_values = jnp.asarray(values.reshape(self.positions.shape))
-        return of_values, None if phantom is None else jnp.asarray(
-            phantom.reshape(self.tensor.shape)
+    def tangent(self, steps: np.ndarray, with_phantom: bool) -> tuple[Any, Any]:
+        """The tangent of `primal` with `steps` along all coordinates."""
+        ends = np.cumsum([self.count(kind) for kind in KINDS])[:-1]
+        specified, unspecified, hidden = (
+            numbers_of(part.reshape(-1, self.parts)) for part in np.split(steps, ends)
         )
+        values = np.zeros_like(self.values)
+        values[self.specified], values[self.hidden] = specified, hidden
+        of_values = jnp.asarray(values.reshape(self.positions.shape))
+        if not with_phantom or not is_tensor(self.tensor):
+            return of_values, None
+        phantom = np.zeros(math.prod(self.tensor.shape), self.values.dtype)
+        phantom[self.unspecified] = unspecified
+        return of_values, jnp.asarray(phantom.reshape(self.tensor.shape))
 
-    def derivatives(self, kind: str, cotangent: tuple[Any, Any]) -> np.ndarray:
-        """The derivatives (n, parts) along coordinates of a kind, from those of `primal`."""
-        of_values, of_phantom = cotangent
-        if kind != "unspecified":
-            return reals_of(np.conj(np.ravel(of_values))[getattr(self, kind)])
-        if of_phantom is None:
-            return np.zeros((len(self.unspecified), self.parts))
-        return reals_of(np.conj(np.ravel(of_phantom))[self.unspecified])
+    def derivatives(self, cotangent: tuple[Any, Any]) -> np.ndarray:
+        """The derivatives along all coordinates, from those in `primal`."""
+        # JAX pairs a cotangent c with a tangent t as the real part of c * t.
+        values, unspecified = np.conj(np.ravel(cotangent[0])), np.zeros(self.count(KINDS[1]))
+        if cotangent[1] is not None:
+            unspecified = reals_of(np.conj(np.ravel(cotangent[1]))[self.unspecified])
+        specified, hidden = reals_of(values[self.specified]), reals_of(values[self.hidden])
+        return np.concatenate([np.ravel(x) for x in (specified, unspecified, hidden)])
 
     # --- names --------------------------------------------------------------------------
 
     def described(self, kind: str, number: int) -> str:
-        """A coordinate in words: `number` counts those of its kind, parts included."""
+        """The coordinate with this number among those of its kind, in words."""
         number, part = divmod(number, self.parts)
         what = ("real part of ", "imaginary part of ")[part] if self.parts == 2 else ""
         shape = tuple(self.tensor.shape)

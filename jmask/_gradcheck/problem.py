@@ -4,12 +4,31 @@
     inputs   args[0]['x']                       (n is an integer: it stays)
     outputs  output[0], at its valid entries    output[1]['loss']
 
-It is evaluated in two ways. `values` runs it eagerly near the input and compares the masks
-of its outputs with those at the input. `smooth` is the function of stored values and phantoms
-that JAX differentiates: the same run, read as dense arrays.
+The function is evaluated in two ways. `values` runs it eagerly near the input and compares the
+masks of its outputs with those at the input. `smooth` is the function of stored values and
+phantoms that JAX differentiates: the same run, read as dense arrays.
 
 In masked semantics a sparse output is compared at the positions it stores, in plain
 semantics everywhere. A `MaskedTensor` is compared at its valid entries in both.
+
+Derivatives can be compared only under these premises:
+
+| premise                                                        | else                      |
+|----------------------------------------------------------------|---------------------------|
+| the function returns the same for the same input               | differences are noise     |
+| no output is nan                                               | nor has it differences    |
+| plain semantics: a stored zero is the same as an unstored one  | it jumps where an entry   |
+|                                                                | is stored: no derivative  |
+
+`is_masked_function` decides whether a function depends on specified entries only: for all dx
+in a neighbourhood of 0,
+
+    f(x + dx) = f(sparse_mask(x + dx, x))
+
+So a product `x @ y` of a sparse x is no masked function, although its gradient in JAX has
+entries where x has: stored zeros are the same to it as no entries. After `sparse_mask` it is
+one. For sparse x the sum x + dx stores every entry. A `MaskedTensor` keeps its mask in x + dx:
+dx moves the values under the mask, and those that `todense` takes for zeros.
 """
 
 import dataclasses
@@ -21,28 +40,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmask._base.validation import check_leaves, shown
 from jmask._gradcheck.entries import (
+    KINDS,
     Input,
     entry,
     in_double_precision,
     is_differentiable,
     numbers_of,
+    random_reals,
     reals_of,
     stored_positions,
     wide,
 )
 from jmask._gradcheck.message import GradcheckError, Setting
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
-from jmask._tensors.placeholders import with_phantom, with_values_of
+from jmask._tensors.placeholders import values_of, with_phantom, with_values_of
 from jmask._tensors.specified import todense
 
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """One differentiable leaf of what the function returns.
+    """One differentiable leaf of the function's result.
 
     Attributes:
-        path: how messages call it.
+        path: its name in messages.
         number: among all leaves.
         shape, dtype: of the tensor; the dtype as the function gives it.
         mask: the entries that are compared, or None for all.
@@ -62,25 +84,36 @@ class Output:
 
     @property
     def parts(self) -> int:
-        """How many real numbers a number is."""
+        """How many coordinates a number has."""
         return 2 if jnp.issubdtype(self.dtype, jnp.complexfloating) else 1
 
     def reals(self, dense: Any) -> np.ndarray:
-        """The compared entries of a dense array as real coordinates (m, parts)."""
-        return reals_of(np.asarray(dense).astype(wide(self.dtype)).ravel()[self.at])
+        """The coordinates of the compared entries of a dense array."""
+        return reals_of(np.asarray(dense).astype(wide(self.dtype)).ravel()[self.at]).ravel()
 
     def cotangent(self, weights: np.ndarray) -> jax.Array:
-        """The cotangent that weighs the real coordinates with `weights` (m, parts)."""
+        """The cotangent that weighs the coordinates with `weights`."""
         dense = np.zeros(self.shape, wide(self.dtype))
         # JAX pairs a cotangent c with a tangent t as the real part of c * t.
-        dense.ravel()[self.at] = np.conj(numbers_of(weights))
+        dense.ravel()[self.at] = np.conj(numbers_of(weights.reshape(-1, self.parts)))
         return jnp.asarray(dense)
 
-    def described(self, number: int) -> str:
-        """The real coordinate with this number in words."""
-        number, part = divmod(number, self.parts)
-        what = ("real part of ", "imaginary part of ")[part] if self.parts == 2 else ""
-        return f"{self.path}, {what}{entry(self.at[number], self.shape)}"
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Rows of the Jacobian: the coordinates of one kind of one input.
+
+    Attributes:
+        number: of the input.
+        kind: see `entries`.
+        rows: where they are among the coordinates of all inputs.
+        vanishes: whether the derivatives along them must be zero.
+    """
+
+    number: int
+    kind: str
+    rows: slice
+    vanishes: bool
 
 
 class Problem:
@@ -89,13 +122,17 @@ class Problem:
     Args:
         fun: the function.
         args: its positional arguments.
-        setting: what is checked.
-        name: the name of an input, given its path in `args`.
+        setting: the semantics and the tolerances.
+        name: gives the name of an input from its path in `args`.
 
     Attributes:
         inputs: the differentiable leaves of the arguments.
         outputs: the differentiable leaves of the result.
-        base: the compared entries of the outputs at the arguments.
+        blocks: the coordinates of the inputs, in order; none is empty.
+        size: how many coordinates the inputs have.
+        vanishes: for each of them whether the derivatives along it must be zero.
+        base: the coordinates of the outputs at the arguments.
+        columns: for each output where its coordinates are among those of all.
         with_phantoms: whether the function takes tensors with phantoms.
     """
 
@@ -130,16 +167,49 @@ class Problem:
             for number, (path, y) in enumerate(flat)
             if is_differentiable(y)
         ]
-        self._check_not_vacuous()
-        self.base = self._read([y for _, y in flat])
+        for leaves, what in ((self.inputs, "`args` hold"), (self.outputs, "`fun` returns")):
+            if not leaves:
+                raise ValueError(
+                    f"{what} no floating or complex numbers, so there is no gradient to check."
+                )
+        self.base = self.reals([todense(flat[y.number][1]) for y in self.outputs])
+        ends = np.cumsum([0, *(len(y.at) * y.parts for y in self.outputs)])
+        self.columns = list(map(slice, ends[:-1], ends[1:]))
+        self.blocks, self.size = [], 0
+        for number, x in enumerate(self.inputs):
+            for kind in KINDS:
+                rows = slice(self.size, self.size + x.count(kind))
+                vanishes = kind == "hidden" or (kind == "unspecified" and setting.masked)
+                if x.count(kind):
+                    self.blocks.append(Block(number, kind, rows, vanishes))
+                self.size = rows.stop
+        self.vanishes = np.zeros(self.size, bool)
+        for block in self.blocks:
+            self.vanishes[block.rows] = block.vanishes
 
     @property
     def args(self) -> Any:
         """The arguments in double precision."""
         return jax.tree.unflatten(self.treedef, self.leaves)
 
-    def values(self, changed: dict[int, Any], what: str) -> list[np.ndarray]:
-        """The compared entries of the outputs (m, parts) with some inputs changed.
+    def run(self, tensors: Sequence[Any]) -> Any:
+        """Call the function with these inputs."""
+        leaves = list(self.leaves)
+        for number, x in zip(self.numbers, tensors, strict=True):
+            leaves[number] = x
+        return self.fun(*jax.tree.unflatten(self.treedef, leaves))
+
+    def reals(self, dense: Sequence[Any]) -> np.ndarray:
+        """The coordinates of the outputs, from dense arrays."""
+        return np.concatenate([y.reals(x) for y, x in zip(self.outputs, dense, strict=True)])
+
+    def cotangents(self, weights: np.ndarray) -> list[jax.Array]:
+        """The cotangents of the outputs that weigh their coordinates."""
+        parts = (weights[columns] for columns in self.columns)
+        return [y.cotangent(part) for y, part in zip(self.outputs, parts, strict=True)]
+
+    def values(self, changed: dict[int, Any], what: str) -> np.ndarray:
+        """The coordinates of the outputs with some inputs changed.
 
         Raises:
             GradcheckError: if the structure or the mask of an output changes.
@@ -153,7 +223,7 @@ class Problem:
             )
         for output in self.outputs:
             self._check_mask(output, flat[output.number], what)
-        return self._read(flat)
+        return self.reals([todense(flat[y.number]) for y in self.outputs])
 
     def smooth(self, tensors: Sequence[Any], parts: Sequence[Any]) -> list[jax.Array]:
         """The outputs as dense arrays, as a function of stored values and phantoms.
@@ -174,23 +244,14 @@ class Problem:
             results.append(y if y.dtype == dtype else y.astype(dtype))
         return results
 
-    def of_parts(self, parts: Sequence[Any]) -> list[jax.Array]:
-        """`smooth` at the inputs."""
-        return self.smooth([x.tensor for x in self.inputs], parts)
-
-    def primals(self) -> list[tuple[Any, Any]]:
-        """Where `of_parts` is differentiated."""
-        return [x.primal(self.with_phantoms) for x in self.inputs]
-
-    def run(self, tensors: Sequence[Any]) -> Any:
-        """What the function returns for these inputs."""
-        leaves = list(self.leaves)
-        for number, x in zip(self.numbers, tensors, strict=True):
-            leaves[number] = x
-        return self.fun(*jax.tree.unflatten(self.treedef, leaves))
-
-    def _read(self, flat: Sequence[Any]) -> list[np.ndarray]:
-        return [output.reals(todense(flat[output.number])) for output in self.outputs]
+    def described(self, column: int) -> str:
+        """A coordinate of the outputs in words."""
+        ends = [columns.stop for columns in self.columns]
+        place = int(np.searchsorted(ends, column, side="right"))
+        output = self.outputs[place]
+        number, part = divmod(column - self.columns[place].start, output.parts)
+        what = ("real part of ", "imaginary part of ")[part] if output.parts == 2 else ""
+        return f"{output.path}, {what}{entry(output.at[number], output.shape)}"
 
     def _check_mask(self, output: Output, y: Any, what: str) -> None:
         shape = tuple(np.shape(y))
@@ -210,13 +271,6 @@ class Problem:
                 + self.setting.advice_on_masks()
             )
 
-    def _check_not_vacuous(self) -> None:
-        for leaves, what in ((self.inputs, "`args` hold"), (self.outputs, "`fun` returns")):
-            if not leaves:
-                raise ValueError(
-                    f"{what} no floating or complex numbers, so there is no gradient to check."
-                )
-
 
 def mask_of(y: Any, masked: bool) -> np.ndarray | None:
     """The entries of an output that exist, or None for all."""
@@ -226,3 +280,127 @@ def mask_of(y: Any, masked: bool) -> np.ndarray | None:
     positions = stored_positions(y)
     mask.ravel()[positions[positions >= 0]] = True
     return mask
+
+
+# --- premises ----------------------------------------------------------------------------
+
+
+def check_premises(problem: Problem) -> None:
+    """Raise a `GradcheckError` that names the premise that does not hold."""
+    here = problem.base
+    again = problem.values({}, "running the function again")
+    differs = (here != again) & ~(np.isnan(here) & np.isnan(again))
+    for at in np.flatnonzero(differs)[:1]:
+        raise GradcheckError(
+            f"{problem.described(at)} was {here[at]:.9g} and then {again[at]:.9g} for the same "
+            "input: the function is not deterministic. To try: fix its random key or state."
+        )
+    for at in np.flatnonzero(np.isnan(here))[:1]:
+        raise GradcheckError(
+            f"{problem.described(at)} is nan at the given input, so it has no derivative "
+            "there. To try: an input at which the function is defined."
+        )
+    if problem.setting.masked:
+        return
+    advice = (
+        f"\n  semantics   {problem.setting.semantics()}"
+        f"\n  to try      {problem.setting.advice_on_masks()}"
+    )
+    for number, x in enumerate(problem.inputs):
+        if not len(x.unspecified):
+            continue
+        what = f"storing zeros at the unspecified entries of {x.path}"
+        try:
+            stored = problem.values({number: x.full()}, what)
+        except GradcheckError:
+            raise
+        except Exception as reason:
+            raise GradcheckError(
+                f"{what} made the function raise {type(reason).__name__}: {reason}{advice}"
+            ) from reason
+        close = np.isclose(here, stored, rtol=1e-9, atol=1e-9, equal_nan=True)
+        for at in np.flatnonzero(~close)[:1]:
+            raise GradcheckError(
+                f"{what} changed {problem.described(at)} from {here[at]:.9g} to "
+                f"{stored[at]:.9g}: the function tells an unspecified entry from a zero, so it "
+                f"has no derivative there.{advice}"
+            )
+
+
+# --- masked functions --------------------------------------------------------------------
+
+
+def is_masked_function(fun: Callable[[Any], Any], x: Any) -> bool:
+    """Decide by trying whether f(x + dx) = f(sparse_mask(x + dx, x)) for small dx.
+
+    Args:
+        fun: takes `x`, returns any pytree.
+        x: a sparse or masked tensor, or a pytree with some; floating or complex.
+
+    Returns:
+        False if a random dx of size 0.01 or 0.0001 shows a difference. Entries that do not
+        exist in either result are not compared.
+
+    Raises:
+        ValueError: if `x` or the result holds no floating or complex numbers.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> from jax.experimental.sparse import BCOO
+        >>> x = BCOO.fromdense(jnp.array([[0., 1.], [2., 3.]]))
+        >>> jmask.is_masked_function(lambda y: y @ jnp.ones(2), x)
+        False
+        >>> jmask.is_masked_function(lambda y: jmask.sparse_mask(y, x) @ jnp.ones(2), x)
+        True
+
+    References:
+        Nikita Vedeneev's definition in pytorch/pytorch#95405.
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"`fun` must be a function, got {shown(fun)}: write "
+            "jmask.is_masked_function(fun, x)."
+        )
+    check_leaves("x", x)
+    setting = Setting(False, 1.0, 0.0, 0.0, 1, lambda: False)
+    with jax.enable_x64(True):
+        problem = Problem(fun, (x,), setting)
+        rng = np.random.default_rng(0)
+        return all(_agree(problem, rng, size) for size in (1e-2, 1e-4) for _ in range(2))
+
+
+def _agree(problem: Problem, rng: np.random.Generator, size: float) -> bool:
+    near, projected = [], []
+    for x in problem.inputs:
+        specified, unspecified, hidden = (
+            size * random_reals(rng, (len(getattr(x, kind)), x.parts)) for kind in KINDS
+        )
+        moved = x.moved(specified)
+        projected.append(moved)
+        if isinstance(x.tensor, MaskedTensor):
+            steps = np.concatenate([specified, unspecified, hidden]).ravel()
+            values, phantom = x.tangent(steps, with_phantom=True)
+            # Values under the mask are replaced: they may be nan, and stay so in a sum.
+            values = jnp.where(x.positions < 0, values, values_of(moved))
+            moved = with_phantom(with_values_of(moved, values), phantom)
+        elif is_tensor(x.tensor):
+            moved = Input(x.path, moved).full(unspecified)
+        near.append(moved)
+    pairs = [
+        jax.tree.leaves(problem.run(tensors), is_leaf=is_tensor)
+        for tensors in (near, projected)
+    ]
+    return all(_equal(pairs[0][y.number], pairs[1][y.number]) for y in problem.outputs)
+
+
+def _equal(x: Any, y: Any) -> bool:
+    masks = mask_of(x, False), mask_of(y, False)
+    if (masks[0] is None) != (masks[1] is None):
+        return False
+    if masks[0] is not None and (masks[0] != masks[1]).any():
+        return False
+    first, second = (np.asarray(todense(z)) for z in (x, y))
+    if masks[0] is not None:
+        first, second = first[masks[0]], second[masks[0]]
+    scale = np.max(np.abs(second), initial=1, where=np.isfinite(second))
+    return bool(np.allclose(first, second, rtol=1e-11, atol=1e-12 * scale, equal_nan=True))

@@ -25,14 +25,10 @@ from jax.interpreters import ad
 
 from jmask._base.array_types import is_known, trailing, wide
 from jmask._base.lowering import GroupedPrimitive, Results, calls_of
+from jmask._kernels import tuning
 from jmask._kernels.gather import Gather, in_branch
 from jmask._kernels.row_blocks import BlockLoop, block_size, run_side_by_side
 from jmask._kernels.rows import add_rows
-
-# Rows that are read at once.
-_FEW = 4096
-# Columns of one sum, and of all sums of a program: each takes a millisecond to compile.
-_MOST, _MOST_OF_ALL = 64, 512
 
 
 @functools.partial(
@@ -136,7 +132,7 @@ def bag_sum(*operands: Any) -> jax.Array:
 
 def are_many(entries: int) -> bool:
     """Decide whether so many rows are better not materialised."""
-    return entries > _FEW
+    return entries > tuning.MATERIALISED_ROWS
 
 
 def _read_rows(
@@ -148,7 +144,7 @@ def _read_rows(
 ) -> jax.Array:
     """Return rows (*entries, *row) in float32 at least, times weights; V reads `fill`."""
     fills = lax.GatherScatterMode.FILL_OR_DROP
-    gather = Gather.of_rows(table.shape, fills, positions.ndim, fill_value=fill)
+    gather = Gather.rows_of(table.shape, fills, positions.ndim, fill_value=fill)
     rows = read(gather, table, positions[..., None]).astype(wide(table.dtype))
     return rows if weights is None else rows * trailing(weights, rows.ndim)
 
@@ -210,7 +206,7 @@ def _on_one_cpu(sums: Sequence[BagSum]) -> Results:
 
 def most_columns(tables: int) -> int:
     """Return how long the bags of so many tables may be to be summed by column."""
-    return min(_MOST, _MOST_OF_ALL // tables)
+    return min(tuning.COLUMNS, tuning.COLUMNS_OF_PROGRAM // tables)
 
 
 def is_short(x: BagSum, most: int) -> bool:

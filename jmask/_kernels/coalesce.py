@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmask._base.array_types import sum_dtype, varying_alike, with_whole_rows
+from jmask._kernels import tuning
 from jmask._kernels.rows import add_rows, gather_rows, set_rows
 
 
@@ -36,16 +37,14 @@ def coalesce_rows(ids: jax.Array, values: jax.Array, rows: int) -> tuple[jax.Arr
     if slots == 0:
         return ids[:0], values[:0]
     by_slots = functools.partial(_summed_by_slots, slots, rows)
-    if values.size * values.dtype.itemsize < _SORTED_BY_XLA or rows <= _FEW_ROWS * count:
+    if (
+        values.size * values.dtype.itemsize < tuning.SORTED_BY_XLA
+        or rows <= tuning.MARKED_ROWS_FOR_EACH_ID * count
+    ):
         return by_slots(ids, values)
     in_order = functools.partial(_summed_in_order, slots, rows)
     slot_ids, summed = lax.platform_dependent(ids, values, tpu=in_order, default=by_slots)
     return slot_ids, summed
-
-
-# Bytes of rows from which XLA sorts the indices of a scatter-add for a TPU (libtpu 0.0.50),
-# for which its compiler takes half of its time: here they are sorted already.
-_SORTED_BY_XLA = 2**24
 
 
 def _summed_by_slots(
@@ -74,18 +73,13 @@ def _summed_in_order(
 
 
 def unique_slots(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.Array]:
-    """The sorted unique ids (slots,), and for each entry (n,) the slot it belongs to.
+    """Return the sorted unique ids (slots,), and for each entry (n,) the slot it belongs to.
 
     Entries whose id is padding get slot = `slots`, which writes drop.
     """
-    find = _by_marking if rows <= _FEW_ROWS * ids.shape[0] else _by_sorting
+    find = _by_marking if rows <= tuning.MARKED_ROWS_FOR_EACH_ID * ids.shape[0] else _by_sorting
     slot_ids, slot_of_entry = find(ids, slots, rows)
     return slot_ids, jnp.where(ids < rows, slot_of_entry, slots)
-
-
-# Marking costs O(rows) and sorting O(n log n): on two CPU cores they are level at 8 to 10
-# rows for each id.
-_FEW_ROWS = 4
 
 
 def _by_sorting(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -110,7 +104,7 @@ def _by_sorting(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.A
 
 
 def _starts(ordered: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where each of the sorted ids (n,) comes first, and the slot of each."""
+    """Find where each of the sorted ids (n,) comes first, and the slot of each."""
     starts = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
     return starts, jnp.cumsum(starts, dtype=jnp.int32) - 1
 
@@ -165,5 +159,5 @@ def _by_marking(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.A
 
 
 def _unused(slots: int, rows: int, ids: jax.Array) -> jax.Array:
-    """The ids of slots that no row has."""
+    """Return the ids of slots that no row has."""
     return jnp.full((slots,), rows, ids.dtype)

@@ -32,12 +32,8 @@ from jmask._base.array_types import (
     typed_like,
     without_repetition,
 )
+from jmask._kernels import tuning
 
-# Widths of rows whose loops are unrolled, and gain by not being so.
-_UNROLLED = range(32, 65)
-# Operations on all entries of a row that are too many to be unrolled, and those of a copy.
-_TOO_MANY, _OF_COPY = 416, 5
-_COPIED_SLOWLY = (2, 4)  # bytes of an entry
 # Integers of as many bytes as a floating entry has.
 BITS = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 
@@ -60,10 +56,10 @@ class Gather:
             object.__setattr__(self, "fill_value", None)
 
     @classmethod
-    def of_rows(
+    def rows_of(
         cls, shape: tuple[int, ...], mode: Any, batch: int = 1, **settings: Any
     ) -> "Gather":
-        """The gather of whole rows of a table (V, *row) by indices (*batch, 1)."""
+        """Return the gather of whole rows of a table (V, *row) by indices (*batch, 1)."""
         row = shape[1:]
         offsets = tuple(range(batch, batch + len(row)))
         numbers = lax.GatherDimensionNumbers(offsets, (0,), (0,))
@@ -74,13 +70,13 @@ class Gather:
         return self._placed(self._fastest, operand, indices)
 
     def plain(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
-        """The one operation."""
+        """Return the one operation."""
         return self._placed(self._gather, operand, indices)
 
     def _placed(
         self, gather: Callable[..., jax.Array], operand: jax.Array, indices: jax.Array
     ) -> jax.Array:
-        """The result of `gather`: rows that are where their indices are."""
+        """Return the result of `gather`: rows that are where their indices are."""
         sharding = explicit_sharding(operand, indices)
         whole_rows = self.slice_sizes == (1, *operand.shape[1:])
         spread = spec_of(operand)[:1] + spec_of(indices)
@@ -107,28 +103,28 @@ class Gather:
         )
 
     def is_slow_copy(self, operand: Any) -> bool:
-        """Whether it copies rows that XLA copies one by one, by one index each."""
+        """Decide whether it copies rows that XLA copies one by one, by one index each."""
         return (
             jnp.issubdtype(operand.dtype, jnp.floating)
-            and jnp.dtype(operand.dtype).itemsize in _COPIED_SLOWLY
+            and jnp.dtype(operand.dtype).itemsize in tuning.UNROLLED_BYTES
             and self.dimension_numbers.start_index_map == (0,)
             and not self.dimension_numbers.operand_batching_dims
-            and math.prod(self.slice_sizes) in _UNROLLED
+            and math.prod(self.slice_sizes) in tuning.UNROLLED_WIDTHS
         )
 
     def vectorized(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
-        """The gather in a branch of its own."""
+        """Return the gather in a branch of its own."""
         if not indices.size:
             return self.plain(operand, indices)
         return in_branch(indices, self.on_bits, operand, indices)
 
     def on_bits_if_slow(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
-        """The gather in a branch that is there already."""
+        """Return the gather in a branch that is there already."""
         read = self.on_bits if self.is_slow_copy(operand) else self.plain
         return read(operand, indices)
 
     def on_bits(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
-        """The gather of the entries' bits, with zeros added to each."""
+        """Return the gather of the entries' bits, with zeros added to each."""
         bits = BITS[operand.dtype.itemsize]
         fill = np.asarray(np.nan if self.fill_value is None else self.fill_value, operand.dtype)
         gather = dataclasses.replace(self, fill_value=fill.view(bits).item())
@@ -139,7 +135,8 @@ class Gather:
             lax.broadcast_in_dim(zero.astype(bits), rows.shape, entries)
             for zero in (zero_of(ids), zero_of(ids - 1))
         )
-        more = -(-_TOO_MANY // math.prod(self.slice_sizes)) - _OF_COPY
+        operations = -(-tuning.UNROLLED_OPERATIONS // math.prod(self.slice_sizes))
+        more = operations - tuning.COPY_OPERATIONS
         # No two that follow each other are the same: LLVM would make one of them.
         ways = zip(
             itertools.cycle((lax.bitwise_or, lax.add, lax.bitwise_xor)), itertools.cycle(zeros)
@@ -150,14 +147,14 @@ class Gather:
 
 
 def in_branch(indices: jax.Array, function: Callable[..., Any], *operands: Any) -> Any:
-    """`function(*operands)` in a branch that is always taken: nothing outside is fused with it.
+    """Call `function(*operands)` in a branch that is always taken: XLA fuses nothing in.
 
     Args:
         indices: integers, one at least, that XLA does not know.
     """
 
     def zeros(*operands: Any) -> Any:
-        """The branch that is never taken: the least there is to compile."""
+        """Return the branch that is never taken: the least there is to compile."""
         results = jax.eval_shape(function, *operands)
         return jax.tree.map(lambda x: typed_like(jnp.zeros(x.shape, x.dtype), x), results)
 
@@ -165,7 +162,7 @@ def in_branch(indices: jax.Array, function: Callable[..., Any], *operands: Any) 
 
 
 def zero_of(number: jax.Array) -> jax.Array:
-    """Zeros of the shape of integers, which neither XLA nor LLVM knows to be zeros."""
+    """Return zeros that neither XLA nor LLVM knows to be zeros, of the shape of integers."""
     # Operations of lax: those of arrays take several times as long to trace.
     one = np.ones((), number.dtype)
     return lax.bitwise_and(lax.mul(number, lax.add(number, one)), one)
@@ -187,5 +184,5 @@ def _on_this_platform(gather: Gather, operand: jax.Array, indices: jax.Array) ->
 def _derivative(gather: Gather, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     operand, indices = primals
     # Entries that are filled in do not depend on the operand.
-    of_tangent = dataclasses.replace(gather, fill_value=0)
-    return gather(operand, indices), of_tangent.plain(tangents[0], indices)
+    tangent_gather = dataclasses.replace(gather, fill_value=0)
+    return gather(operand, indices), tangent_gather.plain(tangents[0], indices)

@@ -24,6 +24,7 @@ from jax import lax
 
 from jmask._base.array_facts import ArrayFacts
 from jmask._base.array_types import is_known, joint_dtype, trailing, varying_alike
+from jmask._kernels import tuning
 from jmask._kernels.gather import Gather
 
 
@@ -59,7 +60,7 @@ class GatheredRows:
             return _weighted(self.source, self.weight).astype(self.dtype)
         source, index = varying_alike(self.source, self.index)
         fills = lax.GatherScatterMode.FILL_OR_DROP
-        gather = Gather.of_rows(source.shape, fills, fill_value=0)
+        gather = Gather.rows_of(source.shape, fills, fill_value=0)
         return _weighted(gather(source, index[:, None]), self.weight).astype(self.dtype)
 
     def take(self, entries: jax.Array) -> jax.Array:
@@ -84,13 +85,10 @@ Rows = jax.Array | GatheredRows
 
 GATHERED: ArrayFacts[GatheredRows] = ArrayFacts()
 
-# Entries for each row of the source, below which nothing is gained.
-_REPEATS = 2
-
 
 def pays(sources: int, entries: int) -> bool:
     """Decide whether so many rows are worth keeping in place of those of so many entries."""
-    return is_known(sources, entries) and 0 < _REPEATS * sources <= entries
+    return is_known(sources, entries) and 0 < tuning.REPEATS * sources <= entries
 
 
 def gathered(rows: jax.Array) -> Rows:
@@ -171,4 +169,4 @@ def rows_at(rows: Rows, entries: jax.Array) -> jax.Array:
     if isinstance(rows, GatheredRows):
         return rows.take(entries)
     clips = lax.GatherScatterMode.CLIP
-    return Gather.of_rows(rows.shape, clips)(rows, entries[:, None])
+    return Gather.rows_of(rows.shape, clips)(rows, entries[:, None])

@@ -23,7 +23,7 @@ LANES = 128
 
 
 def per_line(width: int) -> int:
-    """How many rows of a width a line holds."""
+    """Return how many rows of a width a line holds."""
     return max(LANES // width, 1)
 
 
@@ -37,7 +37,7 @@ def has_narrow_rows(shape: tuple[int, ...]) -> bool:
 
 
 def picked(line: jax.Array, place: jax.Array, width: int) -> jax.Array:
-    """The row at `place` (n,) of each line (n, 128): halved until it is `width` wide."""
+    """Return the row at `place` (n,) of each line (n, 128): halved until it is `width` wide."""
     while line.shape[1] > width:
         half = line.shape[1] // 2
         in_second = (place // (half // width)) % 2 == 1
@@ -48,7 +48,7 @@ def picked(line: jax.Array, place: jax.Array, width: int) -> jax.Array:
 def placed(
     ids: jax.Array, rows: jax.Array, count: int, lines: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rows (n, width), whose ids are sorted and unique apart from padding, in their lines.
+    """Place rows (n, width) in their lines; ids are sorted, and unique apart from padding.
 
     Returns:
         For each entry (n,) the line that it writes, unique, or `lines` if it writes none; the
@@ -77,7 +77,7 @@ def placed(
 
 
 def _joined(x: jax.Array, line: jax.Array, rows_per_line: int) -> jax.Array:
-    """`x` (n, m), at each entry with the bits of those before it in the same line."""
+    """Combine the bits of `x` (n, m) with those of earlier entries in the same line."""
     count, shift = line.shape[0], 1
     while shift < rows_per_line:
         before = jnp.pad(x, ((shift, 0), (0, 0)))[:count]

@@ -22,7 +22,6 @@ the loop: small operations in it would keep those of other tables waiting.
 """
 
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -31,19 +30,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmask._base.array_types import sum_dtype, varying_alike
+from jmask._kernels import tuning
 from jmask._kernels.gathered_rows import Rows, rows_at
 from jmask._kernels.rows import add_rows
 
 # --- loops side by side -----------------------------------------------------------------
 
 _Item = TypeVar("_Item")
-
-# How many loops are in one.
-_TOGETHER = min(max(os.cpu_count() or 1, 4), 32)
-# Bytes of the rows that are in work at a time, and rows of a block: many enough to be worth
-# the overhead of operations, and few enough for caches.
-_IN_WORK = 2**23
-_SIZES = 256, 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,28 +58,31 @@ class BlockLoop:
 
 
 def block_size(bytes_of_rows: Sequence[int]) -> int:
-    """How many rows a block has.
+    """Return how many rows a block has.
 
     Args:
         bytes_of_rows: the bytes of a row, of each loop.
     """
-    least, most = _SIZES
-    in_work = sum(sorted(bytes_of_rows)[-_TOGETHER:])
-    return min(max(_IN_WORK // max(in_work, 1), least), most)
+    least, most = tuning.BLOCK_ROWS
+    in_work = sum(sorted(bytes_of_rows)[-tuning.LOOPS_TOGETHER :])
+    return min(max(tuning.BYTES_IN_WORK // max(in_work, 1), least), most)
 
 
 def together(items: Sequence[_Item]) -> list[Sequence[_Item]]:
-    """The items in groups of as many as run side by side."""
-    return [items[i : i + _TOGETHER] for i in range(0, len(items), _TOGETHER)]
+    """Return the items in groups of as many as run side by side."""
+    return [
+        items[i : i + tuning.LOOPS_TOGETHER]
+        for i in range(0, len(items), tuning.LOOPS_TOGETHER)
+    ]
 
 
 def run_side_by_side(loops: Sequence[BlockLoop]) -> list[Any]:
-    """The results of each loop. Those of similar lengths run together."""
+    """Return the results of each loop. Those of similar lengths run together."""
     order = sorted(range(len(loops)), key=lambda i: -loops[i].at_most)
     results: list[Any] = [None] * len(loops)
     while order:
         longest = loops[order[0]].at_most
-        chosen = [i for i in order[:_TOGETHER] if 2 * loops[i].at_most >= longest]
+        chosen = [i for i in order[: tuning.LOOPS_TOGETHER] if 2 * loops[i].at_most >= longest]
         order = order[len(chosen) :]
         for i, result in zip(chosen, _run([loops[i] for i in chosen]), strict=True):
             results[i] = result
@@ -113,7 +109,7 @@ OnRows = Callable[[Tables, jax.Array, jax.Array], Tables]
 def sums_in_blocks(
     update: OnRows, tables: Tables, ids: jax.Array, values: Rows, size: int
 ) -> BlockLoop:
-    """A loop that updates tables with the sums of the rows of equal ids.
+    """Return a loop that updates tables with the sums of the rows of equal ids.
 
     Args:
         update: (tables, ids (k,), rows (k, *row)) -> tables; ids ascending and unique, with
@@ -173,11 +169,11 @@ def _plan(ids: jax.Array, rows: int, size: int) -> _Plan:
     open_ids = jnp.concatenate([ids[:1, :1], last[:-1]])
     begins = ids != jnp.concatenate([open_ids, ids[:, :-1]], 1)
     slots = jnp.where(begins, lax.broadcasted_iota(jnp.int32, ids.shape, 1) + 1, 0)
-    of_sums = jnp.concatenate([open_ids, jnp.where(begins, ids, rows)], 1)
+    sum_ids = jnp.concatenate([open_ids, jnp.where(begins, ids, rows)], 1)
     return _Plan(
         entries=entries,
         slots=lax.cummax(slots, axis=1),
-        ids=jnp.where(of_sums == last, rows, of_sums),
+        ids=jnp.where(sum_ids == last, rows, sum_ids),
         count=jnp.sum(last < rows, dtype=jnp.int32) + 1,
     )
 
@@ -185,7 +181,7 @@ def _plan(ids: jax.Array, rows: int, size: int) -> _Plan:
 def rows_in_blocks(
     update: OnRows, tables: Tables, ids: jax.Array, values: Rows, size: int
 ) -> BlockLoop:
-    """A loop that updates tables with rows as they come, of equal ids too.
+    """Return a loop that updates tables with rows as they come, of equal ids too.
 
     Args:
         update, tables, ids, values, size: as in `sums_in_blocks`; ids are given as they come.
@@ -205,7 +201,7 @@ def rows_in_blocks(
 
 
 def in_order(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The ids (n,) sorted, and the entry that each comes from, int32; equal ones in order."""
+    """Sort ids (n,), stably; return them and the entry of each, int32."""
     entry, ids = varying_alike(lax.iota(jnp.int32, ids.shape[0]), ids)
     if ids.dtype != jnp.int32:
         ordered, entry = lax.sort((ids, entry), num_keys=1)

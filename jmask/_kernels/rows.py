@@ -27,7 +27,7 @@ from jmask._base.array_types import (
 )
 from jmask._base.lowering import in_one_device, lower, primitive
 from jmask._base.row_ids import widen
-from jmask._kernels import tpu_choice, tpu_rows
+from jmask._kernels import tpu_choice, tpu_rows, tuning
 from jmask._kernels.gather import BITS, Gather, zero_of
 from jmask._kernels.lines import LANES
 
@@ -36,7 +36,7 @@ _DROP = lax.GatherScatterMode.FILL_OR_DROP
 
 
 def gather_rows(table: jax.Array, ids: jax.Array, *, coalesced: bool = False) -> jax.Array:
-    """Rows `table[ids]` (n, *row); padding ids read an arbitrary existing row.
+    """Gather `table[ids]` (n, *row); padding ids read an arbitrary existing row.
 
     Args:
         table (V, *row): any array with at least one row.
@@ -45,12 +45,12 @@ def gather_rows(table: jax.Array, ids: jax.Array, *, coalesced: bool = False) ->
     """
     if table.shape[0] == 0:
         return jnp.zeros((ids.shape[0], *table.shape[1:]), table.dtype)
-    gather = Gather.of_rows(table.shape, _CLIP, indices_are_sorted=coalesced)
+    gather = Gather.rows_of(table.shape, _CLIP, indices_are_sorted=coalesced)
     return gather(table, ids[:, None])
 
 
 def ids_after_reading(ids: jax.Array, rows: jax.Array) -> jax.Array:
-    """The ids (n,), which XLA takes to depend on what was read: rows (n, *row), or a number.
+    """Return ids (n,), which XLA takes to depend on what was read: rows (n, *row), or a number.
 
     It does not order a read before a write at the same place by itself: if nothing that is
     written depends on what is read, it reads from a copy of the whole table.
@@ -60,7 +60,7 @@ def ids_after_reading(ids: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def zero_after_reading(rows: jax.Array) -> jax.Array | None:
-    """Integer zeros (n,) that XLA takes to depend on rows (n, *row), or one on a number.
+    """Return integer zeros (n,) that depend on rows (n, *row), as far as XLA can tell.
 
     None if there are no rows, or no integers of their size.
     """
@@ -73,7 +73,7 @@ def zero_after_reading(rows: jax.Array) -> jax.Array | None:
 
 
 def plus_zero(ids: jax.Array, zero: jax.Array) -> jax.Array:
-    """The ids, which depend on what integer zeros, one for each or for all, depend on."""
+    """Return ids, which depend on what integer zeros, one for each or for all, depend on."""
     zeros = jnp.broadcast_to(lax.convert_element_type(zero, ids.dtype), ids.shape)
     return lax.add(*varying_alike(ids, placed_like(zeros, ids)))
 
@@ -81,7 +81,7 @@ def plus_zero(ids: jax.Array, zero: jax.Array) -> jax.Array:
 def split_rows(
     ids: jax.Array, rows: jax.Array, each: int, count: int, row: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """Canonical ids and rows with each row as `each` rows of shape `row`, of `count` in all."""
+    """Split each row into `each` rows of shape `row`, of `count` in all, with canonical ids."""
     first = widen(ids, count)
     if each != 1:
         first = first[:, None] * each + np.arange(each, dtype=first.dtype)[None]
@@ -92,19 +92,19 @@ def split_rows(
 def set_rows(
     table: jax.Array, ids: jax.Array, rows: jax.Array, *, coalesced: bool
 ) -> jax.Array:
-    """`table` with `table[ids] = rows`, in place when the table's buffer may be reused."""
+    """Return `table` with `table[ids] = rows`, in place when its buffer may be reused."""
     return _write("set", table, ids, rows, coalesced)
 
 
 def add_rows(
     table: jax.Array, ids: jax.Array, rows: jax.Array, *, coalesced: bool
 ) -> jax.Array:
-    """`table` with `table[ids] += rows`, duplicates summed, in place when possible."""
+    """Return `table` with `table[ids] += rows`, duplicates summed, in place when possible."""
     return _write("add", table, ids, rows, coalesced)
 
 
 def lower_rows(table: jax.Array, ids: jax.Array, rows: jax.Array) -> jax.Array:
-    """`table` with `table[ids] = min(table[ids], rows)`, in place when possible."""
+    """Return `table` with `table[ids] = min(table[ids], rows)`, in place when possible."""
     return _write("min", table, ids, rows, coalesced=False)
 
 
@@ -128,7 +128,7 @@ def _write(kind, table, ids, rows, coalesced):
 def _scattered(
     table: jax.Array, ids: jax.Array, rows: jax.Array, *, kind: str, coalesced: bool
 ) -> jax.Array:
-    """One scatter.
+    """Bind one scatter.
 
     Args:
         table, ids, rows: as in `set_rows`.
@@ -154,13 +154,13 @@ def _scattered(
 
 
 def _is_ambiguous(table: jax.Array, ids: jax.Array, rows: jax.Array) -> bool:
-    """Whether JAX, where axes are explicit, asks where the result is to be."""
+    """Decide whether JAX, where axes are explicit, asks where the result is to be."""
     spread = any(spec_of(x)[0] is not None for x in (table, ids, rows))
     return spread or spec_of(table)[1:] != spec_of(rows)[1:]
 
 
 def _unique_padding(ids: jax.Array, rows: int) -> tuple[jax.Array, bool]:
-    """Sorted ids with padding V, V, V made V, V+1, V+2: XLA is promised unique ids.
+    """Make padding V, V, V of sorted ids V, V+1, V+2: XLA is promised unique ids.
 
     Returns the ids and whether the promise can be made (V + n must fit the dtype).
     """
@@ -171,11 +171,6 @@ def _unique_padding(ids: jax.Array, rows: int) -> tuple[jax.Array, bool]:
 
 
 # --- sorted and unique ids ---------------------------------------------------------------
-
-# A scatter with sorted ids moves every window of the table on a TPU, whatever the number of
-# ids (libtpu 0.0.50); without the promise it moves the rows. By the compiler's schedules they
-# are level at 35 (v5e) to 76 (v6e) rows of the table for each id.
-SORTED_PAYS = 35
 
 
 def _written_as_promised(
@@ -195,7 +190,7 @@ def _written_on_tpus(
 ) -> list[jax.Array]:
     if is_alone:
         return _written_on_a_tpu(table, ids, rows, kind=kind, is_alone=True)
-    is_small = table.shape[0] <= SORTED_PAYS * ids.shape[0]
+    is_small = table.shape[0] <= tuning.SORTED_PAYS * ids.shape[0]
     return [_scattered(table, ids, rows, kind=kind, coalesced=is_small)]
 
 
@@ -228,7 +223,7 @@ def _is_in_lines(table: jax.Array, ids: jax.Array) -> bool:
     in_one_row = jax.ShapeDtypeStruct((1, LANES), table.dtype)
     return (
         table.ndim > 1
-        and table.size == table.shape[0] > SORTED_PAYS * ids.shape[0]
+        and table.size == table.shape[0] > tuning.SORTED_PAYS * ids.shape[0]
         and tpu_choice.accepts([in_one_row], ids, [])
     )
 
@@ -253,43 +248,43 @@ def _written_in_lines(
         padding_last=False,
         read=[],
     )
-    rest, of_rest = _last_line(table, ids)
+    rest, rest_ids = _last_line(table, ids)
     if not rest.shape[0]:
         return flat.reshape(table.shape)
     # Those of all ids that are in it are the last before padding.
     few = min(n, LANES)
     first = jnp.maximum(jnp.sum(ids < table.shape[0], dtype=jnp.int32) - few, 0)
-    of_rest, new = (lax.dynamic_slice_in_dim(x, first, few) for x in (of_rest, new))
+    rest_ids, new = (lax.dynamic_slice_in_dim(x, first, few) for x in (rest_ids, new))
     new = new.reshape(few, *table.shape[1:])
-    rest = _scattered(rest, of_rest, new, kind="set", coalesced=False)
+    rest = _scattered(rest, rest_ids, new, kind="set", coalesced=False)
     start = (whole * LANES,) + (0,) * (table.ndim - 1)
     return lax.dynamic_update_slice(flat.reshape(table.shape), rest, start)
 
 
 def _last_line(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The entries of a table (V, 1, ..., 1) that fill no line, and the ids in them."""
+    """Return the entries of a table (V, 1, ..., 1) that fill no line, and the ids in them."""
     start = table.shape[0] // LANES * LANES
     rest = lax.slice_in_dim(table, start, None)
     return rest, jnp.where(ids < start, rest.shape[0], ids - start)
 
 
 def _lines_and_entries(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """For each id (n,) its line (n, 128) of a table (V, 1, ..., 1), and its entry (n,)."""
+    """Read the lines (n, 128) of ids in a table (V, 1, ..., 1), and their entries (n,)."""
     line = jnp.minimum(ids // LANES, table.shape[0] // LANES - 1)
     lines = tpu_rows.read_lines(table.reshape(1, -1), line)
     is_own = lax.broadcasted_iota(jnp.int32, lines.shape, 1) == (ids % LANES)[:, None]
     # A sum of bits, all but one of which are zero, is exact for nan and -0.0 too.
     bits = jnp.where(is_own, lax.bitcast_convert_type(lines, jnp.int32), 0)
     entries = lax.bitcast_convert_type(jnp.sum(bits, axis=1), table.dtype)
-    rest, of_rest = _last_line(table, ids)
+    rest, rest_ids = _last_line(table, ids)
     if not rest.shape[0]:
         return lines, entries
-    is_rest = of_rest < rest.shape[0]
-    return lines, jnp.where(is_rest, gather_rows(rest, of_rest).reshape(-1), entries)
+    is_rest = rest_ids < rest.shape[0]
+    return lines, jnp.where(is_rest, gather_rows(rest, rest_ids).reshape(-1), entries)
 
 
 def gather_unique_rows(table: jax.Array, ids: jax.Array, *, coalesced: bool) -> jax.Array:
-    """`gather_rows` for an update: of one entry for each row, too, in O(n) on a TPU."""
+    """Gather rows as `gather_rows`, in O(n) on a TPU for tables of one entry a row too."""
     has_lines = table.ndim > 1 and table.size == table.shape[0] > 0 and ids.shape[0]
     if not has_lines or explicit_sharding(table, ids) is not None:
         return gather_rows(table, ids, coalesced=coalesced)

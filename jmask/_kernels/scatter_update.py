@@ -24,9 +24,9 @@ from jax.interpreters import mlir
 
 from jmask._base.jaxprs import evaluate, only_arithmetic
 from jmask._base.row_ids import Order
-from jmask._kernels import tpu_choice, tpu_rows
+from jmask._kernels import tpu_choice, tpu_rows, tuning
 from jmask._kernels.gathered_rows import Rows
-from jmask._kernels.rows import SORTED_PAYS, gather_unique_rows, set_rows
+from jmask._kernels.rows import gather_unique_rows, set_rows
 from jmask._kernels.update_rows import RowUpdate, Update
 
 Combiner = Callable[..., Sequence[Any]]
@@ -40,7 +40,7 @@ def update_elementwise(
     scalars: Sequence[Any],
     order: Order,
 ) -> RowUpdate:
-    """`combiner` to be applied to the rows `ids` of tables, in one pass where XLA allows.
+    """Make the update that applies `combiner` to the rows `ids`, in one pass if XLA allows.
 
     Args:
         combiner: (*table entries, grad entry, *scalars) -> new table entries, elementwise.
@@ -74,7 +74,7 @@ def update_elementwise(
 
 
 def _by_parts(combiner: Combiner) -> Callable[..., list[jax.Array]]:
-    """The definition: what a single scatter computes, in three operations."""
+    """Make the definition: what a single scatter computes, in three operations."""
 
     def update(
         tables: Sequence[jax.Array],
@@ -111,7 +111,7 @@ def _one_scatter(program: ClosedJaxpr) -> Update:
 
 
 def _by_kernel(program: ClosedJaxpr, update: Update) -> Callable[..., list[jax.Array]]:
-    """The update as a kernel for TPUs, where there is one."""
+    """Return the update as a kernel for TPUs, where there is one."""
 
     def updated(
         tables: Sequence[jax.Array],
@@ -143,7 +143,7 @@ def _by_kernel(program: ClosedJaxpr, update: Update) -> Callable[..., list[jax.A
 
 
 def entry_by_entry(scalar_function: Callable[..., Any]) -> Combiner:
-    """A function of single entries as one of arrays, which are broadcast to each other."""
+    """Return function of single entries as one of arrays, which are broadcast to each other."""
 
     def function(*given: jax.Array) -> tuple[Any, ...]:
         rows = jnp.broadcast_arrays(*given)
@@ -171,13 +171,13 @@ def _tensor_type(aval: Any) -> Any:
 
 
 def _lowered(ctx: Any, *operands: Any, program: ClosedJaxpr, is_sorted: bool) -> Any:
-    """Lowering to a single scatter with the program as its combiner."""
+    """Lower to a single scatter with the program as its combiner."""
     count = len(operands) // 2
     tables, ids, updates = operands[:count], operands[count], operands[count + 1 :]
     rank = len(ctx.avals_in[0].shape)
-    of_ids = ctx.avals_in[count]
+    id_aval = ctx.avals_in[count]
     column = stablehlo.reshape(
-        _tensor_type(jax.ShapeDtypeStruct((*of_ids.shape, 1), of_ids.dtype)), ids
+        _tensor_type(jax.ShapeDtypeStruct((*id_aval.shape, 1), id_aval.dtype)), ids
     )
     scatter = stablehlo.ScatterOp(
         [_tensor_type(aval) for aval in ctx.avals_out],
@@ -216,7 +216,7 @@ def _lowered(ctx: Any, *operands: Any, program: ClosedJaxpr, is_sorted: bool) ->
 
 def _lowered_for_tpus(ctx: Any, *operands: Any, program: ClosedJaxpr, is_sorted: bool) -> Any:
     table, ids = ctx.avals_in[0], ctx.avals_in[len(operands) // 2]
-    pays = table.shape[0] <= SORTED_PAYS * ids.shape[0]
+    pays = table.shape[0] <= tuning.SORTED_PAYS * ids.shape[0]
     return _lowered(ctx, *operands, program=program, is_sorted=is_sorted and pays)
 
 

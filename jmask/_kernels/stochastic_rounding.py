@@ -42,7 +42,7 @@ def _checked_dtype(dtype: Any) -> Any:
 
 
 def stochastic_round(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
-    """`x` rounded to a narrower dtype, up or down at random with `x` as the mean.
+    """Round `x` to a narrower dtype, up or down at random with `x` as the mean.
 
     A number between two neighbours a < x < b becomes b with probability (x - a) / (b - a).
     That is exact for float32 to bfloat16 and to float16 (16 random bits decide, and no more

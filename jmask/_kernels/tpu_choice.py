@@ -107,7 +107,7 @@ def _is_lowered(program: Jaxpr) -> bool:
 
 
 def evaluate(program: ClosedJaxpr, *entries: jax.Array) -> list[jax.Array]:
-    """The outputs of a program that `accepts` took, in operations that Pallas lowers."""
+    """Return the outputs of a program that `accepts` took, in operations that Pallas lowers."""
     program = inlined(program)
     return interpret(program.jaxpr, program.consts, entries, _lowered)
 

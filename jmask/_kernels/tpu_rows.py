@@ -74,7 +74,7 @@ def update(
     padding_last: bool,
     read: Sequence[int] | None = None,
 ) -> list[jax.Array]:
-    """Tables with `body` applied to the rows `ids`.
+    """Apply `body` to the rows `ids` of tables.
 
     Args:
         body: (*table rows, *rows, *scalars) -> new table rows (b, width), elementwise.
@@ -157,7 +157,7 @@ def update(
 
 
 def block_size(arrays: int, width: int, count: int) -> int:
-    """Rows of a block, of which two buffers for each array fit in VMEM; 0 if none do."""
+    """Return the rows of a block, two of which fit in VMEM for each array; 0 if none do."""
     block = min(_BLOCK, _VMEM // (2 * arrays * width * 4), -(-count // _CHUNK) * _CHUNK)
     return block - block % _CHUNK
 
@@ -168,13 +168,13 @@ def _padded(x: jax.Array, count: int, value: int) -> jax.Array:
 
 
 def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """Shape and dtype, and in a `shard_map` the axes over which the array varies."""
+    """Return shape and dtype, and in a `shard_map` the axes over which the array varies."""
     shape: jax.ShapeDtypeStruct = jax.eval_shape(lambda x: x, x)
     return shape
 
 
 def _kept_in_hbm(table: jax.Array) -> jax.Array:
-    """The table, which XLA does not move into the memory of the core as a whole and back."""
+    """Return table, which XLA does not move into the memory of the core as a whole and back."""
     from jax.experimental.pallas import tpu as pltpu
 
     kept: jax.Array = pltpu.with_memory_space_constraint(table, pltpu.HBM)
@@ -277,7 +277,7 @@ def _kernel(plan: _Plan, valid: Any, numbers: Any, *refs: Any) -> None:
 
 
 def read_lines(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Lines (n, 128) of an array (1, V); `ids` (n,) are in range."""
+    """Read lines (n, 128) of an array (1, V); `ids` (n,) are in range."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 

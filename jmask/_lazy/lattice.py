@@ -1,11 +1,11 @@
-"""What the proof of row-locality knows of a value: the abstract domain, and its joins.
+"""Define what the proof of row-locality knows of a value: an abstract domain, and its joins.
 
 Replicated(uniform)         the same in the dense program and in the one for a few rows; does
                             not vary along the axes in `uniform`, which may be longer in one
 RowWise(axis, off_support)  one slice per row along `axis`; in untouched rows it is the constant
                             `off_support`, where that is known (0 for the gradient itself)
-RowWise(.., merged)         the same where the axis was made of that of rows and of others, as
-                            a ravelled table (V * D,) is with merged=(1, D)
+RowWise(.., merged)         the same where the axis of rows was merged with others: a ravelled
+                            table (V * D,) has merged=(1, D)
 NotRowLocal(why)            may differ between the two programs
 """
 
@@ -38,8 +38,9 @@ class RowWise:
         table: which table the rows belong to.
         axis: the axis of the rows.
         off_support: the scalar it is in every row the gradient does not touch, or None.
-        merged: how many entries the axes have that were merged with that of the rows, before
-            it and after it. Of what is merged sums are known, and its parts if it is split.
+        merged: the sizes of the axes that were merged with the axis of rows, before and
+            after it: `axis` is (merged[0], rows, merged[1]) ravelled. Sums over it are still
+            known, and splitting it gives the axis of the rows back.
     """
 
     table: int
@@ -48,19 +49,16 @@ class RowWise:
     merged: tuple[int, int] = (1, 1)
 
     def is_aligned(self, other: "RowWise") -> bool:
-        """Whether the same places along the same axis belong to the same rows."""
-        ours, theirs = (
-            (self.table, self.axis, self.merged),
-            (other.table, other.axis, other.merged),
-        )
-        return ours == theirs
+        """Decide whether the same places along the same axis belong to the same rows."""
+        place = (self.table, self.axis, self.merged)
+        return place == (other.table, other.axis, other.merged)
 
     def at(self, axis: int, off_support: Any) -> "RowWise":
-        """The same rows along another axis."""
+        """Return the same rows along another axis."""
         return dataclasses.replace(self, axis=axis, off_support=off_support)
 
     def is_off_support(self, value: Any) -> bool:
-        """Whether it is known to be `value` in untouched rows."""
+        """Decide whether it is known to be `value` in untouched rows."""
         return self.off_support is not None and bool(self.off_support == value)
 
 
@@ -75,14 +73,14 @@ Kind = Replicated | RowWise | NotRowLocal
 
 
 def not_row_local(eqn: JaxprEqn, what: str) -> NotRowLocal:
-    """`NotRowLocal` because of what an equation does, with its place in the source."""
+    """Return `NotRowLocal` because of what an equation does, with its source line."""
     place = source_info_util.summarize(eqn.source_info)
     at = f" (at {place})" if place else ""
     return NotRowLocal(f"`{eqn.primitive.name}` {what}{at}")
 
 
 def join(x: Kind, y: Kind) -> Kind:
-    """What is known of a value that is one of two."""
+    """Return what is known of a value that is one of two."""
     if isinstance(x, NotRowLocal):
         return x
     if isinstance(y, NotRowLocal):
@@ -102,7 +100,7 @@ def join(x: Kind, y: Kind) -> Kind:
 
 
 def joined(xs: Sequence[Kind], ys: Sequence[Kind]) -> list[Kind]:
-    """`join` of two sequences, item by item."""
+    """Join two sequences item by item."""
     return [join(x, y) for x, y in zip(xs, ys, strict=True)]
 
 

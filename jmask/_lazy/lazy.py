@@ -1,4 +1,4 @@
-"""`lazy(inner)`: any row-local optax transformation, at the cost of the rows touched.
+"""Lift any row-local optax transformation to the cost of the rows touched.
 
     gradient  RowSparse(ids, g)            ids coalesced first
     rows of   the parameter and of every state array with one row per table row: gathered
@@ -7,9 +7,9 @@
 
 Semantics are masked: a row that is not in the gradient keeps its parameter and its state
 bit for bit, as in torch's SparseAdam and MXNet's `lazy_update=True`; with a `MaskedTensor`
-gradient, on any storage, so does every entry that is masked. On the rows that are
-in it the result is that of `inner` on the dense gradient, which is proved for `inner` when
-it is first traced (see `row_locality`); an `inner` for which it cannot be is refused.
+gradient, on any storage, so does every entry that is masked. On the rows of
+the gradient the result equals `inner` on the dense gradient. That is proved when `inner` is
+first traced (see `row_locality`); an `inner` without a proof is refused.
 
 Which state arrays hold rows is found from the shapes that `inner.init` gives them; see
 `state_rows`.
@@ -22,11 +22,10 @@ from typing import Any
 import jax
 import optax
 
-from jmask._lazy.call import LazyCall
-from jmask._lazy.deferred_step import deferred_step, has_deferred, without_rows
+from jmask._deferred.step import deferred_step, has_deferred, without_rows
+from jmask._lazy.leaves import LazyCall, has_stacked, stacked_step
 from jmask._lazy.one_pass import OnePassTransformation, applied_in_one_pass
 from jmask._lazy.proved_update import ProvedUpdate, proved
-from jmask._lazy.stacked_step import has_stacked, stacked_step
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.apply import Fit, apply_updates, dense_parameters, noticing_dense_tables
 from jmask._updates.checks import (
@@ -50,7 +49,7 @@ def lazy(
 ) -> optax.GradientTransformationExtraArgs:
     """Lift an optax transformation to row-sparse gradients, touching only their rows.
 
-    `init` is that of `inner`, so the optimizer state has optax's standard layout: a run can
+    `init` is `inner.init`, so the optimizer state has optax's standard layout: a run can
     switch between `inner` and `lazy(inner)` at any step, and checkpoints are the same.
     Leaves of the gradient that are not `RowSparse` are updated by `inner` as usual, in the
     same call, so that for example a global norm covers them all. With donated arguments
@@ -133,10 +132,10 @@ def lazy(
         params: optax.Params | None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        call, of_rows = proved_call(updates, state, params, extra_args)
-        if of_rows is None:
-            return call.update(call.run_flat(extra_args), extra_args, ())
-        return of_rows.update(call, extra_args)
+        call, proof = proved_call(updates, state, params, extra_args)
+        if proof is None:
+            return call.update(call.run_flat(), ())
+        return proof.update(call)
 
     def proved_call(
         updates: optax.Updates,
@@ -144,20 +143,20 @@ def lazy(
         params: optax.Params | None,
         extra_args: dict[str, Any],
     ) -> tuple[LazyCall, ProvedUpdate | None]:
-        """The call, and its proof if `inner` is to run on rows.
+        """Return the call, and its proof if `inner` is to run on rows.
 
         Rows of 16 bits are summed in float32. An `inner` that does not take gradients wider
         than its state gets the sums in 16 bits, as from JAX: one branch of the `lax.cond` in
         `optax.novograd` has the dtype of the state, the other one that of the gradient.
         """
         if has_16_bit_sums(updates):
-            call = LazyCall.of(inner, with_wide_rows(updates), state, params)
+            call = LazyCall.of(inner, with_wide_rows(updates), state, params, extra_args)
             try:
-                return call, proved(call, extra_args, known, same_dtypes=True)
+                return call, proved(call, known, same_dtypes=True)
             except TypeError:
                 pass
-        call = LazyCall.of(inner, updates, state, params)
-        return call, proved(call, extra_args, known) if call.has_rows() else None
+        call = LazyCall.of(inner, updates, state, params, extra_args)
+        return call, proved(call, known) if call.has_rows() else None
 
     def apply_gradients(
         grads: optax.Updates, state: optax.OptState, params: optax.Params
@@ -171,11 +170,11 @@ def lazy(
             return stacked_step(init, apply_gradients, grads, state, params)
         if has_deferred(params):
             return deferred_step(init, update, apply_gradients, grads, state, params)
-        call, of_rows = proved_call(grads, state, params, {})
-        assert of_rows is not None, "a RowSparse is among the gradients"
-        result = applied_in_one_pass(call, of_rows)
+        call, proof = proved_call(grads, state, params, {})
+        assert proof is not None, "a RowSparse is among the gradients"
+        result = applied_in_one_pass(call, proof)
         if result is None:
-            updates, state = of_rows.update(call, {})
+            updates, state = proof.update(call)
             return apply_updates(params, updates), state
         return result
 

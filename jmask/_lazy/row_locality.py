@@ -1,10 +1,10 @@
-"""Proof that an update rule, run on the touched rows only, is exact on those rows.
+"""Prove that an update rule, run on the touched rows only, is exact on those rows.
 
 `lazy(inner)` runs `inner.update` on the rows in the gradient. That equals the dense update
 on these rows if nothing in it mixes rows, except through sums to which untouched rows
-contribute nothing because their gradient is zero. This module decides it from two jaxprs,
-that of the dense update and that of the update on rows, by reading both in step and following
-what is known of each value (see `lattice`):
+contribute nothing because their gradient is zero. This module decides it by reading two jaxprs
+in step, the dense update and the update on rows, and following what is known of each value (see
+`lattice`):
 
     g           RowWise(axis=0, off_support=0)
     g * g       RowWise(axis=0, off_support=0)
@@ -15,7 +15,15 @@ what is known of each value (see `lattice`):
     ones_like g Replicated    as many as there are rows: elementwise steps may use them
     sum(ones)   NotRowLocal   V in one program, n in the other
 
-What has no rule here is NotRowLocal: an unknown transformation is refused, not run wrongly.
+A mean over a table divides by its number of rows, and other programs count them. So both
+programs must have the same literals and parameters, except shapes that follow from the number
+of rows, and the jaxprs of control flow, which are read in pairs:
+
+    for V = 1000 rows       c = div b 1000.0        d = scan[length=1000] ...
+    for n = 8 rows          c = div b 8.0           d = scan[length=8] ...
+
+An operation without a rule here is NotRowLocal: an unknown transformation is refused, not run
+wrongly.
 """
 
 import dataclasses
@@ -25,13 +33,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jmask._base.forms import (
     Opened,
     aval_of,
     branches_of,
+    compared,
     name_of,
+    opened,
     parameter,
     scan_of,
     what_is_unknown,
@@ -39,8 +49,7 @@ from jmask._base.forms import (
 )
 from jmask._base.jaxprs import ARITHMETIC, inlined
 from jmask._lazy.lattice import Kind, NotRowLocal, Replicated, RowWise, joined, not_row_local
-from jmask._lazy.same_program import in_step, same, same_literal, same_operations
-from jmask._ops.safe_numbers import trial
+from jmask._ops.zero_semantics import trial
 
 ELEMENTWISE = ARITHMETIC | frozenset(
     "acos acosh asin asinh atan atanh complex conj cosh digamma erf erf_inv erfc imag lgamma "
@@ -67,65 +76,66 @@ RowLocal = Replicated | RowWise
 def classify(
     dense: ClosedJaxpr, rows: ClosedJaxpr, inputs: Sequence[Kind]
 ) -> tuple[list[Kind], dict[Var, Kind]]:
-    """The kinds of the outputs of an update, from those of its inputs, and of all variables.
+    """Return the kinds of the outputs of an update, and of all variables of `rows`.
 
     Args:
         dense: the program on whole tables, with its calls in line.
-        rows: the same update on some rows of them. Of `rows` and itself the kinds are found
-            that a proof has found of both.
+        rows: the same update on some rows of them. Once both are proved, `rows` with itself
+            gives the same kinds.
         inputs: what is known of the inputs.
 
     Returns:
         The kinds of the outputs, and of each variable of `rows`.
     """
     one, other = dense.jaxpr, rows.jaxpr
-    if not in_step(one, other):
+    if not _in_step(one, other):
         why = "it chooses other operations for tables of another size"
         return [NotRowLocal(why)] * len(one.outvars), {}
     kinds: dict[Any, Kind] = dict(zip(other.invars, inputs, strict=True))
-    twins = dict(zip(one.invars, other.invars, strict=True))
-    twins.update(zip(one.constvars, other.constvars, strict=True))
+    counterparts = dict(zip(one.invars, other.invars, strict=True))
+    counterparts.update(zip(one.constvars, other.constvars, strict=True))
     for w, x, y in zip(other.constvars, dense.consts, rows.consts, strict=True):
-        if same(x, y):
+        if _same(x, y):
             kinds[w] = Replicated()
 
     def read(eqn: JaxprEqn | None, v: Any, w: Any) -> Kind:
         if isinstance(v, Literal):
-            if v is w or (isinstance(w, Literal) and same_literal(v, w)):
+            if v is w or (isinstance(w, Literal) and _same_literal(v, w)):
                 return Replicated(constant=v.val if np.ndim(v.val) == 0 else None)
-        elif twins[v] is w and w in kinds:
+        elif counterparts[v] is w and w in kinds:
             return kinds[w]
         return not_row_local(eqn, _COUNTS) if eqn else NotRowLocal(f"what it returns {_COUNTS}")
 
-    names = [name_of(eqn) for eqn in one.eqns]
-    are_same = same_operations(one, other)
-    for name, is_same, eqn, twin in zip(names, are_same, one.eqns, other.eqns, strict=True):
-        given = [read(eqn, v, w) for v, w in zip(eqn.invars, twin.invars, strict=True)]
-        outputs = _equation(name, is_same, eqn, twin, given)
-        for v, w, kind in zip(eqn.outvars, twin.outvars, outputs, strict=True):
-            twins[v] = w
+    for eqn, counterpart in zip(one.eqns, other.eqns, strict=True):
+        operands = [
+            read(eqn, v, w) for v, w in zip(eqn.invars, counterpart.invars, strict=True)
+        ]
+        outputs = _equation(eqn, counterpart, operands)
+        for v, w, kind in zip(eqn.outvars, counterpart.outvars, outputs, strict=True):
+            counterparts[v] = w
             kinds[w] = kind if aval_of(v) == aval_of(w) else _agreeing(eqn, kind, v, w)
     pairs = zip(one.outvars, other.outvars, strict=True)
     return [read(None, v, w) for v, w in pairs], kinds
 
 
 def _run(programs: Sequence[Opened], inputs: Sequence[Kind]) -> list[Kind]:
-    """The kinds of the outputs of what an equation runs in either program."""
+    """Return the kinds of the outputs of the jaxprs that a pair of equations holds."""
     dense, rows = (inlined(ClosedJaxpr(*program)) for program in programs)
     return classify(dense, rows, inputs)[0]
 
 
-def _equation(
-    name: str, is_same: bool, eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]
-) -> list[Kind]:
-    """The kinds of the outputs of an equation and of the same one on some rows."""
+def _equation(eqn: JaxprEqn, counterpart: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
+    """Return the kinds of the outputs of an equation and of its counterpart on some rows."""
+    name = name_of(eqn)
     unknown = None if name == eqn.primitive.name else what_is_unknown(eqn)
     if unknown is not None:
         return [NotRowLocal(unknown)] * len(eqn.outvars)
-    if not is_same:
+    if eqn is not counterpart and not _same_params(
+        eqn, counterpart, _NOT_COMPARED.get(name, ())
+    ):
         return [not_row_local(eqn, _COUNTS)] * len(eqn.outvars)
     if name in _CONTROL_FLOW:
-        return _CONTROL_FLOW[name](eqn, twin, inputs)
+        return _CONTROL_FLOW[name](eqn, counterpart, inputs)
     if name == "optimization_barrier":
         return inputs
     known: list[RowLocal] = []
@@ -135,7 +145,9 @@ def _equation(
         known.append(kind)
     if name in ELEMENTWISE:
         return [_elementwise(name, eqn, known)]
-    if name != "broadcast_in_dim" and any(map(_is_sized, known, eqn.invars, twin.invars)):
+    if name != "broadcast_in_dim" and any(
+        map(_is_sized, known, eqn.invars, counterpart.invars)
+    ):
         return [not_row_local(eqn, _COUNTS)] * len(eqn.outvars)
     rule = _RULES.get(name)
     if rule is not None:
@@ -146,12 +158,12 @@ def _equation(
 
 
 def _is_sized(kind: RowLocal, v: Any, w: Any) -> bool:
-    """Whether it is a shared number that is repeated as often as there are rows."""
+    """Decide whether it is a shared number that is repeated as often as there are rows."""
     return isinstance(kind, Replicated) and aval_of(v).shape != aval_of(w).shape
 
 
 def _agreeing(eqn: JaxprEqn, kind: Kind, v: Var, w: Var) -> Kind:
-    """The kind of a value of two shapes, NotRowLocal if they differ in more than it allows."""
+    """Return the kind of a value of two shapes; NotRowLocal if they differ otherwise."""
     dense, rows = aval_of(v), aval_of(w)
     if isinstance(kind, NotRowLocal):
         return kind
@@ -186,7 +198,7 @@ def _elementwise(name: str, eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
 
 
 def _constant(name: str, eqn: JaxprEqn, inputs: list[RowLocal]) -> Any:
-    """The scalar an elementwise equation gives in untouched rows, or None if unknown."""
+    """Return the scalar an elementwise equation gives in untouched rows, or None if unknown."""
     known = [k.off_support if isinstance(k, RowWise) else k.constant for k in inputs]
     if name == "reshard":  # the same numbers on other devices
         return known[0]
@@ -234,8 +246,8 @@ def _broadcast(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
     return Replicated(frozenset(range(len(shape))) - varying, kind.constant)
 
 
-def _of_rows(rule: Callable[[JaxprEqn, RowWise], Kind]) -> Callable[..., Kind]:
-    """A rule for the one operand that has rows; without rows the result is shared."""
+def _for_rows(rule: Callable[[JaxprEqn, RowWise], Kind]) -> Callable[..., Kind]:
+    """Return a rule for the one operand that has rows; without rows the result is shared."""
 
     def apply(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
         (kind, *_) = inputs
@@ -251,15 +263,15 @@ def _reshape(eqn: JaxprEqn, kind: RowWise) -> Kind:
         same_place = new[: kind.axis + 1] == old[: kind.axis + 1]
         return kind if same_place else not_row_local(eqn, "merges rows with other axes")
     before = math.prod(old[: kind.axis]) * kind.merged[0]
-    found = []
+    axes = []
     for axis, size in enumerate(new):
         outer, rest = divmod(before, max(math.prod(new[:axis]), 1))
         inner, more = divmod(size, max(outer * rows, 1))
         if not (rest or more or none) and inner:
-            found.append(dataclasses.replace(kind, axis=axis, merged=(outer, inner)))
-    if not found:
+            axes.append(dataclasses.replace(kind, axis=axis, merged=(outer, inner)))
+    if not axes:
         return not_row_local(eqn, "merges rows with other axes")
-    return min(found, key=lambda kind: math.prod(kind.merged))
+    return min(axes, key=lambda kind: math.prod(kind.merged))
 
 
 def _transpose(eqn: JaxprEqn, kind: RowWise) -> Kind:
@@ -309,31 +321,31 @@ def _dot(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
 
 _RULES: dict[str, Callable[[JaxprEqn, list[RowLocal]], Kind]] = {
     "broadcast_in_dim": _broadcast,
-    "reshape": _of_rows(_reshape),
-    "squeeze": _of_rows(_reshape),
-    "transpose": _of_rows(_transpose),
+    "reshape": _for_rows(_reshape),
+    "squeeze": _for_rows(_reshape),
+    "transpose": _for_rows(_transpose),
     "dot_general": _dot,
-} | {name: _of_rows(_reduce) for name in (*NEUTRAL, "reduce_max", "reduce_min")}
+} | {name: _for_rows(_reduce) for name in (*NEUTRAL, "reduce_max", "reduce_min")}
 
 
 # --- control flow ------------------------------------------------------------------------
 
 
-def _cond(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
+def _cond(eqn: JaxprEqn, counterpart: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
     which, *operands = inputs
     if isinstance(which, NotRowLocal):
         return [which] * len(eqn.outvars)
-    branches, twins = branches_of(eqn), branches_of(twin)
-    if len(branches) != len(twins):
+    branches, counterparts = branches_of(eqn), branches_of(counterpart)
+    if len(branches) != len(counterparts):
         return [not_row_local(eqn, _COUNTS)] * len(eqn.outvars)
-    first, *others = [_run(pair, operands) for pair in zip(branches, twins, strict=True)]
+    first, *others = [_run(pair, operands) for pair in zip(branches, counterparts, strict=True)]
     for outputs in others:
         first = joined(first, outputs)
     return first
 
 
-def _while(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
-    loops = [while_of(eqn), while_of(twin)]
+def _while(eqn: JaxprEqn, counterpart: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
+    loops = [while_of(eqn), while_of(counterpart)]
     first, count = loops[0].condition_consts, loops[0].body_consts
     condition, consts = inputs[:first], inputs[first : first + count]
     carry = inputs[first + count :]
@@ -343,8 +355,8 @@ def _while(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
     return [again] * len(carry) if isinstance(again, NotRowLocal) else carry
 
 
-def _scan(eqn: JaxprEqn, twin: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
-    scans = [scan_of(eqn), scan_of(twin)]
+def _scan(eqn: JaxprEqn, counterpart: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
+    scans = [scan_of(eqn), scan_of(counterpart)]
     first, count = scans[0].consts, scans[0].carry
     consts, carry = inputs[:first], inputs[first : first + count]
     scanned: list[Kind] = []
@@ -378,3 +390,88 @@ def _fixed_point(carry: list[Kind], step: Any) -> list[Kind]:
 
 
 _CONTROL_FLOW: dict[str, Any] = {"cond": _cond, "while": _while, "scan": _scan}
+
+
+# --- operations that are the same for two numbers of rows --------------------------------
+
+# Parameters that say how large or where a result is, or hold what is read in pairs.
+_PLACES = ("sharding", "out_sharding")
+_NOT_COMPARED = {
+    "broadcast_in_dim": ("shape",),
+    "iota": ("shape",),
+    "random_bits": ("shape",),
+    "reshape": ("new_sizes",),
+    "cond": ("branches",),
+    "scan": ("jaxpr",),
+    "while": ("body_jaxpr", "cond_jaxpr"),
+}
+
+
+def _in_step(x: Jaxpr, y: Jaxpr) -> bool:
+    """Decide whether two jaxprs have the same primitives in order, on as many operands."""
+
+    def form(jaxpr: Jaxpr) -> Any:
+        each = [(e.primitive, len(e.invars), len(e.outvars)) for e in jaxpr.eqns]
+        return each, len(jaxpr.constvars), len(jaxpr.invars), len(jaxpr.outvars)
+
+    return form(x) == form(y)
+
+
+def _same(x: Any, y: Any) -> bool:
+    """Decide whether literals, constants or parameters of equations are known to be equal."""
+    if x is y:
+        return True
+    if isinstance(x, jax.core.Tracer) or isinstance(y, jax.core.Tracer):
+        return False
+    if isinstance(x, Jaxpr | ClosedJaxpr):
+        if type(x) is not type(y):
+            return False
+        return _same_program(ClosedJaxpr(*opened(x)), ClosedJaxpr(*opened(y)))
+    if isinstance(x, tuple | list):
+        return type(x) is type(y) and len(x) == len(y) and all(map(_same, x, y))
+    if not hasattr(x, "__array__") and not isinstance(x, float):
+        return type(x) is type(y) and bool(x == y)
+    is_opaque = jax.dtypes.issubdtype(getattr(x, "dtype", float), jax.dtypes.extended)
+    if np.shape(x) != np.shape(y) or is_opaque:
+        return False
+    x, y = map(np.asarray, jax.device_get((x, y)))
+    return x.dtype == y.dtype and bool(np.all((x == y) | ((x != x) & (y != y))))
+
+
+def _same_literal(x: Literal, y: Literal) -> bool:
+    """Decide whether two literals are the same number of the same type."""
+    return aval_of(x).dtype == aval_of(y).dtype and _same(x.val, y.val)
+
+
+def _same_params(x: JaxprEqn, y: JaxprEqn, ignored: Sequence[str]) -> bool:
+    if not (x.params or y.params):
+        return True
+    ignored = (*_PLACES, *ignored)
+    params, others = compared(x), compared(y)
+    if params.keys() != others.keys():
+        return False
+    return not [k for k, v in params.items() if k not in ignored and not _same(v, others[k])]
+
+
+def _same_program(x: ClosedJaxpr, y: ClosedJaxpr) -> bool:
+    """Decide whether two programs are the same but for the names in them."""
+    x, y = inlined(x), inlined(y)
+    one, other = x.jaxpr, y.jaxpr
+    if not _in_step(one, other) or not _same(tuple(x.consts), tuple(y.consts)):
+        return False
+    counterparts = dict(zip(one.invars, other.invars, strict=True))
+    counterparts.update(zip(one.constvars, other.constvars, strict=True))
+
+    def alike(v: Any, w: Any) -> bool:
+        if isinstance(v, Literal) and isinstance(w, Literal):
+            return _same_literal(v, w)
+        is_twin = not isinstance(v, Literal) and counterparts[v] is w
+        return is_twin and aval_of(v) == aval_of(w)
+
+    for eqn, counterpart in zip(one.eqns, other.eqns, strict=True):
+        if not all(map(alike, eqn.invars, counterpart.invars)) or not _same_params(
+            eqn, counterpart, ()
+        ):
+            return False
+        counterparts.update(zip(eqn.outvars, counterpart.outvars, strict=True))
+    return all(map(alike, one.outvars, other.outvars))

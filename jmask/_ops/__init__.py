@@ -1,13 +1,11 @@
 """Functions on every storage. One mechanism for each kind of function.
 
-elementwise                                 a function of JAX, lifted
-zero_preserving, zero_semantics             what it does at entries that are not stored
-safe_numbers                                numbers harmless to a function and its slopes
-masked_moves, masked_shape                  data and mask moved together; shapes
-masked_index, masked_at, row_shape, row_index   indexing, `.at`, shapes of rows
-groups, reduction_kernels, reduce           storages become groups, kernels work on groups
-reductions, order_reductions                the reductions themselves
-products, product_operands, csr_kernel      `dot` of every pair of storages
-contractions                                products of masked tensors
-row_operations                              MXNet's functions of rows
+elementwise         a function of JAX, lifted
+zero_semantics      its results where entries that are not stored are zeros
+groups, kernels     storages become groups, kernels work on groups
+reductions          the reductions themselves
+shape               data and mask moved together; shapes
+indexing            `x[...]`, `x.at[...]` and `retain`
+products            `dot` of every pair of storages
+contractions        products of masked tensors
 """

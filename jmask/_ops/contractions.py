@@ -1,4 +1,4 @@
-"""Products of masked tensors: matmul, einsum, dot, linear.
+"""Products of masked tensors: matmul, einsum, dot, linear; and MXNet's sums of tensors.
 
 Masked entries contribute nothing, and an entry of the result exists where at least one of
 its terms does:
@@ -12,8 +12,14 @@ other definitions are possible and are one line each: a masked operand taken for
 `matmul(x.mask, y.mask).data == x.shape[-1]`, for masks as integers.
 
 A valid inf or nan meets masked entries as zeros, and inf * 0 is nan.
+
+    add_n([x, y, z])        x + y + z
+    square_sum(x, axis=1)   sum(x * x, axis=1), at the cost of the rows stored
 """
 
+import functools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,13 +27,15 @@ import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.fallback import report_fallback
-from jmask._base.validation import refuse_scipy
+from jmask._base.validation import check_flag, checked_array, refuse_scipy
 from jmask._ops.elementwise import elementwise
 from jmask._ops.products import dot as _sparse_dot
-from jmask._tensors.masked_tensor import MaskedTensor, joined
+from jmask._ops.reductions import sum as sum_of
+from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
+from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import as_dense, is_sparse, stored_values, with_stored_values
 
-_add = elementwise(jnp.add)
+_add, _square = elementwise(jnp.add), elementwise(jnp.square)
 
 
 def matmul(x: Any, y: Any) -> Any:
@@ -148,3 +156,62 @@ def _on_dense(x: Any) -> Any:
             "O(size) cost: only a BCOO or BCSR matrix on the left stays sparse"
         )
     return x.to_dense()
+
+
+# --- MXNet's sums --------------------------------------------------------------------
+
+
+def add_n(*tensors: Any) -> Any:
+    """Sum tensors: row-sparse if all are, with the rows of all of them.
+
+    Args:
+        *tensors: tensors of one shape on any storage, or one sequence of them. The rows of
+            `RowSparse` tensors are put side by side: equal indices add.
+
+    Raises:
+        ValueError: if there is none, or the shapes differ.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jmask.RowSparse([1], jnp.array([2.]), (3,))
+        >>> jmask.add_n(x, x, x)
+        RowSparse(float32[3], nse=3)
+        >>> jmask.add_n(x, jnp.ones(3))
+        Array([1., 3., 1.], dtype=float32)
+    """
+    if len(tensors) == 1 and isinstance(tensors[0], Sequence):
+        tensors = tuple(tensors[0])
+    if not tensors:
+        raise ValueError("`tensors` must hold at least one tensor, got none.")
+    tensors = tuple(x if is_tensor(x) else checked_array("tensors", x) for x in tensors)
+    shapes = {tuple(x.shape) for x in tensors}
+    if len(shapes) > 1:
+        raise ValueError(f"`tensors` must have one shape, got {sorted(shapes)}.")
+    # Sparse ones first, so that they meet a dense one once.
+    order = sorted(tensors, key=lambda x: not isinstance(x, RowSparse))
+    return functools.reduce(operator.add, order)
+
+
+def square_sum(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
+    """Sum the squares of the entries, at the cost of the rows that a `RowSparse` stores.
+
+    Args:
+        x: a tensor on any storage.
+        axis: an int, a tuple of ints or None, which is all axes.
+        keepdims: whether reduced axes stay, with size 1.
+
+    Returns:
+        A dense tensor; for a `RowSparse` of which axis 0 is kept, a `RowSparse`.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jmask.RowSparse([1], jnp.array([[3., 4.]]), (3, 2))
+        >>> jmask.square_sum(x, axis=1, keepdims=True)
+        RowSparse(float32[3, 1], nse=1)
+        >>> jmask.square_sum(x)
+        Array(25., dtype=float32)
+    """
+    check_flag("keepdims", keepdims)
+    if not is_tensor(x):
+        x = checked_array("x", x)
+    return sum_of(_square(x), axis, keepdims=keepdims)

@@ -29,8 +29,7 @@ import numpy as np
 
 from jmask._base.fallback import report_fallback
 from jmask._base.validation import refuse_scipy
-from jmask._ops.safe_numbers import safe_numbers, varies
-from jmask._ops.zero_semantics import zero_semantics
+from jmask._ops.zero_semantics import safe_numbers, varies, zero_semantics
 from jmask._tensors.masked_tensor import MaskedTensor, common_shape, is_tensor, joined
 from jmask._tensors.storage import (
     SPARSE,

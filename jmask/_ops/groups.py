@@ -19,8 +19,10 @@ then it does not matter which group it is in, and padding needs no group of its 
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,8 +31,22 @@ from jax import lax
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import trailing
+from jmask._base.fallback import report_fallback
+from jmask._base.validation import refuse_scipy
+from jmask._tensors.mask_positions import as_booleans
+from jmask._tensors.masked_tensor import MaskedTensor, as_tensor
 from jmask._tensors.row_sparse import RowSparse
-from jmask._tensors.storage import coordinates, is_sparse, stored_values
+from jmask._tensors.storage import (
+    as_dense,
+    coordinates,
+    is_entry,
+    is_sparse,
+    same_positions,
+    sampled,
+    stored_values,
+    unique_positions,
+    values_at,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,3 +295,172 @@ def _join(left: Any, right: Any) -> Any:
     starts, x = right
     # Not where(starts, x, product * x): x may be inf, and its derivative 0 * inf.
     return starts_left | starts, jnp.where(starts, 1, product) * x
+
+
+# --- running a reduction -------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """A reduction on every storage: arguments checked, groups made, results wrapped.
+
+    Attributes:
+        name: in messages.
+        kernel: takes groups and options; returns results and where there is one. With `like`
+            it takes the dtype of the results as `dtype`.
+        plain: the function of JAX for arrays without `where`, with the same options; None if
+            the kernel serves them.
+        like: the function of JAX that has results of the same dtype; None if the kernel
+            decides it.
+        empty: the result of an array where there is none, if the kernel gives another.
+        stored: the kernel for ordinary sparse storage, where entries that are not stored are
+            zeros. `kernel` itself if zeros change nothing; None if it needs a dense array.
+        dense: whether the kernel needs all entries in one array, whatever the storage.
+    """
+
+    name: str
+    kernel: Callable[..., tuple[Any, Any]]
+    plain: Callable[..., Any] | None = None
+    like: Callable[..., Any] | None = None
+    empty: float | None = None
+    stored: Callable[..., tuple[Any, Any]] | None = None
+    dense: bool = False
+
+    def __call__(
+        self,
+        x: Any,
+        axis: Any,
+        keepdims: bool,
+        where: Any,
+        dtype: Any = None,
+        **options: Any,
+    ) -> Any:
+        x = as_tensor(x)
+        axes = checked_axes(axis, len(x.shape))
+        masked, kernel = isinstance(x, MaskedTensor), self.kernel
+        if not masked and is_sparse(x):
+            # Only kernels that zeros do not change know which zeros `where` leaves out.
+            counts_zeros = where is None or self.stored is self.kernel
+            nothing = any(x.shape[axis] == 0 for axis in axes)
+            if self.stored and counts_zeros and not nothing and not getattr(x, "n_batch", 0):
+                kernel = self.stored
+            else:
+                if not nothing:
+                    report_fallback(became_dense(self.name, x))
+                x = as_dense(x)
+        elif masked and self.dense and is_sparse(x.storage):
+            report_fallback(became_dense(self.name, x))
+            x = x.to_dense()
+
+        if masked:
+            storage, valid = x.storage, x.valid & where_at(where, x.storage)
+        elif is_sparse(x):
+            storage = unique_positions(x)
+            valid = is_entry(storage) & where_at(where, storage)
+        elif where is None and self.plain is not None:
+            axis = tuple(axis) if isinstance(axis, Sequence) else axis
+            given = options if dtype is None else {**options, "dtype": dtype}
+            return self.plain(x, axis=axis, keepdims=keepdims, **given)
+        else:
+            storage, valid = x, where_at(where, x)
+
+        groups = grouped(storage, valid, axes, keepdims)
+        if self.like is not None:
+            options["dtype"] = result_dtype(self.like, x, dtype)
+        result, exists = kernel(groups, **options)
+        if self.like is not None:
+            result = result.astype(options["dtype"])
+        if masked:
+            node = (groups.stored(result), groups.shaped(exists))
+            return MaskedTensor.tree_unflatten(None, node)
+        if self.empty is not None and not is_sparse(x):
+            result = jnp.where(exists, result, self.empty)
+        return groups.stored(result)
+
+
+def result_dtype(function: Callable[..., Any], x: Any, dtype: Any = None) -> Any:
+    """Return the dtype that a function of JAX, such as `jnp.sum`, gives for `x`."""
+    kind = as_tensor(x).dtype
+    if dtype is not None:
+        function = functools.partial(function, dtype=dtype)
+    return jax.eval_shape(function, jax.ShapeDtypeStruct((1,), kind)).dtype
+
+
+def checked_axes(axis: Any, ndim: int) -> tuple[int, ...]:
+    """Return `axis` as ascending axes that are not negative.
+
+    Raises:
+        TypeError: if it is neither an int, a sequence of ints nor None.
+        ValueError: if one is out of bounds, or is there twice.
+    """
+    if axis is None:
+        return tuple(range(ndim))
+    given = tuple(axis) if isinstance(axis, Sequence) else (axis,)
+    try:
+        axes = [operator.index(a) for a in given]
+    except TypeError:
+        raise TypeError(
+            f"`axis` must be an int, a tuple of ints or None, got {axis!r}."
+        ) from None
+    for a in axes:
+        if not -ndim <= a < ndim:
+            raise ValueError(f"`axis` {a} is out of bounds for a tensor of {ndim} dimensions.")
+    axes = sorted(a % ndim for a in axes)
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"`axis` {axis} names an axis twice.")
+    return tuple(axes)
+
+
+def single_axis(axis: Any, name: str) -> Any:
+    """Return `axis`, or raise TypeError if it is a tuple."""
+    if isinstance(axis, Sequence):
+        raise TypeError(f"`axis` of {name} must be an int or None, got {axis!r}.")
+    return axis
+
+
+def where_at(where: Any, storage: Any) -> Any:
+    """Return the booleans `where` at the stored values of a storage; True for None.
+
+    Raises:
+        TypeError: if it is not boolean.
+        ValueError: if it does not broadcast to the shape of the tensor.
+    """
+    if where is None:
+        return jnp.ones(stored_values(storage).shape, bool)
+    refuse_scipy("where", where)
+    masked = isinstance(where, MaskedTensor)
+    if is_sparse(where):
+        where = as_booleans(where)
+    elif not masked:
+        where = jnp.asarray(where)
+    if masked or not jnp.issubdtype(where.dtype, jnp.bool_):
+        kind = "a MaskedTensor" if masked else where.dtype
+        raise TypeError(
+            f"`where` must be a boolean array, True where an entry takes part, got {kind}."
+        )
+    if is_sparse(where):
+        if same_positions(where, storage):
+            return stored_values(where)
+        if is_sparse(storage):
+            # Repeated positions of `where` are one entry, which takes part if any is True.
+            at_positions = values_at(unique_positions(where), storage)
+            if at_positions is not None:
+                taken = functools.reduce(operator.and_, at_positions)
+                return jnp.broadcast_to(taken, stored_values(storage).shape)
+        where = as_dense(where)
+    shape = tuple(storage.shape)
+    try:
+        where = jnp.broadcast_to(where, shape)
+    except ValueError:
+        raise ValueError(
+            f"`where` of shape {where.shape} does not broadcast to `x` of shape {shape}."
+        ) from None
+    return sampled(where, storage) if is_sparse(storage) else where
+
+
+def became_dense(name: str, x: Any) -> str:
+    kind = "a masked" if isinstance(x, MaskedTensor) else "a sparse"
+    return (
+        f"`{name}` made {kind} tensor of shape {tuple(x.shape)} dense, at O(size) cost: it "
+        "does not decompose into results of its stored values"
+    )

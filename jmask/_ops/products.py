@@ -11,6 +11,27 @@ The rows of W are looked up and summed, as those of an embedding: its gradient i
 In MXNet's storage inference, which this follows, a product is row-sparse where the rows of
 the result that are zero are known from the storage of the left operand: Xᵀ Y has a row for
 each column that X uses, and a row_sparse matrix times anything has its rows.
+
+| operand         | made from     | holds                                            |
+|-----------------|---------------|--------------------------------------------------|
+| `Dense`         | array         | the array, and whether it is read transposed     |
+| `StoredRows`    | RowSparse     | the rows stored and their ids                    |
+| `StoredColumns` | its transpose | the same, as columns                             |
+| `Coordinates`   | BCOO, BCSR    | row, column and value of each stored entry       |
+
+A product of entries is a sum of rows of its right operand in bags: the bags are the rows of X,
+their entries the columns, their weights the values. The rows at padding are zero:
+
+    rows_at([[1, 2], [3, 4]], ids [1, 0, V])  ->  [[3, 4], [1, 2], [0, 0]]
+
+Padding has the value 0, whatever was stored there. As it meets a row of zeros, no inf or nan
+of the other operand reaches a sum or a derivative through it.
+
+X W for a BCSR matrix X can also be computed by the kernel that JAX has for it on CPU, which
+adds v W[j] to its row, entry by entry. For 8 to 63 columns of W it is two to four times as
+fast, for others no faster. At a column that W does not have it reads memory outside of W, so
+that it runs only where every column is in range, which is decided at run time. Derivatives and
+batches are those of the bags, and so is the product on other devices.
 """
 
 import dataclasses
@@ -20,27 +41,241 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._base.array_types import adds_when_cast, sum_dtype
+from jmask._base.array_types import adds_when_cast, explicit_sharding, sum_dtype, trailing, wide
 from jmask._base.fallback import report_fallback
+from jmask._base.row_ids import canonical
 from jmask._base.validation import check_flag, checked_choice, refuse_scipy
+from jmask._kernels.bag_sum import bag_sum
 from jmask._kernels.rows import add_rows
-from jmask._ops.csr_kernel import product_by_kernel, suits_kernel
-from jmask._ops.product_operands import (
-    Coordinates,
-    Dense,
-    Operand,
-    StoredColumns,
-    StoredRows,
-    operand,
-    sum_of_terms,
-)
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.placeholders import phantom_of
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.specified import todense
-from jmask._tensors.storage import stype, unique_positions
+from jmask._tensors.storage import row_of_each, stype, unique_positions
+
+# --- operands ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """An array (m, n). It is transposed where it is used, so that rows of it are looked up."""
+
+    array: jax.Array
+    transposed: bool = False
+
+    @property
+    def T(self) -> "Dense":  # noqa: N802
+        return Dense(self.array, not self.transposed)
+
+    @property
+    def matrix(self) -> jax.Array:
+        return self.array.T if self.transposed else self.array
+
+    def place(self, ids: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        return self.matrix, ids
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredRows:
+    """`values` (n, d) in the rows `ids` (n,) of a matrix of `height` rows; padding is zero."""
+
+    ids: jax.Array
+    values: jax.Array
+    height: int
+    coalesced: bool
+
+    @property
+    def T(self) -> "StoredColumns":  # noqa: N802
+        return StoredColumns(self)
+
+    def coalesced_as(self, dtype: Any) -> RowSparse:
+        """The rows with equal ids summed in `dtype`, and zeros at padding."""
+        shape = (self.height, *self.values.shape[1:])
+        values = self.values.astype(dtype)
+        if not self.coalesced:
+            return RowSparse(self.ids, values, shape).coalesce()
+        values = zeros_at_padding(self.ids, values, self.height)
+        return RowSparse(self.ids, values, shape, coalesced=True)
+
+    def place(self, ids: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        stored = self.coalesced_as(dtype)
+        if not stored.nse:
+            return stored.values, ids
+        place = jnp.minimum(jnp.searchsorted(stored.indices, ids), stored.nse - 1)
+        is_stored = stored.indices[place] == ids  # or both are padding, with zeros stored
+        return stored.values, jnp.where(is_stored, place, stored.nse)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredColumns:
+    """The transpose of `rows`."""
+
+    rows: StoredRows
+
+    @property
+    def T(self) -> StoredRows:  # noqa: N802
+        return self.rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Coordinates:
+    """`values` (n,) at `rows` (n,) and `columns` (n,) of a matrix; padding is zero."""
+
+    rows: jax.Array
+    columns: jax.Array
+    values: jax.Array
+    shape: tuple[int, int]
+
+    @property
+    def T(self) -> "Coordinates":  # noqa: N802
+        return Coordinates(self.columns, self.rows, self.values, self.shape[::-1])
+
+    def to_dense(self, dtype: Any) -> jax.Array:
+        zeros, values = jnp.zeros(self.shape, dtype), self.values.astype(dtype)
+        return zeros.at[self.rows, self.columns].add(values, mode="drop")
+
+
+Operand = Dense | StoredRows | StoredColumns | Coordinates
+
+
+def operand(x: Any, transposed: bool) -> Operand:
+    """The operand for an array, RowSparse, BCOO or BCSR of two dimensions."""
+    if isinstance(x, RowSparse):
+        ids, height = x.row_ids(), x.shape[0]
+        values = zeros_at_padding(ids, x.values, height)
+        made: Operand = StoredRows(ids, values, height, x.coalesced)
+    elif isinstance(x, BCOO | BCSR):
+        made = entries(x)
+    else:
+        made = Dense(x)
+    return made.T if transposed else made
+
+
+def entries(x: BCOO | BCSR) -> Coordinates:
+    """The stored entries of a matrix, with padding at (m, k)."""
+    height, width = x.shape
+    if isinstance(x, BCOO):
+        rows, columns = x.indices[:, 0], x.indices[:, 1]
+    else:
+        rows, columns = row_of_each(x.indptr, x.indices.shape[0]), x.indices
+    rows, columns = canonical(rows, height), canonical(columns, width)
+    inside = (rows < height) & (columns < width)
+    rows, columns = jnp.where(inside, rows, height), jnp.where(inside, columns, width)
+    return Coordinates(rows, columns, zeros_at_padding(rows, x.data, height), (height, width))
+
+
+def rows_at(b: Dense | StoredRows, ids: jax.Array, dtype: Any) -> jax.Array:
+    """The rows `ids` of a matrix (n, d), zeros at padding."""
+    table, positions = b.place(ids, dtype)
+    return _rows_or_zeros(table, positions).astype(dtype)
+
+
+def _rows_or_zeros(table: jax.Array, positions: jax.Array) -> jax.Array:
+    # Unlike in `gather_rows` the transpose drops padding, so that the gradient of a table does
+    # not touch a row that was not looked up.
+    if 0 in table.shape:
+        return jnp.zeros((*positions.shape, *table.shape[1:]), table.dtype)
+    return table.at[positions].get(mode="fill", fill_value=0)
+
+
+def sums_of_rows(a: Coordinates, b: Dense | StoredRows, dtype: Any) -> jax.Array:
+    """The product (m, d) in `dtype`: bags of rows of `b`."""
+    table, positions = b.place(a.columns, dtype)
+    bags, weights = a.shape[0], a.values.astype(dtype)
+    if (
+        jnp.issubdtype(table.dtype, jnp.floating)
+        and wide(table.dtype) == dtype
+        and 0 not in (bags, *positions.shape, *table.shape)
+        and explicit_sharding(table, positions, weights) is None
+        and not jax.sharding.get_abstract_mesh().manual_axes
+    ):
+        return bag_sum(table, positions, a.rows, weights, None, bags, 0)
+    terms = weights[:, None] * _rows_or_zeros(table, positions).astype(dtype)
+    zeros = jnp.zeros((bags, *table.shape[1:]), dtype)
+    return add_rows(zeros, a.rows, terms, coalesced=False)
+
+
+def zeros_at_padding(ids: jax.Array, values: jax.Array, height: int) -> jax.Array:
+    """`values` (n, ...) where `ids` (n,) are rows, zeros where they are padding."""
+    return jnp.where(trailing(ids < height, values.ndim), values, jnp.zeros_like(values))
+
+
+# --- X W by the kernel of JAX ------------------------------------------------------------
+
+
+_WIDTHS = range(8, 64)
+_DTYPES = (jnp.float32, jnp.float64)
+
+
+def suits_kernel(x: Any, dense: Any) -> bool:
+    """Whether the kernel can take X W, and is the faster way."""
+    return (
+        isinstance(x, BCSR)
+        and isinstance(dense, jax.Array)
+        and dense.ndim == 2
+        and dense.shape[1] in _WIDTHS
+        and x.dtype == dense.dtype
+        and x.dtype in _DTYPES
+        and x.indices.dtype == x.indptr.dtype
+        and 0 not in (*x.shape, x.nse)
+    )
+
+
+@jax.custom_jvp
+def _kernel_product(*arrays: jax.Array) -> jax.Array:
+    return _kernel_or_terms(*arrays)
+
+
+@_kernel_product.defjvp
+def _product_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    values, columns, pointers, dense = primals
+    terms = lambda values, dense: _csr_terms(values, columns, pointers, dense)
+    _, tangent = jax.jvp(terms, (values, dense), (tangents[0], tangents[-1]))
+    return _kernel_product(*primals), tangent
+
+
+@custom_vmap
+def _kernel_or_terms(*arrays: jax.Array) -> jax.Array:
+    _, columns, pointers, dense = arrays
+    # Entries after the last row are padding that the kernel does not read.
+    read = jnp.arange(columns.shape[0], dtype=pointers.dtype) < pointers[-1]
+    in_range = (columns >= 0) & (columns < dense.shape[0])
+    return lax.cond(jnp.all(in_range | ~read), _csr_kernel, _csr_terms, *arrays)
+
+
+@_kernel_or_terms.def_vmap
+def _terms_of_batch(_: int, batched: list[bool], *arrays: jax.Array) -> tuple[Any, bool]:
+    axes = [0 if is_batched else None for is_batched in batched]
+    return jax.vmap(_csr_terms, axes)(*arrays), True
+
+
+def _csr_kernel(
+    values: jax.Array, columns: jax.Array, pointers: jax.Array, dense: jax.Array
+) -> jax.Array:
+    pointers = jnp.clip(pointers, 0, columns.shape[0])
+    return _csr_matrix(values, columns, pointers, dense) @ dense
+
+
+def _csr_terms(
+    values: jax.Array, columns: jax.Array, pointers: jax.Array, dense: jax.Array
+) -> jax.Array:
+    x = entries(_csr_matrix(values, columns, pointers, dense))
+    return sums_of_rows(x, Dense(dense), dense.dtype)
+
+
+def _csr_matrix(
+    values: jax.Array, columns: jax.Array, pointers: jax.Array, dense: jax.Array
+) -> BCSR:
+    shape = (pointers.shape[0] - 1, dense.shape[0])
+    return BCSR((values, columns, pointers), shape=shape)
+
+
+# --- the product -------------------------------------------------------------------------
+
 
 _RESULTS = (None, "default", "row_sparse")
 
@@ -209,13 +444,13 @@ def _product_of(
     lhs: Any, rhs: Any, transpose_a: bool, transpose_b: bool, sparse: bool
 ) -> jax.Array | RowSparse:
     if suits_kernel(lhs, rhs) and not (transpose_a or transpose_b or sparse):
-        return product_by_kernel(lhs, rhs)
+        return _kernel_product(lhs.data, lhs.indices, lhs.indptr, rhs)
     dtype = jnp.result_type(lhs.dtype, rhs.dtype)
     is_row, is_column = lhs.ndim == 1, rhs.ndim == 1
-    wide = sum_dtype(dtype)
-    a = operand(_matrix(lhs, wide), transpose_a or is_row)
-    b = operand(_matrix(rhs, wide), transpose_b and not is_column)
-    result = _product(a, b, wide, sparse)
+    summed = sum_dtype(dtype)
+    a = operand(_matrix(lhs, summed), transpose_a or is_row)
+    b = operand(_matrix(rhs, summed), transpose_b and not is_column)
+    result = _product(a, b, summed, sparse)
     if isinstance(result, RowSparse) and not sparse:
         result = result.todense()
     result = _on_values(result, lambda values: values.astype(dtype))
@@ -234,16 +469,15 @@ def _product(a: Operand, b: Operand, dtype: Any, sparse: bool) -> Any:
         return _on_values(filled, lambda values: _as_columns(values, rows))
     if isinstance(a, Coordinates):
         b = Dense(b.to_dense(dtype)) if isinstance(b, Coordinates) else b
-        found = b.rows_at(a.columns, dtype)
         if not sparse:
-            return sum_of_terms(a, found)
-        terms = a.values.astype(dtype)[:, None] * found
-        return RowSparse(a.rows, terms, (a.shape[0], *found.shape[1:])).coalesce()
+            return sums_of_rows(a, b, dtype)
+        terms = a.values.astype(dtype)[:, None] * rows_at(b, a.columns, dtype)
+        return RowSparse(a.rows, terms, (a.shape[0], *terms.shape[1:])).coalesce()
     if isinstance(a, StoredRows):
         values = _product(Dense(a.values), b, dtype, sparse=False)
         return dataclasses.replace(a, values=values).coalesced_as(dtype)
     if isinstance(a, StoredColumns) and not isinstance(b, Coordinates):
-        return _matmul(a.rows.values.T, b.rows_at(a.rows.ids, dtype), dtype)
+        return _matmul(a.rows.values.T, rows_at(b, a.rows.ids, dtype), dtype)
     if isinstance(a, Dense) and isinstance(b, Dense):
         return _matmul(a.matrix, b.matrix, dtype)
     # Sparse on the right only: one of the cases above if that is on the left.

@@ -1,9 +1,12 @@
-"""Reductions over the entries that exist, on every storage: those made of sums.
+"""Reductions over the entries that exist, on every storage.
 
     x = MaskedTensor([1, nan, 3], [T, F, T])
-    sum(x) = 4,  mean(x) = 2,  norm(x) = 3.16;   of nothing: masked
+    sum(x) = 4,  mean(x) = 2,  norm(x) = 3.16;   masked where no entry is valid
 
-| given                 | reduces                     | of nothing                        |
+    x = MaskedTensor([3, inf, 1, 3], [T, F, T, T])
+    max(x) = 3,  argmax(x) = 0,  median(x) = 3,  count(x) = 3,  cumsum(x) = [3, --, 4, 7]
+
+| input                 | reduces                     | where there is no entry           |
 |-----------------------|-----------------------------|-----------------------------------|
 | `MaskedTensor`        | its valid entries           | masked                            |
 | array with `where=`   | the entries there           | the identity: sum 0, prod 1, norm |
@@ -13,37 +16,120 @@
 
 Masked tensors on sparse storage are reduced by segments of their stored values and never
 made dense, except by `median`, `cumsum` and `cumprod`. The result is dense; where all axes
-reduced are stored densely (the columns of a RowSparse) it keeps its storage. Of ordinary
+reduced are stored densely (the columns of a RowSparse) it keeps its storage. For ordinary
 sparse tensors `sum`, `mean`, `norm`, `prod`, `max` and `min` need the stored values and how
 many there are.
 
 The derivative at a masked entry is exactly 0. It is 0, too, where a formula has none: `std`
-and `norm` at 0, everything of nothing.
+and `norm` at 0, everything without entries. An index is never that of a masked entry, also if
+the valid ones are -inf or nan. The derivative of `max` and `min` is shared evenly among the
+valid entries that are equal to it.
 """
 
-import functools
-from typing import Any
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.scipy import special
 
-from jmask._ops import reduction_kernels as kernels
+from jmask._base.fallback import report_fallback
+from jmask._ops import kernels
 from jmask._ops.elementwise import elementwise
-from jmask._ops.masked_moves import dense
-from jmask._ops.reduce import checked_axes, described, reduce, result_dtype, where_at
-from jmask._tensors.masked_tensor import MaskedTensor, as_tensor
-from jmask._tensors.storage import is_sparse, sampled
+from jmask._ops.groups import (
+    Reduction,
+    became_dense,
+    checked_axes,
+    single_axis,
+    where_at,
+)
+from jmask._ops.shape import dense
+from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, joined
+from jmask._tensors.storage import (
+    as_dense,
+    is_sparse,
+    sampled,
+)
 
-_multiply = elementwise(jnp.multiply)
-_divide = elementwise(jnp.true_divide)
+
+def _real_mean(x: Any) -> Any:
+    return jnp.abs(jnp.mean(x))
+
+
+# --- the table ---------------------------------------------------------------------------
+
+_SUM = Reduction("sum", kernels.total, jnp.sum, like=jnp.sum, stored=kernels.total)
+_PROD = Reduction(
+    "prod", kernels.product, jnp.prod, like=jnp.prod, stored=kernels.product_of_all
+)
+_MEAN = Reduction(
+    "mean", kernels.mean, jnp.mean, like=jnp.mean, empty=jnp.nan, stored=kernels.mean_of_all
+)
+_VAR = Reduction("var", kernels.variance, jnp.var, like=jnp.var, empty=jnp.nan)
+_STD = Reduction("std", kernels.deviation, jnp.std, like=jnp.std, empty=jnp.nan)
+_NORM = Reduction("norm", kernels.norm, like=_real_mean, stored=kernels.norm)
+# An entry that is zero makes a norm of negative order zero, stored or not.
+_NEGATIVE_NORM = dataclasses.replace(_NORM, stored=None)
+_LOGSUMEXP = Reduction("logsumexp", kernels.log_sum_exp, special.logsumexp, like=jnp.mean)
+_MAX = Reduction("max", kernels.maximum, jnp.max, stored=kernels.maximum_of_all)
+_MIN = Reduction("min", kernels.minimum, jnp.min, stored=kernels.minimum_of_all)
+_ARGMAX = Reduction("argmax", kernels.argmax, jnp.argmax)
+_ARGMIN = Reduction("argmin", kernels.argmin, jnp.argmin)
+_ALL = Reduction("all", kernels.every, jnp.all, stored=kernels.every_of_all)
+_ANY = Reduction("any", kernels.some, jnp.any, stored=kernels.some)
+_COUNT = Reduction("count", kernels.number_of)
+_COUNT_NONZERO = Reduction(
+    "count_nonzero",
+    kernels.number_of_nonzero,
+    jnp.count_nonzero,
+    stored=kernels.number_of_nonzero,
+)
+_MEDIAN = Reduction("median", kernels.median, like=jnp.mean, empty=jnp.nan, dense=True)
+
+
+_divide, _multiply = elementwise(jnp.true_divide), elementwise(jnp.multiply)
+
+
+# --- the functions -----------------------------------------------------------------------
+
+_KEEPDIMS = "    keepdims: whether reduced axes stay, with size 1.\n"
+_ARGUMENTS = """
+Args:
+    x: `MaskedTensor` on any storage, RowSparse, BCOO, BCSR or array, of any shape.
+    axis: an int, a tuple of ints or None, which is all axes; may be negative.
+    keepdims: whether reduced axes stay, with size 1.
+    where: booleans that broadcast to the shape of `x`; other entries take no part. A
+        `MaskedTensor` intersects them with its mask.
+"""
+_RAISES = """
+Raises:
+    TypeError: if `axis` is no int or tuple of ints, or `where` is not boolean.
+    ValueError: if `axis` is out of bounds or there twice, or `where` does not
+        broadcast.
+"""
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def described(function: _F) -> _F:
+    """Add the arguments of every reduction to the docstring."""
+    # Without indentation, as the compiler has it since Python 3.13; none under `python -OO`.
+    doc = inspect.cleandoc(function.__doc__ or "")
+    text, example_follows, example = doc.partition("\nExample:")
+    text, _, extra = text.partition("\nArgs:\n")
+    arguments = _ARGUMENTS
+    if "keepdims" not in inspect.signature(function).parameters:
+        arguments = arguments.replace(_KEEPDIMS, "")
+    function.__doc__ = f"{text}{arguments}{extra}{_RAISES}{example_follows}{example}"
+    return function
 
 
 @described
 def sum(  # noqa: A001
     x: Any, axis: Any = None, dtype: Any = None, keepdims: bool = False, where: Any = None
 ) -> Any:
-    """The sum of the valid entries.
+    """Sum the valid entries.
 
     Args:
         dtype: of the result; as `jnp.sum` by default.
@@ -56,27 +142,14 @@ def sum(  # noqa: A001
         >>> jmask.numpy.sum(jnp.arange(3), where=jnp.array([True, False, True]))
         Array(2, dtype=int32)
     """
-    out = result_dtype(jnp.sum, x, dtype)
-    kernel = functools.partial(kernels.total, dtype=out)
-    plain = functools.partial(jnp.sum, dtype=dtype)
-    return reduce(
-        kernel,
-        x,
-        axis,
-        keepdims,
-        where,
-        name="sum",
-        dtype=out,
-        plain=plain,
-        of_stored=kernel,
-    )
+    return _SUM(x, axis, keepdims, where, dtype)
 
 
 @described
 def prod(
     x: Any, axis: Any = None, dtype: Any = None, keepdims: bool = False, where: Any = None
 ) -> Any:
-    """The product of the valid entries.
+    """Return the product of the valid entries.
 
     Args:
         dtype: of the result; as `jnp.prod` by default.
@@ -86,21 +159,14 @@ def prod(
         >>> jmask.numpy.prod(jnp.array([2, 3, 5]), where=jnp.array([True, False, True]))
         Array(10, dtype=int32)
     """
-    out = result_dtype(jnp.prod, x, dtype)
-    kernel = functools.partial(kernels.product, dtype=out)
-    plain = functools.partial(jnp.prod, dtype=dtype)
-    of_all = functools.partial(kernels.product_of_all, dtype=out) if where is None else None
-    return reduce(
-        kernel, x, axis, keepdims, where,
-        name="prod", dtype=out, plain=plain, of_stored=of_all,
-    )  # fmt: skip
+    return _PROD(x, axis, keepdims, where, dtype)
 
 
 @described
 def mean(
     x: Any, axis: Any = None, dtype: Any = None, keepdims: bool = False, where: Any = None
 ) -> Any:
-    """The mean of the valid entries: their sum by their number.
+    """Return the mean of the valid entries: their sum by their number.
 
     Args:
         dtype: of the result; as `jnp.mean` by default.
@@ -110,14 +176,7 @@ def mean(
         >>> jmask.numpy.mean(jnp.array([1., 9., 3.]), where=jnp.array([True, False, True]))
         Array(2., dtype=float32)
     """
-    out = result_dtype(jnp.mean, x, dtype)
-    kernel = functools.partial(kernels.mean, dtype=out)
-    plain = functools.partial(jnp.mean, dtype=dtype)
-    of_all = functools.partial(kernels.mean_of_all, dtype=out) if where is None else None
-    return reduce(
-        kernel, x, axis, keepdims, where,
-        name="mean", dtype=out, plain=plain, empty=jnp.nan, of_stored=of_all,
-    )  # fmt: skip
+    return _MEAN(x, axis, keepdims, where, dtype)
 
 
 @described
@@ -131,7 +190,7 @@ def var(
     *,
     correction: float | None = None,
 ) -> Any:
-    """The variance of the valid entries: mean square distance from their mean.
+    """Return the variance of the valid entries: mean square distance from their mean.
 
     Masked (nan for an array with `where=`) where not more than `ddof` entries are valid.
 
@@ -145,7 +204,7 @@ def var(
         >>> jmask.numpy.var(jnp.array([1., 9., 3.]), where=jnp.array([True, False, True]))
         Array(1., dtype=float32)
     """
-    return _spread("var", jnp.var, x, axis, dtype, ddof, correction, keepdims, where)
+    return _VAR(x, axis, keepdims, where, dtype, ddof=_ddof(ddof, correction))
 
 
 @described
@@ -159,7 +218,7 @@ def std(
     *,
     correction: float | None = None,
 ) -> Any:
-    """The standard deviation of the valid entries: the root of `var`.
+    """Return the standard deviation of the valid entries: the root of `var`.
 
     The derivative where it is 0, as for equal entries, is 0.
 
@@ -173,32 +232,15 @@ def std(
         >>> jmask.numpy.std(jnp.array([1., 9., 5.]), where=jnp.array([True, False, True]))
         Array(2., dtype=float32)
     """
-    return _spread("std", jnp.std, x, axis, dtype, ddof, correction, keepdims, where)
+    return _STD(x, axis, keepdims, where, dtype, ddof=_ddof(ddof, correction))
 
 
-def _spread(
-    name: str,
-    function: Any,
-    x: Any,
-    axis: Any,
-    dtype: Any,
-    ddof: float,
-    correction: float | None,
-    keepdims: bool,
-    where: Any,
-) -> Any:
-    if correction is not None:
-        if ddof != 0:
-            raise ValueError("give `ddof` or `correction`, not both: they mean the same.")
-        ddof = correction
-    out = result_dtype(function, x, dtype)
-    kernel = {"var": kernels.variance, "std": kernels.deviation}[name]
-    return reduce(
-        functools.partial(kernel, dtype=out, ddof=ddof),
-        x, axis, keepdims, where,
-        name=name, dtype=out, plain=functools.partial(function, dtype=dtype, ddof=ddof),
-        empty=jnp.nan,
-    )  # fmt: skip
+def _ddof(ddof: float, correction: float | None) -> float:
+    if correction is None:
+        return ddof
+    if ddof != 0:
+        raise ValueError("give `ddof` or `correction`, not both: they mean the same.")
+    return correction
 
 
 @described
@@ -209,7 +251,7 @@ def norm(
     keepdims: bool = False,
     where: Any = None,
 ) -> Any:
-    """The vector norm of the valid entries: the `ord`-th root of the sum of |x| ** ord.
+    """Return the vector norm of the valid entries: the `ord`-th root of the sum of |x| ** ord.
 
     Always of the entries as one vector, also over two axes. The derivative is 0 where the
     norm is 0. A norm of negative order of nothing is inf.
@@ -226,15 +268,13 @@ def norm(
     order = 2 if ord is None else ord
     if not isinstance(order, int | float):
         raise TypeError(f"`ord` must be a number that is not traced, got {ord!r}.")
-    out = jnp.finfo(result_dtype(jnp.mean, x)).dtype
-    kernel = functools.partial(kernels.norm, dtype=out, ord=order)
-    of_stored = kernel if order >= 0 else None
-    return reduce(kernel, x, axis, keepdims, where, name="norm", dtype=out, of_stored=of_stored)
+    reduction = _NORM if order >= 0 else _NEGATIVE_NORM
+    return reduction(x, axis, keepdims, where, ord=order)
 
 
 @described
 def logsumexp(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
-    """log of the sum of exp of the valid entries, without overflow.
+    """Return the log of the sum of exp of the valid entries, without overflow.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -242,19 +282,14 @@ def logsumexp(x: Any, axis: Any = None, keepdims: bool = False, where: Any = Non
         >>> jmask.numpy.logsumexp(x, where=jnp.array([True, False]))
         Array(1000., dtype=float32)
     """
-    out = result_dtype(jnp.mean, x)
-    kernel = functools.partial(kernels.log_sum_exp, dtype=out)
-    return reduce(
-        kernel, x, axis, keepdims, where,
-        name="logsumexp", dtype=out, plain=special.logsumexp,
-    )  # fmt: skip
+    return _LOGSUMEXP(x, axis, keepdims, where)
 
 
 @described
 def average(
     x: Any, axis: Any = None, weights: Any = None, keepdims: bool = False, where: Any = None
 ) -> Any:
-    """The mean of the valid entries, each counted by its weight.
+    """Return the mean of the valid entries, each counted by its weight.
 
     Args:
         weights: an array that broadcasts to `x`, or (n,) for the n entries along one axis;
@@ -292,3 +327,193 @@ def average(
     above = sum(_multiply(x, weight), axis, None, keepdims, where)
     below = sum(weight, axis, None, keepdims, where)
     return _divide(above, below)
+
+
+@described
+def max(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:  # noqa: A001
+    """Return the largest valid entry; nan if one is nan.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.numpy.max(jnp.array([1., 9., 3.]), where=jnp.array([True, False, True]))
+        Array(3., dtype=float32)
+    """
+    return _MAX(x, axis, keepdims, where)
+
+
+@described
+def min(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:  # noqa: A001
+    """Return the smallest valid entry; nan if one is nan.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.numpy.min(jnp.array([4., 0., 3.]), where=jnp.array([True, False, True]))
+        Array(3., dtype=float32)
+    """
+    return _MIN(x, axis, keepdims, where)
+
+
+amax, amin = max, min
+
+
+@described
+def argmax(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+    """Return the index of the first largest valid entry along `axis`.
+
+    With axis None the tensor is flattened; a tuple of axes is refused.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jnp.array([jnp.nan, -jnp.inf])
+        >>> jmask.numpy.argmax(x, where=jnp.array([False, True]))
+        Array(1, dtype=int32)
+    """
+    return _ARGMAX(x, single_axis(axis, "argmax"), keepdims, where)
+
+
+@described
+def argmin(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+    """Return the index of the first smallest valid entry along `axis`.
+
+    With axis None the tensor is flattened; a tuple of axes is refused.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.numpy.argmin(jnp.array([0., 1.]), where=jnp.array([False, True]))
+        Array(1, dtype=int32)
+    """
+    return _ARGMIN(x, single_axis(axis, "argmin"), keepdims, where)
+
+
+@described
+def all(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:  # noqa: A001
+    """Decide whether no valid entry is 0 or False.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.numpy.all(jnp.array([1, 0]), where=jnp.array([True, False]))
+        Array(True, dtype=bool)
+    """
+    return _ALL(x, axis, keepdims, where)
+
+
+@described
+def any(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:  # noqa: A001
+    """Decide whether a valid entry is neither 0 nor False.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.numpy.any(jnp.array([0, 1]), where=jnp.array([True, False]))
+        Array(False, dtype=bool)
+    """
+    return _ANY(x, axis, keepdims, where)
+
+
+@described
+def count(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+    """Count the valid entries: an ordinary tensor, as there always is a number.
+
+    All entries of an ordinary tensor are valid.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jmask.masked_tensor(jnp.ones((2, 2)), jnp.array([[True], [False]]))
+        >>> jmask.numpy.count(x, axis=1)
+        Array([2, 0], dtype=int32)
+    """
+    result = _COUNT(x, axis, keepdims, where)
+    return result.storage if isinstance(result, MaskedTensor) else result
+
+
+@described
+def count_nonzero(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+    """Count the valid entries that are not 0.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.numpy.count_nonzero(jnp.array([0, 2]), where=jnp.array([True, False]))
+        Array(0, dtype=int32)
+    """
+    return _COUNT_NONZERO(x, axis, keepdims, where)
+
+
+@described
+def median(
+    x: Any,
+    axis: Any = None,
+    keepdims: bool = False,
+    where: Any = None,
+    *,
+    averaged: bool = True,
+) -> Any:
+    """Return the middle valid entry, or the mean of the two in the middle; nan if one is nan.
+
+    The derivative is that of the entries. Sparse storage becomes dense.
+
+    Args:
+        averaged: whether, of an even number, it is the mean of the two in the middle, as
+            `jnp.median` has it. False gives the lower of them, as torch.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> mask = jnp.array([True, True, False])
+        >>> x = jmask.masked_tensor(jnp.array([4., 1., jnp.nan]), mask)
+        >>> jmask.numpy.median(x).to_tensor(0)
+        Array(2.5, dtype=float32)
+        >>> jmask.numpy.median(x, averaged=False).to_tensor(0)
+        Array(1., dtype=float32)
+    """
+    return _MEDIAN(x, axis, keepdims, where, averaged=averaged)
+
+
+@described
+def cumsum(x: Any, axis: Any = None, dtype: Any = None, where: Any = None) -> Any:
+    """Return the running sum of the valid entries along `axis`; masked entries stay so.
+
+    Sparse storage becomes dense. With axis None the tensor is flattened.
+
+    Args:
+        dtype: of the result; as `jnp.cumsum` by default.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.numpy.cumsum(jnp.array([1, 9, 3]), where=jnp.array([True, False, True]))
+        Array([1, 1, 4], dtype=int32)
+    """
+    return _running("cumsum", jnp.cumsum, 0, x, axis, dtype, where)
+
+
+@described
+def cumprod(x: Any, axis: Any = None, dtype: Any = None, where: Any = None) -> Any:
+    """Return the running product of the valid entries along `axis`; masked entries stay so.
+
+    Sparse storage becomes dense. With axis None the tensor is flattened.
+
+    Args:
+        dtype: of the result; as `jnp.cumprod` by default.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.numpy.cumprod(jnp.array([2, 9, 3]), where=jnp.array([True, False, True]))
+        Array([2, 2, 6], dtype=int32)
+    """
+    return _running("cumprod", jnp.cumprod, 1, x, axis, dtype, where)
+
+
+def _running(
+    name: str, function: Any, identity: int, x: Any, axis: Any, dtype: Any, where: Any
+) -> Any:
+    masked = isinstance(x, MaskedTensor)
+    if is_sparse(x.storage if masked else x):
+        report_fallback(became_dense(name, x))
+        x = x.to_dense() if masked else as_dense(x)
+    values = x.storage if masked else jnp.asarray(x)
+    checked_axes(single_axis(axis, name), values.ndim)
+    taken = where_at(where, values)
+    if masked:
+        taken &= x.valid
+    safe = jnp.where(taken, values, jnp.asarray(identity, values.dtype))
+    result = function(safe, axis=axis, dtype=dtype)
+    if not masked:
+        return result
+    return joined(result, taken.reshape(result.shape))

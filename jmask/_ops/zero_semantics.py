@@ -6,22 +6,43 @@
     d + x        d with the rows of x added
     cos(x)       cos(0) is not 0: dense, with a warning
 
-The function itself decides which it is (see `zero_preserving`). Equal positions are summed
-before a function that is not affine, and kept apart by one that is.
+A sparse result is possible where the entries that are not stored come out as zeros, and
+that is a property of the function. It is read from the function's jaxpr, run on scalars
+with 0 in place of every sparse operand s and *unknown* in place of every array d:
+
+    sin(s)            0          sparse
+    s > 0.5           False      sparse
+    cos(s)            1          dense
+    s * d             0 * ? = 0  sparse
+    where(d, s, 0)    0          sparse: whichever is chosen
+    d + s             d          an array plus some rows
+    clip(s, d, 1)     ?          dense: it cannot be told
+
+The product with what is not stored is 0, as in every sparse library, also where the other
+factor is inf or nan. A quotient by an unknown *scalar* counts as a product.
+
+The same pass decides whether the function is affine in its sparse operands. Then rows with
+equal indices may be kept apart, since f(0 + a + b) = f(0) + L(a) + L(b); before any other
+function equal positions are summed. If it is linear in the arrays too, as `s - d` is, it is
+the sum of a dense result and of rows.
 """
 
+import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
+from jax.extend.core import Jaxpr, JaxprEqn
 
-from jmask._base.array_types import trailing
+from jmask._base.array_types import adds_when_cast, trailing
 from jmask._base.fallback import report_fallback
-from jmask._ops.safe_numbers import safe_numbers, varies
-from jmask._ops.zero_preserving import Operand, Sparse, behaviour_at_zero, role
+from jmask._base.forms import CALLS, aval_of, called, name_of, parameter
+from jmask._base.jaxprs import bound, interpret
 from jmask._tables.stored_table import add_to_dense
 from jmask._tensors.masked_tensor import common_shape
 from jmask._tensors.row_sparse import RowSparse
@@ -38,6 +59,308 @@ from jmask._tensors.storage import (
     with_stored_values,
 )
 
+_T = TypeVar("_T")
+
+# --- numbers harmless to a function and its slopes ---------------------------------------
+
+
+# To try in turn, for floating and for integer operands.
+_CANDIDATES = ((0.5, 1), (1.5, 0), (0.25, 2), (2.5, 3), (-0.5, -1))
+
+
+def _remembered(decide: Callable[..., _T]) -> Callable[..., _T]:
+    """Remember what is decided about a function, its operands and its options by name."""
+    cached = functools.lru_cache(maxsize=4096)(decide)
+
+    def remembered(function: Callable, operands: Sequence[Any], kwargs: dict[str, Any]) -> _T:
+        try:
+            return cached(function, tuple(operands), tuple(sorted(kwargs.items())))
+        except TypeError:  # something that cannot be hashed
+            return decide(function, tuple(operands), tuple(kwargs.items()))
+
+    return remembered
+
+
+@_remembered
+def safe_numbers(
+    function: Callable, kinds: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
+) -> tuple[Any, ...]:
+    """Return for each operand a number to put where it does not exist.
+
+    What is selected away after the function must be harmless in it: 0 times an infinite slope
+    is nan. So value, first and second derivative must be finite there: 0.5 and not 0 for sqrt.
+    The number is found by trying, which serves functions never seen before.
+
+    Args:
+        function: elementwise.
+        kinds: for each operand its dtype, or its value if it is a Python number.
+        kwargs: options of the function; a dictionary for the caller.
+    """
+    fixed, numbers = dict(kwargs), ()
+    for candidate in _CANDIDATES:
+        numbers = tuple(_number(candidate, kind) for kind in kinds)
+        if _is_safe(lambda *xs: function(*xs, **fixed), numbers):
+            return numbers
+    return numbers
+
+
+def _number(candidate: tuple[float, int], kind: Any) -> Any:
+    if not varies(kind):
+        return kind
+    inexact, integer = candidate
+    return np.array(inexact if jnp.issubdtype(kind, jnp.inexact) else integer).astype(kind)
+
+
+def _is_safe(function: Callable, numbers: tuple[Any, ...]) -> bool:
+    varying = [i for i, x in enumerate(numbers) if _is_inexact(x)]
+
+    def of_varying(*xs: Any) -> Any:
+        arguments = list(numbers)
+        for i, x in zip(varying, xs, strict=True):
+            arguments[i] = x
+        return function(*arguments)
+
+    def slope(*xs: Any) -> Any:
+        return jax.jvp(of_varying, xs, tuple(map(np.ones_like, xs)))
+
+    xs = tuple(numbers[i] for i in varying)
+    with trial():
+        try:
+            results = jax.jvp(slope, xs, tuple(map(np.ones_like, xs)))
+        except (TypeError, NotImplementedError):
+            results = of_varying(*xs)  # not differentiable: then its value decides
+        return all(_is_finite(x) for x in jax.tree.leaves(results))
+
+
+@contextlib.contextmanager
+def trial() -> Iterator[None]:
+    """Context in which a function is tried on numbers, also while something is traced.
+
+    What comes out may be nan, and `jax_debug_nans` is not to take it for a mistake.
+    """
+    with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
+        yield
+
+
+def _is_inexact(x: Any) -> bool:
+    return isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _is_finite(x: Any) -> bool:
+    return x.dtype == jax.dtypes.float0 or bool(jnp.isfinite(x).all())
+
+
+def varies(x: Any) -> bool:
+    """Whether an operand is an array, and not a Python number."""
+    # A Python number keeps its weak type, and static arguments must stay static.
+    return not isinstance(x, bool | int | float | complex)
+
+
+# --- what a function is where its sparse operands are zero -------------------------------
+
+
+# How a value depends on operands, more from left to right: not, on arrays in an affine way, on
+# sparse ones too, in another way.
+_FREE, _ARRAYS, _AFFINE, _OTHER = range(4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """A constant."""
+
+    value: Any
+
+    def is_zero(self) -> bool:
+        return not np.any(np.asarray(self.value) != 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """The operand with this number, unchanged but for its dtype.
+
+    Attributes:
+        number: among the operands of the function.
+        scalar: whether it has no dimensions.
+    """
+
+    number: int
+    scalar: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Unknown:
+    """Anything; `scalar` if it is computed from scalars alone."""
+
+    scalar: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Behaviour:
+    """A function where its sparse operands are zero.
+
+    Attributes:
+        value: the result there.
+        affine: whether the function is affine in the sparse operands together.
+        sums: whether it is linear in sparse operands and arrays together: the sum of a
+            function of the former and one of the latter.
+    """
+
+    value: Known | Operand | Unknown
+    affine: bool
+    sums: bool
+
+    def keeps_zero(self) -> bool:
+        return isinstance(self.value, Known) and self.value.is_zero()
+
+
+@dataclasses.dataclass(frozen=True)
+class Varying:
+    """Stands for an operand whose value is not known: "sparse", an "array" or a "scalar"."""
+
+    kind: str
+    dtype: Any
+    weak: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """A scalar whose value is known: a Python number, or a concrete array of no dimensions.
+
+    Attributes:
+        kind: its Python type, or its dtype and whether that is weak.
+        text: its value, as a string: nan is equal to nan.
+        value: the operand itself.
+    """
+
+    kind: Any
+    text: str
+    value: Any = dataclasses.field(compare=False)
+
+
+def role(x: Any) -> Varying | Number:
+    """Return what stands for an operand."""
+    if is_sparse(x):
+        return Varying("sparse", jnp.dtype(x.dtype))
+    if isinstance(x, bool | int | float | complex):
+        return Number(type(x), str(x), x)
+    weak = bool(getattr(x, "weak_type", False))
+    if jnp.ndim(x) == 0 and not isinstance(x, jax.core.Tracer):
+        return Number((x.dtype, weak), str(x), x)
+    return Varying("array" if jnp.ndim(x) else "scalar", x.dtype, weak)
+
+
+@_remembered
+def behaviour_at_zero(
+    function: Callable[..., Any],
+    roles: tuple[Varying | Number, ...],
+    kwargs: tuple[tuple[str, Any], ...],
+) -> Behaviour:
+    """Decide how an elementwise function behaves where its sparse operands are zero."""
+    varying = [(i, x) for i, x in enumerate(roles) if isinstance(x, Varying)]
+
+    def of_varying(*values: Any) -> Any:
+        rest = iter(values)
+        operands = (x.value if isinstance(x, Number) else next(rest) for x in roles)
+        return function(*operands, **dict(kwargs))
+
+    program = jax.make_jaxpr(of_varying)(
+        *(jax.ShapeDtypeStruct((), x.dtype, weak_type=x.weak) for _, x in varying)
+    )
+    consts = [
+        (Unknown(jnp.ndim(c) == 0) if isinstance(c, jax.core.Tracer) else Known(c), _FREE)
+        for c in program.consts
+    ]
+    # Once with zeros for the sparse operands only, and once for the arrays too.
+    inputs: list[_Value] = []
+    zeros: list[_Value] = []
+    for i, x in varying:
+        zero, operand = Known(np.zeros((), x.dtype)), Operand(i, x.kind == "scalar")
+        inputs.append((zero, _AFFINE) if x.kind == "sparse" else (operand, _FREE))
+        zeros.append((zero, _ARRAYS) if x.kind == "array" else inputs[-1])
+    with trial():
+        ((value, dependence),) = _run(program.jaxpr, consts, inputs)
+        ((at_zero, of_all),) = _run(program.jaxpr, consts, zeros)
+    sums = of_all != _OTHER and isinstance(at_zero, Known) and at_zero.is_zero()
+    return Behaviour(value, dependence != _OTHER, sums)
+
+
+_Value = tuple[Known | Operand | Unknown, int]
+
+
+def _run(jaxpr: Jaxpr, consts: Sequence[_Value], inputs: Sequence[_Value]) -> list[_Value]:
+    return interpret(jaxpr, consts, inputs, _equation, lambda value: (Known(value), _FREE))
+
+
+def _equation(eqn: JaxprEqn, inputs: list[_Value]) -> list[_Value]:
+    if name_of(eqn) in CALLS:
+        jaxpr, consts = called(eqn)
+        return _run(jaxpr, [(Known(c), _FREE) for c in consts], inputs)
+    values = [value for value, _ in inputs]
+    dependence = _dependence(eqn, [depends for _, depends in inputs])
+    known = [value.value for value in values if isinstance(value, Known)]
+    if len(known) == len(values):
+        return [(Known(result), dependence) for result in bound(eqn, known)]
+    found = _with_unknown(eqn, values)
+    if found is None:
+        scalar = all(isinstance(value, Known) or value.scalar for value in values)
+        return [(Unknown(scalar), dependence) for _ in eqn.outvars]
+    return [(found, dependence)]
+
+
+def _with_unknown(eqn: JaxprEqn, values: list[Any]) -> Known | Operand | None:
+    """What an equation comes to although not all of its inputs are known."""
+    name = name_of(eqn)
+    zero = [isinstance(value, Known) and value.is_zero() for value in values]
+    nothing = Known(np.zeros((), aval_of(eqn.outvars[0]).dtype))
+    if name in ("mul", "and") and any(zero):
+        return nothing
+    if name == "div" and zero[0] and values[1].scalar:
+        return nothing
+    if name in ("add", "add_any", "or", "xor") and any(zero):
+        return _unchanged(values[zero.index(False)])
+    if name == "sub" and zero[1]:
+        return _unchanged(values[0])
+    if name in ("convert_element_type", "copy"):
+        return _unchanged(values[0])
+    if name == "select_n":
+        which, *cases = values
+        if isinstance(which, Known):
+            chosen = cases[int(which.value)]
+            return None if isinstance(chosen, Unknown) else chosen
+        if all(zero[1:]):
+            return nothing
+        return _unchanged(cases[0]) if all(case == cases[0] for case in cases) else None
+    return None
+
+
+def _unchanged(value: Any) -> Operand | None:
+    return value if isinstance(value, Operand) else None
+
+
+# Affine in all inputs together.
+_LINEAR = ("add", "add_any", "sub", "neg", "copy", "real", "imag", "conj")
+
+
+def _dependence(eqn: JaxprEqn, inputs: list[int]) -> int:
+    name, most = name_of(eqn), max(inputs, default=_FREE)
+    if most in (_FREE, _OTHER) or name in _LINEAR:
+        return most
+    depends = [i for i, depends in enumerate(inputs) if depends]
+    if name == "mul" and len(depends) == 1:
+        return most
+    if name == "div" and depends == [0]:
+        old, new = (aval_of(v).dtype for v in (eqn.invars[0], eqn.outvars[0]))
+        return most if jnp.issubdtype(new, jnp.inexact) and old == new else _OTHER
+    if name == "select_n" and 0 not in depends:
+        return most
+    if name == "convert_element_type":
+        adds = adds_when_cast(aval_of(eqn.invars[0]).dtype, parameter(eqn, "new_dtype"))
+        return most if adds or most == _ARRAYS else _OTHER
+    return _OTHER
+
+
+# --- results on sparse storage -----------------------------------------------------------
+
 
 def zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) -> Any:
     """An elementwise function of which at least one operand is sparse, none masked."""
@@ -50,18 +373,19 @@ def zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) ->
         if isinstance(x, RowSparse):
             x.check_single()
     if _one_layout(sparse, operands, shape):
-        roles = [Sparse(jnp.dtype(x.dtype)) if is_sparse(x) else role(x) for x in operands]
-        behaviour = behaviour_at_zero(function, roles, kwargs)
+        behaviour = behaviour_at_zero(function, list(map(role, operands)), kwargs)
         call = _Call(function, operands, kwargs, shape)
         if behaviour.keeps_zero():
             return call.on_positions(behaviour.affine)
-        full = [i for i, x in enumerate(operands) if not is_sparse(x) and jnp.ndim(x)]
-        sizes = jnp.broadcast_shapes(*(operands[i].shape for i in full))
+        is_full = lambda x: not is_sparse(x) and jnp.ndim(x) > 0
+        full = list(filter(is_full, operands))
+        sizes = jnp.broadcast_shapes(*(x.shape for x in full))
         if behaviour.sums and sizes == shape and isinstance(sparse[0], RowSparse):
-            rows = call.with_zeros(full).on_rows(affine=True)
-            unchanged = isinstance(behaviour.value, Operand)
-            base = operands[full[0]] if unchanged else call.without_rows()
-            return add_to_dense(base, rows)
+            rows = call.with_zeros(is_full).on_rows(affine=True)
+            if isinstance(behaviour.value, Operand):
+                return add_to_dense(full[0], rows)
+            dense = call.with_zeros(is_sparse)
+            return add_to_dense(function(*dense.operands, **kwargs), rows)
     name = getattr(function, "__name__", "a function")
     report_fallback(
         f"`{name}` made a sparse tensor of shape {tuple(sparse[0].shape)} dense, at "
@@ -109,72 +433,60 @@ def _one_layout(sparse: list[Any], operands: list[Any], shape: tuple[int, ...]) 
     return len({x.n_dense for x in sparse}) == 1
 
 
+@dataclasses.dataclass(frozen=True)
 class _Call:
-    """A function with its operands, to be applied to stored values."""
+    """A function with its operands, to be applied to stored values.
 
-    def __init__(
-        self, function: Callable, operands: list[Any], kwargs: dict, shape: tuple[int, ...]
-    ):
-        self.function, self.operands, self.kwargs = function, operands, kwargs
-        self.shape = shape
-        self.sparse = [x for x in operands if is_sparse(x)]
+    Attributes:
+        shape: of the result.
+    """
 
-    def with_zeros(self, numbers: Sequence[int]) -> "_Call":
+    function: Callable
+    operands: list[Any]
+    kwargs: dict
+    shape: tuple[int, ...]
+
+    @property
+    def sparse(self) -> list[Any]:
+        return [x for x in self.operands if is_sparse(x)]
+
+    def with_zeros(self, replaced: Callable[[Any], bool]) -> "_Call":
         """The call with zeros in place of some operands."""
-        operands = list(self.operands)
-        for number in numbers:
-            operands[number] = jnp.zeros((), operands[number].dtype)
-        return _Call(self.function, operands, self.kwargs, self.shape)
-
-    def without_rows(self) -> jax.Array:
-        """The result if the sparse operands were zero."""
-        operands = [jnp.zeros((), x.dtype) if is_sparse(x) else x for x in self.operands]
-        return self.function(*operands, **self.kwargs)
+        operands = [jnp.zeros((), x.dtype) if replaced(x) else x for x in self.operands]
+        return dataclasses.replace(self, operands=operands)
 
     def on_positions(self, affine: bool) -> Any:
         """The result, which is zero where no operand stores a value."""
-        if isinstance(self.sparse[0], RowSparse):
-            return self.on_rows(affine)
-        if len(self.sparse) == 1:
-            (x,) = self.sparse
-            if affine:
-                return with_stored_values(x, self._apply(x, [stored_values(x)]))
-            return self._aligned([x])
         first, *others = self.sparse
+        if isinstance(first, RowSparse):
+            return self.on_rows(affine)
+        if affine and not others:
+            return with_stored_values(first, self._apply(first, [stored_values(first)]))
         if all(same_positions(first, x) for x in others):
             return self._aligned(self.sparse)
-        every_csr = all(isinstance(x, BCSR) for x in self.sparse)
         result = self._aligned(_on_union_of_entries(self.sparse))
-        return compressed(result) if every_csr else result
+        return compressed(result) if all(isinstance(x, BCSR) for x in self.sparse) else result
 
     def on_rows(self, affine: bool) -> RowSparse:
         """The result as rows."""
-        first, *others = self.sparse
+        sparse = self.sparse
+        first, *others = sparse
         if affine and others:
-            parts = [self._part(number) for number in range(len(self.sparse))]
-            ids = jnp.concatenate([x.row_ids() for x in self.sparse])
+            parts = []
+            for i, x in enumerate(sparse):  # the sum of what the rows of each operand add
+                zeros = [jnp.zeros((), y.dtype) for y in sparse]
+                part = self._apply(x, [*zeros[:i], x.values, *zeros[i + 1 :]])
+                parts.append(jnp.broadcast_to(part, (x.nse, *self.shape[1:])))
+            ids = jnp.concatenate([x.row_ids() for x in sparse])
             return RowSparse(ids, jnp.concatenate(parts), self.shape)
         if affine:
-            return self._rows(first, self._apply(first, [first.values]))
-        if all(same_positions(first, x) for x in others):
-            rows = [x.coalesce() for x in self.sparse]
+            values = self._apply(first, [first.values])
         else:
-            rows = on_union_of_rows(self.sparse)
-        return self._rows(rows[0], self._guarded(rows[0], [x.values for x in rows]))
-
-    def _part(self, number: int) -> jax.Array:
-        """What the rows of one operand add to the result of an affine function."""
-        x = self.sparse[number]
-        values = [
-            x.values if i == number else jnp.zeros((), y.dtype)
-            for i, y in enumerate(self.sparse)
-        ]
-        result = self._apply(x, values)
-        return jnp.broadcast_to(result, (x.nse, *self.shape[1:]))
-
-    def _rows(self, like: RowSparse, values: jax.Array) -> RowSparse:
+            same = all(same_positions(first, x) for x in others)
+            rows = [x.coalesce() for x in sparse] if same else on_union_of_rows(sparse)
+            first, values = rows[0], self._guarded(rows[0], [x.values for x in rows])
         values = jnp.broadcast_to(values, (*values.shape[:1], *self.shape[1:]))
-        return like.with_leaves(like.index_leaf, values, shape=self.shape)
+        return first.with_leaves(first.index_leaf, values, shape=self.shape)
 
     def _aligned(self, sparse: list[Any]) -> Any:
         sparse = [unique_positions(x) for x in sparse]
@@ -186,7 +498,7 @@ class _Call:
         if getattr(pattern, "n_batch", 0):
             return self._apply(pattern, values)
         stored = is_stored(pattern)
-        operands = list(self._at_positions(pattern, iter(values)))
+        operands = self._at_positions(pattern, values)
         kinds = tuple(x.dtype if varies(x) else x for x in operands)
         safe = safe_numbers(self.function, kinds, self.kwargs)
         operands = [
@@ -198,43 +510,41 @@ class _Call:
         return jnp.where(trailing(stored, result.ndim), result, zero)
 
     def _apply(self, pattern: Any, values: Sequence[Any]) -> jax.Array:
-        """The function of the stored values; arrays are sampled at the same positions."""
-        stored = iter(values)
-        return self.function(*self._at_positions(pattern, stored), **self.kwargs)
+        return self.function(*self._at_positions(pattern, values), **self.kwargs)
 
-    def _at_positions(self, pattern: Any, stored: Iterator[Any]) -> Iterator[Any]:
-        for x in self.operands:
-            if is_sparse(x):
-                yield next(stored)
-            else:
-                yield sampled(x, pattern, self.shape) if jnp.ndim(x) else x
+    def _at_positions(self, pattern: Any, values: Sequence[Any]) -> list[Any]:
+        """The operands: stored values of the sparse ones, arrays at the same positions."""
+        stored = iter(values)
+        return [
+            next(stored)
+            if is_sparse(x)
+            else sampled(x, pattern, self.shape)
+            if jnp.ndim(x)
+            else x
+            for x in self.operands
+        ]
 
 
 def on_union_of_rows(sparse: Sequence[RowSparse]) -> list[RowSparse]:
     """The tensors, coalesced, each storing the rows that any of them stores."""
     ids = jnp.concatenate([x.row_ids() for x in sparse])
-    result = []
-    for number, x in enumerate(sparse):
-        values = [
-            x.values if i == number else jnp.zeros((y.nse, *x.shape[1:]), x.dtype)
-            for i, y in enumerate(sparse)
-        ]
-        result.append(RowSparse(ids, jnp.concatenate(values), x.shape).coalesce())
-    return result
+    pairs = zip(sparse, _side_by_side([x.values for x in sparse]), strict=True)
+    return [RowSparse(ids, values, x.shape).coalesce() for x, values in pairs]
 
 
 def _on_union_of_entries(sparse: Sequence[Any]) -> list[BCOO]:
     """The tensors in coordinates, each storing what any of them stores."""
     entries = [x.to_bcoo() if isinstance(x, BCSR) else x for x in sparse]
     indices = jnp.concatenate([x.indices for x in entries])
-    traced = isinstance(indices, jax.core.Tracer)
-    result = []
-    for number, x in enumerate(entries):
-        values = [
-            x.data if i == number else jnp.zeros(y.data.shape, x.dtype)
-            for i, y in enumerate(entries)
-        ]
-        union = BCOO((jnp.concatenate(values), indices), shape=x.shape)
-        nse = indices.shape[0] if traced else None
-        result.append(summed(union, nse))
-    return result
+    nse = indices.shape[0] if isinstance(indices, jax.core.Tracer) else None
+    pairs = zip(entries, _side_by_side([x.data for x in entries]), strict=True)
+    return [summed(BCOO((data, indices), shape=x.shape), nse) for x, data in pairs]
+
+
+def _side_by_side(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Each array at its place in the concatenation of all, with zeros elsewhere."""
+    rows = [x.shape[0] for x in arrays]
+    return [
+        jnp.pad(x, [(sum(rows[:i]), sum(rows[i + 1 :])), *[(0, 0)] * (x.ndim - 1)])
+        for i, x in enumerate(arrays)
+    ]

@@ -3,8 +3,8 @@
 row_rule                    an optimizer as arithmetic on a row
 hyperparameters             what they are given, checked
 sgd, adam, adagrad, ftrl    the rules
-multi_steps, conditional_step, drop_rows, row_norms     microbatches; steps not taken; bounds
-deferred                    tables with the dense trajectory at the cost of the rows touched
+microbatches                `multi_steps`: one step for the gradients of k microbatches
+guards                      steps that are not taken, rows left out, bounds on norms of rows
 torch_state                 states to and from torch
 exported                    steps as files, by `jax.export`
 explain                     what a step does to each parameter, from shapes

@@ -271,8 +271,8 @@ def _adam(
     per_row: bool,
 ) -> optax.GradientTransformationExtraArgs:
     _check(b1, b2, eps, eps_root, mu_dtype)
-    of_rows = checked_choice(count, "count", _COUNTS) == "per_row"
-    if of_rows and not common.lazy_update:
+    per_row_count = checked_choice(count, "count", _COUNTS) == "per_row"
+    if per_row_count and not common.lazy_update:
         raise ValueError(
             '`count` must be "steps" where `lazy_update` is False: then each row is updated in '
             "each step, and the counts are the same."
@@ -283,7 +283,7 @@ def _adam(
 
     def scalars(count):
         lr = common.rate(count)
-        if of_rows:
+        if per_row_count:
             return (lr,)
         corrected = lr * correction(optax.safe_increment(count))
         return (corrected, lr) if common.is_decoupled else (corrected,)
@@ -305,12 +305,12 @@ def _adam(
     counts = {"row_count": Slot(0, per_row=True, dtype=jnp.int32)}
     return optimizer(
         RowRule(
-            slots=moments | counts if of_rows else moments,
+            slots=moments | counts if per_row_count else moments,
             scalars=scalars,
-            rule=rule_of_rows if of_rows else rule,
+            rule=rule_of_rows if per_row_count else rule,
             needs_param=common.decays,
             state_dtype=common.state_dtype,
         ),
-        RowCountAdamState if of_rows else AdamState,
+        RowCountAdamState if per_row_count else AdamState,
         common.lazy_update,
     )

@@ -1,16 +1,15 @@
-"""`jmask.explain`: what a training step does to each parameter, before it is run.
+"""Explain what a training step does to each parameter, before it is run.
 
     parameter  array                   size     gradient            a step touches
     table      float32[1000000, 64]    256 MB   row-sparse, 32 rows 8.2 kB, 31,250x less
     w          float32[64, 1]          256 B    dense               256 B
 
-The gradient program is traced with shapes, and nothing is computed or allocated. Of a table
-that is looked up and has a dense gradient all the same, it says which operation needs all
-of it, and at which line.
+The gradient program is traced with shapes, and nothing is computed or allocated. If a
+table is looked up and has a dense gradient all the same, the report names the operation that
+needs all of it, and its source line.
 """
 
 import dataclasses
-import html
 import math
 import os
 import sys
@@ -36,7 +35,7 @@ _HEADS = ("parameter", "array", "size", "gradient", "a step touches")
 
 @dataclasses.dataclass(frozen=True)
 class ParameterStep:
-    """What a step does to one parameter.
+    """The effect of a step on one parameter.
 
     Attributes:
         name: its path in the tree of parameters.
@@ -61,11 +60,11 @@ class ParameterStep:
 
     @property
     def factor(self) -> float:
-        """The size of the parameter divided by what a step touches of it."""
+        """Return the size of the parameter divided by what a step touches of it."""
         return self.nbytes / self.touched if self.touched else math.inf
 
     def cells(self) -> tuple[str, ...]:
-        """What stands in the row of a table about it."""
+        """Return its row in the printed table."""
         rows = "row" if self.nse == 1 else "rows"
         gradient = f"row-sparse, {self.nse:,} {rows}" if self.is_sparse else "dense"
         touched = in_bytes(self.touched)
@@ -76,7 +75,7 @@ class ParameterStep:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What `jmask.explain` found; shows itself as a table, also in a notebook.
+    """The result of `jmask.explain`; shows itself as a table.
 
     Attributes:
         parameters: one `ParameterStep` for each parameter, in the order of the tree.
@@ -87,12 +86,12 @@ class Explanation:
     notes: tuple[str, ...]
 
     def __getitem__(self, name: str) -> ParameterStep:
-        """The parameter of this name."""
-        found = [p for p in self.parameters if p.name == name]
-        if not found:
+        """Return the parameter of this name."""
+        named = [p for p in self.parameters if p.name == name]
+        if not named:
             names = ", ".join(repr(p.name) for p in self.parameters)
             raise KeyError(f"no parameter {name!r}; there are {names}")
-        return found[0]
+        return named[0]
 
     def _total(self) -> tuple[str, ...]:
         size = sum(p.nbytes for p in self.parameters)
@@ -109,21 +108,6 @@ class Explanation:
             if of is not None and of.note:
                 lines.append(f"    {of.note}")
         return "\n".join([*lines, *self.notes])
-
-    def _repr_html_(self) -> str:
-        def row(cells: tuple[str, ...], tag: str = "td") -> str:
-            inside = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
-            return f"<tr>{inside}</tr>"
-
-        lines = [row(_HEADS, "th")]
-        for p in self.parameters:
-            lines.append(row(p.cells()))
-            if p.note:
-                note = html.escape(p.note)
-                lines.append(f'<tr><td></td><td colspan="{len(_HEADS) - 1}">{note}</td></tr>')
-        lines.append(row(self._total()))
-        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
-        return f"<table>{''.join(lines)}</table>{notes}"
 
 
 def explain(
@@ -210,12 +194,14 @@ def _traced(
     has_aux: bool,
     kwargs: dict[str, Any],
 ) -> tuple[list[Any], list[list[Use]], list[Fallback]]:
-    """For each parameter the result of the gradient program and its uses; all fallbacks."""
+    """Return, for each parameter, its gradient's kind and its uses; and all fallbacks."""
     shapes = jax.tree.map(abstract_leaf, params)
     # Shapes become tracers; all else reaches the function as it is, as under value_and_grad.
     structure: Any
     others, structure = jax.tree.flatten((batch, kwargs))
-    given = {i: x for i, x in enumerate(others) if isinstance(x, jax.ShapeDtypeStruct)}
+    shapes_of_batch = {
+        i: x for i, x in enumerate(others) if isinstance(x, jax.ShapeDtypeStruct)
+    }
     gradients: list[Any] = []
 
     def arguments(traced: dict[int, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -223,25 +209,25 @@ def _traced(
 
     def differentiate(params: Any, traced: dict[int, Any]) -> None:
         args, keywords = arguments(traced)
-        _, (found,) = value_and_gradients(
+        _, (grads,) = value_and_gradients(
             loss_fn, (0,), has_aux, (params, *args), keywords, finished=lambda result: result
         )
-        gradients.extend(jax.tree.leaves(found, is_leaf=is_row_sparse))
+        gradients.extend(jax.tree.leaves(grads, is_leaf=is_row_sparse))
 
     def value(params: Any, traced: dict[int, Any]) -> Any:
         args, keywords = arguments(traced)
-        found = loss_fn(params, *args, **keywords)
-        return found[0] if has_aux else found
+        result = loss_fn(params, *args, **keywords)
+        return result[0] if has_aux else result
 
     with collected() as reports:
-        jax.eval_shape(differentiate, shapes, given)
+        jax.eval_shape(differentiate, shapes, shapes_of_batch)
     with collected():
-        jaxpr = jax.make_jaxpr(value)(shapes, given).jaxpr
-    of_arrays = iter(uses_of_inputs(jaxpr))
+        jaxpr = jax.make_jaxpr(value)(shapes, shapes_of_batch).jaxpr
+    uses_of_arrays = iter(uses_of_inputs(jaxpr))
     uses: list[list[Use]] = []
     for leaf in jax.tree.leaves(params, is_leaf=is_stored_table):
-        of_leaf = [next(of_arrays) for _ in jax.tree.leaves(leaf)]
-        uses.append([] if is_stored_table(leaf) else of_leaf[0])
+        uses_of_leaf = [next(uses_of_arrays) for _ in jax.tree.leaves(leaf)]
+        uses.append([] if is_stored_table(leaf) else uses_of_leaf[0])
     return gradients, uses, reports
 
 
@@ -286,7 +272,7 @@ def _size(x: Any) -> int:
 
 
 def _number_of_rows(gradient: Any) -> int | None:
-    """The nse of a row-sparse gradient, None of a dense one."""
+    """Return the nse of a row-sparse gradient, None for a dense one."""
     if is_row_sparse(gradient):
         return gradient.nse
     is_sparse = isinstance(gradient, RowSum) and gradient.is_rows
@@ -296,7 +282,7 @@ def _number_of_rows(gradient: Any) -> int | None:
 def _note(
     shape: tuple[int, ...], gradient: Any, nse: int | None, uses: list[Use], is_reported: bool
 ) -> str:
-    """What is to be said of a parameter: why its gradient is dense, or large."""
+    """Say why the gradient of a parameter is dense, or large."""
     if nse is not None:
         if nse == 0:
             return "not looked up: no row is touched"

@@ -15,18 +15,17 @@ from typing import Any
 
 from jax import export
 
+from jmask._deferred.closed_form import Form
+from jmask._deferred.table import DeferredTable
 from jmask._optim.adagrad import AdagradState
 from jmask._optim.adam import AdamState, RowCountAdamState
-from jmask._optim.conditional_step import SkipNonfiniteState
-from jmask._optim.drop_rows import DropNonfiniteState
 from jmask._optim.ftrl import FtrlState
-from jmask._optim.multi_steps import MultiStepsState, StoredEntries, StoredRows
+from jmask._optim.guards import DropNonfiniteState, SkipNonfiniteState
+from jmask._optim.microbatches import MultiStepsState, StoredEntries, StoredRows
 from jmask._optim.sgd import MomentumState, SgdState
-from jmask._tables.deferred_table import DeferredTable
 from jmask._tables.packed import PackedTable
 from jmask._tables.shard_layout import Layout
 from jmask._tables.sharded import RoutedRows, ShardedTable
-from jmask._tables.skipped_steps import Form
 from jmask._tables.stored_table import NewTable
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse

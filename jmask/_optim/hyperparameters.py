@@ -90,7 +90,7 @@ def check_state_dtype(state_dtype: Any, name: str = "state_dtype") -> None:
 
 
 def is_known(value: Any) -> bool:
-    """Whether a number can be looked at without waiting for a device: Python's or NumPy's."""
+    """Decide whether a number can be read without waiting for a device: Python's or NumPy's."""
     return isinstance(value, int | float | np.number | np.ndarray)
 
 
@@ -119,7 +119,7 @@ def check_denominator(**terms: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Common:
-    """What all named optimizers take, checked; `jmask.sgd` says what each is.
+    """The hyperparameters of all named optimizers, checked; `jmask.sgd` says what each is.
 
     Raises:
         ValueError: for one that is out of range, naming it and its value.
@@ -150,7 +150,7 @@ class Common:
 
     @property
     def decays(self) -> bool:
-        """Whether there is weight decay, for which the parameters must be known."""
+        """Decide whether there is weight decay, which needs the parameters."""
         return not is_zero(self.weight_decay)
 
     @property
@@ -158,7 +158,7 @@ class Common:
         return self.decays and self.decay_mode == "decoupled"
 
     def rate(self, count: jax.Array) -> Any:
-        """The learning rate of step `count` (from 0)."""
+        """Return the learning rate of step `count` (from 0)."""
         if not callable(self.learning_rate):
             return self.learning_rate
         value = self.learning_rate(count)
@@ -170,7 +170,7 @@ class Common:
         return value
 
     def rescaled(self, gradient: jax.Array) -> jax.Array:
-        """The gradient times `rescale_grad`, its sign turned to maximize."""
+        """Return the gradient times `rescale_grad`, its sign turned to maximize."""
         if self.maximize:
             gradient = -gradient
         if isinstance(self.rescale_grad, int | float) and self.rescale_grad == 1:
@@ -178,28 +178,28 @@ class Common:
         return gradient * self.rescale_grad
 
     def clipped(self, gradient: jax.Array) -> jax.Array:
-        """The gradient clipped to [-bound, bound] entry by entry; None does not clip."""
+        """Clip the gradient to [-bound, bound] entry by entry; None does not clip."""
         bound = self.clip_gradient
         return gradient if bound is None else jnp.clip(gradient, -bound, bound)
 
     def decayed(self, gradient: jax.Array, param: jax.Array) -> jax.Array:
-        """With "l2", the gradient of the loss plus (weight_decay / 2) * |param|**2."""
+        """Return, with "l2", the gradient of the loss plus (weight_decay / 2) * |param|**2."""
         if not self.decays or self.is_decoupled:
             return gradient
         return gradient + self.weight_decay * param
 
     def with_decoupled_decay(self, step: jax.Array, param: jax.Array, lr: Any) -> jax.Array:
-        """With "decoupled", the step minus lr * weight_decay * param."""
+        """Return, with "decoupled", the step minus lr * weight_decay * param."""
         return step - lr * self.weight_decay * param if self.is_decoupled else step
 
 
 def is_zero(value: Any) -> bool:
-    """Whether a hyperparameter is known to be 0, so that its term can be left out."""
+    """Decide whether a hyperparameter is known to be 0, so that its term can be left out."""
     return isinstance(value, int | float) and value == 0
 
 
 def bias_correction(decay: Any, step: jax.Array) -> jax.Array:
-    """1 - decay**step, without the cancellation that costs float32 its digits.
+    """Return 1 - decay**step, without the cancellation that costs float32 its digits.
 
     For decay = 0.999 and step = 1, `1 - decay**step` in float32 is off by 3e-5.
     """
@@ -211,5 +211,5 @@ def bias_correction(decay: Any, step: jax.Array) -> jax.Array:
 
 
 def row_mean(x: jax.Array) -> jax.Array:
-    """The mean over every row of axis 0: (n, *row) -> (n, 1, ..., 1)."""
+    """Return the mean over every row of axis 0: (n, *row) -> (n, 1, ..., 1)."""
     return jnp.mean(x, axis=tuple(range(1, x.ndim)), keepdims=True) if x.ndim > 1 else x

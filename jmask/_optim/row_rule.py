@@ -1,4 +1,4 @@
-"""An optimizer as a row rule: arithmetic on a gradient, a parameter and slots, row by row.
+"""Define optimizers as row rules: arithmetic on a gradient, a parameter and slots, row by row.
 
     rule(grad, param, *slots, *scalars) -> (step, *slots)        param becomes param + step
 
@@ -23,12 +23,11 @@ import jax.numpy as jnp
 import optax
 
 from jmask._base.array_types import is_narrow, joint_dtype, sharding_of_rows, wide
+from jmask._deferred.step import deferred_step, has_deferred, without_rows
 from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, updated
-from jmask._lazy.deferred_step import deferred_step, has_deferred, without_rows
 from jmask._lazy.lazy import lazy
+from jmask._lazy.leaves import has_stacked, stacked_step
 from jmask._lazy.one_pass import OnePassTransformation
-from jmask._lazy.stacked_step import has_stacked, stacked_step
-from jmask._lazy.state_rows import check_dtypes, check_state, check_state_type
 from jmask._tables.packed import PackedTable
 from jmask._tables.stored_table import (
     add_to_dense,
@@ -55,6 +54,7 @@ from jmask._updates.checks import (
 )
 from jmask._updates.eager import compiled_outside_jit
 from jmask._updates.row_update import update_entries, updated_whole
+from jmask._updates.state_rows import check_dtypes, check_state, check_state_type
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ class RowRule:
     linear: bool = False
 
     def initial_slot(self, slot: Slot, param: Any) -> jax.Array:
-        """A slot before the first step."""
+        """Return a slot before the first step."""
         like = shape_of(param)
         shape, dtype = like.shape, slot.dtype or self.state_dtype or like.dtype
         if slot.per_row:
@@ -107,7 +107,7 @@ class RowRule:
         return jnp.full(shape, slot.initial, dtype, device=sharding_of_rows(param))
 
     def on_entries(self, entries: Sequence[Any], scalars: Sequence[Any]) -> tuple[Any, ...]:
-        """The rule, computed with at least float32 and in the dtypes of the entries.
+        """Run the rule, in float32 at least.
 
         Args:
             entries: grad, param and the slots; None is passed on.
@@ -122,14 +122,14 @@ class RowRule:
         return self.rule(*entries, *scalars)
 
     def one_pass(self) -> bool:
-        """Whether entries of parameter and slots correspond one to one."""
+        """Decide whether entries of parameter and slots correspond one to one."""
         return not any(slot.per_row for slot in self.slots.values())
 
 
 def optimizer(
     rule: RowRule, state_type: type, lazy_update: bool
 ) -> optax.GradientTransformationExtraArgs:
-    """The transformation that follows a rule.
+    """Return the transformation that follows a rule.
 
     Args:
         rule: the arithmetic.
@@ -209,50 +209,57 @@ def _apply_gradients(
 def _new_tables(
     rule: RowRule, gradient: Any, tables: list[Any], scalars: tuple[Any, ...]
 ) -> RowUpdate | list[Any]:
-    """Parameter and slots after one step, for `updated` to finish."""
-    # JAX remembers what a primitive is given: no function here may close over a tracer.
-    # Python numbers are constants of what is compiled and take no room.
-    dtypes = _dtypes(tables)
-    is_traced = [isinstance(x, jax.Array) for x in scalars]
-    traced = [x for x in scalars if isinstance(x, jax.Array)]
-    fixed = [x for x in scalars if not isinstance(x, jax.Array)]
+    """Return parameter and slots after one step, for `updated` to finish.
 
-    def every(traced: Sequence[Any]) -> tuple[Any, ...]:
-        given, constants = iter(traced), iter(fixed)
-        return tuple(next(given if is_given else constants) for is_given in is_traced)
+    dense gradient                              the rule on whole arrays
+    packed table, no slot per row               its lines, entry by entry
+    other table container                       gather, compute, scatter
+    step linear in the gradient, exact dtype    an accumulating scatter
+    no slot per row                             one scatter with the rule as its combiner
+    a slot per row                              unique rows: gather, compute, scatter; densely
+                                                where most rows are touched
+    """
+    # `Update` functions are static parameters of a primitive, which JAX caches: closing over a
+    # tracer would leak it. Python numbers are compiled in as constants.
+    dtypes = _dtypes(tables)
+    traced = [x for x in scalars if isinstance(x, jax.Array)]
+    fixed = [None if isinstance(x, jax.Array) else x for x in scalars]
+
+    def all_scalars(traced: Sequence[Any]) -> tuple[Any, ...]:
+        arrays = iter(traced)
+        return tuple(next(arrays) if x is None else x for x in fixed)
 
     def new_entries(*entries: Any) -> list[Any]:
         param, *slots = entries[: len(dtypes)]
-        grad, *given = entries[len(dtypes) :]
-        step, *slots = rule.on_entries((grad, param, *slots), every(given))
+        grad, *traced = entries[len(dtypes) :]
+        step, *slots = rule.on_entries((grad, param, *slots), all_scalars(traced))
         return _cast((_wide(param) + step, *slots), dtypes)
 
+    param = tables[0]
     if not is_row_sparse(gradient):
         return new_entries(*tables, gradient, *traced)
-    (param, *_), stored = tables, is_stored_table(tables[0])
-    exact = param.dtype == gradient.dtype and not is_narrow(gradient.dtype)
-    if rule.linear and exact and not stored:
+    if is_stored_table(param):
+        if rule.one_pass() and isinstance(param, PackedTable):
+            return update_entries(new_entries, tables, gradient, traced)
+        return _on_rows(rule, fitted(param, gradient), tables, scalars)
+    if rule.linear and param.dtype == gradient.dtype and not is_narrow(gradient.dtype):
         step = gradient.scaled(lambda rows: rule.on_entries((rows, None), scalars)[0])
         return RowUpdate(ADDITION, [param], step.row_ids(), step.rows(), [], step.order)
-    if rule.one_pass() and (not stored or isinstance(param, PackedTable)):
+    if rule.one_pass():
         return update_entries(new_entries, tables, gradient, traced)
-    whole = None if stored else updated_whole(new_entries, tables, gradient, traced)
-    if whole is not None:
-        return whole
-    if stored:
-        return _on_rows(rule, fitted(param, gradient), tables, scalars)
-
+    updated_densely = updated_whole(new_entries, tables, gradient, traced)
+    if updated_densely is not None:
+        return updated_densely
     shape = gradient.shape
 
     def on_unique_rows(
         tables: list[Any], ids: jax.Array, rows: jax.Array, traced: list[Any], is_sorted: bool
     ) -> list[Any]:
-        unique = RowSparse.of_rows(ids, rows, shape, coalesced=is_sorted)
-        return _on_rows(rule, unique, tables, every(traced))
+        unique = RowSparse.from_rows(ids, rows, shape, coalesced=is_sorted)
+        return _on_rows(rule, unique, tables, all_scalars(traced))
 
-    entries = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in tables]
-    one = jax.ShapeDtypeStruct((1, *gradient.shape[1:]), gradient.dtype)
-    captures = bool(jax.make_jaxpr(new_entries)(*entries, one, *traced).consts)
+    one_row = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in (*tables, gradient)]
+    captures = bool(jax.make_jaxpr(new_entries)(*one_row, *traced).consts)
     return RowUpdate(
         Update(on_unique_rows, captures=captures),
         tables,
@@ -334,6 +341,6 @@ def _cast(new: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
 
 
 def _in_old_dtypes(result: tuple[Any, ...], leaves: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A result with its slots cast back; the step stays wide, to be rounded once."""
+    """Cast slots back; the step stays wide, to be rounded once."""
     step, *slots = result
     return step, *_cast(slots, _dtypes(leaves[2:]))

@@ -27,7 +27,7 @@ _KEYS: dict[Any, dict[str, str]] = {
 def from_torch_state(
     state: Any, torch_state: Mapping[Any, Any], order: Sequence[Any] | None = None
 ) -> Any:
-    """The state of `adam` or `adagrad` with the numbers of a torch optimizer.
+    """Return the state of `adam` or `adagrad` with the numbers of a torch optimizer.
 
     Args:
         state: from `tx.init(params)`; the state of the optimizer may stand inside others, as
@@ -98,7 +98,7 @@ def from_torch_state(
 
 
 def to_torch_state(state: Any, order: Sequence[Any] | None = None) -> dict[Any, dict[str, Any]]:
-    """What `from_torch_state` reads: for each parameter its step and arrays, as NumPy's.
+    """Return what `from_torch_state` reads: for each parameter its step and arrays, as NumPy's.
 
     To load it, put it into a state_dict of the torch optimizer:
 
@@ -143,13 +143,13 @@ def _keys(state: Any) -> dict[str, str]:
 
 
 def _only_state(state: Any) -> Any:
-    found = [x for x in jax.tree.leaves(state, is_leaf=_is_known) if _is_known(x)]
-    if len(found) != 1:
+    states = [x for x in jax.tree.leaves(state, is_leaf=_is_known) if _is_known(x)]
+    if len(states) != 1:
         raise ValueError(
-            f"`state` must hold one state of jmask.adam or jmask.adagrad, found {len(found)} "
+            f"`state` must hold one state of jmask.adam or jmask.adagrad, found {len(states)} "
             f"in {jax.tree.structure(state)}."
         )
-    return found[0]
+    return states[0]
 
 
 def _checked_order(order: Sequence[Any] | None, count: int) -> list[Any]:

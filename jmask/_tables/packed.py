@@ -64,12 +64,12 @@ class PackedTable(StoredTable):
 
     @classmethod
     def pack(cls, x: Any) -> "PackedTable":
-        """The array `x` (V, *row), packed."""
-        return cls.of_array(checked_floating(as_table(x)))
+        """Return the array `x` (V, *row), packed."""
+        return cls.from_array(checked_floating(as_table(x)))
 
     @classmethod
-    def of_array(cls, x: jax.Array) -> "PackedTable":
-        """An array (V, *row) of any dtype of 32 bits or less, packed."""
+    def from_array(cls, x: jax.Array) -> "PackedTable":
+        """Return an array (V, *row) of any dtype of 32 bits or less, packed."""
         columns = x.reshape(x.shape[0], math.prod(x.shape[1:]))
         return cls([_packed(group) for group in _groups(columns)], x.shape)
 
@@ -119,7 +119,7 @@ class PackedTable(StoredTable):
         gradient: RowSparse,
         scalars: Sequence[Any],
     ) -> list["PackedTable"]:
-        """Table and slots of its shape with `combiner` applied to the rows of a gradient.
+        """Apply `combiner` to the rows of a gradient, in this table and slots of its shape.
 
         Args:
             combiner: as of `update_elementwise`.
@@ -152,7 +152,7 @@ class PackedTable(StoredTable):
 
     @staticmethod
     def widths(shape: Sequence[int]) -> list[int]:
-        """How many columns each part has of a table of the given shape."""
+        """Return how many columns each part of a table of this shape has."""
         return _widths(math.prod(shape[1:]))
 
     def _with_widths(self) -> list[tuple[Any, int]]:
@@ -160,7 +160,7 @@ class PackedTable(StoredTable):
 
 
 def packed(table: Any, platform: str | None = None) -> Any:
-    """The table in the form in which a step updates it in place on the given platform.
+    """Return the table in the form in which a step updates it in place on the given platform.
 
     On a TPU a floating table whose rows are not a multiple of 128 entries becomes a
     `PackedTable`: XLA lays it out by columns, which some widths pay for with padding and
@@ -194,7 +194,7 @@ def packed(table: Any, platform: str | None = None) -> Any:
 
 
 def checked_floating(table: Any) -> Any:
-    """An array, or the shape of one, that can be a table.
+    """Return an array, or the shape of one, that can be a table.
 
     Raises:
         ValueError: if it is not (V, *row), has empty rows, or is not floating.
@@ -208,7 +208,7 @@ def checked_floating(table: Any) -> Any:
 
 
 def part_shapes(shape: Sequence[int]) -> list[tuple[int, int]]:
-    """Shapes of the arrays that hold a packed table of the given shape."""
+    """Return shapes of the arrays that hold a packed table of the given shape."""
     return [
         (-(-shape[0] // per_line(width)), max(width, LANES))
         for width in _widths(math.prod(shape[1:]))
@@ -219,14 +219,14 @@ def part_shapes(shape: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _widths(columns: int) -> list[int]:
-    """128 * k, and the powers of two that make up the rest, widest first."""
+    """Split a width into 128 * k and powers of two, widest first."""
     whole, rest = columns - columns % LANES, columns % LANES
     powers = [1 << bit for bit in reversed(range(7)) if rest >> bit & 1]
     return [whole, *powers] if whole else powers
 
 
 def _groups(columns: jax.Array) -> list[jax.Array]:
-    """Columns (n, D) in the groups that are kept together."""
+    """Split columns (n, D) into the groups that are kept together."""
     ends = list(itertools.accumulate(_widths(columns.shape[1])))
     return jnp.split(columns, ends[:-1], axis=1)
 
@@ -245,7 +245,7 @@ def _unpacked(part: jax.Array, width: int) -> jax.Array:
 
 
 def _written(part: jax.Array, ids: jax.Array, rows: jax.Array, count: int) -> jax.Array:
-    """The part with `rows` (n, width) at `ids`, sorted and unique apart from padding."""
+    """Return the part with `rows` (n, width) at `ids`, sorted and unique apart from padding."""
     line, new, touched = placed(ids, rows, count, part.shape[0])
     new = jnp.where(touched, new, gather_rows(part, ids // per_line(rows.shape[1])))
     update = update_elementwise(lambda _, new: [new], [part], line, new, [], "unique")
@@ -254,7 +254,7 @@ def _written(part: jax.Array, ids: jax.Array, rows: jax.Array, count: int) -> ja
 
 
 def _after(done: list[Any], ids: jax.Array) -> jax.Array:
-    """The ids once the last of `done` is there: lines of one part at a time are in memory."""
+    """Make ids wait for the last of `done`: one part at a time has its lines in memory."""
     if done:
         done[-1], ids = lax.optimization_barrier((done[-1], ids))
     return ids

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jmask._base.validation import abstract_leaf, leaf_name, not_an_array
-from jmask._tables.deferred_table import DeferredTable, is_deferred, sealed
+from jmask._tables.deferral import Deferred, is_deferred, sealed
 from jmask._tables.packed import PackedTable
 from jmask._tables.shard_layout import gathered
 from jmask._tables.sharded import ShardedTable, placed_alike
@@ -29,7 +29,7 @@ _OF_DEFERRED = ("main", "others", "last", "clock", "lines", "carry")
 
 
 def to_arrays(tree: Any) -> Any:
-    """The tree in plain arrays alone, which do not depend on how its tables are kept.
+    """Return the tree in plain arrays alone, which do not depend on how its tables are kept.
 
     A `RowSparse` becomes a dict of its `indices` and `values`. A `PackedTable` or
     `ShardedTable` becomes the array (V, *row), with rows in the order of their ids, and a
@@ -53,7 +53,7 @@ def to_arrays(tree: Any) -> Any:
 
 
 def from_arrays(arrays: Any, like: Any) -> Any:
-    """A tree of arrays that were stored and loaded, in the form and the layout of `like`.
+    """Return tree of arrays that were stored and loaded, in the form and the layout of `like`.
 
     This is the one way from a checkpoint to tables on another number of devices, in another
     placement, or packed otherwise: rows are put where `like` has them.
@@ -97,7 +97,7 @@ def _is_node(x: Any) -> bool:
 
 
 def _at(tree: Any, path: Any) -> Any:
-    """What `tree` has at the path of another tree, whose nodes may be mappings here.
+    """Return what `tree` has at a path of another tree, whose nodes may be mappings here.
 
     Raises:
         LookupError: if there is nothing.
@@ -119,13 +119,13 @@ def _at(tree: Any, path: Any) -> Any:
 
 
 def _children(node: Any) -> Any:
-    """The children of a node of any type, with their names."""
+    """Return the children of a node of any type, with their names."""
     pairs, _ = jax.tree.flatten_with_path(node, is_leaf=lambda x: x is not node)
     return [(str(_key(path[0])), x) for path, x in pairs if path]
 
 
 def _key(key: Any) -> Any:
-    """The key, index or name of an entry of a path."""
+    """Return the key, index or name of an entry of a path."""
     return next(getattr(key, x) for x in ("key", "name", "idx") if hasattr(key, x))
 
 
@@ -179,8 +179,8 @@ def _as_row_sparse(name: str, given: Any, like: RowSparse) -> RowSparse:
             f'{{"indices": ..., "values": ...}}, got {type(given).__name__}.'
         )
     name = name[1:-1]
-    values = _of_kind(f"`{name}['values']`", given["values"], like)
-    ids = _of_kind(f"`{name}['indices']`", given["indices"], jnp.zeros((), jnp.int32))
+    values = _checked_kind(f"`{name}['values']`", given["values"], like)
+    ids = _checked_kind(f"`{name}['indices']`", given["indices"], jnp.zeros((), jnp.int32))
     if jnp.shape(values)[1:] != like.shape[1:] or jnp.shape(ids) != jnp.shape(values)[:1]:
         raise ValueError(
             f"`{name}['values']` of shape {jnp.shape(values)} and `{name}['indices']` of "
@@ -195,8 +195,8 @@ def _as_row_sparse(name: str, given: Any, like: RowSparse) -> RowSparse:
     return RowSparse(ids, values, like.shape, coalesced=like.coalesced)
 
 
-def _as_deferred(name: str, given: Any, like: DeferredTable) -> DeferredTable:
-    if isinstance(given, DeferredTable):
+def _as_deferred(name: str, given: Any, like: Deferred) -> Deferred:
+    if is_deferred(given):
         given = {key: getattr(given, key) for key in _OF_DEFERRED}
     if not isinstance(given, Mapping) or not set(_OF_DEFERRED) <= given.keys():
         raise ValueError(
@@ -222,7 +222,7 @@ def _as_table(name: str, given: Any, like: StoredTable) -> StoredTable:
         given = _in_order_of_ids(name, given, like)
     elif abstract_leaf(given) is None:
         raise not_an_array(name, given, "give what jmask.to_arrays made")
-    given = _of_kind(name, given, jnp.zeros((), like.dtype))
+    given = _checked_kind(name, given, jnp.zeros((), like.dtype))
     if jnp.shape(given) != like.shape:
         raise ValueError(
             f"{name} has shape {jnp.shape(given)}, and `like` has {like.shape} there."
@@ -230,11 +230,11 @@ def _as_table(name: str, given: Any, like: StoredTable) -> StoredTable:
     given = given.astype(like.dtype)
     if isinstance(like, ShardedTable):
         return placed_alike(given, like)
-    return PackedTable.of_array(given)
+    return PackedTable.from_array(given)
 
 
 def _in_order_of_ids(name: str, given: Mapping[str, Any], like: StoredTable) -> Any:
-    """The array (V, *row) of the leaves of a packed or sharded table, by their names."""
+    """Return the array (V, *row) of the leaves of a packed or sharded table, by their names."""
     rows, *row = like.shape
     blocks: Any = given.get("blocks", given)
     if isinstance(blocks, Mapping):
@@ -277,14 +277,14 @@ def _as_like(name: str, given: Any, like: Any) -> Any:
     if abstract_leaf(like) is None:
         raise not_an_array(name.replace("arrays", "like", 1), like, "give arrays or shapes")
     shape = jnp.shape(like)
-    given = _of_kind(name, given, like)
+    given = _checked_kind(name, given, like)
     if jnp.shape(given) != tuple(shape):
         raise ValueError(f"{name} has shape {jnp.shape(given)}, and `like` has {shape} there.")
     return given
 
 
-def _of_kind(name: str, given: Any, like: Any) -> Any:
-    """`given`, an array of numbers of the kind of `like`."""
+def _checked_kind(name: str, given: Any, like: Any) -> Any:
+    """Return `given` as an array of the kind of `like`."""
     if abstract_leaf(given) is None:
         raise not_an_array(name, given, "give what jmask.to_arrays made")
     found, expected = (np.dtype(jnp.result_type(x)) for x in (given, like))

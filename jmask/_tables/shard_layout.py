@@ -65,17 +65,17 @@ class Layout:
         return math.prod(self.mesh.shape[axis] for axis in self.rows)
 
     def described(self) -> tuple[Any, ...]:
-        """The layout in tuples, numbers and names, for files."""
+        """Return the layout in tuples, numbers and names, for files."""
         mesh = self.mesh
         devices = tuple(device.id for device in mesh.devices.flat)
         types = tuple(AxisType(x).name for x in mesh.axis_types)
-        of_mesh = (mesh.devices.shape, devices, mesh.axis_names, types)
+        mesh_key = (mesh.devices.shape, devices, mesh.axis_names, types)
         others = (x.name for x in dataclasses.fields(self)[1:])
-        return of_mesh, *(getattr(self, name) for name in others)
+        return mesh_key, *(getattr(self, name) for name in others)
 
     @classmethod
     def from_description(cls, described: tuple[Any, ...]) -> "Layout":
-        """The layout that was `described`.
+        """Return the layout that was `described`.
 
         Raises:
             ValueError: if its devices are not there.
@@ -93,7 +93,7 @@ class Layout:
         return cls(Mesh(array, names, axis_types=axis_types), *others)
 
     def local(self, ids: jax.Array, shard: Any) -> jax.Array:
-        """Places (n,) of the ids on a shard, int32; R where a row is not there."""
+        """Return places (n,) of the ids on a shard, int32; R where a row is not there."""
         owner, place = self._owner_and_place(ids)
         here = (owner == jnp.asarray(shard, owner.dtype)) & (ids < self.count)
         return jnp.where(here, place, self.block).astype(jnp.int32)
@@ -104,7 +104,7 @@ class Layout:
         return ids % self.shards, ids // self.shards
 
     def key(self, ids: jax.Array) -> jax.Array:
-        """Owner and place of canonical ids (n,) as one number, owner R + place; S R if padding.
+        """Return canonical ids (n,) as owner R + place, or S R for padding.
 
         Sorted by it, entries are in the order of the shards that they live on.
         """
@@ -114,12 +114,12 @@ class Layout:
         return jnp.where(ids < self.count, owner * self.block + place, jnp.asarray(rows, dtype))
 
     def room_for(self, entries: int) -> int:
-        """How many entries of an exchange a shard has room for, of `entries` on each device."""
+        """Return the capacity of a shard in an exchange of `entries` on each device."""
         assert self.capacity_factor is not None
         return min(math.ceil(self.capacity_factor * entries), entries * self.shards)
 
     def ids(self, places: jax.Array, shard: Any) -> jax.Array:
-        """The ids of places on a shard, V of places that are no row."""
+        """Return the ids of places on a shard, V of places that are no row."""
         dtype = id_dtype(self.count)
         there, shard = places.astype(dtype), jnp.asarray(shard, dtype)
         if self.placement == "div":
@@ -129,20 +129,20 @@ class Layout:
         return jnp.where(places < self.block, ids, jnp.asarray(self.count, dtype))
 
     def missing(self, count: int) -> int:
-        """Entries of padding, for each device to have as many of a batch, and one at least."""
+        """Return how many entries to pad: devices get equally many, and at least one."""
         parts = math.prod(self.mesh.shape[axis] for axis in self.batch)
         return max(-(-count // parts), 1) * parts - count
 
     def shard(self) -> jax.Array:
-        """The number of the shard on this device, inside `run`."""
+        """Return the number of the shard on this device, inside `run`."""
         return lax.axis_index(self.rows)
 
     def inside(self) -> bool:
-        """Whether this is a `shard_map` over the axes of the rows."""
+        """Decide whether this is a `shard_map` over the axes of the rows."""
         return set(self.rows) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
     def run(self, function: Callable[..., Any], *arguments: Any, over: Any) -> Any:
-        """`function` on each device.
+        """Run `function` on each device.
 
         Args:
             function: of the blocks that a device holds; returns arrays of one block each.
@@ -171,13 +171,13 @@ class Layout:
         return Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=automatic)
 
     def everywhere(self, x: jax.Array) -> jax.Array:
-        """`x` with dimension 0 on every device."""
+        """Replicate dimension 0 of `x` on every device."""
         if explicit_sharding(x) is not None:
             return with_whole_rows(x)
         return lax.with_sharding_constraint(x, NamedSharding(self._automatic_mesh(), P()))
 
     def sharding(self, ndim: int) -> NamedSharding:
-        """Where arrays of all blocks are."""
+        """Return the sharding of arrays of all blocks."""
         return by_rows(self.mesh, self.rows, ndim)
 
     # A checkpoint has the arrays of a table and not its layout. "div" keeps rows in the order
@@ -186,13 +186,13 @@ class Layout:
     # dimension is the first, so that on each device it is 1 and costs nothing.
 
     def stored(self, blocks: Any) -> Any:
-        """Blocks, arrays (S R, ...), as a table holds them: (S, R, ...) if placed by "mod"."""
+        """Return blocks (S R, ...) as a table holds them: (S, R, ...) if placed by "mod"."""
         if self.placement == "div":
             return blocks
         return jax.tree.map(lambda x: x.reshape(self.shards, -1, *x.shape[1:]), blocks)
 
     def merged(self, stored: Any) -> Any:
-        """The blocks (S R, ...) that were `stored`."""
+        """Return the blocks (S R, ...) that were `stored`."""
         if self.placement == "div":
             return stored
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stored)
@@ -204,17 +204,17 @@ class Layout:
         return jax.tree.map(lambda x: x.reshape(x.shape[1:]), stored)
 
     def local_stored(self, block: Any) -> Any:
-        """The inverse of `local_block`."""
+        """Return the inverse of `local_block`."""
         return block if self.placement == "div" else jax.tree.map(lambda x: x[None], block)
 
 
 def dealt(table: jax.Array, shards: int) -> jax.Array:
-    """Rows i = j S + s of a table (R S, *row) as (S, R, *row), at s and j."""
+    """Move row i = j S + s of a table (R S, *row) to (s, j) of (S, R, *row)."""
     return jnp.swapaxes(table.reshape(-1, shards, *table.shape[1:]), 0, 1)
 
 
 def gathered(blocks: jax.Array) -> jax.Array:
-    """The table that was `dealt`."""
+    """Return the table that was `dealt`."""
     return jnp.swapaxes(blocks, 0, 1).reshape(-1, *blocks.shape[2:])
 
 
@@ -227,7 +227,7 @@ def layout_of(
     packed: bool | None = None,
     capacity_factor: float | None = None,
 ) -> Layout:
-    """The layout that `sharded` gives a table of this shape."""
+    """Return the layout that `sharded` gives a table of this shape."""
     checked_choice(placement, "placement", PLACEMENTS)
     if packed is not None:
         check_flag("packed", packed)
@@ -262,7 +262,7 @@ def _checked_factor(factor: Any, rows: tuple[str, ...], batch: tuple[str, ...]) 
 
 
 def is_packed(shape: Sequence[int], mesh: Mesh, packed: bool | None) -> bool:
-    """Whether a table is kept in lines of 128."""
+    """Decide whether a table is kept in lines of 128."""
     if packed is None:
         packed = mesh.devices.flat[0].platform == "tpu"
     return packed and math.prod(shape[1:]) % LANES != 0
@@ -332,26 +332,26 @@ class _Outbox:
         return self.starts[1:] - self.starts[:-1]
 
     def rounds(self) -> jax.Array:
-        """How many rounds the fullest pair of shards needs: the same on all devices."""
+        """Count the rounds that the fullest pair of shards needs, the same on all devices."""
         fullest = lax.pmax(jnp.max(self.counts), self.axes)
         return (fullest + self.room - 1) // self.room
 
     def entries(self, number: jax.Array) -> jax.Array:
-        """The entries of a round (S * room,), m where there is none."""
+        """Return the entries of a round (S * room,), m where there is none."""
         offsets = number * self.room + lax.iota(jnp.int32, self.room)
         place = self.starts[:-1, None] + offsets[None]
         is_one = place < self.starts[1:, None]
         return jnp.where(is_one, place, self.keys.shape[0]).reshape(-1)
 
     def places_sent(self, entries: jax.Array) -> jax.Array:
-        """The places on the shard of what is received where `entries` are sent."""
+        """Return the places on the shard of what is received where `entries` are sent."""
         place = (self.keys % self.layout.block).astype(jnp.int32)
         place = place.at[entries].get(mode="fill", fill_value=self.layout.block)
         return _swapped(place, self.layout)
 
 
 def _swapped(x: jax.Array, layout: Layout) -> jax.Array:
-    """Part s of S of `x` from shard s, of `x` of each shard the part of this one."""
+    """Exchange parts of `x` between shards: part s of S comes from shard s."""
     return lax.all_to_all(x, layout.rows, split_axis=0, concat_axis=0, tiled=True)
 
 
@@ -361,7 +361,7 @@ def rows_from_owners(
     ids: jax.Array,
     like: jax.ShapeDtypeStruct,
 ) -> jax.Array:
-    """The rows (n, *row) of ids (n,) of each device, of no meaning for padding.
+    """Return the rows (n, *row) of ids (n,) of each device, of no meaning for padding.
 
     Args:
         layout: where the rows live.
@@ -389,7 +389,7 @@ def rows_from_owners(
 def rows_to_owners(
     layout: Layout, ids: jax.Array, values: jax.Array, axes: Sequence[str]
 ) -> tuple[jax.Array, jax.Array]:
-    """Of the entries of all devices those that live on this shard, equal ids summed.
+    """Bring the entries of all devices to the shards that own them, equal ids summed.
 
     Args:
         layout: where the rows live.

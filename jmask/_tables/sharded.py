@@ -76,11 +76,11 @@ class RoutedRows(RowSparse):
         return "unique"
 
     @classmethod
-    def of_shards(
+    def from_shards(
         cls, ids: jax.Array, values: jax.Array, shape: Sequence[int], layout: Layout
     ) -> "RoutedRows":
-        """The rows (S m, *row) that the shards have."""
-        rows = RowSparse.of_rows(ids, values, tuple(shape), coalesced=False)
+        """Return the rows (S m, *row) that the shards have."""
+        rows = RowSparse.from_rows(ids, values, tuple(shape), coalesced=False)
         leaves, static = rows.tree_flatten()
         return cls.tree_unflatten((static, layout), leaves)
 
@@ -94,8 +94,8 @@ class RoutedRows(RowSparse):
 
     @classmethod
     def tree_unflatten(cls, static: Any, leaves: Any) -> "RoutedRows":
-        of_rows, layout = static
-        node: Any = super().tree_unflatten(of_rows, leaves)
+        row_sparse_static, layout = static
+        node: Any = super().tree_unflatten(row_sparse_static, leaves)
         node.layout = layout
         return node
 
@@ -104,7 +104,7 @@ class RoutedRows(RowSparse):
         return RoutedRows.tree_unflatten(static, (leaf, values))
 
     def without(self, rows: jax.Array) -> "RoutedRows":
-        """The gradient without the entries where `rows` (S m,) is True."""
+        """Return the gradient without the entries where `rows` (S m,) is True."""
         layout = self.layout
 
         def others(ids: jax.Array, values: jax.Array, rows: jax.Array) -> Any:
@@ -115,7 +115,7 @@ class RoutedRows(RowSparse):
 
         over = (layout.rows,) * 4
         ids, values = layout.run(others, self.row_ids(), self.values, rows, over=over)
-        return RoutedRows.of_shards(ids, values, self.shape, layout)
+        return RoutedRows.from_shards(ids, values, self.shape, layout)
 
 
 # --- sharded ------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class ShardedTable(StoredTable):
         return self.stored.dtype
 
     def check_layout(self) -> Any:
-        """The stored blocks, of the shapes that the layout gives them.
+        """Return the stored blocks, of the shapes that the layout gives them.
 
         Raises:
             ValueError: if they are of another layout, as leaves that were stored and loaded.
@@ -192,7 +192,7 @@ class ShardedTable(StoredTable):
         return self.stored
 
     def with_placement(self, placement: str) -> "ShardedTable":
-        """The same table with rows placed otherwise: "div" or "mod"."""
+        """Return the same table with rows placed otherwise: "div" or "mod"."""
         layout = self.layout
         return sharded(
             self.todense(),
@@ -226,13 +226,13 @@ class ShardedTable(StoredTable):
         """Return the rows of each shard where they are; in a `shard_map`, of this device."""
         layout = self.layout
 
-        def of_shard(stored: Any) -> jax.Array:
+        def local_entries(stored: Any) -> jax.Array:
             places = jnp.arange(layout.block)
             rows = read_rows(self._local(stored), places)
             exists = layout.ids(places, layout.shard()) < layout.count
             return jnp.where(trailing(exists, rows.ndim), rows, 0)
 
-        return [layout.run(of_shard, self.check_layout(), over=(layout.rows, layout.rows))]
+        return [layout.run(local_entries, self.check_layout(), over=(layout.rows, layout.rows))]
 
     def __reduce__(self) -> Any:
         arrays = jax.tree.map(np.asarray, self.stored)
@@ -255,7 +255,7 @@ class ShardedTable(StoredTable):
         return rows if sharding is None else with_rows_over(rows, sharding, spec_of(ids)[0])
 
     def _from_everyone(self, blocks: Any, ids: jax.Array) -> jax.Array:
-        """The rows of the ids of this device: every shard sees all ids, and all add up."""
+        """Return rows of the ids of this device: every shard sees all ids, and all add up."""
         layout = self.layout
         shared = tuple(axis for axis in layout.batch if axis in layout.rows)
         others = tuple(axis for axis in layout.rows if axis not in layout.batch)
@@ -269,7 +269,7 @@ class ShardedTable(StoredTable):
         return lax.psum(rows, others) if others else rows
 
     def _from_owners(self, blocks: Any, ids: jax.Array) -> jax.Array:
-        """The rows of the ids of this device: each id goes to its shard, and its row back."""
+        """Look up the ids of this device: each id goes to its shard, and its row back."""
         like = jax.ShapeDtypeStruct((*ids.shape, *self.shape[1:]), self.dtype)
 
         @jax.custom_jvp
@@ -279,7 +279,7 @@ class ShardedTable(StoredTable):
             )
 
         @rows_of.defjvp
-        def of_tangents(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        def looked_up_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
             # The rounds of an exchange are a loop, which has no transpose.
             return rows_of(*primals), self._from_everyone(tangents[0], primals[1])
 
@@ -293,7 +293,7 @@ class ShardedTable(StoredTable):
         if sharding is not None and explicit_sharding(values) is None:
             ids, values = (with_rows_over(x, sharding, None) for x in (ids, values))
         axes = self._not_yet_gathered(values)
-        of_batch = layout.batch if sharding is None else axes
+        batch_axes = layout.batch if sharding is None else axes
         is_exchanged = layout.capacity_factor is not None and set(layout.rows) <= set(axes)
 
         def routed(ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -311,9 +311,9 @@ class ShardedTable(StoredTable):
             extra = layout.missing(ids.shape[0])
             ids = self._padded(ids, extra, layout.count)
             values = self._padded(values, extra, 0)
-        over = (of_batch, of_batch, layout.rows)
+        over = (batch_axes, batch_axes, layout.rows)
         ids, values = layout.run(routed, ids, values, over=over)
-        return RoutedRows.of_shards(ids, values, self.shape, layout)
+        return RoutedRows.from_shards(ids, values, self.shape, layout)
 
     def rows(self, gradient: RoutedRows) -> jax.Array:
         layout = self._layout_of(gradient)
@@ -335,7 +335,7 @@ class ShardedTable(StoredTable):
             if not isinstance(block, PackedTable):
                 return layout.local_stored(set_rows(block, places, rows, coalesced=True))
             new = block.set_rows(
-                RowSparse.of_rows(places, rows, block.shape, coalesced=True), rows
+                RowSparse.from_rows(places, rows, block.shape, coalesced=True), rows
             )
             return layout.local_stored(PackedTable(new.parts, stored.shape))
 
@@ -344,7 +344,7 @@ class ShardedTable(StoredTable):
         return ShardedTable(stored, layout, self.shape)
 
     def _padded(self, x: jax.Array, extra: int, value: int) -> jax.Array:
-        """`x` with `extra` more entries in dimension 0."""
+        """Return `x` with `extra` more entries in dimension 0."""
         if not extra:
             return x
         # Entries that do not divide by the devices are not to be spread before they are padded:
@@ -353,7 +353,7 @@ class ShardedTable(StoredTable):
         return jnp.pad(self.layout.everywhere(x), widths, constant_values=value)
 
     def _layout_of(self, gradient: RowSparse) -> Layout:
-        """The layout, by which the gradient must have been routed."""
+        """Return the layout, by which the gradient must have been routed."""
         if getattr(gradient, "layout", None) != self.layout:
             raise ValueError(
                 "a ShardedTable of the optimizer state is placed otherwise than its parameter: "
@@ -364,7 +364,7 @@ class ShardedTable(StoredTable):
     # --- inside a shard_map --------------------------------------------------------------
 
     def _not_yet_gathered(self, values: jax.Array) -> tuple[str, ...]:
-        """The batch axes over which a gradient still differs from device to device.
+        """Return the batch axes over which a gradient still differs from device to device.
 
         In a `shard_map` that tracks this, and where axes are explicit, the gradient of what
         all devices share is summed over them by JAX, and has the rows of all of them.
@@ -376,7 +376,7 @@ class ShardedTable(StoredTable):
         return tuple(axis for axis in self.layout.batch if axis in varying_axes(values))
 
     def _local(self, stored: Any) -> Any:
-        """The block of a device (R, *row), its shape said truly."""
+        """Return the block of a device (R, *row), its shape said truly."""
         block = self.layout.local_block(stored)
         if not isinstance(block, PackedTable):
             return block
@@ -396,7 +396,7 @@ def sharded(
     packed: bool | None = None,
     capacity_factor: float | None = None,
 ) -> ShardedTable:
-    """A table whose rows are spread over the devices of a mesh.
+    """Return a table whose rows are spread over the devices of a mesh.
 
     It is used like an array by lookups, gradients and optimizers, under jit, eagerly, and
     inside a `shard_map` over its axes. Optimizer state made by `init` is sharded alike.
@@ -446,26 +446,26 @@ def sharded(
 
 
 def placed_alike(table: Any, like: ShardedTable) -> ShardedTable:
-    """An array (V, *row) of any dtype as a table that is placed as `like` is."""
+    """Return an array (V, *row) of any dtype as a table that is placed as `like` is."""
     return _placed(jnp.asarray(table), like.layout, like._is_packed())
 
 
 def _placed(table: Any, layout: Layout, in_lines: bool) -> ShardedTable:
-    """An array, or the shape of one, as a table of a layout, in lines of 128 or not."""
+    """Return an array, or the shape of one, as a table of a layout, in lines of 128 or not."""
     mesh, placement = layout.mesh, layout.placement
 
     def blocks_of(table: jax.Array) -> Any:
         blocks = _blocks_of(table, layout)
-        return layout.stored(PackedTable.of_array(blocks) if in_lines else blocks)
+        return layout.stored(PackedTable.from_array(blocks) if in_lines else blocks)
 
     ndim = 2 if in_lines else table.ndim
     sharding = layout.sharding(ndim + (placement == "mod"))
-    of_table = explicit_sharding(table)
+    table_sharding = explicit_sharding(table)
     if isinstance(table, jax.ShapeDtypeStruct):
         shape_of = functools.partial(_placed_shape, sharding)
         blocks = jax.tree.map(shape_of, jax.eval_shape(blocks_of, table))
-    elif of_table is not None:
-        blocks = automatically(blocks_of, table, like=of_table, spec=sharding.spec)
+    elif table_sharding is not None:
+        blocks = automatically(blocks_of, table, like=table_sharding, spec=sharding.spec)
     elif _is_elsewhere(table, mesh):
         blocks = jax.device_put(jax.jit(blocks_of)(table), sharding)
     else:
@@ -480,7 +480,7 @@ def _unpickled(arrays: Any, described: Any, shape: tuple[int, ...]) -> ShardedTa
 
 
 def _is_elsewhere(table: jax.Array, mesh: Mesh) -> bool:
-    """Whether an array is bound to other devices than those of the mesh."""
+    """Decide whether an array is bound to other devices than those of the mesh."""
     if isinstance(table, jax.core.Tracer) or not table.committed:
         return False
     return table.sharding.device_set != set(mesh.devices.flat)
@@ -491,7 +491,7 @@ def _placed_shape(sharding: NamedSharding, x: jax.ShapeDtypeStruct) -> jax.Shape
 
 
 def _blocks_of(table: jax.Array, layout: Layout) -> jax.Array:
-    """All blocks (S R, *row), one after the other."""
+    """Return all blocks (S R, *row), one after the other."""
     missing = layout.shards * layout.block - layout.count
     table = jnp.pad(table, [(0, missing)] + [(0, 0)] * (table.ndim - 1))
     if layout.placement == "mod":

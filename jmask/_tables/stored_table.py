@@ -75,7 +75,7 @@ class StoredTable(abc.ABC):
         return tuple(getattr(self, x) for x in self._STATIC)
 
     def _with(self, **parts: Any) -> Self:
-        """The same table with other attributes."""
+        """Return the same table with other attributes."""
         node = self.__copy__()
         for name, x in parts.items():
             setattr(node, name, x)
@@ -94,30 +94,30 @@ class StoredTable(abc.ABC):
 
     @abc.abstractmethod
     def read(self, ids: jax.Array) -> jax.Array:
-        """Rows (n, *row) of canonical ids (n,); what padding reads is undefined."""
+        """Return rows (n, *row) of canonical ids (n,); what padding reads is undefined."""
 
     @abc.abstractmethod
     def fitted(self, gradient: Any) -> Any:
-        """A `RowSparse` gradient with equal ids summed, as `rows` and `set_rows` take it."""
+        """Route a `RowSparse` gradient, equal ids summed, as `rows` and `set_rows` take it."""
 
     @abc.abstractmethod
     def rows(self, gradient: Any) -> jax.Array:
-        """The rows of a `fitted` gradient: of the shape of its values."""
+        """Return the rows of a `fitted` gradient: of the shape of its values."""
 
     @abc.abstractmethod
     def set_rows(self, gradient: Any, rows: jax.Array) -> Any:
-        """The table with other rows where a `fitted` gradient has them."""
+        """Return the table with other rows where a `fitted` gradient has them."""
 
     @abc.abstractmethod
     def full(self, row: Sequence[int], value: Any, dtype: Any) -> Any:
-        """A table kept in the same way, with rows of another shape, all of one value."""
+        """Return a table kept in the same way, with rows of another shape, all of one value."""
 
     @abc.abstractmethod
     def todense(self) -> jax.Array:
-        """The array (V, *row)."""
+        """Return the array (V, *row)."""
 
     def with_phantom(self, phantom: "Phantom | None") -> Self:
-        """The same table with another phantom."""
+        """Return the same table with another phantom."""
         return self._with(phantom=phantom)
 
     @property
@@ -131,13 +131,13 @@ class StoredTable(abc.ABC):
 
     @abc.abstractmethod
     def entries(self) -> list[jax.Array]:
-        """Arrays of the entries in any order, and of zeros."""
+        """Return arrays of the entries in any order, and of zeros."""
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, ids: Any) -> jax.Array:
-        """The rows of `ids`, integers of any shape; from the end if negative, as of arrays.
+        """Return rows of `ids`, integers of any shape; from the end if negative, as of arrays.
 
         Ids outside the table give nan, and `jmask.embedding_lookup` takes negative ones for
         such.
@@ -163,7 +163,7 @@ class StoredTable(abc.ABC):
 
 
 def from_the_end(ids: Any, rows: int) -> Any:
-    """Ids of which negative ones count from the end; NumPy integers stay NumPy's."""
+    """Count negative ids from the end; NumPy integers stay NumPy's."""
     found: Any = ids if isinstance(ids, jax.Array) else np.asarray(ids)
     if not jnp.issubdtype(found.dtype, jnp.signedinteger):
         return ids
@@ -175,12 +175,12 @@ def from_the_end(ids: Any, rows: int) -> Any:
 
 
 def is_stored_table(x: Any) -> bool:
-    """Whether `x` is a `StoredTable`: one leaf of the parameters."""
+    """Decide whether `x` is a `StoredTable`: one leaf of the parameters."""
     return isinstance(x, StoredTable)
 
 
 def fitted(table: StoredTable, gradient: Any) -> Any:
-    """`table.fitted(gradient)`.
+    """Return `table.fitted(gradient)`.
 
     Raises:
         TypeError: if the gradient or update is not a `RowSparse`.
@@ -194,7 +194,7 @@ def fitted(table: StoredTable, gradient: Any) -> Any:
 
 
 def shape_of(x: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a leaf: an array or number, a `RowSparse` or a stored table."""
+    """Return shape and dtype of a leaf: an array or number, a `RowSparse` or a stored table."""
     if isinstance(x, StoredTable):
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
     values = x.values if isinstance(x, RowSparse) else x
@@ -202,19 +202,19 @@ def shape_of(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def read_rows(table: Any, ids: jax.Array) -> jax.Array:
-    """Rows (n, *row) of an array or a stored table; `ids` (n,) are canonical."""
+    """Return rows (n, *row) of an array or a stored table; `ids` (n,) are canonical."""
     return table.read(ids) if is_stored_table(table) else gather_rows(table, ids)
 
 
 def rows_of(table: Any, gradient: RowSparse) -> jax.Array:
-    """The rows of an array or a stored table where a gradient without equal ids has some."""
+    """Return rows of an array or a stored table where a gradient without equal ids has some."""
     if is_stored_table(table):
         return table.rows(gradient)
     return gather_unique_rows(table, gradient.row_ids(), coalesced=gradient.coalesced)
 
 
 def with_rows(table: Any, gradient: RowSparse, rows: jax.Array) -> Any:
-    """The array or stored table with other rows there, in its dtype."""
+    """Return the array or stored table with other rows there, in its dtype."""
     if is_stored_table(table):
         return table.set_rows(gradient, rows)
     return set_rows(table, gradient.row_ids(), rows, coalesced=gradient.coalesced)
@@ -236,12 +236,12 @@ class Phantom:
 
     @classmethod
     def above(cls, phantom: "Phantom | None", array: Any) -> "Phantom":
-        """The phantom of a gradient program of a table that has `phantom` or none."""
+        """Return the phantom of a gradient program of a table that has `phantom` or none."""
         return cls(array, 0 if phantom is None else phantom.order + 1)
 
 
 def looked_up(table: StoredTable, ids: jax.Array) -> jax.Array:
-    """Rows (n, *row) of canonical ids (n,), zeros for padding, differentiable.
+    """Return rows (n, *row) of canonical ids (n,), zeros for padding, differentiable.
 
     A gradient in the arrays of a table would be as large as the table. In a gradient program
     the table has a phantom, an array (V, *row) that nothing reads: its derivative is that of
@@ -253,7 +253,7 @@ def looked_up(table: StoredTable, ids: jax.Array) -> jax.Array:
 
 
 def whole(dense: jax.Array, phantom: Phantom | None) -> jax.Array:
-    """The array (V, *row) of a table, differentiable as that of `looked_up` is."""
+    """Return the array (V, *row) of a table, differentiable as that of `looked_up` is."""
     return dense if phantom is None else _with_derivative(dense, phantom, None)
 
 
@@ -271,14 +271,14 @@ def _with_phantom(
 @_with_phantom.defjvp
 def _derivative(order: int, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     values, phantom, ids = primals
-    of_values, of_phantom, _ = tangents
+    value_tangent, placeholder_tangent, _ = tangents
     if ids is not None:
         fills = lax.GatherScatterMode.FILL_OR_DROP
-        gather = Gather.of_rows(of_phantom.shape, fills, fill_value=0)
-        of_phantom = gather.plain(of_phantom, ids[:, None])
+        gather = Gather.rows_of(placeholder_tangent.shape, fills, fill_value=0)
+        placeholder_tangent = gather.plain(placeholder_tangent, ids[:, None])
     # For the next derivative the values depend on the phantom too.
     again = _with_phantom(order - 1, values, phantom, ids) if order else values
-    return again, of_values + of_phantom
+    return again, value_tangent + placeholder_tangent
 
 
 # --- add to dense -------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def _derivative(order: int, primals: Any, tangents: Any) -> tuple[jax.Array, jax
 
 
 def add_to_dense(dense: Any, rows: RowSparse, key: jax.Array | None = None) -> Any:
-    """`dense + rows`, touching only the rows stored: what `optax.apply_updates` needs.
+    """Return `dense + rows`, touching only the rows stored, as `optax.apply_updates` adds.
 
     Floating arrays keep their dtype, as in `dense.at[ids].add(...)`: a bfloat16 table plus
     float32 updates is added in float32 on the touched rows and rounded once to bfloat16.
@@ -366,5 +366,5 @@ class NewTable:
 
 
 def is_new_table(x: Any) -> bool:
-    """Whether `x` is a `NewTable`."""
+    """Decide whether `x` is a `NewTable`."""
     return isinstance(x, NewTable)

@@ -28,7 +28,7 @@ from jmask._tensors.storage import stype as stype_of
 
 
 def cast_storage(x: Any, stype: str, *, nse: int | None = None) -> Any:
-    """The tensor on another storage; MXNet's function of this name.
+    """Return the tensor on another storage; MXNet's function of this name.
 
     Args:
         x: array, `RowSparse`, BCOO, BCSR, or `MaskedTensor` on any of them.
@@ -91,7 +91,7 @@ def _check_castable(x: Any, stype: str) -> None:
 
 
 def _most(x: Any, entries: jax.Array, stype: str) -> int:
-    """How many rows or entries a sparse tensor can need at most."""
+    """Return how many rows or entries a sparse tensor can need at most."""
     if not is_sparse(x):
         raise ValueError(
             "`nse`, the number of rows or entries to store, must be given for a traced "

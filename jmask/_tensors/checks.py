@@ -46,7 +46,7 @@ def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def shape_that_fits(indices: jax.Array, values: jax.Array) -> tuple[int, ...]:
-    """The smallest shape with these rows."""
+    """Return the smallest shape with these rows."""
     if isinstance(indices, jax.core.Tracer):
         raise ValueError(
             "`shape` must be given while `indices` are traced: the number of rows is static."
@@ -148,7 +148,7 @@ def checked_indices(indices: Any, name: str = "indices") -> jax.Array:
 def fit_or_poison(
     values: jax.Array, needed: Any, nse: int, most: int, what: str = "rows"
 ) -> jax.Array:
-    """`values`, if `needed` rows fit into `nse`; otherwise an error, or nan under jit."""
+    """Return `values` if `needed` rows fit into `nse`; else raise, or return nan under jit."""
     if nse >= most:
         return values
     if not isinstance(needed, jax.core.Tracer):
@@ -166,7 +166,7 @@ def fit_or_poison(
 def resized(
     ids: jax.Array, values: jax.Array, nse: int, rows: int, most: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Coalesced ids (n,) and values (n, *row) with room for `nse`, of `most` at most."""
+    """Pad or cut coalesced ids (n,) and values (n, *row) to `nse` rows."""
     needed = jnp.sum(ids < rows)
     extra = max(nse - ids.shape[0], 0)
     ids = jnp.pad(ids, (0, extra), constant_values=rows)[:nse]

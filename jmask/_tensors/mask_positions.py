@@ -32,7 +32,7 @@ from jmask._tensors.storage import (
 
 
 def on_dense(data: Any, mask: Any) -> tuple[jax.Array, jax.Array]:
-    """An array and a mask that broadcast against each other, in one shape."""
+    """Return an array and a mask that broadcast against each other, in one shape."""
     data = jnp.asarray(data)
     if mask is None:
         return data, jnp.ones(data.shape, bool)
@@ -49,7 +49,7 @@ def on_dense(data: Any, mask: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def on_sparse(data: Storage, mask: Any) -> tuple[Any, jax.Array]:
-    """Sparse data and a mask, sparse or not, as unique positions and what is valid there."""
+    """Bring sparse data and a mask, sparse or not, to unique positions; say what is valid."""
     _check_layout(data)
     if is_sparse(mask):
         return _at_positions_of(booleans(mask), data)
@@ -61,7 +61,7 @@ def on_sparse(data: Storage, mask: Any) -> tuple[Any, jax.Array]:
 
 
 def _merged(data: Storage, valid: jax.Array) -> tuple[Any, jax.Array]:
-    """Data with equal positions made one entry: the sum of what is valid, if anything is."""
+    """Make equal positions one entry: the sum of what is valid, if anything is."""
     if has_unique_positions(data):
         return data, valid & is_entry(data)
     return _summed(data, valid)
@@ -78,7 +78,7 @@ def _summed(data: Storage, valid: jax.Array) -> tuple[Any, jax.Array]:
 
 
 def _at_positions_of(mask: Any, data: Storage) -> tuple[Any, jax.Array]:
-    """The data that a sparse mask has positions for, and which of it is valid.
+    """Return the data that a sparse mask has positions for, and which of it is valid.
 
     A mask with the index arrays of the data says of each stored value whether it is valid,
     any other one of each position. Whether traced arrays are equal is known to the program.
@@ -86,8 +86,8 @@ def _at_positions_of(mask: Any, data: Storage) -> tuple[Any, jax.Array]:
     if same_positions(data, mask):
         return _merged(data, stored_values(mask))
     positions = unique_positions(mask)
-    of_positions = values_at(positions, data)
-    if of_positions is None:
+    at_positions = values_at(positions, data)
+    if at_positions is None:
         raise ValueError(
             f"`data` ({type(data).__name__} of shape {tuple(data.shape)}) and `mask` "
             f"({type(mask).__name__} of shape {tuple(mask.shape)}) must have one shape and "
@@ -95,7 +95,7 @@ def _at_positions_of(mask: Any, data: Storage) -> tuple[Any, jax.Array]:
             "array, or the booleans of the stored values, of shape "
             f"{stored_values(data).shape}."
         )
-    valid = functools.reduce(operator.and_, of_positions)
+    valid = functools.reduce(operator.and_, at_positions)
     # Without repeated positions the two readings are one.
     if not (has_unique_positions(data) or has_unique_positions(mask)):
         alike = equal_positions(data, mask)
@@ -107,16 +107,16 @@ def _at_positions_of(mask: Any, data: Storage) -> tuple[Any, jax.Array]:
 
 def _stored_mask(data: Any, mask: jax.Array) -> jax.Array:
     shape = stored_values(data).shape
-    of_entries, of_stored = mask.shape == tuple(data.shape), mask.shape == shape
-    if of_entries and of_stored:
+    fits_entries, fits_stored = mask.shape == tuple(data.shape), mask.shape == shape
+    if fits_entries and fits_stored:
         raise ValueError(
             f"`mask` of shape {mask.shape} may be meant for the entries of the tensor or for "
             f"its stored values, which are as many: pass it as a {type(data).__name__} with "
             "the index arrays of `data`."
         )
-    if of_entries:
+    if fits_entries:
         return sampled(mask, data)
-    if of_stored:
+    if fits_stored:
         return mask
     raise ValueError(
         f"`mask` of shape {mask.shape} fits neither the tensor of shape "

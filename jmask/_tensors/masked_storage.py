@@ -29,7 +29,7 @@ from jmask._tensors.storage import compressed, coordinates, is_sparse, stored_va
 
 
 def to_storage(x: Any, stype: str, nse: int | None = None) -> MaskedTensor:
-    """The same masked tensor on another storage.
+    """Return the same masked tensor on another storage.
 
     Args:
         x: a masked tensor, or data all of whose (stored) entries are valid.
@@ -61,7 +61,7 @@ def check_stype(stype: Any) -> None:
 
 
 def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
-    """The tensor on coordinate (BCOO) storage, without dense dimensions.
+    """Return the tensor on coordinate (BCOO) storage, without dense dimensions.
 
     Args:
         x: a masked tensor on any storage, with at least one dimension.
@@ -99,7 +99,7 @@ def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
 
 
 def to_csr(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
-    """The tensor of two dimensions on compressed row (BCSR) storage; see `to_coo`.
+    """Return the tensor of two dimensions on compressed row (BCSR) storage; see `to_coo`.
 
     Raises:
         ValueError: as `to_coo`, and if `x` does not have two dimensions.
@@ -116,7 +116,7 @@ def to_csr(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
 
 
 def to_row_sparse(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
-    """The tensor on row-sparse storage: the rows with a valid entry, in order.
+    """Return the tensor on row-sparse storage: the rows with a valid entry, in order.
 
     Args:
         x: a masked tensor on any storage, with at least one dimension.
@@ -138,7 +138,7 @@ def to_row_sparse(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
 
 
 def from_numpy_ma(x: Any) -> MaskedTensor:
-    """A masked tensor from a NumPy masked array, whose mask is the opposite: True = masked.
+    """Make a masked tensor from a NumPy masked array, where True means masked.
 
     Example:
         >>> import numpy as np, jmask
@@ -150,7 +150,7 @@ def from_numpy_ma(x: Any) -> MaskedTensor:
 
 
 def to_numpy_ma(x: Any) -> np.ma.MaskedArray:
-    """A NumPy masked array, True = masked; entries that are not stored are masked.
+    """Return a NumPy masked array, True = masked; entries that are not stored are masked.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -163,7 +163,7 @@ def to_numpy_ma(x: Any) -> np.ma.MaskedArray:
 
 
 def _capacity(valid: jax.Array, nse: int | None, what: str) -> int:
-    """`nse`, by default the number of True in `valid`; refuses what cannot fit."""
+    """Return `nse`, by default the number of True in `valid`; refuse what cannot fit."""
     traced = isinstance(valid, jax.core.Tracer)
     if nse is None:
         if traced:
@@ -193,7 +193,7 @@ def _zero_where(padding: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def _coordinates_at(storage: Any, picked: jax.Array) -> Sequence[jax.Array]:
-    """The index in every dimension of stored values, given by their number."""
+    """Return the index in every dimension of stored values, given by their number."""
     if not is_sparse(storage):
         return jnp.unravel_index(picked, storage.shape)
     shape = stored_values(storage).shape
@@ -210,7 +210,7 @@ def _is_sorted(storage: Any) -> bool:
 def _stored_rows(
     shape: tuple[int, ...], ids: jax.Array, values: Any, valid: jax.Array, nse: int | None
 ) -> MaskedTensor:
-    """Of rows that are stored, in order, those with a valid entry."""
+    """Store the rows that have a valid entry, of rows in order."""
     rows = ids.shape[0]
     touched = valid.any(axis=tuple(range(1, valid.ndim)))
     nse = _capacity(touched, nse, "rows")
@@ -218,7 +218,7 @@ def _stored_rows(
     inside = picked < rows
     kept = trailing(inside, valid.ndim)
     values = _zero_where(~kept, _picked(values, picked))
-    storage = RowSparse.of_rows(
+    storage = RowSparse.from_rows(
         jnp.where(inside, _picked(ids, picked), shape[0]),
         fit_or_poison(values, touched.sum(), nse, rows),
         shape,
@@ -228,7 +228,7 @@ def _stored_rows(
 
 
 def _assembled_rows(x: MaskedTensor, nse: int | None) -> MaskedTensor:
-    """The rows of a tensor that stores entries, O(stored entries + stored rows)."""
+    """Return the rows of a tensor that stores entries, O(stored entries + stored rows)."""
     first, *others = coordinates(x.storage)
     rows = x.shape[0]
     touched = x.valid.any(axis=tuple(range(1, x.valid.ndim)))
@@ -244,7 +244,7 @@ def _assembled_rows(x: MaskedTensor, nse: int | None) -> MaskedTensor:
     values = empty.at[at].set(stored_values(x.storage), mode="drop")
     valid = jnp.zeros(empty.shape, bool).at[at].set(x.valid, mode="drop")
     values = fit_or_poison(values, starts.sum(), nse, min(rows, first.shape[0]))
-    storage = RowSparse.of_rows(ids, values, x.shape, coalesced=True)
+    storage = RowSparse.from_rows(ids, values, x.shape, coalesced=True)
     return joined(storage, valid)
 
 

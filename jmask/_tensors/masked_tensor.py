@@ -187,17 +187,17 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
     # --- data out -----------------------------------------------------------------------
 
     def get_data(self) -> Any:
-        """The data in its storage, arbitrary where masked; no gradient flows to there."""
+        """Return data in its storage, arbitrary where masked; no gradient flows to there."""
         values = stored_values(self.storage)
         kept = jnp.where(self.valid, values, jax.lax.stop_gradient(values))
         return with_stored_values(self.storage, kept)
 
     def get_mask(self) -> Any:
-        """The mask in the storage of the data."""
+        """Return the mask in the storage of the data."""
         return self.mask
 
     def to_tensor(self, fill_value: Any) -> jax.Array:
-        """The dense array with `fill_value` at every entry that is not valid.
+        """Return the dense array with `fill_value` at every entry that is not valid.
 
         Example:
             >>> import jax.numpy as jnp, jmask
@@ -211,7 +211,7 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
         return scattered(values, self.storage, fill) if is_sparse(self.storage) else values
 
     def to_dense(self) -> "MaskedTensor":
-        """The same tensor on dense storage; entries that are not stored are masked."""
+        """Return the same tensor on dense storage; entries that are not stored are masked."""
         if not is_sparse(self.storage):
             return self
         values = stored_values(self.storage)
@@ -219,7 +219,7 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
         return MaskedTensor(scattered(values, self.storage, 0), mask)
 
     def to_sparse(self, nse: int | None = None) -> "MaskedTensor":
-        """The same tensor on coordinate (BCOO) storage: every valid entry is stored.
+        """Return the same tensor on coordinate (BCOO) storage: every valid entry is stored.
 
         Args:
             nse: the number of stored entries, static; the exact number by default, which
@@ -228,11 +228,11 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
         return call("to_coo", self, nse)
 
     def to_sparse_csr(self, nse: int | None = None) -> "MaskedTensor":
-        """The same tensor on compressed row (BCSR) storage; arguments as `to_sparse`."""
+        """Return the same tensor on compressed row (BCSR) storage; arguments as `to_sparse`."""
         return call("to_csr", self, nse)
 
     def to_row_sparse(self, nse: int | None = None) -> "MaskedTensor":
-        """The same tensor on row-sparse storage: rows with a valid entry are stored.
+        """Return the same tensor on row-sparse storage: rows with a valid entry are stored.
 
         Args:
             nse: the number of stored rows, static; the exact number by default, which
@@ -241,12 +241,12 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
         return call("to_row_sparse", self, nse)
 
     def astype(self, dtype: Any) -> "MaskedTensor":
-        """The tensor with its data cast to `dtype`."""
+        """Return the tensor with its data cast to `dtype`."""
         values = stored_values(self.storage).astype(checked_dtype("dtype", dtype))
         return self.with_values(values)
 
     def with_values(self, values: Any, valid: Any = None) -> "MaskedTensor":
-        """The tensor with other stored values (and mask) at the same positions."""
+        """Return the tensor with other stored values (and mask) at the same positions."""
         known = isinstance(values, jax.Array | jax.ShapeDtypeStruct)
         values = values if known else checked_array("values", values)
         if valid is None and values.shape != stored_values(self.storage).shape:
@@ -260,7 +260,7 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
 
 
 def masked_tensor(data: Any, mask: Any = None) -> MaskedTensor:
-    """A `MaskedTensor` of data and a mask, True = valid; see `MaskedTensor`.
+    """Return a `MaskedTensor` of data and a mask, True = valid; see `MaskedTensor`.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -271,23 +271,23 @@ def masked_tensor(data: Any, mask: Any = None) -> MaskedTensor:
 
 
 def joined(storage: Any, valid: Any) -> MaskedTensor:
-    """A masked tensor of storage and the booleans of its stored values, unchecked."""
+    """Return a masked tensor of storage and the booleans of its stored values, unchecked."""
     return MaskedTensor.tree_unflatten(None, (storage, valid))
 
 
 def is_tensor(x: Any) -> bool:
-    """Whether `x` is sparse or masked: one leaf of a tree, with entries that may not exist."""
+    """Decide whether `x` is sparse or masked: one leaf of a tree."""
     return is_sparse(x) or isinstance(x, MaskedTensor)
 
 
 def as_tensor(x: Any) -> Any:
-    """`x` if it is sparse or masked, and otherwise the array."""
+    """Return `x` if it is sparse or masked, and otherwise the array."""
     refuse_scipy("x", x)
     return x if is_tensor(x) else jnp.asarray(x)
 
 
 def as_masked_tensor(x: Any) -> MaskedTensor:
-    """`x` as a `MaskedTensor`: itself, or with every (stored) entry valid.
+    """Return `x` as a `MaskedTensor`: itself, or with every (stored) entry valid.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -301,7 +301,7 @@ def as_masked_tensor(x: Any) -> MaskedTensor:
 
 
 def common_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The broadcast shape of operands.
+    """Return the broadcast shape of operands.
 
     Raises:
         ValueError: naming all shapes if they do not broadcast.

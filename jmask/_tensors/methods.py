@@ -24,12 +24,12 @@ def install(**functions: Callable[..., Any]) -> None:
 
 
 def call(name: str, *args: Any, **kwargs: Any) -> Any:
-    """The result of the function installed as `name`."""
+    """Return the result of the function installed as `name`."""
     return _installed[name](*args, **kwargs)
 
 
 def method(name: str, reflected: bool = False) -> Any:
-    """A method that is the function installed as `name`; reflected, of (other, self)."""
+    """Return a method that is the function installed as `name`; reflected, of (other, self)."""
 
     def bound(self: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("out", self) is None:
@@ -44,7 +44,7 @@ def method(name: str, reflected: bool = False) -> Any:
 
 
 def one_or_several(values: tuple[Any, ...]) -> Any:
-    """The arguments of `x.reshape(2, 3)` and of `x.reshape((2, 3))`."""
+    """Return the arguments of `x.reshape(2, 3)` and of `x.reshape((2, 3))`."""
     return values[0] if len(values) == 1 else values
 
 
@@ -187,12 +187,12 @@ class MaskedMethods(TensorMethods):
     # --- Python values ------------------------------------------------------------------
 
     def item(self, *index: int) -> Any:
-        """The single entry, or that at `index`, as a Python number; None if masked."""
+        """Return the single entry, or that at `index`, as a Python number; None if masked."""
         array = call("to_numpy_ma", self)
         return None if array.mask.item(*index) else array.data.item(*index)
 
     def tolist(self) -> Any:
-        """The entries as nested lists of Python numbers; None where masked."""
+        """Return the entries as nested lists of Python numbers; None where masked."""
         return call("to_numpy_ma", self).tolist()
 
     def __format__(self, spec: str) -> str:

@@ -180,21 +180,21 @@ def _message(frame: FrameType) -> str:
 
 
 def _advice(frame: FrameType | None) -> str:
-    """What to do instead, by the calls of known packages that led here."""
-    of_leaves, is_optimizer = "", False
+    """Say what to do instead, by the calls of known packages that led here."""
+    leaf_advice, is_optimizer = "", False
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         function = frame.f_code.co_qualname.partition(".")[0]
         if (package, function) in _INSTEAD:
             return f"for {package}.{function} write {_INSTEAD[package, function]}"
         if package in ("optax", "jaxopt"):
-            of_leaves = of_leaves or _OF_LEAVES.get(function, "")
+            leaf_advice = leaf_advice or _OF_LEAVES.get(function, "")
             is_optimizer = is_optimizer or function not in (*_OF_LEAVES, "global_norm")
         frame = frame.f_back
     if is_optimizer:
         return _LAZY
-    if of_leaves:
-        return f"write {of_leaves}"
+    if leaf_advice:
+        return f"write {leaf_advice}"
     return (
         "jmask.tree has sums, means and norms of gradients; jax.tree.map takes "
         "is_leaf=lambda x: isinstance(x, jmask.RowSparse)"

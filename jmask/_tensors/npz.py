@@ -79,7 +79,7 @@ def save_npz(file: str | os.PathLike, x: Any) -> None:
 
 
 def load_npz(file: str | os.PathLike) -> Any:
-    """The tensor that `save_npz` stored.
+    """Return the tensor that `save_npz` stored.
 
     Raises:
         ValueError: if the file was not written by `save_npz`.

@@ -88,12 +88,12 @@ _KINDS = (
 
 
 def values_of(x: Any) -> Any:
-    """The stored values of a sparse or masked tensor; of an array, the array."""
+    """Return the stored values of a sparse or masked tensor; of an array, the array."""
     return stored_values(x.storage if isinstance(x, MaskedTensor) else x)
 
 
 def with_values_of(x: Any, values: Any) -> Any:
-    """The tensor, without a phantom, with other stored values at the same positions."""
+    """Return the tensor, without a phantom, with other stored values at the same positions."""
     if isinstance(x, MaskedTensor):
         storage = with_stored_values(x.storage, values)
         return joined(storage, x.valid)
@@ -108,7 +108,7 @@ def with_values_of(x: Any, values: Any) -> Any:
 
 
 def with_phantom(x: Any, phantom: Any) -> Any:
-    """The sparse or masked tensor `x` with this phantom in place of its own."""
+    """Return the sparse or masked tensor `x` with this phantom in place of its own."""
     x = without_phantom(x)
     leaves, static = x.tree_flatten()
     kind = next(kind for base, kind in _KINDS if isinstance(x, base))
@@ -116,17 +116,17 @@ def with_phantom(x: Any, phantom: Any) -> Any:
 
 
 def phantom_of(x: Any) -> Any | None:
-    """The phantom of `x`, None if it has none."""
+    """Return the phantom of `x`, None if it has none."""
     return getattr(x, "phantom", None) if is_tensor(x) else None
 
 
 def zero_phantom(x: Any) -> jax.Array:
-    """A phantom that says nothing yet: zeros of the shape and dtype of `x`."""
+    """Return a phantom that says nothing yet: zeros of the shape and dtype of `x`."""
     return jnp.zeros(tuple(x.shape), x.dtype)
 
 
 def without_phantom(x: Any) -> Any:
-    """`x` without a phantom."""
+    """Return `x` without a phantom."""
     if phantom_of(x) is None:
         return x
     leaves, static = x.tree_flatten()

@@ -152,13 +152,13 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         return self.shape, self.coalesced, self.leading
 
     def with_leaves(self, index_leaf: Any, values: Any, **static: Any) -> "RowSparse":
-        """A tensor with other leaves, unchecked, and other `shape`, `coalesced`, `leading`."""
+        """Replace leaves, unchecked, and `shape`, `coalesced`, `leading`."""
         names = ("shape", "coalesced", "leading")
         new = (static.get(name, old) for name, old in zip(names, self._static, strict=True))
         return RowSparse.tree_unflatten(tuple(new), (index_leaf, values))
 
     @classmethod
-    def of_rows(
+    def from_rows(
         cls,
         ids: jax.Array,
         values: jax.Array,
@@ -167,7 +167,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         coalesced: bool,
         leading: int = 1,
     ) -> "RowSparse":
-        """The tensor of ids (n,) and values (n, *row) that are known to fit, unchecked."""
+        """Return tensor of ids (n,) and values (n, *row) that are known to fit, unchecked."""
         leaf = hide(widen(ids, math.prod(shape[:leading])))
         return cls.tree_unflatten((shape, coalesced, leading), (leaf, values))
 
@@ -226,7 +226,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
 
     @classmethod
     def zeros(cls, shape: Sequence[int], dtype: Any = jnp.float32, nse: int = 0) -> "RowSparse":
-        """The zero tensor, with room for `nse` rows, which are padding.
+        """Return the zero tensor, with room for `nse` rows, which are padding.
 
         Example:
             >>> import jax.numpy as jnp, jmask
@@ -235,7 +235,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         """
         shape, nse = checked_shape(shape), checked_capacity(nse)
         ids = jnp.full((nse,), shape[0], id_dtype(shape[0]))
-        return cls.of_rows(ids, jnp.zeros((nse, *shape[1:]), dtype), shape, coalesced=True)
+        return cls.from_rows(ids, jnp.zeros((nse, *shape[1:]), dtype), shape, coalesced=True)
 
     @classmethod
     def random(
@@ -246,7 +246,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         dtype: Any = jnp.float32,
         sampler: Callable[..., jax.Array] = jax.random.normal,
     ) -> "RowSparse":
-        """A tensor with `nse` different rows chosen at random, and random values in them.
+        """Return tensor with `nse` different rows chosen at random, and random values in them.
 
         Args:
             key: of `jax.random`.
@@ -264,14 +264,14 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         check_key(key)
         if nse > shape[0]:
             raise ValueError(f"`nse`={nse} different rows do not fit `shape` {shape}.")
-        of_rows, of_values = jax.random.split(key)
-        ids = jax.random.permutation(of_rows, jnp.arange(shape[0], dtype=id_dtype(shape[0])))
-        values = sampler(of_values, (nse, *shape[1:]), dtype)
-        return cls.of_rows(jnp.sort(ids[:nse]), values, shape, coalesced=True)
+        row_key, value_key = jax.random.split(key)
+        ids = jax.random.permutation(row_key, jnp.arange(shape[0], dtype=id_dtype(shape[0])))
+        values = sampler(value_key, (nse, *shape[1:]), dtype)
+        return cls.from_rows(jnp.sort(ids[:nse]), values, shape, coalesced=True)
 
     @classmethod
     def fromdense(cls, x: Any, nse: int | None = None) -> "RowSparse":
-        """The rows of `x` that are not all zero (a nan is not zero), in order.
+        """Return the rows of `x` that are not all zero (a nan is not zero), in order.
 
         Args:
             x (V, *row): a dense array.
@@ -305,10 +305,10 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         mask = trailing(ids < shape[0], x.ndim)
         values = jnp.where(mask, values, jnp.zeros((), x.dtype))
         values = fit_or_poison(values, needed, nse, shape[0])
-        return cls.of_rows(ids, values, shape, coalesced=True)
+        return cls.from_rows(ids, values, shape, coalesced=True)
 
     def todense(self) -> jax.Array:
-        """The dense array (V, *row): zeros, with the stored rows added."""
+        """Return the dense array (V, *row): zeros, with the stored rows added."""
         if self.dtype == jnp.dtype(bool):  # booleans add as `or`, which no scatter does
             return self.with_values(self.values.astype(jnp.int32)).todense() != 0
         flat = self.flat()
@@ -318,7 +318,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         return dense.reshape(self.shape)
 
     def flat(self) -> "RowSparse":
-        """The tensor of shape (M * V, *row) of stacked tables (M, V, *row); others as they are.
+        """Return stacked tables (M, V, *row) as one (M * V, *row); others as they are.
 
         Example:
             >>> import jax.numpy as jnp, jmask
@@ -332,18 +332,18 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         return self.with_leaves(self.index_leaf, self.values, shape=shape, leading=1)
 
     def stacked_as(self, like: "RowSparse") -> "RowSparse":
-        """The tensor with the shape of `like`, whose `flat` has this one's."""
+        """Return the tensor with the shape of `like`, whose `flat` has this one's."""
         static = {"shape": like.shape, "leading": like.leading}
         return self.with_leaves(self.index_leaf, self.values, **static)
 
     def with_leading(self, leading: int) -> "RowSparse":
-        """The same tensor with rows of fewer dimensions: each row is several then."""
+        """Return the same tensor with rows of fewer dimensions: each row is several then."""
         if leading == self.leading:
             return self
         count, row = math.prod(self.shape[:leading]), self.shape[leading:]
         each = math.prod(self.shape[self.leading : leading])
         ids, values = split_rows(self.flat().row_ids(), self.values, each, count, row)
-        return RowSparse.of_rows(
+        return RowSparse.from_rows(
             ids, values, self.shape, coalesced=self.coalesced, leading=leading
         )
 
@@ -353,7 +353,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         return "sorted" if self.coalesced else "any"
 
     def coalesce(self, nse: int | None = None) -> "RowSparse":
-        """The same tensor with sorted unique indices, duplicates summed, padding last.
+        """Return the same tensor with sorted unique indices, duplicates summed, padding last.
 
         Args:
             nse: the capacity of the result, static; min(n, V) by default, which always
@@ -378,10 +378,12 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         if nse is not None:
             most = min(rows, self.nse)
             ids, values = resized(ids, values, checked_capacity(nse), rows, most)
-        return RowSparse.of_rows(ids, values, self.shape, coalesced=True, leading=self.leading)
+        return RowSparse.from_rows(
+            ids, values, self.shape, coalesced=True, leading=self.leading
+        )
 
     def retain(self, rows: Any) -> "RowSparse":
-        """Only the stored rows whose index is among `rows` (m,); the others become zero.
+        """Keep the stored rows whose index is among `rows` (m,); the others become zero.
 
         Example:
             >>> import jax.numpy as jnp, jmask
@@ -395,7 +397,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         return RowSparse(ids, self.values, self.shape)
 
     def astype(self, dtype: Any) -> "RowSparse":
-        """The tensor cast to `dtype`; rows with equal indices are summed first if need be."""
+        """Cast to `dtype`; rows with equal indices are summed first if need be."""
         dtype = checked_dtype("dtype", dtype)
         summed = self if adds_when_cast(self.dtype, jnp.dtype(dtype)) else self.coalesce()
         return summed.with_values(summed.values.astype(dtype))
@@ -436,7 +438,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
             )
 
     def row_ids(self) -> jax.Array:
-        """The indices in canonical form (n,): every one that is no row is V.
+        """Return the indices in canonical form (n,): every one that is no row is V.
 
         Raises:
             ValueError: of stacked tables, whose indices are no positions in dimension 0.
@@ -452,7 +454,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         return canonical(self.indices, self.shape[0])
 
     def with_values(self, values: jax.Array) -> "RowSparse":
-        """The tensor with the same indices and other values (n, *row).
+        """Return the tensor with the same indices and other values (n, *row).
 
         Raises:
             ValueError: if the values have another shape than those stored.
@@ -463,19 +465,19 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         return self.with_leaves(self.index_leaf, values)
 
     def scaled(self, function: Callable[[Any], Any]) -> "RowSparse":
-        """The tensor with every entry times the same number, as `function` does with arrays."""
+        """Multiply every entry by the same number, as `function` does with arrays."""
         return self.with_values(scaled(self.values, function))
 
     def rows(self) -> Rows:
-        """The values, or what is known to make them: for those who read them block by block."""
+        """Return the values, or what makes them, for readers that go block by block."""
         return gathered(self.values)
 
 
 def is_row_sparse(x: Any) -> bool:
-    """Whether `x` is a `RowSparse`: the `is_leaf` of every tree that may hold one."""
+    """Decide whether `x` is a `RowSparse`: the `is_leaf` of every tree that may hold one."""
     return isinstance(x, RowSparse)
 
 
 def _unpickle(indices, values, shape, coalesced, leading=1):
     values = jnp.asarray(values)
-    return RowSparse.of_rows(indices, values, shape, coalesced=coalesced, leading=leading)
+    return RowSparse.from_rows(indices, values, shape, coalesced=coalesced, leading=leading)

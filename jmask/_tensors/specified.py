@@ -41,7 +41,7 @@ from jmask._tensors.storage import (
 
 
 def todense(x: Any, *, masked_grad: bool = False) -> jax.Array:
-    """The dense array of a tensor, 0 at entries that are not specified.
+    """Return the dense array of a tensor, 0 at entries that are not specified.
 
     Args:
         x: an array, `RowSparse`, BCOO, BCSR or `MaskedTensor`.
@@ -79,7 +79,7 @@ def todense(x: Any, *, masked_grad: bool = False) -> jax.Array:
 
 
 def sparse_mask(x: Any, mask: Any) -> Any:
-    """The entries of `x` that `mask` specifies; the gradient goes to these alone.
+    """Return the entries of `x` that `mask` specifies; the gradient goes to these alone.
 
     Args:
         x: an array, `RowSparse`, BCOO, BCSR or `MaskedTensor`. Entries that a sparse `x`
@@ -160,7 +160,7 @@ def _at_booleans(x: Any, mask: jax.Array) -> Any:
 
 
 def _values_at(x: Any, pattern: Any) -> tuple[jax.Array, jax.Array]:
-    """The entries of `x` at the stored positions of `pattern`, and which of them exist."""
+    """Return entries of `x` at the stored positions of `pattern`, and which of them exist."""
     if isinstance(x, MaskedTensor):
         storage = x.storage
         values = jnp.where(x.valid, stored_values(storage), 0)
@@ -175,7 +175,7 @@ def _values_at(x: Any, pattern: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _stored_at(x: Any, pattern: Any) -> jax.Array:
-    """The entries of a tensor, not a masked one, at the positions of `pattern`."""
+    """Return the entries of a tensor, not a masked one, at the positions of `pattern`."""
     if not is_sparse(pattern):
         return as_dense(x) if is_sparse(x) else x
     if not is_sparse(x):
@@ -197,6 +197,6 @@ def _stored_at(x: Any, pattern: Any) -> jax.Array:
 
 
 def _alike(x: Any, pattern: Any) -> bool:
-    """Whether both store the same positions; of constants under jit that is known too."""
+    """Decide whether both store the same positions; constants are compared under jit too."""
     with jax.ensure_compile_time_eval():
         return is_sparse(x) and is_sparse(pattern) and same_positions(x, pattern)

@@ -36,7 +36,7 @@ _ARRAYS = jax.Array | np.ndarray | np.generic | bool | int | float | complex
 
 
 def stype(x: Any, argument: str = "x") -> str:
-    """The name of the storage of `x`.
+    """Return the name of the storage of `x`.
 
     Raises:
         TypeError: if `x`, which the caller was given as `argument`, is neither array-like nor
@@ -65,17 +65,17 @@ def stype(x: Any, argument: str = "x") -> str:
 
 
 def is_sparse(x: Any) -> bool:
-    """Whether `x` is a sparse storage."""
+    """Decide whether `x` is a sparse storage."""
     return isinstance(x, SPARSE)
 
 
 def stored_values(x: Any) -> Any:
-    """The stored values; of a dense array, the array."""
+    """Return the stored values; of a dense array, the array."""
     return x.values if isinstance(x, RowSparse) else x.data if is_sparse(x) else x
 
 
 def with_stored_values(x: Any, values: Any) -> Any:
-    """The storage of `x` with other values at the same positions."""
+    """Return the storage of `x` with other values at the same positions."""
     if isinstance(x, RowSparse):
         return x.with_values(values)
     if isinstance(x, BCOO):
@@ -96,7 +96,7 @@ def with_stored_values(x: Any, values: Any) -> Any:
 
 
 def coordinates(x: Any) -> tuple[jax.Array, ...]:
-    """For each stored value its index in the leading, sparse dimensions: arrays (nse,)."""
+    """Return the index of each stored value in the sparse dimensions: arrays (nse,)."""
     if isinstance(x, RowSparse):
         return (x.row_ids(),)
     if isinstance(x, BCSR):
@@ -109,7 +109,7 @@ _LINE = 64  # entries that are numbered together
 
 
 def row_of_each(pointers: jax.Array, count: int) -> jax.Array:
-    """The row of each of `count` entries in compressed rows; padding gets row V.
+    """Return the row of each of `count` entries in compressed rows; padding gets row V.
 
     pointers [0, 2, 2, 3]  ->  [0, 0, 2, 3]      three rows have begun by entry 3: padding
     """
@@ -118,24 +118,24 @@ def row_of_each(pointers: jax.Array, count: int) -> jax.Array:
     # In two steps: of one long sum XLA makes a kernel for each power of two, and of a search
     # for each entry it takes three times as long.
     within = jnp.cumsum(begun.reshape(lines, _LINE), axis=1)
-    of_line = within[:, -1]
-    before = jnp.cumsum(of_line) - of_line
+    line_sums = within[:, -1]
+    before = jnp.cumsum(line_sums) - line_sums
     return (within + before[:, None]).reshape(-1)[:count] - 1
 
 
 def is_stored(x: Any) -> jax.Array:
-    """Which of the (nse,) places of `x` hold an entry or a row, and are not padding."""
+    """Find which of the (nse,) places of `x` hold an entry or a row, and are not padding."""
     return _inside(coordinates(x), x.shape)
 
 
 def is_entry(x: Any) -> jax.Array:
-    """Which stored values (broadcast to their shape) are entries of `x`, not padding."""
+    """Find which stored values (broadcast to their shape) are entries of `x`, not padding."""
     values = stored_values(x)
     return jnp.broadcast_to(trailing(is_stored(x), values.ndim), values.shape)
 
 
 def sampled(dense: jax.Array, like: Any, shape: tuple[int, ...] | None = None) -> jax.Array:
-    """The entries of `dense` at the stored positions of `like`.
+    """Return the entries of `dense` at the stored positions of `like`.
 
     Args:
         dense: broadcasts to `shape`; only what is sampled is broadcast.
@@ -165,7 +165,7 @@ def sampled(dense: jax.Array, like: Any, shape: tuple[int, ...] | None = None) -
 
 
 def scattered(values: jax.Array, like: Any, fill: Any) -> jax.Array:
-    """The dense array with `values` at the stored positions of `like`, `fill` elsewhere."""
+    """Return dense array with `values` at the stored positions of `like`, `fill` elsewhere."""
     dense = jnp.full(like.shape, fill, values.dtype)
     places = coordinates(like)
     first = jnp.where(_inside(places, like.shape), places[0], like.shape[0])
@@ -174,7 +174,7 @@ def scattered(values: jax.Array, like: Any, fill: Any) -> jax.Array:
 
 
 def same_positions(x: Any, y: Any) -> bool:
-    """Whether two sparse tensors surely store the same positions in the same order.
+    """Decide whether two sparse tensors surely store the same positions in the same order.
 
     True for shared index arrays; concrete ones are compared. Traced ones that are not shared
     cannot be compared here, and count as different: where that changes a result, ask
@@ -223,8 +223,8 @@ def matching(x: Any, like: Any) -> tuple[jax.Array, jax.Array] | None:
     count = left[0].shape[0]
     dtype = joint_dtype(*left, *right)
     columns = [
-        jnp.concatenate([of_x.astype(dtype), of_like.astype(dtype)])
-        for of_x, of_like in zip(left, right, strict=True)
+        jnp.concatenate([x_index.astype(dtype), like_index.astype(dtype)])
+        for x_index, like_index in zip(left, right, strict=True)
     ]
     # By columns, not by one number for each position: that of a large matrix has more than
     # 32 bits. The entry is the last key, so that of equal positions that of `x` comes first.
@@ -268,7 +268,7 @@ def values_at(x: Any, like: Any, *others: jax.Array) -> tuple[jax.Array, ...] | 
 
 
 def has_unique_positions(x: Any) -> bool:
-    """Whether it is known that no two stored values have one position."""
+    """Decide whether it is known that no two stored values have one position."""
     if isinstance(x, RowSparse):
         return x.coalesced
     if isinstance(x, BCSR) and x.n_batch:
@@ -277,7 +277,7 @@ def has_unique_positions(x: Any) -> bool:
 
 
 def unique_positions(x: Any) -> Any:
-    """The tensor with equal positions summed into one, as masked semantics need."""
+    """Return the tensor with equal positions summed into one, as masked semantics need."""
     if has_unique_positions(x):
         return x
     if isinstance(x, RowSparse):
@@ -286,14 +286,14 @@ def unique_positions(x: Any) -> Any:
 
 
 def summed(x: BCOO, nse: int | None = None) -> BCOO:
-    """The tensor with equal positions summed into one, `nse` in all; booleans add as `or`."""
+    """Sum equal positions into one, `nse` in all; booleans add as `or`."""
     counted = with_stored_values(x, x.data.astype(sum_dtype(x.dtype)))
     result = counted.sum_duplicates(nse=nse, remove_zeros=False)
     return with_stored_values(result, result.data.astype(x.dtype))
 
 
 def as_dense(x: Any) -> jax.Array:
-    """The dense array of a sparse tensor; booleans add as `or`, sums are rounded once."""
+    """Return dense array of a sparse tensor; booleans add as `or`, sums are rounded once."""
     dtype = sum_dtype(x.dtype)
     if isinstance(x, RowSparse) or dtype == x.dtype:
         return x.todense()
@@ -301,7 +301,7 @@ def as_dense(x: Any) -> jax.Array:
 
 
 def compressed(x: BCOO) -> BCSR:
-    """A matrix in coordinates, sorted or not, in compressed rows; padding comes last."""
+    """Return a matrix in coordinates, sorted or not, in compressed rows; padding comes last."""
     values, rows, columns = x.data, x.indices[:, 0], x.indices[:, 1]
     if not x.indices_sorted:
         order = jnp.lexsort((columns, rows))
@@ -331,7 +331,7 @@ def _same_array(x: Any, y: Any) -> bool:
 
 
 def _inside(coordinates: tuple[jax.Array, ...], sizes: tuple[int, ...]) -> jax.Array:
-    """Which positions are in range; sizes of dense, trailing dimensions are not used."""
+    """Find which positions are in range; sizes of dense, trailing dimensions are not used."""
     inside = jnp.ones(coordinates[0].shape, bool)
     for index, size in zip(coordinates, sizes, strict=False):
         inside &= (index >= 0) & (index < size)

@@ -43,7 +43,7 @@ from jmask._updates.checks import (
 
 
 def densify() -> optax.GradientTransformation:
-    """A transformation that makes sparse and masked gradients dense: zero semantics.
+    """Return a transformation that makes sparse and masked gradients dense: zero semantics.
 
     Chained before an optimizer it gives exactly what the optimizer does with the dense
     gradient of `jax.grad` (MXNet's `lazy_update=False`): momentum and weight decay act on
@@ -86,7 +86,7 @@ def _dense(gradient: Any) -> Any:
 def apply_updates(
     params: optax.Params, updates: optax.Updates, *, key: jax.Array | None = None
 ) -> optax.Params:
-    """`optax.apply_updates` for trees that may hold sparse or masked updates.
+    """Apply updates as `optax.apply_updates`, sparse and masked ones too.
 
     Stock `optax.apply_updates` does the same. This one also checks shapes by name, and
     takes trees that optax's tree mapping does not.
@@ -171,7 +171,7 @@ def apply_gradients(
     key: jax.Array | None = None,
     **extra_args: Any,
 ) -> tuple[optax.Params, optax.OptState]:
-    """One optimizer step: `tx.update` and `apply_updates`, in one pass where possible.
+    """Take one optimizer step: `tx.update` and `apply_updates`, in one pass where possible.
 
     For `jmask.sgd`, `adam`, `adagrad` and `ftrl`, and for `jmask.lazy` of an elementwise optax
     optimizer (Adam, AdamW, Adagrad, RMSProp, Lion, momentum ...), also behind
@@ -286,7 +286,7 @@ def noticed_as(gradients: Any, updates: Any) -> Any:
 
 
 def is_table(x: Any) -> bool:
-    """Whether an array is large and has many rows, long against a row."""
+    """Decide whether an array is large and has many rows, long against a row."""
     if not isinstance(x, jax.Array) or x.ndim < 2:
         return False
     rows, entries = x.shape[0], math.prod(x.shape[1:])
@@ -347,7 +347,7 @@ def advising_lazy(name: str, gradients: Any, params: Any = None) -> Iterator[Non
 
 
 def _labels_by_function(traceback: TracebackType | None) -> bool:
-    """Whether an error comes from what a function of labels, or of a mask, has led to."""
+    """Decide whether a function of labels, or of a mask, led to an error."""
     while traceback is not None:
         frame = traceback.tb_frame
         if str(frame.f_globals.get("__name__")).startswith("optax."):
@@ -389,7 +389,7 @@ class Fit:
 
     @classmethod
     def unchecked(cls, gradients: Any, params: Any) -> "Fit":
-        """Gradients or updates, and parameters or None.
+        """Return gradients or updates, and parameters or None.
 
         Raises:
             TypeError: see `as_gradients`.
@@ -398,7 +398,7 @@ class Fit:
 
     @classmethod
     def of(cls, gradients: Any, params: Any) -> "Fit":
-        """Gradients, and parameters that they fit, or None.
+        """Return gradients, and parameters that they fit, or None.
 
         Raises:
             TypeError, ValueError: see `as_gradients`, `check_gradient`.
@@ -409,13 +409,13 @@ class Fit:
         return fit
 
     def as_given(self, new: Any) -> Any:
-        """New parameters in the form that they had: a model, and `RowSparse` of all rows."""
+        """Return new parameters in the form they had: a model, or a `RowSparse` of all rows."""
 
         def stored(old: Any, x: Any) -> Any:
             if not is_full(old):
                 return x
             ids = jnp.arange(old.shape[0], dtype=id_dtype(old.shape[0]))
-            return RowSparse.of_rows(ids, x, old.shape, coalesced=True)
+            return RowSparse.from_rows(ids, x, old.shape, coalesced=True)
 
         is_leaf = lambda x: is_full(x) or x is None
         new = jax.tree.map(stored, self.model.parameters, new, is_leaf=is_leaf)
@@ -423,7 +423,7 @@ class Fit:
 
 
 def dense_parameters(params: Any) -> Any:
-    """The tree with each `RowSparse` that stores all its rows as the array it is.
+    """Return the tree with each `RowSparse` that stores all its rows as the array it is.
 
     Of a model that holds functions the parameters alone, None for all else.
     """

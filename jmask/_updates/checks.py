@@ -28,7 +28,7 @@ _NOT_DENSE = (RowSparse, MaskedTensor, BCOO, BCSR)
 
 
 def model_of(params: Any) -> Model:
-    """The parameters, which may be a whole model, and what else it holds."""
+    """Return the parameters, which may be a whole model, and what else it holds."""
     return Model(params, _is_no_array)
 
 
@@ -78,7 +78,7 @@ def check_transformation(name: str, tx: Any, order: str) -> None:
 
 
 def is_full(x: Any) -> bool:
-    """Whether a parameter is a `RowSparse` that stores all its rows."""
+    """Decide whether a parameter is a `RowSparse` that stores all its rows."""
     return isinstance(x, RowSparse) and x.nse >= x.shape[0]
 
 
@@ -131,7 +131,7 @@ def check_structure(updates: Any, params: Any) -> None:
 
 
 def _are_alike(updates: Any, params: Any) -> bool:
-    """Whether each gradient has an array or a table."""
+    """Decide whether each gradient has an array or a table."""
     given: Any = jax.tree.structure(updates, is_leaf=is_gradient_leaf)
     return given == jax.tree.structure(params, is_leaf=is_stored_table)
 
@@ -158,7 +158,7 @@ def _structures(updates: Any, params: Any) -> list[Any]:
 
 
 def _other_structure(updates: Any, params: Any, order: str = _ORDER) -> str:
-    """What to say of gradients whose structure is not that of the parameters."""
+    """Describe gradients whose structure differs from that of the parameters."""
     given, expected = _structures(updates, params)
     missing = _missing(updates, params)
     if missing is not None:
@@ -173,7 +173,7 @@ def _other_structure(updates: Any, params: Any, order: str = _ORDER) -> str:
 
 
 def _missing(updates: Any, params: Any) -> str | None:
-    """The name of the first leaf that is None where there is a parameter, if all others fit."""
+    """Name the first leaf that is None where there is a parameter, if all others fit."""
     is_leaf = lambda x: x is None or is_gradient_leaf(x) or is_stored_table(x)
     leaves: Any = jax.tree.leaves_with_path(updates, is_leaf=is_leaf)
     parameters: Any = jax.tree.leaves_with_path(params, is_leaf=is_leaf)
@@ -192,23 +192,23 @@ def check_fits(path: Any, update: Any, param: Any) -> None:
         raise not_an_array(leaf_name("params", path), param, KEEP_ARRAYS)
     like, dtype = shape_of(param), jnp.result_type(shape_of(param).dtype)
     shape = tuple(jnp.shape(update))
-    of_update = update.dtype if hasattr(update, "dtype") else jnp.result_type(update)
+    update_dtype = update.dtype if hasattr(update, "dtype") else jnp.result_type(update)
     if shape != like.shape:
         raise ValueError(
             f"{name} of shape {shape} does not fit its parameter of shape {like.shape}."
         )
-    if jnp.issubdtype(of_update, jnp.bool_) and dtype != of_update:
+    if jnp.issubdtype(update_dtype, jnp.bool_) and dtype != update_dtype:
         raise TypeError(f"{name} is bool, and its parameter {dtype}: is it a mask?")
-    is_complex = [jnp.issubdtype(x, jnp.complexfloating) for x in (of_update, dtype)]
+    is_complex = [jnp.issubdtype(x, jnp.complexfloating) for x in (update_dtype, dtype)]
     if is_complex == [True, False]:
         raise TypeError(
-            f"{name} is {of_update} and its parameter {dtype}: complex gradients of real "
+            f"{name} is {update_dtype} and its parameter {dtype}: complex gradients of real "
             "parameters are not supported. Take the real part, `.real`, if that is meant."
         )
-    is_floating = [jnp.issubdtype(x, jnp.inexact) for x in (of_update, dtype)]
+    is_floating = [jnp.issubdtype(x, jnp.inexact) for x in (update_dtype, dtype)]
     if is_gradient_leaf(update) and is_floating == [True, False]:
         raise TypeError(
-            f"{name} is {of_update} and its parameter {dtype}: an update would be cut to "
+            f"{name} is {update_dtype} and its parameter {dtype}: an update would be cut to "
             "integers. Store the parameter as a floating array, `.astype(jnp.float32)`."
         )
 
@@ -252,7 +252,7 @@ class NotRowLocalError(ValueError):
 
 
 def is_gradient_leaf(x: Any) -> bool:
-    """Whether `x` is a sparse or masked gradient: one leaf, not a subtree."""
+    """Decide whether `x` is a sparse or masked gradient: one leaf, not a subtree."""
     return isinstance(x, RowSparse | MaskedTensor | BCOO | BCSR)
 
 
@@ -269,7 +269,7 @@ def check_gradients(updates: Any, name: str = "updates") -> None:
 
 
 def as_gradients(updates: Any) -> Any:
-    """The tree with each BCOO as masked rows, of which the entries that it stores exist.
+    """Return the tree with each BCOO as masked rows, of which the entries that it stores exist.
 
     Their ids refuse arithmetic, which optax maps over the indices of a BCOO without a word.
 
@@ -304,7 +304,7 @@ def as_gradients(updates: Any) -> Any:
 
 
 def gradient_and_valid(gradient: Any) -> tuple[Any, jax.Array | None]:
-    """A gradient leaf as array or coalesced `RowSparse`, and its valid entries if masked."""
+    """Split a gradient leaf into an array or coalesced `RowSparse`, and its valid entries."""
     if is_row_sparse(gradient):
         return summed(gradient), None
     if not isinstance(gradient, MaskedTensor):
@@ -336,7 +336,7 @@ def with_wide_rows(gradients: Any) -> Any:
 
 
 def has_16_bit_sums(gradients: Any) -> bool:
-    """Whether `with_wide_rows` has something to do."""
+    """Decide whether `with_wide_rows` has something to do."""
     return any(map(_is_16_bit_sum, jax.tree.leaves(gradients, is_leaf=is_gradient_leaf)))
 
 
@@ -345,24 +345,24 @@ def _is_16_bit_sum(gradient: Any) -> bool:
 
 
 def summed(gradient: RowSparse) -> RowSparse:
-    """The gradient with the rows of equal ids summed."""
+    """Return the gradient with the rows of equal ids summed."""
     return gradient.coalesce() if gradient.order == "any" else gradient
 
 
 def masked_as(gradient: Any, result: Any) -> Any:
-    """An array or rows computed from a gradient leaf, masked where the gradient is."""
+    """Return an array or rows computed from a gradient leaf, masked where the gradient is."""
     if not isinstance(gradient, MaskedTensor):
         return result
     return joined(result, gradient_and_valid(gradient)[1])
 
 
 def unchanged_where_masked(update: Any, valid: jax.Array | None) -> Any:
-    """The update of a parameter, -0.0 where the gradient is masked."""
+    """Return the update of a parameter, -0.0 where the gradient is masked."""
     return keep_valid(update, jnp.asarray(-0.0, jnp.result_type(update)), valid)
 
 
 def keep_valid(new: Any, old: Any, valid: jax.Array | None) -> Any:
-    """`new` where valid, `old` elsewhere.
+    """Return `new` where valid, `old` elsewhere.
 
     Args:
         new: of the shape of `valid`, or with one entry for each of its rows: (n,), (n, 1).
@@ -386,7 +386,7 @@ def keep_valid(new: Any, old: Any, valid: jax.Array | None) -> Any:
 def _entries_as_rows(
     storage: Any, values: jax.Array, valid: jax.Array
 ) -> tuple[RowSparse, jax.Array]:
-    """Entries (nse,) at coordinates (row, ...) as coalesced rows and their valid entries."""
+    """Turn entries (nse,) at (row, ...) into coalesced rows and their valid entries."""
     rows, row = storage.shape[0], tuple(storage.shape[1:])
     values = jnp.where(_in_promised_order(storage), values, jnp.nan).astype(values.dtype)
     first, *others = coordinates(storage)
@@ -402,7 +402,7 @@ def _entries_as_rows(
 
 
 def _in_promised_order(storage: Any) -> jax.Array | bool:
-    """Whether positions are as they were: arithmetic mapped over them may leave integers."""
+    """Decide whether positions are unchanged: arithmetic mapped over them may give integers."""
     if not (isinstance(storage, BCOO) and storage.indices_sorted and storage.unique_indices):
         return True
     before, after = storage.indices[:-1], storage.indices[1:]

@@ -28,7 +28,7 @@ Constructor = TypeVar("Constructor", bound=Callable[..., Any])
 
 
 def compiled_outside_jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, run from a compiled program where all leaves of the arguments are arrays.
+    """Run `function` from a compiled program where all leaves of the arguments are arrays.
 
     Args:
         function: pure, of trees. Called as it is with keyword arguments, inside a trace, and
@@ -53,7 +53,7 @@ def compiled_outside_jit(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sharing_programs(constructor: Constructor) -> Constructor:
-    """A constructor of transformations that are run outside jit with `compiled_outside_jit`.
+    """Wrap a constructor, so that its transformations use `compiled_outside_jit`.
 
     Args:
         constructor: of `OnePassTransformation`s, or of others that are left as they are.

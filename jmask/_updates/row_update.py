@@ -23,19 +23,17 @@ from jax.extend.core import JaxprEqn, Var
 
 from jmask._base.array_types import explicit_sharding, is_narrow, trailing
 from jmask._base.jaxprs import bound, interpret
+from jmask._kernels import tuning
 from jmask._kernels.scatter_update import Combiner, entry_by_entry, update_elementwise
 from jmask._kernels.update_rows import RowUpdate
 from jmask._tables.packed import PackedTable
 from jmask._tensors.row_sparse import RowSparse
 
-# Rows for each lookup.
-_FEW_ROWS = 1.5
-
 
 def update_entries(
     combiner: Combiner, tables: Sequence[Any], gradient: RowSparse, scalars: Sequence[Any]
 ) -> RowUpdate | list[Any]:
-    """Tables with an elementwise update in the rows of a gradient; `updated` finishes it.
+    """Make an elementwise update of the rows of a gradient; `updated` runs it.
 
     Args:
         combiner: (*table entries, gradient entry, *scalars) -> new table entries.
@@ -44,10 +42,10 @@ def update_entries(
         scalars: what else the combiner takes.
     """
     table, *others = tables
-    of_arrays = entry_by_entry(combiner)
+    array_combiner = entry_by_entry(combiner)
     if isinstance(table, PackedTable):
-        return table.updated(of_arrays, others, gradient.coalesce(), scalars)
-    whole = updated_whole(of_arrays, tables, gradient, scalars)
+        return table.updated(array_combiner, others, gradient.coalesce(), scalars)
+    whole = updated_whole(array_combiner, tables, gradient, scalars)
     if whole is not None:
         return whole
     return update_elementwise(
@@ -56,10 +54,10 @@ def update_entries(
 
 
 def is_saturated(gradient: RowSparse, tables: Sequence[jax.Array]) -> bool:
-    """Whether to update whole tables, arrays of which the gradient touches most rows."""
+    """Decide whether to update whole tables, arrays of which the gradient touches most rows."""
     # 16-bit gradients are summed in float32, which `todense` has no reason to do.
     return (
-        gradient.shape[0] <= _FEW_ROWS * gradient.nse
+        gradient.shape[0] <= tuning.DENSE_ROWS_FOR_EACH_LOOKUP * gradient.nse
         and not is_narrow(gradient.dtype)
         and explicit_sharding(*tables) is None
     )
@@ -71,7 +69,7 @@ def updated_whole(
     gradient: RowSparse,
     scalars: Sequence[Any],
 ) -> list[jax.Array] | None:
-    """Tables with `new_entries` in the rows of a gradient; None unless it touches most rows.
+    """Update whole tables in the rows of a gradient; return None unless it touches most rows.
 
     Args:
         new_entries: (*tables, dense gradient, *scalars) -> new tables of the same dtypes,

@@ -154,7 +154,7 @@ def test_sharded_tables_are_flat(topology: str, tx: Any) -> None:
 def test_control_scatters_of_xla_stream(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the promise of sorted ids they do: what the tests above would see."""
     monkeypatch.setenv("JMASK_KERNELS", "0")
-    monkeypatch.setattr("jmask._kernels.rows.SORTED_PAYS", 10**9)
+    monkeypatch.setattr("jmask._kernels.tuning.SORTED_PAYS", 10**9)
     compiled = compiled_step(STEPS[name], ROWS[0], device("v5e:2x2"))
     assert streaming_scatters(compiled, ROWS[0])
 

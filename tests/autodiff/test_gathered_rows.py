@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jmask
-from jmask._autodiff import gathered_rows
+from jmask._kernels import tuning
 from jmask._kernels.gathered_rows import GATHERED
 from tests.leaks import no_tracer_is_kept
 
@@ -135,13 +135,13 @@ PROGRAMS = FACTORED | ARRAYS | JITTED
 
 @pytest.fixture(autouse=True)
 def _slices_are_large(monkeypatch):
-    monkeypatch.setattr(gathered_rows, "_LARGE_SLICES", 0)
+    monkeypatch.setattr(tuning, "LARGE_SLICES", 0)
 
 
 def test_small_slices_are_arrays(monkeypatch):
     loss = FACTORED["a row and the others"]
     assert seen(jmask.grad(loss), TABLE) is not None
-    monkeypatch.setattr(gathered_rows, "_LARGE_SLICES", 4 * B * L * D + 1)
+    monkeypatch.setattr(tuning, "LARGE_SLICES", 4 * B * L * D + 1)
     assert seen(jmask.grad(loss), TABLE) is None
 
 
@@ -197,7 +197,7 @@ def test_the_gradient(name):
 
 def test_norms_of_a_large_array(monkeypatch):
     """They are computed in a function of JAX's that is jitted."""
-    monkeypatch.setattr(gathered_rows, "_LARGE", 0)
+    monkeypatch.setattr(tuning, "LARGE_ROWS", 0)
 
     def loss(t):
         return jnp.sum(WEIGHTS.reshape(-1) * jnp.linalg.norm(t[FLAT] - OTHER[FLAT], axis=-1))
@@ -211,7 +211,7 @@ def test_norms_of_a_large_array(monkeypatch):
 @pytest.mark.parametrize("name", SCALED)
 def test_scaled_rows_of_a_large_array(monkeypatch, name):
     assert seen(jmask.grad(SCALED[name]), TABLE) is None
-    monkeypatch.setattr(gathered_rows, "_LARGE", 0)
+    monkeypatch.setattr(tuning, "LARGE_ROWS", 0)
     loss, expected = SCALED[name], dense_gradient(SCALED[name])(TABLE)
     assert seen(jmask.grad(loss), TABLE).index is None
 

@@ -20,10 +20,7 @@ from hypothesis import given, settings
 from jax import lax
 
 import jmask
-from jmask._autodiff import gathered_rows
-from jmask._kernels import bag_sum, coalesce, row_blocks
-from jmask._kernels import gathered_rows as kernel_rows
-from jmask._updates import row_update
+from jmask._kernels import tuning
 from tests.oracle import assert_close, densified
 
 # --- programs ----------------------------------------------------------------------------
@@ -128,22 +125,20 @@ def build(program):
 # --- thresholds --------------------------------------------------------------------------
 
 THRESHOLDS = {
-    (gathered_rows, "_LARGE"): (0, 2**24),
-    (gathered_rows, "_LARGE_SLICES"): (0, 2**23),
-    (kernel_rows, "_REPEATS"): (1, 2),
-    (bag_sum, "_FEW"): (0, 4096),
-    (row_blocks, "_SIZES"): ((2, 2), (7, 7)),
-    (coalesce, "_FEW_ROWS"): (0, 4),
-    (row_update, "_FEW_ROWS"): (0, 1.5),
+    "LARGE_ROWS": (0, 2**24),
+    "LARGE_SLICES": (0, 2**23),
+    "REPEATS": (1, 2),
+    "MATERIALISED_ROWS": (0, 4096),
+    "BLOCK_ROWS": ((2, 2), (7, 7)),
+    "MARKED_ROWS_FOR_EACH_ID": (0, 4),
+    "DENSE_ROWS_FOR_EACH_LOOKUP": (0, 1.5),
 }
 thresholds = st.tuples(*map(st.sampled_from, THRESHOLDS.values()))
 
 
 @contextlib.contextmanager
 def set_to(values):
-    with contextlib.ExitStack() as stack:
-        for (module, name), value in zip(THRESHOLDS, values, strict=True):
-            stack.enter_context(mock.patch.object(module, name, value))
+    with mock.patch.multiple(tuning, **dict(zip(THRESHOLDS, values, strict=True))):
         yield
 
 

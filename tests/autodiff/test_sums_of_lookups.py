@@ -10,7 +10,7 @@ import pytest
 import jmask
 from jmask._autodiff import gathered_rows
 from jmask._base.forms import within
-from jmask._kernels import bag_sum
+from jmask._kernels import bag_sum, tuning
 from tests.leaks import no_tracer_is_kept
 
 V, D, B, L = 50, 4, 6, 5
@@ -129,7 +129,7 @@ def count_of_sums(function, *args):
 
 @pytest.fixture(autouse=True)
 def _even_few_rows_are_many(monkeypatch):
-    monkeypatch.setattr(bag_sum, "_FEW", 0)
+    monkeypatch.setattr(tuning, "MATERIALISED_ROWS", 0)
 
 
 def assert_close(x, y):

@@ -85,13 +85,15 @@ def test_example(name, storage):
     with jax.enable_x64(True):
         problem = Problem(function, (x,), setting)
         rules = jacobians.Rules(problem, ("rev", "fwd"))
+        blocks = [block for block in problem.blocks if block.kind != "hidden"]
+        assert [block.kind for block in blocks] == ["specified", "unspecified"]
         for mode in rules.modes:
             jacobian = rules.jacobian(mode)
-            for kind, rows in {"specified": SPECIFIED, "unspecified": [analytical]}.items():
-                np.testing.assert_array_equal(jacobian[0, kind][0], rows)
-        for kind, rows in {"specified": SPECIFIED, "unspecified": [numerical]}.items():
-            found = jacobians.numerical(problem, 0, kind)[0]
-            np.testing.assert_allclose(found, rows, rtol=1e-8, atol=1e-8)
+            for block, rows in zip(blocks, (SPECIFIED, [analytical]), strict=True):
+                np.testing.assert_array_equal(jacobian[block.rows], rows)
+        differences = jacobians.numerical(problem)
+        for block, rows in zip(blocks, (SPECIFIED, [numerical]), strict=True):
+            np.testing.assert_allclose(differences[block.rows], rows, rtol=1e-8, atol=1e-8)
 
 
 def test_is_masked_function_of_the_example():

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jmask._kernels import bag_sum as module
-from jmask._kernels import row_blocks
+from jmask._kernels import tuning
 from jmask._kernels.bag_sum import BagSum, bag_sum
 
 V, D, BAGS = 9, 64, 4  # rows of 64 have a gather of their own
@@ -32,9 +32,9 @@ def by_parts(*arguments):
 
 
 def in_blocks_of(size, patch, by_column=False):
-    patch.setattr(module, "_FEW", 0)
-    patch.setattr(module, "_MOST", 64 if by_column else 0)
-    patch.setattr(row_blocks, "_SIZES", (size, size))
+    patch.setattr(tuning, "MATERIALISED_ROWS", 0)
+    patch.setattr(tuning, "COLUMNS", 64 if by_column else 0)
+    patch.setattr(tuning, "BLOCK_ROWS", (size, size))
 
 
 def model(table, positions, bag, weights, fill):
@@ -112,7 +112,7 @@ def test_no_rows_are_written():
 @pytest.mark.parametrize("equal", [False, True])
 def test_all_is_nan_where_bags_are_not_valid(monkeypatch, equal, few):
     in_blocks_of(5, monkeypatch, by_column=True)
-    monkeypatch.setattr(module, "_FEW", few)
+    monkeypatch.setattr(tuning, "MATERIALISED_ROWS", few)
     arrays = problem(5, equal, False)
     sums = jax.jit(lambda valid: bag_sum(*arrays, valid, BAGS, 0))
     np.testing.assert_allclose(sums(True), model(*arrays, 0), rtol=1e-5, atol=1e-5)

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jmask
-from jmask._kernels import bag_sum, row_blocks
+from jmask._kernels import tuning
 from jmask._kernels.row_blocks import BlockLoop, block_size, run_side_by_side
-from jmask._updates import row_update
 
 
 def counting(count, at_most):
@@ -30,7 +29,7 @@ def counting(count, at_most):
 @given(counts=st.lists(st.integers(0, 6), min_size=1, max_size=9), together=st.integers(1, 4))
 def test_each_does_its_blocks(counts, together):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_blocks, "_TOGETHER", together)
+        patch.setattr(tuning, "LOOPS_TOGETHER", together)
         loops = [counting(count, count + 1) for count in counts]
         found = jax.jit(lambda: run_side_by_side(loops))()
     assert [int(x) for x in found] == [(10**count - 1) // 9 for count in counts]
@@ -81,9 +80,9 @@ def loss(tables, ids):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(row_blocks, "_SIZES", (8, 8))
-    monkeypatch.setattr(bag_sum, "_FEW", 4)
-    monkeypatch.setattr(row_update, "_FEW_ROWS", 0)  # no table is updated whole
+    monkeypatch.setattr(tuning, "BLOCK_ROWS", (8, 8))
+    monkeypatch.setattr(tuning, "MATERIALISED_ROWS", 4)
+    monkeypatch.setattr(tuning, "DENSE_ROWS_FOR_EACH_LOOKUP", 0)  # no table is updated whole
 
 
 @pytest.fixture(scope="module", name="gradient")

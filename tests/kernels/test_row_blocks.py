@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jmask._kernels import row_blocks
+from jmask._kernels import row_blocks, tuning
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gathered_rows import GatheredRows
 from jmask._kernels.row_blocks import run_side_by_side, sums_in_blocks
@@ -101,7 +101,7 @@ def test_one_by_one(seed, count_and_size):
     ids, rows = entries(seed, count, weighted=True)
     table = jnp.ones((V, 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_blocks, "_SIZES", (size, size))
+        patch.setattr(tuning, "BLOCK_ROWS", (size, size))
         found = jax.jit(lambda: add_to_rows(table, ids, rows))()
     expected = np.ones((V + 1, 2))
     np.add.at(expected, np.asarray(ids), model(rows))

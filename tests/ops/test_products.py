@@ -13,6 +13,8 @@ from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
 from jmask import RowSparse
+from jmask._tensors.storage import with_stored_values
+from tests import sparse_arrays
 from tests.oracle import densified
 from tests.product_cases import STORED, Case, Form, M, coo, csr, forms
 
@@ -208,6 +210,46 @@ def test_wide_products_by_a_kernel(stray):
     second = np.take_along_axis(pairs[:, 0], columns[None] % 4, 1) * 2
     both = inside[:, None] & inside & (rows[:, None] == rows)
     check(results["second"], np.where(both, second, 0))
+
+
+@_compiled
+def many_and_derivatives(x: Any, w: Any, dots: Any, ct: Any) -> Any:
+    product = lambda values, w: jmask.dot(with_stored_values(x, values), w)
+    values = x.data
+    out, forward = jax.linearize(product, values, w)
+    return {
+        "out": out,
+        "tangent": forward(*dots),
+        "gradients": jax.linear_transpose(forward, values, w)(ct),
+        "row_sparse": jmask.grad(lambda w: jnp.vdot(ct, product(values, w)))(w),
+        "batch": jax.vmap(product, (0, None))(jnp.stack([values, 2 * values]), w),
+    }
+
+
+@pytest.mark.parametrize("kind", [sparse_arrays.coo, sparse_arrays.csr])
+def test_products_of_many_entries(kind):
+    """Their terms are never materialised: rows are summed in bags. nan is read nowhere."""
+    rng = np.random.default_rng(0)
+    x = np.float32(rng.normal(size=(70, 90)) * (rng.random((70, 90)) < 0.8))
+    x[:, 5], x[7] = 0, 0
+    w, dw, ct = np.float32(rng.normal(size=(3, 90, 4)))
+    w[5], ct = np.nan, ct[:70]
+    stored = kind(x)
+    dv = np.float32(rng.normal(size=stored.data.shape))
+    dx, used = np.asarray(with_stored_values(stored, dv).todense()), np.nan_to_num(w)
+    assert stored.nse > 4096
+    assert "bag_sum" in str(jax.make_jaxpr(jmask.dot)(stored, w))
+    results = many_and_derivatives(stored, w, (dv, dw), ct)
+    check = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    check(results["out"], x @ used)
+    check(results["tangent"], dx @ used + x @ dw)
+    of_values = with_stored_values(stored, results["gradients"][0]).todense()
+    check(of_values, np.where(x != 0, ct @ used.T, 0))
+    check(results["gradients"][1], x.T @ ct)
+    check(densified(results["row_sparse"]), x.T @ ct)
+    check(results["batch"], np.stack([x @ used, 2 * x @ used]))
+    order = rng.permutation(90)
+    check(jmask.dot(stored, RowSparse(order, w[order], w.shape)), x @ used)
 
 
 # --- special cases -----------------------------------------------------------------------

@@ -350,14 +350,6 @@ def test_printed_once(capsys, monkeypatch):
     assert capsys.readouterr().out == f"{found!r}\n"
 
 
-def test_html():
-    found = jmask.explain(lambda p, ids: p["<b>"][ids].sum(), {"<b>": TABLE}, IDS)
-    html = found._repr_html_()
-    assert "<td>&lt;b&gt;</td>" in html
-    assert html.count("<tr>") == 3
-    assert "row-sparse, 3 rows" in html
-
-
 def test_bad_input():
     with pytest.raises(TypeError, match=r"`params\['f'\]` is a str, not an array"):
         jmask.explain(lambda p: 0.0, {"f": "name"})

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jmask
-from jmask._kernels import row_blocks
+from jmask._kernels import tuning
 from jmask._kernels.gathered_rows import GATHERED, GatheredRows
 
 pytestmark = pytest.mark.dtype_promotion
@@ -62,7 +62,7 @@ def gradients(seed, repeats=True):
 @pytest.mark.parametrize("step", ["apply_gradients", "update"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_as_rows_in_an_array(monkeypatch, name, step, repeats):
-    monkeypatch.setattr(row_blocks, "_SIZES", (7, 7))
+    monkeypatch.setattr(tuning, "BLOCK_ROWS", (7, 7))
     tx = OPTIMIZERS[name]
     start = {"t": jnp.asarray(np.random.default_rng(9).normal(size=(V, D)), jnp.float32)}
 

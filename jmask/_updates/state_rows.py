@@ -1,4 +1,4 @@
-"""Which arrays of an optimizer state hold one entry for each row of a table.
+"""Find which arrays of an optimizer state hold one entry for each row of a table.
 
 Nothing is known of the optimizer but its `init`. It is evaluated for its shapes alone, once
 for the parameters as they are and once with more rows in each table:
@@ -26,7 +26,7 @@ def tables_of_state(
     state: optax.OptState,
     dtypes: bool = True,
 ) -> list[int | None]:
-    """For each leaf of the state, the table whose rows it holds.
+    """Return, for each leaf of the state, the table whose rows it holds.
 
     Args:
         inner: the transformation, for its `init`.
@@ -58,14 +58,14 @@ def tables_of_state(
         jax.eval_shape(inner.init, param_tree.unflatten(leaves)) for leaves in (params, grown)
     )
     check_state(state, usual)
-    owners = {rows: position for position, rows in extra.items()}
-    found = [
-        _owner(x.shape, y.shape, owners)
+    tables_by_growth = {rows: position for position, rows in extra.items()}
+    owners = [
+        _owner(x.shape, y.shape, tables_by_growth)
         for x, y in zip(jax.tree.leaves(usual), jax.tree.leaves(larger), strict=True)
     ]
     if dtypes:
-        check_dtypes(state, usual, [owner is not None for owner in found])
-    return found
+        check_dtypes(state, usual, [owner is not None for owner in owners])
+    return owners
 
 
 def _owner(

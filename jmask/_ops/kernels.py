@@ -269,12 +269,13 @@ def _refuse_complex(dtype: Any) -> None:
         raise TypeError(f"`x` has dtype {dtype}, and complex numbers have no order.")
 
 
-def median(values: Any, valid: Any, axes: tuple[int, ...], averaged: bool) -> Results:
-    """Of a dense array; results keep the axes with size 1.
+def median(groups: Any, dtype: Any, averaged: bool) -> Results:
+    """The median of a dense array's entries, before it is cast to `dtype`.
 
     The middle entries are found by sorting and then read, so that the derivative is that of
     an entry.
     """
+    values, axes = groups.values, groups.axes
     shape = tuple(1 if a in axes else n for a, n in enumerate(values.shape))
     rest = tuple(a for a in range(values.ndim) if a not in axes)
     sizes = tuple(values.shape[a] for a in rest)
@@ -286,7 +287,7 @@ def median(values: Any, valid: Any, axes: tuple[int, ...], averaged: bool) -> Re
         return jnp.pad(x, [(0, 0)] * len(sizes) + [(0, 1)])
 
     _refuse_complex(values.dtype)
-    valid = flat(valid)
+    valid = flat(groups.valid)
     # Booleans have no half where dtypes are not promoted; integers have.
     values = values.astype(jnp.int8) if values.dtype == jnp.dtype(bool) else values
     x = jnp.where(valid, flat(values), 0)

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import jmask
-from jmask._tables import skipped_steps
+from jmask._deferred import closed_form
 
 pytestmark = [pytest.mark.sampled, pytest.mark.dtype_promotion]
 
@@ -111,9 +111,9 @@ def test_refused_where_it_is_known(make: Any, numbers: dict[str, float]) -> None
 @pytest.mark.parametrize("b1", [0.15, 0.6, 0.85, 0.9, 0.93, 0.965, 0.985, 0.99])
 def test_what_counts_as_proved(b1: float) -> None:
     """At the greatest 1 - b2 of numbers that are not known."""
-    most = np.interp(b1, skipped_steps._B1, skipped_steps._MOST_BY_B1)
-    errors = dict(skipped_steps._errors(b1, 1 - most * (1 - b1), True))
-    assert errors[skipped_steps._TERMS_IF_UNKNOWN] <= skipped_steps._ACCEPTED
+    most = np.interp(b1, closed_form._B1, closed_form._MOST_BY_B1)
+    errors = dict(closed_form._errors(b1, 1 - most * (1 - b1), True))
+    assert errors[closed_form._TERMS_IF_UNKNOWN] <= closed_form._ACCEPTED
 
 
 # --- what a row without a gradient is divided by, or cast to --------------------------------

@@ -1,8 +1,8 @@
-"""`deferred(table, tx)`: a table with the dense optimizer's trajectory, for its rows' cost.
+"""Make tables that follow a dense optimizer's trajectory at the cost of the rows touched.
 
 dense        every row moves in every step                   O(V) a step
 lazy         a row moves when it has a gradient              O(rows touched)
-deferred     every row moves in every step, and is moved
+deferred     every row moves in every step, and is caught up
              when it is read                                 O(rows touched)
 """
 
@@ -13,17 +13,18 @@ import jax.numpy as jnp
 import optax
 
 from jmask._base.validation import as_table, check_flag
-from jmask._lazy.deferred_step import without_rows
-from jmask._lazy.state_rows import tables_of_state
-from jmask._tables.deferred_table import DeferredTable, is_deferred
+from jmask._deferred.step import without_rows
+from jmask._deferred.table import DeferredTable
+from jmask._tables.deferral import is_deferred
 from jmask._tables.packed import checked_floating
 from jmask._tables.stored_table import is_stored_table, shape_of
 from jmask._tensors.row_sparse import RowSparse
 from jmask._updates.checks import check_parameters, check_transformation
+from jmask._updates.state_rows import tables_of_state
 
 
 def deferred(table: Any, tx: optax.GradientTransformation) -> DeferredTable:
-    """The table as one whose rows follow the dense optimizer `tx` while they are away.
+    """Return the table as one whose inactive rows follow the dense optimizer `tx`.
 
     A dense optimizer moves every row in every step, also those that have no gradient: by their
     momentum, their moments, their decay. What it does to them is known in advance. So rows
@@ -72,17 +73,17 @@ def deferred(table: Any, tx: optax.GradientTransformation) -> DeferredTable:
     owners = tables_of_state(inner, [shape_of(table)], [True], jax.tree.structure(0), state)
     slots = [x for x, owner in zip(leaves, owners, strict=True) if owner is not None]
     before = DeferredTable.before(table, slots)
-    found = jax.eval_shape(lambda table: _first_step(table, inner, inner.init(table)), before)
+    stepped = jax.eval_shape(lambda table: _first_step(table, inner, inner.init(table)), before)
     # Once more with the numbers that the state holds, which may be refused as others are.
     state = inner.init(before)
     jax.eval_shape(lambda table: _first_step(table, inner, state), before)
-    return before.begun(found.table.form, found.table.made_for)
+    return before.begun(stepped.table.form, stepped.table.made_for)
 
 
 def to_deferred(
     tx: optax.GradientTransformation, opt_state: Any, params: Any, tables: Any
 ) -> tuple[Any, Any]:
-    """A run on arrays, taken on with some of them deferred: the next step is the dense one.
+    """Take a run on arrays on with some of them deferred: the next step is the dense one.
 
     Args:
         tx: of `params`, as `deferred` takes it.
@@ -110,16 +111,16 @@ def to_deferred(
     check_parameters(params)
     leaves = jax.tree.leaves(params, is_leaf=is_stored_table)
     tree: Any = jax.tree.structure(params, is_leaf=is_stored_table)
-    which, of_tables = jax.tree.flatten(tables)
-    if of_tables != tree:
+    which, tables_tree = jax.tree.flatten(tables)
+    if tables_tree != tree:
         raise ValueError(
-            f"`tables` must have the structure of `params`, {tree}, got {of_tables}: True for "
-            "each table that is to be deferred, and False elsewhere."
+            f"`tables` must have the structure of `params`, {tree}, got {tables_tree}: True "
+            "for each table that is to be deferred, and False elsewhere."
         )
     for x in which:
         check_flag("tables", x)
     likes = {i: deferred(leaves[i], tx) for i, chosen in enumerate(which) if chosen}
-    state, of_state, owners = _owned(tx, leaves, tree, opt_state, which)
+    state, state_tree, owners = _owned(tx, leaves, tree, opt_state, which)
     for i, like in likes.items():
         places = [k for k, owner in enumerate(owners) if owner == i]
         begun = DeferredTable.before(leaves[i], [state[k] for k in places])
@@ -128,13 +129,13 @@ def to_deferred(
         leaves[i] = begun.begun(like.form, like.made_for)
         for k in places:
             state[k] = jnp.zeros((1, *state[k].shape[1:]), state[k].dtype)
-    return tree.unflatten(leaves), of_state.unflatten(state)
+    return tree.unflatten(leaves), state_tree.unflatten(state)
 
 
 def from_deferred(
     tx: optax.GradientTransformation, opt_state: Any, params: Any
 ) -> tuple[Any, Any]:
-    """A run on deferred tables, taken on with the arrays of a dense or a lazy one.
+    """Take a run on deferred tables on with the arrays of a dense or a lazy one.
 
     Args:
         tx: of `params`.
@@ -142,7 +143,7 @@ def from_deferred(
         params: of which some are deferred tables.
 
     Returns:
-        Parameters and state as of a dense run at this step, every row up to date.
+        Parameters and state as of a dense run at this step, every row caught up.
 
     Raises:
         ValueError: if the state is not that of `tx` for `params`.
@@ -161,7 +162,7 @@ def from_deferred(
     tree: Any = jax.tree.structure(params, is_leaf=is_stored_table)
     which = list(map(is_deferred, leaves))
     empty = jax.tree.leaves(without_rows(leaves), is_leaf=is_stored_table)
-    state, of_state, owners = _owned(tx, empty, tree, opt_state, which)
+    state, state_tree, owners = _owned(tx, empty, tree, opt_state, which)
     for i, table in enumerate(leaves):
         if not which[i]:
             continue
@@ -169,13 +170,13 @@ def from_deferred(
         places = [k for k, owner in enumerate(owners) if owner == i]
         for k, x in zip(places, slots, strict=True):
             state[k] = x
-    return tree.unflatten(leaves), of_state.unflatten(state)
+    return tree.unflatten(leaves), state_tree.unflatten(state)
 
 
 def _owned(
     tx: Any, leaves: list[Any], tree: Any, opt_state: Any, which: list[bool]
 ) -> tuple[list[Any], Any, list[int | None]]:
-    """The leaves of a state, its structure, and the tables whose rows they hold."""
+    """Return the leaves of a state, its structure, and the tables whose rows they hold."""
     shapes = [shape_of(x) for x in leaves]
     owners = tables_of_state(tx, shapes, which, tree, opt_state)
     state = jax.tree.leaves(opt_state, is_leaf=is_stored_table)
@@ -183,16 +184,16 @@ def _owned(
 
 
 def _innermost(tx: Any) -> Any:
-    """The transformation that takes the steps, without what decides when."""
+    """Return the transformation that takes the steps, without the guards around it."""
     while getattr(tx, "inner", None) is not None:
         tx = tx.inner
     return optax.with_extra_args_support(tx)
 
 
 def _first_step(table: DeferredTable, tx: Any, state: Any) -> Any:
-    """What `update` returns for the table before its first step, for no rows."""
+    """Return the updates for the table before its first step, for no rows."""
     ids = jnp.full((1,), table.shape[0], jnp.int32)
     values = jnp.zeros((1, *table.shape[1:]), table.dtype)
-    gradient = RowSparse.of_rows(ids, values, table.shape, coalesced=True)
+    gradient = RowSparse.from_rows(ids, values, table.shape, coalesced=True)
     updates, _ = tx.update(gradient, state, table)
     return updates

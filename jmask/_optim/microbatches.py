@@ -1,4 +1,4 @@
-"""Accumulating the gradients of k microbatches, then one step: `optax.MultiSteps` for rows.
+"""Accumulate the gradients of k microbatches, then one step: `optax.MultiSteps` for rows.
 
     microbatch 1    rows 3, 7          kept          no update
     microbatch 2    rows 7, 9          kept          no update
@@ -6,8 +6,8 @@
 
 Dense gradients are added up. The rows of sparse ones are put side by side, in buffers with
 room for k microbatches, so that none is lost: inside `lazy`, `optax.MultiSteps` would forget
-the rows that the last microbatch does not touch, and is refused. Of masked gradients the
-valid entries are added up: an entry is valid in the sum where it is in any microbatch.
+the rows that the last microbatch does not touch, and is refused. Masked gradients add
+up their valid entries: an entry is valid in the sum where it is in any microbatch.
 """
 
 from typing import Any, NamedTuple
@@ -21,8 +21,7 @@ from jmask._base.array_types import typed_like, whole_rows_like, with_whole_rows
 from jmask._base.row_ids import id_dtype
 from jmask._base.validation import check_flag, leaf_name
 from jmask._lazy.one_pass import OnePassTransformation
-from jmask._lazy.state_rows import check_state_type
-from jmask._optim.conditional_step import apply_if, update_if
+from jmask._optim.guards import guarded
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._updates.apply import noticed_as
@@ -33,7 +32,7 @@ from jmask._updates.checks import (
     gradient_and_valid,
     is_gradient_leaf,
 )
-from jmask._updates.eager import compiled_outside_jit
+from jmask._updates.state_rows import check_state_type
 
 
 class StoredRows(NamedTuple):
@@ -71,7 +70,7 @@ def multi_steps(
     *,
     use_grad_mean: bool = True,
 ) -> OnePassTransformation:
-    """One step of `inner` for every k gradients, with their mean: larger batches in parts.
+    """Take one step of `inner` for every k gradients, with their mean: larger batches in parts.
 
     Args:
         inner: any transformation, `jmask.adam(...)` or `jmask.lazy(...)`.
@@ -130,8 +129,9 @@ def multi_steps(
     def init(params: optax.Params) -> MultiStepsState:
         return MultiStepsState(jnp.zeros((), jnp.int32), empty(), inner.init(params))
 
-    def accumulate(gradients: Any, state: MultiStepsState) -> tuple[Any, Any, jax.Array]:
-        """What has come together with these gradients, as a gradient, and whether to step."""
+    def accumulate(gradients: Any, state: Any, params: Any) -> tuple[jax.Array, Any, Any]:
+        """Return whether to step, with the gradient so far, and what is kept of it."""
+        gradients = as_gradients(gradients)
         check_state_type(state, MultiStepsState)
         _check_structure(gradients, like)
         _check_buffers(state.accumulated, jax.eval_shape(empty))
@@ -152,9 +152,9 @@ def multi_steps(
             accumulated,
             is_leaf=is_gradient_leaf,
         )
-        return accumulated, noticed_as(gradients, total), last
+        return last, noticed_as(gradients, total), accumulated
 
-    def finished(accumulated: Any, inner_state: Any, state: Any, last: Any) -> MultiStepsState:
+    def finish(state: Any, inner_state: Any, last: jax.Array, accumulated: Any) -> Any:
         accumulated = jax.tree.map(
             lambda x, zero: jnp.where(last, typed_like(zero, jax.typeof(x)), x),
             accumulated,
@@ -163,22 +163,7 @@ def multi_steps(
         mini_step = jnp.where(last, 0, state.mini_step + 1)
         return MultiStepsState(mini_step, accumulated, inner_state)
 
-    def update(updates, state, params=None, **extra_args):
-        accumulated, total, last = accumulate(as_gradients(updates), state)
-        updates, inner_state = update_if(
-            last, inner, total, state.inner_state, params, extra_args
-        )
-        return updates, finished(accumulated, inner_state, state, last)
-
-    def apply(grads, state, params):
-        accumulated, total, last = accumulate(grads, state)
-        params, inner_state = apply_if(last, inner, total, state.inner_state, params)
-        return params, finished(accumulated, inner_state, state, last)
-
-    transformation = OnePassTransformation(init, compiled_outside_jit(update))
-    transformation.apply_gradients = compiled_outside_jit(apply)
-    transformation.inner = inner
-    return transformation
+    return guarded(inner, init, accumulate, finish)
 
 
 def _empty(like: Any, every_k: int) -> Any:
@@ -212,7 +197,7 @@ def _added(like: Any, kept: Any, gradient: Any, mini_step: jax.Array) -> Any:
 
 
 def _put(kept: jax.Array, new: Any, like: RowSparse, mini_step: jax.Array) -> jax.Array:
-    """Rows of a microbatch put into the buffer at its place."""
+    """Put the rows of a microbatch into the buffer at its place."""
     new = with_whole_rows(new.astype(kept.dtype))
     # What `init` made outside jit is on no mesh.
     kept = whole_rows_like(kept, jax.typeof(new))
@@ -233,26 +218,26 @@ def _as_gradient(like: Any, kept: Any, factor: Any) -> Any:
 
 
 def _unmasked(gradient: Any) -> Any:
-    """The shapes of a gradient leaf as rows or an array, whether it is masked or not."""
+    """Return the shapes of a gradient leaf as rows or an array, whether it is masked or not."""
     if not isinstance(gradient, MaskedTensor):
         return gradient
     return jax.eval_shape(gradient_and_valid, gradient)[0]
 
 
 def _check_structure(gradients: Any, like: Any) -> None:
-    given: Any = jax.tree.leaves_with_path(gradients, is_leaf=is_gradient_leaf)
+    leaves: Any = jax.tree.leaves_with_path(gradients, is_leaf=is_gradient_leaf)
     expected: Any = jax.tree.leaves_with_path(like, is_leaf=is_gradient_leaf)
-    if [path for path, _ in given] != [path for path, _ in expected]:
+    if [path for path, _ in leaves] != [path for path, _ in expected]:
         names = [
-            ", ".join(leaf_name(tree, path) for path, _ in leaves)
-            for tree, leaves in (("updates", given), ("like", expected))
+            ", ".join(leaf_name(tree, path) for path, _ in nodes)
+            for tree, nodes in (("updates", leaves), ("like", expected))
         ]
         raise ValueError(
             "`updates` must have the structure of `like`, the gradient multi_steps was made "
             f"for: got {names[0]}, expected {names[1]}. (nnx.Optimizer gives the "
             "transformation nnx.as_pure(nnx.state(grads)): give that as `like`.)"
         )
-    for (path, x), (_, y) in zip(given, expected, strict=True):
+    for (path, x), (_, y) in zip(leaves, expected, strict=True):
         name = f"`updates{jax.tree_util.keystr(path)}`"
         rows, room = _unmasked(x), _unmasked(y)
         is_alike = isinstance(x, MaskedTensor) == isinstance(y, MaskedTensor)

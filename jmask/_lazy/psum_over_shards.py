@@ -1,13 +1,12 @@
-"""Sums over the rows of a table in a `shard_map`, where each device has some of them.
+"""Sum over the rows of a table in a `shard_map`, where each device has some of them.
 
     rows of device 0: 3      of device 1: 4      clip_by_global_norm(1)
     each by itself           3 / 3, 4 / 4
     over both                3 / 5, 4 / 5        what one device with both rows does
 
-What an optimizer does to a row is the same wherever the row is. What it sums over rows (a
-norm, whether all are finite) must be summed over the devices as well. Of a `ShardedTable` it
-is known which they are. An array is all that its program knows of: in a `shard_map` it is the
-array of that device, as it is for optax.
+An optimizer does the same to a row on any device. Its sums over rows (a norm, whether all are
+finite) must be summed over the devices as well. A `ShardedTable` says which they are. An array
+in a `shard_map` is the array of that device alone, as it is for optax.
 """
 
 import functools
@@ -31,36 +30,36 @@ Axes = tuple[str, ...]
 
 
 def axes_of_rows(gradient: Any) -> Axes:
-    """The axes of a `shard_map` over which the rows of a gradient are spread, if it says so."""
-    is_spread = isinstance(gradient, RoutedRows) and gradient.layout.inside()
-    return gradient.layout.rows if is_spread else ()
+    """Return the axes of a `shard_map` over which rows are sharded, if the gradient says so."""
+    is_sharded = isinstance(gradient, RoutedRows) and gradient.layout.inside()
+    return gradient.layout.rows if is_sharded else ()
 
 
 def agreed(holds: jax.Array, gradients: Any, params: Any) -> jax.Array:
-    """Whether something holds on all devices that take a step together."""
+    """Decide whether something holds on all devices that take a step together."""
     axes = set().union(*(axes_of_rows(g) for g in _leaves(gradients)))
-    axes |= _of_others(holds, gradients, params)
+    axes |= _axes_of_copies(holds, gradients, params)
     return holds if not axes else lax.psum((~holds).astype(jnp.int32), tuple(axes)) == 0
 
 
 def counted(number: jax.Array, gradient: Any, gradients: Any, params: Any) -> jax.Array:
-    """How many rows of one gradient, of which a device has counted its own.
+    """Sum the numbers of rows of one gradient that the devices have counted.
 
     Where it is not known whether an array is the same on all devices, the most that one has.
     """
     axes = axes_of_rows(gradient)
     if axes:
         return lax.psum(number, axes)
-    others = tuple(_of_others(number, gradients, params))
+    others = tuple(_axes_of_copies(number, gradients, params))
     if not others:
         return number
     return lax.psum(number, others) if varying_axes(number) else lax.pmax(number, others)
 
 
-def _of_others(x: jax.Array, gradients: Any, params: Any) -> set[str]:
-    """The axes over which `x` may differ and parameters are the same.
+def _axes_of_copies(x: jax.Array, gradients: Any, params: Any) -> set[str]:
+    """Return the axes over which `x` may differ and parameters are the same.
 
-    Without parameters these are taken to be spread as their gradients are. Where a
+    Without parameters these are taken to be sharded as their gradients are. Where a
     `shard_map` does not track what differs, all of its axes.
     """
     axes = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
@@ -75,30 +74,34 @@ def _leaves(gradients: Any) -> list[Any]:
 
 
 def with_sums_over(
-    spread: Mapping[int, Axes],
+    sharded: Mapping[int, Axes],
     program: ClosedJaxpr,
     kinds: Mapping[Var, Kind],
     inputs: Sequence[Any],
 ) -> list[Any]:
-    """The outputs of a program with its sums over rows made sums over the devices, too.
+    """Run a program, and sum its sums over rows over the devices, too.
 
     Args:
-        spread: the axes for each table whose rows are spread.
+        sharded: the axes for each table whose rows are sharded.
         program: traced as for one device, with its calls in line: by types, what comes of a sum
             of each device would differ as well.
-        kinds: of its variables. That the program treats rows one by one, but for sums, is
-            proved: see `row_locality`.
+        kinds: of its variables. The program is proved to treat rows one by one, except in sums:
+            see `row_locality`.
         inputs: of the program.
     """
 
     def rule(eqn: JaxprEqn, arrays: list[Any]) -> list[Any]:
         name = name_of(eqn)
-        given = [Replicated() if isinstance(v, Literal) else kinds[v] for v in eqn.invars]
-        tables = {kind.table for kind in given if isinstance(kind, RowWise)} & spread.keys()
+        operand_kinds = [
+            Replicated() if isinstance(v, Literal) else kinds[v] for v in eqn.invars
+        ]
+        tables = {
+            kind.table for kind in operand_kinds if isinstance(kind, RowWise)
+        } & sharded.keys()
         if name == "cond":
             which, *operands = arrays
             branches = [
-                functools.partial(_branch, branch, spread, given[1:])
+                functools.partial(_branch, branch, sharded, operand_kinds[1:])
                 for branch in branches_of(eqn)
             ]
             every = [jax.eval_shape(branch, *operands) for branch in branches]
@@ -108,11 +111,11 @@ def with_sums_over(
                 f"it may sum over rows inside a `{name}`, which in a shard_map would see the "
                 "rows of one device alone",
                 "Make the step outside of the shard_map, in the same jit: a ShardedTable is "
-                "spread there, too.",
+                "sharded there, too.",
             )
         outputs = bound(eqn, arrays)
         if tables and all(isinstance(kinds[v], Replicated) for v in eqn.outvars):
-            axes = tuple(axis for table in tables for axis in spread[table])
+            axes = tuple(axis for table in tables for axis in sharded[table])
             outputs = [_over_devices(name, x, axes) for x in outputs]
         return outputs
 
@@ -120,15 +123,15 @@ def with_sums_over(
 
 
 def _branch(
-    branch: Opened, spread: Mapping[int, Axes], given: list[Kind], *inputs: Any
+    branch: Opened, sharded: Mapping[int, Axes], operand_kinds: list[Kind], *inputs: Any
 ) -> list[Any]:
     program = inlined(ClosedJaxpr(*branch))
-    _, kinds = classify(program, program, given)
-    return with_sums_over(spread, program, kinds, inputs)
+    _, kinds = classify(program, program, operand_kinds)
+    return with_sums_over(sharded, program, kinds, inputs)
 
 
 def _typed_as(every: list[list[Any]], branch: Callable[..., list[Any]]) -> Any:
-    """A branch of which outputs are typed as different wherever those of another are."""
+    """Return a branch whose outputs are typed as varying wherever those of another are."""
 
     def run(*inputs: Any) -> list[Any]:
         outputs = branch(*inputs)
@@ -140,7 +143,7 @@ def _typed_as(every: list[list[Any]], branch: Callable[..., list[Any]]) -> Any:
 
 
 def _over_devices(name: str, x: jax.Array, axes: Axes) -> jax.Array:
-    """What a device has of a reduction, over all devices."""
+    """Reduce over all devices what each has reduced over its rows."""
     if name in ("reduce_sum", "dot_general"):
         return lax.psum(x, axes)
     if name == "reduce_and" and x.dtype == bool:
@@ -155,5 +158,5 @@ def _over_devices(name: str, x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def _may_sum(eqn: JaxprEqn) -> bool:
-    """Whether a jaxpr in an equation holds a reduction."""
+    """Decide whether a jaxpr in an equation holds a reduction."""
     return any(name_of(e) in (*NEUTRAL, "dot_general") for e in within([eqn]))

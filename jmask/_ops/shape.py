@@ -6,11 +6,23 @@
     where(x > 2, x, 0)                 [[0, --], [3, 4]]     masked where the condition is
     take(x, [0, 9], axis=0)            [[1, --], [--, --]]   masked where there is no entry
 
-Plain arrays are passed on to `jax.numpy`. The table of functions that only move entries is
-the whole of them; what follows are the functions that also look at masks.
+A function that only moves entries is applied to the data and, in the same way, to the flags
+of masked entries. The flags say "masked", not "valid", so that zeros a function brings in
+(`triu`, `diag`) come out as valid entries.
+
+Coordinates and rows keep their storage where a rule knows the new positions:
+
+    reshape(x, (V, 2, 3))       RowSparse: on the values, (n, 6) -> (n, 2, 3)
+    transpose(x, (0, 2, 1))     RowSparse: on the values
+    concatenate([x, y])         RowSparse: the indices of y count on from those of x
+    concatenate([x, y], 1)      RowSparse: on the union of the rows
+
+A rule returns None where there is no such storage: the result is dense then, with a warning.
+Plain arrays are passed on to `jax.numpy`.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,20 +30,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.sparse import BCOO
 
+from jmask._base.fallback import report_fallback
+from jmask._base.row_ids import widen
 from jmask._base.validation import abstract_leaf
 from jmask._ops.elementwise import elementwise
-from jmask._ops.masked_moves import (
-    data_of,
-    dense,
-    masked_of,
-    moved,
-    permuted_coo,
-    reshaped_coo,
-)
-from jmask._ops.row_shape import joined_rows, permuted_rows, reshaped_rows
-from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, is_tensor, joined
+from jmask._ops.zero_semantics import on_union_of_rows
+from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
+from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import (
+    as_dense,
     is_sparse,
     same_positions,
     sampled,
@@ -39,28 +48,187 @@ from jmask._tensors.storage import (
     with_stored_values,
 )
 
+# --- data and mask moved together --------------------------------------------------------
+
+
+def moved(
+    function: Callable[..., Any], *, variadic: bool = False, rule: Callable | None = None
+) -> Callable[..., Any]:
+    """Lift a function of `jax.numpy` that moves entries to masked tensors.
+
+    Args:
+        function: its first argument is an array or a sequence of arrays; it returns arrays
+            of their entries (and zeros).
+        variadic: all positional arguments are arrays.
+        rule: computes the result on rows or masked coordinates, or returns None.
+
+    Returns:
+        A function that takes a `MaskedTensor` in place of any array, and returns a
+        `MaskedTensor` in place of every array if it was given one.
+    """
+
+    @functools.wraps(function)
+    def lifted(*args: Any, **kwargs: Any) -> Any:
+        operands, others = (args, ()) if variadic else (args[:1], args[1:])
+        leaves = jax.tree.leaves(operands, is_leaf=is_tensor)
+        if not any(map(is_tensor, leaves)):
+            return function(*args, **kwargs)
+        if rule is not None and any(is_row_sparse(x) or is_masked_coo(x) for x in leaves):
+            result = rule(function, args[0], others, kwargs)
+            if result is not None:
+                return result
+        operands = jax.tree.map(
+            lambda x: dense(x, function.__name__), operands, is_leaf=is_tensor
+        )
+        data = jax.tree.map(data_of, operands, is_leaf=is_tensor)
+        result = function(*data, *others, **kwargs)
+        if not any(isinstance(x, MaskedTensor) for x in leaves):
+            return result
+        masked = jax.tree.map(masked_of, operands, is_leaf=is_tensor)
+        masked = function(*masked, *others, **kwargs)
+        return jax.tree.map(lambda x, flags: joined(x, ~flags), result, masked)
+
+    return lifted
+
+
+def data_of(x: Any) -> Any:
+    """Return the data of a dense masked tensor; anything else as it is."""
+    return x.storage if isinstance(x, MaskedTensor) else x
+
+
+def masked_of(x: Any) -> jax.Array:
+    """Return where a dense masked tensor is masked: nowhere for anything else."""
+    return ~x.valid if isinstance(x, MaskedTensor) else jnp.zeros(jnp.shape(x), bool)
+
+
+def dense(x: Any, name: str) -> Any:
+    """Return `x` on dense storage, with a warning that names the operation if it was sparse."""
+    storage = data_of(x)
+    if not is_sparse(storage):
+        return x
+    report_fallback(
+        f"`{name}` made a sparse tensor of shape {tuple(x.shape)} dense, at O(size) cost"
+    )
+    return x.to_dense() if isinstance(x, MaskedTensor) else as_dense(x)
+
+
+def is_masked_coo(x: Any) -> bool:
+    """Decide whether `x` is a masked tensor that stores a position for each single entry."""
+    return isinstance(x, MaskedTensor) and isinstance(x.storage, BCOO) and not x.storage.n_dense
+
+
+# --- rules of storages --------------------------------------------------------------------
+
+
+def reshaped(function: Callable, x: Any, others: tuple, kwargs: dict) -> Any:
+    """Keep the storage under functions that keep the order of entries."""
+    if not (is_row_sparse(x) or is_masked_coo(x)) or "F" in (*others, *kwargs.values()):
+        return None
+    if is_row_sparse(x):
+        x.check_single()
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    shape = jax.eval_shape(lambda a: function(a, *others, **kwargs), like).shape
+    if not shape or 0 in shape:
+        return None
+    if is_row_sparse(x):
+        if shape[0] != x.shape[0]:
+            return None
+        return _with_rows(x, x.values.reshape(-1, *shape[1:]), shape)
+    indices = x.storage.indices
+    if math.prod(shape) > jnp.iinfo(indices.dtype).max:
+        raise ValueError(
+            f"`{function.__name__}` of a coordinate tensor of shape {x.shape}: positions in "
+            f"{math.prod(shape)} entries do not fit into its {indices.dtype} indices."
+        )
+    inside = (indices < jnp.array([x.shape], indices.dtype)).all(axis=1)
+    flat = jnp.ravel_multi_index(tuple(indices.T), x.shape, mode="clip")
+    places = jnp.stack(jnp.unravel_index(flat, shape), axis=1).astype(indices.dtype)
+    places = jnp.where(inside[:, None], places, jnp.array([shape], indices.dtype))
+    return _at_indices(x, places, shape, x.storage.indices_sorted)
+
+
+def permuted(function: Callable, x: Any, others: tuple, kwargs: dict) -> Any:
+    """Keep the storage under functions that permute dimensions."""
+    if not (is_row_sparse(x) or is_masked_coo(x)):
+        return None
+    if is_row_sparse(x):
+        x.check_single()
+    # Permuting an empty array of shape (0, 1, 2, ...) tells where each dimension goes.
+    numbered = np.empty(tuple(range(x.ndim)))
+    axes = getattr(np, function.__name__)(numbered, *others, **kwargs).shape
+    shape = tuple(x.shape[axis] for axis in axes)
+    if is_masked_coo(x):
+        return _at_indices(x, x.storage.indices[:, jnp.array(axes)], shape, False)
+    return _with_rows(x, x.values.transpose(axes), shape) if axes[0] == 0 else None
+
+
+def joined_rows(function: Callable, tensors: Any, others: tuple, kwargs: dict) -> Any:
+    """Keep rows under functions that join tensors along an axis that there is."""
+    if not isinstance(tensors, list | tuple) or not all(map(is_row_sparse, tensors)):
+        return None
+    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tensors]
+    result = jax.eval_shape(lambda a: function(a, *others, **kwargs), like)
+    if result.ndim != tensors[0].ndim:
+        return None
+    tensors = [x.astype(result.dtype) for x in tensors]
+    height = result.shape[0]
+    if all(x.shape[1:] == result.shape[1:] for x in tensors) and (
+        height == sum(x.shape[0] for x in tensors)
+    ):
+        indices, start = [], 0
+        for x in tensors:
+            ids = widen(x.row_ids(), height)
+            indices.append(jnp.where(ids < x.shape[0], ids + start, height))
+            start += x.shape[0]
+        values = jnp.concatenate([x.values for x in tensors])
+        return RowSparse(jnp.concatenate(indices), values, result.shape)
+    if any(x.shape[0] != height for x in tensors):
+        return None
+    rows = on_union_of_rows(tensors)
+    # The functions join along the axis where the sizes add up.
+    values = function([x.values for x in rows], *others, **kwargs)
+    return _with_rows(rows[0], values, result.shape)
+
+
+def _at_indices(x: MaskedTensor, indices: Any, shape: Any, is_sorted: bool) -> MaskedTensor:
+    storage = BCOO(
+        (x.storage.data, indices),
+        shape=tuple(shape),
+        indices_sorted=is_sorted,
+        unique_indices=x.storage.unique_indices,
+    )
+    return joined(storage, x.valid)
+
+
+def _with_rows(x: RowSparse, values: jax.Array, shape: tuple[int, ...]) -> RowSparse:
+    return x.with_leaves(x.index_leaf, values, shape=tuple(shape))
+
+
+# --- functions ---------------------------------------------------------------------------
+
+
 # One array.
 broadcast_to = moved(jnp.broadcast_to)
 delete = moved(jnp.delete)
 diag = moved(jnp.diag)
 diagonal = moved(jnp.diagonal)
-expand_dims = moved(jnp.expand_dims, coo=reshaped_coo, rows=reshaped_rows)
+expand_dims = moved(jnp.expand_dims, rule=reshaped)
 flip = moved(jnp.flip)
 fliplr = moved(jnp.fliplr)
 flipud = moved(jnp.flipud)
-matrix_transpose = moved(jnp.matrix_transpose, coo=permuted_coo, rows=permuted_rows)
-moveaxis = moved(jnp.moveaxis, coo=permuted_coo, rows=permuted_rows)
-permute_dims = moved(jnp.permute_dims, coo=permuted_coo, rows=permuted_rows)
-ravel = moved(jnp.ravel, coo=reshaped_coo, rows=reshaped_rows)
+matrix_transpose = moved(jnp.matrix_transpose, rule=permuted)
+moveaxis = moved(jnp.moveaxis, rule=permuted)
+permute_dims = moved(jnp.permute_dims, rule=permuted)
+ravel = moved(jnp.ravel, rule=reshaped)
 repeat = moved(jnp.repeat)
-reshape = moved(jnp.reshape, coo=reshaped_coo, rows=reshaped_rows)
+reshape = moved(jnp.reshape, rule=reshaped)
 roll = moved(jnp.roll)
-rollaxis = moved(jnp.rollaxis, coo=permuted_coo, rows=permuted_rows)
+rollaxis = moved(jnp.rollaxis, rule=permuted)
 rot90 = moved(jnp.rot90)
-squeeze = moved(jnp.squeeze, coo=reshaped_coo, rows=reshaped_rows)
-swapaxes = moved(jnp.swapaxes, coo=permuted_coo, rows=permuted_rows)
+squeeze = moved(jnp.squeeze, rule=reshaped)
+swapaxes = moved(jnp.swapaxes, rule=permuted)
 tile = moved(jnp.tile)
-transpose = moved(jnp.transpose, coo=permuted_coo, rows=permuted_rows)
+transpose = moved(jnp.transpose, rule=permuted)
 tril = moved(jnp.tril)
 triu = moved(jnp.triu)
 
@@ -77,12 +245,12 @@ atleast_1d = moved(jnp.atleast_1d, variadic=True)
 atleast_2d = moved(jnp.atleast_2d, variadic=True)
 atleast_3d = moved(jnp.atleast_3d, variadic=True)
 broadcast_arrays = moved(jnp.broadcast_arrays, variadic=True)
-column_stack = moved(jnp.column_stack, rows=joined_rows)
-concat = concatenate = moved(jnp.concatenate, rows=joined_rows)
+column_stack = moved(jnp.column_stack, rule=joined_rows)
+concat = concatenate = moved(jnp.concatenate, rule=joined_rows)
 dstack = moved(jnp.dstack)
-hstack = moved(jnp.hstack, rows=joined_rows)
+hstack = moved(jnp.hstack, rule=joined_rows)
 stack = moved(jnp.stack)
-vstack = moved(jnp.vstack, rows=joined_rows)
+vstack = moved(jnp.vstack, rule=joined_rows)
 
 
 def pad(array: Any, pad_width: Any, mode: str = "constant", **kwargs: Any) -> Any:
@@ -166,48 +334,6 @@ def where(condition: Any, x: Any = None, y: Any = None, /, **kwargs: Any) -> Any
 _plain_where = elementwise(jnp.where)
 
 
-def masked_where(condition: Any, x: Any) -> MaskedTensor:
-    """`x` with the entries masked where `condition` is True, or itself masked.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> x = jnp.array([1., -1., 2.])
-        >>> masked_where(x < 0, x)
-        MaskedTensor([1.0, --, 2.0], dtype=float32)
-    """
-    x = as_masked_tensor(x)
-    condition = dense(condition, "masked_where")
-    hidden = jnp.asarray(data_of(condition), bool) | masked_of(condition)
-    if is_sparse(x.storage):
-        return x.with_values(stored_values(x.storage), x.valid & ~sampled(hidden, x.storage))
-    shape = jnp.broadcast_shapes(x.shape, hidden.shape)
-    valid = jnp.broadcast_to(x.valid, shape) & ~hidden
-    return joined(jnp.broadcast_to(x.storage, shape), valid)
-
-
-def masked_fill(x: Any, where: Any, value: Any) -> Any:
-    """`x` with `value`, which is valid, in the entries where `where` is True.
-
-    Args:
-        x: a masked tensor or an array.
-        where: boolean, broadcasts with `x`; the result is masked where it is.
-        value: cast to the dtype of `x`.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> x = jmask.masked_tensor(jnp.array([1., 2.]), jnp.array([True, False]))
-        >>> masked_fill(x, jnp.array([False, True]), 7)
-        MaskedTensor([1.0, 7.0], dtype=float32)
-    """
-    dtype = x.dtype if is_tensor(x) else jnp.result_type(x)
-    if isinstance(value, MaskedTensor):
-        return _where(where, value.astype(dtype), x)
-    return _where(where, jnp.asarray(value, dtype), x)
-
-
-_where = where
-
-
 def take(a: Any, indices: Any, axis: int | None = None, **kwargs: Any) -> Any:
     """`jax.numpy.take`: masked where the index is masked or out of range.
 
@@ -287,7 +413,7 @@ def argsort(a: Any, axis: int | None = -1, *, dtype: Any = None, **kwargs: Any) 
 
 
 def _like(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that makes a tensor like another one: a masked one keeps its mask."""
+    """Lift a function that makes a tensor like another one: a masked one keeps its mask."""
 
     @functools.wraps(function)
     def lifted(a: Any, *args: Any, **kwargs: Any) -> Any:
@@ -330,7 +456,7 @@ def _share_positions(x: Any, y: Any) -> bool:
 def _gathered(
     function: Callable, a: Any, indices: Any, axis: Any, kwargs: dict, spread: Callable
 ) -> Any:
-    """Entries of `a` at `indices`; `spread` gives masks of indices the shape of the result."""
+    """Read `a` at `indices`; `spread` brings masks of indices to the shape of the result."""
     kind = indices if isinstance(indices, MaskedTensor) else abstract_leaf(indices)
     if kind is None or not jnp.issubdtype(kind.dtype, jnp.integer):
         of = type(indices).__name__ if kind is None else f"one of {kind.dtype}"
@@ -352,7 +478,7 @@ def _gathered(
 def _order(
     x: MaskedTensor, axis: int, *, descending: bool = False, stable: bool = True
 ) -> jax.Array:
-    """For each place along the axis, which entry belongs there; masked ones last."""
+    """Return for each place along the axis which entry belongs there; masked ones last."""
     values = lax.stop_gradient(jnp.where(x.valid, x.storage, jnp.zeros((), x.dtype)))
     position = lax.broadcasted_iota(jnp.int32, x.shape, axis % x.ndim)
     operands = [x.valid, values, position]

@@ -1,0 +1,66 @@
+"""Thresholds between two ways to compute the same, each with the measurement behind it.
+
+`benchmarks/tricks.py` times steps with and without the first way where a line names it. Tests
+draw these at random, so that every way is taken at small sizes. Unless a line says otherwise,
+times are those of two CPU cores with jaxlib 0.10.0 to 0.12.0, and change little between these.
+"""
+
+import os
+
+# --- gathers on CPUs ("fast gather") ----------------------------------------------------------
+
+# Widths of rows whose copying loops LLVM unrolls before it vectorizes: rows of 32 to 64 entries
+# take two to four times as long as they have to.
+UNROLLED_WIDTHS = range(32, 65)
+# A loop with more operations than these on the entries of a row is not unrolled. A copy has 5.
+UNROLLED_OPERATIONS, COPY_OPERATIONS = 416, 5
+# Bytes of an entry for which that was seen: float32, bfloat16, float16.
+UNROLLED_BYTES = (2, 4)
+
+# --- bags ("bags by column") ------------------------------------------------------------------
+
+# Rows that are materialised and summed by XLA. A loop over blocks gains nothing below.
+MATERIALISED_ROWS = 4096
+# Columns that are summed one after the other in a bag, and in all bags of a program: each takes
+# a millisecond to compile.
+COLUMNS, COLUMNS_OF_PROGRAM = 64, 512
+
+# --- loops over blocks of rows ----------------------------------------------------------------
+
+# Loops that run side by side: as many as there are cores, since XLA spreads a body over them.
+LOOPS_TOGETHER = min(max(os.cpu_count() or 1, 4), 32)
+# Bytes of the rows in work at a time, and the least and most rows of a block: enough to be
+# worth the overhead of each operation, 5 to 20 us, and few enough for second-level caches.
+BYTES_IN_WORK = 2**23
+BLOCK_ROWS = 256, 4096
+
+# --- equal ids --------------------------------------------------------------------------------
+
+# Rows of the table for each id below which marking rows, O(V), is used in place of sorting ids,
+# O(n log n). They are level at 8 to 10.
+MARKED_ROWS_FOR_EACH_ID = 4
+# Bytes of rows from which XLA sorts the ids of a scatter-add for a TPU by itself, for which its
+# compiler takes half of its time (libtpu 0.0.50): here they are sorted already.
+SORTED_BY_XLA = 2**24
+
+# --- scatters on TPUs -------------------------------------------------------------------------
+
+# Rows of the table for each id up to which a scatter is promised sorted ids. With the promise
+# it moves the whole table, without it the rows. By the compiler's schedules (libtpu 0.0.50) the
+# two are level at 35 (v5e) to 76 (v6e).
+SORTED_PAYS = 35
+
+# --- tables updated densely ("whole small tables") --------------------------------------------
+
+# Rows of the table for each lookup up to which the whole table is updated: no sort, all cores.
+DENSE_ROWS_FOR_EACH_LOOKUP = 1.5
+
+# --- gathered rows ("sums of lookups") --------------------------------------------------------
+
+# Entries for each row of the source from which gathered rows are worth keeping apart: rows that
+# do not repeat are read once in either form.
+REPEATS = 2
+# Bytes of rows, and of slices put together, from which rows that do not repeat are not
+# materialised either: glibc gives an array of twice this size back to the system after each
+# step, and the next step waits for new pages (docs/performance.md has the allocator's setting).
+LARGE_ROWS, LARGE_SLICES = 2**24, 2**23
