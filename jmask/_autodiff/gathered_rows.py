@@ -105,6 +105,10 @@ class Product:
 
         Where none has, all entries of a row are one number: that times a row of ones.
         """
+        # As an einsum: "bd,bl,l->bld" has the rows "bd", one for each b, and the weight "bl,l"
+        # of each entry. The source is the factor with letters of the row, its index counts the
+        # letters of entries that this factor has, and all other factors make the weight. Two
+        # factors with letters of the row have no such form: their product is of full size.
         lead = len(self.shape) - row_ndim
         count = range(len(self.factors))
         with_rows = [i for i in count if any(d >= lead for d in self.dims_of(i))]

@@ -117,6 +117,7 @@ def dynamic_update_rows(
 
     None if it writes several entries of a matrix that are no rows.
     """
+    # XLA clamps the starts so that the window fits, which the ids must do too.
     shape, window = aval_of(eqn.outvars[0]).shape, update.shape
     leading = len(shape)
     while leading > 1 and window[leading - 1] == shape[leading - 1]:

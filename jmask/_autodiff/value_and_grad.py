@@ -296,8 +296,10 @@ def _tensor_gradients(
         with collected() as reports:
             value, gradients = results(arguments.phantoms())
     except Exception:
-        # A rule of the function itself (custom_vjp) may insist on tensors without phantoms:
-        # then it has no gradient at other entries. All other faults come up again.
+        # A `custom_vjp` in `fun` may insist on the structure of tensors without placeholders
+        # (its backward rule returns one of the same structure): then it has no gradient
+        # at other entries. A fault of `fun` itself comes up again in this
+        # second run, with its own traceback, so nothing is hidden by catching all.
         return results(arguments.phantoms(tables_only=True))
     for report in reports:
         report_fallback(*report)

@@ -32,7 +32,9 @@ from jmask._kernels.rows import split_rows
 from jmask._kernels.update_rows import add_to_rows
 from jmask._tensors.row_sparse import RowSparse
 
-# The rows of a table; a stack of eight weights has few.
+# Rows from which an array that is sliced with fixed bounds counts as a table, whose gradient is
+# worth storing by rows: a stack of eight weights of layers is sliced so too, and its users
+# expect an array. A judgement, not a measurement.
 _MANY = 1000
 _refused: contextvars.ContextVar[set[object]] = contextvars.ContextVar("refused")
 

@@ -16,6 +16,10 @@ import jax
 Fact = TypeVar("Fact")
 
 
+# Tracers have no hash, and `==` of arrays is elementwise, so this is no WeakKeyDictionary: the
+# key is the address, and the callback of the weak reference removes it before it is used again.
+
+
 class ArrayFacts(Generic[Fact]):
     """One fact for each traced array, by the identity of the array."""
 

@@ -160,11 +160,15 @@ class _Plan:
 
 
 def _plan(ids: jax.Array, rows: int, size: int) -> _Plan:
-    blocks = ids.shape[0] // size + 2  # at least one id of padding ends the last sum
+    # One block more than n / size rounded down holds all ids. The sum that the last of them
+    # leaves open is complete only where another id follows: the second one is padding alone.
+    blocks = ids.shape[0] // size + 2
     padding = blocks * size - ids.shape[0]
     ids, entries = in_order(ids)
     ids = jnp.pad(ids, (0, padding), constant_values=rows).reshape(blocks, size)
     entries = jnp.pad(entries, (0, padding)).reshape(blocks, size)
+    # The id of the sum that a block leaves open is its last one. In the first block no sum is
+    # open, so its own first id stands there, which begins no second sum.
     last = ids[:, -1:]
     open_ids = jnp.concatenate([ids[:1, :1], last[:-1]])
     begins = ids != jnp.concatenate([open_ids, ids[:, :-1]], 1)
@@ -172,6 +176,7 @@ def _plan(ids: jax.Array, rows: int, size: int) -> _Plan:
     sum_ids = jnp.concatenate([open_ids, jnp.where(begins, ids, rows)], 1)
     return _Plan(
         entries=entries,
+        # Entries of one sum have the slot at which it begins, the greatest so far.
         slots=lax.cummax(slots, axis=1),
         ids=jnp.where(sum_ids == last, rows, sum_ids),
         count=jnp.sum(last < rows, dtype=jnp.int32) + 1,

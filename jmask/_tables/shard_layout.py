@@ -401,6 +401,8 @@ def rows_to_owners(
         places (m,) on this shard, sorted and unique, R for padding, and rows (m, *row), where
         m is f n or R, whichever is less; nan if there are more than f n entries for it.
     """
+    # Keys sort entries by owner and place: each device sends a row at most once, and what goes
+    # to one owner is in one piece.
     keys, values = coalesce_rows(layout.key(ids), values, layout.shards * layout.block)
     outbox = _Outbox.of(layout, keys, ids.shape[0], axes)
     room = layout.room_for(ids.shape[0])
@@ -412,6 +414,8 @@ def rows_to_owners(
         places, rows = received
         entries = outbox.entries(number)
         nth = (number * outbox.room + column)[None]
+        # An entry beyond the capacity gets a slot of `room` or more, which writes drop: that it
+        # is lost shows in `fits` below, and every row becomes nan rather than one row wrong.
         slots = jnp.where(nth < coming[:, None], begin[:, None] + nth, room).reshape(-1)
         sent = gather_rows(values, entries)
         return (
@@ -428,6 +432,7 @@ def rows_to_owners(
     if others:
         places = lax.all_gather(places, others, tiled=True)
         rows = lax.all_gather(rows, others, tiled=True)
+        # All devices must agree, or replicas of a table would differ.
         fits = lax.pmin(fits.astype(jnp.int32), others) == 1
     places, rows = coalesce_rows(places, rows, layout.block)
     return places, jnp.where(fits, rows, jnp.asarray(math.nan, rows.dtype))
