@@ -273,10 +273,11 @@ def _side_by_side(updates: Sequence[RowUpdate]) -> Results:
 def _in_one_round(updates: Sequence[RowUpdate]) -> Results:
     """Do updates as `_fused`, in a loop of one round.
 
-    XLA's CPU compiler (jaxlib 0.10.0 to 0.12.0) gives the wrong buffers to a scatter that is passed an array twice, as two slots of
-    zeros are where a state is made in the program of its first step; the smallest program that
-    shows it, and one for loops in combiners, are in docs/performance.md. A loop carries
-    different arrays, and XLA cannot know that this one has a single round: it does not count.
+    XLA's CPU compiler (jaxlib 0.10.0 to 0.12.0) gives the wrong buffers to a scatter that is
+    passed an array twice, as two slots of zeros are where a state is made in the program of its
+    first step; the smallest program that shows it, and one for loops in combiners, are in
+    docs/performance.md. A loop carries different arrays, and XLA cannot know that this one has
+    a single round: it does not count.
     """
 
     def one_round(carried: tuple[jax.Array, Results]) -> tuple[jax.Array, Results]:
