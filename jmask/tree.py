@@ -304,7 +304,7 @@ def _entries(x: Any) -> Any:
     """Return table as arrays of its entries; in a gradient program, as the array that it is."""
     if not is_stored_table(x):
         return x
-    return x.entries() if x.phantom is None else x.todense()
+    return x.entries() if x.placeholder is None else x.todense()
 
 
 def _sizes(x: Any) -> jax.Array:

@@ -63,7 +63,7 @@ def checked_loss(
 def naming_tables(args: Sequence[Any], numbers: Sequence[int], fun: Any) -> Iterator[None]:
     """Context of a gradient program; its error says where a function uses a table as a tree.
 
-    In a gradient program a table has one leaf more, which stands for its array (see `Phantom`)
+    In a gradient program a table has one leaf more, which stands for its array: `Placeholder`
     and has no numbers, so that a penalty over all leaves fails inside JAX.
 
     Raises:

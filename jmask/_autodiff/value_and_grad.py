@@ -279,11 +279,11 @@ def _tensor_gradients(
     finished: Callable[[Any], Any],
     holomorphic: bool,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Differentiate in the stored values of tensors, and in phantoms where those count."""
+    """Differentiate in the stored values of tensors, and in placeholders where those count."""
 
-    def results(phantoms: Sequence[Any]) -> tuple[Any, Any]:
+    def results(placeholders: Sequence[Any]) -> tuple[Any, Any]:
         part_function = arguments.function_of_parts(fun)
-        args, numbers = arguments.parts(phantoms)
+        args, numbers = arguments.parts(placeholders)
         nested = arguments.are_nested()
         value, (*gradients, placeholder_gradients) = _value_and_results(
             part_function, numbers, has_aux, args, kwargs, nested, holomorphic
@@ -291,16 +291,16 @@ def _tensor_gradients(
         return value, arguments.gradients(_mapped(finished, gradients), placeholder_gradients)
 
     if arguments.only_tables():
-        return results(arguments.phantoms())
+        return results(arguments.placeholders())
     try:
         with collected() as reports:
-            value, gradients = results(arguments.phantoms())
+            value, gradients = results(arguments.placeholders())
     except Exception:
         # A `custom_vjp` in `fun` may insist on the structure of tensors without placeholders
         # (its backward rule returns one of the same structure): then it has no gradient
         # at other entries. A fault of `fun` itself comes up again in this
         # second run, with its own traceback, so nothing is hidden by catching all.
-        return results(arguments.phantoms(tables_only=True))
+        return results(arguments.placeholders(tables_only=True))
     for report in reports:
         report_fallback(*report)
     return arguments.left_behind(value), gradients

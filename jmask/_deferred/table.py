@@ -71,8 +71,8 @@ class DeferredTable(Deferred):
         "apart", "carry", "form", "last", "lines", "made_for", "main", "others", "sealed_clock",
     )  # fmt: skip
 
-    _ARRAYS = ("main", "others", "last", "sealed_clock", "lines", "carry", "phantom")
-    _NAMES = ("main", "others", "last", "clock", "lines", "carry", "phantom")
+    _ARRAYS = ("main", "others", "last", "sealed_clock", "lines", "carry", "placeholder")
+    _NAMES = ("main", "others", "last", "clock", "lines", "carry", "placeholder")
     _STATIC = ("shape", "apart", "form", "made_for")
 
     main: Any
@@ -258,8 +258,8 @@ class DeferredTable(Deferred):
     def todense(self) -> jax.Array:
         """Return the array (V, *row) that the dense optimizer has at this step."""
         if is_stored_table(self.main):
-            return whole(self._now(*self._gathered(lambda x: x.todense()))[0], self.phantom)
-        return whole(self.parts()[0], self.phantom)
+            return whole(self._now(*self._gathered(lambda x: x.todense()))[0], self.placeholder)
+        return whole(self.parts()[0], self.placeholder)
 
     # --- parts ---------------------------------------------------------------------------
 

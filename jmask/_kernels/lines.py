@@ -64,7 +64,7 @@ def placed(
         return target, rows, jnp.ones((1, width), bool)
     place_of_column = lax.broadcasted_iota(ids.dtype, (1, LANES), 1) // width
     # Several rows of a line are joined to one write, by OR of their bits: a sum would turn
-    #     entry 1   0 0 | b b             a a | b b    the last of a line writes it
+    # -0.0 into 0.0 and lose the payload of nan. With two rows a line, ids 4 and 5, rows a, b:
     #
     #     entry 0   a a | 0 0      joined   a a | 0 0
     #     entry 1   0 0 | b b               a a | b b    the last of a line writes it

@@ -142,16 +142,18 @@ class ShardedTable(StoredTable):
 
     __slots__ = ("layout", "stored")
 
-    _ARRAYS = ("stored", "phantom")
-    _NAMES = ("blocks", "phantom")
+    _ARRAYS = ("stored", "placeholder")
+    _NAMES = ("blocks", "placeholder")
     _STATIC = ("layout", "shape")
 
-    def __init__(self, stored: Any, layout: Layout, shape: Sequence[int], phantom: Any = None):
-        self.stored, self.layout, self.shape, self.phantom = (
+    def __init__(
+        self, stored: Any, layout: Layout, shape: Sequence[int], placeholder: Any = None
+    ):
+        self.stored, self.layout, self.shape, self.placeholder = (
             stored,
             layout,
             tuple(shape),
-            phantom,
+            placeholder,
         )
 
     @property
@@ -209,7 +211,7 @@ class ShardedTable(StoredTable):
         blocks = blocks.todense() if isinstance(blocks, PackedTable) else blocks
         if self.layout.placement == "mod":
             blocks = gathered(blocks.reshape(self.layout.shards, -1, *self.shape[1:]))
-        return whole(blocks[: self.shape[0]], self.phantom)
+        return whole(blocks[: self.shape[0]], self.placeholder)
 
     def full(self, row: Sequence[int], value: Any, dtype: Any) -> "ShardedTable":
         layout, shape = self.layout, (self.layout.shards * self.layout.block, *row)
