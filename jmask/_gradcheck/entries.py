@@ -7,7 +7,7 @@
 | kind        | coordinates of                       | derivative along them                   |
 |-------------|--------------------------------------|-----------------------------------------|
 | specified   | a stored value that is an entry      | that in the stored value                |
-| unspecified | an entry that is not stored          | that in the placeholder: 0 in |
+| unspecified | an entry that is not stored          | that in the placeholder: 0 in           |
 |             |                                      | masked semantics, any in plain ones     |
 | hidden      | padding, and values under a mask     | 0, always                               |
 
