@@ -10,12 +10,13 @@ a table's gradient as (ids, rows); see `interpreter`.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr
+from jax.extend.core import Literal as JaxprLiteral
 
 from jmask._autodiff.control_flow import COLLECTIVE_RULES, CONTROL_FLOW_RULES
 from jmask._autodiff.interpreter import Interpreter
@@ -47,13 +48,38 @@ from jmask._tensors.masked_tensor import is_tensor
 _INTERPRETER = Interpreter({**EQUATION_RULES, **CONTROL_FLOW_RULES, **COLLECTIVE_RULES})
 
 
+@overload
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = ...,
+    has_aux: Literal[False] = ...,
+    holomorphic: bool = ...,
+    allow_int: bool = ...,
+) -> Callable[..., tuple[jax.Array, Any]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = ...,
+    *,
+    has_aux: Literal[True],
+    holomorphic: bool = ...,
+    allow_int: bool = ...,
+) -> Callable[..., tuple[tuple[jax.Array, Any], Any]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = ...,
+    has_aux: bool = ...,
+    holomorphic: bool = ...,
+    allow_int: bool = ...,
+) -> Callable[..., tuple[Any, Any]]: ...
 def value_and_grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[..., tuple[Any, Any]]:
     """Differentiate as `jax.value_and_grad`, with row-sparse gradients of looked-up tables.
 
     A parameter whose gradient is a sum of lookups (`t[ids]`, `jnp.take`, flax and equinox
@@ -377,8 +403,8 @@ def _reads_late(program: Jaxpr, results: Sequence[Any]) -> bool:
     needed = {program.outvars[0]}
     for eqn in reversed(program.eqns):
         if any(v in needed for v in eqn.outvars):
-            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
-        elif any(not isinstance(v, Literal) and v in tables for v in eqn.invars):
+            needed.update(v for v in eqn.invars if not isinstance(v, JaxprLiteral))
+        elif any(not isinstance(v, JaxprLiteral) and v in tables for v in eqn.invars):
             return True
     return False
 
