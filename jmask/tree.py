@@ -301,7 +301,7 @@ def _with_capacity_of(x: Any, like: Any) -> Any:
 
 
 def _entries(x: Any) -> Any:
-    """Return table as arrays of its entries; in a gradient program, as the array that it is."""
+    """Return a table as arrays of its entries, or in a gradient program as one array."""
     if not is_stored_table(x):
         return x
     return x.entries() if x.placeholder is None else x.todense()

@@ -188,7 +188,7 @@ class Gathered:
         )
 
     def rows(self, row_ndim: int) -> "Gathered | None":
-        """Return it with rows of fewer dimensions: each is several entries then."""
+        """Split each row into several entries, with rows of fewer dimensions."""
         inner = self.row[: len(self.row) - row_ndim]
         if len(inner) + row_ndim != len(self.row) or self.outside is not None:
             return None
@@ -215,7 +215,7 @@ class Gathered:
         return GatheredRows(self.source, index, weight, self.dtype)
 
     def scaled(self, function: Callable[[jax.Array], jax.Array]) -> "Gathered | None":
-        """Return it times a number, as `function` multiplies; a large source is left alone."""
+        """Multiply by a number as `function` does; return None for a large source."""
         if self.weight is not None:
             return dataclasses.replace(self, weight=function(self.weight))
         return dataclasses.replace(self, source=function(self.source)) if self.pays else None

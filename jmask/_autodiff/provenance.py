@@ -49,7 +49,7 @@ class Operand:
     fact: Fact | None
 
     def product(self, ndim: int | None = None) -> Product:
-        """Return it as a product, of itself alone if no other is known."""
+        """Return the operand as a product, with itself as the one factor if none is known."""
         if isinstance(self.fact, Product):
             return self.fact
         dtype = self.value.dtype

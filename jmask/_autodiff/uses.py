@@ -109,7 +109,7 @@ def refined_reports(
 
 
 def _mixed_uses(gradient: Gradient, table: Any, uses: Sequence[Use]) -> Fallback | None:
-    """Return report about a table that is looked up and needed as a whole; None of another."""
+    """Report a table that is looked up and needed as a whole; return None for others."""
     lookups = [use.place for use in uses if use.is_lookup]
     others = [use for use in uses if not use.is_lookup]
     if not lookups or not others:
@@ -138,7 +138,7 @@ def _remedy(uses: Sequence[Use]) -> str:
 
 
 def _lookups_alone(gradient: Gradient, table: Any, uses: Sequence[Use]) -> Fallback | None:
-    """Return the report about a table that is only looked up, in a way that is not rows."""
+    """Report a table that is only looked up, in a way that does not read rows."""
     if gradient.rows is not None or not uses or not all(use.is_lookup for use in uses):
         return None
     return Fallback(

@@ -120,7 +120,7 @@ class RowSum:
         return dataclasses.replace(more, parts=total, looked_up=looked_up)
 
     def refined(self, leading: int) -> "RowSum":
-        """Return the same with rows of fewer dimensions: each is several then."""
+        """Split each row into several, with fewer dimensions."""
         if leading == self.leading:
             return self
         finer = dataclasses.replace(self, leading=leading, parts=())
@@ -156,7 +156,7 @@ class RowSum:
         return dataclasses.replace(self, parts=((ids, function(rows)),))
 
     def broadcast(self, shape: tuple[int, ...]) -> "RowSum | None":
-        """Return these rows in an array of the given shape, as operands of `add` are broadcast.
+        """Broadcast the rows to an array of the given shape, as operands of `add` are.
 
         None if a dimension that the ids number is.
         """

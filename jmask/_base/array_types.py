@@ -63,7 +63,7 @@ def _sharding_of_type(shape: Any) -> NamedSharding | None:
 
 
 def spec_of(array: Any) -> tuple[Any, ...]:
-    """Return axes over which each dimension is sharded by its type: None, a name or several."""
+    """Return the axes that shard each dimension by its type: None, a name or several."""
     return _whole_spec(explicit_sharding(array), len(jax.typeof(array).shape))
 
 
@@ -240,7 +240,7 @@ def wide(dtype: Any) -> Any:
 
 
 def sum_dtype(dtype: Any) -> Any:
-    """Return dtype to sum in; booleans are counted, and add as `or` when they are cast back."""
+    """Return the dtype to sum in: int32 counts booleans, which add as `or` when cast back."""
     return jnp.dtype(jnp.int32) if dtype == jnp.dtype(bool) else wide(dtype)
 
 

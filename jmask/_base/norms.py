@@ -73,7 +73,7 @@ def row_norm(rows: jax.Array, order: float, batch: int = 1) -> Norm:
 
 
 def squared(x: jax.Array) -> jax.Array:
-    """Return square the absolute values; the derivative at 0 is 0."""
+    """Square the absolute values; the derivative at 0 is 0."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jnp.square(x.real) + jnp.square(x.imag)
     return jnp.square(x)

@@ -125,7 +125,7 @@ def refuse_scipy(name: str, value: Any) -> None:
 
 
 def naming_arguments(**instead: str) -> Callable[[_F], _F]:
-    """Return decorate a function so that names of other libraries are refused with those here.
+    """Make a decorator that refuses names of other libraries, and says the names here.
 
     Args:
         **instead: for each name that another library gives an argument, what to do instead.

@@ -183,7 +183,7 @@ class Coefficients:
 
 
 def products_of(steps: Sequence[Pair], width: int) -> tuple[Pair, ...]:
-    """Return where products of matrices that are the identity but for `steps` may not be 0."""
+    """Find where products of matrices may not be 0, which are the identity but for `steps`."""
     pairs = {(i, i) for i in range(width)} | set(steps)
     while True:
         more = {(i, k) for i, j in pairs for j_too, k in pairs if j == j_too}

@@ -248,7 +248,7 @@ def _scaled(
 
 @jax.custom_jvp
 def _max(rows: jax.Array, bags: Bags, absent: Any) -> jax.Array:
-    """Return the greatest of each column of a bag, 0 where the bag is empty."""
+    """Return the maximum of each column of a bag, 0 where the bag is empty."""
     greatest = _greatest(rows, bags, absent)
     entry_shape = rows.shape[: bags.entry_dimensions]
     nothing = bags.max(_present(entry_shape, absent).astype(jnp.int32), 0) == 0
@@ -257,7 +257,7 @@ def _max(rows: jax.Array, bags: Bags, absent: Any) -> jax.Array:
 
 @_max.defjvp
 def _max_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    """Return the derivative goes to the first entry that attains the maximum; a nan does."""
+    """Differentiate in the first entry that attains the maximum, as a nan does."""
     rows, bags, absent = primals
     attains = (rows == bags.to_entries(_greatest(rows, bags, absent))) | jnp.isnan(rows)
     if absent is not None:

@@ -254,7 +254,7 @@ def looked_up_rows(table: Any, entries: Entries, bound: Bound | None) -> jax.Arr
 
 
 def _stored(table: RowSparse, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return stored rows of `table`, and where among them each position is (or how many)."""
+    """Return the stored rows of `table`, and the place of each position among them."""
     table = table.coalesce()
     stored = table.row_ids()
     places = jnp.searchsorted(stored, positions).astype(stored.dtype)

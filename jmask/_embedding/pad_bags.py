@@ -363,7 +363,7 @@ class RaggedBags:
         return 1
 
     def without(self, absent: Any) -> "RaggedBags":
-        """Return the bags without the entries that are absent (n,), None for no one."""
+        """Leave out the entries that are absent (n,)."""
         if absent is None:
             return self
         return RaggedBags(jnp.where(absent, self.number, self.bag_of_entry), self.number)

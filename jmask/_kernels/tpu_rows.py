@@ -174,7 +174,7 @@ def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _kept_in_hbm(table: jax.Array) -> jax.Array:
-    """Return table, which XLA does not move into the memory of the core as a whole and back."""
+    """Keep a table in HBM: XLA would move a small one into the core's memory and back."""
     from jax.experimental.pallas import tpu as pltpu
 
     kept: jax.Array = pltpu.with_memory_space_constraint(table, pltpu.HBM)

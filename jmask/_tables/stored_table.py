@@ -207,7 +207,7 @@ def read_rows(table: Any, ids: jax.Array) -> jax.Array:
 
 
 def rows_of(table: Any, gradient: RowSparse) -> jax.Array:
-    """Return rows of an array or a stored table where a gradient without equal ids has some."""
+    """Return rows of an array or table at the rows of a gradient without equal ids."""
     if is_stored_table(table):
         return table.rows(gradient)
     return gather_unique_rows(table, gradient.row_ids(), coalesced=gradient.coalesced)

@@ -293,7 +293,7 @@ def summed(x: BCOO, nse: int | None = None) -> BCOO:
 
 
 def as_dense(x: Any) -> jax.Array:
-    """Return dense array of a sparse tensor; booleans add as `or`, sums are rounded once."""
+    """Make a sparse tensor dense; booleans add as `or`, sums are rounded once."""
     dtype = sum_dtype(x.dtype)
     if isinstance(x, RowSparse) or dtype == x.dtype:
         return x.todense()

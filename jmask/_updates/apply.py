@@ -274,7 +274,7 @@ def noticing_dense_tables(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def noticed_as(gradients: Any, updates: Any) -> Any:
-    """Return `updates` made of gradients; dense tables that were reported are so in them."""
+    """Mark dense tables in `updates` as reported where they were in the gradients."""
     pairs: Any = zip(
         *(jax.tree.leaves(x, is_leaf=is_gradient_leaf) for x in (gradients, updates)),
         strict=True,
