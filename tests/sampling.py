@@ -3,7 +3,8 @@
     @pytest.mark.sampled                                        # two of its cases by default
     @pytest.mark.parametrize("name", CASES)
 
-    pytestmark = pytest.mark.sampled(15)                        # one in 15 tests of this file
+    pytestmark = pytest.mark.sampled                            # the same for a whole file
+    pytestmark = pytest.mark.sampled(15)                        # one in 15 of its tests
 
     @pytest.mark.parametrize("name", chosen(["adam"], CASES))   # these by default
 
@@ -43,11 +44,11 @@ def mark_the_rest_slow(items: list[pytest.Item]) -> list[pytest.Item]:
     """
     of_test, of_file, left_out = defaultdict(list), defaultdict(list), []
     for item in items:
-        for mark in item.iter_markers("sampled"):
-            if mark.args:
-                of_file[item.path, mark.args[0]].append(item)
-            elif not item.get_closest_marker("slow"):
-                of_test[item.nodeid.partition("[")[0]].append(item)
+        marks = {mark.args for mark in item.iter_markers("sampled")}
+        if () in marks and not item.get_closest_marker("slow"):
+            of_test[item.nodeid.partition("[")[0]].append(item)
+        for (one_in,) in marks - {()}:
+            of_file[item.path, one_in].append(item)
     for cases in of_test.values():
         cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
         for item in cases[_CASES:]:

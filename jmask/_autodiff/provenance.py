@@ -1,4 +1,4 @@
-"""What an equation adds to what is known of arrays, a rule for each primitive.
+"""Rules for what each primitive adds to the facts about arrays.
 
     rows = gather table ids              Gathered: table[ids]
     m    = broadcast_in_dim mask         Product: mask, the same along each row
@@ -49,7 +49,7 @@ class Operand:
     fact: Fact | None
 
     def product(self, ndim: int | None = None) -> Product:
-        """Return it as a product, of itself alone if no other is known."""
+        """Return the operand as a product, with itself as the one factor if none is known."""
         if isinstance(self.fact, Product):
             return self.fact
         dtype = self.value.dtype
@@ -204,7 +204,7 @@ def _weighted(rows: Gathered, other: Operand) -> Gathered | None:
     if other.shape == ():
         return rows.scaled(lambda a: a * other.value)
     product = other.product()
-    weight = product.of_entries(len(rows.entries)) if product.is_exact else None
+    weight = product.per_entry(len(rows.entries)) if product.is_exact else None
     if weight is None:
         return None
     weight = jnp.broadcast_to(weight, rows.entries)
@@ -267,7 +267,7 @@ def _select(eqn: JaxprEqn, which: Operand, *cases: Operand) -> Fact | None:
         if not other.is_zero or len(which.shape) != len(x.shape):
             continue
         rows = _rows_beside(x, which)
-        kept = None if rows is None else which.product().of_entries(len(rows.entries))
+        kept = None if rows is None else which.product().per_entry(len(rows.entries))
         if rows is None or kept is None or not rows.is_exact:
             continue
         if rows.factors == _MOST_FACTORS:

@@ -1,6 +1,6 @@
 """Sparse and masked tensors as arguments that `jmask.value_and_grad` differentiates.
 
-A tensor is differentiated in its stored values and in its phantom (see `phantom`), and which of
+A tensor is differentiated in its stored values and in its placeholder, and which of
 the two got a gradient decides about the storage of the result:
 
     fun(x)                              gradient in x, a BCOO
@@ -21,14 +21,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jmask._autodiff.values import Filled, RowSum
 from jmask._base.array_types import explicit_sharding
-from jmask._tables.stored_table import Phantom, is_stored_table
+from jmask._tables.stored_table import Placeholder, is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
 from jmask._tensors.placeholders import (
-    phantom_of,
+    placeholder_of,
     values_of,
-    with_phantom,
+    with_placeholder,
     with_values_of,
-    without_phantom,
+    without_placeholder,
 )
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import is_sparse, unique_positions
@@ -50,8 +50,8 @@ class TensorArguments:
         self.args = list(args)
         for number in numbers:
             self.args[number] = _mapped(_coalesced, args[number])
-        leaves = jax.tree.leaves([self.args[n] for n in numbers], is_leaf=_has_phantom)
-        self.tensors = [x for x in leaves if _has_phantom(x)]
+        leaves = jax.tree.leaves([self.args[n] for n in numbers], is_leaf=_has_placeholder)
+        self.tensors = [x for x in leaves if _has_placeholder(x)]
 
     def __bool__(self) -> bool:
         return bool(self.tensors)
@@ -62,16 +62,16 @@ class TensorArguments:
 
     def are_nested(self) -> bool:
         """Decide whether one is a table that an outer gradient program differentiates."""
-        return any(is_stored_table(x) and x.phantom is not None for x in self.tensors)
+        return any(is_stored_table(x) and x.placeholder is not None for x in self.tensors)
 
-    def phantoms(self, of_tables_only: bool = False) -> list[Any]:
-        """Return a phantom for every tensor, none of which is stored; None for no phantom.
+    def placeholders(self, tables_only: bool = False) -> list[Any]:
+        """Return a placeholder for every tensor, or None where it needs none.
 
         A tensor that has one is of a gradient program around this one, which takes the
-        derivative of this gradient: it stays at its phantom.
+        derivative of this gradient: it stays at its placeholder.
         """
         return [
-            None if of_tables_only and not is_stored_table(x) else _phantom_of(x)
+            None if tables_only and not is_stored_table(x) else _placeholder_of(x)
             for x in self.tensors
         ]
 
@@ -80,23 +80,23 @@ class TensorArguments:
 
         Unless a gradient program around this one takes the derivative of it.
         """
-        if any(phantom_of(x) is not None for x in self.tensors):
+        if any(placeholder_of(x) is not None for x in self.tensors):
             return value
-        return jax.tree.map(without_phantom, value, is_leaf=is_tensor)
+        return jax.tree.map(without_placeholder, value, is_leaf=is_tensor)
 
-    def parts(self, phantoms: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        """Return arguments with stored values in place of tensors, and phantoms at the end."""
+    def parts(self, placeholders: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        """Return arguments with stored values for tensors, and placeholders at the end."""
         args = list(self.args)
         for number in self.numbers:
             args[number] = _mapped(_parts, args[number])
-        return (*args, list(phantoms)), (*self.numbers, len(args))
+        return (*args, list(placeholders)), (*self.numbers, len(args))
 
     def function_of_parts(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Return `fun` as a function of `parts`."""
 
-        def of_parts(*parts: Any, **kwargs: Any) -> Any:
-            *args, phantoms = parts
-            remaining = iter(phantoms)
+        def part_function(*parts: Any, **kwargs: Any) -> Any:
+            *args, placeholders = parts
+            remaining = iter(placeholders)
             for number in self.numbers:
                 args[number] = _mapped(
                     lambda x, values: _rebuilt(x, values, remaining),
@@ -105,31 +105,31 @@ class TensorArguments:
                 )
             return fun(*args, **kwargs)
 
-        return of_parts
+        return part_function
 
     def gradients(
-        self, gradients: Sequence[Any], of_phantoms: Sequence[Any]
+        self, gradients: Sequence[Any], placeholder_gradients: Sequence[Any]
     ) -> tuple[Any, ...]:
-        """Return gradients in the arguments from those in their parts; None for no phantom."""
-        remaining = iter(of_phantoms)
+        """Return gradients in the arguments, given the gradients in their parts."""
+        remaining = iter(placeholder_gradients)
         return tuple(
             _mapped(lambda x, g: _gradient(x, g, remaining), self.args[number], gradient)
             for number, gradient in zip(self.numbers, gradients, strict=True)
         )
 
 
-def _phantom_of(x: Any) -> Any:
+def _placeholder_of(x: Any) -> Any:
     """Return the placeholder of a tensor: zeros that are not made unless something reads them.
 
-    Nothing reads the phantom of a table, and its shape is enough; where axes are explicit the
+    Nothing reads the placeholder of a table: its shape is enough. Where axes are explicit the
     shape says that they are not used.
     """
     if not is_stored_table(x):
-        phantom = phantom_of(x)
+        placeholder = placeholder_of(x)
         zeros = Filled(tuple(x.shape), jnp.zeros((), x.dtype))
-        return zeros if phantom is None else phantom
-    if x.phantom is not None:
-        return x.phantom.array
+        return zeros if placeholder is None else placeholder
+    if x.placeholder is not None:
+        return x.placeholder.array
     sharding = explicit_sharding(*jax.tree.leaves(x))
     if sharding is not None:
         sharding = NamedSharding(sharding.mesh, PartitionSpec())
@@ -137,10 +137,10 @@ def _phantom_of(x: Any) -> Any:
 
 
 def _mapped(function: Callable[..., Any], *trees: Any) -> Any:
-    return jax.tree.map(function, *trees, is_leaf=_has_phantom)
+    return jax.tree.map(function, *trees, is_leaf=_has_placeholder)
 
 
-def _has_phantom(x: Any) -> bool:
+def _has_placeholder(x: Any) -> bool:
     return is_tensor(x) or is_stored_table(x)
 
 
@@ -151,34 +151,36 @@ def _parts(x: Any) -> Any:
 def _coalesced(x: Any) -> Any:
     if not is_sparse(x):
         return x
-    phantom = phantom_of(x)
-    x = unique_positions(without_phantom(x))
-    return x if phantom is None else with_phantom(x, phantom)
+    placeholder = placeholder_of(x)
+    x = unique_positions(without_placeholder(x))
+    return x if placeholder is None else with_placeholder(x, placeholder)
 
 
-def _rebuilt(x: Any, values: Any, phantoms: Any) -> Any:
+def _rebuilt(x: Any, values: Any, placeholders: Any) -> Any:
     if is_stored_table(x):
-        return x.with_phantom(Phantom.above(x.phantom, next(phantoms)))
+        return x.with_placeholder(Placeholder.above(x.placeholder, next(placeholders)))
     if not is_tensor(x):
         return values
-    result, phantom = with_values_of(x, values), next(phantoms)
-    return result if phantom is None else with_phantom(result, phantom)
+    result, placeholder = with_values_of(x, values), next(placeholders)
+    return result if placeholder is None else with_placeholder(result, placeholder)
 
 
-def _gradient(x: Any, of_values: Any, gradients_of_phantoms: Any) -> Any:
+def _gradient(x: Any, value_gradient: Any, placeholder_gradients: Any) -> Any:
     if is_stored_table(x):
-        return _rows_of(next(gradients_of_phantoms))
+        return _rows_of(next(placeholder_gradients))
     if not is_tensor(x):
-        return of_values
+        return value_gradient
     # The stored values are no table: looked up or not, their gradient is an array.
-    of_values = of_values.todense() if is_row_sparse(of_values) else of_values
-    everywhere = next(gradients_of_phantoms)
+    value_gradient = (
+        value_gradient.todense() if is_row_sparse(value_gradient) else value_gradient
+    )
+    everywhere = next(placeholder_gradients)
     if everywhere is None or (isinstance(everywhere, RowSum) and everywhere.is_zero):
-        return with_values_of(x, of_values)
+        return with_values_of(x, value_gradient)
     everywhere = everywhere.todense() if isinstance(everywhere, RowSum | Filled) else everywhere
     storage = x.storage if isinstance(x, MaskedTensor) else x
     valid = x.valid if isinstance(x, MaskedTensor) else None
-    return at_every_entry(storage, valid, of_values, everywhere)
+    return at_every_entry(storage, valid, value_gradient, everywhere)
 
 
 def _rows_of(gradient: Any) -> RowSparse:
@@ -189,19 +191,25 @@ def _rows_of(gradient: Any) -> RowSparse:
     return RowSparse(jnp.arange(gradient.shape[0]), gradient, gradient.shape, coalesced=True)
 
 
-def at_every_entry(storage: Any, valid: Any, of_values: Any, of_phantom: Any) -> jax.Array:
+def at_every_entry(
+    storage: Any, valid: Any, value_gradient: Any, placeholder_gradient: Any
+) -> jax.Array:
     """Return the gradient at all entries: that in the stored values where they are specified.
 
     Args:
         storage: sparse, or an array.
         valid: which of its stored values are specified, None for all.
-        of_values: the gradient in the stored values, of their shape.
-        of_phantom: the gradient in the phantom, of the shape of the tensor.
+        value_gradient: the gradient in the stored values, of their shape.
+        placeholder_gradient: the gradient in the placeholder, of the shape of the tensor.
     """
     if not is_sparse(storage):
-        return of_phantom if valid is None else jnp.where(valid, of_values, of_phantom)
-    kept = jnp.ones(of_values.shape, bool) if valid is None else valid
-    stored = with_values_of(storage, kept.astype(of_values.dtype)).todense().real
-    total = with_values_of(storage, jnp.where(kept, of_values, 0)).todense()
+        return (
+            placeholder_gradient
+            if valid is None
+            else jnp.where(valid, value_gradient, placeholder_gradient)
+        )
+    kept = jnp.ones(value_gradient.shape, bool) if valid is None else valid
+    stored = with_values_of(storage, kept.astype(value_gradient.dtype)).todense().real
+    total = with_values_of(storage, jnp.where(kept, value_gradient, 0)).todense()
     # Of an entry stored twice, which BCSR may hold, each part has the whole derivative.
-    return jnp.where(stored > 0, total / jnp.maximum(stored, 1), of_phantom)
+    return jnp.where(stored > 0, total / jnp.maximum(stored, 1), placeholder_gradient)

@@ -1,4 +1,4 @@
-"""What a program does with each of its inputs: looks rows up in it, or needs all of it.
+"""Find how a program uses each input: it looks rows up in it, or needs all of it.
 
     def loss(table, ids):
         rows = jnp.take(table, ids, axis=0)        lookup
@@ -19,6 +19,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jmask._autodiff.interpreter import place_of
 from jmask._base.fallback import LARGE, Fallback, Place, in_bytes
 from jmask._base.forms import aval_of, bodies_of
+from jmask._base.jaxprs import ARITHMETIC
 
 # `get` reads from a reference, `jax.new_ref(table)[ids]`.
 _LOOKUPS = ("gather", "dynamic_slice", "get")
@@ -29,10 +30,14 @@ _STILL_THE_SAME = (
 
 
 class Use(NamedTuple):
-    """One use of an input: the primitive, and the line of the user's code."""
+    """One use of an input: the primitive, and the line of the user's code.
+
+    `is_computed` says that it is a use of what was computed from all of the input.
+    """
 
     primitive: str
     place: Place | None
+    is_computed: bool = False
 
     @property
     def is_lookup(self) -> bool:
@@ -46,7 +51,7 @@ def uses_of_inputs(jaxpr: Jaxpr) -> list[list[Use]]:
 
 
 class Gradient(NamedTuple):
-    """What came of the gradient of one input: its name, in backticks, and how many rows.
+    """The gradient of one input: its name, in backticks, and how many rows.
 
     `rows` is None of a dense gradient.
     """
@@ -74,23 +79,23 @@ def refined_reports(
     shapes = {report.shape for report in reports}
     if not reports and all(_size(table) < LARGE for table in inputs):
         return []
-    of_inputs: list[tuple[Gradient, Fallback]] = []
+    input_reports: list[tuple[Gradient, Fallback]] = []
     for gradient, table, uses in zip(found(), inputs, uses_of_inputs(jaxpr), strict=True):
         is_reported = tuple(table.shape) in shapes
         if is_reported or (gradient.rows is None and _size(table) >= LARGE):
-            report = _of_mixed_uses(gradient, table, uses)
+            report = _mixed_uses(gradient, table, uses)
             if report is None and not is_reported:  # a report says why, and this could not
-                report = _of_lookups(gradient, table, uses)
+                report = _lookups_alone(gradient, table, uses)
             if report is not None:
-                of_inputs.append((gradient, report))
+                input_reports.append((gradient, report))
     # What was made dense on the way to a table, of another shape, says less than its uses do.
-    says_more = any(r.shape not in shapes for _, r in of_inputs)
-    of_tables = {tuple(table.shape) for table in inputs}
+    says_more = any(r.shape not in shapes for _, r in input_reports)
+    table_shapes = {tuple(table.shape) for table in inputs}
     refined = []
     for report in reports:
-        if says_more and report.shape not in of_tables:
+        if says_more and report.shape not in table_shapes:
             continue
-        fitting = [pair for pair in of_inputs if pair[1].shape == report.shape]
+        fitting = [pair for pair in input_reports if pair[1].shape == report.shape]
         # Of two tables of one shape that which became dense is meant.
         fitting.sort(key=lambda pair: pair[0].rows is not None)
         if fitting:
@@ -98,13 +103,13 @@ def refined_reports(
             report = better._replace(place=better.place or report.place)
         refined.append(report)
     refined += [
-        r for gradient, r in of_inputs if gradient.rows is None and r.shape not in shapes
+        r for gradient, r in input_reports if gradient.rows is None and r.shape not in shapes
     ]
     return list(dict.fromkeys(refined))
 
 
-def _of_mixed_uses(gradient: Gradient, table: Any, uses: Sequence[Use]) -> Fallback | None:
-    """Return report about a table that is looked up and needed as a whole; None of another."""
+def _mixed_uses(gradient: Gradient, table: Any, uses: Sequence[Use]) -> Fallback | None:
+    """Report a table that is looked up and needed as a whole; return None for others."""
     lookups = [use.place for use in uses if use.is_lookup]
     others = [use for use in uses if not use.is_lookup]
     if not lookups or not others:
@@ -119,21 +124,32 @@ def _of_mixed_uses(gradient: Gradient, table: Any, uses: Sequence[Use]) -> Fallb
         f"{looked_up}, but `{others[0].primitive}` needs all of it",
         others[0].place,
         tuple(table.shape),
+        _remedy(uses),
     )
 
 
-def _of_lookups(gradient: Gradient, table: Any, uses: Sequence[Use]) -> Fallback | None:
-    """Return the report about a table that is only looked up, in a way that is not rows."""
+def _remedy(uses: Sequence[Use]) -> str:
+    if any(use.is_lookup and use.is_computed for use in uses):
+        return "Look rows up first, then compute: `f(table[ids])`, not `f(table)[ids]`."
+    return (
+        "A penalty is on the rows that are looked up, or is the `weight_decay` of the "
+        "optimizer; what else depends on every row has a dense gradient."
+    )
+
+
+def _lookups_alone(gradient: Gradient, table: Any, uses: Sequence[Use]) -> Fallback | None:
+    """Report a table that is only looked up, in a way that does not read rows."""
     if gradient.rows is not None or not uses or not all(use.is_lookup for use in uses):
         return None
     return Fallback(
         f"the gradient of {gradient.name}, a {table.dtype}{list(table.shape)} table "
         f"({in_bytes(_size(table))}), became dense, at O(table) cost in each step: it is "
-        "looked up in a way that does not read whole rows. Keep rows last, ids first: "
-        "`table[ids]` of (V, D), `table[m, ids]` or `table[:, ids]` of (M, V, D), not "
-        "`table[:, ids]` or `table.T[ids]` of a matrix, nor a `jax.new_ref` of it",
+        "looked up in a way that does not read whole rows",
         uses[0].place,
         tuple(table.shape),
+        "Keep rows last, ids first: `table[ids]` of (V, D), `table[m, ids]` or "
+        "`table[:, ids]` of (M, V, D), not `table[:, ids]` or `table.T[ids]` of a matrix, nor "
+        "a `jax.new_ref` of it.",
     )
 
 
@@ -142,7 +158,7 @@ def _size(table: Any) -> int:
 
 
 class _Origin(NamedTuple):
-    """What a variable is: an input, or what was computed from all of it, row by row."""
+    """A variable: an input, or a result computed from all of it, row by row."""
 
     number: int
     is_computed: bool
@@ -187,9 +203,10 @@ def _uses(
             origin = next(o for o in found if o is not None)
             origins.update((v, origin) for v in eqn.outvars)
             continue
-        use = Use(eqn.primitive.name, place_of(eqn))
+        place, name = place_of(eqn), eqn.primitive.name
         for origin in dict.fromkeys(o for o in found if o is not None):
             # Of what was computed only lookups count: they are meant as lookups in the input.
+            use = Use(name, place, origin.is_computed)
             if use.is_lookup or not origin.is_computed:
                 uses[origin.number].append(use)
         for v, source in zip(eqn.invars, found, strict=True):
@@ -202,11 +219,14 @@ def _uses(
 def _keeps_rows(eqn: JaxprEqn, v: Any, result: Any) -> bool:
     """Decide whether every row of `v` is found in a row of a result, computed on: `v / norms`.
 
-    Products do not count: the labels' entries of logits `v @ x` are no rows looked up.
+    Products do not count: the labels' entries of logits `v @ x` are no rows looked up. In one
+    dimension arithmetic alone counts: what sorts or sums a vector keeps no rows of it.
     """
     table = tuple(aval_of(v).shape)
     rows = tuple(getattr(aval_of(result), "shape", ()))
-    if eqn.primitive.name in (*_LOOKUPS, "dot_general") or len(table) < 2:
+    if eqn.primitive.name in (*_LOOKUPS, "dot_general") or not table:
+        return False
+    if len(table) == 1 and eqn.primitive.name not in ARITHMETIC:
         return False
     return len(rows) == len(table) and rows[1:] == table[1:] and rows[0] >= table[0]
 

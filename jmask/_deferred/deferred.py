@@ -95,7 +95,7 @@ def to_deferred(
         Parameters and state: the tables hold what the state kept of them, bit for bit.
 
     Raises:
-        ValueError: if the structure of `tables` is another one, the state is not that of `tx`
+        ValueError: if the structure of `tables` differs, the state does not belong to `tx`
             for `params`, and as `deferred` does.
         TypeError: as `deferred` does.
 
@@ -146,7 +146,7 @@ def from_deferred(
         Parameters and state as of a dense run at this step, every row caught up.
 
     Raises:
-        ValueError: if the state is not that of `tx` for `params`.
+        ValueError: if the state does not belong to `tx` for `params`.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -194,6 +194,6 @@ def _first_step(table: DeferredTable, tx: Any, state: Any) -> Any:
     """Return the updates for the table before its first step, for no rows."""
     ids = jnp.full((1,), table.shape[0], jnp.int32)
     values = jnp.zeros((1, *table.shape[1:]), table.dtype)
-    gradient = RowSparse.of_rows(ids, values, table.shape, coalesced=True)
+    gradient = RowSparse.from_rows(ids, values, table.shape, coalesced=True)
     updates, _ = tx.update(gradient, state, table)
     return updates

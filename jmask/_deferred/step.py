@@ -168,7 +168,7 @@ def _fitted(table: DeferredTable, gradient: Any) -> RowSparse:
     if gradient.nse == 0:  # on no rows JAX leaves operations out
         ids = jnp.full((1,), table.shape[0], gradient.row_ids().dtype)
         values = jnp.zeros((1, *table.shape[1:]), gradient.dtype)
-        gradient = fitted(table, RowSparse.of_rows(ids, values, table.shape, coalesced=True))
+        gradient = fitted(table, RowSparse.from_rows(ids, values, table.shape, coalesced=True))
     return gradient
 
 

@@ -140,10 +140,10 @@ def embedding_bag(
             f"`mode` says what an id outside the table gives, got {mode!r}: how the rows of a "
             f"bag are combined is `combiner`={mode!r}."
         )
-    of_entry = None
+    bag_of_entry = None
     if isinstance(ids, PaddedBags):
         _refuse_beside_padded(offsets, include_last_offset, segment_ids, num_segments, weights)
-        offsets, weights, of_entry = ids.offsets, ids.weights, ids.bag_of_entry
+        offsets, weights, bag_of_entry = ids.offsets, ids.weights, ids.bag_of_entry
         ids, include_last_offset = ids.ids, True
     check_order(table, ids, "embedding_bag(table, ids)")
     table, mode = checked_table(table), checked_choice(mode, "mode", MODES)
@@ -159,13 +159,13 @@ def embedding_bag(
     weights = _checked_weights(weights, ids, combiner, dtype)
     if segment_ids is not None or num_segments is not None:
         _refuse_beside_segments(offsets, include_last_offset)
-        bags, left_out, valid = _of_segments(ids, segment_ids, num_segments, mode)
-    elif of_entry is not None:
-        bags, left_out, valid = _of_entries(of_entry, offsets.shape[0] - 1, mode)
+        bags, left_out, valid = _segment_bags(ids, segment_ids, num_segments, mode)
+    elif bag_of_entry is not None:
+        bags, left_out, valid = _entry_bags(bag_of_entry, offsets.shape[0] - 1, mode)
     elif offsets is not None:
-        bags, left_out, valid = _of_offsets(ids, offsets, include_last_offset, mode)
+        bags, left_out, valid = _offset_bags(ids, offsets, include_last_offset, mode)
     else:
-        bags, left_out, valid = _of_lines(ids, include_last_offset)
+        bags, left_out, valid = _line_bags(ids, include_last_offset)
     padding = is_padding(ids, checked_padding(padding_id))
     absent = (
         left_out if padding is None else padding if left_out is None else padding | left_out
@@ -173,10 +173,10 @@ def embedding_bag(
     entries = entries_of(ids, absent, mode, table.shape)
     if combiner == "max":
         rows = looked_up_rows(table, entries, bound)
-        of_entries = (rows, bags, entries.absent)
+        entry_shape = (rows, bags, entries.absent)
         if isinstance(bags, RaggedBags):  # a bag may have entries on every device
-            of_entries = jax.tree.map(with_whole_rows, of_entries)
-        result = _max(*of_entries)
+            entry_shape = jax.tree.map(with_whole_rows, entry_shape)
+        result = _max(*entry_shape)
         result = result if valid is None else jnp.where(valid, result, jnp.nan)
     else:
         if weights is not None and entries.absent is not None:
@@ -212,12 +212,12 @@ def _sums(
     is_ragged = isinstance(bags, RaggedBags)
     fills_in = outside is not None and (is_ragged or absent is None)
     number = math.prod(shape)
-    of_entries = (-1,) if is_ragged else (number, -1)
+    entry_shape = (-1,) if is_ragged else (number, -1)
     total = bag_sum(
         table,
-        positions.reshape(of_entries),
-        bags.without(absent).of_entry if isinstance(bags, RaggedBags) else None,
-        None if weights is None else weights.reshape(of_entries),
+        positions.reshape(entry_shape),
+        bags.without(absent).bag_of_entry if isinstance(bags, RaggedBags) else None,
+        None if weights is None else weights.reshape(entry_shape),
         valid,
         number,
         math.nan if fills_in else 0,
@@ -225,7 +225,7 @@ def _sums(
     if outside is None or fills_in:
         return total
     missing = jnp.where(outside, jnp.asarray(jnp.nan, dtype), 0)
-    if weights is not None:  # those of other entries get no nan from here
+    if weights is not None:  # weights of other entries get no nan from here
         missing = missing * jnp.where(outside, weights, 0)
     return total + trailing(bags.sum(missing), total.ndim)
 
@@ -237,8 +237,8 @@ def _scaled(
     if combiner == "sum":
         return total
     if weights is None:
-        of_entries = entries.positions.shape
-        weights = _present(of_entries, entries.absent).astype(total.dtype)
+        entry_shape = entries.positions.shape
+        weights = _present(entry_shape, entries.absent).astype(total.dtype)
     scale = bags.sum(weights if combiner == "mean" else weights * weights)
     # Over infinity, unlike 0 / 0, an empty bag is 0, and so is every derivative; and a nan
     # in a bag of weight 0 is not hidden.
@@ -248,23 +248,23 @@ def _scaled(
 
 @jax.custom_jvp
 def _max(rows: jax.Array, bags: Bags, absent: Any) -> jax.Array:
-    """Return the greatest of each column of a bag, 0 where the bag is empty."""
+    """Return the maximum of each column of a bag, 0 where the bag is empty."""
     greatest = _greatest(rows, bags, absent)
-    of_entries = rows.shape[: bags.entry_dimensions]
-    nothing = bags.max(_present(of_entries, absent).astype(jnp.int32), 0) == 0
+    entry_shape = rows.shape[: bags.entry_dimensions]
+    nothing = bags.max(_present(entry_shape, absent).astype(jnp.int32), 0) == 0
     return jnp.where(trailing(nothing, greatest.ndim), 0, greatest)
 
 
 @_max.defjvp
 def _max_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    """Return the derivative goes to the first entry that attains the maximum; a nan does."""
+    """Differentiate in the first entry that attains the maximum, as a nan does."""
     rows, bags, absent = primals
-    attains = (rows == bags.spread(_greatest(rows, bags, absent))) | jnp.isnan(rows)
+    attains = (rows == bags.to_entries(_greatest(rows, bags, absent))) | jnp.isnan(rows)
     if absent is not None:
         attains &= ~trailing(absent, rows.ndim)
     numbers = bags.numbers(rows.ndim)
     last = np.int32(np.iinfo(np.int32).max)
-    first = bags.spread(bags.min(jnp.where(attains, numbers, last), last))
+    first = bags.to_entries(bags.min(jnp.where(attains, numbers, last), last))
     tangent = bags.sum(jnp.where(numbers == first, tangents[0], 0))
     return _max(rows, bags, absent), tangent
 
@@ -297,7 +297,7 @@ class _Form(NamedTuple):
     valid: Any = None
 
 
-def _of_lines(ids: Any, include_last_offset: bool) -> _Form:
+def _line_bags(ids: Any, include_last_offset: bool) -> _Form:
     if include_last_offset:
         raise ValueError("`include_last_offset` is about `offsets`, and they are missing.")
     if ids.ndim < 2:
@@ -316,9 +316,9 @@ def _refuse_beside_padded(*others: Any) -> None:
         )
 
 
-def _of_entries(of_entry: Any, number: int, mode: str) -> _Form:
-    of_entry = checked_integers(of_entry, "bag_of_entry", mode)
-    return _Form(RaggedBags(jnp.asarray(of_entry), number), of_entry == number)
+def _entry_bags(bag_of_entry: Any, number: int, mode: str) -> _Form:
+    bag_of_entry = checked_integers(bag_of_entry, "bag_of_entry", mode)
+    return _Form(RaggedBags(jnp.asarray(bag_of_entry), number), bag_of_entry == number)
 
 
 def _refuse_beside_segments(offsets: Any, include_last_offset: bool) -> None:
@@ -329,7 +329,7 @@ def _refuse_beside_segments(offsets: Any, include_last_offset: bool) -> None:
         )
 
 
-def _of_segments(ids: Any, segment_ids: Any, num_segments: Any, mode: str) -> _Form:
+def _segment_bags(ids: Any, segment_ids: Any, num_segments: Any, mode: str) -> _Form:
     if segment_ids is None:
         raise ValueError("`num_segments` is about `segment_ids`, and they are missing.")
     segment_ids = checked_integers(segment_ids, "segment_ids", mode)
@@ -348,12 +348,12 @@ def _of_segments(ids: Any, segment_ids: Any, num_segments: Any, mode: str) -> _F
     number = checked_integer("num_segments", num_segments)
     if number < 0:
         raise ValueError(f"`num_segments` must be >= 0, got {number}.")
-    of_entry = canonical(narrowed(segment_ids, number), number)
-    left_out: Any = of_entry == number
+    bag_of_entry = canonical(narrowed(segment_ids, number), number)
+    left_out: Any = bag_of_entry == number
     if isinstance(segment_ids, np.ndarray):
         _check_segments(segment_ids, number)
         left_out = (segment_ids < 0) | (segment_ids >= number)
-    return _Form(RaggedBags(of_entry, number), left_out)
+    return _Form(RaggedBags(bag_of_entry, number), left_out)
 
 
 def _check_segments(segment_ids: np.ndarray, number: int) -> None:
@@ -364,7 +364,7 @@ def _check_segments(segment_ids: np.ndarray, number: int) -> None:
         )
 
 
-def _of_offsets(ids: Any, offsets: Any, include_last_offset: bool, mode: str) -> _Form:
+def _offset_bags(ids: Any, offsets: Any, include_last_offset: bool, mode: str) -> _Form:
     offsets = checked_integers(offsets, "offsets", mode)
     if ids.ndim != 1 or offsets.ndim != 1:
         raise ValueError(
@@ -384,10 +384,10 @@ def _of_offsets(ids: Any, offsets: Any, include_last_offset: bool, mode: str) ->
         check_offsets(np.asarray(offsets), count)
         starts = np.asarray(offsets).astype(np.int32)
     left_out = np.arange(count, dtype=np.int32) >= starts[-1] if include_last_offset else None
-    of_entry = canonical(row_of_each(starts, count), number)
+    bag_of_entry = canonical(row_of_each(starts, count), number)
     if valid is not None:  # otherwise there are no entries, and no derivatives
-        of_entry = jnp.where(valid, of_entry, number)
-    return _Form(RaggedBags(of_entry, number), left_out, valid)
+        bag_of_entry = jnp.where(valid, bag_of_entry, number)
+    return _Form(RaggedBags(bag_of_entry, number), left_out, valid)
 
 
 def _checked_weights(weights: Any, ids: Any, combiner: str, dtype: Any) -> jax.Array | None:

@@ -51,7 +51,7 @@ class PaddedBags:
     ids: Any
     offsets: Any
     weights: Any = None
-    # Not given, and lost by `dataclasses.replace`: it must not be there beside other offsets.
+    # Not given, and lost by `dataclasses.replace`: it must not be there with other offsets.
     bag_of_entry: Any = dataclasses.field(init=False, default=None)
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
@@ -142,7 +142,7 @@ def pad_bags(
     is_one = not isinstance(ids, Mapping)
     tables = {"": ids} if is_one else ids
     offsets, weights = (
-        _of_each(name, tables, x, is_one)
+        _for_each_table(name, tables, x, is_one)
         for name, x in (("offsets", offsets), ("weights", weights))
     )
     found = {
@@ -151,13 +151,13 @@ def pad_bags(
     }
     most = max((int(starts[-1]) for _, starts, _ in found.values()), default=0)
     size = _rounded_up(max(most, checked_integer("at_least", at_least)))
-    padded = {table: _of_size(size, *bags, num_bags) for table, bags in found.items()}
+    padded = {table: _padded_bags(size, *bags, num_bags) for table, bags in found.items()}
     if padded:
         _say_once(size, *sorted({len(bags.offsets) - 1 for bags in padded.values()}))
     return padded[""] if is_one else padded
 
 
-def _of_each(name: str, tables: Mapping[Any, Any], given: Any, is_one: bool) -> Any:
+def _for_each_table(name: str, tables: Mapping[Any, Any], given: Any, is_one: bool) -> Any:
     """Return an argument of each table."""
     if given is None:
         return dict.fromkeys(tables)
@@ -195,7 +195,7 @@ def _flat(
     return ids, starts, weights
 
 
-def _of_size(
+def _padded_bags(
     size: int,
     ids: np.ndarray,
     starts: np.ndarray,
@@ -204,12 +204,12 @@ def _of_size(
 ) -> PaddedBags:
     count, starts = int(starts[-1]), _with_empty_bags(starts, num_bags)
     number = len(starts) - 1
-    of_entry = np.repeat(np.arange(number, dtype=np.int32), np.diff(starts))
+    bag_of_entry = np.repeat(np.arange(number, dtype=np.int32), np.diff(starts))
     return PaddedBags(
         _padded(_narrowed(ids[:count]), size, -1),
         starts,
         None if weights is None else _padded(weights[:count], size, 0),
-    )._with_bags(_padded(of_entry, size, number))
+    )._with_bags(_padded(bag_of_entry, size, number))
 
 
 def _joined(name: str, bags: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -295,7 +295,8 @@ def _say_once(ids: int, *bags: int) -> None:
 #     `EqualBags`                   `RaggedBags`
 #
 # The two forms hold the same bags. Both have `sum`, `max` and `min` of an array of entries
-# (*entries, ...) over each bag, giving (*bags, ...), and `spread`, which brings what belongs
+# (*entries, ...) over each bag, giving (*bags, ...), and `to_entries`, which brings what
+# belongs
 # to a bag back to its entries. The combiners are written once, against these four.
 
 
@@ -304,7 +305,7 @@ def _say_once(ids: int, *bags: int) -> None:
 )
 @dataclasses.dataclass(frozen=True)
 class EqualBags:
-    """Bags that are the slices of an array along one axis; `spread` gives size 1 there.
+    """Bags that are the slices of an array along one axis; `to_entries` gives size 1 there.
 
     Attributes:
         axis: the last one of the ids.
@@ -332,7 +333,7 @@ class EqualBags:
     def min(self, x: jax.Array, initial: Any) -> jax.Array:
         return jnp.min(x, self.axis, initial=initial)
 
-    def spread(self, x: jax.Array) -> jax.Array:
+    def to_entries(self, x: jax.Array) -> jax.Array:
         return jnp.expand_dims(x, self.axis)
 
     def numbers(self, ndim: int) -> jax.Array:
@@ -342,18 +343,18 @@ class EqualBags:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("of_entry",), meta_fields=("number",)
+    jax.tree_util.register_dataclass, data_fields=("bag_of_entry",), meta_fields=("number",)
 )
 @dataclasses.dataclass(frozen=True)
 class RaggedBags:
     """Bags that are the entries with equal numbers.
 
     Attributes:
-        of_entry (n,): the bag of each entry; `number` where it is in none.
+        bag_of_entry (n,): the bag of each entry; `number` where it is in none.
         number: how many bags there are.
     """
 
-    of_entry: jax.Array
+    bag_of_entry: jax.Array
     number: int
 
     @property
@@ -362,10 +363,10 @@ class RaggedBags:
         return 1
 
     def without(self, absent: Any) -> "RaggedBags":
-        """Return the bags without the entries that are absent (n,), None for no one."""
+        """Leave out the entries that are absent (n,)."""
         if absent is None:
             return self
-        return RaggedBags(jnp.where(absent, self.number, self.of_entry), self.number)
+        return RaggedBags(jnp.where(absent, self.number, self.bag_of_entry), self.number)
 
     def shape(self, entries: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the bags."""
@@ -376,22 +377,22 @@ class RaggedBags:
             # A scatter into nothing is dropped, and the entries would have no gradient.
             return lax.slice_in_dim(x, 0, 0)
         zeros = jnp.zeros((self.number, *x.shape[1:]), x.dtype)
-        return add_rows(zeros, self.of_entry, x, coalesced=False)
+        return add_rows(zeros, self.bag_of_entry, x, coalesced=False)
 
     def max(self, x: jax.Array, initial: Any) -> jax.Array:
         start = jnp.full((self.number, *x.shape[1:]), initial, x.dtype)
-        return start.at[self.of_entry].max(x, mode="drop")
+        return start.at[self.bag_of_entry].max(x, mode="drop")
 
     def min(self, x: jax.Array, initial: Any) -> jax.Array:
         start = jnp.full((self.number, *x.shape[1:]), initial, x.dtype)
-        return start.at[self.of_entry].min(x, mode="drop")
+        return start.at[self.bag_of_entry].min(x, mode="drop")
 
-    def spread(self, x: jax.Array) -> jax.Array:
-        return gather_rows(x, self.of_entry)
+    def to_entries(self, x: jax.Array) -> jax.Array:
+        return gather_rows(x, self.bag_of_entry)
 
     def numbers(self, ndim: int) -> jax.Array:
         """Return the entries of all bags, numbered; of `ndim` dimensions."""
-        count = self.of_entry.shape[0]
+        count = self.bag_of_entry.shape[0]
         return trailing(lax.iota(jnp.int32, count), ndim)
 
 

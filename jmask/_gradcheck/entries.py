@@ -7,7 +7,7 @@
 | kind        | coordinates of                       | derivative along them                   |
 |-------------|--------------------------------------|-----------------------------------------|
 | specified   | a stored value that is an entry      | that in the stored value                |
-| unspecified | an entry that is not stored          | that in the phantom: 0 in               |
+| unspecified | an entry that is not stored          | that in the placeholder: 0 in           |
 |             |                                      | masked semantics, any in plain ones     |
 | hidden      | padding, and values under a mask     | 0, always                               |
 
@@ -27,7 +27,12 @@ import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
-from jmask._tensors.placeholders import values_of, with_values_of, without_phantom, zero_phantom
+from jmask._tensors.placeholders import (
+    values_of,
+    with_values_of,
+    without_placeholder,
+    zero_placeholder,
+)
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import is_sparse
 
@@ -121,12 +126,16 @@ class Input:
         """Count the coordinates of a kind."""
         return len(getattr(self, kind)) * self.parts
 
-    def primal(self, with_phantom: bool) -> tuple[Any, Any]:
-        """Return what is differentiated: the stored values, and the phantom or None."""
-        phantom = zero_phantom(self.tensor) if with_phantom and is_tensor(self.tensor) else None
-        return values_of(self.tensor), phantom
+    def primal(self, with_placeholder: bool) -> tuple[Any, Any]:
+        """Return what is differentiated: the stored values, and the placeholder or None."""
+        placeholder = (
+            zero_placeholder(self.tensor)
+            if with_placeholder and is_tensor(self.tensor)
+            else None
+        )
+        return values_of(self.tensor), placeholder
 
-    def tangent(self, steps: np.ndarray, with_phantom: bool) -> tuple[Any, Any]:
+    def tangent(self, steps: np.ndarray, with_placeholder: bool) -> tuple[Any, Any]:
         """Return the tangent of `primal` with `steps` along all coordinates."""
         ends = np.cumsum([self.count(kind) for kind in KINDS])[:-1]
         specified, unspecified, hidden = (
@@ -135,11 +144,11 @@ class Input:
         values = np.zeros_like(self.values)
         values[self.specified], values[self.hidden] = specified, hidden
         of_values = jnp.asarray(values.reshape(self.positions.shape))
-        if not with_phantom or not is_tensor(self.tensor):
+        if not with_placeholder or not is_tensor(self.tensor):
             return of_values, None
-        phantom = np.zeros(math.prod(self.tensor.shape), self.values.dtype)
-        phantom[self.unspecified] = unspecified
-        return of_values, jnp.asarray(phantom.reshape(self.tensor.shape))
+        placeholder = np.zeros(math.prod(self.tensor.shape), self.values.dtype)
+        placeholder[self.unspecified] = unspecified
+        return of_values, jnp.asarray(placeholder.reshape(self.tensor.shape))
 
     def derivatives(self, cotangent: tuple[Any, Any]) -> np.ndarray:
         """Return the derivatives along all coordinates, from those in `primal`."""
@@ -201,7 +210,7 @@ def stored_positions(x: Any) -> np.ndarray:
     Raises:
         ValueError: if one stored value stands for several entries.
     """
-    x = without_phantom(x)
+    x = without_placeholder(x)
     if isinstance(x, MaskedTensor):
         return np.where(np.asarray(x.valid), stored_positions(x.storage), -1)
     if isinstance(x, BCSR):
@@ -243,7 +252,7 @@ def _numbers(
 
 def fully_specified(x: Any, dense: np.ndarray) -> Any:
     """Return a tensor of the kind of `x` that stores every entry of `dense`."""
-    x = without_phantom(x)
+    x = without_placeholder(x)
     if isinstance(x, MaskedTensor):
         storage = fully_specified(x.storage, dense)
         valid = jnp.ones(values_of(storage).shape, bool)

@@ -128,8 +128,8 @@ class Rules:
                 self._make(mode)
         except Exception:
             # A rule of the function (custom_vjp) may insist on the structure of its arguments.
-            # Then it has no gradient at entries that are not there, and needs no phantoms.
-            problem.with_phantoms = False
+            # Then it has no gradient at entries that are not there, and needs no placeholders.
+            problem.with_placeholders = False
             for mode in modes:
                 try:
                     self._make(mode)
@@ -138,7 +138,7 @@ class Rules:
 
     def _make(self, mode: str) -> None:
         problem, tensors = self.problem, [x.tensor for x in self.problem.inputs]
-        primals = [x.primal(problem.with_phantoms) for x in problem.inputs]
+        primals = [x.primal(problem.with_placeholders) for x in problem.inputs]
         function = lambda parts: problem.smooth(tensors, parts)
         if mode == "rev":
             _, self._transposed = jax.vjp(function, primals)
@@ -158,7 +158,7 @@ class Rules:
         tangents, start = [], 0
         for x in self.problem.inputs:
             stop = start + sum(map(x.count, KINDS))
-            tangents.append(x.tangent(direction[start:stop], self.problem.with_phantoms))
+            tangents.append(x.tangent(direction[start:stop], self.problem.with_placeholders))
             start = stop
         return self.problem.reals(self._linear(tangents))
 

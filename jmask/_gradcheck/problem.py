@@ -6,7 +6,7 @@
 
 The function is evaluated in two ways. `values` runs it eagerly near the input and compares the
 masks of its outputs with those at the input. `smooth` is the function of stored values and
-phantoms that JAX differentiates: the same run, read as dense arrays.
+placeholders that JAX differentiates: the same run, read as dense arrays.
 
 In masked semantics a sparse output is compared at the positions it stores, in plain
 semantics everywhere. A `MaskedTensor` is compared at its valid entries in both.
@@ -55,7 +55,7 @@ from jmask._gradcheck.entries import (
 )
 from jmask._gradcheck.message import GradcheckError, Setting
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
-from jmask._tensors.placeholders import values_of, with_phantom, with_values_of
+from jmask._tensors.placeholders import values_of, with_placeholder, with_values_of
 from jmask._tensors.specified import todense
 
 
@@ -133,7 +133,7 @@ class Problem:
         vanishes: for each of them whether the derivatives along it must be zero.
         base: the coordinates of the outputs at the arguments.
         columns: for each output where its coordinates are among those of all.
-        with_phantoms: whether the function takes tensors with phantoms.
+        with_placeholders: whether the function takes tensors with placeholders.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Problem:
         name: Callable[[Any], str] = lambda path: f"args{jax.tree_util.keystr(path)}",
     ):
         self.fun, self.setting = fun, setting
-        self.with_phantoms = True
+        self.with_placeholders = True
         flat, self.treedef = jax.tree_util.tree_flatten_with_path(args, is_leaf=is_tensor)
         self.leaves = [x for _, x in flat]
         self.numbers = [i for i, x in enumerate(self.leaves) if is_differentiable(x)]
@@ -226,16 +226,16 @@ class Problem:
         return self.reals([todense(flat[y.number]) for y in self.outputs])
 
     def smooth(self, tensors: Sequence[Any], parts: Sequence[Any]) -> list[jax.Array]:
-        """Return the outputs as dense arrays, as a function of stored values and phantoms.
+        """Return the outputs as dense arrays, as a function of stored values and placeholders.
 
         Args:
             tensors: one for each input; their positions are used.
-            parts: pairs of stored values and a phantom (or None), one for each input.
+            parts: pairs of stored values and a placeholder (or None), one for each input.
         """
         rebuilt = []
-        for x, (values, phantom) in zip(tensors, parts, strict=True):
+        for x, (values, placeholder) in zip(tensors, parts, strict=True):
             new = with_values_of(x, values)
-            rebuilt.append(new if phantom is None else with_phantom(new, phantom))
+            rebuilt.append(new if placeholder is None else with_placeholder(new, placeholder))
         flat = jax.tree.leaves(self.run(rebuilt), is_leaf=is_tensor)
         results = []
         for output in self.outputs:
@@ -379,10 +379,10 @@ def _agree(problem: Problem, rng: np.random.Generator, size: float) -> bool:
         projected.append(moved)
         if isinstance(x.tensor, MaskedTensor):
             steps = np.concatenate([specified, unspecified, hidden]).ravel()
-            values, phantom = x.tangent(steps, with_phantom=True)
+            values, placeholder = x.tangent(steps, with_placeholder=True)
             # Values under the mask are replaced: they may be nan, and stay so in a sum.
             values = jnp.where(x.positions < 0, values, values_of(moved))
-            moved = with_phantom(with_values_of(moved, values), phantom)
+            moved = with_placeholder(with_values_of(moved, values), placeholder)
         elif is_tensor(x.tensor):
             moved = Input(x.path, moved).full(unspecified)
         near.append(moved)

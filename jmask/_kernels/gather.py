@@ -56,7 +56,7 @@ class Gather:
             object.__setattr__(self, "fill_value", None)
 
     @classmethod
-    def of_rows(
+    def rows_of(
         cls, shape: tuple[int, ...], mode: Any, batch: int = 1, **settings: Any
     ) -> "Gather":
         """Return the gather of whole rows of a table (V, *row) by indices (*batch, 1)."""
@@ -103,7 +103,7 @@ class Gather:
         )
 
     def is_slow_copy(self, operand: Any) -> bool:
-        """Decide whether it copies rows that XLA copies one by one, by one index each."""
+        """Decide whether it copies rows with one index each, which XLA copies one at a time."""
         return (
             jnp.issubdtype(operand.dtype, jnp.floating)
             and jnp.dtype(operand.dtype).itemsize in tuning.UNROLLED_BYTES
@@ -163,7 +163,7 @@ def in_branch(indices: jax.Array, function: Callable[..., Any], *operands: Any) 
 
 def zero_of(number: jax.Array) -> jax.Array:
     """Return zeros that neither XLA nor LLVM knows to be zeros, of the shape of integers."""
-    # Operations of lax: those of arrays take several times as long to trace.
+    # lax, not operators of arrays: these take several times as long to trace.
     one = np.ones((), number.dtype)
     return lax.bitwise_and(lax.mul(number, lax.add(number, one)), one)
 
@@ -184,5 +184,5 @@ def _on_this_platform(gather: Gather, operand: jax.Array, indices: jax.Array) ->
 def _derivative(gather: Gather, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     operand, indices = primals
     # Entries that are filled in do not depend on the operand.
-    of_tangent = dataclasses.replace(gather, fill_value=0)
-    return gather(operand, indices), of_tangent.plain(tangents[0], indices)
+    tangent_gather = dataclasses.replace(gather, fill_value=0)
+    return gather(operand, indices), tangent_gather.plain(tangents[0], indices)

@@ -4,13 +4,13 @@
             [3, 4]]      weight [1, 1, 2]              [1, 2],
                                                        [6, 8]]
 
-The cotangent of a bag is that of each of its entries, so the gradient of bags needs one row
+All entries of a bag have the cotangent of the bag, so the gradient of bags needs one row
 for each bag, not one for each entry: `source` are the cotangents of the bags, `index` is the
 bag of each entry. That of a dot product is the other operand, row by row, each times a number:
 these rows exist already, and `index` is None.
 
 The rows are an array like any other. That they are gathered is a fact about a traced array,
-kept beside it: a consumer that asks for it reads one block of rows at a time and never
+kept next to it: a consumer that asks for it reads one block of rows at a time and never
 materialises all of them, and the compiler removes the array that nothing reads.
 """
 
@@ -60,7 +60,7 @@ class GatheredRows:
             return _weighted(self.source, self.weight).astype(self.dtype)
         source, index = varying_alike(self.source, self.index)
         fills = lax.GatherScatterMode.FILL_OR_DROP
-        gather = Gather.of_rows(source.shape, fills, fill_value=0)
+        gather = Gather.rows_of(source.shape, fills, fill_value=0)
         return _weighted(gather(source, index[:, None]), self.weight).astype(self.dtype)
 
     def take(self, entries: jax.Array) -> jax.Array:
@@ -87,7 +87,7 @@ GATHERED: ArrayFacts[GatheredRows] = ArrayFacts()
 
 
 def pays(sources: int, entries: int) -> bool:
-    """Decide whether so many rows are worth keeping in place of those of so many entries."""
+    """Decide whether so many rows are worth keeping in place of the rows of so many entries."""
     return is_known(sources, entries) and 0 < tuning.REPEATS * sources <= entries
 
 
@@ -169,4 +169,4 @@ def rows_at(rows: Rows, entries: jax.Array) -> jax.Array:
     if isinstance(rows, GatheredRows):
         return rows.take(entries)
     clips = lax.GatherScatterMode.CLIP
-    return Gather.of_rows(rows.shape, clips)(rows, entries[:, None])
+    return Gather.rows_of(rows.shape, clips)(rows, entries[:, None])

@@ -45,12 +45,12 @@ def gather_rows(table: jax.Array, ids: jax.Array, *, coalesced: bool = False) ->
     """
     if table.shape[0] == 0:
         return jnp.zeros((ids.shape[0], *table.shape[1:]), table.dtype)
-    gather = Gather.of_rows(table.shape, _CLIP, indices_are_sorted=coalesced)
+    gather = Gather.rows_of(table.shape, _CLIP, indices_are_sorted=coalesced)
     return gather(table, ids[:, None])
 
 
 def ids_after_reading(ids: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return ids (n,), which XLA takes to depend on what was read: rows (n, *row), or a number.
+    """Make ids (n,) depend on what was read, for XLA: rows (n, *row), or a number.
 
     It does not order a read before a write at the same place by itself: if nothing that is
     written depends on what is read, it reads from a copy of the whole table.
@@ -248,15 +248,15 @@ def _written_in_lines(
         padding_last=False,
         read=[],
     )
-    rest, of_rest = _last_line(table, ids)
+    rest, rest_ids = _last_line(table, ids)
     if not rest.shape[0]:
         return flat.reshape(table.shape)
     # Those of all ids that are in it are the last before padding.
     few = min(n, LANES)
     first = jnp.maximum(jnp.sum(ids < table.shape[0], dtype=jnp.int32) - few, 0)
-    of_rest, new = (lax.dynamic_slice_in_dim(x, first, few) for x in (of_rest, new))
+    rest_ids, new = (lax.dynamic_slice_in_dim(x, first, few) for x in (rest_ids, new))
     new = new.reshape(few, *table.shape[1:])
-    rest = _scattered(rest, of_rest, new, kind="set", coalesced=False)
+    rest = _scattered(rest, rest_ids, new, kind="set", coalesced=False)
     start = (whole * LANES,) + (0,) * (table.ndim - 1)
     return lax.dynamic_update_slice(flat.reshape(table.shape), rest, start)
 
@@ -276,11 +276,11 @@ def _lines_and_entries(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax
     # A sum of bits, all but one of which are zero, is exact for nan and -0.0 too.
     bits = jnp.where(is_own, lax.bitcast_convert_type(lines, jnp.int32), 0)
     entries = lax.bitcast_convert_type(jnp.sum(bits, axis=1), table.dtype)
-    rest, of_rest = _last_line(table, ids)
+    rest, rest_ids = _last_line(table, ids)
     if not rest.shape[0]:
         return lines, entries
-    is_rest = of_rest < rest.shape[0]
-    return lines, jnp.where(is_rest, gather_rows(rest, of_rest).reshape(-1), entries)
+    is_rest = rest_ids < rest.shape[0]
+    return lines, jnp.where(is_rest, gather_rows(rest, rest_ids).reshape(-1), entries)
 
 
 def gather_unique_rows(table: jax.Array, ids: jax.Array, *, coalesced: bool) -> jax.Array:

@@ -46,7 +46,7 @@ def update_elementwise(
         combiner: (*table entries, grad entry, *scalars) -> new table entries, elementwise.
         tables: arrays (V, *row).
         ids (n,): canonical.
-        grad (n, *row): the gradient of these rows; that of equal ids is summed first.
+        grad (n, *row): the gradient of these rows; rows of equal ids are summed first.
         scalars: what else the combiner takes.
         order: of the ids.
 
@@ -143,7 +143,7 @@ def _by_kernel(program: ClosedJaxpr, update: Update) -> Callable[..., list[jax.A
 
 
 def entry_by_entry(scalar_function: Callable[..., Any]) -> Combiner:
-    """Return function of single entries as one of arrays, which are broadcast to each other."""
+    """Map a function of single entries over arrays, which are broadcast to each other."""
 
     def function(*given: jax.Array) -> tuple[Any, ...]:
         rows = jnp.broadcast_arrays(*given)
@@ -175,9 +175,9 @@ def _lowered(ctx: Any, *operands: Any, program: ClosedJaxpr, is_sorted: bool) ->
     count = len(operands) // 2
     tables, ids, updates = operands[:count], operands[count], operands[count + 1 :]
     rank = len(ctx.avals_in[0].shape)
-    of_ids = ctx.avals_in[count]
+    id_aval = ctx.avals_in[count]
     column = stablehlo.reshape(
-        _tensor_type(jax.ShapeDtypeStruct((*of_ids.shape, 1), of_ids.dtype)), ids
+        _tensor_type(jax.ShapeDtypeStruct((*id_aval.shape, 1), id_aval.dtype)), ids
     )
     scatter = stablehlo.ScatterOp(
         [_tensor_type(aval) for aval in ctx.avals_out],

@@ -51,7 +51,7 @@ from jmask._base.validation import check_flag, checked_choice, refuse_scipy
 from jmask._kernels.bag_sum import bag_sum
 from jmask._kernels.rows import add_rows
 from jmask._tensors.masked_tensor import MaskedTensor
-from jmask._tensors.placeholders import phantom_of
+from jmask._tensors.placeholders import placeholder_of
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.specified import todense
 from jmask._tensors.storage import row_of_each, stype, unique_positions
@@ -343,7 +343,7 @@ def dot(
                 "does not store have derivatives, too."
             )
         forward_stype = "default"
-        lhs, rhs = (todense(x) if phantom_of(x) is not None else x for x in (lhs, rhs))
+        lhs, rhs = (todense(x) if placeholder_of(x) is not None else x for x in (lhs, rhs))
     lhs, rhs = _checked(lhs, "lhs"), _checked(rhs, "rhs")
     _check_shapes(lhs, rhs, transpose_a, transpose_b)
     sparse = _is_result_sparse(lhs, transpose_a, forward_stype)

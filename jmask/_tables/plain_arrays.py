@@ -179,8 +179,8 @@ def _as_row_sparse(name: str, given: Any, like: RowSparse) -> RowSparse:
             f'{{"indices": ..., "values": ...}}, got {type(given).__name__}.'
         )
     name = name[1:-1]
-    values = _of_kind(f"`{name}['values']`", given["values"], like)
-    ids = _of_kind(f"`{name}['indices']`", given["indices"], jnp.zeros((), jnp.int32))
+    values = _checked_kind(f"`{name}['values']`", given["values"], like)
+    ids = _checked_kind(f"`{name}['indices']`", given["indices"], jnp.zeros((), jnp.int32))
     if jnp.shape(values)[1:] != like.shape[1:] or jnp.shape(ids) != jnp.shape(values)[:1]:
         raise ValueError(
             f"`{name}['values']` of shape {jnp.shape(values)} and `{name}['indices']` of "
@@ -222,7 +222,7 @@ def _as_table(name: str, given: Any, like: StoredTable) -> StoredTable:
         given = _in_order_of_ids(name, given, like)
     elif abstract_leaf(given) is None:
         raise not_an_array(name, given, "give what jmask.to_arrays made")
-    given = _of_kind(name, given, jnp.zeros((), like.dtype))
+    given = _checked_kind(name, given, jnp.zeros((), like.dtype))
     if jnp.shape(given) != like.shape:
         raise ValueError(
             f"{name} has shape {jnp.shape(given)}, and `like` has {like.shape} there."
@@ -230,7 +230,7 @@ def _as_table(name: str, given: Any, like: StoredTable) -> StoredTable:
     given = given.astype(like.dtype)
     if isinstance(like, ShardedTable):
         return placed_alike(given, like)
-    return PackedTable.of_array(given)
+    return PackedTable.from_array(given)
 
 
 def _in_order_of_ids(name: str, given: Mapping[str, Any], like: StoredTable) -> Any:
@@ -277,13 +277,13 @@ def _as_like(name: str, given: Any, like: Any) -> Any:
     if abstract_leaf(like) is None:
         raise not_an_array(name.replace("arrays", "like", 1), like, "give arrays or shapes")
     shape = jnp.shape(like)
-    given = _of_kind(name, given, like)
+    given = _checked_kind(name, given, like)
     if jnp.shape(given) != tuple(shape):
         raise ValueError(f"{name} has shape {jnp.shape(given)}, and `like` has {shape} there.")
     return given
 
 
-def _of_kind(name: str, given: Any, like: Any) -> Any:
+def _checked_kind(name: str, given: Any, like: Any) -> Any:
     """Return `given` as an array of the kind of `like`."""
     if abstract_leaf(given) is None:
         raise not_an_array(name, given, "give what jmask.to_arrays made")

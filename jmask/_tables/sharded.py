@@ -1,10 +1,10 @@
-"""Sharded tables: the rows of a table spread over the devices of a mesh.
+"""Sharded tables: the rows of a table distributed over the devices of a mesh.
 
     S shards of R = ceil(V / S) rows; row i lives on shard s at place j
 
     placement    s          j           shard 0 of 3, V = 8
     div          i // R     i % R       rows 0, 1, 2        contiguous blocks
-    mod          i % S      i // S      rows 0, 3, 6        hot ids spread by themselves
+    mod          i % S      i // S      rows 0, 3, 6        hot ids on all shards
 
 A lookup sends ids to the shards and rows back. A gradient crosses the network once, as ids
 and rows; then each shard keeps what is its own, and reads, computes and writes where the row
@@ -76,11 +76,11 @@ class RoutedRows(RowSparse):
         return "unique"
 
     @classmethod
-    def of_shards(
+    def from_shards(
         cls, ids: jax.Array, values: jax.Array, shape: Sequence[int], layout: Layout
     ) -> "RoutedRows":
         """Return the rows (S m, *row) that the shards have."""
-        rows = RowSparse.of_rows(ids, values, tuple(shape), coalesced=False)
+        rows = RowSparse.from_rows(ids, values, tuple(shape), coalesced=False)
         leaves, static = rows.tree_flatten()
         return cls.tree_unflatten((static, layout), leaves)
 
@@ -94,8 +94,8 @@ class RoutedRows(RowSparse):
 
     @classmethod
     def tree_unflatten(cls, static: Any, leaves: Any) -> "RoutedRows":
-        of_rows, layout = static
-        node: Any = super().tree_unflatten(of_rows, leaves)
+        row_sparse_static, layout = static
+        node: Any = super().tree_unflatten(row_sparse_static, leaves)
         node.layout = layout
         return node
 
@@ -115,7 +115,7 @@ class RoutedRows(RowSparse):
 
         over = (layout.rows,) * 4
         ids, values = layout.run(others, self.row_ids(), self.values, rows, over=over)
-        return RoutedRows.of_shards(ids, values, self.shape, layout)
+        return RoutedRows.from_shards(ids, values, self.shape, layout)
 
 
 # --- sharded ------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class RoutedRows(RowSparse):
 
 @jax.tree_util.register_pytree_with_keys_class
 class ShardedTable(StoredTable):
-    """A table (V, *row) whose rows are spread over devices. Made by `jmask.sharded`.
+    """A table (V, *row) whose rows are sharded over devices. Made by `jmask.sharded`.
 
     Attributes:
         blocks: an array (S R, *row), or a `PackedTable` of that shape, with dimension 0
@@ -142,16 +142,18 @@ class ShardedTable(StoredTable):
 
     __slots__ = ("layout", "stored")
 
-    _ARRAYS = ("stored", "phantom")
-    _NAMES = ("blocks", "phantom")
+    _ARRAYS = ("stored", "placeholder")
+    _NAMES = ("blocks", "placeholder")
     _STATIC = ("layout", "shape")
 
-    def __init__(self, stored: Any, layout: Layout, shape: Sequence[int], phantom: Any = None):
-        self.stored, self.layout, self.shape, self.phantom = (
+    def __init__(
+        self, stored: Any, layout: Layout, shape: Sequence[int], placeholder: Any = None
+    ):
+        self.stored, self.layout, self.shape, self.placeholder = (
             stored,
             layout,
             tuple(shape),
-            phantom,
+            placeholder,
         )
 
     @property
@@ -209,7 +211,7 @@ class ShardedTable(StoredTable):
         blocks = blocks.todense() if isinstance(blocks, PackedTable) else blocks
         if self.layout.placement == "mod":
             blocks = gathered(blocks.reshape(self.layout.shards, -1, *self.shape[1:]))
-        return whole(blocks[: self.shape[0]], self.phantom)
+        return whole(blocks[: self.shape[0]], self.placeholder)
 
     def full(self, row: Sequence[int], value: Any, dtype: Any) -> "ShardedTable":
         layout, shape = self.layout, (self.layout.shards * self.layout.block, *row)
@@ -226,13 +228,13 @@ class ShardedTable(StoredTable):
         """Return the rows of each shard where they are; in a `shard_map`, of this device."""
         layout = self.layout
 
-        def of_shard(stored: Any) -> jax.Array:
+        def local_entries(stored: Any) -> jax.Array:
             places = jnp.arange(layout.block)
             rows = read_rows(self._local(stored), places)
             exists = layout.ids(places, layout.shard()) < layout.count
             return jnp.where(trailing(exists, rows.ndim), rows, 0)
 
-        return [layout.run(of_shard, self.check_layout(), over=(layout.rows, layout.rows))]
+        return [layout.run(local_entries, self.check_layout(), over=(layout.rows, layout.rows))]
 
     def __reduce__(self) -> Any:
         arrays = jax.tree.map(np.asarray, self.stored)
@@ -279,7 +281,7 @@ class ShardedTable(StoredTable):
             )
 
         @rows_of.defjvp
-        def of_tangents(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        def looked_up_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
             # The rounds of an exchange are a loop, which has no transpose.
             return rows_of(*primals), self._from_everyone(tangents[0], primals[1])
 
@@ -293,7 +295,7 @@ class ShardedTable(StoredTable):
         if sharding is not None and explicit_sharding(values) is None:
             ids, values = (with_rows_over(x, sharding, None) for x in (ids, values))
         axes = self._not_yet_gathered(values)
-        of_batch = layout.batch if sharding is None else axes
+        batch_axes = layout.batch if sharding is None else axes
         is_exchanged = layout.capacity_factor is not None and set(layout.rows) <= set(axes)
 
         def routed(ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -311,9 +313,9 @@ class ShardedTable(StoredTable):
             extra = layout.missing(ids.shape[0])
             ids = self._padded(ids, extra, layout.count)
             values = self._padded(values, extra, 0)
-        over = (of_batch, of_batch, layout.rows)
+        over = (batch_axes, batch_axes, layout.rows)
         ids, values = layout.run(routed, ids, values, over=over)
-        return RoutedRows.of_shards(ids, values, self.shape, layout)
+        return RoutedRows.from_shards(ids, values, self.shape, layout)
 
     def rows(self, gradient: RoutedRows) -> jax.Array:
         layout = self._layout_of(gradient)
@@ -335,7 +337,7 @@ class ShardedTable(StoredTable):
             if not isinstance(block, PackedTable):
                 return layout.local_stored(set_rows(block, places, rows, coalesced=True))
             new = block.set_rows(
-                RowSparse.of_rows(places, rows, block.shape, coalesced=True), rows
+                RowSparse.from_rows(places, rows, block.shape, coalesced=True), rows
             )
             return layout.local_stored(PackedTable(new.parts, stored.shape))
 
@@ -347,7 +349,7 @@ class ShardedTable(StoredTable):
         """Return `x` with `extra` more entries in dimension 0."""
         if not extra:
             return x
-        # Entries that do not divide by the devices are not to be spread before they are padded:
+        # Entries that do not divide by the devices must not be sharded before they are padded:
         # where they are, XLA's partitioner scatters its own padding to row 0.
         widths = [(0, extra)] + [(0, 0)] * (x.ndim - 1)
         return jnp.pad(self.layout.everywhere(x), widths, constant_values=value)
@@ -396,7 +398,7 @@ def sharded(
     packed: bool | None = None,
     capacity_factor: float | None = None,
 ) -> ShardedTable:
-    """Return a table whose rows are spread over the devices of a mesh.
+    """Shard the rows of a table over the devices of a mesh.
 
     It is used like an array by lookups, gradients and optimizers, under jit, eagerly, and
     inside a `shard_map` over its axes. Optimizer state made by `init` is sharded alike.
@@ -407,15 +409,15 @@ def sharded(
             jmask.sharded(jax.random.normal(key, shape), mesh))(key)`. For a
             `jax.ShapeDtypeStruct` the result holds shapes.
         mesh: of `jax.make_mesh`.
-        rows: the axis or axes over which rows are spread; all by default.
-        batch: the axis or axes over which lookups are spread; all by default.
+        rows: the axis or axes over which rows are sharded; all by default.
+        batch: the axis or axes over which lookups are sharded; all by default.
         placement: "div", contiguous blocks of rows, or "mod", row i on shard i % S.
         packed: keep narrow rows in lines of 128 (see `jmask.packed`); by default on TPUs,
             where a step would copy the table otherwise.
         capacity_factor: send rows to the shard they live on alone, for many devices and large
             batches. Each shard then has room for this many times its share of the lookups of
             a batch, in which an id counts once for each device that looks it up; 2.0 is
-            ample where ids are spread evenly, as by `placement="mod"`. A gradient that does
+            ample where ids are even over shards, as by `placement="mod"`. A gradient that does
             not fit is nan in all rows of the shard. By default all shards see all rows.
 
     Raises:
@@ -456,16 +458,16 @@ def _placed(table: Any, layout: Layout, in_lines: bool) -> ShardedTable:
 
     def blocks_of(table: jax.Array) -> Any:
         blocks = _blocks_of(table, layout)
-        return layout.stored(PackedTable.of_array(blocks) if in_lines else blocks)
+        return layout.stored(PackedTable.from_array(blocks) if in_lines else blocks)
 
     ndim = 2 if in_lines else table.ndim
     sharding = layout.sharding(ndim + (placement == "mod"))
-    of_table = explicit_sharding(table)
+    table_sharding = explicit_sharding(table)
     if isinstance(table, jax.ShapeDtypeStruct):
         shape_of = functools.partial(_placed_shape, sharding)
         blocks = jax.tree.map(shape_of, jax.eval_shape(blocks_of, table))
-    elif of_table is not None:
-        blocks = automatically(blocks_of, table, like=of_table, spec=sharding.spec)
+    elif table_sharding is not None:
+        blocks = automatically(blocks_of, table, like=table_sharding, spec=sharding.spec)
     elif _is_elsewhere(table, mesh):
         blocks = jax.device_put(jax.jit(blocks_of)(table), sharding)
     else:
@@ -480,7 +482,7 @@ def _unpickled(arrays: Any, described: Any, shape: tuple[int, ...]) -> ShardedTa
 
 
 def _is_elsewhere(table: jax.Array, mesh: Mesh) -> bool:
-    """Decide whether an array is bound to other devices than those of the mesh."""
+    """Decide whether an array is bound to devices outside the mesh."""
     if isinstance(table, jax.core.Tracer) or not table.committed:
         return False
     return table.sharding.device_set != set(mesh.devices.flat)

@@ -86,8 +86,8 @@ def _at_positions_of(mask: Any, data: Storage) -> tuple[Any, jax.Array]:
     if same_positions(data, mask):
         return _merged(data, stored_values(mask))
     positions = unique_positions(mask)
-    of_positions = values_at(positions, data)
-    if of_positions is None:
+    at_positions = values_at(positions, data)
+    if at_positions is None:
         raise ValueError(
             f"`data` ({type(data).__name__} of shape {tuple(data.shape)}) and `mask` "
             f"({type(mask).__name__} of shape {tuple(mask.shape)}) must have one shape and "
@@ -95,7 +95,7 @@ def _at_positions_of(mask: Any, data: Storage) -> tuple[Any, jax.Array]:
             "array, or the booleans of the stored values, of shape "
             f"{stored_values(data).shape}."
         )
-    valid = functools.reduce(operator.and_, of_positions)
+    valid = functools.reduce(operator.and_, at_positions)
     # Without repeated positions the two readings are one.
     if not (has_unique_positions(data) or has_unique_positions(mask)):
         alike = equal_positions(data, mask)
@@ -107,16 +107,16 @@ def _at_positions_of(mask: Any, data: Storage) -> tuple[Any, jax.Array]:
 
 def _stored_mask(data: Any, mask: jax.Array) -> jax.Array:
     shape = stored_values(data).shape
-    of_entries, of_stored = mask.shape == tuple(data.shape), mask.shape == shape
-    if of_entries and of_stored:
+    fits_entries, fits_stored = mask.shape == tuple(data.shape), mask.shape == shape
+    if fits_entries and fits_stored:
         raise ValueError(
             f"`mask` of shape {mask.shape} may be meant for the entries of the tensor or for "
             f"its stored values, which are as many: pass it as a {type(data).__name__} with "
             "the index arrays of `data`."
         )
-    if of_entries:
+    if fits_entries:
         return sampled(mask, data)
-    if of_stored:
+    if fits_stored:
         return mask
     raise ValueError(
         f"`mask` of shape {mask.shape} fits neither the tensor of shape "

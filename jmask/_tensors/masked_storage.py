@@ -218,7 +218,7 @@ def _stored_rows(
     inside = picked < rows
     kept = trailing(inside, valid.ndim)
     values = _zero_where(~kept, _picked(values, picked))
-    storage = RowSparse.of_rows(
+    storage = RowSparse.from_rows(
         jnp.where(inside, _picked(ids, picked), shape[0]),
         fit_or_poison(values, touched.sum(), nse, rows),
         shape,
@@ -244,7 +244,7 @@ def _assembled_rows(x: MaskedTensor, nse: int | None) -> MaskedTensor:
     values = empty.at[at].set(stored_values(x.storage), mode="drop")
     valid = jnp.zeros(empty.shape, bool).at[at].set(x.valid, mode="drop")
     values = fit_or_poison(values, starts.sum(), nse, min(rows, first.shape[0]))
-    storage = RowSparse.of_rows(ids, values, x.shape, coalesced=True)
+    storage = RowSparse.from_rows(ids, values, x.shape, coalesced=True)
     return joined(storage, valid)
 
 

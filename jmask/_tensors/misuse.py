@@ -1,4 +1,4 @@
-"""What a `RowSparse` says where code for arrays takes it for a tree of arrays.
+"""Errors of a `RowSparse` in code that takes it for a tree of arrays.
 
     optax.adam(0.1).update(grads, state)        put it inside jmask.lazy
     optax.tree.norm(grads)                      jmask.tree.norm(grads)
@@ -81,7 +81,7 @@ def refuse_misuse_of_table(kind: str) -> bool:
 
     Returns:
         Whether optax asks for dtypes alone (`optax.inject_hyperparams`) and compares them,
-        which that of an opaque leaf refuses.
+        which the dtype of an opaque leaf refuses.
 
     Raises:
         TypeError: with what to do instead.
@@ -109,7 +109,7 @@ def refuse_misuse_of_table(kind: str) -> bool:
 _HARMLESS = ("tree_dtype", "tree_map_params", "tree_get", "tree_get_all_with_path", "tree_set")
 
 
-# Modules that compare or store leaves as arrays of NumPy, which those of opaque ids are not.
+# Modules that compare or store leaves as arrays of NumPy, which opaque ids are not.
 _TAKES_PLAIN_IDS = ("chex._src.asserts", "orbax.checkpoint")
 
 # Between them and this function: of `jax.tree.map`, and the methods of the class.
@@ -181,20 +181,20 @@ def _message(frame: FrameType) -> str:
 
 def _advice(frame: FrameType | None) -> str:
     """Say what to do instead, by the calls of known packages that led here."""
-    of_leaves, is_optimizer = "", False
+    leaf_advice, is_optimizer = "", False
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         function = frame.f_code.co_qualname.partition(".")[0]
         if (package, function) in _INSTEAD:
             return f"for {package}.{function} write {_INSTEAD[package, function]}"
         if package in ("optax", "jaxopt"):
-            of_leaves = of_leaves or _OF_LEAVES.get(function, "")
+            leaf_advice = leaf_advice or _OF_LEAVES.get(function, "")
             is_optimizer = is_optimizer or function not in (*_OF_LEAVES, "global_norm")
         frame = frame.f_back
     if is_optimizer:
         return _LAZY
-    if of_leaves:
-        return f"write {of_leaves}"
+    if leaf_advice:
+        return f"write {leaf_advice}"
     return (
         "jmask.tree has sums, means and norms of gradients; jax.tree.map takes "
         "is_leaf=lambda x: isinstance(x, jmask.RowSparse)"

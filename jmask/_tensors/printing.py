@@ -26,7 +26,7 @@ def representation(x: MaskedTensor) -> str:
     """Print `MaskedTensor([1.0, --, 3.0], dtype=float32)`; its type and shape while traced."""
     # A repr that raises hides the error somebody is looking for: transformations put
     # anything into the leaves, and buffers may be donated or live on other hosts.
-    for attempt in (_with_values, _of_type):
+    for attempt in (_with_values, _without_values):
         try:
             return attempt(x)
         except Exception:
@@ -37,7 +37,7 @@ def representation(x: MaskedTensor) -> str:
 def _with_values(x: MaskedTensor) -> str:
     values, valid = stored_values(x.storage), x.valid
     if not all(map(_is_concrete, (values, valid))) or values.shape != valid.shape:
-        return _of_type(x)
+        return _without_values(x)
     if is_sparse(x.storage):
         head, tail = f"MaskedTensor({_described(x)}, values=", ")"
     else:
@@ -47,7 +47,7 @@ def _with_values(x: MaskedTensor) -> str:
     return head + _entries(values, valid, len(head)) + tail
 
 
-def _of_type(x: MaskedTensor) -> str:
+def _without_values(x: MaskedTensor) -> str:
     return f"MaskedTensor({_described(x)})"
 
 

@@ -158,7 +158,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         return RowSparse.tree_unflatten(tuple(new), (index_leaf, values))
 
     @classmethod
-    def of_rows(
+    def from_rows(
         cls,
         ids: jax.Array,
         values: jax.Array,
@@ -167,7 +167,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         coalesced: bool,
         leading: int = 1,
     ) -> "RowSparse":
-        """Return tensor of ids (n,) and values (n, *row) that are known to fit, unchecked."""
+        """Make a tensor of ids (n,) and values (n, *row) that are known to fit, unchecked."""
         leaf = hide(widen(ids, math.prod(shape[:leading])))
         return cls.tree_unflatten((shape, coalesced, leading), (leaf, values))
 
@@ -235,7 +235,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         """
         shape, nse = checked_shape(shape), checked_capacity(nse)
         ids = jnp.full((nse,), shape[0], id_dtype(shape[0]))
-        return cls.of_rows(ids, jnp.zeros((nse, *shape[1:]), dtype), shape, coalesced=True)
+        return cls.from_rows(ids, jnp.zeros((nse, *shape[1:]), dtype), shape, coalesced=True)
 
     @classmethod
     def random(
@@ -264,10 +264,10 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         check_key(key)
         if nse > shape[0]:
             raise ValueError(f"`nse`={nse} different rows do not fit `shape` {shape}.")
-        of_rows, of_values = jax.random.split(key)
-        ids = jax.random.permutation(of_rows, jnp.arange(shape[0], dtype=id_dtype(shape[0])))
-        values = sampler(of_values, (nse, *shape[1:]), dtype)
-        return cls.of_rows(jnp.sort(ids[:nse]), values, shape, coalesced=True)
+        row_key, value_key = jax.random.split(key)
+        ids = jax.random.permutation(row_key, jnp.arange(shape[0], dtype=id_dtype(shape[0])))
+        values = sampler(value_key, (nse, *shape[1:]), dtype)
+        return cls.from_rows(jnp.sort(ids[:nse]), values, shape, coalesced=True)
 
     @classmethod
     def fromdense(cls, x: Any, nse: int | None = None) -> "RowSparse":
@@ -305,7 +305,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         mask = trailing(ids < shape[0], x.ndim)
         values = jnp.where(mask, values, jnp.zeros((), x.dtype))
         values = fit_or_poison(values, needed, nse, shape[0])
-        return cls.of_rows(ids, values, shape, coalesced=True)
+        return cls.from_rows(ids, values, shape, coalesced=True)
 
     def todense(self) -> jax.Array:
         """Return the dense array (V, *row): zeros, with the stored rows added."""
@@ -332,7 +332,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         return self.with_leaves(self.index_leaf, self.values, shape=shape, leading=1)
 
     def stacked_as(self, like: "RowSparse") -> "RowSparse":
-        """Return the tensor with the shape of `like`, whose `flat` has this one's."""
+        """Undo `flat`: return the tensor with the shape of `like`."""
         static = {"shape": like.shape, "leading": like.leading}
         return self.with_leaves(self.index_leaf, self.values, **static)
 
@@ -343,13 +343,13 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         count, row = math.prod(self.shape[:leading]), self.shape[leading:]
         each = math.prod(self.shape[self.leading : leading])
         ids, values = split_rows(self.flat().row_ids(), self.values, each, count, row)
-        return RowSparse.of_rows(
+        return RowSparse.from_rows(
             ids, values, self.shape, coalesced=self.coalesced, leading=leading
         )
 
     @property
     def order(self) -> Order:
-        """What is known of the ids: "sorted" and unique, "unique", or "any"."""
+        """The order of the ids: "sorted" and unique, "unique", or "any"."""
         return "sorted" if self.coalesced else "any"
 
     def coalesce(self, nse: int | None = None) -> "RowSparse":
@@ -378,7 +378,9 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         if nse is not None:
             most = min(rows, self.nse)
             ids, values = resized(ids, values, checked_capacity(nse), rows, most)
-        return RowSparse.of_rows(ids, values, self.shape, coalesced=True, leading=self.leading)
+        return RowSparse.from_rows(
+            ids, values, self.shape, coalesced=True, leading=self.leading
+        )
 
     def retain(self, rows: Any) -> "RowSparse":
         """Keep the stored rows whose index is among `rows` (m,); the others become zero.
@@ -478,4 +480,4 @@ def is_row_sparse(x: Any) -> bool:
 
 def _unpickle(indices, values, shape, coalesced, leading=1):
     values = jnp.asarray(values)
-    return RowSparse.of_rows(indices, values, shape, coalesced=coalesced, leading=leading)
+    return RowSparse.from_rows(indices, values, shape, coalesced=coalesced, leading=leading)

@@ -1,4 +1,4 @@
-"""What optimizers check of parameters and gradients before anything is computed."""
+"""Validation of parameters and gradients before anything is computed."""
 
 import contextlib
 from collections.abc import Iterator
@@ -121,7 +121,7 @@ def check_gradient(updates: Any, params: Any) -> None:
 
 
 def check_structure(updates: Any, params: Any) -> None:
-    """Refuse gradients whose tree is another than that of the parameters.
+    """Refuse gradients whose tree differs from the parameters' tree.
 
     Raises:
         ValueError: with both structures, or the name of the parameter that has no gradient.
@@ -141,7 +141,7 @@ def naming_structures(updates: Any, params: Any, order: str = _ORDER) -> Iterato
     """Context of what maps over both trees; its error says which structures they have.
 
     Raises:
-        ValueError: in place of that of JAX, where they differ.
+        ValueError: in place of JAX's, where they differ.
     """
     try:
         yield
@@ -158,7 +158,7 @@ def _structures(updates: Any, params: Any) -> list[Any]:
 
 
 def _other_structure(updates: Any, params: Any, order: str = _ORDER) -> str:
-    """Describe gradients whose structure differs from that of the parameters."""
+    """Describe gradients whose structure differs from the parameters'."""
     given, expected = _structures(updates, params)
     missing = _missing(updates, params)
     if missing is not None:
@@ -192,23 +192,23 @@ def check_fits(path: Any, update: Any, param: Any) -> None:
         raise not_an_array(leaf_name("params", path), param, KEEP_ARRAYS)
     like, dtype = shape_of(param), jnp.result_type(shape_of(param).dtype)
     shape = tuple(jnp.shape(update))
-    of_update = update.dtype if hasattr(update, "dtype") else jnp.result_type(update)
+    update_dtype = update.dtype if hasattr(update, "dtype") else jnp.result_type(update)
     if shape != like.shape:
         raise ValueError(
             f"{name} of shape {shape} does not fit its parameter of shape {like.shape}."
         )
-    if jnp.issubdtype(of_update, jnp.bool_) and dtype != of_update:
+    if jnp.issubdtype(update_dtype, jnp.bool_) and dtype != update_dtype:
         raise TypeError(f"{name} is bool, and its parameter {dtype}: is it a mask?")
-    is_complex = [jnp.issubdtype(x, jnp.complexfloating) for x in (of_update, dtype)]
+    is_complex = [jnp.issubdtype(x, jnp.complexfloating) for x in (update_dtype, dtype)]
     if is_complex == [True, False]:
         raise TypeError(
-            f"{name} is {of_update} and its parameter {dtype}: complex gradients of real "
+            f"{name} is {update_dtype} and its parameter {dtype}: complex gradients of real "
             "parameters are not supported. Take the real part, `.real`, if that is meant."
         )
-    is_floating = [jnp.issubdtype(x, jnp.inexact) for x in (of_update, dtype)]
+    is_floating = [jnp.issubdtype(x, jnp.inexact) for x in (update_dtype, dtype)]
     if is_gradient_leaf(update) and is_floating == [True, False]:
         raise TypeError(
-            f"{name} is {of_update} and its parameter {dtype}: an update would be cut to "
+            f"{name} is {update_dtype} and its parameter {dtype}: an update would be cut to "
             "integers. Store the parameter as a floating array, `.astype(jnp.float32)`."
         )
 

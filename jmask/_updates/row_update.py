@@ -42,10 +42,10 @@ def update_entries(
         scalars: what else the combiner takes.
     """
     table, *others = tables
-    of_arrays = entry_by_entry(combiner)
+    array_combiner = entry_by_entry(combiner)
     if isinstance(table, PackedTable):
-        return table.updated(of_arrays, others, gradient.coalesce(), scalars)
-    whole = updated_whole(of_arrays, tables, gradient, scalars)
+        return table.updated(array_combiner, others, gradient.coalesce(), scalars)
+    whole = updated_whole(array_combiner, tables, gradient, scalars)
     if whole is not None:
         return whole
     return update_elementwise(

@@ -118,6 +118,7 @@ def assert_same(found, expected):
 WAYS = {"eager": lambda f: f, "jit": lambda f: nnx.jit(f)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", NAMES)
 def test_models(name, way):
@@ -162,6 +163,7 @@ ARGNUMS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", ARGNUMS)
 @pytest.mark.parametrize("kind", ["value_and_grad", "grad"])

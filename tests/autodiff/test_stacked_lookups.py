@@ -277,6 +277,7 @@ def test_one_number_for_each_table_is_none_for_each_row(make):
         jmask.apply_gradients(tx, gradient, tx.init(t), t)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", ["apply_gradients", "update"])
 @pytest.mark.parametrize("lookup", ["vmap over tables", "pairs", "a table, then rows"])
 @pytest.mark.parametrize("name", ["sgd", "adam", "lifted"])

@@ -11,6 +11,8 @@ import pytest
 import jmask
 import jmask.numpy as jnm
 
+pytestmark = pytest.mark.sampled
+
 # Rows whose squares overflow or vanish in float32, mixed ones, and none at all.
 ROWS = np.array(
     [

@@ -16,7 +16,7 @@ import pytest
 import jmask
 from jmask._deferred import closed_form
 
-pytestmark = pytest.mark.dtype_promotion
+pytestmark = [pytest.mark.sampled, pytest.mark.dtype_promotion]
 
 START = jnp.asarray(np.random.default_rng(0).normal(size=(13, 3)), jnp.float32)
 # Row 12 is read in the first step alone, and rows 4 and 8 to 10 never.

@@ -68,6 +68,7 @@ TAKEN: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", TAKEN)
 def test_taken(name: str) -> None:
     """Controls, near to what is refused."""

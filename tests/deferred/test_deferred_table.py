@@ -107,6 +107,7 @@ WRAPPED: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", chosen(["lazy", "global norm", "row norm"], WRAPPED))
 def test_trajectory_and_losses(name: str) -> None:
     tx, dense_tx = WRAPPED[name]

@@ -18,7 +18,7 @@ import jmask
 from tests import dense_twins as twins
 from tests.sampling import chosen
 
-pytestmark = pytest.mark.dtype_promotion
+pytestmark = [pytest.mark.sampled, pytest.mark.dtype_promotion]
 
 ROWS, COLUMNS, IDS, STEPS, PART = 60, 2, 3, 10_000, 100
 RATE = 0.01

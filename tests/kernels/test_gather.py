@@ -41,7 +41,7 @@ def bits(x: jax.Array) -> np.ndarray:
 def test_the_same_bits(row: tuple[int, ...], dtype: str, mode: str, fill: float | None) -> None:
     table = table_of(row, dtype)
     ids = IDS % V if mode == "promise_in_bounds" else IDS
-    gather = Gather.of_rows(table.shape, lax.GatherScatterMode.from_any(mode), fill_value=fill)
+    gather = Gather.rows_of(table.shape, lax.GatherScatterMode.from_any(mode), fill_value=fill)
     assert gather.is_slow_copy(table)
     expected = gather.plain(table, ids[:, None])
     for run in (gather, jax.jit(gather)):
@@ -58,7 +58,7 @@ def test_the_same_bits(row: tuple[int, ...], dtype: str, mode: str, fill: float 
 def test_ids_of_other_dtypes(mode: str, dtype: type) -> None:
     table = jnp.arange(300 * 32.0).reshape(300, 32)
     ids = jnp.asarray(np.arange(-150, 150).astype(dtype))[:, None]
-    gather = Gather.of_rows(table.shape, lax.GatherScatterMode.from_any(mode))
+    gather = Gather.rows_of(table.shape, lax.GatherScatterMode.from_any(mode))
     assert gather.is_slow_copy(table)
     np.testing.assert_array_equal(gather(table, ids), gather.plain(table, ids))
 

@@ -193,6 +193,7 @@ class TestOnePass:
         )
         np.testing.assert_array_equal(one[0][NEVER], start[NEVER])
 
+    @pytest.mark.sampled
     @pytest.mark.of_cpus
     def test_one_scatter(self, name, hyper):
         tx = MODELS[name][0](**hyper)

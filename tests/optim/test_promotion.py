@@ -19,7 +19,10 @@ from tests.lookup_programs import PROGRAMS, TABLE
 from tests.optax_cases import NEEDS_VALUE, ROW_LOCAL
 from tests.stored_tables import STEPS
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
+pytestmark = [
+    pytest.mark.sampled,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,8 @@ import pytest
 import jmask
 from tests.optim.test_named_optimizers import CASES, MODELS, NAMES
 
+pytestmark = pytest.mark.sampled
+
 DTYPES = [jnp.bfloat16, jnp.float16]
 V, D = 40, 3
 # Row 7 three times and row 2 twice; padding; rows that share packed lines with others.

@@ -176,6 +176,7 @@ def test_stand_in(dlrm, criteo):
     assert 0.2 < np.mean([f[0] == b"1" for f in fields]) < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -42,6 +42,7 @@ def families(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_learns_and_compares(example, families, tmp_path, capsys):
     png = tmp_path / "curve.png"
     run = ["--graph", str(families), "--dim", "32", "--steps", "400", "--many", "2000"]

@@ -122,6 +122,7 @@ def test_no_token_sees_the_next(example, sizes, tokens):
     assert (apart[:, 7:10] > 1e-5).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_leave_rows_that_are_not_read(example, sizes, tokens, dtype):
     import ngram_model

@@ -148,6 +148,7 @@ def test_same_losses_with_row_sparse_gradients(name, load, tmp_path, monkeypatch
     assert [x.shape for x in vectors] == [(USERS, DIM), (ITEMS, DIM)]
 
 
+@pytest.mark.slow
 def test_recommends_and_goes_on(two_tower, tmp_path, capsys, monkeypatch):
     """A run in two parts is the run in one, and finds what there is to find."""
     drawn, save_curves = [], two_tower.save_curves

@@ -19,6 +19,8 @@ from jax.experimental.sparse import BCOO, BCSR
 import jmask
 import jmask.numpy as jnm
 
+pytestmark = pytest.mark.sampled
+
 SHAPE = (4, 3)
 # Of rows, and of entries: repeated ones, none at all, and one that is padding.
 ROWS = {"repeated": [3, 1, 1, 3, 1, 4], "none": [], "unique": [0, 3, 4]}
