@@ -3,7 +3,7 @@
     x = MaskedTensor([1, nan, 1], [T, F, T])
     softmax(x) = [0.5, --, 0.5]       relu(x) = [1, --, 1]
 
-Of a slice with no valid entry a `MaskedTensor` gives masked entries with derivative 0. An
+For a slice with no valid entry a `MaskedTensor` gives masked entries with derivative 0. An
 array with `where=` gives what `torch.masked` does: nan for the softmax family, 0 for
 `normalize`; in other slices the entries left out are 0 (`log_softmax`: -inf). Masked tensors
 on sparse storage keep it: their slices are segments of the stored values.

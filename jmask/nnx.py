@@ -43,7 +43,7 @@ def value_and_grad(
             what the filter says; all else that `f` writes to is updated in place, as by nnx.
             A module that is in another argument too is differentiated in both places, where
             nnx raises.
-        has_aux: whether `f` returns auxiliary data beside the scalar.
+        has_aux: whether `f` returns auxiliary data with the scalar.
         holomorphic: whether `f` is complex and holomorphic, of complex arguments.
         allow_int: whether arguments may hold integers; their gradient is of dtype float0.
 
@@ -90,7 +90,7 @@ def grad(
 ) -> Callable[..., Any]:
     """Differentiate as `nnx.grad`, with row-sparse gradients of looked-up tables.
 
-    Arguments, errors and what is updated in place are those of `value_and_grad`.
+    See `value_and_grad` for arguments, errors and what is updated in place.
 
     Returns:
         A function that returns the gradient, or (gradient, aux) with `has_aux`.

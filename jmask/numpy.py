@@ -4,7 +4,7 @@
     jmask.numpy.mean(x, axis=0)     over the valid entries
     jmask.numpy.mean(a, where=m)    an array and a mask in place of a MaskedTensor
 
-Elementwise functions are those of JAX, lifted by `elementwise`; the table below is the
+Elementwise functions are JAX's, lifted by `elementwise`; the table below is the
 whole of it.
 """
 

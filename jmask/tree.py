@@ -6,7 +6,7 @@
     psum(g, "i")    the sum over the devices of the axis: rows are gathered, not added
 
 `jax.tree.map` and `optax.tree` would map over the ids and the values of a `RowSparse`, which
-raises; names and order of arguments here are those of `optax.tree`.
+raises; names and order of arguments are as in `optax.tree`.
 
 **Capacity.** A sum has room for the rows of all its terms. Where it must not grow, in the
 carry of a scan, `add(g, h, like=g)` keeps the capacity of `like`: more different rows than
@@ -46,7 +46,7 @@ def add(tree: Any, *others: Any, like: Any = None) -> Any:
         tree: arrays, `RowSparse` and `MaskedTensor`; None leaves stay.
         *others: trees of the same structure. A dense and a row-sparse leaf add to a dense
             one.
-        like: a tree whose row-sparse leaves give the capacity of those of the result; by
+        like: a tree whose row-sparse leaves give the capacity of the result's; by
             default there is room for the rows of all.
 
     Raises:
@@ -157,7 +157,7 @@ def merge(stacked: Any) -> Any:
 def norm(tree: Any, squared: bool = False) -> jax.Array:
     """Return the global norm: the root of the sum of the squares of all entries.
 
-    Rows with equal indices are added first, so that the norm is that of the dense gradient;
+    Rows with equal indices are added first, so that the norm equals the dense gradient's;
     masked entries do not count. Accumulated in float32 at least. In a `shard_map` it is that
     of what this device has: sum the gradient with `psum` first.
 
@@ -301,10 +301,10 @@ def _with_capacity_of(x: Any, like: Any) -> Any:
 
 
 def _entries(x: Any) -> Any:
-    """Return table as arrays of its entries; in a gradient program, as the array that it is."""
+    """Return a table as arrays of its entries, or in a gradient program as one array."""
     if not is_stored_table(x):
         return x
-    return x.entries() if x.phantom is None else x.todense()
+    return x.entries() if x.placeholder is None else x.todense()
 
 
 def _sizes(x: Any) -> jax.Array:

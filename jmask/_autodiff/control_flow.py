@@ -92,6 +92,7 @@ class _Carry:
 
 
 def _scan_demand(eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any) -> list[bool]:
+    # A fixed point, reached in at most `count` rounds: each drops a carry or is the last.
     scan = scan_of(eqn)
     (jaxpr, _), first, count = scan.body, scan.consts, scan.carry
     carry = list(wanted[:count])
@@ -113,6 +114,9 @@ def _scan(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
     consts, init = inputs[:first], list(inputs[first : first + count])
     scanned_in = [interpreter.dense(x, eqn) for x in inputs[first + count :]]
     carry_wanted = _scan_demand(eqn, wanted, interpreter, None)[first:]
+    # The gradient program of a scan that looks rows up carries the table's cotangent and adds
+    # rows in each round: O(length * V). Without that carry the rows of all rounds are an
+    # output, stacked by `lax.scan` itself: O(length * n).
     keys = {
         i: _Carry() for i, x in enumerate(init) if isinstance(x, RowSum) and carry_wanted[i]
     }
@@ -144,6 +148,8 @@ class _Loop:
 
     def additive(self, keys: dict[int, _Carry], scanned: Sequence[Any]) -> dict[int, _Carry]:
         """Return the carries among `keys` to which the body does nothing but add rows."""
+        # A carry that is refused becomes dense, and what it is added to may then be refused
+        # too: tried again without it, at most once for each carry.
         while keys:
             with trial() as refused:
                 run = functools.partial(self.run, keys)
@@ -226,7 +232,7 @@ def _cond_demand(eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any)
 
 @dataclasses.dataclass(frozen=True)
 class _Output:
-    """What a branch of a cond, or all of them, return in one place: rows, or (None) dense."""
+    """The result of the branches of a cond in one place: rows, or (None) dense."""
 
     rows: RowSum | None
     capacity: int = 0
@@ -243,6 +249,8 @@ def _cond(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
     def outputs_of(branch: Opened) -> list[Any]:
         return interpreter.run(*branch, operands, wanted)
 
+    # Branches of a cond must return arrays of one shape, so both are traced twice: once to see
+    # how many rows each returns, then padded to the most of them.
     with muted():
         common = _common_outputs([_trial(outputs_of, branch) for branch in branches])
 
@@ -314,7 +322,7 @@ CONTROL_FLOW_RULES: dict[str, Rule] = {
 
 
 def _on_parts(inputs: Values, function: Callable[[jax.Array], jax.Array]) -> Outputs:
-    """Return function on ids and rows of every input, if all of them are rows and no carry."""
+    """Apply `function` to ids and rows of every input, if all are rows and no carry."""
     if not all(isinstance(x, RowSum) and x.carry is None for x in inputs):
         return None
     return [
@@ -352,7 +360,7 @@ def _cast(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
 
 
 def _reshard_demand(eqn: JaxprEqn, wanted: Flags, *_: Any) -> list[bool]:
-    """Return a gradient of which each device holds a summand is what JAX makes of it, dense."""
+    """Leave a gradient of which each device holds a summand to JAX, which makes it dense."""
     spec = parameter(eqn, "dst_sharding").spec
     is_summed = getattr(spec, "unreduced", None) or getattr(spec, "reduced", None)
     return [not is_summed and any(wanted)]

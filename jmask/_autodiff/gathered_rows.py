@@ -105,6 +105,10 @@ class Product:
 
         Where none has, all entries of a row are one number: that times a row of ones.
         """
+        # As an einsum: "bd,bl,l->bld" has the rows "bd", one for each b, and the weight "bl,l"
+        # of each entry. The source is the factor with letters of the row, its index counts the
+        # letters of entries that this factor has, and all other factors make the weight. Two
+        # factors with letters of the row have no such form: their product is of full size.
         lead = len(self.shape) - row_ndim
         count = range(len(self.factors))
         with_rows = [i for i in count if any(d >= lead for d in self.dims_of(i))]
@@ -184,7 +188,7 @@ class Gathered:
         )
 
     def rows(self, row_ndim: int) -> "Gathered | None":
-        """Return it with rows of fewer dimensions: each is several entries then."""
+        """Split each row into several entries, with rows of fewer dimensions."""
         inner = self.row[: len(self.row) - row_ndim]
         if len(inner) + row_ndim != len(self.row) or self.outside is not None:
             return None
@@ -211,7 +215,7 @@ class Gathered:
         return GatheredRows(self.source, index, weight, self.dtype)
 
     def scaled(self, function: Callable[[jax.Array], jax.Array]) -> "Gathered | None":
-        """Return it times a number, as `function` multiplies; a large source is left alone."""
+        """Multiply by a number as `function` does; return None for a large source."""
         if self.weight is not None:
             return dataclasses.replace(self, weight=function(self.weight))
         return dataclasses.replace(self, source=function(self.source)) if self.pays else None
@@ -241,7 +245,7 @@ class Slices:
         )
 
     def rows(self, row_ndim: int) -> "Gathered | None":
-        """Return the rows of all slices, where those of one at least are gathered."""
+        """Return the rows of all slices, if at least one has gathered rows."""
         lead = len(self.shape) - row_ndim
         entries = self.shape[:lead]
         parts: list[Rows] = []
@@ -334,7 +338,7 @@ def rows_added(eqn: JaxprEqn, updates: jax.Array) -> GatheredRows | None:
 
 
 def remembered(rows: jax.Array, known: GatheredRows | None) -> jax.Array:
-    """Return rows (n, *row), with what makes them kept beside them."""
+    """Return rows (n, *row), and note what makes them."""
     if known is not None:
         GATHERED.note(rows, known)
     return rows

@@ -52,7 +52,7 @@ source_info_util.register_exclusion(str(Path(__file__).parents[1]))
 
 
 # Of the calls between rows that are scattered and what they are made of so many are entered:
-# those of helpers (`jnp.where`, `jnp.einsum`), not the layers of a model behind a lookup, which
+# calls of helpers (`jnp.where`, `jnp.einsum`), not the layers of a model behind a lookup, which
 # would all be traced equation by equation.
 _CALLS_ENTERED = 3
 _ROW_MAKERS = ("scatter-add", "dynamic_update_slice", "pad", "bcoo_dot_general")

@@ -1,4 +1,4 @@
-"""What is checked of a function that is differentiated: its result, and what it writes to.
+"""Check a function that is differentiated: its result, and what it writes to.
 
     lambda p: p[ids]                    float32 of shape (3, 2): take its mean or its sum
     lambda model: model(ids).mean()     writes to `model.norm.mean`: lost
@@ -39,7 +39,7 @@ def checked_loss(
     Args:
         fun: the function.
         numbers: the positions of the arguments that are differentiated.
-        has_aux: whether it returns auxiliary data beside the scalar.
+        has_aux: whether it returns auxiliary data with the scalar.
     """
 
     @functools.wraps(fun, assigned=())
@@ -63,7 +63,7 @@ def checked_loss(
 def naming_tables(args: Sequence[Any], numbers: Sequence[int], fun: Any) -> Iterator[None]:
     """Context of a gradient program; its error says where a function uses a table as a tree.
 
-    In a gradient program a table has one leaf more, which stands for its array (see `Phantom`)
+    In a gradient program a table has one leaf more, which stands for its array: `Placeholder`
     and has no numbers, so that a penalty over all leaves fails inside JAX.
 
     Raises:

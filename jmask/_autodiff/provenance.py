@@ -1,4 +1,4 @@
-"""What an equation adds to what is known of arrays, a rule for each primitive.
+"""Rules for what each primitive adds to the facts about arrays.
 
     rows = gather table ids              Gathered: table[ids]
     m    = broadcast_in_dim mask         Product: mask, the same along each row
@@ -49,7 +49,7 @@ class Operand:
     fact: Fact | None
 
     def product(self, ndim: int | None = None) -> Product:
-        """Return it as a product, of itself alone if no other is known."""
+        """Return the operand as a product, with itself as the one factor if none is known."""
         if isinstance(self.fact, Product):
             return self.fact
         dtype = self.value.dtype

@@ -1,4 +1,4 @@
-"""Which updates of a zero array write whole rows of it, and which rows.
+"""Match equations that write whole rows of a zero array, and find the rows.
 
 The transpose of a lookup `t[ids]` is an equation that writes cotangents into zeros of the
 table's shape. It is a *row pattern* when it writes whole rows and addresses them by their
@@ -117,6 +117,7 @@ def dynamic_update_rows(
 
     None if it writes several entries of a matrix that are no rows.
     """
+    # XLA clamps the starts so that the window fits, which the ids must do too.
     shape, window = aval_of(eqn.outvars[0]).shape, update.shape
     leading = len(shape)
     while leading > 1 and window[leading - 1] == shape[leading - 1]:

@@ -112,13 +112,13 @@ def same_wanted(eqn: JaxprEqn, wanted: Sequence[bool], *_: Any) -> list[bool]:
 
 
 def _first_wanted(eqn: JaxprEqn, *_: Any) -> list[bool]:
-    """Return a change of shape is followed: what does not keep rows is dense, and said."""
+    """Want the operand of a change of shape: if it keeps no rows, it is dense, and said."""
     is_array = bool(aval_of(eqn.invars[0]).shape) and bool(aval_of(eqn.outvars[0]).shape)
     return [is_array] + [False] * (len(eqn.invars) - 1)
 
 
 def _summing_rows(eqn: JaxprEqn, *_: Any) -> list[bool]:
-    """Return a sum over rows (of the cotangent of logits, say) is no table's gradient."""
+    """Want no sum over rows, as of the cotangent of logits: it is no gradient of a table."""
     shape, axes = aval_of(eqn.invars[0]).shape, parameter(eqn, "axes")
     return [0 not in axes or all(shape[d] == 1 for d in axes)]
 
@@ -139,7 +139,7 @@ def _cases(eqn: JaxprEqn, *_: Any) -> list[bool]:
 
 
 def _scaled(eqn: JaxprEqn, wanted: Any, _: Any, definitions: dict) -> list[bool]:
-    """Return an operand of a product is wanted where the other one is a scalar."""
+    """Want an operand of a product where the other one is a scalar."""
 
     def is_scalar(v: Any) -> bool:
         if aval_of(v).shape == ():
@@ -156,6 +156,11 @@ def _scaled(eqn: JaxprEqn, wanted: Any, _: Any, definitions: dict) -> list[bool]
 
 
 # --- rules -------------------------------------------------------------------------------
+
+
+# Every rule must be linear in its symbolic inputs: a sum of rows stands for the dense array
+# that they add up to, and f(a + b) = f(a) + f(b) lets a rule work on the parts one by one. A
+# rule that returns None is never wrong: the equation then runs on dense arrays.
 
 
 def _broadcast(
@@ -205,6 +210,7 @@ def _scatter_add(
     operand, indices, updates = inputs
     if not isinstance(operand, RowSum):
         return None
+    # The transpose of `gather`: this is where the gradient of a lookup becomes rows.
     updates = interpreter.dense(updates, eqn)
     entries = scatter_add_rows(eqn, interpreter.dense(indices, eqn), updates)
     if entries is None:
@@ -237,6 +243,8 @@ def _pad(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter)
     if isinstance(operand, RowSum):
         config, shape = parameter(eqn, "padding_config"), aval_of(eqn.outvars[0]).shape
         return None if operand.carry else _result(padded(operand, config, shape))
+    # The transpose of `slice` with fixed bounds, `weights[:10]`: not `looked_up`, since users
+    # of such a slice expect an array.
     entries = padded_rows(eqn, interpreter.dense(operand, eqn))
     return None if entries is None else [_zero_rows(eqn).plus((entries,), looked_up=False)]
 
@@ -264,6 +272,8 @@ def _split(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interprete
 def _concatenate(
     eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
 ) -> Outputs:
+    # The transpose of a split: each part is the cotangent of one piece of the table. Pieces
+    # with fixed bounds alone are better concatenated as arrays.
     are_sums = all(isinstance(x, RowSum) and x.carry is None for x in inputs)
     if not are_sums or any(x.parts and not x.looked_up for x in inputs):
         return None
@@ -301,6 +311,7 @@ def _add(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter)
         carry = x.carry if y.carry is None else y.carry
         total = x.plus(y.parts, y.looked_up, y.leading)
         return [dataclasses.replace(total, carry=carry)]
+    # A sum of rows and an array is dense: here the gradient of a tied table becomes so.
     if x.carry is not None:
         return None
     y = jnp.broadcast_to(interpreter.dense(y, eqn), x.shape)
@@ -366,7 +377,7 @@ def _multiply(
 def _divide(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     x, y = inputs
     divisor = None if _is_literal_zero(y) else _as_scalar(y)
-    # The quotient of integers is rounded: that of a sum is another.
+    # Quotients of integers are rounded: a sum of quotients is not the quotient of the sum.
     if not isinstance(x, RowSum) or divisor is None or not jnp.issubdtype(x.dtype, jnp.inexact):
         return None
     x = x.broadcast(aval_of(eqn.outvars[0]).shape)

@@ -1,6 +1,6 @@
 """Sparse and masked tensors as arguments that `jmask.value_and_grad` differentiates.
 
-A tensor is differentiated in its stored values and in its phantom (see `phantom`), and which of
+A tensor is differentiated in its stored values and in its placeholder, and which of
 the two got a gradient decides about the storage of the result:
 
     fun(x)                              gradient in x, a BCOO
@@ -21,14 +21,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jmask._autodiff.values import Filled, RowSum
 from jmask._base.array_types import explicit_sharding
-from jmask._tables.stored_table import Phantom, is_stored_table
+from jmask._tables.stored_table import Placeholder, is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
 from jmask._tensors.placeholders import (
-    phantom_of,
+    placeholder_of,
     values_of,
-    with_phantom,
+    with_placeholder,
     with_values_of,
-    without_phantom,
+    without_placeholder,
 )
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import is_sparse, unique_positions
@@ -50,8 +50,8 @@ class TensorArguments:
         self.args = list(args)
         for number in numbers:
             self.args[number] = _mapped(_coalesced, args[number])
-        leaves = jax.tree.leaves([self.args[n] for n in numbers], is_leaf=_has_phantom)
-        self.tensors = [x for x in leaves if _has_phantom(x)]
+        leaves = jax.tree.leaves([self.args[n] for n in numbers], is_leaf=_has_placeholder)
+        self.tensors = [x for x in leaves if _has_placeholder(x)]
 
     def __bool__(self) -> bool:
         return bool(self.tensors)
@@ -62,13 +62,13 @@ class TensorArguments:
 
     def are_nested(self) -> bool:
         """Decide whether one is a table that an outer gradient program differentiates."""
-        return any(is_stored_table(x) and x.phantom is not None for x in self.tensors)
+        return any(is_stored_table(x) and x.placeholder is not None for x in self.tensors)
 
-    def phantoms(self, tables_only: bool = False) -> list[Any]:
-        """Return a phantom for every tensor, none of which is stored; None for no phantom.
+    def placeholders(self, tables_only: bool = False) -> list[Any]:
+        """Return a placeholder for every tensor, or None where it needs none.
 
         A tensor that has one is of a gradient program around this one, which takes the
-        derivative of this gradient: it stays at its phantom.
+        derivative of this gradient: it stays at its placeholder.
         """
         return [
             None if tables_only and not is_stored_table(x) else _placeholder_of(x)
@@ -80,23 +80,23 @@ class TensorArguments:
 
         Unless a gradient program around this one takes the derivative of it.
         """
-        if any(phantom_of(x) is not None for x in self.tensors):
+        if any(placeholder_of(x) is not None for x in self.tensors):
             return value
-        return jax.tree.map(without_phantom, value, is_leaf=is_tensor)
+        return jax.tree.map(without_placeholder, value, is_leaf=is_tensor)
 
-    def parts(self, phantoms: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        """Return arguments with stored values in place of tensors, and phantoms at the end."""
+    def parts(self, placeholders: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        """Return arguments with stored values for tensors, and placeholders at the end."""
         args = list(self.args)
         for number in self.numbers:
             args[number] = _mapped(_parts, args[number])
-        return (*args, list(phantoms)), (*self.numbers, len(args))
+        return (*args, list(placeholders)), (*self.numbers, len(args))
 
     def function_of_parts(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Return `fun` as a function of `parts`."""
 
         def part_function(*parts: Any, **kwargs: Any) -> Any:
-            *args, phantoms = parts
-            remaining = iter(phantoms)
+            *args, placeholders = parts
+            remaining = iter(placeholders)
             for number in self.numbers:
                 args[number] = _mapped(
                     lambda x, values: _rebuilt(x, values, remaining),
@@ -110,7 +110,7 @@ class TensorArguments:
     def gradients(
         self, gradients: Sequence[Any], placeholder_gradients: Sequence[Any]
     ) -> tuple[Any, ...]:
-        """Return gradients in the arguments from those in their parts; None for no phantom."""
+        """Return gradients in the arguments, given the gradients in their parts."""
         remaining = iter(placeholder_gradients)
         return tuple(
             _mapped(lambda x, g: _gradient(x, g, remaining), self.args[number], gradient)
@@ -121,15 +121,15 @@ class TensorArguments:
 def _placeholder_of(x: Any) -> Any:
     """Return the placeholder of a tensor: zeros that are not made unless something reads them.
 
-    Nothing reads the phantom of a table, and its shape is enough; where axes are explicit the
+    Nothing reads the placeholder of a table: its shape is enough. Where axes are explicit the
     shape says that they are not used.
     """
     if not is_stored_table(x):
-        phantom = phantom_of(x)
+        placeholder = placeholder_of(x)
         zeros = Filled(tuple(x.shape), jnp.zeros((), x.dtype))
-        return zeros if phantom is None else phantom
-    if x.phantom is not None:
-        return x.phantom.array
+        return zeros if placeholder is None else placeholder
+    if x.placeholder is not None:
+        return x.placeholder.array
     sharding = explicit_sharding(*jax.tree.leaves(x))
     if sharding is not None:
         sharding = NamedSharding(sharding.mesh, PartitionSpec())
@@ -137,10 +137,10 @@ def _placeholder_of(x: Any) -> Any:
 
 
 def _mapped(function: Callable[..., Any], *trees: Any) -> Any:
-    return jax.tree.map(function, *trees, is_leaf=_has_phantom)
+    return jax.tree.map(function, *trees, is_leaf=_has_placeholder)
 
 
-def _has_phantom(x: Any) -> bool:
+def _has_placeholder(x: Any) -> bool:
     return is_tensor(x) or is_stored_table(x)
 
 
@@ -151,18 +151,18 @@ def _parts(x: Any) -> Any:
 def _coalesced(x: Any) -> Any:
     if not is_sparse(x):
         return x
-    phantom = phantom_of(x)
-    x = unique_positions(without_phantom(x))
-    return x if phantom is None else with_phantom(x, phantom)
+    placeholder = placeholder_of(x)
+    x = unique_positions(without_placeholder(x))
+    return x if placeholder is None else with_placeholder(x, placeholder)
 
 
-def _rebuilt(x: Any, values: Any, phantoms: Any) -> Any:
+def _rebuilt(x: Any, values: Any, placeholders: Any) -> Any:
     if is_stored_table(x):
-        return x.with_phantom(Phantom.above(x.phantom, next(phantoms)))
+        return x.with_placeholder(Placeholder.above(x.placeholder, next(placeholders)))
     if not is_tensor(x):
         return values
-    result, phantom = with_values_of(x, values), next(phantoms)
-    return result if phantom is None else with_phantom(result, phantom)
+    result, placeholder = with_values_of(x, values), next(placeholders)
+    return result if placeholder is None else with_placeholder(result, placeholder)
 
 
 def _gradient(x: Any, value_gradient: Any, placeholder_gradients: Any) -> Any:
@@ -200,7 +200,7 @@ def at_every_entry(
         storage: sparse, or an array.
         valid: which of its stored values are specified, None for all.
         value_gradient: the gradient in the stored values, of their shape.
-        placeholder_gradient: the gradient in the phantom, of the shape of the tensor.
+        placeholder_gradient: the gradient in the placeholder, of the shape of the tensor.
     """
     if not is_sparse(storage):
         return (

@@ -1,4 +1,4 @@
-"""What a program does with each of its inputs: looks rows up in it, or needs all of it.
+"""Find how a program uses each input: it looks rows up in it, or needs all of it.
 
     def loss(table, ids):
         rows = jnp.take(table, ids, axis=0)        lookup
@@ -19,6 +19,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jmask._autodiff.interpreter import place_of
 from jmask._base.fallback import LARGE, Fallback, Place, in_bytes
 from jmask._base.forms import aval_of, bodies_of
+from jmask._base.jaxprs import ARITHMETIC
 
 # `get` reads from a reference, `jax.new_ref(table)[ids]`.
 _LOOKUPS = ("gather", "dynamic_slice", "get")
@@ -29,10 +30,14 @@ _STILL_THE_SAME = (
 
 
 class Use(NamedTuple):
-    """One use of an input: the primitive, and the line of the user's code."""
+    """One use of an input: the primitive, and the line of the user's code.
+
+    `is_computed` says that it is a use of what was computed from all of the input.
+    """
 
     primitive: str
     place: Place | None
+    is_computed: bool = False
 
     @property
     def is_lookup(self) -> bool:
@@ -46,7 +51,7 @@ def uses_of_inputs(jaxpr: Jaxpr) -> list[list[Use]]:
 
 
 class Gradient(NamedTuple):
-    """What came of the gradient of one input: its name, in backticks, and how many rows.
+    """The gradient of one input: its name, in backticks, and how many rows.
 
     `rows` is None of a dense gradient.
     """
@@ -104,7 +109,7 @@ def refined_reports(
 
 
 def _mixed_uses(gradient: Gradient, table: Any, uses: Sequence[Use]) -> Fallback | None:
-    """Return report about a table that is looked up and needed as a whole; None of another."""
+    """Report a table that is looked up and needed as a whole; return None for others."""
     lookups = [use.place for use in uses if use.is_lookup]
     others = [use for use in uses if not use.is_lookup]
     if not lookups or not others:
@@ -119,21 +124,32 @@ def _mixed_uses(gradient: Gradient, table: Any, uses: Sequence[Use]) -> Fallback
         f"{looked_up}, but `{others[0].primitive}` needs all of it",
         others[0].place,
         tuple(table.shape),
+        _remedy(uses),
+    )
+
+
+def _remedy(uses: Sequence[Use]) -> str:
+    if any(use.is_lookup and use.is_computed for use in uses):
+        return "Look rows up first, then compute: `f(table[ids])`, not `f(table)[ids]`."
+    return (
+        "A penalty is on the rows that are looked up, or is the `weight_decay` of the "
+        "optimizer; what else depends on every row has a dense gradient."
     )
 
 
 def _lookups_alone(gradient: Gradient, table: Any, uses: Sequence[Use]) -> Fallback | None:
-    """Return the report about a table that is only looked up, in a way that is not rows."""
+    """Report a table that is only looked up, in a way that does not read rows."""
     if gradient.rows is not None or not uses or not all(use.is_lookup for use in uses):
         return None
     return Fallback(
         f"the gradient of {gradient.name}, a {table.dtype}{list(table.shape)} table "
         f"({in_bytes(_size(table))}), became dense, at O(table) cost in each step: it is "
-        "looked up in a way that does not read whole rows. Keep rows last, ids first: "
-        "`table[ids]` of (V, D), `table[m, ids]` or `table[:, ids]` of (M, V, D), not "
-        "`table[:, ids]` or `table.T[ids]` of a matrix, nor a `jax.new_ref` of it",
+        "looked up in a way that does not read whole rows",
         uses[0].place,
         tuple(table.shape),
+        "Keep rows last, ids first: `table[ids]` of (V, D), `table[m, ids]` or "
+        "`table[:, ids]` of (M, V, D), not `table[:, ids]` or `table.T[ids]` of a matrix, nor "
+        "a `jax.new_ref` of it.",
     )
 
 
@@ -142,7 +158,7 @@ def _size(table: Any) -> int:
 
 
 class _Origin(NamedTuple):
-    """What a variable is: an input, or what was computed from all of it, row by row."""
+    """A variable: an input, or a result computed from all of it, row by row."""
 
     number: int
     is_computed: bool
@@ -187,9 +203,10 @@ def _uses(
             origin = next(o for o in found if o is not None)
             origins.update((v, origin) for v in eqn.outvars)
             continue
-        use = Use(eqn.primitive.name, place_of(eqn))
+        place, name = place_of(eqn), eqn.primitive.name
         for origin in dict.fromkeys(o for o in found if o is not None):
             # Of what was computed only lookups count: they are meant as lookups in the input.
+            use = Use(name, place, origin.is_computed)
             if use.is_lookup or not origin.is_computed:
                 uses[origin.number].append(use)
         for v, source in zip(eqn.invars, found, strict=True):
@@ -202,11 +219,14 @@ def _uses(
 def _keeps_rows(eqn: JaxprEqn, v: Any, result: Any) -> bool:
     """Decide whether every row of `v` is found in a row of a result, computed on: `v / norms`.
 
-    Products do not count: the labels' entries of logits `v @ x` are no rows looked up.
+    Products do not count: the labels' entries of logits `v @ x` are no rows looked up. In one
+    dimension arithmetic alone counts: what sorts or sums a vector keeps no rows of it.
     """
     table = tuple(aval_of(v).shape)
     rows = tuple(getattr(aval_of(result), "shape", ()))
-    if eqn.primitive.name in (*_LOOKUPS, "dot_general") or len(table) < 2:
+    if eqn.primitive.name in (*_LOOKUPS, "dot_general") or not table:
+        return False
+    if len(table) == 1 and eqn.primitive.name not in ARITHMETIC:
         return False
     return len(rows) == len(table) and rows[1:] == table[1:] and rows[0] >= table[0]
 

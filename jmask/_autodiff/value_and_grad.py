@@ -10,12 +10,13 @@ a table's gradient as (ids, rows); see `interpreter`.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr
+from jax.extend.core import Literal as JaxprLiteral
 
 from jmask._autodiff.control_flow import COLLECTIVE_RULES, CONTROL_FLOW_RULES
 from jmask._autodiff.interpreter import Interpreter
@@ -47,19 +48,44 @@ from jmask._tensors.masked_tensor import is_tensor
 _INTERPRETER = Interpreter({**EQUATION_RULES, **CONTROL_FLOW_RULES, **COLLECTIVE_RULES})
 
 
+@overload
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = ...,
+    has_aux: Literal[False] = ...,
+    holomorphic: bool = ...,
+    allow_int: bool = ...,
+) -> Callable[..., tuple[jax.Array, Any]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = ...,
+    *,
+    has_aux: Literal[True],
+    holomorphic: bool = ...,
+    allow_int: bool = ...,
+) -> Callable[..., tuple[tuple[jax.Array, Any], Any]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = ...,
+    has_aux: bool = ...,
+    holomorphic: bool = ...,
+    allow_int: bool = ...,
+) -> Callable[..., tuple[Any, Any]]: ...
 def value_and_grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[..., tuple[Any, Any]]:
     """Differentiate as `jax.value_and_grad`, with row-sparse gradients of looked-up tables.
 
     A parameter whose gradient is a sum of lookups (`t[ids]`, `jnp.take`, flax and equinox
     embeddings, under jit, vmap, remat, scan, cond) gets a `RowSparse` gradient with one
     stored row for each lookup. Every other parameter gets what JAX gives. Made dense, the
-    result equals that of `jax.value_and_grad`, out-of-range ids included.
+    result equals JAX's, out-of-range ids included.
 
     Args:
         fun: a function returning a scalar, or (scalar, aux) with `has_aux`.
@@ -69,7 +95,7 @@ def value_and_grad(
             gradient of such a tensor is a dense array. In a tree that holds functions or flags
             (a model of equinox) what is no floating array is no parameter: its gradient is
             None, as in `eqx.filter_value_and_grad`.
-        has_aux: whether `fun` returns auxiliary data beside the scalar.
+        has_aux: whether `fun` returns auxiliary data with the scalar.
         holomorphic: whether `fun` is complex and holomorphic, of complex arguments.
         allow_int: whether arguments may hold integers; their gradient is of dtype float0.
 
@@ -128,7 +154,7 @@ def grad(
 ) -> Callable[..., Any]:
     """Differentiate as `jax.grad`, with row-sparse gradients of looked-up tables.
 
-    Arguments, errors and warnings are those of `value_and_grad`.
+    See `value_and_grad` for arguments, errors and warnings.
 
     Returns:
         A function that returns the gradient, or (gradient, aux) with `has_aux`.
@@ -279,11 +305,11 @@ def _tensor_gradients(
     finished: Callable[[Any], Any],
     holomorphic: bool,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Differentiate in the stored values of tensors, and in phantoms where those count."""
+    """Differentiate in the stored values of tensors, and in placeholders where those count."""
 
-    def results(phantoms: Sequence[Any]) -> tuple[Any, Any]:
+    def results(placeholders: Sequence[Any]) -> tuple[Any, Any]:
         part_function = arguments.function_of_parts(fun)
-        args, numbers = arguments.parts(phantoms)
+        args, numbers = arguments.parts(placeholders)
         nested = arguments.are_nested()
         value, (*gradients, placeholder_gradients) = _value_and_results(
             part_function, numbers, has_aux, args, kwargs, nested, holomorphic
@@ -291,14 +317,16 @@ def _tensor_gradients(
         return value, arguments.gradients(_mapped(finished, gradients), placeholder_gradients)
 
     if arguments.only_tables():
-        return results(arguments.phantoms())
+        return results(arguments.placeholders())
     try:
         with collected() as reports:
-            value, gradients = results(arguments.phantoms())
+            value, gradients = results(arguments.placeholders())
     except Exception:
-        # A rule of the function itself (custom_vjp) may insist on tensors without phantoms:
-        # then it has no gradient at other entries. All other faults come up again.
-        return results(arguments.phantoms(tables_only=True))
+        # A `custom_vjp` in `fun` may insist on the structure of tensors without placeholders
+        # (its backward rule returns one of the same structure): then it has no gradient
+        # at other entries. A fault of `fun` itself comes up again in this
+        # second run, with its own traceback, so nothing is hidden by catching all.
+        return results(arguments.placeholders(tables_only=True))
     for report in reports:
         report_fallback(*report)
     return arguments.left_behind(value), gradients
@@ -375,8 +403,8 @@ def _reads_late(program: Jaxpr, results: Sequence[Any]) -> bool:
     needed = {program.outvars[0]}
     for eqn in reversed(program.eqns):
         if any(v in needed for v in eqn.outvars):
-            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
-        elif any(not isinstance(v, Literal) and v in tables for v in eqn.invars):
+            needed.update(v for v in eqn.invars if not isinstance(v, JaxprLiteral))
+        elif any(not isinstance(v, JaxprLiteral) and v in tables for v in eqn.invars):
             return True
     return False
 

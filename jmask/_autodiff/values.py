@@ -32,7 +32,9 @@ from jmask._kernels.rows import split_rows
 from jmask._kernels.update_rows import add_to_rows
 from jmask._tensors.row_sparse import RowSparse
 
-# The rows of a table; a stack of eight weights has few.
+# Rows from which an array that is sliced with fixed bounds counts as a table, whose gradient is
+# worth storing by rows: a stack of eight weights of layers is sliced so too, and its users
+# expect an array. A judgement, not a measurement.
 _MANY = 1000
 _refused: contextvars.ContextVar[set[object]] = contextvars.ContextVar("refused")
 
@@ -118,7 +120,7 @@ class RowSum:
         return dataclasses.replace(more, parts=total, looked_up=looked_up)
 
     def refined(self, leading: int) -> "RowSum":
-        """Return the same with rows of fewer dimensions: each is several then."""
+        """Split each row into several, with fewer dimensions."""
         if leading == self.leading:
             return self
         finer = dataclasses.replace(self, leading=leading, parts=())
@@ -154,7 +156,7 @@ class RowSum:
         return dataclasses.replace(self, parts=((ids, function(rows)),))
 
     def broadcast(self, shape: tuple[int, ...]) -> "RowSum | None":
-        """Return these rows in an array of the given shape, as operands of `add` are broadcast.
+        """Broadcast the rows to an array of the given shape, as operands of `add` are.
 
         None if a dimension that the ids number is.
         """
@@ -192,7 +194,7 @@ class RowSum:
         return dense.reshape(self.shape)
 
     def todense(self) -> jax.Array:
-        """Return the dense array; for a carry, a placeholder in a trial that is thrown away."""
+        """Return the dense array; for a carry, a placeholder in a trial that is dropped."""
         refuse(self.carry)
         return self.added_to(jnp.zeros(self.shape, self.dtype))
 

@@ -1,7 +1,7 @@
 """The base of all other sub-packages: nothing here knows of a tensor.
 
 array_types     dtypes to compute in, shapes, explicit shardings, varying axes
-array_facts     facts about traced arrays, kept beside them
+array_facts     facts about traced arrays, kept next to them
 validation      validation of public arguments and of the leaves of trees
 row_ids         row ids: canonical form, and the opaque dtype in which they travel
 norms           norms of rows that neither overflow nor vanish

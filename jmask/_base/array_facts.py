@@ -1,4 +1,4 @@
-"""Facts about traced arrays, kept beside them and not in any tree.
+"""Keep facts about traced arrays next to them, not in any tree.
 
     FACTS.note(x, "rows of y")       x is a tracer
     FACTS.of(x)                      "rows of y", in the same trace
@@ -14,6 +14,10 @@ from typing import Any, Generic, TypeVar
 import jax
 
 Fact = TypeVar("Fact")
+
+
+# Tracers have no hash, and `==` of arrays is elementwise, so this is no WeakKeyDictionary: the
+# key is the address, and the callback of the weak reference removes it before it is used again.
 
 
 class ArrayFacts(Generic[Fact]):

@@ -3,7 +3,7 @@
     mesh = jax.make_mesh((8,), ("x",))            its axes are explicit
     jax.typeof(jax.device_put(ids, NamedSharding(mesh, P("x"))))       int32[16@x]
 
-Where a result could be placed in several ways, as that of a gather or a scatter could, JAX
+Where a result could be placed in several ways, as from a gather or a scatter, JAX
 refuses to choose. jmask chooses for its own operations, by one rule: what is looked up lies
 where its ids do, and an array that is updated stays where it is. How the operation gets
 there is left to XLA's partitioner, as for axes that are not explicit.
@@ -63,7 +63,7 @@ def _sharding_of_type(shape: Any) -> NamedSharding | None:
 
 
 def spec_of(array: Any) -> tuple[Any, ...]:
-    """Return axes over which each dimension is spread by its type: None, a name or several."""
+    """Return the axes that shard each dimension by its type: None, a name or several."""
     return _whole_spec(explicit_sharding(array), len(jax.typeof(array).shape))
 
 
@@ -91,14 +91,14 @@ def by_rows(mesh: Any, axes: Any, ndim: int) -> NamedSharding:
 
 
 def placed(array: jax.Array, like: NamedSharding, spec: Sequence[Any]) -> jax.Array:
-    """Return array spread over the axes `spec` of the mesh of `like`, as its type will say."""
+    """Shard the array over the axes `spec` of the mesh of `like`, as its type will say."""
     if explicit_sharding(array) is not None and spec_of(array) == tuple(spec):
         return array
     return jax.sharding.reshard(array, NamedSharding(like.mesh, P(*spec)))
 
 
 def with_rows_over(array: jax.Array, like: NamedSharding, axes: Any) -> jax.Array:
-    """Return the array with dimension 0 spread over `axes`, and only this one."""
+    """Return the array with dimension 0 sharded over `axes`, and only this one."""
     axes = axes or None
     axes = axes[0] if isinstance(axes, tuple) and len(axes) == 1 else axes
     return placed(array, like, (axes, *(None for _ in array.shape[1:])))
@@ -113,7 +113,7 @@ def with_whole_rows(array: jax.Array) -> jax.Array:
 
 
 def flat(ids: jax.Array) -> jax.Array:
-    """Return ids in one dimension, spread over devices if they are in their first one alone."""
+    """Return ids in one dimension, sharded if their first dimension alone is."""
     sharding = explicit_sharding(ids)
     if sharding is not None and any(spec_of(ids)[1:]):
         ids = placed(ids, sharding, (None,) * ids.ndim)
@@ -200,7 +200,7 @@ def _axes_of(type_of_array: Any) -> frozenset[str]:
 
 # --- shapes -------------------------------------------------------------------------------
 #
-# Shapes: of arrays beside those of more dimensions, and of programs for any size.
+# Shapes: arrays that broadcast against more dimensions, and programs for any size.
 #
 #     trailing([1, 2], ndim=3)     ->  [[[1]], [[2]]]      one number for each row
 #     is_known(b, 5)               ->  False               b of `jax.export.symbolic_shape("b")`
@@ -240,7 +240,7 @@ def wide(dtype: Any) -> Any:
 
 
 def sum_dtype(dtype: Any) -> Any:
-    """Return dtype to sum in; booleans are counted, and add as `or` when they are cast back."""
+    """Return the dtype to sum in: int32 counts booleans, which add as `or` when cast back."""
     return jnp.dtype(jnp.int32) if dtype == jnp.dtype(bool) else wide(dtype)
 
 

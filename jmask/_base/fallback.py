@@ -63,12 +63,14 @@ class Fallback(NamedTuple):
     Attributes:
         message: what became dense and why.
         place: where.
-        shape: that of the table whose gradient it is about, or None.
+        shape: the table's whose gradient it is about, or None.
+        remedy: what to write instead, a sentence, or nothing.
     """
 
     message: str
     place: Place | None
     shape: tuple[int, ...] | None
+    remedy: str = ""
 
 
 class StorageFallbackWarning(UserWarning):
@@ -128,24 +130,30 @@ def collected() -> Iterator[list[Fallback]]:
 
 
 def report_fallback(
-    message: str, place: Place | None = None, shape: tuple[int, ...] | None = None
+    message: str,
+    place: Place | None = None,
+    shape: tuple[int, ...] | None = None,
+    remedy: str = "",
 ) -> None:
     """Warn that sparse storage was left, once per place; raise under `strict()`.
 
     Args:
         message: what became dense and why.
         place: the user's line; that which called jmask by default.
-        shape: that of a table, if the report is about its gradient.
+        shape: a table's, if the report is about its gradient.
+        remedy: what to write instead, a sentence, or nothing.
     """
     if _muted.get():
         return
     reports = _collected.get()
     if reports is not None:
         place = Place(*_callers_line()[:2]) if place is None else place
-        reports.append(Fallback(message, place, shape))
+        reports.append(Fallback(message, place, shape, remedy))
         return
     if place is not None:
         message = f"{message} (at {place})"
+    if remedy:
+        message = f"{message}. {remedy}"
     if _strict.get():
         raise StorageFallbackWarning(message)
     if place is None:

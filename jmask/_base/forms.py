@@ -1,4 +1,4 @@
-"""What this library relies on of JAX's programs: the names and parameters of equations.
+"""The names and parameters of equations that this library relies on.
 
 A jaxpr is no stable interface. JAX renames parameters between versions, and a reader that
 asks for one by its old name fails in the user's program:
@@ -7,7 +7,7 @@ asks for one by its old name fails in the user's program:
     scan  ft_in=... ft_out=...     jaxpr length reverse unroll      jax 0.11, 0.12
 
 So every reader of jaxprs asks here, and nowhere else. `FORMS` lists for each primitive that has
-a rule the parameters that are read, and those that may be there beside them. `name_of` is the
+a rule the parameters that are read, and others that may be there. `name_of` is the
 name under which rules are found. An equation with other parameters, which a newer JAX may have,
 is named by what is not known of it: no rule has that name, so its gradient is dense with a
 warning, and `lazy` refuses it with the reason.
@@ -42,7 +42,7 @@ Opened = tuple[Jaxpr, Sequence[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What is known of the parameters of a primitive.
+    """Known parameters of a primitive.
 
     Attributes:
         read: parameters that rules read.
@@ -189,7 +189,7 @@ def holds_jaxprs(eqn: JaxprEqn) -> bool:
 
 
 def within(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-    """Yield equations and those of the jaxprs that they run, in known forms or not."""
+    """Yield equations and the equations of jaxprs that they run, in known forms or not."""
     found = list(eqns)
     for eqn in eqns:
         for jaxpr in jaxprs_in_params(eqn.params):

@@ -28,7 +28,7 @@ ARITHMETIC = frozenset(
 
 
 def only_arithmetic(jaxpr: Jaxpr) -> bool:
-    """Decide whether all equations are operations on entries, those of what they call too."""
+    """Decide whether all equations are operations on entries, in what they call too."""
     return not jaxpr.effects and names_in(jaxpr) <= ARITHMETIC.union(CALLS)
 
 
@@ -95,7 +95,7 @@ def interpret(
     Args:
         jaxpr: a program.
         consts, inputs: the values of its variables.
-        rule: an equation and the values of its operands -> those of its results.
+        rule: (equation, values of its operands) -> values of its results.
         literal: the value that stands for a number in the program.
     """
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
@@ -109,7 +109,7 @@ def run(
     rule: Callable[[JaxprEqn, list[Any]], Sequence[Any]] = bound,
     literal: Callable[[Any], Any] = lambda value: value,
 ) -> None:
-    """Add to `values` those of the results of equations; see `interpret`."""
+    """Add the results of equations to `values`; see `interpret`."""
     for eqn in eqns:
         given = [literal(v.val) if isinstance(v, Literal) else values[v] for v in eqn.invars]
         values.update(zip(eqn.outvars, rule(eqn, given), strict=True))
@@ -148,7 +148,7 @@ def evaluate(program: ClosedJaxpr, *args: Any) -> list[Any]:
 
 
 def side_by_side(eqns: Sequence[JaxprEqn], name: str) -> Iterator[list[JaxprEqn]]:
-    """Return the equations one by one, but those of a name that need no other of them at once.
+    """Yield equations in order; group those named `name` that do not depend on each other.
 
     Equations that need what they make come after them; where some have effects all stay as
     they are.

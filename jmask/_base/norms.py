@@ -5,7 +5,7 @@
 
 Three ranges of numbers have one fixed factor each, as in LAPACK's `nrm2` (Anderson, Algorithm
 978, 2017). A quotient by the greatest entry would not do: XLA multiplies by the reciprocal, and
-that of 1e38 is subnormal, for which it takes 0.
+the reciprocal of 1e38 is subnormal, for which it takes 0.
 """
 
 import math
@@ -73,7 +73,7 @@ def row_norm(rows: jax.Array, order: float, batch: int = 1) -> Norm:
 
 
 def squared(x: jax.Array) -> jax.Array:
-    """Return square the absolute values; the derivative at 0 is 0."""
+    """Square the absolute values; the derivative at 0 is 0."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jnp.square(x.real) + jnp.square(x.imag)
     return jnp.square(x)
@@ -91,8 +91,8 @@ def shortened(
     """
     norm = row_norm(lax.stop_gradient(rows), order, batch)
     exceeds = norm.size / norm.factor > max_norm
-    # A row that is short enough must reach no square root, not even in a derivative: that of
-    # a zero row is infinite.
+    # A row that is short enough must reach no square root, whose derivative at
+    # 0 is infinite.
     norm = row_norm(jnp.where(exceeds, rows, 1), order, batch)
     size = norm.size + eps * norm.factor
     direction = norm.entries / size.astype(rows.dtype)

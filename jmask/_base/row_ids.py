@@ -60,7 +60,7 @@ _IMPLEMENTATIONS = {4: _opaque_dtype(1), 8: _opaque_dtype(2)}
 
 def hide(ids: jax.Array) -> jax.Array:
     """Turn integer ids (...,) into the opaque leaf of the same shape."""
-    # Operations of lax: those of jnp and of arrays take several times as long to trace.
+    # lax, not jnp: operators of arrays take several times as long to trace.
     words = lax.bitcast_convert_type(lax.add(ids, np.ones((), ids.dtype)), np.uint32)
     if ids.dtype.itemsize == 4:
         words = lax.expand_dims(words, (ids.ndim,))

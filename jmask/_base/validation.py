@@ -1,4 +1,4 @@
-"""What comes in at public functions: taken, or refused by the name of its argument.
+"""Validate public arguments; each error names the argument and what to pass instead.
 
 jmask.adam(0.1, lazy_update="no")     `lazy_update` must be True or False, got 'no'.
 x.coalesce(nse=1.5)                   `nse` must be an integer that is known ..., got 1.5.
@@ -125,7 +125,7 @@ def refuse_scipy(name: str, value: Any) -> None:
 
 
 def naming_arguments(**instead: str) -> Callable[[_F], _F]:
-    """Return decorate a function so that names of other libraries are refused with those here.
+    """Make a decorator that refuses names of other libraries, and says the names here.
 
     Args:
         **instead: for each name that another library gives an argument, what to do instead.
@@ -182,9 +182,9 @@ def _keeps_kind(given: Any, dtype: Any) -> bool:
 #     {"table": jnp.ones((3, 2)), "activation": jax.nn.relu}     `params['activation']`
 #     eqx.nn.MLP(...)                                            `params.activation`
 #
-# Models of equinox and flax nnx are trees that hold functions, names and counters beside
+# Models of equinox and flax nnx are trees that hold functions, names and counters next to
 # their parameters. In a tree with a function or a flag only floating arrays are parameters, as
-# in `eqx.filter_value_and_grad`. Of any other leaf JAX says that it is no array, but not which.
+# in `eqx.filter_value_and_grad`. For other leaves JAX says that one is no array, but not which.
 
 KEEP_ARRAYS = (
     "keep the parameters apart from what else a model holds, with eqx.partition(model, "

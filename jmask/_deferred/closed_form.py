@@ -43,7 +43,7 @@ from jmask._base.array_types import trailing
 #     ζ = X / (X + k e1)  in [0, 1)    and so    X + k e1 = k e1 / (1 - ζ)
 #
 # each summand times X + k e1 is c_j f_j k / (1 + ζ (a_j k - 1)), whose only pole is at
-# ζ = 1 / (1 - a_j k). With a_j k near 1 it is far away, and T(ζ), the sum of them, is a
+# ζ = 1 / (1 - a_j k). With a_j k near 1 it is large, and T(ζ), the sum of them, is a
 # polynomial of low degree but for an error that falls as r⁻ⁿ, r = (1 + √(a k)) / |1 - √(a k)|
 # for the worst a. The move is s_a T(ζ) / (X + k e1).
 #
@@ -183,7 +183,7 @@ class Coefficients:
 
 
 def products_of(steps: Sequence[Pair], width: int) -> tuple[Pair, ...]:
-    """Return where products of matrices that are the identity but for `steps` may not be 0."""
+    """Find where products of matrices may not be 0, which are the identity but for `steps`."""
     pairs = {(i, i) for i in range(width)} | set(steps)
     while True:
         more = {(i, k) for i, j in pairs for j_too, k in pairs if j == j_too}
@@ -195,7 +195,7 @@ def products_of(steps: Sequence[Pair], width: int) -> tuple[Pair, ...]:
 def advanced(
     form: Form, lines: jax.Array, carry: jax.Array, clock: jax.Array, step: StepWithout
 ) -> tuple[jax.Array, jax.Array]:
-    """Take the coefficients of all start steps one step further, and begin those of the next.
+    """Take the coefficients of all start steps one step further, and begin the next.
 
     Args:
         lines (W, numbers): the `Coefficients` of start step s at s % W.
@@ -264,7 +264,7 @@ def skipped(form: Form, lines: jax.Array, entries: Sequence[jax.Array]) -> list[
     c = jax.tree.map(lambda x: trailing(x, ndim), Coefficients.of(form, lines))
     kept, moves = [], []
     for i, entry in enumerate(entries):
-        # Near 1 the digits of product - 1 count, near 0 those of the product.
+        # Near 1 the digits of product - 1 count, near 0 the digits of the product.
         product = c.products[i, i]
         is_small = product < 0.5
         kept.append(jnp.where(is_small, 0, entry))

@@ -95,7 +95,7 @@ def to_deferred(
         Parameters and state: the tables hold what the state kept of them, bit for bit.
 
     Raises:
-        ValueError: if the structure of `tables` is another one, the state is not that of `tx`
+        ValueError: if the structure of `tables` differs, the state does not belong to `tx`
             for `params`, and as `deferred` does.
         TypeError: as `deferred` does.
 
@@ -146,7 +146,7 @@ def from_deferred(
         Parameters and state as of a dense run at this step, every row caught up.
 
     Raises:
-        ValueError: if the state is not that of `tx` for `params`.
+        ValueError: if the state does not belong to `tx` for `params`.
 
     Example:
         >>> import jax.numpy as jnp, jmask

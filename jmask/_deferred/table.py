@@ -39,13 +39,14 @@ from jmask._tables.stored_table import (
 )
 from jmask._tensors.row_sparse import RowSparse
 
-# Rows that are caught up at a time where all of them are.
+# Rows that are caught up at a time where all of them are: what is computed of these, and not of
+# the whole table, is in memory beside it.
 _BLOCK = 1 << 16
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class DeferredTable(Deferred):
-    """A table (V, *row) whose rows, when read, are those of a dense optimizer.
+    """A table (V, *row) whose rows, when read, are as a dense optimizer leaves them.
 
     Made by `jmask.deferred`; used like an array by lookups, gradients and optimizers.
 
@@ -70,8 +71,8 @@ class DeferredTable(Deferred):
         "apart", "carry", "form", "last", "lines", "made_for", "main", "others", "sealed_clock",
     )  # fmt: skip
 
-    _ARRAYS = ("main", "others", "last", "sealed_clock", "lines", "carry", "phantom")
-    _NAMES = ("main", "others", "last", "clock", "lines", "carry", "phantom")
+    _ARRAYS = ("main", "others", "last", "sealed_clock", "lines", "carry", "placeholder")
+    _NAMES = ("main", "others", "last", "clock", "lines", "carry", "placeholder")
     _STATIC = ("shape", "apart", "form", "made_for")
 
     main: Any
@@ -169,8 +170,12 @@ class DeferredTable(Deferred):
 
     def taken(self, gradient: RowSparse) -> tuple[RowSparse, list[jax.Array]]:
         """Return a fitted gradient with rows of equal ids summed, and `all_rows` of it."""
-        distinct = _distinct(gradient)
-        return distinct, self.all_rows(distinct)
+        if gradient.order == "any":
+            gradient = gradient.coalesce()
+        exists = trailing(gradient.row_ids() < gradient.shape[0], gradient.ndim)
+        zero = jnp.zeros((), gradient.dtype)  # of padding
+        gradient = gradient.with_values(jnp.where(exists, gradient.values, zero))
+        return gradient, self.all_rows(gradient)
 
     def set_rows(self, gradient: Any, rows: jax.Array) -> "DeferredTable":
         _, *state = self.all_rows(gradient)
@@ -212,21 +217,14 @@ class DeferredTable(Deferred):
         assert self.form is not None
         lines, carry = advanced(self.form, self.lines, self.carry, self.clock, step)
         table = self._with(sealed_clock=sealed(self.clock + 1), lines=lines, carry=carry)
-        return table.with_all_rows(gradient, rows)._swept(self.clock)
-
-    def _swept(self, clock: jax.Array) -> "DeferredTable":
-        """Return the table with the next few rows caught up: none is ever W steps behind.
-
-        The coefficients of start step s are overwritten at step s + W. So each row is caught up
-        once in any W - 1 steps: V rows in W - 1 rounds of the same number of rows.
-        """
-        rows = self.shape[0]
-        if not rows:
-            return self
+        table = table.with_all_rows(gradient, rows)
+        # The coefficients of start step s are overwritten at step s + W: no row may ever be W
+        # steps behind. In W - 1 rounds of as many rows each, every row is caught up once in any
+        # W - 1 steps.
         rounds = self.lines.shape[0] - 1
-        count = -(-rows // rounds)
-        first = jnp.minimum(clock % rounds * count, rows - count).astype(jnp.int32)
-        return self._caught_up(first, count)
+        count = -(-self.shape[0] // rounds)
+        first = jnp.minimum(self.clock % rounds * count, self.shape[0] - count)
+        return table._caught_up(first.astype(jnp.int32), count) if count else table
 
     def _caught_up(self, first: Any, count: int) -> "DeferredTable":
         """Return the table with `count` rows caught up, from the first.
@@ -254,15 +252,14 @@ class DeferredTable(Deferred):
         return self._slots(table.main, list(table.others))
 
     def entries(self) -> list[jax.Array]:
-        if is_stored_table(self.main):
-            return self.up_to_date().main.entries()
-        return [self.parts()[0]]
+        param = self.parts()[0]
+        return param.entries() if is_stored_table(param) else [param]
 
     def todense(self) -> jax.Array:
         """Return the array (V, *row) that the dense optimizer has at this step."""
         if is_stored_table(self.main):
-            return whole(self._now(*self._gathered(lambda x: x.todense()))[0], self.phantom)
-        return whole(self.parts()[0], self.phantom)
+            return whole(self._now(*self._gathered(lambda x: x.todense()))[0], self.placeholder)
+        return whole(self.parts()[0], self.placeholder)
 
     # --- parts ---------------------------------------------------------------------------
 
@@ -339,12 +336,3 @@ def ring_of(rows: int) -> int:
     scatter of its entries, so W is greater: at most √V / 2 rows are caught up in a step.
     """
     return min(max(1 << math.ceil(math.log2(2 * math.sqrt(max(rows, 1)))), 64), 1 << 14)
-
-
-def _distinct(gradient: RowSparse) -> RowSparse:
-    """Return a gradient with the rows of equal ids summed, and zeros for padding."""
-    if gradient.order == "any":
-        gradient = gradient.coalesce()
-    exists = trailing(gradient.row_ids() < gradient.shape[0], gradient.ndim)
-    zero = jnp.zeros((), gradient.dtype)
-    return gradient.with_values(jnp.where(exists, gradient.values, zero))

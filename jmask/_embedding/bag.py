@@ -225,7 +225,7 @@ def _sums(
     if outside is None or fills_in:
         return total
     missing = jnp.where(outside, jnp.asarray(jnp.nan, dtype), 0)
-    if weights is not None:  # those of other entries get no nan from here
+    if weights is not None:  # weights of other entries get no nan from here
         missing = missing * jnp.where(outside, weights, 0)
     return total + trailing(bags.sum(missing), total.ndim)
 
@@ -248,7 +248,7 @@ def _scaled(
 
 @jax.custom_jvp
 def _max(rows: jax.Array, bags: Bags, absent: Any) -> jax.Array:
-    """Return the greatest of each column of a bag, 0 where the bag is empty."""
+    """Return the maximum of each column of a bag, 0 where the bag is empty."""
     greatest = _greatest(rows, bags, absent)
     entry_shape = rows.shape[: bags.entry_dimensions]
     nothing = bags.max(_present(entry_shape, absent).astype(jnp.int32), 0) == 0
@@ -257,14 +257,14 @@ def _max(rows: jax.Array, bags: Bags, absent: Any) -> jax.Array:
 
 @_max.defjvp
 def _max_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    """Return the derivative goes to the first entry that attains the maximum; a nan does."""
+    """Differentiate in the first entry that attains the maximum, as a nan does."""
     rows, bags, absent = primals
-    attains = (rows == bags.spread(_greatest(rows, bags, absent))) | jnp.isnan(rows)
+    attains = (rows == bags.to_entries(_greatest(rows, bags, absent))) | jnp.isnan(rows)
     if absent is not None:
         attains &= ~trailing(absent, rows.ndim)
     numbers = bags.numbers(rows.ndim)
     last = np.int32(np.iinfo(np.int32).max)
-    first = bags.spread(bags.min(jnp.where(attains, numbers, last), last))
+    first = bags.to_entries(bags.min(jnp.where(attains, numbers, last), last))
     tangent = bags.sum(jnp.where(numbers == first, tangents[0], 0))
     return _max(rows, bags, absent), tangent
 

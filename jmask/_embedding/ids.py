@@ -1,4 +1,4 @@
-"""Which row each looked-up id reads, and what is read where there is no row.
+"""Find the row that each id reads, and what is read where there is no row.
 
 For a table of V rows an id is *padding* (asked to be), *outside* (no row of the table), or
 a row. Padding comes first: it may be any number, inside the table or not.

@@ -49,7 +49,7 @@ from jmask._tensors.row_sparse import RowSparse
 #     row [3, 4], max_norm 2.5     ->     [1.5, 2]      a row no longer than that: itself
 #
 # `embedding_lookup(max_norm=...)` reads a row r as r * min(1, max_norm / |r|) and leaves the
-# table alone; the derivative is that of the scaled row. `renormalize` is torch's way: it
+# table alone; the derivative is the scaled row's. `renormalize` is torch's way: it
 # writes the scaled rows into the table before they are looked up.
 
 
@@ -207,7 +207,7 @@ def embedding_lookup(
             `jax.experimental.checkify`, with which the step must be wrapped; after a
             failed check the row is zeros, without gradient.
         max_norm: rows whose norm is greater are scaled to it, before they are returned;
-            the derivative is that of the scaled row. Rows with nan or inf stay as they
+            the derivative is the scaled row's. Rows with nan or inf stay as they
             are. A number or a scalar array; the table must be real and floating.
         norm_type: p of the p-norm, > 0; may be `math.inf`.
 
@@ -254,14 +254,14 @@ def looked_up_rows(table: Any, entries: Entries, bound: Bound | None) -> jax.Arr
 
 
 def _stored(table: RowSparse, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return stored rows of `table`, and where among them each position is (or how many)."""
+    """Return the stored rows of `table`, and the place of each position among them."""
     table = table.coalesce()
     stored = table.row_ids()
     places = jnp.searchsorted(stored, positions).astype(stored.dtype)
     if not table.nse:
         return table.values, places
     found = stored[jnp.minimum(places, table.nse - 1)] == positions
-    # Both the padding of the table and that of the ids are V, and found, but no row.
+    # Padding of the table and of the ids is V, which is found, but is no row.
     found &= positions < table.shape[0]
     return table.values, jnp.where(found, places, table.nse)
 

@@ -51,7 +51,7 @@ class PaddedBags:
     ids: Any
     offsets: Any
     weights: Any = None
-    # Not given, and lost by `dataclasses.replace`: it must not be there beside other offsets.
+    # Not given, and lost by `dataclasses.replace`: it must not be there with other offsets.
     bag_of_entry: Any = dataclasses.field(init=False, default=None)
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
@@ -295,7 +295,8 @@ def _say_once(ids: int, *bags: int) -> None:
 #     `EqualBags`                   `RaggedBags`
 #
 # The two forms hold the same bags. Both have `sum`, `max` and `min` of an array of entries
-# (*entries, ...) over each bag, giving (*bags, ...), and `spread`, which brings what belongs
+# (*entries, ...) over each bag, giving (*bags, ...), and `to_entries`, which brings what
+# belongs
 # to a bag back to its entries. The combiners are written once, against these four.
 
 
@@ -304,7 +305,7 @@ def _say_once(ids: int, *bags: int) -> None:
 )
 @dataclasses.dataclass(frozen=True)
 class EqualBags:
-    """Bags that are the slices of an array along one axis; `spread` gives size 1 there.
+    """Bags that are the slices of an array along one axis; `to_entries` gives size 1 there.
 
     Attributes:
         axis: the last one of the ids.
@@ -332,7 +333,7 @@ class EqualBags:
     def min(self, x: jax.Array, initial: Any) -> jax.Array:
         return jnp.min(x, self.axis, initial=initial)
 
-    def spread(self, x: jax.Array) -> jax.Array:
+    def to_entries(self, x: jax.Array) -> jax.Array:
         return jnp.expand_dims(x, self.axis)
 
     def numbers(self, ndim: int) -> jax.Array:
@@ -362,7 +363,7 @@ class RaggedBags:
         return 1
 
     def without(self, absent: Any) -> "RaggedBags":
-        """Return the bags without the entries that are absent (n,), None for no one."""
+        """Leave out the entries that are absent (n,)."""
         if absent is None:
             return self
         return RaggedBags(jnp.where(absent, self.number, self.bag_of_entry), self.number)
@@ -386,7 +387,7 @@ class RaggedBags:
         start = jnp.full((self.number, *x.shape[1:]), initial, x.dtype)
         return start.at[self.bag_of_entry].min(x, mode="drop")
 
-    def spread(self, x: jax.Array) -> jax.Array:
+    def to_entries(self, x: jax.Array) -> jax.Array:
         return gather_rows(x, self.bag_of_entry)
 
     def numbers(self, ndim: int) -> jax.Array:

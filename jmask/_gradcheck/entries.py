@@ -7,7 +7,7 @@
 | kind        | coordinates of                       | derivative along them                   |
 |-------------|--------------------------------------|-----------------------------------------|
 | specified   | a stored value that is an entry      | that in the stored value                |
-| unspecified | an entry that is not stored          | that in the phantom: 0 in               |
+| unspecified | an entry that is not stored          | that in the placeholder: 0 in           |
 |             |                                      | masked semantics, any in plain ones     |
 | hidden      | padding, and values under a mask     | 0, always                               |
 
@@ -27,7 +27,12 @@ import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
-from jmask._tensors.placeholders import values_of, with_values_of, without_phantom, zero_phantom
+from jmask._tensors.placeholders import (
+    values_of,
+    with_values_of,
+    without_placeholder,
+    zero_placeholder,
+)
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import is_sparse
 
@@ -39,7 +44,7 @@ def wide(dtype: Any) -> Any:
 
 
 def is_differentiable(x: Any) -> bool:
-    """Whether `x` is a tensor, array or number of floating or complex dtype."""
+    """Decide whether `x` is a tensor, array or number of floating or complex dtype."""
     if is_tensor(x):
         return bool(jnp.issubdtype(values_of(x).dtype, jnp.inexact))
     numbers = isinstance(x, jax.Array | np.ndarray | np.generic | float | complex)
@@ -47,7 +52,7 @@ def is_differentiable(x: Any) -> bool:
 
 
 def in_double_precision(x: Any) -> Any:
-    """A differentiable leaf in float64 or complex128."""
+    """Return a differentiable leaf in float64 or complex128."""
     values = jnp.asarray(values_of(x))
     return with_values_of(x, values.astype(wide(values.dtype)))
 
@@ -66,27 +71,27 @@ class Input:
 
     @functools.cached_property
     def positions(self) -> np.ndarray:
-        """For each stored value the number of its entry, -1 for none."""
+        """Return for each stored value the number of its entry, -1 for none."""
         return stored_positions(self.tensor)
 
     @functools.cached_property
     def values(self) -> np.ndarray:
-        """The stored values, flat."""
+        """Return the stored values, flat."""
         return np.asarray(values_of(self.tensor)).ravel()
 
     @functools.cached_property
     def specified(self) -> np.ndarray:
-        """The numbers of the stored values that are entries."""
+        """Return the numbers of the stored values that are entries."""
         return np.flatnonzero(self.positions.ravel() >= 0)
 
     @functools.cached_property
     def hidden(self) -> np.ndarray:
-        """The numbers of the other stored values."""
+        """Return the numbers of the other stored values."""
         return np.flatnonzero(self.positions.ravel() < 0)
 
     @functools.cached_property
     def unspecified(self) -> np.ndarray:
-        """The numbers of the entries that no stored value is."""
+        """Return the numbers of the entries that are not stored."""
         if not is_tensor(self.tensor):
             return np.zeros(0, np.int64)
         missing = np.ones(math.prod(self.tensor.shape), bool)
@@ -95,19 +100,19 @@ class Input:
 
     @property
     def parts(self) -> int:
-        """How many coordinates a number has."""
+        """Return how many coordinates a number has."""
         return 2 if np.iscomplexobj(self.values) else 1
 
     # --- points near the input ----------------------------------------------------------
 
     def moved(self, steps: np.ndarray) -> Any:
-        """The tensor with `steps` (specified, parts) added to its specified values."""
+        """Return the tensor with `steps` (specified, parts) added to its specified values."""
         values = self.values.copy()
         values[self.specified] += numbers_of(steps)
         return with_values_of(self.tensor, jnp.asarray(values.reshape(self.positions.shape)))
 
     def full(self, steps: np.ndarray | None = None) -> Any:
-        """The tensor with every entry specified: zeros, plus `steps`, where it had none."""
+        """Return the tensor with every entry specified: `steps` or zeros where it had none."""
         dense = np.zeros(math.prod(self.tensor.shape), self.values.dtype)
         at = self.positions.ravel()[self.specified]
         np.add.at(dense, at, self.values[self.specified])
@@ -118,16 +123,20 @@ class Input:
     # --- tangents and cotangents --------------------------------------------------------
 
     def count(self, kind: str) -> int:
-        """How many coordinates there are of a kind."""
+        """Count the coordinates of a kind."""
         return len(getattr(self, kind)) * self.parts
 
-    def primal(self, with_phantom: bool) -> tuple[Any, Any]:
-        """Return what is differentiated: the stored values, and the phantom or None."""
-        phantom = zero_phantom(self.tensor) if with_phantom and is_tensor(self.tensor) else None
-        return values_of(self.tensor), phantom
+    def primal(self, with_placeholder: bool) -> tuple[Any, Any]:
+        """Return what is differentiated: the stored values, and the placeholder or None."""
+        placeholder = (
+            zero_placeholder(self.tensor)
+            if with_placeholder and is_tensor(self.tensor)
+            else None
+        )
+        return values_of(self.tensor), placeholder
 
-    def tangent(self, steps: np.ndarray, with_phantom: bool) -> tuple[Any, Any]:
-        """The tangent of `primal` with `steps` along all coordinates."""
+    def tangent(self, steps: np.ndarray, with_placeholder: bool) -> tuple[Any, Any]:
+        """Return the tangent of `primal` with `steps` along all coordinates."""
         ends = np.cumsum([self.count(kind) for kind in KINDS])[:-1]
         specified, unspecified, hidden = (
             numbers_of(part.reshape(-1, self.parts)) for part in np.split(steps, ends)
@@ -135,14 +144,14 @@ class Input:
         values = np.zeros_like(self.values)
         values[self.specified], values[self.hidden] = specified, hidden
         of_values = jnp.asarray(values.reshape(self.positions.shape))
-        if not with_phantom or not is_tensor(self.tensor):
+        if not with_placeholder or not is_tensor(self.tensor):
             return of_values, None
-        phantom = np.zeros(math.prod(self.tensor.shape), self.values.dtype)
-        phantom[self.unspecified] = unspecified
-        return of_values, jnp.asarray(phantom.reshape(self.tensor.shape))
+        placeholder = np.zeros(math.prod(self.tensor.shape), self.values.dtype)
+        placeholder[self.unspecified] = unspecified
+        return of_values, jnp.asarray(placeholder.reshape(self.tensor.shape))
 
     def derivatives(self, cotangent: tuple[Any, Any]) -> np.ndarray:
-        """The derivatives along all coordinates, from those in `primal`."""
+        """Return the derivatives along all coordinates, from those in `primal`."""
         # JAX pairs a cotangent c with a tangent t as the real part of c * t.
         values, unspecified = np.conj(np.ravel(cotangent[0])), np.zeros(self.count(KINDS[1]))
         if cotangent[1] is not None:
@@ -153,7 +162,7 @@ class Input:
     # --- names --------------------------------------------------------------------------
 
     def described(self, kind: str, number: int) -> str:
-        """The coordinate with this number among those of its kind, in words."""
+        """Return the coordinate with this number among those of its kind, in words."""
         number, part = divmod(number, self.parts)
         what = ("real part of ", "imaginary part of ")[part] if self.parts == 2 else ""
         shape = tuple(self.tensor.shape)
@@ -174,7 +183,7 @@ KINDS = ("specified", "unspecified", "hidden")
 
 
 def entry(number: Any, shape: tuple[int, ...]) -> str:
-    """The index of an entry as messages print it."""
+    """Return the index of an entry as messages print it."""
     return f"entry {tuple(map(int, np.unravel_index(number, shape)))}"
 
 
@@ -186,7 +195,7 @@ def reals_of(numbers: np.ndarray) -> np.ndarray:
 
 
 def numbers_of(reals: np.ndarray) -> np.ndarray:
-    """The inverse of `reals_of`."""
+    """Return the inverse of `reals_of`."""
     return reals[:, 0] + 1j * reals[:, 1] if reals.shape[1] == 2 else reals[:, 0]
 
 
@@ -196,12 +205,12 @@ def random_reals(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray
 
 
 def stored_positions(x: Any) -> np.ndarray:
-    """For each stored value the row-major number of its entry; -1 where it is none.
+    """Return for each stored value the row-major number of its entry; -1 where it is none.
 
     Raises:
         ValueError: if one stored value stands for several entries.
     """
-    x = without_phantom(x)
+    x = without_placeholder(x)
     if isinstance(x, MaskedTensor):
         return np.where(np.asarray(x.valid), stored_positions(x.storage), -1)
     if isinstance(x, BCSR):
@@ -242,8 +251,8 @@ def _numbers(
 
 
 def fully_specified(x: Any, dense: np.ndarray) -> Any:
-    """A tensor of the kind of `x` that stores every entry of `dense`."""
-    x = without_phantom(x)
+    """Return a tensor of the kind of `x` that stores every entry of `dense`."""
+    x = without_placeholder(x)
     if isinstance(x, MaskedTensor):
         storage = fully_specified(x.storage, dense)
         valid = jnp.ones(values_of(storage).shape, bool)

@@ -12,8 +12,9 @@ check must say which it checks:
 | plain, the default | every entry moves              | the gradient at every entry            |
 | masked             | specified entries move         | the same there; elsewhere exactly zero |
 
-The analytical side runs the function on the input as it is, which carries a phantom for the
-entries that are not there (`_tensors.placeholders`). Both run in float64 and complex128.
+The analytical side runs the function on the input as it is, which carries a placeholder for the
+entries that are not stored (see `_tensors.placeholders`). Both sides run in float64 and
+complex128.
 
 Order 2 checks the gradient as a function of its own:
 
@@ -39,13 +40,13 @@ from jmask._gradcheck.jacobian import Rules, find_mismatch, is_suspicious
 from jmask._gradcheck.message import GradcheckError, Setting
 from jmask._gradcheck.problem import Problem, check_premises, is_masked_function
 from jmask._tensors.masked_tensor import is_tensor
-from jmask._tensors.placeholders import phantom_of, values_of, zero_phantom
+from jmask._tensors.placeholders import placeholder_of, values_of, zero_placeholder
 
 # --- gradients of gradients --------------------------------------------------------------
 
 
 def gradient_problem(problem: Problem, modes: Sequence[str]) -> Problem:
-    """The gradient of a checked problem, by reverse mode if that is among the modes."""
+    """Return the gradient of a checked problem, by reverse mode if that is among the modes."""
     rng = np.random.default_rng(1)
     if "rev" in modes:
         vectors = problem.cotangents(random_reals(rng, problem.base.shape))
@@ -92,30 +93,30 @@ def _pushed_forward(
 
 
 def _parts(problem: Problem, x: Any) -> tuple[Any, Any]:
-    if not (problem.with_phantoms and is_tensor(x)):
+    if not (problem.with_placeholders and is_tensor(x)):
         return values_of(x), None
-    phantom = phantom_of(x)
-    return values_of(x), zero_phantom(x) if phantom is None else phantom
+    placeholder = placeholder_of(x)
+    return values_of(x), zero_placeholder(x) if placeholder is None else placeholder
 
 
-def _at_entries(problem: Problem, x: Any, of_values: Any, of_phantom: Any) -> jax.Array:
-    """The gradient at the entries of `x`, dense."""
+def _at_entries(problem: Problem, x: Any, of_values: Any, of_placeholder: Any) -> jax.Array:
+    """Return the gradient at the entries of `x`, dense."""
     if not is_tensor(x):
         return of_values
     positions, shape = stored_positions(x).ravel(), tuple(x.shape)
-    plain = of_phantom is not None and not problem.setting.masked
-    dense = jnp.ravel(of_phantom) if plain else jnp.zeros(math.prod(shape), x.dtype)
+    plain = of_placeholder is not None and not problem.setting.masked
+    dense = jnp.ravel(of_placeholder) if plain else jnp.zeros(math.prod(shape), x.dtype)
     stored = np.flatnonzero(positions >= 0)
     return dense.at[positions[stored]].set(jnp.ravel(of_values)[stored]).reshape(shape)
 
 
 def _along(problem: Problem, x: Any, tangent: jax.Array) -> tuple[Any, Any]:
-    """A dense tangent as one of stored values and phantom."""
+    """Return a dense tangent as one of stored values and placeholder."""
     if not is_tensor(x):
         return tangent, None
     positions = stored_positions(x)
     values = jnp.where(positions >= 0, jnp.ravel(tangent)[positions], 0)
-    if not problem.with_phantoms:
+    if not problem.with_placeholders:
         return values, None
     counts = np.full(tangent.size, not problem.setting.masked)
     counts[positions[positions >= 0]] = False

@@ -61,7 +61,7 @@ MULTIPLES = (1.0, -1.0, 2.0**10, -(2.0**10), 2.0**-10, -(2.0**-10))
 
 
 def moved(problem: Problem, block: Block, steps: np.ndarray, what: str) -> np.ndarray:
-    """The outputs with one input moved by `steps` along the coordinates of a block."""
+    """Return the outputs with one input moved by `steps` along the coordinates of a block."""
     x = problem.inputs[block.number]
     steps = steps.reshape(-1, x.parts)
     tensor = x.moved(steps) if block.kind == "specified" else x.full(steps)
@@ -71,7 +71,7 @@ def moved(problem: Problem, block: Block, steps: np.ndarray, what: str) -> np.nd
 def difference(
     problem: Problem, block: Block, direction: np.ndarray, h: float, at: str = ""
 ) -> np.ndarray:
-    """The derivative of the outputs along a direction, by central differences.
+    """Return the derivative of the outputs along a direction, by central differences.
 
     Args:
         direction: in the coordinates of the block.
@@ -94,7 +94,7 @@ def scales(problem: Problem, block: Block) -> np.ndarray:
 
 
 def numerical(problem: Problem) -> np.ndarray:
-    """The Jacobian by central differences; zero where it must be."""
+    """Return the Jacobian by central differences; zero where it must be."""
     jacobian = np.zeros((problem.size, problem.base.size))
     for block in problem.blocks:
         if block.vanishes:
@@ -128,8 +128,8 @@ class Rules:
                 self._make(mode)
         except Exception:
             # A rule of the function (custom_vjp) may insist on the structure of its arguments.
-            # Then it has no gradient at entries that are not there, and needs no phantoms.
-            problem.with_phantoms = False
+            # Then it has no gradient at entries that are not there, and needs no placeholders.
+            problem.with_placeholders = False
             for mode in modes:
                 try:
                     self._make(mode)
@@ -138,7 +138,7 @@ class Rules:
 
     def _make(self, mode: str) -> None:
         problem, tensors = self.problem, [x.tensor for x in self.problem.inputs]
-        primals = [x.primal(problem.with_phantoms) for x in problem.inputs]
+        primals = [x.primal(problem.with_placeholders) for x in problem.inputs]
         function = lambda parts: problem.smooth(tensors, parts)
         if mode == "rev":
             _, self._transposed = jax.vjp(function, primals)
@@ -158,12 +158,12 @@ class Rules:
         tangents, start = [], 0
         for x in self.problem.inputs:
             stop = start + sum(map(x.count, KINDS))
-            tangents.append(x.tangent(direction[start:stop], self.problem.with_phantoms))
+            tangents.append(x.tangent(direction[start:stop], self.problem.with_placeholders))
             start = stop
         return self.problem.reals(self._linear(tangents))
 
     def jacobian(self, mode: str) -> np.ndarray:
-        """The Jacobian of all outputs in all inputs, (rows, columns)."""
+        """Return the Jacobian of all outputs in all inputs, (rows, columns)."""
         rows, columns = self.problem.size, self.problem.base.size
         if mode == "fwd":
             along = map(self.pushforward, np.eye(rows))
@@ -176,7 +176,7 @@ class Rules:
 
 
 def find_mismatch(rules: Rules) -> Mismatch | None:
-    """The worst mismatch of the first part of a Jacobian that has one, or None."""
+    """Return the worst mismatch of the first part of a Jacobian that has one, or None."""
     problem, expected = rules.problem, numerical(rules.problem)
     for mode in rules.modes:
         jacobian = rules.jacobian(mode)
@@ -196,7 +196,7 @@ def find_mismatch(rules: Rules) -> Mismatch | None:
 def _excess(
     setting: Setting, vanishes: Any, expected: np.ndarray, found: np.ndarray
 ) -> np.ndarray:
-    """By how much derivatives differ beyond tolerance; infinite for a nan."""
+    """Return by how much derivatives differ beyond tolerance; infinite for a nan."""
     allowed = np.where(vanishes, 0, setting.atol + setting.rtol * np.abs(expected))
     with np.errstate(invalid="ignore"):
         excess = np.abs(found - expected) - allowed
@@ -234,7 +234,7 @@ def _mismatch(
 
 
 def _sides(problem: Problem, block: Block, row: int, column: int) -> tuple[float, float] | None:
-    """The slopes on both sides of the input where they differ: a kink."""
+    """Return the slopes on both sides of the input where they differ: a kink."""
     if block.kind != "specified":
         return None
     setting, scale = problem.setting, scales(problem, block)
@@ -251,7 +251,7 @@ def _sides(problem: Problem, block: Block, row: int, column: int) -> tuple[float
 
 
 def _not_linear(rules: Rules, mode: str, jacobian: np.ndarray) -> Mismatch | None:
-    """The first random direction along which a rule does not combine the Jacobian."""
+    """Return the first random direction along which a rule does not combine the Jacobian."""
     problem = rules.problem
     for block, multiple, expected, found in _combinations(rules, mode, jacobian):
         excess = _excess(problem.setting, block.vanishes, expected, found)

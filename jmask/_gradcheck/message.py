@@ -1,4 +1,4 @@
-"""What a gradient check says: where it fails, in which semantics, and what to try."""
+"""The errors of a gradient check: where it fails, in which semantics, and what to try."""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class GradcheckError(AssertionError):
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is checked, and how strictly.
+    """The semantics of a check, and its tolerances.
 
     Attributes:
         masked: the semantics.
@@ -47,13 +47,13 @@ class Setting:
     is_masked: Callable[[], bool]
 
     def semantics(self) -> str:
-        """The semantics in words."""
+        """Return the semantics in words."""
         if self.masked:
             return "masked (masked=True): only specified entries exist and have gradients"
         return "plain (masked=False): every entry counts, unspecified ones are zeros"
 
     def advice_on_masks(self) -> str:
-        """What to try where a mask of an output changes."""
+        """Say what to try where a mask of an output changes."""
         if self.masked:
             return "an input at which no entry is at the border of being masked"
         return (
@@ -94,7 +94,7 @@ class Mismatch:
     linear: bool = True
 
     def message(self, setting: Setting) -> str:
-        """The whole message."""
+        """Return the whole message."""
         lines = [
             f"the {_ORDERS[setting.order]} is wrong: {self.failing} of the {self.total} "
             f"derivatives of this output at {_KINDS[self.kind]} of this input. The worst:",
@@ -174,7 +174,7 @@ class Mismatch:
 
 
 def unsupported(mode: str, setting: Setting, reason: Exception) -> GradcheckError:
-    """The error of a function that JAX cannot differentiate in this mode."""
+    """Return the error of a function that JAX cannot differentiate in this mode."""
     other = {"rev": "fwd", "fwd": "rev"}[mode]
     text = str(reason).strip().splitlines()
     return GradcheckError(
@@ -189,7 +189,7 @@ def unsupported(mode: str, setting: Setting, reason: Exception) -> GradcheckErro
 
 
 def _guess(numerical: np.ndarray, analytical: np.ndarray) -> str:
-    """What may be wrong, from a row of the Jacobian."""
+    """Guess the fault from a row of the Jacobian."""
     used = np.abs(numerical) > 1e-6 * np.max(np.abs(numerical), initial=1e-3)
     if not analytical.any():
         return "the derivative is zero: is the gradient stopped or a term dropped?"

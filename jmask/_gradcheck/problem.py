@@ -6,7 +6,7 @@
 
 The function is evaluated in two ways. `values` runs it eagerly near the input and compares the
 masks of its outputs with those at the input. `smooth` is the function of stored values and
-phantoms that JAX differentiates: the same run, read as dense arrays.
+placeholders that JAX differentiates: the same run, read as dense arrays.
 
 In masked semantics a sparse output is compared at the positions it stores, in plain
 semantics everywhere. A `MaskedTensor` is compared at its valid entries in both.
@@ -55,7 +55,7 @@ from jmask._gradcheck.entries import (
 )
 from jmask._gradcheck.message import GradcheckError, Setting
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
-from jmask._tensors.placeholders import values_of, with_phantom, with_values_of
+from jmask._tensors.placeholders import values_of, with_placeholder, with_values_of
 from jmask._tensors.specified import todense
 
 
@@ -78,21 +78,21 @@ class Output:
 
     @functools.cached_property
     def at(self) -> np.ndarray:
-        """The numbers of the entries that are compared."""
+        """Return the numbers of the entries that are compared."""
         mask = np.ones(self.shape, bool) if self.mask is None else self.mask
         return np.flatnonzero(mask)
 
     @property
     def parts(self) -> int:
-        """How many coordinates a number has."""
+        """Return how many coordinates a number has."""
         return 2 if jnp.issubdtype(self.dtype, jnp.complexfloating) else 1
 
     def reals(self, dense: Any) -> np.ndarray:
-        """The coordinates of the compared entries of a dense array."""
+        """Return the coordinates of the compared entries of a dense array."""
         return reals_of(np.asarray(dense).astype(wide(self.dtype)).ravel()[self.at]).ravel()
 
     def cotangent(self, weights: np.ndarray) -> jax.Array:
-        """The cotangent that weighs the coordinates with `weights`."""
+        """Return the cotangent that weighs the coordinates with `weights`."""
         dense = np.zeros(self.shape, wide(self.dtype))
         # JAX pairs a cotangent c with a tangent t as the real part of c * t.
         dense.ravel()[self.at] = np.conj(numbers_of(weights.reshape(-1, self.parts)))
@@ -133,7 +133,7 @@ class Problem:
         vanishes: for each of them whether the derivatives along it must be zero.
         base: the coordinates of the outputs at the arguments.
         columns: for each output where its coordinates are among those of all.
-        with_phantoms: whether the function takes tensors with phantoms.
+        with_placeholders: whether the function takes tensors with placeholders.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Problem:
         name: Callable[[Any], str] = lambda path: f"args{jax.tree_util.keystr(path)}",
     ):
         self.fun, self.setting = fun, setting
-        self.with_phantoms = True
+        self.with_placeholders = True
         flat, self.treedef = jax.tree_util.tree_flatten_with_path(args, is_leaf=is_tensor)
         self.leaves = [x for _, x in flat]
         self.numbers = [i for i, x in enumerate(self.leaves) if is_differentiable(x)]
@@ -189,7 +189,7 @@ class Problem:
 
     @property
     def args(self) -> Any:
-        """The arguments in double precision."""
+        """Return the arguments in double precision."""
         return jax.tree.unflatten(self.treedef, self.leaves)
 
     def run(self, tensors: Sequence[Any]) -> Any:
@@ -200,16 +200,16 @@ class Problem:
         return self.fun(*jax.tree.unflatten(self.treedef, leaves))
 
     def reals(self, dense: Sequence[Any]) -> np.ndarray:
-        """The coordinates of the outputs, from dense arrays."""
+        """Return the coordinates of the outputs, from dense arrays."""
         return np.concatenate([y.reals(x) for y, x in zip(self.outputs, dense, strict=True)])
 
     def cotangents(self, weights: np.ndarray) -> list[jax.Array]:
-        """The cotangents of the outputs that weigh their coordinates."""
+        """Return the cotangents of the outputs that weigh their coordinates."""
         parts = (weights[columns] for columns in self.columns)
         return [y.cotangent(part) for y, part in zip(self.outputs, parts, strict=True)]
 
     def values(self, changed: dict[int, Any], what: str) -> np.ndarray:
-        """The coordinates of the outputs with some inputs changed.
+        """Return the coordinates of the outputs with some inputs changed.
 
         Raises:
             GradcheckError: if the structure or the mask of an output changes.
@@ -226,16 +226,16 @@ class Problem:
         return self.reals([todense(flat[y.number]) for y in self.outputs])
 
     def smooth(self, tensors: Sequence[Any], parts: Sequence[Any]) -> list[jax.Array]:
-        """The outputs as dense arrays, as a function of stored values and phantoms.
+        """Return the outputs as dense arrays, as a function of stored values and placeholders.
 
         Args:
             tensors: one for each input; their positions are used.
-            parts: pairs of stored values and a phantom (or None), one for each input.
+            parts: pairs of stored values and a placeholder (or None), one for each input.
         """
         rebuilt = []
-        for x, (values, phantom) in zip(tensors, parts, strict=True):
+        for x, (values, placeholder) in zip(tensors, parts, strict=True):
             new = with_values_of(x, values)
-            rebuilt.append(new if phantom is None else with_phantom(new, phantom))
+            rebuilt.append(new if placeholder is None else with_placeholder(new, placeholder))
         flat = jax.tree.leaves(self.run(rebuilt), is_leaf=is_tensor)
         results = []
         for output in self.outputs:
@@ -245,7 +245,7 @@ class Problem:
         return results
 
     def described(self, column: int) -> str:
-        """A coordinate of the outputs in words."""
+        """Return a coordinate of the outputs in words."""
         ends = [columns.stop for columns in self.columns]
         place = int(np.searchsorted(ends, column, side="right"))
         output = self.outputs[place]
@@ -273,7 +273,7 @@ class Problem:
 
 
 def mask_of(y: Any, masked: bool) -> np.ndarray | None:
-    """The entries of an output that exist, or None for all."""
+    """Return the entries of an output that exist, or None for all."""
     if not (isinstance(y, MaskedTensor) or (masked and is_tensor(y))):
         return None
     mask = np.zeros(tuple(y.shape), bool)
@@ -379,10 +379,10 @@ def _agree(problem: Problem, rng: np.random.Generator, size: float) -> bool:
         projected.append(moved)
         if isinstance(x.tensor, MaskedTensor):
             steps = np.concatenate([specified, unspecified, hidden]).ravel()
-            values, phantom = x.tangent(steps, with_phantom=True)
+            values, placeholder = x.tangent(steps, with_placeholder=True)
             # Values under the mask are replaced: they may be nan, and stay so in a sum.
             values = jnp.where(x.positions < 0, values, values_of(moved))
-            moved = with_phantom(with_values_of(moved, values), phantom)
+            moved = with_placeholder(with_values_of(moved, values), placeholder)
         elif is_tensor(x.tensor):
             moved = Input(x.path, moved).full(unspecified)
         near.append(moved)

@@ -9,7 +9,7 @@ and so on. XLA makes one loop over the sums of it, which reads the rows of all c
 none of them, and runs on all cores; a scatter of rows into their bags runs on one. For other
 bags a block of rows is read at a time and added to its bags: it stays in the cache of a core,
 where all n rows of a large batch would go through memory twice. The bags of several tables are
-summed side by side. Derivatives are those of a gather and a sum.
+summed side by side, and differentiated as a gather and a sum.
 """
 
 import dataclasses

@@ -61,7 +61,8 @@ def _summed_in_order(
     slots: int, rows: int, ids: jax.Array, values: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     entry, _ = varying_alike(lax.iota(jnp.int32, ids.shape[0]), ids)
-    # With the entry as a second key equal ids stay in order.
+    # With the entry as a second key equal ids stay in order, as XLA makes a
+    # sort stable itself: by an iota as one more key.
     ordered, came_from = lax.sort((ids, entry), num_keys=2, is_stable=False)
     starts, slot = _starts(ordered)
     wide = sum_dtype(values.dtype)
@@ -77,6 +78,7 @@ def unique_slots(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.
 
     Entries whose id is padding get slot = `slots`, which writes drop.
     """
+    # Both are exact; the choice is by sizes alone, so that a step compiles once.
     find = _by_marking if rows <= tuning.MARKED_ROWS_FOR_EACH_ID * ids.shape[0] else _by_sorting
     slot_ids, slot_of_entry = find(ids, slots, rows)
     return slot_ids, jnp.where(ids < rows, slot_of_entry, slots)
@@ -149,6 +151,7 @@ def _sent_back(
 
 
 def _by_marking(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.Array]:
+    # Padding is V, which a write to V rows drops.
     unmarked = jnp.zeros((rows,), jnp.int32)
     marked = set_rows(unmarked, ids, jnp.ones_like(ids), coalesced=False)
     slot_of_row = jnp.cumsum(marked) - 1

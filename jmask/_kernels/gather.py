@@ -103,7 +103,7 @@ class Gather:
         )
 
     def is_slow_copy(self, operand: Any) -> bool:
-        """Decide whether it copies rows that XLA copies one by one, by one index each."""
+        """Decide whether it copies rows with one index each, which XLA copies one at a time."""
         return (
             jnp.issubdtype(operand.dtype, jnp.floating)
             and jnp.dtype(operand.dtype).itemsize in tuning.UNROLLED_BYTES
@@ -163,7 +163,7 @@ def in_branch(indices: jax.Array, function: Callable[..., Any], *operands: Any) 
 
 def zero_of(number: jax.Array) -> jax.Array:
     """Return zeros that neither XLA nor LLVM knows to be zeros, of the shape of integers."""
-    # Operations of lax: those of arrays take several times as long to trace.
+    # lax, not operators of arrays: these take several times as long to trace.
     one = np.ones((), number.dtype)
     return lax.bitwise_and(lax.mul(number, lax.add(number, one)), one)
 

@@ -4,13 +4,13 @@
             [3, 4]]      weight [1, 1, 2]              [1, 2],
                                                        [6, 8]]
 
-The cotangent of a bag is that of each of its entries, so the gradient of bags needs one row
+All entries of a bag have the cotangent of the bag, so the gradient of bags needs one row
 for each bag, not one for each entry: `source` are the cotangents of the bags, `index` is the
 bag of each entry. That of a dot product is the other operand, row by row, each times a number:
 these rows exist already, and `index` is None.
 
 The rows are an array like any other. That they are gathered is a fact about a traced array,
-kept beside it: a consumer that asks for it reads one block of rows at a time and never
+kept next to it: a consumer that asks for it reads one block of rows at a time and never
 materialises all of them, and the compiler removes the array that nothing reads.
 """
 
@@ -87,7 +87,7 @@ GATHERED: ArrayFacts[GatheredRows] = ArrayFacts()
 
 
 def pays(sources: int, entries: int) -> bool:
-    """Decide whether so many rows are worth keeping in place of those of so many entries."""
+    """Decide whether so many rows are worth keeping in place of the rows of so many entries."""
     return is_known(sources, entries) and 0 < tuning.REPEATS * sources <= entries
 
 

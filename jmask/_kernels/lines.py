@@ -63,6 +63,11 @@ def placed(
     if rows_per_line == 1:
         return target, rows, jnp.ones((1, width), bool)
     place_of_column = lax.broadcasted_iota(ids.dtype, (1, LANES), 1) // width
+    # Several rows of a line are joined to one write, by OR of their bits: a sum would turn
+    # -0.0 into 0.0 and lose the payload of nan. With two rows a line, ids 4 and 5, rows a, b:
+    #
+    #     entry 0   a a | 0 0      joined   a a | 0 0
+    #     entry 1   0 0 | b b               a a | b b    the last of a line writes it
     bits = jnp.dtype(f"int{8 * rows.dtype.itemsize}")
     tiled = jnp.tile(lax.bitcast_convert_type(rows, bits), (1, rows_per_line))
     full = jnp.where(place[:, None] == place_of_column, tiled, jnp.zeros((), bits))
@@ -77,7 +82,9 @@ def placed(
 
 
 def _joined(x: jax.Array, line: jax.Array, rows_per_line: int) -> jax.Array:
-    """Combine the bits of `x` (n, m) with those of earlier entries in the same line."""
+    """Combine the bits of `x` (n, m) with the bits of earlier entries in the same line."""
+    # Ids are sorted, so the entries of a line are neighbours, at most `rows_per_line` of them:
+    # doubling the distance joins them in log2 of that many steps.
     count, shift = line.shape[0], 1
     while shift < rows_per_line:
         before = jnp.pad(x, ((shift, 0), (0, 0)))[:count]

@@ -50,7 +50,7 @@ def gather_rows(table: jax.Array, ids: jax.Array, *, coalesced: bool = False) ->
 
 
 def ids_after_reading(ids: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return ids (n,), which XLA takes to depend on what was read: rows (n, *row), or a number.
+    """Make ids (n,) depend on what was read, for XLA: rows (n, *row), or a number.
 
     It does not order a read before a write at the same place by itself: if nothing that is
     written depends on what is read, it reads from a copy of the whole table.

@@ -46,7 +46,7 @@ def update_elementwise(
         combiner: (*table entries, grad entry, *scalars) -> new table entries, elementwise.
         tables: arrays (V, *row).
         ids (n,): canonical.
-        grad (n, *row): the gradient of these rows; that of equal ids is summed first.
+        grad (n, *row): the gradient of these rows; rows of equal ids are summed first.
         scalars: what else the combiner takes.
         order: of the ids.
 
@@ -143,7 +143,7 @@ def _by_kernel(program: ClosedJaxpr, update: Update) -> Callable[..., list[jax.A
 
 
 def entry_by_entry(scalar_function: Callable[..., Any]) -> Combiner:
-    """Return function of single entries as one of arrays, which are broadcast to each other."""
+    """Map a function of single entries over arrays, which are broadcast to each other."""
 
     def function(*given: jax.Array) -> tuple[Any, ...]:
         rows = jnp.broadcast_arrays(*given)

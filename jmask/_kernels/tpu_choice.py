@@ -1,4 +1,4 @@
-"""Which row updates are the kernel of `tpu_rows`, and which are left to XLA.
+"""Choose which row updates run as the kernel of `tpu_rows`; XLA does the others.
 
 float32[V, 128], ids int32, p - lr * g       the kernel
 bfloat16[V, 128], or float32[V, 64]          XLA's scatters

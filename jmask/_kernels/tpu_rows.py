@@ -27,7 +27,7 @@ from jax import lax
 
 from jmask._kernels.lines import LANES
 
-# Rows of a block, if they fit: the latency of a DMA, about 1 us, is short beside the 5 us in
+# Rows of a block, if they fit: the latency of a DMA, about 1 us, is short against the 5 us in
 # which the DMAs of a block are issued, and 16 blocks of 8192 ids overlap well.
 _BLOCK = 512
 # Bytes of VMEM for all buffers: half of the 16 MiB that a kernel has by default on a v5e.
@@ -174,7 +174,7 @@ def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _kept_in_hbm(table: jax.Array) -> jax.Array:
-    """Return table, which XLA does not move into the memory of the core as a whole and back."""
+    """Keep a table in HBM: XLA would move a small one into the core's memory and back."""
     from jax.experimental.pallas import tpu as pltpu
 
     kept: jax.Array = pltpu.with_memory_space_constraint(table, pltpu.HBM)
@@ -269,7 +269,7 @@ def _kernel(plan: _Plan, valid: Any, numbers: Any, *refs: Any) -> None:
         compute(step - 1)
         start("write", step - 1, 1)
 
-    # A block is read into the buffer from which that of two steps ago is written.
+    # A block is read into the buffer from which the block of two steps ago is written.
     pl.when(step >= 2)(lambda: wait("write", step - 2))
     if plan.read:
         pl.when(step < blocks)(lambda: start("read", step, 0))

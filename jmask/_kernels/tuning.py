@@ -2,7 +2,7 @@
 
 `benchmarks/tricks.py` times steps with and without the first way where a line names it. Tests
 draw these at random, so that every way is taken at small sizes. Unless a line says otherwise,
-times are those of two CPU cores with jaxlib 0.10.0 to 0.12.0, and change little between these.
+times were taken on two CPU cores with jaxlib 0.10.0 to 0.12.0, and change little between these.
 """
 
 import os

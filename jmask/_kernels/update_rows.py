@@ -49,14 +49,14 @@ OnUniqueRows = Callable[[Any, jax.Array, jax.Array, Any, bool], list[Any]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Update:
-    """What is done to the rows of a gradient.
+    """A function of the rows of a gradient, in one or more forms.
 
     Attributes:
         definition: in operations that can be batched and differentiated.
         fused: the same for XLA's compilers for CPUs and TPUs, if there is another form.
         kernel: the same as a kernel for one TPU, if there is one; see `tpu_rows`.
         captures: whether it holds tracers, which no primitive may keep.
-        additive: whether ids need not be unique: rows of equal ids may come one by one.
+        additive: whether ids need not be unique: rows of equal ids may come one at a time.
     """
 
     definition: OnUniqueRows
@@ -87,7 +87,7 @@ class RowUpdate:
         scalars: passed on to the update. If ids are unique, there may be arrays among them
             that belong to the entries, which then stay where they are.
         order: of the ids.
-        is_alone: whether it is that of one device in a `shard_map`. Set by `updated`.
+        is_alone: whether it runs on one device in a `shard_map`. Set by `updated`.
     """
 
     update: Update
@@ -110,7 +110,7 @@ class RowUpdate:
         """Return the tables, updated in a form of the update.
 
         Args:
-            form: one of those of `Update`.
+            form: a form of `Update`.
             duplicates: whether an additive update may take equal ids as they come.
         """
         x = self if duplicates and self.update.additive else self.summed()
@@ -222,7 +222,7 @@ def _on_one_gpu(updates: Sequence[RowUpdate]) -> Results:
 def _summed_if_sharded(updates: Sequence[RowUpdate]) -> list[RowUpdate]:
     """Sum rows of equal ids on several devices.
 
-    XLA adds sharded rows that come one by one to a table of zeros on each device, and sums
+    XLA adds sharded rows that come one at a time to a table of zeros on each device, and sums
     these tables over devices: it moves as much as the table holds.
     """
     return [x if x.is_alone else x.summed() for x in updates]
@@ -273,10 +273,11 @@ def _side_by_side(updates: Sequence[RowUpdate]) -> Results:
 def _in_one_round(updates: Sequence[RowUpdate]) -> Results:
     """Do updates as `_fused`, in a loop of one round.
 
-    XLA gives the wrong buffers to a scatter that is passed an array twice, as two slots of
-    zeros are where a state is made in the program of its first step; the smallest program that
-    shows it, and that of loops in combiners, is in docs/performance.md. What a loop carries are
-    different arrays, and XLA cannot know that this one has a single round: it does not count.
+    XLA's CPU compiler (jaxlib 0.10.0 to 0.12.0) gives the wrong buffers to a scatter that is
+    passed an array twice, as two slots of zeros are where a state is made in the program of its
+    first step; the smallest program that shows it, and one for loops in combiners, are in
+    docs/performance.md. A loop carries different arrays, and XLA cannot know that this one has
+    a single round: it does not count.
     """
 
     def one_round(carried: tuple[jax.Array, Results]) -> tuple[jax.Array, Results]:

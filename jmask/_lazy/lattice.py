@@ -48,6 +48,10 @@ class RowWise:
     off_support: Any = None
     merged: tuple[int, int] = (1, 1)
 
+    # The invariant of `merged`: for a table of V rows the axis has merged[0] * V * merged[1]
+    # entries, entry (o * V + r) * merged[1] + i being of row r. A reshape may split the axis at
+    # these two places and nowhere else; a sum over all of it is a sum over rows all the same.
+
     def is_aligned(self, other: "RowWise") -> bool:
         """Decide whether the same places along the same axis belong to the same rows."""
         place = (self.table, self.axis, self.merged)

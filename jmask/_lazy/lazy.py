@@ -16,7 +16,6 @@ Which state arrays hold rows is found from the shapes that `inner.init` gives th
 """
 
 import functools
-from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -87,7 +86,7 @@ def lazy(
     """
     check_transformation("inner", inner, "jmask.lazy(optax.adam(1e-3))")
     inner = optax.with_extra_args_support(inner)
-    known: dict[Any, Collection[int]] = {}  # what was found in proofs
+    known: set[Any] = set()  # signatures of calls that were proved
 
     def init(params: optax.Params) -> optax.OptState:
         check_parameters(params)
@@ -147,7 +146,7 @@ def lazy(
 
         Rows of 16 bits are summed in float32. An `inner` that does not take gradients wider
         than its state gets the sums in 16 bits, as from JAX: one branch of the `lax.cond` in
-        `optax.novograd` has the dtype of the state, the other one that of the gradient.
+        `optax.novograd` has the dtype of the state, the other has the gradient's.
         """
         if has_16_bit_sums(updates):
             call = LazyCall.of(inner, with_wide_rows(updates), state, params, extra_args)

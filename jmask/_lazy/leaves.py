@@ -256,7 +256,7 @@ def shape_of_leaf(x: Any) -> jax.ShapeDtypeStruct:
 #
 #     gradient   RowSparse (M, V, D), leading=2        x.flat(), of shape (M * V, D)
 #     parameter  (M, V, D)                             reshaped to (M * V, D)
-#     state      that of `init` for (M, V, D)          reshaped to that of `init` for (M * V, D)
+#     state      of `init` for (M, V, D)               reshaped to `init` for (M * V, D)
 #
 # Stacked tables are one table of M * V rows, and a reshape moves nothing. The results of the
 # step get the old shapes again.
@@ -299,34 +299,25 @@ def stacked_step(
         for g, x in zip(gradients, shapes, strict=True)
     ]
     usual, wanted = (jax.eval_shape(init, tree.unflatten(x)) for x in (shapes, flat))
-    new_params = None
     if params is not None:
-        new_params = tree.unflatten(list(map(_reshaped, leaves, flat)))
+        params = tree.unflatten(
+            jnp.reshape(x, shape.shape) if is_stacked(g) and not is_stored_table(x) else x
+            for x, g, shape in zip(leaves, gradients, flat, strict=True)
+        )
     results, new_state = run(
         tree.unflatten([g.flat() if is_stacked(g) else g for g in gradients]),
         _state_as(state, usual, wanted),
-        new_params,
+        params,
     )
     restored = [
-        _restored(x, g) if is_stacked(g) else x
+        x.stacked_as(g) if is_row_sparse(x) else jnp.reshape(x, g.shape) if is_stacked(g) else x
         for x, g in zip(tree.flatten_up_to(results), gradients, strict=True)
     ]
     return tree.unflatten(restored), _state_as(new_state, wanted, usual)
 
 
-def _reshaped(x: Any, like: jax.ShapeDtypeStruct) -> Any:
-    return x if is_stored_table(x) or jnp.shape(x) == like.shape else jnp.reshape(x, like.shape)
-
-
-def _restored(x: Any, gradient: Any) -> Any:
-    """Return the result for a flat gradient in the shape of the stacked one."""
-    if is_row_sparse(x):
-        return x.stacked_as(gradient)
-    return jnp.reshape(x, gradient.shape)
-
-
 def _state_as(state: Any, old: Any, new: Any) -> Any:
-    """Return the state with each array that has a shape of `old` in that of `new`."""
+    """Return the state with each array that has a shape of `old` in the shape of `new`."""
     old, new = ([x.shape for x in jax.tree.leaves(shapes)] for shapes in (old, new))
     leaves: Any = jax.tree.leaves(state, is_leaf=is_stored_table)
     tree: Any = jax.tree.structure(state, is_leaf=is_stored_table)

@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Var
 
 from jmask._base.jaxprs import bound, inlined, interpret, origins
 from jmask._lazy.lattice import Kind, NotRowLocal, Replicated, RowWise
-from jmask._lazy.leaves import LazyCall, Leaf, shape_of_leaf
+from jmask._lazy.leaves import LazyCall, shape_of_leaf
 from jmask._lazy.psum_over_shards import Axes, with_sums_over
 from jmask._lazy.row_locality import classify
 from jmask._updates.checks import NotRowLocalError
@@ -43,7 +43,7 @@ class ProvedUpdate:
     overwritten: Collection[int]
 
     def update(self, call: LazyCall) -> tuple[Any, Any]:
-        """Updates and state of a call of this signature."""
+        """Return updates and state of a call of this signature."""
         on_rows = functools.partial(self._run, call.sharded_axes())
         return call.update(on_rows, self.overwritten)
 
@@ -61,17 +61,12 @@ class ProvedUpdate:
         return interpret(self.program.jaxpr, self.program.consts, arrays, bound)
 
 
-def proved(
-    call: LazyCall,
-    known: dict[Any, Collection[int]],
-    *,
-    same_dtypes: bool = False,
-) -> ProvedUpdate:
+def proved(call: LazyCall, known: set[Any], *, same_dtypes: bool = False) -> ProvedUpdate:
     """Return the update of a call; refuse it unless it is exact on the touched rows.
 
     Args:
         call: with rows.
-        known: of signatures that were proved, what was found. Added to.
+        known: signatures that were proved; added to.
         same_dtypes: whether numbers of the state that belong to no row must keep their dtype.
             (Rows do: they are stored in the dtype of their table.)
 
@@ -79,39 +74,36 @@ def proved(
         NotRowLocalError: with the first operation that mixes or counts rows.
         TypeError: from `inner`, or by `same_dtypes`.
     """
-    run = call.run_flat()
-
-    def on_rows() -> ClosedJaxpr:
-        return jax.make_jaxpr(run)(*call.shapes_of_rows())
-
-    inputs = list(map(_kind, call.leaves))
-    signature = call.signature()
-    if signature in known:
-        traced = on_rows()
-        program = inlined(traced)
-        _, kinds = classify(program, program, inputs)
-        return ProvedUpdate(traced, program, kinds, known[signature])
-    dense = jax.make_jaxpr(run)(*call.shapes())
-    if same_dtypes:
-        _check_dtypes(call, dense)
+    run, signature = call.run_flat(), call.signature()
+    dense = None
+    if signature is None or signature not in known:
+        dense = jax.make_jaxpr(run)(*call.shapes())
+        if same_dtypes:
+            _check_dtypes(call, dense)
     try:
-        traced = on_rows()
+        traced = jax.make_jaxpr(run)(*call.shapes_of_rows())
     except (TypeError, ValueError) as error:
         (reason, *_) = str(error).splitlines() or [type(error).__name__]
         raise NotRowLocalError(f"it runs on whole tables and not on rows ({reason})") from error
     program = inlined(traced)
-    outputs, kinds = classify(inlined(dense), program, inputs)
-    avals = zip(dense.out_avals, traced.out_avals, strict=True)
-    for leaf, kind, (x, y) in zip(call.leaves, outputs, avals, strict=False):
-        why = _why_not(leaf.table, kind)
-        if why is None and leaf.table is None and x.shape != y.shape:
-            why = "what it returns has a shape that depends on the number of rows"
-        if why is not None:
-            raise NotRowLocalError(why)
-    overwritten = _overwritten(call, program)
-    if signature is not None:
-        known[signature] = overwritten
-    return ProvedUpdate(traced, program, kinds, overwritten)
+    inputs = [  # untouched rows of a gradient are 0
+        Replicated()
+        if leaf.table is None
+        else RowWise(leaf.table, 0, off_support=0 if leaf.kind == "gradient" else None)
+        for leaf in call.leaves
+    ]
+    outputs, kinds = classify(program if dense is None else inlined(dense), program, inputs)
+    if dense is not None:
+        avals = zip(dense.out_avals, traced.out_avals, strict=True)
+        for leaf, kind, (x, y) in zip(call.leaves, outputs, avals, strict=False):
+            why = _why_not(leaf.table, kind)
+            if why is None and leaf.table is None and x.shape != y.shape:
+                why = "what it returns has a shape that depends on the number of rows"
+            if why is not None:
+                raise NotRowLocalError(why)
+        if signature is not None:
+            known.add(signature)
+    return ProvedUpdate(traced, program, kinds, _overwritten(call, program))
 
 
 def _check_dtypes(call: LazyCall, dense: ClosedJaxpr) -> None:
@@ -119,13 +111,6 @@ def _check_dtypes(call: LazyCall, dense: ClosedJaxpr) -> None:
         old = shape_of_leaf(leaf.value)
         if leaf.kind == "state" and leaf.table is None and old.dtype != new.dtype:
             raise TypeError(f"update makes a state of {new.dtype} of one of {old.dtype}")
-
-
-def _kind(leaf: Leaf) -> Kind:
-    """Return what is known of a leaf: untouched rows of a gradient are 0."""
-    if leaf.table is None:
-        return Replicated()
-    return RowWise(leaf.table, 0, off_support=0 if leaf.kind == "gradient" else None)
 
 
 def _overwritten(call: LazyCall, program: ClosedJaxpr) -> frozenset[int]:
@@ -139,7 +124,7 @@ def _overwritten(call: LazyCall, program: ClosedJaxpr) -> frozenset[int]:
 
 
 def _why_not(table: int | None, kind: Kind) -> str | None:
-    """Why an output is not what it must be: rows of its table, or shared."""
+    """Say why an output is not what it must be: rows of its table, or shared."""
     if isinstance(kind, NotRowLocal):
         return kind.why
     if isinstance(kind, Replicated):

@@ -37,7 +37,8 @@ def axes_of_rows(gradient: Any) -> Axes:
 
 def agreed(holds: jax.Array, gradients: Any, params: Any) -> jax.Array:
     """Decide whether something holds on all devices that take a step together."""
-    axes = set().union(*(axes_of_rows(g) for g in _leaves(gradients)))
+    leaves = jax.tree.leaves(gradients, is_leaf=is_gradient_leaf)
+    axes = set().union(*map(axes_of_rows, leaves))
     axes |= _axes_of_copies(holds, gradients, params)
     return holds if not axes else lax.psum((~holds).astype(jnp.int32), tuple(axes)) == 0
 
@@ -69,10 +70,6 @@ def _axes_of_copies(x: jax.Array, gradients: Any, params: Any) -> set[str]:
     return set(varying_axes(x).difference(frozenset.intersection(*map(varying_axes, leaves))))
 
 
-def _leaves(gradients: Any) -> list[Any]:
-    return jax.tree.leaves(gradients, is_leaf=is_gradient_leaf)
-
-
 def with_sums_over(
     sharded: Mapping[int, Axes],
     program: ClosedJaxpr,
@@ -85,7 +82,7 @@ def with_sums_over(
         sharded: the axes for each table whose rows are sharded.
         program: traced as for one device, with its calls in line: by types, what comes of a sum
             of each device would differ as well.
-        kinds: of its variables. The program is proved to treat rows one by one, except in sums:
+        kinds: of its variables. The program is proved to treat rows alone, but for sums:
             see `row_locality`.
         inputs: of the program.
     """
@@ -131,7 +128,7 @@ def _branch(
 
 
 def _typed_as(every: list[list[Any]], branch: Callable[..., list[Any]]) -> Any:
-    """Return a branch whose outputs are typed as varying wherever those of another are."""
+    """Return a branch whose outputs are typed as varying wherever another branch's are."""
 
     def run(*inputs: Any) -> list[Any]:
         outputs = branch(*inputs)

@@ -1,9 +1,9 @@
 """Functions on every storage. One mechanism for each kind of function.
 
-elementwise         a function of JAX, lifted
-zero_semantics      its results where entries that are not stored are zeros
+elementwise         a function of JAX, lifted to masked and to sparse tensors
+zero_semantics      how it behaves at entries that are not stored
 groups, kernels     storages become groups, kernels work on groups
-reductions          the reductions themselves
+reductions          the table of reductions, and the functions
 shape               data and mask moved together; shapes
 indexing            `x[...]`, `x.at[...]` and `retain`
 products            `dot` of every pair of storages

@@ -39,11 +39,11 @@ _add, _square = elementwise(jnp.add), elementwise(jnp.square)
 
 
 def matmul(x: Any, y: Any) -> Any:
-    """The matrix product `x @ y`; masked entries contribute nothing.
+    """Return the matrix product `x @ y`; masked entries contribute nothing.
 
     Args:
         x (..., n, k), y (..., k, m): arrays or `MaskedTensor`s, as in `jnp.matmul`. A masked
-            BCOO or BCSR matrix times a dense operand is not made dense. Of ordinary sparse
+            BCOO or BCSR matrix times a dense operand is not made dense. For ordinary sparse
             matrices it is `jmask.dot`.
 
     Returns:
@@ -66,14 +66,14 @@ def matmul(x: Any, y: Any) -> Any:
 
 
 def dot(x: Any, y: Any) -> Any:
-    """`jnp.dot` with masked operands; masked entries contribute nothing. See `matmul`."""
+    """Do as `jnp.dot` with masked operands; masked entries contribute nothing. See `matmul`."""
     if not isinstance(x, MaskedTensor) and not isinstance(y, MaskedTensor):
         return _product(jnp.dot, x, y)
     return _combined(jnp.dot, _on_dense(x), _on_dense(y))
 
 
 def einsum(subscripts: str, *operands: Any) -> Any:
-    """`jnp.einsum` with masked operands; masked entries contribute nothing.
+    """Do as `jnp.einsum` with masked operands; masked entries contribute nothing.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -87,7 +87,7 @@ def einsum(subscripts: str, *operands: Any) -> Any:
 
 
 def linear(x: Any, weight: Any, bias: Any = None) -> Any:
-    """`x @ weight.T + bias`, each of them masked or not.
+    """Return `x @ weight.T + bias`, each of them masked or not.
 
     Args:
         x (..., k): inputs.
@@ -113,7 +113,7 @@ def _product(dense_product: Any, x: Any, y: Any) -> Any:
 
 
 def _combined(product: Any, *operands: Any) -> MaskedTensor:
-    """A product of values with zeros where masked, and how many of its terms exist."""
+    """Return a product of values with zeros where masked, and how many of its terms exist."""
     values = product(*map(_filled, operands))
     terms = product(*map(_existing, operands))
     return joined(values, terms > 0.5)

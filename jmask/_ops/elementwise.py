@@ -13,6 +13,17 @@ trying: the first candidate at which value, first and second derivative are fini
 **Masks** of operands intersect. An operand with sparse storage gives the result its
 storage, and dense operands are sampled at the stored positions.
 
+**Zero semantics.** Entries that an ordinary sparse tensor does not store are zeros:
+
+    sin(x)       the storage of x: sin on the stored values
+    x * 2 - y    RowSparse both: on the union of their rows
+    x * d        at the positions of x; d is sampled there
+    d + x        d with the rows of x added
+    cos(x)       cos(0) is not 0: dense, with a warning
+
+The function itself decides which it is (see `zero_semantics`). Equal positions are summed
+before a function that is not affine, and kept apart by one that is.
+
 **Arguments by name** are operands as those by position: arrays and tensors are, while Python
 numbers, flags and None are options, the same for every entry.
 """
@@ -26,19 +37,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.sparse import BCOO, BCSR
 
+from jmask._base.array_types import trailing
 from jmask._base.fallback import report_fallback
 from jmask._base.validation import refuse_scipy
-from jmask._ops.zero_semantics import safe_numbers, varies, zero_semantics
+from jmask._ops.zero_semantics import Operand, behaviour_at_zero, role, safe_numbers, varies
+from jmask._tables.stored_table import add_to_dense
 from jmask._tensors.masked_tensor import MaskedTensor, common_shape, is_tensor, joined
+from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (
     SPARSE,
     as_dense,
+    compressed,
     is_sparse,
+    is_stored,
     same_positions,
     sampled,
     stored_values,
     stype,
+    summed,
     unique_positions,
     values_at,
     with_stored_values,
@@ -102,7 +120,7 @@ class _Arranged:
 
 
 def _call(function: Callable, args: Sequence[Any], kwargs: dict) -> tuple:
-    """A function of operands, the operands, and its options by name."""
+    """Return a function of operands, the operands, and its options by name."""
     options = {name: x for name, x in kwargs.items() if not _is_operand(x)}
     operands: dict[int | str, Any] = {i: x for i, x in enumerate(args) if x is not None}
     operands |= {name: x for name, x in kwargs.items() if name not in options}
@@ -112,7 +130,7 @@ def _call(function: Callable, args: Sequence[Any], kwargs: dict) -> tuple:
 
 
 def _is_operand(x: Any) -> bool:
-    """Whether an argument given by name may differ from entry to entry."""
+    """Decide whether an argument given by name may differ from entry to entry."""
     return isinstance(x, jax.Array | np.ndarray | list) or is_tensor(x)
 
 
@@ -149,7 +167,7 @@ def _as_operand(x: Any) -> Any:
 
 
 def _pattern(operands: Sequence[Any]) -> Any:
-    """The sparse storage the result takes its positions from, or None for a dense one."""
+    """Return the sparse storage that the result takes its positions from, or None."""
     shape = common_shape([np.shape(x) for x in operands])
     for x in operands:
         if isinstance(x, MaskedTensor) and is_sparse(x.storage) and x.shape == shape:
@@ -158,7 +176,7 @@ def _pattern(operands: Sequence[Any]) -> Any:
 
 
 def _at_positions(x: Any, pattern: Any) -> Any:
-    """The operand as (masked) values at the stored positions of `pattern`."""
+    """Return the operand as (masked) values at the stored positions of `pattern`."""
     if not isinstance(x, MaskedTensor) and not is_sparse(x):
         return sampled(x, pattern) if jnp.ndim(x) else x
     storage = x.storage if isinstance(x, MaskedTensor) else unique_positions(x)
@@ -186,7 +204,7 @@ def _at_positions(x: Any, pattern: Any) -> Any:
 
 
 def _dense(x: Any) -> Any:
-    """The operand on dense storage, beside a dense or a larger one."""
+    """Return the operand on dense storage, beside a dense or a larger one."""
     if isinstance(x, MaskedTensor) and is_sparse(x.storage):
         report_fallback(
             f"a masked {stype(x.storage)} operand of shape {x.shape} became dense, at O(size) "
@@ -194,3 +212,194 @@ def _dense(x: Any) -> Any:
         )
         return x.to_dense()
     return as_dense(x) if is_sparse(x) else x
+
+
+# --- zero semantics -----------------------------------------------------------------------
+
+
+def zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) -> Any:
+    """Apply an elementwise function to operands of which some are sparse, none masked."""
+    operands = [x if is_sparse(x) or _is_number(x) else jnp.asarray(x) for x in operands]
+    if any(isinstance(x, RowSparse) and x.leading > 1 for x in operands):
+        return _of_stacked_tables(function, operands, kwargs)
+    shape = common_shape([jnp.shape(x) if not is_sparse(x) else x.shape for x in operands])
+    sparse = [x for x in operands if is_sparse(x)]
+    for x in sparse:
+        if isinstance(x, RowSparse):
+            x.check_single()
+    if _one_layout(sparse, operands, shape):
+        behaviour = behaviour_at_zero(function, list(map(role, operands)), kwargs)
+        call = _Call(function, operands, kwargs, shape)
+        if behaviour.keeps_zero():
+            return call.on_positions(behaviour.affine)
+        is_full = lambda x: not is_sparse(x) and jnp.ndim(x) > 0
+        full = list(filter(is_full, operands))
+        sizes = jnp.broadcast_shapes(*(x.shape for x in full))
+        if behaviour.sums and sizes == shape and isinstance(sparse[0], RowSparse):
+            rows = call.with_zeros(is_full).on_rows(affine=True)
+            if isinstance(behaviour.value, Operand):
+                return add_to_dense(full[0], rows)
+            dense = call.with_zeros(is_sparse)
+            return add_to_dense(function(*dense.operands, **kwargs), rows)
+    name = getattr(function, "__name__", "a function")
+    report_fallback(
+        f"`{name}` made a sparse tensor of shape {tuple(sparse[0].shape)} dense, at "
+        "O(size) cost: it does not keep zeros, or combines storages"
+    )
+    return function(*(as_dense(x) if is_sparse(x) else x for x in operands), **kwargs)
+
+
+def _of_stacked_tables(function: Callable, operands: Sequence[Any], kwargs: dict) -> Any:
+    """Apply the function to tensors (M, V, *row), some of which store rows of (M * V, *row)."""
+    rows = [x for x in operands if isinstance(x, RowSparse)]
+    finest = max(rows, key=lambda x: x.leading)
+    flat = finest.flat().shape
+
+    def flattened(x: Any) -> Any:
+        if not _is_number(x) and jnp.ndim(x) and x.shape != finest.shape:
+            raise ValueError(
+                f"{finest!r} of stacked tables takes numbers and tensors of its shape, got "
+                f"shape {tuple(x.shape)}: broadcast that first, or use x.flat() or x.todense()."
+            )
+        if isinstance(x, RowSparse):
+            return x.with_leading(finest.leading).flat()
+        return x.reshape(flat) if not _is_number(x) and jnp.ndim(x) else x
+
+    result = zero_semantics(function, list(map(flattened, operands)), kwargs)
+    if isinstance(result, RowSparse):
+        return result.stacked_as(finest)
+    return result.reshape(finest.shape)
+
+
+def _is_number(x: Any) -> bool:
+    # A Python number keeps its weak type, and one of NumPy is known under jit too.
+    known = isinstance(x, bool | int | float | complex | np.generic)
+    return known or (isinstance(x, np.ndarray) and x.ndim == 0)
+
+
+def _one_layout(sparse: list[Any], operands: list[Any], shape: tuple[int, ...]) -> bool:
+    """Decide whether the result can have the layout of the sparse operands."""
+    if all(isinstance(x, RowSparse) for x in sparse):
+        return all(len(x.shape) == len(shape) and x.shape[0] == shape[0] for x in sparse)
+    if not all(isinstance(x, BCOO | BCSR) and x.shape == shape for x in sparse):
+        return False
+    if any(x.n_batch for x in sparse):
+        return len(sparse) == 1 and all(is_sparse(x) or not jnp.ndim(x) for x in operands)
+    return len({x.n_dense for x in sparse}) == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A function with its operands, to be applied to stored values.
+
+    Attributes:
+        shape: of the result.
+    """
+
+    function: Callable
+    operands: list[Any]
+    kwargs: dict
+    shape: tuple[int, ...]
+
+    @property
+    def sparse(self) -> list[Any]:
+        return [x for x in self.operands if is_sparse(x)]
+
+    def with_zeros(self, replaced: Callable[[Any], bool]) -> "_Call":
+        """Return the call with zeros in place of some operands."""
+        operands = [jnp.zeros((), x.dtype) if replaced(x) else x for x in self.operands]
+        return dataclasses.replace(self, operands=operands)
+
+    def on_positions(self, affine: bool) -> Any:
+        """Return the result, which is zero where no operand stores a value."""
+        first, *others = self.sparse
+        if isinstance(first, RowSparse):
+            return self.on_rows(affine)
+        if affine and not others:
+            return with_stored_values(first, self._apply(first, [stored_values(first)]))
+        if all(same_positions(first, x) for x in others):
+            return self._aligned(self.sparse)
+        result = self._aligned(_on_union_of_entries(self.sparse))
+        return compressed(result) if all(isinstance(x, BCSR) for x in self.sparse) else result
+
+    def on_rows(self, affine: bool) -> RowSparse:
+        """Return the result as rows."""
+        sparse = self.sparse
+        first, *others = sparse
+        if affine and others:
+            parts = []
+            for i, x in enumerate(sparse):  # the sum of what the rows of each operand add
+                zeros = [jnp.zeros((), y.dtype) for y in sparse]
+                part = self._apply(x, [*zeros[:i], x.values, *zeros[i + 1 :]])
+                parts.append(jnp.broadcast_to(part, (x.nse, *self.shape[1:])))
+            ids = jnp.concatenate([x.row_ids() for x in sparse])
+            return RowSparse(ids, jnp.concatenate(parts), self.shape)
+        if affine:
+            values = self._apply(first, [first.values])
+        else:
+            same = all(same_positions(first, x) for x in others)
+            rows = [x.coalesce() for x in sparse] if same else on_union_of_rows(sparse)
+            first, values = rows[0], self._guarded(rows[0], [x.values for x in rows])
+        values = jnp.broadcast_to(values, (*values.shape[:1], *self.shape[1:]))
+        return first.with_leaves(first.index_leaf, values, shape=self.shape)
+
+    def _aligned(self, sparse: list[Any]) -> Any:
+        sparse = [unique_positions(x) for x in sparse]
+        values = self._guarded(sparse[0], [stored_values(x) for x in sparse])
+        return with_stored_values(sparse[0], values)
+
+    def _guarded(self, pattern: Any, values: Sequence[Any]) -> jax.Array:
+        """Do as `_apply`, with a harmless number at padding: slopes may be infinite there."""
+        if getattr(pattern, "n_batch", 0):
+            return self._apply(pattern, values)
+        stored = is_stored(pattern)
+        operands = self._at_positions(pattern, values)
+        kinds = tuple(x.dtype if varies(x) else x for x in operands)
+        safe = safe_numbers(self.function, kinds, self.kwargs)
+        operands = [
+            jnp.where(trailing(stored, x.ndim), x, number) if jnp.ndim(x) else x
+            for x, number in zip(operands, safe, strict=True)
+        ]
+        result = self.function(*operands, **self.kwargs)
+        zero = jnp.zeros((), result.dtype)
+        return jnp.where(trailing(stored, result.ndim), result, zero)
+
+    def _apply(self, pattern: Any, values: Sequence[Any]) -> jax.Array:
+        return self.function(*self._at_positions(pattern, values), **self.kwargs)
+
+    def _at_positions(self, pattern: Any, values: Sequence[Any]) -> list[Any]:
+        """Return the stored values of the sparse operands, and arrays at the same positions."""
+        stored = iter(values)
+        return [
+            next(stored)
+            if is_sparse(x)
+            else sampled(x, pattern, self.shape)
+            if jnp.ndim(x)
+            else x
+            for x in self.operands
+        ]
+
+
+def on_union_of_rows(sparse: Sequence[RowSparse]) -> list[RowSparse]:
+    """Return the tensors, coalesced, each storing the rows that any of them stores."""
+    ids = jnp.concatenate([x.row_ids() for x in sparse])
+    pairs = zip(sparse, _side_by_side([x.values for x in sparse]), strict=True)
+    return [RowSparse(ids, values, x.shape).coalesce() for x, values in pairs]
+
+
+def _on_union_of_entries(sparse: Sequence[Any]) -> list[BCOO]:
+    """Return the tensors in coordinates, each storing the entries that any of them stores."""
+    entries = [x.to_bcoo() if isinstance(x, BCSR) else x for x in sparse]
+    indices = jnp.concatenate([x.indices for x in entries])
+    nse = indices.shape[0] if isinstance(indices, jax.core.Tracer) else None
+    pairs = zip(entries, _side_by_side([x.data for x in entries]), strict=True)
+    return [summed(BCOO((data, indices), shape=x.shape), nse) for x, data in pairs]
+
+
+def _side_by_side(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Return each array at its place in the concatenation of all, zeros elsewhere."""
+    rows = [x.shape[0] for x in arrays]
+    return [
+        jnp.pad(x, [(sum(rows[:i]), sum(rows[i + 1 :])), *[(0, 0)] * (x.ndim - 1)])
+        for i, x in enumerate(arrays)
+    ]

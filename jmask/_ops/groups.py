@@ -16,6 +16,13 @@ Both have the entries (`values`, and which of them take part, `valid`); `sum`, `
 `max`, `min` and `any` of an array of entries over each group; and `spread`, which brings the
 result of a group back to its entries. An entry that takes no part must hold the identity:
 then it does not matter which group it is in, and padding needs no group of its own.
+
+A `Reduction` checks arguments, brings the storage to groups, runs a kernel on them, and wraps
+the results:
+
+    x MaskedTensor      MaskedTensor, masked where no entry was valid
+    x array             array, over `where` or over all entries
+    x sparse            over its entries, zeros included
 """
 
 import dataclasses
@@ -51,7 +58,7 @@ from jmask._tensors.storage import (
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """What both forms share: the entries, and the tensor they come from.
+    """The part that both forms share: the entries, and the tensor they come from.
 
     Attributes:
         values: the entries, arranged as the form needs.
@@ -68,11 +75,11 @@ class Groups:
     shape: tuple[int, ...]
 
     def count(self, x: Any) -> Any:
-        """How many of the booleans `x` are true in each group."""
+        """Count the booleans `x` that are true in each group."""
         return self.sum(x.astype(_integer()))
 
     def positions(self) -> Any:
-        """For each entry its index in the reduced axes, flattened."""
+        """Return for each entry its index in the reduced axes, flattened."""
         x, index = self.origin, jnp.zeros((), _integer())
         refuse_large(math.prod(x.shape[a] for a in self.reduced), "reduced")
         for axis in self.reduced:
@@ -80,7 +87,7 @@ class Groups:
         return self.arranged(jnp.broadcast_to(index, stored_values(x).shape))
 
     def arranged(self, x: Any) -> Any:
-        """An array of the shape of the stored values, arranged as the entries."""
+        """Return an array of the shape of the stored values, arranged as the entries."""
         return x
 
     def restored(self, x: Any) -> Any:
@@ -88,11 +95,11 @@ class Groups:
         return x
 
     def sum(self, x: Any) -> Any:
-        """The sum of `x` in each group: each form has its own."""
+        """Return the sum of `x` in each group: each form has its own."""
         raise NotImplementedError
 
     def spread(self, result: Any) -> Any:
-        """For each entry the result of its group: each form has its own."""
+        """Return for each entry the result of its group: each form has its own."""
         raise NotImplementedError
 
 
@@ -134,7 +141,7 @@ class Slices(Groups):
         return result.reshape(self.shape)
 
     def stored(self, result: Any) -> Any:
-        """The tensor of results."""
+        """Return the tensor of results."""
         x, result = self.origin, self.shaped(result)
         if not self.keeps:
             return result
@@ -177,7 +184,7 @@ class Segments(Groups):
         return self.max(x.astype(jnp.uint8)) > 0
 
     def prod(self, x: Any) -> Any:
-        """By a scan over sorted segments: a scatter of products has no derivative at 0."""
+        """Scan over sorted segments: a scatter of products has no derivative at 0."""
         if x.shape[0] == 0:
             return jnp.ones((max(self.number, 1), *x.shape[1:]), x.dtype)
         order = jnp.argsort(self.ids, stable=True)
@@ -211,7 +218,7 @@ class Segments(Groups):
 
 
 def grouped(x: Any, valid: Any, axes: Sequence[int], keepdims: bool = False) -> Any:
-    """The groups of a reduction: `Slices` or `Segments`.
+    """Return the groups of a reduction: `Slices` or `Segments`.
 
     Args:
         x: a storage, with no position twice unless the reduction is a sum.
@@ -245,19 +252,19 @@ def grouped(x: Any, valid: Any, axes: Sequence[int], keepdims: bool = False) -> 
 
 
 def sparse_dimensions(x: Any) -> int:
-    """How many leading dimensions of `x` are given by indices; 0 if it is dense."""
+    """Count the leading dimensions of `x` given by indices; 0 if it is dense."""
     if isinstance(x, RowSparse):
         return 1
     return int(x.n_sparse) if is_sparse(x) else 0
 
 
 def least(dtype: Any) -> Any:
-    """The number that no maximum over `dtype` is changed by."""
+    """Return the number that changes no maximum over `dtype`."""
     return _extreme(dtype, -jnp.inf, lambda info: info.min)
 
 
 def greatest(dtype: Any) -> Any:
-    """The number that no minimum over `dtype` is changed by."""
+    """Return the number that changes no minimum over `dtype`."""
     return _extreme(dtype, jnp.inf, lambda info: info.max)
 
 
@@ -283,7 +290,7 @@ def _integer() -> Any:
 
 
 def _coordinate(x: Any, axis: int) -> Any:
-    """The index of each stored value in one axis; broadcasts to the stored values."""
+    """Return the index of each stored value in one axis; broadcasts to the stored values."""
     values, sparse = stored_values(x), sparse_dimensions(x)
     if axis < sparse:
         return trailing(coordinates(x)[axis].astype(_integer()), values.ndim)

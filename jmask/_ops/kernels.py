@@ -1,4 +1,4 @@
-"""What each reduction computes of its groups: small kernels, the same for every storage.
+"""Kernels of reductions: results of groups, the same for every storage.
 
     kernel(groups, ...)  ->  results, and where there is one
 
@@ -27,13 +27,13 @@ Results = tuple[Any, Any]
 
 
 def select(groups: Any, fill: Any, dtype: Any = None) -> Any:
-    """The entries cast to `dtype`, `fill` where they take no part."""
+    """Return the entries cast to `dtype`, `fill` where they take no part."""
     values = groups.values if dtype is None else groups.values.astype(dtype)
     return jnp.where(groups.valid, values, jnp.asarray(fill, values.dtype))
 
 
 def inexact(dtype: Any) -> Any:
-    """The dtype of a mean of `dtype`, as JAX promotes."""
+    """Return the dtype of a mean of `dtype`, as JAX promotes."""
     return jax.eval_shape(jnp.mean, jax.ShapeDtypeStruct((1,), dtype)).dtype
 
 
@@ -55,14 +55,14 @@ def mean(groups: Any, dtype: Any) -> Results:
 
 
 def mean_of_all(groups: Any, dtype: Any) -> Results:
-    """The mean when entries that are not stored are zeros."""
+    """Return the mean when entries that are not stored are zeros."""
     result, exists = total(groups, dtype)
     number = math.prod(groups.origin.shape[axis] for axis in groups.reduced)
     return result / number, exists
 
 
 def with_zeros(kernel: Any, absorb: Any) -> Any:
-    """The kernel when entries that are not stored are zeros.
+    """Return the kernel when entries that are not stored are zeros.
 
     Args:
         kernel: takes groups and keyword arguments.
@@ -175,7 +175,7 @@ def log(x: Any) -> Any:
 
 
 def shift_of(groups: Any, dtype: Any) -> Any:
-    """The largest (real part of an) entry of each group, a constant; 0 if there is none."""
+    """Return the largest (real part of an) entry of each group as a constant, 0 for none."""
     return jnp.where(groups.any(groups.valid), _peak(groups, dtype), 0)
 
 
@@ -254,7 +254,7 @@ def _first_index(groups: Any, reduce: Any, identity: Any) -> Results:
 
 
 def _ties(groups: Any, reduce: Any, identity: Any) -> tuple[Any, Any]:
-    """The extremum of each group, a constant, and which valid entries are equal to it."""
+    """Return the extremum of each group, a constant, and which valid entries equal it."""
     dtype = groups.values.dtype
     _refuse_complex(dtype)
     x = lax.stop_gradient(select(groups, identity(dtype)))
@@ -270,7 +270,7 @@ def _refuse_complex(dtype: Any) -> None:
 
 
 def median(groups: Any, dtype: Any, averaged: bool) -> Results:
-    """The median of a dense array's entries, before it is cast to `dtype`.
+    """Return the median of a dense array's entries, before it is cast to `dtype`.
 
     The middle entries are found by sorting and then read, so that the derivative is that of
     an entry.

@@ -15,8 +15,7 @@ each column that X uses, and a row_sparse matrix times anything has its rows.
 | operand         | made from     | holds                                            |
 |-----------------|---------------|--------------------------------------------------|
 | `Dense`         | array         | the array, and whether it is read transposed     |
-| `StoredRows`    | RowSparse     | the rows stored and their ids                    |
-| `StoredColumns` | its transpose | the same, as columns                             |
+| `StoredRows`    | RowSparse     | the rows stored, their ids, whether as columns   |
 | `Coordinates`   | BCOO, BCSR    | row, column and value of each stored entry       |
 
 A product of entries is a sum of rows of its right operand in bags: the bags are the rows of X,
@@ -52,7 +51,7 @@ from jmask._base.validation import check_flag, checked_choice, refuse_scipy
 from jmask._kernels.bag_sum import bag_sum
 from jmask._kernels.rows import add_rows
 from jmask._tensors.masked_tensor import MaskedTensor
-from jmask._tensors.placeholders import phantom_of
+from jmask._tensors.placeholders import placeholder_of
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.specified import todense
 from jmask._tensors.storage import row_of_each, stype, unique_positions
@@ -81,19 +80,23 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True)
 class StoredRows:
-    """`values` (n, d) in the rows `ids` (n,) of a matrix of `height` rows; padding is zero."""
+    """`values` (n, d) in the rows `ids` (n,) of a matrix of `height` rows; padding is zero.
+
+    If `transposed`, they are columns of a matrix of `height` columns.
+    """
 
     ids: jax.Array
     values: jax.Array
     height: int
     coalesced: bool
+    transposed: bool = False
 
     @property
-    def T(self) -> "StoredColumns":  # noqa: N802
-        return StoredColumns(self)
+    def T(self) -> "StoredRows":  # noqa: N802
+        return dataclasses.replace(self, transposed=not self.transposed)
 
     def coalesced_as(self, dtype: Any) -> RowSparse:
-        """The rows with equal ids summed in `dtype`, and zeros at padding."""
+        """Sum the rows with equal ids in `dtype`; padding is zeros."""
         shape = (self.height, *self.values.shape[1:])
         values = self.values.astype(dtype)
         if not self.coalesced:
@@ -108,17 +111,6 @@ class StoredRows:
         place = jnp.minimum(jnp.searchsorted(stored.indices, ids), stored.nse - 1)
         is_stored = stored.indices[place] == ids  # or both are padding, with zeros stored
         return stored.values, jnp.where(is_stored, place, stored.nse)
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredColumns:
-    """The transpose of `rows`."""
-
-    rows: StoredRows
-
-    @property
-    def T(self) -> StoredRows:  # noqa: N802
-        return self.rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,11 +131,11 @@ class Coordinates:
         return zeros.at[self.rows, self.columns].add(values, mode="drop")
 
 
-Operand = Dense | StoredRows | StoredColumns | Coordinates
+Operand = Dense | StoredRows | Coordinates
 
 
 def operand(x: Any, transposed: bool) -> Operand:
-    """The operand for an array, RowSparse, BCOO or BCSR of two dimensions."""
+    """Return the operand for an array, RowSparse, BCOO or BCSR of two dimensions."""
     if isinstance(x, RowSparse):
         ids, height = x.row_ids(), x.shape[0]
         values = zeros_at_padding(ids, x.values, height)
@@ -156,7 +148,7 @@ def operand(x: Any, transposed: bool) -> Operand:
 
 
 def entries(x: BCOO | BCSR) -> Coordinates:
-    """The stored entries of a matrix, with padding at (m, k)."""
+    """Return the stored entries of a matrix, with padding at (m, k)."""
     height, width = x.shape
     if isinstance(x, BCOO):
         rows, columns = x.indices[:, 0], x.indices[:, 1]
@@ -169,7 +161,7 @@ def entries(x: BCOO | BCSR) -> Coordinates:
 
 
 def rows_at(b: Dense | StoredRows, ids: jax.Array, dtype: Any) -> jax.Array:
-    """The rows `ids` of a matrix (n, d), zeros at padding."""
+    """Return the rows `ids` of a matrix (n, d), zeros at padding."""
     table, positions = b.place(ids, dtype)
     return _rows_or_zeros(table, positions).astype(dtype)
 
@@ -183,7 +175,7 @@ def _rows_or_zeros(table: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 def sums_of_rows(a: Coordinates, b: Dense | StoredRows, dtype: Any) -> jax.Array:
-    """The product (m, d) in `dtype`: bags of rows of `b`."""
+    """Return the product (m, d) in `dtype`: bags of rows of `b`."""
     table, positions = b.place(a.columns, dtype)
     bags, weights = a.shape[0], a.values.astype(dtype)
     if (
@@ -200,7 +192,7 @@ def sums_of_rows(a: Coordinates, b: Dense | StoredRows, dtype: Any) -> jax.Array
 
 
 def zeros_at_padding(ids: jax.Array, values: jax.Array, height: int) -> jax.Array:
-    """`values` (n, ...) where `ids` (n,) are rows, zeros where they are padding."""
+    """Return `values` (n, ...) where `ids` (n,) are rows, zeros where they are padding."""
     return jnp.where(trailing(ids < height, values.ndim), values, jnp.zeros_like(values))
 
 
@@ -212,7 +204,7 @@ _DTYPES = (jnp.float32, jnp.float64)
 
 
 def suits_kernel(x: Any, dense: Any) -> bool:
-    """Whether the kernel can take X W, and is the faster way."""
+    """Decide whether the kernel can take X W, and is the faster way."""
     return (
         isinstance(x, BCSR)
         and isinstance(dense, jax.Array)
@@ -256,22 +248,17 @@ def _terms_of_batch(_: int, batched: list[bool], *arrays: jax.Array) -> tuple[An
 def _csr_kernel(
     values: jax.Array, columns: jax.Array, pointers: jax.Array, dense: jax.Array
 ) -> jax.Array:
+    shape = pointers.shape[0] - 1, dense.shape[0]
     pointers = jnp.clip(pointers, 0, columns.shape[0])
-    return _csr_matrix(values, columns, pointers, dense) @ dense
+    return BCSR((values, columns, pointers), shape=shape) @ dense
 
 
 def _csr_terms(
     values: jax.Array, columns: jax.Array, pointers: jax.Array, dense: jax.Array
 ) -> jax.Array:
-    x = entries(_csr_matrix(values, columns, pointers, dense))
+    shape = pointers.shape[0] - 1, dense.shape[0]
+    x = entries(BCSR((values, columns, pointers), shape=shape))
     return sums_of_rows(x, Dense(dense), dense.dtype)
-
-
-def _csr_matrix(
-    values: jax.Array, columns: jax.Array, pointers: jax.Array, dense: jax.Array
-) -> BCSR:
-    shape = (pointers.shape[0] - 1, dense.shape[0])
-    return BCSR((values, columns, pointers), shape=shape)
 
 
 # --- the product -------------------------------------------------------------------------
@@ -289,7 +276,7 @@ def dot(
     forward_stype: str | None = None,
     masked_grad: bool = True,
 ) -> jax.Array | RowSparse:
-    """The matrix product of two operands on any storage; MXNet's function of this name.
+    """Return the matrix product of two operands on any storage; MXNet's function of this name.
 
     What an operand does not store contributes nothing, even where the other one is inf or
     nan; equal positions add; out-of-range positions are padding. float16 and bfloat16 are
@@ -356,7 +343,7 @@ def dot(
                 "does not store have derivatives, too."
             )
         forward_stype = "default"
-        lhs, rhs = (todense(x) if phantom_of(x) is not None else x for x in (lhs, rhs))
+        lhs, rhs = (todense(x) if placeholder_of(x) is not None else x for x in (lhs, rhs))
     lhs, rhs = _checked(lhs, "lhs"), _checked(rhs, "rhs")
     _check_shapes(lhs, rhs, transpose_a, transpose_b)
     sparse = _is_result_sparse(lhs, transpose_a, forward_stype)
@@ -462,22 +449,21 @@ def _product_of(
 
 
 def _product(a: Operand, b: Operand, dtype: Any, sparse: bool) -> Any:
-    """The product in `dtype`; row-sparse of `StoredRows`, and of `Coordinates` if `sparse`."""
-    if isinstance(b, StoredColumns):
-        rows = b.rows
-        filled = _product(a, Dense(rows.values, transposed=True), dtype, sparse)
-        return _on_values(filled, lambda values: _as_columns(values, rows))
+    """Return the product in `dtype`: rows for `StoredRows`, if `sparse` for `Coordinates`."""
+    if isinstance(b, StoredRows) and b.transposed:
+        filled = _product(a, Dense(b.values, transposed=True), dtype, sparse)
+        return _on_values(filled, functools.partial(_as_columns, like=b))
     if isinstance(a, Coordinates):
         b = Dense(b.to_dense(dtype)) if isinstance(b, Coordinates) else b
         if not sparse:
             return sums_of_rows(a, b, dtype)
         terms = a.values.astype(dtype)[:, None] * rows_at(b, a.columns, dtype)
         return RowSparse(a.rows, terms, (a.shape[0], *terms.shape[1:])).coalesce()
-    if isinstance(a, StoredRows):
+    if isinstance(a, StoredRows) and not a.transposed:
         values = _product(Dense(a.values), b, dtype, sparse=False)
         return dataclasses.replace(a, values=values).coalesced_as(dtype)
-    if isinstance(a, StoredColumns) and not isinstance(b, Coordinates):
-        return _matmul(a.rows.values.T, rows_at(b, a.rows.ids, dtype), dtype)
+    if isinstance(a, StoredRows) and not isinstance(b, Coordinates):
+        return _matmul(a.values.T, rows_at(b, a.ids, dtype), dtype)
     if isinstance(a, Dense) and isinstance(b, Dense):
         return _matmul(a.matrix, b.matrix, dtype)
     # Sparse on the right only: one of the cases above if that is on the left.
@@ -491,19 +477,19 @@ def _matmul(x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _as_columns(values: jax.Array, like: StoredRows) -> jax.Array:
-    """The matrix (m, V) with the columns `values` (m, n) at the ids of `like`."""
+    """Return the matrix (m, V) with the columns `values` (m, n) at the ids of `like`."""
     zeros = jnp.zeros((like.height, values.shape[0]), values.dtype)
     return add_rows(zeros, like.ids, values.T, coalesced=like.coalesced).T
 
 
 def _matrix(x: Any, dtype: Any) -> Any:
-    """A vector as a column; equal positions are summed where casts to `dtype` do not add."""
+    """Return a vector as a column; sum equal positions where casts to `dtype` do not add."""
     x = x if adds_when_cast(x.dtype, dtype) else unique_positions(x)
     return x if x.ndim == 2 else _on_values(x, lambda values: values[:, None])
 
 
 def _on_values(x: Any, function: Callable[[jax.Array], jax.Array]) -> Any:
-    """`function` on an array, or on the rows that a `RowSparse` stores."""
+    """Apply `function` to an array, or to the rows that a `RowSparse` stores."""
     if not isinstance(x, RowSparse):
         return function(x)
     values = function(x.values)

@@ -38,25 +38,10 @@ from jax.scipy import special
 from jmask._base.fallback import report_fallback
 from jmask._ops import kernels
 from jmask._ops.elementwise import elementwise
-from jmask._ops.groups import (
-    Reduction,
-    became_dense,
-    checked_axes,
-    single_axis,
-    where_at,
-)
+from jmask._ops.groups import Reduction, became_dense, checked_axes, single_axis, where_at
 from jmask._ops.shape import dense
 from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, joined
-from jmask._tensors.storage import (
-    as_dense,
-    is_sparse,
-    sampled,
-)
-
-
-def _real_mean(x: Any) -> Any:
-    return jnp.abs(jnp.mean(x))
-
+from jmask._tensors.storage import as_dense, is_sparse, sampled
 
 # --- the table ---------------------------------------------------------------------------
 
@@ -69,7 +54,9 @@ _MEAN = Reduction(
 )
 _VAR = Reduction("var", kernels.variance, jnp.var, like=jnp.var, empty=jnp.nan)
 _STD = Reduction("std", kernels.deviation, jnp.std, like=jnp.std, empty=jnp.nan)
-_NORM = Reduction("norm", kernels.norm, like=_real_mean, stored=kernels.norm)
+_NORM = Reduction(
+    "norm", kernels.norm, like=lambda x: jnp.abs(jnp.mean(x)), stored=kernels.norm
+)
 # An entry that is zero makes a norm of negative order zero, stored or not.
 _NEGATIVE_NORM = dataclasses.replace(_NORM, stored=None)
 _LOGSUMEXP = Reduction("logsumexp", kernels.log_sum_exp, special.logsumexp, like=jnp.mean)
@@ -80,14 +67,9 @@ _ARGMIN = Reduction("argmin", kernels.argmin, jnp.argmin)
 _ALL = Reduction("all", kernels.every, jnp.all, stored=kernels.every_of_all)
 _ANY = Reduction("any", kernels.some, jnp.any, stored=kernels.some)
 _COUNT = Reduction("count", kernels.number_of)
-_COUNT_NONZERO = Reduction(
-    "count_nonzero",
-    kernels.number_of_nonzero,
-    jnp.count_nonzero,
-    stored=kernels.number_of_nonzero,
-)
+_nonzero = kernels.number_of_nonzero
+_COUNT_NONZERO = Reduction("count_nonzero", _nonzero, jnp.count_nonzero, stored=_nonzero)
 _MEDIAN = Reduction("median", kernels.median, like=jnp.mean, empty=jnp.nan, dense=True)
-
 
 _divide, _multiply = elementwise(jnp.true_divide), elementwise(jnp.multiply)
 

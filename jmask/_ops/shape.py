@@ -35,8 +35,7 @@ from jax.experimental.sparse import BCOO
 from jmask._base.fallback import report_fallback
 from jmask._base.row_ids import widen
 from jmask._base.validation import abstract_leaf
-from jmask._ops.elementwise import elementwise
-from jmask._ops.zero_semantics import on_union_of_rows
+from jmask._ops.elementwise import elementwise, on_union_of_rows
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import (

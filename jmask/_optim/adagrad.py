@@ -55,7 +55,7 @@ def adagrad(
         eps: added to the root of the sum. It may be 0 where the sum starts above 0 (GloVe:
             `eps=0, initial_accumulator_value=1`), or `eps_root` is positive.
         eps_root: added under the root: `eps=0, eps_root=1e-7` is the form of MXNet, and
-            with `initial_accumulator_value=0.1` that of optax.
+            with `initial_accumulator_value=0.1` it is optax's.
         clip_gradient: clip each entry of the rescaled gradient to [-c, c].
         rescale_grad: factor on the gradient, before clipping.
         maximize: move along the gradient instead of against it.
@@ -63,7 +63,7 @@ def adagrad(
             do, as with a dense gradient.
         decay_mode: what the decay is added to, "l2" or "decoupled": the gradient,
             or the step.
-        state_dtype: dtype of the state arrays; that of the parameter by default. The
+        state_dtype: dtype of the state arrays; the parameter's by default. The
             arithmetic is in float32 at least.
 
     Returns:

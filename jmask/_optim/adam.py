@@ -40,7 +40,7 @@ class AdamState(NamedTuple):
 
 
 class RowCountAdamState(NamedTuple):
-    """State with `count="per_row"`: beside it (V, 1, ..., 1) steps of each row, int32."""
+    """State with `count="per_row"`: also (V, 1, ..., 1) steps of each row, int32."""
 
     count: jax.Array  # type: ignore[assignment]
     mu: Any
@@ -85,7 +85,7 @@ def adam(
             do, as with a dense gradient.
         decay_mode: what the decay is added to, "l2" or "decoupled": the gradient, or
             the step (AdamW).
-        state_dtype: dtype of the state arrays; that of the parameter by default. The
+        state_dtype: dtype of the state arrays; the parameter's by default. The
             arithmetic is in float32 at least.
         count: what the bias is corrected by: "steps" of the optimizer, or "per_row", for each
             row the steps in which it had a gradient. Then the first step of a row moves it by
@@ -195,7 +195,7 @@ def adamw(
         b1, b2: decay of the averages of the gradient and of its square, in [0, 1).
         eps: added to the root of the average square, whose bias has been corrected.
         eps_root: added under the root.
-        mu_dtype: dtype of the average of the gradient; that of the parameter by default.
+        mu_dtype: dtype of the average of the gradient; the parameter's by default.
         weight_decay: a parameter shrinks by learning_rate * weight_decay of it in each step
             that moves it.
         mask: a tree of booleans, like the parameters or a prefix of them, or a function of

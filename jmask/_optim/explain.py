@@ -130,7 +130,7 @@ def explain(
         params: its first argument, which is differentiated: a tree of floating arrays or
             their shapes, `PackedTable` and `ShardedTable`.
         *batch: its other arguments: arrays, shapes, or anything else.
-        has_aux: whether `loss_fn` returns auxiliary data beside the scalar.
+        has_aux: whether `loss_fn` returns auxiliary data with the scalar.
         platform: "cpu", "gpu" or "tpu", where the step is to run; by default that of
             `jax.default_backend()`. For a TPU it is noted which tables a step copies.
         **kwargs: its keyword arguments.
@@ -286,7 +286,8 @@ def _note(
     if nse is not None:
         if nse == 0:
             return "not looked up: no row is touched"
-        came = _from_a_whole_table(uses) if is_reported else ""
+        needs = _needs_all(uses) if is_reported else ""
+        came = f"the rows came from an array as large as the table: {needs}" if needs else ""
         if nse >= shape[0]:
             many = (
                 "as many rows as the table has: `jmask.densify()` in place of jmask.lazy would "
@@ -305,12 +306,6 @@ def _note(
     looked_up = _with_place("looked up", lookups[0].place)
     needs = _needs_all(uses)
     return f"{looked_up}, but {needs}" if needs else f"{looked_up}, but not by whole rows"
-
-
-def _from_a_whole_table(uses: list[Use]) -> str:
-    """Why the rows of a gradient came from an array as large as the table."""
-    needs = _needs_all(uses)
-    return f"the rows came from an array as large as the table: {needs}" if needs else ""
 
 
 def _needs_all(uses: list[Use]) -> str:

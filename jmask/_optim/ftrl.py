@@ -53,7 +53,7 @@ def ftrl(
         rescale_grad: factor on the gradient, before clipping.
         maximize: move along the gradient instead of against it.
         lazy_update: only rows in a row-sparse gradient move; otherwise all rows do.
-        state_dtype: dtype of the state arrays; that of the parameter by default. The
+        state_dtype: dtype of the state arrays; the parameter's by default. The
             arithmetic is in float32 at least.
 
     Returns:

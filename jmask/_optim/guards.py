@@ -363,7 +363,11 @@ def clip_by_row_norm(
     _check(max_norm, ord)
 
     def clip(updates: optax.Updates, params: optax.Params | None = None) -> optax.Updates:
-        return jax.tree.map(lambda g: _clipped(g, max_norm, ord), updates)
+        return jax.tree.map(clip_rows, updates)
+
+    def clip_rows(gradient: Any) -> jax.Array:
+        gradient = jnp.asarray(gradient)
+        return _bounded(gradient, max_norm, ord).astype(gradient.dtype)
 
     lifted = lazy(optax.stateless(clip))
 
@@ -427,11 +431,6 @@ def max_row_norm(
         return jax.tree.map(project, updates, params)
 
     return lazy(optax.stateless(within))
-
-
-def _clipped(gradient: Any, max_norm: Any, order: Any) -> jax.Array:
-    gradient = jnp.asarray(gradient)
-    return _bounded(gradient, max_norm, order).astype(gradient.dtype)
 
 
 def _check(max_norm: Any, order: Any) -> None:

@@ -1,6 +1,6 @@
 """Hyperparameters of the named optimizers: checks, schedules, and shared arithmetic.
 
-A hyperparameter may be a number of Python or NumPy, which is checked at once, or a scalar array
+A hyperparameter may be a number of Python or NumPy, checked immediately, or a scalar array
 of JAX, possibly traced (`optax.inject_hyperparams`), whose value is not looked at.
 """
 

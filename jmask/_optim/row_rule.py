@@ -64,7 +64,7 @@ class Slot:
     Attributes:
         initial: its value before the first step.
         per_row: whether it is (V, 1, ..., 1), one entry for each row of the parameter.
-        dtype: of the array; that of the rule, or of the parameter, if None.
+        dtype: of the array; the rule's, or the parameter's, if None.
     """
 
     initial: Any
@@ -82,9 +82,9 @@ class RowRule:
         rule: (grad, param, *slots, *scalars) -> (step, *slots); elementwise unless a slot is
             per row, and then it may reduce over the axes of a row.
         needs_param: whether `param` is used; otherwise it may be None.
-        state_dtype: dtype of the slots; that of the parameter if None.
+        state_dtype: dtype of the slots; the parameter's if None.
         linear: whether the step is linear in the gradient, without slots and parameter: then
-            rows with equal indices may be added one by one.
+            rows with equal indices may be added one at a time.
     """
 
     slots: Mapping[str, Slot]
@@ -176,11 +176,10 @@ def _apply_gradients(
 ) -> tuple[Any, Any]:
     check_parameters(params)
     check_structure(grads, params)
+    run = functools.partial(_apply_gradients, rule, lifted)
     if has_stacked(grads):
-        run = functools.partial(_apply_gradients, rule, lifted)
         return stacked_step(lifted.init, run, grads, state, params)
     if has_deferred(params):
-        run = functools.partial(_apply_gradients, rule, lifted)
         return deferred_step(lifted.init, lifted.update, run, grads, state, params)
     shapes = jax.tree.map(shape_of, params, is_leaf=is_stored_table)
     expected = jax.eval_shape(lifted.init, shapes)
@@ -309,16 +308,15 @@ def _dense_optimizer(rule: RowRule, state_type: type) -> optax.GradientTransform
             if jax.tree.structure(expected) == jax.tree.structure(state):
                 check_dtypes(state, expected)
         gradients, structure = jax.tree.flatten(updates)
-        if params is None:
-            columns = [[None] * len(gradients)]
-        else:
-            columns = [structure.flatten_up_to(params)]
+        none = [None] * len(gradients)
+        columns = [none if params is None else structure.flatten_up_to(params)]
         columns += [structure.flatten_up_to(slot) for slot in state[1:]]
         scalars = rule.scalars(state.count)
-        results = [
-            _in_old_dtypes(rule.on_entries(leaves, scalars), leaves)
-            for leaves in zip(gradients, *columns, strict=True)
-        ]
+        results = []
+        for leaves in zip(gradients, *columns, strict=True):
+            step, *slots = rule.on_entries(leaves, scalars)
+            # The step stays wide, to be rounded once.
+            results.append((step, *_cast(slots, _dtypes(leaves[2:]))))
         steps, *slots = (
             structure.unflatten([result[i] for result in results])
             for i in range(1 + len(rule.slots))
@@ -338,9 +336,3 @@ def _dtypes(old: Sequence[Any]) -> list[Any]:
 
 def _cast(new: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
     return [x.astype(dtype) for x, dtype in zip(new, dtypes, strict=True)]
-
-
-def _in_old_dtypes(result: tuple[Any, ...], leaves: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Cast slots back; the step stays wide, to be rounded once."""
-    step, *slots = result
-    return step, *_cast(slots, _dtypes(leaves[2:]))

@@ -61,7 +61,7 @@ def sgd(
             do, as with a dense gradient.
         decay_mode: what the decay is added to, "l2" or "decoupled": with momentum, whether
             it passes through the buffer.
-        state_dtype: dtype of the state arrays; that of the parameter by default. The
+        state_dtype: dtype of the state arrays; the parameter's by default. The
             arithmetic is in float32 at least.
         maximize: move along the gradient instead of against it.
 

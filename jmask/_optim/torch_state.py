@@ -4,7 +4,7 @@
     torch Adagrad       sum, step                        jmask.adagrad    sum_of_squares, count
 
 Only mappings and arrays are read and written, so torch need not be installed. torch counts
-the steps of each parameter, jmask those of the optimizer: in a run of full steps they agree.
+the steps of each parameter, jmask the steps of the optimizer: in full steps they agree.
 """
 
 from collections.abc import Mapping, Sequence

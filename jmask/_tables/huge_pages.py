@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 _HUGE = 2**21
-# Of linux/mman.h; the second, since Linux 6.1, does at once what the first asks for.
+# Of linux/mman.h; the second, since Linux 6.1, does immediately what the first asks for.
 _ADVICE = (14, 25)
 
 

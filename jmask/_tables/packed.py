@@ -56,11 +56,11 @@ class PackedTable(StoredTable):
 
     __slots__ = ("parts",)
 
-    _ARRAYS = ("parts", "phantom")
+    _ARRAYS = ("parts", "placeholder")
     _STATIC = ("shape",)
 
-    def __init__(self, parts: Sequence[Any], shape: Sequence[int], phantom: Any = None):
-        self.parts, self.shape, self.phantom = tuple(parts), tuple(shape), phantom
+    def __init__(self, parts: Sequence[Any], shape: Sequence[int], placeholder: Any = None):
+        self.parts, self.shape, self.placeholder = tuple(parts), tuple(shape), placeholder
 
     @classmethod
     def pack(cls, x: Any) -> "PackedTable":
@@ -78,7 +78,9 @@ class PackedTable(StoredTable):
         return self.parts[0].dtype
 
     def todense(self) -> jax.Array:
-        return whole(jnp.concatenate(self.entries(), axis=1).reshape(self.shape), self.phantom)
+        return whole(
+            jnp.concatenate(self.entries(), axis=1).reshape(self.shape), self.placeholder
+        )
 
     def full(self, row: Sequence[int], value: Any, dtype: Any) -> "PackedTable":
         shape = (self.shape[0], *row)

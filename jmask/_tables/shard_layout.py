@@ -1,4 +1,4 @@
-"""Where the rows of a sharded table live, and running code on each device.
+"""The layout of a sharded table's rows, and code that runs on each device.
 
     S shards of R = ceil(V / S) rows; row i is on shard s at place j
 
@@ -40,12 +40,12 @@ PLACEMENTS = ("div", "mod")
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where the rows of a table live.
+    """The layout of a table's rows.
 
     Attributes:
         mesh: the devices.
-        rows: the axes of the mesh over which rows are spread.
-        batch: the axes over which the ids of lookups are spread.
+        rows: the axes of the mesh over which rows are sharded.
+        batch: the axes over which the ids of lookups are sharded.
         placement: "div" or "mod".
         count: V, the number of rows.
         block: R, the number of rows of a shard.
@@ -146,7 +146,7 @@ class Layout:
 
         Args:
             function: of the blocks that a device holds; returns arrays of one block each.
-            arguments: arrays whose dimension 0 is spread over axes.
+            arguments: arrays whose dimension 0 is sharded over axes.
             over: for each argument, and at last for the result, these axes.
 
         Inside a `shard_map` over these axes it is called as it is.
@@ -307,7 +307,7 @@ class _Outbox:
         keys (m,): sorted and distinct, see `Layout.key`.
         starts (S + 1,): where the entries of each shard begin, and the last of them ends.
         room: how many entries a round takes from one shard to another.
-        axes: over which entries differ, those of the rows among them.
+        axes: over which entries differ, the axes of the rows among them.
     """
 
     layout: Layout
@@ -395,12 +395,14 @@ def rows_to_owners(
         layout: where the rows live.
         ids (n,): canonical.
         values (n, *row): floating, a row for each id.
-        axes: over which entries differ, those of the rows among them.
+        axes: over which entries differ, the axes of the rows among them.
 
     Returns:
         places (m,) on this shard, sorted and unique, R for padding, and rows (m, *row), where
         m is f n or R, whichever is less; nan if there are more than f n entries for it.
     """
+    # Keys sort entries by owner and place: each device sends a row at most once, and what goes
+    # to one owner is in one piece.
     keys, values = coalesce_rows(layout.key(ids), values, layout.shards * layout.block)
     outbox = _Outbox.of(layout, keys, ids.shape[0], axes)
     room = layout.room_for(ids.shape[0])
@@ -412,6 +414,8 @@ def rows_to_owners(
         places, rows = received
         entries = outbox.entries(number)
         nth = (number * outbox.room + column)[None]
+        # An entry beyond the capacity gets a slot of `room` or more, which writes drop: that it
+        # is lost shows in `fits` below, and every row becomes nan rather than one row wrong.
         slots = jnp.where(nth < coming[:, None], begin[:, None] + nth, room).reshape(-1)
         sent = gather_rows(values, entries)
         return (
@@ -428,6 +432,7 @@ def rows_to_owners(
     if others:
         places = lax.all_gather(places, others, tiled=True)
         rows = lax.all_gather(rows, others, tiled=True)
+        # All devices must agree, or replicas of a table would differ.
         fits = lax.pmin(fits.astype(jnp.int32), others) == 1
     places, rows = coalesce_rows(places, rows, layout.block)
     return places, jnp.where(fits, rows, jnp.asarray(math.nan, rows.dtype))

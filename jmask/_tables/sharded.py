@@ -1,10 +1,10 @@
-"""Sharded tables: the rows of a table spread over the devices of a mesh.
+"""Sharded tables: the rows of a table distributed over the devices of a mesh.
 
     S shards of R = ceil(V / S) rows; row i lives on shard s at place j
 
     placement    s          j           shard 0 of 3, V = 8
     div          i // R     i % R       rows 0, 1, 2        contiguous blocks
-    mod          i % S      i // S      rows 0, 3, 6        hot ids spread by themselves
+    mod          i % S      i // S      rows 0, 3, 6        hot ids on all shards
 
 A lookup sends ids to the shards and rows back. A gradient crosses the network once, as ids
 and rows; then each shard keeps what is its own, and reads, computes and writes where the row
@@ -123,7 +123,7 @@ class RoutedRows(RowSparse):
 
 @jax.tree_util.register_pytree_with_keys_class
 class ShardedTable(StoredTable):
-    """A table (V, *row) whose rows are spread over devices. Made by `jmask.sharded`.
+    """A table (V, *row) whose rows are sharded over devices. Made by `jmask.sharded`.
 
     Attributes:
         blocks: an array (S R, *row), or a `PackedTable` of that shape, with dimension 0
@@ -142,16 +142,18 @@ class ShardedTable(StoredTable):
 
     __slots__ = ("layout", "stored")
 
-    _ARRAYS = ("stored", "phantom")
-    _NAMES = ("blocks", "phantom")
+    _ARRAYS = ("stored", "placeholder")
+    _NAMES = ("blocks", "placeholder")
     _STATIC = ("layout", "shape")
 
-    def __init__(self, stored: Any, layout: Layout, shape: Sequence[int], phantom: Any = None):
-        self.stored, self.layout, self.shape, self.phantom = (
+    def __init__(
+        self, stored: Any, layout: Layout, shape: Sequence[int], placeholder: Any = None
+    ):
+        self.stored, self.layout, self.shape, self.placeholder = (
             stored,
             layout,
             tuple(shape),
-            phantom,
+            placeholder,
         )
 
     @property
@@ -209,7 +211,7 @@ class ShardedTable(StoredTable):
         blocks = blocks.todense() if isinstance(blocks, PackedTable) else blocks
         if self.layout.placement == "mod":
             blocks = gathered(blocks.reshape(self.layout.shards, -1, *self.shape[1:]))
-        return whole(blocks[: self.shape[0]], self.phantom)
+        return whole(blocks[: self.shape[0]], self.placeholder)
 
     def full(self, row: Sequence[int], value: Any, dtype: Any) -> "ShardedTable":
         layout, shape = self.layout, (self.layout.shards * self.layout.block, *row)
@@ -347,7 +349,7 @@ class ShardedTable(StoredTable):
         """Return `x` with `extra` more entries in dimension 0."""
         if not extra:
             return x
-        # Entries that do not divide by the devices are not to be spread before they are padded:
+        # Entries that do not divide by the devices must not be sharded before they are padded:
         # where they are, XLA's partitioner scatters its own padding to row 0.
         widths = [(0, extra)] + [(0, 0)] * (x.ndim - 1)
         return jnp.pad(self.layout.everywhere(x), widths, constant_values=value)
@@ -396,7 +398,7 @@ def sharded(
     packed: bool | None = None,
     capacity_factor: float | None = None,
 ) -> ShardedTable:
-    """Return a table whose rows are spread over the devices of a mesh.
+    """Shard the rows of a table over the devices of a mesh.
 
     It is used like an array by lookups, gradients and optimizers, under jit, eagerly, and
     inside a `shard_map` over its axes. Optimizer state made by `init` is sharded alike.
@@ -407,15 +409,15 @@ def sharded(
             jmask.sharded(jax.random.normal(key, shape), mesh))(key)`. For a
             `jax.ShapeDtypeStruct` the result holds shapes.
         mesh: of `jax.make_mesh`.
-        rows: the axis or axes over which rows are spread; all by default.
-        batch: the axis or axes over which lookups are spread; all by default.
+        rows: the axis or axes over which rows are sharded; all by default.
+        batch: the axis or axes over which lookups are sharded; all by default.
         placement: "div", contiguous blocks of rows, or "mod", row i on shard i % S.
         packed: keep narrow rows in lines of 128 (see `jmask.packed`); by default on TPUs,
             where a step would copy the table otherwise.
         capacity_factor: send rows to the shard they live on alone, for many devices and large
             batches. Each shard then has room for this many times its share of the lookups of
             a batch, in which an id counts once for each device that looks it up; 2.0 is
-            ample where ids are spread evenly, as by `placement="mod"`. A gradient that does
+            ample where ids are even over shards, as by `placement="mod"`. A gradient that does
             not fit is nan in all rows of the shard. By default all shards see all rows.
 
     Raises:
@@ -480,7 +482,7 @@ def _unpickled(arrays: Any, described: Any, shape: tuple[int, ...]) -> ShardedTa
 
 
 def _is_elsewhere(table: jax.Array, mesh: Mesh) -> bool:
-    """Decide whether an array is bound to other devices than those of the mesh."""
+    """Decide whether an array is bound to devices outside the mesh."""
     if isinstance(table, jax.core.Tracer) or not table.committed:
         return False
     return table.sharding.device_set != set(mesh.devices.flat)

@@ -40,17 +40,17 @@ class StoredTable(abc.ABC):
 
     Attributes:
         shape: (V, *row).
-        phantom: a `Phantom` in a gradient program, or None; see `looked_up`.
+        placeholder: a `Placeholder` in a gradient program, or None; see `looked_up`.
     """
 
-    __slots__ = ("phantom", "shape")
+    __slots__ = ("placeholder", "shape")
 
     _ARRAYS: tuple[str, ...]
     _NAMES: tuple[str, ...] = ()
     _STATIC: tuple[str, ...]
 
     shape: tuple[int, ...]
-    phantom: Any
+    placeholder: Any
 
     def tree_flatten_with_keys(self) -> Any:
         names = map(jax.tree_util.GetAttrKey, self._NAMES or self._ARRAYS)
@@ -116,9 +116,9 @@ class StoredTable(abc.ABC):
     def todense(self) -> jax.Array:
         """Return the array (V, *row)."""
 
-    def with_phantom(self, phantom: "Phantom | None") -> Self:
-        """Return the same table with another phantom."""
-        return self._with(phantom=phantom)
+    def with_placeholder(self, placeholder: "Placeholder | None") -> Self:
+        """Return the same table with another placeholder."""
+        return self._with(placeholder=placeholder)
 
     @property
     def ndim(self) -> int:
@@ -126,7 +126,7 @@ class StoredTable(abc.ABC):
 
     @property
     def size(self) -> int:
-        """The number of entries: V times those of a row, whatever else the arrays hold."""
+        """The number of entries: V times the entries of a row, without padding."""
         return math.prod(self.shape)
 
     @abc.abstractmethod
@@ -207,7 +207,7 @@ def read_rows(table: Any, ids: jax.Array) -> jax.Array:
 
 
 def rows_of(table: Any, gradient: RowSparse) -> jax.Array:
-    """Return rows of an array or a stored table where a gradient without equal ids has some."""
+    """Return rows of an array or table at the rows of a gradient without equal ids."""
     if is_stored_table(table):
         return table.rows(gradient)
     return gather_unique_rows(table, gradient.row_ids(), coalesced=gradient.coalesced)
@@ -222,62 +222,64 @@ def with_rows(table: Any, gradient: RowSparse, rows: jax.Array) -> Any:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Phantom:
-    """What stands for the array (V, *row) of a table in a gradient program.
+class Placeholder:
+    """A placeholder for the array (V, *row) of a table in a gradient program.
 
     Attributes:
         array: (V, *row), which nothing reads but further derivatives.
         order: how many gradient programs this one is inside of, each of which may take a
-            further derivative. Of the outermost the array is no more than its shape.
+            further derivative. The outermost array is no more than its shape.
     """
 
     array: Any
     order: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def above(cls, phantom: "Phantom | None", array: Any) -> "Phantom":
-        """Return the phantom of a gradient program of a table that has `phantom` or none."""
-        return cls(array, 0 if phantom is None else phantom.order + 1)
+    def above(cls, placeholder: "Placeholder | None", array: Any) -> "Placeholder":
+        """Return the placeholder of a gradient program around `placeholder`, or around none."""
+        return cls(array, 0 if placeholder is None else placeholder.order + 1)
 
 
 def looked_up(table: StoredTable, ids: jax.Array) -> jax.Array:
     """Return rows (n, *row) of canonical ids (n,), zeros for padding, differentiable.
 
     A gradient in the arrays of a table would be as large as the table. In a gradient program
-    the table has a phantom, an array (V, *row) that nothing reads: its derivative is that of
-    the lookup, and so its gradient is that of any table, a sum of rows.
+    the table has a placeholder, an array (V, *row) that nothing reads, with the derivative of
+    the lookup: its gradient is a sum of rows, as for any table.
     """
     exists = trailing(ids < table.shape[0], table.ndim)
     rows = jnp.where(exists, table.read(ids), 0)
-    return rows if table.phantom is None else _with_derivative(rows, table.phantom, ids)
+    return rows if table.placeholder is None else _with_derivative(rows, table.placeholder, ids)
 
 
-def whole(dense: jax.Array, phantom: Phantom | None) -> jax.Array:
-    """Return the array (V, *row) of a table, differentiable as that of `looked_up` is."""
-    return dense if phantom is None else _with_derivative(dense, phantom, None)
+def whole(dense: jax.Array, placeholder: Placeholder | None) -> jax.Array:
+    """Return the array (V, *row) of a table, differentiable as by `looked_up`."""
+    return dense if placeholder is None else _with_derivative(dense, placeholder, None)
 
 
-def _with_derivative(values: jax.Array, phantom: Phantom, ids: jax.Array | None) -> jax.Array:
-    return _with_phantom(phantom.order, values, phantom.array, ids)
+def _with_derivative(
+    values: jax.Array, placeholder: Placeholder, ids: jax.Array | None
+) -> jax.Array:
+    return _with_placeholder(placeholder.order, values, placeholder.array, ids)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _with_phantom(
-    order: int, values: jax.Array, phantom: jax.Array, ids: jax.Array | None
+def _with_placeholder(
+    order: int, values: jax.Array, placeholder: jax.Array, ids: jax.Array | None
 ) -> jax.Array:
     return values
 
 
-@_with_phantom.defjvp
+@_with_placeholder.defjvp
 def _derivative(order: int, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    values, phantom, ids = primals
+    values, placeholder, ids = primals
     value_tangent, placeholder_tangent, _ = tangents
     if ids is not None:
         fills = lax.GatherScatterMode.FILL_OR_DROP
         gather = Gather.rows_of(placeholder_tangent.shape, fills, fill_value=0)
         placeholder_tangent = gather.plain(placeholder_tangent, ids[:, None])
-    # For the next derivative the values depend on the phantom too.
-    again = _with_phantom(order - 1, values, phantom, ids) if order else values
+    # For the next derivative the values depend on the placeholder too.
+    again = _with_placeholder(order - 1, values, placeholder, ids) if order else values
     return again, value_tangent + placeholder_tangent
 
 
@@ -338,7 +340,7 @@ def add_to_dense(dense: Any, rows: RowSparse, key: jax.Array | None = None) -> A
 
 @jax.tree_util.register_pytree_node_class
 class NewTable:
-    """What `update` returns for a deferred table: the table after the step.
+    """A deferred table after the step, in the place of its update.
 
     `jmask.apply_updates` puts it in place of the old one. An optimizer that is chained behind
     maps arithmetic over its leaves; one of them refuses that, as the ids of a `RowSparse` do.

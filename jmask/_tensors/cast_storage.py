@@ -5,7 +5,7 @@
      [0, 0]]     "csr"           indices [1]          values [5], indptr [0, 0, 1, 1]
 
 A cast stores what is not zero: rows with an entry that is not zero (nan is not), or such
-entries. Of masked tensors it stores the valid entries, zero or not.
+entries. For masked tensors it stores the valid entries, zero or not.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What `RowSparse` checks of its arguments: each error names the argument and a way out."""
+"""Validation of the arguments of `RowSparse`; each error names a way out."""
 
 import operator
 from collections.abc import Sequence
@@ -175,7 +175,7 @@ def resized(
 
 
 def refuse_tangent(leaf: Any) -> None:
-    """Raise TypeError if the ids are those of a tangent: JAX gives it none."""
+    """Raise TypeError if the ids belong to a tangent: JAX gives it none."""
     if leaf.dtype == jax.dtypes.float0:
         raise TypeError(
             "this RowSparse is a tangent, as jax.jvp returns it, and has no indices: they are "

@@ -54,14 +54,14 @@ def _is_comparable(x: Any) -> bool:
 
 
 class TensorMethods:
-    """What `MaskedTensor` and `RowSparse` can both do; see the functions named."""
+    """Methods of both `MaskedTensor` and `RowSparse`; see the functions named."""
 
     __slots__ = ()
 
     __array_priority__ = 1000
 
     def __array_ufunc__(self, ufunc: Any, how: str, *inputs: Any, **kwargs: Any) -> Any:
-        """Run functions of NumPy as those of `jmask.numpy`: `np.sqrt(x)`, `array * x`."""
+        """Run functions of NumPy by those in `jmask.numpy`: `np.sqrt(x)`, `array * x`."""
         name = ufunc.__name__
         if how == "__call__" and not kwargs and name in _installed:
             return call(name, *inputs)
@@ -141,11 +141,11 @@ class TensorMethods:
     take = method("take")
 
     def reshape(self, *shape: Any, **kwargs: Any) -> Any:
-        """See `jmask.numpy.reshape`; the sizes as a tuple or one by one."""
+        """See `jmask.numpy.reshape`; the sizes as a tuple or as separate arguments."""
         return call("reshape", self, one_or_several(shape), **kwargs)
 
     def transpose(self, *axes: Any) -> Any:
-        """See `jmask.numpy.transpose`; the axes as a tuple or one by one."""
+        """See `jmask.numpy.transpose`; the axes as a tuple or as separate arguments."""
         return call("transpose", self, one_or_several(axes) if axes else None)
 
     T = property(method("transpose"))
@@ -169,7 +169,7 @@ class TensorMethods:
 
 
 class MaskedMethods(TensorMethods):
-    """What `MaskedTensor` can do, apart from what it is; see the functions named."""
+    """Methods of `MaskedTensor`; see the functions named."""
 
     __slots__ = ()
 
@@ -209,7 +209,7 @@ class MaskedMethods(TensorMethods):
 
 
 class RowSparseMethods(TensorMethods):
-    """What `RowSparse` can do beside storing rows; see the functions named."""
+    """Methods of `RowSparse`; see the functions named."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""What a `RowSparse` says where code for arrays takes it for a tree of arrays.
+"""Errors of a `RowSparse` in code that takes it for a tree of arrays.
 
     optax.adam(0.1).update(grads, state)        put it inside jmask.lazy
     optax.tree.norm(grads)                      jmask.tree.norm(grads)
@@ -81,7 +81,7 @@ def refuse_misuse_of_table(kind: str) -> bool:
 
     Returns:
         Whether optax asks for dtypes alone (`optax.inject_hyperparams`) and compares them,
-        which that of an opaque leaf refuses.
+        which the dtype of an opaque leaf refuses.
 
     Raises:
         TypeError: with what to do instead.
@@ -109,7 +109,7 @@ def refuse_misuse_of_table(kind: str) -> bool:
 _HARMLESS = ("tree_dtype", "tree_map_params", "tree_get", "tree_get_all_with_path", "tree_set")
 
 
-# Modules that compare or store leaves as arrays of NumPy, which those of opaque ids are not.
+# Modules that compare or store leaves as arrays of NumPy, which opaque ids are not.
 _TAKES_PLAIN_IDS = ("chex._src.asserts", "orbax.checkpoint")
 
 # Between them and this function: of `jax.tree.map`, and the methods of the class.

@@ -1,22 +1,22 @@
-"""Phantom primals: a place for the gradient at entries that are not there.
+"""Tangent placeholders: where the gradient at entries that are not stored is collected.
 
 JAX keeps a sparse tensor as its stored values, so a gradient has numbers for those alone. A
 function that reads the tensor as zeros elsewhere depends on the other entries too, and that
-part of its gradient has nowhere to live. The phantom of a tensor is a dense array of zeros of
-its shape, added by operations for which every entry counts:
+part of its gradient has nowhere to live. The placeholder of a tensor is a dense array of zeros
+of its shape, added by operations for which every entry counts:
 
     x = BCOO of [[-, 3], [4, -]]        - is not stored
 
-    todense(x)                     stored values + phantom   its gradient: at every entry
-    todense(x, masked_grad=True)   stored values             its gradient: zero
+    todense(x)                     stored values + placeholder    its gradient: at every entry
+    todense(x, masked_grad=True)   stored values                  its gradient: zero
 
-The derivative in the stored values is the same with and without a phantom, and the one in the
-phantom is read at the other entries only. So the two together are the gradient at every entry,
-zero exactly where no operation let the entry count.
+The derivative in the stored values is the same with and without a placeholder, and the one in
+the placeholder is read at the other entries only. So the two together are the gradient at
+every entry, zero exactly where no operation let the entry count.
 
-A tensor with a phantom *is* a BCOO, BCSR, `RowSparse` or `MaskedTensor`. Functions that do not
-know of phantoms use the stored values and return tensors without one, which is what their
-gradients say: nothing at other entries.
+A tensor with a placeholder *is* a BCOO, BCSR, `RowSparse` or `MaskedTensor`. Functions that do
+not know of placeholders use the stored values and return tensors without one, which is what
+their gradients say: nothing at other entries.
 """
 
 from typing import Any
@@ -29,61 +29,61 @@ from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import is_sparse, stored_values, with_stored_values
 
-_PHANTOM = jax.tree_util.GetAttrKey("phantom")
+_PLACEHOLDER = jax.tree_util.GetAttrKey("placeholder")
 
 
-class _WithPhantom:
-    """A tensor with one more leaf, its phantom. Comes before the type of the tensor."""
+class _WithPlaceholder:
+    """A tensor with one more leaf, its placeholder. Comes before the type of the tensor."""
 
     __slots__ = ()
 
-    phantom: Any
+    placeholder: Any
 
     def tree_flatten_with_keys(self) -> Any:
         leaves, static = super().tree_flatten_with_keys()  # type: ignore[misc]
-        return (*leaves, (_PHANTOM, self.phantom)), static
+        return (*leaves, (_PLACEHOLDER, self.placeholder)), static
 
     def tree_flatten(self) -> Any:
         leaves, static = super().tree_flatten()  # type: ignore[misc]
-        return (*leaves, self.phantom), static
+        return (*leaves, self.placeholder), static
 
     @classmethod
     def tree_unflatten(cls, static: Any, leaves: Any) -> Any:
-        *leaves, phantom = leaves
+        *leaves, placeholder = leaves
         node = super().tree_unflatten(static, leaves)  # type: ignore[misc]
-        node.phantom = phantom
+        node.placeholder = placeholder
         return node
 
 
 @jax.tree_util.register_pytree_node_class
-class PhantomBCOO(_WithPhantom, BCOO):
-    """A BCOO with a phantom."""
+class BCOOWithPlaceholder(_WithPlaceholder, BCOO):
+    """A BCOO with a placeholder."""
 
 
 @jax.tree_util.register_pytree_node_class
-class PhantomBCSR(_WithPhantom, BCSR):
-    """A BCSR with a phantom."""
+class BCSRWithPlaceholder(_WithPlaceholder, BCSR):
+    """A BCSR with a placeholder."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class PhantomRowSparse(_WithPhantom, RowSparse):
-    """A `RowSparse` with a phantom."""
+class RowSparseWithPlaceholder(_WithPlaceholder, RowSparse):
+    """A `RowSparse` with a placeholder."""
 
-    __slots__ = ("phantom",)
+    __slots__ = ("placeholder",)
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class PhantomMaskedTensor(_WithPhantom, MaskedTensor):
-    """A `MaskedTensor` with a phantom."""
+class MaskedTensorWithPlaceholder(_WithPlaceholder, MaskedTensor):
+    """A `MaskedTensor` with a placeholder."""
 
-    __slots__ = ("phantom",)
+    __slots__ = ("placeholder",)
 
 
 _KINDS = (
-    (BCOO, PhantomBCOO),
-    (BCSR, PhantomBCSR),
-    (RowSparse, PhantomRowSparse),
-    (MaskedTensor, PhantomMaskedTensor),
+    (BCOO, BCOOWithPlaceholder),
+    (BCSR, BCSRWithPlaceholder),
+    (RowSparse, RowSparseWithPlaceholder),
+    (MaskedTensor, MaskedTensorWithPlaceholder),
 )
 
 
@@ -93,11 +93,11 @@ def values_of(x: Any) -> Any:
 
 
 def with_values_of(x: Any, values: Any) -> Any:
-    """Return the tensor, without a phantom, with other stored values at the same positions."""
+    """Replace the stored values, at the same positions; the result has no placeholder."""
     if isinstance(x, MaskedTensor):
         storage = with_stored_values(x.storage, values)
         return joined(storage, x.valid)
-    x = without_phantom(x)
+    x = without_placeholder(x)
     if is_sparse(x):
         # Unlike a constructor this keeps the type and everything else it says of itself.
         leaves, static = x.tree_flatten()
@@ -107,27 +107,27 @@ def with_values_of(x: Any, values: Any) -> Any:
     return values
 
 
-def with_phantom(x: Any, phantom: Any) -> Any:
-    """Return the sparse or masked tensor `x` with this phantom in place of its own."""
-    x = without_phantom(x)
+def with_placeholder(x: Any, placeholder: Any) -> Any:
+    """Return the sparse or masked tensor `x` with this placeholder in place of its own."""
+    x = without_placeholder(x)
     leaves, static = x.tree_flatten()
     kind = next(kind for base, kind in _KINDS if isinstance(x, base))
-    return kind.tree_unflatten(static, (*leaves, phantom))
+    return kind.tree_unflatten(static, (*leaves, placeholder))
 
 
-def phantom_of(x: Any) -> Any | None:
-    """Return the phantom of `x`, None if it has none."""
-    return getattr(x, "phantom", None) if is_tensor(x) else None
+def placeholder_of(x: Any) -> Any | None:
+    """Return the placeholder of `x`, None if it has none."""
+    return getattr(x, "placeholder", None) if is_tensor(x) else None
 
 
-def zero_phantom(x: Any) -> jax.Array:
-    """Return a phantom that says nothing yet: zeros of the shape and dtype of `x`."""
+def zero_placeholder(x: Any) -> jax.Array:
+    """Return a placeholder that says nothing yet: zeros of the shape and dtype of `x`."""
     return jnp.zeros(tuple(x.shape), x.dtype)
 
 
-def without_phantom(x: Any) -> Any:
-    """Return `x` without a phantom."""
-    if phantom_of(x) is None:
+def without_placeholder(x: Any) -> Any:
+    """Return `x` without a placeholder."""
+    if placeholder_of(x) is None:
         return x
     leaves, static = x.tree_flatten()
     kind = next(base for base, _ in _KINDS if isinstance(x, base))

@@ -167,7 +167,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         coalesced: bool,
         leading: int = 1,
     ) -> "RowSparse":
-        """Return tensor of ids (n,) and values (n, *row) that are known to fit, unchecked."""
+        """Make a tensor of ids (n,) and values (n, *row) that are known to fit, unchecked."""
         leaf = hide(widen(ids, math.prod(shape[:leading])))
         return cls.tree_unflatten((shape, coalesced, leading), (leaf, values))
 
@@ -332,7 +332,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         return self.with_leaves(self.index_leaf, self.values, shape=shape, leading=1)
 
     def stacked_as(self, like: "RowSparse") -> "RowSparse":
-        """Return the tensor with the shape of `like`, whose `flat` has this one's."""
+        """Undo `flat`: return the tensor with the shape of `like`."""
         static = {"shape": like.shape, "leading": like.leading}
         return self.with_leaves(self.index_leaf, self.values, **static)
 
@@ -349,7 +349,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
 
     @property
     def order(self) -> Order:
-        """What is known of the ids: "sorted" and unique, "unique", or "any"."""
+        """The order of the ids: "sorted" and unique, "unique", or "any"."""
         return "sorted" if self.coalesced else "any"
 
     def coalesce(self, nse: int | None = None) -> "RowSparse":

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jmask._base.fallback import report_fallback
 from jmask._base.validation import check_flag
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
-from jmask._tensors.placeholders import phantom_of, with_phantom, without_phantom
+from jmask._tensors.placeholders import placeholder_of, with_placeholder, without_placeholder
 from jmask._tensors.storage import (
     as_dense,
     is_entry,
@@ -71,11 +71,11 @@ def todense(x: Any, *, masked_grad: bool = False) -> jax.Array:
     if isinstance(x, MaskedTensor):
         dense = x.to_tensor(0)
     elif is_sparse(x):
-        dense = as_dense(without_phantom(x))
+        dense = as_dense(without_placeholder(x))
     else:
         return _tensor_or_array(x)
-    phantom = None if masked_grad else phantom_of(x)
-    return dense if phantom is None else dense + phantom
+    placeholder = None if masked_grad else placeholder_of(x)
+    return dense if placeholder is None else dense + placeholder
 
 
 def sparse_mask(x: Any, mask: Any) -> Any:
@@ -109,7 +109,7 @@ def sparse_mask(x: Any, mask: Any) -> Any:
         Array([[0., 6.],
                [7., 0.]], dtype=float32)
     """
-    x, mask = _tensor_or_array(x), without_phantom(_tensor_or_array(mask, "mask"))
+    x, mask = _tensor_or_array(x), without_placeholder(_tensor_or_array(mask, "mask"))
     _check_mask(x, mask)
     if not is_tensor(mask):
         return _at_booleans(x, mask)
@@ -150,13 +150,17 @@ def _at_booleans(x: Any, mask: jax.Array) -> Any:
     if not is_tensor(x):
         return jnp.where(mask, x, jnp.zeros_like(x))
     if isinstance(x, MaskedTensor):
-        pattern = without_phantom(x).storage
+        pattern = without_placeholder(x).storage
         kept = sampled(mask, pattern) if is_sparse(pattern) else mask
         return joined(pattern, x.valid & kept)
     values = stored_values(x)
     values = jnp.where(sampled(mask, x), values, jnp.zeros_like(values))
-    result, phantom = with_stored_values(x, values), phantom_of(x)
-    return result if phantom is None else with_phantom(result, jnp.where(mask, phantom, 0))
+    result, placeholder = with_stored_values(x, values), placeholder_of(x)
+    return (
+        result
+        if placeholder is None
+        else with_placeholder(result, jnp.where(mask, placeholder, 0))
+    )
 
 
 def _values_at(x: Any, pattern: Any) -> tuple[jax.Array, jax.Array]:
@@ -167,10 +171,10 @@ def _values_at(x: Any, pattern: Any) -> tuple[jax.Array, jax.Array]:
         data = _stored_at(with_stored_values(storage, values), pattern)
         exists = with_stored_values(storage, x.valid.astype(jnp.int32))
         return data, _stored_at(exists, pattern) != 0
-    phantom, stored = phantom_of(x), without_phantom(x)
+    placeholder, stored = placeholder_of(x), without_placeholder(x)
     values = _stored_at(stored, pattern)
-    if phantom is not None and not _alike(stored, pattern):
-        values += _stored_at(phantom, pattern)
+    if placeholder is not None and not _alike(stored, pattern):
+        values += _stored_at(placeholder, pattern)
     return values, jnp.ones((), bool)
 
 

@@ -140,7 +140,7 @@ def sampled(dense: jax.Array, like: Any, shape: tuple[int, ...] | None = None) -
     Args:
         dense: broadcasts to `shape`; only what is sampled is broadcast.
         like: sparse.
-        shape: that of `like` by default; trailing sizes may be larger than those of `like`.
+        shape: by default `like.shape`, than which trailing sizes may be larger.
 
     Returns:
         An array of the shape that stored values of a tensor of `shape` have.
@@ -204,7 +204,7 @@ def _same_layout(x: Any, y: Any) -> bool:
 
 
 def matching(x: Any, like: Any) -> tuple[jax.Array, jax.Array] | None:
-    """Find the positions that `like` stores among those of `x`: a join on positions.
+    """Find the positions of `like` among the positions of `x`: a join.
 
     Args:
         x: sparse, with unique positions.
@@ -226,8 +226,8 @@ def matching(x: Any, like: Any) -> tuple[jax.Array, jax.Array] | None:
         jnp.concatenate([x_index.astype(dtype), like_index.astype(dtype)])
         for x_index, like_index in zip(left, right, strict=True)
     ]
-    # By columns, not by one number for each position: that of a large matrix has more than
-    # 32 bits. The entry is the last key, so that of equal positions that of `x` comes first.
+    # By columns, not by one number for each position, which in a large matrix has more than
+    # 32 bits. The entry is the last key: among equal positions the one of `x` comes first.
     entries = lax.iota(jnp.int32, columns[0].shape[0])
     *columns, order = lax.sort((*columns, entries), num_keys=len(columns) + 1)
     starts = jnp.zeros(order.shape, bool).at[:1].set(True)
@@ -293,7 +293,7 @@ def summed(x: BCOO, nse: int | None = None) -> BCOO:
 
 
 def as_dense(x: Any) -> jax.Array:
-    """Return dense array of a sparse tensor; booleans add as `or`, sums are rounded once."""
+    """Make a sparse tensor dense; booleans add as `or`, sums are rounded once."""
     dtype = sum_dtype(x.dtype)
     if isinstance(x, RowSparse) or dtype == x.dtype:
         return x.todense()

@@ -177,14 +177,14 @@ def apply_gradients(
     optimizer (Adam, AdamW, Adagrad, RMSProp, Lion, momentum ...), also behind
     `optax.clip_by_global_norm`, parameter and state of the touched rows are read and written
     by a single scatter with the optimizer as its combiner (on CPU and TPU). That copies no
-    rows of them and takes half to three quarters of the time of a step on a CPU.
+    rows of them and makes a step 1.3 to 2 times faster on a CPU.
 
     Args:
         tx: a transformation, for example `jmask.lazy(optax.adam(1e-3))`.
         grads: gradients as from `jmask.grad`; a BCOO counts as masked where it stores
             nothing.
         opt_state: the state of `tx`.
-        params: the parameters, or the model that holds them and functions beside them.
+        params: the parameters, or the model that holds them together with functions.
         key: for stochastic rounding of 16-bit parameters, as in `apply_updates`.
         **extra_args: passed on to `tx.update`.
 
@@ -274,7 +274,7 @@ def noticing_dense_tables(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def noticed_as(gradients: Any, updates: Any) -> Any:
-    """Return `updates` made of gradients; dense tables that were reported are so in them."""
+    """Mark dense tables in `updates` as reported where they were in the gradients."""
     pairs: Any = zip(
         *(jax.tree.leaves(x, is_leaf=is_gradient_leaf) for x in (gradients, updates)),
         strict=True,
@@ -375,7 +375,7 @@ _BY_FUNCTION = ("update_fn", "init_fn")
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Gradients beside the parameters that they belong to.
+    """Gradients aligned with the parameters that they belong to.
 
     Attributes:
         gradients: a tree of arrays, `RowSparse` and `MaskedTensor`.

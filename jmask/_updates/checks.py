@@ -1,4 +1,4 @@
-"""What optimizers check of parameters and gradients before anything is computed."""
+"""Validation of parameters and gradients before anything is computed."""
 
 import contextlib
 from collections.abc import Iterator
@@ -121,7 +121,7 @@ def check_gradient(updates: Any, params: Any) -> None:
 
 
 def check_structure(updates: Any, params: Any) -> None:
-    """Refuse gradients whose tree is another than that of the parameters.
+    """Refuse gradients whose tree differs from the parameters' tree.
 
     Raises:
         ValueError: with both structures, or the name of the parameter that has no gradient.
@@ -141,7 +141,7 @@ def naming_structures(updates: Any, params: Any, order: str = _ORDER) -> Iterato
     """Context of what maps over both trees; its error says which structures they have.
 
     Raises:
-        ValueError: in place of that of JAX, where they differ.
+        ValueError: in place of JAX's, where they differ.
     """
     try:
         yield
@@ -158,7 +158,7 @@ def _structures(updates: Any, params: Any) -> list[Any]:
 
 
 def _other_structure(updates: Any, params: Any, order: str = _ORDER) -> str:
-    """Describe gradients whose structure differs from that of the parameters."""
+    """Describe gradients whose structure differs from the parameters'."""
     given, expected = _structures(updates, params)
     missing = _missing(updates, params)
     if missing is not None:

@@ -89,7 +89,9 @@ def sharing_programs(constructor: Constructor) -> Constructor:
     return cast(Constructor, construct)
 
 
-# How many are remembered, of constructors with other numbers that are no arrays.
+# How many compiled programs a constructor remembers, one for each set of its numbers that are
+# no arrays. A sweep in a notebook makes some dozens; a rate that is a Python number and changes
+# in each step would otherwise keep a program for each step of a run.
 _PROGRAMS = 64
 
 

@@ -42,7 +42,7 @@ def tables_of_state(
         For each leaf of the state the position of a table in `params`, or None.
 
     Raises:
-        ValueError: if the state is not that of `inner.init` for these parameters, or if
+        ValueError: if the state does not come from `inner.init` for these parameters, or if
             its shapes depend on the tables in another way.
     """
     # Numbers of extra rows of which none is a multiple of another or a sum of others: what

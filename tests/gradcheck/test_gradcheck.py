@@ -170,7 +170,7 @@ class TestRightGradients:
         assert jmask.gradcheck(function, jnp.array([0.5, 2.0]), fast=True)
 
     def test_rule_that_knows_the_structure_of_its_argument(self):
-        """It cannot be given a phantom: its gradient is that of the stored values."""
+        """It cannot be given a placeholder: its gradient is that of the stored values."""
 
         @jax.custom_vjp
         def total(x):

@@ -31,6 +31,7 @@ def step_of(
     tx: optax.GradientTransformation, params: Params, state: optax.OptState, batch: Batch
 ) -> tuple[Params, optax.OptState, jax.Array]:
     loss, grads = jmask.value_and_grad(loss_fn)(params, batch)
+    assert_type(loss, jax.Array)
     updates, state = tx.update(grads, state, params)
     new: Any = jmask.apply_updates(params, updates)
     return new, state, loss
