@@ -82,6 +82,8 @@ NUMBERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 UNCHANGED = {"copy", "copy.copy", "copy.deepcopy", "jmask.tree.norm", "jmask.tree.size", "size"}
 
 
+# It is what people have in their programs, whatever newer versions of optax say of the name.
+@pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated:DeprecationWarning")
 @pytest.mark.sampled
 @pytest.mark.parametrize("is_jitted", [False, True])
 @pytest.mark.parametrize("case", [*MAPS, *NUMBERS])
