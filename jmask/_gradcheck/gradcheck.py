@@ -219,15 +219,17 @@ def _parts(problem: Problem, x: Any) -> tuple[Any, Any]:
     return values_of(x), zero_placeholder(x) if placeholder is None else placeholder
 
 
-def _at_entries(problem: Problem, x: Any, of_values: Any, of_placeholder: Any) -> jax.Array:
+def _at_entries(
+    problem: Problem, x: Any, value_gradient: Any, placeholder_gradient: Any
+) -> jax.Array:
     """Return the gradient at the entries of `x`, dense."""
     if not is_tensor(x):
-        return of_values
+        return value_gradient
     positions, shape = stored_positions(x).ravel(), tuple(x.shape)
-    plain = of_placeholder is not None and not problem.setting.masked
-    dense = jnp.ravel(of_placeholder) if plain else jnp.zeros(math.prod(shape), x.dtype)
+    plain = placeholder_gradient is not None and not problem.setting.masked
+    dense = jnp.ravel(placeholder_gradient) if plain else jnp.zeros(math.prod(shape), x.dtype)
     stored = np.flatnonzero(positions >= 0)
-    return dense.at[positions[stored]].set(jnp.ravel(of_values)[stored]).reshape(shape)
+    return dense.at[positions[stored]].set(jnp.ravel(value_gradient)[stored]).reshape(shape)
 
 
 def _along(problem: Problem, x: Any, tangent: jax.Array) -> tuple[Any, Any]:

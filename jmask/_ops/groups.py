@@ -281,12 +281,12 @@ def refuse_large(size: int, axes: str) -> None:
         )
 
 
-def _extreme(dtype: Any, infinite: float, of_integers: Any) -> Any:
+def _extreme(dtype: Any, infinite: float, integer_limit: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.bool_):
         return infinite > 0
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.array(infinite, dtype)
-    return jnp.array(of_integers(jnp.iinfo(dtype)), dtype)
+    return jnp.array(integer_limit(jnp.iinfo(dtype)), dtype)
 
 
 def _integer() -> Any:

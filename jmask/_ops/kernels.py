@@ -72,12 +72,12 @@ def with_zeros(kernel: _Kernel, absorb: Callable[[jax.Array, jax.Array], jax.Arr
         absorb: takes a result, and whether its group has an entry that is not stored.
     """
 
-    def of_all(groups: Groups, **kwargs: Any) -> Results:
+    def with_zeros(groups: Groups, **kwargs: Any) -> Results:
         result, exists = kernel(groups, **kwargs)
         number = math.prod(groups.origin.shape[axis] for axis in groups.reduced)
         return absorb(result, groups.count(groups.valid) < number), exists
 
-    return of_all
+    return with_zeros
 
 
 def variance(groups: Groups, dtype: DTypeLike, ddof: float) -> Results:
@@ -136,8 +136,8 @@ def norm_in_parts(groups: Groups, dtype: DTypeLike, ord: float) -> tuple[Norm, j
     pivot = groups.max(sizes) if ord > 0 else groups.min(sizes)
     pivot = jnp.where(jnp.isfinite(pivot) & (pivot > 0), pivot, 1)
     factor = factor_for(pivot)
-    of_entries = groups.spread(factor)
-    x, size = x * of_entries.astype(x.dtype), size * of_entries
+    entry_factor = groups.spread(factor)
+    x, size = x * entry_factor.astype(x.dtype), size * entry_factor
     if math.isinf(ord):
         result, _ = (maximum if ord > 0 else minimum)(dataclasses.replace(groups, values=size))
         result = jnp.where(exists, result, 0 if ord > 0 else jnp.inf)
