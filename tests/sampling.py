@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 _CASES = 2
-# A run that has no time for everything: at most so many cases of each sampled test.
+# A run that has no time for everything: at most so many slow cases of each test.
 _MOST = int(os.environ.get("JMASK_CASES") or 10**9)
 
 
@@ -37,25 +37,33 @@ def _values(case: Any) -> tuple[Any, ...]:
 def mark_the_rest_slow(items: list[pytest.Item]) -> list[pytest.Item]:
     """Mark as slow all but a sample of the tests that are marked as sampled.
 
-    Checksums of names choose it: at random, for each test otherwise, the same always.
-
     Returns:
-        cases that are more than `JMASK_CASES` of a test, not to be run.
+        slow cases that are more than `JMASK_CASES` of a test, not to be run.
     """
-    of_test, of_file, left_out = defaultdict(list), defaultdict(list), []
+    of_test, of_file, slow = defaultdict(list), defaultdict(list), defaultdict(list)
     for item in items:
         marks = {mark.args for mark in item.iter_markers("sampled")}
         if () in marks and not item.get_closest_marker("slow"):
-            of_test[item.nodeid.partition("[")[0]].append(item)
+            of_test[_test(item)].append(item)
         for (one_in,) in marks - {()}:
             of_file[item.path, one_in].append(item)
     for cases in of_test.values():
-        cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        for item in cases[_CASES:]:
+        for item in _shuffled(cases)[_CASES:]:
             item.add_marker(pytest.mark.slow)
-        left_out += cases[_MOST:]
     for (_, one_in), tests in of_file.items():
         fast = [item for item in tests if not item.get_closest_marker("slow")]
         for item in set(fast) - set(fast[::one_in]):
             item.add_marker(pytest.mark.slow)
-    return left_out
+    for item in items:
+        if item.get_closest_marker("slow"):
+            slow[_test(item)].append(item)
+    return [item for cases in slow.values() for item in _shuffled(cases)[_MOST:]]
+
+
+def _test(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+def _shuffled(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Order by checksums of names: at random, for each test otherwise, the same always."""
+    return sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))

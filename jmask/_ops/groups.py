@@ -40,8 +40,7 @@ from jax.experimental.sparse import BCOO, BCSR
 from jmask._base.array_types import trailing
 from jmask._base.fallback import report_fallback
 from jmask._base.validation import refuse_scipy
-from jmask._tensors.mask_positions import as_booleans
-from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, joined
+from jmask._tensors.masked_tensor import MaskedTensor, as_booleans, as_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (
     as_dense,

@@ -1,46 +1,46 @@
 """Every argument of every public function is given what it does not take, one value at a time.
 
 It refuses by the name of the argument, or the table says why it is right to take the value.
-The tables are in doors.py and optimizer_doors.py, the values in wrong_values.py.
+The tables are in arguments.py and optimizer_arguments.py, the values in wrong_values.py.
 """
 
 import pytest
 
 import jmask
-from tests.doors import TENSOR_DOORS
-from tests.optimizer_doors import OPTIMIZER_DOORS
-from tests.wrong_values import Door
+from tests.input.arguments import TENSOR_ARGUMENTS
+from tests.input.optimizer_arguments import OPTIMIZER_ARGUMENTS
+from tests.input.wrong_values import Arg
 
-DOORS: dict[str, Door] = TENSOR_DOORS | OPTIMIZER_DOORS
+ARGUMENTS: dict[str, Arg] = TENSOR_ARGUMENTS | OPTIMIZER_ARGUMENTS
 
 
-def complaint(door: Door, named: tuple[str, ...], what: str) -> str | None:
-    """What is wrong with what a function does with a value, or None."""
+def complaint(argument: Arg, named: tuple[str, ...], what: str) -> str | None:
+    """Describe what a function does wrong with a value, or return None."""
     try:
-        door.call(door.values[what])
+        argument.call(argument.values[what])
     except (TypeError, ValueError, IndexError) as error:
-        if what in door.takes:
+        if what in argument.takes:
             return f"refuses {what}: {error}"
-        if what in door.elsewhere or any(f"`{word}" in str(error) for word in named):
+        if what in argument.elsewhere or any(f"`{word}" in str(error) for word in named):
             return None
         return f"refuses {what} without a name: {error}"
     except Exception as error:
-        known = what in door.elsewhere
+        known = what in argument.elsewhere
         return None if known else f"fails on {what}: {type(error).__name__}: {error}"
-    return None if what in door.takes else f"takes {what}, and the table does not say why"
+    return None if what in argument.takes else f"takes {what}, and the table does not say why"
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", ARGUMENTS)
 @pytest.mark.dtype_promotion
-def test_door(name):
-    door = DOORS[name]
-    named = door.named or (name.rpartition("(")[2].rstrip(")"),)
-    complaints = [complaint(door, named, what) for what in door.values]
+def test_argument(name):
+    argument = ARGUMENTS[name]
+    named = argument.named or (name.rpartition("(")[2].rstrip(")"),)
+    complaints = [complaint(argument, named, what) for what in argument.values]
     assert not any(complaints), [text for text in complaints if text]
 
 
-def test_every_public_function_has_a_door():
+def test_every_public_function_is_listed():
     no_arguments = {"densify", "drop_nonfinite_rows", "strict"}
     made_by_others = {
         "DeferredTable",
@@ -50,15 +50,15 @@ def test_every_public_function_has_a_door():
         "ShardedTable",
     }
     classes = {"GradcheckError", "StorageFallbackWarning"}
-    modules = {
+    modules = {  # which take what jax.numpy takes
         "nn",
         "nnx",
         "numpy",
         "sparsecore",
         "tree",
-    }  # of which these take what jax.numpy takes
+    }
     public = {name for name in dir(jmask) if not name.startswith("_")}
-    doors = {name.split("(")[0].split(".")[0].split("[")[0] for name in DOORS}
-    assert public - no_arguments - made_by_others - classes - modules <= doors
+    listed = {name.split("(")[0].split(".")[0].split("[")[0] for name in ARGUMENTS}
+    assert public - no_arguments - made_by_others - classes - modules <= listed
     functions = {f"tree.{name}" for name in jmask.tree.__all__}
-    assert functions <= {name.split("(")[0] for name in DOORS}
+    assert functions <= {name.split("(")[0] for name in ARGUMENTS}

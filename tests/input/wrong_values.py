@@ -60,7 +60,7 @@ FUNCTION = {k: v for k, v in OBJECTS.items() if k != "a function"} | {"an array"
 
 
 @dataclasses.dataclass(frozen=True)
-class Door:
+class Arg:
     """One argument of one function.
 
     Attributes:
