@@ -143,13 +143,13 @@ def _check(problem: Problem, modes: Sequence[str], order: int, fast: bool) -> No
 
 
 def _checked_modes(modes: Any) -> tuple[str, ...]:
-    given = (modes,) if isinstance(modes, str) else modes
-    known = isinstance(given, list | tuple) and all(
-        isinstance(x, str) and x in ("rev", "fwd") for x in given
+    names = (modes,) if isinstance(modes, str) else modes
+    known = isinstance(names, list | tuple) and all(
+        isinstance(x, str) and x in ("rev", "fwd") for x in names
     )
-    if not known or not given:
+    if not known or not names:
         raise ValueError(f'`modes` must be ("rev",), ("fwd",) or both, got {shown(modes)}.')
-    return tuple(given)
+    return tuple(names)
 
 
 def _check_numbers(eps: float, atol: float, rtol: float, order: int) -> None:

@@ -194,12 +194,12 @@ def find_mismatch(rules: Rules) -> Mismatch | None:
 
 
 def _excess(
-    setting: Setting, vanishes: Any, expected: np.ndarray, found: np.ndarray
+    setting: Setting, vanishes: Any, expected: np.ndarray, derivatives: np.ndarray
 ) -> np.ndarray:
     """Return by how much derivatives differ beyond tolerance; infinite for a nan."""
     allowed = np.where(vanishes, 0, setting.atol + setting.rtol * np.abs(expected))
     with np.errstate(invalid="ignore"):
-        excess = np.abs(found - expected) - allowed
+        excess = np.abs(derivatives - expected) - allowed
     return np.where(np.isnan(excess), np.inf, excess)
 
 
@@ -210,7 +210,7 @@ def _mismatch(
     output: int,
     excess: np.ndarray,
     expected: np.ndarray,
-    found: np.ndarray,
+    derivatives: np.ndarray,
 ) -> Mismatch:
     # The first of the worst: which of several equal ones is decided by rounding otherwise.
     row, column = np.unravel_index(np.argmax(excess >= 0.99 * np.max(excess)), excess.shape)
@@ -222,9 +222,9 @@ def _mismatch(
         output=problem.described(int(at[1])),
         kind=block.kind,
         numerical=float(expected[at]),
-        analytical=float(found[at]),
+        analytical=float(derivatives[at]),
         numerical_row=expected[at[0], columns],
-        analytical_row=found[at[0], columns],
+        analytical_row=derivatives[at[0], columns],
         mode=mode,
         failing=int((excess > 0).sum()),
         total=excess.size,
@@ -253,8 +253,8 @@ def _sides(problem: Problem, block: Block, row: int, column: int) -> tuple[float
 def _not_linear(rules: Rules, mode: str, jacobian: np.ndarray) -> Mismatch | None:
     """Return the first random direction along which a rule does not combine the Jacobian."""
     problem = rules.problem
-    for block, multiple, expected, found in _combinations(rules, mode, jacobian):
-        excess = _excess(problem.setting, block.vanishes, expected, found)
+    for block, multiple, expected, derivatives in _combinations(rules, mode, jacobian):
+        excess = _excess(problem.setting, block.vanishes, expected, derivatives)
         if not (excess > 0).any():
             continue
         at, row, x = int(np.argmax(excess)), np.zeros(1), problem.inputs[block.number]
@@ -268,7 +268,7 @@ def _not_linear(rules: Rules, mode: str, jacobian: np.ndarray) -> Mismatch | Non
             output=output,
             kind=block.kind,
             numerical=float(expected[at]),
-            analytical=float(found[at]),
+            analytical=float(derivatives[at]),
             numerical_row=row,
             analytical_row=row,
             mode=mode,
@@ -326,8 +326,7 @@ def is_suspicious(rules: Rules) -> bool:
             if "fwd" in rules.modes:
                 pushed = [rules.pushforward(m * direction) / m for m in multiples]
             if block.vanishes:
-                derivatives = (*pushed, *(pull[block.rows] for _, pull in pulls))
-                if any(np.any(x != 0) for x in derivatives):
+                if any(np.any(x != 0) for x in (*pushed, *(w[block.rows] for _, w in pulls))):
                     return True
                 continue
             try:
@@ -340,6 +339,6 @@ def is_suspicious(rules: Rules) -> bool:
             # An entry that the slow check refuses is wrong by more than `atol`: a tenth of it.
             allowed = 0.1 * problem.setting.atol
             # Not `any(... > allowed)`: a nan is a fault.
-            if not all(np.all(np.abs(found - slope) <= allowed) for found, slope in pairs):
+            if not all(np.all(np.abs(along - slope) <= allowed) for along, slope in pairs):
                 return True
     return False

@@ -83,12 +83,12 @@ def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def lifted(*args: Any, **kwargs: Any) -> Any:
-        given = (*args, *kwargs.values())
-        for x in given:
+        arguments = (*args, *kwargs.values())
+        for x in arguments:
             refuse_scipy("x", x)
-        if any(isinstance(x, MaskedTensor) for x in given):
+        if any(isinstance(x, MaskedTensor) for x in arguments):
             return _masked(*_call(function, args, kwargs))
-        if any(isinstance(x, SPARSE) for x in given):
+        if any(isinstance(x, SPARSE) for x in arguments):
             return zero_semantics(*_call(function, args, kwargs))
         return function(*args, **kwargs)
 
@@ -185,12 +185,12 @@ def _at_positions(x: Any, pattern: Any) -> Any:
     values = stored_values(storage)
     if same_positions(storage, pattern):
         return joined(values, x.valid) if isinstance(x, MaskedTensor) else values
-    others = [x.valid] if isinstance(x, MaskedTensor) else []
-    at_positions = values_at(storage, pattern, *others)
+    masks = [x.valid] if isinstance(x, MaskedTensor) else []
+    at_positions = values_at(storage, pattern, *masks)
     if at_positions is not None:
-        stored, values, *others = at_positions
-        if others:
-            return joined(values, others[0] & stored)
+        stored, values, *masks = at_positions
+        if masks:
+            return joined(values, masks[0] & stored)
         # An ordinary tensor is zero where it stores nothing.
         return jnp.where(stored, values, jnp.zeros((), values.dtype))
     report_fallback(

@@ -40,7 +40,7 @@ from jax.experimental.sparse import BCOO, BCSR
 from jmask._base.array_types import trailing
 from jmask._base.fallback import report_fallback
 from jmask._base.validation import refuse_scipy
-from jmask._tensors.masked_tensor import MaskedTensor, as_booleans, as_tensor
+from jmask._tensors.masked_tensor import MaskedTensor, as_booleans, as_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (
     as_dense,
@@ -73,6 +73,11 @@ class _Groups:
     reduced: tuple[int, ...]
     shape: tuple[int, ...]
 
+    @property
+    def size(self) -> int:
+        """How many entries a group has, stored or not."""
+        return math.prod(self.origin.shape[axis] for axis in self.reduced)
+
     def count(self, x: jax.Array) -> jax.Array:
         """Count the booleans `x` that are true in each group."""
         return self.sum(x.astype(_integer()))
@@ -80,7 +85,7 @@ class _Groups:
     def positions(self) -> jax.Array:
         """Return for each entry its index in the reduced axes, flattened."""
         x, index = self.origin, jnp.zeros((), _integer())
-        refuse_large(math.prod(x.shape[a] for a in self.reduced), "reduced")
+        refuse_large(self.size, "reduced")
         for axis in self.reduced:
             index = index * x.shape[axis] + _coordinate(x, axis)
         return self.arranged(jnp.broadcast_to(index, stored_values(x).shape))
@@ -170,6 +175,8 @@ class Segments(_Groups):
     number: int
     axes: tuple[int, ...]
 
+    # At least one segment, as results are gathered by `ids` also where there is no group.
+
     def sum(self, x: jax.Array) -> jax.Array:
         return jax.ops.segment_sum(x, self.ids, max(self.number, 1))
 
@@ -249,6 +256,7 @@ def grouped(x: Any, valid: jax.Array, axes: Sequence[int], keepdims: bool = Fals
     ids, where = jnp.zeros((), _integer()), coordinates(x)
     for axis in kept:
         size = x.shape[axis]
+        # Padding goes to some group: it takes no part, so that its entry is the identity.
         ids = ids * size + jnp.clip(where[axis], 0, max(size - 1, 0)).astype(_integer())
     ids = jnp.repeat(ids, math.prod(values.shape[axis] for axis in dense))
     form = Segments(values, valid, x, axes, shape, ids, number, dense)
@@ -370,8 +378,9 @@ class Reduction:
             valid = is_entry(storage) & where_at(where, storage)
         elif where is None and self.plain is not None:
             axis = tuple(axis) if isinstance(axis, Sequence) else axis
-            given = options if dtype is None else {**options, "dtype": dtype}
-            return self.plain(x, axis=axis, keepdims=keepdims, **given)
+            if dtype is not None:  # not every function of JAX takes one
+                options["dtype"] = dtype
+            return self.plain(x, axis=axis, keepdims=keepdims, **options)
         else:
             storage, valid = x, where_at(where, x)
 
@@ -382,8 +391,7 @@ class Reduction:
         if self.like is not None:
             result = result.astype(options["dtype"])
         if masked:
-            node = (groups.stored(result), groups.shaped(exists))
-            return MaskedTensor.tree_unflatten(None, node)
+            return joined(groups.stored(result), groups.shaped(exists))
         if self.empty is not None and not is_sparse(x):
             result = jnp.where(exists, result, self.empty)
         return groups.stored(result)
@@ -406,9 +414,8 @@ def checked_axes(axis: Any, ndim: int) -> tuple[int, ...]:
     """
     if axis is None:
         return tuple(range(ndim))
-    given = tuple(axis) if isinstance(axis, Sequence) else (axis,)
     try:
-        axes = [operator.index(a) for a in given]
+        axes = [operator.index(a) for a in (axis if isinstance(axis, Sequence) else (axis,))]
     except TypeError:
         raise TypeError(
             f"`axis` must be an int, a tuple of ints or None, got {axis!r}."

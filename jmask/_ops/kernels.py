@@ -54,14 +54,14 @@ def product(groups: Groups, dtype: DTypeLike) -> Results:
 def mean(groups: Groups, dtype: DTypeLike) -> Results:
     count = groups.count(groups.valid)
     result = groups.sum(select(groups, 0, wide(dtype)))
+    # Not a selection after the quotient: 0 / 0 is nan, and so is its derivative.
     return result / jnp.maximum(count, 1).astype(result.dtype), count > 0
 
 
 def mean_of_all(groups: Groups, dtype: DTypeLike) -> Results:
     """Return the mean when entries that are not stored are zeros."""
     result, exists = total(groups, dtype)
-    number = math.prod(groups.origin.shape[axis] for axis in groups.reduced)
-    return result / number, exists
+    return result / groups.size, exists
 
 
 def with_zeros(kernel: _Kernel, absorb: Callable[[jax.Array, jax.Array], jax.Array]) -> _Kernel:
@@ -74,14 +74,14 @@ def with_zeros(kernel: _Kernel, absorb: Callable[[jax.Array, jax.Array], jax.Arr
 
     def with_zeros(groups: Groups, **kwargs: Any) -> Results:
         result, exists = kernel(groups, **kwargs)
-        number = math.prod(groups.origin.shape[axis] for axis in groups.reduced)
-        return absorb(result, groups.count(groups.valid) < number), exists
+        return absorb(result, groups.count(groups.valid) < groups.size), exists
 
     return with_zeros
 
 
 def variance(groups: Groups, dtype: DTypeLike, ddof: float) -> Results:
     work = wide(joint_dtype(groups.values, dtype))
+    # Two passes: the mean of squares less the square of the mean cancels.
     center, _ = mean(groups, work)
     distance = jnp.where(groups.valid, select(groups, 0, work) - groups.spread(center), 0)
     left = groups.count(groups.valid) - ddof

@@ -178,6 +178,8 @@ def sums_of_rows(a: Coordinates, b: Dense | StoredRows, dtype: Any) -> jax.Array
     """Return the product (m, d) in `dtype`: bags of rows of `b`."""
     table, positions = b.place(a.columns, dtype)
     bags, weights = a.shape[0], a.values.astype(dtype)
+    # A bag sum is floating, in its table's own wide dtype, not empty, and on one device: where
+    # arrays are sharded by their type, or inside `shard_map`, XLA places the terms.
     if (
         jnp.issubdtype(table.dtype, jnp.floating)
         and wide(table.dtype) == dtype

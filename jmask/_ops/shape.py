@@ -68,23 +68,23 @@ def moved(
 
     @functools.wraps(function)
     def lifted(*args: Any, **kwargs: Any) -> Any:
-        operands, others = (args, ()) if variadic else (args[:1], args[1:])
+        operands, arguments = (args, ()) if variadic else (args[:1], args[1:])
         leaves = jax.tree.leaves(operands, is_leaf=is_tensor)
         if not any(map(is_tensor, leaves)):
             return function(*args, **kwargs)
         if rule is not None and any(is_row_sparse(x) or is_masked_coo(x) for x in leaves):
-            result = rule(function, args[0], others, kwargs)
+            result = rule(function, args[0], arguments, kwargs)
             if result is not None:
                 return result
         operands = jax.tree.map(
             lambda x: dense(x, function.__name__), operands, is_leaf=is_tensor
         )
         data = jax.tree.map(data_of, operands, is_leaf=is_tensor)
-        result = function(*data, *others, **kwargs)
+        result = function(*data, *arguments, **kwargs)
         if not any(isinstance(x, MaskedTensor) for x in leaves):
             return result
         masked = jax.tree.map(masked_of, operands, is_leaf=is_tensor)
-        masked = function(*masked, *others, **kwargs)
+        masked = function(*masked, *arguments, **kwargs)
         return jax.tree.map(lambda x, flags: joined(x, ~flags), result, masked)
 
     return lifted
@@ -119,14 +119,14 @@ def is_masked_coo(x: Any) -> bool:
 # --- rules of storages --------------------------------------------------------------------
 
 
-def reshaped(function: Callable, x: Any, others: tuple, kwargs: dict) -> Any:
+def reshaped(function: Callable, x: Any, arguments: tuple, kwargs: dict) -> Any:
     """Keep the storage under functions that keep the order of entries."""
-    if not (is_row_sparse(x) or is_masked_coo(x)) or "F" in (*others, *kwargs.values()):
+    if not (is_row_sparse(x) or is_masked_coo(x)) or "F" in (*arguments, *kwargs.values()):
         return None
     if is_row_sparse(x):
         x.check_single()
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    shape = jax.eval_shape(lambda a: function(a, *others, **kwargs), like).shape
+    shape = jax.eval_shape(lambda a: function(a, *arguments, **kwargs), like).shape
     if not shape or 0 in shape:
         return None
     if is_row_sparse(x):
@@ -146,7 +146,7 @@ def reshaped(function: Callable, x: Any, others: tuple, kwargs: dict) -> Any:
     return _at_indices(x, places, shape, x.storage.indices_sorted)
 
 
-def permuted(function: Callable, x: Any, others: tuple, kwargs: dict) -> Any:
+def permuted(function: Callable, x: Any, arguments: tuple, kwargs: dict) -> Any:
     """Keep the storage under functions that permute dimensions."""
     if not (is_row_sparse(x) or is_masked_coo(x)):
         return None
@@ -154,19 +154,19 @@ def permuted(function: Callable, x: Any, others: tuple, kwargs: dict) -> Any:
         x.check_single()
     # Permuting an empty array of shape (0, 1, 2, ...) tells where each dimension goes.
     numbered = np.empty(tuple(range(x.ndim)))
-    axes = getattr(np, function.__name__)(numbered, *others, **kwargs).shape
+    axes = getattr(np, function.__name__)(numbered, *arguments, **kwargs).shape
     shape = tuple(x.shape[axis] for axis in axes)
     if is_masked_coo(x):
         return _at_indices(x, x.storage.indices[:, jnp.array(axes)], shape, False)
     return _with_rows(x, x.values.transpose(axes), shape) if axes[0] == 0 else None
 
 
-def joined_rows(function: Callable, tensors: Any, others: tuple, kwargs: dict) -> Any:
+def joined_rows(function: Callable, tensors: Any, arguments: tuple, kwargs: dict) -> Any:
     """Keep rows under functions that join tensors along an axis that there is."""
     if not isinstance(tensors, list | tuple) or not all(map(is_row_sparse, tensors)):
         return None
     like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tensors]
-    result = jax.eval_shape(lambda a: function(a, *others, **kwargs), like)
+    result = jax.eval_shape(lambda a: function(a, *arguments, **kwargs), like)
     if result.ndim != tensors[0].ndim:
         return None
     tensors = [x.astype(result.dtype) for x in tensors]
@@ -185,7 +185,7 @@ def joined_rows(function: Callable, tensors: Any, others: tuple, kwargs: dict) -
         return None
     rows = on_union_of_rows(tensors)
     # The functions join along the axis where the sizes add up.
-    values = function([x.values for x in rows], *others, **kwargs)
+    values = function([x.values for x in rows], *arguments, **kwargs)
     return _with_rows(rows[0], values, result.shape)
 
 

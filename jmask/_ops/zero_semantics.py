@@ -283,11 +283,11 @@ def _equation(eqn: JaxprEqn, inputs: list[_Value]) -> list[_Value]:
     known = [value.value for value in values if isinstance(value, Known)]
     if len(known) == len(values):
         return [(Known(result), dependence) for result in bound(eqn, known)]
-    found = _with_unknown(eqn, values)
-    if found is None:
+    result = _with_unknown(eqn, values)
+    if result is None:
         scalar = all(isinstance(value, Known) or value.scalar for value in values)
         return [(Unknown(scalar), dependence) for _ in eqn.outvars]
-    return [(found, dependence)]
+    return [(result, dependence)]
 
 
 def _with_unknown(eqn: JaxprEqn, values: list[Any]) -> Known | Operand | None:
