@@ -53,14 +53,14 @@ from jmask._tables.plain_arrays import to_arrays as to_arrays
 from jmask._tables.sharded import ShardedTable as ShardedTable
 from jmask._tables.sharded import sharded as sharded
 from jmask._tensors import printing as _printing  # noqa: F401
-from jmask._tensors.cast_storage import cast_storage as cast_storage
-from jmask._tensors.masked_storage import from_numpy_ma as from_numpy_ma
-from jmask._tensors.masked_storage import to_numpy_ma as to_numpy_ma
+from jmask._tensors.conversions import cast_storage as cast_storage
+from jmask._tensors.conversions import from_numpy_ma as from_numpy_ma
+from jmask._tensors.conversions import load_npz as load_npz
+from jmask._tensors.conversions import save_npz as save_npz
+from jmask._tensors.conversions import to_numpy_ma as to_numpy_ma
 from jmask._tensors.masked_tensor import MaskedTensor as MaskedTensor
 from jmask._tensors.masked_tensor import as_masked_tensor as as_masked_tensor
 from jmask._tensors.masked_tensor import masked_tensor as masked_tensor
-from jmask._tensors.npz import load_npz as load_npz
-from jmask._tensors.npz import save_npz as save_npz
 from jmask._tensors.row_sparse import RowSparse as RowSparse
 from jmask._tensors.specified import sparse_mask as sparse_mask
 from jmask._tensors.specified import todense as todense

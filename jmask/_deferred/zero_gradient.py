@@ -206,17 +206,17 @@ def _number(x: Any) -> Any:
 def _rule(eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
     name, arrays = name_of(eqn), [x.array for x in inputs]
     is_filled = any(x.shared is not None and jnp.ndim(x.array) for x in inputs)
-    of_rows = [x for x in inputs if x.form is not None]
-    if name in CALLS and (of_rows or is_filled):
+    row_forms = [x for x in inputs if x.form is not None]
+    if name in CALLS and (row_forms or is_filled):
         inner, consts = called(eqn)
         return _run(inner, list(map(Value, consts)), inputs)
-    if not of_rows:
+    if not row_forms:
         results = _bound(eqn, arrays)
         shared = _shared(eqn, inputs, results)
         return [Value(x, shared=y) for x, y in zip(results, shared, strict=True)]
     results = bound(eqn, arrays)
     is_reduced = name in _REDUCTIONS and 0 in parameter(eqn, "axes")
-    if is_reduced and all(x.form.is_zero for x in of_rows if x.form is not None):
+    if is_reduced and all(x.form.is_zero for x in row_forms if x.form is not None):
         # A sum over all rows: those that are not in the batch add nothing to it.
         return [Value(x, shared=_number(x)) for x in results]
     form = _form(eqn, inputs)

@@ -143,12 +143,12 @@ class Input:
         )
         values = np.zeros_like(self.values)
         values[self.specified], values[self.hidden] = specified, hidden
-        of_values = jnp.asarray(values.reshape(self.positions.shape))
+        value_steps = jnp.asarray(values.reshape(self.positions.shape))
         if not with_placeholder or not is_tensor(self.tensor):
-            return of_values, None
+            return value_steps, None
         placeholder = np.zeros(math.prod(self.tensor.shape), self.values.dtype)
         placeholder[self.unspecified] = unspecified
-        return of_values, jnp.asarray(placeholder.reshape(self.tensor.shape))
+        return value_steps, jnp.asarray(placeholder.reshape(self.tensor.shape))
 
     def derivatives(self, cotangent: tuple[Any, Any]) -> np.ndarray:
         """Return the derivatives along all coordinates, from those in `primal`."""

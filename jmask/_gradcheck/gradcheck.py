@@ -42,92 +42,6 @@ from jmask._gradcheck.problem import Problem, check_premises, is_masked_function
 from jmask._tensors.masked_tensor import is_tensor
 from jmask._tensors.placeholders import placeholder_of, values_of, zero_placeholder
 
-# --- gradients of gradients --------------------------------------------------------------
-
-
-def gradient_problem(problem: Problem, modes: Sequence[str]) -> Problem:
-    """Return the gradient of a checked problem, by reverse mode if that is among the modes."""
-    rng = np.random.default_rng(1)
-    if "rev" in modes:
-        vectors = problem.cotangents(random_reals(rng, problem.base.shape))
-        gradient: Any = _pulled_back
-        what, paths = "cotangent of ", [y.path for y in problem.outputs]
-    else:
-        vectors = [_random_dense(rng, x) for x in problem.inputs]
-        gradient, what, paths = _pushed_forward, "tangent of ", [x.path for x in problem.inputs]
-
-    def gradient_of(args: Any, vectors: Sequence[jax.Array]) -> dict[str, jax.Array]:
-        leaves = jax.tree.leaves(args, is_leaf=is_tensor)
-        tensors = [leaves[number] for number in problem.numbers]
-        parts = [_parts(problem, x) for x in tensors]
-        function = lambda parts: problem.smooth(tensors, parts)
-        return gradient(problem, function, tensors, parts, list(vectors))
-
-    def name(path: Any) -> str:
-        if path[0].idx == 0:
-            return f"args{jax.tree_util.keystr(path[1:])}"
-        return what + paths[path[1].idx]
-
-    setting = dataclasses.replace(problem.setting, order=problem.setting.order + 1)
-    return Problem(gradient_of, (problem.args, vectors), setting, name)
-
-
-def _pulled_back(
-    problem: Problem, function: Any, tensors: Any, parts: Any, cotangents: Any
-) -> dict[str, jax.Array]:
-    _, transposed = jax.vjp(function, parts)
-    (gradients,) = transposed(cotangents)
-    return {
-        f"gradient of {x.path}": _at_entries(problem, tensor, *gradient)
-        for x, tensor, gradient in zip(problem.inputs, tensors, gradients, strict=True)
-    }
-
-
-def _pushed_forward(
-    problem: Problem, function: Any, tensors: Any, parts: Any, tangents: Any
-) -> dict[str, jax.Array]:
-    along = [_along(problem, *pair) for pair in zip(tensors, tangents, strict=True)]
-    _, results = jax.jvp(function, (parts,), (along,))
-    pairs = zip(problem.outputs, results, strict=True)
-    return {f"tangent of {y.path}": result for y, result in pairs}
-
-
-def _parts(problem: Problem, x: Any) -> tuple[Any, Any]:
-    if not (problem.with_placeholders and is_tensor(x)):
-        return values_of(x), None
-    placeholder = placeholder_of(x)
-    return values_of(x), zero_placeholder(x) if placeholder is None else placeholder
-
-
-def _at_entries(problem: Problem, x: Any, of_values: Any, of_placeholder: Any) -> jax.Array:
-    """Return the gradient at the entries of `x`, dense."""
-    if not is_tensor(x):
-        return of_values
-    positions, shape = stored_positions(x).ravel(), tuple(x.shape)
-    plain = of_placeholder is not None and not problem.setting.masked
-    dense = jnp.ravel(of_placeholder) if plain else jnp.zeros(math.prod(shape), x.dtype)
-    stored = np.flatnonzero(positions >= 0)
-    return dense.at[positions[stored]].set(jnp.ravel(of_values)[stored]).reshape(shape)
-
-
-def _along(problem: Problem, x: Any, tangent: jax.Array) -> tuple[Any, Any]:
-    """Return a dense tangent as one of stored values and placeholder."""
-    if not is_tensor(x):
-        return tangent, None
-    positions = stored_positions(x)
-    values = jnp.where(positions >= 0, jnp.ravel(tangent)[positions], 0)
-    if not problem.with_placeholders:
-        return values, None
-    counts = np.full(tangent.size, not problem.setting.masked)
-    counts[positions[positions >= 0]] = False
-    return values, jnp.where(counts.reshape(tangent.shape), tangent, 0)
-
-
-def _random_dense(rng: np.random.Generator, x: Input) -> jax.Array:
-    shape = tuple(np.shape(x.tensor))
-    reals = random_reals(rng, (math.prod(shape), x.parts))
-    return jnp.asarray(numbers_of(reals).reshape(shape))
-
 
 def gradcheck(
     fun: Callable[..., Any],
@@ -246,3 +160,92 @@ def _check_numbers(eps: float, atol: float, rtol: float, order: int) -> None:
             raise ValueError(f"`{name}` must be a positive number, got {value!r}.")
     if isinstance(order, bool) or not isinstance(order, int) or order not in (1, 2):
         raise ValueError(f"`order` must be 1 or 2, got {shown(order)}.")
+
+
+# --- gradients of gradients --------------------------------------------------------------
+
+
+def gradient_problem(problem: Problem, modes: Sequence[str]) -> Problem:
+    """Return the gradient of a checked problem, by reverse mode if that is among the modes."""
+    rng = np.random.default_rng(1)
+    if "rev" in modes:
+        vectors = problem.cotangents(random_reals(rng, problem.base.shape))
+        gradient: Any = _pulled_back
+        what, paths = "cotangent of ", [y.path for y in problem.outputs]
+    else:
+        vectors = [_random_dense(rng, x) for x in problem.inputs]
+        gradient, what, paths = _pushed_forward, "tangent of ", [x.path for x in problem.inputs]
+
+    def gradient_of(args: Any, vectors: Sequence[jax.Array]) -> dict[str, jax.Array]:
+        leaves = jax.tree.leaves(args, is_leaf=is_tensor)
+        tensors = [leaves[number] for number in problem.numbers]
+        parts = [_parts(problem, x) for x in tensors]
+        function = lambda parts: problem.smooth(tensors, parts)
+        return gradient(problem, function, tensors, parts, list(vectors))
+
+    def name(path: Any) -> str:
+        if path[0].idx == 0:
+            return f"args{jax.tree_util.keystr(path[1:])}"
+        return what + paths[path[1].idx]
+
+    setting = dataclasses.replace(problem.setting, order=problem.setting.order + 1)
+    return Problem(gradient_of, (problem.args, vectors), setting, name)
+
+
+def _pulled_back(
+    problem: Problem, function: Any, tensors: Any, parts: Any, cotangents: Any
+) -> dict[str, jax.Array]:
+    _, transposed = jax.vjp(function, parts)
+    (gradients,) = transposed(cotangents)
+    return {
+        f"gradient of {x.path}": _at_entries(problem, tensor, *gradient)
+        for x, tensor, gradient in zip(problem.inputs, tensors, gradients, strict=True)
+    }
+
+
+def _pushed_forward(
+    problem: Problem, function: Any, tensors: Any, parts: Any, tangents: Any
+) -> dict[str, jax.Array]:
+    along = [_along(problem, *pair) for pair in zip(tensors, tangents, strict=True)]
+    _, results = jax.jvp(function, (parts,), (along,))
+    pairs = zip(problem.outputs, results, strict=True)
+    return {f"tangent of {y.path}": result for y, result in pairs}
+
+
+def _parts(problem: Problem, x: Any) -> tuple[Any, Any]:
+    if not (problem.with_placeholders and is_tensor(x)):
+        return values_of(x), None
+    placeholder = placeholder_of(x)
+    return values_of(x), zero_placeholder(x) if placeholder is None else placeholder
+
+
+def _at_entries(
+    problem: Problem, x: Any, value_gradient: Any, placeholder_gradient: Any
+) -> jax.Array:
+    """Return the gradient at the entries of `x`, dense."""
+    if not is_tensor(x):
+        return value_gradient
+    positions, shape = stored_positions(x).ravel(), tuple(x.shape)
+    plain = placeholder_gradient is not None and not problem.setting.masked
+    dense = jnp.ravel(placeholder_gradient) if plain else jnp.zeros(math.prod(shape), x.dtype)
+    stored = np.flatnonzero(positions >= 0)
+    return dense.at[positions[stored]].set(jnp.ravel(value_gradient)[stored]).reshape(shape)
+
+
+def _along(problem: Problem, x: Any, tangent: jax.Array) -> tuple[Any, Any]:
+    """Return a dense tangent as one of stored values and placeholder."""
+    if not is_tensor(x):
+        return tangent, None
+    positions = stored_positions(x)
+    values = jnp.where(positions >= 0, jnp.ravel(tangent)[positions], 0)
+    if not problem.with_placeholders:
+        return values, None
+    counts = np.full(tangent.size, not problem.setting.masked)
+    counts[positions[positions >= 0]] = False
+    return values, jnp.where(counts.reshape(tangent.shape), tangent, 0)
+
+
+def _random_dense(rng: np.random.Generator, x: Input) -> jax.Array:
+    shape = tuple(np.shape(x.tensor))
+    reals = random_reals(rng, (math.prod(shape), x.parts))
+    return jnp.asarray(numbers_of(reals).reshape(shape))

@@ -27,7 +27,7 @@ from jmask._base.array_types import (
 )
 from jmask._base.lowering import in_one_device, lower, primitive
 from jmask._base.row_ids import widen
-from jmask._kernels import tpu_choice, tpu_rows, tuning
+from jmask._kernels import tpu_rows, tuning
 from jmask._kernels.gather import BITS, Gather, zero_of
 from jmask._kernels.lines import LANES
 
@@ -199,7 +199,7 @@ def _written_on_a_tpu(
 ) -> list[jax.Array]:
     if _is_in_lines(table, ids):
         return [_written_in_lines(table, ids, rows, kind)]
-    if not tpu_choice.accepts([table], ids, [rows]):
+    if not tpu_rows.accepts([table], ids, [rows]):
         return _written_on_tpus(table, ids, rows, kind=kind, is_alone=False)
     if kind == "set":
         body, read = lambda old, new: [new], []
@@ -224,7 +224,7 @@ def _is_in_lines(table: jax.Array, ids: jax.Array) -> bool:
     return (
         table.ndim > 1
         and table.size == table.shape[0] > tuning.SORTED_PAYS * ids.shape[0]
-        and tpu_choice.accepts([in_one_row], ids, [])
+        and tpu_rows.accepts([in_one_row], ids, [])
     )
 
 

@@ -24,7 +24,7 @@ from jax.interpreters import mlir
 
 from jmask._base.jaxprs import evaluate, only_arithmetic
 from jmask._base.row_ids import Order
-from jmask._kernels import tpu_choice, tpu_rows, tuning
+from jmask._kernels import tpu_rows, tuning
 from jmask._kernels.gathered_rows import Rows
 from jmask._kernels.rows import gather_unique_rows, set_rows
 from jmask._kernels.update_rows import RowUpdate, Update
@@ -122,7 +122,7 @@ def _by_kernel(program: ClosedJaxpr, update: Update) -> Callable[..., list[jax.A
     ) -> list[jax.Array]:
         rows = [grad, *(jnp.broadcast_to(x, grad.shape) for x in others if x.ndim)]
         scalars = [x for x in others if not x.ndim]
-        if not tpu_choice.accepts(tables, ids, rows, scalars, program.jaxpr):
+        if not tpu_rows.accepts(tables, ids, rows, scalars, program.jaxpr):
             return update.fastest(tables, ids, grad, others, is_sorted)
         is_scalar = [not x.ndim for x in others]
         count = len(tables)
@@ -133,12 +133,12 @@ def _by_kernel(program: ClosedJaxpr, update: Update) -> Callable[..., list[jax.A
             others = (next(scalars if alone else arrays) for alone in is_scalar)
             return rule(*old, grad, *others)
 
-        read = [i for i in range(count) if tpu_choice.is_used(program.jaxpr, i)]
+        read = [i for i in range(count) if tpu_rows.is_used(program.jaxpr, i)]
         return tpu_rows.update(
             body, tables, ids, rows, scalars, padding_last=is_sorted, read=read
         )
 
-    rule = entry_by_entry(lambda *entries: tpu_choice.evaluate(program, *entries))
+    rule = entry_by_entry(lambda *entries: tpu_rows.evaluate(program, *entries))
     return updated
 
 

@@ -28,7 +28,7 @@ from jax import lax
 from jmask._base.array_types import explicit_sharding, varying_alike, with_whole_rows
 from jmask._base.lowering import GroupedPrimitive, Results, in_one_device, switched_on
 from jmask._base.row_ids import Order
-from jmask._kernels import tpu_choice, tpu_rows
+from jmask._kernels import tpu_rows
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gather import zero_of
 from jmask._kernels.gathered_rows import GatheredRows, Rows, as_array
@@ -172,7 +172,7 @@ def _added_by_kernel(
     tables: Tables, ids: Any, rows: Any, scalars: Any, is_sorted: bool
 ) -> list[Any]:
     (table,) = tables
-    if not tpu_choice.accepts(tables, ids, [rows]):
+    if not tpu_rows.accepts(tables, ids, [rows]):
         return _added(tables, ids, rows, scalars, is_sorted)
     rows = rows.astype(table.dtype)
     return tpu_rows.update(
@@ -203,7 +203,7 @@ _update_rows = GroupedPrimitive("jmask_update_rows", _by_definition, lambda x: l
 
 def _on_one_tpu(updates: Sequence[RowUpdate]) -> Results:
     for x in updates:
-        tpu_choice.warn_if_copied(x.tables[0])
+        tpu_rows.warn_if_copied(x.tables[0])
     return [x.done_by(x.update.kernel or x.update.fastest) for x in updates]
 
 

@@ -54,7 +54,7 @@ class ProvedUpdate:
             for x, aval in zip(inputs, avals, strict=True)
         ]
         if sharded:
-            return with_sums_over(sharded, self.program, self.kinds, arrays)
+            return with_sums_over(sharded, self.program, self.kinds, *arrays)
         # Types that say where an array is were not known when the program was traced.
         if all(jax.typeof(x) == aval for x, aval in zip(arrays, avals, strict=True)):
             return jax.core.eval_jaxpr(self.traced.jaxpr, self.traced.consts, *arrays)

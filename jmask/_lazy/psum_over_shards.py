@@ -10,7 +10,7 @@ in a `shard_map` is the array of that device alone, as it is for optax.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from jmask._base.array_types import varying_axes, varying_like
-from jmask._base.forms import Opened, branches_of, name_of, within
+from jmask._base.forms import branches_of, name_of, within
 from jmask._base.jaxprs import bound, inlined, interpret
 from jmask._lazy.lattice import Kind, Replicated, RowWise
 from jmask._lazy.row_locality import NEUTRAL, classify
@@ -74,7 +74,7 @@ def with_sums_over(
     sharded: Mapping[int, Axes],
     program: ClosedJaxpr,
     kinds: Mapping[Var, Kind],
-    inputs: Sequence[Any],
+    *inputs: Any,
 ) -> list[Any]:
     """Run a program, and sum its sums over rows over the devices, too.
 
@@ -97,13 +97,16 @@ def with_sums_over(
         } & sharded.keys()
         if name == "cond":
             which, *operands = arrays
-            branches = [
-                functools.partial(_branch, branch, sharded, operand_kinds[1:])
-                for branch in branches_of(eqn)
-            ]
+            branches = []
+            for branch in branches_of(eqn):
+                inner = inlined(ClosedJaxpr(*branch))
+                _, inner_kinds = classify(inner, inner, operand_kinds[1:])
+                run = functools.partial(with_sums_over, sharded, inner, inner_kinds)
+                branches.append(run)
             every = [jax.eval_shape(branch, *operands) for branch in branches]
             return lax.switch(which, [_typed_as(every, f) for f in branches], *operands)
-        if tables and name in ("while", "scan") and _may_sum(eqn):
+        is_loop = tables and name in ("while", "scan")
+        if is_loop and any(name_of(e) in (*NEUTRAL, "dot_general") for e in within([eqn])):
             raise NotRowLocalError(
                 f"it may sum over rows inside a `{name}`, which in a shard_map would see the "
                 "rows of one device alone",
@@ -117,14 +120,6 @@ def with_sums_over(
         return outputs
 
     return interpret(program.jaxpr, program.consts, inputs, rule)
-
-
-def _branch(
-    branch: Opened, sharded: Mapping[int, Axes], operand_kinds: list[Kind], *inputs: Any
-) -> list[Any]:
-    program = inlined(ClosedJaxpr(*branch))
-    _, kinds = classify(program, program, operand_kinds)
-    return with_sums_over(sharded, program, kinds, inputs)
 
 
 def _typed_as(every: list[list[Any]], branch: Callable[..., list[Any]]) -> Any:
@@ -152,8 +147,3 @@ def _over_devices(name: str, x: jax.Array, axes: Axes) -> jax.Array:
         "form over several devices",
         "Make the step outside of the shard_map, in the same jit.",
     )
-
-
-def _may_sum(eqn: JaxprEqn) -> bool:
-    """Decide whether a jaxpr in an equation holds a reduction."""
-    return any(name_of(e) in (*NEUTRAL, "dot_general") for e in within([eqn]))

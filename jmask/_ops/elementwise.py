@@ -221,7 +221,7 @@ def zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) ->
     """Apply an elementwise function to operands of which some are sparse, none masked."""
     operands = [x if is_sparse(x) or _is_number(x) else jnp.asarray(x) for x in operands]
     if any(isinstance(x, RowSparse) and x.leading > 1 for x in operands):
-        return _of_stacked_tables(function, operands, kwargs)
+        return _stacked_tables(function, operands, kwargs)
     shape = common_shape([jnp.shape(x) if not is_sparse(x) else x.shape for x in operands])
     sparse = [x for x in operands if is_sparse(x)]
     for x in sparse:
@@ -249,7 +249,7 @@ def zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) ->
     return function(*(as_dense(x) if is_sparse(x) else x for x in operands), **kwargs)
 
 
-def _of_stacked_tables(function: Callable, operands: Sequence[Any], kwargs: dict) -> Any:
+def _stacked_tables(function: Callable, operands: Sequence[Any], kwargs: dict) -> Any:
     """Apply the function to tensors (M, V, *row), some of which store rows of (M * V, *row)."""
     rows = [x for x in operands if isinstance(x, RowSparse)]
     finest = max(rows, key=lambda x: x.leading)

@@ -40,8 +40,7 @@ from jax.experimental.sparse import BCOO, BCSR
 from jmask._base.array_types import trailing
 from jmask._base.fallback import report_fallback
 from jmask._base.validation import refuse_scipy
-from jmask._tensors.mask_positions import as_booleans
-from jmask._tensors.masked_tensor import MaskedTensor, as_tensor
+from jmask._tensors.masked_tensor import MaskedTensor, as_booleans, as_tensor
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (
     as_dense,
@@ -57,7 +56,7 @@ from jmask._tensors.storage import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Groups:
+class _Groups:
     """The part that both forms share: the entries, and the tensor they come from.
 
     Attributes:
@@ -68,17 +67,17 @@ class Groups:
         shape: of the tensor of results.
     """
 
-    values: Any
-    valid: Any
+    values: jax.Array
+    valid: jax.Array
     origin: Any
     reduced: tuple[int, ...]
     shape: tuple[int, ...]
 
-    def count(self, x: Any) -> Any:
+    def count(self, x: jax.Array) -> jax.Array:
         """Count the booleans `x` that are true in each group."""
         return self.sum(x.astype(_integer()))
 
-    def positions(self) -> Any:
+    def positions(self) -> jax.Array:
         """Return for each entry its index in the reduced axes, flattened."""
         x, index = self.origin, jnp.zeros((), _integer())
         refuse_large(math.prod(x.shape[a] for a in self.reduced), "reduced")
@@ -86,25 +85,25 @@ class Groups:
             index = index * x.shape[axis] + _coordinate(x, axis)
         return self.arranged(jnp.broadcast_to(index, stored_values(x).shape))
 
-    def arranged(self, x: Any) -> Any:
+    def arranged(self, x: jax.Array) -> jax.Array:
         """Return an array of the shape of the stored values, arranged as the entries."""
         return x
 
-    def restored(self, x: Any) -> Any:
+    def restored(self, x: jax.Array) -> jax.Array:
         """Entries as the stored values are arranged."""
         return x
 
-    def sum(self, x: Any) -> Any:
+    def sum(self, x: jax.Array) -> jax.Array:
         """Return the sum of `x` in each group: each form has its own."""
         raise NotImplementedError
 
-    def spread(self, result: Any) -> Any:
+    def spread(self, result: jax.Array) -> jax.Array:
         """Return for each entry the result of its group: each form has its own."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
-class Slices(Groups):
+class Slices(_Groups):
     """Groups that are slices of `values` along `axes`; results keep these axes.
 
     Attributes:
@@ -115,25 +114,25 @@ class Slices(Groups):
     axes: tuple[int, ...]
     keeps: bool
 
-    def sum(self, x: Any) -> Any:
+    def sum(self, x: jax.Array) -> jax.Array:
         return jnp.sum(x, self.axes, dtype=x.dtype, keepdims=True)
 
-    def prod(self, x: Any) -> Any:
+    def prod(self, x: jax.Array) -> jax.Array:
         return jnp.prod(x, self.axes, dtype=x.dtype, keepdims=True)
 
-    def max(self, x: Any) -> Any:
+    def max(self, x: jax.Array) -> jax.Array:
         return jnp.max(x, self.axes, keepdims=True, initial=least(x.dtype))
 
-    def min(self, x: Any) -> Any:
+    def min(self, x: jax.Array) -> jax.Array:
         return jnp.min(x, self.axes, keepdims=True, initial=greatest(x.dtype))
 
-    def any(self, x: Any) -> Any:
+    def any(self, x: jax.Array) -> jax.Array:
         return jnp.any(x, self.axes, keepdims=True)
 
-    def spread(self, result: Any) -> Any:
+    def spread(self, result: jax.Array) -> jax.Array:
         return jnp.broadcast_to(result, self.values.shape)
 
-    def shaped(self, result: Any) -> Any:
+    def shaped(self, result: jax.Array) -> jax.Array:
         """Results as the stored values of the tensor of results."""
         if self.keeps:
             sparse = sparse_dimensions(self.origin)
@@ -158,7 +157,7 @@ class Slices(Groups):
 
 
 @dataclasses.dataclass(frozen=True)
-class Segments(Groups):
+class Segments(_Groups):
     """Groups that are the rows `values[i]` with equal `ids[i]`; results are (number, *row).
 
     Attributes:
@@ -167,23 +166,23 @@ class Segments(Groups):
         axes: of the stored values, dense and reduced: made one with their axis 0.
     """
 
-    ids: Any
+    ids: jax.Array
     number: int
     axes: tuple[int, ...]
 
-    def sum(self, x: Any) -> Any:
+    def sum(self, x: jax.Array) -> jax.Array:
         return jax.ops.segment_sum(x, self.ids, max(self.number, 1))
 
-    def max(self, x: Any) -> Any:
+    def max(self, x: jax.Array) -> jax.Array:
         return jax.ops.segment_max(x, self.ids, max(self.number, 1))
 
-    def min(self, x: Any) -> Any:
+    def min(self, x: jax.Array) -> jax.Array:
         return jax.ops.segment_min(x, self.ids, max(self.number, 1))
 
-    def any(self, x: Any) -> Any:
+    def any(self, x: jax.Array) -> jax.Array:
         return self.max(x.astype(jnp.uint8)) > 0
 
-    def prod(self, x: Any) -> Any:
+    def prod(self, x: jax.Array) -> jax.Array:
         """Scan over sorted segments: a scatter of products has no derivative at 0."""
         if x.shape[0] == 0:
             return jnp.ones((max(self.number, 1), *x.shape[1:]), x.dtype)
@@ -198,26 +197,31 @@ class Segments(Groups):
         product = jax.ops.segment_sum(jnp.where(ends, running, 0), ids, max(self.number, 1))
         return jnp.where(trailing(count, product.ndim) > 0, product, 1)
 
-    def spread(self, result: Any) -> Any:
+    def spread(self, result: jax.Array) -> jax.Array:
         return result[self.ids]
 
-    def arranged(self, x: Any) -> Any:
+    def arranged(self, x: jax.Array) -> jax.Array:
         x = jnp.moveaxis(x, self.axes, range(1, 1 + len(self.axes)))
         return x.reshape(-1, *x.shape[1 + len(self.axes) :])
 
-    def restored(self, x: Any) -> Any:
+    def restored(self, x: jax.Array) -> jax.Array:
         values = stored_values(self.origin)
         sizes = (values.shape[0], *(values.shape[a] for a in self.axes))
         return jnp.moveaxis(x.reshape(sizes + x.shape[1:]), range(1, len(sizes)), self.axes)
 
-    def shaped(self, result: Any) -> Any:
+    def shaped(self, result: jax.Array) -> jax.Array:
         """Results as the tensor of results, which is dense."""
         return result[: self.number].reshape(self.shape)
 
     stored = shaped
 
 
-def grouped(x: Any, valid: Any, axes: Sequence[int], keepdims: bool = False) -> Any:
+Groups = Slices | Segments
+Results = tuple[jax.Array, jax.Array]
+"""Results of groups, and where there are any."""
+
+
+def grouped(x: Any, valid: jax.Array, axes: Sequence[int], keepdims: bool = False) -> Groups:
     """Return the groups of a reduction: `Slices` or `Segments`.
 
     Args:
@@ -277,12 +281,12 @@ def refuse_large(size: int, axes: str) -> None:
         )
 
 
-def _extreme(dtype: Any, infinite: float, of_integers: Any) -> Any:
+def _extreme(dtype: Any, infinite: float, integer_limit: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.bool_):
         return infinite > 0
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.array(infinite, dtype)
-    return jnp.array(of_integers(jnp.iinfo(dtype)), dtype)
+    return jnp.array(integer_limit(jnp.iinfo(dtype)), dtype)
 
 
 def _integer() -> Any:
@@ -326,11 +330,11 @@ class Reduction:
     """
 
     name: str
-    kernel: Callable[..., tuple[Any, Any]]
+    kernel: Callable[..., Results]
     plain: Callable[..., Any] | None = None
     like: Callable[..., Any] | None = None
     empty: float | None = None
-    stored: Callable[..., tuple[Any, Any]] | None = None
+    stored: Callable[..., Results] | None = None
     dense: bool = False
 
     def __call__(

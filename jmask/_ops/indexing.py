@@ -316,7 +316,7 @@ def _split(x: RowSparse, key: Any) -> tuple[Any, tuple[Any, ...]]:
     """Split an index into that of the rows and those of the other dimensions."""
     key = key if isinstance(key, tuple) else (key,)
     key = tuple(_checked(k) for k in key)
-    used = sum(_dimensions(k) for k in key if k is not None and k is not Ellipsis)
+    used = sum(map(_consumed, key))
     ellipses = [i for i, k in enumerate(key) if k is Ellipsis]
     if used > x.ndim or len(ellipses) > 1:
         raise IndexError(
@@ -365,10 +365,6 @@ def _moves_to_front(rest: tuple[Any, ...]) -> bool:
     """Decide whether index arrays are apart, so that what they select comes before all else."""
     places = [i for i, k in enumerate(rest) if _is_array(k) or _is_integer(k)]
     return any(map(_is_array, rest)) and places[-1] - places[0] >= len(places)
-
-
-def _dimensions(k: Any) -> int:
-    return k.ndim if _is_boolean(k) else 1
 
 
 def _is_boolean(k: Any) -> bool:

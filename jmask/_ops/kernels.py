@@ -13,26 +13,29 @@ result again: the derivative there is 0.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jmask._base.array_types import is_nonzero, joint_dtype, wide
 from jmask._base.norms import Norm, factor_for, squared
-from jmask._ops.groups import greatest, least
+from jmask._ops.groups import Groups, Results, Slices, greatest, least
 
-Results = tuple[Any, Any]
+_Kernel = Callable[..., Results]
+_Reduce = Callable[[jax.Array], jax.Array]
 
 
-def select(groups: Any, fill: Any, dtype: Any = None) -> Any:
+def select(groups: Groups, fill: Any, dtype: DTypeLike | None = None) -> jax.Array:
     """Return the entries cast to `dtype`, `fill` where they take no part."""
     values = groups.values if dtype is None else groups.values.astype(dtype)
     return jnp.where(groups.valid, values, jnp.asarray(fill, values.dtype))
 
 
-def inexact(dtype: Any) -> Any:
+def inexact(dtype: DTypeLike) -> Any:
     """Return the dtype of a mean of `dtype`, as JAX promotes."""
     return jax.eval_shape(jnp.mean, jax.ShapeDtypeStruct((1,), dtype)).dtype
 
@@ -40,28 +43,28 @@ def inexact(dtype: Any) -> Any:
 # --- sums --------------------------------------------------------------------------------
 
 
-def total(groups: Any, dtype: Any) -> Results:
+def total(groups: Groups, dtype: DTypeLike) -> Results:
     return groups.sum(select(groups, 0, wide(dtype))), groups.any(groups.valid)
 
 
-def product(groups: Any, dtype: Any) -> Results:
+def product(groups: Groups, dtype: DTypeLike) -> Results:
     return groups.prod(select(groups, 1, wide(dtype))), groups.any(groups.valid)
 
 
-def mean(groups: Any, dtype: Any) -> Results:
+def mean(groups: Groups, dtype: DTypeLike) -> Results:
     count = groups.count(groups.valid)
     result = groups.sum(select(groups, 0, wide(dtype)))
     return result / jnp.maximum(count, 1).astype(result.dtype), count > 0
 
 
-def mean_of_all(groups: Any, dtype: Any) -> Results:
+def mean_of_all(groups: Groups, dtype: DTypeLike) -> Results:
     """Return the mean when entries that are not stored are zeros."""
     result, exists = total(groups, dtype)
     number = math.prod(groups.origin.shape[axis] for axis in groups.reduced)
     return result / number, exists
 
 
-def with_zeros(kernel: Any, absorb: Any) -> Any:
+def with_zeros(kernel: _Kernel, absorb: Callable[[jax.Array, jax.Array], jax.Array]) -> _Kernel:
     """Return the kernel when entries that are not stored are zeros.
 
     Args:
@@ -69,15 +72,15 @@ def with_zeros(kernel: Any, absorb: Any) -> Any:
         absorb: takes a result, and whether its group has an entry that is not stored.
     """
 
-    def of_all(groups: Any, **kwargs: Any) -> Results:
+    def with_zeros(groups: Groups, **kwargs: Any) -> Results:
         result, exists = kernel(groups, **kwargs)
         number = math.prod(groups.origin.shape[axis] for axis in groups.reduced)
         return absorb(result, groups.count(groups.valid) < number), exists
 
-    return of_all
+    return with_zeros
 
 
-def variance(groups: Any, dtype: Any, ddof: float) -> Results:
+def variance(groups: Groups, dtype: DTypeLike, ddof: float) -> Results:
     work = wide(joint_dtype(groups.values, dtype))
     center, _ = mean(groups, work)
     distance = jnp.where(groups.valid, select(groups, 0, work) - groups.spread(center), 0)
@@ -87,34 +90,34 @@ def variance(groups: Any, dtype: Any, ddof: float) -> Results:
     return squares / jnp.where(exists, left, 1).astype(squares.dtype), exists
 
 
-def deviation(groups: Any, dtype: Any, ddof: float) -> Results:
+def deviation(groups: Groups, dtype: DTypeLike, ddof: float) -> Results:
     result, exists = variance(groups, dtype, ddof)
     return _root(result, 2), exists
 
 
-def number_of(groups: Any) -> Results:
+def number_of(groups: Groups) -> Results:
     count = groups.count(groups.valid)
     return count, count > 0
 
 
-def number_of_nonzero(groups: Any) -> Results:
+def number_of_nonzero(groups: Groups) -> Results:
     return groups.count(groups.valid & is_nonzero(groups.values)), groups.any(groups.valid)
 
 
-def every(groups: Any) -> Results:
+def every(groups: Groups) -> Results:
     return ~groups.any(groups.valid & ~is_nonzero(groups.values)), groups.any(groups.valid)
 
 
-def some(groups: Any) -> Results:
+def some(groups: Groups) -> Results:
     return groups.any(groups.valid & is_nonzero(groups.values)), groups.any(groups.valid)
 
 
-def norm(groups: Any, dtype: Any, ord: float) -> Results:  # noqa: A002
+def norm(groups: Groups, dtype: DTypeLike, ord: float) -> Results:  # noqa: A002
     parts, exists = norm_in_parts(groups, dtype, ord)
     return parts.size / parts.factor, exists
 
 
-def norm_in_parts(groups: Any, dtype: Any, ord: float) -> tuple[Norm, Any]:  # noqa: A002
+def norm_in_parts(groups: Groups, dtype: DTypeLike, ord: float) -> tuple[Norm, jax.Array]:  # noqa: A002
     """Return the norm of each group as a number to divide by, and a power of two.
 
     Returns:
@@ -133,16 +136,16 @@ def norm_in_parts(groups: Any, dtype: Any, ord: float) -> tuple[Norm, Any]:  # n
     pivot = groups.max(sizes) if ord > 0 else groups.min(sizes)
     pivot = jnp.where(jnp.isfinite(pivot) & (pivot > 0), pivot, 1)
     factor = factor_for(pivot)
-    of_entries = groups.spread(factor)
-    x, size = x * of_entries.astype(x.dtype), size * of_entries
+    entry_factor = groups.spread(factor)
+    x, size = x * entry_factor.astype(x.dtype), size * entry_factor
     if math.isinf(ord):
         result, _ = (maximum if ord > 0 else minimum)(dataclasses.replace(groups, values=size))
         result = jnp.where(exists, result, 0 if ord > 0 else jnp.inf)
     elif ord == 2:
         result = _root(groups.sum(squared(x)), 2)
     else:
-        pivot = 1 if ord == 1 else pivot * factor
-        ratio = size if ord == 1 else size / groups.spread(pivot)
+        pivot = jnp.ones_like(pivot) if ord == 1 else pivot * factor
+        ratio = size / groups.spread(pivot)
         powers = jnp.where(taken, jnp.where(taken, ratio, 1) ** ord, 0)
         result = _root(groups.sum(powers), ord) * pivot
     if ord < 0:  # A single 0 makes the sum infinite and the norm 0.
@@ -151,7 +154,7 @@ def norm_in_parts(groups: Any, dtype: Any, ord: float) -> tuple[Norm, Any]:  # n
     return Norm(x, result, factor), exists
 
 
-def log_sum_exp(groups: Any, dtype: Any) -> Results:
+def log_sum_exp(groups: Groups, dtype: DTypeLike) -> Results:
     _refuse_complex(groups.values.dtype)
     exists = groups.any(groups.valid)
     largest = _peak(groups, wide(dtype))
@@ -160,7 +163,7 @@ def log_sum_exp(groups: Any, dtype: Any) -> Results:
     return log(groups.sum(powers)) + largest, exists
 
 
-def exponentials(groups: Any, shift: Any, dtype: Any) -> Any:
+def exponentials(groups: Groups, shift: jax.Array, dtype: DTypeLike) -> jax.Array:
     """exp(x - shift) of the entries that take part, 0 elsewhere."""
     x = jnp.where(
         groups.valid, select(groups, 0, dtype) - groups.spread(shift).astype(dtype), 0
@@ -168,22 +171,22 @@ def exponentials(groups: Any, shift: Any, dtype: Any) -> Any:
     return jnp.where(groups.valid, jnp.exp(x), 0)
 
 
-def log(x: Any) -> Any:
+def log(x: jax.Array) -> jax.Array:
     """log(x), with derivative 0 where x is 0."""
     zero = x == 0
     return jnp.where(zero, -jnp.inf, jnp.log(jnp.where(zero, 1, x)))
 
 
-def shift_of(groups: Any, dtype: Any) -> Any:
+def shift_of(groups: Groups, dtype: DTypeLike) -> jax.Array:
     """Return the largest (real part of an) entry of each group as a constant, 0 for none."""
     return jnp.where(groups.any(groups.valid), _peak(groups, dtype), 0)
 
 
-def _peak(groups: Any, dtype: Any) -> Any:
+def _peak(groups: Groups, dtype: DTypeLike) -> jax.Array:
     return groups.max(lax.stop_gradient(jnp.real(select(groups, -jnp.inf, dtype))))
 
 
-def _root(x: Any, order: float) -> Any:
+def _root(x: jax.Array, order: float) -> jax.Array:
     """x ** (1 / order), with derivative 0 where x is 0."""
     zero = x == 0
     base = jnp.where(zero, 1, x)
@@ -194,11 +197,11 @@ def _root(x: Any, order: float) -> Any:
 # --- order -------------------------------------------------------------------------------
 
 
-def maximum(groups: Any) -> Results:
+def maximum(groups: Groups) -> Results:
     return _extremum(groups, groups.max, least)
 
 
-def minimum(groups: Any) -> Results:
+def minimum(groups: Groups) -> Results:
     return _extremum(groups, groups.min, greatest)
 
 
@@ -214,11 +217,11 @@ product_of_all = with_zeros(
 every_of_all = with_zeros(every, lambda x, missing: x & ~missing)
 
 
-def argmax(groups: Any) -> Results:
+def argmax(groups: Groups) -> Results:
     return _first_index(groups, groups.max, least)
 
 
-def argmin(groups: Any) -> Results:
+def argmin(groups: Groups) -> Results:
     return _first_index(groups, groups.min, greatest)
 
 
@@ -233,7 +236,7 @@ def _with_slope_of_jvp(primals: Any, tangents: Any) -> Any:
     return _with_slope_of(*primals), tangents[1]
 
 
-def _extremum(groups: Any, reduce: Any, identity: Any) -> Results:
+def _extremum(groups: Groups, reduce: _Reduce, identity: Callable[[Any], Any]) -> Results:
     result, ties = _ties(groups, reduce, identity)
     if jnp.issubdtype(result.dtype, jnp.floating):
         # The mean of the ties is the result, but for rounding, and has the derivative
@@ -244,7 +247,7 @@ def _extremum(groups: Any, reduce: Any, identity: Any) -> Results:
     return result, groups.any(groups.valid)
 
 
-def _first_index(groups: Any, reduce: Any, identity: Any) -> Results:
+def _first_index(groups: Groups, reduce: _Reduce, identity: Callable[[Any], Any]) -> Results:
     _, ties = _ties(groups, reduce, identity)
     positions = groups.positions()
     nowhere = jnp.iinfo(positions.dtype).max
@@ -253,7 +256,9 @@ def _first_index(groups: Any, reduce: Any, identity: Any) -> Results:
     return jnp.where(exists, first, 0), exists
 
 
-def _ties(groups: Any, reduce: Any, identity: Any) -> tuple[Any, Any]:
+def _ties(
+    groups: Groups, reduce: _Reduce, identity: Callable[[Any], Any]
+) -> tuple[jax.Array, jax.Array]:
     """Return the extremum of each group, a constant, and which valid entries equal it."""
     dtype = groups.values.dtype
     _refuse_complex(dtype)
@@ -264,12 +269,12 @@ def _ties(groups: Any, reduce: Any, identity: Any) -> tuple[Any, Any]:
     return result, groups.valid & ((x == extremum) | both_nan)
 
 
-def _refuse_complex(dtype: Any) -> None:
+def _refuse_complex(dtype: DTypeLike) -> None:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(f"`x` has dtype {dtype}, and complex numbers have no order.")
 
 
-def median(groups: Any, dtype: Any, averaged: bool) -> Results:
+def median(groups: Slices, dtype: DTypeLike, averaged: bool) -> Results:
     """Return the median of a dense array's entries, before it is cast to `dtype`.
 
     The middle entries are found by sorting and then read, so that the derivative is that of
@@ -281,7 +286,7 @@ def median(groups: Any, dtype: Any, averaged: bool) -> Results:
     sizes = tuple(values.shape[a] for a in rest)
     number = math.prod(values.shape[a] for a in axes)
 
-    def flat(x: Any) -> Any:
+    def flat(x: jax.Array) -> jax.Array:
         x = jnp.transpose(x, rest + axes).reshape(*sizes, number)
         # One more, so that there is always something to read.
         return jnp.pad(x, [(0, 0)] * len(sizes) + [(0, 1)])
@@ -298,7 +303,7 @@ def median(groups: Any, dtype: Any, averaged: bool) -> Results:
     last = jnp.maximum(count - 1, 0)
     bad = jnp.any(x != x, -1, keepdims=True)  # nan sorts last
 
-    def entry(rank: Any) -> Any:
+    def entry(rank: jax.Array) -> jax.Array:
         rank = jnp.where(bad, last, jnp.minimum(rank, last))
         return jnp.take_along_axis(x, jnp.take_along_axis(order, rank, -1), -1)
 

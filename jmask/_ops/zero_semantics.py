@@ -97,21 +97,21 @@ def _number(candidate: tuple[float, int], kind: Any) -> Any:
 def _is_safe(function: Callable, numbers: tuple[Any, ...]) -> bool:
     varying = [i for i, x in enumerate(numbers) if _is_inexact(x)]
 
-    def of_varying(*xs: Any) -> Any:
+    def varying_function(*xs: Any) -> Any:
         arguments = list(numbers)
         for i, x in zip(varying, xs, strict=True):
             arguments[i] = x
         return function(*arguments)
 
     def slope(*xs: Any) -> Any:
-        return jax.jvp(of_varying, xs, tuple(map(np.ones_like, xs)))
+        return jax.jvp(varying_function, xs, tuple(map(np.ones_like, xs)))
 
     xs = tuple(numbers[i] for i in varying)
     with trial():
         try:
             results = jax.jvp(slope, xs, tuple(map(np.ones_like, xs)))
         except (TypeError, NotImplementedError):
-            results = of_varying(*xs)  # not differentiable: then its value decides
+            results = varying_function(*xs)  # not differentiable: then its value decides
         return all(_is_finite(x) for x in jax.tree.leaves(results))
 
 
@@ -241,12 +241,12 @@ def behaviour_at_zero(
     """Decide how an elementwise function behaves where its sparse operands are zero."""
     varying = [(i, x) for i, x in enumerate(roles) if isinstance(x, Varying)]
 
-    def of_varying(*values: Any) -> Any:
+    def varying_function(*values: Any) -> Any:
         rest = iter(values)
         operands = (x.value if isinstance(x, Number) else next(rest) for x in roles)
         return function(*operands, **dict(kwargs))
 
-    program = jax.make_jaxpr(of_varying)(
+    program = jax.make_jaxpr(varying_function)(
         *(jax.ShapeDtypeStruct((), x.dtype, weak_type=x.weak) for _, x in varying)
     )
     consts = [
@@ -262,8 +262,8 @@ def behaviour_at_zero(
         zeros.append((zero, _ARRAYS) if x.kind == "array" else inputs[-1])
     with trial():
         ((value, dependence),) = _run(program.jaxpr, consts, inputs)
-        ((at_zero, of_all),) = _run(program.jaxpr, consts, zeros)
-    sums = of_all != _OTHER and isinstance(at_zero, Known) and at_zero.is_zero()
+        ((at_zero, affine_value),) = _run(program.jaxpr, consts, zeros)
+    sums = affine_value != _OTHER and isinstance(at_zero, Known) and at_zero.is_zero()
     return Behaviour(value, dependence != _OTHER, sums)
 
 

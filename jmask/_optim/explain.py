@@ -176,8 +176,8 @@ def explain(
     leaves = jax.tree.leaves_with_path(params, is_leaf=is_stored_table)
     reported = {report.shape for report in reports}
     steps = [
-        _step(path, leaf, gradient, of_leaf, reported, platform)
-        for (path, leaf), gradient, of_leaf in zip(leaves, gradients, uses, strict=True)
+        _step(path, leaf, gradient, leaf_uses, reported, platform)
+        for (path, leaf), gradient, leaf_uses in zip(leaves, gradients, uses, strict=True)
     ]
     explained = {step.shape for step in steps if step.note}
     others = [_with_place(r.message, r.place) for r in reports if r.shape not in explained]

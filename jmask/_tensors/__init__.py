@@ -1,10 +1,9 @@
 """The tensors. Sub-packages above install their operations.
 
 row_sparse, checks              a tensor that stores some of its rows
-masked_tensor, masked_storage   a tensor some entries of which are not valid
-mask_positions                  masks that store other positions than the data
+masked_tensor                   a tensor some entries of which are not valid
 storage                         what code for any storage asks of it
-cast_storage, npz, flax_state   from one storage to another, to files
+conversions, flax_state         from one storage to another, to files
 specified, placeholders         which entries count for a gradient: `todense`, `sparse_mask`
 methods                         methods that are functions of sub-packages above
 misuse                          errors of a `RowSparse` in code that is for arrays

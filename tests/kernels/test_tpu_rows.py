@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 import jmask
-from jmask._kernels import lines, rows, scatter_update, tpu_choice, tpu_rows, update_rows
+from jmask._kernels import lines, rows, scatter_update, tpu_rows, update_rows
 
 # Without a clock for each DMA the interpreter sees no race between two of them.
 PARAMS = pltpu.InterpretParams(detect_races=True, vector_clock_size=512)
@@ -392,7 +392,7 @@ def test_one_export_holds_the_kernel_and_scatters() -> None:
 
 
 def test_narrow_tables_are_said_once() -> None:
-    tpu_choice._warn_of_copies.cache_clear()
+    tpu_rows._warn_of_copies.cache_clear()
     with pytest.warns(UserWarning, match=r"jmask.packed\(table\)"):
         kernels_of(jmask.adagrad(), (10**6, 64))
     kernels_of(jmask.adagrad(), (10**6, 64))  # not again, nor of small tables

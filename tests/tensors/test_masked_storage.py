@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
-from jmask._tensors.masked_storage import from_numpy_ma, to_numpy_ma, to_storage
+from jmask._tensors.conversions import from_numpy_ma, to_numpy_ma, to_storage
 from jmask._tensors.storage import stored_values
 from tests.moved_entries import DTYPES, assert_masked, example
 from tests.sparse_arrays import coo

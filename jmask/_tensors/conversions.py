@@ -10,7 +10,11 @@ storage holds the rows with a valid entry; their other entries stay masked. Size
 static: what `nse` leaves over is padding, which is never valid.
 """
 
+import os
+import tempfile
+import zipfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,14 +22,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._base.array_types import joint_dtype, trailing
-from jmask._base.validation import checked_array, checked_choice
+from jmask._base.array_types import is_nonzero, joint_dtype, trailing
+from jmask._base.validation import checked_array, checked_choice, checked_path
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.checks import checked_capacity, fit_or_poison
 from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, joined
 from jmask._tensors.methods import install
 from jmask._tensors.row_sparse import RowSparse
-from jmask._tensors.storage import compressed, coordinates, is_sparse, stored_values
+from jmask._tensors.storage import (
+    as_dense,
+    compressed,
+    coordinates,
+    is_entry,
+    is_sparse,
+    stored_values,
+    stype,
+    unique_positions,
+)
+from jmask._tensors.storage import stype as stype_of
 
 
 def to_storage(x: Any, stype: str, nse: int | None = None) -> MaskedTensor:
@@ -249,3 +263,203 @@ def _assembled_rows(x: MaskedTensor, nse: int | None) -> MaskedTensor:
 
 
 install(to_coo=to_coo, to_csr=to_csr, to_row_sparse=to_row_sparse, to_numpy_ma=to_numpy_ma)
+
+
+# --- cast storage -------------------------------------------------------------------------
+#
+# The same tensor on another storage: `cast_storage`.
+#
+#     [[0, 0],     "row_sparse"    indices [1]          values [[0, 5]]
+#      [0, 5],     "coo"           indices [[1, 1]]     values [5]
+#      [0, 0]]     "csr"           indices [1]          values [5], indptr [0, 0, 1, 1]
+#
+# A cast stores what is not zero: rows with an entry that is not zero (nan is not), or such
+# entries. For masked tensors it stores the valid entries, zero or not.
+
+
+def cast_storage(x: Any, stype: str, *, nse: int | None = None) -> Any:
+    """Return the tensor on another storage; MXNet's function of this name.
+
+    Args:
+        x: array, `RowSparse`, BCOO, BCSR, or `MaskedTensor` on any of them.
+        stype: "default", "row_sparse", "coo" or "csr" (of two dimensions).
+        nse: the number of rows ("row_sparse") or entries to store, static. By default the
+            exact number; while `x` is traced, as many as a sparse `x` can need. For a
+            traced dense `x` it must be given.
+
+    Returns:
+        An array, `RowSparse`, BCOO or BCSR; a `MaskedTensor` on it if `x` is one. `x` itself
+        if it has that storage and `nse` is not given.
+
+    Raises:
+        ValueError: if `stype` is none of these, the storage does not suit the shape, or
+            `nse` is missing or too small. Where that cannot be known, under jit, floating
+            values are nan and others are refused: nothing is lost silently.
+        TypeError: if `x` is none of these.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jmask.cast_storage(jnp.array([[0., 0.], [0., 5.]]), "row_sparse")
+        >>> x
+        RowSparse(float32[2, 2], nse=1)
+        >>> jmask.cast_storage(x, "csr")
+        BCSR(float32[2, 2], nse=1)
+        >>> jmask.cast_storage(x, "default")
+        Array([[0., 0.],
+               [0., 5.]], dtype=float32)
+    """
+    check_stype(stype)
+    if isinstance(x, MaskedTensor):
+        return to_storage(x, stype, nse)
+    current = stype_of(x)
+    x = x if is_sparse(x) else jnp.asarray(x)
+    if current == stype and (nse is None or stype == "default"):
+        return x
+    if stype == "default":
+        return as_dense(x)
+    _check_castable(x, stype)
+    if is_sparse(x):
+        x = unique_positions(x)
+        entries = is_entry(x) & is_nonzero(stored_values(x))
+    else:
+        entries = is_nonzero(x)
+    if nse is None and isinstance(entries, jax.core.Tracer):
+        nse = _most(x, entries, stype)
+    masked = joined(x, entries)
+    return to_storage(masked, stype, nse).storage
+
+
+def _check_castable(x: Any, stype: str) -> None:
+    if x.ndim == 0 or (stype == "csr" and x.ndim != 2):
+        needed = "two dimensions" if stype == "csr" else "at least one dimension"
+        raise ValueError(f"{stype} storage needs {needed}, got `x` of shape {x.shape}.")
+    if getattr(x, "n_batch", 0) or (isinstance(x, BCSR) and x.n_dense):
+        raise ValueError(
+            f"`x` has {x.n_batch} batch and {x.n_dense} dense dimensions, which other "
+            "storages do not: use x.update_layout(n_batch=0), or vmap over batches."
+        )
+
+
+def _most(x: Any, entries: jax.Array, stype: str) -> int:
+    """Return how many rows or entries a sparse tensor can need at most."""
+    if not is_sparse(x):
+        raise ValueError(
+            "`nse`, the number of rows or entries to store, must be given for a traced "
+            "dense `x` (under jit, vmap or grad)."
+        )
+    return min(x.shape[0], entries.shape[0]) if stype == "row_sparse" else entries.size
+
+
+# --- npz ----------------------------------------------------------------------------------
+#
+# Tensors in NumPy's `.npz` files, on any storage.
+#
+# x.npz of a RowSparse      stype "row_sparse", shape, values, indices, coalesced
+
+# The arrays of each storage, in the order in which `_rebuilt` takes them.
+_FIELDS = {
+    "default": (),
+    "row_sparse": ("values", "indices"),
+    "coo": ("data", "indices"),
+    "csr": ("data", "indices", "indptr"),
+}
+_FLAGS = ("coalesced", "indices_sorted", "unique_indices")
+
+
+def save_npz(file: str | os.PathLike, x: Any) -> None:
+    """Store a tensor in NumPy's `.npz` format: readable by NumPy alone, and written whole.
+
+    Args:
+        file: a path; ".npz" is appended if it is missing. A file that is there is replaced,
+            once the new one is complete.
+        x: `RowSparse`, BCOO, BCSR, array, or `MaskedTensor` on any of them. Dtypes that
+            NumPy's format lacks (bfloat16) are stored as integers of their size.
+
+    Raises:
+        TypeError: if `x` is none of these.
+        ValueError: if `x` is a stack of row-sparse tensors.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask, tempfile
+        >>> path = tempfile.mkdtemp() + "/x.npz"
+        >>> jmask.save_npz(path, jmask.RowSparse([1], jnp.ones((1, 2)), (3, 2)))
+        >>> jmask.load_npz(path)
+        RowSparse(float32[3, 2], nse=1)
+    """
+    masked = isinstance(x, MaskedTensor)
+    storage = x.storage if masked else x
+    kind = stype(storage)
+    if isinstance(storage, RowSparse):
+        storage.check_single()
+    fields = {name: getattr(storage, name) for name in _FIELDS[kind]} or {"data": storage}
+    if masked:
+        fields["valid"] = x.valid
+    contents: dict[str, Any] = {"stype": kind, "shape": np.shape(storage)}
+    if kind != "default":
+        contents["shape"] = tuple(storage.shape)
+        contents |= {flag: getattr(storage, flag) for flag in _FLAGS if hasattr(storage, flag)}
+    for name, array in fields.items():
+        array = np.asarray(array)
+        if array.dtype.isbuiltin != 1:
+            contents[f"{name}_dtype"] = array.dtype.name
+            array = array.view(f"u{array.dtype.itemsize}")
+        contents[name] = array
+    path = Path(checked_path("file", file))
+    path = path if path.suffix == ".npz" else path.with_name(f"{path.name}.npz")
+    handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".partial")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            np.savez(stream, **contents)
+        Path(partial).replace(path)
+    finally:
+        Path(partial).unlink(missing_ok=True)
+
+
+def load_npz(file: str | os.PathLike) -> Any:
+    """Return the tensor that `save_npz` stored.
+
+    Raises:
+        ValueError: if the file was not written by `save_npz`.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask, tempfile
+        >>> path = tempfile.mkdtemp() + "/x.npz"
+        >>> jmask.save_npz(path, jmask.masked_tensor(jnp.ones(2), jnp.array([True, False])))
+        >>> jmask.load_npz(path)
+        MaskedTensor([1.0, --], dtype=float32)
+    """
+    if not zipfile.is_zipfile(checked_path("file", file)):
+        Path(file).stat()  # the error of a file that is not there
+        raise ValueError(
+            f"`file` {os.fspath(file)!r} is no .npz file: it was not written by jmask.save_npz."
+        )
+    with np.load(file, allow_pickle=False) as contents:
+        if "stype" not in contents:
+            raise ValueError(
+                f"`file` {os.fspath(file)!r} holds {sorted(contents)}, and no `stype`: it was "
+                "not written by jmask.save_npz."
+            )
+        kind = str(contents["stype"])
+        shape = tuple(contents["shape"].tolist())
+        flags = {name: bool(contents[name]) for name in _FLAGS if name in contents}
+        arrays = [_loaded(contents, name) for name in _FIELDS[kind] or ("data",)]
+        storage = _rebuilt(kind, arrays, shape, flags)
+        if "valid" not in contents:
+            return storage
+        return joined(storage, _loaded(contents, "valid"))
+
+
+def _loaded(contents: Any, name: str) -> jax.Array:
+    array = contents[name]
+    if f"{name}_dtype" in contents:
+        array = array.view(jnp.dtype(str(contents[f"{name}_dtype"])))
+    return jnp.asarray(array)
+
+
+def _rebuilt(kind: str, arrays: Any, shape: tuple[int, ...], flags: dict[str, bool]) -> Any:
+    if kind == "default":
+        return arrays[0]
+    if kind == "row_sparse":
+        values, indices = arrays
+        return RowSparse(indices, values, shape, **flags)
+    return (BCOO if kind == "coo" else BCSR)(tuple(arrays), shape=shape, **flags)
