@@ -20,7 +20,7 @@ import jmask
 from tests.compiled_step import IN_PLACE, whole_table_operations
 from tests.oracle import assert_close, densified
 
-pytestmark = pytest.mark.dtype_promotion  # some optimizers of optax promote
+pytestmark = [pytest.mark.sampled, pytest.mark.dtype_promotion]
 
 RNG = np.random.default_rng(0)
 

@@ -16,6 +16,8 @@ from tests.leaks import no_tracer_is_kept
 from tests.lookup_programs import IDS, PROGRAMS, TABLE, VALID, D, V, square
 from tests.oracle import assert_close, densified, is_row_sparse
 
+pytestmark = pytest.mark.sampled
+
 
 @contextlib.contextmanager
 def expecting_fallback(expected: bool):

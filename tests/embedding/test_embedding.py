@@ -18,6 +18,8 @@ import jmask
 from tests.embedding_oracle import MODES, looked_up, normal, sources, strictness, table_gradient
 from tests.oracle import dense_twin
 
+pytestmark = pytest.mark.sampled
+
 V, D, N = 6, 3, 8
 TABLE, WEIGHTS = normal(V, D), normal(N, D)
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}

@@ -44,6 +44,8 @@ from tests.embedding_oracle import (
 )
 from tests.oracle import dense_twin
 
+pytestmark = pytest.mark.sampled
+
 
 def bag_of(form: str, places: np.ndarray) -> np.ndarray:
     """The bag of each entry, B or -1 for none."""

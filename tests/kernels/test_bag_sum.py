@@ -14,6 +14,8 @@ from jmask._kernels import bag_sum as module
 from jmask._kernels import tuning
 from jmask._kernels.bag_sum import BagSum, bag_sum
 
+pytestmark = pytest.mark.sampled
+
 V, D, BAGS = 9, 64, 4  # rows of 64 have a gather of their own
 
 

@@ -11,6 +11,8 @@ from jax import lax
 import jmask
 from jmask._kernels.gather import Gather
 
+pytestmark = pytest.mark.sampled
+
 V = 7
 IDS = np.array([3, 0, -1, 6, 3, 7, -9, 2**31 - 1], np.int32)
 

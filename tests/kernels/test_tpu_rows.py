@@ -21,6 +21,8 @@ from jax.sharding import PartitionSpec as P
 import jmask
 from jmask._kernels import lines, rows, scatter_update, tpu_rows, update_rows
 
+pytestmark = pytest.mark.sampled
+
 # Without a clock for each DMA the interpreter sees no race between two of them.
 PARAMS = pltpu.InterpretParams(detect_races=True, vector_clock_size=512)
 KERNELS = ("jmask_update_rows", "jmask_read_lines")

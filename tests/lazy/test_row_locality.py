@@ -12,6 +12,8 @@ from jax import lax
 
 import jmask
 
+pytestmark = pytest.mark.sampled
+
 V, N = 12, 2
 TABLE = jax.ShapeDtypeStruct((V, 3), jnp.float32)
 ROWS = jax.eval_shape(lambda: jmask.RowSparse.zeros((V, 3), nse=N))

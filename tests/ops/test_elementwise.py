@@ -20,6 +20,8 @@ import jmask.numpy as jnm
 from tests.sparse_arrays import csr
 from tests.torch_names import REFERENCE_BINARY, REFERENCE_UNARY, TORCH_NAMES, name_here
 
+pytestmark = pytest.mark.sampled
+
 SHAPE = (2, 3)
 RNG = np.random.default_rng(0)
 MASKS = {

@@ -17,6 +17,8 @@ from tests.moved_entries import (
     valid_sum,
 )
 
+pytestmark = pytest.mark.sampled
+
 X = example()
 INDICES = {
     "integer": 1,

@@ -21,6 +21,8 @@ from tests.moved_entries import (
 )
 from tests.sparse_arrays import coo
 
+pytestmark = pytest.mark.sampled
+
 X = example()
 ROW = np.array([True, False, True])
 

@@ -19,6 +19,8 @@ from tests.moved_entries import (
     numbered,
 )
 
+pytestmark = pytest.mark.sampled
+
 X = example()
 ROW = np.array([True, False, True])
 

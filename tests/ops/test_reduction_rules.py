@@ -13,6 +13,8 @@ from jmask import MaskedTensor, RowSparse
 from tests.masked_cases import KINDS, PATTERNS, SHAPE, build
 from tests.sparse_arrays import coo
 
+pytestmark = pytest.mark.sampled
+
 IDENTITIES = {
     "sum": 0, "prod": 1, "max": -np.inf, "min": np.inf, "amax": -np.inf, "amin": np.inf,
     "logsumexp": -np.inf, "norm": 0, "argmax": 0, "argmin": 0, "mean": np.nan,

@@ -17,6 +17,8 @@ import jmask.numpy as jnm
 from jmask import MaskedTensor, RowSparse
 from tests.masked_cases import KINDS, PATTERNS, POISON, SHAPE, build, masks, sliced, slope
 
+pytestmark = pytest.mark.sampled
+
 AXES = ((None, True), (0, False), (-1, True))
 BOTH = (((0, 1), False),)
 

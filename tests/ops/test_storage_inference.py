@@ -20,6 +20,8 @@ from jax.experimental.sparse import BCOO
 import jmask
 import jmask.numpy as jnm
 
+pytestmark = pytest.mark.sampled
+
 ROWS, WIDTH = 6, 3
 NUMBERS = np.random.default_rng(0)
 X_IDS, Y_IDS = [4, 1, 4, -1, 9], [1, 0, 0]  # duplicates, padding of two kinds

@@ -14,7 +14,7 @@ import jmask
 from tests.leaks import no_tracer_is_kept
 from tests.oracle import densified
 
-pytestmark = pytest.mark.dtype_promotion
+pytestmark = [pytest.mark.sampled, pytest.mark.dtype_promotion]
 
 V, D = 9, 3
 TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), jnp.float32)

@@ -16,6 +16,8 @@ from tests.later import later
 from tests.lookup_programs import PROGRAMS, TABLE
 from tests.oracle import is_row_sparse
 
+pytestmark = pytest.mark.sampled
+
 nn = later("flax.linen")
 nnx = later("flax.nnx")
 

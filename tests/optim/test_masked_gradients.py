@@ -13,7 +13,7 @@ from tests import sparse_arrays
 from tests.optax_cases import CHAINS, ROW_LOCAL, extra_args
 from tests.oracle import densified
 
-pytestmark = pytest.mark.dtype_promotion
+pytestmark = [pytest.mark.sampled, pytest.mark.dtype_promotion]
 
 V, D = 6, 3
 RNG = np.random.default_rng(0)

@@ -12,6 +12,8 @@ import jmask
 from tests import numpy_optimizers
 from tests.compiled_step import with_optax
 
+pytestmark = pytest.mark.sampled
+
 V, STEPS = 13, 20  # more rows than lookups by half, or whole tables would be updated
 NEVER = 4  # the row no gradient touches
 

@@ -18,7 +18,7 @@ from tests.compiled_step import with_optax
 from tests.sparse_arrays import coo
 from tests.stored_tables import STEPS
 
-pytestmark = pytest.mark.dtype_promotion
+pytestmark = [pytest.mark.sampled, pytest.mark.dtype_promotion]
 
 GRADIENT = jmask.RowSparse([1, 2], [[1.0, 2], [4, 5]], (4, 2))
 

@@ -11,7 +11,7 @@ import pytest
 
 import jmask
 
-pytestmark = pytest.mark.dtype_promotion
+pytestmark = [pytest.mark.sampled, pytest.mark.dtype_promotion]
 
 V, D = 8, 2
 PARAMS = {"users": jnp.ones((V, D)), "items": 2 * jnp.ones((V, D)), "w": jnp.ones(D)}

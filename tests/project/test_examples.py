@@ -92,6 +92,7 @@ def text(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_trains_maps_and_compares(word2vec, text, tmp_path, capsys):
     png = tmp_path / "map.png"
     word2vec.main([str(text), "--map", str(png), *SMALL])

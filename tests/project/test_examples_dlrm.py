@@ -52,6 +52,7 @@ def final_state(folder, step):
     return kept.state
 
 
+@pytest.mark.slow
 def test_goes_on_with_the_same_bits(dlrm, logs, tmp_path, capsys, monkeypatch):
     """Stopped after three batches of five, and then twice at the end of the data."""
     drawn = []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.sampled(15), pytest.mark.rank_promotion, pytest.mark.dtype_promotion]
+pytestmark = [pytest.mark.slow, pytest.mark.rank_promotion, pytest.mark.dtype_promotion]
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "quickstart.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text())["cells"]

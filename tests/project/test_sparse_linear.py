@@ -41,6 +41,7 @@ def text(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_learns_and_compares(example, text, capsys):
     example.main([str(text), *SMALL])
     printed = capsys.readouterr().out

@@ -14,6 +14,8 @@ from jmask._tensors.storage import stored_values
 from tests.moved_entries import DTYPES, assert_masked, example
 from tests.sparse_arrays import coo
 
+pytestmark = pytest.mark.sampled
+
 KINDS = ("default", "coo", "csr", "row_sparse")
 MASK = np.array([[1, 0, 1], [0, 0, 0], [0, 1, 1], [1, 0, 0]], bool)
 DATA = np.where(MASK, np.arange(1, 13).reshape(4, 3), np.nan).astype(np.float32)

@@ -16,6 +16,8 @@ import jmask
 import jmask.numpy as jnm
 from tests.oracle import dense_twin, densified, touched_rows
 
+pytestmark = pytest.mark.sampled
+
 ROWS = 7
 IDS = st.integers(-3, ROWS + 3)
 

@@ -12,6 +12,8 @@ import jmask
 import jmask.numpy as jnm
 from tests.sparse_arrays import coo
 
+pytestmark = pytest.mark.sampled
+
 SHAPE = (3, 4)
 RNG = np.random.default_rng(0)
 VALUES = RNG.normal(size=SHAPE).astype(np.float32)
