@@ -15,9 +15,15 @@ from jmask._tables.stored_table import StoredTable
 
 
 class Deferred(StoredTable):
-    """The base of `DeferredTable`."""
+    """The base of `DeferredTable`.
+
+    Attributes:
+        main: the array or table container that holds the rows.
+    """
 
     __slots__ = ()
+
+    main: Any
 
 
 def is_deferred(x: Any) -> bool:

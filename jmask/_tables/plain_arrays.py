@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jmask._base.validation import abstract_leaf, leaf_name, not_an_array
 from jmask._tables.deferral import Deferred, is_deferred, sealed
@@ -144,19 +144,36 @@ def _arrays_of(x: Any) -> Any:
     if is_row_sparse(x):
         return {"indices": x.indices, "values": x.values}
     if is_deferred(x):
-        return {name: to_arrays(getattr(x, name)) for name in _OF_DEFERRED}
+        others = (name for name in _OF_DEFERRED if name != "clock")
+        return {"clock": _clock_of(x), **{name: to_arrays(getattr(x, name)) for name in others}}
     if not is_stored_table(x):
         return x
-    sharding = None
+    sharding: Any = None
     if isinstance(x, ShardedTable):
         shards = x.layout.shards
         first = next((i for i, n in enumerate(x.shape) if n % shards == 0), None)
         spec = [x.layout.rows if i == first else None for i in range(x.ndim)]
         sharding = NamedSharding(x.layout.mesh, PartitionSpec(*spec))
-    if isinstance(jax.tree.leaves(x)[0], jax.ShapeDtypeStruct):
+    leaf = jax.tree.leaves(x)[0]
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        if sharding is None and isinstance(leaf.sharding, SingleDeviceSharding):
+            # Without one orbax restores the array to the devices on which it was saved.
+            sharding = leaf.sharding
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     dense = jax.jit(type(x).todense, out_shardings=sharding)
     return dense(x)
+
+
+def _clock_of(x: Any) -> Any:
+    leaf = x.sealed_clock
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return x.clock
+    # orbax describes a random key, which the clock is, by the words that it consists of.
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    shape, sharding = leaf.shape if is_key else leaf.shape[:-1], leaf.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
 
 
 # --- from arrays -------------------------------------------------------------------------
@@ -207,11 +224,26 @@ def _as_deferred(name: str, given: Any, like: Deferred) -> Deferred:
     if jnp.issubdtype(clock.dtype, jax.dtypes.prng_key):
         clock = jax.random.key_data(clock)[..., 0]
     parts = {
-        key: from_arrays({key: given[key]}, {key: getattr(like, key)})[key]
+        key: _on_devices_of(
+            like.main, from_arrays({key: given[key]}, {key: getattr(like, key)})[key]
+        )
         for key in _OF_DEFERRED
         if key != "clock"
     }
-    return like._with(sealed_clock=sealed(jnp.asarray(clock, jnp.int32)), **parts)
+    clock = _on_devices_of(like.main, jnp.asarray(clock, jnp.int32))
+    return like._with(sealed_clock=sealed(clock), **parts)
+
+
+def _on_devices_of(main: Any, part: Any) -> Any:
+    """Replicate what all rows share where the rows are: it may come from another mesh."""
+    leaves = jax.tree.leaves(part)
+    if is_stored_table(part) or any(isinstance(x, jax.core.Tracer) for x in leaves):
+        return part
+    if isinstance(main, ShardedTable):
+        return jax.device_put(part, NamedSharding(main.layout.mesh, PartitionSpec()))
+    # Arrays of one device may be used beside those of any other if they are not bound to it.
+    is_sharded = lambda x: isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)) if is_sharded(x) else x, part)
 
 
 def _as_table(name: str, given: Any, like: StoredTable) -> StoredTable:

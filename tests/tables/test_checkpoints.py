@@ -1,6 +1,7 @@
 """Checkpoints of tables: restored into any layout, each row is its own, or it is refused."""
 
 import functools
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,13 @@ from tests.stored_tables import bits, is_table, mesh_of, numbers
 
 ocp, eqx = later("orbax.checkpoint"), later("equinox")
 
-pytestmark = [pytest.mark.sampled(15), pytest.mark.dtype_promotion]
+pytestmark = [
+    pytest.mark.sampled(15),
+    pytest.mark.dtype_promotion,
+    # Where a restore is refused, orbax (0.12) leaves a future of its event loop behind, whose
+    # error nobody awaits: Python reports it when it is collected, in whichever test that is.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 TX = jmask.adam(0.1)
 # 21 rows: 3 on each of 7 or 8 shards, 6 on each of 4; 21 and 24 rows of blocks.
@@ -94,6 +101,7 @@ def test_leaves_are_restored_or_refused(
     try:
         again = dense(ROUTES[route](tree, like, tmp_path))
     except (RuntimeError, ValueError):
+        gc.collect()  # see `pytestmark`: not in a test of another file
         assert before != after
         return
     for x, y in zip(again, dense(tree), strict=True):
