@@ -26,6 +26,8 @@ from jmask._tables.stored_table import StoredTable, is_stored_table
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 
 _OF_DEFERRED = ("main", "others", "last", "clock", "lines", "carry")
+# Those of them that have no rows.
+_OF_ALL_ROWS = ("lines", "carry")
 
 
 def to_arrays(tree: Any) -> Any:
@@ -224,26 +226,24 @@ def _as_deferred(name: str, given: Any, like: Deferred) -> Deferred:
     if jnp.issubdtype(clock.dtype, jax.dtypes.prng_key):
         clock = jax.random.key_data(clock)[..., 0]
     parts = {
-        key: _on_devices_of(
-            like.main, from_arrays({key: given[key]}, {key: getattr(like, key)})[key]
-        )
+        key: from_arrays({key: given[key]}, {key: getattr(like, key)})[key]
         for key in _OF_DEFERRED
         if key != "clock"
     }
-    clock = _on_devices_of(like.main, jnp.asarray(clock, jnp.int32))
-    return like._with(sealed_clock=sealed(clock), **parts)
+    shared = {"clock": jnp.asarray(clock, jnp.int32)} | {x: parts[x] for x in _OF_ALL_ROWS}
+    parts |= {key: _on_devices_of(like.main, x) for key, x in shared.items()}
+    return like._with(sealed_clock=sealed(parts.pop("clock")), **parts)
 
 
-def _on_devices_of(main: Any, part: Any) -> Any:
-    """Replicate what all rows share where the rows are: it may come from another mesh."""
-    leaves = jax.tree.leaves(part)
-    if is_stored_table(part) or any(isinstance(x, jax.core.Tracer) for x in leaves):
-        return part
+def _on_devices_of(main: Any, shared: Any) -> Any:
+    """Replicate an array that all rows share where the rows are: it may be on another mesh."""
+    if isinstance(shared, jax.core.Tracer):
+        return shared
     if isinstance(main, ShardedTable):
-        return jax.device_put(part, NamedSharding(main.layout.mesh, PartitionSpec()))
-    # Arrays of one device may be used beside those of any other if they are not bound to it.
-    is_sharded = lambda x: isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
-    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)) if is_sharded(x) else x, part)
+        return jax.device_put(shared, NamedSharding(main.layout.mesh, PartitionSpec()))
+    # An array that is bound to no device goes with the others to theirs.
+    is_bound = isinstance(shared, jax.Array) and len(shared.sharding.device_set) > 1
+    return jnp.asarray(np.asarray(shared)) if is_bound else shared
 
 
 def _as_table(name: str, given: Any, like: StoredTable) -> StoredTable:

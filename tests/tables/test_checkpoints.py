@@ -224,6 +224,17 @@ def test_deferred(before: str | None, after: str | None, call: str, tmp_path: An
     np.testing.assert_array_equal(again[0]["t"].todense(), tree[0]["t"].todense())
 
 
+def test_a_deferred_table_of_a_sharded_array_stays_where_it_is() -> None:
+    mesh = mesh_of(4)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*mesh.axis_names))
+    tree = deferred_run(None, jax.device_put(jnp.ones((24, 12)), sharding))
+    again = jmask.from_arrays(jmask.to_arrays(tree), tree)
+    for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(tree), strict=True):
+        if x.ndim == 2 and x.shape[0] == 24:
+            assert x.sharding == y.sharding
+    np.testing.assert_array_equal(again[0]["t"].todense(), tree[0]["t"].todense())
+
+
 def test_deferred_checkpoint_of_an_older_version() -> None:
     """Its clock was a number."""
     params, state = deferred_run(None, numbers())
