@@ -25,7 +25,6 @@ from jmask._base.row_ids import mapped_words
 from jmask._base.validation import leaf_name
 from jmask._kernels.gathered_rows import GATHERED
 from jmask._kernels.rows import plus_zero, zero_after_reading
-from jmask._tables.deferral import is_deferred
 from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import is_row_sparse
@@ -162,26 +161,17 @@ def argument_name(fun: Callable[..., Any], number: int) -> str:
 #     ids of the gradient = ids that "depend" on the value of the loss
 
 
-def after_reading(value: Any, gradients: Any, params: Any) -> Any:
+def after_reading(value: Any, gradients: Any) -> Any:
     """Make ids of gradients depend on the value of the loss, as far as XLA can tell.
 
     So all that the value needs of a table is read before the table is written. Where nothing
     else orders the two (in a linear loss, or where XLA fuses the lookup into the loss a second
     time, as it does for GPUs), it would read from a copy of the whole table.
-
-    Of deferred tables the values depend on it: a step reads at the ids of the loss, so that
-    XLA sees that it is the same, and reads once.
     """
     zero = zero_after_reading(value) if isinstance(value, jax.core.Tracer) else None
     if zero is None:
         return gradients
-    leaves = jax.tree.leaves(gradients, is_leaf=is_row_sparse)
-    tree: Any = jax.tree.structure(gradients, is_leaf=is_row_sparse)
-    tables = list(map(is_deferred, jax.tree.leaves(params, is_leaf=is_stored_table)))
-    if len(tables) != len(leaves):  # a model, which has no tables of other forms
-        tables = [False] * len(leaves)
-    ordered = (_ordered(x, value, zero, waits) for x, waits in zip(leaves, tables, strict=True))
-    return tree.unflatten(ordered)
+    return jax.tree.map(lambda x: _ordered(x, value, zero), gradients, is_leaf=is_row_sparse)
 
 
 def after_all_reads(results: Sequence[Any]) -> list[Any]:
@@ -200,17 +190,14 @@ def after_all_reads(results: Sequence[Any]) -> list[Any]:
     return [value + zero.astype(value.dtype), *others]
 
 
-def _ordered(gradient: Any, value: jax.Array, zero: jax.Array, waits: bool) -> Any:
-    """Order one gradient; `zero` depends on the value. Deferred tables order their values."""
+def _ordered(gradient: Any, value: jax.Array, zero: jax.Array) -> Any:
+    """Order one gradient; `zero` depends on the value."""
     leaf = gradient.index_leaf if is_row_sparse(gradient) else None
     if not isinstance(leaf, jax.core.Tracer) or varying_axes(value) - varying_axes(leaf):
         return gradient
     shardings = [explicit_sharding(x) for x in (leaf, value)]
     if len({None if x is None else x.mesh for x in shardings}) > 1:
         return gradient
-    if waits:
-        one = plus_zero(jnp.ones((), jnp.int32), zero)
-        return gradient.scaled(lambda x: x * one.astype(x.dtype))
     known = GATHERED.of(gradient.values)
     if known is None or known.index is None:
         leaf = mapped_words(leaf, lambda words: plus_zero(words, zero))

@@ -159,7 +159,7 @@ def _scaled(eqn: JaxprEqn, wanted: Any, _: Any, definitions: dict) -> list[bool]
 
 
 # Every rule must be linear in its symbolic inputs: a sum of rows stands for the dense array
-# that they add up to, and f(a + b) = f(a) + f(b) lets a rule work on the parts one by one. A
+# that they add up to, and f(a + b) = f(a) + f(b) lets a rule work on each part by itself. A
 # rule that returns None is never wrong: the equation then runs on dense arrays.
 
 

@@ -138,8 +138,7 @@ def value_and_grad(
             float_function, numbers, has_aux, floats, kwargs, holomorphic=holomorphic
         )
         gradients = gradients if filled is None else filled(gradients)
-        given = [args[i] for i in numbers]
-        gradients = after_reading(value[0] if has_aux else value, gradients, given)
+        gradients = after_reading(value[0] if has_aux else value, gradients)
         return value, gradients if isinstance(argnums, Sequence) else gradients[0]
 
     return value_and_grad_of_fun

@@ -40,7 +40,7 @@ from jmask._tables.stored_table import (
 from jmask._tensors.row_sparse import RowSparse
 
 # Rows that are caught up at a time where all of them are: what is computed of these, and not of
-# the whole table, is in memory beside it.
+# the whole table, is in memory with it.
 _BLOCK = 1 << 16
 
 

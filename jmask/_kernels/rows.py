@@ -5,7 +5,6 @@ With `ids` in canonical form (padding = number of rows) and T of shape (V, *row)
     gather_rows(T, ids)      (n, *row): T[ids]; padding reads some valid row
     set_rows(T, ids, rows)   T with T[ids] = rows; padding writes nothing
     add_rows(T, ids, rows)   T with T[ids] += rows; padding writes nothing
-    lower_rows(T, ids, rows) T with T[ids] = min(T[ids], rows); padding writes nothing
 
 A padding id reads an existing row, not zeros: arithmetic on what it reads is then the
 arithmetic of an ordinary row, so it cannot raise a division by zero that no row has.
@@ -103,12 +102,7 @@ def add_rows(
     return _write("add", table, ids, rows, coalesced)
 
 
-def lower_rows(table: jax.Array, ids: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return `table` with `table[ids] = min(table[ids], rows)`, in place when possible."""
-    return _write("min", table, ids, rows, coalesced=False)
-
-
-_SCATTERS = {"set": lax.scatter, "add": lax.scatter_add, "min": lax.scatter_min}
+_SCATTERS = {"set": lax.scatter, "add": lax.scatter_add}
 
 
 def _write(kind, table, ids, rows, coalesced):
