@@ -12,14 +12,18 @@ on sparse storage keep it: their slices are segments of the stored values.
 import jax.numpy as _jnp
 from jax import nn as _nn
 
+from jmask._ops.contractions import dot_product_attention as dot_product_attention
 from jmask._ops.contractions import linear as linear
 from jmask._ops.elementwise import elementwise as _elementwise
+from jmask._ops.reductions import logmeanexp as logmeanexp
 from jmask._ops.reductions import logsumexp as logsumexp
 from jmask._ops.softmax import attention_weights as attention_weights
+from jmask._ops.softmax import glu as glu
 from jmask._ops.softmax import log_softmax as log_softmax
 from jmask._ops.softmax import normalize as normalize
 from jmask._ops.softmax import softmax as softmax
 from jmask._ops.softmax import softmin as softmin
+from jmask._ops.softmax import standardize as standardize
 
 # Activations.
 celu = _elementwise(_nn.celu)

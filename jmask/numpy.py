@@ -87,6 +87,7 @@ bitwise_left_shift = left_shift = elementwise(_jnp.left_shift)
 bitwise_or = elementwise(_jnp.bitwise_or)
 bitwise_right_shift = right_shift = elementwise(_jnp.right_shift)
 bitwise_xor = elementwise(_jnp.bitwise_xor)
+copysign = elementwise(_jnp.copysign)
 divide = true_divide = elementwise(_jnp.true_divide)
 equal = elementwise(_jnp.equal)
 floor_divide = elementwise(_jnp.floor_divide)
@@ -95,7 +96,9 @@ fmin = elementwise(_jnp.fmin)
 fmod = elementwise(_jnp.fmod)
 greater = elementwise(_jnp.greater)
 greater_equal = elementwise(_jnp.greater_equal)
+heaviside = elementwise(_jnp.heaviside)
 hypot = elementwise(_jnp.hypot)
+isclose = elementwise(_jnp.isclose)
 less = elementwise(_jnp.less)
 less_equal = elementwise(_jnp.less_equal)
 logaddexp = elementwise(_jnp.logaddexp)
@@ -115,9 +118,35 @@ subtract = elementwise(_jnp.subtract)
 # Products.
 from jmask._ops.contractions import dot as dot
 from jmask._ops.contractions import einsum as einsum
+from jmask._ops.contractions import inner as inner
 from jmask._ops.contractions import matmul as matmul
-from jmask._ops.indexing import masked_fill as masked_fill
-from jmask._ops.indexing import masked_where as masked_where
+from jmask._ops.contractions import outer as outer
+from jmask._ops.contractions import tensordot as tensordot
+from jmask._ops.contractions import vdot as vdot
+
+# Masks.
+from jmask._ops.masking import masked_equal as masked_equal
+from jmask._ops.masking import masked_fill as masked_fill
+from jmask._ops.masking import masked_greater as masked_greater
+from jmask._ops.masking import masked_greater_equal as masked_greater_equal
+from jmask._ops.masking import masked_inside as masked_inside
+from jmask._ops.masking import masked_invalid as masked_invalid
+from jmask._ops.masking import masked_less as masked_less
+from jmask._ops.masking import masked_less_equal as masked_less_equal
+from jmask._ops.masking import masked_not_equal as masked_not_equal
+from jmask._ops.masking import masked_outside as masked_outside
+from jmask._ops.masking import masked_values as masked_values
+from jmask._ops.masking import masked_where as masked_where
+from jmask._ops.masking import select as select
+
+# Order.
+from jmask._ops.order import compressed as compressed
+from jmask._ops.order import median as median
+from jmask._ops.order import nonzero as nonzero
+from jmask._ops.order import percentile as percentile
+from jmask._ops.order import quantile as quantile
+from jmask._ops.order import top_k as top_k
+from jmask._ops.order import unique as unique
 
 # Reductions.
 from jmask._ops.reductions import all as all
@@ -129,15 +158,16 @@ from jmask._ops.reductions import argmin as argmin
 from jmask._ops.reductions import average as average
 from jmask._ops.reductions import count as count
 from jmask._ops.reductions import count_nonzero as count_nonzero
+from jmask._ops.reductions import cumlogsumexp as cumlogsumexp
 from jmask._ops.reductions import cumprod as cumprod
 from jmask._ops.reductions import cumsum as cumsum
 from jmask._ops.reductions import logsumexp as logsumexp
 from jmask._ops.reductions import max as max
 from jmask._ops.reductions import mean as mean
-from jmask._ops.reductions import median as median
 from jmask._ops.reductions import min as min
 from jmask._ops.reductions import norm as norm
 from jmask._ops.reductions import prod as prod
+from jmask._ops.reductions import ptp as ptp
 from jmask._ops.reductions import std as std
 from jmask._ops.reductions import sum as sum
 from jmask._ops.reductions import var as var
@@ -194,6 +224,30 @@ from jmask._ops.shape import vsplit as vsplit
 from jmask._ops.shape import vstack as vstack
 from jmask._ops.shape import where as where
 from jmask._ops.shape import zeros_like as zeros_like
+
+# Statistics and comparisons.
+from jmask._ops.statistics import allclose as allclose
+from jmask._ops.statistics import array_equal as array_equal
+from jmask._ops.statistics import bincount as bincount
+from jmask._ops.statistics import corrcoef as corrcoef
+from jmask._ops.statistics import cov as cov
+from jmask._ops.statistics import diff as diff
+from jmask._ops.statistics import histogram as histogram
+from jmask._ops.statistics import nanargmax as nanargmax
+from jmask._ops.statistics import nanargmin as nanargmin
+from jmask._ops.statistics import nancumprod as nancumprod
+from jmask._ops.statistics import nancumsum as nancumsum
+from jmask._ops.statistics import nanmax as nanmax
+from jmask._ops.statistics import nanmean as nanmean
+from jmask._ops.statistics import nanmedian as nanmedian
+from jmask._ops.statistics import nanmin as nanmin
+from jmask._ops.statistics import nanpercentile as nanpercentile
+from jmask._ops.statistics import nanprod as nanprod
+from jmask._ops.statistics import nanquantile as nanquantile
+from jmask._ops.statistics import nanstd as nanstd
+from jmask._ops.statistics import nansum as nansum
+from jmask._ops.statistics import nanvar as nanvar
+from jmask._ops.statistics import trace as trace
 
 # What the operators and methods of tensors are.
 from jmask._tensors.methods import install as _install

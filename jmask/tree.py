@@ -18,6 +18,8 @@ capacity:
 """
 
 from jmask._ops.tree import add as add
+from jmask._ops.tree import leaves as leaves
+from jmask._ops.tree import map as map
 from jmask._ops.tree import mean as mean
 from jmask._ops.tree import merge as merge
 from jmask._ops.tree import norm as norm

@@ -5,17 +5,19 @@
 `jmask.nn` says what an array with `where=` gives.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jax import nn
+from jax import lax, nn
 
 from jmask._base.array_types import wide
 from jmask._base.fallback import report_fallback
-from jmask._ops import kernels
+from jmask._ops import kernels, reductions
 from jmask._ops.elementwise import elementwise
 from jmask._ops.groups import became_dense, checked_axes, grouped, result_dtype, where_at
+from jmask._ops.shape import split
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.storage import as_dense, is_sparse, with_stored_values
 
@@ -138,7 +140,76 @@ def normalize(
     return _along(kernel, x, axis, where, None, absent=0, empty=0)
 
 
-_negative = elementwise(jnp.negative)
+def standardize(
+    x: Any,
+    axis: Any = -1,
+    mean: Any = None,
+    variance: Any = None,
+    epsilon: float = 1e-5,
+    where: Any = None,
+) -> Any:
+    """Return x less the mean of the valid entries of each slice, by their standard deviation.
+
+    Args:
+        x: `MaskedTensor` on any storage, or an array (a sparse tensor becomes one).
+        axis: as for `softmax`.
+        mean: in place of that of the entries; it broadcasts to `x`.
+        variance: in place of that of the entries; it broadcasts to `x`.
+        epsilon: added to the variance before the root.
+        where: as for `softmax`.
+
+    Raises:
+        TypeError, ValueError: as for `softmax`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jmask import nn
+        >>> nn.standardize(jnp.array([1., 9., 3.]), where=jnp.array([True, False, True]))
+        Array([-0.999995,  0.      ,  0.999995], dtype=float32)
+    """
+    if mean is not None or variance is not None:
+        if mean is None:
+            mean = reductions.mean(x, axis, keepdims=True, where=where)
+        if variance is None:
+            variance = reductions.mean(_square(x), axis, keepdims=True, where=where)
+            variance = _less_square(variance, mean)
+        return _scaled(x, mean, variance, epsilon=epsilon)
+
+    def kernel(groups: Any, dtype: Any) -> Any:
+        center, _ = kernels.mean(groups, dtype)
+        spread, _ = kernels.variance(groups, dtype, 0)
+        distance = kernels.select(groups, 0, dtype) - groups.spread(center)
+        return distance * groups.spread(lax.rsqrt(spread + epsilon))
+
+    plain = functools.partial(nn.standardize, epsilon=epsilon)
+    return _along(kernel, x, axis, where, plain, absent=0, empty=jnp.nan)
+
+
+def glu(x: Any, axis: int = -1) -> Any:
+    """Return the first half of x along an axis, times the sigmoid of the second.
+
+    Args:
+        x: `MaskedTensor` on any storage, or an array; an entry exists where both do.
+        axis: the dimension that is halved, of even size.
+
+    Raises:
+        ValueError: if the size is odd.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jmask.masked_tensor(jnp.array([2., 3., 0., 0.]), jnp.array([1, 1, 1, 0]) > 0)
+        >>> jmask.nn.glu(x)
+        MaskedTensor([1.0, --], dtype=float32)
+    """
+    if jnp.shape(x)[axis] % 2:
+        raise ValueError(f"`x` of shape {jnp.shape(x)} cannot be halved along axis {axis}.")
+    return _gated(*split(x, 2, axis))
+
+
+_negative, _square = elementwise(jnp.negative), elementwise(jnp.square)
+_gated = elementwise(lambda x, gate: x * nn.sigmoid(gate))
+_less_square = elementwise(lambda x, mean: jnp.maximum(x - jnp.square(mean), 0))
+_scaled = elementwise(lambda x, mean, v, epsilon: (x - mean) * lax.rsqrt(v + epsilon))
 
 
 def _softmax(groups: Any, dtype: Any) -> Any:

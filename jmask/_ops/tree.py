@@ -156,7 +156,7 @@ def norm(tree: Any, squared: bool = False) -> jax.Array:
     check_flag("squared", squared)
     check_leaves("tree", tree)
     leaves = jax.tree.leaves(jax.tree.map(_entries, tree, is_leaf=_is_node), is_leaf=is_tensor)
-    sizes = list(map(_sizes, leaves))
+    sizes = [_sizes(x) for x in leaves]
     dtype = joint_dtype(jnp.float32, *sizes)
     greatest = jnp.zeros((), dtype)
     for size in sizes:
@@ -239,6 +239,52 @@ def size(tree: Any) -> int:
     check_leaves("tree", tree)
     leaves = jax.tree.leaves(tree, is_leaf=_is_node)
     return sum(math.prod(jnp.shape(x)) for x in leaves)
+
+
+def map(  # noqa: A001
+    f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> Any:
+    """Apply a function to each leaf, as `jax.tree.map`, where tensors and tables are leaves.
+
+    Args:
+        f: gets an array, or the `RowSparse`, `MaskedTensor`, BCOO, BCSR or table container
+            itself, and never their indices, masks or blocks. From each of `rest` it gets what
+            is in the same place: a tensor there need not be of the same kind, or shape.
+        tree: its structure is that of the result; None is no leaf.
+        *rest: trees of the same structure.
+        is_leaf: what else is a leaf.
+
+    Raises:
+        ValueError: if structures differ.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> g = {"t": jmask.RowSparse([1], jnp.array([2.]), (3,)), "w": jnp.ones(2)}
+        >>> jmask.tree.map(lambda x: x.shape, g)
+        {'t': (3,), 'w': (2,)}
+        >>> jmask.tree.map(lambda x, y: x * y, g, {"t": jnp.arange(3.), "w": 2.})
+        {'t': RowSparse(float32[3], nse=1), 'w': Array([2., 2.], dtype=float32)}
+    """
+    return jax.tree.map(f, tree, *rest, is_leaf=_leaf_or(is_leaf))
+
+
+def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """Return the leaves, as `jax.tree.leaves`, where tensors and tables are leaves.
+
+    Args:
+        tree: arrays, sparse and masked tensors, tables of all forms; None is no leaf.
+        is_leaf: what else is a leaf.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.tree.leaves([jmask.RowSparse([1], jnp.array([2.]), (3,)), None, jnp.ones(1)])
+        [RowSparse(float32[3], nse=1), Array([1.], dtype=float32)]
+    """
+    return jax.tree.leaves(tree, is_leaf=_leaf_or(is_leaf))
+
+
+def _leaf_or(is_leaf: Callable[[Any], bool] | None) -> Callable[[Any], bool]:
+    return _is_node if is_leaf is None else lambda x: _is_node(x) or is_leaf(x)
 
 
 def _is_node(x: Any) -> bool:
