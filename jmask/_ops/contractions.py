@@ -195,7 +195,8 @@ def dot_product_attention(
         x if x is existing[0] else jnp.repeat(x, groups, axis=2) for x in existing
     )
     allowed = jnp.einsum("btnh,bsnh->bnts", on_query, on_key) > 0.5
-    at, of = (lax.broadcasted_iota(jnp.int32, allowed.shape[2:], i) for i in (0, 1))
+    shape = (1, 1, *allowed.shape[2:])
+    at, of = (lax.broadcasted_iota(jnp.int32, shape, i) for i in (2, 3))
     if isinstance(bias, MaskedTensor):
         allowed &= _four(_existing(_on_dense(bias))) > 0.5
         bias = bias.to_tensor(0)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmask._base.array_types import is_nonzero
+from jmask._base.array_types import is_nonzero, joint_dtype
 from jmask._base.validation import checked_choice
 from jmask._ops import kernels
 from jmask._ops.groups import Reduction, sparse_dimensions
@@ -77,7 +77,7 @@ def quantile(
         return _QUANTILE(x, axis, keepdims, where, rank=rank, method=method)
 
     q = jnp.asarray(q)
-    q = q.astype(jnp.promote_types(q.dtype, jnp.float32))
+    q = q.astype(joint_dtype(q, jnp.float32))
     for _ in range(q.ndim):
         one = jax.vmap(one)
     return one(q)
@@ -237,7 +237,7 @@ def unique(
     elif return_inverse:
         place = int(return_index)
         others[place] = others[place].reshape(shape)
-    result = joined(values, flags == 0)
+    result = joined(values, ~flags.astype(bool))
     return (result, *others) if others else result
 
 

@@ -148,7 +148,7 @@ def cov(
         tensors = [joined(x.storage, both) for x in tensors]
     rows = [x.reshape(1, -1) if x.ndim < 2 else x if rowvar else x.T for x in tensors]
     x = concatenate(rows)
-    kind = kernels.inexact(jnp.result_type(x.dtype, *(() if dtype is None else (dtype,))))
+    kind = kernels.inexact(x.dtype if dtype is None else dtype)
     work = wide(kind)
     values, valid = jnp.where(x.valid, x.storage, 0).astype(work), x.valid.astype(work)
 
@@ -369,14 +369,12 @@ def histogram(
     if not isinstance(a, MaskedTensor) and not isinstance(weights, MaskedTensor):
         return jnp.histogram(dense(a, "histogram"), bins, range, weights, density)
     values, weight, valid = _weighted(a, weights, "histogram")
+    values = values.astype(kernels.inexact(values.dtype))
     counted = MaskedTensor(values, valid)
     least = reductions.min(counted).to_tensor(0)
     if range is None:
         range = (least, reductions.max(counted).to_tensor(1))  # noqa: A001
-    weight = valid if weight is None else jnp.where(valid, weight, 0)
-    weight = weight.astype(
-        kernels.inexact(weight.dtype if weights is not None else values.dtype)
-    )
+    weight = valid.astype(values.dtype) if weight is None else jnp.where(valid, weight, 0)
     return jnp.histogram(jnp.where(valid, values, least), bins, range, weight, density)
 
 

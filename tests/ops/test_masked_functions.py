@@ -16,6 +16,7 @@ from jax.test_util import check_grads
 import jmask
 import jmask.numpy as jnm
 from jmask import nn
+from jmask._tensors.masked_tensor import is_tensor
 from tests.masked_cases import KINDS, PATTERNS, POISON, SHAPE, build, masks
 
 # numpy.ma computes with what lies under the mask, and says so.
@@ -34,8 +35,9 @@ def along(function, axis=None, nan=False):
     def of_slices(x):
         x = ma.masked_where(np.isnan(x.data) & ~ma.getmaskarray(x), x) if nan else x
         slices = [x.ravel()] if axis is None else (x if axis else x.T)
-        results = [function(s.compressed()) if s.count() else ma.masked for s in slices]
-        return ma.array(results).squeeze() if axis is None else ma.array(results)
+        results = [function(s.compressed()) if s.count() else 0 for s in slices]
+        result = ma.array(results, mask=[not s.count() for s in slices])
+        return result[0:1].reshape(()) if axis is None else result
 
     return of_slices
 
@@ -157,13 +159,13 @@ SMOOTH = {
         lambda x: (x - 2) / 2,
     ),
     "glu": (lambda x: nn.glu(x, axis=0), _glu),
-    "attention": (_attention, _attention_of_ma),
     "masked_greater": (
         lambda x: jnm.masked_greater(x, 0.5),
         lambda x: ma.masked_greater(x, 0.5),
     ),
 }
 STEPS = {
+    "attention": (_attention, _attention_of_ma),
     "top_k places": (
         lambda x: jnm.top_k(x, 3, axis=0)[1],
         lambda x: ma.array(
@@ -198,7 +200,7 @@ STEPS = {
         lambda x: np.histogram_bin_edges(x.compressed(), 4),
     ),
     "bincount": (
-        lambda x: jnm.bincount(jnm.ravel(jnm.abs(x).astype(int)), length=4),
+        lambda x: jnm.bincount(jnm.ravel(jnm.abs(x).astype(jnp.int32)), length=4),
         lambda x: np.bincount(abs(x.compressed()).astype(int), minlength=4)[:4],
     ),
     "allclose": (
@@ -385,10 +387,10 @@ PLAIN = {
     "corrcoef": lambda np, x: np.corrcoef(x, x[::-1]),
     "diff": lambda np, x: np.diff(x, append=x),
     "histogram": lambda np, x: np.histogram(x, 3),
-    "bincount": lambda np, x: np.bincount(np.ravel(np.abs(x)).astype(int)),
+    "bincount": lambda np, x: np.bincount(np.ravel(np.abs(x)).astype(jnp.int32)),
     "unique": lambda np, x: np.unique(x, return_counts=True),
     "nonzero": lambda np, x: np.nonzero(x),
-    "allclose": lambda np, x: np.allclose(x, x + 0.0),
+    "allclose": lambda np, x: np.allclose(x, x),
     "array_equal": lambda np, x: np.array_equal(x, np.abs(x)),
     "select": lambda np, x: np.select([x < 0], [x * 2], x * 0),
     "heaviside": lambda np, x: np.heaviside(x, np.abs(x)),
@@ -422,7 +424,7 @@ def test_ordinary_tensors_are_as_in_jax(name, storage):
     result = jax.tree.map(
         lambda a: jmask.cast_storage(a, "default"),
         result,
-        is_leaf=lambda a: isinstance(a, jmask.RowSparse),
+        is_leaf=is_tensor,
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), result, expected)
     if storage == "array":
@@ -454,7 +456,7 @@ def test_dense_is_said():
 
 
 def test_quantile_methods_and_infinities():
-    data = np.array([1.0, np.inf, 4.0, -np.inf, 2.0], np.float32)
+    data = np.array([1.0, np.inf, 4.0, -3.0, 2.0], np.float32)
     mask = np.array([True, False, True, True, True])
     x = jmask.masked_tensor(data, mask)
     for method in ("linear", "lower", "higher", "nearest"):
@@ -462,6 +464,10 @@ def test_quantile_methods_and_infinities():
             expected = np.quantile(data[mask], q, method=method)
             compare(jnm.quantile(x, q, method=method), ma.array(expected), (method, q))
     assert jnm.quantile(x, 0.5, method="midpoint").to_tensor(0) == 1.5
+    # A neighbour of weight 0 is not read; NumPy has nan there.
+    ends = jnp.array([-jnp.inf, 1.0, jnp.inf])
+    found = jnm.quantile(ends, jnp.array([0.0, 0.25, 0.5, 1.0]))
+    np.testing.assert_array_equal(found, [-np.inf, -np.inf, 1.0, np.inf])
     assert jnp.isnan(jax.jit(jnm.quantile)(x, 1.5).to_tensor(0))
     assert jnm.quantile(x, jnp.zeros((2, 0))).shape == (2, 0)
     with pytest.raises(ValueError, match="`q` must be from 0 to 1"):
@@ -557,10 +563,17 @@ def test_attention_leaves_out_keys_that_do_not_exist():
     assert result.valid[0, :2].all()
     assert not result.valid[0, 2:].any()
     assert not result.valid[1].any()
-    loss = lambda *xs: jnm.sum(attend(*xs)).to_tensor(0)
-    for slope in jax.grad(loss, (0, 1, 2))(query, key, value):
-        assert np.isfinite(slope).all()
-        assert (slope[1] == 0).all()
+    loss = lambda *xs: jnm.sum(jnm.square(attend(*xs))).to_tensor(0)
+    slopes = jax.grad(loss, (0, 1, 2))(query, key, value)
+
+    def of_jax(*xs):
+        attended = jax.nn.dot_product_attention(*xs, mask=exists[:, None, None, :, 0, 0])
+        return jnp.sum(jnp.square(attended[0, :2]))
+
+    for slope, expected in zip(
+        slopes, jax.grad(of_jax, (0, 1, 2))(query, key, value), strict=True
+    ):
+        np.testing.assert_allclose(slope, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_scalars_and_nothing():
@@ -579,7 +592,7 @@ def test_scalars_and_nothing():
     assert jnm.cov(empty).tolist() == [[None] * 3] * 3
     assert jnm.diff(empty).shape == (3, 0)
     assert jnm.histogram(empty, 2)[0].tolist() == [0, 0]
-    assert jnm.bincount(empty[0].astype(int)).tolist() == []
+    assert jnm.bincount(empty[0].astype(jnp.int32)).tolist() == []
     assert empty.nbytes == 0
     assert bool(jnm.allclose(empty, empty, masked_equal=False))
 
@@ -597,7 +610,7 @@ def test_integers_and_booleans_keep_their_kind():
 
 
 def test_what_a_tree_maps():
-    table = jmask.packed(jnp.ones((8, 2)))
+    table = jmask.packed(jnp.ones((8, 2)), platform="tpu")
     tree = {
         "a": jmask.RowSparse([1], jnp.ones((1, 2)), (5, 2)),
         "b": [jmask.masked_tensor(jnp.ones(3)), None, jnp.ones(2)],
@@ -618,5 +631,5 @@ def test_what_a_tree_maps():
         lambda x, y: x * y if x.ndim == 2 and len(x) == 5 else x, tree, dense
     )
     assert isinstance(product["a"], jmask.RowSparse)
-    with pytest.raises(ValueError, match="Expected list"):
+    with pytest.raises(ValueError, match="pytree structure"):
         jmask.tree.map(lambda x, y: x, tree, {**tree, "b": ()})
