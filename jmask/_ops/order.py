@@ -21,7 +21,7 @@ from jax import lax
 from jmask._base.array_types import is_nonzero, joint_dtype
 from jmask._base.validation import checked_choice
 from jmask._ops import kernels
-from jmask._ops.groups import Reduction, sparse_dimensions
+from jmask._ops.groups import Reduction, checked_axes, sparse_dimensions
 from jmask._ops.reductions import described
 from jmask._ops.shape import argsort, dense, take_along_axis
 from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, as_tensor, joined
@@ -148,8 +148,8 @@ def top_k(x: Any, k: int, axis: int = -1) -> tuple[Any, Any]:
         axis: the dimension to look along.
 
     Returns:
-        Entries, and their indices in `axis`, of `k` in place of its size. Of equal entries
-        the first come first. The derivative is that of the entries.
+        Entries, and their indices in `axis`, with k in place of its size. Equal entries come
+        in their order. The derivative is that of the entries.
 
     Raises:
         ValueError: if the axis has fewer than `k` entries.
@@ -164,9 +164,9 @@ def top_k(x: Any, k: int, axis: int = -1) -> tuple[Any, Any]:
         MaskedTensor([2, 0, --], dtype=int32)
     """
     x = dense(as_tensor(x), "top_k")
-    size = x.shape[axis]
-    if not 0 <= k <= size:
-        raise ValueError(f"`k`={k} must be from 0 to the size of axis {axis}, which is {size}.")
+    (axis,) = checked_axes((axis,), x.ndim)
+    if not 0 <= k <= x.shape[axis]:
+        raise ValueError(f"`k`={k} must be from 0 to the size of the axis, {x.shape[axis]}.")
     order = argsort(x, axis, descending=True)
     order = jax.tree.map(lambda a: lax.slice_in_dim(a, 0, k, axis=axis), order)
     values = take_along_axis(x, order, axis)

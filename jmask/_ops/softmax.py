@@ -18,7 +18,7 @@ from jmask._ops import kernels, reductions
 from jmask._ops.elementwise import elementwise
 from jmask._ops.groups import became_dense, checked_axes, grouped, result_dtype, where_at
 from jmask._ops.shape import split
-from jmask._tensors.masked_tensor import MaskedTensor, joined
+from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, joined
 from jmask._tensors.storage import as_dense, is_sparse, with_stored_values
 
 
@@ -201,8 +201,10 @@ def glu(x: Any, axis: int = -1) -> Any:
         >>> jmask.nn.glu(x)
         MaskedTensor([1.0, --], dtype=float32)
     """
-    if jnp.shape(x)[axis] % 2:
-        raise ValueError(f"`x` of shape {jnp.shape(x)} cannot be halved along axis {axis}.")
+    x = as_tensor(x)
+    (axis,) = checked_axes((axis,), len(x.shape))
+    if x.shape[axis] % 2:
+        raise ValueError(f"`x` of shape {tuple(x.shape)} cannot be halved along axis {axis}.")
     return _gated(*split(x, 2, axis))
 
 

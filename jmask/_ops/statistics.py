@@ -23,6 +23,7 @@ from jmask._base.array_types import wide
 from jmask._ops import kernels, order, reductions
 from jmask._ops.contractions import outer
 from jmask._ops.elementwise import elementwise
+from jmask._ops.groups import checked_axes
 from jmask._ops.shape import broadcast_to, concatenate, data_of, dense, diagonal, masked_of
 from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, joined
 from jmask._tensors.storage import is_sparse, sampled, stored_values
@@ -58,8 +59,9 @@ def _skipping_nan(function: Callable[..., Any], empty: float | None, example: st
     skipping.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     skipping.__doc__ = f"""Do as `{function.__name__}` with nan as a masked entry.
 
-    Arguments, errors and results are those of `jmask.numpy.{function.__name__}`; for an array
-    in which nothing else is, that of `jax.numpy.{name}`. Ordinary sparse tensors become dense.
+    Arguments and errors are those of `jmask.numpy.{function.__name__}`. Where nothing but nan
+    is there, a `MaskedTensor` gives a masked entry, and an array what `jax.numpy.{name}`
+    gives. Ordinary sparse tensors become dense.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -204,7 +206,7 @@ def diff(a: Any, n: int = 1, axis: int = -1, prepend: Any = None, append: Any = 
         append: the same, put after them.
 
     Raises:
-        ValueError: if `n` is negative, or `a` has no dimension.
+        ValueError: if `n` is negative, or `axis` out of bounds.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -219,13 +221,12 @@ def diff(a: Any, n: int = 1, axis: int = -1, prepend: Any = None, append: Any = 
     pieces = [x for x in (prepend, a, append) if x is not None]
     if not any(isinstance(x, MaskedTensor) for x in pieces):
         return jnp.diff(a, n, axis, prepend, append)
-    if n < 0 or not a.ndim:
-        raise ValueError(
-            f"`n` must be 0 or more and `a` have dimensions, got {n} and {a.shape}."
-        )
+    (axis,) = checked_axes((axis,), a.ndim)
+    if n < 0:
+        raise ValueError(f"`n` must be 0 or more, got {n}.")
     if n == 0:
         return a
-    axis, before = range(a.ndim)[axis], (slice(None),)
+    before = (slice(None),)
     edge = (*a.shape[:axis], 1, *a.shape[axis + 1 :])
     x = concatenate([x if x.ndim else broadcast_to(x, edge) for x in pieces], axis)
     for _ in range(n):
