@@ -259,15 +259,15 @@ def trace(a: Any, offset: int = 0, axis1: int = 0, axis2: int = 1, dtype: Any = 
 
 # --- comparisons -------------------------------------------------------------------------
 
-_is_close = elementwise(jnp.isclose)
-# True, and not False, where entries are no match: so zeros of two sparse tensors stay zeros.
-_is_far = elementwise(lambda a, b, **options: ~jnp.isclose(a, b, **options))
-_is_other = elementwise(lambda a, b, equal_nan: _unlike(a, b, equal_nan))
-
 
 def _unlike(a: Any, b: Any, equal_nan: bool) -> Any:
     differ = jnp.not_equal(a, b)
     return differ & ~(jnp.isnan(a) & jnp.isnan(b)) if equal_nan else differ
+
+
+# True where entries are no match: the zeros of two sparse tensors stay False, so sparse.
+_is_other = elementwise(_unlike)
+_is_far = elementwise(lambda a, b, **options: ~jnp.isclose(a, b, **options))
 
 
 def allclose(
