@@ -85,6 +85,8 @@ def _is_outside(x: Any, v1: Any, v2: Any) -> Any:
 
 
 def _is_close(x: Any, value: Any, rtol: Any = 1e-5, atol: Any = 1e-8) -> Any:
+    if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+        return x == value
     return jnp.isclose(x, value, rtol, atol)
 
 

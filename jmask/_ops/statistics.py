@@ -408,14 +408,18 @@ def bincount(
     if not isinstance(x, MaskedTensor) and not isinstance(weights, MaskedTensor):
         return jnp.bincount(dense(x, "bincount"), weights, minlength, length=length)
     values, weight, valid = _weighted(x, weights, "bincount")
+    values = values.astype(jnp.int32) if values.dtype == jnp.dtype(bool) else values
     if length is None:
         if isinstance(values, jax.core.Tracer) or isinstance(valid, jax.core.Tracer):
             raise ValueError(
                 "`length` of bincount() must be given while the tensor is traced (under jit, "
                 "vmap or grad): its greatest entry is not known."
             )
-        length = max(minlength, int(jnp.max(jnp.where(valid, values + 1, 0), initial=0)))
-    weight = valid.astype(int) if weight is None else jnp.where(valid, weight, 0)
+        greatest = jnp.max(jnp.where(valid, values, 0), initial=0)
+        length = max(minlength, int(greatest) + int(valid.any()))
+    weight = (
+        valid.astype(jnp.result_type(int)) if weight is None else jnp.where(valid, weight, 0)
+    )
     return jnp.bincount(jnp.where(valid, values, 0), weight, length=length)
 
 

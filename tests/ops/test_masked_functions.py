@@ -289,6 +289,7 @@ def compare(result, expected, name=""):
     np.testing.assert_allclose(result, np.asarray(expected), rtol=2e-4, atol=2e-5, err_msg=name)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [*SMOOTH, *STEPS, *NAN, *SIZED])
 def test_against_numpy(name, kind):
@@ -308,6 +309,7 @@ def test_against_numpy(name, kind):
             compare(run(data, jnp.asarray(mask)), expected, name)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SMOOTH)
 def test_derivatives(name, kind):
@@ -324,6 +326,24 @@ def test_derivatives(name, kind):
         check_grads(loss, (values,), order=2, atol=1e-3, rtol=1e-3)
         slope = np.asarray(jax.grad(loss)(values))
         assert (slope[~(mask & PATTERNS[kind])] == 0).all()
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", [*SMOOTH, *STEPS, *SIZED])
+def test_repeated_positions_are_one_entry(name):
+    """Masked tensors that store a position twice, once masked, and padding."""
+    function, _ = (SMOOTH | STEPS | SIZED)[name]
+    rng = np.random.default_rng(4)
+    ids, places = np.array([1, 3, 1, 4, 0]), np.array([[0, 2], [3, 1], [0, 2], [4, 3], [2, 0]])
+    rows = jmask.RowSparse(ids, jnp.asarray(rng.normal(size=(5, 3)), jnp.float32), SHAPE)
+    coo = BCOO((jnp.asarray(rng.normal(size=5), jnp.float32), jnp.asarray(places)), shape=SHAPE)
+    for x in (rows, coo):
+        stored = x.values if x is rows else x.data
+        x = jmask.masked_tensor(x, jnp.asarray(rng.random(stored.shape) < 0.7))
+        found, expected = function(x), function(x.to_dense())
+        if isinstance(expected, jmask.MaskedTensor):
+            expected = jmask.to_numpy_ma(expected)
+        compare(found, expected, name)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -401,6 +421,7 @@ PLAIN = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("storage", ["array", "row_sparse", "coo", "csr"])
 @pytest.mark.parametrize("name", PLAIN)
 def test_ordinary_tensors_are_as_in_jax(name, storage):
@@ -604,7 +625,14 @@ def test_integers_and_booleans_keep_their_kind():
         assert function(y).dtype == jnp.dtype(jnp.int32)
     assert jnm.quantile(x, 0.5).dtype == jnp.float32
     assert jnm.cumlogsumexp(x).dtype == jnp.float32
+    assert jnm.masked_values(jnp.array([100000, 100001]), 100000).tolist() == [None, 100001]
+    assert jnm.bincount(x.astype(jnp.uint8)).tolist() == [0, 1, 0, 0, 1]
+    for dtype in (jnp.bfloat16, jnp.int8, jnp.complex64):
+        y = jnm.unique(jnm.concatenate([x, x]).astype(dtype))
+        assert y.dtype == jnp.dtype(dtype)
+        assert y.tolist() == [1, 4, None]
     flags = jmask.masked_tensor(jnp.array([True, True, False]), jnp.array([True, True, False]))
+    assert jnm.bincount(flags).tolist() == [0, 2]
     assert jnm.diff(flags).tolist() == [False, None]
     assert jnm.cov(x).dtype == jnp.float32
 
