@@ -659,5 +659,5 @@ def test_what_a_tree_maps():
         lambda x, y: x * y if x.ndim == 2 and len(x) == 5 else x, tree, dense
     )
     assert isinstance(product["a"], jmask.RowSparse)
-    with pytest.raises(ValueError, match="pytree structure"):
+    with pytest.raises(ValueError, match="list"):
         jmask.tree.map(lambda x, y: x, tree, {**tree, "b": ()})
