@@ -234,6 +234,32 @@ def is_narrow(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 
+def is_complex(x: Any) -> bool:
+    """Decide whether an array, or what has a dtype, is complex; None is not."""
+    return x is not None and jnp.issubdtype(x.dtype, jnp.complexfloating)
+
+
+def real_dtype(dtype: Any) -> Any:
+    """Return the dtype of the real part of numbers of `dtype`."""
+    return jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
+
+
+def complex_dtype(dtype: Any) -> Any:
+    """Return the dtype of pairs of `dtype`: complex64 for two numbers of float32.
+
+    Raises:
+        TypeError: if no dtype holds such pairs.
+    """
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return dtype
+    if jnp.dtype(dtype).itemsize < 4 or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"the state of a complex parameter cannot be {jnp.dtype(dtype)}: leave out "
+            "`state_dtype` and `mu_dtype`, or take float32."
+        )
+    return joint_dtype(dtype, jnp.complex64)
+
+
 def wide(dtype: Any) -> Any:
     """Return the dtype to compute in with numbers of `dtype`."""
     return jnp.dtype(jnp.float32) if is_narrow(dtype) else jnp.dtype(dtype)

@@ -96,4 +96,5 @@ def shortened(
     norm = row_norm(jnp.where(exceeds, rows, 1), order, batch)
     size = norm.size + eps * norm.factor
     direction = norm.entries / size.astype(rows.dtype)
-    return jnp.where(exceeds, direction * max_norm, rows)
+    bound = jnp.asarray(max_norm, rows.dtype)
+    return jnp.where(exceeds, direction * bound, rows)

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.array_types import trailing, wide
+from jmask._base.array_types import is_complex, trailing, wide
 from jmask._base.row_ids import id_dtype
 from jmask._deferred.closed_form import Form, StepWithout, advanced, skipped
 from jmask._kernels.rows import gather_rows, ids_after_reading
@@ -99,8 +99,16 @@ class DeferredTable(Deferred):
         Args:
             table (V, *row): an array or a table container.
             slots: the optimizer's state of it, (V, ...) in the order of the leaves.
+
+        Raises:
+            TypeError: if the table is complex.
         """
         rows, is_stored = table.shape[0], is_stored_table(table)
+        if is_complex(table):
+            raise TypeError(
+                f"`table` is {table.dtype}, and deferred tables are real: keep it as a real "
+                "array (V, 2 * D), real parts first, or leave it an array."
+            )
         apart = [
             is_stored_table(x) or (x.dtype, tuple(x.shape)) != (table.dtype, tuple(table.shape))
             for x in slots

@@ -149,11 +149,16 @@ def embedding_bag(
     table, mode = checked_table(table), checked_choice(mode, "mode", MODES)
     ids = checked_integers(ids, "ids", mode)
     combiner = checked_choice(combiner, "combiner", COMBINERS)
-    if not jnp.issubdtype(table.dtype, jnp.floating):
-        advice = "pass `table.astype(jnp.float32)`"
-        if jnp.issubdtype(table.dtype, jnp.complexfloating):
-            advice = "pass `table.real` and `table.imag`, and join both by jax.lax.complex"
-        raise TypeError(f"`table` must be real and floating, got {table.dtype}: {advice}.")
+    if not jnp.issubdtype(table.dtype, jnp.inexact):
+        raise TypeError(
+            f"`table` must be floating or complex, got {table.dtype}: pass "
+            "`table.astype(jnp.float32)`."
+        )
+    if combiner == "max" and jnp.issubdtype(table.dtype, jnp.complexfloating):
+        raise TypeError(
+            f'`combiner`="max" needs an order, which {table.dtype} has not: take "sum", "mean" '
+            'or "sqrtn", or the maximum of `jnp.abs` of the rows looked up.'
+        )
     dtype = wide(table.dtype)
     bound = checked_bound(table, max_norm, norm_type)
     weights = _checked_weights(weights, ids, combiner, dtype)

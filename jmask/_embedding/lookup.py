@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmask._base.array_types import flat, placed_like, trailing, wide
+from jmask._base.array_types import flat, placed_like, real_dtype, trailing, wide
 from jmask._base.norms import shortened
 from jmask._base.row_ids import canonical
 from jmask._base.validation import checked_choice, naming_arguments, shown
@@ -150,7 +150,7 @@ def checked_bound(table: Any, max_norm: Any, norm_type: Any) -> Bound | None:
     """Return the bound on the norms, or None if `max_norm` is None.
 
     Raises:
-        TypeError: if the table is not real and floating, or an argument is no number.
+        TypeError: if the table is neither floating nor complex, or an argument is no number.
         ValueError: if an argument is not positive.
     """
     traced = isinstance(norm_type, jax.core.Tracer)
@@ -160,8 +160,8 @@ def checked_bound(table: Any, max_norm: Any, norm_type: Any) -> Bound | None:
         raise ValueError(f"`norm_type` must be positive, got {norm_type}.")
     if max_norm is None:
         return None
-    if not jnp.issubdtype(table.dtype, jnp.floating):
-        raise TypeError(f"`max_norm` needs a real, floating `table`, got {table.dtype}.")
+    if not jnp.issubdtype(table.dtype, jnp.inexact):
+        raise TypeError(f"`max_norm` needs a floating or complex `table`, got {table.dtype}.")
     if not isinstance(max_norm, jax.core.Tracer):
         number = np.asarray(max_norm)
         kind = number.dtype
@@ -170,7 +170,7 @@ def checked_bound(table: Any, max_norm: Any, norm_type: Any) -> Bound | None:
             raise TypeError(f"`max_norm` must be a number, got {shown(max_norm)}.")
         if not (number > 0 and np.isfinite(number)):
             raise ValueError(f"`max_norm` must be positive and finite, got {max_norm}.")
-    return Bound(jnp.asarray(max_norm, wide(table.dtype)), norm_type)
+    return Bound(jnp.asarray(max_norm, wide(real_dtype(table.dtype))), norm_type)
 
 
 # --- lookup -------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jmask._base.array_types import is_complex
+
 LANES = 128
 
 
@@ -54,6 +56,9 @@ def placed(
         For each entry (n,) the line that it writes, unique, or `lines` if it writes none; the
         lines (n, 128), and which of their columns belong to a row.
     """
+    if is_complex(rows):  # they have no bits of their own
+        target, real, touched = placed(ids, rows.real, count, lines)
+        return target, lax.complex(real, placed(ids, rows.imag, count, lines)[1]), touched
     width = rows.shape[1]
     rows_per_line, exists = per_line(width), ids < count
     line, place = ids // rows_per_line, ids % rows_per_line

@@ -20,7 +20,9 @@ from jax import lax
 from jmask._base.array_types import (
     automatically,
     explicit_sharding,
+    is_complex,
     placed_like,
+    real_dtype,
     spec_of,
     varying_alike,
 )
@@ -63,11 +65,12 @@ def zero_after_reading(rows: jax.Array) -> jax.Array | None:
 
     None if there are no rows, or no integers of their size.
     """
-    bits = BITS.get(rows.dtype.itemsize)
+    bits = BITS.get(real_dtype(rows.dtype).itemsize)
     if bits is None or not rows.size:
         return None
     entry = lax.stop_gradient(rows)
     entry = entry.reshape(rows.shape[0], -1)[:, 0] if rows.ndim else entry
+    entry = entry.real if is_complex(entry) else entry
     return zero_of(lax.bitcast_convert_type(entry, bits))
 
 

@@ -151,7 +151,7 @@ def _equation(eqn: JaxprEqn, counterpart: JaxprEqn, inputs: list[Kind]) -> list[
         return [not_row_local(eqn, _COUNTS)] * len(eqn.outvars)
     rule = _RULES.get(name)
     if rule is not None:
-        return [rule(eqn, known)]
+        return [rule(eqn, known)] * len(eqn.outvars)
     if all(isinstance(kind, Replicated) for kind in known):
         return [Replicated()] * len(eqn.outvars)
     return [not_row_local(eqn, "has no row-local form that jmask knows")] * len(eqn.outvars)
@@ -279,6 +279,24 @@ def _transpose(eqn: JaxprEqn, kind: RowWise) -> Kind:
     return kind.at(axis, kind.off_support)
 
 
+def _concatenate(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
+    axes = {kind.axis for kind in inputs if isinstance(kind, RowWise)}
+    if parameter(eqn, "dimension") in axes:
+        return not_row_local(eqn, "puts rows behind other rows")
+    unvalued: list[RowLocal] = [
+        kind.at(kind.axis, None) if isinstance(kind, RowWise) else Replicated(kind.uniform)
+        for kind in inputs
+    ]
+    kind = _elementwise(name_of(eqn), eqn, unvalued)
+    return Replicated() if isinstance(kind, Replicated) else kind
+
+
+def _split(eqn: JaxprEqn, kind: RowWise) -> Kind:
+    if parameter(eqn, "axis") == kind.axis:
+        return not_row_local(eqn, "parts rows from other rows")
+    return kind
+
+
 def _reduce(eqn: JaxprEqn, kind: RowWise) -> Kind:
     name, axes = eqn.primitive.name, parameter(eqn, "axes")
     neutral = name in NEUTRAL and kind.is_off_support(NEUTRAL[name])
@@ -321,6 +339,8 @@ def _dot(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
 
 _RULES: dict[str, Callable[[JaxprEqn, list[RowLocal]], Kind]] = {
     "broadcast_in_dim": _broadcast,
+    "concatenate": _concatenate,
+    "split": _for_rows(_split),
     "reshape": _for_rows(_reshape),
     "squeeze": _for_rows(_reshape),
     "transpose": _for_rows(_transpose),

@@ -10,7 +10,8 @@ rule serves dense parameters and, lifted by `lazy`, the touched rows of a table:
             scalars=lambda count: (),
             rule=lambda g, p, m: (-(0.9 * m + g), 0.9 * m + g))
 
-A rule computes in float32 at least: 16-bit entries are widened before it.
+A rule computes in float32 at least: 16-bit entries are widened before it. Complex entries are
+pairs of real numbers for it, as in torch: a slot of complex64 holds what two of float32 would.
 """
 
 import dataclasses
@@ -21,8 +22,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
-from jmask._base.array_types import is_narrow, joint_dtype, sharding_of_rows, wide
+from jmask._base.array_types import (
+    complex_dtype,
+    is_complex,
+    is_narrow,
+    joint_dtype,
+    real_dtype,
+    sharding_of_rows,
+    wide,
+)
 from jmask._deferred.step import deferred_step, has_deferred, without_rows
 from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, updated
 from jmask._lazy.lazy import lazy
@@ -99,7 +109,9 @@ class RowRule:
         like = shape_of(param)
         shape, dtype = like.shape, slot.dtype or self.state_dtype or like.dtype
         if slot.per_row:
-            shape = shape[:1] + (1,) * len(shape[1:])
+            shape, dtype = shape[:1] + (1,) * len(shape[1:]), real_dtype(dtype)
+        elif is_complex(like):
+            dtype = complex_dtype(dtype)
         if is_stored_table(param):
             return param.full(shape[1:], slot.initial, dtype)
         if not slot.per_row:
@@ -114,12 +126,41 @@ class RowRule:
             scalars: of the step; with 64-bit numbers enabled they may be wider.
         """
         entries = [_wide(x) for x in entries]
+        if any(map(is_complex, entries)):
+            return self._on_pairs(entries, scalars)
         floating = [
             x for x in entries if x is not None and jnp.issubdtype(x.dtype, jnp.inexact)
         ]
         dtype = joint_dtype(*floating) if floating else None
         scalars = [jnp.asarray(x, dtype) if isinstance(x, jax.Array) else x for x in scalars]
         return self.rule(*entries, *scalars)
+
+    def _on_pairs(self, entries: Sequence[Any], scalars: Sequence[Any]) -> tuple[Any, ...]:
+        """Run the rule on the real and the imaginary parts, as on a row twice as long."""
+        grad, param, *slots = entries
+        entries = [
+            grad.astype(joint_dtype(*(x for x in (grad, param) if x is not None))),
+            *entries[1:],
+        ]
+        if self.one_pass():
+            parts = [
+                self.on_entries([None if x is None else part(x) for x in entries], scalars)
+                for part in (jnp.real, jnp.imag)
+            ]
+            return tuple(map(lax.complex, *parts))
+        rows = grad.shape[0] if grad.ndim else 1
+
+        def joined(x: Any) -> Any:
+            parts = [x.real, x.imag] if is_complex(x) else [x]
+            return jnp.concatenate([part.reshape(rows, -1) for part in parts], axis=1)
+
+        new = self.on_entries([None if x is None else joined(x) for x in entries], scalars)
+        return tuple(
+            lax.complex(*jnp.split(x, 2, axis=1)).reshape(grad.shape)
+            if is_complex(old)
+            else x.reshape(old.shape)
+            for x, old in zip(new, (entries[0], *slots), strict=True)
+        )
 
     def one_pass(self) -> bool:
         """Decide whether entries of parameter and slots correspond one to one."""

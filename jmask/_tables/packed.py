@@ -69,7 +69,7 @@ class PackedTable(StoredTable):
 
     @classmethod
     def from_array(cls, x: jax.Array) -> "PackedTable":
-        """Return an array (V, *row) of any dtype of 32 bits or less, packed."""
+        """Return an array (V, *row) of any dtype, packed."""
         columns = x.reshape(x.shape[0], math.prod(x.shape[1:]))
         return cls([_packed(group) for group in _groups(columns)], x.shape)
 
@@ -136,7 +136,7 @@ class PackedTable(StoredTable):
             old, (grad, touched, *rest) = entries[:count], entries[count:]
             made = combiner(*old, grad, *rest)
             return [
-                jnp.where(touched > 0, x.astype(y.dtype), y)
+                jnp.where(touched != 0, x.astype(y.dtype), y)
                 for x, y in zip(made, old, strict=True)
             ]
 
@@ -199,12 +199,13 @@ def checked_floating(table: Any) -> Any:
     """Return an array, or the shape of one, that can be a table.
 
     Raises:
-        ValueError: if it is not (V, *row), has empty rows, or is not floating.
+        ValueError: if it is not (V, *row), has empty rows, or is neither floating nor complex.
     """
     rows_have_entries = table.ndim and math.prod(table.shape[1:])
-    if not rows_have_entries or not jnp.issubdtype(table.dtype, jnp.floating):
+    if not rows_have_entries or not jnp.issubdtype(table.dtype, jnp.inexact):
         raise ValueError(
-            f"`table` must be a floating array (V, *row), got {table.dtype}{list(table.shape)}."
+            "`table` must be a floating or complex array (V, *row), got "
+            f"{table.dtype}{list(table.shape)}."
         )
     return table
 

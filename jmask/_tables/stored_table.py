@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmask._base.array_types import is_narrow, joint_dtype, trailing, wide
+from jmask._base.array_types import is_complex, is_narrow, joint_dtype, trailing, wide
 from jmask._base.row_ids import hide, id_dtype
 from jmask._kernels.gather import Gather
 from jmask._kernels.rows import gather_rows, gather_unique_rows, set_rows
@@ -293,9 +293,9 @@ def _derivative(order: int, primals: Any, tangents: Any) -> tuple[jax.Array, jax
 def add_to_dense(dense: Any, rows: RowSparse, key: jax.Array | None = None) -> Any:
     """Return `dense + rows`, touching only the rows stored, as `optax.apply_updates` adds.
 
-    Floating arrays keep their dtype, as in `dense.at[ids].add(...)`: a bfloat16 table plus
-    float32 updates is added in float32 on the touched rows and rounded once to bfloat16.
-    Otherwise the dtypes promote as in JAX.
+    Floating and complex arrays keep their dtype, as in `dense.at[ids].add(...)`: a bfloat16
+    table plus float32 updates is added in float32 on the touched rows and rounded once to
+    bfloat16. Otherwise the dtypes promote as in JAX.
 
     Args:
         dense (V, *row): an array or a stored table, which is what is returned.
@@ -318,9 +318,9 @@ def add_to_dense(dense: Any, rows: RowSparse, key: jax.Array | None = None) -> A
     if rows.leading > 1:  # stacked tables are one table
         flat = rows.flat()
         return add_to_dense(dense.reshape(flat.shape), flat, key).reshape(dense.shape)
-    both_float = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (dense, rows))
+    both_inexact = all(jnp.issubdtype(x.dtype, jnp.inexact) for x in (dense, rows))
     dtype = joint_dtype(dense.dtype if stored else dense, rows.values)
-    if not both_float:
+    if not both_inexact or is_complex(dense) < is_complex(rows):
         dense = dense.astype(dtype)
     key = key if is_narrow(dense.dtype) else None
     if not stored and dense.dtype == dtype and key is None:

@@ -37,7 +37,7 @@ def _is_no_array(x: Any) -> bool:
 
 
 def check_parameters(params: Any) -> None:
-    """Refuse parameters that are not arrays of real numbers, or `RowSparse` with all rows.
+    """Refuse parameters that are not arrays, or `RowSparse` with all rows.
 
     Raises:
         TypeError: naming the parameter, what it is and what to do.
@@ -57,11 +57,6 @@ def check_parameters(params: Any) -> None:
         if array is None:
             advice = f"pass eqx.filter(model, eqx.is_inexact_array), or {KEEP_ARRAYS}"
             raise not_an_array(leaf_name("params", path), leaf, advice)
-        if jnp.issubdtype(array.dtype, jnp.complexfloating):
-            raise TypeError(
-                f"{leaf_name('params', path)} is {array.dtype}: complex parameters are not "
-                "supported. Store the real and the imaginary part as two parameters."
-            )
 
 
 def check_transformation(name: str, tx: Any, order: str) -> None:

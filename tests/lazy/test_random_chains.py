@@ -50,6 +50,14 @@ LEAVES: dict[str, Callable[[Any, Any, Any], Any]] = {
     "sorted": lambda u, p, s: jnp.sort(u, 0),
     "reversed": lambda u, p, s: u[::-1],
     "reversed columns": lambda u, p, s: jnp.flip(u, -1),
+    "columns behind columns": lambda u, p, s: jnp.concatenate(jnp.split(u, [1], -1)[::-1], -1),
+    "rows behind rows": lambda u, p, s: jnp.concatenate(jnp.split(u, [1], 0)[::-1], 0),
+    "columns of the parameter": lambda u, p, s: jnp.concatenate(
+        [jnp.split(u, [1], -1)[0], jnp.split(p, [1], -1)[1]], -1
+    ),
+    "columns of numbers": lambda u, p, s: (
+        u * jnp.concatenate([jnp.ones_like(u), 2 * jnp.ones_like(p)], -1).sum(-1, keepdims=True)
+    ),
     "ravelled": lambda u, p, s: (u.ravel() * p.ravel()).reshape(u.shape),
     "transposed": lambda u, p, s: (u.T * p.T).T,
     "matrix": lambda u, p, s: u @ jnp.ones((u.shape[-1], u.shape[-1])),
@@ -218,6 +226,7 @@ REFUSED = {
     *("norm of the parameter", "mean of the leaf", "greatest of the leaf", "size", "position"),
     *("running sum", "sorted", "reversed", "noise", "branch by the parameter"),
     *("reversed columns",),  # a reverse has no rule
+    *("rows behind rows", "columns of numbers"),  # as many numbers as there are rows
 }
 
 

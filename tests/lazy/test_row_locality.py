@@ -152,6 +152,8 @@ MERGING = {
     "vector_norm": lambda u, p: u / (1 + jnp.linalg.vector_norm(u)),
     "ravelled and back": lambda u, p: (2 * u.ravel() + u.ravel()).reshape(u.shape),
     "columns first": lambda u, p: (u.T.ravel() * p.T.ravel()).reshape(u.shape[::-1]).T,
+    "columns behind columns": lambda u, p: jnp.concatenate(jnp.split(u, [1], 1)[::-1], 1),
+    "parameters' columns": lambda u, p: sum(jnp.split(jnp.concatenate([u, p], 1), 2, 1)),
     "more axes": lambda u, p: (u[None, :, None] * 2).reshape(-1, 1).reshape(u.shape),
     "sum of columns first": lambda u, p: u * jnp.sum(u.T.reshape(-1) * p.T.reshape(-1)),
 }
@@ -186,6 +188,17 @@ MERGING_OTHERS = {
     ),
     "left merged": (lambda u, p: u.ravel()[:, None] * jnp.ones((1, 3)), "moves rows|number of"),
     "running sum": (lambda u, p: jnp.cumsum(u.ravel()).reshape(u.shape), "no row-local form"),
+    "rows behind rows": (
+        lambda u, p: jnp.split(jnp.concatenate([u, p]), 2)[0],
+        "rows behind other rows|number of rows",
+    ),
+    "parts of rows": (lambda u, p: jnp.split(u, [1])[0], "parts rows|number of rows"),
+    "numbers by position": (
+        lambda u, p: jnp.concatenate(
+            [u, jnp.arange(u.size, dtype=u.dtype).reshape(u.shape)], 1
+        )[:, :3],
+        "by their position|number of rows",
+    ),
     "greatest": (lambda u, p: u * jnp.max(u.ravel()), "combines rows"),
 }
 
