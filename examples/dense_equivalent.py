@@ -51,7 +51,7 @@ class Run(NamedTuple):
 
 
 def make_data(rows: int, steps: int, seed: int) -> Data:
-    """Pairs of Zipf users and items, liked by a model that is not known."""
+    """Draw pairs of Zipf users and items, liked by a model that is not known."""
     rng = np.random.default_rng(seed)
     tastes = rng.normal(size=(2, rows, TASTES)) * 1.2 / TASTES**0.25
 
@@ -69,7 +69,7 @@ def make_data(rows: int, steps: int, seed: int) -> Data:
 
 
 def loss_fn(params: Params, batch: Sequence[jax.Array]) -> jax.Array:
-    """The mean cross entropy of who likes what."""
+    """Return the mean cross entropy of who likes what."""
     users, items, liked = batch
     scores = jnp.sum(params["users"][users] * params["items"][items], axis=1)
     return jnp.mean(jax.nn.softplus(scores) - liked * scores)
@@ -85,7 +85,7 @@ def make_step(tx: optax.GradientTransformation, value_and_grad: Callable) -> Cal
 
 
 def ways(rate: float) -> dict[str, tuple[Any, Any, bool]]:
-    """The transformation, what differentiates, and whether tables are deferred."""
+    """Return for each way transformation, gradient, and whether tables are deferred."""
     tx = optax.adam(rate)
     return {
         "dense": (tx, jax.value_and_grad, False),
@@ -97,7 +97,7 @@ def ways(rate: float) -> dict[str, tuple[Any, Any, bool]]:
 def train(
     name: str, tables: Params, data: Data, every: int, rate: float, program: Program
 ) -> Run:
-    """A run on all batches, measured after every so many steps."""
+    """Train on all batches, and measure after every so many steps."""
     tx, value_and_grad, is_deferred = ways(rate)[name]
     params = {
         name: jmask.deferred(x, tx) if is_deferred else jnp.copy(x)
@@ -119,7 +119,7 @@ def train(
 
 
 def distances(run: Run, dense: Run) -> list[float]:
-    """How far tables are from the dense ones, relative to how far those have come."""
+    """Return the distance from the dense tables, relative to their way from the start."""
     start = dense.tables[0]
     return [
         float(np.linalg.norm(x - y) / max(np.linalg.norm(y - start), 1e-30))

@@ -52,7 +52,7 @@ Params = dict[str, Any]
 
 @partial(jax.jit, static_argnums=0)
 def julia_set(size: int) -> jax.Array:
-    """A picture (size, size, 3) with detail at all scales."""
+    """Draw a picture (size, size, 3) with detail at all scales."""
     y, x = jnp.meshgrid(*[(jnp.arange(size) + 0.5) / size * 2.6 - 1.3] * 2, indexing="ij")
 
     def iterate(_: int, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -66,12 +66,12 @@ def julia_set(size: int) -> jax.Array:
 
 
 def cells(size: int) -> np.ndarray:
-    """Cells along a side, for each of the grids."""
+    """Return the number of cells along a side, for each of the grids."""
     return np.geomspace(COARSEST, max(size, COARSEST), LEVELS).astype(np.int32)
 
 
 def encoded(table: jax.Array, places: jax.Array, size: int) -> jax.Array:
-    """The features (n, L F) of places (n, 2) in the unit square."""
+    """Return the features (n, L F) of places (n, 2) in the unit square."""
     sides, T = cells(size), table.shape[1]
     scaled = places[:, None] * sides[:, None].astype(np.float32)  # (n, L, 2)
     cell = jnp.floor(scaled)
@@ -94,10 +94,10 @@ def colours(params: Params, places: jax.Array, size: int) -> jax.Array:
 
 
 def init_params(rows: int, seed: int) -> Params:
-    of_table, *keys = jax.random.split(jax.random.key(seed), 4)
+    table_key, *keys = jax.random.split(jax.random.key(seed), 4)
     shape, widths = (LEVELS, rows, FEATURES), (LEVELS * FEATURES, HIDDEN, HIDDEN, 3)
     return {
-        "table": jax.random.uniform(of_table, shape, minval=-1e-4, maxval=1e-4),
+        "table": jax.random.uniform(table_key, shape, minval=-1e-4, maxval=1e-4),
         "layers": [
             jax.random.normal(key, (before, after)) * (2 / before) ** 0.5
             for key, before, after in zip(keys, widths[:-1], widths[1:], strict=True)
@@ -106,7 +106,7 @@ def init_params(rows: int, seed: int) -> Params:
 
 
 def make_step(tx: optax.GradientTransformation, value_and_grad: Callable[..., Any]) -> Any:
-    """A step on random pixels of the picture."""
+    """Make a step on random pixels of the picture."""
 
     @partial(jax.jit, donate_argnums=(0, 1), static_argnums=4)
     def step(params: Params, state: Any, picture: jax.Array, key: jax.Array, batch: int) -> Any:
@@ -126,21 +126,21 @@ def make_step(tx: optax.GradientTransformation, value_and_grad: Callable[..., An
 
 @partial(jax.jit, static_argnums=1)
 def rendered(params: Params, size: int) -> jax.Array:
-    """The picture, line by line."""
+    """Compute the picture, line by line."""
     middle = (jnp.arange(size) + 0.5) / size
     line = lambda y: colours(params, jnp.stack([jnp.full(size, y), middle], axis=1), size)
     return jnp.clip(jax.lax.map(line, middle), 0, 1)
 
 
 def psnr(picture: jax.Array, learned: jax.Array) -> float:
-    """The peak signal-to-noise ratio, in dB."""
+    """Return the peak signal-to-noise ratio, in dB."""
     return float(-10 * jnp.log10(jnp.mean(jnp.square(picture - learned))))
 
 
 def train(
     name: str, picture: jax.Array, args: argparse.Namespace, program: Program
 ) -> tuple[jax.Array, int, float]:
-    """The picture that was learned, after how many steps, and the median time of one."""
+    """Train; return the picture learned, the number of steps, and the median time of one."""
     adam = optax.adam(RATE, eps=1e-15)  # of instant-NGP: gradients of rows are small
     is_ours = name == OURS
     tx = jmask.lazy(adam) if is_ours else adam

@@ -40,7 +40,7 @@ RUNS = {
 
 
 def train(label: str, steps: int, seed: int, program: Program) -> list[float]:
-    """The distance to the targets (root mean square), before and during the run."""
+    """Return the distance to the targets (root mean square), before and during the run."""
     dtype, stochastic = RUNS[label]
     of_targets, of_start = jax.random.split(jax.random.key(seed))
     targets = 1 + 0.5 * jax.random.normal(of_targets, (ROWS, WIDTH))

@@ -39,7 +39,7 @@ GRADIENT = jnp.array([[0.0, 0.0, 3.0, 0.0], [4.0, 0.0, 5.0, 0.0]])
 
 
 def gradients() -> dict[str, jmask.MaskedTensor]:
-    """The same masked gradient on every storage."""
+    """Return the same masked gradient on every storage."""
     dense = jmask.masked_tensor(GRADIENT, GRADIENT != 0)
     return {
         "dense": dense,
@@ -53,7 +53,7 @@ def gradients() -> dict[str, jmask.MaskedTensor]:
 def adagrad_step(
     param: jax.Array, state_sum: jax.Array, grad: jmask.MaskedTensor
 ) -> tuple[jax.Array, jax.Array]:
-    """One step of Adagrad that moves the entries of `grad` that exist."""
+    """Do one step of Adagrad on the entries of `grad` that exist."""
     state_sum = state_sum + (grad**2).to_tensor(0)
     std = sqrt(jmask.masked_tensor(state_sum, grad.mask)) + EPS
     param = param + (-LEARNING_RATE * grad / std).to_tensor(0)

@@ -47,21 +47,21 @@ Batch = dict[str, np.ndarray]
 
 
 def init_params(items: int, dim: int, seed: int) -> Params:
-    of_items, of_places, *keys = jax.random.split(jax.random.key(seed), 2 + LAYERS)
+    items_key, places_key, *keys = jax.random.split(jax.random.key(seed), 2 + LAYERS)
     weight = lambda key, *shape: jax.random.normal(key, shape) * shape[0] ** -0.5
 
     def layer(key: jax.Array) -> Params:
-        of_attention, of_output, of_up, of_down = jax.random.split(key, 4)
+        keys = iter(jax.random.split(key, 4))
         return {
-            "attention": weight(of_attention, dim, 3 * dim),
-            "output": weight(of_output, dim, dim),
-            "up": weight(of_up, dim, dim),
-            "down": weight(of_down, dim, dim),
+            "attention": weight(next(keys), dim, 3 * dim),
+            "output": weight(next(keys), dim, dim),
+            "up": weight(next(keys), dim, dim),
+            "down": weight(next(keys), dim, dim),
         }
 
     return {
-        "items": 0.1 * jax.random.normal(of_items, (items, dim)),
-        "places": 0.1 * jax.random.normal(of_places, (LENGTH, dim)),
+        "items": 0.1 * jax.random.normal(items_key, (items, dim)),
+        "places": 0.1 * jax.random.normal(places_key, (LENGTH, dim)),
         "layers": [layer(key) for key in keys],
     }
 
@@ -71,7 +71,7 @@ def normed(x: jax.Array) -> jax.Array:
 
 
 def states(params: Params, items: jax.Array) -> jax.Array:
-    """What is known after each item (n, LENGTH): vectors (n, LENGTH, dim)."""
+    """Return the state after each item (n, LENGTH): vectors (n, LENGTH, dim)."""
     x = params["items"][items] + params["places"]
     for layer in params["layers"]:
         parts = (normed(x) @ layer["attention"]).reshape(*x.shape[:2], 3, HEADS, -1)
@@ -82,7 +82,7 @@ def states(params: Params, items: jax.Array) -> jax.Array:
 
 
 def loss_fn(params: Params, batch: Batch) -> jax.Array:
-    """The next item should fit, and others should not."""
+    """Return a loss: the next item should fit, and others should not."""
     x = states(params, batch["items"])
     right = jnp.einsum("bnd,bnd->bn", x, params["items"][batch["next"]])
     wrong = jnp.einsum("bnd,bnkd->bnk", x, params["items"][batch["others"]])
@@ -100,7 +100,7 @@ def make_step(tx: optax.GradientTransformation, value_and_grad: Callable[..., An
 
 
 def batch_of_step(data: Sequences, seed: int, step: int) -> Batch:
-    """Sequences of some users, what came next at each place, and items drawn at random."""
+    """Draw sequences, what came next at each place, and items at random."""
     rng = np.random.default_rng((seed, step))
     items = data.items[rng.integers(len(data.items), size=BATCH)]
     shape = (BATCH, LENGTH, NEGATIVES)
@@ -109,10 +109,10 @@ def batch_of_step(data: Sequences, seed: int, step: int) -> Batch:
 
 
 def measures(scores: jax.Array, wanted: np.ndarray) -> tuple[float, float]:
-    """Hit rate and NDCG of the item that is wanted (n,), by scores (n, items) or (items,)."""
+    """Return hit rate and NDCG of the wanted items (n,), by scores (n, items) or (items,)."""
     scores = np.broadcast_to(scores, (len(wanted), scores.shape[-1]))
-    of_wanted = np.take_along_axis(scores, wanted[:, None], axis=1)
-    rank = np.sum(scores > of_wanted, axis=1)
+    wanted_scores = np.take_along_axis(scores, wanted[:, None], axis=1)
+    rank = np.sum(scores > wanted_scores, axis=1)
     shown = rank < SHOWN
     return float(np.mean(shown)), float(np.mean(np.where(shown, 1 / np.log2(rank + 2), 0)))
 
@@ -120,14 +120,14 @@ def measures(scores: jax.Array, wanted: np.ndarray) -> tuple[float, float]:
 def measured(params: Params, data: Sequences) -> tuple[float, float]:
     x = jax.jit(states)(params, data.items[:ASKED, 1:])[:, -1]
     parts = [slice(i, i + 50) for i in range(0, len(x), 50)]  # all scores would be a gigabyte
-    found = [measures(x[i] @ params["items"].T, data.following[:ASKED][i]) for i in parts]
-    return tuple(np.mean(found, axis=0).tolist())
+    quality = [measures(x[i] @ params["items"].T, data.following[:ASKED][i]) for i in parts]
+    return tuple(np.mean(quality, axis=0).tolist())
 
 
 def train(
     name: str, data: Sequences, args: argparse.Namespace, program: Program
 ) -> tuple[list[tuple[int, float, float, float]], float]:
-    """Steps, loss, hit rate and NDCG over a run, and the median seconds of a step."""
+    """Train; return steps, loss, hit rate and NDCG, and the median seconds of a step."""
     tx, is_ours = optax.adam(args.rate), name == OURS
     step = make_step(
         jmask.lazy(tx) if is_ours else tx,
@@ -138,9 +138,9 @@ def train(
 
     def measure() -> None:
         nonlocal losses
-        found = measured(params, data)
-        curve.append((number, float(np.mean(losses)), *found))
-        show(done, loss=curve[-1][1], hits=found[0])
+        quality = measured(params, data)
+        curve.append((number, float(np.mean(losses)), *quality))
+        show(done, loss=curve[-1][1], hits=quality[0])
         losses = []
 
     fields = "loss {loss:.3f}  hit rate {hits:.1%}"

@@ -48,7 +48,7 @@ Batch = dict[str, jax.Array]
 
 
 def batch_of_step(step: int, args: argparse.Namespace, mesh: Mesh, stop: bool) -> Batch:
-    """The batch of a step: this process brings its part, others bring theirs.
+    """Return the batch of a step; each process brings a part of it.
 
     In "stop" each says whether it was told to stop, so that all stop after the same step.
     """
@@ -68,7 +68,7 @@ def batch_of_step(step: int, args: argparse.Namespace, mesh: Mesh, stop: bool) -
 
 
 def create(args: argparse.Namespace, mesh: Mesh) -> State:
-    """Compiled, so that each device makes the rows that it has."""
+    """Return parameters and state; compiled, so that each device makes its own rows."""
 
     @jax.jit
     def create() -> State:
@@ -82,7 +82,7 @@ def create(args: argparse.Namespace, mesh: Mesh) -> State:
 
 
 def scores(params: dict[str, Any], batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """How well contexts (B,) and others (B, NEGATIVES) go with words."""
+    """Score contexts (B,) and others (B, NEGATIVES) of words."""
     words = params["words"][batch["words"]]
     right = jnp.einsum("bd,bd->b", words, params["contexts"][batch["contexts"]])
     wrong = jnp.einsum("bd,bnd->bn", words, params["contexts"][batch["negatives"]])
@@ -104,7 +104,7 @@ def train_step(state: State, batch: Batch) -> tuple[State, jax.Array, jax.Array]
 
 @jax.jit
 def accuracy(params: dict[str, Any], batch: Batch) -> jax.Array:
-    """How often the context of a word goes better with it than another word does."""
+    """Return how often the context of a word scores higher than another word."""
     right, wrong = scores(params, batch)
     return jnp.mean(right[:, None] > wrong)
 

@@ -84,7 +84,7 @@ def count_right(params: Params, batch: Batch) -> jax.Array:
 def train(
     name: str, texts: Texts, batches: Batches, args: argparse.Namespace, program: Program
 ) -> tuple[Params, list[float]]:
-    """Train with an optimizer; the parameters, and the loss of each step."""
+    """Train with an optimizer; return the parameters, and the loss of each step."""
     tx, params = OPTIMIZERS[name], init_params(args.columns, len(texts.names))
     step, opt_state = make_step(jmask.lazy(tx), jmask.value_and_grad), tx.init(params)
     rng, learned = np.random.default_rng(args.seed), np.flatnonzero(~texts.held_out)
@@ -102,7 +102,7 @@ def train(
 def step_times(
     texts: Texts, batches: Batches, largest: int, table: Table
 ) -> dict[int, dict[str, float]]:
-    """Seconds of a step for different numbers of columns."""
+    """Time a step for different numbers of columns."""
     tx, times = OPTIMIZERS[TIMED], {}
     ours = make_step(jmask.lazy(tx), jmask.value_and_grad)
     stock = make_step(tx, jax.value_and_grad)

@@ -68,7 +68,7 @@ class Checkpoints:
             self.manager.close()
 
     def restore(self, state: Any, record: Any) -> tuple[int, Any, Any]:
-        """The last step, its state and record; 0 and what was given if there is none."""
+        """Return the last step, its state and record; 0 and the arguments if there is none."""
         step = None if self.manager is None else self.manager.latest_step()
         if step is None:
             return 0, state, record

@@ -17,7 +17,7 @@ Batch = dict[str, Any]
 
 
 def hashed(texts: Sequence[str]) -> csr_matrix:
-    """The features of each text: a row of length one, with MOST_COLUMNS columns."""
+    """Return the features of each text: a row of length one, with MOST_COLUMNS columns."""
     settings = {"n_features": MOST_COLUMNS, "norm": None, "binary": True}
     words = HashingVectorizer(ngram_range=(1, 2), token_pattern=r"\w+|[^\w\s]", **settings)
     fours = HashingVectorizer(ngram_range=(4, 4), analyzer="char", **settings)
@@ -33,7 +33,7 @@ class Batches:
         self.capacity = int(max(ROOM * ROWS * self.entries.mean(), self.entries.max()))
 
     def of(self, texts: np.ndarray, columns: int) -> Iterator[Batch]:
-        """The texts with these numbers; a batch ends where its rows or entries are full."""
+        """Yield texts by number; a batch ends where its rows or entries are full."""
         ends = np.cumsum(self.entries[texts])
         start = before = 0
         while start < len(texts):

@@ -32,7 +32,7 @@ class Interactions(NamedTuple):
     best: np.ndarray
 
     def batch(self, seed: int, step: int) -> dict[str, np.ndarray]:
-        """Lines drawn at random, the same for the same step."""
+        """Draw lines at random, the same for the same step."""
         rng = np.random.default_rng((seed, step))
         lines = rng.integers(len(self.items), size=BATCH)
         items = self.items[lines]
@@ -44,7 +44,7 @@ class Interactions(NamedTuple):
 
 
 def make_interactions(users: int, items: int, groups: int, k: int, seed: int) -> Interactions:
-    """Interactions of so many users with so many items."""
+    """Make interactions of users with items."""
     rng = np.random.default_rng(seed)
     group_of_user = rng.integers(groups, size=users)
     in_group = items // groups
@@ -80,7 +80,7 @@ class Sequences(NamedTuple):
 
 
 def make_sequences(users: int, items: int, groups: int, length: int, seed: int) -> Sequences:
-    """Users who take items of their group, half of the time the successor of the one before.
+    """Make users who take items of their group, half of the time the successor of the last.
 
     Some groups have more users than others; items of a group are as popular as Zipf says.
     """

@@ -48,7 +48,7 @@ class Texts(NamedTuple):
 
 
 def texts_from_python(packages: int) -> Texts:
-    """Functions of the largest packages on this machine."""
+    """Read functions of the largest packages on this machine."""
     files = _files_of_packages()
     size = Counter({name: sum(f.stat().st_size for f in files[name]) for name in files})
     names = [name for name, _ in size.most_common(packages)]
@@ -62,7 +62,7 @@ def texts_from_python(packages: int) -> Texts:
 
 
 def texts_from_file(path: Path) -> Texts:
-    """Lines of a file: a label, a tab, a text."""
+    """Read lines of a file: a label, a tab, a text."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
@@ -119,7 +119,7 @@ def _files_of_packages() -> dict[str, list[Path]]:
 
 
 def _functions(files: list[Path]) -> Iterator[tuple[Path, str]]:
-    """Functions of at least five lines, of files in an order that is always the same."""
+    """Yield functions of at least five lines, of files always in one order."""
     count = 0
     for file in sorted(files, key=lambda file: zlib.crc32(str(file).encode())):
         try:

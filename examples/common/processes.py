@@ -138,7 +138,7 @@ def member(address: str, processes: int, process: int) -> Iterator[None]:
 
 
 def _keep_stdout_for_python() -> None:
-    """Gloo tells who is connected to whom there, in pieces that break other lines."""
+    """Turn Gloo's messages about connections away, which would break other lines."""
     sys.stdout.flush()
     sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
     with open(os.devnull, "w") as nowhere:

@@ -159,7 +159,7 @@ class Program:
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:
-        """At Ctrl-C set `stopped`, and nothing else."""
+        """Make Ctrl-C set `stopped`, and nothing else."""
         self._in_loop = True
         try:
             yield

@@ -64,18 +64,18 @@ class Corpus(NamedTuple):
 
 
 def corpus_from_python(vocabulary: int) -> Corpus:
-    """The identifiers of the Python sources on this machine."""
+    """Read the identifiers of the Python sources on this machine."""
     sources = map(_source, python_files())
     return _corpus(map(identifiers, sources), vocabulary)
 
 
 def corpus_from_files(paths: Iterable[Path], vocabulary: int) -> Corpus:
-    """The words of text files, in lower case."""
+    """Read the words of text files, in lower case."""
     return _corpus(map(_words_of_file, paths), vocabulary)
 
 
 def python_files() -> Iterator[Path]:
-    """The standard library, then the installed packages, always in the same order."""
+    """Yield the files of the standard library, then of packages, always in one order."""
     paths = sysconfig.get_paths()
     for root in dict.fromkeys(paths[name] for name in ("stdlib", "purelib", "platlib")):
         for folder, subfolders, names in os.walk(root):
@@ -84,7 +84,7 @@ def python_files() -> Iterator[Path]:
 
 
 def identifiers(source: str) -> list[str]:
-    """The identifiers of a Python source, in order."""
+    """Return the identifiers of a Python source, in order."""
     return [word for word in _PYTHON.findall(source) if word and word not in _DROPPED]
 
 

@@ -50,7 +50,7 @@ def compare(
 
 
 def timing_table(title: str, seconds: dict[str, float], reference: str, examples: int) -> Table:
-    """A row for each step; ratios are to the step called `reference`."""
+    """Make a row for each step; ratios are to the step called `reference`."""
     table = Table(title=title, title_justify="left")
     table.add_column("step")
     for column in ("time", "examples/s", "ratio"):

@@ -41,7 +41,7 @@ class DataError(ExampleError):
 
 
 def lines_of_file(path: Path) -> Iterator[bytes]:
-    """The lines of a file, which gzip may have compressed (`.gz`)."""
+    """Return the lines of a file, which gzip may have compressed (`.gz`)."""
     with _readable(path), path.open("rb"):
         pass  # a file that is not there is an error now, not at the first line
     return _lines(path)
@@ -63,7 +63,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def batches(lines: Iterable[bytes], rows: int, start: int, name: str) -> Iterator[Batch]:
-    """Batches of `BATCH` lines each; lines left over at the end are left out.
+    """Yield batches of `BATCH` lines each, without those left over at the end.
 
     Args:
         lines: of the data, from its beginning.
@@ -108,7 +108,7 @@ def _ids(category: bytes, rows: int) -> list[int]:
 
 
 def _fault(line: bytes) -> str:
-    """What is wrong with a line."""
+    """Say what is wrong with a line."""
     label, *rest = line.rstrip(b"\r\n").split(b"\t")
     expected = COUNTS + CATEGORIES
     if len(rest) != expected:

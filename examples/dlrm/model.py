@@ -36,7 +36,7 @@ tx = optax.partition(
 
 
 def create(rows: int, dim: int, seed: int) -> State:
-    """Parameters, and the state of their optimizer."""
+    """Return parameters, and the state of their optimizer."""
     of_tables, of_bottom, of_top = jax.random.split(jax.random.key(seed), 3)
     keys = jax.random.split(of_tables, CATEGORIES)
     params = {
@@ -48,7 +48,7 @@ def create(rows: int, dim: int, seed: int) -> State:
 
 
 def log_odds(params: Params, batch: Batch) -> jax.Array:
-    """Of a click, for each line (b,)."""
+    """Return the log-odds of a click, for each line (b,)."""
     counts = jnp.log1p(jnp.maximum(batch["counts"], 0))
     of_counts = _mlp(params["bottom"], counts)
     names = [f"C{i}" for i in range(1, CATEGORIES + 1)]
@@ -66,7 +66,7 @@ def loss_fn(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
 
 @partial(jax.jit, donate_argnums=0)
 def train_step(state: State, batch: Batch) -> tuple[State, jax.Array, jax.Array]:
-    """The new state, and the loss and log-odds of the batch before it was learned from."""
+    """Return the new state, and loss and log-odds of the batch before the step."""
     params, opt_state = state
     (loss, scores), grads = jmask.value_and_grad(loss_fn, has_aux=True)(params, batch)
     updates, opt_state = tx.update(grads, opt_state, params)

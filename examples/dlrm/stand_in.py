@@ -48,7 +48,7 @@ class StandIn:
         self.cumulated = [np.cumsum(share) / share.sum() for share in shares]
 
     def lines(self) -> Iterator[bytes]:
-        """Lines as they are in a file of Criteo's."""
+        """Yield lines as they are in a file of Criteo's."""
         for number in count():
             block = self._block(number)
             columns = np.arange(CATEGORIES)[:, None]
@@ -62,7 +62,7 @@ class StandIn:
                 yield ("\t".join([str(int(click)), *fields]) + "\n").encode()
 
     def best_auc(self) -> float:
-        """The AUC of whoever knows the scores."""
+        """Return the AUC of whoever knows the scores."""
         blocks = [self._block(number) for number in range(50)]
         clicks = np.concatenate([block.clicks for block in blocks])
         return float(roc_auc_score(clicks, np.concatenate([block.scores for block in blocks])))

@@ -78,7 +78,7 @@ def train(
 
 
 def measured(step: int, seen: list[tuple[jax.Array, jax.Array, Batch]]) -> Point:
-    """Step, mean loss and AUC of some batches; nan where there is no AUC."""
+    """Return step, mean loss and AUC of some batches; nan where there is no AUC."""
     losses, scores, some = zip(*seen, strict=True)
     labels = np.concatenate([batch["labels"] for batch in some])
     one_class = labels.min() == labels.max()

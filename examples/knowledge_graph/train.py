@@ -51,7 +51,7 @@ def distance(heads: jax.Array, relations: jax.Array, tails: jax.Array) -> jax.Ar
 
 
 def loss_fn(params: Params, batch: Batch) -> jax.Array:
-    """How much less than a margin farther away wrong triples are, on the average."""
+    """Return the margin loss: wrong triples should be farther away by `MARGIN`."""
     entities, relation = params["entities"], params["relations"][batch["relation"]]
     head, tail = entities[batch["head"]], entities[batch["tail"]]
     other = entities[batch["other"]]
@@ -63,7 +63,7 @@ def loss_fn(params: Params, batch: Batch) -> jax.Array:
 
 
 def unit_rows() -> optax.GradientTransformation:
-    """Updates after which each row has length one. Rows are moved apart: it is row-local."""
+    """Return updates after which each row has length one; this is row-local."""
 
     def to_unit(update: jax.Array, rows: jax.Array) -> jax.Array:
         moved = rows + update
@@ -99,7 +99,7 @@ def init_params(entities: int, relations: int, dim: int, seed: int) -> Params:
 
 
 def random_batches(triples: np.ndarray, entities: int, seed: int) -> Iterator[Batch]:
-    """Known triples, and for each some with a random entity as head or as tail."""
+    """Yield known triples, and for each some with a random entity as head or as tail."""
     rng = np.random.default_rng(seed)
     while True:
         head, relation, tail = triples[rng.integers(len(triples), size=BATCH)].T
@@ -113,7 +113,7 @@ def random_batches(triples: np.ndarray, entities: int, seed: int) -> Iterator[Ba
 
 
 def measured(params: Params, graph: Graph, triples: np.ndarray) -> tuple[float, float]:
-    """MRR and hits@10."""
+    """Return MRR and hits@10."""
     entities, relations = params["entities"], params["relations"][triples[:, 1]]
     ends = entities[triples[:, 0]] + relations
     starts = entities[triples[:, 2]] - relations
@@ -125,7 +125,7 @@ def measured(params: Params, graph: Graph, triples: np.ndarray) -> tuple[float, 
 def train(
     args: argparse.Namespace, graph: Graph, program: Program
 ) -> tuple[Params, list[tuple[int, float, float]]]:
-    """The parameters, and steps, mean losses and MRR on the way, of triples for validation."""
+    """Return the parameters, and the curve of steps, mean losses and MRR."""
     tx = jmask.lazy(optimizer(args.rate))
     step = make_step(tx, jmask.value_and_grad)
     params = init_params(len(graph.entities), len(graph.relations), args.dim, args.seed)
@@ -152,7 +152,7 @@ def train(
 
 
 def time_many(args: argparse.Namespace, program: Program) -> None:
-    """The same step where the graph has `args.many` entities."""
+    """Time the same step where the graph has `args.many` entities."""
     rng = np.random.default_rng(args.seed)
     triples = rng.integers(args.many, size=(50 * BATCH, 3), dtype=np.int32)
     triples[:, 1] %= 100

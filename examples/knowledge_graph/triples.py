@@ -32,7 +32,7 @@ class Graph(NamedTuple):
 
 
 def read_graph(source: str) -> Graph:
-    """The graph of this name, or in a folder with train.txt, valid.txt and test.txt."""
+    """Return the graph of this name, or in a folder with train.txt, valid.txt and test.txt."""
     parts = {part: _triples(_path(source, part)) for part in ("train", "valid", "test")}
     every = [triple for part in parts.values() for triple in part]
     entities = sorted({name for head, _, tail in every for name in (head, tail)})
@@ -79,7 +79,7 @@ def _triples(path: Path) -> list[list[str]]:
 def ranks(
     graph: Graph, triples: np.ndarray, as_tail: np.ndarray, as_head: np.ndarray
 ) -> np.ndarray:
-    """The rank of the right tail, and of the right head, of each triple (2, n), from 1 on.
+    """Return the ranks, from 1 on, of the right tail and head of each triple (2, n).
 
     Other entities that are right too do not count ("filtered"), and those with the same score
     count half.

@@ -43,7 +43,7 @@ class GraphError(ExampleError):
 
 
 def read_imports(paths: Iterable[Path] | None = None, most: int = 20_000) -> Imports:
-    """The graph of these files, or of those on this machine; of `most` of them."""
+    """Read the graph of these files, or of those on this machine, at most `most`."""
     found = []
     for path in python_files() if paths is None else paths:
         names = imported(path.read_text(encoding="utf-8", errors="ignore"))
@@ -70,7 +70,7 @@ def read_imports(paths: Iterable[Path] | None = None, most: int = 20_000) -> Imp
 
 
 def imported(source: str) -> set[str]:
-    """The modules that a source imports, relative ones left out."""
+    """Return the modules that a source imports, relative ones left out."""
     names = set()
     for module, several in _IMPORT.findall(source):
         for name in [module] if module else several.split(","):
@@ -81,7 +81,7 @@ def imported(source: str) -> set[str]:
 
 
 def random_imports(files: int, modules: int, each: int, seed: int) -> Imports:
-    """A graph of any size, to time a step with."""
+    """Make a graph of any size, to time a step with."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(modules, size=(files, each), dtype=np.int32)
     edges = np.stack([np.repeat(np.arange(files, dtype=np.int32), each), ids.ravel()], 1)
@@ -89,7 +89,7 @@ def random_imports(files: int, modules: int, each: int, seed: int) -> Imports:
 
 
 def neighbours(graph: Imports, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each node of a side, its neighbours one after the other, and where they begin."""
+    """Return the neighbours of all nodes of a side, and where those of each begin."""
     order = np.argsort(graph.edges[:, side], kind="stable")
     size = (graph.files, graph.modules)[side]
     begins = np.searchsorted(graph.edges[order, side], np.arange(size + 1))
@@ -97,7 +97,7 @@ def neighbours(graph: Imports, side: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def imports_of(graph: Imports) -> dict[int, list[int]]:
-    """The modules that each file is known to import."""
+    """Return the modules that each file is known to import."""
     known = defaultdict(list)
     for file, module in graph.edges.tolist():
         known[file].append(module)

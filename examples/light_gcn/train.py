@@ -63,12 +63,12 @@ DENSE = optax.adagrad(0.1, initial_accumulator_value=0.1)
 
 
 def factorized(params: Params, batch: Batch, name: str, side: int) -> jax.Array:
-    """The rows of the nodes `batch[name]`."""
+    """Return the rows of the nodes `batch[name]`."""
     return params[SIDES[side]][batch[name]]
 
 
 def sampled(params: Params, batch: Batch, name: str, side: int) -> jax.Array:
-    """Half its row, half the sum of some neighbours."""
+    """Return half of each row and half of the sum of some neighbours."""
     ids, weights = batch[f"near {name}"]
     near = jmask.embedding_bag(params[SIDES[1 - side]], ids, weights=weights)
     return (params[SIDES[side]][batch[name]] + near) / 2
@@ -97,7 +97,7 @@ class WholeGraph:
 
 def loss_of(vectors: Vectors) -> Callable[[Params, Batch], jax.Array]:
     def loss_fn(params: Params, batch: Batch) -> jax.Array:
-        """A module that is imported should fit better than another one."""
+        """Return a loss: a module that is imported should fit better than another."""
         file = vectors(params, batch, "file", 0)
         right = jnp.sum(file * vectors(params, batch, "module", 1), axis=1)
         wrong = jnp.sum(file * vectors(params, batch, "other", 1), axis=1)
@@ -121,7 +121,7 @@ def make_step(vectors: Vectors) -> Callable[..., Any]:
 
 
 def random_batches(graph: Imports, seed: int) -> Iterator[Batch]:
-    """Imports, each with a module drawn at random; and for each node some neighbours."""
+    """Yield imports, each with a module drawn at random, and some neighbours of all."""
     rng = np.random.default_rng(seed)
     near = [neighbours(graph, side) for side in (0, 1)]
     degrees = [np.diff(begins) for _, begins in near]
@@ -155,7 +155,7 @@ def init_params(graph: Imports, dim: int, seed: int) -> Params:
 
 
 def recall(params: Params, graph: Imports, propagate: bool) -> float:
-    """How often the import held out is among the best for its file that are not known."""
+    """Return how often the import held out is among the best new ones for its file."""
     files, modules = (params[name] for name in SIDES)
     if propagate:
         whole = WholeGraph(graph)
@@ -174,7 +174,7 @@ def recall(params: Params, graph: Imports, propagate: bool) -> float:
 def train(
     name: str, vectors: Vectors, graph: Imports, args: argparse.Namespace, program: Program
 ) -> list[tuple[int, float]]:
-    """Steps, and recall after them."""
+    """Train, and return the curve of recall over steps."""
     params = init_params(graph, args.dim, args.seed)
     opt_state, step = DENSE.init(params), make_step(vectors)
     curve, number = [], 0
@@ -198,7 +198,7 @@ def train(
 
 
 def milliseconds(vectors: Vectors, graph: Imports, args: argparse.Namespace) -> float:
-    """Of a step."""
+    """Return the median time of a step."""
     params, step = init_params(graph, args.dim, args.seed), make_step(vectors)
     state, times = (params, DENSE.init(params)), []
     for batch in islice(random_batches(graph, args.seed), 6):
@@ -209,7 +209,7 @@ def milliseconds(vectors: Vectors, graph: Imports, args: argparse.Namespace) -> 
 
 
 def gradient_of(vectors: Vectors, graph: Imports, args: argparse.Namespace) -> str:
-    """What is read of the table of files."""
+    """Say which rows of the table of files have a gradient."""
     if isinstance(vectors, WholeGraph):
         return "dense"
     params, batch = init_params(graph, args.dim, 0), next(random_batches(graph, 0))

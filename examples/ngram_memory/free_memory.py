@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def free_bytes() -> float:
-    """Memory that is left to the system and to the container, where they say so."""
+    """Return memory that is left to the system and to the container, where they say so."""
     left = [float("inf")]
     with suppress(OSError):
         lines = Path("/proc/meminfo").read_text().splitlines()

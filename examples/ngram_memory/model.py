@@ -46,12 +46,12 @@ class Sizes(NamedTuple):
 
     @property
     def lookups(self) -> int:
-        """Rows of the memory that a token looks up."""
+        """Return rows of the memory that a token looks up."""
         return self.tables * len(self.orders)
 
 
 def init_params(sizes: Sizes, rows: int, seed: int, dtype: Any = jnp.float32) -> Params:
-    """Parameters of the transformer and, unless `rows` is 0, of a memory of so many rows."""
+    """Return parameters of the transformer and of a memory of `rows` rows, unless that is 0."""
     width, keys = sizes.width, iter(jax.random.split(jax.random.key(seed), 100))
 
     def weight(*shape: int) -> jax.Array:
@@ -83,7 +83,7 @@ def init_params(sizes: Sizes, rows: int, seed: int, dtype: Any = jnp.float32) ->
 
 
 def parts_of(sizes: Sizes, rows: int) -> list[int]:
-    """How many rows each hash may find: different primes, so that collisions differ."""
+    """Return the number of rows of each hash: different primes, so that collisions differ."""
     parts: list[int] = []
     candidate = max(2, rows // sizes.lookups)
     while len(parts) < sizes.lookups:
@@ -94,7 +94,7 @@ def parts_of(sizes: Sizes, rows: int) -> list[int]:
 
 
 def ngram_ids(tokens: jax.Array, sizes: Sizes, rows: int) -> jax.Array:
-    """Tokens (batch, length) -> rows of the memory (batch, length, lookups).
+    """Map tokens (batch, length) to rows of the memory (batch, length, lookups).
 
     Each hash of an n-gram is a product-and-xor of its tokens, scrambled, modulo the prime of
     its part of the table. Before the text the tokens are 0.
@@ -117,7 +117,7 @@ def ngram_ids(tokens: jax.Array, sizes: Sizes, rows: int) -> jax.Array:
 
 
 def recalled(params: Params, hidden: jax.Array, rows: jax.Array) -> jax.Array:
-    """What the rows (batch, length, lookups, row) add to the hidden states.
+    """Return the gated sum of rows (batch, length, lookups, row) for the hidden states.
 
     The gate is Engram's: the sigmoid of the signed root of a scaled product of both.
     """
@@ -144,12 +144,12 @@ def attention(layer: Params, x: jax.Array, heads: int) -> jax.Array:
 
 
 def loss_fn(params: Params, tokens: jax.Array, sizes: Sizes, rows: int) -> jax.Array:
-    """The mean loss, in nats, of a token; `rows` is that of `init_params`."""
+    """Return the mean loss of a token, in nats; `rows` is that of `init_params`."""
     return jnp.mean(losses(params, tokens, sizes, rows))
 
 
 def losses(params: Params, tokens: jax.Array, sizes: Sizes, rows: int) -> jax.Array:
-    """The losses (batch, length) of tokens (batch, length + 1), each given those before it."""
+    """Return the losses (batch, length) of tokens (batch, length + 1), given those before."""
     given, following = tokens[:, :-1], tokens[:, 1:]
     hidden = params["tokens"][given] + params["positions"][None, : given.shape[1]]
     for number, layer in enumerate(params["layers"]):

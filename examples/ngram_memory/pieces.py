@@ -42,7 +42,7 @@ class Text(NamedTuple):
 
 
 def read_text(files: list[Path], most_bytes: int, vocabulary: int) -> Text:
-    """Python sources of this machine, or the files given.
+    """Read Python sources of this machine, or the files given.
 
     Raises:
         CorpusError: if there is too little text.
@@ -71,7 +71,7 @@ def read_text(files: list[Path], most_bytes: int, vocabulary: int) -> Text:
 
 
 def split_text(text: str) -> list[str]:
-    """The pieces of a text, which put together are the text."""
+    """Return the pieces of a text, which put together are the text."""
     return _PIECE.findall(text)
 
 

@@ -80,7 +80,7 @@ class Model(NamedTuple):
 def make_model(
     kind: str, sizes: Sizes, rows: int, seed: int = 0, dtype: Any = jnp.float32
 ) -> Model:
-    """A model with a memory of `rows` rows of `dtype`, or without.
+    """Return a model with a memory of `rows` rows of `dtype`, or without.
 
     The memory of stock optax has Adagrad's sum for each of its numbers. The gradients of single
     rows are small, and so must be its epsilon, which is under the root.
@@ -120,7 +120,7 @@ def _labels(params: Any) -> dict[str, str]:
 
 
 def random_batches(text: Text, sizes: Sizes, seed: int, start: int = 0) -> Iterator[np.ndarray]:
-    """Batches from a step on, the same for the same step."""
+    """Yield batches from a step on, the same for the same step."""
     for step in count(start):
         rng = np.random.default_rng((seed, step))
         starts = rng.integers(len(text.train) - sizes.length, size=(BATCH, 1))
@@ -128,7 +128,7 @@ def random_batches(text: Text, sizes: Sizes, seed: int, start: int = 0) -> Itera
 
 
 def bits_per_byte(model: Model, text: Text, sizes: Sizes) -> float:
-    """Of the text held out, or of its first part."""
+    """Return the bits per byte of the text held out, or of its first part."""
     lines = min((len(text.held_out) - 1) // sizes.length, MEASURED) // BATCH * BATCH
     starts = np.arange(0, lines * sizes.length, sizes.length)[:, None]
     tokens = text.held_out[starts + np.arange(sizes.length + 1)]
@@ -169,7 +169,7 @@ def train(
             values.append(value)
 
     def turn() -> Iterator[str]:
-        """Whose turn it is: who has had least, until all have had enough."""
+        """Yield whose turn it is: who has had least, until all have had enough."""
         while (name := min(spent, key=spent.__getitem__)) and spent[name] < args.seconds:
             yield name
 
@@ -207,7 +207,7 @@ def time_steps(
     seconds: float,
     program: Program,
 ) -> Seconds:
-    """Median seconds of a step of each (kind, rows), and without memory.
+    """Return the median seconds of a step of each (kind, rows), and without memory.
 
     What else the machine does changes from minute to minute. So each takes turns with the
     model without memory, and its time is that of this model times the ratio in these turns.
@@ -236,7 +236,7 @@ def time_steps(
 
 
 def needed_bytes(kind: str, rows: int, row: int, dtype: Any) -> int:
-    """Memory for a step: stock optax makes a gradient and an update of the table's size."""
+    """Estimate the memory of a step; stock optax makes arrays of the table's size."""
     if kind == STOCK:
         return 5 * 4 * rows * row
     return rows * (jnp.dtype(dtype).itemsize * row + 4)

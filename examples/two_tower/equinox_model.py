@@ -60,5 +60,5 @@ def train_step(state: State, batch: Batch) -> tuple[State, jax.Array]:
 
 @eqx.filter_jit
 def vectors(state: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """The vectors of some users and items."""
+    """Return the vectors of some users and items."""
     return state[0](batch)

@@ -53,5 +53,5 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
 
 @jax.jit
 def vectors(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """The vectors of some users and items."""
+    """Return the vectors of some users and items."""
     return state.apply_fn(state.params, batch)

@@ -53,5 +53,5 @@ def train_step(state: State, batch: Batch) -> tuple[State, jax.Array]:
 
 @jax.jit
 def vectors(state: State, batch: Batch) -> tuple[Any, Any]:
-    """The vectors of some users and items."""
+    """Return the vectors of some users and items."""
     return towers(state[0], batch)

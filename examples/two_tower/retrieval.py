@@ -17,7 +17,7 @@ Batch = dict[str, Any]
 
 
 def in_batch_softmax(users: jax.Array, items: jax.Array, batch: Batch) -> jax.Array:
-    """Each user is to find their item among all items of the batch.
+    """Return the softmax loss of each user's item among all items of the batch.
 
     Frequent items are in more batches, which their scores make up for; and where the item
     of another line is the same one, it is no wrong answer: it is masked.
@@ -37,13 +37,13 @@ def in_batch_softmax(users: jax.Array, items: jax.Array, batch: Batch) -> jax.Ar
 
 
 def unit(vectors: jax.Array) -> jax.Array:
-    """Vectors of length one."""
+    """Return vectors of length one."""
     squares = jnp.sum(vectors**2, axis=-1, keepdims=True)
     return vectors * jax.lax.rsqrt(squares + 1e-12)
 
 
 def recall(users: jax.Array, items: jax.Array, wanted: np.ndarray, k: int) -> float:
-    """How many users have the wanted item among the k items that are best for them.
+    """Return the share of users whose wanted item is among their k best.
 
     Args:
         users (n, dim), items (V, dim): vectors of any length.

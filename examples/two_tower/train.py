@@ -46,7 +46,7 @@ Point = tuple[int, float, float]  # step, mean loss since the last one, recall
 
 
 def recall_of(framework: ModuleType, state: Any, data: Interactions) -> float:
-    """How often the item held out is among those that its user is shown."""
+    """Return how often the item held out is among those that its user is shown."""
     asked = np.arange(min(ASKED, len(data.held_out)), dtype=np.int32)
     every_item = np.arange(len(data.frequency), dtype=np.int32)
     users, items = framework.vectors(state, {"users": asked, "items": every_item})

@@ -81,7 +81,7 @@ def init_params(vocabulary: int, dim: int, seed: int) -> Params:
 
 
 def loss_fn(params: Params, batch: Batch) -> jax.Array:
-    """Words found near each other should score high, random pairs low."""
+    """Return a loss: words near each other should score high, random pairs low."""
     centres = params["words"][batch["centres"]]
     contexts = params["contexts"][batch["contexts"]]
     negatives = params["contexts"][batch["negatives"]]
