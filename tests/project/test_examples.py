@@ -49,7 +49,7 @@ RUNS = {
     ),
     "word2vec": ("TEXT --steps 150 --dim 16", r"loss [\d.]+ -> ([\d.]+)", 0.1, 6),
     "ngram_memory": (
-        "TEXT --seconds 0.3 --timing 0.1 --memory 2000 --rows 1e3 --width 16",
+        "TEXT --seconds 0.3 --timing 0.1 --memory 2000 --rows 1e3 --width 16 --dtype bfloat16",
         r"with memory, jmask +│ +\d+ s │ +\d+ │ +([\d.]+)",
         *(0.5, 8),
     ),
