@@ -35,6 +35,7 @@ from jmask._optim.adagrad import rowwise_adagrad as rowwise_adagrad
 from jmask._optim.adam import adam as adam
 from jmask._optim.adam import adamw as adamw
 from jmask._optim.adam import rowwise_adam as rowwise_adam
+from jmask._optim.ema import ema as ema
 from jmask._optim.explain import explain as explain
 from jmask._optim.ftrl import ftrl as ftrl
 from jmask._optim.guards import clip_by_row_norm as clip_by_row_norm

@@ -9,210 +9,38 @@ array with `where=` gives what `torch.masked` does: nan for the softmax family, 
 on sparse storage keep it: their slices are segments of the stored values.
 """
 
-from collections.abc import Callable
-from typing import Any
-
-import jax.numpy as jnp
+import jax.numpy as _jnp
 from jax import nn as _nn
 
-from jmask._base.array_types import wide
-from jmask._base.fallback import report_fallback
-from jmask._ops import kernels
+from jmask._ops.contractions import dot_product_attention as dot_product_attention
 from jmask._ops.contractions import linear as linear
-from jmask._ops.elementwise import elementwise
-from jmask._ops.groups import became_dense, checked_axes, grouped, result_dtype, where_at
+from jmask._ops.elementwise import elementwise as _elementwise
+from jmask._ops.reductions import logmeanexp as logmeanexp
 from jmask._ops.reductions import logsumexp as logsumexp
-from jmask._tensors.masked_tensor import MaskedTensor, joined
-from jmask._tensors.storage import as_dense, is_sparse, with_stored_values
+from jmask._ops.softmax import attention_weights as attention_weights
+from jmask._ops.softmax import glu as glu
+from jmask._ops.softmax import log_softmax as log_softmax
+from jmask._ops.softmax import normalize as normalize
+from jmask._ops.softmax import softmax as softmax
+from jmask._ops.softmax import softmin as softmin
+from jmask._ops.softmax import standardize as standardize
 
 # Activations.
-celu = elementwise(_nn.celu)
-elu = elementwise(_nn.elu)
-gelu = elementwise(_nn.gelu)
-hard_sigmoid = elementwise(_nn.hard_sigmoid)
-hard_silu = hard_swish = elementwise(_nn.hard_silu)
-hard_tanh = elementwise(_nn.hard_tanh)
-leaky_relu = elementwise(_nn.leaky_relu)
-log_sigmoid = elementwise(_nn.log_sigmoid)
-mish = elementwise(_nn.mish)
-relu = elementwise(_nn.relu)
-relu6 = elementwise(_nn.relu6)
-selu = elementwise(_nn.selu)
-sigmoid = elementwise(_nn.sigmoid)
-silu = swish = elementwise(_nn.silu)
-soft_sign = elementwise(_nn.soft_sign)
-softplus = elementwise(_nn.softplus)
-squareplus = elementwise(_nn.squareplus)
-tanh = elementwise(jnp.tanh)
-
-
-def softmax(x: Any, axis: Any = -1, where: Any = None) -> Any:
-    """exp(x), divided by its sum over the valid entries of each slice along `axis`.
-
-    Args:
-        x: `MaskedTensor` on any storage, or an array (a sparse tensor becomes one).
-        axis: an int, a tuple of ints or None, which is all axes.
-        where: booleans that broadcast to the shape of `x`; other entries take no part. A
-            `MaskedTensor` intersects them with its mask.
-
-    Raises:
-        TypeError: if `axis` is no int or tuple of ints, or `where` is not boolean.
-        ValueError: if `axis` is out of bounds or there twice, or `where` does not
-            broadcast.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> from jmask import nn
-        >>> mask = jnp.array([True, False, True])
-        >>> x = jmask.masked_tensor(jnp.array([1., jnp.nan, 1.]), mask)
-        >>> nn.softmax(x).to_tensor(0)
-        Array([0.5, 0. , 0.5], dtype=float32)
-    """
-    return _along(_softmax, x, axis, where, _nn.softmax, absent=0, empty=jnp.nan)
-
-
-def softmin(x: Any, axis: Any = -1, where: Any = None) -> Any:
-    """`softmax` of -x.
-
-    Args:
-        x, axis, where: as for `softmax`, and so are the errors.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jmask import nn
-        >>> nn.softmin(jnp.array([2., 2., 0.]), where=jnp.array([True, True, False]))
-        Array([0.5, 0.5, 0. ], dtype=float32)
-    """
-    return softmax(_negative(x), axis, where)
-
-
-def log_softmax(x: Any, axis: Any = -1, where: Any = None) -> Any:
-    """The logarithm of `softmax`, without overflow.
-
-    Args:
-        x, axis, where: as for `softmax`, and so are the errors.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jmask import nn
-        >>> nn.log_softmax(jnp.array([5., 9.]), where=jnp.array([True, False]))
-        Array([  0., -inf], dtype=float32)
-    """
-    return _along(_log_softmax, x, axis, where, _nn.log_softmax, absent=-jnp.inf, empty=jnp.nan)
-
-
-def attention_weights(scores: Any, mask: Any = None, axis: Any = -1) -> MaskedTensor:
-    """`softmax` of scores over the keys a query may attend to.
-
-    A query with no key has masked weights, and sends derivative 0 to its scores.
-
-    Args:
-        scores (..., queries, keys): `MaskedTensor` or an array.
-        mask: booleans that broadcast to the shape of `scores`, True for keys to attend to.
-        axis: of the keys.
-
-    Raises:
-        TypeError, ValueError: as for `softmax`, where `mask` is called `where`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jmask import nn
-        >>> scores = jnp.array([[1., 1.], [2., 3.]])
-        >>> mask = jnp.array([[True, True], [False, False]])
-        >>> nn.attention_weights(scores, mask).to_tensor(0)
-        Array([[0.5, 0.5],
-               [0. , 0. ]], dtype=float32)
-    """
-    if not isinstance(scores, MaskedTensor):
-        scores = MaskedTensor(scores)
-    return softmax(scores, axis, mask)
-
-
-def normalize(
-    x: Any,
-    ord: float | None = 2,  # noqa: A002
-    axis: Any = -1,
-    eps: float = 1e-12,
-    where: Any = None,
-) -> Any:
-    """x divided by the norm of the valid entries of each slice, or by `eps` if it is less.
-
-    Args:
-        x: `MaskedTensor` on any storage, or an array (a sparse tensor becomes one).
-        ord: of the norm, as in `jmask.numpy.norm`.
-        axis: as for `softmax`.
-        eps: the least number to divide by.
-        where: as for `softmax`.
-
-    Raises:
-        TypeError, ValueError: as for `softmax`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jmask import nn
-        >>> nn.normalize(jnp.array([3., 9., 4.]), where=jnp.array([True, False, True]))
-        Array([0.6, 0. , 0.8], dtype=float32)
-    """
-    order = 2 if ord is None else ord
-
-    def kernel(groups: Any, dtype: Any) -> Any:
-        norm, _ = kernels.norm_in_parts(groups, jnp.finfo(dtype).dtype, order)
-        least = norm.factor * eps
-        size = jnp.where(norm.size < least, least, norm.size)
-        return norm.entries.astype(dtype) / groups.spread(size)
-
-    return _along(kernel, x, axis, where, None, absent=0, empty=0)
-
-
-_negative = elementwise(jnp.negative)
-
-
-def _softmax(groups: Any, dtype: Any) -> Any:
-    powers = kernels.exponentials(groups, kernels.shift_of(groups, dtype), dtype)
-    total = groups.sum(powers)
-    return powers / groups.spread(jnp.where(total == 0, 1, total))
-
-
-def _log_softmax(groups: Any, dtype: Any) -> Any:
-    shift = kernels.shift_of(groups, dtype)
-    total = groups.sum(kernels.exponentials(groups, shift, dtype))
-    shift = shift.astype(dtype) + jnp.log(jnp.where(total == 0, 1, total))
-    return kernels.select(groups, 0, dtype) - groups.spread(shift)
-
-
-def _along(
-    kernel: Callable[[Any, Any], Any],
-    x: Any,
-    axis: Any,
-    where: Any,
-    plain: Callable[..., Any] | None,
-    *,
-    absent: float,
-    empty: float,
-) -> Any:
-    """The entries that `kernel` gives for the groups along `axis`, in the shape of `x`.
-
-    Args:
-        plain: the function of JAX for an array without `where`; the kernel if None.
-        absent: the result of an array at entries left out by `where`.
-        empty: the same in slices of which no entry takes part.
-    """
-    masked = isinstance(x, MaskedTensor)
-    if not masked and is_sparse(x):
-        report_fallback(became_dense(kernel.__name__.lstrip("_"), x))
-        x = as_dense(x)
-    storage = x.storage if masked else jnp.asarray(x)
-    axes = checked_axes(axis, len(storage.shape))
-    if plain is not None and not masked and where is None:
-        return plain(storage, axis=axes)
-    valid = where_at(where, storage)
-    if masked:
-        valid &= x.valid
-    groups = grouped(storage, valid, axes)
-    out = result_dtype(jnp.mean, x)
-    result = kernel(groups, wide(out)).astype(out)
-    if masked:
-        result = with_stored_values(storage, groups.restored(result))
-        return joined(result, valid)
-    exists = groups.spread(groups.any(valid))
-    return jnp.where(valid, result, jnp.where(exists, absent, empty).astype(out))
+celu = _elementwise(_nn.celu)
+elu = _elementwise(_nn.elu)
+gelu = _elementwise(_nn.gelu)
+hard_sigmoid = _elementwise(_nn.hard_sigmoid)
+hard_silu = hard_swish = _elementwise(_nn.hard_silu)
+hard_tanh = _elementwise(_nn.hard_tanh)
+leaky_relu = _elementwise(_nn.leaky_relu)
+log_sigmoid = _elementwise(_nn.log_sigmoid)
+mish = _elementwise(_nn.mish)
+relu = _elementwise(_nn.relu)
+relu6 = _elementwise(_nn.relu6)
+selu = _elementwise(_nn.selu)
+sigmoid = _elementwise(_nn.sigmoid)
+silu = swish = _elementwise(_nn.silu)
+soft_sign = _elementwise(_nn.soft_sign)
+softplus = _elementwise(_nn.softplus)
+squareplus = _elementwise(_nn.squareplus)
+tanh = _elementwise(_jnp.tanh)

@@ -8,116 +8,145 @@ Elementwise functions are JAX's, lifted by `elementwise`; the table below is the
 whole of it.
 """
 
-import jax.numpy as jnp
-import jax.scipy.special as special
-from jax import lax
+import jax.numpy as _jnp
+import jax.scipy.special as _special
+from jax import lax as _lax
 from jax import nn as _nn
 
 from jmask._ops.elementwise import elementwise as elementwise
 
 
 def _fraction(x):
-    return x - jnp.trunc(x)
+    return x - _jnp.trunc(x)
 
 
 # One operand.
-abs = absolute = elementwise(jnp.abs)
-acos = arccos = elementwise(jnp.arccos)
-acosh = arccosh = elementwise(jnp.arccosh)
-angle = elementwise(jnp.angle)
-asin = arcsin = elementwise(jnp.arcsin)
-asinh = arcsinh = elementwise(jnp.arcsinh)
-atan = arctan = elementwise(jnp.arctan)
-atanh = arctanh = elementwise(jnp.arctanh)
-bitwise_not = invert = elementwise(jnp.bitwise_not)
-cbrt = elementwise(jnp.cbrt)
-ceil = elementwise(jnp.ceil)
-clip = elementwise(jnp.clip)
-conj = conjugate = elementwise(jnp.conj)
-cos = elementwise(jnp.cos)
-cosh = elementwise(jnp.cosh)
-deg2rad = radians = elementwise(jnp.deg2rad)
-digamma = elementwise(special.digamma)
-erf = elementwise(special.erf)
-erfc = elementwise(special.erfc)
-erfinv = elementwise(special.erfinv)
-exp = elementwise(jnp.exp)
-exp2 = elementwise(jnp.exp2)
-expm1 = elementwise(jnp.expm1)
-fix = trunc = elementwise(jnp.trunc)
-floor = elementwise(jnp.floor)
+abs = absolute = elementwise(_jnp.abs)
+acos = arccos = elementwise(_jnp.arccos)
+acosh = arccosh = elementwise(_jnp.arccosh)
+angle = elementwise(_jnp.angle)
+asin = arcsin = elementwise(_jnp.arcsin)
+asinh = arcsinh = elementwise(_jnp.arcsinh)
+atan = arctan = elementwise(_jnp.arctan)
+atanh = arctanh = elementwise(_jnp.arctanh)
+bitwise_not = invert = elementwise(_jnp.bitwise_not)
+cbrt = elementwise(_jnp.cbrt)
+ceil = elementwise(_jnp.ceil)
+clip = elementwise(_jnp.clip)
+conj = conjugate = elementwise(_jnp.conj)
+cos = elementwise(_jnp.cos)
+cosh = elementwise(_jnp.cosh)
+deg2rad = radians = elementwise(_jnp.deg2rad)
+digamma = elementwise(_special.digamma)
+erf = elementwise(_special.erf)
+erfc = elementwise(_special.erfc)
+erfinv = elementwise(_special.erfinv)
+exp = elementwise(_jnp.exp)
+exp2 = elementwise(_jnp.exp2)
+expm1 = elementwise(_jnp.expm1)
+fix = trunc = elementwise(_jnp.trunc)
+floor = elementwise(_jnp.floor)
 frac = elementwise(_fraction)
-i0 = elementwise(special.i0)
-imag = elementwise(jnp.imag)
-isfinite = elementwise(jnp.isfinite)
-isinf = elementwise(jnp.isinf)
-isnan = elementwise(jnp.isnan)
-gammaln = elementwise(special.gammaln)
-log = elementwise(jnp.log)
-log10 = elementwise(jnp.log10)
-log1p = elementwise(jnp.log1p)
-log2 = elementwise(jnp.log2)
-logical_not = elementwise(jnp.logical_not)
-logit = elementwise(special.logit)
-nan_to_num = elementwise(jnp.nan_to_num)
-negative = elementwise(jnp.negative)
-positive = elementwise(jnp.positive)
-rad2deg = degrees = elementwise(jnp.rad2deg)
-real = elementwise(jnp.real)
-reciprocal = elementwise(jnp.reciprocal)
-rint = elementwise(jnp.rint)
-round = around = elementwise(jnp.round)
-rsqrt = elementwise(lax.rsqrt)
+i0 = elementwise(_special.i0)
+imag = elementwise(_jnp.imag)
+isfinite = elementwise(_jnp.isfinite)
+isinf = elementwise(_jnp.isinf)
+isnan = elementwise(_jnp.isnan)
+gammaln = elementwise(_special.gammaln)
+log = elementwise(_jnp.log)
+log10 = elementwise(_jnp.log10)
+log1p = elementwise(_jnp.log1p)
+log2 = elementwise(_jnp.log2)
+logical_not = elementwise(_jnp.logical_not)
+logit = elementwise(_special.logit)
+nan_to_num = elementwise(_jnp.nan_to_num)
+negative = elementwise(_jnp.negative)
+positive = elementwise(_jnp.positive)
+rad2deg = degrees = elementwise(_jnp.rad2deg)
+real = elementwise(_jnp.real)
+reciprocal = elementwise(_jnp.reciprocal)
+rint = elementwise(_jnp.rint)
+round = around = elementwise(_jnp.round)
+rsqrt = elementwise(_lax.rsqrt)
 sigmoid = elementwise(_nn.sigmoid)
-sign = elementwise(jnp.sign)
-signbit = elementwise(jnp.signbit)
-sin = elementwise(jnp.sin)
-sinc = elementwise(jnp.sinc)
-sinh = elementwise(jnp.sinh)
-sqrt = elementwise(jnp.sqrt)
-square = elementwise(jnp.square)
-tan = elementwise(jnp.tan)
-tanh = elementwise(jnp.tanh)
+sign = elementwise(_jnp.sign)
+signbit = elementwise(_jnp.signbit)
+sin = elementwise(_jnp.sin)
+sinc = elementwise(_jnp.sinc)
+sinh = elementwise(_jnp.sinh)
+sqrt = elementwise(_jnp.sqrt)
+square = elementwise(_jnp.square)
+tan = elementwise(_jnp.tan)
+tanh = elementwise(_jnp.tanh)
 
 # Two operands.
-add = elementwise(jnp.add)
-atan2 = arctan2 = elementwise(jnp.arctan2)
-bitwise_and = elementwise(jnp.bitwise_and)
-bitwise_left_shift = left_shift = elementwise(jnp.left_shift)
-bitwise_or = elementwise(jnp.bitwise_or)
-bitwise_right_shift = right_shift = elementwise(jnp.right_shift)
-bitwise_xor = elementwise(jnp.bitwise_xor)
-divide = true_divide = elementwise(jnp.true_divide)
-equal = elementwise(jnp.equal)
-floor_divide = elementwise(jnp.floor_divide)
-fmax = elementwise(jnp.fmax)
-fmin = elementwise(jnp.fmin)
-fmod = elementwise(jnp.fmod)
-greater = elementwise(jnp.greater)
-greater_equal = elementwise(jnp.greater_equal)
-hypot = elementwise(jnp.hypot)
-less = elementwise(jnp.less)
-less_equal = elementwise(jnp.less_equal)
-logaddexp = elementwise(jnp.logaddexp)
-logaddexp2 = elementwise(jnp.logaddexp2)
-logical_and = elementwise(jnp.logical_and)
-logical_or = elementwise(jnp.logical_or)
-logical_xor = elementwise(jnp.logical_xor)
-maximum = elementwise(jnp.maximum)
-minimum = elementwise(jnp.minimum)
-multiply = elementwise(jnp.multiply)
-nextafter = elementwise(jnp.nextafter)
-not_equal = elementwise(jnp.not_equal)
-power = pow = elementwise(jnp.power)
-remainder = mod = elementwise(jnp.remainder)
-subtract = elementwise(jnp.subtract)
+add = elementwise(_jnp.add)
+atan2 = arctan2 = elementwise(_jnp.arctan2)
+bitwise_and = elementwise(_jnp.bitwise_and)
+bitwise_left_shift = left_shift = elementwise(_jnp.left_shift)
+bitwise_or = elementwise(_jnp.bitwise_or)
+bitwise_right_shift = right_shift = elementwise(_jnp.right_shift)
+bitwise_xor = elementwise(_jnp.bitwise_xor)
+copysign = elementwise(_jnp.copysign)
+divide = true_divide = elementwise(_jnp.true_divide)
+equal = elementwise(_jnp.equal)
+floor_divide = elementwise(_jnp.floor_divide)
+fmax = elementwise(_jnp.fmax)
+fmin = elementwise(_jnp.fmin)
+fmod = elementwise(_jnp.fmod)
+greater = elementwise(_jnp.greater)
+greater_equal = elementwise(_jnp.greater_equal)
+heaviside = elementwise(_jnp.heaviside)
+hypot = elementwise(_jnp.hypot)
+isclose = elementwise(_jnp.isclose)
+less = elementwise(_jnp.less)
+less_equal = elementwise(_jnp.less_equal)
+logaddexp = elementwise(_jnp.logaddexp)
+logaddexp2 = elementwise(_jnp.logaddexp2)
+logical_and = elementwise(_jnp.logical_and)
+logical_or = elementwise(_jnp.logical_or)
+logical_xor = elementwise(_jnp.logical_xor)
+maximum = elementwise(_jnp.maximum)
+minimum = elementwise(_jnp.minimum)
+multiply = elementwise(_jnp.multiply)
+nextafter = elementwise(_jnp.nextafter)
+not_equal = elementwise(_jnp.not_equal)
+power = pow = elementwise(_jnp.power)
+remainder = mod = elementwise(_jnp.remainder)
+subtract = elementwise(_jnp.subtract)
 
 # Products.
 from jmask._ops.contractions import dot as dot
 from jmask._ops.contractions import einsum as einsum
+from jmask._ops.contractions import inner as inner
 from jmask._ops.contractions import matmul as matmul
-from jmask._ops.indexing import masked_fill as masked_fill
-from jmask._ops.indexing import masked_where as masked_where
+from jmask._ops.contractions import outer as outer
+from jmask._ops.contractions import tensordot as tensordot
+from jmask._ops.contractions import vdot as vdot
+
+# Masks.
+from jmask._ops.masking import masked_equal as masked_equal
+from jmask._ops.masking import masked_fill as masked_fill
+from jmask._ops.masking import masked_greater as masked_greater
+from jmask._ops.masking import masked_greater_equal as masked_greater_equal
+from jmask._ops.masking import masked_inside as masked_inside
+from jmask._ops.masking import masked_invalid as masked_invalid
+from jmask._ops.masking import masked_less as masked_less
+from jmask._ops.masking import masked_less_equal as masked_less_equal
+from jmask._ops.masking import masked_not_equal as masked_not_equal
+from jmask._ops.masking import masked_outside as masked_outside
+from jmask._ops.masking import masked_values as masked_values
+from jmask._ops.masking import masked_where as masked_where
+from jmask._ops.masking import select as select
+
+# Order.
+from jmask._ops.order import compressed as compressed
+from jmask._ops.order import median as median
+from jmask._ops.order import nonzero as nonzero
+from jmask._ops.order import percentile as percentile
+from jmask._ops.order import quantile as quantile
+from jmask._ops.order import top_k as top_k
+from jmask._ops.order import unique as unique
 
 # Reductions.
 from jmask._ops.reductions import all as all
@@ -129,15 +158,16 @@ from jmask._ops.reductions import argmin as argmin
 from jmask._ops.reductions import average as average
 from jmask._ops.reductions import count as count
 from jmask._ops.reductions import count_nonzero as count_nonzero
+from jmask._ops.reductions import cumlogsumexp as cumlogsumexp
 from jmask._ops.reductions import cumprod as cumprod
 from jmask._ops.reductions import cumsum as cumsum
 from jmask._ops.reductions import logsumexp as logsumexp
 from jmask._ops.reductions import max as max
 from jmask._ops.reductions import mean as mean
-from jmask._ops.reductions import median as median
 from jmask._ops.reductions import min as min
 from jmask._ops.reductions import norm as norm
 from jmask._ops.reductions import prod as prod
+from jmask._ops.reductions import ptp as ptp
 from jmask._ops.reductions import std as std
 from jmask._ops.reductions import sum as sum
 from jmask._ops.reductions import var as var
@@ -194,6 +224,30 @@ from jmask._ops.shape import vsplit as vsplit
 from jmask._ops.shape import vstack as vstack
 from jmask._ops.shape import where as where
 from jmask._ops.shape import zeros_like as zeros_like
+
+# Statistics and comparisons.
+from jmask._ops.statistics import allclose as allclose
+from jmask._ops.statistics import array_equal as array_equal
+from jmask._ops.statistics import bincount as bincount
+from jmask._ops.statistics import corrcoef as corrcoef
+from jmask._ops.statistics import cov as cov
+from jmask._ops.statistics import diff as diff
+from jmask._ops.statistics import histogram as histogram
+from jmask._ops.statistics import nanargmax as nanargmax
+from jmask._ops.statistics import nanargmin as nanargmin
+from jmask._ops.statistics import nancumprod as nancumprod
+from jmask._ops.statistics import nancumsum as nancumsum
+from jmask._ops.statistics import nanmax as nanmax
+from jmask._ops.statistics import nanmean as nanmean
+from jmask._ops.statistics import nanmedian as nanmedian
+from jmask._ops.statistics import nanmin as nanmin
+from jmask._ops.statistics import nanpercentile as nanpercentile
+from jmask._ops.statistics import nanprod as nanprod
+from jmask._ops.statistics import nanquantile as nanquantile
+from jmask._ops.statistics import nanstd as nanstd
+from jmask._ops.statistics import nansum as nansum
+from jmask._ops.statistics import nanvar as nanvar
+from jmask._ops.statistics import trace as trace
 
 # What the operators and methods of tensors are.
 from jmask._tensors.methods import install as _install

@@ -42,7 +42,7 @@ PAGES = {
         "Optimizers",
         """lazy densify apply_gradients apply_updates sgd adam adamw rowwise_adam
         adagrad rowwise_adagrad ftrl multi_steps skip_nonfinite drop_nonfinite_rows
-        clip_by_row_norm max_row_norm stochastic_round from_torch_state to_torch_state""",
+        clip_by_row_norm max_row_norm ema stochastic_round from_torch_state to_torch_state""",
     ),
     "embeddings": (
         "Embeddings and tables",

@@ -1,6 +1,7 @@
 """`jmask.grad`: JAX's gradient program, interpreted so that gradients of tables stay rows.
 
 value_and_grad              `jmask.value_and_grad`
+nnx                         the same of flax nnx modules: `jmask.nnx`
 tensor_arguments, loss      arguments that are tensors; the function that is differentiated
 interpreter                 running a jaxpr by a table of rules
 rules, control_flow         the table

@@ -133,7 +133,7 @@ def lazy(
     ) -> tuple[optax.Updates, optax.OptState]:
         call, proof = proved_call(updates, state, params, extra_args)
         if proof is None:
-            return call.update(call.run_flat(), ())
+            return call.update(call.run_flat(), {})
         return proof.update(call)
 
     def proved_call(

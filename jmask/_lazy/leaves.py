@@ -9,7 +9,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -198,18 +198,19 @@ class LazyCall:
     def update(
         self,
         on_rows: Callable[..., list[Any]],
-        overwritten: Collection[int],
+        unordered: Mapping[int, int],
     ) -> tuple[Any, Any]:
         """Return updates and state.
 
         Args:
             on_rows: `run_flat`, or the same program for rows.
-            overwritten: positions of leaves whose new rows do not depend on the old ones.
+            unordered: for each output that is written to rows it does not depend on, the leaf
+                that has these rows.
         """
         rows = [self._rows(leaf) for leaf in self.leaves]
         outputs = on_rows(*rows)
         results = [
-            self._result(leaf, old, new, i in overwritten)
+            self._result(leaf, old, new, rows[unordered[i]] if i in unordered else None)
             for i, (leaf, old, new) in enumerate(zip(self.leaves, rows, outputs, strict=False))
         ]
         gradient_tree, state_tree, *_ = self.trees
@@ -225,24 +226,36 @@ class LazyCall:
         assert leaf.table is not None
         return self.leaves[leaf.table].value
 
-    def _result(self, leaf: Leaf, old: Any, new: Any, is_overwritten: bool) -> Any:
-        """Return the update or the new state, from rows `old` that became `new`."""
+    def _result(self, leaf: Leaf, old: Any, new: Any, read: Any) -> Any:
+        """Return the update or the new state, from rows `old` that became `new`.
+
+        Args:
+            leaf: what is updated.
+            old, new: its rows.
+            read: rows at the place to be written that nothing else orders before the write.
+        """
         if leaf.table is not None and not self._gradient(leaf).nse:
             new = new[:0]  # the program had a row in the place of none
         if leaf.kind == "gradient":
             new = unchanged_where_masked(new, leaf.valid)
-            return new if leaf.table is None else leaf.value.with_values(new)
+            if leaf.table is None:
+                return new
+            return _after(leaf.value, read).with_values(new)
         new = keep_valid(new, old, leaf.valid)
         if leaf.table is None:
             return new
         gradient = self._gradient(leaf)
-        if is_overwritten and not is_stored_table(leaf.value):
-            # Nothing else orders the reads of these rows before they are written.
-            ids = ids_after_reading(gradient.row_ids(), old)
-            gradient = RowSparse.from_rows(
-                ids, new, gradient.shape, coalesced=gradient.coalesced
-            )
-        return with_rows(leaf.value, gradient, new)
+        return with_rows(leaf.value, _after(gradient, read), new)
+
+
+def _after(gradient: RowSparse, read: Any) -> RowSparse:
+    """Return the gradient with ids that XLA knows only after rows were read."""
+    if read is None or type(gradient) is not RowSparse:
+        return gradient
+    ids = ids_after_reading(gradient.row_ids(), read)
+    return RowSparse.from_rows(
+        ids, gradient.values, gradient.shape, coalesced=gradient.coalesced
+    )
 
 
 def shape_of_leaf(x: Any) -> jax.ShapeDtypeStruct:

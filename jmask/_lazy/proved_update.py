@@ -10,7 +10,7 @@ that compute rows.
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -34,18 +34,18 @@ class ProvedUpdate:
             extra arguments, flat. Its results are updates and state.
         program: the same with its calls in line.
         kinds: what is known of each of its variables.
-        overwritten: positions of leaves of the state whose new rows do not depend on the old.
+        unordered: see `_unordered`.
     """
 
     traced: ClosedJaxpr
     program: ClosedJaxpr
     kinds: dict[Var, Kind]
-    overwritten: Collection[int]
+    unordered: Mapping[int, int]
 
     def update(self, call: LazyCall) -> tuple[Any, Any]:
         """Return updates and state of a call of this signature."""
         on_rows = functools.partial(self._run, call.sharded_axes())
-        return call.update(on_rows, self.overwritten)
+        return call.update(on_rows, self.unordered)
 
     def _run(self, sharded: Mapping[int, Axes], *inputs: Any) -> list[Any]:
         avals = self.traced.in_avals
@@ -103,7 +103,7 @@ def proved(call: LazyCall, known: set[Any], *, same_dtypes: bool = False) -> Pro
                 raise NotRowLocalError(why)
         if signature is not None:
             known.add(signature)
-    return ProvedUpdate(traced, program, kinds, _overwritten(call, program))
+    return ProvedUpdate(traced, program, kinds, _unordered(call, program))
 
 
 def _check_dtypes(call: LazyCall, dense: ClosedJaxpr) -> None:
@@ -113,14 +113,29 @@ def _check_dtypes(call: LazyCall, dense: ClosedJaxpr) -> None:
             raise TypeError(f"update makes a state of {new.dtype} of one of {old.dtype}")
 
 
-def _overwritten(call: LazyCall, program: ClosedJaxpr) -> frozenset[int]:
-    """Return the leaves of the state with rows whose new values do not depend on the old."""
+def _unordered(call: LazyCall, program: ClosedJaxpr) -> dict[int, int]:
+    """Return outputs that are written to rows which they do not depend on, and these rows.
+
+    A new row of the state that does not depend on the old one; an update that does not depend
+    on the parameter where the state does (an average of parameters).
+
+    Returns:
+        By the position of the output, that of the leaf whose rows are read.
+    """
     inputs = origins(program.jaxpr, [1 << i for i in range(len(program.jaxpr.invars))])
-    return frozenset(
-        i
-        for i, (leaf, bits) in enumerate(zip(call.leaves, inputs, strict=False))
-        if leaf.kind == "state" and leaf.table is not None and not bits >> i & 1
-    )
+    params = {leaf.table: i for i, leaf in enumerate(call.leaves) if leaf.kind == "param"}
+    written = {
+        i: i if leaf.kind == "state" else params.get(leaf.table)
+        for i, leaf in enumerate(call.leaves)
+        if leaf.kind in ("state", "gradient") and leaf.table is not None
+    }
+    return {
+        i: read
+        for i, read in written.items()
+        if read is not None
+        and not inputs[i] >> read & 1
+        and any(bits >> read & 1 for bits in inputs)
+    }
 
 
 def _why_not(table: int | None, kind: Kind) -> str | None:

@@ -145,7 +145,7 @@ def _equation(eqn: JaxprEqn, counterpart: JaxprEqn, inputs: list[Kind]) -> list[
         known.append(kind)
     if name in ELEMENTWISE:
         return [_elementwise(name, eqn, known)]
-    if name != "broadcast_in_dim" and any(
+    if name not in ("broadcast_in_dim", "reshape", "squeeze") and any(
         map(_is_sized, known, eqn.invars, counterpart.invars)
     ):
         return [not_row_local(eqn, _COUNTS)] * len(eqn.outvars)
@@ -256,22 +256,27 @@ def _for_rows(rule: Callable[[JaxprEqn, RowWise], Kind]) -> Callable[..., Kind]:
     return apply
 
 
-def _reshape(eqn: JaxprEqn, kind: RowWise) -> Kind:
+def _reshape(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
+    (kind, *_) = inputs
+    if isinstance(kind, Replicated):  # what is the same everywhere is so in any shape
+        is_uniform = len(kind.uniform) == aval_of(eqn.invars[0]).ndim
+        axes = range(aval_of(eqn.outvars[0]).ndim if is_uniform else 0)
+        return Replicated(frozenset(axes), kind.constant)
     old, new = aval_of(eqn.invars[0]).shape, aval_of(eqn.outvars[0]).shape
     rows, none = divmod(old[kind.axis], math.prod(kind.merged))
     if not rows:  # of a table without rows nothing tells what was merged
         same_place = new[: kind.axis + 1] == old[: kind.axis + 1]
         return kind if same_place else not_row_local(eqn, "merges rows with other axes")
     before = math.prod(old[: kind.axis]) * kind.merged[0]
-    axes = []
+    places = []
     for axis, size in enumerate(new):
         outer, rest = divmod(before, max(math.prod(new[:axis]), 1))
         inner, more = divmod(size, max(outer * rows, 1))
         if not (rest or more or none) and inner:
-            axes.append(dataclasses.replace(kind, axis=axis, merged=(outer, inner)))
-    if not axes:
+            places.append(dataclasses.replace(kind, axis=axis, merged=(outer, inner)))
+    if not places:
         return not_row_local(eqn, "merges rows with other axes")
-    return min(axes, key=lambda kind: math.prod(kind.merged))
+    return min(places, key=lambda kind: math.prod(kind.merged))
 
 
 def _transpose(eqn: JaxprEqn, kind: RowWise) -> Kind:
@@ -341,8 +346,8 @@ _RULES: dict[str, Callable[[JaxprEqn, list[RowLocal]], Kind]] = {
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenate,
     "split": _for_rows(_split),
-    "reshape": _for_rows(_reshape),
-    "squeeze": _for_rows(_reshape),
+    "reshape": _reshape,
+    "squeeze": _reshape,
     "transpose": _for_rows(_transpose),
     "dot_general": _dot,
 } | {name: _for_rows(_reduce) for name in (*NEUTRAL, "reduce_max", "reduce_min")}

@@ -1,4 +1,4 @@
-"""Products of masked tensors: matmul, einsum, dot, linear; and MXNet's sums of tensors.
+"""Products of masked tensors: matmul, einsum, attention; and MXNet's sums of tensors.
 
 Masked entries contribute nothing, and an entry of the result exists where at least one of
 its terms does:
@@ -19,11 +19,12 @@ A valid inf or nan meets masked entries as zeros, and inf * 0 is nan.
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax, nn
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.fallback import report_fallback
@@ -86,6 +87,25 @@ def einsum(subscripts: str, *operands: Any) -> Any:
     return _combined(lambda *xs: jnp.einsum(subscripts, *xs), *map(_on_dense, operands))
 
 
+def _contraction(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Lift a sum of products of two arrays: masked entries contribute nothing."""
+
+    @functools.wraps(function)
+    def lifted(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(a, MaskedTensor) and not isinstance(b, MaskedTensor):
+            return function(_array(a), _array(b), *args, **kwargs)
+        product = lambda a, b: function(a, b, *args, **kwargs)
+        return _combined(product, _on_dense(a), _on_dense(b))
+
+    return lifted
+
+
+inner = _contraction(jnp.inner)
+outer = _contraction(jnp.outer)
+tensordot = _contraction(jnp.tensordot)
+vdot = _contraction(jnp.vdot)
+
+
 def linear(x: Any, weight: Any, bias: Any = None) -> Any:
     """Return `x @ weight.T + bias`, each of them masked or not.
 
@@ -104,6 +124,100 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
     if bias is None:
         return product
     return _add(product, bias)
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: Any = None,
+    implementation: Any = None,
+) -> Any:
+    """Do as `jax.nn.dot_product_attention` with masked operands.
+
+    A query attends to the keys with which it has a score: at least one term of their product
+    exists, and the bias, if it is masked. Masked entries of values contribute nothing to the
+    sum. All else is computed by the function of JAX, which also serves arrays.
+
+    Args:
+        query ([batch,] queries, heads, depth): array or `MaskedTensor`.
+        key ([batch,] keys, key heads, depth): the same; heads are a multiple of key heads.
+        value ([batch,] keys, key heads, depth): the same.
+        bias: added to the scores; up to (batch, heads, queries, keys), to which it broadcasts.
+        mask: booleans that broadcast to it too, True for keys to attend to; a masked entry
+            is False.
+        scale: of the scores; by default 1 over the root of the depth.
+        is_causal: whether a query attends to no later key.
+        query_seq_lengths (batch,): the result is masked from there on.
+        key_value_seq_lengths (batch,): keys from there on take no part.
+        local_window_size: how many keys before and after, as an int or two.
+        implementation: as in JAX.
+
+    Returns:
+        An array if all are; otherwise a `MaskedTensor` of the shape of `query`, masked where
+        no value takes part: a query without a key sends derivative 0.
+
+    Raises:
+        ValueError: for shapes that do not fit, as in JAX.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> key = jmask.masked_tensor(jnp.ones((2, 1, 1)), jnp.array([[[True]], [[False]]]))
+        >>> value = jnp.array([3., jnp.nan]).reshape(2, 1, 1)
+        >>> value = jmask.masked_tensor(value, key.mask)
+        >>> jmask.nn.dot_product_attention(jnp.ones((1, 1, 1)), key, value)
+        MaskedTensor([[[3.0]]], dtype=float32)
+    """
+    attention: Any = nn.dot_product_attention
+    options = {"scale": scale, "implementation": implementation}
+    if not any(isinstance(x, MaskedTensor) for x in (query, key, value, bias, mask)):
+        return attention(
+            *map(_array, (query, key, value)),
+            bias,
+            mask,
+            is_causal=is_causal,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            local_window_size=local_window_size,
+            **options,
+        )
+    operands = list(map(_on_dense, (query, key, value)))
+    existing = [_four(_existing(x)) for x in operands]
+    groups = existing[0].shape[2] // max(existing[1].shape[2], 1)
+    on_query, on_key, on_value = (
+        x if x is existing[0] else jnp.repeat(x, groups, axis=2) for x in existing
+    )
+    allowed = jnp.einsum("btnh,bsnh->bnts", on_query, on_key) > 0.5
+    shape = (1, 1, *allowed.shape[2:])
+    at, of = (lax.broadcasted_iota(jnp.int32, shape, i) for i in (2, 3))
+    if isinstance(bias, MaskedTensor):
+        allowed &= _four(_existing(_on_dense(bias))) > 0.5
+        bias = bias.to_tensor(0)
+    if mask is not None:
+        allowed &= _four(mask.to_tensor(False) if isinstance(mask, MaskedTensor) else mask)
+    if is_causal:
+        allowed &= of <= at
+    if local_window_size is not None:
+        before, after = jnp.broadcast_to(jnp.asarray(local_window_size), 2)
+        allowed &= (of >= at - before) & (of <= at + after)
+    for lengths, place in ((query_seq_lengths, at), (key_value_seq_lengths, of)):
+        if lengths is not None:
+            allowed &= place < jnp.asarray(lengths)[:, None, None, None]
+    values = attention(*map(_filled, operands), bias, allowed, **options)
+    terms = jnp.einsum("bnts,bsnh->btnh", allowed.astype(on_value.dtype), on_value)
+    return joined(values, (terms > 0.5).reshape(values.shape))
+
+
+def _four(x: Any) -> jax.Array:
+    x = jnp.asarray(x)
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
 def _product(dense_product: Any, x: Any, y: Any) -> Any:

@@ -35,12 +35,10 @@ import numpy as np
 from jmask._base.fallback import report_fallback
 from jmask._ops.elementwise import elementwise
 from jmask._ops.shape import data_of, dense, masked_of
-from jmask._ops.shape import where as where_
 from jmask._tables.stored_table import from_the_end
-from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, is_tensor, joined
+from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.methods import call, install
 from jmask._tensors.row_sparse import RowSparse
-from jmask._tensors.storage import is_sparse, sampled, stored_values
 
 # --- x[...] of a masked tensor -----------------------------------------------------------
 
@@ -227,48 +225,6 @@ def _ones_where(masked: jax.Array, values: jax.Array) -> jax.Array:
 
 
 install(masked_at=At)
-
-
-# --- masking and filling where a condition is true --------------------------------------
-
-
-def masked_where(condition: Any, x: Any) -> MaskedTensor:
-    """Mask the entries of `x` where `condition` is True, or itself masked.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> x = jnp.array([1., -1., 2.])
-        >>> masked_where(x < 0, x)
-        MaskedTensor([1.0, --, 2.0], dtype=float32)
-    """
-    x = as_masked_tensor(x)
-    condition = dense(condition, "masked_where")
-    hidden = jnp.asarray(data_of(condition), bool) | masked_of(condition)
-    if is_sparse(x.storage):
-        return x.with_values(stored_values(x.storage), x.valid & ~sampled(hidden, x.storage))
-    shape = jnp.broadcast_shapes(x.shape, hidden.shape)
-    valid = jnp.broadcast_to(x.valid, shape) & ~hidden
-    return joined(jnp.broadcast_to(x.storage, shape), valid)
-
-
-def masked_fill(x: Any, where: Any, value: Any) -> Any:
-    """Set the entries of `x` where `where` is True to `value`, which is valid.
-
-    Args:
-        x: a masked tensor or an array.
-        where: boolean, broadcasts with `x`; the result is masked where it is.
-        value: cast to the dtype of `x`.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> x = jmask.masked_tensor(jnp.array([1., 2.]), jnp.array([True, False]))
-        >>> masked_fill(x, jnp.array([False, True]), 7)
-        MaskedTensor([1.0, 7.0], dtype=float32)
-    """
-    dtype = x.dtype if is_tensor(x) else jnp.result_type(x)
-    if isinstance(value, MaskedTensor):
-        return where_(where, value.astype(dtype), x)
-    return where_(where, jnp.asarray(value, dtype), x)
 
 
 # --- x[...] of a RowSparse ---------------------------------------------------------------

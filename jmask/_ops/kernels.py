@@ -27,6 +27,7 @@ from jmask._ops.groups import Groups, Results, Slices, greatest, least
 
 _Kernel = Callable[..., Results]
 _Reduce = Callable[[jax.Array], jax.Array]
+_Rank = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def select(groups: Groups, fill: Any, dtype: DTypeLike | None = None) -> jax.Array:
@@ -163,6 +164,12 @@ def log_sum_exp(groups: Groups, dtype: DTypeLike) -> Results:
     return log(groups.sum(powers)) + largest, exists
 
 
+def log_mean_exp(groups: Groups, dtype: DTypeLike) -> Results:
+    result, exists = log_sum_exp(groups, dtype)
+    count = jnp.maximum(groups.count(groups.valid), 1)
+    return result - jnp.log(count.astype(result.dtype)), exists
+
+
 def exponentials(groups: Groups, shift: jax.Array, dtype: DTypeLike) -> jax.Array:
     """exp(x - shift) of the entries that take part, 0 elsewhere."""
     x = jnp.where(
@@ -274,11 +281,14 @@ def _refuse_complex(dtype: DTypeLike) -> None:
         raise TypeError(f"`x` has dtype {dtype}, and complex numbers have no order.")
 
 
-def median(groups: Slices, dtype: DTypeLike, averaged: bool) -> Results:
-    """Return the median of a dense array's entries, before it is cast to `dtype`.
+def quantile(groups: Slices, dtype: DTypeLike, rank: _Rank, method: str = "linear") -> Results:
+    """Return quantiles of a dense array's entries, before they are cast to `dtype`.
 
-    The middle entries are found by sorting and then read, so that the derivative is that of
-    an entry.
+    The entries are found by sorting and then read, so that the derivative is that of entries.
+
+    Args:
+        rank: of the number of the last entry: the rank wanted, rounded down, and the rest.
+        method: what to read between two entries, as in `jnp.quantile`.
     """
     values, axes = groups.values, groups.axes
     shape = tuple(1 if a in axes else n for a, n in enumerate(values.shape))
@@ -305,9 +315,27 @@ def median(groups: Slices, dtype: DTypeLike, averaged: bool) -> Results:
 
     def entry(rank: jax.Array) -> jax.Array:
         rank = jnp.where(bad, last, jnp.minimum(rank, last))
-        return jnp.take_along_axis(x, jnp.take_along_axis(order, rank, -1), -1)
+        found = jnp.take_along_axis(x, jnp.take_along_axis(order, rank, -1), -1)
+        return found.astype(wide(inexact(x.dtype)))
 
-    result = entry(last // 2)
-    if averaged:
-        result = result / 2 + entry(count // 2) / 2
+    below, between = rank(last)
+    weight = _WEIGHTS[method](between)
+    # A neighbour without weight is not read: it may be infinite.
+    low, high = (
+        jnp.where(weight == 1, 0, entry(below)),
+        jnp.where(weight == 0, 0, entry(below + 1)),
+    )
+    result = low * (1 - weight).astype(low.dtype) + high * weight.astype(low.dtype)
+    result = jnp.where(jnp.isnan(between), jnp.nan, result)
     return result.reshape(shape), (count > 0).reshape(shape)
+
+
+# The weight of the higher entry, by how far the quantile is from the lower one: 0 to 1.
+_WEIGHTS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "linear": lambda between: between,
+    "lower": jnp.zeros_like,
+    "higher": lambda between: jnp.where(between > 0, 1.0, 0.0),
+    "midpoint": lambda between: jnp.where(between > 0, 0.5, 0.0),
+    "nearest": lambda between: jnp.where(between > 0.5, 1.0, 0.0),
+}
+QUANTILE_METHODS = tuple(_WEIGHTS)

@@ -4,7 +4,7 @@
     sum(x) = 4,  mean(x) = 2,  norm(x) = 3.16;   masked where no entry is valid
 
     x = MaskedTensor([3, inf, 1, 3], [T, F, T, T])
-    max(x) = 3,  argmax(x) = 0,  median(x) = 3,  count(x) = 3,  cumsum(x) = [3, --, 4, 7]
+    max(x) = 3,  argmax(x) = 0,  ptp(x) = 2,  count(x) = 3,  cumsum(x) = [3, --, 4, 7]
 
 | input                 | reduces                     | where there is no entry           |
 |-----------------------|-----------------------------|-----------------------------------|
@@ -15,8 +15,8 @@
 | RowSparse, BCOO, BCSR | all entries, zeros included |                                   |
 
 Masked tensors on sparse storage are reduced by segments of their stored values and never
-made dense, except by `median`, `cumsum` and `cumprod`. The result is dense; where all axes
-reduced are stored densely (the columns of a RowSparse) it keeps its storage. For ordinary
+made dense, except by `cumsum`, `cumprod` and `cumlogsumexp`. The result is dense; where all
+axes reduced are stored densely (the columns of a RowSparse) it keeps its storage. For ordinary
 sparse tensors `sum`, `mean`, `norm`, `prod`, `max` and `min` need the stored values and how
 many there are.
 
@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.scipy import special
 
 from jmask._base.fallback import report_fallback
@@ -60,6 +61,7 @@ _NORM = Reduction(
 # An entry that is zero makes a norm of negative order zero, stored or not.
 _NEGATIVE_NORM = dataclasses.replace(_NORM, stored=None)
 _LOGSUMEXP = Reduction("logsumexp", kernels.log_sum_exp, special.logsumexp, like=jnp.mean)
+_LOGMEANEXP = Reduction("logmeanexp", kernels.log_mean_exp, like=jnp.mean)
 _MAX = Reduction("max", kernels.maximum, jnp.max, stored=kernels.maximum_of_all)
 _MIN = Reduction("min", kernels.minimum, jnp.min, stored=kernels.minimum_of_all)
 _ARGMAX = Reduction("argmax", kernels.argmax, jnp.argmax)
@@ -69,9 +71,9 @@ _ANY = Reduction("any", kernels.some, jnp.any, stored=kernels.some)
 _COUNT = Reduction("count", kernels.number_of)
 _nonzero = kernels.number_of_nonzero
 _COUNT_NONZERO = Reduction("count_nonzero", _nonzero, jnp.count_nonzero, stored=_nonzero)
-_MEDIAN = Reduction("median", kernels.median, like=jnp.mean, empty=jnp.nan, dense=True)
 
 _divide, _multiply = elementwise(jnp.true_divide), elementwise(jnp.multiply)
+_subtract = elementwise(jnp.subtract)
 
 
 # --- the functions -----------------------------------------------------------------------
@@ -268,6 +270,19 @@ def logsumexp(x: Any, axis: Any = None, keepdims: bool = False, where: Any = Non
 
 
 @described
+def logmeanexp(x: Any, axis: Any = None, where: Any = None, keepdims: bool = False) -> Any:
+    """Return the log of the mean of exp of the valid entries, without overflow.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jnp.array([1000., 1000., 1e30])
+        >>> jmask.nn.logmeanexp(x, where=jnp.array([True, True, False]))
+        Array(1000., dtype=float32)
+    """
+    return _LOGMEANEXP(x, axis, keepdims, where)
+
+
+@described
 def average(
     x: Any, axis: Any = None, weights: Any = None, keepdims: bool = False, where: Any = None
 ) -> Any:
@@ -336,6 +351,18 @@ def min(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> 
 
 
 amax, amin = max, min
+
+
+@described
+def ptp(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+    """Return the difference between the largest and the smallest valid entry.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.numpy.ptp(jnp.array([4., 0., 1.]), where=jnp.array([True, False, True]))
+        Array(3., dtype=float32)
+    """
+    return _subtract(max(x, axis, keepdims, where), min(x, axis, keepdims, where))
 
 
 @described
@@ -420,35 +447,6 @@ def count_nonzero(x: Any, axis: Any = None, keepdims: bool = False, where: Any =
 
 
 @described
-def median(
-    x: Any,
-    axis: Any = None,
-    keepdims: bool = False,
-    where: Any = None,
-    *,
-    averaged: bool = True,
-) -> Any:
-    """Return the middle valid entry, or the mean of the two in the middle; nan if one is nan.
-
-    The derivative is that of the entries. Sparse storage becomes dense.
-
-    Args:
-        averaged: whether, of an even number, it is the mean of the two in the middle, as
-            `jnp.median` has it. False gives the lower of them, as torch.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> mask = jnp.array([True, True, False])
-        >>> x = jmask.masked_tensor(jnp.array([4., 1., jnp.nan]), mask)
-        >>> jmask.numpy.median(x).to_tensor(0)
-        Array(2.5, dtype=float32)
-        >>> jmask.numpy.median(x, averaged=False).to_tensor(0)
-        Array(1., dtype=float32)
-    """
-    return _MEDIAN(x, axis, keepdims, where, averaged=averaged)
-
-
-@described
 def cumsum(x: Any, axis: Any = None, dtype: Any = None, where: Any = None) -> Any:
     """Return the running sum of the valid entries along `axis`; masked entries stay so.
 
@@ -482,8 +480,35 @@ def cumprod(x: Any, axis: Any = None, dtype: Any = None, where: Any = None) -> A
     return _running("cumprod", jnp.cumprod, 1, x, axis, dtype, where)
 
 
+@described
+def cumlogsumexp(x: Any, axis: Any = None, where: Any = None) -> Any:
+    """Return the log of the running sum of exp of the valid entries along `axis`.
+
+    Masked entries stay so. Sparse storage becomes dense. With axis None the tensor is
+    flattened.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jnp.array([1000., 1e30, -jnp.inf])
+        >>> jmask.numpy.cumlogsumexp(x, where=jnp.array([True, False, True]))
+        Array([1000., 1000., 1000.], dtype=float32)
+    """
+    x = as_tensor(x)
+    x = x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(kernels.inexact(x.dtype))
+    return _running("cumlogsumexp", _cumlogsumexp, -jnp.inf, x, axis, None, where)
+
+
+def _cumlogsumexp(x: jax.Array, axis: int | None, dtype: None) -> jax.Array:
+    x = x.reshape(-1) if axis is None else x
+    axis = (axis or 0) % x.ndim
+    # With -inf itself, derivatives of the function are nan.
+    adds = x != -jnp.inf
+    result = lax.cumlogsumexp(jnp.where(adds, x, jnp.finfo(x.dtype).min), axis)
+    return jnp.where(lax.cummax(adds.astype(jnp.int8), axis) > 0, result, -jnp.inf)
+
+
 def _running(
-    name: str, function: Any, identity: int, x: Any, axis: Any, dtype: Any, where: Any
+    name: str, function: Any, identity: float, x: Any, axis: Any, dtype: Any, where: Any
 ) -> Any:
     masked = isinstance(x, MaskedTensor)
     if is_sparse(x.storage if masked else x):

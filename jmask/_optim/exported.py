@@ -19,6 +19,7 @@ from jmask._deferred.closed_form import Form
 from jmask._deferred.table import DeferredTable
 from jmask._optim.adagrad import AdagradState
 from jmask._optim.adam import AdamState, RowCountAdamState
+from jmask._optim.ema import EmaState
 from jmask._optim.ftrl import FtrlState
 from jmask._optim.guards import DropNonfiniteState, SkipNonfiniteState
 from jmask._optim.microbatches import MultiStepsState, StoredEntries, StoredRows
@@ -34,6 +35,7 @@ _STATES = (
     AdagradState,
     AdamState,
     DropNonfiniteState,
+    EmaState,
     FtrlState,
     MomentumState,
     MultiStepsState,

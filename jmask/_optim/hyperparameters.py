@@ -167,7 +167,8 @@ class Common:
                 f"`learning_rate` is a schedule that returned {shown(value)} for a step count: "
                 "it must return a number."
             )
-        return value
+        is_integer = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.integer)
+        return as_float(value) if is_integer else value
 
     def rescaled(self, gradient: jax.Array) -> jax.Array:
         """Return the gradient times `rescale_grad`, its sign turned to maximize."""

@@ -72,7 +72,7 @@ class Slot:
     """An array of the state.
 
     Attributes:
-        initial: its value before the first step.
+        initial: its value before the first step; the parameter's, in float32 at least, if None.
         per_row: whether it is (V, 1, ..., 1), one entry for each row of the parameter.
         dtype: of the array; the rule's, or the parameter's, if None.
     """
@@ -112,6 +112,8 @@ class RowRule:
             shape, dtype = shape[:1] + (1,) * len(shape[1:]), real_dtype(dtype)
         elif is_complex(like):
             dtype = complex_dtype(dtype)
+        if slot.initial is None:  # not the parameter itself, which may be donated beside it
+            return jax.tree.map(lambda x: jnp.array(x, wide(dtype)), param)
         if is_stored_table(param):
             return param.full(shape[1:], slot.initial, dtype)
         if not slot.per_row:
@@ -132,7 +134,10 @@ class RowRule:
             x for x in entries if x is not None and jnp.issubdtype(x.dtype, jnp.inexact)
         ]
         dtype = joint_dtype(*floating) if floating else None
-        scalars = [jnp.asarray(x, dtype) if isinstance(x, jax.Array) else x for x in scalars]
+        scalars = [
+            x.astype(dtype) if isinstance(x, jax.Array) and x.dtype != jnp.int32 else x
+            for x in scalars  # but counts, which no floating dtype holds all of
+        ]
         return self.rule(*entries, *scalars)
 
     def _on_pairs(self, entries: Sequence[Any], scalars: Sequence[Any]) -> tuple[Any, ...]:
@@ -337,9 +342,7 @@ def _dense_optimizer(rule: RowRule, state_type: type) -> optax.GradientTransform
     def update(updates, state, params=None, **extra_args):
         del extra_args
         if params is None and rule.needs_param:
-            raise ValueError(
-                "`params` must be given to update(): weight decay depends on them."
-            )
+            raise ValueError("`params` must be given to update(): the step depends on them.")
         check_state_type(state, state_type)
         if params is not None:
             check_parameters(params)

@@ -156,6 +156,12 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
         return int(np.prod(self.shape, dtype=np.int64))
 
     @property
+    def nbytes(self) -> int:
+        """How many bytes data, mask and indices take."""
+        leaves = jax.tree.leaves(self)
+        return sum(int(np.prod(x.shape, dtype=np.int64)) * x.dtype.itemsize for x in leaves)
+
+    @property
     def stype(self) -> str:
         """The storage: "default", "row_sparse", "coo" or "csr"."""
         return stype(self.storage)
@@ -217,6 +223,8 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
         fill = checked_scalar("fill_value", fill_value, values.dtype)
         values = jnp.where(self.valid, values, fill)
         return scattered(values, self.storage, fill) if is_sparse(self.storage) else values
+
+    filled = to_tensor
 
     def to_dense(self) -> "MaskedTensor":
         """Return the same tensor on dense storage; entries that are not stored are masked."""

@@ -179,10 +179,16 @@ class MaskedMethods(TensorMethods):
     at = property(method("masked_at"))
 
     argsort = method("argsort")
+    compressed = method("compressed")
+    count = method("count")
     diagonal = method("diagonal")
+    dot = method("dot")
     median = method("median")
+    nonzero = method("nonzero")
+    ptp = method("ptp")
     repeat = method("repeat")
     sort = method("sort")
+    trace = method("trace")
 
     # --- Python values ------------------------------------------------------------------
 

@@ -196,6 +196,6 @@ def _advice(frame: FrameType | None) -> str:
     if leaf_advice:
         return f"write {leaf_advice}"
     return (
-        "jmask.tree has sums, means and norms of gradients; jax.tree.map takes "
-        "is_leaf=lambda x: isinstance(x, jmask.RowSparse)"
+        "jmask.tree has sums, means and norms of gradients, and jmask.tree.map gives "
+        "functions the RowSparse itself"
     )

@@ -8,6 +8,7 @@ and that none is at entries that are not there.
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -111,9 +112,12 @@ def along_axes(function: Callable[..., Any]) -> Callable[[Any], Any]:
 
 KEEPING_ZEROS = "abs cbrt deg2rad expm1 imag negative real sin sqrt square tanh".split()
 REDUCTIONS = """
-    amax amin average cumprod cumsum logsumexp max mean median min norm prod std sum var
+    amax amin average cumlogsumexp cumprod cumsum logsumexp max mean median min nancumprod
+    nancumsum nanmax nanmean nanmedian nanmin nanprod nanstd nansum nanvar norm prod ptp std sum
+    var
 """.split()
 ALONG = ("softmax", "softmin", "log_softmax", "normalize", "logsumexp", "attention_weights")
+ALONG += ("logmeanexp", "standardize")
 NN = {*ALONG, "linear", *(n for n, f in vars(nn).items() if hasattr(f, "__wrapped__"))}
 NN = {n for n in NN if not n.startswith("_")}
 
@@ -168,7 +172,32 @@ MOVES: dict[str, Callable[[Any], Any]] = {
     "where": lambda x: jnm.where(OTHER > 0.6, x, OTHER.astype(x.dtype)),
 }
 
+MASKS = {name: getattr(jnm, name) for name in dir(jnm) if re.match("masked_[^fw]", name)}
+BOUNDS = dict.fromkeys(MASKS, (0.4,))
+BOUNDS |= {"masked_invalid": (), "masked_inside": (0.4, 0.5), "masked_outside": (0.4, 0.5)}
+
+STATISTICS: dict[str, Callable[[Any], Any]] = {
+    "compressed": lambda x: jnm.compressed(x, size=5),
+    "corrcoef": lambda x: jnm.corrcoef(x, SHIFT[:3].T),
+    "cov": jnm.cov,
+    "diff": jnm.diff,
+    "histogram": lambda x: jnm.histogram(x, 2)[1],
+    "nanpercentile": lambda x: jnm.nanpercentile(x, 30, axis=1),
+    "nanquantile": lambda x: jnm.nanquantile(x, 0.3),
+    "percentile": lambda x: jnm.percentile(x, 30),
+    "quantile": lambda x: jnm.quantile(x, jnp.array([0.3, 1.0]), axis=1),
+    "select": lambda x: jnm.select([x > 0.65, x > 0.42], [x, 2 * x]),
+    "top_k": lambda x: jnm.top_k(x, 2)[0],
+    "trace": jnm.trace,
+    "unique": lambda x: jnm.unique(x, size=5),
+}
+
 PRODUCTS = {
+    "inner": on(X, Y)(jnm.inner),
+    "outer": on(X, VECTOR)(jnm.outer),
+    "tensordot": on(X, MATRIX)(lambda x, y: jnm.tensordot(x, y, 1)),
+    "vdot": on(X, Y)(jnm.vdot),
+    "nn.glu": Operation(lambda x: nn.glu(x, axis=0)),
     "matmul": on(X, MATRIX)(jnm.matmul),
     "matmul of masked": on(X, numbers())(lambda x, y: x @ y.T),
     "matmul of masked coo": on(MASKED_COO, MATRIX)(jnm.matmul),
@@ -251,7 +280,11 @@ OPERATIONS: dict[str, Operation] = {
     **{f"{name} of rows": on(COALESCED)(FUNCTIONS[name]) for name in KEEPING_ZEROS},
     **{f"{name} of duplicates": on(ROWS)(FUNCTIONS[name]) for name in ("sin", "negative")},
     **{f"{name} of coo": on(COO)(FUNCTIONS[name]) for name in ("sin", "square", "negative")},
-    **{name: Operation(f) for name, f in MOVES.items()},
+    **{name: Operation(f) for name, f in (MOVES | STATISTICS).items()},
+    **{
+        name: Operation(lambda x, f=f, name=name: f(x, *BOUNDS[name]))
+        for name, f in MASKS.items()
+    },
     **{name: Operation(along_axes(getattr(jnm, name))) for name in REDUCTIONS},
     **{
         f"reductions of {kind}": on(x, modes=BOTH)(
@@ -273,8 +306,8 @@ OPERATIONS: dict[str, Operation] = {
 
 # Functions without derivatives, and what is in the namespaces and is no operation.
 WITHOUT = """
-    all any argmax argmin argsort count count_nonzero elementwise empty_like full_like jnp
-    lax ones_like special zeros_like
+    all allclose any argmax argmin argsort array_equal bincount count count_nonzero elementwise
+    empty_like full_like nanargmax nanargmin nonzero ones_like zeros_like
 """.split()
 
 

@@ -55,6 +55,9 @@ LEAVES: dict[str, Callable[[Any, Any, Any], Any]] = {
     "columns of the parameter": lambda u, p, s: jnp.concatenate(
         [jnp.split(u, [1], -1)[0], jnp.split(p, [1], -1)[1]], -1
     ),
+    "a number for all": lambda u, p, s: (
+        u + jnp.full((u.shape[0], 1), 0.5, u.dtype).reshape(-1, *[1] * (u.ndim - 1))
+    ),
     "columns of numbers": lambda u, p, s: (
         u * jnp.concatenate([jnp.ones_like(u), 2 * jnp.ones_like(p)], -1).sum(-1, keepdims=True)
     ),

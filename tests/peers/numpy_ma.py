@@ -30,7 +30,8 @@ ELEMENTWISE = (
 ).split()
 # numpy.ma masks what is outside the domain; jmask has nan or infinity there.
 OF_A_DOMAIN = "sqrt log log2 log10 arccos arcsin arccosh arctanh divide true_divide".split()
-METHODS = "sum prod mean var std min max any all cumsum cumprod argmin argmax".split()
+METHODS = "sum prod mean var std min max ptp any all cumsum cumprod argmin argmax".split()
+EXTRAS = "cov corrcoef".split()
 
 # By words of the name of a test.
 LEFT_OUT = {
@@ -108,7 +109,7 @@ def _are_known(args: Any) -> bool:
 
 def _are_plain(args: Any, kwargs: dict[str, Any]) -> bool:
     simple = int | float | bool | tuple | type(None)
-    known = {"axis", "keepdims", "ddof"}
+    known = {"axis", "keepdims", "ddof", "rowvar", "bias"}
     return (
         all(isinstance(x, simple) for x in args)
         and kwargs.keys() <= known
@@ -137,6 +138,10 @@ def pytest_configure(config: pytest.Config) -> None:
         replaced = Replaced(original, compared_with_jmask(name, original, of))
         for module in (core, np.ma):
             setattr(module, name, replaced)
+    for name in EXTRAS:
+        function = compared_with_jmask(name, getattr(np.ma.extras, name), 1)
+        for module in (np.ma.extras, np.ma):
+            setattr(module, name, function)
     for name in METHODS:
         method = getattr(core.MaskedArray, name)
         setattr(core.MaskedArray, name, compared_with_jmask(name, method, 1))

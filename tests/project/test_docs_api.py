@@ -38,6 +38,13 @@ def test_public_names(module):
     assert set(getattr(module, "__all__", names)) == set(names)
 
 
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__)
+def test_nothing_else_is_public(module):
+    """No module that is imported, and no helper: what completion shows is what is offered."""
+    shown = {name for name in vars(module) if not name.startswith("_")}
+    assert shown - set(docs_pages.public_names(module)) == set()
+
+
 def _documented_objects():
     for module in MODULES:
         for name in docs_pages.public_names(module):

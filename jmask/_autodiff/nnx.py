@@ -1,0 +1,261 @@
+"""Gradients of flax nnx modules: `jmask.nnx`, which says what is written back."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jmask._autodiff import value_and_grad as autodiff
+from jmask._base.validation import check_flag, shown
+
+
+def value_and_grad(
+    f: Callable[..., Any] | None = None,
+    *,
+    argnums: Any = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[..., Any]:
+    """Differentiate as `nnx.value_and_grad`, with row-sparse gradients of looked-up tables.
+
+    Args:
+        f: a function of modules, of other graph nodes (`nnx.Rngs`, `nnx.Variable`) and of
+            trees of arrays, returning a scalar, or (scalar, aux) with `has_aux`. Without it
+            the result is a decorator.
+        argnums: the positional argument(s) to differentiate: positions, or
+            `nnx.DiffState(position, filter)`. In modules an `nnx.Param` is differentiated, or
+            what the filter says; all else that `f` writes to is updated in place, as by nnx.
+            A module that is in another argument too is differentiated in both places, where
+            nnx raises.
+        has_aux: whether `f` returns auxiliary data with the scalar.
+        holomorphic: whether `f` is complex and holomorphic, of complex arguments.
+        allow_int: whether arguments may hold integers; their gradient is of dtype float0.
+
+    Returns:
+        A function with the arguments of `f` that returns (value, gradient). The gradient of a
+        module is an `nnx.State`, as `nnx.Optimizer.update` takes it.
+
+    Raises:
+        ImportError: if flax is not installed.
+        TypeError: if `f` is no function or `argnums` holds neither positions nor
+            `nnx.DiffState`; and as of `jmask.value_and_grad`.
+        ValueError: if a position is repeated, or the call has no such argument.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> from flax import nnx
+        >>> class Model(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.embed = nnx.Embed(1000, 2, rngs=rngs)
+        ...         self.norm = nnx.BatchNorm(2, rngs=rngs)
+        ...     def __call__(self, ids):
+        ...         return self.norm(self.embed(ids))
+        >>> model = Model(nnx.Rngs(0))
+        >>> loss = lambda model, ids: jnp.mean(model(ids) ** 3)
+        >>> value, grads = jmask.nnx.value_and_grad(loss)(model, jnp.array([7, 5, 7]))
+        >>> grads["embed"]["embedding"][...]
+        RowSparse(float32[1000, 2], nse=3)
+        >>> bool((model.norm.mean[...] != 0).all())
+        True
+    """
+    transform = functools.partial(
+        autodiff.value_and_grad, holomorphic=holomorphic, allow_int=allow_int
+    )
+    return _transformed(transform, f, argnums, has_aux, has_value=True)
+
+
+def grad(
+    f: Callable[..., Any] | None = None,
+    *,
+    argnums: Any = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[..., Any]:
+    """Differentiate as `nnx.grad`, with row-sparse gradients of looked-up tables.
+
+    See `value_and_grad` for arguments, errors and what is updated in place.
+
+    Returns:
+        A function that returns the gradient, or (gradient, aux) with `has_aux`.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> from flax import nnx
+        >>> embed = nnx.Embed(1000, 2, rngs=nnx.Rngs(0))
+        >>> jmask.nnx.grad(lambda m: jnp.sum(m(jnp.array([1, 1]))))(embed)["embedding"][...]
+        RowSparse(float32[1000, 2], nse=2)
+    """
+    transform = functools.partial(autodiff.grad, holomorphic=holomorphic, allow_int=allow_int)
+    return _transformed(transform, f, argnums, has_aux, has_value=False)
+
+
+def _transformed(
+    transform: Any, f: Any, argnums: Any, has_aux: bool, *, has_value: bool
+) -> Callable[..., Any]:
+    """Return `transform` of `f`, or the decorator without one."""
+    nnx = _flax_nnx()
+    check_flag("has_aux", has_aux)
+    wanted = _filters(nnx, argnums)
+    if f is None:
+        return functools.partial(
+            _transformed, transform, argnums=argnums, has_aux=has_aux, has_value=has_value
+        )
+    if not callable(f):
+        raise TypeError(f"`f` must be a function, got {shown(f)}.")
+
+    @functools.wraps(f)
+    def transformed(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _by_position(f, max(wanted, default=-1), args, kwargs)
+        arguments = _Arguments(nnx, args, kwargs, wanted)
+
+        @functools.wraps(f)
+        def with_state(*parameters: Any) -> Any:
+            nodes, (args, kwargs) = arguments.merged(parameters)
+            result = f(*args, **kwargs)
+            is_pair = has_aux and isinstance(result, tuple) and len(result) == 2
+            loss, aux = result if is_pair else (result, None)
+            if has_aux and not is_pair:
+                raise TypeError(
+                    f"`f` must return (loss, aux) with has_aux=True, got {shown(result)}."
+                )
+            return loss, (aux, arguments.written(nodes, parameters))
+
+        numbers = tuple(wanted) if isinstance(argnums, Sequence) else next(iter(wanted))
+        result = transform(with_state, numbers, True)(*arguments.parameters)
+        if has_value:
+            (value, (aux, state)), gradient = result
+            value = (value, aux) if has_aux else value
+            result = value, gradient
+        else:
+            gradient, (aux, state) = result
+            result = (gradient, aux) if has_aux else gradient
+        arguments.write(state)
+        return result
+
+    return transformed
+
+
+class _Arguments:
+    """The arguments of a call: graph nodes in them, their parameters and their other state.
+
+    Attributes:
+        parameters: the arguments; in those that are differentiated with the parameters of
+            each graph node, an `nnx.State`, in its place. None for the others.
+    """
+
+    def __init__(self, nnx: Any, args: Any, kwargs: Any, wanted: dict[int, Any]) -> None:
+        self.nnx, self.wanted = nnx, wanted
+        self.is_node = functools.partial(_is_node, nnx)
+        self.tree: Any
+        self.leaves, self.tree = jax.tree.flatten((args, kwargs), is_leaf=self.is_node)
+        paths = jax.tree.leaves_with_path((args, kwargs), is_leaf=self.is_node)
+        # The argument that each leaf is of; -1 is for those by keyword.
+        self.owners = [path[1].idx if path[0].idx == 0 else -1 for path, _ in paths]
+        self.places = [i for i, x in enumerate(self.leaves) if self.is_node(x)]
+        # Where a variable is in two nodes, it is a parameter if one of them is differentiated.
+        self.places.sort(key=lambda i: self.owners[i] not in wanted)
+        self.nodes = [self.leaves[i] for i in self.places]
+        predicates = {
+            n: nnx.filterlib.to_predicate(nnx.Param if kind is None else kind)
+            for n, kind in wanted.items()
+        }
+
+        def is_parameter(path: Any, x: Any) -> bool:
+            owner = self.owners[self.places[path[0]]]
+            if owner not in wanted:
+                return False
+            # A variable that is an argument itself is one, whatever its type.
+            is_argument = len(path) == 1 and wanted[owner] is None
+            return is_argument or predicates[owner](path[1:], x)
+
+        self.is_parameter = is_parameter
+        self.graph, params, self.rest = nnx.split(self.nodes, is_parameter, ...)
+        leaves = list(self.leaves)
+        for number, place in enumerate(self.places):
+            leaves[place] = params[number] if number in params else nnx.State({})
+        whole, _ = self.tree.unflatten(leaves)
+        self.parameters = [x if i in wanted else None for i, x in enumerate(whole)]
+        self.trees: list[Any] = [jax.tree.structure(x, is_leaf=self.is_node) for x in args]
+
+    def merged(self, parameters: Sequence[Any]) -> tuple[Any, Any]:
+        """Return the nodes of parameters, new objects, and (args, kwargs) with them."""
+        leaves, place = list(self.leaves), 0
+        for tree, part in zip(self.trees, parameters, strict=True):
+            if part is not None:
+                leaves[place : place + tree.num_leaves] = tree.flatten_up_to(part)
+            place += tree.num_leaves
+        states = self.nnx.State(
+            {
+                number: leaves[i]
+                for number, i in enumerate(self.places)
+                if self.owners[i] in self.wanted
+            }
+        )
+        nodes = self.nnx.merge(self.graph, states, self.rest, copy=True)
+        for i, node in zip(self.places, nodes, strict=True):
+            leaves[i] = node
+        return nodes, self.tree.unflatten(leaves)
+
+    def written(self, nodes: Any, parameters: Sequence[Any]) -> Any:
+        """Return the state of nodes: all but parameters that are as they were given."""
+        given = {id(x) for x in jax.tree.leaves(parameters)}
+        state = self.nnx.to_flat_state(self.nnx.state(nodes))
+        return self.nnx.from_flat_state(
+            [
+                (path, x)
+                for path, x in state
+                if not self.is_parameter(path, x)
+                or not all(id(leaf) in given for leaf in jax.tree.leaves(x))
+            ]
+        )
+
+    def write(self, state: Any) -> None:
+        """Update the graph nodes of the call in place."""
+        self.nnx.update(self.nodes, state)
+
+
+def _is_node(nnx: Any, x: Any) -> bool:
+    return isinstance(x, nnx.Pytree | nnx.Variable)
+
+
+def _filters(nnx: Any, argnums: Any) -> dict[int, Any]:
+    """Return the filter of each argument to differentiate, or None for `nnx.Param`."""
+    wanted: dict[int, Any] = {}
+    for x in argnums if isinstance(argnums, Sequence) else (argnums,):
+        number, kind = (x.argnum, x.filter) if isinstance(x, nnx.DiffState) else (x, None)
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise TypeError(
+                "`argnums` must be positions from 0 or nnx.DiffState(position, filter), got "
+                f"{shown(number)}."
+            )
+        if number in wanted:
+            raise ValueError(f"`argnums` holds {number} twice.")
+        wanted[number] = kind
+    return wanted
+
+
+def _by_position(
+    f: Callable[..., Any], last: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments with those to differentiate by position, as nnx takes them."""
+    if last < len(args):
+        return args, kwargs
+    bound = inspect.signature(f).bind(*args, **kwargs)
+    if last >= len(bound.args):
+        raise ValueError(
+            f"`argnums` holds {last}, and the function was called with {len(bound.args)} "
+            "positional arguments."
+        )
+    return bound.args, bound.kwargs
+
+
+def _flax_nnx() -> Any:
+    try:
+        from flax import nnx
+    except ImportError as error:
+        raise ImportError("jmask.nnx needs flax: pip install flax") from error
+    return nnx

@@ -1,0 +1,363 @@
+"""Arithmetic on whole gradients, leaf by leaf: `jmask.tree`, whose page says what it is for."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmask._base.array_types import joint_dtype, varying_alike, varying_axes
+from jmask._base.norms import factor_for
+from jmask._base.validation import abstract_leaf, check_flag, check_leaves, leaf_name
+from jmask._ops.elementwise import elementwise
+from jmask._tables.deferral import is_deferred
+from jmask._tables.stored_table import is_stored_table
+from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, is_tensor
+from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._tensors.storage import is_entry, is_sparse, stored_values, unique_positions
+
+_add, _multiply = elementwise(jnp.add), elementwise(jnp.multiply)
+
+
+def add(tree: Any, *others: Any, like: Any = None) -> Any:
+    """Return the sum of trees of one structure, leaf by leaf.
+
+    Args:
+        tree: arrays, `RowSparse` and `MaskedTensor`; None leaves stay.
+        *others: trees of the same structure. A dense and a row-sparse leaf add to a dense
+            one.
+        like: a tree whose row-sparse leaves give the capacity of the result's; by
+            default there is room for the rows of all.
+
+    Raises:
+        ValueError: if structures or shapes differ, or more different rows come together
+            than `like` has room for. Under jit the values of that leaf are nan instead.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> g = {"t": jmask.RowSparse([1], jnp.array([2.]), (3,))}
+        >>> jmask.tree.add(g, g)
+        {'t': RowSparse(float32[3], nse=2)}
+        >>> jmask.tree.add(g, g, like=g)["t"].todense()
+        Array([0., 4., 0.], dtype=float32)
+    """
+    total = tree
+    for other in others:
+        total = _map(_add_leaves, total, other)
+    if like is None:
+        return total
+    return _map(_with_capacity_of, total, like)
+
+
+def scale(scalar: Any, tree: Any) -> Any:
+    """Return tree with every entry, floating or complex, multiplied by `scalar`, dtypes kept.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.tree.scale(2, jmask.RowSparse([1], jnp.array([2.]), (3,))).values
+        Array([4.], dtype=float32)
+    """
+    array = abstract_leaf(scalar)
+    if array is None or array.shape or not jnp.issubdtype(array.dtype, jnp.number):
+        kind = type(scalar).__name__ if array is None else f"{array.dtype}{list(array.shape)}"
+        raise TypeError(f"`scalar` must be a number, got {kind}.")
+    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
+
+    def scaled(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jnp.complexfloating if is_complex else jnp.inexact):
+            raise TypeError(
+                f"`tree` holds {x.dtype}, which a multiple by `scalar` {array.dtype} may not "
+                "be: cast it by x.astype(...)."
+            )
+        return _multiply(x, jnp.asarray(scalar, x.dtype))
+
+    return _map(scaled, tree)
+
+
+def mean(trees: Sequence[Any], like: Any = None) -> Any:
+    """Return the mean of trees of one structure, such as the gradients of microbatches.
+
+    Args:
+        trees: at least one.
+        like: as in `add`.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> g = jmask.RowSparse([1], jnp.array([2.]), (3,))
+        >>> jmask.tree.mean([g, jmask.RowSparse.zeros((3,))]).todense()
+        Array([0., 1., 0.], dtype=float32)
+    """
+    if not isinstance(trees, list | tuple):
+        raise TypeError(f"`trees` must be a list of trees, got {type(trees).__name__}.")
+    if not trees:
+        raise ValueError("`trees` must hold at least one tree, got none.")
+    return scale(1 / len(trees), add(*trees, like=like))
+
+
+def merge(stacked: Any) -> Any:
+    """Return the sum over axis 0 of what `lax.scan` or `jax.vmap` stacked.
+
+    Args:
+        stacked: a tree whose arrays have a leading axis of one size k; each `RowSparse` has
+            k times n rows, which become the rows of one.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jmask
+        >>> table, ids = jnp.ones((9, 2)), jnp.array([[1, 2], [2, 3]])
+        >>> gradient = jmask.grad(lambda table, ids: table[ids].sum())
+        >>> stacked = jax.lax.map(lambda batch: gradient(table, batch), ids)
+        >>> jmask.tree.merge(stacked)
+        RowSparse(float32[9, 2], nse=4)
+    """
+
+    def merged(x: Any) -> Any:
+        if isinstance(x, MaskedTensor):
+            raise TypeError(
+                "`stacked`: a stacked MaskedTensor has no sum that keeps its mask: use "
+                "jmask.numpy.sum(x, axis=0)."
+            )
+        _refuse_entries(x, "stacked")
+        if not is_row_sparse(x):
+            if not x.ndim:
+                raise ValueError("`stacked` holds a scalar, which has no leading axis.")
+            return jnp.sum(x, axis=0, dtype=x.dtype)
+        ids, values = x.index_leaf, x.values
+        if ids.ndim != 2:
+            raise ValueError(
+                "`stacked` must hold RowSparse tensors with one leading axis, as from "
+                f"lax.scan or jax.vmap; got indices of shape {ids.shape}."
+            )
+        leaves = (ids.reshape(-1), values.reshape(-1, *values.shape[2:]))
+        return x.with_leaves(*leaves, coalesced=False)
+
+    check_leaves("stacked", stacked)
+    return _map(merged, stacked)
+
+
+def norm(tree: Any, squared: bool = False) -> jax.Array:
+    """Return the global norm: the root of the sum of the squares of all entries.
+
+    Rows with equal indices are added first, so that the norm equals the dense gradient's;
+    masked entries do not count. Accumulated in float32 at least. In a `shard_map` it is that
+    of what this device has: sum the gradient with `psum` first.
+
+    Args:
+        tree: arrays, `RowSparse`, `MaskedTensor` and tables of all forms.
+        squared: whether to return the sum, without the root.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> table = jmask.RowSparse([1, 1], jnp.array([[1.], [2.]]), (9, 1))
+        >>> jmask.tree.norm({"table": table, "w": jnp.array([4.])})
+        Array(5., dtype=float32)
+    """
+    check_flag("squared", squared)
+    check_leaves("tree", tree)
+    leaves = jax.tree.leaves(jax.tree.map(_entries, tree, is_leaf=_is_node), is_leaf=is_tensor)
+    sizes = [_sizes(x) for x in leaves]
+    dtype = joint_dtype(jnp.float32, *sizes)
+    greatest = jnp.zeros((), dtype)
+    for size in sizes:
+        greatest = jnp.maximum(greatest, jnp.max(size, initial=0).astype(dtype))
+    factor = factor_for(greatest)
+    total = jnp.zeros((), dtype)
+    for size in sizes:
+        total = total + jnp.sum(jnp.square(size * factor.astype(size.dtype))).astype(dtype)
+    if squared:
+        return total / factor / factor
+    is_zero = total == 0
+    return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, total)) / factor)
+
+
+def psum(tree: Any, axis_name: Any) -> Any:
+    """Return the sum over a mapped axis (`vmap`, `shard_map`), as `lax.psum`.
+
+    The rows of a `RowSparse` of all devices are gathered and put side by side: n rows on
+    each of k devices become k n rows everywhere, and nothing of the size of a table moves.
+
+    Args:
+        tree: arrays and `RowSparse`; a `MaskedTensor` is refused.
+        axis_name: of one mapped axis, or a tuple of them.
+
+    Raises:
+        TypeError: if the tree holds a `MaskedTensor`, whose masks may differ.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jmask
+        >>> def total(ids):
+        ...     return jmask.tree.psum(jmask.RowSparse(ids, jnp.ones(2), (5,)), "i").todense()
+        >>> jax.vmap(total, axis_name="i")(jnp.array([[0, 1], [1, 4]]))[0]
+        Array([1., 2., 0., 0., 1.], dtype=float32)
+    """
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+    def summed(x: Any) -> Any:
+        _refuse_masked(x, "psum")
+        _refuse_entries(x, "tree")
+        if not is_row_sparse(x):
+            return lax.psum(x, names)
+        ids, values = varying_alike(x.flat().row_ids(), x.values)
+        # In a `shard_map` what is the same on all devices is typed so.
+        to = "invarying" if varying_axes(values) else "varying"
+        for name in names:
+            ids, values = (lax.all_gather(a, name, tiled=True, to=to) for a in (ids, values))
+        return RowSparse(ids, values, x.shape, leading=x.leading)
+
+    return _map(summed, tree)
+
+
+def pmean(tree: Any, axis_name: Any) -> Any:
+    """Return the mean over a mapped axis, as `lax.pmean`; see `psum`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jmask
+        >>> def average(ids):
+        ...     return jmask.tree.pmean(jmask.RowSparse(ids, jnp.ones(1), (3,)), "i").todense()
+        >>> jax.vmap(average, axis_name="i")(jnp.array([[0], [2]]))[0]
+        Array([0.5, 0. , 0.5], dtype=float32)
+    """
+    return scale(1 / lax.psum(1, axis_name), psum(tree, axis_name))
+
+
+def size(tree: Any) -> int:
+    """Return the number of entries of all leaves: of parameters, how many there are.
+
+    A table has V times the entries of a row, whatever else its arrays hold (padding, state,
+    counts), and so has a `RowSparse`, whichever rows it stores.
+
+    Args:
+        tree: arrays, sparse and masked tensors, tables of all forms, or shapes of these.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> table = jmask.deferred(jnp.ones((5, 2)), jmask.adam())
+        >>> jmask.tree.size({"table": table, "w": jnp.ones(3)})
+        13
+    """
+    check_leaves("tree", tree)
+    leaves = jax.tree.leaves(tree, is_leaf=_is_node)
+    return sum(math.prod(jnp.shape(x)) for x in leaves)
+
+
+def map(  # noqa: A001
+    f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> Any:
+    """Apply a function to each leaf, as `jax.tree.map`, where tensors and tables are leaves.
+
+    Args:
+        f: gets an array, or the `RowSparse`, `MaskedTensor`, BCOO, BCSR or table container
+            itself, and never their indices, masks or blocks. From each of `rest` it gets what
+            is in the same place: a tensor there need not be of the same kind, or shape.
+        tree: its structure is that of the result; None is no leaf.
+        *rest: trees of the same structure.
+        is_leaf: what else is a leaf.
+
+    Raises:
+        ValueError: if structures differ.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> g = {"t": jmask.RowSparse([1], jnp.array([2.]), (3,)), "w": jnp.ones(2)}
+        >>> jmask.tree.map(lambda x: x.shape, g)
+        {'t': (3,), 'w': (2,)}
+        >>> jmask.tree.map(lambda x, y: x * y, g, {"t": jnp.arange(3.), "w": 2.})
+        {'t': RowSparse(float32[3], nse=1), 'w': Array([2., 2.], dtype=float32)}
+    """
+    return jax.tree.map(f, tree, *rest, is_leaf=_leaf_or(is_leaf))
+
+
+def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """Return the leaves, as `jax.tree.leaves`, where tensors and tables are leaves.
+
+    Args:
+        tree: arrays, sparse and masked tensors, tables of all forms; None is no leaf.
+        is_leaf: what else is a leaf.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.tree.leaves([jmask.RowSparse([1], jnp.array([2.]), (3,)), None, jnp.ones(1)])
+        [RowSparse(float32[3], nse=1), Array([1.], dtype=float32)]
+    """
+    return jax.tree.leaves(tree, is_leaf=_leaf_or(is_leaf))
+
+
+def _leaf_or(is_leaf: Callable[[Any], bool] | None) -> Callable[[Any], bool]:
+    return _is_node if is_leaf is None else lambda x: _is_node(x) or is_leaf(x)
+
+
+def _is_node(x: Any) -> bool:
+    return is_tensor(x) or is_stored_table(x)
+
+
+def _refuse_deferred(tree: Any) -> None:
+    for path, x in jax.tree.leaves_with_path(tree, is_leaf=is_stored_table):
+        if is_deferred(x):
+            raise TypeError(
+                f"{leaf_name('tree', path)} is a DeferredTable, whose leaves are no numbers to "
+                "calculate with: use `table.todense()`, and make a table of the result by "
+                "jmask.deferred(array, tx)."
+            )
+
+
+def _map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    for each in (tree, *others):
+        _refuse_deferred(each)
+        check_leaves("tree", each)
+    structures: Any = [jax.tree.structure(x, is_leaf=is_tensor) for x in (tree, *others)]
+    for other in structures[1:]:
+        if other != structures[0]:
+            raise ValueError(
+                f"`tree`: trees of one structure are expected, got {structures[0]} and "
+                f"{other}: these are gradients of different parameters."
+            )
+    leaves = [jax.tree.map(as_tensor, x, is_leaf=is_tensor) for x in (tree, *others)]
+    return jax.tree.map(function, *leaves, is_leaf=is_tensor)
+
+
+def _add_leaves(x: Any, y: Any) -> Any:
+    if x.shape != y.shape:
+        raise ValueError(f"`tree`: leaves of shapes {x.shape} and {y.shape} cannot be added.")
+    return _add(x, y)
+
+
+def _with_capacity_of(x: Any, like: Any) -> Any:
+    if not is_row_sparse(x) or not is_row_sparse(like):
+        return x
+    return x.coalesce(nse=like.nse)
+
+
+def _entries(x: Any) -> Any:
+    """Return a table as arrays of its entries, or in a gradient program as one array."""
+    if not is_stored_table(x):
+        return x
+    return x.entries() if x.placeholder is None else x.todense()
+
+
+def _sizes(x: Any) -> jax.Array:
+    """Return the absolute values of the entries, in float32 at least."""
+    if isinstance(x, MaskedTensor):
+        x = jnp.where(x.valid, stored_values(x.storage), 0)
+    elif is_sparse(x):
+        x = unique_positions(x.flat().widened() if is_row_sparse(x) else x)
+        x = jnp.where(is_entry(x), stored_values(x), 0)
+    x = jnp.asarray(x)
+    size = jnp.abs(x)
+    return size.astype(joint_dtype(size, jnp.float32))
+
+
+def _refuse_entries(x: Any, argument: str) -> None:
+    if is_sparse(x) and not is_row_sparse(x):
+        raise TypeError(
+            f"`{argument}` holds a {type(x).__name__}, whose entries are not put side by side: "
+            'use jmask.cast_storage(x, "row_sparse"), or its dense form.'
+        )
+
+
+def _refuse_masked(x: Any, name: str) -> None:
+    if isinstance(x, MaskedTensor):
+        raise TypeError(
+            f"`tree`: {name}() of a MaskedTensor: masks of different devices may differ. Sum "
+            "x.to_tensor(0) and x.mask instead."
+        )

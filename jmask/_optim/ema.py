@@ -1,0 +1,143 @@
+r"""Exponential averages of the parameters, at the cost of the rows that move.
+
+    a <- decay * a + (1 - decay) * p         in every step, p after the step
+
+While a row is inactive its p is constant, and k such steps are one:
+
+    a <- p + decay**k * (a - p)
+
+So a row keeps the number of the last step that moved it, and makes up for the steps since when
+it moves next, or is read.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jmask._optim import hyperparameters as hyper
+from jmask._optim.row_rule import RowRule, Slot, optimizer
+from jmask._tables.plain_arrays import from_arrays, to_arrays
+
+
+class EmaState(NamedTuple):
+    """State of `ema`: steps done, averages, and (V, 1, ..., 1) the last step of each row."""
+
+    count: jax.Array  # type: ignore[assignment]  # shadows tuple.count, as in optax
+    average: Any
+    last: Any
+
+
+class Ema(optax.GradientTransformationExtraArgs):
+    """What `ema` returns: a transformation, and `average` to read what it keeps.
+
+    Attributes:
+        decay: a number in [0, 1).
+    """
+
+    decay: Any
+
+    def average(self, opt_state: optax.OptState, params: optax.Params) -> optax.Params:
+        """Return the averages of all parameters after the last step, at the cost of all rows.
+
+        Args:
+            opt_state: a state that holds one of this transformation, as that of a chain does.
+            params: the parameters after the last step.
+
+        Returns:
+            A tree like `params`, packed and sharded tables too, in float32 at least.
+
+        Raises:
+            ValueError: if `opt_state` holds no state of `ema`, or several.
+
+        Example:
+            >>> import jax.numpy as jnp, optax, jmask
+            >>> ema, table = jmask.ema(0.5), jnp.zeros(3)
+            >>> tx = optax.chain(jmask.sgd(1.0), ema)
+            >>> grads = jmask.RowSparse([1], jnp.array([-4.0]), (3,))
+            >>> updates, state = tx.update(grads, tx.init(table), table)
+            >>> ema.average(state, optax.apply_updates(table, updates))
+            Array([0., 2., 0.], dtype=float32)
+        """
+        is_state = lambda x: isinstance(x, EmaState)
+        states = [x for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)]
+        if len(states) != 1:
+            raise ValueError(
+                f"`opt_state` must hold one state of jmask.ema, and holds {len(states)}: pass "
+                "the state of the chain that this transformation is part of."
+            )
+        ((count, average, last),) = states
+        like = average
+        params, average, last = map(to_arrays, (params, average, last))
+
+        def read(param: jax.Array, average: jax.Array, last: jax.Array) -> jax.Array:
+            return _caught_up(self.decay, param.astype(average.dtype), average, count - last)
+
+        return from_arrays(jax.tree.map(read, params, average, last), like)
+
+
+def ema(decay: Any) -> Ema:
+    """Keep exponential moving averages of the parameters, exact and at the cost of the rows.
+
+    Last in a chain, it passes updates on and averages what the parameters become by them. A
+    step reads and writes the rows of a row-sparse update alone: what the average of another
+    row has become is computed when it is read. It is the average that
+    `optax.incremental_update(params, average, 1 - decay)` gives at O(table) in each step, from
+    the initial parameters on.
+
+    Args:
+        decay: in [0, 1); a number or a (traced) scalar. With 0.999 an average forgets half of
+            what it was in some 700 steps.
+
+    Returns:
+        An optax transformation that needs `params`. Its `average(opt_state, params)` gives the
+        averages of all parameters; its state holds D + 1 numbers for a row of D. The average of
+        a 16-bit parameter is in float32. `jmask.deferred` refuses it: there inactive rows move.
+
+    Raises:
+        ValueError: if `decay` is out of range.
+        TypeError: if it is no number.
+
+    References:
+        Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax, jmask
+        >>> ema = jmask.ema(0.5)
+        >>> tx, table = optax.chain(jmask.sgd(1.0), ema), jnp.zeros(2)
+        >>> state = tx.init(table)
+        >>> for row in [0, 1, 1]:
+        ...     grads = jmask.RowSparse([row], jnp.array([-4.0]), (2,))
+        ...     table, state = jmask.apply_gradients(tx, grads, state, table)
+        >>> print(table, ema.average(state, table))
+        [4. 8.] [3.5 5. ]
+    """
+    hyper.check_fraction("decay", decay)
+
+    def rule(update, param, average, last, count):
+        average = _caught_up(decay, param, average, count - last)
+        new = param + update
+        average = new + jnp.asarray(decay, new.dtype) * (average - new)
+        return update, average, jnp.full_like(last, 0) + count + 1
+
+    last = Slot(0, per_row=True, dtype=jnp.int32)
+    lifted = optimizer(
+        RowRule(
+            slots={"average": Slot(None), "last": last},
+            scalars=lambda count: (count,),
+            rule=rule,
+            needs_param=True,
+        ),
+        EmaState,
+        lazy_update=True,
+    )
+    transformation = Ema(lifted.init, lifted.update)
+    transformation.decay = decay
+    return transformation
+
+
+def _caught_up(decay: Any, param: jax.Array, average: jax.Array, steps: jax.Array) -> jax.Array:
+    """Return the average after `steps` more steps in which the parameter did not change."""
+    kept = jnp.power(jnp.asarray(decay, param.real.dtype), steps.astype(param.real.dtype))
+    return param + kept * (average - param)

@@ -1,0 +1,153 @@
+"""A bridge to SparseCore: `jmask.sparsecore`, whose page has the layout of its tables."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jmask._optim.row_rule import RowRule
+from jmask._tables.shard_layout import dealt, gathered
+
+# Rows on a core, and numbers in a row, come in multiples of this.
+_MULTIPLE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class RowOptimizer:
+    """An optimizer as SparseCore takes it.
+
+    Attributes:
+        computation: (grad, row, *slots, *hyperparameters) -> (row, *slots), arrays (1, D).
+        slots: the names of the slots with their values before the first step.
+        hyperparameters: the number of steps done -> scalars that change from step to step.
+    """
+
+    computation: Callable[..., tuple[jax.Array, ...]]
+    slots: dict[str, float]
+    hyperparameters: Callable[[Any], tuple[jax.Array, ...]]
+
+
+def row_optimizer(tx: optax.GradientTransformation) -> RowOptimizer:
+    """Return a named optimizer of jmask as a function of rows.
+
+    Args:
+        tx: `jmask.sgd`, `adam`, `adagrad` or `ftrl`, with `lazy_update`.
+
+    Raises:
+        TypeError: if it is another transformation.
+        ValueError: if it keeps one number for each row (`rowwise_adagrad`, `rowwise_adam`):
+            SparseCore's slots have the shape of the table.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> from jmask import sparsecore
+        >>> rule = sparsecore.row_optimizer(jmask.adagrad(0.5))
+        >>> rule.slots, rule.hyperparameters(0)
+        ({'sum_of_squares': 0.0}, ())
+        >>> row, total = rule.computation(*jnp.ones((2, 1, 8)), jnp.zeros((1, 8)))
+        >>> row[0, 0], total[0, 0]
+        (Array(0.5, dtype=float32), Array(1., dtype=float32))
+    """
+    rule = getattr(tx, "rule", None)
+    if not isinstance(rule, RowRule):
+        raise TypeError(
+            "`tx` must be jmask.sgd, adam, adagrad or ftrl with lazy_update=True, got "
+            f"{type(tx).__name__}."
+        )
+    if not rule.one_pass():
+        names = ", ".join(name for name, slot in rule.slots.items() if slot.per_row)
+        raise ValueError(
+            f"`tx` keeps one number for each row ({names}), and SparseCore's slots have the "
+            "shape of the table: use jmask.adagrad or jmask.adam."
+        )
+    constants = rule.scalars(jnp.zeros((), jnp.int32))
+    changing = [isinstance(x, jax.Array) for x in constants]
+
+    def computation(grad: jax.Array, row: jax.Array, *others: jax.Array) -> Any:
+        slots, given = others[: len(rule.slots)], iter(others[len(rule.slots) :])
+        scalars = [
+            next(given) if changes else x
+            for x, changes in zip(constants, changing, strict=True)
+        ]
+        step, *new = rule.rule(grad, row, *slots, *scalars)
+        return (row + step, *new)
+
+    def hyperparameters(count: Any) -> tuple[jax.Array, ...]:
+        scalars = rule.scalars(jnp.asarray(count, jnp.int32))
+        return tuple(
+            jnp.asarray(x, jnp.float32)
+            for x, changes in zip(scalars, changing, strict=True)
+            if changes
+        )
+
+    initial = {name: slot.initial for name, slot in rule.slots.items()}
+    return RowOptimizer(computation, initial, hyperparameters)
+
+
+def optimizer_spec(tx: optax.GradientTransformation, name: str = "jmask") -> Any:
+    """Return the optimizer as a `CustomOptimizerSpec` of jax-tpu-embedding, for a `TableSpec`.
+
+    Args:
+        tx: as in `row_optimizer`.
+        name: what its variables are called.
+
+    Raises:
+        ImportError: if jax-tpu-embedding is not installed.
+
+    Example:
+        >>> import jmask
+        >>> from jmask import sparsecore
+        >>> spec = sparsecore.optimizer_spec(jmask.adam(0.1))      # doctest: +SKIP
+    """
+    from jax_tpu_embedding.sparsecore.lib.nn import embedding_spec
+
+    rule = row_optimizer(tx)
+
+    class Spec(embedding_spec.CustomOptimizerSpec):
+        def get_hyperparameters(self, step: Any = None) -> tuple[jax.Array, ...]:
+            # The compiler wants one at least; a computation ignores those left over.
+            return rule.hyperparameters(0 if step is None else step) or (jnp.float32(0),)
+
+    initializers = tuple(jax.nn.initializers.constant(value) for value in rule.slots.values())
+    return Spec(0.0, rule.computation, initializers, name)
+
+
+def to_cores(table: jax.Array, cores: int) -> jax.Array:
+    """Return a table (V, D) as SparseCore keeps it: (cores, rows of a core, columns), float32.
+
+    Rows and columns are padded with zeros to multiples of 8. Slots are converted alike.
+
+    Args:
+        table (V, D): floating.
+        cores: S, the number of cores of all devices.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jmask import sparsecore
+        >>> blocks = sparsecore.to_cores(jnp.arange(5.0)[:, None], cores=2)
+        >>> blocks.shape, blocks[1, :3, 0]
+        ((2, 8, 8), Array([1., 3., 0.], dtype=float32))
+    """
+    if table.ndim != 2 or cores < 1:
+        raise ValueError(
+            f"`table` must be (V, D) and `cores` positive, got {table.shape} and {cores}."
+        )
+    rows, columns = -table.shape[0] % (_MULTIPLE * cores), -table.shape[1] % _MULTIPLE
+    padded = jnp.pad(table.astype(jnp.float32), ((0, rows), (0, columns)))
+    return dealt(padded, cores)
+
+
+def from_cores(blocks: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Return the table of the given shape from what `to_cores` made of it.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jmask import sparsecore
+        >>> blocks = sparsecore.to_cores(jnp.arange(5.0)[:, None], cores=2)
+        >>> sparsecore.from_cores(blocks, (5, 1)).ravel()
+        Array([0., 1., 2., 3., 4.], dtype=float32)
+    """
+    return gathered(blocks)[: shape[0], : shape[1]]

@@ -1,0 +1,663 @@
+"""Functions of masked tensors against numpy.ma, or NumPy on the valid entries.
+
+One table: what jmask computes of a masked tensor, and what NumPy does of the masked array.
+"""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.sparse import BCOO
+from jax.test_util import check_grads
+
+import jmask
+import jmask.numpy as jnm
+from jmask import nn
+from jmask._tensors.masked_tensor import is_tensor
+from tests.masked_cases import KINDS, PATTERNS, POISON, SHAPE, build, masks
+
+# numpy.ma computes with what lies under the mask, and says so.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning"),
+]
+ma = np.ma
+OTHER = np.arange(12.0).reshape(SHAPE) - 5
+EDGES = np.array([-2.0, -0.5, 0.1, 3.0])
+
+
+def along(function, axis=None, nan=False):
+    """`function` of the valid entries of each slice, masked where there is none."""
+
+    def of_slices(x):
+        x = ma.masked_where(np.isnan(x.data) & ~ma.getmaskarray(x), x) if nan else x
+        slices = [x.ravel()] if axis is None else (x if axis else x.T)
+        results = [function(s.compressed()) if s.count() else 0 for s in slices]
+        result = ma.array(results, mask=[not s.count() for s in slices])
+        return result[0:1].reshape(()) if axis is None else result
+
+    return of_slices
+
+
+def running(function, axis, identity, nan=False):
+    def of_slices(x):
+        hidden = ma.getmaskarray(x) | (np.isnan(x.data) if nan else False)
+        return ma.array(function(np.where(hidden, identity, x.data), axis), mask=hidden)
+
+    return of_slices
+
+
+def _attention(x):
+    """Every row is a query, a key and a value of depth 3."""
+    y = jnm.reshape(x, (4, 1, 3))
+    return jnm.reshape(nn.dot_product_attention(y, y, y, scale=0.5), (4, 3))
+
+
+def _attention_of_ma(x):
+    exists = ~ma.getmaskarray(x)
+    values = x.filled(0)
+    scores = np.where(exists @ exists.T, values @ values.T * 0.5, -np.inf)
+    weights = np.exp(scores - scores.max(1, keepdims=True, initial=-1e9))
+    weights = weights / np.maximum(weights.sum(1, keepdims=True), 1e-300)
+    terms = (exists.astype(int) @ exists.T > 0).astype(int) @ exists
+    return ma.array(weights @ values, mask=terms == 0)
+
+
+def _of_products(function, dense=OTHER):
+    """A product of numpy.ma, masked where no term exists."""
+
+    def of_ma(x):
+        count = function((~ma.getmaskarray(x)).astype(float), np.ones_like(dense))
+        return ma.array(function(x.filled(0), dense), mask=count == 0)
+
+    return of_ma
+
+
+def _log_mean_exp(x):
+    return np.log(np.mean(np.exp(x)))
+
+
+def _standardized(x):
+    return (x - x.mean(1, keepdims=True)) / ma.sqrt(x.var(1, keepdims=True) + 1e-5)
+
+
+def _glu(x):
+    return x[:2] / (1 + ma.exp(-x[2:]))
+
+
+def _select(x):
+    hidden = ma.getmaskarray(x)
+    return ma.array(np.select([x.data < 0, x.data > 1], [-x.data, OTHER], 7.0), mask=hidden)
+
+
+def _float(x):
+    return jnp.asarray(x, jnp.result_type(float))
+
+
+def _q(function, *args, **kwargs):
+    return functools.partial(function, q=args[0], **kwargs)
+
+
+# Name: function, and what it is in NumPy. All are differentiable where they are in JAX.
+SMOOTH = {
+    "quantile": (_q(jnm.quantile, 0.3), along(lambda v: np.quantile(v, 0.3))),
+    "quantile rows": (_q(jnm.quantile, 0.6, axis=1), along(lambda v: np.quantile(v, 0.6), 1)),
+    "quantiles": (
+        lambda x: jnm.quantile(x, jnp.array([0.0, 0.25, 1.0]), axis=0),
+        lambda x: ma.stack(
+            [along(lambda v, q=q: np.quantile(v, q), 0)(x) for q in (0, 0.25, 1)]
+        ),
+    ),
+    "percentile": (_q(jnm.percentile, 80, axis=0), along(lambda v: np.percentile(v, 80), 0)),
+    "ptp": (lambda x: x.ptp(), along(np.ptp)),
+    "ptp columns": (lambda x: jnm.ptp(x, axis=0), along(np.ptp, 0)),
+    "logmeanexp": (lambda x: nn.logmeanexp(x, axis=1), along(_log_mean_exp, 1)),
+    "cumlogsumexp": (
+        lambda x: jnm.cumlogsumexp(x, axis=1),
+        running(np.logaddexp.accumulate, 1, -np.inf),
+    ),
+    "diff": (jnm.diff, lambda x: ma.diff(x)),
+    "diff twice": (lambda x: jnm.diff(x, 2, axis=0), lambda x: ma.diff(x, 2, axis=0)),
+    "diff appended": (
+        lambda x: jnm.diff(x, axis=0, prepend=1.0, append=_float(OTHER)),
+        lambda x: ma.diff(ma.concatenate([np.ones((1, 3)), x, OTHER]), axis=0),
+    ),
+    "cov": (jnm.cov, ma.cov),
+    "cov columns": (
+        lambda x: jnm.cov(x, rowvar=False, bias=True),
+        lambda x: ma.cov(x, rowvar=False, bias=True),
+    ),
+    "cov of two": (
+        lambda x: jnm.cov(x, _float(OTHER), ddof=0),
+        lambda x: ma.cov(x, ma.array(OTHER), ddof=0),
+    ),
+    "cov of one": (lambda x: jnm.cov(x[0]), lambda x: ma.cov(x[0])),
+    "trace": (lambda x: x.trace(), along(np.sum)),
+    "trace above": (lambda x: jnm.trace(x, 1), along(np.sum)),
+    "outer": (lambda x: jnm.outer(x, _float(OTHER[0])), lambda x: ma.outer(x, OTHER[0])),
+    "outer of two": (lambda x: jnm.outer(x[0], x[1]), lambda x: ma.outer(x[0], x[1])),
+    "inner": (lambda x: jnm.inner(x, _float(OTHER)), _of_products(np.inner)),
+    "tensordot": (
+        lambda x: jnm.tensordot(x, _float(OTHER), axes=([0], [0])),
+        _of_products(lambda x, y: np.tensordot(x, y, axes=([0], [0]))),
+    ),
+    "vdot": (lambda x: jnm.vdot(x, _float(OTHER)), _of_products(np.vdot)),
+    "dot": (lambda x: x.dot(_float(OTHER.T)), _of_products(np.dot, OTHER.T)),
+    "select": (lambda x: jnm.select([x < 0, x > 1], [-x, _float(OTHER)], 7.0), _select),
+    "top_k": (
+        lambda x: jnm.top_k(x, 2)[0],
+        lambda x: ma.array([ma.sort(-r, endwith=True)[:2] * -1 for r in x]),
+    ),
+    "standardize": (nn.standardize, _standardized),
+    "standardize by": (
+        lambda x: nn.standardize(
+            x, mean=_float(2.0), epsilon=1.0, axis=0, variance=_float(3.0)
+        ),
+        lambda x: (x - 2) / 2,
+    ),
+    "glu": (lambda x: nn.glu(x, axis=0), _glu),
+    "masked_greater": (
+        lambda x: jnm.masked_greater(x, 0.5),
+        lambda x: ma.masked_greater(x, 0.5),
+    ),
+}
+STEPS = {
+    "attention": (_attention, _attention_of_ma),
+    "top_k places": (
+        lambda x: jnm.top_k(x, 3, axis=0)[1],
+        lambda x: ma.array(
+            np.argsort(-x.filled(-1e9), axis=0, kind="stable")[:3],
+            mask=np.arange(3)[:, None] >= x.count(0),
+        ),
+    ),
+    "heaviside": (
+        lambda x: jnm.heaviside(x, 0.5),
+        lambda x: ma.array(np.heaviside(x.data, 0.5), mask=x.mask),
+    ),
+    "copysign": (
+        lambda x: jnm.copysign(2.0, x),
+        lambda x: ma.array(np.copysign(2.0, x.data), mask=x.mask),
+    ),
+    "isclose": (
+        lambda x: jnm.isclose(x, 0.5, atol=0.3),
+        lambda x: abs(x - 0.5) <= 0.3 + 0.5e-5,
+    ),
+    "histogram": (
+        lambda x: jnm.histogram(x, _float(EDGES))[0],
+        lambda x: np.histogram(x.compressed(), EDGES)[0],
+    ),
+    "weighted histogram": (
+        lambda x: jnm.histogram(x, 3, (-2.0, 2.0), _float(OTHER))[0],
+        lambda x: np.histogram(x.compressed(), 3, (-2, 2), weights=OTHER[~ma.getmaskarray(x)])[
+            0
+        ],
+    ),
+    "edges": (
+        lambda x: jnm.histogram(x, 4)[1],
+        lambda x: np.histogram_bin_edges(x.compressed(), 4),
+    ),
+    "bincount": (
+        lambda x: jnm.bincount(jnm.ravel(jnm.abs(x).astype(jnp.int32)), length=4),
+        lambda x: np.bincount(abs(x.compressed()).astype(int), minlength=4)[:4],
+    ),
+    "allclose": (
+        lambda x: jnm.allclose(x, _float(OTHER), atol=5.0),
+        lambda x: ma.allclose(x, OTHER, atol=5.0),
+    ),
+    "allclose, masked differ": (
+        lambda x: jnm.allclose(x, x, masked_equal=False),
+        lambda x: ma.allclose(x, x, masked_equal=False),
+    ),
+    "array_equal": (lambda x: jnm.array_equal(x, x), lambda x: ma.allequal(x, x)),
+    "count": (lambda x: x.count(axis=1), lambda x: x.count(axis=1)),
+    "filled": (lambda x: x.filled(7), lambda x: x.filled(7)),
+}
+CONDITIONS = {
+    "equal": (0.5,),
+    "not_equal": (0.5,),
+    "greater_equal": (0.5,),
+    "less": (0.0,),
+    "less_equal": (0.5,),
+    "inside": (0.5, -1.0),
+    "outside": (-1.0, 0.5),
+    "values": (0.5,),
+    "invalid": (),
+}
+for _name, _values in CONDITIONS.items():
+    STEPS[f"masked_{_name}"] = (
+        lambda x, f=f"masked_{_name}", v=_values: getattr(jnm, f)(x, *v),
+        lambda x, f=f"masked_{_name}", v=_values: getattr(ma, f)(x, *v, copy=True),
+    )
+# With nan among the valid entries.
+NAN = {
+    f"nan{name} {axis}": (
+        functools.partial(getattr(jnm, f"nan{name}"), axis=axis, **options),
+        along(functools.partial(getattr(np, name), **options), axis, nan=True),
+    )
+    for name, options in {
+        "sum": {},
+        "prod": {},
+        "mean": {},
+        "max": {},
+        "min": {},
+        "std": {},
+        "var": {},
+        "median": {},
+        "quantile": {"q": 0.3},
+        "percentile": {"q": 70},
+    }.items()
+    for axis in (None, 1)
+} | {
+    "nancumsum": (lambda x: jnm.nancumsum(x, 1), running(np.cumsum, 1, 0, nan=True)),
+    "nancumprod": (lambda x: jnm.nancumprod(x, 0), running(np.cumprod, 0, 1, nan=True)),
+}
+# Their size depends on the data.
+SIZED = {
+    "unique": (jnm.unique, lambda x: ma.unique(x)),
+    "compressed": (lambda x: x.compressed(), lambda x: x.compressed()),
+    "nonzero": (lambda x: x.nonzero(), lambda x: ma.nonzero(x)),
+}
+DIAGONALS = {"trace": 0, "trace above": 1}
+
+
+def _clean(seed=0):
+    """Distinct numbers, and some that are equal."""
+    rng = np.random.default_rng(seed)
+    clean = rng.normal(size=SHAPE).astype(np.float32)
+    clean[0, 0] = clean[3, 2] = clean[2, 0] = 0.5
+    return clean
+
+
+def _cases():
+    for i, mask in enumerate(masks()):
+        yield _clean(i), mask, POISON[i % len(POISON)]
+
+
+def compare(result, expected, name=""):
+    if isinstance(result, tuple):
+        for r, e in zip(result, expected, strict=True):
+            compare(r, e, name)
+        return
+    if isinstance(result, jmask.MaskedTensor):
+        result = result.to_dense()
+        mask = ~ma.getmaskarray(expected)
+        np.testing.assert_array_equal(result.valid, mask, err_msg=name)
+        expected, result = ma.getdata(expected)[mask], np.asarray(result.storage)[mask]
+    np.testing.assert_allclose(result, np.asarray(expected), rtol=2e-4, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [*SMOOTH, *STEPS, *NAN, *SIZED])
+def test_against_numpy(name, kind):
+    function, reference = (SMOOTH | STEPS | NAN | SIZED)[name]
+    run = lambda data, mask: function(build(kind, data, mask))
+    compiled = run if name in SIZED else jax.jit(run)
+    for i, (clean, mask, poison) in enumerate(_cases()):
+        if name in NAN:
+            clean[1, 1], clean[2, 0] = np.nan, np.nan
+        valid = mask & PATTERNS[kind]
+        if name in DIAGONALS:  # the entries that are left are summed
+            valid = valid & (np.arange(3) - np.arange(4)[:, None] == DIAGONALS[name])
+        expected = reference(ma.array(clean, mask=~valid, dtype=np.float64))
+        data = jnp.asarray(np.where(mask, clean, poison), jnp.float32)
+        compare(compiled(data, jnp.asarray(mask)), expected, name)
+        if i == 2:
+            compare(run(data, jnp.asarray(mask)), expected, name)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SMOOTH)
+def test_derivatives(name, kind):
+    function, _ = SMOOTH[name]
+    mask = masks()[3]
+    with jax.enable_x64(True):
+
+        def loss(values):
+            x = build(kind, jnp.where(mask, values, jnp.nan), mask)
+            result = jnm.square(function(x)).to_dense()
+            return jnm.sum(result).to_tensor(0)
+
+        values = jnp.asarray(_clean(5) + 0.01 * np.arange(12).reshape(SHAPE), float)
+        check_grads(loss, (values,), order=2, atol=1e-3, rtol=1e-3)
+        slope = np.asarray(jax.grad(loss)(values))
+        assert (slope[~(mask & PATTERNS[kind])] == 0).all()
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", [*SMOOTH, *STEPS, *SIZED])
+def test_repeated_positions_are_one_entry(name):
+    """Masked tensors that store a position twice, once masked, and padding."""
+    function, _ = (SMOOTH | STEPS | SIZED)[name]
+    rng = np.random.default_rng(4)
+    ids, places = np.array([1, 3, 1, 4, 0]), np.array([[0, 2], [3, 1], [0, 2], [4, 3], [2, 0]])
+    rows = jmask.RowSparse(ids, jnp.asarray(rng.normal(size=(5, 3)), jnp.float32), SHAPE)
+    coo = BCOO((jnp.asarray(rng.normal(size=5), jnp.float32), jnp.asarray(places)), shape=SHAPE)
+    for x in (rows, coo):
+        stored = x.values if x is rows else x.data
+        x = jmask.masked_tensor(x, jnp.asarray(rng.random(stored.shape) < 0.7))
+        found, expected = function(x), function(x.to_dense())
+        if isinstance(expected, jmask.MaskedTensor):
+            expected = jmask.to_numpy_ma(expected)
+        compare(found, expected, name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_under_jit(kind):
+    clean, mask, _ = list(_cases())[2]
+    exact = build(kind, jnp.asarray(clean), jnp.asarray(mask))
+    x = jax.tree.map(jnp.asarray, exact)
+    values = np.asarray(exact.compressed())
+    for size in (len(values) + 2, 2):
+        found = jax.jit(lambda x, n=size: x.compressed(size=n, fill_value=-9))(x)
+        expected = np.append(values, [-9.0] * 9)[:size]
+        np.testing.assert_array_equal(found, expected)
+        found = jax.jit(lambda x, n=size: x.nonzero(size=n, fill_value=9))(x)
+        for place, eager in zip(found, exact.nonzero(), strict=True):
+            np.testing.assert_array_equal(place, np.append(eager, [9] * 9)[:size])
+    unique = jnm.unique(exact)
+    padded = jax.jit(lambda x: jnm.unique(x, size=9))(x)
+    assert padded.tolist() == (unique.tolist() + [None] * 9)[:9]
+    filled = jax.jit(lambda x: jnm.unique(x, size=9, fill_value=3))(x)
+    assert filled.tolist() == (unique.tolist() + [3.0] * 9)[:9]
+    for function in (jnm.unique, jnm.compressed, jnm.nonzero):
+        with pytest.raises(ValueError, match=r"`size` of \w+\(\) must be given"):
+            jax.jit(function)(x)
+    with pytest.raises(ValueError, match="`length` of bincount"):
+        jax.jit(jnm.bincount)(jmask.masked_tensor(jnp.arange(3)))
+
+
+def test_unique_says_where_and_how_often():
+    data = np.array([[2.0, 7, np.nan], [7, np.nan, 2]], np.float32)
+    mask = np.array([[True, False, True], [True, True, False]])
+    x = jmask.masked_tensor(data, mask)
+    values, index, inverse, counts = jnm.unique(x, True, True, True)
+    assert values.filled(-1).tolist()[:2] == [2.0, 7.0]
+    assert np.isnan(values.tolist()[2])
+    assert values.tolist()[3] is None
+    assert index.tolist() == [0, 3, 2, 1]
+    assert inverse.tolist() == [[0, 3, 2], [1, 2, 3]]
+    assert counts.tolist() == [1, 1, 2, 2]
+    assert len(jnm.unique(x, equal_nan=False)) == 5
+    rows = jmask.masked_tensor(
+        jnp.array([[1, 2], [1, 9], [1, 7]]), np.array([[1, 1], [1, 0], [1, 0]]) > 0
+    )
+    assert jnm.unique(rows, axis=0).tolist() == [[1, 2], [1, None]]
+    assert jnm.unique(rows.T, axis=1).tolist() == [[1, 1], [2, None]]
+    assert jnm.unique(jmask.masked_tensor(jnp.zeros((0,)))).shape == (0,)
+    assert jnm.unique(jmask.masked_tensor(np.array([True, False, True]))).tolist() == [
+        False,
+        True,
+    ]
+
+
+PLAIN = {
+    "quantile": lambda np, x: np.quantile(x, 0.3, axis=0),
+    "ptp": lambda np, x: np.ptp(x, axis=1),
+    "trace": lambda np, x: np.trace(x),
+    "outer": lambda np, x: np.outer(x, x),
+    "inner": lambda np, x: np.inner(x, x),
+    "tensordot": lambda np, x: np.tensordot(x, x),
+    "vdot": lambda np, x: np.vdot(x, x),
+    "cov": lambda np, x: np.cov(x),
+    "corrcoef": lambda np, x: np.corrcoef(x, x[::-1]),
+    "diff": lambda np, x: np.diff(x, append=x),
+    "histogram": lambda np, x: np.histogram(x, 3),
+    "bincount": lambda np, x: np.bincount(np.ravel(np.abs(x)).astype(jnp.int32)),
+    "unique": lambda np, x: np.unique(x, return_counts=True),
+    "nonzero": lambda np, x: np.nonzero(x),
+    "allclose": lambda np, x: np.allclose(x, x),
+    "array_equal": lambda np, x: np.array_equal(x, np.abs(x)),
+    "select": lambda np, x: np.select([x < 0], [x * 2], x * 0),
+    "heaviside": lambda np, x: np.heaviside(x, np.abs(x)),
+    "copysign": lambda np, x: np.copysign(np.abs(x), x),
+} | {
+    f"nan{name}": lambda np, x, name=name: getattr(np, f"nan{name}")(x, axis=1)
+    for name in "sum prod mean max min std var median cumsum cumprod argmax argmin".split()
+}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("storage", ["array", "row_sparse", "coo", "csr"])
+@pytest.mark.parametrize("name", PLAIN)
+def test_ordinary_tensors_are_as_in_jax(name, storage):
+    """Zeros that are not stored are entries, and repeated positions are one."""
+    dense = np.array(
+        [[1.0, 0, 2], [0, 0, 0], [-3, np.nan if name[:3] == "nan" else 0, 1]], np.float32
+    )
+    expected = PLAIN[name](jnp, jnp.asarray(dense))
+    x = jnp.asarray(dense)
+    if storage == "row_sparse":
+        rows = jnp.stack([x[0] - 1, x[2], jnp.ones(3), x[1]])
+        x = jmask.RowSparse([0, 2, 0, 3], rows, (3, 3))
+    elif storage == "coo":
+        x = BCOO.fromdense(x)
+        x = BCOO((jnp.repeat(x.data / 2, 2), jnp.repeat(x.indices, 2, 0)), shape=x.shape)
+    elif storage == "csr":
+        x = jmask.cast_storage(x, "csr")
+    if name in ("corrcoef", "diff", "bincount", "select") and storage != "array":
+        x = jmask.cast_storage(x, "default")
+    result = PLAIN[name](jnm, x)
+    result = jax.tree.map(
+        lambda a: jmask.cast_storage(a, "default"),
+        result,
+        is_leaf=is_tensor,
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), result, expected)
+    if storage == "array":
+        result = jnm.array_equal(x, x, equal_nan=True)
+        assert bool(result)
+
+
+def test_dense_is_said():
+    """What has no sparse form warns; what has one does not."""
+    x = build("row_sparse", jnp.asarray(_clean()), jnp.ones(SHAPE, bool))
+    silent = (
+        jnm.ptp, jnm.compressed, jnm.nonzero, nn.standardize, nn.logmeanexp, jnm.histogram,
+        jnm.masked_invalid, functools.partial(jnm.masked_less, value=0.0), jnm.nansum,
+        lambda x: jnm.allclose(x, x), lambda x: jnm.isclose(x, 1.0),
+        lambda x: jnm.masked_where(x > 0, x), lambda x: jnm.nanvar(x, axis=0),
+    )  # fmt: skip
+    with jmask.strict():
+        for function in silent:
+            function(x)
+        assert jnm.masked_less(x, 0.0).stype == "row_sparse"
+    loud = (
+        jnm.cov, jnm.corrcoef, jnm.diff, jnm.trace, jnm.unique, jnm.cumlogsumexp, jnm.nanmedian,
+        functools.partial(jnm.quantile, q=0.5), functools.partial(jnm.top_k, k=1),
+        lambda x: jnm.outer(x, x), lambda x: jnm.vdot(x, x), functools.partial(nn.glu, axis=0),
+    )  # fmt: skip
+    for function in loud:
+        with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match="dense"):
+            function(x)
+
+
+def test_quantile_methods_and_infinities():
+    data = np.array([1.0, np.inf, 4.0, -3.0, 2.0], np.float32)
+    mask = np.array([True, False, True, True, True])
+    x = jmask.masked_tensor(data, mask)
+    for method in ("linear", "lower", "higher", "nearest"):
+        for q in (0.0, 1 / 3, 0.4, 0.7, 1.0):
+            expected = np.quantile(data[mask], q, method=method)
+            compare(jnm.quantile(x, q, method=method), ma.array(expected), (method, q))
+    assert jnm.quantile(x, 0.5, method="midpoint").to_tensor(0) == 1.5
+    # A neighbour of weight 0 is not read; NumPy has nan there.
+    ends = jnp.array([-jnp.inf, 1.0, jnp.inf])
+    found = jnm.quantile(ends, jnp.array([0.0, 0.25, 0.5, 1.0]))
+    np.testing.assert_array_equal(found, [-np.inf, -np.inf, 1.0, np.inf])
+    assert jnp.isnan(jax.jit(jnm.quantile)(x, 1.5).to_tensor(0))
+    assert jnm.quantile(x, jnp.zeros((2, 0))).shape == (2, 0)
+    with pytest.raises(ValueError, match="`q` must be from 0 to 1"):
+        jnm.quantile(x, 1.5)
+    with pytest.raises(ValueError, match="`method`"):
+        jnm.quantile(x, 0.5, method="inverse")
+    # Of more entries than float32 can count, the one in the middle.
+    many = jnp.arange(2**24 + 3, dtype=jnp.int32)
+    assert jnm.median(many, averaged=False) == 2**23 + 1
+
+
+def test_weights_of_observations():
+    """Without masks as in NumPy; masked ones are as if they had weight 0."""
+    rng = np.random.default_rng(3)
+    data = rng.normal(size=(3, 6))
+    repeats, weights = np.array([1, 2, 3, 1, 2, 1]), rng.random(6) + 0.5
+    x = jmask.masked_tensor(jnp.asarray(data, jnp.float32))
+    for f, a in ((repeats, None), (None, weights), (repeats, weights)):
+        expected = np.cov(data, fweights=f, aweights=a)
+        compare(jnm.cov(x, fweights=f, aweights=a), ma.array(expected))
+        last = np.arange(6) < 4
+        hidden = jmask.masked_tensor(jnp.where(last, x.storage, jnp.nan), last[None])
+        fewer = [w if w is None else w[:4] for w in (f, a)]
+        expected = np.cov(data[:, :4], fweights=fewer[0], aweights=fewer[1])
+        compare(jnm.cov(hidden, fweights=f, aweights=a), ma.array(expected))
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_correlations(case):
+    clean, mask, poison = list(_cases())[case]
+    data = jnp.asarray(np.where(mask, clean, poison), jnp.float32)
+    x, expected = jmask.masked_tensor(data, mask), ma.array(clean, mask=~mask, dtype=float)
+    for rowvar in (True, False):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            reference = ma.corrcoef(expected, rowvar=rowvar)
+        result = jax.jit(jnm.corrcoef, static_argnames="rowvar")(x, rowvar=rowvar)
+        # numpy.ma masks what has deviation 0, where the quotient is nan.
+        nan = np.isnan(result.storage)
+        np.testing.assert_array_equal(result.valid & ~nan, ~ma.getmaskarray(reference))
+        kept = ~ma.getmaskarray(reference)
+        np.testing.assert_allclose(
+            result.storage[kept], reference.data[kept], rtol=1e-3, atol=1e-4
+        )
+
+
+def _attention_arguments(rng, batch=2, queries=3, keys=4, heads=4, key_heads=2, depth=5):
+    sizes = ((queries, heads), (keys, key_heads), (keys, key_heads))
+    return [jnp.asarray(rng.normal(size=(batch, *s, depth)), jnp.float32) for s in sizes]
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window": {"local_window_size": (1, 0)},
+    "lengths": {"key_value_seq_lengths": np.array([2, 4], np.int32)},
+    "scale": {
+        "scale": 0.1,
+        "bias": np.linspace(0, 1, 12, dtype=np.float32).reshape(1, 1, 3, 4),
+    },
+    "mask": {"mask": np.tile([True, True, False, True], (1, 1, 3, 1))},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_attention_without_masks_is_that_of_jax(name):
+    options = OPTIONS[name]
+    operands = _attention_arguments(np.random.default_rng(0))
+    expected = jax.nn.dot_product_attention(*operands, **options)
+    masked = [jmask.masked_tensor(x) for x in operands]
+    np.testing.assert_array_equal(nn.dot_product_attention(*operands, **options), expected)
+    result = jax.jit(lambda *xs: nn.dot_product_attention(*xs, **options))(*masked)
+    compare(result, ma.array(expected))
+
+
+def test_attention_leaves_out_keys_that_do_not_exist():
+    query, key, value = _attention_arguments(np.random.default_rng(1))
+    exists = np.array([[True, True, False, True], [False] * 4])[:, :, None, None]
+    expected = jax.nn.dot_product_attention(
+        query, key, value, mask=exists[:, None, None, :, 0, 0]
+    )
+
+    def attend(query, key, value):
+        key, value = (
+            jmask.masked_tensor(jnp.where(exists, x, jnp.nan), exists) for x in (key, value)
+        )
+        return nn.dot_product_attention(
+            query, key, value, query_seq_lengths=np.array([2, 3], np.int32)
+        )
+
+    result = attend(query, key, value)
+    np.testing.assert_allclose(result.storage[0, :2], expected[0, :2], rtol=1e-6)
+    assert result.valid[0, :2].all()
+    assert not result.valid[0, 2:].any()
+    assert not result.valid[1].any()
+    loss = lambda *xs: jnm.sum(jnm.square(attend(*xs))).to_tensor(0)
+    slopes = jax.grad(loss, (0, 1, 2))(query, key, value)
+
+    def of_jax(*xs):
+        attended = jax.nn.dot_product_attention(*xs, mask=exists[:, None, None, :, 0, 0])
+        return jnp.sum(jnp.square(attended[0, :2]))
+
+    for slope, expected in zip(
+        slopes, jax.grad(of_jax, (0, 1, 2))(query, key, value), strict=True
+    ):
+        np.testing.assert_allclose(slope, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_scalars_and_nothing():
+    for valid in (True, False):
+        x = jmask.masked_tensor(jnp.array(2.5), jnp.array(valid))
+        assert jnm.quantile(x, 0.5).tolist() == (2.5 if valid else None)
+        assert x.ptp().tolist() == (0 if valid else None)
+        assert x.compressed().tolist() == [2.5] * valid
+        assert jnm.unique(x).tolist() == [2.5 if valid else None]
+        assert jnm.masked_equal(x, 2.5).tolist() is None
+        assert jnm.outer(x, x).tolist() == [[6.25 if valid else None]]
+        assert jnm.nanmax(x).tolist() == (2.5 if valid else None)
+        assert jnm.cov(x).tolist() is None
+    empty = jmask.masked_tensor(jnp.zeros((3, 0)))
+    assert jnm.quantile(empty, 0.5, axis=1).tolist() == [None] * 3
+    assert jnm.cov(empty).tolist() == [[None] * 3] * 3
+    assert jnm.diff(empty).shape == (3, 0)
+    assert jnm.histogram(empty, 2)[0].tolist() == [0, 0]
+    assert jnm.bincount(empty[0].astype(jnp.int32)).tolist() == []
+    assert empty.nbytes == 0
+    assert bool(jnm.allclose(empty, empty, masked_equal=False))
+
+
+def test_integers_and_booleans_keep_their_kind():
+    x = jmask.masked_tensor(jnp.array([4, 9, 1]), jnp.array([True, False, True]))
+    for function in (jnm.nansum, jnm.nanmax, jnm.ptp, jnm.compressed, jnm.trace):
+        y = jnm.outer(x, x) if function is jnm.trace else x
+        assert function(y).dtype == jnp.dtype(jnp.int32)
+    assert jnm.quantile(x, 0.5).dtype == jnp.float32
+    assert jnm.cumlogsumexp(x).dtype == jnp.float32
+    assert jnm.masked_values(jnp.array([100000, 100001]), 100000).tolist() == [None, 100001]
+    assert jnm.bincount(x.astype(jnp.uint8)).tolist() == [0, 1, 0, 0, 1]
+    for dtype in (jnp.bfloat16, jnp.int8, jnp.complex64):
+        y = jnm.unique(jnm.concatenate([x, x]).astype(dtype))
+        assert y.dtype == jnp.dtype(dtype)
+        assert y.tolist() == [1, 4, None]
+    flags = jmask.masked_tensor(jnp.array([True, True, False]), jnp.array([True, True, False]))
+    assert jnm.bincount(flags).tolist() == [0, 2]
+    assert jnm.diff(flags).tolist() == [False, None]
+    assert jnm.cov(x).dtype == jnp.float32
+
+
+def test_what_a_tree_maps():
+    table = jmask.packed(jnp.ones((8, 2)), platform="tpu")
+    tree = {
+        "a": jmask.RowSparse([1], jnp.ones((1, 2)), (5, 2)),
+        "b": [jmask.masked_tensor(jnp.ones(3)), None, jnp.ones(2)],
+        "c": (
+            BCOO.fromdense(jnp.eye(2)),
+            table,
+            jmask.deferred(jnp.ones((4, 2)), jmask.sgd(0.1)),
+        ),
+    }
+    found = jmask.tree.leaves(tree)
+    kinds = ["RowSparse", "MaskedTensor", "ArrayImpl", "BCOO", "PackedTable", "DeferredTable"]
+    assert [type(x).__name__ for x in found] == kinds
+    assert jmask.tree.leaves(tree, is_leaf=lambda x: isinstance(x, list))[1] is tree["b"]
+    shapes = jmask.tree.map(lambda x: x.shape, tree)
+    assert shapes == {"a": (5, 2), "b": [(3,), None, (2,)], "c": ((2, 2), (8, 2), (4, 2))}
+    dense = {**tree, "a": jnp.ones((5, 2))}
+    product = jmask.tree.map(
+        lambda x, y: x * y if x.ndim == 2 and len(x) == 5 else x, tree, dense
+    )
+    assert isinstance(product["a"], jmask.RowSparse)
+    with pytest.raises(ValueError, match="list"):
+        jmask.tree.map(lambda x, y: x, tree, {**tree, "b": ()})

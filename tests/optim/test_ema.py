@@ -1,0 +1,137 @@
+"""Averages of the parameters: each case beside the dense average in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmask
+from tests.compiled_step import IN_PLACE, Step, whole_table_operations
+from tests.stored_tables import STEPS, mesh_of
+
+DECAY = 0.8
+CHAINS = {
+    "adam": lambda ema: optax.chain(jmask.adam(0.1), ema),
+    "rowwise": lambda ema: optax.chain(jmask.rowwise_adagrad(0.1), ema),
+    "lifted together": lambda ema: jmask.lazy(optax.chain(optax.adam(0.1), ema)),
+    "bounded": lambda ema: optax.chain(
+        jmask.clip_by_row_norm(0.5), jmask.sgd(0.5, momentum=0.9), jmask.max_row_norm(1), ema
+    ),
+    "guarded": lambda ema: jmask.skip_nonfinite(optax.chain(jmask.sgd(0.1), ema)),
+    "masked": lambda ema: optax.chain(
+        jmask.sgd(0.1), optax.masked(ema, {"table": True, "dense": True})
+    ),
+}
+STORAGES = {
+    "array": lambda x: x,
+    "packed": jmask.PackedTable.pack,
+    "sharded": lambda x: jmask.sharded(x, mesh_of(2), placement="mod"),
+}
+# 11 rows are updated densely, 700 by their ids.
+TABLES = [
+    ((11, 3), "float32"),
+    ((11, 2, 2), "complex64"),
+    ((700, 3), "bfloat16"),
+    ((700, 3), "complex64"),
+    ((700,), "float32"),
+]
+# Rows come again after 1, 2 and more steps, twice in a step, and not at all.
+STEPS_OF_IDS = [[1, 3, 3], [3, -1, -1], [-1, -1, -1], [5, 1, 0], [3, 3, 3], [0, 8, 9]]
+
+
+def dense(x):
+    return np.asarray(x.todense() if hasattr(x, "todense") else x)
+
+
+def gradients(shape, dtype, k):
+    rng = np.random.default_rng(k)
+    values = jnp.asarray(rng.normal(size=(3, *shape[1:])), dtype)
+    return {
+        "table": jmask.RowSparse(STEPS_OF_IDS[k], values, shape),
+        "dense": jnp.asarray(rng.normal(size=4), jnp.float32),
+    }
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("step", "jit"), [("apply_gradients", True), ("update", False)])
+@pytest.mark.parametrize(("shape", "dtype"), TABLES, ids=str)
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.dtype_promotion
+def test_the_average_is_the_dense_one(chain, storage, shape, dtype, step, jit):
+    if dtype == "complex64" and chain == "lifted together":
+        pytest.skip("optax.adam of complex numbers is in test_complex_tables.py")
+    ema = jmask.ema(DECAY)
+    tx = CHAINS[chain](ema)
+    table = jnp.asarray(np.random.default_rng(9).normal(size=shape), dtype)
+    params = {"table": STORAGES[storage](table), "dense": jnp.zeros(4)}
+    state = tx.init(params)
+    wide = np.complex128 if dtype == "complex64" else np.float64
+    expected = {name: dense(x).astype(wide) for name, x in params.items()}
+    run = lambda grads, state, params: STEPS[step](tx, grads, state, params)
+    run = jax.jit(run) if jit else run
+    for k in range(len(STEPS_OF_IDS)):
+        params, state = run(gradients(shape, dtype, k), state, params)
+        for name, x in params.items():
+            expected[name] = DECAY * expected[name] + (1 - DECAY) * dense(x).astype(wide)
+        average = ema.average(state, params)
+        for name, x in expected.items():
+            tolerance = 2e-2 if dtype == "bfloat16" else 1e-5
+            np.testing.assert_allclose(dense(average[name]), x, tolerance, tolerance)
+    assert type(average["table"]) is type(params["table"])
+    assert average["table"].dtype == (jnp.float32 if dtype == "bfloat16" else dtype)
+
+
+def test_many_steps_without_a_row():
+    """The count of steps is exact beyond what float32 can count."""
+    ema, table = jmask.ema(0.5), jnp.ones((3, 1))
+    updates = jmask.RowSparse([1], jnp.ones((1, 1)), table.shape)
+    state = ema.init(table)._replace(
+        count=jnp.asarray(2**25 + 1, jnp.int32), last=jnp.full((3, 1), 2**25, jnp.int32)
+    )
+    state = state._replace(average=jnp.zeros((3, 1)))
+    _, state = jax.jit(ema.update)(updates, state, table)
+    # Row 1 missed one step, which gives 0.5, and is moved to 2: 0.25 + 1.
+    assert state.average[1, 0] == 1.25
+    assert state.last[1, 0] == 2**25 + 2
+    assert ema.average(state, table)[0, 0] == 0.75
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        jmask.ema(0.9),
+        optax.chain(jmask.adam(0.1), jmask.ema(0.999)),
+        jmask.lazy(optax.chain(optax.adam(0.1), jmask.ema(0.999))),
+    ],
+    ids=["alone", "chained", "lifted together"],
+)
+@pytest.mark.dtype_promotion
+def test_a_step_costs_its_rows(tx):
+    """The rows of the parameters are read for the average alone, and written by the update."""
+    rows = 10**6
+    compiled = Step(tx, row=(16,), lookups=64).compile(rows)
+    assert whole_table_operations(compiled, rows * 16) <= IN_PLACE
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < rows
+    assert memory.alias_size_in_bytes >= rows * (2 * 16 + 1) * 4  # and the steps of rows
+
+
+def test_a_traced_decay():
+    table = jnp.zeros((4, 1))
+    grads = jmask.RowSparse([1], jnp.ones((1, 1)), table.shape)
+
+    @jax.jit
+    def averaged(decay):
+        ema = jmask.ema(decay)
+        tx = optax.chain(jmask.sgd(1.0), ema)
+        params, state = jmask.apply_gradients(tx, grads, tx.init(table), table)
+        return ema.average(state, params)
+
+    assert averaged(0.25)[1, 0] == -0.75
+
+
+def test_deferred_tables_are_refused():
+    with pytest.raises(ValueError, match=r"jmask\.deferred cannot take this `tx`"):
+        jmask.deferred(jnp.ones((8, 2)), optax.chain(jmask.sgd(0.1), jmask.ema(0.9)))
