@@ -37,8 +37,6 @@ from common.labelled_texts import Texts, texts_from_file, texts_from_python
 from common.program import Arguments, Program
 from common.step_timing import Step, compare
 
-MOST_DENSE = 2**22  # columns; more would take long with dense gradients
-
 OPTIMIZERS = {
     "SGD": optax.sgd(50.0),
     "Adagrad": optax.adagrad(0.3, initial_accumulator_value=1e-6),
@@ -100,16 +98,16 @@ def train(
 
 
 def step_times(
-    texts: Texts, batches: Batches, largest: int, table: Table
+    texts: Texts, batches: Batches, args: argparse.Namespace, table: Table
 ) -> dict[int, dict[str, float]]:
     """Time a step for different numbers of columns."""
-    tx, times = OPTIMIZERS[TIMED], {}
+    tx, times, largest = OPTIMIZERS[TIMED], {}, args.largest
     ours = make_step(jmask.lazy(tx), jmask.value_and_grad)
     stock = make_step(tx, jax.value_and_grad)
     learned = np.flatnonzero(~texts.held_out)
     for columns in (2**n for n in range(max(largest - 8, 4), largest + 1, 2)):
         some = list(islice(batches.of(learned, columns), 6))
-        steps = {"jmask": ours} | ({"stock optax": stock} if columns <= MOST_DENSE else {})
+        steps = {"jmask": ours} | ({"stock optax": stock} if columns <= args.dense else {})
         params = init_params(columns, len(texts.names))
         times[columns], apart = compare(steps, params, tx.init(params), some, rounds=2)
         ms = [f"{1e3 * seconds:.1f} ms" for seconds in times[columns].values()]
@@ -139,7 +137,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = "lines of: label, tab, text (the Python sources here)"
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help=lines)
     parser.number("--columns", 2**22, "of the features", most=MOST_COLUMNS)
-    parser.number("--epochs", 4, "how often each text is seen")
+    parser.number("--dense", 2**22, "columns, the most that are timed with stock optax")
+    parser.number("--epochs", 3, "how often each text is seen")
     parser.number("--packages", 8, "how many, the largest first")
     parser.number("--largest", 24, "2**N columns, the most that are timed", least=4, most=24)
     args = parser.parse_args(argv)
@@ -168,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         title = f"A step of {TIMED}: {ROWS} texts, {batches.capacity:,} entries"
         table = Table("columns", "jmask", "stock optax", "parameters differ by", title=title)
         with program.console.status("timing"):
-            times = step_times(texts, batches, args.largest, table)
+            times = step_times(texts, batches, args, table)
         program.print(table)
         save_plot(args.plot, losses, times)
         program.print(f"losses and times: {args.plot}")

@@ -27,7 +27,7 @@ def compare(
     batches: Sequence[Any],
     rounds: int = 3,
 ) -> Comparison:
-    """Run two steps from the same state on the same batches, in alternating rounds."""
+    """Run steps from the same state on the same batches, in alternating rounds."""
     copy = partial(jax.tree.map, jnp.copy)
     # The optimizer state fits both: `jmask.lazy` keeps the layout that optax gives it.
     states = {name: copy((params, opt_state)) for name in steps}
@@ -41,12 +41,12 @@ def compare(
                 states[name] = jax.block_until_ready((params, opt_state))
                 if round_number > 0:
                     times[name].append(time.perf_counter() - start)
-    ours, stock = (params for params, _ in states.values())
-    apart = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), ours, stock)
-    return Comparison(
-        seconds={name: float(np.median(t)) for name, t in times.items()},
-        difference=max(jax.tree.leaves(apart)),
-    )
+    first, *others = (params for params, _ in states.values())
+    apart = [
+        jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), first, other) for other in others
+    ]
+    seconds = {name: float(np.median(t)) for name, t in times.items()}
+    return Comparison(seconds, difference=max(jax.tree.leaves(apart), default=0.0))
 
 
 def timing_table(title: str, seconds: dict[str, float], reference: str, examples: int) -> Table:

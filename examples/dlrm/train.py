@@ -68,6 +68,8 @@ def train(
             seen.append((loss, scores, batch))
             if step % MEASURE_EVERY == 0:
                 measure()
+            else:
+                show(step)
             if step % KEEP_EVERY == 0:
                 checkpoints.save(step, state, curve)
         if seen:

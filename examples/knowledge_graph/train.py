@@ -146,6 +146,8 @@ def train(
             losses.append(loss)
             if number % MEASURE_EVERY == 0:
                 measure()
+            elif number % 20 == 0:
+                show(number)
         if losses:
             measure()
     return params, curve

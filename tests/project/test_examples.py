@@ -43,7 +43,7 @@ RUNS = {
         *(12, 100),
     ),
     "sparse_linear": (
-        "LABELS --columns 4096 --epochs 15 --largest 6",
+        "LABELS --columns 4096 --epochs 15 --largest 6 --dense 32",
         r"Adam +│ ([\d.]+)%",
         *(95, 100),
     ),
