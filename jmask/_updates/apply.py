@@ -337,8 +337,8 @@ def advising_lazy(name: str, gradients: Any, params: Any = None) -> Iterator[Non
             raise TypeError(
                 f"`{name}` holds optax.partition or optax.masked with a function of labels, "
                 "which optax calls with the gradients, row-sparse ones too: make the tree "
-                "once, labels = labels_of(params), and write optax.partition(transforms, lambda "
-                "_: labels), or put it inside jmask.lazy."
+                "once, labels = labels_of(params), and write optax.partition(transforms, "
+                "lambda _: labels), or put it inside jmask.lazy."
             ) from error
         raise TypeError(
             f"`{name}` holds a transformation of optax that cannot take row-sparse gradients: "
