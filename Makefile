@@ -30,18 +30,16 @@ AHEAD := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
 PEERS := .venv-peers/bin/python -m pytest -q -o addopts= -o filterwarnings=
 BESIDE := --torch-python .venv-torch/bin/python --fbgemm-python .venv-torch/bin/python
 
-.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' Makefile)
+.PHONY: $(shell sed -n 's/^\([a-z -]*\):.*/\1/p' Makefile)
 
-demo: .venv/examples.stamp ; $(PY) examples/word2vec.py $(ARGS)
-dense-equivalent: .venv/examples.stamp ; $(PY) examples/dense_equivalent.py $(ARGS)
-dlrm: .venv/examples.stamp ; $(PY) examples/dlrm.py $(ARGS)
-knowledge-graph: .venv/examples.stamp
-	$(PY) $(INSTALL) --no-deps pykeen==1.11.1 && $(PY) examples/knowledge_graph.py $(ARGS)
-light-gcn: .venv/examples.stamp ; $(PY) examples/light_gcn.py $(ARGS)
-ngram-memory: .venv/examples.stamp ; $(PY) examples/ngram_memory.py $(ARGS)
+# Examples: `make hash-grid ARGS=--help`; examples/README.md has a table of them.
+demo: word2vec
+dense-equivalent hash-grid low-precision masked-adagrad sequences sparse-linear: .venv/examples.stamp
+	$(PY) examples/$(subst -,_,$@).py $(ARGS)
+dlrm knowledge-graph light-gcn ngram-memory two-tower word2vec: .venv/examples.stamp
+	$(PY) examples/$(subst -,_,$@)/train.py $(ARGS)
 sharded: .venv/examples.stamp ; $(PY) examples/sharded_embedding.py --processes 2 $(ARGS)
-sparse-linear: .venv/examples.stamp ; $(PY) examples/sparse_linear.py $(ARGS)
-two-tower: .venv/examples.stamp ; $(PY) examples/two_tower.py $(ARGS)
+knowledge-graph: .venv/pykeen.stamp
 
 # Tiers of tests: the default one, `slow`, and what needs a library or compiler of its own.
 test: .venv/test.stamp .venv/examples.stamp ; $(PY) $(PYTEST) $(ARGS)
@@ -93,6 +91,8 @@ tpu-cost: .venv-accelerators/ready.stamp ; $(AHEAD) benchmarks/tpu_cost.py $(ARG
 .venv/%.stamp: pyproject.toml | .venv/bin/python
 	$(PY) $(INSTALL) -e '.[$*]'
 	@touch $@
+.venv/pykeen.stamp: .venv/examples.stamp
+	$(PY) $(INSTALL) --no-deps pykeen==1.11.1 && touch $@
 .venv-%/ready.stamp: pyproject.toml
 	$(or $(PYTHON_$*),$(PYTHON)) -m venv .venv-$*
 	.venv-$*/bin/python $(INSTALL) $(PACKAGES_$*)

@@ -2,19 +2,15 @@
 
     python examples/dense_equivalent.py
     python examples/dense_equivalent.py --rows 200000 --steps 4000
-    python examples/dense_equivalent.py --help
 
-Who likes what is to be learnt from Zipf users and items: a hundred of them are in every batch,
-and most are seen a few times. A dense Adam goes on moving the rows that are away; a lazy one
-leaves them; of `jmask.deferred` they are, when they are read, where the dense one has them.
+Who likes what is to be learned from Zipf users and items: a hundred of them are in every
+batch, and most are seen a few times. A dense Adam goes on moving inactive rows; a lazy one
+leaves them; those of `jmask.deferred` are, when they are read, where the dense one has them.
 
 The picture has the loss on pairs that are held out, and how far the tables are from the dense
 ones. Each way is timed on the same batches.
-
-Needs the packages of `pip install 'jmask[examples]'`.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,11 +22,10 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 import jmask
+from common.program import Arguments, Program
 
 PAIRS = 1024  # of a batch
 HELD_OUT = 8192
@@ -56,7 +51,7 @@ class Run(NamedTuple):
 
 
 def make_data(rows: int, steps: int, seed: int) -> Data:
-    """Pairs of Zipf users and items, liked by a model that is not known."""
+    """Draw pairs of Zipf users and items, liked by a model that is not known."""
     rng = np.random.default_rng(seed)
     tastes = rng.normal(size=(2, rows, TASTES)) * 1.2 / TASTES**0.25
 
@@ -74,7 +69,7 @@ def make_data(rows: int, steps: int, seed: int) -> Data:
 
 
 def loss_fn(params: Params, batch: Sequence[jax.Array]) -> jax.Array:
-    """The mean cross entropy of who likes what."""
+    """Return the mean cross entropy of who likes what."""
     users, items, liked = batch
     scores = jnp.sum(params["users"][users] * params["items"][items], axis=1)
     return jnp.mean(jax.nn.softplus(scores) - liked * scores)
@@ -90,7 +85,7 @@ def make_step(tx: optax.GradientTransformation, value_and_grad: Callable) -> Cal
 
 
 def ways(rate: float) -> dict[str, tuple[Any, Any, bool]]:
-    """The transformation, what differentiates, and whether tables are deferred."""
+    """Return for each way transformation, gradient, and whether tables are deferred."""
     tx = optax.adam(rate)
     return {
         "dense": (tx, jax.value_and_grad, False),
@@ -100,34 +95,35 @@ def ways(rate: float) -> dict[str, tuple[Any, Any, bool]]:
 
 
 def train(
-    way: tuple[Any, Any, bool], tables: Params, data: Data, every: int, tick: Callable[[], None]
+    name: str, tables: Params, data: Data, every: int, rate: float, program: Program
 ) -> Run:
-    """A run on all batches, measured after every so many steps."""
-    tx, value_and_grad, is_deferred = way
+    """Train on all batches, and measure after every so many steps."""
+    tx, value_and_grad, is_deferred = ways(rate)[name]
     params = {
         name: jmask.deferred(x, tx) if is_deferred else jnp.copy(x)
         for name, x in tables.items()
     }
     step, evaluated, state = make_step(tx, value_and_grad), jax.jit(loss_fn), tx.init(params)
-    losses, found, seconds = [], [], []
-    for number in range(len(data.batches[0])):
-        if number % every == 0:
-            losses.append(float(evaluated(params, data.held_out)))
-            found.append(np.concatenate([np.asarray(x) for x in params.values()]))
-        batch = [x[number] for x in data.batches]
-        start = time.perf_counter()
-        params, state, _ = jax.block_until_ready(step(params, state, batch))
-        seconds.append(time.perf_counter() - start)
-        tick()
-    return Run(losses, found, float(np.median(seconds)))
+    losses, measured, seconds, steps = [], [], [], len(data.batches[0])
+    with program.bar(f"{name:<8}", steps, "loss {loss:.4f}") as show:
+        for number in program.until_stopped(range(steps)):
+            if number % every == 0:
+                losses.append(float(evaluated(params, data.held_out)))
+                measured.append(np.concatenate([np.asarray(x) for x in params.values()]))
+            batch = [x[number] for x in data.batches]
+            start = time.perf_counter()
+            params, state, _ = jax.block_until_ready(step(params, state, batch))
+            seconds.append(time.perf_counter() - start)
+            show(number + 1, loss=losses[-1])
+    return Run(losses, measured, float(np.median(seconds)))
 
 
 def distances(run: Run, dense: Run) -> list[float]:
-    """How far tables are from the dense ones, relative to how far those have come."""
+    """Return the distance from the dense tables, relative to their way from the start."""
     start = dense.tables[0]
     return [
         float(np.linalg.norm(x - y) / max(np.linalg.norm(y - start), 1e-30))
-        for x, y in zip(run.tables[1:], dense.tables[1:], strict=True)
+        for x, y in zip(run.tables[1:], dense.tables[1:], strict=False)
     ]
 
 
@@ -143,12 +139,14 @@ def save_plot(runs: dict[str, Run], every: int, path: Path) -> None:
         label = f"{name}, {1e3 * run.seconds:.1f} ms a step"
         left.plot(steps, run.losses, label=label, **styles[name])
         if name != "dense":
-            right.plot(steps[1:], distances(run, runs["dense"]), label=name, **styles[name])
+            apart = distances(run, runs["dense"])
+            right.plot(steps[1 : 1 + len(apart)], apart, label=name, **styles[name])
     left.set(xlabel="step", ylabel="loss, held out")
     right.set(xlabel="step", ylabel="distance from the dense tables", yscale="log")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
+        if axes.lines:  # after Ctrl-C there may be the dense way alone
+            axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -166,43 +164,28 @@ def summary(runs: dict[str, Run]) -> Table:
     return table
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add = parser.add_argument
-    add("--rows", type=int, default=50_000, help="of each table (50,000)")
-    add("--dim", type=int, default=32, help="numbers in a row (32)")
-    add("--steps", type=int, default=800, help="of each way (800)")
-    add("--rate", type=float, default=0.01, help="learning rate (0.01)")
-    add("--seed", type=int, default=0)
-    add("--plot", type=Path, default=Path("dense_equivalent.png"), help="the picture")
-    args = parser.parse_args(argv)
-    for name in ("rows", "dim", "steps"):
-        if getattr(args, name) < 2:
-            parser.error(f"argument --{name}: {getattr(args, name)} is less than 2")
-    if args.plot.is_dir() or not args.plot.parent.is_dir():
-        parser.error(f"argument --plot: {args.plot} is not a file in a directory")
-    return args
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parse(argv)
-    console = Console()
+    parser = Arguments("dense_equivalent", __doc__)
+    parser.number("--rows", 50_000, "of each table", least=2)
+    parser.number("--dim", 32, "numbers in a row")
+    parser.number("--steps", 800, "of each way", least=2)
+    parser.number("--rate", 0.01, "learning rate")
+    args = parser.parse_args(argv)
     data = make_data(args.rows, args.steps, args.seed)
     keys = jax.random.split(jax.random.key(args.seed))
     tables = {
         name: 0.1 * jax.random.normal(key, (args.rows, args.dim))
         for name, key in zip(("users", "items"), keys, strict=True)
     }
-    every = max(args.steps // MEASUREMENTS, 1)
-    runs = {}
-    with Progress(console=console) as progress:
-        for name, way in ways(args.rate).items():
-            task = progress.add_task(name, total=args.steps)
-            tick = partial(progress.advance, task)
-            runs[name] = train(way, tables, data, every, tick)
-    console.print(summary(runs))
-    save_plot(runs, every, args.plot)
-    console.print(f"picture: {args.plot}", soft_wrap=True, markup=False)
+    every, runs = max(args.steps // MEASUREMENTS, 1), {}
+    with Program("dense_equivalent") as program:
+        for name in ways(args.rate):
+            runs[name] = train(name, tables, data, every, args.rate, program)
+            if program.stopped:
+                break
+        save_plot(runs, every, args.plot)
+        program.wrote("loss and distance", args.plot)
+        program.print(summary(runs))
 
 
 if __name__ == "__main__":

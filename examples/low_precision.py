@@ -1,6 +1,6 @@
 """A bfloat16 table that learns as a float32 one does: stochastic rounding.
 
-    python examples/low_precision.py --plot low_precision.png
+    python examples/low_precision.py
 
 bfloat16 keeps 8 bits of a number. A step smaller than 1/512 of a weight is lost when the
 result is rounded to nearest, in this step and in all that follow: training stalls. Rounded
@@ -11,11 +11,8 @@ each step. The same run is made three times: with a float32 table, with a bfloat
 rounded to nearest, and with one rounded stochastically, which takes one more argument:
 
     jmask.apply_gradients(tx, grads, opt_state, params, key=key)
-
-Needs the packages of `pip install 'jmask[examples]'`.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,11 +21,10 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 import jmask
+from common.program import Arguments, Program
 
 ROWS, WIDTH, BATCH = 2_000, 16, 1024
 NOISE = 0.3
@@ -43,9 +39,10 @@ RUNS = {
 }
 
 
-def train(dtype: Any, stochastic: bool, steps: int, label: str) -> list[float]:
-    """The distance to the targets (root mean square), before and during the run."""
-    of_targets, of_start = jax.random.split(jax.random.key(0))
+def train(label: str, steps: int, seed: int, program: Program) -> list[float]:
+    """Return the distance to the targets (root mean square), before and during the run."""
+    dtype, stochastic = RUNS[label]
+    of_targets, of_start = jax.random.split(jax.random.key(seed))
     targets = 1 + 0.5 * jax.random.normal(of_targets, (ROWS, WIDTH))
     table = (1 + 0.5 * jax.random.normal(of_start, (ROWS, WIDTH))).astype(dtype)
     tx = jmask.sgd(LEARNING_RATE)
@@ -67,16 +64,18 @@ def train(dtype: Any, stochastic: bool, steps: int, label: str) -> list[float]:
         return jnp.sqrt(jnp.mean(jnp.square(table.astype(jnp.float32) - targets)))
 
     state, distances = tx.init(table), [float(distance(table))]
-    for number in track(range(steps), description=label, transient=True):
-        table, state = step(table, state, jnp.int32(number))
-        if (number + 1) % MEASURE_EVERY == 0:
-            distances.append(float(distance(table)))
+    with program.bar(f"{label:<20}", steps, "distance {distance:.3f}") as show:
+        for number in program.until_stopped(range(steps)):
+            table, state = step(table, state, jnp.int32(number))
+            if (number + 1) % MEASURE_EVERY == 0:
+                distances.append(float(distance(table)))
+                show(number + 1, distance=distances[-1])
     return distances
 
 
 def save_plot(curves: dict[str, list[float]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
-    for (name, distances), style in zip(curves.items(), ("-", "-", "--"), strict=True):
+    for (name, distances), style in zip(curves.items(), ("-", "-", "--"), strict=False):
         axes.plot(MEASURE_EVERY * np.arange(len(distances)), distances, style, label=name)
     axes.set(xlabel="step", ylabel="distance to the targets (RMS)", ylim=(0, None))
     axes.legend(frameon=False)
@@ -86,29 +85,24 @@ def save_plot(curves: dict[str, list[float]], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=3000, help="default %(default)s")
-    parser.add_argument("--plot", type=Path, help="write the curves to this PNG file")
-    options = parser.parse_args(arguments)
-    if options.steps < MEASURE_EVERY:
-        parser.error(f"--steps must be at least {MEASURE_EVERY}, got {options.steps}")
-
-    curves = {
-        name: train(dtype, stochastic, options.steps, name)
-        for name, (dtype, stochastic) in RUNS.items()
-    }
-    table = Table(title=f"Distance to the targets after {options.steps} steps")
-    table.add_column("table")
-    table.add_column("start", justify="right")
-    table.add_column("end", justify="right")
-    for name, distances in curves.items():
-        table.add_row(name, f"{distances[0]:.3f}", f"{distances[-1]:.3f}")
-    Console().print(table)
-    if options.plot is not None:
-        save_plot(curves, options.plot)
-        Console().print(f"curves: {options.plot}")
+    parser = Arguments("low_precision", __doc__)
+    parser.number("--steps", 3000, "of each run", least=MEASURE_EVERY)
+    args = parser.parse_args(arguments)
+    curves = {}
+    with Program("low_precision") as program:
+        for name in RUNS:
+            curves[name] = train(name, args.steps, args.seed, program)
+            if program.stopped:
+                break
+        save_plot(curves, args.plot)
+        program.wrote("distances", args.plot)
+        table = Table(title=f"Distance to the targets after {args.steps} steps")
+        table.add_column("table")
+        table.add_column("start", justify="right")
+        table.add_column("end", justify="right")
+        for name, distances in curves.items():
+            table.add_row(name, f"{distances[0]:.3f}", f"{distances[-1]:.3f}")
+        program.print(table)
 
 
 if __name__ == "__main__":

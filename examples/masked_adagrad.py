@@ -16,17 +16,21 @@ definition, and the storage is nobody's business:
     param = param + (-lr * grad / std).to_tensor(0)
 
 The numbers are those of PyTorch's MaskedTensor tutorial on Adagrad. The last rows show that
-`jmask.adagrad` takes the same masked gradients.
+`jmask.adagrad` takes the same masked gradients; the picture has all entries over the steps.
 """
+
+from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
-from rich.console import Console
 from rich.table import Table
 
 import jmask
+from common.program import Arguments, Program
 from jmask.numpy import sqrt
 
 LEARNING_RATE, EPS, START = 0.1, 1e-10, 0.5
@@ -35,7 +39,7 @@ GRADIENT = jnp.array([[0.0, 0.0, 3.0, 0.0], [4.0, 0.0, 5.0, 0.0]])
 
 
 def gradients() -> dict[str, jmask.MaskedTensor]:
-    """The same masked gradient on every storage."""
+    """Return the same masked gradient on every storage."""
     dense = jmask.masked_tensor(GRADIENT, GRADIENT != 0)
     return {
         "dense": dense,
@@ -49,7 +53,7 @@ def gradients() -> dict[str, jmask.MaskedTensor]:
 def adagrad_step(
     param: jax.Array, state_sum: jax.Array, grad: jmask.MaskedTensor
 ) -> tuple[jax.Array, jax.Array]:
-    """One step of Adagrad that moves the entries of `grad` that exist."""
+    """Do one step of Adagrad on the entries of `grad` that exist."""
     state_sum = state_sum + (grad**2).to_tensor(0)
     std = sqrt(jmask.masked_tensor(state_sum, grad.mask)) + EPS
     param = param + (-LEARNING_RATE * grad / std).to_tensor(0)
@@ -60,25 +64,47 @@ def numbers(x: jax.Array) -> str:
     return str(np.asarray(x, np.float64).round(4).tolist())
 
 
-def main() -> None:
-    table = Table("storage", "step", "param", "state_sum", title="Masked Adagrad")
-    for storage, grad in gradients().items():
-        param = jnp.arange(8.0).reshape(2, 4)
-        state_sum = jnp.full_like(param, START)
-        for step in (1, 2):
-            param, state_sum = adagrad_step(param, state_sum, grad)
-            table.add_row(storage, str(step), numbers(param), numbers(state_sum))
+def save_plot(path: Path, params: np.ndarray) -> None:
+    """Draw the entries over steps (n, 2, 4): those that are masked do not move."""
+    figure, axes = plt.subplots(figsize=(5, 3.5), layout="constrained")
+    exists = np.asarray(GRADIENT != 0).ravel()
+    for entry, moves in zip(params.reshape(len(params), -1).T, exists, strict=True):
+        axes.plot(entry, color="tab:blue" if moves else "lightgrey")
+    axes.set(xlabel="step", ylabel="entries of param; grey: masked")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
 
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Arguments("masked_adagrad", __doc__)
+    parser.number("--steps", 2, "of Adagrad")
+    args = parser.parse_args(argv)
+    table = Table("storage", "step", "param", "state_sum", title="Masked Adagrad")
     tx = jmask.adagrad(LEARNING_RATE, initial_accumulator_value=START, eps=EPS)
-    for storage, grad in gradients().items():
-        param = jnp.arange(8.0).reshape(2, 4)
-        state = tx.init(param)
-        for _ in range(2):
-            updates, state = tx.update(grad, state, param)
-            param = optax.apply_updates(param, updates)
-        state_sum = state.sum_of_squares
-        table.add_row(f"adagrad, {storage}", "2", numbers(param), numbers(state_sum))
-    Console(width=140).print(table)
+    grads, done = gradients(), 0
+    with Program("masked_adagrad") as program:
+        program.console.width = 140
+        with program.bar("storages", len(grads)) as show:
+            for storage, grad in program.until_stopped(grads.items()):
+                param = jnp.arange(8.0).reshape(2, 4)
+                state_sum, params = jnp.full_like(param, START), [param]
+                for step in range(1, args.steps + 1):
+                    param, state_sum = adagrad_step(param, state_sum, grad)
+                    params.append(param)
+                    table.add_row(storage, str(step), numbers(param), numbers(state_sum))
+                param = params[0]
+                state = tx.init(param)
+                for _ in range(args.steps):
+                    updates, state = tx.update(grad, state, param)
+                    param = optax.apply_updates(param, updates)
+                row = f"adagrad, {storage}", str(args.steps), numbers(param)
+                table.add_row(*row, numbers(state.sum_of_squares))
+                done += 1
+                show(done)
+        save_plot(args.plot, np.array(params))
+        program.wrote("entries over steps", args.plot)
+        program.print(table)
 
 
 if __name__ == "__main__":

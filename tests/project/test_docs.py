@@ -13,6 +13,7 @@ from scripts.docs_pages import site_pages
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + DOCS
+PAGES.append(ROOT / "examples" / "README.md")
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 
@@ -47,7 +48,8 @@ def test_commands(page):
 
     Targets of make and files of the repository are there.
     """
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    rules = re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.M)
+    targets = {target for rule in rules for target in rule.split()}
     text = page.read_text()
     assert {language for language, _ in _FENCE.findall(text)} <= {
         "python",
@@ -60,7 +62,9 @@ def test_commands(page):
     for command in commands:
         for target in re.findall(r"(?:^|[\s$&])make ([a-z][\w-]*)", command):
             assert target in targets, target
-        for file in re.findall(r"(?:jmask|tests|examples|benchmarks|scripts)/\w+\.py", command):
+        for file in re.findall(
+            r"(?:jmask|tests|examples|benchmarks|scripts)/[\w/]+\.py", command
+        ):
             assert (ROOT / file).exists(), file
 
 

@@ -1,0 +1,1 @@
+"""DLRM on click logs in the format of Criteo's: `train.py` is the program."""

@@ -1,0 +1,1 @@
+"""TransE on a knowledge graph: `train.py` is the program."""

@@ -1,0 +1,1 @@
+"""LightGCN on who imports what: `train.py` is the program."""

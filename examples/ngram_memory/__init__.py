@@ -1,0 +1,1 @@
+"""A language model with a memory of n-grams: `train.py` is the program."""

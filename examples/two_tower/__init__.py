@@ -1,0 +1,1 @@
+"""A two-tower recommender in four frameworks: `train.py` is the program."""
