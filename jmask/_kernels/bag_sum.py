@@ -108,7 +108,7 @@ class BagSum:
         if weights is not None:
             weights = jnp.pad(weights.reshape(-1), (0, missing))
 
-        def block(number: Any, carried: tuple[jax.Array, None]) -> tuple[jax.Array, None]:
+        def block(number: jax.Array, carried: tuple[jax.Array, None]) -> tuple[jax.Array, None]:
             first = jnp.minimum(number, blocks) * size
 
             def part(x: jax.Array) -> jax.Array:
@@ -164,13 +164,15 @@ def _shapes(x: BagSum) -> list[Any]:
 BAG_SUM: GroupedPrimitive[BagSum] = GroupedPrimitive("jmask_bag_sum", _by_parts, _shapes)
 
 
-def _derivative(primals: Any, tangents: Any, *, trees: Any) -> Any:
+def _derivative(
+    primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...], *, trees: tuple[Any, ...]
+) -> Any:
     values = BAG_SUM.primitive.bind(*primals, trees=trees)
     pairs = zip(calls_of(trees, primals), calls_of(trees, tangents), strict=True)
     return values, [_tangent(x, along) for x, along in pairs]
 
 
-def _tangent(x: BagSum, along: Any) -> Any:
+def _tangent(x: BagSum, along: BagSum) -> Any:
     """Return the tangent of the sums, linear in the tangents of table and weights."""
     terms = []
     if not isinstance(along.table, ad.Zero):

@@ -12,13 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jmask._base.validation import abstract_leaf, checked_dtype
 
 _DRAWS = 2**16
 
 
-def check_key(key: Any) -> None:
+def check_key(key: object) -> None:
     """Refuse what is no key of `jax.random`, of the new or the old style.
 
     Raises:
@@ -34,14 +35,14 @@ def check_key(key: Any) -> None:
         )
 
 
-def _checked_dtype(dtype: Any) -> Any:
+def _checked_dtype(dtype: DTypeLike) -> Any:
     found = checked_dtype("dtype", dtype)
     if not jnp.issubdtype(found, jnp.floating):
         raise TypeError(f"`dtype` must be floating, such as jnp.bfloat16, got {found}.")
     return found
 
 
-def stochastic_round(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
+def stochastic_round(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Array:
     """Round `x` to a narrower dtype, up or down at random with `x` as the mean.
 
     A number between two neighbours a < x < b becomes b with probability (x - a) / (b - a).
