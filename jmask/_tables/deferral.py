@@ -26,7 +26,7 @@ class Deferred(StoredTable):
     main: Any
 
 
-def is_deferred(x: Any) -> bool:
+def is_deferred(x: object) -> bool:
     """Decide whether `x` is a `DeferredTable`."""
     return isinstance(x, Deferred)
 
@@ -46,7 +46,7 @@ def sealed(clock: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
-def unsealed(leaf: Any) -> tuple[jax.Array, jax.Array]:
+def unsealed(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the clock, and whether the leaf is one.
 
     Raises:
