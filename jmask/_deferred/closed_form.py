@@ -26,8 +26,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jmask._base.array_types import trailing
+from jmask._base.types import Scalar
 
 # --- the sum of quotients ----------------------------------------------------------------
 #
@@ -137,7 +139,7 @@ class Form:
         """How many coefficients are sums: products, terms and signs."""
         return len(self.pairs) + self.terms + (self.sign is not None)
 
-    def fresh(self, dtype: Any) -> jax.Array:
+    def fresh(self, dtype: DTypeLike) -> jax.Array:
         """Return the coefficients (numbers,) of a row that is caught up."""
         coefficients = Coefficients(
             {(i, j): float(i == j) for i, j in self.pairs},
@@ -284,7 +286,7 @@ def skipped(form: Form, lines: jax.Array, entries: Sequence[jax.Array]) -> list[
     return [x + move for x, move in zip(kept, moves, strict=True)]
 
 
-def terms_for(b1: Any, b2: Any, is_corrected: bool, has_root: bool) -> int | None:
+def terms_for(b1: Scalar, b2: Scalar, is_corrected: bool, has_root: bool) -> int | None:
     """Return how many coefficients the sum of quotients takes; None if `_TERMS` are too few.
 
     Args:
@@ -367,7 +369,7 @@ def _scale_of(form: Form, step: StepWithout) -> Scale:
     return Scale(y, root, _shift(b1, b2, y) * e1, e1)
 
 
-def _shift(b1: Any, b2: Any, y: Any) -> Any:
+def _shift(b1: Scalar, b2: Scalar, y: Scalar) -> Any:
     """Return k, the fourth root of ŷ / (y_j g_j) at j = 2 / (1 - b1), as derived above.
 
     The second moment of a step s has g_j = b2^j and, if its bias is corrected,
