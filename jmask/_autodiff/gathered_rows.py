@@ -31,6 +31,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jmask._base.array_facts import ArrayFacts
 from jmask._base.array_types import explicit_sharding, joint_dtype, trailing, wide
 from jmask._base.forms import aval_of, name_of, parameter
+from jmask._base.types import Value
 from jmask._kernels import tuning
 from jmask._kernels.bag_sum import are_many, bag_sum, most_columns
 from jmask._kernels.gathered_rows import GATHERED, GatheredRows, Rows, joined_rows, pays
@@ -285,7 +286,7 @@ FACTS: ArrayFacts[Fact] = ArrayFacts()
 # --- consumers ---------------------------------------------------------------------------
 
 
-def are_rows(x: Any) -> bool:
+def are_rows(x: Value) -> bool:
     """Decide whether an array is known to be gathered rows."""
     return isinstance(FACTS.of(x), Gathered)
 

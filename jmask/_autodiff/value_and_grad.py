@@ -34,6 +34,7 @@ from jmask._autodiff.values import Filled, RowSum
 from jmask._base.array_types import on_explicit_mesh
 from jmask._base.fallback import collected, expect_dense, report_fallback
 from jmask._base.forms import drops_rules
+from jmask._base.types import Gradients, PyTree, Value
 from jmask._base.validation import (
     KEEP_ARRAYS,
     Model,
@@ -274,7 +275,7 @@ def _without_integers(
         kept = [None if i in places[n] else x for i, x in enumerate(leaves)]
         floats[n] = structures[n].unflatten(kept)
 
-    def put_back(n: int, tree: Any, integers: dict[int, Any]) -> Any:
+    def put_back(n: int, tree: PyTree, integers: dict[int, Any]) -> Any:
         leaves = jax.tree.leaves(tree, is_leaf=_is_tensor_or_none)
         return structures[n].unflatten([integers.get(i, x) for i, x in enumerate(leaves)])
 
@@ -285,7 +286,7 @@ def _without_integers(
             *(put_back(n, x, places[n]) if n in places else x for n, x in pairs), **kwargs
         )
 
-    def filled(gradients: Any) -> tuple[Any, ...]:
+    def filled(gradients: Gradients) -> tuple[Any, ...]:
         empty = {
             n: {i: np.zeros(np.shape(x), jax.dtypes.float0) for i, x in leaves.items()}
             for n, leaves in places.items()
@@ -444,15 +445,15 @@ class _Trace:
         return jax.tree.unflatten(self.structure, leaves)
 
 
-def _abstract_if_filled(x: Any) -> Any:
+def _abstract_if_filled(x: Value) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Filled) else x
 
 
-def _mapped(function: Callable[[Any], Any], results: Any) -> Any:
+def _mapped(function: Callable[[Any], Any], results: PyTree) -> Any:
     return jax.tree.map(function, results)
 
 
-def _finished(result: Any) -> Any:
+def _finished(result: PyTree) -> Any:
     """Return a result of the program as users see it."""
     if isinstance(result, RowSum) and result.is_rows:
         return result.to_row_sparse()
@@ -462,11 +463,11 @@ def _finished(result: Any) -> Any:
     return dense
 
 
-def _dense(result: Any) -> Any:
+def _dense(result: Value) -> Any:
     return result.todense() if isinstance(result, RowSum | Filled) else result
 
 
-def _check_function(fun: Any, has_aux: Any) -> None:
+def _check_function(fun: Callable[..., Any], has_aux: object) -> None:
     if not callable(fun):
         raise TypeError(
             f"`fun` must be a function, got {type(fun).__name__}: write "
@@ -488,7 +489,7 @@ def _positions(argnums: int | Sequence[int], args: tuple[Any, ...]) -> tuple[int
     return tuple(int(number) % len(args) for number in numbers)
 
 
-def _check_argument(fun: Callable[..., Any], number: int, argument: Any) -> None:
+def _check_argument(fun: Callable[..., Any], number: int, argument: PyTree) -> None:
     """Refuse a differentiated argument with leaves that have no gradient, by name."""
     for path, leaf in jax.tree.leaves_with_path(argument, is_leaf=_is_tensor):
         if _is_tensor(leaf):
@@ -509,9 +510,9 @@ def _check_argument(fun: Callable[..., Any], number: int, argument: Any) -> None
             )
 
 
-def _is_tensor(x: Any) -> bool:
+def _is_tensor(x: object) -> bool:
     return is_tensor(x) or is_stored_table(x)
 
 
-def _is_tensor_or_none(x: Any) -> bool:
+def _is_tensor_or_none(x: object) -> bool:
     return x is None or _is_tensor(x)

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jmask._autodiff.row_pattern import IdsAndRows
 from jmask._base.fallback import LARGE
 from jmask._base.row_ids import id_dtype
+from jmask._base.types import Shaped
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gathered_rows import gathered, joined, scaled
 from jmask._kernels.rows import split_rows
@@ -210,7 +211,7 @@ class RowSum:
         )
 
 
-def are_few(rows: int, table: Any, count: int) -> bool:
+def are_few(rows: int, table: "RowSum | Shaped", count: int) -> bool:
     """Decide whether `rows` are few of the `count` rows of a large table (shape and dtype)."""
     size = math.prod(table.shape) * jnp.dtype(table.dtype).itemsize
     return size >= LARGE and count >= _MANY and 8 * rows <= count
