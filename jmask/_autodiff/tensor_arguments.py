@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jmask._autodiff.values import Filled, RowSum
 from jmask._base.array_types import explicit_sharding
-from jmask._base.types import Gradient, PyTree, Storage, TensorLike, Value
+from jmask._base.types import Gradient, PyTree, TensorLike, Value
 from jmask._tables.stored_table import Placeholder, is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
 from jmask._tensors.placeholders import (
@@ -32,7 +32,7 @@ from jmask._tensors.placeholders import (
     without_placeholder,
 )
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
-from jmask._tensors.storage import is_sparse, unique_positions
+from jmask._tensors.storage import Storage, is_sparse, unique_positions
 
 
 class TensorArguments:

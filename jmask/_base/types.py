@@ -64,7 +64,6 @@ Axes = str | tuple[str, ...] | None
 
 Tensor = Any  # a RowSparse, BCOO, BCSR or MaskedTensor
 TensorLike = Any  # a Tensor, or Numbers
-Storage = Any  # an array, RowSparse, BCOO or BCSR: without a mask
 Mask = Any  # booleans, on the storage of what they mask or on a dense one
 Table = Any  # an array (V, *row), or a StoredTable of this shape
 Ids = Any  # integers: an array of JAX or NumPy, or nested lists of them
