@@ -41,6 +41,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import trailing
 from jmask._base.fallback import report_fallback
+from jmask._base.types import Tensor, TensorLike
 from jmask._base.validation import refuse_scipy
 from jmask._ops.zero_semantics import Operand, behaviour_at_zero, role, safe_numbers, varies
 from jmask._tables.stored_table import add_to_dense
@@ -129,7 +130,7 @@ def _call(function: Callable, args: Sequence[Any], kwargs: dict) -> tuple:
     return _Arranged(function, tuple(operands), len(args)), [*operands.values()], options
 
 
-def _is_operand(x: Any) -> bool:
+def _is_operand(x: TensorLike) -> bool:
     """Decide whether an argument given by name may differ from entry to entry."""
     return isinstance(x, jax.Array | np.ndarray | list) or is_tensor(x)
 
@@ -161,7 +162,7 @@ def _masked(function: Callable, operands: Sequence[Any], kwargs: dict) -> Masked
     return joined(storage, valid)
 
 
-def _as_operand(x: Any) -> Any:
+def _as_operand(x: TensorLike) -> Any:
     keep = isinstance(x, MaskedTensor | bool | int | float | complex) or is_sparse(x)
     return x if keep else jnp.asarray(x)
 
@@ -175,7 +176,7 @@ def _pattern(operands: Sequence[Any]) -> Any:
     return None
 
 
-def _at_positions(x: Any, pattern: Any) -> Any:
+def _at_positions(x: TensorLike, pattern: Tensor) -> Any:
     """Return the operand as (masked) values at the stored positions of `pattern`."""
     if not isinstance(x, MaskedTensor) and not is_sparse(x):
         return sampled(x, pattern) if jnp.ndim(x) else x
@@ -203,7 +204,7 @@ def _at_positions(x: Any, pattern: Any) -> Any:
     return sampled(as_dense(x), pattern)
 
 
-def _dense(x: Any) -> Any:
+def _dense(x: TensorLike) -> Any:
     """Return the operand on dense storage, beside a dense or a larger one."""
     if isinstance(x, MaskedTensor) and is_sparse(x.storage):
         report_fallback(
@@ -255,7 +256,7 @@ def _stacked_tables(function: Callable, operands: Sequence[Any], kwargs: dict) -
     finest = max(rows, key=lambda x: x.leading)
     flat = finest.flat().shape
 
-    def flattened(x: Any) -> Any:
+    def flattened(x: TensorLike) -> Any:
         if not _is_number(x) and jnp.ndim(x) and x.shape != finest.shape:
             raise ValueError(
                 f"{finest!r} of stacked tables takes numbers and tensors of its shape, got "
@@ -271,7 +272,7 @@ def _stacked_tables(function: Callable, operands: Sequence[Any], kwargs: dict) -
     return result.reshape(finest.shape)
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: TensorLike) -> bool:
     # A Python number keeps its weak type, and one of NumPy is known under jit too.
     known = isinstance(x, bool | int | float | complex | np.generic)
     return known or (isinstance(x, np.ndarray) and x.ndim == 0)
@@ -348,7 +349,7 @@ class _Call:
         values = self._guarded(sparse[0], [stored_values(x) for x in sparse])
         return with_stored_values(sparse[0], values)
 
-    def _guarded(self, pattern: Any, values: Sequence[Any]) -> jax.Array:
+    def _guarded(self, pattern: Tensor, values: Sequence[Any]) -> jax.Array:
         """Do as `_apply`, with a harmless number at padding: slopes may be infinite there."""
         if getattr(pattern, "n_batch", 0):
             return self._apply(pattern, values)
@@ -364,10 +365,10 @@ class _Call:
         zero = jnp.zeros((), result.dtype)
         return jnp.where(trailing(stored, result.ndim), result, zero)
 
-    def _apply(self, pattern: Any, values: Sequence[Any]) -> jax.Array:
+    def _apply(self, pattern: Tensor, values: Sequence[Any]) -> jax.Array:
         return self.function(*self._at_positions(pattern, values), **self.kwargs)
 
-    def _at_positions(self, pattern: Any, values: Sequence[Any]) -> list[Any]:
+    def _at_positions(self, pattern: Tensor, values: Sequence[Any]) -> list[Any]:
         """Return the stored values of the sparse operands, and arrays at the same positions."""
         stored = iter(values)
         return [

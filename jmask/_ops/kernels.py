@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 
 from jmask._base.array_types import is_nonzero, joint_dtype, wide
 from jmask._base.norms import Norm, factor_for, squared
+from jmask._base.types import Scalar
 from jmask._ops.groups import Groups, Results, Slices, greatest, least
 
 _Kernel = Callable[..., Results]
@@ -30,7 +31,7 @@ _Reduce = Callable[[jax.Array], jax.Array]
 _Rank = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
-def select(groups: Groups, fill: Any, dtype: DTypeLike | None = None) -> jax.Array:
+def select(groups: Groups, fill: Scalar, dtype: DTypeLike | None = None) -> jax.Array:
     """Return the entries cast to `dtype`, `fill` where they take no part."""
     values = groups.values if dtype is None else groups.values.astype(dtype)
     return jnp.where(groups.valid, values, jnp.asarray(fill, values.dtype))
@@ -233,12 +234,12 @@ def argmin(groups: Groups) -> Results:
 
 
 @jax.custom_jvp
-def _with_slope_of(value: Any, like: Any) -> Any:
+def _with_slope_of(value: jax.Array, like: jax.Array) -> Any:
     return value
 
 
 @_with_slope_of.defjvp
-def _with_slope_of_jvp(primals: Any, tangents: Any) -> Any:
+def _with_slope_of_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
     # The function itself and not `primals[0]`, which the next derivative takes for a constant.
     return _with_slope_of(*primals), tangents[1]
 

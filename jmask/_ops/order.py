@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from jmask._base.array_types import is_nonzero, joint_dtype
+from jmask._base.types import Axis, Mask, Numbers, Scalar, TensorLike
 from jmask._base.validation import checked_choice
 from jmask._ops import kernels
 from jmask._ops.groups import Reduction, checked_axes, sparse_dimensions
@@ -37,11 +38,11 @@ _QUANTILE, _MEDIAN = (
 
 @described
 def quantile(
-    x: Any,
-    q: Any,
-    axis: Any = None,
+    x: TensorLike,
+    q: Numbers,
+    axis: Axis = None,
     keepdims: bool = False,
-    where: Any = None,
+    where: Mask | None = None,
     *,
     method: str = "linear",
 ) -> Any:
@@ -84,11 +85,11 @@ def quantile(
 
 
 def percentile(
-    x: Any,
-    q: Any,
-    axis: Any = None,
+    x: TensorLike,
+    q: Numbers,
+    axis: Axis = None,
     keepdims: bool = False,
-    where: Any = None,
+    where: Mask | None = None,
     *,
     method: str = "linear",
 ) -> Any:
@@ -107,10 +108,10 @@ def percentile(
 
 @described
 def median(
-    x: Any,
-    axis: Any = None,
+    x: TensorLike,
+    axis: Axis = None,
     keepdims: bool = False,
-    where: Any = None,
+    where: Mask | None = None,
     *,
     averaged: bool = True,
 ) -> Any:
@@ -139,7 +140,7 @@ def median(
 # --- the largest, the different, the valid ones ------------------------------------------
 
 
-def top_k(x: Any, k: int, axis: int = -1) -> tuple[Any, Any]:
+def top_k(x: TensorLike, k: int, axis: int = -1) -> tuple[Any, Any]:
     """Return the k largest valid entries along an axis, descending, and where they are.
 
     Args:
@@ -174,7 +175,7 @@ def top_k(x: Any, k: int, axis: int = -1) -> tuple[Any, Any]:
 
 
 def unique(
-    ar: Any,
+    ar: TensorLike,
     return_index: bool = False,
     return_inverse: bool = False,
     return_counts: bool = False,
@@ -182,7 +183,7 @@ def unique(
     *,
     equal_nan: bool = True,
     size: int | None = None,
-    fill_value: Any = None,
+    fill_value: Scalar | None = None,
 ) -> Any:
     """Return the different entries, sorted; masked ones count as one, which comes last.
 
@@ -242,7 +243,7 @@ def unique(
 
 
 def nonzero(
-    x: Any, *, size: int | None = None, fill_value: Any = None
+    x: TensorLike, *, size: int | None = None, fill_value: int | tuple[int, ...] | None = None
 ) -> tuple[jax.Array, ...]:
     """Return the indices of the valid entries that are not 0, an array for each dimension.
 
@@ -269,7 +270,7 @@ def nonzero(
     )
 
 
-def compressed(x: Any, *, size: int | None = None, fill_value: Any = 0) -> jax.Array:
+def compressed(x: TensorLike, *, size: int | None = None, fill_value: complex = 0) -> jax.Array:
     """Return the valid entries, in the order of their positions, as an array (n,).
 
     Args:

@@ -33,7 +33,9 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.scipy import special
+from jax.typing import DTypeLike
 
+from jmask._base.types import Axis, Mask, TensorLike
 from jmask._ops import kernels
 from jmask._ops.elementwise import elementwise
 from jmask._ops.groups import Reduction, checked_axes, single_axis, where_at
@@ -108,7 +110,11 @@ def described(function: _F) -> _F:
 
 @described
 def sum(  # noqa: A001
-    x: Any, axis: Any = None, dtype: Any = None, keepdims: bool = False, where: Any = None
+    x: TensorLike,
+    axis: Axis = None,
+    dtype: DTypeLike | None = None,
+    keepdims: bool = False,
+    where: Mask | None = None,
 ) -> Any:
     """Sum the valid entries.
 
@@ -128,7 +134,11 @@ def sum(  # noqa: A001
 
 @described
 def prod(
-    x: Any, axis: Any = None, dtype: Any = None, keepdims: bool = False, where: Any = None
+    x: TensorLike,
+    axis: Axis = None,
+    dtype: DTypeLike | None = None,
+    keepdims: bool = False,
+    where: Mask | None = None,
 ) -> Any:
     """Return the product of the valid entries.
 
@@ -145,7 +155,11 @@ def prod(
 
 @described
 def mean(
-    x: Any, axis: Any = None, dtype: Any = None, keepdims: bool = False, where: Any = None
+    x: TensorLike,
+    axis: Axis = None,
+    dtype: DTypeLike | None = None,
+    keepdims: bool = False,
+    where: Mask | None = None,
 ) -> Any:
     """Return the mean of the valid entries: their sum by their number.
 
@@ -162,12 +176,12 @@ def mean(
 
 @described
 def var(
-    x: Any,
-    axis: Any = None,
-    dtype: Any = None,
+    x: TensorLike,
+    axis: Axis = None,
+    dtype: DTypeLike | None = None,
     ddof: float = 0,
     keepdims: bool = False,
-    where: Any = None,
+    where: Mask | None = None,
     *,
     correction: float | None = None,
 ) -> Any:
@@ -190,12 +204,12 @@ def var(
 
 @described
 def std(
-    x: Any,
-    axis: Any = None,
-    dtype: Any = None,
+    x: TensorLike,
+    axis: Axis = None,
+    dtype: DTypeLike | None = None,
     ddof: float = 0,
     keepdims: bool = False,
-    where: Any = None,
+    where: Mask | None = None,
     *,
     correction: float | None = None,
 ) -> Any:
@@ -226,11 +240,11 @@ def _ddof(ddof: float, correction: float | None) -> float:
 
 @described
 def norm(
-    x: Any,
+    x: TensorLike,
     ord: float | None = 2,  # noqa: A002
-    axis: Any = None,
+    axis: Axis = None,
     keepdims: bool = False,
-    where: Any = None,
+    where: Mask | None = None,
 ) -> Any:
     """Return the vector norm of the valid entries: the `ord`-th root of the sum of |x| ** ord.
 
@@ -254,7 +268,9 @@ def norm(
 
 
 @described
-def logsumexp(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+def logsumexp(
+    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
+) -> Any:
     """Return the log of the sum of exp of the valid entries, without overflow.
 
     Example:
@@ -267,7 +283,9 @@ def logsumexp(x: Any, axis: Any = None, keepdims: bool = False, where: Any = Non
 
 
 @described
-def logmeanexp(x: Any, axis: Any = None, where: Any = None, keepdims: bool = False) -> Any:
+def logmeanexp(
+    x: TensorLike, axis: Axis = None, where: Mask | None = None, keepdims: bool = False
+) -> Any:
     """Return the log of the mean of exp of the valid entries, without overflow.
 
     Example:
@@ -281,7 +299,11 @@ def logmeanexp(x: Any, axis: Any = None, where: Any = None, keepdims: bool = Fal
 
 @described
 def average(
-    x: Any, axis: Any = None, weights: Any = None, keepdims: bool = False, where: Any = None
+    x: TensorLike,
+    axis: Axis = None,
+    weights: TensorLike | None = None,
+    keepdims: bool = False,
+    where: Mask | None = None,
 ) -> Any:
     """Return the mean of the valid entries, each counted by its weight.
 
@@ -303,7 +325,7 @@ def average(
     shape = tuple(x.shape)
     axes = checked_axes(axis, len(shape))
 
-    def spread(weights: Any) -> jax.Array:
+    def spread(weights: jax.Array) -> jax.Array:
         weights = jnp.asarray(weights)
         if weights.ndim == 1 < len(shape) and len(axes) == 1:
             weights = jnp.expand_dims(weights, [a for a in range(len(shape)) if a != axes[0]])
@@ -324,7 +346,9 @@ def average(
 
 
 @described
-def max(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:  # noqa: A001
+def max(  # noqa: A001
+    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
+) -> Any:
     """Return the largest valid entry; nan if one is nan.
 
     Example:
@@ -336,7 +360,9 @@ def max(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> 
 
 
 @described
-def min(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:  # noqa: A001
+def min(  # noqa: A001
+    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
+) -> Any:
     """Return the smallest valid entry; nan if one is nan.
 
     Example:
@@ -351,7 +377,9 @@ amax, amin = max, min
 
 
 @described
-def ptp(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+def ptp(
+    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
+) -> Any:
     """Return the difference between the largest and the smallest valid entry.
 
     Example:
@@ -363,7 +391,9 @@ def ptp(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> 
 
 
 @described
-def argmax(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+def argmax(
+    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
+) -> Any:
     """Return the index of the first largest valid entry along `axis`.
 
     With axis None the tensor is flattened; a tuple of axes is refused.
@@ -378,7 +408,9 @@ def argmax(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) 
 
 
 @described
-def argmin(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+def argmin(
+    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
+) -> Any:
     """Return the index of the first smallest valid entry along `axis`.
 
     With axis None the tensor is flattened; a tuple of axes is refused.
@@ -392,7 +424,9 @@ def argmin(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) 
 
 
 @described
-def all(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:  # noqa: A001
+def all(  # noqa: A001
+    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
+) -> Any:
     """Decide whether no valid entry is 0 or False.
 
     Example:
@@ -404,7 +438,9 @@ def all(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> 
 
 
 @described
-def any(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:  # noqa: A001
+def any(  # noqa: A001
+    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
+) -> Any:
     """Decide whether a valid entry is neither 0 nor False.
 
     Example:
@@ -416,7 +452,9 @@ def any(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> 
 
 
 @described
-def count(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+def count(
+    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
+) -> Any:
     """Count the valid entries: an ordinary tensor, as there always is a number.
 
     All entries of an ordinary tensor are valid.
@@ -432,7 +470,9 @@ def count(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -
 
 
 @described
-def count_nonzero(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+def count_nonzero(
+    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
+) -> Any:
     """Count the valid entries that are not 0.
 
     Example:
