@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jmask._base.types import Scalar
 from jmask._optim import hyperparameters as hyper
 from jmask._optim.row_rule import RowRule, Slot, optimizer
 from jmask._tables.plain_arrays import from_arrays, to_arrays
@@ -77,7 +78,7 @@ class Ema(optax.GradientTransformationExtraArgs):
         return from_arrays(jax.tree.map(read, params, average, last), like)
 
 
-def ema(decay: Any) -> Ema:
+def ema(decay: Scalar) -> Ema:
     """Keep exponential moving averages of the parameters, exact and at the cost of the rows.
 
     Last in a chain, it passes updates on and averages what the parameters become by them. A
@@ -137,7 +138,9 @@ def ema(decay: Any) -> Ema:
     return transformation
 
 
-def _caught_up(decay: Any, param: jax.Array, average: jax.Array, steps: jax.Array) -> jax.Array:
+def _caught_up(
+    decay: Scalar, param: jax.Array, average: jax.Array, steps: jax.Array
+) -> jax.Array:
     """Return the average after `steps` more steps in which the parameter did not change."""
     kept = jnp.power(jnp.asarray(decay, param.real.dtype), steps.astype(param.real.dtype))
     return param + kept * (average - param)

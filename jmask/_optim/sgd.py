@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
+from jax.typing import DTypeLike
 
+from jmask._base.types import Scalar
 from jmask._base.validation import check_flag
 from jmask._optim import hyperparameters as hyper
 from jmask._optim.row_rule import RowRule, Slot, optimizer
@@ -38,14 +40,14 @@ class MomentumState(NamedTuple):
 @hyper.naming_hyperparameters
 def sgd(
     learning_rate: optax.ScalarOrSchedule,
-    momentum: Any = 0.0,
+    momentum: Scalar = 0.0,
     nesterov: bool = False,
-    weight_decay: Any = 0.0,
-    clip_gradient: Any = None,
-    rescale_grad: Any = 1.0,
+    weight_decay: Scalar = 0.0,
+    clip_gradient: Scalar | None = None,
+    rescale_grad: Scalar = 1.0,
     lazy_update: bool = True,
     decay_mode: str = "l2",
-    state_dtype: Any = None,
+    state_dtype: DTypeLike | None = None,
     maximize: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Stochastic gradient descent for dense and row-sparse gradients.
