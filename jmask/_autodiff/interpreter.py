@@ -197,6 +197,7 @@ class Interpreter:
                 elif any(outputs_wanted):
                     outputs = self._run_wanted(eqn, arguments, outputs_wanted)
                 else:
+                    arguments = self._as_arrays(eqn, arguments)
                     sums = sum_of_lookups(eqn, arguments, uses)
                     outputs = self._run_array(eqn, arguments) if sums is None else [sums]
                     if len(outputs) == 1:
@@ -226,15 +227,13 @@ class Interpreter:
     def _run_array(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
         """Return the outputs of an equation of which nothing is wanted."""
         if is_slow_gather(eqn):
-            operand, indices = (self.dense(x, eqn) for x in arguments)
+            operand, indices = arguments
             return [gather_of(eqn)(operand, indices)]
         return self.run_dense(eqn, arguments)
 
     def run_dense(self, eqn: JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
         """Run the equation itself, on arrays."""
-        arguments = [
-            self._dense_as_traced(x, v, eqn) for x, v in zip(arguments, eqn.invars, strict=True)
-        ]
+        arguments = self._as_arrays(eqn, arguments)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in arguments) and not holds_jaxprs(
             eqn
         ):
@@ -243,10 +242,13 @@ class Interpreter:
         outputs = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(eqn.params))
         return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
-    def _dense_as_traced(self, value: Any, v: Any, eqn: JaxprEqn) -> Any:
-        """Return `value` as an array, in a `shard_map` typed as the equation was traced for."""
-        dense = self.dense(value, eqn)
-        return dense if dense is value else varying_like(dense, aval_of(v))
+    def _as_arrays(self, eqn: JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+        """Return arguments as arrays, in a `shard_map` typed as `eqn` was traced for."""
+        arrays = [self.dense(x, eqn) for x in arguments]
+        return [
+            x if x is value else varying_like(x, aval_of(v))
+            for x, value, v in zip(arrays, arguments, eqn.invars, strict=True)
+        ]
 
     @staticmethod
     def dense(value: Any, eqn: JaxprEqn) -> Any:

@@ -32,7 +32,8 @@ def deferred(table: Any, tx: optax.GradientTransformation) -> DeferredTable:
     would be now. A step costs the rows of the batch, and at most about √V others.
 
     The table holds what `tx` keeps of each row; `tx.init` of it has arrays (1, *row) in the
-    place of that. It is a pytree: donate it, scan over it, save it as any other.
+    place of that. It is a pytree: donate it, scan over it, save it as any other. An array that
+    is looked up beside it stays lazy: defer every table for the dense trajectory.
 
     Args:
         table (V, *row): a floating array, or a `PackedTable` or `ShardedTable`.

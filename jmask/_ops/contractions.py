@@ -189,6 +189,7 @@ def dot_product_attention(
             **options,
         )
     operands = list(map(_on_dense, (query, key, value)))
+    jax.eval_shape(attention, *map(_filled, operands))  # refuses shapes that do not fit
     existing = [_four(_existing(x)) for x in operands]
     groups = existing[0].shape[2] // max(existing[1].shape[2], 1)
     on_query, on_key, on_value = (
@@ -196,20 +197,20 @@ def dot_product_attention(
     )
     allowed = jnp.einsum("btnh,bsnh->bnts", on_query, on_key) > 0.5
     shape = (1, 1, *allowed.shape[2:])
-    at, of = (lax.broadcasted_iota(jnp.int32, shape, i) for i in (2, 3))
+    queries, keys = (lax.broadcasted_iota(jnp.int32, shape, i) for i in (2, 3))
     if isinstance(bias, MaskedTensor):
         allowed &= _four(_existing(_on_dense(bias))) > 0.5
         bias = bias.to_tensor(0)
     if mask is not None:
         allowed &= _four(mask.to_tensor(False) if isinstance(mask, MaskedTensor) else mask)
     if is_causal:
-        allowed &= of <= at
+        allowed &= keys <= queries
     if local_window_size is not None:
         before, after = jnp.broadcast_to(jnp.asarray(local_window_size), 2)
-        allowed &= (of >= at - before) & (of <= at + after)
-    for lengths, place in ((query_seq_lengths, at), (key_value_seq_lengths, of)):
+        allowed &= (keys >= queries - before) & (keys <= queries + after)
+    for lengths, numbers in ((query_seq_lengths, queries), (key_value_seq_lengths, keys)):
         if lengths is not None:
-            allowed &= place < jnp.asarray(lengths)[:, None, None, None]
+            allowed &= numbers < jnp.asarray(lengths)[:, None, None, None]
     values = attention(*map(_filled, operands), bias, allowed, **options)
     terms = jnp.einsum("bnts,bsnh->btnh", allowed.astype(on_value.dtype), on_value)
     return joined(values, (terms > 0.5).reshape(values.shape))

@@ -126,7 +126,8 @@ def cov(
         is, masked where not more than `ddof` observations are there.
 
     Raises:
-        ValueError: if `m` or `y` has more than two dimensions.
+        ValueError: if `m` or `y` has more than two dimensions, or weights are not as many as
+            observations.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -154,12 +155,14 @@ def cov(
     work = wide(kind)
     values, valid = jnp.where(x.valid, x.storage, 0).astype(work), x.valid.astype(work)
 
-    def weighing(weights: Any) -> jax.Array:
+    def weighing(name: str, weights: Any) -> jax.Array:
         weights = jnp.ones(x.shape[1]) if weights is None else jnp.abs(jnp.asarray(weights))
+        if weights.shape != x.shape[1:]:
+            raise ValueError(f"`{name}` must be of shape {x.shape[1:]}, got {weights.shape}.")
         return jnp.expand_dims(weights.astype(work), 0)
 
-    factors = weighing(aweights)
-    weights = weighing(fweights) * factors
+    factors = weighing("aweights", aweights)
+    weights = weighing("fweights", fweights) * factors
     number = (valid * weights) @ valid.T
     own = jnp.diagonal(number)[:, None]
     mean = jnp.sum(values * weights, 1, keepdims=True) / jnp.where(own == 0, 1, own)

@@ -433,8 +433,9 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         if jnp.ndim(self.index_leaf) > 1:
             raise ValueError(
                 f"{self!r} is a stack of tensors, as jax.vmap and jax.lax.map return them, and "
-                "not one: use jax.vmap for what follows, add them up by jmask.tree.merge(x), "
-                "or take one by jax.tree.map(lambda leaf: leaf[i], x)."
+                "not one: use jax.vmap for what follows (jmask.tree.norm, jmask.tree.scale for "
+                "gradients of single examples), add them up by jmask.tree.merge(x), or take "
+                "one by jax.tree.map(lambda leaf: leaf[i], x)."
             )
 
     def row_ids(self) -> jax.Array:

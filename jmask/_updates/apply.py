@@ -336,8 +336,9 @@ def advising_lazy(name: str, gradients: Any, params: Any = None) -> Iterator[Non
         if _labels_by_function(error.__traceback__):
             raise TypeError(
                 f"`{name}` holds optax.partition or optax.masked with a function of labels, "
-                "which optax calls with the gradients, row-sparse ones too: give it the tree, "
-                "optax.partition(transforms, labels(params)), or put it inside jmask.lazy."
+                "which optax calls with the gradients, row-sparse ones too: make the tree "
+                "once, labels = labels_of(params), and write optax.partition(transforms, "
+                "lambda _: labels), or put it inside jmask.lazy."
             ) from error
         raise TypeError(
             f"`{name}` holds a transformation of optax that cannot take row-sparse gradients: "

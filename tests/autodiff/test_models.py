@@ -106,6 +106,24 @@ def test_the_state_of_a_whole_model(name):
     assert jax.tree.structure(tx.init(model())) == jax.tree.structure(parted)
 
 
+@pytest.mark.dtype_promotion
+def test_two_optimizers_for_one_model():
+    """The tree of labels is a model, and callable: it needs a function around it."""
+    before = model()
+    params = eqx.filter(before, eqx.is_inexact_array)
+    is_table = lambda path, _: "embed" in jax.tree_util.keystr(path)
+    labels = jax.tree.map_with_path(is_table, params)
+    dense = {True: optax.sgd(0.1), False: optax.adam(0.1)}
+    lazy = {True: jmask.sgd(0.1), False: optax.adam(0.1)}
+    steps = []
+    for transforms, grad in ((dense, eqx.filter_grad(loss)), (lazy, jmask.grad(loss))):
+        tx = optax.partition(transforms, lambda _: labels)
+        step = eqx.filter_jit(lambda g, s, m, tx=tx: jmask.apply_gradients(tx, g, s, m)[0])
+        steps.append(step(grad(before, IDS), tx.init(params), before))
+    for x, y in zip(*map(arrays, steps), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
 def test_explain():
     found = jmask.explain(loss, model(), IDS)
     assert found["embed.weight"].nse == 3

@@ -92,6 +92,26 @@ ENDS = {
         x[:, 0] + jmask.embedding_bag(x[0], jnp.zeros((2, 2), int))[:1]
     ),
 }
+# The same of rows and a layer (1, D), as the last of a model.
+HEADS = {
+    "scores of bags": lambda x, head: x.sum(1) @ head.T,
+    "a score": lambda x, head: head @ x[0].mean(0),
+    "a score of a layer": lambda x, head: head @ jnp.tanh(x[0, 0]),
+    "a layer and a score": lambda x, head: (
+        jnp.ones((1, 2)) @ jnp.tanh(jnp.concatenate([head, 2 * head]) @ x[0, 0])
+    ),
+    "a scalar": lambda x, head: head[0] @ x[0, 0],
+    "a bias": lambda x, head: head @ x[0, 0] + head[:, 0],
+    "biases": lambda x, head: x.sum(1) @ head.T + head[:, :1],
+    "a bias alone": lambda x, head: x[0] + head,
+}
+# Each takes what an end gives. That of a sum has a cotangent which is one number everywhere.
+LOSSES = {
+    "sines": lambda y: jnp.sum(jnp.sin(y)),
+    "sum": jnp.sum,
+    "mean": jnp.mean,
+    "a multiple": lambda y: 3.0 * jnp.sum(y) / 2,
+}
 
 
 @st.composite
@@ -100,26 +120,30 @@ def programs(draw):
     sizes = draw(st.tuples(size, size, size, size))
     lookups = draw(st.lists(st.sampled_from(sorted(LOOKUPS)), min_size=1, max_size=2))
     layers = draw(st.lists(st.sampled_from(sorted(LAYERS)), max_size=3))
-    return sizes, lookups, layers, draw(st.sampled_from(sorted(ENDS))), draw(st.integers(0, 99))
+    end, loss = (draw(st.sampled_from(sorted(table))) for table in (ENDS | HEADS, LOSSES))
+    return sizes, lookups, layers, end, loss, draw(st.integers(0, 99))
 
 
 def build(program):
-    (v, b, n, d), lookups, layers, end, seed = program
+    (v, b, n, d), lookups, layers, end, total_of, seed = program
     rng = np.random.default_rng(seed)
     table = jnp.asarray(rng.normal(size=(v, d)), jnp.float32)
     ids = jnp.asarray(rng.integers(-v - 1, v + 2, (b, n)))
     weights = jnp.asarray(rng.normal(size=(b, n)), jnp.float32)
 
-    def loss(t):
+    head = jnp.asarray(rng.normal(size=(1, d)), jnp.float32)
+
+    def loss(t, weights, head):
         total = 0.0
         for lookup in lookups:
             x = LOOKUPS[lookup](t, ids)
             for layer in layers:
                 x = LAYERS[layer](x, weights)
-            total += jnp.sum(jnp.sin(ENDS[end](x, weights)))
+            end_of = HEADS[end] if end in HEADS else ENDS[end]
+            total += LOSSES[total_of](end_of(x, head if end in HEADS else weights))
         return total
 
-    return loss, table
+    return loss, table, weights, head
 
 
 # --- thresholds --------------------------------------------------------------------------
@@ -150,16 +174,17 @@ def stepped(tx, gradient, table):
 
 
 def check(program, values):
-    loss, table = build(program)
-    expected = jax.value_and_grad(loss)(table)
+    loss, table, *layers = build(program)
+    expected = jax.value_and_grad(loss, (0, 1, 2))(table, *layers)
     low = "in float16" in program[2]
     tolerance = {"rtol": 2e-2 if low else 1e-4, "atol": 2e-3 if low else 1e-5}
     with set_to(values):
-        assert_close(densified(jmask.value_and_grad(loss)(table)), expected, **tolerance)
+        result = jmask.value_and_grad(loss, (0, 1, 2))(table, *layers)
+        assert_close(densified(result), expected, **tolerance)
 
         @jax.jit
         def steps(table):
-            value, gradient = jmask.value_and_grad(loss)(table)
+            value, gradient = jmask.value_and_grad(loss)(table, *layers)
             optimizers = jmask.sgd(0.5), jmask.adam(0.5), jmask.lazy(optax.adagrad(0.5))
             new = [
                 jmask.apply_gradients(tx, gradient, tx.init(table), table)[0]
@@ -168,8 +193,9 @@ def check(program, values):
             return value, gradient, jmask.todense(gradient), new
 
         value, gradient, dense, new = steps(table)
-    assert_close((value, densified(gradient)), expected, **tolerance)
-    assert_close(dense, expected[1], **tolerance)
+    value_and_gradient = expected[0], expected[1][0]
+    assert_close((value, densified(gradient)), value_and_gradient, **tolerance)
+    assert_close(dense, expected[1][0], **tolerance)
     if not isinstance(gradient, jmask.RowSparse):
         return
     # The same step of the same rows as an array: what is known of them changes nothing.
@@ -196,6 +222,16 @@ def test_random_lookups(program, values):
 @given(programs(), thresholds)
 def test_many_random_lookups(program, values):
     check(program, values)
+
+
+@pytest.mark.dtype_promotion
+@pytest.mark.sampled
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 1, 2, 2), (3, 2, 2, 1)], ids=str)
+@pytest.mark.parametrize("total", LOSSES)
+@pytest.mark.parametrize("end", ENDS | HEADS)
+def test_each_end(end, total, sizes):
+    """Every end before every loss, which random programs of three layers seldom meet."""
+    check((sizes, ["index"], [], end, total, 0), [small for small, _ in THRESHOLDS.values()])
 
 
 # --- the time of a trace -----------------------------------------------------------------

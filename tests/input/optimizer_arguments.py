@@ -74,6 +74,7 @@ OPTIMIZER_ARGUMENTS |= {
 }
 OPTIMIZER_ARGUMENTS |= {
     "lazy(inner)": Arg(jmask.lazy, OBJECTS),
+    "ema(decay)": Arg(jmask.ema, NUMBER),
     "deferred(table)": Arg(lambda v: jmask.deferred(v, ADAGRAD), ARRAY, REAL),
     "deferred(tx)": Arg(lambda v: jmask.deferred(TABLE, v), OBJECTS),
     "to_deferred(tx)": Arg(

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.sparse import BCOO
-from jax.test_util import check_grads
 
 import jmask
 import jmask.numpy as jnm
@@ -260,7 +259,6 @@ SIZED = {
     "compressed": (lambda x: x.compressed(), lambda x: x.compressed()),
     "nonzero": (lambda x: x.nonzero(), lambda x: ma.nonzero(x)),
 }
-DIAGONALS = {"trace": 0, "trace above": 1}
 
 
 def _clean(seed=0):
@@ -274,6 +272,12 @@ def _clean(seed=0):
 def _cases():
     for i, mask in enumerate(masks()):
         yield _clean(i), mask, POISON[i % len(POISON)]
+
+
+def _diagonal(name):
+    """The entries of which those that are valid are summed by `trace`."""
+    offset = {"trace": 0, "trace above": 1}.get(name)
+    return offset is None or np.arange(3) - np.arange(4)[:, None] == offset
 
 
 def compare(result, expected, name=""):
@@ -300,9 +304,8 @@ def test_against_numpy(name, kind):
         if name in NAN:
             clean[1, 1], clean[2, 0] = np.nan, np.nan
         valid = mask & PATTERNS[kind]
-        if name in DIAGONALS:  # the entries that are left are summed
-            valid = valid & (np.arange(3) - np.arange(4)[:, None] == DIAGONALS[name])
-        expected = reference(ma.array(clean, mask=~valid, dtype=np.float64))
+        counted = valid & _diagonal(name)
+        expected = reference(ma.array(clean, mask=~counted, dtype=np.float64))
         data = jnp.asarray(np.where(mask, clean, poison), jnp.float32)
         compare(compiled(data, jnp.asarray(mask)), expected, name)
         if i == 2:
@@ -313,19 +316,36 @@ def test_against_numpy(name, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SMOOTH)
 def test_derivatives(name, kind):
-    function, _ = SMOOTH[name]
+    """By central differences of NumPy; forward mode, and the second order is finite."""
+    function, reference = SMOOTH[name]
     mask = masks()[3]
-    with jax.enable_x64(True):
+    valid = mask & PATTERNS[kind]
+    counted = valid & _diagonal(name)
+    clean = _clean(5) + 0.01 * np.arange(12).reshape(SHAPE)
 
+    @jax.jit
+    def run(values, direction):
         def loss(values):
-            x = build(kind, jnp.where(mask, values, jnp.nan), mask)
-            result = jnm.square(function(x)).to_dense()
-            return jnm.sum(result).to_tensor(0)
+            x = build(kind, jnp.where(mask, values, jnp.nan), jnp.asarray(mask))
+            return jnm.sum(jnm.square(function(x))).to_dense().to_tensor(0)
 
-        values = jnp.asarray(_clean(5) + 0.01 * np.arange(12).reshape(SHAPE), float)
-        check_grads(loss, (values,), order=2, atol=1e-3, rtol=1e-3)
-        slope = np.asarray(jax.grad(loss)(values))
-        assert (slope[~(mask & PATTERNS[kind])] == 0).all()
+        along = jax.jvp(loss, (values,), (direction,))[1]
+        return jax.jvp(jax.grad(loss), (values,), (direction,)), along
+
+    def model(values):
+        result = reference(ma.array(values, mask=~counted))
+        return np.sum(ma.compressed(result) ** 2)
+
+    expected, h = np.zeros(SHAPE), 1e-5
+    for at in np.argwhere(counted):
+        step = h * (np.arange(12).reshape(SHAPE) == np.ravel_multi_index(at, SHAPE))
+        expected[tuple(at)] = (model(clean + step) - model(clean - step)) / (2 * h)
+    direction = jnp.asarray(_clean(6), jnp.float32)
+    (slope, second), along = run(jnp.asarray(clean, jnp.float32), direction)
+    np.testing.assert_allclose(slope, expected, rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(along, np.sum(slope * direction), rtol=2e-3, atol=2e-3)
+    assert (np.asarray(slope)[~valid] == 0).all()
+    assert np.isfinite(second).all()
 
 
 @pytest.mark.sampled

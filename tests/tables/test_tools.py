@@ -123,7 +123,9 @@ def test_trees_and_functions_of_labels(table: str, name: str) -> None:
     wanted = table_of(stepped(TX, parameters("array"))[0])
     new, _ = stepped(LABELLED[name](function({"t": 0, "w": 0})), params)
     np.testing.assert_allclose(table_of(new), wanted, rtol=1e-6)
-    with pytest.raises(TypeError, match=r"`tx` holds .* function of labels.*give it the tree"):
+    with pytest.raises(
+        TypeError, match=r"`tx` holds .* function of labels.*make the tree once"
+    ):
         stepped(LABELLED[name](function), params)
 
 
