@@ -158,9 +158,6 @@ from jmask._ops.reductions import argmin as argmin
 from jmask._ops.reductions import average as average
 from jmask._ops.reductions import count as count
 from jmask._ops.reductions import count_nonzero as count_nonzero
-from jmask._ops.reductions import cumlogsumexp as cumlogsumexp
-from jmask._ops.reductions import cumprod as cumprod
-from jmask._ops.reductions import cumsum as cumsum
 from jmask._ops.reductions import logsumexp as logsumexp
 from jmask._ops.reductions import max as max
 from jmask._ops.reductions import mean as mean
@@ -171,6 +168,9 @@ from jmask._ops.reductions import ptp as ptp
 from jmask._ops.reductions import std as std
 from jmask._ops.reductions import sum as sum
 from jmask._ops.reductions import var as var
+from jmask._ops.running import cumlogsumexp as cumlogsumexp
+from jmask._ops.running import cumprod as cumprod
+from jmask._ops.running import cumsum as cumsum
 
 # Shapes and selection.
 from jmask._ops.shape import argsort as argsort

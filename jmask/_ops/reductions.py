@@ -4,7 +4,7 @@
     sum(x) = 4,  mean(x) = 2,  norm(x) = 3.16;   masked where no entry is valid
 
     x = MaskedTensor([3, inf, 1, 3], [T, F, T, T])
-    max(x) = 3,  argmax(x) = 0,  ptp(x) = 2,  count(x) = 3,  cumsum(x) = [3, --, 4, 7]
+    max(x) = 3,  argmax(x) = 0,  ptp(x) = 2,  count(x) = 3
 
 | input                 | reduces                     | where there is no entry           |
 |-----------------------|-----------------------------|-----------------------------------|
@@ -15,10 +15,9 @@
 | RowSparse, BCOO, BCSR | all entries, zeros included |                                   |
 
 Masked tensors on sparse storage are reduced by segments of their stored values and never
-made dense, except by `cumsum`, `cumprod` and `cumlogsumexp`. The result is dense; where all
-axes reduced are stored densely (the columns of a RowSparse) it keeps its storage. For ordinary
-sparse tensors `sum`, `mean`, `norm`, `prod`, `max` and `min` need the stored values and how
-many there are.
+made dense. The result is dense; where all axes reduced are stored densely (the columns of a
+RowSparse) it keeps its storage. For ordinary sparse tensors `sum`, `mean`, `norm`, `prod`,
+`max` and `min` need the stored values and how many there are.
 
 The derivative at a masked entry is exactly 0. It is 0, too, where a formula has none: `std`
 and `norm` at 0, everything without entries. An index is never that of a masked entry, also if
@@ -33,16 +32,14 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.scipy import special
 
-from jmask._base.fallback import report_fallback
 from jmask._ops import kernels
 from jmask._ops.elementwise import elementwise
-from jmask._ops.groups import Reduction, became_dense, checked_axes, single_axis, where_at
+from jmask._ops.groups import Reduction, checked_axes, single_axis, where_at
 from jmask._ops.shape import dense
-from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, joined
-from jmask._tensors.storage import as_dense, is_sparse, sampled
+from jmask._tensors.masked_tensor import MaskedTensor, as_tensor
+from jmask._tensors.storage import is_sparse, sampled
 
 # --- the table ---------------------------------------------------------------------------
 
@@ -444,83 +441,3 @@ def count_nonzero(x: Any, axis: Any = None, keepdims: bool = False, where: Any =
         Array(0, dtype=int32)
     """
     return _COUNT_NONZERO(x, axis, keepdims, where)
-
-
-@described
-def cumsum(x: Any, axis: Any = None, dtype: Any = None, where: Any = None) -> Any:
-    """Return the running sum of the valid entries along `axis`; masked entries stay so.
-
-    Sparse storage becomes dense. With axis None the tensor is flattened.
-
-    Args:
-        dtype: of the result; as `jnp.cumsum` by default.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> jmask.numpy.cumsum(jnp.array([1, 9, 3]), where=jnp.array([True, False, True]))
-        Array([1, 1, 4], dtype=int32)
-    """
-    return _running("cumsum", jnp.cumsum, 0, x, axis, dtype, where)
-
-
-@described
-def cumprod(x: Any, axis: Any = None, dtype: Any = None, where: Any = None) -> Any:
-    """Return the running product of the valid entries along `axis`; masked entries stay so.
-
-    Sparse storage becomes dense. With axis None the tensor is flattened.
-
-    Args:
-        dtype: of the result; as `jnp.cumprod` by default.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> jmask.numpy.cumprod(jnp.array([2, 9, 3]), where=jnp.array([True, False, True]))
-        Array([2, 2, 6], dtype=int32)
-    """
-    return _running("cumprod", jnp.cumprod, 1, x, axis, dtype, where)
-
-
-@described
-def cumlogsumexp(x: Any, axis: Any = None, where: Any = None) -> Any:
-    """Return the log of the running sum of exp of the valid entries along `axis`.
-
-    Masked entries stay so. Sparse storage becomes dense. With axis None the tensor is
-    flattened.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> x = jnp.array([1000., 1e30, -jnp.inf])
-        >>> jmask.numpy.cumlogsumexp(x, where=jnp.array([True, False, True]))
-        Array([1000., 1000., 1000.], dtype=float32)
-    """
-    x = as_tensor(x)
-    x = x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(kernels.inexact(x.dtype))
-    return _running("cumlogsumexp", _cumlogsumexp, -jnp.inf, x, axis, None, where)
-
-
-def _cumlogsumexp(x: jax.Array, axis: int | None, dtype: None) -> jax.Array:
-    x = x.reshape(-1) if axis is None else x
-    axis = (axis or 0) % x.ndim
-    # With -inf itself, derivatives of the function are nan.
-    adds = x != -jnp.inf
-    result = lax.cumlogsumexp(jnp.where(adds, x, jnp.finfo(x.dtype).min), axis)
-    return jnp.where(lax.cummax(adds.astype(jnp.int8), axis) > 0, result, -jnp.inf)
-
-
-def _running(
-    name: str, function: Any, identity: float, x: Any, axis: Any, dtype: Any, where: Any
-) -> Any:
-    masked = isinstance(x, MaskedTensor)
-    if is_sparse(x.storage if masked else x):
-        report_fallback(became_dense(name, x))
-        x = x.to_dense() if masked else as_dense(x)
-    values = x.storage if masked else jnp.asarray(x)
-    checked_axes(single_axis(axis, name), values.ndim)
-    taken = where_at(where, values)
-    if masked:
-        taken &= x.valid
-    safe = jnp.where(taken, values, jnp.asarray(identity, values.dtype))
-    result = function(safe, axis=axis, dtype=dtype)
-    if not masked:
-        return result
-    return joined(result, taken.reshape(result.shape))

@@ -584,6 +584,17 @@ def test_attention_without_masks_is_that_of_jax(name):
     compare(result, ma.array(expected))
 
 
+def test_attention_with_a_masked_bias_or_mask():
+    """Where they are masked there is no score."""
+    operands = _attention_arguments(np.random.default_rng(2))
+    allowed = np.tile([True, False, True, True], (1, 1, 3, 1))
+    expected = ma.array(jax.nn.dot_product_attention(*operands, mask=jnp.asarray(allowed)))
+    bias = jmask.masked_tensor(jnp.where(allowed, 0.0, jnp.nan), allowed)
+    compare(nn.dot_product_attention(*operands, bias), expected)
+    mask = jmask.masked_tensor(jnp.ones_like(allowed), allowed)
+    compare(nn.dot_product_attention(*operands, mask=mask), expected)
+
+
 def test_attention_leaves_out_keys_that_do_not_exist():
     query, key, value = _attention_arguments(np.random.default_rng(1))
     exists = np.array([[True, True, False, True], [False] * 4])[:, :, None, None]
