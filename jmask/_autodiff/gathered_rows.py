@@ -31,13 +31,10 @@ from jax.extend.core import JaxprEqn, Literal
 from jmask._base.array_facts import ArrayFacts
 from jmask._base.array_types import explicit_sharding, joint_dtype, trailing, wide
 from jmask._base.forms import aval_of, name_of, parameter
-from jmask._base.types import Value
+from jmask._base.types import Shape, Value
 from jmask._kernels import tuning
 from jmask._kernels.bag_sum import are_many, bag_sum, most_columns
 from jmask._kernels.gathered_rows import GATHERED, GatheredRows, Rows, joined_rows, pays
-
-Shape = tuple[int, ...]
-
 
 # --- what is known -----------------------------------------------------------------------
 

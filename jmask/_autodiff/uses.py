@@ -51,7 +51,7 @@ def uses_of_inputs(jaxpr: Jaxpr) -> list[list[Use]]:
     return _uses(jaxpr, [_Origin(i, False) for i in range(count)], count)[0]
 
 
-class Gradient(NamedTuple):
+class InputGradient(NamedTuple):
     """The gradient of one input: its name, in backticks, and how many rows.
 
     `rows` is None of a dense gradient.
@@ -62,7 +62,7 @@ class Gradient(NamedTuple):
 
 
 def refined_reports(
-    jaxpr: Jaxpr, found: Callable[[], Sequence[Gradient]], reports: Sequence[Fallback]
+    jaxpr: Jaxpr, found: Callable[[], Sequence[InputGradient]], reports: Sequence[Fallback]
 ) -> list[Fallback]:
     """Report gradients of tables once each, at the source line that needs the whole table.
 
@@ -80,7 +80,7 @@ def refined_reports(
     shapes = {report.shape for report in reports}
     if not reports and all(_size(table) < LARGE for table in inputs):
         return []
-    input_reports: list[tuple[Gradient, Fallback]] = []
+    input_reports: list[tuple[InputGradient, Fallback]] = []
     for gradient, table, uses in zip(found(), inputs, uses_of_inputs(jaxpr), strict=True):
         is_reported = tuple(table.shape) in shapes
         if is_reported or (gradient.rows is None and _size(table) >= LARGE):
@@ -109,7 +109,7 @@ def refined_reports(
     return list(dict.fromkeys(refined))
 
 
-def _mixed_uses(gradient: Gradient, table: Shaped, uses: Sequence[Use]) -> Fallback | None:
+def _mixed_uses(gradient: InputGradient, table: Shaped, uses: Sequence[Use]) -> Fallback | None:
     """Report a table that is looked up and needed as a whole; return None for others."""
     lookups = [use.place for use in uses if use.is_lookup]
     others = [use for use in uses if not use.is_lookup]
@@ -138,7 +138,9 @@ def _remedy(uses: Sequence[Use]) -> str:
     )
 
 
-def _lookups_alone(gradient: Gradient, table: Shaped, uses: Sequence[Use]) -> Fallback | None:
+def _lookups_alone(
+    gradient: InputGradient, table: Shaped, uses: Sequence[Use]
+) -> Fallback | None:
     """Report a table that is only looked up, in a way that does not read rows."""
     if gradient.rows is not None or not uses or not all(use.is_lookup for use in uses):
         return None

@@ -29,7 +29,7 @@ from jmask._autodiff.loss import (
 )
 from jmask._autodiff.rules import EQUATION_RULES
 from jmask._autodiff.tensor_arguments import TensorArguments
-from jmask._autodiff.uses import Gradient, refined_reports
+from jmask._autodiff.uses import InputGradient, refined_reports
 from jmask._autodiff.values import Filled, RowSum
 from jmask._base.array_types import on_explicit_mesh
 from jmask._base.fallback import collected, expect_dense, report_fallback
@@ -365,14 +365,14 @@ def _value_and_results(
         jax.tree.map(lambda x: x.ndim > 0, gradients),
     )
 
-    def named_gradients() -> list[Gradient]:
+    def named_gradients() -> list[InputGradient]:
         names = (
             leaf_name(argument_name(fun, number), path)
             for number, tree in zip(numbers, differentiated, strict=True)
             for path, _ in jax.tree.leaves_with_path(tree)
         )
         return [
-            Gradient(name, x.capacity if isinstance(x, RowSum) and x.is_rows else None)
+            InputGradient(name, x.capacity if isinstance(x, RowSum) and x.is_rows else None)
             for name, x in zip(names, jax.tree.leaves(gradients), strict=True)
         ]
 

@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
-from jmask._base.types import Axes, PyTree, Shaped
+from jmask._base.types import MeshAxes, PyTree, Shaped
 
 
 @contextlib.contextmanager
@@ -84,7 +84,7 @@ def sharding_of_rows(array: jax.Array) -> NamedSharding | None:
     return by_rows(sharding.mesh, (*sharding.spec, None)[0], array.ndim)
 
 
-def by_rows(mesh: Mesh | AbstractMesh, axes: Axes, ndim: int) -> NamedSharding:
+def by_rows(mesh: Mesh | AbstractMesh, axes: MeshAxes, ndim: int) -> NamedSharding:
     """Return an array (V, *row) with its rows over `axes`; spelled as a step returns it.
 
     A step that is given another spelling than it returns is compiled twice.
@@ -100,7 +100,7 @@ def placed(array: jax.Array, like: NamedSharding, spec: Sequence[Any]) -> jax.Ar
     return jax.sharding.reshard(array, NamedSharding(like.mesh, P(*spec)))
 
 
-def with_rows_over(array: jax.Array, like: NamedSharding, axes: Axes) -> jax.Array:
+def with_rows_over(array: jax.Array, like: NamedSharding, axes: MeshAxes) -> jax.Array:
     """Return the array with dimension 0 sharded over `axes`, and only this one."""
     axes = axes or None
     axes = axes[0] if isinstance(axes, tuple) and len(axes) == 1 else axes

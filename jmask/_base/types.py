@@ -3,7 +3,7 @@
 | an argument is                                     | annotate                            |
 |----------------------------------------------------|-------------------------------------|
 | an array, of the program or of a trace             | `jax.Array`                         |
-| an array or a number, as functions of JAX take it | `jax.typing.ArrayLike`              |
+| an array or a number, as functions of JAX take it| `jax.typing.ArrayLike`              |
 | the same or nested lists, as `jnp.asarray` takes it| `Numbers`                           |
 | a number that may be traced                        | `Scalar`                            |
 | a dtype, or the name of one                        | `jax.typing.DTypeLike`              |
@@ -23,7 +23,7 @@ tells them apart by functions (`is_row_sparse`, `is_stored_table`) that a type c
 follow. Their names are therefore checked as `Any`, and the comments say what they hold.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -35,7 +35,7 @@ from jax.typing import ArrayLike
 
 Shape = tuple[int, ...]
 Axis = int | Sequence[int] | None
-"""Axes to reduce; None is all of them."""
+"""MeshAxes to reduce; None is all of them."""
 Scalar = float | jax.Array
 """A number of Python, or an array of no dimensions, which may be traced."""
 Index = int | jax.Array
@@ -57,8 +57,8 @@ class Shaped(Protocol):
     def dtype(self) -> Any: ...
 
 
-Axes = str | tuple[str, ...] | None
-"""Axes of a mesh that shard a dimension; None is no axis."""
+MeshAxes = str | tuple[str, ...] | None
+"""MeshAxes of a mesh that shard a dimension; None is no axis."""
 
 # --- tensors and tables ---------------------------------------------------------------------
 
@@ -77,7 +77,6 @@ Gradients = Any  # a tree of Gradient, of the structure of the parameters
 OptState = Any  # the state of a transformation of optax
 KeyPath = tuple[Any, ...]
 """Where a leaf is in a tree, as `jax.tree.leaves_with_path` writes it."""
-IsLeaf = Callable[[Any], bool]
 
 # --- programs -------------------------------------------------------------------------------
 

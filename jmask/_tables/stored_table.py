@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -176,7 +176,7 @@ def from_the_end(ids: Numbers, rows: int) -> Any:
     return jnp.where(found < 0, found + rows, found)
 
 
-def is_stored_table(x: object) -> bool:
+def is_stored_table(x: object) -> TypeGuard[StoredTable]:
     """Decide whether `x` is a `StoredTable`: one leaf of the parameters."""
     return isinstance(x, StoredTable)
 
@@ -371,6 +371,6 @@ class NewTable:
         return node
 
 
-def is_new_table(x: object) -> bool:
+def is_new_table(x: object) -> TypeGuard[NewTable]:
     """Decide whether `x` is a `NewTable`."""
     return isinstance(x, NewTable)

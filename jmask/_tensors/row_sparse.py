@@ -17,7 +17,7 @@ apart from padding, padding last.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -480,7 +480,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         return gathered(self.values)
 
 
-def is_row_sparse(x: object) -> bool:
+def is_row_sparse(x: object) -> TypeGuard[RowSparse]:
     """Decide whether `x` is a `RowSparse`: the `is_leaf` of every tree that may hold one."""
     return isinstance(x, RowSparse)
 
