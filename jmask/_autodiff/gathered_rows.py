@@ -52,7 +52,7 @@ class Product:
 
     factors: tuple[tuple[Any, Shape], ...]
     shape: Shape
-    dtype: Any
+    dtype: np.dtype
 
     @property
     def is_exact(self) -> bool:
@@ -149,7 +149,7 @@ class Gathered:
     index: jax.Array | None
     weight: jax.Array | None
     entries: Shape
-    dtype: Any
+    dtype: np.dtype
     outside: jax.Array | None = None
     is_alone: bool = False
     factors: int = 0

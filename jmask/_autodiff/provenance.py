@@ -46,7 +46,7 @@ _MOST_FACTORS = 8
 class Operand:
     """An operand of an equation: its value, and what is known of it."""
 
-    value: Any
+    value: Value
     shape: Shape
     fact: Fact | None
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jmask._autodiff.row_pattern import IdsAndRows
 from jmask._base.fallback import LARGE
@@ -79,7 +80,7 @@ class RowSum:
     """
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     parts: tuple[IdsAndRows, ...] = ()
     looked_up: bool = False
     carry: object | None = None

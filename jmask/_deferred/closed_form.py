@@ -30,6 +30,7 @@ from jax.typing import DTypeLike
 
 from jmask._base.array_types import trailing
 from jmask._base.types import Scalar
+from jmask._deferred.zero_gradient import Coefficient
 
 # --- the sum of quotients ----------------------------------------------------------------
 #
@@ -81,10 +82,10 @@ Pair = tuple[int, int]
 class Quotient(NamedTuple):
     """The scalars of c s_a / (√(y s_b + e0) + e1)."""
 
-    c: Any
-    y: Any
-    e0: Any
-    e1: Any
+    c: Coefficient
+    y: Coefficient
+    e0: Coefficient
+    e1: Coefficient
 
 
 class StepWithout(NamedTuple):
@@ -98,7 +99,7 @@ class StepWithout(NamedTuple):
 
     changes: dict[Pair, Any]
     quotient: Quotient | None
-    sign: Any
+    sign: Coefficient
 
     def decay(self, i: int) -> Any:
         """Return the factor of entry i: A[i, i]."""
@@ -108,10 +109,10 @@ class StepWithout(NamedTuple):
 class Scale(NamedTuple):
     """The scalars of the first step that map s_b to ζ: ŷ, √ê0, k e1; and its e1."""
 
-    y: Any
-    root: Any
-    shift: Any
-    e1: Any
+    y: Coefficient
+    root: Coefficient
+    shift: Coefficient
+    e1: Coefficient
 
 
 @dataclasses.dataclass(frozen=True)

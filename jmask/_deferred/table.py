@@ -77,10 +77,10 @@ class DeferredTable(Deferred):
     _NAMES = ("main", "others", "last", "clock", "lines", "carry", "placeholder")
     _STATIC = ("shape", "apart", "form", "made_for")
 
-    main: Any
+    main: Table
     others: tuple[Any, ...]
     last: Any
-    sealed_clock: Any
+    sealed_clock: jax.Array
     lines: Any
     carry: Any
     apart: tuple[bool, ...]

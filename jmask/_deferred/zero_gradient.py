@@ -39,7 +39,7 @@ class Factor(NamedTuple):
     """A coefficient `ones` + `rest`: one near 1 keeps its digits."""
 
     ones: int
-    rest: Any
+    rest: Coefficient
 
     def times(self, x: Coefficient) -> "Factor":
         if isinstance(self.rest, int | float):  # in Python's digits
@@ -58,9 +58,9 @@ class Root:
     """√(y s_b + e0), plus e1 if it is not None; `e0` is None if it is 0."""
 
     b: Entry
-    y: Any
-    e0: Any
-    e1: Any
+    y: Coefficient
+    e0: Coefficient
+    e1: Coefficient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class RowForm:
     """
 
     entries: dict[Entry, Factor] = dataclasses.field(default_factory=dict)
-    constant: Any = None
+    constant: Coefficient = None
     quotients: tuple[tuple[Entry, Any, Root], ...] = ()
     signs: dict[Entry, Any] = dataclasses.field(default_factory=dict)
     root: Root | None = None

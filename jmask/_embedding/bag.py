@@ -202,7 +202,7 @@ def _sums(
     bags: Bags,
     entries: Entries,
     weights: jax.Array | None,
-    valid: jax.Array,
+    valid: jax.Array | None,
     bound: Bound | None,
 ) -> jax.Array:
     """Compute Σ w r of each bag: nan where `valid` is False."""
@@ -308,8 +308,8 @@ class _Form(NamedTuple):
     """
 
     bags: Bags
-    left_out: Any = None
-    valid: Any = None
+    left_out: jax.Array | None = None
+    valid: jax.Array | None = None
 
 
 def _line_bags(ids: Ids, include_last_offset: bool) -> _Form:

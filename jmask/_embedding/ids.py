@@ -42,8 +42,8 @@ class Entries(NamedTuple):
     """
 
     positions: jax.Array
-    absent: Any
-    outside: Any
+    absent: jax.Array | None
+    outside: jax.Array | None
 
 
 def entries_of(

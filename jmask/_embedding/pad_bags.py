@@ -51,11 +51,11 @@ class PaddedBags:
         array([0, 0, 1, 2], dtype=int32)
     """
 
-    ids: Any
-    offsets: Any
-    weights: Any = None
+    ids: Ids
+    offsets: Ids
+    weights: TensorLike | None = None
     # Not given, and lost by `dataclasses.replace`: it must not be there with other offsets.
-    bag_of_entry: Any = dataclasses.field(init=False, default=None)
+    bag_of_entry: Ids = dataclasses.field(init=False, default=None)
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
         keys = [field.name for field in dataclasses.fields(self)]

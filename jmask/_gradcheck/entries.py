@@ -69,7 +69,7 @@ class Input:
     """
 
     path: str
-    tensor: Any
+    tensor: TensorLike
 
     @functools.cached_property
     def positions(self) -> np.ndarray:

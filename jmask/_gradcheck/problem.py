@@ -75,7 +75,7 @@ class Output:
     path: str
     number: int
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     mask: np.ndarray | None
 
     @functools.cached_property

@@ -55,10 +55,10 @@ class BagSum:
     """
 
     table: Any
-    positions: Any
-    bag_of_entry: Any
-    weights: Any
-    valid: Any
+    positions: jax.Array
+    bag_of_entry: jax.Array | None
+    weights: jax.Array | None
+    valid: jax.Array | None
     bags: int
     fill: float
 

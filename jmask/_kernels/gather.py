@@ -32,7 +32,7 @@ from jmask._base.array_types import (
     typed_like,
     without_repetition,
 )
-from jmask._base.types import Shaped
+from jmask._base.types import Scalar, Shaped
 from jmask._kernels import tuning
 
 # Integers of as many bytes as a floating entry has.
@@ -45,8 +45,8 @@ class Gather:
 
     dimension_numbers: lax.GatherDimensionNumbers
     slice_sizes: tuple[int, ...]
-    mode: Any
-    fill_value: Any = None
+    mode: lax.GatherScatterMode | str
+    fill_value: Scalar | None = None
     indices_are_sorted: bool = False
     unique_indices: bool = False
 

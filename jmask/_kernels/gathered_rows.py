@@ -16,10 +16,10 @@ materialises all of them, and the compiler removes the array that nothing reads.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -44,7 +44,7 @@ class GatheredRows:
     source: jax.Array
     index: jax.Array | None
     weight: jax.Array | None
-    dtype: Any = dataclasses.field(metadata={"static": True})
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:

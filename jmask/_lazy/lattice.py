@@ -29,7 +29,7 @@ class Replicated:
     """
 
     uniform: frozenset[int] = frozenset()
-    constant: Any = None
+    constant: Scalar | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class RowWise:
 
     table: int
     axis: int
-    off_support: Any = None
+    off_support: Scalar | None = None
     merged: tuple[int, int] = (1, 1)
 
     # The invariant of `merged`: for a table of V rows the axis has merged[0] * V * merged[1]

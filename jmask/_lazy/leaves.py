@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmask._base.types import Gradients, OptState, PyTree, TensorLike, Value
+from jmask._base.types import Gradients, OptState, PyTree, Table, TensorLike, Value
 from jmask._kernels.rows import ids_after_reading
 from jmask._lazy.psum_over_shards import Axes, axes_of_rows
 from jmask._tables.stored_table import (
@@ -52,7 +52,7 @@ class Leaf:
         uncoalesced: a gradient as it came, before equal ids were summed.
     """
 
-    value: Any
+    value: Table
     kind: Literal["gradient", "state", "param", "extra"]
     table: int | None = None
     valid: jax.Array | None = None

@@ -71,7 +71,7 @@ class _Groups:
 
     values: jax.Array
     valid: jax.Array
-    origin: Any
+    origin: TensorLike
     reduced: tuple[int, ...]
     shape: tuple[int, ...]
 

@@ -152,7 +152,7 @@ _FREE, _ARRAYS, _AFFINE, _OTHER = range(4)
 class Known:
     """A constant."""
 
-    value: Any
+    value: TensorLike
 
     def is_zero(self) -> bool:
         return not np.any(np.asarray(self.value) != 0)
@@ -202,7 +202,7 @@ class Varying:
     """Stands for an operand whose value is not known: "sparse", an "array" or a "scalar"."""
 
     kind: str
-    dtype: Any
+    dtype: np.dtype
     weak: bool = False
 
 

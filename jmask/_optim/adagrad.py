@@ -10,7 +10,7 @@ With `decay_mode="decoupled"` the decay is not in g'; w <- w - rate * weight_dec
 t counts the steps, from 1. In the first step from s = 0, w moves by lr * sign(g).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ import optax
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import as_float
-from jmask._base.types import Scalar
+from jmask._base.types import PyTree, Scalar
 from jmask._optim import hyperparameters as hyper
 from jmask._optim.row_rule import RowRule, Slot, optimizer
 from jmask._updates.eager import sharing_programs
@@ -28,7 +28,7 @@ class AdagradState(NamedTuple):
     """State of `adagrad` and `rowwise_adagrad`: steps done, and the sum of squares."""
 
     count: jax.Array  # type: ignore[assignment]  # shadows tuple.count, as in optax
-    sum_of_squares: Any
+    sum_of_squares: PyTree
 
 
 @sharing_programs

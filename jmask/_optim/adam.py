@@ -18,7 +18,7 @@ and w moves by lr * sign(g) (for eps = 0).
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,17 +38,17 @@ class AdamState(NamedTuple):
     """State of `adam` and `rowwise_adam`: steps done, averages of gradient and square."""
 
     count: jax.Array  # type: ignore[assignment]  # shadows tuple.count, as in optax
-    mu: Any
-    nu: Any
+    mu: PyTree
+    nu: PyTree
 
 
 class RowCountAdamState(NamedTuple):
     """State with `count="per_row"`: also (V, 1, ..., 1) steps of each row, int32."""
 
     count: jax.Array  # type: ignore[assignment]
-    mu: Any
-    nu: Any
-    row_count: Any
+    mu: PyTree
+    nu: PyTree
+    row_count: PyTree
 
 
 # What t counts: the steps of the optimizer, or for each row those in which it had a gradient.

@@ -10,13 +10,13 @@ So a row keeps the number of the last step that moved it, and makes up for the s
 it moves next, or is read.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jmask._base.types import Scalar
+from jmask._base.types import PyTree, Scalar
 from jmask._optim import hyperparameters as hyper
 from jmask._optim.row_rule import RowRule, Slot, optimizer
 from jmask._tables.plain_arrays import from_arrays, to_arrays
@@ -26,8 +26,8 @@ class EmaState(NamedTuple):
     """State of `ema`: steps done, averages, and (V, 1, ..., 1) the last step of each row."""
 
     count: jax.Array  # type: ignore[assignment]  # shadows tuple.count, as in optax
-    average: Any
-    last: Any
+    average: PyTree
+    last: PyTree
 
 
 class Ema(optax.GradientTransformationExtraArgs):
@@ -37,7 +37,7 @@ class Ema(optax.GradientTransformationExtraArgs):
         decay: a number in [0, 1).
     """
 
-    decay: Any
+    decay: Scalar
 
     def average(self, opt_state: optax.OptState, params: optax.Params) -> optax.Params:
         """Return the averages of all parameters after the last step, at the cost of all rows.

@@ -8,14 +8,14 @@ r"""FTRL-proximal: rows whose evidence stays below a threshold are exactly zero.
 With l1 = 1, a coordinate whose gradients sum to 0.9 has w = 0.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from jmask._base.types import Scalar
+from jmask._base.types import PyTree, Scalar
 from jmask._optim import hyperparameters as hyper
 from jmask._optim.row_rule import RowRule, Slot, optimizer
 from jmask._updates.eager import sharing_programs
@@ -25,8 +25,8 @@ class FtrlState(NamedTuple):
     """State of `ftrl`: steps done, the shifted sum of gradients, the sum of squares."""
 
     count: jax.Array  # type: ignore[assignment]  # shadows tuple.count, as in optax
-    z: Any
-    n: Any
+    z: PyTree
+    n: PyTree
 
 
 @sharing_programs

@@ -176,7 +176,7 @@ class SkipNonfiniteState(NamedTuple):
     """
 
     skipped: jax.Array
-    inner_state: Any
+    inner_state: OptState
 
 
 def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation:

@@ -129,13 +129,13 @@ class Common:
     """
 
     learning_rate: optax.ScalarOrSchedule
-    weight_decay: Any
-    clip_gradient: Any
-    rescale_grad: Any
+    weight_decay: Scalar
+    clip_gradient: Scalar | None
+    rescale_grad: Scalar
     maximize: bool
     lazy_update: bool
     decay_mode: str
-    state_dtype: Any
+    state_dtype: DTypeLike | None
 
     def __post_init__(self) -> None:
         check_flag("maximize", self.maximize)

@@ -19,7 +19,7 @@ from jax import lax
 
 from jmask._base.array_types import typed_like, whole_rows_like, with_whole_rows
 from jmask._base.row_ids import id_dtype
-from jmask._base.types import Gradient, Gradients, OptState, Params, PyTree, Scalar
+from jmask._base.types import Gradient, Gradients, OptState, Params, PyTree, Scalar, Value
 from jmask._base.validation import check_flag, leaf_name
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._optim.guards import guarded
@@ -46,7 +46,7 @@ class StoredRows(NamedTuple):
 class StoredEntries(NamedTuple):
     """The masked gradients of the microbatches so far: as unmasked ones, and what is valid."""
 
-    gradient: Any
+    gradient: Value
     valid: jax.Array
 
 
@@ -60,8 +60,8 @@ class MultiStepsState(NamedTuple):
     """
 
     mini_step: jax.Array
-    accumulated: Any
-    inner_state: Any
+    accumulated: PyTree
+    inner_state: OptState
 
 
 def multi_steps(

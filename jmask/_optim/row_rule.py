@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import DTypeLike
 
 from jmask._base.array_types import (
     complex_dtype,
@@ -80,7 +81,7 @@ class Slot:
 
     initial: Any
     per_row: bool = False
-    dtype: Any = None
+    dtype: DTypeLike | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +103,7 @@ class RowRule:
     scalars: Callable[[jax.Array], tuple[Any, ...]]
     rule: Callable[..., tuple[Any, ...]]
     needs_param: bool
-    state_dtype: Any = None
+    state_dtype: DTypeLike | None = None
     linear: bool = False
 
     def initial_slot(self, slot: Slot, param: Table) -> jax.Array:

@@ -10,13 +10,13 @@ With `decay_mode="decoupled"` the decay is not in g'; w <- w - lr * weight_decay
 With lr = 1, mu = 0.5 and g = 1 in two steps, w moves by -1 and then by -1.5.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import optax
 from jax.typing import DTypeLike
 
-from jmask._base.types import Scalar
+from jmask._base.types import PyTree, Scalar
 from jmask._base.validation import check_flag
 from jmask._optim import hyperparameters as hyper
 from jmask._optim.row_rule import RowRule, Slot, optimizer
@@ -33,7 +33,7 @@ class MomentumState(NamedTuple):
     """State of `sgd` with momentum; the buffer contains the learning rate."""
 
     count: jax.Array  # type: ignore[assignment]  # shadows tuple.count, as in optax
-    momentum: Any
+    momentum: PyTree
 
 
 @sharing_programs

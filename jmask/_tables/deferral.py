@@ -4,13 +4,12 @@
 need no more than this.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmask._base.types import Table
 from jmask._tables.stored_table import StoredTable
 
 
@@ -23,7 +22,7 @@ class Deferred(StoredTable):
 
     __slots__ = ()
 
-    main: Any
+    main: Table
 
 
 def is_deferred(x: object) -> bool:

@@ -52,7 +52,7 @@ class StoredTable(abc.ABC):
     _STATIC: tuple[str, ...]
 
     shape: tuple[int, ...]
-    placeholder: Any
+    placeholder: "Placeholder | None"
 
     def tree_flatten_with_keys(self) -> Any:
         names = map(jax.tree_util.GetAttrKey, self._NAMES or self._ARRAYS)

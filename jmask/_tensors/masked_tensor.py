@@ -82,7 +82,7 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
     __slots__ = ("storage", "valid")
 
     storage: Any
-    valid: Any
+    valid: jax.Array
 
     def __init__(self, data: TensorLike, mask: Mask | None = None):
         if isinstance(data, MaskedTensor):

@@ -93,7 +93,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
 
     stype = "row_sparse"
 
-    values: Any
+    values: jax.Array
     shape: tuple[int, ...]
     coalesced: bool
     leading: int

@@ -387,7 +387,7 @@ class Fit:
         model: what was given as parameters.
     """
 
-    gradients: Any
+    gradients: Gradients
     params: Any
     model: Model
 
