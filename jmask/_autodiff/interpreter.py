@@ -177,7 +177,7 @@ class Interpreter:
         live = [eqn for number, eqn in enumerate(jaxpr.eqns) if number in demand.live]
         uses = uses_in(live, jaxpr.outvars)
 
-        def read(v: Atom) -> Any:
+        def read(v: Atom) -> Value:
             return v.val if isinstance(v, Literal) else values[v]
 
         for eqn, *others in side_by_side(live, BAG_SUM.primitive.name):
@@ -252,7 +252,7 @@ class Interpreter:
         ]
 
     @staticmethod
-    def dense(value: Value, eqn: JaxprEqn) -> Any:
+    def dense(value: Value, eqn: JaxprEqn) -> Value:
         """Return `value` as an array; the equation that needs it so is named in a warning."""
         if not isinstance(value, RowSum | Filled):
             return value

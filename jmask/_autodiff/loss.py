@@ -164,7 +164,7 @@ def argument_name(fun: Callable[..., Any], number: int) -> str:
 #     ids of the gradient = ids that "depend" on the value of the loss
 
 
-def after_reading(value: jax.Array, gradients: Gradients) -> Any:
+def after_reading(value: jax.Array, gradients: Gradients) -> Gradients:
     """Make ids of gradients depend on the value of the loss, as far as XLA can tell.
 
     So all that the value needs of a table is read before the table is written. Where nothing
@@ -193,7 +193,7 @@ def after_all_reads(results: Sequence[Any]) -> list[Any]:
     return [value + zero.astype(value.dtype), *others]
 
 
-def _ordered(gradient: Gradient, value: jax.Array, zero: jax.Array) -> Any:
+def _ordered(gradient: Gradient, value: jax.Array, zero: jax.Array) -> Gradient:
     """Order one gradient; `zero` depends on the value."""
     leaf = gradient.index_leaf if is_row_sparse(gradient) else None
     if not isinstance(leaf, jax.core.Tracer) or varying_axes(value) - varying_axes(leaf):

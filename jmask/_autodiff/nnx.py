@@ -122,7 +122,7 @@ def _transformed(
         arguments = _Arguments(nnx, args, kwargs, wanted)
 
         @functools.wraps(f)
-        def with_state(*parameters: Any) -> Any:
+        def with_state(*parameters: Any) -> PyTree:
             nodes, (args, kwargs) = arguments.merged(parameters)
             result = f(*args, **kwargs)
             is_pair = has_aux and isinstance(result, tuple) and len(result) == 2
@@ -215,7 +215,7 @@ class _Arguments:
             leaves[i] = node
         return nodes, self.tree.unflatten(leaves)
 
-    def written(self, nodes: PyTree, parameters: Sequence[Any]) -> Any:
+    def written(self, nodes: PyTree, parameters: Sequence[Any]) -> PyTree:
         """Return the state of nodes: all but parameters that are as they were given."""
         given = {id(x) for x in jax.tree.leaves(parameters)}
         state = self.nnx.to_flat_state(self.nnx.state(nodes))
@@ -268,7 +268,7 @@ def _by_position(
     return bound.args, bound.kwargs
 
 
-def _flax_nnx() -> Any:
+def _flax_nnx() -> ModuleType:
     try:
         from flax import nnx
     except ImportError as error:

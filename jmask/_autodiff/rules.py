@@ -321,7 +321,7 @@ def _add(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter)
     return [x.added_to(y)]
 
 
-def _negated(x: Value) -> Any:
+def _negated(x: Value) -> Value:
     return x.scaled(jnp.negative) if isinstance(x, RowSum) else -x
 
 
@@ -439,13 +439,13 @@ def _barrier(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpre
     return [_rebuilt(x, new) for x, new in zip(inputs, arrays, strict=True)]
 
 
-def _components(x: Value) -> Any:
+def _components(x: Value) -> Value:
     if isinstance(x, RowSum):
         return x.parts
     return x.value if isinstance(x, Filled) else x
 
 
-def _rebuilt(x: Value, arrays: Value) -> Any:
+def _rebuilt(x: Value, arrays: Value) -> Value:
     if isinstance(x, RowSum):
         return dataclasses.replace(x, parts=arrays)
     return dataclasses.replace(x, value=arrays) if isinstance(x, Filled) else arrays

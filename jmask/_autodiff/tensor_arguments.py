@@ -76,7 +76,7 @@ class TensorArguments:
             for x in self.tensors
         ]
 
-    def left_behind(self, value: PyTree) -> Any:
+    def left_behind(self, value: PyTree) -> PyTree:
         """Return the results of the function, with tensors that have no placeholder any more.
 
         Unless a gradient program around this one takes the derivative of it.
@@ -137,7 +137,7 @@ def _placeholder_of(x: TensorLike) -> Any:
     return jax.ShapeDtypeStruct(tuple(x.shape), x.dtype, sharding=sharding)
 
 
-def _mapped(function: Callable[..., Any], *trees: Any) -> Any:
+def _mapped(function: Callable[..., Any], *trees: Any) -> PyTree:
     return jax.tree.map(function, *trees, is_leaf=_has_placeholder)
 
 
@@ -149,7 +149,7 @@ def _parts(x: TensorLike) -> Any:
     return () if is_stored_table(x) else values_of(x)
 
 
-def _coalesced(x: TensorLike) -> Any:
+def _coalesced(x: TensorLike) -> TensorLike:
     if not is_sparse(x):
         return x
     placeholder = placeholder_of(x)
@@ -157,7 +157,7 @@ def _coalesced(x: TensorLike) -> Any:
     return x if placeholder is None else with_placeholder(x, placeholder)
 
 
-def _rebuilt(x: TensorLike, values: Value, placeholders: Iterator[Any]) -> Any:
+def _rebuilt(x: TensorLike, values: Value, placeholders: Iterator[Any]) -> TensorLike:
     if is_stored_table(x):
         return x.with_placeholder(Placeholder.above(x.placeholder, next(placeholders)))
     if not is_tensor(x):
@@ -168,7 +168,7 @@ def _rebuilt(x: TensorLike, values: Value, placeholders: Iterator[Any]) -> Any:
 
 def _gradient(
     x: TensorLike, value_gradient: Gradient, placeholder_gradients: Iterator[Any]
-) -> Any:
+) -> Gradient:
     if is_stored_table(x):
         return _rows_of(next(placeholder_gradients))
     if not is_tensor(x):

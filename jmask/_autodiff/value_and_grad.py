@@ -275,7 +275,7 @@ def _without_integers(
         kept = [None if i in places[n] else x for i, x in enumerate(leaves)]
         floats[n] = structures[n].unflatten(kept)
 
-    def put_back(n: int, tree: PyTree, integers: dict[int, Any]) -> Any:
+    def put_back(n: int, tree: PyTree, integers: dict[int, Any]) -> PyTree:
         leaves = jax.tree.leaves(tree, is_leaf=_is_tensor_or_none)
         return structures[n].unflatten([integers.get(i, x) for i, x in enumerate(leaves)])
 
@@ -449,11 +449,11 @@ def _abstract_if_filled(x: Value) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Filled) else x
 
 
-def _mapped(function: Callable[[Any], Any], results: PyTree) -> Any:
+def _mapped(function: Callable[[Any], Any], results: PyTree) -> PyTree:
     return jax.tree.map(function, results)
 
 
-def _finished(result: PyTree) -> Any:
+def _finished(result: PyTree) -> PyTree:
     """Return a result of the program as users see it."""
     if isinstance(result, RowSum) and result.is_rows:
         return result.to_row_sparse()
@@ -463,7 +463,7 @@ def _finished(result: PyTree) -> Any:
     return dense
 
 
-def _dense(result: Value) -> Any:
+def _dense(result: Value) -> Value:
     return result.todense() if isinstance(result, RowSum | Filled) else result
 
 

@@ -18,7 +18,6 @@ import contextvars
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -226,7 +225,7 @@ class Filled:
     value: jax.Array
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.value.dtype
 
     def todense(self) -> jax.Array:

@@ -268,7 +268,7 @@ def wide(dtype: DTypeLike) -> Any:
     return jnp.dtype(jnp.float32) if is_narrow(dtype) else jnp.dtype(dtype)
 
 
-def sum_dtype(dtype: DTypeLike) -> Any:
+def sum_dtype(dtype: DTypeLike) -> np.dtype:
     """Return the dtype to sum in: int32 counts booleans, which add as `or` when cast back."""
     return jnp.dtype(jnp.int32) if dtype == jnp.dtype(bool) else wide(dtype)
 
@@ -278,13 +278,13 @@ def adds_when_cast(old: DTypeLike, new: DTypeLike) -> bool:
     return old == new or all(jnp.issubdtype(dtype, jnp.inexact) for dtype in (old, new))
 
 
-def joint_dtype(*arrays: Any) -> Any:
+def joint_dtype(*arrays: Any) -> np.dtype:
     """Return dtype of a sum of arrays, also where `jax_numpy_dtype_promotion` refuses one."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*arrays)
 
 
-def is_nonzero(x: jax.Array) -> Any:
+def is_nonzero(x: jax.Array) -> jax.Array:
     """Return x != 0 of numbers or booleans, which strict promotion compares with no number."""
     return x if x.dtype == jnp.dtype(bool) else x != 0
 

@@ -8,8 +8,8 @@
 | a number that may be traced                        | `Scalar`                            |
 | a dtype, or the name of one                        | `jax.typing.DTypeLike`              |
 | whatever has a shape and a dtype                   | `Shaped`                            |
-| an array or tensor on any storage                  | `TensorLike`                        |
-| one that is sparse or masked                       | `Tensor`                            |
+| an array or tensor on any storage                  | `Tensor`                            |
+| the same, or numbers that become an array          | `TensorLike`                        |
 | a leaf of gradients, a leaf of parameters          | `Gradient`, `Table`                 |
 | a tree of them                                     | `Gradients`, `Params`, `OptState`   |
 | a tree whose leaves may be anything                | `PyTree`                            |
@@ -62,8 +62,8 @@ MeshAxes = str | tuple[str, ...] | None
 
 # --- tensors and tables ---------------------------------------------------------------------
 
-Tensor = Any  # a RowSparse, BCOO, BCSR or MaskedTensor
-TensorLike = Any  # a Tensor, or Numbers
+Tensor = Any  # an array, a RowSparse, BCOO, BCSR or MaskedTensor
+TensorLike = Any  # what becomes a Tensor: one, or Numbers
 Mask = Any  # booleans, on the storage of what they mask or on a dense one
 Table = Any  # an array (V, *row), or a StoredTable of this shape
 Ids = Any  # integers: an array of JAX or NumPy, or nested lists of them

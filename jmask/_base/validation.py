@@ -76,7 +76,7 @@ def checked_integer(name: str, value: Any) -> int:
     )
 
 
-def checked_dtype(name: str, value: Any) -> Any:
+def checked_dtype(name: str, value: Any) -> np.dtype:
     """Return `value` as a dtype of JAX.
 
     Raises:
@@ -238,7 +238,7 @@ class Model:
             return jnp.issubdtype(x.dtype, jnp.inexact)
         return self.is_leaf(x)
 
-    def with_parameters(self, parameters: Params) -> Any:
+    def with_parameters(self, parameters: Params) -> Params:
         """Return the tree with other parameters, arrays or what stands for them."""
         if not self.others:
             return parameters

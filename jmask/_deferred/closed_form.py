@@ -101,7 +101,7 @@ class StepWithout(NamedTuple):
     quotient: Quotient | None
     sign: Coefficient
 
-    def decay(self, i: int) -> Any:
+    def decay(self, i: int) -> Coefficient:
         """Return the factor of entry i: A[i, i]."""
         return 1 + self.changes.get((i, i), 0.0)
 
@@ -370,7 +370,7 @@ def _scale_of(form: Form, step: StepWithout) -> Scale:
     return Scale(y, root, _shift(b1, b2, y) * e1, e1)
 
 
-def _shift(b1: Scalar, b2: Scalar, y: Scalar) -> Any:
+def _shift(b1: Scalar, b2: Scalar, y: Scalar) -> Coefficient:
     """Return k, the fourth root of ŷ / (y_j g_j) at j = 2 / (1 - b1), as derived above.
 
     The second moment of a step s has g_j = b2^j and, if its bias is corrected,

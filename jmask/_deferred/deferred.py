@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmask._base.types import OptState, Params, PyTree, PyTreeDef, Table
+from jmask._base.types import Gradients, OptState, Params, PyTree, PyTreeDef, Table
 from jmask._base.validation import as_table, check_flag
 from jmask._deferred.step import without_rows
 from jmask._deferred.table import DeferredTable
@@ -196,7 +196,7 @@ def _innermost(tx: Any) -> Any:
     return optax.with_extra_args_support(tx)
 
 
-def _first_step(table: DeferredTable, tx: Any, state: OptState) -> Any:
+def _first_step(table: DeferredTable, tx: Any, state: OptState) -> Gradients:
     """Return the updates for the table before its first step, for no rows."""
     ids = jnp.full((1,), table.shape[0], jnp.int32)
     values = jnp.zeros((1, *table.shape[1:]), table.dtype)

@@ -60,7 +60,7 @@ def has_deferred(params: Params) -> bool:
     return any(map(is_deferred, jax.tree.leaves(params, is_leaf=is_stored_table)))
 
 
-def without_rows(params: Params) -> Any:
+def without_rows(params: Params) -> Params:
     """Return the parameters with arrays (1, *row) for tables, which hold their own state.
 
     One row, because checkpoints of orbax have no arrays without entries.

@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -149,7 +150,7 @@ class DeferredTable(Deferred):
         )
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.main.dtype
 
     @property
@@ -165,7 +166,7 @@ class DeferredTable(Deferred):
     def read(self, ids: jax.Array) -> jax.Array:
         return self._now(*self._gathered(lambda x: read_rows(x, ids)))[0]
 
-    def fitted(self, gradient: RowSparse) -> Any:
+    def fitted(self, gradient: RowSparse) -> RowSparse:
         if not is_stored_table(self.main):
             return gradient
         like = self.main._with(shape=self.shape)  # `main` says where rows live

@@ -145,7 +145,7 @@ def is_known_zero(x: object) -> bool:
     return isinstance(x, int | float) and x == 0
 
 
-def _times(x: Coefficient, y: Coefficient) -> Any:
+def _times(x: Coefficient, y: Coefficient) -> Coefficient:
     """Multiply coefficients; Python's 0 and 1 stay known, whatever the other one is."""
     for one, other in ((x, y), (y, x)):
         if isinstance(one, int | float) and one in (0, 1):
@@ -169,7 +169,7 @@ class Value(NamedTuple):
     form: RowForm | None = None
     shared: Any = None
 
-    def scalar(self) -> Any:
+    def scalar(self) -> Coefficient:
         """Return the scalar that all rows share, or None."""
         if self.form is not None:
             constant = 0.0 if self.form.is_zero else self.form.constant
@@ -195,7 +195,7 @@ def _run(jaxpr: Jaxpr, consts: Sequence[Value], inputs: Sequence[Value]) -> list
     return interpret(jaxpr, consts, inputs, _rule, lambda x: Value(x, shared=_number(x)))
 
 
-def _number(x: Coefficient) -> Any:
+def _number(x: Coefficient) -> Coefficient:
     """Return a Python number in place of one that is known, so that it takes any dtype."""
     if jnp.shape(x) != ():
         return None

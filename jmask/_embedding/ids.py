@@ -14,7 +14,7 @@ a row. Padding comes first: it may be any number, inside the table or not.
 A position is a row of the table, or V, which reads nothing and trains nothing.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jax.experimental import checkify
 from jax.experimental.sparse import JAXSparse
 
 from jmask._base.row_ids import canonical, id_dtype, widen
-from jmask._base.types import Ids, TensorLike
+from jmask._base.types import Ids, Mask, Table, TensorLike
 from jmask._base.validation import abstract_leaf, as_table, checked_integer
 from jmask._tables.stored_table import StoredTable
 from jmask._tensors.masked_tensor import MaskedTensor
@@ -145,7 +145,7 @@ def _in_jax(ids: Ids) -> jax.Array:
     return jnp.asarray(ids)
 
 
-def is_padding(ids: Ids, padding_id: int | None) -> Any:
+def is_padding(ids: Ids, padding_id: int | None) -> Mask | None:
     """Find which of the ids are `padding_id`, in NumPy for NumPy's; None if none can be."""
     if padding_id is None:
         return None
@@ -172,7 +172,7 @@ def check_order(table: object, ids: object, order: str) -> None:
         raise TypeError(f"`ids` must be integers, got {kind}: the order is {order}.")
 
 
-def checked_integers(x: TensorLike, name: str, mode: str) -> Any:
+def checked_integers(x: TensorLike, name: str, mode: str) -> Ids:
     """Return `x` as a NumPy or JAX array of integers.
 
     NumPy arrays and lists stay NumPy, so that 64-bit ids are not cut to 32 bits. In mode
@@ -210,7 +210,7 @@ def checked_padding(padding_id: object) -> int | None:
     return None if padding_id is None else checked_integer("padding_id", padding_id)
 
 
-def checked_table(table: object) -> Any:
+def checked_table(table: object) -> Table:
     """Return the table as a JAX array, a `RowSparse` or a `StoredTable`.
 
     Raises:

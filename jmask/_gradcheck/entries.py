@@ -27,7 +27,7 @@ import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 from jax.typing import DTypeLike
 
-from jmask._base.types import TensorLike
+from jmask._base.types import Tensor, TensorLike
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
 from jmask._tensors.placeholders import (
     values_of,
@@ -39,7 +39,7 @@ from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import is_sparse
 
 
-def wide(dtype: DTypeLike) -> Any:
+def wide(dtype: DTypeLike) -> np.dtype:
     """float64 or complex128, whichever holds the numbers of this floating dtype."""
     complex_numbers = jnp.issubdtype(dtype, jnp.complexfloating)
     return jnp.dtype(jnp.complex128 if complex_numbers else jnp.float64)
@@ -53,7 +53,7 @@ def is_differentiable(x: object) -> bool:
     return numbers and bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
 
 
-def in_double_precision(x: TensorLike) -> Any:
+def in_double_precision(x: TensorLike) -> Tensor:
     """Return a differentiable leaf in float64 or complex128."""
     values = jnp.asarray(values_of(x))
     return with_values_of(x, values.astype(wide(values.dtype)))
@@ -107,13 +107,13 @@ class Input:
 
     # --- points near the input ----------------------------------------------------------
 
-    def moved(self, steps: np.ndarray) -> Any:
+    def moved(self, steps: np.ndarray) -> Tensor:
         """Return the tensor with `steps` (specified, parts) added to its specified values."""
         values = self.values.copy()
         values[self.specified] += numbers_of(steps)
         return with_values_of(self.tensor, jnp.asarray(values.reshape(self.positions.shape)))
 
-    def full(self, steps: np.ndarray | None = None) -> Any:
+    def full(self, steps: np.ndarray | None = None) -> Tensor:
         """Return the tensor with every entry specified: `steps` or zeros where it had none."""
         dense = np.zeros(math.prod(self.tensor.shape), self.values.dtype)
         at = self.positions.ravel()[self.specified]
@@ -252,7 +252,7 @@ def _numbers(
     return np.broadcast_to(np.where(inside, number, -1), stored)
 
 
-def fully_specified(x: TensorLike, dense: np.ndarray) -> Any:
+def fully_specified(x: TensorLike, dense: np.ndarray) -> Tensor:
     """Return a tensor of the kind of `x` that stores every entry of `dense`."""
     x = without_placeholder(x)
     if isinstance(x, MaskedTensor):

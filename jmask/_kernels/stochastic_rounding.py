@@ -7,8 +7,6 @@ Rounded to nearest, a bfloat16 weight of 256 never moves if each step adds 0.5; 
 stochastically its mean moves by 0.5 a step.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +33,7 @@ def check_key(key: object) -> None:
         )
 
 
-def _checked_dtype(dtype: DTypeLike) -> Any:
+def _checked_dtype(dtype: DTypeLike) -> np.dtype:
     found = checked_dtype("dtype", dtype)
     if not jnp.issubdtype(found, jnp.floating):
         raise TypeError(f"`dtype` must be floating, such as jnp.bfloat16, got {found}.")

@@ -330,7 +330,7 @@ def stacked_step(
     return tree.unflatten(restored), _state_as(new_state, wanted, usual)
 
 
-def _state_as(state: OptState, old: PyTree, new: PyTree) -> Any:
+def _state_as(state: OptState, old: PyTree, new: PyTree) -> OptState:
     """Return the state with each array that has a shape of `old` in the shape of `new`."""
     old, new = ([x.shape for x in jax.tree.leaves(shapes)] for shapes in (old, new))
     leaves: Any = jax.tree.leaves(state, is_leaf=is_stored_table)

@@ -275,7 +275,7 @@ def _run(
     )
 
 
-def _applied(old: Table, update: Gradient) -> Any:
+def _applied(old: Table, update: Gradient) -> Table:
     """Return a new parameter, or entries of one."""
     return added(old, update).astype(jnp.result_type(old))
 

@@ -28,7 +28,7 @@ from jax import lax, nn
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.fallback import report_fallback
-from jmask._base.types import Axis, Mask, Numbers, TensorLike
+from jmask._base.types import Axis, Mask, Numbers, Tensor, TensorLike
 from jmask._base.validation import check_flag, checked_array, refuse_scipy
 from jmask._ops.elementwise import elementwise
 from jmask._ops.products import dot as _sparse_dot
@@ -40,7 +40,7 @@ from jmask._tensors.storage import as_dense, is_sparse, stored_values, with_stor
 _add, _square = elementwise(jnp.add), elementwise(jnp.square)
 
 
-def matmul(x: TensorLike, y: TensorLike) -> Any:
+def matmul(x: TensorLike, y: TensorLike) -> Tensor:
     """Return the matrix product `x @ y`; masked entries contribute nothing.
 
     Args:
@@ -67,14 +67,14 @@ def matmul(x: TensorLike, y: TensorLike) -> Any:
     return _combined(jnp.matmul, _on_dense(x), _on_dense(y))
 
 
-def dot(x: TensorLike, y: TensorLike) -> Any:
+def dot(x: TensorLike, y: TensorLike) -> Tensor:
     """Do as `jnp.dot` with masked operands; masked entries contribute nothing. See `matmul`."""
     if not isinstance(x, MaskedTensor) and not isinstance(y, MaskedTensor):
         return _product(jnp.dot, x, y)
     return _combined(jnp.dot, _on_dense(x), _on_dense(y))
 
 
-def einsum(subscripts: str, *operands: Any) -> Any:
+def einsum(subscripts: str, *operands: Any) -> Tensor:
     """Do as `jnp.einsum` with masked operands; masked entries contribute nothing.
 
     Example:
@@ -92,7 +92,7 @@ def _contraction(function: Callable[..., Any]) -> Callable[..., Any]:
     """Lift a sum of products of two arrays: masked entries contribute nothing."""
 
     @functools.wraps(function)
-    def lifted(a: TensorLike, b: TensorLike, *args: Any, **kwargs: Any) -> Any:
+    def lifted(a: TensorLike, b: TensorLike, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(a, MaskedTensor) and not isinstance(b, MaskedTensor):
             return function(_array(a), _array(b), *args, **kwargs)
         product = lambda a, b: function(a, b, *args, **kwargs)
@@ -107,7 +107,7 @@ tensordot = _contraction(jnp.tensordot)
 vdot = _contraction(jnp.vdot)
 
 
-def linear(x: TensorLike, weight: TensorLike, bias: TensorLike | None = None) -> Any:
+def linear(x: TensorLike, weight: TensorLike, bias: TensorLike | None = None) -> Tensor:
     """Return `x @ weight.T + bias`, each of them masked or not.
 
     Args:
@@ -140,7 +140,7 @@ def dot_product_attention(
     key_value_seq_lengths: Numbers | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     implementation: str | None = None,
-) -> Any:
+) -> Tensor:
     """Do as `jax.nn.dot_product_attention` with masked operands.
 
     A query attends to the keys with which it has a score: at least one term of their product
@@ -222,7 +222,7 @@ def _four(x: TensorLike) -> jax.Array:
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
-def _product(dense_product: Callable[..., jax.Array], x: TensorLike, y: TensorLike) -> Any:
+def _product(dense_product: Callable[..., jax.Array], x: TensorLike, y: TensorLike) -> Tensor:
     refuse_scipy("x", x)
     refuse_scipy("y", y)
     return _sparse_dot(x, y) if is_sparse(x) or is_sparse(y) else dense_product(x, y)
@@ -235,14 +235,14 @@ def _combined(product: Callable[..., Any], *operands: Any) -> MaskedTensor:
     return joined(values, terms > 0.5)
 
 
-def _filled(x: TensorLike) -> Any:
+def _filled(x: TensorLike) -> Tensor:
     if not isinstance(x, MaskedTensor):
         return x
     values = stored_values(x.storage)
     return with_stored_values(x.storage, jnp.where(x.valid, values, jnp.zeros_like(values)))
 
 
-def _existing(x: TensorLike) -> Any:
+def _existing(x: TensorLike) -> Tensor:
     if isinstance(x, MaskedTensor):
         return with_stored_values(x.storage, x.valid.astype(jnp.float32))
     return jnp.ones(jnp.shape(x), jnp.float32)
@@ -263,7 +263,7 @@ def _array(x: TensorLike) -> jax.Array:
     return as_dense(x)
 
 
-def _on_dense(x: TensorLike) -> Any:
+def _on_dense(x: TensorLike) -> Tensor:
     if not isinstance(x, MaskedTensor):
         return _array(x)
     if is_sparse(x.storage):
@@ -277,7 +277,7 @@ def _on_dense(x: TensorLike) -> Any:
 # --- MXNet's sums --------------------------------------------------------------------
 
 
-def add_n(*tensors: Any) -> Any:
+def add_n(*tensors: Any) -> Tensor:
     """Sum tensors: row-sparse if all are, with the rows of all of them.
 
     Args:
@@ -308,7 +308,7 @@ def add_n(*tensors: Any) -> Any:
     return functools.reduce(operator.add, order)
 
 
-def square_sum(x: TensorLike, axis: Axis = None, keepdims: bool = False) -> Any:
+def square_sum(x: TensorLike, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Sum the squares of the entries, at the cost of the rows that a `RowSparse` stores.
 
     Args:

@@ -83,7 +83,7 @@ def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def lifted(*args: Any, **kwargs: Any) -> Any:
+    def lifted(*args: Any, **kwargs: Any) -> Tensor:
         arguments = (*args, *kwargs.values())
         for x in arguments:
             refuse_scipy("x", x)
@@ -114,7 +114,7 @@ class _Arranged:
     def __name__(self) -> str:
         return getattr(self.function, "__name__", "a function")
 
-    def __call__(self, *operands: Any, **options: Any) -> Any:
+    def __call__(self, *operands: Any, **options: Any) -> Tensor:
         at = dict(zip(self.places, operands, strict=True))
         named = {name: at[name] for name in self.places if isinstance(name, str)}
         return self.function(*map(at.get, range(self.count)), **named, **options)
@@ -162,12 +162,12 @@ def _masked(function: Callable, operands: Sequence[Any], kwargs: dict) -> Masked
     return joined(storage, valid)
 
 
-def _as_operand(x: TensorLike) -> Any:
+def _as_operand(x: TensorLike) -> Tensor:
     keep = isinstance(x, MaskedTensor | bool | int | float | complex) or is_sparse(x)
     return x if keep else jnp.asarray(x)
 
 
-def _pattern(operands: Sequence[Any]) -> Any:
+def _pattern(operands: Sequence[Any]) -> Tensor | None:
     """Return the sparse storage that the result takes its positions from, or None."""
     shape = common_shape([np.shape(x) for x in operands])
     for x in operands:
@@ -176,7 +176,7 @@ def _pattern(operands: Sequence[Any]) -> Any:
     return None
 
 
-def _at_positions(x: TensorLike, pattern: Tensor) -> Any:
+def _at_positions(x: TensorLike, pattern: Tensor) -> Tensor:
     """Return the operand as (masked) values at the stored positions of `pattern`."""
     if not isinstance(x, MaskedTensor) and not is_sparse(x):
         return sampled(x, pattern) if jnp.ndim(x) else x
@@ -204,7 +204,7 @@ def _at_positions(x: TensorLike, pattern: Tensor) -> Any:
     return sampled(as_dense(x), pattern)
 
 
-def _dense(x: TensorLike) -> Any:
+def _dense(x: TensorLike) -> Tensor:
     """Return the operand on dense storage, beside a dense or a larger one."""
     if isinstance(x, MaskedTensor) and is_sparse(x.storage):
         report_fallback(
@@ -218,7 +218,7 @@ def _dense(x: TensorLike) -> Any:
 # --- zero semantics -----------------------------------------------------------------------
 
 
-def zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) -> Any:
+def zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) -> Tensor:
     """Apply an elementwise function to operands of which some are sparse, none masked."""
     operands = [x if is_sparse(x) or _is_number(x) else jnp.asarray(x) for x in operands]
     if any(isinstance(x, RowSparse) and x.leading > 1 for x in operands):
@@ -250,13 +250,13 @@ def zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) ->
     return function(*(as_dense(x) if is_sparse(x) else x for x in operands), **kwargs)
 
 
-def _stacked_tables(function: Callable, operands: Sequence[Any], kwargs: dict) -> Any:
+def _stacked_tables(function: Callable, operands: Sequence[Any], kwargs: dict) -> Tensor | None:
     """Apply the function to tensors (M, V, *row), some of which store rows of (M * V, *row)."""
     rows = [x for x in operands if isinstance(x, RowSparse)]
     finest = max(rows, key=lambda x: x.leading)
     flat = finest.flat().shape
 
-    def flattened(x: TensorLike) -> Any:
+    def flattened(x: TensorLike) -> Tensor:
         if not _is_number(x) and jnp.ndim(x) and x.shape != finest.shape:
             raise ValueError(
                 f"{finest!r} of stacked tables takes numbers and tensors of its shape, got "
@@ -311,7 +311,7 @@ class _Call:
         operands = [jnp.zeros((), x.dtype) if replaced(x) else x for x in self.operands]
         return dataclasses.replace(self, operands=operands)
 
-    def on_positions(self, affine: bool) -> Any:
+    def on_positions(self, affine: bool) -> Tensor | None:
         """Return the result, which is zero where no operand stores a value."""
         first, *others = self.sparse
         if isinstance(first, RowSparse):
@@ -344,7 +344,7 @@ class _Call:
         values = jnp.broadcast_to(values, (*values.shape[:1], *self.shape[1:]))
         return first.with_leaves(first.index_leaf, values, shape=self.shape)
 
-    def _aligned(self, sparse: list[Any]) -> Any:
+    def _aligned(self, sparse: list[Any]) -> Tensor:
         sparse = [unique_positions(x) for x in sparse]
         values = self._guarded(sparse[0], [stored_values(x) for x in sparse])
         return with_stored_values(sparse[0], values)

@@ -34,13 +34,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.sparse import BCOO, BCSR
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import trailing
 from jmask._base.fallback import report_fallback
-from jmask._base.types import Axis, Mask, TensorLike
+from jmask._base.types import Axis, Mask, Scalar, TensorLike
 from jmask._base.validation import refuse_scipy
 from jmask._tensors.masked_tensor import MaskedTensor, as_booleans, as_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
@@ -274,12 +275,12 @@ def sparse_dimensions(x: TensorLike) -> int:
     return int(x.n_sparse) if is_sparse(x) else 0
 
 
-def least(dtype: DTypeLike) -> Any:
+def least(dtype: DTypeLike) -> Scalar:
     """Return the number that changes no maximum over `dtype`."""
     return _extreme(dtype, -jnp.inf, lambda info: info.min)
 
 
-def greatest(dtype: DTypeLike) -> Any:
+def greatest(dtype: DTypeLike) -> Scalar:
     """Return the number that changes no minimum over `dtype`."""
     return _extreme(dtype, jnp.inf, lambda info: info.max)
 
@@ -295,7 +296,7 @@ def refuse_large(size: int, axes: str) -> None:
 
 def _extreme(
     dtype: DTypeLike, infinite: float, integer_limit: Callable[[jnp.iinfo], int]
-) -> Any:
+) -> Scalar:
     if jnp.issubdtype(dtype, jnp.bool_):
         return infinite > 0
     if jnp.issubdtype(dtype, jnp.floating):
@@ -303,11 +304,11 @@ def _extreme(
     return jnp.array(integer_limit(jnp.iinfo(dtype)), dtype)
 
 
-def _integer() -> Any:
+def _integer() -> np.dtype:
     return jnp.dtype(jnp.result_type(int))
 
 
-def _coordinate(x: TensorLike, axis: int) -> Any:
+def _coordinate(x: TensorLike, axis: int) -> jax.Array:
     """Return the index of each stored value in one axis; broadcasts to the stored values."""
     values, sparse = stored_values(x), sparse_dimensions(x)
     if axis < sparse:
@@ -315,7 +316,9 @@ def _coordinate(x: TensorLike, axis: int) -> Any:
     return lax.broadcasted_iota(_integer(), values.shape, axis - sparse + (sparse > 0))
 
 
-def _join(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> Any:
+def _join(
+    left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     starts_left, product = left
     starts, x = right
     # Not where(starts, x, product * x): x may be inf, and its derivative 0 * inf.
@@ -405,7 +408,7 @@ class Reduction:
 
 def result_dtype(
     function: Callable[..., Any], x: TensorLike, dtype: DTypeLike | None = None
-) -> Any:
+) -> np.dtype:
     """Return the dtype that a function of JAX, such as `jnp.sum`, gives for `x`."""
     kind = as_tensor(x).dtype
     if dtype is not None:
@@ -437,14 +440,14 @@ def checked_axes(axis: Axis, ndim: int) -> tuple[int, ...]:
     return tuple(axes)
 
 
-def single_axis(axis: Axis, name: str) -> Any:
+def single_axis(axis: Axis, name: str) -> int | None:
     """Return `axis`, or raise TypeError if it is a tuple."""
     if isinstance(axis, Sequence):
         raise TypeError(f"`axis` of {name} must be an int or None, got {axis!r}.")
     return axis
 
 
-def where_at(where: Mask, storage: TensorLike) -> Any:
+def where_at(where: Mask, storage: TensorLike) -> jax.Array:
     """Return the booleans `where` at the stored values of a storage; True for None.
 
     Raises:

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmask._base.fallback import report_fallback
-from jmask._base.types import Numbers, TensorLike
+from jmask._base.types import Numbers, Tensor, TensorLike
 from jmask._ops.elementwise import elementwise
 from jmask._ops.shape import data_of, dense, masked_of
 from jmask._tables.stored_table import from_the_end
@@ -69,7 +69,7 @@ def masked_getitem(x: MaskedTensor, index: IndexLike) -> MaskedTensor:
     )
 
 
-def with_array(index: IndexLike) -> Any:
+def with_array(index: IndexLike) -> IndexLike:
     """Return the index, an array in place of a list: NumPy takes one and JAX none."""
     if not isinstance(index, list):
         return index
@@ -233,7 +233,7 @@ install(masked_at=At)
 # --- x[...] of a RowSparse ---------------------------------------------------------------
 
 
-def row_getitem(x: RowSparse, key: IndexLike) -> Any:
+def row_getitem(x: RowSparse, key: IndexLike) -> Tensor:
     """`x[key]`: dense where single rows are picked, otherwise row-sparse.
 
     Args:

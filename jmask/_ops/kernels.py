@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -37,7 +38,7 @@ def select(groups: Groups, fill: Scalar, dtype: DTypeLike | None = None) -> jax.
     return jnp.where(groups.valid, values, jnp.asarray(fill, values.dtype))
 
 
-def inexact(dtype: DTypeLike) -> Any:
+def inexact(dtype: DTypeLike) -> np.dtype:
     """Return the dtype of a mean of `dtype`, as JAX promotes."""
     return jax.eval_shape(jnp.mean, jax.ShapeDtypeStruct((1,), dtype)).dtype
 
@@ -234,7 +235,7 @@ def argmin(groups: Groups) -> Results:
 
 
 @jax.custom_jvp
-def _with_slope_of(value: jax.Array, like: jax.Array) -> Any:
+def _with_slope_of(value: jax.Array, like: jax.Array) -> jax.Array:
     return value
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jmask._base.types import Mask, Scalar, TensorLike
+from jmask._base.types import Mask, Scalar, Tensor, TensorLike
 from jmask._ops.elementwise import elementwise
 from jmask._ops.shape import data_of, dense, masked_of
 from jmask._ops.shape import where as where_
@@ -46,7 +46,9 @@ def masked_where(condition: Mask, x: TensorLike) -> MaskedTensor:
     return joined(jnp.broadcast_to(x.storage, shape), valid)
 
 
-def _masks(name: str, which: str, condition: Callable[..., Any], example: str) -> Any:
+def _masks(
+    name: str, which: str, condition: Callable[..., Any], example: str
+) -> Callable[..., MaskedTensor]:
     """Return the function of `numpy.ma` that masks the entries for which a condition holds.
 
     Args:
@@ -77,17 +79,17 @@ def _masks(name: str, which: str, condition: Callable[..., Any], example: str) -
     return masked
 
 
-def _is_inside(x: TensorLike, v1: TensorLike, v2: TensorLike) -> Any:
+def _is_inside(x: TensorLike, v1: TensorLike, v2: TensorLike) -> Tensor:
     return (x >= jnp.minimum(v1, v2)) & (x <= jnp.maximum(v1, v2))
 
 
-def _is_outside(x: TensorLike, v1: TensorLike, v2: TensorLike) -> Any:
+def _is_outside(x: TensorLike, v1: TensorLike, v2: TensorLike) -> Tensor:
     return (x < jnp.minimum(v1, v2)) | (x > jnp.maximum(v1, v2))
 
 
 def _is_close(
     x: TensorLike, value: TensorLike, rtol: Scalar = 1e-5, atol: Scalar = 1e-8
-) -> Any:
+) -> Tensor:
     if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
         return x == value
     return jnp.isclose(x, value, rtol, atol)
@@ -134,7 +136,7 @@ masked_invalid = _masks(
 )
 
 
-def masked_fill(x: TensorLike, where: Mask, value: TensorLike) -> Any:
+def masked_fill(x: TensorLike, where: Mask, value: TensorLike) -> Tensor:
     """Set the entries of `x` where `where` is True to `value`, which is valid.
 
     Args:
@@ -154,7 +156,7 @@ def masked_fill(x: TensorLike, where: Mask, value: TensorLike) -> Any:
     return where_(where, jnp.asarray(value, dtype), x)
 
 
-def select(condlist: Sequence[Any], choicelist: Sequence[Any], default: Scalar = 0) -> Any:
+def select(condlist: Sequence[Any], choicelist: Sequence[Any], default: Scalar = 0) -> Tensor:
     """Return the entry of the first choice whose condition is True, as `jax.numpy.select`.
 
     Args:

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from jmask._base.array_types import is_nonzero, joint_dtype
-from jmask._base.types import Axis, Mask, Numbers, Scalar, TensorLike
+from jmask._base.types import Axis, Mask, Numbers, Scalar, Tensor, TensorLike
 from jmask._base.validation import checked_choice
 from jmask._ops import kernels
 from jmask._ops.groups import Reduction, checked_axes, sparse_dimensions
@@ -45,7 +45,7 @@ def quantile(
     where: Mask | None = None,
     *,
     method: str = "linear",
-) -> Any:
+) -> Tensor:
     """Return the entry below which a part `q` of the valid entries lies; nan if one is nan.
 
     The derivative is that of the entries. Sparse storage becomes dense.
@@ -69,7 +69,7 @@ def quantile(
     ):
         raise ValueError(f"`q` must be from 0 to 1, got {q}.")
 
-    def one(q: jax.Array) -> Any:
+    def one(q: jax.Array) -> Tensor:
         def rank(last: jax.Array) -> tuple[jax.Array, jax.Array]:
             place = jnp.where((q >= 0) & (q <= 1), q, jnp.nan) * last.astype(q.dtype)
             below = jnp.floor(place)
@@ -92,7 +92,7 @@ def percentile(
     where: Mask | None = None,
     *,
     method: str = "linear",
-) -> Any:
+) -> Tensor:
     """Return `quantile(x, q / 100)`.
 
     Example:
@@ -114,7 +114,7 @@ def median(
     where: Mask | None = None,
     *,
     averaged: bool = True,
-) -> Any:
+) -> Tensor:
     """Return the middle valid entry, or the mean of the two in the middle; nan if one is nan.
 
     The derivative is that of the entries. Sparse storage becomes dense.

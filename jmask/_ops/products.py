@@ -48,7 +48,7 @@ from jax.typing import DTypeLike
 from jmask._base.array_types import adds_when_cast, explicit_sharding, sum_dtype, trailing, wide
 from jmask._base.fallback import report_fallback
 from jmask._base.row_ids import canonical
-from jmask._base.types import TensorLike
+from jmask._base.types import Tensor, TensorLike
 from jmask._base.validation import check_flag, checked_choice, refuse_scipy
 from jmask._kernels.bag_sum import bag_sum
 from jmask._kernels.rows import add_rows
@@ -355,7 +355,7 @@ def dot(
     return _product_of(lhs, rhs, bool(transpose_a), bool(transpose_b), sparse)
 
 
-def _checked(x: TensorLike, name: str) -> Any:
+def _checked(x: TensorLike, name: str) -> Tensor:
     if isinstance(x, MaskedTensor):
         raise TypeError(
             f"`{name}` is a MaskedTensor: use jmask.numpy.matmul, or .to_tensor(0) for zeros "
@@ -454,7 +454,7 @@ def _product_of(
     return result
 
 
-def _product(a: Operand, b: Operand, dtype: DTypeLike, sparse: bool) -> Any:
+def _product(a: Operand, b: Operand, dtype: DTypeLike, sparse: bool) -> Tensor:
     """Return the product in `dtype`: rows for `StoredRows`, if `sparse` for `Coordinates`."""
     if isinstance(b, StoredRows) and b.transposed:
         filled = _product(a, Dense(b.values, transposed=True), dtype, sparse)
@@ -488,13 +488,13 @@ def _as_columns(values: jax.Array, like: StoredRows) -> jax.Array:
     return add_rows(zeros, like.ids, values.T, coalesced=like.coalesced).T
 
 
-def _matrix(x: TensorLike, dtype: DTypeLike) -> Any:
+def _matrix(x: TensorLike, dtype: DTypeLike) -> Tensor:
     """Return a vector as a column; sum equal positions where casts to `dtype` do not add."""
     x = x if adds_when_cast(x.dtype, dtype) else unique_positions(x)
     return x if x.ndim == 2 else _on_values(x, lambda values: values[:, None])
 
 
-def _on_values(x: TensorLike, function: Callable[[jax.Array], jax.Array]) -> Any:
+def _on_values(x: TensorLike, function: Callable[[jax.Array], jax.Array]) -> Tensor:
     """Apply `function` to an array, or to the rows that a `RowSparse` stores."""
     if not isinstance(x, RowSparse):
         return function(x)

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from jax.scipy import special
 from jax.typing import DTypeLike
 
-from jmask._base.types import Axis, Mask, TensorLike
+from jmask._base.types import Axis, Mask, Tensor, TensorLike
 from jmask._ops import kernels
 from jmask._ops.elementwise import elementwise
 from jmask._ops.groups import Reduction, checked_axes, single_axis, where_at
@@ -115,7 +115,7 @@ def sum(  # noqa: A001
     dtype: DTypeLike | None = None,
     keepdims: bool = False,
     where: Mask | None = None,
-) -> Any:
+) -> Tensor:
     """Sum the valid entries.
 
     Args:
@@ -139,7 +139,7 @@ def prod(
     dtype: DTypeLike | None = None,
     keepdims: bool = False,
     where: Mask | None = None,
-) -> Any:
+) -> Tensor:
     """Return the product of the valid entries.
 
     Args:
@@ -160,7 +160,7 @@ def mean(
     dtype: DTypeLike | None = None,
     keepdims: bool = False,
     where: Mask | None = None,
-) -> Any:
+) -> Tensor:
     """Return the mean of the valid entries: their sum by their number.
 
     Args:
@@ -184,7 +184,7 @@ def var(
     where: Mask | None = None,
     *,
     correction: float | None = None,
-) -> Any:
+) -> Tensor:
     """Return the variance of the valid entries: mean square distance from their mean.
 
     Masked (nan for an array with `where=`) where not more than `ddof` entries are valid.
@@ -212,7 +212,7 @@ def std(
     where: Mask | None = None,
     *,
     correction: float | None = None,
-) -> Any:
+) -> Tensor:
     """Return the standard deviation of the valid entries: the root of `var`.
 
     The derivative where it is 0, as for equal entries, is 0.
@@ -245,7 +245,7 @@ def norm(
     axis: Axis = None,
     keepdims: bool = False,
     where: Mask | None = None,
-) -> Any:
+) -> Tensor:
     """Return the vector norm of the valid entries: the `ord`-th root of the sum of |x| ** ord.
 
     Always of the entries as one vector, also over two axes. The derivative is 0 where the
@@ -270,7 +270,7 @@ def norm(
 @described
 def logsumexp(
     x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
-) -> Any:
+) -> Tensor:
     """Return the log of the sum of exp of the valid entries, without overflow.
 
     Example:
@@ -285,7 +285,7 @@ def logsumexp(
 @described
 def logmeanexp(
     x: TensorLike, axis: Axis = None, where: Mask | None = None, keepdims: bool = False
-) -> Any:
+) -> Tensor:
     """Return the log of the mean of exp of the valid entries, without overflow.
 
     Example:
@@ -304,7 +304,7 @@ def average(
     weights: TensorLike | None = None,
     keepdims: bool = False,
     where: Mask | None = None,
-) -> Any:
+) -> Tensor:
     """Return the mean of the valid entries, each counted by its weight.
 
     Args:
@@ -348,7 +348,7 @@ def average(
 @described
 def max(  # noqa: A001
     x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
-) -> Any:
+) -> Tensor:
     """Return the largest valid entry; nan if one is nan.
 
     Example:
@@ -362,7 +362,7 @@ def max(  # noqa: A001
 @described
 def min(  # noqa: A001
     x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
-) -> Any:
+) -> Tensor:
     """Return the smallest valid entry; nan if one is nan.
 
     Example:
@@ -379,7 +379,7 @@ amax, amin = max, min
 @described
 def ptp(
     x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
-) -> Any:
+) -> Tensor:
     """Return the difference between the largest and the smallest valid entry.
 
     Example:
@@ -393,7 +393,7 @@ def ptp(
 @described
 def argmax(
     x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
-) -> Any:
+) -> Tensor:
     """Return the index of the first largest valid entry along `axis`.
 
     With axis None the tensor is flattened; a tuple of axes is refused.
@@ -410,7 +410,7 @@ def argmax(
 @described
 def argmin(
     x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
-) -> Any:
+) -> Tensor:
     """Return the index of the first smallest valid entry along `axis`.
 
     With axis None the tensor is flattened; a tuple of axes is refused.
@@ -426,7 +426,7 @@ def argmin(
 @described
 def all(  # noqa: A001
     x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
-) -> Any:
+) -> Tensor:
     """Decide whether no valid entry is 0 or False.
 
     Example:
@@ -440,7 +440,7 @@ def all(  # noqa: A001
 @described
 def any(  # noqa: A001
     x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
-) -> Any:
+) -> Tensor:
     """Decide whether a valid entry is neither 0 nor False.
 
     Example:
@@ -454,7 +454,7 @@ def any(  # noqa: A001
 @described
 def count(
     x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
-) -> Any:
+) -> Tensor:
     """Count the valid entries: an ordinary tensor, as there always is a number.
 
     All entries of an ordinary tensor are valid.
@@ -472,7 +472,7 @@ def count(
 @described
 def count_nonzero(
     x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
-) -> Any:
+) -> Tensor:
     """Count the valid entries that are not 0.
 
     Example:

@@ -7,14 +7,13 @@ An entry that does not exist adds the identity, and stays masked. Sparse storage
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmask._base.types import Axis, Mask, TensorLike
+from jmask._base.types import Axis, Mask, Tensor, TensorLike
 from jmask._ops import kernels
 from jmask._ops.groups import checked_axes, single_axis, where_at
 from jmask._ops.reductions import described
@@ -25,7 +24,7 @@ from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, joined
 @described
 def cumsum(
     x: TensorLike, axis: Axis = None, dtype: DTypeLike | None = None, where: Mask | None = None
-) -> Any:
+) -> Tensor:
     """Return the running sum of the valid entries along `axis`; masked entries stay so.
 
     Sparse storage becomes dense. With axis None the tensor is flattened.
@@ -44,7 +43,7 @@ def cumsum(
 @described
 def cumprod(
     x: TensorLike, axis: Axis = None, dtype: DTypeLike | None = None, where: Mask | None = None
-) -> Any:
+) -> Tensor:
     """Return the running product of the valid entries along `axis`; masked entries stay so.
 
     Sparse storage becomes dense. With axis None the tensor is flattened.
@@ -61,7 +60,7 @@ def cumprod(
 
 
 @described
-def cumlogsumexp(x: TensorLike, axis: Axis = None, where: Mask | None = None) -> Any:
+def cumlogsumexp(x: TensorLike, axis: Axis = None, where: Mask | None = None) -> Tensor:
     """Return the log of the running sum of exp of the valid entries along `axis`.
 
     Masked entries stay so. Sparse storage becomes dense. With axis None the tensor is
@@ -95,7 +94,7 @@ def _running(
     axis: Axis,
     dtype: DTypeLike | None,
     where: Mask,
-) -> Any:
+) -> Tensor:
     x = dense(as_tensor(x), name)
     masked = isinstance(x, MaskedTensor)
     values = x.storage if masked else x

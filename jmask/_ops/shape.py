@@ -35,7 +35,7 @@ from jax.typing import DTypeLike
 
 from jmask._base.fallback import report_fallback
 from jmask._base.row_ids import widen
-from jmask._base.types import Shape, TensorLike
+from jmask._base.types import Shape, Tensor, TensorLike
 from jmask._base.validation import abstract_leaf
 from jmask._ops.elementwise import elementwise, on_union_of_rows
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
@@ -69,7 +69,7 @@ def moved(
     """
 
     @functools.wraps(function)
-    def lifted(*args: Any, **kwargs: Any) -> Any:
+    def lifted(*args: Any, **kwargs: Any) -> Tensor:
         operands, arguments = (args, ()) if variadic else (args[:1], args[1:])
         leaves = jax.tree.leaves(operands, is_leaf=is_tensor)
         if not any(map(is_tensor, leaves)):
@@ -92,7 +92,7 @@ def moved(
     return lifted
 
 
-def data_of(x: TensorLike) -> Any:
+def data_of(x: TensorLike) -> Tensor:
     """Return the data of a dense masked tensor; anything else as it is."""
     return x.storage if isinstance(x, MaskedTensor) else x
 
@@ -102,7 +102,7 @@ def masked_of(x: TensorLike) -> jax.Array:
     return ~x.valid if isinstance(x, MaskedTensor) else jnp.zeros(jnp.shape(x), bool)
 
 
-def dense(x: TensorLike, name: str) -> Any:
+def dense(x: TensorLike, name: str) -> Tensor:
     """Return `x` on dense storage, with a warning that names the operation if it was sparse."""
     storage = data_of(x)
     if not is_sparse(storage):
@@ -121,7 +121,9 @@ def is_masked_coo(x: TensorLike) -> bool:
 # --- rules of storages --------------------------------------------------------------------
 
 
-def reshaped(function: Callable, x: TensorLike, arguments: tuple, kwargs: dict) -> Any:
+def reshaped(
+    function: Callable, x: TensorLike, arguments: tuple, kwargs: dict
+) -> Tensor | None:
     """Keep the storage under functions that keep the order of entries."""
     if not (is_row_sparse(x) or is_masked_coo(x)) or "F" in (*arguments, *kwargs.values()):
         return None
@@ -148,7 +150,9 @@ def reshaped(function: Callable, x: TensorLike, arguments: tuple, kwargs: dict) 
     return _at_indices(x, places, shape, x.storage.indices_sorted)
 
 
-def permuted(function: Callable, x: TensorLike, arguments: tuple, kwargs: dict) -> Any:
+def permuted(
+    function: Callable, x: TensorLike, arguments: tuple, kwargs: dict
+) -> Tensor | None:
     """Keep the storage under functions that permute dimensions."""
     if not (is_row_sparse(x) or is_masked_coo(x)):
         return None
@@ -165,7 +169,7 @@ def permuted(function: Callable, x: TensorLike, arguments: tuple, kwargs: dict) 
 
 def joined_rows(
     function: Callable, tensors: Sequence[TensorLike], arguments: tuple, kwargs: dict
-) -> Any:
+) -> Tensor | None:
     """Keep rows under functions that join tensors along an axis that there is."""
     if not isinstance(tensors, list | tuple) or not all(map(is_row_sparse, tensors)):
         return None
@@ -260,7 +264,7 @@ vstack = moved(jnp.vstack, rule=joined_rows)
 
 def pad(
     array: TensorLike, pad_width: int | Sequence[Any], mode: str = "constant", **kwargs: Any
-) -> Any:
+) -> Tensor:
     """`jax.numpy.pad`: constants are valid entries, and entries are repeated with their mask.
 
     Args:
@@ -299,7 +303,7 @@ def pad(
     return joined(data, ~masked)
 
 
-def where(condition: Any, x: Any = None, y: Any = None, /, **kwargs: Any) -> Any:
+def where(condition: Any, x: Any = None, y: Any = None, /, **kwargs: Any) -> Tensor:
     """`jax.numpy.where`: the entry chosen, with its mask; masked where the condition is.
 
     Args:
@@ -341,7 +345,7 @@ def where(condition: Any, x: Any = None, y: Any = None, /, **kwargs: Any) -> Any
 _plain_where = elementwise(jnp.where)
 
 
-def take(a: TensorLike, indices: TensorLike, axis: int | None = None, **kwargs: Any) -> Any:
+def take(a: TensorLike, indices: TensorLike, axis: int | None = None, **kwargs: Any) -> Tensor:
     """`jax.numpy.take`: masked where the index is masked or out of range.
 
     Args:
@@ -368,7 +372,7 @@ def take(a: TensorLike, indices: TensorLike, axis: int | None = None, **kwargs: 
 
 def take_along_axis(
     arr: TensorLike, indices: TensorLike, axis: int | None = -1, **kwargs: Any
-) -> Any:
+) -> Tensor:
     """`jax.numpy.take_along_axis`: masked where the index is masked or out of range.
 
     Example:
@@ -380,7 +384,7 @@ def take_along_axis(
     return _gathered(jnp.take_along_axis, arr, indices, axis, kwargs, lambda masked: masked)
 
 
-def sort(a: TensorLike, axis: int | None = -1, **kwargs: Any) -> Any:
+def sort(a: TensorLike, axis: int | None = -1, **kwargs: Any) -> Tensor:
     """`jax.numpy.sort`, masked entries last, in ascending and in descending order.
 
     Args:
@@ -404,7 +408,7 @@ def sort(a: TensorLike, axis: int | None = -1, **kwargs: Any) -> Any:
 
 def argsort(
     a: TensorLike, axis: int | None = -1, *, dtype: DTypeLike | None = None, **kwargs: Any
-) -> Any:
+) -> Tensor:
     """`jax.numpy.argsort`: what `sort` takes; masked where the entry taken is masked.
 
     Example:
@@ -427,7 +431,7 @@ def _like(function: Callable[..., Any]) -> Callable[..., Any]:
     """Lift a function that makes a tensor like another one: a masked one keeps its mask."""
 
     @functools.wraps(function)
-    def lifted(a: TensorLike, *args: Any, **kwargs: Any) -> Any:
+    def lifted(a: TensorLike, *args: Any, **kwargs: Any) -> Tensor:
         if is_sparse(a) and kwargs.get("shape") is None:
             # Zeros and copies have the storage of what they are like.
             with jax.ensure_compile_time_eval():
@@ -471,7 +475,7 @@ def _gathered(
     axis: int | None,
     kwargs: dict,
     spread: Callable,
-) -> Any:
+) -> Tensor:
     """Read `a` at `indices`; `spread` brings masks of indices to the shape of the result."""
     kind = indices if isinstance(indices, MaskedTensor) else abstract_leaf(indices)
     if kind is None or not jnp.issubdtype(kind.dtype, jnp.integer):

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jmask._base.array_types import wide
 from jmask._base.fallback import report_fallback
-from jmask._base.types import Axis, Mask, TensorLike
+from jmask._base.types import Axis, Mask, Tensor, TensorLike
 from jmask._ops import kernels, reductions
 from jmask._ops.elementwise import elementwise
 from jmask._ops.groups import (
@@ -31,7 +31,7 @@ from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, joined
 from jmask._tensors.storage import as_dense, is_sparse, with_stored_values
 
 
-def softmax(x: TensorLike, axis: Axis = -1, where: Mask | None = None) -> Any:
+def softmax(x: TensorLike, axis: Axis = -1, where: Mask | None = None) -> Tensor:
     """exp(x), divided by its sum over the valid entries of each slice along `axis`.
 
     Args:
@@ -56,7 +56,7 @@ def softmax(x: TensorLike, axis: Axis = -1, where: Mask | None = None) -> Any:
     return _along(_softmax, x, axis, where, nn.softmax, absent=0, empty=jnp.nan)
 
 
-def softmin(x: TensorLike, axis: Axis = -1, where: Mask | None = None) -> Any:
+def softmin(x: TensorLike, axis: Axis = -1, where: Mask | None = None) -> Tensor:
     """`softmax` of -x.
 
     Args:
@@ -71,7 +71,7 @@ def softmin(x: TensorLike, axis: Axis = -1, where: Mask | None = None) -> Any:
     return softmax(_negative(x), axis, where)
 
 
-def log_softmax(x: TensorLike, axis: Axis = -1, where: Mask | None = None) -> Any:
+def log_softmax(x: TensorLike, axis: Axis = -1, where: Mask | None = None) -> Tensor:
     """The logarithm of `softmax`, without overflow.
 
     Args:
@@ -121,7 +121,7 @@ def normalize(
     axis: Axis = -1,
     eps: float = 1e-12,
     where: Mask | None = None,
-) -> Any:
+) -> Tensor:
     """x divided by the norm of the valid entries of each slice, or by `eps` if it is less.
 
     Args:
@@ -142,7 +142,7 @@ def normalize(
     """
     order = 2 if ord is None else ord
 
-    def kernel(groups: Groups, dtype: DTypeLike) -> Any:
+    def kernel(groups: Groups, dtype: DTypeLike) -> Tensor:
         norm, _ = kernels.norm_in_parts(groups, jnp.finfo(dtype).dtype, order)
         least = norm.factor * eps
         size = jnp.where(norm.size < least, least, norm.size)
@@ -158,7 +158,7 @@ def standardize(
     variance: TensorLike | None = None,
     epsilon: float = 1e-5,
     where: Mask | None = None,
-) -> Any:
+) -> Tensor:
     """Return x less the mean of the valid entries of each slice, by their standard deviation.
 
     Args:
@@ -186,7 +186,7 @@ def standardize(
             variance = _less_square(variance, mean)
         return _scaled(x, mean, variance, epsilon=epsilon)
 
-    def kernel(groups: Groups, dtype: DTypeLike) -> Any:
+    def kernel(groups: Groups, dtype: DTypeLike) -> Tensor:
         center, _ = kernels.mean(groups, dtype)
         spread, _ = kernels.variance(groups, dtype, 0)
         distance = kernels.select(groups, 0, dtype) - groups.spread(center)
@@ -196,7 +196,7 @@ def standardize(
     return _along(kernel, x, axis, where, plain, absent=0, empty=jnp.nan)
 
 
-def glu(x: TensorLike, axis: int = -1) -> Any:
+def glu(x: TensorLike, axis: int = -1) -> Tensor:
     """Return the first half of x along an axis, times the sigmoid of the second.
 
     Args:
@@ -225,13 +225,13 @@ _less_square = elementwise(lambda x, mean: jnp.maximum(x - jnp.square(mean), 0))
 _scaled = elementwise(lambda x, mean, v, epsilon: (x - mean) * lax.rsqrt(v + epsilon))
 
 
-def _softmax(groups: Groups, dtype: DTypeLike) -> Any:
+def _softmax(groups: Groups, dtype: DTypeLike) -> Tensor:
     powers = kernels.exponentials(groups, kernels.shift_of(groups, dtype), dtype)
     total = groups.sum(powers)
     return powers / groups.spread(jnp.where(total == 0, 1, total))
 
 
-def _log_softmax(groups: Groups, dtype: DTypeLike) -> Any:
+def _log_softmax(groups: Groups, dtype: DTypeLike) -> Tensor:
     shift = kernels.shift_of(groups, dtype)
     total = groups.sum(kernels.exponentials(groups, shift, dtype))
     shift = shift.astype(dtype) + jnp.log(jnp.where(total == 0, 1, total))
@@ -247,7 +247,7 @@ def _along(
     *,
     absent: float,
     empty: float,
-) -> Any:
+) -> Tensor:
     """The entries that `kernel` gives for the groups along `axis`, in the shape of `x`.
 
     Args:

@@ -21,7 +21,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jmask._base.array_types import wide
-from jmask._base.types import Scalar, TensorLike
+from jmask._base.types import Scalar, Tensor, TensorLike
 from jmask._ops import kernels, order, reductions, running
 from jmask._ops.contractions import outer
 from jmask._ops.elementwise import elementwise
@@ -33,7 +33,9 @@ from jmask._tensors.storage import is_sparse, sampled, stored_values
 # --- without nan -------------------------------------------------------------------------
 
 
-def _skipping_nan(function: Callable[..., Any], empty: float | None, example: str) -> Any:
+def _skipping_nan(
+    function: Callable[..., Any], empty: float | None, example: str
+) -> Callable[..., Tensor]:
     """Return the function of the entries that are not nan.
 
     Args:
@@ -44,7 +46,7 @@ def _skipping_nan(function: Callable[..., Any], empty: float | None, example: st
     """
     name = f"nan{function.__name__}"
 
-    def skipping(x: TensorLike, *args: Any, **kwargs: Any) -> Any:
+    def skipping(x: TensorLike, *args: Any, **kwargs: Any) -> Tensor:
         x = as_tensor(x)
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return function(x, *args, **kwargs)
@@ -105,7 +107,7 @@ def cov(
     fweights: TensorLike | None = None,
     aweights: TensorLike | None = None,
     dtype: DTypeLike | None = None,
-) -> Any:
+) -> Tensor:
     """Return the covariances of variables, each over the observations that both have.
 
     As in `numpy.ma.cov`, the mean of a variable is that of all its entries, and the divisor
@@ -182,7 +184,7 @@ def corrcoef(
     y: TensorLike | None = None,
     rowvar: bool = True,
     dtype: DTypeLike | None = None,
-) -> Any:
+) -> Tensor:
     """Return the correlations of variables: their covariances, by their standard deviations.
 
     Args:
@@ -211,7 +213,7 @@ def diff(
     axis: int = -1,
     prepend: TensorLike | None = None,
     append: TensorLike | None = None,
-) -> Any:
+) -> Tensor:
     """Return the n-th differences of neighbours along an axis; both must exist.
 
     Args:
@@ -257,7 +259,7 @@ def trace(
     axis1: int = 0,
     axis2: int = 1,
     dtype: DTypeLike | None = None,
-) -> Any:
+) -> Tensor:
     """Return the sum of the valid entries of diagonals, masked where there are none.
 
     Args:
@@ -282,7 +284,7 @@ def trace(
 # --- comparisons -------------------------------------------------------------------------
 
 
-def _unlike(a: TensorLike, b: TensorLike, equal_nan: bool) -> Any:
+def _unlike(a: TensorLike, b: TensorLike, equal_nan: bool) -> Tensor:
     differ = jnp.not_equal(a, b)
     return differ & ~(jnp.isnan(a) & jnp.isnan(b)) if equal_nan else differ
 

@@ -10,7 +10,7 @@ from jax import lax
 
 from jmask._base.array_types import joint_dtype, varying_alike, varying_axes
 from jmask._base.norms import factor_for
-from jmask._base.types import PyTree, Scalar, TensorLike
+from jmask._base.types import PyTree, Scalar, Tensor, TensorLike
 from jmask._base.validation import abstract_leaf, check_flag, check_leaves, leaf_name
 from jmask._ops.elementwise import elementwise
 from jmask._tables.deferral import is_deferred
@@ -22,7 +22,7 @@ from jmask._tensors.storage import is_entry, is_sparse, stored_values, unique_po
 _add, _multiply = elementwise(jnp.add), elementwise(jnp.multiply)
 
 
-def add(tree: PyTree, *others: Any, like: PyTree | None = None) -> Any:
+def add(tree: PyTree, *others: Any, like: PyTree | None = None) -> PyTree:
     """Return the sum of trees of one structure, leaf by leaf.
 
     Args:
@@ -52,7 +52,7 @@ def add(tree: PyTree, *others: Any, like: PyTree | None = None) -> Any:
     return _map(_with_capacity_of, total, like)
 
 
-def scale(scalar: Scalar, tree: PyTree) -> Any:
+def scale(scalar: Scalar, tree: PyTree) -> PyTree:
     """Return tree with every entry, floating or complex, multiplied by `scalar`, dtypes kept.
 
     Example:
@@ -66,7 +66,7 @@ def scale(scalar: Scalar, tree: PyTree) -> Any:
         raise TypeError(f"`scalar` must be a number, got {kind}.")
     is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
 
-    def scaled(x: TensorLike) -> Any:
+    def scaled(x: TensorLike) -> Tensor:
         if not jnp.issubdtype(x.dtype, jnp.complexfloating if is_complex else jnp.inexact):
             raise TypeError(
                 f"`tree` holds {x.dtype}, which a multiple by `scalar` {array.dtype} may not "
@@ -77,7 +77,7 @@ def scale(scalar: Scalar, tree: PyTree) -> Any:
     return _map(scaled, tree)
 
 
-def mean(trees: Sequence[Any], like: PyTree | None = None) -> Any:
+def mean(trees: Sequence[Any], like: PyTree | None = None) -> PyTree:
     """Return the mean of trees of one structure, such as the gradients of microbatches.
 
     Args:
@@ -97,7 +97,7 @@ def mean(trees: Sequence[Any], like: PyTree | None = None) -> Any:
     return scale(1 / len(trees), add(*trees, like=like))
 
 
-def merge(stacked: PyTree) -> Any:
+def merge(stacked: PyTree) -> PyTree:
     """Return the sum over axis 0 of what `lax.scan` or `jax.vmap` stacked.
 
     Args:
@@ -113,7 +113,7 @@ def merge(stacked: PyTree) -> Any:
         RowSparse(float32[9, 2], nse=4)
     """
 
-    def merged(x: TensorLike) -> Any:
+    def merged(x: TensorLike) -> Tensor:
         if isinstance(x, MaskedTensor):
             raise TypeError(
                 "`stacked`: a stacked MaskedTensor has no sum that keeps its mask: use "
@@ -172,7 +172,7 @@ def norm(tree: PyTree, squared: bool = False) -> jax.Array:
     return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, total)) / factor)
 
 
-def psum(tree: PyTree, axis_name: str | tuple[str, ...]) -> Any:
+def psum(tree: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
     """Return the sum over a mapped axis (`vmap`, `shard_map`), as `lax.psum`.
 
     The rows of a `RowSparse` of all devices are gathered and put side by side: n rows on
@@ -194,7 +194,7 @@ def psum(tree: PyTree, axis_name: str | tuple[str, ...]) -> Any:
     """
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
-    def summed(x: TensorLike) -> Any:
+    def summed(x: TensorLike) -> Tensor:
         _refuse_masked(x, "psum")
         _refuse_entries(x, "tree")
         if not is_row_sparse(x):
@@ -209,7 +209,7 @@ def psum(tree: PyTree, axis_name: str | tuple[str, ...]) -> Any:
     return _map(summed, tree)
 
 
-def pmean(tree: PyTree, axis_name: str | tuple[str, ...]) -> Any:
+def pmean(tree: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
     """Return the mean over a mapped axis, as `lax.pmean`; see `psum`.
 
     Example:
@@ -247,7 +247,7 @@ def map(  # noqa: A001
     tree: PyTree,
     *rest: Any,
     is_leaf: Callable[[Any], bool] | None = None,
-) -> Any:
+) -> PyTree:
     """Apply a function to each leaf, as `jax.tree.map`, where tensors and tables are leaves.
 
     Args:
@@ -305,7 +305,7 @@ def _refuse_deferred(tree: PyTree) -> None:
             )
 
 
-def _map(function: Callable[..., Any], tree: PyTree, *others: Any) -> Any:
+def _map(function: Callable[..., Any], tree: PyTree, *others: Any) -> PyTree:
     for each in (tree, *others):
         _refuse_deferred(each)
         check_leaves("tree", each)
@@ -320,19 +320,19 @@ def _map(function: Callable[..., Any], tree: PyTree, *others: Any) -> Any:
     return jax.tree.map(function, *leaves, is_leaf=is_tensor)
 
 
-def _add_leaves(x: TensorLike, y: TensorLike) -> Any:
+def _add_leaves(x: TensorLike, y: TensorLike) -> Tensor:
     if x.shape != y.shape:
         raise ValueError(f"`tree`: leaves of shapes {x.shape} and {y.shape} cannot be added.")
     return _add(x, y)
 
 
-def _with_capacity_of(x: TensorLike, like: PyTree) -> Any:
+def _with_capacity_of(x: TensorLike, like: PyTree) -> Tensor:
     if not is_row_sparse(x) or not is_row_sparse(like):
         return x
     return x.coalesce(nse=like.nse)
 
 
-def _entries(x: TensorLike) -> Any:
+def _entries(x: TensorLike) -> Tensor:
     """Return a table as arrays of its entries, or in a gradient program as one array."""
     if not is_stored_table(x):
         return x

@@ -144,7 +144,7 @@ def _derivative(
     return jax.jvp(chosen, primals, tangents)
 
 
-def _no_update(shapes: Gradients, params: Params) -> Any:
+def _no_update(shapes: Gradients, params: Params) -> Gradients:
     tables = filter(is_deferred, jax.tree.leaves(params, is_leaf=is_stored_table))
 
     def nothing(x: Gradient) -> Any:
@@ -238,7 +238,7 @@ def all_finite(gradients: Gradients) -> jax.Array:
     return finite
 
 
-def summed_rows(gradients: Gradients, params: Params) -> Any:
+def summed_rows(gradients: Gradients, params: Params) -> Gradients:
     """Return gradients with the rows of equal ids summed: finite ones may have an infinite sum.
 
     Sums of 16-bit rows are in float32, as the optimizer takes them. Rows of stored tables are

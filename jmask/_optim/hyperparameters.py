@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jmask._base.array_types import as_float
 from jmask._base.types import Scalar
@@ -159,7 +159,7 @@ class Common:
     def is_decoupled(self) -> bool:
         return self.decays and self.decay_mode == "decoupled"
 
-    def rate(self, count: jax.Array) -> Any:
+    def rate(self, count: jax.Array) -> ArrayLike:
         """Return the learning rate of step `count` (from 0)."""
         if not callable(self.learning_rate):
             return self.learning_rate

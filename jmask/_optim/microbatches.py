@@ -209,7 +209,7 @@ def _put(kept: jax.Array, new: Any, like: RowSparse, mini_step: jax.Array) -> ja
     return lax.dynamic_update_slice_in_dim(kept, new, mini_step * like.nse, 0)
 
 
-def _as_gradient(like: Gradient, kept: PyTree, factor: Scalar | None) -> Any:
+def _as_gradient(like: Gradient, kept: PyTree, factor: Scalar | None) -> Gradient:
     if isinstance(like, MaskedTensor):
         gradient, valid = _as_gradient(_unmasked(like), kept.gradient, factor), kept.valid
         if is_row_sparse(gradient):

@@ -157,7 +157,7 @@ class RowRule:
             return tuple(map(lax.complex, *parts))
         rows = grad.shape[0] if grad.ndim else 1
 
-        def joined(x: Gradient) -> Any:
+        def joined(x: Gradient) -> Gradient:
             parts = [x.real, x.imag] if is_complex(x) else [x]
             return jnp.concatenate([part.reshape(rows, -1) for part in parts], axis=1)
 
@@ -372,7 +372,7 @@ def _dense_optimizer(rule: RowRule, state_type: type) -> optax.GradientTransform
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _wide(x: Gradient) -> Any:
+def _wide(x: Gradient) -> Gradient:
     return None if x is None else jnp.asarray(x, wide(shape_of(x).dtype))
 
 

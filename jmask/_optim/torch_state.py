@@ -27,7 +27,7 @@ _KEYS: dict[Any, dict[str, str]] = {
 
 def from_torch_state(
     state: OptState, torch_state: Mapping[Any, Any], order: Sequence[Any] | None = None
-) -> Any:
+) -> OptState:
     """Return the state of `adam` or `adagrad` with the numbers of a torch optimizer.
 
     Args:
@@ -145,7 +145,7 @@ def _keys(state: OptState) -> dict[str, str]:
     return _KEYS[type(state)]
 
 
-def _only_state(state: OptState) -> Any:
+def _only_state(state: OptState) -> OptState:
     states = [x for x in jax.tree.leaves(state, is_leaf=_is_known) if _is_known(x)]
     if len(states) != 1:
         raise ValueError(

@@ -20,10 +20,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmask._base.types import Numbers, Scalar, Shaped
+from jmask._base.types import Numbers, Scalar, Shaped, Table
 from jmask._base.validation import as_table, checked_choice
 from jmask._kernels.lines import LANES, per_line, picked, placed
 from jmask._kernels.rows import gather_rows
@@ -78,7 +79,7 @@ class PackedTable(StoredTable):
         return cls([_packed(group) for group in _groups(columns)], x.shape)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.parts[0].dtype
 
     def todense(self) -> jax.Array:
@@ -165,7 +166,7 @@ class PackedTable(StoredTable):
         return list(zip(self.parts, _widths(math.prod(self.shape[1:])), strict=True))
 
 
-def packed(table: Numbers, platform: str | None = None) -> Any:
+def packed(table: Numbers, platform: str | None = None) -> Table:
     """Return the table in the form in which a step updates it in place on the given platform.
 
     On a TPU a floating table whose rows are not a multiple of 128 entries becomes a
@@ -199,7 +200,7 @@ def packed(table: Numbers, platform: str | None = None) -> Any:
     return array if platform != "tpu" or fits else PackedTable.pack(array)
 
 
-def checked_floating(table: Shaped) -> Any:
+def checked_floating(table: Shaped) -> Table:
     """Return an array, or the shape of one, that can be a table.
 
     Raises:

@@ -32,7 +32,7 @@ _OF_DEFERRED = ("main", "others", "last", "clock", "lines", "carry")
 _OF_ALL_ROWS = ("lines", "carry")
 
 
-def to_arrays(tree: PyTree) -> Any:
+def to_arrays(tree: PyTree) -> PyTree:
     """Return the tree in plain arrays alone, which do not depend on how its tables are kept.
 
     A `RowSparse` becomes a dict of its `indices` and `values`. A `PackedTable` or
@@ -56,7 +56,7 @@ def to_arrays(tree: PyTree) -> Any:
     return jax.tree.map(_arrays_of, tree, is_leaf=_is_node)
 
 
-def from_arrays(arrays: PyTree, like: PyTree) -> Any:
+def from_arrays(arrays: PyTree, like: PyTree) -> PyTree:
     """Return tree of arrays that were stored and loaded, in the form and the layout of `like`.
 
     This is the one way from a checkpoint to tables on another number of devices, in another
@@ -100,7 +100,7 @@ def _is_node(x: object) -> bool:
     return is_row_sparse(x) or is_stored_table(x)
 
 
-def _at(tree: PyTree, path: KeyPath) -> Any:
+def _at(tree: PyTree, path: KeyPath) -> PyTree:
     """Return what `tree` has at a path of another tree, whose nodes may be mappings here.
 
     Raises:
@@ -183,7 +183,7 @@ def _clock_of(x: Table) -> Any:
 # --- from arrays -------------------------------------------------------------------------
 
 
-def _from_arrays(name: str, given: PyTree, like: PyTree) -> Any:
+def _from_arrays(name: str, given: PyTree, like: PyTree) -> PyTree:
     if is_row_sparse(like):
         return _as_row_sparse(name, given, like)
     if is_deferred(like):
@@ -267,7 +267,7 @@ def _as_table(name: str, given: PyTree, like: StoredTable) -> StoredTable:
     return PackedTable.from_array(given)
 
 
-def _in_order_of_ids(name: str, given: Mapping[str, Any], like: StoredTable) -> Any:
+def _in_order_of_ids(name: str, given: Mapping[str, Any], like: StoredTable) -> jax.Array:
     """Return the array (V, *row) of the leaves of a packed or sharded table, by their names."""
     rows, *row = like.shape
     blocks: Any = given.get("blocks", given)
@@ -307,7 +307,7 @@ def _check_placed_alike(name: str, given: PyTree, like: PyTree) -> None:
         given.check_layout()
 
 
-def _as_like(name: str, given: PyTree, like: PyTree) -> Any:
+def _as_like(name: str, given: PyTree, like: PyTree) -> PyTree:
     if abstract_leaf(like) is None:
         raise not_an_array(name.replace("arrays", "like", 1), like, "give arrays or shapes")
     shape = jnp.shape(like)
@@ -317,7 +317,7 @@ def _as_like(name: str, given: PyTree, like: PyTree) -> Any:
     return given
 
 
-def _checked_kind(name: str, given: PyTree, like: PyTree) -> Any:
+def _checked_kind(name: str, given: PyTree, like: PyTree) -> jax.Array:
     """Return `given` as an array of the kind of `like`."""
     if abstract_leaf(given) is None:
         raise not_an_array(name, given, "give what jmask.to_arrays made")

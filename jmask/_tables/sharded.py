@@ -164,7 +164,7 @@ class ShardedTable(StoredTable):
         )
 
     @property
-    def blocks(self) -> Any:
+    def blocks(self) -> Blocks:
         merged = jax.jit(self.layout.merged, out_shardings=self._sharding())
         return self.stored if self.layout.placement == "div" else merged(self.stored)
 
@@ -175,10 +175,10 @@ class ShardedTable(StoredTable):
         return isinstance(self.stored, PackedTable)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.stored.dtype
 
-    def check_layout(self) -> Any:
+    def check_layout(self) -> Blocks:
         """Return the stored blocks, of the shapes that the layout gives them.
 
         Raises:
@@ -341,7 +341,7 @@ class ShardedTable(StoredTable):
     def set_rows(self, gradient: RoutedRows, rows: jax.Array) -> "ShardedTable":
         layout = self._layout_of(gradient)
 
-        def written(stored: Blocks, ids: jax.Array, rows: jax.Array) -> Any:
+        def written(stored: Blocks, ids: jax.Array, rows: jax.Array) -> Blocks:
             places, block = layout.local(ids, layout.shard()), self._local(stored)
             if not isinstance(block, PackedTable):
                 return layout.local_stored(set_rows(block, places, rows, coalesced=True))
@@ -386,7 +386,7 @@ class ShardedTable(StoredTable):
             return self.layout.batch
         return tuple(axis for axis in self.layout.batch if axis in varying_axes(values))
 
-    def _local(self, stored: Blocks) -> Any:
+    def _local(self, stored: Blocks) -> Blocks:
         """Return the block of a device (R, *row), its shape said truly."""
         block = self.layout.local_block(stored)
         if not isinstance(block, PackedTable):
@@ -465,7 +465,7 @@ def _placed(table: Any, layout: Layout, in_lines: bool) -> ShardedTable:
     """Return an array, or the shape of one, as a table of a layout, in lines of 128 or not."""
     mesh, placement = layout.mesh, layout.placement
 
-    def blocks_of(table: jax.Array) -> Any:
+    def blocks_of(table: jax.Array) -> Blocks:
         blocks = _blocks_of(table, layout)
         return layout.stored(PackedTable.from_array(blocks) if in_lines else blocks)
 

@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 
 from jmask._base.array_types import is_complex, is_narrow, joint_dtype, trailing, wide
 from jmask._base.row_ids import hide, id_dtype
-from jmask._base.types import Gradient, Numbers, Scalar, Shaped, Table, TensorLike
+from jmask._base.types import Gradient, Ids, Numbers, Scalar, Shaped, Table, TensorLike
 from jmask._kernels.gather import Gather
 from jmask._kernels.rows import gather_rows, gather_unique_rows, set_rows
 from jmask._kernels.stochastic_rounding import stochastic_round
@@ -91,7 +91,7 @@ class StoredTable(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """The dtype of the entries."""
 
     @abc.abstractmethod
@@ -99,7 +99,7 @@ class StoredTable(abc.ABC):
         """Return rows (n, *row) of canonical ids (n,); what padding reads is undefined."""
 
     @abc.abstractmethod
-    def fitted(self, gradient: Gradient) -> Any:
+    def fitted(self, gradient: Gradient) -> RowSparse:
         """Route a `RowSparse` gradient, equal ids summed, as `rows` and `set_rows` take it."""
 
     @abc.abstractmethod
@@ -107,7 +107,7 @@ class StoredTable(abc.ABC):
         """Return the rows of a `fitted` gradient: of the shape of its values."""
 
     @abc.abstractmethod
-    def set_rows(self, gradient: Gradient, rows: jax.Array) -> Any:
+    def set_rows(self, gradient: Gradient, rows: jax.Array) -> Self:
         """Return the table with other rows where a `fitted` gradient has them."""
 
     @abc.abstractmethod
@@ -158,13 +158,13 @@ class StoredTable(abc.ABC):
 
     def __repr__(self) -> str:
         try:
-            dtype = self.dtype
+            dtype: Any = self.dtype
         except (AttributeError, IndexError):  # a tree of something else than arrays
             dtype = "?"
         return f"{type(self).__name__}({dtype}[{', '.join(map(str, self.shape))}])"
 
 
-def from_the_end(ids: Numbers, rows: int) -> Any:
+def from_the_end(ids: Numbers, rows: int) -> Ids:
     """Count negative ids from the end; NumPy integers stay NumPy's."""
     found: Any = ids if isinstance(ids, jax.Array) else np.asarray(ids)
     if not jnp.issubdtype(found.dtype, jnp.signedinteger):
@@ -181,7 +181,7 @@ def is_stored_table(x: object) -> TypeGuard[StoredTable]:
     return isinstance(x, StoredTable)
 
 
-def fitted(table: StoredTable, gradient: Gradient) -> Any:
+def fitted(table: StoredTable, gradient: Gradient) -> RowSparse:
     """Return `table.fitted(gradient)`.
 
     Raises:
@@ -215,7 +215,7 @@ def rows_of(table: Table, gradient: RowSparse) -> jax.Array:
     return gather_unique_rows(table, gradient.row_ids(), coalesced=gradient.coalesced)
 
 
-def with_rows(table: Table, gradient: RowSparse, rows: jax.Array) -> Any:
+def with_rows(table: Table, gradient: RowSparse, rows: jax.Array) -> Table:
     """Return the array or stored table with other rows there, in its dtype."""
     if is_stored_table(table):
         return table.set_rows(gradient, rows)
@@ -294,7 +294,7 @@ def _derivative(
 # zeros(4, 1) + RowSparse([2, 2], [[1.], [1.]])      rows 2 gets 2; rows 0, 1, 3 keep their bits
 
 
-def add_to_dense(dense: Table, rows: RowSparse, key: jax.Array | None = None) -> Any:
+def add_to_dense(dense: Table, rows: RowSparse, key: jax.Array | None = None) -> Table:
     """Return `dense + rows`, touching only the rows stored, as `optax.apply_updates` adds.
 
     Floating and complex arrays keep their dtype, as in `dense.at[ids].add(...)`: a bfloat16
@@ -358,7 +358,7 @@ class NewTable:
         return self.table.shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.table.dtype
 
     def tree_flatten(self) -> Any:

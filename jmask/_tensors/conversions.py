@@ -278,7 +278,7 @@ install(to_coo=to_coo, to_csr=to_csr, to_row_sparse=to_row_sparse, to_numpy_ma=t
 # entries. For masked tensors it stores the valid entries, zero or not.
 
 
-def cast_storage(x: TensorLike, stype: str, *, nse: int | None = None) -> Any:
+def cast_storage(x: TensorLike, stype: str, *, nse: int | None = None) -> Tensor:
     """Return the tensor on another storage; MXNet's function of this name.
 
     Args:
@@ -416,7 +416,7 @@ def save_npz(file: str | os.PathLike, x: TensorLike) -> None:
         Path(partial).unlink(missing_ok=True)
 
 
-def load_npz(file: str | os.PathLike) -> Any:
+def load_npz(file: str | os.PathLike) -> Tensor:
     """Return the tensor that `save_npz` stored.
 
     Raises:
@@ -459,7 +459,7 @@ def _loaded(contents: Mapping[str, np.ndarray], name: str) -> jax.Array:
 
 def _rebuilt(
     kind: str, arrays: Sequence[Any], shape: tuple[int, ...], flags: dict[str, bool]
-) -> Any:
+) -> Tensor:
     if kind == "default":
         return arrays[0]
     if kind == "row_sparse":

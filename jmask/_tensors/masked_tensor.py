@@ -25,7 +25,7 @@ import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 from jax.typing import DTypeLike
 
-from jmask._base.types import Mask, Scalar, TensorLike
+from jmask._base.types import Mask, Scalar, Tensor, TensorLike
 from jmask._base.validation import checked_array, checked_dtype, checked_scalar, refuse_scipy
 from jmask._tensors.flax_state import register_in_flax
 from jmask._tensors.methods import MaskedMethods, call
@@ -129,12 +129,12 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
     # --- description --------------------------------------------------------------------
 
     @property
-    def data(self) -> Any:
+    def data(self) -> Tensor:
         """The data in its storage; what lies under the mask is arbitrary."""
         return self.storage
 
     @property
-    def mask(self) -> Any:
+    def mask(self) -> Mask:
         """The mask in the storage of the data: True where an entry is valid."""
         return with_stored_values(self.storage, self.valid)
 
@@ -144,7 +144,7 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
         return tuple(self.storage.shape)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """The dtype of the data."""
         return self.storage.dtype
 
@@ -203,13 +203,13 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
 
     # --- data out -----------------------------------------------------------------------
 
-    def get_data(self) -> Any:
+    def get_data(self) -> Tensor:
         """Return data in its storage, arbitrary where masked; no gradient flows to there."""
         values = stored_values(self.storage)
         kept = jnp.where(self.valid, values, jax.lax.stop_gradient(values))
         return with_stored_values(self.storage, kept)
 
-    def get_mask(self) -> Any:
+    def get_mask(self) -> Mask:
         """Return the mask in the storage of the data."""
         return self.mask
 
@@ -299,7 +299,7 @@ def is_tensor(x: object) -> bool:
     return is_sparse(x) or isinstance(x, MaskedTensor)
 
 
-def as_tensor(x: TensorLike) -> Any:
+def as_tensor(x: TensorLike) -> Tensor:
     """Return `x` if it is sparse or masked, and otherwise the array."""
     refuse_scipy("x", x)
     return x if is_tensor(x) else jnp.asarray(x)
@@ -436,7 +436,7 @@ def _stored_mask(data: Sparse, mask: jax.Array) -> jax.Array:
     )
 
 
-def booleans(mask: Mask) -> Any:
+def booleans(mask: Mask) -> Mask:
     """Return a sparse mask of booleans.
 
     Raises:
@@ -447,7 +447,7 @@ def booleans(mask: Mask) -> Any:
     return mask
 
 
-def as_booleans(x: TensorLike) -> Any:
+def as_booleans(x: TensorLike) -> Tensor:
     """Undo what JAX does to booleans in storages of entries, which it makes int32."""
     if isinstance(x, BCOO | BCSR) and jnp.issubdtype(x.dtype, jnp.integer):
         return with_stored_values(x, x.data != 0)

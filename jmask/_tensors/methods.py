@@ -15,6 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmask._base.fallback import report_fallback
+from jmask._base.types import Tensor
 
 _installed: dict[str, Callable[..., Any]] = {}
 
@@ -119,7 +120,7 @@ class TensorMethods:
     __gt__ = method("greater")
     __ge__ = method("greater_equal")
 
-    def block_until_ready(self) -> Any:
+    def block_until_ready(self) -> Tensor:
         """Wait until the arrays are computed, and return the tensor."""
         return jax.block_until_ready(self)
 
@@ -141,11 +142,11 @@ class TensorMethods:
     swapaxes = method("swapaxes")
     take = method("take")
 
-    def reshape(self, *shape: Any, **kwargs: Any) -> Any:
+    def reshape(self, *shape: Any, **kwargs: Any) -> Tensor:
         """See `jmask.numpy.reshape`; the sizes as a tuple or as separate arguments."""
         return call("reshape", self, one_or_several(shape), **kwargs)
 
-    def transpose(self, *axes: Any) -> Any:
+    def transpose(self, *axes: Any) -> Tensor:
         """See `jmask.numpy.transpose`; the axes as a tuple or as separate arguments."""
         return call("transpose", self, one_or_several(axes) if axes else None)
 

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._base.types import TensorLike
+from jmask._base.types import Tensor, TensorLike
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import is_sparse, stored_values, with_stored_values
@@ -89,12 +89,12 @@ _KINDS = (
 )
 
 
-def values_of(x: TensorLike) -> Any:
+def values_of(x: TensorLike) -> jax.Array:
     """Return the stored values of a sparse or masked tensor; of an array, the array."""
     return stored_values(x.storage if isinstance(x, MaskedTensor) else x)
 
 
-def with_values_of(x: TensorLike, values: jax.Array) -> Any:
+def with_values_of(x: TensorLike, values: jax.Array) -> Tensor:
     """Replace the stored values, at the same positions; the result has no placeholder."""
     if isinstance(x, MaskedTensor):
         storage = with_stored_values(x.storage, values)
@@ -109,7 +109,7 @@ def with_values_of(x: TensorLike, values: jax.Array) -> Any:
     return values
 
 
-def with_placeholder(x: TensorLike, placeholder: jax.Array | None) -> Any:
+def with_placeholder(x: TensorLike, placeholder: jax.Array | None) -> Tensor:
     """Return the sparse or masked tensor `x` with this placeholder in place of its own."""
     x = without_placeholder(x)
     leaves, static = x.tree_flatten()
@@ -127,7 +127,7 @@ def zero_placeholder(x: TensorLike) -> jax.Array:
     return jnp.zeros(tuple(x.shape), x.dtype)
 
 
-def without_placeholder(x: TensorLike) -> Any:
+def without_placeholder(x: TensorLike) -> Tensor:
     """Return `x` without a placeholder."""
     if placeholder_of(x) is None:
         return x

@@ -178,12 +178,12 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
     # --- description --------------------------------------------------------------------
 
     @property
-    def indices(self) -> Any:
+    def indices(self) -> jax.Array:
         """The row index of each value (n,), int32 (int64 for more than 2**31-1 rows)."""
         return reveal(self.index_leaf) if is_opaque(self.index_leaf) else self.index_leaf
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """The dtype of the values."""
         return self.values.dtype
 

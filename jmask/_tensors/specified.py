@@ -17,8 +17,6 @@ these: `x @ y` is the matrix product with masked gradient, `todense(x) @ y` the 
 with the gradient of an ordinary tensor.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -79,7 +77,7 @@ def todense(x: TensorLike, *, masked_grad: bool = False) -> jax.Array:
     return dense if placeholder is None else dense + placeholder
 
 
-def sparse_mask(x: TensorLike, mask: Mask) -> Any:
+def sparse_mask(x: TensorLike, mask: Mask) -> Tensor:
     """Return the entries of `x` that `mask` specifies; the gradient goes to these alone.
 
     Args:
@@ -123,7 +121,7 @@ def sparse_mask(x: TensorLike, mask: Mask) -> Any:
     return joined(result, valid) if masked else result
 
 
-def _tensor_or_array(x: TensorLike, argument: str = "x") -> Any:
+def _tensor_or_array(x: TensorLike, argument: str = "x") -> Tensor:
     if is_tensor(x):
         return x
     stype(x, argument)  # refuses what is no tensor
@@ -147,7 +145,7 @@ def _check_mask(x: TensorLike, mask: Mask) -> None:
         )
 
 
-def _at_booleans(x: TensorLike, mask: jax.Array) -> Any:
+def _at_booleans(x: TensorLike, mask: jax.Array) -> Tensor:
     if not is_tensor(x):
         return jnp.where(mask, x, jnp.zeros_like(x))
     if isinstance(x, MaskedTensor):

@@ -71,7 +71,7 @@ def is_sparse(x: object) -> bool:
     return isinstance(x, SPARSE)
 
 
-def stored_values(x: Storage) -> Any:
+def stored_values(x: Storage) -> jax.Array:
     """Return the stored values; of a dense array, the array."""
     return x.values if isinstance(x, RowSparse) else x.data if isinstance(x, BCOO | BCSR) else x
 

@@ -77,7 +77,7 @@ def _refuse_stored_tables(params: Params) -> None:
             )
 
 
-def _dense(gradient: Gradient) -> Any:
+def _dense(gradient: Gradient) -> Gradient:
     if isinstance(gradient, MaskedTensor):
         return gradient.to_tensor(0)
     return gradient.todense() if is_row_sparse(gradient) else gradient
@@ -274,7 +274,7 @@ def noticing_dense_tables(step: Callable[..., Any]) -> Callable[..., Any]:
     return noticing
 
 
-def noticed_as(gradients: Gradients, updates: Gradients) -> Any:
+def noticed_as(gradients: Gradients, updates: Gradients) -> Gradients:
     """Mark dense tables in `updates` as reported where they were in the gradients."""
     pairs: Any = zip(
         *(jax.tree.leaves(x, is_leaf=is_gradient_leaf) for x in (gradients, updates)),
@@ -412,7 +412,7 @@ class Fit:
             check_gradient(fit.gradients, fit.params)
         return fit
 
-    def as_given(self, new: Params) -> Any:
+    def as_given(self, new: Params) -> Params:
         """Return new parameters in the form they had: a model, or a `RowSparse` of all rows."""
 
         def stored(old: Table, x: Table) -> Any:
@@ -426,7 +426,7 @@ class Fit:
         return self.model.with_parameters(new)
 
 
-def dense_parameters(params: Params) -> Any:
+def dense_parameters(params: Params) -> Params:
     """Return the tree with each `RowSparse` that stores all its rows as the array it is.
 
     Of a model that holds functions the parameters alone, None for all else.

@@ -266,7 +266,7 @@ def check_gradients(updates: Gradients, name: str = "updates") -> None:
             raise not_an_array(leaf_name(name, path), x, advice)
 
 
-def as_gradients(updates: Gradients) -> Any:
+def as_gradients(updates: Gradients) -> Gradients:
     """Return the tree with each BCOO as masked rows, of which the entries that it stores exist.
 
     Their ids refuse arithmetic, which optax maps over the indices of a BCOO without a word.
@@ -321,7 +321,7 @@ def gradient_and_valid(gradient: Gradient) -> tuple[Any, jax.Array | None]:
     return _entries_as_rows(storage, values, valid)
 
 
-def with_wide_rows(gradients: Gradients) -> Any:
+def with_wide_rows(gradients: Gradients) -> Gradients:
     """Return gradients with 16-bit rows in float32 where rows of equal ids are to be summed.
 
     An optimizer computes with the sums, and what it makes of them is rounded once, where it is
@@ -347,19 +347,19 @@ def summed(gradient: RowSparse) -> RowSparse:
     return gradient.coalesce() if gradient.order == "any" else gradient
 
 
-def masked_as(gradient: Gradient, result: Gradient) -> Any:
+def masked_as(gradient: Gradient, result: Gradient) -> Gradient:
     """Return an array or rows computed from a gradient leaf, masked where the gradient is."""
     if not isinstance(gradient, MaskedTensor):
         return result
     return joined(result, gradient_and_valid(gradient)[1])
 
 
-def unchanged_where_masked(update: Gradient, valid: jax.Array | None) -> Any:
+def unchanged_where_masked(update: Gradient, valid: jax.Array | None) -> Gradient:
     """Return the update of a parameter, -0.0 where the gradient is masked."""
     return keep_valid(update, jnp.asarray(-0.0, jnp.result_type(update)), valid)
 
 
-def keep_valid(new: TensorLike, old: TensorLike, valid: jax.Array | None) -> Any:
+def keep_valid(new: TensorLike, old: TensorLike, valid: jax.Array | None) -> Tensor:
     """Return `new` where valid, `old` elsewhere.
 
     Args:
