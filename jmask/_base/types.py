@@ -82,4 +82,6 @@ KeyPath = tuple[Any, ...]
 
 Atom = Var | Literal
 """An operand or result of an equation of a jaxpr."""
+JvpArgs = tuple[Any, ...]
+"""Primals, or tangents, as `jax.custom_jvp` gives them to a rule."""
 Value = Any  # of a variable in an interpreted program: an array, or what stands for one

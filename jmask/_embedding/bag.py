@@ -31,7 +31,7 @@ from jmask._base.array_types import (
     with_whole_rows,
 )
 from jmask._base.row_ids import canonical
-from jmask._base.types import Ids, Numbers, Scalar, Table, TensorLike
+from jmask._base.types import Ids, JvpArgs, Numbers, Scalar, Table, TensorLike
 from jmask._base.validation import (
     check_flag,
     checked_array,
@@ -269,9 +269,7 @@ def _max(rows: jax.Array, bags: Bags, absent: jax.Array | None) -> jax.Array:
 
 
 @_max.defjvp
-def _max_jvp(
-    primals: tuple[Any, ...], tangents: tuple[Any, ...]
-) -> tuple[jax.Array, jax.Array]:
+def _max_jvp(primals: JvpArgs, tangents: JvpArgs) -> tuple[jax.Array, jax.Array]:
     """Differentiate in the first entry that attains the maximum, as a nan does."""
     rows, bags, absent = primals
     attains = (rows == bags.to_entries(_greatest(rows, bags, absent))) | jnp.isnan(rows)

@@ -25,6 +25,7 @@ from jax.interpreters import ad
 
 from jmask._base.array_types import is_known, trailing, wide
 from jmask._base.lowering import GroupedPrimitive, Results, calls_of
+from jmask._base.types import JvpArgs
 from jmask._kernels import tuning
 from jmask._kernels.gather import Gather, in_branch
 from jmask._kernels.row_blocks import BlockLoop, block_size, run_side_by_side
@@ -164,9 +165,7 @@ def _shapes(x: BagSum) -> list[Any]:
 BAG_SUM: GroupedPrimitive[BagSum] = GroupedPrimitive("jmask_bag_sum", _by_parts, _shapes)
 
 
-def _derivative(
-    primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...], *, trees: tuple[Any, ...]
-) -> Any:
+def _derivative(primals: JvpArgs, tangents: JvpArgs, *, trees: tuple[Any, ...]) -> Any:
     values = BAG_SUM.primitive.bind(*primals, trees=trees)
     pairs = zip(calls_of(trees, primals), calls_of(trees, tangents), strict=True)
     return values, [_tangent(x, along) for x, along in pairs]

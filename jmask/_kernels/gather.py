@@ -32,7 +32,7 @@ from jmask._base.array_types import (
     typed_like,
     without_repetition,
 )
-from jmask._base.types import Scalar, Shaped
+from jmask._base.types import JvpArgs, Scalar, Shaped
 from jmask._kernels import tuning
 
 # Integers of as many bytes as a floating entry has.
@@ -187,7 +187,7 @@ def _on_this_platform(gather: Gather, operand: jax.Array, indices: jax.Array) ->
 
 @_vectorized.defjvp
 def _derivative(
-    gather: Gather, primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+    gather: Gather, primals: JvpArgs, tangents: JvpArgs
 ) -> tuple[jax.Array, jax.Array]:
     operand, indices = primals
     # Entries that are filled in do not depend on the operand.

@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 
 from jmask._base.array_types import is_nonzero, joint_dtype, wide
 from jmask._base.norms import Norm, factor_for, squared
-from jmask._base.types import Scalar
+from jmask._base.types import JvpArgs, Scalar
 from jmask._ops.groups import Groups, Results, Slices, greatest, least
 
 _Kernel = Callable[..., Results]
@@ -240,7 +240,7 @@ def _with_slope_of(value: jax.Array, like: jax.Array) -> jax.Array:
 
 
 @_with_slope_of.defjvp
-def _with_slope_of_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+def _with_slope_of_jvp(primals: JvpArgs, tangents: JvpArgs) -> Any:
     # The function itself and not `primals[0]`, which the next derivative takes for a constant.
     return _with_slope_of(*primals), tangents[1]
 

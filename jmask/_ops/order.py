@@ -11,7 +11,7 @@ jit it is given as `size`, as in `jax.numpy`.
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -174,6 +174,30 @@ def top_k(x: TensorLike, k: int, axis: int = -1) -> tuple[Any, Any]:
     return values, order
 
 
+@overload
+def unique(
+    ar: TensorLike,
+    return_index: Literal[False] = ...,
+    return_inverse: Literal[False] = ...,
+    return_counts: Literal[False] = ...,
+    axis: int | None = ...,
+    *,
+    equal_nan: bool = ...,
+    size: int | None = ...,
+    fill_value: Scalar | None = ...,
+) -> Tensor: ...
+@overload
+def unique(
+    ar: TensorLike,
+    return_index: bool = ...,
+    return_inverse: bool = ...,
+    return_counts: bool = ...,
+    axis: int | None = ...,
+    *,
+    equal_nan: bool = ...,
+    size: int | None = ...,
+    fill_value: Scalar | None = ...,
+) -> Tensor | tuple[Tensor, ...]: ...
 def unique(
     ar: TensorLike,
     return_index: bool = False,
@@ -184,7 +208,7 @@ def unique(
     equal_nan: bool = True,
     size: int | None = None,
     fill_value: Scalar | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, ...]:
     """Return the different entries, sorted; masked ones count as one, which comes last.
 
     Args:

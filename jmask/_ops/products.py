@@ -48,7 +48,7 @@ from jax.typing import DTypeLike
 from jmask._base.array_types import adds_when_cast, explicit_sharding, sum_dtype, trailing, wide
 from jmask._base.fallback import report_fallback
 from jmask._base.row_ids import canonical
-from jmask._base.types import Tensor, TensorLike
+from jmask._base.types import JvpArgs, Tensor, TensorLike
 from jmask._base.validation import check_flag, checked_choice, refuse_scipy
 from jmask._kernels.bag_sum import bag_sum
 from jmask._kernels.rows import add_rows
@@ -227,7 +227,7 @@ def _kernel_product(*arrays: jax.Array) -> jax.Array:
 
 
 @_kernel_product.defjvp
-def _product_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+def _product_jvp(primals: JvpArgs, tangents: JvpArgs) -> tuple[Any, Any]:
     values, columns, pointers, dense = primals
     terms = lambda values, dense: _csr_terms(values, columns, pointers, dense)
     _, tangent = jax.jvp(terms, (values, dense), (tangents[0], tangents[-1]))
@@ -385,9 +385,7 @@ def _checked(x: TensorLike, name: str) -> Tensor:
     return x
 
 
-def _check_shapes(
-    lhs: TensorLike, rhs: TensorLike, transpose_a: bool, transpose_b: bool
-) -> None:
+def _check_shapes(lhs: Tensor, rhs: Tensor, transpose_a: bool, transpose_b: bool) -> None:
     over = 0 if transpose_a or lhs.ndim == 1 else 1, 1 if transpose_b and rhs.ndim == 2 else 0
     if lhs.shape[over[0]] != rhs.shape[over[1]]:
         raise ValueError(

@@ -35,7 +35,7 @@ from jax.typing import DTypeLike
 
 from jmask._base.fallback import report_fallback
 from jmask._base.row_ids import widen
-from jmask._base.types import Shape, Tensor, TensorLike
+from jmask._base.types import Axis, Mask, Shape, Tensor, TensorLike
 from jmask._base.validation import abstract_leaf
 from jmask._ops.elementwise import elementwise, on_union_of_rows
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
@@ -121,9 +121,7 @@ def is_masked_coo(x: TensorLike) -> bool:
 # --- rules of storages --------------------------------------------------------------------
 
 
-def reshaped(
-    function: Callable, x: TensorLike, arguments: tuple, kwargs: dict
-) -> Tensor | None:
+def reshaped(function: Callable, x: Tensor, arguments: tuple, kwargs: dict) -> Tensor | None:
     """Keep the storage under functions that keep the order of entries."""
     if not (is_row_sparse(x) or is_masked_coo(x)) or "F" in (*arguments, *kwargs.values()):
         return None
@@ -150,9 +148,7 @@ def reshaped(
     return _at_indices(x, places, shape, x.storage.indices_sorted)
 
 
-def permuted(
-    function: Callable, x: TensorLike, arguments: tuple, kwargs: dict
-) -> Tensor | None:
+def permuted(function: Callable, x: Tensor, arguments: tuple, kwargs: dict) -> Tensor | None:
     """Keep the storage under functions that permute dimensions."""
     if not (is_row_sparse(x) or is_masked_coo(x)):
         return None
@@ -303,7 +299,9 @@ def pad(
     return joined(data, ~masked)
 
 
-def where(condition: Any, x: Any = None, y: Any = None, /, **kwargs: Any) -> Tensor:
+def where(
+    condition: Mask, x: TensorLike = None, y: TensorLike = None, /, **kwargs: Any
+) -> Tensor:
     """`jax.numpy.where`: the entry chosen, with its mask; masked where the condition is.
 
     Args:
@@ -469,12 +467,7 @@ def _share_positions(x: TensorLike, y: TensorLike) -> bool:
 
 
 def _gathered(
-    function: Callable,
-    a: TensorLike,
-    indices: TensorLike,
-    axis: int | None,
-    kwargs: dict,
-    spread: Callable,
+    function: Callable, a: Tensor, indices: Tensor, axis: Axis, kwargs: dict, spread: Callable
 ) -> Tensor:
     """Read `a` at `indices`; `spread` brings masks of indices to the shape of the result."""
     kind = indices if isinstance(indices, MaskedTensor) else abstract_leaf(indices)

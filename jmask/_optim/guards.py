@@ -18,7 +18,16 @@ from jax import lax
 from jmask._base.array_types import added, joint_dtype, trailing, typed_like, wide
 from jmask._base.jaxprs import lifted
 from jmask._base.norms import shortened
-from jmask._base.types import Gradient, Gradients, OptState, Params, PyTree, Scalar, Table
+from jmask._base.types import (
+    Gradient,
+    Gradients,
+    JvpArgs,
+    OptState,
+    Params,
+    PyTree,
+    Scalar,
+    Table,
+)
 from jmask._deferred.step import has_deferred
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
@@ -135,9 +144,7 @@ def _run_if(
 
 
 @_run_if.defjvp
-def _derivative(
-    run: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]
-) -> Any:
+def _derivative(run: Callable[..., Any], primals: JvpArgs, tangents: JvpArgs) -> Any:
     def chosen(take: jax.Array, kept: PyTree, state: OptState, closed_over: PyTree) -> Any:
         return lax.cond(take, lambda: run(kept, state, closed_over), lambda: (kept, state))
 

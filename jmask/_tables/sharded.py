@@ -37,7 +37,7 @@ from jmask._base.array_types import (
     with_whole_rows,
 )
 from jmask._base.row_ids import Order
-from jmask._base.types import Numbers, Scalar
+from jmask._base.types import JvpArgs, Numbers, PyTree, Scalar, Shape
 from jmask._base.validation import as_table
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.rows import gather_unique_rows, set_rows
@@ -288,9 +288,7 @@ class ShardedTable(StoredTable):
             )
 
         @rows_of.defjvp
-        def looked_up_jvp(
-            primals: tuple[Any, ...], tangents: tuple[Any, ...]
-        ) -> tuple[jax.Array, jax.Array]:
+        def looked_up_jvp(primals: JvpArgs, tangents: JvpArgs) -> tuple[jax.Array, jax.Array]:
             # The rounds of an exchange are a loop, which has no transpose.
             return rows_of(*primals), self._from_everyone(tangents[0], primals[1])
 
@@ -484,9 +482,7 @@ def _placed(table: Any, layout: Layout, in_lines: bool) -> ShardedTable:
     return ShardedTable(blocks, layout, table.shape)
 
 
-def _unpickled(
-    arrays: Sequence[Any], described: tuple[Any, ...], shape: tuple[int, ...]
-) -> ShardedTable:
+def _unpickled(arrays: PyTree, described: tuple[Any, ...], shape: Shape) -> ShardedTable:
     layout = Layout.from_description(described)
     put = lambda x: jax.device_put(x, layout.sharding(x.ndim))
     return ShardedTable(jax.tree.map(put, arrays), layout, shape)

@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 
 from jmask._base.array_types import is_complex, is_narrow, joint_dtype, trailing, wide
 from jmask._base.row_ids import hide, id_dtype
-from jmask._base.types import Gradient, Ids, Numbers, Scalar, Shaped, Table, TensorLike
+from jmask._base.types import Gradient, Ids, JvpArgs, Numbers, Scalar, Shaped, Table, TensorLike
 from jmask._kernels.gather import Gather
 from jmask._kernels.rows import gather_rows, gather_unique_rows, set_rows
 from jmask._kernels.stochastic_rounding import stochastic_round
@@ -273,9 +273,7 @@ def _with_placeholder(
 
 
 @_with_placeholder.defjvp
-def _derivative(
-    order: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]
-) -> tuple[jax.Array, jax.Array]:
+def _derivative(order: int, primals: JvpArgs, tangents: JvpArgs) -> tuple[jax.Array, jax.Array]:
     values, placeholder, ids = primals
     value_tangent, placeholder_tangent, _ = tangents
     if ids is not None:
