@@ -48,7 +48,7 @@ def on_explicit_mesh(tree: PyTree) -> Iterator[None]:
         yield
 
 
-def explicit_sharding(*arrays: Any) -> NamedSharding | None:
+def explicit_sharding(*arrays: ArrayLike) -> NamedSharding | None:
     """Return sharding that the type of the first array with explicit axes names, or None."""
     for array in arrays:
         sharding = _sharding_of_type(jax.typeof(array))
@@ -216,7 +216,7 @@ def trailing(x: jax.Array, ndim: int) -> jax.Array:
     return x.reshape(x.shape + (1,) * (ndim - x.ndim))
 
 
-def is_known(*sizes: Any) -> bool:
+def is_known(*sizes: object) -> bool:
     """Decide whether all sizes are numbers, by which one way of several can be chosen."""
     return all(isinstance(x, int | np.integer) for x in sizes)
 
@@ -278,7 +278,7 @@ def adds_when_cast(old: DTypeLike, new: DTypeLike) -> bool:
     return old == new or all(jnp.issubdtype(dtype, jnp.inexact) for dtype in (old, new))
 
 
-def joint_dtype(*arrays: Any) -> np.dtype:
+def joint_dtype(*arrays: ArrayLike | DTypeLike) -> np.dtype:
     """Return dtype of a sum of arrays, also where `jax_numpy_dtype_promotion` refuses one."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*arrays)

@@ -74,7 +74,7 @@ def dot(x: TensorLike, y: TensorLike) -> Tensor:
     return _combined(jnp.dot, _on_dense(x), _on_dense(y))
 
 
-def einsum(subscripts: str, *operands: Any) -> Tensor:
+def einsum(subscripts: str, *operands: TensorLike) -> Tensor:
     """Do as `jnp.einsum` with masked operands; masked entries contribute nothing.
 
     Example:
@@ -228,7 +228,7 @@ def _product(dense_product: Callable[..., jax.Array], x: TensorLike, y: TensorLi
     return _sparse_dot(x, y) if is_sparse(x) or is_sparse(y) else dense_product(x, y)
 
 
-def _combined(product: Callable[..., Any], *operands: Any) -> MaskedTensor:
+def _combined(product: Callable[..., Any], *operands: TensorLike) -> MaskedTensor:
     """Return a product of values with zeros where masked, and how many of its terms exist."""
     values = product(*map(_filled, operands))
     terms = product(*map(_existing, operands))
@@ -277,7 +277,7 @@ def _on_dense(x: TensorLike) -> Tensor:
 # --- MXNet's sums --------------------------------------------------------------------
 
 
-def add_n(*tensors: Any) -> Tensor:
+def add_n(*tensors: TensorLike) -> Tensor:
     """Sum tensors: row-sparse if all are, with the rows of all of them.
 
     Args:

@@ -114,7 +114,7 @@ class _Arranged:
     def __name__(self) -> str:
         return getattr(self.function, "__name__", "a function")
 
-    def __call__(self, *operands: Any, **options: Any) -> Tensor:
+    def __call__(self, *operands: TensorLike, **options: Any) -> Tensor:
         at = dict(zip(self.places, operands, strict=True))
         named = {name: at[name] for name in self.places if isinstance(name, str)}
         return self.function(*map(at.get, range(self.count)), **named, **options)

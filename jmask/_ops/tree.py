@@ -22,7 +22,7 @@ from jmask._tensors.storage import is_entry, is_sparse, stored_values, unique_po
 _add, _multiply = elementwise(jnp.add), elementwise(jnp.multiply)
 
 
-def add(tree: PyTree, *others: Any, like: PyTree | None = None) -> PyTree:
+def add(tree: PyTree, *others: PyTree, like: PyTree | None = None) -> PyTree:
     """Return the sum of trees of one structure, leaf by leaf.
 
     Args:
@@ -305,7 +305,7 @@ def _refuse_deferred(tree: PyTree) -> None:
             )
 
 
-def _map(function: Callable[..., Any], tree: PyTree, *others: Any) -> PyTree:
+def _map(function: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
     for each in (tree, *others):
         _refuse_deferred(each)
         check_leaves("tree", each)
