@@ -20,7 +20,7 @@ have tensors and tables as leaves, and models as nodes.
 
 The classes of tensors and tables are defined in sub-packages that import this one, and code
 tells them apart by functions (`is_row_sparse`, `is_stored_table`) that a type checker does not
-follow. Their names are therefore checked as `Any`, and the comments say what they hold.
+follow. Their names are therefore checked as `Any`, and the docstrings say what they hold.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,9 @@ from jax.typing import ArrayLike
 # --- arrays -------------------------------------------------------------------------------
 
 Shape = tuple[int, ...]
+"""Sizes of dimensions, static."""
 Axis = int | Sequence[int] | None
-"""MeshAxes to reduce; None is all of them."""
+"""Axes to reduce; None is all of them."""
 Scalar = float | jax.Array
 """A number of Python, or an array of no dimensions, which may be traced."""
 Index = int | jax.Array
@@ -58,23 +59,33 @@ class Shaped(Protocol):
 
 
 MeshAxes = str | tuple[str, ...] | None
-"""MeshAxes of a mesh that shard a dimension; None is no axis."""
+"""Axes of a mesh that shard a dimension; None is no axis."""
 
 # --- tensors and tables ---------------------------------------------------------------------
 
-Tensor = Any  # an array, a RowSparse, BCOO, BCSR or MaskedTensor
-TensorLike = Any  # what becomes a Tensor: one, or Numbers
-Mask = Any  # booleans, on the storage of what they mask or on a dense one
-Table = Any  # an array (V, *row), or a StoredTable of this shape
-Ids = Any  # integers: an array of JAX or NumPy, or nested lists of them
-Gradient = Any  # an array, a RowSparse, or a MaskedTensor of either; None of no parameter
+Tensor = Any
+"""An array, a RowSparse, BCOO, BCSR or MaskedTensor."""
+TensorLike = Any
+"""What becomes a Tensor: one, or Numbers."""
+Mask = Any
+"""Booleans, on the storage of what they mask or on a dense one."""
+Table = Any
+"""An array (V, *row), or a StoredTable of this shape."""
+Ids = Any
+"""Integers: an array of JAX or NumPy, or nested lists of them."""
+Gradient = Any
+"""An array, a RowSparse, or a MaskedTensor of either; None of no parameter."""
 
 # --- trees ----------------------------------------------------------------------------------
 
-PyTree = Any  # a tree; its leaves are whatever the function says
-Params = Any  # a tree of arrays and tables, or a model that holds them
-Gradients = Any  # a tree of Gradient, of the structure of the parameters
-OptState = Any  # the state of a transformation of optax
+PyTree = Any
+"""A tree; its leaves are whatever the function says."""
+Params = Any
+"""A tree of arrays and tables, or a model that holds them."""
+Gradients = Any
+"""A tree of Gradient, of the structure of the parameters."""
+OptState = Any
+"""The state of a transformation of optax."""
 KeyPath = tuple[Any, ...]
 """Where a leaf is in a tree, as `jax.tree.leaves_with_path` writes it."""
 
@@ -84,4 +95,5 @@ Atom = Var | Literal
 """An operand or result of an equation of a jaxpr."""
 JvpArgs = tuple[Any, ...]
 """Primals, or tangents, as `jax.custom_jvp` gives them to a rule."""
-Value = Any  # of a variable in an interpreted program: an array, or what stands for one
+Value = Any
+"""The value of a variable in an interpreted program: an array, or what stands for one."""
