@@ -3,8 +3,8 @@
 | an argument is                                     | annotate                            |
 |----------------------------------------------------|-------------------------------------|
 | an array, of the program or of a trace             | `jax.Array`                         |
-| an array or a number, as functions of JAX take it| `jax.typing.ArrayLike`              |
-| the same or nested lists, as `jnp.asarray` takes it| `Numbers`                           |
+| an array or a number, as JAX takes it              | `jax.typing.ArrayLike`              |
+| the same, or nested lists, as `jnp.asarray`        | `Numbers`                           |
 | a number that may be traced                        | `Scalar`                            |
 | a dtype, or the name of one                        | `jax.typing.DTypeLike`              |
 | whatever has a shape and a dtype                   | `Shaped`                            |
@@ -18,15 +18,16 @@
 `optax.Params`, `optax.Updates` and `optax.OptState` are trees of plain arrays. The ones here
 have tensors and tables as leaves, and models as nodes.
 
-The classes of tensors and tables are defined in sub-packages that import this one, and code
-tells them apart by functions (`is_row_sparse`, `is_stored_table`) that a type checker does not
-follow. Their names are therefore checked as `Any`, and the docstrings say what they hold.
+The classes of tensors and tables are in sub-packages that import this one, and code tells them
+apart by functions (`is_stored_table`), from which a type checker learns what a value is and not
+what it is not. Such names are `Any` to it, and the docstrings say what they hold.
 """
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 from jax.extend.core import Literal, Var
 from jax.tree_util import PyTreeDef as PyTreeDef
 from jax.typing import ArrayLike
@@ -37,8 +38,8 @@ Shape = tuple[int, ...]
 """Sizes of dimensions, static."""
 Axis = int | Sequence[int] | None
 """Axes to reduce; None is all of them."""
-Scalar = float | jax.Array
-"""A number of Python, or an array of no dimensions, which may be traced."""
+Scalar = float | np.number | jax.Array
+"""A number of Python or NumPy, or an array of no dimensions, which may be traced."""
 Index = int | jax.Array
 """The number of a row, a block or a step, which may be traced."""
 Numbers = ArrayLike | Sequence[Any]

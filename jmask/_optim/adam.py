@@ -182,7 +182,7 @@ def adamw(
     eps: Scalar = 1e-8,
     eps_root: Scalar = 0.0,
     mu_dtype: DTypeLike | None = None,
-    weight_decay: Scalar = 1e-4,
+    weight_decay: optax.ScalarOrSchedule = 1e-4,
     mask: PyTree | Callable[[Params], PyTree] | None = None,
     *,
     nesterov: bool = False,

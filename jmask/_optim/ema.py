@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmask._base.types import PyTree, Scalar
+from jmask._base.types import OptState, Params, PyTree, Scalar
 from jmask._optim import hyperparameters as hyper
 from jmask._optim.row_rule import RowRule, Slot, optimizer
 from jmask._tables.plain_arrays import from_arrays, to_arrays
@@ -39,7 +39,7 @@ class Ema(optax.GradientTransformationExtraArgs):
 
     decay: Scalar
 
-    def average(self, opt_state: optax.OptState, params: optax.Params) -> optax.Params:
+    def average(self, opt_state: OptState, params: Params) -> Params:
         """Return the averages of all parameters after the last step, at the cost of all rows.
 
         Args:

@@ -23,7 +23,7 @@ from jmask._base.fallback import (
     report_fallback,
 )
 from jmask._base.row_ids import id_dtype
-from jmask._base.types import Gradient, Gradients, KeyPath, Params, Table
+from jmask._base.types import Gradient, Gradients, KeyPath, OptState, Params, Table
 from jmask._base.validation import Model, leaf_name
 from jmask._kernels.stochastic_rounding import check_key, stochastic_round
 from jmask._tables.stored_table import NewTable, add_to_dense, is_stored_table
@@ -85,8 +85,8 @@ def _dense(gradient: Gradient) -> Gradient:
 
 @jax.named_scope("jmask.apply_updates")
 def apply_updates(
-    params: optax.Params, updates: optax.Updates, *, key: jax.Array | None = None
-) -> optax.Params:
+    params: Params, updates: Gradients, *, key: jax.Array | None = None
+) -> Params:
     """Apply updates as `optax.apply_updates`, sparse and masked ones too.
 
     Stock `optax.apply_updates` does the same. This one also checks shapes by name, and
@@ -165,13 +165,13 @@ def _key_of_each_leaf(key: jax.Array | None) -> Iterator[jax.Array | None]:
 @jax.named_scope("jmask.apply_gradients")
 def apply_gradients(
     tx: optax.GradientTransformation,
-    grads: optax.Updates,
-    opt_state: optax.OptState,
-    params: optax.Params,
+    grads: Gradients,
+    opt_state: OptState,
+    params: Params,
     *,
     key: jax.Array | None = None,
     **extra_args: Any,
-) -> tuple[optax.Params, optax.OptState]:
+) -> tuple[Params, OptState]:
     """Take one optimizer step: `tx.update` and `apply_updates`, in one pass where possible.
 
     For `jmask.sgd`, `adam`, `adagrad` and `ftrl`, and for `jmask.lazy` of an elementwise optax
