@@ -1,4 +1,4 @@
-"""Calls as users write them: run here, and checked by mypy in `make lint`, as `user_code.py`."""
+"""Calls as users write them, run here and checked by mypy in `make lint` (see `user_code.py`)."""
 
 import jax
 import jax.numpy as jnp
