@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmask._autodiff.values import RowSum
 from jmask._base.array_types import explicit_sharding, varying_axes
 from jmask._base.jaxprs import forwarded
 from jmask._base.row_ids import mapped_words
@@ -178,17 +179,19 @@ def after_reading(value: jax.Array, gradients: Gradients) -> Gradients:
 
 
 def after_all_reads(results: Sequence[Any]) -> list[Any]:
-    """Return the results of a program, of which the first depends on all dense gradients.
+    """Return the results of a program, of which the first depends on all gradients.
 
     What waits for the value of the loss (`after_reading`) then waits for all of the program.
     """
     value, *others = results
+    rows = [x for sums in others if isinstance(sums, RowSum) for _, x in sums.parts]
     # An optimization barrier would say the same; XLA of JAX 0.10 removes it before it orders.
     zero = jnp.zeros((), jnp.int32)
-    for x in others:
+    for x in (*others, *(x for x in rows if GATHERED.of(x) is None)):
         is_array = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating) and x.size
         if is_array and explicit_sharding(x) is None and varying_axes(x) <= varying_axes(value):
-            own = zero_after_reading(x.reshape(-1)[0])
+            # All of it: for one entry XLA would read a few rows of the table again.
+            own = zero_after_reading(jnp.sum(x))
             zero = zero if own is None else plus_zero(zero, own)
     return [value + zero.astype(value.dtype), *others]
 

@@ -164,21 +164,12 @@ def grad(
         >>> jmask.grad(lambda t: jnp.sum(t[jnp.array([1, 1])] ** 2))(jnp.ones((3, 2)))
         RowSparse(float32[3, 2], nse=2)
     """
-    _check_function(fun, has_aux)
-    check_flag("holomorphic", holomorphic)
-    check_flag("allow_int", allow_int)
+    # The value orders reads and writes of tables in a step, whether it is returned or not.
+    run = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int)
 
     @functools.wraps(fun, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def grad_of_fun(*args: Any, **kwargs: Any) -> Any:
-        numbers = _positions(argnums, args)
-        float_function, floats, filled = (
-            _without_integers(fun, numbers, args) if allow_int else (fun, args, None)
-        )
-        value, gradients = value_and_gradients(
-            float_function, numbers, has_aux, floats, kwargs, holomorphic=holomorphic
-        )
-        gradients = gradients if filled is None else filled(gradients)
-        gradient = gradients if isinstance(argnums, Sequence) else gradients[0]
+        value, gradient = run(*args, **kwargs)
         return (gradient, value[1]) if has_aux else gradient
 
     return grad_of_fun

@@ -166,9 +166,17 @@ BAG_SUM: GroupedPrimitive[BagSum] = GroupedPrimitive("jmask_bag_sum", _by_parts,
 
 
 def _derivative(primals: JvpArgs, tangents: JvpArgs, *, trees: tuple[Any, ...]) -> Any:
-    values = BAG_SUM.primitive.bind(*primals, trees=trees)
-    pairs = zip(calls_of(trees, primals), calls_of(trees, tangents), strict=True)
-    return values, [_tangent(x, along) for x, along in pairs]
+    sums, along = calls_of(trees, primals), calls_of(trees, tangents)
+    if any(_has_weight_tangent(x, t) for x, t in zip(sums, along, strict=True)):
+        # The derivative by the weights needs the rows themselves: XLA reads them once for both.
+        values = [x.by_parts() for x in sums]
+    else:
+        values = BAG_SUM.primitive.bind(*primals, trees=trees)
+    return values, list(map(_tangent, sums, along))
+
+
+def _has_weight_tangent(x: BagSum, along: BagSum) -> bool:
+    return x.weights is not None and not isinstance(along.weights, ad.Zero)
 
 
 def _tangent(x: BagSum, along: BagSum) -> Any:
@@ -177,7 +185,7 @@ def _tangent(x: BagSum, along: BagSum) -> Any:
     if not isinstance(along.table, ad.Zero):
         moved = dataclasses.replace(x, table=along.table, valid=None, fill=0)
         terms.append(moved.by_parts(linear=True))
-    if x.weights is not None and not isinstance(along.weights, ad.Zero):
+    if _has_weight_tangent(x, along):
         terms.append(dataclasses.replace(x, weights=along.weights, valid=None).by_parts())
     if not terms:
         value = jax.eval_shape(x.by_parts)

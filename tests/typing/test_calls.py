@@ -1,4 +1,7 @@
-"""Calls as users write them, run here and checked by mypy in `make lint` (see `user_code.py`)."""
+"""Calls as users write them: run here, and checked by mypy in `make lint`.
+
+`user_code.py` is checked against the wheel.
+"""
 
 import jax
 import jax.numpy as jnp
