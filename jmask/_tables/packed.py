@@ -24,6 +24,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from jmask._base.array_types import explicit_sharding
 from jmask._base.types import Numbers, Scalar, Shaped, Table
 from jmask._base.validation import as_table, checked_choice
 from jmask._kernels.lines import LANES, per_line, picked, placed
@@ -69,8 +70,18 @@ class PackedTable(StoredTable):
 
     @classmethod
     def pack(cls, x: Any) -> "PackedTable":
-        """Return the array `x` (V, *row), packed."""
-        return cls.from_array(checked_floating(as_table(x)))
+        """Return the array `x` (V, *row), packed.
+
+        Raises:
+            ValueError: if it is no table, or sharded over explicit axes of a mesh.
+        """
+        x = checked_floating(as_table(x))
+        if explicit_sharding(x) is not None:
+            raise ValueError(
+                f"`x` is sharded, {jax.typeof(x)}, and a PackedTable is on one device: use "
+                "jmask.sharded(x, mesh, packed=True)."
+            )
+        return cls.from_array(x)
 
     @classmethod
     def from_array(cls, x: jax.Array) -> "PackedTable":

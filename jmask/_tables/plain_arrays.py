@@ -264,6 +264,9 @@ def _as_table(name: str, given: PyTree, like: StoredTable) -> StoredTable:
     given = given.astype(like.dtype)
     if isinstance(like, ShardedTable):
         return placed_alike(given, like)
+    if isinstance(given, jax.Array) and not isinstance(given, jax.core.Tracer):
+        is_on_mesh = isinstance(given.sharding, NamedSharding)
+        given = jnp.asarray(np.asarray(given)) if is_on_mesh else given
     return PackedTable.from_array(given)
 
 

@@ -31,16 +31,19 @@ TX = jmask.adam(0.1)
 LAYOUTS: dict[str, Callable[[Any], Any]] = {
     "packed": jmask.PackedTable.pack,
     **{
-        f"{placement} {shards}{' packed' if packed else ''}": functools.partial(
-            lambda x, shards, placement, packed: jmask.sharded(
-                x, mesh_of(shards), placement=placement, packed=packed
+        " ".join(
+            filter(None, (placement, str(shards), "packed" * packed, axes))
+        ): functools.partial(
+            lambda x, shards, placement, packed, axes: jmask.sharded(
+                x, mesh_of(shards, axes=axes or "automatic"), placement=placement, packed=packed
             ),
             shards=shards,
             placement=placement,
             packed=packed,
+            axes=axes,
         )
         for placement in ("div", "mod")
-        for shards in (1, 4, 8)
+        for shards, axes in ((1, ""), (4, ""), (8, ""), (4, "explicit"))
         for packed in (False, True)
     },
 }
