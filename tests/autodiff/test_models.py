@@ -130,14 +130,6 @@ def test_explain():
     assert not found["out.layers.0.weight"].is_sparse
 
 
-@pytest.mark.parametrize("leaf", [3, "name", jnp.arange(2), object()])
-def test_without_functions_a_leaf_without_gradient_is_an_error(leaf):
-    """As in JAX: a parameter that was written as 3 and not 3.0 is no counter."""
-    params = {"table": jnp.ones((4, 2)), "other": leaf}
-    with pytest.raises(TypeError, match=r"`p\['other'\]` is"):
-        jmask.grad(lambda p: jnp.sum(p["table"][IDS]))(params)
-
-
 def test_a_function_beside_parameters():
     params = {"table": jnp.ones((4, 2)), "act": jnp.tanh, "scale": 2.0, "train": True}
     grads = jmask.grad(lambda p: p["scale"] * jnp.sum(p["act"](p["table"][IDS])))(params)

@@ -211,17 +211,3 @@ class TestFallback:
         with jmask.strict():
             jmask.grad(PROGRAMS["index"].loss)(TABLE)
             jmask.grad(PROGRAMS["dense only"].loss)(TABLE)
-
-
-class TestBadInput:
-    def test_argnums(self):
-        with pytest.raises(ValueError, match="`argnums` names argument 2"):
-            jmask.grad(square, argnums=2)(TABLE)
-        with pytest.raises(TypeError, match="`argnums` must be integers"):
-            jmask.grad(square, argnums="t")(TABLE)
-
-    def test_what_jax_refuses(self):
-        with pytest.raises(TypeError, match="requires real- or complex-valued"):
-            jmask.grad(square)(IDS)
-        with pytest.raises(TypeError, match="scalar-output"):
-            jmask.grad(lambda t: t[IDS])(TABLE)

@@ -368,9 +368,3 @@ def test_checkify_inside_jit() -> None:
     step = jax.jit(checkify.checkify(jmask.grad(plain_loss("raise"))))
     assert step(TABLE, IDS)[0].get() is None
     assert "`ids[0, 1]` is 11" in step(TABLE, np.array([[1, 11], [3, 3]]))[0].get()
-
-
-def test_raise_without_checkify_says_what_is_missing() -> None:
-    step = jax.jit(lambda t, ids: jmask.embedding_lookup(t, ids, mode="raise"))
-    with pytest.raises(ValueError, match=r"functionalizing it through `checkify\.checkify`"):
-        step(TABLE, IDS)

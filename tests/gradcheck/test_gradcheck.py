@@ -248,28 +248,6 @@ class TestWrongFunctions:
         with pytest.raises(jmask.GradcheckError, match="made the function raise ValueError"):
             jmask.gradcheck(function, x)
 
-    def test_bad_arguments(self):
-        for options, message in (
-            ({"modes": ("reverse",)}, "`modes` must be"),
-            ({"modes": ()}, "`modes` must be"),
-            ({"order": 3}, "`order` must be 1 or 2, got 3"),
-            ({"eps": 0.0}, "`eps` must be a positive number"),
-            ({"atol": -1.0}, "`atol` must be"),
-            ({"rtol": np.nan}, "`rtol` must be"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                jmask.gradcheck(jnp.sin, 0.5, **options)
-        with pytest.raises(ValueError, match="`args` hold no floating"):
-            jmask.gradcheck(jnp.sin, jnp.arange(3))
-        with pytest.raises(ValueError, match="`fun` returns no floating"):
-            jmask.gradcheck(jnp.isnan, 0.5)
-        rows = jax.tree.map(lambda x: jnp.stack([x, x]), STORAGES["rows"])
-        with pytest.raises(ValueError, match="stack of tensors"):
-            jmask.gradcheck(lambda x: x.values, rows)
-        broadcast = BCOO((jnp.ones((1, 2)), jnp.zeros((3, 2, 1), int)), shape=(3, 4))
-        with pytest.raises(ValueError, match="stores one value for several entries"):
-            jmask.gradcheck(lambda x: x.data, broadcast)
-
     def test_errors_of_the_function_are_its_own(self):
         def function(x):
             raise KeyError("mine")

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
 
 import jmask
@@ -161,13 +160,6 @@ def test_an_id_out_of_range(mode, read, trained):
     value, gradient = jmask.value_and_grad(loss)(jnp.array([[1.0], [2.0], [3.0]]))
     np.testing.assert_array_equal(value, read)
     np.testing.assert_array_equal(gradient.todense()[:, 0], trained)
-
-
-def test_an_id_out_of_range_under_jit():
-    lookup = lambda ids: jmask.embedding_lookup(TABLE, ids, mode="raise")
-    error, _ = checkify.checkify(jax.jit(lookup))(jnp.array([1, 6]))
-    with pytest.raises(Exception, match=r"`ids\[1\]` is 6"):
-        error.throw()
 
 
 def test_a_table_that_is_not_used():

@@ -333,12 +333,6 @@ class TestDensify:
             lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), updates, expected
         )
 
-    def test_checks_shapes(self):
-        tx = jmask.densify()
-        grad = jmask.RowSparse.zeros((5, 2))
-        with pytest.raises(ValueError, match="does not fit its parameter"):
-            tx.update(grad, tx.init(PARAMS["dense"]), PARAMS["dense"])
-
 
 def test_apply_gradients_is_update_and_apply():
     gradient = random_gradient(1)

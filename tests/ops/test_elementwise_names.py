@@ -49,9 +49,3 @@ def test_no_bound():
     x = jmask.masked_tensor(jnp.array([-2.0, 3, jnp.nan]), jnp.array([True, True, False]))
     assert x.clip(None, 1.0).to_tensor(0).tolist() == [-2, 1, 0]
     assert jnm.clip(x, 1.0, None).to_tensor(0).tolist() == [1, 3, 0]
-
-
-def test_that_do_not_fit():
-    x = jmask.masked_tensor(jnp.ones(3))
-    with pytest.raises(ValueError, match=r"shapes \(3,\), \(2,\) do not broadcast"):
-        x.clip(max=jnp.ones(2))

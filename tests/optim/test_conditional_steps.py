@@ -342,43 +342,6 @@ def test_equal_ids_are_summed_before_they_are_looked_at(name, large, how):
     assert_equal(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]))
 
 
-class TestBadInput:
-    @pytest.mark.parametrize("every_k", [0, -1, 2.0, None])
-    def test_every_k(self, every_k):
-        with pytest.raises(ValueError, match="`every_k` must be a positive integer, got"):
-            jmask.multi_steps(jmask.sgd(0.1), every_k, gradient(0))
-
-    @pytest.mark.parametrize(
-        ("grads", "message"),
-        [
-            (gradient(0, 5), r"`updates\['t'\]` has 5 rows, but `like` has room for 4"),
-            (densified(gradient(0)), r"`updates\['t'\]` is dense.* but `like` has RowSparse"),
-            ({"t": gradient(0)["t"]}, "must have the structure of `like`"),
-            (
-                {**gradient(0), "w": jmask.masked_tensor(jnp.ones(4))},
-                r"`updates\['w'\]` is a MaskedTensor on default storage.* but `like` has dense",
-            ),
-        ],
-    )
-    def test_gradients_that_are_not_like(self, grads, message):
-        tx = jmask.multi_steps(jmask.sgd(0.1), 2, gradient(0))
-        with pytest.raises(ValueError, match=message):
-            tx.update(jax.tree.map(jnp.asarray, grads), tx.init(PARAMS), PARAMS)
-
-    @pytest.mark.parametrize("name", ["t", "w"])
-    def test_gradients_wider_than_like(self, name):
-        like = {**gradient(0), name: gradient(0)[name].astype(jnp.float16)}
-        tx = jmask.multi_steps(jmask.sgd(0.1), 2, like)
-        message = rf"'{name}'\]` is float32, but `like` has float16"
-        with pytest.raises(ValueError, match=message):
-            tx.update(jax.tree.map(jnp.asarray, gradient(0)), tx.init(PARAMS), PARAMS)
-
-    def test_optax_multi_steps_inside_lazy_names_the_way_out(self):
-        tx = optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()
-        with pytest.raises(ValueError, match=r"jmask\.multi_steps"):
-            jmask.lazy(tx).init(PARAMS)
-
-
 CONDITIONAL = {
     "skip_nonfinite": jmask.skip_nonfinite,
     "multi_steps": lambda tx: jmask.multi_steps(tx, 2, like=gradient(0)),

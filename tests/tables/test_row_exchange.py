@@ -244,11 +244,6 @@ def test_bad_factors(factor):
         jmask.sharded(numbers(), mesh_of(8), capacity_factor=factor)
 
 
-def test_a_batch_that_is_spread_otherwise_is_refused():
-    with pytest.raises(ValueError, match=r"`batch` \('data',\) must name all of `rows`"):
-        jmask.sharded(numbers(), mesh_of(2, 4), rows="table", batch="data", capacity_factor=2.0)
-
-
 def test_another_placement_keeps_the_factor():
     table = exchanged(numbers(), factor=3.0).with_placement("div")
     assert (table.layout.placement, table.layout.capacity_factor) == ("div", 3.0)

@@ -2,7 +2,6 @@
 
 import itertools
 import pickle
-import re
 
 import jax
 import jax.numpy as jnp
@@ -369,21 +368,6 @@ def test_tree():
     assert again.layout == table.layout
     assert jax.tree.structure(again) == jax.tree.structure(jax.tree.map(jnp.copy, table))
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(np.asarray(table))), numbers())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"placement": "hash"}, "`placement` must be one of 'div', 'mod', got 'hash'"),
-        ({"rows": "y"}, r"`rows` must name different axes of the mesh, ('x',), got ('y',)"),
-        ({"batch": ("x", "x")}, "`batch` must name different axes of the mesh"),
-        ({"table": jnp.arange(3)}, "`table` must be a floating array (V, *row), got int32[3]"),
-        ({"table": jnp.float32(3)}, "`table` must be a floating array (V, *row)"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        jmask.sharded(**{"table": numbers(), "mesh": mesh_of(2), **arguments})
 
 
 def test_a_shard_of_too_many_rows_is_refused():

@@ -12,7 +12,6 @@ import jmask
 from jmask._tensors.conversions import from_numpy_ma, to_numpy_ma, to_storage
 from jmask._tensors.storage import stored_values
 from tests.moved_entries import DTYPES, assert_masked, example
-from tests.sparse_arrays import coo
 
 pytestmark = pytest.mark.sampled
 
@@ -238,52 +237,3 @@ def test_equal_positions_are_the_sum_of_what_is_valid(kind, wrap):
     x = wrap(jmask.masked_tensor)(storage, valid)
     assert x.to_dense().mask.ravel().tolist() == [True, True, False]
     assert x.to_tensor(-1).ravel().tolist() == [7, 1, -1]
-
-
-BAD = {
-    "mask not boolean": (
-        TypeError,
-        "boolean",
-        lambda: jmask.masked_tensor(DATA, np.ones((4, 3))),
-    ),
-    "shapes": (
-        ValueError,
-        "broadcast",
-        lambda: jmask.masked_tensor(DATA, np.ones((4, 2), bool)),
-    ),
-    "rows for entries": (
-        ValueError,
-        "store positions in the same way",
-        lambda: jmask.masked_tensor(
-            X.to_sparse().data, jmask.RowSparse([1], np.ones((1, 3), bool), (4, 3))
-        ),
-    ),
-    "another shape": (
-        ValueError,
-        "must have one shape",
-        lambda: jmask.masked_tensor(X.to_sparse().data, coo(MASK[:2])),
-    ),
-    "stored mask": (
-        ValueError,
-        "stored values",
-        lambda: jmask.masked_tensor(X.to_sparse().data, np.ones(3, bool)),
-    ),
-    "no storage": (TypeError, "storage", lambda: jmask.masked_tensor("text")),
-    "twice masked": (TypeError, "already", lambda: jmask.masked_tensor(X, MASK)),
-    "batch": (
-        ValueError,
-        "batch",
-        lambda: jmask.masked_tensor(BCOO.fromdense(jnp.ones((2, 2)), n_batch=1)),
-    ),
-    "unknown stype": (ValueError, "'row_sparse'", lambda: to_storage(X, "csc")),
-    "csr of a vector": (ValueError, "two dimensions", lambda: X[0].to_sparse_csr()),
-    "coo of a scalar": (ValueError, "without dimensions", lambda: X[0, 0].to_sparse()),
-    "rows of a scalar": (ValueError, "without dimensions", lambda: X[0, 0].to_row_sparse()),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_refused(case):
-    error, message, make = BAD[case]
-    with pytest.raises(error, match=message):
-        make()

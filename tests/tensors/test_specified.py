@@ -248,32 +248,3 @@ class TestGradients:
         masked = lambda x: scanned(x) * 0 + jnp.sum(x @ WEIGHTS.T)
         assert isinstance(jmask.grad(lambda x: jnp.sum(x @ WEIGHTS.T))(x), BCOO)
         assert isinstance(jmask.grad(masked)(x), jax.Array)
-
-
-class TestBadInput:
-    @pytest.mark.parametrize(
-        ("function", "error", "message"),
-        [
-            (lambda: jmask.todense("x"), TypeError, "not a storage"),
-            (lambda: jmask.sparse_mask("x", OTHER), TypeError, "not a storage"),
-            (
-                lambda: jmask.sparse_mask(VALUES, VALUES),
-                TypeError,
-                "`mask` is an array of float32",
-            ),
-            (
-                lambda: jmask.sparse_mask(VALUES, OTHER[:2]),
-                ValueError,
-                r"shape of `x`, \(3, 4\)",
-            ),
-            (lambda: jmask.sparse_mask(coo(DENSE), rows(DENSE)[:2]), ValueError, r"\(2, 4\)"),
-            (
-                lambda: jmask.sparse_mask(VALUES, BCOO.fromdense(VALUES, n_batch=1)),
-                ValueError,
-                "batch dimensions",
-            ),
-        ],
-    )
-    def test_message(self, function, error, message):
-        with pytest.raises(error, match=message):
-            function()
