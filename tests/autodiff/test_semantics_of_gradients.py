@@ -386,12 +386,7 @@ def is_tensor(x: Any) -> bool:
 @pytest.mark.dtype_promotion
 def test_gradients(names):
     first = OPERATIONS[names[0]]
-    options = {
-        "masked": first.masked,
-        "order": first.order,
-        "modes": first.modes,
-        "fast": True,
-    }
+    options = {"masked": first.masked, "order": first.order, "modes": first.modes, "fast": True}
     together = first.function
     if not first.eager:
         together = compiled(lambda *args: [OPERATIONS[n].function(*args) for n in names])

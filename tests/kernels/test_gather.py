@@ -33,7 +33,6 @@ def bits(x: jax.Array) -> np.ndarray:
     return x.view(f"u{x.dtype.itemsize}")
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mode", "fill"),
     [("clip", None), ("promise_in_bounds", None), ("fill", None), ("fill", 2.5), ("fill", 0)],
@@ -76,7 +75,6 @@ def test_rows_that_come_first() -> None:
     )
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("width", [32, 65, 64])
 @pytest.mark.parametrize(
     "lookup",

@@ -157,7 +157,6 @@ def assert_same(update: Any, results: Any) -> None:
         assert np.asarray(old)[others].tobytes() == new[others].tobytes()
 
 
-@pytest.mark.sampled
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("rule", "batch"), CASES)
 def test_as_defined(rule: str, batch: str) -> None:
@@ -184,7 +183,6 @@ def test_sets_and_sums(kind: str, order: str) -> None:
         np.testing.assert_array_equal(written, expected)
 
 
-@pytest.mark.sampled
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
 @pytest.mark.parametrize("count", [128 * 20, 128 * 20 + 1, 128 * 20 + 127])

@@ -251,8 +251,7 @@ class TestComposition:
         labels = {"table": "sparse", "other": "sparse", "dense": "dense"}
         for param_labels in (labels, lambda tree: labels):
             tx = optax.partition(
-                {"sparse": jmask.lazy(optax.adam(0.1)), "dense": optax.sgd(0.1)},
-                param_labels,
+                {"sparse": jmask.lazy(optax.adam(0.1)), "dense": optax.sgd(0.1)}, param_labels
             )
             self.check_first_step(tx)
         mask = {"table": True, "other": True, "dense": False}

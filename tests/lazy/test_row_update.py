@@ -43,11 +43,7 @@ LIFTED = {
     "keeping": jmask.lazy(keeping()),
     "schedule": jmask.lazy(optax.adagrad(optax.linear_schedule(0.1, 0.2, 10))),
 }
-IDS = (
-    [0, 3, 3, 7, 1, 2, 4, 5, 6, 8, 9, 19, 19, 11, 12, -1],
-    [V] * N,
-    list(range(4, 20)),
-)
+IDS = ([0, 3, 3, 7, 1, 2, 4, 5, 6, 8, 9, 19, 19, 11, 12, -1], [V] * N, list(range(4, 20)))
 
 
 def gradient(ids):

@@ -122,7 +122,6 @@ def check(result: jmask.MaskedTensor, expected: Any, mask: np.ndarray) -> None:
     )
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", UNARY)
 def test_unary(name):
     function, values = FUNCTIONS[name], numbers(name)
@@ -139,7 +138,6 @@ def test_unary(name):
     check(jax.tree.map(lambda leaf: leaf[1], jax.vmap(function)(batch)), expected, mask)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", BINARY)
 @pytest.mark.rank_promotion
 def test_binary(name):
@@ -173,7 +171,6 @@ def derivatives(name: str, xs: list[np.ndarray]) -> list[np.ndarray]:
 DIFFERENTIABLE = [n for n in FUNCTIONS if n not in {*INTEGER, "nextafter"}]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_gradients(name):
     """Exact at valid entries, exactly 0 at masked ones, never nan: both modes, twice."""
@@ -255,7 +252,6 @@ class TestOrdinaryTensors:
     def test_arrays_are_as_in_jax(self):
         np.testing.assert_array_equal(jnm.sin(jnp.arange(3.0)), jnp.sin(jnp.arange(3.0)))
 
-    @pytest.mark.sampled
     @pytest.mark.parametrize("name", UNARY)
     def test_storage_is_kept_where_zero_is(self, name):
         """f(0) = 0 decides, and equal rows are summed before a nonlinear function."""

@@ -22,10 +22,7 @@ def test_arrays_are_sampled(storage, wrap):
     function = wrap(lambda x, a: jmask.nn.leaky_relu(x, negative_slope=a))
     by_row = np.where(NUMBERS < 0, NUMBERS * SLOPES[:, :1], NUMBERS)
     with jmask.strict():
-        for slopes, expected in (
-            (SLOPES, EXPECTED),
-            (SLOPES[:, :1], by_row),
-        ):
+        for slopes, expected in ((SLOPES, EXPECTED), (SLOPES[:, :1], by_row)):
             result = jmask.cast_storage(function(x, slopes), "default")
             np.testing.assert_array_equal(result, expected)
             result = function(masked, slopes)

@@ -41,8 +41,7 @@ def test_where_takes_the_mask_of_what_it_takes():
     assert_masked(jn.where(condition, 1, X), np.where(choose, 1, X.data), valid)
     assert_masked(jn.where(condition, 1, 0), [[1], [0], [1]], ROW[:, None])
     np.testing.assert_array_equal(
-        gradient(lambda x: jn.where(choose, x, 0), X),
-        np.where(choose & MASK, numbered(X), 0),
+        gradient(lambda x: jn.where(choose, x, 0), X), np.where(choose & MASK, numbered(X), 0)
     )
 
 
@@ -74,11 +73,7 @@ def test_masked_where_and_masked_fill():
 
 
 def test_like():
-    for result, value in (
-        (jn.zeros_like(X), 0),
-        (jn.ones_like(X), 1),
-        (jn.full_like(X, 3), 3),
-    ):
+    for result, value in ((jn.zeros_like(X), 0), (jn.ones_like(X), 1), (jn.full_like(X, 3), 3)):
         assert_masked(result, value, MASK)
     assert jn.zeros_like(X, dtype=jnp.int8).dtype == np.int8
     assert jn.empty_like(X).shape == X.shape

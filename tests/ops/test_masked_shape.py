@@ -99,7 +99,6 @@ def compiled_moves():
     return compiled_once({case_id(case): move(*case) for case in MOVES})
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("case", MOVES, ids=case_id)
 def test_moves(case, compiled_moves):
     name, *args = case

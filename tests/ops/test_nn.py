@@ -28,10 +28,7 @@ ALONG = {
     "softmin": (nn.softmin, lambda x: _softmax(-x)),
     "log_softmax": (nn.log_softmax, lambda x: np.log(_softmax(x))),
     "normalize": (nn.normalize, lambda x: x / np.linalg.norm(x)),
-    "normalize 3": (
-        functools.partial(nn.normalize, ord=3),
-        lambda x: x / np.linalg.norm(x, 3),
-    ),
+    "normalize 3": (functools.partial(nn.normalize, ord=3), lambda x: x / np.linalg.norm(x, 3)),
 }
 ACTIVATIONS = (
     "celu", "elu", "gelu", "hard_sigmoid", "hard_silu", "hard_swish", "hard_tanh",

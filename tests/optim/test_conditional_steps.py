@@ -64,7 +64,6 @@ def assert_close(x, y):
 @pytest.mark.parametrize("how", [with_updates, in_one_pass])
 @pytest.mark.parametrize("name", INNER)
 class TestSkipNonfinite:
-    @pytest.mark.sampled
     def test_only_finite_steps_are_taken(self, name, how):
         inner, tx = INNER[name], SKIPPING[name]
         step, expected_step = how(tx), how(inner)
@@ -86,7 +85,6 @@ class TestSkipNonfinite:
         assert state.skipped == 2
         assert_close((params, state.inner_state), (expected, expected_state))
 
-    @pytest.mark.sampled
     def test_finite_rows_with_an_infinite_sum(self, name, how):
         tx, rows = SKIPPING[name], jnp.full((2, D), 3e38)
         grads = {**gradient(2), "t": jmask.RowSparse([3, 3], rows, (V, D))}
@@ -95,7 +93,6 @@ class TestSkipNonfinite:
         assert_equal((new, new_state.inner_state), (PARAMS, state.inner_state))
         assert new_state.skipped == 1
 
-    @pytest.mark.sampled
     @pytest.mark.dtype_promotion
     def test_a_sum_that_float16_has_not(self, name, how):
         """It is summed in float32, and finite there: what the optimizer takes decides."""
@@ -217,7 +214,6 @@ def _zeros():
 
 @pytest.mark.parametrize("how", [with_updates, in_one_pass])
 class TestMultiSteps:
-    @pytest.mark.sampled
     @pytest.mark.parametrize(
         ("name", "mean"), [*((name, True) for name in INNER), ("jmask.adam", False)]
     )
@@ -320,7 +316,6 @@ LOOKING = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("how", [with_updates, in_one_pass])
 @pytest.mark.parametrize("large", [0.75, 6e4])
 @pytest.mark.parametrize("name", LOOKING)

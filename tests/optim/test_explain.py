@@ -37,7 +37,6 @@ def line_of(function, text):
     return start + next(i for i, line in enumerate(lines) if text in line)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_agrees_with_the_gradient(name):
     """Of every program: the storage and the number of rows, and a reason for a fallback."""
@@ -229,11 +228,7 @@ def test_an_output_layer_is_no_table():
 
 @pytest.mark.parametrize(
     ("loss", "primitive"),
-    [
-        (in_unit_rows, "div"),
-        (in_a_longer_table, "pad"),
-        (with_a_row_set, "scatter"),
-    ],
+    [(in_unit_rows, "div"), (in_a_longer_table, "pad"), (with_a_row_set, "scatter")],
     ids=lambda x: getattr(x, "__name__", x),
 )
 def test_lookups_in_what_was_computed_from_all_of_a_table(loss, primitive):

@@ -88,7 +88,6 @@ NAMED = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("storage", GRADIENTS)
 @pytest.mark.parametrize("name", NAMED)
 def test_named_optimizers(name, storage):
@@ -99,7 +98,6 @@ LIFTED = {**ROW_LOCAL, "clipped by global norm": CHAINS["global norm"]}
 LIFTED = {name: LIFTED[name] for name in ("adamw", "lion", "rmsprop", "clipped by global norm")}
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("storage", GRADIENTS)
 @pytest.mark.parametrize("name", LIFTED)
 def test_lifted_optax(name, storage):

@@ -147,7 +147,6 @@ def compare(param, state, model, tolerance):
     ],
 )
 class TestFormulas:
-    @pytest.mark.sampled
     def test_float64(self, name, hyper, lazy):
         with jax.enable_x64(True):
             param, state, model, start = run(name, hyper, lazy, np.float64)
@@ -186,7 +185,6 @@ class TestOnePass:
             yield param, state
         yield start, step
 
-    @pytest.mark.sampled
     def test_equal(self, name, hyper):
         with jax.enable_x64(True):
             one, two, (start, _) = self.steps(name, hyper, dtype=np.float64)
@@ -195,7 +193,6 @@ class TestOnePass:
         )
         np.testing.assert_array_equal(one[0][NEVER], start[NEVER])
 
-    @pytest.mark.sampled
     @pytest.mark.of_cpus
     def test_one_scatter(self, name, hyper):
         tx = MODELS[name][0](**hyper)
@@ -247,7 +244,6 @@ def test_one_pass_under_vmap():
         np.testing.assert_allclose(step(one), expected, rtol=1e-6)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("row", [(), (2, 2)])
 @pytest.mark.parametrize("name", MODELS)
 def test_other_ranks_eagerly(name, row):
@@ -286,7 +282,6 @@ def test_poison_under_padding():
         assert all(jnp.isfinite(x).all() for x in jax.tree.leaves((param, state)))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("apply", [jmask.apply_gradients, with_optax], ids=["one", "two"])
 @pytest.mark.parametrize("name", MODELS)
 class TestWhatIsNotFinite:

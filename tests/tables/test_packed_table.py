@@ -272,8 +272,7 @@ def test_trajectory(name, apply):
 @pytest.mark.sampled
 @pytest.mark.dtype_promotion
 @pytest.mark.parametrize(
-    ("row", "name"),
-    [(row, name) for row in ((100,), (3, 5), (128,)) for name in OPTIMIZERS],
+    ("row", "name"), [(row, name) for row in ((100,), (3, 5), (128,)) for name in OPTIMIZERS]
 )
 def test_trajectory_of_other_rows(row, name):
     tx, x = OPTIMIZERS[name], numbers(row)

@@ -171,9 +171,7 @@ EACH = ("take, default", "checkpoint", "checkpoint of jit", "columns", "entries"
 
 
 @pytest.mark.parametrize(
-    "loss",
-    [*(PROGRAMS[name].loss for name in EACH), summed_in_a_scan],
-    ids=[*EACH, "scan"],
+    "loss", [*(PROGRAMS[name].loss for name in EACH), summed_in_a_scan], ids=[*EACH, "scan"]
 )
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
 def test_a_table_of_each_device(mesh, loss):

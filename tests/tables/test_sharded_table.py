@@ -115,8 +115,7 @@ def assert_sharded_alike(tree, layout):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(
-    ("optimizer", "packed"),
-    [(name, packed) for name in OPTIMIZERS for packed in (False, True)],
+    ("optimizer", "packed"), [(name, packed) for name in OPTIMIZERS for packed in (False, True)]
 )
 def test_state_is_sharded_alike(optimizer, packed):
     table = sharded(numbers(), "rows over table, batch over data", packed=packed)
@@ -334,8 +333,7 @@ def in_vmap(t, ids):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(
-    ("loss", "name"),
-    [(f, n) for f in (in_scan, in_bags, in_vmap) for n in SPREAD],
+    ("loss", "name"), [(f, n) for f in (in_scan, in_bags, in_vmap) for n in SPREAD]
 )
 def test_every_program(loss, name):
     """Scan, remat, vmap and bags give the gradients that they give on one device."""

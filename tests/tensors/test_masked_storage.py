@@ -40,7 +40,6 @@ def assert_same(x, data=DATA, mask=MASK):
     np.testing.assert_array_equal(x.to_tensor(-1), np.where(mask, data, -1))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("source", "target"), [*itertools.product(KINDS, KINDS)])
 def test_from_each_to_each(source, target, sources):
     x = sources[source]
@@ -155,7 +154,6 @@ def test_empty(shape):
         assert not to_storage(nothing, target).to_dense().mask.any()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes_and_numpy_ma(dtype):
     x = example(dtype)
@@ -194,7 +192,6 @@ def test_scan_carries_every_storage(sources):
 STORED = {"coo": BCOO.fromdense, "csr": BCSR.fromdense, "rows": jmask.RowSparse.fromdense}
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize(
     ("kind", "mask_kind"), [*itertools.product(("coo", "csr"), repeat=2), ("rows", "rows")]

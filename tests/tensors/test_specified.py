@@ -75,7 +75,6 @@ def joins_without_a_dense_array(kind: str, mask_kind: str) -> bool:
     return "array" in (x, mask) or mask in ALIKE[x]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("mask_kind", ["array", "coo", "rows", "masked", "masked csr"])
 @pytest.mark.parametrize("kind", EVERY_KIND)
 def test_sparse_mask(kind, mask_kind):
