@@ -198,10 +198,3 @@ class TestFallback:
             for _ in range(3):
                 jmask.grad(lambda t: square(t[IDS] @ t.T))(TABLE)
         assert len(caught) == 1
-
-    def test_strict_raises(self):
-        with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match="table"):
-            jmask.grad(PROGRAMS["tied"].loss)(TABLE)
-        with jmask.strict():
-            jmask.grad(PROGRAMS["index"].loss)(TABLE)
-            jmask.grad(PROGRAMS["dense only"].loss)(TABLE)

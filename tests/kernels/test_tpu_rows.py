@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmask
 from jmask._kernels import lines, rows, scatter_update, tpu_rows, update_rows
+from tests.stored_tables import update_and_apply
 
 pytestmark = pytest.mark.sampled
 
@@ -282,11 +283,6 @@ def step(tx: Any, apply: Callable[..., Any] = jmask.apply_gradients) -> Callable
     return function
 
 
-def in_two_steps(tx: Any, grads: Any, state: Any, params: Any) -> Any:
-    updates, state = tx.update(grads, state, params)
-    return jmask.apply_updates(params, updates), state
-
-
 def kernels_of(tx: Any, shape: tuple[int, ...], dtype: Any = "float32", **more: Any) -> Any:
     table = jax.ShapeDtypeStruct(shape, dtype)
     ids = jax.ShapeDtypeStruct((more.pop("lookups", 64),), more.pop("ids", jnp.int32))
@@ -297,7 +293,7 @@ UPDATE = ["jmask_update_rows"]
 BOTH = ["jmask_read_lines", "jmask_update_rows"]
 
 
-@pytest.mark.parametrize("apply", [jmask.apply_gradients, in_two_steps])
+@pytest.mark.parametrize("apply", [jmask.apply_gradients, update_and_apply])
 @pytest.mark.parametrize(
     ("tx", "kernels"),
     [
@@ -361,7 +357,7 @@ def test_packed_tables() -> None:
     tx = jmask.adam()
     state = jax.eval_shape(tx.init, table)
     ids = jax.ShapeDtypeStruct((64,), jnp.int32)
-    for apply in (jmask.apply_gradients, in_two_steps):
+    for apply in (jmask.apply_gradients, update_and_apply):
         assert kernels_in(step(tx, apply), table, state, ids) == UPDATE
 
 

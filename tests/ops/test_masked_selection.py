@@ -45,19 +45,6 @@ def test_where_takes_the_mask_of_what_it_takes():
     )
 
 
-def test_where_of_an_exponential_that_overflows():
-    x = jnp.array([-2.0, -1.0, 50.0, 100.0])
-
-    def loss(x):
-        negative = jn.masked_where(x >= 0, x)
-        return jn.where(x < 0, jn.exp(negative), 1).to_tensor(0).sum()
-
-    np.testing.assert_allclose(jax.grad(loss)(x), [np.exp(-2), np.exp(-1), 0, 0], rtol=1e-6)
-    # A quotient by zero in the branch that is not taken.
-    quotient = lambda a: jn.where(False, a / jmask.masked_tensor(0.0, False), 1.0).to_tensor(0)
-    assert jax.grad(quotient)(2.0) == 0
-
-
 @pytest.mark.rank_promotion
 def test_masked_where_and_masked_fill():
     negative = np.nan_to_num(np.asarray(X.data)) < 0

@@ -13,7 +13,6 @@ import pytest
 
 import jmask
 from jmask._tables.packed import LANES, part_shapes
-from tests.later import later
 from tests.sampling import chosen
 from tests.stored_tables import (
     OPTIMIZERS,
@@ -25,8 +24,6 @@ from tests.stored_tables import (
     trained,
     trained_array,
 )
-
-ocp = later("orbax.checkpoint")
 
 pytestmark = pytest.mark.sampled(15)
 
@@ -152,17 +149,6 @@ def test_tree():
     assert repr(jax.tree.map(lambda _: None, table)) == "PackedTable(?[21, 100])"
     with pytest.raises(ValueError, match="no array to share"):
         np.array(table, copy=False)
-
-
-def test_orbax(tmp_path):
-    table = jmask.PackedTable.pack(table_of((3, 5)))
-    state = jmask.rowwise_adagrad().init({"table": table})
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "run", (table, state))
-        checkpointer.wait_until_finished()
-        read, state_read = checkpointer.restore(tmp_path / "run", (table, state))
-    np.testing.assert_array_equal(bits(read), bits(table))
-    assert jax.tree.structure(state_read) == jax.tree.structure(state)
 
 
 def test_donated_parts_are_written_in_place():
