@@ -123,7 +123,8 @@ def save_plot(
         left.plot(np.convolve(values, np.ones(RECENT) / RECENT, "valid"), label=name)
     for name in ("jmask", "stock optax"):
         some = [(columns, 1e3 * t[name]) for columns, t in times.items() if name in t]
-        right.plot(*zip(*some, strict=True), "o-", label=name) if some else None
+        if some:
+            right.plot(*zip(*some, strict=True), "o-", label=name)
     left.set(xlabel="step", ylabel="loss")
     right.set(xlabel="columns", ylabel="ms a step", xscale="log", yscale="log")
     for axes in (left, right) if times else (left,):
@@ -138,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help=lines)
     parser.number("--columns", 2**22, "of the features", most=MOST_COLUMNS)
     parser.number("--dense", 2**22, "columns, the most that are timed with stock optax")
-    parser.number("--epochs", 3, "how often each text is seen")
+    parser.number("--epochs", 2, "how often each text is seen")
     parser.number("--packages", 8, "how many, the largest first")
     parser.number("--largest", 24, "2**N columns, the most that are timed", least=4, most=24)
     args = parser.parse_args(argv)

@@ -30,17 +30,21 @@ def test_in_order_and_by_slots(rows: int, count: int, row: tuple[int, ...], dtyp
 
 
 @pytest.mark.parametrize("count", [1, 2, 37, 400])
-def test_slots_by_sorts_alone(count: int) -> None:
+def test_slots_of_each_device(count: int) -> None:
+    """On a CPU entries search their slots; on GPUs they are scattered back, on TPUs sorted."""
     rng, rows = np.random.default_rng(0), 3000
-    ids = jnp.asarray(rng.integers(0, rows + 300, count).clip(0, rows), jnp.int32)
+    ids = rng.integers(0, rows + 300, count).clip(0, rows)
+    exists = ids < rows
+    distinct = np.unique(ids[exists])
+    expected = np.searchsorted(distinct, ids)
+    given = jnp.asarray(ids, jnp.int32)
     entry = jnp.arange(count, dtype=jnp.int32)
-    ordered, came_from = coalesce._sorted_with_payload(ids, entry)
-    starts, slot = coalesce._starts(ordered)
-    by_sorts = (
-        coalesce._starts_sorted(count, rows, ordered, starts, slot),
-        coalesce._sorted_back(ids, ordered, came_from, slot),
-    )
-    expected = coalesce._by_sorting(ids, count, rows)
-    np.testing.assert_array_equal(by_sorts[0], expected[0])
-    exists = np.asarray(ids) < rows
-    np.testing.assert_array_equal(by_sorts[1][exists], np.asarray(expected[1])[exists])
+    came_from = jnp.lexsort((entry, given)).astype(jnp.int32)
+    slot = coalesce._slots(coalesce._starts(given[came_from]))
+    for find in (coalesce._by_searching, coalesce._by_sending_back):
+        slot_ids, slot_of_entry = jax.jit(find, static_argnums=(0, 1))(count, rows, given)
+        np.testing.assert_array_equal(slot_ids[: len(distinct)], distinct)
+        assert (slot_ids[len(distinct) :] == rows).all()
+        np.testing.assert_array_equal(slot_of_entry[exists], expected[exists])
+    for back in (coalesce._sorted_back, coalesce._scattered_back):
+        np.testing.assert_array_equal(back(came_from, slot)[exists], expected[exists])
