@@ -85,19 +85,11 @@ class TestIndices:
 
         results = wrap(uses)(x, TABLE)
         expected = {
-            "dense": twin,
-            "coalesced": twin,
-            "sum": twin.sum(0),
-            "square": twin**2,
-            "plus": TABLE + twin,
-            "twice": 2 * twin,
-            "retained": twin * [[0], [1], [1], [0]],
-            "part": twin[1:3],
-            "rows": twin,
-            "norm": np.linalg.norm(twin),
-            "trained": TABLE - 0.5 * twin,
-            "trained in one pass": TABLE - 0.5 * twin,
-        }
+            "dense": twin, "coalesced": twin, "sum": twin.sum(0), "square": twin**2,
+            "plus": TABLE + twin, "twice": 2 * twin, "retained": twin * [[0], [1], [1], [0]],
+            "part": twin[1:3], "rows": twin, "norm": np.linalg.norm(twin),
+            "trained": TABLE - 0.5 * twin, "trained in one pass": TABLE - 0.5 * twin,
+        }  # fmt: skip
         for use, result in results.items():
             np.testing.assert_allclose(result, expected[use], rtol=1e-6, err_msg=use)
         others = np.setdiff1d(np.arange(ROWS), touched)

@@ -144,18 +144,10 @@ PADDED = BCOO(
 )
 COO = jmask.masked_tensor(PADDED, [True, False, True, True])
 COO_MOVES = [
-    ("reshape", (2, 6)),
-    ("reshape", -1),
-    ("reshape", (1, 3, 4, 1)),
-    ("ravel",),
-    ("squeeze",),
-    ("expand_dims", 0),
-    ("transpose",),
-    ("swapaxes", 0, 1),
-    ("moveaxis", 0, -1),
-    ("permute_dims", (1, 0)),
-    ("matrix_transpose",),
-]
+    ("reshape", (2, 6)), ("reshape", -1), ("reshape", (1, 3, 4, 1)), ("ravel",), ("squeeze",),
+    ("expand_dims", 0), ("transpose",), ("swapaxes", 0, 1), ("moveaxis", 0, -1),
+    ("permute_dims", (1, 0)), ("matrix_transpose",),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", COO_MOVES, ids=case_id)
