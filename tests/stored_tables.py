@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jmask
 from tests.compilations import compilations
+from tests.oracle import assert_close
 from tests.sampling import chosen
 
 OPTIMIZERS: dict[str, optax.GradientTransformation] = {
@@ -185,9 +186,7 @@ def as_arrays(tree: Any) -> Any:
 def assert_same_run(actual: Run, expected: Run, rtol: float = 2e-5) -> None:
     """Parameters, state and losses agree as far as float32 sums in another order do."""
     ours, theirs = as_arrays(actual[:3]), as_arrays(expected[:3])
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(x, y, rtol=rtol, atol=2e-6)
+    assert_close(ours, theirs, rtol=rtol, atol=2e-6)
     moved = np.asarray(actual.params["table"])[TOUCHED]
     assert np.isfinite(moved).all()
 

@@ -123,64 +123,6 @@ class TestModels:
         assert (end[TOUCHED] != start[TOUCHED]).any(axis=1).all()
 
 
-@pytest.mark.parametrize("name", ["linen", "nnx"])
-def test_stock_apply_updates(name):
-    params, loss = MODELS[name](jnp.float32)
-    grads = jmask.grad(loss)(params, IDS)
-    tx = jmask.lazy(optax.sgd(0.1))
-    updates, _ = tx.update(grads, tx.init(params), params)
-    new = optax.apply_updates(params, updates)
-    assert_close(new, jmask.apply_updates(params, updates))
-
-
-def test_linen_train_state():
-    from flax.training.train_state import TrainState
-
-    params, loss = linen_model(jnp.float32)
-    state = TrainState.create(apply_fn=None, params=params, tx=jmask.lazy(optax.adam(0.05)))
-
-    @jax.jit
-    def step(state):
-        return state.apply_gradients(grads=jmask.grad(loss)(state.params, IDS))
-
-    before = loss(state.params, IDS)
-    for _ in range(10):
-        state = step(state)
-    assert loss(state.params, IDS) < before / 2
-
-
-def test_nnx_optimizer():
-    """`nnx.Optimizer` on a live module, inside `nnx.jit`."""
-
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.embed = nnx.Embed(V, D, rngs=rngs)
-            self.dense = nnx.Linear(D, 1, rngs=rngs)
-
-        def __call__(self, ids):
-            return self.dense(jnp.tanh(self.embed(ids)))
-
-    model = Model(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, jmask.lazy(optax.adam(0.05)), wrt=nnx.Param)
-    start = np.asarray(model.embed.embedding[...])
-
-    @nnx.jit
-    def step(model, optimizer):
-        graph, params, rest = nnx.split(model, nnx.Param, ...)
-
-        def loss(params):
-            return jnp.mean(nnx.merge(graph, params, rest)(IDS) ** 2)
-
-        value, grads = jmask.value_and_grad(loss)(params)
-        optimizer.update(model, grads)
-        return value
-
-    losses = [float(step(model, optimizer)) for _ in range(10)]
-    assert losses[-1] < losses[0] / 2
-    end = np.asarray(model.embed.embedding[...])
-    np.testing.assert_array_equal(end[OTHERS], start[OTHERS])
-
-
 def test_nnx_module_that_writes_to_itself():
     """Batch statistics would be lost; a module that only reads is differentiated as it is."""
 

@@ -333,20 +333,6 @@ class TestDensify:
         )
 
 
-def test_apply_gradients_is_update_and_apply():
-    gradient = random_gradient(1)
-    tx = jmask.lazy(optax.adamw(0.1))
-    new, state = jmask.apply_gradients(tx, gradient, tx.init(PARAMS), PARAMS)
-    updates, expected_state = tx.update(gradient, tx.init(PARAMS), PARAMS)
-    expected = optax.apply_updates(PARAMS, updates)
-    jax.tree.map(np.testing.assert_array_equal, new, expected)
-    jax.tree.map(np.testing.assert_array_equal, state, expected_state)
-    polyak = jmask.lazy(optax.polyak_sgd())
-    state = polyak.init(PARAMS)
-    new, _ = jmask.apply_gradients(polyak, gradient, state, PARAMS, value=1.0)
-    assert (new["table"][1] != PARAMS["table"][1]).all()
-
-
 def test_apply_updates_keeps_none():
     params = {"a": jnp.ones((3, 1)), "b": None, "c": jnp.ones(2)}
     updates = {"a": jmask.RowSparse([1], jnp.ones((1, 1)), (3, 1)), "b": None, "c": None}
