@@ -123,30 +123,6 @@ class TestModels:
         assert (end[TOUCHED] != start[TOUCHED]).any(axis=1).all()
 
 
-def test_nnx_module_that_writes_to_itself():
-    """Batch statistics would be lost; a module that only reads is differentiated as it is."""
-
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.embed = nnx.Embed(V, D, rngs=rngs)
-            self.norm = nnx.BatchNorm(D, rngs=rngs)
-
-        def __call__(self, ids):
-            return self.norm(self.embed(ids))
-
-    model = Model(nnx.Rngs(0))
-    loss = lambda model, ids: jnp.mean(model(ids) ** 3)
-    with pytest.raises(TypeError, match=r"writes to `model\.norm\..*lost.*nnx\.split"):
-        jmask.value_and_grad(loss)(model, IDS)
-    model.eval()
-    value, grads = jmask.value_and_grad(loss)(model, IDS)
-    assert_close(value, loss(model, IDS))
-    assert is_row_sparse(grads.embed.embedding[...])
-    graph, params, others = nnx.split(model, nnx.Param, ...)
-    again = jmask.grad(lambda p: loss(nnx.merge(graph, p, others), IDS))(params)
-    assert_close(again["embed"]["embedding"][...].values, grads.embed.embedding[...].values)
-
-
 def test_a_dict_is_a_copy():
     """What a function puts into a dict is its own affair, as in JAX."""
 

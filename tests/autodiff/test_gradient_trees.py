@@ -213,7 +213,7 @@ class TestClipping:
     [
         jmask.sgd(0.1, momentum=0.9, weight_decay=0.1),
         optax.chain(jmask.sgd(0.1), jmask.max_row_norm(0.1)),
-        jmask.lazy(optax.adam(0.1)),
+        pytest.param(jmask.lazy(optax.adam(0.1)), marks=pytest.mark.dtype_promotion),
     ],
 )
 def test_parameters_that_are_numbers(tx):

@@ -10,6 +10,7 @@ from jax import lax
 
 import jmask
 from jmask._kernels.gather import Gather
+from tests.stored_tables import bits
 
 pytestmark = pytest.mark.sampled
 
@@ -26,11 +27,6 @@ def table_of(row: tuple[int, ...], dtype: str) -> jax.Array:
 def two_batches(gather: Gather, rank: int) -> lax.GatherDimensionNumbers:
     offsets = tuple(range(2, 2 + rank))
     return gather.dimension_numbers._replace(offset_dims=offsets)
-
-
-def bits(x: jax.Array) -> np.ndarray:
-    x = np.asarray(x)
-    return x.view(f"u{x.dtype.itemsize}")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
 import jmask.numpy as jnm
-from tests.sparse_arrays import coo
+from tests.sparse_arrays import coo, csr
 
 pytestmark = pytest.mark.sampled
 
@@ -19,10 +19,6 @@ RNG = np.random.default_rng(0)
 VALUES = RNG.normal(size=SHAPE).astype(np.float32)
 KEPT = np.array([[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 1]], bool)
 WEIGHTS = np.float32(RNG.normal(size=SHAPE))
-
-
-def csr(dense: Any) -> BCSR:
-    return BCSR.from_bcoo(coo(dense))
 
 
 def rows(dense: Any) -> jmask.RowSparse:
