@@ -268,6 +268,14 @@ class TestOrdinaryTensors:
         dense = result.todense() if keeps else result
         np.testing.assert_allclose(dense, expected, rtol=1e-6)
 
+    def test_union_of_rows(self):
+        other = jmask.RowSparse([1, 2], jnp.array([[5.0, 5], [7, 7]]), (4, 2))
+        for function in (jnm.add, jnm.subtract, jnm.multiply, jnm.maximum):
+            result = function(self.rows, other)
+            assert isinstance(result, jmask.RowSparse)
+            expected = function.__wrapped__(self.rows.todense(), other.todense())
+            np.testing.assert_array_equal(result.todense(), expected)
+
 
 class TestKnownCases:
     """Gradients that are nan elsewhere; the masked answer."""
