@@ -12,6 +12,7 @@ is built. A public name of jmask that is on no page is an error that names it.
 
 import ast
 import importlib
+import itertools
 import re
 import shutil
 import sys
@@ -52,6 +53,9 @@ PAGES = {
     ),
 }
 MODULES = ("numpy", "nn", "nnx", "tree", "sparsecore")
+
+_ABOUT_TYPES = """Names in signatures that say what an argument is, beside `ArrayLike` and
+`DTypeLike` of `jax.typing`. Some of them are `Any` to a type checker."""
 
 # Where a function of JAX that jmask lifts is documented.
 _HOMES = ("jax.numpy", "jax.nn", "jax.scipy.special", "jax.lax")
@@ -100,7 +104,21 @@ def api_pages() -> dict[str, str]:
         f"api/{stem}.md": _page(title, "", _documented(jmask, [[n] for n in names.split()]))
         for stem, (title, names) in PAGES.items()
     }
-    return pages | {f"api/{name}.md": _module_page(f"jmask.{name}") for name in MODULES}
+    pages |= {f"api/{name}.md": _module_page(f"jmask.{name}") for name in MODULES}
+    return pages | {"api/types.md": _page("Types in signatures", _ABOUT_TYPES, _types())}
+
+
+def _types() -> str:
+    """A table of the names in `jmask/_base/types.py`, with the docstrings below them."""
+    nodes = ast.parse((ROOT / "jmask" / "_base" / "types.py").read_text()).body
+    rows = [
+        f"| `{ast.unparse(node.targets[0])}` | {below.value.value} |"
+        for node, below in itertools.pairwise(nodes)
+        if isinstance(node, ast.Assign)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+    ]
+    return "\n".join(["| name | what it is |", "|---|---|", *rows, ""])
 
 
 def _module_page(path: str) -> str:

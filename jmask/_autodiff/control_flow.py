@@ -47,11 +47,14 @@ from jmask._base.forms import (
     shard_map_of,
     summed_axes,
 )
+from jmask._base.types import Value
 
 # --- remat -------------------------------------------------------------------------------
 
 
-def _call_demand(eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any) -> list[bool]:
+def _call_demand(
+    eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: object
+) -> list[bool]:
     jaxpr, _ = called(eqn)
     return interpreter.demand(jaxpr, wanted).of(jaxpr.invars)
 
@@ -77,7 +80,7 @@ def _behind_a_barrier(inputs: Values) -> list[Any]:
     return [behind.get(i, x) for i, x in enumerate(inputs)]
 
 
-def _is_zero(x: Any) -> bool:
+def _is_zero(x: Value) -> bool:
     return isinstance(x, RowSum) and x.is_zero
 
 
@@ -91,7 +94,9 @@ class _Carry:
     leading: int = 1
 
 
-def _scan_demand(eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any) -> list[bool]:
+def _scan_demand(
+    eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: object
+) -> list[bool]:
     # A fixed point, reached in at most `count` rounds: each drops a carry or is the last.
     scan = scan_of(eqn)
     (jaxpr, _), first, count = scan.body, scan.consts, scan.carry
@@ -198,7 +203,7 @@ class _Loop:
         return step
 
 
-def _parts_added_to(key: _Carry, output: Any) -> tuple[IdsAndRows, ...]:
+def _parts_added_to(key: _Carry, output: Value) -> tuple[IdsAndRows, ...]:
     # Rows of slices with fixed bounds are better summed than stacked.
     additive = isinstance(output, RowSum) and output.carry is key
     if additive and (output.looked_up or not output.parts):
@@ -223,7 +228,9 @@ def _with_stacked(total: RowSum, stacked: tuple[IdsAndRows, ...], leading: int) 
 # --- cond --------------------------------------------------------------------------------
 
 
-def _cond_demand(eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: Any) -> list[bool]:
+def _cond_demand(
+    eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: object
+) -> list[bool]:
     flags = [
         interpreter.demand(branch, wanted).of(branch.invars) for branch, _ in branches_of(eqn)
     ]

@@ -31,12 +31,10 @@ from jax.extend.core import JaxprEqn, Literal
 from jmask._base.array_facts import ArrayFacts
 from jmask._base.array_types import explicit_sharding, joint_dtype, trailing, wide
 from jmask._base.forms import aval_of, name_of, parameter
+from jmask._base.types import Shape, Value
 from jmask._kernels import tuning
 from jmask._kernels.bag_sum import are_many, bag_sum, most_columns
 from jmask._kernels.gathered_rows import GATHERED, GatheredRows, Rows, joined_rows, pays
-
-Shape = tuple[int, ...]
-
 
 # --- what is known -----------------------------------------------------------------------
 
@@ -54,7 +52,7 @@ class Product:
 
     factors: tuple[tuple[Any, Shape], ...]
     shape: Shape
-    dtype: Any
+    dtype: np.dtype
 
     @property
     def is_exact(self) -> bool:
@@ -151,7 +149,7 @@ class Gathered:
     index: jax.Array | None
     weight: jax.Array | None
     entries: Shape
-    dtype: Any
+    dtype: np.dtype
     outside: jax.Array | None = None
     is_alone: bool = False
     factors: int = 0
@@ -285,7 +283,7 @@ FACTS: ArrayFacts[Fact] = ArrayFacts()
 # --- consumers ---------------------------------------------------------------------------
 
 
-def are_rows(x: Any) -> bool:
+def are_rows(x: Value) -> bool:
     """Decide whether an array is known to be gathered rows."""
     return isinstance(FACTS.of(x), Gathered)
 

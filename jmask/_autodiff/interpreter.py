@@ -44,6 +44,7 @@ from jmask._base.forms import (
     within,
 )
 from jmask._base.jaxprs import side_by_side
+from jmask._base.types import Atom, Value
 from jmask._kernels.bag_sum import BAG_SUM
 from jmask._kernels.gather import Gather
 
@@ -176,7 +177,7 @@ class Interpreter:
         live = [eqn for number, eqn in enumerate(jaxpr.eqns) if number in demand.live]
         uses = uses_in(live, jaxpr.outvars)
 
-        def read(v: Any) -> Any:
+        def read(v: Atom) -> Value:
             return v.val if isinstance(v, Literal) else values[v]
 
         for eqn, *others in side_by_side(live, BAG_SUM.primitive.name):
@@ -251,7 +252,7 @@ class Interpreter:
         ]
 
     @staticmethod
-    def dense(value: Any, eqn: JaxprEqn) -> Any:
+    def dense(value: Value, eqn: JaxprEqn) -> Value:
         """Return `value` as an array; the equation that needs it so is named in a warning."""
         if not isinstance(value, RowSum | Filled):
             return value
@@ -260,14 +261,14 @@ class Interpreter:
         return value.todense()
 
 
-def _fits(value: Any, v: Any) -> bool:
+def _fits(value: Value, v: Atom) -> bool:
     """Decide whether a symbolic value is of the shape and dtype that the equation says."""
     if not isinstance(value, RowSum | Filled):
         return True
     return (value.shape, value.dtype) == (aval_of(v).shape, aval_of(v).dtype)
 
 
-def report_dense(value: Any, eqn: JaxprEqn, reason: str) -> None:
+def report_dense(value: Value, eqn: JaxprEqn, reason: str) -> None:
     """Say that a row-sparse gradient became dense, why, and at which line of user code."""
     size = math.prod(value.shape) * jnp.dtype(value.dtype).itemsize
     report_fallback(

@@ -19,9 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmask._autodiff.values import RowSum
 from jmask._base.array_types import explicit_sharding, varying_axes
 from jmask._base.jaxprs import forwarded
 from jmask._base.row_ids import mapped_words
+from jmask._base.types import Gradient, Gradients, PyTree
 from jmask._base.validation import leaf_name
 from jmask._kernels.gathered_rows import GATHERED
 from jmask._kernels.rows import plus_zero, zero_after_reading
@@ -59,7 +61,9 @@ def checked_loss(
 
 
 @contextlib.contextmanager
-def naming_tables(args: Sequence[Any], numbers: Sequence[int], fun: Any) -> Iterator[None]:
+def naming_tables(
+    args: Sequence[Any], numbers: Sequence[int], fun: Callable[..., Any]
+) -> Iterator[None]:
     """Context of a gradient program; its error says where a function uses a table as a tree.
 
     In a gradient program a table has one leaf more, which stands for its array: `Placeholder`
@@ -91,7 +95,7 @@ def naming_tables(args: Sequence[Any], numbers: Sequence[int], fun: Any) -> Iter
 _OF_LEAVES = ("ShapeDtypeStruct", "key<fry>", "of a DeferredTable")
 
 
-def _is_plain(tree: Any) -> bool:
+def _is_plain(tree: PyTree) -> bool:
     """Decide whether nobody expects to see what is written to a tree: containers are copied."""
     return isinstance(tree, Mapping | list | tuple | jax.Array)
 
@@ -105,7 +109,7 @@ def _check_not_written(
     of `fun` alone shows.
     """
 
-    def after(argument: Any) -> list[Any]:
+    def after(argument: PyTree) -> list[Any]:
         given = [argument if i == number else x for i, x in enumerate(args)]
         fun(*given, **kwargs)
         return jax.tree.leaves(argument)
@@ -123,7 +127,7 @@ def _check_not_written(
             )
 
 
-def _check_scalar(loss: Any) -> None:
+def _check_scalar(loss: object) -> None:
     if loss is None:
         advice = "got None: is its `return` missing?"
     elif isinstance(loss, MaskedTensor):
@@ -161,7 +165,7 @@ def argument_name(fun: Callable[..., Any], number: int) -> str:
 #     ids of the gradient = ids that "depend" on the value of the loss
 
 
-def after_reading(value: Any, gradients: Any) -> Any:
+def after_reading(value: jax.Array, gradients: Gradients) -> Gradients:
     """Make ids of gradients depend on the value of the loss, as far as XLA can tell.
 
     So all that the value needs of a table is read before the table is written. Where nothing
@@ -175,22 +179,24 @@ def after_reading(value: Any, gradients: Any) -> Any:
 
 
 def after_all_reads(results: Sequence[Any]) -> list[Any]:
-    """Return the results of a program, of which the first depends on all dense gradients.
+    """Return the results of a program, of which the first depends on all gradients.
 
     What waits for the value of the loss (`after_reading`) then waits for all of the program.
     """
     value, *others = results
+    rows = [x for sums in others if isinstance(sums, RowSum) for _, x in sums.parts]
     # An optimization barrier would say the same; XLA of JAX 0.10 removes it before it orders.
     zero = jnp.zeros((), jnp.int32)
-    for x in others:
+    for x in (*others, *(x for x in rows if GATHERED.of(x) is None)):
         is_array = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating) and x.size
         if is_array and explicit_sharding(x) is None and varying_axes(x) <= varying_axes(value):
-            own = zero_after_reading(x.reshape(-1)[0])
+            # All of it: for one entry XLA would read a few rows of the table again.
+            own = zero_after_reading(jnp.sum(x))
             zero = zero if own is None else plus_zero(zero, own)
     return [value + zero.astype(value.dtype), *others]
 
 
-def _ordered(gradient: Any, value: jax.Array, zero: jax.Array) -> Any:
+def _ordered(gradient: Gradient, value: jax.Array, zero: jax.Array) -> Gradient:
     """Order one gradient; `zero` depends on the value."""
     leaf = gradient.index_leaf if is_row_sparse(gradient) else None
     if not isinstance(leaf, jax.core.Tracer) or varying_axes(value) - varying_axes(leaf):

@@ -3,18 +3,22 @@
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
 
 from jmask._autodiff import value_and_grad as autodiff
+from jmask._base.types import KeyPath, PyTree
 from jmask._base.validation import check_flag, shown
+
+Argnums = Any  # a position, an `nnx.DiffState`, or a sequence of them
 
 
 def value_and_grad(
     f: Callable[..., Any] | None = None,
     *,
-    argnums: Any = 0,
+    argnums: Argnums = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
@@ -70,7 +74,7 @@ def value_and_grad(
 def grad(
     f: Callable[..., Any] | None = None,
     *,
-    argnums: Any = 0,
+    argnums: Argnums = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
@@ -94,7 +98,12 @@ def grad(
 
 
 def _transformed(
-    transform: Any, f: Any, argnums: Any, has_aux: bool, *, has_value: bool
+    transform: Callable[..., Any],
+    f: Callable[..., Any] | None,
+    argnums: Argnums,
+    has_aux: bool,
+    *,
+    has_value: bool,
 ) -> Callable[..., Any]:
     """Return `transform` of `f`, or the decorator without one."""
     nnx = _flax_nnx()
@@ -113,7 +122,7 @@ def _transformed(
         arguments = _Arguments(nnx, args, kwargs, wanted)
 
         @functools.wraps(f)
-        def with_state(*parameters: Any) -> Any:
+        def with_state(*parameters: Any) -> PyTree:
             nodes, (args, kwargs) = arguments.merged(parameters)
             result = f(*args, **kwargs)
             is_pair = has_aux and isinstance(result, tuple) and len(result) == 2
@@ -147,7 +156,13 @@ class _Arguments:
             each graph node, an `nnx.State`, in its place. None for the others.
     """
 
-    def __init__(self, nnx: Any, args: Any, kwargs: Any, wanted: dict[int, Any]) -> None:
+    def __init__(
+        self,
+        nnx: ModuleType,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        wanted: dict[int, Any],
+    ) -> None:
         self.nnx, self.wanted = nnx, wanted
         self.is_node = functools.partial(_is_node, nnx)
         self.tree: Any
@@ -164,7 +179,7 @@ class _Arguments:
             for n, kind in wanted.items()
         }
 
-        def is_parameter(path: Any, x: Any) -> bool:
+        def is_parameter(path: KeyPath, x: object) -> bool:
             owner = self.owners[self.places[path[0]]]
             if owner not in wanted:
                 return False
@@ -200,7 +215,7 @@ class _Arguments:
             leaves[i] = node
         return nodes, self.tree.unflatten(leaves)
 
-    def written(self, nodes: Any, parameters: Sequence[Any]) -> Any:
+    def written(self, nodes: PyTree, parameters: Sequence[Any]) -> PyTree:
         """Return the state of nodes: all but parameters that are as they were given."""
         given = {id(x) for x in jax.tree.leaves(parameters)}
         state = self.nnx.to_flat_state(self.nnx.state(nodes))
@@ -213,16 +228,16 @@ class _Arguments:
             ]
         )
 
-    def write(self, state: Any) -> None:
+    def write(self, state: PyTree) -> None:
         """Update the graph nodes of the call in place."""
         self.nnx.update(self.nodes, state)
 
 
-def _is_node(nnx: Any, x: Any) -> bool:
+def _is_node(nnx: ModuleType, x: object) -> bool:
     return isinstance(x, nnx.Pytree | nnx.Variable)
 
 
-def _filters(nnx: Any, argnums: Any) -> dict[int, Any]:
+def _filters(nnx: ModuleType, argnums: Argnums) -> dict[int, Any]:
     """Return the filter of each argument to differentiate, or None for `nnx.Param`."""
     wanted: dict[int, Any] = {}
     for x in argnums if isinstance(argnums, Sequence) else (argnums,):
@@ -253,7 +268,7 @@ def _by_position(
     return bound.args, bound.kwargs
 
 
-def _flax_nnx() -> Any:
+def _flax_nnx() -> ModuleType:
     try:
         from flax import nnx
     except ImportError as error:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
+from jax.typing import DTypeLike
 
 from jmask._autodiff.gathered_rows import (
     FACTS,
@@ -34,6 +35,7 @@ from jmask._autodiff.gathered_rows import (
 from jmask._base.array_types import is_known
 from jmask._base.forms import aval_of, name_of, parameter
 from jmask._base.row_ids import canonical
+from jmask._base.types import Atom, Value
 
 # Longer products are arrays. Programs multiply an array by few others before they sum it, and
 # each rule goes through all factors.
@@ -44,7 +46,7 @@ _MOST_FACTORS = 8
 class Operand:
     """An operand of an equation: its value, and what is known of it."""
 
-    value: Any
+    value: Value
     shape: Shape
     fact: Fact | None
 
@@ -307,7 +309,7 @@ FOLLOWED = frozenset(_RULES)
 
 
 def note_facts(
-    eqn: JaxprEqn, inputs: Sequence[Any], output: Any, uses: Counter[Any], is_scattered: bool
+    eqn: JaxprEqn, inputs: Sequence[Any], output: Value, uses: Counter[Any], is_scattered: bool
 ) -> None:
     """Note what an equation adds to what is known of its operands.
 
@@ -357,7 +359,7 @@ def note_uses(eqn: JaxprEqn, inputs: Sequence[Any], uses: Counter[Any]) -> None:
             FACTS.note(x, dataclasses.replace(known, is_alone=False))
 
 
-def _operand(x: Any, v: Any, fact: Fact | None) -> Operand | None:
+def _operand(x: Value, v: Atom, fact: Fact | None) -> Operand | None:
     """Return an operand with its value as an array; None of a symbolic value."""
     if isinstance(x, bool | int | float | complex | np.generic | np.ndarray):
         x = np.asarray(x, aval_of(v).dtype)
@@ -365,5 +367,5 @@ def _operand(x: Any, v: Any, fact: Fact | None) -> Operand | None:
     return Operand(x, tuple(x.shape), fact) if is_array else None
 
 
-def _may_be_factors(dtype: Any) -> bool:
+def _may_be_factors(dtype: DTypeLike) -> bool:
     return dtype == jnp.dtype(bool) or jnp.issubdtype(dtype, jnp.inexact)

@@ -22,9 +22,9 @@ from jax import lax
 
 from jmask._autodiff.values import RowSum
 from jmask._base.row_ids import id_dtype, widen
+from jmask._base.types import Shape
 from jmask._kernels.rows import split_rows
 
-Shape = tuple[int, ...]
 Positions = list[jax.Array]
 
 

@@ -57,6 +57,7 @@ from jmask._autodiff.row_pattern import (
 from jmask._autodiff.values import Filled, RowSum
 from jmask._base.array_types import adds_when_cast
 from jmask._base.forms import aval_of, name_of, parameter
+from jmask._base.types import Atom, Value
 
 
 def _zero_rows(eqn: JaxprEqn) -> RowSum:
@@ -68,21 +69,21 @@ def _bind(eqn: JaxprEqn, *inputs: Any) -> Any:
     return eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
 
 
-def _is_literal(x: Any) -> bool:
+def _is_literal(x: object) -> bool:
     # Values that are traced or computed are never looked at.
     return isinstance(x, bool | int | float | complex | np.generic | np.ndarray)
 
 
-def _is_literal_zero(x: Any) -> bool:
+def _is_literal_zero(x: object) -> bool:
     return _is_literal(x) and not np.any(x)
 
 
-def _is_not_finite(x: Any) -> bool:
+def _is_not_finite(x: object) -> bool:
     """Decide whether a literal is infinite or nan, which makes nan of zeros."""
     return _is_literal(x) and not np.all(np.isfinite(x))
 
 
-def _as_scalar(x: Any) -> Any | None:
+def _as_scalar(x: Value) -> Any | None:
     """Return the scalar that `x` is everywhere, if that is known without looking at values."""
     if isinstance(x, Filled):
         return x.value
@@ -138,10 +139,10 @@ def _cases(eqn: JaxprEqn, *_: Any) -> list[bool]:
     return [False] + [by_scalar] * (len(eqn.invars) - 1)
 
 
-def _scaled(eqn: JaxprEqn, wanted: Any, _: Any, definitions: dict) -> list[bool]:
+def _scaled(eqn: JaxprEqn, wanted: Flags, _: object, definitions: dict) -> list[bool]:
     """Want an operand of a product where the other one is a scalar."""
 
-    def is_scalar(v: Any) -> bool:
+    def is_scalar(v: Atom) -> bool:
         if aval_of(v).shape == ():
             return True
         maker = definitions.get(v)
@@ -320,7 +321,7 @@ def _add(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter)
     return [x.added_to(y)]
 
 
-def _negated(x: Any) -> Any:
+def _negated(x: Value) -> Value:
     return x.scaled(jnp.negative) if isinstance(x, RowSum) else -x
 
 
@@ -438,13 +439,13 @@ def _barrier(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpre
     return [_rebuilt(x, new) for x, new in zip(inputs, arrays, strict=True)]
 
 
-def _components(x: Any) -> Any:
+def _components(x: Value) -> Value:
     if isinstance(x, RowSum):
         return x.parts
     return x.value if isinstance(x, Filled) else x
 
 
-def _rebuilt(x: Any, arrays: Any) -> Any:
+def _rebuilt(x: Value, arrays: Value) -> Value:
     if isinstance(x, RowSum):
         return dataclasses.replace(x, parts=arrays)
     return dataclasses.replace(x, value=arrays) if isinstance(x, Filled) else arrays

@@ -12,7 +12,7 @@ Equal positions are one entry: a tensor that may hold some is coalesced first, a
 gradient.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jmask._autodiff.values import Filled, RowSum
 from jmask._base.array_types import explicit_sharding
+from jmask._base.types import Gradient, PyTree, TensorLike, Value
 from jmask._tables.stored_table import Placeholder, is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
 from jmask._tensors.placeholders import (
@@ -31,7 +32,7 @@ from jmask._tensors.placeholders import (
     without_placeholder,
 )
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
-from jmask._tensors.storage import is_sparse, unique_positions
+from jmask._tensors.storage import Storage, is_sparse, unique_positions
 
 
 class TensorArguments:
@@ -75,7 +76,7 @@ class TensorArguments:
             for x in self.tensors
         ]
 
-    def left_behind(self, value: Any) -> Any:
+    def left_behind(self, value: PyTree) -> PyTree:
         """Return the results of the function, with tensors that have no placeholder any more.
 
         Unless a gradient program around this one takes the derivative of it.
@@ -118,7 +119,7 @@ class TensorArguments:
         )
 
 
-def _placeholder_of(x: Any) -> Any:
+def _placeholder_of(x: TensorLike) -> Any:
     """Return the placeholder of a tensor: zeros that are not made unless something reads them.
 
     Nothing reads the placeholder of a table: its shape is enough. Where axes are explicit the
@@ -136,19 +137,19 @@ def _placeholder_of(x: Any) -> Any:
     return jax.ShapeDtypeStruct(tuple(x.shape), x.dtype, sharding=sharding)
 
 
-def _mapped(function: Callable[..., Any], *trees: Any) -> Any:
+def _mapped(function: Callable[..., Any], *trees: Any) -> PyTree:
     return jax.tree.map(function, *trees, is_leaf=_has_placeholder)
 
 
-def _has_placeholder(x: Any) -> bool:
+def _has_placeholder(x: object) -> bool:
     return is_tensor(x) or is_stored_table(x)
 
 
-def _parts(x: Any) -> Any:
+def _parts(x: TensorLike) -> Any:
     return () if is_stored_table(x) else values_of(x)
 
 
-def _coalesced(x: Any) -> Any:
+def _coalesced(x: TensorLike) -> TensorLike:
     if not is_sparse(x):
         return x
     placeholder = placeholder_of(x)
@@ -156,7 +157,7 @@ def _coalesced(x: Any) -> Any:
     return x if placeholder is None else with_placeholder(x, placeholder)
 
 
-def _rebuilt(x: Any, values: Any, placeholders: Any) -> Any:
+def _rebuilt(x: TensorLike, values: Value, placeholders: Iterator[Any]) -> TensorLike:
     if is_stored_table(x):
         return x.with_placeholder(Placeholder.above(x.placeholder, next(placeholders)))
     if not is_tensor(x):
@@ -165,7 +166,9 @@ def _rebuilt(x: Any, values: Any, placeholders: Any) -> Any:
     return result if placeholder is None else with_placeholder(result, placeholder)
 
 
-def _gradient(x: Any, value_gradient: Any, placeholder_gradients: Any) -> Any:
+def _gradient(
+    x: TensorLike, value_gradient: Gradient, placeholder_gradients: Iterator[Any]
+) -> Gradient:
     if is_stored_table(x):
         return _rows_of(next(placeholder_gradients))
     if not is_tensor(x):
@@ -183,7 +186,7 @@ def _gradient(x: Any, value_gradient: Any, placeholder_gradients: Any) -> Any:
     return at_every_entry(storage, valid, value_gradient, everywhere)
 
 
-def _rows_of(gradient: Any) -> RowSparse:
+def _rows_of(gradient: Gradient) -> RowSparse:
     """Return the gradient of a table: of one that is looked up, or not used, its rows."""
     if isinstance(gradient, RowSum):
         return gradient.to_row_sparse()
@@ -192,7 +195,10 @@ def _rows_of(gradient: Any) -> RowSparse:
 
 
 def at_every_entry(
-    storage: Any, valid: Any, value_gradient: Any, placeholder_gradient: Any
+    storage: Storage,
+    valid: jax.Array | None,
+    value_gradient: Gradient,
+    placeholder_gradient: Gradient,
 ) -> jax.Array:
     """Return the gradient at all entries: that in the stored values where they are specified.
 

@@ -12,7 +12,7 @@ needs all of it, and the lookup shows that rows were meant.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
@@ -20,6 +20,7 @@ from jmask._autodiff.interpreter import place_of
 from jmask._base.fallback import LARGE, Fallback, Place, in_bytes
 from jmask._base.forms import aval_of, bodies_of
 from jmask._base.jaxprs import ARITHMETIC
+from jmask._base.types import Atom, Shaped
 
 # `get` reads from a reference, `jax.new_ref(table)[ids]`.
 _LOOKUPS = ("gather", "dynamic_slice", "get")
@@ -50,7 +51,7 @@ def uses_of_inputs(jaxpr: Jaxpr) -> list[list[Use]]:
     return _uses(jaxpr, [_Origin(i, False) for i in range(count)], count)[0]
 
 
-class Gradient(NamedTuple):
+class InputGradient(NamedTuple):
     """The gradient of one input: its name, in backticks, and how many rows.
 
     `rows` is None of a dense gradient.
@@ -61,7 +62,7 @@ class Gradient(NamedTuple):
 
 
 def refined_reports(
-    jaxpr: Jaxpr, found: Callable[[], Sequence[Gradient]], reports: Sequence[Fallback]
+    jaxpr: Jaxpr, found: Callable[[], Sequence[InputGradient]], reports: Sequence[Fallback]
 ) -> list[Fallback]:
     """Report gradients of tables once each, at the source line that needs the whole table.
 
@@ -79,7 +80,7 @@ def refined_reports(
     shapes = {report.shape for report in reports}
     if not reports and all(_size(table) < LARGE for table in inputs):
         return []
-    input_reports: list[tuple[Gradient, Fallback]] = []
+    input_reports: list[tuple[InputGradient, Fallback]] = []
     for gradient, table, uses in zip(found(), inputs, uses_of_inputs(jaxpr), strict=True):
         is_reported = tuple(table.shape) in shapes
         if is_reported or (gradient.rows is None and _size(table) >= LARGE):
@@ -108,7 +109,7 @@ def refined_reports(
     return list(dict.fromkeys(refined))
 
 
-def _mixed_uses(gradient: Gradient, table: Any, uses: Sequence[Use]) -> Fallback | None:
+def _mixed_uses(gradient: InputGradient, table: Shaped, uses: Sequence[Use]) -> Fallback | None:
     """Report a table that is looked up and needed as a whole; return None for others."""
     lookups = [use.place for use in uses if use.is_lookup]
     others = [use for use in uses if not use.is_lookup]
@@ -137,7 +138,9 @@ def _remedy(uses: Sequence[Use]) -> str:
     )
 
 
-def _lookups_alone(gradient: Gradient, table: Any, uses: Sequence[Use]) -> Fallback | None:
+def _lookups_alone(
+    gradient: InputGradient, table: Shaped, uses: Sequence[Use]
+) -> Fallback | None:
     """Report a table that is only looked up, in a way that does not read rows."""
     if gradient.rows is not None or not uses or not all(use.is_lookup for use in uses):
         return None
@@ -153,7 +156,7 @@ def _lookups_alone(gradient: Gradient, table: Any, uses: Sequence[Use]) -> Fallb
     )
 
 
-def _size(table: Any) -> int:
+def _size(table: Shaped) -> int:
     return math.prod(table.shape) * table.dtype.itemsize
 
 
@@ -179,7 +182,7 @@ def _uses(
         v: origin for v, origin in zip(jaxpr.invars, inputs, strict=True) if origin is not None
     }
 
-    def of(v: Any) -> _Origin | None:
+    def of(v: Atom) -> _Origin | None:
         return None if isinstance(v, Literal) else origins.get(v)
 
     for eqn in jaxpr.eqns:
@@ -216,7 +219,7 @@ def _uses(
     return uses, [of(v) for v in jaxpr.outvars]
 
 
-def _keeps_rows(eqn: JaxprEqn, v: Any, result: Any) -> bool:
+def _keeps_rows(eqn: JaxprEqn, v: Atom, result: Atom) -> bool:
     """Decide whether every row of `v` is found in a row of a result, computed on: `v / norms`.
 
     Products do not count: the labels' entries of logits `v @ x` are no rows looked up. In one

@@ -29,11 +29,12 @@ from jmask._autodiff.loss import (
 )
 from jmask._autodiff.rules import EQUATION_RULES
 from jmask._autodiff.tensor_arguments import TensorArguments
-from jmask._autodiff.uses import Gradient, refined_reports
+from jmask._autodiff.uses import InputGradient, refined_reports
 from jmask._autodiff.values import Filled, RowSum
 from jmask._base.array_types import on_explicit_mesh
 from jmask._base.fallback import collected, expect_dense, report_fallback
 from jmask._base.forms import drops_rules
+from jmask._base.types import Gradients, PyTree, Value
 from jmask._base.validation import (
     KEEP_ARRAYS,
     Model,
@@ -163,21 +164,12 @@ def grad(
         >>> jmask.grad(lambda t: jnp.sum(t[jnp.array([1, 1])] ** 2))(jnp.ones((3, 2)))
         RowSparse(float32[3, 2], nse=2)
     """
-    _check_function(fun, has_aux)
-    check_flag("holomorphic", holomorphic)
-    check_flag("allow_int", allow_int)
+    # The value orders reads and writes of tables in a step, whether it is returned or not.
+    run = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int)
 
     @functools.wraps(fun, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def grad_of_fun(*args: Any, **kwargs: Any) -> Any:
-        numbers = _positions(argnums, args)
-        float_function, floats, filled = (
-            _without_integers(fun, numbers, args) if allow_int else (fun, args, None)
-        )
-        value, gradients = value_and_gradients(
-            float_function, numbers, has_aux, floats, kwargs, holomorphic=holomorphic
-        )
-        gradients = gradients if filled is None else filled(gradients)
-        gradient = gradients if isinstance(argnums, Sequence) else gradients[0]
+        value, gradient = run(*args, **kwargs)
         return (gradient, value[1]) if has_aux else gradient
 
     return grad_of_fun
@@ -274,7 +266,7 @@ def _without_integers(
         kept = [None if i in places[n] else x for i, x in enumerate(leaves)]
         floats[n] = structures[n].unflatten(kept)
 
-    def put_back(n: int, tree: Any, integers: dict[int, Any]) -> Any:
+    def put_back(n: int, tree: PyTree, integers: dict[int, Any]) -> PyTree:
         leaves = jax.tree.leaves(tree, is_leaf=_is_tensor_or_none)
         return structures[n].unflatten([integers.get(i, x) for i, x in enumerate(leaves)])
 
@@ -285,7 +277,7 @@ def _without_integers(
             *(put_back(n, x, places[n]) if n in places else x for n, x in pairs), **kwargs
         )
 
-    def filled(gradients: Any) -> tuple[Any, ...]:
+    def filled(gradients: Gradients) -> tuple[Any, ...]:
         empty = {
             n: {i: np.zeros(np.shape(x), jax.dtypes.float0) for i, x in leaves.items()}
             for n, leaves in places.items()
@@ -364,14 +356,14 @@ def _value_and_results(
         jax.tree.map(lambda x: x.ndim > 0, gradients),
     )
 
-    def named_gradients() -> list[Gradient]:
+    def named_gradients() -> list[InputGradient]:
         names = (
             leaf_name(argument_name(fun, number), path)
             for number, tree in zip(numbers, differentiated, strict=True)
             for path, _ in jax.tree.leaves_with_path(tree)
         )
         return [
-            Gradient(name, x.capacity if isinstance(x, RowSum) and x.is_rows else None)
+            InputGradient(name, x.capacity if isinstance(x, RowSum) and x.is_rows else None)
             for name, x in zip(names, jax.tree.leaves(gradients), strict=True)
         ]
 
@@ -444,15 +436,15 @@ class _Trace:
         return jax.tree.unflatten(self.structure, leaves)
 
 
-def _abstract_if_filled(x: Any) -> Any:
+def _abstract_if_filled(x: Value) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Filled) else x
 
 
-def _mapped(function: Callable[[Any], Any], results: Any) -> Any:
+def _mapped(function: Callable[[Any], Any], results: PyTree) -> PyTree:
     return jax.tree.map(function, results)
 
 
-def _finished(result: Any) -> Any:
+def _finished(result: PyTree) -> PyTree:
     """Return a result of the program as users see it."""
     if isinstance(result, RowSum) and result.is_rows:
         return result.to_row_sparse()
@@ -462,11 +454,11 @@ def _finished(result: Any) -> Any:
     return dense
 
 
-def _dense(result: Any) -> Any:
+def _dense(result: Value) -> Value:
     return result.todense() if isinstance(result, RowSum | Filled) else result
 
 
-def _check_function(fun: Any, has_aux: Any) -> None:
+def _check_function(fun: Callable[..., Any], has_aux: object) -> None:
     if not callable(fun):
         raise TypeError(
             f"`fun` must be a function, got {type(fun).__name__}: write "
@@ -488,7 +480,7 @@ def _positions(argnums: int | Sequence[int], args: tuple[Any, ...]) -> tuple[int
     return tuple(int(number) % len(args) for number in numbers)
 
 
-def _check_argument(fun: Callable[..., Any], number: int, argument: Any) -> None:
+def _check_argument(fun: Callable[..., Any], number: int, argument: PyTree) -> None:
     """Refuse a differentiated argument with leaves that have no gradient, by name."""
     for path, leaf in jax.tree.leaves_with_path(argument, is_leaf=_is_tensor):
         if _is_tensor(leaf):
@@ -509,9 +501,9 @@ def _check_argument(fun: Callable[..., Any], number: int, argument: Any) -> None
             )
 
 
-def _is_tensor(x: Any) -> bool:
+def _is_tensor(x: object) -> bool:
     return is_tensor(x) or is_stored_table(x)
 
 
-def _is_tensor_or_none(x: Any) -> bool:
+def _is_tensor_or_none(x: object) -> bool:
     return x is None or _is_tensor(x)

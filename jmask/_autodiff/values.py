@@ -18,14 +18,15 @@ import contextvars
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jmask._autodiff.row_pattern import IdsAndRows
 from jmask._base.fallback import LARGE
 from jmask._base.row_ids import id_dtype
+from jmask._base.types import Shaped
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gathered_rows import gathered, joined, scaled
 from jmask._kernels.rows import split_rows
@@ -78,7 +79,7 @@ class RowSum:
     """
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     parts: tuple[IdsAndRows, ...] = ()
     looked_up: bool = False
     carry: object | None = None
@@ -210,7 +211,7 @@ class RowSum:
         )
 
 
-def are_few(rows: int, table: Any, count: int) -> bool:
+def are_few(rows: int, table: "RowSum | Shaped", count: int) -> bool:
     """Decide whether `rows` are few of the `count` rows of a large table (shape and dtype)."""
     size = math.prod(table.shape) * jnp.dtype(table.dtype).itemsize
     return size >= LARGE and count >= _MANY and 8 * rows <= count
@@ -224,7 +225,7 @@ class Filled:
     value: jax.Array
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.value.dtype
 
     def todense(self) -> jax.Array:

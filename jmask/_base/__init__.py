@@ -1,5 +1,6 @@
 """The base of all other sub-packages: nothing here knows of a tensor.
 
+types           names for the types of arguments
 array_types     dtypes to compute in, shapes, explicit shardings, varying axes
 array_facts     facts about traced arrays, kept next to them
 validation      validation of public arguments and of the leaves of trees

@@ -26,13 +26,13 @@ class ArrayFacts(Generic[Fact]):
     def __init__(self) -> None:
         self._facts: dict[int, tuple[weakref.ref[Any], Fact]] = {}
 
-    def note(self, x: Any, fact: Fact) -> None:
+    def note(self, x: jax.Array, fact: Fact) -> None:
         """Keep a fact about a traced array, in place of what was known of it."""
         if isinstance(x, jax.core.Tracer):
             key, facts = id(x), self._facts
             facts[key] = (weakref.ref(x, lambda _: facts.pop(key, None)), fact)
 
-    def of(self, x: Any) -> Fact | None:
+    def of(self, x: jax.Array) -> Fact | None:
         """Return the fact about an array, or None."""
         reference, fact = self._facts.get(id(x), (None, None))
         return fact if reference is not None and reference() is x else None

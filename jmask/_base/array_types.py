@@ -19,12 +19,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike, DTypeLike
+
+from jmask._base.types import MeshAxes, PyTree, Shaped
 
 
 @contextlib.contextmanager
-def on_explicit_mesh(tree: Any) -> Iterator[None]:
+def on_explicit_mesh(tree: PyTree) -> Iterator[None]:
     """Context in which the mesh of arrays with explicit axes is set, outside of jit.
 
     JAX needs it for operations on no array of the mesh, such as the ones that a gradient starts
@@ -45,7 +48,7 @@ def on_explicit_mesh(tree: Any) -> Iterator[None]:
         yield
 
 
-def explicit_sharding(*arrays: Any) -> NamedSharding | None:
+def explicit_sharding(*arrays: ArrayLike) -> NamedSharding | None:
     """Return sharding that the type of the first array with explicit axes names, or None."""
     for array in arrays:
         sharding = _sharding_of_type(jax.typeof(array))
@@ -54,7 +57,7 @@ def explicit_sharding(*arrays: Any) -> NamedSharding | None:
     return None
 
 
-def _sharding_of_type(shape: Any) -> NamedSharding | None:
+def _sharding_of_type(shape: Shaped) -> NamedSharding | None:
     """Return the sharding of an abstract array that names explicit axes, or None."""
     sharding = getattr(shape, "sharding", None)
     if not isinstance(sharding, NamedSharding):
@@ -62,7 +65,7 @@ def _sharding_of_type(shape: Any) -> NamedSharding | None:
     return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
 
 
-def spec_of(array: Any) -> tuple[Any, ...]:
+def spec_of(array: jax.Array) -> tuple[Any, ...]:
     """Return the axes that shard each dimension by its type: None, a name or several."""
     return _whole_spec(explicit_sharding(array), len(jax.typeof(array).shape))
 
@@ -72,7 +75,7 @@ def _whole_spec(sharding: NamedSharding | None, ndim: int) -> tuple[Any, ...]:
     return spec + (None,) * (ndim - len(spec))
 
 
-def sharding_of_rows(array: Any) -> NamedSharding | None:
+def sharding_of_rows(array: jax.Array) -> NamedSharding | None:
     """Return the sharding of an array (V, 1, ..., 1) that matches the rows of `array`."""
     is_traced = isinstance(array, jax.core.Tracer)
     sharding = explicit_sharding(array) if is_traced else getattr(array, "sharding", None)
@@ -81,7 +84,7 @@ def sharding_of_rows(array: Any) -> NamedSharding | None:
     return by_rows(sharding.mesh, (*sharding.spec, None)[0], array.ndim)
 
 
-def by_rows(mesh: Any, axes: Any, ndim: int) -> NamedSharding:
+def by_rows(mesh: Mesh | AbstractMesh, axes: MeshAxes, ndim: int) -> NamedSharding:
     """Return an array (V, *row) with its rows over `axes`; spelled as a step returns it.
 
     A step that is given another spelling than it returns is compiled twice.
@@ -97,7 +100,7 @@ def placed(array: jax.Array, like: NamedSharding, spec: Sequence[Any]) -> jax.Ar
     return jax.sharding.reshard(array, NamedSharding(like.mesh, P(*spec)))
 
 
-def with_rows_over(array: jax.Array, like: NamedSharding, axes: Any) -> jax.Array:
+def with_rows_over(array: jax.Array, like: NamedSharding, axes: MeshAxes) -> jax.Array:
     """Return the array with dimension 0 sharded over `axes`, and only this one."""
     axes = axes or None
     axes = axes[0] if isinstance(axes, tuple) and len(axes) == 1 else axes
@@ -165,12 +168,12 @@ def varying_alike(*arrays: jax.Array) -> list[jax.Array]:
     return [_varying_over(every - axes, x) for axes, x in zip(varying, arrays, strict=True)]
 
 
-def varying_like(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+def varying_like(x: jax.Array, shape: Shaped) -> jax.Array:
     """Return an array that is the same on all devices, typed as different where `shape` is."""
     return _varying_over(_axes_of(shape) - varying_axes(x), x)
 
 
-def typed_like(x: jax.Array, shape: Any) -> jax.Array:
+def typed_like(x: jax.Array, shape: Shaped) -> jax.Array:
     """Return a replicated array, typed as `shape` says: varying, or sharded."""
     sharding = _sharding_of_type(shape)
     if sharding is not None:
@@ -178,13 +181,13 @@ def typed_like(x: jax.Array, shape: Any) -> jax.Array:
     return varying_like(x, shape)
 
 
-def whole_rows_like(x: jax.Array, shape: Any) -> jax.Array:
+def whole_rows_like(x: jax.Array, shape: Shaped) -> jax.Array:
     """Return an array on all devices of the mesh that the type `shape` names, if any."""
     sharding = _sharding_of_type(shape)
     return x if sharding is None else placed(x, sharding, (None,) * x.ndim)
 
 
-def varying_axes(x: Any) -> frozenset[str]:
+def varying_axes(x: jax.Array) -> frozenset[str]:
     """Return the axes over which an array in a `shard_map` differs, as far as JAX tracks it."""
     return _axes_of(jax.typeof(x))
 
@@ -193,7 +196,7 @@ def _varying_over(axes: frozenset[str], x: jax.Array) -> jax.Array:
     return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
-def _axes_of(type_of_array: Any) -> frozenset[str]:
+def _axes_of(type_of_array: object) -> frozenset[str]:
     manual = getattr(type_of_array, "manual_axis_type", None)
     return frozenset() if manual is None else manual.varying
 
@@ -213,7 +216,7 @@ def trailing(x: jax.Array, ndim: int) -> jax.Array:
     return x.reshape(x.shape + (1,) * (ndim - x.ndim))
 
 
-def is_known(*sizes: Any) -> bool:
+def is_known(*sizes: object) -> bool:
     """Decide whether all sizes are numbers, by which one way of several can be chosen."""
     return all(isinstance(x, int | np.integer) for x in sizes)
 
@@ -229,22 +232,22 @@ def is_known(*sizes: Any) -> bool:
 # not of integers, whose sums wrap:        uint8 200 + 100 = 44, float32 200 + 100 = 300
 
 
-def is_narrow(dtype: Any) -> bool:
+def is_narrow(dtype: DTypeLike) -> bool:
     """Decide whether a dtype is floating and of fewer than 32 bits."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 
-def is_complex(x: Any) -> bool:
+def is_complex(x: Shaped | None) -> bool:
     """Decide whether an array, or what has a dtype, is complex; None is not."""
     return x is not None and jnp.issubdtype(x.dtype, jnp.complexfloating)
 
 
-def real_dtype(dtype: Any) -> Any:
+def real_dtype(dtype: DTypeLike) -> Any:
     """Return the dtype of the real part of numbers of `dtype`."""
     return jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
 
 
-def complex_dtype(dtype: Any) -> Any:
+def complex_dtype(dtype: DTypeLike) -> Any:
     """Return the dtype of pairs of `dtype`: complex64 for two numbers of float32.
 
     Raises:
@@ -260,33 +263,33 @@ def complex_dtype(dtype: Any) -> Any:
     return joint_dtype(dtype, jnp.complex64)
 
 
-def wide(dtype: Any) -> Any:
+def wide(dtype: DTypeLike) -> Any:
     """Return the dtype to compute in with numbers of `dtype`."""
     return jnp.dtype(jnp.float32) if is_narrow(dtype) else jnp.dtype(dtype)
 
 
-def sum_dtype(dtype: Any) -> Any:
+def sum_dtype(dtype: DTypeLike) -> np.dtype:
     """Return the dtype to sum in: int32 counts booleans, which add as `or` when cast back."""
     return jnp.dtype(jnp.int32) if dtype == jnp.dtype(bool) else wide(dtype)
 
 
-def adds_when_cast(old: Any, new: Any) -> bool:
+def adds_when_cast(old: DTypeLike, new: DTypeLike) -> bool:
     """Decide whether a sum that is cast is the sum of what is cast, but for rounding."""
     return old == new or all(jnp.issubdtype(dtype, jnp.inexact) for dtype in (old, new))
 
 
-def joint_dtype(*arrays: Any) -> Any:
+def joint_dtype(*arrays: ArrayLike | DTypeLike) -> np.dtype:
     """Return dtype of a sum of arrays, also where `jax_numpy_dtype_promotion` refuses one."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*arrays)
 
 
-def is_nonzero(x: Any) -> Any:
+def is_nonzero(x: jax.Array) -> jax.Array:
     """Return x != 0 of numbers or booleans, which strict promotion compares with no number."""
     return x if x.dtype == jnp.dtype(bool) else x != 0
 
 
-def added(x: Any, y: Any) -> jax.Array:
+def added(x: ArrayLike, y: ArrayLike) -> jax.Array:
     """Add in the joint dtype."""
     dtype = joint_dtype(x, y)
     return jnp.asarray(x, dtype) + jnp.asarray(y, dtype)

@@ -56,7 +56,7 @@ class Form:
     holds: Callable[[JaxprEqn], bool] | None = None
 
 
-def _form(read: str, beside: str = "", holds: Any = None) -> Form:
+def _form(read: str, beside: str = "", holds: Callable[..., Any] | None = None) -> Form:
     return Form(frozenset(read.split()), frozenset(beside.split()), holds)
 
 
@@ -64,7 +64,7 @@ aval_of: Callable[[Any], Any] = operator.attrgetter("aval")
 """The abstract array (shape, dtype, ndim) of a variable or literal."""
 
 
-def opened(jaxpr: Any) -> Opened:
+def opened(jaxpr: Jaxpr | ClosedJaxpr) -> Opened:
     """Return a jaxpr, closed or not, and its constants."""
     return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, ())
 

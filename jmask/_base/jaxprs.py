@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jmask._base.array_types import varying_alike
 from jmask._base.forms import CALLS, REMATS, called, name_of, names_in
+from jmask._base.types import Atom, Value
 
 _Value = TypeVar("_Value")
 
@@ -66,7 +67,7 @@ def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
     return ClosedJaxpr(jaxpr, list(consts.values()))
 
 
-def read(values: dict[Any, Any], v: Any) -> Any:
+def read(values: dict[Any, Any], v: Atom) -> Value:
     """Return the value of a variable or literal."""
     return v.val if isinstance(v, Literal) else values[v]
 

@@ -43,12 +43,12 @@ def primitive(name: str, definition: Definition, shapes: Callable[..., list[Any]
     def evaluated(*operands: jax.Array, **how: Any) -> list[jax.Array]:
         return run(tuple(how.items()), *operands)
 
-    def batched(operands: Any, dims: Any, **how: Any) -> Any:
+    def batched(operands: Sequence[jax.Array], dims: Sequence[int | None], **how: Any) -> Any:
         mapped = jax.vmap(functools.partial(definition, **how), in_axes=tuple(dims))
         results = mapped(*operands)
         return results, [0] * len(results)
 
-    def derivative(primals: Any, tangents: Any, **how: Any) -> Any:
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> Any:
         tangents = tuple(map(ad.instantiate_zeros, tangents))
         return jax.jvp(functools.partial(definition, **how), tuple(primals), tangents)
 
@@ -72,14 +72,14 @@ def lower(
         on_several: on several, over which arrays may be sharded; None if it is the same.
     """
 
-    def rule(ctx: Any, *operands: Any, **how: Any) -> Any:
+    def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **how: Any) -> Any:
         definition = on_one if on_several is None or _is_for_one(ctx) else on_several
         return mlir.lower_fun(definition, multiple_results=True)(ctx, *operands, **how)
 
     mlir.register_lowering(made, rule, platform=platform)
 
 
-def _is_for_one(ctx: Any) -> bool:
+def _is_for_one(ctx: mlir.LoweringRuleContext) -> bool:
     return getattr(ctx.module_context.axis_context, "num_devices", None) == 1
 
 
@@ -118,7 +118,7 @@ class GroupedPrimitive(Generic[Call]):
     def __init__(
         self, name: str, definition: CallDefinition[Call], shapes: Callable[[Call], list[Any]]
     ) -> None:
-        def all_shapes(*avals: Any, trees: Any) -> list[Any]:
+        def all_shapes(*avals: Any, trees: tuple[Any, ...]) -> list[Any]:
             return [x for call in calls_of(trees, avals) for x in shapes(call)]
 
         self.shapes = shapes
@@ -158,7 +158,7 @@ def calls_of(trees: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
 
 
 def _flat(definition: CallDefinition[Call]) -> Definition:
-    def flat(*operands: Any, trees: Any) -> list[jax.Array]:
+    def flat(*operands: Any, trees: tuple[Any, ...]) -> list[jax.Array]:
         return [x for results in definition(calls_of(trees, operands)) for x in results]
 
     return flat

@@ -9,11 +9,13 @@ the reciprocal of 1e38 is subnormal, for which it takes 0.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from jmask._base.types import Scalar
 
 
 class Norm(NamedTuple):
@@ -80,7 +82,7 @@ def squared(x: jax.Array) -> jax.Array:
 
 
 def shortened(
-    rows: jax.Array, max_norm: Any, order: float, batch: int = 1, eps: float = 0.0
+    rows: jax.Array, max_norm: Scalar, order: float, batch: int = 1, eps: float = 0.0
 ) -> jax.Array:
     """Scale rows longer than `max_norm` by max_norm / (norm + eps); keep all others.
 

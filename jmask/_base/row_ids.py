@@ -72,7 +72,7 @@ def wrap(words: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(words, impl=_IMPLEMENTATIONS[4 * words.shape[-1]])
 
 
-def reveal(leaf: Any) -> Any:
+def reveal(leaf: jax.Array | jax.ShapeDtypeStruct) -> Any:
     """Return the opaque leaf (...,) -> its integer ids; shapes go in and come out as shapes."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         dtype = jax.eval_shape(_reveal_array, leaf).dtype
@@ -94,7 +94,7 @@ def mapped_words(leaf: jax.Array, function: Callable[[jax.Array], jax.Array]) ->
     return wrap(function(jax.random.key_data(leaf)))
 
 
-def is_opaque(leaf: Any) -> bool:
+def is_opaque(leaf: object) -> bool:
     """Decide whether a pytree leaf is ids in opaque form (or the shape of such)."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)

@@ -14,11 +14,14 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
+
+from jmask._base.types import KeyPath, Params, PyTree
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def check_flag(name: str, value: Any) -> None:
+def check_flag(name: str, value: object) -> None:
     """Refuse what is neither True nor False: of "no" the truth is True.
 
     Raises:
@@ -28,7 +31,7 @@ def check_flag(name: str, value: Any) -> None:
         raise TypeError(f"`{name}` must be True or False, got {shown(value)}.")
 
 
-def checked_array(name: str, value: Any) -> jax.Array:
+def checked_array(name: str, value: object) -> jax.Array:
     """Return `value` as an array of numbers.
 
     Raises:
@@ -45,7 +48,7 @@ def checked_array(name: str, value: Any) -> jax.Array:
     raise TypeError(f"`{name}` must be an array of numbers, got {shown(value)}.")
 
 
-def checked_scalar(name: str, value: Any, dtype: Any) -> jax.Array:
+def checked_scalar(name: str, value: object, dtype: DTypeLike) -> jax.Array:
     """Return `value` as a number of `dtype`.
 
     Raises:
@@ -73,7 +76,7 @@ def checked_integer(name: str, value: Any) -> int:
     )
 
 
-def checked_dtype(name: str, value: Any) -> Any:
+def checked_dtype(name: str, value: Any) -> np.dtype:
     """Return `value` as a dtype of JAX.
 
     Raises:
@@ -87,7 +90,7 @@ def checked_dtype(name: str, value: Any) -> Any:
     raise TypeError(f"`{name}` must be a dtype, such as jnp.float32, got {shown(value)}.")
 
 
-def checked_path(name: str, value: Any) -> Any:
+def checked_path(name: str, value: object) -> Any:
     """Return `value` as a path.
 
     Raises:
@@ -98,7 +101,7 @@ def checked_path(name: str, value: Any) -> Any:
     return value
 
 
-def checked_choice(value: Any, name: str, choices: tuple[Any, ...]) -> Any:
+def checked_choice(value: object, name: str, choices: tuple[Any, ...]) -> Any:
     """Return `value` if it is one of `choices`.
 
     Raises:
@@ -110,7 +113,7 @@ def checked_choice(value: Any, name: str, choices: tuple[Any, ...]) -> Any:
     return value
 
 
-def refuse_scipy(name: str, value: Any) -> None:
+def refuse_scipy(name: str, value: object) -> None:
     """Refuse a sparse matrix of SciPy, which JAX has types of its own for.
 
     Raises:
@@ -148,7 +151,7 @@ def naming_arguments(**instead: str) -> Callable[[_F], _F]:
     return decorated
 
 
-def check_leaves(name: str, tree: Any) -> None:
+def check_leaves(name: str, tree: PyTree) -> None:
     """Refuse leaves that are no arrays, sparse or masked tensors.
 
     Raises:
@@ -160,7 +163,7 @@ def check_leaves(name: str, tree: Any) -> None:
             raise not_an_array(leaf_name(name, path), x, advice)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Describe a value in a message: arrays and models may be large."""
     if value is None or isinstance(value, str | bool | int | float | complex):
         return repr(value)
@@ -169,7 +172,7 @@ def shown(value: Any) -> str:
     return type(value).__name__
 
 
-def _keeps_kind(given: Any, dtype: Any) -> bool:
+def _keeps_kind(given: Any, dtype: DTypeLike) -> bool:
     """Decide whether a cast of a number loses no imaginary part; a fraction it may."""
     is_complex = [jnp.issubdtype(x, jnp.complexfloating) for x in (given, dtype)]
     return is_complex != [True, False]
@@ -192,12 +195,12 @@ KEEP_ARRAYS = (
 )
 
 
-def leaf_name(tree: str, path: Any) -> str:
+def leaf_name(tree: str, path: KeyPath) -> str:
     """Write the leaf at `path` of the tree called `tree`, in backticks."""
     return f"`{tree}{jax.tree_util.keystr(path)}`"
 
 
-def abstract_leaf(leaf: Any) -> Any:
+def abstract_leaf(leaf: object) -> Any:
     """Return shape and dtype of what JAX takes for an array, None for anything else."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
@@ -215,7 +218,7 @@ class Model:
             tree itself if it holds neither functions nor flags, or no parameters.
     """
 
-    def __init__(self, tree: Any, is_tensor: Callable[[Any], bool]):
+    def __init__(self, tree: PyTree, is_tensor: Callable[[Any], bool]):
         self.is_leaf = lambda x: x is None or is_tensor(x)
         self.structure: Any
         leaves, self.structure = jax.tree.flatten(tree, is_leaf=self.is_leaf)
@@ -230,12 +233,12 @@ class Model:
             kept = [None if i in self.others else x for i, x in enumerate(leaves)]
             self.parameters = self.structure.unflatten(kept)
 
-    def _is_parameter(self, x: Any) -> bool:
+    def _is_parameter(self, x: object) -> bool:
         if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
             return jnp.issubdtype(x.dtype, jnp.inexact)
         return self.is_leaf(x)
 
-    def with_parameters(self, parameters: Any) -> Any:
+    def with_parameters(self, parameters: Params) -> Params:
         """Return the tree with other parameters, arrays or what stands for them."""
         if not self.others:
             return parameters
@@ -245,7 +248,7 @@ class Model:
         )
 
 
-def as_table(table: Any) -> jax.Array:
+def as_table(table: object) -> jax.Array:
     """Return `table` as an array.
 
     Raises:
@@ -268,7 +271,7 @@ def is_about_structure(error: ValueError) -> bool:
     return any(word in str(error).lower() for word in words)
 
 
-def not_an_array(name: str, leaf: Any, advice: str) -> TypeError:
+def not_an_array(name: str, leaf: object, advice: str) -> TypeError:
     """Return the error for a leaf that is no array."""
     kind = type(leaf).__name__
     article = "an" if kind[0].lower() in "aeio" else "a"

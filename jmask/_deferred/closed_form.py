@@ -26,8 +26,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jmask._base.array_types import trailing
+from jmask._base.types import Scalar
+from jmask._deferred.zero_gradient import Coefficient
 
 # --- the sum of quotients ----------------------------------------------------------------
 #
@@ -79,10 +82,10 @@ Pair = tuple[int, int]
 class Quotient(NamedTuple):
     """The scalars of c s_a / (√(y s_b + e0) + e1)."""
 
-    c: Any
-    y: Any
-    e0: Any
-    e1: Any
+    c: Coefficient
+    y: Coefficient
+    e0: Coefficient
+    e1: Coefficient
 
 
 class StepWithout(NamedTuple):
@@ -96,9 +99,9 @@ class StepWithout(NamedTuple):
 
     changes: dict[Pair, Any]
     quotient: Quotient | None
-    sign: Any
+    sign: Coefficient
 
-    def decay(self, i: int) -> Any:
+    def decay(self, i: int) -> Coefficient:
         """Return the factor of entry i: A[i, i]."""
         return 1 + self.changes.get((i, i), 0.0)
 
@@ -106,10 +109,10 @@ class StepWithout(NamedTuple):
 class Scale(NamedTuple):
     """The scalars of the first step that map s_b to ζ: ŷ, √ê0, k e1; and its e1."""
 
-    y: Any
-    root: Any
-    shift: Any
-    e1: Any
+    y: Coefficient
+    root: Coefficient
+    shift: Coefficient
+    e1: Coefficient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +140,7 @@ class Form:
         """How many coefficients are sums: products, terms and signs."""
         return len(self.pairs) + self.terms + (self.sign is not None)
 
-    def fresh(self, dtype: Any) -> jax.Array:
+    def fresh(self, dtype: DTypeLike) -> jax.Array:
         """Return the coefficients (numbers,) of a row that is caught up."""
         coefficients = Coefficients(
             {(i, j): float(i == j) for i, j in self.pairs},
@@ -284,7 +287,7 @@ def skipped(form: Form, lines: jax.Array, entries: Sequence[jax.Array]) -> list[
     return [x + move for x, move in zip(kept, moves, strict=True)]
 
 
-def terms_for(b1: Any, b2: Any, is_corrected: bool, has_root: bool) -> int | None:
+def terms_for(b1: Scalar, b2: Scalar, is_corrected: bool, has_root: bool) -> int | None:
     """Return how many coefficients the sum of quotients takes; None if `_TERMS` are too few.
 
     Args:
@@ -367,7 +370,7 @@ def _scale_of(form: Form, step: StepWithout) -> Scale:
     return Scale(y, root, _shift(b1, b2, y) * e1, e1)
 
 
-def _shift(b1: Any, b2: Any, y: Any) -> Any:
+def _shift(b1: Scalar, b2: Scalar, y: Scalar) -> Coefficient:
     """Return k, the fourth root of ŷ / (y_j g_j) at j = 2 / (1 - b1), as derived above.
 
     The second moment of a step s has g_j = b2^j and, if its bias is corrected,

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jmask._base.types import Gradients, OptState, Params, PyTree, PyTreeDef, Table
 from jmask._base.validation import as_table, check_flag
 from jmask._deferred.step import without_rows
 from jmask._deferred.table import DeferredTable
@@ -23,7 +24,7 @@ from jmask._updates.checks import check_parameters, check_transformation
 from jmask._updates.state_rows import tables_of_state
 
 
-def deferred(table: Any, tx: optax.GradientTransformation) -> DeferredTable:
+def deferred(table: Table, tx: optax.GradientTransformation) -> DeferredTable:
     """Return the table as one whose inactive rows follow the dense optimizer `tx`.
 
     A dense optimizer moves every row in every step, also those that have no gradient: by their
@@ -82,7 +83,7 @@ def deferred(table: Any, tx: optax.GradientTransformation) -> DeferredTable:
 
 
 def to_deferred(
-    tx: optax.GradientTransformation, opt_state: Any, params: Any, tables: Any
+    tx: optax.GradientTransformation, opt_state: OptState, params: Params, tables: PyTree
 ) -> tuple[Any, Any]:
     """Take a run on arrays on with some of them deferred: the next step is the dense one.
 
@@ -134,7 +135,7 @@ def to_deferred(
 
 
 def from_deferred(
-    tx: optax.GradientTransformation, opt_state: Any, params: Any
+    tx: optax.GradientTransformation, opt_state: OptState, params: Params
 ) -> tuple[Any, Any]:
     """Take a run on deferred tables on with the arrays of a dense or a lazy one.
 
@@ -175,7 +176,11 @@ def from_deferred(
 
 
 def _owned(
-    tx: Any, leaves: list[Any], tree: Any, opt_state: Any, which: list[bool]
+    tx: optax.GradientTransformation,
+    leaves: list[Any],
+    tree: PyTreeDef,
+    opt_state: OptState,
+    which: list[bool],
 ) -> tuple[list[Any], Any, list[int | None]]:
     """Return the leaves of a state, its structure, and the tables whose rows they hold."""
     shapes = [shape_of(x) for x in leaves]
@@ -191,7 +196,7 @@ def _innermost(tx: Any) -> Any:
     return optax.with_extra_args_support(tx)
 
 
-def _first_step(table: DeferredTable, tx: Any, state: Any) -> Any:
+def _first_step(table: DeferredTable, tx: Any, state: OptState) -> Gradients:
     """Return the updates for the table before its first step, for no rows."""
     ids = jnp.full((1,), table.shape[0], jnp.int32)
     values = jnp.zeros((1, *table.shape[1:]), table.dtype)

@@ -22,11 +22,13 @@ import numpy as np
 import optax
 
 from jmask._base.array_types import added
+from jmask._base.types import Gradient, Gradients, OptState, Params, TensorLike
 from jmask._base.validation import leaf_name
 from jmask._deferred.closed_form import Form, Quotient, StepWithout, products_of, terms_for
 from jmask._deferred.table import DeferredTable
 from jmask._deferred.zero_gradient import ZERO as NO_GRADIENT
 from jmask._deferred.zero_gradient import (
+    Coefficient,
     Root,
     RowForm,
     Value,
@@ -53,18 +55,18 @@ class NotDeferrableError(ValueError):
         )
 
 
-def has_deferred(params: Any) -> bool:
+def has_deferred(params: Params) -> bool:
     """Decide whether some of the parameters are deferred tables."""
     return any(map(is_deferred, jax.tree.leaves(params, is_leaf=is_stored_table)))
 
 
-def without_rows(params: Any) -> Any:
+def without_rows(params: Params) -> Params:
     """Return the parameters with arrays (1, *row) for tables, which hold their own state.
 
     One row, because checkpoints of orbax have no arrays without entries.
     """
 
-    def empty(x: Any) -> Any:
+    def empty(x: TensorLike) -> Any:
         return jnp.zeros((1, *x.shape[1:]), x.dtype) if is_deferred(x) else x
 
     return jax.tree.map(empty, params, is_leaf=is_stored_table)
@@ -74,9 +76,9 @@ def deferred_step(
     init: optax.TransformInitFn,
     update: Run,
     run: Run,
-    updates: Any,
-    state: Any,
-    params: Any,
+    updates: Gradients,
+    state: OptState,
+    params: Params,
 ) -> tuple[Any, Any]:
     """Take a step, with the deferred tables of the parameters.
 
@@ -129,7 +131,7 @@ def deferred_step(
         for k, x in zip(places[i], rows[1:], strict=True):
             state_leaves[k] = x
 
-    def step_of_rows(updates: Any, state: Any, params: Any) -> Any:
+    def step_of_rows(updates: Gradients, state: OptState, params: Params) -> Any:
         """Return results (not for tables), the state, and new rows of the tables."""
         result, state = run(updates, state, params)
         results = tree.flatten_up_to(result)
@@ -163,7 +165,7 @@ def deferred_step(
     return tree.unflatten(results), state_tree.unflatten(new_state)
 
 
-def _fitted(table: DeferredTable, gradient: Any) -> RowSparse:
+def _fitted(table: DeferredTable, gradient: Gradient) -> RowSparse:
     gradient = fitted(table, gradient)
     if gradient.nse == 0:  # on no rows JAX leaves operations out
         ids = jnp.full((1,), table.shape[0], gradient.row_ids().dtype)
@@ -264,7 +266,7 @@ def _sum_of(form: RowForm | None) -> RowForm:
 
 
 def _with_quotient(
-    form: Form, step: StepWithout, a: int, c: Any, root: Root
+    form: Form, step: StepWithout, a: int, c: Coefficient, root: Root
 ) -> tuple[Form, StepWithout]:
     b = root.b[1]
     e0, e1 = (0.0 if x is None else x for x in (root.e0, root.e1))

@@ -23,10 +23,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jmask._base.array_types import is_complex, trailing, wide
 from jmask._base.row_ids import id_dtype
+from jmask._base.types import Gradient, Index, Scalar, Table
 from jmask._deferred.closed_form import Form, StepWithout, advanced, skipped
 from jmask._kernels.rows import gather_rows, ids_after_reading
 from jmask._tables.deferral import Deferred, sealed, unsealed
@@ -75,10 +78,10 @@ class DeferredTable(Deferred):
     _NAMES = ("main", "others", "last", "clock", "lines", "carry", "placeholder")
     _STATIC = ("shape", "apart", "form", "made_for")
 
-    main: Any
+    main: Table
     others: tuple[Any, ...]
     last: Any
-    sealed_clock: Any
+    sealed_clock: jax.Array
     lines: Any
     carry: Any
     apart: tuple[bool, ...]
@@ -93,7 +96,7 @@ class DeferredTable(Deferred):
         return node
 
     @classmethod
-    def before(cls, table: Any, slots: Sequence[Any]) -> "DeferredTable":
+    def before(cls, table: Table, slots: Sequence[Any]) -> "DeferredTable":
         """Return a table without coefficients yet: see `begun`.
 
         Args:
@@ -147,14 +150,14 @@ class DeferredTable(Deferred):
         )
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.main.dtype
 
     @property
     def clock(self) -> jax.Array:
         return unsealed(self.sealed_clock)[0]
 
-    def full(self, row: Sequence[int], value: Any, dtype: Any) -> jax.Array:
+    def full(self, row: Sequence[int], value: Scalar, dtype: DTypeLike) -> jax.Array:
         """Return the state that an optimizer holds itself for this table: one unused row."""
         return jnp.full((1, *row), value, dtype)
 
@@ -163,16 +166,16 @@ class DeferredTable(Deferred):
     def read(self, ids: jax.Array) -> jax.Array:
         return self._now(*self._gathered(lambda x: read_rows(x, ids)))[0]
 
-    def fitted(self, gradient: RowSparse) -> Any:
+    def fitted(self, gradient: RowSparse) -> RowSparse:
         if not is_stored_table(self.main):
             return gradient
         like = self.main._with(shape=self.shape)  # `main` says where rows live
         return like.fitted(gradient)
 
-    def rows(self, gradient: Any) -> jax.Array:
+    def rows(self, gradient: Gradient) -> jax.Array:
         return self.all_rows(gradient)[0]
 
-    def all_rows(self, gradient: Any) -> list[jax.Array]:
+    def all_rows(self, gradient: Gradient) -> list[jax.Array]:
         """Return the rows (n, ...) of a gradient as they are now, of parameter and state."""
         return self._now(*self._gathered(lambda x: rows_of(x, gradient)))
 
@@ -185,14 +188,14 @@ class DeferredTable(Deferred):
         gradient = gradient.with_values(jnp.where(exists, gradient.values, zero))
         return gradient, self.all_rows(gradient)
 
-    def set_rows(self, gradient: Any, rows: jax.Array) -> "DeferredTable":
+    def set_rows(self, gradient: Gradient, rows: jax.Array) -> "DeferredTable":
         _, *state = self.all_rows(gradient)
         return self.with_all_rows(gradient, [rows, *state])
 
-    def with_all_rows(self, gradient: Any, rows: Sequence[jax.Array]) -> "DeferredTable":
+    def with_all_rows(self, gradient: Gradient, rows: Sequence[jax.Array]) -> "DeferredTable":
         """Return the table with caught-up `rows` where a gradient has them."""
 
-        def write(x: Any, new: jax.Array) -> Any:
+        def write(x: jax.Array, new: jax.Array) -> Any:
             return with_rows(x, gradient, new.astype(x.dtype))
 
         count = rows[0].shape[0]
@@ -213,7 +216,7 @@ class DeferredTable(Deferred):
         )
 
     def stepped(
-        self, gradient: Any, rows: Sequence[jax.Array], step: StepWithout
+        self, gradient: Gradient, rows: Sequence[jax.Array], step: StepWithout
     ) -> "DeferredTable":
         """Return the table after a step.
 
@@ -234,7 +237,7 @@ class DeferredTable(Deferred):
         first = jnp.minimum(self.clock % rounds * count, self.shape[0] - count)
         return table._caught_up(first.astype(jnp.int32), count) if count else table
 
-    def _caught_up(self, first: Any, count: int) -> "DeferredTable":
+    def _caught_up(self, first: Index, count: int) -> "DeferredTable":
         """Return the table with `count` rows caught up, from the first.
 
         They are gathered, not sliced: XLA fuses a slice into what is written, and on JAX 0.10
@@ -330,7 +333,7 @@ def _all_caught_up(table: DeferredTable) -> DeferredTable:
         return table._caught_up(0, rows)
     count = min(rows, _BLOCK)
 
-    def block(i: jax.Array, table: Any) -> Any:
+    def block(i: jax.Array, table: Table) -> Any:
         return table._caught_up(jnp.minimum(i * count, rows - count), count)
 
     return lax.fori_loop(0, -(-rows // count), block, table)

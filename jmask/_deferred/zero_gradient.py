@@ -32,15 +32,16 @@ from jmask._base.jaxprs import ARITHMETIC, bound, interpret
 
 # The number of a table, and 0 for its parameter or 1, 2, ... for its state.
 Entry = tuple[int, int]
+Coefficient = Any  # a number that is known, or an array (W,) or of no dimensions
 
 
 class Factor(NamedTuple):
     """A coefficient `ones` + `rest`: one near 1 keeps its digits."""
 
     ones: int
-    rest: Any
+    rest: Coefficient
 
-    def times(self, x: Any) -> "Factor":
+    def times(self, x: Coefficient) -> "Factor":
         if isinstance(self.rest, int | float):  # in Python's digits
             return Factor(0, _times(x, self.ones + self.rest))
         return Factor(0, _times(x, self.ones) + _times(x, self.rest))
@@ -57,9 +58,9 @@ class Root:
     """√(y s_b + e0), plus e1 if it is not None; `e0` is None if it is 0."""
 
     b: Entry
-    y: Any
-    e0: Any
-    e1: Any
+    y: Coefficient
+    e0: Coefficient
+    e1: Coefficient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +78,7 @@ class RowForm:
     """
 
     entries: dict[Entry, Factor] = dataclasses.field(default_factory=dict)
-    constant: Any = None
+    constant: Coefficient = None
     quotients: tuple[tuple[Entry, Any, Root], ...] = ()
     signs: dict[Entry, Any] = dataclasses.field(default_factory=dict)
     root: Root | None = None
@@ -105,7 +106,7 @@ class RowForm:
         ((entry, factor),) = self.entries.items()
         return entry, factor.value()
 
-    def times(self, x: Any) -> "RowForm":
+    def times(self, x: Coefficient) -> "RowForm":
         if not self.is_sum:
             return unknown("a root is multiplied")
         return RowForm(
@@ -139,12 +140,12 @@ def unknown(why: str) -> RowForm:
     return RowForm(unknown=why)
 
 
-def is_known_zero(x: Any) -> bool:
+def is_known_zero(x: object) -> bool:
     """Decide whether a coefficient is a Python number, and 0."""
     return isinstance(x, int | float) and x == 0
 
 
-def _times(x: Any, y: Any) -> Any:
+def _times(x: Coefficient, y: Coefficient) -> Coefficient:
     """Multiply coefficients; Python's 0 and 1 stay known, whatever the other one is."""
     for one, other in ((x, y), (y, x)):
         if isinstance(one, int | float) and one in (0, 1):
@@ -168,7 +169,7 @@ class Value(NamedTuple):
     form: RowForm | None = None
     shared: Any = None
 
-    def scalar(self) -> Any:
+    def scalar(self) -> Coefficient:
         """Return the scalar that all rows share, or None."""
         if self.form is not None:
             constant = 0.0 if self.form.is_zero else self.form.constant
@@ -194,7 +195,7 @@ def _run(jaxpr: Jaxpr, consts: Sequence[Value], inputs: Sequence[Value]) -> list
     return interpret(jaxpr, consts, inputs, _rule, lambda x: Value(x, shared=_number(x)))
 
 
-def _number(x: Any) -> Any:
+def _number(x: Coefficient) -> Coefficient:
     """Return a Python number in place of one that is known, so that it takes any dtype."""
     if jnp.shape(x) != ():
         return None

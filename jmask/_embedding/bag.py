@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jmask._base.array_types import (
     explicit_sharding,
@@ -30,6 +31,7 @@ from jmask._base.array_types import (
     with_whole_rows,
 )
 from jmask._base.row_ids import canonical
+from jmask._base.types import Ids, JvpArgs, Numbers, Scalar, Table, TensorLike
 from jmask._base.validation import (
     check_flag,
     checked_array,
@@ -69,18 +71,18 @@ COMBINERS = ("sum", "mean", "sqrtn", "max")
     sparse="leave it out, under jmask.grad the gradient is a RowSparse",
 )
 def embedding_bag(
-    table: Any,
-    ids: Any,
+    table: Table,
+    ids: Numbers | PaddedBags,
     *,
-    offsets: Any = None,
+    offsets: Numbers | None = None,
     include_last_offset: bool = False,
-    segment_ids: Any = None,
+    segment_ids: Numbers | None = None,
     num_segments: int | None = None,
-    weights: Any = None,
+    weights: Numbers | None = None,
     combiner: str = "sum",
     padding_id: int | None = None,
     mode: str = "fill",
-    max_norm: Any = None,
+    max_norm: Scalar | None = None,
     norm_type: float = 2.0,
 ) -> jax.Array:
     """Return the rows of `table` with the given ids, combined bag by bag.
@@ -140,11 +142,12 @@ def embedding_bag(
             f"`mode` says what an id outside the table gives, got {mode!r}: how the rows of a "
             f"bag are combined is `combiner`={mode!r}."
         )
-    bag_of_entry = None
+    bag_of_entry, number = None, 0
     if isinstance(ids, PaddedBags):
         _refuse_beside_padded(offsets, include_last_offset, segment_ids, num_segments, weights)
         offsets, weights, bag_of_entry = ids.offsets, ids.weights, ids.bag_of_entry
-        ids, include_last_offset = ids.ids, True
+        number, include_last_offset = ids.offsets.shape[0] - 1, True
+        ids = ids.ids
     check_order(table, ids, "embedding_bag(table, ids)")
     table, mode = checked_table(table), checked_choice(mode, "mode", MODES)
     ids = checked_integers(ids, "ids", mode)
@@ -166,7 +169,7 @@ def embedding_bag(
         _refuse_beside_segments(offsets, include_last_offset)
         bags, left_out, valid = _segment_bags(ids, segment_ids, num_segments, mode)
     elif bag_of_entry is not None:
-        bags, left_out, valid = _entry_bags(bag_of_entry, offsets.shape[0] - 1, mode)
+        bags, left_out, valid = _entry_bags(bag_of_entry, number, mode)
     elif offsets is not None:
         bags, left_out, valid = _offset_bags(ids, offsets, include_last_offset, mode)
     else:
@@ -195,7 +198,12 @@ def embedding_bag(
 
 
 def _sums(
-    table: Any, bags: Bags, entries: Entries, weights: Any, valid: Any, bound: Bound | None
+    table: Table,
+    bags: Bags,
+    entries: Entries,
+    weights: jax.Array | None,
+    valid: jax.Array | None,
+    bound: Bound | None,
 ) -> jax.Array:
     """Compute Σ w r of each bag: nan where `valid` is False."""
     dtype = wide(table.dtype)
@@ -236,7 +244,7 @@ def _sums(
 
 
 def _scaled(
-    total: jax.Array, bags: Bags, weights: Any, entries: Entries, combiner: str
+    total: jax.Array, bags: Bags, weights: jax.Array | None, entries: Entries, combiner: str
 ) -> jax.Array:
     """Divide the sums Σ w r as "mean" and "sqrtn" say."""
     if combiner == "sum":
@@ -252,7 +260,7 @@ def _scaled(
 
 
 @jax.custom_jvp
-def _max(rows: jax.Array, bags: Bags, absent: Any) -> jax.Array:
+def _max(rows: jax.Array, bags: Bags, absent: jax.Array | None) -> jax.Array:
     """Return the maximum of each column of a bag, 0 where the bag is empty."""
     greatest = _greatest(rows, bags, absent)
     entry_shape = rows.shape[: bags.entry_dimensions]
@@ -261,7 +269,7 @@ def _max(rows: jax.Array, bags: Bags, absent: Any) -> jax.Array:
 
 
 @_max.defjvp
-def _max_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _max_jvp(primals: JvpArgs, tangents: JvpArgs) -> tuple[jax.Array, jax.Array]:
     """Differentiate in the first entry that attains the maximum, as a nan does."""
     rows, bags, absent = primals
     attains = (rows == bags.to_entries(_greatest(rows, bags, absent))) | jnp.isnan(rows)
@@ -274,13 +282,13 @@ def _max_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     return _max(rows, bags, absent), tangent
 
 
-def _greatest(rows: jax.Array, bags: Bags, absent: Any) -> jax.Array:
+def _greatest(rows: jax.Array, bags: Bags, absent: jax.Array | None) -> jax.Array:
     if absent is not None:
         rows = jnp.where(trailing(absent, rows.ndim), -jnp.inf, rows)
     return bags.max(rows, -jnp.inf)
 
 
-def _present(shape: tuple[int, ...], absent: Any) -> jax.Array:
+def _present(shape: tuple[int, ...], absent: jax.Array | None) -> jax.Array:
     """Find which entries are there."""
     return jnp.ones(shape, bool) if absent is None else jnp.logical_not(absent)
 
@@ -298,11 +306,11 @@ class _Form(NamedTuple):
     """
 
     bags: Bags
-    left_out: Any = None
-    valid: Any = None
+    left_out: jax.Array | None = None
+    valid: jax.Array | None = None
 
 
-def _line_bags(ids: Any, include_last_offset: bool) -> _Form:
+def _line_bags(ids: Ids, include_last_offset: bool) -> _Form:
     if include_last_offset:
         raise ValueError("`include_last_offset` is about `offsets`, and they are missing.")
     if ids.ndim < 2:
@@ -321,12 +329,12 @@ def _refuse_beside_padded(*others: Any) -> None:
         )
 
 
-def _entry_bags(bag_of_entry: Any, number: int, mode: str) -> _Form:
+def _entry_bags(bag_of_entry: Ids, number: int, mode: str) -> _Form:
     bag_of_entry = checked_integers(bag_of_entry, "bag_of_entry", mode)
     return _Form(RaggedBags(jnp.asarray(bag_of_entry), number), bag_of_entry == number)
 
 
-def _refuse_beside_segments(offsets: Any, include_last_offset: bool) -> None:
+def _refuse_beside_segments(offsets: object, include_last_offset: bool) -> None:
     if offsets is not None or include_last_offset:
         raise ValueError(
             "`offsets` (with `include_last_offset`) and `segment_ids` (with `num_segments`) "
@@ -334,7 +342,7 @@ def _refuse_beside_segments(offsets: Any, include_last_offset: bool) -> None:
         )
 
 
-def _segment_bags(ids: Any, segment_ids: Any, num_segments: Any, mode: str) -> _Form:
+def _segment_bags(ids: Ids, segment_ids: Ids, num_segments: int | None, mode: str) -> _Form:
     if segment_ids is None:
         raise ValueError("`num_segments` is about `segment_ids`, and they are missing.")
     segment_ids = checked_integers(segment_ids, "segment_ids", mode)
@@ -369,7 +377,7 @@ def _check_segments(segment_ids: np.ndarray, number: int) -> None:
         )
 
 
-def _offset_bags(ids: Any, offsets: Any, include_last_offset: bool, mode: str) -> _Form:
+def _offset_bags(ids: Ids, offsets: Ids, include_last_offset: bool, mode: str) -> _Form:
     offsets = checked_integers(offsets, "offsets", mode)
     if ids.ndim != 1 or offsets.ndim != 1:
         raise ValueError(
@@ -395,7 +403,9 @@ def _offset_bags(ids: Any, offsets: Any, include_last_offset: bool, mode: str) -
     return _Form(RaggedBags(bag_of_entry, number), left_out, valid)
 
 
-def _checked_weights(weights: Any, ids: Any, combiner: str, dtype: Any) -> jax.Array | None:
+def _checked_weights(
+    weights: TensorLike, ids: Ids, combiner: str, dtype: DTypeLike
+) -> jax.Array | None:
     if weights is None:
         return None
     if combiner == "max":

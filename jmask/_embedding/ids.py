@@ -14,7 +14,7 @@ a row. Padding comes first: it may be any number, inside the table or not.
 A position is a row of the table, or V, which reads nothing and trains nothing.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jax.experimental import checkify
 from jax.experimental.sparse import JAXSparse
 
 from jmask._base.row_ids import canonical, id_dtype, widen
+from jmask._base.types import Ids, Mask, Table, TensorLike
 from jmask._base.validation import abstract_leaf, as_table, checked_integer
 from jmask._tables.stored_table import StoredTable
 from jmask._tensors.masked_tensor import MaskedTensor
@@ -41,11 +42,13 @@ class Entries(NamedTuple):
     """
 
     positions: jax.Array
-    absent: Any
-    outside: Any
+    absent: jax.Array | None
+    outside: jax.Array | None
 
 
-def entries_of(ids: Any, absent: Any, mode: str, shape: tuple[int, ...]) -> Entries:
+def entries_of(
+    ids: Ids, absent: jax.Array | None, mode: str, shape: tuple[int, ...]
+) -> Entries:
     """Find what ids read in a table of the given shape.
 
     Args:
@@ -77,7 +80,7 @@ def entries_of(ids: Any, absent: Any, mode: str, shape: tuple[int, ...]) -> Entr
     return Entries(positions, absent, outside)
 
 
-def _refusing(ids: Any, absent: Any, shape: tuple[int, ...]) -> jax.Array:
+def _refusing(ids: Ids, absent: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
     """Return the positions of ids; raise if one that is not padding is out of range."""
     if not isinstance(ids, jax.core.Tracer) and not isinstance(absent, jax.core.Tracer):
         _refuse_concrete(np.asarray(ids), absent, shape)
@@ -85,7 +88,7 @@ def _refusing(ids: Any, absent: Any, shape: tuple[int, ...]) -> jax.Array:
     at = f"[{', '.join(['{}'] * ids.ndim)}]" if ids.ndim else ""
     message = f"`ids{at}` is {{id}}, which is no row of the table of shape {shape}"
 
-    def checked(ids: jax.Array, absent: Any) -> jax.Array:
+    def checked(ids: jax.Array, absent: jax.Array | None) -> jax.Array:
         positions = _positions(ids, absent, shape[0])
         wrong = positions == shape[0]
         wrong = wrong if absent is None else wrong & ~absent
@@ -100,12 +103,12 @@ def _refusing(ids: Any, absent: Any, shape: tuple[int, ...]) -> jax.Array:
     return jax.checkpoint(checked)(_in_jax(ids), absent)
 
 
-def _positions(ids: Any, absent: Any, rows: int) -> jax.Array:
+def _positions(ids: Ids, absent: jax.Array | None, rows: int) -> jax.Array:
     positions = canonical(narrowed(ids, rows), rows)
     return positions if absent is None else jnp.where(absent, rows, positions)
 
 
-def _refuse_concrete(ids: np.ndarray, absent: Any, shape: tuple[int, ...]) -> None:
+def _refuse_concrete(ids: np.ndarray, absent: jax.Array | None, shape: tuple[int, ...]) -> None:
     wrong = (ids < 0) | (ids >= shape[0])
     if absent is not None:
         wrong &= ~np.asarray(absent)
@@ -120,7 +123,7 @@ def _refuse_concrete(ids: np.ndarray, absent: Any, shape: tuple[int, ...]) -> No
     )
 
 
-def narrowed(ids: Any, rows: int) -> jax.Array:
+def narrowed(ids: Ids, rows: int) -> jax.Array:
     """Cast integers to `id_dtype(rows)`; below 0 stays below, above `rows` above.
 
     NumPy integers may be wider than JAX holds (64 bits while x64 is disabled).
@@ -132,7 +135,7 @@ def narrowed(ids: Any, rows: int) -> jax.Array:
     return widen(ids, rows)
 
 
-def _in_jax(ids: Any) -> jax.Array:
+def _in_jax(ids: Ids) -> jax.Array:
     """Return integers as a JAX array, clipped to the limits of its widest dtype."""
     wide = isinstance(ids, np.ndarray) and ids.dtype.itemsize == 8
     if wide and not jax.config.read("jax_enable_x64"):
@@ -142,7 +145,7 @@ def _in_jax(ids: Any) -> jax.Array:
     return jnp.asarray(ids)
 
 
-def is_padding(ids: Any, padding_id: int | None) -> Any:
+def is_padding(ids: Ids, padding_id: int | None) -> Mask | None:
     """Find which of the ids are `padding_id`, in NumPy for NumPy's; None if none can be."""
     if padding_id is None:
         return None
@@ -152,7 +155,7 @@ def is_padding(ids: Any, padding_id: int | None) -> Any:
     return ids == np.asarray(padding_id, ids.dtype)
 
 
-def check_order(table: Any, ids: Any, order: str) -> None:
+def check_order(table: object, ids: object, order: str) -> None:
     """Refuse ids in the place of the table, where torch has them.
 
     Raises:
@@ -169,7 +172,7 @@ def check_order(table: Any, ids: Any, order: str) -> None:
         raise TypeError(f"`ids` must be integers, got {kind}: the order is {order}.")
 
 
-def checked_integers(x: Any, name: str, mode: str) -> Any:
+def checked_integers(x: TensorLike, name: str, mode: str) -> Ids:
     """Return `x` as a NumPy or JAX array of integers.
 
     NumPy arrays and lists stay NumPy, so that 64-bit ids are not cut to 32 bits. In mode
@@ -202,12 +205,12 @@ def checked_integers(x: Any, name: str, mode: str) -> Any:
     return x
 
 
-def checked_padding(padding_id: Any) -> int | None:
+def checked_padding(padding_id: object) -> int | None:
     """Return `padding_id` as an int, or None."""
     return None if padding_id is None else checked_integer("padding_id", padding_id)
 
 
-def checked_table(table: Any) -> Any:
+def checked_table(table: object) -> Table:
     """Return the table as a JAX array, a `RowSparse` or a `StoredTable`.
 
     Raises:

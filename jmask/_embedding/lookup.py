@@ -13,16 +13,17 @@ table keeps r.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jmask._base.array_types import flat, placed_like, real_dtype, trailing, wide
 from jmask._base.norms import shortened
 from jmask._base.row_ids import canonical
+from jmask._base.types import Numbers, Scalar, Table
 from jmask._base.validation import checked_choice, naming_arguments, shown
 from jmask._embedding.ids import (
     MODES,
@@ -54,9 +55,9 @@ from jmask._tensors.row_sparse import RowSparse
 
 
 def renormalize(
-    table: Any,
-    ids: Any,
-    max_norm: Any,
+    table: Table,
+    ids: Numbers,
+    max_norm: Scalar,
     *,
     norm_type: float = 2.0,
     padding_id: int | None = None,
@@ -146,7 +147,7 @@ def bounded(rows: jax.Array, batch: int, bound: Bound | None) -> jax.Array:
     return rows if bound is None else bound.shortened(rows, batch)
 
 
-def checked_bound(table: Any, max_norm: Any, norm_type: Any) -> Bound | None:
+def checked_bound(table: Table, max_norm: Scalar | None, norm_type: object) -> Bound | None:
     """Return the bound on the norms, or None if `max_norm` is None.
 
     Raises:
@@ -181,12 +182,12 @@ def checked_bound(table: Any, max_norm: Any, norm_type: Any) -> Bound | None:
     sparse="leave it out, under jmask.grad the gradient is a RowSparse",
 )
 def embedding_lookup(
-    table: Any,
-    ids: Any,
+    table: Table,
+    ids: Numbers,
     *,
     padding_id: int | None = None,
     mode: str = "fill",
-    max_norm: Any = None,
+    max_norm: Scalar | None = None,
     norm_type: float = 2.0,
 ) -> jax.Array:
     """Return the rows of `table` with the given ids.
@@ -239,7 +240,7 @@ def embedding_lookup(
     return looked_up_rows(table, entries_of(ids, absent, mode, table.shape), bound)
 
 
-def looked_up_rows(table: Any, entries: Entries, bound: Bound | None) -> jax.Array:
+def looked_up_rows(table: Table, entries: Entries, bound: Bound | None) -> jax.Array:
     """Return the rows that the entries read: (*entries, *row), no longer than the bound."""
     positions, outside = entries.positions, entries.outside
     if isinstance(table, RowSparse):
@@ -266,7 +267,7 @@ def _stored(table: RowSparse, positions: jax.Array) -> tuple[jax.Array, jax.Arra
     return table.values, jnp.where(found, places, table.nse)
 
 
-def _gathered(source: Any, positions: jax.Array, fill: int | None) -> jax.Array:
+def _gathered(source: Table, positions: jax.Array, fill: int | None) -> jax.Array:
     """Gather `source[positions]`; a position len(source) reads `fill`, without gradient.
 
     None fills with what stands for a row that does not exist.
@@ -289,7 +290,7 @@ def _gathered(source: Any, positions: jax.Array, fill: int | None) -> jax.Array:
     return gather(source, positions[..., None])
 
 
-def _missing(dtype: Any) -> np.ndarray:
+def _missing(dtype: DTypeLike) -> np.ndarray:
     """Return the value that stands for a row out of range, as in `jnp.take`."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return np.asarray(jnp.nan, dtype)

@@ -21,9 +21,12 @@ import numpy as np
 from jax import lax
 
 from jmask._base.array_types import trailing
+from jmask._base.types import Ids, Scalar, TensorLike
 from jmask._base.validation import check_flag, checked_integer
 from jmask._embedding.ids import checked_integers
 from jmask._kernels.rows import add_rows, gather_rows
+
+Ragged = Any  # numbers of NumPy, or a list of bags of them; or a mapping, for several tables
 
 _LOG = logging.getLogger("jmask")
 
@@ -48,11 +51,11 @@ class PaddedBags:
         array([0, 0, 1, 2], dtype=int32)
     """
 
-    ids: Any
-    offsets: Any
-    weights: Any = None
+    ids: Ids
+    offsets: Ids
+    weights: TensorLike | None = None
     # Not given, and lost by `dataclasses.replace`: it must not be there with other offsets.
-    bag_of_entry: Any = dataclasses.field(init=False, default=None)
+    bag_of_entry: Ids = dataclasses.field(init=False, default=None)
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
         keys = [field.name for field in dataclasses.fields(self)]
@@ -62,7 +65,7 @@ class PaddedBags:
     def tree_unflatten(cls, _: None, children: Sequence[Any]) -> "PaddedBags":
         return cls(*children[:-1])._with_bags(children[-1])
 
-    def _with_bags(self, bag_of_entry: Any) -> "PaddedBags":
+    def _with_bags(self, bag_of_entry: np.ndarray) -> "PaddedBags":
         object.__setattr__(self, "bag_of_entry", bag_of_entry)
         return self
 
@@ -70,29 +73,29 @@ class PaddedBags:
 @overload
 def pad_bags(
     ids: Mapping[Any, Any],
-    offsets: Any = ...,
+    offsets: Ragged = ...,
     *,
     include_last_offset: bool = ...,
-    weights: Any = ...,
+    weights: Ragged = ...,
     num_bags: int | None = ...,
     at_least: int = ...,
 ) -> dict[Any, PaddedBags]: ...
 @overload
 def pad_bags(
     ids: Sequence[Any] | np.ndarray,
-    offsets: Any = ...,
+    offsets: Ragged = ...,
     *,
     include_last_offset: bool = ...,
-    weights: Any = ...,
+    weights: Ragged = ...,
     num_bags: int | None = ...,
     at_least: int = ...,
 ) -> PaddedBags: ...
 def pad_bags(
-    ids: Any,
-    offsets: Any = None,
+    ids: Ragged,
+    offsets: Ragged | None = None,
     *,
     include_last_offset: bool = False,
-    weights: Any = None,
+    weights: Ragged | None = None,
     num_bags: int | None = None,
     at_least: int = 0,
 ) -> PaddedBags | dict[Any, PaddedBags]:
@@ -157,7 +160,7 @@ def pad_bags(
     return padded[""] if is_one else padded
 
 
-def _for_each_table(name: str, tables: Mapping[Any, Any], given: Any, is_one: bool) -> Any:
+def _for_each_table(name: str, tables: Mapping[Any, Any], given: object, is_one: bool) -> Any:
     """Return an argument of each table."""
     if given is None:
         return dict.fromkeys(tables)
@@ -175,7 +178,7 @@ def _for_each_table(name: str, tables: Mapping[Any, Any], given: Any, is_one: bo
 
 
 def _flat(
-    ids: Any, offsets: Any, include_last_offset: bool, weights: Any
+    ids: Ragged, offsets: Ragged, include_last_offset: bool, weights: Ragged
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Return the ids, where each bag begins and the last one ends, and the weights."""
     if offsets is None:
@@ -212,7 +215,7 @@ def _padded_bags(
     )._with_bags(_padded(bag_of_entry, size, number))
 
 
-def _joined(name: str, bags: Any) -> tuple[np.ndarray, np.ndarray]:
+def _joined(name: str, bags: Ragged) -> tuple[np.ndarray, np.ndarray]:
     """Return what a list of bags holds, and where each begins."""
     are_lists = isinstance(bags, Sequence) and all(isinstance(x, list | tuple) for x in bags)
     if are_lists:
@@ -237,7 +240,7 @@ def _as_array(numbers: list[Any]) -> np.ndarray | None:
         return None
 
 
-def _checked_offsets(offsets: Any, ids: np.ndarray, include_last_offset: bool) -> np.ndarray:
+def _checked_offsets(offsets: Ragged, ids: np.ndarray, include_last_offset: bool) -> np.ndarray:
     offsets = checked_integers(offsets, "offsets", "raise")
     if ids.ndim != 1 or offsets.ndim != 1:
         raise ValueError(
@@ -327,10 +330,10 @@ class EqualBags:
     def sum(self, x: jax.Array) -> jax.Array:
         return jnp.sum(x, self.axis, dtype=x.dtype)
 
-    def max(self, x: jax.Array, initial: Any) -> jax.Array:
+    def max(self, x: jax.Array, initial: Scalar) -> jax.Array:
         return jnp.max(x, self.axis, initial=initial)
 
-    def min(self, x: jax.Array, initial: Any) -> jax.Array:
+    def min(self, x: jax.Array, initial: Scalar) -> jax.Array:
         return jnp.min(x, self.axis, initial=initial)
 
     def to_entries(self, x: jax.Array) -> jax.Array:
@@ -362,7 +365,7 @@ class RaggedBags:
         """How many dimensions the ids have."""
         return 1
 
-    def without(self, absent: Any) -> "RaggedBags":
+    def without(self, absent: jax.Array | None) -> "RaggedBags":
         """Leave out the entries that are absent (n,)."""
         if absent is None:
             return self
@@ -379,11 +382,11 @@ class RaggedBags:
         zeros = jnp.zeros((self.number, *x.shape[1:]), x.dtype)
         return add_rows(zeros, self.bag_of_entry, x, coalesced=False)
 
-    def max(self, x: jax.Array, initial: Any) -> jax.Array:
+    def max(self, x: jax.Array, initial: Scalar) -> jax.Array:
         start = jnp.full((self.number, *x.shape[1:]), initial, x.dtype)
         return start.at[self.bag_of_entry].max(x, mode="drop")
 
-    def min(self, x: jax.Array, initial: Any) -> jax.Array:
+    def min(self, x: jax.Array, initial: Scalar) -> jax.Array:
         start = jnp.full((self.number, *x.shape[1:]), initial, x.dtype)
         return start.at[self.bag_of_entry].min(x, mode="drop")
 
@@ -420,7 +423,7 @@ def check_offsets(offsets: np.ndarray, count: int) -> None:
         )
 
 
-def check_weights(weights: Any, ids: Any) -> None:
+def check_weights(weights: TensorLike, ids: Ids) -> None:
     """Refuse weights that are no floating numbers, one for each id.
 
     Raises:

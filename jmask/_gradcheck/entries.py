@@ -25,7 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
+from jax.typing import DTypeLike
 
+from jmask._base.types import Tensor, TensorLike
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
 from jmask._tensors.placeholders import (
     values_of,
@@ -37,13 +39,13 @@ from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import is_sparse
 
 
-def wide(dtype: Any) -> Any:
+def wide(dtype: DTypeLike) -> np.dtype:
     """float64 or complex128, whichever holds the numbers of this floating dtype."""
     complex_numbers = jnp.issubdtype(dtype, jnp.complexfloating)
     return jnp.dtype(jnp.complex128 if complex_numbers else jnp.float64)
 
 
-def is_differentiable(x: Any) -> bool:
+def is_differentiable(x: object) -> bool:
     """Decide whether `x` is a tensor, array or number of floating or complex dtype."""
     if is_tensor(x):
         return bool(jnp.issubdtype(values_of(x).dtype, jnp.inexact))
@@ -51,7 +53,7 @@ def is_differentiable(x: Any) -> bool:
     return numbers and bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
 
 
-def in_double_precision(x: Any) -> Any:
+def in_double_precision(x: TensorLike) -> Tensor:
     """Return a differentiable leaf in float64 or complex128."""
     values = jnp.asarray(values_of(x))
     return with_values_of(x, values.astype(wide(values.dtype)))
@@ -67,7 +69,7 @@ class Input:
     """
 
     path: str
-    tensor: Any
+    tensor: TensorLike
 
     @functools.cached_property
     def positions(self) -> np.ndarray:
@@ -105,13 +107,13 @@ class Input:
 
     # --- points near the input ----------------------------------------------------------
 
-    def moved(self, steps: np.ndarray) -> Any:
+    def moved(self, steps: np.ndarray) -> Tensor:
         """Return the tensor with `steps` (specified, parts) added to its specified values."""
         values = self.values.copy()
         values[self.specified] += numbers_of(steps)
         return with_values_of(self.tensor, jnp.asarray(values.reshape(self.positions.shape)))
 
-    def full(self, steps: np.ndarray | None = None) -> Any:
+    def full(self, steps: np.ndarray | None = None) -> Tensor:
         """Return the tensor with every entry specified: `steps` or zeros where it had none."""
         dense = np.zeros(math.prod(self.tensor.shape), self.values.dtype)
         at = self.positions.ravel()[self.specified]
@@ -182,7 +184,7 @@ class Input:
 KINDS = ("specified", "unspecified", "hidden")
 
 
-def entry(number: Any, shape: tuple[int, ...]) -> str:
+def entry(number: int, shape: tuple[int, ...]) -> str:
     """Return the index of an entry as messages print it."""
     return f"entry {tuple(map(int, np.unravel_index(number, shape)))}"
 
@@ -204,7 +206,7 @@ def random_reals(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray
     return rng.choice([-1.0, 1.0], shape) * rng.uniform(0.5, 1.5, shape)
 
 
-def stored_positions(x: Any) -> np.ndarray:
+def stored_positions(x: TensorLike) -> np.ndarray:
     """Return for each stored value the row-major number of its entry; -1 where it is none.
 
     Raises:
@@ -250,7 +252,7 @@ def _numbers(
     return np.broadcast_to(np.where(inside, number, -1), stored)
 
 
-def fully_specified(x: Any, dense: np.ndarray) -> Any:
+def fully_specified(x: TensorLike, dense: np.ndarray) -> Tensor:
     """Return a tensor of the kind of `x` that stores every entry of `dense`."""
     x = without_placeholder(x)
     if isinstance(x, MaskedTensor):

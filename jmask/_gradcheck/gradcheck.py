@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmask._base.types import KeyPath, PyTree, TensorLike
 from jmask._base.validation import check_flag, check_leaves, shown
 from jmask._gradcheck.entries import Input, numbers_of, random_reals, stored_positions
 from jmask._gradcheck.jacobian import Rules, find_mismatch, is_suspicious
@@ -45,7 +46,7 @@ from jmask._tensors.placeholders import placeholder_of, values_of, zero_placehol
 
 def gradcheck(
     fun: Callable[..., Any],
-    args: Any,
+    args: PyTree,
     *,
     masked: bool = False,
     eps: float = 1e-6,
@@ -142,7 +143,7 @@ def _check(problem: Problem, modes: Sequence[str], order: int, fast: bool) -> No
         _check(gradient_problem(problem, modes), modes, 1, fast)
 
 
-def _checked_modes(modes: Any) -> tuple[str, ...]:
+def _checked_modes(modes: str | Sequence[str]) -> tuple[str, ...]:
     names = (modes,) if isinstance(modes, str) else modes
     known = isinstance(names, list | tuple) and all(
         isinstance(x, str) and x in ("rev", "fwd") for x in names
@@ -176,14 +177,14 @@ def gradient_problem(problem: Problem, modes: Sequence[str]) -> Problem:
         vectors = [_random_dense(rng, x) for x in problem.inputs]
         gradient, what, paths = _pushed_forward, "tangent of ", [x.path for x in problem.inputs]
 
-    def gradient_of(args: Any, vectors: Sequence[jax.Array]) -> dict[str, jax.Array]:
+    def gradient_of(args: Sequence[Any], vectors: Sequence[jax.Array]) -> dict[str, jax.Array]:
         leaves = jax.tree.leaves(args, is_leaf=is_tensor)
         tensors = [leaves[number] for number in problem.numbers]
         parts = [_parts(problem, x) for x in tensors]
         function = lambda parts: problem.smooth(tensors, parts)
         return gradient(problem, function, tensors, parts, list(vectors))
 
-    def name(path: Any) -> str:
+    def name(path: KeyPath) -> str:
         if path[0].idx == 0:
             return f"args{jax.tree_util.keystr(path[1:])}"
         return what + paths[path[1].idx]
@@ -193,7 +194,11 @@ def gradient_problem(problem: Problem, modes: Sequence[str]) -> Problem:
 
 
 def _pulled_back(
-    problem: Problem, function: Any, tensors: Any, parts: Any, cotangents: Any
+    problem: Problem,
+    function: Callable[..., Any],
+    tensors: Sequence[Any],
+    parts: Sequence[Any],
+    cotangents: Sequence[Any],
 ) -> dict[str, jax.Array]:
     _, transposed = jax.vjp(function, parts)
     (gradients,) = transposed(cotangents)
@@ -204,7 +209,11 @@ def _pulled_back(
 
 
 def _pushed_forward(
-    problem: Problem, function: Any, tensors: Any, parts: Any, tangents: Any
+    problem: Problem,
+    function: Callable[..., Any],
+    tensors: Sequence[Any],
+    parts: Sequence[Any],
+    tangents: Sequence[Any],
 ) -> dict[str, jax.Array]:
     along = [_along(problem, *pair) for pair in zip(tensors, tangents, strict=True)]
     _, results = jax.jvp(function, (parts,), (along,))
@@ -212,7 +221,7 @@ def _pushed_forward(
     return {f"tangent of {y.path}": result for y, result in pairs}
 
 
-def _parts(problem: Problem, x: Any) -> tuple[Any, Any]:
+def _parts(problem: Problem, x: TensorLike) -> tuple[Any, Any]:
     if not (problem.with_placeholders and is_tensor(x)):
         return values_of(x), None
     placeholder = placeholder_of(x)
@@ -220,7 +229,7 @@ def _parts(problem: Problem, x: Any) -> tuple[Any, Any]:
 
 
 def _at_entries(
-    problem: Problem, x: Any, value_gradient: Any, placeholder_gradient: Any
+    problem: Problem, x: TensorLike, value_gradient: jax.Array, placeholder_gradient: jax.Array
 ) -> jax.Array:
     """Return the gradient at the entries of `x`, dense."""
     if not is_tensor(x):
@@ -232,7 +241,7 @@ def _at_entries(
     return dense.at[positions[stored]].set(jnp.ravel(value_gradient)[stored]).reshape(shape)
 
 
-def _along(problem: Problem, x: Any, tangent: jax.Array) -> tuple[Any, Any]:
+def _along(problem: Problem, x: TensorLike, tangent: jax.Array) -> tuple[Any, Any]:
     """Return a dense tangent as one of stored values and placeholder."""
     if not is_tensor(x):
         return tangent, None

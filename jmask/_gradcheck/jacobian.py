@@ -43,7 +43,6 @@ unspecified entries in masked semantics, under masks and at padding) are compare
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -194,7 +193,7 @@ def find_mismatch(rules: Rules) -> Mismatch | None:
 
 
 def _excess(
-    setting: Setting, vanishes: Any, expected: np.ndarray, derivatives: np.ndarray
+    setting: Setting, vanishes: np.ndarray | bool, expected: np.ndarray, derivatives: np.ndarray
 ) -> np.ndarray:
     """Return by how much derivatives differ beyond tolerance; infinite for a nan."""
     allowed = np.where(vanishes, 0, setting.atol + setting.rtol * np.abs(expected))

@@ -39,7 +39,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
+from jmask._base.types import TensorLike
 from jmask._base.validation import check_leaves, shown
 from jmask._gradcheck.entries import (
     KINDS,
@@ -73,7 +75,7 @@ class Output:
     path: str
     number: int
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     mask: np.ndarray | None
 
     @functools.cached_property
@@ -87,7 +89,7 @@ class Output:
         """Return how many coordinates a number has."""
         return 2 if jnp.issubdtype(self.dtype, jnp.complexfloating) else 1
 
-    def reals(self, dense: Any) -> np.ndarray:
+    def reals(self, dense: ArrayLike) -> np.ndarray:
         """Return the coordinates of the compared entries of a dense array."""
         return reals_of(np.asarray(dense).astype(wide(self.dtype)).ravel()[self.at]).ravel()
 
@@ -253,7 +255,7 @@ class Problem:
         what = ("real part of ", "imaginary part of ")[part] if output.parts == 2 else ""
         return f"{output.path}, {what}{entry(output.at[number], output.shape)}"
 
-    def _check_mask(self, output: Output, y: Any, what: str) -> None:
+    def _check_mask(self, output: Output, y: TensorLike, what: str) -> None:
         shape = tuple(np.shape(y))
         if shape != output.shape:
             raise GradcheckError(
@@ -272,7 +274,7 @@ class Problem:
             )
 
 
-def mask_of(y: Any, masked: bool) -> np.ndarray | None:
+def mask_of(y: TensorLike, masked: bool) -> np.ndarray | None:
     """Return the entries of an output that exist, or None for all."""
     if not (isinstance(y, MaskedTensor) or (masked and is_tensor(y))):
         return None
@@ -330,7 +332,7 @@ def check_premises(problem: Problem) -> None:
 # --- masked functions --------------------------------------------------------------------
 
 
-def is_masked_function(fun: Callable[[Any], Any], x: Any) -> bool:
+def is_masked_function(fun: Callable[[Any], Any], x: TensorLike) -> bool:
     """Decide by trying whether f(x + dx) = f(sparse_mask(x + dx, x)) for small dx.
 
     Args:
@@ -393,7 +395,7 @@ def _agree(problem: Problem, rng: np.random.Generator, size: float) -> bool:
     return all(_equal(pairs[0][y.number], pairs[1][y.number]) for y in problem.outputs)
 
 
-def _equal(x: Any, y: Any) -> bool:
+def _equal(x: TensorLike, y: TensorLike) -> bool:
     masks = mask_of(x, False), mask_of(y, False)
     if (masks[0] is None) != (masks[1] is None):
         return False

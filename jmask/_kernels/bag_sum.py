@@ -25,6 +25,7 @@ from jax.interpreters import ad
 
 from jmask._base.array_types import is_known, trailing, wide
 from jmask._base.lowering import GroupedPrimitive, Results, calls_of
+from jmask._base.types import JvpArgs
 from jmask._kernels import tuning
 from jmask._kernels.gather import Gather, in_branch
 from jmask._kernels.row_blocks import BlockLoop, block_size, run_side_by_side
@@ -55,10 +56,10 @@ class BagSum:
     """
 
     table: Any
-    positions: Any
-    bag_of_entry: Any
-    weights: Any
-    valid: Any
+    positions: jax.Array
+    bag_of_entry: jax.Array | None
+    weights: jax.Array | None
+    valid: jax.Array | None
     bags: int
     fill: float
 
@@ -108,7 +109,7 @@ class BagSum:
         if weights is not None:
             weights = jnp.pad(weights.reshape(-1), (0, missing))
 
-        def block(number: Any, carried: tuple[jax.Array, None]) -> tuple[jax.Array, None]:
+        def block(number: jax.Array, carried: tuple[jax.Array, None]) -> tuple[jax.Array, None]:
             first = jnp.minimum(number, blocks) * size
 
             def part(x: jax.Array) -> jax.Array:
@@ -164,19 +165,27 @@ def _shapes(x: BagSum) -> list[Any]:
 BAG_SUM: GroupedPrimitive[BagSum] = GroupedPrimitive("jmask_bag_sum", _by_parts, _shapes)
 
 
-def _derivative(primals: Any, tangents: Any, *, trees: Any) -> Any:
-    values = BAG_SUM.primitive.bind(*primals, trees=trees)
-    pairs = zip(calls_of(trees, primals), calls_of(trees, tangents), strict=True)
-    return values, [_tangent(x, along) for x, along in pairs]
+def _derivative(primals: JvpArgs, tangents: JvpArgs, *, trees: tuple[Any, ...]) -> Any:
+    sums, along = calls_of(trees, primals), calls_of(trees, tangents)
+    if any(_has_weight_tangent(x, t) for x, t in zip(sums, along, strict=True)):
+        # The derivative by the weights needs the rows themselves: XLA reads them once for both.
+        values = [x.by_parts() for x in sums]
+    else:
+        values = BAG_SUM.primitive.bind(*primals, trees=trees)
+    return values, list(map(_tangent, sums, along))
 
 
-def _tangent(x: BagSum, along: Any) -> Any:
+def _has_weight_tangent(x: BagSum, along: BagSum) -> bool:
+    return x.weights is not None and not isinstance(along.weights, ad.Zero)
+
+
+def _tangent(x: BagSum, along: BagSum) -> Any:
     """Return the tangent of the sums, linear in the tangents of table and weights."""
     terms = []
     if not isinstance(along.table, ad.Zero):
         moved = dataclasses.replace(x, table=along.table, valid=None, fill=0)
         terms.append(moved.by_parts(linear=True))
-    if x.weights is not None and not isinstance(along.weights, ad.Zero):
+    if _has_weight_tangent(x, along):
         terms.append(dataclasses.replace(x, weights=along.weights, valid=None).by_parts())
     if not terms:
         value = jax.eval_shape(x.by_parts)

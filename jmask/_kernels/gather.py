@@ -32,6 +32,7 @@ from jmask._base.array_types import (
     typed_like,
     without_repetition,
 )
+from jmask._base.types import JvpArgs, Scalar, Shaped
 from jmask._kernels import tuning
 
 # Integers of as many bytes as a floating entry has.
@@ -44,8 +45,8 @@ class Gather:
 
     dimension_numbers: lax.GatherDimensionNumbers
     slice_sizes: tuple[int, ...]
-    mode: Any
-    fill_value: Any = None
+    mode: lax.GatherScatterMode | str
+    fill_value: Scalar | None = None
     indices_are_sorted: bool = False
     unique_indices: bool = False
 
@@ -57,7 +58,11 @@ class Gather:
 
     @classmethod
     def rows_of(
-        cls, shape: tuple[int, ...], mode: Any, batch: int = 1, **settings: Any
+        cls,
+        shape: tuple[int, ...],
+        mode: lax.GatherScatterMode | str,
+        batch: int = 1,
+        **settings: Any,
     ) -> "Gather":
         """Return the gather of whole rows of a table (V, *row) by indices (*batch, 1)."""
         row = shape[1:]
@@ -102,7 +107,7 @@ class Gather:
             fill_value=self.fill_value,
         )
 
-    def is_slow_copy(self, operand: Any) -> bool:
+    def is_slow_copy(self, operand: Shaped) -> bool:
         """Decide whether it copies rows with one index each, which XLA copies one at a time."""
         return (
             jnp.issubdtype(operand.dtype, jnp.floating)
@@ -181,7 +186,9 @@ def _on_this_platform(gather: Gather, operand: jax.Array, indices: jax.Array) ->
 
 
 @_vectorized.defjvp
-def _derivative(gather: Gather, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _derivative(
+    gather: Gather, primals: JvpArgs, tangents: JvpArgs
+) -> tuple[jax.Array, jax.Array]:
     operand, indices = primals
     # Entries that are filled in do not depend on the operand.
     tangent_gather = dataclasses.replace(gather, fill_value=0)

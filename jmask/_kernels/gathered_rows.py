@@ -16,11 +16,12 @@ materialises all of them, and the compiler removes the array that nothing reads.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jmask._base.array_facts import ArrayFacts
 from jmask._base.array_types import is_known, joint_dtype, trailing, varying_alike
@@ -43,7 +44,7 @@ class GatheredRows:
     source: jax.Array
     index: jax.Array | None
     weight: jax.Array | None
-    dtype: Any = dataclasses.field(metadata={"static": True})
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -105,7 +106,7 @@ def scaled(rows: jax.Array, function: Callable[[jax.Array], jax.Array]) -> jax.A
     return result
 
 
-def cast(rows: jax.Array, dtype: Any) -> jax.Array:
+def cast(rows: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Cast rows to a wider dtype; what makes them is not rounded to theirs before."""
     known, result = GATHERED.of(rows), rows.astype(dtype)
     if known is not None:

@@ -90,7 +90,7 @@ def run_side_by_side(loops: Sequence[BlockLoop]) -> list[Any]:
 
 
 def _run(loops: Sequence[BlockLoop]) -> list[Any]:
-    def blocks(number: Any, carried: list[Any]) -> list[Any]:
+    def blocks(number: jax.Array, carried: list[Any]) -> list[Any]:
         return [loop.block(number, x) for loop, x in zip(loops, carried, strict=True)]
 
     count = loops[0].count
@@ -124,7 +124,7 @@ def sums_in_blocks(
     at_most, size = plan.entries.shape[0] - 1, plan.entries.shape[1]
     zero = jnp.zeros(values.shape[1:], sum_dtype(values.dtype))
 
-    def block(number: Any, carried: tuple[Tables, Any]) -> tuple[Tables, Any]:
+    def block(number: jax.Array, carried: tuple[Tables, Any]) -> tuple[Tables, Any]:
         tables, open_sum = carried
         number = jnp.minimum(number, at_most)
         entries, slots, ids = (
@@ -196,7 +196,7 @@ def rows_in_blocks(
     blocks = -(-count // size)
     ids = jnp.pad(ids, (0, (blocks + 1) * size - count), constant_values=rows)
 
-    def block(number: Any, carried: tuple[Tables, None]) -> tuple[Tables, None]:
+    def block(number: jax.Array, carried: tuple[Tables, None]) -> tuple[Tables, None]:
         first = jnp.minimum(number, blocks) * size
         entries = jnp.minimum(first + lax.iota(jnp.int32, size), count - 1)
         block_ids = lax.dynamic_slice_in_dim(ids, first, size)

@@ -7,18 +7,17 @@ Rounded to nearest, a bfloat16 weight of 256 never moves if each step adds 0.5; 
 stochastically its mean moves by 0.5 a step.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jmask._base.validation import abstract_leaf, checked_dtype
 
 _DRAWS = 2**16
 
 
-def check_key(key: Any) -> None:
+def check_key(key: object) -> None:
     """Refuse what is no key of `jax.random`, of the new or the old style.
 
     Raises:
@@ -34,14 +33,14 @@ def check_key(key: Any) -> None:
         )
 
 
-def _checked_dtype(dtype: Any) -> Any:
+def _checked_dtype(dtype: DTypeLike) -> np.dtype:
     found = checked_dtype("dtype", dtype)
     if not jnp.issubdtype(found, jnp.floating):
         raise TypeError(f"`dtype` must be floating, such as jnp.bfloat16, got {found}.")
     return found
 
 
-def stochastic_round(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
+def stochastic_round(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Array:
     """Round `x` to a narrower dtype, up or down at random with `x` as the mean.
 
     A number between two neighbours a < x < b becomes b with probability (x - a) / (b - a).

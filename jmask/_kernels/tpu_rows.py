@@ -26,11 +26,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.typing import DTypeLike
 
 from jmask._base.fallback import LARGE
 from jmask._base.forms import CALLS, aval_of, name_of, names_in
 from jmask._base.jaxprs import ARITHMETIC, bound, inlined, interpret
 from jmask._base.lowering import switched_on
+from jmask._base.types import Index
 from jmask._kernels import tpu_rows
 from jmask._kernels.lines import LANES, has_narrow_rows
 
@@ -45,6 +47,7 @@ _UNROLL = 16
 _CHUNK = 64
 
 Body = Callable[..., Sequence[jax.Array]]
+Ref = Any  # of an array, or of semaphores, in the memory of a kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +125,7 @@ def update(
     both = [jnp.pad(x, (ends, (0, 0))) for x in parts for ends in ((0, 1), (1, 0))]
     numbers = jnp.concatenate(both, axis=1)[:, None, :]
 
-    def computed(step: Any, *_: Any) -> Any:
+    def computed(step: jax.Array, *_: Any) -> Any:
         return jnp.clip(step - 1, 0, blocks - 1), 0
 
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
@@ -192,7 +195,7 @@ def _one_word(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32 if x.dtype.itemsize == 2 else x.dtype).reshape(1)
 
 
-def _kernel(plan: _Plan, valid: Any, numbers: Any, *refs: Any) -> None:
+def _kernel(plan: _Plan, valid: Ref, numbers: Ref, *refs: Any) -> None:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -204,7 +207,7 @@ def _kernel(plan: _Plan, valid: Any, numbers: Any, *refs: Any) -> None:
     members = {"read": plan.read, "write": range(plan.tables)}
     step, blocks = pl.program_id(0), pl.num_programs(0) - 2
 
-    def copy(way: str, t: int, slot: Any, row: Any, j: Any) -> Any:
+    def copy(way: str, t: int, slot: Index, row: Any, j: Index) -> Any:
         if plan.in_one_row:
             line = pl.ds(pl.multiple_of(row * LANES, LANES), LANES)
             ends = tables[t].at[:, line], buffers[t].at[slot, pl.ds(j, 1)]
@@ -213,22 +216,22 @@ def _kernel(plan: _Plan, valid: Any, numbers: Any, *refs: Any) -> None:
         source, target = ends if way == "read" else ends[::-1]
         return pltpu.make_async_copy(source, target, semaphores[way].at[slot])
 
-    def start(way: str, block_number: Any, behind: int) -> None:
+    def start(way: str, block_number: Index, behind: int) -> None:
         """Start to copy the rows of a block, which is `behind` this step by 0 or 1."""
         slot = lax.rem(block_number, 2)
 
-        def one(q: Any) -> None:
+        def one(q: Index) -> None:
             at = q + behind * block
             j = q if plan.padding_last else numbers[0, 0, 2 * block + at]
             for t in members[way]:
                 copy(way, t, slot, numbers[0, 0, at], j).start()
 
-        def several(first: Any, carry: Any) -> Any:
+        def several(first: Index, carry: int) -> Any:
             for u in range(_UNROLL):
                 one(first * _UNROLL + u)
             return carry
 
-        def single(q: Any, carry: Any) -> Any:
+        def single(q: Index, carry: int) -> Any:
             one(q)
             return carry
 
@@ -237,7 +240,7 @@ def _kernel(plan: _Plan, valid: Any, numbers: Any, *refs: Any) -> None:
         lax.fori_loop(0, rounds, several, 0)
         lax.fori_loop(rounds * _UNROLL, count, single, 0)
 
-    def wait(way: str, block_number: Any) -> None:
+    def wait(way: str, block_number: Index) -> None:
         """Wait until the rows of a block are copied."""
         count, slot = valid[block_number], lax.rem(block_number, 2)
 
@@ -247,7 +250,7 @@ def _kernel(plan: _Plan, valid: Any, numbers: Any, *refs: Any) -> None:
                 pltpu.make_async_copy(rows, rows, semaphores[way].at[slot]).wait()
 
         def row_by_row() -> None:
-            def single(q: Any, carry: Any) -> Any:
+            def single(q: Index, carry: int) -> Any:
                 for t in members[way]:
                     copy(way, t, slot, 0, 0).wait()
                 return carry
@@ -256,11 +259,11 @@ def _kernel(plan: _Plan, valid: Any, numbers: Any, *refs: Any) -> None:
 
         lax.cond(count == block, all_rows, row_by_row)
 
-    def compute(block_number: Any) -> None:
+    def compute(block_number: Index) -> None:
         slot = lax.rem(block_number, 2)
         words = [x[0].astype(d) for x, d in zip(scalars, plan.scalars, strict=True)]
 
-        def chunk(number: Any, carry: Any) -> Any:
+        def chunk(number: Index, carry: int) -> Any:
             place = pl.ds(number * _CHUNK, _CHUNK)
             old = [buffer[slot, place] for buffer in buffers]
             new = plan.body(*old, *[x[place] for x in rows], *words)
@@ -293,12 +296,12 @@ def read_lines(table: jax.Array, ids: jax.Array) -> jax.Array:
     blocks = -(-count // block)
     ids = _padded(ids, blocks * block, 0).reshape(blocks, 1, block)
 
-    def kernel(ids: Any, table: Any, lines: Any, buffer: Any, semaphores: Any) -> None:
+    def kernel(ids: Ref, table: Ref, lines: Ref, buffer: Ref, semaphores: Ref) -> None:
         step = pl.program_id(0)
         slot, other = lax.rem(step, 2), lax.rem(step + 1, 2)
 
         def start() -> None:
-            def several(first: Any, carry: Any) -> Any:
+            def several(first: Index, carry: int) -> Any:
                 for u in range(_UNROLL):
                     j = first * _UNROLL + u
                     line = pl.ds(pl.multiple_of(ids[0, 0, j] * LANES, LANES), LANES)
@@ -371,7 +374,7 @@ _NEEDED = (
 
 
 @functools.cache
-def _warn_of_copies(shape: tuple[int, ...], dtype: Any) -> None:
+def _warn_of_copies(shape: tuple[int, ...], dtype: DTypeLike) -> None:
     warnings.warn(
         f"on a TPU a step copies a table {dtype}{list(shape)} or keeps it transposed: its rows "
         "are not lines of 128 entries. `jmask.packed(table)` keeps them in such lines.",

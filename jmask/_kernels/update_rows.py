@@ -164,12 +164,22 @@ def add_to_rows(table: jax.Array, ids: jax.Array, values: Rows, order: Order = "
     return total
 
 
-def _added(tables: Tables, ids: Any, rows: Any, scalars: Any, is_sorted: bool) -> list[Any]:
+def _added(
+    tables: Tables,
+    ids: jax.Array,
+    rows: jax.Array,
+    scalars: Sequence[jax.Array],
+    is_sorted: bool,
+) -> list[Any]:
     return [add_rows(tables[0], ids, rows, coalesced=is_sorted)]
 
 
 def _added_by_kernel(
-    tables: Tables, ids: Any, rows: Any, scalars: Any, is_sorted: bool
+    tables: Tables,
+    ids: jax.Array,
+    rows: jax.Array,
+    scalars: Sequence[jax.Array],
+    is_sorted: bool,
 ) -> list[Any]:
     (table,) = tables
     if not tpu_rows.accepts(tables, ids, [rows]):

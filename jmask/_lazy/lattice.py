@@ -16,6 +16,8 @@ from typing import Any
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
+from jmask._base.types import Scalar
+
 
 @dataclasses.dataclass(frozen=True)
 class Replicated:
@@ -27,7 +29,7 @@ class Replicated:
     """
 
     uniform: frozenset[int] = frozenset()
-    constant: Any = None
+    constant: Scalar | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +47,7 @@ class RowWise:
 
     table: int
     axis: int
-    off_support: Any = None
+    off_support: Scalar | None = None
     merged: tuple[int, int] = (1, 1)
 
     # The invariant of `merged`: for a table of V rows the axis has merged[0] * V * merged[1]
@@ -57,11 +59,11 @@ class RowWise:
         place = (self.table, self.axis, self.merged)
         return place == (other.table, other.axis, other.merged)
 
-    def at(self, axis: int, off_support: Any) -> "RowWise":
+    def at(self, axis: int, off_support: Scalar | None) -> "RowWise":
         """Return the same rows along another axis."""
         return dataclasses.replace(self, axis=axis, off_support=off_support)
 
-    def is_off_support(self, value: Any) -> bool:
+    def is_off_support(self, value: Scalar) -> bool:
         """Decide whether it is known to be `value` in untouched rows."""
         return self.off_support is not None and bool(self.off_support == value)
 
@@ -108,6 +110,6 @@ def joined(xs: Sequence[Kind], ys: Sequence[Kind]) -> list[Kind]:
     return [join(x, y) for x, y in zip(xs, ys, strict=True)]
 
 
-def _common(x: Any, y: Any) -> Any:
+def _common(x: object, y: object) -> Any:
     # By identity first: a nan is in common with itself.
     return x if x is y or (x is not None and y is not None and x == y) else None

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jmask._base.types import Gradients, OptState, PyTree, Table, TensorLike, Value
 from jmask._kernels.rows import ids_after_reading
 from jmask._lazy.psum_over_shards import Axes, axes_of_rows
 from jmask._tables.stored_table import (
@@ -51,7 +52,7 @@ class Leaf:
         uncoalesced: a gradient as it came, before equal ids were summed.
     """
 
-    value: Any
+    value: Table
     kind: Literal["gradient", "state", "param", "extra"]
     table: int | None = None
     valid: jax.Array | None = None
@@ -226,7 +227,7 @@ class LazyCall:
         assert leaf.table is not None
         return self.leaves[leaf.table].value
 
-    def _result(self, leaf: Leaf, old: Any, new: Any, read: Any) -> Any:
+    def _result(self, leaf: Leaf, old: Value, new: Value, read: Value) -> Any:
         """Return the update or the new state, from rows `old` that became `new`.
 
         Args:
@@ -248,7 +249,7 @@ class LazyCall:
         return with_rows(leaf.value, _after(gradient, read), new)
 
 
-def _after(gradient: RowSparse, read: Any) -> RowSparse:
+def _after(gradient: RowSparse, read: jax.Array) -> RowSparse:
     """Return the gradient with ids that XLA knows only after rows were read."""
     if read is None or type(gradient) is not RowSparse:
         return gradient
@@ -258,7 +259,7 @@ def _after(gradient: RowSparse, read: Any) -> RowSparse:
     )
 
 
-def shape_of_leaf(x: Any) -> jax.ShapeDtypeStruct:
+def shape_of_leaf(x: TensorLike) -> jax.ShapeDtypeStruct:
     """Return shape and dtype of a leaf, and whether the dtype is weak."""
     shape = shape_of(x)
     weak = not isinstance(x, RowSparse | StoredTable) and jax.typeof(x).weak_type
@@ -280,7 +281,7 @@ def is_stacked(x: Any) -> bool:
     return is_row_sparse(x) and x.leading > 1
 
 
-def has_stacked(updates: Any) -> bool:
+def has_stacked(updates: Gradients) -> bool:
     """Decide whether some gradients are of stacked tables."""
     return any(map(is_stacked, jax.tree.leaves(updates, is_leaf=is_gradient_leaf)))
 
@@ -329,7 +330,7 @@ def stacked_step(
     return tree.unflatten(restored), _state_as(new_state, wanted, usual)
 
 
-def _state_as(state: Any, old: Any, new: Any) -> Any:
+def _state_as(state: OptState, old: PyTree, new: PyTree) -> OptState:
     """Return the state with each array that has a shape of `old` in the shape of `new`."""
     old, new = ([x.shape for x in jax.tree.leaves(shapes)] for shapes in (old, new))
     leaves: Any = jax.tree.leaves(state, is_leaf=is_stored_table)

@@ -31,6 +31,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jmask._base.array_types import added
 from jmask._base.forms import aval_of
 from jmask._base.jaxprs import ARITHMETIC, read, run
+from jmask._base.types import Gradient, Table
 from jmask._kernels.update_rows import updated
 from jmask._lazy.lattice import Replicated, RowWise
 from jmask._lazy.leaves import LazyCall
@@ -274,7 +275,7 @@ def _run(
     )
 
 
-def _applied(old: Any, update: Any) -> Any:
+def _applied(old: Table, update: Gradient) -> Table:
     """Return a new parameter, or entries of one."""
     return added(old, update).astype(jnp.result_type(old))
 

@@ -10,7 +10,7 @@ in a `shard_map` is the array of that device alone, as it is for optax.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jmask._base.array_types import varying_axes, varying_like
 from jmask._base.forms import branches_of, name_of, within
 from jmask._base.jaxprs import bound, inlined, interpret
+from jmask._base.types import Gradient, Table
 from jmask._lazy.lattice import Kind, Replicated, RowWise
 from jmask._lazy.row_locality import NEUTRAL, classify
 from jmask._tables.sharded import RoutedRows
@@ -29,13 +30,15 @@ from jmask._updates.checks import NotRowLocalError, is_gradient_leaf
 Axes = tuple[str, ...]
 
 
-def axes_of_rows(gradient: Any) -> Axes:
+def axes_of_rows(gradient: Gradient) -> Axes:
     """Return the axes of a `shard_map` over which rows are sharded, if the gradient says so."""
     is_sharded = isinstance(gradient, RoutedRows) and gradient.layout.inside()
     return gradient.layout.rows if is_sharded else ()
 
 
-def agreed(holds: jax.Array, gradients: Any, params: Any) -> jax.Array:
+def agreed(
+    holds: jax.Array, gradients: Sequence[Gradient], params: Sequence[Table]
+) -> jax.Array:
     """Decide whether something holds on all devices that take a step together."""
     leaves = jax.tree.leaves(gradients, is_leaf=is_gradient_leaf)
     axes = set().union(*map(axes_of_rows, leaves))
@@ -43,7 +46,12 @@ def agreed(holds: jax.Array, gradients: Any, params: Any) -> jax.Array:
     return holds if not axes else lax.psum((~holds).astype(jnp.int32), tuple(axes)) == 0
 
 
-def counted(number: jax.Array, gradient: Any, gradients: Any, params: Any) -> jax.Array:
+def counted(
+    number: jax.Array,
+    gradient: Gradient,
+    gradients: Sequence[Gradient],
+    params: Sequence[Table],
+) -> jax.Array:
     """Sum the numbers of rows of one gradient that the devices have counted.
 
     Where it is not known whether an array is the same on all devices, the most that one has.
@@ -57,7 +65,9 @@ def counted(number: jax.Array, gradient: Any, gradients: Any, params: Any) -> ja
     return lax.psum(number, others) if varying_axes(number) else lax.pmax(number, others)
 
 
-def _axes_of_copies(x: jax.Array, gradients: Any, params: Any) -> set[str]:
+def _axes_of_copies(
+    x: jax.Array, gradients: Sequence[Gradient], params: Sequence[Table]
+) -> set[str]:
     """Return the axes over which `x` may differ and parameters are the same.
 
     Without parameters these are taken to be sharded as their gradients are. Where a

@@ -48,6 +48,7 @@ from jmask._base.forms import (
     while_of,
 )
 from jmask._base.jaxprs import ARITHMETIC, inlined
+from jmask._base.types import Atom
 from jmask._lazy.lattice import Kind, NotRowLocal, Replicated, RowWise, joined, not_row_local
 from jmask._ops.zero_semantics import trial
 
@@ -98,7 +99,7 @@ def classify(
         if _same(x, y):
             kinds[w] = Replicated()
 
-    def read(eqn: JaxprEqn | None, v: Any, w: Any) -> Kind:
+    def read(eqn: JaxprEqn | None, v: Atom, w: Atom) -> Kind:
         if isinstance(v, Literal):
             if v is w or (isinstance(w, Literal) and _same_literal(v, w)):
                 return Replicated(constant=v.val if np.ndim(v.val) == 0 else None)
@@ -157,7 +158,7 @@ def _equation(eqn: JaxprEqn, counterpart: JaxprEqn, inputs: list[Kind]) -> list[
     return [not_row_local(eqn, "has no row-local form that jmask knows")] * len(eqn.outvars)
 
 
-def _is_sized(kind: RowLocal, v: Any, w: Any) -> bool:
+def _is_sized(kind: RowLocal, v: Atom, w: Atom) -> bool:
     """Decide whether it is a shared number that is repeated as often as there are rows."""
     return isinstance(kind, Replicated) and aval_of(v).shape != aval_of(w).shape
 
@@ -406,7 +407,7 @@ def _scan(eqn: JaxprEqn, counterpart: JaxprEqn, inputs: list[Kind]) -> list[Kind
     return carry + stacked
 
 
-def _fixed_point(carry: list[Kind], step: Any) -> list[Kind]:
+def _fixed_point(carry: list[Kind], step: Callable[..., Any]) -> list[Kind]:
     while True:
         following = joined(carry, step(carry))
         if following == carry:
@@ -442,7 +443,7 @@ def _in_step(x: Jaxpr, y: Jaxpr) -> bool:
     return form(x) == form(y)
 
 
-def _same(x: Any, y: Any) -> bool:
+def _same(x: object, y: object) -> bool:
     """Decide whether literals, constants or parameters of equations are known to be equal."""
     if x is y:
         return True
@@ -487,7 +488,7 @@ def _same_program(x: ClosedJaxpr, y: ClosedJaxpr) -> bool:
     counterparts = dict(zip(one.invars, other.invars, strict=True))
     counterparts.update(zip(one.constvars, other.constvars, strict=True))
 
-    def alike(v: Any, w: Any) -> bool:
+    def alike(v: Atom, w: Atom) -> bool:
         if isinstance(v, Literal) and isinstance(w, Literal):
             return _same_literal(v, w)
         is_twin = not isinstance(v, Literal) and counterparts[v] is w

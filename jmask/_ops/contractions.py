@@ -28,6 +28,7 @@ from jax import lax, nn
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.fallback import report_fallback
+from jmask._base.types import Axis, Mask, Numbers, Tensor, TensorLike
 from jmask._base.validation import check_flag, checked_array, refuse_scipy
 from jmask._ops.elementwise import elementwise
 from jmask._ops.products import dot as _sparse_dot
@@ -39,7 +40,7 @@ from jmask._tensors.storage import as_dense, is_sparse, stored_values, with_stor
 _add, _square = elementwise(jnp.add), elementwise(jnp.square)
 
 
-def matmul(x: Any, y: Any) -> Any:
+def matmul(x: TensorLike, y: TensorLike) -> Tensor:
     """Return the matrix product `x @ y`; masked entries contribute nothing.
 
     Args:
@@ -66,14 +67,14 @@ def matmul(x: Any, y: Any) -> Any:
     return _combined(jnp.matmul, _on_dense(x), _on_dense(y))
 
 
-def dot(x: Any, y: Any) -> Any:
+def dot(x: TensorLike, y: TensorLike) -> Tensor:
     """Do as `jnp.dot` with masked operands; masked entries contribute nothing. See `matmul`."""
     if not isinstance(x, MaskedTensor) and not isinstance(y, MaskedTensor):
         return _product(jnp.dot, x, y)
     return _combined(jnp.dot, _on_dense(x), _on_dense(y))
 
 
-def einsum(subscripts: str, *operands: Any) -> Any:
+def einsum(subscripts: str, *operands: TensorLike) -> Tensor:
     """Do as `jnp.einsum` with masked operands; masked entries contribute nothing.
 
     Example:
@@ -91,7 +92,7 @@ def _contraction(function: Callable[..., Any]) -> Callable[..., Any]:
     """Lift a sum of products of two arrays: masked entries contribute nothing."""
 
     @functools.wraps(function)
-    def lifted(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+    def lifted(a: TensorLike, b: TensorLike, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(a, MaskedTensor) and not isinstance(b, MaskedTensor):
             return function(_array(a), _array(b), *args, **kwargs)
         product = lambda a, b: function(a, b, *args, **kwargs)
@@ -106,7 +107,7 @@ tensordot = _contraction(jnp.tensordot)
 vdot = _contraction(jnp.vdot)
 
 
-def linear(x: Any, weight: Any, bias: Any = None) -> Any:
+def linear(x: TensorLike, weight: TensorLike, bias: TensorLike | None = None) -> Tensor:
     """Return `x @ weight.T + bias`, each of them masked or not.
 
     Args:
@@ -127,19 +128,19 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
 
 
 def dot_product_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = None,
-    mask: Any = None,
+    query: TensorLike,
+    key: TensorLike,
+    value: TensorLike,
+    bias: TensorLike | None = None,
+    mask: Mask | None = None,
     *,
     scale: float | None = None,
     is_causal: bool = False,
-    query_seq_lengths: Any = None,
-    key_value_seq_lengths: Any = None,
-    local_window_size: Any = None,
-    implementation: Any = None,
-) -> Any:
+    query_seq_lengths: Numbers | None = None,
+    key_value_seq_lengths: Numbers | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+) -> Tensor:
     """Do as `jax.nn.dot_product_attention` with masked operands.
 
     A query attends to the keys with which it has a score: at least one term of their product
@@ -216,42 +217,42 @@ def dot_product_attention(
     return joined(values, (terms > 0.5).reshape(values.shape))
 
 
-def _four(x: Any) -> jax.Array:
+def _four(x: TensorLike) -> jax.Array:
     x = jnp.asarray(x)
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
-def _product(dense_product: Any, x: Any, y: Any) -> Any:
+def _product(dense_product: Callable[..., jax.Array], x: TensorLike, y: TensorLike) -> Tensor:
     refuse_scipy("x", x)
     refuse_scipy("y", y)
     return _sparse_dot(x, y) if is_sparse(x) or is_sparse(y) else dense_product(x, y)
 
 
-def _combined(product: Any, *operands: Any) -> MaskedTensor:
+def _combined(product: Callable[..., Any], *operands: TensorLike) -> MaskedTensor:
     """Return a product of values with zeros where masked, and how many of its terms exist."""
     values = product(*map(_filled, operands))
     terms = product(*map(_existing, operands))
     return joined(values, terms > 0.5)
 
 
-def _filled(x: Any) -> Any:
+def _filled(x: TensorLike) -> Tensor:
     if not isinstance(x, MaskedTensor):
         return x
     values = stored_values(x.storage)
     return with_stored_values(x.storage, jnp.where(x.valid, values, jnp.zeros_like(values)))
 
 
-def _existing(x: Any) -> Any:
+def _existing(x: TensorLike) -> Tensor:
     if isinstance(x, MaskedTensor):
         return with_stored_values(x.storage, x.valid.astype(jnp.float32))
     return jnp.ones(jnp.shape(x), jnp.float32)
 
 
-def _is_sparse_matrix(x: Any) -> bool:
+def _is_sparse_matrix(x: TensorLike) -> bool:
     return isinstance(x, MaskedTensor) and isinstance(x.storage, BCOO | BCSR)
 
 
-def _array(x: Any) -> jax.Array:
+def _array(x: TensorLike) -> jax.Array:
     refuse_scipy("x", x)
     if not is_sparse(x):
         return jnp.asarray(x)
@@ -262,7 +263,7 @@ def _array(x: Any) -> jax.Array:
     return as_dense(x)
 
 
-def _on_dense(x: Any) -> Any:
+def _on_dense(x: TensorLike) -> Tensor:
     if not isinstance(x, MaskedTensor):
         return _array(x)
     if is_sparse(x.storage):
@@ -276,7 +277,7 @@ def _on_dense(x: Any) -> Any:
 # --- MXNet's sums --------------------------------------------------------------------
 
 
-def add_n(*tensors: Any) -> Any:
+def add_n(*tensors: TensorLike) -> Tensor:
     """Sum tensors: row-sparse if all are, with the rows of all of them.
 
     Args:
@@ -307,7 +308,7 @@ def add_n(*tensors: Any) -> Any:
     return functools.reduce(operator.add, order)
 
 
-def square_sum(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
+def square_sum(x: TensorLike, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Sum the squares of the entries, at the cost of the rows that a `RowSparse` stores.
 
     Args:

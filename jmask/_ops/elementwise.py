@@ -41,6 +41,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import trailing
 from jmask._base.fallback import report_fallback
+from jmask._base.types import Tensor, TensorLike
 from jmask._base.validation import refuse_scipy
 from jmask._ops.zero_semantics import Operand, behaviour_at_zero, role, safe_numbers, varies
 from jmask._tables.stored_table import add_to_dense
@@ -82,7 +83,7 @@ def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def lifted(*args: Any, **kwargs: Any) -> Any:
+    def lifted(*args: Any, **kwargs: Any) -> Tensor:
         arguments = (*args, *kwargs.values())
         for x in arguments:
             refuse_scipy("x", x)
@@ -113,7 +114,7 @@ class _Arranged:
     def __name__(self) -> str:
         return getattr(self.function, "__name__", "a function")
 
-    def __call__(self, *operands: Any, **options: Any) -> Any:
+    def __call__(self, *operands: TensorLike, **options: Any) -> Tensor:
         at = dict(zip(self.places, operands, strict=True))
         named = {name: at[name] for name in self.places if isinstance(name, str)}
         return self.function(*map(at.get, range(self.count)), **named, **options)
@@ -129,7 +130,7 @@ def _call(function: Callable, args: Sequence[Any], kwargs: dict) -> tuple:
     return _Arranged(function, tuple(operands), len(args)), [*operands.values()], options
 
 
-def _is_operand(x: Any) -> bool:
+def _is_operand(x: TensorLike) -> bool:
     """Decide whether an argument given by name may differ from entry to entry."""
     return isinstance(x, jax.Array | np.ndarray | list) or is_tensor(x)
 
@@ -161,12 +162,12 @@ def _masked(function: Callable, operands: Sequence[Any], kwargs: dict) -> Masked
     return joined(storage, valid)
 
 
-def _as_operand(x: Any) -> Any:
+def _as_operand(x: TensorLike) -> Tensor:
     keep = isinstance(x, MaskedTensor | bool | int | float | complex) or is_sparse(x)
     return x if keep else jnp.asarray(x)
 
 
-def _pattern(operands: Sequence[Any]) -> Any:
+def _pattern(operands: Sequence[Any]) -> Tensor | None:
     """Return the sparse storage that the result takes its positions from, or None."""
     shape = common_shape([np.shape(x) for x in operands])
     for x in operands:
@@ -175,7 +176,7 @@ def _pattern(operands: Sequence[Any]) -> Any:
     return None
 
 
-def _at_positions(x: Any, pattern: Any) -> Any:
+def _at_positions(x: TensorLike, pattern: Tensor) -> Tensor:
     """Return the operand as (masked) values at the stored positions of `pattern`."""
     if not isinstance(x, MaskedTensor) and not is_sparse(x):
         return sampled(x, pattern) if jnp.ndim(x) else x
@@ -203,7 +204,7 @@ def _at_positions(x: Any, pattern: Any) -> Any:
     return sampled(as_dense(x), pattern)
 
 
-def _dense(x: Any) -> Any:
+def _dense(x: TensorLike) -> Tensor:
     """Return the operand on dense storage, beside a dense or a larger one."""
     if isinstance(x, MaskedTensor) and is_sparse(x.storage):
         report_fallback(
@@ -217,7 +218,7 @@ def _dense(x: Any) -> Any:
 # --- zero semantics -----------------------------------------------------------------------
 
 
-def zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) -> Any:
+def zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) -> Tensor:
     """Apply an elementwise function to operands of which some are sparse, none masked."""
     operands = [x if is_sparse(x) or _is_number(x) else jnp.asarray(x) for x in operands]
     if any(isinstance(x, RowSparse) and x.leading > 1 for x in operands):
@@ -249,13 +250,13 @@ def zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) ->
     return function(*(as_dense(x) if is_sparse(x) else x for x in operands), **kwargs)
 
 
-def _stacked_tables(function: Callable, operands: Sequence[Any], kwargs: dict) -> Any:
+def _stacked_tables(function: Callable, operands: Sequence[Any], kwargs: dict) -> Tensor | None:
     """Apply the function to tensors (M, V, *row), some of which store rows of (M * V, *row)."""
     rows = [x for x in operands if isinstance(x, RowSparse)]
     finest = max(rows, key=lambda x: x.leading)
     flat = finest.flat().shape
 
-    def flattened(x: Any) -> Any:
+    def flattened(x: TensorLike) -> Tensor:
         if not _is_number(x) and jnp.ndim(x) and x.shape != finest.shape:
             raise ValueError(
                 f"{finest!r} of stacked tables takes numbers and tensors of its shape, got "
@@ -271,7 +272,7 @@ def _stacked_tables(function: Callable, operands: Sequence[Any], kwargs: dict) -
     return result.reshape(finest.shape)
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: TensorLike) -> bool:
     # A Python number keeps its weak type, and one of NumPy is known under jit too.
     known = isinstance(x, bool | int | float | complex | np.generic)
     return known or (isinstance(x, np.ndarray) and x.ndim == 0)
@@ -310,7 +311,7 @@ class _Call:
         operands = [jnp.zeros((), x.dtype) if replaced(x) else x for x in self.operands]
         return dataclasses.replace(self, operands=operands)
 
-    def on_positions(self, affine: bool) -> Any:
+    def on_positions(self, affine: bool) -> Tensor | None:
         """Return the result, which is zero where no operand stores a value."""
         first, *others = self.sparse
         if isinstance(first, RowSparse):
@@ -343,12 +344,12 @@ class _Call:
         values = jnp.broadcast_to(values, (*values.shape[:1], *self.shape[1:]))
         return first.with_leaves(first.index_leaf, values, shape=self.shape)
 
-    def _aligned(self, sparse: list[Any]) -> Any:
+    def _aligned(self, sparse: list[Any]) -> Tensor:
         sparse = [unique_positions(x) for x in sparse]
         values = self._guarded(sparse[0], [stored_values(x) for x in sparse])
         return with_stored_values(sparse[0], values)
 
-    def _guarded(self, pattern: Any, values: Sequence[Any]) -> jax.Array:
+    def _guarded(self, pattern: Tensor, values: Sequence[Any]) -> jax.Array:
         """Do as `_apply`, with a harmless number at padding: slopes may be infinite there."""
         if getattr(pattern, "n_batch", 0):
             return self._apply(pattern, values)
@@ -364,10 +365,10 @@ class _Call:
         zero = jnp.zeros((), result.dtype)
         return jnp.where(trailing(stored, result.ndim), result, zero)
 
-    def _apply(self, pattern: Any, values: Sequence[Any]) -> jax.Array:
+    def _apply(self, pattern: Tensor, values: Sequence[Any]) -> jax.Array:
         return self.function(*self._at_positions(pattern, values), **self.kwargs)
 
-    def _at_positions(self, pattern: Any, values: Sequence[Any]) -> list[Any]:
+    def _at_positions(self, pattern: Tensor, values: Sequence[Any]) -> list[Any]:
         """Return the stored values of the sparse operands, and arrays at the same positions."""
         stored = iter(values)
         return [

@@ -34,11 +34,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.sparse import BCOO, BCSR
+from jax.typing import DTypeLike
 
 from jmask._base.array_types import trailing
 from jmask._base.fallback import report_fallback
+from jmask._base.types import Axis, Mask, Scalar, TensorLike
 from jmask._base.validation import refuse_scipy
 from jmask._tensors.masked_tensor import MaskedTensor, as_booleans, as_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
@@ -69,7 +72,7 @@ class _Groups:
 
     values: jax.Array
     valid: jax.Array
-    origin: Any
+    origin: TensorLike
     reduced: tuple[int, ...]
     shape: tuple[int, ...]
 
@@ -144,7 +147,7 @@ class Slices(_Groups):
             return result.reshape(result.shape[:1] + self.shape[sparse:])
         return result.reshape(self.shape)
 
-    def stored(self, result: Any) -> Any:
+    def stored(self, result: jax.Array) -> Any:
         """Return the tensor of results."""
         x, result = self.origin, self.shaped(result)
         if not self.keeps:
@@ -228,7 +231,9 @@ Results = tuple[jax.Array, jax.Array]
 """Results of groups, and where there are any."""
 
 
-def grouped(x: Any, valid: jax.Array, axes: Sequence[int], keepdims: bool = False) -> Groups:
+def grouped(
+    x: TensorLike, valid: jax.Array, axes: Sequence[int], keepdims: bool = False
+) -> Groups:
     """Return the groups of a reduction: `Slices` or `Segments`.
 
     Args:
@@ -263,19 +268,19 @@ def grouped(x: Any, valid: jax.Array, axes: Sequence[int], keepdims: bool = Fals
     return dataclasses.replace(form, values=form.arranged(values), valid=form.arranged(valid))
 
 
-def sparse_dimensions(x: Any) -> int:
+def sparse_dimensions(x: TensorLike) -> int:
     """Count the leading dimensions of `x` given by indices; 0 if it is dense."""
     if isinstance(x, RowSparse):
         return 1
     return int(x.n_sparse) if is_sparse(x) else 0
 
 
-def least(dtype: Any) -> Any:
+def least(dtype: DTypeLike) -> Scalar:
     """Return the number that changes no maximum over `dtype`."""
     return _extreme(dtype, -jnp.inf, lambda info: info.min)
 
 
-def greatest(dtype: Any) -> Any:
+def greatest(dtype: DTypeLike) -> Scalar:
     """Return the number that changes no minimum over `dtype`."""
     return _extreme(dtype, jnp.inf, lambda info: info.max)
 
@@ -289,7 +294,9 @@ def refuse_large(size: int, axes: str) -> None:
         )
 
 
-def _extreme(dtype: Any, infinite: float, integer_limit: Any) -> Any:
+def _extreme(
+    dtype: DTypeLike, infinite: float, integer_limit: Callable[[jnp.iinfo], int]
+) -> Scalar:
     if jnp.issubdtype(dtype, jnp.bool_):
         return infinite > 0
     if jnp.issubdtype(dtype, jnp.floating):
@@ -297,11 +304,11 @@ def _extreme(dtype: Any, infinite: float, integer_limit: Any) -> Any:
     return jnp.array(integer_limit(jnp.iinfo(dtype)), dtype)
 
 
-def _integer() -> Any:
+def _integer() -> np.dtype:
     return jnp.dtype(jnp.result_type(int))
 
 
-def _coordinate(x: Any, axis: int) -> Any:
+def _coordinate(x: TensorLike, axis: int) -> jax.Array:
     """Return the index of each stored value in one axis; broadcasts to the stored values."""
     values, sparse = stored_values(x), sparse_dimensions(x)
     if axis < sparse:
@@ -309,7 +316,9 @@ def _coordinate(x: Any, axis: int) -> Any:
     return lax.broadcasted_iota(_integer(), values.shape, axis - sparse + (sparse > 0))
 
 
-def _join(left: Any, right: Any) -> Any:
+def _join(
+    left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     starts_left, product = left
     starts, x = right
     # Not where(starts, x, product * x): x may be inf, and its derivative 0 * inf.
@@ -347,11 +356,11 @@ class Reduction:
 
     def __call__(
         self,
-        x: Any,
-        axis: Any,
+        x: TensorLike,
+        axis: Axis,
         keepdims: bool,
-        where: Any,
-        dtype: Any = None,
+        where: Mask,
+        dtype: DTypeLike | None = None,
         **options: Any,
     ) -> Any:
         x = as_tensor(x)
@@ -397,7 +406,9 @@ class Reduction:
         return groups.stored(result)
 
 
-def result_dtype(function: Callable[..., Any], x: Any, dtype: Any = None) -> Any:
+def result_dtype(
+    function: Callable[..., Any], x: TensorLike, dtype: DTypeLike | None = None
+) -> np.dtype:
     """Return the dtype that a function of JAX, such as `jnp.sum`, gives for `x`."""
     kind = as_tensor(x).dtype
     if dtype is not None:
@@ -405,7 +416,7 @@ def result_dtype(function: Callable[..., Any], x: Any, dtype: Any = None) -> Any
     return jax.eval_shape(function, jax.ShapeDtypeStruct((1,), kind)).dtype
 
 
-def checked_axes(axis: Any, ndim: int) -> tuple[int, ...]:
+def checked_axes(axis: Axis, ndim: int) -> tuple[int, ...]:
     """Return `axis` as ascending axes that are not negative.
 
     Raises:
@@ -429,14 +440,14 @@ def checked_axes(axis: Any, ndim: int) -> tuple[int, ...]:
     return tuple(axes)
 
 
-def single_axis(axis: Any, name: str) -> Any:
+def single_axis(axis: Axis, name: str) -> int | None:
     """Return `axis`, or raise TypeError if it is a tuple."""
     if isinstance(axis, Sequence):
         raise TypeError(f"`axis` of {name} must be an int or None, got {axis!r}.")
     return axis
 
 
-def where_at(where: Any, storage: Any) -> Any:
+def where_at(where: Mask, storage: TensorLike) -> jax.Array:
     """Return the booleans `where` at the stored values of a storage; True for None.
 
     Raises:
@@ -476,7 +487,7 @@ def where_at(where: Any, storage: Any) -> Any:
     return sampled(where, storage) if is_sparse(storage) else where
 
 
-def became_dense(name: str, x: Any) -> str:
+def became_dense(name: str, x: TensorLike) -> str:
     kind = "a masked" if isinstance(x, MaskedTensor) else "a sparse"
     return (
         f"`{name}` made {kind} tensor of shape {tuple(x.shape)} dense, at O(size) cost: it "

@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmask._base.fallback import report_fallback
+from jmask._base.types import Numbers, Tensor, TensorLike
 from jmask._ops.elementwise import elementwise
 from jmask._ops.shape import data_of, dense, masked_of
 from jmask._tables.stored_table import from_the_end
@@ -40,10 +41,12 @@ from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.methods import call, install
 from jmask._tensors.row_sparse import RowSparse
 
+IndexLike = Any  # as NumPy takes it: an integer, a slice, None, an array, or a tuple of these
+
 # --- x[...] of a masked tensor -----------------------------------------------------------
 
 
-def masked_getitem(x: MaskedTensor, index: Any) -> MaskedTensor:
+def masked_getitem(x: MaskedTensor, index: IndexLike) -> MaskedTensor:
     """`x[index]`: integers, slices, None, Ellipsis, arrays, masked integers; a list of numbers.
 
     Raises:
@@ -66,20 +69,20 @@ def masked_getitem(x: MaskedTensor, index: Any) -> MaskedTensor:
     )
 
 
-def with_array(index: Any) -> Any:
+def with_array(index: IndexLike) -> IndexLike:
     """Return the index, an array in place of a list: NumPy takes one and JAX none."""
     if not isinstance(index, list):
         return index
     return np.asarray(index) if index else np.zeros(0, np.int32)
 
 
-def has_masked(index: Any) -> bool:
+def has_masked(index: IndexLike) -> bool:
     """Decide whether a part of the index is a `MaskedTensor`."""
     parts = index if isinstance(index, tuple) else (index,)
     return any(isinstance(part, MaskedTensor) for part in parts)
 
 
-def known_places(index: Any, shape: tuple[int, ...], *, clip: bool) -> tuple[Any, ...]:
+def known_places(index: IndexLike, shape: tuple[int, ...], *, clip: bool) -> tuple[Any, ...]:
     """Return the index with masked integers out of range, where nothing is read or written.
 
     Args:
@@ -98,7 +101,7 @@ def known_places(index: Any, shape: tuple[int, ...], *, clip: bool) -> tuple[Any
     return tuple(places)
 
 
-def _consumed(part: Any) -> int:
+def _consumed(part: IndexLike) -> int:
     """Count the dimensions of the tensor that a part of an index stands for."""
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
@@ -106,7 +109,7 @@ def _consumed(part: Any) -> int:
     return part.ndim if is_mask and not isinstance(part, MaskedTensor) else 1
 
 
-def _place(part: Any, size: int, clip: bool) -> Any:
+def _place(part: IndexLike, size: int, clip: bool) -> Any:
     if not isinstance(part, MaskedTensor | int | np.integer | np.ndarray | jax.Array):
         return part
     part = dense(part, "indexing")
@@ -139,7 +142,7 @@ class At:
     def __init__(self, x: MaskedTensor):
         self.x = x
 
-    def __getitem__(self, index: Any) -> "Positions":
+    def __getitem__(self, index: IndexLike) -> "Positions":
         return Positions(self.x, index)
 
     def __repr__(self) -> str:
@@ -147,7 +150,7 @@ class At:
 
 
 def _arithmetic(name: str, doc: str) -> Callable[..., MaskedTensor]:
-    def method(self: "Positions", values: Any, **kwargs: Any) -> MaskedTensor:
+    def method(self: "Positions", values: TensorLike, **kwargs: Any) -> MaskedTensor:
         return self._combined(name, values, kwargs)
 
     method.__name__, method.__doc__ = name, doc
@@ -159,7 +162,7 @@ class Positions:
 
     __slots__ = ("index", "x")
 
-    def __init__(self, x: MaskedTensor, index: Any):
+    def __init__(self, x: MaskedTensor, index: IndexLike):
         self.x = dense(x, "at")
         self.index = with_array(index)
 
@@ -176,7 +179,7 @@ class Positions:
         valid = self.x.valid.at[index].get(fill_value=fill is not None, **kwargs)
         return joined(data, valid)
 
-    def set(self, values: Any, **kwargs: Any) -> MaskedTensor:
+    def set(self, values: TensorLike, **kwargs: Any) -> MaskedTensor:
         """Replace entries: by a masked tensor with its mask, by anything else as valid."""
         values = dense(values, "at")
         index, kwargs = self._places("drop", kwargs)
@@ -200,7 +203,7 @@ class Positions:
         """Apply the elementwise `func` to the valid entries, once where positions repeat."""
         return self.set(elementwise(func)(self.get(**kwargs)), **kwargs)
 
-    def _combined(self, name: str, values: Any, kwargs: dict) -> MaskedTensor:
+    def _combined(self, name: str, values: TensorLike, kwargs: dict) -> MaskedTensor:
         values = dense(values, "at")
         index, kwargs = self._places("drop", kwargs)
         # Ones wherever the result is masked: no nan from there can reach a derivative.
@@ -230,7 +233,7 @@ install(masked_at=At)
 # --- x[...] of a RowSparse ---------------------------------------------------------------
 
 
-def row_getitem(x: RowSparse, key: Any) -> Any:
+def row_getitem(x: RowSparse, key: IndexLike) -> Tensor:
     """`x[key]`: dense where single rows are picked, otherwise row-sparse.
 
     Args:
@@ -268,7 +271,7 @@ def _rows_at(x: RowSparse, ids: jax.Array) -> jax.Array:
     return call("lookup", x, from_the_end(ids, x.shape[0]))
 
 
-def _split(x: RowSparse, key: Any) -> tuple[Any, tuple[Any, ...]]:
+def _split(x: RowSparse, key: IndexLike) -> tuple[Any, tuple[Any, ...]]:
     """Split an index into that of the rows and those of the other dimensions."""
     key = key if isinstance(key, tuple) else (key,)
     key = tuple(_checked(k) for k in key)
@@ -287,7 +290,7 @@ def _split(x: RowSparse, key: Any) -> tuple[Any, tuple[Any, ...]]:
     return (key[0], key[1:]) if key else (slice(None), ())
 
 
-def _checked(k: Any) -> Any:
+def _checked(k: IndexLike) -> Any:
     if k is None or k is Ellipsis or isinstance(k, slice):
         return k
     if isinstance(k, list | np.ndarray):
@@ -309,11 +312,11 @@ def _checked(k: Any) -> Any:
         ) from None
 
 
-def _is_array(k: Any) -> bool:
+def _is_array(k: object) -> bool:
     return getattr(k, "ndim", 0) > 0
 
 
-def _is_integer(k: Any) -> bool:
+def _is_integer(k: object) -> bool:
     return not (k is None or k is Ellipsis or isinstance(k, slice) or _is_array(k))
 
 
@@ -323,11 +326,11 @@ def _moves_to_front(rest: tuple[Any, ...]) -> bool:
     return any(map(_is_array, rest)) and places[-1] - places[0] >= len(places)
 
 
-def _is_boolean(k: Any) -> bool:
+def _is_boolean(k: object) -> bool:
     return getattr(k, "dtype", None) == jnp.dtype(bool)
 
 
-def _row_numbers(x: RowSparse, k: Any) -> jax.Array:
+def _row_numbers(x: RowSparse, k: IndexLike) -> jax.Array:
     if _is_boolean(k):
         if isinstance(k, jax.core.Tracer):
             raise TypeError(
@@ -376,7 +379,7 @@ def _columns(x: RowSparse, rest: tuple[Any, ...]) -> RowSparse:
 install(row_getitem=row_getitem)
 
 
-def retain(x: RowSparse, rows: Any) -> RowSparse:
+def retain(x: RowSparse, rows: Numbers) -> RowSparse:
     """Keep only the rows of `x` whose index is among `rows` (m,); the others become zero.
 
     Raises:

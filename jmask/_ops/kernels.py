@@ -18,11 +18,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import is_nonzero, joint_dtype, wide
 from jmask._base.norms import Norm, factor_for, squared
+from jmask._base.types import JvpArgs, Scalar
 from jmask._ops.groups import Groups, Results, Slices, greatest, least
 
 _Kernel = Callable[..., Results]
@@ -30,13 +32,13 @@ _Reduce = Callable[[jax.Array], jax.Array]
 _Rank = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
-def select(groups: Groups, fill: Any, dtype: DTypeLike | None = None) -> jax.Array:
+def select(groups: Groups, fill: Scalar, dtype: DTypeLike | None = None) -> jax.Array:
     """Return the entries cast to `dtype`, `fill` where they take no part."""
     values = groups.values if dtype is None else groups.values.astype(dtype)
     return jnp.where(groups.valid, values, jnp.asarray(fill, values.dtype))
 
 
-def inexact(dtype: DTypeLike) -> Any:
+def inexact(dtype: DTypeLike) -> np.dtype:
     """Return the dtype of a mean of `dtype`, as JAX promotes."""
     return jax.eval_shape(jnp.mean, jax.ShapeDtypeStruct((1,), dtype)).dtype
 
@@ -233,12 +235,12 @@ def argmin(groups: Groups) -> Results:
 
 
 @jax.custom_jvp
-def _with_slope_of(value: Any, like: Any) -> Any:
+def _with_slope_of(value: jax.Array, like: jax.Array) -> jax.Array:
     return value
 
 
 @_with_slope_of.defjvp
-def _with_slope_of_jvp(primals: Any, tangents: Any) -> Any:
+def _with_slope_of_jvp(primals: JvpArgs, tangents: JvpArgs) -> Any:
     # The function itself and not `primals[0]`, which the next derivative takes for a constant.
     return _with_slope_of(*primals), tangents[1]
 

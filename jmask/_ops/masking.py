@@ -15,6 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jmask._base.types import Mask, Scalar, Tensor, TensorLike
 from jmask._ops.elementwise import elementwise
 from jmask._ops.shape import data_of, dense, masked_of
 from jmask._ops.shape import where as where_
@@ -22,7 +23,7 @@ from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, is_tens
 from jmask._tensors.storage import is_sparse, same_positions, sampled, stored_values
 
 
-def masked_where(condition: Any, x: Any) -> MaskedTensor:
+def masked_where(condition: Mask, x: TensorLike) -> MaskedTensor:
     """Mask the entries of `x` where `condition` is True, or itself masked.
 
     Example:
@@ -45,7 +46,9 @@ def masked_where(condition: Any, x: Any) -> MaskedTensor:
     return joined(jnp.broadcast_to(x.storage, shape), valid)
 
 
-def _masks(name: str, which: str, condition: Callable[..., Any], example: str) -> Any:
+def _masks(
+    name: str, which: str, condition: Callable[..., Any], example: str
+) -> Callable[..., MaskedTensor]:
     """Return the function of `numpy.ma` that masks the entries for which a condition holds.
 
     Args:
@@ -56,7 +59,7 @@ def _masks(name: str, which: str, condition: Callable[..., Any], example: str) -
     """
     holds = elementwise(condition)
 
-    def masked(x: Any, *args: Any, **kwargs: Any) -> MaskedTensor:
+    def masked(x: TensorLike, *args: Any, **kwargs: Any) -> MaskedTensor:
         x = as_masked_tensor(x)
         return masked_where(holds(x, *args, **kwargs), x)
 
@@ -76,15 +79,17 @@ def _masks(name: str, which: str, condition: Callable[..., Any], example: str) -
     return masked
 
 
-def _is_inside(x: Any, v1: Any, v2: Any) -> Any:
+def _is_inside(x: TensorLike, v1: TensorLike, v2: TensorLike) -> Tensor:
     return (x >= jnp.minimum(v1, v2)) & (x <= jnp.maximum(v1, v2))
 
 
-def _is_outside(x: Any, v1: Any, v2: Any) -> Any:
+def _is_outside(x: TensorLike, v1: TensorLike, v2: TensorLike) -> Tensor:
     return (x < jnp.minimum(v1, v2)) | (x > jnp.maximum(v1, v2))
 
 
-def _is_close(x: Any, value: Any, rtol: Any = 1e-5, atol: Any = 1e-8) -> Any:
+def _is_close(
+    x: TensorLike, value: TensorLike, rtol: Scalar = 1e-5, atol: Scalar = 1e-8
+) -> Tensor:
     if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
         return x == value
     return jnp.isclose(x, value, rtol, atol)
@@ -131,7 +136,7 @@ masked_invalid = _masks(
 )
 
 
-def masked_fill(x: Any, where: Any, value: Any) -> Any:
+def masked_fill(x: TensorLike, where: Mask, value: TensorLike) -> Tensor:
     """Set the entries of `x` where `where` is True to `value`, which is valid.
 
     Args:
@@ -151,7 +156,7 @@ def masked_fill(x: Any, where: Any, value: Any) -> Any:
     return where_(where, jnp.asarray(value, dtype), x)
 
 
-def select(condlist: Sequence[Any], choicelist: Sequence[Any], default: Any = 0) -> Any:
+def select(condlist: Sequence[Any], choicelist: Sequence[Any], default: Scalar = 0) -> Tensor:
     """Return the entry of the first choice whose condition is True, as `jax.numpy.select`.
 
     Args:

@@ -11,7 +11,7 @@ jit it is given as `size`, as in `jax.numpy`.
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from jmask._base.array_types import is_nonzero, joint_dtype
+from jmask._base.types import Axis, Mask, Numbers, Scalar, Tensor, TensorLike
 from jmask._base.validation import checked_choice
 from jmask._ops import kernels
 from jmask._ops.groups import Reduction, checked_axes, sparse_dimensions
@@ -37,14 +38,14 @@ _QUANTILE, _MEDIAN = (
 
 @described
 def quantile(
-    x: Any,
-    q: Any,
-    axis: Any = None,
+    x: TensorLike,
+    q: Numbers,
+    axis: Axis = None,
     keepdims: bool = False,
-    where: Any = None,
+    where: Mask | None = None,
     *,
     method: str = "linear",
-) -> Any:
+) -> Tensor:
     """Return the entry below which a part `q` of the valid entries lies; nan if one is nan.
 
     The derivative is that of the entries. Sparse storage becomes dense.
@@ -68,7 +69,7 @@ def quantile(
     ):
         raise ValueError(f"`q` must be from 0 to 1, got {q}.")
 
-    def one(q: jax.Array) -> Any:
+    def one(q: jax.Array) -> Tensor:
         def rank(last: jax.Array) -> tuple[jax.Array, jax.Array]:
             place = jnp.where((q >= 0) & (q <= 1), q, jnp.nan) * last.astype(q.dtype)
             below = jnp.floor(place)
@@ -84,14 +85,14 @@ def quantile(
 
 
 def percentile(
-    x: Any,
-    q: Any,
-    axis: Any = None,
+    x: TensorLike,
+    q: Numbers,
+    axis: Axis = None,
     keepdims: bool = False,
-    where: Any = None,
+    where: Mask | None = None,
     *,
     method: str = "linear",
-) -> Any:
+) -> Tensor:
     """Return `quantile(x, q / 100)`.
 
     Example:
@@ -107,13 +108,13 @@ def percentile(
 
 @described
 def median(
-    x: Any,
-    axis: Any = None,
+    x: TensorLike,
+    axis: Axis = None,
     keepdims: bool = False,
-    where: Any = None,
+    where: Mask | None = None,
     *,
     averaged: bool = True,
-) -> Any:
+) -> Tensor:
     """Return the middle valid entry, or the mean of the two in the middle; nan if one is nan.
 
     The derivative is that of the entries. Sparse storage becomes dense.
@@ -139,7 +140,7 @@ def median(
 # --- the largest, the different, the valid ones ------------------------------------------
 
 
-def top_k(x: Any, k: int, axis: int = -1) -> tuple[Any, Any]:
+def top_k(x: TensorLike, k: int, axis: int = -1) -> tuple[Any, Any]:
     """Return the k largest valid entries along an axis, descending, and where they are.
 
     Args:
@@ -173,8 +174,32 @@ def top_k(x: Any, k: int, axis: int = -1) -> tuple[Any, Any]:
     return values, order
 
 
+@overload
 def unique(
-    ar: Any,
+    ar: TensorLike,
+    return_index: Literal[False] = ...,
+    return_inverse: Literal[False] = ...,
+    return_counts: Literal[False] = ...,
+    axis: int | None = ...,
+    *,
+    equal_nan: bool = ...,
+    size: int | None = ...,
+    fill_value: Scalar | None = ...,
+) -> Tensor: ...
+@overload
+def unique(
+    ar: TensorLike,
+    return_index: bool = ...,
+    return_inverse: bool = ...,
+    return_counts: bool = ...,
+    axis: int | None = ...,
+    *,
+    equal_nan: bool = ...,
+    size: int | None = ...,
+    fill_value: Scalar | None = ...,
+) -> Tensor | tuple[Tensor, ...]: ...
+def unique(
+    ar: TensorLike,
     return_index: bool = False,
     return_inverse: bool = False,
     return_counts: bool = False,
@@ -182,8 +207,8 @@ def unique(
     *,
     equal_nan: bool = True,
     size: int | None = None,
-    fill_value: Any = None,
-) -> Any:
+    fill_value: Scalar | None = None,
+) -> Tensor | tuple[Tensor, ...]:
     """Return the different entries, sorted; masked ones count as one, which comes last.
 
     Args:
@@ -242,7 +267,7 @@ def unique(
 
 
 def nonzero(
-    x: Any, *, size: int | None = None, fill_value: Any = None
+    x: TensorLike, *, size: int | None = None, fill_value: int | tuple[int, ...] | None = None
 ) -> tuple[jax.Array, ...]:
     """Return the indices of the valid entries that are not 0, an array for each dimension.
 
@@ -269,7 +294,7 @@ def nonzero(
     )
 
 
-def compressed(x: Any, *, size: int | None = None, fill_value: Any = 0) -> jax.Array:
+def compressed(x: TensorLike, *, size: int | None = None, fill_value: complex = 0) -> jax.Array:
     """Return the valid entries, in the order of their positions, as an array (n,).
 
     Args:

@@ -43,10 +43,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.sparse import BCOO, BCSR
+from jax.typing import DTypeLike
 
 from jmask._base.array_types import adds_when_cast, explicit_sharding, sum_dtype, trailing, wide
 from jmask._base.fallback import report_fallback
 from jmask._base.row_ids import canonical
+from jmask._base.types import JvpArgs, Tensor, TensorLike
 from jmask._base.validation import check_flag, checked_choice, refuse_scipy
 from jmask._kernels.bag_sum import bag_sum
 from jmask._kernels.rows import add_rows
@@ -74,7 +76,7 @@ class Dense:
     def matrix(self) -> jax.Array:
         return self.array.T if self.transposed else self.array
 
-    def place(self, ids: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    def place(self, ids: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
         return self.matrix, ids
 
 
@@ -95,7 +97,7 @@ class StoredRows:
     def T(self) -> "StoredRows":  # noqa: N802
         return dataclasses.replace(self, transposed=not self.transposed)
 
-    def coalesced_as(self, dtype: Any) -> RowSparse:
+    def coalesced_as(self, dtype: DTypeLike) -> RowSparse:
         """Sum the rows with equal ids in `dtype`; padding is zeros."""
         shape = (self.height, *self.values.shape[1:])
         values = self.values.astype(dtype)
@@ -104,7 +106,7 @@ class StoredRows:
         values = zeros_at_padding(self.ids, values, self.height)
         return RowSparse(self.ids, values, shape, coalesced=True)
 
-    def place(self, ids: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    def place(self, ids: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
         stored = self.coalesced_as(dtype)
         if not stored.nse:
             return stored.values, ids
@@ -126,7 +128,7 @@ class Coordinates:
     def T(self) -> "Coordinates":  # noqa: N802
         return Coordinates(self.columns, self.rows, self.values, self.shape[::-1])
 
-    def to_dense(self, dtype: Any) -> jax.Array:
+    def to_dense(self, dtype: DTypeLike) -> jax.Array:
         zeros, values = jnp.zeros(self.shape, dtype), self.values.astype(dtype)
         return zeros.at[self.rows, self.columns].add(values, mode="drop")
 
@@ -134,7 +136,7 @@ class Coordinates:
 Operand = Dense | StoredRows | Coordinates
 
 
-def operand(x: Any, transposed: bool) -> Operand:
+def operand(x: TensorLike, transposed: bool) -> Operand:
     """Return the operand for an array, RowSparse, BCOO or BCSR of two dimensions."""
     if isinstance(x, RowSparse):
         ids, height = x.row_ids(), x.shape[0]
@@ -160,7 +162,7 @@ def entries(x: BCOO | BCSR) -> Coordinates:
     return Coordinates(rows, columns, zeros_at_padding(rows, x.data, height), (height, width))
 
 
-def rows_at(b: Dense | StoredRows, ids: jax.Array, dtype: Any) -> jax.Array:
+def rows_at(b: Dense | StoredRows, ids: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return the rows `ids` of a matrix (n, d), zeros at padding."""
     table, positions = b.place(ids, dtype)
     return _rows_or_zeros(table, positions).astype(dtype)
@@ -174,7 +176,7 @@ def _rows_or_zeros(table: jax.Array, positions: jax.Array) -> jax.Array:
     return table.at[positions].get(mode="fill", fill_value=0)
 
 
-def sums_of_rows(a: Coordinates, b: Dense | StoredRows, dtype: Any) -> jax.Array:
+def sums_of_rows(a: Coordinates, b: Dense | StoredRows, dtype: DTypeLike) -> jax.Array:
     """Return the product (m, d) in `dtype`: bags of rows of `b`."""
     table, positions = b.place(a.columns, dtype)
     bags, weights = a.shape[0], a.values.astype(dtype)
@@ -205,7 +207,7 @@ _WIDTHS = range(8, 64)
 _DTYPES = (jnp.float32, jnp.float64)
 
 
-def suits_kernel(x: Any, dense: Any) -> bool:
+def suits_kernel(x: TensorLike, dense: jax.Array) -> bool:
     """Decide whether the kernel can take X W, and is the faster way."""
     return (
         isinstance(x, BCSR)
@@ -225,7 +227,7 @@ def _kernel_product(*arrays: jax.Array) -> jax.Array:
 
 
 @_kernel_product.defjvp
-def _product_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+def _product_jvp(primals: JvpArgs, tangents: JvpArgs) -> tuple[Any, Any]:
     values, columns, pointers, dense = primals
     terms = lambda values, dense: _csr_terms(values, columns, pointers, dense)
     _, tangent = jax.jvp(terms, (values, dense), (tangents[0], tangents[-1]))
@@ -270,8 +272,8 @@ _RESULTS = (None, "default", "row_sparse")
 
 
 def dot(
-    lhs: Any,
-    rhs: Any,
+    lhs: TensorLike,
+    rhs: TensorLike,
     *,
     transpose_a: bool = False,
     transpose_b: bool = False,
@@ -353,7 +355,7 @@ def dot(
     return _product_of(lhs, rhs, bool(transpose_a), bool(transpose_b), sparse)
 
 
-def _checked(x: Any, name: str) -> Any:
+def _checked(x: TensorLike, name: str) -> Tensor:
     if isinstance(x, MaskedTensor):
         raise TypeError(
             f"`{name}` is a MaskedTensor: use jmask.numpy.matmul, or .to_tensor(0) for zeros "
@@ -383,7 +385,7 @@ def _checked(x: Any, name: str) -> Any:
     return x
 
 
-def _check_shapes(lhs: Any, rhs: Any, transpose_a: bool, transpose_b: bool) -> None:
+def _check_shapes(lhs: Tensor, rhs: Tensor, transpose_a: bool, transpose_b: bool) -> None:
     over = 0 if transpose_a or lhs.ndim == 1 else 1, 1 if transpose_b and rhs.ndim == 2 else 0
     if lhs.shape[over[0]] != rhs.shape[over[1]]:
         raise ValueError(
@@ -393,7 +395,7 @@ def _check_shapes(lhs: Any, rhs: Any, transpose_a: bool, transpose_b: bool) -> N
         )
 
 
-def _is_result_sparse(lhs: Any, transpose_a: bool, forward_stype: str | None) -> bool:
+def _is_result_sparse(lhs: TensorLike, transpose_a: bool, forward_stype: str | None) -> bool:
     if isinstance(forward_stype, str) and forward_stype in ("csr", "coo"):
         raise ValueError(
             f"`forward_stype` cannot be {forward_stype!r}: how many entries of a product are "
@@ -415,7 +417,7 @@ def _is_result_sparse(lhs: Any, transpose_a: bool, forward_stype: str | None) ->
     return forward_stype == "row_sparse"
 
 
-def _report_dense(lhs: Any, rhs: Any, transpose_b: bool) -> None:
+def _report_dense(lhs: TensorLike, rhs: TensorLike, transpose_b: bool) -> None:
     if isinstance(rhs, RowSparse) and rhs.ndim == 2 and transpose_b:
         report_fallback(
             f"the product with a transposed row_sparse `rhs` of shape {rhs.shape} stores "
@@ -430,7 +432,7 @@ def _report_dense(lhs: Any, rhs: Any, transpose_b: bool) -> None:
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _product_of(
-    lhs: Any, rhs: Any, transpose_a: bool, transpose_b: bool, sparse: bool
+    lhs: TensorLike, rhs: TensorLike, transpose_a: bool, transpose_b: bool, sparse: bool
 ) -> jax.Array | RowSparse:
     if suits_kernel(lhs, rhs) and not (transpose_a or transpose_b or sparse):
         return _kernel_product(lhs.data, lhs.indices, lhs.indptr, rhs)
@@ -450,7 +452,7 @@ def _product_of(
     return result
 
 
-def _product(a: Operand, b: Operand, dtype: Any, sparse: bool) -> Any:
+def _product(a: Operand, b: Operand, dtype: DTypeLike, sparse: bool) -> Tensor:
     """Return the product in `dtype`: rows for `StoredRows`, if `sparse` for `Coordinates`."""
     if isinstance(b, StoredRows) and b.transposed:
         filled = _product(a, Dense(b.values, transposed=True), dtype, sparse)
@@ -472,7 +474,7 @@ def _product(a: Operand, b: Operand, dtype: Any, sparse: bool) -> Any:
     return _product(b.T, a.T, dtype, sparse=False).T
 
 
-def _matmul(x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
+def _matmul(x: jax.Array, y: jax.Array, dtype: DTypeLike) -> jax.Array:
     if x.dtype != y.dtype or x.dtype == jnp.dtype(bool):
         x, y = x.astype(dtype), y.astype(dtype)
     return jnp.matmul(x, y, preferred_element_type=dtype)
@@ -484,13 +486,13 @@ def _as_columns(values: jax.Array, like: StoredRows) -> jax.Array:
     return add_rows(zeros, like.ids, values.T, coalesced=like.coalesced).T
 
 
-def _matrix(x: Any, dtype: Any) -> Any:
+def _matrix(x: TensorLike, dtype: DTypeLike) -> Tensor:
     """Return a vector as a column; sum equal positions where casts to `dtype` do not add."""
     x = x if adds_when_cast(x.dtype, dtype) else unique_positions(x)
     return x if x.ndim == 2 else _on_values(x, lambda values: values[:, None])
 
 
-def _on_values(x: Any, function: Callable[[jax.Array], jax.Array]) -> Any:
+def _on_values(x: TensorLike, function: Callable[[jax.Array], jax.Array]) -> Tensor:
     """Apply `function` to an array, or to the rows that a `RowSparse` stores."""
     if not isinstance(x, RowSparse):
         return function(x)

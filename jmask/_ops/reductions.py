@@ -33,7 +33,9 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.scipy import special
+from jax.typing import DTypeLike
 
+from jmask._base.types import Axis, Mask, Tensor, TensorLike
 from jmask._ops import kernels
 from jmask._ops.elementwise import elementwise
 from jmask._ops.groups import Reduction, checked_axes, single_axis, where_at
@@ -108,8 +110,12 @@ def described(function: _F) -> _F:
 
 @described
 def sum(  # noqa: A001
-    x: Any, axis: Any = None, dtype: Any = None, keepdims: bool = False, where: Any = None
-) -> Any:
+    x: TensorLike,
+    axis: Axis = None,
+    dtype: DTypeLike | None = None,
+    keepdims: bool = False,
+    where: Mask | None = None,
+) -> Tensor:
     """Sum the valid entries.
 
     Args:
@@ -128,8 +134,12 @@ def sum(  # noqa: A001
 
 @described
 def prod(
-    x: Any, axis: Any = None, dtype: Any = None, keepdims: bool = False, where: Any = None
-) -> Any:
+    x: TensorLike,
+    axis: Axis = None,
+    dtype: DTypeLike | None = None,
+    keepdims: bool = False,
+    where: Mask | None = None,
+) -> Tensor:
     """Return the product of the valid entries.
 
     Args:
@@ -145,8 +155,12 @@ def prod(
 
 @described
 def mean(
-    x: Any, axis: Any = None, dtype: Any = None, keepdims: bool = False, where: Any = None
-) -> Any:
+    x: TensorLike,
+    axis: Axis = None,
+    dtype: DTypeLike | None = None,
+    keepdims: bool = False,
+    where: Mask | None = None,
+) -> Tensor:
     """Return the mean of the valid entries: their sum by their number.
 
     Args:
@@ -162,15 +176,15 @@ def mean(
 
 @described
 def var(
-    x: Any,
-    axis: Any = None,
-    dtype: Any = None,
+    x: TensorLike,
+    axis: Axis = None,
+    dtype: DTypeLike | None = None,
     ddof: float = 0,
     keepdims: bool = False,
-    where: Any = None,
+    where: Mask | None = None,
     *,
     correction: float | None = None,
-) -> Any:
+) -> Tensor:
     """Return the variance of the valid entries: mean square distance from their mean.
 
     Masked (nan for an array with `where=`) where not more than `ddof` entries are valid.
@@ -190,15 +204,15 @@ def var(
 
 @described
 def std(
-    x: Any,
-    axis: Any = None,
-    dtype: Any = None,
+    x: TensorLike,
+    axis: Axis = None,
+    dtype: DTypeLike | None = None,
     ddof: float = 0,
     keepdims: bool = False,
-    where: Any = None,
+    where: Mask | None = None,
     *,
     correction: float | None = None,
-) -> Any:
+) -> Tensor:
     """Return the standard deviation of the valid entries: the root of `var`.
 
     The derivative where it is 0, as for equal entries, is 0.
@@ -226,12 +240,12 @@ def _ddof(ddof: float, correction: float | None) -> float:
 
 @described
 def norm(
-    x: Any,
+    x: TensorLike,
     ord: float | None = 2,  # noqa: A002
-    axis: Any = None,
+    axis: Axis = None,
     keepdims: bool = False,
-    where: Any = None,
-) -> Any:
+    where: Mask | None = None,
+) -> Tensor:
     """Return the vector norm of the valid entries: the `ord`-th root of the sum of |x| ** ord.
 
     Always of the entries as one vector, also over two axes. The derivative is 0 where the
@@ -254,7 +268,9 @@ def norm(
 
 
 @described
-def logsumexp(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+def logsumexp(
+    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
+) -> Tensor:
     """Return the log of the sum of exp of the valid entries, without overflow.
 
     Example:
@@ -267,7 +283,9 @@ def logsumexp(x: Any, axis: Any = None, keepdims: bool = False, where: Any = Non
 
 
 @described
-def logmeanexp(x: Any, axis: Any = None, where: Any = None, keepdims: bool = False) -> Any:
+def logmeanexp(
+    x: TensorLike, axis: Axis = None, where: Mask | None = None, keepdims: bool = False
+) -> Tensor:
     """Return the log of the mean of exp of the valid entries, without overflow.
 
     Example:
@@ -281,8 +299,12 @@ def logmeanexp(x: Any, axis: Any = None, where: Any = None, keepdims: bool = Fal
 
 @described
 def average(
-    x: Any, axis: Any = None, weights: Any = None, keepdims: bool = False, where: Any = None
-) -> Any:
+    x: TensorLike,
+    axis: Axis = None,
+    weights: TensorLike | None = None,
+    keepdims: bool = False,
+    where: Mask | None = None,
+) -> Tensor:
     """Return the mean of the valid entries, each counted by its weight.
 
     Args:
@@ -303,7 +325,7 @@ def average(
     shape = tuple(x.shape)
     axes = checked_axes(axis, len(shape))
 
-    def spread(weights: Any) -> jax.Array:
+    def spread(weights: jax.Array) -> jax.Array:
         weights = jnp.asarray(weights)
         if weights.ndim == 1 < len(shape) and len(axes) == 1:
             weights = jnp.expand_dims(weights, [a for a in range(len(shape)) if a != axes[0]])
@@ -324,7 +346,9 @@ def average(
 
 
 @described
-def max(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:  # noqa: A001
+def max(  # noqa: A001
+    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
+) -> Tensor:
     """Return the largest valid entry; nan if one is nan.
 
     Example:
@@ -336,7 +360,9 @@ def max(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> 
 
 
 @described
-def min(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:  # noqa: A001
+def min(  # noqa: A001
+    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
+) -> Tensor:
     """Return the smallest valid entry; nan if one is nan.
 
     Example:
@@ -351,7 +377,9 @@ amax, amin = max, min
 
 
 @described
-def ptp(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+def ptp(
+    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
+) -> Tensor:
     """Return the difference between the largest and the smallest valid entry.
 
     Example:
@@ -363,7 +391,9 @@ def ptp(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> 
 
 
 @described
-def argmax(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+def argmax(
+    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
+) -> Tensor:
     """Return the index of the first largest valid entry along `axis`.
 
     With axis None the tensor is flattened; a tuple of axes is refused.
@@ -378,7 +408,9 @@ def argmax(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) 
 
 
 @described
-def argmin(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+def argmin(
+    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
+) -> Tensor:
     """Return the index of the first smallest valid entry along `axis`.
 
     With axis None the tensor is flattened; a tuple of axes is refused.
@@ -392,7 +424,9 @@ def argmin(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) 
 
 
 @described
-def all(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:  # noqa: A001
+def all(  # noqa: A001
+    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
+) -> Tensor:
     """Decide whether no valid entry is 0 or False.
 
     Example:
@@ -404,7 +438,9 @@ def all(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> 
 
 
 @described
-def any(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:  # noqa: A001
+def any(  # noqa: A001
+    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
+) -> Tensor:
     """Decide whether a valid entry is neither 0 nor False.
 
     Example:
@@ -416,7 +452,9 @@ def any(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> 
 
 
 @described
-def count(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+def count(
+    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
+) -> Tensor:
     """Count the valid entries: an ordinary tensor, as there always is a number.
 
     All entries of an ordinary tensor are valid.
@@ -432,7 +470,9 @@ def count(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -
 
 
 @described
-def count_nonzero(x: Any, axis: Any = None, keepdims: bool = False, where: Any = None) -> Any:
+def count_nonzero(
+    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
+) -> Tensor:
     """Count the valid entries that are not 0.
 
     Example:

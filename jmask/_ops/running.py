@@ -6,12 +6,14 @@
 An entry that does not exist adds the identity, and stays masked. Sparse storage becomes dense.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
+from jmask._base.types import Axis, Mask, Tensor, TensorLike
 from jmask._ops import kernels
 from jmask._ops.groups import checked_axes, single_axis, where_at
 from jmask._ops.reductions import described
@@ -20,7 +22,9 @@ from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, joined
 
 
 @described
-def cumsum(x: Any, axis: Any = None, dtype: Any = None, where: Any = None) -> Any:
+def cumsum(
+    x: TensorLike, axis: Axis = None, dtype: DTypeLike | None = None, where: Mask | None = None
+) -> Tensor:
     """Return the running sum of the valid entries along `axis`; masked entries stay so.
 
     Sparse storage becomes dense. With axis None the tensor is flattened.
@@ -37,7 +41,9 @@ def cumsum(x: Any, axis: Any = None, dtype: Any = None, where: Any = None) -> An
 
 
 @described
-def cumprod(x: Any, axis: Any = None, dtype: Any = None, where: Any = None) -> Any:
+def cumprod(
+    x: TensorLike, axis: Axis = None, dtype: DTypeLike | None = None, where: Mask | None = None
+) -> Tensor:
     """Return the running product of the valid entries along `axis`; masked entries stay so.
 
     Sparse storage becomes dense. With axis None the tensor is flattened.
@@ -54,7 +60,7 @@ def cumprod(x: Any, axis: Any = None, dtype: Any = None, where: Any = None) -> A
 
 
 @described
-def cumlogsumexp(x: Any, axis: Any = None, where: Any = None) -> Any:
+def cumlogsumexp(x: TensorLike, axis: Axis = None, where: Mask | None = None) -> Tensor:
     """Return the log of the running sum of exp of the valid entries along `axis`.
 
     Masked entries stay so. Sparse storage becomes dense. With axis None the tensor is
@@ -81,8 +87,14 @@ def _cumlogsumexp(x: jax.Array, axis: int | None, dtype: None) -> jax.Array:
 
 
 def _running(
-    name: str, function: Any, identity: float, x: Any, axis: Any, dtype: Any, where: Any
-) -> Any:
+    name: str,
+    function: Callable[..., jax.Array],
+    identity: float,
+    x: TensorLike,
+    axis: Axis,
+    dtype: DTypeLike | None,
+    where: Mask,
+) -> Tensor:
     x = dense(as_tensor(x), name)
     masked = isinstance(x, MaskedTensor)
     values = x.storage if masked else x

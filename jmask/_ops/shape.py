@@ -23,7 +23,7 @@ Plain arrays are passed on to `jax.numpy`.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,9 +31,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.sparse import BCOO
+from jax.typing import DTypeLike
 
 from jmask._base.fallback import report_fallback
 from jmask._base.row_ids import widen
+from jmask._base.types import Axis, Mask, Shape, Tensor, TensorLike
 from jmask._base.validation import abstract_leaf
 from jmask._ops.elementwise import elementwise, on_union_of_rows
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
@@ -67,7 +69,7 @@ def moved(
     """
 
     @functools.wraps(function)
-    def lifted(*args: Any, **kwargs: Any) -> Any:
+    def lifted(*args: Any, **kwargs: Any) -> Tensor:
         operands, arguments = (args, ()) if variadic else (args[:1], args[1:])
         leaves = jax.tree.leaves(operands, is_leaf=is_tensor)
         if not any(map(is_tensor, leaves)):
@@ -90,17 +92,17 @@ def moved(
     return lifted
 
 
-def data_of(x: Any) -> Any:
+def data_of(x: TensorLike) -> Tensor:
     """Return the data of a dense masked tensor; anything else as it is."""
     return x.storage if isinstance(x, MaskedTensor) else x
 
 
-def masked_of(x: Any) -> jax.Array:
+def masked_of(x: TensorLike) -> jax.Array:
     """Return where a dense masked tensor is masked: nowhere for anything else."""
     return ~x.valid if isinstance(x, MaskedTensor) else jnp.zeros(jnp.shape(x), bool)
 
 
-def dense(x: Any, name: str) -> Any:
+def dense(x: TensorLike, name: str) -> Tensor:
     """Return `x` on dense storage, with a warning that names the operation if it was sparse."""
     storage = data_of(x)
     if not is_sparse(storage):
@@ -111,7 +113,7 @@ def dense(x: Any, name: str) -> Any:
     return x.to_dense() if isinstance(x, MaskedTensor) else as_dense(x)
 
 
-def is_masked_coo(x: Any) -> bool:
+def is_masked_coo(x: TensorLike) -> bool:
     """Decide whether `x` is a masked tensor that stores a position for each single entry."""
     return isinstance(x, MaskedTensor) and isinstance(x.storage, BCOO) and not x.storage.n_dense
 
@@ -119,7 +121,7 @@ def is_masked_coo(x: Any) -> bool:
 # --- rules of storages --------------------------------------------------------------------
 
 
-def reshaped(function: Callable, x: Any, arguments: tuple, kwargs: dict) -> Any:
+def reshaped(function: Callable, x: Tensor, arguments: tuple, kwargs: dict) -> Tensor | None:
     """Keep the storage under functions that keep the order of entries."""
     if not (is_row_sparse(x) or is_masked_coo(x)) or "F" in (*arguments, *kwargs.values()):
         return None
@@ -146,7 +148,7 @@ def reshaped(function: Callable, x: Any, arguments: tuple, kwargs: dict) -> Any:
     return _at_indices(x, places, shape, x.storage.indices_sorted)
 
 
-def permuted(function: Callable, x: Any, arguments: tuple, kwargs: dict) -> Any:
+def permuted(function: Callable, x: Tensor, arguments: tuple, kwargs: dict) -> Tensor | None:
     """Keep the storage under functions that permute dimensions."""
     if not (is_row_sparse(x) or is_masked_coo(x)):
         return None
@@ -161,7 +163,9 @@ def permuted(function: Callable, x: Any, arguments: tuple, kwargs: dict) -> Any:
     return _with_rows(x, x.values.transpose(axes), shape) if axes[0] == 0 else None
 
 
-def joined_rows(function: Callable, tensors: Any, arguments: tuple, kwargs: dict) -> Any:
+def joined_rows(
+    function: Callable, tensors: Sequence[TensorLike], arguments: tuple, kwargs: dict
+) -> Tensor | None:
     """Keep rows under functions that join tensors along an axis that there is."""
     if not isinstance(tensors, list | tuple) or not all(map(is_row_sparse, tensors)):
         return None
@@ -189,7 +193,9 @@ def joined_rows(function: Callable, tensors: Any, arguments: tuple, kwargs: dict
     return _with_rows(rows[0], values, result.shape)
 
 
-def _at_indices(x: MaskedTensor, indices: Any, shape: Any, is_sorted: bool) -> MaskedTensor:
+def _at_indices(
+    x: MaskedTensor, indices: TensorLike, shape: Shape, is_sorted: bool
+) -> MaskedTensor:
     storage = BCOO(
         (x.storage.data, indices),
         shape=tuple(shape),
@@ -252,7 +258,9 @@ stack = moved(jnp.stack)
 vstack = moved(jnp.vstack, rule=joined_rows)
 
 
-def pad(array: Any, pad_width: Any, mode: str = "constant", **kwargs: Any) -> Any:
+def pad(
+    array: TensorLike, pad_width: int | Sequence[Any], mode: str = "constant", **kwargs: Any
+) -> Tensor:
     """`jax.numpy.pad`: constants are valid entries, and entries are repeated with their mask.
 
     Args:
@@ -291,7 +299,9 @@ def pad(array: Any, pad_width: Any, mode: str = "constant", **kwargs: Any) -> An
     return joined(data, ~masked)
 
 
-def where(condition: Any, x: Any = None, y: Any = None, /, **kwargs: Any) -> Any:
+def where(
+    condition: Mask, x: TensorLike = None, y: TensorLike = None, /, **kwargs: Any
+) -> Tensor:
     """`jax.numpy.where`: the entry chosen, with its mask; masked where the condition is.
 
     Args:
@@ -333,7 +343,7 @@ def where(condition: Any, x: Any = None, y: Any = None, /, **kwargs: Any) -> Any
 _plain_where = elementwise(jnp.where)
 
 
-def take(a: Any, indices: Any, axis: int | None = None, **kwargs: Any) -> Any:
+def take(a: TensorLike, indices: TensorLike, axis: int | None = None, **kwargs: Any) -> Tensor:
     """`jax.numpy.take`: masked where the index is masked or out of range.
 
     Args:
@@ -358,7 +368,9 @@ def take(a: Any, indices: Any, axis: int | None = None, **kwargs: Any) -> Any:
     return _gathered(jnp.take, a, indices, axis, kwargs, spread)
 
 
-def take_along_axis(arr: Any, indices: Any, axis: int | None = -1, **kwargs: Any) -> Any:
+def take_along_axis(
+    arr: TensorLike, indices: TensorLike, axis: int | None = -1, **kwargs: Any
+) -> Tensor:
     """`jax.numpy.take_along_axis`: masked where the index is masked or out of range.
 
     Example:
@@ -370,7 +382,7 @@ def take_along_axis(arr: Any, indices: Any, axis: int | None = -1, **kwargs: Any
     return _gathered(jnp.take_along_axis, arr, indices, axis, kwargs, lambda masked: masked)
 
 
-def sort(a: Any, axis: int | None = -1, **kwargs: Any) -> Any:
+def sort(a: TensorLike, axis: int | None = -1, **kwargs: Any) -> Tensor:
     """`jax.numpy.sort`, masked entries last, in ascending and in descending order.
 
     Args:
@@ -392,7 +404,9 @@ def sort(a: Any, axis: int | None = -1, **kwargs: Any) -> Any:
     return take_along_axis(a, _order(a, axis, **kwargs), axis)
 
 
-def argsort(a: Any, axis: int | None = -1, *, dtype: Any = None, **kwargs: Any) -> Any:
+def argsort(
+    a: TensorLike, axis: int | None = -1, *, dtype: DTypeLike | None = None, **kwargs: Any
+) -> Tensor:
     """`jax.numpy.argsort`: what `sort` takes; masked where the entry taken is masked.
 
     Example:
@@ -415,7 +429,7 @@ def _like(function: Callable[..., Any]) -> Callable[..., Any]:
     """Lift a function that makes a tensor like another one: a masked one keeps its mask."""
 
     @functools.wraps(function)
-    def lifted(a: Any, *args: Any, **kwargs: Any) -> Any:
+    def lifted(a: TensorLike, *args: Any, **kwargs: Any) -> Tensor:
         if is_sparse(a) and kwargs.get("shape") is None:
             # Zeros and copies have the storage of what they are like.
             with jax.ensure_compile_time_eval():
@@ -443,7 +457,7 @@ ones_like = _like(jnp.ones_like)
 zeros_like = _like(jnp.zeros_like)
 
 
-def _share_positions(x: Any, y: Any) -> bool:
+def _share_positions(x: TensorLike, y: TensorLike) -> bool:
     return (
         isinstance(x, MaskedTensor)
         and isinstance(y, MaskedTensor)
@@ -453,8 +467,8 @@ def _share_positions(x: Any, y: Any) -> bool:
 
 
 def _gathered(
-    function: Callable, a: Any, indices: Any, axis: Any, kwargs: dict, spread: Callable
-) -> Any:
+    function: Callable, a: Tensor, indices: Tensor, axis: Axis, kwargs: dict, spread: Callable
+) -> Tensor:
     """Read `a` at `indices`; `spread` brings masks of indices to the shape of the result."""
     kind = indices if isinstance(indices, MaskedTensor) else abstract_leaf(indices)
     if kind is None or not jnp.issubdtype(kind.dtype, jnp.integer):

@@ -11,18 +11,27 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax, nn
+from jax.typing import DTypeLike
 
 from jmask._base.array_types import wide
 from jmask._base.fallback import report_fallback
+from jmask._base.types import Axis, Mask, Tensor, TensorLike
 from jmask._ops import kernels, reductions
 from jmask._ops.elementwise import elementwise
-from jmask._ops.groups import became_dense, checked_axes, grouped, result_dtype, where_at
+from jmask._ops.groups import (
+    Groups,
+    became_dense,
+    checked_axes,
+    grouped,
+    result_dtype,
+    where_at,
+)
 from jmask._ops.shape import split
 from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, joined
 from jmask._tensors.storage import as_dense, is_sparse, with_stored_values
 
 
-def softmax(x: Any, axis: Any = -1, where: Any = None) -> Any:
+def softmax(x: TensorLike, axis: Axis = -1, where: Mask | None = None) -> Tensor:
     """exp(x), divided by its sum over the valid entries of each slice along `axis`.
 
     Args:
@@ -47,7 +56,7 @@ def softmax(x: Any, axis: Any = -1, where: Any = None) -> Any:
     return _along(_softmax, x, axis, where, nn.softmax, absent=0, empty=jnp.nan)
 
 
-def softmin(x: Any, axis: Any = -1, where: Any = None) -> Any:
+def softmin(x: TensorLike, axis: Axis = -1, where: Mask | None = None) -> Tensor:
     """`softmax` of -x.
 
     Args:
@@ -62,7 +71,7 @@ def softmin(x: Any, axis: Any = -1, where: Any = None) -> Any:
     return softmax(_negative(x), axis, where)
 
 
-def log_softmax(x: Any, axis: Any = -1, where: Any = None) -> Any:
+def log_softmax(x: TensorLike, axis: Axis = -1, where: Mask | None = None) -> Tensor:
     """The logarithm of `softmax`, without overflow.
 
     Args:
@@ -77,7 +86,9 @@ def log_softmax(x: Any, axis: Any = -1, where: Any = None) -> Any:
     return _along(_log_softmax, x, axis, where, nn.log_softmax, absent=-jnp.inf, empty=jnp.nan)
 
 
-def attention_weights(scores: Any, mask: Any = None, axis: Any = -1) -> MaskedTensor:
+def attention_weights(
+    scores: TensorLike, mask: Mask | None = None, axis: Axis = -1
+) -> MaskedTensor:
     """`softmax` of scores over the keys a query may attend to.
 
     A query with no key has masked weights, and sends derivative 0 to its scores.
@@ -105,12 +116,12 @@ def attention_weights(scores: Any, mask: Any = None, axis: Any = -1) -> MaskedTe
 
 
 def normalize(
-    x: Any,
+    x: TensorLike,
     ord: float | None = 2,  # noqa: A002
-    axis: Any = -1,
+    axis: Axis = -1,
     eps: float = 1e-12,
-    where: Any = None,
-) -> Any:
+    where: Mask | None = None,
+) -> Tensor:
     """x divided by the norm of the valid entries of each slice, or by `eps` if it is less.
 
     Args:
@@ -131,7 +142,7 @@ def normalize(
     """
     order = 2 if ord is None else ord
 
-    def kernel(groups: Any, dtype: Any) -> Any:
+    def kernel(groups: Groups, dtype: DTypeLike) -> Tensor:
         norm, _ = kernels.norm_in_parts(groups, jnp.finfo(dtype).dtype, order)
         least = norm.factor * eps
         size = jnp.where(norm.size < least, least, norm.size)
@@ -141,13 +152,13 @@ def normalize(
 
 
 def standardize(
-    x: Any,
-    axis: Any = -1,
-    mean: Any = None,
-    variance: Any = None,
+    x: TensorLike,
+    axis: Axis = -1,
+    mean: TensorLike | None = None,
+    variance: TensorLike | None = None,
     epsilon: float = 1e-5,
-    where: Any = None,
-) -> Any:
+    where: Mask | None = None,
+) -> Tensor:
     """Return x less the mean of the valid entries of each slice, by their standard deviation.
 
     Args:
@@ -175,7 +186,7 @@ def standardize(
             variance = _less_square(variance, mean)
         return _scaled(x, mean, variance, epsilon=epsilon)
 
-    def kernel(groups: Any, dtype: Any) -> Any:
+    def kernel(groups: Groups, dtype: DTypeLike) -> Tensor:
         center, _ = kernels.mean(groups, dtype)
         spread, _ = kernels.variance(groups, dtype, 0)
         distance = kernels.select(groups, 0, dtype) - groups.spread(center)
@@ -185,7 +196,7 @@ def standardize(
     return _along(kernel, x, axis, where, plain, absent=0, empty=jnp.nan)
 
 
-def glu(x: Any, axis: int = -1) -> Any:
+def glu(x: TensorLike, axis: int = -1) -> Tensor:
     """Return the first half of x along an axis, times the sigmoid of the second.
 
     Args:
@@ -214,13 +225,13 @@ _less_square = elementwise(lambda x, mean: jnp.maximum(x - jnp.square(mean), 0))
 _scaled = elementwise(lambda x, mean, v, epsilon: (x - mean) * lax.rsqrt(v + epsilon))
 
 
-def _softmax(groups: Any, dtype: Any) -> Any:
+def _softmax(groups: Groups, dtype: DTypeLike) -> Tensor:
     powers = kernels.exponentials(groups, kernels.shift_of(groups, dtype), dtype)
     total = groups.sum(powers)
     return powers / groups.spread(jnp.where(total == 0, 1, total))
 
 
-def _log_softmax(groups: Any, dtype: Any) -> Any:
+def _log_softmax(groups: Groups, dtype: DTypeLike) -> Tensor:
     shift = kernels.shift_of(groups, dtype)
     total = groups.sum(kernels.exponentials(groups, shift, dtype))
     shift = shift.astype(dtype) + jnp.log(jnp.where(total == 0, 1, total))
@@ -229,14 +240,14 @@ def _log_softmax(groups: Any, dtype: Any) -> Any:
 
 def _along(
     kernel: Callable[[Any, Any], Any],
-    x: Any,
-    axis: Any,
-    where: Any,
+    x: TensorLike,
+    axis: Axis,
+    where: Mask,
     plain: Callable[..., Any] | None,
     *,
     absent: float,
     empty: float,
-) -> Any:
+) -> Tensor:
     """The entries that `kernel` gives for the groups along `axis`, in the shape of `x`.
 
     Args:

@@ -12,14 +12,16 @@ so they are arrays.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from jmask._base.array_types import wide
+from jmask._base.types import Scalar, Tensor, TensorLike
 from jmask._ops import kernels, order, reductions, running
 from jmask._ops.contractions import outer
 from jmask._ops.elementwise import elementwise
@@ -31,7 +33,9 @@ from jmask._tensors.storage import is_sparse, sampled, stored_values
 # --- without nan -------------------------------------------------------------------------
 
 
-def _skipping_nan(function: Callable[..., Any], empty: float | None, example: str) -> Any:
+def _skipping_nan(
+    function: Callable[..., Any], empty: float | None, example: str
+) -> Callable[..., Tensor]:
     """Return the function of the entries that are not nan.
 
     Args:
@@ -42,7 +46,7 @@ def _skipping_nan(function: Callable[..., Any], empty: float | None, example: st
     """
     name = f"nan{function.__name__}"
 
-    def skipping(x: Any, *args: Any, **kwargs: Any) -> Any:
+    def skipping(x: TensorLike, *args: Any, **kwargs: Any) -> Tensor:
         x = as_tensor(x)
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return function(x, *args, **kwargs)
@@ -95,15 +99,15 @@ _root = elementwise(lambda x: jnp.sqrt(jnp.real(x)))
 
 
 def cov(
-    m: Any,
-    y: Any = None,
+    m: TensorLike,
+    y: TensorLike | None = None,
     rowvar: bool = True,
     bias: bool = False,
     ddof: int | None = None,
-    fweights: Any = None,
-    aweights: Any = None,
-    dtype: Any = None,
-) -> Any:
+    fweights: TensorLike | None = None,
+    aweights: TensorLike | None = None,
+    dtype: DTypeLike | None = None,
+) -> Tensor:
     """Return the covariances of variables, each over the observations that both have.
 
     As in `numpy.ma.cov`, the mean of a variable is that of all its entries, and the divisor
@@ -155,7 +159,7 @@ def cov(
     work = wide(kind)
     values, valid = jnp.where(x.valid, x.storage, 0).astype(work), x.valid.astype(work)
 
-    def weighing(name: str, weights: Any) -> jax.Array:
+    def weighing(name: str, weights: TensorLike) -> jax.Array:
         weights = jnp.ones(x.shape[1]) if weights is None else jnp.abs(jnp.asarray(weights))
         if weights.shape != x.shape[1:]:
             raise ValueError(f"`{name}` must be of shape {x.shape[1:]}, got {weights.shape}.")
@@ -175,7 +179,12 @@ def cov(
     return joined(result.astype(kind), exists).squeeze()
 
 
-def corrcoef(x: Any, y: Any = None, rowvar: bool = True, dtype: Any = None) -> Any:
+def corrcoef(
+    x: TensorLike,
+    y: TensorLike | None = None,
+    rowvar: bool = True,
+    dtype: DTypeLike | None = None,
+) -> Tensor:
     """Return the correlations of variables: their covariances, by their standard deviations.
 
     Args:
@@ -198,7 +207,13 @@ def corrcoef(x: Any, y: Any = None, rowvar: bool = True, dtype: Any = None) -> A
     return _divide(c, outer(deviation, deviation).reshape(c.shape))
 
 
-def diff(a: Any, n: int = 1, axis: int = -1, prepend: Any = None, append: Any = None) -> Any:
+def diff(
+    a: TensorLike,
+    n: int = 1,
+    axis: int = -1,
+    prepend: TensorLike | None = None,
+    append: TensorLike | None = None,
+) -> Tensor:
     """Return the n-th differences of neighbours along an axis; both must exist.
 
     Args:
@@ -238,7 +253,13 @@ def diff(a: Any, n: int = 1, axis: int = -1, prepend: Any = None, append: Any = 
     return x
 
 
-def trace(a: Any, offset: int = 0, axis1: int = 0, axis2: int = 1, dtype: Any = None) -> Any:
+def trace(
+    a: TensorLike,
+    offset: int = 0,
+    axis1: int = 0,
+    axis2: int = 1,
+    dtype: DTypeLike | None = None,
+) -> Tensor:
     """Return the sum of the valid entries of diagonals, masked where there are none.
 
     Args:
@@ -263,7 +284,7 @@ def trace(a: Any, offset: int = 0, axis1: int = 0, axis2: int = 1, dtype: Any = 
 # --- comparisons -------------------------------------------------------------------------
 
 
-def _unlike(a: Any, b: Any, equal_nan: bool) -> Any:
+def _unlike(a: TensorLike, b: TensorLike, equal_nan: bool) -> Tensor:
     differ = jnp.not_equal(a, b)
     return differ & ~(jnp.isnan(a) & jnp.isnan(b)) if equal_nan else differ
 
@@ -274,8 +295,8 @@ _is_far = elementwise(lambda a, b, **options: ~jnp.isclose(a, b, **options))
 
 
 def allclose(
-    a: Any,
-    b: Any,
+    a: TensorLike,
+    b: TensorLike,
     rtol: float = 1e-5,
     atol: float = 1e-8,
     equal_nan: bool = False,
@@ -308,7 +329,7 @@ def allclose(
 
 
 def array_equal(
-    a1: Any, a2: Any, equal_nan: bool = False, *, masked_equal: bool = True
+    a1: TensorLike, a2: TensorLike, equal_nan: bool = False, *, masked_equal: bool = True
 ) -> jax.Array:
     """Decide whether two tensors have one shape and the same entries.
 
@@ -330,7 +351,7 @@ def array_equal(
     return _none(_is_other(a1, a2, equal_nan=equal_nan), masked_equal)
 
 
-def _none(found: Any, masked_equal: bool) -> jax.Array:
+def _none(found: TensorLike, masked_equal: bool) -> jax.Array:
     """Decide whether nothing was found; and, if masked entries do not count, all exists."""
     some = reductions.any(found)
     if not isinstance(some, MaskedTensor):
@@ -343,11 +364,11 @@ def _none(found: Any, masked_equal: bool) -> jax.Array:
 
 
 def histogram(
-    a: Any,
-    bins: Any = 10,
-    range: Any = None,  # noqa: A002
-    weights: Any = None,
-    density: Any = None,
+    a: TensorLike,
+    bins: ArrayLike = 10,
+    range: Sequence[Scalar] | None = None,  # noqa: A002
+    weights: TensorLike | None = None,
+    density: bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return how many valid entries lie in each bin, and the edges of the bins.
 
@@ -383,7 +404,11 @@ def histogram(
 
 
 def bincount(
-    x: Any, weights: Any = None, minlength: int = 0, *, length: int | None = None
+    x: TensorLike,
+    weights: TensorLike | None = None,
+    minlength: int = 0,
+    *,
+    length: int | None = None,
 ) -> jax.Array:
     """Return how often each integer from 0 is among the valid entries.
 
@@ -426,7 +451,9 @@ def bincount(
     return jnp.bincount(jnp.where(valid, values, 0), weight, length=length)
 
 
-def _weighted(x: Any, weights: Any, name: str) -> tuple[jax.Array, Any, jax.Array]:
+def _weighted(
+    x: TensorLike, weights: TensorLike, name: str
+) -> tuple[jax.Array, Any, jax.Array]:
     """Return the stored values of a tensor, their weights, if any, and which of them count."""
     x = x if isinstance(x, MaskedTensor) else MaskedTensor(dense(x, name))
     values, valid = stored_values(x.storage), x.valid

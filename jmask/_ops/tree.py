@@ -10,6 +10,7 @@ from jax import lax
 
 from jmask._base.array_types import joint_dtype, varying_alike, varying_axes
 from jmask._base.norms import factor_for
+from jmask._base.types import PyTree, Scalar, Tensor, TensorLike
 from jmask._base.validation import abstract_leaf, check_flag, check_leaves, leaf_name
 from jmask._ops.elementwise import elementwise
 from jmask._tables.deferral import is_deferred
@@ -21,7 +22,7 @@ from jmask._tensors.storage import is_entry, is_sparse, stored_values, unique_po
 _add, _multiply = elementwise(jnp.add), elementwise(jnp.multiply)
 
 
-def add(tree: Any, *others: Any, like: Any = None) -> Any:
+def add(tree: PyTree, *others: PyTree, like: PyTree | None = None) -> PyTree:
     """Return the sum of trees of one structure, leaf by leaf.
 
     Args:
@@ -51,7 +52,7 @@ def add(tree: Any, *others: Any, like: Any = None) -> Any:
     return _map(_with_capacity_of, total, like)
 
 
-def scale(scalar: Any, tree: Any) -> Any:
+def scale(scalar: Scalar, tree: PyTree) -> PyTree:
     """Return tree with every entry, floating or complex, multiplied by `scalar`, dtypes kept.
 
     Example:
@@ -65,7 +66,7 @@ def scale(scalar: Any, tree: Any) -> Any:
         raise TypeError(f"`scalar` must be a number, got {kind}.")
     is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
 
-    def scaled(x: Any) -> Any:
+    def scaled(x: TensorLike) -> Tensor:
         if not jnp.issubdtype(x.dtype, jnp.complexfloating if is_complex else jnp.inexact):
             raise TypeError(
                 f"`tree` holds {x.dtype}, which a multiple by `scalar` {array.dtype} may not "
@@ -76,7 +77,7 @@ def scale(scalar: Any, tree: Any) -> Any:
     return _map(scaled, tree)
 
 
-def mean(trees: Sequence[Any], like: Any = None) -> Any:
+def mean(trees: Sequence[Any], like: PyTree | None = None) -> PyTree:
     """Return the mean of trees of one structure, such as the gradients of microbatches.
 
     Args:
@@ -96,7 +97,7 @@ def mean(trees: Sequence[Any], like: Any = None) -> Any:
     return scale(1 / len(trees), add(*trees, like=like))
 
 
-def merge(stacked: Any) -> Any:
+def merge(stacked: PyTree) -> PyTree:
     """Return the sum over axis 0 of what `lax.scan` or `jax.vmap` stacked.
 
     Args:
@@ -112,7 +113,7 @@ def merge(stacked: Any) -> Any:
         RowSparse(float32[9, 2], nse=4)
     """
 
-    def merged(x: Any) -> Any:
+    def merged(x: TensorLike) -> Tensor:
         if isinstance(x, MaskedTensor):
             raise TypeError(
                 "`stacked`: a stacked MaskedTensor has no sum that keeps its mask: use "
@@ -136,7 +137,7 @@ def merge(stacked: Any) -> Any:
     return _map(merged, stacked)
 
 
-def norm(tree: Any, squared: bool = False) -> jax.Array:
+def norm(tree: PyTree, squared: bool = False) -> jax.Array:
     """Return the global norm: the root of the sum of the squares of all entries.
 
     Rows with equal indices are added first, so that the norm equals the dense gradient's;
@@ -171,7 +172,7 @@ def norm(tree: Any, squared: bool = False) -> jax.Array:
     return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, total)) / factor)
 
 
-def psum(tree: Any, axis_name: Any) -> Any:
+def psum(tree: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
     """Return the sum over a mapped axis (`vmap`, `shard_map`), as `lax.psum`.
 
     The rows of a `RowSparse` of all devices are gathered and put side by side: n rows on
@@ -193,7 +194,7 @@ def psum(tree: Any, axis_name: Any) -> Any:
     """
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
-    def summed(x: Any) -> Any:
+    def summed(x: TensorLike) -> Tensor:
         _refuse_masked(x, "psum")
         _refuse_entries(x, "tree")
         if not is_row_sparse(x):
@@ -208,7 +209,7 @@ def psum(tree: Any, axis_name: Any) -> Any:
     return _map(summed, tree)
 
 
-def pmean(tree: Any, axis_name: Any) -> Any:
+def pmean(tree: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
     """Return the mean over a mapped axis, as `lax.pmean`; see `psum`.
 
     Example:
@@ -221,7 +222,7 @@ def pmean(tree: Any, axis_name: Any) -> Any:
     return scale(1 / lax.psum(1, axis_name), psum(tree, axis_name))
 
 
-def size(tree: Any) -> int:
+def size(tree: PyTree) -> int:
     """Return the number of entries of all leaves: of parameters, how many there are.
 
     A table has V times the entries of a row, whatever else its arrays hold (padding, state,
@@ -242,8 +243,11 @@ def size(tree: Any) -> int:
 
 
 def map(  # noqa: A001
-    f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None
-) -> Any:
+    f: Callable[..., Any],
+    tree: PyTree,
+    *rest: Any,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> PyTree:
     """Apply a function to each leaf, as `jax.tree.map`, where tensors and tables are leaves.
 
     Args:
@@ -268,7 +272,7 @@ def map(  # noqa: A001
     return jax.tree.map(f, tree, *rest, is_leaf=_leaf_or(is_leaf))
 
 
-def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+def leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
     """Return the leaves, as `jax.tree.leaves`, where tensors and tables are leaves.
 
     Args:
@@ -287,11 +291,11 @@ def _leaf_or(is_leaf: Callable[[Any], bool] | None) -> Callable[[Any], bool]:
     return _is_node if is_leaf is None else lambda x: _is_node(x) or is_leaf(x)
 
 
-def _is_node(x: Any) -> bool:
+def _is_node(x: TensorLike) -> bool:
     return is_tensor(x) or is_stored_table(x)
 
 
-def _refuse_deferred(tree: Any) -> None:
+def _refuse_deferred(tree: PyTree) -> None:
     for path, x in jax.tree.leaves_with_path(tree, is_leaf=is_stored_table):
         if is_deferred(x):
             raise TypeError(
@@ -301,7 +305,7 @@ def _refuse_deferred(tree: Any) -> None:
             )
 
 
-def _map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+def _map(function: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
     for each in (tree, *others):
         _refuse_deferred(each)
         check_leaves("tree", each)
@@ -316,26 +320,26 @@ def _map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     return jax.tree.map(function, *leaves, is_leaf=is_tensor)
 
 
-def _add_leaves(x: Any, y: Any) -> Any:
+def _add_leaves(x: TensorLike, y: TensorLike) -> Tensor:
     if x.shape != y.shape:
         raise ValueError(f"`tree`: leaves of shapes {x.shape} and {y.shape} cannot be added.")
     return _add(x, y)
 
 
-def _with_capacity_of(x: Any, like: Any) -> Any:
+def _with_capacity_of(x: TensorLike, like: PyTree) -> Tensor:
     if not is_row_sparse(x) or not is_row_sparse(like):
         return x
     return x.coalesce(nse=like.nse)
 
 
-def _entries(x: Any) -> Any:
+def _entries(x: TensorLike) -> Tensor:
     """Return a table as arrays of its entries, or in a gradient program as one array."""
     if not is_stored_table(x):
         return x
     return x.entries() if x.placeholder is None else x.todense()
 
 
-def _sizes(x: Any) -> jax.Array:
+def _sizes(x: TensorLike) -> jax.Array:
     """Return the absolute values of the entries, in float32 at least."""
     if isinstance(x, MaskedTensor):
         x = jnp.where(x.valid, stored_values(x.storage), 0)
@@ -347,7 +351,7 @@ def _sizes(x: Any) -> jax.Array:
     return size.astype(joint_dtype(size, jnp.float32))
 
 
-def _refuse_entries(x: Any, argument: str) -> None:
+def _refuse_entries(x: TensorLike, argument: str) -> None:
     if is_sparse(x) and not is_row_sparse(x):
         raise TypeError(
             f"`{argument}` holds a {type(x).__name__}, whose entries are not put side by side: "
@@ -355,7 +359,7 @@ def _refuse_entries(x: Any, argument: str) -> None:
         )
 
 
-def _refuse_masked(x: Any, name: str) -> None:
+def _refuse_masked(x: TensorLike, name: str) -> None:
     if isinstance(x, MaskedTensor):
         raise TypeError(
             f"`tree`: {name}() of a MaskedTensor: masks of different devices may differ. Sum "

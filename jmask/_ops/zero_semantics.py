@@ -38,6 +38,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jmask._base.array_types import adds_when_cast
 from jmask._base.forms import CALLS, aval_of, called, name_of, parameter
 from jmask._base.jaxprs import bound, interpret
+from jmask._base.types import TensorLike, Value
 from jmask._tensors.storage import (
     is_sparse,
 )
@@ -87,7 +88,7 @@ def safe_numbers(
     return numbers
 
 
-def _number(candidate: tuple[float, int], kind: Any) -> Any:
+def _number(candidate: tuple[float, int], kind: TensorLike) -> Any:
     if not varies(kind):
         return kind
     inexact, integer = candidate
@@ -125,15 +126,15 @@ def trial() -> Iterator[None]:
         yield
 
 
-def _is_inexact(x: Any) -> bool:
+def _is_inexact(x: TensorLike) -> bool:
     return isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _is_finite(x: Any) -> bool:
+def _is_finite(x: TensorLike) -> bool:
     return x.dtype == jax.dtypes.float0 or bool(jnp.isfinite(x).all())
 
 
-def varies(x: Any) -> bool:
+def varies(x: TensorLike) -> bool:
     """Decide whether an operand is an array, and not a Python number."""
     # A Python number keeps its weak type, and static arguments must stay static.
     return not isinstance(x, bool | int | float | complex)
@@ -151,7 +152,7 @@ _FREE, _ARRAYS, _AFFINE, _OTHER = range(4)
 class Known:
     """A constant."""
 
-    value: Any
+    value: TensorLike
 
     def is_zero(self) -> bool:
         return not np.any(np.asarray(self.value) != 0)
@@ -201,7 +202,7 @@ class Varying:
     """Stands for an operand whose value is not known: "sparse", an "array" or a "scalar"."""
 
     kind: str
-    dtype: Any
+    dtype: np.dtype
     weak: bool = False
 
 
@@ -220,7 +221,7 @@ class Number:
     value: Any = dataclasses.field(compare=False)
 
 
-def role(x: Any) -> Varying | Number:
+def role(x: Value) -> Varying | Number:
     """Return what stands for an operand."""
     if is_sparse(x):
         return Varying("sparse", jnp.dtype(x.dtype))
@@ -316,7 +317,7 @@ def _with_unknown(eqn: JaxprEqn, values: list[Any]) -> Known | Operand | None:
     return None
 
 
-def _unchanged(value: Any) -> Operand | None:
+def _unchanged(value: Value) -> Operand | None:
     return value if isinstance(value, Operand) else None
 
 

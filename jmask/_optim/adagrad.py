@@ -10,13 +10,15 @@ With `decay_mode="decoupled"` the decay is not in g'; w <- w - rate * weight_dec
 t counts the steps, from 1. In the first step from s = 0, w moves by lr * sign(g).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from jmask._base.array_types import as_float
+from jmask._base.types import PyTree, Scalar
 from jmask._optim import hyperparameters as hyper
 from jmask._optim.row_rule import RowRule, Slot, optimizer
 from jmask._updates.eager import sharing_programs
@@ -26,24 +28,24 @@ class AdagradState(NamedTuple):
     """State of `adagrad` and `rowwise_adagrad`: steps done, and the sum of squares."""
 
     count: jax.Array  # type: ignore[assignment]  # shadows tuple.count, as in optax
-    sum_of_squares: Any
+    sum_of_squares: PyTree
 
 
 @sharing_programs
 @hyper.naming_hyperparameters
 def adagrad(
     learning_rate: optax.ScalarOrSchedule = 1e-2,
-    lr_decay: Any = 0.0,
-    weight_decay: Any = 0.0,
-    initial_accumulator_value: Any = 0.0,
-    eps: Any = 1e-10,
-    eps_root: Any = 0.0,
-    clip_gradient: Any = None,
-    rescale_grad: Any = 1.0,
+    lr_decay: Scalar = 0.0,
+    weight_decay: Scalar = 0.0,
+    initial_accumulator_value: Scalar = 0.0,
+    eps: Scalar = 1e-10,
+    eps_root: Scalar = 0.0,
+    clip_gradient: Scalar | None = None,
+    rescale_grad: Scalar = 1.0,
     maximize: bool = False,
     lazy_update: bool = True,
     decay_mode: str = "l2",
-    state_dtype: Any = None,
+    state_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Adagrad for dense and row-sparse gradients, with the numerics of torch's Adagrad.
 
@@ -96,17 +98,17 @@ def adagrad(
 @hyper.naming_hyperparameters
 def rowwise_adagrad(
     learning_rate: optax.ScalarOrSchedule = 1e-2,
-    lr_decay: Any = 0.0,
-    weight_decay: Any = 0.0,
-    initial_accumulator_value: Any = 0.0,
-    eps: Any = 1e-10,
-    eps_root: Any = 0.0,
-    clip_gradient: Any = None,
-    rescale_grad: Any = 1.0,
+    lr_decay: Scalar = 0.0,
+    weight_decay: Scalar = 0.0,
+    initial_accumulator_value: Scalar = 0.0,
+    eps: Scalar = 1e-10,
+    eps_root: Scalar = 0.0,
+    clip_gradient: Scalar | None = None,
+    rescale_grad: Scalar = 1.0,
     maximize: bool = False,
     lazy_update: bool = True,
     decay_mode: str = "l2",
-    state_dtype: Any = None,
+    state_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Adagrad with one accumulator for each row: a single number of state per row.
 
@@ -143,10 +145,10 @@ def rowwise_adagrad(
 
 def _adagrad(
     common: hyper.Common,
-    lr_decay: Any,
-    initial_accumulator_value: Any,
-    eps: Any,
-    eps_root: Any,
+    lr_decay: Scalar,
+    initial_accumulator_value: Scalar,
+    eps: Scalar,
+    eps_root: Scalar,
     *,
     per_row: bool,
 ) -> optax.GradientTransformationExtraArgs:

@@ -17,13 +17,16 @@ and w moves by lr * sign(g) (for eps = 0).
 `adamw` is optax's AdamW, lifted by `lazy`.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 
+from jmask._base.types import Params, PyTree, Scalar
 from jmask._base.validation import check_flag, checked_choice, shown
 from jmask._lazy.lazy import lazy
 from jmask._optim import hyperparameters as hyper
@@ -35,17 +38,17 @@ class AdamState(NamedTuple):
     """State of `adam` and `rowwise_adam`: steps done, averages of gradient and square."""
 
     count: jax.Array  # type: ignore[assignment]  # shadows tuple.count, as in optax
-    mu: Any
-    nu: Any
+    mu: PyTree
+    nu: PyTree
 
 
 class RowCountAdamState(NamedTuple):
     """State with `count="per_row"`: also (V, 1, ..., 1) steps of each row, int32."""
 
     count: jax.Array  # type: ignore[assignment]
-    mu: Any
-    nu: Any
-    row_count: Any
+    mu: PyTree
+    nu: PyTree
+    row_count: PyTree
 
 
 # What t counts: the steps of the optimizer, or for each row those in which it had a gradient.
@@ -56,19 +59,19 @@ _COUNTS = ("steps", "per_row")
 @hyper.naming_hyperparameters
 def adam(
     learning_rate: optax.ScalarOrSchedule = 1e-3,
-    b1: Any = 0.9,
-    b2: Any = 0.999,
-    eps: Any = 1e-8,
-    eps_root: Any = 0.0,
-    weight_decay: Any = 0.0,
-    clip_gradient: Any = None,
-    rescale_grad: Any = 1.0,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    eps_root: Scalar = 0.0,
+    weight_decay: Scalar = 0.0,
+    clip_gradient: Scalar | None = None,
+    rescale_grad: Scalar = 1.0,
     maximize: bool = False,
     lazy_update: bool = True,
     decay_mode: str = "l2",
-    state_dtype: Any = None,
+    state_dtype: DTypeLike | None = None,
     count: str = "steps",
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam for dense and row-sparse gradients, with the numerics of torch's SparseAdam.
 
@@ -125,19 +128,19 @@ def adam(
 @hyper.naming_hyperparameters
 def rowwise_adam(
     learning_rate: optax.ScalarOrSchedule = 1e-3,
-    b1: Any = 0.9,
-    b2: Any = 0.999,
-    eps: Any = 1e-8,
-    eps_root: Any = 0.0,
-    weight_decay: Any = 0.0,
-    clip_gradient: Any = None,
-    rescale_grad: Any = 1.0,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    eps_root: Scalar = 0.0,
+    weight_decay: Scalar = 0.0,
+    clip_gradient: Scalar | None = None,
+    rescale_grad: Scalar = 1.0,
     maximize: bool = False,
     lazy_update: bool = True,
     decay_mode: str = "l2",
-    state_dtype: Any = None,
+    state_dtype: DTypeLike | None = None,
     count: str = "steps",
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam with one second moment for each row: D + 1 numbers of state per row, not 2 D.
 
@@ -174,13 +177,13 @@ def rowwise_adam(
 @hyper.naming_hyperparameters
 def adamw(
     learning_rate: optax.ScalarOrSchedule = 1e-3,
-    b1: Any = 0.9,
-    b2: Any = 0.999,
-    eps: Any = 1e-8,
-    eps_root: Any = 0.0,
-    mu_dtype: Any = None,
-    weight_decay: Any = 1e-4,
-    mask: Any = None,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    eps_root: Scalar = 0.0,
+    mu_dtype: DTypeLike | None = None,
+    weight_decay: optax.ScalarOrSchedule = 1e-4,
+    mask: PyTree | Callable[[Params], PyTree] | None = None,
     *,
     nesterov: bool = False,
     lazy_update: bool = True,
@@ -252,7 +255,9 @@ def adamw(
     return densified(optax.GradientTransformationExtraArgs(lifted.init, update))
 
 
-def _check(b1: Any, b2: Any, eps: Any, eps_root: Any, mu_dtype: Any) -> None:
+def _check(
+    b1: Scalar, b2: Scalar, eps: Scalar, eps_root: Scalar, mu_dtype: DTypeLike | None
+) -> None:
     hyper.check_fraction("b1", b1)
     hyper.check_fraction("b2", b2)
     hyper.check_denominator(eps=eps, eps_root=eps_root)
@@ -261,12 +266,12 @@ def _check(b1: Any, b2: Any, eps: Any, eps_root: Any, mu_dtype: Any) -> None:
 
 def _adam(
     common: hyper.Common,
-    b1: Any,
-    b2: Any,
-    eps: Any,
-    eps_root: Any,
+    b1: Scalar,
+    b2: Scalar,
+    eps: Scalar,
+    eps_root: Scalar,
     count: str,
-    mu_dtype: Any,
+    mu_dtype: DTypeLike | None,
     *,
     per_row: bool,
 ) -> optax.GradientTransformationExtraArgs:

@@ -10,12 +10,13 @@ So a row keeps the number of the last step that moved it, and makes up for the s
 it moves next, or is read.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jmask._base.types import OptState, Params, PyTree, Scalar
 from jmask._optim import hyperparameters as hyper
 from jmask._optim.row_rule import RowRule, Slot, optimizer
 from jmask._tables.plain_arrays import from_arrays, to_arrays
@@ -25,8 +26,8 @@ class EmaState(NamedTuple):
     """State of `ema`: steps done, averages, and (V, 1, ..., 1) the last step of each row."""
 
     count: jax.Array  # type: ignore[assignment]  # shadows tuple.count, as in optax
-    average: Any
-    last: Any
+    average: PyTree
+    last: PyTree
 
 
 class Ema(optax.GradientTransformationExtraArgs):
@@ -36,9 +37,9 @@ class Ema(optax.GradientTransformationExtraArgs):
         decay: a number in [0, 1).
     """
 
-    decay: Any
+    decay: Scalar
 
-    def average(self, opt_state: optax.OptState, params: optax.Params) -> optax.Params:
+    def average(self, opt_state: OptState, params: Params) -> Params:
         """Return the averages of all parameters after the last step, at the cost of all rows.
 
         Args:
@@ -77,7 +78,7 @@ class Ema(optax.GradientTransformationExtraArgs):
         return from_arrays(jax.tree.map(read, params, average, last), like)
 
 
-def ema(decay: Any) -> Ema:
+def ema(decay: Scalar) -> Ema:
     """Keep exponential moving averages of the parameters, exact and at the cost of the rows.
 
     Last in a chain, it passes updates on and averages what the parameters become by them. A
@@ -137,7 +138,9 @@ def ema(decay: Any) -> Ema:
     return transformation
 
 
-def _caught_up(decay: Any, param: jax.Array, average: jax.Array, steps: jax.Array) -> jax.Array:
+def _caught_up(
+    decay: Scalar, param: jax.Array, average: jax.Array, steps: jax.Array
+) -> jax.Array:
     """Return the average after `steps` more steps in which the parameter did not change."""
     kept = jnp.power(jnp.asarray(decay, param.real.dtype), steps.astype(param.real.dtype))
     return param + kept * (average - param)

@@ -23,6 +23,7 @@ from jmask._autodiff.uses import Use, uses_of_inputs
 from jmask._autodiff.value_and_grad import function_of_parameters, value_and_gradients
 from jmask._autodiff.values import RowSum
 from jmask._base.fallback import Fallback, Place, collected, in_bytes
+from jmask._base.types import Gradient, KeyPath, Params, Shaped, Table
 from jmask._base.validation import abstract_leaf, checked_choice
 from jmask._kernels.lines import has_narrow_rows
 from jmask._tables.packed import PLATFORMS
@@ -112,7 +113,7 @@ class Explanation:
 
 def explain(
     loss_fn: Callable[..., Any],
-    params: Any,
+    params: Params,
     *batch: Any,
     has_aux: bool = False,
     platform: str | None = None,
@@ -189,7 +190,7 @@ def explain(
 
 def _traced(
     loss_fn: Callable[..., Any],
-    params: Any,
+    params: Params,
     batch: tuple[Any, ...],
     has_aux: bool,
     kwargs: dict[str, Any],
@@ -207,14 +208,14 @@ def _traced(
     def arguments(traced: dict[int, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return structure.unflatten([traced.get(i, x) for i, x in enumerate(others)])
 
-    def differentiate(params: Any, traced: dict[int, Any]) -> None:
+    def differentiate(params: Params, traced: dict[int, Any]) -> None:
         args, keywords = arguments(traced)
         _, (grads,) = value_and_gradients(
             loss_fn, (0,), has_aux, (params, *args), keywords, finished=lambda result: result
         )
         gradients.extend(jax.tree.leaves(grads, is_leaf=is_row_sparse))
 
-    def value(params: Any, traced: dict[int, Any]) -> Any:
+    def value(params: Params, traced: dict[int, Any]) -> Any:
         args, keywords = arguments(traced)
         result = loss_fn(params, *args, **keywords)
         return result[0] if has_aux else result
@@ -232,9 +233,9 @@ def _traced(
 
 
 def _step(
-    path: Any,
-    leaf: Any,
-    gradient: Any,
+    path: KeyPath,
+    leaf: Table,
+    gradient: Gradient,
     uses: list[Use],
     shapes: set[Any],
     platform: str,
@@ -267,11 +268,11 @@ def _step(
     )
 
 
-def _size(x: Any) -> int:
+def _size(x: Shaped) -> int:
     return math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
 
 
-def _number_of_rows(gradient: Any) -> int | None:
+def _number_of_rows(gradient: Gradient) -> int | None:
     """Return the nse of a row-sparse gradient, None for a dense one."""
     if is_row_sparse(gradient):
         return gradient.nse
@@ -280,7 +281,11 @@ def _number_of_rows(gradient: Any) -> int | None:
 
 
 def _note(
-    shape: tuple[int, ...], gradient: Any, nse: int | None, uses: list[Use], is_reported: bool
+    shape: tuple[int, ...],
+    gradient: Gradient,
+    nse: int | None,
+    uses: list[Use],
+    is_reported: bool,
 ) -> str:
     """Say why the gradient of a parameter is dense, or large."""
     if nse is not None:

@@ -58,31 +58,31 @@ def _register(
     )
 
 
-def _unchanged(static: Any) -> Any:
+def _unchanged(static: tuple[Any, ...]) -> Any:
     return static
 
 
-def _sharded_to_literals(static: Any) -> Any:
+def _sharded_to_literals(static: tuple[Any, ...]) -> Any:
     layout, shape = static
     return layout.described(), shape
 
 
-def _sharded_from_literals(literals: Any) -> Any:
+def _sharded_from_literals(literals: tuple[Any, ...]) -> Any:
     described, shape = literals
     return Layout.from_description(described), shape
 
 
-def _deferred_to_literals(static: Any) -> Any:
+def _deferred_to_literals(static: tuple[Any, ...]) -> Any:
     shape, apart, form, made_for = static
     return shape, apart, None if form is None else dataclasses.astuple(form), made_for
 
 
-def _deferred_from_literals(literals: Any) -> Any:
+def _deferred_from_literals(literals: tuple[Any, ...]) -> Any:
     shape, apart, form, made_for = literals
     return shape, apart, None if form is None else Form(*form), made_for
 
 
-def _refuse(static: Any) -> Any:
+def _refuse(static: tuple[Any, ...]) -> Any:
     raise TypeError(
         "jax.export cannot serialize a function that takes or returns a row-sparse tensor "
         "(RowSparse), whose ids have a dtype of their own: pass jmask.to_arrays(x) and call "

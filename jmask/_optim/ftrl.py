@@ -8,12 +8,14 @@ r"""FTRL-proximal: rows whose evidence stays below a threshold are exactly zero.
 With l1 = 1, a coordinate whose gradients sum to 0.9 has w = 0.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
+from jmask._base.types import PyTree, Scalar
 from jmask._optim import hyperparameters as hyper
 from jmask._optim.row_rule import RowRule, Slot, optimizer
 from jmask._updates.eager import sharing_programs
@@ -23,22 +25,22 @@ class FtrlState(NamedTuple):
     """State of `ftrl`: steps done, the shifted sum of gradients, the sum of squares."""
 
     count: jax.Array  # type: ignore[assignment]  # shadows tuple.count, as in optax
-    z: Any
-    n: Any
+    z: PyTree
+    n: PyTree
 
 
 @sharing_programs
 @hyper.naming_hyperparameters
 def ftrl(
     learning_rate: optax.ScalarOrSchedule = 0.1,
-    l1: Any = 0.01,
-    beta: Any = 1.0,
-    weight_decay: Any = 0.0,
-    clip_gradient: Any = None,
-    rescale_grad: Any = 1.0,
+    l1: Scalar = 0.01,
+    beta: Scalar = 1.0,
+    weight_decay: Scalar = 0.0,
+    clip_gradient: Scalar | None = None,
+    rescale_grad: Scalar = 1.0,
     maximize: bool = False,
     lazy_update: bool = True,
-    state_dtype: Any = None,
+    state_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """FTRL-proximal for dense and row-sparse gradients, with the numerics of MXNet's Ftrl.
 

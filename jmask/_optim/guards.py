@@ -18,6 +18,16 @@ from jax import lax
 from jmask._base.array_types import added, joint_dtype, trailing, typed_like, wide
 from jmask._base.jaxprs import lifted
 from jmask._base.norms import shortened
+from jmask._base.types import (
+    Gradient,
+    Gradients,
+    JvpArgs,
+    OptState,
+    Params,
+    PyTree,
+    Scalar,
+    Table,
+)
 from jmask._deferred.step import has_deferred
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
@@ -71,7 +81,7 @@ def guarded(
     def update(updates, state, params=None, **extra_args):
         take, gradients, extra = decide(updates, state, params)
 
-        def run(state: Any) -> tuple[Any, Any]:
+        def run(state: OptState) -> tuple[Any, Any]:
             with advising_lazy("inner", gradients):
                 return inner.update(gradients, state, params, **extra_args)
 
@@ -82,7 +92,7 @@ def guarded(
     def apply(grads, state, params):
         take, gradients, extra = decide(grads, state, params)
 
-        def run(params: Any, state: Any) -> tuple[Any, Any]:
+        def run(params: Params, state: OptState) -> tuple[Any, Any]:
             return apply_gradients(inner, gradients, state, params)
 
         carried = (params, state.inner_state)
@@ -114,7 +124,7 @@ def _step_if(
     structure: Any = jax.tree.structure(shapes)
 
     # JAX keeps this function: it closes over no tracer, and what `run` does is an argument.
-    def run_alone(kept: Any, state: Any, closed_over: Sequence[Any]) -> Any:
+    def run_alone(kept: PyTree, state: OptState, closed_over: Sequence[Any]) -> Any:
         arguments = jax.tree.leaves((kept, state)[-count:])
         return structure.unflatten(jax.core.eval_jaxpr(jaxpr, (), *closed_over, *arguments))
 
@@ -123,28 +133,28 @@ def _step_if(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _run_if(
-    run: Callable[..., Any], take: jax.Array, kept: Any, state: Any, closed_over: Any
+    run: Callable[..., Any], take: jax.Array, kept: PyTree, state: OptState, closed_over: PyTree
 ) -> Any:
     """Return `run(kept, state, closed_over)` where `take`, else `kept` and the state."""
 
-    def once(carried: Any) -> Any:
+    def once(carried: PyTree) -> Any:
         return jnp.zeros_like(take), *run(*carried[1:], closed_over)
 
     return lax.while_loop(lambda carried: carried[0], once, (take, kept, state))[1:]
 
 
 @_run_if.defjvp
-def _derivative(run: Callable[..., Any], primals: Any, tangents: Any) -> Any:
-    def chosen(take: jax.Array, kept: Any, state: Any, closed_over: Any) -> Any:
+def _derivative(run: Callable[..., Any], primals: JvpArgs, tangents: JvpArgs) -> Any:
+    def chosen(take: jax.Array, kept: PyTree, state: OptState, closed_over: PyTree) -> Any:
         return lax.cond(take, lambda: run(kept, state, closed_over), lambda: (kept, state))
 
     return jax.jvp(chosen, primals, tangents)
 
 
-def _no_update(shapes: Any, params: Any) -> Any:
+def _no_update(shapes: Gradients, params: Params) -> Gradients:
     tables = filter(is_deferred, jax.tree.leaves(params, is_leaf=is_stored_table))
 
-    def nothing(x: Any) -> Any:
+    def nothing(x: Gradient) -> Any:
         if isinstance(x, NewTable):
             return NewTable(next(tables))
         if not is_row_sparse(x):
@@ -155,7 +165,7 @@ def _no_update(shapes: Any, params: Any) -> Any:
         leaves, structure = jax.tree.flatten(x)
         return structure.unflatten(map(typed_like, jax.tree.leaves(padding), leaves))
 
-    def is_leaf(x: Any) -> bool:
+    def is_leaf(x: object) -> bool:
         return is_row_sparse(x) or isinstance(x, NewTable)
 
     return jax.tree.map(nothing, shapes, is_leaf=is_leaf)
@@ -173,7 +183,7 @@ class SkipNonfiniteState(NamedTuple):
     """
 
     skipped: jax.Array
-    inner_state: Any
+    inner_state: OptState
 
 
 def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation:
@@ -219,7 +229,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> OnePassTransformation
     return guarded(inner, init, decide, finish)
 
 
-def all_finite(gradients: Any) -> jax.Array:
+def all_finite(gradients: Gradients) -> jax.Array:
     """Decide whether all entries of a gradient but padding and masked ones are finite."""
     finite = jnp.ones((), bool)
     for leaf in jax.tree.leaves(gradients, is_leaf=is_gradient_leaf):
@@ -235,21 +245,21 @@ def all_finite(gradients: Any) -> jax.Array:
     return finite
 
 
-def summed_rows(gradients: Any, params: Any) -> Any:
+def summed_rows(gradients: Gradients, params: Params) -> Gradients:
     """Return gradients with the rows of equal ids summed: finite ones may have an infinite sum.
 
     Sums of 16-bit rows are in float32, as the optimizer takes them. Rows of stored tables are
     as these take them, nan where they do not fit.
     """
 
-    def taken(param: Any, gradient: Any) -> Any:
+    def taken(param: Table, gradient: Gradient) -> Any:
         return fitted(param, gradient) if is_stored_table(param) else gradient
 
     gradients = with_wide_rows(gradients)
     if any(map(is_stored_table, jax.tree.leaves(params, is_leaf=is_stored_table))):
         gradients = jax.tree.map(taken, params, gradients, is_leaf=is_stored_table)
 
-    def leaf(gradient: Any) -> Any:
+    def leaf(gradient: Gradient) -> Any:
         return summed(gradient) if is_row_sparse(gradient) else gradient
 
     return jax.tree.map(leaf, gradients, is_leaf=is_gradient_leaf)
@@ -305,7 +315,7 @@ def drop_nonfinite_rows() -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def _finite(x: Any) -> tuple[Any, jax.Array]:
+def _finite(x: Gradient) -> tuple[Any, jax.Array]:
     """Return the gradient without what is not finite, and the number of rows left out."""
     if isinstance(x, MaskedTensor):
         values = stored_values(x.storage)
@@ -332,8 +342,8 @@ def _bad_rows(x: jax.Array) -> jax.Array:
 
 
 def clip_by_row_norm(
-    max_norm: Any,
-    ord: Any = 2,  # noqa: A002
+    max_norm: Scalar,
+    ord: float = 2,  # noqa: A002
 ) -> optax.GradientTransformationExtraArgs:
     """Scale down rows of the gradient whose norm exceeds `max_norm`.
 
@@ -365,7 +375,7 @@ def clip_by_row_norm(
     def clip(updates: optax.Updates, params: optax.Params | None = None) -> optax.Updates:
         return jax.tree.map(clip_rows, updates)
 
-    def clip_rows(gradient: Any) -> jax.Array:
+    def clip_rows(gradient: Gradient) -> jax.Array:
         gradient = jnp.asarray(gradient)
         return _bounded(gradient, max_norm, ord).astype(gradient.dtype)
 
@@ -382,8 +392,8 @@ def clip_by_row_norm(
 
 
 def max_row_norm(
-    max_norm: Any,
-    ord: Any = 2,  # noqa: A002
+    max_norm: Scalar,
+    ord: float = 2,  # noqa: A002
 ) -> optax.GradientTransformationExtraArgs:
     """Keep the rows of the parameters within `max_norm`.
 
@@ -433,14 +443,14 @@ def max_row_norm(
     return lazy(optax.stateless(within))
 
 
-def _check(max_norm: Any, order: Any) -> None:
+def _check(max_norm: Scalar, order: float) -> None:
     check_positive("max_norm", max_norm)
     check_number("ord", order)
     if not order >= 1:
         raise ValueError(f"`ord` must be at least 1, got {order}.")
 
 
-def _bounded(rows: jax.Array, max_norm: Any, order: Any) -> jax.Array:
+def _bounded(rows: jax.Array, max_norm: Scalar, order: float) -> jax.Array:
     """Return rows (n, *row), in float32 at least, scaled to a norm of at most `max_norm`."""
     rows = rows.astype(wide(rows.dtype))
     if rows.ndim == 0:

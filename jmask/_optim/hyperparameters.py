@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
 from jmask._base.array_types import as_float
+from jmask._base.types import Scalar
 from jmask._base.validation import check_flag, checked_choice, naming_arguments, shown
 
 # What weight decay is added to: the gradient, so that an adaptive optimizer rescales it, or
@@ -38,34 +40,34 @@ naming_hyperparameters = naming_arguments(
 )
 
 
-def check_number(name: str, value: Any) -> None:
+def check_number(name: str, value: object) -> None:
     """Refuse what is neither a number nor a scalar array, which may be traced."""
     if not _is_number(value):
         raise TypeError(f"`{name}` must be a number, got {shown(value)}.")
 
 
-def check_positive(name: str, value: Any) -> None:
+def check_positive(name: str, value: Scalar) -> None:
     """Refuse what is no number, or one that is not > 0 and finite; arrays pass."""
     check_number(name, value)
     if is_known(value) and not (value > 0 and math.isfinite(value)):
         raise ValueError(f"`{name}` must be positive and finite, got {value}.")
 
 
-def check_not_negative(name: str, value: Any) -> None:
+def check_not_negative(name: str, value: Scalar) -> None:
     """Refuse what is no number, or one that is not >= 0 and finite; arrays pass."""
     check_number(name, value)
     if is_known(value) and not (value >= 0 and math.isfinite(value)):
         raise ValueError(f"`{name}` must be non-negative and finite, got {value}.")
 
 
-def check_fraction(name: str, value: Any) -> None:
+def check_fraction(name: str, value: Scalar) -> None:
     """Refuse what is no number, or one outside [0, 1); arrays pass."""
     check_number(name, value)
     if is_known(value) and not 0 <= value < 1:
         raise ValueError(f"`{name}` must be in [0, 1), got {value}.")
 
 
-def check_learning_rate(value: Any) -> None:
+def check_learning_rate(value: optax.ScalarOrSchedule) -> None:
     """Refuse what is neither a schedule nor a positive number."""
     if callable(value):
         return
@@ -77,7 +79,7 @@ def check_learning_rate(value: Any) -> None:
     check_positive("learning_rate", value)
 
 
-def check_state_dtype(state_dtype: Any, name: str = "state_dtype") -> None:
+def check_state_dtype(state_dtype: DTypeLike | None, name: str = "state_dtype") -> None:
     """Refuse what is no floating dtype; None passes."""
     try:
         fits = state_dtype is None or jnp.issubdtype(jnp.dtype(state_dtype), jnp.floating)
@@ -89,7 +91,7 @@ def check_state_dtype(state_dtype: Any, name: str = "state_dtype") -> None:
         )
 
 
-def is_known(value: Any) -> bool:
+def is_known(value: object) -> bool:
     """Decide whether a number can be read without waiting for a device: Python's or NumPy's."""
     return isinstance(value, int | float | np.number | np.ndarray)
 
@@ -127,13 +129,13 @@ class Common:
     """
 
     learning_rate: optax.ScalarOrSchedule
-    weight_decay: Any
-    clip_gradient: Any
-    rescale_grad: Any
+    weight_decay: Scalar
+    clip_gradient: Scalar | None
+    rescale_grad: Scalar
     maximize: bool
     lazy_update: bool
     decay_mode: str
-    state_dtype: Any
+    state_dtype: DTypeLike | None
 
     def __post_init__(self) -> None:
         check_flag("maximize", self.maximize)
@@ -157,7 +159,7 @@ class Common:
     def is_decoupled(self) -> bool:
         return self.decays and self.decay_mode == "decoupled"
 
-    def rate(self, count: jax.Array) -> Any:
+    def rate(self, count: jax.Array) -> ArrayLike:
         """Return the learning rate of step `count` (from 0)."""
         if not callable(self.learning_rate):
             return self.learning_rate
@@ -189,17 +191,17 @@ class Common:
             return gradient
         return gradient + self.weight_decay * param
 
-    def with_decoupled_decay(self, step: jax.Array, param: jax.Array, lr: Any) -> jax.Array:
+    def with_decoupled_decay(self, step: jax.Array, param: jax.Array, lr: Scalar) -> jax.Array:
         """Return, with "decoupled", the step minus lr * weight_decay * param."""
         return step - lr * self.weight_decay * param if self.is_decoupled else step
 
 
-def is_zero(value: Any) -> bool:
+def is_zero(value: object) -> bool:
     """Decide whether a hyperparameter is known to be 0, so that its term can be left out."""
     return isinstance(value, int | float) and value == 0
 
 
-def bias_correction(decay: Any, step: jax.Array) -> jax.Array:
+def bias_correction(decay: Scalar, step: jax.Array) -> jax.Array:
     """Return 1 - decay**step, without the cancellation that costs float32 its digits.
 
     For decay = 0.999 and step = 1, `1 - decay**step` in float32 is off by 3e-5.

@@ -19,6 +19,7 @@ from jax import lax
 
 from jmask._base.array_types import typed_like, whole_rows_like, with_whole_rows
 from jmask._base.row_ids import id_dtype
+from jmask._base.types import Gradient, Gradients, OptState, Params, PyTree, Scalar, Value
 from jmask._base.validation import check_flag, leaf_name
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._optim.guards import guarded
@@ -45,7 +46,7 @@ class StoredRows(NamedTuple):
 class StoredEntries(NamedTuple):
     """The masked gradients of the microbatches so far: as unmasked ones, and what is valid."""
 
-    gradient: Any
+    gradient: Value
     valid: jax.Array
 
 
@@ -59,14 +60,14 @@ class MultiStepsState(NamedTuple):
     """
 
     mini_step: jax.Array
-    accumulated: Any
-    inner_state: Any
+    accumulated: PyTree
+    inner_state: OptState
 
 
 def multi_steps(
     inner: optax.GradientTransformation,
     every_k: int,
-    like: Any = None,
+    like: Gradients | None = None,
     *,
     use_grad_mean: bool = True,
 ) -> OnePassTransformation:
@@ -129,7 +130,9 @@ def multi_steps(
     def init(params: optax.Params) -> MultiStepsState:
         return MultiStepsState(jnp.zeros((), jnp.int32), empty(), inner.init(params))
 
-    def accumulate(gradients: Any, state: Any, params: Any) -> tuple[jax.Array, Any, Any]:
+    def accumulate(
+        gradients: Gradients, state: OptState, params: Params
+    ) -> tuple[jax.Array, Any, Any]:
         """Return whether to step, with the gradient so far, and what is kept of it."""
         gradients = as_gradients(gradients)
         check_state_type(state, MultiStepsState)
@@ -154,7 +157,9 @@ def multi_steps(
         )
         return last, noticed_as(gradients, total), accumulated
 
-    def finish(state: Any, inner_state: Any, last: jax.Array, accumulated: Any) -> Any:
+    def finish(
+        state: OptState, inner_state: OptState, last: jax.Array, accumulated: Gradients
+    ) -> Any:
         accumulated = jax.tree.map(
             lambda x, zero: jnp.where(last, typed_like(zero, jax.typeof(x)), x),
             accumulated,
@@ -166,7 +171,7 @@ def multi_steps(
     return guarded(inner, init, accumulate, finish)
 
 
-def _empty(like: Any, every_k: int) -> Any:
+def _empty(like: Gradients, every_k: int) -> Any:
     if isinstance(like, MaskedTensor):
         like, valid = jax.eval_shape(gradient_and_valid, like)
         count = every_k if is_row_sparse(like) else 1
@@ -179,7 +184,7 @@ def _empty(like: Any, every_k: int) -> Any:
     return StoredRows(ids, jnp.zeros((rows, *like.row), like.dtype))
 
 
-def _added(like: Any, kept: Any, gradient: Any, mini_step: jax.Array) -> Any:
+def _added(like: Gradient, kept: PyTree, gradient: Gradient, mini_step: jax.Array) -> Any:
     if isinstance(like, MaskedTensor):
         like = _unmasked(like)
         gradient, valid = gradient_and_valid(gradient)
@@ -204,7 +209,7 @@ def _put(kept: jax.Array, new: Any, like: RowSparse, mini_step: jax.Array) -> ja
     return lax.dynamic_update_slice_in_dim(kept, new, mini_step * like.nse, 0)
 
 
-def _as_gradient(like: Any, kept: Any, factor: Any) -> Any:
+def _as_gradient(like: Gradient, kept: PyTree, factor: Scalar | None) -> Gradient:
     if isinstance(like, MaskedTensor):
         gradient, valid = _as_gradient(_unmasked(like), kept.gradient, factor), kept.valid
         if is_row_sparse(gradient):
@@ -217,14 +222,14 @@ def _as_gradient(like: Any, kept: Any, factor: Any) -> Any:
     return rows.with_values(rows.values * jnp.asarray(factor, rows.dtype))
 
 
-def _unmasked(gradient: Any) -> Any:
+def _unmasked(gradient: Gradient) -> Any:
     """Return the shapes of a gradient leaf as rows or an array, whether it is masked or not."""
     if not isinstance(gradient, MaskedTensor):
         return gradient
     return jax.eval_shape(gradient_and_valid, gradient)[0]
 
 
-def _check_structure(gradients: Any, like: Any) -> None:
+def _check_structure(gradients: Gradients, like: Gradients) -> None:
     leaves: Any = jax.tree.leaves_with_path(gradients, is_leaf=is_gradient_leaf)
     expected: Any = jax.tree.leaves_with_path(like, is_leaf=is_gradient_leaf)
     if [path for path, _ in leaves] != [path for path, _ in expected]:
@@ -260,7 +265,7 @@ def _check_structure(gradients: Any, like: Any) -> None:
             )
 
 
-def _check_buffers(kept: Any, expected: Any) -> None:
+def _check_buffers(kept: PyTree, expected: PyTree) -> None:
     shapes: Any = [[x.shape for x in jax.tree.leaves(tree)] for tree in (kept, expected)]
     trees: Any = [jax.tree.structure(tree) for tree in (kept, expected)]
     if trees[0] != trees[1] or shapes[0] != shapes[1]:
@@ -272,7 +277,7 @@ def _check_buffers(kept: Any, expected: Any) -> None:
         )
 
 
-def _described(gradient: Any) -> str:
+def _described(gradient: Gradient) -> str:
     if is_row_sparse(gradient):
         return repr(gradient)
     kind = "dense"

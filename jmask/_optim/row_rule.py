@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import DTypeLike
 
 from jmask._base.array_types import (
     complex_dtype,
@@ -33,6 +34,7 @@ from jmask._base.array_types import (
     sharding_of_rows,
     wide,
 )
+from jmask._base.types import Gradient, Gradients, OptState, Params, Table
 from jmask._deferred.step import deferred_step, has_deferred, without_rows
 from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, updated
 from jmask._lazy.lazy import lazy
@@ -79,7 +81,7 @@ class Slot:
 
     initial: Any
     per_row: bool = False
-    dtype: Any = None
+    dtype: DTypeLike | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,10 +103,10 @@ class RowRule:
     scalars: Callable[[jax.Array], tuple[Any, ...]]
     rule: Callable[..., tuple[Any, ...]]
     needs_param: bool
-    state_dtype: Any = None
+    state_dtype: DTypeLike | None = None
     linear: bool = False
 
-    def initial_slot(self, slot: Slot, param: Any) -> jax.Array:
+    def initial_slot(self, slot: Slot, param: Table) -> jax.Array:
         """Return a slot before the first step."""
         like = shape_of(param)
         shape, dtype = like.shape, slot.dtype or self.state_dtype or like.dtype
@@ -155,7 +157,7 @@ class RowRule:
             return tuple(map(lax.complex, *parts))
         rows = grad.shape[0] if grad.ndim else 1
 
-        def joined(x: Any) -> Any:
+        def joined(x: Gradient) -> Gradient:
             parts = [x.real, x.imag] if is_complex(x) else [x]
             return jnp.concatenate([part.reshape(rows, -1) for part in parts], axis=1)
 
@@ -216,9 +218,9 @@ def densified(
 def _apply_gradients(
     rule: RowRule,
     lifted: optax.GradientTransformationExtraArgs,
-    grads: Any,
-    state: Any,
-    params: Any,
+    grads: Gradients,
+    state: OptState,
+    params: Params,
 ) -> tuple[Any, Any]:
     check_parameters(params)
     check_structure(grads, params)
@@ -252,7 +254,7 @@ def _apply_gradients(
 
 
 def _new_tables(
-    rule: RowRule, gradient: Any, tables: list[Any], scalars: tuple[Any, ...]
+    rule: RowRule, gradient: Gradient, tables: list[Any], scalars: tuple[Any, ...]
 ) -> RowUpdate | list[Any]:
     """Return parameter and slots after one step, for `updated` to finish.
 
@@ -370,7 +372,7 @@ def _dense_optimizer(rule: RowRule, state_type: type) -> optax.GradientTransform
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _wide(x: Any) -> Any:
+def _wide(x: Gradient) -> Gradient:
     return None if x is None else jnp.asarray(x, wide(shape_of(x).dtype))
 
 

@@ -10,11 +10,13 @@ With `decay_mode="decoupled"` the decay is not in g'; w <- w - lr * weight_decay
 With lr = 1, mu = 0.5 and g = 1 in two steps, w moves by -1 and then by -1.5.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import optax
+from jax.typing import DTypeLike
 
+from jmask._base.types import PyTree, Scalar
 from jmask._base.validation import check_flag
 from jmask._optim import hyperparameters as hyper
 from jmask._optim.row_rule import RowRule, Slot, optimizer
@@ -31,21 +33,21 @@ class MomentumState(NamedTuple):
     """State of `sgd` with momentum; the buffer contains the learning rate."""
 
     count: jax.Array  # type: ignore[assignment]  # shadows tuple.count, as in optax
-    momentum: Any
+    momentum: PyTree
 
 
 @sharing_programs
 @hyper.naming_hyperparameters
 def sgd(
     learning_rate: optax.ScalarOrSchedule,
-    momentum: Any = 0.0,
+    momentum: Scalar = 0.0,
     nesterov: bool = False,
-    weight_decay: Any = 0.0,
-    clip_gradient: Any = None,
-    rescale_grad: Any = 1.0,
+    weight_decay: Scalar = 0.0,
+    clip_gradient: Scalar | None = None,
+    rescale_grad: Scalar = 1.0,
     lazy_update: bool = True,
     decay_mode: str = "l2",
-    state_dtype: Any = None,
+    state_dtype: DTypeLike | None = None,
     maximize: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Stochastic gradient descent for dense and row-sparse gradients.

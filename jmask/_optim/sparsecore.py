@@ -75,7 +75,7 @@ def row_optimizer(tx: optax.GradientTransformation) -> RowOptimizer:
         step, *new = rule.rule(grad, row, *slots, *scalars)
         return (row + step, *new)
 
-    def hyperparameters(count: Any) -> tuple[jax.Array, ...]:
+    def hyperparameters(count: jax.Array) -> tuple[jax.Array, ...]:
         scalars = rule.scalars(jnp.asarray(count, jnp.int32))
         return tuple(
             jnp.asarray(x, jnp.float32)
@@ -107,7 +107,7 @@ def optimizer_spec(tx: optax.GradientTransformation, name: str = "jmask") -> Any
     rule = row_optimizer(tx)
 
     class Spec(embedding_spec.CustomOptimizerSpec):
-        def get_hyperparameters(self, step: Any = None) -> tuple[jax.Array, ...]:
+        def get_hyperparameters(self, step: jax.Array | None = None) -> tuple[jax.Array, ...]:
             # The compiler wants one at least; a computation ignores those left over.
             return rule.hyperparameters(0 if step is None else step) or (jnp.float32(0),)
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmask._base.types import OptState, PyTree
 from jmask._optim.adagrad import AdagradState
 from jmask._optim.adam import AdamState
 
@@ -25,8 +26,8 @@ _KEYS: dict[Any, dict[str, str]] = {
 
 
 def from_torch_state(
-    state: Any, torch_state: Mapping[Any, Any], order: Sequence[Any] | None = None
-) -> Any:
+    state: OptState, torch_state: Mapping[Any, Any], order: Sequence[Any] | None = None
+) -> OptState:
     """Return the state of `adam` or `adagrad` with the numbers of a torch optimizer.
 
     Args:
@@ -77,7 +78,7 @@ def from_torch_state(
             "jmask counts those of the optimizer: convert them separately."
         )
 
-    def loaded(key: str, slot: Any) -> Any:
+    def loaded(key: str, slot: PyTree) -> Any:
         structure: Any
         leaves, structure = jax.tree.flatten(slot)
         arrays = []
@@ -97,7 +98,9 @@ def from_torch_state(
     return jax.tree.map(lambda x: new if x is ours else x, state, is_leaf=_is_known)
 
 
-def to_torch_state(state: Any, order: Sequence[Any] | None = None) -> dict[Any, dict[str, Any]]:
+def to_torch_state(
+    state: OptState, order: Sequence[Any] | None = None
+) -> dict[Any, dict[str, Any]]:
     """Return what `from_torch_state` reads: for each parameter its step and arrays, as NumPy's.
 
     To load it, put it into a state_dict of the torch optimizer:
@@ -134,15 +137,15 @@ def to_torch_state(state: Any, order: Sequence[Any] | None = None) -> dict[Any, 
     }
 
 
-def _is_known(x: Any) -> bool:
+def _is_known(x: object) -> bool:
     return isinstance(x, tuple(_KEYS))
 
 
-def _keys(state: Any) -> dict[str, str]:
+def _keys(state: OptState) -> dict[str, str]:
     return _KEYS[type(state)]
 
 
-def _only_state(state: Any) -> Any:
+def _only_state(state: OptState) -> OptState:
     states = [x for x in jax.tree.leaves(state, is_leaf=_is_known) if _is_known(x)]
     if len(states) != 1:
         raise ValueError(
@@ -163,7 +166,7 @@ def _checked_order(order: Sequence[Any] | None, count: int) -> list[Any]:
     return numbers
 
 
-def _checked_mapping(torch_state: Any) -> Mapping[Any, Any]:
+def _checked_mapping(torch_state: object) -> Mapping[Any, Any]:
     if isinstance(torch_state, Mapping):
         found = torch_state.get("state", torch_state)
         if isinstance(found, Mapping) and all(isinstance(x, Mapping) for x in found.values()):
@@ -192,7 +195,7 @@ def _check_unambiguous(torch_state: Mapping[Any, Any], leaves: Sequence[Any]) ->
             )
 
 
-def _check_keys(entries: Mapping[str, Any], number: Any, known: set[str]) -> None:
+def _check_keys(entries: Mapping[str, Any], number: object, known: set[str]) -> None:
     unknown = sorted(set(map(str, entries)) - known)
     if unknown:
         raise ValueError(
@@ -201,7 +204,7 @@ def _check_keys(entries: Mapping[str, Any], number: Any, known: set[str]) -> Non
         )
 
 
-def _steps(entries: Mapping[str, Any], number: Any) -> int:
+def _steps(entries: Mapping[str, Any], number: object) -> int:
     step = _array(entries, "step", number)
     is_number = not step.ndim and step.dtype.kind in "iuf" and np.isfinite(step)
     if not is_number or step < 0 or step != np.floor(step):
@@ -212,7 +215,7 @@ def _steps(entries: Mapping[str, Any], number: Any) -> int:
     return int(step)
 
 
-def _array(entries: Mapping[str, Any], key: str, number: Any) -> np.ndarray:
+def _array(entries: Mapping[str, Any], key: str, number: object) -> np.ndarray:
     if key not in entries:
         raise ValueError(
             f"parameter {number!r} of `torch_state` has no {key!r}, only {list(entries)}: is "

@@ -4,13 +4,12 @@
 need no more than this.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmask._base.types import Table
 from jmask._tables.stored_table import StoredTable
 
 
@@ -23,10 +22,10 @@ class Deferred(StoredTable):
 
     __slots__ = ()
 
-    main: Any
+    main: Table
 
 
-def is_deferred(x: Any) -> bool:
+def is_deferred(x: object) -> bool:
     """Decide whether `x` is a `DeferredTable`."""
     return isinstance(x, Deferred)
 
@@ -46,7 +45,7 @@ def sealed(clock: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
-def unsealed(leaf: Any) -> tuple[jax.Array, jax.Array]:
+def unsealed(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the clock, and whether the leaf is one.
 
     Raises:

@@ -14,16 +14,17 @@ https://docs.kernel.org/admin-guide/mm/transhuge.html. What arrays hold does not
 import ctypes
 import mmap
 import sys
-from typing import Any
 
 import jax
+
+from jmask._base.types import PyTree
 
 _HUGE = 2**21
 # Of linux/mman.h; the second, since Linux 6.1, does immediately what the first asks for.
 _ADVICE = (14, 25)
 
 
-def huge_pages(tree: Any) -> int:
+def huge_pages(tree: PyTree) -> int:
     """Ask the operating system to keep large arrays of a tree in large pages.
 
     Call it once, on parameters and optimizer state as they are before the first step: a step

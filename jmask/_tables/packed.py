@@ -20,14 +20,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
+from jmask._base.types import Numbers, Scalar, Shaped, Table
 from jmask._base.validation import as_table, checked_choice
 from jmask._kernels.lines import LANES, per_line, picked, placed
 from jmask._kernels.rows import gather_rows
 from jmask._kernels.scatter_update import Combiner, update_elementwise
 from jmask._kernels.update_rows import updated
-from jmask._tables.stored_table import StoredTable, whole
+from jmask._tables.stored_table import Placeholder, StoredTable, whole
 from jmask._tensors.row_sparse import RowSparse
 
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
@@ -59,7 +62,9 @@ class PackedTable(StoredTable):
     _ARRAYS = ("parts", "placeholder")
     _STATIC = ("shape",)
 
-    def __init__(self, parts: Sequence[Any], shape: Sequence[int], placeholder: Any = None):
+    def __init__(
+        self, parts: Sequence[Any], shape: Sequence[int], placeholder: Placeholder | None = None
+    ):
         self.parts, self.shape, self.placeholder = tuple(parts), tuple(shape), placeholder
 
     @classmethod
@@ -74,7 +79,7 @@ class PackedTable(StoredTable):
         return cls([_packed(group) for group in _groups(columns)], x.shape)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.parts[0].dtype
 
     def todense(self) -> jax.Array:
@@ -82,7 +87,7 @@ class PackedTable(StoredTable):
             jnp.concatenate(self.entries(), axis=1).reshape(self.shape), self.placeholder
         )
 
-    def full(self, row: Sequence[int], value: Any, dtype: Any) -> "PackedTable":
+    def full(self, row: Sequence[int], value: Scalar, dtype: DTypeLike) -> "PackedTable":
         shape = (self.shape[0], *row)
         parts = [jnp.full(part_shape, value, dtype) for part_shape in part_shapes(shape)]
         return PackedTable(parts, shape)
@@ -161,7 +166,7 @@ class PackedTable(StoredTable):
         return list(zip(self.parts, _widths(math.prod(self.shape[1:])), strict=True))
 
 
-def packed(table: Any, platform: str | None = None) -> Any:
+def packed(table: Numbers, platform: str | None = None) -> Table:
     """Return the table in the form in which a step updates it in place on the given platform.
 
     On a TPU a floating table whose rows are not a multiple of 128 entries becomes a
@@ -188,14 +193,14 @@ def packed(table: Any, platform: str | None = None) -> Any:
         >>> jmask.packed(jnp.ones((1000, 128)), platform="tpu").shape
         (1000, 128)
     """
-    table = checked_floating(as_table(table))
+    array = checked_floating(as_table(table))
     platform = jax.default_backend() if platform is None else platform
     checked_choice(platform, "platform", PLATFORMS)
-    fits = math.prod(table.shape[1:]) % LANES == 0
-    return table if platform != "tpu" or fits else PackedTable.pack(table)
+    fits = math.prod(array.shape[1:]) % LANES == 0
+    return array if platform != "tpu" or fits else PackedTable.pack(array)
 
 
-def checked_floating(table: Any) -> Any:
+def checked_floating(table: Shaped) -> Table:
     """Return an array, or the shape of one, that can be a table.
 
     Raises:

@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.typing import DTypeLike
 
+from jmask._base.types import KeyPath, PyTree, Table
 from jmask._base.validation import abstract_leaf, leaf_name, not_an_array
 from jmask._tables.deferral import Deferred, is_deferred, sealed
 from jmask._tables.packed import PackedTable
@@ -30,7 +32,7 @@ _OF_DEFERRED = ("main", "others", "last", "clock", "lines", "carry")
 _OF_ALL_ROWS = ("lines", "carry")
 
 
-def to_arrays(tree: Any) -> Any:
+def to_arrays(tree: PyTree) -> PyTree:
     """Return the tree in plain arrays alone, which do not depend on how its tables are kept.
 
     A `RowSparse` becomes a dict of its `indices` and `values`. A `PackedTable` or
@@ -54,7 +56,7 @@ def to_arrays(tree: Any) -> Any:
     return jax.tree.map(_arrays_of, tree, is_leaf=_is_node)
 
 
-def from_arrays(arrays: Any, like: Any) -> Any:
+def from_arrays(arrays: PyTree, like: PyTree) -> PyTree:
     """Return tree of arrays that were stored and loaded, in the form and the layout of `like`.
 
     This is the one way from a checkpoint to tables on another number of devices, in another
@@ -94,11 +96,11 @@ def from_arrays(arrays: Any, like: Any) -> Any:
     )
 
 
-def _is_node(x: Any) -> bool:
+def _is_node(x: object) -> bool:
     return is_row_sparse(x) or is_stored_table(x)
 
 
-def _at(tree: Any, path: Any) -> Any:
+def _at(tree: PyTree, path: KeyPath) -> PyTree:
     """Return what `tree` has at a path of another tree, whose nodes may be mappings here.
 
     Raises:
@@ -120,18 +122,18 @@ def _at(tree: Any, path: Any) -> Any:
     return tree
 
 
-def _children(node: Any) -> Any:
+def _children(node: PyTree) -> Any:
     """Return the children of a node of any type, with their names."""
     pairs, _ = jax.tree.flatten_with_path(node, is_leaf=lambda x: x is not node)
     return [(str(_key(path[0])), x) for path, x in pairs if path]
 
 
-def _key(key: Any) -> Any:
+def _key(key: object) -> Any:
     """Return the key, index or name of an entry of a path."""
     return next(getattr(key, x) for x in ("key", "name", "idx") if hasattr(key, x))
 
 
-def _other_structure(arrays: Any, like: Any) -> ValueError:
+def _other_structure(arrays: PyTree, like: PyTree) -> ValueError:
     return ValueError(
         f"`arrays` must have the structure of `like`, {jax.tree.structure(like)}, with a "
         'mapping {"indices": ..., "values": ...} for each RowSparse, got '
@@ -142,7 +144,7 @@ def _other_structure(arrays: Any, like: Any) -> ValueError:
 # --- to arrays ---------------------------------------------------------------------------
 
 
-def _arrays_of(x: Any) -> Any:
+def _arrays_of(x: Table) -> Any:
     if is_row_sparse(x):
         return {"indices": x.indices, "values": x.values}
     if is_deferred(x):
@@ -166,7 +168,7 @@ def _arrays_of(x: Any) -> Any:
     return dense(x)
 
 
-def _clock_of(x: Any) -> Any:
+def _clock_of(x: Table) -> Any:
     leaf = x.sealed_clock
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return x.clock
@@ -181,7 +183,7 @@ def _clock_of(x: Any) -> Any:
 # --- from arrays -------------------------------------------------------------------------
 
 
-def _from_arrays(name: str, given: Any, like: Any) -> Any:
+def _from_arrays(name: str, given: PyTree, like: PyTree) -> PyTree:
     if is_row_sparse(like):
         return _as_row_sparse(name, given, like)
     if is_deferred(like):
@@ -191,7 +193,7 @@ def _from_arrays(name: str, given: Any, like: Any) -> Any:
     return _as_like(name, given, like)
 
 
-def _as_row_sparse(name: str, given: Any, like: RowSparse) -> RowSparse:
+def _as_row_sparse(name: str, given: PyTree, like: RowSparse) -> RowSparse:
     if not isinstance(given, Mapping) or not {"indices", "values"} <= given.keys():
         raise ValueError(
             f"{name} must be what jmask.to_arrays makes of a RowSparse, "
@@ -214,7 +216,7 @@ def _as_row_sparse(name: str, given: Any, like: RowSparse) -> RowSparse:
     return RowSparse(ids, values, like.shape, coalesced=like.coalesced)
 
 
-def _as_deferred(name: str, given: Any, like: Deferred) -> Deferred:
+def _as_deferred(name: str, given: PyTree, like: Deferred) -> Deferred:
     if is_deferred(given):
         given = {key: getattr(given, key) for key in _OF_DEFERRED}
     if not isinstance(given, Mapping) or not set(_OF_DEFERRED) <= given.keys():
@@ -235,7 +237,7 @@ def _as_deferred(name: str, given: Any, like: Deferred) -> Deferred:
     return like._with(sealed_clock=sealed(parts.pop("clock")), **parts)
 
 
-def _on_devices_of(main: Any, shared: Any) -> Any:
+def _on_devices_of(main: Table, shared: jax.Array) -> Any:
     """Replicate an array that all rows share where the rows are: it may be on another mesh."""
     if isinstance(shared, jax.core.Tracer):
         return shared
@@ -246,7 +248,7 @@ def _on_devices_of(main: Any, shared: Any) -> Any:
     return jnp.asarray(np.asarray(shared)) if is_bound else shared
 
 
-def _as_table(name: str, given: Any, like: StoredTable) -> StoredTable:
+def _as_table(name: str, given: PyTree, like: StoredTable) -> StoredTable:
     if is_stored_table(given):
         _check_placed_alike(name, given, like)
         return given
@@ -265,7 +267,7 @@ def _as_table(name: str, given: Any, like: StoredTable) -> StoredTable:
     return PackedTable.from_array(given)
 
 
-def _in_order_of_ids(name: str, given: Mapping[str, Any], like: StoredTable) -> Any:
+def _in_order_of_ids(name: str, given: Mapping[str, Any], like: StoredTable) -> jax.Array:
     """Return the array (V, *row) of the leaves of a packed or sharded table, by their names."""
     rows, *row = like.shape
     blocks: Any = given.get("blocks", given)
@@ -294,7 +296,7 @@ def _in_order_of_ids(name: str, given: Mapping[str, Any], like: StoredTable) -> 
     return blocks[:rows]
 
 
-def _check_placed_alike(name: str, given: Any, like: Any) -> None:
+def _check_placed_alike(name: str, given: PyTree, like: PyTree) -> None:
     structures: list[Any] = [jax.tree.structure(given), jax.tree.structure(like)]
     if structures[0] != structures[1]:
         raise ValueError(
@@ -305,7 +307,7 @@ def _check_placed_alike(name: str, given: Any, like: Any) -> None:
         given.check_layout()
 
 
-def _as_like(name: str, given: Any, like: Any) -> Any:
+def _as_like(name: str, given: PyTree, like: PyTree) -> PyTree:
     if abstract_leaf(like) is None:
         raise not_an_array(name.replace("arrays", "like", 1), like, "give arrays or shapes")
     shape = jnp.shape(like)
@@ -315,7 +317,7 @@ def _as_like(name: str, given: Any, like: Any) -> Any:
     return given
 
 
-def _checked_kind(name: str, given: Any, like: Any) -> Any:
+def _checked_kind(name: str, given: PyTree, like: PyTree) -> jax.Array:
     """Return `given` as an array of the kind of `like`."""
     if abstract_leaf(given) is None:
         raise not_an_array(name, given, "give what jmask.to_arrays made")
@@ -326,6 +328,6 @@ def _checked_kind(name: str, given: Any, like: Any) -> Any:
     return given
 
 
-def _kind(dtype: Any) -> Any:
+def _kind(dtype: DTypeLike) -> Any:
     kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
     return next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), dtype)

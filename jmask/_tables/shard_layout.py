@@ -30,12 +30,16 @@ from jmask._base.array_types import (
     with_whole_rows,
 )
 from jmask._base.row_ids import INT32_MAX, id_dtype
+from jmask._base.types import Value
 from jmask._base.validation import check_flag, checked_choice, shown
 from jmask._kernels.coalesce import coalesce_rows, unique_slots
 from jmask._kernels.rows import gather_rows, set_rows
 from jmask._tables.packed import LANES
 
 PLACEMENTS = ("div", "mod")
+Blocks = (
+    Any  # an array or a PackedTable: of the blocks of all shards, or of the one of a device
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +96,7 @@ class Layout:
         axis_types = tuple(AxisType[x] for x in types)
         return cls(Mesh(array, names, axis_types=axis_types), *others)
 
-    def local(self, ids: jax.Array, shard: Any) -> jax.Array:
+    def local(self, ids: jax.Array, shard: jax.Array) -> jax.Array:
         """Return places (n,) of the ids on a shard, int32; R where a row is not there."""
         owner, place = self._owner_and_place(ids)
         here = (owner == jnp.asarray(shard, owner.dtype)) & (ids < self.count)
@@ -118,7 +122,7 @@ class Layout:
         assert self.capacity_factor is not None
         return min(math.ceil(self.capacity_factor * entries), entries * self.shards)
 
-    def ids(self, places: jax.Array, shard: Any) -> jax.Array:
+    def ids(self, places: jax.Array, shard: jax.Array) -> jax.Array:
         """Return the ids of places on a shard, V of places that are no row."""
         dtype = id_dtype(self.count)
         there, shard = places.astype(dtype), jnp.asarray(shard, dtype)
@@ -141,7 +145,9 @@ class Layout:
         """Decide whether this is a `shard_map` over the axes of the rows."""
         return set(self.rows) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
-    def run(self, function: Callable[..., Any], *arguments: Any, over: Any) -> Any:
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, over: Sequence[tuple[str, ...]]
+    ) -> Any:
         """Run `function` on each device.
 
         Args:
@@ -185,25 +191,25 @@ class Layout:
     # dimension, whose size is the number of shards: an array never fits another layout. The
     # dimension is the first, so that on each device it is 1 and costs nothing.
 
-    def stored(self, blocks: Any) -> Any:
+    def stored(self, blocks: Blocks) -> Blocks:
         """Return blocks (S R, ...) as a table holds them: (S, R, ...) if placed by "mod"."""
         if self.placement == "div":
             return blocks
         return jax.tree.map(lambda x: x.reshape(self.shards, -1, *x.shape[1:]), blocks)
 
-    def merged(self, stored: Any) -> Any:
+    def merged(self, stored: Blocks) -> Blocks:
         """Return the blocks (S R, ...) that were `stored`."""
         if self.placement == "div":
             return stored
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stored)
 
-    def local_block(self, stored: Any) -> Any:
+    def local_block(self, stored: Blocks) -> Blocks:
         """Return the arrays of one device, (R, ...) or (1, R, ...), as (R, ...)."""
         if self.placement == "div":
             return stored
         return jax.tree.map(lambda x: x.reshape(x.shape[1:]), stored)
 
-    def local_stored(self, block: Any) -> Any:
+    def local_stored(self, block: Blocks) -> Blocks:
         """Return the inverse of `local_block`."""
         return block if self.placement == "div" else jax.tree.map(lambda x: x[None], block)
 
@@ -410,7 +416,7 @@ def rows_to_owners(
     begin = jnp.cumsum(coming) - coming
     column = lax.iota(jnp.int32, outbox.room)
 
-    def one_round(number: jax.Array, received: Any) -> Any:
+    def one_round(number: jax.Array, received: Value) -> Any:
         places, rows = received
         entries = outbox.entries(number)
         nth = (number * outbox.room + column)[None]

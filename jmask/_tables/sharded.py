@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from jmask._base.array_types import (
     automatically,
@@ -36,11 +37,13 @@ from jmask._base.array_types import (
     with_whole_rows,
 )
 from jmask._base.row_ids import Order
+from jmask._base.types import JvpArgs, Numbers, PyTree, Scalar, Shape
 from jmask._base.validation import as_table
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.rows import gather_unique_rows, set_rows
 from jmask._tables.packed import PackedTable, checked_floating, part_shapes
 from jmask._tables.shard_layout import (
+    Blocks,
     Layout,
     dealt,
     gathered,
@@ -49,7 +52,7 @@ from jmask._tables.shard_layout import (
     rows_from_owners,
     rows_to_owners,
 )
-from jmask._tables.stored_table import StoredTable, read_rows, whole
+from jmask._tables.stored_table import Placeholder, StoredTable, read_rows, whole
 from jmask._tensors.row_sparse import RowSparse
 
 # --- routed rows --------------------------------------------------------------------------
@@ -93,7 +96,7 @@ class RoutedRows(RowSparse):
         return leaves, (static, self.layout)
 
     @classmethod
-    def tree_unflatten(cls, static: Any, leaves: Any) -> "RoutedRows":
+    def tree_unflatten(cls, static: tuple[Any, ...], leaves: Sequence[Any]) -> "RoutedRows":
         row_sparse_static, layout = static
         node: Any = super().tree_unflatten(row_sparse_static, leaves)
         node.layout = layout
@@ -147,7 +150,11 @@ class ShardedTable(StoredTable):
     _STATIC = ("layout", "shape")
 
     def __init__(
-        self, stored: Any, layout: Layout, shape: Sequence[int], placeholder: Any = None
+        self,
+        stored: Blocks,
+        layout: Layout,
+        shape: Sequence[int],
+        placeholder: Placeholder | None = None,
     ):
         self.stored, self.layout, self.shape, self.placeholder = (
             stored,
@@ -157,7 +164,7 @@ class ShardedTable(StoredTable):
         )
 
     @property
-    def blocks(self) -> Any:
+    def blocks(self) -> Blocks:
         merged = jax.jit(self.layout.merged, out_shardings=self._sharding())
         return self.stored if self.layout.placement == "div" else merged(self.stored)
 
@@ -168,10 +175,10 @@ class ShardedTable(StoredTable):
         return isinstance(self.stored, PackedTable)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.stored.dtype
 
-    def check_layout(self) -> Any:
+    def check_layout(self) -> Blocks:
         """Return the stored blocks, of the shapes that the layout gives them.
 
         Raises:
@@ -213,7 +220,7 @@ class ShardedTable(StoredTable):
             blocks = gathered(blocks.reshape(self.layout.shards, -1, *self.shape[1:]))
         return whole(blocks[: self.shape[0]], self.placeholder)
 
-    def full(self, row: Sequence[int], value: Any, dtype: Any) -> "ShardedTable":
+    def full(self, row: Sequence[int], value: Scalar, dtype: DTypeLike) -> "ShardedTable":
         layout, shape = self.layout, (self.layout.shards * self.layout.block, *row)
         make: Any = functools.partial(jnp.full, shape, value, dtype)
         ndim = len(shape)
@@ -228,7 +235,7 @@ class ShardedTable(StoredTable):
         """Return the rows of each shard where they are; in a `shard_map`, of this device."""
         layout = self.layout
 
-        def local_entries(stored: Any) -> jax.Array:
+        def local_entries(stored: Blocks) -> jax.Array:
             places = jnp.arange(layout.block)
             rows = read_rows(self._local(stored), places)
             exists = layout.ids(places, layout.shard()) < layout.count
@@ -256,7 +263,7 @@ class ShardedTable(StoredTable):
         sharding = explicit_sharding(rows)
         return rows if sharding is None else with_rows_over(rows, sharding, spec_of(ids)[0])
 
-    def _from_everyone(self, blocks: Any, ids: jax.Array) -> jax.Array:
+    def _from_everyone(self, blocks: Blocks, ids: jax.Array) -> jax.Array:
         """Return rows of the ids of this device: every shard sees all ids, and all add up."""
         layout = self.layout
         shared = tuple(axis for axis in layout.batch if axis in layout.rows)
@@ -270,18 +277,18 @@ class ShardedTable(StoredTable):
             rows = lax.psum_scatter(rows, shared, scatter_dimension=0, tiled=True)
         return lax.psum(rows, others) if others else rows
 
-    def _from_owners(self, blocks: Any, ids: jax.Array) -> jax.Array:
+    def _from_owners(self, blocks: Blocks, ids: jax.Array) -> jax.Array:
         """Look up the ids of this device: each id goes to its shard, and its row back."""
         like = jax.ShapeDtypeStruct((*ids.shape, *self.shape[1:]), self.dtype)
 
         @jax.custom_jvp
-        def rows_of(blocks: Any, ids: jax.Array) -> jax.Array:
+        def rows_of(blocks: Blocks, ids: jax.Array) -> jax.Array:
             return rows_from_owners(
                 self.layout, functools.partial(read_rows, blocks), ids, like
             )
 
         @rows_of.defjvp
-        def looked_up_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        def looked_up_jvp(primals: JvpArgs, tangents: JvpArgs) -> tuple[jax.Array, jax.Array]:
             # The rounds of an exchange are a loop, which has no transpose.
             return rows_of(*primals), self._from_everyone(tangents[0], primals[1])
 
@@ -320,7 +327,7 @@ class ShardedTable(StoredTable):
     def rows(self, gradient: RoutedRows) -> jax.Array:
         layout = self._layout_of(gradient)
 
-        def rows_of(stored: Any, ids: jax.Array) -> jax.Array:
+        def rows_of(stored: Blocks, ids: jax.Array) -> jax.Array:
             blocks, places = self._local(stored), layout.local(ids, layout.shard())
             if not isinstance(blocks, PackedTable):
                 return gather_unique_rows(blocks, places, coalesced=False)
@@ -332,7 +339,7 @@ class ShardedTable(StoredTable):
     def set_rows(self, gradient: RoutedRows, rows: jax.Array) -> "ShardedTable":
         layout = self._layout_of(gradient)
 
-        def written(stored: Any, ids: jax.Array, rows: jax.Array) -> Any:
+        def written(stored: Blocks, ids: jax.Array, rows: jax.Array) -> Blocks:
             places, block = layout.local(ids, layout.shard()), self._local(stored)
             if not isinstance(block, PackedTable):
                 return layout.local_stored(set_rows(block, places, rows, coalesced=True))
@@ -377,7 +384,7 @@ class ShardedTable(StoredTable):
             return self.layout.batch
         return tuple(axis for axis in self.layout.batch if axis in varying_axes(values))
 
-    def _local(self, stored: Any) -> Any:
+    def _local(self, stored: Blocks) -> Blocks:
         """Return the block of a device (R, *row), its shape said truly."""
         block = self.layout.local_block(stored)
         if not isinstance(block, PackedTable):
@@ -389,7 +396,7 @@ class ShardedTable(StoredTable):
 
 
 def sharded(
-    table: Any,
+    table: Numbers,
     mesh: Mesh,
     *,
     rows: str | Sequence[str] | None = None,
@@ -447,7 +454,7 @@ def sharded(
     return _placed(table, layout, is_packed(table.shape, mesh, packed))
 
 
-def placed_alike(table: Any, like: ShardedTable) -> ShardedTable:
+def placed_alike(table: Numbers, like: ShardedTable) -> ShardedTable:
     """Return an array (V, *row) of any dtype as a table that is placed as `like` is."""
     return _placed(jnp.asarray(table), like.layout, like._is_packed())
 
@@ -456,7 +463,7 @@ def _placed(table: Any, layout: Layout, in_lines: bool) -> ShardedTable:
     """Return an array, or the shape of one, as a table of a layout, in lines of 128 or not."""
     mesh, placement = layout.mesh, layout.placement
 
-    def blocks_of(table: jax.Array) -> Any:
+    def blocks_of(table: jax.Array) -> Blocks:
         blocks = _blocks_of(table, layout)
         return layout.stored(PackedTable.from_array(blocks) if in_lines else blocks)
 
@@ -475,7 +482,7 @@ def _placed(table: Any, layout: Layout, in_lines: bool) -> ShardedTable:
     return ShardedTable(blocks, layout, table.shape)
 
 
-def _unpickled(arrays: Any, described: Any, shape: tuple[int, ...]) -> ShardedTable:
+def _unpickled(arrays: PyTree, described: tuple[Any, ...], shape: Shape) -> ShardedTable:
     layout = Layout.from_description(described)
     put = lambda x: jax.device_put(x, layout.sharding(x.ndim))
     return ShardedTable(jax.tree.map(put, arrays), layout, shape)

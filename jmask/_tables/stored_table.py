@@ -14,15 +14,17 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jmask._base.array_types import is_complex, is_narrow, joint_dtype, trailing, wide
 from jmask._base.row_ids import hide, id_dtype
+from jmask._base.types import Gradient, Ids, JvpArgs, Numbers, Scalar, Shaped, Table, TensorLike
 from jmask._kernels.gather import Gather
 from jmask._kernels.rows import gather_rows, gather_unique_rows, set_rows
 from jmask._kernels.stochastic_rounding import stochastic_round
@@ -50,7 +52,7 @@ class StoredTable(abc.ABC):
     _STATIC: tuple[str, ...]
 
     shape: tuple[int, ...]
-    placeholder: Any
+    placeholder: "Placeholder | None"
 
     def tree_flatten_with_keys(self) -> Any:
         names = map(jax.tree_util.GetAttrKey, self._NAMES or self._ARRAYS)
@@ -60,7 +62,7 @@ class StoredTable(abc.ABC):
         )
 
     @classmethod
-    def tree_unflatten(cls, static: Any, children: Any) -> Self:
+    def tree_unflatten(cls, static: tuple[Any, ...], children: Sequence[Any]) -> Self:
         node = object.__new__(cls)
         for name, x in zip((*cls._ARRAYS, *cls._STATIC), (*children, *static), strict=True):
             setattr(node, name, x)
@@ -84,12 +86,12 @@ class StoredTable(abc.ABC):
     def __copy__(self) -> Self:
         return self.tree_unflatten(self._static(), [getattr(self, x) for x in self._ARRAYS])
 
-    def __deepcopy__(self, memo: Any) -> Self:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return jax.tree.map(jnp.copy, self)
 
     @property
     @abc.abstractmethod
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """The dtype of the entries."""
 
     @abc.abstractmethod
@@ -97,19 +99,19 @@ class StoredTable(abc.ABC):
         """Return rows (n, *row) of canonical ids (n,); what padding reads is undefined."""
 
     @abc.abstractmethod
-    def fitted(self, gradient: Any) -> Any:
+    def fitted(self, gradient: Gradient) -> RowSparse:
         """Route a `RowSparse` gradient, equal ids summed, as `rows` and `set_rows` take it."""
 
     @abc.abstractmethod
-    def rows(self, gradient: Any) -> jax.Array:
+    def rows(self, gradient: Gradient) -> jax.Array:
         """Return the rows of a `fitted` gradient: of the shape of its values."""
 
     @abc.abstractmethod
-    def set_rows(self, gradient: Any, rows: jax.Array) -> Any:
+    def set_rows(self, gradient: Gradient, rows: jax.Array) -> Self:
         """Return the table with other rows where a `fitted` gradient has them."""
 
     @abc.abstractmethod
-    def full(self, row: Sequence[int], value: Any, dtype: Any) -> Any:
+    def full(self, row: Sequence[int], value: Scalar, dtype: DTypeLike) -> Any:
         """Return a table kept in the same way, with rows of another shape, all of one value."""
 
     @abc.abstractmethod
@@ -136,7 +138,7 @@ class StoredTable(abc.ABC):
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, ids: Any) -> jax.Array:
+    def __getitem__(self, ids: Numbers) -> jax.Array:
         """Return rows of `ids`, integers of any shape; from the end if negative, as of arrays.
 
         Ids outside the table give nan, and `jmask.embedding_lookup` takes negative ones for
@@ -149,20 +151,20 @@ class StoredTable(abc.ABC):
             )
         return call("lookup", self, from_the_end(ids, self.shape[0]))
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
             raise ValueError(f"`copy`=False: a {type(self).__name__} is no array to share.")
         return np.asarray(self.todense(), dtype)
 
     def __repr__(self) -> str:
         try:
-            dtype = self.dtype
+            dtype: Any = self.dtype
         except (AttributeError, IndexError):  # a tree of something else than arrays
             dtype = "?"
         return f"{type(self).__name__}({dtype}[{', '.join(map(str, self.shape))}])"
 
 
-def from_the_end(ids: Any, rows: int) -> Any:
+def from_the_end(ids: Numbers, rows: int) -> Ids:
     """Count negative ids from the end; NumPy integers stay NumPy's."""
     found: Any = ids if isinstance(ids, jax.Array) else np.asarray(ids)
     if not jnp.issubdtype(found.dtype, jnp.signedinteger):
@@ -174,12 +176,12 @@ def from_the_end(ids: Any, rows: int) -> Any:
     return jnp.where(found < 0, found + rows, found)
 
 
-def is_stored_table(x: Any) -> bool:
+def is_stored_table(x: object) -> TypeGuard[StoredTable]:
     """Decide whether `x` is a `StoredTable`: one leaf of the parameters."""
     return isinstance(x, StoredTable)
 
 
-def fitted(table: StoredTable, gradient: Any) -> Any:
+def fitted(table: StoredTable, gradient: Gradient) -> RowSparse:
     """Return `table.fitted(gradient)`.
 
     Raises:
@@ -193,7 +195,7 @@ def fitted(table: StoredTable, gradient: Any) -> Any:
     return table.fitted(gradient)
 
 
-def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+def shape_of(x: TensorLike) -> jax.ShapeDtypeStruct:
     """Return shape and dtype of a leaf: an array or number, a `RowSparse` or a stored table."""
     if isinstance(x, StoredTable):
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -201,19 +203,19 @@ def shape_of(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(values))
 
 
-def read_rows(table: Any, ids: jax.Array) -> jax.Array:
+def read_rows(table: Table, ids: jax.Array) -> jax.Array:
     """Return rows (n, *row) of an array or a stored table; `ids` (n,) are canonical."""
     return table.read(ids) if is_stored_table(table) else gather_rows(table, ids)
 
 
-def rows_of(table: Any, gradient: RowSparse) -> jax.Array:
+def rows_of(table: Table, gradient: RowSparse) -> jax.Array:
     """Return rows of an array or table at the rows of a gradient without equal ids."""
     if is_stored_table(table):
         return table.rows(gradient)
     return gather_unique_rows(table, gradient.row_ids(), coalesced=gradient.coalesced)
 
 
-def with_rows(table: Any, gradient: RowSparse, rows: jax.Array) -> Any:
+def with_rows(table: Table, gradient: RowSparse, rows: jax.Array) -> Table:
     """Return the array or stored table with other rows there, in its dtype."""
     if is_stored_table(table):
         return table.set_rows(gradient, rows)
@@ -235,7 +237,7 @@ class Placeholder:
     order: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def above(cls, placeholder: "Placeholder | None", array: Any) -> "Placeholder":
+    def above(cls, placeholder: "Placeholder | None", array: jax.Array) -> "Placeholder":
         """Return the placeholder of a gradient program around `placeholder`, or around none."""
         return cls(array, 0 if placeholder is None else placeholder.order + 1)
 
@@ -271,7 +273,7 @@ def _with_placeholder(
 
 
 @_with_placeholder.defjvp
-def _derivative(order: int, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _derivative(order: int, primals: JvpArgs, tangents: JvpArgs) -> tuple[jax.Array, jax.Array]:
     values, placeholder, ids = primals
     value_tangent, placeholder_tangent, _ = tangents
     if ids is not None:
@@ -290,7 +292,7 @@ def _derivative(order: int, primals: Any, tangents: Any) -> tuple[jax.Array, jax
 # zeros(4, 1) + RowSparse([2, 2], [[1.], [1.]])      rows 2 gets 2; rows 0, 1, 3 keep their bits
 
 
-def add_to_dense(dense: Any, rows: RowSparse, key: jax.Array | None = None) -> Any:
+def add_to_dense(dense: Table, rows: RowSparse, key: jax.Array | None = None) -> Table:
     """Return `dense + rows`, touching only the rows stored, as `optax.apply_updates` adds.
 
     Floating and complex arrays keep their dtype, as in `dense.at[ids].add(...)`: a bfloat16
@@ -346,7 +348,7 @@ class NewTable:
     maps arithmetic over its leaves; one of them refuses that, as the ids of a `RowSparse` do.
     """
 
-    def __init__(self, table: Any):
+    def __init__(self, table: Shaped):
         self.table = table
 
     @property
@@ -354,19 +356,19 @@ class NewTable:
         return self.table.shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.table.dtype
 
     def tree_flatten(self) -> Any:
         return (hide(jnp.zeros((1,), jnp.int32)), self.table), None
 
     @classmethod
-    def tree_unflatten(cls, static: Any, children: Any) -> "NewTable":
+    def tree_unflatten(cls, static: tuple[Any, ...], children: Sequence[Any]) -> "NewTable":
         node = object.__new__(cls)
         node.table = children[1]
         return node
 
 
-def is_new_table(x: Any) -> bool:
+def is_new_table(x: object) -> TypeGuard[NewTable]:
     """Decide whether `x` is a `NewTable`."""
     return isinstance(x, NewTable)

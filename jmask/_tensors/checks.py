@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmask._base.row_ids import hide, wrap
+from jmask._base.types import Numbers, Shaped, Value
 from jmask._base.validation import abstract_leaf, checked_integer
 from jmask._tensors.misuse import takes_plain_ids
 
 
-def check_order(indices: Any, values: Any) -> None:
+def check_order(indices: object, values: object) -> None:
     """Refuse the arguments of BCOO and of MXNet, and values in front of indices.
 
     Raises:
@@ -97,7 +98,7 @@ def check_values(indices: jax.Array, values: jax.Array, shape: tuple[int, ...]) 
         )
 
 
-def check_replacement(values: Any, old: Any) -> None:
+def check_replacement(values: Shaped, old: Shaped) -> None:
     """Raise ValueError unless values have the shape of those that they replace."""
     if jnp.shape(values) != jnp.shape(old):
         raise ValueError(
@@ -123,7 +124,7 @@ def checked_capacity(nse: int) -> int:
     return nse
 
 
-def checked_indices(indices: Any, name: str = "indices") -> jax.Array:
+def checked_indices(indices: Numbers, name: str = "indices") -> jax.Array:
     # NumPy first: a list of 64-bit ids must not be truncated to JAX's default int32.
     if not isinstance(indices, jax.Array):
         indices = np.asarray(indices)
@@ -146,7 +147,7 @@ def checked_indices(indices: Any, name: str = "indices") -> jax.Array:
 
 
 def fit_or_poison(
-    values: jax.Array, needed: Any, nse: int, most: int, what: str = "rows"
+    values: jax.Array, needed: jax.Array | int, nse: int, most: int, what: str = "rows"
 ) -> jax.Array:
     """Return `values` if `needed` rows fit into `nse`; else raise, or return nan under jit."""
     if nse >= most:
@@ -174,7 +175,7 @@ def resized(
     return ids, fit_or_poison(jnp.pad(values, widths)[:nse], needed, nse, most)
 
 
-def refuse_tangent(leaf: Any) -> None:
+def refuse_tangent(leaf: Shaped) -> None:
     """Raise TypeError if the ids belong to a tangent: JAX gives it none."""
     if leaf.dtype == jax.dtypes.float0:
         raise TypeError(
@@ -183,7 +184,7 @@ def refuse_tangent(leaf: Any) -> None:
         )
 
 
-def ids_from_plain(leaf: Any, values: Any, row_ndim: int) -> Any:
+def ids_from_plain(leaf: Value, values: Value, row_ndim: int) -> Any:
     """Return the leaf of ids from an array that is not in opaque form; refuse plain numbers.
 
     Callbacks of the host (`jax.debug.print`) unwrap the leaf into its words, which only that

@@ -13,7 +13,7 @@ static: what `nse` leaves over is padding, which is never valid.
 import os
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import is_nonzero, joint_dtype, trailing
+from jmask._base.types import Tensor, TensorLike
 from jmask._base.validation import checked_array, checked_choice, checked_path
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.checks import checked_capacity, fit_or_poison
@@ -42,7 +43,7 @@ from jmask._tensors.storage import (
 from jmask._tensors.storage import stype as stype_of
 
 
-def to_storage(x: Any, stype: str, nse: int | None = None) -> MaskedTensor:
+def to_storage(x: TensorLike, stype: str, nse: int | None = None) -> MaskedTensor:
     """Return the same masked tensor on another storage.
 
     Args:
@@ -68,7 +69,7 @@ def to_storage(x: Any, stype: str, nse: int | None = None) -> MaskedTensor:
     return {"row_sparse": to_row_sparse, "coo": to_coo, "csr": to_csr}[stype](x, nse)
 
 
-def check_stype(stype: Any) -> None:
+def check_stype(stype: object) -> None:
     """Raise ValueError if it is not the name of a storage."""
     names = ("default", "row_sparse", "coo", "csr")
     checked_choice(stype, "stype", names)
@@ -151,7 +152,7 @@ def to_row_sparse(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     return _assembled_rows(x, nse)
 
 
-def from_numpy_ma(x: Any) -> MaskedTensor:
+def from_numpy_ma(x: np.ma.MaskedArray) -> MaskedTensor:
     """Make a masked tensor from a NumPy masked array, where True means masked.
 
     Example:
@@ -163,7 +164,7 @@ def from_numpy_ma(x: Any) -> MaskedTensor:
     return MaskedTensor(data, ~np.ma.getmaskarray(x))
 
 
-def to_numpy_ma(x: Any) -> np.ma.MaskedArray:
+def to_numpy_ma(x: TensorLike) -> np.ma.MaskedArray:
     """Return a NumPy masked array, True = masked; entries that are not stored are masked.
 
     Example:
@@ -206,7 +207,7 @@ def _zero_where(padding: jax.Array, values: jax.Array) -> jax.Array:
     return jnp.where(padding, jnp.zeros((), values.dtype), values)
 
 
-def _coordinates_at(storage: Any, picked: jax.Array) -> Sequence[jax.Array]:
+def _coordinates_at(storage: Tensor, picked: jax.Array) -> Sequence[jax.Array]:
     """Return the index in every dimension of stored values, given by their number."""
     if not is_sparse(storage):
         return jnp.unravel_index(picked, storage.shape)
@@ -215,14 +216,14 @@ def _coordinates_at(storage: Any, picked: jax.Array) -> Sequence[jax.Array]:
     return [*(_picked(index, entry) for index in coordinates(storage)), *rest]
 
 
-def _is_sorted(storage: Any) -> bool:
+def _is_sorted(storage: Tensor) -> bool:
     if isinstance(storage, BCOO | BCSR):
         return storage.indices_sorted
     return not isinstance(storage, RowSparse) or storage.coalesced
 
 
 def _stored_rows(
-    shape: tuple[int, ...], ids: jax.Array, values: Any, valid: jax.Array, nse: int | None
+    shape: tuple[int, ...], ids: jax.Array, values: jax.Array, valid: jax.Array, nse: int | None
 ) -> MaskedTensor:
     """Store the rows that have a valid entry, of rows in order."""
     rows = ids.shape[0]
@@ -277,7 +278,7 @@ install(to_coo=to_coo, to_csr=to_csr, to_row_sparse=to_row_sparse, to_numpy_ma=t
 # entries. For masked tensors it stores the valid entries, zero or not.
 
 
-def cast_storage(x: Any, stype: str, *, nse: int | None = None) -> Any:
+def cast_storage(x: TensorLike, stype: str, *, nse: int | None = None) -> Tensor:
     """Return the tensor on another storage; MXNet's function of this name.
 
     Args:
@@ -329,7 +330,7 @@ def cast_storage(x: Any, stype: str, *, nse: int | None = None) -> Any:
     return to_storage(masked, stype, nse).storage
 
 
-def _check_castable(x: Any, stype: str) -> None:
+def _check_castable(x: TensorLike, stype: str) -> None:
     if x.ndim == 0 or (stype == "csr" and x.ndim != 2):
         needed = "two dimensions" if stype == "csr" else "at least one dimension"
         raise ValueError(f"{stype} storage needs {needed}, got `x` of shape {x.shape}.")
@@ -340,7 +341,7 @@ def _check_castable(x: Any, stype: str) -> None:
         )
 
 
-def _most(x: Any, entries: jax.Array, stype: str) -> int:
+def _most(x: TensorLike, entries: jax.Array, stype: str) -> int:
     """Return how many rows or entries a sparse tensor can need at most."""
     if not is_sparse(x):
         raise ValueError(
@@ -366,7 +367,7 @@ _FIELDS = {
 _FLAGS = ("coalesced", "indices_sorted", "unique_indices")
 
 
-def save_npz(file: str | os.PathLike, x: Any) -> None:
+def save_npz(file: str | os.PathLike, x: TensorLike) -> None:
     """Store a tensor in NumPy's `.npz` format: readable by NumPy alone, and written whole.
 
     Args:
@@ -415,7 +416,7 @@ def save_npz(file: str | os.PathLike, x: Any) -> None:
         Path(partial).unlink(missing_ok=True)
 
 
-def load_npz(file: str | os.PathLike) -> Any:
+def load_npz(file: str | os.PathLike) -> Tensor:
     """Return the tensor that `save_npz` stored.
 
     Raises:
@@ -449,14 +450,16 @@ def load_npz(file: str | os.PathLike) -> Any:
         return joined(storage, _loaded(contents, "valid"))
 
 
-def _loaded(contents: Any, name: str) -> jax.Array:
+def _loaded(contents: Mapping[str, np.ndarray], name: str) -> jax.Array:
     array = contents[name]
     if f"{name}_dtype" in contents:
         array = array.view(jnp.dtype(str(contents[f"{name}_dtype"])))
     return jnp.asarray(array)
 
 
-def _rebuilt(kind: str, arrays: Any, shape: tuple[int, ...], flags: dict[str, bool]) -> Any:
+def _rebuilt(
+    kind: str, arrays: Sequence[Any], shape: tuple[int, ...], flags: dict[str, bool]
+) -> Tensor:
     if kind == "default":
         return arrays[0]
     if kind == "row_sparse":

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jmask._base.row_ids import hide, is_opaque, reveal
+from jmask._base.types import Tensor
 
 _registered: set[type] = set()
 
@@ -29,18 +30,18 @@ def register_in_flax(kind: type) -> None:
         register(kind, _to_state, _from_state)
 
 
-def _named(x: Any) -> dict[str, Any]:
+def _named(x: Tensor) -> dict[str, Any]:
     """Return the leaves of a tensor by name."""
     leaves = jax.tree.leaves_with_path(x)
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
 
 
-def _to_state(x: Any) -> dict[str, Any]:
+def _to_state(x: Tensor) -> dict[str, Any]:
     named = _named(x)
     return {name: reveal(leaf) if is_opaque(leaf) else leaf for name, leaf in named.items()}
 
 
-def _from_state(like: Any, state: dict[str, Any]) -> Any:
+def _from_state(like: Tensor, state: dict[str, Any]) -> Any:
     named = _named(like)
     if sorted(named) != sorted(state):
         raise ValueError(

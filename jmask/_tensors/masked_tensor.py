@@ -23,12 +23,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
+from jax.typing import DTypeLike
 
+from jmask._base.types import Mask, Scalar, Tensor, TensorLike
 from jmask._base.validation import checked_array, checked_dtype, checked_scalar, refuse_scipy
 from jmask._tensors.flax_state import register_in_flax
 from jmask._tensors.methods import MaskedMethods, call
 from jmask._tensors.misuse import NamesItsFunctions
 from jmask._tensors.storage import (
+    Sparse,
     Storage,
     equal_positions,
     has_unique_positions,
@@ -79,9 +82,9 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
     __slots__ = ("storage", "valid")
 
     storage: Any
-    valid: Any
+    valid: jax.Array
 
-    def __init__(self, data: Any, mask: Any = None):
+    def __init__(self, data: TensorLike, mask: Mask | None = None):
         if isinstance(data, MaskedTensor):
             raise TypeError(
                 "`data` is a MaskedTensor already: use its `.data`, or masked_where()."
@@ -110,7 +113,7 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
         return (self.storage, self.valid), None
 
     @classmethod
-    def tree_unflatten(cls, _: None, children: Any) -> "MaskedTensor":
+    def tree_unflatten(cls, _: object, children: Sequence[Any]) -> "MaskedTensor":
         # JAX also builds nodes of shapes and axes; only surely wrong numbers are refused.
         register_in_flax(cls)
         node = object.__new__(cls)
@@ -126,12 +129,12 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
     # --- description --------------------------------------------------------------------
 
     @property
-    def data(self) -> Any:
+    def data(self) -> Tensor:
         """The data in its storage; what lies under the mask is arbitrary."""
         return self.storage
 
     @property
-    def mask(self) -> Any:
+    def mask(self) -> Mask:
         """The mask in the storage of the data: True where an entry is valid."""
         return with_stored_values(self.storage, self.valid)
 
@@ -141,7 +144,7 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
         return tuple(self.storage.shape)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """The dtype of the data."""
         return self.storage.dtype
 
@@ -200,17 +203,17 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
 
     # --- data out -----------------------------------------------------------------------
 
-    def get_data(self) -> Any:
+    def get_data(self) -> Tensor:
         """Return data in its storage, arbitrary where masked; no gradient flows to there."""
         values = stored_values(self.storage)
         kept = jnp.where(self.valid, values, jax.lax.stop_gradient(values))
         return with_stored_values(self.storage, kept)
 
-    def get_mask(self) -> Any:
+    def get_mask(self) -> Mask:
         """Return the mask in the storage of the data."""
         return self.mask
 
-    def to_tensor(self, fill_value: Any) -> jax.Array:
+    def to_tensor(self, fill_value: Scalar) -> jax.Array:
         """Return the dense array with `fill_value` at every entry that is not valid.
 
         Example:
@@ -256,12 +259,12 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
         """
         return call("to_row_sparse", self, nse)
 
-    def astype(self, dtype: Any) -> "MaskedTensor":
+    def astype(self, dtype: DTypeLike) -> "MaskedTensor":
         """Return the tensor with its data cast to `dtype`."""
         values = stored_values(self.storage).astype(checked_dtype("dtype", dtype))
         return self.with_values(values)
 
-    def with_values(self, values: Any, valid: Any = None) -> "MaskedTensor":
+    def with_values(self, values: jax.Array, valid: jax.Array | None = None) -> "MaskedTensor":
         """Return the tensor with other stored values (and mask) at the same positions."""
         known = isinstance(values, jax.Array | jax.ShapeDtypeStruct)
         values = values if known else checked_array("values", values)
@@ -275,7 +278,7 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
         return joined(storage, valid)
 
 
-def masked_tensor(data: Any, mask: Any = None) -> MaskedTensor:
+def masked_tensor(data: TensorLike, mask: Mask | None = None) -> MaskedTensor:
     """Return a `MaskedTensor` of data and a mask, True = valid; see `MaskedTensor`.
 
     Example:
@@ -286,23 +289,23 @@ def masked_tensor(data: Any, mask: Any = None) -> MaskedTensor:
     return MaskedTensor(data, mask)
 
 
-def joined(storage: Any, valid: Any) -> MaskedTensor:
+def joined(storage: Storage, valid: Mask) -> MaskedTensor:
     """Return a masked tensor of storage and the booleans of its stored values, unchecked."""
     return MaskedTensor.tree_unflatten(None, (storage, valid))
 
 
-def is_tensor(x: Any) -> bool:
+def is_tensor(x: object) -> bool:
     """Decide whether `x` is sparse or masked: one leaf of a tree."""
     return is_sparse(x) or isinstance(x, MaskedTensor)
 
 
-def as_tensor(x: Any) -> Any:
+def as_tensor(x: TensorLike) -> Tensor:
     """Return `x` if it is sparse or masked, and otherwise the array."""
     refuse_scipy("x", x)
     return x if is_tensor(x) else jnp.asarray(x)
 
 
-def as_masked_tensor(x: Any) -> MaskedTensor:
+def as_masked_tensor(x: TensorLike) -> MaskedTensor:
     """Return `x` as a `MaskedTensor`: itself, or with every (stored) entry valid.
 
     Example:
@@ -340,7 +343,7 @@ def common_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 # the sum of those that exist, if any does.
 
 
-def on_dense(data: Any, mask: Any) -> tuple[jax.Array, jax.Array]:
+def on_dense(data: TensorLike, mask: Mask) -> tuple[jax.Array, jax.Array]:
     """Return an array and a mask that broadcast against each other, in one shape."""
     data = jnp.asarray(data)
     if mask is None:
@@ -357,7 +360,7 @@ def on_dense(data: Any, mask: Any) -> tuple[jax.Array, jax.Array]:
     return jnp.broadcast_to(data, shape), jnp.broadcast_to(mask, shape)
 
 
-def on_sparse(data: Storage, mask: Any) -> tuple[Any, jax.Array]:
+def on_sparse(data: Sparse, mask: Mask) -> tuple[Any, jax.Array]:
     """Bring sparse data and a mask, sparse or not, to unique positions; say what is valid."""
     _check_layout(data)
     if is_sparse(mask):
@@ -369,7 +372,7 @@ def on_sparse(data: Storage, mask: Any) -> tuple[Any, jax.Array]:
     return _merged(data, valid)
 
 
-def _merged(data: Storage, valid: jax.Array) -> tuple[Any, jax.Array]:
+def _merged(data: Sparse, valid: jax.Array) -> tuple[Any, jax.Array]:
     """Make equal positions one entry: the sum of what is valid, if anything is."""
     if has_unique_positions(data):
         return data, valid & is_entry(data)
@@ -378,7 +381,7 @@ def _merged(data: Storage, valid: jax.Array) -> tuple[Any, jax.Array]:
 
 # Some fifty operations, which outside jit would each be called from Python.
 @functools.partial(jax.jit, inline=True)
-def _summed(data: Storage, valid: jax.Array) -> tuple[Any, jax.Array]:
+def _summed(data: Sparse, valid: jax.Array) -> tuple[Any, jax.Array]:
     values = stored_values(data)
     existing = with_stored_values(data, jnp.where(valid, values, jnp.zeros_like(values)))
     number = unique_positions(with_stored_values(data, valid.astype(jnp.int32)))
@@ -386,7 +389,7 @@ def _summed(data: Storage, valid: jax.Array) -> tuple[Any, jax.Array]:
     return merged, (stored_values(number) > 0) & is_entry(merged)
 
 
-def _at_positions_of(mask: Any, data: Storage) -> tuple[Any, jax.Array]:
+def _at_positions_of(mask: Mask, data: Sparse) -> tuple[Any, jax.Array]:
     """Return the data that a sparse mask has positions for, and which of it is valid.
 
     A mask with the index arrays of the data says of each stored value whether it is valid,
@@ -414,7 +417,7 @@ def _at_positions_of(mask: Any, data: Storage) -> tuple[Any, jax.Array]:
     return with_stored_values(positions, values), valid & stored
 
 
-def _stored_mask(data: Any, mask: jax.Array) -> jax.Array:
+def _stored_mask(data: Sparse, mask: jax.Array) -> jax.Array:
     shape = stored_values(data).shape
     fits_entries, fits_stored = mask.shape == tuple(data.shape), mask.shape == shape
     if fits_entries and fits_stored:
@@ -433,7 +436,7 @@ def _stored_mask(data: Any, mask: jax.Array) -> jax.Array:
     )
 
 
-def booleans(mask: Any) -> Any:
+def booleans(mask: Mask) -> Mask:
     """Return a sparse mask of booleans.
 
     Raises:
@@ -444,14 +447,14 @@ def booleans(mask: Any) -> Any:
     return mask
 
 
-def as_booleans(x: Any) -> Any:
+def as_booleans(x: TensorLike) -> Tensor:
     """Undo what JAX does to booleans in storages of entries, which it makes int32."""
     if isinstance(x, BCOO | BCSR) and jnp.issubdtype(x.dtype, jnp.integer):
         return with_stored_values(x, x.data != 0)
     return x
 
 
-def _check_boolean(mask: Any) -> None:
+def _check_boolean(mask: Mask) -> None:
     stype(mask, "mask")  # refuses what is no storage
     dtype = stored_values(mask).dtype if is_sparse(mask) else jnp.result_type(mask)
     if dtype != jnp.dtype(bool):
@@ -461,7 +464,7 @@ def _check_boolean(mask: Any) -> None:
         )
 
 
-def _check_layout(data: Any) -> None:
+def _check_layout(data: Storage) -> None:
     batch = getattr(data, "n_batch", 0)
     if batch:
         raise ValueError(

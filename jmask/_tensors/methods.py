@@ -12,8 +12,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from jmask._base.fallback import report_fallback
+from jmask._base.types import Tensor
 
 _installed: dict[str, Callable[..., Any]] = {}
 
@@ -48,7 +50,7 @@ def one_or_several(values: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def _is_comparable(x: Any) -> bool:
+def _is_comparable(x: object) -> bool:
     """Decide whether `==` compares entries with `x`; it is False for None and text."""
     return not (x is None or isinstance(x, str | bytes))
 
@@ -60,7 +62,7 @@ class TensorMethods:
 
     __array_priority__ = 1000
 
-    def __array_ufunc__(self, ufunc: Any, how: str, *inputs: Any, **kwargs: Any) -> Any:
+    def __array_ufunc__(self, ufunc: np.ufunc, how: str, *inputs: Any, **kwargs: Any) -> Any:
         """Run functions of NumPy by those in `jmask.numpy`: `np.sqrt(x)`, `array * x`."""
         name = ufunc.__name__
         if how == "__call__" and not kwargs and name in _installed:
@@ -107,10 +109,10 @@ class TensorMethods:
     __abs__ = method("abs")
     __invert__ = method("bitwise_not")
 
-    def __eq__(self, other: Any) -> Any:
+    def __eq__(self, other: object) -> Any:
         return call("equal", self, other) if _is_comparable(other) else NotImplemented
 
-    def __ne__(self, other: Any) -> Any:
+    def __ne__(self, other: object) -> Any:
         return call("not_equal", self, other) if _is_comparable(other) else NotImplemented
 
     __lt__ = method("less")
@@ -118,7 +120,7 @@ class TensorMethods:
     __gt__ = method("greater")
     __ge__ = method("greater_equal")
 
-    def block_until_ready(self) -> Any:
+    def block_until_ready(self) -> Tensor:
         """Wait until the arrays are computed, and return the tensor."""
         return jax.block_until_ready(self)
 
@@ -140,11 +142,11 @@ class TensorMethods:
     swapaxes = method("swapaxes")
     take = method("take")
 
-    def reshape(self, *shape: Any, **kwargs: Any) -> Any:
+    def reshape(self, *shape: Any, **kwargs: Any) -> Tensor:
         """See `jmask.numpy.reshape`; the sizes as a tuple or as separate arguments."""
         return call("reshape", self, one_or_several(shape), **kwargs)
 
-    def transpose(self, *axes: Any) -> Any:
+    def transpose(self, *axes: Any) -> Tensor:
         """See `jmask.numpy.transpose`; the axes as a tuple or as separate arguments."""
         return call("transpose", self, one_or_several(axes) if axes else None)
 
@@ -229,7 +231,7 @@ class RowSparseMethods(TensorMethods):
             "a RowSparse has no truth value: use jmask.numpy.any(x) or jmask.numpy.all(x)."
         )
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
             raise ValueError("`copy`=False: a RowSparse has no dense array to share.")
         dense = self.todense()  # type: ignore[attr-defined]

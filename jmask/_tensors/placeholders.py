@@ -19,12 +19,14 @@ not know of placeholders use the stored values and return tensors without one, w
 their gradients say: nothing at other entries.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
+from jmask._base.types import Tensor, TensorLike
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import is_sparse, stored_values, with_stored_values
@@ -48,7 +50,7 @@ class _WithPlaceholder:
         return (*leaves, self.placeholder), static
 
     @classmethod
-    def tree_unflatten(cls, static: Any, leaves: Any) -> Any:
+    def tree_unflatten(cls, static: Any, leaves: Sequence[Any]) -> Any:
         *leaves, placeholder = leaves
         node = super().tree_unflatten(static, leaves)  # type: ignore[misc]
         node.placeholder = placeholder
@@ -87,12 +89,12 @@ _KINDS = (
 )
 
 
-def values_of(x: Any) -> Any:
+def values_of(x: TensorLike) -> jax.Array:
     """Return the stored values of a sparse or masked tensor; of an array, the array."""
     return stored_values(x.storage if isinstance(x, MaskedTensor) else x)
 
 
-def with_values_of(x: Any, values: Any) -> Any:
+def with_values_of(x: TensorLike, values: jax.Array) -> Tensor:
     """Replace the stored values, at the same positions; the result has no placeholder."""
     if isinstance(x, MaskedTensor):
         storage = with_stored_values(x.storage, values)
@@ -107,7 +109,7 @@ def with_values_of(x: Any, values: Any) -> Any:
     return values
 
 
-def with_placeholder(x: Any, placeholder: Any) -> Any:
+def with_placeholder(x: TensorLike, placeholder: jax.Array | None) -> Tensor:
     """Return the sparse or masked tensor `x` with this placeholder in place of its own."""
     x = without_placeholder(x)
     leaves, static = x.tree_flatten()
@@ -115,17 +117,17 @@ def with_placeholder(x: Any, placeholder: Any) -> Any:
     return kind.tree_unflatten(static, (*leaves, placeholder))
 
 
-def placeholder_of(x: Any) -> Any | None:
+def placeholder_of(x: TensorLike) -> Any | None:
     """Return the placeholder of `x`, None if it has none."""
     return getattr(x, "placeholder", None) if is_tensor(x) else None
 
 
-def zero_placeholder(x: Any) -> jax.Array:
+def zero_placeholder(x: TensorLike) -> jax.Array:
     """Return a placeholder that says nothing yet: zeros of the shape and dtype of `x`."""
     return jnp.zeros(tuple(x.shape), x.dtype)
 
 
-def without_placeholder(x: Any) -> Any:
+def without_placeholder(x: TensorLike) -> Tensor:
     """Return `x` without a placeholder."""
     if placeholder_of(x) is None:
         return x

@@ -59,11 +59,11 @@ def _described(x: MaskedTensor) -> str:
     return f"{stype(x.storage)}, {described}, nse={x.storage.nse}"
 
 
-def _is_concrete(x: Any) -> bool:
+def _is_concrete(x: object) -> bool:
     return isinstance(x, jax.Array | np.ndarray) and not isinstance(x, jax.core.Tracer)
 
 
-def _entries(values: Any, valid: Any, indent: int) -> str:
+def _entries(values: jax.Array | np.ndarray, valid: jax.Array | np.ndarray, indent: int) -> str:
     """Return the entries as text whose lines after the first are indented."""
     if values.size == 0:
         return "[]"
@@ -77,7 +77,7 @@ def _entries(values: Any, valid: Any, indent: int) -> str:
     return _nested(words, gaps, indent, int(options["linewidth"]))
 
 
-def _edges(x: Any, axis: int, edge: int) -> Any:
+def _edges(x: jax.Array | np.ndarray, axis: int, edge: int) -> Any:
     at, last = (slice(None),) * axis, x.shape[axis] - edge
     module = jnp if isinstance(x, jax.Array) else np
     with jax.ensure_compile_time_eval():  # a constant may be printed while tracing

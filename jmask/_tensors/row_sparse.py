@@ -17,14 +17,16 @@ apart from padding, padding last.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jmask._base.array_types import adds_when_cast, is_narrow, is_nonzero, trailing, wide
 from jmask._base.row_ids import Order, canonical, hide, id_dtype, is_opaque, reveal, widen
+from jmask._base.types import Numbers
 from jmask._base.validation import check_flag, checked_array, checked_dtype
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gathered_rows import Rows, cast, gathered, scaled
@@ -91,15 +93,15 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
 
     stype = "row_sparse"
 
-    values: Any
+    values: jax.Array
     shape: tuple[int, ...]
     coalesced: bool
     leading: int
 
     def __init__(
         self,
-        indices: Any,
-        values: Any = None,
+        indices: Numbers,
+        values: Numbers | None = None,
         shape: Sequence[int] | None = None,
         *,
         coalesced: bool = False,
@@ -151,7 +153,9 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
     def _static(self) -> tuple[tuple[int, ...], bool, int]:
         return self.shape, self.coalesced, self.leading
 
-    def with_leaves(self, index_leaf: Any, values: Any, **static: Any) -> "RowSparse":
+    def with_leaves(
+        self, index_leaf: jax.Array, values: jax.Array, **static: Any
+    ) -> "RowSparse":
         """Replace leaves, unchecked, and `shape`, `coalesced`, `leading`."""
         names = ("shape", "coalesced", "leading")
         new = (static.get(name, old) for name, old in zip(names, self._static, strict=True))
@@ -174,12 +178,12 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
     # --- description --------------------------------------------------------------------
 
     @property
-    def indices(self) -> Any:
+    def indices(self) -> jax.Array:
         """The row index of each value (n,), int32 (int64 for more than 2**31-1 rows)."""
         return reveal(self.index_leaf) if is_opaque(self.index_leaf) else self.index_leaf
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """The dtype of the values."""
         return self.values.dtype
 
@@ -225,7 +229,9 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
     # --- conversion ---------------------------------------------------------------------
 
     @classmethod
-    def zeros(cls, shape: Sequence[int], dtype: Any = jnp.float32, nse: int = 0) -> "RowSparse":
+    def zeros(
+        cls, shape: Sequence[int], dtype: DTypeLike = jnp.float32, nse: int = 0
+    ) -> "RowSparse":
         """Return the zero tensor, with room for `nse` rows, which are padding.
 
         Example:
@@ -243,7 +249,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         key: jax.Array,
         shape: Sequence[int],
         nse: int,
-        dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         sampler: Callable[..., jax.Array] = jax.random.normal,
     ) -> "RowSparse":
         """Return tensor with `nse` different rows chosen at random, and random values in them.
@@ -270,7 +276,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         return cls.from_rows(jnp.sort(ids[:nse]), values, shape, coalesced=True)
 
     @classmethod
-    def fromdense(cls, x: Any, nse: int | None = None) -> "RowSparse":
+    def fromdense(cls, x: Numbers, nse: int | None = None) -> "RowSparse":
         """Return the rows of `x` that are not all zero (a nan is not zero), in order.
 
         Args:
@@ -382,7 +388,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
             ids, values, self.shape, coalesced=True, leading=self.leading
         )
 
-    def retain(self, rows: Any) -> "RowSparse":
+    def retain(self, rows: Numbers) -> "RowSparse":
         """Keep the stored rows whose index is among `rows` (m,); the others become zero.
 
         Example:
@@ -396,7 +402,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         ids = jnp.where(kept, ids, self.shape[0])
         return RowSparse(ids, self.values, self.shape)
 
-    def astype(self, dtype: Any) -> "RowSparse":
+    def astype(self, dtype: DTypeLike) -> "RowSparse":
         """Cast to `dtype`; rows with equal indices are summed first if need be."""
         dtype = checked_dtype("dtype", dtype)
         summed = self if adds_when_cast(self.dtype, jnp.dtype(dtype)) else self.coalesce()
@@ -474,7 +480,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         return gathered(self.values)
 
 
-def is_row_sparse(x: Any) -> bool:
+def is_row_sparse(x: object) -> TypeGuard[RowSparse]:
     """Decide whether `x` is a `RowSparse`: the `is_leaf` of every tree that may hold one."""
     return isinstance(x, RowSparse)
 

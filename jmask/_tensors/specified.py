@@ -17,12 +17,11 @@ these: `x @ y` is the matrix product with masked gradient, `todense(x) @ y` the 
 with the gradient of an ordinary tensor.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from jmask._base.fallback import report_fallback
+from jmask._base.types import Mask, Tensor, TensorLike
 from jmask._base.validation import check_flag
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
 from jmask._tensors.placeholders import placeholder_of, with_placeholder, without_placeholder
@@ -40,7 +39,7 @@ from jmask._tensors.storage import (
 )
 
 
-def todense(x: Any, *, masked_grad: bool = False) -> jax.Array:
+def todense(x: TensorLike, *, masked_grad: bool = False) -> jax.Array:
     """Return the dense array of a tensor, 0 at entries that are not specified.
 
     Args:
@@ -78,7 +77,7 @@ def todense(x: Any, *, masked_grad: bool = False) -> jax.Array:
     return dense if placeholder is None else dense + placeholder
 
 
-def sparse_mask(x: Any, mask: Any) -> Any:
+def sparse_mask(x: TensorLike, mask: Mask) -> Tensor:
     """Return the entries of `x` that `mask` specifies; the gradient goes to these alone.
 
     Args:
@@ -122,14 +121,14 @@ def sparse_mask(x: Any, mask: Any) -> Any:
     return joined(result, valid) if masked else result
 
 
-def _tensor_or_array(x: Any, argument: str = "x") -> Any:
+def _tensor_or_array(x: TensorLike, argument: str = "x") -> Tensor:
     if is_tensor(x):
         return x
     stype(x, argument)  # refuses what is no tensor
     return jnp.asarray(x)
 
 
-def _check_mask(x: Any, mask: Any) -> None:
+def _check_mask(x: TensorLike, mask: Mask) -> None:
     if not is_tensor(mask) and mask.dtype != jnp.dtype(bool):
         raise TypeError(
             f"`mask` is an array of {mask.dtype}: pass booleans, True for the entries that "
@@ -146,7 +145,7 @@ def _check_mask(x: Any, mask: Any) -> None:
         )
 
 
-def _at_booleans(x: Any, mask: jax.Array) -> Any:
+def _at_booleans(x: TensorLike, mask: jax.Array) -> Tensor:
     if not is_tensor(x):
         return jnp.where(mask, x, jnp.zeros_like(x))
     if isinstance(x, MaskedTensor):
@@ -163,7 +162,7 @@ def _at_booleans(x: Any, mask: jax.Array) -> Any:
     )
 
 
-def _values_at(x: Any, pattern: Any) -> tuple[jax.Array, jax.Array]:
+def _values_at(x: TensorLike, pattern: Tensor) -> tuple[jax.Array, jax.Array]:
     """Return entries of `x` at the stored positions of `pattern`, and which of them exist."""
     if isinstance(x, MaskedTensor):
         storage = x.storage
@@ -178,7 +177,7 @@ def _values_at(x: Any, pattern: Any) -> tuple[jax.Array, jax.Array]:
     return values, jnp.ones((), bool)
 
 
-def _stored_at(x: Any, pattern: Any) -> jax.Array:
+def _stored_at(x: TensorLike, pattern: Tensor) -> jax.Array:
     """Return the entries of a tensor, not a masked one, at the positions of `pattern`."""
     if not is_sparse(pattern):
         return as_dense(x) if is_sparse(x) else x
@@ -200,7 +199,7 @@ def _stored_at(x: Any, pattern: Any) -> jax.Array:
     return jnp.where(found, values, jnp.zeros((), values.dtype))
 
 
-def _alike(x: Any, pattern: Any) -> bool:
+def _alike(x: TensorLike, pattern: Tensor) -> bool:
     """Decide whether both store the same positions; constants are compared under jit too."""
     with jax.ensure_compile_time_eval():
         return is_sparse(x) and is_sparse(pattern) and same_positions(x, pattern)

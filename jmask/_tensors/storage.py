@@ -26,16 +26,18 @@ from jax import lax
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import joint_dtype, sum_dtype, trailing
+from jmask._base.types import Scalar
 from jmask._base.validation import refuse_scipy
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.row_sparse import RowSparse
 
 Storage = jax.Array | RowSparse | BCOO | BCSR
+Sparse = RowSparse | BCOO | BCSR
 SPARSE = (RowSparse, BCOO, BCSR)
 _ARRAYS = jax.Array | np.ndarray | np.generic | bool | int | float | complex
 
 
-def stype(x: Any, argument: str = "x") -> str:
+def stype(x: object, argument: str = "x") -> str:
     """Return the name of the storage of `x`.
 
     Raises:
@@ -64,17 +66,17 @@ def stype(x: Any, argument: str = "x") -> str:
     )
 
 
-def is_sparse(x: Any) -> bool:
+def is_sparse(x: object) -> bool:
     """Decide whether `x` is a sparse storage."""
     return isinstance(x, SPARSE)
 
 
-def stored_values(x: Any) -> Any:
+def stored_values(x: Storage) -> jax.Array:
     """Return the stored values; of a dense array, the array."""
-    return x.values if isinstance(x, RowSparse) else x.data if is_sparse(x) else x
+    return x.values if isinstance(x, RowSparse) else x.data if isinstance(x, BCOO | BCSR) else x
 
 
-def with_stored_values(x: Any, values: Any) -> Any:
+def with_stored_values(x: Storage, values: jax.Array) -> Any:
     """Return the storage of `x` with other values at the same positions."""
     if isinstance(x, RowSparse):
         return x.with_values(values)
@@ -95,7 +97,7 @@ def with_stored_values(x: Any, values: Any) -> Any:
     return values
 
 
-def coordinates(x: Any) -> tuple[jax.Array, ...]:
+def coordinates(x: Sparse) -> tuple[jax.Array, ...]:
     """Return the index of each stored value in the sparse dimensions: arrays (nse,)."""
     if isinstance(x, RowSparse):
         return (x.row_ids(),)
@@ -123,18 +125,18 @@ def row_of_each(pointers: jax.Array, count: int) -> jax.Array:
     return (within + before[:, None]).reshape(-1)[:count] - 1
 
 
-def is_stored(x: Any) -> jax.Array:
+def is_stored(x: Sparse) -> jax.Array:
     """Find which of the (nse,) places of `x` hold an entry or a row, and are not padding."""
     return _inside(coordinates(x), x.shape)
 
 
-def is_entry(x: Any) -> jax.Array:
+def is_entry(x: Sparse) -> jax.Array:
     """Find which stored values (broadcast to their shape) are entries of `x`, not padding."""
     values = stored_values(x)
     return jnp.broadcast_to(trailing(is_stored(x), values.ndim), values.shape)
 
 
-def sampled(dense: jax.Array, like: Any, shape: tuple[int, ...] | None = None) -> jax.Array:
+def sampled(dense: jax.Array, like: Sparse, shape: tuple[int, ...] | None = None) -> jax.Array:
     """Return the entries of `dense` at the stored positions of `like`.
 
     Args:
@@ -164,7 +166,7 @@ def sampled(dense: jax.Array, like: Any, shape: tuple[int, ...] | None = None) -
     return jnp.broadcast_to(dense, values)
 
 
-def scattered(values: jax.Array, like: Any, fill: Any) -> jax.Array:
+def scattered(values: jax.Array, like: Sparse, fill: Scalar) -> jax.Array:
     """Return dense array with `values` at the stored positions of `like`, `fill` elsewhere."""
     dense = jnp.full(like.shape, fill, values.dtype)
     places = coordinates(like)
@@ -173,7 +175,7 @@ def scattered(values: jax.Array, like: Any, fill: Any) -> jax.Array:
     return dense.at[(first, *others)].set(values, mode="drop")
 
 
-def same_positions(x: Any, y: Any) -> bool:
+def same_positions(x: Sparse, y: Sparse) -> bool:
     """Decide whether two sparse tensors surely store the same positions in the same order.
 
     True for shared index arrays; concrete ones are compared. Traced ones that are not shared
@@ -185,7 +187,7 @@ def same_positions(x: Any, y: Any) -> bool:
     return all(map(_same_array, _index_arrays(x), _index_arrays(y)))
 
 
-def equal_positions(x: Any, y: Any) -> jax.Array | bool:
+def equal_positions(x: Sparse, y: Sparse) -> jax.Array | bool:
     """Compare positions as `same_positions`, in the program where they are traced.
 
     Returns:
@@ -197,13 +199,13 @@ def equal_positions(x: Any, y: Any) -> jax.Array | bool:
     return functools.reduce(operator.and_, [(a == b).all() for a, b in pairs])
 
 
-def _same_layout(x: Any, y: Any) -> bool:
+def _same_layout(x: Sparse, y: Sparse) -> bool:
     if stype(x) != stype(y) or x.shape != y.shape:
         return False
     return bool(stored_values(x).shape[:1] == stored_values(y).shape[:1])
 
 
-def matching(x: Any, like: Any) -> tuple[jax.Array, jax.Array] | None:
+def matching(x: Sparse, like: Sparse) -> tuple[jax.Array, jax.Array] | None:
     """Find the positions of `like` among the positions of `x`: a join.
 
     Args:
@@ -239,11 +241,11 @@ def matching(x: Any, like: Any) -> tuple[jax.Array, jax.Array] | None:
     return jnp.where(found, place, 0), found
 
 
-def _batches(x: Any) -> int:
+def _batches(x: Sparse) -> int:
     return getattr(x, "n_batch", 0)
 
 
-def values_at(x: Any, like: Any, *others: jax.Array) -> tuple[jax.Array, ...] | None:
+def values_at(x: Sparse, like: Sparse, *others: jax.Array) -> tuple[jax.Array, ...] | None:
     """Read the stored values of `x` at the positions that `like` stores.
 
     Args:
@@ -267,7 +269,7 @@ def values_at(x: Any, like: Any, *others: jax.Array) -> tuple[jax.Array, ...] | 
     return (trailing(found, values.ndim), *(a[place] for a in rows))
 
 
-def has_unique_positions(x: Any) -> bool:
+def has_unique_positions(x: Sparse) -> bool:
     """Decide whether it is known that no two stored values have one position."""
     if isinstance(x, RowSparse):
         return x.coalesced
@@ -276,7 +278,7 @@ def has_unique_positions(x: Any) -> bool:
     return not isinstance(x, BCOO | BCSR) or x.unique_indices
 
 
-def unique_positions(x: Any) -> Any:
+def unique_positions(x: Sparse) -> Any:
     """Return the tensor with equal positions summed into one, as masked semantics need."""
     if has_unique_positions(x):
         return x
@@ -292,7 +294,7 @@ def summed(x: BCOO, nse: int | None = None) -> BCOO:
     return with_stored_values(result, result.data.astype(x.dtype))
 
 
-def as_dense(x: Any) -> jax.Array:
+def as_dense(x: Sparse) -> jax.Array:
     """Make a sparse tensor dense; booleans add as `or`, sums are rounded once."""
     dtype = sum_dtype(x.dtype)
     if isinstance(x, RowSparse) or dtype == x.dtype:
@@ -315,13 +317,13 @@ def compressed(x: BCOO) -> BCSR:
     )
 
 
-def _index_arrays(x: Any) -> tuple[Any, ...]:
+def _index_arrays(x: Sparse) -> tuple[Any, ...]:
     if isinstance(x, RowSparse):
         return (x.index_leaf,)
     return (x.indices, x.indptr) if isinstance(x, BCSR) else (x.indices,)
 
 
-def _same_array(x: Any, y: Any) -> bool:
+def _same_array(x: jax.Array, y: jax.Array) -> bool:
     if x is y:
         return True
     if isinstance(x, jax.core.Tracer) or isinstance(y, jax.core.Tracer):

@@ -23,6 +23,7 @@ from jmask._base.fallback import (
     report_fallback,
 )
 from jmask._base.row_ids import id_dtype
+from jmask._base.types import Gradient, Gradients, KeyPath, OptState, Params, Table
 from jmask._base.validation import Model, leaf_name
 from jmask._kernels.stochastic_rounding import check_key, stochastic_round
 from jmask._tables.stored_table import NewTable, add_to_dense, is_stored_table
@@ -67,7 +68,7 @@ def densify() -> optax.GradientTransformation:
     return optax.GradientTransformation(optax.init_empty_state, update)
 
 
-def _refuse_stored_tables(params: Any) -> None:
+def _refuse_stored_tables(params: Params) -> None:
     for table in jax.tree.leaves(params, is_leaf=is_stored_table):
         if is_stored_table(table):
             raise ValueError(
@@ -76,7 +77,7 @@ def _refuse_stored_tables(params: Any) -> None:
             )
 
 
-def _dense(gradient: Any) -> Any:
+def _dense(gradient: Gradient) -> Gradient:
     if isinstance(gradient, MaskedTensor):
         return gradient.to_tensor(0)
     return gradient.todense() if is_row_sparse(gradient) else gradient
@@ -84,8 +85,8 @@ def _dense(gradient: Any) -> Any:
 
 @jax.named_scope("jmask.apply_updates")
 def apply_updates(
-    params: optax.Params, updates: optax.Updates, *, key: jax.Array | None = None
-) -> optax.Params:
+    params: Params, updates: Gradients, *, key: jax.Array | None = None
+) -> Params:
     """Apply updates as `optax.apply_updates`, sparse and masked ones too.
 
     Stock `optax.apply_updates` does the same. This one also checks shapes by name, and
@@ -121,7 +122,7 @@ def apply_updates(
     fit = Fit.unchecked(updates, params)
     updates, params = fit.gradients, fit.params
 
-    def apply(path: Any, update: Any, param: Any) -> Any:
+    def apply(path: KeyPath, update: Gradient, param: Table) -> Any:
         leaf_key = next(keys)
         if update is None or param is None:
             return param
@@ -149,7 +150,7 @@ def apply_updates(
         exact = added(param.astype(wide(joint_dtype(param, update))), update)
         return stochastic_round(exact, param.dtype, leaf_key)
 
-    def is_leaf(x: Any) -> bool:
+    def is_leaf(x: object) -> bool:
         return x is None or is_gradient_leaf(x) or isinstance(x, NewTable)
 
     with naming_structures(updates, params, "apply_updates(params, updates)"):
@@ -164,13 +165,13 @@ def _key_of_each_leaf(key: jax.Array | None) -> Iterator[jax.Array | None]:
 @jax.named_scope("jmask.apply_gradients")
 def apply_gradients(
     tx: optax.GradientTransformation,
-    grads: optax.Updates,
-    opt_state: optax.OptState,
-    params: optax.Params,
+    grads: Gradients,
+    opt_state: OptState,
+    params: Params,
     *,
     key: jax.Array | None = None,
     **extra_args: Any,
-) -> tuple[optax.Params, optax.OptState]:
+) -> tuple[Params, OptState]:
     """Take one optimizer step: `tx.update` and `apply_updates`, in one pass where possible.
 
     For `jmask.sgd`, `adam`, `adagrad` and `ftrl`, and for `jmask.lazy` of an elementwise optax
@@ -231,7 +232,7 @@ def apply_gradients(
 _ROWS, _ROWS_FOR_EACH_ENTRY = 1000, 8
 
 
-def notice_dense_tables(updates: Any) -> None:
+def notice_dense_tables(updates: Gradients) -> None:
     """Report each large table among gradients none of which is sparse or masked.
 
     Raises:
@@ -260,7 +261,7 @@ def noticing_dense_tables(step: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(step)
-    def noticing(grads: Any, *args: Any, **kwargs: Any) -> Any:
+    def noticing(grads: Gradients, *args: Any, **kwargs: Any) -> Any:
         notice_dense_tables(grads)
         with muted():
             result, state = step(grads, *args, **kwargs)
@@ -273,7 +274,7 @@ def noticing_dense_tables(step: Callable[..., Any]) -> Callable[..., Any]:
     return noticing
 
 
-def noticed_as(gradients: Any, updates: Any) -> Any:
+def noticed_as(gradients: Gradients, updates: Gradients) -> Gradients:
     """Mark dense tables in `updates` as reported where they were in the gradients."""
     pairs: Any = zip(
         *(jax.tree.leaves(x, is_leaf=is_gradient_leaf) for x in (gradients, updates)),
@@ -285,7 +286,7 @@ def noticed_as(gradients: Any, updates: Any) -> Any:
     return updates
 
 
-def is_table(x: Any) -> bool:
+def is_table(x: object) -> bool:
     """Decide whether an array is large and has many rows, long against a row."""
     if not isinstance(x, jax.Array) or x.ndim < 2:
         return False
@@ -317,7 +318,9 @@ _SIGNS = (
 
 
 @contextlib.contextmanager
-def advising_lazy(name: str, gradients: Any, params: Any = None) -> Iterator[None]:
+def advising_lazy(
+    name: str, gradients: Gradients, params: Params | None = None
+) -> Iterator[None]:
     """Context in which the transformation called `name` gets gradients.
 
     Raises:
@@ -384,12 +387,12 @@ class Fit:
         model: what was given as parameters.
     """
 
-    gradients: Any
+    gradients: Gradients
     params: Any
     model: Model
 
     @classmethod
-    def unchecked(cls, gradients: Any, params: Any) -> "Fit":
+    def unchecked(cls, gradients: Gradients, params: Params) -> "Fit":
         """Return gradients or updates, and parameters or None.
 
         Raises:
@@ -398,7 +401,7 @@ class Fit:
         return cls(as_gradients(gradients), dense_parameters(params), model_of(params))
 
     @classmethod
-    def of(cls, gradients: Any, params: Any) -> "Fit":
+    def of(cls, gradients: Gradients, params: Params) -> "Fit":
         """Return gradients, and parameters that they fit, or None.
 
         Raises:
@@ -409,10 +412,10 @@ class Fit:
             check_gradient(fit.gradients, fit.params)
         return fit
 
-    def as_given(self, new: Any) -> Any:
+    def as_given(self, new: Params) -> Params:
         """Return new parameters in the form they had: a model, or a `RowSparse` of all rows."""
 
-        def stored(old: Any, x: Any) -> Any:
+        def stored(old: Table, x: Table) -> Any:
             if not is_full(old):
                 return x
             ids = jnp.arange(old.shape[0], dtype=id_dtype(old.shape[0]))
@@ -423,7 +426,7 @@ class Fit:
         return self.model.with_parameters(new)
 
 
-def dense_parameters(params: Any) -> Any:
+def dense_parameters(params: Params) -> Params:
     """Return the tree with each `RowSparse` that stores all its rows as the array it is.
 
     Of a model that holds functions the parameters alone, None for all else.

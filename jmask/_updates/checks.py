@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import is_narrow
+from jmask._base.types import Gradient, Gradients, KeyPath, Params, Table, Tensor, TensorLike
 from jmask._base.validation import (
     KEEP_ARRAYS,
     Model,
@@ -27,16 +28,16 @@ _ORDER = "tx.update(grads, opt_state, params)"
 _NOT_DENSE = (RowSparse, MaskedTensor, BCOO, BCSR)
 
 
-def model_of(params: Any) -> Model:
+def model_of(params: Params) -> Model:
     """Return the parameters, which may be a whole model, and what else it holds."""
     return Model(params, _is_no_array)
 
 
-def _is_no_array(x: Any) -> bool:
+def _is_no_array(x: object) -> bool:
     return isinstance(x, (*_NOT_DENSE, StoredTable))
 
 
-def check_parameters(params: Any) -> None:
+def check_parameters(params: Params) -> None:
     """Refuse parameters that are not arrays, or `RowSparse` with all rows.
 
     Raises:
@@ -59,7 +60,7 @@ def check_parameters(params: Any) -> None:
             raise not_an_array(leaf_name("params", path), leaf, advice)
 
 
-def check_transformation(name: str, tx: Any, order: str) -> None:
+def check_transformation(name: str, tx: object, order: str) -> None:
     """Refuse what is no optax transformation.
 
     Raises:
@@ -72,12 +73,12 @@ def check_transformation(name: str, tx: Any, order: str) -> None:
         )
 
 
-def is_full(x: Any) -> bool:
+def is_full(x: object) -> bool:
     """Decide whether a parameter is a `RowSparse` that stores all its rows."""
     return isinstance(x, RowSparse) and x.nse >= x.shape[0]
 
 
-def check_gradient(updates: Any, params: Any) -> None:
+def check_gradient(updates: Gradients, params: Params) -> None:
     """Refuse a gradient that does not fit the parameters.
 
     Structures must be the same where a gradient is sparse or masked, or a table stored; else
@@ -115,7 +116,7 @@ def check_gradient(updates: Any, params: Any) -> None:
         check_fits(path, gradient, param)
 
 
-def check_structure(updates: Any, params: Any) -> None:
+def check_structure(updates: Gradients, params: Params) -> None:
     """Refuse gradients whose tree differs from the parameters' tree.
 
     Raises:
@@ -125,14 +126,16 @@ def check_structure(updates: Any, params: Any) -> None:
         raise ValueError(_other_structure(updates, params))
 
 
-def _are_alike(updates: Any, params: Any) -> bool:
+def _are_alike(updates: Gradients, params: Params) -> bool:
     """Decide whether each gradient has an array or a table."""
     given: Any = jax.tree.structure(updates, is_leaf=is_gradient_leaf)
     return given == jax.tree.structure(params, is_leaf=is_stored_table)
 
 
 @contextlib.contextmanager
-def naming_structures(updates: Any, params: Any, order: str = _ORDER) -> Iterator[None]:
+def naming_structures(
+    updates: Gradients, params: Params, order: str = _ORDER
+) -> Iterator[None]:
     """Context of what maps over both trees; its error says which structures they have.
 
     Raises:
@@ -147,12 +150,12 @@ def naming_structures(updates: Any, params: Any, order: str = _ORDER) -> Iterato
         raise ValueError(_other_structure(updates, params, order)) from error
 
 
-def _structures(updates: Any, params: Any) -> list[Any]:
+def _structures(updates: Gradients, params: Params) -> list[Any]:
     is_leaf = lambda x: is_gradient_leaf(x) or is_stored_table(x)
     return [jax.tree.structure(x, is_leaf=is_leaf) for x in (updates, params)]
 
 
-def _other_structure(updates: Any, params: Any, order: str = _ORDER) -> str:
+def _other_structure(updates: Gradients, params: Params, order: str = _ORDER) -> str:
     """Describe gradients whose structure differs from the parameters'."""
     given, expected = _structures(updates, params)
     missing = _missing(updates, params)
@@ -167,7 +170,7 @@ def _other_structure(updates: Any, params: Any, order: str = _ORDER) -> str:
     )
 
 
-def _missing(updates: Any, params: Any) -> str | None:
+def _missing(updates: Gradients, params: Params) -> str | None:
     """Name the first leaf that is None where there is a parameter, if all others fit."""
     is_leaf = lambda x: x is None or is_gradient_leaf(x) or is_stored_table(x)
     leaves: Any = jax.tree.leaves_with_path(updates, is_leaf=is_leaf)
@@ -180,7 +183,7 @@ def _missing(updates: Any, params: Any) -> str | None:
     return None
 
 
-def check_fits(path: Any, update: Any, param: Any) -> None:
+def check_fits(path: KeyPath, update: Gradient, param: Table) -> None:
     """Refuse an update that its parameter, at `path` in both trees, cannot take."""
     name = leaf_name("updates", path)
     if not is_stored_table(param) and abstract_leaf(param) is None:
@@ -246,12 +249,12 @@ class NotRowLocalError(ValueError):
 # update is -0.0, the one number that changes nothing when added: -0.0 + 0.0 would be 0.0.
 
 
-def is_gradient_leaf(x: Any) -> bool:
+def is_gradient_leaf(x: object) -> bool:
     """Decide whether `x` is a sparse or masked gradient: one leaf, not a subtree."""
     return isinstance(x, RowSparse | MaskedTensor | BCOO | BCSR)
 
 
-def check_gradients(updates: Any, name: str = "updates") -> None:
+def check_gradients(updates: Gradients, name: str = "updates") -> None:
     """Refuse leaves that are no arrays.
 
     Raises:
@@ -263,7 +266,7 @@ def check_gradients(updates: Any, name: str = "updates") -> None:
             raise not_an_array(leaf_name(name, path), x, advice)
 
 
-def as_gradients(updates: Any) -> Any:
+def as_gradients(updates: Gradients) -> Gradients:
     """Return the tree with each BCOO as masked rows, of which the entries that it stores exist.
 
     Their ids refuse arithmetic, which optax maps over the indices of a BCOO without a word.
@@ -275,7 +278,7 @@ def as_gradients(updates: Any) -> Any:
 
     check_gradients(updates)
 
-    def entries(path: Any, x: Any) -> Any:
+    def entries(path: KeyPath, x: TensorLike) -> Any:
         if not isinstance(x, BCOO | BCSR):
             return x
         if isinstance(x, BCSR):
@@ -298,7 +301,7 @@ def as_gradients(updates: Any) -> Any:
     return jax.tree.map_with_path(entries, updates, is_leaf=is_gradient_leaf)
 
 
-def gradient_and_valid(gradient: Any) -> tuple[Any, jax.Array | None]:
+def gradient_and_valid(gradient: Gradient) -> tuple[Any, jax.Array | None]:
     """Split a gradient leaf into an array or coalesced `RowSparse`, and its valid entries."""
     if is_row_sparse(gradient):
         return summed(gradient), None
@@ -318,7 +321,7 @@ def gradient_and_valid(gradient: Any) -> tuple[Any, jax.Array | None]:
     return _entries_as_rows(storage, values, valid)
 
 
-def with_wide_rows(gradients: Any) -> Any:
+def with_wide_rows(gradients: Gradients) -> Gradients:
     """Return gradients with 16-bit rows in float32 where rows of equal ids are to be summed.
 
     An optimizer computes with the sums, and what it makes of them is rounded once, where it is
@@ -330,12 +333,12 @@ def with_wide_rows(gradients: Any) -> Any:
     )
 
 
-def has_16_bit_sums(gradients: Any) -> bool:
+def has_16_bit_sums(gradients: Gradients) -> bool:
     """Decide whether `with_wide_rows` has something to do."""
     return any(map(_is_16_bit_sum, jax.tree.leaves(gradients, is_leaf=is_gradient_leaf)))
 
 
-def _is_16_bit_sum(gradient: Any) -> bool:
+def _is_16_bit_sum(gradient: Gradient) -> bool:
     return is_row_sparse(gradient) and gradient.order == "any" and is_narrow(gradient.dtype)
 
 
@@ -344,19 +347,19 @@ def summed(gradient: RowSparse) -> RowSparse:
     return gradient.coalesce() if gradient.order == "any" else gradient
 
 
-def masked_as(gradient: Any, result: Any) -> Any:
+def masked_as(gradient: Gradient, result: Gradient) -> Gradient:
     """Return an array or rows computed from a gradient leaf, masked where the gradient is."""
     if not isinstance(gradient, MaskedTensor):
         return result
     return joined(result, gradient_and_valid(gradient)[1])
 
 
-def unchanged_where_masked(update: Any, valid: jax.Array | None) -> Any:
+def unchanged_where_masked(update: Gradient, valid: jax.Array | None) -> Gradient:
     """Return the update of a parameter, -0.0 where the gradient is masked."""
     return keep_valid(update, jnp.asarray(-0.0, jnp.result_type(update)), valid)
 
 
-def keep_valid(new: Any, old: Any, valid: jax.Array | None) -> Any:
+def keep_valid(new: TensorLike, old: TensorLike, valid: jax.Array | None) -> Tensor:
     """Return `new` where valid, `old` elsewhere.
 
     Args:
@@ -379,7 +382,7 @@ def keep_valid(new: Any, old: Any, valid: jax.Array | None) -> Any:
 
 
 def _entries_as_rows(
-    storage: Any, values: jax.Array, valid: jax.Array
+    storage: Tensor, values: jax.Array, valid: jax.Array
 ) -> tuple[RowSparse, jax.Array]:
     """Turn entries (nse,) at (row, ...) into coalesced rows and their valid entries."""
     rows, row = storage.shape[0], tuple(storage.shape[1:])
@@ -396,7 +399,7 @@ def _entries_as_rows(
     return RowSparse(ids, gradient, storage.shape, coalesced=True), kept
 
 
-def _in_promised_order(storage: Any) -> jax.Array | bool:
+def _in_promised_order(storage: Tensor) -> jax.Array | bool:
     """Decide whether positions are unchanged: arithmetic mapped over them may give integers."""
     if not (isinstance(storage, BCOO) and storage.indices_sorted and storage.unique_indices):
         return True

@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from jmask._base.fallback import collected
+from jmask._base.types import Gradients, OptState, Params
 
 Constructor = TypeVar("Constructor", bound=Callable[..., Any])
 
@@ -76,7 +77,9 @@ def sharing_programs(constructor: Constructor) -> Constructor:
         if not arrays or not _is_hashable(fixed) or not hasattr(made, "apply_gradients"):
             return made
 
-        def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        def update(
+            updates: Gradients, state: OptState, params: Params | None = None, **extra_args: Any
+        ) -> Any:
             if extra_args:
                 return made.update(updates, state, params, **extra_args)
             return program("update", fixed)(arrays, updates, state, params)
@@ -95,7 +98,7 @@ def sharing_programs(constructor: Constructor) -> Constructor:
 _PROGRAMS = 64
 
 
-def _is_hashable(x: Any) -> bool:
+def _is_hashable(x: object) -> bool:
     try:
         hash(x)
     except TypeError:
@@ -103,12 +106,12 @@ def _is_hashable(x: Any) -> bool:
     return True
 
 
-def _is_rate(x: Any) -> bool:
+def _is_rate(x: object) -> bool:
     # NumPy's arrays are looked at when an optimizer is made: see `is_known`.
     return isinstance(x, jax.Array) and _is_concrete(x)
 
 
-def _is_concrete(leaf: Any) -> bool:
+def _is_concrete(leaf: object) -> bool:
     if isinstance(leaf, np.ndarray):
         return leaf.dtype.kind not in "OSUMm"
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import optax
 
+from jmask._base.types import OptState, PyTreeDef
 from jmask._tables.stored_table import is_stored_table, shape_of
 from jmask._updates.checks import NotRowLocalError
 
@@ -22,7 +23,7 @@ def tables_of_state(
     inner: optax.GradientTransformation,
     params: list[jax.ShapeDtypeStruct],
     is_table: list[bool],
-    param_tree: Any,
+    param_tree: PyTreeDef,
     state: optax.OptState,
     dtypes: bool = True,
 ) -> list[int | None]:
@@ -82,7 +83,7 @@ def _owner(
     )
 
 
-def check_state_type(state: Any, expected: type) -> None:
+def check_state_type(state: object, expected: type) -> None:
     """Refuse what is no state of a transformation.
 
     Raises:
@@ -95,7 +96,7 @@ def check_state_type(state: Any, expected: type) -> None:
         )
 
 
-def check_dtypes(state: Any, expected: Any, which: list[bool] | None = None) -> None:
+def check_dtypes(state: OptState, expected: OptState, which: list[bool] | None = None) -> None:
     """Refuse a state whose arrays have other dtypes than `init` gives them, naming the first.
 
     Rows are written in the dtype that their table has: it would go on in that one for ever.

@@ -126,19 +126,54 @@ def recomputed(params, ids):
     return jax.checkpoint(lambda p: jnp.sum(jnp.sin(p["t"][ids]).sum(-1) * p["w"]))(params)
 
 
+def pooled_by_scores(params, ids):
+    weights = jax.nn.softmax(params["scores"][ids])
+    return jnp.sum(jmask.embedding_bag(params["t"], ids, weights=weights) ** 2)
+
+
+def of_two_tables(params, ids):
+    return jnp.sum(params["t"][ids].sum(1) * params["u"][ids].mean(1))
+
+
+def bags_of_two_tables(params, ids):
+    bags = (jmask.embedding_bag(params[name], ids) for name in ("t", "u"))
+    return jnp.sum(jnp.sin(sum(bags)))
+
+
+def linear(params, ids):
+    return jnp.sum(params["t"][ids] * params["w"][..., None])
+
+
+# With the parameters that each has.
+LATE = {
+    pooled_with_weights: "t w",
+    recomputed: "t w",
+    pooled_by_scores: "t scores",
+    of_two_tables: "t u",
+    bags_of_two_tables: "t u",
+    linear: "t w",
+}
+
+
+@pytest.mark.parametrize("with_value", [True, False], ids=["value_and_grad", "grad"])
 @pytest.mark.parametrize("name", ["sgd", "adam", "lifted adam"])
-@pytest.mark.parametrize("loss", [pooled_with_weights, recomputed])
-def test_tables_that_are_read_for_gradients_alone_are_written_after(loss, name):
+@pytest.mark.parametrize("loss", LATE)
+def test_tables_that_are_read_for_gradients_alone_are_written_after(loss, name, with_value):
     """A gradient of weights reads the rows again: not from a copy of the table."""
     tx, (rows, width, bags, length) = OPTIMIZERS[name], (400_000, 64, 512, 32)
     params = {
         "t": jax.ShapeDtypeStruct((rows, width), jnp.float32),
+        "u": jax.ShapeDtypeStruct((rows, width), jnp.float32),
         "w": jax.ShapeDtypeStruct((bags, length), jnp.float32),
+        "scores": jax.ShapeDtypeStruct((rows,), jnp.float32),
     }
+    params = {x: params[x] for x in LATE[loss].split()}
     ids = jax.ShapeDtypeStruct((bags, length), jnp.int32)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, ids):
+        if not with_value:
+            return jmask.apply_gradients(tx, jmask.grad(loss)(params, ids), state, params)
         value, gradients = jmask.value_and_grad(loss)(params, ids)
         return *jmask.apply_gradients(tx, gradients, state, params), value
 

@@ -6,6 +6,7 @@ import re
 import pytest
 
 import jmask
+from jmask._base import types
 from scripts import docs_pages
 
 MODULES = (jmask, *(getattr(jmask, name) for name in docs_pages.MODULES))
@@ -73,3 +74,11 @@ def test_arguments_in_docstrings(path):
     entries = [re.sub(r"\(.*?\)( or \(.*?\))*", "", entry, flags=re.S) for entry in entries]
     named = {name.strip(" *\n") for entry in entries for name in entry.split(",")}
     assert named == set(inspect.signature(function).parameters) - {"self"}
+
+
+def test_names_of_types_have_an_entry():
+    """Of those in signatures: each that `_base.types` defines has a docstring below it."""
+    page = docs_pages.api_pages()["api/types.md"]
+    names = {name for name in vars(types) if name[0].isupper()} - {"Any", "Protocol", "Shaped"}
+    imported = {"ArrayLike", "Literal", "PyTreeDef", "Sequence", "Var"}
+    assert names - imported == set(re.findall(r"^\| `(\w+)` \| \w", page, re.M))

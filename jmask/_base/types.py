@@ -1,0 +1,100 @@
+"""Names for the types of arguments, for annotations that say more than `Any`.
+
+| an argument is                                     | annotate                            |
+|----------------------------------------------------|-------------------------------------|
+| an array, of the program or of a trace             | `jax.Array`                         |
+| an array or a number, as JAX takes it              | `jax.typing.ArrayLike`              |
+| the same, or nested lists, as `jnp.asarray`        | `Numbers`                           |
+| a number that may be traced                        | `Scalar`                            |
+| a dtype, or the name of one                        | `jax.typing.DTypeLike`              |
+| whatever has a shape and a dtype                   | `Shaped`                            |
+| an array or tensor on any storage                  | `Tensor`                            |
+| the same, or numbers that become an array          | `TensorLike`                        |
+| a leaf of gradients, a leaf of parameters          | `Gradient`, `Table`                 |
+| a tree of them                                     | `Gradients`, `Params`, `OptState`   |
+| a tree whose leaves may be anything                | `PyTree`                            |
+| anything: it is about to be checked                | `object`                            |
+
+`optax.Params`, `optax.Updates` and `optax.OptState` are trees of plain arrays. The ones here
+have tensors and tables as leaves, and models as nodes.
+
+The classes of tensors and tables are in sub-packages that import this one, and code tells them
+apart by functions (`is_stored_table`), from which a type checker learns what a value is and not
+what it is not. Such names are `Any` to it, and the docstrings say what they hold.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.extend.core import Literal, Var
+from jax.tree_util import PyTreeDef as PyTreeDef
+from jax.typing import ArrayLike
+
+# --- arrays -------------------------------------------------------------------------------
+
+Shape = tuple[int, ...]
+"""Sizes of dimensions, static."""
+Axis = int | Sequence[int] | None
+"""Axes to reduce; None is all of them."""
+Scalar = float | np.number | jax.Array
+"""A number of Python or NumPy, or an array of no dimensions, which may be traced."""
+Index = int | jax.Array
+"""The number of a row, a block or a step, which may be traced."""
+Numbers = ArrayLike | Sequence[Any]
+"""An array, a number, or nested lists of them."""
+
+
+class Shaped(Protocol):
+    """An array, a tensor, a table, or the abstract value of one."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+    @property
+    def ndim(self) -> int: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+
+MeshAxes = str | tuple[str, ...] | None
+"""Axes of a mesh that shard a dimension; None is no axis."""
+
+# --- tensors and tables ---------------------------------------------------------------------
+
+Tensor = Any
+"""An array, a RowSparse, BCOO, BCSR or MaskedTensor."""
+TensorLike = Any
+"""What becomes a Tensor: one, or Numbers."""
+Mask = Any
+"""Booleans, on the storage of what they mask or on a dense one."""
+Table = Any
+"""An array (V, *row), or a StoredTable of this shape."""
+Ids = Any
+"""Integers: an array of JAX or NumPy, or nested lists of them."""
+Gradient = Any
+"""An array, a RowSparse, or a MaskedTensor of either; None of no parameter."""
+
+# --- trees ----------------------------------------------------------------------------------
+
+PyTree = Any
+"""A tree; its leaves are whatever the function says."""
+Params = Any
+"""A tree of arrays and tables, or a model that holds them."""
+Gradients = Any
+"""A tree of Gradient, of the structure of the parameters."""
+OptState = Any
+"""The state of a transformation of optax."""
+KeyPath = tuple[Any, ...]
+"""Where a leaf is in a tree, as `jax.tree.leaves_with_path` writes it."""
+
+# --- programs -------------------------------------------------------------------------------
+
+Atom = Var | Literal
+"""An operand or result of an equation of a jaxpr."""
+JvpArgs = tuple[Any, ...]
+"""Primals, or tangents, as `jax.custom_jvp` gives them to a rule."""
+Value = Any
+"""The value of a variable in an interpreted program: an array, or what stands for one."""
