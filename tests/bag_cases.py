@@ -10,10 +10,7 @@ import numpy as np
 import pytest
 
 import jmask
-from tests.embedding_oracle import (
-    MODES,
-    normal,
-)
+from tests.embedding_oracle import MODES, normal
 
 V, D, N, B, L = 6, 3, 12, 4, 3
 FORMS = ("lines", "offsets", "last offset", "segments")

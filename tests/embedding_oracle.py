@@ -20,11 +20,7 @@ OUTSIDE, PADDED = -1, -2
 @contextlib.contextmanager
 def strictness() -> Iterator[None]:
     """Nothing becomes dense, and no dtype or rank is promoted silently."""
-    with (
-        jmask.strict(),
-        jax.numpy_dtype_promotion("strict"),
-        jax.numpy_rank_promotion("raise"),
-    ):
+    with jmask.strict(), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
 
 

@@ -125,19 +125,14 @@ PROGRAMS: dict[str, Program] = {
     "reverse unrolled scan": Program(
         lambda t: square(
             lax.scan(
-                lambda c, i: (jnp.cos(c + t[i]), c),
-                t[0] * 0,
-                VALID,
-                reverse=True,
-                unroll=2,
+                lambda c, i: (jnp.cos(c + t[i]), c), t[0] * 0, VALID, reverse=True, unroll=2
             )[1]
         ),
         4,
     ),
     "lookup before and in scan": Program(lambda t: rnn(t) + square(t[IDS]), 9),
     "fori_loop": Program(
-        lambda t: square(lax.fori_loop(0, 3, lambda k, c: c * t[VALID[k]], jnp.ones(D))),
-        3,
+        lambda t: square(lax.fori_loop(0, 3, lambda k, c: c * t[VALID[k]], jnp.ones(D))), 3
     ),
     "cond": Program(
         lambda t: lax.cond(IDS[0] > 0, lambda t: square(t[IDS]), lambda t: t[IDS[:2]].sum(), t),
@@ -161,10 +156,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "cond in scan": Program(
         lambda t: lax.scan(
-            lambda c, i: (
-                lax.cond(i > 1, lambda: c + square(t[i]), lambda: c * t[0, 0]),
-                None,
-            ),
+            lambda c, i: (lax.cond(i > 1, lambda: c + square(t[i]), lambda: c * t[0, 0]), None),
             1.0,
             VALID,
         )[0],

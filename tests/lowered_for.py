@@ -13,10 +13,7 @@ from jax import lax
 
 from jmask._kernels import update_rows as _update_rows
 
-_UPDATES = {
-    "cuda": _update_rows._by_definition,
-    "tpu": _update_rows._on_cpus,
-}
+_UPDATES = {"cuda": _update_rows._by_definition, "tpu": _update_rows._on_cpus}
 
 
 def lower_for(platform: str) -> None:

@@ -13,62 +13,45 @@ from optax import contrib
 
 Build = Callable[[], optax.GradientTransformation]
 
+
+def by_name(names: str, *args: object) -> dict[str, Build]:
+    """Constructors of optax by their names there, called with these arguments."""
+
+    def build(name: str) -> Build:
+        home, _, function = name.rpartition(".")
+        return lambda: getattr(contrib if home else optax, function)(*args)
+
+    return {name: build(name) for name in names.split()}
+
+
+RATED = """
+    adabelief adadelta adagrad adam adamax adamaxw adamw adan amsgrad lion nadam nadamw novograd
+    optimistic_gradient_descent optimistic_adam_v2 radam rmsprop rprop sgd sign_sgd signum yogi
+    contrib.acprop contrib.ademamix contrib.adopt contrib.madgrad contrib.schedule_free_adamw
+    contrib.schedule_free_sgd contrib.simplified_ademamix
+"""
 # Row-local: lifted exactly.
 ROW_LOCAL: dict[str, Build] = {
-    "adabelief": lambda: optax.adabelief(0.1),
-    "adadelta": lambda: optax.adadelta(0.1),
-    "adagrad": lambda: optax.adagrad(0.1),
-    "adam": lambda: optax.adam(0.1),
-    "adamax": lambda: optax.adamax(0.1),
-    "adamaxw": lambda: optax.adamaxw(0.1),
-    "adamw": lambda: optax.adamw(0.1),
-    "adan": lambda: optax.adan(0.1),
-    "amsgrad": lambda: optax.amsgrad(0.1),
-    "lion": lambda: optax.lion(0.1),
-    "nadam": lambda: optax.nadam(0.1),
-    "nadamw": lambda: optax.nadamw(0.1),
-    "novograd": lambda: optax.novograd(0.1),
-    "optimistic_gradient_descent": lambda: optax.optimistic_gradient_descent(0.1),
+    **by_name(RATED, 0.1),
+    **by_name("polyak_sgd contrib.cocob"),
     "optimistic_adam": lambda: optax.optimistic_adam(0.1, optimism=0.1),
-    "optimistic_adam_v2": lambda: optax.optimistic_adam_v2(0.1),
-    "polyak_sgd": lambda: optax.polyak_sgd(),
-    "radam": lambda: optax.radam(0.1),
-    "rmsprop": lambda: optax.rmsprop(0.1),
-    "rprop": lambda: optax.rprop(0.1),
-    "sgd": lambda: optax.sgd(0.1),
-    "sign_sgd": lambda: optax.sign_sgd(0.1),
-    "signum": lambda: optax.signum(0.1),
-    "yogi": lambda: optax.yogi(0.1),
-    "contrib.acprop": lambda: contrib.acprop(0.1),
-    "contrib.ademamix": lambda: contrib.ademamix(0.1),
-    "contrib.adopt": lambda: contrib.adopt(0.1),
-    "contrib.cocob": lambda: contrib.cocob(),
-    "contrib.madgrad": lambda: contrib.madgrad(0.1),
-    "contrib.schedule_free_adamw": lambda: contrib.schedule_free_adamw(0.1),
-    "contrib.schedule_free_sgd": lambda: contrib.schedule_free_sgd(0.1),
-    "contrib.simplified_ademamix": lambda: contrib.simplified_ademamix(0.1),
 }
 
 # Refused: with the reason the error must give.
 COUNTS_OTHER_ROWS = "rows outside the gradient would count"
 COUNTS_ROWS = "depends on the number of rows"
+MIXING = "fromage lamb lars contrib.dog contrib.dowg contrib.momo contrib.momo_adam"
 REFUSED: dict[str, tuple[Build, str]] = {
+    **{name: (build, COUNTS_OTHER_ROWS) for name, build in by_name(MIXING, 0.1).items()},
     "adafactor": (lambda: optax.adafactor(0.1), COUNTS_ROWS),
-    "fromage": (lambda: optax.fromage(0.1), COUNTS_OTHER_ROWS),
-    "lamb": (lambda: optax.lamb(0.1), COUNTS_OTHER_ROWS),
-    "lars": (lambda: optax.lars(0.1), COUNTS_OTHER_ROWS),
     "noisy_sgd": (lambda: optax.noisy_sgd(0.1, key=0), "by their position"),
     "sm3": (lambda: optax.sm3(0.1), "by their position"),
     "lbfgs": (lambda: optax.lbfgs(0.1), "extra argument `grad`"),
     "contrib.dadapt_adamw": (lambda: contrib.dadapt_adamw(), COUNTS_OTHER_ROWS),
-    "contrib.dog": (lambda: contrib.dog(0.1), COUNTS_OTHER_ROWS),
-    "contrib.dowg": (lambda: contrib.dowg(0.1), COUNTS_OTHER_ROWS),
     "contrib.dpsgd": (
         lambda: contrib.dpsgd(0.1, l2_norm_clip=1.0, noise_multiplier=1.0, seed=0),
         "to have a batch dimension",
     ),
-    "contrib.momo": (lambda: contrib.momo(0.1), COUNTS_OTHER_ROWS),
-    "contrib.momo_adam": (lambda: contrib.momo_adam(0.1), COUNTS_OTHER_ROWS),
     "contrib.muon": (lambda: contrib.muon(0.1), COUNTS_ROWS),
     "contrib.prodigy": (lambda: contrib.prodigy(), COUNTS_OTHER_ROWS),
     "contrib.galore": (lambda: contrib.galore(0.1), "no row-local form"),
@@ -178,13 +161,25 @@ DENSE_UNLIFTED = ("contrib.madgrad", "contrib.scale_by_madgrad")
 _SGD = optax.sgd(0.1)
 _ALL = {"table": True, "other": True, "dense": True}
 _NONE = {"table": False, "other": False, "dense": False}
+WITHOUT_ARGUMENTS = """
+    centralize identity keep_params_nonnegative normalize_by_update_norm scale_by_adadelta
+    scale_by_adam scale_by_adamax scale_by_adan scale_by_amsgrad scale_by_belief
+    scale_by_distance_over_gradients scale_by_factored_rms scale_by_lbfgs scale_by_lion
+    scale_by_novograd scale_by_optimistic_gradient scale_by_param_block_norm
+    scale_by_param_block_rms scale_by_polyak scale_by_radam scale_by_rms scale_by_rss
+    scale_by_sign scale_by_sm3 scale_by_stddev scale_by_trust_ratio scale_by_yogi
+    set_to_zero zero_nans contrib.normalize contrib.reduce_on_plateau
+    contrib.scale_by_acprop contrib.scale_by_ademamix contrib.scale_by_adopt
+    contrib.scale_by_cocob contrib.scale_by_galore contrib.scale_by_muon
+    contrib.scale_by_simplified_ademamix
+"""
 UNLIFTED: dict[str, Build] = {
+    **by_name(WITHOUT_ARGUMENTS),
     "adaptive_grad_clip": lambda: optax.adaptive_grad_clip(0.5),
     "add_decayed_weights": lambda: optax.add_decayed_weights(0.1),
     "add_noise": lambda: optax.add_noise(0.1, 0.5, 0),
     "apply_every": lambda: optax.apply_every(2),
     "apply_if_finite": lambda: optax.apply_if_finite(_SGD, 3),
-    "centralize": optax.centralize,
     "clip": lambda: optax.clip(0.1),
     "clip_by_block_rms": lambda: optax.clip_by_block_rms(0.1),
     "clip_by_global_norm": lambda: optax.clip_by_global_norm(0.1),
@@ -195,14 +190,11 @@ UNLIFTED: dict[str, Build] = {
     "ema": lambda: optax.ema(0.9),
     "flatten": lambda: optax.flatten(_SGD),
     "freeze": lambda: optax.freeze(_ALL),
-    "identity": optax.identity,
-    "keep_params_nonnegative": optax.keep_params_nonnegative,
     "masked": lambda: optax.masked(_SGD, _ALL),
     "measure_with_ema": lambda: optax.measure_with_ema(lambda u: optax.tree.norm(u), 0.9),
     "monitor": lambda: optax.monitor({"norm": lambda u, **_: optax.tree.norm(u)}),
     "multi_transform": lambda: optax.multi_transform({"a": _SGD}, "a"),
     "MultiSteps": lambda: optax.MultiSteps(_SGD, 2).gradient_transformation(),
-    "normalize_by_update_norm": optax.normalize_by_update_norm,
     "partition": lambda: optax.partition({"a": _SGD}, "a"),
     "per_example_global_norm_clip": lambda: optax.stateless(
         lambda g, _: optax.per_example_global_norm_clip(g, 1.0)[0]
@@ -211,55 +203,21 @@ UNLIFTED: dict[str, Build] = {
         lambda g, _: optax.per_example_layer_norm_clip(g, 1.0)[0]
     ),
     "scale": lambda: optax.scale(0.5),
-    "scale_by_adadelta": optax.scale_by_adadelta,
-    "scale_by_adam": optax.scale_by_adam,
-    "scale_by_adamax": optax.scale_by_adamax,
-    "scale_by_adan": optax.scale_by_adan,
-    "scale_by_amsgrad": optax.scale_by_amsgrad,
     "scale_by_backtracking_linesearch": lambda: optax.scale_by_backtracking_linesearch(5),
-    "scale_by_belief": optax.scale_by_belief,
-    "scale_by_distance_over_gradients": optax.scale_by_distance_over_gradients,
-    "scale_by_factored_rms": optax.scale_by_factored_rms,
-    "scale_by_lbfgs": optax.scale_by_lbfgs,
     "scale_by_learning_rate": lambda: optax.scale_by_learning_rate(0.1),
-    "scale_by_lion": optax.scale_by_lion,
-    "scale_by_novograd": optax.scale_by_novograd,
-    "scale_by_optimistic_gradient": optax.scale_by_optimistic_gradient,
-    "scale_by_param_block_norm": optax.scale_by_param_block_norm,
-    "scale_by_param_block_rms": optax.scale_by_param_block_rms,
-    "scale_by_polyak": optax.scale_by_polyak,
-    "scale_by_radam": optax.scale_by_radam,
-    "scale_by_rms": optax.scale_by_rms,
     "scale_by_rprop": lambda: optax.scale_by_rprop(0.1),
-    "scale_by_rss": optax.scale_by_rss,
     "scale_by_schedule": lambda: optax.scale_by_schedule(lambda count: 0.1),
-    "scale_by_sign": optax.scale_by_sign,
-    "scale_by_sm3": optax.scale_by_sm3,
-    "scale_by_stddev": optax.scale_by_stddev,
-    "scale_by_trust_ratio": optax.scale_by_trust_ratio,
-    "scale_by_yogi": optax.scale_by_yogi,
     "scale_by_zoom_linesearch": lambda: optax.scale_by_zoom_linesearch(5),
     "selective_transform": lambda: optax.selective_transform(_SGD, freeze_mask=_NONE),
-    "set_to_zero": optax.set_to_zero,
     "snapshot": lambda: optax.snapshot("norm", lambda u, **_: jnp.float32(0)),
     "stateless": lambda: optax.stateless(lambda g, _: jax.tree.map(lambda x: -x, g)),
     "stateless_with_tree_map": lambda: optax.stateless_with_tree_map(lambda g, _: -g),
     "trace": lambda: optax.trace(0.9),
-    "zero_nans": optax.zero_nans,
     "contrib.differentially_private_aggregate": (
         lambda: contrib.differentially_private_aggregate(1.0, 1.0, 0)
     ),
     "contrib.mechanize": lambda: contrib.mechanize(_SGD),
-    "contrib.normalize": contrib.normalize,
-    "contrib.reduce_on_plateau": contrib.reduce_on_plateau,
-    "contrib.scale_by_acprop": contrib.scale_by_acprop,
-    "contrib.scale_by_ademamix": contrib.scale_by_ademamix,
-    "contrib.scale_by_adopt": contrib.scale_by_adopt,
-    "contrib.scale_by_cocob": contrib.scale_by_cocob,
-    "contrib.scale_by_galore": contrib.scale_by_galore,
     "contrib.scale_by_madgrad": lambda: contrib.scale_by_madgrad(0.1),
-    "contrib.scale_by_muon": contrib.scale_by_muon,
-    "contrib.scale_by_simplified_ademamix": contrib.scale_by_simplified_ademamix,
     "contrib.sam": lambda: contrib.sam(_SGD, _SGD, opaque_mode=False),
     "contrib.schedule_free": lambda: contrib.schedule_free(_SGD, 0.1),
     "contrib.split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(_SGD),

@@ -50,8 +50,5 @@ def assert_close(actual: Any, expected: Any, **tolerance: Any) -> None:
         name = jax.tree_util.keystr(path)
         assert np.asarray(x).dtype == np.asarray(y).dtype, name
         np.testing.assert_allclose(
-            np.asarray(x, np.float64),
-            np.asarray(y, np.float64),
-            err_msg=name,
-            **tolerance,
+            np.asarray(x, np.float64), np.asarray(y, np.float64), err_msg=name, **tolerance
         )

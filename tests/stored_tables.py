@@ -19,6 +19,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jmask
 from tests.compilations import compilations
+from tests.oracle import assert_close
+from tests.sampling import chosen
 
 OPTIMIZERS: dict[str, optax.GradientTransformation] = {
     "sgd": jmask.sgd(0.1),
@@ -109,6 +111,47 @@ def mesh_of(*sizes: int, axes: str = "automatic") -> jax.sharding.Mesh:
     return jax.make_mesh(sizes, names, axis_types=(AXIS_TYPES[axes],) * len(sizes))
 
 
+# The mesh, the axes of rows, the axes of the batch, and whether axes are explicit.
+LAYOUTS: dict[str, tuple[Any, ...]] = {
+    "1 device": ((1,), None, None, "automatic"),
+    "2 devices": ((2,), None, None, "automatic"),
+    "4 devices": ((4,), "x", "x", "automatic"),
+    "8 devices": ((8,), None, None, "automatic"),
+    "rows and batch over both axes": ((2, 4), None, None, "automatic"),
+    "rows over table, batch over data": ((2, 4), "table", "data", "automatic"),
+    "rows over table, batch over both": ((2, 4), "table", None, "automatic"),
+    "rows over both, batch over data": ((2, 4), None, "data", "automatic"),
+    "in the other order": ((2, 4), ("table", "data"), ("data", "table"), "automatic"),
+    "rows and batch over table": ((2, 4), "table", "table", "automatic"),
+    "explicit axis": ((8,), None, None, "explicit"),
+    "explicit axes, rows over table": ((2, 4), "table", "data", "explicit"),
+    "explicit axes, rows over both": ((2, 4), None, None, "explicit"),
+    "explicit axes, batch over both": ((2, 4), "table", None, "explicit"),
+}
+
+
+def sharded(
+    x: Any, layout: str, placement: str = "div", packed: bool = False, **how: Any
+) -> Any:
+    sizes, rows, batch, axes = LAYOUTS[layout]
+    mesh = mesh_of(*sizes, axes=axes)
+    return jmask.sharded(
+        x, mesh, rows=rows, batch=batch, placement=placement, packed=packed, **how
+    )
+
+
+def layout_cases(names: list[str], default: list[Any]) -> list[Any]:
+    """Layouts, optimizers, placements, whether packed, and steps: all, most of them slow."""
+    every = [
+        (name, optimizer, placement, packed, list(STEPS)[i % 2])
+        for name in names
+        for i, optimizer in enumerate(OPTIMIZERS)
+        for placement in ("div", "mod")
+        for packed in (False, True)
+    ]
+    return chosen(default, every)
+
+
 def numbers(row: tuple[int, ...] = (12,)) -> jax.Array:
     """A table (21, *row): a number of rows that only 1, 3 and 7 divide."""
     return jnp.asarray(np.random.default_rng(2).normal(size=(21, *row)), jnp.float32)
@@ -143,9 +186,7 @@ def as_arrays(tree: Any) -> Any:
 def assert_same_run(actual: Run, expected: Run, rtol: float = 2e-5) -> None:
     """Parameters, state and losses agree as far as float32 sums in another order do."""
     ours, theirs = as_arrays(actual[:3]), as_arrays(expected[:3])
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(x, y, rtol=rtol, atol=2e-6)
+    assert_close(ours, theirs, rtol=rtol, atol=2e-6)
     moved = np.asarray(actual.params["table"])[TOUCHED]
     assert np.isfinite(moved).all()
 

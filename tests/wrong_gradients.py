@@ -132,35 +132,38 @@ def never_the_same(x: jax.Array) -> jax.Array:
 
 FIRST, SECOND, THIRD = (rf"args\[0\], entry \({i},\)" for i in range(3))
 
+
+def by_vjp(
+    right: Callable[..., Any], pullback: Callable[..., Any], says: str = FIRST,
+    args: tuple[Any, ...] = (X,), **check: Any,
+) -> Wrong:  # fmt: skip
+    return Wrong(with_vjp(right, pullback), right, args, says, **check)
+
+
+def by_jvp(
+    right: Callable[..., Any], pushforward: Callable[..., Any], says: str = FIRST, **check: Any
+) -> Wrong:
+    return Wrong(with_jvp(right, pushforward), right, (X,), says, modes=("fwd",), **check)
+
+
+def sine(of_cotangent: Callable[..., Any], says: str = FIRST, **check: Any) -> Wrong:
+    pullback = lambda x, c: (jnp.cos(x[0]) * of_cotangent(c),)
+    return by_vjp(jnp.sin, pullback, says, **check)
+
+
 WRONG: dict[str, Wrong] = {
-    "sign": Wrong(with_vjp(jnp.sin, lambda x, c: (-jnp.cos(x[0]) * c,)), jnp.sin, (X,), FIRST),
-    "factor": Wrong(with_vjp(jnp.square, lambda x, c: (x[0] * c,)), jnp.square, (X,), THIRD),
-    "missing term": Wrong(
-        with_vjp(lambda x: x**2 + jnp.sin(x), lambda x, c: (2 * x[0] * c,)),
-        lambda x: x**2 + jnp.sin(x),
-        (X,),
-        FIRST,
+    "sign": sine(lambda c: -c),
+    "factor": by_vjp(jnp.square, lambda x, c: (x[0] * c,), THIRD),
+    "missing term": by_vjp(lambda x: x**2 + jnp.sin(x), lambda x, c: (2 * x[0] * c,)),
+    "missing term of the other entries": by_vjp(
+        softmax, lambda x, c: (softmax(x[0]) * c,), SECOND
     ),
-    "missing term of the other entries": Wrong(
-        with_vjp(softmax, lambda x, c: (softmax(x[0]) * c,)), softmax, (X,), SECOND
+    "one entry": sine(lambda c: c * jnp.array([1, 0.9, 1]), SECOND),
+    "one small entry beside large ones": by_vjp(
+        huge_and_tiny, lambda x, c: (c * jnp.array([1e4, 0, 1e4]),), SECOND
     ),
-    "one entry": Wrong(
-        with_vjp(jnp.sin, lambda x, c: (jnp.cos(x[0]) * c * jnp.array([1, 0.9, 1]),)),
-        jnp.sin,
-        (X,),
-        SECOND,
-    ),
-    "one small entry beside large ones": Wrong(
-        with_vjp(huge_and_tiny, lambda x, c: (c * jnp.array([1e4, 0, 1e4]),)),
-        huge_and_tiny,
-        (X,),
-        SECOND,
-    ),
-    "two entries exchanged": Wrong(
-        with_vjp(jnp.sin, lambda x, c: ((jnp.cos(x[0]) * c)[jnp.array([1, 0, 2])],)),
-        jnp.sin,
-        (X,),
-        FIRST,
+    "two entries exchanged": by_vjp(
+        jnp.sin, lambda x, c: ((jnp.cos(x[0]) * c)[jnp.array([1, 0, 2])],)
     ),
     "transposed": Wrong(
         lambda x: with_vjp(product, lambda a, c: (a[1] @ c, jnp.outer(c, a[0])))(x, MATRIX),
@@ -168,103 +171,46 @@ WRONG: dict[str, Wrong] = {
         (X,),
         FIRST,
     ),
-    "cumulated the other way": Wrong(
-        with_vjp(lambda x: jnp.cumsum(x), lambda x, c: (jnp.cumsum(c),)),
-        jnp.cumsum,
-        (X,),
-        FIRST,
-    ),
-    "shifted by one": Wrong(
-        with_vjp(lambda x: x[1:], lambda x, c: (jnp.pad(c, (0, 1)),)),
-        lambda x: x[1:],
-        (X,),
-        FIRST,
-    ),
-    "dropped where clipped": Wrong(
-        with_vjp(
-            clipped_lookup,
-            lambda x, c: (jnp.zeros(3).at[jnp.array([0, 7, 1])].add(c, mode="drop"),),
-        ),
+    "cumulated the other way": by_vjp(lambda x: jnp.cumsum(x), lambda x, c: (jnp.cumsum(c),)),
+    "shifted by one": by_vjp(lambda x: x[1:], lambda x, c: (jnp.pad(c, (0, 1)),)),
+    "dropped where clipped": by_vjp(
         clipped_lookup,
-        (X,),
+        lambda x, c: (jnp.zeros(3).at[jnp.array([0, 7, 1])].add(c, mode="drop"),),
         THIRD,
     ),
     "zero": Wrong(jax.lax.stop_gradient, lambda x: x, (X,), FIRST),
-    "rounded": Wrong(
-        with_vjp(jnp.sin, lambda x, c: (jnp.round(jnp.cos(x[0]), 1) * c,)),
+    "rounded": by_vjp(jnp.sin, lambda x, c: (jnp.round(jnp.cos(x[0]), 1) * c,), SECOND),
+    "nan": by_vjp(jnp.abs, lambda x, c: (x[0] / jnp.sqrt(x[0]) / jnp.sqrt(x[0]) * c,), THIRD),
+    "cotangent not used": by_vjp(total_square, lambda x, c: (2 * x[0],), THIRD),
+    "cotangent squared": sine(lambda c: c**2),
+    "cotangent clipped": sine(lambda c: jnp.clip(c, -1, 1), THIRD),
+    "cotangent made positive": by_vjp(
+        total_square, lambda x, c: (2 * x[0] * jnp.abs(c),), THIRD
+    ),
+    "cotangent of one sign": sine(lambda c: jnp.maximum(c, -2)),
+    "cotangent of bounded norm": by_vjp(
+        total_square, lambda x, c: (2 * x[0] * c / jnp.maximum(1, jnp.abs(c) / 100),), THIRD
+    ),
+    "small cotangents dropped": sine(lambda c: jnp.where(jnp.abs(c) < 0.01, 0, c)),
+    "tangent clipped": by_jvp(
         jnp.sin,
-        (X,),
-        SECOND,
-    ),
-    "nan": Wrong(
-        with_vjp(jnp.abs, lambda x, c: (x[0] / jnp.sqrt(x[0]) / jnp.sqrt(x[0]) * c,)),
-        jnp.abs,
-        (X,),
-        THIRD,
-    ),
-    "cotangent not used": Wrong(
-        with_vjp(lambda x: jnp.sum(x**2), lambda x, c: (2 * x[0],)),
-        lambda x: jnp.sum(x**2),
-        (X,),
-        THIRD,
-    ),
-    "cotangent squared": Wrong(
-        with_vjp(jnp.sin, lambda x, c: (jnp.cos(x[0]) * c**2,)), jnp.sin, (X,), FIRST
-    ),
-    "cotangent clipped": Wrong(
-        with_vjp(jnp.sin, lambda x, c: (jnp.cos(x[0]) * jnp.clip(c, -1, 1),)),
-        jnp.sin,
-        (X,),
-        THIRD,
-    ),
-    "cotangent made positive": Wrong(
-        with_vjp(total_square, lambda x, c: (2 * x[0] * jnp.abs(c),)), total_square, (X,), THIRD
-    ),
-    "cotangent of one sign": Wrong(
-        with_vjp(jnp.sin, lambda x, c: (jnp.cos(x[0]) * jnp.maximum(c, -2),)),
-        jnp.sin,
-        (X,),
-        FIRST,
-    ),
-    "cotangent of bounded norm": Wrong(
-        with_vjp(total_square, lambda x, c: (2 * x[0] * c / jnp.maximum(1, jnp.abs(c) / 100),)),
-        total_square,
-        (X,),
-        THIRD,
-    ),
-    "small cotangents dropped": Wrong(
-        with_vjp(jnp.sin, lambda x, c: (jnp.cos(x[0]) * jnp.where(jnp.abs(c) < 0.01, 0, c),)),
-        jnp.sin,
-        (X,),
-        FIRST,
-    ),
-    "tangent clipped": Wrong(
-        with_jvp(jnp.sin, lambda x, t: jnp.cos(x[0]) * jnp.clip(t[0], -2, 2)),
-        jnp.sin,
-        (X,),
+        lambda x, t: jnp.cos(x[0]) * jnp.clip(t[0], -2, 2),
         r"args\[0\], a random direction \(times 1024",
-        modes=("fwd",),
     ),
-    "conjugate missing": Wrong(
-        with_vjp(jnp.conj, lambda z, c: (c,)), jnp.conj, (Z,), r"\], imaginary part of entry \("
+    "conjugate missing": by_vjp(
+        jnp.conj, lambda z, c: (c,), r"\], imaginary part of entry \(", (Z,)
     ),
-    "imaginary part lost": Wrong(
-        with_vjp(jnp.square, lambda z, c: (2 * z[0].real * c,)),
-        jnp.square,
-        (Z,),
-        r"part of entry \(0,\)",
+    "imaginary part lost": by_vjp(
+        jnp.square, lambda z, c: (2 * z[0].real * c,), r"part of entry \(0,\)", (Z,)
     ),
-    "second of two arguments": Wrong(
-        with_vjp(lambda x, y: x * y**2, lambda a, c: (a[1] ** 2 * c, a[0] * a[1] * c)),
+    "second of two arguments": by_vjp(
         lambda x, y: x * y**2,
-        (X, X[::-1]),
+        lambda a, c: (a[1] ** 2 * c, a[0] * a[1] * c),
         r"args\[1\], entry \(1,\)",
+        (X, X[::-1]),
     ),
-    "arguments exchanged": Wrong(
-        with_vjp(jnp.multiply, lambda a, c: (a[0] * c, a[1] * c)),
-        jnp.multiply,
-        (X, X[::-1] + 1),
-        THIRD,
+    "arguments exchanged": by_vjp(
+        jnp.multiply, lambda a, c: (a[0] * c, a[1] * c), THIRD, (X, X[::-1] + 1)
     ),
     "bias in a tree": Wrong(
         lambda p: with_vjp(jnp.add, lambda a, c: (c, c.sum() * jnp.ones(3)))(
@@ -276,34 +222,15 @@ WRONG: dict[str, Wrong] = {
     ),
     "forward mode alone": Wrong(one_mode(0.5, 1.0), jnp.sin, (X,), FIRST, modes=("rev", "fwd")),
     "reverse mode alone": Wrong(one_mode(1.0, 0.5), jnp.sin, (X,), FIRST, modes=("fwd", "rev")),
-    "both modes": Wrong(
-        with_jvp(jnp.exp, lambda x, t: x[0] * jnp.exp(x[0]) * t[0]),
-        jnp.exp,
-        (X,),
-        FIRST,
-        modes=("fwd",),
+    "both modes": by_jvp(jnp.exp, lambda x, t: x[0] * jnp.exp(x[0]) * t[0]),
+    "second order, in the input": by_vjp(
+        jnp.sin, lambda x, c: (jax.lax.stop_gradient(jnp.cos(x[0])) * c,), SECOND, order=2
     ),
-    "second order, in the input": Wrong(
-        with_vjp(jnp.sin, lambda x, c: (jax.lax.stop_gradient(jnp.cos(x[0])) * c,)),
-        jnp.sin,
-        (X,),
-        SECOND,
-        order=2,
+    "second order, in the cotangent": sine(
+        jax.lax.stop_gradient, r"cotangent of output, entry \(0,\)", order=2
     ),
-    "second order, in the cotangent": Wrong(
-        with_vjp(jnp.sin, lambda x, c: (jnp.cos(x[0]) * jax.lax.stop_gradient(c),)),
-        jnp.sin,
-        (X,),
-        r"cotangent of output, entry \(0,\)",
-        order=2,
-    ),
-    "second order, forward": Wrong(
-        with_jvp(jnp.sin, lambda x, t: jax.lax.stop_gradient(jnp.cos(x[0])) * t[0]),
-        jnp.sin,
-        (X,),
-        SECOND,
-        modes=("fwd",),
-        order=2,
+    "second order, forward": by_jvp(
+        jnp.sin, lambda x, t: jax.lax.stop_gradient(jnp.cos(x[0])) * t[0], SECOND, order=2
     ),
     "duplicates dropped": Wrong(
         of_values(

@@ -115,8 +115,7 @@ def test_flat(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("topology", "tx"),
-    [("v5e:2x2", jmask.adam()), ("v6e:2x2", jmask.rowwise_adagrad())],
+    ("topology", "tx"), [("v5e:2x2", jmask.adam()), ("v6e:2x2", jmask.rowwise_adagrad())]
 )
 def test_sharded_tables_are_flat(topology: str, tx: Any) -> None:
     described = topologies.get_topology_desc(platform="tpu", topology_name=topology)

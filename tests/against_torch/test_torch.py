@@ -92,9 +92,7 @@ DENSE: dict[str, Pair] = {
         jmask.sgd(0.1, weight_decay=0.1, lazy_update=False),
     ),
     "sgd, momentum": Pair(
-        "SGD",
-        {"lr": 0.1, "momentum": 0.9},
-        jmask.sgd(0.1, momentum=0.9, lazy_update=False),
+        "SGD", {"lr": 0.1, "momentum": 0.9}, jmask.sgd(0.1, momentum=0.9, lazy_update=False)
     ),
     "sgd, nesterov": Pair(
         "SGD",

@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 
 import jmask
-from tests.ops.test_elementwise import (
-    FUNCTIONS,
-    INTEGER,
-    MASKS,
-    numbers,
-)
+from tests.ops.test_elementwise import FUNCTIONS, INTEGER, MASKS, numbers
 from tests.torch_names import REFERENCE_BINARY, REFERENCE_UNARY, name_here
 
 pytestmark = pytest.mark.needs(what="torch")

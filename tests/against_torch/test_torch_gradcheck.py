@@ -106,10 +106,7 @@ def test_verdicts_on_rules(torch, name):
             return backward(torch, *ctx.saved_tensors, c)
 
     mine = jax.custom_vjp(lambda x: forward(jax.numpy, x))
-    mine.defvjp(
-        lambda x: (forward(jax.numpy, x), x),
-        lambda x, c: (backward(jax.numpy, x, c),),
-    )
+    mine.defvjp(lambda x: (forward(jax.numpy, x), x), lambda x, c: (backward(jax.numpy, x, c),))
     x = np.array([0.5, 1.0, -1.5])
     theirs = accepts(torch, Function.apply, torch.tensor(x, requires_grad=True))
     for fast in (False, True):

@@ -89,36 +89,3 @@ def test_round_trip(build):
     assert list(exported) == order
     again = jmask.from_torch_state(tx.init(params), {"state": exported}, order)
     jax.tree.map(np.testing.assert_array_equal, again, state)
-
-
-ONE = {"t": jnp.ones((3, 2))}
-TWO = {"a": jnp.ones((3, 2)), "b": jnp.ones((3, 2))}
-GOOD = {"step": 1, "sum": np.ones((3, 2))}
-
-
-@pytest.mark.parametrize(
-    ("params", "torch_state", "order", "message"),
-    [
-        (ONE, {1: GOOD}, None, r"has no parameter 0, only \[1\]"),
-        (ONE, {0: {"step": 1}}, None, r"parameter 0 .* has no 'sum', only \['step'\]"),
-        (ONE, {0: {"sum": GOOD["sum"]}}, None, "has no 'step'"),
-        (ONE, {0: {"step": 1, "sum": np.ones((3, 1))}}, None, r"\(3, 1\), but params\['t'\]"),
-        (TWO, {0: GOOD, 1: {**GOOD, "step": 2}}, [0, 1], "took different numbers of steps"),
-        (ONE, {0: GOOD, 1: GOOD}, None, r"has 2 parameters, \[0, 1\].* say by `order`"),
-        (TWO, {0: GOOD, 1: GOOD}, None, r"`order` must be given: params\['a'\] and params"),
-        (ONE, {0: {**GOOD, "step": -1}}, None, "must be a number of steps, got -1"),
-        (ONE, {0: {**GOOD, "step": 1.5}}, None, r"must be a number of steps, got 1\.5"),
-        (ONE, {0: {**GOOD, "step": np.nan}}, None, "must be a number of steps, got nan"),
-        (ONE, {0: {**GOOD, "max_exp_avg_sq": 1}}, None, "'max_exp_avg_sq'.*amsgrad"),
-        (TWO, {0: GOOD, 1: GOOD}, [0], "`order` must name each of the 2 parameters once"),
-        (TWO, {0: GOOD, 1: GOOD}, [0, 0], "`order` must name each of the 2 parameters once"),
-    ],
-)
-def test_what_does_not_fit(params, torch_state, order, message):
-    with pytest.raises(ValueError, match=message):
-        jmask.from_torch_state(jmask.adagrad(0.1).init(params), torch_state, order)
-
-
-def test_states_of_others():
-    with pytest.raises(ValueError, match=r"must hold one state of jmask\.adam .* found 0"):
-        jmask.to_torch_state(jmask.sgd(0.1).init(ONE))

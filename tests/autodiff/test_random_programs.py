@@ -56,9 +56,7 @@ WRAPPERS = {
     ),
     "scan of tables": lambda f: (
         lambda t, i: lax.scan(
-            lambda c, k: ((c[0] + f(c[1], i), c[1]), k),
-            (jnp.zeros((3, D)), t),
-            jnp.arange(2),
+            lambda c, k: ((c[0] + f(c[1], i), c[1]), k), (jnp.zeros((3, D)), t), jnp.arange(2)
         )[0][0]
     ),
     "vmap": lambda f: (

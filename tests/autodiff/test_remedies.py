@@ -35,20 +35,14 @@ REWRITES = {
     "normalized": (
         lambda t: square((t / jnp.linalg.norm(t, axis=1, keepdims=True))[IDS] + 1),
         LOOK_UP_FIRST,
-        lambda t: square(
-            t[IDS] / jnp.linalg.norm(t[IDS], axis=1, keepdims=True) + 1,
-        ),
+        lambda t: square(t[IDS] / jnp.linalg.norm(t[IDS], axis=1, keepdims=True) + 1),
     ),
     "all of it penalised": (
         lambda t: square(t[IDS]) + 1e-3 * square(t),
         PENALTY,
         lambda t: square(t[IDS]) + 1e-3 * square(t[IDS]),
     ),
-    "transposed": (
-        lambda t: square(t.reshape(D, V)[:, IDS]),
-        KEEP_ROWS,
-        None,
-    ),
+    "transposed": (lambda t: square(t.reshape(D, V)[:, IDS]), KEEP_ROWS, None),
 }
 OF_VECTORS = {
     "exp": (

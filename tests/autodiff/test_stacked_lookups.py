@@ -105,7 +105,6 @@ def loss_of(lookup):
     return loss
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("name", ROW_SPARSE)
 def test_row_sparse(name, stack):
@@ -236,7 +235,6 @@ def flat_loss(p):
     return model_loss({"t": p["t"].reshape(3, 7, 2), "w": p["w"]})
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize("way", ["apply_gradients", "update"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -277,7 +275,6 @@ def test_one_number_for_each_table_is_none_for_each_row(make):
         jmask.apply_gradients(tx, gradient, tx.init(t), t)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("way", ["apply_gradients", "update"])
 @pytest.mark.parametrize("lookup", ["vmap over tables", "pairs", "a table, then rows"])
 @pytest.mark.parametrize("name", ["sgd", "adam", "lifted"])

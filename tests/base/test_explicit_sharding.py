@@ -116,10 +116,7 @@ LISTED = [(t, i, r, bool(n % 2)) for n, (t, i, r) in enumerate(
 )]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("table", "ids", "read", "in_context"),
-    chosen(LISTED, ALL),
-)
+@pytest.mark.parametrize(("table", "ids", "read", "in_context"), chosen(LISTED, ALL))
 def test_gradient(table, ids, read, in_context):
     """The value, the gradient, which is row-sparse, and where the rows are."""
     if table == "an array spread by columns" and IDS[ids][1] not in (None, ()):

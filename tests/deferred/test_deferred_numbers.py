@@ -107,7 +107,6 @@ def test_refused_where_it_is_known(make: Any, numbers: dict[str, float]) -> None
         jmask.deferred(START, jmask.lazy(make(**numbers)))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("b1", [0.15, 0.6, 0.85, 0.9, 0.93, 0.965, 0.985, 0.99])
 def test_what_counts_as_proved(b1: float) -> None:
     """At the greatest 1 - b2 of numbers that are not known."""

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -17,47 +16,6 @@ ADAM = jmask.adam(0.1)
 
 def grads_of(params: Any) -> Any:
     return jmask.grad(lambda p: jnp.sum(p[jnp.array([0, 3, 3])]))(params)
-
-
-def scaled_by_columns() -> optax.GradientTransformation:
-    """It mixes the entries of a row."""
-    return optax.stateless(lambda g, p: jax.tree.map(lambda x: -jnp.cumsum(x, axis=1) + x, g))
-
-
-def relative() -> optax.GradientTransformation:
-    """It divides by the parameter."""
-    return optax.stateless(
-        lambda g, p: jax.tree.map(lambda x, y: -(x + 0.1) / (jnp.abs(y) + 1.0), g, p)
-    )
-
-
-REFUSED: dict[str, tuple[Any, str]] = {
-    "L2 in Adam": (jmask.adam(0.1, weight_decay=0.1), "L2 decay"),
-    "L2 in Adagrad": (jmask.adagrad(0.1, weight_decay=0.1), "L2 decay"),
-    "L2 in optax.adam": (
-        jmask.lazy(optax.chain(optax.add_decayed_weights(0.1), optax.adam(0.1))), "L2 decay",
-    ),
-    "noise": (jmask.lazy(optax.noisy_sgd(0.1, key=1)), "noise"),
-    "a constant": (
-        jmask.lazy(optax.stateless(lambda g, p: jax.tree.map(lambda x: -x - 0.1, g))),
-        "added to every row",
-    ),
-    "of the parameter": (jmask.lazy(relative()), "no closed form"),
-    "trust ratio": (jmask.lazy(optax.lamb(0.1)), "closed form|not row-local|row"),
-    "a chain": (optax.chain(ADAM, jmask.sgd(0.1, momentum=0.5)), "chain of transformations"),
-    "eps 0": (jmask.lazy(optax.adam(0.1, eps=0.0)), "`eps` 0"),
-    "b2 below b1": (jmask.adam(0.1, b1=0.99, b2=0.5), "b2 has to be nearer to 1"),
-    "adabelief": (jmask.lazy(optax.adabelief(0.1)), "closed form"),
-    "amsgrad": (jmask.lazy(optax.amsgrad(0.1)), "closed form"),
-    "ftrl": (jmask.ftrl(0.1), "closed form|depend"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_the_reason(name: str) -> None:
-    tx, why = REFUSED[name]
-    with pytest.raises(ValueError, match=why):
-        jmask.deferred(TABLE, tx)
 
 
 TAKEN: dict[str, Any] = {
@@ -103,21 +61,3 @@ def test_the_same_transformation_made_anew() -> None:
     for tx in (jmask.adam(0.1), jmask.adam(0.1, lazy_update=False), jmask.skip_nonfinite(ADAM)):
         new, _ = jmask.apply_gradients(tx, grads_of(table), tx.init(table), table)
         assert float(new.todense()[0, 0]) < 1
-
-
-def test_bad_input() -> None:
-    table = jmask.deferred(TABLE, ADAM)
-    with pytest.raises(TypeError, match="`table` is deferred already"):
-        jmask.deferred(table, ADAM)
-    with pytest.raises(TypeError, match="`ids` must be integers"):
-        table[1:2]
-    with pytest.raises(ValueError, match="takes a RowSparse"):
-        jmask.apply_gradients(ADAM, jnp.ones((6, 2)), ADAM.init(table), table)
-    bounded = optax.chain(ADAM, jmask.max_row_norm(1.0))
-    with pytest.raises(ValueError, match="has the step of a deferred table already"):
-        jmask.apply_gradients(bounded, grads_of(table), bounded.init(table), table)
-    with pytest.raises(ValueError, match="has the step of a deferred table already"):
-        jmask.deferred(TABLE, bounded)
-    scaled = optax.chain(ADAM, optax.scale(0.5))
-    with pytest.raises(TypeError, match=r"put it inside jmask\.lazy"):
-        jmask.apply_gradients(scaled, grads_of(table), scaled.init(table), table)

@@ -342,12 +342,6 @@ def test_from_dense_to_deferred_to_dense(name: str) -> None:
         assert_close(x, y)
 
 
-def test_tables_of_another_structure() -> None:
-    params = parameters()
-    with pytest.raises(ValueError, match="`tables` must have the structure"):
-        jmask.to_deferred(ADAM, ADAM.init(params), params, {"t": True})
-
-
 # --- other storages ------------------------------------------------------------------------
 
 

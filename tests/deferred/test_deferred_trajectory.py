@@ -151,8 +151,7 @@ BY_DEFAULT = (
 
 
 @pytest.mark.parametrize(
-    ("name", "steps"),
-    chosen([(x, SHORT) for x in BY_DEFAULT], [(x, LONG) for x in CASES]),
+    ("name", "steps"), chosen([(x, SHORT) for x in BY_DEFAULT], [(x, LONG) for x in CASES])
 )
 def test_as_near_to_float64_as_dense(name: str, steps: int) -> None:
     tx, dense_tx, twin, rate, settings = CASES[name]

@@ -153,7 +153,6 @@ def test_nothing_leaks_from_padding(form: str, combiner: str, mode: str) -> None
     assert not in_weights[absent].any()
 
 
-@pytest.mark.sampled
 @forms
 @combiners
 def test_bags_of_padding_alone(form: str, combiner: str) -> None:
@@ -248,7 +247,6 @@ def test_narrow_tables_are_summed_in_float32(dtype: Any, form: str, combiner: st
 # --- shapes ------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("combiner", ["mean", "max"])
 @pytest.mark.parametrize(
     ("ids", "bags", "number"),

@@ -10,9 +10,7 @@ from jax.experimental import checkify
 
 import jmask
 from tests.bag_cases import CLOSE, COTANGENT, TABLE, B, D, L, V
-from tests.embedding_oracle import (
-    normal,
-)
+from tests.embedding_oracle import normal
 from tests.oracle import dense_twin
 
 # --- numbers of every dtype --------------------------------------------------------------

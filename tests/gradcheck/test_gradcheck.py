@@ -15,6 +15,7 @@ import jmask
 import jmask.numpy as jnm
 from jmask._gradcheck.entries import Input
 from tests.gradcheck.test_gradcheck_example import DENSE, PRODUCTS, STORAGES
+from tests.wrong_gradients import with_jvp
 
 pytestmark = pytest.mark.sampled(15)
 
@@ -192,90 +193,50 @@ class TestRightGradients:
 # --- what it refuses --------------------------------------------------------------------------
 
 
-class TestWrongFunctions:
-    def test_nan_at_the_input(self):
-        with pytest.raises(jmask.GradcheckError, match=r"output, entry \(1,\) is nan"):
-            jmask.gradcheck(jnp.log, jnp.array([1.0, -1.0]))
+def at_its_positions(x):
+    if x.nse != STORAGES["coo"].nse:
+        raise ValueError("other positions")
+    return jmask.todense(x, masked_grad=True)
 
-    def test_kink(self):
-        message = "kink here .slope 0 on the left, 1 on the right"
-        with pytest.raises(jmask.GradcheckError, match=message):
-            jmask.gradcheck(jax.nn.relu, jnp.array([1.0, 0.0]))
 
-    def test_cast(self):
-        function = lambda x: jnp.sin(x.astype(jnp.float32))
-        with pytest.raises(jmask.GradcheckError, match="the output is float32 although"):
-            jmask.gradcheck(function, 0.5)
-        assert jmask.gradcheck(function, 0.5, eps=1e-2, atol=1e-2)
+def in_float32(x):
+    return jnp.sin(x.astype(jnp.float32))
 
-    def test_factor_is_guessed(self):
-        @jax.custom_jvp
-        def function(x):
-            return x**2
 
-        function.defjvp(lambda x, t: (function(*x), 3 * x[0] * t[0]))
-        with pytest.raises(jmask.GradcheckError, match=r"factor of 1\.5 is too much"):
-            jmask.gradcheck(function, 2.0)
+@pytest.mark.parametrize(
+    ("function", "args", "message"),
+    [
+        (jnp.log, jnp.array([1.0, -1.0]), r"output, entry \(1,\) is nan"),
+        (jax.nn.relu, jnp.array([1.0, 0.0]), "kink here .slope 0 on the left, 1 on the right"),
+        (in_float32, 0.5, "the output is float32 although"),
+        (with_jvp(jnp.square, lambda x, t: 3 * x[0] * t[0]), 2.0, r"factor of 1\.5 is too muc"),
+        (jnm.sin, STORAGES["masked"], r"changed the mask of output.*\n.*\n.*True"),
+        (jnm.mean, STORAGES["masked"], "tells an unspecified entry from a zero"),
+        (lambda x: {"a": x} if x > 1 else [x], 1.0, "changed the structure"),
+        (
+            lambda x: x[np.asarray(jax.lax.stop_gradient(x)) >= 1.0],
+            jnp.array([1.0, 2.0]),
+            "changed the shape",
+        ),
+        (at_its_positions, STORAGES["coo"], "made the function raise ValueError"),
+    ],
+)
+def test_refused(function, args, message):
+    with pytest.raises(jmask.GradcheckError, match=message):
+        jmask.gradcheck(function, args)
 
-    def test_mask_that_depends_on_what_is_specified(self):
-        x = STORAGES["masked"]
-        with pytest.raises(
-            jmask.GradcheckError, match=r"changed the mask of output.*\n.*\n.*True"
-        ):
-            jmask.gradcheck(jnm.sin, x)
-        with pytest.raises(
-            jmask.GradcheckError, match="tells an unspecified entry from a zero"
-        ):
-            jmask.gradcheck(jnm.mean, x)
 
-    def test_structure_and_shape_that_change(self):
-        tree = lambda x: {"a": x} if x > 1 else [x]
-        shape = lambda x: x[np.asarray(jax.lax.stop_gradient(x)) >= 1.0]
-        with pytest.raises(jmask.GradcheckError, match="changed the structure"):
-            jmask.gradcheck(tree, 1.0)
-        with pytest.raises(jmask.GradcheckError, match="changed the shape"):
-            jmask.gradcheck(shape, jnp.array([1.0, 2.0]))
+def test_accepted_with_other_settings():
+    assert jmask.gradcheck(in_float32, 0.5, eps=1e-2, atol=1e-2)
+    assert jmask.gradcheck(at_its_positions, STORAGES["coo"], masked=True)
 
-    def test_function_that_needs_the_positions_it_was_given(self):
-        x = STORAGES["coo"]
 
-        def function(y):
-            if y.nse != x.nse:
-                raise ValueError("other positions")
-            return jmask.todense(y, masked_grad=True)
+def test_errors_of_the_function_are_its_own():
+    def function(x):
+        raise KeyError("mine")
 
-        assert jmask.gradcheck(function, x, masked=True)
-        with pytest.raises(jmask.GradcheckError, match="made the function raise ValueError"):
-            jmask.gradcheck(function, x)
-
-    def test_bad_arguments(self):
-        for options, message in (
-            ({"modes": ("reverse",)}, "`modes` must be"),
-            ({"modes": ()}, "`modes` must be"),
-            ({"order": 3}, "`order` must be 1 or 2, got 3"),
-            ({"eps": 0.0}, "`eps` must be a positive number"),
-            ({"atol": -1.0}, "`atol` must be"),
-            ({"rtol": np.nan}, "`rtol` must be"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                jmask.gradcheck(jnp.sin, 0.5, **options)
-        with pytest.raises(ValueError, match="`args` hold no floating"):
-            jmask.gradcheck(jnp.sin, jnp.arange(3))
-        with pytest.raises(ValueError, match="`fun` returns no floating"):
-            jmask.gradcheck(jnp.isnan, 0.5)
-        rows = jax.tree.map(lambda x: jnp.stack([x, x]), STORAGES["rows"])
-        with pytest.raises(ValueError, match="stack of tensors"):
-            jmask.gradcheck(lambda x: x.values, rows)
-        broadcast = BCOO((jnp.ones((1, 2)), jnp.zeros((3, 2, 1), int)), shape=(3, 4))
-        with pytest.raises(ValueError, match="stores one value for several entries"):
-            jmask.gradcheck(lambda x: x.data, broadcast)
-
-    def test_errors_of_the_function_are_its_own(self):
-        def function(x):
-            raise KeyError("mine")
-
-        with pytest.raises(KeyError, match="mine"):
-            jmask.gradcheck(function, 0.5, raise_exception=False)
+    with pytest.raises(KeyError, match="mine"):
+        jmask.gradcheck(function, 0.5, raise_exception=False)
 
 
 @settings(max_examples=30)

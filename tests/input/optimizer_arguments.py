@@ -98,9 +98,7 @@ OPTIMIZER_ARGUMENTS |= {
         lambda v: jmask.from_deferred(v, ADAGRAD.init(PARAMS), PARAMS), OBJECTS
     ),
     "from_deferred(opt_state)": Arg(
-        lambda v: jmask.from_deferred(ADAGRAD, v, PARAMS),
-        OBJECTS,
-        named=("opt_state", "state"),
+        lambda v: jmask.from_deferred(ADAGRAD, v, PARAMS), OBJECTS, named=("opt_state", "state")
     ),
     "from_deferred(params)": Arg(
         lambda v: jmask.from_deferred(ADAGRAD, ADAGRAD.init(PARAMS), {"t": v}),

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
 
 import jmask
@@ -150,26 +149,6 @@ def test_the_ways_out():
 # --- what is no error ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("mode", "read", "trained"),
-    [("fill", np.nan, [0, 0, 0]), ("zero", 0, [0, 0, 0]), ("clip", 3, [0, 0, 1])],
-)
-def test_an_id_out_of_range(mode, read, trained):
-    def loss(table):
-        return jnp.sum(jmask.embedding_lookup(table, [7], mode=mode))
-
-    value, gradient = jmask.value_and_grad(loss)(jnp.array([[1.0], [2.0], [3.0]]))
-    np.testing.assert_array_equal(value, read)
-    np.testing.assert_array_equal(gradient.todense()[:, 0], trained)
-
-
-def test_an_id_out_of_range_under_jit():
-    lookup = lambda ids: jmask.embedding_lookup(TABLE, ids, mode="raise")
-    error, _ = checkify.checkify(jax.jit(lookup))(jnp.array([1, 6]))
-    with pytest.raises(Exception, match=r"`ids\[1\]` is 6"):
-        error.throw()
-
-
 def test_a_table_that_is_not_used():
     """As in JAX a dense gradient of zeros; `RowSparse.zeros` for it leaves it alone."""
     params = {"used": TABLE, "other": TABLE}
@@ -249,9 +228,3 @@ def test_donation_with_nnx(donated):
     old = model.embed.embedding.get_value()
     train_step(model)
     assert old.is_deleted() == bool(donated)
-
-
-def test_sums_of_sparse_gradients():
-    assert jnm.sum(ROWS) == 4
-    with pytest.raises(TypeError, match="RowSparse"):
-        jnp.sum(ROWS)

@@ -28,14 +28,9 @@ class Foreign:
 
 
 OBJECTS = {
-    "None": None,
-    "a string": "abc",
-    "an object": object(),
-    "a dict": {"a": 1.0},
-    "strings": np.array([["a", "b"]] * 6),
-    "another framework's": Foreign(),
-    "a function": len,
-}
+    "None": None, "a string": "abc", "an object": object(), "a dict": {"a": 1.0},
+    "strings": np.array([["a", "b"]] * 6), "another framework's": Foreign(), "a function": len,
+}  # fmt: skip
 ARRAY = {
     **OBJECTS,
     "complex": jnp.full((6, 2), 1j),

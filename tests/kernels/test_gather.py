@@ -10,6 +10,7 @@ from jax import lax
 
 import jmask
 from jmask._kernels.gather import Gather
+from tests.stored_tables import bits
 
 pytestmark = pytest.mark.sampled
 
@@ -28,12 +29,6 @@ def two_batches(gather: Gather, rank: int) -> lax.GatherDimensionNumbers:
     return gather.dimension_numbers._replace(offset_dims=offsets)
 
 
-def bits(x: jax.Array) -> np.ndarray:
-    x = np.asarray(x)
-    return x.view(f"u{x.dtype.itemsize}")
-
-
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mode", "fill"),
     [("clip", None), ("promise_in_bounds", None), ("fill", None), ("fill", 2.5), ("fill", 0)],
@@ -76,7 +71,6 @@ def test_rows_that_come_first() -> None:
     )
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("width", [32, 65, 64])
 @pytest.mark.parametrize(
     "lookup",

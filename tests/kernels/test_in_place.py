@@ -145,8 +145,7 @@ def check_in_place(step: Step) -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[OF_THE_OLDEST] if n in NARROW else []) for n in STEPS],
+    "name", [pytest.param(n, marks=[OF_THE_OLDEST] if n in NARROW else []) for n in STEPS]
 )
 def test_in_place(name: str) -> None:
     check_in_place(STEPS[name])

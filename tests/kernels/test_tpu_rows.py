@@ -20,6 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 import jmask
 from jmask._kernels import lines, rows, scatter_update, tpu_rows, update_rows
+from tests.oracle import assert_close
+from tests.stored_tables import update_and_apply
 
 pytestmark = pytest.mark.sampled
 
@@ -157,7 +159,6 @@ def assert_same(update: Any, results: Any) -> None:
         assert np.asarray(old)[others].tobytes() == new[others].tobytes()
 
 
-@pytest.mark.sampled
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("rule", "batch"), CASES)
 def test_as_defined(rule: str, batch: str) -> None:
@@ -184,7 +185,6 @@ def test_sets_and_sums(kind: str, order: str) -> None:
         np.testing.assert_array_equal(written, expected)
 
 
-@pytest.mark.sampled
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
 @pytest.mark.parametrize("count", [128 * 20, 128 * 20 + 1, 128 * 20 + 127])
@@ -284,11 +284,6 @@ def step(tx: Any, apply: Callable[..., Any] = jmask.apply_gradients) -> Callable
     return function
 
 
-def in_two_steps(tx: Any, grads: Any, state: Any, params: Any) -> Any:
-    updates, state = tx.update(grads, state, params)
-    return jmask.apply_updates(params, updates), state
-
-
 def kernels_of(tx: Any, shape: tuple[int, ...], dtype: Any = "float32", **more: Any) -> Any:
     table = jax.ShapeDtypeStruct(shape, dtype)
     ids = jax.ShapeDtypeStruct((more.pop("lookups", 64),), more.pop("ids", jnp.int32))
@@ -299,7 +294,7 @@ UPDATE = ["jmask_update_rows"]
 BOTH = ["jmask_read_lines", "jmask_update_rows"]
 
 
-@pytest.mark.parametrize("apply", [jmask.apply_gradients, in_two_steps])
+@pytest.mark.parametrize("apply", [jmask.apply_gradients, update_and_apply])
 @pytest.mark.parametrize(
     ("tx", "kernels"),
     [
@@ -363,7 +358,7 @@ def test_packed_tables() -> None:
     tx = jmask.adam()
     state = jax.eval_shape(tx.init, table)
     ids = jax.ShapeDtypeStruct((64,), jnp.int32)
-    for apply in (jmask.apply_gradients, in_two_steps):
+    for apply in (jmask.apply_gradients, update_and_apply):
         assert kernels_in(step(tx, apply), table, state, ids) == UPDATE
 
 
@@ -385,12 +380,7 @@ def test_one_export_holds_the_kernel_and_scatters() -> None:
     text = exported.mlir_module()
     assert "jmask_update_rows" in text
     assert '"stablehlo.scatter"' in text
-    for here, there in zip(
-        jax.tree.leaves(exported.call(*arguments)),
-        jax.tree.leaves(jax.jit(step(tx))(*arguments)),
-        strict=True,
-    ):
-        np.testing.assert_allclose(here, there, rtol=1e-6)
+    assert_close(exported.call(*arguments), jax.jit(step(tx))(*arguments), rtol=1e-6)
 
 
 def test_narrow_tables_are_said_once() -> None:

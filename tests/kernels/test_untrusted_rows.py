@@ -85,34 +85,16 @@ class TestIndices:
 
         results = wrap(uses)(x, TABLE)
         expected = {
-            "dense": twin,
-            "coalesced": twin,
-            "sum": twin.sum(0),
-            "square": twin**2,
-            "plus": TABLE + twin,
-            "twice": 2 * twin,
-            "retained": twin * [[0], [1], [1], [0]],
-            "part": twin[1:3],
-            "rows": twin,
-            "norm": np.linalg.norm(twin),
-            "trained": TABLE - 0.5 * twin,
-            "trained in one pass": TABLE - 0.5 * twin,
-        }
+            "dense": twin, "coalesced": twin, "sum": twin.sum(0), "square": twin**2,
+            "plus": TABLE + twin, "twice": 2 * twin, "retained": twin * [[0], [1], [1], [0]],
+            "part": twin[1:3], "rows": twin, "norm": np.linalg.norm(twin),
+            "trained": TABLE - 0.5 * twin, "trained in one pass": TABLE - 0.5 * twin,
+        }  # fmt: skip
         for use, result in results.items():
             np.testing.assert_allclose(result, expected[use], rtol=1e-6, err_msg=use)
         others = np.setdiff1d(np.arange(ROWS), touched)
         for use in ("plus", "trained", "trained in one pass"):
             np.testing.assert_array_equal(np.asarray(results[use])[others], TABLE[others])
-
-
-@pytest.mark.parametrize(
-    "indices",
-    [[1, 1], [2, 1], [ROWS, 1], [-1, 1]],
-    ids=["duplicate", "unsorted", "padding", "-1"],
-)
-def test_a_promise_that_does_not_hold(indices):
-    with pytest.raises(ValueError, match="`coalesced` was promised, but"):
-        jmask.RowSparse(indices, jnp.ones((2, 2)), (ROWS, 2), coalesced=True)
 
 
 def test_values_that_were_replaced_by_others():
@@ -126,45 +108,18 @@ class TestIndexing:
     x = tensor([3, 0, 3])
 
     def test_out_of_range(self):
-        for key in (4, -5):
-            with pytest.raises(IndexError, match=f"index {key} is no row"):
-                self.x[key]
         read = self.x[jnp.array([4, -5, 3])]
         assert np.isnan(read[:2]).all()
         np.testing.assert_array_equal(read[2], self.x.todense()[3])
         counts = jmask.RowSparse([1], jnp.ones((1, 2), jnp.int32), (ROWS, 2))
         assert (counts[jnp.array([4])] == np.iinfo(np.int32).min).all()
 
-    @pytest.mark.parametrize(
-        ("key", "error", "message"),
-        [
-            ((0, 0, 0), IndexError, "too many indices"),
-            ((..., 0, ...), IndexError, "too many indices"),
-            (0.5, TypeError, "indexed by integers, slices"),
-            ("a", TypeError, "indexed by integers, slices"),
-            (np.ones(3, bool), IndexError, r"shape \(3,\) does not fit 4 rows"),
-        ],
-    )
-    def test_bad_keys(self, key, error, message):
-        with pytest.raises(error, match=message):
-            self.x[key]
-
     def test_traced_keys(self):
-        with pytest.raises(TypeError, match="traced boolean index"):
-            jax.jit(lambda x, m: x[m])(self.x, jnp.ones(ROWS, bool))
-        with pytest.raises(TypeError, match="bounds of a slice of rows must be known"):
-            jax.jit(lambda x, i: x[i:])(self.x, 1)
         row = jax.jit(lambda x, i: x[i])(self.x, 3)
         np.testing.assert_array_equal(row, self.x.todense()[3])
 
 
 def test_functions_of_rows():
-    with pytest.raises(TypeError, match="`x` must be a RowSparse, got ArrayImpl"):
-        jmask.retain(TABLE, [0])
-    with pytest.raises(ValueError, match="at least one tensor"):
-        jmask.add_n([])
-    with pytest.raises(ValueError, match="must have one shape"):
-        jmask.add_n(TABLE, jnp.ones(3))
     x = tensor([3, 0, 3])
     np.testing.assert_array_equal(jmask.add_n(TABLE, x, x), TABLE + 2 * x.todense())
     np.testing.assert_array_equal(
@@ -200,5 +155,3 @@ def test_numpy_functions_of_tensors():
     np.testing.assert_allclose(np.mean(x, axis=0), np.mean(x.todense(), axis=0))
     assert float(np.max(masked)) == 8
     assert float(np.prod(masked)) == 40320 / 2
-    with pytest.raises(TypeError, match="out"):
-        np.sum(x, out=np.zeros(()))

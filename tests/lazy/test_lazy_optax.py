@@ -251,8 +251,7 @@ class TestComposition:
         labels = {"table": "sparse", "other": "sparse", "dense": "dense"}
         for param_labels in (labels, lambda tree: labels):
             tx = optax.partition(
-                {"sparse": jmask.lazy(optax.adam(0.1)), "dense": optax.sgd(0.1)},
-                param_labels,
+                {"sparse": jmask.lazy(optax.adam(0.1)), "dense": optax.sgd(0.1)}, param_labels
             )
             self.check_first_step(tx)
         mask = {"table": True, "other": True, "dense": False}
@@ -332,26 +331,6 @@ class TestDensify:
         jax.tree.map(
             lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), updates, expected
         )
-
-    def test_checks_shapes(self):
-        tx = jmask.densify()
-        grad = jmask.RowSparse.zeros((5, 2))
-        with pytest.raises(ValueError, match="does not fit its parameter"):
-            tx.update(grad, tx.init(PARAMS["dense"]), PARAMS["dense"])
-
-
-def test_apply_gradients_is_update_and_apply():
-    gradient = random_gradient(1)
-    tx = jmask.lazy(optax.adamw(0.1))
-    new, state = jmask.apply_gradients(tx, gradient, tx.init(PARAMS), PARAMS)
-    updates, expected_state = tx.update(gradient, tx.init(PARAMS), PARAMS)
-    expected = optax.apply_updates(PARAMS, updates)
-    jax.tree.map(np.testing.assert_array_equal, new, expected)
-    jax.tree.map(np.testing.assert_array_equal, state, expected_state)
-    polyak = jmask.lazy(optax.polyak_sgd())
-    state = polyak.init(PARAMS)
-    new, _ = jmask.apply_gradients(polyak, gradient, state, PARAMS, value=1.0)
-    assert (new["table"][1] != PARAMS["table"][1]).all()
 
 
 def test_apply_updates_keeps_none():

@@ -159,7 +159,6 @@ MERGING = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [(12, 3), (2, 3), (3, 2), (1, 3), (4, 1), (2, 2), (4, 2, 2)])
 @pytest.mark.parametrize("name", MERGING)
 def test_rows_merged_with_other_axes(name, shape):

@@ -16,10 +16,7 @@ from tests.sparse_arrays import coo, csr
 class TestEntries:
     a = np.array([[0.0, 2, 0], [3, 0, -1]], np.float32)
     b = np.array([[1.0, 4, 0], [0, 0, 5]], np.float32)
-    pairs: ClassVar = {
-        "coo": (coo(a, nse=5), coo(b)),
-        "csr": (csr(a), csr(b)),
-    }
+    pairs: ClassVar = {"coo": (coo(a, nse=5), coo(b)), "csr": (csr(a), csr(b))}
 
     @pytest.mark.sampled
     @pytest.mark.parametrize("kind", pairs)

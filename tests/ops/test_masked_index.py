@@ -125,11 +125,6 @@ def test_masked_index_writes_nothing():
     assert_masked(X.at[INDEX].get(), X[INDEX].data, X[INDEX].mask)
 
 
-def test_boolean_masked_index_is_refused():
-    with pytest.raises(TypeError, match="where"):
-        X[X > 0]
-
-
 def test_rows_are_iterated_over():
     for row, data, mask in zip(X, X.data, MASK, strict=True):
         assert_masked(row, data, mask)

@@ -28,10 +28,7 @@ ALONG = {
     "softmin": (nn.softmin, lambda x: _softmax(-x)),
     "log_softmax": (nn.log_softmax, lambda x: np.log(_softmax(x))),
     "normalize": (nn.normalize, lambda x: x / np.linalg.norm(x)),
-    "normalize 3": (
-        functools.partial(nn.normalize, ord=3),
-        lambda x: x / np.linalg.norm(x, 3),
-    ),
+    "normalize 3": (functools.partial(nn.normalize, ord=3), lambda x: x / np.linalg.norm(x, 3)),
 }
 ACTIVATIONS = (
     "celu", "elu", "gelu", "hard_sigmoid", "hard_silu", "hard_swish", "hard_tanh",
@@ -206,11 +203,3 @@ def test_ordinary_sparse_tensors_become_dense():
     x = RowSparse([0], jnp.ones((1, 2)), (2, 2))
     with pytest.warns(jmask.StorageFallbackWarning, match="softmax"):
         np.testing.assert_array_equal(nn.softmax(x), jnp.full((2, 2), 0.5))
-
-
-def test_bad_arguments():
-    x = MaskedTensor(jnp.ones((2, 3)))
-    with pytest.raises(ValueError, match="`axis` 2"):
-        nn.softmax(x, axis=2)
-    with pytest.raises(TypeError, match="`where` must be a boolean"):
-        nn.normalize(x, where=jnp.ones(3))

@@ -9,32 +9,26 @@ import jmask
 from tests.ops.test_elementwise import check
 from tests.sparse_arrays import coo, csr
 
+BOTH = [
+    (coo(np.float32([1, 0, 2, 4])), coo(np.float32([0, 3, 4, 5]), nse=5), [0, 0, 6, 9]),
+    (csr(np.float32([[1, 0], [2, 3]])), coo(np.float32([[1, 5], [0, 7]])), [[2, 0], [0, 10]]),
+    (
+        jmask.RowSparse([3, 1], jnp.array([1.0, 2.0]), (5,)),
+        jmask.RowSparse([4, 3, -1], jnp.array([3.0, 4, 5]), (5,)),
+        [0, 0, 0, 5, 0],
+    ),
+]
+
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-class TestPositionsThatDiffer:
+@pytest.mark.parametrize(("x", "y", "expected"), BOTH, ids=["coo", "csr and coo", "row_sparse"])
+def test_positions_that_differ(x, y, expected, wrap):
     """Entries exist in the result where both operands store them; nothing becomes dense."""
-
-    @staticmethod
-    def check(x, y, wrap, expected):
-        with jmask.strict():
-            result = wrap(lambda x, y: x + y)(x, y)
-        assert result.stype == x.stype
-        np.testing.assert_array_equal(result.to_tensor(0), expected)
-
-    def test_coo(self, wrap):
-        x = jmask.masked_tensor(coo(np.float32([1, 0, 2, 4])))
-        y = jmask.masked_tensor(coo(np.float32([0, 3, 4, 5]), nse=5))
-        self.check(x, y, wrap, [0, 0, 6, 9])
-
-    def test_csr_and_coo(self, wrap):
-        x = jmask.masked_tensor(csr(np.float32([[1, 0], [2, 3]])))
-        y = jmask.masked_tensor(coo(np.float32([[1, 5], [0, 7]])))
-        self.check(x, y, wrap, [[2, 0], [0, 10]])
-
-    def test_row_sparse(self, wrap):
-        x = jmask.masked_tensor(jmask.RowSparse([3, 1], jnp.array([1.0, 2.0]), (5,)))
-        y = jmask.masked_tensor(jmask.RowSparse([4, 3, -1], jnp.array([3.0, 4, 5]), (5,)))
-        self.check(x, y, wrap, [0, 0, 0, 5, 0])
+    x, y = jmask.masked_tensor(x), jmask.masked_tensor(y)
+    with jmask.strict():
+        result = wrap(lambda x, y: x + y)(x, y)
+    assert result.stype == x.stype
+    np.testing.assert_array_equal(result.to_tensor(0), expected)
 
 
 @pytest.mark.parametrize("storage", ["row_sparse", "coo", "csr"])

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.sparse import BCOO
 
 import jmask
 from jmask._tensors.storage import stype
@@ -49,51 +48,6 @@ def test_forward_stype():
     np.testing.assert_array_equal(dense, densified(rows))
 
 
-BATCHED_ENTRIES = BCOO((jnp.ones((2, 3)), jnp.zeros((2, 3, 1), jnp.int32)), shape=(2, 3))
-BLOCKS = BCOO((jnp.ones((1, 2)), jnp.zeros((1, 2), jnp.int32)), shape=(2, 3, 2))
-BAD = {
-    "shapes": (
-        lambda: jmask.dot(CSR, jnp.ones((7, 2))),
-        r"`lhs` of shape \(6, 40\) and `rhs` of shape \(7, 2\) do not fit with "
-        r"transpose_a=False and transpose_b=False: dimension 1 of `lhs` and dimension 0",
-    ),
-    "shapes, transposed": (
-        lambda: jmask.dot(CSR, jnp.ones((6, 2)), transpose_a=True, transpose_b=True),
-        r"transpose_a=True and transpose_b=True: dimension 0 of `lhs` and dimension 1",
-    ),
-    "shapes, vectors": (lambda: jmask.dot(jnp.ones(3), jnp.ones(4)), r"\(3,\).*\(4,\)"),
-    "three dimensions": (
-        lambda: jmask.dot(CSR, jnp.ones((V, 2, 2))),
-        r"`rhs` must have one or two dimensions, got shape \(40, 2, 2\)",
-    ),
-    "scalar": (lambda: jmask.dot(2.0, jnp.ones(3)), "`lhs` must have one or two"),
-    "batched coo": (
-        lambda: jmask.dot(BATCHED_ENTRIES, jnp.ones(3)),
-        "`lhs` has 1 batch and 0 dense dimensions",
-    ),
-    "dense dimensions": (
-        lambda: jmask.dot(BLOCKS, jnp.ones(3)),
-        "`lhs` has 0 batch and 1 dense dimensions",
-    ),
-    "csr result": (
-        lambda: jmask.dot(CSR, jnp.ones((V, 2)), forward_stype="csr"),
-        r"`forward_stype` cannot be 'csr': how many.*cast_storage\(",
-    ),
-    "unknown stype": (
-        lambda: jmask.dot(CSR, jnp.ones((V, 2)), forward_stype="dense"),
-        "`forward_stype` must be one of None, 'default', 'row_sparse', got 'dense'",
-    ),
-    "row_sparse of dense": (
-        lambda: jmask.dot(jnp.ones((2, 3)), jnp.ones((3, 2)), forward_stype="row_sparse"),
-        r"`forward_stype` cannot be 'row_sparse': with `lhs` default of shape \(2, 3\)",
-    ),
-    "row_sparse of columns": (
-        lambda: jmask.dot(ROWS, jnp.ones(V), transpose_a=True, forward_stype="row_sparse"),
-        r"`lhs` row_sparse, transposed, of shape \(40, 2\) no row",
-    ),
-}
-
-
 TRANSPOSED = [(False, False), (True, False), (False, True)]
 STORED = [coo, csr, jmask.RowSparse.fromdense]
 
@@ -119,20 +73,6 @@ def test_the_gradient_of_an_ordinary_tensor(stored, transposed):
     np.testing.assert_allclose(found, jax.grad(dense)(sparse.todense()), rtol=1e-6)
     with pytest.raises(ValueError, match="`forward_stype` cannot be 'row_sparse' with"):
         plain(sparse, rhs, forward_stype="row_sparse")
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(name):
-    call, message = BAD[name]
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-def test_bad_types():
-    with pytest.raises(TypeError, match=r"`rhs` is a MaskedTensor: use jmask\.numpy\.matmul"):
-        jmask.dot(CSR, jmask.masked_tensor(jnp.ones((V, 2)), jnp.ones((V, 2), bool)))
-    with pytest.raises(TypeError, match="`lhs` must be an array, RowSparse, BCSR or BCOO, got"):
-        jmask.dot("x", jnp.ones(3))
 
 
 def test_fallbacks_warn_and_raise():

@@ -200,7 +200,6 @@ def kind_of(function, x, y, d):
     return "rows" if isinstance(result, jmask.RowSparse) else "dense"
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.rank_promotion
 def test_storage_of_the_result(name):
@@ -231,7 +230,6 @@ def ids_of(size):
     return st.lists(st.integers(-2, ROWS + 1), min_size=size, max_size=size)
 
 
-@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=5)
@@ -275,7 +273,6 @@ MOVED = [
 ]
 
 
-@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
 @pytest.mark.parametrize("key", MOVED)
 def test_integers_beside_index_arrays(key):
@@ -312,7 +309,6 @@ def test_once_for_each_place():
     assert [str(w.message).split("`")[1] for w in caught] == ["cos", "add"]
 
 
-@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("number", [np.inf, np.nan, 0.0, 2.0])

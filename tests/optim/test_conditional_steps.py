@@ -64,7 +64,6 @@ def assert_close(x, y):
 @pytest.mark.parametrize("how", [with_updates, in_one_pass])
 @pytest.mark.parametrize("name", INNER)
 class TestSkipNonfinite:
-    @pytest.mark.sampled
     def test_only_finite_steps_are_taken(self, name, how):
         inner, tx = INNER[name], SKIPPING[name]
         step, expected_step = how(tx), how(inner)
@@ -86,7 +85,6 @@ class TestSkipNonfinite:
         assert state.skipped == 2
         assert_close((params, state.inner_state), (expected, expected_state))
 
-    @pytest.mark.sampled
     def test_finite_rows_with_an_infinite_sum(self, name, how):
         tx, rows = SKIPPING[name], jnp.full((2, D), 3e38)
         grads = {**gradient(2), "t": jmask.RowSparse([3, 3], rows, (V, D))}
@@ -95,7 +93,6 @@ class TestSkipNonfinite:
         assert_equal((new, new_state.inner_state), (PARAMS, state.inner_state))
         assert new_state.skipped == 1
 
-    @pytest.mark.sampled
     @pytest.mark.dtype_promotion
     def test_a_sum_that_float16_has_not(self, name, how):
         """It is summed in float32, and finite there: what the optimizer takes decides."""
@@ -217,7 +214,6 @@ def _zeros():
 
 @pytest.mark.parametrize("how", [with_updates, in_one_pass])
 class TestMultiSteps:
-    @pytest.mark.sampled
     @pytest.mark.parametrize(
         ("name", "mean"), [*((name, True) for name in INNER), ("jmask.adam", False)]
     )
@@ -320,7 +316,6 @@ LOOKING = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("how", [with_updates, in_one_pass])
 @pytest.mark.parametrize("large", [0.75, 6e4])
 @pytest.mark.parametrize("name", LOOKING)
@@ -340,43 +335,6 @@ def test_equal_ids_are_summed_before_they_are_looked_at(name, large, how):
         new, state = how(tx)(grads, tx.init(params), params)
         results.append((new, jax.tree.map(jnp.asarray, state)))
     assert_equal(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]))
-
-
-class TestBadInput:
-    @pytest.mark.parametrize("every_k", [0, -1, 2.0, None])
-    def test_every_k(self, every_k):
-        with pytest.raises(ValueError, match="`every_k` must be a positive integer, got"):
-            jmask.multi_steps(jmask.sgd(0.1), every_k, gradient(0))
-
-    @pytest.mark.parametrize(
-        ("grads", "message"),
-        [
-            (gradient(0, 5), r"`updates\['t'\]` has 5 rows, but `like` has room for 4"),
-            (densified(gradient(0)), r"`updates\['t'\]` is dense.* but `like` has RowSparse"),
-            ({"t": gradient(0)["t"]}, "must have the structure of `like`"),
-            (
-                {**gradient(0), "w": jmask.masked_tensor(jnp.ones(4))},
-                r"`updates\['w'\]` is a MaskedTensor on default storage.* but `like` has dense",
-            ),
-        ],
-    )
-    def test_gradients_that_are_not_like(self, grads, message):
-        tx = jmask.multi_steps(jmask.sgd(0.1), 2, gradient(0))
-        with pytest.raises(ValueError, match=message):
-            tx.update(jax.tree.map(jnp.asarray, grads), tx.init(PARAMS), PARAMS)
-
-    @pytest.mark.parametrize("name", ["t", "w"])
-    def test_gradients_wider_than_like(self, name):
-        like = {**gradient(0), name: gradient(0)[name].astype(jnp.float16)}
-        tx = jmask.multi_steps(jmask.sgd(0.1), 2, like)
-        message = rf"'{name}'\]` is float32, but `like` has float16"
-        with pytest.raises(ValueError, match=message):
-            tx.update(jax.tree.map(jnp.asarray, gradient(0)), tx.init(PARAMS), PARAMS)
-
-    def test_optax_multi_steps_inside_lazy_names_the_way_out(self):
-        tx = optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()
-        with pytest.raises(ValueError, match=r"jmask\.multi_steps"):
-            jmask.lazy(tx).init(PARAMS)
 
 
 CONDITIONAL = {

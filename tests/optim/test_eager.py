@@ -4,7 +4,6 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -13,6 +12,8 @@ from jmask._base.fallback import report_fallback
 from jmask._updates.eager import compiled_outside_jit
 from tests.autodiff.test_semantics_of_gradients import OPERATIONS
 from tests.compilations import compilations
+from tests.optim.test_promotion import NAMED
+from tests.oracle import assert_close
 from tests.stored_tables import STEPS
 
 pytestmark = pytest.mark.dtype_promotion
@@ -51,8 +52,7 @@ def test_traced_once(step):
         expected = jitted(gradient(i), *reversed(expected))
         new = STEPS[step](tx, gradient(i), *reversed(new))
     assert len(calls) == traces
-    for ours, theirs in zip(jax.tree.leaves(new), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    assert_close(new, expected, rtol=1e-6)
     more = gradient(0) | {"table": jmask.RowSparse([1], jnp.ones((1, 2)), (6, 2))}
     STEPS[step](tx, more, *reversed(new))
     assert len(calls) > traces, "other shapes are traced anew"
@@ -63,18 +63,11 @@ def rows(i, width=3):
 
 
 OPTIMIZERS = {
-    "adam": jmask.adam(0.1),
-    "sgd": jmask.sgd(0.1),
-    "rowwise_adagrad": jmask.rowwise_adagrad(0.1),
+    **NAMED,
     "lazy": jmask.lazy(optax.adamw(0.1)),
-    "skip_nonfinite": jmask.skip_nonfinite(jmask.adam(0.1)),
     "skip_nonfinite of lazy": jmask.skip_nonfinite(jmask.lazy(optax.adam(0.1))),
     "multi_steps": jmask.multi_steps(jmask.ftrl(0.1), 2, rows(0)),
     "multi_steps of all": jmask.multi_steps(jmask.skip_nonfinite(jmask.sgd(0.1)), 2, rows(0)),
-    "drop_nonfinite_rows": optax.chain(jmask.drop_nonfinite_rows(), jmask.adagrad(0.1)),
-    "clip_by_row_norm": optax.chain(jmask.clip_by_row_norm(1.0), jmask.adam(0.1)),
-    "max_row_norm": optax.chain(jmask.sgd(0.1), jmask.max_row_norm(1.0)),
-    "densify": optax.chain(jmask.densify(), optax.adam(0.1)),
     "injected": optax.inject_hyperparams(jmask.adam)(learning_rate=0.1),
 }
 
@@ -208,8 +201,7 @@ def test_injected_rates_are_arguments_of_one_program(build, rates, step):
             new = STEPS[step](tx, gradient, state, table)
         assert bool(compiled) == (scale == 1)
     expected = STEPS[step](build(**numbers), gradient, state, table)
-    for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-6)
+    assert_close(new, expected, rtol=1e-6)
 
 
 def test_fallbacks_are_reported_at_each_call():

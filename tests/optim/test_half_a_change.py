@@ -104,12 +104,6 @@ def test_an_array_of_a_sparse_gradient(convert):
         jax.eval_shape(convert, gradient)
 
 
-def test_multi_steps_without_like():
-    words = r"like=jax.eval_shape\(jmask.grad\(loss_fn\), params, batch\)"
-    with pytest.raises(TypeError, match=words):
-        jmask.multi_steps(jmask.sgd(0.1), 4)
-
-
 # Optimizers around and inside each other: transformations inside `lazy` get arrays.
 NESTINGS = {
     "named": lambda _: jmask.lazy(jmask.adagrad(0.1)),

@@ -23,18 +23,10 @@ LARGE, SMALL, D = 40, 8, 4
 
 # One for each way in which a step is made: the others differ from these in arithmetic alone.
 WAYS = (
-    "sgd",
-    "sgd with all terms",
-    "adam",
-    "rowwise adagrad",
-    "rowwise adam with weight decay",
-    "adam unless not finite",
-    "adam without bad rows",
-    "adam within norms",
-    "clipped optax.adam",
-    "injected optax.adam",
-    "partition",
-)
+    "sgd", "sgd with all terms", "adam", "rowwise adagrad", "rowwise adam with weight decay",
+    "adam unless not finite", "adam without bad rows", "adam within norms",
+    "clipped optax.adam", "injected optax.adam", "partition",
+)  # fmt: skip
 
 
 @pytest.fixture(params=WAYS)

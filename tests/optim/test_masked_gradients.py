@@ -88,7 +88,6 @@ NAMED = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("storage", GRADIENTS)
 @pytest.mark.parametrize("name", NAMED)
 def test_named_optimizers(name, storage):
@@ -99,7 +98,6 @@ LIFTED = {**ROW_LOCAL, "clipped by global norm": CHAINS["global norm"]}
 LIFTED = {name: LIFTED[name] for name in ("adamw", "lion", "rmsprop", "clipped by global norm")}
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("storage", GRADIENTS)
 @pytest.mark.parametrize("name", LIFTED)
 def test_lifted_optax(name, storage):
@@ -204,26 +202,3 @@ def test_gradient_in_a_masked_tensor(storage):
     value, alone = jax.jit(jmask.value_and_grad(lambda x: jnm.sum(x).to_tensor(0.0)))(x)
     np.testing.assert_allclose(alone.to_tensor(0), MASK * 1.0)
     np.testing.assert_allclose(value, DATA[MASK].sum(), rtol=1e-5)
-
-
-class TestBadInput:
-    def test_unlifted_transformations_raise(self):
-        gradient = GRADIENTS["default"]()
-        for tx in (optax.scale(2.0), optax.sgd(0.1), optax.clip(1.0), optax.adam(0.1)):
-            with pytest.raises((TypeError, ValueError), match=r"MaskedTensor|bool"):
-                tx.update(gradient, tx.init(PARAM), PARAM)
-
-    def test_masked_parameters(self):
-        with pytest.raises(TypeError, match="`params` is a MaskedTensor"):
-            jmask.adam().init(GRADIENTS["default"]())
-
-    def test_shape(self):
-        tx = jmask.adam()
-        with pytest.raises(ValueError, match="does not fit its parameter"):
-            tx.update(GRADIENTS["default"](), tx.init(PARAM[:2]), PARAM[:2])
-
-    def test_scalar(self):
-        tx = jmask.adam()
-        scalar = jmask.masked_tensor(jnp.float32(1), jnp.array(True))
-        with pytest.raises(ValueError, match="at least one dimension"):
-            tx.update(scalar, tx.init(jnp.float32(1)), jnp.float32(1))

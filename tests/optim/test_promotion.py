@@ -76,7 +76,6 @@ def run(step, tx, dtype):
     return results
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", NAMED)
@@ -156,7 +155,6 @@ def test_multi_steps():
         run(step, jmask.multi_steps(jmask.adagrad(0.1), 2, like=rows("float32")), "float32")
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", [n for n in ROW_LOCAL if n not in NEEDS_VALUE])
 def test_lifted_optimizers(name, step):
@@ -165,7 +163,6 @@ def test_lifted_optimizers(name, step):
         run(step, jmask.lazy(inner), "float32")
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
 def test_gradients(name):

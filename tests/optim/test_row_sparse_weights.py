@@ -43,7 +43,6 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -116,7 +115,6 @@ def test_adagrad_written_with_masked_tensors():
     np.testing.assert_allclose(param, [[0, 1, 1.9027, 3], [3.9015, 5, 5.9010, 7]], atol=1e-4)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("step", [jmask.apply_gradients, with_optax], ids=["one", "two"])
 @pytest.mark.parametrize(
     "tx",

@@ -48,19 +48,6 @@ def test_rows_move_as_those_of_a_table(tx):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("tx", "error"),
-    [
-        (optax.adam(0.1), "`tx` must be jmask.sgd, adam, adagrad or ftrl"),
-        (jmask.lazy(optax.adam(0.1)), "`tx` must be jmask.sgd, adam, adagrad or ftrl"),
-        (jmask.rowwise_adagrad(0.1), "one number for each row"),
-    ],
-)
-def test_others_are_refused(tx, error):
-    with pytest.raises((TypeError, ValueError), match=error):
-        sparsecore.row_optimizer(tx)
-
-
 @pytest.mark.parametrize("shape", [(5, 1), (16, 8), (37, 12), (1, 3)])
 @pytest.mark.parametrize("cores", [1, 4, 8])
 def test_tables_come_back(shape, cores):

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jmask
-from tests.stored_tables import mesh_of
+from tests.stored_tables import STEPS, mesh_of
 
 pytestmark = pytest.mark.dtype_promotion
 
@@ -42,15 +42,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def in_two(tx: Any, grads: Any, state: Any, params: Any) -> Any:
-    updates, state = tx.update(grads, state, params)
-    return jmask.apply_updates(params, updates), state
-
-
-STEPS: dict[str, Callable[..., Any]] = {
-    "apply_gradients": jmask.apply_gradients,
-    "update": in_two,
-}
 GRADIENT = jmask.RowSparse([2, 4], jnp.ones((2, D)), (V, D))
 TABLES = {
     "array": lambda: jnp.ones((V, D)),

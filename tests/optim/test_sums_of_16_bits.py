@@ -13,6 +13,7 @@ import pytest
 
 import jmask
 from tests.optim.test_named_optimizers import CASES, MODELS, NAMES
+from tests.stored_tables import STEPS as APPLY
 
 pytestmark = pytest.mark.sampled
 
@@ -20,11 +21,6 @@ DTYPES = [jnp.bfloat16, jnp.float16]
 V, D = 40, 3
 # Row 7 three times and row 2 twice; padding; rows that share packed lines with others.
 IDS = np.array([7, 2, 7, 30, -1, 2, 7, 11], np.int32)
-
-
-def update_and_apply(tx: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-    updates, state = tx.update(grads, state, params)
-    return jmask.apply_updates(params, updates), state
 
 
 def lookups_of(dtype: Any, seed: int = 0) -> tuple[Any, Any]:
@@ -44,9 +40,6 @@ def check_rounded_once(actual: Any, exact: Any, scale: float = 1.0) -> None:
     half = float(info.eps) / 2 * np.abs(exact) + float(info.smallest_subnormal) / 2
     error = np.abs(np.asarray(actual, np.float64) - exact)
     assert (error <= half * 1.001 + 2e-6 * scale).all(), (error / half).max()
-
-
-APPLY = {"apply_gradients": jmask.apply_gradients, "update": update_and_apply}
 
 
 @pytest.mark.parametrize("apply", APPLY)

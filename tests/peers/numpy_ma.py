@@ -35,7 +35,7 @@ EXTRAS = "cov corrcoef".split()
 
 # By words of the name of a test.
 LEFT_OUT = {
-    "masked_weights": "multiplies nan by False, which XLA takes for 0, in jax.numpy as well",
+    "masked_weights": "multiplies nan by False, which XLA takes for 0, in jax.numpy as well"
 }
 NOT_COMPARED = {
     "what it is": "no masked array among the arguments, or one with structure, text or objects",

@@ -35,16 +35,10 @@ NAMES = {
 }
 # torch.masked: what it is called here.
 MASKED = {
-    "sum": jnm.sum,
-    "prod": jnm.prod,
-    "amax": jnm.max,
-    "amin": jnm.min,
-    "mean": jnm.mean,
-    "logsumexp": jnn.logsumexp,
-    "softmax": jnn.softmax,
-    "log_softmax": jnn.log_softmax,
+    "sum": jnm.sum, "prod": jnm.prod, "amax": jnm.max, "amin": jnm.min, "mean": jnm.mean,
+    "logsumexp": jnn.logsumexp, "softmax": jnn.softmax, "log_softmax": jnn.log_softmax,
     "softmin": jnn.softmin,
-}
+}  # fmt: skip
 
 
 def op_infos():

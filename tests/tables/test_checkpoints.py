@@ -183,22 +183,6 @@ def test_from_arrays(before: str, after: str, call: str, tmp_path: Any) -> None:
             assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
 
 
-def test_from_arrays_that_do_not_fit() -> None:
-    like = {"t": LAYOUTS["mod 4"](numbers())}
-    for arrays, error, message in (
-        ({"t": jnp.zeros((20, 12))}, ValueError, r"`arrays\['t'\]` has shape \(20, 12\)"),
-        ({"t": jnp.zeros((21, 12), int)}, TypeError, r"`arrays\['t'\]` is int"),
-        ({"t": {"blocks": jnp.zeros((4, 2, 12))}}, ValueError, r"has blocks of shape"),
-        ({"t": {"blocks": {"parts": [jnp.zeros(3)]}}}, ValueError, "must hold the leaves"),
-        ({"t": "x"}, TypeError, r"`arrays\['t'\]` is a str"),
-        ({"t": LAYOUTS["div 4"](numbers())}, ValueError, "placed otherwise"),
-        ({}, ValueError, "must have the structure of `like`"),
-        ({"t": numbers(), "u": 1.0}, ValueError, "must have the structure of `like`"),
-    ):
-        with pytest.raises(error, match=message):
-            jmask.from_arrays(arrays, like)
-
-
 # --- deferred tables -------------------------------------------------------------------------
 
 

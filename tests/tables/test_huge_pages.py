@@ -48,8 +48,3 @@ def test_what_has_no_memory_here(monkeypatch):
     assert jmask.huge_pages((gradient, deleted, jnp.zeros((0, 4)), 3.0, TABLE)) == 0
     monkeypatch.setattr(_huge_pages.sys, "platform", "darwin")
     assert jmask.huge_pages(jnp.array(TABLE)) == 0
-
-
-def test_traced():
-    with pytest.raises(TypeError, match="outside jit"):
-        jax.jit(jmask.huge_pages)(jnp.ones(3))

@@ -13,7 +13,6 @@ import pytest
 
 import jmask
 from jmask._tables.packed import LANES, part_shapes
-from tests.later import later
 from tests.sampling import chosen
 from tests.stored_tables import (
     OPTIMIZERS,
@@ -25,8 +24,6 @@ from tests.stored_tables import (
     trained,
     trained_array,
 )
-
-ocp = later("orbax.checkpoint")
 
 pytestmark = pytest.mark.sampled(15)
 
@@ -102,8 +99,6 @@ def test_ids_outside_the_table():
     for mode in ("fill", "clip", "zero"):
         lookup = functools.partial(jmask.embedding_lookup, mode=mode, padding_id=-1)
         np.testing.assert_array_equal(lookup(table, ids), lookup(x, ids))
-    with pytest.raises(IndexError, match="no row of the table"):
-        jmask.embedding_lookup(table, [V], mode="raise")
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -154,17 +149,6 @@ def test_tree():
     assert repr(jax.tree.map(lambda _: None, table)) == "PackedTable(?[21, 100])"
     with pytest.raises(ValueError, match="no array to share"):
         np.array(table, copy=False)
-
-
-def test_orbax(tmp_path):
-    table = jmask.PackedTable.pack(table_of((3, 5)))
-    state = jmask.rowwise_adagrad().init({"table": table})
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "run", (table, state))
-        checkpointer.wait_until_finished()
-        read, state_read = checkpointer.restore(tmp_path / "run", (table, state))
-    np.testing.assert_array_equal(bits(read), bits(table))
-    assert jax.tree.structure(state_read) == jax.tree.structure(state)
 
 
 def test_donated_parts_are_written_in_place():
@@ -274,8 +258,7 @@ def test_trajectory(name, apply):
 @pytest.mark.sampled
 @pytest.mark.dtype_promotion
 @pytest.mark.parametrize(
-    ("row", "name"),
-    [(row, name) for row in ((100,), (3, 5), (128,)) for name in OPTIMIZERS],
+    ("row", "name"), [(row, name) for row in ((100,), (3, 5), (128,)) for name in OPTIMIZERS]
 )
 def test_trajectory_of_other_rows(row, name):
     tx, x = OPTIMIZERS[name], numbers(row)
@@ -333,27 +316,3 @@ def test_refused_gradients(why, apply, tx):
     params = {"table": jmask.PackedTable.pack(numbers())}
     with pytest.raises((TypeError, ValueError), match=message):
         STEPS[apply](tx, {"table": gradient((V, 12))}, tx.init(params), params)
-
-
-@pytest.mark.parametrize(
-    "tx", [optax.chain(jmask.densify(), optax.sgd(0.1)), jmask.sgd(0.1, lazy_update=False)]
-)
-def test_zero_semantics_are_refused(tx):
-    table = jmask.PackedTable.pack(numbers())
-    gradient = jmask.RowSparse([1], jnp.ones((1, 12)), table.shape)
-    with pytest.raises(ValueError, match=r"leave out `densify\(\)`.*`table.todense\(\)`"):
-        tx.update(gradient, tx.init(table), table)
-
-
-@pytest.mark.parametrize("bad", [jnp.arange(3), jnp.float32(1), jnp.ones((2, 3), bool)])
-def test_what_is_no_table(bad):
-    with pytest.raises(ValueError, match="`table` must be a floating array"):
-        jmask.packed(bad, platform="tpu")
-
-
-def test_state_without_rows():
-    """One number for each parameter, which is not kept as tables are."""
-    table = jmask.packed(jnp.ones((40, 16)), platform="tpu")
-    tx, gradient = jmask.lazy(optax.novograd(0.1)), jmask.RowSparse.zeros((40, 16), nse=1)
-    with pytest.raises(ValueError, match=r"`state\[0\]\.nu` is kept as .* shape \(\).*todense"):
-        tx.update(gradient, tx.init(table), table)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import jmask
 from tests.lookup_programs import PROGRAMS, VALID
 from tests.lookup_programs import TABLE as LOOKED_UP
-from tests.oracle import dense_twin, is_row_sparse
+from tests.oracle import assert_close, dense_twin, is_row_sparse
 
 V, D, DEVICES = 64, 4, 4
 TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), jnp.float32)
@@ -74,10 +74,7 @@ def test_a_batch_that_is_spread(mesh, name, lines):
     run, given = jax.jit(step), (table, state, jax.device_put(ids, spread))
     compiled = run.lower(*given).compile()
     assert not table_collectives(compiled)
-    for found, one in zip(
-        jax.tree.leaves(compiled(*given)), jax.tree.leaves(run(*alone)), strict=True
-    ):
-        np.testing.assert_allclose(found, one, rtol=1e-5, atol=1e-6)
+    assert_close(compiled(*given), run(*alone), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -171,9 +168,7 @@ EACH = ("take, default", "checkpoint", "checkpoint of jit", "columns", "entries"
 
 
 @pytest.mark.parametrize(
-    "loss",
-    [*(PROGRAMS[name].loss for name in EACH), summed_in_a_scan],
-    ids=[*EACH, "scan"],
+    "loss", [*(PROGRAMS[name].loss for name in EACH), summed_in_a_scan], ids=[*EACH, "scan"]
 )
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
 def test_a_table_of_each_device(mesh, loss):

@@ -160,9 +160,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "finite": lambda: jmask.skip_nonfinite(jmask.adam(0.1)),
     "bad rows": lambda: optax.chain(jmask.drop_nonfinite_rows(), jmask.adam(0.1)),
     "several steps": lambda: jmask.multi_steps(
-        jmask.adam(0.1),
-        2,
-        like={"t": jmask.RowSparse.zeros((V, D), nse=3), "w": jnp.ones(2)},
+        jmask.adam(0.1), 2, like={"t": jmask.RowSparse.zeros((V, D), nse=3), "w": jnp.ones(2)}
     ),
 }
 

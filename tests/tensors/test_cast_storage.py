@@ -106,21 +106,6 @@ class TestCapacity:
             np.testing.assert_array_equal(x.todense(), MATRIX)
 
 
-def test_bad_input():
-    with pytest.raises(ValueError, match="`stype` must be one of 'default', 'row_sparse'"):
-        jmask.cast_storage(MATRIX, "rows")
-    with pytest.raises(ValueError, match=r"`nse`.*must be given for a traced dense"):
-        jax.jit(lambda x: jmask.cast_storage(x, "coo"))(MATRIX)
-    with pytest.raises(ValueError, match=r"csr storage needs two dimensions, got .*\(3,\)"):
-        jmask.cast_storage(jnp.ones(3), "csr")
-    with pytest.raises(ValueError, match="at least one dimension"):
-        jmask.cast_storage(1.0, "coo")
-    with pytest.raises(ValueError, match="1 batch"):
-        jmask.cast_storage(BCOO.fromdense(MATRIX, n_batch=1), "row_sparse")
-    with pytest.raises(TypeError, match="str is not a storage"):
-        jmask.cast_storage("x", "coo")
-
-
 @pytest.mark.parametrize("end", STORAGES)
 def test_masked(end):
     x = jmask.masked_tensor(jnp.asarray(MATRIX), MATRIX > 0)
@@ -147,19 +132,10 @@ class TestCreation:
         assert jmask.RowSparse([-1], [[1.0]]).shape == (0, 1)
         assert jmask.RowSparse([0], np.ones((1, 2, 3), np.float16)).dtype == jnp.float16
 
-    def test_shape_of_traced_indices(self):
-        with pytest.raises(ValueError, match="`shape` must be given while `indices` are tr"):
-            jax.jit(lambda i: jmask.RowSparse(i, jnp.ones((2, 1))).todense())(jnp.arange(2))
-
     def test_zeros_with_room(self):
         x = jmask.RowSparse.zeros((3, 2), jnp.float16, nse=2)
         assert (x.nse, x.dtype, x.coalesced) == (2, jnp.float16, True)
         x.validate()
-        assert not x.todense().any()
-
-    def test_zeros_like(self):
-        x = jnm.zeros_like(PADDED["row_sparse"])
-        assert isinstance(x, jmask.RowSparse)
         assert not x.todense().any()
 
     def test_random(self):
@@ -172,8 +148,6 @@ class TestCreation:
         )
         assert other.indices.tolist() != x.indices.tolist()
         assert (other.values >= 0).all()
-        with pytest.raises(ValueError, match="`nse`=4 different rows do not fit"):
-            jmask.RowSparse.random(jax.random.key(0), (3, 2), 4)
 
 
 class TestOut:
@@ -203,11 +177,9 @@ class TestOut:
         again = pickle.loads(pickle.dumps(self.x))
         np.testing.assert_array_equal(again.indices, self.x.indices)
 
-    def test_length_iteration_truth(self):
+    def test_length_and_iteration(self):
         assert len(self.x) == 5
         np.testing.assert_array_equal(np.stack(list(self.x)), MATRIX)
-        with pytest.raises(TypeError, match="no truth value"):
-            bool(self.x)
 
     @pytest.mark.sampled
     @pytest.mark.parametrize("storage", STORAGES)
@@ -259,34 +231,8 @@ class TestOut:
         np.testing.assert_array_equal(again["t"].todense(), MATRIX)
         np.testing.assert_array_equal(again["m"].to_tensor(0), masked.to_tensor(0))
 
-    def test_from_arrays_of_another_structure(self):
-        with pytest.raises(ValueError, match="`arrays` must have the structure of `like`"):
-            jmask.from_arrays({"a": 1}, {"b": self.x})
-
-    @pytest.mark.parametrize(
-        ("change", "error", "message"),
-        [
-            ({"indices": np.array([1, 9])}, ValueError, r"\['indices'\]` holds 9"),
-            ({"indices": np.array([1.0, 2])}, TypeError, r"\['indices'\]` is float"),
-            ({"indices": "ab"}, TypeError, r"`arrays\['t'\]\['indices'\]` is a str"),
-            ({"indices": np.array([1])}, ValueError, r"shape \(2, 3\) and .* shape \(1,\)"),
-            ({"values": np.ones((2, 1))}, ValueError, r"\['values'\]` of shape \(2, 1\) and"),
-            ({"values": np.ones((2, 3), int)}, TypeError, "is int.* and `like` has float32"),
-            ({"values": None}, TypeError, r"`arrays\['t'\]\['values'\]` is a NoneType"),
-        ],
-    )
-    def test_from_arrays_that_do_not_fit(self, change, error, message):
-        like = {"t": jmask.RowSparse([1, 2], np.ones((2, 3), np.float32), (4, 3))}
-        parts = {"indices": np.array([1, 2]), "values": np.ones((2, 3), np.float32)}
-        with pytest.raises(error, match=message):
-            jmask.from_arrays({"t": parts | change}, like)
-        with pytest.raises(ValueError, match=r"`arrays\['w'\]` has shape \(2,\)"):
-            jmask.from_arrays({"w": np.ones(2)}, {"w": jnp.ones(3)})
-
-    def test_from_arrays_of_tables_that_are_placed_otherwise(self):
+    def test_from_arrays_of_tables(self):
         mesh = jax.make_mesh((1,), ("x",))
-        tables = [jmask.sharded(jnp.ones((4, 2)), mesh, placement=p) for p in ("div", "mod")]
-        with pytest.raises(ValueError, match=r"`arrays\['t'\]` is a ShardedTable.*otherwise"):
-            jmask.from_arrays({"t": tables[0]}, {"t": tables[1]})
-        same = jmask.from_arrays({"t": tables[0]}, {"t": tables[0]})
+        table = jmask.sharded(jnp.ones((4, 2)), mesh)
+        same = jmask.from_arrays({"t": table}, {"t": table})
         np.testing.assert_array_equal(same["t"], np.ones((4, 2)))

@@ -139,12 +139,3 @@ def test_numbers_of_scalars():
     x = jmask.masked_tensor(jnp.array([1.5, 2.5]), jnp.array([True, False]))
     assert float(x[0]) == 1.5
     assert int(x[0]) == 1
-    with pytest.raises(ValueError, match="a masked entry is not a number"):
-        float(x[1])
-    with pytest.raises(TypeError, match="is not one number"):
-        float(x)
-
-
-def test_numpy_ma_is_converted_by_name():
-    with pytest.raises(TypeError, match="from_numpy_ma"):
-        jmask.masked_tensor(np.ma.masked_array([1.0, 2.0], [True, False]))

@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.sparse import BCOO, BCSR
+from jax.experimental.sparse import BCOO
 
 import jmask
 from jmask._tensors.conversions import from_numpy_ma, to_numpy_ma, to_storage
 from jmask._tensors.storage import stored_values
 from tests.moved_entries import DTYPES, assert_masked, example
-from tests.sparse_arrays import coo
 
 pytestmark = pytest.mark.sampled
 
@@ -41,7 +40,6 @@ def assert_same(x, data=DATA, mask=MASK):
     np.testing.assert_array_equal(x.to_tensor(-1), np.where(mask, data, -1))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("source", "target"), [*itertools.product(KINDS, KINDS)])
 def test_from_each_to_each(source, target, sources):
     x = sources[source]
@@ -156,7 +154,6 @@ def test_empty(shape):
         assert not to_storage(nothing, target).to_dense().mask.any()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes_and_numpy_ma(dtype):
     x = example(dtype)
@@ -190,100 +187,3 @@ def test_scan_carries_every_storage(sources):
             lambda x, _: (x.with_values(stored_values(x.storage) + 1), None), x, length=2
         )
         assert_same(total, DATA + 2)
-
-
-STORED = {"coo": BCOO.fromdense, "csr": BCSR.fromdense, "rows": jmask.RowSparse.fromdense}
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize(
-    ("kind", "mask_kind"), [*itertools.product(("coo", "csr"), repeat=2), ("rows", "rows")]
-)
-@pytest.mark.dtype_promotion
-def test_a_sparse_mask_of_other_positions(kind, mask_kind, wrap):
-    """Valid is what the data stores and the mask says; the storage is that of the mask."""
-    rng = np.random.default_rng(3)
-    data = rng.integers(0, 3, (5, 4)) * 1.0
-    mask = rng.random((5, 4)) < 0.5
-    mask[2], mask[3] = True, False
-    stored, of_mask = STORED[kind](jnp.asarray(data)), STORED[mask_kind](jnp.asarray(mask))
-    x = wrap(jmask.masked_tensor)(stored, of_mask)
-    exists = (data != 0).any(1, keepdims=True) if kind == "rows" else data != 0
-    assert x.stype == {"rows": "row_sparse"}.get(mask_kind, mask_kind)
-    np.testing.assert_array_equal(x.to_dense().mask, mask & exists)
-    np.testing.assert_array_equal(x.to_tensor(7), np.where(mask & exists, data, 7))
-    everything = jmask.masked_tensor(stored, STORED[mask_kind](jnp.zeros((5, 4), bool)))
-    assert not everything.to_dense().mask.any()
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("kind", ["coo", "csr", "rows"])
-def test_equal_positions_are_the_sum_of_what_is_valid(kind, wrap):
-    """A twin that is masked, whatever its number, does not take the other one with it."""
-    values, valid = np.array([1.0, np.nan, 3, 4, np.inf]), np.array([1, 0, 1, 1, 0], bool)
-    ids = np.array([1, 1, 0, 0, 2])
-    if kind == "rows":
-        storage = jmask.RowSparse(ids, jnp.asarray(values)[:, None], (3, 1))
-        valid = valid[:, None]
-    else:
-        storage = BCOO(
-            (jnp.asarray(values), jnp.stack([jnp.asarray(ids), jnp.zeros(5, int)], 1)),
-            shape=(3, 1),
-        )
-    if kind == "csr":
-        storage = BCSR.from_bcoo(storage.sort_indices())
-        order = np.argsort(ids, kind="stable")
-        valid, storage.data = valid[order], jnp.asarray(values[order])
-    x = wrap(jmask.masked_tensor)(storage, valid)
-    assert x.to_dense().mask.ravel().tolist() == [True, True, False]
-    assert x.to_tensor(-1).ravel().tolist() == [7, 1, -1]
-
-
-BAD = {
-    "mask not boolean": (
-        TypeError,
-        "boolean",
-        lambda: jmask.masked_tensor(DATA, np.ones((4, 3))),
-    ),
-    "shapes": (
-        ValueError,
-        "broadcast",
-        lambda: jmask.masked_tensor(DATA, np.ones((4, 2), bool)),
-    ),
-    "rows for entries": (
-        ValueError,
-        "store positions in the same way",
-        lambda: jmask.masked_tensor(
-            X.to_sparse().data, jmask.RowSparse([1], np.ones((1, 3), bool), (4, 3))
-        ),
-    ),
-    "another shape": (
-        ValueError,
-        "must have one shape",
-        lambda: jmask.masked_tensor(X.to_sparse().data, coo(MASK[:2])),
-    ),
-    "stored mask": (
-        ValueError,
-        "stored values",
-        lambda: jmask.masked_tensor(X.to_sparse().data, np.ones(3, bool)),
-    ),
-    "no storage": (TypeError, "storage", lambda: jmask.masked_tensor("text")),
-    "twice masked": (TypeError, "already", lambda: jmask.masked_tensor(X, MASK)),
-    "batch": (
-        ValueError,
-        "batch",
-        lambda: jmask.masked_tensor(BCOO.fromdense(jnp.ones((2, 2)), n_batch=1)),
-    ),
-    "unknown stype": (ValueError, "'row_sparse'", lambda: to_storage(X, "csc")),
-    "csr of a vector": (ValueError, "two dimensions", lambda: X[0].to_sparse_csr()),
-    "coo of a scalar": (ValueError, "without dimensions", lambda: X[0, 0].to_sparse()),
-    "rows of a scalar": (ValueError, "without dimensions", lambda: X[0, 0].to_row_sparse()),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_refused(case):
-    error, message, make = BAD[case]
-    with pytest.raises(error, match=message):
-        make()

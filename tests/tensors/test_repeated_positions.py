@@ -217,13 +217,17 @@ class TestPositionsOfMasks:
             pytest.skip("a mask with the index arrays of the data speaks of stored values")
         at, values, chosen, args = self.made(storage, of_data, of_mask)
         stored = dense(np.ones_like(values), at) > 0
-
-        def make(values, indices, chosen, of_chosen):
-            mask = tensor(storage, chosen, of_chosen)
-            return entries(jmask.MaskedTensor(tensor(storage, values, indices), mask))
-
         expected = np.ma.MaskedArray(dense(values, at), ~(stored & chosen))
-        check(called(way, make, *args), expected)
+        for kind in ("row_sparse",) if storage == "row_sparse" else ("coo", "csr"):
+
+            def make(values, indices, chosen, of_chosen, kind=kind):
+                mask = tensor(kind, chosen, of_chosen)
+                x = jmask.MaskedTensor(tensor(storage, values, indices), mask)
+                assert x.stype == kind
+                return entries(x)
+
+            of_chosen = index_arrays(kind, positions(kind, of_mask))
+            check(called(way, make, *args[:3], of_chosen), expected)
 
     def test_mask_of_an_array(self, storage, of_data, of_mask, way):
         _, _, chosen, args = self.made(storage, of_data, of_mask)

@@ -38,5 +38,11 @@ def test_repr(shown, make):
 @pytest.mark.parametrize(("shown", "make"), SHOWN)
 def test_nodes_without_arrays(shown, make):
     """Transformations put anything into the leaves of a pytree; printing them never raises."""
-    for leaf in (None, 0, "sum"):
-        assert repr(jax.tree.map(lambda _, leaf=leaf: leaf, make()))
+    x, seen = make(), []
+    jax.eval_shape(lambda x: seen.append(repr(x)), x)
+    seen.append(repr(jax.eval_shape(lambda x: x, x)))
+    without = {HOLES.shape: "float32[3]", (9,): "row_sparse, float32[9], nse=1"}
+    is_masked = isinstance(x, jmask.MaskedTensor)
+    assert set(seen) == {f"MaskedTensor({without[x.shape]})" if is_masked else shown}
+    for leaf in (None, 0, "sum", object()):
+        assert type(x).__name__ in repr(jax.tree.map(lambda _, leaf=leaf: leaf, x))

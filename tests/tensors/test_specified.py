@@ -10,7 +10,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
 import jmask.numpy as jnm
-from tests.sparse_arrays import coo
+from tests.sparse_arrays import coo, csr
 
 pytestmark = pytest.mark.sampled
 
@@ -19,10 +19,6 @@ RNG = np.random.default_rng(0)
 VALUES = RNG.normal(size=SHAPE).astype(np.float32)
 KEPT = np.array([[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 1]], bool)
 WEIGHTS = np.float32(RNG.normal(size=SHAPE))
-
-
-def csr(dense: Any) -> BCSR:
-    return BCSR.from_bcoo(coo(dense))
 
 
 def rows(dense: Any) -> jmask.RowSparse:
@@ -75,7 +71,6 @@ def joins_without_a_dense_array(kind: str, mask_kind: str) -> bool:
     return "array" in (x, mask) or mask in ALIKE[x]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("mask_kind", ["array", "coo", "rows", "masked", "masked csr"])
 @pytest.mark.parametrize("kind", EVERY_KIND)
 def test_sparse_mask(kind, mask_kind):
@@ -248,32 +243,3 @@ class TestGradients:
         masked = lambda x: scanned(x) * 0 + jnp.sum(x @ WEIGHTS.T)
         assert isinstance(jmask.grad(lambda x: jnp.sum(x @ WEIGHTS.T))(x), BCOO)
         assert isinstance(jmask.grad(masked)(x), jax.Array)
-
-
-class TestBadInput:
-    @pytest.mark.parametrize(
-        ("function", "error", "message"),
-        [
-            (lambda: jmask.todense("x"), TypeError, "not a storage"),
-            (lambda: jmask.sparse_mask("x", OTHER), TypeError, "not a storage"),
-            (
-                lambda: jmask.sparse_mask(VALUES, VALUES),
-                TypeError,
-                "`mask` is an array of float32",
-            ),
-            (
-                lambda: jmask.sparse_mask(VALUES, OTHER[:2]),
-                ValueError,
-                r"shape of `x`, \(3, 4\)",
-            ),
-            (lambda: jmask.sparse_mask(coo(DENSE), rows(DENSE)[:2]), ValueError, r"\(2, 4\)"),
-            (
-                lambda: jmask.sparse_mask(VALUES, BCOO.fromdense(VALUES, n_batch=1)),
-                ValueError,
-                "batch dimensions",
-            ),
-        ],
-    )
-    def test_message(self, function, error, message):
-        with pytest.raises(error, match=message):
-            function()
