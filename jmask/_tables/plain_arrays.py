@@ -252,6 +252,7 @@ def _as_table(name: str, given: PyTree, like: StoredTable) -> StoredTable:
     if is_stored_table(given):
         _check_placed_alike(name, given, like)
         return given
+    given = jax.tree.map(_by_automatic_axes, given)
     if isinstance(given, Mapping):
         given = _in_order_of_ids(name, given, like)
     elif abstract_leaf(given) is None:
@@ -264,10 +265,17 @@ def _as_table(name: str, given: PyTree, like: StoredTable) -> StoredTable:
     given = given.astype(like.dtype)
     if isinstance(like, ShardedTable):
         return placed_alike(given, like)
-    if isinstance(given, jax.Array) and not isinstance(given, jax.core.Tracer):
-        is_on_mesh = isinstance(given.sharding, NamedSharding)
-        given = jnp.asarray(np.asarray(given)) if is_on_mesh else given
     return PackedTable.from_array(given)
+
+
+def _by_automatic_axes(x: Any) -> Any:
+    """Return an array on the mesh that it is on, without explicit axes: rows move freely."""
+    is_concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    if not is_concrete or not isinstance(x.sharding, NamedSharding):
+        return x
+    mesh = x.sharding.mesh
+    automatic = jax.sharding.Mesh(mesh.devices, mesh.axis_names)
+    return jax.device_put(x, NamedSharding(automatic, x.sharding.spec))
 
 
 def _in_order_of_ids(name: str, given: Mapping[str, Any], like: StoredTable) -> jax.Array:
