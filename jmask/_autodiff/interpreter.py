@@ -180,6 +180,7 @@ class Interpreter:
         def read(v: Atom) -> Value:
             return v.val if isinstance(v, Literal) else values[v]
 
+        # Bag sums of several tables that do not need each other run in one loop.
         for eqn, *others in side_by_side(live, BAG_SUM.primitive.name):
             if others:
                 values.update(self._run_together([eqn, *others], read))
@@ -220,6 +221,8 @@ class Interpreter:
         rule = self.rules.get(name_of(eqn))
         report_unknown(eqn, wanted)
         if rule is not None:
+            # A rule may decline with None, or make what does not fit the output: then the
+            # equation runs as it is.
             outputs = rule.apply(eqn, arguments, wanted, self)
             if outputs is not None and all(map(_fits, outputs, eqn.outvars)):
                 return outputs

@@ -184,6 +184,8 @@ def after_all_reads(results: Sequence[Any]) -> list[Any]:
     What waits for the value of the loss (`after_reading`) then waits for all of the program.
     """
     value, *others = results
+    # Rows of another table may be made of this one: they are read before it is written. Those
+    # that are not written out are read in the update itself.
     rows = [x for sums in others if isinstance(sums, RowSum) for _, x in sums.parts]
     # An optimization barrier would say the same; XLA of JAX 0.10 removes it before it orders.
     zero = jnp.zeros((), jnp.int32)

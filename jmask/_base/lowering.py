@@ -36,6 +36,8 @@ def primitive(name: str, definition: Definition, shapes: Callable[..., list[Any]
     made.multiple_results = True
     made.def_abstract_eval(shapes)
 
+    # Outside jit a definition is compiled once for each set of parameters, not run by
+    # operations.
     @functools.partial(jax.jit, static_argnums=0)
     def run(how: tuple[tuple[str, Any], ...], *operands: jax.Array) -> list[jax.Array]:
         return definition(*operands, **dict(how))
@@ -44,6 +46,8 @@ def primitive(name: str, definition: Definition, shapes: Callable[..., list[Any]
         return run(tuple(how.items()), *operands)
 
     def batched(operands: Sequence[jax.Array], dims: Sequence[int | None], **how: Any) -> Any:
+        # The definition is made of operations that have batching rules; the forms for devices
+        # (a scatter with a combiner, a kernel) have none.
         mapped = jax.vmap(functools.partial(definition, **how), in_axes=tuple(dims))
         results = mapped(*operands)
         return results, [0] * len(results)
@@ -80,6 +84,7 @@ def lower(
 
 
 def _is_for_one(ctx: mlir.LoweringRuleContext) -> bool:
+    # In a `shard_map` the context has axes and no number of devices.
     return getattr(ctx.module_context.axis_context, "num_devices", None) == 1
 
 
@@ -128,6 +133,8 @@ class GroupedPrimitive(Generic[Call]):
         """Bind one equation for all calls."""
         if not calls:
             return []
+        # A parameter must be hashable and an array is not: structures go there, arrays are
+        # operands.
         flattened = [jax.tree.flatten(call) for call in calls]
         trees = tuple(tree for _, tree in flattened)
         operands = [x for leaves, _ in flattened for x in leaves]

@@ -98,6 +98,8 @@ class BagSum:
     def loop(self, size: int) -> BlockLoop:
         """Return a loop that adds blocks of rows to their bags."""
         count, bags, bag_of_entry = self.positions.size, self.bags, self.bag_of_entry
+        # A block is read and added before the next one: the rows of all entries are never there
+        # together.
         blocks = -(-count // size)
         missing = (blocks + 1) * size - count  # the last block of all is empty
         if bag_of_entry is None:
@@ -207,6 +209,8 @@ def _on_one_cpu(sums: Sequence[BagSum]) -> Results:
             chosen[0].positions, lambda xs: [x.by_column() for x in xs], chosen
         )
         results.update(zip(columns, by_column, strict=True))
+    # Bags of all tables advance in one loop, so that the blocks of all fit into the cache
+    # together.
     size = block_size([_bytes_of_row(sums[i].table) for i in others])
     by_blocks = run_side_by_side([sums[i].loop(size) for i in others])
     results.update(zip(others, by_blocks, strict=True))

@@ -66,6 +66,8 @@ class GatheredRows:
 
     def take(self, entries: jax.Array) -> jax.Array:
         """Return the rows (k, *row) of the entries (k,)."""
+        # Index and weight are read at these entries first, so that the rows are never all
+        # there.
         weight = None if self.weight is None else rows_at(self.weight, entries)
         if self.index is None:
             return _weighted(rows_at(self.source, entries), weight).astype(self.dtype)
@@ -74,6 +76,8 @@ class GatheredRows:
 
     def scaled(self, function: Callable[[jax.Array], jax.Array]) -> "GatheredRows":
         """Multiply all rows by one number, as `function` multiplies an array."""
+        # With an index there are fewer source rows than entries. Without one there are as many,
+        # and a number for each is less than a row for each.
         if self.index is not None:
             return dataclasses.replace(self, source=function(self.source))
         weight = self.weight
@@ -140,6 +144,7 @@ def joined_rows(parts: Sequence[Rows]) -> GatheredRows | None:
         entries, m = x.shape[0], source.shape[0]
         known_index = x.index if isinstance(x, GatheredRows) else None
         own = lax.iota(jnp.int32, entries) if known_index is None else known_index
+        # `m` stood for a row of zeros; among the joined sources that is `total`.
         index.append(jnp.where(own < m, own + begin, total))
         begin += m
         if dtype is not None:

@@ -146,6 +146,8 @@ def _has_explicit_sharding(x: RowUpdate) -> bool:
 
 def _prepared(x: RowUpdate) -> RowUpdate:
     if _has_explicit_sharding(x) and not x.update.additive:
+        # On explicit axes a scatter wants its indices on every device, so rows are summed while
+        # they are sharded and then sent.
         x = dataclasses.replace(x, values=as_array(x.values)).summed()
         arrays = x.ids, as_array(x.values), *x.scalars
         ids, values, *scalars = map(with_whole_rows, arrays)

@@ -160,6 +160,7 @@ def lazy(
     def apply_gradients(
         grads: optax.Updates, state: optax.OptState, params: optax.Params
     ) -> tuple[optax.Params, optax.OptState]:
+        # Without rows there is nothing to gain from one pass, and nothing to prove.
         if not any(map(is_row_sparse, jax.tree.leaves(grads, is_leaf=is_gradient_leaf))):
             updates, state = update(grads, state, params)
             return apply_updates(params, updates), state

@@ -43,6 +43,7 @@ def agreed(
     leaves = jax.tree.leaves(gradients, is_leaf=is_gradient_leaf)
     axes = set().union(*map(axes_of_rows, leaves))
     axes |= _axes_of_copies(holds, gradients, params)
+    # There is no reduction by `and` over devices: the failures are counted.
     return holds if not axes else lax.psum((~holds).astype(jnp.int32), tuple(axes)) == 0
 
 
@@ -74,6 +75,8 @@ def _axes_of_copies(
     `shard_map` does not track what differs, all of its axes.
     """
     axes = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+    # The index of a device differs on all of them. Where its type does not say so
+    # (check_vma=False), the types of arrays say nothing either.
     if not axes or not varying_axes(lax.axis_index(tuple(axes))):
         return set(axes)
     leaves = jax.tree.leaves(gradients if params is None else params)
@@ -106,6 +109,8 @@ def with_sums_over(
             kind.table for kind in operand_kinds if isinstance(kind, RowWise)
         } & sharded.keys()
         if name == "cond":
+            # A branch may hold sums of its own, and `kinds` has the variables of the outer
+            # program alone: it is proved again.
             which, *operands = arrays
             branches = []
             for branch in branches_of(eqn):
@@ -113,8 +118,11 @@ def with_sums_over(
                 _, inner_kinds = classify(inner, inner, operand_kinds[1:])
                 run = functools.partial(with_sums_over, sharded, inner, inner_kinds)
                 branches.append(run)
+            # A sum over devices is the same on all, a number of another branch may not be;
+            # `switch` wants one type.
             every = [jax.eval_shape(branch, *operands) for branch in branches]
             return lax.switch(which, [_typed_as(every, f) for f in branches], *operands)
+        # The rule does not enter loops: a sum in a body would stay that of one device.
         is_loop = tables and name in ("while", "scan")
         if is_loop and any(name_of(e) in (*NEUTRAL, "dot_general") for e in within([eqn])):
             raise NotRowLocalError(
@@ -125,6 +133,7 @@ def with_sums_over(
             )
         outputs = bound(eqn, arrays)
         if tables and all(isinstance(kinds[v], Replicated) for v in eqn.outvars):
+            # Rows went in and one number for all rows came out: a sum over rows.
             axes = tuple(axis for table in tables for axis in sharded[table])
             outputs = [_over_devices(name, x, axes) for x in outputs]
         return outputs

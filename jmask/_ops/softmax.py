@@ -143,6 +143,8 @@ def normalize(
     order = 2 if ord is None else ord
 
     def kernel(groups: Groups, dtype: DTypeLike) -> Tensor:
+        # The norm comes with a power of two, so that squares neither overflow nor vanish; `eps`
+        # is scaled by it too.
         norm, _ = kernels.norm_in_parts(groups, jnp.finfo(dtype).dtype, order)
         least = norm.factor * eps
         size = jnp.where(norm.size < least, least, norm.size)
@@ -183,6 +185,8 @@ def standardize(
             mean = reductions.mean(x, axis, keepdims=True, where=where)
         if variance is None:
             variance = reductions.mean(_square(x), axis, keepdims=True, where=where)
+            # E[x**2] - mean**2 about the mean that was given, as in jax.nn.standardize; it is
+            # cut at 0, which rounding may cross.
             variance = _less_square(variance, mean)
         return _scaled(x, mean, variance, epsilon=epsilon)
 
@@ -228,6 +232,7 @@ _scaled = elementwise(lambda x, mean, v, epsilon: (x - mean) * lax.rsqrt(v + eps
 def _softmax(groups: Groups, dtype: DTypeLike) -> Tensor:
     powers = kernels.exponentials(groups, kernels.shift_of(groups, dtype), dtype)
     total = groups.sum(powers)
+    # In a slice without entries 0 / 0 would be masked, but its derivative, nan, would not.
     return powers / groups.spread(jnp.where(total == 0, 1, total))
 
 
@@ -261,6 +266,7 @@ def _along(
         x = as_dense(x)
     storage = x.storage if masked else jnp.asarray(x)
     axes = checked_axes(axis, len(storage.shape))
+    # Where nothing is masked, the bits are those of JAX.
     if plain is not None and not masked and where is None:
         return plain(storage, axis=axes)
     valid = where_at(where, storage)
@@ -272,5 +278,7 @@ def _along(
     if masked:
         result = with_stored_values(storage, groups.restored(result))
         return joined(result, valid)
+    # An entry that is left out differs from a slice without entries: 0 and nan for softmax, as
+    # in torch.masked.
     exists = groups.spread(groups.any(valid))
     return jnp.where(valid, result, jnp.where(exists, absent, empty).astype(out))

@@ -287,6 +287,8 @@ def _adam(
         return jnp.sqrt(hyper.bias_correction(b2, steps)) / hyper.bias_correction(b1, steps)
 
     def scalars(count):
+        # All that changes with the step is one scalar, if it can be: a scatter of three arrays
+        # has room for two.
         lr = common.rate(count)
         if per_row_count:
             return (lr,)
@@ -302,6 +304,7 @@ def _adam(
         return common.with_decoupled_decay(step, param, lr), mu, nu
 
     def rule_of_rows(grad, param, mu, nu, row_count, lr):
+        # The correction is the row's own, so there is one quotient for each row.
         row_count = optax.safe_increment(row_count)
         corrected = jnp.asarray(lr * correction(row_count), grad.dtype)
         return *rule(grad, param, mu, nu, corrected, lr), row_count

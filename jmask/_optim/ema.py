@@ -119,6 +119,7 @@ def ema(decay: Scalar) -> Ema:
     def rule(update, param, average, last, count):
         average = _caught_up(decay, param, average, count - last)
         new = param + update
+        # A step moves the parameter once, after all steps that the row has missed.
         average = new + jnp.asarray(decay, new.dtype) * (average - new)
         return update, average, jnp.full_like(last, 0) + count + 1
 

@@ -220,8 +220,12 @@ def _traced(
         result = loss_fn(params, *args, **keywords)
         return result[0] if has_aux else result
 
+    # Only shapes: nothing is computed, and a table that does not fit in memory can be
+    # explained.
     with collected() as reports:
         jax.eval_shape(differentiate, shapes, shapes_of_batch)
+    # The loss is traced once more by itself: in its gradient program lookups have become
+    # scatters.
     with collected():
         jaxpr = jax.make_jaxpr(value)(shapes, shapes_of_batch).jaxpr
     uses_of_arrays = iter(uses_of_inputs(jaxpr))
@@ -248,6 +252,7 @@ def _step(
     nse, is_reported = _number_of_rows(gradient), shape in shapes
     touched = nbytes
     if nse is not None:
+        # Ids may repeat, so this is the most that a step can touch.
         touched = min(nse, shape[0]) * math.prod(shape[1:]) * dtype.itemsize
     notes = [_note(shape, gradient, nse, uses, is_reported)]
     if platform == "tpu" and nse and not stored and has_narrow_rows(shape):
@@ -293,6 +298,7 @@ def _note(
             return "not looked up: no row is touched"
         needs = _needs_all(uses) if is_reported else ""
         came = f"the rows came from an array as large as the table: {needs}" if needs else ""
+        # With as many rows as the table has, de-duplication is all that a lazy step adds.
         if nse >= shape[0]:
             many = (
                 "as many rows as the table has: `jmask.densify()` in place of jmask.lazy would "

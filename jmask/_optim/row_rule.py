@@ -149,6 +149,8 @@ class RowRule:
             grad.astype(joint_dtype(*(x for x in (grad, param) if x is not None))),
             *entries[1:],
         ]
+        # An elementwise rule sees the parts in turn. A rule per row needs both together: its
+        # mean is over 2 D numbers.
         if self.one_pass():
             parts = [
                 self.on_entries([None if x is None else part(x) for x in entries], scalars)
@@ -229,6 +231,7 @@ def _apply_gradients(
         return stacked_step(lifted.init, run, grads, state, params)
     if has_deferred(params):
         return deferred_step(lifted.init, lifted.update, run, grads, state, params)
+    # A state of other shapes would broadcast, one of another dtype go on in it for ever.
     shapes = jax.tree.map(shape_of, params, is_leaf=is_stored_table)
     expected = jax.eval_shape(lifted.init, shapes)
     check_state(state, expected)

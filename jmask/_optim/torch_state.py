@@ -93,6 +93,8 @@ def from_torch_state(
         return structure.unflatten(arrays)
 
     fields = {field: loaded(key, getattr(ours, field)) for field, key in _keys(ours).items()}
+    # torch counts the steps of each parameter, jmask those of the optimizer: all are equal by
+    # now, and an optimizer without parameters has taken none.
     count = jnp.asarray(max(steps.values(), default=0), ours.count.dtype)
     new = ours._replace(count=count, **fields)
     return jax.tree.map(lambda x: new if x is ours else x, state, is_leaf=_is_known)
@@ -168,6 +170,7 @@ def _checked_order(order: Sequence[Any] | None, count: int) -> list[Any]:
 
 def _checked_mapping(torch_state: object) -> Mapping[Any, Any]:
     if isinstance(torch_state, Mapping):
+        # A whole state_dict has its numbers under "state", beside "param_groups".
         found = torch_state.get("state", torch_state)
         if isinstance(found, Mapping) and all(isinstance(x, Mapping) for x in found.values()):
             return found
@@ -186,6 +189,8 @@ def _check_unambiguous(torch_state: Mapping[Any, Any], leaves: Sequence[Any]) ->
         )
     first: dict[Any, Any] = {}
     for shape, path in leaves:
+        # Parameters of different shapes cannot be taken for each other: shapes are checked
+        # later.
         if first.setdefault(shape, path) is not path:
             names = [f"params{jax.tree_util.keystr(x)}" for x in (first[shape], path)]
             raise ValueError(

@@ -73,6 +73,8 @@ def todense(x: TensorLike, *, masked_grad: bool = False) -> jax.Array:
         dense = as_dense(without_placeholder(x))
     else:
         return _tensor_or_array(x)
+    # The placeholder is an array of zeros, through which the gradient reaches entries that are
+    # not stored.
     placeholder = None if masked_grad else placeholder_of(x)
     return dense if placeholder is None else dense + placeholder
 
@@ -166,6 +168,8 @@ def _values_at(x: TensorLike, pattern: Tensor) -> tuple[jax.Array, jax.Array]:
     """Return entries of `x` at the stored positions of `pattern`, and which of them exist."""
     if isinstance(x, MaskedTensor):
         storage = x.storage
+        # Data and mask are read at the same positions: read apart, a value could come without
+        # its mask.
         values = jnp.where(x.valid, stored_values(storage), 0)
         data = _stored_at(with_stored_values(storage, values), pattern)
         exists = with_stored_values(storage, x.valid.astype(jnp.int32))
@@ -183,6 +187,7 @@ def _stored_at(x: TensorLike, pattern: Tensor) -> jax.Array:
         return as_dense(x) if is_sparse(x) else x
     if not is_sparse(x):
         return sampled(x, pattern)
+    # A position that is stored twice is one entry, the sum of both.
     x = unique_positions(x)
     values = stored_values(x)
     if _alike(x, pattern):
@@ -201,5 +206,6 @@ def _stored_at(x: TensorLike, pattern: Tensor) -> jax.Array:
 
 def _alike(x: TensorLike, pattern: Tensor) -> bool:
     """Decide whether both store the same positions; constants are compared under jit too."""
+    # Index arrays that are constants under jit need not be one object to be equal.
     with jax.ensure_compile_time_eval():
         return is_sparse(x) and is_sparse(pattern) and same_positions(x, pattern)
