@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr, Literal
 
 from jmask._autodiff.values import RowSum
 from jmask._base.array_types import explicit_sharding, varying_axes
@@ -176,6 +177,23 @@ def after_reading(value: jax.Array, gradients: Gradients) -> Gradients:
     if zero is None:
         return gradients
     return jax.tree.map(lambda x: _ordered(x, value, zero), gradients, is_leaf=is_row_sparse)
+
+
+def reads_late(program: Jaxpr, results: Sequence[Any]) -> bool:
+    """Decide whether a table with a row-sparse gradient is read for gradients alone.
+
+    `after_reading` orders a table's update after what the value of the loss reads. A loss that
+    is recomputed in the backward pass, or weights of a bag that have a gradient, read it again.
+    """
+    rows = [isinstance(x, RowSum) and x.is_rows for x in results[-len(program.invars) :]]
+    tables = {v for v, is_rows in zip(program.invars, rows, strict=True) if is_rows}
+    needed = {program.outvars[0]}
+    for eqn in reversed(program.eqns):
+        if any(v in needed for v in eqn.outvars):
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+        elif any(not isinstance(v, Literal) and v in tables for v in eqn.invars):
+            return True
+    return False
 
 
 def after_all_reads(results: Sequence[Any]) -> list[Any]:

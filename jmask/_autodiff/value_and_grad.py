@@ -15,8 +15,6 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr
-from jax.extend.core import Literal as JaxprLiteral
 
 from jmask._autodiff.control_flow import COLLECTIVE_RULES, CONTROL_FLOW_RULES
 from jmask._autodiff.interpreter import Interpreter
@@ -26,6 +24,7 @@ from jmask._autodiff.loss import (
     argument_name,
     checked_loss,
     naming_tables,
+    reads_late,
 )
 from jmask._autodiff.rules import EQUATION_RULES
 from jmask._autodiff.tensor_arguments import TensorArguments
@@ -375,29 +374,12 @@ def _value_and_results(
             jax.tree.leaves(differentiated),
             jax.tree.leaves(wanted),
         )
-    if isinstance(results[0], jax.core.Tracer) and _reads_late(program.jaxpr, results):
+    if isinstance(results[0], jax.core.Tracer) and reads_late(program.jaxpr, results):
         results = after_all_reads(results)
     computed, gradients = jax.tree.unflatten(jax.tree.structure(outputs), results)
     for report in refined_reports(program.jaxpr, named_gradients, reports):
         report_fallback(*report)
     return trace.with_static(_mapped(_finished, computed)), gradients
-
-
-def _reads_late(program: Jaxpr, results: Sequence[Any]) -> bool:
-    """Decide whether a table with a row-sparse gradient is read for gradients alone.
-
-    `after_reading` orders a table's update after what the value of the loss reads. A loss that
-    is recomputed in the backward pass, or weights of a bag that have a gradient, read it again.
-    """
-    rows = [isinstance(x, RowSum) and x.is_rows for x in results[-len(program.invars) :]]
-    tables = {v for v, is_rows in zip(program.invars, rows, strict=True) if is_rows}
-    needed = {program.outvars[0]}
-    for eqn in reversed(program.eqns):
-        if any(v in needed for v in eqn.outvars):
-            needed.update(v for v in eqn.invars if not isinstance(v, JaxprLiteral))
-        elif any(not isinstance(v, JaxprLiteral) and v in tables for v in eqn.invars):
-            return True
-    return False
 
 
 class _Trace:
