@@ -114,7 +114,7 @@ def check_dtypes(state: OptState, expected: OptState, which: list[bool] | None =
         if is_checked and dtypes[0] != dtypes[1]:
             raise ValueError(
                 f"`state{jax.tree_util.keystr(path)}` is {dtypes[0]}, and `init` of this "
-                f"transformation makes {dtypes[1]} for these parameters: keep the dtype "
+                f"transformation makes {dtypes[1]} for these `params`: keep the dtype "
                 "(`state_dtype`, `mu_dtype`) that the state was made with, or cast the state, "
                 "jax.tree.map(lambda x, y: x.astype(y.dtype), state, tx.init(params))."
             )

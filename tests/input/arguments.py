@@ -12,6 +12,7 @@ from tests.input.wrong_values import (
     FLAG,
     FROM_THE_END,
     FUNCTION,
+    INEXACT,
     INTEGER,
     NAME,
     NAN,
@@ -173,7 +174,7 @@ TENSOR_ARGUMENTS: dict[str, Arg] = {
         ARRAY,
         {k: v for k, v in ANY.items() if k != "a scalar"},
     ),
-    "embedding_bag(table)": Arg(lambda v: jmask.embedding_bag(v, BAGS), ARRAY, REAL),
+    "embedding_bag(table)": Arg(lambda v: jmask.embedding_bag(v, BAGS), ARRAY, INEXACT),
     "pad_bags(ids)": Arg(jmask.pad_bags, ARRAY),
     "pad_bags(offsets)": Arg(
         lambda v: jmask.pad_bags([0, 1, 2, 3, 4, 5], v), ARRAY, named=("offsets", "ids")
@@ -183,7 +184,7 @@ TENSOR_ARGUMENTS: dict[str, Arg] = {
     ),
     "pad_bags(num_bags)": Arg(of(jmask.pad_bags, "num_bags", [[1], [2]]), NUMBER, DEFAULT),
     "pad_bags(at_least)": Arg(of(jmask.pad_bags, "at_least", [[1], [2]]), NUMBER),
-    "renormalize(table)": Arg(lambda v: jmask.renormalize(v, IDS, 1.0), ARRAY, REAL),
+    "renormalize(table)": Arg(lambda v: jmask.renormalize(v, IDS, 1.0), ARRAY, INEXACT),
     **{
         f"{f.__name__}({argument})": Arg(
             lambda v, f=f, args=args, argument=argument: f(TABLE, *args, **{argument: v}),
@@ -227,7 +228,7 @@ TENSOR_ARGUMENTS: dict[str, Arg] = {
         DEFAULT | because("an id that no row has", "negative"),
     ),
     # --- stored tables --------------------------------------------------------------------
-    "sharded(table)": Arg(lambda v: jmask.sharded(v, mesh()), ARRAY, REAL),
+    "sharded(table)": Arg(lambda v: jmask.sharded(v, mesh()), ARRAY, INEXACT),
     "sharded(mesh)": Arg(lambda v: jmask.sharded(TABLE, v), OBJECTS),
     **{
         f"sharded({name})": Arg(of(jmask.sharded, name, TABLE, mesh()), values, takes)
@@ -241,7 +242,7 @@ TENSOR_ARGUMENTS: dict[str, Arg] = {
     },
     "ShardedTable[ids]": Arg(lambda v: sharded()[v], ARRAY, named=("ids",)),
     "ShardedTable.with_placement(placement)": Arg(lambda v: sharded().with_placement(v), NAME),
-    "packed(table)": Arg(of(jmask.packed, "table", platform="tpu"), ARRAY, REAL),
+    "packed(table)": Arg(of(jmask.packed, "table", platform="tpu"), ARRAY, INEXACT),
     "packed(platform)": Arg(of(jmask.packed, "platform", TABLE), NAME, DEFAULT),
     "huge_pages(tree)": Arg(jmask.huge_pages, ARRAY, WHATEVER),
 }

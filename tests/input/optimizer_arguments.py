@@ -15,12 +15,14 @@ from tests.input.wrong_values import (
     DEFAULT,
     FILL,
     FLAG,
+    INEXACT,
     INTEGER,
     NAME,
     NAN,
     NUMBER,
     OBJECTS,
     OF_OPTAX,
+    PAIRS,
     REAL,
     SIGNED,
     TREE,
@@ -103,7 +105,7 @@ OPTIMIZER_ARGUMENTS |= {
     "from_deferred(params)": Arg(
         lambda v: jmask.from_deferred(ADAGRAD, ADAGRAD.init(PARAMS), {"t": v}),
         ARRAY,
-        NAN | because("frozen, as integers are", "booleans"),
+        NAN | PAIRS | because("frozen, as integers are", "booleans"),
         named=("params", "state"),
     ),
     "skip_nonfinite(inner)": Arg(jmask.skip_nonfinite, OBJECTS),
@@ -152,12 +154,15 @@ for name, tx in OPTIMIZERS.items():
             lambda v, tx=tx: tx.update(GRADS, v, PARAMS), OBJECTS, {}, OF_OPTAX if chain else {}
         ),
         f"update of {name}(params)": Arg(
-            lambda v, tx=tx: step(tx, params={"t": v}), ARRAY, NAN, named=("params", "updates")
+            lambda v, tx=tx: step(tx, params={"t": v}),
+            ARRAY,
+            NAN,
+            named=("params", "updates"),
         ),
         f"init of {name}(params)": Arg(
             lambda v, tx=tx: tx.init({"t": v}),
             ARRAY,
-            TREE | REAL | because("frozen, as integers are", "a scalar", "booleans"),
+            TREE | INEXACT | because("frozen, as integers are", "a scalar", "booleans"),
             named=("params",),
         ),
     }

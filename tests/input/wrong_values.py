@@ -91,6 +91,8 @@ OF_THIS_SHAPE = because("any numbers of this shape", "complex", "booleans", "nan
 REAL = because(
     "nan is what a computation gave, and no mistake of a call", "another shape", "nan"
 )
+PAIRS = because("a complex table is two real ones", "complex")
+INEXACT = REAL | PAIRS
 NAN = because("nan is a number: skip_nonfinite and drop_nonfinite_rows are for it", "nan")
 TREE = because("a tree, which None and a dict of numbers are", "None", "a dict")
 WHATEVER = because("leaves that are no tensors stay as they are", *ARRAY)
