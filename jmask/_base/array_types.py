@@ -84,6 +84,12 @@ def sharding_of_rows(array: jax.Array) -> NamedSharding | None:
     return by_rows(sharding.mesh, (*sharding.spec, None)[0], array.ndim)
 
 
+def automatic_mesh(mesh: Mesh | AbstractMesh) -> Mesh:
+    """Return the devices and names of a concrete mesh with automatic axes."""
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
 def by_rows(mesh: Mesh | AbstractMesh, axes: MeshAxes, ndim: int) -> NamedSharding:
     """Return an array (V, *row) with its rows over `axes`; spelled as a step returns it.
 

@@ -145,10 +145,8 @@ class RowRule:
     def _on_pairs(self, entries: Sequence[Any], scalars: Sequence[Any]) -> tuple[Any, ...]:
         """Run the rule on the real and the imaginary parts, as on a row twice as long."""
         grad, param, *slots = entries
-        entries = [
-            grad.astype(joint_dtype(*(x for x in (grad, param) if x is not None))),
-            *entries[1:],
-        ]
+        grad = grad if param is None else grad.astype(joint_dtype(grad, param))
+        entries = [grad, param, *slots]
         # An elementwise rule sees the parts in turn. A rule per row needs both together: its
         # mean is over 2 D numbers.
         if self.one_pass():
@@ -168,7 +166,7 @@ class RowRule:
             lax.complex(*jnp.split(x, 2, axis=1)).reshape(grad.shape)
             if is_complex(old)
             else x.reshape(old.shape)
-            for x, old in zip(new, (entries[0], *slots), strict=True)
+            for x, old in zip(new, (grad, *slots), strict=True)
         )
 
     def one_pass(self) -> bool:

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
 
+from jmask._base.array_types import automatic_mesh
 from jmask._base.types import KeyPath, PyTree, Table
 from jmask._base.validation import abstract_leaf, leaf_name, not_an_array
 from jmask._tables.deferral import Deferred, is_deferred, sealed
@@ -273,9 +274,7 @@ def _by_automatic_axes(x: Any) -> Any:
     is_concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
     if not is_concrete or not isinstance(x.sharding, NamedSharding):
         return x
-    mesh = x.sharding.mesh
-    automatic = jax.sharding.Mesh(mesh.devices, mesh.axis_names)
-    return jax.device_put(x, NamedSharding(automatic, x.sharding.spec))
+    return jax.device_put(x, NamedSharding(automatic_mesh(x.sharding.mesh), x.sharding.spec))
 
 
 def _in_order_of_ids(name: str, given: Mapping[str, Any], like: StoredTable) -> jax.Array:

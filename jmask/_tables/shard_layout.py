@@ -23,6 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmask._base.array_types import (
+    automatic_mesh,
     by_rows,
     explicit_sharding,
     varying_alike,
@@ -160,7 +161,7 @@ class Layout:
         if self.inside():
             return function(*arguments)
         sharding = explicit_sharding(*jax.tree.leaves(arguments))
-        mesh = self._automatic_mesh() if sharding is None else sharding.mesh
+        mesh = automatic_mesh(self.mesh) if sharding is None else sharding.mesh
         if sharding is not None:
             arguments = tuple(
                 jax.tree.map(functools.partial(with_rows_over, like=sharding, axes=axes), x)
@@ -172,15 +173,11 @@ class Layout:
         )
         return jax.jit(mapped)(*arguments)
 
-    def _automatic_mesh(self) -> Mesh:
-        automatic = (AxisType.Auto,) * len(self.mesh.axis_names)
-        return Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=automatic)
-
     def everywhere(self, x: jax.Array) -> jax.Array:
         """Replicate dimension 0 of `x` on every device."""
         if explicit_sharding(x) is not None:
             return with_whole_rows(x)
-        return lax.with_sharding_constraint(x, NamedSharding(self._automatic_mesh(), P()))
+        return lax.with_sharding_constraint(x, NamedSharding(automatic_mesh(self.mesh), P()))
 
     def sharding(self, ndim: int) -> NamedSharding:
         """Return the sharding of arrays of all blocks."""
