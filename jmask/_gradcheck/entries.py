@@ -36,7 +36,7 @@ from jmask._tensors.placeholders import (
     zero_placeholder,
 )
 from jmask._tensors.row_sparse import RowSparse
-from jmask._tensors.storage import is_sparse
+from jmask._tensors.storage import is_entry, is_sparse, sampled
 
 
 def wide(dtype: DTypeLike) -> np.dtype:
@@ -215,41 +215,21 @@ def stored_positions(x: TensorLike) -> np.ndarray:
     x = without_placeholder(x)
     if isinstance(x, MaskedTensor):
         return np.where(np.asarray(x.valid), stored_positions(x.storage), -1)
-    if isinstance(x, BCSR):
-        x = x.to_bcoo()
-    if isinstance(x, RowSparse):
-        return _numbers((np.asarray(x.row_ids()),), (), x.shape, np.shape(x.values))
-    if isinstance(x, BCOO):
-        indices = np.asarray(x.indices)
+    stored = np.shape(values_of(x))
+    if getattr(x, "n_batch", 0):
         batch = x.shape[: x.n_batch]
-        if x.data.shape[: x.n_batch] != batch:
+        if stored[: x.n_batch] != batch:
             raise ValueError(
-                f"a BCOO of shape {x.shape} stores one value for several entries: its data "
-                f"of shape {x.data.shape} broadcasts over batch dimensions {batch}."
+                f"a {type(x).__name__} of shape {x.shape} stores one value for several "
+                f"entries: its data of shape {stored} broadcasts over batch dimensions {batch}."
             )
-        indices = np.broadcast_to(indices, (*batch, *indices.shape[x.n_batch :]))
-        return _numbers(tuple(np.moveaxis(indices, -1, 0)), batch, x.shape, x.data.shape)
-    return np.arange(np.size(x)).reshape(np.shape(x))
-
-
-def _numbers(
-    indices: tuple[np.ndarray, ...],
-    batch: tuple[int, ...],
-    shape: tuple[int, ...],
-    stored: tuple[int, ...],
-) -> np.ndarray:
-    """Row-major numbers of entries: batch and sparse dimensions, then dense ones in full."""
-    number, inside = np.zeros((), np.int64), np.ones((), bool)
-    for axis, size in enumerate(batch):
-        place = np.arange(size).reshape((size,) + (1,) * (len(batch) - axis))
-        number = number * size + place
-    for index, size in zip(indices, shape[len(batch) :], strict=False):
-        inside = inside & (index >= 0) & (index < size)
-        number = number * size + index
-    for size in shape[len(batch) + len(indices) :]:
-        number = number[..., None] * size + np.arange(size)
-        inside = inside[..., None]
-    return np.broadcast_to(np.where(inside, number, -1), stored)
+        # Without batch dimensions the stored values come in the same order.
+        x = x.to_bcoo() if isinstance(x, BCSR) else x
+        indices = jnp.broadcast_to(x.indices, (*batch, *x.indices.shape[x.n_batch :]))
+        x = BCOO((jnp.zeros(stored), indices), shape=x.shape).update_layout(n_batch=0)
+    numbers = np.arange(math.prod(x.shape)).reshape(x.shape)
+    at_entries = np.where(is_entry(x), sampled(jnp.asarray(numbers), x), -1)
+    return at_entries.reshape(stored)
 
 
 def fully_specified(x: TensorLike, dense: np.ndarray) -> Tensor:
@@ -257,21 +237,13 @@ def fully_specified(x: TensorLike, dense: np.ndarray) -> Tensor:
     x = without_placeholder(x)
     if isinstance(x, MaskedTensor):
         storage = fully_specified(x.storage, dense)
-        valid = jnp.ones(values_of(storage).shape, bool)
-        return joined(storage, valid)
+        return joined(storage, jnp.ones(values_of(storage).shape, bool))
     if not is_sparse(x):
         return jnp.asarray(dense)
     if isinstance(x, RowSparse):
         return RowSparse(np.arange(x.shape[0]), jnp.asarray(dense), x.shape, coalesced=True)
-    batch, sizes = x.shape[: x.n_batch], x.shape[x.n_batch : x.n_batch + x.n_sparse]
-    rest = x.shape[x.n_batch + x.n_sparse :]
-    values = jnp.asarray(dense.reshape(*batch, math.prod(sizes), *rest))
-    where = np.indices(sizes, np.int32).reshape(len(sizes), -1).T
-    flags = {"shape": x.shape, "indices_sorted": True, "unique_indices": True}
-    if isinstance(x, BCOO):
-        indices = np.broadcast_to(where, (*batch, *where.shape))
-        return BCOO((values, jnp.asarray(indices)), **flags)
-    starts = np.arange(sizes[0] + 1, dtype=np.int32) * sizes[1]
-    columns = np.broadcast_to(where[:, 1], (*batch, where.shape[0]))
-    pointers = np.broadcast_to(starts, (*batch, starts.size))
-    return BCSR((values, jnp.asarray(columns), jnp.asarray(pointers)), **flags)
+    # Ones, which are all stored: `fromdense` leaves zeros out.
+    full = type(x).fromdense(jnp.ones(x.shape), n_batch=x.n_batch, n_dense=x.n_dense)
+    values, *indices = jax.tree.leaves(full)
+    arrays = (jnp.asarray(dense.reshape(values.shape)), *indices)
+    return type(x)(arrays, shape=x.shape, indices_sorted=True, unique_indices=True)

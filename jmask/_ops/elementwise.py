@@ -45,7 +45,7 @@ from jmask._base.types import Tensor, TensorLike
 from jmask._base.validation import refuse_scipy
 from jmask._ops.zero_semantics import Operand, behaviour_at_zero, role, safe_numbers, varies
 from jmask._tables.stored_table import add_to_dense
-from jmask._tensors.masked_tensor import MaskedTensor, common_shape, is_tensor, joined
+from jmask._tensors.masked_tensor import MaskedTensor, common_shape, is_tensor, joined, read_at
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (
     SPARSE,
@@ -59,7 +59,6 @@ from jmask._tensors.storage import (
     stype,
     summed,
     unique_positions,
-    values_at,
     with_stored_values,
 )
 
@@ -178,30 +177,16 @@ def _pattern(operands: Sequence[Any]) -> Tensor | None:
 
 def _at_positions(x: TensorLike, pattern: Tensor) -> Tensor:
     """Return the operand as (masked) values at the stored positions of `pattern`."""
-    if not isinstance(x, MaskedTensor) and not is_sparse(x):
+    if not is_tensor(x):
         return sampled(x, pattern) if jnp.ndim(x) else x
-    storage = x.storage if isinstance(x, MaskedTensor) else unique_positions(x)
-    if not is_sparse(storage):
-        return joined(sampled(storage, pattern), sampled(x.valid, pattern))
-    values = stored_values(storage)
-    if same_positions(storage, pattern):
-        return joined(values, x.valid) if isinstance(x, MaskedTensor) else values
-    masks = [x.valid] if isinstance(x, MaskedTensor) else []
-    at_positions = values_at(storage, pattern, *masks)
-    if at_positions is not None:
-        stored, values, *masks = at_positions
-        if masks:
-            return joined(values, masks[0] & stored)
-        # An ordinary tensor is zero where it stores nothing.
-        return jnp.where(stored, values, jnp.zeros((), values.dtype))
-    report_fallback(
-        f"a {'masked ' * isinstance(x, MaskedTensor)}{stype(storage)} operand of shape "
+    masked = isinstance(x, MaskedTensor)
+    otherwise = (
+        f"a {'masked ' * masked}{x.stype if masked else stype(x)} operand of shape "
         f"{tuple(x.shape)} became dense, at O(size) cost: its storage differs from that of "
         "the other operand"
     )
-    if isinstance(x, MaskedTensor):
-        return _at_positions(x.to_dense(), pattern)
-    return sampled(as_dense(x), pattern)
+    values, valid = read_at(x, pattern, otherwise)
+    return joined(values, valid) if masked else values
 
 
 def _dense(x: TensorLike) -> Tensor:
@@ -212,7 +197,7 @@ def _dense(x: TensorLike) -> Tensor:
             "cost: it was broadcast to a larger shape"
         )
         return x.to_dense()
-    return as_dense(x) if is_sparse(x) else x
+    return as_dense(x)
 
 
 # --- zero semantics -----------------------------------------------------------------------
@@ -247,7 +232,7 @@ def zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) ->
         f"`{name}` made a sparse tensor of shape {tuple(sparse[0].shape)} dense, at "
         "O(size) cost: it does not keep zeros, or combines storages"
     )
-    return function(*(as_dense(x) if is_sparse(x) else x for x in operands), **kwargs)
+    return function(*map(as_dense, operands), **kwargs)
 
 
 def _stacked_tables(function: Callable, operands: Sequence[Any], kwargs: dict) -> Tensor | None:

@@ -48,13 +48,12 @@ from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (
     as_dense,
     coordinates,
+    entries_at,
     is_entry,
     is_sparse,
-    same_positions,
-    sampled,
     stored_values,
     unique_positions,
-    values_at,
+    with_stored_values,
 )
 
 
@@ -149,19 +148,8 @@ class Slices(_Groups):
 
     def stored(self, result: jax.Array) -> Any:
         """Return the tensor of results."""
-        x, result = self.origin, self.shaped(result)
-        if not self.keeps:
-            return result
-        if isinstance(x, RowSparse):
-            return x.with_leaves(x.index_leaf, result, shape=self.shape)
-        kind = BCSR if isinstance(x, BCSR) else BCOO
-        indices = (x.indices, x.indptr) if isinstance(x, BCSR) else (x.indices,)
-        return kind(
-            (result, *indices),
-            shape=self.shape,
-            indices_sorted=x.indices_sorted,
-            unique_indices=x.unique_indices,
-        )
+        result = self.shaped(result)
+        return with_stored_values(self.origin, result, self.shape) if self.keeps else result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,7 +260,7 @@ def sparse_dimensions(x: TensorLike) -> int:
     """Count the leading dimensions of `x` given by indices; 0 if it is dense."""
     if isinstance(x, RowSparse):
         return 1
-    return int(x.n_sparse) if is_sparse(x) else 0
+    return int(x.n_sparse) if isinstance(x, BCOO | BCSR) else 0
 
 
 def least(dtype: DTypeLike) -> Scalar:
@@ -458,33 +446,22 @@ def where_at(where: Mask, storage: TensorLike) -> jax.Array:
         return jnp.ones(stored_values(storage).shape, bool)
     refuse_scipy("where", where)
     masked = isinstance(where, MaskedTensor)
-    if is_sparse(where):
-        where = as_booleans(where)
-    elif not masked:
-        where = jnp.asarray(where)
+    where = where if masked else as_booleans(as_tensor(where))
     if masked or not jnp.issubdtype(where.dtype, jnp.bool_):
         kind = "a MaskedTensor" if masked else where.dtype
         raise TypeError(
             f"`where` must be a boolean array, True where an entry takes part, got {kind}."
         )
-    if is_sparse(where):
-        if same_positions(where, storage):
-            return stored_values(where)
-        if is_sparse(storage):
-            # Repeated positions of `where` are one entry, which takes part if any is True.
-            at_positions = values_at(unique_positions(where), storage)
-            if at_positions is not None:
-                taken = functools.reduce(operator.and_, at_positions)
-                return jnp.broadcast_to(taken, stored_values(storage).shape)
-        where = as_dense(where)
     shape = tuple(storage.shape)
     try:
-        where = jnp.broadcast_to(where, shape)
+        fits = jnp.broadcast_shapes(where.shape, shape) == shape
     except ValueError:
+        fits = False
+    if not fits:
         raise ValueError(
             f"`where` of shape {where.shape} does not broadcast to `x` of shape {shape}."
-        ) from None
-    return sampled(where, storage) if is_sparse(storage) else where
+        )
+    return entries_at(where, storage)[0]
 
 
 def became_dense(name: str, x: TensorLike) -> str:

@@ -41,7 +41,7 @@ from jmask._ops.elementwise import elementwise
 from jmask._ops.groups import Reduction, checked_axes, single_axis, where_at
 from jmask._ops.shape import dense
 from jmask._tensors.masked_tensor import MaskedTensor, as_tensor
-from jmask._tensors.storage import is_sparse, sampled
+from jmask._tensors.storage import sampled
 
 # --- the table ---------------------------------------------------------------------------
 
@@ -338,8 +338,7 @@ def average(
         where = known if where is None else known & where_at(where, jnp.empty(shape))
     weight: Any = spread(weights)
     if isinstance(x, MaskedTensor):
-        sparse = is_sparse(x.storage)
-        weight = x.with_values(sampled(weight, x.storage) if sparse else weight)
+        weight = x.with_values(sampled(weight, x.storage))
     above = sum(_multiply(x, weight), axis, None, keepdims, where)
     below = sum(weight, axis, None, keepdims, where)
     return _divide(above, below)

@@ -38,13 +38,12 @@ from jmask._base.row_ids import widen
 from jmask._base.types import Axis, Mask, Shape, Tensor, TensorLike
 from jmask._base.validation import abstract_leaf
 from jmask._ops.elementwise import elementwise, on_union_of_rows
-from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
+from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined, read_at
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import (
     as_dense,
     is_sparse,
     same_positions,
-    sampled,
     stored_values,
     with_stored_values,
 )
@@ -107,10 +106,14 @@ def dense(x: TensorLike, name: str) -> Tensor:
     storage = data_of(x)
     if not is_sparse(storage):
         return x
-    report_fallback(
-        f"`{name}` made a sparse tensor of shape {tuple(x.shape)} dense, at O(size) cost"
-    )
+    report_fallback(became_dense(x, name))
     return x.to_dense() if isinstance(x, MaskedTensor) else as_dense(x)
+
+
+def became_dense(x: TensorLike, name: str) -> str:
+    """Return the warning of an operation that makes a sparse tensor dense."""
+    shape = np.shape(x) if not is_tensor(x) else tuple(x.shape)
+    return f"`{name}` made a sparse tensor of shape {shape} dense, at O(size) cost"
 
 
 def is_masked_coo(x: TensorLike) -> bool:
@@ -328,12 +331,9 @@ def where(
     if not any(isinstance(a, MaskedTensor) for a in operands):
         return _plain_where(*operands, **kwargs)
     if _share_positions(x, y) and jnp.broadcast_shapes(x.shape, condition.shape) == x.shape:
-        condition = dense(condition, "where")
-        chosen, masked = (
-            sampled(a, x.storage) for a in (data_of(condition), masked_of(condition))
-        )
+        chosen, exists = read_at(condition, x.storage, became_dense(condition, "where"))
         values = jnp.where(chosen, stored_values(x.storage), stored_values(y.storage))
-        return x.with_values(values, jnp.where(chosen, x.valid, y.valid) & ~masked)
+        return x.with_values(values, jnp.where(chosen, x.valid, y.valid) & exists)
     condition, x, y = (dense(a, "where") for a in operands)
     chosen = data_of(condition)
     masked = jnp.where(chosen, masked_of(x), masked_of(y)) | masked_of(condition)

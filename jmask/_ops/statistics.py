@@ -26,9 +26,9 @@ from jmask._ops import kernels, order, reductions, running
 from jmask._ops.contractions import outer
 from jmask._ops.elementwise import elementwise
 from jmask._ops.groups import checked_axes
-from jmask._ops.shape import broadcast_to, concatenate, data_of, dense, diagonal, masked_of
-from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, joined
-from jmask._tensors.storage import is_sparse, sampled, stored_values
+from jmask._ops.shape import became_dense, broadcast_to, concatenate, dense, diagonal
+from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, joined, read_at
+from jmask._tensors.storage import stored_values
 
 # --- without nan -------------------------------------------------------------------------
 
@@ -459,12 +459,10 @@ def _weighted(
     values, valid = stored_values(x.storage), x.valid
     if weights is None:
         return values, None, valid
-    weights = dense(as_tensor(weights), name)
+    weights = as_tensor(weights)
     if weights.shape != x.shape:
         raise ValueError(
             f"`weights` of shape {weights.shape} must have that of the tensor, {x.shape}."
         )
-    weight, known = data_of(weights), ~masked_of(weights)
-    if is_sparse(x.storage):
-        weight, known = sampled(weight, x.storage), sampled(known, x.storage)
-    return values, weight, valid & known
+    weight, exists = read_at(weights, x.storage, became_dense(weights, name))
+    return values, weight, valid & exists

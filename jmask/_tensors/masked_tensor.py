@@ -33,6 +33,7 @@ from jmask._tensors.misuse import NamesItsFunctions
 from jmask._tensors.storage import (
     Sparse,
     Storage,
+    entries_at,
     equal_positions,
     has_unique_positions,
     is_entry,
@@ -225,7 +226,7 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
         values = stored_values(self.storage)
         fill = checked_scalar("fill_value", fill_value, values.dtype)
         values = jnp.where(self.valid, values, fill)
-        return scattered(values, self.storage, fill) if is_sparse(self.storage) else values
+        return scattered(values, self.storage, fill)
 
     filled = to_tensor
 
@@ -317,6 +318,19 @@ def as_masked_tensor(x: TensorLike) -> MaskedTensor:
         return x
     stype(x)  # refuses what is no storage
     return MaskedTensor(x)
+
+
+def read_at(x: TensorLike, like: Storage, otherwise: str = "") -> tuple[jax.Array, jax.Array]:
+    """Read any tensor at the stored positions of a storage; see `entries_at`.
+
+    Returns:
+        The entries, and which of them exist: all of a tensor that is not masked.
+    """
+    if isinstance(x, MaskedTensor):
+        values, valid = entries_at(x.storage, like, x.valid, otherwise=otherwise)
+        return values, valid
+    (values,) = entries_at(as_tensor(x), like, otherwise=otherwise)
+    return values, jnp.ones((), bool)
 
 
 def common_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
