@@ -101,19 +101,19 @@ def masked_of(x: TensorLike) -> jax.Array:
     return ~x.valid if isinstance(x, MaskedTensor) else jnp.zeros(jnp.shape(x), bool)
 
 
-def dense(x: TensorLike, name: str) -> Tensor:
+def dense(x: TensorLike, name: str, why: str = "") -> Tensor:
     """Return `x` on dense storage, with a warning that names the operation if it was sparse."""
-    storage = data_of(x)
-    if not is_sparse(storage):
+    if not is_sparse(data_of(x)):
         return x
-    report_fallback(became_dense(x, name))
+    report_fallback(became_dense(x, name, why))
     return x.to_dense() if isinstance(x, MaskedTensor) else as_dense(x)
 
 
-def became_dense(x: TensorLike, name: str) -> str:
+def became_dense(x: TensorLike, name: str, why: str = "") -> str:
     """Return the warning of an operation that makes a sparse tensor dense."""
-    shape = np.shape(x) if not is_tensor(x) else tuple(x.shape)
-    return f"`{name}` made a sparse tensor of shape {shape} dense, at O(size) cost"
+    shape = tuple(x.shape) if is_tensor(x) else np.shape(x)
+    because = f": {why}" if why else ""
+    return f"`{name}` made a sparse tensor of shape {shape} dense, at O(size) cost{because}"
 
 
 def is_masked_coo(x: TensorLike) -> bool:
