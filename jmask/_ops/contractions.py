@@ -258,8 +258,9 @@ def _is_sparse_matrix(x: TensorLike) -> bool:
 
 def _dense(x: TensorLike, name: str) -> Tensor:
     if isinstance(x, MaskedTensor):
-        return dense(x, name, "only a BCOO or BCSR matrix on the left stays sparse")
-    why = "jmask.dot takes two matrices of which one is sparse"
+        why = "in a product only a BCOO or BCSR matrix on the left stays sparse"
+    else:
+        why = "a product of two matrices, of which one is sparse, is jmask.dot"
     return dense(as_tensor(x), name, why)
 
 

@@ -148,17 +148,23 @@ def _masked(function: Callable, operands: Sequence[Any], kwargs: dict) -> Masked
     masks = {id(x.valid): x.valid for x in operands if isinstance(x, MaskedTensor)}
     valid = functools.reduce(operator.and_, masks.values())
     values = [x.storage if isinstance(x, MaskedTensor) else x for x in operands]
-    kinds = tuple(x.dtype if varies(x) else x for x in values)
-    safe = safe_numbers(function, kinds, kwargs)
-    values = [
-        jnp.where(valid, x, number) if varies(x) else x
-        for x, number in zip(values, safe, strict=True)
-    ]
-    result = function(*values, **kwargs)
+    result = _where_existing(function, values, valid, kwargs)
     shape = jnp.broadcast_shapes(result.shape, valid.shape)
     result, valid = jnp.broadcast_to(result, shape), jnp.broadcast_to(valid, shape)
     storage = result if pattern is None else with_stored_values(pattern, result)
     return joined(storage, valid)
+
+
+def _where_existing(
+    function: Callable, values: Sequence[Any], exists: jax.Array, kwargs: dict
+) -> jax.Array:
+    """Apply the function with harmless numbers where entries do not exist."""
+    kinds = tuple(x.dtype if varies(x) else x for x in values)
+    values = [
+        jnp.where(exists, x, number) if varies(x) else x
+        for x, number in zip(values, safe_numbers(function, kinds, kwargs), strict=True)
+    ]
+    return function(*values, **kwargs)
 
 
 def _as_operand(x: TensorLike) -> Tensor:
@@ -338,17 +344,10 @@ class _Call:
         """Do as `_apply`, with a harmless number at padding: slopes may be infinite there."""
         if getattr(pattern, "n_batch", 0):
             return self._apply(pattern, values)
-        stored = is_stored(pattern)
+        stored = trailing(is_stored(pattern), values[0].ndim)
         operands = self._at_positions(pattern, values)
-        kinds = tuple(x.dtype if varies(x) else x for x in operands)
-        safe = safe_numbers(self.function, kinds, self.kwargs)
-        operands = [
-            jnp.where(trailing(stored, x.ndim), x, number) if jnp.ndim(x) else x
-            for x, number in zip(operands, safe, strict=True)
-        ]
-        result = self.function(*operands, **self.kwargs)
-        zero = jnp.zeros((), result.dtype)
-        return jnp.where(trailing(stored, result.ndim), result, zero)
+        result = _where_existing(self.function, operands, stored, self.kwargs)
+        return jnp.where(stored, result, jnp.zeros((), result.dtype))
 
     def _apply(self, pattern: Tensor, values: Sequence[Any]) -> jax.Array:
         return self.function(*self._at_positions(pattern, values), **self.kwargs)
