@@ -30,6 +30,7 @@ from jax.typing import DTypeLike
 from jmask._base.types import Tensor, TensorLike
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
 from jmask._tensors.placeholders import (
+    placeholder_of,
     values_of,
     with_values_of,
     without_placeholder,
@@ -41,8 +42,7 @@ from jmask._tensors.storage import is_entry, is_sparse, sampled
 
 def wide(dtype: DTypeLike) -> np.dtype:
     """float64 or complex128, whichever holds the numbers of this floating dtype."""
-    complex_numbers = jnp.issubdtype(dtype, jnp.complexfloating)
-    return jnp.dtype(jnp.complex128 if complex_numbers else jnp.float64)
+    return jnp.dtype(jnp.complex128 if parts_of(dtype) == 2 else jnp.float64)
 
 
 def is_differentiable(x: object) -> bool:
@@ -103,7 +103,7 @@ class Input:
     @property
     def parts(self) -> int:
         """Return how many coordinates a number has."""
-        return 2 if np.iscomplexobj(self.values) else 1
+        return parts_of(self.values.dtype)
 
     # --- points near the input ----------------------------------------------------------
 
@@ -127,15 +127,6 @@ class Input:
     def count(self, kind: str) -> int:
         """Count the coordinates of a kind."""
         return len(getattr(self, kind)) * self.parts
-
-    def primal(self, with_placeholder: bool) -> tuple[Any, Any]:
-        """Return what is differentiated: the stored values, and the placeholder or None."""
-        placeholder = (
-            zero_placeholder(self.tensor)
-            if with_placeholder and is_tensor(self.tensor)
-            else None
-        )
-        return values_of(self.tensor), placeholder
 
     def tangent(self, steps: np.ndarray, with_placeholder: bool) -> tuple[Any, Any]:
         """Return the tangent of `primal` with `steps` along all coordinates."""
@@ -166,11 +157,10 @@ class Input:
     def described(self, kind: str, number: int) -> str:
         """Return the coordinate with this number among those of its kind, in words."""
         number, part = divmod(number, self.parts)
-        what = ("real part of ", "imaginary part of ")[part] if self.parts == 2 else ""
-        shape = tuple(self.tensor.shape)
-        if kind == "unspecified":
-            return f"{what}{entry(self.unspecified[number], shape)}, which is not specified"
+        what, shape = part_name(part, self.parts), tuple(self.tensor.shape)
         at = getattr(self, kind)[number]
+        if kind == "unspecified":
+            return f"{what}{entry(at, shape)}, which is not specified"
         stored = entry(at, self.positions.shape)
         if kind == "hidden":
             place = "under the mask" if isinstance(self.tensor, MaskedTensor) else "padding"
@@ -189,9 +179,19 @@ def entry(number: int, shape: tuple[int, ...]) -> str:
     return f"entry {tuple(map(int, np.unravel_index(number, shape)))}"
 
 
+def parts_of(dtype: DTypeLike) -> int:
+    """Return how many coordinates a number has."""
+    return 2 if jnp.issubdtype(dtype, jnp.complexfloating) else 1
+
+
+def part_name(part: int, parts: int) -> str:
+    """Return which part of a number a coordinate is, as messages print it."""
+    return ("real part of ", "imaginary part of ")[part] if parts == 2 else ""
+
+
 def reals_of(numbers: np.ndarray) -> np.ndarray:
     """Numbers (n,) as real coordinates (n, parts)."""
-    if np.iscomplexobj(numbers):
+    if parts_of(numbers.dtype) == 2:
         return np.stack([numbers.real, numbers.imag], axis=1)
     return np.asarray(numbers, np.float64)[:, None]
 
@@ -204,6 +204,14 @@ def numbers_of(reals: np.ndarray) -> np.ndarray:
 def random_reals(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Numbers of random sign whose sizes are between 0.5 and 1.5: none is lost in a sum."""
     return rng.choice([-1.0, 1.0], shape) * rng.uniform(0.5, 1.5, shape)
+
+
+def primal(x: TensorLike, with_placeholder: bool) -> tuple[Any, Any]:
+    """Return what is differentiated of an input: its stored values, and its placeholder."""
+    if not (with_placeholder and is_tensor(x)):
+        return values_of(x), None
+    placeholder = placeholder_of(x)
+    return values_of(x), zero_placeholder(x) if placeholder is None else placeholder
 
 
 def stored_positions(x: TensorLike) -> np.ndarray:

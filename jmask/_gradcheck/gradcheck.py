@@ -36,12 +36,11 @@ import numpy as np
 
 from jmask._base.types import KeyPath, PyTree, TensorLike
 from jmask._base.validation import check_flag, check_leaves, shown
-from jmask._gradcheck.entries import Input, numbers_of, random_reals, stored_positions
+from jmask._gradcheck.entries import Input, numbers_of, primal, random_reals, stored_positions
 from jmask._gradcheck.jacobian import Rules, find_mismatch, is_suspicious
 from jmask._gradcheck.message import GradcheckError, Setting
 from jmask._gradcheck.problem import Problem, check_premises, is_masked_function
 from jmask._tensors.masked_tensor import is_tensor
-from jmask._tensors.placeholders import placeholder_of, values_of, zero_placeholder
 
 
 def gradcheck(
@@ -180,7 +179,7 @@ def gradient_problem(problem: Problem, modes: Sequence[str]) -> Problem:
     def gradient_of(args: Sequence[Any], vectors: Sequence[jax.Array]) -> dict[str, jax.Array]:
         leaves = jax.tree.leaves(args, is_leaf=is_tensor)
         tensors = [leaves[number] for number in problem.numbers]
-        parts = [_parts(problem, x) for x in tensors]
+        parts = [primal(x, problem.with_placeholders) for x in tensors]
         function = lambda parts: problem.smooth(tensors, parts)
         return gradient(problem, function, tensors, parts, list(vectors))
 
@@ -219,13 +218,6 @@ def _pushed_forward(
     _, results = jax.jvp(function, (parts,), (along,))
     pairs = zip(problem.outputs, results, strict=True)
     return {f"tangent of {y.path}": result for y, result in pairs}
-
-
-def _parts(problem: Problem, x: TensorLike) -> tuple[Any, Any]:
-    if not (problem.with_placeholders and is_tensor(x)):
-        return values_of(x), None
-    placeholder = placeholder_of(x)
-    return values_of(x), zero_placeholder(x) if placeholder is None else placeholder
 
 
 def _at_entries(
