@@ -22,11 +22,11 @@ from jmask._base.array_types import is_nonzero, joint_dtype
 from jmask._base.types import Axis, Mask, Numbers, Scalar, Tensor, TensorLike
 from jmask._base.validation import checked_choice
 from jmask._ops import kernels
-from jmask._ops.groups import Reduction, checked_axes, sparse_dimensions
+from jmask._ops.groups import Reduction, checked_axes
 from jmask._ops.reductions import described
 from jmask._ops.shape import argsort, dense, take_along_axis
 from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, as_tensor, joined
-from jmask._tensors.storage import coordinates, stored_values
+from jmask._tensors.storage import entry_indices, is_sparse, stored_values
 
 # --- quantiles ---------------------------------------------------------------------------
 
@@ -320,13 +320,10 @@ def compressed(x: TensorLike, *, size: int | None = None, fill_value: complex = 
 
 def _in_order(x: MaskedTensor) -> tuple[jax.Array, jax.Array, Sequence[jax.Array]]:
     """Return stored values, whether they are valid, and their indices, sorted by these."""
-    values, sparse = stored_values(x.storage), sparse_dimensions(x.storage)
-    numbers = jnp.unravel_index(jnp.arange(values.size), values.shape)
-    places = list(numbers)
-    if sparse:
-        places = [*(index[numbers[0]] for index in coordinates(x.storage)), *numbers[1:]]
+    values = stored_values(x.storage)
+    places = entry_indices(x.storage, jnp.arange(values.size))
     values, valid = values.reshape(-1), x.valid.reshape(-1)
-    if not sparse:
+    if not is_sparse(x.storage):
         return values, valid, places
     order = jnp.lexsort(tuple(places[::-1]))
     return values[order], valid[order], [place[order] for place in places]

@@ -34,6 +34,7 @@ from jmask._tensors.storage import (
     as_dense,
     compressed,
     coordinates,
+    entry_indices,
     is_entry,
     is_sparse,
     stored_values,
@@ -101,7 +102,7 @@ def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     )
     indices = [
         jnp.where(inside, index, size)
-        for index, size in zip(_coordinates_at(x.storage, picked), x.shape, strict=True)
+        for index, size in zip(entry_indices(x.storage, picked), x.shape, strict=True)
     ]
     dtype = joint_dtype(*indices)
     storage = BCOO(
@@ -205,15 +206,6 @@ def _picked(values: jax.Array, picked: jax.Array) -> jax.Array:
 
 def _zero_where(padding: jax.Array, values: jax.Array) -> jax.Array:
     return jnp.where(padding, jnp.zeros((), values.dtype), values)
-
-
-def _coordinates_at(storage: Tensor, picked: jax.Array) -> Sequence[jax.Array]:
-    """Return the index in every dimension of stored values, given by their number."""
-    if not is_sparse(storage):
-        return jnp.unravel_index(picked, storage.shape)
-    shape = stored_values(storage).shape
-    entry, *rest = jnp.unravel_index(picked, shape)
-    return [*(_picked(index, entry) for index in coordinates(storage)), *rest]
 
 
 def _is_sorted(storage: Tensor) -> bool:

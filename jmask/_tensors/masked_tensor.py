@@ -26,7 +26,8 @@ from jax.experimental.sparse import BCOO, BCSR
 from jax.typing import DTypeLike
 
 from jmask._base.types import Mask, Scalar, Tensor, TensorLike
-from jmask._base.validation import checked_array, checked_dtype, checked_scalar, refuse_scipy
+from jmask._base.validation import checked_dtype, checked_scalar, refuse_scipy
+from jmask._tensors.checks import checked_replacement
 from jmask._tensors.flax_state import register_in_flax
 from jmask._tensors.methods import MaskedMethods, call
 from jmask._tensors.misuse import NamesItsFunctions
@@ -267,16 +268,9 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
 
     def with_values(self, values: jax.Array, valid: jax.Array | None = None) -> "MaskedTensor":
         """Return the tensor with other stored values (and mask) at the same positions."""
-        known = isinstance(values, jax.Array | jax.ShapeDtypeStruct)
-        values = values if known else checked_array("values", values)
-        if valid is None and values.shape != stored_values(self.storage).shape:
-            raise ValueError(
-                f"`values` of shape {values.shape} do not fit: the tensor stores values of "
-                f"shape {stored_values(self.storage).shape}."
-            )
-        storage = with_stored_values(self.storage, values)
-        valid = self.valid if valid is None else valid
-        return joined(storage, valid)
+        if valid is None:
+            values, valid = checked_replacement(values, stored_values(self.storage)), self.valid
+        return joined(with_stored_values(self.storage, jnp.asarray(values)), valid)
 
 
 def masked_tensor(data: TensorLike, mask: Mask | None = None) -> MaskedTensor:
@@ -427,8 +421,8 @@ def _at_positions_of(mask: Mask, data: Sparse) -> tuple[Any, jax.Array]:
         alike = equal_positions(data, mask)
         valid = valid if alike is False else jnp.where(alike, stored_values(mask), valid)
     data, valid = _merged(data, valid)
-    stored, values, valid = values_at(data, positions, valid)  # type: ignore[misc]
-    return with_stored_values(positions, values), valid & stored
+    values, valid = entries_at(data, positions, valid)
+    return with_stored_values(positions, values), valid
 
 
 def _stored_mask(data: Sparse, mask: jax.Array) -> jax.Array:

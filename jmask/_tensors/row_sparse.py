@@ -36,12 +36,12 @@ from jmask._kernels.update_rows import add_to_rows
 from jmask._tensors.checks import (
     check_coalesced,
     check_order,
-    check_replacement,
     check_stored,
     check_values,
     checked_capacity,
     checked_indices,
     checked_leading,
+    checked_replacement,
     checked_shape,
     fit_or_poison,
     ids_from_plain,
@@ -466,9 +466,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         Raises:
             ValueError: if the values have another shape than those stored.
         """
-        known = isinstance(values, jax.Array | jax.ShapeDtypeStruct)
-        values = values if known else checked_array("values", values)
-        check_replacement(values, self.values)
+        values = checked_replacement(values, self.values)
         return self.with_leaves(self.index_leaf, values)
 
     def scaled(self, function: Callable[[Any], Any]) -> "RowSparse":

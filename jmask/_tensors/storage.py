@@ -147,6 +147,15 @@ def is_entry(x: Storage) -> jax.Array:
     return jnp.broadcast_to(trailing(is_stored(x), values.ndim), values.shape)
 
 
+def entry_indices(x: Storage, numbers: jax.Array) -> list[jax.Array]:
+    """Return the index in every dimension of stored values, given by their row-major number."""
+    if not isinstance(x, SPARSE):
+        return list(jnp.unravel_index(numbers, x.shape))
+    place, *rest = jnp.unravel_index(numbers, stored_values(x).shape)
+    gathered = [gather_rows(index, place.astype(jnp.int32)) for index in coordinates(x)]
+    return [*gathered, *rest]
+
+
 def sampled(dense: jax.Array, like: Storage, shape: tuple[int, ...] | None = None) -> jax.Array:
     """Return the entries of `dense` at the stored positions of `like`.
 
