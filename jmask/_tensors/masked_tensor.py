@@ -270,7 +270,7 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
         """Return the tensor with other stored values (and mask) at the same positions."""
         if valid is None:
             values, valid = checked_replacement(values, stored_values(self.storage)), self.valid
-        return joined(with_stored_values(self.storage, jnp.asarray(values)), valid)
+        return joined(with_stored_values(self.storage, values), valid)
 
 
 def masked_tensor(data: TensorLike, mask: Mask | None = None) -> MaskedTensor:
