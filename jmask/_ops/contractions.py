@@ -33,7 +33,7 @@ from jmask._ops.elementwise import elementwise
 from jmask._ops.products import dot as _sparse_dot
 from jmask._ops.reductions import sum as sum_of
 from jmask._ops.shape import dense
-from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, is_tensor, joined
+from jmask._tensors.masked_tensor import MaskedTensor, any_masked, as_tensor, is_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import is_sparse, stored_values, with_stored_values
 
@@ -60,7 +60,7 @@ def matmul(x: TensorLike, y: TensorLike) -> Tensor:
         Array([[5., 6.],
                [0., 0.]], dtype=float32)
     """
-    if not _any_masked(x, y):
+    if not any_masked(x, y):
         return _product(jnp.matmul, x, y)
     if _is_sparse_matrix(x) and not _is_sparse_matrix(y):
         return _combined(lambda a, b: a @ b, x, _dense(y, "matmul"))
@@ -69,7 +69,7 @@ def matmul(x: TensorLike, y: TensorLike) -> Tensor:
 
 def dot(x: TensorLike, y: TensorLike) -> Tensor:
     """Do as `jnp.dot` with masked operands; masked entries contribute nothing. See `matmul`."""
-    return _contracted(jnp.dot, x, y) if _any_masked(x, y) else _product(jnp.dot, x, y)
+    return _contracted(jnp.dot, x, y) if any_masked(x, y) else _product(jnp.dot, x, y)
 
 
 def einsum(subscripts: str, *operands: TensorLike) -> Tensor:
@@ -173,7 +173,7 @@ def dot_product_attention(
     attention: Any = nn.dot_product_attention
     options = {"scale": scale, "implementation": implementation}
     operands = [_dense(x, "dot_product_attention") for x in (query, key, value)]
-    if not _any_masked(*operands, bias, mask):
+    if not any_masked(*operands, bias, mask):
         return attention(
             *operands,
             bias,
@@ -222,14 +222,10 @@ def _product(dense_product: Callable[..., jax.Array], x: TensorLike, y: TensorLi
     return _sparse_dot(x, y) if is_sparse(x) or is_sparse(y) else dense_product(x, y)
 
 
-def _any_masked(*operands: TensorLike) -> bool:
-    return any(isinstance(x, MaskedTensor) for x in operands)
-
-
 def _contracted(product: Callable[..., Any], *operands: TensorLike, name: str = "") -> Tensor:
     """Return a product of arrays, or of masked tensors, on dense storage."""
     operands = tuple(_dense(x, name or product.__name__) for x in operands)
-    return _combined(product, *operands) if _any_masked(*operands) else product(*operands)
+    return _combined(product, *operands) if any_masked(*operands) else product(*operands)
 
 
 def _combined(product: Callable[..., Any], *operands: TensorLike) -> MaskedTensor:

@@ -45,7 +45,14 @@ from jmask._base.types import Tensor, TensorLike
 from jmask._base.validation import refuse_scipy
 from jmask._ops.zero_semantics import Operand, behaviour_at_zero, role, safe_numbers, varies
 from jmask._tables.stored_table import add_to_dense
-from jmask._tensors.masked_tensor import MaskedTensor, common_shape, is_tensor, joined, read_at
+from jmask._tensors.masked_tensor import (
+    MaskedTensor,
+    any_masked,
+    common_shape,
+    is_tensor,
+    joined,
+    read_at,
+)
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (
     SPARSE,
@@ -86,7 +93,7 @@ def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
         arguments = (*args, *kwargs.values())
         for x in arguments:
             refuse_scipy("x", x)
-        if any(isinstance(x, MaskedTensor) for x in arguments):
+        if any_masked(*arguments):
             return _masked(*_call(function, args, kwargs))
         if any(isinstance(x, SPARSE) for x in arguments):
             return zero_semantics(*_call(function, args, kwargs))
@@ -214,7 +221,7 @@ def zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) ->
     operands = [x if is_sparse(x) or _is_number(x) else jnp.asarray(x) for x in operands]
     if any(isinstance(x, RowSparse) and x.leading > 1 for x in operands):
         return _stacked_tables(function, operands, kwargs)
-    shape = common_shape([jnp.shape(x) if not is_sparse(x) else x.shape for x in operands])
+    shape = common_shape(list(map(np.shape, operands)))
     sparse = [x for x in operands if is_sparse(x)]
     for x in sparse:
         if isinstance(x, RowSparse):

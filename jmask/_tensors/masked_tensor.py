@@ -294,6 +294,11 @@ def is_tensor(x: object) -> bool:
     return is_sparse(x) or isinstance(x, MaskedTensor)
 
 
+def any_masked(*operands: object) -> bool:
+    """Decide whether one of them is a `MaskedTensor`."""
+    return any(isinstance(x, MaskedTensor) for x in operands)
+
+
 def as_tensor(x: TensorLike) -> Tensor:
     """Return `x` if it is sparse or masked, and otherwise the array."""
     refuse_scipy("x", x)
