@@ -235,7 +235,7 @@ def zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) ->
         full = list(filter(is_full, operands))
         sizes = jnp.broadcast_shapes(*(x.shape for x in full))
         if behaviour.sums and sizes == shape and isinstance(sparse[0], RowSparse):
-            rows = call.with_zeros(is_full).on_rows(affine=True)
+            rows = call.with_zeros(is_full).on_positions(affine=True)
             if isinstance(behaviour.value, Operand):
                 return add_to_dense(full[0], rows)
             dense = call.with_zeros(is_sparse)
@@ -309,43 +309,39 @@ class _Call:
         operands = [jnp.zeros((), x.dtype) if replaced(x) else x for x in self.operands]
         return dataclasses.replace(self, operands=operands)
 
-    def on_positions(self, affine: bool) -> Tensor | None:
+    def on_positions(self, affine: bool) -> Any:
         """Return the result, which is zero where no operand stores a value."""
-        first, *others = self.sparse
-        if isinstance(first, RowSparse):
-            return self.on_rows(affine)
-        if affine and not others:
-            return with_stored_values(first, self._apply(first, [stored_values(first)]))
-        if all(same_positions(first, x) for x in others):
-            return self._aligned(self.sparse)
-        result = self._aligned(_on_union_of_entries(self.sparse))
-        return compressed(result) if all(isinstance(x, BCSR) for x in self.sparse) else result
-
-    def on_rows(self, affine: bool) -> RowSparse:
-        """Return the result as rows."""
         sparse = self.sparse
         first, *others = sparse
-        if affine and others:
-            parts = []
-            for i, x in enumerate(sparse):  # the sum of what the rows of each operand add
-                zeros = [jnp.zeros((), y.dtype) for y in sparse]
-                part = self._apply(x, [*zeros[:i], x.values, *zeros[i + 1 :]])
-                parts.append(jnp.broadcast_to(part, (x.nse, *self.shape[1:])))
-            ids = jnp.concatenate([x.row_ids() for x in sparse])
-            return RowSparse(ids, jnp.concatenate(parts), self.shape)
-        if affine:
-            values = self._apply(first, [first.values])
+        rows = isinstance(first, RowSparse)
+        if affine and others and rows:
+            return self._side_by_side(sparse)
+        if affine and not others:
+            values = self._apply(first, [stored_values(first)])
         else:
-            same = all(same_positions(first, x) for x in others)
-            rows = [x.coalesce() for x in sparse] if same else on_union_of_rows(sparse)
-            first, values = rows[0], self._guarded(rows[0], [x.values for x in rows])
-        values = jnp.broadcast_to(values, (*values.shape[:1], *self.shape[1:]))
-        return first.with_leaves(first.index_leaf, values, shape=self.shape)
+            if all(same_positions(first, x) for x in others):
+                sparse = [unique_positions(x) for x in sparse]
+            else:
+                sparse = on_union_of_rows(sparse) if rows else _on_union_of_entries(sparse)
+            first, values = (
+                sparse[0],
+                self._guarded(sparse[0], list(map(stored_values, sparse))),
+            )
+        if rows:
+            values = jnp.broadcast_to(values, (*values.shape[:1], *self.shape[1:]))
+        result = with_stored_values(first, values, self.shape)
+        all_compressed = all(isinstance(x, BCSR) for x in self.sparse)
+        return compressed(result) if all_compressed and isinstance(result, BCOO) else result
 
-    def _aligned(self, sparse: list[Any]) -> Tensor:
-        sparse = [unique_positions(x) for x in sparse]
-        values = self._guarded(sparse[0], [stored_values(x) for x in sparse])
-        return with_stored_values(sparse[0], values)
+    def _side_by_side(self, sparse: list[RowSparse]) -> RowSparse:
+        """Return the sum of what the rows of each operand add, not coalesced."""
+        parts = []
+        for i, x in enumerate(sparse):
+            zeros = [jnp.zeros((), y.dtype) for y in sparse]
+            part = self._apply(x, [*zeros[:i], x.values, *zeros[i + 1 :]])
+            parts.append(jnp.broadcast_to(part, (x.nse, *self.shape[1:])))
+        ids = jnp.concatenate([x.row_ids() for x in sparse])
+        return RowSparse(ids, jnp.concatenate(parts), self.shape)
 
     def _guarded(self, pattern: Tensor, values: Sequence[Any]) -> jax.Array:
         """Do as `_apply`, with a harmless number at padding: slopes may be infinite there."""
