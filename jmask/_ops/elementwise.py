@@ -323,10 +323,8 @@ class _Call:
                 sparse = [unique_positions(x) for x in sparse]
             else:
                 sparse = on_union_of_rows(sparse) if rows else _on_union_of_entries(sparse)
-            first, values = (
-                sparse[0],
-                self._guarded(sparse[0], list(map(stored_values, sparse))),
-            )
+            first = sparse[0]
+            values = self._guarded(first, list(map(stored_values, sparse)))
         if rows:
             values = jnp.broadcast_to(values, (*values.shape[:1], *self.shape[1:]))
         result = with_stored_values(first, values, self.shape)
