@@ -151,16 +151,6 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
         return self.storage.dtype
 
     @property
-    def ndim(self) -> int:
-        """The number of dimensions."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of entries, valid or not."""
-        return int(np.prod(self.shape, dtype=np.int64))
-
-    @property
     def nbytes(self) -> int:
         """How many bytes data, mask and indices take."""
         leaves = jax.tree.leaves(self)

@@ -188,16 +188,6 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         return self.values.dtype
 
     @property
-    def ndim(self) -> int:
-        """The number of dimensions of the tensor."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of entries of the tensor, stored or not."""
-        return math.prod(self.shape)
-
-    @property
     def row_count(self) -> int:
         """The number of rows, stored or not: V, or M * V of stacked tables."""
         return math.prod(self.shape[: self.leading])

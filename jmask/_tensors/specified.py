@@ -157,16 +157,12 @@ def _check_mask(x: TensorLike, mask: Mask) -> None:
 
 
 def _at_booleans(x: TensorLike, mask: jax.Array) -> Tensor:
-    if not is_tensor(x):
-        return jnp.where(mask, x, jnp.zeros_like(x))
     if isinstance(x, MaskedTensor):
         pattern = without_placeholder(x).storage
         return joined(pattern, x.valid & sampled(mask, pattern))
     values = stored_values(x)
     values = jnp.where(sampled(mask, x), values, jnp.zeros_like(values))
     result, placeholder = with_stored_values(x, values), placeholder_of(x)
-    return (
-        result
-        if placeholder is None
-        else with_placeholder(result, jnp.where(mask, placeholder, 0))
-    )
+    if placeholder is None:
+        return result
+    return with_placeholder(result, jnp.where(mask, placeholder, 0))
