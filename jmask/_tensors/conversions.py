@@ -92,14 +92,8 @@ def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
         return x
     if not x.shape:
         raise ValueError("a MaskedTensor without dimensions has no sparse storage.")
-    valid = x.valid.reshape(-1)
-    nse = _capacity(valid, nse, "entries")
-    picked = jnp.flatnonzero(valid, size=nse, fill_value=valid.size)
-    inside = picked < valid.size
-    values = _picked(stored_values(x.storage).reshape(-1), picked)
-    values = fit_or_poison(
-        _zero_where(~inside, values), valid.sum(), nse, valid.size, "entries"
-    )
+    values, valid = stored_values(x.storage).reshape(-1), x.valid.reshape(-1)
+    picked, inside, values = _chosen(values, valid, nse, "entries")
     indices = [
         jnp.where(inside, index, size)
         for index, size in zip(entry_indices(x.storage, picked), x.shape, strict=True)
@@ -204,8 +198,21 @@ def _picked(values: jax.Array, picked: jax.Array) -> jax.Array:
     return gather_rows(values, picked.astype(jnp.int32), coalesced=True)
 
 
-def _zero_where(padding: jax.Array, values: jax.Array) -> jax.Array:
-    return jnp.where(padding, jnp.zeros((), values.dtype), values)
+def _chosen(
+    values: jax.Array, flags: jax.Array, nse: int | None, what: str
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Choose the values (n, ...) whose flag (n,) is True, in order.
+
+    Returns:
+        Their numbers, padded to `nse`; which of these are no padding; and the values, zeros
+        at padding.
+    """
+    nse = _capacity(flags, nse, what)
+    picked = jnp.flatnonzero(flags, size=nse, fill_value=flags.size)
+    inside = picked < flags.size
+    kept = trailing(inside, values.ndim)
+    values = jnp.where(kept, _picked(values, picked), jnp.zeros((), values.dtype))
+    return picked, inside, fit_or_poison(values, flags.sum(), nse, flags.size, what)
 
 
 def _is_sorted(storage: Tensor) -> bool:
@@ -218,20 +225,11 @@ def _stored_rows(
     shape: tuple[int, ...], ids: jax.Array, values: jax.Array, valid: jax.Array, nse: int | None
 ) -> MaskedTensor:
     """Store the rows that have a valid entry, of rows in order."""
-    rows = ids.shape[0]
     touched = valid.any(axis=tuple(range(1, valid.ndim)))
-    nse = _capacity(touched, nse, "rows")
-    picked = jnp.flatnonzero(touched, size=nse, fill_value=rows)
-    inside = picked < rows
-    kept = trailing(inside, valid.ndim)
-    values = _zero_where(~kept, _picked(values, picked))
-    storage = RowSparse.from_rows(
-        jnp.where(inside, _picked(ids, picked), shape[0]),
-        fit_or_poison(values, touched.sum(), nse, rows),
-        shape,
-        coalesced=True,
-    )
-    return joined(storage, _picked(valid, picked) & kept)
+    picked, inside, values = _chosen(values, touched, nse, "rows")
+    ids = jnp.where(inside, _picked(ids, picked), shape[0])
+    storage = RowSparse.from_rows(ids, values, shape, coalesced=True)
+    return joined(storage, _picked(valid, picked) & trailing(inside, valid.ndim))
 
 
 def _assembled_rows(x: MaskedTensor, nse: int | None) -> MaskedTensor:
@@ -320,6 +318,9 @@ def cast_storage(x: TensorLike, stype: str, *, nse: int | None = None) -> Tensor
         nse = _most(x, entries, stype)
     masked = joined(x, entries)
     return to_storage(masked, stype, nse).storage
+
+
+install(cast_storage=cast_storage)
 
 
 def _check_castable(x: TensorLike, stype: str) -> None:
