@@ -44,38 +44,6 @@ from jmask._tensors.storage import (
 from jmask._tensors.storage import stype as stype_of
 
 
-def to_storage(x: TensorLike, stype: str, nse: int | None = None) -> MaskedTensor:
-    """Return the same masked tensor on another storage.
-
-    Args:
-        x: a masked tensor, or data all of whose (stored) entries are valid.
-        stype: "default", "row_sparse", "coo" or "csr".
-        nse: the number of stored entries (rows for "row_sparse"), static; the exact number
-            by default, which needs a concrete mask.
-
-    Raises:
-        ValueError: for an unknown `stype`, or as the methods `to_sparse`, `to_sparse_csr`
-            and `to_row_sparse`.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> x = jmask.masked_tensor(jnp.array([1., 2.]), jnp.array([False, True]))
-        >>> to_storage(x, "coo")
-        MaskedTensor(coo, float32[2], nse=1, values=[2.0])
-    """
-    x = as_masked_tensor(x)
-    check_stype(stype)
-    if stype == "default":
-        return x.to_dense()
-    return {"row_sparse": to_row_sparse, "coo": to_coo, "csr": to_csr}[stype](x, nse)
-
-
-def check_stype(stype: object) -> None:
-    """Raise ValueError if it is not the name of a storage."""
-    names = ("default", "row_sparse", "coo", "csr")
-    checked_choice(stype, "stype", names)
-
-
 def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     """Return the tensor on coordinate (BCOO) storage, without dense dimensions.
 
@@ -253,9 +221,6 @@ def _assembled_rows(x: MaskedTensor, nse: int | None) -> MaskedTensor:
     return joined(storage, valid)
 
 
-install(to_coo=to_coo, to_csr=to_csr, to_row_sparse=to_row_sparse, to_numpy_ma=to_numpy_ma)
-
-
 # --- cast storage -------------------------------------------------------------------------
 #
 # The same tensor on another storage: `cast_storage`.
@@ -299,9 +264,9 @@ def cast_storage(x: TensorLike, stype: str, *, nse: int | None = None) -> Tensor
         Array([[0., 0.],
                [0., 5.]], dtype=float32)
     """
-    check_stype(stype)
+    checked_choice(stype, "stype", ("default", *_TO_SPARSE))
     if isinstance(x, MaskedTensor):
-        return to_storage(x, stype, nse)
+        return x.to_dense() if stype == "default" else _TO_SPARSE[stype](x, nse)
     current = stype_of(x)
     x = x if is_sparse(x) else jnp.asarray(x)
     if current == stype and (nse is None or stype == "default"):
@@ -316,11 +281,11 @@ def cast_storage(x: TensorLike, stype: str, *, nse: int | None = None) -> Tensor
         entries = is_nonzero(x)
     if nse is None and isinstance(entries, jax.core.Tracer):
         nse = _most(x, entries, stype)
-    masked = joined(x, entries)
-    return to_storage(masked, stype, nse).storage
+    return _TO_SPARSE[stype](joined(x, entries), nse).storage
 
 
-install(cast_storage=cast_storage)
+_TO_SPARSE = {"row_sparse": to_row_sparse, "coo": to_coo, "csr": to_csr}
+install(cast_storage=cast_storage, to_numpy_ma=to_numpy_ma)
 
 
 def _check_castable(x: TensorLike, stype: str) -> None:

@@ -236,11 +236,11 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
             nse: the number of stored entries, static; the exact number by default, which
                 needs a concrete mask.
         """
-        return call("to_coo", self, nse)
+        return call("cast_storage", self, "coo", nse=nse)
 
     def to_sparse_csr(self, nse: int | None = None) -> "MaskedTensor":
         """Return the same tensor on compressed row (BCSR) storage; arguments as `to_sparse`."""
-        return call("to_csr", self, nse)
+        return call("cast_storage", self, "csr", nse=nse)
 
     def to_row_sparse(self, nse: int | None = None) -> "MaskedTensor":
         """Return the same tensor on row-sparse storage: rows with a valid entry are stored.
@@ -249,7 +249,7 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
             nse: the number of stored rows, static; the exact number by default, which
                 needs a concrete mask.
         """
-        return call("to_row_sparse", self, nse)
+        return call("cast_storage", self, "row_sparse", nse=nse)
 
     def astype(self, dtype: DTypeLike) -> "MaskedTensor":
         """Return the tensor with its data cast to `dtype`."""
