@@ -348,12 +348,9 @@ def dot(
         >>> jmask.grad(lambda w: jmask.dot(x, w).sum())(jnp.ones((3, 2)))
         RowSparse(float32[3, 2], nse=3)
     """
-    for name, flag in {
-        "transpose_a": transpose_a,
-        "transpose_b": transpose_b,
-        "masked_grad": masked_grad,
-    }.items():
-        check_flag(name, flag)
+    check_flag("transpose_a", transpose_a)
+    check_flag("transpose_b", transpose_b)
+    check_flag("masked_grad", masked_grad)
     if not masked_grad:
         if isinstance(forward_stype, str) and forward_stype == "row_sparse":
             raise ValueError(
