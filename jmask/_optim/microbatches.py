@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jmask._base.array_types import typed_like, whole_rows_like, with_whole_rows
+from jmask._base.array_types import on_every_device, typed_like
 from jmask._base.row_ids import id_dtype
 from jmask._base.types import Gradient, Gradients, OptState, Params, PyTree, Scalar, Value
 from jmask._base.validation import check_flag, leaf_name
@@ -203,9 +203,8 @@ def _added(like: Gradient, kept: PyTree, gradient: Gradient, mini_step: jax.Arra
 
 def _put(kept: jax.Array, new: Any, like: RowSparse, mini_step: jax.Array) -> jax.Array:
     """Put the rows of a microbatch into the buffer at its place."""
-    new = with_whole_rows(new.astype(kept.dtype))
-    # What `init` made outside jit is on no mesh.
-    kept = whole_rows_like(kept, jax.typeof(new))
+    # What `init` made outside jit is on no mesh, and does not know how a table is sharded.
+    new, kept = (on_every_device(x, jax.typeof(new)) for x in (new.astype(kept.dtype), kept))
     return lax.dynamic_update_slice_in_dim(kept, new, mini_step * like.nse, 0)
 
 
