@@ -152,7 +152,7 @@ def _adagrad(
     *,
     per_row: bool,
 ) -> optax.GradientTransformationExtraArgs:
-    hyper.check_not_negative("lr_decay", lr_decay)
+    hyper.check_number("lr_decay", lr_decay, hyper.NOT_NEGATIVE)
     hyper.check_denominator(
         eps=eps, eps_root=eps_root, initial_accumulator_value=initial_accumulator_value
     )

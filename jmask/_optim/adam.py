@@ -231,7 +231,7 @@ def adamw(
     hyper.check_learning_rate(learning_rate)
     _check(b1, b2, eps, eps_root, mu_dtype)
     if not callable(weight_decay):  # newer versions of optax take a schedule
-        hyper.check_not_negative("weight_decay", weight_decay)
+        hyper.check_number("weight_decay", weight_decay, hyper.NOT_NEGATIVE)
     flags = () if callable(mask) else jax.tree.leaves(mask)
     if not all(isinstance(x, bool | np.bool_) for x in flags):
         raise TypeError(
@@ -258,8 +258,8 @@ def adamw(
 def _check(
     b1: Scalar, b2: Scalar, eps: Scalar, eps_root: Scalar, mu_dtype: DTypeLike | None
 ) -> None:
-    hyper.check_fraction("b1", b1)
-    hyper.check_fraction("b2", b2)
+    hyper.check_number("b1", b1, hyper.FRACTION)
+    hyper.check_number("b2", b2, hyper.FRACTION)
     hyper.check_denominator(eps=eps, eps_root=eps_root)
     hyper.check_state_dtype(mu_dtype, "mu_dtype")
 

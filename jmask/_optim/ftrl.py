@@ -80,8 +80,8 @@ def ftrl(
         learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, lazy_update,
         "l2", state_dtype,
     )  # fmt: skip
-    hyper.check_not_negative("l1", l1)
-    hyper.check_not_negative("beta", beta)
+    hyper.check_number("l1", l1, hyper.NOT_NEGATIVE)
+    hyper.check_number("beta", beta, hyper.NOT_NEGATIVE)
 
     def rule(grad, param, z, n, lr):
         grad = common.clipped(common.rescaled(grad))

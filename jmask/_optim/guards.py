@@ -32,7 +32,7 @@ from jmask._deferred.step import has_deferred
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.psum_over_shards import agreed, counted
-from jmask._optim.hyperparameters import check_number, check_positive
+from jmask._optim.hyperparameters import POSITIVE, check_number
 from jmask._tables.deferral import is_deferred
 from jmask._tables.sharded import RoutedRows
 from jmask._tables.stored_table import NewTable, fitted, is_stored_table
@@ -444,7 +444,7 @@ def max_row_norm(
 
 
 def _check(max_norm: Scalar, order: float) -> None:
-    check_positive("max_norm", max_norm)
+    check_number("max_norm", max_norm, POSITIVE)
     check_number("ord", order)
     if not order >= 1:
         raise ValueError(f"`ord` must be at least 1, got {order}.")

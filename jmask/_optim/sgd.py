@@ -91,7 +91,7 @@ def sgd(
         decay_mode, state_dtype,
     )  # fmt: skip
     check_flag("nesterov", nesterov)
-    hyper.check_fraction("momentum", momentum)
+    hyper.check_number("momentum", momentum, hyper.FRACTION)
     has_momentum = not hyper.is_zero(momentum)
     if nesterov and not has_momentum:
         raise ValueError(f"`nesterov` needs a positive `momentum`, got {momentum}.")

@@ -17,6 +17,7 @@ import numpy as np
 from jmask._base.types import OptState, PyTree
 from jmask._optim.adagrad import AdagradState
 from jmask._optim.adam import AdamState
+from jmask._updates.state_rows import states_of
 
 # For each field of a state the key that torch gives it.
 _KEYS: dict[Any, dict[str, str]] = {
@@ -97,7 +98,7 @@ def from_torch_state(
     # now, and an optimizer without parameters has taken none.
     count = jnp.asarray(max(steps.values(), default=0), ours.count.dtype)
     new = ours._replace(count=count, **fields)
-    return jax.tree.map(lambda x: new if x is ours else x, state, is_leaf=_is_known)
+    return jax.tree.map(lambda x: new if x is ours else x, state, is_leaf=lambda x: x is ours)
 
 
 def to_torch_state(
@@ -139,16 +140,12 @@ def to_torch_state(
     }
 
 
-def _is_known(x: object) -> bool:
-    return isinstance(x, tuple(_KEYS))
-
-
 def _keys(state: OptState) -> dict[str, str]:
     return _KEYS[type(state)]
 
 
 def _only_state(state: OptState) -> OptState:
-    states = [x for x in jax.tree.leaves(state, is_leaf=_is_known) if _is_known(x)]
+    states = states_of(tuple(_KEYS), state)
     if len(states) != 1:
         raise ValueError(
             f"`state` must hold one state of jmask.adam or jmask.adagrad, found {len(states)} "

@@ -1,4 +1,4 @@
-"""Find which arrays of an optimizer state hold one entry for each row of a table.
+"""Find which arrays of an optimizer state hold one entry for each row of a table; check it.
 
 Nothing is known of the optimizer but its `init`. It is evaluated for its shapes alone, once
 for the parameters as they are and once with more rows in each table:
@@ -141,3 +141,9 @@ def check_made_by(init: optax.TransformInitFn, state: OptState, params: Params) 
     """Refuse a state that is not as `init` makes it for these parameters."""
     shapes = jax.tree.map(shape_of, params, is_leaf=is_stored_table)
     check_state(state, jax.eval_shape(init, shapes))
+
+
+def states_of(kinds: type | tuple[type, ...], state: OptState) -> list[Any]:
+    """Return the states of transformations of these types that a state holds."""
+    is_one = lambda x: isinstance(x, kinds)
+    return [x for x in jax.tree.leaves(state, is_leaf=is_one) if is_one(x)]
