@@ -49,18 +49,7 @@ class Entries(NamedTuple):
 def entries_of(
     ids: Ids, absent: jax.Array | None, mode: str, shape: tuple[int, ...]
 ) -> Entries:
-    """Find what ids read in a table of the given shape.
-
-    Args:
-        ids: as `checked_integers` returns them.
-        absent: booleans of the shape of the ids, or None: which of them are padding.
-        mode: one of `MODES`.
-        shape: of the table.
-
-    Raises:
-        IndexError: in mode "raise", for concrete ids outside the table.
-        ValueError: in mode "clip", if the table has no rows.
-    """
+    """Find what `checked_integers` read in a table; `absent` says which of them are padding."""
     rows = shape[0]
     if mode == "raise":
         positions = _refusing(ids, absent, shape)
@@ -156,11 +145,7 @@ def is_padding(ids: Ids, padding_id: int | None) -> Mask | None:
 
 
 def check_order(table: object, ids: object, order: str) -> None:
-    """Refuse ids in the place of the table, where torch has them.
-
-    Raises:
-        TypeError: naming the order.
-    """
+    """Refuse ids in the place of the table, where torch has them."""
     first, second = abstract_leaf(table), abstract_leaf(ids)
     integers = isinstance(table, list) or (
         first is not None and jnp.issubdtype(first.dtype, jnp.integer)
@@ -178,10 +163,6 @@ def checked_integers(x: TensorLike, name: str, mode: str) -> Ids:
     NumPy arrays and lists stay NumPy, so that 64-bit ids are not cut to 32 bits. In mode
     "raise" all that is concrete becomes NumPy: under a trace, JAX makes even of a
     comparison of two constants a value that cannot be looked at.
-
-    Raises:
-        TypeError: if `x` does not hold integers.
-        ValueError: if `x` holds lists of different lengths.
     """
     if isinstance(x, MaskedTensor):
         raise TypeError(
@@ -211,12 +192,7 @@ def checked_padding(padding_id: object) -> int | None:
 
 
 def checked_table(table: object) -> Table:
-    """Return the table as a JAX array, a `RowSparse` or a `StoredTable`.
-
-    Raises:
-        TypeError: if it is no array, or sparse or masked otherwise.
-        ValueError: if it has no dimension.
-    """
+    """Return the table as a JAX array with rows, a `RowSparse` or a `StoredTable`."""
     if isinstance(table, RowSparse | StoredTable):
         return table
     if isinstance(table, JAXSparse | MaskedTensor):

@@ -122,12 +122,7 @@ def renormalize(
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """The greatest norm that a row may have.
-
-    Attributes:
-        max_norm: a positive scalar.
-        norm_type: p of the norm.
-    """
+    """The greatest p-norm that a row may have: a positive scalar, and p."""
 
     max_norm: jax.Array
     norm_type: float
@@ -148,12 +143,7 @@ def bounded(rows: jax.Array, batch: int, bound: Bound | None) -> jax.Array:
 
 
 def checked_bound(table: Table, max_norm: Scalar | None, norm_type: object) -> Bound | None:
-    """Return the bound on the norms, or None if `max_norm` is None.
-
-    Raises:
-        TypeError: if the table is neither floating nor complex, or an argument is no number.
-        ValueError: if an argument is not positive.
-    """
+    """Return the bound on the norms, or None if `max_norm` is None."""
     traced = isinstance(norm_type, jax.core.Tracer)
     if traced or not isinstance(norm_type, int | float) or isinstance(norm_type, bool):
         raise TypeError(f"`norm_type` must be a Python number, got {norm_type!r}.")

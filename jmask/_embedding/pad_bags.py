@@ -403,11 +403,7 @@ Bags = EqualBags | RaggedBags
 
 
 def check_offsets(offsets: np.ndarray, count: int) -> None:
-    """Refuse offsets that are not ascending from 0 to `count` at most.
-
-    Raises:
-        ValueError: with the first that is not.
-    """
+    """Refuse offsets that are not ascending from 0 to `count` at most."""
     if offsets.size and offsets[0] != 0:
         raise ValueError(f"`offsets` must begin with 0, got {offsets[0]}.")
     falls = np.flatnonzero(offsets[1:] < offsets[:-1])
@@ -424,11 +420,7 @@ def check_offsets(offsets: np.ndarray, count: int) -> None:
 
 
 def check_weights(weights: TensorLike, ids: Ids) -> None:
-    """Refuse weights that are no floating numbers, one for each id.
-
-    Raises:
-        TypeError, ValueError: with their dtype or shape.
-    """
+    """Refuse weights that are no floating numbers, one for each id."""
     if not jnp.issubdtype(weights.dtype, jnp.floating):
         raise TypeError(f"`weights` must be floating, got {weights.dtype}.")
     if weights.shape != ids.shape:

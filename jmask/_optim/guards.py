@@ -71,7 +71,6 @@ def guarded(
     bits.
 
     Args:
-        inner: the transformation.
         init: makes a state with `inner_state`.
         decide: (gradients, state, params) -> (whether to take a step, the gradients for it,
             anything for `finish`).

@@ -120,11 +120,9 @@ class RowRule:
         return jnp.full(shape, slot.initial, dtype, device=sharding_of_rows(param))
 
     def on_entries(self, entries: Sequence[Any], scalars: Sequence[Any]) -> tuple[Any, ...]:
-        """Run the rule, in float32 at least.
+        """Run the rule on grad, param and slots, in float32 at least; None is passed on.
 
-        Args:
-            entries: grad, param and the slots; None is passed on.
-            scalars: of the step; with 64-bit numbers enabled they may be wider.
+        With 64-bit numbers enabled the scalars may be wider.
         """
         entries = [_wide(x) for x in entries]
         if any(map(is_complex, entries)):
@@ -176,11 +174,8 @@ def optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """Return the transformation that follows a rule.
 
-    Args:
-        rule: the arithmetic.
-        state_type: a named tuple of `count` and the slots, in the rule's order.
-        lazy_update: touch only the rows of row-sparse gradients; otherwise they are made
-            dense first. The state is the same, so a run can switch.
+    The state is a named tuple of `count` and the slots, in the rule's order. It is the same
+    with and without `lazy_update`, so a run can switch.
     """
     dense = _dense_optimizer(rule, state_type)
     if lazy_update:

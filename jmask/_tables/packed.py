@@ -70,11 +70,7 @@ class PackedTable(StoredTable):
 
     @classmethod
     def pack(cls, x: Any) -> "PackedTable":
-        """Return the array `x` (V, *row), packed.
-
-        Raises:
-            ValueError: if it is no table, or sharded over explicit axes of a mesh.
-        """
+        """Return the array `x` (V, *row), packed."""
         x = checked_floating(as_table(x))
         if explicit_sharding(x) is not None:
             raise ValueError(
@@ -137,13 +133,9 @@ class PackedTable(StoredTable):
         gradient: RowSparse,
         scalars: Sequence[Any],
     ) -> list["PackedTable"]:
-        """Apply `combiner` to the rows of a gradient, in this table and slots of its shape.
+        """Apply `combiner`, as of `update_elementwise`, to the rows of a `fitted` gradient.
 
-        Args:
-            combiner: as of `update_elementwise`.
-            slots: kept in the same way.
-            gradient: as `fitted` gives it.
-            scalars: what else the combiner takes.
+        The slots have the shape of this table, and are kept in the same way.
         """
         tables = (self, *slots)
         count = len(tables)  # JAX may remember the function, which must not keep the tables
@@ -212,11 +204,7 @@ def packed(table: Numbers, platform: str | None = None) -> Table:
 
 
 def checked_floating(table: Shaped) -> Table:
-    """Return an array, or the shape of one, that can be a table.
-
-    Raises:
-        ValueError: if it is not (V, *row), has empty rows, or is neither floating nor complex.
-    """
+    """Return an array, or the shape of one, that can be a table: its rows have entries."""
     rows_have_entries = table.ndim and math.prod(table.shape[1:])
     if not rows_have_entries or not jnp.issubdtype(table.dtype, jnp.inexact):
         raise ValueError(

@@ -102,11 +102,7 @@ def _is_node(x: object) -> bool:
 
 
 def _at(tree: PyTree, path: KeyPath) -> PyTree:
-    """Return what `tree` has at a path of another tree, whose nodes may be mappings here.
-
-    Raises:
-        LookupError: if there is nothing.
-    """
+    """Return what `tree` has at a path of another tree, whose nodes may be mappings here."""
     for key in path:
         name = _key(key)
         if isinstance(tree, Mapping):

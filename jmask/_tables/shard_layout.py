@@ -80,11 +80,7 @@ class Layout:
 
     @classmethod
     def from_description(cls, described: tuple[Any, ...]) -> "Layout":
-        """Return the layout that was `described`.
-
-        Raises:
-            ValueError: if its devices are not there.
-        """
+        """Return the layout that was `described`, if its devices are there."""
         (shape, ids, names, types), *others = described
         devices = {device.id: device for device in jax.devices()}
         if not devices.keys() >= set(ids):
@@ -149,14 +145,10 @@ class Layout:
     def run(
         self, function: Callable[..., Any], *arguments: Any, over: Sequence[tuple[str, ...]]
     ) -> Any:
-        """Run `function` on each device.
+        """Run `function` on the blocks that each device holds of the arguments.
 
-        Args:
-            function: of the blocks that a device holds; returns arrays of one block each.
-            arguments: arrays whose dimension 0 is sharded over axes.
-            over: for each argument, and at last for the result, these axes.
-
-        Inside a `shard_map` over these axes it is called as it is.
+        Dimension 0 of each is sharded over the axes `over`, the last of which are for the
+        results. Inside a `shard_map` over the axes of the rows it is called as it is.
         """
         if self.inside():
             return function(*arguments)
@@ -364,13 +356,10 @@ def rows_from_owners(
     ids: jax.Array,
     like: jax.ShapeDtypeStruct,
 ) -> jax.Array:
-    """Return the rows (n, *row) of ids (n,) of each device, of no meaning for padding.
+    """Return the rows (n, *row) of canonical ids (n,), of no meaning for padding.
 
-    Args:
-        layout: where the rows live.
-        read: places (m,) on this shard to rows (m, *row).
-        ids (n,): canonical.
-        like: shape (n, *row) and dtype of the result.
+    `read` takes places (m,) on this shard to rows (m, *row); `like` is the shape and dtype of
+    the result.
     """
     if not like.size:
         return jnp.zeros(like.shape, like.dtype)
@@ -396,8 +385,7 @@ def rows_to_owners(
 
     Args:
         layout: where the rows live.
-        ids (n,): canonical.
-        values (n, *row): floating, a row for each id.
+        ids, values: (n,), canonical, and (n, *row), floating.
         axes: over which entries differ, the axes of the rows among them.
 
     Returns:

@@ -179,11 +179,7 @@ class ShardedTable(StoredTable):
         return self.stored.dtype
 
     def check_layout(self) -> Blocks:
-        """Return the stored blocks, of the shapes that the layout gives them.
-
-        Raises:
-            ValueError: if they are of another layout, as leaves that were stored and loaded.
-        """
+        """Return the stored blocks; refuse those of another layout, as from a checkpoint."""
         layout = self.layout
         shape = (layout.shards * layout.block, *self.shape[1:])
         shapes = part_shapes(shape) if self._is_packed() else [shape]

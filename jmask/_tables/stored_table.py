@@ -182,11 +182,7 @@ def is_stored_table(x: object) -> TypeGuard[StoredTable]:
 
 
 def fitted(table: StoredTable, gradient: Gradient) -> RowSparse:
-    """Return `table.fitted(gradient)`.
-
-    Raises:
-        TypeError: if the gradient or update is not a `RowSparse`.
-    """
+    """Return `table.fitted(gradient)` of a gradient or update, which must be a `RowSparse`."""
     if not is_row_sparse(gradient):
         raise TypeError(
             f"the gradient of a {type(table).__name__} must be a RowSparse, as jmask.grad "
@@ -299,13 +295,7 @@ def add_to_dense(dense: Table, rows: RowSparse, key: jax.Array | None = None) ->
     table plus float32 updates is added in float32 on the touched rows and rounded once to
     bfloat16. Otherwise the dtypes promote as in JAX.
 
-    Args:
-        dense (V, *row): an array or a stored table, which is what is returned.
-        rows: of the same shape.
-        key: of `jax.random`; sums are then rounded stochastically to a 16-bit dtype.
-
-    Raises:
-        ValueError: if the shapes differ.
+    With a `key` of `jax.random`, sums are rounded stochastically to a 16-bit dtype.
     """
     stored = is_stored_table(dense)
     dense = dense if stored else jnp.asarray(dense)

@@ -308,10 +308,7 @@ def unchanged_where_masked(update: Gradient, valid: jax.Array | None) -> Gradien
 def keep_valid(new: TensorLike, old: TensorLike, valid: jax.Array | None) -> Tensor:
     """Return `new` where valid, `old` elsewhere.
 
-    Args:
-        new: of the shape of `valid`, or with one entry for each of its rows: (n,), (n, 1).
-        old: of the shape of `new`.
-        valid (n, *row): which entries of the gradient are valid, or None for all.
+    They have the shape of `valid` (n, *row), or one entry for each of its rows: (n,), (n, 1).
     """
     if valid is None:
         return new
