@@ -117,10 +117,7 @@ def adam(
         >>> jmask.apply_updates(table, updates).ravel().round(4)
         Array([1. , 1. , 0.9], dtype=float32)
     """
-    common = hyper.Common(
-        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, lazy_update,
-        decay_mode, state_dtype,
-    )  # fmt: skip
+    common = hyper.Common.among(locals())
     return _adam(common, b1, b2, eps, eps_root, count, mu_dtype, per_row=False)
 
 
@@ -166,10 +163,7 @@ def rowwise_adam(
         >>> tx.init(jnp.ones((3, 8))).nu.shape
         (3, 1)
     """
-    common = hyper.Common(
-        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, lazy_update,
-        decay_mode, state_dtype,
-    )  # fmt: skip
+    common = hyper.Common.among(locals())
     return _adam(common, b1, b2, eps, eps_root, count, mu_dtype, per_row=True)
 
 

@@ -76,10 +76,7 @@ def ftrl(
         >>> jmask.apply_gradients(tx, grads, tx.init(table), table)[0].ravel()
         Array([ 0.  ,  0.  , -0.05], dtype=float32)
     """
-    common = hyper.Common(
-        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, lazy_update,
-        "l2", state_dtype,
-    )  # fmt: skip
+    common = hyper.Common.among(locals())
     hyper.check_number("l1", l1, hyper.NOT_NEGATIVE)
     hyper.check_number("beta", beta, hyper.NOT_NEGATIVE)
 

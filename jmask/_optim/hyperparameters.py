@@ -124,8 +124,14 @@ class Common:
     rescale_grad: Scalar
     maximize: bool
     lazy_update: bool
-    decay_mode: str
     state_dtype: DTypeLike | None
+    decay_mode: str = "l2"
+
+    @classmethod
+    def among(cls, arguments: dict[str, Any]) -> "Common":
+        """Return those among the arguments of an optimizer."""
+        names = (field.name for field in dataclasses.fields(cls))
+        return cls(**{name: arguments[name] for name in names if name in arguments})
 
     def __post_init__(self) -> None:
         check_flag("maximize", self.maximize)

@@ -1,9 +1,10 @@
 """The layout of a sharded table's rows, and code that runs on each device.
 
-    S shards of R = ceil(V / S) rows; row i is on shard s at place j
+    S shards of R = ceil(V / S) rows; row i lives on shard s at place j
 
-    div    s = i // R, j = i % R          V = 8, S = 3: shard 0 has rows 0, 1, 2
-    mod    s = i % S,  j = i // S                       shard 0 has rows 0, 3, 6
+    placement    s          j           shard 0 of 3, V = 8
+    div          i // R     i % R       rows 0, 1, 2        contiguous blocks
+    mod          i % S      i // S      rows 0, 3, 6        hot ids on all shards
 
 Ids may need int64; places on a shard are int32.
 """
@@ -128,6 +129,12 @@ class Layout:
         else:
             ids = there * self.shards + shard
         return jnp.where(places < self.block, ids, jnp.asarray(self.count, dtype))
+
+    def summed_here(self, ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the ids and rows that live on this device, equal ids summed, inside `run`."""
+        shard = self.shard()
+        places, values = coalesce_rows(self.local(ids, shard), values, self.block)
+        return self.ids(places, shard), values
 
     def missing(self, count: int) -> int:
         """Return how many entries to pad: devices get equally many, and at least one."""
