@@ -34,10 +34,10 @@ from jmask._deferred.closed_form import Form, StepWithout, advanced, skipped
 from jmask._kernels.rows import gather_rows, ids_after_reading
 from jmask._tables.deferral import Deferred, sealed, unsealed
 from jmask._tables.stored_table import (
+    differentiable,
     is_stored_table,
     read_rows,
     rows_of,
-    whole,
     with_rows,
 )
 from jmask._tensors.row_sparse import RowSparse
@@ -269,8 +269,10 @@ class DeferredTable(Deferred):
     def todense(self) -> jax.Array:
         """Return the array (V, *row) that the dense optimizer has at this step."""
         if is_stored_table(self.main):
-            return whole(self._now(*self._gathered(lambda x: x.todense()))[0], self.placeholder)
-        return whole(self.parts()[0], self.placeholder)
+            return differentiable(
+                self._now(*self._gathered(lambda x: x.todense()))[0], self.placeholder
+            )
+        return differentiable(self.parts()[0], self.placeholder)
 
     # --- parts ---------------------------------------------------------------------------
 

@@ -44,7 +44,6 @@ from jmask._embedding.ids import (
     Entries,
     check_order,
     checked_integers,
-    checked_padding,
     checked_table,
     entries_of,
     is_padding,
@@ -56,8 +55,8 @@ from jmask._embedding.pad_bags import (
     EqualBags,
     PaddedBags,
     RaggedBags,
-    check_offsets,
     check_weights,
+    checked_offsets,
 )
 from jmask._kernels.bag_sum import bag_sum
 from jmask._tensors.storage import row_of_each
@@ -174,7 +173,7 @@ def embedding_bag(
         bags, left_out, valid = _offset_bags(ids, offsets, include_last_offset, mode)
     else:
         bags, left_out, valid = _line_bags(ids, include_last_offset)
-    padding = is_padding(ids, checked_padding(padding_id))
+    padding = is_padding(ids, padding_id)
     absent = (
         left_out if padding is None else padding if left_out is None else padding | left_out
     )
@@ -364,29 +363,19 @@ def _segment_bags(ids: Ids, segment_ids: Ids, num_segments: int | None, mode: st
     bag_of_entry = canonical(narrowed(segment_ids, number), number)
     left_out: Any = bag_of_entry == number
     if isinstance(segment_ids, np.ndarray):
-        _check_segments(segment_ids, number)
+        if np.max(segment_ids, initial=0) > number:
+            raise ValueError(
+                f"`segment_ids` hold {np.max(segment_ids)}, and there are "
+                f"`num_segments`={number} bags: give the number of bags; write padding as -1 "
+                "or as `num_segments`."
+            )
         left_out = (segment_ids < 0) | (segment_ids >= number)
     return _Form(RaggedBags(bag_of_entry, number), left_out)
 
 
-def _check_segments(segment_ids: np.ndarray, number: int) -> None:
-    if np.max(segment_ids, initial=0) > number:
-        raise ValueError(
-            f"`segment_ids` hold {np.max(segment_ids)}, and there are `num_segments`={number} "
-            "bags: give the number of bags; write padding as -1 or as `num_segments`."
-        )
-
-
 def _offset_bags(ids: Ids, offsets: Ids, include_last_offset: bool, mode: str) -> _Form:
-    offsets = checked_integers(offsets, "offsets", mode)
-    if ids.ndim != 1 or offsets.ndim != 1:
-        raise ValueError(
-            "`offsets` (b,) say where each bag begins in `ids` (n,): got `offsets` of shape "
-            f"{offsets.shape} and `ids` of shape {ids.shape}."
-        )
+    offsets = checked_offsets(offsets, ids, include_last_offset, mode)
     count, number = ids.shape[0], offsets.shape[0] - bool(include_last_offset)
-    if number < 0 or (number == 0 and count and not include_last_offset):
-        raise ValueError(f"`offsets` are empty, and `ids` has {count} entries.")
     starts: Any
     valid = None
     if isinstance(offsets, jax.core.Tracer):
@@ -394,7 +383,6 @@ def _offset_bags(ids: Ids, offsets: Ids, include_last_offset: bool, mode: str) -
         ascending = (starts[1:] >= starts[:-1]).all()
         valid = ascending & (starts[:1] == 0).all() & (starts[-1:] <= count).all()
     else:
-        check_offsets(np.asarray(offsets), count)
         starts = np.asarray(offsets).astype(np.int32)
     left_out = np.arange(count, dtype=np.int32) >= starts[-1] if include_last_offset else None
     bag_of_entry = canonical(row_of_each(starts, count), number)

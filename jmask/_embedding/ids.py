@@ -134,14 +134,12 @@ def _in_jax(ids: Ids) -> jax.Array:
     return jnp.asarray(ids)
 
 
-def is_padding(ids: Ids, padding_id: int | None) -> Mask | None:
+def is_padding(ids: Ids, padding_id: object) -> Mask | None:
     """Find which of the ids are `padding_id`, in NumPy for NumPy's; None if none can be."""
     if padding_id is None:
         return None
-    limits = jnp.iinfo(ids.dtype)
-    if not limits.min <= padding_id <= limits.max:
-        return None
-    return ids == np.asarray(padding_id, ids.dtype)
+    number, limits = checked_integer("padding_id", padding_id), jnp.iinfo(ids.dtype)
+    return ids == np.asarray(number, ids.dtype) if limits.min <= number <= limits.max else None
 
 
 def check_order(table: object, ids: object, order: str) -> None:
@@ -184,11 +182,6 @@ def checked_integers(x: TensorLike, name: str, mode: str) -> Ids:
         kind = type(given).__name__ if x.dtype == object else x.dtype
         raise TypeError(f"`{name}` must be integers, got {kind}.")
     return x
-
-
-def checked_padding(padding_id: object) -> int | None:
-    """Return `padding_id` as an int, or None."""
-    return None if padding_id is None else checked_integer("padding_id", padding_id)
 
 
 def checked_table(table: object) -> Table:

@@ -30,7 +30,6 @@ from jmask._embedding.ids import (
     Entries,
     check_order,
     checked_integers,
-    checked_padding,
     checked_table,
     entries_of,
     is_padding,
@@ -108,7 +107,7 @@ def renormalize(
         raise ValueError("`max_norm` must be a positive number, got None.")
     count = table.shape[0]
     positions = canonical(narrowed(ids, count), count).reshape(-1)
-    absent = is_padding(ids, checked_padding(padding_id))
+    absent = is_padding(ids, padding_id)
     if absent is not None:
         positions = jnp.where(absent.reshape(-1), count, positions)
     slots = min(count, positions.shape[0])
@@ -135,11 +134,6 @@ class Bound:
         safe = jnp.where(finite, exact, 0)
         new = shortened(safe, self.max_norm, self.norm_type, batch, eps).astype(rows.dtype)
         return jnp.where(finite, new, rows)
-
-
-def bounded(rows: jax.Array, batch: int, bound: Bound | None) -> jax.Array:
-    """Scale rows that are too long, after `batch` dimensions of entries."""
-    return rows if bound is None else bound.shortened(rows, batch)
 
 
 def checked_bound(table: Table, max_norm: Scalar | None, norm_type: object) -> Bound | None:
@@ -225,23 +219,24 @@ def embedding_lookup(
     check_order(table, ids, "embedding_lookup(table, ids)")
     table, mode = checked_table(table), checked_choice(mode, "mode", MODES)
     ids = checked_integers(ids, "ids", mode)
-    absent = is_padding(ids, checked_padding(padding_id))
+    absent = is_padding(ids, padding_id)
     bound = checked_bound(table, max_norm, norm_type)
     return looked_up_rows(table, entries_of(ids, absent, mode, table.shape), bound)
 
 
 def looked_up_rows(table: Table, entries: Entries, bound: Bound | None) -> jax.Array:
     """Return the rows that the entries read: (*entries, *row), no longer than the bound."""
-    positions, outside = entries.positions, entries.outside
+    positions, absent, outside = entries
+    fill: int | None = 0
     if isinstance(table, RowSparse):
         table, positions = _stored(table, positions)
-    elif entries.absent is None and outside is not None:
+    elif absent is None and outside is not None:
         # Then everything without a row is outside, and the gather itself can fill it in.
-        return bounded(_gathered(table, positions, None), positions.ndim, bound)
-    rows = _gathered(table, positions, 0)
+        fill, outside = None, None
+    rows = _gathered(table, positions, fill)
     if outside is not None and positions.size:
         rows = jnp.where(trailing(outside, rows.ndim), _missing(rows.dtype), rows)
-    return bounded(rows, positions.ndim, bound)
+    return rows if bound is None else bound.shortened(rows, positions.ndim)
 
 
 def _stored(table: RowSparse, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -251,17 +251,15 @@ def summed_rows(gradients: Gradients, params: Params) -> Gradients:
     as these take them, nan where they do not fit.
     """
 
-    def taken(param: Table, gradient: Gradient) -> Any:
-        return fitted(param, gradient) if is_stored_table(param) else gradient
-
-    gradients = with_wide_rows(gradients)
-    if any(map(is_stored_table, jax.tree.leaves(params, is_leaf=is_stored_table))):
-        gradients = jax.tree.map(taken, params, gradients, is_leaf=is_stored_table)
-
-    def leaf(gradient: Gradient) -> Any:
+    def taken(gradient: Gradient, table: Table = None) -> Any:
+        if is_stored_table(table):
+            return fitted(table, gradient)
         return summed(gradient) if is_row_sparse(gradient) else gradient
 
-    return jax.tree.map(leaf, gradients, is_leaf=is_gradient_leaf)
+    trees = [with_wide_rows(gradients)]
+    if any(map(is_stored_table, jax.tree.leaves(params, is_leaf=is_stored_table))):
+        trees.append(params)
+    return jax.tree.map(taken, *trees, is_leaf=is_gradient_leaf)
 
 
 # --- rows left out -----------------------------------------------------------------------

@@ -39,15 +39,9 @@ from jmask._kernels.update_rows import RowUpdate, updated
 from jmask._lazy.lazy import lazy
 from jmask._lazy.leaves import has_stacked, stacked_step
 from jmask._lazy.one_pass import OnePassTransformation
-from jmask._tables.stored_table import (
-    add_to_dense,
-    is_stored_table,
-    rows_of,
-    shape_of,
-    with_rows,
-)
+from jmask._tables.stored_table import is_stored_table, shape_of
 from jmask._tensors.masked_tensor import MaskedTensor
-from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.apply import (
     Fit,
     apply_updates,
@@ -62,7 +56,7 @@ from jmask._updates.checks import (
     with_wide_rows,
 )
 from jmask._updates.eager import compiled_outside_jit
-from jmask._updates.row_update import update_rows
+from jmask._updates.row_update import RowsAt, update_rows
 from jmask._updates.state_rows import check_made_by, check_state_type
 
 
@@ -263,14 +257,15 @@ def _new_tables(
         step, *slots = rule.on_entries((grad, param, *slots), all_scalars(traced))
         return _cast((_wide(param) + step, *slots), dtypes)
 
-    def on_rows(gradient: RowSparse, tables: Sequence[Any], traced: Sequence[Any]) -> list[Any]:
+    def on_rows(at: RowsAt, tables: Sequence[Any], traced: Sequence[Any]) -> list[Any]:
         param, *slots = tables
-        old = [rows_of(x, gradient) for x in slots]
-        param_rows = rows_of(param, gradient) if rule.needs_param else None
-        entries = (gradient.values, param_rows, *old)
+        entries = (
+            at.values,
+            at.read(param) if rule.needs_param else None,
+            *map(at.read, slots),
+        )
         step, *rows = rule.on_entries(entries, all_scalars(traced))
-        new = [with_rows(x, gradient, y) for x, y in zip(slots, rows, strict=True)]
-        return [add_to_dense(param, gradient.with_values(step)), *new]
+        return [at.with_step(param, step), *map(at.write, slots, rows)]
 
     def linear_step(rows: jax.Array) -> jax.Array:
         return rule.on_entries((rows, None), scalars)[0]

@@ -31,7 +31,7 @@ from jmask._kernels.lines import LANES, per_line, picked, placed
 from jmask._kernels.rows import gather_rows
 from jmask._kernels.scatter_update import Combiner, update_elementwise
 from jmask._kernels.update_rows import updated
-from jmask._tables.stored_table import Placeholder, StoredTable, whole
+from jmask._tables.stored_table import Placeholder, StoredTable, differentiable
 from jmask._tensors.row_sparse import RowSparse
 
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
@@ -90,7 +90,7 @@ class PackedTable(StoredTable):
         return self.parts[0].dtype
 
     def todense(self) -> jax.Array:
-        return whole(
+        return differentiable(
             jnp.concatenate(self.entries(), axis=1).reshape(self.shape), self.placeholder
         )
 
@@ -118,22 +118,21 @@ class PackedTable(StoredTable):
         return self.read(gradient.row_ids())
 
     def set_rows(self, gradient: RowSparse, rows: jax.Array) -> "PackedTable":
-        ids = gradient.row_ids()
-        columns = rows.astype(self.dtype).reshape(ids.shape[0], math.prod(self.shape[1:]))
-        parts: list[jax.Array] = []
-        for part, new in zip(self.parts, _groups(columns), strict=True):
-            ids = _after(parts, ids)
-            parts.append(_written(part, ids, new, self.shape[0]))
-        return PackedTable(parts, self.shape)
+        return self.write(gradient.row_ids(), rows)
+
+    def write(self, ids: jax.Array, rows: jax.Array) -> "PackedTable":
+        """Return the table with other rows (n, *row) at ids (n,), sorted and unique."""
+        return self.updated(lambda _, row: [row], [], ids, rows.astype(self.dtype), [])[0]
 
     def updated(
         self,
         combiner: Combiner,
         slots: Sequence["PackedTable"],
-        gradient: RowSparse,
+        ids: jax.Array,
+        rows: jax.Array,
         scalars: Sequence[Any],
     ) -> list["PackedTable"]:
-        """Apply `combiner`, as of `update_elementwise`, to the rows of a `fitted` gradient.
+        """Apply `combiner`, as of `update_elementwise`, to rows of sorted unique ids.
 
         The slots have the shape of this table, and are kept in the same way.
         """
@@ -148,14 +147,13 @@ class PackedTable(StoredTable):
                 for x, y in zip(made, old, strict=True)
             ]
 
-        ids = gradient.row_ids()
-        columns = gradient.values.reshape(ids.shape[0], math.prod(self.shape[1:]))
+        columns = rows.reshape(ids.shape[0], math.prod(self.shape[1:]))
         new: list[list[jax.Array]] = []
-        for i, rows in enumerate(_groups(columns)):
+        for i, group in enumerate(_groups(columns)):
             ids = _after(new, ids)
-            place, lines, touched = placed(ids, rows, self.shape[0], self.parts[i].shape[0])
+            place, lines, touched = placed(ids, group, self.shape[0], self.parts[i].shape[0])
             parts = [table.parts[i] for table in tables]
-            mask = touched.astype(rows.dtype)
+            mask = touched.astype(group.dtype)
             update = update_elementwise(masked, parts, place, lines, [mask, *scalars], "unique")
             new += updated([update])
         return [PackedTable(parts, self.shape) for parts in zip(*new, strict=True)]
@@ -249,15 +247,6 @@ def _packed(columns: jax.Array) -> jax.Array:
 
 def _unpacked(part: jax.Array, width: int) -> jax.Array:
     return part.reshape(-1, width)
-
-
-def _written(part: jax.Array, ids: jax.Array, rows: jax.Array, count: int) -> jax.Array:
-    """Return the part with `rows` (n, width) at `ids`, sorted and unique apart from padding."""
-    line, new, touched = placed(ids, rows, count, part.shape[0])
-    new = jnp.where(touched, new, gather_rows(part, ids // per_line(rows.shape[1])))
-    update = update_elementwise(lambda _, new: [new], [part], line, new, [], "unique")
-    ((written,),) = updated([update])
-    return written
 
 
 def _after(done: list[Any], ids: jax.Array) -> jax.Array:

@@ -252,8 +252,6 @@ def _as_table(name: str, given: PyTree, like: StoredTable) -> StoredTable:
     given = jax.tree.map(_by_automatic_axes, given)
     if isinstance(given, Mapping):
         given = _in_order_of_ids(name, given, like)
-    elif abstract_leaf(given) is None:
-        raise not_an_array(name, given, "give what jmask.to_arrays made")
     given = _checked_kind(name, given, jnp.zeros((), like.dtype))
     if jnp.shape(given) != like.shape:
         raise ValueError(

@@ -187,27 +187,21 @@ class Layout:
     # dimension, whose size is the number of shards: an array never fits another layout. The
     # dimension is the first, so that on each device it is 1 and costs nothing.
 
-    def stored(self, blocks: Blocks) -> Blocks:
-        """Return blocks (S R, ...) as a table holds them: (S, R, ...) if placed by "mod"."""
+    def stored(self, blocks: Blocks, parts: int | None = None) -> Blocks:
+        """Return blocks (S R, ...) as a table holds them: (S, R, ...) if placed by "mod".
+
+        With one part, the block (R, ...) of a device as (1, R, ...).
+        """
         if self.placement == "div":
             return blocks
-        return jax.tree.map(lambda x: x.reshape(self.shards, -1, *x.shape[1:]), blocks)
+        parts = self.shards if parts is None else parts
+        return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), blocks)
 
     def merged(self, stored: Blocks) -> Blocks:
-        """Return the blocks (S R, ...) that were `stored`."""
+        """Return the blocks (S R, ...), or the block (R, ...), that were `stored`."""
         if self.placement == "div":
             return stored
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stored)
-
-    def local_block(self, stored: Blocks) -> Blocks:
-        """Return the arrays of one device, (R, ...) or (1, R, ...), as (R, ...)."""
-        if self.placement == "div":
-            return stored
-        return jax.tree.map(lambda x: x.reshape(x.shape[1:]), stored)
-
-    def local_stored(self, block: Blocks) -> Blocks:
-        """Return the inverse of `local_block`."""
-        return block if self.placement == "div" else jax.tree.map(lambda x: x[None], block)
 
 
 def dealt(table: jax.Array, shards: int) -> jax.Array:

@@ -48,7 +48,7 @@ from jmask._tables.shard_layout import (
     rows_from_owners,
     rows_to_owners,
 )
-from jmask._tables.stored_table import Placeholder, StoredTable, read_rows, whole
+from jmask._tables.stored_table import Placeholder, StoredTable, differentiable, read_rows
 from jmask._tensors.row_sparse import RowSparse
 
 # --- routed rows --------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class ShardedTable(StoredTable):
         blocks = blocks.todense() if isinstance(blocks, PackedTable) else blocks
         if self.layout.placement == "mod":
             blocks = gathered(blocks.reshape(self.layout.shards, -1, *self.shape[1:]))
-        return whole(blocks[: self.shape[0]], self.placeholder)
+        return differentiable(blocks[: self.shape[0]], self.placeholder)
 
     def full(self, row: Sequence[int], value: Scalar, dtype: DTypeLike) -> "ShardedTable":
         layout, shape = self.layout, (self.layout.shards * self.layout.block, *row)
@@ -317,11 +317,9 @@ class ShardedTable(StoredTable):
         def written(stored: Blocks, ids: jax.Array, rows: jax.Array) -> Blocks:
             places, block = layout.local(ids, layout.shard()), self._local(stored)
             if not isinstance(block, PackedTable):
-                return layout.local_stored(set_rows(block, places, rows, coalesced=True))
-            new = block.set_rows(
-                RowSparse.from_rows(places, rows, block.shape, coalesced=True), rows
-            )
-            return layout.local_stored(PackedTable(new.parts, stored.shape))
+                return layout.stored(set_rows(block, places, rows, coalesced=True), 1)
+            parts = block.write(places, rows).parts
+            return layout.stored(PackedTable(parts, stored.shape), 1)
 
         over = (layout.rows,) * 4
         stored = layout.run(written, self.check_layout(), gradient.row_ids(), rows, over=over)
@@ -361,7 +359,7 @@ class ShardedTable(StoredTable):
 
     def _local(self, stored: Blocks) -> Blocks:
         """Return the block of a device (R, *row), its shape said truly."""
-        block = self.layout.local_block(stored)
+        block = self.layout.merged(stored)
         if not isinstance(block, PackedTable):
             return block
         return PackedTable(block.parts, (self.layout.block, *self.shape[1:]))

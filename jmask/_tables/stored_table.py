@@ -57,9 +57,7 @@ class StoredTable(abc.ABC):
     def tree_flatten_with_keys(self) -> Any:
         names = map(jax.tree_util.GetAttrKey, self._NAMES or self._ARRAYS)
         arrays = (getattr(self, x) for x in self._ARRAYS)
-        return list(zip(names, arrays, strict=True)), tuple(
-            getattr(self, x) for x in self._STATIC
-        )
+        return list(zip(names, arrays, strict=True)), self._static()
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], children: Sequence[Any]) -> Self:
@@ -247,18 +245,16 @@ def looked_up(table: StoredTable, ids: jax.Array) -> jax.Array:
     """
     exists = trailing(ids < table.shape[0], table.ndim)
     rows = jnp.where(exists, table.read(ids), 0)
-    return rows if table.placeholder is None else _with_derivative(rows, table.placeholder, ids)
+    return differentiable(rows, table.placeholder, ids)
 
 
-def whole(dense: jax.Array, placeholder: Placeholder | None) -> jax.Array:
-    """Return the array (V, *row) of a table, differentiable as by `looked_up`."""
-    return dense if placeholder is None else _with_derivative(dense, placeholder, None)
-
-
-def _with_derivative(
-    values: jax.Array, placeholder: Placeholder, ids: jax.Array | None
+def differentiable(
+    rows: jax.Array, placeholder: Placeholder | None, ids: jax.Array | None = None
 ) -> jax.Array:
-    return _with_placeholder(placeholder.order, values, placeholder.array, ids)
+    """Return rows (n, *row) of a table, or all (V, *row), with the derivative of a lookup."""
+    if placeholder is None:
+        return rows
+    return _with_placeholder(placeholder.order, rows, placeholder.array, ids)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
