@@ -7,6 +7,7 @@ The number of ids is rounded up to a power of √2: of 100 to 10,000 ids there a
 is added lies behind the last bag, where `embedding_bag` looks nothing up.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -219,27 +220,20 @@ def _padded_bags(
 
 def _joined(name: str, bags: Ragged) -> tuple[np.ndarray, np.ndarray]:
     """Return what a list of bags holds, and where each begins."""
+    found: np.ndarray | None = None
     are_lists = isinstance(bags, Sequence) and all(isinstance(x, list | tuple) for x in bags)
     if are_lists:
         # One array of them all: a list takes as long to convert as a hundred of its numbers.
-        found = _as_array(list(itertools.chain.from_iterable(bags)))
+        with contextlib.suppress(ValueError):  # lists of different lengths in a bag
+            found = np.asarray(list(itertools.chain.from_iterable(bags)))
     elif isinstance(bags, Sequence | np.ndarray) and all(np.ndim(x) == 1 for x in bags):
         found = np.concatenate([np.asarray(x) for x in bags if len(x)] or [np.zeros(0)])
-    else:
-        found = None
     if found is None or found.ndim != 1:
         raise TypeError(
             f"`{name}` must be a list of bags, each a list of numbers, where no `offsets` are "
             f"given; got {type(bags).__name__}."
         )
     return found, np.cumsum([0, *map(len, bags)]).astype(np.int32)
-
-
-def _as_array(numbers: list[Any]) -> np.ndarray | None:
-    try:
-        return np.asarray(numbers)
-    except ValueError:  # lists of different lengths
-        return None
 
 
 def _rounded_up(count: int) -> int:

@@ -103,20 +103,21 @@ class Explanation:
             raise KeyError(f"no parameter {name!r}; there are {names}")
         return named[0]
 
-    def _total(self) -> tuple[str, ...]:
-        size = sum(p.nbytes for p in self.parameters)
-        touched = sum(p.touched for p in self.parameters)
-        return ("total", "", in_bytes(size), "", in_bytes(touched))
-
     def __repr__(self) -> str:
-        rows = [_HEADS, *(p.cells() for p in self.parameters), self._total()]
+        size, touched = (
+            in_bytes(sum(getattr(p, name) for p in self.parameters))
+            for name in ("nbytes", "touched")
+        )
+        total = ("total", "", size, "", touched)
+        rows = [_HEADS, *(p.cells() for p in self.parameters), total]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = []
-        for row, of in zip(rows, (None, *self.parameters, None), strict=True):
+        notes = ("", *(p.note for p in self.parameters), "")
+        for row, note in zip(rows, notes, strict=True):
             cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             lines.append("  ".join(cells).rstrip())
-            if of is not None and of.note:
-                lines.append(f"    {of.note}")
+            if note:
+                lines.append(f"    {note}")
         return "\n".join([*lines, *self.notes])
 
 

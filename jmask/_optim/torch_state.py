@@ -71,7 +71,12 @@ def from_torch_state(
             "which is which by `order`."
         )
     for number in numbers:
-        _check_keys(torch_state[number], number, {"step", *keys.values()})
+        unknown = sorted(set(map(str, torch_state[number])) - {"step", *keys.values()})
+        if unknown:
+            raise ValueError(
+                f"parameter {number!r} of `torch_state` has {unknown[0]!r}, which `state` has "
+                "no place for: is it of another optimizer, or of one with `amsgrad`?"
+            )
     steps = {number: _steps(torch_state[number], number) for number in numbers}
     if len(set(steps.values())) > 1:
         raise ValueError(
@@ -192,15 +197,6 @@ def _check_unambiguous(torch_state: Mapping[Any, Any], leaves: Sequence[Any]) ->
                 "and torch numbers parameters in its own order. List the number of each leaf, "
                 "in the order of jax.tree.leaves(params)."
             )
-
-
-def _check_keys(entries: Mapping[str, Any], number: object, known: set[str]) -> None:
-    unknown = sorted(set(map(str, entries)) - known)
-    if unknown:
-        raise ValueError(
-            f"parameter {number!r} of `torch_state` has {unknown[0]!r}, which `state` has no "
-            "place for: is it of another optimizer, or of one with `amsgrad`?"
-        )
 
 
 def _steps(entries: Mapping[str, Any], number: object) -> int:

@@ -109,7 +109,8 @@ class PackedTable(StoredTable):
         return jnp.concatenate(columns, axis=1).reshape(ids.shape[0], *self.shape[1:])
 
     def entries(self) -> list[jax.Array]:
-        return [_unpacked(part, w)[: self.shape[0]] for part, w in self._with_widths()]
+        rows = self.shape[0]
+        return [part.reshape(-1, width)[:rows] for part, width in self._with_widths()]
 
     def fitted(self, gradient: RowSparse) -> RowSparse:
         return gradient.coalesce()
@@ -243,10 +244,6 @@ def _packed(columns: jax.Array) -> jax.Array:
     rows, width = columns.shape
     missing = -rows % per_line(width)
     return jnp.pad(columns, ((0, missing), (0, 0))).reshape(-1, max(width, LANES))
-
-
-def _unpacked(part: jax.Array, width: int) -> jax.Array:
-    return part.reshape(-1, width)
 
 
 def _after(done: list[Any], ids: jax.Array) -> jax.Array:

@@ -447,7 +447,11 @@ def _placed(table: Any, layout: Layout, in_lines: bool) -> ShardedTable:
         blocks = jax.tree.map(place, jax.eval_shape(blocks_of, table))
     elif table_sharding is not None:
         blocks = automatically(blocks_of, table, like=table_sharding, spec=sharding.spec)
-    elif _is_elsewhere(table, layout.mesh):
+    elif (
+        not isinstance(table, jax.core.Tracer)
+        and table.committed
+        and table.sharding.device_set != set(layout.mesh.devices.flat)
+    ):  # bound to devices outside the mesh
         blocks = jax.device_put(jax.jit(blocks_of)(table), sharding)
     else:
         blocks = jax.jit(blocks_of, out_shardings=sharding)(table)
@@ -458,10 +462,3 @@ def _unpickled(arrays: PyTree, described: tuple[Any, ...], shape: Shape) -> Shar
     layout = Layout.from_description(described)
     put = lambda x: jax.device_put(x, layout.sharding(x.ndim))
     return ShardedTable(jax.tree.map(put, arrays), layout, shape)
-
-
-def _is_elsewhere(table: jax.Array, mesh: Mesh) -> bool:
-    """Decide whether an array is bound to devices outside the mesh."""
-    if isinstance(table, jax.core.Tracer) or not table.committed:
-        return False
-    return table.sharding.device_set != set(mesh.devices.flat)

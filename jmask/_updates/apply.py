@@ -221,25 +221,10 @@ def apply_gradients(
 _ROWS, _ROWS_FOR_EACH_ENTRY = 1000, 8
 
 
-def notice_dense_tables(updates: Gradients) -> None:
-    """Report each large table among gradients none of which is sparse or masked."""
-    leaves: Any = jax.tree.leaves_with_path(updates, is_leaf=is_gradient_leaf)
-    if any(is_gradient_leaf(x) for _, x in leaves):
-        return
-    for path, gradient in leaves:
-        if not is_table(gradient) or is_expected_dense(gradient):
-            continue
-        size = math.prod(gradient.shape) * gradient.dtype.itemsize
-        report_fallback(
-            f"a lazy optimizer got a dense gradient {leaf_name('updates', path)} for a "
-            f"{gradient.dtype}{list(gradient.shape)} table ({in_bytes(size)}) and no "
-            "row-sparse one, and updates all of it: take gradients with jmask.value_and_grad "
-            "in place of jax.value_and_grad, or the optimizer without jmask.lazy"
-        )
-
-
 def noticing_dense_tables(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return `step` of a lazy optimizer, of gradients first, that notices dense tables.
+
+    It reports each large table among gradients none of which is sparse or masked.
 
     The transformations inside it get arrays in place of rows: whole tables where `lazy` traces
     its proof, the rows of a batch where it runs. What they would notice is no user's gradient.
@@ -247,7 +232,18 @@ def noticing_dense_tables(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(step)
     def noticing(grads: Gradients, *args: Any, **kwargs: Any) -> Any:
-        notice_dense_tables(grads)
+        leaves: Any = jax.tree.leaves_with_path(grads, is_leaf=is_gradient_leaf)
+        is_dense = not any(is_gradient_leaf(x) for _, x in leaves)
+        for path, gradient in leaves:
+            if is_dense and is_table(gradient) and not is_expected_dense(gradient):
+                size = math.prod(gradient.shape) * gradient.dtype.itemsize
+                report_fallback(
+                    f"a lazy optimizer got a dense gradient {leaf_name('updates', path)} for a "
+                    f"{gradient.dtype}{list(gradient.shape)} table ({in_bytes(size)}) and no "
+                    "row-sparse one, and updates all of it: take gradients with "
+                    "jmask.value_and_grad in place of jax.value_and_grad, or the optimizer "
+                    "without jmask.lazy"
+                )
         with muted():
             result, state = step(grads, *args, **kwargs)
         # The next lazy optimizer of a chain gets updates: these are no gradients to notice.

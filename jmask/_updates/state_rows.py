@@ -60,27 +60,18 @@ def tables_of_state(
         jax.eval_shape(inner.init, param_tree.unflatten(leaves)) for leaves in (params, grown)
     )
     tables_by_growth = {rows: position for position, rows in extra.items()}
-    shapes = [x.shape for x in jax.tree.leaves(usual)]
-    owners = [
-        _owner(shape, y.shape, tables_by_growth)
-        for shape, y in zip(shapes, jax.tree.leaves(larger), strict=True)
-    ]
+    owners: list[int | None] = []
+    for x, y in zip(jax.tree.leaves(usual), jax.tree.leaves(larger), strict=True):
+        grown_by = y.shape[0] - x.shape[0] if x.ndim == y.ndim > 0 else 0
+        owner = tables_by_growth.get(grown_by)
+        if x.shape != y.shape and (owner is None or x.shape[1:] != y.shape[1:]):
+            raise NotRowLocalError(
+                f"its state holds an array of shape {x.shape} that depends on the number of "
+                "rows of a table, but has not one entry for each of them"
+            )
+        owners.append(owner)
     check_state(state, usual, [dtypes and owner is not None for owner in owners])
     return owners
-
-
-def _owner(
-    shape: tuple[int, ...], grown: tuple[int, ...], owners: dict[int, int]
-) -> int | None:
-    if shape == grown:
-        return None
-    growth = grown[0] - shape[0] if len(shape) == len(grown) else None
-    if shape[1:] == grown[1:] and growth in owners:
-        return owners[growth]
-    raise NotRowLocalError(
-        f"its state holds an array of shape {shape} that depends on the number of rows of "
-        "a table, but has not one entry for each of them"
-    )
 
 
 def check_state_type(state: object, expected: type) -> None:
