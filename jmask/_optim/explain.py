@@ -13,7 +13,7 @@ import dataclasses
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -103,11 +103,13 @@ class Explanation:
             raise KeyError(f"no parameter {name!r}; there are {names}")
         return named[0]
 
+    def __iter__(self) -> Iterator[str]:
+        """Return the names of the parameters, as a dict does."""
+        return iter([p.name for p in self.parameters])
+
     def __repr__(self) -> str:
-        size, touched = (
-            in_bytes(sum(getattr(p, name) for p in self.parameters))
-            for name in ("nbytes", "touched")
-        )
+        size = in_bytes(sum(p.nbytes for p in self.parameters))
+        touched = in_bytes(sum(p.touched for p in self.parameters))
         total = ("total", "", size, "", touched)
         rows = [_HEADS, *(p.cells() for p in self.parameters), total]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
