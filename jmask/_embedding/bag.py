@@ -48,6 +48,7 @@ from jmask._embedding.ids import (
     entries_of,
     is_padding,
     narrowed,
+    positions_of,
 )
 from jmask._embedding.lookup import Bound, checked_bound, looked_up_rows
 from jmask._embedding.pad_bags import (
@@ -360,7 +361,7 @@ def _segment_bags(ids: Ids, segment_ids: Ids, num_segments: int | None, mode: st
     number = checked_integer("num_segments", num_segments)
     if number < 0:
         raise ValueError(f"`num_segments` must be >= 0, got {number}.")
-    bag_of_entry = canonical(narrowed(segment_ids, number), number)
+    bag_of_entry = positions_of(segment_ids, None, number)
     left_out: Any = bag_of_entry == number
     if isinstance(segment_ids, np.ndarray):
         if np.max(segment_ids, initial=0) > number:

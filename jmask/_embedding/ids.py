@@ -60,25 +60,25 @@ def entries_of(
                 f"`mode` 'clip' has no row to clip to in a table of shape {shape}."
             )
         positions = jnp.clip(narrowed(ids, rows), 0, max(rows - 1, 0))
-    else:
-        positions = canonical(narrowed(ids, rows), rows)
-    outside = positions == rows if mode == "fill" else None
-    if absent is not None:
-        positions = jnp.where(absent, rows, positions)
-        outside = None if outside is None else outside & ~absent
-    return Entries(positions, absent, outside)
+        positions = positions if absent is None else jnp.where(absent, rows, positions)
+        return Entries(positions, absent, None)
+    positions = positions_of(ids, absent, rows)
+    if mode == "zero":
+        return Entries(positions, absent, None)
+    outside = positions == rows
+    return Entries(positions, absent, outside if absent is None else outside & ~absent)
 
 
 def _refusing(ids: Ids, absent: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
     """Return the positions of ids; raise if one that is not padding is out of range."""
     if not isinstance(ids, jax.core.Tracer) and not isinstance(absent, jax.core.Tracer):
         _refuse_concrete(np.asarray(ids), absent, shape)
-        return _positions(ids, absent, shape[0])
+        return positions_of(ids, absent, shape[0])
     at = f"[{', '.join(['{}'] * ids.ndim)}]" if ids.ndim else ""
     message = f"`ids{at}` is {{id}}, which is no row of the table of shape {shape}"
 
     def checked(ids: jax.Array, absent: jax.Array | None) -> jax.Array:
-        positions = _positions(ids, absent, shape[0])
+        positions = positions_of(ids, absent, shape[0])
         wrong = positions == shape[0]
         wrong = wrong if absent is None else wrong & ~absent
         if ids.size:
@@ -92,7 +92,8 @@ def _refusing(ids: Ids, absent: jax.Array | None, shape: tuple[int, ...]) -> jax
     return jax.checkpoint(checked)(_in_jax(ids), absent)
 
 
-def _positions(ids: Ids, absent: jax.Array | None, rows: int) -> jax.Array:
+def positions_of(ids: Ids, absent: jax.Array | None, rows: int) -> jax.Array:
+    """Return the rows that ids read, `rows` where they read none or are absent."""
     positions = canonical(narrowed(ids, rows), rows)
     return positions if absent is None else jnp.where(absent, rows, positions)
 

@@ -22,7 +22,6 @@ from jax.typing import DTypeLike
 
 from jmask._base.array_types import flat, placed_like, real_dtype, trailing, wide
 from jmask._base.norms import shortened
-from jmask._base.row_ids import canonical
 from jmask._base.types import Numbers, Scalar, Table
 from jmask._base.validation import checked_choice, naming_arguments, shown
 from jmask._embedding.ids import (
@@ -33,9 +32,9 @@ from jmask._embedding.ids import (
     checked_table,
     entries_of,
     is_padding,
-    narrowed,
+    positions_of,
 )
-from jmask._kernels.coalesce import unique_slots
+from jmask._kernels.coalesce import coalesce_rows, unique_slots
 from jmask._kernels.gather import Gather
 from jmask._kernels.rows import gather_rows, set_rows
 from jmask._tables.stored_table import StoredTable, is_stored_table, looked_up
@@ -106,10 +105,7 @@ def renormalize(
     if bound is None:
         raise ValueError("`max_norm` must be a positive number, got None.")
     count = table.shape[0]
-    positions = canonical(narrowed(ids, count), count).reshape(-1)
-    absent = is_padding(ids, padding_id)
-    if absent is not None:
-        positions = jnp.where(absent.reshape(-1), count, positions)
+    positions = positions_of(ids, is_padding(ids, padding_id), count).reshape(-1)
     slots = min(count, positions.shape[0])
     if slots == 0:
         return table
@@ -241,15 +237,16 @@ def looked_up_rows(table: Table, entries: Entries, bound: Bound | None) -> jax.A
 
 def _stored(table: RowSparse, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the stored rows of `table`, and the place of each position among them."""
-    table = table.coalesce()
-    stored = table.row_ids()
+    stored, values = table.row_ids(), table.values
+    if not table.coalesced:
+        stored, values = coalesce_rows(stored, values, table.shape[0])
     places = jnp.searchsorted(stored, positions).astype(stored.dtype)
-    if not table.nse:
-        return table.values, places
-    found = stored[jnp.minimum(places, table.nse - 1)] == positions
+    if not values.shape[0]:
+        return values, places
+    found = stored[jnp.minimum(places, values.shape[0] - 1)] == positions
     # Padding of the table and of the ids is V, which is found, but is no row.
     found &= positions < table.shape[0]
-    return table.values, jnp.where(found, places, table.nse)
+    return values, jnp.where(found, places, values.shape[0])
 
 
 def _gathered(source: Table, positions: jax.Array, fill: int | None) -> jax.Array:
