@@ -16,7 +16,7 @@ and its derivative is 0. The gradient of max goes to the first entry that attain
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +142,8 @@ def embedding_bag(
             f"`mode` says what an id outside the table gives, got {mode!r}: how the rows of a "
             f"bag are combined is `combiner`={mode!r}."
         )
-    bag_of_entry, number = None, 0
+    bags: Bags
+    bag_of_entry, number, valid = None, 0, None
     if isinstance(ids, PaddedBags):
         _refuse_beside_padded(offsets, include_last_offset, segment_ids, num_segments, weights)
         offsets, weights, bag_of_entry = ids.offsets, ids.weights, ids.bag_of_entry
@@ -169,7 +170,8 @@ def embedding_bag(
         _refuse_beside_segments(offsets, include_last_offset)
         bags, left_out, valid = _segment_bags(ids, segment_ids, num_segments, mode)
     elif bag_of_entry is not None:
-        bags, left_out, valid = _entry_bags(bag_of_entry, number, mode)
+        bag_of_entry = checked_integers(bag_of_entry, "bag_of_entry", mode)
+        bags, left_out = RaggedBags(jnp.asarray(bag_of_entry), number), bag_of_entry == number
     elif offsets is not None:
         bags, left_out, valid = _offset_bags(ids, offsets, include_last_offset, mode)
     else:
@@ -296,18 +298,9 @@ def _present(shape: tuple[int, ...], absent: jax.Array | None) -> jax.Array:
 # --- the forms of bags -------------------------------------------------------------------
 
 
-class _Form(NamedTuple):
-    """Bags as they are given.
-
-    Attributes:
-        bags: the bags.
-        left_out: which ids are in no bag; None if all are in one.
-        valid: whether the bags are well formed; None if that is known.
-    """
-
-    bags: Bags
-    left_out: jax.Array | None = None
-    valid: jax.Array | None = None
+# The bags; which ids are in none of them, None if all are in one; and whether the bags are well
+# formed, None if that is known.
+_Form = tuple[Bags, Any, jax.Array | None]
 
 
 def _line_bags(ids: Ids, include_last_offset: bool) -> _Form:
@@ -318,7 +311,7 @@ def _line_bags(ids: Ids, include_last_offset: bool) -> _Form:
             f"`ids` of shape {ids.shape} are no bags yet: give `offsets` or `segment_ids` "
             "with `ids` (n,), or `ids` (b, L), each line a bag."
         )
-    return _Form(EqualBags(ids.ndim - 1, ids.shape[-1]))
+    return EqualBags(ids.ndim - 1, ids.shape[-1]), None, None
 
 
 def _refuse_beside_padded(*others: Any) -> None:
@@ -327,11 +320,6 @@ def _refuse_beside_padded(*others: Any) -> None:
             "what `pad_bags` makes has its offsets and weights: give these to `pad_bags`, and "
             "to `embedding_bag` neither them nor segments."
         )
-
-
-def _entry_bags(bag_of_entry: Ids, number: int, mode: str) -> _Form:
-    bag_of_entry = checked_integers(bag_of_entry, "bag_of_entry", mode)
-    return _Form(RaggedBags(jnp.asarray(bag_of_entry), number), bag_of_entry == number)
 
 
 def _refuse_beside_segments(offsets: object, include_last_offset: bool) -> None:
@@ -371,7 +359,7 @@ def _segment_bags(ids: Ids, segment_ids: Ids, num_segments: int | None, mode: st
                 "or as `num_segments`."
             )
         left_out = (segment_ids < 0) | (segment_ids >= number)
-    return _Form(RaggedBags(bag_of_entry, number), left_out)
+    return RaggedBags(bag_of_entry, number), left_out, None
 
 
 def _offset_bags(ids: Ids, offsets: Ids, include_last_offset: bool, mode: str) -> _Form:
@@ -389,7 +377,7 @@ def _offset_bags(ids: Ids, offsets: Ids, include_last_offset: bool, mode: str) -
     bag_of_entry = canonical(row_of_each(starts, count), number)
     if valid is not None:  # otherwise there are no entries, and no derivatives
         bag_of_entry = jnp.where(valid, bag_of_entry, number)
-    return _Form(RaggedBags(bag_of_entry, number), left_out, valid)
+    return RaggedBags(bag_of_entry, number), left_out, valid
 
 
 def _checked_weights(

@@ -163,6 +163,17 @@ class RowRule:
         return not any(slot.per_row for slot in self.slots.values())
 
 
+def changing_scalars(scalars: Sequence[Any]) -> tuple[list[jax.Array], Callable[..., Any]]:
+    """Return the arrays among scalars, and a function of them that returns all scalars."""
+    fixed = [None if isinstance(x, jax.Array) else x for x in scalars]
+
+    def all_scalars(changing: Sequence[Any]) -> tuple[Any, ...]:
+        arrays = iter(changing)
+        return tuple(next(arrays) if x is None else x for x in fixed)
+
+    return [x for x in scalars if isinstance(x, jax.Array)], all_scalars
+
+
 def optimizer(
     rule: RowRule, state_type: type, lazy_update: bool
 ) -> optax.GradientTransformationExtraArgs:
@@ -243,13 +254,8 @@ def _new_tables(
     """Return parameter and slots after one step, for `updated` to finish."""
     # `Update` functions are static parameters of a primitive, which JAX caches: closing over a
     # tracer would leak it. Python numbers are compiled in as constants.
+    traced, all_scalars = changing_scalars(scalars)
     dtypes = _dtypes(tables)
-    traced = [x for x in scalars if isinstance(x, jax.Array)]
-    fixed = [None if isinstance(x, jax.Array) else x for x in scalars]
-
-    def all_scalars(traced: Sequence[Any]) -> tuple[Any, ...]:
-        arrays = iter(traced)
-        return tuple(next(arrays) if x is None else x for x in fixed)
 
     def new_entries(*entries: Any) -> list[Any]:
         param, *slots = entries[: len(dtypes)]
