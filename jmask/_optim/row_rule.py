@@ -39,7 +39,7 @@ from jmask._kernels.update_rows import RowUpdate, updated
 from jmask._lazy.lazy import lazy
 from jmask._lazy.leaves import has_stacked, stacked_step
 from jmask._lazy.one_pass import OnePassTransformation
-from jmask._tables.stored_table import is_stored_table, shape_of
+from jmask._tables.stored_table import RowsAt, is_stored_table, shape_of
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.apply import (
@@ -56,7 +56,7 @@ from jmask._updates.checks import (
     with_wide_rows,
 )
 from jmask._updates.eager import compiled_outside_jit
-from jmask._updates.row_update import RowsAt, update_rows
+from jmask._updates.row_update import update_rows
 from jmask._updates.state_rows import check_made_by, check_state_type
 
 

@@ -13,8 +13,8 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NoReturn, Self, TypeGuard
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn, Self, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,11 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmask._base.array_types import is_complex, is_narrow, joint_dtype, trailing, wide
+from jmask._base.array_types import added, is_complex, is_narrow, joint_dtype, trailing, wide
 from jmask._base.row_ids import hide, id_dtype
 from jmask._base.types import Gradient, Ids, JvpArgs, Numbers, Scalar, Shaped, Table, TensorLike
 from jmask._kernels.gather import Gather
-from jmask._kernels.rows import gather_rows, gather_unique_rows, set_rows
+from jmask._kernels.rows import add_rows, gather_rows, gather_unique_rows, set_rows
 from jmask._kernels.stochastic_rounding import stochastic_round
 from jmask._kernels.update_rows import add_to_rows
 from jmask._tensors.methods import call
@@ -213,18 +213,48 @@ def read_rows(table: Table, ids: jax.Array) -> jax.Array:
     return table.read(ids) if is_stored_table(table) else gather_rows(table, ids)
 
 
-def rows_of(table: Table, gradient: RowSparse) -> jax.Array:
-    """Return rows of an array or table at the rows of a gradient without equal ids."""
-    if is_stored_table(table):
-        return table.rows(gradient)
-    return gather_unique_rows(table, gradient.row_ids(), coalesced=gradient.coalesced)
+class RowsAt(NamedTuple):
+    """The rows of a gradient without equal ids, and access to those of its tables.
 
+    The tables are arrays, or containers of one kind, with the same rows.
 
-def with_rows(table: Table, gradient: RowSparse, rows: jax.Array) -> Table:
-    """Return the array or stored table with other rows there, in its dtype."""
-    if is_stored_table(table):
-        return table.set_rows(gradient, rows)
-    return set_rows(table, gradient.row_ids(), rows, coalesced=gradient.coalesced)
+    Attributes:
+        values: the rows (n, *row).
+        read: table -> its rows there.
+        write: (table, rows) -> the table with other rows there, in its dtype.
+        add: (table, rows) -> the table with rows added, if a scatter can add them.
+    """
+
+    values: jax.Array
+    read: Callable[[Any], jax.Array]
+    write: Callable[[Any, jax.Array], Any]
+    add: Callable[[Any, jax.Array], Any] | None = None
+
+    @classmethod
+    def of(cls, table: Table, gradient: RowSparse) -> "RowsAt":
+        """Return access to the rows of a gradient, as the table has `fitted` it."""
+        if not is_stored_table(table):
+            return cls.of_arrays(gradient.row_ids(), gradient.values, gradient.coalesced)
+        return cls(
+            gradient.values,
+            lambda table: table.rows(gradient),
+            lambda table, rows: table.set_rows(gradient, rows),
+        )
+
+    @classmethod
+    def of_arrays(cls, ids: jax.Array, values: jax.Array, coalesced: bool) -> "RowsAt":
+        return cls(
+            values,
+            lambda table: gather_unique_rows(table, ids, coalesced=coalesced),
+            lambda table, rows: set_rows(table, ids, rows, coalesced=coalesced),
+            lambda table, rows: add_rows(table, ids, rows, coalesced=coalesced),
+        )
+
+    def with_step(self, table: Table, step: jax.Array) -> Table:
+        """Return the table plus rows, which are rounded once to its dtype."""
+        if self.add is not None and table.dtype == joint_dtype(table, step):
+            return self.add(table, step)
+        return self.write(table, added(self.read(table), step))
 
 
 @jax.tree_util.register_dataclass
@@ -326,10 +356,11 @@ def add_to_dense(dense: Table, rows: RowSparse, key: jax.Array | None = None) ->
         return add_to_rows(dense, rows.row_ids(), rows.rows(), rows.order)
     rows = rows if stored else rows.coalesce()
     dtype = dtype if key is None else wide(dtype)
-    new = rows_of(dense, rows).astype(dtype) + rows.values.astype(dtype)
+    at = RowsAt.of(dense, rows)
+    new = at.read(dense).astype(dtype) + at.values.astype(dtype)
     if key is not None:
         new = stochastic_round(new, dense.dtype, key)
-    return with_rows(dense, rows, new)
+    return at.write(dense, new)
 
 
 # --- new table ----------------------------------------------------------------------------

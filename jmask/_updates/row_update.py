@@ -20,44 +20,20 @@ bit for bit the old table in the rows that no id names.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
-from jmask._base.array_types import added, explicit_sharding, is_narrow, joint_dtype, trailing
+from jmask._base.array_types import explicit_sharding, is_narrow, trailing
 from jmask._base.jaxprs import bound, interpret
-from jmask._base.types import Table
 from jmask._kernels import tuning
-from jmask._kernels.rows import add_rows, gather_unique_rows, set_rows
 from jmask._kernels.scatter_update import Combiner, entry_by_entry, update_elementwise
 from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, add_to_rows
 from jmask._tables.packed import PackedTable
-from jmask._tables.stored_table import fitted, is_stored_table
+from jmask._tables.stored_table import RowsAt, fitted, is_stored_table
 from jmask._tensors.row_sparse import RowSparse
-
-
-class RowsAt(NamedTuple):
-    """The rows of a gradient without equal ids, and access to those of its tables.
-
-    Attributes:
-        values: the rows (n, *row).
-        read: table -> its rows there.
-        write: (table, rows) -> the table with other rows there, in its dtype.
-        add: (table, rows) -> the table with rows added, if a scatter can add them.
-    """
-
-    values: jax.Array
-    read: Callable[[Any], jax.Array]
-    write: Callable[[Any, jax.Array], Any]
-    add: Callable[[Any, jax.Array], Any] | None = None
-
-    def with_step(self, table: Table, step: jax.Array) -> Table:
-        """Return the table plus rows, which are rounded once to its dtype."""
-        if self.add is not None and table.dtype == joint_dtype(table, step):
-            return self.add(table, step)
-        return self.write(table, added(self.read(table), step))
 
 
 def update_rows(
@@ -91,12 +67,7 @@ def update_rows(
             ids = gradient.row_ids()
             return table.updated(new_entries, others, ids, gradient.values, scalars)
         assert on_rows is not None, "what is elementwise alone is for arrays and packed tables"
-        at = RowsAt(
-            gradient.values,
-            lambda table: table.rows(gradient),
-            lambda table, new: table.set_rows(gradient, new),
-        )
-        return on_rows(at, tables, scalars)
+        return on_rows(RowsAt.of(table, gradient), tables, scalars)
     # The gradient is opened once: what follows takes canonical ids, rows, and their order.
     ids, order, shape = gradient.row_ids(), gradient.order, gradient.shape
     if linear is not None and table.dtype == gradient.dtype and not is_narrow(table.dtype):
@@ -113,13 +84,7 @@ def update_rows(
     def on_unique_rows(
         tables: Sequence[Any], ids: jax.Array, rows: jax.Array, scalars: Any, is_sorted: bool
     ) -> list[Any]:
-        at = RowsAt(
-            rows,
-            lambda table: gather_unique_rows(table, ids, coalesced=is_sorted),
-            lambda table, new: set_rows(table, ids, new, coalesced=is_sorted),
-            lambda table, step: add_rows(table, ids, step, coalesced=is_sorted),
-        )
-        return on_rows(at, tables, scalars)
+        return on_rows(RowsAt.of_arrays(ids, rows, is_sorted), tables, scalars)
 
     one_row = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in (*tables, gradient)]
     captures = bool(jax.make_jaxpr(combiner)(*one_row, *scalars).consts)
