@@ -214,7 +214,7 @@ def read_rows(table: Table, ids: jax.Array) -> jax.Array:
 
 
 class RowsAt(NamedTuple):
-    """The rows of a gradient without equal ids, and access to those of its tables.
+    """The rows of a gradient without equal ids, and access to the same rows of its tables.
 
     The tables are arrays, or containers of one kind, with the same rows.
 
@@ -234,7 +234,7 @@ class RowsAt(NamedTuple):
     def of(cls, table: Table, gradient: RowSparse) -> "RowsAt":
         """Return access to the rows of a gradient, as the table has `fitted` it."""
         if not is_stored_table(table):
-            return cls.of_arrays(gradient.row_ids(), gradient.values, gradient.coalesced)
+            return cls.in_arrays(gradient.row_ids(), gradient.values, gradient.coalesced)
         return cls(
             gradient.values,
             lambda table: table.rows(gradient),
@@ -242,7 +242,7 @@ class RowsAt(NamedTuple):
         )
 
     @classmethod
-    def of_arrays(cls, ids: jax.Array, values: jax.Array, coalesced: bool) -> "RowsAt":
+    def in_arrays(cls, ids: jax.Array, values: jax.Array, coalesced: bool) -> "RowsAt":
         return cls(
             values,
             lambda table: gather_unique_rows(table, ids, coalesced=coalesced),

@@ -397,7 +397,7 @@ class Fit:
 def dense_parameters(params: Params) -> Params:
     """Return the tree with each `RowSparse` that stores all its rows as the array it is.
 
-    Of a model that holds functions the parameters alone, None for all else.
+    A model that holds functions becomes its parameters, with None for all else.
     """
     params = model_of(params).parameters
     return jax.tree.map(lambda x: x.todense() if is_full(x) else x, params, is_leaf=is_full)

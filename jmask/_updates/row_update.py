@@ -84,7 +84,7 @@ def update_rows(
     def on_unique_rows(
         tables: Sequence[Any], ids: jax.Array, rows: jax.Array, scalars: Any, is_sorted: bool
     ) -> list[Any]:
-        return on_rows(RowsAt.of_arrays(ids, rows, is_sorted), tables, scalars)
+        return on_rows(RowsAt.in_arrays(ids, rows, is_sorted), tables, scalars)
 
     one_row = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in (*tables, gradient)]
     captures = bool(jax.make_jaxpr(combiner)(*one_row, *scalars).consts)
