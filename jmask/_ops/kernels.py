@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmask._base.array_types import is_nonzero, joint_dtype, wide
+from jmask._base.array_types import is_nonzero, joint_dtype, typed_like, wide
 from jmask._base.norms import Norm, factor_for, squared
 from jmask._base.types import JvpArgs, Scalar
 from jmask._ops.groups import Groups, Results, Slices, greatest, least
@@ -308,7 +308,7 @@ def quantile(groups: Slices, dtype: DTypeLike, rank: _Rank, method: str = "linea
     # Booleans have no half where dtypes are not promoted; integers have.
     values = values.astype(jnp.int8) if values.dtype == jnp.dtype(bool) else values
     x = jnp.where(valid, flat(values), 0)
-    position = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    position = typed_like(lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1), jax.typeof(x))
     keys = (~valid, lax.stop_gradient(x), position)
     order = lax.sort(keys, dimension=-1, num_keys=2)[2]
     count = jnp.sum(valid, -1, keepdims=True)

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmask._base.array_types import is_nonzero, joint_dtype
+from jmask._base.array_types import is_nonzero, joint_dtype, typed_like
 from jmask._base.types import Axis, Mask, Numbers, Scalar, Tensor, TensorLike
 from jmask._base.validation import checked_choice
 from jmask._ops import kernels
@@ -190,6 +190,7 @@ def _order(
     """Return for each place along the axis which entry belongs there; masked ones last."""
     values = lax.stop_gradient(jnp.where(x.valid, x.storage, jnp.zeros((), x.dtype)))
     position = lax.broadcasted_iota(jnp.int32, x.shape, axis % x.ndim)
+    position = typed_like(position, jax.typeof(values))
     operands = [x.valid, values, position]
     if descending:
         # Backwards in and out, so that equal entries keep their order.

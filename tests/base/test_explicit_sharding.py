@@ -273,6 +273,31 @@ def test_by_hand():
         np.testing.assert_allclose(gradient.todense(), expected, rtol=1e-4, atol=1e-6)
 
 
+# Along a dimension that is not sharded, as functions of JAX.
+MASKED = {
+    name: functools.partial(getattr(module, name), axis=1)
+    for module, names in (
+        (jmask.numpy, "sum var max argmin any sort argsort median cumsum ptp average diff"),
+        (jmask.nn, "softmax logsumexp normalize"),
+    )
+    for name in names.split()
+}
+MASKED["quantile"] = lambda x: jmask.numpy.quantile(x, 0.3, axis=1)
+
+
+@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.dtype_promotion
+def test_masked_functions(name):
+    x, mask = put(TABLE, "x"), put(TABLE > 0, "x")
+    function = lambda x, mask: MASKED[name](jmask.masked_tensor(x, mask))
+    expected = function(jnp.asarray(TABLE), jnp.asarray(TABLE > 0))
+    with context(True):
+        for run in (function, jax.jit(function)):
+            new = run(x, mask)
+            np.testing.assert_array_equal(new.mask, expected.mask)
+            np.testing.assert_allclose(new.to_tensor(0), expected.to_tensor(0), rtol=1e-5)
+
+
 ENTRIES = np.where(np.random.default_rng(1).random((6, V)) < 0.1, 2.0, 0.0).astype(np.float32)
 OPERANDS = {
     "BCSR": sparse.BCSR.fromdense,
