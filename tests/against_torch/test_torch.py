@@ -218,33 +218,6 @@ def test_dense_semantics(torch: Any, pair: Pair, shape: tuple[int, ...], dtype: 
     check_pair(torch, pair, shape, dtype, sparse=False)
 
 
-def test_a_row_whose_duplicates_cancel_moves(torch: Any) -> None:
-    pair, shape = SPARSE["adam"], (ROWS, 2)
-    start = start_of(shape, np.float64)
-    first = (np.array([CANCELLED]), np.ones((1, 2)))
-    cancelling = (np.array([CANCELLED] * 2), np.array([[1.0, 1.0], [-1.0, -1.0]]))
-    results = []
-    for steps in ([first], [first, cancelling]):
-        with precision(np.float64):
-            results.append(run_jmask(pair, start, steps)[0])
-        check_equal(results[-1], run_torch(torch, pair, start, steps, True)[0], np.float64)
-    assert (results[0][CANCELLED] != results[1][CANCELLED]).all()
-
-
-def test_an_empty_gradient_advances_the_count(torch: Any) -> None:
-    pair, shape = SPARSE["adam"], (ROWS, 2)
-    start = start_of(shape, np.float64)
-    empty = (np.zeros((0,), np.int64), np.zeros((0, 2)))
-    last = (np.array([1, 1]), np.array([[1.0, 2.0], [3.0, 4.0]]))
-    moves = []
-    for steps in ([last, last], [last, empty, empty, last]):
-        with precision(np.float64):
-            ours, _ = run_jmask(pair, start, steps)
-        check_equal(ours, run_torch(torch, pair, start, steps, True)[0], np.float64)
-        moves.append(ours)
-    assert (moves[0][1] != moves[1][1]).all()
-
-
 @dtypes
 @pairs(SPARSE)
 def test_embeddings_through_differentiation(torch: Any, pair: Pair, dtype: Any) -> None:

@@ -18,24 +18,6 @@ def grads_of(params: Any) -> Any:
     return jmask.grad(lambda p: jnp.sum(p[jnp.array([0, 3, 3])]))(params)
 
 
-TAKEN: dict[str, Any] = {
-    "global norm": jmask.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))),
-    "clip": jmask.lazy(optax.chain(optax.clip(1.0), optax.adam(0.1))),
-    "decoupled": jmask.adam(0.1, weight_decay=0.1, decay_mode="decoupled"),
-    "L2 in momentum": jmask.sgd(0.1, momentum=0.9, weight_decay=0.1),
-}
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("name", TAKEN)
-def test_taken(name: str) -> None:
-    """Controls, near to what is refused."""
-    table = jmask.deferred(TABLE, TAKEN[name])
-    state = TAKEN[name].init(table)
-    table, _ = jmask.apply_gradients(TAKEN[name], grads_of(table), state, table)
-    assert float(table.todense()[0, 0]) < 1 == float(TABLE[0, 0])
-
-
 OTHERS: dict[str, Any] = {
     "another rate": jmask.adam(0.2),
     "another b1": jmask.adam(0.1, b1=0.8),

@@ -23,7 +23,6 @@ from tests.torch_names import REFERENCE_BINARY, REFERENCE_UNARY, TORCH_NAMES, na
 pytestmark = pytest.mark.sampled
 
 SHAPE = (2, 3)
-RNG = np.random.default_rng(0)
 MASKS = {
     "random": np.array([[1, 0, 1], [0, 0, 1]], bool),
     "empty": np.zeros(SHAPE, bool),

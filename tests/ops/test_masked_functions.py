@@ -118,6 +118,13 @@ SMOOTH = {
         lambda x: jnm.cumlogsumexp(x, axis=1),
         running(np.logaddexp.accumulate, 1, -np.inf),
     ),
+    "cumsum": (lambda x: jnm.cumsum(x, axis=0), running(np.cumsum, 0, 0)),
+    "cumsum of all": (jnm.cumsum, running(np.cumsum, None, 0)),
+    "cumprod": (lambda x: jnm.cumprod(x, axis=-1), running(np.cumprod, -1, 1)),
+    "cumprod of zeros": (
+        lambda x: jnm.cumprod(jnm.where(x < 0.4, x, 0.0), axis=1),
+        lambda x: running(np.cumprod, 1, 1)(ma.where(ma.getdata(x) < 0.4, x, 0 * x)),
+    ),
     "diff": (jnm.diff, lambda x: ma.diff(x)),
     "diff twice": (lambda x: jnm.diff(x, 2, axis=0), lambda x: ma.diff(x, 2, axis=0)),
     "diff appended": (
@@ -212,6 +219,7 @@ STEPS = {
     ),
     "array_equal": (lambda x: jnm.array_equal(x, x), lambda x: ma.allequal(x, x)),
     "count": (lambda x: x.count(axis=1), lambda x: x.count(axis=1)),
+    "count of all": (jnm.count, lambda x: x.count()),
     "filled": (lambda x: x.filled(7), lambda x: x.filled(7)),
 }
 CONDITIONS = {
@@ -487,7 +495,8 @@ def test_dense_is_said():
             function(x)
         assert jnm.masked_less(x, 0.0).stype == "row_sparse"
     loud = (
-        jnm.cov, jnm.corrcoef, jnm.diff, jnm.trace, jnm.unique, jnm.cumlogsumexp, jnm.nanmedian,
+        jnm.cov, jnm.corrcoef, jnm.diff, jnm.trace, jnm.unique, jnm.cumlogsumexp, jnm.cumsum,
+        jnm.cumprod, jnm.nanmedian,
         functools.partial(jnm.quantile, q=0.5), functools.partial(jnm.top_k, k=1),
         lambda x: jnm.outer(x, x), lambda x: jnm.vdot(x, x), functools.partial(nn.glu, axis=0),
     )  # fmt: skip

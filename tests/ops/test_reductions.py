@@ -14,7 +14,7 @@ import pytest
 
 import jmask
 import jmask.numpy as jnm
-from jmask import MaskedTensor, RowSparse
+from jmask import MaskedTensor
 from tests.masked_cases import KINDS, PATTERNS, POISON, SHAPE, build, masks, sliced, slope
 
 pytestmark = pytest.mark.sampled
@@ -76,8 +76,6 @@ STEPS = {
     "any": (lambda x, **axes: jnm.any(x > 0, **axes), lambda x, m: (x[m] > 0).any()),
     "count_nonzero": (jnm.count_nonzero, _entries(np.count_nonzero)),
 }
-# On every storage; the others on one of each form, slices and segments.
-BASIC = ("sum", "std", "max", "logsumexp")
 DENSIFY = ("median", "lower median")
 
 
@@ -160,17 +158,6 @@ def test_indices_truth_and_counts(kind):
                 np.testing.assert_array_equal(got, expected, err_msg=f"{name} {axis}")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_count_is_never_masked(kind):
-    for mask in masks():
-        x = build(kind, jnp.zeros(SHAPE), jnp.asarray(mask))
-        valid = mask & PATTERNS[kind]
-        assert int(jnm.count(x)) == valid.sum()
-        by_row = jnm.count(x, axis=1)
-        by_row = by_row.todense() if isinstance(by_row, RowSparse) else by_row
-        np.testing.assert_array_equal(by_row, valid.sum(1))
-
-
 @pytest.mark.parametrize("kind", ["dense", "csr"])
 @pytest.mark.parametrize("name", SMOOTH)
 def test_forward_mode_and_second_order(name, kind):
@@ -195,34 +182,6 @@ def test_forward_mode_and_second_order(name, kind):
     np.testing.assert_allclose(forward, reverse, rtol=1e-4, atol=1e-5)
     assert np.isfinite(second).all()
     assert (np.asarray(second)[~(mask & PATTERNS[kind])] == 0).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("function", [jnm.cumsum, jnm.cumprod])
-def test_running(function, kind):
-    clean, data, mask = _batch()
-    identity = 0 if function is jnm.cumsum else 1
-    model = np.cumsum if function is jnm.cumsum else np.cumprod
-    for i in (9, 13):
-        valid = mask[i] & PATTERNS[kind]
-        for axis in (None, 0, -1):
-            warned = contextlib.nullcontext()
-            if kind != "dense":
-                warned = pytest.warns(jmask.StorageFallbackWarning, match=function.__name__)
-            with warned:
-                x = function(build(kind, data[i], jnp.asarray(mask[i])), axis=axis)
-            expected = model(np.where(valid, clean, identity), axis)
-            np.testing.assert_array_equal(x.valid, valid.reshape(expected.shape))
-            np.testing.assert_allclose(
-                x.to_tensor(0), np.where(x.valid, expected, 0), rtol=1e-5, atol=1e-6
-            )
-
-    def loss(data):
-        return jnp.sum(function(MaskedTensor(data, mask[9]), axis=1).to_tensor(0) ** 2)
-
-    gradient = jax.grad(loss)(data[9].at[3, 1].set(0.0))
-    assert np.isfinite(gradient).all()
-    assert (np.asarray(gradient)[~mask[9]] == 0).all()
 
 
 @pytest.mark.parametrize("kind", ["dense", "coo"])
@@ -330,14 +289,3 @@ def test_no_nan_is_computed():
         with jax.debug_nans(True):  # of every operation, as nothing is compiled
             for name in names if poison == jnp.inf else ("std", "logsumexp"):
                 assert jnp.isfinite(jax.grad(loss)(data, name)).all()
-
-
-def test_eager_is_as_compiled():
-    _, data, mask = _batch()
-    for kind in ("dense", "csr"):
-        x = build(kind, data[9], jnp.asarray(mask[9]))
-        for name in ("std", "argmin"):
-            function = _with(getattr(jnm, name), axis=0)
-            one, other = function(x), jax.jit(function)(x)
-            np.testing.assert_array_equal(one.valid, other.valid)
-            np.testing.assert_allclose(one.storage, other.storage, rtol=1e-6)
