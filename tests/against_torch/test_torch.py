@@ -5,9 +5,7 @@ whose duplicates cancel (touched, with a gradient of zero) and rows never touche
 keep their bits. float64 agrees to 1e-12, float32 to 2e-5. `make test-torch` runs these.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -29,17 +27,6 @@ SHAPES = ((ROWS,), (ROWS, 5), (ROWS, 2, 3))
 TOLERANCES = {np.float64: 1e-12, np.float32: 2e-5}
 
 Gradient = tuple[np.ndarray, np.ndarray]
-
-
-@pytest.fixture
-def torch() -> Iterator[Any]:
-    try:
-        import torch
-    except ImportError:
-        pytest.fail("torch is needed: run these tests with `make test-torch`")
-    # torch warns of sparse tensors, its own too, made without a choice about checks.
-    with torch.sparse.check_sparse_tensor_invariants():
-        yield torch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,13 +97,6 @@ shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 dtypes = pytest.mark.parametrize("dtype", TOLERANCES, ids=lambda dtype: dtype.__name__)
 
 
-@contextlib.contextmanager
-def precision(dtype: Any) -> Iterator[None]:
-    """Context in which JAX has the dtype."""
-    with jax.enable_x64(dtype is np.float64):
-        yield
-
-
 def start_of(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return np.random.default_rng(1).normal(size=shape).astype(dtype)
 
@@ -184,7 +164,7 @@ def check_pair(
 ) -> None:
     start, steps = start_of(shape, dtype), gradients(shape, dtype)
     theirs, their_state = run_torch(torch, pair, start, steps, sparse)
-    with precision(dtype):
+    with jax.enable_x64(dtype is np.float64):
         ours, our_state = run_jmask(pair, start, steps)
     check_equal(ours, theirs, dtype)
     never = list(NEVER_TOUCHED)
@@ -239,7 +219,7 @@ def test_embeddings_through_differentiation(torch: Any, pair: Pair, dtype: Any) 
         loss = lambda table: jnp.sin(table[ids] * weights).sum()
         return jmask.apply_gradients(pair.tx, jmask.grad(loss)(table), state, table)
 
-    with precision(dtype):
+    with jax.enable_x64(dtype is np.float64):
         table = jnp.asarray(start)
         state = pair.tx.init(table)
         for ids in batches:
