@@ -1,6 +1,6 @@
 """Reductions of sparse storages: by segments, without becoming dense, zeros included.
 
-Their values and derivatives, beside those of dense storage, are in `test_reductions.py`.
+Their values and derivatives, beside those of dense storage, are in `test_masked_functions.py`.
 """
 
 import functools
