@@ -75,10 +75,16 @@ def deferred(table: Table, tx: optax.GradientTransformation) -> DeferredTable:
     owners = tables_of_state(inner, [shape_of(table)], [True], jax.tree.structure(0), state)
     slots = [x for x, owner in zip(leaves, owners, strict=True) if owner is not None]
     before = DeferredTable.before(table, slots)
-    stepped = jax.eval_shape(lambda table: _first_step(table, inner, inner.init(table)), before)
-    # Once more with the numbers that the state holds, which may be refused as others are.
-    state = inner.init(before)
-    jax.eval_shape(lambda table: _first_step(table, inner, state), before)
+    try:
+        stepped = jax.eval_shape(lambda t: _first_step(t, inner, inner.init(t)), before)
+        # Once more with the numbers that the state holds, which may be refused as others are.
+        state = inner.init(before)
+        jax.eval_shape(lambda table: _first_step(table, inner, state), before)
+    except TypeError as error:
+        raise TypeError(
+            "`tx` calculates with the table or its gradient as with arrays: put all of it into "
+            "jmask.lazy, as in jmask.deferred(table, jmask.lazy(optax.adam(1e-3)))."
+        ) from error
     return before.begun(stepped.table.form, stepped.table.made_for)
 
 

@@ -13,7 +13,7 @@ import dataclasses
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -93,6 +93,10 @@ class Explanation:
             names = ", ".join(repr(p.name) for p in self.parameters)
             raise KeyError(f"no parameter {name!r}; there are {names}")
         return named[0]
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the names of the parameters, as a dict does."""
+        return iter([p.name for p in self.parameters])
 
     def _total(self) -> tuple[str, ...]:
         size = sum(p.nbytes for p in self.parameters)

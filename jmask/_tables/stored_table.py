@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Self, TypeGuard
+from typing import Any, NoReturn, Self, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -150,6 +150,17 @@ class StoredTable(abc.ABC):
                 "row ids alone. For anything else use its array, `table.todense()`."
             )
         return call("lookup", self, from_the_end(ids, self.shape[0]))
+
+    def __iter__(self) -> NoReturn:
+        # Without it Python would look up row after row, for ever: ids past the end give nan.
+        raise TypeError(
+            f"a {type(self).__name__} is not iterated over, row by row: look up the rows "
+            "that are needed, `table[ids]`, or use its array, `table.todense()`."
+        )
+
+    def __contains__(self, x: object) -> bool:
+        """Decide whether an entry equals `x`, as `in` does of arrays; text never does."""
+        return not isinstance(x, str | bytes) and bool(jnp.any(self.todense() == x))
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:

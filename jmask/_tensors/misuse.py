@@ -18,6 +18,13 @@ _LAZY = (
     "chained to it"
 )
 
+# What optax.partition and optax.masked do with a function, and what to give them instead.
+OF_LABELS = (
+    "a function of labels, which optax calls with the gradients, row-sparse ones too: make the "
+    "tree once, labels = labels_of(params), and write optax.partition(transforms, lambda _: "
+    "labels), or put it inside jmask.lazy"
+)
+
 # Functions of packages, and what to write instead of them.
 _INSTEAD = {
     ("optax", "MultiSteps"): "jmask.multi_steps(jmask.lazy(optax.adam(1e-3)), k, like=grads)",
@@ -187,6 +194,8 @@ def _advice(frame: FrameType | None) -> str:
         function = frame.f_code.co_qualname.partition(".")[0]
         if (package, function) in _INSTEAD:
             return f"for {package}.{function} write {_INSTEAD[package, function]}"
+        if package == "optax" and frame.f_code.co_name == "mask_pytree":
+            return f"optax.partition or optax.masked has {OF_LABELS}"
         if package in ("optax", "jaxopt"):
             leaf_advice = leaf_advice or _OF_LEAVES.get(function, "")
             is_optimizer = is_optimizer or function not in (*_OF_LEAVES, "global_norm")

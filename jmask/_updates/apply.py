@@ -28,6 +28,7 @@ from jmask._base.validation import Model, leaf_name
 from jmask._kernels.stochastic_rounding import check_key, stochastic_round
 from jmask._tables.stored_table import NewTable, add_to_dense, is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor
+from jmask._tensors.misuse import OF_LABELS
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._updates.checks import (
     as_gradients,
@@ -338,10 +339,7 @@ def advising_lazy(
             raise
         if _labels_by_function(error.__traceback__):
             raise TypeError(
-                f"`{name}` holds optax.partition or optax.masked with a function of labels, "
-                "which optax calls with the gradients, row-sparse ones too: make the tree "
-                "once, labels = labels_of(params), and write optax.partition(transforms, "
-                "lambda _: labels), or put it inside jmask.lazy."
+                f"`{name}` holds optax.partition or optax.masked with {OF_LABELS}."
             ) from error
         raise TypeError(
             f"`{name}` holds a transformation of optax that cannot take row-sparse gradients: "

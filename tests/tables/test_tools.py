@@ -53,6 +53,20 @@ def table_of(params: Any) -> np.ndarray:
     return np.asarray(params["t"])
 
 
+# --- Python's own protocols, which by default read an object row after row, for ever ---------
+
+
+@pytest.mark.parametrize("name", ["div", "mod", "deferred", "deferred mod"])
+def test_a_table_is_no_sequence_of_rows(name: str) -> None:
+    table = TABLES[name]()
+    assert "a name" not in table
+    assert float(START[2, 1]) in table
+    assert 12.0 not in table
+    for read in (list, sorted, enumerate):
+        with pytest.raises(TypeError, match=r"table.todense\(\)"):
+            read(table)
+
+
 # --- optax and what is built on it ------------------------------------------------------------
 
 
@@ -127,6 +141,10 @@ def test_trees_and_functions_of_labels(table: str, name: str) -> None:
         TypeError, match=r"`tx` holds .* function of labels.*make the tree once"
     ):
         stepped(LABELLED[name](function), params)
+    if table == "array":
+        tx = LABELLED[name](function)
+        with pytest.raises(ValueError, match=r"function of labels.*make the tree once"):
+            tx.update(jmask.grad(loss)(params), tx.init(params), params)
 
 
 @pytest.mark.parametrize("by", [LABELS, labels], ids=["tree", "function"])
