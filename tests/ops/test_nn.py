@@ -3,8 +3,6 @@
 What normalizes rows and columns is in test_masked_functions.py.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +10,6 @@ import pytest
 
 import jmask
 from jmask import MaskedTensor, RowSparse, nn
-
-_compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
 
 ACTIVATIONS = (
     "celu", "elu", "gelu", "hard_sigmoid", "hard_silu", "hard_swish", "hard_tanh",
@@ -33,7 +28,7 @@ def test_activations(name):
     def loss(data):
         return jnp.sum(function(MaskedTensor(data, jnp.isfinite(data))).to_tensor(0))
 
-    @_compiled
+    @jax.jit
     def run(data):
         return jax.value_and_grad(loss)(data), jax.vmap(jax.grad(of_jax))(x)
 

@@ -17,7 +17,6 @@ from tests.sampling import chosen
 from tests.sparse_arrays import coo, csr
 
 _RNG = np.random.default_rng(1)
-_compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def test_forward_stype():
@@ -25,7 +24,7 @@ def test_forward_stype():
     w = np.float32(_RNG.normal(size=(V, 2)))
     exact = {False: FEATURES @ w, True: FEATURES.T @ ct}
 
-    @_compiled
+    @jax.jit
     def run(x: Any) -> Any:
         return {
             (storage, transposed): jmask.dot(

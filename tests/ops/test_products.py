@@ -44,9 +44,6 @@ def todense(x: Any) -> jax.Array:
     return x.todense() if isinstance(x, RowSparse) else x
 
 
-_compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
 @functools.cache
 def program(lhs: Form) -> Any:
     """Results, gradients and tangents of the products with every right operand."""
@@ -61,7 +58,7 @@ def program(lhs: Form) -> Any:
         back = jax.linear_transpose(forward, a[0], b[0])
         return result, dense, back(ct.reshape(dense.shape)), forward(*dots)
 
-    @_compiled
+    @jax.jit
     def run(arguments: Any) -> Any:
         return [one(rhs, *x) for rhs, x in zip(forms(False), arguments, strict=True)]
 
@@ -146,7 +143,7 @@ def test_vmap():
         for pair, two in cases.items()
     }
     with jmask.strict():
-        results = _compiled(jax.vmap(products))(stacked)
+        results = jax.jit(jax.vmap(products))(stacked)
     for pair, two in cases.items():
         for result, case in zip(results[pair], two, strict=True):
             expected = case.product(case.a.values, case.b.values).reshape(result.shape)
@@ -158,7 +155,7 @@ def wide(values: Any, columns: Any, w: Any) -> jax.Array:
     return jmask.dot(BCSR((values, columns, jnp.array([0, 3, 3, 6])), shape=(3, 4)), w)
 
 
-@_compiled
+@jax.jit
 def wide_and_derivatives(values: Any, columns: Any, w: Any, dots: Any, ct: Any) -> Any:
     product = lambda values, w: wide(values, columns, w)
     out, forward = jax.linearize(product, values, w)
@@ -212,7 +209,7 @@ def test_wide_products_by_a_kernel(stray):
     check(results["second"], np.where(both, second, 0))
 
 
-@_compiled
+@jax.jit
 def many_and_derivatives(x: Any, w: Any, dots: Any, ct: Any) -> Any:
     product = lambda values, w: jmask.dot(with_stored_values(x, values), w)
     values = x.data
@@ -267,7 +264,7 @@ def test_nothing_stored_and_no_size():
     none, rows = np.zeros((3, 4), np.float32), RowSparse.zeros((4, 2))
     nan, ones = np.full((4, 2), np.nan, np.float32), np.ones((3, 2), np.float32)
 
-    @_compiled
+    @jax.jit
     def run(rows: Any, *features: Any) -> Any:
         by_features = [
             (jmask.dot(x, nan), jmask.dot(x, rows), jmask.dot(x, ones, transpose_a=True))
@@ -305,7 +302,7 @@ def test_narrow_floats_are_summed_in_float32():
     ones = jnp.ones((2048, 1), dtype)
     parts = jnp.ones(count, dtype), jnp.arange(count) % 2048, jnp.array([0, count])
 
-    @_compiled
+    @jax.jit
     def run(parts: Any, few: Any, ones: Any) -> Any:
         x = BCSR(parts, shape=(1, 2048))
         rows = RowSparse(0 * parts[1], parts[0][:, None], (3, 1))
@@ -334,7 +331,7 @@ def test_dtypes_promote_as_in_jax(dtypes):
     b = (RNG.integers(0, 3, (4, 2))).astype(dtypes[1])
     every_row = lambda x: RowSparse(np.arange(len(x)), x, x.shape)
 
-    @_compiled
+    @jax.jit
     def run(lefts: Any, rights: Any) -> Any:
         return [jmask.dot(x, y) for x, y in zip(lefts, rights, strict=True)]
 

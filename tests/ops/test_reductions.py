@@ -14,9 +14,6 @@ import jmask.numpy as jnm
 from jmask import MaskedTensor
 from tests.masked_cases import PATTERNS, SHAPE, build, slope_of
 
-# Half the time of compiling small functions for a CPU is spent on optimizing them.
-_compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
 
 @pytest.mark.parametrize("kind", ["dense", "coo"])
 def test_extrema_never_choose_a_masked_entry(kind):
@@ -56,7 +53,7 @@ def test_product_of_zeros(kind):
         jnm.prod(build(kind, d, jnp.ones(SHAPE, bool)), axis).to_tensor(0)
     )
     axes = (0, 1, None)
-    run = _compiled(lambda d: [jax.grad(loss)(d, axis) for axis in axes])
+    run = jax.jit(lambda d: [jax.grad(loss)(d, axis) for axis in axes])
     for axis, gradient in zip(axes, run(jnp.asarray(data, jnp.float32)), strict=True):
         model = lambda x, axis=axis: np.sum(np.prod(x, axis, where=valid))
         expected = slope_of(model, data, valid)
@@ -68,7 +65,7 @@ def test_derivative_zero_by_convention():
     norms = [functools.partial(jnm.norm, ord=p) for p in (2, 3, 0.5, np.inf)]
     spreads = [jnm.std, jnm.var, functools.partial(jnm.std, ddof=1)]
 
-    @_compiled
+    @jax.jit
     def run(data):
         results = []
         for function in (*spreads, *norms):
@@ -97,7 +94,7 @@ def test_complex_derivatives():
         (functools.partial(jnm.norm, ord=1), functools.partial(jnp.linalg.norm, ord=1)),
     )  # fmt: skip
 
-    @_compiled
+    @jax.jit
     def run(data):
         return [
             (

@@ -3,8 +3,6 @@
 Their values and derivatives, beside those of dense storage, are in `test_masked_functions.py`.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +14,6 @@ import jmask.numpy as jnm
 from jmask import MaskedTensor, RowSparse
 from tests import sparse_arrays
 from tests.masked_cases import SHAPE, build, masks
-
-_compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def test_row_sparse_keeps_its_storage():
@@ -60,7 +56,7 @@ def test_sparse_with_dense_dimensions():
     sparse, dense = MaskedTensor(stored, jnp.asarray(mask)), MaskedTensor(data, valid)
     axes = (0, 3, (0, 2), (1, 3), (0, 1), (2, 3), ())
 
-    @_compiled
+    @jax.jit
     def run(x):
         return [
             getattr(jnm, name)(x, axis=axis, keepdims=name == "max").to_dense()
@@ -79,7 +75,7 @@ def test_nothing_stored():
     empty = MaskedTensor(RowSparse.zeros((4, 3)))
     none = BCOO((jnp.zeros(0), jnp.zeros((0, 2), int)), shape=(4, 3), unique_indices=True)
     names = ("sum", "prod", "std", "argmax", "norm", "logsumexp")
-    run = _compiled(
+    run = jax.jit(
         lambda x: [getattr(jnm, n)(x, axis=a).to_dense() for n in names for a in (0, 1)]
     )
     for x in (empty, MaskedTensor(none), MaskedTensor(jnp.zeros((4, 0)))):
@@ -99,7 +95,7 @@ def test_ordinary_sparse_tensors():
         return [densify(f(x, axis=axis)) for f in functions for axis in (None, 0, -1)]
 
     shared = ("sum", "mean", "prod", "max", "min", "any", "all", "count_nonzero")
-    ours = _compiled(lambda x: run([getattr(jnm, n) for n in (*shared, "norm")], x))
+    ours = jax.jit(lambda x: run([getattr(jnm, n) for n in (*shared, "norm")], x))
     for x in (rows, coo, csr):
         dense = x.todense()
         with jmask.strict():
