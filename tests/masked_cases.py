@@ -91,6 +91,7 @@ def compare(result, expected, name="", rtol=2e-5):
     if isinstance(result, MaskedTensor):
         result = result.to_dense()
         mask = ~np.ma.getmaskarray(expected)
+        assert result.shape == mask.shape, name
         np.testing.assert_array_equal(result.valid, mask, err_msg=name)
         expected, result = np.ma.getdata(expected)[mask], np.asarray(result.storage)[mask]
     np.testing.assert_allclose(result, np.asarray(expected), rtol, atol=rtol / 10, err_msg=name)
