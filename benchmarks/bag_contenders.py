@@ -49,6 +49,40 @@ def jmask_bags(task: Task, rate: float) -> Step:
     return run
 
 
+# Bags with learned weights, as attention pools them: ours, and the einsum that it stands for.
+_POOLED = {
+    "jmask": lambda table, ids, w: jmask.embedding_bag(table, ids, weights=w),
+    "einsum": lambda table, ids, w: jnp.einsum("bl,bld->bd", w, table[ids]),
+}
+
+
+def weighted_bags(task: Task, rate: float) -> Step:
+    """A step of a table and of scores, a softmax of which weights the rows of each bag."""
+    tx, pooled = JMASK[task.optimizer](rate), _POOLED[task.who]
+    start = jnp.full((task.rows, task.width), start_of_tables(task.work), jnp.float32)
+    params = {"table": start, "scores": jnp.zeros(task.rows)}
+    place = params, tx.init(params)
+
+    def loss_of(params, ids):
+        weights = jax.nn.softmax(params["scores"][ids])
+        return jnp.sum(jnp.square(pooled(params["table"], ids, weights) - 1))
+
+    @partial(jax.jit, donate_argnums=0, compiler_options=COMPILER_OPTIONS[task.temporaries])
+    def step(place, ids):
+        params, state = place
+        loss, grads = jmask.value_and_grad(loss_of)(params, ids)
+        return jmask.apply_gradients(tx, grads, state, params), loss
+
+    def run(batch: np.ndarray) -> float:
+        nonlocal place
+        _, (ids,) = split(batch, task.tables, task.bags)
+        place, loss = step(place, ids.reshape(task.bags, -1))
+        jax.block_until_ready(place)
+        return float(loss)
+
+    return run
+
+
 def _as_users_write(lengths: np.ndarray, ids: list[np.ndarray]) -> list[Any]:
     """Lines of ids for one table, whose bags are equally long; ragged bags for several."""
     if len(ids) == 1:

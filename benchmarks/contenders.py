@@ -31,6 +31,8 @@ _BUILDERS: dict[tuple[str, str], Callable[[Task, float], Step]] = {
     ("jmask", "product"): jax_contenders.jmask_product,
     ("jmask", "bags"): bag_contenders.jmask_bags,
     ("jmask", "plain bags"): bag_contenders.jmask_bags,
+    ("jmask", "weighted bags"): bag_contenders.weighted_bags,
+    ("einsum", "weighted bags"): bag_contenders.weighted_bags,
     **{("jmask", name): jax_contenders.jmask_step for name in PROGRAMS},
     ("jmask", "DLRM"): bag_contenders.jmask_bags,
     ("optax", "step"): jax_contenders.optax_step,

@@ -1,7 +1,9 @@
 """Timing side by side: alternating rounds, ratios of the rounds.
 
 A shared machine is slow and fast in turns. Contenders that take turns meet the same turns,
-so that the ratio of two of them in one round means something where a time does not.
+so that the ratio of two of them in one round means something where a time does not. pyperf and
+asv run each benchmark to its end before the next one begins (asv can interleave processes, not
+steps), and know no ratio of rounds.
 """
 
 import io

@@ -42,6 +42,7 @@ OFFERS: dict[str, dict[str, str]] = {
     "C loop": dict.fromkeys(OPTIMIZERS, ""),
     "memory copy": dict.fromkeys(OPTIMIZERS, ""),
     "JAX": {"Adam": ""},
+    "einsum": {"Adam": ""},
 }
 _PEERS = ("torch", "FBGEMM", "TensorFlow", "MXNet")
 _LIMITS = ("C loop", "memory copy")
@@ -111,6 +112,10 @@ _DEFERRED = Task(work="deferred step")
 BAGS = Task(work="bags", lookups=102_400, bags=20_480)
 # The same as `table[ids].sum(1)`.
 _PLAIN_BAGS = replace(BAGS, work="plain bags", optimizer="SGD")
+# Of 32, with weights that have a gradient; beside the einsum of rows and weights.
+_WEIGHTED = [
+    Task(work="weighted bags", width=width, lookups=32_768, bags=1024) for width in (16, 64)
+]
 _TABLES = Task(work="bags", rows=50_000, lookups=26 * 2048 * 11 // 2, tables=26, bags=2048)
 DLRM = replace(_TABLES, work="DLRM")
 # SGD, Adagrad, row-wise Adagrad, Adam.
@@ -155,6 +160,7 @@ GOALS: dict[tuple[Task, Task], float] = {
         (_DEFERRED, {"who": "optax", "work": "step"}, 0.1),
         (_DISPATCH, {"who": "optax"}, 1.0),
         (_TRACING, {"who": "JAX"}, 1.5),
+        *((task, {"who": "einsum"}, 1.0) for task in _WEIGHTED),
         *(
             (replace(task, optimizer=optimizer), {"who": who}, goal)
             for task, goals in _GOALS_OF_BAGS.items()
@@ -215,7 +221,8 @@ def comparisons(quick: bool, rounds: int) -> list[Comparison]:
 
 def _bags(quick: bool, rounds: int) -> list[Comparison]:
     tasks = [BAGS, _TABLES] if quick else list(_GOALS_OF_BAGS)
-    return [
+    weighted = [_beside(task, ("einsum",), rounds) for task in _WEIGHTED]
+    return weighted + [
         _beside(replace(task, optimizer=optimizer), ("torch", "FBGEMM"), rounds)
         for task in tasks
         for optimizer in _FOUR

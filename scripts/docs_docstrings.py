@@ -4,6 +4,8 @@
 - `Example:` becomes `Examples:`, a section of doctests.
 - A function that another one has made (`nansum`) has the docstring it was given.
 - Names that share a description come to stand on one line: `a, b, c: finite.`
+- `ids (n,): integers` is `ids: shape (n,), integers`: a shape is no type.
+- Below it comes a link to the source.
 """
 
 import importlib
@@ -11,10 +13,14 @@ import inspect
 import operator
 import re
 import types
+from pathlib import Path
 from typing import Any
 
 import griffe
 
+ROOT = Path(__file__).parent.parent
+REPOSITORY = "https://github.com/jmask/jmask"
+_SHAPES = re.compile(r"^( +\w+) (\([^():]*\)(?: or \([^():]*\))*):", re.M)
 _NAMES = re.compile(r"^( +)((?:\w+,\s+)+\w+):", re.M)
 
 
@@ -33,7 +39,17 @@ class Docstrings(griffe.Extension):
         text = _when_imported(obj) if is_made else obj.docstring.value
         text = re.sub(r"^( *)Example:$", r"\1Examples:", text, flags=re.M)
         text = _NAMES.sub(lambda match: f"{match[1]}{' '.join(match[2].split())}:", text)
-        obj.docstring.value = text
+        text = _SHAPES.sub(lambda match: f"{match[1]}: shape `{match[2]}`,", text)
+        obj.docstring.value = text + _source_link(obj)
+
+
+def _source_link(obj: griffe.Object) -> str:
+    """A link to the lines that define a function or a class, after its docstring."""
+    if not (obj.is_function or obj.is_class) or obj.lineno is None:
+        return ""
+    path = Path(str(obj.filepath)).resolve().relative_to(ROOT.resolve()).as_posix()
+    lines = f"L{obj.lineno}-L{obj.endlineno}"
+    return f"\n\n[Source]({REPOSITORY}/blob/main/{path}#{lines}){{ .jmask-source }}\n"
 
 
 def _when_imported(obj: griffe.Object) -> str:

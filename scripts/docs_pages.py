@@ -52,6 +52,17 @@ PAGES = {
         from_deferred huge_pages""",
     ),
 }
+# Members of classes that users call: others are for the library itself. Other classes show all.
+MEMBERS = {
+    "RowSparse": """indices dtype ndim size row nse stype zeros random fromdense todense flat
+        coalesce retain astype validate""",
+    "MaskedTensor": """data mask shape dtype ndim size nbytes stype get_data get_mask to_tensor
+        filled to_dense to_sparse to_sparse_csr to_row_sparse astype""",
+    "PackedTable": "pack dtype full todense",
+    "ShardedTable": "blocks dtype with_placement full todense",
+    "DeferredTable": "dtype full todense up_to_date",
+    "PaddedBags": "weights bag_of_entry",
+}
 MODULES = ("numpy", "nn", "nnx", "tree", "sparsecore")
 
 _ABOUT_TYPES = """Names in signatures that say what an argument is, beside `ArrayLike` and
@@ -146,11 +157,18 @@ def _page(title: str, about: str, entries: str) -> str:
 
 def _documented(module: ModuleType, groups: Iterable[list[str]]) -> str:
     """Entries that the site generator fills in from docstrings, and what these do not say."""
+    from jmask._tables.stored_table import StoredTable
+
     path, entries = module.__name__, []
     for names in groups:
         found = getattr(module, names[0])
         name = found.__name__
         entry = f"::: {path}.{name}\n"
+        if name in MEMBERS:
+            members = ", ".join(MEMBERS[name].split())
+            entry += f"    options:\n      members: [{members}]\n"
+            if issubclass(found, StoredTable):  # made by a function, whose signature counts
+                entry += "      merge_init_into_class: false\n"
         for other in sorted(set(names) - {name}):
             entry += f"\n[](){{ #{path}.{other} }}`{other}` is another name of `{name}`.\n"
         entries.append(entry + _methods(found))
@@ -225,6 +243,7 @@ def write_site(folder: Path) -> None:
     """Write the pages and their pictures to `folder`, in place of what was there."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "docs" / "images", folder / "images")
+    shutil.copy(ROOT / "docs" / "site.css", folder)
     for plot in _plots():
         shutil.copy(plot, folder / "images")
     for name, text in site_pages().items():

@@ -68,8 +68,7 @@ def lazy(
         ValueError: from `update`, if `inner` is not row-local (LARS, LAMB, Adafactor, ...),
             naming the operation that mixes or counts rows; or if a gradient does not fit its
             parameter or the state was not made by this `init`.
-        TypeError: if a parameter is complex, or sparse (but for a `RowSparse` with all its
-            rows), or a gradient is complex.
+        TypeError: if a parameter is sparse (but for a `RowSparse` with all its rows).
 
     Example:
         >>> import jax.numpy as jnp, optax, jmask
