@@ -135,6 +135,20 @@ def test_ordinary_tensors_are_as_in_jax(name, storage):
         assert bool(result)
 
 
+def test_products_of_arrays():
+    x = jnp.arange(4.0).reshape(2, 2)
+    masked = jmask.masked_tensor(x, x > 0)
+    for function, of_jax in (
+        (jnm.matmul, jnp.matmul),
+        (jnm.dot, jnp.dot),
+        (nn.linear, lambda x, y: x @ y.T),
+        (functools.partial(jnm.einsum, "ij,jk"), functools.partial(jnp.einsum, "ij,jk")),
+    ):
+        np.testing.assert_array_equal(function(x, x), of_jax(x, x))
+        result = function(masked, x)  # without a term that is 0
+        np.testing.assert_array_equal(result.to_tensor(-1), of_jax(x, x))
+
+
 def test_dense_is_said():
     """What has no sparse form warns; what has one does not."""
     x = build("row_sparse", jnp.asarray(clean_numbers()), jnp.ones(SHAPE, bool))

@@ -264,8 +264,8 @@ SMOOTH = {
         lambda x: _product(x, WEIGHTS.T)[None],
     ),
     "linear": (
-        lambda x: nn.linear(x, _weights(), _float(OTHER[:, 0])),
-        lambda x: _product(x, WEIGHTS.T) + OTHER[:, 0],
+        lambda x: tuple(nn.linear(x, _weights(), b) for b in (None, _float(OTHER[:, 0]))),
+        lambda x: tuple(_product(x, WEIGHTS.T) + b for b in (0, OTHER[:, 0])),
     ),
     "select": (lambda x: jnm.select([x < 0, x > 1], [-x, _float(OTHER)], 7.0), _select),
     "top_k": (
