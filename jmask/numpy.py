@@ -140,11 +140,13 @@ from jmask._ops.masking import masked_where as masked_where
 from jmask._ops.masking import select as select
 
 # Order.
+from jmask._ops.order import argsort as argsort
 from jmask._ops.order import compressed as compressed
 from jmask._ops.order import median as median
 from jmask._ops.order import nonzero as nonzero
 from jmask._ops.order import percentile as percentile
 from jmask._ops.order import quantile as quantile
+from jmask._ops.order import sort as sort
 from jmask._ops.order import top_k as top_k
 from jmask._ops.order import unique as unique
 
@@ -173,7 +175,6 @@ from jmask._ops.running import cumprod as cumprod
 from jmask._ops.running import cumsum as cumsum
 
 # Shapes and selection.
-from jmask._ops.shape import argsort as argsort
 from jmask._ops.shape import array_split as array_split
 from jmask._ops.shape import atleast_1d as atleast_1d
 from jmask._ops.shape import atleast_2d as atleast_2d
@@ -208,7 +209,6 @@ from jmask._ops.shape import reshape as reshape
 from jmask._ops.shape import roll as roll
 from jmask._ops.shape import rollaxis as rollaxis
 from jmask._ops.shape import rot90 as rot90
-from jmask._ops.shape import sort as sort
 from jmask._ops.shape import split as split
 from jmask._ops.shape import squeeze as squeeze
 from jmask._ops.shape import stack as stack

@@ -30,19 +30,19 @@ from jax.typing import DTypeLike
 from jmask._base.types import Tensor, TensorLike
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
 from jmask._tensors.placeholders import (
+    placeholder_of,
     values_of,
     with_values_of,
     without_placeholder,
     zero_placeholder,
 )
 from jmask._tensors.row_sparse import RowSparse
-from jmask._tensors.storage import is_sparse
+from jmask._tensors.storage import is_entry, is_sparse, sampled
 
 
 def wide(dtype: DTypeLike) -> np.dtype:
     """float64 or complex128, whichever holds the numbers of this floating dtype."""
-    complex_numbers = jnp.issubdtype(dtype, jnp.complexfloating)
-    return jnp.dtype(jnp.complex128 if complex_numbers else jnp.float64)
+    return jnp.dtype(jnp.complex128 if parts_of(dtype) == 2 else jnp.float64)
 
 
 def is_differentiable(x: object) -> bool:
@@ -103,7 +103,7 @@ class Input:
     @property
     def parts(self) -> int:
         """Return how many coordinates a number has."""
-        return 2 if np.iscomplexobj(self.values) else 1
+        return parts_of(self.values.dtype)
 
     # --- points near the input ----------------------------------------------------------
 
@@ -127,15 +127,6 @@ class Input:
     def count(self, kind: str) -> int:
         """Count the coordinates of a kind."""
         return len(getattr(self, kind)) * self.parts
-
-    def primal(self, with_placeholder: bool) -> tuple[Any, Any]:
-        """Return what is differentiated: the stored values, and the placeholder or None."""
-        placeholder = (
-            zero_placeholder(self.tensor)
-            if with_placeholder and is_tensor(self.tensor)
-            else None
-        )
-        return values_of(self.tensor), placeholder
 
     def tangent(self, steps: np.ndarray, with_placeholder: bool) -> tuple[Any, Any]:
         """Return the tangent of `primal` with `steps` along all coordinates."""
@@ -166,11 +157,10 @@ class Input:
     def described(self, kind: str, number: int) -> str:
         """Return the coordinate with this number among those of its kind, in words."""
         number, part = divmod(number, self.parts)
-        what = ("real part of ", "imaginary part of ")[part] if self.parts == 2 else ""
-        shape = tuple(self.tensor.shape)
-        if kind == "unspecified":
-            return f"{what}{entry(self.unspecified[number], shape)}, which is not specified"
+        what, shape = part_name(part, self.parts), tuple(self.tensor.shape)
         at = getattr(self, kind)[number]
+        if kind == "unspecified":
+            return f"{what}{entry(at, shape)}, which is not specified"
         stored = entry(at, self.positions.shape)
         if kind == "hidden":
             place = "under the mask" if isinstance(self.tensor, MaskedTensor) else "padding"
@@ -189,9 +179,19 @@ def entry(number: int, shape: tuple[int, ...]) -> str:
     return f"entry {tuple(map(int, np.unravel_index(number, shape)))}"
 
 
+def parts_of(dtype: DTypeLike) -> int:
+    """Return how many coordinates a number has."""
+    return 2 if jnp.issubdtype(dtype, jnp.complexfloating) else 1
+
+
+def part_name(part: int, parts: int) -> str:
+    """Return which part of a number a coordinate is, as messages print it."""
+    return ("real part of ", "imaginary part of ")[part] if parts == 2 else ""
+
+
 def reals_of(numbers: np.ndarray) -> np.ndarray:
     """Numbers (n,) as real coordinates (n, parts)."""
-    if np.iscomplexobj(numbers):
+    if parts_of(numbers.dtype) == 2:
         return np.stack([numbers.real, numbers.imag], axis=1)
     return np.asarray(numbers, np.float64)[:, None]
 
@@ -206,6 +206,14 @@ def random_reals(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray
     return rng.choice([-1.0, 1.0], shape) * rng.uniform(0.5, 1.5, shape)
 
 
+def primal(x: TensorLike, with_placeholder: bool) -> tuple[Any, Any]:
+    """Return what is differentiated of an input: its stored values, and its placeholder."""
+    if not (with_placeholder and is_tensor(x)):
+        return values_of(x), None
+    placeholder = placeholder_of(x)
+    return values_of(x), zero_placeholder(x) if placeholder is None else placeholder
+
+
 def stored_positions(x: TensorLike) -> np.ndarray:
     """Return for each stored value the row-major number of its entry; -1 where it is none.
 
@@ -215,41 +223,21 @@ def stored_positions(x: TensorLike) -> np.ndarray:
     x = without_placeholder(x)
     if isinstance(x, MaskedTensor):
         return np.where(np.asarray(x.valid), stored_positions(x.storage), -1)
-    if isinstance(x, BCSR):
-        x = x.to_bcoo()
-    if isinstance(x, RowSparse):
-        return _numbers((np.asarray(x.row_ids()),), (), x.shape, np.shape(x.values))
-    if isinstance(x, BCOO):
-        indices = np.asarray(x.indices)
+    stored = np.shape(values_of(x))
+    if getattr(x, "n_batch", 0):
         batch = x.shape[: x.n_batch]
-        if x.data.shape[: x.n_batch] != batch:
+        if stored[: x.n_batch] != batch:
             raise ValueError(
-                f"a BCOO of shape {x.shape} stores one value for several entries: its data "
-                f"of shape {x.data.shape} broadcasts over batch dimensions {batch}."
+                f"a {type(x).__name__} of shape {x.shape} stores one value for several "
+                f"entries: its data of shape {stored} broadcasts over batch dimensions {batch}."
             )
-        indices = np.broadcast_to(indices, (*batch, *indices.shape[x.n_batch :]))
-        return _numbers(tuple(np.moveaxis(indices, -1, 0)), batch, x.shape, x.data.shape)
-    return np.arange(np.size(x)).reshape(np.shape(x))
-
-
-def _numbers(
-    indices: tuple[np.ndarray, ...],
-    batch: tuple[int, ...],
-    shape: tuple[int, ...],
-    stored: tuple[int, ...],
-) -> np.ndarray:
-    """Row-major numbers of entries: batch and sparse dimensions, then dense ones in full."""
-    number, inside = np.zeros((), np.int64), np.ones((), bool)
-    for axis, size in enumerate(batch):
-        place = np.arange(size).reshape((size,) + (1,) * (len(batch) - axis))
-        number = number * size + place
-    for index, size in zip(indices, shape[len(batch) :], strict=False):
-        inside = inside & (index >= 0) & (index < size)
-        number = number * size + index
-    for size in shape[len(batch) + len(indices) :]:
-        number = number[..., None] * size + np.arange(size)
-        inside = inside[..., None]
-    return np.broadcast_to(np.where(inside, number, -1), stored)
+        # Without batch dimensions the stored values come in the same order.
+        x = x.to_bcoo() if isinstance(x, BCSR) else x
+        indices = jnp.broadcast_to(x.indices, (*batch, *x.indices.shape[x.n_batch :]))
+        x = BCOO((jnp.zeros(stored), indices), shape=x.shape).update_layout(n_batch=0)
+    numbers = np.arange(math.prod(x.shape)).reshape(x.shape)
+    at_entries = np.where(is_entry(x), sampled(jnp.asarray(numbers), x), -1)
+    return at_entries.reshape(stored)
 
 
 def fully_specified(x: TensorLike, dense: np.ndarray) -> Tensor:
@@ -257,21 +245,13 @@ def fully_specified(x: TensorLike, dense: np.ndarray) -> Tensor:
     x = without_placeholder(x)
     if isinstance(x, MaskedTensor):
         storage = fully_specified(x.storage, dense)
-        valid = jnp.ones(values_of(storage).shape, bool)
-        return joined(storage, valid)
+        return joined(storage, jnp.ones(values_of(storage).shape, bool))
     if not is_sparse(x):
         return jnp.asarray(dense)
     if isinstance(x, RowSparse):
         return RowSparse(np.arange(x.shape[0]), jnp.asarray(dense), x.shape, coalesced=True)
-    batch, sizes = x.shape[: x.n_batch], x.shape[x.n_batch : x.n_batch + x.n_sparse]
-    rest = x.shape[x.n_batch + x.n_sparse :]
-    values = jnp.asarray(dense.reshape(*batch, math.prod(sizes), *rest))
-    where = np.indices(sizes, np.int32).reshape(len(sizes), -1).T
-    flags = {"shape": x.shape, "indices_sorted": True, "unique_indices": True}
-    if isinstance(x, BCOO):
-        indices = np.broadcast_to(where, (*batch, *where.shape))
-        return BCOO((values, jnp.asarray(indices)), **flags)
-    starts = np.arange(sizes[0] + 1, dtype=np.int32) * sizes[1]
-    columns = np.broadcast_to(where[:, 1], (*batch, where.shape[0]))
-    pointers = np.broadcast_to(starts, (*batch, starts.size))
-    return BCSR((values, jnp.asarray(columns), jnp.asarray(pointers)), **flags)
+    # Ones, which are all stored: `fromdense` leaves zeros out.
+    full = type(x).fromdense(jnp.ones(x.shape), n_batch=x.n_batch, n_dense=x.n_dense)
+    values, *indices = jax.tree.leaves(full)
+    arrays = (jnp.asarray(dense.reshape(values.shape)), *indices)
+    return type(x)(arrays, shape=x.shape, indices_sorted=True, unique_indices=True)

@@ -36,12 +36,11 @@ import numpy as np
 
 from jmask._base.types import KeyPath, PyTree, TensorLike
 from jmask._base.validation import check_flag, check_leaves, shown
-from jmask._gradcheck.entries import Input, numbers_of, random_reals, stored_positions
+from jmask._gradcheck.entries import Input, numbers_of, primal, random_reals, stored_positions
 from jmask._gradcheck.jacobian import Rules, find_mismatch, is_suspicious
 from jmask._gradcheck.message import GradcheckError, Setting
 from jmask._gradcheck.problem import Problem, check_premises, is_masked_function
 from jmask._tensors.masked_tensor import is_tensor
-from jmask._tensors.placeholders import placeholder_of, values_of, zero_placeholder
 
 
 def gradcheck(
@@ -168,90 +167,54 @@ def _check_numbers(eps: float, atol: float, rtol: float, order: int) -> None:
 
 def gradient_problem(problem: Problem, modes: Sequence[str]) -> Problem:
     """Return the gradient of a checked problem, by reverse mode if that is among the modes."""
-    rng = np.random.default_rng(1)
-    if "rev" in modes:
+    rng, is_reverse = np.random.default_rng(1), "rev" in modes
+    outputs, inputs = ([x.path for x in leaves] for leaves in (problem.outputs, problem.inputs))
+    if is_reverse:
         vectors = problem.cotangents(random_reals(rng, problem.base.shape))
-        gradient: Any = _pulled_back
-        what, paths = "cotangent of ", [y.path for y in problem.outputs]
+        what, along, of = "cotangent of ", outputs, [f"gradient of {path}" for path in inputs]
     else:
         vectors = [_random_dense(rng, x) for x in problem.inputs]
-        gradient, what, paths = _pushed_forward, "tangent of ", [x.path for x in problem.inputs]
+        what, along, of = "tangent of ", inputs, [f"tangent of {path}" for path in outputs]
 
     def gradient_of(args: Sequence[Any], vectors: Sequence[jax.Array]) -> dict[str, jax.Array]:
         leaves = jax.tree.leaves(args, is_leaf=is_tensor)
         tensors = [leaves[number] for number in problem.numbers]
-        parts = [_parts(problem, x) for x in tensors]
-        function = lambda parts: problem.smooth(tensors, parts)
-        return gradient(problem, function, tensors, parts, list(vectors))
+
+        def function(steps: Sequence[jax.Array]) -> list[jax.Array]:
+            pairs = zip(tensors, steps, strict=True)
+            return problem.smooth(tensors, [_moved(problem, *pair) for pair in pairs])
+
+        zeros = [jnp.zeros(tuple(np.shape(x)), x.dtype) for x in tensors]
+        if is_reverse:
+            _, transposed = jax.vjp(function, zeros)
+            (results,) = transposed(list(vectors))
+        else:
+            _, results = jax.jvp(function, (zeros,), (list(vectors),))
+        return dict(zip(of, results, strict=True))
 
     def name(path: KeyPath) -> str:
         if path[0].idx == 0:
             return f"args{jax.tree_util.keystr(path[1:])}"
-        return what + paths[path[1].idx]
+        return what + along[path[1].idx]
 
     setting = dataclasses.replace(problem.setting, order=problem.setting.order + 1)
     return Problem(gradient_of, (problem.args, vectors), setting, name)
 
 
-def _pulled_back(
-    problem: Problem,
-    function: Callable[..., Any],
-    tensors: Sequence[Any],
-    parts: Sequence[Any],
-    cotangents: Sequence[Any],
-) -> dict[str, jax.Array]:
-    _, transposed = jax.vjp(function, parts)
-    (gradients,) = transposed(cotangents)
-    return {
-        f"gradient of {x.path}": _at_entries(problem, tensor, *gradient)
-        for x, tensor, gradient in zip(problem.inputs, tensors, gradients, strict=True)
-    }
-
-
-def _pushed_forward(
-    problem: Problem,
-    function: Callable[..., Any],
-    tensors: Sequence[Any],
-    parts: Sequence[Any],
-    tangents: Sequence[Any],
-) -> dict[str, jax.Array]:
-    along = [_along(problem, *pair) for pair in zip(tensors, tangents, strict=True)]
-    _, results = jax.jvp(function, (parts,), (along,))
-    pairs = zip(problem.outputs, results, strict=True)
-    return {f"tangent of {y.path}": result for y, result in pairs}
-
-
-def _parts(problem: Problem, x: TensorLike) -> tuple[Any, Any]:
-    if not (problem.with_placeholders and is_tensor(x)):
-        return values_of(x), None
-    placeholder = placeholder_of(x)
-    return values_of(x), zero_placeholder(x) if placeholder is None else placeholder
-
-
-def _at_entries(
-    problem: Problem, x: TensorLike, value_gradient: jax.Array, placeholder_gradient: jax.Array
-) -> jax.Array:
-    """Return the gradient at the entries of `x`, dense."""
+def _moved(problem: Problem, x: TensorLike, step: jax.Array) -> tuple[Any, Any]:
+    """Return what is differentiated of an input, its entries moved by the dense `step`."""
+    values, placeholder = primal(x, problem.with_placeholders)
     if not is_tensor(x):
-        return value_gradient
-    positions, shape = stored_positions(x).ravel(), tuple(x.shape)
-    plain = placeholder_gradient is not None and not problem.setting.masked
-    dense = jnp.ravel(placeholder_gradient) if plain else jnp.zeros(math.prod(shape), x.dtype)
-    stored = np.flatnonzero(positions >= 0)
-    return dense.at[positions[stored]].set(jnp.ravel(value_gradient)[stored]).reshape(shape)
-
-
-def _along(problem: Problem, x: TensorLike, tangent: jax.Array) -> tuple[Any, Any]:
-    """Return a dense tangent as one of stored values and placeholder."""
-    if not is_tensor(x):
-        return tangent, None
-    positions = stored_positions(x)
-    values = jnp.where(positions >= 0, jnp.ravel(tangent)[positions], 0)
-    if not problem.with_placeholders:
+        return values + step, None
+    # An entry that is stored twice moves where it is stored first.
+    entries, first = np.unique(stored_positions(x), return_index=True)
+    entries, first = entries[entries >= 0], first[entries >= 0]
+    values = values.ravel().at[first].add(step.ravel()[entries]).reshape(values.shape)
+    if placeholder is None:
         return values, None
-    counts = np.full(tangent.size, not problem.setting.masked)
-    counts[positions[positions >= 0]] = False
-    return values, jnp.where(counts.reshape(tangent.shape), tangent, 0)
+    counts = np.full(step.shape, not problem.setting.masked)
+    counts.ravel()[entries] = False
+    return values, placeholder + jnp.where(counts, step, 0)
 
 
 def _random_dense(rng: np.random.Generator, x: Input) -> jax.Array:

@@ -48,7 +48,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._gradcheck.entries import KINDS, random_reals
+from jmask._gradcheck.entries import KINDS, primal, random_reals
 from jmask._gradcheck.message import GradcheckError, Mismatch, Setting, unsupported
 from jmask._gradcheck.problem import Block, Problem
 
@@ -137,7 +137,7 @@ class Rules:
 
     def _make(self, mode: str) -> None:
         problem, tensors = self.problem, [x.tensor for x in self.problem.inputs]
-        primals = [x.primal(problem.with_placeholders) for x in problem.inputs]
+        primals = [primal(x, problem.with_placeholders) for x in tensors]
         function = lambda parts: problem.smooth(tensors, parts)
         if mode == "rev":
             _, self._transposed = jax.vjp(function, primals)

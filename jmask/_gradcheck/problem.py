@@ -50,6 +50,8 @@ from jmask._gradcheck.entries import (
     in_double_precision,
     is_differentiable,
     numbers_of,
+    part_name,
+    parts_of,
     random_reals,
     reals_of,
     stored_positions,
@@ -87,7 +89,7 @@ class Output:
     @property
     def parts(self) -> int:
         """Return how many coordinates a number has."""
-        return 2 if jnp.issubdtype(self.dtype, jnp.complexfloating) else 1
+        return parts_of(self.dtype)
 
     def reals(self, dense: ArrayLike) -> np.ndarray:
         """Return the coordinates of the compared entries of a dense array."""
@@ -252,7 +254,7 @@ class Problem:
         place = int(np.searchsorted(ends, column, side="right"))
         output = self.outputs[place]
         number, part = divmod(column - self.columns[place].start, output.parts)
-        what = ("real part of ", "imaginary part of ")[part] if output.parts == 2 else ""
+        what = part_name(part, output.parts)
         return f"{output.path}, {what}{entry(output.at[number], output.shape)}"
 
     def _check_mask(self, output: Output, y: TensorLike, what: str) -> None:

@@ -27,15 +27,15 @@ import jax.numpy as jnp
 from jax import lax, nn
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._base.fallback import report_fallback
 from jmask._base.types import Axis, Mask, Numbers, Tensor, TensorLike
 from jmask._base.validation import check_flag, checked_array, refuse_scipy
 from jmask._ops.elementwise import elementwise
 from jmask._ops.products import dot as _sparse_dot
 from jmask._ops.reductions import sum as sum_of
-from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
+from jmask._ops.shape import dense
+from jmask._tensors.masked_tensor import MaskedTensor, any_masked, as_tensor, is_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
-from jmask._tensors.storage import as_dense, is_sparse, stored_values, with_stored_values
+from jmask._tensors.storage import is_sparse, stored_values, with_stored_values
 
 _add, _square = elementwise(jnp.add), elementwise(jnp.square)
 
@@ -60,18 +60,16 @@ def matmul(x: TensorLike, y: TensorLike) -> Tensor:
         Array([[5., 6.],
                [0., 0.]], dtype=float32)
     """
-    if not isinstance(x, MaskedTensor) and not isinstance(y, MaskedTensor):
+    if not any_masked(x, y):
         return _product(jnp.matmul, x, y)
     if _is_sparse_matrix(x) and not _is_sparse_matrix(y):
-        return _combined(lambda a, b: a @ b, x, _on_dense(y))
-    return _combined(jnp.matmul, _on_dense(x), _on_dense(y))
+        return _combined(lambda a, b: a @ b, x, _dense(y, "matmul"))
+    return _contracted(jnp.matmul, x, y)
 
 
 def dot(x: TensorLike, y: TensorLike) -> Tensor:
     """Do as `jnp.dot` with masked operands; masked entries contribute nothing. See `matmul`."""
-    if not isinstance(x, MaskedTensor) and not isinstance(y, MaskedTensor):
-        return _product(jnp.dot, x, y)
-    return _combined(jnp.dot, _on_dense(x), _on_dense(y))
+    return _contracted(jnp.dot, x, y) if any_masked(x, y) else _product(jnp.dot, x, y)
 
 
 def einsum(subscripts: str, *operands: TensorLike) -> Tensor:
@@ -83,9 +81,7 @@ def einsum(subscripts: str, *operands: TensorLike) -> Tensor:
         >>> jmask.numpy.einsum("ij,ij->i", x, jnp.ones((2, 3))).to_tensor(0)
         Array([2., 2.], dtype=float32)
     """
-    if not any(isinstance(x, MaskedTensor) for x in operands):
-        return jnp.einsum(subscripts, *map(_array, operands))
-    return _combined(lambda *xs: jnp.einsum(subscripts, *xs), *map(_on_dense, operands))
+    return _contracted(functools.partial(jnp.einsum, subscripts), *operands, name="einsum")
 
 
 def _contraction(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,10 +89,8 @@ def _contraction(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def lifted(a: TensorLike, b: TensorLike, *args: Any, **kwargs: Any) -> Tensor:
-        if not isinstance(a, MaskedTensor) and not isinstance(b, MaskedTensor):
-            return function(_array(a), _array(b), *args, **kwargs)
         product = lambda a, b: function(a, b, *args, **kwargs)
-        return _combined(product, _on_dense(a), _on_dense(b))
+        return _contracted(product, a, b, name=function.__name__)
 
     return lifted
 
@@ -178,9 +172,10 @@ def dot_product_attention(
     """
     attention: Any = nn.dot_product_attention
     options = {"scale": scale, "implementation": implementation}
-    if not any(isinstance(x, MaskedTensor) for x in (query, key, value, bias, mask)):
+    operands = [_dense(x, "dot_product_attention") for x in (query, key, value)]
+    if not any_masked(*operands, bias, mask):
         return attention(
-            *map(_array, (query, key, value)),
+            *operands,
             bias,
             mask,
             is_causal=is_causal,
@@ -189,7 +184,6 @@ def dot_product_attention(
             local_window_size=local_window_size,
             **options,
         )
-    operands = list(map(_on_dense, (query, key, value)))
     jax.eval_shape(attention, *map(_filled, operands))  # refuses shapes that do not fit
     existing = [_four(_existing(x)) for x in operands]
     groups = existing[0].shape[2] // max(existing[1].shape[2], 1)
@@ -200,7 +194,7 @@ def dot_product_attention(
     shape = (1, 1, *allowed.shape[2:])
     queries, keys = (lax.broadcasted_iota(jnp.int32, shape, i) for i in (2, 3))
     if isinstance(bias, MaskedTensor):
-        allowed &= _four(_existing(_on_dense(bias))) > 0.5
+        allowed &= _four(_existing(_dense(bias, "dot_product_attention"))) > 0.5
         bias = bias.to_tensor(0)
     if mask is not None:
         allowed &= _four(mask.to_tensor(False) if isinstance(mask, MaskedTensor) else mask)
@@ -228,6 +222,12 @@ def _product(dense_product: Callable[..., jax.Array], x: TensorLike, y: TensorLi
     return _sparse_dot(x, y) if is_sparse(x) or is_sparse(y) else dense_product(x, y)
 
 
+def _contracted(product: Callable[..., Any], *operands: TensorLike, name: str = "") -> Tensor:
+    """Return a product of arrays, or of masked tensors, on dense storage."""
+    operands = tuple(_dense(x, name or product.__name__) for x in operands)
+    return _combined(product, *operands) if any_masked(*operands) else product(*operands)
+
+
 def _combined(product: Callable[..., Any], *operands: TensorLike) -> MaskedTensor:
     """Return a product of values with zeros where masked, and how many of its terms exist."""
     values = product(*map(_filled, operands))
@@ -252,26 +252,12 @@ def _is_sparse_matrix(x: TensorLike) -> bool:
     return isinstance(x, MaskedTensor) and isinstance(x.storage, BCOO | BCSR)
 
 
-def _array(x: TensorLike) -> jax.Array:
-    refuse_scipy("x", x)
-    if not is_sparse(x):
-        return jnp.asarray(x)
-    report_fallback(
-        f"a sparse tensor of shape {tuple(x.shape)} became dense in a product, at O(size) "
-        "cost: jmask.dot takes two matrices of which one is sparse"
-    )
-    return as_dense(x)
-
-
-def _on_dense(x: TensorLike) -> Tensor:
-    if not isinstance(x, MaskedTensor):
-        return _array(x)
-    if is_sparse(x.storage):
-        report_fallback(
-            f"a masked {x.stype} tensor of shape {x.shape} became dense in a product, at "
-            "O(size) cost: only a BCOO or BCSR matrix on the left stays sparse"
-        )
-    return x.to_dense()
+def _dense(x: TensorLike, name: str) -> Tensor:
+    if isinstance(x, MaskedTensor):
+        why = "in a product only a BCOO or BCSR matrix on the left stays sparse"
+    else:
+        why = "a product of two matrices, of which one is sparse, is jmask.dot"
+    return dense(as_tensor(x), name, why)
 
 
 # --- MXNet's sums --------------------------------------------------------------------

@@ -45,7 +45,14 @@ from jmask._base.types import Tensor, TensorLike
 from jmask._base.validation import refuse_scipy
 from jmask._ops.zero_semantics import Operand, behaviour_at_zero, role, safe_numbers, varies
 from jmask._tables.stored_table import add_to_dense
-from jmask._tensors.masked_tensor import MaskedTensor, common_shape, is_tensor, joined
+from jmask._tensors.masked_tensor import (
+    MaskedTensor,
+    any_masked,
+    common_shape,
+    is_tensor,
+    joined,
+    read_at,
+)
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (
     SPARSE,
@@ -59,7 +66,6 @@ from jmask._tensors.storage import (
     stype,
     summed,
     unique_positions,
-    values_at,
     with_stored_values,
 )
 
@@ -87,7 +93,7 @@ def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
         arguments = (*args, *kwargs.values())
         for x in arguments:
             refuse_scipy("x", x)
-        if any(isinstance(x, MaskedTensor) for x in arguments):
+        if any_masked(*arguments):
             return _masked(*_call(function, args, kwargs))
         if any(isinstance(x, SPARSE) for x in arguments):
             return zero_semantics(*_call(function, args, kwargs))
@@ -149,17 +155,23 @@ def _masked(function: Callable, operands: Sequence[Any], kwargs: dict) -> Masked
     masks = {id(x.valid): x.valid for x in operands if isinstance(x, MaskedTensor)}
     valid = functools.reduce(operator.and_, masks.values())
     values = [x.storage if isinstance(x, MaskedTensor) else x for x in operands]
-    kinds = tuple(x.dtype if varies(x) else x for x in values)
-    safe = safe_numbers(function, kinds, kwargs)
-    values = [
-        jnp.where(valid, x, number) if varies(x) else x
-        for x, number in zip(values, safe, strict=True)
-    ]
-    result = function(*values, **kwargs)
+    result = _where_existing(function, values, valid, kwargs)
     shape = jnp.broadcast_shapes(result.shape, valid.shape)
     result, valid = jnp.broadcast_to(result, shape), jnp.broadcast_to(valid, shape)
     storage = result if pattern is None else with_stored_values(pattern, result)
     return joined(storage, valid)
+
+
+def _where_existing(
+    function: Callable, values: Sequence[Any], exists: jax.Array, kwargs: dict
+) -> jax.Array:
+    """Apply the function with harmless numbers where entries do not exist."""
+    kinds = tuple(x.dtype if varies(x) else x for x in values)
+    values = [
+        jnp.where(exists, x, number) if varies(x) else x
+        for x, number in zip(values, safe_numbers(function, kinds, kwargs), strict=True)
+    ]
+    return function(*values, **kwargs)
 
 
 def _as_operand(x: TensorLike) -> Tensor:
@@ -178,30 +190,16 @@ def _pattern(operands: Sequence[Any]) -> Tensor | None:
 
 def _at_positions(x: TensorLike, pattern: Tensor) -> Tensor:
     """Return the operand as (masked) values at the stored positions of `pattern`."""
-    if not isinstance(x, MaskedTensor) and not is_sparse(x):
+    if not is_tensor(x):
         return sampled(x, pattern) if jnp.ndim(x) else x
-    storage = x.storage if isinstance(x, MaskedTensor) else unique_positions(x)
-    if not is_sparse(storage):
-        return joined(sampled(storage, pattern), sampled(x.valid, pattern))
-    values = stored_values(storage)
-    if same_positions(storage, pattern):
-        return joined(values, x.valid) if isinstance(x, MaskedTensor) else values
-    masks = [x.valid] if isinstance(x, MaskedTensor) else []
-    at_positions = values_at(storage, pattern, *masks)
-    if at_positions is not None:
-        stored, values, *masks = at_positions
-        if masks:
-            return joined(values, masks[0] & stored)
-        # An ordinary tensor is zero where it stores nothing.
-        return jnp.where(stored, values, jnp.zeros((), values.dtype))
-    report_fallback(
-        f"a {'masked ' * isinstance(x, MaskedTensor)}{stype(storage)} operand of shape "
+    masked = isinstance(x, MaskedTensor)
+    otherwise = (
+        f"a {'masked ' * masked}{x.stype if masked else stype(x)} operand of shape "
         f"{tuple(x.shape)} became dense, at O(size) cost: its storage differs from that of "
         "the other operand"
     )
-    if isinstance(x, MaskedTensor):
-        return _at_positions(x.to_dense(), pattern)
-    return sampled(as_dense(x), pattern)
+    values, valid = read_at(x, pattern, otherwise)
+    return joined(values, valid) if masked else values
 
 
 def _dense(x: TensorLike) -> Tensor:
@@ -212,7 +210,7 @@ def _dense(x: TensorLike) -> Tensor:
             "cost: it was broadcast to a larger shape"
         )
         return x.to_dense()
-    return as_dense(x) if is_sparse(x) else x
+    return as_dense(x)
 
 
 # --- zero semantics -----------------------------------------------------------------------
@@ -223,7 +221,7 @@ def zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) ->
     operands = [x if is_sparse(x) or _is_number(x) else jnp.asarray(x) for x in operands]
     if any(isinstance(x, RowSparse) and x.leading > 1 for x in operands):
         return _stacked_tables(function, operands, kwargs)
-    shape = common_shape([jnp.shape(x) if not is_sparse(x) else x.shape for x in operands])
+    shape = common_shape(list(map(np.shape, operands)))
     sparse = [x for x in operands if is_sparse(x)]
     for x in sparse:
         if isinstance(x, RowSparse):
@@ -237,7 +235,7 @@ def zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) ->
         full = list(filter(is_full, operands))
         sizes = jnp.broadcast_shapes(*(x.shape for x in full))
         if behaviour.sums and sizes == shape and isinstance(sparse[0], RowSparse):
-            rows = call.with_zeros(is_full).on_rows(affine=True)
+            rows = call.with_zeros(is_full).on_positions(affine=True)
             if isinstance(behaviour.value, Operand):
                 return add_to_dense(full[0], rows)
             dense = call.with_zeros(is_sparse)
@@ -247,7 +245,7 @@ def zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) ->
         f"`{name}` made a sparse tensor of shape {tuple(sparse[0].shape)} dense, at "
         "O(size) cost: it does not keep zeros, or combines storages"
     )
-    return function(*(as_dense(x) if is_sparse(x) else x for x in operands), **kwargs)
+    return function(*map(as_dense, operands), **kwargs)
 
 
 def _stacked_tables(function: Callable, operands: Sequence[Any], kwargs: dict) -> Tensor | None:
@@ -311,59 +309,46 @@ class _Call:
         operands = [jnp.zeros((), x.dtype) if replaced(x) else x for x in self.operands]
         return dataclasses.replace(self, operands=operands)
 
-    def on_positions(self, affine: bool) -> Tensor | None:
+    def on_positions(self, affine: bool) -> Any:
         """Return the result, which is zero where no operand stores a value."""
-        first, *others = self.sparse
-        if isinstance(first, RowSparse):
-            return self.on_rows(affine)
-        if affine and not others:
-            return with_stored_values(first, self._apply(first, [stored_values(first)]))
-        if all(same_positions(first, x) for x in others):
-            return self._aligned(self.sparse)
-        result = self._aligned(_on_union_of_entries(self.sparse))
-        return compressed(result) if all(isinstance(x, BCSR) for x in self.sparse) else result
-
-    def on_rows(self, affine: bool) -> RowSparse:
-        """Return the result as rows."""
         sparse = self.sparse
         first, *others = sparse
-        if affine and others:
-            parts = []
-            for i, x in enumerate(sparse):  # the sum of what the rows of each operand add
-                zeros = [jnp.zeros((), y.dtype) for y in sparse]
-                part = self._apply(x, [*zeros[:i], x.values, *zeros[i + 1 :]])
-                parts.append(jnp.broadcast_to(part, (x.nse, *self.shape[1:])))
-            ids = jnp.concatenate([x.row_ids() for x in sparse])
-            return RowSparse(ids, jnp.concatenate(parts), self.shape)
-        if affine:
-            values = self._apply(first, [first.values])
+        rows = isinstance(first, RowSparse)
+        if affine and others and rows:
+            return self._side_by_side(sparse)
+        if affine and not others:
+            values = self._apply(first, [stored_values(first)])
         else:
-            same = all(same_positions(first, x) for x in others)
-            rows = [x.coalesce() for x in sparse] if same else on_union_of_rows(sparse)
-            first, values = rows[0], self._guarded(rows[0], [x.values for x in rows])
-        values = jnp.broadcast_to(values, (*values.shape[:1], *self.shape[1:]))
-        return first.with_leaves(first.index_leaf, values, shape=self.shape)
+            if all(same_positions(first, x) for x in others):
+                sparse = [unique_positions(x) for x in sparse]
+            else:
+                sparse = on_union_of_rows(sparse) if rows else _on_union_of_entries(sparse)
+            first = sparse[0]
+            values = self._guarded(first, list(map(stored_values, sparse)))
+        if rows:
+            values = jnp.broadcast_to(values, (*values.shape[:1], *self.shape[1:]))
+        result = with_stored_values(first, values, self.shape)
+        all_compressed = all(isinstance(x, BCSR) for x in self.sparse)
+        return compressed(result) if all_compressed and isinstance(result, BCOO) else result
 
-    def _aligned(self, sparse: list[Any]) -> Tensor:
-        sparse = [unique_positions(x) for x in sparse]
-        values = self._guarded(sparse[0], [stored_values(x) for x in sparse])
-        return with_stored_values(sparse[0], values)
+    def _side_by_side(self, sparse: list[RowSparse]) -> RowSparse:
+        """Return the sum of what the rows of each operand add, not coalesced."""
+        parts = []
+        for i, x in enumerate(sparse):
+            zeros = [jnp.zeros((), y.dtype) for y in sparse]
+            part = self._apply(x, [*zeros[:i], x.values, *zeros[i + 1 :]])
+            parts.append(jnp.broadcast_to(part, (x.nse, *self.shape[1:])))
+        ids = jnp.concatenate([x.row_ids() for x in sparse])
+        return RowSparse(ids, jnp.concatenate(parts), self.shape)
 
     def _guarded(self, pattern: Tensor, values: Sequence[Any]) -> jax.Array:
         """Do as `_apply`, with a harmless number at padding: slopes may be infinite there."""
         if getattr(pattern, "n_batch", 0):
             return self._apply(pattern, values)
-        stored = is_stored(pattern)
+        stored = trailing(is_stored(pattern), values[0].ndim)
         operands = self._at_positions(pattern, values)
-        kinds = tuple(x.dtype if varies(x) else x for x in operands)
-        safe = safe_numbers(self.function, kinds, self.kwargs)
-        operands = [
-            jnp.where(trailing(stored, x.ndim), x, number) if jnp.ndim(x) else x
-            for x, number in zip(operands, safe, strict=True)
-        ]
-        result = self.function(*operands, **self.kwargs)
-        zero = jnp.zeros((), result.dtype)
-        return jnp.where(trailing(stored, result.ndim), result, zero)
+        result = _where_existing(self.function, operands, stored, self.kwargs)
+        return jnp.where(stored, result, jnp.zeros((), result.dtype))
 
     def _apply(self, pattern: Tensor, values: Sequence[Any]) -> jax.Array:
         return self.function(*self._at_positions(pattern, values), **self.kwargs)

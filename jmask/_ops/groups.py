@@ -40,21 +40,26 @@ from jax.experimental.sparse import BCOO, BCSR
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import trailing
-from jmask._base.fallback import report_fallback
 from jmask._base.types import Axis, Mask, Scalar, TensorLike
 from jmask._base.validation import refuse_scipy
-from jmask._tensors.masked_tensor import MaskedTensor, as_booleans, as_tensor, joined
+from jmask._ops.shape import dense
+from jmask._tensors.masked_tensor import (
+    MaskedTensor,
+    as_booleans,
+    as_tensor,
+    is_tensor,
+    joined,
+)
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (
     as_dense,
     coordinates,
+    entries_at,
     is_entry,
     is_sparse,
-    same_positions,
-    sampled,
     stored_values,
     unique_positions,
-    values_at,
+    with_stored_values,
 )
 
 
@@ -149,19 +154,8 @@ class Slices(_Groups):
 
     def stored(self, result: jax.Array) -> Any:
         """Return the tensor of results."""
-        x, result = self.origin, self.shaped(result)
-        if not self.keeps:
-            return result
-        if isinstance(x, RowSparse):
-            return x.with_leaves(x.index_leaf, result, shape=self.shape)
-        kind = BCSR if isinstance(x, BCSR) else BCOO
-        indices = (x.indices, x.indptr) if isinstance(x, BCSR) else (x.indices,)
-        return kind(
-            (result, *indices),
-            shape=self.shape,
-            indices_sorted=x.indices_sorted,
-            unique_indices=x.unique_indices,
-        )
+        result = self.shaped(result)
+        return with_stored_values(self.origin, result, self.shape) if self.keeps else result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,7 +266,7 @@ def sparse_dimensions(x: TensorLike) -> int:
     """Count the leading dimensions of `x` given by indices; 0 if it is dense."""
     if isinstance(x, RowSparse):
         return 1
-    return int(x.n_sparse) if is_sparse(x) else 0
+    return int(x.n_sparse) if isinstance(x, BCOO | BCSR) else 0
 
 
 def least(dtype: DTypeLike) -> Scalar:
@@ -327,6 +321,9 @@ def _join(
 
 # --- running a reduction -------------------------------------------------------------
 
+# Why a function makes a sparse tensor dense.
+NOT_DECOMPOSED = "it does not decompose into results of its stored values"
+
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
@@ -366,33 +363,22 @@ class Reduction:
         x = as_tensor(x)
         axes = checked_axes(axis, len(x.shape))
         masked, kernel = isinstance(x, MaskedTensor), self.kernel
-        if not masked and is_sparse(x):
+        if is_sparse(x):
             # Only kernels that zeros do not change know which zeros `where` leaves out.
             counts_zeros = where is None or self.stored is self.kernel
             nothing = any(x.shape[axis] == 0 for axis in axes)
             if self.stored and counts_zeros and not nothing and not getattr(x, "n_batch", 0):
                 kernel = self.stored
             else:
-                if not nothing:
-                    report_fallback(became_dense(self.name, x))
-                x = as_dense(x)
-        elif masked and self.dense and is_sparse(x.storage):
-            report_fallback(became_dense(self.name, x))
-            x = x.to_dense()
-
-        if masked:
-            storage, valid = x.storage, x.valid & where_at(where, x.storage)
-        elif is_sparse(x):
-            storage = unique_positions(x)
-            valid = is_entry(storage) & where_at(where, storage)
-        elif where is None and self.plain is not None:
+                x = as_dense(x) if nothing else dense(x, self.name, NOT_DECOMPOSED)
+        elif self.dense:
+            x = dense(x, self.name, NOT_DECOMPOSED)
+        if not is_tensor(x) and where is None and self.plain is not None:
             axis = tuple(axis) if isinstance(axis, Sequence) else axis
             if dtype is not None:  # not every function of JAX takes one
                 options["dtype"] = dtype
             return self.plain(x, axis=axis, keepdims=keepdims, **options)
-        else:
-            storage, valid = x, where_at(where, x)
-
+        storage, valid = entries_of(x, where)
         groups = grouped(storage, valid, axes, keepdims)
         if self.like is not None:
             options["dtype"] = result_dtype(self.like, x, dtype)
@@ -447,49 +433,40 @@ def single_axis(axis: Axis, name: str) -> int | None:
     return axis
 
 
+def entries_of(x: TensorLike, where: Mask) -> tuple[Any, jax.Array]:
+    """Return the storage of a tensor, and which of its stored values take part.
+
+    Args:
+        x: an array, a masked or a sparse tensor, of which equal positions are summed.
+        where: None, or booleans that broadcast to it.
+    """
+    x = unique_positions(x)
+    storage, valid = (x.storage, x.valid) if isinstance(x, MaskedTensor) else (x, is_entry(x))
+    return storage, valid if where is None else valid & where_at(where, storage)
+
+
 def where_at(where: Mask, storage: TensorLike) -> jax.Array:
-    """Return the booleans `where` at the stored values of a storage; True for None.
+    """Return the booleans `where` at the stored values of a storage.
 
     Raises:
         TypeError: if it is not boolean.
         ValueError: if it does not broadcast to the shape of the tensor.
     """
-    if where is None:
-        return jnp.ones(stored_values(storage).shape, bool)
     refuse_scipy("where", where)
     masked = isinstance(where, MaskedTensor)
-    if is_sparse(where):
-        where = as_booleans(where)
-    elif not masked:
-        where = jnp.asarray(where)
+    where = where if masked else as_booleans(as_tensor(where))
     if masked or not jnp.issubdtype(where.dtype, jnp.bool_):
         kind = "a MaskedTensor" if masked else where.dtype
         raise TypeError(
             f"`where` must be a boolean array, True where an entry takes part, got {kind}."
         )
-    if is_sparse(where):
-        if same_positions(where, storage):
-            return stored_values(where)
-        if is_sparse(storage):
-            # Repeated positions of `where` are one entry, which takes part if any is True.
-            at_positions = values_at(unique_positions(where), storage)
-            if at_positions is not None:
-                taken = functools.reduce(operator.and_, at_positions)
-                return jnp.broadcast_to(taken, stored_values(storage).shape)
-        where = as_dense(where)
     shape = tuple(storage.shape)
     try:
-        where = jnp.broadcast_to(where, shape)
+        fits = jnp.broadcast_shapes(where.shape, shape) == shape
     except ValueError:
+        fits = False
+    if not fits:
         raise ValueError(
             f"`where` of shape {where.shape} does not broadcast to `x` of shape {shape}."
-        ) from None
-    return sampled(where, storage) if is_sparse(storage) else where
-
-
-def became_dense(name: str, x: TensorLike) -> str:
-    kind = "a masked" if isinstance(x, MaskedTensor) else "a sparse"
-    return (
-        f"`{name}` made {kind} tensor of shape {tuple(x.shape)} dense, at O(size) cost: it "
-        "does not decompose into results of its stored values"
-    )
+        )
+    return entries_at(where, storage)[0]

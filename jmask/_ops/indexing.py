@@ -37,7 +37,7 @@ from jmask._base.types import Numbers, Tensor, TensorLike
 from jmask._ops.elementwise import elementwise
 from jmask._ops.shape import data_of, dense, masked_of
 from jmask._tables.stored_table import from_the_end
-from jmask._tensors.masked_tensor import MaskedTensor, joined
+from jmask._tensors.masked_tensor import MaskedTensor, any_masked, joined
 from jmask._tensors.methods import call, install
 from jmask._tensors.row_sparse import RowSparse
 
@@ -78,8 +78,7 @@ def with_array(index: IndexLike) -> IndexLike:
 
 def has_masked(index: IndexLike) -> bool:
     """Decide whether a part of the index is a `MaskedTensor`."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(part, MaskedTensor) for part in parts)
+    return any_masked(*(index if isinstance(index, tuple) else (index,)))
 
 
 def known_places(index: IndexLike, shape: tuple[int, ...], *, clip: bool) -> tuple[Any, ...]:

@@ -17,10 +17,17 @@ import jax.numpy as jnp
 
 from jmask._base.types import Mask, Scalar, Tensor, TensorLike
 from jmask._ops.elementwise import elementwise
-from jmask._ops.shape import data_of, dense, masked_of
+from jmask._ops.shape import became_dense, broadcast_to
 from jmask._ops.shape import where as where_
-from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, is_tensor, joined
-from jmask._tensors.storage import is_sparse, same_positions, sampled, stored_values
+from jmask._tensors.masked_tensor import (
+    MaskedTensor,
+    as_masked_tensor,
+    as_tensor,
+    is_tensor,
+    joined,
+    read_at,
+)
+from jmask._tensors.storage import is_sparse
 
 
 def masked_where(condition: Mask, x: TensorLike) -> MaskedTensor:
@@ -32,18 +39,13 @@ def masked_where(condition: Mask, x: TensorLike) -> MaskedTensor:
         >>> jmask.numpy.masked_where(x < 0, x)
         MaskedTensor([1.0, --, 2.0], dtype=float32)
     """
-    x = as_masked_tensor(x)
-    is_masked = isinstance(condition, MaskedTensor) and is_sparse(x.storage)
-    if is_masked and same_positions(condition.storage, x.storage):
-        shown = condition.valid & ~stored_values(condition.storage).astype(bool)
-        return joined(x.storage, x.valid & shown)
-    condition = dense(condition, "masked_where")
-    hidden = jnp.asarray(data_of(condition), bool) | masked_of(condition)
-    if is_sparse(x.storage):
-        return x.with_values(stored_values(x.storage), x.valid & ~sampled(hidden, x.storage))
-    shape = jnp.broadcast_shapes(x.shape, hidden.shape)
-    valid = jnp.broadcast_to(x.valid, shape) & ~hidden
-    return joined(jnp.broadcast_to(x.storage, shape), valid)
+    x, condition = as_masked_tensor(x), as_tensor(condition)
+    if not is_sparse(x.storage):
+        shape = jnp.broadcast_shapes(x.shape, condition.shape)
+        x = broadcast_to(x, shape)
+    message = became_dense(condition, "masked_where")
+    holds, exists = read_at(condition, x.storage, message)
+    return joined(x.storage, x.valid & exists & ~holds.astype(bool))
 
 
 def _masks(

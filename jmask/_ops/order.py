@@ -1,8 +1,8 @@
-"""Functions of the order of entries: quantiles, the largest ones, the different ones.
+"""Functions of the order of entries: sorted, quantiles, the largest ones, the different ones.
 
     x = MaskedTensor([3, inf, 1, 3], [T, F, T, T])
-    quantile(x, 0.25) = 2,  median(x) = 3,  top_k(x, 2) = [3, 3],  unique(x) = [1, 3, --]
-    compressed(x) = [3, 1, 3],  nonzero(x) = ([0, 2, 3],)
+    sort(x) = [1, 3, 3, --],  quantile(x, 0.25) = 2,  median(x) = 3,  top_k(x, 2) = [3, 3]
+    unique(x) = [1, 3, --],  compressed(x) = [3, 1, 3],  nonzero(x) = ([0, 2, 3],)
 
 Quantiles are reductions, as those of `reductions`, that need all entries in one array: sparse
 storage becomes dense. The size of `unique`, `nonzero` and `compressed` depends on data; under
@@ -17,16 +17,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jmask._base.array_types import is_nonzero, joint_dtype
 from jmask._base.types import Axis, Mask, Numbers, Scalar, Tensor, TensorLike
 from jmask._base.validation import checked_choice
 from jmask._ops import kernels
-from jmask._ops.groups import Reduction, checked_axes, sparse_dimensions
+from jmask._ops.groups import Reduction, checked_axes
 from jmask._ops.reductions import described
-from jmask._ops.shape import argsort, dense, take_along_axis
+from jmask._ops.shape import dense, take_along_axis
 from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, as_tensor, joined
-from jmask._tensors.storage import coordinates, stored_values
+from jmask._tensors.storage import entry_indices, is_sparse, stored_values
 
 # --- quantiles ---------------------------------------------------------------------------
 
@@ -137,7 +138,66 @@ def median(
     return _MEDIAN(x, axis, keepdims, where, rank=rank, method=method)
 
 
-# --- the largest, the different, the valid ones ------------------------------------------
+# --- in order, the largest, the different, the valid ones ---------------------------------
+
+
+def sort(a: TensorLike, axis: int | None = -1, **kwargs: Any) -> Tensor:
+    """`jax.numpy.sort`, masked entries last, in ascending and in descending order.
+
+    Args:
+        a: a masked tensor or an array.
+        axis: the dimension to sort along; that of the flattened tensor for None.
+        **kwargs: `descending` and, for arrays, the others of `jax.numpy.sort`.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jmask.masked_tensor(jnp.array([3, 1, 2]), jnp.array([True, False, True]))
+        >>> sort(x)
+        MaskedTensor([2, 3, --], dtype=int32)
+    """
+    a = dense(a, "sort")
+    if not isinstance(a, MaskedTensor):
+        return jnp.sort(a, axis, **kwargs)
+    if axis is None:
+        a, axis = a.reshape(-1), 0
+    return take_along_axis(a, _order(a, axis, **kwargs), axis)
+
+
+def argsort(
+    a: TensorLike, axis: int | None = -1, *, dtype: DTypeLike | None = None, **kwargs: Any
+) -> Tensor:
+    """`jax.numpy.argsort`: what `sort` takes; masked where the entry taken is masked.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jmask.masked_tensor(jnp.array([3, 1, 2]), jnp.array([True, False, True]))
+        >>> argsort(x)
+        MaskedTensor([2, 0, --], dtype=int32)
+    """
+    a = dense(a, "argsort")
+    if not isinstance(a, MaskedTensor):
+        return jnp.argsort(a, axis, dtype=dtype, **kwargs)
+    if axis is None:
+        a, axis = a.reshape(-1), 0
+    order = _order(a, axis, **kwargs)
+    valid = jnp.take_along_axis(a.valid, order, axis)
+    return joined(order if dtype is None else order.astype(dtype), valid)
+
+
+def _order(
+    x: MaskedTensor, axis: int, *, descending: bool = False, stable: bool = True
+) -> jax.Array:
+    """Return for each place along the axis which entry belongs there; masked ones last."""
+    values = lax.stop_gradient(jnp.where(x.valid, x.storage, jnp.zeros((), x.dtype)))
+    position = lax.broadcasted_iota(jnp.int32, x.shape, axis % x.ndim)
+    operands = [x.valid, values, position]
+    if descending:
+        # Backwards in and out, so that equal entries keep their order.
+        operands = [jnp.flip(operand, axis) for operand in operands]
+    else:
+        operands[0] = ~x.valid
+    order = lax.sort(operands, dimension=axis, is_stable=stable, num_keys=2)[-1]
+    return jnp.flip(order, axis) if descending else order
 
 
 def top_k(x: TensorLike, k: int, axis: int = -1) -> tuple[Any, Any]:
@@ -320,13 +380,10 @@ def compressed(x: TensorLike, *, size: int | None = None, fill_value: complex = 
 
 def _in_order(x: MaskedTensor) -> tuple[jax.Array, jax.Array, Sequence[jax.Array]]:
     """Return stored values, whether they are valid, and their indices, sorted by these."""
-    values, sparse = stored_values(x.storage), sparse_dimensions(x.storage)
-    numbers = jnp.unravel_index(jnp.arange(values.size), values.shape)
-    places = list(numbers)
-    if sparse:
-        places = [*(index[numbers[0]] for index in coordinates(x.storage)), *numbers[1:]]
+    values = stored_values(x.storage)
+    places = entry_indices(x.storage, jnp.arange(values.size))
     values, valid = values.reshape(-1), x.valid.reshape(-1)
-    if not sparse:
+    if not is_sparse(x.storage):
         return values, valid, places
     order = jnp.lexsort(tuple(places[::-1]))
     return values[order], valid[order], [place[order] for place in places]

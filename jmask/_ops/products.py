@@ -43,9 +43,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.sparse import BCOO, BCSR
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jmask._base.array_types import adds_when_cast, explicit_sharding, sum_dtype, trailing, wide
+from jmask._base.array_types import (
+    adds_when_cast,
+    explicit_sharding,
+    spec_of,
+    sum_dtype,
+    trailing,
+    wide,
+    without_repetition,
+)
 from jmask._base.fallback import report_fallback
 from jmask._base.row_ids import canonical
 from jmask._base.types import JvpArgs, Tensor, TensorLike
@@ -173,7 +182,11 @@ def _rows_or_zeros(table: jax.Array, positions: jax.Array) -> jax.Array:
     # not touch a row that was not looked up.
     if 0 in table.shape:
         return jnp.zeros((*positions.shape, *table.shape[1:]), table.dtype)
-    return table.at[positions].get(mode="fill", fill_value=0)
+    sharding = explicit_sharding(table, positions)
+    if sharding is not None:  # rows go where their positions are, as in lookups
+        spec = without_repetition((*spec_of(positions), *spec_of(table)[1:]))
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    return table.at[positions].get(mode="fill", fill_value=0, out_sharding=sharding)
 
 
 def sums_of_rows(a: Coordinates, b: Dense | StoredRows, dtype: DTypeLike) -> jax.Array:
@@ -212,6 +225,7 @@ def suits_kernel(x: TensorLike, dense: jax.Array) -> bool:
     return (
         isinstance(x, BCSR)
         and isinstance(dense, jax.Array)
+        and explicit_sharding(dense) is None
         and dense.ndim == 2
         and dense.shape[1] in _WIDTHS
         and x.dtype == dense.dtype
@@ -334,12 +348,9 @@ def dot(
         >>> jmask.grad(lambda w: jmask.dot(x, w).sum())(jnp.ones((3, 2)))
         RowSparse(float32[3, 2], nse=3)
     """
-    for name, flag in {
-        "transpose_a": transpose_a,
-        "transpose_b": transpose_b,
-        "masked_grad": masked_grad,
-    }.items():
-        check_flag(name, flag)
+    check_flag("transpose_a", transpose_a)
+    check_flag("transpose_b", transpose_b)
+    check_flag("masked_grad", masked_grad)
     if not masked_grad:
         if isinstance(forward_stype, str) and forward_stype == "row_sparse":
             raise ValueError(

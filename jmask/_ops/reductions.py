@@ -30,7 +30,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 from jax.scipy import special
 from jax.typing import DTypeLike
@@ -38,10 +37,9 @@ from jax.typing import DTypeLike
 from jmask._base.types import Axis, Mask, Tensor, TensorLike
 from jmask._ops import kernels
 from jmask._ops.elementwise import elementwise
-from jmask._ops.groups import Reduction, checked_axes, single_axis, where_at
-from jmask._ops.shape import dense
-from jmask._tensors.masked_tensor import MaskedTensor, as_tensor
-from jmask._tensors.storage import is_sparse, sampled
+from jmask._ops.groups import Reduction, checked_axes, single_axis
+from jmask._ops.shape import broadcast_to, expand_dims
+from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, read_at
 
 # --- the table ---------------------------------------------------------------------------
 
@@ -321,27 +319,17 @@ def average(
     """
     if weights is None:
         return mean(x, axis, None, keepdims, where)
-    x = as_tensor(x)
-    shape = tuple(x.shape)
-    axes = checked_axes(axis, len(shape))
-
-    def spread(weights: jax.Array) -> jax.Array:
-        weights = jnp.asarray(weights)
-        if weights.ndim == 1 < len(shape) and len(axes) == 1:
-            weights = jnp.expand_dims(weights, [a for a in range(len(shape)) if a != axes[0]])
-        return jnp.broadcast_to(weights, shape)
-
-    if isinstance(weights, MaskedTensor):
-        if not isinstance(x, MaskedTensor):
-            x = MaskedTensor(dense(x, "average"))
-        known, weights = spread(weights.to_dense().mask), weights.to_tensor(0)
-        where = known if where is None else known & where_at(where, jnp.empty(shape))
-    weight: Any = spread(weights)
-    if isinstance(x, MaskedTensor):
-        sparse = is_sparse(x.storage)
-        weight = x.with_values(sampled(weight, x.storage) if sparse else weight)
-    above = sum(_multiply(x, weight), axis, None, keepdims, where)
-    below = sum(weight, axis, None, keepdims, where)
+    x, weights = as_tensor(x), as_tensor(weights)
+    ndim = len(x.shape)
+    axes = checked_axes(axis, ndim)
+    if len(weights.shape) == 1 < ndim and len(axes) == 1:
+        weights = expand_dims(weights, [a for a in range(ndim) if a != axes[0]])
+    weights = broadcast_to(weights, tuple(x.shape))
+    product = _multiply(x, weights)
+    if isinstance(product, MaskedTensor):
+        weights = product.with_values(read_at(weights, product.storage)[0])
+    above = sum(product, axis, None, keepdims, where)
+    below = sum(weights, axis, None, keepdims, where)
     return _divide(above, below)
 
 

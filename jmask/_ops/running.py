@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jmask._base.types import Axis, Mask, Tensor, TensorLike
 from jmask._ops import kernels
-from jmask._ops.groups import checked_axes, single_axis, where_at
+from jmask._ops.groups import checked_axes, entries_of, single_axis
 from jmask._ops.reductions import described
 from jmask._ops.shape import dense
 from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, joined
@@ -96,14 +96,10 @@ def _running(
     where: Mask,
 ) -> Tensor:
     x = dense(as_tensor(x), name)
-    masked = isinstance(x, MaskedTensor)
-    values = x.storage if masked else x
-    checked_axes(single_axis(axis, name), values.ndim)
-    taken = where_at(where, values)
-    if masked:
-        taken &= x.valid
+    checked_axes(single_axis(axis, name), x.ndim)
+    values, taken = entries_of(x, where)
     safe = jnp.where(taken, values, jnp.asarray(identity, values.dtype))
     result = function(safe, axis=axis, dtype=dtype)
-    if not masked:
+    if not isinstance(x, MaskedTensor):
         return result
     return joined(result, taken.reshape(result.shape))

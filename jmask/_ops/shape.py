@@ -1,8 +1,7 @@
 """Shapes and selection, with the names of `jax.numpy`: data and mask move together.
 
     x                  [[1, --],       reshape(x, 4)         [1, --, 3, 4]
-                        [3,  4]]       sort(x)               [[1, --], [3, 4]]
-                                       triu(x)               [[1, --], [0, 4]]
+                        [3,  4]]       triu(x)               [[1, --], [0, 4]]
     where(x > 2, x, 0)                 [[0, --], [3, 4]]     masked where the condition is
     take(x, [0, 9], axis=0)            [[1, --], [--, --]]   masked where there is no entry
 
@@ -29,22 +28,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental.sparse import BCOO
-from jax.typing import DTypeLike
 
 from jmask._base.fallback import report_fallback
 from jmask._base.row_ids import widen
 from jmask._base.types import Axis, Mask, Shape, Tensor, TensorLike
 from jmask._base.validation import abstract_leaf
 from jmask._ops.elementwise import elementwise, on_union_of_rows
-from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
+from jmask._tensors.masked_tensor import MaskedTensor, any_masked, is_tensor, joined, read_at
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import (
     as_dense,
     is_sparse,
     same_positions,
-    sampled,
     stored_values,
     with_stored_values,
 )
@@ -83,7 +79,7 @@ def moved(
         )
         data = jax.tree.map(data_of, operands, is_leaf=is_tensor)
         result = function(*data, *arguments, **kwargs)
-        if not any(isinstance(x, MaskedTensor) for x in leaves):
+        if not any_masked(*leaves):
             return result
         masked = jax.tree.map(masked_of, operands, is_leaf=is_tensor)
         masked = function(*masked, *arguments, **kwargs)
@@ -102,15 +98,18 @@ def masked_of(x: TensorLike) -> jax.Array:
     return ~x.valid if isinstance(x, MaskedTensor) else jnp.zeros(jnp.shape(x), bool)
 
 
-def dense(x: TensorLike, name: str) -> Tensor:
+def dense(x: TensorLike, name: str, why: str = "") -> Tensor:
     """Return `x` on dense storage, with a warning that names the operation if it was sparse."""
-    storage = data_of(x)
-    if not is_sparse(storage):
+    if not is_sparse(data_of(x)):
         return x
-    report_fallback(
-        f"`{name}` made a sparse tensor of shape {tuple(x.shape)} dense, at O(size) cost"
-    )
+    report_fallback(became_dense(x, name, why))
     return x.to_dense() if isinstance(x, MaskedTensor) else as_dense(x)
+
+
+def became_dense(x: TensorLike, name: str, why: str = "") -> str:
+    """Return the warning of an operation that makes a sparse tensor dense."""
+    text = f"`{name}` made a sparse tensor of shape {np.shape(x)} dense, at O(size) cost"
+    return f"{text}: {why}" if why else text
 
 
 def is_masked_coo(x: TensorLike) -> bool:
@@ -325,15 +324,12 @@ def where(
         return jnp.where(condition, x, y, **kwargs)
     if x is None or y is None:
         raise TypeError("where() of a masked or sparse condition needs `x` and `y`.")
-    if not any(isinstance(a, MaskedTensor) for a in operands):
+    if not any_masked(*operands):
         return _plain_where(*operands, **kwargs)
     if _share_positions(x, y) and jnp.broadcast_shapes(x.shape, condition.shape) == x.shape:
-        condition = dense(condition, "where")
-        chosen, masked = (
-            sampled(a, x.storage) for a in (data_of(condition), masked_of(condition))
-        )
+        chosen, exists = read_at(condition, x.storage, became_dense(condition, "where"))
         values = jnp.where(chosen, stored_values(x.storage), stored_values(y.storage))
-        return x.with_values(values, jnp.where(chosen, x.valid, y.valid) & ~masked)
+        return x.with_values(values, jnp.where(chosen, x.valid, y.valid) & exists)
     condition, x, y = (dense(a, "where") for a in operands)
     chosen = data_of(condition)
     masked = jnp.where(chosen, masked_of(x), masked_of(y)) | masked_of(condition)
@@ -380,49 +376,6 @@ def take_along_axis(
         MaskedTensor([--, 1], dtype=int32)
     """
     return _gathered(jnp.take_along_axis, arr, indices, axis, kwargs, lambda masked: masked)
-
-
-def sort(a: TensorLike, axis: int | None = -1, **kwargs: Any) -> Tensor:
-    """`jax.numpy.sort`, masked entries last, in ascending and in descending order.
-
-    Args:
-        a: a masked tensor or an array.
-        axis: the dimension to sort along; that of the flattened tensor for None.
-        **kwargs: `descending` and, for arrays, the others of `jax.numpy.sort`.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> x = jmask.masked_tensor(jnp.array([3, 1, 2]), jnp.array([True, False, True]))
-        >>> sort(x)
-        MaskedTensor([2, 3, --], dtype=int32)
-    """
-    a = dense(a, "sort")
-    if not isinstance(a, MaskedTensor):
-        return jnp.sort(a, axis, **kwargs)
-    if axis is None:
-        a, axis = a.reshape(-1), 0
-    return take_along_axis(a, _order(a, axis, **kwargs), axis)
-
-
-def argsort(
-    a: TensorLike, axis: int | None = -1, *, dtype: DTypeLike | None = None, **kwargs: Any
-) -> Tensor:
-    """`jax.numpy.argsort`: what `sort` takes; masked where the entry taken is masked.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> x = jmask.masked_tensor(jnp.array([3, 1, 2]), jnp.array([True, False, True]))
-        >>> argsort(x)
-        MaskedTensor([2, 0, --], dtype=int32)
-    """
-    a = dense(a, "argsort")
-    if not isinstance(a, MaskedTensor):
-        return jnp.argsort(a, axis, dtype=dtype, **kwargs)
-    if axis is None:
-        a, axis = a.reshape(-1), 0
-    order = _order(a, axis, **kwargs)
-    valid = jnp.take_along_axis(a.valid, order, axis)
-    return joined(order if dtype is None else order.astype(dtype), valid)
 
 
 def _like(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -478,7 +431,7 @@ def _gathered(
             "jnp.array(indices)."
         )
     a, indices = dense(a, function.__name__), dense(indices, function.__name__)
-    if not isinstance(a, MaskedTensor) and not isinstance(indices, MaskedTensor):
+    if not any_masked(a, indices):
         return function(a, indices, axis, **kwargs)
     unknown = masked_of(indices)
     places = jnp.where(unknown, 0, data_of(indices))
@@ -486,19 +439,3 @@ def _gathered(
     filled = {**kwargs, "fill_value": kwargs.get("fill_value") is None}
     masked = function(masked_of(a), places, axis, **filled)
     return joined(data, ~(masked | jnp.broadcast_to(spread(unknown), masked.shape)))
-
-
-def _order(
-    x: MaskedTensor, axis: int, *, descending: bool = False, stable: bool = True
-) -> jax.Array:
-    """Return for each place along the axis which entry belongs there; masked ones last."""
-    values = lax.stop_gradient(jnp.where(x.valid, x.storage, jnp.zeros((), x.dtype)))
-    position = lax.broadcasted_iota(jnp.int32, x.shape, axis % x.ndim)
-    operands = [x.valid, values, position]
-    if descending:
-        # Backwards in and out, so that equal entries keep their order.
-        operands = [jnp.flip(operand, axis) for operand in operands]
-    else:
-        operands[0] = ~x.valid
-    order = lax.sort(operands, dimension=axis, is_stable=stable, num_keys=2)[-1]
-    return jnp.flip(order, axis) if descending else order

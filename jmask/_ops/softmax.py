@@ -14,21 +14,20 @@ from jax import lax, nn
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import wide
-from jmask._base.fallback import report_fallback
 from jmask._base.types import Axis, Mask, Tensor, TensorLike
 from jmask._ops import kernels, reductions
 from jmask._ops.elementwise import elementwise
 from jmask._ops.groups import (
+    NOT_DECOMPOSED,
     Groups,
-    became_dense,
     checked_axes,
+    entries_of,
     grouped,
     result_dtype,
-    where_at,
 )
-from jmask._ops.shape import split
+from jmask._ops.shape import dense, split
 from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, joined
-from jmask._tensors.storage import as_dense, is_sparse, with_stored_values
+from jmask._tensors.storage import is_sparse, with_stored_values
 
 
 def softmax(x: TensorLike, axis: Axis = -1, where: Mask | None = None) -> Tensor:
@@ -260,18 +259,14 @@ def _along(
         absent: the result of an array at entries left out by `where`.
         empty: the same in slices of which no entry takes part.
     """
+    x = as_tensor(x)
+    x = dense(x, kernel.__name__.lstrip("_"), NOT_DECOMPOSED) if is_sparse(x) else x
+    axes = checked_axes(axis, len(x.shape))
     masked = isinstance(x, MaskedTensor)
-    if not masked and is_sparse(x):
-        report_fallback(became_dense(kernel.__name__.lstrip("_"), x))
-        x = as_dense(x)
-    storage = x.storage if masked else jnp.asarray(x)
-    axes = checked_axes(axis, len(storage.shape))
     # Where nothing is masked, the bits are those of JAX.
     if plain is not None and not masked and where is None:
-        return plain(storage, axis=axes)
-    valid = where_at(where, storage)
-    if masked:
-        valid &= x.valid
+        return plain(x, axis=axes)
+    storage, valid = entries_of(x, where)
     groups = grouped(storage, valid, axes)
     out = result_dtype(jnp.mean, x)
     result = kernel(groups, wide(out)).astype(out)

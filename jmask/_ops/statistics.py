@@ -26,9 +26,16 @@ from jmask._ops import kernels, order, reductions, running
 from jmask._ops.contractions import outer
 from jmask._ops.elementwise import elementwise
 from jmask._ops.groups import checked_axes
-from jmask._ops.shape import broadcast_to, concatenate, data_of, dense, diagonal, masked_of
-from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, joined
-from jmask._tensors.storage import is_sparse, sampled, stored_values
+from jmask._ops.shape import became_dense, broadcast_to, concatenate, dense, diagonal
+from jmask._tensors.masked_tensor import (
+    MaskedTensor,
+    any_masked,
+    as_masked_tensor,
+    as_tensor,
+    joined,
+    read_at,
+)
+from jmask._tensors.storage import stored_values
 
 # --- without nan -------------------------------------------------------------------------
 
@@ -141,7 +148,7 @@ def cov(
                [3., 9.]], dtype=float32)
     """
     m, y = (a if a is None else dense(as_tensor(a), "cov") for a in (m, y))
-    if not isinstance(m, MaskedTensor) and not isinstance(y, MaskedTensor):
+    if not any_masked(m, y):
         options = {} if dtype is None else {"dtype": dtype}
         return jnp.cov(m, y, rowvar, bias, ddof, fweights, aweights, **options)
     tensors = [m] if y is None else [m, y]
@@ -149,7 +156,7 @@ def cov(
         raise ValueError(
             f"`m` and `y` have 2 dimensions at most, got {[x.shape for x in tensors]}."
         )
-    tensors = [x if isinstance(x, MaskedTensor) else MaskedTensor(x) for x in tensors]
+    tensors = [as_masked_tensor(x) for x in tensors]
     if len(tensors) == 2 and tensors[0].shape == tensors[1].shape:
         both = tensors[0].valid & tensors[1].valid
         tensors = [joined(x.storage, both) for x in tensors]
@@ -199,7 +206,7 @@ def corrcoef(
         (2, 2)
     """
     x, y = (a if a is None else dense(as_tensor(a), "corrcoef") for a in (x, y))
-    if not isinstance(x, MaskedTensor) and not isinstance(y, MaskedTensor):
+    if not any_masked(x, y):
         options = {} if dtype is None else {"dtype": dtype}
         return jnp.corrcoef(x, y, rowvar, **options)
     c = cov(x, y, rowvar, dtype=dtype)
@@ -237,7 +244,7 @@ def diff(
         x if x is None else dense(as_tensor(x), "diff") for x in (prepend, a, append)
     )
     pieces = [x for x in (prepend, a, append) if x is not None]
-    if not any(isinstance(x, MaskedTensor) for x in pieces):
+    if not any_masked(*pieces):
         return jnp.diff(a, n, axis, prepend, append)
     (axis,) = checked_axes((axis,), a.ndim)
     if n < 0:
@@ -391,7 +398,7 @@ def histogram(
         (Array([1., 2.], dtype=float32), Array([0., 1., 2.], dtype=float32))
     """
     a = as_tensor(a)
-    if not isinstance(a, MaskedTensor) and not isinstance(weights, MaskedTensor):
+    if not any_masked(a, weights):
         return jnp.histogram(dense(a, "histogram"), bins, range, weights, density)
     values, weight, valid = _weighted(a, weights, "histogram")
     values = values.astype(kernels.inexact(values.dtype))
@@ -433,7 +440,7 @@ def bincount(
     x = as_tensor(x)
     if len(x.shape) != 1:
         raise ValueError(f"`x` of bincount() must have one dimension, got shape {x.shape}.")
-    if not isinstance(x, MaskedTensor) and not isinstance(weights, MaskedTensor):
+    if not any_masked(x, weights):
         return jnp.bincount(dense(x, "bincount"), weights, minlength, length=length)
     values, weight, valid = _weighted(x, weights, "bincount")
     values = values.astype(jnp.int32) if values.dtype == jnp.dtype(bool) else values
@@ -459,12 +466,10 @@ def _weighted(
     values, valid = stored_values(x.storage), x.valid
     if weights is None:
         return values, None, valid
-    weights = dense(as_tensor(weights), name)
+    weights = as_tensor(weights)
     if weights.shape != x.shape:
         raise ValueError(
             f"`weights` of shape {weights.shape} must have that of the tensor, {x.shape}."
         )
-    weight, known = data_of(weights), ~masked_of(weights)
-    if is_sparse(x.storage):
-        weight, known = sampled(weight, x.storage), sampled(known, x.storage)
-    return values, weight, valid & known
+    weight, exists = read_at(weights, x.storage, became_dense(weights, name))
+    return values, weight, valid & exists

@@ -13,11 +13,12 @@ from jmask._base.norms import factor_for
 from jmask._base.types import PyTree, Scalar, Tensor, TensorLike
 from jmask._base.validation import abstract_leaf, check_flag, check_leaves, leaf_name
 from jmask._ops.elementwise import elementwise
+from jmask._ops.groups import entries_of
 from jmask._tables.deferral import is_deferred
 from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, is_tensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
-from jmask._tensors.storage import is_entry, is_sparse, stored_values, unique_positions
+from jmask._tensors.storage import is_sparse, stored_values
 
 _add, _multiply = elementwise(jnp.add), elementwise(jnp.multiply)
 
@@ -341,12 +342,9 @@ def _entries(x: TensorLike) -> Tensor:
 
 def _sizes(x: TensorLike) -> jax.Array:
     """Return the absolute values of the entries, in float32 at least."""
-    if isinstance(x, MaskedTensor):
-        x = jnp.where(x.valid, stored_values(x.storage), 0)
-    elif is_sparse(x):
-        x = unique_positions(x.flat().widened() if is_row_sparse(x) else x)
-        x = jnp.where(is_entry(x), stored_values(x), 0)
-    x = jnp.asarray(x)
+    x = x.flat().widened() if is_row_sparse(x) else as_tensor(x)
+    storage, valid = entries_of(x, None)
+    x = jnp.where(valid, stored_values(storage), 0)
     size = jnp.abs(x)
     return size.astype(joint_dtype(size, jnp.float32))
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jmask._base.row_ids import hide, wrap
 from jmask._base.types import Numbers, Shaped, Value
-from jmask._base.validation import abstract_leaf, checked_integer
+from jmask._base.validation import abstract_leaf, checked_array, checked_integer
 from jmask._tensors.misuse import takes_plain_ids
 
 
@@ -98,13 +98,16 @@ def check_values(indices: jax.Array, values: jax.Array, shape: tuple[int, ...]) 
         )
 
 
-def check_replacement(values: Shaped, old: Shaped) -> None:
-    """Raise ValueError unless values have the shape of those that they replace."""
+def checked_replacement(values: Value, old: Shaped) -> Any:
+    """Return stored values that have the shape of those that they replace."""
+    known = isinstance(values, jax.Array | jax.ShapeDtypeStruct)
+    values = values if known else checked_array("values", values)
     if jnp.shape(values) != jnp.shape(old):
         raise ValueError(
             f"`values` of shape {jnp.shape(values)} do not fit: the tensor stores values of "
-            f"shape {jnp.shape(old)}, one row for each index."
+            f"shape {jnp.shape(old)}."
         )
+    return values
 
 
 def checked_leading(leading: int, shape: tuple[int, ...]) -> int:

@@ -34,6 +34,7 @@ from jmask._tensors.storage import (
     as_dense,
     compressed,
     coordinates,
+    entry_indices,
     is_entry,
     is_sparse,
     stored_values,
@@ -41,38 +42,6 @@ from jmask._tensors.storage import (
     unique_positions,
 )
 from jmask._tensors.storage import stype as stype_of
-
-
-def to_storage(x: TensorLike, stype: str, nse: int | None = None) -> MaskedTensor:
-    """Return the same masked tensor on another storage.
-
-    Args:
-        x: a masked tensor, or data all of whose (stored) entries are valid.
-        stype: "default", "row_sparse", "coo" or "csr".
-        nse: the number of stored entries (rows for "row_sparse"), static; the exact number
-            by default, which needs a concrete mask.
-
-    Raises:
-        ValueError: for an unknown `stype`, or as the methods `to_sparse`, `to_sparse_csr`
-            and `to_row_sparse`.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> x = jmask.masked_tensor(jnp.array([1., 2.]), jnp.array([False, True]))
-        >>> to_storage(x, "coo")
-        MaskedTensor(coo, float32[2], nse=1, values=[2.0])
-    """
-    x = as_masked_tensor(x)
-    check_stype(stype)
-    if stype == "default":
-        return x.to_dense()
-    return {"row_sparse": to_row_sparse, "coo": to_coo, "csr": to_csr}[stype](x, nse)
-
-
-def check_stype(stype: object) -> None:
-    """Raise ValueError if it is not the name of a storage."""
-    names = ("default", "row_sparse", "coo", "csr")
-    checked_choice(stype, "stype", names)
 
 
 def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
@@ -91,17 +60,11 @@ def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
         return x
     if not x.shape:
         raise ValueError("a MaskedTensor without dimensions has no sparse storage.")
-    valid = x.valid.reshape(-1)
-    nse = _capacity(valid, nse, "entries")
-    picked = jnp.flatnonzero(valid, size=nse, fill_value=valid.size)
-    inside = picked < valid.size
-    values = _picked(stored_values(x.storage).reshape(-1), picked)
-    values = fit_or_poison(
-        _zero_where(~inside, values), valid.sum(), nse, valid.size, "entries"
-    )
+    values, valid = stored_values(x.storage).reshape(-1), x.valid.reshape(-1)
+    picked, inside, values = _chosen(values, valid, nse, "entries")
     indices = [
         jnp.where(inside, index, size)
-        for index, size in zip(_coordinates_at(x.storage, picked), x.shape, strict=True)
+        for index, size in zip(entry_indices(x.storage, picked), x.shape, strict=True)
     ]
     dtype = joint_dtype(*indices)
     storage = BCOO(
@@ -203,17 +166,21 @@ def _picked(values: jax.Array, picked: jax.Array) -> jax.Array:
     return gather_rows(values, picked.astype(jnp.int32), coalesced=True)
 
 
-def _zero_where(padding: jax.Array, values: jax.Array) -> jax.Array:
-    return jnp.where(padding, jnp.zeros((), values.dtype), values)
+def _chosen(
+    values: jax.Array, flags: jax.Array, nse: int | None, what: str
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Choose the values (n, ...) whose flag (n,) is True, in order.
 
-
-def _coordinates_at(storage: Tensor, picked: jax.Array) -> Sequence[jax.Array]:
-    """Return the index in every dimension of stored values, given by their number."""
-    if not is_sparse(storage):
-        return jnp.unravel_index(picked, storage.shape)
-    shape = stored_values(storage).shape
-    entry, *rest = jnp.unravel_index(picked, shape)
-    return [*(_picked(index, entry) for index in coordinates(storage)), *rest]
+    Returns:
+        Their numbers, padded to `nse`; which of these are no padding; and the values, zeros
+        at padding.
+    """
+    nse = _capacity(flags, nse, what)
+    picked = jnp.flatnonzero(flags, size=nse, fill_value=flags.size)
+    inside = picked < flags.size
+    kept = trailing(inside, values.ndim)
+    values = jnp.where(kept, _picked(values, picked), jnp.zeros((), values.dtype))
+    return picked, inside, fit_or_poison(values, flags.sum(), nse, flags.size, what)
 
 
 def _is_sorted(storage: Tensor) -> bool:
@@ -226,20 +193,11 @@ def _stored_rows(
     shape: tuple[int, ...], ids: jax.Array, values: jax.Array, valid: jax.Array, nse: int | None
 ) -> MaskedTensor:
     """Store the rows that have a valid entry, of rows in order."""
-    rows = ids.shape[0]
     touched = valid.any(axis=tuple(range(1, valid.ndim)))
-    nse = _capacity(touched, nse, "rows")
-    picked = jnp.flatnonzero(touched, size=nse, fill_value=rows)
-    inside = picked < rows
-    kept = trailing(inside, valid.ndim)
-    values = _zero_where(~kept, _picked(values, picked))
-    storage = RowSparse.from_rows(
-        jnp.where(inside, _picked(ids, picked), shape[0]),
-        fit_or_poison(values, touched.sum(), nse, rows),
-        shape,
-        coalesced=True,
-    )
-    return joined(storage, _picked(valid, picked) & kept)
+    picked, inside, values = _chosen(values, touched, nse, "rows")
+    ids = jnp.where(inside, _picked(ids, picked), shape[0])
+    storage = RowSparse.from_rows(ids, values, shape, coalesced=True)
+    return joined(storage, _picked(valid, picked) & trailing(inside, valid.ndim))
 
 
 def _assembled_rows(x: MaskedTensor, nse: int | None) -> MaskedTensor:
@@ -261,9 +219,6 @@ def _assembled_rows(x: MaskedTensor, nse: int | None) -> MaskedTensor:
     values = fit_or_poison(values, starts.sum(), nse, min(rows, first.shape[0]))
     storage = RowSparse.from_rows(ids, values, x.shape, coalesced=True)
     return joined(storage, valid)
-
-
-install(to_coo=to_coo, to_csr=to_csr, to_row_sparse=to_row_sparse, to_numpy_ma=to_numpy_ma)
 
 
 # --- cast storage -------------------------------------------------------------------------
@@ -309,9 +264,9 @@ def cast_storage(x: TensorLike, stype: str, *, nse: int | None = None) -> Tensor
         Array([[0., 0.],
                [0., 5.]], dtype=float32)
     """
-    check_stype(stype)
+    checked_choice(stype, "stype", ("default", *_TO_SPARSE))
     if isinstance(x, MaskedTensor):
-        return to_storage(x, stype, nse)
+        return x.to_dense() if stype == "default" else _TO_SPARSE[stype](x, nse)
     current = stype_of(x)
     x = x if is_sparse(x) else jnp.asarray(x)
     if current == stype and (nse is None or stype == "default"):
@@ -326,8 +281,11 @@ def cast_storage(x: TensorLike, stype: str, *, nse: int | None = None) -> Tensor
         entries = is_nonzero(x)
     if nse is None and isinstance(entries, jax.core.Tracer):
         nse = _most(x, entries, stype)
-    masked = joined(x, entries)
-    return to_storage(masked, stype, nse).storage
+    return _TO_SPARSE[stype](joined(x, entries), nse).storage
+
+
+_TO_SPARSE = {"row_sparse": to_row_sparse, "coo": to_coo, "csr": to_csr}
+install(cast_storage=cast_storage, to_numpy_ma=to_numpy_ma)
 
 
 def _check_castable(x: TensorLike, stype: str) -> None:

@@ -26,13 +26,15 @@ from jax.experimental.sparse import BCOO, BCSR
 from jax.typing import DTypeLike
 
 from jmask._base.types import Mask, Scalar, Tensor, TensorLike
-from jmask._base.validation import checked_array, checked_dtype, checked_scalar, refuse_scipy
+from jmask._base.validation import checked_dtype, checked_scalar, refuse_scipy
+from jmask._tensors.checks import checked_replacement
 from jmask._tensors.flax_state import register_in_flax
 from jmask._tensors.methods import MaskedMethods, call
 from jmask._tensors.misuse import NamesItsFunctions
 from jmask._tensors.storage import (
     Sparse,
     Storage,
+    entries_at,
     equal_positions,
     has_unique_positions,
     is_entry,
@@ -149,16 +151,6 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
         return self.storage.dtype
 
     @property
-    def ndim(self) -> int:
-        """The number of dimensions."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of entries, valid or not."""
-        return int(np.prod(self.shape, dtype=np.int64))
-
-    @property
     def nbytes(self) -> int:
         """How many bytes data, mask and indices take."""
         leaves = jax.tree.leaves(self)
@@ -225,7 +217,7 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
         values = stored_values(self.storage)
         fill = checked_scalar("fill_value", fill_value, values.dtype)
         values = jnp.where(self.valid, values, fill)
-        return scattered(values, self.storage, fill) if is_sparse(self.storage) else values
+        return scattered(values, self.storage, fill)
 
     filled = to_tensor
 
@@ -244,11 +236,11 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
             nse: the number of stored entries, static; the exact number by default, which
                 needs a concrete mask.
         """
-        return call("to_coo", self, nse)
+        return call("cast_storage", self, "coo", nse=nse)
 
     def to_sparse_csr(self, nse: int | None = None) -> "MaskedTensor":
         """Return the same tensor on compressed row (BCSR) storage; arguments as `to_sparse`."""
-        return call("to_csr", self, nse)
+        return call("cast_storage", self, "csr", nse=nse)
 
     def to_row_sparse(self, nse: int | None = None) -> "MaskedTensor":
         """Return the same tensor on row-sparse storage: rows with a valid entry are stored.
@@ -257,7 +249,7 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
             nse: the number of stored rows, static; the exact number by default, which
                 needs a concrete mask.
         """
-        return call("to_row_sparse", self, nse)
+        return call("cast_storage", self, "row_sparse", nse=nse)
 
     def astype(self, dtype: DTypeLike) -> "MaskedTensor":
         """Return the tensor with its data cast to `dtype`."""
@@ -266,16 +258,9 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
 
     def with_values(self, values: jax.Array, valid: jax.Array | None = None) -> "MaskedTensor":
         """Return the tensor with other stored values (and mask) at the same positions."""
-        known = isinstance(values, jax.Array | jax.ShapeDtypeStruct)
-        values = values if known else checked_array("values", values)
-        if valid is None and values.shape != stored_values(self.storage).shape:
-            raise ValueError(
-                f"`values` of shape {values.shape} do not fit: the tensor stores values of "
-                f"shape {stored_values(self.storage).shape}."
-            )
-        storage = with_stored_values(self.storage, values)
-        valid = self.valid if valid is None else valid
-        return joined(storage, valid)
+        if valid is None:
+            values, valid = checked_replacement(values, stored_values(self.storage)), self.valid
+        return joined(with_stored_values(self.storage, values), valid)
 
 
 def masked_tensor(data: TensorLike, mask: Mask | None = None) -> MaskedTensor:
@@ -299,6 +284,11 @@ def is_tensor(x: object) -> bool:
     return is_sparse(x) or isinstance(x, MaskedTensor)
 
 
+def any_masked(*operands: object) -> bool:
+    """Decide whether one of them is a `MaskedTensor`."""
+    return any(isinstance(x, MaskedTensor) for x in operands)
+
+
 def as_tensor(x: TensorLike) -> Tensor:
     """Return `x` if it is sparse or masked, and otherwise the array."""
     refuse_scipy("x", x)
@@ -317,6 +307,19 @@ def as_masked_tensor(x: TensorLike) -> MaskedTensor:
         return x
     stype(x)  # refuses what is no storage
     return MaskedTensor(x)
+
+
+def read_at(x: TensorLike, like: Storage, otherwise: str = "") -> tuple[jax.Array, jax.Array]:
+    """Read any tensor at the stored positions of a storage; see `entries_at`.
+
+    Returns:
+        The entries, and which of them exist: all of a tensor that is not masked.
+    """
+    if isinstance(x, MaskedTensor):
+        values, valid = entries_at(x.storage, like, x.valid, otherwise=otherwise)
+        return values, valid
+    (values,) = entries_at(as_tensor(x), like, otherwise=otherwise)
+    return values, jnp.ones((), bool)
 
 
 def common_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -413,8 +416,8 @@ def _at_positions_of(mask: Mask, data: Sparse) -> tuple[Any, jax.Array]:
         alike = equal_positions(data, mask)
         valid = valid if alike is False else jnp.where(alike, stored_values(mask), valid)
     data, valid = _merged(data, valid)
-    stored, values, valid = values_at(data, positions, valid)  # type: ignore[misc]
-    return with_stored_values(positions, values), valid & stored
+    values, valid = entries_at(data, positions, valid)
+    return with_stored_values(positions, values), valid
 
 
 def _stored_mask(data: Sparse, mask: jax.Array) -> jax.Array:

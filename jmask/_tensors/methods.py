@@ -7,6 +7,7 @@ that a method is, and the module that defines the function installs it:
     install(multiply=multiply)              in jmask.numpy
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,18 @@ class TensorMethods:
     __slots__ = ()
 
     __array_priority__ = 1000
+
+    shape: Any
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of entries, stored and valid or not."""
+        return math.prod(self.shape)
 
     def __array_ufunc__(self, ufunc: np.ufunc, how: str, *inputs: Any, **kwargs: Any) -> Any:
         """Run functions of NumPy by those in `jmask.numpy`: `np.sqrt(x)`, `array * x`."""
@@ -207,9 +220,9 @@ class MaskedMethods(TensorMethods):
         """Format the number that a scalar is; `--` if it is masked."""
         if not spec:
             return str(self)
-        if self.shape:  # type: ignore[attr-defined]
+        if self.shape:
             raise TypeError(
-                f"a MaskedTensor of shape {self.shape} is not one number to format as "  # type: ignore[attr-defined]
+                f"a MaskedTensor of shape {self.shape} is not one number to format as "
                 f"{spec!r}: format an entry, or the array `x.to_tensor(fill_value)`."
             )
         number = self.item()
@@ -224,7 +237,7 @@ class RowSparseMethods(TensorMethods):
     __getitem__ = method("row_getitem")
 
     def __len__(self) -> int:
-        return self.shape[0]  # type: ignore[attr-defined]
+        return self.shape[0]
 
     def __bool__(self) -> bool:
         raise TypeError(

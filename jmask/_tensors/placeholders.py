@@ -29,7 +29,7 @@ from jax.experimental.sparse import BCOO, BCSR
 from jmask._base.types import Tensor, TensorLike
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
-from jmask._tensors.storage import is_sparse, stored_values, with_stored_values
+from jmask._tensors.storage import stored_values, with_stored_values
 
 _PLACEHOLDER = jax.tree_util.GetAttrKey("placeholder")
 
@@ -97,16 +97,8 @@ def values_of(x: TensorLike) -> jax.Array:
 def with_values_of(x: TensorLike, values: jax.Array) -> Tensor:
     """Replace the stored values, at the same positions; the result has no placeholder."""
     if isinstance(x, MaskedTensor):
-        storage = with_stored_values(x.storage, values)
-        return joined(storage, x.valid)
-    x = without_placeholder(x)
-    if is_sparse(x):
-        # Unlike a constructor this keeps the type and everything else it says of itself.
-        leaves, static = x.tree_flatten()
-        number = 1 if isinstance(x, RowSparse) else 0
-        leaves = (*leaves[:number], values, *leaves[number + 1 :])
-        return type(x).tree_unflatten(static, leaves)
-    return values
+        return joined(with_stored_values(x.storage, values), x.valid)
+    return with_stored_values(x, values)
 
 
 def with_placeholder(x: TensorLike, placeholder: jax.Array | None) -> Tensor:

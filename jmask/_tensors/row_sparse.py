@@ -24,33 +24,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmask._base.array_types import adds_when_cast, is_narrow, is_nonzero, trailing, wide
+from jmask._base.array_types import adds_when_cast, is_narrow, wide
 from jmask._base.row_ids import Order, canonical, hide, id_dtype, is_opaque, reveal, widen
 from jmask._base.types import Numbers
 from jmask._base.validation import check_flag, checked_array, checked_dtype
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gathered_rows import Rows, cast, gathered, scaled
-from jmask._kernels.rows import gather_rows, split_rows
+from jmask._kernels.rows import split_rows
 from jmask._kernels.stochastic_rounding import check_key
 from jmask._kernels.update_rows import add_to_rows
 from jmask._tensors.checks import (
     check_coalesced,
     check_order,
-    check_replacement,
     check_stored,
     check_values,
     checked_capacity,
     checked_indices,
     checked_leading,
+    checked_replacement,
     checked_shape,
-    fit_or_poison,
     ids_from_plain,
     refuse_tangent,
     resized,
     shape_that_fits,
 )
 from jmask._tensors.flax_state import register_in_flax
-from jmask._tensors.methods import RowSparseMethods
+from jmask._tensors.methods import RowSparseMethods, call
 from jmask._tensors.misuse import SaysWhatToDo, refuse_misuse, takes_plain_ids
 
 
@@ -188,16 +187,6 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         return self.values.dtype
 
     @property
-    def ndim(self) -> int:
-        """The number of dimensions of the tensor."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of entries of the tensor, stored or not."""
-        return math.prod(self.shape)
-
-    @property
     def row_count(self) -> int:
         """The number of rows, stored or not: V, or M * V of stacked tables."""
         return math.prod(self.shape[: self.leading])
@@ -297,21 +286,12 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         x = checked_array("x", x)
         if not x.ndim:
             raise ValueError("`x` must have a dimension of rows, got a scalar.")
-        shape = checked_shape(x.shape)
-        touched = jnp.any(is_nonzero(x), axis=tuple(range(1, x.ndim)))
-        needed = touched.sum()
-        if nse is None and isinstance(needed, jax.core.Tracer):
+        if nse is None and isinstance(x, jax.core.Tracer):
             raise ValueError(
                 "RowSparse.fromdense: `nse`, the number of rows to store, must be given for a "
                 "traced `x` (under jit, vmap or grad)."
             )
-        nse = checked_capacity(int(needed) if nse is None else nse)
-        ids = jnp.flatnonzero(touched, size=nse, fill_value=shape[0])
-        values = gather_rows(x, ids.astype(widen(ids, shape[0]).dtype))
-        mask = trailing(ids < shape[0], x.ndim)
-        values = jnp.where(mask, values, jnp.zeros((), x.dtype))
-        values = fit_or_poison(values, needed, nse, shape[0])
-        return cls.from_rows(ids, values, shape, coalesced=True)
+        return call("cast_storage", x, "row_sparse", nse=nse)
 
     def todense(self) -> jax.Array:
         """Return the dense array (V, *row): zeros, with the stored rows added."""
@@ -466,9 +446,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         Raises:
             ValueError: if the values have another shape than those stored.
         """
-        known = isinstance(values, jax.Array | jax.ShapeDtypeStruct)
-        values = values if known else checked_array("values", values)
-        check_replacement(values, self.values)
+        values = checked_replacement(values, self.values)
         return self.with_leaves(self.index_leaf, values)
 
     def scaled(self, function: Callable[[Any], Any]) -> "RowSparse":

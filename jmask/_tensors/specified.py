@@ -20,10 +20,9 @@ with the gradient of an ordinary tensor.
 import jax
 import jax.numpy as jnp
 
-from jmask._base.fallback import report_fallback
 from jmask._base.types import Mask, Tensor, TensorLike
 from jmask._base.validation import check_flag
-from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
+from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined, read_at
 from jmask._tensors.placeholders import placeholder_of, with_placeholder, without_placeholder
 from jmask._tensors.storage import (
     as_dense,
@@ -34,7 +33,6 @@ from jmask._tensors.storage import (
     stored_values,
     stype,
     unique_positions,
-    values_at,
     with_stored_values,
 )
 
@@ -117,7 +115,18 @@ def sparse_mask(x: TensorLike, mask: Mask) -> Tensor:
     masked = isinstance(x, MaskedTensor) or isinstance(mask, MaskedTensor)
     pattern = mask.storage if isinstance(mask, MaskedTensor) else unique_positions(mask)
     specified = mask.valid if isinstance(mask, MaskedTensor) else is_entry(pattern)
-    values, exists = _values_at(x, pattern)
+    placeholder, x = placeholder_of(x), without_placeholder(x)
+    storage, otherwise = x.storage if isinstance(x, MaskedTensor) else x, ""
+    if is_sparse(pattern):  # a dense result is what a dense mask asks for
+        otherwise = (
+            f"`sparse_mask` made a {stype(storage)} tensor of shape {tuple(x.shape)} dense, at "
+            "O(size) cost: its positions are laid out otherwise than those of the "
+            f"{stype(pattern)} mask"
+        )
+    values, exists = read_at(x, pattern, otherwise)
+    is_alike = is_sparse(x) and is_sparse(pattern) and same_positions(x, pattern)
+    if placeholder is not None and not (is_alike or isinstance(x, MaskedTensor)):
+        values += sampled(placeholder, pattern)
     valid = specified & exists
     result = with_stored_values(pattern, jnp.where(valid, values, jnp.zeros_like(values)))
     return joined(result, valid) if masked else result
@@ -148,64 +157,12 @@ def _check_mask(x: TensorLike, mask: Mask) -> None:
 
 
 def _at_booleans(x: TensorLike, mask: jax.Array) -> Tensor:
-    if not is_tensor(x):
-        return jnp.where(mask, x, jnp.zeros_like(x))
     if isinstance(x, MaskedTensor):
         pattern = without_placeholder(x).storage
-        kept = sampled(mask, pattern) if is_sparse(pattern) else mask
-        return joined(pattern, x.valid & kept)
+        return joined(pattern, x.valid & sampled(mask, pattern))
     values = stored_values(x)
     values = jnp.where(sampled(mask, x), values, jnp.zeros_like(values))
     result, placeholder = with_stored_values(x, values), placeholder_of(x)
-    return (
-        result
-        if placeholder is None
-        else with_placeholder(result, jnp.where(mask, placeholder, 0))
-    )
-
-
-def _values_at(x: TensorLike, pattern: Tensor) -> tuple[jax.Array, jax.Array]:
-    """Return entries of `x` at the stored positions of `pattern`, and which of them exist."""
-    if isinstance(x, MaskedTensor):
-        storage = x.storage
-        # Data and mask are read at the same positions: read apart, a value could come without
-        # its mask.
-        values = jnp.where(x.valid, stored_values(storage), 0)
-        data = _stored_at(with_stored_values(storage, values), pattern)
-        exists = with_stored_values(storage, x.valid.astype(jnp.int32))
-        return data, _stored_at(exists, pattern) != 0
-    placeholder, stored = placeholder_of(x), without_placeholder(x)
-    values = _stored_at(stored, pattern)
-    if placeholder is not None and not _alike(stored, pattern):
-        values += _stored_at(placeholder, pattern)
-    return values, jnp.ones((), bool)
-
-
-def _stored_at(x: TensorLike, pattern: Tensor) -> jax.Array:
-    """Return the entries of a tensor, not a masked one, at the positions of `pattern`."""
-    if not is_sparse(pattern):
-        return as_dense(x) if is_sparse(x) else x
-    if not is_sparse(x):
-        return sampled(x, pattern)
-    # A position that is stored twice is one entry, the sum of both.
-    x = unique_positions(x)
-    values = stored_values(x)
-    if _alike(x, pattern):
-        return values
-    at_positions = values_at(x, pattern)
-    if at_positions is None:
-        report_fallback(
-            f"`sparse_mask` made a {stype(x)} tensor of shape {tuple(x.shape)} dense, at "
-            "O(size) cost: its positions are laid out otherwise than those of the "
-            f"{stype(pattern)} mask"
-        )
-        return sampled(as_dense(x), pattern)
-    found, values = at_positions
-    return jnp.where(found, values, jnp.zeros((), values.dtype))
-
-
-def _alike(x: TensorLike, pattern: Tensor) -> bool:
-    """Decide whether both store the same positions; constants are compared under jit too."""
-    # Index arrays that are constants under jit need not be one object to be equal.
-    with jax.ensure_compile_time_eval():
-        return is_sparse(x) and is_sparse(pattern) and same_positions(x, pattern)
+    if placeholder is None:
+        return result
+    return with_placeholder(result, jnp.where(mask, placeholder, 0))

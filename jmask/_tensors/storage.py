@@ -7,17 +7,21 @@
 | "coo"        | `jax.experimental.sparse.BCOO`    | (nse, *dense dimensions) |
 | "csr"        | `jax.experimental.sparse.BCSR`    | (nse, *dense dimensions) |
 
-Code that works on any storage needs five things of it: its stored values, the same storage
-with other values, which stored values are entries and not padding, a dense array sampled at
-the stored positions, and the dense array itself:
+Code that works on any storage needs few things of it, and every storage has them, a dense array
+too: its stored values, the same storage with other values, which stored values are entries and
+not padding, a dense array sampled at the stored positions, another tensor read there, and the
+dense array itself:
 
-    x = BCOO of [[0, 3], [4, 0]]      stored_values(x)          [3, 4]
+    x = BCOO of [[0, 3], [4, 0]]      stored_values(x)               [3, 4]
+                                      is_entry(x)                    [T, T]
                                       sampled([[5, 6], [7, 8]], x)   [6, 7]
+                                      entries_at(BCOO of 9 at (1, 0), x)      [0, 9]
+                                      as_dense(x)                    [[0, 3], [4, 0]]
 """
 
 import functools
 import operator
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +30,7 @@ from jax import lax
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import joint_dtype, sum_dtype, trailing
+from jmask._base.fallback import report_fallback
 from jmask._base.types import Scalar
 from jmask._base.validation import refuse_scipy
 from jmask._kernels.rows import gather_rows
@@ -66,7 +71,7 @@ def stype(x: object, argument: str = "x") -> str:
     )
 
 
-def is_sparse(x: object) -> bool:
+def is_sparse(x: object) -> TypeGuard[Sparse]:
     """Decide whether `x` is a sparse storage."""
     return isinstance(x, SPARSE)
 
@@ -76,25 +81,29 @@ def stored_values(x: Storage) -> jax.Array:
     return x.values if isinstance(x, RowSparse) else x.data if isinstance(x, BCOO | BCSR) else x
 
 
-def with_stored_values(x: Storage, values: jax.Array) -> Any:
-    """Return the storage of `x` with other values at the same positions."""
+def with_stored_values(
+    x: Storage, values: jax.Array, shape: tuple[int, ...] | None = None
+) -> Any:
+    """Return the storage of `x` with other values at the same positions.
+
+    Args:
+        x: its placeholder, if it has one, is left out.
+        values: of the same shape, or with the trailing sizes of `shape`.
+        shape: of the result, if it is not that of `x`.
+    """
+    if not isinstance(x, SPARSE):
+        return values
     if isinstance(x, RowSparse):
-        return x.with_values(values)
-    if isinstance(x, BCOO):
-        return BCOO(
-            (values, x.indices),
-            shape=x.shape,
-            indices_sorted=x.indices_sorted,
-            unique_indices=x.unique_indices,
-        )
-    if isinstance(x, BCSR):
-        return BCSR(
-            (values, x.indices, x.indptr),
-            shape=x.shape,
-            indices_sorted=x.indices_sorted,
-            unique_indices=x.unique_indices,
-        )
-    return values
+        if shape is None:
+            return x.with_values(values)
+        return x.with_leaves(x.index_leaf, values, shape=shape)
+    kind = BCSR if isinstance(x, BCSR) else BCOO
+    return kind(
+        (values, *_index_arrays(x)),
+        shape=x.shape if shape is None else shape,
+        indices_sorted=x.indices_sorted,
+        unique_indices=x.unique_indices,
+    )
 
 
 def coordinates(x: Sparse) -> tuple[jax.Array, ...]:
@@ -130,24 +139,37 @@ def is_stored(x: Sparse) -> jax.Array:
     return _inside(coordinates(x), x.shape)
 
 
-def is_entry(x: Sparse) -> jax.Array:
+def is_entry(x: Storage) -> jax.Array:
     """Find which stored values (broadcast to their shape) are entries of `x`, not padding."""
     values = stored_values(x)
+    if not isinstance(x, SPARSE):
+        return jnp.ones(values.shape, bool)
     return jnp.broadcast_to(trailing(is_stored(x), values.ndim), values.shape)
 
 
-def sampled(dense: jax.Array, like: Sparse, shape: tuple[int, ...] | None = None) -> jax.Array:
+def entry_indices(x: Storage, numbers: jax.Array) -> list[jax.Array]:
+    """Return the index in every dimension of stored values, given by their row-major number."""
+    if not isinstance(x, SPARSE):
+        return list(jnp.unravel_index(numbers, x.shape))
+    place, *rest = jnp.unravel_index(numbers, stored_values(x).shape)
+    gathered = [gather_rows(index, place.astype(jnp.int32)) for index in coordinates(x)]
+    return [*gathered, *rest]
+
+
+def sampled(dense: jax.Array, like: Storage, shape: tuple[int, ...] | None = None) -> jax.Array:
     """Return the entries of `dense` at the stored positions of `like`.
 
     Args:
         dense: broadcasts to `shape`; only what is sampled is broadcast.
-        like: sparse.
+        like: a storage.
         shape: by default `like.shape`, than which trailing sizes may be larger.
 
     Returns:
         An array of the shape that stored values of a tensor of `shape` have.
     """
     shape = tuple(like.shape) if shape is None else shape
+    if not is_sparse(like):
+        return jnp.broadcast_to(dense, shape)
     where = coordinates(like)
     values = (*where[0].shape, *shape[len(where) :])
     if 0 in shape:
@@ -166,8 +188,10 @@ def sampled(dense: jax.Array, like: Sparse, shape: tuple[int, ...] | None = None
     return jnp.broadcast_to(dense, values)
 
 
-def scattered(values: jax.Array, like: Sparse, fill: Scalar) -> jax.Array:
+def scattered(values: jax.Array, like: Storage, fill: Scalar) -> jax.Array:
     """Return dense array with `values` at the stored positions of `like`, `fill` elsewhere."""
+    if not is_sparse(like):
+        return values
     dense = jnp.full(like.shape, fill, values.dtype)
     places = coordinates(like)
     first = jnp.where(_inside(places, like.shape), places[0], like.shape[0])
@@ -217,7 +241,8 @@ def matching(x: Sparse, like: Sparse) -> tuple[jax.Array, jax.Array] | None:
         that value is at this position, which none is to padding; or None if the two lay out
         their dimensions differently.
     """
-    if tuple(x.shape) != tuple(like.shape) or _batches(x) or _batches(like):
+    batches = getattr(x, "n_batch", 0) or getattr(like, "n_batch", 0)
+    if tuple(x.shape) != tuple(like.shape) or batches:
         return None
     left, right = coordinates(x), coordinates(like)
     if len(left) != len(right):
@@ -239,10 +264,6 @@ def matching(x: Sparse, like: Sparse) -> tuple[jax.Array, jax.Array] | None:
     place = jnp.zeros_like(order).at[order].set(first, unique_indices=True)[count:]
     found = (place < count) & _inside(right, like.shape)
     return jnp.where(found, place, 0), found
-
-
-def _batches(x: Sparse) -> int:
-    return getattr(x, "n_batch", 0)
 
 
 def values_at(x: Sparse, like: Sparse, *others: jax.Array) -> tuple[jax.Array, ...] | None:
@@ -269,18 +290,48 @@ def values_at(x: Sparse, like: Sparse, *others: jax.Array) -> tuple[jax.Array, .
     return (trailing(found, values.ndim), *(a[place] for a in rows))
 
 
-def has_unique_positions(x: Sparse) -> bool:
+def entries_at(
+    x: Storage, like: Storage, *others: jax.Array, otherwise: str = ""
+) -> tuple[jax.Array, ...]:
+    """Read a tensor at the positions that another one stores.
+
+    Args:
+        x: of the shape of `like`, or dense and broadcasting to it.
+        like: a storage, whose positions are unique.
+        *others: arrays of the shape of the stored values of `x`, read with them; `x` then has
+            unique positions.
+        otherwise: the warning if `x` has to be made dense: what it is, and why.
+
+    Returns:
+        The values of `x`, then `others`, in the shape of the stored values of `like`; zeros
+        where `x` stores nothing.
+    """
+    if is_sparse(x) and is_sparse(like):
+        if same_positions(x, like):
+            return (stored_values(x), *others)
+        # Equal positions are one entry, their sum.
+        at_positions = values_at(unique_positions(x), like, *others)
+        if at_positions is not None:
+            stored, *arrays = at_positions
+            return tuple(jnp.where(stored, a, jnp.zeros((), a.dtype)) for a in arrays)
+    if is_sparse(x) and otherwise:
+        report_fallback(otherwise)
+    arrays = [as_dense(with_stored_values(x, a)) for a in (stored_values(x), *others)]
+    return tuple(sampled(a, like) for a in arrays)
+
+
+def has_unique_positions(x: Storage) -> bool:
     """Decide whether it is known that no two stored values have one position."""
     if isinstance(x, RowSparse):
         return x.coalesced
     if isinstance(x, BCSR) and x.n_batch:
         return True
-    return not isinstance(x, BCOO | BCSR) or x.unique_indices
+    return not isinstance(x, SPARSE) or x.unique_indices
 
 
-def unique_positions(x: Sparse) -> Any:
+def unique_positions(x: Storage) -> Any:
     """Return the tensor with equal positions summed into one, as masked semantics need."""
-    if has_unique_positions(x):
+    if not isinstance(x, SPARSE) or has_unique_positions(x):
         return x
     if isinstance(x, RowSparse):
         return x.coalesce()
@@ -294,8 +345,10 @@ def summed(x: BCOO, nse: int | None = None) -> BCOO:
     return with_stored_values(result, result.data.astype(x.dtype))
 
 
-def as_dense(x: Sparse) -> jax.Array:
+def as_dense(x: Storage) -> jax.Array:
     """Make a sparse tensor dense; booleans add as `or`, sums are rounded once."""
+    if not isinstance(x, SPARSE):
+        return x
     dtype = sum_dtype(x.dtype)
     if isinstance(x, RowSparse) or dtype == x.dtype:
         return x.todense()

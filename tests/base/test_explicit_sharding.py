@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import sparse
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -253,6 +254,30 @@ def test_by_hand():
         assert is_row_sparse(gradient)
         expected = jax.grad(lambda t: jnp.sum(jnp.sin(t[np.asarray(ids)])))(jnp.asarray(TABLE))
         np.testing.assert_allclose(gradient.todense(), expected, rtol=1e-4, atol=1e-6)
+
+
+ENTRIES = np.where(np.random.default_rng(1).random((6, V)) < 0.1, 2.0, 0.0).astype(np.float32)
+OPERANDS = {
+    "BCSR": sparse.BCSR.fromdense,
+    "BCOO": sparse.BCOO.fromdense,
+    "RowSparse": jmask.RowSparse.fromdense,
+}
+
+
+@pytest.mark.parametrize("axes", [(), ("x",), (None, "x")], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("operand", OPERANDS)
+def test_products(operand, transposed, axes):
+    x, w = OPERANDS[operand](ENTRIES.T if transposed else ENTRIES), put(TABLE, *axes)
+    product = lambda w: jmask.todense(jmask.dot(x, w, transpose_a=transposed))
+    for run in (product, jax.jit(product)):
+        np.testing.assert_allclose(run(w), ENTRIES @ TABLE, rtol=1e-5, atol=1e-5)
+    loss = lambda w: jnp.sum(product(w) ** 2)
+    for run in (jmask.grad(loss), jax.jit(jmask.grad(loss))):
+        gradient = jmask.todense(run(w))
+        np.testing.assert_allclose(
+            gradient, 2 * ENTRIES.T @ ENTRIES @ TABLE, rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.of_cpus

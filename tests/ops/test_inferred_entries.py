@@ -108,3 +108,41 @@ def test_storages_that_differ_warn():
     with pytest.warns(jmask.StorageFallbackWarning, match="became dense"):
         result = jmask.masked_tensor(x) + jmask.masked_tensor(y)
     np.testing.assert_array_equal(result.to_tensor(0), 2 * jnp.zeros((3, 3)).at[1, 1].set(1))
+
+
+X, Y = np.float32([[1, 0], [2, 3], [0, 0]]), np.float32([[4, 5], [0, 6], [0, 7]])
+STORAGES = ["default", "row_sparse", "coo", "csr"]
+READERS = {
+    "sparse_mask": lambda x, y: jmask.sparse_mask(x, y),
+    "masked_where": lambda x, y: jmask.numpy.masked_where(jmask.numpy.greater(x, 1.5), y),
+    "where": lambda x, y: jmask.numpy.where(jmask.numpy.greater(x, 1.5), y, y * 2),
+    "average": lambda x, y: jmask.numpy.average(y, 1, x),
+    "histogram": lambda x, y: jmask.numpy.histogram(y, jnp.arange(9.0), weights=x)[0],
+    "sum": lambda x, y: jmask.numpy.sum(y, 1, where=jmask.numpy.greater(x, 1.5)),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("stype", STORAGES)
+@pytest.mark.parametrize("like", STORAGES[1:])
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
+def test_a_tensor_is_read_where_another_one_stores(like, stype, name, wrap):
+    """What is read at the stored positions of `y` does not depend on the storages."""
+    x, y = jmask.cast_storage(X, stype), jmask.masked_tensor(jmask.cast_storage(Y, like))
+    dense = jmask.masked_tensor(y.to_tensor(0), y.to_dense().mask)
+    got, expected = (wrap(READERS[name])(x, y), READERS[name](jnp.array(X), dense))
+    if not isinstance(expected, jmask.MaskedTensor):
+        np.testing.assert_allclose(got, expected)
+        return
+    np.testing.assert_array_equal(got.to_dense().mask, expected.mask)
+    np.testing.assert_allclose(got.to_tensor(0), expected.to_tensor(0))
+
+
+@pytest.mark.parametrize("name", ["sparse_mask", "masked_where", "where", "histogram", "sum"])
+@pytest.mark.parametrize(("like", "stype"), [("coo", "csr"), ("csr", "coo"), ("coo", "coo")])
+def test_entries_are_read_by_their_positions(like, stype, name):
+    """Nothing becomes dense where both store entries, in other places or another order."""
+    x, y = jmask.cast_storage(X, stype), jmask.masked_tensor(jmask.cast_storage(Y, like))
+    with jmask.strict():
+        READERS[name](x, y)

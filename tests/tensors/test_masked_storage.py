@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.sparse import BCOO
 
 import jmask
-from jmask._tensors.conversions import from_numpy_ma, to_numpy_ma, to_storage
+from jmask._tensors.conversions import from_numpy_ma, to_numpy_ma
 from jmask._tensors.storage import stored_values
 from tests.moved_entries import DTYPES, assert_masked, example
 
@@ -32,7 +32,7 @@ UNSORTED = BCOO(
 @pytest.fixture(scope="module")
 def sources():
     """The same tensor in every storage."""
-    return {kind: to_storage(X, kind) for kind in KINDS}
+    return {kind: jmask.cast_storage(X, kind) for kind in KINDS}
 
 
 def assert_same(x, data=DATA, mask=MASK):
@@ -43,7 +43,7 @@ def assert_same(x, data=DATA, mask=MASK):
 @pytest.mark.parametrize(("source", "target"), [*itertools.product(KINDS, KINDS)])
 def test_from_each_to_each(source, target, sources):
     x = sources[source]
-    y = to_storage(x, target)
+    y = jmask.cast_storage(x, target)
     assert y.stype == target
     assert y.dtype == np.float32
     assert_same(y)
@@ -52,7 +52,7 @@ def test_from_each_to_each(source, target, sources):
     assert y.storage.nse == NEEDED[target]
     # Room to spare: padding, which is not valid. Too small: nan in all that is left.
     sizes = (NEEDED[target] + 2, 2) if source in ("default", "coo") else (NEEDED[target] + 2,)
-    roomy, *short = jax.jit(lambda x: [to_storage(x, target, nse=n) for n in sizes])(x)
+    roomy, *short = jax.jit(lambda x: [jmask.cast_storage(x, target, nse=n) for n in sizes])(x)
     assert roomy.storage.nse == sizes[0]
     assert_same(roomy)
     assert not np.asarray(roomy.valid)[NEEDED[target] :].any()
@@ -61,18 +61,18 @@ def test_from_each_to_each(source, target, sources):
         assert left.size
         assert np.isnan(left).all()
     with pytest.raises(ValueError, match=r"`nse`=2 is too small: \d"):
-        to_storage(x, target, nse=2)
+        jmask.cast_storage(x, target, nse=2)
     # The size must be known.
     if source != target:
         with pytest.raises(ValueError, match="`nse`"):
-            jax.jit(lambda x: to_storage(x, target))(x)
+            jax.jit(lambda x: jmask.cast_storage(x, target))(x)
     with pytest.raises(ValueError, match="nse"):
-        to_storage(x, target, nse=-1)
+        jmask.cast_storage(x, target, nse=-1)
     with pytest.raises(ValueError, match="`nse`=0"):
-        jax.jit(lambda x: to_storage(x, target, nse=0))(x)
+        jax.jit(lambda x: jmask.cast_storage(x, target, nse=0))(x)
     whole = x.astype(jnp.int32)
     with pytest.raises(ValueError, match="nse"):
-        jax.jit(lambda x: to_storage(x, target, nse=2))(whole)
+        jax.jit(lambda x: jmask.cast_storage(x, target, nse=2))(whole)
 
 
 @pytest.mark.parametrize("target", KINDS[1:])
@@ -82,13 +82,13 @@ def test_gradients_and_batches(target, sources):
     both = jax.tree.map(lambda *a: np.stack(a), X, other)
 
     def loss(values, x):
-        y = to_storage(x.with_values(values), target, nse=6)
+        y = jmask.cast_storage(x.with_values(values), target, nse=6)
         return (y.to_tensor(0) * weights).sum()
 
     @jax.jit
     def compiled(sources, both):
         grads = {k: jax.grad(loss)(stored_values(x.storage), x) for k, x in sources.items()}
-        return grads, jax.vmap(lambda x: to_storage(x, target, nse=6).to_dense())(both)
+        return grads, jax.vmap(lambda x: jmask.cast_storage(x, target, nse=6).to_dense())(both)
 
     # One source whose entries are found by their number, and one by their indices.
     sources = {kind: sources[kind] for kind in ("default", "coo")}
@@ -98,7 +98,7 @@ def test_gradients_and_batches(target, sources):
         assert not np.asarray(grads[kind])[~np.asarray(x.valid)].any()
     assert_masked(batch, both.data, both.mask)
     # The mask is known although the data is traced.
-    convert = lambda data: to_storage(jmask.masked_tensor(data, MASK), target).storage
+    convert = lambda data: jmask.cast_storage(jmask.masked_tensor(data, MASK), target).storage
     exact = jax.grad(lambda data: stored_values(convert(data))[0].sum())(X.data)
     assert exact[0, 0] == 1
 
@@ -106,7 +106,7 @@ def test_gradients_and_batches(target, sources):
 @pytest.mark.parametrize("target", KINDS)
 def test_unsorted_padded_source(target):
     x = jmask.masked_tensor(UNSORTED)
-    y = to_storage(x, target, nse=6)
+    y = jmask.cast_storage(x, target, nse=6)
     data = np.where(MASK, np.asarray(UNSORTED.todense()), 0)
     assert_same(y, data)
     if target == "csr":
@@ -122,10 +122,10 @@ def test_dense_dimensions_and_vectors():
     mask = np.repeat(MASK[..., None], 2, -1)
     data = np.repeat(DATA[..., None], 2, -1)
     for target in ("coo", "row_sparse"):
-        assert_same(to_storage(x, target), data, mask)
+        assert_same(jmask.cast_storage(x, target), data, mask)
     vector = jmask.masked_tensor(jnp.arange(3.0), [False, True, True])
     for target in ("coo", "row_sparse"):
-        y = to_storage(vector, target)
+        y = jmask.cast_storage(vector, target)
         assert y.storage.nse == 2
         assert_masked(y, np.arange(3.0), [False, True, True])
 
@@ -146,18 +146,18 @@ def test_empty(shape):
     x = jmask.masked_tensor(jnp.zeros(shape))
     for target in KINDS:
         if target != "csr" or len(shape) == 2:
-            y = to_storage(x, target)
+            y = jmask.cast_storage(x, target)
             assert y.shape == shape
             assert y.to_dense().shape == shape
     nothing = jmask.masked_tensor(jnp.ones((2, 3)), False)
     for target in KINDS:
-        assert not to_storage(nothing, target).to_dense().mask.any()
+        assert not jmask.cast_storage(nothing, target).to_dense().mask.any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes_and_numpy_ma(dtype):
     x = example(dtype)
-    everything = jax.jit(lambda x: [to_storage(x, target, nse=12) for target in KINDS])
+    everything = jax.jit(lambda x: [jmask.cast_storage(x, target, nse=12) for target in KINDS])
     for y in everything(x):
         assert y.dtype == dtype
         assert_masked(y, x.data, x.mask)
