@@ -143,11 +143,12 @@ def automatically(
     like: NamedSharding,
     spec: Iterable[Any],
 ) -> Any:
-    """Call `function` with its steps placed by XLA, and its results by `spec`."""
-    run = jax.sharding.auto_axes(
-        function, axes=like.mesh.axis_names, out_sharding=NamedSharding(like.mesh, P(*spec))
+    """Call `function` with its steps placed by XLA, and its result by `spec`, or by several."""
+    placed = lambda spec: NamedSharding(like.mesh, P(*spec))
+    result = list(map(placed, spec)) if isinstance(spec, list) else placed(spec)
+    return jax.sharding.auto_axes(function, axes=like.mesh.axis_names, out_sharding=result)(
+        *arrays
     )
-    return run(*arrays)
 
 
 def without_repetition(spec: Sequence[Any]) -> tuple[Any, ...]:
@@ -187,7 +188,7 @@ def typed_like(x: jax.Array, shape: Shaped) -> jax.Array:
     return varying_like(x, shape)
 
 
-def whole_rows_like(x: jax.Array, shape: Shaped) -> jax.Array:
+def on_every_device(x: jax.Array, shape: Shaped) -> jax.Array:
     """Return an array on all devices of the mesh that the type `shape` names, if any."""
     sharding = _sharding_of_type(shape)
     return x if sharding is None else placed(x, sharding, (None,) * x.ndim)

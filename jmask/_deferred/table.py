@@ -34,11 +34,10 @@ from jmask._deferred.closed_form import Form, StepWithout, advanced, skipped
 from jmask._kernels.rows import gather_rows, ids_after_reading
 from jmask._tables.deferral import Deferred, sealed, unsealed
 from jmask._tables.stored_table import (
+    RowsAt,
+    differentiable,
     is_stored_table,
     read_rows,
-    rows_of,
-    whole,
-    with_rows,
 )
 from jmask._tensors.row_sparse import RowSparse
 
@@ -177,7 +176,7 @@ class DeferredTable(Deferred):
 
     def all_rows(self, gradient: Gradient) -> list[jax.Array]:
         """Return the rows (n, ...) of a gradient as they are now, of parameter and state."""
-        return self._now(*self._gathered(lambda x: rows_of(x, gradient)))
+        return self._now(*self._gathered(lambda x: RowsAt.of(x, gradient).read(x)))
 
     def taken(self, gradient: RowSparse) -> tuple[RowSparse, list[jax.Array]]:
         """Return a fitted gradient with rows of equal ids summed, and `all_rows` of it."""
@@ -196,7 +195,7 @@ class DeferredTable(Deferred):
         """Return the table with caught-up `rows` where a gradient has them."""
 
         def write(x: jax.Array, new: jax.Array) -> Any:
-            return with_rows(x, gradient, new.astype(x.dtype))
+            return RowsAt.of(x, gradient).write(x, new)
 
         count = rows[0].shape[0]
         slots = list(zip(rows, (False, *self.apart), strict=True))
@@ -269,8 +268,10 @@ class DeferredTable(Deferred):
     def todense(self) -> jax.Array:
         """Return the array (V, *row) that the dense optimizer has at this step."""
         if is_stored_table(self.main):
-            return whole(self._now(*self._gathered(lambda x: x.todense()))[0], self.placeholder)
-        return whole(self.parts()[0], self.placeholder)
+            return differentiable(
+                self._now(*self._gathered(lambda x: x.todense()))[0], self.placeholder
+            )
+        return differentiable(self.parts()[0], self.placeholder)
 
     # --- parts ---------------------------------------------------------------------------
 

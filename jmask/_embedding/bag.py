@@ -16,7 +16,7 @@ and its derivative is 0. The gradient of max goes to the first entry that attain
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,11 +44,11 @@ from jmask._embedding.ids import (
     Entries,
     check_order,
     checked_integers,
-    checked_padding,
     checked_table,
     entries_of,
     is_padding,
     narrowed,
+    positions_of,
 )
 from jmask._embedding.lookup import Bound, checked_bound, looked_up_rows
 from jmask._embedding.pad_bags import (
@@ -56,8 +56,8 @@ from jmask._embedding.pad_bags import (
     EqualBags,
     PaddedBags,
     RaggedBags,
-    check_offsets,
     check_weights,
+    checked_offsets,
 )
 from jmask._kernels.bag_sum import bag_sum
 from jmask._tensors.storage import row_of_each
@@ -142,7 +142,8 @@ def embedding_bag(
             f"`mode` says what an id outside the table gives, got {mode!r}: how the rows of a "
             f"bag are combined is `combiner`={mode!r}."
         )
-    bag_of_entry, number = None, 0
+    bags: Bags
+    bag_of_entry, number, valid = None, 0, None
     if isinstance(ids, PaddedBags):
         _refuse_beside_padded(offsets, include_last_offset, segment_ids, num_segments, weights)
         offsets, weights, bag_of_entry = ids.offsets, ids.weights, ids.bag_of_entry
@@ -169,12 +170,13 @@ def embedding_bag(
         _refuse_beside_segments(offsets, include_last_offset)
         bags, left_out, valid = _segment_bags(ids, segment_ids, num_segments, mode)
     elif bag_of_entry is not None:
-        bags, left_out, valid = _entry_bags(bag_of_entry, number, mode)
+        bag_of_entry = checked_integers(bag_of_entry, "bag_of_entry", mode)
+        bags, left_out = RaggedBags(jnp.asarray(bag_of_entry), number), bag_of_entry == number
     elif offsets is not None:
         bags, left_out, valid = _offset_bags(ids, offsets, include_last_offset, mode)
     else:
         bags, left_out, valid = _line_bags(ids, include_last_offset)
-    padding = is_padding(ids, checked_padding(padding_id))
+    padding = is_padding(ids, padding_id)
     absent = (
         left_out if padding is None else padding if left_out is None else padding | left_out
     )
@@ -296,18 +298,9 @@ def _present(shape: tuple[int, ...], absent: jax.Array | None) -> jax.Array:
 # --- the forms of bags -------------------------------------------------------------------
 
 
-class _Form(NamedTuple):
-    """Bags as they are given.
-
-    Attributes:
-        bags: the bags.
-        left_out: which ids are in no bag; None if all are in one.
-        valid: whether the bags are well formed; None if that is known.
-    """
-
-    bags: Bags
-    left_out: jax.Array | None = None
-    valid: jax.Array | None = None
+# The bags; which ids are in none of them, None if all are in one; and whether the bags are well
+# formed, None if that is known.
+_Form = tuple[Bags, Any, jax.Array | None]
 
 
 def _line_bags(ids: Ids, include_last_offset: bool) -> _Form:
@@ -318,7 +311,7 @@ def _line_bags(ids: Ids, include_last_offset: bool) -> _Form:
             f"`ids` of shape {ids.shape} are no bags yet: give `offsets` or `segment_ids` "
             "with `ids` (n,), or `ids` (b, L), each line a bag."
         )
-    return _Form(EqualBags(ids.ndim - 1, ids.shape[-1]))
+    return EqualBags(ids.ndim - 1, ids.shape[-1]), None, None
 
 
 def _refuse_beside_padded(*others: Any) -> None:
@@ -327,11 +320,6 @@ def _refuse_beside_padded(*others: Any) -> None:
             "what `pad_bags` makes has its offsets and weights: give these to `pad_bags`, and "
             "to `embedding_bag` neither them nor segments."
         )
-
-
-def _entry_bags(bag_of_entry: Ids, number: int, mode: str) -> _Form:
-    bag_of_entry = checked_integers(bag_of_entry, "bag_of_entry", mode)
-    return _Form(RaggedBags(jnp.asarray(bag_of_entry), number), bag_of_entry == number)
 
 
 def _refuse_beside_segments(offsets: object, include_last_offset: bool) -> None:
@@ -361,32 +349,22 @@ def _segment_bags(ids: Ids, segment_ids: Ids, num_segments: int | None, mode: st
     number = checked_integer("num_segments", num_segments)
     if number < 0:
         raise ValueError(f"`num_segments` must be >= 0, got {number}.")
-    bag_of_entry = canonical(narrowed(segment_ids, number), number)
+    bag_of_entry = positions_of(segment_ids, None, number)
     left_out: Any = bag_of_entry == number
     if isinstance(segment_ids, np.ndarray):
-        _check_segments(segment_ids, number)
+        if np.max(segment_ids, initial=0) > number:
+            raise ValueError(
+                f"`segment_ids` hold {np.max(segment_ids)}, and there are "
+                f"`num_segments`={number} bags: give the number of bags; write padding as -1 "
+                "or as `num_segments`."
+            )
         left_out = (segment_ids < 0) | (segment_ids >= number)
-    return _Form(RaggedBags(bag_of_entry, number), left_out)
-
-
-def _check_segments(segment_ids: np.ndarray, number: int) -> None:
-    if np.max(segment_ids, initial=0) > number:
-        raise ValueError(
-            f"`segment_ids` hold {np.max(segment_ids)}, and there are `num_segments`={number} "
-            "bags: give the number of bags; write padding as -1 or as `num_segments`."
-        )
+    return RaggedBags(bag_of_entry, number), left_out, None
 
 
 def _offset_bags(ids: Ids, offsets: Ids, include_last_offset: bool, mode: str) -> _Form:
-    offsets = checked_integers(offsets, "offsets", mode)
-    if ids.ndim != 1 or offsets.ndim != 1:
-        raise ValueError(
-            "`offsets` (b,) say where each bag begins in `ids` (n,): got `offsets` of shape "
-            f"{offsets.shape} and `ids` of shape {ids.shape}."
-        )
+    offsets = checked_offsets(offsets, ids, include_last_offset, mode)
     count, number = ids.shape[0], offsets.shape[0] - bool(include_last_offset)
-    if number < 0 or (number == 0 and count and not include_last_offset):
-        raise ValueError(f"`offsets` are empty, and `ids` has {count} entries.")
     starts: Any
     valid = None
     if isinstance(offsets, jax.core.Tracer):
@@ -394,13 +372,12 @@ def _offset_bags(ids: Ids, offsets: Ids, include_last_offset: bool, mode: str) -
         ascending = (starts[1:] >= starts[:-1]).all()
         valid = ascending & (starts[:1] == 0).all() & (starts[-1:] <= count).all()
     else:
-        check_offsets(np.asarray(offsets), count)
         starts = np.asarray(offsets).astype(np.int32)
     left_out = np.arange(count, dtype=np.int32) >= starts[-1] if include_last_offset else None
     bag_of_entry = canonical(row_of_each(starts, count), number)
     if valid is not None:  # otherwise there are no entries, and no derivatives
         bag_of_entry = jnp.where(valid, bag_of_entry, number)
-    return _Form(RaggedBags(bag_of_entry, number), left_out, valid)
+    return RaggedBags(bag_of_entry, number), left_out, valid
 
 
 def _checked_weights(

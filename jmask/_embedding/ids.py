@@ -49,18 +49,7 @@ class Entries(NamedTuple):
 def entries_of(
     ids: Ids, absent: jax.Array | None, mode: str, shape: tuple[int, ...]
 ) -> Entries:
-    """Find what ids read in a table of the given shape.
-
-    Args:
-        ids: as `checked_integers` returns them.
-        absent: booleans of the shape of the ids, or None: which of them are padding.
-        mode: one of `MODES`.
-        shape: of the table.
-
-    Raises:
-        IndexError: in mode "raise", for concrete ids outside the table.
-        ValueError: in mode "clip", if the table has no rows.
-    """
+    """Find what `checked_integers` read in a table; `absent` says which of them are padding."""
     rows = shape[0]
     if mode == "raise":
         positions = _refusing(ids, absent, shape)
@@ -71,25 +60,25 @@ def entries_of(
                 f"`mode` 'clip' has no row to clip to in a table of shape {shape}."
             )
         positions = jnp.clip(narrowed(ids, rows), 0, max(rows - 1, 0))
-    else:
-        positions = canonical(narrowed(ids, rows), rows)
-    outside = positions == rows if mode == "fill" else None
-    if absent is not None:
-        positions = jnp.where(absent, rows, positions)
-        outside = None if outside is None else outside & ~absent
-    return Entries(positions, absent, outside)
+        positions = positions if absent is None else jnp.where(absent, rows, positions)
+        return Entries(positions, absent, None)
+    positions = positions_of(ids, absent, rows)
+    if mode == "zero":
+        return Entries(positions, absent, None)
+    outside = positions == rows
+    return Entries(positions, absent, outside if absent is None else outside & ~absent)
 
 
 def _refusing(ids: Ids, absent: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
     """Return the positions of ids; raise if one that is not padding is out of range."""
     if not isinstance(ids, jax.core.Tracer) and not isinstance(absent, jax.core.Tracer):
         _refuse_concrete(np.asarray(ids), absent, shape)
-        return _positions(ids, absent, shape[0])
+        return positions_of(ids, absent, shape[0])
     at = f"[{', '.join(['{}'] * ids.ndim)}]" if ids.ndim else ""
     message = f"`ids{at}` is {{id}}, which is no row of the table of shape {shape}"
 
     def checked(ids: jax.Array, absent: jax.Array | None) -> jax.Array:
-        positions = _positions(ids, absent, shape[0])
+        positions = positions_of(ids, absent, shape[0])
         wrong = positions == shape[0]
         wrong = wrong if absent is None else wrong & ~absent
         if ids.size:
@@ -103,7 +92,8 @@ def _refusing(ids: Ids, absent: jax.Array | None, shape: tuple[int, ...]) -> jax
     return jax.checkpoint(checked)(_in_jax(ids), absent)
 
 
-def _positions(ids: Ids, absent: jax.Array | None, rows: int) -> jax.Array:
+def positions_of(ids: Ids, absent: jax.Array | None, rows: int) -> jax.Array:
+    """Return the rows that ids read, `rows` where they read none or are absent."""
     positions = canonical(narrowed(ids, rows), rows)
     return positions if absent is None else jnp.where(absent, rows, positions)
 
@@ -145,22 +135,16 @@ def _in_jax(ids: Ids) -> jax.Array:
     return jnp.asarray(ids)
 
 
-def is_padding(ids: Ids, padding_id: int | None) -> Mask | None:
+def is_padding(ids: Ids, padding_id: object) -> Mask | None:
     """Find which of the ids are `padding_id`, in NumPy for NumPy's; None if none can be."""
     if padding_id is None:
         return None
-    limits = jnp.iinfo(ids.dtype)
-    if not limits.min <= padding_id <= limits.max:
-        return None
-    return ids == np.asarray(padding_id, ids.dtype)
+    number, limits = checked_integer("padding_id", padding_id), jnp.iinfo(ids.dtype)
+    return ids == np.asarray(number, ids.dtype) if limits.min <= number <= limits.max else None
 
 
 def check_order(table: object, ids: object, order: str) -> None:
-    """Refuse ids in the place of the table, where torch has them.
-
-    Raises:
-        TypeError: naming the order.
-    """
+    """Refuse ids in the place of the table, where torch has them."""
     first, second = abstract_leaf(table), abstract_leaf(ids)
     integers = isinstance(table, list) or (
         first is not None and jnp.issubdtype(first.dtype, jnp.integer)
@@ -178,10 +162,6 @@ def checked_integers(x: TensorLike, name: str, mode: str) -> Ids:
     NumPy arrays and lists stay NumPy, so that 64-bit ids are not cut to 32 bits. In mode
     "raise" all that is concrete becomes NumPy: under a trace, JAX makes even of a
     comparison of two constants a value that cannot be looked at.
-
-    Raises:
-        TypeError: if `x` does not hold integers.
-        ValueError: if `x` holds lists of different lengths.
     """
     if isinstance(x, MaskedTensor):
         raise TypeError(
@@ -205,18 +185,8 @@ def checked_integers(x: TensorLike, name: str, mode: str) -> Ids:
     return x
 
 
-def checked_padding(padding_id: object) -> int | None:
-    """Return `padding_id` as an int, or None."""
-    return None if padding_id is None else checked_integer("padding_id", padding_id)
-
-
 def checked_table(table: object) -> Table:
-    """Return the table as a JAX array, a `RowSparse` or a `StoredTable`.
-
-    Raises:
-        TypeError: if it is no array, or sparse or masked otherwise.
-        ValueError: if it has no dimension.
-    """
+    """Return the table as a JAX array with rows, a `RowSparse` or a `StoredTable`."""
     if isinstance(table, RowSparse | StoredTable):
         return table
     if isinstance(table, JAXSparse | MaskedTensor):

@@ -22,7 +22,6 @@ from jax.typing import DTypeLike
 
 from jmask._base.array_types import flat, placed_like, real_dtype, trailing, wide
 from jmask._base.norms import shortened
-from jmask._base.row_ids import canonical
 from jmask._base.types import Numbers, Scalar, Table
 from jmask._base.validation import checked_choice, naming_arguments, shown
 from jmask._embedding.ids import (
@@ -30,13 +29,12 @@ from jmask._embedding.ids import (
     Entries,
     check_order,
     checked_integers,
-    checked_padding,
     checked_table,
     entries_of,
     is_padding,
-    narrowed,
+    positions_of,
 )
-from jmask._kernels.coalesce import unique_slots
+from jmask._kernels.coalesce import coalesce_rows, unique_slots
 from jmask._kernels.gather import Gather
 from jmask._kernels.rows import gather_rows, set_rows
 from jmask._tables.stored_table import StoredTable, is_stored_table, looked_up
@@ -107,10 +105,7 @@ def renormalize(
     if bound is None:
         raise ValueError("`max_norm` must be a positive number, got None.")
     count = table.shape[0]
-    positions = canonical(narrowed(ids, count), count).reshape(-1)
-    absent = is_padding(ids, checked_padding(padding_id))
-    if absent is not None:
-        positions = jnp.where(absent.reshape(-1), count, positions)
+    positions = positions_of(ids, is_padding(ids, padding_id), count).reshape(-1)
     slots = min(count, positions.shape[0])
     if slots == 0:
         return table
@@ -122,12 +117,7 @@ def renormalize(
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """The greatest norm that a row may have.
-
-    Attributes:
-        max_norm: a positive scalar.
-        norm_type: p of the norm.
-    """
+    """The greatest p-norm that a row may have: a positive scalar, and p."""
 
     max_norm: jax.Array
     norm_type: float
@@ -142,18 +132,8 @@ class Bound:
         return jnp.where(finite, new, rows)
 
 
-def bounded(rows: jax.Array, batch: int, bound: Bound | None) -> jax.Array:
-    """Scale rows that are too long, after `batch` dimensions of entries."""
-    return rows if bound is None else bound.shortened(rows, batch)
-
-
 def checked_bound(table: Table, max_norm: Scalar | None, norm_type: object) -> Bound | None:
-    """Return the bound on the norms, or None if `max_norm` is None.
-
-    Raises:
-        TypeError: if the table is neither floating nor complex, or an argument is no number.
-        ValueError: if an argument is not positive.
-    """
+    """Return the bound on the norms, or None if `max_norm` is None."""
     traced = isinstance(norm_type, jax.core.Tracer)
     if traced or not isinstance(norm_type, int | float) or isinstance(norm_type, bool):
         raise TypeError(f"`norm_type` must be a Python number, got {norm_type!r}.")
@@ -235,36 +215,38 @@ def embedding_lookup(
     check_order(table, ids, "embedding_lookup(table, ids)")
     table, mode = checked_table(table), checked_choice(mode, "mode", MODES)
     ids = checked_integers(ids, "ids", mode)
-    absent = is_padding(ids, checked_padding(padding_id))
+    absent = is_padding(ids, padding_id)
     bound = checked_bound(table, max_norm, norm_type)
     return looked_up_rows(table, entries_of(ids, absent, mode, table.shape), bound)
 
 
 def looked_up_rows(table: Table, entries: Entries, bound: Bound | None) -> jax.Array:
     """Return the rows that the entries read: (*entries, *row), no longer than the bound."""
-    positions, outside = entries.positions, entries.outside
+    positions, absent, outside = entries
+    fill: int | None = 0
     if isinstance(table, RowSparse):
         table, positions = _stored(table, positions)
-    elif entries.absent is None and outside is not None:
+    elif absent is None and outside is not None:
         # Then everything without a row is outside, and the gather itself can fill it in.
-        return bounded(_gathered(table, positions, None), positions.ndim, bound)
-    rows = _gathered(table, positions, 0)
+        fill, outside = None, None
+    rows = _gathered(table, positions, fill)
     if outside is not None and positions.size:
         rows = jnp.where(trailing(outside, rows.ndim), _missing(rows.dtype), rows)
-    return bounded(rows, positions.ndim, bound)
+    return rows if bound is None else bound.shortened(rows, positions.ndim)
 
 
 def _stored(table: RowSparse, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the stored rows of `table`, and the place of each position among them."""
-    table = table.coalesce()
-    stored = table.row_ids()
+    stored, values = table.row_ids(), table.values
+    if not table.coalesced:
+        stored, values = coalesce_rows(stored, values, table.shape[0])
     places = jnp.searchsorted(stored, positions).astype(stored.dtype)
-    if not table.nse:
-        return table.values, places
-    found = stored[jnp.minimum(places, table.nse - 1)] == positions
+    if not values.shape[0]:
+        return values, places
+    found = stored[jnp.minimum(places, values.shape[0] - 1)] == positions
     # Padding of the table and of the ids is V, which is found, but is no row.
     found &= positions < table.shape[0]
-    return table.values, jnp.where(found, places, table.nse)
+    return values, jnp.where(found, places, values.shape[0])
 
 
 def _gathered(source: Table, positions: jax.Array, fill: int | None) -> jax.Array:

@@ -7,6 +7,7 @@ The number of ids is rounded up to a power of √2: of 100 to 10,000 ids there a
 is added lies behind the last bag, where `embedding_bag` looks nothing up.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -190,7 +191,9 @@ def _flat(
                 raise ValueError("`weights` must have as many numbers in each bag as `ids`.")
     else:
         ids = checked_integers(ids, "ids", "raise")
-        starts = _checked_offsets(offsets, ids, include_last_offset)
+        starts = checked_offsets(offsets, ids, include_last_offset, "raise")
+        starts = starts if include_last_offset else np.append(starts, ids.size)
+        starts = starts.astype(np.int32)
         weights = None if weights is None else np.asarray(weights)
     if weights is not None:
         weights = weights if weights.size else weights.astype(np.float32)
@@ -217,42 +220,20 @@ def _padded_bags(
 
 def _joined(name: str, bags: Ragged) -> tuple[np.ndarray, np.ndarray]:
     """Return what a list of bags holds, and where each begins."""
+    found: np.ndarray | None = None
     are_lists = isinstance(bags, Sequence) and all(isinstance(x, list | tuple) for x in bags)
     if are_lists:
         # One array of them all: a list takes as long to convert as a hundred of its numbers.
-        found = _as_array(list(itertools.chain.from_iterable(bags)))
+        with contextlib.suppress(ValueError):  # lists of different lengths in a bag
+            found = np.asarray(list(itertools.chain.from_iterable(bags)))
     elif isinstance(bags, Sequence | np.ndarray) and all(np.ndim(x) == 1 for x in bags):
         found = np.concatenate([np.asarray(x) for x in bags if len(x)] or [np.zeros(0)])
-    else:
-        found = None
     if found is None or found.ndim != 1:
         raise TypeError(
             f"`{name}` must be a list of bags, each a list of numbers, where no `offsets` are "
             f"given; got {type(bags).__name__}."
         )
     return found, np.cumsum([0, *map(len, bags)]).astype(np.int32)
-
-
-def _as_array(numbers: list[Any]) -> np.ndarray | None:
-    try:
-        return np.asarray(numbers)
-    except ValueError:  # lists of different lengths
-        return None
-
-
-def _checked_offsets(offsets: Ragged, ids: np.ndarray, include_last_offset: bool) -> np.ndarray:
-    offsets = checked_integers(offsets, "offsets", "raise")
-    if ids.ndim != 1 or offsets.ndim != 1:
-        raise ValueError(
-            "`offsets` (b,) say where each bag begins in `ids` (n,): got `offsets` of shape "
-            f"{offsets.shape} and `ids` of shape {ids.shape}."
-        )
-    check_offsets(offsets, ids.size)
-    if not include_last_offset:
-        offsets = np.append(offsets, ids.size) if offsets.size or not ids.size else offsets
-    if not offsets.size:
-        raise ValueError(f"`offsets` are empty, and `ids` has {ids.size} entries.")
-    return offsets.astype(np.int32)
 
 
 def _rounded_up(count: int) -> int:
@@ -402,33 +383,38 @@ class RaggedBags:
 Bags = EqualBags | RaggedBags
 
 
-def check_offsets(offsets: np.ndarray, count: int) -> None:
-    """Refuse offsets that are not ascending from 0 to `count` at most.
-
-    Raises:
-        ValueError: with the first that is not.
-    """
-    if offsets.size and offsets[0] != 0:
-        raise ValueError(f"`offsets` must begin with 0, got {offsets[0]}.")
-    falls = np.flatnonzero(offsets[1:] < offsets[:-1])
-    if falls.size:
-        first, second = falls[0], falls[0] + 1
+def checked_offsets(offsets: Ids, ids: Ids, include_last_offset: bool, mode: str) -> Ids:
+    """Return integers (b,), ascending from 0 to n at most unless they are traced."""
+    offsets = checked_integers(offsets, "offsets", mode)
+    if ids.ndim != 1 or offsets.ndim != 1:
         raise ValueError(
-            f"`offsets` must be ascending, got {offsets[first]} at {first} and "
-            f"{offsets[second]} at {second}."
+            "`offsets` (b,) say where each bag begins in `ids` (n,): got `offsets` of shape "
+            f"{offsets.shape} and `ids` of shape {ids.shape}."
         )
-    if offsets.size and offsets[-1] > count:
-        raise ValueError(
-            f"`offsets` end with {offsets[-1]}, beyond the {count} entries of `ids`."
-        )
+    count = ids.shape[0]
+    if offsets.shape[0] == 0:
+        if include_last_offset or count:
+            raise ValueError(f"`offsets` are empty, and `ids` has {count} entries.")
+    elif not isinstance(offsets, jax.core.Tracer):
+        starts = np.asarray(offsets)
+        if starts[0] != 0:
+            raise ValueError(f"`offsets` must begin with 0, got {starts[0]}.")
+        falls = np.flatnonzero(starts[1:] < starts[:-1])
+        if falls.size:
+            first, second = falls[0], falls[0] + 1
+            raise ValueError(
+                f"`offsets` must be ascending, got {starts[first]} at {first} and "
+                f"{starts[second]} at {second}."
+            )
+        if starts[-1] > count:
+            raise ValueError(
+                f"`offsets` end with {starts[-1]}, beyond the {count} entries of `ids`."
+            )
+    return offsets
 
 
 def check_weights(weights: TensorLike, ids: Ids) -> None:
-    """Refuse weights that are no floating numbers, one for each id.
-
-    Raises:
-        TypeError, ValueError: with their dtype or shape.
-    """
+    """Refuse weights that are no floating numbers, one for each id."""
     if not jnp.issubdtype(weights.dtype, jnp.floating):
         raise TypeError(f"`weights` must be floating, got {weights.dtype}.")
     if weights.shape != ids.shape:

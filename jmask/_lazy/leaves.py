@@ -19,14 +19,7 @@ import optax
 from jmask._base.types import Gradients, OptState, PyTree, Table, TensorLike, Value
 from jmask._kernels.rows import ids_after_reading
 from jmask._lazy.psum_over_shards import Axes, axes_of_rows
-from jmask._tables.stored_table import (
-    StoredTable,
-    fitted,
-    is_stored_table,
-    rows_of,
-    shape_of,
-    with_rows,
-)
+from jmask._tables.stored_table import RowsAt, StoredTable, fitted, is_stored_table, shape_of
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values
 from jmask._updates.checks import (
@@ -221,7 +214,9 @@ class LazyCall:
     def _rows(self, leaf: Leaf) -> Any:
         if leaf.kind == "gradient":
             return stored_values(leaf.value)
-        return leaf.value if leaf.table is None else rows_of(leaf.value, self._gradient(leaf))
+        if leaf.table is None:
+            return leaf.value
+        return RowsAt.of(leaf.value, self._gradient(leaf)).read(leaf.value)
 
     def _gradient(self, leaf: Leaf) -> RowSparse:
         assert leaf.table is not None
@@ -246,7 +241,7 @@ class LazyCall:
         if leaf.table is None:
             return new
         gradient = self._gradient(leaf)
-        return with_rows(leaf.value, _after(gradient, read), new)
+        return RowsAt.of(leaf.value, _after(gradient, read)).write(leaf.value, new)
 
 
 def _after(gradient: RowSparse, read: jax.Array) -> RowSparse:

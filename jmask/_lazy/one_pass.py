@@ -40,7 +40,7 @@ from jmask._lazy.row_locality import NEUTRAL
 from jmask._tables.packed import PackedTable
 from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.storage import stored_values
-from jmask._updates.row_update import update_entries
+from jmask._updates.row_update import update_rows
 
 # --- the update, taken apart -------------------------------------------------------------
 
@@ -258,7 +258,7 @@ def _run(
         is_param = [leaf.kind == "param" for leaf in members]
         new_entries = functools.partial(_new_entries, combiner, is_param)
         tables = [leaf.value for leaf in members]
-        started.append(update_entries(new_entries, tables, gradient, scalars))
+        started.append(update_rows(new_entries, tables, gradient, scalars))
     results: dict[int, Any] = {}
     for (_, places), new in zip(combiners.values(), updated(started), strict=True):
         results.update(zip(places, new, strict=True))

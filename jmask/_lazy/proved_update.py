@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Var
 
+from jmask._base.array_types import automatically, explicit_sharding, spec_of
 from jmask._base.jaxprs import bound, inlined, interpret, origins
 from jmask._lazy.lattice import Kind, NotRowLocal, Replicated, RowWise
 from jmask._lazy.leaves import LazyCall, shape_of_leaf
-from jmask._lazy.psum_over_shards import Axes, with_sums_over
+from jmask._lazy.psum_over_shards import with_sums_over
 from jmask._lazy.row_locality import classify
 from jmask._updates.checks import NotRowLocalError
 
@@ -44,11 +45,11 @@ class ProvedUpdate:
 
     def update(self, call: LazyCall) -> tuple[Any, Any]:
         """Return updates and state of a call of this signature."""
-        on_rows = functools.partial(self._run, call.sharded_axes())
+        on_rows = functools.partial(self._run, call)
         return call.update(on_rows, self.unordered)
 
-    def _run(self, sharded: Mapping[int, Axes], *inputs: Any) -> list[Any]:
-        avals = self.traced.in_avals
+    def _run(self, call: LazyCall, *inputs: Any) -> list[Any]:
+        sharded, avals = call.sharded_axes(), self.traced.in_avals
         arrays = [  # a table without lookups has a row here
             x if jnp.shape(x) == aval.shape else jnp.zeros(aval.shape, aval.dtype)
             for x, aval in zip(inputs, avals, strict=True)
@@ -58,7 +59,12 @@ class ProvedUpdate:
         # Types that say where an array is were not known when the program was traced.
         if all(jax.typeof(x) == aval for x, aval in zip(arrays, avals, strict=True)):
             return jax.core.eval_jaxpr(self.traced.jaxpr, self.traced.consts, *arrays)
-        return interpret(self.program.jaxpr, self.program.consts, arrays, bound)
+        sharding = explicit_sharding(*arrays)
+        if sharding is None:
+            return interpret(self.program.jaxpr, self.program.consts, arrays, bound)
+        # It was traced for no mesh. Updates and state lie where gradients and state did.
+        specs = [spec_of(x) for x in arrays[: len(self.traced.out_avals)]]
+        return automatically(call.run_flat(), *arrays, like=sharding, spec=specs)
 
 
 def proved(call: LazyCall, known: set[Any], *, same_dtypes: bool = False) -> ProvedUpdate:

@@ -87,10 +87,7 @@ def adagrad(
         >>> jmask.apply_updates(table, updates).ravel().round(4)
         Array([1. , 1. , 0.9], dtype=float32)
     """
-    common = hyper.Common(
-        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, lazy_update,
-        decay_mode, state_dtype,
-    )  # fmt: skip
+    common = hyper.Common.among(locals())
     return _adagrad(common, lr_decay, initial_accumulator_value, eps, eps_root, per_row=False)
 
 
@@ -136,10 +133,7 @@ def rowwise_adagrad(
         >>> state.sum_of_squares.ravel()
         Array([ 0.,  0., 25.], dtype=float32)
     """
-    common = hyper.Common(
-        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, lazy_update,
-        decay_mode, state_dtype,
-    )  # fmt: skip
+    common = hyper.Common.among(locals())
     return _adagrad(common, lr_decay, initial_accumulator_value, eps, eps_root, per_row=True)
 
 
@@ -152,7 +146,7 @@ def _adagrad(
     *,
     per_row: bool,
 ) -> optax.GradientTransformationExtraArgs:
-    hyper.check_not_negative("lr_decay", lr_decay)
+    hyper.check_number("lr_decay", lr_decay, hyper.NOT_NEGATIVE)
     hyper.check_denominator(
         eps=eps, eps_root=eps_root, initial_accumulator_value=initial_accumulator_value
     )

@@ -117,10 +117,7 @@ def adam(
         >>> jmask.apply_updates(table, updates).ravel().round(4)
         Array([1. , 1. , 0.9], dtype=float32)
     """
-    common = hyper.Common(
-        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, lazy_update,
-        decay_mode, state_dtype,
-    )  # fmt: skip
+    common = hyper.Common.among(locals())
     return _adam(common, b1, b2, eps, eps_root, count, mu_dtype, per_row=False)
 
 
@@ -166,10 +163,7 @@ def rowwise_adam(
         >>> tx.init(jnp.ones((3, 8))).nu.shape
         (3, 1)
     """
-    common = hyper.Common(
-        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, lazy_update,
-        decay_mode, state_dtype,
-    )  # fmt: skip
+    common = hyper.Common.among(locals())
     return _adam(common, b1, b2, eps, eps_root, count, mu_dtype, per_row=True)
 
 
@@ -231,7 +225,7 @@ def adamw(
     hyper.check_learning_rate(learning_rate)
     _check(b1, b2, eps, eps_root, mu_dtype)
     if not callable(weight_decay):  # newer versions of optax take a schedule
-        hyper.check_not_negative("weight_decay", weight_decay)
+        hyper.check_number("weight_decay", weight_decay, hyper.NOT_NEGATIVE)
     flags = () if callable(mask) else jax.tree.leaves(mask)
     if not all(isinstance(x, bool | np.bool_) for x in flags):
         raise TypeError(
@@ -258,8 +252,8 @@ def adamw(
 def _check(
     b1: Scalar, b2: Scalar, eps: Scalar, eps_root: Scalar, mu_dtype: DTypeLike | None
 ) -> None:
-    hyper.check_fraction("b1", b1)
-    hyper.check_fraction("b2", b2)
+    hyper.check_number("b1", b1, hyper.FRACTION)
+    hyper.check_number("b2", b2, hyper.FRACTION)
     hyper.check_denominator(eps=eps, eps_root=eps_root)
     hyper.check_state_dtype(mu_dtype, "mu_dtype")
 

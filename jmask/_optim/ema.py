@@ -20,6 +20,7 @@ from jmask._base.types import OptState, Params, PyTree, Scalar
 from jmask._optim import hyperparameters as hyper
 from jmask._optim.row_rule import RowRule, Slot, optimizer
 from jmask._tables.plain_arrays import from_arrays, to_arrays
+from jmask._updates.state_rows import states_of
 
 
 class EmaState(NamedTuple):
@@ -61,8 +62,7 @@ class Ema(optax.GradientTransformationExtraArgs):
             >>> ema.average(state, optax.apply_updates(table, updates))
             Array([0., 2., 0.], dtype=float32)
         """
-        is_state = lambda x: isinstance(x, EmaState)
-        states = [x for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)]
+        states = states_of(EmaState, opt_state)
         if len(states) != 1:
             raise ValueError(
                 f"`opt_state` must hold one state of jmask.ema, and holds {len(states)}: pass "
@@ -114,7 +114,7 @@ def ema(decay: Scalar) -> Ema:
         >>> print(table, ema.average(state, table))
         [4. 8.] [3.5 5. ]
     """
-    hyper.check_fraction("decay", decay)
+    hyper.check_number("decay", decay, hyper.FRACTION)
 
     def rule(update, param, average, last, count):
         average = _caught_up(decay, param, average, count - last)

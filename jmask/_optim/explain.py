@@ -23,7 +23,7 @@ from jmask._autodiff.uses import Use, uses_of_inputs
 from jmask._autodiff.value_and_grad import function_of_parameters, value_and_gradients
 from jmask._autodiff.values import RowSum
 from jmask._base.fallback import Fallback, Place, collected, in_bytes
-from jmask._base.types import Gradient, KeyPath, Params, Shaped, Table
+from jmask._base.types import Gradient, KeyPath, Params, Table
 from jmask._base.validation import abstract_leaf, checked_choice
 from jmask._kernels.lines import has_narrow_rows
 from jmask._tables.packed import PLATFORMS
@@ -43,9 +43,7 @@ class ParameterStep:
         array: what it is, `float32[1000, 64]`.
         shape, dtype: of it.
         nbytes: what it takes in memory.
-        is_sparse: whether its gradient is row-sparse.
         nse: the number of rows of a row-sparse gradient, else None.
-        touched: bytes of the parameter that a step reads and writes.
         note: why, where something is to be said; else "".
     """
 
@@ -54,10 +52,21 @@ class ParameterStep:
     shape: tuple[int, ...]
     dtype: Any
     nbytes: int
-    is_sparse: bool
     nse: int | None
-    touched: int
     note: str
+
+    @property
+    def is_sparse(self) -> bool:
+        """Decide whether its gradient is row-sparse."""
+        return self.nse is not None
+
+    @property
+    def touched(self) -> int:
+        """Return the bytes of the parameter that a step reads and writes, at most."""
+        if self.nse is None:
+            return self.nbytes
+        rows, *row = self.shape  # ids may repeat
+        return min(self.nse, rows) * math.prod(row) * self.dtype.itemsize
 
     @property
     def factor(self) -> float:
@@ -98,20 +107,19 @@ class Explanation:
         """Return the names of the parameters, as a dict does."""
         return iter([p.name for p in self.parameters])
 
-    def _total(self) -> tuple[str, ...]:
-        size = sum(p.nbytes for p in self.parameters)
-        touched = sum(p.touched for p in self.parameters)
-        return ("total", "", in_bytes(size), "", in_bytes(touched))
-
     def __repr__(self) -> str:
-        rows = [_HEADS, *(p.cells() for p in self.parameters), self._total()]
+        size = in_bytes(sum(p.nbytes for p in self.parameters))
+        touched = in_bytes(sum(p.touched for p in self.parameters))
+        total = ("total", "", size, "", touched)
+        rows = [_HEADS, *(p.cells() for p in self.parameters), total]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = []
-        for row, of in zip(rows, (None, *self.parameters, None), strict=True):
+        notes = ("", *(p.note for p in self.parameters), "")
+        for row, note in zip(rows, notes, strict=True):
             cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             lines.append("  ".join(cells).rstrip())
-            if of is not None and of.note:
-                lines.append(f"    {of.note}")
+            if note:
+                lines.append(f"    {note}")
         return "\n".join([*lines, *self.notes])
 
 
@@ -252,33 +260,23 @@ def _step(
     array: Any = leaf if stored else abstract_leaf(leaf)
     shape, dtype = tuple(array.shape), jnp.dtype(array.dtype)
     described = f"{dtype}[{', '.join(map(str, shape))}]"
-    nbytes = sum(_size(x) for x in map(abstract_leaf, jax.tree.leaves(leaf)))
-    nse, is_reported = _number_of_rows(gradient), shape in shapes
-    touched = nbytes
-    if nse is not None:
-        # Ids may repeat, so this is the most that a step can touch.
-        touched = min(nse, shape[0]) * math.prod(shape[1:]) * dtype.itemsize
-    notes = [_note(shape, gradient, nse, uses, is_reported)]
+    arrays = map(abstract_leaf, jax.tree.leaves(leaf))
+    nse = _number_of_rows(gradient)
+    notes = [_note(shape, gradient, nse, uses, shape in shapes)]
     if platform == "tpu" and nse and not stored and has_narrow_rows(shape):
         notes.append(
             "a TPU copies the table in each step, or keeps it transposed, since its rows are "
             "not lines of 128 entries: `jmask.packed(table)` keeps them in such lines"
         )
     return ParameterStep(
-        jax.tree_util.keystr(path, simple=True, separator=".") or "params",
-        f"{type(leaf).__name__} {described}" if stored else described,
-        shape,
-        dtype,
-        nbytes,
-        nse is not None,
-        nse,
-        touched,
-        "; ".join(filter(None, notes)),
+        name=jax.tree_util.keystr(path, simple=True, separator=".") or "params",
+        array=f"{type(leaf).__name__} {described}" if stored else described,
+        shape=shape,
+        dtype=dtype,
+        nbytes=sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays),
+        nse=nse,
+        note="; ".join(filter(None, notes)),
     )
-
-
-def _size(x: Shaped) -> int:
-    return math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
 
 
 def _number_of_rows(gradient: Gradient) -> int | None:
@@ -297,19 +295,20 @@ def _note(
     is_reported: bool,
 ) -> str:
     """Say why the gradient of a parameter is dense, or large."""
+    needs = _needs_all(uses)
+    if nse == 0:
+        return "not looked up: no row is touched"
     if nse is not None:
-        if nse == 0:
-            return "not looked up: no row is touched"
-        needs = _needs_all(uses) if is_reported else ""
-        came = f"the rows came from an array as large as the table: {needs}" if needs else ""
+        notes = []
+        if needs and is_reported:
+            notes.append(f"the rows came from an array as large as the table: {needs}")
         # With as many rows as the table has, de-duplication is all that a lazy step adds.
         if nse >= shape[0]:
-            many = (
+            notes.append(
                 "as many rows as the table has: `jmask.densify()` in place of jmask.lazy would "
                 "update all of them, at no more cost"
             )
-            return f"{came}; {many}" if came else many
-        return came
+        return "; ".join(notes)
     if isinstance(gradient, RowSum) and gradient.is_zero:
         return (
             "not used: a gradient of dense zeros, with which momentum and weight decay update "
@@ -319,8 +318,7 @@ def _note(
     if not lookups or not shape:
         return ""
     looked_up = _with_place("looked up", lookups[0].place)
-    needs = _needs_all(uses)
-    return f"{looked_up}, but {needs}" if needs else f"{looked_up}, but not by whole rows"
+    return f"{looked_up}, but {needs or 'not by whole rows'}"
 
 
 def _needs_all(uses: list[Use]) -> str:

@@ -62,16 +62,6 @@ def _unchanged(static: tuple[Any, ...]) -> Any:
     return static
 
 
-def _sharded_to_literals(static: tuple[Any, ...]) -> Any:
-    layout, shape = static
-    return layout.described(), shape
-
-
-def _sharded_from_literals(literals: tuple[Any, ...]) -> Any:
-    described, shape = literals
-    return Layout.from_description(described), shape
-
-
 def _deferred_to_literals(static: tuple[Any, ...]) -> Any:
     shape, apart, form, made_for = static
     return shape, apart, None if form is None else dataclasses.astuple(form), made_for
@@ -93,7 +83,11 @@ def _refuse(static: tuple[Any, ...]) -> Any:
 
 _register(MaskedTensor, _unchanged, _unchanged)
 _register(PackedTable, _unchanged, _unchanged)
-_register(ShardedTable, _sharded_to_literals, _sharded_from_literals)
+_register(
+    ShardedTable,
+    lambda static: (static[0].described(), static[1]),
+    lambda literals: (Layout.from_description(literals[0]), literals[1]),
+)
 _register(DeferredTable, _deferred_to_literals, _deferred_from_literals)
 for _kind in (RowSparse, RoutedRows, NewTable):
     _register(_kind, _refuse, _unchanged)

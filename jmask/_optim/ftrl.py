@@ -76,12 +76,9 @@ def ftrl(
         >>> jmask.apply_gradients(tx, grads, tx.init(table), table)[0].ravel()
         Array([ 0.  ,  0.  , -0.05], dtype=float32)
     """
-    common = hyper.Common(
-        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, lazy_update,
-        "l2", state_dtype,
-    )  # fmt: skip
-    hyper.check_not_negative("l1", l1)
-    hyper.check_not_negative("beta", beta)
+    common = hyper.Common.among(locals())
+    hyper.check_number("l1", l1, hyper.NOT_NEGATIVE)
+    hyper.check_number("beta", beta, hyper.NOT_NEGATIVE)
 
     def rule(grad, param, z, n, lr):
         grad = common.clipped(common.rescaled(grad))

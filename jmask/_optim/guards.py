@@ -32,7 +32,7 @@ from jmask._deferred.step import has_deferred
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.psum_over_shards import agreed, counted
-from jmask._optim.hyperparameters import check_number, check_positive
+from jmask._optim.hyperparameters import POSITIVE, check_number
 from jmask._tables.deferral import is_deferred
 from jmask._tables.sharded import RoutedRows
 from jmask._tables.stored_table import NewTable, fitted, is_stored_table
@@ -71,7 +71,6 @@ def guarded(
     bits.
 
     Args:
-        inner: the transformation.
         init: makes a state with `inner_state`.
         decide: (gradients, state, params) -> (whether to take a step, the gradients for it,
             anything for `finish`).
@@ -252,17 +251,15 @@ def summed_rows(gradients: Gradients, params: Params) -> Gradients:
     as these take them, nan where they do not fit.
     """
 
-    def taken(param: Table, gradient: Gradient) -> Any:
-        return fitted(param, gradient) if is_stored_table(param) else gradient
-
-    gradients = with_wide_rows(gradients)
-    if any(map(is_stored_table, jax.tree.leaves(params, is_leaf=is_stored_table))):
-        gradients = jax.tree.map(taken, params, gradients, is_leaf=is_stored_table)
-
-    def leaf(gradient: Gradient) -> Any:
+    def taken(gradient: Gradient, table: Table = None) -> Any:
+        if is_stored_table(table):
+            return fitted(table, gradient)
         return summed(gradient) if is_row_sparse(gradient) else gradient
 
-    return jax.tree.map(leaf, gradients, is_leaf=is_gradient_leaf)
+    trees = [with_wide_rows(gradients)]
+    if any(map(is_stored_table, jax.tree.leaves(params, is_leaf=is_stored_table))):
+        trees.append(params)
+    return jax.tree.map(taken, *trees, is_leaf=is_gradient_leaf)
 
 
 # --- rows left out -----------------------------------------------------------------------
@@ -444,7 +441,7 @@ def max_row_norm(
 
 
 def _check(max_norm: Scalar, order: float) -> None:
-    check_positive("max_norm", max_norm)
+    check_number("max_norm", max_norm, POSITIVE)
     check_number("ord", order)
     if not order >= 1:
         raise ValueError(f"`ord` must be at least 1, got {order}.")

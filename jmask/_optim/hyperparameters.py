@@ -6,7 +6,8 @@ of JAX, possibly traced (`optax.inject_hyperparams`), whose value is not looked 
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,31 +41,25 @@ naming_hyperparameters = naming_arguments(
 )
 
 
-def check_number(name: str, value: object) -> None:
-    """Refuse what is neither a number nor a scalar array, which may be traced."""
+class Range(NamedTuple):
+    """The numbers that a hyperparameter may be: in words, and as a predicate."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+POSITIVE = Range("positive and finite", lambda x: 0 < x < math.inf)
+NOT_NEGATIVE = Range("non-negative and finite", lambda x: 0 <= x < math.inf)
+FRACTION = Range("in [0, 1)", lambda x: 0 <= x < 1)
+FINITE = Range("finite", lambda x: math.isfinite(x))
+
+
+def check_number(name: str, value: Scalar, within: Range | None = None) -> None:
+    """Refuse what is neither a number in a range nor a scalar array, which may be traced."""
     if not _is_number(value):
         raise TypeError(f"`{name}` must be a number, got {shown(value)}.")
-
-
-def check_positive(name: str, value: Scalar) -> None:
-    """Refuse what is no number, or one that is not > 0 and finite; arrays pass."""
-    check_number(name, value)
-    if is_known(value) and not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"`{name}` must be positive and finite, got {value}.")
-
-
-def check_not_negative(name: str, value: Scalar) -> None:
-    """Refuse what is no number, or one that is not >= 0 and finite; arrays pass."""
-    check_number(name, value)
-    if is_known(value) and not (value >= 0 and math.isfinite(value)):
-        raise ValueError(f"`{name}` must be non-negative and finite, got {value}.")
-
-
-def check_fraction(name: str, value: Scalar) -> None:
-    """Refuse what is no number, or one outside [0, 1); arrays pass."""
-    check_number(name, value)
-    if is_known(value) and not 0 <= value < 1:
-        raise ValueError(f"`{name}` must be in [0, 1), got {value}.")
+    if within is not None and is_known(value) and not within.holds(value):
+        raise ValueError(f"`{name}` must be {within.words}, got {value}.")
 
 
 def check_learning_rate(value: optax.ScalarOrSchedule) -> None:
@@ -76,7 +71,7 @@ def check_learning_rate(value: optax.ScalarOrSchedule) -> None:
             "`learning_rate` must be a number, or a schedule (a function of the step count), "
             f"got {shown(value)}."
         )
-    check_positive("learning_rate", value)
+    check_number("learning_rate", value, POSITIVE)
 
 
 def check_state_dtype(state_dtype: DTypeLike | None, name: str = "state_dtype") -> None:
@@ -109,7 +104,7 @@ def _is_number(value: Any) -> bool:
 def check_denominator(**terms: Any) -> None:
     """Refuse negative terms, and all of them zero: a zero gradient would divide 0 by 0."""
     for name, value in terms.items():
-        check_not_negative(name, value)
+        check_number(name, value, NOT_NEGATIVE)
     if all(map(is_zero, terms.values())):
         *names, last = (f"`{name}`" for name in terms)
         *values, end = map(str, terms.values())
@@ -121,12 +116,7 @@ def check_denominator(**terms: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Common:
-    """The hyperparameters of all named optimizers, checked; `jmask.sgd` says what each is.
-
-    Raises:
-        ValueError: for one that is out of range, naming it and its value.
-        TypeError: for one that is no number, or a flag that is neither True nor False.
-    """
+    """The hyperparameters of all named optimizers, checked; `jmask.sgd` says what each is."""
 
     learning_rate: optax.ScalarOrSchedule
     weight_decay: Scalar
@@ -134,20 +124,24 @@ class Common:
     rescale_grad: Scalar
     maximize: bool
     lazy_update: bool
-    decay_mode: str
     state_dtype: DTypeLike | None
+    decay_mode: str = "l2"
+
+    @classmethod
+    def among(cls, arguments: dict[str, Any]) -> "Common":
+        """Return those among the arguments of an optimizer."""
+        names = (field.name for field in dataclasses.fields(cls))
+        return cls(**{name: arguments[name] for name in names if name in arguments})
 
     def __post_init__(self) -> None:
         check_flag("maximize", self.maximize)
         check_flag("lazy_update", self.lazy_update)
         check_learning_rate(self.learning_rate)
-        check_not_negative("weight_decay", self.weight_decay)
+        check_number("weight_decay", self.weight_decay, NOT_NEGATIVE)
         checked_choice(self.decay_mode, "decay_mode", DECAY_MODES)
         if self.clip_gradient is not None:
-            check_positive("clip_gradient", self.clip_gradient)
-        check_number("rescale_grad", self.rescale_grad)
-        if is_known(self.rescale_grad) and not math.isfinite(self.rescale_grad):
-            raise ValueError(f"`rescale_grad` must be finite, got {self.rescale_grad}.")
+            check_number("clip_gradient", self.clip_gradient, POSITIVE)
+        check_number("rescale_grad", self.rescale_grad, FINITE)
         check_state_dtype(self.state_dtype)
 
     @property

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jmask._base.array_types import typed_like, whole_rows_like, with_whole_rows
+from jmask._base.array_types import on_every_device, typed_like
 from jmask._base.row_ids import id_dtype
 from jmask._base.types import Gradient, Gradients, OptState, Params, PyTree, Scalar, Value
 from jmask._base.validation import check_flag, leaf_name
@@ -171,62 +171,65 @@ def multi_steps(
     return guarded(inner, init, accumulate, finish)
 
 
-def _empty(like: Gradients, every_k: int) -> Any:
-    if isinstance(like, MaskedTensor):
-        like, valid = jax.eval_shape(gradient_and_valid, like)
-        count = every_k if is_row_sparse(like) else 1
-        shape = (count * valid.shape[0], *valid.shape[1:])
-        return StoredEntries(_empty(like, every_k), jnp.zeros(shape, bool))
-    if not is_row_sparse(like):
-        return jnp.zeros(like.shape, like.dtype)
-    rows = every_k * like.nse
-    ids = jnp.full((rows,), like.row_count, id_dtype(like.row_count))
-    return StoredRows(ids, jnp.zeros((rows, *like.row), like.dtype))
+def _split(gradient: Gradient, of_shapes: bool = False) -> tuple[Any, Any]:
+    """Return rows or an array, and the valid entries if the gradient is masked, else None."""
+    if not isinstance(gradient, MaskedTensor):
+        return gradient, None
+    if of_shapes:
+        return jax.eval_shape(gradient_and_valid, gradient)
+    return gradient_and_valid(gradient)
+
+
+def _empty(like: Gradient, every_k: int) -> Any:
+    like, valid = _split(like, of_shapes=True)
+    count = every_k if is_row_sparse(like) else 1
+    kept: Any
+    if is_row_sparse(like):
+        ids = jnp.full((count * like.nse,), like.row_count, id_dtype(like.row_count))
+        kept = StoredRows(ids, jnp.zeros((*ids.shape, *like.row), like.dtype))
+    else:
+        kept = jnp.zeros(like.shape, like.dtype)
+    if valid is None:
+        return kept
+    return StoredEntries(kept, jnp.zeros((count * valid.shape[0], *valid.shape[1:]), bool))
 
 
 def _added(like: Gradient, kept: PyTree, gradient: Gradient, mini_step: jax.Array) -> Any:
-    if isinstance(like, MaskedTensor):
-        like = _unmasked(like)
-        gradient, valid = gradient_and_valid(gradient)
-        if is_row_sparse(like):
-            valid = _put(kept.valid, valid, like, mini_step)
-        else:
-            valid |= kept.valid
-        return StoredEntries(_added(like, kept.gradient, gradient, mini_step), valid)
+    like, _ = _split(like, of_shapes=True)
+    gradient, valid = _split(gradient)
+
+    def put(kept: jax.Array, new: jax.Array) -> jax.Array:
+        """Put the rows of a microbatch into the buffer at its place."""
+        # What `init` made outside jit is on no mesh, and knows no sharding of a table.
+        like_new = jax.typeof(new)
+        new, kept = (on_every_device(x, like_new) for x in (new.astype(kept.dtype), kept))
+        return lax.dynamic_update_slice_in_dim(kept, new, mini_step * like.nse, 0)
+
+    def added(kept: PyTree) -> Any:
+        if not is_row_sparse(like):
+            return kept + gradient.astype(kept.dtype)
+        ids = gradient.flat().row_ids()
+        return StoredRows(put(kept.ids, ids), put(kept.values, gradient.values))
+
+    if valid is None:
+        return added(kept)
+    valid = put(kept.valid, valid) if is_row_sparse(like) else kept.valid | valid
+    return StoredEntries(added(kept.gradient), valid)
+
+
+def _as_gradient(like: Gradient, kept: PyTree, factor: Scalar) -> Gradient:
+    like, valid = _split(like, of_shapes=True)
+    if valid is not None:
+        kept, valid = kept
     if not is_row_sparse(like):
-        return kept + gradient.astype(kept.dtype)
-    return StoredRows(
-        _put(kept.ids, gradient.flat().row_ids(), like, mini_step),
-        _put(kept.values, gradient.values, like, mini_step),
-    )
-
-
-def _put(kept: jax.Array, new: Any, like: RowSparse, mini_step: jax.Array) -> jax.Array:
-    """Put the rows of a microbatch into the buffer at its place."""
-    new = with_whole_rows(new.astype(kept.dtype))
-    # What `init` made outside jit is on no mesh.
-    kept = whole_rows_like(kept, jax.typeof(new))
-    return lax.dynamic_update_slice_in_dim(kept, new, mini_step * like.nse, 0)
-
-
-def _as_gradient(like: Gradient, kept: PyTree, factor: Scalar | None) -> Gradient:
-    if isinstance(like, MaskedTensor):
-        gradient, valid = _as_gradient(_unmasked(like), kept.gradient, factor), kept.valid
-        if is_row_sparse(gradient):
-            often = gradient.with_values(valid.astype(jnp.int32)).coalesce()
-            gradient, valid = gradient.coalesce(), often.values > 0
-        return joined(gradient, valid)
-    if not is_row_sparse(like):
-        return kept * jnp.asarray(factor, kept.dtype)
+        total = kept * jnp.asarray(factor, kept.dtype)
+        return total if valid is None else joined(total, valid)
     rows = RowSparse(kept.ids, kept.values, like.shape, leading=like.leading).widened()
-    return rows.with_values(rows.values * jnp.asarray(factor, rows.dtype))
-
-
-def _unmasked(gradient: Gradient) -> Any:
-    """Return the shapes of a gradient leaf as rows or an array, whether it is masked or not."""
-    if not isinstance(gradient, MaskedTensor):
-        return gradient
-    return jax.eval_shape(gradient_and_valid, gradient)[0]
+    rows = rows.with_values(rows.values * jnp.asarray(factor, rows.dtype))
+    if valid is None:
+        return rows
+    often = rows.with_values(valid.astype(jnp.int32)).coalesce()
+    return joined(rows.coalesce(), often.values > 0)
 
 
 def _check_structure(gradients: Gradients, like: Gradients) -> None:
@@ -244,11 +247,12 @@ def _check_structure(gradients: Gradients, like: Gradients) -> None:
         )
     for (path, x), (_, y) in zip(leaves, expected, strict=True):
         name = f"`updates{jax.tree_util.keystr(path)}`"
-        rows, room = _unmasked(x), _unmasked(y)
-        is_alike = isinstance(x, MaskedTensor) == isinstance(y, MaskedTensor)
-        is_alike = is_alike and is_row_sparse(rows) == is_row_sparse(room)
-        is_alike = is_alike and (not is_row_sparse(rows) or rows.leading == room.leading)
-        if not is_alike or tuple(x.shape) != tuple(y.shape):
+        rows, room = (_split(gradient, of_shapes=True)[0] for gradient in (x, y))
+        kinds = [
+            (isinstance(gradient, MaskedTensor), getattr(stored, "leading", None), x.shape)
+            for gradient, stored in ((x, rows), (y, room))
+        ]
+        if kinds[0] != kinds[1]:
             raise ValueError(
                 f"{name} is {_described(x)}, but `like` has {_described(y)} there: make "
                 "multi_steps with the gradient of a microbatch."

@@ -28,7 +28,6 @@ from jax.typing import DTypeLike
 from jmask._base.array_types import (
     complex_dtype,
     is_complex,
-    is_narrow,
     joint_dtype,
     real_dtype,
     sharding_of_rows,
@@ -36,21 +35,13 @@ from jmask._base.array_types import (
 )
 from jmask._base.types import Gradient, Gradients, OptState, Params, Table
 from jmask._deferred.step import deferred_step, has_deferred, without_rows
-from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, updated
+from jmask._kernels.update_rows import RowUpdate, updated
 from jmask._lazy.lazy import lazy
 from jmask._lazy.leaves import has_stacked, stacked_step
 from jmask._lazy.one_pass import OnePassTransformation
-from jmask._tables.packed import PackedTable
-from jmask._tables.stored_table import (
-    add_to_dense,
-    fitted,
-    is_stored_table,
-    rows_of,
-    shape_of,
-    with_rows,
-)
+from jmask._tables.stored_table import RowsAt, is_stored_table, shape_of
 from jmask._tensors.masked_tensor import MaskedTensor
-from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.apply import (
     Fit,
     apply_updates,
@@ -65,8 +56,8 @@ from jmask._updates.checks import (
     with_wide_rows,
 )
 from jmask._updates.eager import compiled_outside_jit
-from jmask._updates.row_update import update_entries, updated_whole
-from jmask._updates.state_rows import check_dtypes, check_state, check_state_type
+from jmask._updates.row_update import update_rows
+from jmask._updates.state_rows import check_made_by, check_state_type
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,11 +114,9 @@ class RowRule:
         return jnp.full(shape, slot.initial, dtype, device=sharding_of_rows(param))
 
     def on_entries(self, entries: Sequence[Any], scalars: Sequence[Any]) -> tuple[Any, ...]:
-        """Run the rule, in float32 at least.
+        """Run the rule on grad, param and slots, in float32 at least; None is passed on.
 
-        Args:
-            entries: grad, param and the slots; None is passed on.
-            scalars: of the step; with 64-bit numbers enabled they may be wider.
+        With 64-bit numbers enabled the scalars may be wider.
         """
         entries = [_wide(x) for x in entries]
         if any(map(is_complex, entries)):
@@ -174,16 +163,24 @@ class RowRule:
         return not any(slot.per_row for slot in self.slots.values())
 
 
+def changing_scalars(scalars: Sequence[Any]) -> tuple[list[jax.Array], Callable[..., Any]]:
+    """Return the arrays among scalars, and a function of them that returns all scalars."""
+    fixed = [None if isinstance(x, jax.Array) else x for x in scalars]
+
+    def all_scalars(changing: Sequence[Any]) -> tuple[Any, ...]:
+        arrays = iter(changing)
+        return tuple(next(arrays) if x is None else x for x in fixed)
+
+    return [x for x in scalars if isinstance(x, jax.Array)], all_scalars
+
+
 def optimizer(
     rule: RowRule, state_type: type, lazy_update: bool
 ) -> optax.GradientTransformationExtraArgs:
     """Return the transformation that follows a rule.
 
-    Args:
-        rule: the arithmetic.
-        state_type: a named tuple of `count` and the slots, in the rule's order.
-        lazy_update: touch only the rows of row-sparse gradients; otherwise they are made
-            dense first. The state is the same, so a run can switch.
+    The state is a named tuple of `count` and the slots, in the rule's order. It is the same
+    with and without `lazy_update`, so a run can switch.
     """
     dense = _dense_optimizer(rule, state_type)
     if lazy_update:
@@ -230,10 +227,7 @@ def _apply_gradients(
     if has_deferred(params):
         return deferred_step(lifted.init, lifted.update, run, grads, state, params)
     # A state of other shapes would broadcast, one of another dtype go on in it for ever.
-    shapes = jax.tree.map(shape_of, params, is_leaf=is_stored_table)
-    expected = jax.eval_shape(lifted.init, shapes)
-    check_state(state, expected)
-    check_dtypes(state, expected)
+    check_made_by(lifted.init, state, params)
     structure: Any
     leaves, structure = jax.tree.flatten(grads, is_leaf=is_gradient_leaf)
     if any(isinstance(leaf, MaskedTensor) for leaf in leaves):
@@ -257,25 +251,11 @@ def _apply_gradients(
 def _new_tables(
     rule: RowRule, gradient: Gradient, tables: list[Any], scalars: tuple[Any, ...]
 ) -> RowUpdate | list[Any]:
-    """Return parameter and slots after one step, for `updated` to finish.
-
-    dense gradient                              the rule on whole arrays
-    packed table, no slot per row               its lines, entry by entry
-    other table container                       gather, compute, scatter
-    step linear in the gradient, exact dtype    an accumulating scatter
-    no slot per row                             one scatter with the rule as its combiner
-    a slot per row                              unique rows: gather, compute, scatter; densely
-                                                where most rows are touched
-    """
+    """Return parameter and slots after one step, for `updated` to finish."""
     # `Update` functions are static parameters of a primitive, which JAX caches: closing over a
     # tracer would leak it. Python numbers are compiled in as constants.
+    traced, all_scalars = changing_scalars(scalars)
     dtypes = _dtypes(tables)
-    traced = [x for x in scalars if isinstance(x, jax.Array)]
-    fixed = [None if isinstance(x, jax.Array) else x for x in scalars]
-
-    def all_scalars(traced: Sequence[Any]) -> tuple[Any, ...]:
-        arrays = iter(traced)
-        return tuple(next(arrays) if x is None else x for x in fixed)
 
     def new_entries(*entries: Any) -> list[Any]:
         param, *slots = entries[: len(dtypes)]
@@ -283,51 +263,30 @@ def _new_tables(
         step, *slots = rule.on_entries((grad, param, *slots), all_scalars(traced))
         return _cast((_wide(param) + step, *slots), dtypes)
 
-    param = tables[0]
+    def on_rows(at: RowsAt, tables: Sequence[Any], traced: Sequence[Any]) -> list[Any]:
+        param, *slots = tables
+        entries = (
+            at.values,
+            at.read(param) if rule.needs_param else None,
+            *map(at.read, slots),
+        )
+        step, *rows = rule.on_entries(entries, all_scalars(traced))
+        return [at.with_step(param, step), *map(at.write, slots, rows)]
+
+    def linear_step(rows: jax.Array) -> jax.Array:
+        return rule.on_entries((rows, None), scalars)[0]
+
     if not is_row_sparse(gradient):
         return new_entries(*tables, gradient, *traced)
-    if is_stored_table(param):
-        if rule.one_pass() and isinstance(param, PackedTable):
-            return update_entries(new_entries, tables, gradient, traced)
-        return _on_rows(rule, fitted(param, gradient), tables, scalars)
-    if rule.linear and param.dtype == gradient.dtype and not is_narrow(gradient.dtype):
-        step = gradient.scaled(lambda rows: rule.on_entries((rows, None), scalars)[0])
-        return RowUpdate(ADDITION, [param], step.row_ids(), step.rows(), [], step.order)
-    if rule.one_pass():
-        return update_entries(new_entries, tables, gradient, traced)
-    updated_densely = updated_whole(new_entries, tables, gradient, traced)
-    if updated_densely is not None:
-        return updated_densely
-    shape = gradient.shape
-
-    def on_unique_rows(
-        tables: list[Any], ids: jax.Array, rows: jax.Array, traced: list[Any], is_sorted: bool
-    ) -> list[Any]:
-        unique = RowSparse.from_rows(ids, rows, shape, coalesced=is_sorted)
-        return _on_rows(rule, unique, tables, all_scalars(traced))
-
-    one_row = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in (*tables, gradient)]
-    captures = bool(jax.make_jaxpr(new_entries)(*one_row, *traced).consts)
-    return RowUpdate(
-        Update(on_unique_rows, captures=captures),
+    return update_rows(
+        new_entries,
         tables,
-        gradient.row_ids(),
-        gradient.rows(),
+        gradient,
         traced,
-        gradient.order,
+        is_elementwise=rule.one_pass(),
+        on_rows=on_rows,
+        linear=linear_step if rule.linear else None,
     )
-
-
-def _on_rows(
-    rule: RowRule, gradient: RowSparse, tables: list[Any], scalars: tuple[Any, ...]
-) -> list[Any]:
-    """Parameter and slots after one step, from their rows where the distinct ids are."""
-    param, *slots = tables
-    old = [rows_of(x, gradient) for x in slots]
-    param_rows = rows_of(param, gradient) if rule.needs_param else None
-    step, *rows = rule.on_entries((gradient.values, param_rows, *old), scalars)
-    new = [with_rows(x, gradient, y.astype(x.dtype)) for x, y in zip(slots, rows, strict=True)]
-    return [add_to_dense(param, gradient.with_values(step)), *new]
 
 
 def _dense_optimizer(rule: RowRule, state_type: type) -> optax.GradientTransformationExtraArgs:
@@ -351,9 +310,7 @@ def _dense_optimizer(rule: RowRule, state_type: type) -> optax.GradientTransform
             check_parameters(params)
             params = Fit.of(updates, params).params
             check_structure(updates, params)
-            expected = jax.eval_shape(init, params)
-            if jax.tree.structure(expected) == jax.tree.structure(state):
-                check_dtypes(state, expected)
+            check_made_by(init, state, params)
         gradients, structure = jax.tree.flatten(updates)
         none = [None] * len(gradients)
         columns = [none if params is None else structure.flatten_up_to(params)]

@@ -86,12 +86,9 @@ def sgd(
         >>> jmask.apply_updates(table, updates).ravel()
         Array([1. , 1. , 0.5], dtype=float32)
     """
-    common = hyper.Common(
-        learning_rate, weight_decay, clip_gradient, rescale_grad, maximize, lazy_update,
-        decay_mode, state_dtype,
-    )  # fmt: skip
+    common = hyper.Common.among(locals())
     check_flag("nesterov", nesterov)
-    hyper.check_fraction("momentum", momentum)
+    hyper.check_number("momentum", momentum, hyper.FRACTION)
     has_momentum = not hyper.is_zero(momentum)
     if nesterov and not has_momentum:
         raise ValueError(f"`nesterov` needs a positive `momentum`, got {momentum}.")

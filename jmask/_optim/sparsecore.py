@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmask._optim.row_rule import RowRule
+from jmask._optim.row_rule import RowRule, changing_scalars
 from jmask._tables.shard_layout import dealt, gathered
 
 # Rows on a core, and numbers in a row, come in multiples of this.
@@ -63,25 +63,16 @@ def row_optimizer(tx: optax.GradientTransformation) -> RowOptimizer:
             f"`tx` keeps one number for each row ({names}), and SparseCore's slots have the "
             "shape of the table: use jmask.adagrad or jmask.adam."
         )
-    constants = rule.scalars(jnp.zeros((), jnp.int32))
-    changing = [isinstance(x, jax.Array) for x in constants]
+    _, all_scalars = changing_scalars(rule.scalars(jnp.zeros((), jnp.int32)))
 
     def computation(grad: jax.Array, row: jax.Array, *others: jax.Array) -> Any:
-        slots, given = others[: len(rule.slots)], iter(others[len(rule.slots) :])
-        scalars = [
-            next(given) if changes else x
-            for x, changes in zip(constants, changing, strict=True)
-        ]
-        step, *new = rule.rule(grad, row, *slots, *scalars)
+        slots, changing = others[: len(rule.slots)], others[len(rule.slots) :]
+        step, *new = rule.rule(grad, row, *slots, *all_scalars(changing))
         return (row + step, *new)
 
     def hyperparameters(count: jax.Array) -> tuple[jax.Array, ...]:
-        scalars = rule.scalars(jnp.asarray(count, jnp.int32))
-        return tuple(
-            jnp.asarray(x, jnp.float32)
-            for x, changes in zip(scalars, changing, strict=True)
-            if changes
-        )
+        changing, _ = changing_scalars(rule.scalars(jnp.asarray(count, jnp.int32)))
+        return tuple(jnp.asarray(x, jnp.float32) for x in changing)
 
     initial = {name: slot.initial for name, slot in rule.slots.items()}
     return RowOptimizer(computation, initial, hyperparameters)

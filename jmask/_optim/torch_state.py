@@ -17,6 +17,7 @@ import numpy as np
 from jmask._base.types import OptState, PyTree
 from jmask._optim.adagrad import AdagradState
 from jmask._optim.adam import AdamState
+from jmask._updates.state_rows import states_of
 
 # For each field of a state the key that torch gives it.
 _KEYS: dict[Any, dict[str, str]] = {
@@ -57,7 +58,7 @@ def from_torch_state(
         >>> state.count, state.sum_of_squares["t"].ravel()
         (Array(7, dtype=int32), Array([2., 2., 2.], dtype=float32))
     """
-    ours = _only_state(state)
+    ours, keys = _only_state(state)
     torch_state = _checked_mapping(torch_state)
     paths: Any = jax.tree.leaves_with_path(ours[1])
     numbers = _checked_order(order, len(paths))
@@ -70,7 +71,12 @@ def from_torch_state(
             "which is which by `order`."
         )
     for number in numbers:
-        _check_keys(torch_state[number], number, {"step", *_keys(ours).values()})
+        unknown = sorted(set(map(str, torch_state[number])) - {"step", *keys.values()})
+        if unknown:
+            raise ValueError(
+                f"parameter {number!r} of `torch_state` has {unknown[0]!r}, which `state` has "
+                "no place for: is it of another optimizer, or of one with `amsgrad`?"
+            )
     steps = {number: _steps(torch_state[number], number) for number in numbers}
     if len(set(steps.values())) > 1:
         raise ValueError(
@@ -92,12 +98,12 @@ def from_torch_state(
             arrays.append(jnp.asarray(array, old.dtype))
         return structure.unflatten(arrays)
 
-    fields = {field: loaded(key, getattr(ours, field)) for field, key in _keys(ours).items()}
+    fields = {field: loaded(key, getattr(ours, field)) for field, key in keys.items()}
     # torch counts the steps of each parameter, jmask those of the optimizer: all are equal by
     # now, and an optimizer without parameters has taken none.
     count = jnp.asarray(max(steps.values(), default=0), ours.count.dtype)
     new = ours._replace(count=count, **fields)
-    return jax.tree.map(lambda x: new if x is ours else x, state, is_leaf=_is_known)
+    return jax.tree.map(lambda x: new if x is ours else x, state, is_leaf=lambda x: x is ours)
 
 
 def to_torch_state(
@@ -126,8 +132,8 @@ def to_torch_state(
         >>> jmask.to_torch_state(jmask.adagrad(0.1).init(jnp.ones(2)))
         {0: {'step': array(0., dtype=float32), 'sum': array([0., 0.], dtype=float32)}}
     """
-    ours = _only_state(state)
-    columns = {key: jax.tree.leaves(getattr(ours, field)) for field, key in _keys(ours).items()}
+    ours, keys = _only_state(state)
+    columns = {key: jax.tree.leaves(getattr(ours, field)) for field, key in keys.items()}
     numbers = _checked_order(order, len(next(iter(columns.values()))))
     return {
         number: {
@@ -139,22 +145,15 @@ def to_torch_state(
     }
 
 
-def _is_known(x: object) -> bool:
-    return isinstance(x, tuple(_KEYS))
-
-
-def _keys(state: OptState) -> dict[str, str]:
-    return _KEYS[type(state)]
-
-
-def _only_state(state: OptState) -> OptState:
-    states = [x for x in jax.tree.leaves(state, is_leaf=_is_known) if _is_known(x)]
+def _only_state(state: OptState) -> tuple[Any, dict[str, str]]:
+    """Return the state of the optimizer, and for each of its fields the key of torch."""
+    states = states_of(tuple(_KEYS), state)
     if len(states) != 1:
         raise ValueError(
             f"`state` must hold one state of jmask.adam or jmask.adagrad, found {len(states)} "
             f"in {jax.tree.structure(state)}."
         )
-    return states[0]
+    return states[0], _KEYS[type(states[0])]
 
 
 def _checked_order(order: Sequence[Any] | None, count: int) -> list[Any]:
@@ -198,15 +197,6 @@ def _check_unambiguous(torch_state: Mapping[Any, Any], leaves: Sequence[Any]) ->
                 "and torch numbers parameters in its own order. List the number of each leaf, "
                 "in the order of jax.tree.leaves(params)."
             )
-
-
-def _check_keys(entries: Mapping[str, Any], number: object, known: set[str]) -> None:
-    unknown = sorted(set(map(str, entries)) - known)
-    if unknown:
-        raise ValueError(
-            f"parameter {number!r} of `torch_state` has {unknown[0]!r}, which `state` has no "
-            "place for: is it of another optimizer, or of one with `amsgrad`?"
-        )
 
 
 def _steps(entries: Mapping[str, Any], number: object) -> int:

@@ -46,11 +46,7 @@ def sealed(clock: jax.Array) -> jax.Array:
 
 
 def unsealed(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the clock, and whether the leaf is one.
-
-    Raises:
-        TypeError: if it is a number, as arithmetic or an older version made it.
-    """
+    """Return the clock, and whether the leaf is one; refuse numbers, as arithmetic makes."""
     if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         raise TypeError(
             f"the clock of this DeferredTable came back as {leaf.dtype}: its leaves are no "

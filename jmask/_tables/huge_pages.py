@@ -54,14 +54,12 @@ def huge_pages(tree: PyTree) -> int:
                 "`huge_pages` is about memory, and there is none while a function is traced: "
                 "call it outside jit, before the first step."
             )
-        if isinstance(leaf, jax.Array) and sys.platform == "linux" and _is_stored(leaf):
+        if not isinstance(leaf, jax.Array) or sys.platform != "linux":
+            continue
+        is_numbers = not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+        if is_numbers and not leaf.is_deleted() and leaf.size > 0:
             total += sum(_advise(shard.data) for shard in leaf.addressable_shards)
     return total
-
-
-def _is_stored(array: jax.Array) -> bool:
-    is_numbers = not jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended)
-    return is_numbers and not array.is_deleted() and array.size > 0
 
 
 def _advise(block: jax.Array) -> int:

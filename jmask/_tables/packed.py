@@ -31,7 +31,7 @@ from jmask._kernels.lines import LANES, per_line, picked, placed
 from jmask._kernels.rows import gather_rows
 from jmask._kernels.scatter_update import Combiner, update_elementwise
 from jmask._kernels.update_rows import updated
-from jmask._tables.stored_table import Placeholder, StoredTable, whole
+from jmask._tables.stored_table import Placeholder, StoredTable, differentiable
 from jmask._tensors.row_sparse import RowSparse
 
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
@@ -70,11 +70,7 @@ class PackedTable(StoredTable):
 
     @classmethod
     def pack(cls, x: Any) -> "PackedTable":
-        """Return the array `x` (V, *row), packed.
-
-        Raises:
-            ValueError: if it is no table, or sharded over explicit axes of a mesh.
-        """
+        """Return the array `x` (V, *row), packed."""
         x = checked_floating(as_table(x))
         if explicit_sharding(x) is not None:
             raise ValueError(
@@ -94,7 +90,7 @@ class PackedTable(StoredTable):
         return self.parts[0].dtype
 
     def todense(self) -> jax.Array:
-        return whole(
+        return differentiable(
             jnp.concatenate(self.entries(), axis=1).reshape(self.shape), self.placeholder
         )
 
@@ -113,7 +109,8 @@ class PackedTable(StoredTable):
         return jnp.concatenate(columns, axis=1).reshape(ids.shape[0], *self.shape[1:])
 
     def entries(self) -> list[jax.Array]:
-        return [_unpacked(part, w)[: self.shape[0]] for part, w in self._with_widths()]
+        rows = self.shape[0]
+        return [part.reshape(-1, width)[:rows] for part, width in self._with_widths()]
 
     def fitted(self, gradient: RowSparse) -> RowSparse:
         return gradient.coalesce()
@@ -122,28 +119,23 @@ class PackedTable(StoredTable):
         return self.read(gradient.row_ids())
 
     def set_rows(self, gradient: RowSparse, rows: jax.Array) -> "PackedTable":
-        ids = gradient.row_ids()
-        columns = rows.astype(self.dtype).reshape(ids.shape[0], math.prod(self.shape[1:]))
-        parts: list[jax.Array] = []
-        for part, new in zip(self.parts, _groups(columns), strict=True):
-            ids = _after(parts, ids)
-            parts.append(_written(part, ids, new, self.shape[0]))
-        return PackedTable(parts, self.shape)
+        return self.write(gradient.row_ids(), rows)
+
+    def write(self, ids: jax.Array, rows: jax.Array) -> "PackedTable":
+        """Return the table with other rows (n, *row) at ids (n,), sorted and unique."""
+        return self.updated(lambda _, row: [row], [], ids, rows.astype(self.dtype), [])[0]
 
     def updated(
         self,
         combiner: Combiner,
         slots: Sequence["PackedTable"],
-        gradient: RowSparse,
+        ids: jax.Array,
+        rows: jax.Array,
         scalars: Sequence[Any],
     ) -> list["PackedTable"]:
-        """Apply `combiner` to the rows of a gradient, in this table and slots of its shape.
+        """Apply `combiner`, as of `update_elementwise`, to rows of sorted unique ids.
 
-        Args:
-            combiner: as of `update_elementwise`.
-            slots: kept in the same way.
-            gradient: as `fitted` gives it.
-            scalars: what else the combiner takes.
+        The slots have the shape of this table, and are kept in the same way.
         """
         tables = (self, *slots)
         count = len(tables)  # JAX may remember the function, which must not keep the tables
@@ -156,14 +148,13 @@ class PackedTable(StoredTable):
                 for x, y in zip(made, old, strict=True)
             ]
 
-        ids = gradient.row_ids()
-        columns = gradient.values.reshape(ids.shape[0], math.prod(self.shape[1:]))
+        columns = rows.reshape(ids.shape[0], math.prod(self.shape[1:]))
         new: list[list[jax.Array]] = []
-        for i, rows in enumerate(_groups(columns)):
+        for i, group in enumerate(_groups(columns)):
             ids = _after(new, ids)
-            place, lines, touched = placed(ids, rows, self.shape[0], self.parts[i].shape[0])
+            place, lines, touched = placed(ids, group, self.shape[0], self.parts[i].shape[0])
             parts = [table.parts[i] for table in tables]
-            mask = touched.astype(rows.dtype)
+            mask = touched.astype(group.dtype)
             update = update_elementwise(masked, parts, place, lines, [mask, *scalars], "unique")
             new += updated([update])
         return [PackedTable(parts, self.shape) for parts in zip(*new, strict=True)]
@@ -212,11 +203,7 @@ def packed(table: Numbers, platform: str | None = None) -> Table:
 
 
 def checked_floating(table: Shaped) -> Table:
-    """Return an array, or the shape of one, that can be a table.
-
-    Raises:
-        ValueError: if it is not (V, *row), has empty rows, or is neither floating nor complex.
-    """
+    """Return an array, or the shape of one, that can be a table: its rows have entries."""
     rows_have_entries = table.ndim and math.prod(table.shape[1:])
     if not rows_have_entries or not jnp.issubdtype(table.dtype, jnp.inexact):
         raise ValueError(
@@ -257,19 +244,6 @@ def _packed(columns: jax.Array) -> jax.Array:
     rows, width = columns.shape
     missing = -rows % per_line(width)
     return jnp.pad(columns, ((0, missing), (0, 0))).reshape(-1, max(width, LANES))
-
-
-def _unpacked(part: jax.Array, width: int) -> jax.Array:
-    return part.reshape(-1, width)
-
-
-def _written(part: jax.Array, ids: jax.Array, rows: jax.Array, count: int) -> jax.Array:
-    """Return the part with `rows` (n, width) at `ids`, sorted and unique apart from padding."""
-    line, new, touched = placed(ids, rows, count, part.shape[0])
-    new = jnp.where(touched, new, gather_rows(part, ids // per_line(rows.shape[1])))
-    update = update_elementwise(lambda _, new: [new], [part], line, new, [], "unique")
-    ((written,),) = updated([update])
-    return written
 
 
 def _after(done: list[Any], ids: jax.Array) -> jax.Array:

@@ -102,11 +102,7 @@ def _is_node(x: object) -> bool:
 
 
 def _at(tree: PyTree, path: KeyPath) -> PyTree:
-    """Return what `tree` has at a path of another tree, whose nodes may be mappings here.
-
-    Raises:
-        LookupError: if there is nothing.
-    """
+    """Return what `tree` has at a path of another tree, whose nodes may be mappings here."""
     for key in path:
         name = _key(key)
         if isinstance(tree, Mapping):
@@ -228,11 +224,8 @@ def _as_deferred(name: str, given: PyTree, like: Deferred) -> Deferred:
     clock = given["clock"]
     if jnp.issubdtype(clock.dtype, jax.dtypes.prng_key):
         clock = jax.random.key_data(clock)[..., 0]
-    parts = {
-        key: from_arrays({key: given[key]}, {key: getattr(like, key)})[key]
-        for key in _OF_DEFERRED
-        if key != "clock"
-    }
+    others = [key for key in _OF_DEFERRED if key != "clock"]
+    parts = from_arrays({x: given[x] for x in others}, {x: getattr(like, x) for x in others})
     shared = {"clock": jnp.asarray(clock, jnp.int32)} | {x: parts[x] for x in _OF_ALL_ROWS}
     parts |= {key: _on_devices_of(like.main, x) for key, x in shared.items()}
     return like._with(sealed_clock=sealed(parts.pop("clock")), **parts)
@@ -251,13 +244,18 @@ def _on_devices_of(main: Table, shared: jax.Array) -> Any:
 
 def _as_table(name: str, given: PyTree, like: StoredTable) -> StoredTable:
     if is_stored_table(given):
-        _check_placed_alike(name, given, like)
+        kinds: list[Any] = [jax.tree.structure(x) for x in (given, like)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(
+                f"{name} is a {given!r} that is placed otherwise than `like` has it: give "
+                "jmask.to_arrays of the tree, which does not depend on how tables are kept."
+            )
+        if isinstance(given, ShardedTable):
+            given.check_layout()
         return given
     given = jax.tree.map(_by_automatic_axes, given)
     if isinstance(given, Mapping):
         given = _in_order_of_ids(name, given, like)
-    elif abstract_leaf(given) is None:
-        raise not_an_array(name, given, "give what jmask.to_arrays made")
     given = _checked_kind(name, given, jnp.zeros((), like.dtype))
     if jnp.shape(given) != like.shape:
         raise ValueError(
@@ -304,17 +302,6 @@ def _in_order_of_ids(name: str, given: Mapping[str, Any], like: StoredTable) -> 
     if shape[1:] != tuple(row) or shape[0] < rows:
         raise ValueError(f"{name} has blocks of shape {shape}, and `like` is {like!r}.")
     return blocks[:rows]
-
-
-def _check_placed_alike(name: str, given: PyTree, like: PyTree) -> None:
-    structures: list[Any] = [jax.tree.structure(given), jax.tree.structure(like)]
-    if structures[0] != structures[1]:
-        raise ValueError(
-            f"{name} is a {given!r} that is placed otherwise than `like` has it: give "
-            "jmask.to_arrays of the tree, which does not depend on how tables are kept."
-        )
-    if isinstance(given, ShardedTable):
-        given.check_layout()
 
 
 def _as_like(name: str, given: PyTree, like: PyTree) -> PyTree:

@@ -1,9 +1,10 @@
 """The layout of a sharded table's rows, and code that runs on each device.
 
-    S shards of R = ceil(V / S) rows; row i is on shard s at place j
+    S shards of R = ceil(V / S) rows; row i lives on shard s at place j
 
-    div    s = i // R, j = i % R          V = 8, S = 3: shard 0 has rows 0, 1, 2
-    mod    s = i % S,  j = i // S                       shard 0 has rows 0, 3, 6
+    placement    s          j           shard 0 of 3, V = 8
+    div          i // R     i % R       rows 0, 1, 2        contiguous blocks
+    mod          i % S      i // S      rows 0, 3, 6        hot ids on all shards
 
 Ids may need int64; places on a shard are int32.
 """
@@ -80,11 +81,7 @@ class Layout:
 
     @classmethod
     def from_description(cls, described: tuple[Any, ...]) -> "Layout":
-        """Return the layout that was `described`.
-
-        Raises:
-            ValueError: if its devices are not there.
-        """
+        """Return the layout that was `described`, if its devices are there."""
         (shape, ids, names, types), *others = described
         devices = {device.id: device for device in jax.devices()}
         if not devices.keys() >= set(ids):
@@ -133,6 +130,12 @@ class Layout:
             ids = there * self.shards + shard
         return jnp.where(places < self.block, ids, jnp.asarray(self.count, dtype))
 
+    def summed_here(self, ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the ids and rows that live on this device, equal ids summed, inside `run`."""
+        shard = self.shard()
+        places, values = coalesce_rows(self.local(ids, shard), values, self.block)
+        return self.ids(places, shard), values
+
     def missing(self, count: int) -> int:
         """Return how many entries to pad: devices get equally many, and at least one."""
         parts = math.prod(self.mesh.shape[axis] for axis in self.batch)
@@ -149,14 +152,10 @@ class Layout:
     def run(
         self, function: Callable[..., Any], *arguments: Any, over: Sequence[tuple[str, ...]]
     ) -> Any:
-        """Run `function` on each device.
+        """Run `function` on the blocks that each device holds of the arguments.
 
-        Args:
-            function: of the blocks that a device holds; returns arrays of one block each.
-            arguments: arrays whose dimension 0 is sharded over axes.
-            over: for each argument, and at last for the result, these axes.
-
-        Inside a `shard_map` over these axes it is called as it is.
+        Dimension 0 of each is sharded over the axes `over`, the last of which are for the
+        results. Inside a `shard_map` over the axes of the rows it is called as it is.
         """
         if self.inside():
             return function(*arguments)
@@ -188,27 +187,21 @@ class Layout:
     # dimension, whose size is the number of shards: an array never fits another layout. The
     # dimension is the first, so that on each device it is 1 and costs nothing.
 
-    def stored(self, blocks: Blocks) -> Blocks:
-        """Return blocks (S R, ...) as a table holds them: (S, R, ...) if placed by "mod"."""
+    def stored(self, blocks: Blocks, parts: int | None = None) -> Blocks:
+        """Return blocks (S R, ...) as a table holds them: (S, R, ...) if placed by "mod".
+
+        With one part, the block (R, ...) of a device as (1, R, ...).
+        """
         if self.placement == "div":
             return blocks
-        return jax.tree.map(lambda x: x.reshape(self.shards, -1, *x.shape[1:]), blocks)
+        parts = self.shards if parts is None else parts
+        return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), blocks)
 
     def merged(self, stored: Blocks) -> Blocks:
-        """Return the blocks (S R, ...) that were `stored`."""
+        """Return the blocks (S R, ...), or the block (R, ...), that were `stored`."""
         if self.placement == "div":
             return stored
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stored)
-
-    def local_block(self, stored: Blocks) -> Blocks:
-        """Return the arrays of one device, (R, ...) or (1, R, ...), as (R, ...)."""
-        if self.placement == "div":
-            return stored
-        return jax.tree.map(lambda x: x.reshape(x.shape[1:]), stored)
-
-    def local_stored(self, block: Blocks) -> Blocks:
-        """Return the inverse of `local_block`."""
-        return block if self.placement == "div" else jax.tree.map(lambda x: x[None], block)
 
 
 def dealt(table: jax.Array, shards: int) -> jax.Array:
@@ -364,13 +357,10 @@ def rows_from_owners(
     ids: jax.Array,
     like: jax.ShapeDtypeStruct,
 ) -> jax.Array:
-    """Return the rows (n, *row) of ids (n,) of each device, of no meaning for padding.
+    """Return the rows (n, *row) of canonical ids (n,), of no meaning for padding.
 
-    Args:
-        layout: where the rows live.
-        read: places (m,) on this shard to rows (m, *row).
-        ids (n,): canonical.
-        like: shape (n, *row) and dtype of the result.
+    `read` takes places (m,) on this shard to rows (m, *row); `like` is the shape and dtype of
+    the result.
     """
     if not like.size:
         return jnp.zeros(like.shape, like.dtype)
@@ -396,8 +386,7 @@ def rows_to_owners(
 
     Args:
         layout: where the rows live.
-        ids (n,): canonical.
-        values (n, *row): floating, a row for each id.
+        ids, values: (n,), canonical, and (n, *row), floating.
         axes: over which entries differ, the axes of the rows among them.
 
     Returns:

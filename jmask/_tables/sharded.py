@@ -1,14 +1,9 @@
 """Sharded tables: the rows of a table distributed over the devices of a mesh.
 
-    S shards of R = ceil(V / S) rows; row i lives on shard s at place j
-
-    placement    s          j           shard 0 of 3, V = 8
-    div          i // R     i % R       rows 0, 1, 2        contiguous blocks
-    mod          i % S      i // S      rows 0, 3, 6        hot ids on all shards
-
-A lookup sends ids to the shards and rows back. A gradient crosses the network once, as ids
-and rows; then each shard keeps what is its own, and reads, computes and writes where the row
-lives: parameters and optimizer state never move.
+`shard_layout` says on which shard a row lives, and at what place: "div" gives each shard a
+contiguous block of rows, "mod" deals them out. A lookup sends ids to the shards and rows back.
+A gradient crosses the network once, as ids and rows; then each shard keeps what is its own,
+and reads, computes and writes where the row lives: parameters and state never move.
 
     forward      all-gather of the ids, reduce-scatter of the rows        n + n D numbers
     backward     all-gather of the ids and the rows of the gradient       n + n D numbers
@@ -16,15 +11,16 @@ lives: parameters and optimizer state never move.
 The batch may be sharded over the same axes of the mesh, over others, or over both.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import (
@@ -38,11 +34,11 @@ from jmask._base.array_types import (
 )
 from jmask._base.row_ids import Order
 from jmask._base.types import JvpArgs, Numbers, PyTree, Scalar, Shape
-from jmask._base.validation import as_table
-from jmask._kernels.coalesce import coalesce_rows
+from jmask._base.validation import as_table, checked_choice
 from jmask._kernels.rows import gather_unique_rows, set_rows
 from jmask._tables.packed import PackedTable, checked_floating, part_shapes
 from jmask._tables.shard_layout import (
+    PLACEMENTS,
     Blocks,
     Layout,
     dealt,
@@ -52,7 +48,7 @@ from jmask._tables.shard_layout import (
     rows_from_owners,
     rows_to_owners,
 )
-from jmask._tables.stored_table import Placeholder, StoredTable, read_rows, whole
+from jmask._tables.stored_table import Placeholder, StoredTable, differentiable, read_rows
 from jmask._tensors.row_sparse import RowSparse
 
 # --- routed rows --------------------------------------------------------------------------
@@ -111,10 +107,7 @@ class RoutedRows(RowSparse):
         layout = self.layout
 
         def others(ids: jax.Array, values: jax.Array, rows: jax.Array) -> Any:
-            shard = layout.shard()
-            places = layout.local(jnp.where(rows, layout.count, ids), shard)
-            places, values = coalesce_rows(places, values, layout.block)
-            return layout.ids(places, shard), values
+            return layout.summed_here(jnp.where(rows, layout.count, ids), values)
 
         over = (layout.rows,) * 4
         ids, values = layout.run(others, self.row_ids(), self.values, rows, over=over)
@@ -156,20 +149,15 @@ class ShardedTable(StoredTable):
         shape: Sequence[int],
         placeholder: Placeholder | None = None,
     ):
-        self.stored, self.layout, self.shape, self.placeholder = (
-            stored,
-            layout,
-            tuple(shape),
-            placeholder,
-        )
+        self.stored, self.layout = stored, layout
+        self.shape, self.placeholder = tuple(shape), placeholder
 
     @property
     def blocks(self) -> Blocks:
-        merged = jax.jit(self.layout.merged, out_shardings=self._sharding())
-        return self.stored if self.layout.placement == "div" else merged(self.stored)
-
-    def _sharding(self) -> NamedSharding:
-        return self.layout.sharding(2 if self._is_packed() else self.ndim)
+        if self.layout.placement == "div":
+            return self.stored
+        sharding = self.layout.sharding(2 if self._is_packed() else self.ndim)
+        return jax.jit(self.layout.merged, out_shardings=sharding)(self.stored)
 
     def _is_packed(self) -> bool:
         return isinstance(self.stored, PackedTable)
@@ -179,11 +167,7 @@ class ShardedTable(StoredTable):
         return self.stored.dtype
 
     def check_layout(self) -> Blocks:
-        """Return the stored blocks, of the shapes that the layout gives them.
-
-        Raises:
-            ValueError: if they are of another layout, as leaves that were stored and loaded.
-        """
+        """Return the stored blocks; refuse those of another layout, as from a checkpoint."""
         layout = self.layout
         shape = (layout.shards * layout.block, *self.shape[1:])
         shapes = part_shapes(shape) if self._is_packed() else [shape]
@@ -202,23 +186,16 @@ class ShardedTable(StoredTable):
 
     def with_placement(self, placement: str) -> "ShardedTable":
         """Return the same table with rows placed otherwise: "div" or "mod"."""
-        layout = self.layout
-        return sharded(
-            self.todense(),
-            layout.mesh,
-            rows=layout.rows,
-            batch=layout.batch,
-            placement=placement,
-            packed=self._is_packed(),
-            capacity_factor=layout.capacity_factor,
-        )
+        checked_choice(placement, "placement", PLACEMENTS)
+        layout = dataclasses.replace(self.layout, placement=placement)
+        return _placed(self.todense(), layout, self._is_packed())
 
     def todense(self) -> jax.Array:
         blocks = self.layout.merged(jax.tree.map(with_whole_rows, self.check_layout()))
         blocks = blocks.todense() if isinstance(blocks, PackedTable) else blocks
         if self.layout.placement == "mod":
             blocks = gathered(blocks.reshape(self.layout.shards, -1, *self.shape[1:]))
-        return whole(blocks[: self.shape[0]], self.placeholder)
+        return differentiable(blocks[: self.shape[0]], self.placeholder)
 
     def full(self, row: Sequence[int], value: Scalar, dtype: DTypeLike) -> "ShardedTable":
         layout, shape = self.layout, (self.layout.shards * self.layout.block, *row)
@@ -249,16 +226,16 @@ class ShardedTable(StoredTable):
 
     def read(self, ids: jax.Array) -> jax.Array:
         layout = self.layout
-        rows_of = self._from_everyone
-        if layout.capacity_factor is not None:
-            rows_of = self._from_owners
+        is_exchanged = layout.capacity_factor is not None
+        rows_of = self._from_owners if is_exchanged else self._from_everyone
         stored = self.check_layout()
         if layout.inside():
             return rows_of(self._local(stored), ids)
         count, extra = ids.shape[0], layout.missing(ids.shape[0])
         over = (layout.rows, layout.batch, layout.batch)
         padded = self._padded(ids, extra, layout.count)
-        rows = layout.run(self._on_local(rows_of), stored, padded, over=over)
+        on_stored = lambda stored, ids: rows_of(self._local(stored), ids)
+        rows = layout.run(on_stored, stored, padded, over=over)
         rows = layout.everywhere(rows)[:count] if extra else rows
         sharding = explicit_sharding(rows)
         return rows if sharding is None else with_rows_over(rows, sharding, spec_of(ids)[0])
@@ -306,15 +283,13 @@ class ShardedTable(StoredTable):
         is_exchanged = layout.capacity_factor is not None and set(layout.rows) <= set(axes)
 
         def routed(ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-            shard = layout.shard()
             if is_exchanged:
                 places, values = rows_to_owners(layout, ids, values, axes)
-                return layout.ids(places, shard), values
+                return layout.ids(places, layout.shard()), values
             if axes:
                 ids = lax.all_gather(ids, axes, tiled=True)
                 values = lax.all_gather(values, axes, tiled=True)
-            places, values = coalesce_rows(layout.local(ids, shard), values, layout.block)
-            return layout.ids(places, shard), values
+            return layout.summed_here(ids, values)
 
         if not layout.inside():
             extra = layout.missing(ids.shape[0])
@@ -342,11 +317,9 @@ class ShardedTable(StoredTable):
         def written(stored: Blocks, ids: jax.Array, rows: jax.Array) -> Blocks:
             places, block = layout.local(ids, layout.shard()), self._local(stored)
             if not isinstance(block, PackedTable):
-                return layout.local_stored(set_rows(block, places, rows, coalesced=True))
-            new = block.set_rows(
-                RowSparse.from_rows(places, rows, block.shape, coalesced=True), rows
-            )
-            return layout.local_stored(PackedTable(new.parts, stored.shape))
+                return layout.stored(set_rows(block, places, rows, coalesced=True), 1)
+            parts = block.write(places, rows).parts
+            return layout.stored(PackedTable(parts, stored.shape), 1)
 
         over = (layout.rows,) * 4
         stored = layout.run(written, self.check_layout(), gradient.row_ids(), rows, over=over)
@@ -386,13 +359,10 @@ class ShardedTable(StoredTable):
 
     def _local(self, stored: Blocks) -> Blocks:
         """Return the block of a device (R, *row), its shape said truly."""
-        block = self.layout.local_block(stored)
+        block = self.layout.merged(stored)
         if not isinstance(block, PackedTable):
             return block
         return PackedTable(block.parts, (self.layout.block, *self.shape[1:]))
-
-    def _on_local(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda stored, *arguments: function(self._local(stored), *arguments)
 
 
 def sharded(
@@ -461,21 +431,27 @@ def placed_alike(table: Numbers, like: ShardedTable) -> ShardedTable:
 
 def _placed(table: Any, layout: Layout, in_lines: bool) -> ShardedTable:
     """Return an array, or the shape of one, as a table of a layout, in lines of 128 or not."""
-    mesh, placement = layout.mesh, layout.placement
 
     def blocks_of(table: jax.Array) -> Blocks:
-        blocks = _blocks_of(table, layout)
+        """Return all blocks (S R, *row), one after the other."""
+        missing = layout.shards * layout.block - layout.count
+        blocks = jnp.pad(table, [(0, missing)] + [(0, 0)] * (table.ndim - 1))
+        if layout.placement == "mod":
+            blocks = dealt(blocks, layout.shards).reshape(blocks.shape)
         return layout.stored(PackedTable.from_array(blocks) if in_lines else blocks)
 
-    ndim = 2 if in_lines else table.ndim
-    sharding = layout.sharding(ndim + (placement == "mod"))
+    sharding = layout.sharding((2 if in_lines else table.ndim) + (layout.placement == "mod"))
     table_sharding = explicit_sharding(table)
     if isinstance(table, jax.ShapeDtypeStruct):
-        shape_of = functools.partial(_placed_shape, sharding)
-        blocks = jax.tree.map(shape_of, jax.eval_shape(blocks_of, table))
+        place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        blocks = jax.tree.map(place, jax.eval_shape(blocks_of, table))
     elif table_sharding is not None:
         blocks = automatically(blocks_of, table, like=table_sharding, spec=sharding.spec)
-    elif _is_elsewhere(table, mesh):
+    elif (
+        not isinstance(table, jax.core.Tracer)
+        and table.committed
+        and table.sharding.device_set != set(layout.mesh.devices.flat)
+    ):  # bound to devices outside the mesh
         blocks = jax.device_put(jax.jit(blocks_of)(table), sharding)
     else:
         blocks = jax.jit(blocks_of, out_shardings=sharding)(table)
@@ -486,23 +462,3 @@ def _unpickled(arrays: PyTree, described: tuple[Any, ...], shape: Shape) -> Shar
     layout = Layout.from_description(described)
     put = lambda x: jax.device_put(x, layout.sharding(x.ndim))
     return ShardedTable(jax.tree.map(put, arrays), layout, shape)
-
-
-def _is_elsewhere(table: jax.Array, mesh: Mesh) -> bool:
-    """Decide whether an array is bound to devices outside the mesh."""
-    if isinstance(table, jax.core.Tracer) or not table.committed:
-        return False
-    return table.sharding.device_set != set(mesh.devices.flat)
-
-
-def _placed_shape(sharding: NamedSharding, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-def _blocks_of(table: jax.Array, layout: Layout) -> jax.Array:
-    """Return all blocks (S R, *row), one after the other."""
-    missing = layout.shards * layout.block - layout.count
-    table = jnp.pad(table, [(0, missing)] + [(0, 0)] * (table.ndim - 1))
-    if layout.placement == "mod":
-        table = dealt(table, layout.shards).reshape(table.shape)
-    return table

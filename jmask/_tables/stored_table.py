@@ -13,8 +13,8 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NoReturn, Self, TypeGuard
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn, Self, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,11 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmask._base.array_types import is_complex, is_narrow, joint_dtype, trailing, wide
+from jmask._base.array_types import added, is_complex, is_narrow, joint_dtype, trailing, wide
 from jmask._base.row_ids import hide, id_dtype
 from jmask._base.types import Gradient, Ids, JvpArgs, Numbers, Scalar, Shaped, Table, TensorLike
 from jmask._kernels.gather import Gather
-from jmask._kernels.rows import gather_rows, gather_unique_rows, set_rows
+from jmask._kernels.rows import add_rows, gather_rows, gather_unique_rows, set_rows
 from jmask._kernels.stochastic_rounding import stochastic_round
 from jmask._kernels.update_rows import add_to_rows
 from jmask._tensors.methods import call
@@ -57,9 +57,7 @@ class StoredTable(abc.ABC):
     def tree_flatten_with_keys(self) -> Any:
         names = map(jax.tree_util.GetAttrKey, self._NAMES or self._ARRAYS)
         arrays = (getattr(self, x) for x in self._ARRAYS)
-        return list(zip(names, arrays, strict=True)), tuple(
-            getattr(self, x) for x in self._STATIC
-        )
+        return list(zip(names, arrays, strict=True)), self._static()
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], children: Sequence[Any]) -> Self:
@@ -193,11 +191,7 @@ def is_stored_table(x: object) -> TypeGuard[StoredTable]:
 
 
 def fitted(table: StoredTable, gradient: Gradient) -> RowSparse:
-    """Return `table.fitted(gradient)`.
-
-    Raises:
-        TypeError: if the gradient or update is not a `RowSparse`.
-    """
+    """Return `table.fitted(gradient)` of a gradient or update, which must be a `RowSparse`."""
     if not is_row_sparse(gradient):
         raise TypeError(
             f"the gradient of a {type(table).__name__} must be a RowSparse, as jmask.grad "
@@ -219,18 +213,48 @@ def read_rows(table: Table, ids: jax.Array) -> jax.Array:
     return table.read(ids) if is_stored_table(table) else gather_rows(table, ids)
 
 
-def rows_of(table: Table, gradient: RowSparse) -> jax.Array:
-    """Return rows of an array or table at the rows of a gradient without equal ids."""
-    if is_stored_table(table):
-        return table.rows(gradient)
-    return gather_unique_rows(table, gradient.row_ids(), coalesced=gradient.coalesced)
+class RowsAt(NamedTuple):
+    """The rows of a gradient without equal ids, and access to the same rows of its tables.
 
+    The tables are arrays, or containers of one kind, with the same rows.
 
-def with_rows(table: Table, gradient: RowSparse, rows: jax.Array) -> Table:
-    """Return the array or stored table with other rows there, in its dtype."""
-    if is_stored_table(table):
-        return table.set_rows(gradient, rows)
-    return set_rows(table, gradient.row_ids(), rows, coalesced=gradient.coalesced)
+    Attributes:
+        values: the rows (n, *row).
+        read: table -> its rows there.
+        write: (table, rows) -> the table with other rows there, in its dtype.
+        add: (table, rows) -> the table with rows added, if a scatter can add them.
+    """
+
+    values: jax.Array
+    read: Callable[[Any], jax.Array]
+    write: Callable[[Any, jax.Array], Any]
+    add: Callable[[Any, jax.Array], Any] | None = None
+
+    @classmethod
+    def of(cls, table: Table, gradient: RowSparse) -> "RowsAt":
+        """Return access to the rows of a gradient, as the table has `fitted` it."""
+        if not is_stored_table(table):
+            return cls.in_arrays(gradient.row_ids(), gradient.values, gradient.coalesced)
+        return cls(
+            gradient.values,
+            lambda table: table.rows(gradient),
+            lambda table, rows: table.set_rows(gradient, rows),
+        )
+
+    @classmethod
+    def in_arrays(cls, ids: jax.Array, values: jax.Array, coalesced: bool) -> "RowsAt":
+        return cls(
+            values,
+            lambda table: gather_unique_rows(table, ids, coalesced=coalesced),
+            lambda table, rows: set_rows(table, ids, rows, coalesced=coalesced),
+            lambda table, rows: add_rows(table, ids, rows, coalesced=coalesced),
+        )
+
+    def with_step(self, table: Table, step: jax.Array) -> Table:
+        """Return the table plus rows, which are rounded once to its dtype."""
+        if self.add is not None and table.dtype == joint_dtype(table, step):
+            return self.add(table, step)
+        return self.write(table, added(self.read(table), step))
 
 
 @jax.tree_util.register_dataclass
@@ -262,18 +286,16 @@ def looked_up(table: StoredTable, ids: jax.Array) -> jax.Array:
     """
     exists = trailing(ids < table.shape[0], table.ndim)
     rows = jnp.where(exists, table.read(ids), 0)
-    return rows if table.placeholder is None else _with_derivative(rows, table.placeholder, ids)
+    return differentiable(rows, table.placeholder, ids)
 
 
-def whole(dense: jax.Array, placeholder: Placeholder | None) -> jax.Array:
-    """Return the array (V, *row) of a table, differentiable as by `looked_up`."""
-    return dense if placeholder is None else _with_derivative(dense, placeholder, None)
-
-
-def _with_derivative(
-    values: jax.Array, placeholder: Placeholder, ids: jax.Array | None
+def differentiable(
+    rows: jax.Array, placeholder: Placeholder | None, ids: jax.Array | None = None
 ) -> jax.Array:
-    return _with_placeholder(placeholder.order, values, placeholder.array, ids)
+    """Return rows (n, *row) of a table, or all (V, *row), with the derivative of a lookup."""
+    if placeholder is None:
+        return rows
+    return _with_placeholder(placeholder.order, rows, placeholder.array, ids)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -310,13 +332,7 @@ def add_to_dense(dense: Table, rows: RowSparse, key: jax.Array | None = None) ->
     table plus float32 updates is added in float32 on the touched rows and rounded once to
     bfloat16. Otherwise the dtypes promote as in JAX.
 
-    Args:
-        dense (V, *row): an array or a stored table, which is what is returned.
-        rows: of the same shape.
-        key: of `jax.random`; sums are then rounded stochastically to a 16-bit dtype.
-
-    Raises:
-        ValueError: if the shapes differ.
+    With a `key` of `jax.random`, sums are rounded stochastically to a 16-bit dtype.
     """
     stored = is_stored_table(dense)
     dense = dense if stored else jnp.asarray(dense)
@@ -340,10 +356,11 @@ def add_to_dense(dense: Table, rows: RowSparse, key: jax.Array | None = None) ->
         return add_to_rows(dense, rows.row_ids(), rows.rows(), rows.order)
     rows = rows if stored else rows.coalesce()
     dtype = dtype if key is None else wide(dtype)
-    new = rows_of(dense, rows).astype(dtype) + rows.values.astype(dtype)
+    at = RowsAt.of(dense, rows)
+    new = at.read(dense).astype(dtype) + at.values.astype(dtype)
     if key is not None:
         new = stochastic_round(new, dense.dtype, key)
-    return with_rows(dense, rows, new)
+    return at.write(dense, new)
 
 
 # --- new table ----------------------------------------------------------------------------

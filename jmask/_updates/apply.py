@@ -30,6 +30,7 @@ from jmask._tables.stored_table import NewTable, add_to_dense, is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.misuse import OF_LABELS
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._tensors.storage import stored_values, with_stored_values
 from jmask._updates.checks import (
     as_gradients,
     check_fits,
@@ -63,19 +64,14 @@ def densify() -> optax.GradientTransformation:
 
     def update(updates, state, params=None):
         gradients = Fit.of(updates, params).gradients
-        _refuse_stored_tables(params)
-        return jax.tree.map(_dense, gradients, is_leaf=is_gradient_leaf), state
-
-    return optax.GradientTransformation(optax.init_empty_state, update)
-
-
-def _refuse_stored_tables(params: Params) -> None:
-    for table in jax.tree.leaves(params, is_leaf=is_stored_table):
-        if is_stored_table(table):
+        for table in filter(is_stored_table, jax.tree.leaves(params, is_leaf=is_stored_table)):
             raise ValueError(
                 f"a {type(table).__name__} has no dense gradient: leave out `densify()` (and "
                 "`lazy_update=False`), or make the table an array, `table.todense()`."
             )
+        return jax.tree.map(_dense, gradients, is_leaf=is_gradient_leaf), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
 
 
 def _dense(gradient: Gradient) -> Gradient:
@@ -116,10 +112,9 @@ def apply_updates(
         >>> jmask.apply_updates({"t": jnp.ones(3)}, {"t": u})
         {'t': Array([1. , 1.5, 1. ], dtype=float32)}
     """
-
     if key is not None:
         check_key(key)
-    keys = _key_of_each_leaf(key)
+    keys = (None if key is None else jax.random.fold_in(key, i) for i in itertools.count())
     fit = Fit.unchecked(updates, params)
     updates, params = fit.gradients, fit.params
 
@@ -139,10 +134,8 @@ def apply_updates(
             return add_to_dense(param, update, leaf_key)
         if isinstance(update, MaskedTensor):
             update, valid = gradient_and_valid(update)
-            if is_row_sparse(update):
-                update = update.with_values(unchanged_where_masked(update.values, valid))
-            else:
-                update = unchanged_where_masked(update, valid)
+            values = unchanged_where_masked(stored_values(update), valid)
+            update = with_stored_values(update, values)
         if is_row_sparse(update):
             return add_to_dense(param, update, leaf_key)
         param = jnp.asarray(param)
@@ -157,10 +150,6 @@ def apply_updates(
     with naming_structures(updates, params, "apply_updates(params, updates)"):
         new = jax.tree.map_with_path(apply, updates, params, is_leaf=is_leaf)
     return fit.as_given(new)
-
-
-def _key_of_each_leaf(key: jax.Array | None) -> Iterator[jax.Array | None]:
-    return (None if key is None else jax.random.fold_in(key, i) for i in itertools.count())
 
 
 @jax.named_scope("jmask.apply_gradients")
@@ -233,29 +222,10 @@ def apply_gradients(
 _ROWS, _ROWS_FOR_EACH_ENTRY = 1000, 8
 
 
-def notice_dense_tables(updates: Gradients) -> None:
-    """Report each large table among gradients none of which is sparse or masked.
-
-    Raises:
-        StorageFallbackWarning: under `strict()`.
-    """
-    leaves: Any = jax.tree.leaves_with_path(updates, is_leaf=is_gradient_leaf)
-    if any(is_gradient_leaf(x) for _, x in leaves):
-        return
-    for path, gradient in leaves:
-        if not is_table(gradient) or is_expected_dense(gradient):
-            continue
-        size = math.prod(gradient.shape) * gradient.dtype.itemsize
-        report_fallback(
-            f"a lazy optimizer got a dense gradient {leaf_name('updates', path)} for a "
-            f"{gradient.dtype}{list(gradient.shape)} table ({in_bytes(size)}) and no "
-            "row-sparse one, and updates all of it: take gradients with jmask.value_and_grad "
-            "in place of jax.value_and_grad, or the optimizer without jmask.lazy"
-        )
-
-
 def noticing_dense_tables(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return `step` of a lazy optimizer, of gradients first, that notices dense tables.
+
+    It reports each large table among gradients none of which is sparse or masked.
 
     The transformations inside it get arrays in place of rows: whole tables where `lazy` traces
     its proof, the rows of a batch where it runs. What they would notice is no user's gradient.
@@ -263,7 +233,18 @@ def noticing_dense_tables(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(step)
     def noticing(grads: Gradients, *args: Any, **kwargs: Any) -> Any:
-        notice_dense_tables(grads)
+        leaves: Any = jax.tree.leaves_with_path(grads, is_leaf=is_gradient_leaf)
+        is_dense = not any(is_gradient_leaf(x) for _, x in leaves)
+        for path, gradient in leaves:
+            if is_dense and is_table(gradient) and not is_expected_dense(gradient):
+                size = math.prod(gradient.shape) * gradient.dtype.itemsize
+                report_fallback(
+                    f"a lazy optimizer got a dense gradient {leaf_name('updates', path)} for a "
+                    f"{gradient.dtype}{list(gradient.shape)} table ({in_bytes(size)}) and no "
+                    "row-sparse one, and updates all of it: take gradients with "
+                    "jmask.value_and_grad in place of jax.value_and_grad, or the optimizer "
+                    "without jmask.lazy"
+                )
         with muted():
             result, state = step(grads, *args, **kwargs)
         # The next lazy optimizer of a chain gets updates: these are no gradients to notice.
@@ -322,20 +303,17 @@ _SIGNS = (
 def advising_lazy(
     name: str, gradients: Gradients, params: Params | None = None
 ) -> Iterator[None]:
-    """Context in which the transformation called `name` gets gradients.
+    """Context in which the transformation called `name` gets gradients; its errors say more.
 
-    Raises:
-        TypeError: in place of what arithmetic on row ids raises.
-        ValueError: in place of JAX's, for gradients of another structure than parameters.
+    Those of arithmetic on row ids, and of gradients of another structure than parameters.
     """
     try:
         with naming_structures(gradients, params):
             yield
     except (TypeError, ValueError, NotImplementedError) as error:
         is_about_rows = any(sign in str(error) for sign in _SIGNS)
-        if not is_about_rows or not any(
-            map(is_row_sparse, jax.tree.leaves(gradients, is_leaf=is_row_sparse))
-        ):
+        leaves = jax.tree.leaves(gradients, is_leaf=is_row_sparse)
+        if not is_about_rows or not any(map(is_row_sparse, leaves)):
             raise
         if _labels_by_function(error.__traceback__):
             raise TypeError(
@@ -391,20 +369,12 @@ class Fit:
 
     @classmethod
     def unchecked(cls, gradients: Gradients, params: Params) -> "Fit":
-        """Return gradients or updates, and parameters or None.
-
-        Raises:
-            TypeError: see `as_gradients`.
-        """
+        """Return gradients or updates, and parameters or None, as they are."""
         return cls(as_gradients(gradients), dense_parameters(params), model_of(params))
 
     @classmethod
     def of(cls, gradients: Gradients, params: Params) -> "Fit":
-        """Return gradients, and parameters that they fit, or None.
-
-        Raises:
-            TypeError, ValueError: see `as_gradients`, `check_gradient`.
-        """
+        """Return gradients, and parameters that they fit, or None."""
         fit = cls.unchecked(gradients, params)
         if params is not None:
             check_gradient(fit.gradients, fit.params)
@@ -427,7 +397,7 @@ class Fit:
 def dense_parameters(params: Params) -> Params:
     """Return the tree with each `RowSparse` that stores all its rows as the array it is.
 
-    Of a model that holds functions the parameters alone, None for all else.
+    A model that holds functions becomes its parameters, with None for all else.
     """
     params = model_of(params).parameters
     return jax.tree.map(lambda x: x.todense() if is_full(x) else x, params, is_leaf=is_full)

@@ -19,58 +19,26 @@ from jmask._base.validation import (
     not_an_array,
 )
 from jmask._kernels.coalesce import unique_slots
-from jmask._tables.stored_table import StoredTable, is_new_table, is_stored_table, shape_of
+from jmask._tables.stored_table import is_new_table, is_stored_table, shape_of
 from jmask._tensors.masked_tensor import MaskedTensor, joined
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import coordinates, is_sparse, stored_values
 
 _ORDER = "tx.update(grads, opt_state, params)"
-_NOT_DENSE = (RowSparse, MaskedTensor, BCOO, BCSR)
+
+
+def is_gradient_leaf(x: object) -> bool:
+    """Decide whether `x` is a sparse or masked gradient: one leaf, not a subtree."""
+    return isinstance(x, RowSparse | MaskedTensor | BCOO | BCSR)
+
+
+def _is_leaf(x: object) -> bool:
+    return is_gradient_leaf(x) or is_stored_table(x)
 
 
 def model_of(params: Params) -> Model:
     """Return the parameters, which may be a whole model, and what else it holds."""
-    return Model(params, _is_no_array)
-
-
-def _is_no_array(x: object) -> bool:
-    return isinstance(x, (*_NOT_DENSE, StoredTable))
-
-
-def check_parameters(params: Params) -> None:
-    """Refuse parameters that are not arrays, or `RowSparse` with all rows.
-
-    Raises:
-        TypeError: naming the parameter, what it is and what to do.
-    """
-
-    params = model_of(params).parameters
-    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=_is_no_array):
-        if isinstance(leaf, StoredTable) or is_full(leaf):
-            continue
-        if _is_no_array(leaf):
-            raise TypeError(
-                f"{leaf_name('params', path)} is a {type(leaf).__name__}: parameters must be "
-                "dense arrays, or RowSparse with all rows stored (gradients may be sparse or "
-                "masked). Use its dense form."
-            )
-        array = abstract_leaf(leaf)
-        if array is None:
-            advice = f"pass eqx.filter(model, eqx.is_inexact_array), or {KEEP_ARRAYS}"
-            raise not_an_array(leaf_name("params", path), leaf, advice)
-
-
-def check_transformation(name: str, tx: object, order: str) -> None:
-    """Refuse what is no optax transformation.
-
-    Raises:
-        TypeError: naming the argument, and how the call is written.
-    """
-    if not hasattr(tx, "init") or not hasattr(tx, "update"):
-        raise TypeError(
-            f"`{name}` must be an optax transformation, got {type(tx).__name__}: write for "
-            f"example {order}."
-        )
+    return Model(params, _is_leaf)
 
 
 def is_full(x: object) -> bool:
@@ -78,21 +46,37 @@ def is_full(x: object) -> bool:
     return isinstance(x, RowSparse) and x.nse >= x.shape[0]
 
 
+def check_parameters(params: Params) -> None:
+    """Refuse parameters that are not arrays, table containers, or `RowSparse` with all rows."""
+    params = model_of(params).parameters
+    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=_is_leaf):
+        if is_stored_table(leaf) or is_full(leaf):
+            continue
+        if is_gradient_leaf(leaf):
+            raise TypeError(
+                f"{leaf_name('params', path)} is a {type(leaf).__name__}: parameters must be "
+                "dense arrays, or RowSparse with all rows stored (gradients may be sparse or "
+                "masked). Use its dense form."
+            )
+        if abstract_leaf(leaf) is None:
+            advice = f"pass eqx.filter(model, eqx.is_inexact_array), or {KEEP_ARRAYS}"
+            raise not_an_array(leaf_name("params", path), leaf, advice)
+
+
+def check_transformation(name: str, tx: object, order: str) -> None:
+    """Refuse what is no optax transformation, and say how the call is written."""
+    if not hasattr(tx, "init") or not hasattr(tx, "update"):
+        raise TypeError(
+            f"`{name}` must be an optax transformation, got {type(tx).__name__}: write for "
+            f"example {order}."
+        )
+
+
 def check_gradient(updates: Gradients, params: Params) -> None:
-    """Refuse a gradient that does not fit the parameters.
+    """Refuse a gradient that does not fit the parameters: arrays and stored tables.
 
     Structures must be the same where a gradient is sparse or masked, or a table stored; else
     that is left to optax.
-
-    Args:
-        updates: arrays, `RowSparse` and `MaskedTensor`.
-        params: arrays and stored tables.
-
-    Raises:
-        ValueError: naming the parameter and both shapes, or both structures; and where a
-            deferred table has taken its step already.
-        TypeError: naming the parameter, if its gradient is no array or has a dtype that it
-            cannot take.
     """
     if any(map(is_new_table, jax.tree.leaves(updates, is_leaf=is_new_table))):
         raise ValueError(
@@ -100,11 +84,13 @@ def check_gradient(updates: Gradients, params: Params) -> None:
             "would change it: put all of the chain into one jmask.lazy(optax.chain(...))."
         )
     check_gradients(updates)
-    gradients = jax.tree.leaves_with_path(updates, is_leaf=is_gradient_leaf)
-    parameters = jax.tree.leaves(params, is_leaf=is_stored_table)
-    if any(is_gradient_leaf(g) for _, g in gradients) or any(map(is_stored_table, parameters)):
+    gradients = jax.tree.leaves_with_path(updates, is_leaf=_is_leaf)
+    parameters = jax.tree.leaves(params, is_leaf=_is_leaf)
+    if any(map(is_gradient_leaf, parameters)):
+        return  # refused by name where parameters are looked at
+    if any(map(_is_leaf, (*parameters, *(x for _, x in gradients)))):
         check_structure(updates, params)
-    elif not _are_alike(updates, params):
+    elif _difference(updates, params) is not None:
         return
     for (path, gradient), param in zip(gradients, parameters, strict=True):
         if is_stored_table(param) and not is_gradient_leaf(gradient):
@@ -117,70 +103,49 @@ def check_gradient(updates: Gradients, params: Params) -> None:
 
 
 def check_structure(updates: Gradients, params: Params) -> None:
-    """Refuse gradients whose tree differs from the parameters' tree.
-
-    Raises:
-        ValueError: with both structures, or the name of the parameter that has no gradient.
-    """
-    if not _are_alike(updates, params):
-        raise ValueError(_other_structure(updates, params))
-
-
-def _are_alike(updates: Gradients, params: Params) -> bool:
-    """Decide whether each gradient has an array or a table."""
-    given: Any = jax.tree.structure(updates, is_leaf=is_gradient_leaf)
-    return given == jax.tree.structure(params, is_leaf=is_stored_table)
+    """Refuse gradients whose tree differs from the parameters' tree."""
+    difference = _difference(updates, params)
+    if difference is not None:
+        raise ValueError(difference)
 
 
 @contextlib.contextmanager
 def naming_structures(
     updates: Gradients, params: Params, order: str = _ORDER
 ) -> Iterator[None]:
-    """Context of what maps over both trees; its error says which structures they have.
-
-    Raises:
-        ValueError: in place of JAX's, where they differ.
-    """
+    """Context of what maps over both trees; its error says which structures they have."""
     try:
         yield
     except ValueError as error:
-        given, expected = _structures(updates, params)
-        if not is_about_structure(error) or params is None or given == expected:
-            raise
-        raise ValueError(_other_structure(updates, params, order)) from error
+        if params is not None and is_about_structure(error):
+            difference = _difference(updates, params, order)
+            if difference is not None:
+                raise ValueError(difference) from error
+        raise
 
 
-def _structures(updates: Gradients, params: Params) -> list[Any]:
-    is_leaf = lambda x: is_gradient_leaf(x) or is_stored_table(x)
-    return [jax.tree.structure(x, is_leaf=is_leaf) for x in (updates, params)]
-
-
-def _other_structure(updates: Gradients, params: Params, order: str = _ORDER) -> str:
-    """Describe gradients whose structure differs from the parameters'."""
-    given, expected = _structures(updates, params)
-    missing = _missing(updates, params)
-    if missing is not None:
-        return (
-            f"{missing} is None, and there is a parameter: give it a gradient, or keep the "
-            "parameter out with optax.partition or eqx.partition."
-        )
+def _difference(updates: Gradients, params: Params, order: str = _ORDER) -> str | None:
+    """Describe how the trees differ; return None if each gradient has a parameter."""
+    given: Any = jax.tree.structure(updates, is_leaf=_is_leaf)
+    expected: Any = jax.tree.structure(params, is_leaf=_is_leaf)
+    if given == expected:
+        return None
+    # If all that differs is one leaf that is None, its name says more than two structures.
+    is_leaf = lambda x: x is None or _is_leaf(x)
+    leaves: Any = jax.tree.leaves_with_path(updates, is_leaf=is_leaf)
+    parameters: Any = jax.tree.leaves_with_path(params, is_leaf=is_leaf)
+    if [path for path, _ in leaves] == [path for path, _ in parameters]:
+        for (path, leaf), (_, param) in zip(leaves, parameters, strict=True):
+            if leaf is None is not param:
+                return (
+                    f"{leaf_name('updates', path)} is None, and there is a parameter: give it "
+                    "a gradient, or keep the parameter out with optax.partition or "
+                    "eqx.partition."
+                )
     return (
         f"`updates` and `params` must have the same structure, got {given} and {expected}. "
         f"The order is {order}."
     )
-
-
-def _missing(updates: Gradients, params: Params) -> str | None:
-    """Name the first leaf that is None where there is a parameter, if all others fit."""
-    is_leaf = lambda x: x is None or is_gradient_leaf(x) or is_stored_table(x)
-    leaves: Any = jax.tree.leaves_with_path(updates, is_leaf=is_leaf)
-    parameters: Any = jax.tree.leaves_with_path(params, is_leaf=is_leaf)
-    if [path for path, _ in leaves] != [path for path, _ in parameters]:
-        return None
-    for (path, leaf), (_, param) in zip(leaves, parameters, strict=True):
-        if leaf is None is not param:
-            return leaf_name("updates", path)
-    return None
 
 
 def check_fits(path: KeyPath, update: Gradient, param: Table) -> None:
@@ -217,12 +182,7 @@ def check_fits(path: KeyPath, update: Gradient, param: Table) -> None:
 
 
 class NotRowLocalError(ValueError):
-    """Why `lazy` refuses a transformation, and what to use.
-
-    Args:
-        why: what the transformation does.
-        advice: what to do instead; by default what helps with any transformation.
-    """
+    """Why `lazy` refuses a transformation, and what to do instead."""
 
     def __init__(self, why: str, advice: str | None = None):
         advice = advice or (
@@ -249,19 +209,10 @@ class NotRowLocalError(ValueError):
 # update is -0.0, the one number that changes nothing when added: -0.0 + 0.0 would be 0.0.
 
 
-def is_gradient_leaf(x: object) -> bool:
-    """Decide whether `x` is a sparse or masked gradient: one leaf, not a subtree."""
-    return isinstance(x, RowSparse | MaskedTensor | BCOO | BCSR)
-
-
 def check_gradients(updates: Gradients, name: str = "updates") -> None:
-    """Refuse leaves that are no arrays.
-
-    Raises:
-        TypeError: naming the first.
-    """
-    for path, x in jax.tree.leaves_with_path(updates, is_leaf=is_gradient_leaf):
-        if not is_gradient_leaf(x) and abstract_leaf(x) is None:
+    """Refuse leaves that are no arrays, naming the first."""
+    for path, x in jax.tree.leaves_with_path(updates, is_leaf=_is_leaf):
+        if not _is_leaf(x) and abstract_leaf(x) is None:
             advice = "gradients are those of jmask.grad or jax.grad"
             raise not_an_array(leaf_name(name, path), x, advice)
 
@@ -270,12 +221,7 @@ def as_gradients(updates: Gradients) -> Gradients:
     """Return the tree with each BCOO as masked rows, of which the entries that it stores exist.
 
     Their ids refuse arithmetic, which optax maps over the indices of a BCOO without a word.
-
-    Raises:
-        TypeError: if a leaf is a BCSR, or something mapped arithmetic over the indices of a
-            BCOO.
     """
-
     check_gradients(updates)
 
     def entries(path: KeyPath, x: TensorLike) -> Any:
@@ -362,10 +308,7 @@ def unchanged_where_masked(update: Gradient, valid: jax.Array | None) -> Gradien
 def keep_valid(new: TensorLike, old: TensorLike, valid: jax.Array | None) -> Tensor:
     """Return `new` where valid, `old` elsewhere.
 
-    Args:
-        new: of the shape of `valid`, or with one entry for each of its rows: (n,), (n, 1).
-        old: of the shape of `new`.
-        valid (n, *row): which entries of the gradient are valid, or None for all.
+    They have the shape of `valid` (n, *row), or one entry for each of its rows: (n,), (n, 1).
     """
     if valid is None:
         return new

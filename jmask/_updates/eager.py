@@ -29,11 +29,9 @@ Constructor = TypeVar("Constructor", bound=Callable[..., Any])
 
 
 def compiled_outside_jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Run `function` from a compiled program where all leaves of the arguments are arrays.
+    """Run `function`, which is pure, from a compiled program where all leaves are arrays.
 
-    Args:
-        function: pure, of trees. Called as it is with keyword arguments, inside a trace, and
-            with leaves of other types.
+    It is called as it is with keyword arguments, inside a trace, and with other leaves.
     """
     compiled = jax.jit(function)
     has_fallback = False
@@ -54,11 +52,7 @@ def compiled_outside_jit(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sharing_programs(constructor: Constructor) -> Constructor:
-    """Wrap a constructor, so that its transformations use `compiled_outside_jit`.
-
-    Args:
-        constructor: of `OnePassTransformation`s, or of others that are left as they are.
-    """
+    """Wrap a constructor, so that its `OnePassTransformation`s use `compiled_outside_jit`."""
     signature = inspect.signature(constructor)
 
     @functools.lru_cache(_PROGRAMS)
@@ -72,7 +66,10 @@ def sharing_programs(constructor: Constructor) -> Constructor:
     def construct(*args: Any, **kwargs: Any) -> Any:
         made = constructor(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
-        arrays = {name: x for name, x in given.items() if _is_rate(x)}
+        # NumPy's arrays are looked at when an optimizer is made: see `is_known`.
+        arrays = {
+            n: x for n, x in given.items() if isinstance(x, jax.Array) and _is_concrete(x)
+        }
         fixed = tuple((name, x) for name, x in given.items() if name not in arrays)
         if not arrays or not _is_hashable(fixed) or not hasattr(made, "apply_gradients"):
             return made
@@ -104,11 +101,6 @@ def _is_hashable(x: object) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _is_rate(x: object) -> bool:
-    # NumPy's arrays are looked at when an optimizer is made: see `is_known`.
-    return isinstance(x, jax.Array) and _is_concrete(x)
 
 
 def _is_concrete(leaf: object) -> bool:

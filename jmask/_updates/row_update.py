@@ -1,10 +1,15 @@
-"""The rows that a gradient touches, updated in the way that is fastest for their table.
+"""How the rows that a gradient touches are updated: a table of ways, read from the top.
 
-| table                        | way                                                    |
-|------------------------------|--------------------------------------------------------|
-| `PackedTable`                | its lines, with one scatter for each part              |
-| few rows for each lookup     | the whole table, kept where no row is touched          |
-| any other array              | one scatter with the update as its combiner            |
+| way     | where                                    | what is done                            |
+|---------|------------------------------------------|-----------------------------------------|
+| LINES   | `PackedTable`s, elementwise              | a scatter into the lines of each part   |
+| STORED  | other table containers                   | gather, compute, scatter                |
+| ADD     | linear in the gradient, and of its dtype | an accumulating scatter                 |
+| DENSE   | few rows for each lookup                 | the table, kept where no row is touched |
+| SCATTER | elementwise                              | one scatter, the update its combiner    |
+| ROWS    | anything else                            | gather, compute, scatter of unique rows |
+
+How a device does ADD, SCATTER and ROWS is found in `_kernels.update_rows`.
 
 With V = 10 rows and 8 lookups a dense update does little more than one of rows, on all cores
 and without looking for equal ids. Made lazy it is
@@ -25,32 +30,66 @@ from jmask._base.array_types import explicit_sharding, is_narrow, trailing
 from jmask._base.jaxprs import bound, interpret
 from jmask._kernels import tuning
 from jmask._kernels.scatter_update import Combiner, entry_by_entry, update_elementwise
-from jmask._kernels.update_rows import RowUpdate
+from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, add_to_rows
 from jmask._tables.packed import PackedTable
+from jmask._tables.stored_table import RowsAt, fitted, is_stored_table
 from jmask._tensors.row_sparse import RowSparse
 
 
-def update_entries(
-    combiner: Combiner, tables: Sequence[Any], gradient: RowSparse, scalars: Sequence[Any]
+def update_rows(
+    combiner: Combiner,
+    tables: Sequence[Any],
+    gradient: RowSparse,
+    scalars: Sequence[Any],
+    *,
+    is_elementwise: bool = True,
+    on_rows: Callable[..., list[Any]] | None = None,
+    linear: Callable[[Any], Any] | None = None,
 ) -> RowUpdate | list[Any]:
-    """Make an elementwise update of the rows of a gradient; `updated` runs it.
+    """Make an update of the rows of a gradient; `updated` runs it.
 
     Args:
-        combiner: (*table entries, gradient entry, *scalars) -> new table entries.
-        tables: of one shape and kept in one way: arrays, or each a `PackedTable`.
+        combiner: (*table entries, gradient entry, *scalars) -> new table entries, of the
+            dtypes of the tables; of arrays of rows unless it is elementwise.
+        tables: with the same rows, kept in one way: arrays, or each a table container.
         gradient: of such a table; rows of equal ids are summed first.
         scalars: what else the combiner takes.
+        is_elementwise: whether entries of all tables correspond one to one.
+        on_rows: (rows of the gradient, tables, scalars) -> new tables, which reads no more than
+            it needs. Only LINES and SCATTER can do without.
+        linear: rows of the gradient -> what is added to the only table, if that is all.
     """
     table, *others = tables
-    array_combiner = entry_by_entry(combiner)
-    if isinstance(table, PackedTable):
-        return table.updated(array_combiner, others, gradient.coalesce(), scalars)
-    whole = updated_whole(array_combiner, tables, gradient, scalars)
-    if whole is not None:
-        return whole
-    return update_elementwise(
-        combiner, tables, gradient.row_ids(), gradient.rows(), scalars, gradient.order
-    )
+    if is_stored_table(table):
+        gradient = fitted(table, gradient)
+        if is_elementwise and isinstance(table, PackedTable):
+            new_entries = entry_by_entry(combiner)
+            ids = gradient.row_ids()
+            return table.updated(new_entries, others, ids, gradient.values, scalars)
+        assert on_rows is not None, "what is elementwise alone is for arrays and packed tables"
+        return on_rows(RowsAt.of(table, gradient), tables, scalars)
+    # The gradient is opened once: what follows takes canonical ids, rows, and their order.
+    ids, order, shape = gradient.row_ids(), gradient.order, gradient.shape
+    if linear is not None and table.dtype == gradient.dtype and not is_narrow(table.dtype):
+        return RowUpdate(ADDITION, tables, ids, gradient.scaled(linear).rows(), [], order)
+    rows = gradient.rows()
+    if is_saturated(gradient, tables):
+        new_entries = entry_by_entry(combiner) if is_elementwise else combiner
+        dense = add_to_rows(jnp.zeros(shape, gradient.dtype), ids, rows, order)
+        return _kept_where_untouched(new_entries, tables, ids, [dense, *scalars])
+    if is_elementwise:
+        return update_elementwise(combiner, tables, ids, rows, scalars, order)
+    assert on_rows is not None
+
+    def on_unique_rows(
+        tables: Sequence[Any], ids: jax.Array, rows: jax.Array, scalars: Any, is_sorted: bool
+    ) -> list[Any]:
+        return on_rows(RowsAt.in_arrays(ids, rows, is_sorted), tables, scalars)
+
+    one_row = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in (*tables, gradient)]
+    captures = bool(jax.make_jaxpr(combiner)(*one_row, *scalars).consts)
+    update = Update(on_unique_rows, captures=captures)
+    return RowUpdate(update, tables, ids, rows, scalars, order)
 
 
 def is_saturated(gradient: RowSparse, tables: Sequence[jax.Array]) -> bool:
@@ -63,26 +102,16 @@ def is_saturated(gradient: RowSparse, tables: Sequence[jax.Array]) -> bool:
     )
 
 
-def updated_whole(
+def _kept_where_untouched(
     new_entries: Callable[..., Any],
     tables: Sequence[jax.Array],
-    gradient: RowSparse,
-    scalars: Sequence[Any],
-) -> list[jax.Array] | None:
-    """Update whole tables in the rows of a gradient; return None unless it touches most rows.
-
-    Args:
-        new_entries: (*tables, dense gradient, *scalars) -> new tables of the same dtypes,
-            row by row.
-        tables: arrays (V, ...).
-        gradient: of a table.
-        scalars: what else `new_entries` takes.
-    """
-    if not is_saturated(gradient, tables):
-        return None
-    touched = jnp.zeros(gradient.shape[:1], bool).at[gradient.row_ids()].set(True, mode="drop")
-    touched = trailing(touched, gradient.ndim)
-    given = [*tables, gradient.todense(), *scalars]
+    ids: jax.Array,
+    others: Sequence[Any],
+) -> list[jax.Array]:
+    """Return `new_entries(*tables, *others)`, tables, and the old ones where no id is."""
+    touched = jnp.zeros(tables[0].shape[:1], bool).at[ids].set(True, mode="drop")
+    touched = trailing(touched, tables[0].ndim)
+    given = [*tables, *others]
     program = jax.make_jaxpr(new_entries)(*given)
     jaxpr = program.jaxpr
     # What is computed from a new table is computed from the one that is kept. In rows that are

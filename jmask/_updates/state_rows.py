@@ -1,4 +1,4 @@
-"""Find which arrays of an optimizer state hold one entry for each row of a table.
+"""Find which arrays of an optimizer state hold one entry for each row of a table; check it.
 
 Nothing is known of the optimizer but its `init`. It is evaluated for its shapes alone, once
 for the parameters as they are and once with more rows in each table:
@@ -9,12 +9,14 @@ for the parameters as they are and once with more rows in each table:
 The arrays that grew by 3 belong to the first table, those that grew by 4 to the second.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import optax
 
-from jmask._base.types import OptState, PyTreeDef
+from jmask._base.types import OptState, Params, PyTreeDef
+from jmask._base.validation import leaf_name
 from jmask._tables.stored_table import is_stored_table, shape_of
 from jmask._updates.checks import NotRowLocalError
 
@@ -27,7 +29,9 @@ def tables_of_state(
     state: optax.OptState,
     dtypes: bool = True,
 ) -> list[int | None]:
-    """Return, for each leaf of the state, the table whose rows it holds.
+    """Return, for each leaf of the state, the position of the table whose rows it holds.
+
+    None where it holds rows of none.
 
     Args:
         inner: the transformation, for its `init`.
@@ -38,9 +42,6 @@ def tables_of_state(
         dtypes: whether those of `params` are known, and the rows must have the dtypes that
             `init` gives them. All other leaves may get another dtype in a step, as optax
             promotes them.
-
-    Returns:
-        For each leaf of the state the position of a table in `params`, or None.
 
     Raises:
         ValueError: if the state does not come from `inner.init` for these parameters, or if
@@ -58,37 +59,23 @@ def tables_of_state(
     usual, larger = (
         jax.eval_shape(inner.init, param_tree.unflatten(leaves)) for leaves in (params, grown)
     )
-    check_state(state, usual)
     tables_by_growth = {rows: position for position, rows in extra.items()}
-    owners = [
-        _owner(x.shape, y.shape, tables_by_growth)
-        for x, y in zip(jax.tree.leaves(usual), jax.tree.leaves(larger), strict=True)
-    ]
-    if dtypes:
-        check_dtypes(state, usual, [owner is not None for owner in owners])
+    owners: list[int | None] = []
+    for x, y in zip(jax.tree.leaves(usual), jax.tree.leaves(larger), strict=True):
+        grown_by = y.shape[0] - x.shape[0] if x.ndim == y.ndim > 0 else 0
+        owner = tables_by_growth.get(grown_by)
+        if x.shape != y.shape and (owner is None or x.shape[1:] != y.shape[1:]):
+            raise NotRowLocalError(
+                f"its state holds an array of shape {x.shape} that depends on the number of "
+                "rows of a table, but has not one entry for each of them"
+            )
+        owners.append(owner)
+    check_state(state, usual, [dtypes and owner is not None for owner in owners])
     return owners
 
 
-def _owner(
-    shape: tuple[int, ...], grown: tuple[int, ...], owners: dict[int, int]
-) -> int | None:
-    if shape == grown:
-        return None
-    growth = grown[0] - shape[0] if len(shape) == len(grown) else None
-    if shape[1:] == grown[1:] and growth in owners:
-        return owners[growth]
-    raise NotRowLocalError(
-        f"its state holds an array of shape {shape} that depends on the number of rows of "
-        "a table, but has not one entry for each of them"
-    )
-
-
 def check_state_type(state: object, expected: type) -> None:
-    """Refuse what is no state of a transformation.
-
-    Raises:
-        TypeError: with what it is.
-    """
+    """Refuse what is no state of a transformation."""
     if not isinstance(state, expected):
         raise TypeError(
             f"`state` must be a {expected.__name__}, which `init` of the transformation makes, "
@@ -96,32 +83,16 @@ def check_state_type(state: object, expected: type) -> None:
         )
 
 
-def check_dtypes(state: OptState, expected: OptState, which: list[bool] | None = None) -> None:
-    """Refuse a state whose arrays have other dtypes than `init` gives them, naming the first.
-
-    Rows are written in the dtype that their table has: it would go on in that one for ever.
+def check_state(
+    state: OptState, expected: OptState, dtypes: Sequence[bool] | None = None
+) -> None:
+    """Refuse a state that is not as `init` makes it, naming the first array that differs.
 
     Args:
         state, expected: of one structure, but for stored tables.
-        which: the leaves to look at; all by default.
+        dtypes: of which leaves the dtype is looked at too; of all by default. Rows are written
+            in the dtype that their table has: it would go on in that one for ever.
     """
-    leaves = jax.tree.leaves_with_path(state, is_leaf=is_stored_table)
-    likes = jax.tree.leaves(expected, is_leaf=is_stored_table)
-    for (path, x), like, is_checked in zip(
-        leaves, likes, which or [True] * len(leaves), strict=True
-    ):
-        dtypes = shape_of(x).dtype, shape_of(like).dtype
-        if is_checked and dtypes[0] != dtypes[1]:
-            raise ValueError(
-                f"`state{jax.tree_util.keystr(path)}` is {dtypes[0]}, and `init` of this "
-                f"transformation makes {dtypes[1]} for these `params`: keep the dtype "
-                "(`state_dtype`, `mu_dtype`) that the state was made with, or cast the state, "
-                "jax.tree.map(lambda x, y: x.astype(y.dtype), state, tx.init(params))."
-            )
-
-
-def check_state(state: optax.OptState, expected: optax.OptState) -> None:
-    """Refuse a state whose structure or shapes are not those expected, naming the first."""
     have: Any = jax.tree.structure(state, is_leaf=is_stored_table)
     want: Any = jax.tree.structure(expected)
     if have != want:
@@ -129,22 +100,41 @@ def check_state(state: optax.OptState, expected: optax.OptState) -> None:
             "`state` was not made by `init` of this transformation for these parameters: "
             f"expected {want}, got {have}."
         )
-    for (path, leaf), shaped in zip(
-        jax.tree.leaves_with_path(state, is_leaf=is_stored_table),
-        jax.tree.leaves(expected),
-        strict=True,
-    ):
-        shape = shape_of(leaf).shape
-        if is_stored_table(leaf) and len(shape) != len(shaped.shape):
+    likes = jax.tree.leaves(expected)
+    leaves = jax.tree.leaves_with_path(state, is_leaf=is_stored_table)
+    for (path, leaf), like in zip(leaves, likes, strict=True):
+        name, shape = leaf_name("state", path), shape_of(leaf).shape
+        if is_stored_table(leaf) and len(shape) != len(like.shape):
             table = type(leaf).__name__
             raise ValueError(
-                f"`state{jax.tree_util.keystr(path)}` is kept as an array of shape "
-                f"{shaped.shape} for each parameter, and the state of a {table} has rows: make "
-                "the table an array, `table.todense()`, or use an optimizer whose state has "
-                "the shape of its parameters."
+                f"{name} is kept as an array of shape {like.shape} for each parameter, and the "
+                f"state of a {table} has rows: make the table an array, `table.todense()`, or "
+                "use an optimizer whose state has the shape of its parameters."
             )
-        if shape != shaped.shape:
+        if shape != like.shape:
             raise ValueError(
-                f"`state{jax.tree_util.keystr(path)}` has shape {shape}, "
-                f"expected {shaped.shape} for these parameters."
+                f"{name} has shape {shape}, expected {like.shape} for these parameters."
             )
+    for (path, leaf), like, is_checked in zip(
+        leaves, likes, dtypes or [True] * len(leaves), strict=True
+    ):
+        dtype = shape_of(leaf).dtype
+        if is_checked and dtype != like.dtype:
+            raise ValueError(
+                f"{leaf_name('state', path)} is {dtype}, and `init` of this transformation "
+                f"makes {like.dtype} for these `params`: keep the dtype (`state_dtype`, "
+                "`mu_dtype`) that the state was made with, or cast the state, "
+                "jax.tree.map(lambda x, y: x.astype(y.dtype), state, tx.init(params))."
+            )
+
+
+def check_made_by(init: optax.TransformInitFn, state: OptState, params: Params) -> None:
+    """Refuse a state that is not as `init` makes it for these parameters."""
+    shapes = jax.tree.map(shape_of, params, is_leaf=is_stored_table)
+    check_state(state, jax.eval_shape(init, shapes))
+
+
+def states_of(kinds: type | tuple[type, ...], state: OptState) -> list[Any]:
+    """Return the states of transformations of these types that a state holds."""
+    is_one = lambda x: isinstance(x, kinds)
+    return [x for x in jax.tree.leaves(state, is_leaf=is_one) if is_one(x)]

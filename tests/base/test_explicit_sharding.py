@@ -146,6 +146,10 @@ OPTIMIZERS = {
     "clipped optax.adam": jmask.lazy(
         optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1))
     ),
+    "ftrl": jmask.ftrl(0.1),
+    "norms of rows": optax.chain(
+        jmask.clip_by_row_norm(0.5), jmask.adam(0.1), jmask.max_row_norm(2.0)
+    ),
 }
 
 
@@ -192,6 +196,19 @@ def test_steps(table, optimizer, step, in_context):
     if table not in ("an array of no mesh", "packed", "of automatic axes"):
         for old, array in zip(jax.tree.leaves(start), jax.tree.leaves(new), strict=True):
             assert jax.typeof(array) == jax.typeof(old)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("axes", [(), ("x",), (None, "x")], ids=str)
+@pytest.mark.dtype_promotion
+def test_microbatches(axes, step):
+    gradient = jax.eval_shape(jmask.grad(lambda t: jnp.sum(lookup(t, jnp.arange(16)))), TABLE)
+    tx = jmask.multi_steps(jmask.adam(0.1), 2, like=gradient)
+    batches = np.random.default_rng(2).integers(0, 16, (4, 16))
+    with context(True):
+        new, _ = trained(tx, STEPS[step], batches, put(TABLE, *axes), put)
+    expected, _ = trained(tx, STEPS[step], batches, jnp.asarray(TABLE), jnp.asarray)
+    np.testing.assert_allclose(np.asarray(new), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
