@@ -50,6 +50,12 @@ def squares(params: Any, ids: Any) -> jax.Array:
     return jnp.sum(jnp.square(params["table"][ids] * params["dense"][None]))
 
 
+def squares_of_bags(params: Any, ids: Any) -> jax.Array:
+    """`squares` of bags of four ids."""
+    bags = jmask.embedding_bag(params["table"], ids.reshape(-1, 4))
+    return jnp.sum(jnp.square(bags * params["dense"][None]))
+
+
 def squares_of_several_lookups(params: Any, ids: Any) -> jax.Array:
     """`squares` of three lookups of the same table."""
     taken = {**params, "table": jnp.take(params["table"], ids, axis=0)}
@@ -94,6 +100,7 @@ class Step:
         loss: (params, ids) -> scalar.
         apply: (tx, grads, state, params) -> (params, state).
         value_and_grad: what differentiates the loss.
+        table: an array as another table.
     """
 
     tx: optax.GradientTransformation
@@ -103,6 +110,7 @@ class Step:
     loss: Callable[..., jax.Array] = squares
     apply: Callable[..., tuple[Any, Any]] = with_optax
     value_and_grad: Callable[..., Any] = jmask.value_and_grad
+    table: Callable[[Any], Any] = lambda x: x
 
     def __call__(self, params: Any, state: Any, ids: Any) -> tuple[Any, Any, Any]:
         value, grads = self.value_and_grad(self.loss)(params, ids)
@@ -111,9 +119,10 @@ class Step:
 
     def arguments(self, rows: int, sharding: Any = None) -> tuple[Any, Any, Any]:
         """The shapes of (params, state, ids) for a table of `rows` rows."""
+        table = jax.ShapeDtypeStruct((rows, *self.row), self.dtype)
         params = {
             "dense": jax.ShapeDtypeStruct(self.row, self.dtype),
-            "table": jax.ShapeDtypeStruct((rows, *self.row), self.dtype),
+            "table": jax.eval_shape(self.table, table),
         }
         state = jax.eval_shape(self.tx.init, params)
         ids = jax.ShapeDtypeStruct((self.lookups,), jnp.int32)
@@ -139,8 +148,8 @@ class Step:
     def table_bytes(self, rows: int) -> int:
         """Bytes of the table and of all state arrays of its shape."""
         params, state, _ = self.arguments(rows)
-        shape = params["table"].shape
-        arrays = [x for x in jax.tree.leaves((params, state)) if x.shape == shape]
+        shapes = [x.shape for x in jax.tree.leaves(params["table"])]
+        arrays = [x for x in jax.tree.leaves((params, state)) if x.shape in shapes]
         return sum(x.size * x.dtype.itemsize for x in arrays)
 
     def batch_bytes(self) -> int:

@@ -7,18 +7,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.sparse import BCOO
 
+import jmask
 from tests.sparse_arrays import coo, csr
 
 V, D = 10, 4
 TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), jnp.float32)
 IDS = jnp.array([1, 2, 1, -3, 15, -40])  # duplicates, wrapping and out-of-range ids
 VALID = jnp.array([1, 2, 1])
-ENTRIES = ([0, 0, 1, 2, 2, 2], [1, 7, 1, 0, 9, 3])
+# None in the first and last column, where padding would go if it were clamped.
+ENTRIES = ([0, 0, 1, 2, 2, 2], [1, 7, 1, 2, 8, 3])
 FEATURES = np.zeros((3, V), np.float32)
 FEATURES[ENTRIES] = np.arange(1.0, 7)
 COO, CSR = coo(FEATURES), csr(FEATURES)
 PADDED, TRANSPOSED = coo(FEATURES, nse=9), coo(FEATURES.T)
+_PARTS = [coo(row[None], nse=3) for row in FEATURES]
+BATCHED = BCOO(
+    (jnp.stack([x.data for x in _PARTS]), jnp.stack([x.indices for x in _PARTS])),
+    shape=(3, 1, V),
+)
+FEATURES_IN_ROWS = jmask.RowSparse(
+    [1, 7, 1, 2, 8, 3, -1], FEATURES.T[[1, 7, 1, 2, 8, 3, 0]] / 2, (V, 3)
+)
 
 
 class Program(NamedTuple):
@@ -176,6 +187,32 @@ PROGRAMS: dict[str, Program] = {
     "sparse features, csr": Program(lambda t: square(CSR @ t), 6),
     "sparse features, a column": Program(lambda t: square(COO @ t[:, 0]), 6),
     "sparse features, transposed": Program(lambda t: square(TRANSPOSED.T @ t), 6),
+    "sparse features, @ under vmap": Program(
+        lambda t: square(jax.vmap(lambda x: x @ t)(BATCHED)), 9
+    ),
+    "sparse features, dot": Program(lambda t: square(jmask.dot(CSR, t)), 6),
+    "sparse features, dot of a column": Program(lambda t: square(jmask.dot(COO, t[:, 0])), 6),
+    "sparse features, dot of transposed": Program(
+        lambda t: square(jmask.dot(TRANSPOSED, t, transpose_a=True, forward_stype="default")), 6
+    ),
+    "sparse features, dot from the left": Program(
+        lambda t: square(jmask.dot(t, CSR, transpose_a=True, transpose_b=True)), 6
+    ),
+    "sparse features, dot of rows": Program(
+        lambda t: square(jmask.dot(FEATURES_IN_ROWS, t, transpose_a=True)), 7
+    ),
+    "sparse features, dot in scan": Program(
+        lambda t: lax.scan(
+            lambda c, k: (c + square(k * jmask.dot(CSR, t)), None), 0.0, jnp.arange(1.0, 3)
+        )[0],
+        12,
+    ),
+    "sparse features, dot under vmap": Program(
+        lambda t: square(jax.vmap(lambda x: jmask.dot(x, t))(BATCHED)), 9
+    ),
+    "sparse features, recomputed": Program(
+        jax.checkpoint(lambda t: square(jmask.dot(CSR, t))), 6
+    ),
     "custom_vjp": Program(lambda t: square(custom_lookup(t, VALID)), 3),
     "custom_jvp": Program(lambda t: jnp.sum(custom_square(t[IDS])), 6),
     "relu and softmax": Program(

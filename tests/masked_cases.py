@@ -62,31 +62,36 @@ def masks(seed=0, number=3):
     return np.stack([np.ones(SHAPE, bool), np.zeros(SHAPE, bool), some, *random])
 
 
-def sliced(function, data, valid, axis, keepdims, empty=np.nan):
-    """`function` of the valid entries of each slice, in float64, `empty` for none."""
-    axes = tuple(range(2)) if axis is None else np.atleast_1d(axis) % 2
-    axes = tuple(int(a) for a in axes)
-    kept = [a for a in range(2) if a not in axes]
-    shape = tuple(1 if a in axes else SHAPE[a] for a in range(2))
-    result = np.full(shape, empty, np.float64)
-    for index in np.ndindex(*(SHAPE[a] for a in kept)):
-        place = [slice(None)] * 2
-        for a, i in zip(kept, index, strict=True):
-            place[a] = i
-        entries, chosen = data[tuple(place)].ravel(), valid[tuple(place)].ravel()
-        if chosen.any():
-            at = tuple(p if isinstance(p, int) else 0 for p in place)
-            result[at] = function(np.where(chosen, entries, 0), chosen)
-    return result if keepdims else result.squeeze(axes)
-
-
-def slope(function, data, valid, axis):
-    """The derivative of the sum of `sliced` at valid entries: central differences."""
-    h, result = 1e-6, np.zeros(SHAPE)
-    for at in zip(*np.nonzero(valid), strict=True):
-        moved = [data.copy(), data.copy()]
-        moved[0][at] += h
-        moved[1][at] -= h
-        up, down = (np.nansum(sliced(function, x, valid, axis, False)) for x in moved)
-        result[at] = (up - down) / (2 * h)
+def slope_of(model, data, at, h=1e-6):
+    """The derivative of a number that `model` makes of `data`, by central differences."""
+    result = np.zeros(data.shape)
+    for place in zip(*np.nonzero(at), strict=True):
+        step = np.zeros(data.shape)
+        step[place] = h
+        result[place] = (model(data + step) - model(data - step)) / (2 * h)
     return result
+
+
+MASKS = masks()
+
+
+def clean_numbers(seed=0):
+    """Distinct numbers, and some that are equal."""
+    rng = np.random.default_rng(seed)
+    clean = rng.normal(size=SHAPE).astype(np.float32)
+    clean[0, 0] = clean[3, 2] = clean[2, 0] = 0.5
+    return clean
+
+
+def compare(result, expected, name="", rtol=2e-5):
+    if isinstance(result, tuple):
+        for r, e in zip(result, expected, strict=True):
+            compare(r, e, name, rtol)
+        return
+    if isinstance(result, MaskedTensor):
+        result = result.to_dense()
+        mask = ~np.ma.getmaskarray(expected)
+        assert result.shape == mask.shape, name
+        np.testing.assert_array_equal(result.valid, mask, err_msg=name)
+        expected, result = np.ma.getdata(expected)[mask], np.asarray(result.storage)[mask]
+    np.testing.assert_allclose(result, np.asarray(expected), rtol, atol=rtol / 10, err_msg=name)

@@ -1,7 +1,7 @@
-"""The named optimizers written again, in float64 NumPy, row by row, from their formulas.
+"""Optimizers written again, in float64 NumPy, from their formulas: those of jmask and of optax.
 
-Independent of jmask: a table of rows is a dict of Python arrays, duplicates are summed in
-a loop, and only rows in the gradient are visited (or all, for zero semantics).
+Independent of jmask: duplicates are summed by NumPy, and only rows in the gradient are updated
+(or all, for zero semantics).
 """
 
 import dataclasses
@@ -32,7 +32,8 @@ class Model:
         return np.full(shape, value)
 
     def square(self, g):
-        return np.mean(g**2) if self.per_row else g**2
+        axes = tuple(range(1, g.ndim))
+        return np.mean(g**2, axes, keepdims=True) if self.per_row else g**2
 
     def slots(self) -> dict[str, float]:
         raise NotImplementedError
@@ -40,15 +41,12 @@ class Model:
     def step(self, ids, values) -> None:
         """One step with the gradient sum_i values[i] at row ids[i]."""
         self.steps += 1
-        rows = range(self.param.shape[0])
-        summed = {row: np.zeros(self.param.shape[1:]) for row in rows}
-        touched = set()
-        for row, value in zip(np.asarray(ids).tolist(), np.asarray(values), strict=True):
-            if 0 <= row < len(self.param):
-                touched.add(row)
-                summed[row] = summed[row] + np.asarray(value, np.float64)
-        for row in sorted(touched) if self.lazy else rows:
-            self.update_row(row, summed[row])
+        ids = np.asarray(ids, np.int64)
+        inside = (ids >= 0) & (ids < len(self.param))
+        summed = np.zeros(self.param.shape)
+        np.add.at(summed, ids[inside], np.asarray(values, np.float64)[inside])
+        rows = np.unique(ids[inside]) if self.lazy else np.arange(len(self.param))
+        self.update(rows, summed[rows])
 
     def gradient(self, row, g, clip_after_decay=False):
         h = self.hyper
@@ -70,7 +68,7 @@ class Model:
         if self.hyper.get("decay_mode") == "decoupled":
             self.param[row] -= rate * self.hyper["weight_decay"] * self.param[row]
 
-    def update_row(self, row, g) -> None:
+    def update(self, row, g) -> None:
         raise NotImplementedError
 
 
@@ -78,7 +76,7 @@ class Sgd(Model):
     def slots(self):
         return {"momentum": 0.0} if self.hyper.get("momentum") else {}
 
-    def update_row(self, row, g):
+    def update(self, row, g):
         mu = self.hyper.get("momentum", 0.0)
         step = self.rate() * self.gradient(row, g)
         self.decay(row, self.rate())
@@ -96,7 +94,7 @@ class Adam(Model):
         counts = {"row_count": 0.0} if self.hyper.get("count") == "per_row" else {}
         return {"mu": 0.0, "nu": 0.0} | counts
 
-    def update_row(self, row, g):
+    def update(self, row, g):
         h = self.hyper
         b1, b2 = h.get("b1", 0.9), h.get("b2", 0.999)
         g = self.gradient(row, g, clip_after_decay=True)
@@ -119,7 +117,7 @@ class AdamW(Model):
     def slots(self):
         return {"mu": 0.0, "nu": 0.0}
 
-    def update_row(self, row, g):
+    def update(self, row, g):
         h, t = self.hyper, self.steps
         b1, b2 = h.get("b1", 0.9), h.get("b2", 0.999)
         m = self.state["mu"][row] = b1 * self.state["mu"][row] + (1 - b1) * g
@@ -132,11 +130,46 @@ class AdamW(Model):
         self.param[row] -= self.rate() * (average / root + decay)
 
 
+class OptaxSgd(Model):
+    """The buffer does not contain the rate."""
+
+    def slots(self):
+        return {"trace": 0.0}
+
+    def update(self, row, g):
+        mu = self.hyper["momentum"]
+        m = self.state["trace"][row] = mu * self.state["trace"][row] + g
+        self.param[row] -= self.rate() * (mu * m + g if self.hyper.get("nesterov") else m)
+
+
+class RmsProp(Model):
+    def slots(self):
+        return {"nu": 0.0, "trace": 0.0}
+
+    def update(self, row, g):
+        v = self.state["nu"][row] = 0.9 * self.state["nu"][row] + 0.1 * g**2
+        step = self.rate() * g / np.sqrt(v + 1e-8)
+        m = self.hyper.get("momentum", 0.0) * self.state["trace"][row] - step
+        self.state["trace"][row] = m
+        self.param[row] += m
+
+
+class Lion(Model):
+    def slots(self):
+        return {"mu": 0.0}
+
+    def update(self, row, g):
+        m = self.state["mu"][row]
+        move = np.sign(0.9 * m + 0.1 * g) + 1e-3 * self.param[row]
+        self.state["mu"][row] = 0.99 * m + 0.01 * g
+        self.param[row] -= self.rate() * move
+
+
 class Adagrad(Model):
     def slots(self):
         return {"sum_of_squares": self.hyper.get("initial_accumulator_value", 0.0)}
 
-    def update_row(self, row, g):
+    def update(self, row, g):
         h = self.hyper
         g = self.gradient(row, g)
         self.state["sum_of_squares"][row] += self.square(g)
@@ -159,11 +192,11 @@ class Ftrl(Model):
     def slots(self):
         return {"z": 0.0, "n": 0.0}
 
-    def update_row(self, row, g):
-        h, lr, w = self.hyper, self.rate(), np.copy(self.param[row])
+    def update(self, row, g):
+        h, lr, w = self.hyper, self.rate(), self.param[row]
         l1, beta, decay = h.get("l1", 0.01), h.get("beta", 1.0), h.get("weight_decay", 0.0)
         g = self.gradient(row, g) - decay * w  # the decay is not in FTRL's gradient
-        n = np.copy(self.state["n"][row])
+        n = self.state["n"][row]
         z = self.state["z"][row] + g - (np.sqrt(n + g**2) - np.sqrt(n)) / lr * w
         self.state["n"][row], self.state["z"][row] = n + g**2, z
         scale = (beta + np.sqrt(n + g**2)) / lr + decay

@@ -195,9 +195,4 @@ _RNG = np.random.default_rng(0)
 FEATURES = np.float32(_RNG.normal(size=(6, V)) * (_RNG.random((6, V)) < 0.1))
 FEATURES[:, [0, V - 1]] = 0  # where padding would go if it were clamped
 COO, CSR = (make(FEATURES, 30 - np.count_nonzero(FEATURES)) for make in (coo, csr))
-_PARTS = [coo(part, 12 - np.count_nonzero(part)) for part in FEATURES.reshape(3, 2, V)]
-BATCHED = BCOO(
-    (jnp.stack([x.data for x in _PARTS]), jnp.stack([x.indices for x in _PARTS])),
-    shape=(3, 2, V),
-)
 ROWS = RowSparse([3, 39, 3, -1], np.float32(_RNG.normal(size=(4, 2))), (V, 2))

@@ -20,7 +20,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jmask
 from tests.compilations import compilations
 from tests.oracle import assert_close
-from tests.sampling import chosen
 
 OPTIMIZERS: dict[str, optax.GradientTransformation] = {
     "sgd": jmask.sgd(0.1),
@@ -138,18 +137,6 @@ def sharded(
     return jmask.sharded(
         x, mesh, rows=rows, batch=batch, placement=placement, packed=packed, **how
     )
-
-
-def layout_cases(names: list[str], default: list[Any]) -> list[Any]:
-    """Layouts, optimizers, placements, whether packed, and steps: all, most of them slow."""
-    every = [
-        (name, optimizer, placement, packed, list(STEPS)[i % 2])
-        for name in names
-        for i, optimizer in enumerate(OPTIMIZERS)
-        for placement in ("div", "mod")
-        for packed in (False, True)
-    ]
-    return chosen(default, every)
 
 
 def numbers(row: tuple[int, ...] = (12,)) -> jax.Array:

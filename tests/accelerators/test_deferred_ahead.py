@@ -7,15 +7,13 @@ those of the batch and of the lines, some thousand rows, not those of a table.
 import functools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 import pytest
 
 import jmask
 from tests.accelerators.test_gpu import gpu
 from tests.accelerators.test_tpu import device
-from tests.compiled_step import IN_PLACE, whole_table_operations
+from tests.compiled_step import IN_PLACE, Step, whole_table_operations
 
 pytestmark = pytest.mark.dtype_promotion
 
@@ -27,35 +25,15 @@ OPTIMIZERS = {
 }
 
 
-def step(tx: Any, params: Any, state: Any, ids: Any) -> Any:
-    def loss(params: Any) -> jax.Array:
-        return jnp.sum(jnp.square(params["t"][ids] * params["w"][None]))
-
-    value, grads = jmask.value_and_grad(loss)(params)
-    return *jmask.apply_gradients(tx, grads, state, params), value
-
-
-def compiled_step(tx: Any, rows: int, sharding: Any) -> tuple[Any, int]:
-    """The step, and how many bytes its table has."""
-    like = jax.ShapeDtypeStruct((rows, ROW), jnp.float32)
-    table = jax.eval_shape(lambda x: jmask.deferred(x, tx), like)
-    params = {"t": table, "w": jax.ShapeDtypeStruct((ROW,), jnp.float32)}
-    given = params, jax.eval_shape(tx.init, params), jax.ShapeDtypeStruct((LOOKUPS,), jnp.int32)
-    given = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), given
-    )
-    jitted = jax.jit(functools.partial(step, tx), donate_argnums=(0, 1))
-    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(table))
-    return jitted.lower(*given).compile(), size
-
-
 def check_in_place(tx: Any, sharding: Any) -> None:
+    deferred = functools.partial(jmask.deferred, tx=tx)
+    step = Step(tx, (ROW,), lookups=LOOKUPS, apply=jmask.apply_gradients, table=deferred)
     temporary = []
     for rows in (10**6, 4 * 10**6):
-        compiled, size = compiled_step(tx, rows, sharding)
+        compiled = step.compile(rows, sharding)
         memory = compiled.memory_analysis()
-        assert memory.alias_size_in_bytes >= size
-        assert whole_table_operations(compiled, rows * ROW) <= IN_PLACE
+        assert memory.alias_size_in_bytes >= step.table_bytes(rows)
+        assert whole_table_operations(compiled, step.entries(rows)) <= IN_PLACE
         temporary.append(memory.temp_size_in_bytes)
     assert temporary[1] <= 40 * LOOKUPS * ROW * 4 + 2**24
     # The root of V has doubled.

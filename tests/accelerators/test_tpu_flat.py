@@ -6,6 +6,7 @@ with an entry for each row is made, and what the compiler says the instructions 
 same. `make test-tpu` runs these; `make tpu-cost` prints estimates of whole steps.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +21,11 @@ import jmask
 from tests.accelerators.test_tpu import TOPOLOGIES, device
 from tests.compiled_step import (
     IN_PLACE,
+    Step,
     costed_cycles,
     rounds_of_loops,
+    squares_of_bags,
+    squares_of_several_lookups,
     streaming_scatters,
     whole_table_operations,
 )
@@ -31,72 +35,29 @@ pytestmark = [pytest.mark.needs(what="libtpu"), pytest.mark.dtype_promotion]
 ROWS, LOOKUPS, WIDTH = (10**6, 10**7), 512, 128
 
 
-def in_two_steps(tx: Any, grads: Any, state: Any, params: Any) -> Any:
-    """One step of the optimizer, applied by optax."""
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
+wide = functools.partial(Step, row=(WIDTH,), lookups=LOOKUPS)
+passed = functools.partial(wide, apply=jmask.apply_gradients)
+packed = functools.partial(passed, row=(64,), table=jmask.PackedTable.pack)
 
-
-def lookup(table: Any, ids: jax.Array) -> jax.Array:
-    return jnp.sum(table[ids] ** 2)
-
-
-def bags(table: Any, ids: jax.Array) -> jax.Array:
-    return jnp.sum(jmask.embedding_bag(table, ids.reshape(-1, 4)) ** 2)
-
-
-def several(table: Any, ids: jax.Array) -> jax.Array:
-    return lookup(table, ids) + lookup(table, ids[::-1] // 2)
-
-
-def plain(rows: int, dtype: Any = "float32") -> Any:
-    return jax.ShapeDtypeStruct((rows, WIDTH), dtype)
-
-
-def packed(rows: int) -> Any:
-    return jax.eval_shape(jmask.PackedTable.pack, jax.ShapeDtypeStruct((rows, 64), "float32"))
-
-
-def bfloat16(rows: int) -> Any:
-    return plain(rows, jnp.bfloat16)
-
-
-Case = tuple[Any, Callable[..., Any], Callable[..., Any], Callable[..., Any]]
-
-STEPS: dict[str, Case] = {
-    "sgd": (jmask.sgd(0.1), jmask.apply_gradients, lookup, plain),
-    "sgd in two steps": (jmask.sgd(0.1), in_two_steps, lookup, plain),
-    "decayed sgd": (jmask.sgd(0.1, weight_decay=0.1), jmask.apply_gradients, lookup, plain),
-    "momentum": (jmask.sgd(0.1, momentum=0.9), jmask.apply_gradients, lookup, plain),
-    "adagrad, several": (jmask.adagrad(), jmask.apply_gradients, several, plain),
-    "adam": (jmask.adam(), jmask.apply_gradients, lookup, plain),
-    "adam, bags": (jmask.adam(), jmask.apply_gradients, bags, plain),
-    "adam of rows": (jmask.adam(count="per_row"), jmask.apply_gradients, lookup, plain),
-    "rowwise": (jmask.rowwise_adagrad(), jmask.apply_gradients, lookup, plain),
-    "rowwise in two steps": (jmask.rowwise_adagrad(), in_two_steps, bags, plain),
-    "ftrl": (jmask.ftrl(), jmask.apply_gradients, lookup, plain),
-    "optax.adam": (jmask.lazy(optax.adam(0.1)), in_two_steps, lookup, plain),
-    "optax.lion": (jmask.lazy(optax.lion(0.1)), jmask.apply_gradients, lookup, plain),
-    "optax.rmsprop": (jmask.lazy(optax.rmsprop(0.1)), in_two_steps, bags, plain),
-    "packed adam": (jmask.adam(), jmask.apply_gradients, lookup, packed),
-    "packed rowwise": (jmask.rowwise_adagrad(), jmask.apply_gradients, lookup, packed),
-    "bfloat16": (jmask.adagrad(), jmask.apply_gradients, lookup, bfloat16),
+STEPS: dict[str, Step] = {
+    "sgd": passed(jmask.sgd(0.1)),
+    "sgd in two steps": wide(jmask.sgd(0.1)),
+    "decayed sgd": passed(jmask.sgd(0.1, weight_decay=0.1)),
+    "momentum": passed(jmask.sgd(0.1, momentum=0.9)),
+    "adagrad, several": passed(jmask.adagrad(), loss=squares_of_several_lookups),
+    "adam": passed(jmask.adam()),
+    "adam, bags": passed(jmask.adam(), loss=squares_of_bags),
+    "adam of rows": passed(jmask.adam(count="per_row")),
+    "rowwise": passed(jmask.rowwise_adagrad()),
+    "rowwise in two steps": wide(jmask.rowwise_adagrad(), loss=squares_of_bags),
+    "ftrl": passed(jmask.ftrl()),
+    "optax.adam": wide(jmask.lazy(optax.adam(0.1))),
+    "optax.lion": passed(jmask.lazy(optax.lion(0.1))),
+    "optax.rmsprop": wide(jmask.lazy(optax.rmsprop(0.1)), loss=squares_of_bags),
+    "packed adam": packed(jmask.adam()),
+    "packed rowwise": packed(jmask.rowwise_adagrad()),
+    "bfloat16": passed(jmask.adagrad(), dtype=jnp.bfloat16),
 }
-
-
-def compiled_step(case: Case, rows: int, sharding: Any) -> Any:
-    tx, apply, loss, make = case
-    table = make(rows)
-    given = table, jax.eval_shape(tx.init, table), jax.ShapeDtypeStruct((LOOKUPS,), "int32")
-    given = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), given
-    )
-
-    def step(table: Any, state: Any, ids: jax.Array) -> Any:
-        value, grads = jmask.value_and_grad(loss)(table, ids)
-        return *apply(tx, grads, state, table), value
-
-    return jax.jit(step, donate_argnums=(0, 1)).lower(*given).compile()
 
 
 def check_flat(programs: list[Any]) -> None:
@@ -111,7 +72,7 @@ def check_flat(programs: list[Any]) -> None:
 @pytest.mark.parametrize("name", STEPS)
 def test_flat(name: str) -> None:
     topology = TOPOLOGIES[list(STEPS).index(name) % 3]
-    check_flat([compiled_step(STEPS[name], rows, device(topology)) for rows in ROWS])
+    check_flat([STEPS[name].compile(rows, device(topology)) for rows in ROWS])
 
 
 @pytest.mark.parametrize(
@@ -121,9 +82,6 @@ def test_sharded_tables_are_flat(topology: str, tx: Any) -> None:
     described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     mesh = jax.sharding.Mesh(np.array(described.devices), "x")
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-
-    def placed(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or whole)
 
     programs = []
     for rows in ROWS:
@@ -140,7 +98,7 @@ def test_sharded_tables_are_flat(topology: str, tx: Any) -> None:
         ids = jax.ShapeDtypeStruct((LOOKUPS,), "int32", sharding=whole)
 
         def step(table: Any, state: Any, ids: jax.Array) -> Any:
-            grads = jmask.grad(lookup)(table, ids)
+            grads = jmask.grad(lambda t: jnp.sum(t[ids] ** 2))(table)
             return jmask.apply_gradients(tx, grads, state, table)
 
         lowered = jax.jit(step, donate_argnums=(0, 1)).lower(table, state, ids)
@@ -154,7 +112,7 @@ def test_control_scatters_of_xla_stream(name: str, monkeypatch: pytest.MonkeyPat
     """With the promise of sorted ids they do: what the tests above would see."""
     monkeypatch.setenv("JMASK_KERNELS", "0")
     monkeypatch.setattr("jmask._kernels.tuning.SORTED_PAYS", 10**9)
-    compiled = compiled_step(STEPS[name], ROWS[0], device("v5e:2x2"))
+    compiled = STEPS[name].compile(ROWS[0], device("v5e:2x2"))
     assert streaming_scatters(compiled, ROWS[0])
 
 
@@ -164,7 +122,7 @@ def test_without_the_kernel_no_table_streams(
 ) -> None:
     monkeypatch.setenv("JMASK_KERNELS", "0")
     for name in ("sgd", "decayed sgd", "optax.adam"):
-        compiled = compiled_step(STEPS[name], ROWS[1], device(topology))
+        compiled = STEPS[name].compile(ROWS[1], device(topology))
         assert not streaming_scatters(compiled, ROWS[1])
 
 
@@ -194,13 +152,10 @@ ELEMENTWISE: dict[str, Callable[[jax.Array], jax.Array]] = {
 def test_arithmetic_that_is_lowered(names: tuple[str, ...]) -> None:
     topology = TOPOLOGIES[len(names) % 3]
 
-    def update(p: Any, state: Any, g: Any) -> Any:
-        return p - sum(ELEMENTWISE[name](g + 0.1 * p) for name in names), state
-
+    change = lambda g, p: -sum(ELEMENTWISE[name](g + 0.1 * p) for name in names)
     inner = optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.zeros_like, params),
-        lambda g, s, p: (update(p, s, g)[0] - p, s + g),
+        lambda g, s, p: (jax.tree.map(change, g, p), jax.tree.map(jnp.add, s, g)),
     )
-    case = jmask.lazy(inner), jmask.apply_gradients, lookup, plain
-    compiled = compiled_step(case, ROWS[0], device(topology))
+    compiled = passed(jmask.lazy(inner)).compile(ROWS[0], device(topology))
     assert "jmask_update_rows" in compiled.as_text()

@@ -8,13 +8,12 @@ the batch. `make test-tpu` runs these.
 import functools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 import jmask
 from jmask._tables.packed import LANES
 from tests.accelerators.test_tpu import device
+from tests.compiled_step import Step
 
 pytestmark = pytest.mark.needs(what="libtpu")
 
@@ -33,22 +32,9 @@ def memory_of(
 ) -> Any:
     """The memory analysis of a donated step, and the bytes of the numbers it trains."""
     tx, tables = TABLES[optimizer]
-
-    def placed(tree: Any) -> Any:
-        put = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device(topology))
-        return jax.tree.map(put, tree)
-
-    table: Any = jax.ShapeDtypeStruct((rows, columns), jnp.float32)
-    table = jax.eval_shape(jmask.PackedTable.pack, table) if packed else table
-    state = jax.eval_shape(tx.init, table)
-    ids = jax.ShapeDtypeStruct((lookups,), jnp.int32)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(table: Any, state: Any, ids: Any) -> Any:
-        value, grads = jmask.value_and_grad(lambda t: jnp.sum(t[ids] ** 2))(table)
-        return *jmask.apply_gradients(tx, grads, state, table), value
-
-    compiled = step.lower(*map(placed, (table, state, ids))).compile()
+    table = jmask.PackedTable.pack if packed else lambda x: x
+    step = Step(tx, (columns,), lookups=lookups, apply=jmask.apply_gradients, table=table)
+    compiled = step.compile(rows, device(topology))
     return compiled.memory_analysis(), tables * rows * columns * 4
 
 

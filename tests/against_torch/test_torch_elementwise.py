@@ -1,7 +1,5 @@
 """Every elementwise function of the reference gives torch's numbers at valid entries."""
 
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,17 +16,6 @@ MASK = MASKS["random"]
 # Without a kernel for two masked tensors, or for one, in torch 2.13: compared unmasked.
 UNMASKED = {"clip", "clamp", "conj_physical", "fix", "pow"}
 BOUNDS = {"clip": (0.3, 0.6), "clamp": (0.3, 0.6)}
-
-
-@pytest.fixture
-def torch() -> Iterator[Any]:
-    try:
-        import torch.masked
-    except ImportError:
-        pytest.fail("torch is needed: run these tests with `make test-torch`")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the prototype warning of each masked tensor
-        yield torch
 
 
 def compare(torch: Any, name: str, xs: list[np.ndarray]) -> None:

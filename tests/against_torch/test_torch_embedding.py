@@ -31,14 +31,10 @@ paddings = pytest.mark.parametrize("padding", [None, PADDING])
 combiners = pytest.mark.parametrize("combiner", ["sum", "mean", "max"])
 
 
-@pytest.fixture
-def torch() -> Iterator[Any]:
-    try:
-        import torch
-    except ImportError:
-        pytest.fail("torch is needed: run these tests with `make test-torch`")
+@pytest.fixture(autouse=True)
+def _in_float64() -> Iterator[None]:
     with jax.enable_x64(True):
-        yield torch
+        yield
 
 
 def parameter(torch: Any, x: np.ndarray) -> Any:

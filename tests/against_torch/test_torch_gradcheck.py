@@ -5,8 +5,7 @@ functions, right and wrong. Sparse outputs, masked tensors and forward mode torc
 check, and its fast mode accepts some gradients that its slow mode refuses.
 """
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,17 +17,6 @@ from tests.gradcheck.test_gradcheck_example import DENSE, PRODUCTS, TABLE, produ
 from tests.sparse_arrays import coo
 
 pytestmark = pytest.mark.needs(what="torch")
-
-
-@pytest.fixture
-def torch() -> Iterator[Any]:
-    try:
-        import torch
-    except ImportError:
-        pytest.fail("torch is needed: run these tests with `make test-torch`")
-    with torch.sparse.check_sparse_tensor_invariants(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # sparse tensors are in beta, says torch
-        yield torch
 
 
 def of_torch(torch: Any, name: str) -> Callable[[Any], Any]:

@@ -24,15 +24,6 @@ MASK[2] = False  # a slice of nothing
 MASK[0] = True
 
 
-@pytest.fixture
-def torch() -> Any:
-    try:
-        import torch.masked
-    except ImportError:
-        pytest.fail("torch is needed: run these tests with `make test-torch`")
-    return torch
-
-
 # Name in torch.masked; function here; arguments there.
 CASES: dict[str, tuple[Any, tuple, dict]] = {
     "sum": (jnm.sum, (), {}),

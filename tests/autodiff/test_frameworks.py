@@ -1,16 +1,14 @@
-"""Embedding layers as people use them: flax linen, nnx, equinox; trained end to end."""
+"""Embedding layers of flax, linen and nnx, as people use them; equinox is in test_models.py."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jmask
 from tests.later import later
 from tests.oracle import assert_close, densified, is_row_sparse
 
-eqx = later("equinox")
 nn = later("flax.linen")
 nnx = later("flax.nnx")
 
@@ -18,7 +16,6 @@ pytestmark = [pytest.mark.sampled(15), pytest.mark.dtype_promotion]
 
 V, D = 20, 4
 IDS = jnp.array([[3, 5], [3, 19]])
-TOUCHED, OTHERS = [3, 5, 19], [i for i in range(V) if i not in (3, 5, 19)]
 
 
 def linen_model(dtype):
@@ -54,73 +51,19 @@ def nnx_model(dtype):
     return params, loss
 
 
-def equinox_model(dtype):
-    class Model(eqx.Module):
-        embed: eqx.nn.Embedding
-        dense: eqx.nn.Linear
-
-        def __call__(self, i):
-            return self.dense(jnp.tanh(self.embed(i)))
-
-    keys = jax.random.split(jax.random.key(0))
-    model = Model(
-        eqx.nn.Embedding(V, D, dtype=dtype, key=keys[0]),
-        eqx.nn.Linear(D, 1, dtype=dtype, key=keys[1]),
-    )
-    params, static = eqx.partition(model, eqx.is_array)
-
-    def loss(params, ids):
-        model = eqx.combine(params, static)
-        return jnp.mean(jax.vmap(jax.vmap(model))(ids).astype(jnp.float32) ** 2)
-
-    return params, loss
-
-
-MODELS = {"linen": linen_model, "nnx": nnx_model, "equinox": equinox_model}
-
-
-def tables(tree):
-    return [
-        x
-        for x in jax.tree.leaves(tree, is_leaf=is_row_sparse)
-        if is_row_sparse(x) or x.shape == (V, D)
-    ]
+MODELS = {"linen": linen_model, "nnx": nnx_model}
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
-class TestModels:
-    def test_gradient(self, name, dtype):
-        params, loss = MODELS[name](dtype)
-        result = jmask.value_and_grad(loss)(params, IDS)
-        (table,) = tables(result[1])
-        assert is_row_sparse(table)
-        assert (table.nse, table.dtype) == (4, dtype)
-        expected = jax.value_and_grad(loss)(params, IDS)
-        tolerance = 1e-6 if dtype == jnp.float32 else 2e-2
-        assert_close(densified(result), expected, rtol=tolerance, atol=tolerance)
-
-    def test_training(self, name, dtype):
-        """Ten steps: the loss falls, untouched rows stay bit for bit."""
-        params, loss = MODELS[name](dtype)
-        start = np.asarray(tables(params)[0])
-        tx = jmask.lazy(optax.adam(0.05))
-        state = tx.init(params)
-        losses = []
-
-        @jax.jit
-        def step(params, state):
-            value, grads = jmask.value_and_grad(loss)(params, IDS)
-            updates, state = tx.update(grads, state, params)
-            return jmask.apply_updates(params, updates), state, value
-
-        for _ in range(10):
-            params, state, value = step(params, state)
-            losses.append(float(value))
-        end = np.asarray(tables(params)[0])
-        assert losses[-1] < losses[0] / 2
-        np.testing.assert_array_equal(end[OTHERS], start[OTHERS])
-        assert (end[TOUCHED] != start[TOUCHED]).any(axis=1).all()
+def test_gradient(name, dtype):
+    params, loss = MODELS[name](dtype)
+    result = jmask.value_and_grad(loss)(params, IDS)
+    (table,) = filter(is_row_sparse, jax.tree.leaves(result[1], is_leaf=is_row_sparse))
+    assert (table.shape, table.nse, table.dtype) == ((V, D), 4, dtype)
+    expected = jax.value_and_grad(loss)(params, IDS)
+    tolerance = 1e-6 if dtype == jnp.float32 else 2e-2
+    assert_close(densified(result), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_a_dict_is_a_copy():

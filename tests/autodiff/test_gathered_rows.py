@@ -1,6 +1,12 @@
-"""Gradients of bags keep the cotangents of the bags, and are what they are as arrays."""
+"""Lookups that are only summed: rows are read as a bag's are, gradients keep their cotangents.
+
+One equation sums the rows as it reads them, and its gradient is the cotangents of the sums, of
+which rows are gathered. Both are what they are as arrays of all rows.
+"""
 
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,110 +15,200 @@ import optax
 import pytest
 
 import jmask
-from jmask._kernels import tuning
+from jmask._autodiff import gathered_rows
+from jmask._base.forms import within
+from jmask._kernels import bag_sum, tuning
 from jmask._kernels.gathered_rows import GATHERED
 from tests.leaks import no_tracer_is_kept
 
 V, D, B, L = 50, 4, 6, 5
 RNG = np.random.default_rng(0)
 TABLE = jnp.asarray(RNG.normal(size=(V, D)), jnp.float32)
-IDS = jnp.asarray(RNG.integers(0, V, (B, L)))
-FLAT = IDS.reshape(-1)
-WEIGHTS = jnp.asarray(RNG.normal(size=(B, L)), jnp.float32)
+OTHER, PLANES, SQUARE, MIXED, OUT = (
+    jnp.asarray(RNG.normal(size=shape), jnp.float32)
+    for shape in ((V, D), (V, 2, D), (D, D), (B, B * L), (B, D))
+)
+IDS = RNG.integers(0, V, (B, L))
+IDS[2] = IDS[2, 0]
 PADDING = int(IDS[0, 0])
-OUT = jnp.asarray(RNG.normal(size=(B, D)), jnp.float32)
-SQUARE = jnp.asarray(RNG.normal(size=(D, D)), jnp.float32)
-MIXED = jnp.asarray(RNG.normal(size=(B, B * L)), jnp.float32)
+BEYOND = IDS.copy()  # of ids outside the table; no line wraps to its end
+BEYOND[0, 1], BEYOND[3, 3] = V, -V - 3
+WEIGHTS = jnp.asarray(RNG.normal(size=(B, L)), jnp.float32)
+MASK = RNG.random((B, L)) < 0.7
+MASK[0, 1] = False
 OFFSETS = jnp.array([0, 3, 3, 10, 20, 28])
 BAGS = jnp.repeat(jnp.arange(B), L)
-EVERY_OTHER = jnp.arange(B * L).reshape(B, L, 1) % 2 == 0
 
 
-def squares(bags):
-    return jnp.sum(jnp.sin(bags) * OUT)
+class Batch(NamedTuple):
+    """An argument of each program, so that nothing in it is known."""
+
+    ids: jax.Array
+    beyond: jax.Array
+    weights: jax.Array
+    wild: jax.Array  # with zeros and infinity
+    mask: jax.Array
 
 
-def beside(rows, count):
+BATCH = Batch(
+    *map(jnp.asarray, (IDS, BEYOND)),
+    WEIGHTS,
+    WEIGHTS.at[1].set(0).at[4, 4].set(jnp.inf),
+    jnp.asarray(MASK),
+)
+
+
+where = lambda rows, x: jnp.where(x.mask[..., None], rows, 0)
+weighted = lambda rows, x: rows * x.wild[..., None]
+take = lambda table, x, **mode: jnp.take(table, x.beyond, axis=0, **mode)
+bag = lambda table, x, **how: jmask.embedding_bag(table, x.ids, **how)
+flat_bag = lambda table, x, **how: jmask.embedding_bag(table, x.ids.reshape(-1), **how)
+
+
+def beside(rows, count, x):
     """Dot products of the first rows of each line, their sum, with the others."""
     first = rows[:, :count].sum(1, keepdims=True) if count > 1 else rows[:, :1]
-    return jnp.sum(jnp.sin((first * rows[:, count:]).sum(2)) * WEIGHTS[:, count:])
+    return jnp.sin((first * rows[:, count:]).sum(2)) * x.weights[:, count:]
 
 
-def recomputed(table):
-    return jax.checkpoint(lambda table: squares(table[IDS].mean(1)))(table)
+helper = jax.jit(lambda table, ids, w: jnp.sum(table[ids] * w[..., None], axis=-2))
+# In a jitted step the arrays that a jitted function makes are seen as well.
+pooled = jax.jit(lambda rows, w: (rows * w[..., None]).sum(1) / w.sum(1)[:, None])
+Program = Callable[[jax.Array, Batch], Any]
 
-
-FACTORED = {
-    "mean of a slice": lambda t: squares(t[IDS].mean(1)),
-    "jnp.take": lambda t: squares(jnp.take(t, IDS, axis=0).sum(1)),
-    "segment_sum": lambda t: squares(jax.ops.segment_sum(t[FLAT], BAGS, B)),
-    "weights": lambda t: squares((t[IDS] * WEIGHTS[..., None]).sum(1)),
-    "weights, flat": lambda t: squares(
-        jax.ops.segment_sum(-t[FLAT] * WEIGHTS.reshape(-1, 1), BAGS, B) / 3
+# Summed by one equation, and gathered backwards.
+SUMMED: dict[str, Program] = {
+    "sum": lambda t, x: t[x.ids].sum(1),
+    "mean": lambda t, x: t[x.ids].mean(-2),
+    "of the first dimension": lambda t, x: t[x.ids.T].sum(0),
+    "of two dimensions": lambda t, x: t[x.ids.reshape(B, L, 1)].sum((1, 2)),
+    "of the dimensions around": lambda t, x: t[x.ids.reshape(L, B, 1)].sum((0, 2)),
+    "kept": lambda t, x: t[x.ids].sum(1, keepdims=True)[:, 0],
+    "flat ids": lambda t, x: t[x.ids.reshape(-1)].reshape(B, L, D).sum(1),
+    "clipped": lambda t, x: t[x.beyond].sum(1),
+    "take": lambda t, x: jnp.take(t, x.ids, axis=0).sum(1),
+    "take of ids outside": lambda t, x: take(t, x).sum(1),
+    "ids outside read zeros": lambda t, x: take(t, x, mode="fill", fill_value=0).mean(1),
+    "weights": lambda t, x: weighted(t[x.ids], x).sum(1),
+    "weights first": lambda t, x: (x.wild[..., None] * t[x.ids]).sum(1),
+    "weights of ids outside": lambda t, x: weighted(take(t, x), x).sum(1),
+    "mask": lambda t, x: where(t[x.ids], x).sum(1),
+    "mask of ids outside": lambda t, x: where(take(t, x), x).sum(1),
+    "mask, then weights": lambda t, x: weighted(where(t[x.ids], x), x).sum(1),
+    "weighted twice": lambda t, x: weighted(weighted(t[x.ids], x), x).sum(1),
+    "mask of what is weighted": lambda t, x: where(weighted(t[x.ids], x), x).sum(1),
+    "product with a mask": lambda t, x: (t[x.ids] * x.mask[..., None].astype(t.dtype)).sum(1),
+    "einsum": lambda t, x: jnp.einsum("bld,bl->bd", t[x.ids], x.wild),
+    "einsum, weights first": lambda t, x: jnp.einsum("bl,bld->bd", x.weights, t[x.ids]),
+    "einsum of ids outside": lambda t, x: jnp.einsum(
+        "bl,bld->bd", x.wild, where(take(t, x), x)
     ),
-    "einsum": lambda t: squares(jnp.einsum("blx,bl->bx", t[IDS], WEIGHTS)),
-    "einsum, weights first": lambda t: squares(jnp.einsum("bl,blx->bx", WEIGHTS, t[IDS])),
-    "einsum, lines last": lambda t: squares(jnp.einsum("lb,lbx->xb", WEIGHTS.T, t[IDS.T]).T),
-    "matmul": lambda t: squares((WEIGHTS[:, None, :] @ t[IDS])[:, 0]),
-    "dot products": lambda t: jnp.sum(jnp.einsum("blx,bx->bl", t[IDS], OUT) * WEIGHTS),
-    "vmapped": lambda t: squares(jax.vmap(lambda w, i: w @ t[i])(WEIGHTS, IDS)),
-    "a mask by where": lambda t: squares(jnp.where(EVERY_OTHER, t[IDS], 0).sum(1)),
-    "a mask by product": lambda t: squares((t[IDS] * EVERY_OTHER.astype(jnp.float32)).sum(1)),
-    "the sum of all": lambda t: 2 * jnp.sum(t[IDS]),
-    "a cast": lambda t: squares(t[IDS].astype(jnp.bfloat16).sum(1).astype(jnp.float32)),
-    "checkpoint": recomputed,
-    "lines": lambda t: squares(jmask.embedding_bag(t, IDS)),
-    "lines with padding": lambda t: squares(
-        jmask.embedding_bag(t, IDS, padding_id=PADDING, combiner="mean")
+    "einsum, lines last": lambda t, x: jnp.einsum("lb,lbd->db", x.wild.T, t[x.ids.T]).T,
+    "matmul": lambda t, x: (x.wild[:, None, :] @ t[x.ids])[:, 0],
+    "vmapped": lambda t, x: jax.vmap(lambda w, i: w @ t[i])(x.wild, x.ids),
+    "a function that is jitted": lambda t, x: helper(t, x.ids, x.wild),
+    "a tuple of ids": lambda t, x: t[(x.ids,)].sum(1),
+    "at[].get()": lambda t, x: t.at[x.ids].get(mode="promise_in_bounds").sum(1),
+    "a cast of the sum": lambda t, x: t[x.ids].sum(1).astype(jnp.bfloat16).astype(jnp.float32),
+    "lines": lambda t, x: bag(t, x),
+    "lines with padding": lambda t, x: bag(t, x, padding_id=PADDING, combiner="mean"),
+    "lines with weights": lambda t, x: bag(t, x, weights=x.weights, combiner="sqrtn"),
+    "offsets": lambda t, x: flat_bag(t, x, offsets=OFFSETS),
+    "offsets with weights": lambda t, x: flat_bag(
+        t, x, offsets=OFFSETS, weights=x.weights.reshape(-1)
     ),
-    "lines with weights": lambda t: squares(
-        jmask.embedding_bag(t, IDS, weights=WEIGHTS, combiner="sqrtn")
+    "segments": lambda t, x: flat_bag(t, x, segment_ids=BAGS, num_segments=B, combiner="mean"),
+    "two lookups": lambda t, x: (t[x.ids].mean(1), t[x.ids[:, 0]]),
+    "two lookups, weights": lambda t, x: (SUMMED["weights"](t, x), t[x.ids[:, 0]]),
+    "a slice with them": lambda t, x: (SUMMED["take"](t, x), t[:B]),
+    "weighted means in a jitted helper": lambda t, x: pooled(t[x.ids], x.weights**2),
+    "in two jitted helpers": lambda t, x: jax.jit(jax.jit(pooled))(t[x.ids], 1 + x.weights**2),
+}
+# By two equations.
+TWICE: dict[str, Program] = {
+    "checkpoint": lambda t, x: jax.checkpoint(lambda t: jnp.sin(t[x.ids].mean(1)))(t),
+    "three lookups": lambda t, x: (
+        *(SUMMED[name](t, x) for name in ("einsum, weights first", "mask")), t[x.ids[:, 1]]
     ),
-    "offsets": lambda t: squares(jmask.embedding_bag(t, FLAT, offsets=OFFSETS)),
-    "offsets with weights": lambda t: squares(
-        jmask.embedding_bag(t, FLAT, offsets=OFFSETS, weights=WEIGHTS.reshape(-1))
+}  # fmt: skip
+# Gathered backwards; rows are read as they are.
+GATHERED_ALONE: dict[str, Program] = {
+    "segment_sum": lambda t, x: jax.ops.segment_sum(t[x.ids.reshape(-1)], BAGS, B),
+    "weights, flat": lambda t, x: (
+        jax.ops.segment_sum(-t[x.ids.reshape(-1)] * x.weights.reshape(-1, 1), BAGS, B) / 3
     ),
-    "segments": lambda t: squares(
-        jmask.embedding_bag(t, FLAT, segment_ids=BAGS, num_segments=B, combiner="mean")
+    "dot products": lambda t, x: jnp.einsum("blx,bx->bl", t[x.ids], OUT) * x.weights,
+    "the sum of all": lambda t, x: jnp.sum(t[x.ids]),
+    "a cast": lambda t, x: t[x.ids].astype(jnp.bfloat16).sum(1).astype(jnp.float32),
+    "a row and the others": lambda t, x: beside(t[x.ids], 1, x),
+    "the others and a row": lambda t, x: beside(t[x.ids[:, ::-1]], 4, x),
+    "only the others": lambda t, x: t[x.ids][:, 1:].mean(1),
+    "bags side by side": lambda t, x: (
+        t[x.ids][:, :2].sum(1), (t[x.ids] * x.weights[..., None])[:, 2:].sum(1),
+    ),
+    "sums over columns": lambda t, x: t[x.ids].sum(-1) * x.weights,
+    "no zeros beside a mask": lambda t, x: jnp.where(x.mask[..., None], t[x.ids], 1.0).sum(1),
+    "another fill": lambda t, x: take(t, x, mode="fill", fill_value=2.0).sum(1),
+    "columns": lambda t, x: t[x.ids].sum(2)[:, :D],
+    "all rows": lambda t, x: t[x.ids].sum((0, 1))[None],
+}  # fmt: skip
+# Rows that are needed for more than one sum, or are computed on.
+ARRAYS: dict[str, Program] = {
+    "two sums": lambda t, x: (lambda rows: rows.sum(1) + rows.max(1))(t[x.ids]),
+    "squares": lambda t, x: (t[x.ids] ** 2).sum(1),
+    "factorization machine": lambda t, x: (lambda rows: rows.sum(1) ** 2 - (rows**2).sum(1))(
+        t[x.ids]
+    ),
+    "weights of numbers in rows": lambda t, x: (
+        t[x.ids] * jnp.arange(1.0, D + 1)[None, None]
+    ).sum(1),
+    "a narrow product": lambda t, x: (
+        t.astype(jnp.bfloat16)[x.ids] * x.weights[..., None].astype(jnp.bfloat16)
+    ).sum(1),
+    "a sum of narrow numbers": lambda t, x: jax.lax.reduce(
+        t.astype(jnp.bfloat16)[x.ids], jnp.bfloat16(0), jax.lax.add, (1,)
+    ),
+    "einsum of two rows": lambda t, x: jnp.einsum("blx,blx->bx", t[x.ids], t[x.ids] * 0.5),
+    "matmul of all bags": lambda t, x: MIXED @ t[x.ids.reshape(-1)],
+    "a layer": lambda t, x: (t[x.ids] @ SQUARE).sum(1),
+    "a function of each row": lambda t, x: jnp.sin(t[x.ids]).sum(1),
+    "no bags": lambda t, x: t[x.ids[:, 0]],
+    "max": lambda t, x: bag(t, x, combiner="max"),
+    "slices that overlap": lambda t, x: (
+        lambda rows: (rows[:, :3].mean(1), rows[:, 2:].mean(1))
+    )(t[x.ids]),
+    "every other row": lambda t, x: t[x.ids][:, ::2].mean(1),
+    "slices of rows": lambda t, x: t[x.ids][..., 1:].mean((1, 2))[:, None],
+}
+# Summed, and no more than rows backwards.
+SUMMED_ALONE: dict[str, Program] = {
+    "bags of one": lambda t, x: t[x.ids[:, :1]].mean(1),
+    "two lookups, most entries alone": lambda t, x: (
+        t[x.ids].mean(1),
+        jnp.sin(t[x.ids.reshape(-1)]),
     ),
 }
+FACTORED = SUMMED | TWICE | GATHERED_ALONE
+PROGRAMS = FACTORED | ARRAYS | SUMMED_ALONE
 
-FACTORED |= {
-    "two lookups": lambda t: squares(t[IDS].mean(1)) + squares(t[IDS[:, 0]]),
-    "two lookups, weights": lambda t: FACTORED["weights"](t) + squares(t[IDS[:, 0]]),
-    "three lookups": lambda t: (
-        FACTORED["weights"](t) + FACTORED["a mask by where"](t) + squares(t[IDS[:, 1]])
-    ),
-    "a row and the others": lambda t: beside(t[IDS], 1),
-    "the others and a row": lambda t: beside(t[IDS[:, ::-1]], 4),
-    "only the others": lambda t: squares(t[IDS][:, 1:].mean(1)),
-    "bags side by side": lambda t: (
-        squares(t[IDS][:, :2].sum(1)) + squares((t[IDS] * WEIGHTS[..., None])[:, 2:].sum(1))
-    ),
-    "sums over columns": lambda t: jnp.sum(t[IDS].sum(-1) * WEIGHTS),
-    "a slice with them": lambda t: FACTORED["jnp.take"](t) + squares(t[:B]),
-}
 
-ARRAYS = {
-    "einsum of two rows": lambda t: squares(jnp.einsum("blx,blx->bx", t[IDS], t[IDS] * 0.5)),
-    "matmul of all bags": lambda t: squares(MIXED @ t[FLAT]),
-    "a layer": lambda t: squares((t[IDS] @ SQUARE).sum(1)),
-    "a function of each row": lambda t: squares(jnp.sin(t[IDS]).sum(1)),
-    "no bags": lambda t: squares(t[IDS[:, 0]]),
-    "bags of one": lambda t: squares(t[IDS[:, :1]].mean(1)),
-    "two lookups, most entries alone": lambda t: (
-        squares(t[IDS].mean(1)) + 5 * jnp.sum(jnp.sin(t[FLAT]))
-    ),
-    "max": lambda t: squares(jmask.embedding_bag(t, IDS, combiner="max")),
-    "slices that overlap": lambda t: (
-        lambda x: squares(x[:, :3].mean(1)) + squares(x[:, 2:].mean(1))
-    )(t[IDS]),
-    "every other row": lambda t: squares(t[IDS][:, ::2].mean(1)),
-    "slices of rows": lambda t: squares(t[IDS][..., 1:].mean((1, 2))[:, None]),
-}
+@functools.cache
+def loss_of(name):
+    """The sum of sines of what a program gives, with weights, where it is finite."""
+
+    def loss(table, batch=BATCH):
+        total = jnp.float32(0)
+        for result in jax.tree.leaves(PROGRAMS[name](table, batch)):
+            result = result.astype(jnp.float32)
+            weights = np.resize(OUT, result.shape)
+            total += jnp.sum(jnp.where(jnp.isfinite(result), jnp.sin(result), 0) * weights)
+        return total
+
+    return loss
+
 
 # Gradients that are an array that is there times a number for each row: kept so if it is large.
-OTHER = jnp.asarray(RNG.normal(size=(V, D)), jnp.float32)
+FLAT = IDS.reshape(-1)
 SCALED = {
     "squares": lambda t: jnp.sum(t[FLAT] ** 2),
     "dot products": lambda t: jnp.sum(jnp.sin(jnp.sum(t[FLAT] * OTHER[FLAT], -1))),
@@ -124,22 +220,16 @@ SCALED = {
     "jitted": lambda t: jax.jit(SCALED["dot products"])(t),
     "recomputed": lambda t: jax.checkpoint(SCALED["dot products"])(t),
 }
-# Helpers that are jitted: in a jitted step the arrays that they make are seen as well.
-_POOLED = jax.jit(lambda rows, w: (rows * w[..., None]).sum(1) / w.sum(1)[:, None])
-JITTED = {
-    "weighted means": lambda t: jnp.sum(_POOLED(t[IDS], WEIGHTS**2) ** 2),
-    "in a jitted helper": lambda t: jnp.sum(jax.jit(jax.jit(_POOLED))(t[IDS], WEIGHTS) ** 3),
-}
-PROGRAMS = FACTORED | ARRAYS | JITTED
 
 
 @pytest.fixture(autouse=True)
-def _slices_are_large(monkeypatch):
+def _even_few_rows_are_many(monkeypatch):
     monkeypatch.setattr(tuning, "LARGE_SLICES", 0)
+    monkeypatch.setattr(tuning, "MATERIALISED_ROWS", 0)
 
 
 def test_small_slices_are_arrays(monkeypatch):
-    loss = FACTORED["a row and the others"]
+    loss = loss_of("a row and the others")
     assert seen(jmask.grad(loss), TABLE) is not None
     monkeypatch.setattr(tuning, "LARGE_SLICES", 4 * B * L * D + 1)
     assert seen(jmask.grad(loss), TABLE) is None
@@ -172,27 +262,38 @@ def seen(grad, *args):
     return found[0]
 
 
-def assert_close(x, y):
-    np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
+def count_of_sums(function, *args):
+    equations = within(jax.make_jaxpr(function)(*args).eqns)
+    return sum(eqn.primitive.name == bag_sum.BAG_SUM.primitive.name for eqn in equations)
+
+
+def assert_close(x, y, rtol=2e-5):
+    np.testing.assert_allclose(x, y, rtol, atol=rtol / 10)
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_gradient(name):
-    loss, expected = PROGRAMS[name], dense_gradient(PROGRAMS[name])(TABLE)
-    known = seen(jmask.value_and_grad(loss), TABLE)
-    assert (known is not None) == (name in FACTORED or name in JITTED)
-    step = jax.jit(lambda t: jmask.grad(loss)(t).todense())  # what is known is used
-    assert_close(step(TABLE), expected)
-    with_value = jax.jit(lambda t: jmask.value_and_grad(loss)(t)[1])
-    for grad in (jmask.grad(loss), jax.jit(jmask.grad(loss)), with_value):
-        gradient = grad(TABLE)
-        assert_close(gradient.todense(), expected)
-        assert_close(gradient.coalesce().todense(), expected)
+    loss = loss_of(name)
+    rtol = 2e-2 if "narrow" in name else 2e-5  # sums of equal ids are wide
+    value, expected = jax.jit(jax.value_and_grad(loss))(TABLE, BATCH)
+    with_value = jax.jit(jmask.value_and_grad(loss))
+    assert (seen(jmask.value_and_grad(loss), TABLE, BATCH) is not None) == (name in FACTORED)
+    sums = 2 * (name in TWICE) + (name in SUMMED | SUMMED_ALONE)
+    assert count_of_sums(with_value, TABLE, BATCH) == sums
+    assert_close(with_value(TABLE, BATCH)[0], value, rtol)
+    step = jax.jit(lambda *args: jmask.grad(loss)(*args).todense())  # what is known is used
+    assert_close(step(TABLE, BATCH), expected, rtol)
+    if "narrow" in name:
+        return  # XLA rounds fewer of its sums than operations that are run one by one
+    for grad in (jmask.grad(loss), jax.jit(jmask.grad(loss)), lambda *x: with_value(*x)[1]):
+        gradient = grad(TABLE, BATCH)
+        assert_close(gradient.todense(), expected, rtol)
+        assert_close(gradient.coalesce().todense(), expected, rtol)
         assert gradient.values.shape == (gradient.nse, D)
         assert gradient.dtype == TABLE.dtype
         rows = jmask.RowSparse(gradient.indices, gradient.values, gradient.shape)
-        assert_close(rows.todense(), expected)
+        assert_close(rows.todense(), expected, rtol)
 
 
 def test_norms_of_a_large_array(monkeypatch):
@@ -232,57 +333,70 @@ def test_scaled_rows_of_a_large_array(monkeypatch, name):
     assert_close(found, dense_derivative(loss))
 
 
-def test_large_batches_hold_one_array_of_rows():
-    """Of a step of dot products, read from the compiled program: no gradient of all rows."""
-    n, table = 70_000, jax.ShapeDtypeStruct((200_000, D * 16), jnp.float32)
-    ids = jax.ShapeDtypeStruct((n,), jnp.int32)
+def temporaries(loss, tx, rows, ids):
+    """Temporary bytes of a compiled step on a table (rows, 64)."""
+
+    def step(table, state, ids):
+        value, gradient = jmask.value_and_grad(loss)(table, ids)
+        return *jmask.apply_gradients(tx, gradient, state, table), value
+
+    table = jax.ShapeDtypeStruct((rows, 64), jnp.float32)
+    args = table, jax.eval_shape(tx.init, table), jax.ShapeDtypeStruct(ids, jnp.int32)
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_large_batches_hold_one_array_of_rows(monkeypatch):
+    """Of a step of dot products: no gradient of all rows."""
+    monkeypatch.undo()
     at_most = 1.4 if jax.__version_info__ >= (0, 12) else 2.1  # XLA copied what it had read
+    squares = lambda t, ids: jnp.sum(t[ids] ** 2)
     for tx in (jmask.sgd(0.1), jmask.adam(0.1), jmask.lazy(optax.adagrad(0.1))):
+        assert temporaries(squares, tx, 200_000, (70_000,)) < at_most * 70_000 * 64 * 4
 
-        def step(table, state, ids, tx=tx):
-            loss, grad = jmask.value_and_grad(lambda t: jnp.sum(t[ids] ** 2))(table)
-            return *jmask.apply_gradients(tx, grad, state, table), loss
 
-        state = jax.eval_shape(tx.init, table)
-        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(table, state, ids).compile()
-        temporaries = compiled.memory_analysis().temp_size_in_bytes
-        assert temporaries < at_most * n * table.shape[1] * table.dtype.itemsize
+def test_no_row_of_a_bag_is_written_out(monkeypatch):
+    """Less beside its table than the rows of the bags would take."""
+    monkeypatch.undo()
+    means = lambda t, ids: jnp.sum(jnp.sin(t[ids].mean(1)))
+    assert temporaries(means, jmask.sgd(0.1), 200_000, (10_000, 5)) < 50_000 * 64 * 4 / 1.5
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", FACTORED)
 def test_inside_other_programs(name):
-    loss = FACTORED[name]
+    loss, dense = loss_of(name), dense_gradient(loss_of(name))
     tables = jnp.stack([TABLE, 2 * TABLE])
-    expected, of_other = map(dense_gradient(loss), tables)
-    stacked = jax.vmap(jmask.grad(loss))(tables)
+    expected, of_other = (dense(table, BATCH) for table in tables)
+    stacked = jax.jit(jax.vmap(jmask.grad(loss), (0, None)))(tables, BATCH)
     assert_close(jmask.tree.merge(stacked).todense(), expected + of_other)
     one = jax.tree.map(lambda leaf: leaf[1], stacked)
     assert_close(one.todense(), of_other)
-    _, scanned = jax.lax.scan(lambda c, t: (c, jmask.grad(loss)(t)), 0, tables)
+    in_turn = lambda batch, table: (batch, jmask.grad(loss)(table, batch))
+    _, scanned = jax.lax.scan(in_turn, BATCH, tables)
     assert_close(jmask.tree.merge(scanned).todense(), expected + of_other)
     branches = jax.jit(
-        jmask.grad(lambda t, on: jax.lax.cond(on, loss, FACTORED["jnp.take"], t))
+        jmask.grad(lambda t, on: jax.lax.cond(on, loss, loss_of("take"), t, BATCH))
     )
     assert_close(branches(TABLE, True).todense(), expected)
 
 
+# An id outside of the table is clamped forwards and dropped backwards: no symmetric Hessian.
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", FACTORED)
+@pytest.mark.parametrize("name", [n for n in FACTORED if "outside" not in n and n != "clipped"])
 def test_second_derivatives(name):
-    loss, along = FACTORED[name], jnp.cos(TABLE)
+    loss, along = loss_of(name), jnp.cos(TABLE)
     expected = dense_derivative(loss)
     found = jax.grad(lambda t: jnp.sum(jmask.grad(loss)(t).todense() * along))(TABLE)
     # A cast back is one of a row here, and of each of its copies there.
-    rtol = 1e-2 if name == "a cast" else 2e-5
-    np.testing.assert_allclose(found, expected, rtol, atol=rtol / 10)
+    assert_close(found, expected, 1e-2 if name == "a cast" else 2e-5)
     _, forward = jax.jvp(lambda t: jmask.grad(loss)(t).todense(), (TABLE,), (along,))
     assert_close(forward, expected)
 
 
 def test_operations_on_it():
     """All that takes a RowSparse takes one in factors."""
-    loss = FACTORED["weights"]
+    loss = loss_of("einsum, weights first")
     gradient, dense = jmask.grad(loss)(TABLE), jax.grad(loss)(TABLE)
     assert_close((gradient * 2).todense(), 2 * dense)
     np.testing.assert_array_equal(
@@ -305,35 +419,81 @@ def test_in_a_shard_map_rows_are_arrays():
     """A caller may put those of devices side by side, where an index is that of a device."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
-
-    def of_device(table, ids):
-        return jmask.grad(lambda t: jnp.sum(t[ids].mean(1) ** 2))(table)
-
+    loss = lambda t, ids: jnp.sum(jnp.sin(t[ids].mean(1)))
     how = {"mesh": mesh, "in_specs": (spec(), spec("x")), "out_specs": spec("x")}
-    grad = jax.shard_map(of_device, **how, check_vma=False)
-    assert seen(grad, TABLE, IDS) is None
-    found = jax.jit(grad)(TABLE, IDS)
-    expected = jax.grad(lambda t: jnp.sum(t[IDS].mean(1) ** 2))(TABLE)
-    assert_close(found.todense(), expected)
+    grad = jax.shard_map(jmask.grad(loss), **how, check_vma=False)
+    assert seen(grad, TABLE, BATCH.ids) is None
+    assert count_of_sums(jax.jit(grad), TABLE, BATCH.ids) == 0
+    found = jax.jit(grad)(TABLE, BATCH.ids)
+    assert_close(found.todense(), jax.grad(loss)(TABLE, BATCH.ids))
 
 
 def test_no_tracer_is_kept():
     with no_tracer_is_kept():
-        for name in ("jnp.take", "a mask by where", "checkpoint"):
-            jax.jit(jmask.grad(FACTORED[name]))(TABLE)
+        for name in (
+            "weights of ids outside",
+            "mask",
+            "a function that is jitted",
+            "checkpoint",
+        ):
+            jax.jit(jmask.grad(loss_of(name)))(TABLE, BATCH)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_tables(dtype):
     table = TABLE.astype(dtype)
+    for name in ("lines with weights", "mask"):
+        loss = loss_of(name)
+        with_value = jax.jit(jmask.value_and_grad(loss))
+        assert count_of_sums(with_value, table, BATCH) == 1
+        assert seen(jmask.grad(loss), table, BATCH).dtype == dtype
+        value, gradient = with_value(table, BATCH)
+        expected, dense = jax.value_and_grad(loss)(table, BATCH)
+        np.testing.assert_allclose(value, expected, rtol=1e-3)
+        assert gradient.values.dtype == dtype
+        wide = (x.astype(jnp.float32) for x in (gradient.todense(), dense))
+        np.testing.assert_allclose(*wide, 2e-2, 1e-2)
+        # As it is summed for an array: each row is rounded, and their sums are wide.
+        step = jax.jit(lambda *args, loss=loss: jmask.grad(loss)(*args).todense())
+        summed = jmask.grad(loss)(table, BATCH).coalesce().todense()
+        np.testing.assert_array_equal(step(table, BATCH), summed)
 
-    def loss(table):
-        bags = jmask.embedding_bag(table, IDS, weights=WEIGHTS)
-        return jnp.sum(jnp.sin(bags.astype(jnp.float32)) * OUT)
 
-    assert seen(jmask.grad(loss), table).dtype == dtype
-    gradient = jmask.grad(loss)(table)
-    assert gradient.values.dtype == dtype
-    step = jax.jit(lambda t: jmask.grad(loss)(t).todense())
-    # As it is summed for an array: each row is rounded, and their sums are wide.
-    np.testing.assert_array_equal(step(table), gradient.coalesce().todense())
+def test_weights_that_have_a_gradient_need_the_rows():
+    def loss(params, batch):
+        rows = params["t"][batch.ids]
+        return jnp.sum(jnp.sin(jnp.einsum("bld,bl->bd", rows, params["w"])))
+
+    params = {"t": TABLE, "w": jnp.cos(jnp.arange(B * L, dtype=jnp.float32)).reshape(B, L)}
+    grad = jax.jit(jmask.grad(loss))
+    assert count_of_sums(grad, params, BATCH) == 0
+    gradient, dense = grad(params, BATCH), jax.grad(loss)(params, BATCH)
+    assert_close(gradient["t"].todense(), dense["t"])
+    assert_close(gradient["w"], dense["w"])
+
+
+def test_rows_of_two_dimensions():
+    loss = lambda t, x: jnp.sum(jnp.sin(jnp.einsum("blcd,bl->bcd", t[x.ids], x.weights)))
+    grad = jax.jit(jmask.value_and_grad(loss))
+    assert count_of_sums(grad, PLANES, BATCH) == 1
+    assert_close(grad(PLANES, BATCH)[1].todense(), jax.grad(loss)(PLANES, BATCH))
+
+
+def test_infinite_rows_under_a_mask():
+    first_bag = lambda t, x: jnp.sum(where(t[x.ids], x).sum(1)[0])
+    table = TABLE.at[IDS[0, 1]].set(jnp.inf)  # the first bag leaves it out
+    assert_close(
+        jax.jit(jmask.value_and_grad(first_bag))(table, BATCH)[0], first_bag(TABLE, BATCH)
+    )
+
+
+def test_outside_jit_rows_are_read_once(monkeypatch):
+    """There they have been read when their sum comes."""
+    calls = []
+    counted = lambda *args: calls.append(args) or bag_sum.bag_sum(*args)
+    monkeypatch.setattr(gathered_rows, "bag_sum", counted)
+    loss = loss_of("mask")
+    assert_close(jmask.grad(loss)(TABLE).todense(), jax.grad(loss)(TABLE))
+    assert not calls
+    jax.jit(jmask.grad(loss))(TABLE, BATCH)
+    assert len(calls) == 1

@@ -265,24 +265,6 @@ def test_arguments_that_are_no_arrays():
     assert value % 4 == 0
 
 
-def test_mistakes():
-    model = models()["Model"](nnx.Rngs(0))
-    call = jmask.nnx.value_and_grad
-    for wrong, error, words in (
-        (lambda: call(3), TypeError, "`f` must be a function, got 3"),
-        (lambda: call(loss, argnums="model"), TypeError, "`argnums` must be positions"),
-        (lambda: call(loss, argnums=-1), TypeError, r"`argnums` .* got -1"),
-        (lambda: call(loss, argnums=(0, 0)), ValueError, "`argnums` holds 0 twice"),
-        (lambda: call(loss, argnums=7)(model, IDS), ValueError, "`argnums` holds 7"),
-        (lambda: call(loss, has_aux=1), TypeError, "`has_aux` must be True or False"),
-        (lambda: call(loss, has_aux=True)(model, IDS), TypeError, "has_aux=True"),
-        (lambda: call(lambda m: m(IDS))(model), TypeError, "must return a scalar"),
-        (lambda: call(loss, argnums=1)(model, IDS), TypeError, "`ids`"),
-    ):
-        with pytest.raises(error, match=words):
-            wrong()
-
-
 def test_without_flax(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "flax", None)
     with pytest.raises(ImportError, match="pip install flax"):

@@ -118,6 +118,8 @@ def test_rows_that_are_not_finite(name):
     np.testing.assert_allclose(result[3], [0.6, 0.8], rtol=1e-6)
     if name in ("read", "written"):
         np.testing.assert_array_equal(result[:3], rows[:3])
+        slopes = jax.grad(lambda x: jnp.sum(read(x, 1.0, 2)[:3]))(rows)
+        np.testing.assert_array_equal(slopes[:3], jnp.ones((3, 2)))
     else:  # a gradient that is not finite is not made one
         assert not np.isfinite(np.asarray(result[:3])).all(1).any()
 

@@ -1,4 +1,4 @@
-"""Deferred tables are updated where they are, and cost one count a row beside the moments."""
+"""Deferred tables are updated where they are, at the cost of one count a row; or refused."""
 
 import functools
 from typing import Any
@@ -68,3 +68,37 @@ def test_memory_is_one_int32_for_each_row_beside_the_moments() -> None:
     table = jax.eval_shape(lambda x: jmask.deferred(x, ADAM), like)
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(table))
     assert 0 <= size - 10**6 * (3 * 64 * 4 + 4) < 2**20
+
+
+TABLE = jnp.ones((6, 2))
+
+
+def grads_of(params: Any) -> Any:
+    return jmask.grad(lambda p: jnp.sum(p[jnp.array([0, 3, 3])]))(params)
+
+
+OTHERS: dict[str, Any] = {
+    "another rate": jmask.adam(0.2),
+    "another b1": jmask.adam(0.1, b1=0.8),
+    "another optimizer": jmask.sgd(0.1),
+    "of optax": jmask.lazy(optax.adam(0.1)),
+    "a schedule": jmask.adam(optax.linear_schedule(0.1, 0.0, 10)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_transformation_than_it_was_made_for(name: str) -> None:
+    table = jmask.deferred(TABLE, ADAM)
+    for tx in (OTHERS[name], jmask.skip_nonfinite(OTHERS[name])):
+        with pytest.raises(ValueError, match="another optimizer"):
+            jmask.apply_gradients(tx, grads_of(table), tx.init(table), table)
+    with pytest.raises(ValueError, match="another optimizer"):
+        OTHERS[name].update(grads_of(table), OTHERS[name].init(table), table)
+
+
+def test_the_same_transformation_made_anew() -> None:
+    """It is known by what it does."""
+    table = jmask.deferred(TABLE, ADAM)
+    for tx in (jmask.adam(0.1), jmask.adam(0.1, lazy_update=False), jmask.skip_nonfinite(ADAM)):
+        new, _ = jmask.apply_gradients(tx, grads_of(table), tx.init(table), table)
+        assert float(new.todense()[0, 0]) < 1

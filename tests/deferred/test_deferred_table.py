@@ -37,7 +37,8 @@ ADAMW = optax.adamw(0.1, weight_decay=0.1)
 
 def loss(params: Any, ids: Any) -> jax.Array:
     rows = jmask.embedding_lookup(params["t"], ids, padding_id=-1)
-    return jnp.sum(jnp.sin(rows) * params["w"][None])
+    bags = jmask.embedding_bag(params["u"], ids[None] // 2, padding_id=-1)
+    return jnp.sum(jnp.sin(rows) * params["w"][None] * jnp.cos(bags))
 
 
 def step(tx: Any, params: Any, state: Any, ids: Any, loss: Any = loss) -> Any:
@@ -52,7 +53,7 @@ def dense_step(tx: Any, params: Any, state: Any, ids: Any, loss: Any = loss) -> 
 
 
 def parameters(table: Any = START) -> Any:
-    return {"t": table, "w": jnp.linspace(0.5, 1.5, D)}
+    return {"t": table, "u": table, "w": jnp.linspace(0.5, 1.5, D)}
 
 
 @functools.cache
@@ -90,11 +91,13 @@ def deferred_run(tx: Any, of: Any = None, table: Any = START, **given: Any) -> A
 # --- wrapped optimizers --------------------------------------------------------------------
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1))
+CLIPPED_ENTRIES = optax.chain(optax.clip(0.1), optax.adam(0.1))
 WRAPPED: dict[str, tuple[Any, Any]] = {
     "lazy": (ADAM, DENSE_ADAM),
     "not lazy": (DENSE_ADAM, DENSE_ADAM),
     "optax": (jmask.lazy(ADAMW), ADAMW),
     "global norm": (jmask.lazy(CLIPPED), CLIPPED),
+    "clip": (jmask.lazy(CLIPPED_ENTRIES), CLIPPED_ENTRIES),
     "row norm": (
         optax.chain(jmask.clip_by_row_norm(0.3), ADAM),
         optax.chain(jmask.clip_by_row_norm(0.3), DENSE_ADAM),
@@ -326,7 +329,7 @@ TURNS = {
 @pytest.mark.parametrize("name", TURNS)
 def test_from_dense_to_deferred_to_dense(name: str) -> None:
     tx, dense_tx = TURNS[name]
-    which = {"t": True, "w": False}
+    which = {"t": True, "u": True, "w": False}
     params, state, losses, tables = run(dense_step, dense_tx, parameters(), IDS[:4])
     params, state = jmask.to_deferred(tx, state, params, which)
     np.testing.assert_array_equal(params["t"].todense(), tables[-1])

@@ -1,11 +1,10 @@
 """A deferred table is at most twice as far from the float64 trajectory as a dense float32 one.
 
 Ten thousand steps with Zipf ids: rows are away for one step and for all of them. Both runs are
-scans over steps, compared with the twin in NumPy after every hundredth. By default some of the
+scans over steps, compared with the model in NumPy after every hundredth. By default some of the
 optimizers take the first thousand.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ import optax
 import pytest
 
 import jmask
-from tests import dense_twins as twins
+from tests import numpy_optimizers as models
 from tests.sampling import chosen
 
 pytestmark = [pytest.mark.sampled, pytest.mark.dtype_promotion]
@@ -33,10 +32,6 @@ def warm_up(t: int) -> float:
     return RATE * ((1 - 0.01) * 0.5 * (1 + np.cos(np.pi * done)) + 0.01)
 
 
-def constant(t: int) -> float:
-    return RATE
-
-
 def injected(t: int) -> float:
     return RATE * (1.5 + np.sin(t / 7.0)) * (0.1 if t % 3 else 1.0)
 
@@ -44,81 +39,74 @@ def injected(t: int) -> float:
 DECOUPLED: dict[str, Any] = {"weight_decay": 0.1, "decay_mode": "decoupled"}
 NAMED_STATIC = ("b1", "b2", "eps", "eps_root", "weight_decay")
 
-# A transformation for rows, one for dense gradients, the twin, its rate and its settings.
-CASES: dict[str, tuple[Any, Any, Any, Any, dict[str, Any]]] = {}
+# A transformation for rows, one for dense gradients, the model and its settings.
+CASES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {}
 
 
-def named(name: str, make: Any, twin: Any, settings: Any, **of_twin: Any) -> None:
-    """The named optimizer under a constant rate and under a schedule."""
-    for of_rate, rate, exact in (("", RATE, constant), (" by schedule", WARM_UP, warm_up)):
-        txs = [make(rate, **settings, lazy_update=lazy) for lazy in (True, False)]
-        CASES[name + of_rate] = (*txs, twin, exact, of_twin)
+def case(name: str, make: Any, model: Any, settings: Any = (), **of_model: Any) -> None:
+    """An optimizer with these settings, under a constant rate and under a schedule."""
+    for of_rate, rate, exact in (("", RATE, RATE), (" by schedule", WARM_UP, warm_up)):
+        txs = [make(rate, **dict(settings), lazy_update=lazy) for lazy in (True, False)]
+        CASES[name + of_rate] = (
+            *txs,
+            model,
+            {"learning_rate": exact} | dict(settings) | of_model,
+        )
 
 
-def of_optax(name: str, make: Any, twin: Any, **of_twin: Any) -> None:
-    for of_rate, rate, exact in (("", RATE, constant), (" by schedule", WARM_UP, warm_up)):
-        CASES[name + of_rate] = (jmask.lazy(make(rate)), make(rate), twin, exact, of_twin)
+def lifted(make: Any) -> Any:
+    """An optimizer of optax, as one of a name."""
+    return lambda *args, lazy_update, **settings: (
+        jmask.lazy(make(*args, **settings)) if lazy_update else make(*args, **settings)
+    )
 
 
-named("sgd", jmask.sgd, twins.sgd, {})
-named("momentum", jmask.sgd, twins.sgd, {"momentum": 0.9}, momentum=0.9)
-named(
-    "nesterov, decoupled", jmask.sgd, twins.sgd,
+case("sgd", jmask.sgd, models.Sgd)
+case("momentum", jmask.sgd, models.Sgd, {"momentum": 0.9})
+case(
+    "nesterov, decoupled", jmask.sgd, models.Sgd,
     {"momentum": 0.9, "nesterov": True, **DECOUPLED},
-    momentum=0.9, nesterov=True, decoupled=0.1,
 )  # fmt: skip
-named(
-    "momentum, l2", jmask.sgd, twins.sgd, {"momentum": 0.9, "weight_decay": 0.1},
-    momentum=0.9, l2=0.1,
+case("momentum, l2", jmask.sgd, models.Sgd, {"momentum": 0.9, "weight_decay": 0.1})
+case("adam", jmask.adam, models.Adam)
+case("adam, decoupled", jmask.adam, models.Adam, DECOUPLED)
+case("adam, eps and eps_root", jmask.adam, models.Adam, {"eps": 1e-3, "eps_root": 1e-5})
+case("adam, b1 = 0", jmask.adam, models.Adam, {"b1": 0.0})
+case("adamw", jmask.adamw, models.AdamW, {"weight_decay": 0.1})
+case("rowwise adam", jmask.rowwise_adam, models.RowwiseAdam)
+case("adagrad", jmask.adagrad, models.Adagrad)
+case("adagrad, decoupled", jmask.adagrad, models.Adagrad, DECOUPLED)
+case("rowwise adagrad", jmask.rowwise_adagrad, models.RowwiseAdagrad)
+case("optax.adam", lifted(optax.adam), models.AdamW, weight_decay=0.0)
+case(
+    "optax.adam, eps_root", lifted(optax.adam), models.AdamW, {"eps": 1e-4, "eps_root": 1e-6},
+    weight_decay=0.0,
 )  # fmt: skip
-named("adam", jmask.adam, twins.adam, {})
-named("adam, decoupled", jmask.adam, twins.adam, DECOUPLED, decay=0.1)
-named(
-    "adam, eps and eps_root", jmask.adam, twins.adam, {"eps": 1e-3, "eps_root": 1e-5},
-    eps=1e-3, eps_root=1e-5,
+case("optax.adamw", lifted(optax.adamw), models.AdamW, {"weight_decay": 0.1})
+case("optax.nadam", lifted(optax.nadam), models.AdamW, weight_decay=0.0, nesterov=True)
+case("optax.rmsprop", lifted(optax.rmsprop), models.RmsProp)
+case("optax.rmsprop, momentum", lifted(optax.rmsprop), models.RmsProp, {"momentum": 0.9})
+case("optax.lion", lifted(optax.lion), models.Lion)
+case(
+    "optax.sgd", lifted(optax.sgd), models.OptaxSgd, {"momentum": 0.9, "nesterov": True}
 )  # fmt: skip
-named("adam, b1 = 0", jmask.adam, twins.adam, {"b1": 0.0}, b1=0.0)
-named("adamw", jmask.adamw, twins.adam, {"weight_decay": 0.1}, first=False, decay=0.1)
-named("rowwise adam", jmask.rowwise_adam, twins.adam, {}, rows=True)
-named("adagrad", jmask.adagrad, twins.adagrad, {})
-named("adagrad, decoupled", jmask.adagrad, twins.adagrad, DECOUPLED, decoupled=0.1)
-named("rowwise adagrad", jmask.rowwise_adagrad, twins.adagrad, {}, rows=True)
-of_optax("optax.adam", optax.adam, twins.adam, first=False)
-of_optax(
-    "optax.adam, eps_root", functools.partial(optax.adam, eps=1e-4, eps_root=1e-6), twins.adam,
-    first=False, eps=1e-4, eps_root=1e-6,
+case(
+    "optax.adagrad", lifted(optax.adagrad), models.Adagrad,
+    initial_accumulator_value=0.1, eps=0.0, eps_root=1e-7,
 )  # fmt: skip
-of_optax(
-    "optax.adamw", functools.partial(optax.adamw, weight_decay=0.1), twins.adam,
-    first=False, decay=0.1,
-)  # fmt: skip
-of_optax("optax.nadam", optax.nadam, twins.adam, first=False, nesterov=True)
-of_optax("optax.rmsprop", optax.rmsprop, twins.rmsprop)
-of_optax(
-    "optax.rmsprop, momentum", functools.partial(optax.rmsprop, momentum=0.9), twins.rmsprop,
-    momentum=0.9,
-)  # fmt: skip
-of_optax("optax.lion", optax.lion, twins.lion)
-of_optax(
-    "optax.sgd", functools.partial(optax.sgd, momentum=0.9, nesterov=True), twins.optax_sgd,
-    momentum=0.9, nesterov=True,
-)  # fmt: skip
-of_optax("optax.adagrad", optax.adagrad, twins.adagrad, initial=0.1, eps=0.0, root=1e-7)
 CASES["optax.adam, injected"] = (
     jmask.lazy(optax.inject_hyperparams(optax.adam)(RATE)),
     optax.inject_hyperparams(optax.adam)(RATE),
-    twins.adam,
-    injected,
-    {"first": False},
+    models.AdamW,
+    {"learning_rate": injected, "weight_decay": 0.0},
 )
 CASES["adam, injected"] = (
-    optax.inject_hyperparams(jmask.adam, static_args=NAMED_STATIC)(learning_rate=RATE),
-    optax.inject_hyperparams(jmask.adam, static_args=NAMED_STATIC)(
-        learning_rate=RATE, lazy_update=False
+    *(
+        optax.inject_hyperparams(jmask.adam, static_args=NAMED_STATIC)(RATE, lazy_update=lazy)
+        for lazy in (True, False)
     ),
-    twins.adam,
-    injected,
-    {},
+    models.Adam,
+    {"learning_rate": injected},
 )
 
 
@@ -154,10 +142,11 @@ BY_DEFAULT = (
     ("name", "steps"), chosen([(x, SHORT) for x in BY_DEFAULT], [(x, LONG) for x in CASES])
 )
 def test_as_near_to_float64_as_dense(name: str, steps: int) -> None:
-    tx, dense_tx, twin, rate, settings = CASES[name]
+    tx, dense_tx, model_type, settings = CASES[name]
     ids, values = (x[:steps] for x in gradients())
     start = np.random.default_rng(3).normal(size=(ROWS, COLUMNS)).astype(np.float32)
-    rates = np.array([rate(t) for t in range(steps)], np.float32)
+    rate = settings["learning_rate"]
+    rates = np.float32([rate(t) if callable(rate) else rate for t in range(steps)])
 
     def step(carried: Any, given: Any) -> Any:
         table, state, dense, dense_state = carried
@@ -180,15 +169,13 @@ def test_as_near_to_float64_as_dense(name: str, steps: int) -> None:
     carried, (deferred, dense) = jax.jit(lambda *x: jax.lax.scan(part, *x))(
         carried, list(map(jnp.asarray, given))
     )
-    model = twins.started(twin, start, rate, **settings)
+    model = model_type(start, settings, lazy=False)
     errors = []
     for t in range(steps):
-        gradient = np.zeros((ROWS, COLUMNS))
-        np.add.at(gradient, ids[t], values[t].astype(np.float64))
-        exact = model.send(gradient)
+        model.step(ids[t], values[t])
         if t % PART == PART - 1:
             at = t // PART
-            errors.append([np.abs(np.asarray(x[at]) - exact) for x in (deferred, dense)])
+            errors.append([np.abs(np.asarray(x[at]) - model.param) for x in (deferred, dense)])
     ours, theirs = np.moveaxis(np.array(errors), 1, 0)
     scale = np.finfo(np.float32).eps * np.abs(start).max()
     assert ours.max() <= 2 * theirs.max() + scale

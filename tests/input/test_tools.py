@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import scipy.sparse
 from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
@@ -17,8 +16,6 @@ MASKED = jmask.masked_tensor(jnp.array([1.0, jnp.nan]), jnp.array([True, False])
 MASKED_ROWS = jmask.masked_tensor(ROWS, ROWS.values > 0)
 SCALAR = jmask.masked_tensor(jnp.array(1.25), jnp.array(True))
 MASKED_SCALAR = jmask.masked_tensor(jnp.array(1.25), jnp.array(False))
-SCIPY = scipy.sparse.csr_matrix(np.eye(6, dtype=np.float32))
-BAGS = IDS[None]
 
 TENSORS = {
     "RowSparse": ROWS,

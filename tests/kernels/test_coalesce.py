@@ -1,4 +1,6 @@
-"""The ways to sum rows of equal ids agree bit for bit: which is taken depends on the device."""
+"""The ways to sum rows of equal ids agree bit for bit; what is known of rows goes with them."""
+
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +8,7 @@ import numpy as np
 import pytest
 
 from jmask._kernels import coalesce
+from jmask._kernels.gathered_rows import GATHERED, GatheredRows, as_array
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -48,3 +51,28 @@ def test_slots_of_each_device(count: int) -> None:
         np.testing.assert_array_equal(slot_of_entry[exists], expected[exists])
     for back in (coalesce._sorted_back, coalesce._scattered_back):
         np.testing.assert_array_equal(back(came_from, slot)[exists], expected[exists])
+
+
+D = 3
+
+
+def noted(x):
+    """The rows of a part as an array, of which it is known what makes it."""
+    array = as_array(x)
+    if isinstance(x, GatheredRows):
+        GATHERED.note(array, x)
+    return array
+
+
+def test_facts_go_with_their_arrays():
+    def trace(x):
+        rows = noted(GatheredRows(x, jnp.array([0, 0, 1]), None, x.dtype))
+        assert GATHERED.of(rows) is not None
+        assert GATHERED.of(jax.tree.map(lambda leaf: leaf, [rows])[0]) is not None
+        assert GATHERED.of(jax.jit(jnp.sin)(rows)) is None
+        return rows
+
+    before = len(GATHERED)
+    jax.jit(trace)(jnp.ones((2, D)))
+    gc.collect()
+    assert len(GATHERED) <= before

@@ -79,10 +79,6 @@ def replaced(p: Any, g: Any) -> Any:
     return (g,)
 
 
-def masked(p: Any, g: Any, touched: Any) -> Any:
-    return (jnp.where(touched > 0, g, p),)
-
-
 RULES: dict[str, tuple[Callable[..., Any], Sequence[Any], int]] = {
     "sgd": (sgd, ["float32"], 0),
     "momentum": (momentum, ["float32"] * 2, 1),

@@ -1,8 +1,10 @@
 """`jmask.apply_gradients` of a lifted optax optimizer is `update` and `apply_updates`.
 
-Where the optimizer is elementwise it is done by one scatter with the optimizer inside.
+Where the optimizer is elementwise it is done by one scatter with the optimizer inside, or on
+whole tables where a batch touches most rows.
 """
 
+import functools
 import os
 import re
 import subprocess
@@ -18,11 +20,21 @@ import pytest
 import jmask
 from tests.optax_cases import ROW_LOCAL
 from tests.oracle import assert_close
+from tests.stored_tables import update_and_apply
 
 pytestmark = pytest.mark.dtype_promotion
 
-V, D = 50, 6
 ROOT = Path(__file__).parents[2]
+# The shape of the table, how it is kept, and the ids of three steps; one past the last is none.
+FEW = ([3, 3, 7, 49], [7, -1, 8, 3], [50] * 4)
+MOST = (
+    [0, 3, 3, 7, 1, 2, 4, 5, 6, 8, 9, 19, 19, 11, 12, -1], [20] * 16, list(range(4, 20)),
+)  # fmt: skip
+FORMS = {
+    "rows": ((50, 6), lambda x: x, FEW),
+    "whole": ((20, 64), lambda x: x, MOST),
+    "packed": ((20, 64), jmask.PackedTable.pack, MOST),
+}
 
 
 def nothing_if_not_finite(updates):
@@ -37,6 +49,20 @@ def forgetful():
         return jax.tree.map(jnp.zeros_like, tree)
 
     return optax.GradientTransformation(zeros, lambda u, state, params=None: (u, zeros(u)))
+
+
+def keeping():
+    """A state of which nothing is computed: the last gradient, twice, and the one before."""
+
+    def init(params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return zeros, zeros, zeros
+
+    def update(updates, state, params=None):
+        steps = jax.tree.map(lambda g, last: -0.1 * (2 * g - last), updates, state[0])
+        return steps, (updates, updates, state[0])
+
+    return optax.GradientTransformation(init, update)
 
 
 # Elementwise, and with no more changing scalars than a scatter has room for.
@@ -66,71 +92,86 @@ OTHERS = {
         optax.masked(optax.add_decayed_weights(0.1), {"table": True, "w": False}),
         optax.adam(0.1),
     ),
+    "state that is kept": keeping(),
     "by parameter": optax.partition(
         {"a": optax.adam(0.1), "b": optax.sgd(0.1)}, {"table": "a", "w": "b"}
     ),
 }
 # Deprecated, and in need of the value of the loss.
 LEFT_OUT = ("optimistic_adam", "polyak_sgd")
-SIMPLE = {
-    name: build()
+LIFTED = {
+    name: jmask.lazy(build())
     for name, build in ROW_LOCAL.items()
     if "contrib" not in name and name not in LEFT_OUT
-}
+} | {name: jmask.lazy(tx) for name, tx in OTHERS.items()}
+
+
+def parameters(form):
+    shape, kept_as, _ = FORMS[form]
+    table = kept_as(jax.random.normal(jax.random.key(0), shape))
+    return {"table": table, "w": jax.random.normal(jax.random.key(1), (3,))}
 
 
 def gradient(params, ids):
-    return jmask.grad(lambda p: jnp.sum(jnp.sin(p["table"][ids] @ p["w"])))(params)
+    table = params["table"]
+    rows = jax.random.normal(jax.random.key(sum(ids)), (len(ids), table.shape[1]))
+    return {"table": jmask.RowSparse(ids, rows, table.shape), "w": params["w"] / 2}
 
 
-def in_two(tx):
-    def step(params, state, ids):
-        updates, state = tx.update(gradient(params, ids), state, params)
-        return jmask.apply_updates(params, updates), state
-
-    return step
+def dense(tree):
+    is_packed = lambda x: isinstance(x, jmask.PackedTable)
+    return jax.tree.map(lambda x: x.todense() if is_packed(x) else x, tree, is_leaf=is_packed)
 
 
-def in_one(tx):
-    def step(params, state, ids):
-        return jmask.apply_gradients(tx, gradient(params, ids), state, params)
-
-    return step
-
-
-def parameters():
-    table = jax.random.normal(jax.random.key(0), (V, D))
-    return {"table": table, "w": jax.random.normal(jax.random.key(1), (D, 3))}
+# The state of NovoGrad has one number for a table, and that of a packed one must have rows.
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [(n, f) for n in LIFTED for f in FORMS if (n, f) != ("novograd", "packed")],
+)
+def test_same_result(name, form):
+    tx, params = LIFTED[name], parameters(form)
+    steps = (jmask.apply_gradients, update_and_apply)
+    one, two = (jax.jit(functools.partial(step, tx)) for step in steps)
+    actual = expected = params
+    other = state = tx.init(params)
+    for ids in FORMS[form][2]:
+        before, grads = dense(actual), gradient(params, ids)
+        expected, state = two(grads, state, expected)
+        actual, other = one(grads, other, actual)
+        untouched = np.setdiff1d(np.arange(len(params["table"])), ids)
+        np.testing.assert_array_equal(
+            dense(actual)["table"][untouched], before["table"][untouched]
+        )
+    assert jax.tree.structure((actual, other)) == jax.tree.structure((expected, state))
+    assert_close(dense((actual, other)), dense((expected, state)), rtol=3e-6, atol=1e-6)
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", [*SIMPLE, *OTHERS])
-def test_same_result(name):
-    tx = jmask.lazy(({**SIMPLE, **OTHERS})[name])
-    params = parameters()
-    expected, state = params, tx.init(params)
-    actual, other = expected, state
-    one, two = jax.jit(in_one(tx)), jax.jit(in_two(tx))
-    for ids in ([3, 3, 7, V - 1], [7, -1, 8, 3], [V, V, V, V]):
-        expected, state = two(expected, state, jnp.array(ids))
-        actual, other = one(actual, other, jnp.array(ids))
-    assert_close((actual, other), (expected, state), rtol=3e-6, atol=1e-6)
-    untouched = np.r_[0:3, 9 : V - 1]
-    np.testing.assert_array_equal(actual["table"][untouched], params["table"][untouched])
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("name", [*SIMPLE, *OTHERS])
+@pytest.mark.parametrize("name", LIFTED)
 def test_which_take_one_pass(name):
-    tx = jmask.lazy(({**SIMPLE, **OTHERS})[name])
-    params = parameters()
-    program = str(jax.make_jaxpr(in_one(tx))(params, tx.init(params), jnp.array([1, 2])))
+    """And of 16 lookups in 20 rows the whole table is as fast: no scatter at all."""
+    tx = LIFTED[name]
     expected = IN_ONE_PASS | {
         "momentum", "clipped by value", "clipped by norm", "clipped by norm, sgd",
         "clipped by value and by norm", "clipped by norm, if finite",
-        "rate by schedule", "weights masked", "by parameter",
+        "rate by schedule", "weights masked", "by parameter", "state that is kept",
     }  # fmt: skip
-    assert ("jmask_update_rows" in program) == (name in expected)
+    for form, is_scattered in (("rows", name in expected), ("whole", False)):
+        params, ids = parameters(form), FORMS[form][2][0]
+        step = functools.partial(jmask.apply_gradients, tx)
+        program = str(jax.make_jaxpr(step)(gradient(params, ids), tx.init(params), params))
+        assert ("jmask_update_rows" in program) == is_scattered
+
+
+# Those of Adam and of a schedule take their scalars and which entries are touched: no room.
+@pytest.mark.parametrize("name", ["adagrad", "momentum", "lion"])
+def test_packed_tables(name):
+    """One scatter for each part of the table, as named optimizers have it."""
+    tx, params = LIFTED[name], parameters("packed")
+    step = functools.partial(jmask.apply_gradients, tx)
+    program = jax.make_jaxpr(step)(gradient(params, MOST[0]), tx.init(params), params)
+    assert str(program).count("jmask_update_rows[") == len(params["table"].parts)
 
 
 # In a process of its own: where XLA takes such a combiner it ends the process.
@@ -245,9 +286,8 @@ def test_faults_of_xla_are_as_documented(number, of_another, right):
 
 def test_what_the_loss_is_needed_for_still_gets_it():
     tx = jmask.lazy(optax.polyak_sgd())
-    params = parameters()
-    grads = gradient(params, jnp.array([1, 2]))
-    state = tx.init(params)
+    params = parameters("rows")
+    grads, state = gradient(params, [1, 2]), tx.init(params)
     new, _ = jmask.apply_gradients(tx, grads, state, params, value=jnp.float32(3.0))
     updates, _ = tx.update(grads, state, params, value=jnp.float32(3.0))
     expected = jmask.apply_updates(params, updates)

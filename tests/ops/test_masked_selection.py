@@ -205,15 +205,6 @@ def test_sparse_selection_stays_sparse():
 # --- transformations ---------------------------------------------------------------------
 
 
-def test_pytree_and_chex():
-    chex.assert_trees_all_close(X, jn.flip(jn.flip(X)))
-    with pytest.raises(AssertionError):
-        chex.assert_trees_all_close(X, jn.masked_where(MASK, X))
-    leaves, structure = jax.tree.flatten(X)
-    chex.assert_trees_all_equal(jax.tree.unflatten(structure, leaves), X)
-    assert jax.tree.map(jnp.shape, X).storage == (3, 4)
-
-
 def test_control_flow():
     def step(carry, row):
         carry = jn.roll(carry, 1).at[0].set(row[0])

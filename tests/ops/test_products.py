@@ -1,6 +1,7 @@
 """`jmask.dot` on every pair of storages against the sum over what they store, in NumPy."""
 
 import functools
+import itertools
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,10 +14,24 @@ from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
 from jmask import RowSparse
-from jmask._tensors.storage import with_stored_values
+from jmask._tensors.storage import stype, with_stored_values
 from tests import sparse_arrays
 from tests.oracle import densified
-from tests.product_cases import STORED, Case, Form, M, coo, csr, forms
+from tests.product_cases import (
+    COO,
+    CSR,
+    FEATURES,
+    ROWS,
+    STORED,
+    Case,
+    Form,
+    M,
+    V,
+    coo,
+    csr,
+    forms,
+)
+from tests.sampling import chosen
 
 
 def dot(lhs: Form, rhs: Form, a: Any, b: Any, **options: Any) -> Any:
@@ -44,9 +59,6 @@ def todense(x: Any) -> jax.Array:
     return x.todense() if isinstance(x, RowSparse) else x
 
 
-_compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
 @functools.cache
 def program(lhs: Form) -> Any:
     """Results, gradients and tangents of the products with every right operand."""
@@ -61,7 +73,7 @@ def program(lhs: Form) -> Any:
         back = jax.linear_transpose(forward, a[0], b[0])
         return result, dense, back(ct.reshape(dense.shape)), forward(*dots)
 
-    @_compiled
+    @jax.jit
     def run(arguments: Any) -> Any:
         return [one(rhs, *x) for rhs, x in zip(forms(False), arguments, strict=True)]
 
@@ -146,7 +158,7 @@ def test_vmap():
         for pair, two in cases.items()
     }
     with jmask.strict():
-        results = _compiled(jax.vmap(products))(stacked)
+        results = jax.jit(jax.vmap(products))(stacked)
     for pair, two in cases.items():
         for result, case in zip(results[pair], two, strict=True):
             expected = case.product(case.a.values, case.b.values).reshape(result.shape)
@@ -158,7 +170,7 @@ def wide(values: Any, columns: Any, w: Any) -> jax.Array:
     return jmask.dot(BCSR((values, columns, jnp.array([0, 3, 3, 6])), shape=(3, 4)), w)
 
 
-@_compiled
+@jax.jit
 def wide_and_derivatives(values: Any, columns: Any, w: Any, dots: Any, ct: Any) -> Any:
     product = lambda values, w: wide(values, columns, w)
     out, forward = jax.linearize(product, values, w)
@@ -212,7 +224,7 @@ def test_wide_products_by_a_kernel(stray):
     check(results["second"], np.where(both, second, 0))
 
 
-@_compiled
+@jax.jit
 def many_and_derivatives(x: Any, w: Any, dots: Any, ct: Any) -> Any:
     product = lambda values, w: jmask.dot(with_stored_values(x, values), w)
     values = x.data
@@ -267,7 +279,7 @@ def test_nothing_stored_and_no_size():
     none, rows = np.zeros((3, 4), np.float32), RowSparse.zeros((4, 2))
     nan, ones = np.full((4, 2), np.nan, np.float32), np.ones((3, 2), np.float32)
 
-    @_compiled
+    @jax.jit
     def run(rows: Any, *features: Any) -> Any:
         by_features = [
             (jmask.dot(x, nan), jmask.dot(x, rows), jmask.dot(x, ones, transpose_a=True))
@@ -305,7 +317,7 @@ def test_narrow_floats_are_summed_in_float32():
     ones = jnp.ones((2048, 1), dtype)
     parts = jnp.ones(count, dtype), jnp.arange(count) % 2048, jnp.array([0, count])
 
-    @_compiled
+    @jax.jit
     def run(parts: Any, few: Any, ones: Any) -> Any:
         x = BCSR(parts, shape=(1, 2048))
         rows = RowSparse(0 * parts[1], parts[0][:, None], (3, 1))
@@ -334,7 +346,7 @@ def test_dtypes_promote_as_in_jax(dtypes):
     b = (RNG.integers(0, 3, (4, 2))).astype(dtypes[1])
     every_row = lambda x: RowSparse(np.arange(len(x)), x, x.shape)
 
-    @_compiled
+    @jax.jit
     def run(lefts: Any, rights: Any) -> Any:
         return [jmask.dot(x, y) for x, y in zip(lefts, rights, strict=True)]
 
@@ -344,3 +356,74 @@ def test_dtypes_promote_as_in_jax(dtypes):
     ):
         assert result.dtype == exact.dtype
         np.testing.assert_array_equal(todense(result), exact)
+
+
+_RNG = np.random.default_rng(1)
+
+
+def test_forward_stype():
+    ct = np.float32(_RNG.normal(size=(6, 2)))
+    w = np.float32(_RNG.normal(size=(V, 2)))
+    exact = {False: FEATURES @ w, True: FEATURES.T @ ct}
+
+    @jax.jit
+    def run(x: Any) -> Any:
+        return {
+            (storage, transposed): jmask.dot(
+                x, ct if transposed else w, transpose_a=transposed, forward_stype=storage
+            )
+            for transposed in (False, True)
+            for storage in ("default", "row_sparse")
+        }
+
+    with jmask.strict():
+        results = run(CSR)
+        rows, dense = (
+            jmask.dot(ROWS, jnp.ones((2, 3)), forward_stype=storage)
+            for storage in ("row_sparse", "default")
+        )
+    for (storage, transposed), result in results.items():
+        assert stype(result) == storage
+        np.testing.assert_allclose(densified(result), exact[transposed], rtol=1e-4, atol=1e-5)
+    assert (rows.nse, rows.shape) == (4, (V, 3))
+    np.testing.assert_array_equal(dense, densified(rows))
+
+
+TRANSPOSED = [(False, False), (True, False), (False, True)]
+MAKERS = [sparse_arrays.coo, sparse_arrays.csr, jmask.RowSparse.fromdense]
+
+
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
+@pytest.mark.parametrize(
+    ("stored", "transposed"),
+    chosen([(sparse_arrays.csr, (True, False))], itertools.product(MAKERS, TRANSPOSED)),
+)
+def test_the_gradient_of_an_ordinary_tensor(stored, transposed):
+    """`masked_grad=False`: every entry of a sparse operand has a gradient, to second order."""
+    lhs, rhs = np.array([[0, 0, 3.0], [4, 0, 5]]), np.arange(6.0).reshape(3, 2) + 0.5
+    lhs, rhs = (x.T if t else x for x, t in zip((lhs, rhs), transposed, strict=True))
+    how = dict(zip(("transpose_a", "transpose_b"), transposed, strict=True))
+    plain = functools.partial(jmask.dot, **how, masked_grad=False)
+    for args in ((stored(lhs), rhs), (lhs, stored(rhs))):
+        assert jmask.gradcheck(jax.jit(plain), args, order=2)
+    sparse = stored(jnp.asarray(lhs, jnp.float32))
+    product = plain(sparse, jnp.asarray(rhs, jnp.float32))
+    np.testing.assert_allclose(product, jmask.todense(jmask.dot(sparse, rhs, **how)), rtol=1e-6)
+    found = jmask.grad(lambda x: jnp.sum(plain(x, rhs)))(sparse)
+    dense = lambda x: jnp.sum((x.T if transposed[0] else x) @ (rhs.T if transposed[1] else rhs))
+    np.testing.assert_allclose(found, jax.grad(dense)(sparse.todense()), rtol=1e-6)
+    with pytest.raises(ValueError, match="`forward_stype` cannot be 'row_sparse' with"):
+        plain(sparse, rhs, forward_stype="row_sparse")
+
+
+def test_fallbacks_warn_and_raise():
+    messages = {
+        "became dense in a product": lambda: jmask.dot(CSR, COO, transpose_b=True),
+        "stores all of its 40 columns": lambda: jmask.dot(jnp.ones(2), ROWS, transpose_b=True),
+    }
+    for message, call in messages.items():
+        with pytest.warns(jmask.StorageFallbackWarning, match=message) as caught:
+            call()
+        assert caught[0].filename == __file__
+        with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match=message):
+            call()

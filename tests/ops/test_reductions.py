@@ -1,228 +1,20 @@
-"""Every reduction over the valid entries only: values, masks, derivatives, storages.
+"""Reductions at their edges (ties, zeros, one entry, complex numbers), and of sparse storages.
 
-The model is NumPy in float64 on the valid entries of each slice; its derivative is taken by
-central differences. Under the mask lie nan, inf and 1e30.
-"""
+Their values and derivatives are in test_masked_functions.py."""
 
-import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.sparse import BCOO
 
 import jmask
 import jmask.numpy as jnm
 from jmask import MaskedTensor, RowSparse
-from tests.masked_cases import KINDS, PATTERNS, POISON, SHAPE, build, masks, sliced, slope
-
-pytestmark = pytest.mark.sampled
-
-AXES = ((None, True), (0, False), (-1, True))
-BOTH = (((0, 1), False),)
-
-
-def _norm(p):
-    return lambda x, m: np.linalg.norm(x[m], p)
-
-
-def _index(function):
-    return lambda x, m: np.flatnonzero(m)[function(x[m])]
-
-
-def _lower_median(x, m):
-    return np.sort(x[m])[(m.sum() - 1) // 2]
-
-
-def _log_sum_exp(x, m):
-    return np.log(np.exp(x[m]).sum())
-
-
-def _entries(function, **options):
-    return lambda x, m: function(x[m], **options)
-
-
-def _with(function, **options):
-    return functools.partial(function, **options)
-
-
-# Half the time of compiling small functions for a CPU is spent on optimizing them.
-_compiled = _with(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-# Reduction, and its model: of the entries of a slice and which are valid.
-SMOOTH = {
-    "sum": (jnm.sum, _entries(np.sum)),
-    "prod": (jnm.prod, _entries(np.prod)),
-    "mean": (jnm.mean, _entries(np.mean)),
-    "var": (jnm.var, _entries(np.var)),
-    "std": (jnm.std, _entries(np.std)),
-    "max": (jnm.max, _entries(np.max)),
-    "amin": (jnm.amin, _entries(np.min)),
-    "norm": (jnm.norm, _norm(2)),
-    "norm 1": (_with(jnm.norm, ord=1), _norm(1)),
-    "norm inf": (_with(jnm.norm, ord=np.inf), _norm(np.inf)),
-    "norm -inf": (_with(jnm.norm, ord=-np.inf), _norm(-np.inf)),
-    "norm 3.5": (_with(jnm.norm, ord=3.5), _norm(3.5)),
-    "norm -1": (_with(jnm.norm, ord=-1), _norm(-1)),
-    "logsumexp": (jnm.logsumexp, _log_sum_exp),
-    "median": (jnm.median, _entries(np.median)),
-    "lower median": (_with(jnm.median, averaged=False), _lower_median),
-}
-STEPS = {
-    "argmax": (jnm.argmax, _index(np.argmax)),
-    "argmin": (jnm.argmin, _index(np.argmin)),
-    "all": (lambda x, **axes: jnm.all(x > 0, **axes), lambda x, m: (x[m] > 0).all()),
-    "any": (lambda x, **axes: jnm.any(x > 0, **axes), lambda x, m: (x[m] > 0).any()),
-    "count_nonzero": (jnm.count_nonzero, _entries(np.count_nonzero)),
-}
-# On every storage; the others on one of each form, slices and segments.
-BASIC = ("sum", "std", "max", "logsumexp")
-DENSIFY = ("median", "lower median")
-
-
-def _expected_fallback(name, kind):
-    if name in DENSIFY and kind != "dense":
-        return pytest.warns(jmask.StorageFallbackWarning)
-    return contextlib.nullcontext()
-
-
-def _batch(seed=1):
-    """Data and masks (n, 4, 3): every mask with every poison under it."""
-    rng = np.random.default_rng(seed)
-    clean = rng.normal(size=SHAPE)
-    every = masks()
-    mask = np.repeat(every, len(POISON), 0)
-    poison = np.tile(POISON, len(every))[:, None, None]
-    return clean, jnp.asarray(np.where(mask, clean, poison), jnp.float32), mask
-
-
-@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in SMOOTH for kind in KINDS])
-def test_values_and_derivatives(name, kind):
-    function, model = SMOOTH[name]
-    clean, data, mask = _batch()
-    axes = AXES + BOTH if kind == "dense" else AXES[1:]
-
-    def run(data, mask, axis, keepdims):
-        def loss(data):
-            result = function(build(kind, data, mask), axis=axis, keepdims=keepdims)
-            result = result.to_dense()
-            return jnp.sum(result.to_tensor(0)), result
-
-        return jax.grad(loss, has_aux=True)(data)
-
-    @_compiled
-    @jax.vmap
-    def all_axes(data, mask):
-        return [run(data, mask, axis, keepdims) for axis, keepdims in axes]
-
-    with _expected_fallback(name, kind):
-        results = jax.tree.map(np.asarray, all_axes(data, jnp.asarray(mask)))
-    for (axis, keepdims), (gradients, values) in zip(axes, results, strict=True):
-        for i in range(len(mask)):
-            valid = mask[i] & PATTERNS[kind]
-            first = i // len(POISON) * len(POISON)
-            if i == first:
-                expected = sliced(model, clean, valid, axis, keepdims)
-                derivative = slope(model, clean, valid, axis)
-            assert values.shape[1:] == expected.shape
-            np.testing.assert_array_equal(values.valid[i], ~np.isnan(expected))
-            assert not np.isnan(values.storage[i]).any()
-            got = np.where(values.valid[i], values.storage[i], np.nan)
-            np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6)
-            np.testing.assert_allclose(gradients[i], derivative, rtol=2e-4, atol=2e-5)
-            assert (gradients[i][~valid] == 0).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_indices_truth_and_counts(kind):
-    clean, data, mask = _batch()
-
-    @_compiled
-    @jax.vmap
-    def run(data, mask):
-        x = build(kind, data, mask)
-        return [
-            function(x, axis=axis, keepdims=keepdims).to_dense()
-            for name, (function, _) in STEPS.items()
-            for axis, keepdims in AXES
-        ]
-
-    results = iter(jax.tree.map(np.asarray, run(data, jnp.asarray(mask))))
-    for name, (_, model) in STEPS.items():
-        for axis, keepdims in AXES:
-            values = next(results)
-            for i in range(len(mask)):
-                valid = mask[i] & PATTERNS[kind]
-                expected = sliced(model, clean, valid, axis, keepdims)
-                np.testing.assert_array_equal(values.valid[i], ~np.isnan(expected))
-                got = np.where(values.valid[i], values.storage[i], np.nan)
-                np.testing.assert_array_equal(got, expected, err_msg=f"{name} {axis}")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_count_is_never_masked(kind):
-    for mask in masks():
-        x = build(kind, jnp.zeros(SHAPE), jnp.asarray(mask))
-        valid = mask & PATTERNS[kind]
-        assert int(jnm.count(x)) == valid.sum()
-        by_row = jnm.count(x, axis=1)
-        by_row = by_row.todense() if isinstance(by_row, RowSparse) else by_row
-        np.testing.assert_array_equal(by_row, valid.sum(1))
-
-
-@pytest.mark.parametrize("kind", ["dense", "csr"])
-@pytest.mark.parametrize("name", SMOOTH)
-def test_forward_mode_and_second_order(name, kind):
-    function, _ = SMOOTH[name]
-    _, data, mask = _batch()
-    data, mask = data[8:], mask[8:]  # fully masked row and column, and random ones
-
-    def loss(data, mask):
-        return jnp.sum(function(build(kind, data, mask), axis=1).to_tensor(0) ** 2)
-
-    @_compiled
-    @jax.vmap
-    def run(data, mask):
-        direction = jnp.linspace(-1, 1, data.size).reshape(data.shape)
-        of = lambda data: loss(data, mask)
-        _, forward = jax.jvp(of, (data,), (direction,))
-        reverse, second = jax.jvp(jax.grad(of), (data,), (direction,))
-        return forward, jnp.sum(reverse * direction), second
-
-    with _expected_fallback(name, kind):
-        forward, reverse, second = run(data, jnp.asarray(mask))
-    np.testing.assert_allclose(forward, reverse, rtol=1e-4, atol=1e-5)
-    assert np.isfinite(second).all()
-    assert (np.asarray(second)[~(mask & PATTERNS[kind])] == 0).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("function", [jnm.cumsum, jnm.cumprod])
-def test_running(function, kind):
-    clean, data, mask = _batch()
-    identity = 0 if function is jnm.cumsum else 1
-    model = np.cumsum if function is jnm.cumsum else np.cumprod
-    for i in (9, 13):
-        valid = mask[i] & PATTERNS[kind]
-        for axis in (None, 0, -1):
-            warned = contextlib.nullcontext()
-            if kind != "dense":
-                warned = pytest.warns(jmask.StorageFallbackWarning, match=function.__name__)
-            with warned:
-                x = function(build(kind, data[i], jnp.asarray(mask[i])), axis=axis)
-            expected = model(np.where(valid, clean, identity), axis)
-            np.testing.assert_array_equal(x.valid, valid.reshape(expected.shape))
-            np.testing.assert_allclose(
-                x.to_tensor(0), np.where(x.valid, expected, 0), rtol=1e-5, atol=1e-6
-            )
-
-    def loss(data):
-        return jnp.sum(function(MaskedTensor(data, mask[9]), axis=1).to_tensor(0) ** 2)
-
-    gradient = jax.grad(loss)(data[9].at[3, 1].set(0.0))
-    assert np.isfinite(gradient).all()
-    assert (np.asarray(gradient)[~mask[9]] == 0).all()
+from tests import sparse_arrays
+from tests.masked_cases import PATTERNS, SHAPE, build, masks, slope_of
 
 
 @pytest.mark.parametrize("kind", ["dense", "coo"])
@@ -263,18 +55,19 @@ def test_product_of_zeros(kind):
         jnm.prod(build(kind, d, jnp.ones(SHAPE, bool)), axis).to_tensor(0)
     )
     axes = (0, 1, None)
-    run = _compiled(lambda d: [jax.grad(loss)(d, axis) for axis in axes])
+    run = jax.jit(lambda d: [jax.grad(loss)(d, axis) for axis in axes])
     for axis, gradient in zip(axes, run(jnp.asarray(data, jnp.float32)), strict=True):
-        expected = slope(_entries(np.prod), data, valid, axis)
+        model = lambda x, axis=axis: np.sum(np.prod(x, axis, where=valid))
+        expected = slope_of(model, data, valid)
         np.testing.assert_allclose(gradient, expected, atol=1e-4)
 
 
 def test_derivative_zero_by_convention():
     mask = jnp.array([[True, True], [True, False], [False, False]])
-    norms = [_with(jnm.norm, ord=p) for p in (2, 3, 0.5, np.inf)]
-    spreads = [jnm.std, jnm.var, _with(jnm.std, ddof=1)]
+    norms = [functools.partial(jnm.norm, ord=p) for p in (2, 3, 0.5, np.inf)]
+    spreads = [jnm.std, jnm.var, functools.partial(jnm.std, ddof=1)]
 
-    @_compiled
+    @jax.jit
     def run(data):
         results = []
         for function in (*spreads, *norms):
@@ -300,10 +93,10 @@ def test_complex_derivatives():
     pairs = (
         (jnm.sum, jnp.sum), (jnm.prod, jnp.prod), (jnm.mean, jnp.mean),
         (jnm.var, jnp.var), (jnm.norm, jnp.linalg.norm),
-        (_with(jnm.norm, ord=1), _with(jnp.linalg.norm, ord=1)),
+        (functools.partial(jnm.norm, ord=1), functools.partial(jnp.linalg.norm, ord=1)),
     )  # fmt: skip
 
-    @_compiled
+    @jax.jit
     def run(data):
         return [
             (
@@ -332,12 +125,94 @@ def test_no_nan_is_computed():
                 assert jnp.isfinite(jax.grad(loss)(data, name)).all()
 
 
-def test_eager_is_as_compiled():
-    _, data, mask = _batch()
-    for kind in ("dense", "csr"):
-        x = build(kind, data[9], jnp.asarray(mask[9]))
-        for name in ("std", "argmin"):
-            function = _with(getattr(jnm, name), axis=0)
-            one, other = function(x), jax.jit(function)(x)
-            np.testing.assert_array_equal(one.valid, other.valid)
-            np.testing.assert_allclose(one.storage, other.storage, rtol=1e-6)
+def test_row_sparse_keeps_its_storage():
+    x = build("row_sparse", jnp.ones(SHAPE), jnp.asarray(masks()[2]))
+    with jmask.strict():
+        for name in ("sum", "mean", "max", "argmin", "var", "norm", "logsumexp", "all"):
+            assert getattr(jnm, name)(x, axis=1).stype == "row_sparse"
+            assert getattr(jnm, name)(x, axis=-1, keepdims=True).shape == (4, 1)
+        assert jnm.sum(x, axis=0).stype == "default"
+    result = jnm.sum(x, axis=1)
+    np.testing.assert_array_equal(result.to_tensor(-1), [1, -1, 2, 2])
+
+
+def test_large_sparse_tensors_are_never_dense():
+    table = MaskedTensor(RowSparse([5, 10**8], jnp.ones((2, 64)), (10**9, 64)))
+    square = BCOO((jnp.arange(1.0, 4), jnp.array([[7, 8], [0, 9], [7, 99_999]])),
+                  shape=(100_000, 100_000), unique_indices=True)  # fmt: skip
+    with jmask.strict():
+        assert jnm.sum(table).storage == 128
+        assert jnm.mean(table, axis=1).stype == "row_sparse"
+        for name in ("prod", "std", "max", "logsumexp"):
+            for axis in (0, None):
+                assert getattr(jnm, name)(MaskedTensor(square), axis=axis).valid.any()
+        result = jnm.argmax(MaskedTensor(square), axis=1)
+        assert result.storage[7] == 99_999
+        assert jnm.sum(square, axis=1)[7] == 4
+        assert jnm.transpose(MaskedTensor(square)).shape == square.shape
+
+
+def test_sparse_with_dense_dimensions():
+    rng = np.random.default_rng(0)
+    indices = np.array([[0, 1], [2, 0], [2, 3], [1, 1]])
+    values, mask = rng.normal(size=(4, 2, 3)), rng.random((4, 2, 3)) < 0.7
+    data, valid = np.zeros((3, 4, 2, 3)), np.zeros((3, 4, 2, 3), bool)
+    data[tuple(indices.T)], valid[tuple(indices.T)] = values, mask
+    stored = BCOO(
+        (jnp.asarray(values, jnp.float32), jnp.asarray(indices)),
+        shape=data.shape, unique_indices=True,
+    )  # fmt: skip
+    sparse, dense = MaskedTensor(stored, jnp.asarray(mask)), MaskedTensor(data, valid)
+    axes = (0, 3, (0, 2), (1, 3), (0, 1), (2, 3), ())
+
+    @jax.jit
+    def run(x):
+        return [
+            getattr(jnm, name)(x, axis=axis, keepdims=name == "max").to_dense()
+            for name in ("sum", "prod", "max")
+            for axis in axes
+        ] + [jnm.argmax(x, axis=axis).to_dense() for axis in range(4)]
+
+    for one, other in zip(run(sparse), run(dense), strict=True):
+        assert one.shape == other.shape
+        np.testing.assert_array_equal(one.valid, other.valid)
+        got, expected = one.to_tensor(9), other.to_tensor(9)
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_stored():
+    empty = MaskedTensor(RowSparse.zeros((4, 3)))
+    none = BCOO((jnp.zeros(0), jnp.zeros((0, 2), int)), shape=(4, 3), unique_indices=True)
+    names = ("sum", "prod", "std", "argmax", "norm", "logsumexp")
+    run = jax.jit(
+        lambda x: [getattr(jnm, n)(x, axis=a).to_dense() for n in names for a in (0, 1)]
+    )
+    for x in (empty, MaskedTensor(none), MaskedTensor(jnp.zeros((4, 0)))):
+        for result in run(x):
+            assert not np.asarray(result.valid).any()
+    assert not jnm.median(MaskedTensor(jnp.zeros((4, 0))), axis=1).valid.any()
+    assert jnm.median(MaskedTensor(jnp.zeros((4, 0))), axis=0).shape == (0,)
+
+
+def test_ordinary_sparse_tensors():
+    densify = lambda x: x.todense() if isinstance(x, RowSparse) else x
+    rows = RowSparse([2, 0, 2, 4], jnp.array([[1.0, 2], [3, 4], [5, -6], [9, 9]]), (4, 2))
+    coo = BCOO((jnp.array([1.0, 2, 3]), jnp.array([[0, 1], [2, 0], [0, 1]])), shape=(4, 2))
+    csr = sparse_arrays.csr(np.float32([[0, 1], [2, 0], [3, 4], [0, 0]]))
+
+    def run(functions, x):
+        return [densify(f(x, axis=axis)) for f in functions for axis in (None, 0, -1)]
+
+    shared = ("sum", "mean", "prod", "max", "min", "any", "all", "count_nonzero")
+    ours = jax.jit(lambda x: run([getattr(jnm, n) for n in (*shared, "norm")], x))
+    for x in (rows, coo, csr):
+        dense = x.todense()
+        with jmask.strict():
+            results = ours(x)
+        of_jax = run([*(getattr(jnp, n) for n in shared), jnp.linalg.vector_norm], dense)
+        for result, expected in zip(results, of_jax, strict=True):
+            np.testing.assert_allclose(result, expected, rtol=1e-6)
+        with pytest.warns(jmask.StorageFallbackWarning, match="`var` made a sparse"):
+            np.testing.assert_allclose(jnm.var(x, axis=1), dense.var(1))
+        where = dense > 1
+        np.testing.assert_array_equal(jnm.sum(x, where=where), dense.sum(where=where))

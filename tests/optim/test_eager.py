@@ -185,7 +185,11 @@ def test_operations_compile_nothing_the_third_time():
 @pytest.mark.parametrize(
     ("build", "rates", "step"),
     [
-        (jmask.adam, {"learning_rate": 0.1, "weight_decay": 0.1}, "apply_gradients"),
+        (
+            jmask.adam,
+            {"learning_rate": 0.1, "b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.1},
+            "apply_gradients",
+        ),
         (jmask.sgd, {"learning_rate": 0.1, "momentum": 0.9}, "update"),
     ],
 )

@@ -308,24 +308,6 @@ def test_stored_tables(abstract):
     assert "not looked up" in found["not used"].note
 
 
-def test_nnx_state():
-    model = nnx.eval_shape(lambda: nnx.Embed(10**6, 8, rngs=nnx.Rngs(0)))
-    graph, params = nnx.split(model)
-    found = jmask.explain(lambda p, ids: jnp.sum(nnx.merge(graph, p)(ids)), params, IDS)
-    (table,) = found.parameters
-    assert (table.nse, table.shape) == (3, (10**6, 8))
-
-
-def test_other_arguments_stay_what_they_are():
-    def loss(t, ids, activation, *, train):
-        assert train is True
-        return jnp.sum(activation(t[ids])), {"name": "aux"}
-
-    found = jmask.explain(loss, TABLE, jnp.array([1, 2]), jnp.tanh, has_aux=True, train=True)
-    assert [p.name for p in found.parameters] == ["params"]
-    assert found["params"].nse == 2
-
-
 def test_nothing_is_warned_of_and_nothing_hidden():
     """What else becomes dense in the function is a note; `strict` does not stop it."""
     rows = jmask.RowSparse([1], jnp.ones((1, 4)), (9, 4))

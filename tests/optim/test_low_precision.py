@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jmask
@@ -93,36 +92,6 @@ class TestTables:
             assert abs(mean - expected) < 0.05, (name, row)
         others = np.array([0, 2, 4, 5])
         np.testing.assert_array_equal(at_random["t"][others], jnp.ones((4, 4), dtype))
-
-    @pytest.mark.sampled
-    @pytest.mark.parametrize("state_dtype", [None, jnp.float32])
-    @pytest.mark.parametrize(
-        "build", [jmask.sgd, jmask.adam, jmask.adagrad, jmask.rowwise_adagrad, jmask.ftrl]
-    )
-    @pytest.mark.dtype_promotion
-    def test_arithmetic_is_in_float32(self, dtype, state_dtype, build):
-        """One step is the float32 step, rounded once."""
-        extra = {"momentum": 0.9} if build is jmask.sgd else {}
-        tx, exact = build(0.1, state_dtype=state_dtype, **extra), build(0.1, **extra)
-        params = self.params(dtype)
-        wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-        state = tx.init(params)
-        for leaf in jax.tree.leaves(state):
-            assert leaf.dtype in (jnp.int32, state_dtype or dtype)
-        for apply in (jmask.apply_gradients, self.two_passes):
-            new, new_state = apply(tx, self.gradient(), state, params)
-            expected, expected_state = apply(exact, self.gradient(), exact.init(wide), wide)
-            for x, y in zip(
-                jax.tree.leaves((new, new_state)),
-                jax.tree.leaves((expected, expected_state)),
-                strict=True,
-            ):
-                np.testing.assert_array_equal(x, y.astype(x.dtype))
-
-    @staticmethod
-    def two_passes(tx, grads, state, params):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
 
     def test_keys_leave_wide_parameters_alone(self, dtype):
         params = {"t": jnp.ones((6, 4)), "w": jnp.ones(4, dtype)}

@@ -52,10 +52,13 @@ class TestOneStep:
         [x for x in CASES if x[0] != "adamw"],
         ids=[x for x in NAMES if not x.startswith("adamw")],
     )
-    def test_named(self, name, hyper, dtype, apply):
+    @pytest.mark.parametrize("state_dtype", [None, jnp.float32])
+    def test_named(self, name, hyper, state_dtype, dtype, apply):
+        """The state is as narrow as the parameters, or wide."""
         build, kind = MODELS[name]
         table, values = lookups_of(dtype)
-        model, tx = kind(np.asarray(table, np.float64), hyper), build(**hyper)
+        model = kind(np.asarray(table, np.float64), hyper)
+        tx = build(**hyper, state_dtype=state_dtype)
         gradient = jmask.RowSparse(IDS, values, (V, D))
         state = tx.init(table)
         new, new_state = jax.jit(lambda *a: APPLY[apply](tx, *a))(gradient, state, table)

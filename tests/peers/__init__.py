@@ -2,7 +2,6 @@
 
     optax's tests             every optimizer is `jmask.lazy` of it, on row-sparse gradients
     numpy.ma's tests          arithmetic and reductions are made with `jmask.numpy`, too
-    `jax.test_util`           `check_grads` is given jmask's functions
     torch's OpInfo samples    the operator of jmask with its name, on the same inputs
 
 The suites come with the packages that pip installs; nothing of them is kept here. A plugin of

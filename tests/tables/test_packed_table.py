@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jmask
@@ -283,36 +282,3 @@ def test_bfloat16_rounded_stochastically():
     assert moved[2:4].mean() == pytest.approx(-1e-5, rel=0.5)
     assert not moved[:2].any()
     assert not moved[4:].any()
-
-
-# --- what is refused ---------------------------------------------------------------------
-
-
-def masked_gradient(shape):
-    rows = jmask.RowSparse([1], jnp.ones((1, *shape[1:])), shape)
-    return jmask.masked_tensor(rows, rows.values > 0)
-
-
-REFUSED = {
-    "dense": (lambda shape: jnp.ones(shape), "(is dense|RowSparse).*jmask.grad"),
-    "shape": (
-        lambda shape: jmask.RowSparse([1], jnp.ones((1, 9)), (V, 9)),
-        r"of shape \(21, 9\) does not fit its parameter of shape \(21, 12\)",
-    ),
-    "masked": (masked_gradient, "RowSparse, as jmask.grad gives it, got MaskedTensor"),
-}
-
-
-@pytest.mark.parametrize(
-    ("why", "apply", "tx"),
-    [
-        (why, apply, tx)
-        for i, (why, apply) in enumerate(itertools.product(REFUSED, STEPS))
-        for tx in [(jmask.adam(), jmask.lazy(optax.adam(0.1)))[(i + i // 2) % 2]]
-    ],
-)
-def test_refused_gradients(why, apply, tx):
-    gradient, message = REFUSED[why]
-    params = {"table": jmask.PackedTable.pack(numbers())}
-    with pytest.raises((TypeError, ValueError), match=message):
-        STEPS[apply](tx, {"table": gradient((V, 12))}, tx.init(params), params)

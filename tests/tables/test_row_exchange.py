@@ -1,4 +1,7 @@
-"""Sharded tables whose rows go to their owners alone: as on one device, or nan, never less."""
+"""Sharded tables whose rows go to their owners alone: as on one device, or nan, never less.
+
+Their trajectories are in test_sharded_table.py.
+"""
 
 import functools
 from typing import Any
@@ -14,53 +17,16 @@ from jax.sharding import PartitionSpec as P
 
 import jmask
 from benchmarks.collectives import collectives
-from tests.stored_tables import (
-    OPTIMIZERS,
-    STEPS,
-    assert_other_rows_untouched,
-    assert_same_run,
-    bits,
-    layout_cases,
-    mesh_of,
-    numbers,
-    sharded,
-    trained,
-    trained_array,
-)
+from tests.stored_tables import bits, mesh_of, numbers, sharded
 
 pytestmark = pytest.mark.sampled(15)
 
 V = 21
-NAMES = ["8 devices", "1 device", "rows and batch over both axes"]
-NAMES += ["rows over table, batch over both", "rows and batch over table"]
-NAMES += ["in the other order", "explicit axis", "explicit axes, batch over both"]
 
 
 def exchanged(x: Any, name: str = "8 devices", factor: float = 4.0, **how: Any) -> Any:
     how = {"placement": "mod", "packed": False} | how
     return sharded(x, name, capacity_factor=factor, **how)
-
-
-DEFAULT = [
-    (name, list(OPTIMIZERS)[i % len(OPTIMIZERS)], ("mod", "div")[i % 2], i % 3 == 1, step)
-    for i, name in enumerate(NAMES)
-    for step in [list(STEPS)[i % 2]]
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "optimizer", "placement", "packed", "step"), layout_cases(NAMES, DEFAULT)
-)
-@pytest.mark.dtype_promotion
-def test_trajectory(name, optimizer, placement, packed, step):
-    x = numbers()
-    table = exchanged(x, name, placement=placement, packed=packed)
-    run = trained(table, OPTIMIZERS[optimizer], STEPS[step])
-    assert_same_run(run, trained_array(optimizer))
-    assert_other_rows_untouched(run, x)
-    assert run.params["table"].layout == table.layout
-    assert run.programs == 1
-    assert all(old.is_deleted() for old in run.donated)
 
 
 def loss(table: Any, ids: Any) -> Any:
@@ -214,12 +180,6 @@ def test_what_crosses_the_network():
     assert 0 < of_two <= 1.1 * 2 * room
     assert of_eight <= 1.1 * of_two
     assert temporaries <= 12 * room
-
-
-@pytest.mark.parametrize("factor", [0.5, 0, -1.0, float("nan"), float("inf"), True, "2"])
-def test_bad_factors(factor):
-    with pytest.raises(ValueError, match=r"`capacity_factor`.* at least 1, such as 2\.0"):
-        jmask.sharded(numbers(), mesh_of(8), capacity_factor=factor)
 
 
 def test_another_placement_keeps_the_factor():

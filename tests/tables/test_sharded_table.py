@@ -24,7 +24,6 @@ from tests.stored_tables import (
     assert_same_run,
     bits,
     is_table,
-    layout_cases,
     mesh_of,
     numbers,
     sharded,
@@ -38,23 +37,37 @@ V, D = 21, 12  # 21 rows divide by none of the numbers of devices but 1
 
 # --- trajectories ------------------------------------------------------------------------
 
-NAMES = [name for name in LAYOUTS if name != "explicit axes, batch over both"]
+# And with rows that go to their owners alone, of which there are at most so many times a share.
+EXCHANGED = [
+    *("1 device", "8 devices", "rows and batch over both axes", "rows and batch over table"),
+    *("rows over table, batch over both", "in the other order", "explicit axis"),
+    "explicit axes, batch over both",
+]
+PLACES = [(name, None) for name in LAYOUTS if name != "explicit axes, batch over both"]
+PLACES += [(name, 4.0) for name in EXCHANGED]
 # Every value of every parameter in a few cases by default.
 DEFAULT = [
-    (name, list(OPTIMIZERS)[i % len(OPTIMIZERS)], ("div", "mod")[i % 2], i // 2 % 2 == 1, step)
-    for i, name in enumerate(NAMES)
+    (place, list(OPTIMIZERS)[i % len(OPTIMIZERS)], ("div", "mod")[i % 2], i // 2 % 2 == 1, step)
+    for i, place in enumerate(PLACES)
     for step in [list(STEPS)[(i + i // 3) % 2]]
+]
+EVERY = [
+    (place, optimizer, placement, packed, list(STEPS)[i % 2])
+    for place in PLACES
+    for i, optimizer in enumerate(OPTIMIZERS)
+    for placement in ("div", "mod")
+    for packed in (False, True)
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "optimizer", "placement", "packed", "step"), layout_cases(NAMES, DEFAULT)
+    ("place", "optimizer", "placement", "packed", "step"), chosen(DEFAULT, EVERY)
 )
 @pytest.mark.dtype_promotion
-def test_trajectory(name, optimizer, placement, packed, step):
+def test_trajectory(place, optimizer, placement, packed, step):
     """As on one device; sharded before, between and after; compiled once; in place."""
-    x = numbers()
-    table = sharded(x, name, placement, packed=packed)
+    x, (name, factor) = numbers(), place
+    table = sharded(x, name, placement, packed=packed, capacity_factor=factor)
     run = trained(table, OPTIMIZERS[optimizer], STEPS[step])
     assert_same_run(run, trained_array(optimizer))
     assert_other_rows_untouched(run, x)

@@ -12,10 +12,7 @@ from jax.experimental.sparse import BCOO
 
 import jmask
 import jmask.numpy as jnm
-from tests.later import later
 from tests.sparse_arrays import csr
-
-ocp = later("orbax.checkpoint")
 
 STORAGES = ("default", "row_sparse", "coo", "csr")
 MATRIX = np.array([[0, 0, 0], [1, 0, np.nan], [0, 0, 0], [0, -2, 0], [0, 0, 3]], np.float32)
@@ -217,19 +214,6 @@ class TestOut:
             jmask.save_npz(path, jnp.zeros(2))
         assert [p.name for p in tmp_path.iterdir()] == ["x.npz"]
         np.testing.assert_array_equal(jmask.load_npz(path), [1, 1])
-
-    def test_orbax(self, tmp_path):
-        masked = jmask.masked_tensor(self.x.coalesce())
-        tree = {"t": self.x, "m": masked, "w": jnp.ones(2)}
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / "c", jmask.to_arrays(tree))
-            checkpointer.wait_until_finished()
-            like = jax.eval_shape(jmask.to_arrays, tree)
-            arrays = checkpointer.restore(tmp_path / "c", like)
-        again = jmask.from_arrays(arrays, jax.eval_shape(lambda: tree))
-        assert jax.tree.structure(again) == jax.tree.structure(tree)
-        np.testing.assert_array_equal(again["t"].todense(), MATRIX)
-        np.testing.assert_array_equal(again["m"].to_tensor(0), masked.to_tensor(0))
 
     def test_from_arrays_of_tables(self):
         mesh = jax.make_mesh((1,), ("x",))

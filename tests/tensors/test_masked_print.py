@@ -1,4 +1,4 @@
-"""What is printed, and that printing never raises."""
+"""What is printed of tensors and tables, short and long, and that printing never raises."""
 
 import jax
 import jax.numpy as jnp
@@ -101,34 +101,6 @@ def test_only_the_edges_are_read(monkeypatch):
     assert max(sizes) <= 36
 
 
-SOURCES = {
-    "dense": lambda: masked(jnp.ones((3, 4))),
-    "coo": lambda: masked(coo(np.eye(3, 4, dtype=np.float32))),
-    "csr": lambda: masked(csr(np.eye(3, 4, dtype=np.float32))),
-    "row_sparse": lambda: masked(jmask.RowSparse([0, 2], jnp.ones((2, 4)), (3, 4))),
-}
-
-
-@pytest.mark.parametrize("kind", SOURCES)
-def test_nodes_of_anything_print(kind):
-    x = SOURCES[kind]()
-    texts = []
-    jax.jit(lambda x: texts.append(repr(x)))(x)
-    texts.append(repr(jax.eval_shape(lambda x: x, x)))
-    for text in texts:
-        assert text.startswith("MaskedTensor(")
-        assert "float32[3, 4]" in text
-        assert "values" not in text
-    jax.jit(lambda: texts.append(repr(x)))()
-    assert texts[-1] == repr(x)
-    jax.vmap(lambda x: texts.append(repr(x)), axis_size=3, in_axes=None)(x)
-    for leaf in (0, None, "spec", object(), (), {"a": 1}):
-        text = repr(jax.tree.map(lambda _, leaf=leaf: leaf, x))
-        assert text.startswith("MaskedTensor(")
-    both = jax.tree.map(lambda a: jnp.stack([a, a]), x)
-    assert repr(both).startswith("MaskedTensor(")
-
-
 def test_donated_tensors_print():
     x = masked(jnp.ones(3))
     x.data.delete()
@@ -139,3 +111,58 @@ def test_numbers_of_scalars():
     x = jmask.masked_tensor(jnp.array([1.5, 2.5]), jnp.array([True, False]))
     assert float(x[0]) == 1.5
     assert int(x[0]) == 1
+
+
+TABLE = jnp.ones((1000, 16))
+ROWS = jmask.RowSparse([1, 3], jnp.ones((2, 2)), (6, 2))
+HOLES = jmask.masked_tensor(jnp.array([1.0, jnp.nan, 3.0]), jnp.array([True, False, True]))
+
+
+def sharded():
+    return jmask.sharded(TABLE, jax.make_mesh((1,), ("x",)))
+
+
+STACK = jax.vmap(lambda v: jmask.RowSparse([4], v, (6, 2)))(jnp.ones((3, 1, 2)))
+SHOWN = [
+    ("RowSparse(float32[6, 2], nse=2)", lambda: ROWS),
+    ("RowSparse(float32[6, 2], nse=1, batch=(3,))", lambda: STACK),
+    ("RowSparse(float32[6, 2], nse=2)", lambda: jax.eval_shape(lambda: ROWS)),
+    ("MaskedTensor([1.0, --, 3.0], dtype=float32)", lambda: HOLES),
+    (
+        "MaskedTensor(row_sparse, float32[9], nse=1, values=[5.0])",
+        lambda: jmask.masked_tensor(jmask.RowSparse([2], [5.0], (9,)), None),
+    ),
+    (
+        "MaskedTensor(coo, float32[1, 2], nse=1, values=[5.0])",
+        lambda: jmask.masked_tensor(coo(np.float32([[0, 5]]))),
+    ),
+    (
+        "MaskedTensor(csr, float32[1, 2], nse=1, values=[5.0])",
+        lambda: jmask.masked_tensor(csr(np.float32([[0, 5]]))),
+    ),
+    ("PackedTable(float32[1000, 16])", lambda: jmask.packed(TABLE, platform="tpu")),
+    ("ShardedTable(float32[1000, 16])", sharded),
+]
+
+
+@pytest.mark.parametrize(("shown", "make"), SHOWN)
+def test_repr(shown, make):
+    assert repr(make()) == shown
+
+
+@pytest.mark.parametrize(("shown", "make"), SHOWN)
+def test_nodes_without_arrays(shown, make):
+    """Transformations put anything into the leaves of a pytree; printing them never raises."""
+    x, seen = make(), []
+    jax.eval_shape(lambda x: seen.append(repr(x)), x)
+    seen.append(repr(jax.eval_shape(lambda x: x, x)))
+    without = shown.replace("[1.0, --, 3.0], dtype=float32", "float32[3]")
+    assert set(seen) == {without.replace(", values=[5.0]", "")}
+    jax.jit(lambda: seen.append(repr(x)))()
+    assert seen[-1] == shown  # what is not traced
+    if not isinstance(x, jmask.ShardedTable):
+        jax.vmap(lambda x: seen.append(repr(x)), axis_size=3, in_axes=None)(x)
+    others = [lambda leaf, y=y: y for y in (None, 0, "spec", object(), (), {"a": 1})]
+    for function in (*others, lambda leaf: jnp.stack([leaf, leaf])):
+        if "ShapeDtypeStruct" not in str(jax.tree.leaves(x)) or function in others:
+            assert type(x).__name__ in repr(jax.tree.map(function, x))

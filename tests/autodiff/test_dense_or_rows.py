@@ -1,0 +1,205 @@
+"""Which gradients are dense, and what is said of it: remedies, fixed slices, layers of a graph.
+
+neighbours = zeros.at[to].add(table[from])          LightGCN
+((table + neighbours) / 2)[ids]
+"""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmask
+
+IDS = jnp.array([7, 2, 7, 30])
+V, D = 40_000, 8  # more than a megabyte
+LOOK_UP_FIRST = "Look rows up first"
+KEEP_ROWS = "Keep rows last, ids first"
+PENALTY = "A penalty is on the rows that are looked up"
+
+
+def square(x):
+    return jnp.sum(x * x)
+
+
+# name: (dense, words of the remedy, written as it says; None where a function has no other)
+REWRITES = {
+    "sigmoid": (
+        lambda t: square(jax.nn.sigmoid(t)[IDS]),
+        LOOK_UP_FIRST,
+        lambda t: square(jax.nn.sigmoid(t[IDS])),
+    ),
+    "exp of a column": (
+        lambda t: square(jnp.exp(t[:, :1])[IDS]),
+        LOOK_UP_FIRST,
+        lambda t: square(jnp.exp(t[:, :1][IDS])),
+    ),
+    "normalized": (
+        lambda t: square((t / jnp.linalg.norm(t, axis=1, keepdims=True))[IDS] + 1),
+        LOOK_UP_FIRST,
+        lambda t: square(t[IDS] / jnp.linalg.norm(t[IDS], axis=1, keepdims=True) + 1),
+    ),
+    "all of it penalised": (
+        lambda t: square(t[IDS]) + 1e-3 * square(t),
+        PENALTY,
+        lambda t: square(t[IDS]) + 1e-3 * square(t[IDS]),
+    ),
+    "transposed": (lambda t: square(t.reshape(D, V)[:, IDS]), KEEP_ROWS, None),
+}
+OF_VECTORS = {
+    "exp": (
+        lambda t: square(jnp.exp(t)[IDS]),
+        LOOK_UP_FIRST,
+        lambda t: square(jnp.exp(t[IDS])),
+    ),
+    "softplus, scaled": (
+        lambda t: square(2 * jax.nn.softplus(t)[IDS]),
+        LOOK_UP_FIRST,
+        lambda t: square(2 * jax.nn.softplus(t[IDS])),
+    ),
+}
+CASES = [
+    *((name, (V, D), *case) for name, case in REWRITES.items()),
+    *((f"{name} of a vector", (V * D,), *case) for name, case in OF_VECTORS.items()),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dense", "words", "rewritten"), [x[1:] for x in CASES], ids=[x[0] for x in CASES]
+)
+def test_the_remedy_is_named_and_row_sparse(shape, dense, words, rewritten):
+    table = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+    with pytest.warns(jmask.StorageFallbackWarning, match=words) as said:
+        gradient = jmask.grad(dense)(table)
+    assert isinstance(gradient, jax.Array)
+    assert len(said) == 1
+    with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match=words):
+        jmask.grad(dense)(table)
+    if rewritten is None:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert isinstance(jmask.grad(rewritten)(table), jmask.RowSparse)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda v: square(jnp.sort(v)[IDS]),  # the greatest, say, of all
+        lambda v: square(v * 2),
+        lambda v: square(jnp.cumsum(v)[IDS]),
+    ],
+)
+def test_vectors_that_are_no_tables_are_not_reported(loss):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jmask.grad(loss)(jnp.ones(V * D))
+
+
+LARGE = jnp.linspace(-1, 1, 8000 * 64, dtype=jnp.float32).reshape(8000, 64)
+
+# Slices, and the rows of a `RowSparse` gradient, or None where it is dense.
+SLICES = {
+    "a row": (lambda t: t[3], [3]),
+    "the last row": (lambda t: t[-1], [7999]),
+    "the first rows": (lambda t: t[:512], range(512)),
+    "the last rows": (lambda t: t[-5:], range(7995, 8000)),
+    "with steps": (lambda t: t[5:50:3], range(5, 50, 3)),
+    "lax.slice": (lambda t: jax.lax.slice_in_dim(t, 2, 9), range(2, 9)),
+    "two of them": (lambda t: t[:2] * t[4:6], [0, 1, 4, 5]),
+    "as many as may be": (lambda t: t[:1000], range(1000)),
+    "too many": (lambda t: t[:1001], None),
+    "all of it in parts": (lambda t: jnp.concatenate(jnp.split(t, 16)), None),
+    "columns": (lambda t: t[:, :3], None),
+}
+
+
+def of_squares(f):
+    return lambda t: square(f(t))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", SLICES)
+@pytest.mark.parametrize("jit", [False, True])
+def test_slice(name, jit):
+    f, rows = SLICES[name]
+    gradient = jmask.grad(of_squares(f))
+    gradient = (jax.jit(gradient) if jit else gradient)(LARGE)
+    dense = jax.grad(of_squares(f))(LARGE)
+    assert isinstance(gradient, jmask.RowSparse) == (rows is not None)
+    if rows is not None:
+        assert sorted(set(np.asarray(gradient.indices).tolist())) == list(rows)
+        gradient = gradient.todense()
+    np.testing.assert_allclose(gradient, dense, rtol=1e-6)
+
+
+def test_small_tables_and_stacks_of_weights_stay_dense():
+    """So does a slice of what has few rows, however large they are."""
+    for shape in ((500, 4), (16, 40_000)):
+        gradient = jmask.grad(lambda t: jnp.sum(t[0] ** 2))(jnp.ones(shape))
+        assert isinstance(gradient, jax.Array)
+
+
+def test_with_lookups():
+    f = of_squares(lambda t: t[3][None] + t[jnp.array([3, 9, 3])])
+    gradient = jmask.grad(f)(LARGE)
+    assert gradient.nse == 4
+    np.testing.assert_allclose(gradient.todense(), jax.grad(f)(LARGE), rtol=1e-6)
+
+
+def test_explain_says_the_same():
+    found = jmask.explain(of_squares(SLICES["the first rows"][0]), LARGE)
+    assert found.parameters[0].nse == 512
+    found = jmask.explain(of_squares(SLICES["too many"][0]), LARGE)
+    assert not found.parameters[0].is_sparse
+
+
+SOURCES, TARGETS = np.random.default_rng(0).integers(0, 5000, (2, 10_000))
+TABLE = jax.random.normal(jax.random.key(0), (5000, 64))
+
+
+def passed_on(table):
+    return jnp.zeros_like(table).at[TARGETS].add(table[SOURCES])
+
+
+LAYERS = {
+    "neighbours alone": lambda t: passed_on(t),
+    "one layer": lambda t: (t + passed_on(t)) / 2,
+    "two layers": lambda t: t + passed_on(t) + passed_on(passed_on(t)),
+    "segments": lambda t: t + jax.ops.segment_sum(t[SOURCES], TARGETS, 5000),
+    "dense": lambda t: t @ jnp.ones((64, 64)) + passed_on(t),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_one_truth(name):
+    """The gradient, what `grad` warns of and what `explain` says agree."""
+
+    def loss(table):
+        return jnp.sum(LAYERS[name](table)[IDS] ** 2)
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        gradient = jmask.grad(loss)(TABLE)
+    said = [str(x.message) for x in found]
+    is_sparse = isinstance(gradient, jmask.RowSparse)
+    explained = jmask.explain(loss, TABLE).parameters[0]
+    dense = gradient.todense() if is_sparse else gradient
+    np.testing.assert_allclose(dense, jax.grad(loss)(TABLE), rtol=2e-4, atol=1e-4)
+    assert explained.is_sparse == is_sparse
+    assert len(said) <= 1
+    for text in said:
+        assert ("became dense" in text) == (not is_sparse)
+        assert ("came from an array as large as the table" in text) == is_sparse
+        assert not is_sparse or f"{gradient.nse:,} rows" in text
+    assert bool(said) == ("needs all of it" in explained.note)
+    if is_sparse:
+        assert explained.nse == gradient.nse > len(TABLE)
+        assert "`jmask.densify()`" in explained.note
+
+
+def test_strict_raises():
+    with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match="needs all of it"):
+        jmask.grad(lambda t: jnp.sum(LAYERS["one layer"](t)[IDS]))(TABLE)
