@@ -74,10 +74,18 @@ class BagSum:
     def by_parts(self, linear: bool = False) -> jax.Array:
         """Return the sums by definition; if `linear`, in operations that JAX can transpose."""
         read = Gather.plain if linear else Gather.__call__
-        rows = _read_rows(self.table, self.positions, self.weights, self.fill, read)
+        return self.of_rows(_read_rows(self.table, self.positions, None, self.fill, read))
+
+    def of_rows(self, rows: jax.Array) -> jax.Array:
+        """Return the sums of the rows (*entries, *row) that were read, times weights."""
+        weights = self.weights
         if self.bag_of_entry is not None:
+            rows = rows if weights is None else rows * trailing(weights, rows.ndim)
             return add_rows(self.start(), self.bag_of_entry, rows, coalesced=False)
-        total = jnp.sum(rows, 1, dtype=rows.dtype)
+        if weights is None:
+            total = jnp.sum(rows, 1, dtype=rows.dtype)
+        else:  # a product that XLA's CPU compiler would write out to sum it is a `dot` instead
+            total = jnp.einsum("bl,bl...->b...", weights, rows, precision=lax.Precision.HIGHEST)
         return total if self.valid is None else self.start() + total
 
     def by_column(self) -> jax.Array:
@@ -169,26 +177,30 @@ BAG_SUM: GroupedPrimitive[BagSum] = GroupedPrimitive("jmask_bag_sum", _by_parts,
 
 def _derivative(primals: JvpArgs, tangents: JvpArgs, *, trees: tuple[Any, ...]) -> Any:
     sums, along = calls_of(trees, primals), calls_of(trees, tangents)
+    rows: list[Any]
     if any(_has_weight_tangent(x, t) for x, t in zip(sums, along, strict=True)):
-        # The derivative by the weights needs the rows themselves: XLA reads them once for both.
-        values = [x.by_parts() for x in sums]
+        # The derivative by the weights needs the rows themselves: they are read once for both.
+        rows = [_read_rows(x.table, x.positions, None, x.fill) for x in sums]
+        values = [x.of_rows(y) for x, y in zip(sums, rows, strict=True)]
     else:
+        rows = [None] * len(sums)
         values = BAG_SUM.primitive.bind(*primals, trees=trees)
-    return values, list(map(_tangent, sums, along))
+    return values, list(map(_tangent, sums, along, rows))
 
 
 def _has_weight_tangent(x: BagSum, along: BagSum) -> bool:
     return x.weights is not None and not isinstance(along.weights, ad.Zero)
 
 
-def _tangent(x: BagSum, along: BagSum) -> Any:
+def _tangent(x: BagSum, along: BagSum, rows: jax.Array | None) -> Any:
     """Return the tangent of the sums, linear in the tangents of table and weights."""
     terms = []
     if not isinstance(along.table, ad.Zero):
         moved = dataclasses.replace(x, table=along.table, valid=None, fill=0)
         terms.append(moved.by_parts(linear=True))
     if _has_weight_tangent(x, along):
-        terms.append(dataclasses.replace(x, weights=along.weights, valid=None).by_parts())
+        assert rows is not None
+        terms.append(dataclasses.replace(x, weights=along.weights, valid=None).of_rows(rows))
     if not terms:
         value = jax.eval_shape(x.by_parts)
         return jnp.zeros(value.shape, value.dtype)
