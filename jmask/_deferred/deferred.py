@@ -33,8 +33,8 @@ def deferred(table: Table, tx: optax.GradientTransformation) -> DeferredTable:
     would be now. A step costs the rows of the batch, and at most about √V others.
 
     The table holds what `tx` keeps of each row; `tx.init` of it has arrays (1, *row) in the
-    place of that. It is a pytree: donate it, scan over it, save it as any other. An array that
-    is looked up beside it stays lazy: defer every table for the dense trajectory.
+    place of that. It is a pytree: donate it, scan over it, save it as any other. For the
+    dense trajectory defer every table that is looked up: arrays stay lazy.
 
     Args:
         table (V, *row): a floating array, or a `PackedTable` or `ShardedTable`.
@@ -81,6 +81,8 @@ def deferred(table: Table, tx: optax.GradientTransformation) -> DeferredTable:
         state = inner.init(before)
         jax.eval_shape(lambda table: _first_step(table, inner, state), before)
     except TypeError as error:
+        if not any(sign in str(error) for sign in _AS_ARRAYS):
+            raise
         raise TypeError(
             "`tx` calculates with the table or its gradient as with arrays: put all of it into "
             "jmask.lazy, as in jmask.deferred(table, jmask.lazy(optax.adam(1e-3)))."
@@ -193,6 +195,10 @@ def _owned(
     owners = tables_of_state(tx, shapes, which, tree, opt_state)
     state = jax.tree.leaves(opt_state, is_leaf=is_stored_table)
     return state, jax.tree.structure(opt_state, is_leaf=is_stored_table), owners
+
+
+# What errors of arithmetic on the leaves of a table or of a row-sparse gradient name.
+_AS_ARRAYS = ("of a DeferredTable", "key<fry>", "key<row ids")
 
 
 def _innermost(tx: Any) -> Any:
