@@ -54,9 +54,9 @@ PAGES = {
 }
 # Members of classes that users call: others are for the library itself. Other classes show all.
 MEMBERS = {
-    "RowSparse": """indices dtype ndim size row nse stype zeros random fromdense todense flat
+    "RowSparse": """indices dtype row nse stype zeros random fromdense todense flat
         coalesce retain astype validate""",
-    "MaskedTensor": """data mask shape dtype ndim size nbytes stype get_data get_mask to_tensor
+    "MaskedTensor": """data mask shape dtype nbytes stype get_data get_mask to_tensor
         filled to_dense to_sparse to_sparse_csr to_row_sparse astype""",
     "PackedTable": "pack dtype full todense",
     "ShardedTable": "blocks dtype with_placement full todense",

@@ -155,7 +155,7 @@ class Input:
     # --- names --------------------------------------------------------------------------
 
     def described(self, kind: str, number: int) -> str:
-        """Return the coordinate with this number among those of its kind, in words."""
+        """Describe a coordinate by its kind and its number in that kind."""
         number, part = divmod(number, self.parts)
         what, shape = part_name(part, self.parts), tuple(self.tensor.shape)
         at = getattr(self, kind)[number]

@@ -136,7 +136,7 @@ class Problem:
         size: how many coordinates the inputs have.
         vanishes: for each of them whether the derivatives along it must be zero.
         base: the coordinates of the outputs at the arguments.
-        columns: for each output where its coordinates are among those of all.
+        columns: for each output the positions of its coordinates among all coordinates.
         with_placeholders: whether the function takes tensors with placeholders.
     """
 

@@ -31,6 +31,8 @@ from jmask._kernels.gather import Gather, in_branch
 from jmask._kernels.row_blocks import BlockLoop, block_size, run_side_by_side
 from jmask._kernels.rows import add_rows
 
+_Read = Callable[[Gather, jax.Array, jax.Array], jax.Array]
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -74,13 +76,17 @@ class BagSum:
     def by_parts(self, linear: bool = False) -> jax.Array:
         """Return the sums by definition; if `linear`, in operations that JAX can transpose."""
         read = Gather.plain if linear else Gather.__call__
-        return self.of_rows(_read_rows(self.table, self.positions, None, self.fill, read))
+        return self.combined(self.rows(read))
 
-    def of_rows(self, rows: jax.Array) -> jax.Array:
+    def rows(self, read: _Read = Gather.__call__) -> jax.Array:
+        """Return the rows (*entries, *row), without their weights."""
+        return _read_rows(self.table, self.positions, None, self.fill, read)
+
+    def combined(self, rows: jax.Array) -> jax.Array:
         """Return the sums of the rows (*entries, *row) that were read, times weights."""
         weights = self.weights
         if self.bag_of_entry is not None:
-            rows = rows if weights is None else rows * trailing(weights, rows.ndim)
+            rows = _weighted(rows, weights)
             return add_rows(self.start(), self.bag_of_entry, rows, coalesced=False)
         if weights is None:
             total = jnp.sum(rows, 1, dtype=rows.dtype)
@@ -151,12 +157,16 @@ def _read_rows(
     positions: jax.Array,
     weights: jax.Array | None,
     fill: float,
-    read: Callable[[Gather, jax.Array, jax.Array], jax.Array] = Gather.__call__,
+    read: _Read = Gather.__call__,
 ) -> jax.Array:
     """Return rows (*entries, *row) in float32 at least, times weights; V reads `fill`."""
     fills = lax.GatherScatterMode.FILL_OR_DROP
     gather = Gather.rows_of(table.shape, fills, positions.ndim, fill_value=fill)
     rows = read(gather, table, positions[..., None]).astype(wide(table.dtype))
+    return _weighted(rows, weights)
+
+
+def _weighted(rows: jax.Array, weights: jax.Array | None) -> jax.Array:
     return rows if weights is None else rows * trailing(weights, rows.ndim)
 
 
@@ -180,8 +190,8 @@ def _derivative(primals: JvpArgs, tangents: JvpArgs, *, trees: tuple[Any, ...]) 
     rows: list[Any]
     if any(_has_weight_tangent(x, t) for x, t in zip(sums, along, strict=True)):
         # The derivative by the weights needs the rows themselves: they are read once for both.
-        rows = [_read_rows(x.table, x.positions, None, x.fill) for x in sums]
-        values = [x.of_rows(y) for x, y in zip(sums, rows, strict=True)]
+        rows = [x.rows() for x in sums]
+        values = [x.combined(y) for x, y in zip(sums, rows, strict=True)]
     else:
         rows = [None] * len(sums)
         values = BAG_SUM.primitive.bind(*primals, trees=trees)
@@ -200,7 +210,7 @@ def _tangent(x: BagSum, along: BagSum, rows: jax.Array | None) -> Any:
         terms.append(moved.by_parts(linear=True))
     if _has_weight_tangent(x, along):
         assert rows is not None
-        terms.append(dataclasses.replace(x, weights=along.weights, valid=None).of_rows(rows))
+        terms.append(dataclasses.replace(x, weights=along.weights, valid=None).combined(rows))
     if not terms:
         value = jax.eval_shape(x.by_parts)
         return jnp.zeros(value.shape, value.dtype)

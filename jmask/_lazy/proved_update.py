@@ -126,7 +126,7 @@ def _unordered(call: LazyCall, program: ClosedJaxpr) -> dict[int, int]:
     on the parameter where the state does (an average of parameters).
 
     Returns:
-        By the position of the output, that of the leaf whose rows are read.
+        A dict from the position of the output to the position of the leaf that is read.
     """
     inputs = origins(program.jaxpr, [1 << i for i in range(len(program.jaxpr.invars))])
     params = {leaf.table: i for i, leaf in enumerate(call.leaves) if leaf.kind == "param"}

@@ -203,7 +203,7 @@ def _at_positions(x: TensorLike, pattern: Tensor) -> Tensor:
 
 
 def _dense(x: TensorLike) -> Tensor:
-    """Return the operand on dense storage, beside a dense or a larger one."""
+    """Return the operand on dense storage, for operands that are dense or larger."""
     if isinstance(x, MaskedTensor) and is_sparse(x.storage):
         report_fallback(
             f"a masked {stype(x.storage)} operand of shape {x.shape} became dense, at O(size) "

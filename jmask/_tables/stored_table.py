@@ -29,7 +29,7 @@ from jmask._kernels.gather import Gather
 from jmask._kernels.rows import add_rows, gather_rows, gather_unique_rows, set_rows
 from jmask._kernels.stochastic_rounding import stochastic_round
 from jmask._kernels.update_rows import add_to_rows
-from jmask._tensors.methods import call
+from jmask._tensors.methods import call, is_comparable
 from jmask._tensors.misuse import refuse_misuse_of_table
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 
@@ -158,7 +158,7 @@ class StoredTable(abc.ABC):
 
     def __contains__(self, x: object) -> bool:
         """Decide whether an entry equals `x`, as `in` does of arrays; text never does."""
-        return not isinstance(x, str | bytes) and bool(jnp.any(self.todense() == x))
+        return is_comparable(x) and bool(jnp.any(self.todense() == x))
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:

@@ -51,7 +51,7 @@ def one_or_several(values: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def _is_comparable(x: object) -> bool:
+def is_comparable(x: object) -> bool:
     """Decide whether `==` compares entries with `x`; it is False for None and text."""
     return not (x is None or isinstance(x, str | bytes))
 
@@ -123,10 +123,10 @@ class TensorMethods:
     __invert__ = method("bitwise_not")
 
     def __eq__(self, other: object) -> Any:
-        return call("equal", self, other) if _is_comparable(other) else NotImplemented
+        return call("equal", self, other) if is_comparable(other) else NotImplemented
 
     def __ne__(self, other: object) -> Any:
-        return call("not_equal", self, other) if _is_comparable(other) else NotImplemented
+        return call("not_equal", self, other) if is_comparable(other) else NotImplemented
 
     __lt__ = method("less")
     __le__ = method("less_equal")
