@@ -6,6 +6,7 @@
 |                                 | is recomputed is not merged with the forward pass     |
 | scan with a table cotangent     | the rows of every iteration stacked as an output; the |
 | in the carry                    | table leaves the carry                                |
+| scan over a stack of tables     | the rows of every table, with ids that number all     |
 | cond                            | every branch padded to one capacity                   |
 
 scan and cond must know what their bodies return before they are built: the body is first
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -47,6 +49,7 @@ from jmask._base.forms import (
     shard_map_of,
     summed_axes,
 )
+from jmask._base.row_ids import id_dtype
 from jmask._base.types import Value
 
 # --- remat -------------------------------------------------------------------------------
@@ -100,8 +103,7 @@ def _scan_demand(
     # A fixed point, reached in at most `count` rounds: each drops a carry or is the last.
     scan = scan_of(eqn)
     (jaxpr, _), first, count = scan.body, scan.consts, scan.carry
-    carry = list(wanted[:count])
-    scanned = [False] * (len(jaxpr.outvars) - count)
+    carry, scanned = list(wanted[:count]), list(wanted[count:])
     while True:
         inputs = interpreter.demand(jaxpr, carry + scanned).of(jaxpr.invars)
         # A carry is only kept sparse if it is so all the way around the loop.
@@ -125,10 +127,12 @@ def _scan(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
     keys = {
         i: _Carry() for i, x in enumerate(init) if isinstance(x, RowSum) and carry_wanted[i]
     }
-    if not keys or nothing_to_do(body, [x for x in init if not _is_zero(x)]):
+    if not (keys or any(wanted[count:])):
+        return None
+    if nothing_to_do(body, [x for x in init if not _is_zero(x)]):
         return None
     consts = [interpreter.dense(x, eqn) for x in consts]
-    loop = _Loop(eqn, scan, interpreter, consts, init, list(wanted[:count]))
+    loop = _Loop(eqn, scan, interpreter, consts, init, wanted, [])
     with muted():
         keys = loop.additive(keys, scanned_in)
     carry, (scanned, parts) = loop.run(keys, loop.dense_init(keys), scanned_in)
@@ -137,19 +141,28 @@ def _scan(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
         _with_stacked(x, parts[i], keys[i].leading) if i in keys else next(dense_carry)
         for i, x in enumerate(init)
     ]
-    return [*totals, *scanned]
+    stacks = [
+        x if rows is None else _stack_of(rows, x)
+        for x, rows in zip(scanned, loop.stacked, strict=True)
+    ]
+    return [*totals, *stacks]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Loop:
-    """A scan equation, to be run without the carries that only collect rows."""
+    """A scan equation, to be run without the carries that only collect rows.
+
+    `stacked` says, once `run` has traced the body, of each stacked output what rows of one
+    round it is; None of an array.
+    """
 
     eqn: JaxprEqn
     scan: Scan
     interpreter: Interpreter
     consts: Sequence[Any]
     init: Sequence[Any]
-    carry_wanted: list[bool]
+    wanted: Flags
+    stacked: list[RowSum | None]
 
     def additive(self, keys: dict[int, _Carry], scanned: Sequence[Any]) -> dict[int, _Carry]:
         """Return the carries among `keys` to which the body does nothing but add rows."""
@@ -179,8 +192,6 @@ class _Loop:
     def step(self, keys: dict[int, _Carry]) -> Callable[..., Any]:
         """Return the body without the carries in `keys`, whose rows are an output instead."""
         body, body_consts = self.scan.body
-        others = len(body.outvars) - len(self.init)
-        wanted = self.carry_wanted + [False] * others
 
         def step(dense_carry: list[Any], scanned: list[Any]) -> Any:
             remaining = iter(dense_carry)
@@ -189,16 +200,31 @@ class _Loop:
                 for i, x in enumerate(self.init)
             ]
             outputs = self.interpreter.run(
-                body, body_consts, [*self.consts, *carry, *scanned], wanted
+                body, body_consts, [*self.consts, *carry, *scanned], self.wanted
             )
             parts = {i: _parts_added_to(key, outputs[i]) for i, key in keys.items()}
+            count = len(self.init)
             dense = [
                 self.interpreter.dense(x, self.eqn)
-                for i, x in enumerate(outputs)
+                for i, x in enumerate(outputs[:count])
                 if i not in keys
             ]
-            count = len(dense_carry)
-            return dense[:count], (dense[count:], parts)
+            # Of a table of the stack that is scanned: rows are stacked, and not tables.
+            are_rows = [
+                isinstance(x, RowSum) and x.looked_up and bool(x.parts) and x.carry is None
+                for x in outputs[count:]
+            ]
+            pairs = list(zip(outputs[count:], are_rows, strict=True))
+            self.stacked[:] = [
+                dataclasses.replace(x, parts=()) if is_rows else None for x, is_rows in pairs
+            ]
+            return dense, (
+                [
+                    x.parts if is_rows else self.interpreter.dense(x, self.eqn)
+                    for x, is_rows in pairs
+                ],
+                parts,
+            )
 
         return step
 
@@ -223,6 +249,20 @@ def _with_stacked(total: RowSum, stacked: tuple[IdsAndRows, ...], leading: int) 
         for ids, rows in stacked
     )
     return total.plus(parts, looked_up=True, leading=leading)
+
+
+def _stack_of(one: RowSum, stacked: tuple[IdsAndRows, ...]) -> RowSum:
+    """Return the stack of arrays that are rows, ids (length, n) and rows (length, n, *row)."""
+    (ids, _), *_ = stacked
+    length = ids.shape[0]
+    leading = one.leading + 1
+    total = dataclasses.replace(one, shape=(length, *one.shape), leading=leading)
+    first = jnp.arange(length, dtype=id_dtype(total.count))[:, None] * one.count
+    parts = tuple(
+        (jnp.where(ids < one.count, first + ids.astype(first.dtype), total.count), rows)
+        for ids, rows in stacked
+    )
+    return _with_stacked(total, parts, leading)
 
 
 # --- cond --------------------------------------------------------------------------------

@@ -320,6 +320,7 @@ def rows_added(eqn: JaxprEqn, updates: jax.Array) -> GatheredRows | None:
         or numbers.inserted_window_dims != (0,)
         or numbers.operand_batching_dims
         or numbers.update_window_dims != tuple(range(ndim - row_ndim, ndim))
+        or updates.shape[ndim - row_ndim :] != shape[1:]
         or not row_ndim
         or is_sharded(updates)
     ):

@@ -110,6 +110,17 @@ def transposed(x: RowSum, order: Sequence[int], shape: Shape) -> RowSum | None:
     return _moved(x, shape, move, lambda rows: rows.transpose(along_rows))
 
 
+def flipped(x: RowSum, dimensions: Sequence[int]) -> RowSum:
+    """Return the rows with these dimensions in reverse order."""
+    along_rows = [d - x.leading + 1 for d in dimensions if d >= x.leading]
+
+    def move(positions: Positions) -> tuple[Positions, bool]:
+        pairs = enumerate(positions)
+        return [x.shape[d] - 1 - p if d in dimensions else p for d, p in pairs], True
+
+    return _moved(x, x.shape, move, lambda rows: lax.rev(rows, along_rows))
+
+
 def concatenated(
     xs: Sequence[RowSum], axis: int, shape: Shape, dtype: jnp.dtype
 ) -> RowSum | None:

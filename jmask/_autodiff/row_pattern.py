@@ -5,6 +5,7 @@ table's shape. It is a *row pattern* when it writes whole rows and addresses the
 position in dimension 0:
 
     scatter-add(zeros(V, D), ids (3, 1), ct (3, D))         3 rows, at ids
+    scatter-add(zeros(V, D), ids (3, 2), ct (3, 10))        the same, zeros in other columns
     scatter-add(zeros(V, D), ids (3, 2), ct (3, 1, D))      the same, CLIP mode only: the
                                                             window is as wide as the row,
                                                             so its second start clips to 0
@@ -29,6 +30,7 @@ from jax.extend.core import JaxprEqn
 from jmask._base.array_types import trailing
 from jmask._base.forms import aval_of, parameter
 from jmask._base.row_ids import canonical, id_dtype, widen
+from jmask._base.types import Shape
 from jmask._kernels.rows import gather_rows
 
 IdsAndRows = tuple[jax.Array, jax.Array]
@@ -69,38 +71,53 @@ def scatter_add_rows(
     batch_dims = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
     entries = tuple(updates.shape[d] for d in batch_dims)
     # Entries in the shape of a matrix (the gradient of a sort) are no lookup of some of them.
-    if leading == len(shape) > 1 and (math.prod(window) > 1 or entries == shape):
+    if leading == len(shape) > 1 and entries == shape:
         return None
+    if leading == len(shape) > 1 and math.prod(window) > 1:
+        # Some columns of a row, `t[ids, :10]`, are a row with zeros in the others.
+        leading = 1 + max(along_entries, default=0)
+        if leading == len(shape) or (not along_entries and window[0] > 1):
+            return None
+
+    def starts_along(d: int) -> jax.Array:
+        return lax.index_in_dim(indices, addressed.index(d), -1, keepdims=False)
+
     # --- rows: entries, what is left of a window, then the row
     kept = [place for place in places if place is not None]
     rows = lax.transpose(updates, [*batch_dims, *kept])
     sizes = window[:leading]
     count = math.prod(entries) * math.prod(sizes)
-    rows = lax.reshape(rows, (count, *shape[leading:]))
-    # --- ids: of each entry and each position in its window
-    if leading == 1 and 0 in addressed:
-        starts = lax.index_in_dim(indices, addressed.index(0), -1, keepdims=False)
-        return _window_ids(starts.reshape(-1), window[0], shape[0], clips), rows, 1
+    rows = lax.reshape(rows, (count, *window[leading:]))
     grid = len(entries) + leading
+    is_narrow = window[leading:] != list(shape[leading:])
+    if is_narrow:
+        firsts = [
+            trailing(starts_along(d), grid) if d in addressed else jnp.zeros((), jnp.int32)
+            for d in range(leading, len(shape))
+        ]
+        firsts = [jnp.broadcast_to(x, (*entries, *sizes)).reshape(count) for x in firsts]
+        rows = _widened(rows, firsts, shape[leading:])
+    # --- ids: of each entry and each position in its window
+    if leading == 1 and 0 in addressed and not is_narrow:
+        return _window_ids(starts_along(0).reshape(-1), window[0], shape[0], clips), rows, 1
     rows_in_all = math.prod(shape[:leading])
     dtype = id_dtype(rows_in_all)
     number, valid = jnp.zeros((), dtype), jnp.ones((), bool)
-    for d, size in enumerate(sizes):
+    for d, size in enumerate(window):
         position = jnp.zeros((), dtype)
         if d in addressed:
-            start = lax.index_in_dim(indices, addressed.index(d), -1, keepdims=False)
-            start, last = widen(start, shape[d]), shape[d] - size
+            start, last = widen(starts_along(d), shape[d]), shape[d] - size
             if clips:
                 start = jnp.clip(start, 0, last)
             else:  # a window that does not fit is dropped whole
                 valid = valid & trailing((start >= 0) & (start <= last), grid)
             position = trailing(start, grid).astype(dtype)
-        elif d in numbers.operand_batching_dims:
+        if d >= leading:
+            continue
+        if d in numbers.operand_batching_dims:
             which = numbers.operand_batching_dims.index(d)
             axis = numbers.scatter_indices_batching_dims[which]
-            position = trailing(
-                lax.broadcasted_iota(dtype, entries, axis), len(entries) + leading
-            )
+            position = trailing(lax.broadcasted_iota(dtype, entries, axis), grid)
         if size > 1:
             along = [1] * grid
             along[len(entries) + d] = size
@@ -108,6 +125,15 @@ def scatter_add_rows(
         number = number * np.asarray(shape[d], dtype) + position
     ids = jnp.where(valid, number, np.asarray(rows_in_all, dtype))
     return jnp.broadcast_to(ids, (*entries, *sizes)).reshape(count), rows, leading
+
+
+def _widened(rows: jax.Array, starts: Sequence[jax.Array], shape: Shape) -> jax.Array:
+    """Return rows (n, *shape), zeros outside of windows that begin at `starts`, each (n,)."""
+
+    def placed(window: jax.Array, *start: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice(jnp.zeros(shape, rows.dtype), window, start)
+
+    return jax.vmap(placed)(rows, *starts)
 
 
 def dynamic_update_rows(
@@ -123,7 +149,13 @@ def dynamic_update_rows(
     while leading > 1 and window[leading - 1] == shape[leading - 1]:
         leading -= 1
     if leading == len(shape) > 1 and math.prod(window) > 1:
-        return None
+        # Some columns of a row are a row with zeros in the others.
+        leading = [size > 1 for size in window].index(True)
+        if leading == 0:
+            return None
+        window = (*window[:leading], *shape[leading:])
+        places = [0] * leading + [jnp.asarray(x) for x in starts[leading:]]
+        update = lax.dynamic_update_slice(jnp.zeros(window, update.dtype), update, places)
     dtype = id_dtype(math.prod(shape[:leading]))
     ids = jnp.zeros((), dtype)
     for d, size in enumerate(window[:leading]):

@@ -14,15 +14,15 @@ broadcast; along dimension 0 they are not rows of the result, and it is dense.
 | sub, neg, mul and div by a scalar, conversions | on the rows                          |
 | among floating types                           |                                      |
 | conversions to integers, reduce_precision      | on the sums of equal rows            |
-| reshape, pad, slice, split, concatenate,       | the rows of the result: see          |
-| transpose, broadcast, sum along rows           | `row_moves`                          |
+| reshape, pad, slice, split, concatenate, stack,| the rows of the result: see          |
+| transpose, rev, broadcast, sum along rows      | `row_moves`                          |
 | select by a scalar                             | rows of the other branch are padding |
 | identities (copy, names, barriers, ...)        | itself                               |
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -42,6 +42,7 @@ from jmask._autodiff.interpreter import (
 )
 from jmask._autodiff.row_moves import (
     concatenated,
+    flipped,
     padded,
     placed_at,
     reshaped,
@@ -54,7 +55,13 @@ from jmask._autodiff.row_pattern import (
     scatter_add_rows,
     sparse_product_rows,
 )
-from jmask._autodiff.values import Filled, RowSum
+from jmask._autodiff.values import (
+    Filled,
+    RowSum,
+    as_scalar,
+    is_literal_zero,
+    is_not_finite,
+)
 from jmask._base.array_types import adds_when_cast
 from jmask._base.forms import aval_of, name_of, parameter
 from jmask._base.types import Atom, Value
@@ -67,28 +74,6 @@ def _zero_rows(eqn: JaxprEqn) -> RowSum:
 
 def _bind(eqn: JaxprEqn, *inputs: Any) -> Any:
     return eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-
-
-def _is_literal(x: object) -> bool:
-    # Values that are traced or computed are never looked at.
-    return isinstance(x, bool | int | float | complex | np.generic | np.ndarray)
-
-
-def _is_literal_zero(x: object) -> bool:
-    return _is_literal(x) and not np.any(x)
-
-
-def _is_not_finite(x: object) -> bool:
-    """Decide whether a literal is infinite or nan, which makes nan of zeros."""
-    return _is_literal(x) and not np.all(np.isfinite(x))
-
-
-def _as_scalar(x: Value) -> Any | None:
-    """Return the scalar that `x` is everywhere, if that is known without looking at values."""
-    if isinstance(x, Filled):
-        return x.value
-    is_scalar = not isinstance(x, RowSum) and np.ndim(x) == 0
-    return x if is_scalar and not _is_not_finite(x) else None
 
 
 # --- demand: which inputs may be symbolic ------------------------------------------------
@@ -164,10 +149,8 @@ def _scaled(eqn: JaxprEqn, wanted: Flags, _: object, definitions: dict) -> list[
 # rule that returns None is never wrong: the equation then runs on dense arrays.
 
 
-def _broadcast(
-    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
-) -> Outputs:
-    (operand, *_) = inputs
+def _broadcast(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
+    operand = inputs[0]
     aval = aval_of(eqn.outvars[0])
     if not aval.shape:
         return None
@@ -175,9 +158,9 @@ def _broadcast(
         return _broadcast_rows(eqn, operand)
     if isinstance(operand, Filled):
         return [Filled(aval.shape, operand.value)]
-    if np.ndim(operand) != 0 or _is_not_finite(operand):
+    if np.ndim(operand) != 0 or is_not_finite(operand):
         return None
-    if isinstance(eqn.invars[0], Literal) and _is_literal_zero(operand):
+    if isinstance(eqn.invars[0], Literal) and is_literal_zero(operand):
         return [_zero_rows(eqn)]
     return [Filled(aval.shape, jnp.asarray(operand, aval.dtype))]
 
@@ -239,7 +222,7 @@ def _dynamic_update_slice(
 
 def _pad(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     operand, padding = inputs
-    if not _is_literal_zero(padding):
+    if not is_literal_zero(padding):
         return None
     if isinstance(operand, RowSum):
         config, shape = parameter(eqn, "padding_config"), aval_of(eqn.outvars[0]).shape
@@ -250,46 +233,74 @@ def _pad(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter)
     return None if entries is None else [_zero_rows(eqn).plus((entries,), looked_up=False)]
 
 
-def _slice(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
-    (x,) = inputs
-    if not isinstance(x, RowSum) or x.carry is not None:
-        return None
+def _moving(move: Callable[[JaxprEqn, RowSum], Outputs]) -> Callable[..., Outputs]:
+    """Return the rule of an equation that moves the rows of its operand."""
+
+    def apply(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
+        x = inputs[0]
+        return move(eqn, x) if _is_movable(x) else None
+
+    return apply
+
+
+def _slice(eqn: JaxprEqn, x: RowSum) -> Outputs:
     starts = parameter(eqn, "start_indices")
     strides = parameter(eqn, "strides") or (1,) * len(starts)
     return [sliced(x, starts, aval_of(eqn.outvars[0]).shape, strides)]
 
 
-def _split(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
-    (x,), axis = inputs, parameter(eqn, "axis")
-    if not isinstance(x, RowSum) or x.carry is not None:
-        return None
-    results, start, ones = [], [0] * len(x.shape), (1,) * len(x.shape)
-    for v, size in zip(eqn.outvars, parameter(eqn, "sizes"), strict=True):
-        results.append(sliced(x, tuple(start), aval_of(v).shape, ones))
+def _pieces(x: RowSum, axis: int, sizes: Sequence[int]) -> list[RowSum]:
+    pieces, start, shape = [], [0] * len(x.shape), list(x.shape)
+    for size in sizes:
+        shape[axis] = int(size)
+        pieces.append(sliced(x, tuple(start), tuple(shape), (1,) * len(shape)))
         start[axis] += int(size)
-    return results
+    return pieces
 
 
-def _concatenate(
-    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
-) -> Outputs:
+def _split(eqn: JaxprEqn, x: RowSum) -> Outputs:
+    return list(_pieces(x, parameter(eqn, "axis"), parameter(eqn, "sizes")))
+
+
+def _unstack(eqn: JaxprEqn, x: RowSum) -> Outputs:
+    pieces = _pieces(x, parameter(eqn, "axis"), [1] * len(eqn.outvars))
+    shape = aval_of(eqn.outvars[0]).shape
+    results = [reshaped(piece, shape) for piece in pieces]
+    return None if any(result is None for result in results) else results
+
+
+def _concatenate(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
+    return _joined(eqn, inputs, parameter(eqn, "dimension"))
+
+
+def _stack(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
+    axis, shape = parameter(eqn, "axis"), list(aval_of(eqn.outvars[0]).shape)
+    shape[axis] = 1
+    return _joined(
+        eqn, [reshaped(x, tuple(shape)) if _is_movable(x) else None for x in inputs], axis
+    )
+
+
+def _joined(eqn: JaxprEqn, inputs: Values, axis: int) -> Outputs:
     # The transpose of a split: each part is the cotangent of one piece of the table. Pieces
     # with fixed bounds alone are better concatenated as arrays.
-    are_sums = all(isinstance(x, RowSum) and x.carry is None for x in inputs)
-    if not are_sums or any(x.parts and not x.looked_up for x in inputs):
+    if not all(map(_is_movable, inputs)) or any(x.parts and not x.looked_up for x in inputs):
         return None
     aval = aval_of(eqn.outvars[0])
-    return _result(concatenated(inputs, parameter(eqn, "dimension"), aval.shape, aval.dtype))
+    return _result(concatenated(inputs, axis, aval.shape, aval.dtype))
 
 
-def _transpose(
-    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
-) -> Outputs:
-    (x,) = inputs
-    if not isinstance(x, RowSum) or x.carry is not None:
-        return None
+def _is_movable(x: Value) -> bool:
+    return isinstance(x, RowSum) and x.carry is None
+
+
+def _transpose(eqn: JaxprEqn, x: RowSum) -> Outputs:
     shape = aval_of(eqn.outvars[0]).shape
     return _result(transposed(x, parameter(eqn, "permutation"), shape))
+
+
+def _reverse(eqn: JaxprEqn, x: RowSum) -> Outputs:
+    return [flipped(x, parameter(eqn, "dimensions"))]
 
 
 def _sparse_product(
@@ -335,17 +346,17 @@ def _subtract(
     return _add(eqn, (x, y), wanted, interpreter)
 
 
-def _negate(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
+def _negate(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     (x,) = inputs
     return [_negated(x)] if isinstance(x, RowSum) else None
 
 
-def _on_sums(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
+def _on_sums(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     (x,) = inputs
     return [x.map_sums(lambda rows: _bind(eqn, rows))] if isinstance(x, RowSum) else None
 
 
-def _convert(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
+def _convert(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     (x,) = inputs
     dtype = parameter(eqn, "new_dtype")
     if isinstance(x, Filled):
@@ -360,13 +371,11 @@ def _convert(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpre
     return [dataclasses.replace(x, dtype=dtype)]
 
 
-def _multiply(
-    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
-) -> Outputs:
+def _multiply(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     x, y = inputs
     if isinstance(y, RowSum):
         x, y = y, x
-    factor = _as_scalar(y)
+    factor = as_scalar(y)
     if not isinstance(x, RowSum) or factor is None:
         return None
     x = x.broadcast(aval_of(eqn.outvars[0]).shape)
@@ -375,9 +384,9 @@ def _multiply(
     return [x.scaled(lambda rows: rows * jnp.asarray(factor, rows.dtype))]
 
 
-def _divide(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
+def _divide(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     x, y = inputs
-    divisor = None if _is_literal_zero(y) else _as_scalar(y)
+    divisor = None if is_literal_zero(y) else as_scalar(y)
     # Quotients of integers are rounded: a sum of quotients is not the quotient of the sum.
     if not isinstance(x, RowSum) or divisor is None or not jnp.issubdtype(x.dtype, jnp.inexact):
         return None
@@ -387,17 +396,14 @@ def _divide(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpret
     return [x.scaled(lambda rows: rows / jnp.asarray(divisor, rows.dtype))]
 
 
-def _reshape(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
-    (x, *_) = inputs
-    shape = aval_of(eqn.outvars[0]).shape
+def _reshape(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
+    x, shape = inputs[0], aval_of(eqn.outvars[0]).shape
     if isinstance(x, Filled):
         return [Filled(shape, x.value)]
-    if not isinstance(x, RowSum) or x.carry is not None:
-        return None
-    return _result(reshaped(x, shape))
+    return _result(reshaped(x, shape)) if _is_movable(x) else None
 
 
-def _sum(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
+def _sum(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     (x,) = inputs
     axes, shape = parameter(eqn, "axes"), aval_of(eqn.outvars[0]).shape
     if not isinstance(x, RowSum) or not shape:
@@ -410,7 +416,7 @@ def _sum(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter)
     return [dataclasses.replace(x, shape=shape)]
 
 
-def _select(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
+def _select(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     which, *cases = inputs
     if np.ndim(which) != 0 or not all(isinstance(case, RowSum) for case in cases):
         return None
@@ -424,13 +430,11 @@ def _select(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpret
     return [total]
 
 
-def _identity(
-    eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
-) -> Outputs:
+def _identity(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     return list(inputs) if isinstance(inputs[0], RowSum | Filled) else None
 
 
-def _barrier(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
+def _barrier(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     """Apply `optimization_barrier` to the arrays inside symbolic values too."""
     if not any(isinstance(x, RowSum | Filled) for x in inputs):
         return None
@@ -475,10 +479,13 @@ EQUATION_RULES: dict[str, Rule] = {
     "reshape": Rule(_first_wanted, _reshape),
     "squeeze": Rule(_first_wanted, _reshape),
     "reduce_sum": Rule(_summing_rows, _sum),
-    "slice": Rule(_first_wanted, _slice),
-    "split": Rule(_first_wanted, _split),
+    "slice": Rule(_first_wanted, _moving(_slice)),
+    "split": Rule(_first_wanted, _moving(_split)),
+    "unstack": Rule(_first_wanted, _moving(_unstack)),
     "concatenate": Rule(_all, _concatenate),
-    "transpose": Rule(_first_wanted, _transpose),
+    "stack": Rule(_all, _stack),
+    "transpose": Rule(_first_wanted, _moving(_transpose)),
+    "rev": Rule(_first_wanted, _moving(_reverse)),
     "select_n": Rule(_cases, _select),
     "optimization_barrier": Rule(same_wanted, _barrier),
 } | {name: Rule(_first, _identity) for name in _IDENTITIES}

@@ -26,7 +26,7 @@ from jmask._base.types import Atom, Shaped
 _LOOKUPS = ("gather", "dynamic_slice", "get")
 _STILL_THE_SAME = (
     "concatenate convert_element_type copy copy_p expand_dims name neg new_ref pcast pvary "
-    "reshape reshard rev sharding_constraint slice split squeeze transpose"
+    "reshape reshard rev sharding_constraint slice split squeeze stack transpose unstack"
 ).split()
 
 

@@ -18,6 +18,7 @@ import contextvars
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ import numpy as np
 from jmask._autodiff.row_pattern import IdsAndRows
 from jmask._base.fallback import LARGE
 from jmask._base.row_ids import id_dtype
-from jmask._base.types import Shaped
+from jmask._base.types import Shaped, Value
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gathered_rows import gathered, joined, scaled
 from jmask._kernels.rows import split_rows
@@ -230,3 +231,25 @@ class Filled:
 
     def todense(self) -> jax.Array:
         return jnp.full(self.shape, self.value)
+
+
+def _is_literal(x: object) -> bool:
+    # Values that are traced or computed are never looked at.
+    return isinstance(x, bool | int | float | complex | np.generic | np.ndarray)
+
+
+def is_literal_zero(x: object) -> bool:
+    return _is_literal(x) and not np.any(x)
+
+
+def is_not_finite(x: object) -> bool:
+    """Decide whether a literal is infinite or nan, which makes nan of zeros."""
+    return _is_literal(x) and not np.all(np.isfinite(x))
+
+
+def as_scalar(x: Value) -> Any | None:
+    """Return the scalar that `x` is everywhere, if that is known without looking at values."""
+    if isinstance(x, Filled):
+        return x.value
+    is_scalar = not isinstance(x, RowSum) and np.ndim(x) == 0
+    return x if is_scalar and not is_not_finite(x) else None

@@ -332,10 +332,13 @@ FORMS: dict[str, Form] = (
         "reshape": _form("", "new_sizes dimensions sharding", _keeps_order),
         "reshard": _form("dst_sharding", "concrete_mesh"),
         "sharding_constraint": _form("", "context_mesh layout sharding unconstrained_dims"),
+        "rev": _form("dimensions"),
         "slice": _form("start_indices limit_indices strides"),
         "split": _form("axis sizes"),
         "squeeze": _form("", "dimensions"),
+        "stack": _form("axis"),
         "transpose": _form("permutation"),
+        "unstack": _form("axis"),
         "name": _form("", "name"),
     }
     | {

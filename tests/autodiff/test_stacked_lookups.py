@@ -72,6 +72,46 @@ ROW_SPARSE = {
     "every other row, then rows": lambda t, x: t[:, ::2][:, x.ids % 2],
     "another axis, then rows": lambda t, x: t[0][None][0][x.ids],
     "tables end to end": lambda t, x: jnp.concatenate([t[0], t[1]])[x.ids * 2],
+    "reversed": lambda t, x: t[::-1][x.tables],
+    "reversed rows": lambda t, x: t[:, ::-1][1, x.ids],
+    "reversed columns": lambda t, x: t[..., ::-1][x.tables, x.ids],
+    "stacked": lambda t, x: jnp.stack([t[0], t[1]])[x.tables % 2, x.ids],
+    "stacked behind": lambda t, x: jnp.stack([t[0], 2 * t[1]], 1)[x.ids, 1],
+    "stacked last": lambda t, x: jnp.stack([t[0], t[1]], 2)[x.beyond],
+    "table by table": lambda t, x: [table[x.ids] for table in t],
+    "unstacked along 1": lambda t, x: jnp.unstack(t, axis=1)[1][x.tables],
+    "some columns": lambda t, x: t[1, x.ids, :1],
+    "some columns beyond": lambda t, x: t[x.tables, x.beyond, 1:],
+    "some columns of all": lambda t, x: t[:, x.ids, -1:],
+    "some columns of a row": lambda t, x: t[1, x.ids[0], :1],
+    "some columns of a traced row": lambda t, x: t[x.tables[1], x.ids[1], 1:],
+    "some columns, filled": lambda t, x: t[1].at[x.beyond, 1:].get(mode="fill", fill_value=0),
+    "some columns, clipped": lambda t, x: t.at[x.tables, x.beyond, 1:].get(mode="clip"),
+    "some rows and columns": lambda t, x: t[x.tables, 1:3, :1],
+    "windows": lambda t, x: jax.vmap(lambda i: lax.dynamic_slice(t[1], (i, 1), (1, 1)))(
+        x.beyond
+    ),
+    "a scan over tables": lambda t, x: lax.scan(lambda c, a: (c, a[x.ids]), 0, t)[1],
+    "a scan over tables, reversed": lambda t, x: lax.scan(
+        lambda c, a: (jnp.sin(c + a[x.beyond]), c), jnp.zeros((3, t.shape[2])), t, reverse=True
+    )[0],
+    "a scan over tables and ids": lambda t, x: lax.scan(
+        lambda c, a: (c + jnp.sum(a[0][a[1]]), a[0][a[1], :1]), 0.0, (t, x.tables)
+    ),
+    "a map over tables": lambda t, x: lax.map(lambda a: a[x.ids] * a[x.beyond], t),
+    "a checkpointed scan over tables": lambda t, x: lax.scan(
+        jax.checkpoint(lambda c, a: (c, jnp.sin(a[x.ids]))), 0, t
+    )[1],
+    "scans over tables": lambda t, x: lax.scan(
+        lambda c, a: (c, lax.map(lambda b: b[x.ids % 2], a)), 0, jnp.stack([t, 2 * t])
+    )[1],
+    "a scan over tables and rows of all": lambda t, x: (
+        lax.map(lambda a: a[x.ids], t),
+        t[:, x.ids],
+    ),
+    "a scan over tables in a cond": lambda t, x: lax.cond(
+        x.ids[0] > 0, lambda: lax.map(lambda a: a[x.ids], t), lambda: t[:, x.tables]
+    ),
     "a scan": lambda t, x: lax.scan(lambda c, i: (c, t[1, i]), 0, x.ids)[1],
     "a cond": lambda t, x: lax.cond(x.ids[0] > 0, lambda: t[1, x.ids], lambda: t[2][x.beyond]),
     "a cond of different rows": lambda t, x: lax.cond(
@@ -86,7 +126,10 @@ ROW_SPARSE = {
 DENSE = {
     "transposed": lambda t, x: t[0].T[x.ids % t.shape[2]],
     "columns": lambda t, x: t[..., x.ids % t.shape[2]],
-    "reversed": lambda t, x: t[::-1][x.tables],
+    "columns of all rows": lambda t, x: t[0][:, x.ids % 2],
+    "slices of columns": lambda t, x: jax.vmap(
+        lambda i: lax.dynamic_slice_in_dim(t[0], i, 1, axis=1)
+    )(x.ids % 2),
     "a reference": lambda t, x: jax.new_ref(t)[x.ids % 3],
 }
 

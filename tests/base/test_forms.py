@@ -68,6 +68,7 @@ EXAMPLES = {
         x, NamedSharding(MESH, PartitionSpec())
     ),
     "parts": lambda x: (lax.slice(x, (0, 0), (2, 1)), lax.concatenate(jnp.split(x, 2), 0)),
+    "stacks": jax.grad(lambda x: (jnp.stack([x[::-1], x]).sum(0) * jnp.stack([*x])).sum()),
     "copies": lambda x: jnp.array(x, copy=True),
     "sums of cotangents": jax.grad(lambda x: (x * x).sum() + x[IDS[:2]].sum()),
 }
@@ -75,7 +76,7 @@ EXAMPLES = {
 NOT_SEEN = {
     *("pjit", "closed_call", "core_call", "custom_vjp_call_jaxpr", "remat", "remat2"),
     *("checkpoint", "copy", "copy_p", "expand_dims", "pcast", "pvary", "psum_invariant"),
-    *("psum", "reshard", "add_any"),
+    *("psum", "reshard", "add_any", "stack", "unstack"),
 }
 
 
