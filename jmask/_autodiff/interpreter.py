@@ -56,6 +56,7 @@ source_info_util.register_exclusion(str(Path(__file__).parents[1]))
 # calls of helpers (`jnp.where`, `jnp.einsum`), not the layers of a model behind a lookup, which
 # would all be traced equation by equation.
 _CALLS_ENTERED = 3
+LOOK_UP_FIRST = "Look rows up first, then compute: `f(table[ids])`, not `f(table)[ids]`."
 _ROW_MAKERS = ("scatter-add", "dynamic_update_slice", "pad", "bcoo_dot_general")
 
 Flags = Sequence[bool]
@@ -260,7 +261,8 @@ class Interpreter:
         if not isinstance(value, RowSum | Filled):
             return value
         if isinstance(value, RowSum) and value.looked_up:
-            report_dense(value, eqn, f"`{eqn.primitive.name}` has no row-sparse form")
+            reason = f"`{eqn.primitive.name}` has no row-sparse form"
+            report_dense(value, eqn, reason, LOOK_UP_FIRST)
         return value.todense()
 
 
@@ -271,7 +273,7 @@ def _fits(value: Value, v: Atom) -> bool:
     return (value.shape, value.dtype) == (aval_of(v).shape, aval_of(v).dtype)
 
 
-def report_dense(value: Value, eqn: JaxprEqn, reason: str) -> None:
+def report_dense(value: Value, eqn: JaxprEqn, reason: str, remedy: str = "") -> None:
     """Say that a row-sparse gradient became dense, why, and at which line of user code."""
     size = math.prod(value.shape) * jnp.dtype(value.dtype).itemsize
     report_fallback(
@@ -279,6 +281,7 @@ def report_dense(value: Value, eqn: JaxprEqn, reason: str) -> None:
         f"dense, at O(table) cost in each step: {reason}",
         place_of(eqn),
         tuple(value.shape),
+        remedy,
     )
 
 

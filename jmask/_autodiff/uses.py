@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jmask._autodiff.interpreter import place_of
+from jmask._autodiff.interpreter import LOOK_UP_FIRST, place_of
 from jmask._base.fallback import LARGE, Fallback, Place, in_bytes
 from jmask._base.forms import aval_of, bodies_of
 from jmask._base.jaxprs import ARITHMETIC
@@ -131,10 +131,11 @@ def _mixed_uses(gradient: InputGradient, table: Shaped, uses: Sequence[Use]) -> 
 
 def _remedy(uses: Sequence[Use]) -> str:
     if any(use.is_lookup and use.is_computed for use in uses):
-        return "Look rows up first, then compute: `f(table[ids])`, not `f(table)[ids]`."
+        return LOOK_UP_FIRST
     return (
         "A penalty is on the rows that are looked up, or is the `weight_decay` of the "
-        "optimizer; what else depends on every row has a dense gradient."
+        "optimizer; a parameter that scales the table scales its rows, `s * table[ids]`; what "
+        "else depends on every row has a dense gradient."
     )
 
 
@@ -152,7 +153,7 @@ def _lookups_alone(
         tuple(table.shape),
         "Keep rows last, ids first: `table[ids]` of (V, D), `table[m, ids]` or "
         "`table[:, ids]` of (M, V, D), not `table[:, ids]` or `table.T[ids]` of a matrix, nor "
-        "a `jax.new_ref` of it.",
+        "a `jax.new_ref` of it; columns after that, `table[ids][:, j]`.",
     )
 
 

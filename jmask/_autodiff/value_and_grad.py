@@ -45,6 +45,9 @@ from jmask._base.validation import (
 from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.masked_tensor import is_tensor
 
+_KEEP_ARRAYS = (
+    f"{KEEP_ARRAYS}; jmask.nnx.value_and_grad and jmask.nnx.grad take a whole model of flax nnx"
+)
 _INTERPRETER = Interpreter({**EQUATION_RULES, **CONTROL_FLOW_RULES, **COLLECTIVE_RULES})
 
 
@@ -469,12 +472,12 @@ def _check_argument(fun: Callable[..., Any], number: int, argument: PyTree) -> N
             continue
         array = abstract_leaf(leaf)
         if array is None:
-            raise not_an_array(leaf_name(argument_name(fun, number), path), leaf, KEEP_ARRAYS)
+            raise not_an_array(leaf_name(argument_name(fun, number), path), leaf, _KEEP_ARRAYS)
         if not jnp.issubdtype(array.dtype, jnp.inexact):
             raise TypeError(
                 f"{leaf_name(argument_name(fun, number), path)} is {array.dtype}, and grad "
                 "requires real- or complex-valued inputs: pass it as another argument, or "
-                f"{KEEP_ARRAYS}."
+                f"{_KEEP_ARRAYS}."
             )
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(

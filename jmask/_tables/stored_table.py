@@ -145,7 +145,9 @@ class StoredTable(abc.ABC):
         if isinstance(ids, slice | tuple) or ids is None or ids is Ellipsis:
             raise TypeError(
                 f"`ids` must be integers, got {ids!r}: a {type(self).__name__} is indexed by "
-                "row ids alone. For anything else use its array, `table.todense()`."
+                "row ids alone, and columns are taken from rows, `table[ids][:, j]`. Make one "
+                "table of stacked ones, `stack.reshape(-1, D)`, and look row `i` of table `m` "
+                "up as `m * V + i`. For anything else use its array, `table.todense()`."
             )
         return call("lookup", self, from_the_end(ids, self.shape[0]))
 

@@ -46,6 +46,27 @@ REWRITES = {
         PENALTY,
         lambda t: square(t[IDS]) + 1e-3 * square(t[IDS]),
     ),
+    "padded": (
+        lambda t: square(jnp.pad(t, ((1, 0), (0, 0)))[IDS]),
+        LOOK_UP_FIRST,
+        lambda t: square(jmask.embedding_lookup(t, IDS - 1, mode="zero")),
+    ),
+    "repeated": (
+        lambda t: square(jnp.repeat(t, 2, 0)[IDS]),
+        LOOK_UP_FIRST,
+        lambda t: square(t[IDS // 2]),
+    ),
+    "tiled": (
+        lambda t: square(jnp.tile(t, (2, 1))[IDS]),
+        LOOK_UP_FIRST,
+        lambda t: square(t[IDS % V]),
+    ),
+    "transposed twice": (lambda t: square(t.T.T[IDS]), LOOK_UP_FIRST, None),
+    "one head": (
+        lambda t: square(t.reshape(V, 2, -1)[IDS, 1]),
+        KEEP_ROWS + r".*columns after that, `table\[ids\]\[:, j\]`",
+        lambda t: square(t.reshape(V, 2, -1)[IDS][:, 1]),
+    ),
     "transposed": (lambda t: square(t.reshape(D, V)[:, IDS]), KEEP_ROWS, None),
 }
 OF_VECTORS = {
