@@ -338,7 +338,8 @@ def nonzero(
         fill_value: the index of padding, 0 by default; a tuple of one for each dimension.
 
     Raises:
-        ValueError: if `size` is missing and it is traced which entries are not 0.
+        ValueError: if `size` is missing and it is traced which entries are not 0; if `x` is a
+            scalar, which has no index.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -346,7 +347,10 @@ def nonzero(
         >>> jmask.numpy.nonzero(jmask.masked_tensor(jnp.array([2, 7, 0, 1]), mask))
         (Array([0, 3], dtype=int32),)
     """
-    values, valid, places = _in_order(as_masked_tensor(as_tensor(x)))
+    x = as_masked_tensor(as_tensor(x))
+    if x.ndim == 0:
+        raise ValueError("`x` is a scalar, whose entry has no index: take `x.reshape(1)`.")
+    values, valid, places = _in_order(x)
     picked = _picked(valid & is_nonzero(values), size, "nonzero")
     fill = fill_value if isinstance(fill_value, tuple) else (fill_value or 0,) * len(places)
     return tuple(

@@ -25,8 +25,16 @@ OF_LABELS = (
     "labels), or put it inside jmask.lazy"
 )
 
+_PER_EXAMPLE = (
+    "jmask.tree.scale(jnp.minimum(1, clip / jmask.tree.norm(grads)), grads) of each example, "
+    "under jax.vmap, and sum them by jmask.tree.merge, as in docs/privacy.md"
+)
+
 # Functions of packages, and what to write instead of them.
 _INSTEAD = {
+    ("optax", "per_example_global_norm_clip"): _PER_EXAMPLE,
+    ("optax", "per_example_layer_norm_clip"): _PER_EXAMPLE,
+    ("optax", "differentially_private_aggregate"): _PER_EXAMPLE,
     ("optax", "MultiSteps"): "jmask.multi_steps(jmask.lazy(optax.adam(1e-3)), k, like=grads)",
     ("optax", "apply_if_finite"): "jmask.skip_nonfinite(jmask.lazy(optax.adam(1e-3)))",
     ("equinox", "apply_updates"): "jmask.apply_updates(model, updates)",
@@ -54,7 +62,11 @@ def refuse_misuse() -> None:
     if name == "tree_flatten" and frame.f_back is not None:  # of JAX, called in `tree_map`
         frame = frame.f_back
         name = frame.f_code.co_name
-    if name == "tree_map":
+    if name == "flatten":  # by a transformation that calculates with the leaves themselves
+        is_update = _nth_caller(frame, 1) == "update_fn"
+        if is_update and "differentially_private_aggregate" in _advice(frame):
+            raise TypeError(_message(frame)) from None
+    elif name == "tree_map":
         if _nth_caller(frame, 2) in _OF_LEAVES:
             raise TypeError(_message(frame)) from None
     elif name == "tree_structure":

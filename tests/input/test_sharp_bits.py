@@ -23,6 +23,7 @@ pytestmark = pytest.mark.dtype_promotion
 
 # --- errors of JAX and optax -----------------------------------------------------------------
 
+EXAMPLES = jax.tree.map(lambda x: x[None], GRADS)  # as under vmap
 CHAIN = optax.chain(optax.clip_by_global_norm(1.0), LAZY)
 
 
@@ -73,6 +74,20 @@ OUTSIDE = {
     "apply_if_finite": (
         lambda: step(optax.apply_if_finite(LAZY, 3)),
         "… for optax.apply_if_finite",
+    ),
+    "clipped by optax for each example": (
+        lambda: optax.per_example_global_norm_clip(EXAMPLES, 1.0),
+        "… for optax.per_example",
+    ),
+    "privately aggregated": (
+        lambda: optax.contrib.differentially_private_aggregate(1.0, 1.0, key=0).update(
+            EXAMPLES, None
+        ),
+        "… for optax.differentially",
+    ),
+    "a sum over examples": (
+        lambda: jax.tree.map(lambda x: x.sum(0), EXAMPLES),
+        "Cannot call",
     ),
     "keep_params_nonnegative": (
         lambda: step(optax.chain(LAZY, optax.keep_params_nonnegative())),
