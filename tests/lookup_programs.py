@@ -122,6 +122,15 @@ PROGRAMS: dict[str, Program] = {
         lambda t: jnp.sum(t.astype(jnp.bfloat16)[VALID].astype(jnp.float32)), 3
     ),
     "reshaped table": Program(lambda t: square(t.reshape(V, 2, 2)[IDS]), 6),
+    "reversed table": Program(lambda t: square(t[::-1][IDS]), 6),
+    "stacked table": Program(lambda t: square(jnp.stack([t, 2 * t])[1, IDS]), 12),
+    "unstacked table": Program(
+        lambda t: square(sum(x[VALID] for x in t.reshape(2, V // 2, D))), 6
+    ),
+    "scanned table": Program(
+        lambda t: square(lax.map(lambda x: x[VALID], t.reshape(2, V // 2, D))), 6
+    ),
+    "some columns": Program(lambda t: square(t[IDS, 1:3]), 6),
     "expanded table": Program(lambda t: square(t[:, None, :][IDS]), 6),
     "jit": Program(jax.jit(lambda t: square(t[IDS])), 6),
     "jit in jit": Program(jax.jit(lambda t: square(jax.jit(double_rows)(t, IDS))), 6),

@@ -103,6 +103,16 @@ def split_and_joined(x: jax.Array, n: int) -> jax.Array:
     return jnp.concatenate([parts[1], x, parts[0]][n % 2 :], axis)
 
 
+def stacked(x: jax.Array, n: int) -> jax.Array:
+    return jnp.stack([x, x, x][: 1 + n % 3], n % (x.ndim + 1))
+
+
+def unstacked(x: jax.Array, n: int) -> jax.Array:
+    """The parts of `x` along an axis in reverse order, or the first of them."""
+    parts = jnp.unstack(x, axis=n % x.ndim)
+    return jnp.stack(parts[::-1], 0) if n % 2 else parts[0]
+
+
 def put_back(x: jax.Array, n: int) -> jax.Array:
     wide = jnp.zeros((x.shape[0] + n % 2, *x.shape[1:]), x.dtype)
     return lax.dynamic_update_slice_in_dim(wide, x, n % 3, 0)
@@ -166,6 +176,8 @@ STEPS: dict[str, Step] = {
     "sliced": sliced,
     "sliced by steps": sliced_by_steps,
     "split and joined": split_and_joined,
+    "stacked": stacked,
+    "unstacked": unstacked,
     "put back": put_back,
     "scattered": scattered,
     "padded": padded,
@@ -351,6 +363,6 @@ def test_every_rule_is_met():
         for number in range(12):
             rule = rule_of((6, 1), [(name, number, "")])
             found |= primitives(jax.make_jaxpr(rule)(jnp.ones((6, 1))).jaxpr)
-    # Of a sparse matrix; of the sum of two cotangents, which JAX writes; of a copy, by version.
-    elsewhere = {"bcoo_dot_general", "add_any", "copy", "copy_p"}
+    # Of a sparse matrix; of the sum of two cotangents, which JAX writes; by version.
+    elsewhere = {"bcoo_dot_general", "add_any", "copy", "copy_p", "stack", "unstack"}
     assert set(EQUATION_RULES) - elsewhere <= found
