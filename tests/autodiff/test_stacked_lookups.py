@@ -319,7 +319,13 @@ def test_one_number_for_each_table_is_none_for_each_row(make):
 
 
 @pytest.mark.parametrize("way", ["apply_gradients", "update"])
-@pytest.mark.parametrize("lookup", ["vmap over tables", "pairs", "a table, then rows"])
+@pytest.mark.parametrize(
+    "lookup",
+    [
+        *("vmap over tables", "pairs", "a table, then rows", "a scan over tables"),
+        *("some columns", "table by table", "stacked", "reversed rows"),
+    ],
+)
 @pytest.mark.parametrize("name", ["sgd", "adam", "lifted"])
 def test_in_place(name, lookup, way):
     """Read from the compiled step: tables are aliased, and no array is as large as one."""
