@@ -162,10 +162,16 @@ def _size(table: Shaped) -> int:
 
 
 class _Origin(NamedTuple):
-    """A variable: an input, or a result computed from all of it, row by row."""
+    """A variable: an input, or a result computed from all of it, row by row.
+
+    `is_repeated` says that it is several copies: lookups in them are meant as lookups in the
+    input, but not those in what is computed with them, as of positions and a batch of hidden
+    states.
+    """
 
     number: int
     is_computed: bool
+    is_repeated: bool = False
 
 
 def _uses(
@@ -215,8 +221,12 @@ def _uses(
                 uses[origin.number].append(use)
         for v, source in zip(eqn.invars, found, strict=True):
             for result in eqn.outvars:
-                if source is not None and _keeps_rows(eqn, v, result):
+                if source is None or source.is_repeated:
+                    continue
+                if _keeps_rows(eqn, v, result):
                     origins.setdefault(result, _Origin(source.number, True))
+                elif name == "broadcast_in_dim" and _repeats(v, result):
+                    origins[result] = _Origin(source.number, True, is_repeated=True)
     return uses, [of(v) for v in jaxpr.outvars]
 
 
@@ -233,6 +243,12 @@ def _keeps_rows(eqn: JaxprEqn, v: Atom, result: Atom) -> bool:
     if len(table) == 1 and eqn.primitive.name not in ARITHMETIC:
         return False
     return len(rows) == len(table) and rows[1:] == table[1:] and rows[0] >= table[0]
+
+
+def _repeats(v: Atom, result: Atom) -> bool:
+    """Decide whether a result is copies of a matrix, as `jnp.broadcast_to(v, (2, V, D))`."""
+    table = tuple(aval_of(v).shape)
+    return len(table) > 1 and tuple(aval_of(result).shape)[-len(table) :] == table
 
 
 def _is_the_same(eqn: JaxprEqn) -> bool:

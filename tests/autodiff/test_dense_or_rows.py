@@ -56,6 +56,11 @@ REWRITES = {
         LOOK_UP_FIRST,
         lambda t: square(t[IDS // 2]),
     ),
+    "broadcast": (
+        lambda t: square(jnp.broadcast_to(t, (2, V, D))[1][IDS]),
+        LOOK_UP_FIRST,
+        lambda t: square(t[IDS]),
+    ),
     "tiled": (
         lambda t: square(jnp.tile(t, (2, 1))[IDS]),
         LOOK_UP_FIRST,
@@ -117,6 +122,18 @@ def test_vectors_that_are_no_tables_are_not_reported(loss):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jmask.grad(loss)(jnp.ones(V * D))
+
+
+def test_positions_that_a_batch_shares_are_not_reported():
+    """The last state of each sequence is looked up in what they are added to."""
+
+    def loss(positions, hidden, last):
+        states = jnp.tanh(hidden + positions[None])
+        return square(states[jnp.arange(2), last])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jmask.grad(loss)(jnp.ones((V, D)), jnp.ones((2, V, D)), jnp.array([3, 4]))
 
 
 LARGE = jnp.linspace(-1, 1, 8000 * 64, dtype=jnp.float32).reshape(8000, 64)
