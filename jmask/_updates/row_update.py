@@ -29,6 +29,7 @@ from jax.extend.core import JaxprEqn, Var
 from jmask._base.array_types import explicit_sharding, is_narrow, trailing
 from jmask._base.jaxprs import bound, interpret
 from jmask._kernels import tuning
+from jmask._kernels.gathered_rows import gathered, scaled
 from jmask._kernels.scatter_update import Combiner, entry_by_entry, update_elementwise
 from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, add_to_rows
 from jmask._tables.packed import PackedTable
@@ -69,13 +70,13 @@ def update_rows(
         assert on_rows is not None, "what is elementwise alone is for arrays and packed tables"
         return on_rows(RowsAt.of(table, gradient), tables, scalars)
     # The gradient is opened once: what follows takes canonical ids, rows, and their order.
-    ids, order, shape = gradient.row_ids(), gradient.order, gradient.shape
+    ids, rows, order = gradient.row_ids(), gradient.rows(), gradient.order
     if linear is not None and table.dtype == gradient.dtype and not is_narrow(table.dtype):
-        return RowUpdate(ADDITION, tables, ids, gradient.scaled(linear).rows(), [], order)
-    rows = gradient.rows()
+        steps = gathered(scaled(gradient.values, linear))
+        return RowUpdate(ADDITION, tables, ids, steps, [], order)
     if is_saturated(gradient, tables):
         new_entries = entry_by_entry(combiner) if is_elementwise else combiner
-        dense = add_to_rows(jnp.zeros(shape, gradient.dtype), ids, rows, order)
+        dense = add_to_rows(jnp.zeros_like(table, gradient.dtype), ids, rows, order)
         return _kept_where_untouched(new_entries, tables, ids, [dense, *scalars])
     if is_elementwise:
         return update_elementwise(combiner, tables, ids, rows, scalars, order)
