@@ -22,9 +22,9 @@ import jax
 import optax
 
 from jmask._deferred.step import deferred_step, has_deferred, without_rows
-from jmask._lazy.leaves import LazyCall, has_stacked, stacked_step
 from jmask._lazy.one_pass import OnePassTransformation, applied_in_one_pass
-from jmask._lazy.proved_update import ProvedUpdate, proved
+from jmask._lazy.proved_update import LazyCall, ProvedUpdate, proved
+from jmask._lazy.stacked import has_stacked, stacked_step
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.apply import Fit, apply_updates, dense_parameters, noticing_dense_tables
 from jmask._updates.checks import (

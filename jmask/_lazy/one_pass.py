@@ -34,8 +34,7 @@ from jmask._base.jaxprs import ARITHMETIC, read, run
 from jmask._base.types import Gradient, Table
 from jmask._kernels.update_rows import updated
 from jmask._lazy.lattice import Replicated, RowWise
-from jmask._lazy.leaves import LazyCall
-from jmask._lazy.proved_update import ProvedUpdate
+from jmask._lazy.proved_update import LazyCall, ProvedUpdate
 from jmask._lazy.row_locality import NEUTRAL
 from jmask._tables.packed import PackedTable
 from jmask._tables.stored_table import is_stored_table
