@@ -130,18 +130,15 @@ def lazy(
         params: optax.Params | None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        call, proof = proved_call(updates, state, params, extra_args)
-        if proof is None:
-            return call.update(call.run_flat(), {})
-        return proof.update(call)
+        return prepared(updates, state, params, extra_args).update()
 
-    def proved_call(
+    def prepared(
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None,
         extra_args: dict[str, Any],
-    ) -> tuple[LazyCall, ProvedUpdate | None]:
-        """Return the call, and its proof if `inner` is to run on rows.
+    ) -> LazyCall | ProvedUpdate:
+        """Return the call, proved if `inner` is to run on rows.
 
         Rows of 16 bits are summed in float32. An `inner` that does not take gradients wider
         than its state gets the sums in 16 bits, as from JAX: one branch of the `lax.cond` in
@@ -150,11 +147,11 @@ def lazy(
         if has_16_bit_sums(updates):
             call = LazyCall.of(inner, with_wide_rows(updates), state, params, extra_args)
             try:
-                return call, proved(call, known, same_dtypes=True)
+                return proved(call, known, same_dtypes=True)
             except TypeError:
                 pass
         call = LazyCall.of(inner, updates, state, params, extra_args)
-        return call, proved(call, known) if call.has_rows() else None
+        return proved(call, known) if call.has_rows() else call
 
     def apply_gradients(
         grads: optax.Updates, state: optax.OptState, params: optax.Params
@@ -169,11 +166,11 @@ def lazy(
             return stacked_step(init, apply_gradients, grads, state, params)
         if has_deferred(params):
             return deferred_step(init, update, apply_gradients, grads, state, params)
-        call, proof = proved_call(grads, state, params, {})
-        assert proof is not None, "a RowSparse is among the gradients"
-        result = applied_in_one_pass(call, proof)
+        step = prepared(grads, state, params, {})
+        assert isinstance(step, ProvedUpdate), "a RowSparse is among the gradients"
+        result = applied_in_one_pass(step)
         if result is None:
-            updates, state = proof.update(call)
+            updates, state = step.update()
             return apply_updates(params, updates), state
         return result
 

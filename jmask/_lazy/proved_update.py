@@ -13,7 +13,6 @@ that compute rows.
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -204,18 +203,19 @@ class LazyCall:
 
     def update(
         self,
-        on_rows: Callable[..., list[Any]],
-        unordered: Mapping[int, int],
+        on_rows: Callable[..., list[Any]] | None = None,
+        unordered: Mapping[int, int] | None = None,
     ) -> tuple[Any, Any]:
         """Return updates and state.
 
         Args:
-            on_rows: `run_flat`, or the same program for rows.
+            on_rows: the same program as `run_flat` for rows, if there are any.
             unordered: for each output that is written to rows it does not depend on, the leaf
                 that has these rows.
         """
+        unordered = unordered or {}
         rows = [self._rows(leaf) for leaf in self.leaves]
-        outputs = on_rows(*rows)
+        outputs = (on_rows or self.run_flat())(*rows)
         results = [
             self._result(leaf, old, new, rows[unordered[i]] if i in unordered else None)
             for i, (leaf, old, new) in enumerate(zip(self.leaves, rows, outputs, strict=False))
@@ -282,6 +282,7 @@ class ProvedUpdate:
     """`inner.update` on rows.
 
     Attributes:
+        call: what it was traced for.
         traced: as `inner` is written; of gradients, state, parameters and arrays among the
             extra arguments, flat. Its results are updates and state.
         program: the same with its calls in line.
@@ -289,18 +290,18 @@ class ProvedUpdate:
         unordered: see `_unordered`.
     """
 
+    call: LazyCall
     traced: ClosedJaxpr
     program: ClosedJaxpr
     kinds: dict[Var, Kind]
     unordered: Mapping[int, int]
 
-    def update(self, call: LazyCall) -> tuple[Any, Any]:
-        """Return updates and state of a call of this signature."""
-        on_rows = functools.partial(self._run, call)
-        return call.update(on_rows, self.unordered)
+    def update(self) -> tuple[Any, Any]:
+        """Return updates and state."""
+        return self.call.update(self._run, self.unordered)
 
-    def _run(self, call: LazyCall, *inputs: Any) -> list[Any]:
-        sharded, avals = call.sharded_axes(), self.traced.in_avals
+    def _run(self, *inputs: Any) -> list[Any]:
+        sharded, avals = self.call.sharded_axes(), self.traced.in_avals
         arrays = [  # a table without lookups has a row here
             x if jnp.shape(x) == aval.shape else jnp.zeros(aval.shape, aval.dtype)
             for x, aval in zip(inputs, avals, strict=True)
@@ -315,7 +316,7 @@ class ProvedUpdate:
             return interpret(self.program.jaxpr, self.program.consts, arrays, bound)
         # It was traced for no mesh. Updates and state lie where gradients and state did.
         specs = [spec_of(x) for x in arrays[: len(self.traced.out_avals)]]
-        return automatically(call.run_flat(), *arrays, like=sharding, spec=specs)
+        return automatically(self.call.run_flat(), *arrays, like=sharding, spec=specs)
 
 
 def proved(call: LazyCall, known: set[Any], *, same_dtypes: bool = False) -> ProvedUpdate:
@@ -360,7 +361,7 @@ def proved(call: LazyCall, known: set[Any], *, same_dtypes: bool = False) -> Pro
                 raise NotRowLocalError(why)
         if signature is not None:
             known.add(signature)
-    return ProvedUpdate(traced, program, kinds, _unordered(call, program))
+    return ProvedUpdate(call, traced, program, kinds, _unordered(call, program))
 
 
 def _check_dtypes(call: LazyCall, dense: ClosedJaxpr) -> None:
