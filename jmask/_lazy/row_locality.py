@@ -103,8 +103,8 @@ def classify(
 
     def read(eqn: JaxprEqn | None, v: Atom, w: Atom) -> Kind:
         if isinstance(v, Literal):
-            is_alike = isinstance(w, Literal) and aval_of(v).dtype == aval_of(w).dtype
-            if v is w or (is_alike and _same(v.val, w.val)):
+            alike = isinstance(w, Literal) and _same(v.val, w.val)
+            if alike and aval_of(v).dtype == aval_of(w).dtype:
                 return Replicated(constant=v.val if np.ndim(v.val) == 0 else None)
         elif counterparts[v] is w and w in kinds:
             return kinds[w]
