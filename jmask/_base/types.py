@@ -13,6 +13,7 @@
 | a leaf of gradients, a leaf of parameters          | `Gradient`, `Table`                 |
 | a tree of them                                     | `Gradients`, `Params`, `OptState`   |
 | a tree whose leaves may be anything                | `PyTree`                            |
+| a function whose docstring names its arguments     | `Function`, `ArrayFunction`         |
 | anything: it is about to be checked                | `object`                            |
 
 `optax.Params`, `optax.Updates` and `optax.OptState` are trees of plain arrays. The ones here
@@ -23,7 +24,7 @@ apart by functions (`is_stored_table`), from which a type checker learns what a 
 what it is not. Such names are `Any` to it, and the docstrings say what they hold.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -44,6 +45,8 @@ Index = int | jax.Array
 """The number of a row, a block or a step, which may be traced."""
 Numbers = ArrayLike | Sequence[Any]
 """An array, a number, or nested lists of them."""
+DType = np.dtype[Any]
+"""The dtype of an array."""
 
 
 class Shaped(Protocol):
@@ -90,10 +93,21 @@ OptState = Any
 KeyPath = tuple[Any, ...]
 """Where a leaf is in a tree, as `jax.tree.leaves_with_path` writes it."""
 
+# --- functions ------------------------------------------------------------------------------
+
+Function = Callable[..., Any]
+"""A function of what its docstring says."""
+ArrayFunction = Callable[..., jax.Array]
+"""A function of arrays, with one result."""
+ArraysFunction = Callable[..., Sequence[jax.Array]]
+"""A function of arrays, with several results."""
+
 # --- programs -------------------------------------------------------------------------------
 
 Atom = Var | Literal
 """An operand or result of an equation of a jaxpr."""
+LoweringContext = Any
+"""What JAX gives to a lowering rule first: its `avals_in` have a shape, which no type says."""
 JvpArgs = tuple[Any, ...]
 """Primals, or tangents, as `jax.custom_jvp` gives them to a rule."""
 Value = Any

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jmask._base.types import DType
 from jmask._base.validation import abstract_leaf, checked_dtype
 
 _DRAWS = 2**16
@@ -33,7 +34,7 @@ def check_key(key: object) -> None:
         )
 
 
-def _checked_dtype(dtype: DTypeLike) -> np.dtype:
+def _checked_dtype(dtype: DTypeLike) -> DType:
     found = checked_dtype("dtype", dtype)
     if not jnp.issubdtype(found, jnp.floating):
         raise TypeError(f"`dtype` must be floating, such as jnp.bfloat16, got {found}.")

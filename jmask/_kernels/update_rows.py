@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +27,7 @@ from jax import lax
 from jmask._base.array_types import explicit_sharding, varying_alike, with_whole_rows
 from jmask._base.lowering import GroupedPrimitive, Results, in_one_device, switched_on
 from jmask._base.row_ids import Order
+from jmask._base.types import PyTreeDef, Table
 from jmask._kernels import tpu_rows
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gather import zero_of
@@ -43,7 +43,9 @@ from jmask._kernels.row_blocks import (
 from jmask._kernels.rows import add_rows
 
 Tables = Sequence[jax.Array]
-OnUniqueRows = Callable[[Any, jax.Array, jax.Array, Any, bool], list[Any]]
+OnUniqueRows = Callable[
+    [Sequence[jax.Array], jax.Array, jax.Array, Sequence[jax.Array], bool], list[jax.Array]
+]
 """(tables, ids, rows, scalars, is_sorted) -> tables; if sorted, padding comes last."""
 
 
@@ -118,7 +120,7 @@ class RowUpdate:
         return form(x.tables, x.ids, as_array(x.values), x.scalars, is_sorted)
 
 
-def updated(updates: Sequence[RowUpdate | list[Any]]) -> list[list[Any]]:
+def updated(updates: Sequence[RowUpdate | list[Table]]) -> list[list[Table]]:
     """Return the tables of each update, all done together; lists are results already there."""
     results = [x if isinstance(x, list) else _without_primitive(x) for x in updates]
     calls = [
@@ -153,12 +155,14 @@ def _prepared(x: RowUpdate) -> RowUpdate:
         ids, values, *scalars = map(with_whole_rows, arrays)
         x = dataclasses.replace(x, ids=ids, values=values, scalars=scalars)
     x = dataclasses.replace(x, tables=list(x.tables), scalars=list(x.scalars))
-    tree: Any
+    tree: PyTreeDef
     operands, tree = jax.tree.flatten(dataclasses.replace(x, is_alone=in_one_device()))
     return tree.unflatten(varying_alike(*operands))
 
 
-def add_to_rows(table: jax.Array, ids: jax.Array, values: Rows, order: Order = "any") -> Any:
+def add_to_rows(
+    table: jax.Array, ids: jax.Array, values: Rows, order: Order = "any"
+) -> jax.Array:
     """Return `table` with `table[ids] += values`, duplicates summed, in place if possible."""
     if not isinstance(values, GatheredRows):
         return add_rows(table, ids, values, coalesced=order == "sorted")
@@ -172,7 +176,7 @@ def _added(
     rows: jax.Array,
     scalars: Sequence[jax.Array],
     is_sorted: bool,
-) -> list[Any]:
+) -> list[jax.Array]:
     return [add_rows(tables[0], ids, rows, coalesced=is_sorted)]
 
 
@@ -182,7 +186,7 @@ def _added_by_kernel(
     rows: jax.Array,
     scalars: Sequence[jax.Array],
     is_sorted: bool,
-) -> list[Any]:
+) -> list[jax.Array]:
     (table,) = tables
     if not tpu_rows.accepts(tables, ids, [rows]):
         return _added(tables, ids, rows, scalars, is_sorted)

@@ -226,9 +226,9 @@ class RowsAt(NamedTuple):
     """
 
     values: jax.Array
-    read: Callable[[Any], jax.Array]
-    write: Callable[[Any, jax.Array], Any]
-    add: Callable[[Any, jax.Array], Any] | None = None
+    read: Callable[[Table], jax.Array]
+    write: Callable[[Table, jax.Array], Table]
+    add: Callable[[Table, jax.Array], Table] | None = None
 
     @classmethod
     def of(cls, table: Table, gradient: RowSparse) -> "RowsAt":
