@@ -16,11 +16,12 @@ Which state arrays hold rows is found from the shapes that `inner.init` gives th
 """
 
 import functools
-from typing import Any
+from collections.abc import Hashable
 
 import jax
 import optax
 
+from jmask._base.types import PyTree
 from jmask._deferred.step import deferred_step, has_deferred, without_rows
 from jmask._lazy.one_pass import OnePassTransformation, applied_in_one_pass
 from jmask._lazy.proved_update import LazyCall, ProvedUpdate, proved
@@ -85,7 +86,7 @@ def lazy(
     """
     check_transformation("inner", inner, "jmask.lazy(optax.adam(1e-3))")
     inner = optax.with_extra_args_support(inner)
-    known: set[Any] = set()  # signatures of calls that were proved
+    known: set[Hashable] = set()  # signatures of calls that were proved
 
     def init(params: optax.Params) -> optax.OptState:
         check_parameters(params)
@@ -98,7 +99,7 @@ def lazy(
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None = None,
-        **extra_args: Any,
+        **extra_args: PyTree,
     ) -> tuple[optax.Updates, optax.OptState]:
         _check_not_deferring(state)
         check_parameters(params)
@@ -118,7 +119,10 @@ def lazy(
 
     @compiled_outside_jit
     def update_deferred(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params, **extra_args: Any
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params,
+        **extra_args: PyTree,
     ) -> tuple[optax.Updates, optax.OptState]:
         run = functools.partial(update, **extra_args)
         return deferred_step(init, run, run, updates, state, params)
@@ -128,7 +132,7 @@ def lazy(
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None,
-        **extra_args: Any,
+        **extra_args: PyTree,
     ) -> tuple[optax.Updates, optax.OptState]:
         return prepared(updates, state, params, extra_args).update()
 
@@ -136,7 +140,7 @@ def lazy(
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None,
-        extra_args: dict[str, Any],
+        extra_args: dict[str, PyTree],
     ) -> LazyCall | ProvedUpdate:
         """Return the call, proved if `inner` is to run on rows.
 
@@ -189,7 +193,7 @@ def _check_not_deferring(state: optax.OptState) -> None:
             )
 
 
-def _check_extra_args(extra_args: dict[str, Any]) -> None:
+def _check_extra_args(extra_args: dict[str, PyTree]) -> None:
     for name, value in extra_args.items():
         if any(map(is_gradient_leaf, jax.tree.leaves(value, is_leaf=is_gradient_leaf))):
             raise NotRowLocalError(

@@ -20,7 +20,6 @@ replace the gradient, which saves its scalars.
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 from jmask._base.array_types import added
 from jmask._base.forms import aval_of
 from jmask._base.jaxprs import ARITHMETIC, read, run
-from jmask._base.types import Atom, Gradient, OptState, Params, Table, Value
+from jmask._base.types import Atom, Function, Gradient, OptState, Params, Table, Value
 from jmask._kernels.update_rows import updated
 from jmask._lazy.lattice import Replicated, RowWise
 from jmask._lazy.proved_update import Leaf, ProvedUpdate
@@ -203,9 +202,9 @@ class OnePassTransformation(optax.GradientTransformationExtraArgs):
         inner: the transformation whose steps it takes at times, else None.
     """
 
-    apply_gradients: Any
-    rule: Any = None
-    inner: Any = None
+    apply_gradients: Function
+    rule: object = None
+    inner: optax.GradientTransformation | None = None
 
 
 def applied_in_one_pass(update: ProvedUpdate) -> tuple[Params, OptState] | None:

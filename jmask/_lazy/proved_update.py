@@ -14,8 +14,8 @@ that compute rows.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,17 @@ from jax.extend.core import ClosedJaxpr, Var
 
 from jmask._base.array_types import automatically, explicit_sharding, spec_of
 from jmask._base.jaxprs import bound, inlined, interpret, origins
-from jmask._base.types import Table, TensorLike, Value
+from jmask._base.types import (
+    ArraysFunction,
+    Gradient,
+    Gradients,
+    OptState,
+    PyTree,
+    PyTreeDef,
+    Table,
+    TensorLike,
+    Value,
+)
 from jmask._kernels.rows import ids_after_reading
 from jmask._lazy.lattice import Kind, NotRowLocal, Replicated, RowWise
 from jmask._lazy.psum_over_shards import Axes, axes_of_rows, with_sums_over
@@ -61,7 +71,7 @@ class Leaf:
     kind: Literal["gradient", "state", "param", "extra"]
     table: int | None = None
     valid: jax.Array | None = None
-    uncoalesced: Any = None
+    uncoalesced: Gradient = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +89,8 @@ class LazyCall:
 
     inner: optax.GradientTransformationExtraArgs
     leaves: list[Leaf]
-    trees: tuple[Any, Any, Any, Any]
-    others: dict[int, Any]
+    trees: tuple[PyTreeDef, PyTreeDef, PyTreeDef, PyTreeDef]
+    others: dict[int, object]
 
     @classmethod
     def of(
@@ -89,7 +99,7 @@ class LazyCall:
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None,
-        extra_args: dict[str, Any],
+        extra_args: dict[str, PyTree],
     ) -> "LazyCall":
         uncoalesced, gradient_tree = jax.tree.flatten(updates, is_leaf=is_gradient_leaf)
         states, state_tree = jax.tree.flatten(state, is_leaf=is_stored_table)
@@ -136,7 +146,7 @@ class LazyCall:
         """Decide whether `inner` is to run on rows; on whole arrays any `inner` is exact."""
         return any(leaf.table is not None for leaf in self.of_kind("gradient"))
 
-    def signature(self) -> Any:
+    def signature(self) -> Hashable | None:
         """Return what row-locality depends on: structures, shapes and dtypes.
 
         None if it may depend on more: an extra argument that is no array (a flag, a function)
@@ -151,12 +161,12 @@ class LazyCall:
             tuple((x.shape, x.dtype) for x in map(shape_of, values)),
         )
 
-    def run_flat(self) -> Callable[..., list[Any]]:
+    def run_flat(self) -> ArraysFunction:
         """Return `inner.update` from leaves to updates and state, all flat."""
         gradient_tree, state_tree, param_tree, extra_tree = self.trees
         first, second, third, _ = itertools.accumulate(tree.num_leaves for tree in self.trees)
 
-        def run(*inputs: Any) -> list[Any]:
+        def run(*inputs: jax.Array) -> list[jax.Array]:
             arrays = iter(inputs[third:])
             extra = [
                 self.others[i] if i in self.others else next(arrays)
@@ -203,9 +213,9 @@ class LazyCall:
 
     def update(
         self,
-        on_rows: Callable[..., list[Any]] | None = None,
+        on_rows: ArraysFunction | None = None,
         unordered: Mapping[int, int] | None = None,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Gradients, OptState]:
         """Return updates and state.
 
         Args:
@@ -224,7 +234,7 @@ class LazyCall:
         count = gradient_tree.num_leaves
         return gradient_tree.unflatten(results[:count]), state_tree.unflatten(results[count:])
 
-    def _rows(self, leaf: Leaf) -> Any:
+    def _rows(self, leaf: Leaf) -> jax.Array:
         if leaf.kind == "gradient":
             return stored_values(leaf.value)
         if leaf.table is None:
@@ -235,7 +245,7 @@ class LazyCall:
         assert leaf.table is not None
         return self.leaves[leaf.table].value
 
-    def _result(self, leaf: Leaf, old: Value, new: Value, read: Value) -> Any:
+    def _result(self, leaf: Leaf, old: Value, new: Value, read: Value) -> Gradient | Table:
         """Return the update or the new state, from rows `old` that became `new`.
 
         Args:
@@ -296,11 +306,11 @@ class ProvedUpdate:
     kinds: dict[Var, Kind]
     unordered: Mapping[int, int]
 
-    def update(self) -> tuple[Any, Any]:
+    def update(self) -> tuple[Gradients, OptState]:
         """Return updates and state."""
         return self.call.update(self._run, self.unordered)
 
-    def _run(self, *inputs: Any) -> list[Any]:
+    def _run(self, *inputs: jax.Array) -> Sequence[jax.Array]:
         sharded, avals = self.call.sharded_axes(), self.traced.in_avals
         arrays = [  # a table without lookups has a row here
             x if jnp.shape(x) == aval.shape else jnp.zeros(aval.shape, aval.dtype)
@@ -319,7 +329,7 @@ class ProvedUpdate:
         return automatically(self.call.run_flat(), *arrays, like=sharding, spec=specs)
 
 
-def proved(call: LazyCall, known: set[Any], *, same_dtypes: bool = False) -> ProvedUpdate:
+def proved(call: LazyCall, known: set[Hashable], *, same_dtypes: bool = False) -> ProvedUpdate:
     """Return the update of a call; refuse it unless it is exact on the touched rows.
 
     Args:

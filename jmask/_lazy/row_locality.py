@@ -29,7 +29,6 @@ wrongly.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -48,7 +47,7 @@ from jmask._base.forms import (
     while_of,
 )
 from jmask._base.jaxprs import ARITHMETIC, inlined
-from jmask._base.types import Atom
+from jmask._base.types import Atom, Scalar
 from jmask._lazy.lattice import Kind, NotRowLocal, Replicated, RowWise, joined, not_row_local
 from jmask._ops.zero_semantics import trial
 
@@ -74,6 +73,7 @@ _BY_POSITION = "treats rows by their position (random or fixed numbers)"
 RowLocal = Replicated | RowWise
 Kinds = Kind | list[Kind]
 """One for each output of an equation, or one for all."""
+Rule = Callable[[JaxprEqn, list[RowLocal]], Kind]
 
 
 def classify(
@@ -94,7 +94,7 @@ def classify(
     if not _in_step(one, other):
         why = "it chooses other operations for tables of another size"
         return [NotRowLocal(why)] * len(one.outvars), {}
-    kinds: dict[Any, Kind] = dict(zip(other.invars, inputs, strict=True))
+    kinds: dict[Var, Kind] = dict(zip(other.invars, inputs, strict=True))
     counterparts = dict(zip(one.invars, other.invars, strict=True))
     counterparts.update(zip(one.constvars, other.constvars, strict=True))
     for w, x, y in zip(other.constvars, dense.consts, rows.consts, strict=True):
@@ -106,7 +106,7 @@ def classify(
             alike = isinstance(w, Literal) and _same(v.val, w.val)
             if alike and aval_of(v).dtype == aval_of(w).dtype:
                 return Replicated(constant=v.val if np.ndim(v.val) == 0 else None)
-        elif counterparts[v] is w and w in kinds:
+        elif isinstance(w, Var) and counterparts[v] is w and w in kinds:
             return kinds[w]
         return not_row_local(eqn, _COUNTS) if eqn else NotRowLocal(f"what it returns {_COUNTS}")
 
@@ -204,7 +204,7 @@ def _elementwise(name: str, eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
     return first if constant is first.off_support else first.at(first.axis, constant)
 
 
-def _constant(name: str, eqn: JaxprEqn, inputs: list[RowLocal]) -> Any:
+def _constant(name: str, eqn: JaxprEqn, inputs: list[RowLocal]) -> Scalar | None:
     """Return the scalar an elementwise equation gives in untouched rows, or None if unknown."""
     known = [k.off_support if isinstance(k, RowWise) else k.constant for k in inputs]
     if name == "reshard":  # the same numbers on other devices
@@ -221,11 +221,11 @@ def _constant(name: str, eqn: JaxprEqn, inputs: list[RowLocal]) -> Any:
     dtype = aval_of(eqn.outvars[0]).dtype
     for position in absorbing:
         if known[position] is not None and not known[position]:
-            return np.zeros((), dtype)
+            return dtype.type(0)
     return None
 
 
-def _evaluated(eqn: JaxprEqn, scalars: list[Any]) -> Any:
+def _evaluated(eqn: JaxprEqn, scalars: list[Scalar | None]) -> Scalar:
     params = eqn.primitive.get_bind_params(eqn.params)
     with trial():
         operands = [
@@ -253,7 +253,7 @@ def _broadcast(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
     return Replicated(frozenset(range(len(shape))) - varying, kind.constant)
 
 
-def _for_rows(rule: Callable[[JaxprEqn, RowWise], Kind]) -> Callable[..., Kind]:
+def _for_rows(rule: Callable[[JaxprEqn, RowWise], Kind]) -> Rule:
     """Return a rule for the one operand that has rows; without rows the result is shared."""
 
     def apply(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
@@ -349,7 +349,7 @@ def _dot(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
     return kind.at(axis, kind.off_support if zero else None)
 
 
-_RULES: dict[str, Callable[[JaxprEqn, list[RowLocal]], Kind]] = {
+_RULES: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenate,
     "split": _for_rows(_split),
@@ -412,7 +412,7 @@ def _scan(eqn: JaxprEqn, counterpart: JaxprEqn, inputs: list[Kind]) -> Kinds:
     return carry + stacked
 
 
-def _fixed_point(carry: list[Kind], step: Callable[..., Any]) -> list[Kind]:
+def _fixed_point(carry: list[Kind], step: Callable[[list[Kind]], list[Kind]]) -> list[Kind]:
     while True:
         following = joined(carry, step(carry))
         if following == carry:
@@ -445,7 +445,7 @@ _NOT_COMPARED = {
 def _in_step(x: Jaxpr, y: Jaxpr) -> bool:
     """Decide whether two jaxprs have the same primitives in order, on as many operands."""
 
-    def form(jaxpr: Jaxpr) -> Any:
+    def form(jaxpr: Jaxpr) -> tuple[object, ...]:
         each = [(e.primitive, len(e.invars), len(e.outvars)) for e in jaxpr.eqns]
         return each, len(jaxpr.constvars), len(jaxpr.invars), len(jaxpr.outvars)
 

@@ -9,19 +9,17 @@ step get the old shapes again.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from jmask._base.types import Gradients, OptState, PyTree
+from jmask._base.types import Gradients, OptState, Params, PyTree, PyTreeDef, Table
 from jmask._tables.stored_table import is_stored_table, shape_of
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.checks import is_gradient_leaf
 
 
-def is_stacked(x: Any) -> bool:
+def is_stacked(x: object) -> bool:
     """Decide whether `x` is the row-sparse gradient of stacked tables."""
     return is_row_sparse(x) and x.leading > 1
 
@@ -32,12 +30,12 @@ def has_stacked(updates: Gradients) -> bool:
 
 
 def stacked_step(
-    init: Callable[[Any], Any],
-    run: Callable[..., tuple[Any, Any]],
-    updates: optax.Updates,
-    state: optax.OptState,
-    params: optax.Params | None,
-) -> tuple[Any, optax.OptState]:
+    init: Callable[[Params], OptState],
+    run: Callable[[Gradients, OptState, Params], tuple[PyTree, OptState]],
+    updates: Gradients,
+    state: OptState,
+    params: Params | None,
+) -> tuple[PyTree, OptState]:
     """Run a step on the tables (M * V, *row) that stacked tables are.
 
     Args:
@@ -49,7 +47,7 @@ def stacked_step(
         ValueError: if the state has one entry for each of the M tables: what is computed for
             a row has none of its own then.
     """
-    tree: Any = jax.tree.structure(updates, is_leaf=is_gradient_leaf)
+    tree: PyTreeDef = jax.tree.structure(updates, is_leaf=is_gradient_leaf)
     gradients = jax.tree.leaves(updates, is_leaf=is_gradient_leaf)
     leaves = gradients if params is None else tree.flatten_up_to(params)
     shapes = list(map(shape_of, leaves))
@@ -78,8 +76,8 @@ def stacked_step(
 def _state_as(state: OptState, old: PyTree, new: PyTree) -> OptState:
     """Return the state with each array that has a shape of `old` in the shape of `new`."""
     old, new = ([x.shape for x in jax.tree.leaves(shapes)] for shapes in (old, new))
-    leaves: Any = jax.tree.leaves(state, is_leaf=is_stored_table)
-    tree: Any = jax.tree.structure(state, is_leaf=is_stored_table)
+    leaves: list[Table] = jax.tree.leaves(state, is_leaf=is_stored_table)
+    tree: PyTreeDef = jax.tree.structure(state, is_leaf=is_stored_table)
     if len(leaves) != len(old):  # not the state of `init`, as `run` will say
         return state
     moved = []
