@@ -33,7 +33,6 @@ from jmask._base.types import (
     PyTreeDef,
     Table,
     TensorLike,
-    Value,
 )
 from jmask._kernels.rows import ids_after_reading
 from jmask._lazy.lattice import Kind, NotRowLocal, Replicated, RowWise
@@ -241,11 +240,20 @@ class LazyCall:
             return leaf.value
         return RowsAt.of(leaf.value, self._gradient(leaf)).read(leaf.value)
 
-    def _gradient(self, leaf: Leaf) -> RowSparse:
+    def _gradient(self, leaf: Leaf, read: jax.Array | None = None) -> RowSparse:
+        """Return the gradient of the table of a leaf, whose ids XLA knows only after `read`."""
         assert leaf.table is not None
-        return self.leaves[leaf.table].value
+        gradient = self.leaves[leaf.table].value
+        if read is None or type(gradient) is not RowSparse:
+            return gradient
+        ids = ids_after_reading(gradient.row_ids(), read)
+        return RowSparse.from_rows(
+            ids, gradient.values, gradient.shape, coalesced=gradient.coalesced
+        )
 
-    def _result(self, leaf: Leaf, old: Value, new: Value, read: Value) -> Gradient | Table:
+    def _result(
+        self, leaf: Leaf, old: jax.Array, new: jax.Array, read: jax.Array | None
+    ) -> Gradient | Table:
         """Return the update or the new state, from rows `old` that became `new`.
 
         Args:
@@ -257,24 +265,14 @@ class LazyCall:
             new = new[:0]  # the program had a row in the place of none
         if leaf.kind == "gradient":
             new = unchanged_where_masked(new, leaf.valid)
-            if leaf.table is None:
-                return new
-            return _after(leaf.value, read).with_values(new)
-        new = keep_valid(new, old, leaf.valid)
+        else:
+            new = keep_valid(new, old, leaf.valid)
         if leaf.table is None:
             return new
-        gradient = self._gradient(leaf)
-        return RowsAt.of(leaf.value, _after(gradient, read)).write(leaf.value, new)
-
-
-def _after(gradient: RowSparse, read: jax.Array) -> RowSparse:
-    """Return the gradient with ids that XLA knows only after rows were read."""
-    if read is None or type(gradient) is not RowSparse:
-        return gradient
-    ids = ids_after_reading(gradient.row_ids(), read)
-    return RowSparse.from_rows(
-        ids, gradient.values, gradient.shape, coalesced=gradient.coalesced
-    )
+        gradient = self._gradient(leaf, read)
+        if leaf.kind == "gradient":
+            return gradient.with_values(new)
+        return RowsAt.of(leaf.value, gradient).write(leaf.value, new)
 
 
 def shape_of_leaf(x: TensorLike) -> jax.ShapeDtypeStruct:
