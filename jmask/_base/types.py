@@ -45,6 +45,8 @@ Index = int | jax.Array
 """The number of a row, a block or a step, which may be traced."""
 Numbers = ArrayLike | Sequence[Any]
 """An array, a number, or nested lists of them."""
+HostArray = np.ndarray[Any, Any]
+"""An array of NumPy: its numbers are known while a program is traced."""
 DType = np.dtype[Any]
 """The dtype of an array."""
 
@@ -90,6 +92,8 @@ Gradients = Any
 """A tree of Gradient, of the structure of the parameters."""
 OptState = Any
 """The state of a transformation of optax."""
+Static = tuple[Any, ...]
+"""What a node of a tree keeps beside its children: hashable."""
 KeyPath = tuple[Any, ...]
 """Where a leaf is in a tree, as `jax.tree.leaves_with_path` writes it."""
 
