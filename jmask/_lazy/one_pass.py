@@ -33,7 +33,7 @@ from jmask._base.jaxprs import ARITHMETIC, read, run
 from jmask._base.types import Atom, Function, Gradient, OptState, Params, Table, Value
 from jmask._kernels.update_rows import updated
 from jmask._lazy.lattice import Replicated, RowWise
-from jmask._lazy.proved_update import Leaf, ProvedUpdate
+from jmask._lazy.proved_update import LazyCall, ProvedUpdate
 from jmask._lazy.row_locality import NEUTRAL
 from jmask._tables.packed import PackedTable
 from jmask._tables.stored_table import is_stored_table
@@ -49,7 +49,7 @@ class ElementwiseProgram:
 
     Attributes:
         program: its first inputs are the gradients.
-        leaves: what its inputs are.
+        call: the leaves that its inputs are.
         table_of: the table a variable has entries of.
         from_gradient: the variables with entries that are made of its gradient alone.
         reduced: tables over whose gradient something shared is summed.
@@ -57,7 +57,7 @@ class ElementwiseProgram:
     """
 
     program: ClosedJaxpr
-    leaves: list[Leaf]
+    call: LazyCall
     table_of: dict[Var, int]
     from_gradient: set[Var]
     reduced: set[int]
@@ -69,15 +69,15 @@ class ElementwiseProgram:
 
     @property
     def outputs(self) -> list[Atom]:
-        """What each leaf becomes; a parameter takes the update, the output of its gradient."""
+        """Return what each leaf becomes; a parameter takes the output of its gradient."""
         outputs = self.program.jaxpr.outvars
-        return [*outputs, *outputs[: sum(leaf.kind == "gradient" for leaf in self.leaves)]]
+        return [*outputs, *outputs[: len(self.call.gradients)]]
 
     def combiners(self, table: int) -> Iterator["Combiner"]:
         """Yield ways to compute entries of a table, from its gradient or a value of that."""
         places = [
             i
-            for i, leaf in enumerate(self.leaves)
+            for i, leaf in enumerate(self.call.leaves)
             if leaf.table == table and leaf.kind != "gradient"
         ]
         inputs, every = [self.inputs[i] for i in places], self.outputs
@@ -89,7 +89,7 @@ class ElementwiseProgram:
         ]
         made = [v for eqn in equations_of_table for v in eqn.outvars if v in self.from_gradient]
         gradient = self.inputs[table]
-        is_param = [self.leaves[i].kind == "param" for i in places]
+        is_param = [self.call.leaves[i].kind == "param" for i in places]
         for source in (gradient, *made):
             equations, needed = _equations_for(outputs, equations_of_table, source)
             if source is gradient or gradient not in needed:
@@ -185,7 +185,7 @@ def elementwise_program(update: ProvedUpdate) -> ElementwiseProgram | None:
         if isinstance(kind, Replicated) and kind.constant is not None
     }
     return ElementwiseProgram(
-        update.program, update.call.leaves, table_of, from_gradient, reduced, constants
+        update.program, update.call, table_of, from_gradient, reduced, constants
     )
 
 
@@ -210,7 +210,7 @@ class OnePassTransformation(optax.GradientTransformationExtraArgs):
 def applied_in_one_pass(update: ProvedUpdate) -> tuple[Params, OptState] | None:
     """Return new parameters and state, or None if it takes more than one pass."""
     leaves = update.call.leaves
-    gradients = [leaf for leaf in leaves if leaf.kind == "gradient"]
+    gradients = update.call.gradients
     tables = [i for i, leaf in enumerate(gradients) if leaf.table is not None]
     is_empty = not tables or any(gradients[i].value.nse == 0 for i in tables)
     if is_empty or any(leaf.valid is not None for leaf in gradients):
@@ -244,7 +244,7 @@ def applied_in_one_pass(update: ProvedUpdate) -> tuple[Params, OptState] | None:
 
 def _run(parts: ElementwiseProgram, combiners: dict[int, Combiner]) -> dict[int, Table]:
     """Return the new state and parameters, by the positions of the leaves they replace."""
-    leaves, jaxpr = parts.leaves, parts.program.jaxpr
+    leaves, jaxpr = parts.call.leaves, parts.program.jaxpr
     known = {
         v: stored_values(leaf.value) if leaf.kind == "gradient" else leaf.value
         for v, leaf in zip(parts.inputs, leaves, strict=True)

@@ -137,13 +137,14 @@ class LazyCall:
         leaves += [Leaf(x, "extra") for i, x in enumerate(extra) if i not in others]
         return cls(inner, leaves, (gradient_tree, state_tree, param_tree, extra_tree), others)
 
-    def of_kind(self, kind: str) -> list[Leaf]:
-        """Return the leaves of one of the trees."""
-        return [leaf for leaf in self.leaves if leaf.kind == kind]
+    @property
+    def gradients(self) -> list[Leaf]:
+        """The leaves of the gradient."""
+        return self.leaves[: self.trees[0].num_leaves]
 
     def has_rows(self) -> bool:
         """Decide whether `inner` is to run on rows; on whole arrays any `inner` is exact."""
-        return any(leaf.table is not None for leaf in self.of_kind("gradient"))
+        return any(leaf.table is not None for leaf in self.gradients)
 
     def signature(self) -> Hashable | None:
         """Return what row-locality depends on: structures, shapes and dtypes.
@@ -207,7 +208,7 @@ class LazyCall:
 
     def sharded_axes(self) -> dict[int, Axes]:
         """Return the axes of a `shard_map` for each table whose rows are sharded over them."""
-        axes = {i: axes_of_rows(leaf.value) for i, leaf in enumerate(self.of_kind("gradient"))}
+        axes = {i: axes_of_rows(leaf.value) for i, leaf in enumerate(self.gradients)}
         return {table: names for table, names in axes.items() if names}
 
     def update(
