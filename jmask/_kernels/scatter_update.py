@@ -29,7 +29,7 @@ from jmask._base.types import ArraysFunction, LoweringContext, Shaped
 from jmask._kernels import tpu_rows, tuning
 from jmask._kernels.gathered_rows import Rows
 from jmask._kernels.rows import gather_unique_rows, set_rows
-from jmask._kernels.update_rows import OnUniqueRows, RowUpdate, Update
+from jmask._kernels.update_rows import OnUniqueRows, RowUpdate, UniqueRows, Update
 
 Combiner = ArraysFunction
 
@@ -78,35 +78,24 @@ def update_elementwise(
 def _by_parts(combiner: Combiner) -> OnUniqueRows:
     """Make the definition: what a single scatter computes, in three operations."""
 
-    def update(
-        tables: Sequence[jax.Array],
-        ids: jax.Array,
-        grad: jax.Array,
-        others: Sequence[jax.Array],
-        is_sorted: bool,
-    ) -> list[jax.Array]:
-        old = [gather_unique_rows(x, ids, coalesced=is_sorted) for x in tables]
-        new = combiner(*old, grad, *others)
+    def update(x: UniqueRows) -> list[jax.Array]:
+        old = [gather_unique_rows(table, x.ids, coalesced=x.is_sorted) for table in x.tables]
+        new = combiner(*old, x.rows, *x.scalars)
         return [
-            set_rows(x, ids, rows, coalesced=is_sorted)
-            for x, rows in zip(tables, new, strict=True)
+            set_rows(table, x.ids, rows, coalesced=x.is_sorted)
+            for table, rows in zip(x.tables, new, strict=True)
         ]
 
     return update
 
 
 def _one_scatter(program: ClosedJaxpr) -> Update:
-    def scattered(
-        tables: Sequence[jax.Array],
-        ids: jax.Array,
-        grad: jax.Array,
-        others: Sequence[jax.Array],
-        is_sorted: bool,
-    ) -> list[jax.Array]:
-        rows = [jnp.broadcast_to(x, grad.shape) for x in (grad, *others)]
+    def scattered(x: UniqueRows) -> list[jax.Array]:
+        rows = [jnp.broadcast_to(y, x.rows.shape) for y in (x.rows, *x.scalars)]
         # A scatter takes as many updates as operands: room that is left over is filled.
-        rows += [rows[0]] * (len(tables) - len(rows))
-        return _scatter_rows_p.bind(*tables, ids, *rows, program=program, is_sorted=is_sorted)
+        rows += [rows[0]] * (len(x.tables) - len(rows))
+        operands = *x.tables, x.ids, *rows
+        return _scatter_rows_p.bind(*operands, program=program, is_sorted=x.is_sorted)
 
     rule = entry_by_entry(lambda *entries: evaluate(program, *entries))
     return Update(_by_parts(rule), scattered)
@@ -115,17 +104,12 @@ def _one_scatter(program: ClosedJaxpr) -> Update:
 def _by_kernel(program: ClosedJaxpr, update: Update) -> OnUniqueRows:
     """Return the update as a kernel for TPUs, where there is one."""
 
-    def updated(
-        tables: Sequence[jax.Array],
-        ids: jax.Array,
-        grad: jax.Array,
-        others: Sequence[jax.Array],
-        is_sorted: bool,
-    ) -> list[jax.Array]:
+    def updated(call: UniqueRows) -> list[jax.Array]:
+        tables, ids, grad, others, is_sorted = call
         rows = [grad, *(jnp.broadcast_to(x, grad.shape) for x in others if x.ndim)]
         scalars = [x for x in others if not x.ndim]
         if not tpu_rows.accepts(tables, ids, rows, scalars, program.jaxpr):
-            return update.fastest(tables, ids, grad, others, is_sorted)
+            return update.fastest(call)
         is_scalar = [not x.ndim for x in others]
         count = len(tables)
 

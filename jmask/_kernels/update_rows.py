@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,10 +44,25 @@ from jmask._kernels.row_blocks import (
 from jmask._kernels.rows import add_rows
 
 Tables = Sequence[jax.Array]
-OnUniqueRows = Callable[
-    [Sequence[jax.Array], jax.Array, jax.Array, Sequence[jax.Array], bool], list[jax.Array]
-]
-"""(tables, ids, rows, scalars, is_sorted) -> tables; if sorted, padding comes last."""
+
+
+class UniqueRows(NamedTuple):
+    """What an update is done with, as `RowUpdate` has it.
+
+    Attributes:
+        ids: unique apart from padding, but for additive updates.
+        is_sorted: whether they are sorted, with padding last.
+    """
+
+    tables: Tables
+    ids: jax.Array
+    rows: jax.Array
+    scalars: Sequence[jax.Array]
+    is_sorted: bool
+
+
+OnUniqueRows = Callable[[UniqueRows], list[jax.Array]]
+"""What the tables become."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,8 +132,8 @@ class RowUpdate:
             duplicates: whether an additive update may take equal ids as they come.
         """
         x = self if duplicates and self.update.additive else self.summed()
-        is_sorted = x.order == "sorted"
-        return form(x.tables, x.ids, as_array(x.values), x.scalars, is_sorted)
+        rows, is_sorted = as_array(x.values), x.order == "sorted"
+        return form(UniqueRows(x.tables, x.ids, rows, x.scalars, is_sorted))
 
 
 def updated(updates: Sequence[RowUpdate | list[Table]]) -> list[list[Table]]:
@@ -170,29 +186,16 @@ def add_to_rows(
     return total
 
 
-def _added(
-    tables: Tables,
-    ids: jax.Array,
-    rows: jax.Array,
-    scalars: Sequence[jax.Array],
-    is_sorted: bool,
-) -> list[jax.Array]:
-    return [add_rows(tables[0], ids, rows, coalesced=is_sorted)]
+def _added(x: UniqueRows) -> list[jax.Array]:
+    return [add_rows(x.tables[0], x.ids, x.rows, coalesced=x.is_sorted)]
 
 
-def _added_by_kernel(
-    tables: Tables,
-    ids: jax.Array,
-    rows: jax.Array,
-    scalars: Sequence[jax.Array],
-    is_sorted: bool,
-) -> list[jax.Array]:
-    (table,) = tables
-    if not tpu_rows.accepts(tables, ids, [rows]):
-        return _added(tables, ids, rows, scalars, is_sorted)
-    rows = rows.astype(table.dtype)
+def _added_by_kernel(x: UniqueRows) -> list[jax.Array]:
+    if not tpu_rows.accepts(x.tables, x.ids, [x.rows]):
+        return _added(x)
+    rows = x.rows.astype(x.tables[0].dtype)
     return tpu_rows.update(
-        lambda old, step: [old + step], tables, ids, [rows], padding_last=is_sorted
+        lambda old, step: [old + step], x.tables, x.ids, [rows], padding_last=x.is_sorted
     )
 
 
@@ -269,7 +272,7 @@ def _on_one_cpu(updates: Sequence[RowUpdate]) -> Results:
 
 def _loop(x: RowUpdate, size: int) -> BlockLoop:
     def block(tables: list[jax.Array], ids: jax.Array, rows: jax.Array) -> list[jax.Array]:
-        return x.update.fastest(tables, ids, rows, x.scalars, False)
+        return x.update.fastest(UniqueRows(tables, ids, rows, x.scalars, False))
 
     kind = rows_in_blocks if x.update.additive else sums_in_blocks
     return kind(block, list(x.tables), x.ids, x.values, size)

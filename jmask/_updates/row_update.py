@@ -32,7 +32,7 @@ from jmask._base.types import Table, Value
 from jmask._kernels import tuning
 from jmask._kernels.gathered_rows import gathered, scaled
 from jmask._kernels.scatter_update import Combiner, entry_by_entry, update_elementwise
-from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, add_to_rows
+from jmask._kernels.update_rows import ADDITION, RowUpdate, UniqueRows, Update, add_to_rows
 from jmask._tables.packed import PackedTable
 from jmask._tables.stored_table import RowsAt, fitted, is_stored_table
 from jmask._tensors.row_sparse import RowSparse
@@ -86,14 +86,8 @@ def update_rows(
         return update_elementwise(combiner, tables, ids, rows, scalars, order)
     assert on_rows is not None
 
-    def on_unique_rows(
-        tables: Sequence[jax.Array],
-        ids: jax.Array,
-        rows: jax.Array,
-        scalars: Sequence[jax.Array],
-        is_sorted: bool,
-    ) -> list[jax.Array]:
-        return on_rows(RowsAt.in_arrays(ids, rows, is_sorted), tables, scalars)
+    def on_unique_rows(x: UniqueRows) -> list[jax.Array]:
+        return on_rows(RowsAt.in_arrays(x.ids, x.rows, x.is_sorted), x.tables, x.scalars)
 
     one_row = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in (*tables, gradient)]
     captures = bool(jax.make_jaxpr(combiner)(*one_row, *scalars).consts)

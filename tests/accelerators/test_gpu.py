@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jmask
 from benchmarks.collectives import collectives
 from jmask._kernels import scatter_update
+from jmask._kernels.update_rows import UniqueRows
 from tests.compiled_step import IN_PLACE, Step, rounds_of_loops, whole_table_operations
 from tests.kernels.test_in_place import OPTIMIZERS, STEPS
 
@@ -187,7 +188,7 @@ def test_control_a_scatter_of_several_tables_is_a_loop_over_rows() -> None:
 
     def update(tables: Any, ids: Any, grad: Any) -> Any:
         update = scatter_update._one_scatter(program)
-        return update.fused(tables, ids, grad, [], False)
+        return update.fused(UniqueRows(tables, ids, grad, [], False))
 
     compiled = jax.jit(update, donate_argnums=0).lower(tables, ids, rows).compile()
     one_kernel = jax.__version_info__ >= (0, 12)

@@ -121,9 +121,9 @@ def test_update_rows_under_vmap_and_derivatives():
     ids, rows = entries(2, 15)
     tables = jnp.stack([jnp.ones((V, 2)), 2 * jnp.ones((V, 2))])
 
-    def update(tables, ids, rows, scalars, is_sorted):
-        (table,), (rate,) = tables, scalars
-        return [table.at[ids].add(-rate * rows, mode="drop")]
+    def update(x):
+        (table,), (rate,) = x.tables, x.scalars
+        return [table.at[x.ids].add(-rate * x.rows, mode="drop")]
 
     def step(table, source, rate):
         values = GatheredRows(source, rows.index, None, rows.dtype)
