@@ -235,7 +235,18 @@ def _on_tpus(updates: Sequence[RowUpdate]) -> Results:
 def _on_one_gpu(updates: Sequence[RowUpdate]) -> Results:
     # A scatter of several tables is one kernel since jaxlib 0.12, and a loop over rows before.
     is_one_kernel = jax.__version_info__ >= (0, 12) and switched_on()
-    return list(map(_fused if is_one_kernel else _defined, updates))
+    return list(map(_of_separate_tables if is_one_kernel else _defined, updates))
+
+
+def _of_separate_tables(x: RowUpdate) -> list[jax.Array]:
+    """Do an update as `_fused`; the tables are buffers of their own.
+
+    XLA makes two slots of zeros one array, as they are where a state is made in the program of
+    its first step, and its GPU compiler (jaxlib 0.12.0) then writes both results into one
+    buffer. Behind a barrier they are two.
+    """
+    first, *others = x.tables
+    return _fused(dataclasses.replace(x, tables=[first, *lax.optimization_barrier(others)]))
 
 
 def _summed_if_sharded(updates: Sequence[RowUpdate]) -> list[RowUpdate]:

@@ -439,6 +439,7 @@ def test_no_tracer_is_kept():
             jax.jit(jmask.grad(loss_of(name)))(TABLE, BATCH)
 
 
+@pytest.mark.of_cpus
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_tables(dtype):
     table = TABLE.astype(dtype)

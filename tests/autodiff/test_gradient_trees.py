@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import given, settings
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 import jmask
 from tests.oracle import assert_close, densified
@@ -136,7 +136,7 @@ class TestMappedAxis:
 
     @pytest.mark.parametrize("checked", [True, False])
     def test_devices(self, checked):
-        mesh = Mesh(np.array(jax.devices()[:4]), "i")
+        mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,))
         spec = PartitionSpec()
 
         def step(table, ids):

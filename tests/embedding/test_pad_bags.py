@@ -117,6 +117,7 @@ def in_the_program(bags):
     return jax.jit(looked_up).lower(TABLE, bags).as_text()
 
 
+@pytest.mark.of_cpus
 def test_the_bag_of_each_entry_is_found_on_the_host():
     """And in the program where bags are made by hand, or changed."""
     padded = jmask.pad_bags([[2, 0], [], [1, 1, 3]], num_bags=4)

@@ -61,6 +61,7 @@ def summed(start, ids, rows, size):
 COUNTS_AND_SIZES = [(1, 3), (6, 6), (14, 7), (20, 1), (20, 3)]
 
 
+@pytest.mark.of_cpus
 @given(
     seed=st.integers(0, 10**6),
     count_and_size=st.sampled_from(COUNTS_AND_SIZES),

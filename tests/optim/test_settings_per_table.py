@@ -138,6 +138,7 @@ print(np.asarray(table).tobytes().hex(), np.asarray(state.nu).tobytes().hex())
 """
 
 
+@pytest.mark.of_cpus
 def test_two_processes_give_the_same_bits(capsys):
     """Hot rows, with hundreds of duplicates each, are summed in one order."""
     other = subprocess.run(
@@ -148,6 +149,7 @@ def test_two_processes_give_the_same_bits(capsys):
     assert len(other.stdout) > 4000
 
 
+@pytest.mark.of_cpus
 def test_duplicates_are_summed_in_their_order():
     rng = np.random.default_rng(0)
     values = np.float32(rng.normal(size=400) * 10.0 ** rng.integers(-6, 6, 400))

@@ -20,7 +20,8 @@ IDS = jnp.asarray(np.random.default_rng(1).integers(0, V, 8))
 @pytest.fixture(scope="module")
 def mesh():
     if len(jax.devices()) < DEVICES:
-        pytest.fail(f"conftest.py makes {DEVICES} CPU devices; there are {jax.devices()}")
+        stop = pytest.fail if jax.default_backend() == "cpu" else pytest.skip
+        stop(f"conftest.py makes {DEVICES} CPU devices; there are {jax.devices()}")
     auto = (jax.sharding.AxisType.Auto,)
     return jax.make_mesh((DEVICES,), ("data",), axis_types=auto)
 
