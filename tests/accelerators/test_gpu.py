@@ -22,7 +22,8 @@ import jmask
 from benchmarks.collectives import collectives
 from jmask._kernels import scatter_update
 from tests.compiled_step import IN_PLACE, Step, rounds_of_loops, whole_table_operations
-from tests.kernels.test_in_place import OPTIMIZERS, STEPS
+from tests.kernels.test_in_place import STEPS
+from tests.optimizers import OPTIMIZERS
 
 pytestmark = [pytest.mark.needs(what="jax_cuda12_plugin"), pytest.mark.dtype_promotion]
 

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 
 import jmask
+from jmask._base.forms import within
 from tests.leaks import no_tracer_is_kept
 from tests.lookup_programs import FEATURES, IDS, PROGRAMS, TABLE, VALID, D, V, square
 from tests.oracle import assert_close, densified, is_row_sparse, touched_rows
@@ -149,19 +149,11 @@ def test_under_vmap_of_the_whole():
     np.testing.assert_allclose(dense, expected, rtol=1e-6)
 
 
-def equations(jaxpr):
-    """All equations of a program, those of inner programs included."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jaxprs_in_params(eqn.params):
-            yield from equations(inner)
-
-
 def table_makers(program) -> set[str]:
     """The primitives that make an array of the table's shape."""
     return {
         eqn.primitive.name
-        for eqn in equations(program.jaxpr)
+        for eqn in within(program.eqns)
         if any(v.aval.shape == (V, D) for v in eqn.outvars)
     }
 

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.extend.core import ClosedJaxpr, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jmask
@@ -85,16 +85,8 @@ def _named(x):
     return checkpoint_name(x, "x")
 
 
-def equations(jaxpr):
-    """All equations of a program, of what they run too."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jaxprs_in_params(eqn.params):
-            yield from equations(inner)
-
-
 def equations_of(function, *args):
-    return list(equations(jax.make_jaxpr(function)(*args).jaxpr))
+    return _forms.within(jax.make_jaxpr(function)(*args).eqns)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
