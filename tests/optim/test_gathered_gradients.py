@@ -19,7 +19,7 @@ from tests.optimizers import NOT_LAZY, OPTIMIZERS
 
 pytestmark = pytest.mark.dtype_promotion
 
-V, D, B, L = 40, 3, 8, 5
+V, D, B, L = 40, 24, 8, 5  # row D is one that no id names
 LIKE = jmask.RowSparse.zeros((V, D), nse=B * L)
 
 EVERY = {
@@ -48,7 +48,9 @@ def gradients(seed, repeats=True):
 @pytest.mark.parametrize("step", ["apply_gradients", "update"])
 @pytest.mark.parametrize("name", EVERY)
 def test_as_rows_in_an_array(monkeypatch, name, step, repeats):
-    monkeypatch.setattr(tuning, "BLOCK_ROWS", (7, 7))
+    monkeypatch.setattr(tuning, "MATERIALISED_ROWS", 0)
+    monkeypatch.setattr(tuning, "DENSE_ROWS_FOR_EACH_LOOKUP", 0)
+    monkeypatch.setattr(tuning, "BLOCK_ROWS", (3, 3))
     tx = EVERY[name]
     start = {"t": jnp.asarray(np.random.default_rng(9).normal(size=(V, D)), jnp.float32)}
 
