@@ -147,18 +147,10 @@ def compare(param, state, model, tolerance):
         if lazy or "count" not in case[1]
     ],
 )
-class TestFormulas:
-    def test_float64(self, name, hyper, lazy):
-        with jax.enable_x64(True):
-            param, state, model, start = run(name, hyper, lazy, np.float64)
-            compare(param, state, model, 1e-12)
-            if lazy:
-                np.testing.assert_array_equal(param[NEVER], start[NEVER])
-
-    @pytest.mark.slow
-    def test_float32(self, name, hyper, lazy):
-        param, state, model, start = run(name, hyper, lazy, np.float32)
-        compare(param, state, model, 2e-5)
+def test_formulas(name, hyper, lazy):
+    with jax.enable_x64(True):
+        param, state, model, start = run(name, hyper, lazy, np.float64)
+        compare(param, state, model, 1e-12)
         if lazy:
             np.testing.assert_array_equal(param[NEVER], start[NEVER])
 
