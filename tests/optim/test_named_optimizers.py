@@ -317,19 +317,6 @@ def test_a_row_begins_when_it_is_first_seen(build):
     np.testing.assert_array_equal(state.row_count, [[300], [1], [300]])
 
 
-def test_state_is_the_same_with_and_without_lazy_update():
-    gradient = jmask.RowSparse([0, 1, 2], jnp.ones((3, 1)), (3, 1))
-    for build, _ in MODELS.values():
-        table, results = jnp.ones((3, 1)), []
-        for order in ((True, False), (False, True)):
-            param, state = table, build(0.1).init(table)
-            for lazy in order:
-                tx = build(0.1, lazy_update=lazy)
-                param, state = jmask.apply_gradients(tx, gradient, state, param)
-            results.append(param)
-        np.testing.assert_allclose(*results, rtol=1e-6)
-
-
 @pytest.mark.of_cpus
 def test_one_pass_lowers_for_every_platform():
     """One scatter; on GPUs before JAX 0.12 gather, compute, scatter. One export holds all."""

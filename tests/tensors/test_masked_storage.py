@@ -179,3 +179,11 @@ def test_numpy_ma():
     assert X[0, 0].item() == 1
     with pytest.raises(jax.errors.TracerArrayConversionError):
         jax.jit(to_numpy_ma)(X)
+
+
+def test_scan_carries_every_storage(sources):
+    for x in sources.values():
+        total, _ = jax.lax.scan(
+            lambda x, _: (x.with_values(stored_values(x.storage) + 1), None), x, length=2
+        )
+        assert_same(total, DATA + 2)
