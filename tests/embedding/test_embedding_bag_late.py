@@ -9,8 +9,9 @@ import pytest
 from jax.experimental import checkify
 
 import jmask
-from tests.bag_cases import TABLE, D
+from tests.bag_cases import CLOSE, COTANGENT, TABLE, B, D, L, V
 from tests.embedding_oracle import normal
+from tests.oracle import dense_twin
 
 # --- numbers of every dtype --------------------------------------------------------------
 
@@ -47,6 +48,14 @@ def test_a_bag_that_is_not_there() -> None:
         bags(places)
     np.testing.assert_array_equal(jax.jit(bags)(places), TABLE[[1, 3]])
     np.testing.assert_array_equal(bags(np.array([0, 2, 1])), TABLE[[1, 3]])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, np.float64])
+def test_weights_of_every_dtype(dtype: Any) -> None:
+    weights = np.array([[0.5, 2]], dtype)
+    out = jmask.embedding_bag(TABLE, [[0, 1]], weights=weights)
+    assert out.dtype == np.float32
+    np.testing.assert_array_equal(out[0], TABLE[0] / 2 + TABLE[1] * 2)
 
 
 # --- what only a run can tell ------------------------------------------------------------
@@ -115,3 +124,22 @@ def test_raise_under_checkify() -> None:
 def test_number_of_segments() -> None:
     out = jmask.embedding_bag(TABLE, [0, 1, 4], segment_ids=[2, 0, 2])
     np.testing.assert_array_equal(out, [TABLE[1], np.zeros(D), TABLE[0] + TABLE[4]])
+
+
+@pytest.mark.parametrize(
+    ("combiner", "program"), [("sqrtn", "scan"), ("max", "scan"), ("mean", "remat")]
+)
+def test_row_sparse_inside(combiner: str, program: str) -> None:
+    ids = np.random.default_rng(0).integers(0, V, (2, B, L))
+    loss = lambda t, ids: jnp.sum(
+        jmask.embedding_bag(t, ids, combiner=combiner, padding_id=0) * COTANGENT
+    )
+    if program == "scan":
+        whole = lambda t: jax.lax.scan(lambda c, i: (c + loss(t, i), None), 0.0, ids)[0]
+    else:
+        again = jax.checkpoint(loss)
+        whole = lambda t: again(t, ids[0]) + again(t, ids[1])
+    with jmask.strict():
+        gradient = jax.jit(jmask.grad(whole))(TABLE)
+    expected = sum(jax.grad(loss)(TABLE, i) for i in ids)
+    np.testing.assert_allclose(dense_twin(gradient), expected, **CLOSE)

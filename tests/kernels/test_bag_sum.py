@@ -20,9 +20,9 @@ pytestmark = pytest.mark.sampled
 V, D, BAGS = 9, 64, 4  # rows of 64 have a gather of their own
 
 
-def problem(seed, equal, weighted, count=24):
+def problem(seed, equal, weighted, count=24, row=(D,)):
     rng = np.random.default_rng(seed)
-    table = jnp.asarray(rng.normal(size=(V, D)), jnp.float32)
+    table = jnp.asarray(rng.normal(size=(V, *row)), jnp.float32)
     of_entries = (BAGS, count // BAGS) if equal else (count,)
     positions = jnp.asarray(rng.integers(0, V + 1, of_entries), jnp.int32)
     bag = None if equal else jnp.asarray(rng.integers(0, BAGS + 1, count), jnp.int32)
@@ -41,12 +41,13 @@ def in_blocks_of(size, patch, by_column=False):
 
 
 def model(table, positions, bag, weights, fill):
-    table = np.concatenate([np.float64(table), np.full((1, D), fill)])
+    row = table.shape[1:]
+    table = np.concatenate([np.float64(table), np.full((1, *row), fill)])
     bag = np.indices(positions.shape)[0] if bag is None else np.asarray(bag)
     weights = np.ones(positions.shape) if weights is None else np.float64(weights)
-    sums = np.zeros((BAGS + 1, D))
+    sums = np.zeros((BAGS + 1, *row))
     with np.errstate(invalid="ignore"):
-        np.add.at(sums, bag, table[np.asarray(positions)] * weights[..., None])
+        np.add.at(sums, bag, (table[np.asarray(positions)].T * weights.T).T)
     return sums[:BAGS]
 
 
@@ -57,10 +58,12 @@ def model(table, positions, bag, weights, fill):
     weighted=st.booleans(),
     fill=st.sampled_from([0, math.nan]),
     by_column=st.booleans(),
+    row=st.sampled_from([(), (2, 3), (100,), (D,)]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
 )
-def test_the_sums(seed, size, equal, weighted, fill, by_column):
-    table, *others = problem(seed, equal, weighted)
-    given_arrays = table.at[0, 0].set(jnp.inf).at[1, 1].set(jnp.nan), *others
+def test_the_sums(seed, size, equal, weighted, fill, by_column, row, dtype):
+    table, *others = problem(seed, equal, weighted, row=row)
+    given_arrays = table.at[(0,) * table.ndim].set(jnp.inf).astype(dtype), *others
     with pytest.MonkeyPatch.context() as patch:
         in_blocks_of(size, patch, by_column)
         found = jax.jit(lambda: bag_sum(*given_arrays, None, BAGS, fill))()

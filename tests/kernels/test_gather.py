@@ -50,6 +50,27 @@ def test_the_same_bits(row: tuple[int, ...], dtype: str, mode: str, fill: float 
     np.testing.assert_array_equal(bits(by_one[:, 0]), bits(expected))
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.uint32])
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+def test_ids_of_other_dtypes(mode: str, dtype: type) -> None:
+    table = jnp.arange(300 * 32.0).reshape(300, 32)
+    ids = jnp.asarray(np.arange(-150, 150).astype(dtype))[:, None]
+    gather = Gather.rows_of(table.shape, lax.GatherScatterMode.from_any(mode))
+    assert gather.is_slow_copy(table)
+    np.testing.assert_array_equal(gather(table, ids), gather.plain(table, ids))
+
+
+def test_rows_that_come_first() -> None:
+    """Entries (32, n) instead of (n, 32)."""
+    table = table_of((32,), "float32")
+    numbers = lax.GatherDimensionNumbers((0,), (0,), (0,))
+    gather = Gather(numbers, (1, 32), lax.GatherScatterMode.CLIP)
+    assert gather.is_slow_copy(table)
+    np.testing.assert_array_equal(
+        gather(table, IDS[:, None]), gather.plain(table, IDS[:, None])
+    )
+
+
 @pytest.mark.parametrize("width", [32, 65, 64])
 @pytest.mark.parametrize(
     "lookup",

@@ -282,3 +282,13 @@ def test_faults_of_xla_are_as_documented(number, of_another, right):
     finished = run(RUN_IT.format(text=text, results=2 - number))
     expected = str([[float(x) for x in row] for row in right]) + "\n"
     assert (finished.stdout == expected) == is_right, finished.stderr
+
+
+def test_what_the_loss_is_needed_for_still_gets_it():
+    tx = jmask.lazy(optax.polyak_sgd())
+    params = parameters("rows")
+    grads, state = gradient(params, [1, 2]), tx.init(params)
+    new, _ = jmask.apply_gradients(tx, grads, state, params, value=jnp.float32(3.0))
+    updates, _ = tx.update(grads, state, params, value=jnp.float32(3.0))
+    expected = jmask.apply_updates(params, updates)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), new, expected)

@@ -285,6 +285,15 @@ class TestComposition:
             new["dense"], PARAMS["dense"] - 0.1 * gradient["dense"], rtol=1e-6
         )
 
+    def test_lazy_after_lazy(self):
+        gradient = random_gradient(1)
+        two = optax.chain(jmask.lazy(optax.clip(0.1)), jmask.lazy(optax.sgd(0.1)))
+        one = jmask.lazy(optax.chain(optax.clip(0.1), optax.sgd(0.1)))
+        results = [
+            densified(tx.update(gradient, tx.init(PARAMS), PARAMS)[0]) for tx in (two, one)
+        ]
+        jax.tree.map(np.testing.assert_array_equal, *results)
+
     def test_inject_hyperparams_around_lazy(self):
         """The learning rate is a number in the state that the caller may set."""
         tx = optax.inject_hyperparams(
@@ -295,6 +304,13 @@ class TestComposition:
         updates, _ = tx.update(gradient, state, PARAMS)
         expected = -0.5 * gradient["table"].coalesce().values
         np.testing.assert_allclose(updates["table"].values, expected)
+
+    def test_without_params(self):
+        gradient = random_gradient(1)
+        tx = jmask.lazy(optax.adam(0.1))
+        with_params, _ = tx.update(gradient, tx.init(PARAMS), PARAMS)
+        without, _ = tx.update(gradient, tx.init(PARAMS))
+        jax.tree.map(np.testing.assert_array_equal, densified(with_params), densified(without))
 
 
 def test_dense_gradients_go_to_inner():

@@ -137,6 +137,32 @@ def test_eagerly(lhs, rhs):
     assert isinstance(result, RowSparse) == is_row_sparse(lhs)
 
 
+def test_vmap():
+    """Over values and indices of both operands: as one at a time."""
+    cases = {
+        pair: [Case(LEFT[pair[0]], RIGHT[pair[1]], seed) for seed in (1, 2)]
+        for pair in PAIRS[1::2]
+    }
+
+    def products(arguments: Any) -> Any:
+        results = {}
+        for (lhs, rhs), (va, ia, vb, ib) in arguments.items():
+            a, b = LEFT[lhs].build(va, ia), RIGHT[rhs].build(vb, ib)
+            results[lhs, rhs] = todense(dot(LEFT[lhs], RIGHT[rhs], a, b))
+        return results
+
+    stacked = {
+        pair: jax.tree.map(lambda *x: np.stack(x), *map(arguments_of, two))
+        for pair, two in cases.items()
+    }
+    with jmask.strict():
+        results = jax.jit(jax.vmap(products))(stacked)
+    for pair, two in cases.items():
+        for result, case in zip(results[pair], two, strict=True):
+            expected = case.product(case.a.values, case.b.values).reshape(result.shape)
+            np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5, err_msg=pair)
+
+
 def wide(values: Any, columns: Any, w: Any) -> jax.Array:
     """A product with 9 columns, which a kernel computes; two entries are after the last row."""
     return jmask.dot(BCSR((values, columns, jnp.array([0, 3, 3, 6])), shape=(3, 4)), w)

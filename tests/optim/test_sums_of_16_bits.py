@@ -163,6 +163,15 @@ def test_a_state_stays_in_16_bits(name, dtype, apply):
         )
 
 
+@pytest.mark.dtype_promotion
+def test_unique_rows_keep_their_dtype():
+    table, values = lookups_of(jnp.bfloat16)
+    gradient = jmask.RowSparse(np.arange(8), values, (V, D), coalesced=True)
+    tx = jmask.lazy(optax.adam(0.1))
+    updates, _ = tx.update(gradient, tx.init(table), table)
+    assert updates.dtype == jnp.bfloat16
+
+
 @pytest.mark.parametrize("apply", APPLY)
 def test_a_sum_beyond_float16_that_is_rescaled(apply):
     values = jnp.full((2, 1), 60_000, jnp.float16)
@@ -179,3 +188,9 @@ def test_updates_with_duplicates_are_added_exactly():
     for new in (jmask.apply_updates(table, updates), table + updates):
         assert new.dtype == table.dtype
         assert new[1, 0] == values[1, 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_coalesce_keeps_the_dtype(dtype):
+    x = jmask.RowSparse([1, 1], jnp.ones((2, 1), dtype), (V, 1)).coalesce()
+    assert x.dtype == x.values.dtype == dtype

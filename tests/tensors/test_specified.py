@@ -9,6 +9,7 @@ import pytest
 from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
+import jmask.numpy as jnm
 from tests.sparse_arrays import coo, csr
 
 pytestmark = pytest.mark.sampled
@@ -165,6 +166,15 @@ class TestGradients:
         assert isinstance(g, BCOO)  # every entry of the mask is stored
         np.testing.assert_allclose(g.todense(), np.where(KEPT, WEIGHTS, 0))
 
+    def test_products_keep_the_storage(self):
+        x = coo(DENSE)
+        g = self.of(lambda x: jnp.sum(x @ WEIGHTS.T), x)
+        assert isinstance(g, BCOO)
+        expected = np.broadcast_to(WEIGHTS.sum(0), SHAPE)
+        np.testing.assert_allclose(g.todense(), np.where(KEPT, expected, 0), rtol=1e-5)
+        plain = self.of(lambda x: jnp.sum(jmask.todense(x) @ WEIGHTS.T), x)
+        np.testing.assert_allclose(plain, expected, rtol=1e-5)
+
     def test_equal_positions_are_one_entry(self):
         """The gradient is coalesced: its entries are derivatives, not parts of them."""
         x = jmask.RowSparse([2, 0, 2], jnp.ones((3, 4)), SHAPE)
@@ -184,3 +194,29 @@ class TestGradients:
         np.testing.assert_allclose(jmask.grad(function)(batch), WEIGHTS)
         twice = BCSR((jnp.ones(2), jnp.array([1, 1]), jnp.array([0, 2, 2, 2])), shape=SHAPE)
         np.testing.assert_allclose(jmask.grad(function)(twice), WEIGHTS)
+
+    def test_in_trees_beside_arrays_with_aux(self):
+        params = {
+            "x": coo(DENSE),
+            "y": rows(DENSE),
+            "w": jnp.ones((6, 4)),
+            "m": tensor("masked", DENSE),
+        }
+        ids = jnp.array([1, 1, 5])
+
+        def loss(params, scale):
+            lookup = jnp.sum(params["w"][ids]) + jnp.sum(jmask.todense(params["x"]))
+            total = scale * (lookup + jnp.sum(params["y"].todense()) + jnm.sum(params["m"]))
+            return total.to_tensor(0), {"n": 3}
+
+        (value, aux), (g, of_scale) = jmask.value_and_grad(loss, (0, 1), has_aux=True)(
+            params, 2.0
+        )
+        assert aux == {"n": 3}
+        np.testing.assert_allclose(value, 2.0 * of_scale, rtol=1e-6)
+        assert isinstance(g["x"], jax.Array)
+        assert isinstance(g["y"], jmask.RowSparse)
+        assert isinstance(g["w"], jmask.RowSparse)  # a table that is only looked up
+        np.testing.assert_array_equal(g["x"], np.full(SHAPE, 2.0))
+        np.testing.assert_array_equal(g["y"].todense(), np.full(SHAPE, 2.0))
+        np.testing.assert_array_equal(g["m"].to_tensor(0), np.where(KEPT, 2.0, 0))
