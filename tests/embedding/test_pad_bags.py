@@ -145,13 +145,6 @@ def test_batches_of_bags():
         np.testing.assert_allclose(one, jmask.embedding_bag(TABLE, bags), rtol=1e-6)
 
 
-def test_a_last_batch_of_fewer_bags():
-    bags = jmask.pad_bags([[0, 1], [2]], num_bags=4)
-    result = jmask.embedding_bag(TABLE, bags, combiner="mean")
-    expected = [(TABLE[0] + TABLE[1]) / 2, TABLE[2], jnp.zeros(D), jnp.zeros(D)]
-    np.testing.assert_allclose(result, jnp.stack(expected), rtol=1e-6)
-
-
 def test_ids_keep_their_numbers():
     assert jmask.pad_bags(np.array([5], np.int64), [0]).ids.dtype == np.int32
     assert jmask.pad_bags(np.array([2**40], np.int64), [0]).ids.tolist() == [2**40]
