@@ -91,7 +91,7 @@ def stochastic_round(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Arra
     return jnp.where(draw < error / gap * _DRAWS, other, near)
 
 
-def _nearest(x: jax.Array, dtype: np.dtype) -> jax.Array:
+def _nearest(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Round to what `dtype` represents, and keep the dtype of `x`.
 
     XLA takes a cast to fewer digits and back for nothing (`xla_allow_excess_precision`, which
