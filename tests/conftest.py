@@ -14,10 +14,15 @@ from tests.compiled_programs import compiled_programs, remove_old
 from tests.lowered_for import lower_for
 from tests.sampling import mark_the_rest_slow
 
-# Most of the time goes into compiling small programs, and little into running them.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
-)
+ON_GPU = os.environ.get("JAX_PLATFORMS", "").split(",")[0] in ("cuda", "gpu", "rocm")
+if ON_GPU:  # XLA takes fewer digits there by default, and each worker most of the memory
+    jax.config.update("jax_default_matmul_precision", "highest")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+else:
+    # Most of the time goes into compiling small programs, and little into running them.
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+    )
 
 # What was compiled once is read from files, by all processes and targets of a run, by the next
 # run and by other checkouts. Programs are traced and lowered anew, so changed code is compiled
@@ -84,9 +89,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if (what := mark.kwargs["what"]) in missing:
                 reason = f"needs {what}, which is not installed here: {_NEEDED[what]}"
                 item.add_marker(pytest.mark.skip(reason=reason))
-        if LOWERED_FOR and item.get_closest_marker("of_cpus"):
-            reason = f"reads how a CPU does it, and here it does as {LOWERED_FOR} would"
-            item.add_marker(pytest.mark.skip(reason=reason))
+        if (LOWERED_FOR or ON_GPU) and item.get_closest_marker("of_cpus"):
+            who = f"it does as {LOWERED_FOR} would" if LOWERED_FOR else "is a GPU"
+            item.add_marker(pytest.mark.skip(reason=f"reads how a CPU does it, and here {who}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Skip tests over more devices than there are GPUs."""
+    try:
+        return (yield)
+    except ValueError as error:
+        if ON_GPU and "must be >= the product of mesh_shape" in str(error):
+            pytest.skip(f"needs more devices than the {len(jax.devices())} GPUs")
+        raise
 
 
 def pytest_runtest_teardown() -> None:

@@ -7,11 +7,11 @@ operand if its position were clamped, is nan or inf.
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask import RowSparse
+from tests.sparse_arrays import coo, csr
 
 M, K, N = 4, 5, 3
 STORED = {"row_sparse": 6, "coo": 9, "csr": 9}  # with padding
@@ -173,26 +173,9 @@ def summed(a: np.ndarray, b: np.ndarray, has_a: np.ndarray, has_b: np.ndarray) -
         return np.where(has_a[:, :, None] & has_b[None], products, 0).sum(1)
 
 
-def coo(dense: Any, extra: int = 0) -> BCOO:
-    """The entries of an array that are not zero, by NumPy, and some padding."""
-    dense = np.asarray(dense)
-    places = np.argwhere(dense)
-    values = np.append(dense[tuple(places.T)], np.ones(extra, dense.dtype))
-    places = np.append(places, np.full((extra, 2), dense.shape), 0)
-    return BCOO((jnp.asarray(values), jnp.asarray(places, jnp.int32)), shape=dense.shape)
-
-
-def csr(dense: Any, extra: int = 0) -> BCSR:
-    """The same in compressed rows."""
-    x = coo(dense, extra)
-    rows = np.asarray(x.indices[:, 0])
-    pointers = np.searchsorted(rows, np.arange(x.shape[0] + 1)).astype(np.int32)
-    return BCSR((x.data, x.indices[:, 1], jnp.asarray(pointers)), shape=x.shape)
-
-
 V = 40
 _RNG = np.random.default_rng(0)
 FEATURES = np.float32(_RNG.normal(size=(6, V)) * (_RNG.random((6, V)) < 0.1))
 FEATURES[:, [0, V - 1]] = 0  # where padding would go if it were clamped
-COO, CSR = (make(FEATURES, 30 - np.count_nonzero(FEATURES)) for make in (coo, csr))
+COO, CSR = (make(FEATURES, 30) for make in (coo, csr))
 ROWS = RowSparse([3, 39, 3, -1], np.float32(_RNG.normal(size=(4, 2))), (V, 2))

@@ -1,6 +1,7 @@
 """BCOO and BCSR arrays made by NumPy: nothing is traced or compiled for them.
 
-They hold what `fromdense` of JAX would give, and may be made while test modules are imported.
+They hold what `fromdense` of JAX would give, with ones in padding, and may be made while test
+modules are imported.
 """
 
 from typing import Any
@@ -28,9 +29,9 @@ def csr(dense: Any, nse: int | None = None) -> BCSR:
 
 
 def _entries(dense: np.ndarray, nse: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Values (nse,) and indices (nse, n); padding has the value 0 and the shape as index."""
+    """Values (nse,) and indices (nse, n); padding has the shape as index, and ones."""
     indices = np.argwhere(dense).astype(np.int32)
     values = dense[tuple(indices.T)]
     padding = 0 if nse is None else nse - len(values)
     beyond = np.full((padding, dense.ndim), dense.shape, np.int32)
-    return np.append(values, np.zeros(padding, dense.dtype)), np.append(indices, beyond, 0)
+    return np.append(values, np.ones(padding, dense.dtype)), np.append(indices, beyond, 0)

@@ -18,11 +18,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import Jaxpr, Literal
 
 from jmask._autodiff.values import RowSum
 from jmask._base.array_types import explicit_sharding, varying_axes
 from jmask._base.jaxprs import forwarded
+from jmask._base.lowering import lower, primitive
 from jmask._base.row_ids import mapped_words
 from jmask._base.types import Gradient, Gradients, PyTree
 from jmask._base.validation import leaf_name
@@ -158,12 +160,16 @@ def argument_name(fun: Callable[..., Any], number: int) -> str:
 
 # --- after reading ------------------------------------------------------------------------
 #
-# The order of a step: a table is read for the loss before it is written.
+# The order of a step: a table is read for the loss and the gradients before it is written.
 #
 # XLA knows what depends on what, and nothing else. Where an update depends on the loss by its
 # ids, all reads of the loss come first, and the table is written in place:
 #
 #     ids of the gradient = ids that "depend" on the value of the loss
+#
+# XLA for GPUs fuses a lookup into each of its consumers, so that a gradient may read the table
+# on its own, where the loss has read it already. There a barrier has the loss and all gradients
+# computed before anything that depends on one of them.
 
 
 def after_reading(value: jax.Array, gradients: Gradients) -> Gradients:
@@ -173,10 +179,42 @@ def after_reading(value: jax.Array, gradients: Gradients) -> Gradients:
     else orders the two (in a linear loss, or where XLA fuses the lookup into the loss a second
     time, as it does for GPUs), it would read from a copy of the whole table.
     """
-    zero = zero_after_reading(value) if isinstance(value, jax.core.Tracer) else None
+    if not isinstance(value, jax.core.Tracer):
+        return gradients
+    value, gradients = _computed_together(value, gradients)
+    zero = zero_after_reading(value)
     if zero is None:
         return gradients
     return jax.tree.map(lambda x: _ordered(x, value, zero), gradients, is_leaf=is_row_sparse)
+
+
+_TOGETHER = primitive(
+    "jmask_computed_together", lambda *arrays: list(arrays), lambda *avals: list(avals)
+)
+for _platform in ("cuda", "rocm"):
+    lower(_TOGETHER, lambda *arrays: lax.optimization_barrier(list(arrays)), platform=_platform)
+
+
+def _computed_together(value: jax.Array, gradients: Gradients) -> tuple[jax.Array, Gradients]:
+    """Return the same; on a GPU nothing uses one of them before all of them are computed.
+
+    Rows that are not written out (`GATHERED`) are left out: those the update computes.
+    """
+    leaves, tree = jax.tree.flatten(gradients, is_leaf=is_row_sparse)
+    if not any(map(is_row_sparse, leaves)):
+        return value, gradients
+    arrays = {i: x.values if is_row_sparse(x) else x for i, x in enumerate(leaves)}
+    arrays = {
+        i: x
+        for i, x in arrays.items()
+        if isinstance(x, jax.core.Tracer)
+        and jnp.issubdtype(x.dtype, jnp.inexact)
+        and GATHERED.of(x) is None
+    }
+    value, *computed = _TOGETHER.bind(value, *arrays.values())
+    for i, x in zip(arrays, computed, strict=True):
+        leaves[i] = leaves[i].with_values(x) if is_row_sparse(leaves[i]) else x
+    return value, jax.tree.unflatten(tree, leaves)
 
 
 def reads_late(program: Jaxpr, results: Sequence[Any]) -> bool:

@@ -147,6 +147,23 @@ def value_and_grad(
     return value_and_grad_of_fun
 
 
+@overload
+def grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = ...,
+    *,
+    has_aux: Literal[True],
+    holomorphic: bool = ...,
+    allow_int: bool = ...,
+) -> Callable[..., tuple[Any, Any]]: ...
+@overload
+def grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = ...,
+    has_aux: bool = ...,
+    holomorphic: bool = ...,
+    allow_int: bool = ...,
+) -> Callable[..., Any]: ...
 def grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -196,33 +213,20 @@ def value_and_gradients(
             a `RowSparse`.
         holomorphic: as in `value_and_grad`.
     """
+    finished = finished or _finished
     with on_explicit_mesh([args[i] for i in numbers]), naming_tables(args, numbers, fun):
-        return _value_and_gradients(
-            fun, numbers, has_aux, args, kwargs, finished or _finished, holomorphic
+        models = {number: Model(args[number], _is_tensor) for number in numbers}
+        fun = function_of_parameters(fun, models)
+        args = tuple(models[i].parameters if i in models else x for i, x in enumerate(args))
+        for number in numbers:
+            _check_argument(fun, number, args[number])
+        arguments = TensorArguments(args, numbers)
+        if arguments:
+            return _tensor_gradients(fun, arguments, has_aux, kwargs, finished, holomorphic)
+        value, results = _value_and_results(
+            fun, numbers, has_aux, args, kwargs, holomorphic=holomorphic
         )
-
-
-def _value_and_gradients(
-    fun: Callable[..., Any],
-    numbers: tuple[int, ...],
-    has_aux: bool,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    finished: Callable[[Any], Any],
-    holomorphic: bool,
-) -> tuple[Any, tuple[Any, ...]]:
-    models = {number: Model(args[number], _is_tensor) for number in numbers}
-    fun = function_of_parameters(fun, models)
-    args = tuple(models[i].parameters if i in models else x for i, x in enumerate(args))
-    for number in numbers:
-        _check_argument(fun, number, args[number])
-    arguments = TensorArguments(args, numbers)
-    if arguments:
-        return _tensor_gradients(fun, arguments, has_aux, kwargs, finished, holomorphic)
-    value, results = _value_and_results(
-        fun, numbers, has_aux, args, kwargs, holomorphic=holomorphic
-    )
-    return value, _mapped(finished, results)
+        return value, _mapped(finished, results)
 
 
 def function_of_parameters(

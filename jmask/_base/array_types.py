@@ -129,6 +129,12 @@ def flat(ids: jax.Array) -> jax.Array:
     return ids.reshape(-1)
 
 
+def is_ambiguous(table: jax.Array, ids: jax.Array, rows: jax.Array) -> bool:
+    """Decide whether JAX, where axes are explicit, asks where a scatter of rows is to be."""
+    spread = any(spec_of(x)[0] is not None for x in (table, ids, rows))
+    return spread or spec_of(table)[1:] != spec_of(rows)[1:]
+
+
 def placed_like(rows: jax.Array, ids: jax.Array) -> jax.Array:
     """Place rows (*ids.shape, *row) as the type of the ids says."""
     sharding = explicit_sharding(ids)

@@ -95,7 +95,7 @@ def in_one_device() -> bool:
 
 
 def switched_on() -> bool:
-    """Decide whether to use forms that no device has run yet: not with `JMASK_KERNELS=0`.
+    """Decide whether to use the kernels of TPUs and GPUs: not with `JMASK_KERNELS=0`.
 
     It is read from the environment when a program is lowered: a program that is compiled
     already stays as it is.

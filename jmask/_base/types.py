@@ -6,13 +6,16 @@
 | an array or a number, as JAX takes it              | `jax.typing.ArrayLike`              |
 | the same, or nested lists, as `jnp.asarray`        | `Numbers`                           |
 | a number that may be traced                        | `Scalar`                            |
+| an array of NumPy                                  | `HostArray`                         |
 | a dtype, or the name of one                        | `jax.typing.DTypeLike`              |
+| the dtype of an array                              | `DType`                             |
 | whatever has a shape and a dtype                   | `Shaped`                            |
 | an array or tensor on any storage                  | `Tensor`                            |
 | the same, or numbers that become an array          | `TensorLike`                        |
 | a leaf of gradients, a leaf of parameters          | `Gradient`, `Table`                 |
 | a tree of them                                     | `Gradients`, `Params`, `OptState`   |
 | a tree whose leaves may be anything                | `PyTree`                            |
+| a function of arguments of any number              | `Function`, `ArrayFunction`         |
 | anything: it is about to be checked                | `object`                            |
 
 `optax.Params`, `optax.Updates` and `optax.OptState` are trees of plain arrays. The ones here
@@ -23,7 +26,7 @@ apart by functions (`is_stored_table`), from which a type checker learns what a 
 what it is not. Such names are `Any` to it, and the docstrings say what they hold.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -44,6 +47,10 @@ Index = int | jax.Array
 """The number of a row, a block or a step, which may be traced."""
 Numbers = ArrayLike | Sequence[Any]
 """An array, a number, or nested lists of them."""
+HostArray = np.ndarray[Any, Any]
+"""An array of NumPy: its numbers are known while a program is traced."""
+DType = np.dtype[Any]
+"""The dtype of an array."""
 
 
 class Shaped(Protocol):
@@ -87,13 +94,26 @@ Gradients = Any
 """A tree of Gradient, of the structure of the parameters."""
 OptState = Any
 """The state of a transformation of optax."""
+Static = tuple[Any, ...]
+"""What a node of a tree keeps beside its children: hashable."""
 KeyPath = tuple[Any, ...]
 """Where a leaf is in a tree, as `jax.tree.leaves_with_path` writes it."""
+
+# --- functions ------------------------------------------------------------------------------
+
+Function = Callable[..., Any]
+"""A function whose arguments and result are said where it is taken."""
+ArrayFunction = Callable[..., jax.Array]
+"""A function of arrays, with one result."""
+ArraysFunction = Callable[..., Sequence[jax.Array]]
+"""A function of arrays, with several results."""
 
 # --- programs -------------------------------------------------------------------------------
 
 Atom = Var | Literal
 """An operand or result of an equation of a jaxpr."""
+LoweringContext = Any
+"""What JAX gives to a lowering rule first: its `avals_in` have a shape, which no type says."""
 JvpArgs = tuple[Any, ...]
 """Primals, or tangents, as `jax.custom_jvp` gives them to a rule."""
 Value = Any

@@ -16,7 +16,6 @@ and its derivative is 0. The gradient of max goes to the first entry that attain
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,7 @@ from jmask._base.array_types import (
     with_whole_rows,
 )
 from jmask._base.row_ids import canonical
-from jmask._base.types import Ids, JvpArgs, Numbers, Scalar, Table, TensorLike
+from jmask._base.types import Ids, JvpArgs, Mask, Numbers, Scalar, Table, TensorLike
 from jmask._base.validation import (
     check_flag,
     checked_array,
@@ -300,7 +299,7 @@ def _present(shape: tuple[int, ...], absent: jax.Array | None) -> jax.Array:
 
 # The bags; which ids are in none of them, None if all are in one; and whether the bags are well
 # formed, None if that is known.
-_Form = tuple[Bags, Any, jax.Array | None]
+_Form = tuple[Bags, Mask, jax.Array | None]
 
 
 def _line_bags(ids: Ids, include_last_offset: bool) -> _Form:
@@ -314,7 +313,7 @@ def _line_bags(ids: Ids, include_last_offset: bool) -> _Form:
     return EqualBags(ids.ndim - 1, ids.shape[-1]), None, None
 
 
-def _refuse_beside_padded(*others: Any) -> None:
+def _refuse_beside_padded(*others: object) -> None:
     if any(x is not None and x is not False for x in others):
         raise ValueError(
             "what `pad_bags` makes has its offsets and weights: give these to `pad_bags`, and "
@@ -350,7 +349,7 @@ def _segment_bags(ids: Ids, segment_ids: Ids, num_segments: int | None, mode: st
     if number < 0:
         raise ValueError(f"`num_segments` must be >= 0, got {number}.")
     bag_of_entry = positions_of(segment_ids, None, number)
-    left_out: Any = bag_of_entry == number
+    left_out: Mask = bag_of_entry == number
     if isinstance(segment_ids, np.ndarray):
         if np.max(segment_ids, initial=0) > number:
             raise ValueError(
@@ -365,7 +364,7 @@ def _segment_bags(ids: Ids, segment_ids: Ids, num_segments: int | None, mode: st
 def _offset_bags(ids: Ids, offsets: Ids, include_last_offset: bool, mode: str) -> _Form:
     offsets = checked_offsets(offsets, ids, include_last_offset, mode)
     count, number = ids.shape[0], offsets.shape[0] - bool(include_last_offset)
-    starts: Any
+    starts: Ids
     valid = None
     if isinstance(offsets, jax.core.Tracer):
         starts = narrowed(offsets, count + 1)

@@ -23,7 +23,7 @@ from jax.experimental import checkify
 from jax.experimental.sparse import JAXSparse
 
 from jmask._base.row_ids import canonical, id_dtype, widen
-from jmask._base.types import Ids, Mask, Table, TensorLike
+from jmask._base.types import HostArray, Ids, Mask, Table, TensorLike
 from jmask._base.validation import abstract_leaf, as_table, checked_integer
 from jmask._tables.stored_table import StoredTable
 from jmask._tensors.masked_tensor import MaskedTensor
@@ -98,7 +98,7 @@ def positions_of(ids: Ids, absent: jax.Array | None, rows: int) -> jax.Array:
     return positions if absent is None else jnp.where(absent, rows, positions)
 
 
-def _refuse_concrete(ids: np.ndarray, absent: jax.Array | None, shape: tuple[int, ...]) -> None:
+def _refuse_concrete(ids: HostArray, absent: jax.Array | None, shape: tuple[int, ...]) -> None:
     wrong = (ids < 0) | (ids >= shape[0])
     if absent is not None:
         wrong &= ~np.asarray(absent)

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from jmask._base.array_types import flat, placed_like, real_dtype, trailing, wide
 from jmask._base.norms import shortened
-from jmask._base.types import Numbers, Scalar, Table
+from jmask._base.types import HostArray, Numbers, Scalar, Table
 from jmask._base.validation import checked_choice, naming_arguments, shown
 from jmask._embedding.ids import (
     MODES,
@@ -272,7 +272,7 @@ def _gathered(source: Table, positions: jax.Array, fill: int | None) -> jax.Arra
     return gather(source, positions[..., None])
 
 
-def _missing(dtype: DTypeLike) -> np.ndarray:
+def _missing(dtype: DTypeLike) -> HostArray:
     """Return the value that stands for a row out of range, as in `jnp.take`."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return np.asarray(jnp.nan, dtype)

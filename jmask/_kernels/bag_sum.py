@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ from jax.interpreters import ad
 
 from jmask._base.array_types import is_known, trailing, wide
 from jmask._base.lowering import GroupedPrimitive, Results, calls_of
-from jmask._base.types import JvpArgs
+from jmask._base.types import JvpArgs, PyTreeDef, Shaped, Value
 from jmask._kernels import tuning
 from jmask._kernels.gather import Gather, in_branch
 from jmask._kernels.row_blocks import BlockLoop, block_size, run_side_by_side
@@ -57,7 +56,7 @@ class BagSum:
         fill: 0 or nan.
     """
 
-    table: Any
+    table: Value
     positions: jax.Array
     bag_of_entry: jax.Array | None
     weights: jax.Array | None
@@ -138,7 +137,7 @@ class BagSum:
         return BlockLoop((self.start(), None), block, blocks, blocks)
 
 
-def bag_sum(*operands: Any) -> jax.Array:
+def bag_sum(*operands: Value) -> jax.Array:
     """Return the sums of a `BagSum` of these attributes."""
     x = BagSum(*operands)
     if not is_known(*x.positions.shape, x.bags) or not are_many(x.positions.size):
@@ -177,7 +176,7 @@ def _by_parts(sums: Sequence[BagSum]) -> Results:
     return [[x.by_parts()] for x in sums]
 
 
-def _shapes(x: BagSum) -> list[Any]:
+def _shapes(x: BagSum) -> list[Shaped]:
     shape = x.bags, *x.table.shape[1:]
     return [x.table.update(shape=shape, dtype=wide(x.table.dtype))]
 
@@ -185,24 +184,24 @@ def _shapes(x: BagSum) -> list[Any]:
 BAG_SUM: GroupedPrimitive[BagSum] = GroupedPrimitive("jmask_bag_sum", _by_parts, _shapes)
 
 
-def _derivative(primals: JvpArgs, tangents: JvpArgs, *, trees: tuple[Any, ...]) -> Any:
+def _derivative(
+    primals: JvpArgs, tangents: JvpArgs, *, trees: tuple[PyTreeDef, ...]
+) -> tuple[list[jax.Array], list[jax.Array]]:
     sums, along = calls_of(trees, primals), calls_of(trees, tangents)
-    rows: list[Any]
     if any(_has_weight_tangent(x, t) for x, t in zip(sums, along, strict=True)):
         # The derivative by the weights needs the rows themselves: they are read once for both.
         rows = [x.rows() for x in sums]
         values = [x.combined(y) for x, y in zip(sums, rows, strict=True)]
-    else:
-        rows = [None] * len(sums)
-        values = BAG_SUM.primitive.bind(*primals, trees=trees)
-    return values, list(map(_tangent, sums, along, rows))
+        return values, list(map(_tangent, sums, along, rows))
+    values = BAG_SUM.primitive.bind(*primals, trees=trees)
+    return values, [_tangent(x, t, None) for x, t in zip(sums, along, strict=True)]
 
 
 def _has_weight_tangent(x: BagSum, along: BagSum) -> bool:
     return x.weights is not None and not isinstance(along.weights, ad.Zero)
 
 
-def _tangent(x: BagSum, along: BagSum, rows: jax.Array | None) -> Any:
+def _tangent(x: BagSum, along: BagSum, rows: jax.Array | None) -> jax.Array:
     """Return the tangent of the sums, linear in the tangents of table and weights."""
     terms = []
     if not isinstance(along.table, ad.Zero):

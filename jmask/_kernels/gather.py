@@ -17,8 +17,6 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +30,7 @@ from jmask._base.array_types import (
     typed_like,
     without_repetition,
 )
-from jmask._base.types import JvpArgs, Scalar, Shaped
+from jmask._base.types import ArrayFunction, Function, JvpArgs, PyTree, Scalar, Shaped
 from jmask._kernels import tuning
 
 # Integers of as many bytes as a floating entry has.
@@ -62,13 +60,15 @@ class Gather:
         shape: tuple[int, ...],
         mode: lax.GatherScatterMode | str,
         batch: int = 1,
-        **settings: Any,
+        *,
+        fill_value: Scalar | None = None,
+        indices_are_sorted: bool = False,
     ) -> "Gather":
         """Return the gather of whole rows of a table (V, *row) by indices (*batch, 1)."""
         row = shape[1:]
         offsets = tuple(range(batch, batch + len(row)))
         numbers = lax.GatherDimensionNumbers(offsets, (0,), (0,))
-        return cls(numbers, (1, *row), mode, **settings)
+        return cls(numbers, (1, *row), mode, fill_value, indices_are_sorted)
 
     def __call__(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
         """Gather, the fast way if there is one."""
@@ -79,7 +79,7 @@ class Gather:
         return self._placed(self._gather, operand, indices)
 
     def _placed(
-        self, gather: Callable[..., jax.Array], operand: jax.Array, indices: jax.Array
+        self, gather: ArrayFunction, operand: jax.Array, indices: jax.Array
     ) -> jax.Array:
         """Return the result of `gather`: rows that are where their indices are."""
         sharding = explicit_sharding(operand, indices)
@@ -151,14 +151,14 @@ class Gather:
         return lax.bitcast_convert_type(rows, operand.dtype)
 
 
-def in_branch(indices: jax.Array, function: Callable[..., Any], *operands: Any) -> Any:
+def in_branch(indices: jax.Array, function: Function, *operands: PyTree) -> PyTree:
     """Call `function(*operands)` in a branch that is always taken: XLA fuses nothing in.
 
     Args:
         indices: integers, one at least, that XLA does not know.
     """
 
-    def zeros(*operands: Any) -> Any:
+    def zeros(*operands: PyTree) -> PyTree:
         """Return the branch that is never taken: the least there is to compile."""
         results = jax.eval_shape(function, *operands)
         return jax.tree.map(lambda x: typed_like(jnp.zeros(x.shape, x.dtype), x), results)

@@ -19,12 +19,12 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
 from jmask._base.array_facts import ArrayFacts
 from jmask._base.array_types import is_known, joint_dtype, trailing, varying_alike
+from jmask._base.types import DType
 from jmask._kernels import tuning
 from jmask._kernels.gather import Gather
 
@@ -44,7 +44,7 @@ class GatheredRows:
     source: jax.Array
     index: jax.Array | None
     weight: jax.Array | None
-    dtype: np.dtype = dataclasses.field(metadata={"static": True})
+    dtype: DType = dataclasses.field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:

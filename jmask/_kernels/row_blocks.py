@@ -23,13 +23,14 @@ the loop: small operations in it would delay other tables.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jmask._base.array_types import sum_dtype, varying_alike
+from jmask._base.types import Index, PyTree
 from jmask._kernels import tuning
 from jmask._kernels.gathered_rows import Rows, rows_at
 from jmask._kernels.rows import add_rows
@@ -51,9 +52,9 @@ class BlockLoop:
         at_most: the greatest count that there can be.
     """
 
-    start: tuple[Any, Any]
-    block: Callable[[Any, tuple[Any, Any]], tuple[Any, Any]]
-    count: Any
+    start: tuple[PyTree, PyTree]
+    block: Callable[[jax.Array, tuple[PyTree, PyTree]], tuple[PyTree, PyTree]]
+    count: Index
     at_most: int
 
 
@@ -76,10 +77,10 @@ def together(items: Sequence[_Item]) -> list[Sequence[_Item]]:
     ]
 
 
-def run_side_by_side(loops: Sequence[BlockLoop]) -> list[Any]:
+def run_side_by_side(loops: Sequence[BlockLoop]) -> list[PyTree]:
     """Return the results of each loop. Those of similar lengths run together."""
     order = sorted(range(len(loops)), key=lambda i: -loops[i].at_most)
-    results: list[Any] = [None] * len(loops)
+    results: list[PyTree] = [None] * len(loops)
     while order:
         longest = loops[order[0]].at_most
         chosen = [i for i in order[: tuning.LOOPS_TOGETHER] if 2 * loops[i].at_most >= longest]
@@ -89,8 +90,8 @@ def run_side_by_side(loops: Sequence[BlockLoop]) -> list[Any]:
     return results
 
 
-def _run(loops: Sequence[BlockLoop]) -> list[Any]:
-    def blocks(number: jax.Array, carried: list[Any]) -> list[Any]:
+def _run(loops: Sequence[BlockLoop]) -> list[PyTree]:
+    def blocks(number: jax.Array, carried: list[PyTree]) -> list[PyTree]:
         return [loop.block(number, x) for loop, x in zip(loops, carried, strict=True)]
 
     count = loops[0].count
@@ -124,7 +125,7 @@ def sums_in_blocks(
     at_most, size = plan.entries.shape[0] - 1, plan.entries.shape[1]
     zero = jnp.zeros(values.shape[1:], sum_dtype(values.dtype))
 
-    def block(number: jax.Array, carried: tuple[Tables, Any]) -> tuple[Tables, Any]:
+    def block(number: jax.Array, carried: tuple[Tables, jax.Array]) -> tuple[Tables, jax.Array]:
         tables, open_sum = carried
         number = jnp.minimum(number, at_most)
         entries, slots, ids = (

@@ -20,6 +20,7 @@ from jax import lax
 from jmask._base.array_types import (
     automatically,
     explicit_sharding,
+    is_ambiguous,
     is_complex,
     placed_like,
     real_dtype,
@@ -112,7 +113,7 @@ def _write(kind, table, ids, rows, coalesced):
     if table.shape[0] == 0:  # every id is padding, and the transposed gather has no row
         return table
     sharding = explicit_sharding(table, ids, rows)
-    if sharding is not None and _is_ambiguous(table, ids, rows):
+    if sharding is not None and is_ambiguous(table, ids, rows):
         write = functools.partial(_write, kind, coalesced=coalesced)
         return automatically(write, table, ids, rows, like=sharding, spec=spec_of(table))
     rows = rows.astype(table.dtype)
@@ -148,12 +149,6 @@ def _scattered(
         unique_indices=coalesced,
         mode=_DROP,
     )
-
-
-def _is_ambiguous(table: jax.Array, ids: jax.Array, rows: jax.Array) -> bool:
-    """Decide whether JAX, where axes are explicit, asks where the result is to be."""
-    spread = any(spec_of(x)[0] is not None for x in (table, ids, rows))
-    return spread or spec_of(table)[1:] != spec_of(rows)[1:]
 
 
 def _unique_padding(ids: jax.Array, rows: int) -> tuple[jax.Array, bool]:

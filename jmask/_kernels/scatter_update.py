@@ -13,23 +13,25 @@ under vmap and where derivatives are taken, the same is done by gather, compute,
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
+from jax.typing import ArrayLike
 
+from jmask._base.forms import aval_of
 from jmask._base.jaxprs import evaluate, only_arithmetic
 from jmask._base.row_ids import Order
+from jmask._base.types import ArraysFunction, LoweringContext, Shaped
 from jmask._kernels import tpu_rows, tuning
 from jmask._kernels.gathered_rows import Rows
 from jmask._kernels.rows import gather_unique_rows, set_rows
-from jmask._kernels.update_rows import RowUpdate, Update
+from jmask._kernels.update_rows import OnUniqueRows, RowUpdate, UniqueRows, Update
 
-Combiner = Callable[..., Sequence[Any]]
+Combiner = ArraysFunction
 
 
 def update_elementwise(
@@ -37,7 +39,7 @@ def update_elementwise(
     tables: Sequence[jax.Array],
     ids: jax.Array,
     grad: Rows,
-    scalars: Sequence[Any],
+    scalars: Sequence[ArrayLike],
     order: Order,
 ) -> RowUpdate:
     """Make the update that applies `combiner` to the rows `ids`, in one pass if XLA allows.
@@ -54,76 +56,60 @@ def update_elementwise(
         What `updated` makes the new tables of; rows that are not in `ids` keep their bits.
     """
     dtypes = [x.dtype for x in tables]
-    scalars = [jnp.asarray(x) for x in scalars]
+    others = [jnp.asarray(x) for x in scalars]
 
-    def cast(*entries: Any) -> list[Any]:
+    def cast(*entries: jax.Array) -> list[jax.Array]:
         return [x.astype(d) for x, d in zip(combiner(*entries), dtypes, strict=True)]
 
-    entries = [jax.ShapeDtypeStruct((), x.dtype) for x in (*tables, grad, *scalars)]
+    entries = [jax.ShapeDtypeStruct((), x.dtype) for x in (*tables, grad, *others)]
     program = jax.make_jaxpr(cast)(*entries)
     captures = bool(program.consts)  # as a traced hyperparameter
     # XLA refuses a scatter of several precisions; of a loop in it XLA aborts.
     alike = len({x.dtype for x in entries}) == 1 and only_arithmetic(program.jaxpr)
-    if alike and len(scalars) < len(tables) and not captures:
+    if alike and len(others) < len(tables) and not captures:
         update = _one_scatter(program)
     else:
         update = Update(_by_parts(cast), captures=captures)
     if not captures:
         update = dataclasses.replace(update, kernel=_by_kernel(program, update))
-    return RowUpdate(update, tables, ids, grad, scalars, order)
+    return RowUpdate(update, tables, ids, grad, others, order)
 
 
-def _by_parts(combiner: Combiner) -> Callable[..., list[jax.Array]]:
+def _by_parts(combiner: Combiner) -> OnUniqueRows:
     """Make the definition: what a single scatter computes, in three operations."""
 
-    def update(
-        tables: Sequence[jax.Array],
-        ids: jax.Array,
-        grad: jax.Array,
-        others: Sequence[jax.Array],
-        is_sorted: bool,
-    ) -> list[jax.Array]:
-        old = [gather_unique_rows(x, ids, coalesced=is_sorted) for x in tables]
-        new = combiner(*old, grad, *others)
+    def update(x: UniqueRows) -> list[jax.Array]:
+        old = [gather_unique_rows(table, x.ids, coalesced=x.is_sorted) for table in x.tables]
+        new = combiner(*old, x.rows, *x.scalars)
         return [
-            set_rows(x, ids, rows, coalesced=is_sorted)
-            for x, rows in zip(tables, new, strict=True)
+            set_rows(table, x.ids, rows, coalesced=x.is_sorted)
+            for table, rows in zip(x.tables, new, strict=True)
         ]
 
     return update
 
 
 def _one_scatter(program: ClosedJaxpr) -> Update:
-    def scattered(
-        tables: Sequence[jax.Array],
-        ids: jax.Array,
-        grad: jax.Array,
-        others: Sequence[jax.Array],
-        is_sorted: bool,
-    ) -> list[jax.Array]:
-        rows = [jnp.broadcast_to(x, grad.shape) for x in (grad, *others)]
+    def scattered(x: UniqueRows) -> list[jax.Array]:
+        rows = [jnp.broadcast_to(y, x.rows.shape) for y in (x.rows, *x.scalars)]
         # A scatter takes as many updates as operands: room that is left over is filled.
-        rows += [rows[0]] * (len(tables) - len(rows))
-        return _scatter_rows_p.bind(*tables, ids, *rows, program=program, is_sorted=is_sorted)
+        rows += [rows[0]] * (len(x.tables) - len(rows))
+        operands = *x.tables, x.ids, *rows
+        return _scatter_rows_p.bind(*operands, program=program, is_sorted=x.is_sorted)
 
     rule = entry_by_entry(lambda *entries: evaluate(program, *entries))
     return Update(_by_parts(rule), scattered)
 
 
-def _by_kernel(program: ClosedJaxpr, update: Update) -> Callable[..., list[jax.Array]]:
+def _by_kernel(program: ClosedJaxpr, update: Update) -> OnUniqueRows:
     """Return the update as a kernel for TPUs, where there is one."""
 
-    def updated(
-        tables: Sequence[jax.Array],
-        ids: jax.Array,
-        grad: jax.Array,
-        others: Sequence[jax.Array],
-        is_sorted: bool,
-    ) -> list[jax.Array]:
+    def updated(call: UniqueRows) -> list[jax.Array]:
+        tables, ids, grad, others, is_sorted = call
         rows = [grad, *(jnp.broadcast_to(x, grad.shape) for x in others if x.ndim)]
         scalars = [x for x in others if not x.ndim]
         if not tpu_rows.accepts(tables, ids, rows, scalars, program.jaxpr):
-            return update.fastest(tables, ids, grad, others, is_sorted)
+            return update.fastest(call)
         is_scalar = [not x.ndim for x in others]
         count = len(tables)
 
@@ -142,10 +128,10 @@ def _by_kernel(program: ClosedJaxpr, update: Update) -> Callable[..., list[jax.A
     return updated
 
 
-def entry_by_entry(scalar_function: Callable[..., Any]) -> Combiner:
+def entry_by_entry(scalar_function: Combiner) -> Combiner:
     """Map a function of single entries over arrays, which are broadcast to each other."""
 
-    def function(*given: jax.Array) -> tuple[Any, ...]:
+    def function(*given: jax.Array) -> tuple[jax.Array, ...]:
         rows = jnp.broadcast_arrays(*given)
         mapped = scalar_function
         for _ in range(rows[0].ndim):
@@ -162,15 +148,20 @@ _scatter_rows_p.multiple_results = True
 
 
 @_scatter_rows_p.def_abstract_eval
-def _shapes_of_tables(*operands: Any, program: ClosedJaxpr, is_sorted: bool) -> list[Any]:
+def _shapes_of_tables(*operands: Shaped, program: ClosedJaxpr, is_sorted: bool) -> list[Shaped]:
     return list(operands[: len(operands) // 2])
 
 
-def _tensor_type(aval: Any) -> Any:
+def _tensor_type(aval: Shaped) -> mlir.ir.Type:
     return mlir.ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype))
 
 
-def _lowered(ctx: Any, *operands: Any, program: ClosedJaxpr, is_sorted: bool) -> Any:
+def _lowered(
+    ctx: LoweringContext,
+    *operands: mlir.ir.Value,
+    program: ClosedJaxpr,
+    is_sorted: bool,
+) -> Sequence[mlir.ir.Value]:
     """Lower to a single scatter with the program as its combiner."""
     count = len(operands) // 2
     tables, ids, updates = operands[:count], operands[count], operands[count + 1 :]
@@ -195,10 +186,9 @@ def _lowered(ctx: Any, *operands: Any, program: ClosedJaxpr, is_sorted: bool) ->
         indices_are_sorted=mlir.ir.BoolAttr.get(is_sorted),
         unique_indices=mlir.ir.BoolAttr.get(True),
     )
-    entry = _tensor_type(program.jaxpr.invars[0].aval)
+    entry = _tensor_type(aval_of(program.jaxpr.invars[0]))
     block = scatter.regions[0].blocks.append(*[entry] * (2 * count))
     with mlir.ir.InsertionPoint(block):
-        results: Any
         results, _ = mlir.jaxpr_subcomp(
             ctx.module_context,
             program.jaxpr,
@@ -214,7 +204,12 @@ def _lowered(ctx: Any, *operands: Any, program: ClosedJaxpr, is_sorted: bool) ->
     return scatter.results
 
 
-def _lowered_for_tpus(ctx: Any, *operands: Any, program: ClosedJaxpr, is_sorted: bool) -> Any:
+def _lowered_for_tpus(
+    ctx: LoweringContext,
+    *operands: mlir.ir.Value,
+    program: ClosedJaxpr,
+    is_sorted: bool,
+) -> Sequence[mlir.ir.Value]:
     table, ids = ctx.avals_in[0], ctx.avals_in[len(operands) // 2]
     pays = table.shape[0] <= tuning.SORTED_PAYS * ids.shape[0]
     return _lowered(ctx, *operands, program=program, is_sorted=is_sorted and pays)

@@ -10,8 +10,10 @@ stochastically its mean moves by 0.5 a step.
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
+from jmask._base.types import DType
 from jmask._base.validation import abstract_leaf, checked_dtype
 
 _DRAWS = 2**16
@@ -33,7 +35,7 @@ def check_key(key: object) -> None:
         )
 
 
-def _checked_dtype(dtype: DTypeLike) -> np.dtype:
+def _checked_dtype(dtype: DTypeLike) -> DType:
     found = checked_dtype("dtype", dtype)
     if not jnp.issubdtype(found, jnp.floating):
         raise TypeError(f"`dtype` must be floating, such as jnp.bfloat16, got {found}.")
@@ -79,11 +81,26 @@ def stochastic_round(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Arra
     x = jnp.asarray(x)
     check_key(key)
     dtype = _checked_dtype(dtype)
-    near = x.astype(dtype)
-    error = x - near.astype(x.dtype)
+    nearest = _nearest(x, dtype)
+    near, error = nearest.astype(dtype), x - nearest
     towards = jnp.where(error > 0, jnp.inf, -jnp.inf).astype(dtype)
     other = jnp.nextafter(near, towards)
-    gap = other.astype(x.dtype) - near.astype(x.dtype)
+    gap = other.astype(x.dtype) - nearest
     # Where nothing was lost, or x is not finite, the quotient is 0 or nan: near stays.
     draw = jax.random.bits(key, x.shape, jnp.uint16).astype(x.dtype)
     return jnp.where(draw < error / gap * _DRAWS, other, near)
+
+
+def _nearest(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Round to what `dtype` represents, and keep the dtype of `x`.
+
+    XLA takes a cast to fewer digits and back for nothing (`xla_allow_excess_precision`, which
+    holds on GPUs): by two casts the error of the rounding would be 0. It keeps
+    `reduce_precision`, which makes subnormal numbers of fewer exponents 0.
+    """
+    wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
+    nearest = lax.reduce_precision(x, narrow.nexp, narrow.nmant)
+    if narrow.nexp >= wide.nexp:
+        return nearest
+    unit = float(narrow.smallest_subnormal)
+    return jnp.where(jnp.abs(x) < float(narrow.tiny), jnp.round(x / unit) * unit, nearest)

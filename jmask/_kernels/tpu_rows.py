@@ -19,8 +19,7 @@ import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,7 @@ from jmask._base.fallback import LARGE
 from jmask._base.forms import CALLS, aval_of, name_of, names_in
 from jmask._base.jaxprs import ARITHMETIC, bound, inlined, interpret
 from jmask._base.lowering import switched_on
-from jmask._base.types import Index
+from jmask._base.types import ArraysFunction, DType, Index, Shaped, Value
 from jmask._kernels import tpu_rows
 from jmask._kernels.lines import LANES, has_narrow_rows
 
@@ -46,8 +45,8 @@ _UNROLL = 16
 # Rows whose arithmetic is done together: 8 registers for each array of 128 lanes.
 _CHUNK = 64
 
-Body = Callable[..., Sequence[jax.Array]]
-Ref = Any  # of an array, or of semaphores, in the memory of a kernel
+Body = ArraysFunction
+Ref = Value  # of an array, or of semaphores, in the memory of a kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +66,7 @@ class _Plan:
     body: Body
     tables: int
     rows: int
-    scalars: tuple[Any, ...]
+    scalars: tuple[DType, ...]
     read: tuple[int, ...]
     block: int
     padding_last: bool
@@ -125,7 +124,7 @@ def update(
     both = [jnp.pad(x, (ends, (0, 0))) for x in parts for ends in ((0, 1), (1, 0))]
     numbers = jnp.concatenate(both, axis=1)[:, None, :]
 
-    def computed(step: jax.Array, *_: Any) -> Any:
+    def computed(step: jax.Array, *_: Ref) -> tuple[jax.Array, int]:
         return jnp.clip(step - 1, 0, blocks - 1), 0
 
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
@@ -195,7 +194,7 @@ def _one_word(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32 if x.dtype.itemsize == 2 else x.dtype).reshape(1)
 
 
-def _kernel(plan: _Plan, valid: Ref, numbers: Ref, *refs: Any) -> None:
+def _kernel(plan: _Plan, valid: Ref, numbers: Ref, *refs: Ref) -> None:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -207,7 +206,7 @@ def _kernel(plan: _Plan, valid: Ref, numbers: Ref, *refs: Any) -> None:
     members = {"read": plan.read, "write": range(plan.tables)}
     step, blocks = pl.program_id(0), pl.num_programs(0) - 2
 
-    def copy(way: str, t: int, slot: Index, row: Any, j: Index) -> Any:
+    def copy(way: str, t: int, slot: Index, row: Value, j: Index) -> Value:
         if plan.in_one_row:
             line = pl.ds(pl.multiple_of(row * LANES, LANES), LANES)
             ends = tables[t].at[:, line], buffers[t].at[slot, pl.ds(j, 1)]
@@ -226,12 +225,12 @@ def _kernel(plan: _Plan, valid: Ref, numbers: Ref, *refs: Any) -> None:
             for t in members[way]:
                 copy(way, t, slot, numbers[0, 0, at], j).start()
 
-        def several(first: Index, carry: int) -> Any:
+        def several(first: Index, carry: int) -> int:
             for u in range(_UNROLL):
                 one(first * _UNROLL + u)
             return carry
 
-        def single(q: Index, carry: int) -> Any:
+        def single(q: Index, carry: int) -> int:
             one(q)
             return carry
 
@@ -250,7 +249,7 @@ def _kernel(plan: _Plan, valid: Ref, numbers: Ref, *refs: Any) -> None:
                 pltpu.make_async_copy(rows, rows, semaphores[way].at[slot]).wait()
 
         def row_by_row() -> None:
-            def single(q: Index, carry: int) -> Any:
+            def single(q: Index, carry: int) -> int:
                 for t in members[way]:
                     copy(way, t, slot, 0, 0).wait()
                 return carry
@@ -263,7 +262,7 @@ def _kernel(plan: _Plan, valid: Ref, numbers: Ref, *refs: Any) -> None:
         slot = lax.rem(block_number, 2)
         words = [x[0].astype(d) for x, d in zip(scalars, plan.scalars, strict=True)]
 
-        def chunk(number: Index, carry: int) -> Any:
+        def chunk(number: Index, carry: int) -> int:
             place = pl.ds(number * _CHUNK, _CHUNK)
             old = [buffer[slot, place] for buffer in buffers]
             new = plan.body(*old, *[x[place] for x in rows], *words)
@@ -301,7 +300,7 @@ def read_lines(table: jax.Array, ids: jax.Array) -> jax.Array:
         slot, other = lax.rem(step, 2), lax.rem(step + 1, 2)
 
         def start() -> None:
-            def several(first: Index, carry: int) -> Any:
+            def several(first: Index, carry: int) -> int:
                 for u in range(_UNROLL):
                     j = first * _UNROLL + u
                     line = pl.ds(pl.multiple_of(ids[0, 0, j] * LANES, LANES), LANES)
@@ -389,7 +388,7 @@ def warn_if_copied(table: jax.Array) -> None:
 
 
 def accepts(
-    tables: Sequence[Any],
+    tables: Sequence[Shaped],
     ids: jax.Array,
     rows: Sequence[jax.Array],
     scalars: Sequence[jax.Array] = (),

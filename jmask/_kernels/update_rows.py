@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from jax import lax
 from jmask._base.array_types import explicit_sharding, varying_alike, with_whole_rows
 from jmask._base.lowering import GroupedPrimitive, Results, in_one_device, switched_on
 from jmask._base.row_ids import Order
+from jmask._base.types import PyTreeDef, Table
 from jmask._kernels import tpu_rows
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gather import zero_of
@@ -43,8 +44,25 @@ from jmask._kernels.row_blocks import (
 from jmask._kernels.rows import add_rows
 
 Tables = Sequence[jax.Array]
-OnUniqueRows = Callable[[Any, jax.Array, jax.Array, Any, bool], list[Any]]
-"""(tables, ids, rows, scalars, is_sorted) -> tables; if sorted, padding comes last."""
+
+
+class UniqueRows(NamedTuple):
+    """What an update is done with, as `RowUpdate` has it.
+
+    Attributes:
+        ids: unique apart from padding, but for additive updates.
+        is_sorted: whether they are sorted, with padding last.
+    """
+
+    tables: Tables
+    ids: jax.Array
+    rows: jax.Array
+    scalars: Sequence[jax.Array]
+    is_sorted: bool
+
+
+OnUniqueRows = Callable[[UniqueRows], list[jax.Array]]
+"""What the tables become."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -114,11 +132,11 @@ class RowUpdate:
             duplicates: whether an additive update may take equal ids as they come.
         """
         x = self if duplicates and self.update.additive else self.summed()
-        is_sorted = x.order == "sorted"
-        return form(x.tables, x.ids, as_array(x.values), x.scalars, is_sorted)
+        rows, is_sorted = as_array(x.values), x.order == "sorted"
+        return form(UniqueRows(x.tables, x.ids, rows, x.scalars, is_sorted))
 
 
-def updated(updates: Sequence[RowUpdate | list[Any]]) -> list[list[Any]]:
+def updated(updates: Sequence[RowUpdate | list[Table]]) -> list[list[Table]]:
     """Return the tables of each update, all done together; lists are results already there."""
     results = [x if isinstance(x, list) else _without_primitive(x) for x in updates]
     calls = [
@@ -153,12 +171,14 @@ def _prepared(x: RowUpdate) -> RowUpdate:
         ids, values, *scalars = map(with_whole_rows, arrays)
         x = dataclasses.replace(x, ids=ids, values=values, scalars=scalars)
     x = dataclasses.replace(x, tables=list(x.tables), scalars=list(x.scalars))
-    tree: Any
+    tree: PyTreeDef
     operands, tree = jax.tree.flatten(dataclasses.replace(x, is_alone=in_one_device()))
     return tree.unflatten(varying_alike(*operands))
 
 
-def add_to_rows(table: jax.Array, ids: jax.Array, values: Rows, order: Order = "any") -> Any:
+def add_to_rows(
+    table: jax.Array, ids: jax.Array, values: Rows, order: Order = "any"
+) -> jax.Array:
     """Return `table` with `table[ids] += values`, duplicates summed, in place if possible."""
     if not isinstance(values, GatheredRows):
         return add_rows(table, ids, values, coalesced=order == "sorted")
@@ -166,29 +186,16 @@ def add_to_rows(table: jax.Array, ids: jax.Array, values: Rows, order: Order = "
     return total
 
 
-def _added(
-    tables: Tables,
-    ids: jax.Array,
-    rows: jax.Array,
-    scalars: Sequence[jax.Array],
-    is_sorted: bool,
-) -> list[Any]:
-    return [add_rows(tables[0], ids, rows, coalesced=is_sorted)]
+def _added(x: UniqueRows) -> list[jax.Array]:
+    return [add_rows(x.tables[0], x.ids, x.rows, coalesced=x.is_sorted)]
 
 
-def _added_by_kernel(
-    tables: Tables,
-    ids: jax.Array,
-    rows: jax.Array,
-    scalars: Sequence[jax.Array],
-    is_sorted: bool,
-) -> list[Any]:
-    (table,) = tables
-    if not tpu_rows.accepts(tables, ids, [rows]):
-        return _added(tables, ids, rows, scalars, is_sorted)
-    rows = rows.astype(table.dtype)
+def _added_by_kernel(x: UniqueRows) -> list[jax.Array]:
+    if not tpu_rows.accepts(x.tables, x.ids, [x.rows]):
+        return _added(x)
+    rows = x.rows.astype(x.tables[0].dtype)
     return tpu_rows.update(
-        lambda old, step: [old + step], tables, ids, [rows], padding_last=is_sorted
+        lambda old, step: [old + step], x.tables, x.ids, [rows], padding_last=x.is_sorted
     )
 
 
@@ -228,7 +235,18 @@ def _on_tpus(updates: Sequence[RowUpdate]) -> Results:
 def _on_one_gpu(updates: Sequence[RowUpdate]) -> Results:
     # A scatter of several tables is one kernel since jaxlib 0.12, and a loop over rows before.
     is_one_kernel = jax.__version_info__ >= (0, 12) and switched_on()
-    return list(map(_fused if is_one_kernel else _defined, updates))
+    return list(map(_of_separate_tables if is_one_kernel else _defined, updates))
+
+
+def _of_separate_tables(x: RowUpdate) -> list[jax.Array]:
+    """Do an update as `_fused`; the tables are buffers of their own.
+
+    XLA makes two slots of zeros one array, as they are where a state is made in the program of
+    its first step, and its GPU compiler (jaxlib 0.12.0) then writes both results into one
+    buffer. Behind a barrier they are two.
+    """
+    first, *others = x.tables
+    return _fused(dataclasses.replace(x, tables=[first, *lax.optimization_barrier(others)]))
 
 
 def _summed_if_sharded(updates: Sequence[RowUpdate]) -> list[RowUpdate]:
@@ -265,7 +283,7 @@ def _on_one_cpu(updates: Sequence[RowUpdate]) -> Results:
 
 def _loop(x: RowUpdate, size: int) -> BlockLoop:
     def block(tables: list[jax.Array], ids: jax.Array, rows: jax.Array) -> list[jax.Array]:
-        return x.update.fastest(tables, ids, rows, x.scalars, False)
+        return x.update.fastest(UniqueRows(tables, ids, rows, x.scalars, False))
 
     kind = rows_in_blocks if x.update.additive else sums_in_blocks
     return kind(block, list(x.tables), x.ids, x.values, size)

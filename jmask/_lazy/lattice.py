@@ -11,7 +11,6 @@ NotRowLocal(why)            may differ between the two programs
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
@@ -110,6 +109,6 @@ def joined(xs: Sequence[Kind], ys: Sequence[Kind]) -> list[Kind]:
     return [join(x, y) for x, y in zip(xs, ys, strict=True)]
 
 
-def _common(x: object, y: object) -> Any:
+def _common(x: Scalar | None, y: Scalar | None) -> Scalar | None:
     # By identity first: a nan is in common with itself.
     return x if x is y or (x is not None and y is not None and x == y) else None

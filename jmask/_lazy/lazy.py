@@ -16,15 +16,16 @@ Which state arrays hold rows is found from the shapes that `inner.init` gives th
 """
 
 import functools
-from typing import Any
+from collections.abc import Hashable
 
 import jax
 import optax
 
+from jmask._base.types import PyTree
 from jmask._deferred.step import deferred_step, has_deferred, without_rows
-from jmask._lazy.leaves import LazyCall, has_stacked, stacked_step
 from jmask._lazy.one_pass import OnePassTransformation, applied_in_one_pass
-from jmask._lazy.proved_update import ProvedUpdate, proved
+from jmask._lazy.proved_update import LazyCall, ProvedUpdate, proved
+from jmask._lazy.stacked import has_stacked, stacked_step
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.apply import Fit, apply_updates, dense_parameters, noticing_dense_tables
 from jmask._updates.checks import (
@@ -85,7 +86,7 @@ def lazy(
     """
     check_transformation("inner", inner, "jmask.lazy(optax.adam(1e-3))")
     inner = optax.with_extra_args_support(inner)
-    known: set[Any] = set()  # signatures of calls that were proved
+    known: set[Hashable] = set()  # signatures of calls that were proved
 
     def init(params: optax.Params) -> optax.OptState:
         check_parameters(params)
@@ -98,7 +99,7 @@ def lazy(
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None = None,
-        **extra_args: Any,
+        **extra_args: PyTree,
     ) -> tuple[optax.Updates, optax.OptState]:
         _check_not_deferring(state)
         check_parameters(params)
@@ -118,7 +119,10 @@ def lazy(
 
     @compiled_outside_jit
     def update_deferred(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params, **extra_args: Any
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params,
+        **extra_args: PyTree,
     ) -> tuple[optax.Updates, optax.OptState]:
         run = functools.partial(update, **extra_args)
         return deferred_step(init, run, run, updates, state, params)
@@ -128,20 +132,17 @@ def lazy(
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None,
-        **extra_args: Any,
+        **extra_args: PyTree,
     ) -> tuple[optax.Updates, optax.OptState]:
-        call, proof = proved_call(updates, state, params, extra_args)
-        if proof is None:
-            return call.update(call.run_flat(), {})
-        return proof.update(call)
+        return prepared(updates, state, params, extra_args).update()
 
-    def proved_call(
+    def prepared(
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None,
-        extra_args: dict[str, Any],
-    ) -> tuple[LazyCall, ProvedUpdate | None]:
-        """Return the call, and its proof if `inner` is to run on rows.
+        extra_args: dict[str, PyTree],
+    ) -> LazyCall | ProvedUpdate:
+        """Return the call, proved if `inner` is to run on rows.
 
         Rows of 16 bits are summed in float32. An `inner` that does not take gradients wider
         than its state gets the sums in 16 bits, as from JAX: one branch of the `lax.cond` in
@@ -150,11 +151,11 @@ def lazy(
         if has_16_bit_sums(updates):
             call = LazyCall.of(inner, with_wide_rows(updates), state, params, extra_args)
             try:
-                return call, proved(call, known, same_dtypes=True)
+                return proved(call, known, same_dtypes=True)
             except TypeError:
                 pass
         call = LazyCall.of(inner, updates, state, params, extra_args)
-        return call, proved(call, known) if call.has_rows() else None
+        return proved(call, known) if call.has_rows() else call
 
     def apply_gradients(
         grads: optax.Updates, state: optax.OptState, params: optax.Params
@@ -169,11 +170,11 @@ def lazy(
             return stacked_step(init, apply_gradients, grads, state, params)
         if has_deferred(params):
             return deferred_step(init, update, apply_gradients, grads, state, params)
-        call, proof = proved_call(grads, state, params, {})
-        assert proof is not None, "a RowSparse is among the gradients"
-        result = applied_in_one_pass(call, proof)
+        step = prepared(grads, state, params, {})
+        assert isinstance(step, ProvedUpdate), "a RowSparse is among the gradients"
+        result = applied_in_one_pass(step)
         if result is None:
-            updates, state = proof.update(call)
+            updates, state = step.update()
             return apply_updates(params, updates), state
         return result
 
@@ -192,7 +193,7 @@ def _check_not_deferring(state: optax.OptState) -> None:
             )
 
 
-def _check_extra_args(extra_args: dict[str, Any]) -> None:
+def _check_extra_args(extra_args: dict[str, PyTree]) -> None:
     for name, value in extra_args.items():
         if any(map(is_gradient_leaf, jax.tree.leaves(value, is_leaf=is_gradient_leaf))):
             raise NotRowLocalError(

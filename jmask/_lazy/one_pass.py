@@ -19,23 +19,21 @@ replace the gradient, which saves its scalars.
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from jmask._base.array_types import added
 from jmask._base.forms import aval_of
 from jmask._base.jaxprs import ARITHMETIC, read, run
-from jmask._base.types import Gradient, Table
+from jmask._base.types import Atom, Function, Gradient, OptState, Params, Table, Value
 from jmask._kernels.update_rows import updated
 from jmask._lazy.lattice import Replicated, RowWise
-from jmask._lazy.leaves import LazyCall
-from jmask._lazy.proved_update import ProvedUpdate
+from jmask._lazy.proved_update import LazyCall, ProvedUpdate
 from jmask._lazy.row_locality import NEUTRAL
 from jmask._tables.packed import PackedTable
 from jmask._tables.stored_table import is_stored_table
@@ -51,6 +49,7 @@ class ElementwiseProgram:
 
     Attributes:
         program: its first inputs are the gradients.
+        call: the leaves that its inputs are.
         table_of: the table a variable has entries of.
         from_gradient: the variables with entries that are made of its gradient alone.
         reduced: tables over whose gradient something shared is summed.
@@ -58,50 +57,57 @@ class ElementwiseProgram:
     """
 
     program: ClosedJaxpr
+    call: LazyCall
     table_of: dict[Var, int]
     from_gradient: set[Var]
     reduced: set[int]
-    constants: dict[Var, Any]
+    constants: dict[Var, Value]
 
     @property
     def inputs(self) -> Sequence[Var]:
         return self.program.jaxpr.invars
 
     @property
-    def outputs(self) -> Sequence[Any]:
-        return self.program.jaxpr.outvars
+    def outputs(self) -> list[Atom]:
+        """Return what each leaf becomes; a parameter takes the output of its gradient."""
+        outputs = self.program.jaxpr.outvars
+        return [*outputs, *outputs[: len(self.call.gradients)]]
 
-    def combiners(
-        self, table: int, inputs: Sequence[Var], outputs: Sequence[Any]
-    ) -> Iterator["Combiner"]:
-        """Yield ways to compute entries of a table: from its gradient, or from a value of it.
-
-        Args:
-            table: a table, whose gradient is the input of this number.
-            inputs: those with entries of the table, but for the gradient.
-            outputs: what is to be computed.
-        """
-        if any(isinstance(v, Literal) or self.table_of.get(v) != table for v in outputs):
+    def combiners(self, table: int) -> Iterator["Combiner"]:
+        """Yield ways to compute entries of a table, from its gradient or a value of that."""
+        places = [
+            i
+            for i, leaf in enumerate(self.call.leaves)
+            if leaf.table == table and leaf.kind != "gradient"
+        ]
+        inputs, every = [self.inputs[i] for i in places], self.outputs
+        outputs = [v for v in (every[i] for i in places) if isinstance(v, Var)]
+        if [self.table_of.get(v) for v in outputs] != [table] * len(places):
             return  # a state that is filled anew
         equations_of_table = [
             e for e in self.program.jaxpr.eqns if self.table_of.get(e.outvars[0]) == table
         ]
         made = [v for eqn in equations_of_table for v in eqn.outvars if v in self.from_gradient]
         gradient = self.inputs[table]
+        is_param = [self.call.leaves[i].kind == "param" for i in places]
         for source in (gradient, *made):
             equations, needed = _equations_for(outputs, equations_of_table, source)
             if source is gradient or gradient not in needed:
                 shared = [v for v in needed if v not in self.table_of]
                 constants = {v: self.constants[v] for v in shared if v in self.constants}
                 scalars = [v for v in shared if v not in constants]
-                yield Combiner(source, inputs, outputs, equations, scalars, constants)
+                yield Combiner(
+                    places, is_param, source, inputs, outputs, equations, scalars, constants
+                )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Combiner:
-    """A function of entries of `inputs`, of `source` and of `scalars` that gives `outputs`.
+    """A function of entries of `inputs`, of `source` and of `scalars` that gives new entries.
 
     Attributes:
+        places: of the leaves that are replaced: state and parameters of one table.
+        is_param: which of them take `outputs` as their updates, to be added.
         source: the gradient, or what is made of it.
         inputs, outputs: of entries.
         equations: that make the outputs.
@@ -109,18 +115,23 @@ class Combiner:
         constants: those whose number is known.
     """
 
+    places: list[int]
+    is_param: list[bool]
     source: Var
-    inputs: Sequence[Var]
-    outputs: Sequence[Any]
+    inputs: list[Var]
+    outputs: list[Var]
     equations: list[JaxprEqn]
     scalars: list[Var]
-    constants: dict[Var, Any]
+    constants: dict[Var, Value]
 
-    def __call__(self, *entries: Any) -> tuple[Any, ...]:
+    def __call__(self, *entries: jax.Array) -> list[jax.Array]:
         arguments = zip([*self.inputs, self.source, *self.scalars], entries, strict=True)
         values = self.constants | dict(arguments)
         run(self.equations, values)
-        return tuple(values[v] for v in self.outputs)
+        computed = zip(self.is_param, entries, self.outputs, strict=False)
+        return [
+            _applied(old, values[v]) if is_param else values[v] for is_param, old, v in computed
+        ]
 
 
 def _equations_for(
@@ -173,7 +184,9 @@ def elementwise_program(update: ProvedUpdate) -> ElementwiseProgram | None:
         for v, kind in kinds.items()
         if isinstance(kind, Replicated) and kind.constant is not None
     }
-    return ElementwiseProgram(update.program, table_of, from_gradient, reduced, constants)
+    return ElementwiseProgram(
+        update.program, update.call, table_of, from_gradient, reduced, constants
+    )
 
 
 # --- the pass ----------------------------------------------------------------------------
@@ -189,98 +202,79 @@ class OnePassTransformation(optax.GradientTransformationExtraArgs):
         inner: the transformation whose steps it takes at times, else None.
     """
 
-    apply_gradients: Any
-    rule: Any = None
-    inner: Any = None
+    apply_gradients: Function
+    rule: object = None
+    inner: optax.GradientTransformation | None = None
 
 
-def applied_in_one_pass(call: LazyCall, update: ProvedUpdate) -> tuple[Any, Any] | None:
+def applied_in_one_pass(update: ProvedUpdate) -> tuple[Params, OptState] | None:
     """Return new parameters and state, or None if it takes more than one pass."""
-    gradients = call.of_kind("gradient")
+    leaves = update.call.leaves
+    gradients = update.call.gradients
     tables = [i for i, leaf in enumerate(gradients) if leaf.table is not None]
     is_empty = not tables or any(gradients[i].value.nse == 0 for i in tables)
     if is_empty or any(leaf.valid is not None for leaf in gradients):
         return None
-    params = [leaf.value for leaf in call.of_kind("param")]
+    params = [leaf.value for leaf in leaves if leaf.kind == "param"]
     if any(is_stored_table(x) and not isinstance(x, PackedTable) for x in params):
         return None
     parts = elementwise_program(update)
     if parts is None:
         return None
-    # What leaf i becomes: a parameter takes the update, which is the output of its gradient.
-    outputs = [*parts.outputs, *parts.outputs[: len(gradients)]]
-    combiners: dict[int, tuple[Combiner, list[int]]] = {}
+    combiners: dict[int, Combiner] = {}
     for table in tables:
-        places = [
-            i
-            for i, leaf in enumerate(call.leaves)
-            if leaf.table == table and leaf.kind != "gradient"
-        ]
-        dtypes = {call.leaves[i].value.dtype for i in places}
-        inputs = [parts.inputs[i] for i in places]
-        for combiner in parts.combiners(table, inputs, [outputs[i] for i in places]):
-            scalar_dtypes = {aval_of(v).dtype for v in combiner.scalars}
-            has_room = len(combiner.scalars) < len(places)
-            if has_room and dtypes | scalar_dtypes == {aval_of(combiner.source).dtype}:
-                combiners[table] = combiner, places
+        for combiner in parts.combiners(table):
+            dtypes = {leaves[i].value.dtype for i in combiner.places}
+            dtypes |= {aval_of(v).dtype for v in combiner.scalars}
+            has_room = len(combiner.scalars) < len(combiner.places)
+            if has_room and dtypes == {aval_of(combiner.source).dtype}:
+                combiners[table] = combiner
                 break
         else:
             return None
-    return _run(call, parts, outputs, combiners)
+    results = _run(parts, combiners)
+    gradient_tree, state_tree, param_tree, _ = update.call.trees
+    first = gradient_tree.num_leaves
+    second = first + state_tree.num_leaves
+    return (
+        param_tree.unflatten([results[i] for i in range(second, len(leaves))]),
+        state_tree.unflatten([results[i] for i in range(first, second)]),
+    )
 
 
-def _run(
-    call: LazyCall,
-    parts: ElementwiseProgram,
-    outputs: Sequence[Any],
-    combiners: dict[int, tuple[Combiner, list[int]]],
-) -> tuple[Any, Any]:
+def _run(parts: ElementwiseProgram, combiners: dict[int, Combiner]) -> dict[int, Table]:
+    """Return the new state and parameters, by the positions of the leaves they replace."""
+    leaves, jaxpr = parts.call.leaves, parts.program.jaxpr
     known = {
         v: stored_values(leaf.value) if leaf.kind == "gradient" else leaf.value
-        for v, leaf in zip(parts.inputs, call.leaves, strict=True)
+        for v, leaf in zip(parts.inputs, leaves, strict=True)
         if v not in parts.table_of or v in parts.from_gradient
     }
-    computed = [c.source for t, (c, _) in combiners.items() if c.source is not parts.inputs[t]]
+    computed = [c.source for t, c in combiners.items() if c.source is not parts.inputs[t]]
     # Beside these, all that does not depend on rows is computed before the pass.
-    jaxpr = parts.program.jaxpr
     known.update(zip(jaxpr.constvars, parts.program.consts, strict=True))
     shared = [v for eqn in jaxpr.eqns for v in eqn.outvars if v not in parts.table_of]
     run(_equations_for([*shared, *computed], jaxpr.eqns)[0], known)
-    started: list[Any] = []
-    for table, (combiner, places) in combiners.items():
-        gradient = call.leaves[table].uncoalesced
+    started = []
+    for table, combiner in combiners.items():
+        gradient = leaves[table].uncoalesced
         # Rows of equal ids are summed here only if something is computed of the sums.
         if combiner.source in computed or table in parts.reduced:
-            gradient = call.leaves[table].value.with_values(known[combiner.source])
+            gradient = leaves[table].value.with_values(known[combiner.source])
         filled = [known[v] for v in combiner.scalars]
         scalars = [x.reshape(-1)[0] if jnp.ndim(x) else x for x in filled]
-        members = [call.leaves[i] for i in places]
-        is_param = [leaf.kind == "param" for leaf in members]
-        new_entries = functools.partial(_new_entries, combiner, is_param)
-        tables = [leaf.value for leaf in members]
-        started.append(update_rows(new_entries, tables, gradient, scalars))
-    results: dict[int, Any] = {}
-    for (_, places), new in zip(combiners.values(), updated(started), strict=True):
-        results.update(zip(places, new, strict=True))
-    for i, (leaf, v) in enumerate(zip(call.leaves, outputs, strict=True)):
+        tables = [leaves[i].value for i in combiner.places]
+        started.append(update_rows(combiner, tables, gradient, scalars))
+    results: dict[int, Table] = {}
+    for combiner, new in zip(combiners.values(), updated(started), strict=True):
+        results.update(zip(combiner.places, new, strict=True))
+    for i, (leaf, v) in enumerate(zip(leaves, parts.outputs, strict=True)):
         if leaf.table is None and leaf.kind != "gradient":
             new = read(known, v)
             results[i] = _applied(leaf.value, new) if leaf.kind == "param" else new
-    gradient_tree, state_tree, param_tree, _ = call.trees
-    first = gradient_tree.num_leaves
-    state, params = first + state_tree.num_leaves, len(call.leaves)
-    return (
-        param_tree.unflatten([results[i] for i in range(state, params)]),
-        state_tree.unflatten([results[i] for i in range(first, state)]),
-    )
+    return results
 
 
 def _applied(old: Table, update: Gradient) -> Table:
     """Return a new parameter, or entries of one."""
     return added(old, update).astype(jnp.result_type(old))
-
-
-def _new_entries(combiner: Combiner, is_param: list[bool], *entries: Any) -> list[Any]:
-    """Return new entries of state and parameters: to these their updates are added."""
-    computed = zip(is_param, entries, combiner(*entries), strict=False)
-    return [_applied(old, new) if param else new for param, old, new in computed]

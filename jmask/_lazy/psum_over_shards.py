@@ -10,8 +10,7 @@ in a `shard_map` is the array of that device alone, as it is for optax.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jmask._base.array_types import varying_axes, varying_like
 from jmask._base.forms import branches_of, name_of, within
 from jmask._base.jaxprs import bound, inlined, interpret
-from jmask._base.types import Gradient, Table
+from jmask._base.types import ArraysFunction, Gradient, Shaped, Table
 from jmask._lazy.lattice import Kind, Replicated, RowWise
 from jmask._lazy.row_locality import NEUTRAL, classify
 from jmask._tables.sharded import RoutedRows
@@ -87,8 +86,8 @@ def with_sums_over(
     sharded: Mapping[int, Axes],
     program: ClosedJaxpr,
     kinds: Mapping[Var, Kind],
-    *inputs: Any,
-) -> list[Any]:
+    *inputs: jax.Array,
+) -> list[jax.Array]:
     """Run a program, and sum its sums over rows over the devices, too.
 
     Args:
@@ -100,7 +99,7 @@ def with_sums_over(
         inputs: of the program.
     """
 
-    def rule(eqn: JaxprEqn, arrays: list[Any]) -> list[Any]:
+    def rule(eqn: JaxprEqn, arrays: list[jax.Array]) -> list[jax.Array]:
         name = name_of(eqn)
         operand_kinds = [
             Replicated() if isinstance(v, Literal) else kinds[v] for v in eqn.invars
@@ -141,10 +140,10 @@ def with_sums_over(
     return interpret(program.jaxpr, program.consts, inputs, rule)
 
 
-def _typed_as(every: list[list[Any]], branch: Callable[..., list[Any]]) -> Any:
+def _typed_as(every: list[list[Shaped]], branch: ArraysFunction) -> ArraysFunction:
     """Return a branch whose outputs are typed as varying wherever another branch's are."""
 
-    def run(*inputs: Any) -> list[Any]:
+    def run(*inputs: jax.Array) -> Sequence[jax.Array]:
         outputs = branch(*inputs)
         for shapes in every:
             outputs = list(map(varying_like, outputs, shapes))

@@ -29,7 +29,6 @@ wrongly.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -48,7 +47,7 @@ from jmask._base.forms import (
     while_of,
 )
 from jmask._base.jaxprs import ARITHMETIC, inlined
-from jmask._base.types import Atom
+from jmask._base.types import Atom, Scalar
 from jmask._lazy.lattice import Kind, NotRowLocal, Replicated, RowWise, joined, not_row_local
 from jmask._ops.zero_semantics import trial
 
@@ -72,6 +71,9 @@ _OTHERS_COUNT = "rows outside the gradient would count in it"
 _BY_POSITION = "treats rows by their position (random or fixed numbers)"
 
 RowLocal = Replicated | RowWise
+Kinds = Kind | list[Kind]
+"""One for each output of an equation, or one for all."""
+Rule = Callable[[JaxprEqn, list[RowLocal]], Kind]
 
 
 def classify(
@@ -92,7 +94,7 @@ def classify(
     if not _in_step(one, other):
         why = "it chooses other operations for tables of another size"
         return [NotRowLocal(why)] * len(one.outvars), {}
-    kinds: dict[Any, Kind] = dict(zip(other.invars, inputs, strict=True))
+    kinds: dict[Var, Kind] = dict(zip(other.invars, inputs, strict=True))
     counterparts = dict(zip(one.invars, other.invars, strict=True))
     counterparts.update(zip(one.constvars, other.constvars, strict=True))
     for w, x, y in zip(other.constvars, dense.consts, rows.consts, strict=True):
@@ -101,9 +103,10 @@ def classify(
 
     def read(eqn: JaxprEqn | None, v: Atom, w: Atom) -> Kind:
         if isinstance(v, Literal):
-            if v is w or (isinstance(w, Literal) and _same_literal(v, w)):
+            alike = isinstance(w, Literal) and _same(v.val, w.val)
+            if alike and aval_of(v).dtype == aval_of(w).dtype:
                 return Replicated(constant=v.val if np.ndim(v.val) == 0 else None)
-        elif counterparts[v] is w and w in kinds:
+        elif isinstance(w, Var) and counterparts[v] is w and w in kinds:
             return kinds[w]
         return not_row_local(eqn, _COUNTS) if eqn else NotRowLocal(f"what it returns {_COUNTS}")
 
@@ -112,6 +115,8 @@ def classify(
             read(eqn, v, w) for v, w in zip(eqn.invars, counterpart.invars, strict=True)
         ]
         outputs = _equation(eqn, counterpart, operands)
+        if not isinstance(outputs, list):
+            outputs = [outputs] * len(eqn.outvars)
         for v, w, kind in zip(eqn.outvars, counterpart.outvars, outputs, strict=True):
             counterparts[v] = w
             kinds[w] = kind if aval_of(v) == aval_of(w) else _agreeing(eqn, kind, v, w)
@@ -125,16 +130,17 @@ def _run(programs: Sequence[Opened], inputs: Sequence[Kind]) -> list[Kind]:
     return classify(dense, rows, inputs)[0]
 
 
-def _equation(eqn: JaxprEqn, counterpart: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
-    """Return the kinds of the outputs of an equation and of its counterpart on some rows."""
+def _equation(eqn: JaxprEqn, counterpart: JaxprEqn, inputs: list[Kind]) -> Kinds:
+    """Return the kinds of the outputs of an equation and of its counterpart on some rows.
+
+    One kind, if it is that of all outputs.
+    """
     name = name_of(eqn)
     unknown = None if name == eqn.primitive.name else what_is_unknown(eqn)
     if unknown is not None:
-        return [NotRowLocal(unknown)] * len(eqn.outvars)
-    if eqn is not counterpart and not _same_params(
-        eqn, counterpart, _NOT_COMPARED.get(name, ())
-    ):
-        return [not_row_local(eqn, _COUNTS)] * len(eqn.outvars)
+        return NotRowLocal(unknown)
+    if eqn is not counterpart and not _same_params(eqn, counterpart):
+        return not_row_local(eqn, _COUNTS)
     if name in _CONTROL_FLOW:
         return _CONTROL_FLOW[name](eqn, counterpart, inputs)
     if name == "optimization_barrier":
@@ -142,20 +148,20 @@ def _equation(eqn: JaxprEqn, counterpart: JaxprEqn, inputs: list[Kind]) -> list[
     known: list[RowLocal] = []
     for kind in inputs:
         if isinstance(kind, NotRowLocal):
-            return [kind] * len(eqn.outvars)
+            return kind
         known.append(kind)
     if name in ELEMENTWISE:
-        return [_elementwise(name, eqn, known)]
+        return _elementwise(name, eqn, known)
     if name not in ("broadcast_in_dim", "reshape", "squeeze") and any(
         map(_is_sized, known, eqn.invars, counterpart.invars)
     ):
-        return [not_row_local(eqn, _COUNTS)] * len(eqn.outvars)
+        return not_row_local(eqn, _COUNTS)
     rule = _RULES.get(name)
     if rule is not None:
-        return [rule(eqn, known)] * len(eqn.outvars)
+        return rule(eqn, known)
     if all(isinstance(kind, Replicated) for kind in known):
-        return [Replicated()] * len(eqn.outvars)
-    return [not_row_local(eqn, "has no row-local form that jmask knows")] * len(eqn.outvars)
+        return Replicated()
+    return not_row_local(eqn, "has no row-local form that jmask knows")
 
 
 def _is_sized(kind: RowLocal, v: Atom, w: Atom) -> bool:
@@ -198,7 +204,7 @@ def _elementwise(name: str, eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
     return first if constant is first.off_support else first.at(first.axis, constant)
 
 
-def _constant(name: str, eqn: JaxprEqn, inputs: list[RowLocal]) -> Any:
+def _constant(name: str, eqn: JaxprEqn, inputs: list[RowLocal]) -> Scalar | None:
     """Return the scalar an elementwise equation gives in untouched rows, or None if unknown."""
     known = [k.off_support if isinstance(k, RowWise) else k.constant for k in inputs]
     if name == "reshard":  # the same numbers on other devices
@@ -215,11 +221,11 @@ def _constant(name: str, eqn: JaxprEqn, inputs: list[RowLocal]) -> Any:
     dtype = aval_of(eqn.outvars[0]).dtype
     for position in absorbing:
         if known[position] is not None and not known[position]:
-            return np.zeros((), dtype)
+            return dtype.type(0)
     return None
 
 
-def _evaluated(eqn: JaxprEqn, scalars: list[Any]) -> Any:
+def _evaluated(eqn: JaxprEqn, scalars: list[Scalar | None]) -> Scalar:
     params = eqn.primitive.get_bind_params(eqn.params)
     with trial():
         operands = [
@@ -247,7 +253,7 @@ def _broadcast(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
     return Replicated(frozenset(range(len(shape))) - varying, kind.constant)
 
 
-def _for_rows(rule: Callable[[JaxprEqn, RowWise], Kind]) -> Callable[..., Kind]:
+def _for_rows(rule: Callable[[JaxprEqn, RowWise], Kind]) -> Rule:
     """Return a rule for the one operand that has rows; without rows the result is shared."""
 
     def apply(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
@@ -343,7 +349,7 @@ def _dot(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
     return kind.at(axis, kind.off_support if zero else None)
 
 
-_RULES: dict[str, Callable[[JaxprEqn, list[RowLocal]], Kind]] = {
+_RULES: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenate,
     "split": _for_rows(_split),
@@ -357,20 +363,20 @@ _RULES: dict[str, Callable[[JaxprEqn, list[RowLocal]], Kind]] = {
 # --- control flow ------------------------------------------------------------------------
 
 
-def _cond(eqn: JaxprEqn, counterpart: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
+def _cond(eqn: JaxprEqn, counterpart: JaxprEqn, inputs: list[Kind]) -> Kinds:
     which, *operands = inputs
     if isinstance(which, NotRowLocal):
-        return [which] * len(eqn.outvars)
+        return which
     branches, counterparts = branches_of(eqn), branches_of(counterpart)
     if len(branches) != len(counterparts):
-        return [not_row_local(eqn, _COUNTS)] * len(eqn.outvars)
+        return not_row_local(eqn, _COUNTS)
     first, *others = [_run(pair, operands) for pair in zip(branches, counterparts, strict=True)]
     for outputs in others:
         first = joined(first, outputs)
     return first
 
 
-def _while(eqn: JaxprEqn, counterpart: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
+def _while(eqn: JaxprEqn, counterpart: JaxprEqn, inputs: list[Kind]) -> Kinds:
     loops = [while_of(eqn), while_of(counterpart)]
     first, count = loops[0].condition_consts, loops[0].body_consts
     condition, consts = inputs[:first], inputs[first : first + count]
@@ -378,18 +384,17 @@ def _while(eqn: JaxprEqn, counterpart: JaxprEqn, inputs: list[Kind]) -> list[Kin
     body, until = [loop.body for loop in loops], [loop.condition for loop in loops]
     carry = _fixed_point(carry, lambda c: _run(body, consts + c))
     (again,) = _run(until, condition + carry)
-    return [again] * len(carry) if isinstance(again, NotRowLocal) else carry
+    return again if isinstance(again, NotRowLocal) else carry
 
 
-def _scan(eqn: JaxprEqn, counterpart: JaxprEqn, inputs: list[Kind]) -> list[Kind]:
+def _scan(eqn: JaxprEqn, counterpart: JaxprEqn, inputs: list[Kind]) -> Kinds:
     scans = [scan_of(eqn), scan_of(counterpart)]
     first, count = scans[0].consts, scans[0].carry
     consts, carry = inputs[:first], inputs[first : first + count]
     scanned: list[Kind] = []
     for kind in inputs[first + count :]:
         if isinstance(kind, RowWise) and kind.axis == 0:
-            kind = not_row_local(eqn, "runs over rows in sequence")
-            return [kind] * len(eqn.outvars)
+            return not_row_local(eqn, "runs over rows in sequence")
         if isinstance(kind, RowWise):
             kind = kind.at(kind.axis - 1, kind.off_support)
         elif isinstance(kind, Replicated):
@@ -407,7 +412,7 @@ def _scan(eqn: JaxprEqn, counterpart: JaxprEqn, inputs: list[Kind]) -> list[Kind
     return carry + stacked
 
 
-def _fixed_point(carry: list[Kind], step: Callable[..., Any]) -> list[Kind]:
+def _fixed_point(carry: list[Kind], step: Callable[[list[Kind]], list[Kind]]) -> list[Kind]:
     while True:
         following = joined(carry, step(carry))
         if following == carry:
@@ -415,7 +420,11 @@ def _fixed_point(carry: list[Kind], step: Callable[..., Any]) -> list[Kind]:
         carry = following
 
 
-_CONTROL_FLOW: dict[str, Any] = {"cond": _cond, "while": _while, "scan": _scan}
+_CONTROL_FLOW: dict[str, Callable[[JaxprEqn, JaxprEqn, list[Kind]], Kinds]] = {
+    "cond": _cond,
+    "while": _while,
+    "scan": _scan,
+}
 
 
 # --- operations that are the same for two numbers of rows --------------------------------
@@ -436,7 +445,7 @@ _NOT_COMPARED = {
 def _in_step(x: Jaxpr, y: Jaxpr) -> bool:
     """Decide whether two jaxprs have the same primitives in order, on as many operands."""
 
-    def form(jaxpr: Jaxpr) -> Any:
+    def form(jaxpr: Jaxpr) -> tuple[object, ...]:
         each = [(e.primitive, len(e.invars), len(e.outvars)) for e in jaxpr.eqns]
         return each, len(jaxpr.constvars), len(jaxpr.invars), len(jaxpr.outvars)
 
@@ -452,7 +461,7 @@ def _same(x: object, y: object) -> bool:
     if isinstance(x, Jaxpr | ClosedJaxpr):
         if type(x) is not type(y):
             return False
-        return _same_program(ClosedJaxpr(*opened(x)), ClosedJaxpr(*opened(y)))
+        return _same_program(*(inlined(ClosedJaxpr(*opened(z))) for z in (x, y)))
     if isinstance(x, tuple | list):
         return type(x) is type(y) and len(x) == len(y) and all(map(_same, x, y))
     if not hasattr(x, "__array__") and not isinstance(x, float):
@@ -464,15 +473,10 @@ def _same(x: object, y: object) -> bool:
     return x.dtype == y.dtype and bool(np.all((x == y) | ((x != x) & (y != y))))
 
 
-def _same_literal(x: Literal, y: Literal) -> bool:
-    """Decide whether two literals are the same number of the same type."""
-    return aval_of(x).dtype == aval_of(y).dtype and _same(x.val, y.val)
-
-
-def _same_params(x: JaxprEqn, y: JaxprEqn, ignored: Sequence[str]) -> bool:
+def _same_params(x: JaxprEqn, y: JaxprEqn) -> bool:
     if not (x.params or y.params):
         return True
-    ignored = (*_PLACES, *ignored)
+    ignored = (*_PLACES, *_NOT_COMPARED.get(name_of(x), ()))
     params, others = compared(x), compared(y)
     if params.keys() != others.keys():
         return False
@@ -480,24 +484,9 @@ def _same_params(x: JaxprEqn, y: JaxprEqn, ignored: Sequence[str]) -> bool:
 
 
 def _same_program(x: ClosedJaxpr, y: ClosedJaxpr) -> bool:
-    """Decide whether two programs are the same but for the names in them."""
-    x, y = inlined(x), inlined(y)
-    one, other = x.jaxpr, y.jaxpr
-    if not _in_step(one, other) or not _same(tuple(x.consts), tuple(y.consts)):
+    """Decide whether two programs compute the same of the same operands, by their proof."""
+    # What a program does to references and prints is not among its outputs.
+    if x.effects or y.effects or (x.in_avals, x.out_avals) != (y.in_avals, y.out_avals):
         return False
-    counterparts = dict(zip(one.invars, other.invars, strict=True))
-    counterparts.update(zip(one.constvars, other.constvars, strict=True))
-
-    def alike(v: Atom, w: Atom) -> bool:
-        if isinstance(v, Literal) and isinstance(w, Literal):
-            return _same_literal(v, w)
-        is_twin = not isinstance(v, Literal) and counterparts[v] is w
-        return is_twin and aval_of(v) == aval_of(w)
-
-    for eqn, counterpart in zip(one.eqns, other.eqns, strict=True):
-        if not all(map(alike, eqn.invars, counterpart.invars)) or not _same_params(
-            eqn, counterpart, ()
-        ):
-            return False
-        counterparts.update(zip(eqn.outvars, counterpart.outvars, strict=True))
-    return all(map(alike, one.outvars, other.outvars))
+    outputs, _ = classify(x, y, [Replicated()] * len(x.in_avals))
+    return all(isinstance(kind, Replicated) for kind in outputs)

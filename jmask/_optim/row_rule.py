@@ -37,8 +37,8 @@ from jmask._base.types import Gradient, Gradients, OptState, Params, Table
 from jmask._deferred.step import deferred_step, has_deferred, without_rows
 from jmask._kernels.update_rows import RowUpdate, updated
 from jmask._lazy.lazy import lazy
-from jmask._lazy.leaves import has_stacked, stacked_step
 from jmask._lazy.one_pass import OnePassTransformation
+from jmask._lazy.stacked import has_stacked, stacked_step
 from jmask._tables.stored_table import RowsAt, is_stored_table, shape_of
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import is_row_sparse

@@ -16,16 +16,14 @@ How a row is read from its line, and written into it without a change to its nei
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jmask._base.array_types import explicit_sharding
-from jmask._base.types import Numbers, Scalar, Shaped, Table
+from jmask._base.types import DType, Numbers, PyTree, Scalar, Shaped, Table
 from jmask._base.validation import as_table, checked_choice
 from jmask._kernels.lines import LANES, per_line, picked, placed
 from jmask._kernels.rows import gather_rows
@@ -64,12 +62,15 @@ class PackedTable(StoredTable):
     _STATIC = ("shape",)
 
     def __init__(
-        self, parts: Sequence[Any], shape: Sequence[int], placeholder: Placeholder | None = None
+        self,
+        parts: Sequence[jax.Array],
+        shape: Sequence[int],
+        placeholder: Placeholder | None = None,
     ):
         self.parts, self.shape, self.placeholder = tuple(parts), tuple(shape), placeholder
 
     @classmethod
-    def pack(cls, x: Any) -> "PackedTable":
+    def pack(cls, x: Table) -> "PackedTable":
         """Return the array `x` (V, *row), packed."""
         x = checked_floating(as_table(x))
         if explicit_sharding(x) is not None:
@@ -86,7 +87,7 @@ class PackedTable(StoredTable):
         return cls([_packed(group) for group in _groups(columns)], x.shape)
 
     @property
-    def dtype(self) -> np.dtype:
+    def dtype(self) -> DType:
         return self.parts[0].dtype
 
     def todense(self) -> jax.Array:
@@ -131,7 +132,7 @@ class PackedTable(StoredTable):
         slots: Sequence["PackedTable"],
         ids: jax.Array,
         rows: jax.Array,
-        scalars: Sequence[Any],
+        scalars: Sequence[ArrayLike],
     ) -> list["PackedTable"]:
         """Apply `combiner`, as of `update_elementwise`, to rows of sorted unique ids.
 
@@ -140,7 +141,7 @@ class PackedTable(StoredTable):
         tables = (self, *slots)
         count = len(tables)  # JAX may remember the function, which must not keep the tables
 
-        def masked(*entries: Any) -> list[Any]:
+        def masked(*entries: jax.Array) -> list[jax.Array]:
             old, (grad, touched, *rest) = entries[:count], entries[count:]
             made = combiner(*old, grad, *rest)
             return [
@@ -164,7 +165,7 @@ class PackedTable(StoredTable):
         """Return how many columns each part of a table of this shape has."""
         return _widths(math.prod(shape[1:]))
 
-    def _with_widths(self) -> list[tuple[Any, int]]:
+    def _with_widths(self) -> list[tuple[jax.Array, int]]:
         return list(zip(self.parts, _widths(math.prod(self.shape[1:])), strict=True))
 
 
@@ -246,7 +247,7 @@ def _packed(columns: jax.Array) -> jax.Array:
     return jnp.pad(columns, ((0, missing), (0, 0))).reshape(-1, max(width, LANES))
 
 
-def _after(done: list[Any], ids: jax.Array) -> jax.Array:
+def _after(done: list[PyTree], ids: jax.Array) -> jax.Array:
     """Make ids wait for the last of `done`: one part at a time has its lines in memory."""
     if done:
         done[-1], ids = lax.optimization_barrier((done[-1], ids))

@@ -10,16 +10,15 @@ and platforms have others.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import automatic_mesh
-from jmask._base.types import KeyPath, PyTree, Table
+from jmask._base.types import KeyPath, PyTree, PyTreeDef, Shaped, Table
 from jmask._base.validation import abstract_leaf, leaf_name, not_an_array
 from jmask._tables.deferral import Deferred, is_deferred, sealed
 from jmask._tables.packed import PackedTable
@@ -82,7 +81,7 @@ def from_arrays(arrays: PyTree, like: PyTree) -> PyTree:
         >>> jmask.from_arrays(jmask.to_arrays(grads), like=grads)
         {'t': RowSparse(float32[3, 2], nse=1)}
     """
-    structure: Any
+    structure: PyTreeDef
     nodes, structure = jax.tree.flatten_with_path(like, is_leaf=_is_node)
     try:
         given = [_at(arrays, path) for path, _ in nodes]
@@ -119,13 +118,13 @@ def _at(tree: PyTree, path: KeyPath) -> PyTree:
     return tree
 
 
-def _children(node: PyTree) -> Any:
+def _children(node: PyTree) -> list[tuple[str, PyTree]]:
     """Return the children of a node of any type, with their names."""
     pairs, _ = jax.tree.flatten_with_path(node, is_leaf=lambda x: x is not node)
     return [(str(_key(path[0])), x) for path, x in pairs if path]
 
 
-def _key(key: object) -> Any:
+def _key(key: object) -> str | int:
     """Return the key, index or name of an entry of a path."""
     return next(getattr(key, x) for x in ("key", "name", "idx") if hasattr(key, x))
 
@@ -141,7 +140,7 @@ def _other_structure(arrays: PyTree, like: PyTree) -> ValueError:
 # --- to arrays ---------------------------------------------------------------------------
 
 
-def _arrays_of(x: Table) -> Any:
+def _arrays_of(x: Table) -> PyTree:
     if is_row_sparse(x):
         return {"indices": x.indices, "values": x.values}
     if is_deferred(x):
@@ -149,7 +148,7 @@ def _arrays_of(x: Table) -> Any:
         return {"clock": _clock_of(x), **{name: to_arrays(getattr(x, name)) for name in others}}
     if not is_stored_table(x):
         return x
-    sharding: Any = None
+    sharding: Sharding | None = None
     if isinstance(x, ShardedTable):
         shards = x.layout.shards
         first = next((i for i, n in enumerate(x.shape) if n % shards == 0), None)
@@ -165,7 +164,7 @@ def _arrays_of(x: Table) -> Any:
     return dense(x)
 
 
-def _clock_of(x: Table) -> Any:
+def _clock_of(x: Table) -> Shaped:
     leaf = x.sealed_clock
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return x.clock
@@ -231,7 +230,7 @@ def _as_deferred(name: str, given: PyTree, like: Deferred) -> Deferred:
     return like._with(sealed_clock=sealed(parts.pop("clock")), **parts)
 
 
-def _on_devices_of(main: Table, shared: jax.Array) -> Any:
+def _on_devices_of(main: Table, shared: jax.Array) -> jax.Array:
     """Replicate an array that all rows share where the rows are: it may be on another mesh."""
     if isinstance(shared, jax.core.Tracer):
         return shared
@@ -244,7 +243,7 @@ def _on_devices_of(main: Table, shared: jax.Array) -> Any:
 
 def _as_table(name: str, given: PyTree, like: StoredTable) -> StoredTable:
     if is_stored_table(given):
-        kinds: list[Any] = [jax.tree.structure(x) for x in (given, like)]
+        kinds: list[PyTreeDef] = [jax.tree.structure(x) for x in (given, like)]
         if kinds[0] != kinds[1]:
             raise ValueError(
                 f"{name} is a {given!r} that is placed otherwise than `like` has it: give "
@@ -267,7 +266,7 @@ def _as_table(name: str, given: PyTree, like: StoredTable) -> StoredTable:
     return PackedTable.from_array(given)
 
 
-def _by_automatic_axes(x: Any) -> Any:
+def _by_automatic_axes(x: PyTree) -> PyTree:
     """Return an array on the mesh that it is on, without explicit axes: rows move freely."""
     is_concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
     if not is_concrete or not isinstance(x.sharding, NamedSharding):
@@ -275,12 +274,12 @@ def _by_automatic_axes(x: Any) -> Any:
     return jax.device_put(x, NamedSharding(automatic_mesh(x.sharding.mesh), x.sharding.spec))
 
 
-def _in_order_of_ids(name: str, given: Mapping[str, Any], like: StoredTable) -> jax.Array:
+def _in_order_of_ids(name: str, given: Mapping[str, PyTree], like: StoredTable) -> jax.Array:
     """Return the array (V, *row) of the leaves of a packed or sharded table, by their names."""
     rows, *row = like.shape
-    blocks: Any = given.get("blocks", given)
+    blocks: PyTree = given.get("blocks", given)
     if isinstance(blocks, Mapping):
-        parts: Any = blocks.get("parts", ())
+        parts: PyTree = blocks.get("parts", ())
         if isinstance(parts, Mapping):
             parts = [parts[key] for key in sorted(parts, key=int)]
         widths = PackedTable.widths(like.shape)
@@ -325,6 +324,6 @@ def _checked_kind(name: str, given: PyTree, like: PyTree) -> jax.Array:
     return given
 
 
-def _kind(dtype: DTypeLike) -> Any:
+def _kind(dtype: DTypeLike) -> object:
     kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
     return next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), dtype)

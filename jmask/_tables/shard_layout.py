@@ -14,7 +14,6 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,16 +31,14 @@ from jmask._base.array_types import (
     with_whole_rows,
 )
 from jmask._base.row_ids import INT32_MAX, id_dtype
-from jmask._base.types import Value
+from jmask._base.types import Function, PyTree, Static, Table, TensorLike
 from jmask._base.validation import check_flag, checked_choice, shown
 from jmask._kernels.coalesce import coalesce_rows, unique_slots
 from jmask._kernels.rows import gather_rows, set_rows
 from jmask._tables.packed import LANES
 
 PLACEMENTS = ("div", "mod")
-Blocks = (
-    Any  # an array or a PackedTable: of the blocks of all shards, or of the one of a device
-)
+Blocks = Table  # an array or a PackedTable: the blocks of all shards, or the one of a device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +67,7 @@ class Layout:
     def shards(self) -> int:
         return math.prod(self.mesh.shape[axis] for axis in self.rows)
 
-    def described(self) -> tuple[Any, ...]:
+    def described(self) -> Static:
         """Return the layout in tuples, numbers and names, for files."""
         mesh = self.mesh
         devices = tuple(device.id for device in mesh.devices.flat)
@@ -80,7 +77,7 @@ class Layout:
         return mesh_key, *(getattr(self, name) for name in others)
 
     @classmethod
-    def from_description(cls, described: tuple[Any, ...]) -> "Layout":
+    def from_description(cls, described: Static) -> "Layout":
         """Return the layout that was `described`, if its devices are there."""
         (shape, ids, names, types), *others = described
         devices = {device.id: device for device in jax.devices()}
@@ -150,8 +147,8 @@ class Layout:
         return set(self.rows) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
     def run(
-        self, function: Callable[..., Any], *arguments: Any, over: Sequence[tuple[str, ...]]
-    ) -> Any:
+        self, function: Function, *arguments: PyTree, over: Sequence[tuple[str, ...]]
+    ) -> PyTree:
         """Run `function` on the blocks that each device holds of the arguments.
 
         Dimension 0 of each is sharded over the axes `over`, the last of which are for the
@@ -242,7 +239,7 @@ def layout_of(
     return Layout(mesh, rows, batch, placement, shape[0], block, capacity_factor)
 
 
-def _checked_factor(factor: Any, rows: tuple[str, ...], batch: tuple[str, ...]) -> float:
+def _checked_factor(factor: TensorLike, rows: tuple[str, ...], batch: tuple[str, ...]) -> float:
     is_number = isinstance(factor, numbers.Real) and not isinstance(factor, bool)
     if not is_number or not 1 <= factor < math.inf:
         raise ValueError(
@@ -402,7 +399,9 @@ def rows_to_owners(
     begin = jnp.cumsum(coming) - coming
     column = lax.iota(jnp.int32, outbox.room)
 
-    def one_round(number: jax.Array, received: Value) -> Any:
+    def one_round(
+        number: jax.Array, received: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         places, rows = received
         entries = outbox.entries(number)
         nth = (number * outbox.room + column)[None]

@@ -13,8 +13,7 @@ The batch may be sharded over the same axes of the mesh, over others, or over bo
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +32,17 @@ from jmask._base.array_types import (
     with_whole_rows,
 )
 from jmask._base.row_ids import Order
-from jmask._base.types import JvpArgs, Numbers, PyTree, Scalar, Shape
+from jmask._base.types import (
+    DType,
+    Function,
+    JvpArgs,
+    Numbers,
+    PyTree,
+    Scalar,
+    Shape,
+    Static,
+    Table,
+)
 from jmask._base.validation import as_table, checked_choice
 from jmask._kernels.rows import gather_unique_rows, set_rows
 from jmask._tables.packed import PackedTable, checked_floating, part_shapes
@@ -83,18 +92,18 @@ class RoutedRows(RowSparse):
         leaves, static = rows.tree_flatten()
         return cls.tree_unflatten((static, layout), leaves)
 
-    def tree_flatten(self) -> Any:
+    def tree_flatten(self) -> tuple[Sequence[PyTree], Static]:
         leaves, static = super().tree_flatten()
         return leaves, (static, self.layout)
 
-    def tree_flatten_with_keys(self) -> Any:
+    def tree_flatten_with_keys(self) -> tuple[Sequence[tuple[object, PyTree]], Static]:
         leaves, static = super().tree_flatten_with_keys()
         return leaves, (static, self.layout)
 
     @classmethod
-    def tree_unflatten(cls, static: tuple[Any, ...], leaves: Sequence[Any]) -> "RoutedRows":
+    def tree_unflatten(cls, static: Static, leaves: Sequence[PyTree]) -> "RoutedRows":
         row_sparse_static, layout = static
-        node: Any = super().tree_unflatten(row_sparse_static, leaves)
+        node: RoutedRows = super().tree_unflatten(row_sparse_static, leaves)
         node.layout = layout
         return node
 
@@ -106,7 +115,7 @@ class RoutedRows(RowSparse):
         """Return the gradient without the entries where `rows` (S m,) is True."""
         layout = self.layout
 
-        def others(ids: jax.Array, values: jax.Array, rows: jax.Array) -> Any:
+        def others(ids: jax.Array, values: jax.Array, rows: jax.Array) -> tuple[jax.Array, ...]:
             return layout.summed_here(jnp.where(rows, layout.count, ids), values)
 
         over = (layout.rows,) * 4
@@ -163,7 +172,7 @@ class ShardedTable(StoredTable):
         return isinstance(self.stored, PackedTable)
 
     @property
-    def dtype(self) -> np.dtype:
+    def dtype(self) -> DType:
         return self.stored.dtype
 
     def check_layout(self) -> Blocks:
@@ -199,7 +208,7 @@ class ShardedTable(StoredTable):
 
     def full(self, row: Sequence[int], value: Scalar, dtype: DTypeLike) -> "ShardedTable":
         layout, shape = self.layout, (self.layout.shards * self.layout.block, *row)
-        make: Any = functools.partial(jnp.full, shape, value, dtype)
+        make: Callable[[], Table] = functools.partial(jnp.full, shape, value, dtype)
         ndim = len(shape)
         if isinstance(self.stored, PackedTable):
             make = functools.partial(self.stored.full, row, value, dtype)
@@ -220,7 +229,7 @@ class ShardedTable(StoredTable):
 
         return [layout.run(local_entries, self.check_layout(), over=(layout.rows, layout.rows))]
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Function, tuple[object, ...]]:
         arrays = jax.tree.map(np.asarray, self.stored)
         return _unpickled, (arrays, self.layout.described(), self.shape)
 
@@ -429,7 +438,7 @@ def placed_alike(table: Numbers, like: ShardedTable) -> ShardedTable:
     return _placed(jnp.asarray(table), like.layout, like._is_packed())
 
 
-def _placed(table: Any, layout: Layout, in_lines: bool) -> ShardedTable:
+def _placed(table: jax.Array, layout: Layout, in_lines: bool) -> ShardedTable:
     """Return an array, or the shape of one, as a table of a layout, in lines of 128 or not."""
 
     def blocks_of(table: jax.Array) -> Blocks:
@@ -458,7 +467,7 @@ def _placed(table: Any, layout: Layout, in_lines: bool) -> ShardedTable:
     return ShardedTable(blocks, layout, table.shape)
 
 
-def _unpickled(arrays: PyTree, described: tuple[Any, ...], shape: Shape) -> ShardedTable:
+def _unpickled(arrays: PyTree, described: Static, shape: Shape) -> ShardedTable:
     layout = Layout.from_description(described)
     put = lambda x: jax.device_put(x, layout.sharding(x.ndim))
     return ShardedTable(jax.tree.map(put, arrays), layout, shape)

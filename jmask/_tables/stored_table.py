@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, Self, TypeGuard
+from typing import NamedTuple, NoReturn, Self, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,20 @@ from jax.typing import DTypeLike
 
 from jmask._base.array_types import added, is_complex, is_narrow, joint_dtype, trailing, wide
 from jmask._base.row_ids import hide, id_dtype
-from jmask._base.types import Gradient, Ids, JvpArgs, Numbers, Scalar, Shaped, Table, TensorLike
+from jmask._base.types import (
+    DType,
+    Gradient,
+    HostArray,
+    Ids,
+    JvpArgs,
+    Numbers,
+    PyTree,
+    Scalar,
+    Shaped,
+    Static,
+    Table,
+    TensorLike,
+)
 from jmask._kernels.gather import Gather
 from jmask._kernels.rows import add_rows, gather_rows, gather_unique_rows, set_rows
 from jmask._kernels.stochastic_rounding import stochastic_round
@@ -54,27 +67,27 @@ class StoredTable(abc.ABC):
     shape: tuple[int, ...]
     placeholder: "Placeholder | None"
 
-    def tree_flatten_with_keys(self) -> Any:
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[object, PyTree]], Static]:
         names = map(jax.tree_util.GetAttrKey, self._NAMES or self._ARRAYS)
         arrays = (getattr(self, x) for x in self._ARRAYS)
         return list(zip(names, arrays, strict=True)), self._static()
 
     @classmethod
-    def tree_unflatten(cls, static: tuple[Any, ...], children: Sequence[Any]) -> Self:
+    def tree_unflatten(cls, static: Static, children: Sequence[PyTree]) -> Self:
         node = object.__new__(cls)
         for name, x in zip((*cls._ARRAYS, *cls._STATIC), (*children, *static), strict=True):
             setattr(node, name, x)
         return node
 
-    def tree_flatten(self) -> Any:
+    def tree_flatten(self) -> tuple[list[PyTree], Static]:
         if refuse_misuse_of_table(type(self).__name__):
             return [getattr(self, self._ARRAYS[0])], self._static()
         return [getattr(self, x) for x in self._ARRAYS], self._static()
 
-    def _static(self) -> tuple[Any, ...]:
+    def _static(self) -> Static:
         return tuple(getattr(self, x) for x in self._STATIC)
 
-    def _with(self, **parts: Any) -> Self:
+    def _with(self, **parts: PyTree) -> Self:
         """Return the same table with other attributes."""
         node = self.__copy__()
         for name, x in parts.items():
@@ -84,12 +97,12 @@ class StoredTable(abc.ABC):
     def __copy__(self) -> Self:
         return self.tree_unflatten(self._static(), [getattr(self, x) for x in self._ARRAYS])
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return jax.tree.map(jnp.copy, self)
 
     @property
     @abc.abstractmethod
-    def dtype(self) -> np.dtype:
+    def dtype(self) -> DType:
         """The dtype of the entries."""
 
     @abc.abstractmethod
@@ -109,7 +122,7 @@ class StoredTable(abc.ABC):
         """Return the table with other rows where a `fitted` gradient has them."""
 
     @abc.abstractmethod
-    def full(self, row: Sequence[int], value: Scalar, dtype: DTypeLike) -> Any:
+    def full(self, row: Sequence[int], value: Scalar, dtype: DTypeLike) -> Table:
         """Return a table kept in the same way, with rows of another shape, all of one value."""
 
     @abc.abstractmethod
@@ -162,14 +175,14 @@ class StoredTable(abc.ABC):
         """Decide whether an entry equals `x`, as `in` does of arrays; text never does."""
         return is_comparable(x) and bool(jnp.any(self.todense() == x))
 
-    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> HostArray:
         if copy is False:
             raise ValueError(f"`copy`=False: a {type(self).__name__} is no array to share.")
         return np.asarray(self.todense(), dtype)
 
     def __repr__(self) -> str:
         try:
-            dtype: Any = self.dtype
+            dtype: object = self.dtype
         except (AttributeError, IndexError):  # a tree of something else than arrays
             dtype = "?"
         return f"{type(self).__name__}({dtype}[{', '.join(map(str, self.shape))}])"
@@ -177,7 +190,7 @@ class StoredTable(abc.ABC):
 
 def from_the_end(ids: Numbers, rows: int) -> Ids:
     """Count negative ids from the end; NumPy integers stay NumPy's."""
-    found: Any = ids if isinstance(ids, jax.Array) else np.asarray(ids)
+    found: Ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
     if not jnp.issubdtype(found.dtype, jnp.signedinteger):
         return ids
     if isinstance(found, np.ndarray):
@@ -228,9 +241,9 @@ class RowsAt(NamedTuple):
     """
 
     values: jax.Array
-    read: Callable[[Any], jax.Array]
-    write: Callable[[Any, jax.Array], Any]
-    add: Callable[[Any, jax.Array], Any] | None = None
+    read: Callable[[Table], jax.Array]
+    write: Callable[[Table, jax.Array], Table]
+    add: Callable[[Table, jax.Array], Table] | None = None
 
     @classmethod
     def of(cls, table: Table, gradient: RowSparse) -> "RowsAt":
@@ -270,7 +283,7 @@ class Placeholder:
             further derivative. The outermost array is no more than its shape.
     """
 
-    array: Any
+    array: jax.Array
     order: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
@@ -386,14 +399,14 @@ class NewTable:
         return self.table.shape
 
     @property
-    def dtype(self) -> np.dtype:
+    def dtype(self) -> DType:
         return self.table.dtype
 
-    def tree_flatten(self) -> Any:
+    def tree_flatten(self) -> tuple[tuple[jax.Array, Table], None]:
         return (hide(jnp.zeros((1,), jnp.int32)), self.table), None
 
     @classmethod
-    def tree_unflatten(cls, static: tuple[Any, ...], children: Sequence[Any]) -> "NewTable":
+    def tree_unflatten(cls, static: None, children: Sequence[PyTree]) -> "NewTable":
         node = object.__new__(cls)
         node.table = children[1]
         return node

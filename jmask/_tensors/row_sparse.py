@@ -29,7 +29,7 @@ from jmask._base.row_ids import Order, canonical, hide, id_dtype, is_opaque, rev
 from jmask._base.types import Numbers
 from jmask._base.validation import check_flag, checked_array, checked_dtype
 from jmask._kernels.coalesce import coalesce_rows
-from jmask._kernels.gathered_rows import Rows, cast, gathered, scaled
+from jmask._kernels.gathered_rows import Rows, cast, gathered
 from jmask._kernels.rows import split_rows
 from jmask._kernels.stochastic_rounding import check_key
 from jmask._kernels.update_rows import add_to_rows
@@ -448,10 +448,6 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         """
         values = checked_replacement(values, self.values)
         return self.with_leaves(self.index_leaf, values)
-
-    def scaled(self, function: Callable[[Any], Any]) -> "RowSparse":
-        """Multiply every entry by the same number, as `function` does with arrays."""
-        return self.with_values(scaled(self.values, function))
 
     def rows(self) -> Rows:
         """Return the values, or what makes them, for readers that go block by block."""

@@ -5,9 +5,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,16 @@ from jmask._base.fallback import (
     report_fallback,
 )
 from jmask._base.row_ids import id_dtype
-from jmask._base.types import Gradient, Gradients, KeyPath, OptState, Params, Table
+from jmask._base.types import (
+    Function,
+    Gradient,
+    Gradients,
+    KeyPath,
+    OptState,
+    Params,
+    PyTree,
+    Table,
+)
 from jmask._base.validation import Model, leaf_name
 from jmask._kernels.stochastic_rounding import check_key, stochastic_round
 from jmask._tables.stored_table import NewTable, add_to_dense, is_stored_table
@@ -118,7 +126,7 @@ def apply_updates(
     fit = Fit.unchecked(updates, params)
     updates, params = fit.gradients, fit.params
 
-    def apply(path: KeyPath, update: Gradient, param: Table) -> Any:
+    def apply(path: KeyPath, update: Gradient, param: Table) -> Table:
         leaf_key = next(keys)
         if update is None or param is None:
             return param
@@ -160,7 +168,7 @@ def apply_gradients(
     params: Params,
     *,
     key: jax.Array | None = None,
-    **extra_args: Any,
+    **extra_args: PyTree,
 ) -> tuple[Params, OptState]:
     """Take one optimizer step: `tx.update` and `apply_updates`, in one pass where possible.
 
@@ -222,7 +230,7 @@ def apply_gradients(
 _ROWS, _ROWS_FOR_EACH_ENTRY = 1000, 8
 
 
-def noticing_dense_tables(step: Callable[..., Any]) -> Callable[..., Any]:
+def noticing_dense_tables(step: Function) -> Function:
     """Return `step` of a lazy optimizer, of gradients first, that notices dense tables.
 
     It reports each large table among gradients none of which is sparse or masked.
@@ -232,8 +240,10 @@ def noticing_dense_tables(step: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(step)
-    def noticing(grads: Gradients, *args: Any, **kwargs: Any) -> Any:
-        leaves: Any = jax.tree.leaves_with_path(grads, is_leaf=is_gradient_leaf)
+    def noticing(grads: Gradients, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, OptState]:
+        leaves: list[tuple[KeyPath, Gradient]] = jax.tree.leaves_with_path(
+            grads, is_leaf=is_gradient_leaf
+        )
         is_dense = not any(is_gradient_leaf(x) for _, x in leaves)
         for path, gradient in leaves:
             if is_dense and is_table(gradient) and not is_expected_dense(gradient):
@@ -258,11 +268,8 @@ def noticing_dense_tables(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def noticed_as(gradients: Gradients, updates: Gradients) -> Gradients:
     """Mark dense tables in `updates` as reported where they were in the gradients."""
-    pairs: Any = zip(
-        *(jax.tree.leaves(x, is_leaf=is_gradient_leaf) for x in (gradients, updates)),
-        strict=True,
-    )
-    for gradient, update in pairs:
+    given, new = (jax.tree.leaves(x, is_leaf=is_gradient_leaf) for x in (gradients, updates))
+    for gradient, update in zip(given, new, strict=True):
         if is_expected_dense(gradient) and is_table(update):
             expect_dense(update)
     return updates
@@ -364,7 +371,7 @@ class Fit:
     """
 
     gradients: Gradients
-    params: Any
+    params: Params
     model: Model
 
     @classmethod
@@ -383,7 +390,7 @@ class Fit:
     def as_given(self, new: Params) -> Params:
         """Return new parameters in the form they had: a model, or a `RowSparse` of all rows."""
 
-        def stored(old: Table, x: Table) -> Any:
+        def stored(old: Table, x: Table) -> Table:
             if not is_full(old):
                 return x
             ids = jnp.arange(old.shape[0], dtype=id_dtype(old.shape[0]))

@@ -2,14 +2,22 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import is_narrow
-from jmask._base.types import Gradient, Gradients, KeyPath, Params, Table, Tensor, TensorLike
+from jmask._base.types import (
+    Gradient,
+    Gradients,
+    KeyPath,
+    Params,
+    PyTreeDef,
+    Table,
+    Tensor,
+    TensorLike,
+)
 from jmask._base.validation import (
     KEEP_ARRAYS,
     Model,
@@ -126,14 +134,14 @@ def naming_structures(
 
 def _difference(updates: Gradients, params: Params, order: str = _ORDER) -> str | None:
     """Describe how the trees differ; return None if each gradient has a parameter."""
-    given: Any = jax.tree.structure(updates, is_leaf=_is_leaf)
-    expected: Any = jax.tree.structure(params, is_leaf=_is_leaf)
+    given: PyTreeDef = jax.tree.structure(updates, is_leaf=_is_leaf)
+    expected: PyTreeDef = jax.tree.structure(params, is_leaf=_is_leaf)
     if given == expected:
         return None
     # If all that differs is one leaf that is None, its name says more than two structures.
     is_leaf = lambda x: x is None or _is_leaf(x)
-    leaves: Any = jax.tree.leaves_with_path(updates, is_leaf=is_leaf)
-    parameters: Any = jax.tree.leaves_with_path(params, is_leaf=is_leaf)
+    leaves: list[tuple[KeyPath, Gradient]] = jax.tree.leaves_with_path(updates, is_leaf=is_leaf)
+    parameters: list[tuple[KeyPath, Table]] = jax.tree.leaves_with_path(params, is_leaf=is_leaf)
     if [path for path, _ in leaves] == [path for path, _ in parameters]:
         for (path, leaf), (_, param) in zip(leaves, parameters, strict=True):
             if leaf is None is not param:
@@ -224,7 +232,7 @@ def as_gradients(updates: Gradients) -> Gradients:
     """
     check_gradients(updates)
 
-    def entries(path: KeyPath, x: TensorLike) -> Any:
+    def entries(path: KeyPath, x: TensorLike) -> Gradient:
         if not isinstance(x, BCOO | BCSR):
             return x
         if isinstance(x, BCSR):
@@ -247,7 +255,7 @@ def as_gradients(updates: Gradients) -> Gradients:
     return jax.tree.map_with_path(entries, updates, is_leaf=is_gradient_leaf)
 
 
-def gradient_and_valid(gradient: Gradient) -> tuple[Any, jax.Array | None]:
+def gradient_and_valid(gradient: Gradient) -> tuple[Gradient, jax.Array | None]:
     """Split a gradient leaf into an array or coalesced `RowSparse`, and its valid entries."""
     if is_row_sparse(gradient):
         return summed(gradient), None

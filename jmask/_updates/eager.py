@@ -16,19 +16,18 @@ or raises under `strict()`, as it would have.
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import jax
 import numpy as np
 
 from jmask._base.fallback import collected
-from jmask._base.types import Gradients, OptState, Params
+from jmask._base.types import Function, Gradients, OptState, Params, PyTree
 
-Constructor = TypeVar("Constructor", bound=Callable[..., Any])
+Constructor = TypeVar("Constructor", bound=Function)
 
 
-def compiled_outside_jit(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_outside_jit(function: Function) -> Function:
     """Run `function`, which is pure, from a compiled program where all leaves are arrays.
 
     It is called as it is with keyword arguments, inside a trace, and with other leaves.
@@ -37,7 +36,7 @@ def compiled_outside_jit(function: Callable[..., Any]) -> Callable[..., Any]:
     has_fallback = False
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
         nonlocal has_fallback
         if has_fallback or kwargs or not all(map(_is_concrete, jax.tree.leaves(args))):
             return function(*args, **kwargs)
@@ -56,14 +55,14 @@ def sharing_programs(constructor: Constructor) -> Constructor:
     signature = inspect.signature(constructor)
 
     @functools.lru_cache(_PROGRAMS)
-    def program(method: str, fixed: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-        def run(arrays: dict[str, Any], *args: Any) -> Any:
+    def program(method: str, fixed: tuple[tuple[str, object], ...]) -> Function:
+        def run(arrays: dict[str, jax.Array], *args: PyTree) -> PyTree:
             return getattr(constructor(**dict(fixed), **arrays), method)(*args)
 
         return compiled_outside_jit(run)
 
     @functools.wraps(constructor)
-    def construct(*args: Any, **kwargs: Any) -> Any:
+    def construct(*args: PyTree, **kwargs: PyTree) -> PyTree:
         made = constructor(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
         # NumPy's arrays are looked at when an optimizer is made: see `is_known`.
@@ -75,8 +74,11 @@ def sharing_programs(constructor: Constructor) -> Constructor:
             return made
 
         def update(
-            updates: Gradients, state: OptState, params: Params | None = None, **extra_args: Any
-        ) -> Any:
+            updates: Gradients,
+            state: OptState,
+            params: Params | None = None,
+            **extra_args: PyTree,
+        ) -> tuple[Gradients, OptState]:
             if extra_args:
                 return made.update(updates, state, params, **extra_args)
             return program("update", fixed)(arrays, updates, state, params)

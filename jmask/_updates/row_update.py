@@ -20,32 +20,37 @@ bit for bit the old table in the rows that no id names.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
+from jax.typing import ArrayLike
 
 from jmask._base.array_types import explicit_sharding, is_narrow, trailing
 from jmask._base.jaxprs import bound, interpret
+from jmask._base.types import Table, Value
 from jmask._kernels import tuning
+from jmask._kernels.gathered_rows import gathered, scaled
 from jmask._kernels.scatter_update import Combiner, entry_by_entry, update_elementwise
-from jmask._kernels.update_rows import ADDITION, RowUpdate, Update, add_to_rows
+from jmask._kernels.update_rows import ADDITION, RowUpdate, UniqueRows, Update, add_to_rows
 from jmask._tables.packed import PackedTable
 from jmask._tables.stored_table import RowsAt, fitted, is_stored_table
 from jmask._tensors.row_sparse import RowSparse
 
+OnRows = Callable[[RowsAt, Sequence[Table], Sequence[jax.Array]], list[Table]]
+"""(rows of the gradient, tables, scalars) -> new tables."""
+
 
 def update_rows(
     combiner: Combiner,
-    tables: Sequence[Any],
+    tables: Sequence[Table],
     gradient: RowSparse,
-    scalars: Sequence[Any],
+    scalars: Sequence[jax.Array],
     *,
     is_elementwise: bool = True,
-    on_rows: Callable[..., list[Any]] | None = None,
-    linear: Callable[[Any], Any] | None = None,
-) -> RowUpdate | list[Any]:
+    on_rows: OnRows | None = None,
+    linear: Callable[[jax.Array], jax.Array] | None = None,
+) -> RowUpdate | list[Table]:
     """Make an update of the rows of a gradient; `updated` runs it.
 
     Args:
@@ -55,8 +60,8 @@ def update_rows(
         gradient: of such a table; rows of equal ids are summed first.
         scalars: what else the combiner takes.
         is_elementwise: whether entries of all tables correspond one to one.
-        on_rows: (rows of the gradient, tables, scalars) -> new tables, which reads no more than
-            it needs. Only LINES and SCATTER can do without.
+        on_rows: the same update, which reads no more than it needs. Only LINES and SCATTER can
+            do without.
         linear: rows of the gradient -> what is added to the only table, if that is all.
     """
     table, *others = tables
@@ -69,22 +74,20 @@ def update_rows(
         assert on_rows is not None, "what is elementwise alone is for arrays and packed tables"
         return on_rows(RowsAt.of(table, gradient), tables, scalars)
     # The gradient is opened once: what follows takes canonical ids, rows, and their order.
-    ids, order, shape = gradient.row_ids(), gradient.order, gradient.shape
+    ids, rows, order = gradient.row_ids(), gradient.rows(), gradient.order
     if linear is not None and table.dtype == gradient.dtype and not is_narrow(table.dtype):
-        return RowUpdate(ADDITION, tables, ids, gradient.scaled(linear).rows(), [], order)
-    rows = gradient.rows()
+        steps = gathered(scaled(gradient.values, linear))
+        return RowUpdate(ADDITION, tables, ids, steps, [], order)
     if is_saturated(gradient, tables):
         new_entries = entry_by_entry(combiner) if is_elementwise else combiner
-        dense = add_to_rows(jnp.zeros(shape, gradient.dtype), ids, rows, order)
+        dense = add_to_rows(jnp.zeros_like(table, gradient.dtype), ids, rows, order)
         return _kept_where_untouched(new_entries, tables, ids, [dense, *scalars])
     if is_elementwise:
         return update_elementwise(combiner, tables, ids, rows, scalars, order)
     assert on_rows is not None
 
-    def on_unique_rows(
-        tables: Sequence[Any], ids: jax.Array, rows: jax.Array, scalars: Any, is_sorted: bool
-    ) -> list[Any]:
-        return on_rows(RowsAt.in_arrays(ids, rows, is_sorted), tables, scalars)
+    def on_unique_rows(x: UniqueRows) -> list[jax.Array]:
+        return on_rows(RowsAt.in_arrays(x.ids, x.rows, x.is_sorted), x.tables, x.scalars)
 
     one_row = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in (*tables, gradient)]
     captures = bool(jax.make_jaxpr(combiner)(*one_row, *scalars).consts)
@@ -103,10 +106,10 @@ def is_saturated(gradient: RowSparse, tables: Sequence[jax.Array]) -> bool:
 
 
 def _kept_where_untouched(
-    new_entries: Callable[..., Any],
+    new_entries: Combiner,
     tables: Sequence[jax.Array],
     ids: jax.Array,
-    others: Sequence[Any],
+    others: Sequence[ArrayLike],
 ) -> list[jax.Array]:
     """Return `new_entries(*tables, *others)`, tables, and the old ones where no id is."""
     touched = jnp.zeros(tables[0].shape[:1], bool).at[ids].set(True, mode="drop")
@@ -125,7 +128,7 @@ def _kept_where_untouched(
     def kept(x: jax.Array, table: jax.Array) -> jax.Array:
         return jnp.where(touched, x, table)
 
-    def kept_elsewhere(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+    def kept_elsewhere(eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         results = zip(eqn.outvars, bound(eqn, inputs), strict=True)
         return [kept(x, old[v]) if v in old else x for v, x in results]
 

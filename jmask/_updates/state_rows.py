@@ -10,7 +10,6 @@ The arrays that grew by 3 belong to the first table, those that grew by 4 to the
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import optax
@@ -93,8 +92,8 @@ def check_state(
         dtypes: of which leaves the dtype is looked at too; of all by default. Rows are written
             in the dtype that their table has: it would go on in that one for ever.
     """
-    have: Any = jax.tree.structure(state, is_leaf=is_stored_table)
-    want: Any = jax.tree.structure(expected)
+    have: PyTreeDef = jax.tree.structure(state, is_leaf=is_stored_table)
+    want: PyTreeDef = jax.tree.structure(expected)
     if have != want:
         raise ValueError(
             "`state` was not made by `init` of this transformation for these parameters: "
@@ -134,7 +133,7 @@ def check_made_by(init: optax.TransformInitFn, state: OptState, params: Params) 
     check_state(state, jax.eval_shape(init, shapes))
 
 
-def states_of(kinds: type | tuple[type, ...], state: OptState) -> list[Any]:
+def states_of(kinds: type | tuple[type, ...], state: OptState) -> list[OptState]:
     """Return the states of transformations of these types that a state holds."""
     is_one = lambda x: isinstance(x, kinds)
     return [x for x in jax.tree.leaves(state, is_leaf=is_one) if is_one(x)]

@@ -7,22 +7,18 @@ those of the batch and of the lines, some thousand rows, not those of a table.
 import functools
 from typing import Any
 
-import optax
 import pytest
 
 import jmask
 from tests.accelerators.test_gpu import gpu
 from tests.accelerators.test_tpu import device
 from tests.compiled_step import IN_PLACE, Step, whole_table_operations
+from tests.optimizers import OPTIMIZERS
 
 pytestmark = pytest.mark.dtype_promotion
 
 LOOKUPS, ROW = 512, 128
-OPTIMIZERS = {
-    "adam": jmask.adam(0.1),
-    "optax.adamw": jmask.lazy(optax.adamw(0.1)),
-    "momentum": jmask.sgd(0.1, momentum=0.9),
-}
+NAMES = ("adam", "momentum", "optax.adamw")
 
 
 def check_in_place(tx: Any, sharding: Any) -> None:
@@ -41,12 +37,12 @@ def check_in_place(tx: Any, sharding: Any) -> None:
 
 
 @pytest.mark.needs(what="libtpu")
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_in_place_on_tpus(name: str) -> None:
     check_in_place(OPTIMIZERS[name], device("v5e:2x2"))
 
 
 @pytest.mark.needs(what="jax_cuda12_plugin")
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_in_place_on_gpus(name: str) -> None:
     check_in_place(OPTIMIZERS[name], gpu("H100"))

@@ -7,6 +7,7 @@ rows then hold is tested by `make test-lowered`.
 """
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -21,8 +22,11 @@ from jax.sharding import PartitionSpec as P
 import jmask
 from benchmarks.collectives import collectives
 from jmask._kernels import scatter_update
+from jmask._kernels.update_rows import UniqueRows
 from tests.compiled_step import IN_PLACE, Step, rounds_of_loops, whole_table_operations
-from tests.kernels.test_in_place import OPTIMIZERS, STEPS
+from tests.kernels.test_in_place import STEPS
+from tests.optim.test_gathered_gradients import LATE, late_step, linear
+from tests.optimizers import OPTIMIZERS
 
 pytestmark = [pytest.mark.needs(what="jax_cuda12_plugin"), pytest.mark.dtype_promotion]
 
@@ -166,6 +170,64 @@ def test_sharded_over_eight(optimizer: str, factor: float | None) -> None:
     assert rounds_of_loops(compiled) == ([0, 0] if factor else [])
 
 
+@pytest.mark.parametrize("lookups", [2**16, 2**20])
+@pytest.mark.parametrize("name", ["sgd", "adam", "optax.adamw"])
+def test_in_place_for_large_batches(name: str, lookups: int) -> None:
+    """XLA schedules the lookup after the update, or not, by what each of them holds."""
+    tx = OPTIMIZERS[name]
+    table = jax.ShapeDtypeStruct((5_000_000, 128), jnp.float32, sharding=gpu("H100"))
+    state = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=gpu("H100")),
+        jax.eval_shape(tx.init, table),
+    )
+    ids = jax.ShapeDtypeStruct((lookups,), jnp.int32, sharding=gpu("H100"))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(table: Any, state: Any, ids: jax.Array) -> Any:
+        value, grads = jmask.value_and_grad(lambda t: jnp.sum(t[ids] ** 2))(table)
+        return *jmask.apply_gradients(tx, grads, state, table), value
+
+    memory = step.lower(table, state, ids).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 1.1 * lookups * 128 * 4
+
+
+@pytest.mark.parametrize("with_value", [True, False], ids=["value_and_grad", "grad"])
+@pytest.mark.parametrize(
+    ("loss", "name"), [*((loss, "sgd") for loss in LATE), (linear, "adam")]
+)
+def test_tables_are_written_after_the_last_lookup(
+    loss: Any, name: str, with_value: bool
+) -> None:
+    """XLA fuses a lookup into each of its consumers, and the update into its scatter."""
+    temporaries, table = late_step(loss, OPTIMIZERS[name], with_value, gpu("H100"))
+    assert temporaries < table / 2
+
+
+@pytest.mark.parametrize("name", ["adam", "clipped optax.adam", "sgd with all terms"])
+def test_slots_of_zeros_are_buffers_of_their_own(name: str) -> None:
+    """XLA makes one array of equal ones, and one kernel writes both: the numbers are wrong."""
+    tx = OPTIMIZERS[name]
+
+    def first(ids: jax.Array, rows: jax.Array, table: jax.Array) -> Any:
+        gradient = jmask.RowSparse(ids, rows, table.shape)
+        return jmask.apply_gradients(tx, gradient, tx.init(table), table)
+
+    shapes = [((8,), jnp.int32), ((8, 4), jnp.float32), ((100, 4), jnp.float32)]
+    arguments = [jax.ShapeDtypeStruct(*x, sharding=gpu("H100")) for x in shapes]
+    text = jax.jit(first).lower(*arguments).compile().as_text()
+    scatters = re.findall(r" = \(([^=]*)\) scatter\((.*?)\), ", text)
+    updates = [operands.split(", ")[: types.count("f32[")] for types, operands in scatters]
+    assert updates or jax.__version_info__ < (0, 12)
+    assert all(len({*tables}) == len(tables) for tables in updates)
+
+
+def test_what_is_lost_in_rounding_is_known() -> None:
+    """XLA drops a cast to fewer digits and back: then nothing is ever rounded up."""
+    x = jax.ShapeDtypeStruct((1000,), jnp.float32, sharding=gpu("H100"))
+    round_it = jax.jit(lambda x: jmask.stochastic_round(x, jnp.bfloat16, jax.random.key(0)))
+    assert "reduce-precision" in round_it.lower(x).compile().as_text()
+
+
 def test_control_a_dense_step_makes_tables() -> None:
     step = Step(optax.adam(1e-3), value_and_grad=jax.value_and_grad)
     compiled = step.compile(ROWS, gpu("H100"))
@@ -187,7 +249,7 @@ def test_control_a_scatter_of_several_tables_is_a_loop_over_rows() -> None:
 
     def update(tables: Any, ids: Any, grad: Any) -> Any:
         update = scatter_update._one_scatter(program)
-        return update.fused(tables, ids, grad, [], False)
+        return update.fused(UniqueRows(tables, ids, grad, [], False))
 
     compiled = jax.jit(update, donate_argnums=0).lower(tables, ids, rows).compile()
     one_kernel = jax.__version_info__ >= (0, 12)

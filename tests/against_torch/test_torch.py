@@ -196,32 +196,3 @@ def test_sparse_gradients(torch: Any, pair: Pair, shape: tuple[int, ...], dtype:
 @pairs(DENSE)
 def test_dense_semantics(torch: Any, pair: Pair, shape: tuple[int, ...], dtype: Any) -> None:
     check_pair(torch, pair, shape, dtype, sparse=False)
-
-
-@dtypes
-@pairs(SPARSE)
-def test_embeddings_through_differentiation(torch: Any, pair: Pair, dtype: Any) -> None:
-    """The gradients are those of `nn.Embedding(sparse=True)` and `jmask.grad`."""
-    start = start_of((ROWS, 5), dtype)
-    weights = np.random.default_rng(2).normal(size=(LOOKUPS, 5)).astype(dtype)
-    batches = [ids for ids, _ in gradients(start.shape, dtype) if ids.size]
-
-    embedding = torch.nn.Embedding(ROWS, 5, sparse=True, _weight=torch.tensor(start))
-    optimizer = getattr(torch.optim, pair.name)(embedding.parameters(), **pair.torch)
-    for ids in batches:
-        optimizer.zero_grad()
-        looked_up = embedding(torch.tensor(ids)) * torch.tensor(weights)
-        torch.sin(looked_up).sum().backward()
-        optimizer.step()
-
-    @jax.jit
-    def step(table: Any, state: Any, ids: Any) -> tuple[Any, Any]:
-        loss = lambda table: jnp.sin(table[ids] * weights).sum()
-        return jmask.apply_gradients(pair.tx, jmask.grad(loss)(table), state, table)
-
-    with jax.enable_x64(dtype is np.float64):
-        table = jnp.asarray(start)
-        state = pair.tx.init(table)
-        for ids in batches:
-            table, state = step(table, state, ids)
-    check_equal(table, embedding.weight.detach().numpy(), dtype)

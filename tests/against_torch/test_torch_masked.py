@@ -145,11 +145,3 @@ def test_mean_of_a_masked_tensor(torch):
     theirs = torch.masked.mean(x, dim=0)
     assert not np.isclose(float(theirs), 2)
     assert jnm.mean(MaskedTensor(data, mask), axis=0).storage == 2
-
-
-def test_negative_axes_of_a_masked_tensor(torch):
-    """torch's amax over a tuple of negative axes gives a wrong mask."""
-    x = MaskedTensor(jnp.asarray(DATA), jnp.asarray(MASK))
-    for axes in ((-1,), (-2, -1)):
-        result = jnm.amax(x, axis=axes)
-        np.testing.assert_array_equal(result.valid, MASK.any(axes))

@@ -180,20 +180,6 @@ def test_small_tables_and_stacks_of_weights_stay_dense():
         assert isinstance(gradient, jax.Array)
 
 
-def test_with_lookups():
-    f = of_squares(lambda t: t[3][None] + t[jnp.array([3, 9, 3])])
-    gradient = jmask.grad(f)(LARGE)
-    assert gradient.nse == 4
-    np.testing.assert_allclose(gradient.todense(), jax.grad(f)(LARGE), rtol=1e-6)
-
-
-def test_explain_says_the_same():
-    found = jmask.explain(of_squares(SLICES["the first rows"][0]), LARGE)
-    assert found.parameters[0].nse == 512
-    found = jmask.explain(of_squares(SLICES["too many"][0]), LARGE)
-    assert not found.parameters[0].is_sparse
-
-
 SOURCES, TARGETS = np.random.default_rng(0).integers(0, 5000, (2, 10_000))
 TABLE = jax.random.normal(jax.random.key(0), (5000, 64))
 
@@ -236,8 +222,3 @@ def test_one_truth(name):
     if is_sparse:
         assert explained.nse == gradient.nse > len(TABLE)
         assert "`jmask.densify()`" in explained.note
-
-
-def test_strict_raises():
-    with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match="needs all of it"):
-        jmask.grad(lambda t: jnp.sum(LAYERS["one layer"](t)[IDS]))(TABLE)

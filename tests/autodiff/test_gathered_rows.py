@@ -394,27 +394,6 @@ def test_second_derivatives(name):
     assert_close(forward, expected)
 
 
-def test_operations_on_it():
-    """All that takes a RowSparse takes one in factors."""
-    loss = loss_of("einsum, weights first")
-    gradient, dense = jmask.grad(loss)(TABLE), jax.grad(loss)(TABLE)
-    assert_close((gradient * 2).todense(), 2 * dense)
-    np.testing.assert_array_equal(
-        gradient.astype(jnp.float16).values, gradient.values.astype(jnp.float16)
-    )
-    assert_close(gradient.retain([1, 2, 3]).todense()[1:4], dense[1:4])
-    assert_close(jmask.tree.norm(gradient), jnp.linalg.norm(dense))
-    assert_close(jmask.tree.add(gradient, gradient).todense(), 2 * dense)
-    assert_close(gradient[3], dense[3])
-    assert_close(gradient.sum(1).todense(), dense.sum(1))
-    arrays = jmask.to_arrays({"t": gradient})
-    shapes = jax.eval_shape(lambda: {"t": jmask.grad(loss)(TABLE)})
-    assert shapes["t"].values.shape == gradient.values.shape
-    assert_close(jmask.from_arrays(arrays, like=shapes)["t"].todense(), dense)
-    assert repr(gradient) == f"RowSparse(float32[{V}, {D}], nse={B * L})"
-    gradient.validate()
-
-
 def test_in_a_shard_map_rows_are_arrays():
     """A caller may put those of devices side by side, where an index is that of a device."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -439,6 +418,7 @@ def test_no_tracer_is_kept():
             jax.jit(jmask.grad(loss_of(name)))(TABLE, BATCH)
 
 
+@pytest.mark.of_cpus
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_tables(dtype):
     table = TABLE.astype(dtype)

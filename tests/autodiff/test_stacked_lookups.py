@@ -18,7 +18,9 @@ from jax import lax
 
 import jmask
 from tests.compiled_step import IN_PLACE, whole_table_operations
+from tests.optimizers import NOT_LAZY, OPTIMIZERS
 from tests.oracle import assert_close, densified
+from tests.stored_tables import STEPS
 
 pytestmark = [pytest.mark.sampled, pytest.mark.dtype_promotion]
 
@@ -242,27 +244,18 @@ def test_what_takes_no_stacked_tables_says_so(call):
 
 # --- optimizers --------------------------------------------------------------------------
 
-OPTIMIZERS: dict[str, Any] = {
-    "sgd": lambda like: jmask.sgd(0.1),
-    "momentum": lambda like: jmask.sgd(0.1, momentum=0.9, weight_decay=0.1),
-    "adam": lambda like: jmask.adam(0.1),
-    "adagrad": lambda like: jmask.adagrad(0.1),
-    "ftrl": lambda like: jmask.ftrl(0.1),
-    "lifted": lambda like: jmask.lazy(optax.adamw(0.1)),
-    "lifted, clipped": lambda like: jmask.lazy(
-        optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))
-    ),
-    "injected": lambda like: jmask.lazy(optax.inject_hyperparams(optax.adam)(0.1)),
-    "clipped by row": lambda like: optax.chain(jmask.clip_by_row_norm(0.1), jmask.adam(0.1)),
-    "unless not finite": lambda like: jmask.skip_nonfinite(jmask.adam(0.1)),
-    "without bad rows": lambda like: optax.chain(jmask.drop_nonfinite_rows(), jmask.adam(0.1)),
-    "every other step": lambda like: jmask.multi_steps(jmask.adam(0.1), 2, like=like),
-    "dense": lambda like: optax.chain(jmask.densify(), optax.adam(0.1)),
-    "not lazy": lambda like: jmask.adam(0.1, lazy_update=False),
-    "partitioned": lambda like: optax.partition(
-        {"a": jmask.adam(0.1), "b": optax.sgd(0.1)}, {"t": "a", "w": "b"}
-    ),
-}
+# A number for each row of one table is none for each row of several.
+BY_ENTRIES = {name: tx for name, tx in OPTIMIZERS.items() if "row" not in name}
+EVERY: dict[str, Any] = (
+    BY_ENTRIES
+    | NOT_LAZY
+    | {
+        "partition": optax.partition(
+            {"a": jmask.adam(0.1), "b": optax.sgd(0.1)}, {"t": "a", "w": "b"}
+        ),
+        "every other step": None,
+    }
+)
 
 
 def model_loss(p):
@@ -279,21 +272,18 @@ def flat_loss(p):
 
 
 @pytest.mark.parametrize("jit", [True, False])
-@pytest.mark.parametrize("way", ["apply_gradients", "update"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("way", STEPS)
+@pytest.mark.parametrize("name", EVERY)
 def test_optimizers(name, way, jit):
     """As of one table (M * V, D); rows that are not looked up keep their bits."""
     start = {"t": STACKS["(3, 7, 2)"], "w": jnp.ones(3)}
 
     def trained(loss, params):
-        tx = OPTIMIZERS[name](jax.eval_shape(jmask.grad(loss), params))
+        like = jax.eval_shape(jmask.grad(loss), params)
+        tx = EVERY[name] or jmask.multi_steps(jmask.adam(0.1), 2, like=like)
 
         def step(params, state):
-            gradient = jmask.grad(loss)(params)
-            if way == "apply_gradients":
-                return jmask.apply_gradients(tx, gradient, state, params)
-            updates, state = tx.update(gradient, state, params)
-            return optax.apply_updates(params, updates), state
+            return STEPS[way](tx, jmask.grad(loss)(params), state, params)
 
         state = tx.init(params)
         for _ in range(3):
@@ -303,7 +293,7 @@ def test_optimizers(name, way, jit):
     params, state = trained(model_loss, start)
     expected, flat_state = trained(flat_loss, flat(start))
     assert_close(flat(params), expected, rtol=1e-6, atol=1e-6)
-    if name not in ("dense", "not lazy"):
+    if name not in NOT_LAZY:
         inactive = np.setdiff1d(np.arange(7), BATCH.ids)
         np.testing.assert_array_equal(params["t"][:, inactive], start["t"][:, inactive])
     for x, y in zip(*map(jax.tree.leaves, (state, flat_state)), strict=True):
@@ -318,7 +308,7 @@ def test_one_number_for_each_table_is_none_for_each_row(make):
         jmask.apply_gradients(tx, gradient, tx.init(t), t)
 
 
-@pytest.mark.parametrize("way", ["apply_gradients", "update"])
+@pytest.mark.parametrize("way", STEPS)
 @pytest.mark.parametrize(
     "lookup",
     [
@@ -326,18 +316,15 @@ def test_one_number_for_each_table_is_none_for_each_row(make):
         *("some columns", "table by table", "stacked", "reversed rows"),
     ],
 )
-@pytest.mark.parametrize("name", ["sgd", "adam", "lifted"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "optax.adamw"])
 def test_in_place(name, lookup, way):
     """Read from the compiled step: tables are aliased, and no array is as large as one."""
-    t, tx, loss = (3, 50_000, 16), OPTIMIZERS[name](None), loss_of(ROW_SPARSE[lookup])
+    t, tx, loss = (3, 50_000, 16), OPTIMIZERS[name], loss_of(ROW_SPARSE[lookup])
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(table, state, batch):
         value, gradient = jmask.value_and_grad(loss)(table, batch)
-        if way == "apply_gradients":
-            return *jmask.apply_gradients(tx, gradient, state, table), value
-        updates, state = tx.update(gradient, state, table)
-        return optax.apply_updates(table, updates), state, value
+        return *STEPS[way](tx, gradient, state, table), value
 
     table = jax.ShapeDtypeStruct(t, jnp.float32)
     state = jax.eval_shape(tx.init, table)

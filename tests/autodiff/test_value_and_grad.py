@@ -6,14 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 
 import jmask
+from jmask._base.forms import within
 from tests.leaks import no_tracer_is_kept
-from tests.lookup_programs import FEATURES, IDS, PROGRAMS, TABLE, VALID, D, V, square
+from tests.lookup_programs import FEATURES, IDS, PROGRAMS, TABLE, D, V, square
 from tests.oracle import assert_close, densified, is_row_sparse, touched_rows
 
 pytestmark = pytest.mark.sampled
@@ -67,32 +66,6 @@ def test_no_tracer_is_kept(name):
     assert_close(densified(gradient), expected, rtol=2e-5, atol=2e-6)
 
 
-def test_one_dimensional_and_wide_tables():
-    for table in (TABLE[:, 0], TABLE.reshape(V, 2, 2)):
-        for loss in (
-            lambda t: square(t[IDS]),
-            lambda t: square(t[IDS[0]]),
-            lambda t: square(jax.vmap(lambda i: t[i])(IDS)),
-        ):
-            assert is_row_sparse(check(loss, table))
-
-
-def test_several_tables_in_a_tree():
-    params = {
-        "user": TABLE,
-        "item": [TABLE * 2, TABLE[:5]],
-        "dense": {"w": TABLE[:D], "b": jnp.float32(0.5)},
-    }
-
-    def loss(params):
-        rows = params["user"][IDS] * params["item"][0][IDS] + params["item"][1][IDS % 5]
-        return square(rows @ params["dense"]["w"] + params["dense"]["b"])
-
-    gradient = check(loss, params)
-    kinds = jax.tree.map(is_row_sparse, gradient, is_leaf=is_row_sparse)
-    assert kinds == {"user": True, "item": [True, True], "dense": {"w": False, "b": False}}
-
-
 @pytest.mark.parametrize("argnums", [0, 2, -1, (0,), (2, 0), (0, 1, 2)])
 def test_argnums(argnums):
     def loss(t, w, u, *, ids):
@@ -122,46 +95,16 @@ def test_aux_of_any_kind():
     assert aux["name"] == "b"
 
 
-def test_other_arguments_may_be_anything():
-    def loss(t, config, ids, train=False):
-        assert train is True
-        return square(config["activation"](t[ids]))
-
-    config = {"activation": jnp.tanh, "name": "x"}
-    gradient = jmask.grad(loss)(TABLE, config, np.array([1, 2]), train=True)
-    assert gradient.nse == 2
-
-
 def test_python_scalar_parameter():
     value, gradient = jmask.value_and_grad(lambda x, t: x * square(t[IDS]))(2.0, TABLE)
     assert gradient == pytest.approx(value / 2)
-
-
-def test_under_vmap_of_the_whole():
-    """Per-example gradients: a batch of row-sparse ones."""
-
-    def gradient(i):
-        return jmask.grad(lambda t: square(t[i]))(TABLE)
-
-    batch = jax.vmap(gradient)(VALID)
-    dense = jax.vmap(lambda g: g.todense())(batch)
-    expected = jax.vmap(lambda i: jax.grad(lambda t: square(t[i]))(TABLE))(VALID)
-    np.testing.assert_allclose(dense, expected, rtol=1e-6)
-
-
-def equations(jaxpr):
-    """All equations of a program, those of inner programs included."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jaxprs_in_params(eqn.params):
-            yield from equations(inner)
 
 
 def table_makers(program) -> set[str]:
     """The primitives that make an array of the table's shape."""
     return {
         eqn.primitive.name
-        for eqn in equations(program.jaxpr)
+        for eqn in within(program.eqns)
         if any(v.aval.shape == (V, D) for v in eqn.outvars)
     }
 

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.extend.core import ClosedJaxpr, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jmask
@@ -86,16 +86,8 @@ def _named(x):
     return checkpoint_name(x, "x")
 
 
-def equations(jaxpr):
-    """All equations of a program, of what they run too."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jaxprs_in_params(eqn.params):
-            yield from equations(inner)
-
-
 def equations_of(function, *args):
-    return list(equations(jax.make_jaxpr(function)(*args).jaxpr))
+    return _forms.within(jax.make_jaxpr(function)(*args).eqns)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -118,30 +110,6 @@ def test_every_form_is_seen():
 def test_everything_with_a_rule_has_a_form():
     ruled = {*_INTERPRETER.rules, *_row_locality._RULES, *_row_locality._CONTROL_FLOW}
     assert ruled <= set(_forms.FORMS)
-
-
-def test_scans():
-    table = jnp.ones((5, 3))
-
-    def body(carry, scanned):
-        (x, y), (z, w) = carry, scanned
-        return (x + z * table[0], y + 1), (w, x, z)
-
-    def scan(x, y, z, w):
-        return lax.scan(body, (x, y), (z, w), reverse=True, unroll=2)
-
-    given = jnp.ones(3), jnp.ones(()), jnp.ones(4), jnp.ones((4, 3))
-    (eqn,) = (e for e in equations_of(scan, *given) if e.primitive.name == "scan")
-    form = _forms.scan_of(eqn)
-    assert (len(eqn.invars) - form.consts - form.carry, form.carry) == (2, 2)
-    assert form.how == {"length": 4, "reverse": True, "unroll": 2}
-    # Nothing carried, nothing scanned.
-    (eqn,) = equations_of(lambda: lax.scan(lambda c, _: (c, 1.0), (), None, length=3))
-    form = _forms.scan_of(eqn)
-    assert (form.consts, form.carry) == (0, 0)
-    found = equations_of(lambda x: lax.scan(lambda c, _: (c + 1, None), x, None, 3), X)
-    (eqn,) = (e for e in found if e.primitive.name == "scan")
-    assert (_forms.scan_of(eqn).consts, _forms.scan_of(eqn).carry) == (0, 1)
 
 
 def test_parameters_of_another_kind_are_not_known():

@@ -209,15 +209,6 @@ def test_outside() -> None:
     assert_close(rows[1], trained().todense()[2])
 
 
-def test_gradients_of_bags() -> None:
-    def bags(t: Any) -> jax.Array:
-        return jnp.sum(jnp.cos(jmask.embedding_bag(t, jnp.array([[0, 1], [4, 4]]))))
-
-    ours, theirs = jmask.grad(bags)(trained()), jax.grad(bags)(trained().todense())
-    assert isinstance(ours, jmask.RowSparse)
-    assert_close(ours.todense(), theirs)
-
-
 def test_up_to_date() -> None:
     """It changes no row, and makes every row as new as the table."""
     table, before = trained().up_to_date(), trained().todense()

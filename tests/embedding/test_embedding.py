@@ -80,24 +80,6 @@ def test_values_and_gradients(mode: str, padding: int | None, ids: list[int]) ->
     np.testing.assert_allclose(dense_twin(sparse), gradient, **CLOSE)
 
 
-@modes
-@pytest.mark.parametrize("padding", [None, V])
-def test_eager(mode: str, padding: int | None) -> None:
-    ids = np.array([2, 0, 5, 2, 1, 0, 2, 4])
-    if mode != "raise":
-        ids[1:4] = [-1, V, 17]
-    source = sources(ids, padding, mode, V)
-    expected = looked_up(TABLE, source, mode)
-    options: dict[str, Any] = {"padding_id": padding, "mode": mode}
-    with jmask.strict():
-        rows = jmask.embedding_lookup(TABLE, ids, **options)
-        sparse = jmask.grad(lambda t: weighed(jmask.embedding_lookup(t, ids, **options)))(TABLE)
-    np.testing.assert_array_equal(rows, expected)
-    np.testing.assert_array_equal(sparse.indices, np.where(source < 0, V, source))
-    gradient = table_gradient(cotangents(expected), source, V)
-    np.testing.assert_allclose(dense_twin(sparse), gradient, **CLOSE)
-
-
 # --- ids of every kind -------------------------------------------------------------------
 
 DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -279,20 +261,6 @@ def plain_loss(mode: str) -> Loss:
 
 # All ids in the table, or padding: there the modes are the same.
 ZERO_GRADIENT = jax.jit(jax.grad(plain_loss("zero")))
-
-
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [(name, "fill") for name in PROGRAMS]
-    + [("scan", "clip"), ("vmap", "clip"), ("vmap", "zero")],
-)
-def test_row_sparse_inside(name: str, mode: str) -> None:
-    loss = PROGRAMS[name](plain_loss(mode))
-    with jmask.strict():
-        gradient = jax.jit(jmask.grad(loss))(TABLE, IDS)
-    assert isinstance(gradient, jmask.RowSparse)
-    expected = ZERO_GRADIENT(TABLE, IDS)
-    np.testing.assert_allclose(dense_twin(gradient), expected, rtol=1e-5)
 
 
 # --- mode "raise" ------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from jmask._kernels import coalesce
 from jmask._kernels.gathered_rows import GATHERED, GatheredRows, as_array
 
 
+@pytest.mark.of_cpus
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("rows", "count", "row"),

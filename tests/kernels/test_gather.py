@@ -105,6 +105,7 @@ def test_values_and_derivatives(lookup, width: int) -> None:
     np.testing.assert_allclose(forward, jnp.sum(plain[1]), rtol=1e-4)
 
 
+@pytest.mark.of_cpus
 @pytest.mark.parametrize("width", [32, 50, 64])
 def test_a_lookup_is_not_left_a_copying_loop(width: int) -> None:
     """The forward gather that runs reads integers; also inside a call."""

@@ -25,54 +25,24 @@ from tests.compiled_step import (
     squares_of_several_lookups,
     whole_table_operations,
 )
+from tests.optimizers import OPTIMIZERS
 
 pytestmark = pytest.mark.dtype_promotion
 
 SMALL, LARGE = 10**5, 10**7
 
-OPTIMIZERS: dict[str, optax.GradientTransformation] = {
-    "sgd": jmask.sgd(0.1),
-    "sgd with momentum": jmask.sgd(0.1, momentum=0.9),
-    "sgd with all terms": jmask.sgd(
-        0.1, momentum=0.9, nesterov=True, weight_decay=0.1, clip_gradient=1.0
-    ),
-    "adam": jmask.adam(),
-    "adam with weight decay": jmask.adam(weight_decay=0.1),
-    "adam with a count of each row": jmask.adam(count="per_row"),
-    "adamw": jmask.adamw(),
-    "adagrad": jmask.adagrad(),
-    "adagrad with decoupled decay": jmask.adagrad(weight_decay=0.1, decay_mode="decoupled"),
-    "rowwise adagrad": jmask.rowwise_adagrad(),
-    "rowwise adam with weight decay": jmask.rowwise_adam(weight_decay=0.1),
-    "ftrl": jmask.ftrl(),
-    "adam unless not finite": jmask.skip_nonfinite(jmask.adam()),
-    "adam without bad rows": optax.chain(jmask.drop_nonfinite_rows(), jmask.adam()),
-    "adam within norms": optax.chain(
-        jmask.clip_by_row_norm(1.0), jmask.adam(), jmask.max_row_norm(1.0)
-    ),
-    "optax.adamw": jmask.lazy(optax.adamw(1e-3)),
-    "clipped optax.adam": jmask.lazy(
-        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
-    ),
-    "optax.adagrad": jmask.lazy(optax.adagrad(0.1)),
-    "injected optax.adam": jmask.lazy(optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)),
-    "optax.sgd with momentum": jmask.lazy(optax.sgd(0.1, momentum=0.9)),
-    "optax.rmsprop": jmask.lazy(optax.rmsprop(0.1)),
-    "optax.adan": jmask.lazy(optax.adan(1e-3)),
-    "optax.optimistic_adam": jmask.lazy(optax.optimistic_adam_v2(1e-3)),
-    "partition": jmask.lazy(
-        optax.partition(
-            {"table": optax.adam(1e-3), "dense": optax.sgd(0.1)},
-            {"table": "table", "dense": "dense"},
-        )
-    ),
-}
-
+PARTITION = jmask.lazy(
+    optax.partition(
+        {"table": optax.adam(1e-3), "dense": optax.sgd(0.1)},
+        {"table": "table", "dense": "dense"},
+    )
+)
 ADAMW = OPTIMIZERS["optax.adamw"]
 MIXED = jmask.lazy(optax.adam(1e-3, mu_dtype=jnp.float32))
 
 STEPS: dict[str, Step] = {
     **{name: Step(tx) for name, tx in OPTIMIZERS.items()},
+    "partition": Step(PARTITION),
     "vector": Step(ADAMW, row=()),
     "3-D table": Step(ADAMW, row=(2, 8)),
     "read as integers": Step(ADAMW, row=(32,)),
@@ -109,10 +79,12 @@ NARROW: dict[str, Step] = {
     ),
 }
 NARROW_TABLES: dict[str, optax.GradientTransformation] = {
-    **{name: OPTIMIZERS[name] for name in ("sgd", "adagrad", "rowwise adagrad", "adam")},
+    **{
+        name: OPTIMIZERS[name]
+        for name in ("sgd", "adagrad", "rowwise adagrad", "adam", "optax.adam")
+    },
     "rowwise adagrad, float32 state": jmask.rowwise_adagrad(state_dtype=jnp.float32),
     "adam, float32 state": jmask.adam(state_dtype=jnp.float32),
-    "optax.adam": jmask.lazy(optax.adam(1e-3)),
 }
 STEPS |= NARROW
 # Kept as integers of as many bits a table would be copied there, which is half as much.

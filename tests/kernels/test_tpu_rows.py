@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 import jmask
-from jmask._kernels import lines, rows, scatter_update, tpu_rows, update_rows
+from jmask._kernels import rows, scatter_update, tpu_rows, update_rows
 from tests.oracle import assert_close
 from tests.stored_tables import update_and_apply
 
@@ -385,7 +385,3 @@ def test_narrow_tables_are_said_once() -> None:
         kernels_of(jmask.adagrad(), (10**6, 64))
     kernels_of(jmask.adagrad(), (10**6, 64))  # not again, nor of small tables
     kernels_of(jmask.adagrad(), (10**3, 64))
-
-
-def test_lines_are_as_wide_as_registers() -> None:
-    assert lines.LANES == 128

@@ -46,6 +46,12 @@ def chosen_axis(x):
     return lax.transpose(jnp.tri(2), (0, 1) if is_large(x) else (1, 0))[0, 1]
 
 
+def solved(number):
+    """Solve by programs that are parameters of the equation."""
+    scaled = lambda x: lax.cond(x[0] > 0, lambda: x * number, lambda: x)
+    return lax.custom_linear_solve(scaled, jnp.ones(3), lambda _, b: b / number, symmetric=True)
+
+
 @jax.custom_jvp
 def by_its_own_rule(x):
     return x * count(x)
@@ -78,6 +84,7 @@ COUNTING = {
     "seed": (lambda x: jax.random.normal(jax.random.key(count(x))), "random_seed"),
     "noise": (lambda x: jax.random.normal(KEY, x.shape), "rows by their position"),
     "power": (lambda x: (2 * x) ** (count(x) % 7), "`integer_pow` depends on"),
+    "solution": (lambda x: solved(count(x)), "`custom_linear_solve` depends on the number"),
     "dtype": (lambda x: x.astype("float16" if is_large(x) else "bfloat16"), "convert_element"),
     "index": (lambda x: lax.slice(jnp.arange(20.0), (count(x),), (count(x) + 1,)), "`slice`"),
     "axis": (chosen_axis, "depends on the number of rows|chooses other operations"),
@@ -134,6 +141,7 @@ ACCEPTED = {
     "noise for all": lambda _: jax.random.normal(KEY, (3,)),
     "a solution": lambda x: jnp.linalg.solve(jnp.eye(2) * jnp.sum(x * x), jnp.ones(2))[0],
     "a loop": lambda _: lax.fori_loop(0, 3, lambda _, c: c * 0.5, 1.0),
+    "a solution by programs": lambda _: solved(3.0),
     "a mean of each row": lambda x: jnp.mean(x, axis=1, keepdims=True),
 }
 

@@ -249,9 +249,6 @@ class TestOrdinaryTensors:
 
     rows = jmask.RowSparse([2, 0, 2], jnp.array([[1.0, -2], [3, 4], [1, 1]]), (4, 2))
 
-    def test_arrays_are_as_in_jax(self):
-        np.testing.assert_array_equal(jnm.sin(jnp.arange(3.0)), jnp.sin(jnp.arange(3.0)))
-
     @pytest.mark.parametrize("name", UNARY)
     def test_storage_is_kept_where_zero_is(self, name):
         """f(0) = 0 decides, and equal rows are summed before a nonlinear function."""
@@ -267,14 +264,6 @@ class TestOrdinaryTensors:
         assert bool(caught) != keeps
         dense = result.todense() if keeps else result
         np.testing.assert_allclose(dense, expected, rtol=1e-6)
-
-    def test_union_of_rows(self):
-        other = jmask.RowSparse([1, 2], jnp.array([[5.0, 5], [7, 7]]), (4, 2))
-        for function in (jnm.add, jnm.subtract, jnm.multiply, jnm.maximum):
-            result = function(self.rows, other)
-            assert isinstance(result, jmask.RowSparse)
-            expected = function.__wrapped__(self.rows.todense(), other.todense())
-            np.testing.assert_array_equal(result.todense(), expected)
 
 
 class TestKnownCases:

@@ -138,7 +138,7 @@ def _softmax(x):
 
 
 # Reductions, and their models of the valid entries of a slice: over all, columns and rows.
-AXES = ((None, True), (0, False), (-1, True), ((0, 1), False))
+AXES = ((None, True), (0, False), (-1, True), ((-2, 1), False))
 REDUCTIONS = {
     "sum": (jnm.sum, np.sum),
     "prod": (jnm.prod, np.prod),

@@ -1,6 +1,5 @@
 """Selection, methods, sparse storage and transformations of masked tensors."""
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -203,24 +202,6 @@ def test_sparse_selection_stays_sparse():
 
 
 # --- transformations ---------------------------------------------------------------------
-
-
-def test_control_flow():
-    def step(carry, row):
-        carry = jn.roll(carry, 1).at[0].set(row[0])
-        return carry, jn.sort(carry)
-
-    last, rows = jax.jit(lambda x: jax.lax.scan(step, x[0], x))(X)
-    carry, expected = X[0], []
-    for row in X:
-        carry, line = step(carry, row)
-        expected.append(line)
-    chex.assert_trees_all_equal(last, carry)
-    assert_masked(rows, jn.stack(expected).data, jn.stack(expected).mask)
-
-    turned = jax.jit(lambda p, x: jax.lax.cond(p, jn.flip, jn.copy, x))
-    assert_masked(turned(True, X), np.flip(X.data), np.flip(MASK))
-    assert_masked(turned(False, X), X.data, MASK)
 
 
 def test_shard_map():

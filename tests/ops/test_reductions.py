@@ -180,20 +180,6 @@ def test_sparse_with_dense_dimensions():
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_nothing_stored():
-    empty = MaskedTensor(RowSparse.zeros((4, 3)))
-    none = BCOO((jnp.zeros(0), jnp.zeros((0, 2), int)), shape=(4, 3), unique_indices=True)
-    names = ("sum", "prod", "std", "argmax", "norm", "logsumexp")
-    run = jax.jit(
-        lambda x: [getattr(jnm, n)(x, axis=a).to_dense() for n in names for a in (0, 1)]
-    )
-    for x in (empty, MaskedTensor(none), MaskedTensor(jnp.zeros((4, 0)))):
-        for result in run(x):
-            assert not np.asarray(result.valid).any()
-    assert not jnm.median(MaskedTensor(jnp.zeros((4, 0))), axis=1).valid.any()
-    assert jnm.median(MaskedTensor(jnp.zeros((4, 0))), axis=0).shape == (0,)
-
-
 def test_ordinary_sparse_tensors():
     densify = lambda x: x.todense() if isinstance(x, RowSparse) else x
     rows = RowSparse([2, 0, 2, 4], jnp.array([[1.0, 2], [3, 4], [5, -6], [9, 9]]), (4, 2))

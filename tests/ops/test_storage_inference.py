@@ -29,12 +29,6 @@ X = jnp.asarray(NUMBERS.uniform(0.2, 0.9, (5, WIDTH)), jnp.float32)
 Y = jnp.asarray(NUMBERS.uniform(-0.9, -0.2, (3, WIDTH)), jnp.float32)
 DENSE = jnp.asarray(NUMBERS.normal(size=(ROWS, WIDTH)), jnp.float32)
 
-MXNET_KEEPS = """
-    abs arcsin arcsinh arctan arctanh cbrt ceil degrees expm1 fix floor log1p negative radians
-    rint sign sin sinh sqrt square tan tanh trunc
-""".split()
-MXNET_LEAVES = "exp log cos cosh sigmoid rsqrt reciprocal erfc".split()
-
 
 class Case(NamedTuple):
     """A function of (namespace, x, y, d) and the storage of its result.
@@ -284,12 +278,6 @@ def test_integers_beside_index_arrays(key):
     np.testing.assert_array_equal(dense(result), expected)
     masked = jmask.masked_tensor(jmask.RowSparse.fromdense(array))[key]
     np.testing.assert_array_equal(masked.to_tensor(0), expected)
-
-
-@pytest.mark.parametrize("name", [*MXNET_KEEPS, *MXNET_LEAVES])
-def test_functions_of_mxnets_table(name):
-    expected = "rows" if name in MXNET_KEEPS else "fallback"
-    assert kind_of(lambda m, x, y, d: getattr(m, name)(x), X, Y, DENSE) == expected
 
 
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.result == "fallback"])

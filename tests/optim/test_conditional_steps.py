@@ -235,20 +235,6 @@ class TestMultiSteps:
             assert_close((params, state.inner_state), (expected, expected_state))
         assert state.mini_step == 0
 
-    def test_equals_optax_on_dense_gradients(self, how):
-        dense = [densified(gradient(i)) for i in range(4)]
-        ours, theirs = (
-            jmask.multi_steps(optax.adam(0.1), 2, dense[0]),
-            optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
-        )
-        params = expected = PARAMS
-        state, expected_state = ours.init(PARAMS), theirs.init(PARAMS)
-        our_step, their_step = how(ours), with_updates(theirs)
-        for grads in dense:
-            params, state = our_step(grads, state, params)
-            expected, expected_state = their_step(grads, expected_state, expected)
-            assert_close(params, expected)
-
     def test_a_state_of_a_larger_k(self, how):
         """Saved after 3 of 8 microbatches: the next one is the last of 4, and of 2 as well."""
         grads = [densified(gradient(i)) for i in range(6)]

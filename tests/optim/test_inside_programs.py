@@ -10,10 +10,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmask
-from tests import stored_tables
 from tests.compiled_step import with_optax
-from tests.kernels.test_in_place import OPTIMIZERS
+from tests.kernels.test_in_place import PARTITION
 from tests.leaks import no_tracer_is_kept
+from tests.optimizers import OF_ALL_TABLES, OPTIMIZERS
+from tests.stored_tables import STEPS
 
 pytestmark = pytest.mark.dtype_promotion
 
@@ -31,7 +32,7 @@ WAYS = (
 
 @pytest.fixture(params=WAYS)
 def tx(request: pytest.FixtureRequest) -> Any:
-    return OPTIMIZERS[request.param]
+    return {**OPTIMIZERS, "partition": PARTITION}[request.param]
 
 
 def problem(seed: int = 0, rows: int = SMALL) -> tuple[Any, Any]:
@@ -67,7 +68,7 @@ def test_state_made_in_the_same_program(tx):
     assert_close(first(rows, params), jax.jit(step)(rows, tx.init(params), params))
 
 
-@pytest.mark.parametrize("name", ["adam", "sgd with momentum", "rowwise adagrad"])
+@pytest.mark.parametrize("name", ["adam", "momentum", "rowwise adagrad"])
 def test_derivatives_of_a_step(name):
     """Of what comes out in the rows of the gradient, as of the operations one by one."""
     tx = OPTIMIZERS[name]
@@ -133,12 +134,12 @@ def test_what_differs_is_not_taken_for_the_same(tx):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("form", [lambda x: x, jmask.PackedTable.pack], ids=["array", "packed"])
-@pytest.mark.parametrize("name", stored_tables.OPTIMIZERS)
+@pytest.mark.parametrize("name", OF_ALL_TABLES)
 def test_no_tracer_is_kept(name, form):
     """JAX remembers what a primitive is given, and must not remember the trace with it."""
-    tx, (params, of_rows) = stored_tables.OPTIMIZERS[name], problem(rows=LARGE)
+    tx, (params, of_rows) = OPTIMIZERS[name], problem(rows=LARGE)
     grads, params = gradients(of_rows, params), params | {"table": form(params["table"])}
-    for step in stored_tables.STEPS.values():
+    for step in STEPS.values():
         with no_tracer_is_kept():
             jax.jit(lambda *given, step=step: step(tx, *given)).lower(
                 grads, tx.init(params), params

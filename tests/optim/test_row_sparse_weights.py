@@ -15,6 +15,7 @@ from jax.experimental.sparse import BCOO
 
 import jmask
 from tests.compiled_step import with_optax
+from tests.optimizers import NOT_LAZY, OPTIMIZERS
 from tests.sparse_arrays import coo
 from tests.stored_tables import STEPS
 
@@ -29,26 +30,19 @@ def all_rows():
     return jmask.cast_storage(jnp.ones((4, 2)), "row_sparse")
 
 
-OPTIMIZERS = {
-    "sgd": jmask.sgd(0.01, momentum=0.01),
-    "sgd with decay": jmask.sgd(0.1, weight_decay=0.1),
-    "linear sgd": jmask.sgd(0.1),
-    "adam": jmask.adam(0.1),
-    "dense adam": jmask.adam(0.1, lazy_update=False),
-    "rowwise adagrad": jmask.rowwise_adagrad(0.1),
-    "lazy optax": jmask.lazy(optax.adamw(0.1)),
-    "dense optax": optax.chain(jmask.densify(), jmask.sgd(0.1)),
-    "skipping": jmask.skip_nonfinite(jmask.adam(0.1)),
-    "by two": jmask.multi_steps(jmask.adam(0.1), 2, like=GRADIENT),
+OTHERS = {
+    "not lazy": NOT_LAZY["not lazy"],
+    "densify": optax.chain(jmask.densify(), jmask.sgd(0.1)),
+    "every other step": jmask.multi_steps(jmask.adam(0.1), 2, like=GRADIENT),
 }
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *OTHERS])
 def test_a_weight_that_stores_all_its_rows(name, wrap, step):
     """Steps are those of its array; it comes back as the storage that it was, of one size."""
-    tx = OPTIMIZERS[name]
+    tx = (OPTIMIZERS | OTHERS)[name]
     run = wrap(lambda g, s, w: step(tx, g, s, w))
     weight, dense = all_rows(), all_rows().todense()
     state, expected = tx.init(weight), tx.init(dense)
@@ -63,7 +57,7 @@ def test_a_weight_that_stores_all_its_rows(name, wrap, step):
 
 
 def test_the_tutorial_of_mxnet():
-    tx = OPTIMIZERS["sgd"]
+    tx = jmask.sgd(0.01, momentum=0.01)
     weight, state = jmask.apply_gradients(tx, GRADIENT, tx.init(all_rows()), all_rows())
     np.testing.assert_allclose(
         weight.todense(), [[1, 1], [0.99, 0.98], [0.96, 0.95], [1, 1]], rtol=1e-6
@@ -116,19 +110,10 @@ def test_adagrad_written_with_masked_tensors():
 
 
 @pytest.mark.parametrize("step", [jmask.apply_gradients, with_optax], ids=["one", "two"])
-@pytest.mark.parametrize(
-    "tx",
-    [
-        jmask.lazy(optax.adamw(0.1)),
-        jmask.rowwise_adagrad(0.1),
-        jmask.skip_nonfinite(jmask.adam(0.1)),
-        optax.chain(jmask.drop_nonfinite_rows(), jmask.clip_by_row_norm(2.0), jmask.sgd(0.1)),
-        optax.chain(jmask.densify(), optax.adam(0.1)),
-    ],
-    ids=["lazy", "rowwise", "skip", "chain", "densify"],
-)
-def test_a_coo_gradient_is_a_masked_one(tx, step):
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *NOT_LAZY])
+def test_a_coo_gradient_is_a_masked_one(name, step):
     """Equal positions summed, padding left out; the state keeps the bits of other entries."""
+    tx = (OPTIMIZERS | NOT_LAZY)[name]
     twice = jnp.concatenate([INDICES, INDICES[:1], jnp.array([[2, 4]])])
     entries = BCOO((jnp.array([1.0, 4, 5, 2, jnp.nan]), twice), shape=(2, 4))
     masked = jmask.masked_tensor(ENTRIES.todense(), ENTRIES.todense() != 0)

@@ -23,9 +23,6 @@ def loss(params, ids):
     return jnp.sum(jnp.tanh(rows - 1))
 
 
-gradient = jax.jit(jmask.grad(loss))
-
-
 def run(tx, steps=4, params=PARAMS, state=None):
     traces = []
 
@@ -41,41 +38,6 @@ def run(tx, steps=4, params=PARAMS, state=None):
         params, state = step(params, state)
     assert len(traces) == 1
     return params, state
-
-
-LABELS = {"users": "adam", "items": "adagrad", "w": "dense"}
-ALONE = {
-    "adam": jmask.adam(0.1),
-    "adagrad": jmask.rowwise_adagrad(0.3),
-    "dense": optax.sgd(0.01),
-}
-
-
-@pytest.mark.parametrize("inside", [False, True], ids=["partition", "lazy(partition)"])
-def test_each_table_its_optimizer(inside):
-    parts = ALONE
-    if inside:
-        parts = {
-            "adam": optax.adam(0.1),
-            "adagrad": optax.adagrad(0.3),
-            "dense": optax.sgd(0.01),
-        }
-    tx = optax.partition(parts, LABELS)
-    params, _ = run(jmask.lazy(tx) if inside else tx)
-    expected = PARAMS
-    states = {
-        name: (jmask.lazy(parts[label]) if inside else parts[label]).init(PARAMS[name])
-        for name, label in LABELS.items()
-    }
-    for _ in range(4):
-        grads, updates = gradient(expected, IDS), {}
-        for name, label in LABELS.items():
-            tx = jmask.lazy(parts[label]) if inside else parts[label]
-            updates[name], states[name] = tx.update(grads[name], states[name], expected[name])
-        expected = optax.apply_updates(expected, updates)
-    for name in PARAMS:
-        np.testing.assert_allclose(params[name], expected[name], rtol=1e-6)
-    np.testing.assert_array_equal(params["users"][::2], PARAMS["users"][::2])
 
 
 BUILDERS = [
@@ -138,6 +100,7 @@ print(np.asarray(table).tobytes().hex(), np.asarray(state.nu).tobytes().hex())
 """
 
 
+@pytest.mark.of_cpus
 def test_two_processes_give_the_same_bits(capsys):
     """Hot rows, with hundreds of duplicates each, are summed in one order."""
     other = subprocess.run(
@@ -148,6 +111,7 @@ def test_two_processes_give_the_same_bits(capsys):
     assert len(other.stdout) > 4000
 
 
+@pytest.mark.of_cpus
 def test_duplicates_are_summed_in_their_order():
     rng = np.random.default_rng(0)
     values = np.float32(rng.normal(size=400) * 10.0 ** rng.integers(-6, 6, 400))

@@ -80,5 +80,5 @@ def test_names_of_types_have_an_entry():
     """Of those in signatures: each that `_base.types` defines has a docstring below it."""
     page = docs_pages.api_pages()["api/types.md"]
     names = {name for name in vars(types) if name[0].isupper()} - {"Any", "Protocol", "Shaped"}
-    imported = {"ArrayLike", "Literal", "PyTreeDef", "Sequence", "Var"}
+    imported = {"ArrayLike", "Callable", "Literal", "PyTreeDef", "Sequence", "Var"}
     assert names - imported == set(re.findall(r"^\| `(\w+)` \| \w", page, re.M))

@@ -15,6 +15,7 @@ ROWS = 2**15
 TABLE = np.random.default_rng(0).normal(size=(ROWS, 32)).astype(np.float32)  # 4 MiB
 
 
+@pytest.mark.of_cpus
 @pytest.mark.skipif(sys.platform != "linux", reason="the call is of Linux")
 def test_counts_the_large_arrays_and_keeps_them():
     tree = {"table": jnp.array(TABLE), "small": jnp.ones(7), "name": "x", "none": None}

@@ -12,9 +12,9 @@ import pytest
 
 import jmask
 from jmask._tables.packed import LANES, part_shapes
+from tests.optimizers import OF_ALL_TABLES as OPTIMIZERS
 from tests.sampling import chosen
 from tests.stored_tables import (
-    OPTIMIZERS,
     STEPS,
     assert_other_rows_untouched,
     assert_same_run,

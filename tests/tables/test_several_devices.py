@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import jmask
 from tests.lookup_programs import PROGRAMS, VALID
 from tests.lookup_programs import TABLE as LOOKED_UP
+from tests.optimizers import OPTIMIZERS
 from tests.oracle import assert_close, dense_twin, is_row_sparse
 
 V, D, DEVICES = 64, 4, 4
@@ -20,7 +21,8 @@ IDS = jnp.asarray(np.random.default_rng(1).integers(0, V, 8))
 @pytest.fixture(scope="module")
 def mesh():
     if len(jax.devices()) < DEVICES:
-        pytest.fail(f"conftest.py makes {DEVICES} CPU devices; there are {jax.devices()}")
+        stop = pytest.fail if jax.default_backend() == "cpu" else pytest.skip
+        stop(f"conftest.py makes {DEVICES} CPU devices; there are {jax.devices()}")
     auto = (jax.sharding.AxisType.Auto,)
     return jax.make_mesh((DEVICES,), ("data",), axis_types=auto)
 
@@ -44,21 +46,15 @@ def table_collectives(compiled) -> list[str]:
     ]
 
 
-STEPS = {
-    "sgd": jmask.sgd(0.1),
-    "momentum": jmask.sgd(0.1, momentum=0.9),
-    "adam": jmask.adam(0.1),
-    "lazy optax.sgd": jmask.lazy(optax.sgd(0.1)),
-    "lazy optax.adam": jmask.lazy(optax.adam(0.1)),
-}
+NAMES = ("sgd", "momentum", "adam", "optax.sgd with momentum", "optax.adam")
 
 
 @pytest.mark.parametrize("lines", [False, True])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.dtype_promotion
 def test_a_batch_that_is_spread(mesh, name, lines):
     """A plain jitted step of a table that every device has: rows of the batch are moved."""
-    tx, ids = STEPS[name], np.concatenate([IDS, IDS]).reshape(-1, 2 if lines else 1)
+    tx, ids = OPTIMIZERS[name], np.concatenate([IDS, IDS]).reshape(-1, 2 if lines else 1)
 
     def loss(table, ids):
         rows = table[ids]

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import jmask
 from benchmarks.collectives import collectives
 from jmask._tables.shard_layout import layout_of
+from tests.optimizers import OPTIMIZERS
 from tests.sampling import chosen
 from tests.stored_tables import STEPS, mesh_of, replicated, sharded
 
@@ -49,12 +50,6 @@ def bytes_moved(compiled: Any) -> int:
 
 NAMES = ["8 devices", "rows over table, batch over data", "rows over table, batch over both"]
 NAMES += ["rows over both, batch over data", "explicit axis", "explicit axes, rows over table"]
-OPTIMIZERS = {
-    "sgd": jmask.sgd(0.1),
-    "adam": jmask.adam(),
-    "adagrad": jmask.adagrad(),
-    "rowwise adagrad": jmask.rowwise_adagrad(),
-}
 
 
 def loss(table: Any, ids: Any) -> jax.Array:
@@ -99,7 +94,9 @@ CASES = [
     ("explicit axis", "rowwise adagrad", "update", True),
     ("explicit axes, rows over table", "sgd", "update", False),
 ]
-ALL = itertools.product(NAMES, OPTIMIZERS, STEPS, (False, True))
+ALL = itertools.product(
+    NAMES, ("sgd", "adam", "adagrad", "rowwise adagrad"), STEPS, (False, True)
+)
 
 
 @pytest.mark.parametrize(("layout", "optimizer", "step", "packed"), chosen(CASES, ALL))

@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 import jmask
 from jmask._tables.shard_layout import layout_of
+from tests.optimizers import OF_ALL_TABLES as OPTIMIZERS
 from tests.oracle import assert_close
 from tests.sampling import chosen
 from tests.stored_tables import (
     LAYOUTS,
-    OPTIMIZERS,
     STEPS,
     as_arrays,
     assert_other_rows_untouched,

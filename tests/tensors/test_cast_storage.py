@@ -96,20 +96,6 @@ class TestCapacity:
             with pytest.raises(ValueError, match=r"may be too small|too small"):
                 cast(np.nan_to_num(MATRIX).astype(np.int32))
 
-    def test_padding(self):
-        for end in STORAGES[1:]:
-            x = jmask.cast_storage(MATRIX, end, nse=5)
-            assert x.nse == 5
-            np.testing.assert_array_equal(x.todense(), MATRIX)
-
-
-@pytest.mark.parametrize("end", STORAGES)
-def test_masked(end):
-    x = jmask.masked_tensor(jnp.asarray(MATRIX), MATRIX > 0)
-    y = jmask.cast_storage(x, end)
-    assert y.stype == end
-    np.testing.assert_array_equal(y.to_tensor(-1), np.where(MATRIX > 0, MATRIX, -1))
-
 
 def test_dense_dimensions_and_higher_ranks():
     cube = np.zeros((4, 2, 3), np.float32)
@@ -128,12 +114,6 @@ class TestCreation:
         assert jmask.RowSparse([], np.zeros((0, 2))).shape == (0, 2)
         assert jmask.RowSparse([-1], [[1.0]]).shape == (0, 1)
         assert jmask.RowSparse([0], np.ones((1, 2, 3), np.float16)).dtype == jnp.float16
-
-    def test_zeros_with_room(self):
-        x = jmask.RowSparse.zeros((3, 2), jnp.float16, nse=2)
-        assert (x.nse, x.dtype, x.coalesced) == (2, jnp.float16, True)
-        x.validate()
-        assert not x.todense().any()
 
     def test_random(self):
         x = jmask.RowSparse.random(jax.random.key(0), (50, 2), 20)

@@ -220,26 +220,3 @@ class TestGradients:
         np.testing.assert_array_equal(g["x"], np.full(SHAPE, 2.0))
         np.testing.assert_array_equal(g["y"].todense(), np.full(SHAPE, 2.0))
         np.testing.assert_array_equal(g["m"].to_tensor(0), np.where(KEPT, 2.0, 0))
-
-    def test_no_tap_is_made_for_what_needs_none(self):
-        """A tensor too large to be dense is differentiated in its stored values."""
-        shape = (10**6, 10**6)
-        x = BCOO((jnp.ones(2), jnp.array([[1, 2], [5, 6]])), shape=shape, unique_indices=True)
-        g = jmask.grad(lambda x: jnp.sum(jnp.sin(x.data)))(x)
-        np.testing.assert_allclose(g.data, np.cos([1.0, 1.0]), rtol=1e-6)
-
-    def test_through_transformations(self):
-        x = coo(DENSE)
-        term = jax.checkpoint(jax.jit(lambda x, w: jnp.sum(jnp.square(jmask.todense(x)) * w)))
-
-        def scanned(x):
-            step = lambda carry, w: (carry + term(x, w), None)
-            return jax.lax.scan(step, 0.0, jnp.stack([WEIGHTS, WEIGHTS]))[0]
-
-        np.testing.assert_allclose(self.of(scanned, x), 4 * DENSE * WEIGHTS, rtol=1e-5)
-        shifted = lambda x: jnp.sum(jnp.square(jmask.todense(x) - 1) * WEIGHTS)
-        expected = 2 * (DENSE - 1) * WEIGHTS
-        np.testing.assert_allclose(self.of(shifted, x), expected, rtol=1e-5)
-        masked = lambda x: scanned(x) * 0 + jnp.sum(x @ WEIGHTS.T)
-        assert isinstance(jmask.grad(lambda x: jnp.sum(x @ WEIGHTS.T))(x), BCOO)
-        assert isinstance(jmask.grad(masked)(x), jax.Array)

@@ -3,6 +3,8 @@
 `user_code.py` is checked against the wheel.
 """
 
+from typing import Any, assert_type
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,6 +46,19 @@ def test_tables() -> None:
         table, np.array([1, 2]), offsets=[0, 1], weights=[1.0, 2.0], max_norm=1
     )
     assert bags.shape == (2, 4)
+
+
+def test_gradients() -> None:
+    def loss(table: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows = table[jnp.array([1])]
+        return jnp.sum(rows), rows
+
+    table = jnp.ones((10, 4))
+    assert_type(jmask.grad(lambda table: loss(table)[0])(table), Any)
+    gradient, rows = assert_type(jmask.grad(loss, has_aux=True)(table), tuple[Any, Any])
+    (value, _), same = jmask.value_and_grad(loss, has_aux=True)(table)
+    assert assert_type(value, jax.Array) == jnp.sum(rows)
+    assert gradient.shape == same.shape == (10, 4)
 
 
 def test_a_step() -> None:

@@ -1,0 +1,92 @@
+"""Run a step on stacked tables as on one table.
+
+    gradient   RowSparse (M, V, D), leading=2        x.flat(), of shape (M * V, D)
+    parameter  (M, V, D)                             reshaped to (M * V, D)
+    state      of `init` for (M, V, D)               reshaped to `init` for (M * V, D)
+
+Stacked tables are one table of M * V rows, and a reshape moves nothing. The results of the
+step get the old shapes again.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jmask._base.types import Gradients, OptState, Params, PyTree, PyTreeDef, Table
+from jmask._tables.stored_table import is_stored_table, shape_of
+from jmask._tensors.row_sparse import is_row_sparse
+from jmask._updates.checks import is_gradient_leaf
+
+
+def is_stacked(x: object) -> bool:
+    """Decide whether `x` is the row-sparse gradient of stacked tables."""
+    return is_row_sparse(x) and x.leading > 1
+
+
+def has_stacked(updates: Gradients) -> bool:
+    """Decide whether some gradients are of stacked tables."""
+    return any(map(is_stacked, jax.tree.leaves(updates, is_leaf=is_gradient_leaf)))
+
+
+def stacked_step(
+    init: Callable[[Params], OptState],
+    run: Callable[[Gradients, OptState, Params], tuple[PyTree, OptState]],
+    updates: Gradients,
+    state: OptState,
+    params: Params | None,
+) -> tuple[PyTree, OptState]:
+    """Run a step on the tables (M * V, *row) that stacked tables are.
+
+    Args:
+        init: of the transformation.
+        run: (gradients, state, params) -> (updates or new parameters, state).
+        updates, state, params: of the step; the parameters may be None.
+
+    Raises:
+        ValueError: if the state has one entry for each of the M tables: what is computed for
+            a row has none of its own then.
+    """
+    tree: PyTreeDef = jax.tree.structure(updates, is_leaf=is_gradient_leaf)
+    gradients = jax.tree.leaves(updates, is_leaf=is_gradient_leaf)
+    leaves = gradients if params is None else tree.flatten_up_to(params)
+    shapes = list(map(shape_of, leaves))
+    flat = [
+        jax.ShapeDtypeStruct(g.flat().shape, x.dtype) if is_stacked(g) else x
+        for g, x in zip(gradients, shapes, strict=True)
+    ]
+    usual, wanted = (jax.eval_shape(init, tree.unflatten(x)) for x in (shapes, flat))
+    if params is not None:
+        params = tree.unflatten(
+            jnp.reshape(x, shape.shape) if is_stacked(g) and not is_stored_table(x) else x
+            for x, g, shape in zip(leaves, gradients, flat, strict=True)
+        )
+    results, new_state = run(
+        tree.unflatten([g.flat() if is_stacked(g) else g for g in gradients]),
+        _state_as(state, usual, wanted),
+        params,
+    )
+    restored = [
+        x.stacked_as(g) if is_row_sparse(x) else jnp.reshape(x, g.shape) if is_stacked(g) else x
+        for x, g in zip(tree.flatten_up_to(results), gradients, strict=True)
+    ]
+    return tree.unflatten(restored), _state_as(new_state, wanted, usual)
+
+
+def _state_as(state: OptState, old: PyTree, new: PyTree) -> OptState:
+    """Return the state with each array that has a shape of `old` in the shape of `new`."""
+    old, new = ([x.shape for x in jax.tree.leaves(shapes)] for shapes in (old, new))
+    leaves: list[Table] = jax.tree.leaves(state, is_leaf=is_stored_table)
+    tree: PyTreeDef = jax.tree.structure(state, is_leaf=is_stored_table)
+    if len(leaves) != len(old):  # not the state of `init`, as `run` will say
+        return state
+    moved = []
+    for x, before, after in zip(leaves, old, new, strict=True):
+        if before != after and jnp.size(x) != jax.ShapeDtypeStruct(after, jnp.int32).size:
+            raise ValueError(
+                f"`state` holds an array of shape {before} for stacked tables, one entry for "
+                "each table and none for each of its rows: make one table of them, "
+                "`table.reshape(-1, table.shape[-1])`, and number its rows."
+            )
+        moved.append(x if before == after or jnp.shape(x) != before else jnp.reshape(x, after))
+    return tree.unflatten(moved)
