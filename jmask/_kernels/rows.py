@@ -200,7 +200,18 @@ def _written_on_a_tpu(
     return tpu_rows.update(body, [table], ids, [rows], padding_last=True, read=read)
 
 
+def _written_on_gpus(
+    table: jax.Array, ids: jax.Array, rows: jax.Array, *, kind: str, is_alone: bool
+) -> list[jax.Array]:
+    # XLA fuses the lookup of the old rows into the scatter that writes the new ones, and where
+    # it does not see that both are of one buffer (stacked tables) it reads from a copy of it.
+    rows = lax.optimization_barrier(rows)
+    return _written_as_promised(table, ids, rows, kind=kind, is_alone=is_alone)
+
+
 lower(_write_rows_p, _written_on_a_tpu, _written_on_tpus, platform="tpu")
+for _platform in ("cuda", "rocm"):
+    lower(_write_rows_p, _written_on_gpus, platform=_platform)
 
 
 # --- one entry for each row --------------------------------------------------------------
