@@ -8,11 +8,13 @@ steps that are dispatched one after the other, and one wait for the last of them
 the longer of what Python needs to dispatch it and what the device needs to compute it. "Device"
 is the sum of its kernels in a profile, which Python's time is no part of. The limit is what a
 copy of memory would take for the bytes that must move: each row of parameter and slots that is
-in the batch, read once and written once. Results go to `benchmarks/results/gpu.md`.
+in the batch, read once and written once. torch takes part where it is installed, with CUDA.
+Results go to `benchmarks/results/gpu.md`.
 """
 
 import argparse
 import collections
+import importlib.util
 import os
 import re
 import tempfile
@@ -159,7 +161,7 @@ def contenders(case: Case, peers: list[str]) -> dict[str, Any]:
     # The dense step costs the table, whatever the batch.
     if "optax" in peers and dense and case.lookups == Case.lookups and case.ids == Case.ids:
         steps["optax"] = JaxStep(case, dense, jax.value_and_grad, dense_loss)
-    if "torch" in peers and torch_name:
+    if "torch" in peers and torch_name and importlib.util.find_spec("torch"):
         steps["torch"] = TorchStep(case, torch_name)
     return steps
 

@@ -160,6 +160,10 @@ def apply_updates(
     return fit.as_given(new)
 
 
+def _has_tensors(tree: PyTree) -> bool:
+    return any(map(is_gradient_leaf, jax.tree.leaves(tree, is_leaf=is_gradient_leaf)))
+
+
 @jax.named_scope("jmask.apply_gradients")
 def apply_gradients(
     tx: optax.GradientTransformation,
@@ -204,8 +208,11 @@ def apply_gradients(
     """
     order = "jmask.apply_gradients(tx, grads, opt_state, params)"
     check_transformation("tx", tx, f"tx = jmask.adam(1e-3); {order}")
-    if any(map(is_gradient_leaf, jax.tree.leaves(opt_state, is_leaf=is_gradient_leaf))):
-        raise TypeError(f"`opt_state` holds gradients: the order is {order}.")
+    if _has_tensors(opt_state):
+        # optax makes moments of the kind of a parameter.
+        advice = "`params` does, too: use `jmask.lazy(tx)`, whose state is dense"
+        advice = advice if _has_tensors(params) else f"the order is {order}"
+        raise TypeError(f"`opt_state` holds gradients: {advice}.")
     fit = Fit.of(grads, params)
     one_pass = getattr(tx, "apply_gradients", None)
     if one_pass is not None and key is None and not extra_args:

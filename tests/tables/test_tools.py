@@ -200,6 +200,8 @@ def test_exported_steps(name: str) -> None:
 
 @pytest.mark.parametrize("table", TABLES)
 def test_exported_steps_of_tables(table: str) -> None:
+    if table == "deferred mod" and jax.__version_info__ < (0, 12):
+        pytest.xfail("JAX 0.10 gives words of a sharded array of keys the sharding of the keys")
     assert_exported(TX, parameters(table))
 
 
