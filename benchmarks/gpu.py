@@ -33,19 +33,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from batches import batches
+from jax_contenders import JMASK, OPTAX
+from works import OFFERS
 
 import jmask
 
 RESULTS = Path(__file__).parent / "results" / "gpu.md"
 RATE = 0.01
-# Name: jmask's, optax' dense one, torch's, and the tables of D columns that are updated.
-OPTIMIZERS: dict[str, tuple[Any, Any, str | None, int]] = {
-    "SGD": (jmask.sgd(RATE), optax.sgd(RATE), "SGD", 1),
-    "Adagrad": (jmask.adagrad(RATE), optax.adagrad(RATE), "Adagrad", 2),
-    "row-wise Adagrad": (jmask.rowwise_adagrad(RATE), None, None, 1),
-    "Adam": (jmask.adam(RATE), optax.adam(RATE), "SparseAdam", 3),
-    "lazy(optax.adam)": (jmask.lazy(optax.adam(RATE)), None, None, 3),
-}
+LIFTED = "lazy(optax.adam)"
+OURS = {**JMASK, LIFTED: lambda rate: jmask.lazy(optax.adam(rate))}
+# The tables of D columns that each reads and writes.
+TABLES = {"SGD": 1, "Adagrad": 2, "row-wise Adagrad": 1, "Adam": 3, LIFTED: 3}
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class Case:
 
 
 CASES = [
-    *(Case(name) for name in OPTIMIZERS),
+    *(Case(name) for name in TABLES),
     Case(lookups=8_192),
     Case(lookups=1_048_576),
     Case(ids="Zipf"),
@@ -153,14 +151,15 @@ def kernels_off() -> Any:
 
 
 def contenders(case: Case, peers: list[str]) -> dict[str, Any]:
-    ours, dense, torch_name, _ = OPTIMIZERS[case.optimizer]
+    ours = OURS[case.optimizer](RATE)
+    dense, torch_name = OPTAX.get(case.optimizer), OFFERS["torch"].get(case.optimizer)
     steps: dict[str, Any] = {"jmask": JaxStep(case, ours, jmask.value_and_grad, loss)}
     if "second form" in peers and case.optimizer != "SGD":  # a scatter-add has one form
         with kernels_off():
             steps["second form"] = JaxStep(case, ours, jmask.value_and_grad, loss)
     # The dense step costs the table, whatever the batch.
     if "optax" in peers and dense and case.lookups == Case.lookups and case.ids == Case.ids:
-        steps["optax"] = JaxStep(case, dense, jax.value_and_grad, dense_loss)
+        steps["optax"] = JaxStep(case, dense(RATE), jax.value_and_grad, dense_loss)
     if "torch" in peers and torch_name and importlib.util.find_spec("torch"):
         steps["torch"] = TorchStep(case, torch_name)
     return steps
@@ -248,8 +247,7 @@ def main() -> None:
             if name in steps
         }
         unique = np.mean([np.unique(x).size for x in ids[:5]])
-        tables = OPTIMIZERS[case.optimizer][-1]
-        limit = 2 * tables * unique * case.width * 4 / bandwidth
+        limit = 2 * TABLES[case.optimizer] * unique * case.width * 4 / bandwidth
         figures = [
             ms["jmask"],
             sum(kernels["jmask"].values()),

@@ -85,12 +85,17 @@ def trained_array(optimizer: str) -> Run:
 AXIS_TYPES = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
+def need_devices(count: int) -> None:
+    """Fail where there are fewer CPU devices, or skip where there are fewer GPUs."""
+    if len(jax.devices()) < count:
+        stop = pytest.fail if jax.default_backend() == "cpu" else pytest.skip
+        stop(f"conftest.py makes {count} CPU devices; there are {jax.devices()}")
+
+
 @functools.cache
 def mesh_of(*sizes: int, axes: str = "automatic") -> jax.sharding.Mesh:
     """A mesh of CPU devices: "x" of one size, or "data" and "table" of two."""
-    if len(jax.devices()) < 8:
-        stop = pytest.fail if jax.default_backend() == "cpu" else pytest.skip
-        stop(f"conftest.py makes 8 CPU devices; there are {jax.devices()}")
+    need_devices(8)
     names = ("data", "table") if len(sizes) == 2 else ("x",)
     return jax.make_mesh(sizes, names, axis_types=(AXIS_TYPES[axes],) * len(sizes))
 

@@ -191,8 +191,7 @@ def after_reading(value: jax.Array, gradients: Gradients) -> Gradients:
 _TOGETHER = primitive(
     "jmask_computed_together", lambda *arrays: list(arrays), lambda *avals: list(avals)
 )
-for _platform in ("cuda", "rocm"):
-    lower(_TOGETHER, lambda *arrays: lax.optimization_barrier(list(arrays)), platform=_platform)
+lower(_TOGETHER, lambda *arrays: lax.optimization_barrier(list(arrays)), platform="gpu")
 
 
 def _computed_together(value: jax.Array, gradients: Gradients) -> tuple[jax.Array, Gradients]:
@@ -200,20 +199,19 @@ def _computed_together(value: jax.Array, gradients: Gradients) -> tuple[jax.Arra
 
     Rows that are not written out (`GATHERED`) are left out: those the update computes.
     """
-    leaves, tree = jax.tree.flatten(gradients, is_leaf=is_row_sparse)
-    if not any(map(is_row_sparse, leaves)):
+    if not any(map(is_row_sparse, jax.tree.leaves(gradients, is_leaf=is_row_sparse))):
         return value, gradients
-    arrays = {i: x.values if is_row_sparse(x) else x for i, x in enumerate(leaves)}
-    arrays = {
-        i: x
-        for i, x in arrays.items()
+    leaves, tree = jax.tree.flatten(gradients)
+    places = [
+        i
+        for i, x in enumerate(leaves)
         if isinstance(x, jax.core.Tracer)
         and jnp.issubdtype(x.dtype, jnp.inexact)
         and GATHERED.of(x) is None
-    }
-    value, *computed = _TOGETHER.bind(value, *arrays.values())
-    for i, x in zip(arrays, computed, strict=True):
-        leaves[i] = leaves[i].with_values(x) if is_row_sparse(leaves[i]) else x
+    ]
+    value, *computed = _TOGETHER.bind(value, *(leaves[i] for i in places))
+    for i, x in zip(places, computed, strict=True):
+        leaves[i] = x
     return value, jax.tree.unflatten(tree, leaves)
 
 

@@ -74,13 +74,15 @@ def lower(
     Args:
         on_one: on one device.
         on_several: on several, over which arrays may be sharded; None if it is the same.
+        platform: a name of JAX's, or "gpu" for those of all GPUs.
     """
 
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **how: Any) -> Any:
         definition = on_one if on_several is None or _is_for_one(ctx) else on_several
         return mlir.lower_fun(definition, multiple_results=True)(ctx, *operands, **how)
 
-    mlir.register_lowering(made, rule, platform=platform)
+    for name in ("cuda", "rocm") if platform == "gpu" else (platform,):
+        mlir.register_lowering(made, rule, platform=name)
 
 
 def _is_for_one(ctx: mlir.LoweringRuleContext) -> bool:

@@ -210,8 +210,7 @@ def _written_on_gpus(
 
 
 lower(_write_rows_p, _written_on_a_tpu, _written_on_tpus, platform="tpu")
-for _platform in ("cuda", "rocm"):
-    lower(_write_rows_p, _written_on_gpus, platform=_platform)
+lower(_write_rows_p, _written_on_gpus, platform="gpu")
 
 
 # --- one entry for each row --------------------------------------------------------------

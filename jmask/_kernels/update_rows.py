@@ -47,7 +47,7 @@ Tables = Sequence[jax.Array]
 
 
 class UniqueRows(NamedTuple):
-    """What an update is done with, as `RowUpdate` has it.
+    """Hold what one form of an update takes, as `RowUpdate` has it.
 
     Attributes:
         ids: unique apart from padding, but for additive updates.
@@ -235,10 +235,10 @@ def _on_tpus(updates: Sequence[RowUpdate]) -> Results:
 def _on_one_gpu(updates: Sequence[RowUpdate]) -> Results:
     # A scatter of several tables is one kernel since jaxlib 0.12, and a loop over rows before.
     is_one_kernel = jax.__version_info__ >= (0, 12) and switched_on()
-    return list(map(_of_separate_tables if is_one_kernel else _defined, updates))
+    return list(map(_in_separate_buffers if is_one_kernel else _defined, updates))
 
 
-def _of_separate_tables(x: RowUpdate) -> list[jax.Array]:
+def _in_separate_buffers(x: RowUpdate) -> list[jax.Array]:
     """Do an update as `_fused`; the tables are buffers of their own.
 
     XLA makes two slots of zeros one array, as they are where a state is made in the program of
@@ -323,8 +323,7 @@ def _in_one_round(updates: Sequence[RowUpdate]) -> Results:
 
 
 _update_rows.lower(_by_definition, _summed_by_definition)
-_update_rows.lower(_on_one_gpu, _summed_by_definition, platform="cuda")
-_update_rows.lower(_on_one_gpu, _summed_by_definition, platform="rocm")
+_update_rows.lower(_on_one_gpu, _summed_by_definition, platform="gpu")
 _update_rows.lower(_on_one_tpu, _on_tpus, platform="tpu")
 # Where arrays are sharded over devices, entries are not where their equals are.
 _update_rows.lower(_on_one_cpu, _on_cpus, platform="cpu")

@@ -33,6 +33,7 @@ from jmask._updates.checks import (
     check_parameters,
     check_transformation,
     has_16_bit_sums,
+    has_gradients,
     is_gradient_leaf,
     naming_structures,
     with_wide_rows,
@@ -195,7 +196,7 @@ def _check_not_deferring(state: optax.OptState) -> None:
 
 def _check_extra_args(extra_args: dict[str, PyTree]) -> None:
     for name, value in extra_args.items():
-        if any(map(is_gradient_leaf, jax.tree.leaves(value, is_leaf=is_gradient_leaf))):
+        if has_gradients(value):
             raise NotRowLocalError(
                 f"the extra argument `{name}` holds a row-sparse gradient, and what takes "
                 "whole gradients (a line search) is not row-local"

@@ -45,6 +45,7 @@ from jmask._updates.checks import (
     check_gradient,
     check_transformation,
     gradient_and_valid,
+    has_gradients,
     is_full,
     is_gradient_leaf,
     model_of,
@@ -160,10 +161,6 @@ def apply_updates(
     return fit.as_given(new)
 
 
-def _has_tensors(tree: PyTree) -> bool:
-    return any(map(is_gradient_leaf, jax.tree.leaves(tree, is_leaf=is_gradient_leaf)))
-
-
 @jax.named_scope("jmask.apply_gradients")
 def apply_gradients(
     tx: optax.GradientTransformation,
@@ -208,10 +205,10 @@ def apply_gradients(
     """
     order = "jmask.apply_gradients(tx, grads, opt_state, params)"
     check_transformation("tx", tx, f"tx = jmask.adam(1e-3); {order}")
-    if _has_tensors(opt_state):
+    if has_gradients(opt_state):
         # optax makes moments of the kind of a parameter.
         advice = "`params` does, too: use `jmask.lazy(tx)`, whose state is dense"
-        advice = advice if _has_tensors(params) else f"the order is {order}"
+        advice = advice if has_gradients(params) else f"the order is {order}"
         raise TypeError(f"`opt_state` holds gradients: {advice}.")
     fit = Fit.of(grads, params)
     one_pass = getattr(tx, "apply_gradients", None)

@@ -13,6 +13,7 @@ from jmask._base.types import (
     Gradients,
     KeyPath,
     Params,
+    PyTree,
     PyTreeDef,
     Table,
     Tensor,
@@ -38,6 +39,11 @@ _ORDER = "tx.update(grads, opt_state, params)"
 def is_gradient_leaf(x: object) -> bool:
     """Decide whether `x` is a sparse or masked gradient: one leaf, not a subtree."""
     return isinstance(x, RowSparse | MaskedTensor | BCOO | BCSR)
+
+
+def has_gradients(tree: PyTree) -> bool:
+    """Decide whether a tree has a sparse or masked gradient among its leaves."""
+    return any(map(is_gradient_leaf, jax.tree.leaves(tree, is_leaf=is_gradient_leaf)))
 
 
 def _is_leaf(x: object) -> bool:

@@ -12,6 +12,7 @@ from tests.lookup_programs import PROGRAMS, VALID
 from tests.lookup_programs import TABLE as LOOKED_UP
 from tests.optimizers import OPTIMIZERS
 from tests.oracle import assert_close, dense_twin, is_row_sparse
+from tests.stored_tables import need_devices
 
 V, D, DEVICES = 64, 4, 4
 TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), jnp.float32)
@@ -20,9 +21,7 @@ IDS = jnp.asarray(np.random.default_rng(1).integers(0, V, 8))
 
 @pytest.fixture(scope="module")
 def mesh():
-    if len(jax.devices()) < DEVICES:
-        stop = pytest.fail if jax.default_backend() == "cpu" else pytest.skip
-        stop(f"conftest.py makes {DEVICES} CPU devices; there are {jax.devices()}")
+    need_devices(DEVICES)
     auto = (jax.sharding.AxisType.Auto,)
     return jax.make_mesh((DEVICES,), ("data",), axis_types=auto)
 
