@@ -79,13 +79,15 @@ def deferred_step(
     updates: Gradients,
     state: OptState,
     params: Params,
+    applies: bool,
 ) -> tuple[Any, Any]:
     """Take a step, with the deferred tables of the parameters.
 
     Args:
         init, update: of the transformation.
-        run: `update`, or (gradients, state, params) -> (new parameters, state).
+        run: (gradients, state, params) -> (updates or new parameters, state).
         updates, state, params: of the step.
+        applies: whether `run` returns new parameters.
 
     Returns:
         The results of `run`, with a new table for each that is deferred: as it is among new
@@ -136,7 +138,7 @@ def deferred_step(
         result, state = run(updates, state, params)
         results = tree.flatten_up_to(result)
         new = [results[i] for i in tables]
-        if run is update:
+        if not applies:
             old = tree.flatten_up_to(params)
             new = [added(old[i], results[i]) for i in tables]
         rest = [() if i in tables else x for i, x in enumerate(results)]
@@ -159,7 +161,7 @@ def deferred_step(
         if table.form is None:
             table = table.begun(form, made_for)
         stepped = table.stepped(taken[i], [rows, *(new_state[k] for k in places[i])], step)
-        results[i] = NewTable(stepped) if run is update else stepped
+        results[i] = stepped if applies else NewTable(stepped)
         for k in places[i]:
             new_state[k] = old_state[k]
     return tree.unflatten(results), state_tree.unflatten(new_state)

@@ -15,17 +15,16 @@ Which state arrays hold rows is found from the shapes that `inner.init` gives th
 `state_rows`.
 """
 
-import functools
 from collections.abc import Hashable
 
 import jax
 import optax
 
 from jmask._base.types import PyTree
-from jmask._deferred.step import deferred_step, has_deferred, without_rows
+from jmask._deferred.step import has_deferred, without_rows
 from jmask._lazy.one_pass import OnePassTransformation, applied_in_one_pass
 from jmask._lazy.proved_update import LazyCall, ProvedUpdate, proved
-from jmask._lazy.stacked import has_stacked, stacked_step
+from jmask._lazy.stacked import on_every_table
 from jmask._tensors.row_sparse import is_row_sparse
 from jmask._updates.apply import Fit, apply_updates, dense_parameters, noticing_dense_tables
 from jmask._updates.checks import (
@@ -106,29 +105,13 @@ def lazy(
         check_parameters(params)
         fit = Fit.of(updates, params)
         updates, params = fit.gradients, fit.params
-        if has_stacked(updates):
-            run = functools.partial(update, **extra_args)
-            return stacked_step(init, run, updates, state, params)
-        if has_deferred(params):
-            return update_deferred(updates, state, params, **extra_args)
         leaves = jax.tree.leaves(updates, is_leaf=is_gradient_leaf)
-        if not any(map(is_gradient_leaf, leaves)):
+        if not (any(map(is_gradient_leaf, leaves)) or has_deferred(params)):
             with naming_structures(updates, params):
                 return inner.update(updates, state, params, **extra_args)
         _check_extra_args(extra_args)
-        return update_rows_of(updates, state, params, **extra_args)
+        return update_tables(updates, state, params, **extra_args)
 
-    @compiled_outside_jit
-    def update_deferred(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params,
-        **extra_args: PyTree,
-    ) -> tuple[optax.Updates, optax.OptState]:
-        run = functools.partial(update, **extra_args)
-        return deferred_step(init, run, run, updates, state, params)
-
-    @compiled_outside_jit
     def update_rows_of(
         updates: optax.Updates,
         state: optax.OptState,
@@ -136,6 +119,8 @@ def lazy(
         **extra_args: PyTree,
     ) -> tuple[optax.Updates, optax.OptState]:
         return prepared(updates, state, params, extra_args).update()
+
+    update_tables = compiled_outside_jit(on_every_table(init, update, update_rows_of))
 
     def prepared(
         updates: optax.Updates,
@@ -158,7 +143,7 @@ def lazy(
         call = LazyCall.of(inner, updates, state, params, extra_args)
         return proved(call, known) if call.has_rows() else call
 
-    def apply_gradients(
+    def apply_rows_of(
         grads: optax.Updates, state: optax.OptState, params: optax.Params
     ) -> tuple[optax.Params, optax.OptState]:
         # Without rows there is nothing to gain from one pass, and nothing to prove.
@@ -167,10 +152,6 @@ def lazy(
             return apply_updates(params, updates), state
         _check_not_deferring(state)
         check_parameters(params)
-        if has_stacked(grads):
-            return stacked_step(init, apply_gradients, grads, state, params)
-        if has_deferred(params):
-            return deferred_step(init, update, apply_gradients, grads, state, params)
         step = prepared(grads, state, params, {})
         assert isinstance(step, ProvedUpdate), "a RowSparse is among the gradients"
         result = applied_in_one_pass(step)
@@ -180,7 +161,8 @@ def lazy(
         return result
 
     lifted = OnePassTransformation(init, noticing_dense_tables(update))
-    lifted.apply_gradients = noticing_dense_tables(compiled_outside_jit(apply_gradients))
+    apply_tables = on_every_table(init, update, apply_rows_of, applies=True)
+    lifted.apply_gradients = noticing_dense_tables(compiled_outside_jit(apply_tables))
     return lifted
 
 

@@ -1,37 +1,67 @@
-"""Run a step on stacked tables as on one table.
+"""Run a step of plain tables on stacked and deferred ones; stacked tables are one table.
 
     gradient   RowSparse (M, V, D), leading=2        x.flat(), of shape (M * V, D)
     parameter  (M, V, D)                             reshaped to (M * V, D)
     state      of `init` for (M, V, D)               reshaped to `init` for (M * V, D)
 
-Stacked tables are one table of M * V rows, and a reshape moves nothing. The results of the
-step get the old shapes again.
+A reshape moves nothing. The results of the step get the old shapes again. What deferred tables
+are for a step is in `_deferred.step`.
 """
 
+import functools
 from collections.abc import Callable
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 
 from jmask._base.types import Gradients, OptState, Params, PyTree, PyTreeDef, Table
+from jmask._deferred.step import deferred_step, has_deferred
 from jmask._tables.stored_table import is_stored_table, shape_of
-from jmask._tensors.row_sparse import is_row_sparse
+from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._updates.checks import is_gradient_leaf
 
 
-def is_stacked(x: object) -> bool:
+Step = Callable[..., tuple[PyTree, OptState]]
+"""(gradients, state, params, **extra_args) -> (updates or new parameters, state)."""
+
+
+def on_every_table(
+    init: Callable[[Params], OptState], update: Step, step: Step, *, applies: bool = False
+) -> Step:
+    """Return `step`, which takes plain tables, for stacked and deferred ones too.
+
+    Args:
+        init, update: of the transformation.
+        step: of plain tables.
+        applies: whether it returns new parameters, and not updates.
+    """
+
+    def run(
+        updates: Gradients,
+        state: OptState,
+        params: Params | None = None,
+        **extra_args: PyTree,
+    ) -> tuple[PyTree, OptState]:
+        again = functools.partial(run, **extra_args)
+        if any(map(_is_stacked, jax.tree.leaves(updates, is_leaf=is_gradient_leaf))):
+            return _stacked_step(init, again, updates, state, params)
+        if has_deferred(params):
+            update_of = functools.partial(update, **extra_args)
+            return deferred_step(init, update_of, again, updates, state, params, applies)
+        return step(updates, state, params, **extra_args)
+
+    return run
+
+
+def _is_stacked(x: object) -> TypeGuard[RowSparse]:
     """Decide whether `x` is the row-sparse gradient of stacked tables."""
     return is_row_sparse(x) and x.leading > 1
 
 
-def has_stacked(updates: Gradients) -> bool:
-    """Decide whether some gradients are of stacked tables."""
-    return any(map(is_stacked, jax.tree.leaves(updates, is_leaf=is_gradient_leaf)))
-
-
-def stacked_step(
+def _stacked_step(
     init: Callable[[Params], OptState],
-    run: Callable[[Gradients, OptState, Params], tuple[PyTree, OptState]],
+    run: Step,
     updates: Gradients,
     state: OptState,
     params: Params | None,
@@ -40,7 +70,7 @@ def stacked_step(
 
     Args:
         init: of the transformation.
-        run: (gradients, state, params) -> (updates or new parameters, state).
+        run: the step of plain tables.
         updates, state, params: of the step; the parameters may be None.
 
     Raises:
@@ -52,22 +82,22 @@ def stacked_step(
     leaves = gradients if params is None else tree.flatten_up_to(params)
     shapes = list(map(shape_of, leaves))
     flat = [
-        jax.ShapeDtypeStruct(g.flat().shape, x.dtype) if is_stacked(g) else x
+        jax.ShapeDtypeStruct(g.flat().shape, x.dtype) if _is_stacked(g) else x
         for g, x in zip(gradients, shapes, strict=True)
     ]
     usual, wanted = (jax.eval_shape(init, tree.unflatten(x)) for x in (shapes, flat))
     if params is not None:
         params = tree.unflatten(
-            jnp.reshape(x, shape.shape) if is_stacked(g) and not is_stored_table(x) else x
+            jnp.reshape(x, shape.shape) if _is_stacked(g) and not is_stored_table(x) else x
             for x, g, shape in zip(leaves, gradients, flat, strict=True)
         )
     results, new_state = run(
-        tree.unflatten([g.flat() if is_stacked(g) else g for g in gradients]),
+        tree.unflatten([g.flat() if _is_stacked(g) else g for g in gradients]),
         _state_as(state, usual, wanted),
         params,
     )
     restored = [
-        x.stacked_as(g) if is_row_sparse(x) else jnp.reshape(x, g.shape) if is_stacked(g) else x
+        x.stacked_as(g) if is_row_sparse(x) else jnp.reshape(x, g.shape) if _is_stacked(g) else x
         for x, g in zip(tree.flatten_up_to(results), gradients, strict=True)
     ]
     return tree.unflatten(restored), _state_as(new_state, wanted, usual)

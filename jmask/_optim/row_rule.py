@@ -34,11 +34,11 @@ from jmask._base.array_types import (
     wide,
 )
 from jmask._base.types import Gradient, Gradients, OptState, Params, Table
-from jmask._deferred.step import deferred_step, has_deferred, without_rows
+from jmask._deferred.step import without_rows
 from jmask._kernels.update_rows import RowUpdate, updated
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
-from jmask._lazy.stacked import has_stacked, stacked_step
+from jmask._lazy.stacked import on_every_table
 from jmask._tables.stored_table import RowsAt, is_stored_table, shape_of
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import is_row_sparse
@@ -66,7 +66,9 @@ class Slot:
 
     Attributes:
         initial: its value before the first step; the parameter's, in float32 at least, if None.
-        per_row: whether it is (V, 1, ..., 1), one entry for each row of the parameter.
+        per_row: whether it has one entry for each row: (V, 1) for a parameter (V, D). It is
+            (M, V, 1) for (M, V, D), which may be a stack of M tables as well as one table of
+            rows (V, D); their entries are all the same then.
         dtype: of the array; the rule's, or the parameter's, if None.
     """
 
@@ -102,7 +104,8 @@ class RowRule:
         like = shape_of(param)
         shape, dtype = like.shape, slot.dtype or self.state_dtype or like.dtype
         if slot.per_row:
-            shape, dtype = shape[:1] + (1,) * len(shape[1:]), real_dtype(dtype)
+            shape = shape if len(shape) < 2 else (*shape[:-1], 1)
+            dtype = real_dtype(dtype)
         elif is_complex(like):
             dtype = complex_dtype(dtype)
         if slot.initial is None:  # not the parameter itself, which may be donated beside it
@@ -144,15 +147,15 @@ class RowRule:
                 for part in (jnp.real, jnp.imag)
             ]
             return tuple(map(lax.complex, *parts))
-        rows = grad.shape[0] if grad.ndim else 1
 
         def joined(x: Gradient) -> Gradient:
             parts = [x.real, x.imag] if is_complex(x) else [x]
-            return jnp.concatenate([part.reshape(rows, -1) for part in parts], axis=1)
+            shape = (*(x.shape or (1,)), 1)
+            return jnp.concatenate([part.reshape(shape) for part in parts], axis=-1)
 
         new = self.on_entries([None if x is None else joined(x) for x in entries], scalars)
         return tuple(
-            lax.complex(*jnp.split(x, 2, axis=1)).reshape(grad.shape)
+            lax.complex(*jnp.split(x, 2, axis=-1)).reshape(grad.shape)
             if is_complex(old)
             else x.reshape(old.shape)
             for x, old in zip(new, (grad, *slots), strict=True)
@@ -186,9 +189,9 @@ def optimizer(
     if lazy_update:
         lifted = OnePassTransformation(*lazy(dense))
         lifted.rule = rule
-        lifted.apply_gradients = noticing_dense_tables(
-            compiled_outside_jit(functools.partial(_apply_gradients, rule, lifted))
-        )
+        step = functools.partial(_apply_gradients, rule, lifted)
+        step = on_every_table(lifted.init, lifted.update, step, applies=True)
+        lifted.apply_gradients = noticing_dense_tables(compiled_outside_jit(step))
         return lifted
     return densified(dense)
 
@@ -200,15 +203,10 @@ def densified(
     to_dense = densify()
 
     def update(updates, state, params=None, **extra_args):
-        if has_deferred(params):
-            return update_deferred(updates, state, params)
         updates, _ = to_dense.update(updates, to_dense.init(params), params)
         return dense.update(updates, state, params, **extra_args)
 
-    @compiled_outside_jit
-    def update_deferred(updates, state, params):
-        return deferred_step(dense.init, update, update, updates, state, params)
-
+    update = compiled_outside_jit(on_every_table(dense.init, update, update))
     return optax.GradientTransformationExtraArgs(dense.init, update)
 
 
@@ -221,11 +219,6 @@ def _apply_gradients(
 ) -> tuple[Any, Any]:
     check_parameters(params)
     check_structure(grads, params)
-    run = functools.partial(_apply_gradients, rule, lifted)
-    if has_stacked(grads):
-        return stacked_step(lifted.init, run, grads, state, params)
-    if has_deferred(params):
-        return deferred_step(lifted.init, lifted.update, run, grads, state, params)
     # A state of other shapes would broadcast, one of another dtype go on in it for ever.
     check_made_by(lifted.init, state, params)
     structure: Any
