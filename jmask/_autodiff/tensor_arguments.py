@@ -159,6 +159,7 @@ def _coalesced(x: TensorLike) -> TensorLike:
 
 def _rebuilt(x: TensorLike, values: Value, placeholders: Iterator[Any]) -> TensorLike:
     if is_stored_table(x):
+        x.check_single()
         return x.with_placeholder(Placeholder.above(x.placeholder, next(placeholders)))
     if not is_tensor(x):
         return values

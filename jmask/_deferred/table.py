@@ -94,6 +94,9 @@ class DeferredTable(Deferred):
             setattr(node, name, parts.get(name))
         return node
 
+    def is_stack(self) -> bool:
+        return jnp.ndim(self.sealed_clock) > 0
+
     @classmethod
     def before(cls, table: Table, slots: Sequence[Any]) -> "DeferredTable":
         """Return a table without coefficients yet: see `begun`.
@@ -267,6 +270,7 @@ class DeferredTable(Deferred):
 
     def todense(self) -> jax.Array:
         """Return the array (V, *row) that the dense optimizer has at this step."""
+        self.check_single()
         if is_stored_table(self.main):
             return differentiable(
                 self._now(*self._gathered(lambda x: x.todense()))[0], self.placeholder

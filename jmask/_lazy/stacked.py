@@ -9,32 +9,37 @@ are for a step is in `_deferred.step`.
 """
 
 import functools
-from collections.abc import Callable
 from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from jmask._base.types import Gradients, OptState, Params, PyTree, PyTreeDef, Table
+from jmask._base.types import (
+    Function,
+    Gradient,
+    Gradients,
+    OptState,
+    Params,
+    PyTree,
+    PyTreeDef,
+    Table,
+)
 from jmask._deferred.step import deferred_step, has_deferred
 from jmask._tables.stored_table import is_stored_table, shape_of
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._updates.checks import is_gradient_leaf
 
 
-Step = Callable[..., tuple[PyTree, OptState]]
-"""(gradients, state, params, **extra_args) -> (updates or new parameters, state)."""
-
-
 def on_every_table(
-    init: Callable[[Params], OptState], update: Step, step: Step, *, applies: bool = False
-) -> Step:
+    init: optax.TransformInitFn, update: Function, step: Function, *, applies: bool = False
+) -> Function:
     """Return `step`, which takes plain tables, for stacked and deferred ones too.
 
     Args:
         init, update: of the transformation.
-        step: of plain tables.
-        applies: whether it returns new parameters, and not updates.
+        step: (gradients, state, params, **extra_args) -> (updates or new parameters, state).
+        applies: whether it returns new parameters.
     """
 
     def run(
@@ -60,8 +65,8 @@ def _is_stacked(x: object) -> TypeGuard[RowSparse]:
 
 
 def _stacked_step(
-    init: Callable[[Params], OptState],
-    run: Step,
+    init: optax.TransformInitFn,
+    run: Function,
     updates: Gradients,
     state: OptState,
     params: Params | None,
@@ -81,11 +86,18 @@ def _stacked_step(
     gradients = jax.tree.leaves(updates, is_leaf=is_gradient_leaf)
     leaves = gradients if params is None else tree.flatten_up_to(params)
     shapes = list(map(shape_of, leaves))
-    flat = [
-        jax.ShapeDtypeStruct(g.flat().shape, x.dtype) if _is_stacked(g) else x
-        for g, x in zip(gradients, shapes, strict=True)
-    ]
-    usual, wanted = (jax.eval_shape(init, tree.unflatten(x)) for x in (shapes, flat))
+    usual = jax.eval_shape(init, tree.unflatten(shapes))
+    flat = list(shapes)
+    for i, (x, g) in enumerate(zip(shapes, gradients, strict=True)):
+        if not _is_stacked(g):
+            continue
+        flat[i] = x.update(shape=g.flat().shape)
+        if g.leading == g.ndim and _sizes(jax.eval_shape(init, tree.unflatten(flat))) != _sizes(
+            usual
+        ):
+            gradients[i] = _whole_rows(g)
+            flat[i] = x.update(shape=gradients[i].flat().shape)
+    wanted = jax.eval_shape(init, tree.unflatten(flat))
     if params is not None:
         params = tree.unflatten(
             jnp.reshape(x, shape.shape) if _is_stacked(g) and not is_stored_table(x) else x
@@ -97,10 +109,30 @@ def _stacked_step(
         params,
     )
     restored = [
-        x.stacked_as(g) if is_row_sparse(x) else jnp.reshape(x, g.shape) if _is_stacked(g) else x
+        _restored(x, g) if _is_stacked(g) else x
         for x, g in zip(tree.flatten_up_to(results), gradients, strict=True)
     ]
     return tree.unflatten(restored), _state_as(new_state, wanted, usual)
+
+
+def _sizes(shapes: PyTree) -> list[int]:
+    return [x.size for x in jax.tree.leaves(shapes)]
+
+
+def _whole_rows(gradient: RowSparse) -> RowSparse:
+    """Return a gradient of entries (V, D) as rows, of zeros but for an entry each."""
+    size = gradient.shape[-1]
+    ids = gradient.flat().row_ids()
+    place = jax.lax.broadcasted_iota(ids.dtype, (gradient.nse, size), 1)
+    values = jnp.where(place == (ids % size)[:, None], gradient.values[:, None], 0)
+    return RowSparse.from_rows(
+        ids // size, values, gradient.shape, coalesced=False, leading=gradient.leading - 1
+    )
+
+
+def _restored(x: Gradient | Table, gradient: RowSparse) -> Gradient | Table:
+    """Return an update or a new parameter in the shape of the gradient of stacked tables."""
+    return x.stacked_as(gradient) if is_row_sparse(x) else jnp.reshape(x, gradient.shape)
 
 
 def _state_as(state: OptState, old: PyTree, new: PyTree) -> OptState:

@@ -45,6 +45,7 @@ class ParameterStep:
         nbytes: what it takes in memory.
         nse: the number of rows of a row-sparse gradient, else None.
         note: why, where something is to be said; else "".
+        leading: how many leading dimensions number the rows, more than 1 of stacked tables.
     """
 
     name: str
@@ -54,6 +55,7 @@ class ParameterStep:
     nbytes: int
     nse: int | None
     note: str
+    leading: int = 1
 
     @property
     def is_sparse(self) -> bool:
@@ -65,7 +67,7 @@ class ParameterStep:
         """Return the bytes of the parameter that a step reads and writes, at most."""
         if self.nse is None:
             return self.nbytes
-        rows, *row = self.shape  # ids may repeat
+        rows, *row = _flat(self.shape, self.leading)  # ids may repeat
         return min(self.nse, rows) * math.prod(row) * self.dtype.itemsize
 
     @property
@@ -261,12 +263,14 @@ def _step(
     shape, dtype = tuple(array.shape), jnp.dtype(array.dtype)
     described = f"{dtype}[{', '.join(map(str, shape))}]"
     arrays = map(abstract_leaf, jax.tree.leaves(leaf))
-    nse = _number_of_rows(gradient)
-    notes = [_note(shape, gradient, nse, uses, shape in shapes)]
-    if platform == "tpu" and nse and not stored and has_narrow_rows(shape):
+    nse, leading = _number_of_rows(gradient)
+    flat = _flat(shape, leading)
+    notes = [_note(flat, gradient, nse, uses, shape in shapes)]
+    if platform == "tpu" and nse and not stored and has_narrow_rows(flat):
+        table = "table" if leading == 1 else f"table.reshape{flat}"
         notes.append(
             "a TPU copies the table in each step, or keeps it transposed, since its rows are "
-            "not lines of 128 entries: `jmask.packed(table)` keeps them in such lines"
+            f"not lines of 128 entries: `jmask.packed({table})` keeps them in such lines"
         )
     return ParameterStep(
         name=jax.tree_util.keystr(path, simple=True, separator=".") or "params",
@@ -276,15 +280,21 @@ def _step(
         nbytes=sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays),
         nse=nse,
         note="; ".join(filter(None, notes)),
+        leading=leading,
     )
 
 
-def _number_of_rows(gradient: Gradient) -> int | None:
-    """Return the nse of a row-sparse gradient, None for a dense one."""
+def _number_of_rows(gradient: Gradient) -> tuple[int | None, int]:
+    """Return nse and leading of a row-sparse gradient, None and 1 for a dense one."""
     if is_row_sparse(gradient):
-        return gradient.nse
+        return gradient.nse, gradient.leading
     is_sparse = isinstance(gradient, RowSum) and gradient.is_rows
-    return gradient.capacity if is_sparse else None
+    return (gradient.capacity, gradient.leading) if is_sparse else (None, 1)
+
+
+def _flat(shape: tuple[int, ...], leading: int) -> tuple[int, ...]:
+    """Return (M * V, *row) of stacked tables (M, V, *row), as `RowSparse.flat` does."""
+    return (math.prod(shape[:leading]), *shape[leading:]) if shape else ()
 
 
 def _note(

@@ -189,8 +189,8 @@ def optimizer(
     if lazy_update:
         lifted = OnePassTransformation(*lazy(dense))
         lifted.rule = rule
-        step = functools.partial(_apply_gradients, rule, lifted)
-        step = on_every_table(lifted.init, lifted.update, step, applies=True)
+        on_rows = functools.partial(_apply_gradients, rule, lifted)
+        step = on_every_table(lifted.init, lifted.update, on_rows, applies=True)
         lifted.apply_gradients = noticing_dense_tables(compiled_outside_jit(step))
         return lifted
     return densified(dense)

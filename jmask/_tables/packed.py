@@ -90,7 +90,11 @@ class PackedTable(StoredTable):
     def dtype(self) -> DType:
         return self.parts[0].dtype
 
+    def is_stack(self) -> bool:
+        return jnp.ndim(self.parts[0]) > 2
+
     def todense(self) -> jax.Array:
+        self.check_single()
         return differentiable(
             jnp.concatenate(self.entries(), axis=1).reshape(self.shape), self.placeholder
         )

@@ -175,8 +175,13 @@ class ShardedTable(StoredTable):
     def dtype(self) -> DType:
         return self.stored.dtype
 
+    def is_stack(self) -> bool:
+        rows = (self.layout.placement == "mod") + (1 if self._is_packed() else self.ndim - 1)
+        return jnp.ndim(jax.tree.leaves(self.stored)[0]) > rows + 1
+
     def check_layout(self) -> Blocks:
         """Return the stored blocks; refuse those of another layout, as from a checkpoint."""
+        self.check_single()
         layout = self.layout
         shape = (layout.shards * layout.block, *self.shape[1:])
         shapes = part_shapes(shape) if self._is_packed() else [shape]

@@ -80,7 +80,7 @@ class StoredTable(abc.ABC):
         return node
 
     def tree_flatten(self) -> tuple[list[PyTree], Static]:
-        if refuse_misuse_of_table(type(self).__name__):
+        if refuse_misuse_of_table(self):
             return [getattr(self, self._ARRAYS[0])], self._static()
         return [getattr(self, x) for x in self._ARRAYS], self._static()
 
@@ -104,6 +104,20 @@ class StoredTable(abc.ABC):
     @abc.abstractmethod
     def dtype(self) -> DType:
         """The dtype of the entries."""
+
+    @abc.abstractmethod
+    def is_stack(self) -> bool:
+        """Decide whether `jax.vmap` made this: its arrays have a leading axis then."""
+
+    def check_single(self) -> None:
+        """Raise ValueError if this is a stack of tables."""
+        if self.is_stack():
+            raise ValueError(
+                f"{self!r} is a stack of tables, as jax.vmap makes them, and not one: use "
+                "jax.vmap for the whole of what follows, as in jax.vmap(tx.init)(tables) and "
+                "jax.vmap(step)(tables, states), or take one by "
+                "jax.tree.map(lambda leaf: leaf[i], tables)."
+            )
 
     @abc.abstractmethod
     def read(self, ids: jax.Array) -> jax.Array:
@@ -299,6 +313,7 @@ def looked_up(table: StoredTable, ids: jax.Array) -> jax.Array:
     the table has a placeholder, an array (V, *row) that nothing reads, with the derivative of
     the lookup: its gradient is a sum of rows, as for any table.
     """
+    table.check_single()
     exists = trailing(ids < table.shape[0], table.ndim)
     rows = jnp.where(exists, table.read(ids), 0)
     return differentiable(rows, table.placeholder, ids)

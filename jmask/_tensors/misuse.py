@@ -11,7 +11,11 @@ otherwise, JAX's own error stands.
 """
 
 import sys
+from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import Any
+
+import jax
 
 _LAZY = (
     "put the optimizer inside jmask.lazy, as in jmask.lazy(optax.adam(1e-3)), with all that is "
@@ -86,17 +90,38 @@ _OF_TABLES = {
         "opt_state, params), or jmask.apply_updates(params, updates)"
     ),
 }
+_OVER_A_TABLE = (
+    "a {0} is one table, and jax.vmap and jax.lax.scan cannot map over it: make one table of "
+    "stacked ones, `stack.reshape(-1, D)`, and look row `i` of table `m` up as `m * V + i`; or "
+    "make a {0} of each by jax.vmap, and map the whole step over them."
+)
 _OF_DEFERRED_TABLES = (
     "optax.{} maps arithmetic over the leaves of a DeferredTable, which are no numbers: "
     "calculate with `table.todense()`, or use jmask.tree.norm"
 )
 
 
-def refuse_misuse_of_table(kind: str) -> bool:
+# Functions of JAX that map over an axis of their arguments, by their local variables: those
+# arguments. What an `in_axes` of several levels says is left to JAX.
+_MAPPED: dict[str, Callable[[dict[str, Any]], object]] = {
+    "vmap_f": lambda x: (_along(x["in_axes"], x["args"]), x["kwargs"]),
+    "scan": lambda x: x.get("xs"),
+}
+
+
+def _along(axes: object, arguments: Sequence[object]) -> list[object]:
+    each = axes if isinstance(axes, tuple | list) else [axes] * len(arguments)
+    return [x for x, axis in zip(arguments, each, strict=False) if isinstance(axis, int)]
+
+
+def refuse_misuse_of_table(table: Any) -> bool:
     """Raise where optax would calculate with the leaves of a table, which cannot be right.
 
+    So would `jax.vmap` and `jax.lax.scan` over them: axis 0 of its arrays is not that of the
+    table.
+
     Args:
-        kind: the name of the type of the table, which is being flattened.
+        table: which is being flattened.
 
     Returns:
         Whether optax asks for dtypes alone (`optax.inject_hyperparams`) and compares them,
@@ -105,7 +130,7 @@ def refuse_misuse_of_table(kind: str) -> bool:
     Raises:
         TypeError: with what to do instead.
     """
-    frame = sys._getframe(1).f_back
+    kind, frame = type(table).__name__, sys._getframe(1).f_back
     for _ in range(4):  # `tree_flatten`, `tree_map` and JAX's own functions around them
         if frame is None:
             return False
@@ -114,6 +139,10 @@ def refuse_misuse_of_table(kind: str) -> bool:
             break
         if not module.startswith("jax."):
             return False
+        if name in _MAPPED and not table.is_stack():
+            mapped = _MAPPED[name](frame.f_locals)
+            if any(x is table for x in jax.tree.leaves(mapped, is_leaf=lambda x: x is table)):
+                raise TypeError(_OVER_A_TABLE.format(kind)) from None
         frame = frame.f_back
     else:
         return False

@@ -64,7 +64,10 @@ def check_parameters(params: Params) -> None:
     """Refuse parameters that are not arrays, table containers, or `RowSparse` with all rows."""
     params = model_of(params).parameters
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=_is_leaf):
-        if is_stored_table(leaf) or is_full(leaf):
+        if is_stored_table(leaf):
+            leaf.check_single()
+            continue
+        if is_full(leaf):
             continue
         if is_gradient_leaf(leaf):
             raise TypeError(

@@ -7,7 +7,7 @@ takes that of the one table (M * V, D).
 
 import functools
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax import lax
 
 import jmask
 from tests.compiled_step import IN_PLACE, whole_table_operations
-from tests.optimizers import NOT_LAZY, OPTIMIZERS
+from tests.optimizers import OPTIMIZERS
 from tests.oracle import assert_close, densified
 from tests.stored_tables import STEPS
 
@@ -242,70 +242,12 @@ def test_what_takes_no_stacked_tables_says_so(call):
         call(gradient)
 
 
-# --- optimizers --------------------------------------------------------------------------
+# --- in place ----------------------------------------------------------------------------
 
-# A number for each row of one table is none for each row of several.
-BY_ENTRIES = {name: tx for name, tx in OPTIMIZERS.items() if "row" not in name}
-EVERY: dict[str, Any] = (
-    BY_ENTRIES
-    | NOT_LAZY
-    | {
-        "partition": optax.partition(
-            {"a": jmask.adam(0.1), "b": optax.sgd(0.1)}, {"t": "a", "w": "b"}
-        ),
-        "every other step": None,
-    }
-)
-
-
-def model_loss(p):
-    rows = p["t"][1, BATCH.ids], p["t"][:, BATCH.ids] ** 2, p["w"] ** 2
-    return sum(jnp.sum(jnp.sin(x)) for x in rows)
-
-
-def flat(p):
-    return {"t": p["t"].reshape(-1, p["t"].shape[-1]), "w": p["w"]}
-
-
-def flat_loss(p):
-    return model_loss({"t": p["t"].reshape(3, 7, 2), "w": p["w"]})
-
-
-@pytest.mark.parametrize("jit", [True, False])
-@pytest.mark.parametrize("way", STEPS)
-@pytest.mark.parametrize("name", EVERY)
-def test_optimizers(name, way, jit):
-    """As of one table (M * V, D); rows that are not looked up keep their bits."""
-    start = {"t": STACKS["(3, 7, 2)"], "w": jnp.ones(3)}
-
-    def trained(loss, params):
-        like = jax.eval_shape(jmask.grad(loss), params)
-        tx = EVERY[name] or jmask.multi_steps(jmask.adam(0.1), 2, like=like)
-
-        def step(params, state):
-            return STEPS[way](tx, jmask.grad(loss)(params), state, params)
-
-        state = tx.init(params)
-        for _ in range(3):
-            params, state = (jax.jit(step) if jit else step)(params, state)
-        return params, state
-
-    params, state = trained(model_loss, start)
-    expected, flat_state = trained(flat_loss, flat(start))
-    assert_close(flat(params), expected, rtol=1e-6, atol=1e-6)
-    if name not in NOT_LAZY:
-        inactive = np.setdiff1d(np.arange(7), BATCH.ids)
-        np.testing.assert_array_equal(params["t"][:, inactive], start["t"][:, inactive])
-    for x, y in zip(*map(jax.tree.leaves, (state, flat_state)), strict=True):
-        np.testing.assert_allclose(jnp.ravel(x), jnp.ravel(y), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("make", [jmask.rowwise_adagrad, jmask.rowwise_adam])
-def test_one_number_for_each_table_is_none_for_each_row(make):
-    t, tx = STACKS["(3, 7, 2)"], make(0.1)
-    gradient = jmask.grad(loss_of(ROW_SPARSE["pairs"]))(t)
-    with pytest.raises(ValueError, match=r"`state`.*reshape"):
-        jmask.apply_gradients(tx, gradient, tx.init(t), t)
+UPDATES = {
+    **{name: OPTIMIZERS[name] for name in ("sgd", "adam", "optax.adamw", "adam per row")},
+    "with averages": optax.chain(OPTIMIZERS["rowwise adagrad"], jmask.ema(0.5)),
+}
 
 
 @pytest.mark.parametrize("way", STEPS)
@@ -316,10 +258,10 @@ def test_one_number_for_each_table_is_none_for_each_row(make):
         *("some columns", "table by table", "stacked", "reversed rows"),
     ],
 )
-@pytest.mark.parametrize("name", ["sgd", "adam", "optax.adamw"])
+@pytest.mark.parametrize("name", UPDATES)
 def test_in_place(name, lookup, way):
     """Read from the compiled step: tables are aliased, and no array is as large as one."""
-    t, tx, loss = (3, 50_000, 16), OPTIMIZERS[name], loss_of(ROW_SPARSE[lookup])
+    t, tx, loss = (3, 50_000, 16), UPDATES[name], loss_of(ROW_SPARSE[lookup])
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(table, state, batch):

@@ -287,6 +287,21 @@ def test_reasons():
     assert {found[name].note for name in ("scan", "cast", "scalar")} == {""}
 
 
+def test_stacked_tables():
+    """A row is one of a table, and M * V rows are all of them."""
+    params = {"t": jnp.ones((3, 2000, 16)), "whole": jnp.ones((3, 2000, 16))}
+    found = jmask.explain(
+        lambda p, ids: jnp.sum(p["t"][:, ids]) + jnp.sum(p["whole"][ids]),
+        params,
+        IDS,
+        platform="tpu",
+    )
+    assert (found["t"].nse, found["t"].leading, found["t"].touched) == (9, 2, 9 * 64)
+    assert "all of them" not in found["t"].note
+    assert "jmask.packed(table.reshape(6000, 16))" in found["t"].note
+    assert found["whole"].touched == found["whole"].nbytes
+
+
 @pytest.mark.parametrize("abstract", [False, True])
 def test_stored_tables(abstract):
     table, mesh = jnp.ones((1000, 4)), jax.make_mesh((1,), ("x",))
