@@ -20,6 +20,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Var
 
 from jmask._base.array_types import automatically, explicit_sharding, spec_of
@@ -225,6 +226,10 @@ class LazyCall:
         """
         unordered = unordered or {}
         rows = [self._rows(leaf) for leaf in self.leaves]
+        for i in set(unordered.values()):
+            # GPUs would read them once more, for another result and after the write: from a
+            # copy of the table, where that is stacked (jaxlib 0.12).
+            rows[i] = lax.optimization_barrier(rows[i])
         outputs = (on_rows or self.run_flat())(*rows)
         results = [
             self._result(leaf, old, new, rows[unordered[i]] if i in unordered else None)

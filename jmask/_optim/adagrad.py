@@ -115,8 +115,9 @@ def rowwise_adagrad(
             of `adagrad`. `eps=1e-8` is FBGEMM's default, `eps=0, eps_root=1e-5` MXNet's.
 
     Returns:
-        An optax transformation; its state is (V, 1, ..., 1) for a table (V, *row). For
-        parameters of one dimension it is `adagrad`.
+        An optax transformation; its state is (V, 1) for a table (V, D), and (M, V, 1) for
+        stacked tables (M, V, D). It is (V, F, 1) for a table of rows (F, D) too, the
+        accumulator of a row F times. For parameters of one dimension it is `adagrad`.
 
     Raises:
         ValueError: for a hyperparameter out of range, naming it and its value.

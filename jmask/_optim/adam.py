@@ -43,7 +43,7 @@ class AdamState(NamedTuple):
 
 
 class RowCountAdamState(NamedTuple):
-    """State with `count="per_row"`: also (V, 1, ..., 1) steps of each row, int32."""
+    """State with `count="per_row"`: also the steps of each row, int32, (V, 1) of (V, D)."""
 
     count: jax.Array  # type: ignore[assignment]
     mu: PyTree
@@ -97,8 +97,8 @@ def adam(
         mu_dtype: dtype of the average of the gradient, as in optax; `state_dtype` by default.
 
     Returns:
-        An optax transformation. Its state has `row_count` (V, 1, ..., 1), int32, for
-        `count="per_row"`.
+        An optax transformation. Its state has `row_count` for `count="per_row"`, int32, of
+        the shape that `nu` of `rowwise_adam` has.
 
     Raises:
         ValueError: for a hyperparameter out of range, naming it and its value; for
@@ -146,8 +146,9 @@ def rowwise_adam(
             maximize, lazy_update, decay_mode, state_dtype, count, mu_dtype: as of `adam`.
 
     Returns:
-        An optax transformation; its state `nu` is (V, 1, ..., 1) for a table (V, *row). For
-        parameters of one dimension it is `adam`.
+        An optax transformation; its state `nu` is (V, 1) for a table (V, D), and (M, V, 1)
+        for stacked tables (M, V, D). It is (V, F, 1) for a table of rows (F, D) too, the
+        moment of a row F times. For parameters of one dimension it is `adam`.
 
     Raises:
         ValueError: for a hyperparameter out of range, naming it and its value; for

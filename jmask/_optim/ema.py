@@ -24,7 +24,7 @@ from jmask._updates.state_rows import states_of
 
 
 class EmaState(NamedTuple):
-    """State of `ema`: steps done, averages, and (V, 1, ..., 1) the last step of each row."""
+    """State of `ema`: steps done, averages, and the last step of each row, (V, 1) of (V, D)."""
 
     count: jax.Array  # type: ignore[assignment]  # shadows tuple.count, as in optax
     average: PyTree

@@ -171,16 +171,15 @@ def test_sharded_over_eight(optimizer: str, factor: float | None) -> None:
     assert rounds_of_loops(compiled) == ([0, 0] if factor else [])
 
 
+@pytest.mark.parametrize("name", ["adam", "with averages"])
 @pytest.mark.parametrize("way", stacked.STEPS)
 @pytest.mark.parametrize(
     "lookup", ["vmap over tables", "pairs", "a table, then rows", "stacked"]
 )
-def test_stacked_tables_in_place(lookup: str, way: str) -> None:
+def test_stacked_tables_in_place(lookup: str, way: str, name: str) -> None:
     """They are written as one table of rows, of which XLA does not see that they are it."""
-    tx, shaped = (
-        OPTIMIZERS["adam"],
-        functools.partial(jax.ShapeDtypeStruct, sharding=gpu("H100")),
-    )
+    tx = stacked.UPDATES[name]
+    shaped = functools.partial(jax.ShapeDtypeStruct, sharding=gpu("H100"))
     table = shaped((3, 50_000, 16), jnp.float32)
     as_gpu = functools.partial(jax.tree.map, lambda x: shaped(x.shape, x.dtype))
     state, batch = as_gpu(jax.eval_shape(tx.init, table)), as_gpu(stacked.BATCH)

@@ -165,3 +165,69 @@ def test_gradients_on_explicit_axes_outside_jit(placement: str) -> None:
         array, _ = jmask.apply_gradients(TX, jmask.grad(loss)(START), TX.init(START), START)
         np.testing.assert_allclose(new, array, rtol=1e-5)
     assert jax.sharding.get_abstract_mesh().empty
+
+
+# --- stacks --------------------------------------------------------------------------------
+
+IDS = jnp.array([1, 12])
+OVER_A_TABLE: dict[str, Callable[[Any], Any]] = {
+    "vmap": lambda t: jax.vmap(lambda table: table[IDS])(t),
+    "vmap, by argument": lambda t: jax.vmap(lambda table, i: table[i], (0, None))(t, IDS),
+    "vmap of a tree": lambda t: jax.vmap(lambda p: p["t"][IDS])({"t": t}),
+    "scan": lambda t: jax.lax.scan(lambda c, table: (c, table[IDS]), 0, t),
+    "map": lambda t: jax.lax.map(lambda table: table[IDS], t),
+}
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+@pytest.mark.parametrize("case", OVER_A_TABLE)
+@pytest.mark.parametrize("table", TABLES)
+def test_what_maps_over_a_table_is_refused(table: str, case: str, has_gradient: bool) -> None:
+    function = OVER_A_TABLE[case]
+    if has_gradient:
+        function = jmask.grad(lambda t: jnp.sum(jax.tree.leaves(OVER_A_TABLE[case](t))[-1]))
+    with pytest.raises(TypeError, match=r"Table is one table.*`stack\.reshape\(-1, D\)`"):
+        function(TABLES[table]())
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_tables_beside_what_is_mapped(table: str) -> None:
+    t, ids = TABLES[table](), jnp.array([[1, 2], [12, 1]])
+    mapped = jax.vmap(lambda t, i: t[i], (None, 0))(t, ids)
+    _, scanned = jax.lax.scan(lambda t, i: (t, t[i]), t, ids)
+    np.testing.assert_allclose(mapped, np.asarray(t.todense())[ids], rtol=1e-6)
+    np.testing.assert_array_equal(mapped, scanned)
+
+
+MAKE: dict[str, Callable[[Any], Any]] = {
+    "packed": jmask.PackedTable.pack,
+    "div": lambda x: jmask.sharded(x, mesh_of(4)),
+    "mod": lambda x: jmask.sharded(x, mesh_of(4), placement="mod"),
+    "mod packed": lambda x: jmask.sharded(x, mesh_of(4), placement="mod", packed=True),
+    "deferred": lambda x: jmask.deferred(x, TX),
+}
+OF_ONE_TABLE: dict[str, Callable[[Any], Any]] = {
+    "lookup": lambda t: t[IDS],
+    "todense": lambda t: t.todense(),
+    "init": TX.init,
+    "grad": jmask.grad(lambda t: jnp.sum(jax.vmap(lambda table: table[IDS])(t))),
+}
+
+
+@pytest.mark.parametrize("case", OF_ONE_TABLE)
+@pytest.mark.parametrize("make", MAKE)
+def test_a_stack_that_vmap_made(make: str, case: str) -> None:
+    """A whole step under `vmap` is right; what takes one table says so."""
+    stack = jnp.stack([START, 2 * START, -START])
+    tables = jax.vmap(MAKE[make])(stack)
+    with pytest.raises(ValueError, match=r"is a stack of tables.*jax\.vmap\(tx\.init\)"):
+        OF_ONE_TABLE[case](tables)
+
+    def step(table: Any, state: Any) -> Any:
+        gradient = jmask.grad(lambda t: jnp.sum(jnp.sin(t[IDS])))(table)
+        return jmask.apply_gradients(TX, gradient, state, table)
+
+    found, _ = jax.vmap(step)(tables, jax.vmap(TX.init)(tables))
+    found = jax.vmap(lambda t: t.todense())(found)
+    for x, old in zip(found, stack, strict=True):
+        np.testing.assert_allclose(x, step(old, TX.init(old))[0], rtol=1e-5, atol=1e-6)
