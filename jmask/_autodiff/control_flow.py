@@ -416,10 +416,11 @@ def _reshard_demand(eqn: JaxprEqn, wanted: Flags, *_: Any) -> list[bool]:
 def _reshard(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     """For a row-sharded table, replicate ids and update rows on every device."""
     params = eqn.primitive.get_bind_params(eqn.params)
-    if not isinstance(inputs[0], RowSum):
+    (rows,) = inputs
+    if not isinstance(rows, RowSum):
         return None
     sharding = parameter(eqn, "dst_sharding")
-    mesh, (_, *row) = sharding.mesh, sharding.spec
+    mesh, row = sharding.mesh, sharding.spec[rows.leading :]
 
     def bind(x: jax.Array) -> jax.Array:
         spec = PartitionSpec(None, *(row if x.ndim > 1 else ()))

@@ -26,7 +26,7 @@ from jmask._base.types import (
     Table,
 )
 from jmask._deferred.step import deferred_step, has_deferred
-from jmask._tables.stored_table import is_stored_table, shape_of
+from jmask._tables.stored_table import as_one_table, is_stored_table, shape_of
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._updates.checks import is_gradient_leaf
 
@@ -86,22 +86,24 @@ def _stacked_step(
     gradients = jax.tree.leaves(updates, is_leaf=is_gradient_leaf)
     leaves = gradients if params is None else tree.flatten_up_to(params)
     shapes = list(map(shape_of, leaves))
-    usual = jax.eval_shape(init, tree.unflatten(shapes))
-    flat = list(shapes)
+
+    def state_for(shapes: list[jax.ShapeDtypeStruct]) -> PyTree:
+        return jax.eval_shape(init, tree.unflatten(shapes))
+
+    usual, flat = state_for(shapes), list(shapes)
     for i, (x, g) in enumerate(zip(shapes, gradients, strict=True)):
         if not _is_stacked(g):
             continue
         flat[i] = x.update(shape=g.flat().shape)
-        if g.leading == g.ndim and _sizes(jax.eval_shape(init, tree.unflatten(flat))) != _sizes(
-            usual
-        ):
+        # The rows of a gradient of entries are finer than those that have a number each.
+        if g.leading == g.ndim and _sizes(state_for(flat)) != _sizes(usual):
             gradients[i] = _whole_rows(g)
             flat[i] = x.update(shape=gradients[i].flat().shape)
-    wanted = jax.eval_shape(init, tree.unflatten(flat))
+    wanted = state_for(flat)
     if params is not None:
         params = tree.unflatten(
-            jnp.reshape(x, shape.shape) if _is_stacked(g) and not is_stored_table(x) else x
-            for x, g, shape in zip(leaves, gradients, flat, strict=True)
+            as_one_table(x, g) if _is_stacked(g) else x
+            for x, g in zip(leaves, gradients, strict=True)
         )
     results, new_state = run(
         tree.unflatten([g.flat() if _is_stacked(g) else g for g in gradients]),

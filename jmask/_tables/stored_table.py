@@ -22,7 +22,15 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmask._base.array_types import added, is_complex, is_narrow, joint_dtype, trailing, wide
+from jmask._base.array_types import (
+    added,
+    is_complex,
+    is_narrow,
+    joint_dtype,
+    spec_of,
+    trailing,
+    wide,
+)
 from jmask._base.row_ids import hide, id_dtype
 from jmask._base.types import (
     DType,
@@ -374,9 +382,8 @@ def add_to_dense(dense: Table, rows: RowSparse, key: jax.Array | None = None) ->
             f"cannot add rows of a tensor of shape {rows.shape} to an array of shape "
             f"{dense.shape}: a RowSparse does not broadcast."
         )
-    if rows.leading > 1:  # stacked tables are one table
-        flat = rows.flat()
-        return add_to_dense(dense.reshape(flat.shape), flat, key).reshape(dense.shape)
+    if rows.leading > 1:
+        return add_to_dense(as_one_table(dense, rows), rows.flat(), key).reshape(dense.shape)
     both_inexact = all(jnp.issubdtype(x.dtype, jnp.inexact) for x in (dense, rows))
     dtype = joint_dtype(dense.dtype if stored else dense, rows.values)
     if not both_inexact or is_complex(dense) < is_complex(rows):
@@ -391,6 +398,22 @@ def add_to_dense(dense: Table, rows: RowSparse, key: jax.Array | None = None) ->
     if key is not None:
         new = stochastic_round(new, dense.dtype, key)
     return at.write(dense, new)
+
+
+def as_one_table(tables: Table, gradient: RowSparse) -> jax.Array:
+    """Reshape stacked tables (M, V, *row) to the table (M * V, *row) of their flat gradient."""
+    if is_stored_table(tables):
+        raise ValueError(
+            f"{tables!r} is one table, and {gradient!r} the gradient of stacked ones: look its "
+            "rows up by their ids alone."
+        )
+    if any(spec_of(tables)[1 : gradient.leading]):
+        raise ValueError(
+            f"stacked tables {jax.typeof(tables)} are sharded by the rows of each: shard them "
+            "over dimension 0, or make one table of them, `tables.reshape(-1, D)`, and shard "
+            "its rows."
+        )
+    return jnp.reshape(tables, gradient.flat().shape)
 
 
 # --- new table ----------------------------------------------------------------------------

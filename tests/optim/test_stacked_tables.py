@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jmask
 from tests import numpy_optimizers
 from tests.optimizers import NOT_LAZY, OPTIMIZERS
 from tests.oracle import assert_close
-from tests.stored_tables import STEPS
+from tests.stored_tables import STEPS, mesh_of
 
 pytestmark = [pytest.mark.sampled, pytest.mark.dtype_promotion]
 
@@ -176,6 +177,33 @@ def test_in_float64(name, shape, step):
         assert found.shape == (shape[0], *expected.shape)
         wanted = [x.state[slot] for x in models]
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adam", "rowwise adagrad", "with averages"])
+@pytest.mark.parametrize("spec", [("x",), (None, "x"), (None, None, "x")], ids=str)
+@pytest.mark.parametrize("axes", ["automatic", "explicit"])
+def test_arrays_over_a_mesh(axes, spec, name):
+    """Explicit axes over the rows of each table are refused; all else is the same."""
+    mesh, tx = mesh_of(4, axes=axes), LAZY[name]
+    table = jnp.asarray(RNG.normal(size=(4, 8, 4)), jnp.float32)
+    out = NamedSharding(mesh, PartitionSpec(None, None)) if axes == "explicit" else None
+
+    def step(table):
+        lookup = lambda t: t.at[jnp.array([0, 2, 0]), jnp.array([1, 3, 1])].get(
+            out_sharding=out
+        )
+        gradient = jmask.grad(lambda t: jnp.sum(jnp.sin(lookup(t))))(table)
+        return jmask.apply_gradients(tx, gradient, tx.init(table), table)
+
+    spec = PartitionSpec(*spec, *(None,) * (3 - len(spec)))
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(table, NamedSharding(mesh, spec))
+        if axes == "explicit" and spec[1]:
+            with pytest.raises(ValueError, match=r"by the rows of each.*`tables\.reshape"):
+                step(sharded)
+            return
+        found, out = jax.jit(step)(sharded), None
+    assert_close(found, step(table), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "bfloat16"])
