@@ -54,6 +54,7 @@ _UNROLL = 16
 _CHUNK = 64
 
 Body = ArraysFunction
+Unit = Literal["row", "line", "pair"]
 Ref = Value  # of an array, or of semaphores, in the memory of a kernel
 
 
@@ -78,7 +79,7 @@ class _Plan:
     read: tuple[int, ...]
     block: int
     padding_last: bool
-    unit: Literal["row", "line", "pair"]
+    unit: Unit
 
 
 def update(
@@ -109,7 +110,8 @@ def update(
 
     count, width = rows[0].shape
     table = tables[0]
-    unit = "pair" if table.dtype.itemsize == 2 else "row" if table.shape[1] == width else "line"
+    unit: Unit = "row" if table.shape[1] == width else "line"
+    unit = "pair" if table.dtype.itemsize == 2 else unit
     padding = table.size * table.dtype.itemsize // (4 * width)
     block = block_size(len(tables) + len(rows), width, count)
     blocks = -(-count // block)
