@@ -416,7 +416,12 @@ def checked_offsets(offsets: Ids, ids: Ids, include_last_offset: bool, mode: str
 def check_weights(weights: TensorLike, ids: Ids) -> None:
     """Refuse weights that are no floating numbers, one for each id."""
     if not jnp.issubdtype(weights.dtype, jnp.floating):
-        raise TypeError(f"`weights` must be floating, got {weights.dtype}.")
+        instead = (
+            "sum with `weights.real` and with `weights.imag`, and add 1j times the second"
+            if jnp.iscomplexobj(weights)
+            else "pass `weights.astype(jnp.float32)`"
+        )
+        raise TypeError(f"`weights` must be floating, got {weights.dtype}: {instead}.")
     if weights.shape != ids.shape:
         raise ValueError(
             f"`weights` of shape {weights.shape} must have the shape of `ids`, {ids.shape}."

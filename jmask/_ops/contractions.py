@@ -161,6 +161,7 @@ def dot_product_attention(
 
     Raises:
         ValueError: for shapes that do not fit, as in JAX.
+        TypeError: for complex numbers.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -172,6 +173,12 @@ def dot_product_attention(
     """
     attention: Any = nn.dot_product_attention
     options = {"scale": scale, "implementation": implementation}
+    for name, x in (("query", query), ("key", key), ("value", value), ("bias", bias)):
+        if jnp.iscomplexobj(x):
+            raise TypeError(
+                f"`{name}` is complex, and JAX's attention drops the imaginary part: use "
+                "jmask.nn.softmax of scores that are real, jmask.numpy.real(scores)."
+            )
     operands = [_dense(x, "dot_product_attention") for x in (query, key, value)]
     if not any_masked(*operands, bias, mask):
         return attention(

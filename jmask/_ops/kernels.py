@@ -280,7 +280,10 @@ def _ties(
 
 def _refuse_complex(dtype: DTypeLike) -> None:
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        raise TypeError(f"`x` has dtype {dtype}, and complex numbers have no order.")
+        raise TypeError(
+            f"`x` has dtype {dtype}, and complex numbers have no order: use their absolute "
+            "values or a part of them, jmask.numpy.abs(x), real(x) or imag(x)."
+        )
 
 
 def quantile(groups: Slices, dtype: DTypeLike, rank: _Rank, method: str = "linear") -> Results:
