@@ -70,14 +70,12 @@ CALLS: dict[str, Callable[..., Any]] = {
     }.items()},
     "array_equal": lambda f, x: f(x, x),
     "allclose": lambda f, x: f(x, other(x), atol=3.0),
-    "bincount": lambda f, x: f(
-        jnm.ravel(jnm.abs(x).astype(jnp.int32)), length=4
-    ),
+    "bincount": lambda f, x: f(jnm.ravel(jnm.multiply(jnm.isfinite(x), 1)), length=2),
     "broadcast_arrays": lambda f, x: f(x, other(x)[None]),
     "compressed": lambda f, x: f(x, size=12),
     "delete": lambda f, x: f(x, 1, axis=0),
     "dot": lambda f, x: f(x, other(x).T),
-    "dsplit": lambda f, x: f(x[..., None], 1),
+    "dsplit": lambda f, x: f(jnm.expand_dims(x, 2), 1),
     "einsum": lambda f, x: f("ij,kj->ik", x, other(x)),
     "masked_fill": lambda f, x: f(x, OTHER > 0, 2.0),
     "masked_inside": lambda f, x: f(x, -0.5, 0.5),
@@ -87,15 +85,14 @@ CALLS: dict[str, Callable[..., Any]] = {
     "moveaxis": lambda f, x: f(x, 0, 1),
     "nonzero": lambda f, x: f(x, size=12),
     "permute_dims": lambda f, x: f(x, (1, 0)),
-    "select": lambda f, x: f([OTHER > 0, OTHER > -1], [x, 2 * x]),
+    "select": lambda f, x: f([OTHER > 0, OTHER > -1], [x, jnm.multiply(2, x)]),
     "squeeze": lambda f, x: f(x[None]),
     "swapaxes": lambda f, x: f(x, 0, 1),
     "take": lambda f, x: f(x, jnp.array([2, 0, 2]), axis=1),
     "take_along_axis": lambda f, x: f(x, jnp.array([[1], [2], [0], [1]]), 1),
     "tensordot": lambda f, x: f(x, other(x), axes=([0], [0])),
     "unique": lambda f, x: f(x, size=12),
-    "where": lambda f, x: [f(OTHER > 0, x, other(x)), f(x == 0.5, x, 1)],
-    "attention_weights": lambda f, x: f(x, x),
+    "where": lambda f, x: [f(OTHER > 0, x, other(x)), f(jnm.equal(x, 0.5), x, 1)],
     "dot_product_attention": lambda f, x: f(
         *[jnm.reshape(x, (4, 1, 3))] * 3
     ),
@@ -182,7 +179,9 @@ def test_storages(name, dtype, kind):
         x = masked(kind, dtype, seed)
         if name in INTEGER:
             x = jnm.abs(x).astype(jnp.int32)
-        check(outcome(EVERY[name], x), outcome(EVERY[name], x.to_dense()))
+        expected = outcome(EVERY[name], x.to_dense())
+        assert dtype == "complex64" or not isinstance(expected, Exception), expected
+        check(outcome(EVERY[name], x), expected)
 
 
 PLAIN = {
@@ -192,12 +191,18 @@ PLAIN = {
 }
 
 
-# Masks make masked tensors, in which what is not stored does not exist.
+# What is not stored does not exist: for masks, which make masked tensors.
+OF_STORED = {name for name in EVERY if name.startswith("masked_")} | {"compressed"}
+# JAX's are of complex arrays by the real part first.
+ORDERED = {"max", "amax", "min", "amin", "ptp"}
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", PLAIN)
-@pytest.mark.parametrize("name", [name for name in EVERY if not name.startswith("masked_")])
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in OF_STORED])
 def test_zeros_that_are_not_stored(name, kind):
-    x = PLAIN[kind](jnp.asarray(numbers("complex64", 3)))
+    dtype = "float32" if name in ORDERED else "complex64"
+    x = PLAIN[kind](jnp.asarray(numbers(dtype, 3)))
     check(outcome(EVERY[name], x), outcome(EVERY[name], jmask.todense(x)))
 
 
