@@ -9,6 +9,7 @@ are for a step is in `_deferred.step`.
 """
 
 import functools
+import math
 from typing import TypeGuard
 
 import jax
@@ -146,11 +147,19 @@ def _state_as(state: OptState, old: PyTree, new: PyTree) -> OptState:
         return state
     moved = []
     for x, before, after in zip(leaves, old, new, strict=True):
-        if before != after and jnp.size(x) != jax.ShapeDtypeStruct(after, jnp.int32).size:
+        if before == after:
+            moved.append(x)
+            continue
+        if jnp.shape(x) != before:
+            raise ValueError(
+                f"`state` holds an array of shape {jnp.shape(x)}, expected {before} for these "
+                "stacked tables."
+            )
+        if math.prod(before) != math.prod(after):
             raise ValueError(
                 f"`state` holds an array of shape {before} for stacked tables, one entry for "
                 "each table and none for each of its rows: make one table of them, "
                 "`table.reshape(-1, table.shape[-1])`, and number its rows."
             )
-        moved.append(x if before == after or jnp.shape(x) != before else jnp.reshape(x, after))
+        moved.append(jnp.reshape(x, after))
     return tree.unflatten(moved)

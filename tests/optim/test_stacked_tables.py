@@ -277,6 +277,16 @@ def test_sums_that_are_of_tables_and_not_of_rows_are_refused():
         jmask.apply_gradients(tx, gradient, tx.init(t), t)
 
 
+def test_a_state_of_other_shapes_is_refused():
+    """As that of earlier versions, of one number for each table."""
+    t, tx = jnp.ones((3, 7, 2)), jmask.rowwise_adagrad(0.1)
+    gradient = jmask.grad(lambda t: jnp.sum(t[1, jnp.array([1, 2])]))(t)
+    state = tx.init(t)._replace(sum_of_squares=jnp.zeros((3, 1, 1)))
+    for step in STEPS.values():
+        with pytest.raises(ValueError, match=r"shape \(3, 1, 1\), expected \(3, 7, 1\)"):
+            step(tx, gradient, state, t)
+
+
 def test_averages_are_read():
     ema, t = jmask.ema(0.5), jnp.zeros((2, 3, 1))
     tx = optax.chain(jmask.sgd(1.0), ema)
