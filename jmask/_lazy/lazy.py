@@ -151,7 +151,6 @@ def lazy(
             updates, state = update(grads, state, params)
             return apply_updates(params, updates), state
         _check_not_deferring(state)
-        check_parameters(params)
         step = prepared(grads, state, params, {})
         assert isinstance(step, ProvedUpdate), "a RowSparse is among the gradients"
         result = applied_in_one_pass(step)

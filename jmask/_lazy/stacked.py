@@ -29,7 +29,7 @@ from jmask._base.types import (
 from jmask._deferred.step import deferred_step, has_deferred
 from jmask._tables.stored_table import as_one_table, is_stored_table, shape_of
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
-from jmask._updates.checks import is_gradient_leaf
+from jmask._updates.checks import check_parameters, is_gradient_leaf
 
 
 def on_every_table(
@@ -49,6 +49,7 @@ def on_every_table(
         params: Params | None = None,
         **extra_args: PyTree,
     ) -> tuple[PyTree, OptState]:
+        check_parameters(params)
         again = functools.partial(run, **extra_args)
         if any(map(_is_stacked, jax.tree.leaves(updates, is_leaf=is_gradient_leaf))):
             return _stacked_step(init, again, updates, state, params)

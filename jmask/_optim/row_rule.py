@@ -217,7 +217,6 @@ def _apply_gradients(
     state: OptState,
     params: Params,
 ) -> tuple[Any, Any]:
-    check_parameters(params)
     check_structure(grads, params)
     # A state of other shapes would broadcast, one of another dtype go on in it for ever.
     check_made_by(lifted.init, state, params)

@@ -57,7 +57,7 @@ def model_of(params: Params) -> Model:
 
 def is_full(x: object) -> bool:
     """Decide whether a parameter is a `RowSparse` that stores all its rows."""
-    return isinstance(x, RowSparse) and x.nse >= x.shape[0]
+    return isinstance(x, RowSparse) and x.nse >= x.row_count
 
 
 def check_parameters(params: Params) -> None:
