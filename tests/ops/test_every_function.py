@@ -191,8 +191,11 @@ PLAIN = {
 }
 
 
-# What is not stored does not exist: for masks, which make masked tensors.
-OF_STORED = {name for name in EVERY if name.startswith("masked_")} | {"compressed"}
+# What is not stored does not exist for what makes a masked tensor of it.
+OF_STORED = {name for name in EVERY if name.startswith("masked_")} | {
+    "attention_weights",
+    "compressed",
+}
 # JAX's are of complex arrays by the real part first.
 ORDERED = {"max", "amax", "min", "amin", "ptp"}
 
