@@ -6,7 +6,7 @@ tensor_arguments, loss      arguments that are tensors; the function that is dif
 interpreter                 running a jaxpr by a table of rules
 rules, control_flow         the table
 values                      cotangents that are still rows
-row_pattern, row_moves      equations that write rows, and equations that move them
+row_pattern                 equations that write rows, and equations that move them
 gathered_rows, provenance   rows of another array, scaled: what is known, who asks
 uses                        how a program uses its inputs: by lookups, or as a whole
 """

@@ -32,9 +32,8 @@ from jmask._autodiff.interpreter import (
     nothing_to_do,
     report_dense,
 )
-from jmask._autodiff.row_pattern import IdsAndRows
 from jmask._autodiff.rules import none_wanted, same_wanted
-from jmask._autodiff.values import RowSum, refuse, trial
+from jmask._autodiff.values import IdsAndRows, RowSum, refuse, trial
 from jmask._base.array_types import varying_axes
 from jmask._base.fallback import muted
 from jmask._base.forms import (

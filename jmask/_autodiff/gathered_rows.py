@@ -28,8 +28,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from jmask._base.array_facts import ArrayFacts
-from jmask._base.array_types import explicit_sharding, joint_dtype, trailing, wide
+from jmask._base.array_types import ArrayFacts, explicit_sharding, joint_dtype, trailing, wide
 from jmask._base.forms import aval_of, name_of, parameter
 from jmask._base.types import Shape, Value
 from jmask._kernels import tuning

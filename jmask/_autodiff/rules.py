@@ -15,7 +15,7 @@ broadcast; along dimension 0 they are not rows of the result, and it is dense.
 | among floating types                           |                                      |
 | conversions to integers, reduce_precision      | on the sums of equal rows            |
 | reshape, pad, slice, split, concatenate, stack,| the rows of the result: see          |
-| transpose, rev, broadcast, sum along rows      | `row_moves`                          |
+| transpose, rev, broadcast, sum along rows      | `row_pattern`                        |
 | select by a scalar                             | rows of the other branch are padding |
 | identities (copy, names, barriers, ...)        | itself                               |
 """
@@ -40,20 +40,18 @@ from jmask._autodiff.interpreter import (
     Values,
     report_dense,
 )
-from jmask._autodiff.row_moves import (
+from jmask._autodiff.row_pattern import (
     concatenated,
+    dynamic_update_rows,
     flipped,
     padded,
+    padded_rows,
     placed_at,
     reshaped,
-    sliced,
-    transposed,
-)
-from jmask._autodiff.row_pattern import (
-    dynamic_update_rows,
-    padded_rows,
     scatter_add_rows,
+    sliced,
     sparse_product_rows,
+    transposed,
 )
 from jmask._autodiff.values import (
     Filled,

@@ -24,14 +24,14 @@ from jmask._base.array_types import explicit_sharding
 from jmask._base.types import Gradient, PyTree, TensorLike, Value
 from jmask._tables.stored_table import Placeholder, is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
-from jmask._tensors.placeholders import (
+from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._tensors.specified import (
     placeholder_of,
     values_of,
     with_placeholder,
     with_values_of,
     without_placeholder,
 )
-from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import Storage, is_sparse, unique_positions
 
 

@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._autodiff.row_pattern import IdsAndRows
 from jmask._base.fallback import LARGE
 from jmask._base.row_ids import id_dtype
 from jmask._base.types import Shaped, Value
@@ -33,6 +32,9 @@ from jmask._kernels.gathered_rows import gathered, joined, scaled
 from jmask._kernels.rows import split_rows
 from jmask._kernels.update_rows import add_to_rows
 from jmask._tensors.row_sparse import RowSparse
+
+IdsAndRows = tuple[jax.Array, jax.Array]
+"""Canonical ids (n,) and the rows to be added there (n, *row)."""
 
 # Rows from which an array that is sliced with fixed bounds counts as a table, whose gradient is
 # worth storing by rows: a stack of eight weights of layers is sliced so too, and its users

@@ -38,18 +38,20 @@ from jmask._base.validation import (
     checked_integer,
     naming_arguments,
 )
-from jmask._embedding.ids import (
+from jmask._embedding.lookup import (
     MODES,
+    Bound,
     Entries,
     check_order,
+    checked_bound,
     checked_integers,
     checked_table,
     entries_of,
     is_padding,
+    looked_up_rows,
     narrowed,
     positions_of,
 )
-from jmask._embedding.lookup import Bound, checked_bound, looked_up_rows
 from jmask._embedding.pad_bags import (
     Bags,
     EqualBags,

@@ -24,7 +24,7 @@ from jax import lax
 from jmask._base.array_types import trailing
 from jmask._base.types import Ids, Scalar, TensorLike
 from jmask._base.validation import check_flag, checked_integer
-from jmask._embedding.ids import checked_integers
+from jmask._embedding.lookup import checked_integers
 from jmask._kernels.rows import add_rows, gather_rows
 
 Ragged = Any  # numbers of NumPy, or a list of bags of them; or a mapping, for several tables

@@ -29,14 +29,14 @@ from jax.typing import DTypeLike
 
 from jmask._base.types import Tensor, TensorLike
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
-from jmask._tensors.placeholders import (
+from jmask._tensors.row_sparse import RowSparse
+from jmask._tensors.specified import (
     placeholder_of,
     values_of,
     with_values_of,
     without_placeholder,
     zero_placeholder,
 )
-from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import is_entry, is_sparse, sampled
 
 

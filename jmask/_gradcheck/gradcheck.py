@@ -13,7 +13,7 @@ check must say which it checks:
 | masked             | specified entries move         | the same there; elsewhere exactly zero |
 
 The analytical side runs the function on the input as it is, which carries a placeholder for the
-entries that are not stored (see `_tensors.placeholders`). Both sides run in float64 and
+entries that are not stored (see `_tensors.specified`). Both sides run in float64 and
 complex128.
 
 Order 2 checks the gradient as a function of its own:

@@ -59,8 +59,7 @@ from jmask._gradcheck.entries import (
 )
 from jmask._gradcheck.message import GradcheckError, Setting
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
-from jmask._tensors.placeholders import values_of, with_placeholder, with_values_of
-from jmask._tensors.specified import todense
+from jmask._tensors.specified import todense, values_of, with_placeholder, with_values_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,9 +62,8 @@ from jmask._base.validation import check_flag, checked_choice, refuse_scipy
 from jmask._kernels.bag_sum import bag_sum
 from jmask._kernels.rows import add_rows
 from jmask._tensors.masked_tensor import MaskedTensor
-from jmask._tensors.placeholders import placeholder_of
 from jmask._tensors.row_sparse import RowSparse
-from jmask._tensors.specified import todense
+from jmask._tensors.specified import placeholder_of, todense
 from jmask._tensors.storage import row_of_each, stype, unique_positions
 
 # --- operands ----------------------------------------------------------------------------

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmask._base.array_types import joint_dtype, varying_alike, varying_axes
-from jmask._base.norms import factor_for
 from jmask._base.types import PyTree, Scalar, Tensor, TensorLike
 from jmask._base.validation import abstract_leaf, check_flag, check_leaves, leaf_name
 from jmask._ops.elementwise import elementwise
 from jmask._ops.groups import entries_of
+from jmask._ops.kernels import factor_for
 from jmask._tables.deferral import is_deferred
 from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, is_tensor

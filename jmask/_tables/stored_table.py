@@ -42,8 +42,8 @@ from jmask._kernels.gather import Gather
 from jmask._kernels.rows import add_rows, gather_rows, gather_unique_rows, set_rows
 from jmask._kernels.stochastic_rounding import stochastic_round
 from jmask._kernels.update_rows import add_to_rows
+from jmask._tensors.interop import refuse_misuse_of_table
 from jmask._tensors.methods import call, is_comparable
-from jmask._tensors.misuse import refuse_misuse_of_table
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 
 

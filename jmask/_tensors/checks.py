@@ -11,7 +11,7 @@ import numpy as np
 from jmask._base.row_ids import hide, wrap
 from jmask._base.types import Numbers, Shaped, Value
 from jmask._base.validation import abstract_leaf, checked_array, checked_integer
-from jmask._tensors.misuse import takes_plain_ids
+from jmask._tensors.interop import takes_plain_ids
 
 
 def check_order(indices: object, values: object) -> None:

@@ -28,9 +28,8 @@ from jax.typing import DTypeLike
 from jmask._base.types import Mask, Scalar, Tensor, TensorLike
 from jmask._base.validation import checked_dtype, checked_scalar, refuse_scipy
 from jmask._tensors.checks import checked_replacement
-from jmask._tensors.flax_state import register_in_flax
+from jmask._tensors.interop import NamesItsFunctions, register_in_flax
 from jmask._tensors.methods import MaskedMethods, call
-from jmask._tensors.misuse import NamesItsFunctions
 from jmask._tensors.storage import (
     Sparse,
     Storage,
