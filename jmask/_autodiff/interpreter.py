@@ -19,7 +19,7 @@ kind of value. Two passes:
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmask._autodiff.gathered_rows import are_rows, sum_of_lookups, uses_in
 from jmask._autodiff.provenance import FOLLOWED, note_facts, note_uses
-from jmask._autodiff.values import Filled, RowSum
+from jmask._autodiff.values import RowSum, dense, is_symbolic
 from jmask._base.array_types import varying_like
 from jmask._base.fallback import Place, in_bytes, place_among, report_fallback
 from jmask._base.forms import (
@@ -184,7 +184,11 @@ class Interpreter:
         # Bag sums of several tables that do not need each other run in one loop.
         for eqn, *others in side_by_side(live, BAG_SUM.primitive.name):
             if others:
-                values.update(self._run_together([eqn, *others], read))
+                eqns = [eqn, *others]
+                given = [self.dense(read(v), eqn) for eqn in eqns for v in eqn.invars]
+                sums = BAG_SUM.joined([eqn.params for eqn in eqns], given)
+                results = (v for eqn in eqns for v in eqn.outvars)
+                values.update(zip(results, sums, strict=True))
                 continue
             arguments, outputs_wanted = [read(v) for v in eqn.invars], demand.of(eqn.outvars)
             stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
@@ -201,21 +205,18 @@ class Interpreter:
                     outputs = self._run_wanted(eqn, arguments, outputs_wanted)
                 else:
                     arguments = self._as_arrays(eqn, arguments)
-                    sums = sum_of_lookups(eqn, arguments, uses)
-                    outputs = self._run_array(eqn, arguments) if sums is None else [sums]
+                    total = sum_of_lookups(eqn, arguments, uses)
+                    if total is not None:
+                        outputs = [total]
+                    elif is_slow_gather(eqn):
+                        outputs = [gather_of(eqn)(*arguments)]
+                    else:
+                        outputs = self.run_dense(eqn, arguments)
                     if len(outputs) == 1:
                         is_scattered = eqn.outvars[0] in demand.followed
                         note_facts(eqn, arguments, outputs[0], uses, is_scattered)
             values.update(zip(eqn.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
-
-    def _run_together(
-        self, eqns: Sequence[JaxprEqn], read: Callable[[Any], Any]
-    ) -> Iterator[tuple[Var, Any]]:
-        """Run the bag sums of several tables in one equation."""
-        given = [self.dense(read(v), eqn) for eqn in eqns for v in eqn.invars]
-        outputs = BAG_SUM.joined([eqn.params for eqn in eqns], given)
-        return zip((v for eqn in eqns for v in eqn.outvars), outputs, strict=True)
 
     def _run_wanted(self, eqn: JaxprEqn, arguments: list[Any], wanted: Flags) -> list[Any]:
         """Return the outputs of an equation, symbolic where its rule keeps them so."""
@@ -227,13 +228,6 @@ class Interpreter:
             outputs = rule.apply(eqn, arguments, wanted, self)
             if outputs is not None and all(map(_fits, outputs, eqn.outvars)):
                 return outputs
-        return self.run_dense(eqn, arguments)
-
-    def _run_array(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
-        """Return the outputs of an equation of which nothing is wanted."""
-        if is_slow_gather(eqn):
-            operand, indices = arguments
-            return [gather_of(eqn)(operand, indices)]
         return self.run_dense(eqn, arguments)
 
     def run_dense(self, eqn: JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
@@ -258,17 +252,15 @@ class Interpreter:
     @staticmethod
     def dense(value: Value, eqn: JaxprEqn) -> Value:
         """Return `value` as an array; the equation that needs it so is named in a warning."""
-        if not isinstance(value, RowSum | Filled):
-            return value
         if isinstance(value, RowSum) and value.looked_up:
             reason = f"`{eqn.primitive.name}` has no row-sparse form"
             report_dense(value, eqn, reason, LOOK_UP_FIRST)
-        return value.todense()
+        return dense(value)
 
 
 def _fits(value: Value, v: Atom) -> bool:
     """Decide whether a symbolic value is of the shape and dtype that the equation says."""
-    if not isinstance(value, RowSum | Filled):
+    if not is_symbolic(value):
         return True
     return (value.shape, value.dtype) == (aval_of(v).shape, aval_of(v).dtype)
 

@@ -19,8 +19,7 @@ other mode drops them.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -39,11 +38,7 @@ from jmask._kernels.rows import gather_rows, split_rows
 def scatter_add_rows(
     eqn: JaxprEqn, indices: jax.Array, updates: jax.Array
 ) -> tuple[jax.Array, jax.Array, int] | None:
-    """Return what a `scatter-add` equation adds: ids, rows, how many dimensions ids number.
-
-    The trailing dimensions that each window covers whole are a row; ids number all others in
-    row-major order. None if entries of a matrix would be rows of their own, as in a lookup of
-    columns.
+    """Return what a `scatter-add` equation adds, as `window_rows`.
 
     Args:
         eqn: the equation; its operand has shape (*leading, *row).
@@ -52,78 +47,104 @@ def scatter_add_rows(
     """
     numbers = parameter(eqn, "dimension_numbers")
     shape = aval_of(eqn.outvars[0]).shape
+    batching = numbers.operand_batching_dims
+    along_entries = [*numbers.inserted_window_dims, *batching]
+    batch_dims = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
+    # Entries, then what is left of a window, then dimensions of it that have size 1.
+    windows = lax.transpose(updates, [*batch_dims, *numbers.update_window_dims])
+    windows = lax.expand_dims(windows, [len(batch_dims) + d for d in sorted(along_entries)])
+    starts = {
+        d: lax.index_in_dim(indices, k, -1, keepdims=False)
+        for k, d in enumerate(numbers.scatter_dims_to_operand_dims)
+    }
+    entries = windows.shape[: len(batch_dims)]
+    for d, axis in zip(batching, numbers.scatter_indices_batching_dims, strict=True):
+        starts[d] = lax.broadcasted_iota(id_dtype(shape[d]), entries, axis)
     clips = parameter(eqn, "mode") == lax.GatherScatterMode.CLIP
-    addressed = numbers.scatter_dims_to_operand_dims
-    along_entries = [*numbers.inserted_window_dims, *numbers.operand_batching_dims]
-    window_dims = iter(numbers.update_window_dims)
-    # The dimension of the updates that is each dimension of a window; None where it has size 1.
-    places = [None if d in along_entries else next(window_dims) for d in range(len(shape))]
-    window = [1 if place is None else updates.shape[place] for place in places]
-    leading = len(shape)
+    return window_rows(shape, windows, starts, along_entries, clips=clips)
+
+
+def window_rows(
+    shape: Shape,
+    windows: jax.Array,
+    starts: Mapping[int, jax.Array],
+    along_entries: Sequence[int] = (),
+    *,
+    clips: bool,
+) -> tuple[jax.Array, jax.Array, int] | None:
+    """Return what windows that are added somewhere add: ids, rows, how many dimensions.
+
+    The trailing dimensions that each window covers whole are a row; ids number all others in
+    row-major order. None if entries of a matrix would be rows of their own, as in a lookup of
+    columns.
+
+    Args:
+        shape (*leading, *row): of the array.
+        windows (*entries, *window): what is added.
+        starts: arrays (*entries,) by the dimension along which they say where windows begin.
+        along_entries: dimensions of which a window has one entry, by its form.
+        clips: whether windows that do not fit are moved; others are dropped whole.
+    """
+    lead, leading = windows.ndim - len(shape), len(shape)
+    entries, window = windows.shape[:lead], windows.shape[lead:]
     while leading > 1:
         d = leading - 1
         # A window that is as wide as the row can start at 0 alone, if it must fit.
-        starts_at_0 = d not in along_entries and (d not in addressed or clips)
+        starts_at_0 = d not in along_entries and (d not in starts or clips)
         if not starts_at_0 or window[d] != shape[d]:
             break
         leading -= 1
-    batch_dims = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
-    entries = tuple(updates.shape[d] for d in batch_dims)
-    # Entries in the shape of a matrix (the gradient of a sort) are no lookup of some of them.
-    if leading == len(shape) > 1 and entries == shape:
-        return None
-    if leading == len(shape) > 1 and math.prod(window) > 1:
-        # Some columns of a row, `t[ids, :10]`, are a row with zeros in the others.
-        leading = 1 + max(along_entries, default=0)
-        if leading == len(shape) or (not along_entries and window[0] > 1):
+    if leading == len(shape) > 1:
+        # Entries in the shape of a matrix (the gradient of a sort) are no lookup of some.
+        if entries == shape:
             return None
+        if math.prod(window) > 1:
+            # Some columns of a row, `t[ids, :10]`, are a row with zeros in the others.
+            first = next(d for d, size in enumerate(window) if size > 1)
+            leading = max([first, *(d + 1 for d in along_entries)])
+            if leading in (0, len(shape)):
+                return None
+    sizes, row = window[:leading], window[leading:]
+    count = math.prod((*entries, *sizes))
+    rows = lax.reshape(windows, (count, *row))
+    grid = lead + leading
 
-    def starts_along(d: int) -> jax.Array:
-        return lax.index_in_dim(indices, addressed.index(d), -1, keepdims=False)
+    def of_each(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(trailing(x, grid), (*entries, *sizes)).reshape(count)
 
-    # --- rows: entries, what is left of a window, then the row
-    kept = [place for place in places if place is not None]
-    rows = lax.transpose(updates, [*batch_dims, *kept])
-    sizes = window[:leading]
-    count = math.prod(entries) * math.prod(sizes)
-    rows = lax.reshape(rows, (count, *window[leading:]))
-    grid = len(entries) + leading
-    is_narrow = window[leading:] != list(shape[leading:])
-    if is_narrow:
-        firsts = [
-            trailing(starts_along(d), grid) if d in addressed else jnp.zeros((), jnp.int32)
-            for d in range(leading, len(shape))
-        ]
-        firsts = [jnp.broadcast_to(x, (*entries, *sizes)).reshape(count) for x in firsts]
+    if row != shape[leading:]:
+        zero = jnp.zeros((), jnp.int32)
+        firsts = [of_each(starts.get(d, zero)) for d in range(leading, len(shape))]
         rows = _widened(rows, firsts, shape[leading:])
-    # --- ids: of each entry and each position in its window
-    if leading == 1 and 0 in addressed and not is_narrow:
-        return _window_ids(starts_along(0).reshape(-1), window[0], shape[0], clips), rows, 1
+    elif sizes == (1,) and 0 in starts and not clips:
+        return canonical(of_each(starts[0]), shape[0]), rows, 1
     rows_in_all = math.prod(shape[:leading])
     dtype = id_dtype(rows_in_all)
-    number, valid = jnp.zeros((), dtype), jnp.ones((), bool)
+    number: jax.Array | None = None
+    valid: jax.Array | None = None
     for d, size in enumerate(window):
-        position = jnp.zeros((), dtype)
-        if d in addressed:
-            start, last = widen(starts_along(d), shape[d]), shape[d] - size
+        position = jnp.zeros((1,) * grid, dtype)
+        if d in starts:
+            start, last = widen(starts[d], shape[d]), shape[d] - size
             if clips:
                 start = jnp.clip(start, 0, last)
-            else:  # a window that does not fit is dropped whole
-                valid = valid & trailing((start >= 0) & (start <= last), grid)
+            else:
+                fits = (start >= 0) & (start <= last)
+                valid = fits if valid is None else valid & fits
             position = trailing(start, grid).astype(dtype)
         if d >= leading:
             continue
-        if d in numbers.operand_batching_dims:
-            which = numbers.operand_batching_dims.index(d)
-            axis = numbers.scatter_indices_batching_dims[which]
-            position = trailing(lax.broadcasted_iota(dtype, entries, axis), grid)
         if size > 1:
             along = [1] * grid
-            along[len(entries) + d] = size
+            along[lead + d] = size
             position = position + lax.iota(dtype, size).reshape(along)
-        number = number * np.asarray(shape[d], dtype) + position
-    ids = jnp.where(valid, number, np.asarray(rows_in_all, dtype))
-    return jnp.broadcast_to(ids, (*entries, *sizes)).reshape(count), rows, leading
+        if number is not None:
+            position = number * np.asarray(shape[d], dtype) + position
+        number = position
+    assert number is not None
+    if valid is not None:
+        number = jnp.where(trailing(valid, grid), number, np.asarray(rows_in_all, dtype))
+    return of_each(number), rows, leading
 
 
 def _widened(rows: jax.Array, starts: Sequence[jax.Array], shape: Shape) -> jax.Array:
@@ -133,35 +154,6 @@ def _widened(rows: jax.Array, starts: Sequence[jax.Array], shape: Shape) -> jax.
         return lax.dynamic_update_slice(jnp.zeros(shape, rows.dtype), window, start)
 
     return jax.vmap(placed)(rows, *starts)
-
-
-def dynamic_update_rows(
-    eqn: JaxprEqn, update: jax.Array, starts: Sequence[Any]
-) -> tuple[jax.Array, jax.Array, int] | None:
-    """Return what `dynamic_update_slice` writes: ids, rows, how many dimensions ids number.
-
-    None if it writes several entries of a matrix that are no rows.
-    """
-    # XLA clamps the starts so that the window fits, which the ids must do too.
-    shape, window = aval_of(eqn.outvars[0]).shape, update.shape
-    leading = len(shape)
-    while leading > 1 and window[leading - 1] == shape[leading - 1]:
-        leading -= 1
-    if leading == len(shape) > 1 and math.prod(window) > 1:
-        # Some columns of a row are a row with zeros in the others.
-        leading = [size > 1 for size in window].index(True)
-        if leading == 0:
-            return None
-        window = (*window[:leading], *shape[leading:])
-        places = [0] * leading + [jnp.asarray(x) for x in starts[leading:]]
-        update = lax.dynamic_update_slice(jnp.zeros(window, update.dtype), update, places)
-    dtype = id_dtype(math.prod(shape[:leading]))
-    ids = jnp.zeros((), dtype)
-    for d, size in enumerate(window[:leading]):
-        start = jnp.clip(widen(jnp.asarray(starts[d]), shape[d]), 0, shape[d] - size)
-        along = (start.astype(dtype) + lax.iota(dtype, size)).reshape((1,) * ids.ndim + (size,))
-        ids = ids[..., None] * np.asarray(shape[d], dtype) + along
-    return ids.reshape(-1), update.reshape(ids.size, *shape[leading:]), leading
 
 
 def padded_rows(eqn: JaxprEqn, operand: jax.Array) -> IdsAndRows | None:
@@ -206,21 +198,6 @@ def sparse_product_rows(
     rows = gather_rows(dense, canonical(number.reshape(-1), dense.shape[0]))
     scale = trailing(jnp.broadcast_to(data, entries).reshape(-1), rows.ndim)
     return canonical(ids, shape[kept[0]]), (scale * rows).astype(aval_of(eqn.outvars[0]).dtype)
-
-
-def _window_ids(starts: jax.Array, length: int, rows: int, clips: bool) -> jax.Array:
-    """Return ids (m * length,) of windows of `length` rows at `starts` (m,)."""
-    last = rows - length
-    starts = widen(starts, rows)
-    if clips:
-        starts = jnp.clip(starts, 0, last)
-    elif length == 1:
-        return canonical(starts, rows)
-    else:  # a window that does not fit is dropped whole
-        starts = jnp.where((starts < 0) | (starts > last), rows, starts)
-    offsets = np.arange(length, dtype=starts.dtype)
-    ids = starts[:, None] + offsets[None]
-    return canonical(ids.reshape(-1), rows)
 
 
 # --- moves ---------------------------------------------------------------------------------

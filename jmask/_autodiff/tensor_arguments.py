@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jmask._autodiff.values import Filled, RowSum
+from jmask._autodiff.values import Filled, RowSum, dense
 from jmask._base.array_types import explicit_sharding
 from jmask._base.types import Gradient, PyTree, TensorLike, Value
 from jmask._tables.stored_table import Placeholder, is_stored_table
@@ -180,7 +180,7 @@ def _gradient(
     everywhere = next(placeholder_gradients)
     if everywhere is None or (isinstance(everywhere, RowSum) and everywhere.is_zero):
         return with_values_of(x, value_gradient)
-    everywhere = everywhere.todense() if isinstance(everywhere, RowSum | Filled) else everywhere
+    everywhere = dense(everywhere)
     storage = x.storage if isinstance(x, MaskedTensor) else x
     valid = x.valid if isinstance(x, MaskedTensor) else None
     return at_every_entry(storage, valid, value_gradient, everywhere)
@@ -190,7 +190,7 @@ def _rows_of(gradient: Gradient) -> RowSparse:
     """Return the gradient of a table: of one that is looked up, or not used, its rows."""
     if isinstance(gradient, RowSum):
         return gradient.to_row_sparse()
-    gradient = gradient.todense() if isinstance(gradient, Filled) else gradient
+    gradient = dense(gradient)
     return RowSparse(jnp.arange(gradient.shape[0]), gradient, gradient.shape, coalesced=True)
 
 

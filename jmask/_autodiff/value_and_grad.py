@@ -29,11 +29,11 @@ from jmask._autodiff.loss import (
 from jmask._autodiff.rules import EQUATION_RULES
 from jmask._autodiff.tensor_arguments import TensorArguments
 from jmask._autodiff.uses import InputGradient, refined_reports
-from jmask._autodiff.values import Filled, RowSum
+from jmask._autodiff.values import Filled, RowSum, dense, is_symbolic
 from jmask._base.array_types import on_explicit_mesh
 from jmask._base.fallback import collected, expect_dense, report_fallback
 from jmask._base.forms import drops_rules
-from jmask._base.types import Gradients, PyTree, Value
+from jmask._base.types import PyTree, Value
 from jmask._base.validation import (
     KEEP_ARRAYS,
     Model,
@@ -134,13 +134,9 @@ def value_and_grad(
     @functools.wraps(fun, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def value_and_grad_of_fun(*args: Any, **kwargs: Any) -> Any:
         numbers = _positions(argnums, args)
-        float_function, floats, filled = (
-            _without_integers(fun, numbers, args) if allow_int else (fun, args, None)
-        )
         value, gradients = value_and_gradients(
-            float_function, numbers, has_aux, floats, kwargs, holomorphic=holomorphic
+            fun, numbers, has_aux, args, kwargs, holomorphic=holomorphic, allow_int=allow_int
         )
-        gradients = gradients if filled is None else filled(gradients)
         gradients = after_reading(value[0] if has_aux else value, gradients)
         return value, gradients if isinstance(argnums, Sequence) else gradients[0]
 
@@ -202,6 +198,7 @@ def value_and_gradients(
     kwargs: dict[str, Any],
     finished: Callable[[Any], Any] | None = None,
     holomorphic: bool = False,
+    allow_int: bool = False,
 ) -> tuple[Any, tuple[Any, ...]]:
     """Return the value (and aux), and a gradient for each of the positions `numbers`.
 
@@ -211,22 +208,27 @@ def value_and_gradients(
         args, kwargs: of the call.
         finished: what becomes of a result of the gradient program; by default an array or
             a `RowSparse`.
-        holomorphic: as in `value_and_grad`.
+        holomorphic, allow_int: as in `value_and_grad`.
     """
     finished = finished or _finished
     with on_explicit_mesh([args[i] for i in numbers]), naming_tables(args, numbers, fun):
-        models = {number: Model(args[number], _is_tensor) for number in numbers}
+        models = {number: Model(args[number], _is_tensor, allow_int) for number in numbers}
         fun = function_of_parameters(fun, models)
         args = tuple(models[i].parameters if i in models else x for i, x in enumerate(args))
         for number in numbers:
             _check_argument(fun, number, args[number])
         arguments = TensorArguments(args, numbers)
         if arguments:
-            return _tensor_gradients(fun, arguments, has_aux, kwargs, finished, holomorphic)
-        value, results = _value_and_results(
-            fun, numbers, has_aux, args, kwargs, holomorphic=holomorphic
-        )
-        return value, _mapped(finished, results)
+            value, results = _tensor_gradients(
+                fun, arguments, has_aux, kwargs, finished, holomorphic
+            )
+        else:
+            value, results = _value_and_results(
+                fun, numbers, has_aux, args, kwargs, holomorphic=holomorphic
+            )
+            results = _mapped(finished, results)
+        pairs = zip(numbers, results, strict=True)
+        return value, tuple(models[number].gradient(x) for number, x in pairs)
 
 
 def function_of_parameters(
@@ -247,51 +249,6 @@ def function_of_parameters(
         return fun(*whole, **kwargs)
 
     return parameter_function
-
-
-def _without_integers(
-    fun: Callable[..., Any], numbers: tuple[int, ...], args: tuple[Any, ...]
-) -> tuple[Callable[..., Any], tuple[Any, ...], Callable[[Any], tuple[Any, ...]]]:
-    """Take integers and flags out of the arguments, with None in their place.
-
-    Returns:
-        A function of such arguments, these arguments, and a function that puts gradients of
-        dtype float0 in the place of None.
-    """
-    structures: dict[int, Any] = {}
-    places: dict[int, dict[int, Any]] = {}
-    floats = list(args)
-    for n in numbers:
-        leaves, structures[n] = jax.tree.flatten(args[n], is_leaf=_is_tensor_or_none)
-        kinds = [None if _is_tensor(x) else abstract_leaf(x) for x in leaves]
-        places[n] = {
-            i: x
-            for i, (x, kind) in enumerate(zip(leaves, kinds, strict=True))
-            if kind is not None and not jnp.issubdtype(kind.dtype, jnp.inexact)
-        }
-        kept = [None if i in places[n] else x for i, x in enumerate(leaves)]
-        floats[n] = structures[n].unflatten(kept)
-
-    def put_back(n: int, tree: PyTree, integers: dict[int, Any]) -> PyTree:
-        leaves = jax.tree.leaves(tree, is_leaf=_is_tensor_or_none)
-        return structures[n].unflatten([integers.get(i, x) for i, x in enumerate(leaves)])
-
-    @functools.wraps(fun)
-    def float_function(*args: Any, **kwargs: Any) -> Any:
-        pairs = enumerate(args)
-        return fun(
-            *(put_back(n, x, places[n]) if n in places else x for n, x in pairs), **kwargs
-        )
-
-    def filled(gradients: Gradients) -> tuple[Any, ...]:
-        empty = {
-            n: {i: np.zeros(np.shape(x), jax.dtypes.float0) for i, x in leaves.items()}
-            for n, leaves in places.items()
-        }
-        pairs = zip(numbers, gradients, strict=True)
-        return tuple(put_back(n, x, empty[n]) for n, x in pairs)
-
-    return float_function, tuple(floats), filled
 
 
 def _tensor_gradients(
@@ -348,7 +305,7 @@ def _value_and_results(
     stock = jax.value_and_grad(loss, numbers, has_aux, holomorphic=holomorphic)
     trace = _Trace(stock, args, kwargs, numbers)
     differentiated = tuple(args[number] for number in numbers)
-    given = jax.tree.map(_abstract_if_filled, differentiated)
+    given = _mapped(_abstract_if_filled, differentiated)
     program, outputs = jax.make_jaxpr(trace, return_shape=True)(*given)
     if nested and drops_rules(program.jaxpr):
         raise NotImplementedError(
@@ -370,7 +327,9 @@ def _value_and_results(
         )
         return [
             InputGradient(name, x.capacity if isinstance(x, RowSum) and x.is_rows else None)
-            for name, x in zip(names, jax.tree.leaves(gradients), strict=True)
+            for name, x in zip(
+                names, jax.tree.leaves(gradients, is_leaf=is_symbolic), strict=True
+            )
         ]
 
     # What became dense on the way is said when it is known what came of it.
@@ -378,7 +337,7 @@ def _value_and_results(
         results = _INTERPRETER.run(
             program.jaxpr,
             program.consts,
-            jax.tree.leaves(differentiated),
+            jax.tree.leaves(differentiated, is_leaf=is_symbolic),
             jax.tree.leaves(wanted),
         )
     if isinstance(results[0], jax.core.Tracer) and reads_late(program.jaxpr, results):
@@ -430,21 +389,17 @@ def _abstract_if_filled(x: Value) -> Any:
 
 
 def _mapped(function: Callable[[Any], Any], results: PyTree) -> PyTree:
-    return jax.tree.map(function, results)
+    return jax.tree.map(function, results, is_leaf=is_symbolic)
 
 
 def _finished(result: PyTree) -> PyTree:
     """Return a result of the program as users see it."""
     if isinstance(result, RowSum) and result.is_rows:
         return result.to_row_sparse()
-    dense = _dense(result)
-    if isinstance(dense, jax.Array) and dense.ndim > 1:
-        expect_dense(dense)
-    return dense
-
-
-def _dense(result: Value) -> Value:
-    return result.todense() if isinstance(result, RowSum | Filled) else result
+    result = dense(result)
+    if isinstance(result, jax.Array) and result.ndim > 1:
+        expect_dense(result)
+    return result
 
 
 def _check_function(fun: Callable[..., Any], has_aux: object) -> None:
@@ -492,7 +447,3 @@ def _check_argument(fun: Callable[..., Any], number: int, argument: PyTree) -> N
 
 def _is_tensor(x: object) -> bool:
     return is_tensor(x) or is_stored_table(x)
-
-
-def _is_tensor_or_none(x: object) -> bool:
-    return x is None or _is_tensor(x)

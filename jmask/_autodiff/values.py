@@ -16,6 +16,7 @@ with it (the scaling of a loss) is recognised as a product with a scalar.
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -67,9 +68,16 @@ def refuse(carry: object | None) -> None:
         _refused.get().add(carry)
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["parts"],
+    meta_fields=["shape", "dtype", "looked_up", "carry", "leading"],
+)
 @dataclasses.dataclass(frozen=True)
 class RowSum:
     """A sum of row updates of an array of the given shape and dtype.
+
+    It is a tree of its ids and rows, so that the body of a loop or a branch may return it.
 
     Attributes:
         parts: pairs of canonical ids (n,) and rows (n, *shape[leading:]).
@@ -220,6 +228,9 @@ def are_few(rows: int, table: "RowSum | Shaped", count: int) -> bool:
     return size >= LARGE and count >= _MANY and 8 * rows <= count
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["shape"]
+)
 @dataclasses.dataclass(frozen=True)
 class Filled:
     """An array of the given shape, every entry of which is the scalar `value`."""
@@ -233,6 +244,16 @@ class Filled:
 
     def todense(self) -> jax.Array:
         return jnp.full(self.shape, self.value)
+
+
+def is_symbolic(x: object) -> bool:
+    """Decide whether `x` stands for an array."""
+    return isinstance(x, RowSum | Filled)
+
+
+def dense(x: Value) -> Value:
+    """Return a symbolic value as an array, anything else as it is."""
+    return x.todense() if isinstance(x, RowSum | Filled) else x
 
 
 def _is_literal(x: object) -> bool:

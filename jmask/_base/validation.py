@@ -216,20 +216,24 @@ class Model:
     Attributes:
         parameters: the tree with None for everything that is no floating array or tensor; the
             tree itself if it holds neither functions nor flags, or no parameters.
+        others: the leaves that are no parameters, by their number.
+        integers: those of them that have a gradient, of dtype float0, by their number.
     """
 
-    def __init__(self, tree: PyTree, is_tensor: Callable[[Any], bool]):
+    def __init__(self, tree: PyTree, is_tensor: Callable[[Any], bool], allow_int: bool = False):
         self.is_leaf = lambda x: x is None or is_tensor(x)
         self.structure: Any
         leaves, self.structure = jax.tree.flatten(tree, is_leaf=self.is_leaf)
-        self.parameters, self.others = tree, dict[int, Any]()
-        are_model_leaves = (
-            callable(x) or isinstance(x, bool) for x in leaves if not is_tensor(x)
-        )
-        if any(are_model_leaves) and any(
-            x is not None and self._is_parameter(x) for x in leaves
-        ):
-            self.others = {i: x for i, x in enumerate(leaves) if not self._is_parameter(x)}
+        self.integers = {
+            i: x for i, x in enumerate(leaves) if allow_int and self._is_integer(x)
+        }
+        rest = {i: x for i, x in enumerate(leaves) if x is not None and i not in self.integers}
+        self.parameters, self.others = tree, dict[int, Any](self.integers)
+        plain = [x for x in rest.values() if not is_tensor(x)]
+        is_model = any(callable(x) or isinstance(x, bool) for x in plain)
+        if is_model and any(map(self._is_parameter, rest.values())):
+            self.others |= {i: x for i, x in rest.items() if not self._is_parameter(x)}
+        if self.others:
             kept = [None if i in self.others else x for i, x in enumerate(leaves)]
             self.parameters = self.structure.unflatten(kept)
 
@@ -238,14 +242,24 @@ class Model:
             return jnp.issubdtype(x.dtype, jnp.inexact)
         return self.is_leaf(x)
 
+    def _is_integer(self, x: object) -> bool:
+        array = None if self.is_leaf(x) else abstract_leaf(x)
+        return array is not None and not jnp.issubdtype(array.dtype, jnp.inexact)
+
     def with_parameters(self, parameters: Params) -> Params:
         """Return the tree with other parameters, arrays or what stands for them."""
-        if not self.others:
+        return self._filled(parameters, self.others)
+
+    def gradient(self, parameters: Params) -> Params:
+        """Return the gradient of the tree, given that of its parameters."""
+        zeros = {i: np.zeros(np.shape(x), jax.dtypes.float0) for i, x in self.integers.items()}
+        return self._filled(parameters, zeros)
+
+    def _filled(self, parameters: Params, others: dict[int, Any]) -> Params:
+        if not others:
             return parameters
         leaves = jax.tree.leaves(parameters, is_leaf=self.is_leaf)
-        return self.structure.unflatten(
-            [self.others.get(i, leaf) for i, leaf in enumerate(leaves)]
-        )
+        return self.structure.unflatten([others.get(i, x) for i, x in enumerate(leaves)])
 
 
 def as_table(table: object) -> jax.Array:

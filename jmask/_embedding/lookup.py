@@ -34,7 +34,7 @@ from jmask._base.validation import (
     naming_arguments,
     shown,
 )
-from jmask._kernels.coalesce import coalesce_rows, unique_slots
+from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.gather import Gather
 from jmask._kernels.rows import gather_rows, set_rows
 from jmask._ops.kernels import shortened
@@ -42,6 +42,7 @@ from jmask._tables.stored_table import StoredTable, is_stored_table, looked_up
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.methods import install
 from jmask._tensors.row_sparse import RowSparse
+from jmask._tensors.storage import stored_at
 
 # --- ids -----------------------------------------------------------------------------------
 #
@@ -416,7 +417,7 @@ def looked_up_rows(table: Table, entries: Entries, bound: Bound | None) -> jax.A
     positions, absent, outside = entries
     fill: int | None = 0
     if isinstance(table, RowSparse):
-        table, positions = _stored(table, positions)
+        table, positions = stored_at(table, positions)
     elif absent is None and outside is not None:
         # Then everything without a row is outside, and the gather itself can fill it in.
         fill, outside = None, None
@@ -424,20 +425,6 @@ def looked_up_rows(table: Table, entries: Entries, bound: Bound | None) -> jax.A
     if outside is not None and positions.size:
         rows = jnp.where(trailing(outside, rows.ndim), _missing(rows.dtype), rows)
     return rows if bound is None else bound.shortened(rows, positions.ndim)
-
-
-def _stored(table: RowSparse, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the stored rows of `table`, and the place of each position among them."""
-    stored, values = table.row_ids(), table.values
-    if not table.coalesced:
-        stored, values = coalesce_rows(stored, values, table.shape[0])
-    places = jnp.searchsorted(stored, positions).astype(stored.dtype)
-    if not values.shape[0]:
-        return values, places
-    found = stored[jnp.minimum(places, values.shape[0] - 1)] == positions
-    # Padding of the table and of the ids is V, which is found, but is no row.
-    found &= positions < table.shape[0]
-    return values, jnp.where(found, places, values.shape[0])
 
 
 def _gathered(source: Table, positions: jax.Array, fill: int | None) -> jax.Array:

@@ -134,6 +134,21 @@ def row_of_each(pointers: jax.Array, count: int) -> jax.Array:
     return (within + before[:, None]).reshape(-1)[:count] - 1
 
 
+def stored_at(x: RowSparse, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the rows stored, equal ones summed, and the place of each canonical id in them.
+
+    The place of an id that is not stored is their number.
+    """
+    x = x.coalesce()
+    stored = x.row_ids()
+    places = jnp.searchsorted(stored, ids).astype(stored.dtype)
+    if not x.nse:
+        return x.values, places
+    # Padding of the tensor and of the ids is V, which is found, but is no row.
+    found = (stored[jnp.minimum(places, x.nse - 1)] == ids) & (ids < x.shape[0])
+    return x.values, jnp.where(found, places, x.nse)
+
+
 def is_stored(x: Sparse) -> jax.Array:
     """Find which of the (nse,) places of `x` hold an entry or a row, and are not padding."""
     return _inside(coordinates(x), x.shape)
