@@ -303,12 +303,7 @@ def is_sharded(x: jax.Array) -> bool:
 
 
 def rows_added(eqn: JaxprEqn, updates: jax.Array) -> GatheredRows | None:
-    """Return what makes the rows that a `scatter-add` of whole rows adds, if that is less.
-
-    Args:
-        eqn: the equation, with one index for each row.
-        updates (*entries, *row): its last operand.
-    """
+    """Return what makes the rows that a `scatter-add` of whole rows adds, if that is less."""
     known = FACTS.of(updates)
     numbers = parameter(eqn, "dimension_numbers")
     shape, ndim = aval_of(eqn.outvars[0]).shape, len(updates.shape)

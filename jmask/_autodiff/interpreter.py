@@ -128,10 +128,7 @@ class Interpreter:
     ) -> Demand:
         """Return what is wanted, followed and live in `jaxpr`: the backward pass.
 
-        Args:
-            jaxpr: the program.
-            wanted_outputs: for each output whether it is wanted.
-            calls: for each output how many calls to enter on the way to it.
+        `calls` says of each output how many calls to enter on the way to it.
         """
         used = _marked(jaxpr.outvars, [True] * len(jaxpr.outvars))
         wanted, live = _marked(jaxpr.outvars, wanted_outputs), set[int]()

@@ -38,13 +38,7 @@ from jmask._tensors.row_sparse import is_row_sparse
 def checked_loss(
     fun: Callable[..., Any], numbers: Sequence[int], has_aux: bool
 ) -> Callable[..., Any]:
-    """Return `fun` with errors if its result is no scalar, or if it writes to an argument.
-
-    Args:
-        fun: the function.
-        numbers: the positions of the arguments that are differentiated.
-        has_aux: whether it returns auxiliary data with the scalar.
-    """
+    """Return `fun` with errors if its result is no scalar, or if it writes to an argument."""
 
     @functools.wraps(fun, assigned=())
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -67,13 +61,10 @@ def checked_loss(
 def naming_tables(
     args: Sequence[Any], numbers: Sequence[int], fun: Callable[..., Any]
 ) -> Iterator[None]:
-    """Context of a gradient program; its error says where a function uses a table as a tree.
+    """Context of a gradient program; its TypeError names a table that is used as a tree.
 
     In a gradient program a table has one leaf more, which stands for its array: `Placeholder`
     and has no numbers, so that a penalty over all leaves fails inside JAX.
-
-    Raises:
-        TypeError: in place of JAX's errors.
     """
     try:
         yield

@@ -313,13 +313,8 @@ def note_facts(
 ) -> None:
     """Note what an equation adds to what is known of its operands.
 
-    Args:
-        eqn: the equation.
-        inputs: the values of its operands.
-        output: its result.
-        uses: how often each variable of the program is needed.
-        is_scattered: whether the result is on the way to a scatter. Rows of an array that is
-            not much smaller are nothing but an array there.
+    If its result `is_scattered`, on the way to a scatter, rows of an array that is not much
+    smaller are nothing but an array.
     """
     rule = _RULES.get(name_of(eqn))
     if rule is None or not isinstance(output, jax.core.Tracer):

@@ -38,13 +38,7 @@ from jmask._kernels.rows import gather_rows, split_rows
 def scatter_add_rows(
     eqn: JaxprEqn, indices: jax.Array, updates: jax.Array
 ) -> tuple[jax.Array, jax.Array, int] | None:
-    """Return what a `scatter-add` equation adds, as `window_rows`.
-
-    Args:
-        eqn: the equation; its operand has shape (*leading, *row).
-        indices (*entries, k): the start indices.
-        updates: the values added.
-    """
+    """Return what a `scatter-add` equation adds, as `window_rows`; indices (*entries, k)."""
     numbers = parameter(eqn, "dimension_numbers")
     shape = aval_of(eqn.outvars[0]).shape
     batching = numbers.operand_batching_dims

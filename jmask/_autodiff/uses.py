@@ -177,13 +177,7 @@ class _Origin(NamedTuple):
 def _uses(
     jaxpr: Jaxpr, inputs: Sequence[_Origin | None], count: int
 ) -> tuple[list[list[Use]], list[_Origin | None]]:
-    """Return the uses of `count` inputs, and which of them each output of `jaxpr` is, if any.
-
-    Args:
-        jaxpr: a program.
-        inputs: for each of its variables which of the inputs it is, or None.
-        count: the number of inputs.
-    """
+    """Return the uses of `count` inputs, and which of them each output is, if any."""
     uses: list[list[Use]] = [[] for _ in range(count)]
     origins: dict[Var, _Origin] = {
         v: origin for v, origin in zip(jaxpr.invars, inputs, strict=True) if origin is not None

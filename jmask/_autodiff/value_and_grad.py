@@ -202,13 +202,8 @@ def value_and_gradients(
 ) -> tuple[Any, tuple[Any, ...]]:
     """Return the value (and aux), and a gradient for each of the positions `numbers`.
 
-    Args:
-        fun, has_aux: as in `value_and_grad`.
-        numbers: positions in `args`.
-        args, kwargs: of the call.
-        finished: what becomes of a result of the gradient program; by default an array or
-            a `RowSparse`.
-        holomorphic, allow_int: as in `value_and_grad`.
+    `finished` makes what is returned of each result of the gradient program: by default an
+    array or a `RowSparse`.
     """
     finished = finished or _finished
     with on_explicit_mesh([args[i] for i in numbers]), naming_tables(args, numbers, fun):
@@ -234,12 +229,7 @@ def value_and_gradients(
 def function_of_parameters(
     fun: Callable[..., Any], models: dict[int, Model]
 ) -> Callable[..., Any]:
-    """Return `fun` as a function of the parameters of models, in place of the models.
-
-    Args:
-        fun: the function.
-        models: its arguments that are such, by their number.
-    """
+    """Return `fun` as a function of the parameters of models, by their position."""
     if not any(model.others for model in models.values()):
         return fun
 
@@ -297,9 +287,7 @@ def _value_and_results(
 ) -> tuple[Any, tuple[Any, ...]]:
     """Return the value (and aux), and the gradients as the gradient program leaves them.
 
-    Raises:
-        NotImplementedError: if it is `nested`, a further derivative of a stored table will be
-            taken, and this JAX would lose it.
+    If it is `nested`, a further derivative of a stored table will be taken.
     """
     loss = checked_loss(fun, numbers, has_aux)
     stock = jax.value_and_grad(loss, numbers, has_aux, holomorphic=holomorphic)

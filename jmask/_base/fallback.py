@@ -137,11 +137,7 @@ def report_fallback(
 ) -> None:
     """Warn that sparse storage was left, once per place; raise under `strict()`.
 
-    Args:
-        message: what became dense and why.
-        place: the user's line; that which called jmask by default.
-        shape: a table's, if the report is about its gradient.
-        remedy: what to write instead, a sentence, or nothing.
+    See `Fallback` for the arguments; the place is that which called jmask by default.
     """
     if _muted.get():
         return

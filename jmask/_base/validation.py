@@ -22,11 +22,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuse what is neither True nor False: of "no" the truth is True.
-
-    Raises:
-        TypeError: naming the argument.
-    """
+    """Refuse what is neither True nor False: of "no" the truth is True."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"`{name}` must be True or False, got {shown(value)}.")
 
@@ -34,9 +30,8 @@ def check_flag(name: str, value: object) -> None:
 def checked_array(name: str, value: object) -> jax.Array:
     """Return `value` as an array of numbers.
 
-    Raises:
-        TypeError: naming the argument. A tensor of another framework is none, even if NumPy
-            would make it one: where its numbers lie is for the caller to say.
+    A tensor of another framework is none, even if NumPy would make it one: where its numbers
+    lie is for the caller to say.
     """
     refuse_scipy(name, value)
     try:
@@ -49,11 +44,7 @@ def checked_array(name: str, value: object) -> jax.Array:
 
 
 def checked_scalar(name: str, value: object, dtype: DTypeLike) -> jax.Array:
-    """Return `value` as a number of `dtype`.
-
-    Raises:
-        TypeError: naming the argument, also if it is an array with dimensions.
-    """
+    """Return `value` as a number of `dtype`; refuse arrays with dimensions."""
     array = abstract_leaf(value)
     if array is not None and array.shape == () and _keeps_kind(array.dtype, jnp.dtype(dtype)):
         return jnp.asarray(value, dtype)
@@ -61,11 +52,7 @@ def checked_scalar(name: str, value: object, dtype: DTypeLike) -> jax.Array:
 
 
 def checked_integer(name: str, value: Any) -> int:
-    """Return `value` as an integer that is known while tracing.
-
-    Raises:
-        TypeError: naming the argument.
-    """
+    """Return `value` as an integer that is known while tracing."""
     try:
         if not isinstance(value, bool | np.bool_):
             return operator.index(value)
@@ -77,11 +64,7 @@ def checked_integer(name: str, value: Any) -> int:
 
 
 def checked_dtype(name: str, value: Any) -> np.dtype:
-    """Return `value` as a dtype of JAX.
-
-    Raises:
-        TypeError: naming the argument.
-    """
+    """Return `value` as a dtype of JAX."""
     try:
         if value is not None:
             return jnp.dtype(value)
@@ -91,22 +74,14 @@ def checked_dtype(name: str, value: Any) -> np.dtype:
 
 
 def checked_path(name: str, value: object) -> Any:
-    """Return `value` as a path.
-
-    Raises:
-        TypeError: naming the argument.
-    """
+    """Return `value` if it is a path."""
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"`{name}` must be a path, got {shown(value)}.")
     return value
 
 
 def checked_choice(value: object, name: str, choices: tuple[Any, ...]) -> Any:
-    """Return `value` if it is one of `choices`.
-
-    Raises:
-        ValueError: if it is none of them.
-    """
+    """Return `value` if it is one of `choices`."""
     if not (isinstance(value, str) or value is None) or value not in choices:
         known = ", ".join(map(repr, choices))
         raise ValueError(f"`{name}` must be one of {known}, got {shown(value)}.")
@@ -114,11 +89,7 @@ def checked_choice(value: object, name: str, choices: tuple[Any, ...]) -> Any:
 
 
 def refuse_scipy(name: str, value: object) -> None:
-    """Refuse a sparse matrix of SciPy, which JAX has types of its own for.
-
-    Raises:
-        TypeError: naming the argument and what makes a BCSR or BCOO of it.
-    """
+    """Refuse a sparse matrix of SciPy, which JAX has types of its own for."""
     if type(value).__module__.startswith("scipy.sparse"):
         raise TypeError(
             f"`{name}` is a {type(value).__name__} of scipy.sparse: pass "
@@ -152,11 +123,7 @@ def naming_arguments(**instead: str) -> Callable[[_F], _F]:
 
 
 def check_leaves(name: str, tree: PyTree) -> None:
-    """Refuse leaves that are no arrays, sparse or masked tensors.
-
-    Raises:
-        TypeError: naming the first.
-    """
+    """Refuse leaves that are no arrays, sparse or masked tensors."""
     for path, x in jax.tree.leaves_with_path(tree):
         if abstract_leaf(x) is None:
             advice = "expected arrays, sparse and masked tensors"
@@ -263,11 +230,7 @@ class Model:
 
 
 def as_table(table: object) -> jax.Array:
-    """Return `table` as an array.
-
-    Raises:
-        TypeError: if it is none.
-    """
+    """Return `table` as an array."""
     try:
         if isinstance(table, list | tuple) or abstract_leaf(table) is not None:
             return jnp.asarray(table)

@@ -403,12 +403,7 @@ def result_dtype(
 
 
 def checked_axes(axis: Axis, ndim: int) -> tuple[int, ...]:
-    """Return `axis` as ascending axes that are not negative.
-
-    Raises:
-        TypeError: if it is neither an int, a sequence of ints nor None.
-        ValueError: if one is out of bounds, or is there twice.
-    """
+    """Return `axis` as ascending axes that are not negative."""
     if axis is None:
         return tuple(range(ndim))
     try:
@@ -434,24 +429,14 @@ def single_axis(axis: Axis, name: str) -> int | None:
 
 
 def entries_of(x: TensorLike, where: Mask) -> tuple[Any, jax.Array]:
-    """Return the storage of a tensor, and which of its stored values take part.
-
-    Args:
-        x: an array, a masked or a sparse tensor, of which equal positions are summed.
-        where: None, or booleans that broadcast to it.
-    """
+    """Return the storage of a tensor with unique positions, and which values take part."""
     x = unique_positions(x)
     storage, valid = (x.storage, x.valid) if isinstance(x, MaskedTensor) else (x, is_entry(x))
     return storage, valid if where is None else valid & where_at(where, storage)
 
 
 def where_at(where: Mask, storage: TensorLike) -> jax.Array:
-    """Return the booleans `where` at the stored values of a storage.
-
-    Raises:
-        TypeError: if it is not boolean.
-        ValueError: if it does not broadcast to the shape of the tensor.
-    """
+    """Return the booleans `where` at the stored values of a storage."""
     refuse_scipy("where", where)
     masked = isinstance(where, MaskedTensor)
     where = where if masked else as_booleans(as_tensor(where))

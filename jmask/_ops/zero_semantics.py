@@ -74,11 +74,7 @@ def safe_numbers(
     A number that is selected away after the function must be harmless in it: 0 times an
     infinite slope is nan. So value, first and second derivative must be finite there: 0.5 and
     not 0 for sqrt. The number is found by trying, which serves functions never seen before.
-
-    Args:
-        function: elementwise.
-        kinds: for each operand its dtype, or its value if it is a Python number.
-        kwargs: options of the function; a dictionary for the caller.
+    `kinds` holds for each operand its dtype, or its value if it is a Python number.
     """
     fixed, numbers = dict(kwargs), ()
     for candidate in _CANDIDATES:

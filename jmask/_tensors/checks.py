@@ -15,11 +15,7 @@ from jmask._tensors.interop import takes_plain_ids
 
 
 def check_order(indices: object, values: object) -> None:
-    """Refuse the arguments of BCOO and of MXNet, and values in front of indices.
-
-    Raises:
-        TypeError: naming the order.
-    """
+    """Refuse the arguments of BCOO and of MXNet, and values in front of indices."""
     order = "RowSparse(indices, values, shape)"
     if isinstance(indices, tuple) and any(np.ndim(x) for x in indices):
         raise TypeError(f"`indices` is a tuple of arrays: write {order}.")

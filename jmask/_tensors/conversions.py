@@ -45,17 +45,7 @@ from jmask._tensors.storage import stype as stype_of
 
 
 def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
-    """Return the tensor on coordinate (BCOO) storage, without dense dimensions.
-
-    Args:
-        x: a masked tensor on any storage, with at least one dimension.
-        nse: the number of stored entries, static; the exact number by default.
-
-    Raises:
-        ValueError: if `nse` is needed and missing, or too small for a concrete mask. For a
-            traced mask with more valid entries floating values are nan, and other values
-            are refused.
-    """
+    """Return the tensor on coordinate (BCOO) storage, without dense dimensions."""
     if nse is None and x.stype == "coo" and not x.storage.n_dense:
         return x
     if not x.shape:
@@ -77,11 +67,7 @@ def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
 
 
 def to_csr(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
-    """Return the tensor of two dimensions on compressed row (BCSR) storage; see `to_coo`.
-
-    Raises:
-        ValueError: as `to_coo`, and if `x` does not have two dimensions.
-    """
+    """Return the tensor of two dimensions on compressed row (BCSR) storage."""
     if x.ndim != 2:
         raise ValueError(f"csr storage needs two dimensions, got shape {x.shape}.")
     if nse is None and x.stype == "csr":
@@ -94,15 +80,7 @@ def to_csr(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
 
 
 def to_row_sparse(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
-    """Return the tensor on row-sparse storage: the rows with a valid entry, in order.
-
-    Args:
-        x: a masked tensor on any storage, with at least one dimension.
-        nse: the number of stored rows, static; the exact number by default.
-
-    Raises:
-        ValueError: as `to_coo`.
-    """
+    """Return the tensor on row-sparse storage: the rows with a valid entry, in order."""
     if nse is None and x.stype == "row_sparse":
         return x
     if not x.shape:

@@ -60,10 +60,6 @@ def refuse_misuse() -> None:
     """Raise where the one who flattens will fail on a `RowSparse`, or has failed.
 
     Called in each flattening, so it looks at names of functions alone, and far only then.
-
-    Raises:
-        TypeError: for what optax does to all leaves alike, and for what a branch returns.
-        ValueError: for trees that JAX found to differ.
     """
     frame = sys._getframe(2)
     name = frame.f_code.co_name
@@ -101,17 +97,10 @@ _OF_DEFERRED_TABLES = (
 
 
 def refuse_misuse_of_table(kind: str) -> bool:
-    """Raise where optax would calculate with the leaves of a table, which cannot be right.
+    """Raise where optax would calculate with the leaves of a table of this kind.
 
-    Args:
-        kind: the name of the type of the table, which is being flattened.
-
-    Returns:
-        Whether optax asks for dtypes alone (`optax.inject_hyperparams`) and compares them,
-        which the dtype of an opaque leaf refuses.
-
-    Raises:
-        TypeError: with what to do instead.
+    Return whether optax asks for dtypes alone (`optax.inject_hyperparams`) and compares them,
+    which the dtype of an opaque leaf refuses.
     """
     frame = sys._getframe(1).f_back
     for _ in range(4):  # `tree_flatten`, `tree_map` and JAX's own functions around them

@@ -322,11 +322,7 @@ def read_at(x: TensorLike, like: Storage, otherwise: str = "") -> tuple[jax.Arra
 
 
 def common_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the broadcast shape of operands.
-
-    Raises:
-        ValueError: naming all shapes if they do not broadcast.
-    """
+    """Return the broadcast shape of operands; the error names all shapes."""
     try:
         return tuple(jnp.broadcast_shapes(*shapes))
     except ValueError:
@@ -439,11 +435,7 @@ def _stored_mask(data: Sparse, mask: jax.Array) -> jax.Array:
 
 
 def booleans(mask: Mask) -> Mask:
-    """Return a sparse mask of booleans.
-
-    Raises:
-        TypeError: if it is none.
-    """
+    """Return a sparse mask of booleans, or raise TypeError."""
     mask = as_booleans(mask)
     _check_boolean(mask)
     return mask

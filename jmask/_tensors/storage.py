@@ -43,12 +43,7 @@ _ARRAYS = jax.Array | np.ndarray | np.generic | bool | int | float | complex
 
 
 def stype(x: object, argument: str = "x") -> str:
-    """Return the name of the storage of `x`.
-
-    Raises:
-        TypeError: if `x`, which the caller was given as `argument`, is neither array-like nor
-            a storage known here.
-    """
+    """Return the name of the storage of `x`, which the caller was given as `argument`."""
     for kind, name in ((RowSparse, "row_sparse"), (BCOO, "coo"), (BCSR, "csr")):
         if isinstance(x, kind):
             return name
