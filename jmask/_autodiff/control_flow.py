@@ -138,7 +138,9 @@ def _scan(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
             rows = {i: _rows_added_to(key, outputs[i]) for i, key in keys.items()}
             # Of a table of the stack that is scanned: rows are stacked, and not tables.
             stacks = [
-                x if _is_looked_up(x) and x.parts else interpreter.dense(x, eqn)
+                x
+                if isinstance(x, RowSum) and x.looked_up and x.parts and x.carry is None
+                else interpreter.dense(x, eqn)
                 for x in outputs[count:]
             ]
             return without(keys, outputs[:count]), (stacks, rows)
@@ -172,10 +174,6 @@ def _rows_added_to(key: object, output: Value) -> RowSum:
         return dataclasses.replace(output, carry=None)
     refuse(key)
     return RowSum(output.shape, output.dtype)
-
-
-def _is_looked_up(x: Value) -> bool:
-    return isinstance(x, RowSum) and x.looked_up and x.carry is None
 
 
 def _joined_rounds(parts: Sequence[IdsAndRows]) -> tuple[IdsAndRows, ...]:

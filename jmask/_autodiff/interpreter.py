@@ -217,8 +217,10 @@ class Interpreter:
 
     def _run_wanted(self, eqn: JaxprEqn, arguments: list[Any], wanted: Flags) -> list[Any]:
         """Return the outputs of an equation, symbolic where its rule keeps them so."""
-        rule = self.rules.get(name_of(eqn))
-        report_unknown(eqn, wanted)
+        rule, reason = self.rules.get(name_of(eqn)), what_is_unknown(eqn)
+        for v, is_wanted in zip(eqn.outvars, wanted, strict=True):
+            if reason is not None and is_wanted and makes_rows(eqn, aval_of(v).shape):
+                report_dense(aval_of(v), eqn, reason)
         if rule is not None:
             # A rule may decline with None, or make what does not fit the output: then the
             # equation runs as it is.
@@ -287,16 +289,6 @@ def nothing_to_do(jaxpr: Jaxpr, inputs: Sequence[Any]) -> bool:
     return not any(map(makes_rows, jaxpr.eqns)) and not any(
         isinstance(x, RowSum) for x in inputs
     )
-
-
-def report_unknown(eqn: JaxprEqn, wanted: Flags) -> None:
-    """Say which gradients become dense since JAX gives an equation a form that is not known."""
-    reason = what_is_unknown(eqn)
-    if reason is None:
-        return
-    for v, is_wanted in zip(eqn.outvars, wanted, strict=True):
-        if is_wanted and makes_rows(eqn, aval_of(v).shape):
-            report_dense(aval_of(v), eqn, reason)
 
 
 def place_of(eqn: JaxprEqn) -> Place | None:

@@ -42,7 +42,9 @@ def checked_loss(
 
     @functools.wraps(fun, assigned=())
     def checked(*args: Any, **kwargs: Any) -> Any:
-        objects = {n: args[n] for n in numbers if not _is_plain(args[n])}
+        # Nobody expects to see what is written to containers: they are copied.
+        plain = (Mapping, list, tuple, jax.Array)
+        objects = {n: args[n] for n in numbers if not isinstance(args[n], plain)}
         before = {n: jax.tree.leaves_with_path(x) for n, x in objects.items()}
         result = fun(*args, **kwargs)
         for number, leaves in before.items():
@@ -87,11 +89,6 @@ def naming_tables(
 
 # What JAX says of a placeholder, and of the clock of a deferred table, in place of numbers.
 _OF_LEAVES = ("ShapeDtypeStruct", "key<fry>", "of a DeferredTable")
-
-
-def _is_plain(tree: PyTree) -> bool:
-    """Decide whether nobody expects to see what is written to a tree: containers are copied."""
-    return isinstance(tree, Mapping | list | tuple | jax.Array)
 
 
 def _check_not_written(

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
-from jax.typing import DTypeLike
 
 from jmask._autodiff.gathered_rows import (
     FACTS,
@@ -332,7 +331,8 @@ def note_facts(
     is_countable = is_known(*(size for shape in (*shapes, output.shape) for size in shape))
     if len(shapes) < len(inputs) or not is_countable or 0 in output.shape:
         return
-    if not _may_be_factors(output.dtype) or is_sharded(output):
+    is_number = jnp.issubdtype(output.dtype, jnp.inexact) or output.dtype == jnp.dtype(bool)
+    if not is_number or is_sharded(output):
         return
     fact = rule(eqn, *operands)
     if isinstance(fact, Gathered) and fact.is_alone and name_of(eqn) != "gather":
@@ -360,7 +360,3 @@ def _operand(x: Value, v: Atom, fact: Fact | None) -> Operand | None:
         x = np.asarray(x, aval_of(v).dtype)
     is_array = isinstance(x, jax.Array | np.ndarray)
     return Operand(x, tuple(x.shape), fact) if is_array else None
-
-
-def _may_be_factors(dtype: DTypeLike) -> bool:
-    return dtype == jnp.dtype(bool) or jnp.issubdtype(dtype, jnp.inexact)

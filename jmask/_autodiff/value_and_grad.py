@@ -33,7 +33,7 @@ from jmask._autodiff.values import Filled, RowSum, dense, is_symbolic
 from jmask._base.array_types import on_explicit_mesh
 from jmask._base.fallback import collected, expect_dense, report_fallback
 from jmask._base.forms import drops_rules
-from jmask._base.types import PyTree, Value
+from jmask._base.types import PyTree
 from jmask._base.validation import (
     KEEP_ARRAYS,
     Model,
@@ -127,7 +127,12 @@ def value_and_grad(
         {'scale': Array(6., dtype=float32), 'table': RowSparse(float32[1000, 2], nse=3)}
     """
 
-    _check_function(fun, has_aux)
+    if not callable(fun):
+        raise TypeError(
+            f"`fun` must be a function, got {type(fun).__name__}: write "
+            "jmask.value_and_grad(loss_fn)(params, batch)."
+        )
+    check_flag("has_aux", has_aux)
     check_flag("holomorphic", holomorphic)
     check_flag("allow_int", allow_int)
 
@@ -291,9 +296,26 @@ def _value_and_results(
     """
     loss = checked_loss(fun, numbers, has_aux)
     stock = jax.value_and_grad(loss, numbers, has_aux, holomorphic=holomorphic)
-    trace = _Trace(stock, args, kwargs, numbers)
     differentiated = tuple(args[number] for number in numbers)
-    given = _mapped(_abstract_if_filled, differentiated)
+    structure: Any = None
+    static: dict[int, Any] = {}
+
+    # The gradient program is a function of the differentiated arguments alone. All others are
+    # closed over, so they may be anything, as in JAX. What `fun` returns without having
+    # computed it (strings and numbers in `aux`) does not go through the program: it is
+    # remembered here.
+    def trace(*differentiated: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        nonlocal structure, static
+        new = dict(zip(numbers, differentiated, strict=True))
+        value, gradients = stock(*(new.get(i, x) for i, x in enumerate(args)), **kwargs)
+        leaves, structure = jax.tree.flatten(value)
+        static = {i: x for i, x in enumerate(leaves) if not isinstance(x, jax.core.Tracer)}
+        return [x for i, x in enumerate(leaves) if i not in static], gradients
+
+    given = _mapped(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Filled) else x,
+        differentiated,
+    )
     program, outputs = jax.make_jaxpr(trace, return_shape=True)(*given)
     if nested and drops_rules(program.jaxpr):
         raise NotImplementedError(
@@ -333,47 +355,10 @@ def _value_and_results(
     computed, gradients = jax.tree.unflatten(jax.tree.structure(outputs), results)
     for report in refined_reports(program.jaxpr, named_gradients, reports):
         report_fallback(*report)
-    return trace.with_static(_mapped(_finished, computed)), gradients
-
-
-class _Trace:
-    """The gradient program as a function of the differentiated arguments alone.
-
-    All other arguments are closed over, so they may be anything, as in JAX. What the
-    function returns without having computed it (strings and numbers in `aux`) does not
-    go through the program: it is remembered here.
-    """
-
-    def __init__(
-        self,
-        stock: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        numbers: tuple[int, ...],
-    ):
-        self.stock, self.args, self.kwargs, self.numbers = stock, args, kwargs, numbers
-        self.structure: Any = None
-        self.static: dict[int, Any] = {}
-
-    def __call__(self, *differentiated: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        args = list(self.args)
-        for number, argument in zip(self.numbers, differentiated, strict=True):
-            args[number] = argument
-        value, gradients = self.stock(*args, **self.kwargs)
-        leaves, self.structure = jax.tree.flatten(value)
-        self.static = {i: x for i, x in enumerate(leaves) if not isinstance(x, jax.core.Tracer)}
-        return [x for i, x in enumerate(leaves) if i not in self.static], gradients
-
-    def with_static(self, computed: list[Any]) -> Any:
-        """Return the value (and aux) from its computed leaves and the remembered ones."""
-        remaining = iter(computed)
-        count = len(computed) + len(self.static)
-        leaves = [self.static[i] if i in self.static else next(remaining) for i in range(count)]
-        return jax.tree.unflatten(self.structure, leaves)
-
-
-def _abstract_if_filled(x: Value) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Filled) else x
+    remaining = iter(_mapped(_finished, computed))
+    count = len(computed) + len(static)
+    leaves = [static[i] if i in static else next(remaining) for i in range(count)]
+    return jax.tree.unflatten(structure, leaves), gradients
 
 
 def _mapped(function: Callable[[Any], Any], results: PyTree) -> PyTree:
@@ -388,15 +373,6 @@ def _finished(result: PyTree) -> PyTree:
     if isinstance(result, jax.Array) and result.ndim > 1:
         expect_dense(result)
     return result
-
-
-def _check_function(fun: Callable[..., Any], has_aux: object) -> None:
-    if not callable(fun):
-        raise TypeError(
-            f"`fun` must be a function, got {type(fun).__name__}: write "
-            "jmask.value_and_grad(loss_fn)(params, batch)."
-        )
-    check_flag("has_aux", has_aux)
 
 
 def _positions(argnums: int | Sequence[int], args: tuple[Any, ...]) -> tuple[int, ...]:

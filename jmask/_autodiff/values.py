@@ -27,7 +27,7 @@ import numpy as np
 
 from jmask._base.fallback import LARGE
 from jmask._base.row_ids import id_dtype
-from jmask._base.types import Shaped, Value
+from jmask._base.types import Value
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gathered_rows import gathered, joined, scaled
 from jmask._kernels.rows import split_rows
@@ -116,8 +116,10 @@ class RowSum:
     @property
     def is_rows(self) -> bool:
         """True if a gradient that ends as this sum is a `RowSparse`, and no array."""
-        few = bool(self.parts) and are_few(self.capacity, self, self.count)
-        return self.looked_up or few
+        size = math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+        is_table = size >= LARGE and self.count >= _MANY
+        are_few = bool(self.parts) and 8 * self.capacity <= self.count
+        return self.looked_up or (is_table and are_few)
 
     def plus(
         self, parts: tuple[IdsAndRows, ...], looked_up: bool, leading: int = 1
@@ -220,12 +222,6 @@ class RowSum:
         return RowSparse.from_rows(
             ids, values, self.shape, coalesced=False, leading=self.leading
         )
-
-
-def are_few(rows: int, table: "RowSum | Shaped", count: int) -> bool:
-    """Decide whether `rows` are few of the `count` rows of a large table (shape and dtype)."""
-    size = math.prod(table.shape) * jnp.dtype(table.dtype).itemsize
-    return size >= LARGE and count >= _MANY and 8 * rows <= count
 
 
 @functools.partial(

@@ -46,8 +46,10 @@ def checked_array(name: str, value: object) -> jax.Array:
 def checked_scalar(name: str, value: object, dtype: DTypeLike) -> jax.Array:
     """Return `value` as a number of `dtype`; refuse arrays with dimensions."""
     array = abstract_leaf(value)
-    if array is not None and array.shape == () and _keeps_kind(array.dtype, jnp.dtype(dtype)):
-        return jnp.asarray(value, dtype)
+    if array is not None and array.shape == ():
+        is_complex = [jnp.issubdtype(x, jnp.complexfloating) for x in (array.dtype, dtype)]
+        if is_complex != [True, False]:  # a cast may lose a fraction, but no imaginary part
+            return jnp.asarray(value, dtype)
     raise TypeError(f"`{name}` must be a number of {jnp.dtype(dtype)}, got {shown(value)}.")
 
 
@@ -137,12 +139,6 @@ def shown(value: object) -> str:
     if isinstance(value, jax.Array | np.ndarray):
         return f"an array of shape {value.shape}, {value.dtype}"
     return type(value).__name__
-
-
-def _keeps_kind(given: Any, dtype: DTypeLike) -> bool:
-    """Decide whether a cast of a number loses no imaginary part; a fraction it may."""
-    is_complex = [jnp.issubdtype(x, jnp.complexfloating) for x in (given, dtype)]
-    return is_complex != [True, False]
 
 
 # --- leaves -------------------------------------------------------------------------------

@@ -339,9 +339,24 @@ def dot(
         forward_stype = "default"
         lhs, rhs = (todense(x) if placeholder_of(x) is not None else x for x in (lhs, rhs))
     lhs, rhs = _checked(lhs, "lhs"), _checked(rhs, "rhs")
-    _check_shapes(lhs, rhs, transpose_a, transpose_b)
+    over = 0 if transpose_a or lhs.ndim == 1 else 1, 1 if transpose_b and rhs.ndim == 2 else 0
+    if lhs.shape[over[0]] != rhs.shape[over[1]]:
+        raise ValueError(
+            f"`lhs` of shape {tuple(lhs.shape)} and `rhs` of shape {tuple(rhs.shape)} do not "
+            f"fit with transpose_a={transpose_a} and transpose_b={transpose_b}: dimension "
+            f"{over[0]} of `lhs` and dimension {over[1]} of `rhs` must have one size."
+        )
     sparse = _is_result_sparse(lhs, transpose_a, forward_stype)
-    _report_dense(lhs, rhs, transpose_b)
+    if isinstance(rhs, RowSparse) and rhs.ndim == 2 and transpose_b:
+        report_fallback(
+            f"the product with a transposed row_sparse `rhs` of shape {rhs.shape} stores "
+            f"all of its {rhs.shape[0]} columns: no storage has sparse columns"
+        )
+    if isinstance(lhs, BCOO | BCSR) and isinstance(rhs, BCOO | BCSR):
+        report_fallback(
+            f"`rhs`, {stype(rhs)} of shape {tuple(rhs.shape)}, became dense in a product, at "
+            "O(size) cost: two matrices of entries have no sparse product"
+        )
     return _product_of(lhs, rhs, bool(transpose_a), bool(transpose_b), sparse)
 
 
@@ -375,16 +390,6 @@ def _checked(x: TensorLike, name: str) -> Tensor:
     return x
 
 
-def _check_shapes(lhs: Tensor, rhs: Tensor, transpose_a: bool, transpose_b: bool) -> None:
-    over = 0 if transpose_a or lhs.ndim == 1 else 1, 1 if transpose_b and rhs.ndim == 2 else 0
-    if lhs.shape[over[0]] != rhs.shape[over[1]]:
-        raise ValueError(
-            f"`lhs` of shape {tuple(lhs.shape)} and `rhs` of shape {tuple(rhs.shape)} do not "
-            f"fit with transpose_a={transpose_a} and transpose_b={transpose_b}: dimension "
-            f"{over[0]} of `lhs` and dimension {over[1]} of `rhs` must have one size."
-        )
-
-
 def _is_result_sparse(lhs: TensorLike, transpose_a: bool, forward_stype: str | None) -> bool:
     if isinstance(forward_stype, str) and forward_stype in ("csr", "coo"):
         raise ValueError(
@@ -405,19 +410,6 @@ def _is_result_sparse(lhs: TensorLike, transpose_a: bool, forward_stype: str | N
             "jmask.RowSparse.fromdense on the result, with its `nse`."
         )
     return forward_stype == "row_sparse"
-
-
-def _report_dense(lhs: TensorLike, rhs: TensorLike, transpose_b: bool) -> None:
-    if isinstance(rhs, RowSparse) and rhs.ndim == 2 and transpose_b:
-        report_fallback(
-            f"the product with a transposed row_sparse `rhs` of shape {rhs.shape} stores "
-            f"all of its {rhs.shape[0]} columns: no storage has sparse columns"
-        )
-    if isinstance(lhs, BCOO | BCSR) and isinstance(rhs, BCOO | BCSR):
-        report_fallback(
-            f"`rhs`, {stype(rhs)} of shape {tuple(rhs.shape)}, became dense in a product, at "
-            "O(size) cost: two matrices of entries have no sparse product"
-        )
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))

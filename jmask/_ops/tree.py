@@ -196,7 +196,11 @@ def psum(tree: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
     def summed(x: TensorLike) -> Tensor:
-        _refuse_masked(x, "psum")
+        if isinstance(x, MaskedTensor):
+            raise TypeError(
+                "`tree`: psum() of a MaskedTensor: masks of different devices may differ. Sum "
+                "x.to_tensor(0) and x.mask instead."
+            )
         _refuse_entries(x, "tree")
         if not is_row_sparse(x):
             return lax.psum(x, names)
@@ -354,12 +358,4 @@ def _refuse_entries(x: TensorLike, argument: str) -> None:
         raise TypeError(
             f"`{argument}` holds a {type(x).__name__}, whose entries are not put side by side: "
             'use jmask.cast_storage(x, "row_sparse"), or its dense form.'
-        )
-
-
-def _refuse_masked(x: TensorLike, name: str) -> None:
-    if isinstance(x, MaskedTensor):
-        raise TypeError(
-            f"`tree`: {name}() of a MaskedTensor: masks of different devices may differ. Sum "
-            "x.to_tensor(0) and x.mask instead."
         )

@@ -92,7 +92,8 @@ def _number(candidate: tuple[float, int], kind: TensorLike) -> Any:
 
 
 def _is_safe(function: Callable, numbers: tuple[Any, ...]) -> bool:
-    varying = [i for i, x in enumerate(numbers) if _is_inexact(x)]
+    arrays = ((i, x) for i, x in enumerate(numbers) if isinstance(x, np.ndarray))
+    varying = [i for i, x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
 
     def varying_function(*xs: Any) -> Any:
         arguments = list(numbers)
@@ -109,7 +110,8 @@ def _is_safe(function: Callable, numbers: tuple[Any, ...]) -> bool:
             results = jax.jvp(slope, xs, tuple(map(np.ones_like, xs)))
         except (TypeError, NotImplementedError):
             results = varying_function(*xs)  # not differentiable: then its value decides
-        return all(_is_finite(x) for x in jax.tree.leaves(results))
+        leaves = (x for x in jax.tree.leaves(results) if x.dtype != jax.dtypes.float0)
+        return all(bool(jnp.isfinite(x).all()) for x in leaves)
 
 
 @contextlib.contextmanager
@@ -120,14 +122,6 @@ def trial() -> Iterator[None]:
     """
     with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
         yield
-
-
-def _is_inexact(x: TensorLike) -> bool:
-    return isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _is_finite(x: TensorLike) -> bool:
-    return x.dtype == jax.dtypes.float0 or bool(jnp.isfinite(x).all())
 
 
 def varies(x: TensorLike) -> bool:

@@ -258,7 +258,14 @@ def cast_storage(x: TensorLike, stype: str, *, nse: int | None = None) -> Tensor
     else:
         entries = is_nonzero(x)
     if nse is None and isinstance(entries, jax.core.Tracer):
-        nse = _most(x, entries, stype)
+        if not is_sparse(x):
+            raise ValueError(
+                "`nse`, the number of rows or entries to store, must be given for a traced "
+                "dense `x` (under jit, vmap or grad)."
+            )
+        # As many as a sparse tensor can need.
+        rows = min(x.shape[0], entries.shape[0])
+        nse = rows if stype == "row_sparse" else entries.size
     return _TO_SPARSE[stype](joined(x, entries), nse).storage
 
 
@@ -275,16 +282,6 @@ def _check_castable(x: TensorLike, stype: str) -> None:
             f"`x` has {x.n_batch} batch and {x.n_dense} dense dimensions, which other "
             "storages do not: use x.update_layout(n_batch=0), or vmap over batches."
         )
-
-
-def _most(x: TensorLike, entries: jax.Array, stype: str) -> int:
-    """Return how many rows or entries a sparse tensor can need at most."""
-    if not is_sparse(x):
-        raise ValueError(
-            "`nse`, the number of rows or entries to store, must be given for a traced "
-            "dense `x` (under jit, vmap or grad)."
-        )
-    return min(x.shape[0], entries.shape[0]) if stype == "row_sparse" else entries.size
 
 
 # --- npz ----------------------------------------------------------------------------------

@@ -360,7 +360,12 @@ def on_dense(data: TensorLike, mask: Mask) -> tuple[jax.Array, jax.Array]:
 
 def on_sparse(data: Sparse, mask: Mask) -> tuple[Any, jax.Array]:
     """Bring sparse data and a mask, sparse or not, to unique positions; say what is valid."""
-    _check_layout(data)
+    batch = getattr(data, "n_batch", 0)
+    if batch:
+        raise ValueError(
+            f"`data` is a {type(data).__name__} with {batch} batch dimensions: use "
+            "vmap over tensors without them."
+        )
     if is_sparse(mask):
         return _at_positions_of(booleans(mask), data)
     valid = jnp.ones(stored_values(data).shape, bool)
@@ -455,13 +460,4 @@ def _check_boolean(mask: Mask) -> None:
         raise TypeError(
             f"`mask` must be boolean, True where an entry is valid, got {dtype}. Write "
             "`mask != 0` if that is meant."
-        )
-
-
-def _check_layout(data: Storage) -> None:
-    batch = getattr(data, "n_batch", 0)
-    if batch:
-        raise ValueError(
-            f"`data` is a {type(data).__name__} with {batch} batch dimensions: use "
-            "vmap over tensors without them."
         )
