@@ -2,7 +2,7 @@
 
 value_and_grad              `jmask.value_and_grad`
 nnx                         the same of flax nnx modules: `jmask.nnx`
-tensor_arguments, loss      arguments that are tensors; the function that is differentiated
+arguments                   the function, its arguments, and the order of its gradients
 interpreter                 running a jaxpr by a table of rules
 rules, control_flow         the table
 values                      cotangents that are still rows

@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._autodiff.control_flow import COLLECTIVE_RULES, CONTROL_FLOW_RULES
-from jmask._autodiff.interpreter import Interpreter
-from jmask._autodiff.loss import (
+from jmask._autodiff.arguments import (
+    TensorArguments,
     after_all_reads,
     after_reading,
     argument_name,
@@ -26,8 +25,9 @@ from jmask._autodiff.loss import (
     naming_tables,
     reads_late,
 )
+from jmask._autodiff.control_flow import COLLECTIVE_RULES, CONTROL_FLOW_RULES
+from jmask._autodiff.interpreter import Interpreter
 from jmask._autodiff.rules import EQUATION_RULES
-from jmask._autodiff.tensor_arguments import TensorArguments
 from jmask._autodiff.uses import InputGradient, refined_reports
 from jmask._autodiff.values import Filled, RowSum, dense, is_symbolic
 from jmask._base.array_types import on_explicit_mesh
@@ -44,6 +44,7 @@ from jmask._base.validation import (
 )
 from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.masked_tensor import is_tensor
+from jmask._tensors.specified import placeholder_of, without_placeholder
 
 _KEEP_ARRAYS = (
     f"{KEEP_ARRAYS}; jmask.nnx.value_and_grad and jmask.nnx.grad take a whole model of flax nnx"
@@ -256,16 +257,19 @@ def _tensor_gradients(
 ) -> tuple[Any, tuple[Any, ...]]:
     """Differentiate in the stored values of tensors, and in placeholders where those count."""
 
+    tensors = arguments.tensors
+    # A further derivative of a table is taken by a gradient program around this one.
+    nested = any(is_stored_table(x) and x.placeholder is not None for x in tensors)
+
     def results(placeholders: Sequence[Any]) -> tuple[Any, Any]:
         part_function = arguments.function_of_parts(fun)
         args, numbers = arguments.parts(placeholders)
-        nested = arguments.are_nested()
         value, (*gradients, placeholder_gradients) = _value_and_results(
             part_function, numbers, has_aux, args, kwargs, nested, holomorphic
         )
         return value, arguments.gradients(_mapped(finished, gradients), placeholder_gradients)
 
-    if arguments.only_tables():
+    if all(map(is_stored_table, tensors)):  # whose placeholders are known to count
         return results(arguments.placeholders())
     try:
         with collected() as reports:
@@ -278,7 +282,11 @@ def _tensor_gradients(
         return results(arguments.placeholders(tables_only=True))
     for report in reports:
         report_fallback(*report)
-    return arguments.left_behind(value), gradients
+    # Tensors that `fun` returns have no placeholder any more, unless a gradient program around
+    # this one takes the derivative of it.
+    if all(placeholder_of(x) is None for x in tensors):
+        value = jax.tree.map(without_placeholder, value, is_leaf=is_tensor)
+    return value, gradients
 
 
 def _value_and_results(

@@ -280,8 +280,7 @@ def _say_once(ids: int, *bags: int) -> None:
 #
 # The two forms hold the same bags. Both have `sum`, `max` and `min` of an array of entries
 # (*entries, ...) over each bag, giving (*bags, ...), and `to_entries`, which brings what
-# belongs
-# to a bag back to its entries. The combiners are written once, against these four.
+# belongs to a bag back to its entries. The combiners are written once, against these four.
 
 
 @functools.partial(

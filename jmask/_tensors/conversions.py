@@ -119,7 +119,7 @@ def to_numpy_ma(x: TensorLike) -> np.ma.MaskedArray:
 
 
 def _capacity(valid: jax.Array, nse: int | None, what: str) -> int:
-    """Return `nse`, by default the number of True in `valid`; refuse what cannot fit."""
+    """Return `nse`, by default the number of True in `valid`."""
     traced = isinstance(valid, jax.core.Tracer)
     if nse is None:
         if traced:
@@ -129,14 +129,11 @@ def _capacity(valid: jax.Array, nse: int | None, what: str) -> int:
             )
         return int(valid.sum())
     nse = checked_capacity(nse)
-    if traced:
-        if nse == 0 < valid.size:
-            raise ValueError(
-                f"`nse`=0 leaves no room for any of {valid.size} {what}, which cannot be "
-                "checked while the mask is traced."
-            )
-    elif valid.sum() > nse:
-        raise ValueError(f"`nse`={nse} is too small: {valid.sum()} {what} must be stored.")
+    if traced and nse == 0 < valid.size:
+        raise ValueError(
+            f"`nse`=0 leaves no room for any of {valid.size} {what}, which cannot be checked "
+            "while the mask is traced."
+        )
     return nse
 
 
