@@ -8,7 +8,6 @@ Printing never raises, whatever leaves the pytree node holds, and never moves mo
 large tensor than the entries it shows.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -44,7 +43,7 @@ def _with_values(x: MaskedTensor) -> str:
         head, tail = "MaskedTensor(", f", dtype={x.dtype})"
         if x.size == 0 and x.ndim > 1:
             tail = f", shape={x.shape}{tail}"
-    return head + _entries(values, valid, len(head)) + tail
+    return head + _entries(values, valid, head) + tail
 
 
 def _without_values(x: MaskedTensor) -> str:
@@ -63,18 +62,33 @@ def _is_concrete(x: object) -> bool:
     return isinstance(x, jax.Array | np.ndarray) and not isinstance(x, jax.core.Tracer)
 
 
-def _entries(values: jax.Array | np.ndarray, valid: jax.Array | np.ndarray, indent: int) -> str:
-    """Return the entries as text whose lines after the first are indented."""
+def _entries(values: jax.Array | np.ndarray, valid: jax.Array | np.ndarray, head: str) -> str:
+    """Return the entries as text whose lines after the first are indented as after `head`."""
     if values.size == 0:
         return "[]"
     options = np.get_printoptions()
-    edge = options["edgeitems"]
-    cut = [values.size > options["threshold"] and n > 2 * edge for n in values.shape]
-    for axis in np.flatnonzero(cut):
-        values, valid = (_edges(a, int(axis), edge) for a in (values, valid))
-    words = _words(np.asarray(values), np.asarray(valid))
-    gaps = [edge if is_cut else None for is_cut in cut]
-    return _nested(words, gaps, indent, int(options["linewidth"]))
+    edge, is_large = options["edgeitems"], values.size > options["threshold"]
+    cut = [axis for axis, n in enumerate(values.shape) if is_large and n > 2 * edge]
+    for axis in cut:
+        values, valid = (_edges(a, axis, edge) for a in (values, valid))
+    values, valid = np.asarray(values), np.asarray(valid)
+    if jnp.issubdtype(values.dtype, jnp.floating) and values.dtype.kind != "f":
+        values = values.astype(np.float32)  # bfloat16 and smaller: 1 must print as 1.0
+    pairs = zip(values.ravel(), valid.ravel(), strict=True)
+    flat = [str(value) if exists else _MASKED for value, exists in pairs]
+    if values.ndim > 1:  # columns stand below each other
+        width = max(map(len, flat))
+        flat = [word.rjust(width) for word in flat]
+    words = np.array(flat).reshape(values.shape)
+    for axis in cut:  # one between both ends, which NumPy leaves out
+        words = np.insert(words, edge, "", axis)
+    return np.array2string(
+        words,
+        separator=", ",
+        prefix=head,
+        formatter={"all": str},
+        threshold=0 if cut else words.size,
+    )
 
 
 def _edges(x: jax.Array | np.ndarray, axis: int, edge: int) -> Any:
@@ -83,49 +97,6 @@ def _edges(x: jax.Array | np.ndarray, axis: int, edge: int) -> Any:
     with jax.ensure_compile_time_eval():  # a constant may be printed while tracing
         parts = [x[(*at, slice(edge))], x[(*at, slice(last, None))]]
         return module.concatenate(parts, axis)
-
-
-def _words(values: np.ndarray, valid: np.ndarray) -> np.ndarray:
-    if jnp.issubdtype(values.dtype, jnp.floating) and values.dtype.kind != "f":
-        values = values.astype(np.float32)  # bfloat16 and smaller: 1 must print as 1.0
-    flat = [
-        str(value) if exists else _MASKED
-        for value, exists in zip(values.ravel(), valid.ravel(), strict=True)
-    ]
-    if values.ndim > 1:  # columns stand below each other
-        width = max(map(len, flat))
-        flat = [word.rjust(width) for word in flat]
-    words = np.empty(values.shape, object)
-    words.reshape(-1)[:] = flat
-    return words
-
-
-def _nested(words: np.ndarray, gaps: Sequence[int | None], indent: int, width: int) -> str:
-    if words.ndim == 0:
-        return str(words[()])
-    gap, *inner = gaps
-    if words.ndim == 1:
-        parts = list(words)
-    else:
-        parts = [_nested(row, inner, indent + 1, width) for row in words]
-    if gap is not None:
-        parts.insert(gap, "...")
-    if words.ndim == 1:
-        return "[" + _wrapped(parts, indent + 1, width) + "]"
-    separator = "," + "\n" * (words.ndim - 1) + " " * (indent + 1)
-    return "[" + separator.join(parts) + "]"
-
-
-def _wrapped(parts: Sequence[str], indent: int, width: int) -> str:
-    lines, line = [], parts[0]
-    for part in parts[1:]:
-        # Room for the comma or bracket that follows.
-        if indent + len(line) + 2 + len(part) + 1 > width:
-            lines.append(line)
-            line = part
-        else:
-            line += f", {part}"
-    return (",\n" + " " * indent).join([*lines, line])
 
 
 install(representation=representation)
