@@ -29,7 +29,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from jmask._base.array_types import ArrayFacts, explicit_sharding, joint_dtype, trailing, wide
-from jmask._base.forms import aval_of, name_of, parameter
+from jmask._base.forms import aval_of, parameter
 from jmask._base.types import Shape, Value
 from jmask._kernels import tuning
 from jmask._kernels.bag_sum import are_many, bag_sum, most_columns
@@ -338,10 +338,10 @@ def remembered(rows: jax.Array, known: GatheredRows | None) -> jax.Array:
 
 
 def sum_of_lookups(
-    eqn: JaxprEqn, inputs: Sequence[Any], uses: Counter[Any]
+    eqn: JaxprEqn, name: str, inputs: Sequence[Any], uses: Counter[Any]
 ) -> jax.Array | None:
     """Return what an equation makes, if it sums rows that nothing else needs."""
-    sums_of = SUMS.get(name_of(eqn))
+    sums_of = SUMS.get(name)
     for which, kept, summed, weights in () if sums_of is None else sums_of(eqn, inputs):
         v, rows = eqn.invars[which], FACTS.of(inputs[which])
         if not isinstance(rows, Gathered) or not rows.is_alone or uses[v] > 1 or not kept:

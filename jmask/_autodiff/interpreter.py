@@ -187,41 +187,45 @@ class Interpreter:
                 results = (v for eqn in eqns for v in eqn.outvars)
                 values.update(zip(results, sums, strict=True))
                 continue
-            arguments, outputs_wanted = [read(v) for v in eqn.invars], demand.of(eqn.outvars)
+            name, arguments = name_of(eqn), [read(v) for v in eqn.invars]
+            outputs_wanted = demand.of(eqn.outvars)
             stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
             traceback = eqn.source_info.traceback
             with (
                 source_info_util.user_context(traceback, name_stack=stack),
                 eqn.ctx.manager,
             ):
-                if _is_entered(eqn, arguments, demand):
+                if name in CALLS and _is_entered(eqn, arguments, demand):
                     note_uses(eqn, arguments, uses)
                     calls = demand.calls(eqn.outvars)
                     outputs = self.run(*called(eqn), arguments, outputs_wanted, calls)
                 elif any(outputs_wanted):
-                    outputs = self._run_wanted(eqn, arguments, outputs_wanted)
+                    outputs = self._run_wanted(eqn, name, arguments, outputs_wanted)
                 else:
                     arguments = self._as_arrays(eqn, arguments)
-                    total = sum_of_lookups(eqn, arguments, uses)
+                    total = sum_of_lookups(eqn, name, arguments, uses)
                     if total is not None:
                         outputs = [total]
-                    elif is_slow_gather(eqn):
+                    elif name == "gather" and is_slow_gather(eqn):
                         outputs = [gather_of(eqn)(*arguments)]
                     else:
                         outputs = self.run_dense(eqn, arguments)
                     if len(outputs) == 1:
                         is_scattered = eqn.outvars[0] in demand.followed
-                        note_facts(eqn, arguments, outputs[0], uses, is_scattered)
+                        note_facts(eqn, name, arguments, outputs[0], uses, is_scattered)
             values.update(zip(eqn.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _run_wanted(self, eqn: JaxprEqn, arguments: list[Any], wanted: Flags) -> list[Any]:
+    def _run_wanted(
+        self, eqn: JaxprEqn, name: str, arguments: list[Any], wanted: Flags
+    ) -> list[Any]:
         """Return the outputs of an equation, symbolic where its rule keeps them so."""
-        rule, reason = self.rules.get(name_of(eqn)), what_is_unknown(eqn)
-        for v, is_wanted in zip(eqn.outvars, wanted, strict=True):
-            if reason is not None and is_wanted and makes_rows(eqn, aval_of(v).shape):
-                report_dense(aval_of(v), eqn, reason)
-        if rule is not None:
+        rule = self.rules.get(name)
+        if name != eqn.primitive.name:  # of a form that is not known
+            for v, is_wanted in zip(eqn.outvars, wanted, strict=True):
+                if is_wanted and makes_rows(eqn, aval_of(v).shape):
+                    report_dense(aval_of(v), eqn, what_is_unknown(eqn))
+        elif rule is not None:
             # A rule may decline with None, or make what does not fit the output: then the
             # equation runs as it is.
             outputs = rule.apply(eqn, arguments, wanted, self)
@@ -302,8 +306,8 @@ def place_of(eqn: JaxprEqn) -> Place | None:
 
 
 def is_slow_gather(eqn: JaxprEqn) -> bool:
-    """Decide whether an equation is a gather that can be faster."""
-    return name_of(eqn) == "gather" and gather_of(eqn).is_slow_copy(aval_of(eqn.invars[0]))
+    """Decide whether a gather can be faster."""
+    return gather_of(eqn).is_slow_copy(aval_of(eqn.invars[0]))
 
 
 def _is_entered(eqn: JaxprEqn, arguments: Sequence[Any], demand: Demand) -> bool:
@@ -311,13 +315,13 @@ def _is_entered(eqn: JaxprEqn, arguments: Sequence[Any], demand: Demand) -> bool
 
     It may look up rows, or make those that are scattered.
     """
-    name = name_of(eqn)
-    if name not in CALLS:
-        return False
     inner, _ = called(eqn)
     if any(demand.of(eqn.outvars)):
         return not nothing_to_do(inner, arguments)
-    if name not in ("jit", "pjit"):  # a rule of the function for derivatives would be lost
+    if eqn.primitive.name not in (
+        "jit",
+        "pjit",
+    ):  # a rule of the function for derivatives would be lost
         return False
     is_traced = any(isinstance(x, jax.core.Tracer) for x in arguments)
     if any(map(are_rows, arguments)):

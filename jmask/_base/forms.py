@@ -369,12 +369,9 @@ def names_in(jaxpr: Jaxpr) -> set[str]:
     return {name_of(eqn) for eqn in within(jaxpr.eqns)}
 
 
-def what_is_unknown(eqn: JaxprEqn) -> str | None:
-    """Describe an equation whose form is not known; return None for others."""
-    name = eqn.primitive.name
-    if name_of(eqn) == name:
-        return None
-    given = ", ".join(sorted(eqn.params)) or "none"
+def what_is_unknown(eqn: JaxprEqn) -> str:
+    """Describe an equation whose form is not known."""
+    name, given = eqn.primitive.name, ", ".join(sorted(eqn.params)) or "none"
     return f"this version of jmask does not know `{name}` with these parameters: {given}"
 
 

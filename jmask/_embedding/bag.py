@@ -42,7 +42,6 @@ from jmask._embedding.lookup import (
     MODES,
     Bound,
     Entries,
-    check_order,
     checked_bound,
     checked_integers,
     checked_table,
@@ -150,8 +149,8 @@ def embedding_bag(
         offsets, weights, bag_of_entry = ids.offsets, ids.weights, ids.bag_of_entry
         number, include_last_offset = ids.offsets.shape[0] - 1, True
         ids = ids.ids
-    check_order(table, ids, "embedding_bag(table, ids)")
-    table, mode = checked_table(table), checked_choice(mode, "mode", MODES)
+    table = checked_table(table, ids, "embedding_bag(table, ids)")
+    mode = checked_choice(mode, "mode", MODES)
     ids = checked_integers(ids, "ids", mode)
     combiner = checked_choice(combiner, "combiner", COMBINERS)
     if not jnp.issubdtype(table.dtype, jnp.inexact):

@@ -175,19 +175,6 @@ def is_padding(ids: Ids, padding_id: object) -> Mask | None:
     return ids == np.asarray(number, ids.dtype) if limits.min <= number <= limits.max else None
 
 
-def check_order(table: object, ids: object, order: str) -> None:
-    """Refuse ids in the place of the table, where torch has them."""
-    first, second = abstract_leaf(table), abstract_leaf(ids)
-    integers = isinstance(table, list) or (
-        first is not None and jnp.issubdtype(first.dtype, jnp.integer)
-    )
-    is_table = isinstance(ids, RowSparse | StoredTable)
-    floating = second is not None and jnp.issubdtype(second.dtype, jnp.inexact)
-    if is_table or (integers and floating):
-        kind = type(ids).__name__ if second is None else second.dtype
-        raise TypeError(f"`ids` must be integers, got {kind}: the order is {order}.")
-
-
 def checked_integers(x: TensorLike, name: str, mode: str) -> Ids:
     """Return `x` as a NumPy or JAX array of integers.
 
@@ -217,8 +204,19 @@ def checked_integers(x: TensorLike, name: str, mode: str) -> Ids:
     return x
 
 
-def checked_table(table: object) -> Table:
-    """Return the table as a JAX array with rows, a `RowSparse` or a `StoredTable`."""
+def checked_table(table: object, ids: object, order: str) -> Table:
+    """Return the table as a JAX array with rows, a `RowSparse` or a `StoredTable`.
+
+    Ids in the place of the table, where torch has them, are refused with the `order` here.
+    """
+    first, second = abstract_leaf(table), abstract_leaf(ids)
+    integers = isinstance(table, list) or (
+        first is not None and jnp.issubdtype(first.dtype, jnp.integer)
+    )
+    floating = second is not None and jnp.issubdtype(second.dtype, jnp.inexact)
+    if isinstance(ids, RowSparse | StoredTable) or (integers and floating):
+        kind = type(ids).__name__ if second is None else second.dtype
+        raise TypeError(f"`ids` must be integers, got {kind}: the order is {order}.")
     if isinstance(table, RowSparse | StoredTable):
         return table
     if isinstance(table, JAXSparse | MaskedTensor):
@@ -283,8 +281,8 @@ def renormalize(
                [ 3.,  4.],
                [30., 40.]], dtype=float32)
     """
-    check_order(table, ids, "renormalize(table, ids, max_norm)")
-    table, ids = checked_table(table), checked_integers(ids, "ids", "zero")
+    table = checked_table(table, ids, "renormalize(table, ids, max_norm)")
+    ids = checked_integers(ids, "ids", "zero")
     if isinstance(table, RowSparse):
         raise TypeError("`table` must be an array, got RowSparse: pass `table.todense()`.")
     if is_stored_table(table):
@@ -404,8 +402,8 @@ def embedding_lookup(
         >>> jmask.embedding_lookup(jnp.array([[3., 4.]]), [0], max_norm=2.5)
         Array([[1.5, 2. ]], dtype=float32)
     """
-    check_order(table, ids, "embedding_lookup(table, ids)")
-    table, mode = checked_table(table), checked_choice(mode, "mode", MODES)
+    table = checked_table(table, ids, "embedding_lookup(table, ids)")
+    mode = checked_choice(mode, "mode", MODES)
     ids = checked_integers(ids, "ids", mode)
     absent = is_padding(ids, padding_id)
     bound = checked_bound(table, max_norm, norm_type)

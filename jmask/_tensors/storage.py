@@ -33,6 +33,7 @@ from jmask._base.array_types import joint_dtype, sum_dtype, trailing
 from jmask._base.fallback import report_fallback
 from jmask._base.types import Scalar
 from jmask._base.validation import refuse_scipy
+from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.row_sparse import RowSparse
 
@@ -134,14 +135,15 @@ def stored_at(x: RowSparse, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     The place of an id that is not stored is their number.
     """
-    x = x.coalesce()
-    stored = x.row_ids()
-    places = jnp.searchsorted(stored, ids).astype(stored.dtype)
-    if not x.nse:
-        return x.values, places
+    stored, values = x.row_ids(), x.values
+    if not x.coalesced:
+        stored, values = coalesce_rows(stored, values, x.shape[0])
+    places, count = jnp.searchsorted(stored, ids).astype(stored.dtype), values.shape[0]
+    if not count:
+        return values, places
     # Padding of the tensor and of the ids is V, which is found, but is no row.
-    found = (stored[jnp.minimum(places, x.nse - 1)] == ids) & (ids < x.shape[0])
-    return x.values, jnp.where(found, places, x.nse)
+    found = (stored[jnp.minimum(places, count - 1)] == ids) & (ids < x.shape[0])
+    return values, jnp.where(found, places, count)
 
 
 def is_stored(x: Sparse) -> jax.Array:
