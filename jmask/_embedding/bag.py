@@ -20,6 +20,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import (
@@ -52,17 +53,23 @@ from jmask._embedding.lookup import (
     positions_of,
 )
 from jmask._embedding.pad_bags import (
-    Bags,
-    EqualBags,
     PaddedBags,
-    RaggedBags,
     check_weights,
     checked_offsets,
 )
 from jmask._kernels.bag_sum import bag_sum
+from jmask._ops.groups import BySegments, BySlices
 from jmask._tensors.storage import row_of_each
 
 COMBINERS = ("sum", "mean", "sqrtn", "max")
+
+Bags = BySlices | BySegments
+"""Which entries, arrays (*entries, ...), `embedding_bag` makes one row of.
+
+    ids       [[4, 1],        ids       [4, 1, 7, 2]
+               [7, 2]]        segments  [0, 0, 1, 1]
+    `BySlices`                `BySegments`
+"""
 
 
 @naming_arguments(
@@ -171,7 +178,7 @@ def embedding_bag(
         bags, left_out, valid = _segment_bags(ids, segment_ids, num_segments, mode)
     elif bag_of_entry is not None:
         bag_of_entry = checked_integers(bag_of_entry, "bag_of_entry", mode)
-        bags, left_out = RaggedBags(jnp.asarray(bag_of_entry), number), bag_of_entry == number
+        bags, left_out = BySegments(jnp.asarray(bag_of_entry), number), bag_of_entry == number
     elif offsets is not None:
         bags, left_out, valid = _offset_bags(ids, offsets, include_last_offset, mode)
     else:
@@ -182,17 +189,18 @@ def embedding_bag(
     )
     entries = entries_of(ids, absent, mode, table.shape)
     if combiner == "max":
-        rows = looked_up_rows(table, entries, bound)
-        entry_shape = (rows, bags, entries.absent)
-        if isinstance(bags, RaggedBags):  # a bag may have entries on every device
-            entry_shape = jax.tree.map(with_whole_rows, entry_shape)
-        result = _max(*entry_shape)
+        operands = (looked_up_rows(table, entries, bound), bags, _present(entries))
+        if isinstance(bags, BySegments):  # a bag may have entries on every device
+            operands = jax.tree.map(with_whole_rows, operands)
+        result = _max(*operands)
         result = result if valid is None else jnp.where(valid, result, jnp.nan)
     else:
         if weights is not None and entries.absent is not None:
             weights = jnp.where(entries.absent, 0, weights)
         result = _sums(table, bags, entries, weights, valid, bound)
         result = _scaled(result, bags, weights, entries, combiner)
+    if isinstance(bags, BySegments) and not bags.number:
+        result = result[:0]
     return result.astype(table.dtype)
 
 
@@ -211,27 +219,29 @@ def _sums(
     dtype = wide(table.dtype)
     positions, absent, outside = entries
     arrays = [x for x in (table, positions, weights) if isinstance(x, jax.Array)]
-    shape = bags.shape(positions.shape)
+    is_ragged = isinstance(bags, BySegments)
+    shape = (bags.number,) if isinstance(bags, BySegments) else positions.shape[:-1]
+    if isinstance(bags, BySegments) and absent is not None:
+        bags = BySegments(jnp.where(absent, bags.number, bags.ids), bags.number)
     if (
         not isinstance(table, jax.Array)
         or bound is not None
         or 0 in (*positions.shape, *shape, *table.shape)
         or any(explicit_sharding(x) is not None or varying_axes(x) for x in arrays)
     ):
-        if isinstance(bags, RaggedBags) and weights is None and bound is None:
+        if is_ragged and weights is None and bound is None:
             # What is in no bag need not be zeros, which would be one more pass over all rows.
-            bags, entries = bags.without(absent), entries._replace(absent=None)
+            entries = entries._replace(absent=None)
         rows = looked_up_rows(table, entries, bound).astype(dtype)
         total = bags.sum(rows if weights is None else rows * trailing(weights, rows.ndim))
         return total if valid is None else jnp.where(valid, total, jnp.nan)
-    is_ragged = isinstance(bags, RaggedBags)
     fills_in = outside is not None and (is_ragged or absent is None)
     number = math.prod(shape)
     entry_shape = (-1,) if is_ragged else (number, -1)
     total = bag_sum(
         table,
         positions.reshape(entry_shape),
-        bags.without(absent).bag_of_entry if isinstance(bags, RaggedBags) else None,
+        bags.ids if isinstance(bags, BySegments) else None,
         None if weights is None else weights.reshape(entry_shape),
         valid,
         number,
@@ -252,8 +262,7 @@ def _scaled(
     if combiner == "sum":
         return total
     if weights is None:
-        entry_shape = entries.positions.shape
-        weights = _present(entry_shape, entries.absent).astype(total.dtype)
+        weights = _present(entries).astype(total.dtype)
     scale = bags.sum(weights if combiner == "mean" else weights * weights)
     # Over infinity, unlike 0 / 0, an empty bag is 0, and so is every derivative; and a nan
     # in a bag of weight 0 is not hidden.
@@ -262,36 +271,33 @@ def _scaled(
 
 
 @jax.custom_jvp
-def _max(rows: jax.Array, bags: Bags, absent: jax.Array | None) -> jax.Array:
+def _max(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
     """Return the maximum of each column of a bag, 0 where the bag is empty."""
-    greatest = _greatest(rows, bags, absent)
-    entry_shape = rows.shape[: bags.entry_dimensions]
-    nothing = bags.max(_present(entry_shape, absent).astype(jnp.int32), 0) == 0
-    return jnp.where(trailing(nothing, greatest.ndim), 0, greatest)
+    greatest = _greatest(rows, bags, present)
+    return jnp.where(trailing(bags.any(present), greatest.ndim), greatest, 0)
 
 
 @_max.defjvp
 def _max_jvp(primals: JvpArgs, tangents: JvpArgs) -> tuple[jax.Array, jax.Array]:
     """Differentiate in the first entry that attains the maximum, as a nan does."""
-    rows, bags, absent = primals
-    attains = (rows == bags.to_entries(_greatest(rows, bags, absent))) | jnp.isnan(rows)
-    if absent is not None:
-        attains &= ~trailing(absent, rows.ndim)
-    numbers = bags.numbers(rows.ndim)
-    last = np.int32(np.iinfo(np.int32).max)
-    first = bags.to_entries(bags.min(jnp.where(attains, numbers, last), last))
-    tangent = bags.sum(jnp.where(numbers == first, tangents[0], 0))
-    return _max(rows, bags, absent), tangent
+    rows, bags, present = primals
+    attains = (rows == bags.spread(_greatest(rows, bags, present))) | jnp.isnan(rows)
+    attains &= trailing(present, rows.ndim)
+    last = present.ndim - 1  # along which entries of a bag are numbered
+    shape = tuple(size if d == last else 1 for d, size in enumerate(rows.shape))
+    numbers = lax.broadcasted_iota(jnp.int32, shape, last)
+    first = bags.min(jnp.where(attains, numbers, np.iinfo(np.int32).max))
+    tangent = bags.sum(jnp.where(numbers == bags.spread(first), tangents[0], 0))
+    return _max(rows, bags, present), tangent
 
 
-def _greatest(rows: jax.Array, bags: Bags, absent: jax.Array | None) -> jax.Array:
-    if absent is not None:
-        rows = jnp.where(trailing(absent, rows.ndim), -jnp.inf, rows)
-    return bags.max(rows, -jnp.inf)
+def _greatest(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
+    return bags.max(jnp.where(trailing(present, rows.ndim), rows, -jnp.inf))
 
 
-def _present(shape: tuple[int, ...], absent: jax.Array | None) -> jax.Array:
+def _present(entries: Entries) -> jax.Array:
     """Find which entries are there."""
+    shape, absent = entries.positions.shape, entries.absent
     return jnp.ones(shape, bool) if absent is None else jnp.logical_not(absent)
 
 
@@ -311,7 +317,7 @@ def _line_bags(ids: Ids, include_last_offset: bool) -> _Form:
             f"`ids` of shape {ids.shape} are no bags yet: give `offsets` or `segment_ids` "
             "with `ids` (n,), or `ids` (b, L), each line a bag."
         )
-    return EqualBags(ids.ndim - 1, ids.shape[-1]), None, None
+    return BySlices((ids.ndim - 1,), False), None, None
 
 
 def _refuse_beside_padded(*others: object) -> None:
@@ -359,7 +365,7 @@ def _segment_bags(ids: Ids, segment_ids: Ids, num_segments: int | None, mode: st
                 "or as `num_segments`."
             )
         left_out = (segment_ids < 0) | (segment_ids >= number)
-    return RaggedBags(bag_of_entry, number), left_out, None
+    return BySegments(bag_of_entry, number), left_out, None
 
 
 def _offset_bags(ids: Ids, offsets: Ids, include_last_offset: bool, mode: str) -> _Form:
@@ -377,7 +383,7 @@ def _offset_bags(ids: Ids, offsets: Ids, include_last_offset: bool, mode: str) -
     bag_of_entry = canonical(row_of_each(starts, count), number)
     if valid is not None:  # otherwise there are no entries, and no derivatives
         bag_of_entry = jnp.where(valid, bag_of_entry, number)
-    return RaggedBags(bag_of_entry, number), left_out, valid
+    return BySegments(bag_of_entry, number), left_out, valid
 
 
 def _checked_weights(

@@ -42,6 +42,7 @@ from jax.typing import DTypeLike
 from jmask._base.array_types import trailing
 from jmask._base.types import Axis, Mask, Scalar, TensorLike
 from jmask._base.validation import refuse_scipy
+from jmask._kernels.rows import add_rows, gather_rows
 from jmask._ops.shape import dense
 from jmask._tensors.masked_tensor import (
     MaskedTensor,
@@ -61,6 +62,90 @@ from jmask._tensors.storage import (
     unique_positions,
     with_stored_values,
 )
+
+# --- which entries are one group ---------------------------------------------------------
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=[], meta_fields=["axes", "keepdims"]
+)
+@dataclasses.dataclass(frozen=True)
+class BySlices:
+    """Groups that are the slices of an array along `axes`, of size 1 in results or none."""
+
+    axes: tuple[int, ...]
+    keepdims: bool
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        return jnp.sum(x, self.axes, dtype=x.dtype, keepdims=self.keepdims)
+
+    def prod(self, x: jax.Array) -> jax.Array:
+        return jnp.prod(x, self.axes, dtype=x.dtype, keepdims=self.keepdims)
+
+    def max(self, x: jax.Array) -> jax.Array:
+        return jnp.max(x, self.axes, keepdims=self.keepdims, initial=least(x.dtype))
+
+    def min(self, x: jax.Array) -> jax.Array:
+        return jnp.min(x, self.axes, keepdims=self.keepdims, initial=greatest(x.dtype))
+
+    def any(self, x: jax.Array) -> jax.Array:
+        return jnp.any(x, self.axes, keepdims=self.keepdims)
+
+    def spread(self, result: jax.Array) -> jax.Array:
+        """Return for each entry the result of its group, where it broadcasts to the entries."""
+        return result if self.keepdims else jnp.expand_dims(result, self.axes)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["ids"], meta_fields=["number"]
+)
+@dataclasses.dataclass(frozen=True)
+class BySegments:
+    """Groups that are the rows of an array with equal `ids`; results are (number, *row).
+
+    Attributes:
+        ids (n,): the group of each row; `number` where it is in none.
+        number: how many groups there are. At least one row is in results, as they are gathered
+            by `ids` also where there is no group.
+    """
+
+    ids: jax.Array
+    number: int
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        zeros = jnp.zeros((max(self.number, 1), *x.shape[1:]), x.dtype)
+        return add_rows(zeros, self.ids, x, coalesced=False)
+
+    def max(self, x: jax.Array) -> jax.Array:
+        return jax.ops.segment_max(x, self.ids, max(self.number, 1))
+
+    def min(self, x: jax.Array) -> jax.Array:
+        return jax.ops.segment_min(x, self.ids, max(self.number, 1))
+
+    def any(self, x: jax.Array) -> jax.Array:
+        return self.max(x.astype(jnp.uint8)) > 0
+
+    def prod(self, x: jax.Array) -> jax.Array:
+        """Scan over sorted segments: a scatter of products has no derivative at 0."""
+        if x.shape[0] == 0:
+            return jnp.ones((max(self.number, 1), *x.shape[1:]), x.dtype)
+        order = jnp.argsort(self.ids, stable=True)
+        segments, x = BySegments(self.ids[order], self.number), x[order]
+        changes = segments.ids[1:] != segments.ids[:-1]
+        true = jnp.ones((1,), bool)
+        starts = trailing(jnp.concatenate([true, changes]), x.ndim)
+        ends = trailing(jnp.concatenate([changes, true]), x.ndim)
+        _, running = lax.associative_scan(_join, (starts, x))
+        product = segments.sum(jnp.where(ends, running, 0))
+        is_empty = segments.sum(jnp.ones_like(segments.ids)) == 0
+        return jnp.where(trailing(is_empty, product.ndim), 1, product)
+
+    def spread(self, result: jax.Array) -> jax.Array:
+        """Return for each entry the result of its group."""
+        return gather_rows(result, self.ids)
+
+
+# --- entries in groups -------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +173,7 @@ class _Groups:
 
     def count(self, x: jax.Array) -> jax.Array:
         """Count the booleans `x` that are true in each group."""
-        return self.sum(x.astype(_integer()))
+        return self.sum(x.astype(_integer()))  # type: ignore[attr-defined]
 
     def positions(self) -> jax.Array:
         """Return for each entry its index in the reduced axes, flattened."""
@@ -106,44 +191,12 @@ class _Groups:
         """Entries as the stored values are arranged."""
         return x
 
-    def sum(self, x: jax.Array) -> jax.Array:
-        """Return the sum of `x` in each group: each form has its own."""
-        raise NotImplementedError
-
-    def spread(self, result: jax.Array) -> jax.Array:
-        """Return for each entry the result of its group: each form has its own."""
-        raise NotImplementedError
-
 
 @dataclasses.dataclass(frozen=True)
-class Slices(_Groups):
-    """Groups that are slices of `values` along `axes`; results keep these axes.
+class Slices(_Groups, BySlices):
+    """Groups that are slices of `values`; `keeps`: results are where `origin` stores values."""
 
-    Attributes:
-        axes: of `values`.
-        keeps: whether results are stored at the positions of `origin`.
-    """
-
-    axes: tuple[int, ...]
     keeps: bool
-
-    def sum(self, x: jax.Array) -> jax.Array:
-        return jnp.sum(x, self.axes, dtype=x.dtype, keepdims=True)
-
-    def prod(self, x: jax.Array) -> jax.Array:
-        return jnp.prod(x, self.axes, dtype=x.dtype, keepdims=True)
-
-    def max(self, x: jax.Array) -> jax.Array:
-        return jnp.max(x, self.axes, keepdims=True, initial=least(x.dtype))
-
-    def min(self, x: jax.Array) -> jax.Array:
-        return jnp.min(x, self.axes, keepdims=True, initial=greatest(x.dtype))
-
-    def any(self, x: jax.Array) -> jax.Array:
-        return jnp.any(x, self.axes, keepdims=True)
-
-    def spread(self, result: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(result, self.values.shape)
 
     def shaped(self, result: jax.Array) -> jax.Array:
         """Results as the stored values of the tensor of results."""
@@ -159,50 +212,14 @@ class Slices(_Groups):
 
 
 @dataclasses.dataclass(frozen=True)
-class Segments(_Groups):
-    """Groups that are the rows `values[i]` with equal `ids[i]`; results are (number, *row).
+class Segments(_Groups, BySegments):
+    """Groups that are rows of `values`.
 
     Attributes:
-        ids (n,): the group of each row.
-        number: how many groups there are.
         axes: of the stored values, dense and reduced: made one with their axis 0.
     """
 
-    ids: jax.Array
-    number: int
     axes: tuple[int, ...]
-
-    # At least one segment, as results are gathered by `ids` also where there is no group.
-
-    def sum(self, x: jax.Array) -> jax.Array:
-        return jax.ops.segment_sum(x, self.ids, max(self.number, 1))
-
-    def max(self, x: jax.Array) -> jax.Array:
-        return jax.ops.segment_max(x, self.ids, max(self.number, 1))
-
-    def min(self, x: jax.Array) -> jax.Array:
-        return jax.ops.segment_min(x, self.ids, max(self.number, 1))
-
-    def any(self, x: jax.Array) -> jax.Array:
-        return self.max(x.astype(jnp.uint8)) > 0
-
-    def prod(self, x: jax.Array) -> jax.Array:
-        """Scan over sorted segments: a scatter of products has no derivative at 0."""
-        if x.shape[0] == 0:
-            return jnp.ones((max(self.number, 1), *x.shape[1:]), x.dtype)
-        order = jnp.argsort(self.ids, stable=True)
-        ids, x = self.ids[order], x[order]
-        changes = ids[1:] != ids[:-1]
-        true = jnp.ones((1,), bool)
-        starts = trailing(jnp.concatenate([true, changes]), x.ndim)
-        ends = trailing(jnp.concatenate([changes, true]), x.ndim)
-        _, running = lax.associative_scan(_join, (starts, x))
-        count = jax.ops.segment_sum(jnp.ones_like(ids), ids, max(self.number, 1))
-        product = jax.ops.segment_sum(jnp.where(ends, running, 0), ids, max(self.number, 1))
-        return jnp.where(trailing(count, product.ndim) > 0, product, 1)
-
-    def spread(self, result: jax.Array) -> jax.Array:
-        return result[self.ids]
 
     def arranged(self, x: jax.Array) -> jax.Array:
         x = jnp.moveaxis(x, self.axes, range(1, 1 + len(self.axes)))
@@ -249,7 +266,7 @@ def grouped(
     dense = tuple(axis - sparse + (sparse > 0) for axis in axes if axis >= sparse)
     if not kept or not reduced:
         along = (0, *dense) if reduced else dense
-        return Slices(values, valid, x, axes, shape, along, keeps=bool(kept))
+        return Slices(along, True, values, valid, x, axes, shape, keeps=bool(kept))
     number = math.prod(x.shape[axis] for axis in kept)
     refuse_large(number, "kept")
     ids, where = jnp.zeros((), _integer()), coordinates(x)
@@ -258,7 +275,7 @@ def grouped(
         # Padding goes to some group: it takes no part, so that its entry is the identity.
         ids = ids * size + jnp.clip(where[axis], 0, max(size - 1, 0)).astype(_integer())
     ids = jnp.repeat(ids, math.prod(values.shape[axis] for axis in dense))
-    form = Segments(values, valid, x, axes, shape, ids, number, dense)
+    form = Segments(ids, number, values, valid, x, axes, shape, dense)
     return dataclasses.replace(form, values=form.arranged(values), valid=form.arranged(valid))
 
 

@@ -203,7 +203,7 @@ def shortened(
     """
     axes = tuple(range(batch, rows.ndim))
     every = jnp.ones_like(rows, dtype=bool)
-    groups = Slices(rows, every, rows, axes, rows.shape, axes, keeps=False)
+    groups = Slices(axes, True, rows, every, rows, axes, rows.shape, keeps=False)
     norm, _ = norm_in_parts(groups, jnp.finfo(rows.dtype).dtype, order)
     size = norm.size + eps * norm.factor
     # A row that is short enough may be 0, by which its direction is divided.
