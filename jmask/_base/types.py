@@ -100,3 +100,5 @@ JvpArgs = tuple[Any, ...]
 """Primals, or tangents, as `jax.custom_jvp` gives them to a rule."""
 Value = Any
 """The value of a variable in an interpreted program: an array, or what stands for one."""
+Coefficient = Any
+"""A number that is known, or an array of no dimensions or (W,); None where there is none."""
