@@ -30,10 +30,10 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jmask._base.array_types import ArrayFacts, explicit_sharding, joint_dtype, trailing, wide
 from jmask._base.forms import aval_of, parameter
-from jmask._base.types import Shape, Value
+from jmask._base.types import Shape
 from jmask._kernels import tuning
 from jmask._kernels.bag_sum import are_many, bag_sum, most_columns
-from jmask._kernels.gathered_rows import GATHERED, GatheredRows, Rows, joined_rows, pays
+from jmask._kernels.gathered_rows import GatheredRows, Rows, joined_rows, pays
 
 # --- what is known -----------------------------------------------------------------------
 
@@ -282,11 +282,6 @@ FACTS: ArrayFacts[Fact] = ArrayFacts()
 # --- consumers ---------------------------------------------------------------------------
 
 
-def are_rows(x: Value) -> bool:
-    """Decide whether an array is known to be gathered rows."""
-    return isinstance(FACTS.of(x), Gathered)
-
-
 def uses_in(equations: Sequence[JaxprEqn], outputs: Sequence[Any]) -> Counter[Any]:
     """Count how often equations need a variable, or it comes out."""
     needed = (v for eqn in equations for v in eqn.invars)
@@ -328,13 +323,6 @@ def rows_added(eqn: JaxprEqn, updates: jax.Array) -> GatheredRows | None:
         rows.index is None and rows.weight is not None and updates.nbytes >= tuning.LARGE_ROWS
     )
     return rows.flat() if is_large or rows.pays else None
-
-
-def remembered(rows: jax.Array, known: GatheredRows | None) -> jax.Array:
-    """Return rows (n, *row), and note what makes them."""
-    if known is not None:
-        GATHERED.note(rows, known)
-    return rows
 
 
 def sum_of_lookups(

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jmask._autodiff.gathered_rows import are_rows, sum_of_lookups, uses_in
+from jmask._autodiff.gathered_rows import FACTS, Gathered, sum_of_lookups, uses_in
 from jmask._autodiff.provenance import FOLLOWED, note_facts, note_uses
 from jmask._autodiff.values import RowSum, dense, is_symbolic
 from jmask._base.array_types import varying_like
@@ -324,7 +324,7 @@ def _is_entered(eqn: JaxprEqn, arguments: Sequence[Any], demand: Demand) -> bool
     ):  # a rule of the function for derivatives would be lost
         return False
     is_traced = any(isinstance(x, jax.core.Tracer) for x in arguments)
-    if any(map(are_rows, arguments)):
+    if any(isinstance(FACTS.of(x), Gathered) for x in arguments):
         return True
     if is_traced and max(demand.calls(eqn.outvars), default=-1) > 0:
         return True

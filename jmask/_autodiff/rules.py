@@ -32,7 +32,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from jmask._autodiff.gathered_rows import remembered, rows_added
+from jmask._autodiff.gathered_rows import rows_added
 from jmask._autodiff.interpreter import (
     Flags,
     Interpreter,
@@ -67,6 +67,7 @@ from jmask._base.array_types import adds_when_cast
 from jmask._base.forms import aval_of, name_of, parameter
 from jmask._base.jaxprs import bound
 from jmask._base.types import Atom, Value
+from jmask._kernels.gathered_rows import GATHERED
 
 
 def _zero_rows(eqn: JaxprEqn) -> RowSum:
@@ -198,7 +199,9 @@ def _scatter_add(
     if entries is None:
         return None
     ids, rows, leading = entries
-    rows = remembered(rows, rows_added(eqn, updates))
+    known = rows_added(eqn, updates)
+    if known is not None:
+        GATHERED.note(rows, known)
     return [operand.plus(((ids, rows),), looked_up=True, leading=leading)]
 
 

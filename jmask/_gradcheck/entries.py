@@ -35,7 +35,6 @@ from jmask._tensors.specified import (
     values_of,
     with_values_of,
     without_placeholder,
-    zero_placeholder,
 )
 from jmask._tensors.storage import is_entry, is_sparse, sampled
 
@@ -211,7 +210,8 @@ def primal(x: TensorLike, with_placeholder: bool) -> tuple[Any, Any]:
     if not (with_placeholder and is_tensor(x)):
         return values_of(x), None
     placeholder = placeholder_of(x)
-    return values_of(x), zero_placeholder(x) if placeholder is None else placeholder
+    zeros = jnp.zeros(tuple(x.shape), x.dtype)
+    return values_of(x), zeros if placeholder is None else placeholder
 
 
 def stored_positions(x: TensorLike) -> np.ndarray:

@@ -288,12 +288,21 @@ def sparse_dimensions(x: TensorLike) -> int:
 
 def least(dtype: DTypeLike) -> Scalar:
     """Return the number that changes no maximum over `dtype`."""
-    return _extreme(dtype, -jnp.inf, lambda info: info.min)
+    return _limits(dtype)[0]
 
 
 def greatest(dtype: DTypeLike) -> Scalar:
     """Return the number that changes no minimum over `dtype`."""
-    return _extreme(dtype, jnp.inf, lambda info: info.max)
+    return _limits(dtype)[1]
+
+
+def _limits(dtype: DTypeLike) -> tuple[Any, Any]:
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return False, True
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.asarray(-np.inf, dtype), np.asarray(np.inf, dtype)
+    limits = jnp.iinfo(dtype)
+    return np.asarray(limits.min, dtype), np.asarray(limits.max, dtype)
 
 
 def refuse_large(size: int, axes: str) -> None:
@@ -303,16 +312,6 @@ def refuse_large(size: int, axes: str) -> None:
             f"the {axes} axes have {size} entries, more than {_integer()} can count: set "
             "jax_enable_x64."
         )
-
-
-def _extreme(
-    dtype: DTypeLike, infinite: float, integer_limit: Callable[[jnp.iinfo], int]
-) -> Scalar:
-    if jnp.issubdtype(dtype, jnp.bool_):
-        return infinite > 0
-    if jnp.issubdtype(dtype, jnp.floating):
-        return jnp.array(infinite, dtype)
-    return jnp.array(integer_limit(jnp.iinfo(dtype)), dtype)
 
 
 def _integer() -> np.dtype:

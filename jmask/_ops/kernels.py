@@ -12,6 +12,7 @@ result again: the derivative there is 0.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,7 +28,6 @@ from jmask._base.types import JvpArgs, Scalar
 from jmask._ops.groups import Groups, Results, Slices, greatest, least
 
 _Kernel = Callable[..., Results]
-_Reduce = Callable[[jax.Array], jax.Array]
 _Rank = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
@@ -271,34 +271,6 @@ def _root(x: jax.Array, order: float) -> jax.Array:
 # --- order -------------------------------------------------------------------------------
 
 
-def maximum(groups: Groups) -> Results:
-    return _extremum(groups, groups.max, least)
-
-
-def minimum(groups: Groups) -> Results:
-    return _extremum(groups, groups.min, greatest)
-
-
-maximum_of_all = with_zeros(
-    maximum, lambda x, missing: jnp.where(missing, jnp.maximum(x, 0).astype(x.dtype), x)
-)
-minimum_of_all = with_zeros(
-    minimum, lambda x, missing: jnp.where(missing, jnp.minimum(x, 0).astype(x.dtype), x)
-)
-product_of_all = with_zeros(
-    product, lambda x, missing: jnp.where(missing, jnp.zeros_like(x), x)
-)
-every_of_all = with_zeros(every, lambda x, missing: x & ~missing)
-
-
-def argmax(groups: Groups) -> Results:
-    return _first_index(groups, groups.max, least)
-
-
-def argmin(groups: Groups) -> Results:
-    return _first_index(groups, groups.min, greatest)
-
-
 @jax.custom_jvp
 def _with_slope_of(value: jax.Array, like: jax.Array) -> jax.Array:
     return value
@@ -310,8 +282,8 @@ def _with_slope_of_jvp(primals: JvpArgs, tangents: JvpArgs) -> Any:
     return _with_slope_of(*primals), tangents[1]
 
 
-def _extremum(groups: Groups, reduce: _Reduce, identity: Callable[[Any], Any]) -> Results:
-    result, ties = _ties(groups, reduce, identity)
+def _extremum(groups: Groups, which: str) -> Results:
+    result, ties = _ties(groups, which)
     if jnp.issubdtype(result.dtype, jnp.floating):
         # The mean of the ties is the result, but for rounding, and has the derivative
         # wanted; the derivative of a maximum would be shared with equal fills.
@@ -321,8 +293,8 @@ def _extremum(groups: Groups, reduce: _Reduce, identity: Callable[[Any], Any]) -
     return result, groups.any(groups.valid)
 
 
-def _first_index(groups: Groups, reduce: _Reduce, identity: Callable[[Any], Any]) -> Results:
-    _, ties = _ties(groups, reduce, identity)
+def _first_index(groups: Groups, which: str) -> Results:
+    _, ties = _ties(groups, which)
     positions = groups.positions()
     nowhere = jnp.iinfo(positions.dtype).max
     exists = groups.any(groups.valid)
@@ -330,17 +302,30 @@ def _first_index(groups: Groups, reduce: _Reduce, identity: Callable[[Any], Any]
     return jnp.where(exists, first, 0), exists
 
 
-def _ties(
-    groups: Groups, reduce: _Reduce, identity: Callable[[Any], Any]
-) -> tuple[jax.Array, jax.Array]:
+def _ties(groups: Groups, which: str) -> tuple[jax.Array, jax.Array]:
     """Return the extremum of each group, a constant, and which valid entries equal it."""
     dtype = groups.values.dtype
     _refuse_complex(dtype)
-    x = lax.stop_gradient(select(groups, identity(dtype)))
-    result = reduce(x)
+    identity = least(dtype) if which == "max" else greatest(dtype)
+    x = lax.stop_gradient(select(groups, identity))
+    result = groups.max(x) if which == "max" else groups.min(x)
     extremum = groups.spread(result)
     both_nan = (x != x) & (extremum != extremum)
     return result, groups.valid & ((x == extremum) | both_nan)
+
+
+maximum, minimum = (functools.partial(_extremum, which=which) for which in ("max", "min"))
+argmax, argmin = (functools.partial(_first_index, which=which) for which in ("max", "min"))
+maximum_of_all = with_zeros(
+    maximum, lambda x, missing: jnp.where(missing, jnp.maximum(x, 0).astype(x.dtype), x)
+)
+minimum_of_all = with_zeros(
+    minimum, lambda x, missing: jnp.where(missing, jnp.minimum(x, 0).astype(x.dtype), x)
+)
+product_of_all = with_zeros(
+    product, lambda x, missing: jnp.where(missing, jnp.zeros_like(x), x)
+)
+every_of_all = with_zeros(every, lambda x, missing: x & ~missing)
 
 
 def _refuse_complex(dtype: DTypeLike) -> None:

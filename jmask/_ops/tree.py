@@ -50,7 +50,9 @@ def add(tree: PyTree, *others: PyTree, like: PyTree | None = None) -> PyTree:
         total = _map(_add_leaves, total, other)
     if like is None:
         return total
-    return _map(_with_capacity_of, total, like)
+
+    both = lambda x, like: is_row_sparse(x) and is_row_sparse(like)
+    return _map(lambda x, y: x.coalesce(nse=y.nse) if both(x, y) else x, total, like)
 
 
 def scale(scalar: Scalar, tree: PyTree) -> PyTree:
@@ -329,12 +331,6 @@ def _add_leaves(x: TensorLike, y: TensorLike) -> Tensor:
     if x.shape != y.shape:
         raise ValueError(f"`tree`: leaves of shapes {x.shape} and {y.shape} cannot be added.")
     return _add(x, y)
-
-
-def _with_capacity_of(x: TensorLike, like: PyTree) -> Tensor:
-    if not is_row_sparse(x) or not is_row_sparse(like):
-        return x
-    return x.coalesce(nse=like.nse)
 
 
 def _entries(x: TensorLike) -> Tensor:

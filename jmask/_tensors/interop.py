@@ -102,18 +102,11 @@ def refuse_misuse_of_table(kind: str) -> bool:
     Return whether optax asks for dtypes alone (`optax.inject_hyperparams`) and compares them,
     which the dtype of an opaque leaf refuses.
     """
-    frame = sys._getframe(1).f_back
-    for _ in range(4):  # `tree_flatten`, `tree_map` and JAX's own functions around them
-        if frame is None:
-            return False
-        module, name = str(frame.f_globals.get("__name__")), frame.f_code.co_name
-        if module.startswith("optax."):
-            break
-        if not module.startswith("jax."):
-            return False
-        frame = frame.f_back
-    else:
+    # Between them: `tree_flatten`, `tree_map` and JAX's own functions around them.
+    frame = _first_outside(sys._getframe(1).f_back, ("jax.",), 3)
+    if frame is None or not _module(frame).startswith("optax."):
         return False
+    module, name = _module(frame), frame.f_code.co_name
     if name in _OF_TABLES:
         raise TypeError(_OF_TABLES[name].format(kind) + ".") from None
     is_arithmetic = ".tree_utils." in module or name == "incremental_update"
@@ -128,21 +121,26 @@ _HARMLESS = ("tree_dtype", "tree_map_params", "tree_get", "tree_get_all_with_pat
 # Modules that compare or store leaves as arrays of NumPy, which opaque ids are not.
 _TAKES_PLAIN_IDS = ("chex._src.asserts", "orbax.checkpoint")
 
-# Between them and this function: of `jax.tree.map`, and the methods of the class.
-_BETWEEN, _FRAMES_BETWEEN = ("jax.", "jmask._tensors."), 7
-
 
 def takes_plain_ids() -> bool:
     """Decide whether the caller that flattens or unflattens is to see ids as integers.
 
     Tools that compare leaves or write them to files then work; they do not compute with them.
     """
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_FRAMES_BETWEEN):
-        if frame is None or not _module(frame).startswith(_BETWEEN):
+    # Between them: functions of `jax.tree.map`, and the methods of the class.
+    frame = _first_outside(sys._getframe(1), ("jax.", "jmask._tensors."), 7)
+    return frame is not None and _module(frame).startswith(_TAKES_PLAIN_IDS)
+
+
+def _first_outside(
+    frame: FrameType | None, between: tuple[str, ...], most: int
+) -> FrameType | None:
+    """Return the first caller that is not of modules that begin so, after `most` of these."""
+    for _ in range(most):
+        if frame is None or not _module(frame).startswith(between):
             break
         frame = frame.f_back
-    return frame is not None and _module(frame).startswith(_TAKES_PLAIN_IDS)
+    return frame
 
 
 def _module(frame: FrameType) -> str:

@@ -277,11 +277,6 @@ def placeholder_of(x: TensorLike) -> Any | None:
     return getattr(x, "placeholder", None) if is_tensor(x) else None
 
 
-def zero_placeholder(x: TensorLike) -> jax.Array:
-    """Return a placeholder that says nothing yet: zeros of the shape and dtype of `x`."""
-    return jnp.zeros(tuple(x.shape), x.dtype)
-
-
 def without_placeholder(x: TensorLike) -> Tensor:
     """Return `x` without a placeholder."""
     if placeholder_of(x) is None:
