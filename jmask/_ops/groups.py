@@ -444,15 +444,15 @@ def single_axis(axis: Axis, name: str) -> int | None:
     return axis
 
 
-def entries_of(x: TensorLike, where: Mask) -> tuple[Any, jax.Array]:
-    """Return the storage of a tensor with unique positions, and which values take part."""
+def entries_of(x: TensorLike, where: Mask | None) -> tuple[Any, jax.Array]:
+    """Return the storage of a tensor with unique positions, and which values take part.
+
+    Those are entries, valid if it is masked, where the booleans `where` are True.
+    """
     x = unique_positions(x)
     storage, valid = (x.storage, x.valid) if isinstance(x, MaskedTensor) else (x, is_entry(x))
-    return storage, valid if where is None else valid & where_at(where, storage)
-
-
-def where_at(where: Mask, storage: TensorLike) -> jax.Array:
-    """Return the booleans `where` at the stored values of a storage."""
+    if where is None:
+        return storage, valid
     refuse_scipy("where", where)
     masked = isinstance(where, MaskedTensor)
     where = where if masked else as_booleans(as_tensor(where))
@@ -470,4 +470,4 @@ def where_at(where: Mask, storage: TensorLike) -> jax.Array:
         raise ValueError(
             f"`where` of shape {where.shape} does not broadcast to `x` of shape {shape}."
         )
-    return entries_at(where, storage)[0]
+    return storage, valid & entries_at(where, storage)[0]
