@@ -31,7 +31,7 @@ from jmask._base.types import Gradient, Gradients, PyTree, TensorLike, Value
 from jmask._base.validation import leaf_name
 from jmask._kernels.gathered_rows import GATHERED
 from jmask._kernels.rows import plus_zero, zero_after_reading
-from jmask._tables.stored_table import Placeholder, is_stored_table
+from jmask._tables.stored_table import Placeholder, is_stored_table, is_tensor_or_table
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.specified import (
@@ -41,7 +41,7 @@ from jmask._tensors.specified import (
     with_values_of,
     without_placeholder,
 )
-from jmask._tensors.storage import Storage, is_sparse, unique_positions
+from jmask._tensors.storage import is_sparse, unique_positions
 
 
 def checked_loss(
@@ -187,8 +187,8 @@ class TensorArguments:
         self.args = list(args)
         for number in numbers:
             self.args[number] = _mapped(_coalesced, args[number])
-        leaves = jax.tree.leaves([self.args[n] for n in numbers], is_leaf=_has_placeholder)
-        self.tensors = [x for x in leaves if _has_placeholder(x)]
+        leaves = jax.tree.leaves([self.args[n] for n in numbers], is_leaf=is_tensor_or_table)
+        self.tensors = [x for x in leaves if is_tensor_or_table(x)]
 
     def __bool__(self) -> bool:
         return bool(self.tensors)
@@ -208,7 +208,9 @@ class TensorArguments:
         """Return arguments with stored values for tensors, and placeholders at the end."""
         args = list(self.args)
         for number in self.numbers:
-            args[number] = _mapped(_parts, args[number])
+            args[number] = _mapped(
+                lambda x: () if is_stored_table(x) else values_of(x), args[number]
+            )
         return (*args, list(placeholders)), (*self.numbers, len(args))
 
     def function_of_parts(self, fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -257,15 +259,7 @@ def _placeholder_of(x: TensorLike) -> Any:
 
 
 def _mapped(function: Callable[..., Any], *trees: Any) -> PyTree:
-    return jax.tree.map(function, *trees, is_leaf=_has_placeholder)
-
-
-def _has_placeholder(x: object) -> bool:
-    return is_tensor(x) or is_stored_table(x)
-
-
-def _parts(x: TensorLike) -> Any:
-    return () if is_stored_table(x) else values_of(x)
+    return jax.tree.map(function, *trees, is_leaf=is_tensor_or_table)
 
 
 def _coalesced(x: TensorLike) -> TensorLike:
@@ -288,56 +282,30 @@ def _rebuilt(x: TensorLike, values: Value, placeholders: Iterator[Any]) -> Tenso
 def _gradient(
     x: TensorLike, value_gradient: Gradient, placeholder_gradients: Iterator[Any]
 ) -> Gradient:
-    if is_stored_table(x):
-        return _rows_of(next(placeholder_gradients))
+    if is_stored_table(x):  # of one that is looked up, or not used, its rows
+        gradient = next(placeholder_gradients)
+        if isinstance(gradient, RowSum):
+            return gradient.to_row_sparse()
+        ids, rows = jnp.arange(gradient.shape[0]), dense(gradient)
+        return RowSparse(ids, rows, gradient.shape, coalesced=True)
     if not is_tensor(x):
         return value_gradient
     # The stored values are no table: looked up or not, their gradient is an array.
-    value_gradient = (
-        value_gradient.todense() if is_row_sparse(value_gradient) else value_gradient
-    )
+    if is_row_sparse(value_gradient):
+        value_gradient = value_gradient.todense()
     everywhere = next(placeholder_gradients)
     if everywhere is None or (isinstance(everywhere, RowSum) and everywhere.is_zero):
         return with_values_of(x, value_gradient)
+    # At all entries it is that in the stored values where they are specified.
     everywhere = dense(everywhere)
     storage = x.storage if isinstance(x, MaskedTensor) else x
-    valid = x.valid if isinstance(x, MaskedTensor) else None
-    return at_every_entry(storage, valid, value_gradient, everywhere)
-
-
-def _rows_of(gradient: Gradient) -> RowSparse:
-    """Return the gradient of a table: of one that is looked up, or not used, its rows."""
-    if isinstance(gradient, RowSum):
-        return gradient.to_row_sparse()
-    gradient = dense(gradient)
-    return RowSparse(jnp.arange(gradient.shape[0]), gradient, gradient.shape, coalesced=True)
-
-
-def at_every_entry(
-    storage: Storage,
-    valid: jax.Array | None,
-    value_gradient: Gradient,
-    placeholder_gradient: Gradient,
-) -> jax.Array:
-    """Return the gradient at all entries: that in the stored values where they are specified.
-
-    Args:
-        storage: sparse, or an array.
-        valid: which of its stored values are specified, None for all.
-        value_gradient: the gradient in the stored values, of their shape.
-        placeholder_gradient: the gradient in the placeholder, of the shape of the tensor.
-    """
+    kept = x.valid if isinstance(x, MaskedTensor) else jnp.ones(value_gradient.shape, bool)
     if not is_sparse(storage):
-        return (
-            placeholder_gradient
-            if valid is None
-            else jnp.where(valid, value_gradient, placeholder_gradient)
-        )
-    kept = jnp.ones(value_gradient.shape, bool) if valid is None else valid
+        return jnp.where(kept, value_gradient, everywhere)
     stored = with_values_of(storage, kept.astype(value_gradient.dtype)).todense().real
     total = with_values_of(storage, jnp.where(kept, value_gradient, 0)).todense()
     # Of an entry stored twice, which BCSR may hold, each part has the whole derivative.
-    return jnp.where(stored > 0, total / jnp.maximum(stored, 1), placeholder_gradient)
+    return jnp.where(stored > 0, total / jnp.maximum(stored, 1), everywhere)
 
 
 # --- after reading ------------------------------------------------------------------------

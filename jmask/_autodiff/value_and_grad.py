@@ -42,7 +42,7 @@ from jmask._base.validation import (
     leaf_name,
     not_an_array,
 )
-from jmask._tables.stored_table import is_stored_table
+from jmask._tables.stored_table import is_stored_table, is_tensor_or_table
 from jmask._tensors.masked_tensor import is_tensor
 from jmask._tensors.specified import placeholder_of, without_placeholder
 
@@ -213,7 +213,9 @@ def value_and_gradients(
     """
     finished = finished or _finished
     with on_explicit_mesh([args[i] for i in numbers]), naming_tables(args, numbers, fun):
-        models = {number: Model(args[number], _is_tensor, allow_int) for number in numbers}
+        models = {
+            number: Model(args[number], is_tensor_or_table, allow_int) for number in numbers
+        }
         fun = function_of_parameters(fun, models)
         args = tuple(models[i].parameters if i in models else x for i, x in enumerate(args))
         for number in numbers:
@@ -398,8 +400,8 @@ def _positions(argnums: int | Sequence[int], args: tuple[Any, ...]) -> tuple[int
 
 def _check_argument(fun: Callable[..., Any], number: int, argument: PyTree) -> None:
     """Refuse a differentiated argument with leaves that have no gradient, by name."""
-    for path, leaf in jax.tree.leaves_with_path(argument, is_leaf=_is_tensor):
-        if _is_tensor(leaf):
+    for path, leaf in jax.tree.leaves_with_path(argument, is_leaf=is_tensor_or_table):
+        if is_tensor_or_table(leaf):
             continue
         array = abstract_leaf(leaf)
         if array is None:
@@ -415,7 +417,3 @@ def _check_argument(fun: Callable[..., Any], number: int, argument: PyTree) -> N
                 f"{leaf_name(argument_name(fun, number), path)} is a ShapeDtypeStruct, which "
                 "holds no numbers: use jmask.explain, or jax.eval_shape(jmask.grad(f), ...)."
             )
-
-
-def _is_tensor(x: object) -> bool:
-    return is_tensor(x) or is_stored_table(x)

@@ -152,7 +152,12 @@ def embedding_bag(
     bags: Bags
     bag_of_entry, number, valid = None, 0, None
     if isinstance(ids, PaddedBags):
-        _refuse_beside_padded(offsets, include_last_offset, segment_ids, num_segments, weights)
+        others = (offsets, include_last_offset, segment_ids, num_segments, weights)
+        if any(x is not None and x is not False for x in others):
+            raise ValueError(
+                "what `pad_bags` makes has its offsets and weights: give these to `pad_bags`, "
+                "and to `embedding_bag` neither them nor segments."
+            )
         offsets, weights, bag_of_entry = ids.offsets, ids.weights, ids.bag_of_entry
         number, include_last_offset = ids.offsets.shape[0] - 1, True
         ids = ids.ids
@@ -174,7 +179,11 @@ def embedding_bag(
     bound = checked_bound(table, max_norm, norm_type)
     weights = _checked_weights(weights, ids, combiner, dtype)
     if segment_ids is not None or num_segments is not None:
-        _refuse_beside_segments(offsets, include_last_offset)
+        if offsets is not None or include_last_offset:
+            raise ValueError(
+                "`offsets` (with `include_last_offset`) and `segment_ids` (with "
+                "`num_segments`) are two ways to give the bags: give one of them."
+            )
         bags, left_out, valid = _segment_bags(ids, segment_ids, num_segments, mode)
     elif bag_of_entry is not None:
         bag_of_entry = checked_integers(bag_of_entry, "bag_of_entry", mode)
@@ -318,22 +327,6 @@ def _line_bags(ids: Ids, include_last_offset: bool) -> _Form:
             "with `ids` (n,), or `ids` (b, L), each line a bag."
         )
     return BySlices((ids.ndim - 1,), False), None, None
-
-
-def _refuse_beside_padded(*others: object) -> None:
-    if any(x is not None and x is not False for x in others):
-        raise ValueError(
-            "what `pad_bags` makes has its offsets and weights: give these to `pad_bags`, and "
-            "to `embedding_bag` neither them nor segments."
-        )
-
-
-def _refuse_beside_segments(offsets: object, include_last_offset: bool) -> None:
-    if offsets is not None or include_last_offset:
-        raise ValueError(
-            "`offsets` (with `include_last_offset`) and `segment_ids` (with `num_segments`) "
-            "are two ways to give the bags: give one of them."
-        )
 
 
 def _segment_bags(ids: Ids, segment_ids: Ids, num_segments: int | None, mode: str) -> _Form:

@@ -104,7 +104,16 @@ def entries_of(
 def _refusing(ids: Ids, absent: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
     """Return the positions of ids; raise if one that is not padding is out of range."""
     if not isinstance(ids, jax.core.Tracer) and not isinstance(absent, jax.core.Tracer):
-        _refuse_concrete(np.asarray(ids), absent, shape)
+        known = np.asarray(ids)
+        wrong = (known < 0) | (known >= shape[0])
+        wrong = wrong if absent is None else wrong & ~np.asarray(absent)
+        for first in np.argwhere(wrong)[:1]:
+            at = f"[{', '.join(map(str, first))}]" if known.ndim else ""
+            raise IndexError(
+                f"`ids{at}` is {known[tuple(first)]}, which is no row of the table of shape "
+                f"{shape} ({wrong.sum()} such in all). Ids that are to be left out can be "
+                "given as `padding_id`; for other choices see `mode`."
+            )
         return positions_of(ids, absent, shape[0])
     at = f"[{', '.join(['{}'] * ids.ndim)}]" if ids.ndim else ""
     message = f"`ids{at}` is {{id}}, which is no row of the table of shape {shape}"
@@ -128,21 +137,6 @@ def positions_of(ids: Ids, absent: jax.Array | None, rows: int) -> jax.Array:
     """Return the rows that ids read, `rows` where they read none or are absent."""
     positions = canonical(narrowed(ids, rows), rows)
     return positions if absent is None else jnp.where(absent, rows, positions)
-
-
-def _refuse_concrete(ids: HostArray, absent: jax.Array | None, shape: tuple[int, ...]) -> None:
-    wrong = (ids < 0) | (ids >= shape[0])
-    if absent is not None:
-        wrong &= ~np.asarray(absent)
-    if not wrong.any():
-        return
-    first = np.argwhere(wrong)[0]
-    at = f"[{', '.join(map(str, first))}]" if ids.ndim else ""
-    raise IndexError(
-        f"`ids{at}` is {ids[tuple(first)]}, which is no row of the table of shape {shape} "
-        f"({wrong.sum()} such in all). Ids that are to be left out can be given as "
-        "`padding_id`; for other choices see `mode`."
-    )
 
 
 def narrowed(ids: Ids, rows: int) -> jax.Array:

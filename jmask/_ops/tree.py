@@ -15,7 +15,7 @@ from jmask._ops.elementwise import elementwise
 from jmask._ops.groups import entries_of
 from jmask._ops.kernels import factor_for
 from jmask._tables.deferral import is_deferred
-from jmask._tables.stored_table import is_stored_table
+from jmask._tables.stored_table import is_stored_table, is_tensor_or_table
 from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, is_tensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import is_sparse, stored_values
@@ -159,7 +159,9 @@ def norm(tree: PyTree, squared: bool = False) -> jax.Array:
     """
     check_flag("squared", squared)
     check_leaves("tree", tree)
-    leaves = jax.tree.leaves(jax.tree.map(_entries, tree, is_leaf=_is_node), is_leaf=is_tensor)
+    leaves = jax.tree.leaves(
+        jax.tree.map(_entries, tree, is_leaf=is_tensor_or_table), is_leaf=is_tensor
+    )
     sizes = [_sizes(x) for x in leaves]
     dtype = joint_dtype(jnp.float32, *sizes)
     greatest = jnp.zeros((), dtype)
@@ -245,7 +247,7 @@ def size(tree: PyTree) -> int:
         13
     """
     check_leaves("tree", tree)
-    leaves = jax.tree.leaves(tree, is_leaf=_is_node)
+    leaves = jax.tree.leaves(tree, is_leaf=is_tensor_or_table)
     return sum(math.prod(jnp.shape(x)) for x in leaves)
 
 
@@ -295,26 +297,20 @@ def leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[A
 
 
 def _leaf_or(is_leaf: Callable[[Any], bool] | None) -> Callable[[Any], bool]:
-    return _is_node if is_leaf is None else lambda x: _is_node(x) or is_leaf(x)
-
-
-def _is_node(x: TensorLike) -> bool:
-    return is_tensor(x) or is_stored_table(x)
-
-
-def _refuse_deferred(tree: PyTree) -> None:
-    for path, x in jax.tree.leaves_with_path(tree, is_leaf=is_stored_table):
-        if is_deferred(x):
-            raise TypeError(
-                f"{leaf_name('tree', path)} is a DeferredTable, whose leaves are no numbers to "
-                "calculate with: use `table.todense()`, and make a table of the result by "
-                "jmask.deferred(array, tx)."
-            )
+    return (
+        is_tensor_or_table if is_leaf is None else lambda x: is_tensor_or_table(x) or is_leaf(x)
+    )
 
 
 def _map(function: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
     for each in (tree, *others):
-        _refuse_deferred(each)
+        for path, x in jax.tree.leaves_with_path(each, is_leaf=is_stored_table):
+            if is_deferred(x):
+                raise TypeError(
+                    f"{leaf_name('tree', path)} is a DeferredTable, whose leaves are no "
+                    "numbers to calculate with: use `table.todense()`, and make a table of the "
+                    "result by jmask.deferred(array, tx)."
+                )
         check_leaves("tree", each)
     structures: Any = [jax.tree.structure(x, is_leaf=is_tensor) for x in (tree, *others)]
     for other in structures[1:]:
