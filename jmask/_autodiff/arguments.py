@@ -1,4 +1,4 @@
-"""What `value_and_grad` does with a function, its arguments and its gradients.
+"""Check a function that is differentiated, take its arguments apart, order its gradients.
 
     lambda p: p[ids]                    float32 of shape (3, 2): take its mean or its sum
     lambda model: model(ids).mean()     writes to `model.norm.mean`: lost

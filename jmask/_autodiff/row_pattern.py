@@ -103,15 +103,15 @@ def window_rows(
     rows = lax.reshape(windows, (count, *row))
     grid = lead + leading
 
-    def of_each(x: jax.Array) -> jax.Array:
+    def per_row(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(trailing(x, grid), (*entries, *sizes)).reshape(count)
 
     if row != shape[leading:]:
         zero = jnp.zeros((), jnp.int32)
-        firsts = [of_each(starts.get(d, zero)) for d in range(leading, len(shape))]
+        firsts = [per_row(starts.get(d, zero)) for d in range(leading, len(shape))]
         rows = _widened(rows, firsts, shape[leading:])
     elif sizes == (1,) and 0 in starts and not clips:
-        return canonical(of_each(starts[0]), shape[0]), rows, 1
+        return canonical(per_row(starts[0]), shape[0]), rows, 1
     rows_in_all = math.prod(shape[:leading])
     dtype = id_dtype(rows_in_all)
     number: jax.Array | None = None
@@ -138,7 +138,7 @@ def window_rows(
     assert number is not None
     if valid is not None:
         number = jnp.where(trailing(valid, grid), number, np.asarray(rows_in_all, dtype))
-    return of_each(number), rows, leading
+    return per_row(number), rows, leading
 
 
 def _widened(rows: jax.Array, starts: Sequence[jax.Array], shape: Shape) -> jax.Array:

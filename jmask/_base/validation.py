@@ -180,7 +180,7 @@ class Model:
         parameters: the tree with None for everything that is no floating array or tensor; the
             tree itself if it holds neither functions nor flags, or no parameters.
         others: the leaves that are no parameters, by their number.
-        integers: those of them that have a gradient, of dtype float0, by their number.
+        integers: the integers among them, whose gradient has dtype float0, by their number.
     """
 
     def __init__(self, tree: PyTree, is_tensor: Callable[[Any], bool], allow_int: bool = False):
@@ -214,7 +214,7 @@ class Model:
         return self._filled(parameters, self.others)
 
     def gradient(self, parameters: Params) -> Params:
-        """Return the gradient of the tree, given that of its parameters."""
+        """Return the gradient of the tree from the gradient of its parameters."""
         zeros = {i: np.zeros(np.shape(x), jax.dtypes.float0) for i, x in self.integers.items()}
         return self._filled(parameters, zeros)
 
