@@ -15,7 +15,9 @@ Reductions are written once, against two forms that every storage is brought to:
 Both have the entries (`values`, and which of them take part, `valid`); `sum`, `prod`,
 `max`, `min` and `any` of an array of entries over each group; and `spread`, which brings the
 result of a group back to its entries. An entry that takes no part must hold the identity:
-then it does not matter which group it is in, and padding needs no group of its own.
+then it does not matter which group it is in, and padding needs no group of its own. Which
+entries are one group, apart from the entries, is said by `BySlices` and `BySegments`: bags of
+embeddings are these alone.
 
 A `Reduction` checks arguments, brings the storage to groups, runs a kernel on them, and wraps
 the results:
@@ -71,7 +73,7 @@ from jmask._tensors.storage import (
 )
 @dataclasses.dataclass(frozen=True)
 class BySlices:
-    """Groups that are the slices of an array along `axes`, of size 1 in results or none."""
+    """Groups that are the slices of an array along `axes`; results keep these if `keepdims`."""
 
     axes: tuple[int, ...]
     keepdims: bool
