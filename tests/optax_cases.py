@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
+from tests.expressions import functions
+
 Build = Callable[[], optax.GradientTransformation]
 
 
@@ -173,54 +175,34 @@ WITHOUT_ARGUMENTS = """
     contrib.scale_by_cocob contrib.scale_by_galore contrib.scale_by_muon
     contrib.scale_by_simplified_ademamix
 """
+_NAMES = {**vars(optax), **globals()}
+_CALLS = """
+    adaptive_grad_clip(0.5); add_decayed_weights(0.1); add_noise(0.1, 0.5, 0); apply_every(2);
+    apply_if_finite(_SGD, 3); clip(0.1); clip_by_block_rms(0.1); clip_by_global_norm(0.1);
+    conditionally_mask(_SGD, lambda step: step < 5);
+    conditionally_transform(_SGD, lambda step: step < 5); ema(0.9); flatten(_SGD); freeze(_ALL);
+    masked(_SGD, _ALL); measure_with_ema(lambda u: optax.tree.norm(u), 0.9);
+    monitor({'norm': lambda u, **_: optax.tree.norm(u)}); multi_transform({'a': _SGD}, 'a');
+    MultiSteps(_SGD, 2).gradient_transformation(); partition({'a': _SGD}, 'a'); scale(0.5);
+    scale_by_backtracking_linesearch(5); scale_by_learning_rate(0.1); scale_by_rprop(0.1);
+    scale_by_schedule(lambda count: 0.1); scale_by_zoom_linesearch(5);
+    selective_transform(_SGD, freeze_mask=_NONE);
+    snapshot('norm', lambda u, **_: jnp.float32(0));
+    stateless(lambda g, _: jax.tree.map(lambda x: -x, g));
+    stateless_with_tree_map(lambda g, _: -g); trace(0.9);
+    contrib.differentially_private_aggregate(1.0, 1.0, 0); contrib.mechanize(_SGD);
+    contrib.scale_by_madgrad(0.1); contrib.sam(_SGD, _SGD, opaque_mode=False);
+    contrib.schedule_free(_SGD, 0.1); contrib.split_real_and_imaginary(_SGD)
+"""
 UNLIFTED: dict[str, Build] = {
     **by_name(WITHOUT_ARGUMENTS),
-    "adaptive_grad_clip": lambda: optax.adaptive_grad_clip(0.5),
-    "add_decayed_weights": lambda: optax.add_decayed_weights(0.1),
-    "add_noise": lambda: optax.add_noise(0.1, 0.5, 0),
-    "apply_every": lambda: optax.apply_every(2),
-    "apply_if_finite": lambda: optax.apply_if_finite(_SGD, 3),
-    "clip": lambda: optax.clip(0.1),
-    "clip_by_block_rms": lambda: optax.clip_by_block_rms(0.1),
-    "clip_by_global_norm": lambda: optax.clip_by_global_norm(0.1),
-    "conditionally_mask": lambda: optax.conditionally_mask(_SGD, lambda step: step < 5),
-    "conditionally_transform": lambda: optax.conditionally_transform(
-        _SGD, lambda step: step < 5
-    ),
-    "ema": lambda: optax.ema(0.9),
-    "flatten": lambda: optax.flatten(_SGD),
-    "freeze": lambda: optax.freeze(_ALL),
-    "masked": lambda: optax.masked(_SGD, _ALL),
-    "measure_with_ema": lambda: optax.measure_with_ema(lambda u: optax.tree.norm(u), 0.9),
-    "monitor": lambda: optax.monitor({"norm": lambda u, **_: optax.tree.norm(u)}),
-    "multi_transform": lambda: optax.multi_transform({"a": _SGD}, "a"),
-    "MultiSteps": lambda: optax.MultiSteps(_SGD, 2).gradient_transformation(),
-    "partition": lambda: optax.partition({"a": _SGD}, "a"),
+    **{call.partition("(")[0]: build for call, build in functions("", _NAMES)(_CALLS).items()},
     "per_example_global_norm_clip": lambda: optax.stateless(
         lambda g, _: optax.per_example_global_norm_clip(g, 1.0)[0]
     ),
     "per_example_layer_norm_clip": lambda: optax.stateless(
         lambda g, _: optax.per_example_layer_norm_clip(g, 1.0)[0]
     ),
-    "scale": lambda: optax.scale(0.5),
-    "scale_by_backtracking_linesearch": lambda: optax.scale_by_backtracking_linesearch(5),
-    "scale_by_learning_rate": lambda: optax.scale_by_learning_rate(0.1),
-    "scale_by_rprop": lambda: optax.scale_by_rprop(0.1),
-    "scale_by_schedule": lambda: optax.scale_by_schedule(lambda count: 0.1),
-    "scale_by_zoom_linesearch": lambda: optax.scale_by_zoom_linesearch(5),
-    "selective_transform": lambda: optax.selective_transform(_SGD, freeze_mask=_NONE),
-    "snapshot": lambda: optax.snapshot("norm", lambda u, **_: jnp.float32(0)),
-    "stateless": lambda: optax.stateless(lambda g, _: jax.tree.map(lambda x: -x, g)),
-    "stateless_with_tree_map": lambda: optax.stateless_with_tree_map(lambda g, _: -g),
-    "trace": lambda: optax.trace(0.9),
-    "contrib.differentially_private_aggregate": (
-        lambda: contrib.differentially_private_aggregate(1.0, 1.0, 0)
-    ),
-    "contrib.mechanize": lambda: contrib.mechanize(_SGD),
-    "contrib.scale_by_madgrad": lambda: contrib.scale_by_madgrad(0.1),
-    "contrib.sam": lambda: contrib.sam(_SGD, _SGD, opaque_mode=False),
-    "contrib.schedule_free": lambda: contrib.schedule_free(_SGD, 0.1),
-    "contrib.split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(_SGD),
 }
 
 # Public functions that return a transformation and are not placed beside `lazy` here.

@@ -35,6 +35,22 @@ STEPS: dict[str, Callable[..., tuple[Any, Any]]] = {
     "apply_gradients": jmask.apply_gradients,
     "update": update_and_apply,
 }
+STORAGES: dict[str, Callable[[jax.Array], Any]] = {
+    "array": lambda x: x,
+    "packed": jmask.PackedTable.pack,
+    "sharded": lambda x: jmask.sharded(x, mesh_of(2)),
+}
+
+
+def stepped(
+    tx: Any, params: Any, gradients: Any, step: Any = "apply_gradients", wrap: Any = jax.jit
+) -> tuple[Any, Any]:
+    """Parameters and state after a step with each of the gradients."""
+    take = wrap(functools.partial(STEPS.get(step, step), tx))
+    state = tx.init(params)
+    for gradient in gradients:
+        params, state = take(gradient, state, params)
+    return params, state
 
 
 class Run(NamedTuple):

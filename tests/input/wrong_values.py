@@ -11,8 +11,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+
+import jmask
+from tests.mistakes import GRADS, PARAMS, TABLE
 
 
 class Foreign:
@@ -51,7 +55,6 @@ NUMBER = {
 INTEGER = {**NUMBER, "a half": 0.5, "negative": -1}
 FLAG = {**OBJECTS, "1": 1, "0.0": 0.0, "an array": jnp.array([True])}
 NAME = {**OBJECTS, "another name": "other", "1": 1}
-FUNCTION = {k: v for k, v in OBJECTS.items() if k != "a function"} | {"an array": jnp.ones(2)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +81,11 @@ def because(reason: str, *names: str) -> dict[str, str]:
     return dict.fromkeys(names, reason)
 
 
-def of(function: Callable[..., Any], argument: str, *args: Any, **kwargs: Any) -> Any:
-    """A call with the value by keyword."""
-    return lambda v: function(*args, **{**kwargs, argument: v})
+def without(table: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {k: v for k, v in table.items() if k != name}
 
 
+FUNCTION = without(OBJECTS, "a function") | {"an array": jnp.ones(2)}
 DEFAULT = because("None is the default", "None")
 ANY = because(
     "any tensor of numbers", "complex", "a scalar", "another shape", "booleans", "nan"
@@ -99,5 +102,25 @@ WHATEVER = because("leaves that are no tensors stay as they are", *ARRAY)
 SIGNED = because("a number of either sign", "negative")
 FILL = because("any number", "nan", "infinity", "negative", "True")
 FROM_THE_END = because("counts from the end", "negative")
+GREATEST = because("the greatest entry", "infinity")
+NO_ROW = because("an id that no row has", "negative")
 OWN = "the loss function fails on it, with an error of its own"
+OF_THE_LOSS = because(OWN, "None", "a dict", "a scalar", "complex")
 OF_OPTAX = because("optax.chain unpacks the state before jmask is reached", *OBJECTS)
+SUMMED = TREE | ANY
+SCALED = without(SUMMED, "booleans")
+
+# What stands beside the value in calls.
+MASKED = jmask.masked_tensor(TABLE, TABLE > 0)
+BAGS, SQUARE = jnp.array([[1, 2], [3, 4]]), jnp.ones((2, 2))
+ADAGRAD = jmask.adagrad(0.1)
+LOADED = {"step": 1, "sum": np.ones((6, 2))}
+
+
+def step(tx: Any, grads: Any = GRADS, params: Any = PARAMS) -> Any:
+    return tx.update(grads, tx.init(PARAMS), params)
+
+
+def mapped(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A collective of a value under `vmap`."""
+    return lambda v: jax.vmap(lambda _: function(v, "i"), axis_name="i")(jnp.ones(2))

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jmask
 from jmask._kernels import tuning
 from jmask._kernels.gathered_rows import GATHERED, GatheredRows
+from tests.compiled_step import with_optax
 from tests.optimizers import NOT_LAZY, OPTIMIZERS
 
 pytestmark = pytest.mark.dtype_promotion
@@ -47,9 +47,9 @@ def gradients(seed, repeats=True):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("repeats", [True, False])
-@pytest.mark.parametrize("step", ["apply_gradients", "update"])
+@pytest.mark.parametrize("apply", [jmask.apply_gradients, with_optax], ids=["one", "two"])
 @pytest.mark.parametrize("name", EVERY)
-def test_as_rows_in_an_array(monkeypatch, name, step, repeats):
+def test_as_rows_in_an_array(monkeypatch, name, apply, repeats):
     monkeypatch.setattr(tuning, "MATERIALISED_ROWS", 0)
     monkeypatch.setattr(tuning, "DENSE_ROWS_FOR_EACH_LOOKUP", 0)
     monkeypatch.setattr(tuning, "BLOCK_ROWS", (3, 3))
@@ -60,11 +60,7 @@ def test_as_rows_in_an_array(monkeypatch, name, step, repeats):
     def run(gradient, known, state, params):
         if known is not None:
             GATHERED.note(gradient.values, known)
-        gradient = {"t": gradient}
-        if step == "apply_gradients":
-            return jmask.apply_gradients(tx, gradient, state, params)
-        updates, state = tx.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state
+        return apply(tx, {"t": gradient}, state, params)
 
     results = []
     for kind in (0, 1):

@@ -1,0 +1,23 @@
+"""Tables of functions, written as the expressions that they return.
+
+functions("x, y", globals())("x + y; -x")   {"x + y": lambda x, y: x + y, "-x": lambda x, y: -x}
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+Table = dict[str, Callable[..., Any]]
+
+
+def functions(arguments: str, names: dict[str, Any]) -> Callable[[str], Table]:
+    """A reader of tables: a function for each expression between semicolons, by its text.
+
+    `names` are the globals of the test module, to which warnings point.
+    """
+
+    def read(text: str) -> Table:
+        lines = (" ".join(line.split()) for line in text.split(";"))
+        code = {line: f"lambda {arguments}: {line}" for line in lines}
+        return {k: eval(compile(x, names["__file__"], "eval"), names) for k, x in code.items()}
+
+    return read
