@@ -12,7 +12,8 @@ Table = dict[str, Callable[..., Any]]
 def functions(arguments: str, names: dict[str, Any]) -> Callable[[str], Table]:
     """A reader of tables: a function for each expression between semicolons, by its text.
 
-    `names` are the globals of the test module, to which warnings point.
+    `names` are the globals of the test module, to which warnings point. What is imported for
+    such a text alone must stand in them by name: a linter does not see its use.
     """
 
     def read(text: str) -> Table:

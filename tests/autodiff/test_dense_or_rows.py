@@ -29,7 +29,7 @@ def of_squares(f):
     return lambda t: sum(map(square, jax.tree.leaves(f(t))))
 
 
-# By the words of the remedy: what is dense, and what to write instead, if there is such a thing.
+# By the words of the remedy: what is dense, and what to write instead, where there is a way.
 REWRITES = {
     LOOK_UP_FIRST: """
         jax.nn.sigmoid(t)[IDS] -> jax.nn.sigmoid(t[IDS]);

@@ -19,6 +19,7 @@ from jmask._autodiff import gathered_rows
 from jmask._base.forms import within
 from jmask._kernels import bag_sum, tuning
 from jmask._kernels.gathered_rows import GATHERED
+from tests.compiled_step import compiled_step
 from tests.leaks import no_tracer_is_kept
 
 V, D, B, L = 50, 4, 6, 5
@@ -335,15 +336,8 @@ def test_scaled_rows_of_a_large_array(monkeypatch, name):
 
 def temporaries(loss, tx, rows, ids):
     """Temporary bytes of a compiled step on a table (rows, 64)."""
-
-    def step(table, state, ids):
-        value, gradient = jmask.value_and_grad(loss)(table, ids)
-        return *jmask.apply_gradients(tx, gradient, state, table), value
-
-    table = jax.ShapeDtypeStruct((rows, 64), jnp.float32)
-    args = table, jax.eval_shape(tx.init, table), jax.ShapeDtypeStruct(ids, jnp.int32)
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    table, ids = (jax.ShapeDtypeStruct(*x) for x in (((rows, 64), "float32"), (ids, "int32")))
+    return compiled_step(loss, tx, table, ids).memory_analysis().temp_size_in_bytes
 
 
 def test_large_batches_hold_one_array_of_rows(monkeypatch):
@@ -408,13 +402,9 @@ def test_in_a_shard_map_rows_are_arrays():
 
 
 def test_no_tracer_is_kept():
+    names = ("weights of ids outside", "mask", "a function that is jitted", "checkpoint")
     with no_tracer_is_kept():
-        for name in (
-            "weights of ids outside",
-            "mask",
-            "a function that is jitted",
-            "checkpoint",
-        ):
+        for name in names:
             jax.jit(jmask.grad(loss_of(name)))(TABLE, BATCH)
 
 

@@ -1,6 +1,5 @@
 """Deferred tables are updated where they are, at the cost of one count a row; or refused."""
 
-import functools
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ import optax
 import pytest
 
 import jmask
-from tests.compiled_step import IN_PLACE, whole_table_operations
+from tests.compiled_step import IN_PLACE, compiled_step, whole_table_operations
 from tests.sampling import chosen
 
 pytestmark = pytest.mark.dtype_promotion
@@ -23,12 +22,9 @@ OPTIMIZERS = {
 }
 
 
-def step(tx: Any, params: Any, state: Any, ids: Any) -> Any:
-    def loss(params: Any) -> jax.Array:
-        rows = jmask.embedding_lookup(params["t"], ids, padding_id=-1)
-        return jnp.sum(jnp.sin(rows) * params["w"][None])
-
-    return jmask.apply_gradients(tx, jmask.grad(loss)(params), state, params)
+def loss(params: Any, ids: Any) -> jax.Array:
+    rows = jmask.embedding_lookup(params["t"], ids, padding_id=-1)
+    return jnp.sum(jnp.sin(rows) * params["w"][None])
 
 
 @pytest.mark.parametrize("name", chosen(["optax.adamw", "rowwise adagrad"], OPTIMIZERS))
@@ -40,10 +36,7 @@ def test_in_place(name: str) -> None:
         like = jax.ShapeDtypeStruct((rows, 16), jnp.float32)
         table = jax.eval_shape(lambda x: jmask.deferred(x, tx), like)
         params = {"t": table, "w": jax.ShapeDtypeStruct((16,), jnp.float32)}
-        state = jax.eval_shape(tx.init, params)
-        ids = jax.ShapeDtypeStruct((512,), jnp.int32)
-        jitted = jax.jit(functools.partial(step, tx), donate_argnums=(0, 1))
-        compiled = jitted.lower(params, state, ids).compile()
+        compiled = compiled_step(loss, tx, params, jax.ShapeDtypeStruct((512,), jnp.int32))
         memory = compiled.memory_analysis()
         sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(table)]
         assert memory.alias_size_in_bytes >= sum(sizes)

@@ -17,18 +17,16 @@ from hypothesis import strategies as st
 
 import jmask
 from tests.compilations import compilations
-from tests.later import later
 from tests.sampling import chosen
-from tests.stored_tables import mesh_of
-
-ocp = later("orbax.checkpoint")
+from tests.stored_tables import STEPS, stored
+from tests.tables.test_checkpoints import restored
 
 pytestmark = pytest.mark.dtype_promotion
 
-V, D, STEPS = 13, 3, 12
+V, D, COUNT = 13, 3, 12
 START = jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), jnp.float32)
 # Row 4 is never read, row 12 only in the first step; ids come twice and are padding.
-IDS = np.random.default_rng(1).choice([0, 1, 2, 3, 5, 6, 7, -1], (STEPS, 4))
+IDS = np.random.default_rng(1).choice([0, 1, 2, 3, 5, 6, 7, -1], (COUNT, 4))
 IDS[0] = [12, 12, 3, 11]
 IDS[5] = -1
 ADAM, DENSE_ADAM = jmask.adam(0.1), jmask.adam(0.1, lazy_update=False)
@@ -41,9 +39,11 @@ def loss(params: Any, ids: Any) -> jax.Array:
     return jnp.sum(jnp.sin(rows) * params["w"][None] * jnp.cos(bags))
 
 
-def step(tx: Any, params: Any, state: Any, ids: Any, loss: Any = loss) -> Any:
+def step(
+    tx: Any, params: Any, state: Any, ids: Any, loss: Any = loss, way: str = "apply_gradients"
+) -> Any:
     value, grads = jmask.value_and_grad(loss)(params, ids)
-    return *jmask.apply_gradients(tx, grads, state, params), value
+    return *STEPS[way](tx, grads, state, params), value
 
 
 def dense_step(tx: Any, params: Any, state: Any, ids: Any, loss: Any = loss) -> Any:
@@ -118,14 +118,9 @@ def test_trajectory_and_losses(name: str) -> None:
 
 
 def test_update_and_apply_updates() -> None:
-    def two_calls(tx: Any, params: Any, state: Any, ids: Any) -> Any:
-        value, grads = jmask.value_and_grad(loss)(params, ids)
-        updates, state = tx.update(grads, state, params)
-        return jmask.apply_updates(params, updates), state, value
-
     params = parameters(jmask.deferred(START, ADAM))
-    ours, theirs = run(two_calls, ADAM, params), deferred_run(ADAM)
-    assert_same_run(ours, theirs)
+    ours = run(functools.partial(step, way="update"), ADAM, params)
+    assert_same_run(ours, deferred_run(ADAM))
 
 
 def test_skipped_steps_do_not_count() -> None:
@@ -213,8 +208,8 @@ def test_up_to_date() -> None:
     """It changes no row, and makes every row as new as the table."""
     table, before = trained().up_to_date(), trained().todense()
     np.testing.assert_array_equal(table.todense(), before)
-    np.testing.assert_array_equal(table.last, np.full(V, STEPS))
-    assert (np.asarray(trained().last) < STEPS).any()
+    np.testing.assert_array_equal(table.last, np.full(V, COUNT))
+    assert (np.asarray(trained().last) < COUNT).any()
     assert table[jnp.arange(V)].shape == (V, D)
 
 
@@ -297,11 +292,8 @@ def test_compiled_once() -> None:
 def test_orbax(tmp_path: Any) -> None:
     """A run that is resumed in the middle has the bits of one that is not."""
     params, state, *_ = deferred_run(ADAM, ids=IDS[:6])
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "run", (params, state))
-        checkpointer.wait_until_finished()
-        fresh = parameters(jmask.deferred(jnp.zeros_like(START), ADAM))
-        params, state = checkpointer.restore(tmp_path / "run", (fresh, ADAM.init(fresh)))
+    fresh = parameters(jmask.deferred(jnp.zeros_like(START), ADAM))
+    params, state = restored((params, state), tmp_path, (fresh, ADAM.init(fresh)))
     resumed = run(step, ADAM, params, IDS[6:], state)
     whole = deferred_run(ADAM)
     np.testing.assert_array_equal(resumed[3], whole[3][6:])
@@ -340,14 +332,9 @@ def test_from_dense_to_deferred_to_dense(name: str) -> None:
 
 
 @pytest.mark.sampled(15)
-@pytest.mark.parametrize("name", ["packed", "sharded", "sharded and packed", "mod"])
-def test_other_storages(name: str) -> None:
-    table = {
-        "packed": lambda: jmask.PackedTable.pack(START),
-        "sharded": lambda: jmask.sharded(START, mesh_of(4)),
-        "sharded and packed": lambda: jmask.sharded(START, mesh_of(4), packed=True),
-        "mod": lambda: jmask.sharded(START, mesh_of(4), placement="mod"),
-    }[name]()
+@pytest.mark.parametrize("form", ["packed", "div 4", "div 4 packed", "mod 4"])
+def test_other_storages(form: str) -> None:
+    table = stored(form, START)
     ours, theirs = deferred_run(ADAM, table=table), run(dense_step, DENSE_ADAM, parameters())
     assert_same_run(ours, theirs)
     params, _ = jmask.from_deferred(ADAM, ours[1], ours[0])

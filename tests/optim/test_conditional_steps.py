@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmask
+from tests.expressions import functions
 from tests.leaks import no_tracer_is_kept
 from tests.oracle import assert_close, densified
 
@@ -262,27 +263,17 @@ class TestMultiSteps:
 
 
 # What looks at rows, their size or whether they are finite.
-LOOKING = {
-    "skip_nonfinite": jmask.skip_nonfinite(jmask.sgd(0.5)),
-    "drop_nonfinite_rows": optax.chain(jmask.drop_nonfinite_rows(), jmask.sgd(0.5)),
-    "clip_by_row_norm": optax.chain(jmask.clip_by_row_norm(0.5), jmask.sgd(0.5)),
-    "max_row_norm": optax.chain(jmask.sgd(0.5), jmask.max_row_norm(0.5)),
-    "clip_gradient": jmask.sgd(0.5, clip_gradient=0.25),
-    "adagrad": jmask.adagrad(0.1, clip_gradient=0.25),
-    "rowwise_adam": jmask.rowwise_adam(0.1),
-    "ftrl": jmask.ftrl(0.1),
-    "multi_steps": lambda g: jmask.multi_steps(jmask.skip_nonfinite(jmask.adam(0.1)), 1, g),
-    "clip": jmask.lazy(optax.chain(optax.clip(0.25), optax.adam(0.1))),
-    "global norm": jmask.lazy(optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1))),
-    "zero_nans": jmask.lazy(optax.chain(optax.zero_nans(), optax.sgd(0.1))),
-    "sign": jmask.lazy(optax.sign_sgd(0.1)),
-    "low precision": jmask.lazy(
-        optax.chain(optax.stateless(lambda g, _: jax.tree.map(to_bits, g)), optax.sgd(0.1))
-    ),
-    "norm": optax.stateless(
-        lambda g, p: jax.tree.map(lambda x: 0 * x + jmask.tree.norm(g["t"]), p)
-    ),
-}
+LOOKING = functions("like", {**vars(jmask), **globals()})("""
+    skip_nonfinite(sgd(0.5)); optax.chain(drop_nonfinite_rows(), sgd(0.5));
+    optax.chain(clip_by_row_norm(0.5), sgd(0.5)); optax.chain(sgd(0.5), max_row_norm(0.5));
+    sgd(0.5, clip_gradient=0.25); adagrad(0.1, clip_gradient=0.25); rowwise_adam(0.1);
+    ftrl(0.1); multi_steps(skip_nonfinite(adam(0.1)), 1, like);
+    lazy(optax.chain(optax.clip(0.25), optax.adam(0.1)));
+    lazy(optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)));
+    lazy(optax.chain(optax.zero_nans(), optax.sgd(0.1))); lazy(optax.sign_sgd(0.1));
+    lazy(optax.chain(optax.stateless(lambda g, _: jax.tree.map(to_bits, g)), optax.sgd(0.1)));
+    optax.stateless(lambda g, p: jax.tree.map(lambda x: 0 * x + jmask.tree.norm(g["t"]), p))
+""")
 
 
 @pytest.mark.parametrize("how", [with_updates, in_one_pass])
@@ -296,9 +287,7 @@ def test_equal_ids_are_summed_before_they_are_looked_at(name, large, how):
     sums = 2 * rows[::-1].astype(jnp.float32)
     whole = jmask.RowSparse([2, 7], sums, (V, D), coalesced=True)
     params = {"t": TABLE.astype(dtype), "w": jnp.ones(4)}
-    tx, results = LOOKING[name], []
-    if callable(tx):
-        tx = tx({"t": halves.astype(jnp.float32), "w": jnp.ones(4)})
+    tx, results = LOOKING[name]({"t": halves.astype(jnp.float32), "w": jnp.ones(4)}), []
     for rows in (halves, whole):
         grads = {"t": rows, "w": jnp.ones(4)}
         new, state = how(tx)(grads, tx.init(params), params)

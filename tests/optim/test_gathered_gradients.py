@@ -16,7 +16,7 @@ import pytest
 import jmask
 from jmask._kernels import tuning
 from jmask._kernels.gathered_rows import GATHERED, GatheredRows
-from tests.compiled_step import with_optax
+from tests.compiled_step import compiled_step, with_optax
 from tests.optimizers import NOT_LAZY, OPTIMIZERS
 
 pytestmark = pytest.mark.dtype_promotion
@@ -83,19 +83,11 @@ LARGE = ("sgd", "adam", "adagrad", "rowwise adagrad", "ftrl", "optax.adam")
 @pytest.mark.parametrize("rows", [10**6, 2000])
 @pytest.mark.parametrize("name", LARGE)
 def test_a_step_of_bags_writes_no_row_out(name, rows):
-    tx, count, width = OPTIMIZERS[name], 102_400, 64
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(table, state, ids):
-        def loss(table):
-            return jnp.sum(jmask.embedding_bag(table, ids.reshape(-1, 5)) ** 2)
-
-        value, gradient = jmask.value_and_grad(loss)(table)
-        return *jmask.apply_gradients(tx, gradient, state, table), value
-
+    count, width = 102_400, 64
+    loss = lambda table, ids: jnp.sum(jmask.embedding_bag(table, ids.reshape(-1, 5)) ** 2)
     table = jax.ShapeDtypeStruct((rows, width), jnp.float32)
-    arguments = table, jax.eval_shape(tx.init, table), jax.ShapeDtypeStruct((count,), jnp.int32)
-    memory = step.lower(*arguments).compile().memory_analysis()
+    ids = jax.ShapeDtypeStruct((count,), jnp.int32)
+    memory = compiled_step(loss, OPTIMIZERS[name], table, ids).memory_analysis()
     # Bags are 5 MB, and all rows would be 26. XLA of JAX 0.10 keeps the bags once more.
     assert memory.temp_size_in_bytes < (12.5e6 if jax.__version_info__ >= (0, 12) else 18e6)
     assert memory.alias_size_in_bytes >= rows * width * 4

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import jmask
 from benchmarks.collectives import collectives
 from jmask._tables.shard_layout import layout_of
+from tests.compiled_step import training_step
 from tests.optimizers import OPTIMIZERS
 from tests.sampling import chosen
 from tests.stored_tables import STEPS, mesh_of, replicated, sharded
@@ -78,15 +79,10 @@ def test_forward(layout):
     assert 0 < bytes_moved(compiled) <= 1.2 * forward_bytes(table)
 
 
+COLLECTED = ("sgd", "adam", "adagrad", "rowwise adagrad")
 CASES = [
-    ("8 devices", "sgd", "apply_gradients", False),
-    ("8 devices", "sgd", "update", False),
-    ("8 devices", "adam", "apply_gradients", True),
-    ("8 devices", "adam", "update", False),
-    ("8 devices", "adagrad", "apply_gradients", False),
-    ("8 devices", "adagrad", "update", True),
-    ("8 devices", "rowwise adagrad", "apply_gradients", False),
-    ("8 devices", "rowwise adagrad", "update", False),
+    *(("8 devices", name, "apply_gradients", name == "adam") for name in COLLECTED),
+    *(("8 devices", name, "update", name == "adagrad") for name in COLLECTED),
     ("rows over table, batch over data", "adam", "update", False),
     ("rows over table, batch over both", "rowwise adagrad", "apply_gradients", False),
     ("rows over both, batch over data", "adagrad", "update", False),
@@ -94,23 +90,15 @@ CASES = [
     ("explicit axis", "rowwise adagrad", "update", True),
     ("explicit axes, rows over table", "sgd", "update", False),
 ]
-ALL = itertools.product(
-    NAMES, ("sgd", "adam", "adagrad", "rowwise adagrad"), STEPS, (False, True)
-)
+ALL = itertools.product(NAMES, COLLECTED, STEPS, (False, True))
 
 
 @pytest.mark.parametrize(("layout", "optimizer", "step", "packed"), chosen(CASES, ALL))
 def test_step(layout, optimizer, step, packed):
     table, tx = table_of(layout, packed), OPTIMIZERS[optimizer]
     state = replicated(tx.init(table), table)
-
-    def train(table: Any, state: Any, ids: Any) -> Any:
-        value, gradient = jmask.value_and_grad(loss)(table, ids)
-        return *STEPS[step](tx, gradient, state, table), value
-
-    compiled = (
-        jax.jit(train, donate_argnums=(0, 1)).lower(table, state, ids_for(table)).compile()
-    )
+    train = training_step(loss, tx, STEPS[step])
+    compiled = train.lower(table, state, ids_for(table)).compile()
     assert_no_table_moves(compiled, table)
     assert bytes_moved(compiled) <= 1.2 * (forward_bytes(table) + ROUTED)
     forward = jax.jit(loss).lower(table, ids_for(table)).compile()
@@ -158,27 +146,15 @@ def test_ids_beyond_int32(placement):
             layout.stored,
             jax.ShapeDtypeStruct((layout.shards * layout.block, columns), jnp.float32),
         )
-        block = jax.ShapeDtypeStruct(
-            block.shape, block.dtype, sharding=layout.sharding(block.ndim)
-        )
-        table = jmask.ShardedTable(block, layout, (rows, columns))
+        spread = lambda x: x.update(sharding=layout.sharding(x.ndim) if x.ndim else None)
+        table = jmask.ShardedTable(spread(block), layout, (rows, columns))
         tx = jmask.adagrad(0.1)
-
-        def train(table: Any, state: Any, ids: Any) -> Any:
-            value, gradient = jmask.value_and_grad(loss)(table, ids)
-            assert gradient.row_ids().dtype == jnp.int64
-            return *jmask.apply_gradients(tx, gradient, state, table), value
-
         state = jax.eval_shape(tx.init, table)
         assert [x.shape for x in jax.tree.leaves(state)] == [(), block.shape]
-        state = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=layout.sharding(x.ndim) if x.ndim else None
-            ),
-            state,
-        )
+        state = jax.tree.map(spread, state)
         ids = jax.ShapeDtypeStruct((N,), jnp.int64, sharding=NamedSharding(mesh_of(8), P("x")))
-        compiled = jax.jit(train, donate_argnums=(0, 1)).lower(table, state, ids).compile()
+        assert jax.eval_shape(jmask.grad(loss), table, ids).row_ids().dtype == jnp.int64
+        compiled = training_step(loss, tx).lower(table, state, ids).compile()
     memory = compiled.memory_analysis()
     of_a_device = 2 * layout.block * columns * 4
     assert of_a_device <= memory.argument_size_in_bytes <= of_a_device + 2**20

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jmask
-from tests.stored_tables import mesh_of
+from tests.stored_tables import stored
 
 pytestmark = [pytest.mark.sampled(15), pytest.mark.dtype_promotion]
 
@@ -30,15 +30,13 @@ def stepped(table: Any) -> Any:
     return table
 
 
-TABLES: dict[str, Callable[[], Any]] = {
-    "packed": lambda: jmask.PackedTable.pack(START),
-    "div": lambda: jmask.sharded(START, mesh_of(4)),
-    "mod": lambda: jmask.sharded(START, mesh_of(4), placement="mod"),
-    "mod packed": lambda: jmask.sharded(START, mesh_of(4), placement="mod", packed=True),
-    "explicit": lambda: jmask.sharded(START, mesh_of(4, axes="explicit"), placement="mod"),
-    "deferred": lambda: stepped(START),
-    "deferred sharded": lambda: stepped(jmask.sharded(START, mesh_of(4))),
-}
+TABLES = ("packed", "div 4", "mod 4", "mod 4 packed", "mod 4 explicit")
+TABLES += ("deferred array", "deferred div 4")
+
+
+def table_of(name: str) -> Any:
+    table = stored(name.removeprefix("deferred "), START)
+    return stepped(table) if name.startswith("deferred") else table
 
 
 def of_floating(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -90,7 +88,7 @@ UNCHANGED = {"copy", "copy.copy", "copy.deepcopy", "jmask.tree.norm", "jmask.tre
 @pytest.mark.parametrize("table", TABLES)
 def test_right_or_refused(table: str, case: str, is_jitted: bool) -> None:
     function, wanted = (MAPS | NUMBERS)[case]
-    x = TABLES[table]()
+    x = table_of(table)
     is_map = case in MAPS
 
     def result(t: Any) -> Any:
@@ -131,7 +129,7 @@ OF_LEAVES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
 def test_penalty_over_all_parameters(table: str, penalty: str, is_jitted: bool) -> None:
     ids = jnp.array([1, 1, 12])
-    params = {"t": TABLES[table](), "w": jnp.ones(2)}
+    params = {"t": table_of(table), "w": jnp.ones(2)}
 
     def loss(p: Any) -> Any:
         return jnp.sum(jnp.sin(p["t"][ids])) + (PENALTIES | OF_LEAVES)[penalty](p)

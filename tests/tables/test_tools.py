@@ -1,5 +1,6 @@
 """Tools around a step that meet tables and states: each works, or says what to do."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +12,13 @@ import pytest
 
 import jmask
 from tests.later import later
-from tests.optimizers import OPTIMIZERS
-from tests.stored_tables import mesh_of
+from tests.optimizers import NAMED
+from tests.stored_tables import stored, update_and_apply
+from tests.tables.test_checkpoints import restored
 
 export = later("jax.export")
 train_state = later("flax.training.train_state")
 nnx = later("flax.nnx")
-ocp = later("orbax.checkpoint")
 
 pytestmark = [pytest.mark.sampled(15), pytest.mark.dtype_promotion]
 
@@ -25,16 +26,7 @@ V, D = 8, 3
 TX = jmask.adam(0.1)
 START = jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), jnp.float32)
 IDS = jnp.array([1, 1, 7])
-TABLES: dict[str, Callable[[], Any]] = {
-    "array": lambda: START,
-    "packed": lambda: jmask.PackedTable.pack(START),
-    "div": lambda: jmask.sharded(START, mesh_of(4)),
-    "mod": lambda: jmask.sharded(START, mesh_of(4), placement="mod"),
-    "deferred": lambda: jmask.deferred(START, TX),
-    "deferred mod": lambda: jmask.deferred(
-        jmask.sharded(START, mesh_of(4), placement="mod"), TX
-    ),
-}
+TABLES = ("array", "packed", "div 4", "mod 4", "deferred array", "deferred mod 4")
 
 
 def loss(params: Any, ids: Any = IDS) -> Any:
@@ -42,7 +34,9 @@ def loss(params: Any, ids: Any = IDS) -> Any:
 
 
 def parameters(table: str) -> Any:
-    return {"t": TABLES[table](), "w": jnp.ones(2)}
+    x = stored(table.removeprefix("deferred "), START)
+    x = jmask.deferred(x, TX) if table.startswith("deferred") else x
+    return {"t": x, "w": jnp.ones(2)}
 
 
 def stepped(tx: Any, params: Any) -> Any:
@@ -57,9 +51,9 @@ def table_of(params: Any) -> np.ndarray:
 # --- Python's own protocols, which by default read an object row after row, for ever ---------
 
 
-@pytest.mark.parametrize("name", ["div", "mod", "deferred", "deferred mod"])
+@pytest.mark.parametrize("name", TABLES[2:])
 def test_a_table_is_no_sequence_of_rows(name: str) -> None:
-    table = TABLES[name]()
+    table = parameters(name)["t"]
     assert "a name" not in table
     assert float(START[2, 1]) in table
     assert 12.0 not in table
@@ -132,7 +126,7 @@ LABELLED: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", LABELLED)
-@pytest.mark.parametrize("table", ["array", "packed", "div", "mod", "deferred"])
+@pytest.mark.parametrize("table", TABLES[:5])
 def test_trees_and_functions_of_labels(table: str, name: str) -> None:
     params, function = parameters(table), mask if name == "masked" else labels
     wanted = table_of(stepped(TX, parameters("array"))[0])
@@ -149,7 +143,7 @@ def test_trees_and_functions_of_labels(table: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("by", [LABELS, labels], ids=["tree", "function"])
-@pytest.mark.parametrize("table", ["array", "packed", "div"])
+@pytest.mark.parametrize("table", TABLES[:3])
 def test_labels_inside_lazy(table: str, by: Any) -> None:
     wanted = table_of(stepped(jmask.lazy(optax.adam(0.1)), parameters("array"))[0])
     new, _ = stepped(jmask.lazy(partition(optax.adam(0.1), by)), parameters(table))
@@ -166,7 +160,7 @@ def test_deferred_tables_want_lazy_inside(by: Any) -> None:
 
 # --- files ---------------------------------------------------------------------------------
 
-EVERY = {name: tx for name, tx in OPTIMIZERS.items() if "optax" not in name} | {
+EVERY = NAMED | {
     "every other step": jmask.multi_steps(
         jmask.adam(0.1), 2, like={"t": jmask.RowSparse.zeros((V, D), nse=3), "w": jnp.ones(2)}
     ),
@@ -200,7 +194,7 @@ def test_exported_steps(name: str) -> None:
 
 @pytest.mark.parametrize("table", TABLES)
 def test_exported_steps_of_tables(table: str) -> None:
-    if table == "deferred mod" and jax.__version_info__ < (0, 12):
+    if table == "deferred mod 4" and jax.__version_info__ < (0, 12):
         pytest.xfail("JAX 0.10 gives words of a sharded array of keys the sharding of the keys")
     assert_exported(TX, parameters(table))
 
@@ -225,10 +219,7 @@ def test_exported_tensors() -> None:
 def test_orbax_of_states(name: str, tmp_path: Any) -> None:
     tx, params = EVERY[name], parameters("array")
     tree = stepped(tx, params)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "run", tree)
-        checkpointer.wait_until_finished()
-        again = checkpointer.restore(tmp_path / "run", (params, tx.init(params)))
+    again = restored(tree, tmp_path, (params, tx.init(params)))
     assert jax.tree.structure(again) == jax.tree.structure(tree)
     jax.tree.map(np.testing.assert_array_equal, again, tree)
 
@@ -237,20 +228,12 @@ def test_orbax_of_states(name: str, tmp_path: Any) -> None:
 
 
 def test_profiles_name_the_update() -> None:
-    tx = jmask.lazy(optax.adam(0.1))
-
-    def two_calls(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = tx.update(grads, state, params)
-        return jmask.apply_updates(params, updates), state
-
-    def one_call(params: Any, state: Any, grads: Any) -> Any:
-        return jmask.apply_gradients(tx, grads, state, params)
-
-    params = parameters("array")
-    args = (params, tx.init(params), jmask.grad(loss)(params))
+    tx, params = jmask.lazy(optax.adam(0.1)), parameters("array")
     for step, names in (
-        (one_call, {"jmask.apply_gradients"}),
-        (two_calls, {"jmask.lazy.update", "jmask.apply_updates"}),
+        (jmask.apply_gradients, {"jmask.apply_gradients"}),
+        (update_and_apply, {"jmask.lazy.update", "jmask.apply_updates"}),
     ):
-        text = jax.jit(step).lower(*args).compile().as_text()
+        run = jax.jit(functools.partial(step, tx))
+        args = jmask.grad(loss)(params), tx.init(params), params
+        text = run.lower(*args).compile().as_text()
         assert all(name in text for name in names)
