@@ -19,8 +19,8 @@ from jmask._autodiff import gathered_rows
 from jmask._base.forms import within
 from jmask._kernels import bag_sum, tuning
 from jmask._kernels.gathered_rows import GATHERED
+from tests.compilations import no_tracer_is_kept
 from tests.compiled_step import compiled_step
-from tests.leaks import no_tracer_is_kept
 
 V, D, B, L = 50, 4, 6, 5
 RNG = np.random.default_rng(0)

@@ -15,7 +15,7 @@ import jmask
 import jmask.numpy as jnm
 from jmask._gradcheck.entries import Input
 from tests.gradcheck.test_gradcheck_example import DENSE, PRODUCTS, STORAGES
-from tests.wrong_gradients import with_jvp
+from tests.gradcheck.test_gradcheck_wrong import with_jvp
 
 pytestmark = pytest.mark.sampled(15)
 

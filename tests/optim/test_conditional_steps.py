@@ -12,8 +12,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmask
+from tests.compilations import no_tracer_is_kept
 from tests.expressions import functions
-from tests.leaks import no_tracer_is_kept
 from tests.oracle import assert_close, densified
 
 pytestmark = [pytest.mark.sampled, pytest.mark.dtype_promotion]

@@ -10,9 +10,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmask
+from tests.compilations import no_tracer_is_kept
 from tests.compiled_step import with_optax
 from tests.kernels.test_in_place import PARTITION
-from tests.leaks import no_tracer_is_kept
 from tests.optimizers import OF_ALL_TABLES, OPTIMIZERS
 from tests.oracle import assert_close
 from tests.stored_tables import STEPS
