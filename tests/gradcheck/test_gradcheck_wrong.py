@@ -58,16 +58,21 @@ class Wrong:
 
 
 def with_vjp(right: Callable[..., Any], pullback: Callable[..., Any]) -> Callable[..., Any]:
-    """`right` with its reverse rule replaced: pullback(args, cotangent) -> cotangents."""
+    """`right` with its reverse rule replaced: pullback(*args, cotangent) -> cotangents."""
+
+    def cotangents(args: Any, ct: Any) -> Any:
+        result = pullback(*args, ct)
+        return result if isinstance(result, tuple) else (result,)
+
     function = jax.custom_vjp(right)
-    function.defvjp(lambda *args: (right(*args), args), pullback)
+    function.defvjp(lambda *args: (right(*args), args), cotangents)
     return function
 
 
 def with_jvp(right: Callable[..., Any], pushforward: Callable[..., Any]) -> Callable[..., Any]:
-    """`right` with its rules replaced: pushforward(args, tangents) -> tangent."""
+    """`right` with its rules replaced: pushforward(*args, *tangents) -> tangent."""
     function = jax.custom_jvp(right)
-    function.defjvp(lambda args, tangents: (right(*args), pushforward(args, tangents)))
+    function.defjvp(lambda args, tangents: (right(*args), pushforward(*args, *tangents)))
     return function
 
 
@@ -80,7 +85,7 @@ def one_mode(forward: float, backward: float) -> Callable[..., Any]:
     def back(cos: jax.Array, c: jax.Array) -> jax.Array:
         return backward * cos * c
 
-    return with_jvp(jnp.sin, lambda x, t: linear_call(along, back, jnp.cos(x[0]), t[0]))
+    return with_jvp(jnp.sin, lambda x, t: linear_call(along, back, jnp.cos(x), t))
 
 
 def softmax(x: jax.Array) -> jax.Array:
@@ -150,73 +155,69 @@ def by_jvp(
 
 
 def sine(of_cotangent: Callable[..., Any], says: str = FIRST, **check: Any) -> Wrong:
-    pullback = lambda x, c: (jnp.cos(x[0]) * of_cotangent(c),)
+    pullback = lambda x, c: jnp.cos(x) * of_cotangent(c)
     return by_vjp(jnp.sin, pullback, says, **check)
 
 
 WRONG: dict[str, Wrong] = {
     "sign": sine(lambda c: -c),
-    "factor": by_vjp(jnp.square, lambda x, c: (x[0] * c,), THIRD),
-    "missing term": by_vjp(lambda x: x**2 + jnp.sin(x), lambda x, c: (2 * x[0] * c,)),
-    "missing term of the other entries": by_vjp(
-        softmax, lambda x, c: (softmax(x[0]) * c,), SECOND
-    ),
+    "factor": by_vjp(jnp.square, lambda x, c: x * c, THIRD),
+    "missing term": by_vjp(lambda x: x**2 + jnp.sin(x), lambda x, c: 2 * x * c),
+    "missing term of the other entries": by_vjp(softmax, lambda x, c: softmax(x) * c, SECOND),
     "one entry": sine(lambda c: c * jnp.array([1, 0.9, 1]), SECOND),
     "one small entry beside large ones": by_vjp(
-        huge_and_tiny, lambda x, c: (c * jnp.array([1e4, 0, 1e4]),), SECOND
+        huge_and_tiny, lambda x, c: c * jnp.array([1e4, 0, 1e4]), SECOND
     ),
     "two entries exchanged": by_vjp(
-        jnp.sin, lambda x, c: ((jnp.cos(x[0]) * c)[jnp.array([1, 0, 2])],)
+        jnp.sin, lambda x, c: (jnp.cos(x) * c)[jnp.array([1, 0, 2])]
     ),
     "transposed": Wrong(
-        lambda x: with_vjp(product, lambda a, c: (a[1] @ c, jnp.outer(c, a[0])))(x, MATRIX),
+        lambda x: with_vjp(product, lambda x, w, c: (w @ c, jnp.outer(c, x)))(x, MATRIX),
         lambda x: product(x, MATRIX),
         (X,),
         FIRST,
     ),
-    "cumulated the other way": by_vjp(lambda x: jnp.cumsum(x), lambda x, c: (jnp.cumsum(c),)),
-    "shifted by one": by_vjp(lambda x: x[1:], lambda x, c: (jnp.pad(c, (0, 1)),)),
+    "cumulated the other way": by_vjp(lambda x: jnp.cumsum(x), lambda x, c: jnp.cumsum(c)),
+    "shifted by one": by_vjp(lambda x: x[1:], lambda x, c: jnp.pad(c, (0, 1))),
     "dropped where clipped": by_vjp(
         clipped_lookup,
-        lambda x, c: (jnp.zeros(3).at[jnp.array([0, 7, 1])].add(c, mode="drop"),),
+        lambda x, c: jnp.zeros(3).at[jnp.array([0, 7, 1])].add(c, mode="drop"),
         THIRD,
     ),
     "zero": Wrong(jax.lax.stop_gradient, lambda x: x, (X,), FIRST),
-    "rounded": by_vjp(jnp.sin, lambda x, c: (jnp.round(jnp.cos(x[0]), 1) * c,), SECOND),
-    "nan": by_vjp(jnp.abs, lambda x, c: (x[0] / jnp.sqrt(x[0]) / jnp.sqrt(x[0]) * c,), THIRD),
-    "cotangent not used": by_vjp(total_square, lambda x, c: (2 * x[0],), THIRD),
+    "rounded": by_vjp(jnp.sin, lambda x, c: jnp.round(jnp.cos(x), 1) * c, SECOND),
+    "nan": by_vjp(jnp.abs, lambda x, c: x / jnp.sqrt(x) / jnp.sqrt(x) * c, THIRD),
+    "cotangent not used": by_vjp(total_square, lambda x, c: 2 * x, THIRD),
     "cotangent squared": sine(lambda c: c**2),
     "cotangent clipped": sine(lambda c: jnp.clip(c, -1, 1), THIRD),
-    "cotangent made positive": by_vjp(
-        total_square, lambda x, c: (2 * x[0] * jnp.abs(c),), THIRD
-    ),
+    "cotangent made positive": by_vjp(total_square, lambda x, c: 2 * x * jnp.abs(c), THIRD),
     "cotangent of one sign": sine(lambda c: jnp.maximum(c, -2)),
     "cotangent of bounded norm": by_vjp(
-        total_square, lambda x, c: (2 * x[0] * c / jnp.maximum(1, jnp.abs(c) / 100),), THIRD
+        total_square, lambda x, c: 2 * x * c / jnp.maximum(1, jnp.abs(c) / 100), THIRD
     ),
     "small cotangents dropped": sine(lambda c: jnp.where(jnp.abs(c) < 0.01, 0, c)),
     "tangent clipped": by_jvp(
         jnp.sin,
-        lambda x, t: jnp.cos(x[0]) * jnp.clip(t[0], -2, 2),
+        lambda x, t: jnp.cos(x) * jnp.clip(t, -2, 2),
         r"args\[0\], a random direction \(times 1024",
     ),
     "conjugate missing": by_vjp(
-        jnp.conj, lambda z, c: (c,), r"\], imaginary part of entry \(", (Z,)
+        jnp.conj, lambda z, c: c, r"\], imaginary part of entry \(", (Z,)
     ),
     "imaginary part lost": by_vjp(
-        jnp.square, lambda z, c: (2 * z[0].real * c,), r"part of entry \(0,\)", (Z,)
+        jnp.square, lambda z, c: 2 * z.real * c, r"part of entry \(0,\)", (Z,)
     ),
     "second of two arguments": by_vjp(
         lambda x, y: x * y**2,
-        lambda a, c: (a[1] ** 2 * c, a[0] * a[1] * c),
+        lambda x, y, c: (y**2 * c, x * y * c),
         r"args\[1\], entry \(1,\)",
         (X, X[::-1]),
     ),
     "arguments exchanged": by_vjp(
-        jnp.multiply, lambda a, c: (a[0] * c, a[1] * c), THIRD, (X, X[::-1] + 1)
+        jnp.multiply, lambda x, y, c: (x * c, y * c), THIRD, (X, X[::-1] + 1)
     ),
     "bias in a tree": Wrong(
-        lambda p: with_vjp(jnp.add, lambda a, c: (c, c.sum() * jnp.ones(3)))(
+        lambda p: with_vjp(jnp.add, lambda x, y, c: (c, c.sum() * jnp.ones(3)))(
             p["w"] * 2, p["layer"]["b"]
         ),
         lambda p: p["w"] * 2 + p["layer"]["b"],
@@ -225,21 +226,20 @@ WRONG: dict[str, Wrong] = {
     ),
     "forward mode alone": Wrong(one_mode(0.5, 1.0), jnp.sin, (X,), FIRST, modes=("rev", "fwd")),
     "reverse mode alone": Wrong(one_mode(1.0, 0.5), jnp.sin, (X,), FIRST, modes=("fwd", "rev")),
-    "both modes": by_jvp(jnp.exp, lambda x, t: x[0] * jnp.exp(x[0]) * t[0]),
+    "both modes": by_jvp(jnp.exp, lambda x, t: x * jnp.exp(x) * t),
     "second order, in the input": by_vjp(
-        jnp.sin, lambda x, c: (jax.lax.stop_gradient(jnp.cos(x[0])) * c,), SECOND, order=2
+        jnp.sin, lambda x, c: jax.lax.stop_gradient(jnp.cos(x)) * c, SECOND, order=2
     ),
     "second order, in the cotangent": sine(
         jax.lax.stop_gradient, r"cotangent of output, entry \(0,\)", order=2
     ),
     "second order, forward": by_jvp(
-        jnp.sin, lambda x, t: jax.lax.stop_gradient(jnp.cos(x[0])) * t[0], SECOND, order=2
+        jnp.sin, lambda x, t: jax.lax.stop_gradient(jnp.cos(x)) * t, SECOND, order=2
     ),
     "duplicates dropped": Wrong(
         of_values(
             with_vjp(
-                rows_added,
-                lambda v, c: (c[jnp.array([2, 0, 2])] * jnp.array([[0.0], [1], [1]]),),
+                rows_added, lambda v, c: c[jnp.array([2, 0, 2])] * jnp.array([[0.0], [1], [1]])
             )
         ),
         lambda x: jmask.todense(x, masked_grad=True),
@@ -248,14 +248,14 @@ WRONG: dict[str, Wrong] = {
         masked=True,
     ),
     "under the mask": Wrong(
-        of_data(with_vjp(lambda d: jnp.where(MASK, d, 0), lambda d, c: (c.sum() + 0 * c,))),
+        of_data(with_vjp(lambda d: jnp.where(MASK, d, 0), lambda d, c: c.sum() + 0 * c)),
         lambda x: x.to_tensor(0),
         (MASKED,),
         FIRST,
         masked=True,
     ),
     "under the mask alone": Wrong(
-        of_data(with_vjp(lambda d: jnp.sum(jnp.where(MASK, d, 0)), lambda d, c: (c + 0 * X,))),
+        of_data(with_vjp(lambda d: jnp.sum(jnp.where(MASK, d, 0)), lambda d, c: c + 0 * X)),
         jnm.sum,
         (MASKED,),
         r"args\[0\], stored value \(1,\), which is under the mask",
@@ -276,7 +276,7 @@ WRONG: dict[str, Wrong] = {
         masked=True,
     ),
     "unspecified entries": Wrong(
-        of_dense(with_vjp(kept, lambda x, c: (c,))),
+        of_dense(with_vjp(kept, lambda x, c: c)),
         of_dense(kept),
         (STORED,),
         r"args\[0\], entry \(0,\), which is not specified",

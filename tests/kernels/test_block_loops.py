@@ -10,6 +10,7 @@ import pytest
 import jmask
 from jmask._kernels import tuning
 from jmask._kernels.row_blocks import block_size, in_order
+from tests.compiled_step import compiled_step
 from tests.optimizers import OPTIMIZERS
 from tests.oracle import is_row_sparse
 
@@ -83,8 +84,7 @@ def test_sums_of_tables_are_in_one_equation(small_blocks):
 @pytest.mark.sampled
 @pytest.mark.dtype_promotion  # of optax
 @pytest.mark.parametrize(
-    "name",
-    ["sgd", "adagrad", "rowwise adagrad", "optax.adam", "clipped optax.adagrad"],
+    "name", ["sgd", "adagrad", "rowwise adagrad", "optax.adam", "clipped optax.adagrad"]
 )
 def test_steps_are_those_of_each_table_alone(small_blocks, name):
     """What is known of the gradients' rows is known in the program that makes them."""
@@ -130,17 +130,14 @@ def test_tables_are_updated_in_place(tx):
     rows, width = 10**6, 64
     tables = {k: jax.ShapeDtypeStruct((rows, width), jnp.float32) for k in "abc"}
     ids = {k: jax.ShapeDtypeStruct((6000, 5), jnp.int32) for k in "abc"}
-    state = jax.eval_shape(tx.init, tables)
 
     def squares(tables, ids):
         return sum(jnp.sum(jmask.embedding_bag(tables[k], ids[k]) ** 2) for k in tables)
 
-    def step(tables, state, ids):
-        return jmask.apply_gradients(tx, jmask.grad(squares)(tables, ids), state, tables)
-
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(tables, state, ids).compile()
-    memory = compiled.memory_analysis()
-    large = [x for x in jax.tree.leaves((tables, state)) if x.size > 1]
+    memory = compiled_step(squares, tx, tables, ids).memory_analysis()
+    large = [
+        x for x in jax.tree.leaves((tables, jax.eval_shape(tx.init, tables))) if x.size > 1
+    ]
     assert memory.alias_size_in_bytes >= sum(4 * x.size for x in large)
     # Of the bags and their cotangents 1.5 MB each; all rows would be 23 MB.
     assert memory.temp_size_in_bytes < 20e6

@@ -211,10 +211,7 @@ SMOOTH = {
     "ptp": (lambda x: x.ptp(), along(np.ptp)),
     "ptp columns": (lambda x: jnm.ptp(x, axis=0), along(np.ptp, 0)),
     "logmeanexp": (lambda x: nn.logmeanexp(x, axis=1), along(_log_mean_exp, 1)),
-    "cumlogsumexp": (
-        lambda x: jnm.cumlogsumexp(x, axis=1),
-        over(np.logaddexp.accumulate, 1),
-    ),
+    "cumlogsumexp": (lambda x: jnm.cumlogsumexp(x, axis=1), over(np.logaddexp.accumulate, 1)),
     "cumsum": (lambda x: jnm.cumsum(x, axis=0), over(np.cumsum, 0)),
     "cumsum of all": (jnm.cumsum, lambda x: over(np.cumsum, None)(x).ravel()),
     "cumprod": (lambda x: jnm.cumprod(x, axis=-1), over(np.cumprod, -1)),

@@ -91,10 +91,7 @@ def test_nothing_is_imported_late():
 def test_import_does_not_need_extras():
     """Run-time dependencies are jax, jaxlib and optax; a bridge needs its other end."""
     needed = {"jax", "jaxlib", "optax", "numpy", "jmask"}
-    bridges = {
-        "sparsecore.py": {"jax_tpu_embedding"},
-        "nnx.py": {"flax"},
-    }
+    bridges = {"sparsecore.py": {"jax_tpu_embedding"}, "nnx.py": {"flax"}}
     for path in SOURCES:
         allowed = needed | bridges.get(path.name, set())
         for node in ast.walk(ast.parse(path.read_text())):

@@ -163,7 +163,7 @@ def test_deferred_tables_want_lazy_inside(by: Any) -> None:
 EVERY = NAMED | {
     "every other step": jmask.multi_steps(
         jmask.adam(0.1), 2, like={"t": jmask.RowSparse.zeros((V, D), nse=3), "w": jnp.ones(2)}
-    ),
+    )
 }
 
 
