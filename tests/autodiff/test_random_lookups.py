@@ -28,55 +28,32 @@ from tests.oracle import assert_close, densified
 # --- programs ----------------------------------------------------------------------------
 
 # Each takes a table (V, D) and ids (B, L), and gives rows (B, L, D).
-LOOKUPS = {
-    "index": lambda t, ids: t[ids],
-    "take, filled": lambda t, ids: jnp.nan_to_num(jnp.take(t, ids, axis=0)),
-    "take, zeros": lambda t, ids: jnp.take(t, ids, axis=0, mode="fill", fill_value=0),
-    "take, clipped": lambda t, ids: jnp.take(t, ids, axis=0, mode="clip"),
-    "flat": lambda t, ids: t[ids.reshape(-1)].reshape(*ids.shape, t.shape[1]),
-    "vmapped": lambda t, ids: jax.vmap(lambda i: t[i])(ids),
-    "turned": lambda t, ids: t[ids.T].swapaxes(0, 1),
-    "by columns": lambda t, ids: jnp.stack([t[ids[:, i]] for i in range(ids.shape[1])], 1),
-    "slices": lambda t, ids: jax.vmap(jax.vmap(lambda i: lax.dynamic_slice_in_dim(t, i, 1)[0]))(
-        ids
-    ),
-    "a fixed slice": lambda t, ids: t[ids] * t[None, :1],
-    "scaled": lambda t, ids: (2.5 * t)[ids] / 2,
-    "in bfloat16": lambda t, ids: t.astype(jnp.bfloat16)[ids].astype(jnp.float32),
-    "scanned": lambda t, ids: lax.scan(lambda c, i: (c + t[i], c * t[i]), 1 + t[ids[0]], ids)[
-        1
-    ],
-    "in branches": lambda t, ids: lax.cond(
-        ids[0, 0] > 0, lambda: t[ids], lambda: jnp.sin(t[ids[:1]]) + 0 * t[ids[::-1]]
-    ),
-    "tied": lambda t, ids: t[ids] @ t.T @ t,
-    "none": lambda t, ids: jnp.full((*ids.shape, t.shape[1]), t.sum()),
-}
-NEEDING_ALL = ("a fixed slice", "tied", "none")
+LOOKUPS = functions("t, ids", globals())("""
+    t[ids]; jnp.nan_to_num(jnp.take(t, ids, axis=0));
+    jnp.take(t, ids, axis=0, mode="fill", fill_value=0); jnp.take(t, ids, axis=0, mode="clip");
+    t[ids.reshape(-1)].reshape(*ids.shape, t.shape[1]); jax.vmap(lambda i: t[i])(ids);
+    t[ids.T].swapaxes(0, 1); jnp.stack([t[ids[:, i]] for i in range(ids.shape[1])], 1);
+    jax.vmap(jax.vmap(lambda i: lax.dynamic_slice_in_dim(t, i, 1)[0]))(ids);
+    (2.5 * t)[ids] / 2; t.astype(jnp.bfloat16)[ids].astype(jnp.float32);
+    lax.scan(lambda c, i: (c + t[i], c * t[i]), 1 + t[ids[0]], ids)[1];
+    lax.cond(ids[0, 0] > 0, lambda: t[ids], lambda: jnp.sin(t[ids[:1]]) + 0 * t[ids[::-1]])
+""")
+NEEDING_ALL = functions("t, ids", globals())("""
+    t[ids] * t[None, :1]; t[ids] @ t.T @ t; jnp.full((*ids.shape, t.shape[1]), t.sum())
+""")
+LOOKUPS |= NEEDING_ALL
 # Each takes a function of a table and ids, and gives such a function.
-WRAPPERS = {
-    "jit": jax.jit,
-    "checkpoint": jax.checkpoint,
-    "cond": lambda f: (
-        lambda t, ids: lax.cond(ids[0, 0] > 1, f, lambda t, ids: 0.5 * f(t, ids), t, ids)
-    ),
-    "cond without": lambda f: (
-        lambda t, ids: lax.cond(ids[0, 0] > 1, f, lambda t, ids: 0 * f(0 * t, ids) + 1, t, ids)
-    ),
-    "scan": lambda f: (
-        lambda t, ids: lax.scan(
-            lambda c, k: (c + f(t, ids + k), None), jnp.zeros(f(t, ids).shape), jnp.arange(2)
-        )[0]
-    ),
-    "scan of tables": lambda f: (
-        lambda t, ids: lax.scan(
-            lambda c, k: ((c[0] + f(c[1], ids), c[1]), k), (f(t, ids), t), jnp.arange(2)
-        )[0][0]
-    ),
-    "vmap": lambda f: (
-        lambda t, ids: jax.vmap(f, in_axes=(None, 0))(t, jnp.stack([ids, ids[::-1]])).sum(0)
-    ),
-}
+WRAPPERS = {"jit": jax.jit, "checkpoint": jax.checkpoint} | functions("f", globals())("""
+    lambda t, ids: lax.cond(ids[0, 0] > 1, f, lambda t, ids: 0.5 * f(t, ids), t, ids);
+    lambda t, ids: lax.cond(ids[0, 0] > 1, f, lambda t, ids: 0 * f(0 * t, ids) + 1, t, ids);
+    lambda t, ids: lax.scan(
+        lambda c, k: (c + f(t, ids + k), None), jnp.zeros(f(t, ids).shape), jnp.arange(2)
+    )[0];
+    lambda t, ids: lax.scan(
+        lambda c, k: ((c[0] + f(c[1], ids), c[1]), k), (f(t, ids), t), jnp.arange(2)
+    )[0][0];
+    lambda t, ids: jax.vmap(f, in_axes=(None, 0))(t, jnp.stack([ids, ids[::-1]])).sum(0)
+""")
 
 
 def slices_again(x, w):
@@ -247,7 +224,8 @@ def test_many_random_lookups(program, values):
 def test_each_end(end, total, sizes):
     """Every end before every loss, which random programs of three layers seldom meet."""
     check(
-        (sizes, [("index", [])], [], end, total, 0), [small for small, _ in THRESHOLDS.values()]
+        (sizes, [("t[ids]", [])], [], end, total, 0),
+        [small for small, _ in THRESHOLDS.values()],
     )
 
 

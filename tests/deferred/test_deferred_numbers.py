@@ -20,6 +20,7 @@ import pytest
 import jmask
 from jmask._deferred import closed_form
 from tests import numpy_optimizers as models
+from tests.expressions import functions
 from tests.sampling import chosen
 
 pytestmark = [pytest.mark.sampled, pytest.mark.dtype_promotion]
@@ -300,19 +301,10 @@ def of_moment(step: Callable[[Any, Any], Any]) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), update)
 
 
-DIVISIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "g / g": lambda g, m: g / g,
-    "m / g": lambda g, m: m / g,
-    "1 / g": lambda g, m: 1 / g,
-    "m / abs(g)": lambda g, m: m / jnp.abs(g),
-    "m / sqrt(g)": lambda g, m: m / jnp.sqrt(g),
-    "m * rsqrt(g)": lambda g, m: m * jax.lax.rsqrt(g),
-    "m / 0": lambda g, m: m / (0 * g),
-    "g / sqrt(m)": lambda g, m: g / jnp.sqrt(m),
-    "g * rsqrt(m)": lambda g, m: g * jax.lax.rsqrt(m),
-    "atan2": lambda g, m: jnp.atan2(m, g),
-    "remainder": lambda g, m: jnp.remainder(m, g),
-}
+DIVISIONS = functions("g, m", globals())("""
+    g / g; m / g; 1 / g; m / jnp.abs(g); m / jnp.sqrt(g); m * jax.lax.rsqrt(g); m / (0 * g);
+    g / jnp.sqrt(m); g * jax.lax.rsqrt(m); jnp.atan2(m, g); jnp.remainder(m, g)
+""")
 CASTS = {
     str(jnp.dtype(dtype)): lambda g, m, dtype=dtype: m.astype(dtype).astype(m.dtype)
     for dtype in (jnp.int8, jnp.int32, jnp.bool_, jnp.float8_e4m3fn)

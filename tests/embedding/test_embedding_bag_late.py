@@ -11,6 +11,7 @@ from jax.experimental import checkify
 
 import jmask
 from tests.embedding_oracle import CLOSE, COTANGENT, TABLE, B, D, L, V, normal
+from tests.expressions import functions
 from tests.oracle import dense_twin
 
 # --- numbers of every dtype --------------------------------------------------------------
@@ -150,28 +151,18 @@ def test_row_sparse_inside(combiner: str, program: str) -> None:
 NINE_ROWS = jnp.asarray(np.random.default_rng(0).normal(size=(9, 3)), jnp.float32)
 MANY_IDS = np.random.default_rng(1).integers(-1, 10, (5000, 2)).astype(np.int32)
 
-MODELS = {
-    "lookup": jmask.embedding_lookup,
-    "lookup, bounded": lambda t, ids: jmask.embedding_lookup(t, ids, max_norm=1.0),
-    "lookup, clip": lambda t, ids: jmask.embedding_lookup(t, ids, mode="clip"),
-    "packed": lambda t, ids: jmask.PackedTable.pack(t)[ids],
-    "sum": jmask.embedding_bag,
-    "mean": lambda t, ids: jmask.embedding_bag(t, ids, combiner="mean", padding_id=-1),
-    "sqrtn": lambda t, ids: jmask.embedding_bag(
-        t, ids, combiner="sqrtn", weights=ids.astype(np.float32)
-    ),
-    "max": lambda t, ids: jmask.embedding_bag(t, ids, combiner="max", padding_id=-1),
-    "segments": lambda t, ids: jmask.embedding_bag(
-        t, ids[:, 0], segment_ids=ids[:, 1], num_segments=9, mode="zero"
-    ),
-    "gradient": lambda t, ids: jmask.grad(lambda t: jnp.sum(jnp.tanh(t[ids])))(t).values,
-    "gradient of bags": lambda t, ids: (
-        jmask.grad(lambda t: jnp.sum(jmask.embedding_bag(t, ids) ** 2))(t).values
-    ),
-    "a step": lambda t, ids: jmask.apply_gradients(
-        jmask.sgd(0.1), jmask.grad(lambda t: jnp.sum(t[ids] ** 3))(t), jmask.sgd(0.1).init(t), t
-    )[0],
-}
+SGD = jmask.sgd(0.1)
+MODELS = functions("t, ids", {**vars(jmask), **globals()})("""
+    embedding_lookup(t, ids); embedding_lookup(t, ids, max_norm=1.0);
+    embedding_lookup(t, ids, mode="clip"); PackedTable.pack(t)[ids]; embedding_bag(t, ids);
+    embedding_bag(t, ids, combiner="mean", padding_id=-1);
+    embedding_bag(t, ids, combiner="sqrtn", weights=ids.astype(np.float32));
+    embedding_bag(t, ids, combiner="max", padding_id=-1);
+    embedding_bag(t, ids[:, 0], segment_ids=ids[:, 1], num_segments=9, mode="zero");
+    grad(lambda t: jnp.sum(jnp.tanh(t[ids])))(t).values;
+    grad(lambda t: jnp.sum(embedding_bag(t, ids) ** 2))(t).values;
+    apply_gradients(SGD, grad(lambda t: jnp.sum(t[ids] ** 3))(t), SGD.init(t), t)[0]
+""")
 
 
 @pytest.mark.sampled
