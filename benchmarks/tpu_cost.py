@@ -54,14 +54,21 @@ STEPS = {
     "rowwise": (jmask.rowwise_adagrad(0.1), jmask.apply_gradients, 1),
     "lazy(optax.adam)": (jmask.lazy(optax.adam(1e-3)), in_two_steps, 3),
     "packed adam": (jmask.adam(), jmask.apply_gradients, 3),
+    "bfloat16 adagrad": (jmask.adagrad(0.1), jmask.apply_gradients, 2),
 }
+
+
+def dtype_of(name: str) -> str:
+    return "bfloat16" if name.startswith("bfloat16") else "float32"
 
 
 def compiled_step(name: str, rows: int, lookups: int, generation: str) -> Any:
     """The donated step for one device."""
     tx, apply, _ = STEPS[name]
     is_packed = name.startswith("packed")
-    table: Any = jax.ShapeDtypeStruct((rows, PACKED_WIDTH if is_packed else WIDTH), "float32")
+    table: Any = jax.ShapeDtypeStruct(
+        (rows, PACKED_WIDTH if is_packed else WIDTH), dtype_of(name)
+    )
     if is_packed:
         table = jax.eval_shape(jmask.PackedTable.pack, table)
     described = topologies.get_topology_desc(
@@ -86,7 +93,7 @@ def limit(name: str, rows: int, lookups: int, generation: str) -> float:
     A packed row moves with its line of 128 entries.
     """
     unique = rows * (1 - (1 - 1 / rows) ** lookups)
-    line = WIDTH * 4
+    line = WIDTH * jnp.dtype(dtype_of(name)).itemsize
     bytes_moved = lookups * (4 + line) + unique * line * 2 * STEPS[name][2]
     if name == "rowwise":
         bytes_moved += unique * 2 * 4

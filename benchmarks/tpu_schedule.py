@@ -9,7 +9,9 @@ libtpu dumps the final VLIW bundles of each kernel. A bundle is issued in one cy
 Where the compiler prints `estimated_cycles` of a kernel these are taken; gathers, scatters,
 sorts and Pallas calls have none. The kernels of jmask copy rows in loops whose rounds depend
 on the batch: they are counted for full blocks, and their waits are taken to be hidden, since
-the next block is copied meanwhile. All numbers are estimates; their ratios are firmer.
+the next block is copied meanwhile. Kernels that are the same are compiled, and dumped, once:
+an instruction without a dump takes as long as its twin. All numbers are estimates; their ratios
+are firmer.
 """
 
 import dataclasses
@@ -145,17 +147,23 @@ def _with_full_blocks(bundles: list[str], loop: _Loop) -> _Loop:
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) [a-z][a-z0-9\-]*\(")
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)"?')
+_OPERATION = re.compile(r" (fusion|custom-call|sort|scatter|gather)\(")
 _ARRAY = re.compile(r"([a-z]+\d+)\[([\d,]+)\]")
 
 
 def times(compiled: Any, folder: Path, generation: str) -> list[tuple[float, str]]:
     """Milliseconds and name of each kernel of a program, the longest first."""
     clock, bandwidth = GENERATIONS[generation]
+    before, entry = compiled.as_text().split("\nENTRY ", 1)
     lines = {}
-    for line in compiled.as_text().splitlines():
-        if match := _INSTRUCTION.match(line):
-            lines[match[1]] = (match[2], line)
-    results = []
+    for text in (before, entry):
+        in_entry = {}
+        for line in text.splitlines():
+            if match := _INSTRUCTION.match(line):
+                in_entry[match[1]] = (match[2], line)
+        lines.update(in_entry)
+    seconds_of: dict[str, float] = {}
+    twins: dict[tuple[str, ...], str] = {}
     for kernel in kernels_of(folder):
         result, line = lines.get(kernel.name, ("", ""))
         cycles = _CYCLES.search(line)
@@ -165,8 +173,18 @@ def times(compiled: Any, folder: Path, generation: str) -> list[tuple[float, str
             seconds = kernel.bundles / (clock * 1e9) + kernel.waits * WAIT
         if kernel.streams:
             seconds += 2 * _largest(result) / (bandwidth * 1e9)
-        results.append((seconds * 1e3, kernel.name))
-    return sorted(results, reverse=True)
+        seconds_of[kernel.name] = seconds
+        twins[_identity(kernel.name, result, line)] = kernel.name
+    for name in in_entry.keys() - seconds_of.keys():
+        twin = twins.get(_identity(name, *in_entry[name]))
+        if twin is not None and _OPERATION.search(in_entry[name][1]):
+            seconds_of[name] = seconds_of[twin]
+    return sorted(((x * 1e3, name) for name, x in seconds_of.items()), reverse=True)
+
+
+def _identity(name: str, result: str, line: str) -> tuple[str, ...]:
+    """What is the same for two instructions that are one kernel."""
+    return re.sub(r"\.\d+$", "", name), result, line.partition("backend_config=")[2]
 
 
 def _largest(result: str) -> int:

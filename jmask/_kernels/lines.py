@@ -60,13 +60,11 @@ def placed(
         target, real, touched = placed(ids, rows.real, count, lines)
         return target, lax.complex(real, placed(ids, rows.imag, count, lines)[1]), touched
     width = rows.shape[1]
-    rows_per_line, exists = per_line(width), ids < count
+    rows_per_line = per_line(width)
     line, place = ids // rows_per_line, ids % rows_per_line
-    following = jnp.where(exists, line, lines)[1:]
-    following = jnp.concatenate([following, jnp.full(line[:1].shape, lines, line.dtype)])
-    target = jnp.where(exists & (following != line), line, lines)
+    line = jnp.where(ids < count, line, lines)
     if rows_per_line == 1:
-        return target, rows, jnp.ones((1, width), bool)
+        return line, rows, jnp.ones((1, width), bool)
     place_of_column = lax.broadcasted_iota(ids.dtype, (1, LANES), 1) // width
     # Several rows of a line are joined to one write, by OR of their bits: a sum would turn
     # -0.0 into 0.0 and lose the payload of nan. With two rows a line, ids 4 and 5, rows a, b:
@@ -80,10 +78,28 @@ def placed(
     words = lax.broadcasted_iota(ids.dtype, (1, -(-rows_per_line // 32)), 1)
     bit = jnp.uint32(1) << (place % 32).astype(jnp.uint32)[:, None]
     mask = jnp.where(words == (place // 32)[:, None], bit, jnp.uint32(0))
-    full, mask = (_joined(x, line, rows_per_line) for x in (full, mask))
+    target, full, mask = joined_in_lines(line, lines, rows_per_line, full, mask)
     mask = jnp.repeat(mask, LANES // words.shape[1], axis=1)
     touched = (mask >> (place_of_column % 32).astype(jnp.uint32)) & 1 == 1
     return target, lax.bitcast_convert_type(full, rows.dtype), touched
+
+
+def joined_in_lines(
+    line: jax.Array, lines: int, rows_per_line: int, *words: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Join what sorted entries write to the same line, at most `rows_per_line` of them.
+
+    Args:
+        line (n,): of each entry, sorted; `lines` where there is none.
+        words: arrays (n, m) of integers, zero in bits that an entry does not write.
+
+    Returns:
+        The line (n,) that each entry writes, `lines` for all but the last entry of a line, and
+        the words of that line.
+    """
+    following = jnp.concatenate([line[1:], jnp.full(line[:1].shape, lines, line.dtype)])
+    target = jnp.where(following != line, line, lines)
+    return target, *(_joined(x, line, rows_per_line) for x in words)
 
 
 def _joined(x: jax.Array, line: jax.Array, rows_per_line: int) -> jax.Array:

@@ -31,7 +31,7 @@ from jmask._base.lowering import in_one_device, lower, primitive
 from jmask._base.row_ids import widen
 from jmask._kernels import tpu_rows, tuning
 from jmask._kernels.gather import BITS, Gather, zero_of
-from jmask._kernels.lines import LANES
+from jmask._kernels.lines import LANES, joined_in_lines
 
 _CLIP = lax.GatherScatterMode.CLIP
 _DROP = lax.GatherScatterMode.FILL_OR_DROP
@@ -191,6 +191,8 @@ def _written_on_a_tpu(
 ) -> list[jax.Array]:
     if _is_in_lines(table, ids):
         return [_written_in_lines(table, ids, rows, kind)]
+    if tpu_rows.accepts_pairs(table, ids):
+        return [_written_in_pairs(table, ids, rows, kind)]
     if not tpu_rows.accepts([table], ids, [rows]):
         return _written_on_tpus(table, ids, rows, kind=kind, is_alone=False)
     if kind == "set":
@@ -211,6 +213,30 @@ def _written_on_gpus(
 
 lower(_write_rows_p, _written_on_a_tpu, _written_on_tpus, platform="tpu")
 lower(_write_rows_p, _written_on_gpus, platform="gpu")
+
+
+# --- rows of 16 bits ---------------------------------------------------------------------
+
+
+def _written_in_pairs(
+    table: jax.Array, ids: jax.Array, rows: jax.Array, kind: str
+) -> jax.Array:
+    """Write rows of a 16-bit table (V, width), which share words of 32 bits in pairs."""
+    if kind == "add":
+        rows = gather_rows(table, ids, coalesced=True) + rows
+    bits = lax.bitcast_convert_type(rows, jnp.uint16).astype(jnp.int32)
+    is_upper = (ids % 2 == 1)[:, None]
+    words = jnp.where(is_upper, bits << 16, bits)
+    mask = jnp.where(is_upper, jnp.int32(-(2**16)), jnp.int32(2**16 - 1))
+    target, words, mask = joined_in_lines(ids // 2, table.shape[0] // 2, 2, words, mask)
+    (table,) = tpu_rows.update(
+        lambda old, new, mask: [(old & ~mask) | new],
+        [table],
+        target,
+        [words, jnp.broadcast_to(mask, words.shape)],
+        padding_last=False,
+    )
+    return table
 
 
 # --- one entry for each row --------------------------------------------------------------

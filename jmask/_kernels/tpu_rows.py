@@ -11,6 +11,13 @@ out, and blocks of rows overlap:
 Ids must be unique, so that blocks touch different rows and need no order among each other.
 Every table is aliased with its result: a row that no id names is not touched.
 
+What an id names is what a DMA can move by itself, words of 32 bits in whole registers:
+
+    row     a row of a table (V, width), of 32-bit numbers
+    line    128 entries of a table (1, V)
+    pair    two rows of a 16-bit table (V, width), which share their words: row 2 * i is the
+            lower half of the words of pair i, and row 2 * i + 1 the upper half
+
 The kernel has run in Pallas' interpreter and through the TPU compiler, but not yet on a TPU.
 `JMASK_KERNELS=0` in the environment gives XLA's scatters instead; `accepts` decides.
 """
@@ -20,6 +27,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +54,7 @@ _UNROLL = 16
 _CHUNK = 64
 
 Body = ArraysFunction
+Unit = Literal["row", "line", "pair"]
 Ref = Value  # of an array, or of semaphores, in the memory of a kernel
 
 
@@ -60,7 +69,7 @@ class _Plan:
         read: the tables whose old rows the body depends on.
         block: rows of a block.
         padding_last: whether padding comes after all other ids.
-        in_one_row: whether a table is an array (1, V), and its rows are lines of 128 entries.
+        unit: what an id names, and a row of a block holds.
     """
 
     body: Body
@@ -70,7 +79,7 @@ class _Plan:
     read: tuple[int, ...]
     block: int
     padding_last: bool
-    in_one_row: bool
+    unit: Unit
 
 
 def update(
@@ -88,7 +97,8 @@ def update(
     Args:
         body: (*table rows, *rows, *scalars) -> new table rows (b, width), elementwise.
         tables: arrays (V, width) that `accepts` takes; or arrays (1, V), whose lines of 128
-            entries are counted by the ids.
+            entries are counted by the ids; or one 16-bit array that `accepts_pairs` takes, of
+            which `body` gets and returns the words (b, width), int32, of pairs of rows.
         ids (n,): int32, canonical and unique, padding apart.
         rows: arrays (n, width).
         scalars: of at most 32 bits.
@@ -99,8 +109,10 @@ def update(
     from jax.experimental.pallas import tpu as pltpu
 
     count, width = rows[0].shape
-    in_one_row = tables[0].shape[1] != width
-    padding = tables[0].size // width
+    table = tables[0]
+    unit: Unit = "row" if table.shape[1] == width else "line"
+    unit = "pair" if table.dtype.itemsize == 2 else unit
+    padding = table.size * table.dtype.itemsize // (4 * width)
     block = block_size(len(tables) + len(rows), width, count)
     blocks = -(-count // block)
     rows = [_padded(x, blocks * block, 0) for x in rows]
@@ -114,7 +126,7 @@ def update(
         tuple(range(len(tables)) if read is None else read),
         block,
         padding_last,
-        in_one_row,
+        unit,
     )
     parts = [ids]
     if not padding_last:
@@ -149,7 +161,10 @@ def update(
             ],
             out_specs=[in_hbm for _ in tables],
             scratch_shapes=[
-                *[pltpu.VMEM((2, block, width), x.dtype) for x in tables],
+                *[
+                    pltpu.VMEM((2, block * 4 // x.dtype.itemsize, width), x.dtype)
+                    for x in tables
+                ],
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SemaphoreType.DMA((2,)),
             ],
@@ -207,9 +222,12 @@ def _kernel(plan: _Plan, valid: Ref, numbers: Ref, *refs: Ref) -> None:
     step, blocks = pl.program_id(0), pl.num_programs(0) - 2
 
     def copy(way: str, t: int, slot: Index, row: Value, j: Index) -> Value:
-        if plan.in_one_row:
+        pair = lambda i: pl.ds(pl.multiple_of(2 * i, 2), 2)
+        if plan.unit == "line":
             line = pl.ds(pl.multiple_of(row * LANES, LANES), LANES)
             ends = tables[t].at[:, line], buffers[t].at[slot, pl.ds(j, 1)]
+        elif plan.unit == "pair":
+            ends = tables[t].at[pair(row)], buffers[t].at[slot, pair(j)]
         else:
             ends = tables[t].at[row], buffers[t].at[slot, j]
         source, target = ends if way == "read" else ends[::-1]
@@ -263,11 +281,16 @@ def _kernel(plan: _Plan, valid: Ref, numbers: Ref, *refs: Ref) -> None:
         words = [x[0].astype(d) for x, d in zip(scalars, plan.scalars, strict=True)]
 
         def chunk(number: Index, carry: int) -> int:
-            place = pl.ds(number * _CHUNK, _CHUNK)
-            old = [buffer[slot, place] for buffer in buffers]
+            place = kept = pl.ds(number * _CHUNK, _CHUNK)
+            old_as = new_as = lambda x: x
+            if plan.unit == "pair":
+                kept = pl.ds(2 * number * _CHUNK, 2 * _CHUNK)
+                old_as = lambda x: pltpu.bitcast(x, jnp.int32)
+                new_as = lambda x: pltpu.bitcast(x, buffers[0].dtype)
+            old = [old_as(buffer[slot, kept]) for buffer in buffers]
             new = plan.body(*old, *[x[place] for x in rows], *words)
             for buffer, x in zip(buffers, new, strict=True):
-                buffer[slot, place] = x
+                buffer[slot, kept] = new_as(x)
             return carry
 
         lax.fori_loop(0, block // _CHUNK, chunk, 0)
@@ -348,7 +371,8 @@ def read_lines(table: jax.Array, ids: jax.Array) -> jax.Array:
 # Choose which row updates run as the kernel of `tpu_rows`; XLA does the others.
 #
 # float32[V, 128], ids int32, p - lr * g       the kernel
-# bfloat16[V, 128], or float32[V, 64]          XLA's scatters
+# bfloat16[V, 128], new rows to be written     the kernel, by pairs of rows
+# float32[V, 64]                               XLA's scatters
 # p - lr * cbrt(g)                             XLA's scatters: Pallas does not lower `cbrt`
 #
 # All is decided where a program is lowered, by the shapes, the operations and the switch
@@ -361,6 +385,7 @@ _COMPUTED = {*_GIVEN, jnp.dtype(bool)}
 _LOWERED = ARITHMETIC - {"cbrt", "expm1"}
 
 _NEEDED = (
+    "bitcast",
     "CompilerParams",
     "HBM",
     "PrefetchScalarGridSpec",
@@ -401,18 +426,29 @@ def accepts(
         program: the arithmetic on single entries; None if it is an addition or a copy.
     """
     return (
+        _fits(tables[0], ids, len(tables) + len(rows))
+        and all(x.dtype in _WORDS for x in tables)
+        and all(x.dtype in _GIVEN for x in (*rows, *scalars))
+        and (program is None or _is_lowered(program))
+    )
+
+
+def accepts_pairs(table: Shaped, ids: jax.Array) -> bool:
+    """Decide whether rows of a 16-bit table can be written by the kernel, in pairs."""
+    is_pairs = table.dtype in (jnp.bfloat16, jnp.float16) and table.shape[0] % 2 == 0
+    return is_pairs and _fits(table, ids, 3)
+
+
+def _fits(table: Shaped, ids: jax.Array, arrays: int) -> bool:
+    return (
         switched_on()
         and _is_available()
         # XLA keeps other widths transposed or padded, and would copy the table for the kernel.
-        and tables[0].ndim == 2
-        and tables[0].shape[1] % LANES == 0
-        # A row of 16 bits shares its words with a neighbour, which a DMA cannot leave alone.
-        and all(x.dtype in _WORDS for x in tables)
-        and all(x.dtype in _GIVEN for x in (*rows, *scalars))
+        and table.ndim == 2
+        and table.shape[1] % LANES == 0
         and ids.dtype == jnp.int32
         and ids.shape[0] > 0
-        and tpu_rows.block_size(len(tables) + len(rows), tables[0].shape[1], ids.shape[0]) > 0
-        and (program is None or _is_lowered(program))
+        and tpu_rows.block_size(arrays, table.shape[1], ids.shape[0]) > 0
     )
 
 
