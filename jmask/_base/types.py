@@ -16,6 +16,7 @@
 | a tree of them                                     | `Gradients`, `Params`, `OptState`   |
 | a tree whose leaves may be anything                | `PyTree`                            |
 | a function of arguments of any number              | `Function`, `ArrayFunction`         |
+| a factor that all rows of a deferred table share   | `Coefficient`                       |
 | anything: it is about to be checked                | `object`                            |
 
 `optax.Params`, `optax.Updates` and `optax.OptState` are trees of plain arrays. The ones here
@@ -118,3 +119,5 @@ JvpArgs = tuple[Any, ...]
 """Primals, or tangents, as `jax.custom_jvp` gives them to a rule."""
 Value = Any
 """The value of a variable in an interpreted program: an array, or what stands for one."""
+Coefficient = Any
+"""A number that is known, or an array of no dimensions or (W,); None where there is none."""

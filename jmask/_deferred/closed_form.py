@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import trailing
-from jmask._base.types import Scalar
-from jmask._deferred.zero_gradient import Coefficient
+from jmask._base.types import Coefficient, HostArray, Scalar
 
 # --- the sum of quotients ----------------------------------------------------------------
 #
@@ -97,7 +96,7 @@ class StepWithout(NamedTuple):
         sign: d, or None.
     """
 
-    changes: dict[Pair, Any]
+    changes: dict[Pair, Coefficient]
     quotient: Quotient | None
     sign: Coefficient
 
@@ -167,10 +166,10 @@ class Coefficients:
         scale: of the quotients, if there are some.
     """
 
-    products: dict[Pair, Any]
-    terms: list[Any]
-    signs: list[Any]
-    less_1: list[Any]
+    products: dict[Pair, Coefficient]
+    terms: list[Coefficient]
+    signs: list[Coefficient]
+    less_1: list[Coefficient]
     scale: Scale | None
 
     @classmethod
@@ -339,7 +338,7 @@ def _errors(b1: float, b2: float, is_corrected: bool) -> list[tuple[int, float]]
     return errors
 
 
-def _is_proved(form: Form, step: StepWithout, scale: Scale) -> Any:
+def _is_proved(form: Form, step: StepWithout, scale: Scale) -> jax.Array:
     """Decide for each start step (W,) whether the sums are exact with the scalars of this step.
 
     Those that are known were looked at when the table was made. Those that are not, as they
@@ -401,11 +400,11 @@ def _at_nodes(
     return values
 
 
-def _nodes(terms: int) -> np.ndarray:
+def _nodes(terms: int) -> HostArray:
     return -np.cos((2 * np.arange(terms) + 1) * math.pi / (2 * terms))
 
 
-def _dct(terms: int) -> np.ndarray:
+def _dct(terms: int) -> HostArray:
     """Return the matrix from values at the nodes to Chebyshev coefficients."""
     angles = np.arccos(_nodes(terms))
     matrix = 2 / terms * np.cos(np.arange(terms)[:, None] * angles)

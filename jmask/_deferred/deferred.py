@@ -6,13 +6,11 @@ deferred     every row moves in every step, and is caught up
              when it is read                                 O(rows touched)
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
 
-from jmask._base.types import Gradients, OptState, Params, PyTree, PyTreeDef, Table
+from jmask._base.types import Gradient, Gradients, OptState, Params, PyTree, PyTreeDef, Table
 from jmask._base.validation import as_table, check_flag
 from jmask._deferred.step import without_rows
 from jmask._deferred.table import DeferredTable
@@ -92,7 +90,7 @@ def deferred(table: Table, tx: optax.GradientTransformation) -> DeferredTable:
 
 def to_deferred(
     tx: optax.GradientTransformation, opt_state: OptState, params: Params, tables: PyTree
-) -> tuple[Any, Any]:
+) -> tuple[Params, OptState]:
     """Take a run on arrays on with some of them deferred: the next step is the dense one.
 
     Args:
@@ -120,7 +118,7 @@ def to_deferred(
     check_transformation("tx", tx, "jmask.to_deferred(tx, opt_state, params, tables)")
     check_parameters(params)
     leaves = jax.tree.leaves(params, is_leaf=is_stored_table)
-    tree: Any = jax.tree.structure(params, is_leaf=is_stored_table)
+    tree: PyTreeDef = jax.tree.structure(params, is_leaf=is_stored_table)
     which, tables_tree = jax.tree.flatten(tables)
     if tables_tree != tree:
         raise ValueError(
@@ -144,7 +142,7 @@ def to_deferred(
 
 def from_deferred(
     tx: optax.GradientTransformation, opt_state: OptState, params: Params
-) -> tuple[Any, Any]:
+) -> tuple[Params, OptState]:
     """Take a run on deferred tables on with the arrays of a dense or a lazy one.
 
     Args:
@@ -169,7 +167,7 @@ def from_deferred(
     check_transformation("tx", tx, "jmask.from_deferred(tx, opt_state, params)")
     check_parameters(params)
     leaves = jax.tree.leaves(params, is_leaf=is_stored_table)
-    tree: Any = jax.tree.structure(params, is_leaf=is_stored_table)
+    tree: PyTreeDef = jax.tree.structure(params, is_leaf=is_stored_table)
     which = list(map(is_deferred, leaves))
     empty = jax.tree.leaves(without_rows(leaves), is_leaf=is_stored_table)
     state, state_tree, owners = _owned(tx, empty, tree, opt_state, which)
@@ -185,11 +183,11 @@ def from_deferred(
 
 def _owned(
     tx: optax.GradientTransformation,
-    leaves: list[Any],
+    leaves: list[Table],
     tree: PyTreeDef,
     opt_state: OptState,
     which: list[bool],
-) -> tuple[list[Any], Any, list[int | None]]:
+) -> tuple[list[Table], PyTreeDef, list[int | None]]:
     """Return the leaves of a state, its structure, and the tables whose rows they hold."""
     shapes = [shape_of(x) for x in leaves]
     owners = tables_of_state(tx, shapes, which, tree, opt_state)
@@ -201,17 +199,21 @@ def _owned(
 _AS_ARRAYS = ("of a DeferredTable", "key<fry>", "key<row ids")
 
 
-def _innermost(tx: Any) -> Any:
+def _innermost(
+    tx: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
     """Return the transformation that takes the steps, without the guards around it."""
-    while getattr(tx, "inner", None) is not None:
-        tx = tx.inner
+    while (inner := getattr(tx, "inner", None)) is not None:
+        tx = inner
     return optax.with_extra_args_support(tx)
 
 
-def _first_step(table: DeferredTable, tx: Any, state: OptState) -> Gradients:
+def _first_step(
+    table: DeferredTable, tx: optax.GradientTransformationExtraArgs, state: OptState
+) -> Gradients:
     """Return the updates for the table before its first step, for no rows."""
     ids = jnp.full((1,), table.shape[0], jnp.int32)
     values = jnp.zeros((1, *table.shape[1:]), table.dtype)
-    gradient = RowSparse.from_rows(ids, values, table.shape, coalesced=True)
+    gradient: Gradient = RowSparse.from_rows(ids, values, table.shape, coalesced=True)
     updates, _ = tx.update(gradient, state, table)
     return updates

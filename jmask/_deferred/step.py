@@ -14,7 +14,6 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +21,29 @@ import numpy as np
 import optax
 
 from jmask._base.array_types import added
-from jmask._base.types import Gradient, Gradients, OptState, Params, TensorLike
+from jmask._base.types import (
+    Coefficient,
+    Gradient,
+    Gradients,
+    KeyPath,
+    OptState,
+    Params,
+    PyTree,
+    PyTreeDef,
+    Table,
+)
 from jmask._base.validation import leaf_name
-from jmask._deferred.closed_form import Form, Quotient, StepWithout, products_of, terms_for
+from jmask._deferred.closed_form import (
+    Form,
+    Pair,
+    Quotient,
+    StepWithout,
+    products_of,
+    terms_for,
+)
 from jmask._deferred.table import DeferredTable
 from jmask._deferred.zero_gradient import ZERO as NO_GRADIENT
 from jmask._deferred.zero_gradient import (
-    Coefficient,
     Root,
     RowForm,
     Value,
@@ -42,7 +57,7 @@ from jmask._tensors.row_sparse import RowSparse
 from jmask._updates.checks import with_wide_rows
 from jmask._updates.state_rows import tables_of_state
 
-Run = Callable[[Any, Any, Any], tuple[Any, Any]]
+Run = Callable[[Gradients, OptState, Params], tuple[PyTree, OptState]]
 
 
 class NotDeferrableError(ValueError):
@@ -66,7 +81,7 @@ def without_rows(params: Params) -> Params:
     One row, because checkpoints of orbax have no arrays without entries.
     """
 
-    def empty(x: TensorLike) -> Any:
+    def empty(x: Table) -> Table:
         return jnp.zeros((1, *x.shape[1:]), x.dtype) if is_deferred(x) else x
 
     return jax.tree.map(empty, params, is_leaf=is_stored_table)
@@ -79,7 +94,7 @@ def deferred_step(
     updates: Gradients,
     state: OptState,
     params: Params,
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, OptState]:
     """Take a step, with the deferred tables of the parameters.
 
     Args:
@@ -95,12 +110,14 @@ def deferred_step(
         ValueError: if a table was made for another transformation, or what this one does to
             rows without a gradient has no closed form.
     """
-    paths: Any = jax.tree.leaves_with_path(params, is_leaf=is_stored_table)
+    paths: list[tuple[KeyPath, Table]] = jax.tree.leaves_with_path(
+        params, is_leaf=is_stored_table
+    )
     leaves = [x for _, x in paths]
-    tree: Any = jax.tree.structure(params, is_leaf=is_stored_table)
+    tree: PyTreeDef = jax.tree.structure(params, is_leaf=is_stored_table)
     gradients = with_wide_rows(tree.flatten_up_to(updates))
     old_state = jax.tree.leaves(state, is_leaf=is_stored_table)
-    state_tree: Any = jax.tree.structure(state, is_leaf=is_stored_table)
+    state_tree: PyTreeDef = jax.tree.structure(state, is_leaf=is_stored_table)
     tables: dict[int, DeferredTable] = {i: x for i, x in enumerate(leaves) if is_deferred(x)}
     shapes = [
         jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) if i in tables else shape_of(x)
@@ -131,7 +148,7 @@ def deferred_step(
         for k, x in zip(places[i], rows[1:], strict=True):
             state_leaves[k] = x
 
-    def step_of_rows(updates: Gradients, state: OptState, params: Params) -> Any:
+    def step_of_rows(updates: Gradients, state: OptState, params: Params) -> PyTree:
         """Return results (not for tables), the state, and new rows of the tables."""
         result, state = run(updates, state, params)
         results = tree.flatten_up_to(result)
@@ -148,7 +165,7 @@ def deferred_step(
         tree.unflatten(leaves),
     )
     program, result_shapes = jax.make_jaxpr(step_of_rows, return_shape=True)(*arguments)
-    structure: Any = jax.tree.structure(result_shapes)
+    structure: PyTreeDef = jax.tree.structure(result_shapes)
     values = forms_of(program, [Value(x, forms.get(id(x))) for x in jax.tree.leaves(arguments)])
     results, new_state, new_rows = structure.unflatten([x.array for x in values])
     _, state_values, row_values = structure.unflatten(values)
@@ -174,7 +191,7 @@ def _fitted(table: DeferredTable, gradient: Gradient) -> RowSparse:
     return gradient
 
 
-def _name_of(init: Callable[[Any], Any], update: Run) -> str:
+def _name_of(init: optax.TransformInitFn, update: Run) -> str:
     """Return what distinguishes a transformation from others: its program on a small table.
 
     The text of a program may differ under another JAX, and then a table that was pickled or
@@ -182,7 +199,7 @@ def _name_of(init: Callable[[Any], Any], update: Run) -> str:
     """
     table = jnp.ones((2, 2), jnp.float32)
 
-    def step(gradient: jax.Array, param: jax.Array) -> Any:
+    def step(gradient: jax.Array, param: jax.Array) -> PyTree:
         return update(gradient, init(param), param)
 
     try:
@@ -223,7 +240,7 @@ def _step_without(table: int, values: Sequence[Value]) -> tuple[Form, StepWithou
         values: its parameter and state after the step.
     """
     forms = [_sum_of(x.form) for x in values]
-    changes: dict[tuple[int, int], Any] = {}
+    changes: dict[Pair, Coefficient] = {}
     for row, form in enumerate(forms):
         for (owner, column), factor in form.entries.items():
             if owner != table:

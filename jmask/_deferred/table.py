@@ -19,17 +19,15 @@ caught up; `closed_form` takes the steps since then.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import is_complex, trailing, wide
 from jmask._base.row_ids import id_dtype
-from jmask._base.types import Gradient, Index, Scalar, Table
+from jmask._base.types import DType, Gradient, Index, Scalar, Table
 from jmask._deferred.closed_form import Form, StepWithout, advanced, skipped
 from jmask._kernels.rows import gather_rows, ids_after_reading
 from jmask._tables.deferral import Deferred, sealed, unsealed
@@ -78,24 +76,24 @@ class DeferredTable(Deferred):
     _STATIC = ("shape", "apart", "form", "made_for")
 
     main: Table
-    others: tuple[Any, ...]
-    last: Any
+    others: tuple[Table, ...]
+    last: Table
     sealed_clock: jax.Array
-    lines: Any
-    carry: Any
+    lines: jax.Array
+    carry: jax.Array
     apart: tuple[bool, ...]
     form: Form | None
     made_for: str | None
 
     @classmethod
-    def of(cls, **parts: Any) -> "DeferredTable":
+    def of(cls, **parts: object) -> "DeferredTable":
         node = object.__new__(cls)
         for name in (*cls._ARRAYS, *cls._STATIC):
             setattr(node, name, parts.get(name))
         return node
 
     @classmethod
-    def before(cls, table: Table, slots: Sequence[Any]) -> "DeferredTable":
+    def before(cls, table: Table, slots: Sequence[Table]) -> "DeferredTable":
         """Return a table without coefficients yet: see `begun`.
 
         Args:
@@ -149,7 +147,7 @@ class DeferredTable(Deferred):
         )
 
     @property
-    def dtype(self) -> np.dtype:
+    def dtype(self) -> DType:
         return self.main.dtype
 
     @property
@@ -194,7 +192,7 @@ class DeferredTable(Deferred):
     def with_all_rows(self, gradient: Gradient, rows: Sequence[jax.Array]) -> "DeferredTable":
         """Return the table with caught-up `rows` where a gradient has them."""
 
-        def write(x: jax.Array, new: jax.Array) -> Any:
+        def write(x: jax.Array, new: jax.Array) -> Table:
             return RowsAt.of(x, gradient).write(x, new)
 
         count = rows[0].shape[0]
@@ -254,7 +252,7 @@ class DeferredTable(Deferred):
             self._checked_lines()
         return _all_caught_up(self) if self.shape[0] else self
 
-    def parts(self) -> list[Any]:
+    def parts(self) -> list[Table]:
         """Return parameter and state as a run without deferred tables has them now."""
         table = self.up_to_date()
         if is_stored_table(self.main):
@@ -275,7 +273,9 @@ class DeferredTable(Deferred):
 
     # --- parts ---------------------------------------------------------------------------
 
-    def _gathered(self, read: Callable[[Any], jax.Array]) -> tuple[Any, Any, Any]:
+    def _gathered(
+        self, read: Callable[[Table], jax.Array]
+    ) -> tuple[jax.Array, list[jax.Array], jax.Array]:
         last = read(self.last)
         return read(self.main), [read(x) for x in self.others], last.reshape(last.shape[0])
 
@@ -288,7 +288,9 @@ class DeferredTable(Deferred):
         separate = iter(others)
         return [next(separate if alone else interleaved) for alone in (False, *self.apart)]
 
-    def _now(self, main: jax.Array, others: list[jax.Array], last: jax.Array) -> list[Any]:
+    def _now(
+        self, main: jax.Array, others: list[jax.Array], last: jax.Array
+    ) -> list[jax.Array]:
         """Return what rows have become since `last`."""
         entries = self._slots(main, others)
         if self.form is None:
@@ -334,7 +336,7 @@ def _all_caught_up(table: DeferredTable) -> DeferredTable:
         return table._caught_up(0, rows)
     count = min(rows, _BLOCK)
 
-    def block(i: jax.Array, table: Table) -> Any:
+    def block(i: jax.Array, table: DeferredTable) -> DeferredTable:
         return table._caught_up(jnp.minimum(i * count, rows - count), count)
 
     return lax.fori_loop(0, -(-rows // count), block, table)

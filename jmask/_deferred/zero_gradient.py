@@ -18,7 +18,7 @@ of inactive rows can be caught up later; any others are refused.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jmask._base.forms import CALLS, aval_of, called, name_of, parameter
 from jmask._base.jaxprs import ARITHMETIC, bound, interpret
+from jmask._base.types import Coefficient
 
 # --- forms of a value in an inactive row -------------------------------------------------
 
 # The number of a table, and 0 for its parameter or 1, 2, ... for its state.
 Entry = tuple[int, int]
-Coefficient = Any  # a number that is known, or an array (W,) or of no dimensions
 
 
 class Factor(NamedTuple):
@@ -49,7 +49,7 @@ class Factor(NamedTuple):
     def plus(self, other: "Factor") -> "Factor":
         return Factor(self.ones + other.ones, self.rest + other.rest)
 
-    def value(self) -> Any:
+    def value(self) -> Coefficient:
         return self.rest if self.ones == 0 else self.ones + self.rest
 
 
@@ -79,8 +79,8 @@ class RowForm:
 
     entries: dict[Entry, Factor] = dataclasses.field(default_factory=dict)
     constant: Coefficient = None
-    quotients: tuple[tuple[Entry, Any, Root], ...] = ()
-    signs: dict[Entry, Any] = dataclasses.field(default_factory=dict)
+    quotients: tuple[tuple[Entry, Coefficient, Root], ...] = ()
+    signs: dict[Entry, Coefficient] = dataclasses.field(default_factory=dict)
     root: Root | None = None
     inverse: Root | None = None
     unknown: str | None = None
@@ -98,7 +98,7 @@ class RowForm:
     def is_sum(self) -> bool:
         return self.unknown is None and self.root is None and self.inverse is None
 
-    def single(self) -> tuple[Entry, Any] | None:
+    def single(self) -> tuple[Entry, Coefficient] | None:
         """Return an entry and its coefficient, if that is all there is."""
         alone = self.is_sum and not self.quotients and not self.signs and self.constant is None
         if not alone or len(self.entries) != 1:
@@ -165,9 +165,9 @@ class Value(NamedTuple):
         shared: the scalar that the array is filled with, if it is.
     """
 
-    array: Any
+    array: jax.Array
     form: RowForm | None = None
-    shared: Any = None
+    shared: Coefficient = None
 
     def scalar(self) -> Coefficient:
         """Return the scalar that all rows share, or None."""
@@ -224,7 +224,7 @@ def _rule(eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
     return [Value(x, form) for x in results]
 
 
-def _bound(eqn: JaxprEqn, arrays: list[Any]) -> list[Any]:
+def _bound(eqn: JaxprEqn, arrays: list[jax.Array]) -> list[jax.Array]:
     """Return the results of an equation, known where its operands are."""
     is_known = arrays and not any(isinstance(x, jax.core.Tracer) for x in arrays)
     if not is_known or name_of(eqn) not in ARITHMETIC:
@@ -233,7 +233,7 @@ def _bound(eqn: JaxprEqn, arrays: list[Any]) -> list[Any]:
         return bound(eqn, arrays)
 
 
-def _shared(eqn: JaxprEqn, inputs: list[Value], results: list[Any]) -> list[Any]:
+def _shared(eqn: JaxprEqn, inputs: list[Value], results: list[jax.Array]) -> list[Coefficient]:
     """Return the scalars that results are filled with, or None."""
     if all(jnp.ndim(x) == 0 for x in results):
         return list(map(_number, results))
@@ -265,7 +265,9 @@ _DIVIDES_BY_ZERO = (
     "in a row without a gradient it divides by 0, as by the gradient itself, or with `eps` 0"
 )
 
-Forms = Sequence[Any]  # of the operands; None of an array that differs from row to row
+# None of an operand is an array that differs from row to row; None of a result, no form.
+Unary = Callable[[JaxprEqn, RowForm], RowForm | None]
+Binary = Callable[[JaxprEqn, RowForm | None, RowForm | None], RowForm | None]
 
 
 def _form(eqn: JaxprEqn, inputs: list[Value]) -> RowForm:
@@ -281,8 +283,10 @@ def _form(eqn: JaxprEqn, inputs: list[Value]) -> RowForm:
     if name in _MOVES:
         rows = aval_of(eqn.invars[0]).shape[:1] == aval_of(eqn.outvars[0]).shape[:1]
         return known[0] if rows or known[0].is_zero else unknown(f"`{name}` moves rows")
-    if name in _RULES:
-        form = _RULES[name](eqn, forms)
+    if name in _UNARY:
+        form = _UNARY[name](eqn, known[0])
+    elif name in _BINARY:
+        form = _BINARY[name](eqn, *forms)
     elif name in ("max", "min", "clamp"):
         form = _bounded(name, [x.scalar() for x in inputs])
     elif name == "select_n":
@@ -319,8 +323,7 @@ def _keeps(eqn: JaxprEqn) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).nmant >= _FEWEST_BITS
 
 
-def _add(eqn: JaxprEqn, forms: Forms) -> RowForm | None:
-    x, y = forms
+def _add(eqn: JaxprEqn, x: RowForm | None, y: RowForm | None) -> RowForm | None:
     if x is None or y is None:
         return unknown("what is added is not the same in each row, as noise is")
     is_sum = name_of(eqn) != "sub"
@@ -336,25 +339,24 @@ def _add(eqn: JaxprEqn, forms: Forms) -> RowForm | None:
     return x.plus(y if is_sum else y.times(-1.0))
 
 
-def _mul(eqn: JaxprEqn, forms: Forms) -> RowForm | None:
-    for x in forms:
-        if x is not None and x.inverse is not None and _may_be_zero(x.inverse):
-            return unknown(_DIVIDES_BY_ZERO)
-    if any(x is not None and x.is_zero for x in forms):
+def _mul(eqn: JaxprEqn, x: RowForm | None, y: RowForm | None) -> RowForm | None:
+    known = [form for form in (x, y) if form is not None]
+    if any(form.inverse is not None and _may_be_zero(form.inverse) for form in known):
+        return unknown(_DIVIDES_BY_ZERO)
+    if any(form.is_zero for form in known):
         return ZERO
-    if any(x is None for x in forms):
+    if x is None or y is None:
         return None
-    for one, other in (forms, forms[::-1]):
+    for one, other in ((x, y), (y, x)):
         if other.is_constant:
             return one if one.unknown else one.times(other.constant)
-    for one, other in (forms, forms[::-1]):
+    for one, other in ((x, y), (y, x)):
         if other.inverse is not None:
             return _quotient(one, other.inverse)
     return None
 
 
-def _div(eqn: JaxprEqn, forms: Forms) -> RowForm | None:
-    x, y = forms
+def _div(eqn: JaxprEqn, x: RowForm | None, y: RowForm | None) -> RowForm | None:
     if y is not None and (y.is_zero or (y.root is not None and _may_be_zero(y.root))):
         return unknown(_DIVIDES_BY_ZERO)
     if x is not None and x.is_zero:
@@ -377,8 +379,7 @@ def _quotient(x: RowForm, root: Root) -> RowForm | None:
     return None if alone is None else RowForm(quotients=((*alone, root),))
 
 
-def _sqrt(eqn: JaxprEqn, forms: Forms) -> RowForm | None:
-    (form,) = forms
+def _sqrt(eqn: JaxprEqn, form: RowForm) -> RowForm | None:
     is_inverse = name_of(eqn) == "rsqrt"
     if form.is_zero and not is_inverse:
         return ZERO
@@ -389,8 +390,7 @@ def _sqrt(eqn: JaxprEqn, forms: Forms) -> RowForm | None:
     return RowForm(inverse=root) if is_inverse else RowForm(root=root)
 
 
-def _sign(eqn: JaxprEqn, forms: Forms) -> RowForm | None:
-    (form,) = forms
+def _sign(eqn: JaxprEqn, form: RowForm) -> RowForm | None:
     alone = form.single()
     if form.is_zero or alone is None:
         return ZERO if form.is_zero else None
@@ -399,12 +399,12 @@ def _sign(eqn: JaxprEqn, forms: Forms) -> RowForm | None:
     return RowForm(signs={a: sign(factor)})
 
 
-def _integer_pow(eqn: JaxprEqn, forms: Forms) -> RowForm | None:
-    (form,), power = forms, parameter(eqn, "y")
+def _integer_pow(eqn: JaxprEqn, form: RowForm) -> RowForm | None:
+    power = parameter(eqn, "y")
     return form if power == 1 or (form.is_zero and power > 0) else None
 
 
-def _bounded(name: str, scalars: Sequence[Any]) -> RowForm | None:
+def _bounded(name: str, scalars: Sequence[Coefficient]) -> RowForm | None:
     """Return zero for what is cut off at bounds around 0, if that is known."""
     if not all(isinstance(x, int | float) for x in scalars):
         return None
@@ -416,29 +416,32 @@ def _bounded(name: str, scalars: Sequence[Any]) -> RowForm | None:
     return ZERO if result == 0 else None
 
 
-def _select(which: Value, forms: Forms) -> RowForm | None:
-    if all(x is not None and x.is_zero for x in forms):
+def _select(which: Value, forms: Sequence[RowForm | None]) -> RowForm | None:
+    known = [form for form in forms if form is not None]
+    is_known, scalar = len(known) == len(forms), which.scalar()
+    if is_known and all(form.is_zero for form in known):
         return ZERO
-    scalar = which.scalar()
-    if which.form is not None or scalar is None or any(x is None for x in forms):
+    if which.form is not None or scalar is None or not is_known:
         return unknown("which of its values a row takes depends on what it holds")
-    if any(not x.is_sum for x in forms):
-        return next((x for x in forms if x.unknown), None)
+    if any(not form.is_sum for form in known):
+        return next((form for form in known if form.unknown), None)
     total = ZERO
-    for i, form in enumerate(forms):
+    for i, form in enumerate(known):
         total = total.plus(form.times(jnp.where(scalar == i, 1.0, 0.0)))
     return total
 
 
-_RULES: dict[str, Callable[[JaxprEqn, Forms], RowForm | None]] = {
-    "neg": lambda eqn, forms: forms[0].times(-1.0),
+_UNARY: dict[str, Unary] = {
+    "neg": lambda _, form: form.times(-1.0),
+    "sqrt": _sqrt,
+    "rsqrt": _sqrt,
+    "sign": _sign,
+    "integer_pow": _integer_pow,
+}
+_BINARY: dict[str, Binary] = {
     "add": _add,
     "add_any": _add,
     "sub": _add,
     "mul": _mul,
     "div": _div,
-    "sqrt": _sqrt,
-    "rsqrt": _sqrt,
-    "sign": _sign,
-    "integer_pow": _integer_pow,
 }
