@@ -3,6 +3,7 @@
 functions("x, y", globals())("x + y; -x")   {"x + y": lambda x, y: x + y, "-x": lambda x, y: -x}
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,3 +23,9 @@ def functions(arguments: str, names: dict[str, Any]) -> Callable[[str], Table]:
         return {k: eval(compile(x, names["__file__"], "eval"), names) for k, x in code.items()}
 
     return read
+
+
+def rows(text: str) -> list[list[str]]:
+    """The parts of each row, between bars; what is indented more goes on with a row."""
+    found = re.split(r"\n    (?=\S)", text.rstrip())[1:]
+    return [[part.strip() for part in re.split(r" \|\s", row)] for row in found]

@@ -1,6 +1,5 @@
 """Losses that look a table up in every way that JAX programs do, and what is expected."""
 
-import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ from jax import lax
 from jax.experimental.sparse import BCOO
 
 import jmask
-from tests.expressions import functions
+from tests.expressions import functions, rows
 from tests.sparse_arrays import coo, csr
 
 V, D = 10, 4
@@ -194,8 +193,7 @@ _ROWS = """
 
 def read(text: str) -> dict[str, Program]:
     programs = {}
-    for row in re.split(r"\n    (?=\S)", text.rstrip())[1:]:
-        name, kind, code = (part.strip() for part in re.split(r" \|\s", row, maxsplit=2))
+    for name, kind, code in rows(text):
         ((_, loss),) = functions("t", globals())(code).items()
         nse = int(kind) if kind.isdigit() else None
         programs[name] = Program(loss, nse, kind == "falls back")
