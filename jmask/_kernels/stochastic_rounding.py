@@ -36,10 +36,10 @@ def check_key(key: object) -> None:
 
 
 def _checked_dtype(dtype: DTypeLike) -> DType:
-    found = checked_dtype("dtype", dtype)
-    if not jnp.issubdtype(found, jnp.floating):
-        raise TypeError(f"`dtype` must be floating, such as jnp.bfloat16, got {found}.")
-    return found
+    checked = checked_dtype("dtype", dtype)
+    if not jnp.issubdtype(checked, jnp.floating):
+        raise TypeError(f"`dtype` must be floating, such as jnp.bfloat16, got {checked}.")
+    return checked
 
 
 def stochastic_round(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Array:
@@ -74,9 +74,9 @@ def stochastic_round(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Arra
         >>> bool(abs(y.astype(jnp.float32).mean() - 256.5) < 0.05)
         True
     """
-    found = abstract_leaf(x)
-    if found is None or not jnp.issubdtype(found.dtype, jnp.floating):
-        kind = type(x).__name__ if found is None else found.dtype
+    abstract = abstract_leaf(x)
+    if abstract is None or not jnp.issubdtype(abstract.dtype, jnp.floating):
+        kind = type(x).__name__ if abstract is None else abstract.dtype
         raise TypeError(f"`x` must be floating, got {kind}: the order is (x, dtype, key).")
     x = jnp.asarray(x)
     check_key(key)

@@ -171,17 +171,17 @@ def multi_steps(
     return guarded(inner, init, accumulate, finish)
 
 
-def _split(gradient: Gradient, of_shapes: bool = False) -> tuple[Any, Any]:
+def _split(gradient: Gradient, shapes_only: bool = False) -> tuple[Any, Any]:
     """Return rows or an array, and the valid entries if the gradient is masked, else None."""
     if not isinstance(gradient, MaskedTensor):
         return gradient, None
-    if of_shapes:
+    if shapes_only:
         return jax.eval_shape(gradient_and_valid, gradient)
     return gradient_and_valid(gradient)
 
 
 def _empty(like: Gradient, every_k: int) -> Any:
-    like, valid = _split(like, of_shapes=True)
+    like, valid = _split(like, shapes_only=True)
     count = every_k if is_row_sparse(like) else 1
     kept: Any
     if is_row_sparse(like):
@@ -195,7 +195,7 @@ def _empty(like: Gradient, every_k: int) -> Any:
 
 
 def _added(like: Gradient, kept: PyTree, gradient: Gradient, mini_step: jax.Array) -> Any:
-    like, _ = _split(like, of_shapes=True)
+    like, _ = _split(like, shapes_only=True)
     gradient, valid = _split(gradient)
 
     def put(kept: jax.Array, new: jax.Array) -> jax.Array:
@@ -218,7 +218,7 @@ def _added(like: Gradient, kept: PyTree, gradient: Gradient, mini_step: jax.Arra
 
 
 def _as_gradient(like: Gradient, kept: PyTree, factor: Scalar) -> Gradient:
-    like, valid = _split(like, of_shapes=True)
+    like, valid = _split(like, shapes_only=True)
     if valid is not None:
         kept, valid = kept
     if not is_row_sparse(like):
@@ -247,7 +247,7 @@ def _check_structure(gradients: Gradients, like: Gradients) -> None:
         )
     for (path, x), (_, y) in zip(leaves, expected, strict=True):
         name = f"`updates{jax.tree_util.keystr(path)}`"
-        rows, room = (_split(gradient, of_shapes=True)[0] for gradient in (x, y))
+        rows, room = (_split(gradient, shapes_only=True)[0] for gradient in (x, y))
         kinds = [
             (isinstance(gradient, MaskedTensor), getattr(stored, "leading", None), x.shape)
             for gradient, stored in ((x, rows), (y, room))

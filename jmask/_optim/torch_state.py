@@ -58,9 +58,9 @@ def from_torch_state(
         >>> state.count, state.sum_of_squares["t"].ravel()
         (Array(7, dtype=int32), Array([2., 2., 2.], dtype=float32))
     """
-    ours, keys = _only_state(state)
+    optimizer_state, keys = _only_state(state)
     torch_state = _checked_mapping(torch_state)
-    paths: Any = jax.tree.leaves_with_path(ours[1])
+    paths: Any = jax.tree.leaves_with_path(optimizer_state[1])
     numbers = _checked_order(order, len(paths))
     if order is None:
         _check_unambiguous(torch_state, [(jnp.shape(x), path) for path, x in paths])
@@ -98,12 +98,18 @@ def from_torch_state(
             arrays.append(jnp.asarray(array, old.dtype))
         return structure.unflatten(arrays)
 
-    fields = {field: loaded(key, getattr(ours, field)) for field, key in keys.items()}
+    fields = {
+        field: loaded(key, getattr(optimizer_state, field)) for field, key in keys.items()
+    }
     # torch counts the steps of each parameter, jmask those of the optimizer: all are equal by
     # now, and an optimizer without parameters has taken none.
-    count = jnp.asarray(max(steps.values(), default=0), ours.count.dtype)
-    new = ours._replace(count=count, **fields)
-    return jax.tree.map(lambda x: new if x is ours else x, state, is_leaf=lambda x: x is ours)
+    count = jnp.asarray(max(steps.values(), default=0), optimizer_state.count.dtype)
+    new = optimizer_state._replace(count=count, **fields)
+    return jax.tree.map(
+        lambda x: new if x is optimizer_state else x,
+        state,
+        is_leaf=lambda x: x is optimizer_state,
+    )
 
 
 def to_torch_state(
@@ -132,12 +138,14 @@ def to_torch_state(
         >>> jmask.to_torch_state(jmask.adagrad(0.1).init(jnp.ones(2)))
         {0: {'step': array(0., dtype=float32), 'sum': array([0., 0.], dtype=float32)}}
     """
-    ours, keys = _only_state(state)
-    columns = {key: jax.tree.leaves(getattr(ours, field)) for field, key in keys.items()}
+    optimizer_state, keys = _only_state(state)
+    columns = {
+        key: jax.tree.leaves(getattr(optimizer_state, field)) for field, key in keys.items()
+    }
     numbers = _checked_order(order, len(next(iter(columns.values()))))
     return {
         number: {
-            "step": np.asarray(ours.count, np.float32),
+            "step": np.asarray(optimizer_state.count, np.float32),
             # torch keeps the arrays it is given and writes into them.
             **{key: np.array(leaves[i]) for key, leaves in columns.items()},
         }
@@ -170,9 +178,9 @@ def _checked_order(order: Sequence[Any] | None, count: int) -> list[Any]:
 def _checked_mapping(torch_state: object) -> Mapping[Any, Any]:
     if isinstance(torch_state, Mapping):
         # A whole state_dict has its numbers under "state", beside "param_groups".
-        found = torch_state.get("state", torch_state)
-        if isinstance(found, Mapping) and all(isinstance(x, Mapping) for x in found.values()):
-            return found
+        states = torch_state.get("state", torch_state)
+        if isinstance(states, Mapping) and all(isinstance(x, Mapping) for x in states.values()):
+            return states
     raise TypeError(
         "`torch_state` must be `optimizer.state_dict()`, or the mapping from numbers of "
         f"parameters to mappings of arrays in it, got {type(torch_state).__name__}."

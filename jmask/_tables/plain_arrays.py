@@ -317,10 +317,10 @@ def _checked_kind(name: str, given: PyTree, like: PyTree) -> jax.Array:
     """Return `given` as an array of the kind of `like`."""
     if abstract_leaf(given) is None:
         raise not_an_array(name, given, "give what jmask.to_arrays made")
-    found, expected = (np.dtype(jnp.result_type(x)) for x in (given, like))
-    kinds = [_kind(x) for x in (found, expected)]
+    dtype, expected = (np.dtype(jnp.result_type(x)) for x in (given, like))
+    kinds = [_kind(x) for x in (dtype, expected)]
     if kinds[0] != kinds[1]:
-        raise TypeError(f"{name} is {found}, and `like` has {expected} there.")
+        raise TypeError(f"{name} is {dtype}, and `like` has {expected} there.")
     return given
 
 

@@ -366,10 +366,10 @@ def rows_from_owners(
     keys, slot_of_entry = unique_slots(keys, min(keys.shape[0], rows), rows)
     outbox = _Outbox.of(layout, keys, ids.shape[0], layout.batch)
 
-    def one_round(number: jax.Array, found: jax.Array) -> jax.Array:
+    def one_round(number: jax.Array, received: jax.Array) -> jax.Array:
         entries = outbox.entries(number)
         replies = _swapped(read(outbox.places_sent(entries)), layout)
-        return set_rows(found, entries, replies, coalesced=False)
+        return set_rows(received, entries, replies, coalesced=False)
 
     first = jnp.zeros((keys.shape[0], *like.shape[1:]), like.dtype)
     first, *_ = varying_alike(first, read(jnp.zeros((1,), jnp.int32)), keys)

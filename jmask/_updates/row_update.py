@@ -135,5 +135,5 @@ def _kept_where_untouched(
     # No equation makes an output that is an input or a number, as where the state is the last
     # gradient; and one that is two outputs is kept in two ways.
     results = interpret(jaxpr, program.consts, given, kept_elsewhere)
-    found = zip(results, tables, alone, strict=True)
-    return [x if is_alone else kept(x, table) for x, table, is_alone in found]
+    updates = zip(results, tables, alone, strict=True)
+    return [x if is_alone else kept(x, table) for x, table, is_alone in updates]
