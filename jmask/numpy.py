@@ -142,6 +142,9 @@ from jmask._ops.masking import select as select
 # Order.
 from jmask._ops.order import argsort as argsort
 from jmask._ops.order import compressed as compressed
+from jmask._ops.order import cumlogsumexp as cumlogsumexp
+from jmask._ops.order import cumprod as cumprod
+from jmask._ops.order import cumsum as cumsum
 from jmask._ops.order import median as median
 from jmask._ops.order import nonzero as nonzero
 from jmask._ops.order import percentile as percentile
@@ -170,9 +173,6 @@ from jmask._ops.reductions import ptp as ptp
 from jmask._ops.reductions import std as std
 from jmask._ops.reductions import sum as sum
 from jmask._ops.reductions import var as var
-from jmask._ops.running import cumlogsumexp as cumlogsumexp
-from jmask._ops.running import cumprod as cumprod
-from jmask._ops.running import cumsum as cumsum
 
 # Shapes and selection.
 from jmask._ops.shape import array_split as array_split

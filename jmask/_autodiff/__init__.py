@@ -2,11 +2,11 @@
 
 value_and_grad              `jmask.value_and_grad`
 nnx                         the same of flax nnx modules: `jmask.nnx`
-tensor_arguments, loss      arguments that are tensors; the function that is differentiated
+arguments                   the function, its arguments, and the order of its gradients
 interpreter                 running a jaxpr by a table of rules
 rules, control_flow         the table
 values                      cotangents that are still rows
-row_pattern, row_moves      equations that write rows, and equations that move them
+row_pattern                 equations that write rows, and equations that move them
 gathered_rows, provenance   rows of another array, scaled: what is known, who asks
 uses                        how a program uses its inputs: by lookups, or as a whole
 """

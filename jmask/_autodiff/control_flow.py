@@ -32,15 +32,13 @@ from jmask._autodiff.interpreter import (
     nothing_to_do,
     report_dense,
 )
-from jmask._autodiff.row_pattern import IdsAndRows
 from jmask._autodiff.rules import none_wanted, same_wanted
-from jmask._autodiff.values import RowSum, refuse, trial
+from jmask._autodiff.values import IdsAndRows, RowSum, refuse, trial
 from jmask._base.array_types import varying_axes
 from jmask._base.fallback import muted
 from jmask._base.forms import (
     REMATS,
     Opened,
-    Scan,
     branches_of,
     called,
     is_recomputed_apart,
@@ -49,6 +47,7 @@ from jmask._base.forms import (
     shard_map_of,
     summed_axes,
 )
+from jmask._base.jaxprs import bound
 from jmask._base.row_ids import id_dtype
 from jmask._base.types import Value
 
@@ -83,18 +82,7 @@ def _behind_a_barrier(inputs: Values) -> list[Any]:
     return [behind.get(i, x) for i, x in enumerate(inputs)]
 
 
-def _is_zero(x: Value) -> bool:
-    return isinstance(x, RowSum) and x.is_zero
-
-
 # --- scan --------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(eq=False)
-class _Carry:
-    """The identity of one scan carry, and how many dimensions its ids number."""
-
-    leading: int = 1
 
 
 def _scan_demand(
@@ -117,152 +105,95 @@ def _scan_demand(
 
 def _scan(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     scan = scan_of(eqn)
-    (body, _), first, count = scan.body, scan.consts, scan.carry
-    consts, init = inputs[:first], list(inputs[first : first + count])
+    (body, body_consts), first, count = scan.body, scan.consts, scan.carry
+    consts, init = inputs[:first], inputs[first : first + count]
     scanned_in = [interpreter.dense(x, eqn) for x in inputs[first + count :]]
     carry_wanted = _scan_demand(eqn, wanted, interpreter, None)[first:]
     # The gradient program of a scan that looks rows up carries the table's cotangent and adds
     # rows in each round: O(length * V). Without that carry the rows of all rounds are an
-    # output, stacked by `lax.scan` itself: O(length * n).
+    # output, stacked by `lax.scan` itself: O(length * n). An object is the identity of a carry.
     keys = {
-        i: _Carry() for i, x in enumerate(init) if isinstance(x, RowSum) and carry_wanted[i]
+        i: object() for i, x in enumerate(init) if isinstance(x, RowSum) and carry_wanted[i]
     }
     if not (keys or any(wanted[count:])):
         return None
-    if nothing_to_do(body, [x for x in init if not _is_zero(x)]):
+    if nothing_to_do(body, [x for x in init if not (isinstance(x, RowSum) and x.is_zero)]):
         return None
     consts = [interpreter.dense(x, eqn) for x in consts]
-    loop = _Loop(eqn, scan, interpreter, consts, init, wanted, [])
-    with muted():
-        keys = loop.additive(keys, scanned_in)
-    carry, (scanned, parts) = loop.run(keys, loop.dense_init(keys), scanned_in)
-    dense_carry = iter(carry)
-    totals = [
-        _with_stacked(x, parts[i], keys[i].leading) if i in keys else next(dense_carry)
-        for i, x in enumerate(init)
-    ]
-    stacks = [
-        x if rows is None else _stack_of(rows, x)
-        for x, rows in zip(scanned, loop.stacked, strict=True)
-    ]
-    return [*totals, *stacks]
 
+    def without(keys: dict[int, object], values: Sequence[Any]) -> list[Any]:
+        """Return the carries that are not in `keys` as arrays."""
+        return [interpreter.dense(x, eqn) for i, x in enumerate(values) if i not in keys]
 
-@dataclasses.dataclass(frozen=True)
-class _Loop:
-    """A scan equation, to be run without the carries that only collect rows.
-
-    `stacked` says, once `run` has traced the body, of each stacked output what rows of one
-    round it is; None of an array.
-    """
-
-    eqn: JaxprEqn
-    scan: Scan
-    interpreter: Interpreter
-    consts: Sequence[Any]
-    init: Sequence[Any]
-    wanted: Flags
-    stacked: list[RowSum | None]
-
-    def additive(self, keys: dict[int, _Carry], scanned: Sequence[Any]) -> dict[int, _Carry]:
-        """Return the carries among `keys` to which the body does nothing but add rows."""
-        # A carry that is refused becomes dense, and what it is added to may then be refused
-        # too: tried again without it, at most once for each carry.
-        while keys:
-            with trial() as refused:
-                run = functools.partial(self.run, keys)
-                jax.eval_shape(run, self.dense_init(keys), list(scanned))
-            if refused.isdisjoint(keys.values()):
-                break
-            keys = {i: key for i, key in keys.items() if key not in refused}
-        return keys
-
-    def run(self, keys: dict[int, _Carry], init: list[Any], scanned: list[Any]) -> Any:
-        """Return the scan without the carries in `keys`."""
-        return jax.lax.scan(self.step(keys), init, scanned, **self.scan.how)
-
-    def dense_init(self, keys: dict[int, _Carry]) -> list[Any]:
-        """Return the initial values of the carries that stay."""
-        return [
-            self.interpreter.dense(x, self.eqn)
-            for i, x in enumerate(self.init)
-            if i not in keys
-        ]
-
-    def step(self, keys: dict[int, _Carry]) -> Callable[..., Any]:
-        """Return the body without the carries in `keys`, whose rows are an output instead."""
-        body, body_consts = self.scan.body
+    def run(keys: dict[int, object], dense_init: list[Any], scanned_in: list[Any]) -> Any:
+        """Run the scan without the carries in `keys`, whose rows are outputs instead."""
 
         def step(dense_carry: list[Any], scanned: list[Any]) -> Any:
             remaining = iter(dense_carry)
             carry = [
                 RowSum(x.shape, x.dtype, carry=keys[i]) if i in keys else next(remaining)
-                for i, x in enumerate(self.init)
+                for i, x in enumerate(init)
             ]
-            outputs = self.interpreter.run(
-                body, body_consts, [*self.consts, *carry, *scanned], self.wanted
-            )
-            parts = {i: _parts_added_to(key, outputs[i]) for i, key in keys.items()}
-            count = len(self.init)
-            dense = [
-                self.interpreter.dense(x, self.eqn)
-                for i, x in enumerate(outputs[:count])
-                if i not in keys
-            ]
+            outputs = interpreter.run(body, body_consts, [*consts, *carry, *scanned], wanted)
+            rows = {i: _rows_added_to(key, outputs[i]) for i, key in keys.items()}
             # Of a table of the stack that is scanned: rows are stacked, and not tables.
-            are_rows = [
-                isinstance(x, RowSum) and x.looked_up and bool(x.parts) and x.carry is None
+            stacks = [
+                x
+                if isinstance(x, RowSum) and x.looked_up and x.parts and x.carry is None
+                else interpreter.dense(x, eqn)
                 for x in outputs[count:]
             ]
-            pairs = list(zip(outputs[count:], are_rows, strict=True))
-            self.stacked[:] = [
-                dataclasses.replace(x, parts=()) if is_rows else None for x, is_rows in pairs
-            ]
-            return dense, (
-                [
-                    x.parts if is_rows else self.interpreter.dense(x, self.eqn)
-                    for x, is_rows in pairs
-                ],
-                parts,
-            )
+            return without(keys, outputs[:count]), (stacks, rows)
 
-        return step
+        return jax.lax.scan(step, dense_init, scanned_in, **scan.how)
+
+    # A carry that is refused becomes dense, and what it is added to may then be refused too:
+    # tried again without it, at most once for each carry.
+    with muted():
+        while keys:
+            with trial() as refused:
+                jax.eval_shape(functools.partial(run, keys), without(keys, init), scanned_in)
+            if refused.isdisjoint(keys.values()):
+                break
+            keys = {i: key for i, key in keys.items() if key not in refused}
+    carry, (stacks, rows) = run(keys, without(keys, init), scanned_in)
+    dense_carry = iter(carry)
+    totals = [
+        x.plus(_joined_rounds(rows[i].parts), looked_up=True, leading=rows[i].leading)
+        if i in keys
+        else next(dense_carry)
+        for i, x in enumerate(init)
+    ]
+    return [*totals, *(_stack_of(x) if isinstance(x, RowSum) else x for x in stacks)]
 
 
-def _parts_added_to(key: _Carry, output: Value) -> tuple[IdsAndRows, ...]:
+def _rows_added_to(key: object, output: Value) -> RowSum:
     # Rows of slices with fixed bounds are better summed than stacked.
     additive = isinstance(output, RowSum) and output.carry is key
     if additive and (output.looked_up or not output.parts):
-        key.leading = output.leading
-        return output.parts
+        return dataclasses.replace(output, carry=None)
     refuse(key)
-    return ()
+    return RowSum(output.shape, output.dtype)
 
 
-def _with_stacked(total: RowSum, stacked: tuple[IdsAndRows, ...], leading: int) -> RowSum:
-    """Add parts whose ids (length, n) and rows (length, n, *row) are stacked to `total`."""
-    parts = tuple(
-        (
-            ids.reshape(ids.shape[0] * ids.shape[1]),
-            rows.reshape((ids.shape[0] * ids.shape[1], *rows.shape[2:])),
-        )
-        for ids, rows in stacked
+def _joined_rounds(parts: Sequence[IdsAndRows]) -> tuple[IdsAndRows, ...]:
+    """Join stacked ids (length, n) and rows (length, n, *row) of the rounds of a loop."""
+    return tuple(
+        (ids.reshape(ids.size), rows.reshape(ids.size, *rows.shape[2:])) for ids, rows in parts
     )
-    return total.plus(parts, looked_up=True, leading=leading)
 
 
-def _stack_of(one: RowSum, stacked: tuple[IdsAndRows, ...]) -> RowSum:
-    """Return the stack of arrays that are rows, ids (length, n) and rows (length, n, *row)."""
-    (ids, _), *_ = stacked
-    length = ids.shape[0]
+def _stack_of(one: RowSum) -> RowSum:
+    """Return the stack of arrays that are rows, whose ids (length, n) and rows are stacked."""
+    length = one.parts[0][0].shape[0]
     leading = one.leading + 1
     total = dataclasses.replace(one, shape=(length, *one.shape), leading=leading)
     first = jnp.arange(length, dtype=id_dtype(total.count))[:, None] * one.count
     parts = tuple(
         (jnp.where(ids < one.count, first + ids.astype(first.dtype), total.count), rows)
-        for ids, rows in stacked
+        for ids, rows in one.parts
     )
-    return _with_stacked(total, parts, leading)
+    return dataclasses.replace(total, parts=_joined_rounds(parts))
 
 
 # --- cond --------------------------------------------------------------------------------
@@ -275,14 +206,6 @@ def _cond_demand(
         interpreter.demand(branch, wanted).of(branch.invars) for branch, _ in branches_of(eqn)
     ]
     return [False] + [any(column) for column in zip(*flags, strict=True)]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Output:
-    """The result of the branches of a cond in one place: rows, or (None) dense."""
-
-    rows: RowSum | None
-    capacity: int = 0
 
 
 def _cond(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
@@ -299,52 +222,32 @@ def _cond(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
     # Branches of a cond must return arrays of one shape, so both are traced twice: once to see
     # how many rows each returns, then padded to the most of them.
     with muted():
-        common = _common_outputs([_trial(outputs_of, branch) for branch in branches])
+        shapes = [jax.eval_shape(functools.partial(outputs_of, x)) for x in branches]
+    common = [_common_rows(outputs) for outputs in zip(*shapes, strict=True)]
 
     def build(branch: Opened) -> Callable[[], list[Any]]:
-        def call() -> list[Any]:
-            return [
-                interpreter.dense(x, eqn)
-                if form.rows is None
-                else x.refined(form.rows.leading).concatenated(form.capacity)
-                for x, form in zip(outputs_of(branch), common, strict=True)
-            ]
+        return lambda: [
+            interpreter.dense(x, eqn) if rows is None else _padded_as(rows, capacity, x)
+            for x, (rows, capacity) in zip(outputs_of(branch), common, strict=True)
+        ]
 
-        return call
-
-    results = jax.lax.switch(which, [build(branch) for branch in branches])
-    return [
-        x if form.rows is None else dataclasses.replace(form.rows, parts=(x,))
-        for x, form in zip(results, common, strict=True)
-    ]
+    return list(jax.lax.switch(which, list(map(build, branches))))
 
 
-def _trial(function: Callable[..., list[Any]], branch: Opened) -> list[_Output]:
-    """Trace what a branch returns, for kinds and capacities only: no tracer leaves it."""
-    seen: list[_Output] = []
-
-    def trace() -> None:
-        for x in function(branch):
-            rows = dataclasses.replace(x, parts=()) if isinstance(x, RowSum) else None
-            seen.append(_Output(rows, x.capacity if isinstance(x, RowSum) else 0))
-
-    jax.eval_shape(trace)
-    return seen
+def _common_rows(outputs: Sequence[Any]) -> tuple[RowSum | None, int]:
+    """Return a result of the branches as rows, without any, and how many; or None: dense."""
+    rows = [x for x in outputs if isinstance(x, RowSum)]
+    if len(rows) < len(outputs) or any(x.carry is not rows[0].carry for x in rows):
+        return None, 0
+    looked_up = any(x.looked_up for x in rows)
+    leading = max(x.leading for x in rows)
+    common = dataclasses.replace(rows[0], looked_up=looked_up, leading=leading, parts=())
+    return common, max(x.capacity * common.count // x.count for x in rows)
 
 
-def _common_outputs(branches: list[list[_Output]]) -> list[_Output]:
-    forms = []
-    for outputs in zip(*branches, strict=True):
-        rows = [x.rows for x in outputs if x.rows is not None]
-        if len(rows) < len(outputs) or any(x.carry is not rows[0].carry for x in rows):
-            forms.append(_Output(None))
-            continue
-        looked_up = any(x.looked_up for x in rows)
-        leading = max(x.leading for x in rows)
-        form = dataclasses.replace(rows[0], looked_up=looked_up, leading=leading)
-        capacity = max(x.capacity * form.count // x.rows.count for x in outputs)
-        forms.append(_Output(form, capacity))
-    return forms
+def _padded_as(common: RowSum, capacity: int, x: RowSum) -> RowSum:
+    rows = x.refined(common.leading).concatenated(capacity)
+    return dataclasses.replace(common, parts=(rows,))
 
 
 CONTROL_FLOW_RULES: dict[str, Rule] = {
@@ -372,10 +275,7 @@ def _on_parts(inputs: Values, function: Callable[[jax.Array], jax.Array]) -> Out
     """Apply `function` to ids and rows of every input, if all are rows and no carry."""
     if not all(isinstance(x, RowSum) and x.carry is None for x in inputs):
         return None
-    return [
-        dataclasses.replace(x, parts=tuple((function(i), function(r)) for i, r in x.parts))
-        for x in inputs
-    ]
+    return jax.tree.map(function, list(inputs))
 
 
 def _psum(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
@@ -397,13 +297,7 @@ def _psum(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
 
 
 def _cast(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
-    params = eqn.primitive.get_bind_params(eqn.params)
-
-    def bind(x: jax.Array) -> jax.Array:
-        result = eqn.primitive.bind(x, **params)
-        return result[0] if eqn.primitive.multiple_results else result
-
-    return _on_parts(inputs, bind)
+    return _on_parts(inputs, lambda x: bound(eqn, [x])[0])
 
 
 def _reshard_demand(eqn: JaxprEqn, wanted: Flags, *_: Any) -> list[bool]:
@@ -438,29 +332,20 @@ def _shard_map(
     specs = form.out_specs
     # Rows of a table that is itself sharded by rows stay an array.
     sparse = [w and spec == PartitionSpec() for w, spec in zip(wanted, specs, strict=True)]
-    kinds: list[RowSum | None] = []
 
     def run(*arrays: jax.Array) -> list[Any]:
         outputs = interpreter.run(body, consts, arrays, sparse)
-        kinds[:] = [
-            dataclasses.replace(x, parts=()) if isinstance(x, RowSum) and keep else None
+        return [
+            x if isinstance(x, RowSum) and keep else interpreter.dense(x, eqn)
             for x, keep in zip(outputs, sparse, strict=True)
         ]
-        return [
-            interpreter.dense(x, eqn) if kind is None else x.parts
-            for x, kind in zip(outputs, kinds, strict=True)
-        ]
 
-    results = jax.shard_map(
+    return jax.shard_map(
         run,
         in_specs=tuple(form.in_specs),
         out_specs=list(specs),
         **form.how,
     )(*(interpreter.dense(x, eqn) for x in inputs))
-    return [
-        x if kind is None else dataclasses.replace(kind, parts=tuple(x))
-        for x, kind in zip(results, kinds, strict=True)
-    ]
 
 
 COLLECTIVE_RULES: dict[str, Rule] = {

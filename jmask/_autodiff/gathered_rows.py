@@ -28,13 +28,12 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from jmask._base.array_facts import ArrayFacts
-from jmask._base.array_types import explicit_sharding, joint_dtype, trailing, wide
-from jmask._base.forms import aval_of, name_of, parameter
-from jmask._base.types import Shape, Value
+from jmask._base.array_types import ArrayFacts, explicit_sharding, joint_dtype, trailing, wide
+from jmask._base.forms import aval_of, parameter
+from jmask._base.types import Shape
 from jmask._kernels import tuning
 from jmask._kernels.bag_sum import are_many, bag_sum, most_columns
-from jmask._kernels.gathered_rows import GATHERED, GatheredRows, Rows, joined_rows, pays
+from jmask._kernels.gathered_rows import GatheredRows, Rows, joined_rows, pays
 
 # --- what is known -----------------------------------------------------------------------
 
@@ -283,11 +282,6 @@ FACTS: ArrayFacts[Fact] = ArrayFacts()
 # --- consumers ---------------------------------------------------------------------------
 
 
-def are_rows(x: Value) -> bool:
-    """Decide whether an array is known to be gathered rows."""
-    return isinstance(FACTS.of(x), Gathered)
-
-
 def uses_in(equations: Sequence[JaxprEqn], outputs: Sequence[Any]) -> Counter[Any]:
     """Count how often equations need a variable, or it comes out."""
     needed = (v for eqn in equations for v in eqn.invars)
@@ -304,12 +298,7 @@ def is_sharded(x: jax.Array) -> bool:
 
 
 def rows_added(eqn: JaxprEqn, updates: jax.Array) -> GatheredRows | None:
-    """Return what makes the rows that a `scatter-add` of whole rows adds, if that is less.
-
-    Args:
-        eqn: the equation, with one index for each row.
-        updates (*entries, *row): its last operand.
-    """
+    """Return what makes the rows that a `scatter-add` of whole rows adds, if that is less."""
     known = FACTS.of(updates)
     numbers = parameter(eqn, "dimension_numbers")
     shape, ndim = aval_of(eqn.outvars[0]).shape, len(updates.shape)
@@ -336,18 +325,11 @@ def rows_added(eqn: JaxprEqn, updates: jax.Array) -> GatheredRows | None:
     return rows.flat() if is_large or rows.pays else None
 
 
-def remembered(rows: jax.Array, known: GatheredRows | None) -> jax.Array:
-    """Return rows (n, *row), and note what makes them."""
-    if known is not None:
-        GATHERED.note(rows, known)
-    return rows
-
-
 def sum_of_lookups(
-    eqn: JaxprEqn, inputs: Sequence[Any], uses: Counter[Any]
+    eqn: JaxprEqn, name: str, inputs: Sequence[Any], uses: Counter[Any]
 ) -> jax.Array | None:
     """Return what an equation makes, if it sums rows that nothing else needs."""
-    sums_of = SUMS.get(name_of(eqn))
+    sums_of = SUMS.get(name)
     for which, kept, summed, weights in () if sums_of is None else sums_of(eqn, inputs):
         v, rows = eqn.invars[which], FACTS.of(inputs[which])
         if not isinstance(rows, Gathered) or not rows.is_alone or uses[v] > 1 or not kept:

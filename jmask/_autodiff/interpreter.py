@@ -19,7 +19,7 @@ kind of value. Two passes:
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,9 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jmask._autodiff.gathered_rows import are_rows, sum_of_lookups, uses_in
+from jmask._autodiff.gathered_rows import FACTS, Gathered, sum_of_lookups, uses_in
 from jmask._autodiff.provenance import FOLLOWED, note_facts, note_uses
-from jmask._autodiff.values import Filled, RowSum
+from jmask._autodiff.values import RowSum, dense, is_symbolic
 from jmask._base.array_types import varying_like
 from jmask._base.fallback import Place, in_bytes, place_among, report_fallback
 from jmask._base.forms import (
@@ -128,10 +128,7 @@ class Interpreter:
     ) -> Demand:
         """Return what is wanted, followed and live in `jaxpr`: the backward pass.
 
-        Args:
-            jaxpr: the program.
-            wanted_outputs: for each output whether it is wanted.
-            calls: for each output how many calls to enter on the way to it.
+        `calls` says of each output how many calls to enter on the way to it.
         """
         used = _marked(jaxpr.outvars, [True] * len(jaxpr.outvars))
         wanted, live = _marked(jaxpr.outvars, wanted_outputs), set[int]()
@@ -184,56 +181,56 @@ class Interpreter:
         # Bag sums of several tables that do not need each other run in one loop.
         for eqn, *others in side_by_side(live, BAG_SUM.primitive.name):
             if others:
-                values.update(self._run_together([eqn, *others], read))
+                eqns = [eqn, *others]
+                given = [self.dense(read(v), eqn) for eqn in eqns for v in eqn.invars]
+                sums = BAG_SUM.joined([eqn.params for eqn in eqns], given)
+                results = (v for eqn in eqns for v in eqn.outvars)
+                values.update(zip(results, sums, strict=True))
                 continue
-            arguments, outputs_wanted = [read(v) for v in eqn.invars], demand.of(eqn.outvars)
+            name, arguments = name_of(eqn), [read(v) for v in eqn.invars]
+            outputs_wanted = demand.of(eqn.outvars)
             stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
             traceback = eqn.source_info.traceback
             with (
                 source_info_util.user_context(traceback, name_stack=stack),
                 eqn.ctx.manager,
             ):
-                if _is_entered(eqn, arguments, demand):
+                if name in CALLS and _is_entered(eqn, arguments, demand):
                     note_uses(eqn, arguments, uses)
                     calls = demand.calls(eqn.outvars)
                     outputs = self.run(*called(eqn), arguments, outputs_wanted, calls)
                 elif any(outputs_wanted):
-                    outputs = self._run_wanted(eqn, arguments, outputs_wanted)
+                    outputs = self._run_wanted(eqn, name, arguments, outputs_wanted)
                 else:
                     arguments = self._as_arrays(eqn, arguments)
-                    sums = sum_of_lookups(eqn, arguments, uses)
-                    outputs = self._run_array(eqn, arguments) if sums is None else [sums]
+                    total = sum_of_lookups(eqn, name, arguments, uses)
+                    if total is not None:
+                        outputs = [total]
+                    elif name == "gather" and is_slow_gather(eqn):
+                        outputs = [gather_of(eqn)(*arguments)]
+                    else:
+                        outputs = self.run_dense(eqn, arguments)
                     if len(outputs) == 1:
                         is_scattered = eqn.outvars[0] in demand.followed
-                        note_facts(eqn, arguments, outputs[0], uses, is_scattered)
+                        note_facts(eqn, name, arguments, outputs[0], uses, is_scattered)
             values.update(zip(eqn.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _run_together(
-        self, eqns: Sequence[JaxprEqn], read: Callable[[Any], Any]
-    ) -> Iterator[tuple[Var, Any]]:
-        """Run the bag sums of several tables in one equation."""
-        given = [self.dense(read(v), eqn) for eqn in eqns for v in eqn.invars]
-        outputs = BAG_SUM.joined([eqn.params for eqn in eqns], given)
-        return zip((v for eqn in eqns for v in eqn.outvars), outputs, strict=True)
-
-    def _run_wanted(self, eqn: JaxprEqn, arguments: list[Any], wanted: Flags) -> list[Any]:
+    def _run_wanted(
+        self, eqn: JaxprEqn, name: str, arguments: list[Any], wanted: Flags
+    ) -> list[Any]:
         """Return the outputs of an equation, symbolic where its rule keeps them so."""
-        rule = self.rules.get(name_of(eqn))
-        report_unknown(eqn, wanted)
-        if rule is not None:
+        rule = self.rules.get(name)
+        if name != eqn.primitive.name:  # of a form that is not known
+            for v, is_wanted in zip(eqn.outvars, wanted, strict=True):
+                if is_wanted and makes_rows(eqn, aval_of(v).shape):
+                    report_dense(aval_of(v), eqn, what_is_unknown(eqn))
+        elif rule is not None:
             # A rule may decline with None, or make what does not fit the output: then the
             # equation runs as it is.
             outputs = rule.apply(eqn, arguments, wanted, self)
             if outputs is not None and all(map(_fits, outputs, eqn.outvars)):
                 return outputs
-        return self.run_dense(eqn, arguments)
-
-    def _run_array(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
-        """Return the outputs of an equation of which nothing is wanted."""
-        if is_slow_gather(eqn):
-            operand, indices = arguments
-            return [gather_of(eqn)(operand, indices)]
         return self.run_dense(eqn, arguments)
 
     def run_dense(self, eqn: JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
@@ -258,17 +255,15 @@ class Interpreter:
     @staticmethod
     def dense(value: Value, eqn: JaxprEqn) -> Value:
         """Return `value` as an array; the equation that needs it so is named in a warning."""
-        if not isinstance(value, RowSum | Filled):
-            return value
         if isinstance(value, RowSum) and value.looked_up:
             reason = f"`{eqn.primitive.name}` has no row-sparse form"
             report_dense(value, eqn, reason, LOOK_UP_FIRST)
-        return value.todense()
+        return dense(value)
 
 
 def _fits(value: Value, v: Atom) -> bool:
     """Decide whether a symbolic value is of the shape and dtype that the equation says."""
-    if not isinstance(value, RowSum | Filled):
+    if not is_symbolic(value):
         return True
     return (value.shape, value.dtype) == (aval_of(v).shape, aval_of(v).dtype)
 
@@ -300,16 +295,6 @@ def nothing_to_do(jaxpr: Jaxpr, inputs: Sequence[Any]) -> bool:
     )
 
 
-def report_unknown(eqn: JaxprEqn, wanted: Flags) -> None:
-    """Say which gradients become dense since JAX gives an equation a form that is not known."""
-    reason = what_is_unknown(eqn)
-    if reason is None:
-        return
-    for v, is_wanted in zip(eqn.outvars, wanted, strict=True):
-        if is_wanted and makes_rows(eqn, aval_of(v).shape):
-            report_dense(aval_of(v), eqn, reason)
-
-
 def place_of(eqn: JaxprEqn) -> Place | None:
     """Return the line of user code that an equation comes from."""
     frames = getattr(eqn.source_info.traceback, "frames", ())
@@ -321,8 +306,8 @@ def place_of(eqn: JaxprEqn) -> Place | None:
 
 
 def is_slow_gather(eqn: JaxprEqn) -> bool:
-    """Decide whether an equation is a gather that can be faster."""
-    return name_of(eqn) == "gather" and gather_of(eqn).is_slow_copy(aval_of(eqn.invars[0]))
+    """Decide whether a gather can be faster."""
+    return gather_of(eqn).is_slow_copy(aval_of(eqn.invars[0]))
 
 
 def _is_entered(eqn: JaxprEqn, arguments: Sequence[Any], demand: Demand) -> bool:
@@ -330,16 +315,16 @@ def _is_entered(eqn: JaxprEqn, arguments: Sequence[Any], demand: Demand) -> bool
 
     It may look up rows, or make those that are scattered.
     """
-    name = name_of(eqn)
-    if name not in CALLS:
-        return False
     inner, _ = called(eqn)
     if any(demand.of(eqn.outvars)):
         return not nothing_to_do(inner, arguments)
-    if name not in ("jit", "pjit"):  # a rule of the function for derivatives would be lost
+    if eqn.primitive.name not in (
+        "jit",
+        "pjit",
+    ):  # a rule of the function for derivatives would be lost
         return False
     is_traced = any(isinstance(x, jax.core.Tracer) for x in arguments)
-    if any(map(are_rows, arguments)):
+    if any(isinstance(FACTS.of(x), Gathered) for x in arguments):
         return True
     if is_traced and max(demand.calls(eqn.outvars), default=-1) > 0:
         return True

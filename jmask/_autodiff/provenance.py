@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
-from jax.typing import DTypeLike
 
 from jmask._autodiff.gathered_rows import (
     FACTS,
@@ -33,7 +32,7 @@ from jmask._autodiff.gathered_rows import (
     longest_rows,
 )
 from jmask._base.array_types import is_known
-from jmask._base.forms import aval_of, name_of, parameter
+from jmask._base.forms import aval_of, parameter
 from jmask._base.row_ids import canonical
 from jmask._base.types import Atom, Value
 
@@ -309,26 +308,26 @@ FOLLOWED = frozenset(_RULES)
 
 
 def note_facts(
-    eqn: JaxprEqn, inputs: Sequence[Any], output: Value, uses: Counter[Any], is_scattered: bool
+    eqn: JaxprEqn,
+    name: str,
+    inputs: Sequence[Any],
+    output: Value,
+    uses: Counter[Any],
+    is_scattered: bool,
 ) -> None:
     """Note what an equation adds to what is known of its operands.
 
-    Args:
-        eqn: the equation.
-        inputs: the values of its operands.
-        output: its result.
-        uses: how often each variable of the program is needed.
-        is_scattered: whether the result is on the way to a scatter. Rows of an array that is
-            not much smaller are nothing but an array there.
+    If its result `is_scattered`, on the way to a scatter, rows of an array that is not much
+    smaller are nothing but an array.
     """
-    rule = _RULES.get(name_of(eqn))
+    rule = _RULES.get(name)
     if rule is None or not isinstance(output, jax.core.Tracer):
         return
     known = [FACTS.of(x) for x in inputs]
     if is_scattered:
         known = [None if isinstance(x, Gathered) and not x.pays else x for x in known]
     is_array = all(isinstance(x, jax.Array) for x in inputs)
-    if name_of(eqn) not in _BEGIN and not any(known) and is_array:
+    if name not in _BEGIN and not any(known) and is_array:
         return
     operands = [
         _operand(x, v, fact) for x, v, fact in zip(inputs, eqn.invars, known, strict=True)
@@ -337,10 +336,11 @@ def note_facts(
     is_countable = is_known(*(size for shape in (*shapes, output.shape) for size in shape))
     if len(shapes) < len(inputs) or not is_countable or 0 in output.shape:
         return
-    if not _may_be_factors(output.dtype) or is_sharded(output):
+    is_number = jnp.issubdtype(output.dtype, jnp.inexact) or output.dtype == jnp.dtype(bool)
+    if not is_number or is_sharded(output):
         return
     fact = rule(eqn, *operands)
-    if isinstance(fact, Gathered) and fact.is_alone and name_of(eqn) != "gather":
+    if isinstance(fact, Gathered) and fact.is_alone and name != "gather":
         is_alone = all(
             uses[v] == 1
             for v, x in zip(eqn.invars, known, strict=True)
@@ -365,7 +365,3 @@ def _operand(x: Value, v: Atom, fact: Fact | None) -> Operand | None:
         x = np.asarray(x, aval_of(v).dtype)
     is_array = isinstance(x, jax.Array | np.ndarray)
     return Operand(x, tuple(x.shape), fact) if is_array else None
-
-
-def _may_be_factors(dtype: DTypeLike) -> bool:
-    return dtype == jnp.dtype(bool) or jnp.issubdtype(dtype, jnp.inexact)

@@ -1,4 +1,4 @@
-"""Match equations that write whole rows of a zero array, and find the rows.
+"""Find rows that equations write into zeros, and move them where others change the shape.
 
 The transpose of a lookup `t[ids]` is an equation that writes cotangents into zeros of the
 table's shape. It is a *row pattern* when it writes whole rows and addresses them by their
@@ -17,9 +17,9 @@ Out-of-range ids do exactly what they do in the dense gradient: CLIP clamps them
 other mode drops them.
 """
 
+import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,104 +27,118 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from jmask._autodiff.values import IdsAndRows, RowSum
 from jmask._base.array_types import trailing
 from jmask._base.forms import aval_of, parameter
 from jmask._base.row_ids import canonical, id_dtype, widen
 from jmask._base.types import Shape
-from jmask._kernels.rows import gather_rows
-
-IdsAndRows = tuple[jax.Array, jax.Array]
-"""Canonical ids (n,) and the rows to be added there (n, *row)."""
+from jmask._kernels.rows import gather_rows, split_rows
 
 
 def scatter_add_rows(
     eqn: JaxprEqn, indices: jax.Array, updates: jax.Array
 ) -> tuple[jax.Array, jax.Array, int] | None:
-    """Return what a `scatter-add` equation adds: ids, rows, how many dimensions ids number.
+    """Return what a `scatter-add` equation adds, as `window_rows`; indices (*entries, k)."""
+    numbers = parameter(eqn, "dimension_numbers")
+    shape = aval_of(eqn.outvars[0]).shape
+    batching = numbers.operand_batching_dims
+    along_entries = [*numbers.inserted_window_dims, *batching]
+    batch_dims = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
+    # Entries, then what is left of a window, then dimensions of it that have size 1.
+    windows = lax.transpose(updates, [*batch_dims, *numbers.update_window_dims])
+    windows = lax.expand_dims(windows, [len(batch_dims) + d for d in sorted(along_entries)])
+    starts = {
+        d: lax.index_in_dim(indices, k, -1, keepdims=False)
+        for k, d in enumerate(numbers.scatter_dims_to_operand_dims)
+    }
+    entries = windows.shape[: len(batch_dims)]
+    for d, axis in zip(batching, numbers.scatter_indices_batching_dims, strict=True):
+        starts[d] = lax.broadcasted_iota(id_dtype(shape[d]), entries, axis)
+    clips = parameter(eqn, "mode") == lax.GatherScatterMode.CLIP
+    return window_rows(shape, windows, starts, along_entries, clips=clips)
+
+
+def window_rows(
+    shape: Shape,
+    windows: jax.Array,
+    starts: Mapping[int, jax.Array],
+    along_entries: Sequence[int] = (),
+    *,
+    clips: bool,
+) -> tuple[jax.Array, jax.Array, int] | None:
+    """Return what windows that are added somewhere add: ids, rows, how many dimensions.
 
     The trailing dimensions that each window covers whole are a row; ids number all others in
     row-major order. None if entries of a matrix would be rows of their own, as in a lookup of
     columns.
 
     Args:
-        eqn: the equation; its operand has shape (*leading, *row).
-        indices (*entries, k): the start indices.
-        updates: the values added.
+        shape (*leading, *row): of the array.
+        windows (*entries, *window): what is added.
+        starts: arrays (*entries,) by the dimension along which they say where windows begin.
+        along_entries: dimensions of which a window has one entry, by its form.
+        clips: whether windows that do not fit are moved; others are dropped whole.
     """
-    numbers = parameter(eqn, "dimension_numbers")
-    shape = aval_of(eqn.outvars[0]).shape
-    clips = parameter(eqn, "mode") == lax.GatherScatterMode.CLIP
-    addressed = numbers.scatter_dims_to_operand_dims
-    along_entries = [*numbers.inserted_window_dims, *numbers.operand_batching_dims]
-    window_dims = iter(numbers.update_window_dims)
-    # The dimension of the updates that is each dimension of a window; None where it has size 1.
-    places = [None if d in along_entries else next(window_dims) for d in range(len(shape))]
-    window = [1 if place is None else updates.shape[place] for place in places]
-    leading = len(shape)
+    lead, leading = windows.ndim - len(shape), len(shape)
+    entries, window = windows.shape[:lead], windows.shape[lead:]
     while leading > 1:
         d = leading - 1
         # A window that is as wide as the row can start at 0 alone, if it must fit.
-        starts_at_0 = d not in along_entries and (d not in addressed or clips)
+        starts_at_0 = d not in along_entries and (d not in starts or clips)
         if not starts_at_0 or window[d] != shape[d]:
             break
         leading -= 1
-    batch_dims = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
-    entries = tuple(updates.shape[d] for d in batch_dims)
-    # Entries in the shape of a matrix (the gradient of a sort) are no lookup of some of them.
-    if leading == len(shape) > 1 and entries == shape:
-        return None
-    if leading == len(shape) > 1 and math.prod(window) > 1:
-        # Some columns of a row, `t[ids, :10]`, are a row with zeros in the others.
-        leading = 1 + max(along_entries, default=0)
-        if leading == len(shape) or (not along_entries and window[0] > 1):
+    if leading == len(shape) > 1:
+        # Entries in the shape of a matrix (the gradient of a sort) are no lookup of some.
+        if entries == shape:
             return None
+        if math.prod(window) > 1:
+            # Some columns of a row, `t[ids, :10]`, are a row with zeros in the others.
+            first = next(d for d, size in enumerate(window) if size > 1)
+            leading = max([first, *(d + 1 for d in along_entries)])
+            if leading in (0, len(shape)):
+                return None
+    sizes, row = window[:leading], window[leading:]
+    count = math.prod((*entries, *sizes))
+    rows = lax.reshape(windows, (count, *row))
+    grid = lead + leading
 
-    def starts_along(d: int) -> jax.Array:
-        return lax.index_in_dim(indices, addressed.index(d), -1, keepdims=False)
+    def per_row(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(trailing(x, grid), (*entries, *sizes)).reshape(count)
 
-    # --- rows: entries, what is left of a window, then the row
-    kept = [place for place in places if place is not None]
-    rows = lax.transpose(updates, [*batch_dims, *kept])
-    sizes = window[:leading]
-    count = math.prod(entries) * math.prod(sizes)
-    rows = lax.reshape(rows, (count, *window[leading:]))
-    grid = len(entries) + leading
-    is_narrow = window[leading:] != list(shape[leading:])
-    if is_narrow:
-        firsts = [
-            trailing(starts_along(d), grid) if d in addressed else jnp.zeros((), jnp.int32)
-            for d in range(leading, len(shape))
-        ]
-        firsts = [jnp.broadcast_to(x, (*entries, *sizes)).reshape(count) for x in firsts]
+    if row != shape[leading:]:
+        zero = jnp.zeros((), jnp.int32)
+        firsts = [per_row(starts.get(d, zero)) for d in range(leading, len(shape))]
         rows = _widened(rows, firsts, shape[leading:])
-    # --- ids: of each entry and each position in its window
-    if leading == 1 and 0 in addressed and not is_narrow:
-        return _window_ids(starts_along(0).reshape(-1), window[0], shape[0], clips), rows, 1
+    elif sizes == (1,) and 0 in starts and not clips:
+        return canonical(per_row(starts[0]), shape[0]), rows, 1
     rows_in_all = math.prod(shape[:leading])
     dtype = id_dtype(rows_in_all)
-    number, valid = jnp.zeros((), dtype), jnp.ones((), bool)
+    number: jax.Array | None = None
+    valid: jax.Array | None = None
     for d, size in enumerate(window):
-        position = jnp.zeros((), dtype)
-        if d in addressed:
-            start, last = widen(starts_along(d), shape[d]), shape[d] - size
+        position = jnp.zeros((1,) * grid, dtype)
+        if d in starts:
+            start, last = widen(starts[d], shape[d]), shape[d] - size
             if clips:
                 start = jnp.clip(start, 0, last)
-            else:  # a window that does not fit is dropped whole
-                valid = valid & trailing((start >= 0) & (start <= last), grid)
+            else:
+                fits = (start >= 0) & (start <= last)
+                valid = fits if valid is None else valid & fits
             position = trailing(start, grid).astype(dtype)
         if d >= leading:
             continue
-        if d in numbers.operand_batching_dims:
-            which = numbers.operand_batching_dims.index(d)
-            axis = numbers.scatter_indices_batching_dims[which]
-            position = trailing(lax.broadcasted_iota(dtype, entries, axis), grid)
         if size > 1:
             along = [1] * grid
-            along[len(entries) + d] = size
+            along[lead + d] = size
             position = position + lax.iota(dtype, size).reshape(along)
-        number = number * np.asarray(shape[d], dtype) + position
-    ids = jnp.where(valid, number, np.asarray(rows_in_all, dtype))
-    return jnp.broadcast_to(ids, (*entries, *sizes)).reshape(count), rows, leading
+        if number is not None:
+            position = number * np.asarray(shape[d], dtype) + position
+        number = position
+    assert number is not None
+    if valid is not None:
+        number = jnp.where(trailing(valid, grid), number, np.asarray(rows_in_all, dtype))
+    return per_row(number), rows, leading
 
 
 def _widened(rows: jax.Array, starts: Sequence[jax.Array], shape: Shape) -> jax.Array:
@@ -134,35 +148,6 @@ def _widened(rows: jax.Array, starts: Sequence[jax.Array], shape: Shape) -> jax.
         return lax.dynamic_update_slice(jnp.zeros(shape, rows.dtype), window, start)
 
     return jax.vmap(placed)(rows, *starts)
-
-
-def dynamic_update_rows(
-    eqn: JaxprEqn, update: jax.Array, starts: Sequence[Any]
-) -> tuple[jax.Array, jax.Array, int] | None:
-    """Return what `dynamic_update_slice` writes: ids, rows, how many dimensions ids number.
-
-    None if it writes several entries of a matrix that are no rows.
-    """
-    # XLA clamps the starts so that the window fits, which the ids must do too.
-    shape, window = aval_of(eqn.outvars[0]).shape, update.shape
-    leading = len(shape)
-    while leading > 1 and window[leading - 1] == shape[leading - 1]:
-        leading -= 1
-    if leading == len(shape) > 1 and math.prod(window) > 1:
-        # Some columns of a row are a row with zeros in the others.
-        leading = [size > 1 for size in window].index(True)
-        if leading == 0:
-            return None
-        window = (*window[:leading], *shape[leading:])
-        places = [0] * leading + [jnp.asarray(x) for x in starts[leading:]]
-        update = lax.dynamic_update_slice(jnp.zeros(window, update.dtype), update, places)
-    dtype = id_dtype(math.prod(shape[:leading]))
-    ids = jnp.zeros((), dtype)
-    for d, size in enumerate(window[:leading]):
-        start = jnp.clip(widen(jnp.asarray(starts[d]), shape[d]), 0, shape[d] - size)
-        along = (start.astype(dtype) + lax.iota(dtype, size)).reshape((1,) * ids.ndim + (size,))
-        ids = ids[..., None] * np.asarray(shape[d], dtype) + along
-    return ids.reshape(-1), update.reshape(ids.size, *shape[leading:]), leading
 
 
 def padded_rows(eqn: JaxprEqn, operand: jax.Array) -> IdsAndRows | None:
@@ -209,16 +194,155 @@ def sparse_product_rows(
     return canonical(ids, shape[kept[0]]), (scale * rows).astype(aval_of(eqn.outvars[0]).dtype)
 
 
-def _window_ids(starts: jax.Array, length: int, rows: int, clips: bool) -> jax.Array:
-    """Return ids (m * length,) of windows of `length` rows at `starts` (m,)."""
-    last = rows - length
-    starts = widen(starts, rows)
-    if clips:
-        starts = jnp.clip(starts, 0, last)
-    elif length == 1:
-        return canonical(starts, rows)
-    else:  # a window that does not fit is dropped whole
-        starts = jnp.where((starts < 0) | (starts > last), rows, starts)
-    offsets = np.arange(length, dtype=starts.dtype)
-    ids = starts[:, None] + offsets[None]
-    return canonical(ids.reshape(-1), rows)
+# --- moves ---------------------------------------------------------------------------------
+#
+# Operations on the shape of an array that is a sum of rows: they move the rows.
+#
+#     x = RowSum (V, D)    ids i                    rows (n, D)
+#     reshape to (M, W, D)          i               the same rows, i numbers (M, W)
+#     pad 2 rows in front           i + 2
+#     slice rows 3 to 5             i - 3, or padding
+#     transpose of (M, W, D)        w * M + m       of i = m * W + w
+#
+# Ids number the leading dimensions in row-major order, so a move is arithmetic on the positions
+# that an id stands for; what it does along a row is done to the rows. Where a row would fall
+# apart into single entries (a lookup of columns) there is no move, and the array is dense.
+
+Positions = list[jax.Array]
+
+
+def reshaped(x: RowSum, shape: Shape) -> RowSum | None:
+    """Return the rows in an array of another shape; None if it joins several to one."""
+    if x.is_zero:
+        return dataclasses.replace(x, shape=shape, leading=1)
+    size = math.prod(x.row)
+    for leading in range(1, len(shape) + 1):
+        row = shape[leading:]
+        each, rest = divmod(size, math.prod(row)) if math.prod(row) else (1, 0)
+        if rest or (each > 1 and not row):
+            continue
+        result = dataclasses.replace(x, shape=shape, leading=leading)
+        if each * x.count != result.count:
+            continue
+        parts = tuple(split_rows(*part, each, result.count, result.row) for part in x.parts)
+        return dataclasses.replace(result, parts=parts)
+    return None
+
+
+def padded(x: RowSum, config: Sequence[tuple[int, int, int]], shape: Shape) -> RowSum | None:
+    """Return the rows in an array with zeros around and between, as `lax.pad` has it."""
+    if any(low < 0 or high < 0 for low, high, _ in config):
+        return None
+    zero = np.zeros((), x.dtype)
+    along_rows = [(0, 0, 0), *config[x.leading :]]
+
+    def move(positions: Positions) -> tuple[Positions, bool]:
+        pairs = zip(positions, config, strict=False)
+        return [low + p * (interior + 1) for p, (low, _, interior) in pairs], True
+
+    return _moved(x, shape, move, lambda rows: lax.pad(rows, zero, along_rows))
+
+
+def sliced(x: RowSum, starts: Shape, shape: Shape, strides: Shape) -> RowSum:
+    """Return the rows inside a slice that has this shape."""
+
+    def move(positions: Positions) -> tuple[Positions, jax.Array | bool]:
+        inside: jax.Array | bool = True
+        moved = []
+        for p, start, size, stride in zip(positions, starts, shape, strides, strict=False):
+            q = lax.div(p - start, np.asarray(stride, p.dtype))
+            inside = inside & (p >= start) & (q < size) & (start + q * stride == p)
+            moved.append(q)
+        return moved, inside
+
+    along_rows = tuple(
+        slice(start, start + (size - 1) * stride + 1 if size else start, stride)
+        for start, size, stride in zip(starts, shape, strides, strict=True)
+    )[x.leading :]
+    return _moved(x, shape, move, lambda rows: rows[(slice(None), *along_rows)])
+
+
+def placed_at(x: RowSum, starts: Sequence[jax.Array], shape: Shape) -> RowSum | None:
+    """Return the rows in an array of zeros, as `dynamic_update_slice` places them."""
+    if x.row != shape[x.leading :]:
+        return None
+
+    def move(positions: Positions) -> tuple[Positions, bool]:
+        moved = []
+        for d, p in enumerate(positions):
+            first = jnp.clip(widen(jnp.asarray(starts[d]), shape[d]), 0, shape[d] - x.shape[d])
+            moved.append(p + first.astype(p.dtype))
+        return moved, True
+
+    return _moved(x, shape, move, lambda rows: rows)
+
+
+def transposed(x: RowSum, order: Sequence[int], shape: Shape) -> RowSum | None:
+    """Return the rows with the dimensions in another order; None if that would cut them up."""
+    leading = x.leading
+    while set(order[:leading]) != set(range(leading)):
+        leading += 1
+    if leading == len(shape) and x.row:
+        return None
+    x = x.refined(leading)
+    along_rows = [0, *(d - leading + 1 for d in order[leading:])]
+
+    def move(positions: Positions) -> tuple[Positions, bool]:
+        return [positions[d] for d in order[:leading]], True
+
+    return _moved(x, shape, move, lambda rows: rows.transpose(along_rows))
+
+
+def flipped(x: RowSum, dimensions: Sequence[int]) -> RowSum:
+    """Return the rows with these dimensions in reverse order."""
+    along_rows = [d - x.leading + 1 for d in dimensions if d >= x.leading]
+
+    def move(positions: Positions) -> tuple[Positions, bool]:
+        pairs = enumerate(positions)
+        return [x.shape[d] - 1 - p if d in dimensions else p for d, p in pairs], True
+
+    return _moved(x, x.shape, move, lambda rows: lax.rev(rows, along_rows))
+
+
+def concatenated(
+    xs: Sequence[RowSum], axis: int, shape: Shape, dtype: jnp.dtype
+) -> RowSum | None:
+    """Return the rows of several arrays that are put one after another."""
+    total, begin = RowSum(shape, dtype), 0
+    for x in xs:
+        end = begin + x.shape[axis]
+        config = [(0, 0, 0)] * len(shape)
+        config[axis] = (begin, shape[axis] - end, 0)
+        part = padded(x, config, shape)
+        if part is None:
+            return None
+        total = total.plus(part.parts, part.looked_up, part.leading)
+        begin = end
+    return total
+
+
+def _moved(
+    x: RowSum,
+    shape: Shape,
+    move: Callable[[Positions], tuple[Positions, jax.Array | bool]],
+    along_rows: Callable[[jax.Array], jax.Array],
+) -> RowSum:
+    result = dataclasses.replace(x, shape=shape, parts=())
+    sizes, new_sizes = x.shape[: x.leading], shape[: x.leading]
+    # Positions are computed where both arrays' numbers fit.
+    dtype = id_dtype(max(x.count, result.count))
+    parts = []
+    for ids, rows in x.parts:
+        number, positions = ids.astype(dtype), list[jax.Array]()
+        for size in reversed(sizes):
+            divisor = np.asarray(max(size, 1), dtype)
+            positions.insert(0, lax.rem(number, divisor))
+            number = lax.div(number, divisor)
+        positions, inside = move(positions)
+        number = jnp.zeros_like(ids, dtype)
+        for size, position in zip(new_sizes, positions, strict=True):
+            number = number * np.asarray(size, dtype) + position.astype(dtype)
+        valid = (ids < x.count) & inside
+        number = jnp.where(valid, number, np.asarray(result.count, dtype))
+        parts.append((number.astype(id_dtype(result.count)), along_rows(rows)))
+    return dataclasses.replace(result, parts=tuple(parts))

@@ -15,13 +15,14 @@ broadcast; along dimension 0 they are not rows of the result, and it is dense.
 | among floating types                           |                                      |
 | conversions to integers, reduce_precision      | on the sums of equal rows            |
 | reshape, pad, slice, split, concatenate, stack,| the rows of the result: see          |
-| transpose, rev, broadcast, sum along rows      | `row_moves`                          |
+| transpose, rev, broadcast, sum along rows      | `row_pattern`                        |
 | select by a scalar                             | rows of the other branch are padding |
 | identities (copy, names, barriers, ...)        | itself                               |
 """
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from jmask._autodiff.gathered_rows import remembered, rows_added
+from jmask._autodiff.gathered_rows import rows_added
 from jmask._autodiff.interpreter import (
     Flags,
     Interpreter,
@@ -40,40 +41,38 @@ from jmask._autodiff.interpreter import (
     Values,
     report_dense,
 )
-from jmask._autodiff.row_moves import (
+from jmask._autodiff.row_pattern import (
     concatenated,
     flipped,
     padded,
+    padded_rows,
     placed_at,
     reshaped,
-    sliced,
-    transposed,
-)
-from jmask._autodiff.row_pattern import (
-    dynamic_update_rows,
-    padded_rows,
     scatter_add_rows,
+    sliced,
     sparse_product_rows,
+    transposed,
+    window_rows,
 )
 from jmask._autodiff.values import (
     Filled,
     RowSum,
     as_scalar,
+    dense,
     is_literal_zero,
     is_not_finite,
+    is_symbolic,
 )
 from jmask._base.array_types import adds_when_cast
 from jmask._base.forms import aval_of, name_of, parameter
+from jmask._base.jaxprs import bound
 from jmask._base.types import Atom, Value
+from jmask._kernels.gathered_rows import GATHERED
 
 
 def _zero_rows(eqn: JaxprEqn) -> RowSum:
     aval = aval_of(eqn.outvars[0])
     return RowSum(aval.shape, aval.dtype)
-
-
-def _bind(eqn: JaxprEqn, *inputs: Any) -> Any:
-    return eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
 
 
 # --- demand: which inputs may be symbolic ------------------------------------------------
@@ -200,7 +199,9 @@ def _scatter_add(
     if entries is None:
         return None
     ids, rows, leading = entries
-    rows = remembered(rows, rows_added(eqn, updates))
+    known = rows_added(eqn, updates)
+    if known is not None:
+        GATHERED.note(rows, known)
     return [operand.plus(((ids, rows),), looked_up=True, leading=leading)]
 
 
@@ -213,7 +214,9 @@ def _dynamic_update_slice(
         return None
     if isinstance(update, RowSum):
         return None if update.carry else _result(placed_at(update, starts, operand.shape))
-    entries = dynamic_update_rows(eqn, interpreter.dense(update, eqn), starts)
+    along = {d: jnp.asarray(start) for d, start in enumerate(starts)}
+    update = interpreter.dense(update, eqn)
+    entries = window_rows(operand.shape, update, along, clips=True)
     if entries is None:
         return None
     ids, rows, leading = entries
@@ -332,28 +335,24 @@ def _add(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter)
     return [x.added_to(y)]
 
 
-def _negated(x: Value) -> Value:
-    return x.scaled(jnp.negative) if isinstance(x, RowSum) else -x
-
-
 def _subtract(
     eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
 ) -> Outputs:
-    x, y = inputs
+    x, y = (dense(a) if isinstance(a, Filled) else a for a in inputs)
     if not isinstance(x, RowSum) and not isinstance(y, RowSum):
         return None
-    y = _negated(interpreter.dense(y, eqn) if isinstance(y, Filled) else y)
+    y = y.scaled(jnp.negative) if isinstance(y, RowSum) else -y
     return _add(eqn, (x, y), wanted, interpreter)
 
 
 def _negate(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     (x,) = inputs
-    return [_negated(x)] if isinstance(x, RowSum) else None
+    return [x.scaled(jnp.negative)] if isinstance(x, RowSum) else None
 
 
 def _on_sums(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     (x,) = inputs
-    return [x.map_sums(lambda rows: _bind(eqn, rows))] if isinstance(x, RowSum) else None
+    return [x.map_sums(lambda rows: bound(eqn, [rows])[0])] if isinstance(x, RowSum) else None
 
 
 def _convert(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
@@ -372,28 +371,27 @@ def _convert(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
 
 
 def _multiply(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
-    x, y = inputs
-    if isinstance(y, RowSum):
-        x, y = y, x
-    factor = as_scalar(y)
-    if not isinstance(x, RowSum) or factor is None:
-        return None
-    x = x.broadcast(aval_of(eqn.outvars[0]).shape)
-    if x is None:
-        return None
-    return [x.scaled(lambda rows: rows * jnp.asarray(factor, rows.dtype))]
+    x, y = reversed(inputs) if isinstance(inputs[1], RowSum) else inputs
+    return _times(eqn, x, as_scalar(y), operator.mul)
 
 
 def _divide(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     x, y = inputs
-    divisor = None if is_literal_zero(y) else as_scalar(y)
     # Quotients of integers are rounded: a sum of quotients is not the quotient of the sum.
-    if not isinstance(x, RowSum) or divisor is None or not jnp.issubdtype(x.dtype, jnp.inexact):
+    if is_literal_zero(y) or not jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.inexact):
+        return None
+    return _times(eqn, x, as_scalar(y), operator.truediv)
+
+
+def _times(
+    eqn: JaxprEqn, x: Value, number: Any | None, operation: Callable[..., jax.Array]
+) -> Outputs:
+    if not isinstance(x, RowSum) or number is None:
         return None
     x = x.broadcast(aval_of(eqn.outvars[0]).shape)
     if x is None:
         return None
-    return [x.scaled(lambda rows: rows / jnp.asarray(divisor, rows.dtype))]
+    return [x.scaled(lambda rows: operation(rows, jnp.asarray(number, rows.dtype)))]
 
 
 def _reshape(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
@@ -431,36 +429,16 @@ def _select(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
 
 
 def _identity(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
-    return list(inputs) if isinstance(inputs[0], RowSum | Filled) else None
+    return list(inputs) if is_symbolic(inputs[0]) else None
 
 
 def _barrier(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     """Apply `optimization_barrier` to the arrays inside symbolic values too."""
-    if not any(isinstance(x, RowSum | Filled) for x in inputs):
+    if not any(map(is_symbolic, inputs)):
         return None
-    arrays, rebuild = jax.tree.flatten([_components(x) for x in inputs])
-    arrays = jax.tree.unflatten(rebuild, eqn.primitive.bind(*arrays))
-    return [_rebuilt(x, new) for x, new in zip(inputs, arrays, strict=True)]
+    arrays, structure = jax.tree.flatten(list(inputs))
+    return jax.tree.unflatten(structure, eqn.primitive.bind(*arrays))
 
-
-def _components(x: Value) -> Value:
-    if isinstance(x, RowSum):
-        return x.parts
-    return x.value if isinstance(x, Filled) else x
-
-
-def _rebuilt(x: Value, arrays: Value) -> Value:
-    if isinstance(x, RowSum):
-        return dataclasses.replace(x, parts=arrays)
-    return dataclasses.replace(x, value=arrays) if isinstance(x, Filled) else arrays
-
-
-_IDENTITIES = (
-    "copy",
-    "copy_p",
-    "name",
-    "sharding_constraint",
-)
 
 EQUATION_RULES: dict[str, Rule] = {
     "broadcast_in_dim": Rule(_first_wanted, _broadcast),
@@ -488,4 +466,6 @@ EQUATION_RULES: dict[str, Rule] = {
     "rev": Rule(_first_wanted, _moving(_reverse)),
     "select_n": Rule(_cases, _select),
     "optimization_barrier": Rule(same_wanted, _barrier),
-} | {name: Rule(_first, _identity) for name in _IDENTITIES}
+} | {
+    name: Rule(_first, _identity) for name in ("copy", "copy_p", "name", "sharding_constraint")
+}

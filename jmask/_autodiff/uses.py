@@ -84,9 +84,7 @@ def refined_reports(
     for gradient, table, uses in zip(found(), inputs, uses_of_inputs(jaxpr), strict=True):
         is_reported = tuple(table.shape) in shapes
         if is_reported or (gradient.rows is None and _size(table) >= LARGE):
-            report = _mixed_uses(gradient, table, uses)
-            if report is None and not is_reported:  # a report says why, and this could not
-                report = _lookups_alone(gradient, table, uses)
+            report = _report(gradient, table, uses, is_reported)
             if report is not None:
                 input_reports.append((gradient, report))
     # What was made dense on the way to a table, of another shape, says less than its uses do.
@@ -109,51 +107,42 @@ def refined_reports(
     return list(dict.fromkeys(refined))
 
 
-def _mixed_uses(gradient: InputGradient, table: Shaped, uses: Sequence[Use]) -> Fallback | None:
-    """Report a table that is looked up and needed as a whole; return None for others."""
+def _report(
+    gradient: InputGradient, table: Shaped, uses: Sequence[Use], is_reported: bool
+) -> Fallback | None:
+    """Report a table that is looked up and needed as a whole, or not looked up by rows."""
     lookups = [use.place for use in uses if use.is_lookup]
     others = [use for use in uses if not use.is_lookup]
-    if not lookups or not others:
+    if not lookups:
         return None
-    looked_up = f"looked up ({lookups[0]})" if lookups[0] else "looked up"
-    became = "became dense"
-    if gradient.rows is not None:
-        became = f"has {gradient.rows:,} rows and came from an array as large as the table"
-    return Fallback(
-        f"the gradient of {gradient.name}, a {table.dtype}{list(table.shape)} table "
-        f"({in_bytes(_size(table))}), {became}, at O(table) cost in each step: it is "
-        f"{looked_up}, but `{others[0].primitive}` needs all of it",
-        others[0].place,
-        tuple(table.shape),
-        _remedy(uses),
-    )
-
-
-def _remedy(uses: Sequence[Use]) -> str:
-    if any(use.is_lookup and use.is_computed for use in uses):
-        return LOOK_UP_FIRST
-    return (
-        "A penalty is on the rows that are looked up, or is the `weight_decay` of the "
-        "optimizer; a parameter that scales the table scales its rows, `s * table[ids]`; what "
-        "else depends on every row has a dense gradient."
-    )
-
-
-def _lookups_alone(
-    gradient: InputGradient, table: Shaped, uses: Sequence[Use]
-) -> Fallback | None:
-    """Report a table that is only looked up, in a way that does not read rows."""
-    if gradient.rows is not None or not uses or not all(use.is_lookup for use in uses):
+    became, place = "became dense", (others or uses)[0].place
+    if others:
+        looked_up = f"looked up ({lookups[0]})" if lookups[0] else "looked up"
+        why = f"{looked_up}, but `{others[0].primitive}` needs all of it"
+        remedy = (
+            "A penalty is on the rows that are looked up, or is the `weight_decay` of the "
+            "optimizer; a parameter that scales the table scales its rows, `s * table[ids]`; "
+            "what else depends on every row has a dense gradient."
+        )
+        if any(use.is_lookup and use.is_computed for use in uses):
+            remedy = LOOK_UP_FIRST
+        if gradient.rows is not None:
+            became = f"has {gradient.rows:,} rows and came from an array as large as the table"
+    elif gradient.rows is None and not is_reported:  # a report says why, and this could not
+        why = "looked up in a way that does not read whole rows"
+        remedy = (
+            "Keep rows last, ids first: `table[ids]` of (V, D), `table[m, ids]` or "
+            "`table[:, ids]` of (M, V, D), not `table[:, ids]` or `table.T[ids]` of a matrix, "
+            "nor a `jax.new_ref` of it; columns after that, `table[ids][:, j]`."
+        )
+    else:
         return None
     return Fallback(
         f"the gradient of {gradient.name}, a {table.dtype}{list(table.shape)} table "
-        f"({in_bytes(_size(table))}), became dense, at O(table) cost in each step: it is "
-        "looked up in a way that does not read whole rows",
-        uses[0].place,
+        f"({in_bytes(_size(table))}), {became}, at O(table) cost in each step: it is {why}",
+        place,
         tuple(table.shape),
-        "Keep rows last, ids first: `table[ids]` of (V, D), `table[m, ids]` or "
-        "`table[:, ids]` of (M, V, D), not `table[:, ids]` or `table.T[ids]` of a matrix, nor "
-        "a `jax.new_ref` of it; columns after that, `table[ids][:, j]`.",
+        remedy,
     )
 
 
@@ -177,13 +166,7 @@ class _Origin(NamedTuple):
 def _uses(
     jaxpr: Jaxpr, inputs: Sequence[_Origin | None], count: int
 ) -> tuple[list[list[Use]], list[_Origin | None]]:
-    """Return the uses of `count` inputs, and which of them each output of `jaxpr` is, if any.
-
-    Args:
-        jaxpr: a program.
-        inputs: for each of its variables which of the inputs it is, or None.
-        count: the number of inputs.
-    """
+    """Return the uses of `count` inputs, and which of them each output is, if any."""
     uses: list[list[Use]] = [[] for _ in range(count)]
     origins: dict[Var, _Origin] = {
         v: origin for v, origin in zip(jaxpr.invars, inputs, strict=True) if origin is not None

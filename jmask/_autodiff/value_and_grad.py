@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._autodiff.control_flow import COLLECTIVE_RULES, CONTROL_FLOW_RULES
-from jmask._autodiff.interpreter import Interpreter
-from jmask._autodiff.loss import (
+from jmask._autodiff.arguments import (
+    TensorArguments,
     after_all_reads,
     after_reading,
     argument_name,
@@ -26,14 +25,15 @@ from jmask._autodiff.loss import (
     naming_tables,
     reads_late,
 )
+from jmask._autodiff.control_flow import COLLECTIVE_RULES, CONTROL_FLOW_RULES
+from jmask._autodiff.interpreter import Interpreter
 from jmask._autodiff.rules import EQUATION_RULES
-from jmask._autodiff.tensor_arguments import TensorArguments
 from jmask._autodiff.uses import InputGradient, refined_reports
-from jmask._autodiff.values import Filled, RowSum
+from jmask._autodiff.values import Filled, RowSum, dense, is_symbolic
 from jmask._base.array_types import on_explicit_mesh
 from jmask._base.fallback import collected, expect_dense, report_fallback
 from jmask._base.forms import drops_rules
-from jmask._base.types import Gradients, PyTree, Value
+from jmask._base.types import PyTree
 from jmask._base.validation import (
     KEEP_ARRAYS,
     Model,
@@ -42,8 +42,9 @@ from jmask._base.validation import (
     leaf_name,
     not_an_array,
 )
-from jmask._tables.stored_table import is_stored_table
+from jmask._tables.stored_table import is_stored_table, is_tensor_or_table
 from jmask._tensors.masked_tensor import is_tensor
+from jmask._tensors.specified import placeholder_of, without_placeholder
 
 _KEEP_ARRAYS = (
     f"{KEEP_ARRAYS}; jmask.nnx.value_and_grad and jmask.nnx.grad take a whole model of flax nnx"
@@ -127,20 +128,21 @@ def value_and_grad(
         {'scale': Array(6., dtype=float32), 'table': RowSparse(float32[1000, 2], nse=3)}
     """
 
-    _check_function(fun, has_aux)
+    if not callable(fun):
+        raise TypeError(
+            f"`fun` must be a function, got {type(fun).__name__}: write "
+            "jmask.value_and_grad(loss_fn)(params, batch)."
+        )
+    check_flag("has_aux", has_aux)
     check_flag("holomorphic", holomorphic)
     check_flag("allow_int", allow_int)
 
     @functools.wraps(fun, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def value_and_grad_of_fun(*args: Any, **kwargs: Any) -> Any:
         numbers = _positions(argnums, args)
-        float_function, floats, filled = (
-            _without_integers(fun, numbers, args) if allow_int else (fun, args, None)
-        )
         value, gradients = value_and_gradients(
-            float_function, numbers, has_aux, floats, kwargs, holomorphic=holomorphic
+            fun, numbers, has_aux, args, kwargs, holomorphic=holomorphic, allow_int=allow_int
         )
-        gradients = gradients if filled is None else filled(gradients)
         gradients = after_reading(value[0] if has_aux else value, gradients)
         return value, gradients if isinstance(argnums, Sequence) else gradients[0]
 
@@ -202,42 +204,40 @@ def value_and_gradients(
     kwargs: dict[str, Any],
     finished: Callable[[Any], Any] | None = None,
     holomorphic: bool = False,
+    allow_int: bool = False,
 ) -> tuple[Any, tuple[Any, ...]]:
     """Return the value (and aux), and a gradient for each of the positions `numbers`.
 
-    Args:
-        fun, has_aux: as in `value_and_grad`.
-        numbers: positions in `args`.
-        args, kwargs: of the call.
-        finished: what becomes of a result of the gradient program; by default an array or
-            a `RowSparse`.
-        holomorphic: as in `value_and_grad`.
+    `finished` makes what is returned of each result of the gradient program: by default an
+    array or a `RowSparse`.
     """
     finished = finished or _finished
     with on_explicit_mesh([args[i] for i in numbers]), naming_tables(args, numbers, fun):
-        models = {number: Model(args[number], _is_tensor) for number in numbers}
+        models = {
+            number: Model(args[number], is_tensor_or_table, allow_int) for number in numbers
+        }
         fun = function_of_parameters(fun, models)
         args = tuple(models[i].parameters if i in models else x for i, x in enumerate(args))
         for number in numbers:
             _check_argument(fun, number, args[number])
         arguments = TensorArguments(args, numbers)
         if arguments:
-            return _tensor_gradients(fun, arguments, has_aux, kwargs, finished, holomorphic)
-        value, results = _value_and_results(
-            fun, numbers, has_aux, args, kwargs, holomorphic=holomorphic
-        )
-        return value, _mapped(finished, results)
+            value, results = _tensor_gradients(
+                fun, arguments, has_aux, kwargs, finished, holomorphic
+            )
+        else:
+            value, results = _value_and_results(
+                fun, numbers, has_aux, args, kwargs, holomorphic=holomorphic
+            )
+            results = _mapped(finished, results)
+        pairs = zip(numbers, results, strict=True)
+        return value, tuple(models[number].gradient(x) for number, x in pairs)
 
 
 def function_of_parameters(
     fun: Callable[..., Any], models: dict[int, Model]
 ) -> Callable[..., Any]:
-    """Return `fun` as a function of the parameters of models, in place of the models.
-
-    Args:
-        fun: the function.
-        models: its arguments that are such, by their number.
-    """
+    """Return `fun` as a function of the parameters of models, by their position."""
     if not any(model.others for model in models.values()):
         return fun
 
@@ -247,51 +247,6 @@ def function_of_parameters(
         return fun(*whole, **kwargs)
 
     return parameter_function
-
-
-def _without_integers(
-    fun: Callable[..., Any], numbers: tuple[int, ...], args: tuple[Any, ...]
-) -> tuple[Callable[..., Any], tuple[Any, ...], Callable[[Any], tuple[Any, ...]]]:
-    """Take integers and flags out of the arguments, with None in their place.
-
-    Returns:
-        A function of such arguments, these arguments, and a function that puts gradients of
-        dtype float0 in the place of None.
-    """
-    structures: dict[int, Any] = {}
-    places: dict[int, dict[int, Any]] = {}
-    floats = list(args)
-    for n in numbers:
-        leaves, structures[n] = jax.tree.flatten(args[n], is_leaf=_is_tensor_or_none)
-        kinds = [None if _is_tensor(x) else abstract_leaf(x) for x in leaves]
-        places[n] = {
-            i: x
-            for i, (x, kind) in enumerate(zip(leaves, kinds, strict=True))
-            if kind is not None and not jnp.issubdtype(kind.dtype, jnp.inexact)
-        }
-        kept = [None if i in places[n] else x for i, x in enumerate(leaves)]
-        floats[n] = structures[n].unflatten(kept)
-
-    def put_back(n: int, tree: PyTree, integers: dict[int, Any]) -> PyTree:
-        leaves = jax.tree.leaves(tree, is_leaf=_is_tensor_or_none)
-        return structures[n].unflatten([integers.get(i, x) for i, x in enumerate(leaves)])
-
-    @functools.wraps(fun)
-    def float_function(*args: Any, **kwargs: Any) -> Any:
-        pairs = enumerate(args)
-        return fun(
-            *(put_back(n, x, places[n]) if n in places else x for n, x in pairs), **kwargs
-        )
-
-    def filled(gradients: Gradients) -> tuple[Any, ...]:
-        empty = {
-            n: {i: np.zeros(np.shape(x), jax.dtypes.float0) for i, x in leaves.items()}
-            for n, leaves in places.items()
-        }
-        pairs = zip(numbers, gradients, strict=True)
-        return tuple(put_back(n, x, empty[n]) for n, x in pairs)
-
-    return float_function, tuple(floats), filled
 
 
 def _tensor_gradients(
@@ -304,16 +259,19 @@ def _tensor_gradients(
 ) -> tuple[Any, tuple[Any, ...]]:
     """Differentiate in the stored values of tensors, and in placeholders where those count."""
 
+    tensors = arguments.tensors
+    # A further derivative of a table is taken by a gradient program around this one.
+    nested = any(is_stored_table(x) and x.placeholder is not None for x in tensors)
+
     def results(placeholders: Sequence[Any]) -> tuple[Any, Any]:
         part_function = arguments.function_of_parts(fun)
         args, numbers = arguments.parts(placeholders)
-        nested = arguments.are_nested()
         value, (*gradients, placeholder_gradients) = _value_and_results(
             part_function, numbers, has_aux, args, kwargs, nested, holomorphic
         )
         return value, arguments.gradients(_mapped(finished, gradients), placeholder_gradients)
 
-    if arguments.only_tables():
+    if all(map(is_stored_table, tensors)):  # whose placeholders are known to count
         return results(arguments.placeholders())
     try:
         with collected() as reports:
@@ -326,7 +284,11 @@ def _tensor_gradients(
         return results(arguments.placeholders(tables_only=True))
     for report in reports:
         report_fallback(*report)
-    return arguments.left_behind(value), gradients
+    # Tensors that `fun` returns have no placeholder any more, unless a gradient program around
+    # this one takes the derivative of it.
+    if all(placeholder_of(x) is None for x in tensors):
+        value = jax.tree.map(without_placeholder, value, is_leaf=is_tensor)
+    return value, gradients
 
 
 def _value_and_results(
@@ -340,15 +302,30 @@ def _value_and_results(
 ) -> tuple[Any, tuple[Any, ...]]:
     """Return the value (and aux), and the gradients as the gradient program leaves them.
 
-    Raises:
-        NotImplementedError: if it is `nested`, a further derivative of a stored table will be
-            taken, and this JAX would lose it.
+    If it is `nested`, a further derivative of a stored table will be taken.
     """
     loss = checked_loss(fun, numbers, has_aux)
     stock = jax.value_and_grad(loss, numbers, has_aux, holomorphic=holomorphic)
-    trace = _Trace(stock, args, kwargs, numbers)
     differentiated = tuple(args[number] for number in numbers)
-    given = jax.tree.map(_abstract_if_filled, differentiated)
+    structure: Any = None
+    static: dict[int, Any] = {}
+
+    # The gradient program is a function of the differentiated arguments alone. All others are
+    # closed over, so they may be anything, as in JAX. What `fun` returns without having
+    # computed it (strings and numbers in `aux`) does not go through the program: it is
+    # remembered here.
+    def trace(*differentiated: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        nonlocal structure, static
+        new = dict(zip(numbers, differentiated, strict=True))
+        value, gradients = stock(*(new.get(i, x) for i, x in enumerate(args)), **kwargs)
+        leaves, structure = jax.tree.flatten(value)
+        static = {i: x for i, x in enumerate(leaves) if not isinstance(x, jax.core.Tracer)}
+        return [x for i, x in enumerate(leaves) if i not in static], gradients
+
+    given = _mapped(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Filled) else x,
+        differentiated,
+    )
     program, outputs = jax.make_jaxpr(trace, return_shape=True)(*given)
     if nested and drops_rules(program.jaxpr):
         raise NotImplementedError(
@@ -370,7 +347,9 @@ def _value_and_results(
         )
         return [
             InputGradient(name, x.capacity if isinstance(x, RowSum) and x.is_rows else None)
-            for name, x in zip(names, jax.tree.leaves(gradients), strict=True)
+            for name, x in zip(
+                names, jax.tree.leaves(gradients, is_leaf=is_symbolic), strict=True
+            )
         ]
 
     # What became dense on the way is said when it is known what came of it.
@@ -378,7 +357,7 @@ def _value_and_results(
         results = _INTERPRETER.run(
             program.jaxpr,
             program.consts,
-            jax.tree.leaves(differentiated),
+            jax.tree.leaves(differentiated, is_leaf=is_symbolic),
             jax.tree.leaves(wanted),
         )
     if isinstance(results[0], jax.core.Tracer) and reads_late(program.jaxpr, results):
@@ -386,74 +365,24 @@ def _value_and_results(
     computed, gradients = jax.tree.unflatten(jax.tree.structure(outputs), results)
     for report in refined_reports(program.jaxpr, named_gradients, reports):
         report_fallback(*report)
-    return trace.with_static(_mapped(_finished, computed)), gradients
-
-
-class _Trace:
-    """The gradient program as a function of the differentiated arguments alone.
-
-    All other arguments are closed over, so they may be anything, as in JAX. What the
-    function returns without having computed it (strings and numbers in `aux`) does not
-    go through the program: it is remembered here.
-    """
-
-    def __init__(
-        self,
-        stock: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        numbers: tuple[int, ...],
-    ):
-        self.stock, self.args, self.kwargs, self.numbers = stock, args, kwargs, numbers
-        self.structure: Any = None
-        self.static: dict[int, Any] = {}
-
-    def __call__(self, *differentiated: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        args = list(self.args)
-        for number, argument in zip(self.numbers, differentiated, strict=True):
-            args[number] = argument
-        value, gradients = self.stock(*args, **self.kwargs)
-        leaves, self.structure = jax.tree.flatten(value)
-        self.static = {i: x for i, x in enumerate(leaves) if not isinstance(x, jax.core.Tracer)}
-        return [x for i, x in enumerate(leaves) if i not in self.static], gradients
-
-    def with_static(self, computed: list[Any]) -> Any:
-        """Return the value (and aux) from its computed leaves and the remembered ones."""
-        remaining = iter(computed)
-        count = len(computed) + len(self.static)
-        leaves = [self.static[i] if i in self.static else next(remaining) for i in range(count)]
-        return jax.tree.unflatten(self.structure, leaves)
-
-
-def _abstract_if_filled(x: Value) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Filled) else x
+    remaining = iter(_mapped(_finished, computed))
+    count = len(computed) + len(static)
+    leaves = [static[i] if i in static else next(remaining) for i in range(count)]
+    return jax.tree.unflatten(structure, leaves), gradients
 
 
 def _mapped(function: Callable[[Any], Any], results: PyTree) -> PyTree:
-    return jax.tree.map(function, results)
+    return jax.tree.map(function, results, is_leaf=is_symbolic)
 
 
 def _finished(result: PyTree) -> PyTree:
     """Return a result of the program as users see it."""
     if isinstance(result, RowSum) and result.is_rows:
         return result.to_row_sparse()
-    dense = _dense(result)
-    if isinstance(dense, jax.Array) and dense.ndim > 1:
-        expect_dense(dense)
-    return dense
-
-
-def _dense(result: Value) -> Value:
-    return result.todense() if isinstance(result, RowSum | Filled) else result
-
-
-def _check_function(fun: Callable[..., Any], has_aux: object) -> None:
-    if not callable(fun):
-        raise TypeError(
-            f"`fun` must be a function, got {type(fun).__name__}: write "
-            "jmask.value_and_grad(loss_fn)(params, batch)."
-        )
-    check_flag("has_aux", has_aux)
+    result = dense(result)
+    if isinstance(result, jax.Array) and result.ndim > 1:
+        expect_dense(result)
+    return result
 
 
 def _positions(argnums: int | Sequence[int], args: tuple[Any, ...]) -> tuple[int, ...]:
@@ -471,8 +400,8 @@ def _positions(argnums: int | Sequence[int], args: tuple[Any, ...]) -> tuple[int
 
 def _check_argument(fun: Callable[..., Any], number: int, argument: PyTree) -> None:
     """Refuse a differentiated argument with leaves that have no gradient, by name."""
-    for path, leaf in jax.tree.leaves_with_path(argument, is_leaf=_is_tensor):
-        if _is_tensor(leaf):
+    for path, leaf in jax.tree.leaves_with_path(argument, is_leaf=is_tensor_or_table):
+        if is_tensor_or_table(leaf):
             continue
         array = abstract_leaf(leaf)
         if array is None:
@@ -488,11 +417,3 @@ def _check_argument(fun: Callable[..., Any], number: int, argument: PyTree) -> N
                 f"{leaf_name(argument_name(fun, number), path)} is a ShapeDtypeStruct, which "
                 "holds no numbers: use jmask.explain, or jax.eval_shape(jmask.grad(f), ...)."
             )
-
-
-def _is_tensor(x: object) -> bool:
-    return is_tensor(x) or is_stored_table(x)
-
-
-def _is_tensor_or_none(x: object) -> bool:
-    return x is None or _is_tensor(x)

@@ -16,6 +16,7 @@ with it (the scaling of a loss) is recognised as a product with a scalar.
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,15 +25,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._autodiff.row_pattern import IdsAndRows
 from jmask._base.fallback import LARGE
 from jmask._base.row_ids import id_dtype
-from jmask._base.types import Shaped, Value
+from jmask._base.types import Value
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gathered_rows import gathered, joined, scaled
 from jmask._kernels.rows import split_rows
 from jmask._kernels.update_rows import add_to_rows
 from jmask._tensors.row_sparse import RowSparse
+
+IdsAndRows = tuple[jax.Array, jax.Array]
+"""Canonical ids (n,) and the rows to be added there (n, *row)."""
 
 # Rows from which an array that is sliced with fixed bounds counts as a table, whose gradient is
 # worth storing by rows: a stack of eight weights of layers is sliced so too, and its users
@@ -65,9 +68,16 @@ def refuse(carry: object | None) -> None:
         _refused.get().add(carry)
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["parts"],
+    meta_fields=["shape", "dtype", "looked_up", "carry", "leading"],
+)
 @dataclasses.dataclass(frozen=True)
 class RowSum:
     """A sum of row updates of an array of the given shape and dtype.
+
+    It is a tree of its ids and rows, so that the body of a loop or a branch may return it.
 
     Attributes:
         parts: pairs of canonical ids (n,) and rows (n, *shape[leading:]).
@@ -106,8 +116,10 @@ class RowSum:
     @property
     def is_rows(self) -> bool:
         """True if a gradient that ends as this sum is a `RowSparse`, and no array."""
-        few = bool(self.parts) and are_few(self.capacity, self, self.count)
-        return self.looked_up or few
+        size = math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+        is_table = size >= LARGE and self.count >= _MANY
+        are_few = bool(self.parts) and 8 * self.capacity <= self.count
+        return self.looked_up or (is_table and are_few)
 
     def plus(
         self, parts: tuple[IdsAndRows, ...], looked_up: bool, leading: int = 1
@@ -212,12 +224,9 @@ class RowSum:
         )
 
 
-def are_few(rows: int, table: "RowSum | Shaped", count: int) -> bool:
-    """Decide whether `rows` are few of the `count` rows of a large table (shape and dtype)."""
-    size = math.prod(table.shape) * jnp.dtype(table.dtype).itemsize
-    return size >= LARGE and count >= _MANY and 8 * rows <= count
-
-
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["shape"]
+)
 @dataclasses.dataclass(frozen=True)
 class Filled:
     """An array of the given shape, every entry of which is the scalar `value`."""
@@ -231,6 +240,16 @@ class Filled:
 
     def todense(self) -> jax.Array:
         return jnp.full(self.shape, self.value)
+
+
+def is_symbolic(x: object) -> bool:
+    """Decide whether `x` stands for an array."""
+    return isinstance(x, RowSum | Filled)
+
+
+def dense(x: Value) -> Value:
+    """Return a symbolic value as an array, anything else as it is."""
+    return x.todense() if isinstance(x, RowSum | Filled) else x
 
 
 def _is_literal(x: object) -> bool:

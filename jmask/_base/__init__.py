@@ -1,11 +1,9 @@
 """The base of all other sub-packages: nothing here knows of a tensor.
 
 types           names for the types of arguments
-array_types     dtypes to compute in, shapes, explicit shardings, varying axes
-array_facts     facts about traced arrays, kept next to them
+array_types     dtypes to compute in, shapes, explicit shardings, facts about traced arrays
 validation      validation of public arguments and of the leaves of trees
 row_ids         row ids: canonical form, and the opaque dtype in which they travel
-norms           norms of rows that neither overflow nor vanish
 fallback        the warning, or error, where sparse storage becomes dense
 forms           what is relied on of JAX's programs: names and parameters of equations
 jaxprs          running jaxprs, and which outputs depend on which inputs

@@ -12,10 +12,10 @@ import os
 import re
 import sys
 import sysconfig
+import traceback
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from types import FrameType
 from typing import NamedTuple
 
 import jax
@@ -137,11 +137,7 @@ def report_fallback(
 ) -> None:
     """Warn that sparse storage was left, once per place; raise under `strict()`.
 
-    Args:
-        message: what became dense and why.
-        place: the user's line; that which called jmask by default.
-        shape: a table's, if the report is about its gradient.
-        remedy: what to write instead, a sentence, or nothing.
+    See `Fallback` for the arguments; the place is that which called jmask by default.
     """
     if _muted.get():
         return
@@ -203,14 +199,8 @@ def in_bytes(size: int) -> str:
 
 def _callers_line() -> tuple[str, int, dict]:
     """Return file and line of the innermost call in the user's code, and its registry."""
-    frames = {(f.f_code.co_filename, f.f_lineno): f for f in reversed(list(_frames()))}
+    stack = reversed(list(traceback.walk_stack(sys._getframe())))
+    frames = {(frame.f_code.co_filename, line): frame for frame, line in stack}
     place = place_among(reversed(frames)) or Place(*next(iter(frames)))
     registry = frames[place.file, place.line].f_globals.setdefault("__warningregistry__", {})
     return place.file, place.line, registry
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -269,14 +269,6 @@ def _has_known_dimensions(fields: frozenset[str]) -> Callable[[JaxprEqn], bool]:
 # --- the table ---------------------------------------------------------------------------
 
 
-def _has_no_out_dtype(eqn: JaxprEqn) -> bool:
-    return eqn.params.get("out_dtype") is None
-
-
-def _keeps_order(eqn: JaxprEqn) -> bool:
-    return eqn.params.get("dimensions") is None
-
-
 _CALL = (
     "call_jaxpr jaxpr bwd compiler_options_kvs ctx_mesh donated_invars fwd_jaxpr_thunk "
     "in_layouts in_shardings inline jvp_jaxpr_fun keep_unused name num_consts out_layouts "
@@ -321,7 +313,7 @@ FORMS: dict[str, Form] = (
         ),
         "dynamic_update_slice": _form(""),
         "integer_pow": _form("y"),
-        "mul": _form("", "out_dtype", _has_no_out_dtype),
+        "mul": _form("", "out_dtype", lambda eqn: eqn.params.get("out_dtype") is None),
         "optimization_barrier": _form(""),
         "pad": _form("padding_config"),
         "psum": _form("axes", "axis_index_groups"),
@@ -329,7 +321,11 @@ FORMS: dict[str, Form] = (
         "pvary": _form("", "axes axis_index_groups"),
         "pcast": _form("", "axes from to"),
         "reduce_precision": _form("", "exponent_bits mantissa_bits"),
-        "reshape": _form("", "new_sizes dimensions sharding", _keeps_order),
+        "reshape": _form(
+            "",
+            "new_sizes dimensions sharding",
+            lambda eqn: eqn.params.get("dimensions") is None,
+        ),
         "reshard": _form("dst_sharding", "concrete_mesh"),
         "sharding_constraint": _form("", "context_mesh layout sharding unconstrained_dims"),
         "rev": _form("dimensions"),
@@ -373,12 +369,9 @@ def names_in(jaxpr: Jaxpr) -> set[str]:
     return {name_of(eqn) for eqn in within(jaxpr.eqns)}
 
 
-def what_is_unknown(eqn: JaxprEqn) -> str | None:
-    """Describe an equation whose form is not known; return None for others."""
-    name = eqn.primitive.name
-    if name_of(eqn) == name:
-        return None
-    given = ", ".join(sorted(eqn.params)) or "none"
+def what_is_unknown(eqn: JaxprEqn) -> str:
+    """Describe an equation whose form is not known."""
+    name, given = eqn.primitive.name, ", ".join(sorted(eqn.params)) or "none"
     return f"this version of jmask does not know `{name}` with these parameters: {given}"
 
 

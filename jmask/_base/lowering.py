@@ -54,7 +54,8 @@ def primitive(name: str, definition: Definition, shapes: Callable[..., list[Any]
 
     def derivative(primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> Any:
         tangents = tuple(map(ad.instantiate_zeros, tangents))
-        return jax.jvp(functools.partial(definition, **how), tuple(primals), tangents)
+        defined = functools.partial(definition, **how)
+        return made.bind(*primals, **how), jax.jvp(defined, tuple(primals), tangents)[1]
 
     made.def_impl(evaluated)
     batching.primitive_batchers[made] = batched

@@ -1,24 +1,5 @@
 """Names for the types of arguments, for annotations that say more than `Any`.
 
-| an argument is                                     | annotate                            |
-|----------------------------------------------------|-------------------------------------|
-| an array, of the program or of a trace             | `jax.Array`                         |
-| an array or a number, as JAX takes it              | `jax.typing.ArrayLike`              |
-| the same, or nested lists, as `jnp.asarray`        | `Numbers`                           |
-| a number that may be traced                        | `Scalar`                            |
-| an array of NumPy                                  | `HostArray`                         |
-| a dtype, or the name of one                        | `jax.typing.DTypeLike`              |
-| the dtype of an array                              | `DType`                             |
-| whatever has a shape and a dtype                   | `Shaped`                            |
-| an array or tensor on any storage                  | `Tensor`                            |
-| the same, or numbers that become an array          | `TensorLike`                        |
-| a leaf of gradients, a leaf of parameters          | `Gradient`, `Table`                 |
-| a tree of them                                     | `Gradients`, `Params`, `OptState`   |
-| a tree whose leaves may be anything                | `PyTree`                            |
-| a function of arguments of any number              | `Function`, `ArrayFunction`         |
-| a factor that all rows of a deferred table share   | `Coefficient`                       |
-| anything: it is about to be checked                | `object`                            |
-
 `optax.Params`, `optax.Updates` and `optax.OptState` are trees of plain arrays. The ones here
 have tensors and tables as leaves, and models as nodes.
 

@@ -22,11 +22,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuse what is neither True nor False: of "no" the truth is True.
-
-    Raises:
-        TypeError: naming the argument.
-    """
+    """Refuse what is neither True nor False: of "no" the truth is True."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"`{name}` must be True or False, got {shown(value)}.")
 
@@ -34,9 +30,8 @@ def check_flag(name: str, value: object) -> None:
 def checked_array(name: str, value: object) -> jax.Array:
     """Return `value` as an array of numbers.
 
-    Raises:
-        TypeError: naming the argument. A tensor of another framework is none, even if NumPy
-            would make it one: where its numbers lie is for the caller to say.
+    A tensor of another framework is none, even if NumPy would make it one: where its numbers
+    lie is for the caller to say.
     """
     refuse_scipy(name, value)
     try:
@@ -49,23 +44,17 @@ def checked_array(name: str, value: object) -> jax.Array:
 
 
 def checked_scalar(name: str, value: object, dtype: DTypeLike) -> jax.Array:
-    """Return `value` as a number of `dtype`.
-
-    Raises:
-        TypeError: naming the argument, also if it is an array with dimensions.
-    """
+    """Return `value` as a number of `dtype`; refuse arrays with dimensions."""
     array = abstract_leaf(value)
-    if array is not None and array.shape == () and _keeps_kind(array.dtype, jnp.dtype(dtype)):
-        return jnp.asarray(value, dtype)
+    if array is not None and array.shape == ():
+        is_complex = [jnp.issubdtype(x, jnp.complexfloating) for x in (array.dtype, dtype)]
+        if is_complex != [True, False]:  # a cast may lose a fraction, but no imaginary part
+            return jnp.asarray(value, dtype)
     raise TypeError(f"`{name}` must be a number of {jnp.dtype(dtype)}, got {shown(value)}.")
 
 
 def checked_integer(name: str, value: Any) -> int:
-    """Return `value` as an integer that is known while tracing.
-
-    Raises:
-        TypeError: naming the argument.
-    """
+    """Return `value` as an integer that is known while tracing."""
     try:
         if not isinstance(value, bool | np.bool_):
             return operator.index(value)
@@ -77,11 +66,7 @@ def checked_integer(name: str, value: Any) -> int:
 
 
 def checked_dtype(name: str, value: Any) -> np.dtype:
-    """Return `value` as a dtype of JAX.
-
-    Raises:
-        TypeError: naming the argument.
-    """
+    """Return `value` as a dtype of JAX."""
     try:
         if value is not None:
             return jnp.dtype(value)
@@ -91,22 +76,14 @@ def checked_dtype(name: str, value: Any) -> np.dtype:
 
 
 def checked_path(name: str, value: object) -> Any:
-    """Return `value` as a path.
-
-    Raises:
-        TypeError: naming the argument.
-    """
+    """Return `value` if it is a path."""
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"`{name}` must be a path, got {shown(value)}.")
     return value
 
 
 def checked_choice(value: object, name: str, choices: tuple[Any, ...]) -> Any:
-    """Return `value` if it is one of `choices`.
-
-    Raises:
-        ValueError: if it is none of them.
-    """
+    """Return `value` if it is one of `choices`."""
     if not (isinstance(value, str) or value is None) or value not in choices:
         known = ", ".join(map(repr, choices))
         raise ValueError(f"`{name}` must be one of {known}, got {shown(value)}.")
@@ -114,11 +91,7 @@ def checked_choice(value: object, name: str, choices: tuple[Any, ...]) -> Any:
 
 
 def refuse_scipy(name: str, value: object) -> None:
-    """Refuse a sparse matrix of SciPy, which JAX has types of its own for.
-
-    Raises:
-        TypeError: naming the argument and what makes a BCSR or BCOO of it.
-    """
+    """Refuse a sparse matrix of SciPy, which JAX has types of its own for."""
     if type(value).__module__.startswith("scipy.sparse"):
         raise TypeError(
             f"`{name}` is a {type(value).__name__} of scipy.sparse: pass "
@@ -152,11 +125,7 @@ def naming_arguments(**instead: str) -> Callable[[_F], _F]:
 
 
 def check_leaves(name: str, tree: PyTree) -> None:
-    """Refuse leaves that are no arrays, sparse or masked tensors.
-
-    Raises:
-        TypeError: naming the first.
-    """
+    """Refuse leaves that are no arrays, sparse or masked tensors."""
     for path, x in jax.tree.leaves_with_path(tree):
         if abstract_leaf(x) is None:
             advice = "expected arrays, sparse and masked tensors"
@@ -170,12 +139,6 @@ def shown(value: object) -> str:
     if isinstance(value, jax.Array | np.ndarray):
         return f"an array of shape {value.shape}, {value.dtype}"
     return type(value).__name__
-
-
-def _keeps_kind(given: Any, dtype: DTypeLike) -> bool:
-    """Decide whether a cast of a number loses no imaginary part; a fraction it may."""
-    is_complex = [jnp.issubdtype(x, jnp.complexfloating) for x in (given, dtype)]
-    return is_complex != [True, False]
 
 
 # --- leaves -------------------------------------------------------------------------------
@@ -216,20 +179,24 @@ class Model:
     Attributes:
         parameters: the tree with None for everything that is no floating array or tensor; the
             tree itself if it holds neither functions nor flags, or no parameters.
+        others: the leaves that are no parameters, by their number.
+        integers: the integers among them, whose gradient has dtype float0, by their number.
     """
 
-    def __init__(self, tree: PyTree, is_tensor: Callable[[Any], bool]):
+    def __init__(self, tree: PyTree, is_tensor: Callable[[Any], bool], allow_int: bool = False):
         self.is_leaf = lambda x: x is None or is_tensor(x)
         self.structure: Any
         leaves, self.structure = jax.tree.flatten(tree, is_leaf=self.is_leaf)
-        self.parameters, self.others = tree, dict[int, Any]()
-        are_model_leaves = (
-            callable(x) or isinstance(x, bool) for x in leaves if not is_tensor(x)
-        )
-        if any(are_model_leaves) and any(
-            x is not None and self._is_parameter(x) for x in leaves
-        ):
-            self.others = {i: x for i, x in enumerate(leaves) if not self._is_parameter(x)}
+        self.integers = {
+            i: x for i, x in enumerate(leaves) if allow_int and self._is_integer(x)
+        }
+        rest = {i: x for i, x in enumerate(leaves) if x is not None and i not in self.integers}
+        self.parameters, self.others = tree, dict[int, Any](self.integers)
+        plain = [x for x in rest.values() if not is_tensor(x)]
+        is_model = any(callable(x) or isinstance(x, bool) for x in plain)
+        if is_model and any(map(self._is_parameter, rest.values())):
+            self.others |= {i: x for i, x in rest.items() if not self._is_parameter(x)}
+        if self.others:
             kept = [None if i in self.others else x for i, x in enumerate(leaves)]
             self.parameters = self.structure.unflatten(kept)
 
@@ -238,22 +205,28 @@ class Model:
             return jnp.issubdtype(x.dtype, jnp.inexact)
         return self.is_leaf(x)
 
+    def _is_integer(self, x: object) -> bool:
+        array = None if self.is_leaf(x) else abstract_leaf(x)
+        return array is not None and not jnp.issubdtype(array.dtype, jnp.inexact)
+
     def with_parameters(self, parameters: Params) -> Params:
         """Return the tree with other parameters, arrays or what stands for them."""
-        if not self.others:
+        return self._filled(parameters, self.others)
+
+    def gradient(self, parameters: Params) -> Params:
+        """Return the gradient of the tree from the gradient of its parameters."""
+        zeros = {i: np.zeros(np.shape(x), jax.dtypes.float0) for i, x in self.integers.items()}
+        return self._filled(parameters, zeros)
+
+    def _filled(self, parameters: Params, others: dict[int, Any]) -> Params:
+        if not others:
             return parameters
         leaves = jax.tree.leaves(parameters, is_leaf=self.is_leaf)
-        return self.structure.unflatten(
-            [self.others.get(i, leaf) for i, leaf in enumerate(leaves)]
-        )
+        return self.structure.unflatten([others.get(i, x) for i, x in enumerate(leaves)])
 
 
 def as_table(table: object) -> jax.Array:
-    """Return `table` as an array.
-
-    Raises:
-        TypeError: if it is none.
-    """
+    """Return `table` as an array."""
     try:
         if isinstance(table, list | tuple) or abstract_leaf(table) is not None:
             return jnp.asarray(table)

@@ -1,7 +1,6 @@
 """Lookups and bags of rows.
 
-ids         validation of ids, and their canonical form
-lookup      `embedding_lookup`, and `max_norm`
+lookup      `embedding_lookup` and `max_norm`; validation of ids
 bag         `embedding_bag`
 pad_bags    ragged bags as arrays of a few sizes; bags by offsets, segments, padding
 """

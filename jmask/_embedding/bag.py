@@ -20,6 +20,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import (
@@ -38,30 +39,37 @@ from jmask._base.validation import (
     checked_integer,
     naming_arguments,
 )
-from jmask._embedding.ids import (
+from jmask._embedding.lookup import (
     MODES,
+    Bound,
     Entries,
-    check_order,
+    checked_bound,
     checked_integers,
     checked_table,
     entries_of,
     is_padding,
+    looked_up_rows,
     narrowed,
     positions_of,
 )
-from jmask._embedding.lookup import Bound, checked_bound, looked_up_rows
 from jmask._embedding.pad_bags import (
-    Bags,
-    EqualBags,
     PaddedBags,
-    RaggedBags,
     check_weights,
     checked_offsets,
 )
 from jmask._kernels.bag_sum import bag_sum
+from jmask._ops.groups import BySegments, BySlices
 from jmask._tensors.storage import row_of_each
 
 COMBINERS = ("sum", "mean", "sqrtn", "max")
+
+Bags = BySlices | BySegments
+"""Which entries, arrays (*entries, ...), `embedding_bag` makes one row of.
+
+    ids       [[4, 1],        ids       [4, 1, 7, 2]
+               [7, 2]]        segments  [0, 0, 1, 1]
+    `BySlices`                `BySegments`
+"""
 
 
 @naming_arguments(
@@ -144,12 +152,17 @@ def embedding_bag(
     bags: Bags
     bag_of_entry, number, valid = None, 0, None
     if isinstance(ids, PaddedBags):
-        _refuse_beside_padded(offsets, include_last_offset, segment_ids, num_segments, weights)
+        others = (offsets, include_last_offset, segment_ids, num_segments, weights)
+        if any(x is not None and x is not False for x in others):
+            raise ValueError(
+                "what `pad_bags` makes has its offsets and weights: give these to `pad_bags`, "
+                "and to `embedding_bag` neither them nor segments."
+            )
         offsets, weights, bag_of_entry = ids.offsets, ids.weights, ids.bag_of_entry
         number, include_last_offset = ids.offsets.shape[0] - 1, True
         ids = ids.ids
-    check_order(table, ids, "embedding_bag(table, ids)")
-    table, mode = checked_table(table), checked_choice(mode, "mode", MODES)
+    table = checked_table(table, ids, "embedding_bag(table, ids)")
+    mode = checked_choice(mode, "mode", MODES)
     ids = checked_integers(ids, "ids", mode)
     combiner = checked_choice(combiner, "combiner", COMBINERS)
     if not jnp.issubdtype(table.dtype, jnp.inexact):
@@ -166,11 +179,15 @@ def embedding_bag(
     bound = checked_bound(table, max_norm, norm_type)
     weights = _checked_weights(weights, ids, combiner, dtype)
     if segment_ids is not None or num_segments is not None:
-        _refuse_beside_segments(offsets, include_last_offset)
+        if offsets is not None or include_last_offset:
+            raise ValueError(
+                "`offsets` (with `include_last_offset`) and `segment_ids` (with "
+                "`num_segments`) are two ways to give the bags: give one of them."
+            )
         bags, left_out, valid = _segment_bags(ids, segment_ids, num_segments, mode)
     elif bag_of_entry is not None:
         bag_of_entry = checked_integers(bag_of_entry, "bag_of_entry", mode)
-        bags, left_out = RaggedBags(jnp.asarray(bag_of_entry), number), bag_of_entry == number
+        bags, left_out = BySegments(jnp.asarray(bag_of_entry), number), bag_of_entry == number
     elif offsets is not None:
         bags, left_out, valid = _offset_bags(ids, offsets, include_last_offset, mode)
     else:
@@ -181,17 +198,18 @@ def embedding_bag(
     )
     entries = entries_of(ids, absent, mode, table.shape)
     if combiner == "max":
-        rows = looked_up_rows(table, entries, bound)
-        entry_shape = (rows, bags, entries.absent)
-        if isinstance(bags, RaggedBags):  # a bag may have entries on every device
-            entry_shape = jax.tree.map(with_whole_rows, entry_shape)
-        result = _max(*entry_shape)
+        operands = (looked_up_rows(table, entries, bound), bags, _present(entries))
+        if isinstance(bags, BySegments):  # a bag may have entries on every device
+            operands = jax.tree.map(with_whole_rows, operands)
+        result = _max(*operands)
         result = result if valid is None else jnp.where(valid, result, jnp.nan)
     else:
         if weights is not None and entries.absent is not None:
             weights = jnp.where(entries.absent, 0, weights)
         result = _sums(table, bags, entries, weights, valid, bound)
         result = _scaled(result, bags, weights, entries, combiner)
+    if isinstance(bags, BySegments) and not bags.number:
+        result = result[:0]
     return result.astype(table.dtype)
 
 
@@ -210,27 +228,29 @@ def _sums(
     dtype = wide(table.dtype)
     positions, absent, outside = entries
     arrays = [x for x in (table, positions, weights) if isinstance(x, jax.Array)]
-    shape = bags.shape(positions.shape)
+    is_ragged = isinstance(bags, BySegments)
+    shape = (bags.number,) if isinstance(bags, BySegments) else positions.shape[:-1]
+    if isinstance(bags, BySegments) and absent is not None:
+        bags = BySegments(jnp.where(absent, bags.number, bags.ids), bags.number)
     if (
         not isinstance(table, jax.Array)
         or bound is not None
         or 0 in (*positions.shape, *shape, *table.shape)
         or any(explicit_sharding(x) is not None or varying_axes(x) for x in arrays)
     ):
-        if isinstance(bags, RaggedBags) and weights is None and bound is None:
+        if is_ragged and weights is None and bound is None:
             # What is in no bag need not be zeros, which would be one more pass over all rows.
-            bags, entries = bags.without(absent), entries._replace(absent=None)
+            entries = entries._replace(absent=None)
         rows = looked_up_rows(table, entries, bound).astype(dtype)
         total = bags.sum(rows if weights is None else rows * trailing(weights, rows.ndim))
         return total if valid is None else jnp.where(valid, total, jnp.nan)
-    is_ragged = isinstance(bags, RaggedBags)
     fills_in = outside is not None and (is_ragged or absent is None)
     number = math.prod(shape)
     entry_shape = (-1,) if is_ragged else (number, -1)
     total = bag_sum(
         table,
         positions.reshape(entry_shape),
-        bags.without(absent).bag_of_entry if isinstance(bags, RaggedBags) else None,
+        bags.ids if isinstance(bags, BySegments) else None,
         None if weights is None else weights.reshape(entry_shape),
         valid,
         number,
@@ -251,8 +271,7 @@ def _scaled(
     if combiner == "sum":
         return total
     if weights is None:
-        entry_shape = entries.positions.shape
-        weights = _present(entry_shape, entries.absent).astype(total.dtype)
+        weights = _present(entries).astype(total.dtype)
     scale = bags.sum(weights if combiner == "mean" else weights * weights)
     # Over infinity, unlike 0 / 0, an empty bag is 0, and so is every derivative; and a nan
     # in a bag of weight 0 is not hidden.
@@ -261,36 +280,33 @@ def _scaled(
 
 
 @jax.custom_jvp
-def _max(rows: jax.Array, bags: Bags, absent: jax.Array | None) -> jax.Array:
+def _max(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
     """Return the maximum of each column of a bag, 0 where the bag is empty."""
-    greatest = _greatest(rows, bags, absent)
-    entry_shape = rows.shape[: bags.entry_dimensions]
-    nothing = bags.max(_present(entry_shape, absent).astype(jnp.int32), 0) == 0
-    return jnp.where(trailing(nothing, greatest.ndim), 0, greatest)
+    greatest = _greatest(rows, bags, present)
+    return jnp.where(trailing(bags.any(present), greatest.ndim), greatest, 0)
 
 
 @_max.defjvp
 def _max_jvp(primals: JvpArgs, tangents: JvpArgs) -> tuple[jax.Array, jax.Array]:
     """Differentiate in the first entry that attains the maximum, as a nan does."""
-    rows, bags, absent = primals
-    attains = (rows == bags.to_entries(_greatest(rows, bags, absent))) | jnp.isnan(rows)
-    if absent is not None:
-        attains &= ~trailing(absent, rows.ndim)
-    numbers = bags.numbers(rows.ndim)
-    last = np.int32(np.iinfo(np.int32).max)
-    first = bags.to_entries(bags.min(jnp.where(attains, numbers, last), last))
-    tangent = bags.sum(jnp.where(numbers == first, tangents[0], 0))
-    return _max(rows, bags, absent), tangent
+    rows, bags, present = primals
+    attains = (rows == bags.spread(_greatest(rows, bags, present))) | jnp.isnan(rows)
+    attains &= trailing(present, rows.ndim)
+    last = present.ndim - 1  # along which entries of a bag are numbered
+    shape = tuple(size if d == last else 1 for d, size in enumerate(rows.shape))
+    numbers = lax.broadcasted_iota(jnp.int32, shape, last)
+    first = bags.min(jnp.where(attains, numbers, np.iinfo(np.int32).max))
+    tangent = bags.sum(jnp.where(numbers == bags.spread(first), tangents[0], 0))
+    return _max(rows, bags, present), tangent
 
 
-def _greatest(rows: jax.Array, bags: Bags, absent: jax.Array | None) -> jax.Array:
-    if absent is not None:
-        rows = jnp.where(trailing(absent, rows.ndim), -jnp.inf, rows)
-    return bags.max(rows, -jnp.inf)
+def _greatest(rows: jax.Array, bags: Bags, present: jax.Array) -> jax.Array:
+    return bags.max(jnp.where(trailing(present, rows.ndim), rows, -jnp.inf))
 
 
-def _present(shape: tuple[int, ...], absent: jax.Array | None) -> jax.Array:
+def _present(entries: Entries) -> jax.Array:
     """Find which entries are there."""
+    shape, absent = entries.positions.shape, entries.absent
     return jnp.ones(shape, bool) if absent is None else jnp.logical_not(absent)
 
 
@@ -310,23 +326,7 @@ def _line_bags(ids: Ids, include_last_offset: bool) -> _Form:
             f"`ids` of shape {ids.shape} are no bags yet: give `offsets` or `segment_ids` "
             "with `ids` (n,), or `ids` (b, L), each line a bag."
         )
-    return EqualBags(ids.ndim - 1, ids.shape[-1]), None, None
-
-
-def _refuse_beside_padded(*others: object) -> None:
-    if any(x is not None and x is not False for x in others):
-        raise ValueError(
-            "what `pad_bags` makes has its offsets and weights: give these to `pad_bags`, and "
-            "to `embedding_bag` neither them nor segments."
-        )
-
-
-def _refuse_beside_segments(offsets: object, include_last_offset: bool) -> None:
-    if offsets is not None or include_last_offset:
-        raise ValueError(
-            "`offsets` (with `include_last_offset`) and `segment_ids` (with `num_segments`) "
-            "are two ways to give the bags: give one of them."
-        )
+    return BySlices((ids.ndim - 1,), False), None, None
 
 
 def _segment_bags(ids: Ids, segment_ids: Ids, num_segments: int | None, mode: str) -> _Form:
@@ -358,7 +358,7 @@ def _segment_bags(ids: Ids, segment_ids: Ids, num_segments: int | None, mode: st
                 "or as `num_segments`."
             )
         left_out = (segment_ids < 0) | (segment_ids >= number)
-    return RaggedBags(bag_of_entry, number), left_out, None
+    return BySegments(bag_of_entry, number), left_out, None
 
 
 def _offset_bags(ids: Ids, offsets: Ids, include_last_offset: bool, mode: str) -> _Form:
@@ -376,7 +376,7 @@ def _offset_bags(ids: Ids, offsets: Ids, include_last_offset: bool, mode: str) -
     bag_of_entry = canonical(row_of_each(starts, count), number)
     if valid is not None:  # otherwise there are no entries, and no derivatives
         bag_of_entry = jnp.where(valid, bag_of_entry, number)
-    return RaggedBags(bag_of_entry, number), left_out, valid
+    return BySegments(bag_of_entry, number), left_out, valid
 
 
 def _checked_weights(

@@ -13,33 +13,217 @@ table keeps r.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import checkify
+from jax.experimental.sparse import JAXSparse
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import flat, placed_like, real_dtype, trailing, wide
-from jmask._base.norms import shortened
-from jmask._base.types import HostArray, Numbers, Scalar, Table
-from jmask._base.validation import checked_choice, naming_arguments, shown
-from jmask._embedding.ids import (
-    MODES,
-    Entries,
-    check_order,
-    checked_integers,
-    checked_table,
-    entries_of,
-    is_padding,
-    positions_of,
+from jmask._base.row_ids import canonical, id_dtype, widen
+from jmask._base.types import HostArray, Ids, Mask, Numbers, Scalar, Table, TensorLike
+from jmask._base.validation import (
+    abstract_leaf,
+    as_table,
+    checked_choice,
+    checked_integer,
+    naming_arguments,
+    shown,
 )
-from jmask._kernels.coalesce import coalesce_rows, unique_slots
+from jmask._kernels.coalesce import unique_slots
 from jmask._kernels.gather import Gather
 from jmask._kernels.rows import gather_rows, set_rows
+from jmask._ops.kernels import shortened
 from jmask._tables.stored_table import StoredTable, is_stored_table, looked_up
+from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.methods import install
 from jmask._tensors.row_sparse import RowSparse
+from jmask._tensors.storage import stored_at
+
+# --- ids -----------------------------------------------------------------------------------
+#
+# Find the row that each id reads, and what is read where there is no row.
+#
+# For a table of V rows an id is *padding* (asked to be), *outside* (no row of the table), or
+# a row. Padding comes first: it may be any number, inside the table or not.
+#
+#     V = 3, padding_id = 0        ids [2, 0, 7, -1]
+#
+#     mode      positions      row read               gradient goes to
+#     fill      [2, V, V, V]   row 2, 0, nan, nan     row 2
+#     zero      [2, V, V, V]   row 2, 0, 0, 0         row 2
+#     clip      [2, V, 2, 0]   row 2, 0, row 2, row 0 rows 2, 2 and 0
+#     raise     [2, V, V, V]   an error               row 2
+#
+# A position is a row of the table, or V, which reads nothing and trains nothing.
+
+MODES = ("fill", "clip", "zero", "raise")
+
+
+class Entries(NamedTuple):
+    """The rows to be read, one for each id; arrays of the shape of the ids.
+
+    Attributes:
+        positions: rows of the table, or V.
+        absent: where an id counts as not being there, its row zero; None for nowhere.
+        outside: where a row is to be nan; None for nowhere.
+    """
+
+    positions: jax.Array
+    absent: jax.Array | None
+    outside: jax.Array | None
+
+
+def entries_of(
+    ids: Ids, absent: jax.Array | None, mode: str, shape: tuple[int, ...]
+) -> Entries:
+    """Find what `checked_integers` read in a table; `absent` says which of them are padding."""
+    rows = shape[0]
+    if mode == "raise":
+        positions = _refusing(ids, absent, shape)
+        return Entries(positions, positions == rows, None)
+    if mode == "clip":
+        if rows == 0 and ids.size:
+            raise ValueError(
+                f"`mode` 'clip' has no row to clip to in a table of shape {shape}."
+            )
+        positions = jnp.clip(narrowed(ids, rows), 0, max(rows - 1, 0))
+        positions = positions if absent is None else jnp.where(absent, rows, positions)
+        return Entries(positions, absent, None)
+    positions = positions_of(ids, absent, rows)
+    if mode == "zero":
+        return Entries(positions, absent, None)
+    outside = positions == rows
+    return Entries(positions, absent, outside if absent is None else outside & ~absent)
+
+
+def _refusing(ids: Ids, absent: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
+    """Return the positions of ids; raise if one that is not padding is out of range."""
+    if not isinstance(ids, jax.core.Tracer) and not isinstance(absent, jax.core.Tracer):
+        known = np.asarray(ids)
+        wrong = (known < 0) | (known >= shape[0])
+        wrong = wrong if absent is None else wrong & ~np.asarray(absent)
+        for first in np.argwhere(wrong)[:1]:
+            at = f"[{', '.join(map(str, first))}]" if known.ndim else ""
+            raise IndexError(
+                f"`ids{at}` is {known[tuple(first)]}, which is no row of the table of shape "
+                f"{shape} ({wrong.sum()} such in all). Ids that are to be left out can be "
+                "given as `padding_id`; for other choices see `mode`."
+            )
+        return positions_of(ids, absent, shape[0])
+    at = f"[{', '.join(['{}'] * ids.ndim)}]" if ids.ndim else ""
+    message = f"`ids{at}` is {{id}}, which is no row of the table of shape {shape}"
+
+    def checked(ids: jax.Array, absent: jax.Array | None) -> jax.Array:
+        positions = positions_of(ids, absent, shape[0])
+        wrong = positions == shape[0]
+        wrong = wrong if absent is None else wrong & ~absent
+        if ids.size:
+            first = jnp.argmax(wrong.reshape(-1))
+            where = jnp.unravel_index(first, ids.shape)
+            checkify.check(~wrong.any(), message, *where, id=ids.reshape(-1)[first])
+        return positions
+
+    # JAX drops an effect without outputs from the body of a scan that it differentiates.
+    # An equation whose output is used it keeps, with the effect inside.
+    return jax.checkpoint(checked)(_in_jax(ids), absent)
+
+
+def positions_of(ids: Ids, absent: jax.Array | None, rows: int) -> jax.Array:
+    """Return the rows that ids read, `rows` where they read none or are absent."""
+    positions = canonical(narrowed(ids, rows), rows)
+    return positions if absent is None else jnp.where(absent, rows, positions)
+
+
+def narrowed(ids: Ids, rows: int) -> jax.Array:
+    """Cast integers to `id_dtype(rows)`; below 0 stays below, above `rows` above.
+
+    NumPy integers may be wider than JAX holds (64 bits while x64 is disabled).
+    """
+    if isinstance(ids, np.ndarray):
+        limits = np.iinfo(ids.dtype)
+        ids = np.clip(ids, max(-1, limits.min), min(rows, limits.max))
+        return jnp.asarray(ids.astype(id_dtype(rows)))
+    return widen(ids, rows)
+
+
+def _in_jax(ids: Ids) -> jax.Array:
+    """Return integers as a JAX array, clipped to the limits of its widest dtype."""
+    wide = isinstance(ids, np.ndarray) and ids.dtype.itemsize == 8
+    if wide and not jax.config.read("jax_enable_x64"):
+        limits = np.iinfo(np.int32)
+        least = max(limits.min, np.iinfo(ids.dtype).min)
+        ids = np.clip(ids, least, limits.max).astype(np.int32)
+    return jnp.asarray(ids)
+
+
+def is_padding(ids: Ids, padding_id: object) -> Mask | None:
+    """Find which of the ids are `padding_id`, in NumPy for NumPy's; None if none can be."""
+    if padding_id is None:
+        return None
+    number, limits = checked_integer("padding_id", padding_id), jnp.iinfo(ids.dtype)
+    return ids == np.asarray(number, ids.dtype) if limits.min <= number <= limits.max else None
+
+
+def checked_integers(x: TensorLike, name: str, mode: str) -> Ids:
+    """Return `x` as a NumPy or JAX array of integers.
+
+    NumPy arrays and lists stay NumPy, so that 64-bit ids are not cut to 32 bits. In mode
+    "raise" all that is concrete becomes NumPy: under a trace, JAX makes even of a
+    comparison of two constants a value that cannot be looked at.
+    """
+    if isinstance(x, MaskedTensor):
+        raise TypeError(
+            f"`{name}` is a MaskedTensor: fill what is masked with an id, "
+            f"`{name}.to_tensor(-1)`, and give that id as `padding_id`."
+        )
+    given = x
+    if not isinstance(x, jax.Array) or (mode == "raise" and not isinstance(x, jax.core.Tracer)):
+        try:
+            x = np.asarray(x)
+        except ValueError:
+            raise ValueError(
+                f"`{name}` are lists of different lengths: fill them up with one id and give "
+                "it as `padding_id`, or give embedding_bag one list and `offsets`."
+            ) from None
+        if x.size == 0 and x.dtype == float:  # what NumPy makes of an empty list
+            x = x.astype(np.int32)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        kind = type(given).__name__ if x.dtype == object else x.dtype
+        raise TypeError(f"`{name}` must be integers, got {kind}.")
+    return x
+
+
+def checked_table(table: object, ids: object, order: str) -> Table:
+    """Return the table as a JAX array with rows, a `RowSparse` or a `StoredTable`.
+
+    Ids in the place of the table, where torch has them, are refused with the `order` here.
+    """
+    first, second = abstract_leaf(table), abstract_leaf(ids)
+    integers = isinstance(table, list) or (
+        first is not None and jnp.issubdtype(first.dtype, jnp.integer)
+    )
+    floating = second is not None and jnp.issubdtype(second.dtype, jnp.inexact)
+    if isinstance(ids, RowSparse | StoredTable) or (integers and floating):
+        kind = type(ids).__name__ if second is None else second.dtype
+        raise TypeError(f"`ids` must be integers, got {kind}: the order is {order}.")
+    if isinstance(table, RowSparse | StoredTable):
+        return table
+    if isinstance(table, JAXSparse | MaskedTensor):
+        dense = "to_tensor(0)" if isinstance(table, MaskedTensor) else "todense()"
+        raise TypeError(
+            "`table` must be an array or a jmask.RowSparse, got "
+            f"{type(table).__name__}: pass `table.{dense}`."
+        )
+    table = as_table(table)
+    if table.ndim == 0:
+        raise ValueError("`table` must have a dimension of rows, got a scalar.")
+    return table
+
 
 # --- max norm -----------------------------------------------------------------------------
 #
@@ -91,8 +275,8 @@ def renormalize(
                [ 3.,  4.],
                [30., 40.]], dtype=float32)
     """
-    check_order(table, ids, "renormalize(table, ids, max_norm)")
-    table, ids = checked_table(table), checked_integers(ids, "ids", "zero")
+    table = checked_table(table, ids, "renormalize(table, ids, max_norm)")
+    ids = checked_integers(ids, "ids", "zero")
     if isinstance(table, RowSparse):
         raise TypeError("`table` must be an array, got RowSparse: pass `table.todense()`.")
     if is_stored_table(table):
@@ -212,8 +396,8 @@ def embedding_lookup(
         >>> jmask.embedding_lookup(jnp.array([[3., 4.]]), [0], max_norm=2.5)
         Array([[1.5, 2. ]], dtype=float32)
     """
-    check_order(table, ids, "embedding_lookup(table, ids)")
-    table, mode = checked_table(table), checked_choice(mode, "mode", MODES)
+    table = checked_table(table, ids, "embedding_lookup(table, ids)")
+    mode = checked_choice(mode, "mode", MODES)
     ids = checked_integers(ids, "ids", mode)
     absent = is_padding(ids, padding_id)
     bound = checked_bound(table, max_norm, norm_type)
@@ -225,7 +409,7 @@ def looked_up_rows(table: Table, entries: Entries, bound: Bound | None) -> jax.A
     positions, absent, outside = entries
     fill: int | None = 0
     if isinstance(table, RowSparse):
-        table, positions = _stored(table, positions)
+        table, positions = stored_at(table, positions)
     elif absent is None and outside is not None:
         # Then everything without a row is outside, and the gather itself can fill it in.
         fill, outside = None, None
@@ -233,20 +417,6 @@ def looked_up_rows(table: Table, entries: Entries, bound: Bound | None) -> jax.A
     if outside is not None and positions.size:
         rows = jnp.where(trailing(outside, rows.ndim), _missing(rows.dtype), rows)
     return rows if bound is None else bound.shortened(rows, positions.ndim)
-
-
-def _stored(table: RowSparse, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the stored rows of `table`, and the place of each position among them."""
-    stored, values = table.row_ids(), table.values
-    if not table.coalesced:
-        stored, values = coalesce_rows(stored, values, table.shape[0])
-    places = jnp.searchsorted(stored, positions).astype(stored.dtype)
-    if not values.shape[0]:
-        return values, places
-    found = stored[jnp.minimum(places, values.shape[0] - 1)] == positions
-    # Padding of the table and of the ids is V, which is found, but is no row.
-    found &= positions < table.shape[0]
-    return values, jnp.where(found, places, values.shape[0])
 
 
 def _gathered(source: Table, positions: jax.Array, fill: int | None) -> jax.Array:

@@ -19,13 +19,10 @@ from typing import Any, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from jmask._base.array_types import trailing
-from jmask._base.types import Ids, Scalar, TensorLike
+from jmask._base.types import Ids, TensorLike
 from jmask._base.validation import check_flag, checked_integer
-from jmask._embedding.ids import checked_integers
-from jmask._kernels.rows import add_rows, gather_rows
+from jmask._embedding.lookup import checked_integers
 
 Ragged = Any  # numbers of NumPy, or a list of bags of them; or a mapping, for several tables
 
@@ -268,119 +265,6 @@ def _with_empty_bags(starts: np.ndarray, num_bags: int | None) -> np.ndarray:
 def _say_once(ids: int, *bags: int) -> None:
     counts = " or ".join(map(str, bags))
     _LOG.info("pad_bags: room for %d ids in %s bags. A step is compiled for it.", ids, counts)
-
-
-# --- bag forms ----------------------------------------------------------------------------
-#
-# Bags: the entries that `embedding_bag` makes one row of.
-#
-#     ids       [[4, 1],        ids       [4, 1, 7, 2]
-#                [7, 2]]        segments  [0, 0, 1, 1]
-#     `EqualBags`                   `RaggedBags`
-#
-# The two forms hold the same bags. Both have `sum`, `max` and `min` of an array of entries
-# (*entries, ...) over each bag, giving (*bags, ...), and `to_entries`, which brings what
-# belongs
-# to a bag back to its entries. The combiners are written once, against these four.
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=(), meta_fields=("axis", "length")
-)
-@dataclasses.dataclass(frozen=True)
-class EqualBags:
-    """Bags that are the slices of an array along one axis; `to_entries` gives size 1 there.
-
-    Attributes:
-        axis: the last one of the ids.
-        length: how many entries a bag has.
-    """
-
-    axis: int
-    length: int
-
-    @property
-    def entry_dimensions(self) -> int:
-        """How many dimensions the ids have."""
-        return self.axis + 1
-
-    def shape(self, entries: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the bags of ids of this shape."""
-        return entries[: self.axis]
-
-    def sum(self, x: jax.Array) -> jax.Array:
-        return jnp.sum(x, self.axis, dtype=x.dtype)
-
-    def max(self, x: jax.Array, initial: Scalar) -> jax.Array:
-        return jnp.max(x, self.axis, initial=initial)
-
-    def min(self, x: jax.Array, initial: Scalar) -> jax.Array:
-        return jnp.min(x, self.axis, initial=initial)
-
-    def to_entries(self, x: jax.Array) -> jax.Array:
-        return jnp.expand_dims(x, self.axis)
-
-    def numbers(self, ndim: int) -> jax.Array:
-        """Return the entries of a bag, numbered; of `ndim` dimensions."""
-        shape = [self.length if axis == self.axis else 1 for axis in range(ndim)]
-        return lax.iota(jnp.int32, self.length).reshape(shape)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("bag_of_entry",), meta_fields=("number",)
-)
-@dataclasses.dataclass(frozen=True)
-class RaggedBags:
-    """Bags that are the entries with equal numbers.
-
-    Attributes:
-        bag_of_entry (n,): the bag of each entry; `number` where it is in none.
-        number: how many bags there are.
-    """
-
-    bag_of_entry: jax.Array
-    number: int
-
-    @property
-    def entry_dimensions(self) -> int:
-        """How many dimensions the ids have."""
-        return 1
-
-    def without(self, absent: jax.Array | None) -> "RaggedBags":
-        """Leave out the entries that are absent (n,)."""
-        if absent is None:
-            return self
-        return RaggedBags(jnp.where(absent, self.number, self.bag_of_entry), self.number)
-
-    def shape(self, entries: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the bags."""
-        return (self.number,)
-
-    def sum(self, x: jax.Array) -> jax.Array:
-        if self.number == 0:
-            # A scatter into nothing is dropped, and the entries would have no gradient.
-            return lax.slice_in_dim(x, 0, 0)
-        zeros = jnp.zeros((self.number, *x.shape[1:]), x.dtype)
-        return add_rows(zeros, self.bag_of_entry, x, coalesced=False)
-
-    def max(self, x: jax.Array, initial: Scalar) -> jax.Array:
-        start = jnp.full((self.number, *x.shape[1:]), initial, x.dtype)
-        return start.at[self.bag_of_entry].max(x, mode="drop")
-
-    def min(self, x: jax.Array, initial: Scalar) -> jax.Array:
-        start = jnp.full((self.number, *x.shape[1:]), initial, x.dtype)
-        return start.at[self.bag_of_entry].min(x, mode="drop")
-
-    def to_entries(self, x: jax.Array) -> jax.Array:
-        return gather_rows(x, self.bag_of_entry)
-
-    def numbers(self, ndim: int) -> jax.Array:
-        """Return the entries of all bags, numbered; of `ndim` dimensions."""
-        count = self.bag_of_entry.shape[0]
-        return trailing(lax.iota(jnp.int32, count), ndim)
-
-
-Bags = EqualBags | RaggedBags
 
 
 def checked_offsets(offsets: Ids, ids: Ids, include_last_offset: bool, mode: str) -> Ids:

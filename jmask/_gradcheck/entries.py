@@ -29,14 +29,13 @@ from jax.typing import DTypeLike
 
 from jmask._base.types import Tensor, TensorLike
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
-from jmask._tensors.placeholders import (
+from jmask._tensors.row_sparse import RowSparse
+from jmask._tensors.specified import (
     placeholder_of,
     values_of,
     with_values_of,
     without_placeholder,
-    zero_placeholder,
 )
-from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import is_entry, is_sparse, sampled
 
 
@@ -211,7 +210,8 @@ def primal(x: TensorLike, with_placeholder: bool) -> tuple[Any, Any]:
     if not (with_placeholder and is_tensor(x)):
         return values_of(x), None
     placeholder = placeholder_of(x)
-    return values_of(x), zero_placeholder(x) if placeholder is None else placeholder
+    zeros = jnp.zeros(tuple(x.shape), x.dtype)
+    return values_of(x), zeros if placeholder is None else placeholder
 
 
 def stored_positions(x: TensorLike) -> np.ndarray:

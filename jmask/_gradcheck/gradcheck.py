@@ -13,7 +13,7 @@ check must say which it checks:
 | masked             | specified entries move         | the same there; elsewhere exactly zero |
 
 The analytical side runs the function on the input as it is, which carries a placeholder for the
-entries that are not stored (see `_tensors.placeholders`). Both sides run in float64 and
+entries that are not stored (see `_tensors.specified`). Both sides run in float64 and
 complex128.
 
 Order 2 checks the gradient as a function of its own:
@@ -36,7 +36,7 @@ import numpy as np
 
 from jmask._base.types import KeyPath, PyTree, TensorLike
 from jmask._base.validation import check_flag, check_leaves, shown
-from jmask._gradcheck.entries import Input, numbers_of, primal, random_reals, stored_positions
+from jmask._gradcheck.entries import numbers_of, primal, random_reals, stored_positions
 from jmask._gradcheck.jacobian import Rules, find_mismatch, is_suspicious
 from jmask._gradcheck.message import GradcheckError, Setting
 from jmask._gradcheck.problem import Problem, check_premises, is_masked_function
@@ -173,7 +173,13 @@ def gradient_problem(problem: Problem, modes: Sequence[str]) -> Problem:
         vectors = problem.cotangents(random_reals(rng, problem.base.shape))
         what, along, of = "cotangent of ", outputs, [f"gradient of {path}" for path in inputs]
     else:
-        vectors = [_random_dense(rng, x) for x in problem.inputs]
+        shapes = [tuple(np.shape(x.tensor)) for x in problem.inputs]
+        vectors = [
+            jnp.asarray(numbers_of(random_reals(rng, (math.prod(shape), x.parts)))).reshape(
+                shape
+            )
+            for shape, x in zip(shapes, problem.inputs, strict=True)
+        ]
         what, along, of = "tangent of ", inputs, [f"tangent of {path}" for path in outputs]
 
     def gradient_of(args: Sequence[Any], vectors: Sequence[jax.Array]) -> dict[str, jax.Array]:
@@ -215,9 +221,3 @@ def _moved(problem: Problem, x: TensorLike, step: jax.Array) -> tuple[Any, Any]:
     counts = np.full(step.shape, not problem.setting.masked)
     counts.ravel()[entries] = False
     return values, placeholder + jnp.where(counts, step, 0)
-
-
-def _random_dense(rng: np.random.Generator, x: Input) -> jax.Array:
-    shape = tuple(np.shape(x.tensor))
-    reals = random_reals(rng, (math.prod(shape), x.parts))
-    return jnp.asarray(numbers_of(reals).reshape(shape))

@@ -42,7 +42,7 @@ check, which costs a few evaluations whatever its size. Derivatives that must be
 unspecified entries in masked semantics, under masks and at padding) are compared exactly.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -251,52 +251,43 @@ def _sides(problem: Problem, block: Block, row: int, column: int) -> tuple[float
 
 def _not_linear(rules: Rules, mode: str, jacobian: np.ndarray) -> Mismatch | None:
     """Return the first random direction along which a rule does not combine the Jacobian."""
-    problem = rules.problem
-    for block, multiple, expected, derivatives in _combinations(rules, mode, jacobian):
-        excess = _excess(problem.setting, block.vanishes, expected, derivatives)
-        if not (excess > 0).any():
-            continue
-        at, row, x = int(np.argmax(excess)), np.zeros(1), problem.inputs[block.number]
+    problem, rng = rules.problem, np.random.default_rng(0)
+    weights = random_reals(rng, problem.base.shape)
+    direction = random_reals(rng, (problem.size,))
+    for multiple in MULTIPLES:
         times = "" if multiple == 1 else f" (times {multiple:g}, and divided by it)"
         if mode == "rev":
-            along, output = x.described(block.kind, at), f"all outputs, at random{times}"
-        else:
-            along, output = f"a random direction{times}", problem.described(at)
-        return Mismatch(
-            input=f"{x.path}, {along}",
-            output=output,
-            kind=block.kind,
-            numerical=float(expected[at]),
-            analytical=float(derivatives[at]),
-            numerical_row=row,
-            analytical_row=row,
-            mode=mode,
-            failing=1,
-            total=excess.size,
-            linear=False,
-        )
-    return None
-
-
-def _combinations(
-    rules: Rules, mode: str, jacobian: np.ndarray
-) -> Iterator[tuple[Block, float, np.ndarray, np.ndarray]]:
-    """Yield derivatives in a block as the Jacobian and as the rule has them, at random."""
-    problem, rng = rules.problem, np.random.default_rng(0)
-    if mode == "rev":
-        weights = random_reals(rng, problem.base.shape)
-        for multiple in MULTIPLES:
             pulled = rules.pullback(multiple * weights) / multiple
-            for block in problem.blocks:
-                expected = jacobian[block.rows] @ weights
-                yield block, multiple, expected, pulled[block.rows]
-        return
-    for block in problem.blocks:
-        direction = np.zeros(problem.size)
-        direction[block.rows] = random_reals(rng, direction[block.rows].shape)
-        for multiple in MULTIPLES:
-            pushed = rules.pushforward(multiple * direction) / multiple
-            yield block, multiple, direction @ jacobian, pushed
+        for block in problem.blocks:
+            if mode == "rev":
+                expected, derivatives = jacobian[block.rows] @ weights, pulled[block.rows]
+            else:
+                along = np.zeros(problem.size)
+                along[block.rows] = direction[block.rows]
+                expected = along @ jacobian
+                derivatives = rules.pushforward(multiple * along) / multiple
+            excess = _excess(problem.setting, block.vanishes, expected, derivatives)
+            if not (excess > 0).any():
+                continue
+            at, row, x = int(np.argmax(excess)), np.zeros(1), problem.inputs[block.number]
+            if mode == "rev":
+                names = x.described(block.kind, at), f"all outputs, at random{times}"
+            else:
+                names = f"a random direction{times}", problem.described(at)
+            return Mismatch(
+                input=f"{x.path}, {names[0]}",
+                output=names[1],
+                kind=block.kind,
+                numerical=float(expected[at]),
+                analytical=float(derivatives[at]),
+                numerical_row=row,
+                analytical_row=row,
+                mode=mode,
+                failing=1,
+                total=excess.size,
+                linear=False,
+            )
+    return None
 
 
 # --- the fast check: random directions ---------------------------------------------------

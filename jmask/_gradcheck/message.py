@@ -53,13 +53,14 @@ class Setting:
         return "plain (masked=False): every entry counts, unspecified ones are zeros"
 
     def advice_on_masks(self) -> str:
-        """Say what to try where a mask of an output changes."""
-        if self.masked:
-            return "an input at which no entry is at the border of being masked"
-        return (
-            "masked=True, if unspecified entries are not meant to be zeros; or fill them "
-            "first: jmask.todense(x)"
-        )
+        """Say the semantics, and what to try where a mask of an output changes."""
+        advice = "an input at which no entry is at the border of being masked"
+        if not self.masked:
+            advice = (
+                "masked=True, if unspecified entries are not meant to be zeros; or fill them "
+                "first: jmask.todense(x)"
+            )
+        return f"\n{_field('semantics', self.semantics())}\n{_field('to try', advice)}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,8 +59,7 @@ from jmask._gradcheck.entries import (
 )
 from jmask._gradcheck.message import GradcheckError, Setting
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
-from jmask._tensors.placeholders import values_of, with_placeholder, with_values_of
-from jmask._tensors.specified import todense
+from jmask._tensors.specified import todense, values_of, with_placeholder, with_values_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,8 +270,7 @@ class Problem:
             where = entry(np.flatnonzero(mask != output.mask)[0], shape)
             raise GradcheckError(
                 f"{what} changed the mask of {output.path}, at {where} first: the function has "
-                f"no derivative here.\n  semantics   {self.setting.semantics()}\n  to try      "
-                + self.setting.advice_on_masks()
+                f"no derivative here.{self.setting.advice_on_masks()}"
             )
 
 
@@ -306,10 +304,7 @@ def check_premises(problem: Problem) -> None:
         )
     if problem.setting.masked:
         return
-    advice = (
-        f"\n  semantics   {problem.setting.semantics()}"
-        f"\n  to try      {problem.setting.advice_on_masks()}"
-    )
+    advice = problem.setting.advice_on_masks()
     for number, x in enumerate(problem.inputs):
         if not len(x.unspecified):
             continue

@@ -4,8 +4,7 @@ elementwise         a function of JAX, lifted to masked and to sparse tensors
 zero_semantics      how it behaves at entries that are not stored
 groups, kernels     storages become groups, kernels work on groups
 reductions          the table of reductions, and the functions
-running             running sums and products
-order               sorting, quantiles, the largest entries, the different ones
+order               running sums, sorting, quantiles, the largest, the different ones
 shape               data and mask moved together; shapes
 indexing            `x[...]`, `x.at[...]` and `retain`
 masking             masks made of conditions

@@ -128,7 +128,11 @@ class _Arranged:
 
 def _call(function: Callable, args: Sequence[Any], kwargs: dict) -> tuple:
     """Return a function of operands, the operands, and its options by name."""
-    options = {name: x for name, x in kwargs.items() if not _is_operand(x)}
+    # Of those by name, what may differ from entry to entry.
+    arrays = jax.Array | np.ndarray | list
+    options = {
+        name: x for name, x in kwargs.items() if not (isinstance(x, arrays) or is_tensor(x))
+    }
     operands: dict[int | str, Any] = {i: x for i, x in enumerate(args) if x is not None}
     operands |= {name: x for name, x in kwargs.items() if name not in options}
     if list(operands) == list(range(len(args))):
@@ -136,16 +140,12 @@ def _call(function: Callable, args: Sequence[Any], kwargs: dict) -> tuple:
     return _Arranged(function, tuple(operands), len(args)), [*operands.values()], options
 
 
-def _is_operand(x: TensorLike) -> bool:
-    """Decide whether an argument given by name may differ from entry to entry."""
-    return isinstance(x, jax.Array | np.ndarray | list) or is_tensor(x)
-
-
 # --- masked semantics --------------------------------------------------------------------
 
 
 def _masked(function: Callable, operands: Sequence[Any], kwargs: dict) -> MaskedTensor:
-    operands = [_as_operand(x) for x in operands]
+    kept = MaskedTensor | bool | int | float | complex
+    operands = [x if isinstance(x, kept) or is_sparse(x) else jnp.asarray(x) for x in operands]
     pattern = _pattern(operands)
     if pattern is None:
         operands = [_dense(x) for x in operands]
@@ -172,11 +172,6 @@ def _where_existing(
         for x, number in zip(values, safe_numbers(function, kinds, kwargs), strict=True)
     ]
     return function(*values, **kwargs)
-
-
-def _as_operand(x: TensorLike) -> Tensor:
-    keep = isinstance(x, MaskedTensor | bool | int | float | complex) or is_sparse(x)
-    return x if keep else jnp.asarray(x)
 
 
 def _pattern(operands: Sequence[Any]) -> Tensor | None:

@@ -15,7 +15,9 @@ Reductions are written once, against two forms that every storage is brought to:
 Both have the entries (`values`, and which of them take part, `valid`); `sum`, `prod`,
 `max`, `min` and `any` of an array of entries over each group; and `spread`, which brings the
 result of a group back to its entries. An entry that takes no part must hold the identity:
-then it does not matter which group it is in, and padding needs no group of its own.
+then it does not matter which group it is in, and padding needs no group of its own. Which
+entries are one group, apart from the entries, is said by `BySlices` and `BySegments`: bags of
+embeddings are these alone.
 
 A `Reduction` checks arguments, brings the storage to groups, runs a kernel on them, and wraps
 the results:
@@ -42,6 +44,7 @@ from jax.typing import DTypeLike
 from jmask._base.array_types import trailing
 from jmask._base.types import Axis, Mask, Scalar, TensorLike
 from jmask._base.validation import refuse_scipy
+from jmask._kernels.rows import add_rows, gather_rows
 from jmask._ops.shape import dense
 from jmask._tensors.masked_tensor import (
     MaskedTensor,
@@ -61,6 +64,90 @@ from jmask._tensors.storage import (
     unique_positions,
     with_stored_values,
 )
+
+# --- which entries are one group ---------------------------------------------------------
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=[], meta_fields=["axes", "keepdims"]
+)
+@dataclasses.dataclass(frozen=True)
+class BySlices:
+    """Groups that are the slices of an array along `axes`; results keep these if `keepdims`."""
+
+    axes: tuple[int, ...]
+    keepdims: bool
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        return jnp.sum(x, self.axes, dtype=x.dtype, keepdims=self.keepdims)
+
+    def prod(self, x: jax.Array) -> jax.Array:
+        return jnp.prod(x, self.axes, dtype=x.dtype, keepdims=self.keepdims)
+
+    def max(self, x: jax.Array) -> jax.Array:
+        return jnp.max(x, self.axes, keepdims=self.keepdims, initial=least(x.dtype))
+
+    def min(self, x: jax.Array) -> jax.Array:
+        return jnp.min(x, self.axes, keepdims=self.keepdims, initial=greatest(x.dtype))
+
+    def any(self, x: jax.Array) -> jax.Array:
+        return jnp.any(x, self.axes, keepdims=self.keepdims)
+
+    def spread(self, result: jax.Array) -> jax.Array:
+        """Return for each entry the result of its group, where it broadcasts to the entries."""
+        return result if self.keepdims else jnp.expand_dims(result, self.axes)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["ids"], meta_fields=["number"]
+)
+@dataclasses.dataclass(frozen=True)
+class BySegments:
+    """Groups that are the rows of an array with equal `ids`; results are (number, *row).
+
+    Attributes:
+        ids (n,): the group of each row; `number` where it is in none.
+        number: how many groups there are. At least one row is in results, as they are gathered
+            by `ids` also where there is no group.
+    """
+
+    ids: jax.Array
+    number: int
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        zeros = jnp.zeros((max(self.number, 1), *x.shape[1:]), x.dtype)
+        return add_rows(zeros, self.ids, x, coalesced=False)
+
+    def max(self, x: jax.Array) -> jax.Array:
+        return jax.ops.segment_max(x, self.ids, max(self.number, 1))
+
+    def min(self, x: jax.Array) -> jax.Array:
+        return jax.ops.segment_min(x, self.ids, max(self.number, 1))
+
+    def any(self, x: jax.Array) -> jax.Array:
+        return self.max(x.astype(jnp.uint8)) > 0
+
+    def prod(self, x: jax.Array) -> jax.Array:
+        """Scan over sorted segments: a scatter of products has no derivative at 0."""
+        if x.shape[0] == 0:
+            return jnp.ones((max(self.number, 1), *x.shape[1:]), x.dtype)
+        order = jnp.argsort(self.ids, stable=True)
+        segments, x = BySegments(self.ids[order], self.number), x[order]
+        changes = segments.ids[1:] != segments.ids[:-1]
+        true = jnp.ones((1,), bool)
+        starts = trailing(jnp.concatenate([true, changes]), x.ndim)
+        ends = trailing(jnp.concatenate([changes, true]), x.ndim)
+        _, running = lax.associative_scan(_join, (starts, x))
+        product = segments.sum(jnp.where(ends, running, 0))
+        is_empty = segments.sum(jnp.ones_like(segments.ids)) == 0
+        return jnp.where(trailing(is_empty, product.ndim), 1, product)
+
+    def spread(self, result: jax.Array) -> jax.Array:
+        """Return for each entry the result of its group."""
+        return gather_rows(result, self.ids)
+
+
+# --- entries in groups -------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +175,7 @@ class _Groups:
 
     def count(self, x: jax.Array) -> jax.Array:
         """Count the booleans `x` that are true in each group."""
-        return self.sum(x.astype(_integer()))
+        return self.sum(x.astype(_integer()))  # type: ignore[attr-defined]
 
     def positions(self) -> jax.Array:
         """Return for each entry its index in the reduced axes, flattened."""
@@ -106,44 +193,12 @@ class _Groups:
         """Entries as the stored values are arranged."""
         return x
 
-    def sum(self, x: jax.Array) -> jax.Array:
-        """Return the sum of `x` in each group: each form has its own."""
-        raise NotImplementedError
-
-    def spread(self, result: jax.Array) -> jax.Array:
-        """Return for each entry the result of its group: each form has its own."""
-        raise NotImplementedError
-
 
 @dataclasses.dataclass(frozen=True)
-class Slices(_Groups):
-    """Groups that are slices of `values` along `axes`; results keep these axes.
+class Slices(_Groups, BySlices):
+    """Groups that are slices of `values`; `keeps`: results are where `origin` stores values."""
 
-    Attributes:
-        axes: of `values`.
-        keeps: whether results are stored at the positions of `origin`.
-    """
-
-    axes: tuple[int, ...]
     keeps: bool
-
-    def sum(self, x: jax.Array) -> jax.Array:
-        return jnp.sum(x, self.axes, dtype=x.dtype, keepdims=True)
-
-    def prod(self, x: jax.Array) -> jax.Array:
-        return jnp.prod(x, self.axes, dtype=x.dtype, keepdims=True)
-
-    def max(self, x: jax.Array) -> jax.Array:
-        return jnp.max(x, self.axes, keepdims=True, initial=least(x.dtype))
-
-    def min(self, x: jax.Array) -> jax.Array:
-        return jnp.min(x, self.axes, keepdims=True, initial=greatest(x.dtype))
-
-    def any(self, x: jax.Array) -> jax.Array:
-        return jnp.any(x, self.axes, keepdims=True)
-
-    def spread(self, result: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(result, self.values.shape)
 
     def shaped(self, result: jax.Array) -> jax.Array:
         """Results as the stored values of the tensor of results."""
@@ -159,50 +214,14 @@ class Slices(_Groups):
 
 
 @dataclasses.dataclass(frozen=True)
-class Segments(_Groups):
-    """Groups that are the rows `values[i]` with equal `ids[i]`; results are (number, *row).
+class Segments(_Groups, BySegments):
+    """Groups that are rows of `values`.
 
     Attributes:
-        ids (n,): the group of each row.
-        number: how many groups there are.
         axes: of the stored values, dense and reduced: made one with their axis 0.
     """
 
-    ids: jax.Array
-    number: int
     axes: tuple[int, ...]
-
-    # At least one segment, as results are gathered by `ids` also where there is no group.
-
-    def sum(self, x: jax.Array) -> jax.Array:
-        return jax.ops.segment_sum(x, self.ids, max(self.number, 1))
-
-    def max(self, x: jax.Array) -> jax.Array:
-        return jax.ops.segment_max(x, self.ids, max(self.number, 1))
-
-    def min(self, x: jax.Array) -> jax.Array:
-        return jax.ops.segment_min(x, self.ids, max(self.number, 1))
-
-    def any(self, x: jax.Array) -> jax.Array:
-        return self.max(x.astype(jnp.uint8)) > 0
-
-    def prod(self, x: jax.Array) -> jax.Array:
-        """Scan over sorted segments: a scatter of products has no derivative at 0."""
-        if x.shape[0] == 0:
-            return jnp.ones((max(self.number, 1), *x.shape[1:]), x.dtype)
-        order = jnp.argsort(self.ids, stable=True)
-        ids, x = self.ids[order], x[order]
-        changes = ids[1:] != ids[:-1]
-        true = jnp.ones((1,), bool)
-        starts = trailing(jnp.concatenate([true, changes]), x.ndim)
-        ends = trailing(jnp.concatenate([changes, true]), x.ndim)
-        _, running = lax.associative_scan(_join, (starts, x))
-        count = jax.ops.segment_sum(jnp.ones_like(ids), ids, max(self.number, 1))
-        product = jax.ops.segment_sum(jnp.where(ends, running, 0), ids, max(self.number, 1))
-        return jnp.where(trailing(count, product.ndim) > 0, product, 1)
-
-    def spread(self, result: jax.Array) -> jax.Array:
-        return result[self.ids]
 
     def arranged(self, x: jax.Array) -> jax.Array:
         x = jnp.moveaxis(x, self.axes, range(1, 1 + len(self.axes)))
@@ -249,7 +268,7 @@ def grouped(
     dense = tuple(axis - sparse + (sparse > 0) for axis in axes if axis >= sparse)
     if not kept or not reduced:
         along = (0, *dense) if reduced else dense
-        return Slices(values, valid, x, axes, shape, along, keeps=bool(kept))
+        return Slices(along, True, values, valid, x, axes, shape, keeps=bool(kept))
     number = math.prod(x.shape[axis] for axis in kept)
     refuse_large(number, "kept")
     ids, where = jnp.zeros((), _integer()), coordinates(x)
@@ -258,7 +277,7 @@ def grouped(
         # Padding goes to some group: it takes no part, so that its entry is the identity.
         ids = ids * size + jnp.clip(where[axis], 0, max(size - 1, 0)).astype(_integer())
     ids = jnp.repeat(ids, math.prod(values.shape[axis] for axis in dense))
-    form = Segments(values, valid, x, axes, shape, ids, number, dense)
+    form = Segments(ids, number, values, valid, x, axes, shape, dense)
     return dataclasses.replace(form, values=form.arranged(values), valid=form.arranged(valid))
 
 
@@ -271,12 +290,21 @@ def sparse_dimensions(x: TensorLike) -> int:
 
 def least(dtype: DTypeLike) -> Scalar:
     """Return the number that changes no maximum over `dtype`."""
-    return _extreme(dtype, -jnp.inf, lambda info: info.min)
+    return _limits(dtype)[0]
 
 
 def greatest(dtype: DTypeLike) -> Scalar:
     """Return the number that changes no minimum over `dtype`."""
-    return _extreme(dtype, jnp.inf, lambda info: info.max)
+    return _limits(dtype)[1]
+
+
+def _limits(dtype: DTypeLike) -> tuple[Any, Any]:
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return False, True
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.asarray(-np.inf, dtype), np.asarray(np.inf, dtype)
+    limits = jnp.iinfo(dtype)
+    return np.asarray(limits.min, dtype), np.asarray(limits.max, dtype)
 
 
 def refuse_large(size: int, axes: str) -> None:
@@ -286,16 +314,6 @@ def refuse_large(size: int, axes: str) -> None:
             f"the {axes} axes have {size} entries, more than {_integer()} can count: set "
             "jax_enable_x64."
         )
-
-
-def _extreme(
-    dtype: DTypeLike, infinite: float, integer_limit: Callable[[jnp.iinfo], int]
-) -> Scalar:
-    if jnp.issubdtype(dtype, jnp.bool_):
-        return infinite > 0
-    if jnp.issubdtype(dtype, jnp.floating):
-        return jnp.array(infinite, dtype)
-    return jnp.array(integer_limit(jnp.iinfo(dtype)), dtype)
 
 
 def _integer() -> np.dtype:
@@ -403,12 +421,7 @@ def result_dtype(
 
 
 def checked_axes(axis: Axis, ndim: int) -> tuple[int, ...]:
-    """Return `axis` as ascending axes that are not negative.
-
-    Raises:
-        TypeError: if it is neither an int, a sequence of ints nor None.
-        ValueError: if one is out of bounds, or is there twice.
-    """
+    """Return `axis` as ascending axes that are not negative."""
     if axis is None:
         return tuple(range(ndim))
     try:
@@ -433,25 +446,15 @@ def single_axis(axis: Axis, name: str) -> int | None:
     return axis
 
 
-def entries_of(x: TensorLike, where: Mask) -> tuple[Any, jax.Array]:
-    """Return the storage of a tensor, and which of its stored values take part.
+def entries_of(x: TensorLike, where: Mask | None) -> tuple[Any, jax.Array]:
+    """Return the storage of a tensor with unique positions, and which values take part.
 
-    Args:
-        x: an array, a masked or a sparse tensor, of which equal positions are summed.
-        where: None, or booleans that broadcast to it.
+    Those are entries, valid if it is masked, where the booleans `where` are True.
     """
     x = unique_positions(x)
     storage, valid = (x.storage, x.valid) if isinstance(x, MaskedTensor) else (x, is_entry(x))
-    return storage, valid if where is None else valid & where_at(where, storage)
-
-
-def where_at(where: Mask, storage: TensorLike) -> jax.Array:
-    """Return the booleans `where` at the stored values of a storage.
-
-    Raises:
-        TypeError: if it is not boolean.
-        ValueError: if it does not broadcast to the shape of the tensor.
-    """
+    if where is None:
+        return storage, valid
     refuse_scipy("where", where)
     masked = isinstance(where, MaskedTensor)
     where = where if masked else as_booleans(as_tensor(where))
@@ -469,4 +472,4 @@ def where_at(where: Mask, storage: TensorLike) -> jax.Array:
         raise ValueError(
             f"`where` of shape {where.shape} does not broadcast to `x` of shape {shape}."
         )
-    return entries_at(where, storage)[0]
+    return storage, valid & entries_at(where, storage)[0]

@@ -12,9 +12,10 @@ result again: the derivative there is 0.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +24,10 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import is_nonzero, joint_dtype, typed_like, wide
-from jmask._base.norms import Norm, factor_for, squared
 from jmask._base.types import JvpArgs, Scalar
 from jmask._ops.groups import Groups, Results, Slices, greatest, least
 
 _Kernel = Callable[..., Results]
-_Reduce = Callable[[jax.Array], jax.Array]
 _Rank = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
@@ -115,18 +114,52 @@ def some(groups: Groups) -> Results:
     return groups.any(groups.valid & is_nonzero(groups.values)), groups.any(groups.valid)
 
 
+# --- norms -------------------------------------------------------------------------------
+
+# Norms without overflow: the entries are brought near 1 before they are squared.
+#
+#     [3e38, 4e38]       times 2**-80 their squares are near 2**96
+#                        norm inf, as float32 has no 5e38; direction [.6, .8]
+#
+# Three ranges of numbers have one fixed factor each, as in LAPACK's `nrm2` (Anderson, Algorithm
+# 978, 2017). A quotient by the greatest entry would not do: XLA multiplies by the reciprocal,
+# and the reciprocal of 1e38 is subnormal, for which it takes 0.
+
+
+class Norm(NamedTuple):
+    """Norms of groups in parts: `size / factor`, where `size` neither overflows nor vanishes.
+
+    Attributes:
+        entries: those that take part, times the factor of their group; 0 elsewhere.
+        size: the norms of `entries`.
+        factor: powers of two, of the shape of `size`.
+    """
+
+    entries: jax.Array
+    size: jax.Array
+    factor: jax.Array
+
+
+def factor_for(greatest: jax.Array) -> jax.Array:
+    """Return the power of two that brings entries up to `greatest` where they can be squared.
+
+    It is a constant: the derivative of a norm does not depend on what it is computed with.
+    """
+    greatest = lax.stop_gradient(greatest)
+    # In float32: numbers beyond 2**51 times 2**-80, those below 2**-51 times 2**80.
+    bits = jnp.finfo(greatest.dtype).maxexp
+    limit, power = 2.0 ** (2 * bits // 5), 2.0 ** (5 * bits // 8)
+    small = jnp.where(greatest < 1 / limit, power, 1)
+    return jnp.where(greatest > limit, 1 / power, small).astype(greatest.dtype)
+
+
 def norm(groups: Groups, dtype: DTypeLike, ord: float) -> Results:  # noqa: A002
     parts, exists = norm_in_parts(groups, dtype, ord)
     return parts.size / parts.factor, exists
 
 
 def norm_in_parts(groups: Groups, dtype: DTypeLike, ord: float) -> tuple[Norm, jax.Array]:  # noqa: A002
-    """Return the norm of each group as a number to divide by, and a power of two.
-
-    Returns:
-        The entries that take part times the factor of their group, 0 elsewhere; the norm of
-        these; the factor. And where there is a norm.
-    """
+    """Return the norm of each group, and where there is one."""
     exists = groups.any(groups.valid)
     x = select(groups, 0, wide(joint_dtype(groups.values, dtype)))
     taken = groups.valid & (x != 0)
@@ -143,7 +176,7 @@ def norm_in_parts(groups: Groups, dtype: DTypeLike, ord: float) -> tuple[Norm, j
     x, size = x * entry_factor.astype(x.dtype), size * entry_factor
     if math.isinf(ord):
         result, _ = (maximum if ord > 0 else minimum)(dataclasses.replace(groups, values=size))
-        result = jnp.where(exists, result, 0 if ord > 0 else jnp.inf)
+        result = jnp.maximum(result, 0)  # where there is no entry
     elif ord == 2:
         result = _root(groups.sum(squared(x)), 2)
     else:
@@ -155,6 +188,38 @@ def norm_in_parts(groups: Groups, dtype: DTypeLike, ord: float) -> tuple[Norm, j
         zero = groups.any(groups.valid & (x == 0))
         result = jnp.where(zero, 0, result)
     return Norm(x, result, factor), exists
+
+
+def shortened(
+    rows: jax.Array, max_norm: Scalar, order: float, batch: int = 1, eps: float = 0.0
+) -> jax.Array:
+    """Scale rows longer than `max_norm` by max_norm / (norm + eps); keep all others.
+
+    Args:
+        rows: floating or complex, after `batch` axes of entries.
+        max_norm: a positive scalar of the dtype of `rows`, or a Python number.
+        order: p of the p-norm, above 0; may be inf.
+        eps: added to the norm.
+    """
+    axes = tuple(range(batch, rows.ndim))
+    every = jnp.ones_like(rows, dtype=bool)
+    groups = Slices(axes, True, rows, every, rows, axes, rows.shape, keeps=False)
+    norm, _ = norm_in_parts(groups, jnp.finfo(rows.dtype).dtype, order)
+    size = norm.size + eps * norm.factor
+    # A row that is short enough may be 0, by which its direction is divided.
+    exceeds = norm.size / norm.factor > max_norm
+    direction = norm.entries / jnp.where(exceeds, size, 1).astype(rows.dtype)
+    return jnp.where(exceeds, direction * jnp.asarray(max_norm, rows.dtype), rows)
+
+
+def squared(x: jax.Array) -> jax.Array:
+    """Square the absolute values; the derivative at 0 is 0."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.square(x.real) + jnp.square(x.imag)
+    return jnp.square(x)
+
+
+# --- sums of powers of e -----------------------------------------------------------------
 
 
 def log_sum_exp(groups: Groups, dtype: DTypeLike) -> Results:
@@ -206,34 +271,6 @@ def _root(x: jax.Array, order: float) -> jax.Array:
 # --- order -------------------------------------------------------------------------------
 
 
-def maximum(groups: Groups) -> Results:
-    return _extremum(groups, groups.max, least)
-
-
-def minimum(groups: Groups) -> Results:
-    return _extremum(groups, groups.min, greatest)
-
-
-maximum_of_all = with_zeros(
-    maximum, lambda x, missing: jnp.where(missing, jnp.maximum(x, 0).astype(x.dtype), x)
-)
-minimum_of_all = with_zeros(
-    minimum, lambda x, missing: jnp.where(missing, jnp.minimum(x, 0).astype(x.dtype), x)
-)
-product_of_all = with_zeros(
-    product, lambda x, missing: jnp.where(missing, jnp.zeros_like(x), x)
-)
-every_of_all = with_zeros(every, lambda x, missing: x & ~missing)
-
-
-def argmax(groups: Groups) -> Results:
-    return _first_index(groups, groups.max, least)
-
-
-def argmin(groups: Groups) -> Results:
-    return _first_index(groups, groups.min, greatest)
-
-
 @jax.custom_jvp
 def _with_slope_of(value: jax.Array, like: jax.Array) -> jax.Array:
     return value
@@ -245,8 +282,8 @@ def _with_slope_of_jvp(primals: JvpArgs, tangents: JvpArgs) -> Any:
     return _with_slope_of(*primals), tangents[1]
 
 
-def _extremum(groups: Groups, reduce: _Reduce, identity: Callable[[Any], Any]) -> Results:
-    result, ties = _ties(groups, reduce, identity)
+def _extremum(groups: Groups, which: str) -> Results:
+    result, ties = _ties(groups, which)
     if jnp.issubdtype(result.dtype, jnp.floating):
         # The mean of the ties is the result, but for rounding, and has the derivative
         # wanted; the derivative of a maximum would be shared with equal fills.
@@ -256,8 +293,8 @@ def _extremum(groups: Groups, reduce: _Reduce, identity: Callable[[Any], Any]) -
     return result, groups.any(groups.valid)
 
 
-def _first_index(groups: Groups, reduce: _Reduce, identity: Callable[[Any], Any]) -> Results:
-    _, ties = _ties(groups, reduce, identity)
+def _first_index(groups: Groups, which: str) -> Results:
+    _, ties = _ties(groups, which)
     positions = groups.positions()
     nowhere = jnp.iinfo(positions.dtype).max
     exists = groups.any(groups.valid)
@@ -265,17 +302,30 @@ def _first_index(groups: Groups, reduce: _Reduce, identity: Callable[[Any], Any]
     return jnp.where(exists, first, 0), exists
 
 
-def _ties(
-    groups: Groups, reduce: _Reduce, identity: Callable[[Any], Any]
-) -> tuple[jax.Array, jax.Array]:
+def _ties(groups: Groups, which: str) -> tuple[jax.Array, jax.Array]:
     """Return the extremum of each group, a constant, and which valid entries equal it."""
     dtype = groups.values.dtype
     _refuse_complex(dtype)
-    x = lax.stop_gradient(select(groups, identity(dtype)))
-    result = reduce(x)
+    identity = least(dtype) if which == "max" else greatest(dtype)
+    x = lax.stop_gradient(select(groups, identity))
+    result = groups.max(x) if which == "max" else groups.min(x)
     extremum = groups.spread(result)
     both_nan = (x != x) & (extremum != extremum)
     return result, groups.valid & ((x == extremum) | both_nan)
+
+
+maximum, minimum = (functools.partial(_extremum, which=which) for which in ("max", "min"))
+argmax, argmin = (functools.partial(_first_index, which=which) for which in ("max", "min"))
+maximum_of_all = with_zeros(
+    maximum, lambda x, missing: jnp.where(missing, jnp.maximum(x, 0).astype(x.dtype), x)
+)
+minimum_of_all = with_zeros(
+    minimum, lambda x, missing: jnp.where(missing, jnp.minimum(x, 0).astype(x.dtype), x)
+)
+product_of_all = with_zeros(
+    product, lambda x, missing: jnp.where(missing, jnp.zeros_like(x), x)
+)
+every_of_all = with_zeros(every, lambda x, missing: x & ~missing)
 
 
 def _refuse_complex(dtype: DTypeLike) -> None:

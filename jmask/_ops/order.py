@@ -10,8 +10,8 @@ jit it is given as `size`, as in `jax.numpy`.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, Literal, overload
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jmask._base.array_types import is_nonzero, joint_dtype, typed_like
 from jmask._base.types import Axis, Mask, Numbers, Scalar, Tensor, TensorLike
 from jmask._base.validation import checked_choice
 from jmask._ops import kernels
-from jmask._ops.groups import Reduction, checked_axes
+from jmask._ops.groups import Reduction, checked_axes, entries_of, single_axis
 from jmask._ops.reductions import described
 from jmask._ops.shape import dense, take_along_axis
 from jmask._tensors.masked_tensor import MaskedTensor, as_masked_tensor, as_tensor, joined
@@ -235,30 +235,6 @@ def top_k(x: TensorLike, k: int, axis: int = -1) -> tuple[Any, Any]:
     return values, order
 
 
-@overload
-def unique(
-    ar: TensorLike,
-    return_index: Literal[False] = ...,
-    return_inverse: Literal[False] = ...,
-    return_counts: Literal[False] = ...,
-    axis: int | None = ...,
-    *,
-    equal_nan: bool = ...,
-    size: int | None = ...,
-    fill_value: Scalar | None = ...,
-) -> Tensor: ...
-@overload
-def unique(
-    ar: TensorLike,
-    return_index: bool = ...,
-    return_inverse: bool = ...,
-    return_counts: bool = ...,
-    axis: int | None = ...,
-    *,
-    equal_nan: bool = ...,
-    size: int | None = ...,
-    fill_value: Scalar | None = ...,
-) -> Tensor | tuple[Tensor, ...]: ...
 def unique(
     ar: TensorLike,
     return_index: bool = False,
@@ -269,7 +245,7 @@ def unique(
     equal_nan: bool = True,
     size: int | None = None,
     fill_value: Scalar | None = None,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Any:
     """Return the different entries, sorted; masked ones count as one, which comes last.
 
     Args:
@@ -406,3 +382,95 @@ def _needs_size(name: str, which: str) -> ValueError:
         f"`size` of {name}() must be given while the tensor is traced (under jit, vmap or "
         f"grad): how many entries are {which} is not known."
     )
+
+
+# --- running sums, products and the like ---------------------------------------------------
+#
+#     x = MaskedTensor([3, inf, 1, 3], [T, F, T, T])
+#     cumsum(x) = [3, --, 4, 7]
+#
+# An entry that does not exist adds the identity, and stays masked.
+
+
+@described
+def cumsum(
+    x: TensorLike, axis: Axis = None, dtype: DTypeLike | None = None, where: Mask | None = None
+) -> Tensor:
+    """Return the running sum of the valid entries along `axis`; masked entries stay so.
+
+    Sparse storage becomes dense. With axis None the tensor is flattened.
+
+    Args:
+        dtype: of the result; as `jnp.cumsum` by default.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.numpy.cumsum(jnp.array([1, 9, 3]), where=jnp.array([True, False, True]))
+        Array([1, 1, 4], dtype=int32)
+    """
+    return _running("cumsum", jnp.cumsum, 0, x, axis, dtype, where)
+
+
+@described
+def cumprod(
+    x: TensorLike, axis: Axis = None, dtype: DTypeLike | None = None, where: Mask | None = None
+) -> Tensor:
+    """Return the running product of the valid entries along `axis`; masked entries stay so.
+
+    Sparse storage becomes dense. With axis None the tensor is flattened.
+
+    Args:
+        dtype: of the result; as `jnp.cumprod` by default.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> jmask.numpy.cumprod(jnp.array([2, 9, 3]), where=jnp.array([True, False, True]))
+        Array([2, 2, 6], dtype=int32)
+    """
+    return _running("cumprod", jnp.cumprod, 1, x, axis, dtype, where)
+
+
+@described
+def cumlogsumexp(x: TensorLike, axis: Axis = None, where: Mask | None = None) -> Tensor:
+    """Return the log of the running sum of exp of the valid entries along `axis`.
+
+    Masked entries stay so. Sparse storage becomes dense. With axis None the tensor is
+    flattened.
+
+    Example:
+        >>> import jax.numpy as jnp, jmask
+        >>> x = jnp.array([1000., 1e30, -jnp.inf])
+        >>> jmask.numpy.cumlogsumexp(x, where=jnp.array([True, False, True]))
+        Array([1000., 1000., 1000.], dtype=float32)
+    """
+    x = as_tensor(x)
+    x = x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(kernels.inexact(x.dtype))
+    return _running("cumlogsumexp", _cumlogsumexp, -jnp.inf, x, axis, None, where)
+
+
+def _cumlogsumexp(x: jax.Array, axis: int | None, dtype: None) -> jax.Array:
+    x = x.reshape(-1) if axis is None else x
+    axis = (axis or 0) % x.ndim
+    # With -inf itself, derivatives of the function are nan.
+    adds = x != -jnp.inf
+    result = lax.cumlogsumexp(jnp.where(adds, x, jnp.finfo(x.dtype).min), axis)
+    return jnp.where(lax.cummax(adds.astype(jnp.int8), axis) > 0, result, -jnp.inf)
+
+
+def _running(
+    name: str,
+    function: Callable[..., jax.Array],
+    identity: float,
+    x: TensorLike,
+    axis: Axis,
+    dtype: DTypeLike | None,
+    where: Mask,
+) -> Tensor:
+    x = dense(as_tensor(x), name)
+    checked_axes(single_axis(axis, name), x.ndim)
+    values, taken = entries_of(x, where)
+    safe = jnp.where(taken, values, jnp.asarray(identity, values.dtype))
+    result = function(safe, axis=axis, dtype=dtype)
+    if not isinstance(x, MaskedTensor):
+        return result
+    return joined(result, taken.reshape(result.shape))

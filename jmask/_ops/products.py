@@ -36,36 +36,33 @@ batches are those of the bags, and so is the product on other devices.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
 from jax.experimental.sparse import BCOO, BCSR
-from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import (
     adds_when_cast,
     explicit_sharding,
-    spec_of,
     sum_dtype,
     trailing,
+    varying_alike,
     wide,
-    without_repetition,
 )
 from jmask._base.fallback import report_fallback
+from jmask._base.lowering import lower, primitive
 from jmask._base.row_ids import canonical
-from jmask._base.types import JvpArgs, Tensor, TensorLike
+from jmask._base.types import Tensor, TensorLike
 from jmask._base.validation import check_flag, checked_choice, refuse_scipy
 from jmask._kernels.bag_sum import bag_sum
+from jmask._kernels.gather import Gather
 from jmask._kernels.rows import add_rows
 from jmask._tensors.masked_tensor import MaskedTensor
-from jmask._tensors.placeholders import placeholder_of
 from jmask._tensors.row_sparse import RowSparse
-from jmask._tensors.specified import todense
-from jmask._tensors.storage import row_of_each, stype, unique_positions
+from jmask._tensors.specified import placeholder_of, todense
+from jmask._tensors.storage import row_of_each, stored_at, stype, unique_positions
 
 # --- operands ----------------------------------------------------------------------------
 
@@ -116,12 +113,7 @@ class StoredRows:
         return RowSparse(self.ids, values, shape, coalesced=True)
 
     def place(self, ids: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-        stored = self.coalesced_as(dtype)
-        if not stored.nse:
-            return stored.values, ids
-        place = jnp.minimum(jnp.searchsorted(stored.indices, ids), stored.nse - 1)
-        is_stored = stored.indices[place] == ids  # or both are padding, with zeros stored
-        return stored.values, jnp.where(is_stored, place, stored.nse)
+        return stored_at(self.coalesced_as(dtype), ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,11 +174,8 @@ def _rows_or_zeros(table: jax.Array, positions: jax.Array) -> jax.Array:
     # not touch a row that was not looked up.
     if 0 in table.shape:
         return jnp.zeros((*positions.shape, *table.shape[1:]), table.dtype)
-    sharding = explicit_sharding(table, positions)
-    if sharding is not None:  # rows go where their positions are, as in lookups
-        spec = without_repetition((*spec_of(positions), *spec_of(table)[1:]))
-        sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
-    return table.at[positions].get(mode="fill", fill_value=0, out_sharding=sharding)
+    fills = lax.GatherScatterMode.FILL_OR_DROP
+    return Gather.rows_of(table.shape, fills, fill_value=0)(table, positions[:, None])
 
 
 def sums_of_rows(a: Coordinates, b: Dense | StoredRows, dtype: DTypeLike) -> jax.Array:
@@ -235,21 +224,23 @@ def suits_kernel(x: TensorLike, dense: jax.Array) -> bool:
     )
 
 
-@jax.custom_jvp
-def _kernel_product(*arrays: jax.Array) -> jax.Array:
-    return _kernel_or_terms(*arrays)
+def _csr_terms(
+    values: jax.Array, columns: jax.Array, pointers: jax.Array, dense: jax.Array
+) -> list[jax.Array]:
+    shape = pointers.shape[0] - 1, dense.shape[0]
+    x = entries(BCSR((values, columns, pointers), shape=shape))
+    return [sums_of_rows(x, Dense(dense), dense.dtype)]
 
 
-@_kernel_product.defjvp
-def _product_jvp(primals: JvpArgs, tangents: JvpArgs) -> tuple[Any, Any]:
-    values, columns, pointers, dense = primals
-    terms = lambda values, dense: _csr_terms(values, columns, pointers, dense)
-    _, tangent = jax.jvp(terms, (values, dense), (tangents[0], tangents[-1]))
-    return _kernel_product(*primals), tangent
+def _csr_kernel(
+    values: jax.Array, columns: jax.Array, pointers: jax.Array, dense: jax.Array
+) -> list[jax.Array]:
+    shape = pointers.shape[0] - 1, dense.shape[0]
+    pointers = jnp.clip(pointers, 0, columns.shape[0])
+    return [BCSR((values, columns, pointers), shape=shape) @ dense]
 
 
-@custom_vmap
-def _kernel_or_terms(*arrays: jax.Array) -> jax.Array:
+def _csr_kernel_in_range(*arrays: jax.Array) -> list[jax.Array]:
     _, columns, pointers, dense = arrays
     # Entries after the last row are padding that the kernel does not read.
     read = jnp.arange(columns.shape[0], dtype=pointers.dtype) < pointers[-1]
@@ -257,26 +248,14 @@ def _kernel_or_terms(*arrays: jax.Array) -> jax.Array:
     return lax.cond(jnp.all(in_range | ~read), _csr_kernel, _csr_terms, *arrays)
 
 
-@_kernel_or_terms.def_vmap
-def _terms_of_batch(_: int, batched: list[bool], *arrays: jax.Array) -> tuple[Any, bool]:
-    axes = [0 if is_batched else None for is_batched in batched]
-    return jax.vmap(_csr_terms, axes)(*arrays), True
-
-
-def _csr_kernel(
-    values: jax.Array, columns: jax.Array, pointers: jax.Array, dense: jax.Array
-) -> jax.Array:
-    shape = pointers.shape[0] - 1, dense.shape[0]
-    pointers = jnp.clip(pointers, 0, columns.shape[0])
-    return BCSR((values, columns, pointers), shape=shape) @ dense
-
-
-def _csr_terms(
-    values: jax.Array, columns: jax.Array, pointers: jax.Array, dense: jax.Array
-) -> jax.Array:
-    shape = pointers.shape[0] - 1, dense.shape[0]
-    x = entries(BCSR((values, columns, pointers), shape=shape))
-    return sums_of_rows(x, Dense(dense), dense.dtype)
+_csr_product = primitive(
+    "jmask_csr_product",
+    _csr_terms,
+    shapes=lambda values, columns, pointers, dense: [
+        dense.update(shape=(pointers.shape[0] - 1, dense.shape[1]))
+    ],
+)
+lower(_csr_product, _csr_kernel_in_range, _csr_terms, platform="cpu")
 
 
 # --- the product -------------------------------------------------------------------------
@@ -360,9 +339,24 @@ def dot(
         forward_stype = "default"
         lhs, rhs = (todense(x) if placeholder_of(x) is not None else x for x in (lhs, rhs))
     lhs, rhs = _checked(lhs, "lhs"), _checked(rhs, "rhs")
-    _check_shapes(lhs, rhs, transpose_a, transpose_b)
+    over = 0 if transpose_a or lhs.ndim == 1 else 1, 1 if transpose_b and rhs.ndim == 2 else 0
+    if lhs.shape[over[0]] != rhs.shape[over[1]]:
+        raise ValueError(
+            f"`lhs` of shape {tuple(lhs.shape)} and `rhs` of shape {tuple(rhs.shape)} do not "
+            f"fit with transpose_a={transpose_a} and transpose_b={transpose_b}: dimension "
+            f"{over[0]} of `lhs` and dimension {over[1]} of `rhs` must have one size."
+        )
     sparse = _is_result_sparse(lhs, transpose_a, forward_stype)
-    _report_dense(lhs, rhs, transpose_b)
+    if isinstance(rhs, RowSparse) and rhs.ndim == 2 and transpose_b:
+        report_fallback(
+            f"the product with a transposed row_sparse `rhs` of shape {rhs.shape} stores "
+            f"all of its {rhs.shape[0]} columns: no storage has sparse columns"
+        )
+    if isinstance(lhs, BCOO | BCSR) and isinstance(rhs, BCOO | BCSR):
+        report_fallback(
+            f"`rhs`, {stype(rhs)} of shape {tuple(rhs.shape)}, became dense in a product, at "
+            "O(size) cost: two matrices of entries have no sparse product"
+        )
     return _product_of(lhs, rhs, bool(transpose_a), bool(transpose_b), sparse)
 
 
@@ -396,16 +390,6 @@ def _checked(x: TensorLike, name: str) -> Tensor:
     return x
 
 
-def _check_shapes(lhs: Tensor, rhs: Tensor, transpose_a: bool, transpose_b: bool) -> None:
-    over = 0 if transpose_a or lhs.ndim == 1 else 1, 1 if transpose_b and rhs.ndim == 2 else 0
-    if lhs.shape[over[0]] != rhs.shape[over[1]]:
-        raise ValueError(
-            f"`lhs` of shape {tuple(lhs.shape)} and `rhs` of shape {tuple(rhs.shape)} do not "
-            f"fit with transpose_a={transpose_a} and transpose_b={transpose_b}: dimension "
-            f"{over[0]} of `lhs` and dimension {over[1]} of `rhs` must have one size."
-        )
-
-
 def _is_result_sparse(lhs: TensorLike, transpose_a: bool, forward_stype: str | None) -> bool:
     if isinstance(forward_stype, str) and forward_stype in ("csr", "coo"):
         raise ValueError(
@@ -428,25 +412,12 @@ def _is_result_sparse(lhs: TensorLike, transpose_a: bool, forward_stype: str | N
     return forward_stype == "row_sparse"
 
 
-def _report_dense(lhs: TensorLike, rhs: TensorLike, transpose_b: bool) -> None:
-    if isinstance(rhs, RowSparse) and rhs.ndim == 2 and transpose_b:
-        report_fallback(
-            f"the product with a transposed row_sparse `rhs` of shape {rhs.shape} stores "
-            f"all of its {rhs.shape[0]} columns: no storage has sparse columns"
-        )
-    if isinstance(lhs, BCOO | BCSR) and isinstance(rhs, BCOO | BCSR):
-        report_fallback(
-            f"`rhs`, {stype(rhs)} of shape {tuple(rhs.shape)}, became dense in a product, at "
-            "O(size) cost: two matrices of entries have no sparse product"
-        )
-
-
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _product_of(
     lhs: TensorLike, rhs: TensorLike, transpose_a: bool, transpose_b: bool, sparse: bool
 ) -> jax.Array | RowSparse:
     if suits_kernel(lhs, rhs) and not (transpose_a or transpose_b or sparse):
-        return _kernel_product(lhs.data, lhs.indices, lhs.indptr, rhs)
+        return _csr_product.bind(*varying_alike(lhs.data, lhs.indices, lhs.indptr, rhs))[0]
     dtype = jnp.result_type(lhs.dtype, rhs.dtype)
     is_row, is_column = lhs.ndim == 1, rhs.ndim == 1
     summed = sum_dtype(dtype)

@@ -22,7 +22,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jmask._base.array_types import wide
 from jmask._base.types import Scalar, Tensor, TensorLike
-from jmask._ops import kernels, order, reductions, running
+from jmask._ops import kernels, order, reductions
 from jmask._ops.contractions import outer
 from jmask._ops.elementwise import elementwise
 from jmask._ops.groups import checked_axes
@@ -94,8 +94,8 @@ nanargmin = _skipping_nan(reductions.argmin, -1, " -> 0, dtype=int32")
 nanmedian = _skipping_nan(order.median, np.nan, " -> 2., dtype=float32")
 nanquantile = _skipping_nan(order.quantile, np.nan, ", 0.25 -> 1.5, dtype=float32")
 nanpercentile = _skipping_nan(order.percentile, np.nan, ", 25 -> 1.5, dtype=float32")
-nancumsum = _skipping_nan(running.cumsum, None, " -> [1., 1., 4.], dtype=float32")
-nancumprod = _skipping_nan(running.cumprod, None, " -> [1., 1., 3.], dtype=float32")
+nancumsum = _skipping_nan(order.cumsum, None, " -> [1., 1., 4.], dtype=float32")
+nancumprod = _skipping_nan(order.cumprod, None, " -> [1., 1., 3.], dtype=float32")
 
 
 # --- of pairs ----------------------------------------------------------------------------

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmask._base.array_types import joint_dtype, varying_alike, varying_axes
-from jmask._base.norms import factor_for
 from jmask._base.types import PyTree, Scalar, Tensor, TensorLike
 from jmask._base.validation import abstract_leaf, check_flag, check_leaves, leaf_name
 from jmask._ops.elementwise import elementwise
 from jmask._ops.groups import entries_of
+from jmask._ops.kernels import factor_for
 from jmask._tables.deferral import is_deferred
-from jmask._tables.stored_table import is_stored_table
+from jmask._tables.stored_table import is_stored_table, is_tensor_or_table
 from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, is_tensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import is_sparse, stored_values
@@ -50,7 +50,9 @@ def add(tree: PyTree, *others: PyTree, like: PyTree | None = None) -> PyTree:
         total = _map(_add_leaves, total, other)
     if like is None:
         return total
-    return _map(_with_capacity_of, total, like)
+
+    both = lambda x, like: is_row_sparse(x) and is_row_sparse(like)
+    return _map(lambda x, y: x.coalesce(nse=y.nse) if both(x, y) else x, total, like)
 
 
 def scale(scalar: Scalar, tree: PyTree) -> PyTree:
@@ -157,7 +159,9 @@ def norm(tree: PyTree, squared: bool = False) -> jax.Array:
     """
     check_flag("squared", squared)
     check_leaves("tree", tree)
-    leaves = jax.tree.leaves(jax.tree.map(_entries, tree, is_leaf=_is_node), is_leaf=is_tensor)
+    leaves = jax.tree.leaves(
+        jax.tree.map(_entries, tree, is_leaf=is_tensor_or_table), is_leaf=is_tensor
+    )
     sizes = [_sizes(x) for x in leaves]
     dtype = joint_dtype(jnp.float32, *sizes)
     greatest = jnp.zeros((), dtype)
@@ -196,7 +200,11 @@ def psum(tree: PyTree, axis_name: str | tuple[str, ...]) -> PyTree:
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
     def summed(x: TensorLike) -> Tensor:
-        _refuse_masked(x, "psum")
+        if isinstance(x, MaskedTensor):
+            raise TypeError(
+                "`tree`: psum() of a MaskedTensor: masks of different devices may differ. Sum "
+                "x.to_tensor(0) and x.mask instead."
+            )
         _refuse_entries(x, "tree")
         if not is_row_sparse(x):
             return lax.psum(x, names)
@@ -239,7 +247,7 @@ def size(tree: PyTree) -> int:
         13
     """
     check_leaves("tree", tree)
-    leaves = jax.tree.leaves(tree, is_leaf=_is_node)
+    leaves = jax.tree.leaves(tree, is_leaf=is_tensor_or_table)
     return sum(math.prod(jnp.shape(x)) for x in leaves)
 
 
@@ -289,26 +297,20 @@ def leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[A
 
 
 def _leaf_or(is_leaf: Callable[[Any], bool] | None) -> Callable[[Any], bool]:
-    return _is_node if is_leaf is None else lambda x: _is_node(x) or is_leaf(x)
-
-
-def _is_node(x: TensorLike) -> bool:
-    return is_tensor(x) or is_stored_table(x)
-
-
-def _refuse_deferred(tree: PyTree) -> None:
-    for path, x in jax.tree.leaves_with_path(tree, is_leaf=is_stored_table):
-        if is_deferred(x):
-            raise TypeError(
-                f"{leaf_name('tree', path)} is a DeferredTable, whose leaves are no numbers to "
-                "calculate with: use `table.todense()`, and make a table of the result by "
-                "jmask.deferred(array, tx)."
-            )
+    return (
+        is_tensor_or_table if is_leaf is None else lambda x: is_tensor_or_table(x) or is_leaf(x)
+    )
 
 
 def _map(function: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
     for each in (tree, *others):
-        _refuse_deferred(each)
+        for path, x in jax.tree.leaves_with_path(each, is_leaf=is_stored_table):
+            if is_deferred(x):
+                raise TypeError(
+                    f"{leaf_name('tree', path)} is a DeferredTable, whose leaves are no "
+                    "numbers to calculate with: use `table.todense()`, and make a table of the "
+                    "result by jmask.deferred(array, tx)."
+                )
         check_leaves("tree", each)
     structures: Any = [jax.tree.structure(x, is_leaf=is_tensor) for x in (tree, *others)]
     for other in structures[1:]:
@@ -325,12 +327,6 @@ def _add_leaves(x: TensorLike, y: TensorLike) -> Tensor:
     if x.shape != y.shape:
         raise ValueError(f"`tree`: leaves of shapes {x.shape} and {y.shape} cannot be added.")
     return _add(x, y)
-
-
-def _with_capacity_of(x: TensorLike, like: PyTree) -> Tensor:
-    if not is_row_sparse(x) or not is_row_sparse(like):
-        return x
-    return x.coalesce(nse=like.nse)
 
 
 def _entries(x: TensorLike) -> Tensor:
@@ -354,12 +350,4 @@ def _refuse_entries(x: TensorLike, argument: str) -> None:
         raise TypeError(
             f"`{argument}` holds a {type(x).__name__}, whose entries are not put side by side: "
             'use jmask.cast_storage(x, "row_sparse"), or its dense form.'
-        )
-
-
-def _refuse_masked(x: TensorLike, name: str) -> None:
-    if isinstance(x, MaskedTensor):
-        raise TypeError(
-            f"`tree`: {name}() of a MaskedTensor: masks of different devices may differ. Sum "
-            "x.to_tensor(0) and x.mask instead."
         )

@@ -74,11 +74,7 @@ def safe_numbers(
     A number that is selected away after the function must be harmless in it: 0 times an
     infinite slope is nan. So value, first and second derivative must be finite there: 0.5 and
     not 0 for sqrt. The number is found by trying, which serves functions never seen before.
-
-    Args:
-        function: elementwise.
-        kinds: for each operand its dtype, or its value if it is a Python number.
-        kwargs: options of the function; a dictionary for the caller.
+    `kinds` holds for each operand its dtype, or its value if it is a Python number.
     """
     fixed, numbers = dict(kwargs), ()
     for candidate in _CANDIDATES:
@@ -96,7 +92,8 @@ def _number(candidate: tuple[float, int], kind: TensorLike) -> Any:
 
 
 def _is_safe(function: Callable, numbers: tuple[Any, ...]) -> bool:
-    varying = [i for i, x in enumerate(numbers) if _is_inexact(x)]
+    arrays = ((i, x) for i, x in enumerate(numbers) if isinstance(x, np.ndarray))
+    varying = [i for i, x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
 
     def varying_function(*xs: Any) -> Any:
         arguments = list(numbers)
@@ -113,7 +110,8 @@ def _is_safe(function: Callable, numbers: tuple[Any, ...]) -> bool:
             results = jax.jvp(slope, xs, tuple(map(np.ones_like, xs)))
         except (TypeError, NotImplementedError):
             results = varying_function(*xs)  # not differentiable: then its value decides
-        return all(_is_finite(x) for x in jax.tree.leaves(results))
+        leaves = (x for x in jax.tree.leaves(results) if x.dtype != jax.dtypes.float0)
+        return all(bool(jnp.isfinite(x).all()) for x in leaves)
 
 
 @contextlib.contextmanager
@@ -124,14 +122,6 @@ def trial() -> Iterator[None]:
     """
     with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
         yield
-
-
-def _is_inexact(x: TensorLike) -> bool:
-    return isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _is_finite(x: TensorLike) -> bool:
-    return x.dtype == jax.dtypes.float0 or bool(jnp.isfinite(x).all())
 
 
 def varies(x: TensorLike) -> bool:

@@ -225,7 +225,8 @@ def _traced(
         _, (grads,) = value_and_gradients(
             loss_fn, (0,), has_aux, (params, *args), keywords, finished=lambda result: result
         )
-        gradients.extend(jax.tree.leaves(grads, is_leaf=is_row_sparse))
+        is_leaf = lambda x: isinstance(x, RowSum) or is_row_sparse(x)
+        gradients.extend(jax.tree.leaves(grads, is_leaf=is_leaf))
 
     def value(params: Params, traced: dict[int, Any]) -> Any:
         args, keywords = arguments(traced)

@@ -17,7 +17,6 @@ from jax import lax
 
 from jmask._base.array_types import added, joint_dtype, trailing, typed_like, wide
 from jmask._base.jaxprs import lifted
-from jmask._base.norms import shortened
 from jmask._base.types import (
     Gradient,
     Gradients,
@@ -32,6 +31,7 @@ from jmask._deferred.step import has_deferred
 from jmask._lazy.lazy import lazy
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._lazy.psum_over_shards import agreed, counted
+from jmask._ops.kernels import shortened
 from jmask._optim.hyperparameters import POSITIVE, check_number
 from jmask._tables.deferral import is_deferred
 from jmask._tables.sharded import RoutedRows

@@ -42,8 +42,9 @@ from jmask._kernels.gather import Gather
 from jmask._kernels.rows import add_rows, gather_rows, gather_unique_rows, set_rows
 from jmask._kernels.stochastic_rounding import stochastic_round
 from jmask._kernels.update_rows import add_to_rows
+from jmask._tensors.interop import refuse_misuse_of_table
+from jmask._tensors.masked_tensor import is_tensor
 from jmask._tensors.methods import call, is_comparable
-from jmask._tensors.misuse import refuse_misuse_of_table
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 
 
@@ -203,6 +204,11 @@ def from_the_end(ids: Numbers, rows: int) -> Ids:
 def is_stored_table(x: object) -> TypeGuard[StoredTable]:
     """Decide whether `x` is a `StoredTable`: one leaf of the parameters."""
     return isinstance(x, StoredTable)
+
+
+def is_tensor_or_table(x: object) -> bool:
+    """Decide whether `x` is a sparse or masked tensor or a table: no array, and one leaf."""
+    return is_tensor(x) or is_stored_table(x)
 
 
 def fitted(table: StoredTable, gradient: Gradient) -> RowSparse:

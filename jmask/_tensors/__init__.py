@@ -3,9 +3,8 @@
 row_sparse, checks              a tensor that stores some of its rows
 masked_tensor                   a tensor some entries of which are not valid
 storage                         what code for any storage asks of it
-conversions, flax_state         from one storage to another, to files
-specified, placeholders         which entries count for a gradient: `todense`, `sparse_mask`
+conversions                     from one storage to another, to files and text
+specified                       which entries count for a gradient: `todense`, `sparse_mask`
 methods                         methods that are functions of sub-packages above
-misuse                          errors of a `RowSparse` in code that is for arrays
-printing                        how tensors print, in notebooks too
+interop                         in code of other packages: errors, state dicts of flax
 """

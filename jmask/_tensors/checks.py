@@ -11,15 +11,11 @@ import numpy as np
 from jmask._base.row_ids import hide, wrap
 from jmask._base.types import Numbers, Shaped, Value
 from jmask._base.validation import abstract_leaf, checked_array, checked_integer
-from jmask._tensors.misuse import takes_plain_ids
+from jmask._tensors.interop import takes_plain_ids
 
 
 def check_order(indices: object, values: object) -> None:
-    """Refuse the arguments of BCOO and of MXNet, and values in front of indices.
-
-    Raises:
-        TypeError: naming the order.
-    """
+    """Refuse the arguments of BCOO and of MXNet, and values in front of indices."""
     order = "RowSparse(indices, values, shape)"
     if isinstance(indices, tuple) and any(np.ndim(x) for x in indices):
         raise TypeError(f"`indices` is a tuple of arrays: write {order}.")

@@ -45,17 +45,7 @@ from jmask._tensors.storage import stype as stype_of
 
 
 def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
-    """Return the tensor on coordinate (BCOO) storage, without dense dimensions.
-
-    Args:
-        x: a masked tensor on any storage, with at least one dimension.
-        nse: the number of stored entries, static; the exact number by default.
-
-    Raises:
-        ValueError: if `nse` is needed and missing, or too small for a concrete mask. For a
-            traced mask with more valid entries floating values are nan, and other values
-            are refused.
-    """
+    """Return the tensor on coordinate (BCOO) storage, without dense dimensions."""
     if nse is None and x.stype == "coo" and not x.storage.n_dense:
         return x
     if not x.shape:
@@ -77,11 +67,7 @@ def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
 
 
 def to_csr(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
-    """Return the tensor of two dimensions on compressed row (BCSR) storage; see `to_coo`.
-
-    Raises:
-        ValueError: as `to_coo`, and if `x` does not have two dimensions.
-    """
+    """Return the tensor of two dimensions on compressed row (BCSR) storage."""
     if x.ndim != 2:
         raise ValueError(f"csr storage needs two dimensions, got shape {x.shape}.")
     if nse is None and x.stype == "csr":
@@ -94,15 +80,7 @@ def to_csr(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
 
 
 def to_row_sparse(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
-    """Return the tensor on row-sparse storage: the rows with a valid entry, in order.
-
-    Args:
-        x: a masked tensor on any storage, with at least one dimension.
-        nse: the number of stored rows, static; the exact number by default.
-
-    Raises:
-        ValueError: as `to_coo`.
-    """
+    """Return the tensor on row-sparse storage: the rows with a valid entry, in order."""
     if nse is None and x.stype == "row_sparse":
         return x
     if not x.shape:
@@ -141,7 +119,7 @@ def to_numpy_ma(x: TensorLike) -> np.ma.MaskedArray:
 
 
 def _capacity(valid: jax.Array, nse: int | None, what: str) -> int:
-    """Return `nse`, by default the number of True in `valid`; refuse what cannot fit."""
+    """Return `nse`, by default the number of True in `valid`."""
     traced = isinstance(valid, jax.core.Tracer)
     if nse is None:
         if traced:
@@ -151,14 +129,11 @@ def _capacity(valid: jax.Array, nse: int | None, what: str) -> int:
             )
         return int(valid.sum())
     nse = checked_capacity(nse)
-    if traced:
-        if nse == 0 < valid.size:
-            raise ValueError(
-                f"`nse`=0 leaves no room for any of {valid.size} {what}, which cannot be "
-                "checked while the mask is traced."
-            )
-    elif valid.sum() > nse:
-        raise ValueError(f"`nse`={nse} is too small: {valid.sum()} {what} must be stored.")
+    if traced and nse == 0 < valid.size:
+        raise ValueError(
+            f"`nse`=0 leaves no room for any of {valid.size} {what}, which cannot be checked "
+            "while the mask is traced."
+        )
     return nse
 
 
@@ -280,7 +255,14 @@ def cast_storage(x: TensorLike, stype: str, *, nse: int | None = None) -> Tensor
     else:
         entries = is_nonzero(x)
     if nse is None and isinstance(entries, jax.core.Tracer):
-        nse = _most(x, entries, stype)
+        if not is_sparse(x):
+            raise ValueError(
+                "`nse`, the number of rows or entries to store, must be given for a traced "
+                "dense `x` (under jit, vmap or grad)."
+            )
+        # As many as a sparse tensor can need.
+        rows = min(x.shape[0], entries.shape[0])
+        nse = rows if stype == "row_sparse" else entries.size
     return _TO_SPARSE[stype](joined(x, entries), nse).storage
 
 
@@ -297,16 +279,6 @@ def _check_castable(x: TensorLike, stype: str) -> None:
             f"`x` has {x.n_batch} batch and {x.n_dense} dense dimensions, which other "
             "storages do not: use x.update_layout(n_batch=0), or vmap over batches."
         )
-
-
-def _most(x: TensorLike, entries: jax.Array, stype: str) -> int:
-    """Return how many rows or entries a sparse tensor can need at most."""
-    if not is_sparse(x):
-        raise ValueError(
-            "`nse`, the number of rows or entries to store, must be given for a traced "
-            "dense `x` (under jit, vmap or grad)."
-        )
-    return min(x.shape[0], entries.shape[0]) if stype == "row_sparse" else entries.size
 
 
 # --- npz ----------------------------------------------------------------------------------
@@ -424,3 +396,98 @@ def _rebuilt(
         values, indices = arrays
         return RowSparse(indices, values, shape, **flags)
     return (BCOO if kind == "coo" else BCSR)(tuple(arrays), shape=shape, **flags)
+
+
+# --- printing ------------------------------------------------------------------------------
+#
+# How masked tensors print: masked entries as `--`, laid out as NumPy lays out arrays.
+#
+#     MaskedTensor([1.0, --, 3.0], dtype=float32)
+#     MaskedTensor(coo, float32[2, 4], nse=3, values=[3.0, --, 5.0])
+#     MaskedTensor(float32[2, 4])                                        while traced
+#
+# Printing never raises, whatever leaves the pytree node holds, and never moves more of a
+# large tensor than the entries it shows.
+
+_MASKED = "--"
+
+
+def representation(x: MaskedTensor) -> str:
+    """Print `MaskedTensor([1.0, --, 3.0], dtype=float32)`; its type and shape while traced."""
+    # A repr that raises hides the error somebody is looking for: transformations put
+    # anything into the leaves, and buffers may be donated or live on other hosts.
+    for attempt in (_with_values, _without_values):
+        try:
+            return attempt(x)
+        except Exception:
+            continue
+    return f"MaskedTensor({x.storage!r}, {x.valid!r})"
+
+
+def _with_values(x: MaskedTensor) -> str:
+    values, valid = stored_values(x.storage), x.valid
+    if not all(map(_is_concrete, (values, valid))) or values.shape != valid.shape:
+        return _without_values(x)
+    if is_sparse(x.storage):
+        head, tail = f"MaskedTensor({_described(x)}, values=", ")"
+    else:
+        head, tail = "MaskedTensor(", f", dtype={x.dtype})"
+        if x.size == 0 and x.ndim > 1:
+            tail = f", shape={x.shape}{tail}"
+    return head + _entries(values, valid, head) + tail
+
+
+def _without_values(x: MaskedTensor) -> str:
+    return f"MaskedTensor({_described(x)})"
+
+
+def _described(x: MaskedTensor) -> str:
+    shape = ", ".join(map(str, x.shape))
+    described = f"{x.dtype}[{shape}]"
+    if not is_sparse(x.storage):
+        return described
+    return f"{stype(x.storage)}, {described}, nse={x.storage.nse}"
+
+
+def _is_concrete(x: object) -> bool:
+    return isinstance(x, jax.Array | np.ndarray) and not isinstance(x, jax.core.Tracer)
+
+
+def _entries(values: jax.Array | np.ndarray, valid: jax.Array | np.ndarray, head: str) -> str:
+    """Return the entries as text whose lines after the first are indented as after `head`."""
+    if values.size == 0:
+        return "[]"
+    options = np.get_printoptions()
+    edge, is_large = options["edgeitems"], values.size > options["threshold"]
+    cut = [axis for axis, n in enumerate(values.shape) if is_large and n > 2 * edge]
+    for axis in cut:
+        values, valid = (_edges(a, axis, edge) for a in (values, valid))
+    values, valid = np.asarray(values), np.asarray(valid)
+    if jnp.issubdtype(values.dtype, jnp.floating) and values.dtype.kind != "f":
+        values = values.astype(np.float32)  # bfloat16 and smaller: 1 must print as 1.0
+    pairs = zip(values.ravel(), valid.ravel(), strict=True)
+    flat = [str(value) if exists else _MASKED for value, exists in pairs]
+    if values.ndim > 1:  # columns stand below each other
+        width = max(map(len, flat))
+        flat = [word.rjust(width) for word in flat]
+    words = np.array(flat).reshape(values.shape)
+    for axis in cut:  # one between both ends, which NumPy leaves out
+        words = np.insert(words, edge, "", axis)
+    return np.array2string(
+        words,
+        separator=", ",
+        prefix=head,
+        formatter={"all": str},
+        threshold=0 if cut else words.size,
+    )
+
+
+def _edges(x: jax.Array | np.ndarray, axis: int, edge: int) -> Any:
+    at, last = (slice(None),) * axis, x.shape[axis] - edge
+    module = jnp if isinstance(x, jax.Array) else np
+    with jax.ensure_compile_time_eval():  # a constant may be printed while tracing
+        parts = [x[(*at, slice(edge))], x[(*at, slice(last, None))]]
+        return module.concatenate(parts, axis)
+
+
+install(representation=representation)

@@ -28,9 +28,8 @@ from jax.typing import DTypeLike
 from jmask._base.types import Mask, Scalar, Tensor, TensorLike
 from jmask._base.validation import checked_dtype, checked_scalar, refuse_scipy
 from jmask._tensors.checks import checked_replacement
-from jmask._tensors.flax_state import register_in_flax
+from jmask._tensors.interop import NamesItsFunctions, register_in_flax
 from jmask._tensors.methods import MaskedMethods, call
-from jmask._tensors.misuse import NamesItsFunctions
 from jmask._tensors.storage import (
     Sparse,
     Storage,
@@ -323,11 +322,7 @@ def read_at(x: TensorLike, like: Storage, otherwise: str = "") -> tuple[jax.Arra
 
 
 def common_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the broadcast shape of operands.
-
-    Raises:
-        ValueError: naming all shapes if they do not broadcast.
-    """
+    """Return the broadcast shape of operands; the error names all shapes."""
     try:
         return tuple(jnp.broadcast_shapes(*shapes))
     except ValueError:
@@ -365,7 +360,12 @@ def on_dense(data: TensorLike, mask: Mask) -> tuple[jax.Array, jax.Array]:
 
 def on_sparse(data: Sparse, mask: Mask) -> tuple[Any, jax.Array]:
     """Bring sparse data and a mask, sparse or not, to unique positions; say what is valid."""
-    _check_layout(data)
+    batch = getattr(data, "n_batch", 0)
+    if batch:
+        raise ValueError(
+            f"`data` is a {type(data).__name__} with {batch} batch dimensions: use "
+            "vmap over tensors without them."
+        )
     if is_sparse(mask):
         return _at_positions_of(booleans(mask), data)
     valid = jnp.ones(stored_values(data).shape, bool)
@@ -440,11 +440,7 @@ def _stored_mask(data: Sparse, mask: jax.Array) -> jax.Array:
 
 
 def booleans(mask: Mask) -> Mask:
-    """Return a sparse mask of booleans.
-
-    Raises:
-        TypeError: if it is none.
-    """
+    """Return a sparse mask of booleans, or raise TypeError."""
     mask = as_booleans(mask)
     _check_boolean(mask)
     return mask
@@ -464,13 +460,4 @@ def _check_boolean(mask: Mask) -> None:
         raise TypeError(
             f"`mask` must be boolean, True where an entry is valid, got {dtype}. Write "
             "`mask != 0` if that is meant."
-        )
-
-
-def _check_layout(data: Storage) -> None:
-    batch = getattr(data, "n_batch", 0)
-    if batch:
-        raise ValueError(
-            f"`data` is a {type(data).__name__} with {batch} batch dimensions: use "
-            "vmap over tensors without them."
         )

@@ -48,9 +48,13 @@ from jmask._tensors.checks import (
     resized,
     shape_that_fits,
 )
-from jmask._tensors.flax_state import register_in_flax
+from jmask._tensors.interop import (
+    SaysWhatToDo,
+    refuse_misuse,
+    register_in_flax,
+    takes_plain_ids,
+)
 from jmask._tensors.methods import RowSparseMethods, call
-from jmask._tensors.misuse import SaysWhatToDo, refuse_misuse, takes_plain_ids
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -33,6 +33,7 @@ from jmask._base.array_types import joint_dtype, sum_dtype, trailing
 from jmask._base.fallback import report_fallback
 from jmask._base.types import Scalar
 from jmask._base.validation import refuse_scipy
+from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.row_sparse import RowSparse
 
@@ -43,12 +44,7 @@ _ARRAYS = jax.Array | np.ndarray | np.generic | bool | int | float | complex
 
 
 def stype(x: object, argument: str = "x") -> str:
-    """Return the name of the storage of `x`.
-
-    Raises:
-        TypeError: if `x`, which the caller was given as `argument`, is neither array-like nor
-            a storage known here.
-    """
+    """Return the name of the storage of `x`, which the caller was given as `argument`."""
     for kind, name in ((RowSparse, "row_sparse"), (BCOO, "coo"), (BCSR, "csr")):
         if isinstance(x, kind):
             return name
@@ -132,6 +128,22 @@ def row_of_each(pointers: jax.Array, count: int) -> jax.Array:
     line_sums = within[:, -1]
     before = jnp.cumsum(line_sums) - line_sums
     return (within + before[:, None]).reshape(-1)[:count] - 1
+
+
+def stored_at(x: RowSparse, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the rows stored, equal ones summed, and the place of each canonical id in them.
+
+    The place of an id that is not stored is their number.
+    """
+    stored, values = x.row_ids(), x.values
+    if not x.coalesced:
+        stored, values = coalesce_rows(stored, values, x.shape[0])
+    places, count = jnp.searchsorted(stored, ids).astype(stored.dtype), values.shape[0]
+    if not count:
+        return values, places
+    # Padding of the tensor and of the ids is V, which is found, but is no row.
+    found = (stored[jnp.minimum(places, count - 1)] == ids) & (ids < x.shape[0])
+    return values, jnp.where(found, places, count)
 
 
 def is_stored(x: Sparse) -> jax.Array:
@@ -229,17 +241,18 @@ def _same_layout(x: Sparse, y: Sparse) -> bool:
     return bool(stored_values(x).shape[:1] == stored_values(y).shape[:1])
 
 
-def matching(x: Sparse, like: Sparse) -> tuple[jax.Array, jax.Array] | None:
-    """Find the positions of `like` among the positions of `x`: a join.
+def values_at(x: Sparse, like: Sparse, *others: jax.Array) -> tuple[jax.Array, ...] | None:
+    """Read the stored values of `x` at the positions that `like` stores: a join.
 
     Args:
         x: sparse, with unique positions.
         like: sparse, of the same shape; its positions may repeat.
+        *others: more arrays with one row for each stored value of `x`.
 
     Returns:
-        For each stored position of `like` the number of a stored value of `x`, and whether
-        that value is at this position, which none is to padding; or None if the two lay out
-        their dimensions differently.
+        Whether `x` stores each position of `like`, which it does of no padding; then its values
+        there and `others`, all with one row for each position and of no meaning where `x`
+        stores none. None if the two lay out their dimensions differently.
     """
     batches = getattr(x, "n_batch", 0) or getattr(like, "n_batch", 0)
     if tuple(x.shape) != tuple(like.shape) or batches:
@@ -263,26 +276,7 @@ def matching(x: Sparse, like: Sparse) -> tuple[jax.Array, jax.Array] | None:
     first = order[lax.cummax(jnp.where(starts, entries, 0))]
     place = jnp.zeros_like(order).at[order].set(first, unique_indices=True)[count:]
     found = (place < count) & _inside(right, like.shape)
-    return jnp.where(found, place, 0), found
-
-
-def values_at(x: Sparse, like: Sparse, *others: jax.Array) -> tuple[jax.Array, ...] | None:
-    """Read the stored values of `x` at the positions that `like` stores.
-
-    Args:
-        x, like: as in `matching`.
-        *others: more arrays with one row for each stored value of `x`.
-
-    Returns:
-        Whether `x` stores each position of `like`, then its values there and `others`, all
-        with one row for each position and of no meaning where `x` stores none; or None, as
-        `matching`.
-    """
-    join = matching(x, like)
-    if join is None:
-        return None
-    place, found = join
-    values = stored_values(x)
+    place, values = jnp.where(found, place, 0), stored_values(x)
     # An index into nothing is out of bounds, whatever it is.
     rows = [
         a if a.shape[0] else jnp.zeros((1, *a.shape[1:]), a.dtype) for a in (values, *others)

@@ -35,8 +35,8 @@ from jmask._base.types import (
 from jmask._base.validation import Model, leaf_name
 from jmask._kernels.stochastic_rounding import check_key, stochastic_round
 from jmask._tables.stored_table import NewTable, add_to_dense, is_stored_table
+from jmask._tensors.interop import OF_LABELS
 from jmask._tensors.masked_tensor import MaskedTensor
-from jmask._tensors.misuse import OF_LABELS
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values, with_stored_values
 from jmask._updates.checks import (

@@ -1,4 +1,4 @@
-"""Check a function that is differentiated: its result, and what it writes to.
+"""Check a function that is differentiated, take its arguments apart, order its gradients.
 
     lambda p: p[ids]                    float32 of shape (3, 2): take its mean or its sum
     lambda model: model(ids).mean()     writes to `model.norm.mean`: lost
@@ -20,35 +20,40 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, Literal
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jmask._autodiff.values import RowSum
+from jmask._autodiff.values import Filled, RowSum, dense
 from jmask._base.array_types import explicit_sharding, varying_axes
 from jmask._base.jaxprs import forwarded
 from jmask._base.lowering import lower, primitive
 from jmask._base.row_ids import mapped_words
-from jmask._base.types import Gradient, Gradients, PyTree
+from jmask._base.types import Gradient, Gradients, PyTree, TensorLike, Value
 from jmask._base.validation import leaf_name
 from jmask._kernels.gathered_rows import GATHERED
 from jmask._kernels.rows import plus_zero, zero_after_reading
-from jmask._tables.stored_table import is_stored_table
-from jmask._tensors.masked_tensor import MaskedTensor
-from jmask._tensors.row_sparse import is_row_sparse
+from jmask._tables.stored_table import Placeholder, is_stored_table, is_tensor_or_table
+from jmask._tensors.masked_tensor import MaskedTensor, is_tensor
+from jmask._tensors.row_sparse import RowSparse, is_row_sparse
+from jmask._tensors.specified import (
+    placeholder_of,
+    values_of,
+    with_placeholder,
+    with_values_of,
+    without_placeholder,
+)
+from jmask._tensors.storage import is_sparse, unique_positions
 
 
 def checked_loss(
     fun: Callable[..., Any], numbers: Sequence[int], has_aux: bool
 ) -> Callable[..., Any]:
-    """Return `fun` with errors if its result is no scalar, or if it writes to an argument.
-
-    Args:
-        fun: the function.
-        numbers: the positions of the arguments that are differentiated.
-        has_aux: whether it returns auxiliary data with the scalar.
-    """
+    """Return `fun` with errors if its result is no scalar, or if it writes to an argument."""
 
     @functools.wraps(fun, assigned=())
     def checked(*args: Any, **kwargs: Any) -> Any:
-        objects = {n: args[n] for n in numbers if not _is_plain(args[n])}
+        # Nobody expects to see what is written to containers: they are copied.
+        plain = (Mapping, list, tuple, jax.Array)
+        objects = {n: args[n] for n in numbers if not isinstance(args[n], plain)}
         before = {n: jax.tree.leaves_with_path(x) for n, x in objects.items()}
         result = fun(*args, **kwargs)
         for number, leaves in before.items():
@@ -67,13 +72,10 @@ def checked_loss(
 def naming_tables(
     args: Sequence[Any], numbers: Sequence[int], fun: Callable[..., Any]
 ) -> Iterator[None]:
-    """Context of a gradient program; its error says where a function uses a table as a tree.
+    """Context of a gradient program; its TypeError names a table that is used as a tree.
 
     In a gradient program a table has one leaf more, which stands for its array: `Placeholder`
     and has no numbers, so that a penalty over all leaves fails inside JAX.
-
-    Raises:
-        TypeError: in place of JAX's errors.
     """
     try:
         yield
@@ -96,11 +98,6 @@ def naming_tables(
 
 # What JAX says of a placeholder, and of the clock of a deferred table, in place of numbers.
 _OF_LEAVES = ("ShapeDtypeStruct", "key<fry>", "of a DeferredTable")
-
-
-def _is_plain(tree: PyTree) -> bool:
-    """Decide whether nobody expects to see what is written to a tree: containers are copied."""
-    return isinstance(tree, Mapping | list | tuple | jax.Array)
 
 
 def _check_not_written(
@@ -156,6 +153,159 @@ def argument_name(fun: Callable[..., Any], number: int) -> str:
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [parameter.name for parameter in parameters if parameter.kind in by_position]
     return names[number] if number < len(names) else f"args[{number}]"
+
+
+# --- tensors -------------------------------------------------------------------------------
+#
+# Sparse and masked tensors as arguments that `jmask.value_and_grad` differentiates.
+#
+# A tensor is differentiated in its stored values and in its placeholder, and which of
+# the two got a gradient decides about the storage of the result:
+#
+#     fun(x)                              gradient in x, a BCOO
+#     sum(x @ y)                          BCOO, the positions of x
+#     sum(todense(x, masked_grad=True))   BCOO, the positions of x
+#     sum(todense(x))                     array: entries that are not stored count too
+#
+# Equal positions are one entry: a tensor that may hold some is coalesced first, and so is its
+# gradient.
+
+
+class TensorArguments:
+    """The tensors in some arguments of a call. False if there are none.
+
+    Args:
+        args: all positional arguments of the call.
+        numbers: which of them are differentiated.
+
+    Attributes:
+        tensors: the differentiated sparse and masked tensors, in the order of the leaves.
+    """
+
+    def __init__(self, args: tuple[Any, ...], numbers: tuple[int, ...]):
+        self.numbers = numbers
+        self.args = list(args)
+        for number in numbers:
+            self.args[number] = _mapped(_coalesced, args[number])
+        leaves = jax.tree.leaves([self.args[n] for n in numbers], is_leaf=is_tensor_or_table)
+        self.tensors = [x for x in leaves if is_tensor_or_table(x)]
+
+    def __bool__(self) -> bool:
+        return bool(self.tensors)
+
+    def placeholders(self, tables_only: bool = False) -> list[Any]:
+        """Return a placeholder for every tensor, or None where it needs none.
+
+        A tensor that has one is of a gradient program around this one, which takes the
+        derivative of this gradient: it stays at its placeholder.
+        """
+        return [
+            None if tables_only and not is_stored_table(x) else _placeholder_of(x)
+            for x in self.tensors
+        ]
+
+    def parts(self, placeholders: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        """Return arguments with stored values for tensors, and placeholders at the end."""
+        args = list(self.args)
+        for number in self.numbers:
+            args[number] = _mapped(
+                lambda x: () if is_stored_table(x) else values_of(x), args[number]
+            )
+        return (*args, list(placeholders)), (*self.numbers, len(args))
+
+    def function_of_parts(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `fun` as a function of `parts`."""
+
+        def part_function(*parts: Any, **kwargs: Any) -> Any:
+            *args, placeholders = parts
+            remaining = iter(placeholders)
+            for number in self.numbers:
+                args[number] = _mapped(
+                    lambda x, values: _rebuilt(x, values, remaining),
+                    self.args[number],
+                    args[number],
+                )
+            return fun(*args, **kwargs)
+
+        return part_function
+
+    def gradients(
+        self, gradients: Sequence[Any], placeholder_gradients: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        """Return gradients in the arguments, given the gradients in their parts."""
+        remaining = iter(placeholder_gradients)
+        return tuple(
+            _mapped(lambda x, g: _gradient(x, g, remaining), self.args[number], gradient)
+            for number, gradient in zip(self.numbers, gradients, strict=True)
+        )
+
+
+def _placeholder_of(x: TensorLike) -> Any:
+    """Return the placeholder of a tensor: zeros that are not made unless something reads them.
+
+    Nothing reads the placeholder of a table: its shape is enough. Where axes are explicit the
+    shape says that they are not used.
+    """
+    if not is_stored_table(x):
+        placeholder = placeholder_of(x)
+        zeros = Filled(tuple(x.shape), jnp.zeros((), x.dtype))
+        return zeros if placeholder is None else placeholder
+    if x.placeholder is not None:
+        return x.placeholder.array
+    sharding = explicit_sharding(*jax.tree.leaves(x))
+    if sharding is not None:
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(tuple(x.shape), x.dtype, sharding=sharding)
+
+
+def _mapped(function: Callable[..., Any], *trees: Any) -> PyTree:
+    return jax.tree.map(function, *trees, is_leaf=is_tensor_or_table)
+
+
+def _coalesced(x: TensorLike) -> TensorLike:
+    if not is_sparse(x):
+        return x
+    placeholder = placeholder_of(x)
+    x = unique_positions(without_placeholder(x))
+    return x if placeholder is None else with_placeholder(x, placeholder)
+
+
+def _rebuilt(x: TensorLike, values: Value, placeholders: Iterator[Any]) -> TensorLike:
+    if is_stored_table(x):
+        return x.with_placeholder(Placeholder.above(x.placeholder, next(placeholders)))
+    if not is_tensor(x):
+        return values
+    result, placeholder = with_values_of(x, values), next(placeholders)
+    return result if placeholder is None else with_placeholder(result, placeholder)
+
+
+def _gradient(
+    x: TensorLike, value_gradient: Gradient, placeholder_gradients: Iterator[Any]
+) -> Gradient:
+    if is_stored_table(x):  # of one that is looked up, or not used, its rows
+        gradient = next(placeholder_gradients)
+        if isinstance(gradient, RowSum):
+            return gradient.to_row_sparse()
+        ids, rows = jnp.arange(gradient.shape[0]), dense(gradient)
+        return RowSparse(ids, rows, gradient.shape, coalesced=True)
+    if not is_tensor(x):
+        return value_gradient
+    # The stored values are no table: looked up or not, their gradient is an array.
+    if is_row_sparse(value_gradient):
+        value_gradient = value_gradient.todense()
+    everywhere = next(placeholder_gradients)
+    if everywhere is None or (isinstance(everywhere, RowSum) and everywhere.is_zero):
+        return with_values_of(x, value_gradient)
+    # At all entries it is that in the stored values where they are specified.
+    everywhere = dense(everywhere)
+    storage = x.storage if isinstance(x, MaskedTensor) else x
+    kept = x.valid if isinstance(x, MaskedTensor) else jnp.ones(value_gradient.shape, bool)
+    if not is_sparse(storage):
+        return jnp.where(kept, value_gradient, everywhere)
+    stored = with_values_of(storage, kept.astype(value_gradient.dtype)).todense().real
+    total = with_values_of(storage, jnp.where(kept, value_gradient, 0)).todense()
+    # Of an entry stored twice, which BCSR may hold, each part has the whole derivative.
+    return jnp.where(stored > 0, total / jnp.maximum(stored, 1), everywhere)
 
 
 # --- after reading ------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""Errors of a `RowSparse` in code that takes it for a tree of arrays.
+"""Tensors in code of other packages, which takes a `RowSparse` for a tree of arrays.
 
     optax.adam(0.1).update(grads, state)        put it inside jmask.lazy
     optax.tree.norm(grads)                      jmask.tree.norm(grads)
     eqx.apply_updates(params, grads)            jmask.apply_updates
+    flax.serialization.to_bytes(grads)          ids as integers
 
 Such code fails inside JAX, which does not know the way out. But JAX flattens a `RowSparse`, or
 prints its type, where it finds that trees differ, and so code of jmask runs there: it looks at
@@ -12,6 +13,13 @@ otherwise, JAX's own error stands.
 
 import sys
 from types import FrameType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmask._base.row_ids import hide, is_opaque, reveal
+from jmask._base.types import Tensor
 
 _LAZY = (
     "put the optimizer inside jmask.lazy, as in jmask.lazy(optax.adam(1e-3)), with all that is "
@@ -52,10 +60,6 @@ def refuse_misuse() -> None:
     """Raise where the one who flattens will fail on a `RowSparse`, or has failed.
 
     Called in each flattening, so it looks at names of functions alone, and far only then.
-
-    Raises:
-        TypeError: for what optax does to all leaves alike, and for what a branch returns.
-        ValueError: for trees that JAX found to differ.
     """
     frame = sys._getframe(2)
     name = frame.f_code.co_name
@@ -93,30 +97,16 @@ _OF_DEFERRED_TABLES = (
 
 
 def refuse_misuse_of_table(kind: str) -> bool:
-    """Raise where optax would calculate with the leaves of a table, which cannot be right.
+    """Raise where optax would calculate with the leaves of a table of this kind.
 
-    Args:
-        kind: the name of the type of the table, which is being flattened.
-
-    Returns:
-        Whether optax asks for dtypes alone (`optax.inject_hyperparams`) and compares them,
-        which the dtype of an opaque leaf refuses.
-
-    Raises:
-        TypeError: with what to do instead.
+    Return whether optax asks for dtypes alone (`optax.inject_hyperparams`) and compares them,
+    which the dtype of an opaque leaf refuses.
     """
-    frame = sys._getframe(1).f_back
-    for _ in range(4):  # `tree_flatten`, `tree_map` and JAX's own functions around them
-        if frame is None:
-            return False
-        module, name = str(frame.f_globals.get("__name__")), frame.f_code.co_name
-        if module.startswith("optax."):
-            break
-        if not module.startswith("jax."):
-            return False
-        frame = frame.f_back
-    else:
+    # Between them: `tree_flatten`, `tree_map` and JAX's own functions around them.
+    frame = _first_outside(sys._getframe(1).f_back, ("jax.",), 3)
+    if frame is None or not _module(frame).startswith("optax."):
         return False
+    module, name = _module(frame), frame.f_code.co_name
     if name in _OF_TABLES:
         raise TypeError(_OF_TABLES[name].format(kind) + ".") from None
     is_arithmetic = ".tree_utils." in module or name == "incremental_update"
@@ -131,21 +121,26 @@ _HARMLESS = ("tree_dtype", "tree_map_params", "tree_get", "tree_get_all_with_pat
 # Modules that compare or store leaves as arrays of NumPy, which opaque ids are not.
 _TAKES_PLAIN_IDS = ("chex._src.asserts", "orbax.checkpoint")
 
-# Between them and this function: of `jax.tree.map`, and the methods of the class.
-_BETWEEN, _FRAMES_BETWEEN = ("jax.", "jmask._tensors."), 7
-
 
 def takes_plain_ids() -> bool:
     """Decide whether the caller that flattens or unflattens is to see ids as integers.
 
     Tools that compare leaves or write them to files then work; they do not compute with them.
     """
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_FRAMES_BETWEEN):
-        if frame is None or not _module(frame).startswith(_BETWEEN):
+    # Between them: functions of `jax.tree.map`, and the methods of the class.
+    frame = _first_outside(sys._getframe(1), ("jax.", "jmask._tensors."), 7)
+    return frame is not None and _module(frame).startswith(_TAKES_PLAIN_IDS)
+
+
+def _first_outside(
+    frame: FrameType | None, between: tuple[str, ...], most: int
+) -> FrameType | None:
+    """Return the first caller that is not of modules that begin so, after `most` of these."""
+    for _ in range(most):
+        if frame is None or not _module(frame).startswith(between):
             break
         frame = frame.f_back
-    return frame is not None and _module(frame).startswith(_TAKES_PLAIN_IDS)
+    return frame
 
 
 def _module(frame: FrameType) -> str:
@@ -220,3 +215,54 @@ def _advice(frame: FrameType | None) -> str:
         "jmask.tree has sums, means and norms of gradients, and jmask.tree.map gives "
         "functions the RowSparse itself"
     )
+
+
+# --- state dicts of flax -------------------------------------------------------------------
+#
+#     RowSparse        {"indices": ids, "values": rows}         ids as integers
+#     MaskedTensor     {"data": array, "mask": booleans}
+#
+# flax looks types up in a registry, and jmask does not import flax: a type is registered when
+# one of its objects is made after flax was imported.
+
+_registered: set[type] = set()
+
+
+def register_in_flax(kind: type) -> None:
+    """Let flax store objects of this type, if flax is there."""
+    if kind in _registered:
+        return
+    serialization = sys.modules.get("flax.serialization")
+    register = getattr(serialization, "register_serialization_state", None)
+    if register is not None:
+        _registered.add(kind)
+        register(kind, _to_state, _from_state)
+
+
+def _named(x: Tensor) -> dict[str, Any]:
+    """Return the leaves of a tensor by name."""
+    leaves = jax.tree.leaves_with_path(x)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+
+
+def _to_state(x: Tensor) -> dict[str, Any]:
+    named = _named(x)
+    return {name: reveal(leaf) if is_opaque(leaf) else leaf for name, leaf in named.items()}
+
+
+def _from_state(like: Tensor, state: dict[str, Any]) -> Any:
+    named = _named(like)
+    if sorted(named) != sorted(state):
+        raise ValueError(
+            f"the state of a {type(like).__name__} has {sorted(state)}, expected "
+            f"{sorted(named)}: give a tensor on the same storage as target."
+        )
+    leaves = [
+        hide(jnp.asarray(state[name])) if is_opaque(leaf) else jnp.asarray(state[name])
+        for name, leaf in named.items()
+    ]
+    result = jax.tree.unflatten(jax.tree.structure(like), leaves)
+    storage = getattr(result, "storage", result)
+    if hasattr(storage, "validate"):  # what was stored may not be what `like` promises
+        storage.validate()
+    return result
