@@ -1,4 +1,4 @@
-"""What JAX compiles, counted as it does it.
+"""What JAX compiles, counted as it does it; and tracers that are left behind.
 
 with compilations() as compiled:
     jax.jit(jnp.sin)(x)
@@ -6,6 +6,7 @@ assert compiled == ["jit(sin)"]
 """
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,3 +31,18 @@ def compilations() -> Iterator[list[str]]:
         yield found
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
+
+
+# --- tracers left behind --------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_tracer_is_kept() -> Iterator[None]:
+    """`jax.checking_leaks`: what is traced in here and leaves a tracer behind is refused.
+
+    The check looks through all objects, after each trace. Those that are older hold no tracer
+    of it, and after thousands of tests they are most of them: they are frozen, and left out.
+    """
+    gc.freeze()
+    with jax.checking_leaks():
+        yield

@@ -10,6 +10,7 @@ updates, and donates parameters and state.
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -86,6 +87,23 @@ def with_optax(tx: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
 def rounded_stochastically(tx: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
     """One step whose result is rounded to the parameters' dtype at random."""
     return jmask.apply_gradients(tx, grads, state, params, key=jax.random.key(0))
+
+
+def training_step(loss: Any, tx: Any, apply: Any = jmask.apply_gradients) -> Any:
+    """A jitted step, (params, state, *batch) -> (params, state, value); both are donated."""
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Any, state: Any, *batch: Any) -> tuple[Any, Any, Any]:
+        value, gradient = jmask.value_and_grad(loss)(params, *batch)
+        return *apply(tx, gradient, state, params), value
+
+    return step
+
+
+def compiled_step(loss: Any, tx: Any, params: Any, *batch: Any, **how: Any) -> Any:
+    """Such a step compiled for these arrays or shapes."""
+    state = jax.eval_shape(tx.init, params)
+    return training_step(loss, tx, **how).lower(params, state, *batch).compile()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental.sparse import BCOO
 
 import jmask
+from tests.expressions import functions, rows
 from tests.sparse_arrays import coo, csr
 
 V, D = 10, 4
@@ -76,197 +77,127 @@ def custom_square(x):
 custom_square.defjvp(lambda x, t: (x[0] * x[0], 3 * x[0] * t[0]))
 
 
-def take(mode):
-    def loss(table):
-        rows = jnp.take(table, IDS, axis=0, mode=mode)
-        return square(jnp.where(jnp.isnan(rows), 0, rows))
-
-    return Program(loss, 6)
+def taken(table, mode):
+    rows = jnp.take(table, IDS, axis=0, mode=mode)
+    return square(jnp.where(jnp.isnan(rows), 0, rows))
 
 
-PROGRAMS: dict[str, Program] = {
-    "index": Program(lambda t: square(t[IDS]), 6),
-    "index, 2-D ids": Program(lambda t: square(t[IDS.reshape(2, 3)]), 6),
-    "index, narrow ids": Program(lambda t: square(t[VALID.astype(jnp.int8)]), 3),
-    "index, unsigned ids": Program(lambda t: square(t[VALID.astype(jnp.uint32)]), 3),
-    "index, NumPy ids": Program(lambda t: square(t[np.array([1, 2, 1])]), 3),
-    # jax.numpy drops a lookup of nothing, so to JAX the table is not used at all.
-    "index, no ids": Program(lambda t: square(t[IDS[:0]]), None),
-    "index with slice": Program(lambda t: square(t[IDS, :]), 6),
-    "take, default": take(None),
-    "take, clip": take("clip"),
-    "take, wrap": take("wrap"),
-    "take, fill": take("fill"),
-    "at.get, clip": Program(lambda t: square(t.at[IDS].get(mode="clip")), 6),
-    "at.get, fill": Program(lambda t: square(t.at[IDS].get(mode="fill", fill_value=0)), 6),
-    "at.get, drop": Program(lambda t: square(t.at[IDS].get(mode="promise_in_bounds")), 6),
-    "scalar": Program(lambda t: square(t[IDS[0]]), 1),
-    "scalar, out of range": Program(lambda t: square(t[IDS[4]]), 1),
-    "dynamic_slice": Program(lambda t: square(lax.dynamic_slice_in_dim(t, IDS[4], 3)), 3),
-    "vmapped dynamic_slice": Program(
-        lambda t: square(jax.vmap(lambda i: lax.dynamic_slice_in_dim(t, i, 3))(IDS)), 18
-    ),
-    "vmapped scalar": Program(lambda t: square(jax.vmap(lambda i: t[i])(IDS)), 6),
-    "vmapped index": Program(lambda t: square(jax.vmap(lambda i: t[i])(IDS.reshape(2, 3))), 6),
-    "vmapped twice": Program(
-        lambda t: square(jax.vmap(jax.vmap(lambda i: t[i]))(IDS.reshape(2, 3))), 6
-    ),
-    "two lookups": Program(lambda t: square(t[IDS] * t[IDS[::-1]]), 12),
-    "lookup and slice": Program(lambda t: square(t[IDS]) + square(t[2:4]), 8),
-    "slice alone": Program(lambda t: square(t[2:4]) + square(t[0]), None),
-    "row of the result": Program(lambda t: square(t[IDS][0]), 6),
-    "masked rows": Program(lambda t: square(jnp.where((IDS > 1)[:, None], t[IDS], 0)), 6),
-    "scaled table": Program(lambda t: square((3.0 * t * VALID[1].astype(t.dtype))[IDS] / 2), 6),
-    "negated table": Program(lambda t: square((1 - t - 1)[IDS]), 6),
-    "converted table": Program(
-        lambda t: jnp.sum(t.astype(jnp.bfloat16)[VALID].astype(jnp.float32)), 3
-    ),
-    "reshaped table": Program(lambda t: square(t.reshape(V, 2, 2)[IDS]), 6),
-    "reversed table": Program(lambda t: square(t[::-1][IDS]), 6),
-    "stacked table": Program(lambda t: square(jnp.stack([t, 2 * t])[1, IDS]), 12),
-    "unstacked table": Program(
-        lambda t: square(sum(x[VALID] for x in t.reshape(2, V // 2, D))), 6
-    ),
-    "scanned table": Program(
-        lambda t: square(lax.map(lambda x: x[VALID], t.reshape(2, V // 2, D))), 6
-    ),
-    "some columns": Program(lambda t: square(t[IDS, 1:3]), 6),
-    "expanded table": Program(lambda t: square(t[:, None, :][IDS]), 6),
-    "jit": Program(jax.jit(lambda t: square(t[IDS])), 6),
-    "jit in jit": Program(jax.jit(lambda t: square(jax.jit(double_rows)(t, IDS))), 6),
-    "checkpoint": Program(jax.checkpoint(lambda t: square(t[IDS])), 6),
-    "checkpoint of jit": Program(jax.checkpoint(jax.jit(lambda t: square(t[IDS]))), 6),
-    "scan": Program(rnn, 3),
-    "scan of checkpoint": Program(lambda t: rnn(t, wrap=jax.checkpoint), 3),
-    "checkpoint of scan": Program(jax.checkpoint(rnn), 3),
-    "scan in scan": Program(
-        lambda t: lax.scan(lambda c, i: (c + rnn(t + 0), i), 0.0, VALID)[0], 9
-    ),
-    "reverse unrolled scan": Program(
-        lambda t: square(
-            lax.scan(
-                lambda c, i: (jnp.cos(c + t[i]), c), t[0] * 0, VALID, reverse=True, unroll=2
-            )[1]
-        ),
-        4,
-    ),
-    "lookup before and in scan": Program(lambda t: rnn(t) + square(t[IDS]), 9),
-    "fori_loop": Program(
-        lambda t: square(lax.fori_loop(0, 3, lambda k, c: c * t[VALID[k]], jnp.ones(D))), 3
-    ),
-    "cond": Program(
-        lambda t: lax.cond(IDS[0] > 0, lambda t: square(t[IDS]), lambda t: t[IDS[:2]].sum(), t),
-        6,
-    ),
-    "cond, other branch": Program(
-        lambda t: lax.cond(IDS[0] < 0, lambda t: square(t[IDS]), lambda t: t[IDS[:2]].sum(), t),
-        6,
-    ),
-    "cond, one branch without": Program(
-        lambda t: lax.cond(IDS[0] < 0, lambda t: square(t[IDS]), lambda t: 1.0, t), 6
-    ),
-    "switch": Program(
-        lambda t: lax.switch(
-            VALID[1], [lambda t, n=n: square(t[IDS[:n]]) for n in (1, 2, 4)], t
-        ),
-        4,
-    ),
-    "scan in cond": Program(
-        lambda t: lax.cond(IDS[0] > 0, rnn, lambda t: square(t[IDS]), t), 6
-    ),
-    "cond in scan": Program(
-        lambda t: lax.scan(
-            lambda c, i: (lax.cond(i > 1, lambda: c + square(t[i]), lambda: c * t[0, 0]), None),
-            1.0,
-            VALID,
-        )[0],
-        None,
-        falls_back=True,
-    ),
-    "cond in scan, rows": Program(
-        lambda t: lax.scan(
-            lambda c, i: (lax.cond(i > 1, lambda: c + square(t[i]), lambda: c), None),
-            1.0,
-            VALID,
-        )[0],
-        3,
-    ),
-    "sparse features, coo": Program(lambda t: square(COO @ t), 6),
-    "sparse features, padded": Program(lambda t: square(PADDED @ t), 9),
-    "sparse features, csr": Program(lambda t: square(CSR @ t), 6),
-    "sparse features, a column": Program(lambda t: square(COO @ t[:, 0]), 6),
-    "sparse features, transposed": Program(lambda t: square(TRANSPOSED.T @ t), 6),
-    "sparse features, @ under vmap": Program(
-        lambda t: square(jax.vmap(lambda x: x @ t)(BATCHED)), 9
-    ),
-    "sparse features, dot": Program(lambda t: square(jmask.dot(CSR, t)), 6),
-    "sparse features, dot of a column": Program(lambda t: square(jmask.dot(COO, t[:, 0])), 6),
-    "sparse features, dot of transposed": Program(
-        lambda t: square(jmask.dot(TRANSPOSED, t, transpose_a=True, forward_stype="default")), 6
-    ),
-    "sparse features, dot from the left": Program(
-        lambda t: square(jmask.dot(t, CSR, transpose_a=True, transpose_b=True)), 6
-    ),
-    "sparse features, dot of rows": Program(
-        lambda t: square(jmask.dot(FEATURES_IN_ROWS, t, transpose_a=True)), 7
-    ),
-    "sparse features, dot in scan": Program(
-        lambda t: lax.scan(
-            lambda c, k: (c + square(k * jmask.dot(CSR, t)), None), 0.0, jnp.arange(1.0, 3)
-        )[0],
-        12,
-    ),
-    "sparse features, dot under vmap": Program(
-        lambda t: square(jax.vmap(lambda x: jmask.dot(x, t))(BATCHED)), 9
-    ),
-    "sparse features, recomputed": Program(
-        jax.checkpoint(lambda t: square(jmask.dot(CSR, t))), 6
-    ),
-    "custom_vjp": Program(lambda t: square(custom_lookup(t, VALID)), 3),
-    "custom_jvp": Program(lambda t: jnp.sum(custom_square(t[IDS])), 6),
-    "relu and softmax": Program(
-        lambda t: square(jax.nn.relu(t[IDS])) + square(jax.nn.softmax(t[IDS])), 12
-    ),
-    "grad inside": Program(lambda t: square(jax.grad(lambda x: square(x))(t[IDS])), 6),
-    "second order": Program(
-        lambda t: square(jax.grad(lambda t: square(t[VALID]))(t)[VALID]), 3
-    ),
-    "tied": Program(lambda t: square(t[IDS] @ t.T), None, falls_back=True),
-    "tied in scan": Program(
-        lambda t: square(
-            lax.scan(lambda c, i: (jnp.tanh(t[i] + t.T @ (t @ c)), None), jnp.zeros(D), VALID)[
-                0
-            ]
-        ),
-        None,
-        falls_back=True,
-    ),
-    "penalised": Program(lambda t: square(t[IDS]) + jnp.sum(t**2), None, falls_back=True),
-    "scaled by a dense array": Program(
-        lambda t: square((t * jnp.arange(V, dtype=t.dtype)[:, None])[IDS]), None
-    ),
-    "transposed lookup": Program(lambda t: square(t.T[:, IDS]), None),
-    "columns": Program(lambda t: square(t[:, VALID]), None),
-    "entries": Program(lambda t: square(t[VALID, VALID]), 3),
-    "carried through scan": Program(
-        lambda t: lax.scan(
-            lambda c, i: ((c[0] + square(c[1][i]), c[1]), None), (0.0, t), VALID
-        )[0][0],
-        3,
-    ),
-    "changed in scan": Program(
-        lambda t: lax.scan(
-            lambda c, i: ((c[0] + square(c[1][i]), 2 * c[1]), None), (0.0, t), VALID
-        )[0][0],
-        None,
-        falls_back=True,
-    ),
-    "dense only": Program(lambda t: square(t), None),
-    "dense only, in scan": Program(
-        lambda t: lax.scan(lambda c, i: (c * square(t), None), 1.0, VALID)[0], None
-    ),
-    "unused": Program(lambda t: square(IDS.astype(jnp.float32)), None),
-    "scatter of the model": Program(
-        lambda t: square(t * jnp.zeros((V, D)).at[VALID].add(jnp.ones((3, D)))), None
-    ),
-}
+# A name, what its gradient is (the capacity, dense, or dense and said so), and a loss of `t`.
+# jax.numpy drops a lookup of nothing, so to JAX the table is not used at all.
+_ROWS = """
+    index | 6 | square(t[IDS])
+    index, 2-D ids | 6 | square(t[IDS.reshape(2, 3)])
+    index, narrow ids | 3 | square(t[VALID.astype(jnp.int8)])
+    index, unsigned ids | 3 | square(t[VALID.astype(jnp.uint32)])
+    index, NumPy ids | 3 | square(t[np.array([1, 2, 1])])
+    index, no ids | dense | square(t[IDS[:0]])
+    index with slice | 6 | square(t[IDS, :])
+    take, default | 6 | taken(t, None)
+    take, clip | 6 | taken(t, 'clip')
+    take, wrap | 6 | taken(t, 'wrap')
+    take, fill | 6 | taken(t, 'fill')
+    at.get, clip | 6 | square(t.at[IDS].get(mode="clip"))
+    at.get, fill | 6 | square(t.at[IDS].get(mode="fill", fill_value=0))
+    at.get, drop | 6 | square(t.at[IDS].get(mode="promise_in_bounds"))
+    scalar | 1 | square(t[IDS[0]])
+    scalar, out of range | 1 | square(t[IDS[4]])
+    dynamic_slice | 3 | square(lax.dynamic_slice_in_dim(t, IDS[4], 3))
+    vmapped dynamic_slice | 18 |
+        square(jax.vmap(lambda i: lax.dynamic_slice_in_dim(t, i, 3))(IDS))
+    vmapped scalar | 6 | square(jax.vmap(lambda i: t[i])(IDS))
+    vmapped index | 6 | square(jax.vmap(lambda i: t[i])(IDS.reshape(2, 3)))
+    vmapped twice | 6 | square(jax.vmap(jax.vmap(lambda i: t[i]))(IDS.reshape(2, 3)))
+    two lookups | 12 | square(t[IDS] * t[IDS[::-1]])
+    lookup and slice | 8 | square(t[IDS]) + square(t[2:4])
+    slice alone | dense | square(t[2:4]) + square(t[0])
+    row of the result | 6 | square(t[IDS][0])
+    masked rows | 6 | square(jnp.where((IDS > 1)[:, None], t[IDS], 0))
+    scaled table | 6 | square((3.0 * t * VALID[1].astype(t.dtype))[IDS] / 2)
+    negated table | 6 | square((1 - t - 1)[IDS])
+    converted table | 3 | jnp.sum(t.astype(jnp.bfloat16)[VALID].astype(jnp.float32))
+    reshaped table | 6 | square(t.reshape(V, 2, 2)[IDS])
+    reversed table | 6 | square(t[::-1][IDS])
+    stacked table | 12 | square(jnp.stack([t, 2 * t])[1, IDS])
+    unstacked table | 6 | square(sum((x[VALID] for x in t.reshape(2, V // 2, D))))
+    scanned table | 6 | square(lax.map(lambda x: x[VALID], t.reshape(2, V // 2, D)))
+    some columns | 6 | square(t[IDS, 1:3])
+    expanded table | 6 | square(t[:, None, :][IDS])
+    jit | 6 | jax.jit(lambda t: square(t[IDS]))(t)
+    jit in jit | 6 | jax.jit(lambda t: square(jax.jit(double_rows)(t, IDS)))(t)
+    checkpoint | 6 | jax.checkpoint(lambda t: square(t[IDS]))(t)
+    checkpoint of jit | 6 | jax.checkpoint(jax.jit(lambda t: square(t[IDS])))(t)
+    scan | 3 | rnn(t)
+    scan of checkpoint | 3 | rnn(t, wrap=jax.checkpoint)
+    checkpoint of scan | 3 | jax.checkpoint(rnn)(t)
+    scan in scan | 9 | lax.scan(lambda c, i: (c + rnn(t + 0), i), 0.0, VALID)[0]
+    reverse unrolled scan | 4 |
+        square(lax.scan(lambda c, i: (jnp.cos(c + t[i]), c), t[0] * 0, VALID, reverse=True,
+        unroll=2)[1])
+    lookup before and in scan | 9 | rnn(t) + square(t[IDS])
+    fori_loop | 3 | square(lax.fori_loop(0, 3, lambda k, c: c * t[VALID[k]], jnp.ones(D)))
+    cond | 6 | lax.cond(IDS[0] > 0, lambda t: square(t[IDS]), lambda t: t[IDS[:2]].sum(), t)
+    cond, other branch | 6 |
+        lax.cond(IDS[0] < 0, lambda t: square(t[IDS]), lambda t: t[IDS[:2]].sum(), t)
+    cond, one branch without | 6 |
+        lax.cond(IDS[0] < 0, lambda t: square(t[IDS]), lambda t: 1.0, t)
+    switch | 4 | lax.switch(VALID[1], [lambda t, n=n: square(t[IDS[:n]]) for n in (1, 2, 4)], t)
+    scan in cond | 6 | lax.cond(IDS[0] > 0, rnn, lambda t: square(t[IDS]), t)
+    cond in scan | falls back |
+        lax.scan(lambda c, i: (lax.cond(i > 1, lambda: c + square(t[i]), lambda: c * t[0, 0]),
+        None), 1.0, VALID)[0]
+    cond in scan, rows | 3 |
+        lax.scan(lambda c, i: (lax.cond(i > 1, lambda: c + square(t[i]), lambda: c), None), 1.0,
+        VALID)[0]
+    sparse features, coo | 6 | square(COO @ t)
+    sparse features, padded | 9 | square(PADDED @ t)
+    sparse features, csr | 6 | square(CSR @ t)
+    sparse features, a column | 6 | square(COO @ t[:, 0])
+    sparse features, transposed | 6 | square(TRANSPOSED.T @ t)
+    sparse features, @ under vmap | 9 | square(jax.vmap(lambda x: x @ t)(BATCHED))
+    sparse features, dot | 6 | square(jmask.dot(CSR, t))
+    sparse features, dot of a column | 6 | square(jmask.dot(COO, t[:, 0]))
+    sparse features, dot of transposed | 6 |
+        square(jmask.dot(TRANSPOSED, t, transpose_a=True, forward_stype="default"))
+    sparse features, dot from the left | 6 |
+        square(jmask.dot(t, CSR, transpose_a=True, transpose_b=True))
+    sparse features, dot of rows | 7 | square(jmask.dot(FEATURES_IN_ROWS, t, transpose_a=True))
+    sparse features, dot in scan | 12 |
+        lax.scan(lambda c, k: (c + square(k * jmask.dot(CSR, t)), None), 0.0, jnp.arange(1.0,
+        3))[0]
+    sparse features, dot under vmap | 9 | square(jax.vmap(lambda x: jmask.dot(x, t))(BATCHED))
+    sparse features, recomputed | 6 | jax.checkpoint(lambda t: square(jmask.dot(CSR, t)))(t)
+    custom_vjp | 3 | square(custom_lookup(t, VALID))
+    custom_jvp | 6 | jnp.sum(custom_square(t[IDS]))
+    relu and softmax | 12 | square(jax.nn.relu(t[IDS])) + square(jax.nn.softmax(t[IDS]))
+    grad inside | 6 | square(jax.grad(lambda x: square(x))(t[IDS]))
+    second order | 3 | square(jax.grad(lambda t: square(t[VALID]))(t)[VALID])
+    tied | falls back | square(t[IDS] @ t.T)
+    tied in scan | falls back |
+        square(lax.scan(lambda c, i: (jnp.tanh(t[i] + t.T @ (t @ c)), None), jnp.zeros(D),
+        VALID)[0])
+    penalised | falls back | square(t[IDS]) + jnp.sum(t ** 2)
+    scaled by a dense array | dense | square((t * jnp.arange(V, dtype=t.dtype)[:, None])[IDS])
+    transposed lookup | dense | square(t.T[:, IDS])
+    columns | dense | square(t[:, VALID])
+    entries | 3 | square(t[VALID, VALID])
+    carried through scan | 3 |
+        lax.scan(lambda c, i: ((c[0] + square(c[1][i]), c[1]), None), (0.0, t), VALID)[0][0]
+    changed in scan | falls back |
+        lax.scan(lambda c, i: ((c[0] + square(c[1][i]), 2 * c[1]), None), (0.0, t), VALID)[0][0]
+    dense only | dense | square(t)
+    dense only, in scan | dense | lax.scan(lambda c, i: (c * square(t), None), 1.0, VALID)[0]
+    unused | dense | square(IDS.astype(jnp.float32))
+    scatter of the model | dense | square(t * jnp.zeros((V, D)).at[VALID].add(jnp.ones((3, D))))
+"""
+
+
+def read(text: str) -> dict[str, Program]:
+    programs = {}
+    for name, kind, code in rows(text):
+        ((_, loss),) = functions("t", globals())(code).items()
+        nse = int(kind) if kind.isdigit() else None
+        programs[name] = Program(loss, nse, kind == "falls back")
+    return programs
+
+
+PROGRAMS = read(_ROWS)

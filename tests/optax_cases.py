@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
+from tests.expressions import functions
+
 Build = Callable[[], optax.GradientTransformation]
 
 
@@ -60,71 +62,51 @@ REFUSED: dict[str, tuple[Build, str]] = {
 
 # Chains and wrappers around row-local ones.
 MASK = {"table": True, "other": True, "dense": False}
-CHAINS: dict[str, Build] = {
-    "schedule": lambda: optax.adamw(optax.cosine_decay_schedule(0.1, 100)),
-    "warmup": lambda: optax.sgd(optax.linear_schedule(0.1, 0.2, 10), momentum=0.9),
-    "clip": lambda: optax.chain(optax.clip(0.01), optax.adam(0.1)),
-    "global norm": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1)),
-    "weight decay": lambda: optax.chain(
-        optax.add_decayed_weights(0.1), optax.trace(0.9), optax.scale(-0.1)
-    ),
-    "inject": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=0.1),
-    "inject schedule": lambda: optax.inject_hyperparams(optax.adam)(
-        learning_rate=optax.linear_schedule(0.1, 0.2, 10), b1=0.8
-    ),
-    "partition": lambda: optax.partition(
-        {"fast": optax.adam(0.1), "slow": optax.sgd(0.01, momentum=0.9)},
-        {"table": "fast", "other": "slow", "dense": "slow"},
-    ),
-    "partition by function": lambda: optax.partition(
-        {"all": optax.adagrad(0.1)}, lambda p: jax.tree.map(lambda _: "all", p)
-    ),
-    "frozen table": lambda: optax.partition(
-        {"train": optax.adam(0.1), "freeze": optax.set_to_zero()},
-        {"table": "train", "other": "freeze", "dense": "train"},
-    ),
-    "masked": lambda: optax.masked(optax.adam(0.1), MASK),
-    "masked decay": lambda: optax.adamw(0.1, weight_decay=0.1, mask=MASK),
-    "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(0.1), 3),
-    "nesterov": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
-    "momentum in bfloat16": lambda: optax.adam(0.1, mu_dtype=jnp.bfloat16),
-    "named chain": lambda: optax.named_chain(
-        ("clip", optax.clip(1.0)), ("adam", optax.adam(0.1))
-    ),
-    "centralize": lambda: optax.chain(optax.centralize(), optax.adam(0.1)),
-    "zero_nans": lambda: optax.chain(optax.zero_nans(), optax.adam(0.1)),
-    "ema": lambda: optax.chain(optax.sgd(0.1), optax.ema(0.9)),
-    "nonnegative": lambda: optax.chain(optax.sgd(0.1), optax.keep_params_nonnegative()),
-    "divided by a dot product": lambda: optax.chain(
-        optax.stateless(lambda u, _: optax.tree.scale(1 / (1 + optax.tree.vdot(u, u)), u)),
-        optax.adam(0.1),
-    ),
-    "identity": optax.identity,
-    "set_to_zero": optax.set_to_zero,
-}
+_READ = functions("", vars(optax) | globals() | {"jax": jax})
+CHAINS: dict[str, Build] = _READ("""
+    adamw(cosine_decay_schedule(0.1, 100)); sgd(linear_schedule(0.1, 0.2, 10), momentum=0.9);
+    chain(clip(0.01), adam(0.1)); chain(clip_by_global_norm(0.1), adam(0.1));
+    chain(add_decayed_weights(0.1), trace(0.9), scale(-0.1));
+    inject_hyperparams(adamw)(learning_rate=0.1);
+    inject_hyperparams(adam)(learning_rate=linear_schedule(0.1, 0.2, 10), b1=0.8);
+    partition(
+        {"fast": adam(0.1), "slow": sgd(0.01, momentum=0.9)},
+        {"table": "fast", "other": "slow", "dense": "slow"}
+    );
+    partition({"all": adagrad(0.1)}, lambda p: jax.tree.map(lambda _: "all", p));
+    partition(
+        {"train": adam(0.1), "freeze": set_to_zero()},
+        {"table": "train", "other": "freeze", "dense": "train"}
+    );
+    masked(adam(0.1), MASK); adamw(0.1, weight_decay=0.1, mask=MASK);
+    apply_if_finite(adam(0.1), 3); sgd(0.1, momentum=0.9, nesterov=True);
+    adam(0.1, mu_dtype=jnp.bfloat16); named_chain(("clip", clip(1.0)), ("adam", adam(0.1)));
+    chain(centralize(), adam(0.1)); chain(zero_nans(), adam(0.1)); chain(sgd(0.1), ema(0.9));
+    chain(sgd(0.1), keep_params_nonnegative());
+    chain(
+        stateless(lambda u, _: optax.tree.scale(1 / (1 + optax.tree.vdot(u, u)), u)), adam(0.1)
+    );
+    identity(); set_to_zero()
+""")
 
-# Wrappers and parts that are not row-local.
+# Wrappers and parts that are not row-local, by the reason.
+_REFUSED = {
+    COUNTS_OTHER_ROWS: """
+        chain(scale_by_adam(), clip_by_global_norm(1.0)); adaptive_grad_clip(0.1);
+        chain(add_decayed_weights(0.1), clip_by_global_norm(1.0))
+    """,
+    COUNTS_ROWS: "clip_by_block_rms(1.0)",
+    "by their position": "add_noise(0.1, 0.5, 0)",
+    "number of rows of a table": "flatten(adam(0.1))",
+    "MultiStepsState holds gradients back": """
+        MultiSteps(adam(0.1), 2).gradient_transformation()
+    """,
+    "ApplyEvery holds gradients back": "chain(apply_every(2), sgd(0.1))",
+}
 REFUSED_CHAINS: dict[str, tuple[Build, str]] = {
-    "global norm of updates": (
-        lambda: optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(1.0)),
-        COUNTS_OTHER_ROWS,
-    ),
-    "decay before the norm": (
-        lambda: optax.chain(optax.add_decayed_weights(0.1), optax.clip_by_global_norm(1.0)),
-        COUNTS_OTHER_ROWS,
-    ),
-    "clip_by_block_rms": (lambda: optax.clip_by_block_rms(1.0), COUNTS_ROWS),
-    "adaptive_grad_clip": (lambda: optax.adaptive_grad_clip(0.1), COUNTS_OTHER_ROWS),
-    "add_noise": (lambda: optax.add_noise(0.1, 0.5, 0), "by their position"),
-    "flatten": (lambda: optax.flatten(optax.adam(0.1)), "number of rows of a table"),
-    "MultiSteps": (
-        lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
-        "MultiStepsState holds gradients back",
-    ),
-    "apply_every": (
-        lambda: optax.chain(optax.apply_every(2), optax.sgd(0.1)),
-        "ApplyEvery holds gradients back",
-    ),
+    name: (build, reason)
+    for reason, text in _REFUSED.items()
+    for name, build in _READ(text).items()
 }
 
 # Extra arguments of update(): the value of the loss, or what line searches take.
@@ -173,54 +155,34 @@ WITHOUT_ARGUMENTS = """
     contrib.scale_by_cocob contrib.scale_by_galore contrib.scale_by_muon
     contrib.scale_by_simplified_ademamix
 """
+_CALLS = """
+    adaptive_grad_clip(0.5); add_decayed_weights(0.1); add_noise(0.1, 0.5, 0); apply_every(2);
+    apply_if_finite(_SGD, 3); clip(0.1); clip_by_block_rms(0.1); clip_by_global_norm(0.1);
+    conditionally_mask(_SGD, lambda step: step < 5);
+    conditionally_transform(_SGD, lambda step: step < 5); ema(0.9); flatten(_SGD); freeze(_ALL);
+    masked(_SGD, _ALL); measure_with_ema(lambda u: optax.tree.norm(u), 0.9);
+    monitor({'norm': lambda u, **_: optax.tree.norm(u)}); multi_transform({'a': _SGD}, 'a');
+    MultiSteps(_SGD, 2).gradient_transformation(); partition({'a': _SGD}, 'a'); scale(0.5);
+    scale_by_backtracking_linesearch(5); scale_by_learning_rate(0.1); scale_by_rprop(0.1);
+    scale_by_schedule(lambda count: 0.1); scale_by_zoom_linesearch(5);
+    selective_transform(_SGD, freeze_mask=_NONE);
+    snapshot('norm', lambda u, **_: jnp.float32(0));
+    stateless(lambda g, _: jax.tree.map(lambda x: -x, g));
+    stateless_with_tree_map(lambda g, _: -g); trace(0.9);
+    contrib.differentially_private_aggregate(1.0, 1.0, 0); contrib.mechanize(_SGD);
+    contrib.scale_by_madgrad(0.1); contrib.sam(_SGD, _SGD, opaque_mode=False);
+    contrib.schedule_free(_SGD, 0.1); contrib.split_real_and_imaginary(_SGD)
+"""
+_UNLIFTED = functions("", vars(optax) | globals() | {"jax": jax})
 UNLIFTED: dict[str, Build] = {
     **by_name(WITHOUT_ARGUMENTS),
-    "adaptive_grad_clip": lambda: optax.adaptive_grad_clip(0.5),
-    "add_decayed_weights": lambda: optax.add_decayed_weights(0.1),
-    "add_noise": lambda: optax.add_noise(0.1, 0.5, 0),
-    "apply_every": lambda: optax.apply_every(2),
-    "apply_if_finite": lambda: optax.apply_if_finite(_SGD, 3),
-    "clip": lambda: optax.clip(0.1),
-    "clip_by_block_rms": lambda: optax.clip_by_block_rms(0.1),
-    "clip_by_global_norm": lambda: optax.clip_by_global_norm(0.1),
-    "conditionally_mask": lambda: optax.conditionally_mask(_SGD, lambda step: step < 5),
-    "conditionally_transform": lambda: optax.conditionally_transform(
-        _SGD, lambda step: step < 5
-    ),
-    "ema": lambda: optax.ema(0.9),
-    "flatten": lambda: optax.flatten(_SGD),
-    "freeze": lambda: optax.freeze(_ALL),
-    "masked": lambda: optax.masked(_SGD, _ALL),
-    "measure_with_ema": lambda: optax.measure_with_ema(lambda u: optax.tree.norm(u), 0.9),
-    "monitor": lambda: optax.monitor({"norm": lambda u, **_: optax.tree.norm(u)}),
-    "multi_transform": lambda: optax.multi_transform({"a": _SGD}, "a"),
-    "MultiSteps": lambda: optax.MultiSteps(_SGD, 2).gradient_transformation(),
-    "partition": lambda: optax.partition({"a": _SGD}, "a"),
+    **{call.partition("(")[0]: build for call, build in _UNLIFTED(_CALLS).items()},
     "per_example_global_norm_clip": lambda: optax.stateless(
         lambda g, _: optax.per_example_global_norm_clip(g, 1.0)[0]
     ),
     "per_example_layer_norm_clip": lambda: optax.stateless(
         lambda g, _: optax.per_example_layer_norm_clip(g, 1.0)[0]
     ),
-    "scale": lambda: optax.scale(0.5),
-    "scale_by_backtracking_linesearch": lambda: optax.scale_by_backtracking_linesearch(5),
-    "scale_by_learning_rate": lambda: optax.scale_by_learning_rate(0.1),
-    "scale_by_rprop": lambda: optax.scale_by_rprop(0.1),
-    "scale_by_schedule": lambda: optax.scale_by_schedule(lambda count: 0.1),
-    "scale_by_zoom_linesearch": lambda: optax.scale_by_zoom_linesearch(5),
-    "selective_transform": lambda: optax.selective_transform(_SGD, freeze_mask=_NONE),
-    "snapshot": lambda: optax.snapshot("norm", lambda u, **_: jnp.float32(0)),
-    "stateless": lambda: optax.stateless(lambda g, _: jax.tree.map(lambda x: -x, g)),
-    "stateless_with_tree_map": lambda: optax.stateless_with_tree_map(lambda g, _: -g),
-    "trace": lambda: optax.trace(0.9),
-    "contrib.differentially_private_aggregate": (
-        lambda: contrib.differentially_private_aggregate(1.0, 1.0, 0)
-    ),
-    "contrib.mechanize": lambda: contrib.mechanize(_SGD),
-    "contrib.scale_by_madgrad": lambda: contrib.scale_by_madgrad(0.1),
-    "contrib.sam": lambda: contrib.sam(_SGD, _SGD, opaque_mode=False),
-    "contrib.schedule_free": lambda: contrib.schedule_free(_SGD, 0.1),
-    "contrib.split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(_SGD),
 }
 
 # Public functions that return a transformation and are not placed beside `lazy` here.

@@ -5,6 +5,16 @@ import optax
 
 import jmask
 
+# Of optax, not lifted.
+OPTAX: dict[str, optax.GradientTransformation] = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "adam": optax.adam(0.1),
+    "adamw": optax.adamw(0.1, weight_decay=0.1),
+    "adagrad": optax.adagrad(0.1),
+    "rmsprop": optax.rmsprop(0.1),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)),
+}
 # On arrays, and on tables of every other form.
 OF_ALL_TABLES: dict[str, optax.GradientTransformation] = {
     "sgd": jmask.sgd(0.1),
@@ -47,6 +57,8 @@ OPTIMIZERS: dict[str, optax.GradientTransformation] = {
     "optax.adan": jmask.lazy(optax.adan(0.1)),
     "optax.optimistic_adam": jmask.lazy(optax.optimistic_adam_v2(0.1)),
 }
+# Those of jmask itself, which need no promotion of dtypes.
+NAMED = {name: tx for name, tx in OPTIMIZERS.items() if "optax" not in name}
 # Zero semantics: rows that are not in the batch move, too.
 NOT_LAZY: dict[str, optax.GradientTransformation] = {
     "densify": optax.chain(jmask.densify(), optax.adam(0.1)),

@@ -42,7 +42,11 @@ def other_rows(x: jmask.RowSparse) -> np.ndarray:
 
 
 def assert_close(actual: Any, expected: Any, **tolerance: Any) -> None:
-    """Trees are close, leaf by leaf, and of the same structure and dtypes."""
+    """Trees are close, leaf by leaf, and of the same structure and dtypes.
+
+    To `rtol=1e-5, atol=1e-6` where no tolerance is given.
+    """
+    tolerance = tolerance or {"rtol": 1e-5, "atol": 1e-6}
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for (path, x), y in zip(
         jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True

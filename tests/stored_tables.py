@@ -18,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jmask
 from tests.compilations import compilations
+from tests.compiled_step import training_step
 from tests.optimizers import OPTIMIZERS
 from tests.oracle import assert_close
 
@@ -35,6 +36,28 @@ STEPS: dict[str, Callable[..., tuple[Any, Any]]] = {
     "apply_gradients": jmask.apply_gradients,
     "update": update_and_apply,
 }
+
+
+def stored(form: str, x: Any) -> Any:
+    """A table as "array", "packed", or sharded: "div 2", "mod 4 packed", "mod 8 explicit"."""
+    if form == "array":
+        return x
+    if form == "packed":
+        return jmask.PackedTable.pack(x)
+    placement, shards, *more = form.split()
+    mesh = mesh_of(int(shards), axes="explicit" if "explicit" in more else "automatic")
+    return jmask.sharded(x, mesh, placement=placement, packed="packed" in more)
+
+
+def stepped(
+    tx: Any, params: Any, gradients: Any, step: Any = "apply_gradients", wrap: Any = jax.jit
+) -> tuple[Any, Any]:
+    """Parameters and state after a step with each of the gradients."""
+    take = wrap(functools.partial(STEPS.get(step, step), tx))
+    state = tx.init(params)
+    for gradient in gradients:
+        params, state = take(gradient, state, params)
+    return params, state
 
 
 class Run(NamedTuple):
@@ -57,12 +80,7 @@ def trained(
     table: Any, tx: Any, step: Callable[..., Any], steps: int = 3, ids: Any = IDS
 ) -> Run:
     """Three steps on a table and a dense parameter, both donated."""
-
-    def one_step(params: Any, state: Any, ids: Any) -> Any:
-        value, grads = jmask.value_and_grad(loss)(params, ids)
-        return *step(tx, grads, state, params), value
-
-    jitted = jax.jit(one_step, donate_argnums=(0, 1))
+    one_step = training_step(loss, tx, step)
     dense = jnp.linspace(0.5, 1.5, int(np.prod(table.shape[1:]))).reshape(table.shape[1:])
     # Copied: the arguments of the first step are donated as well.
     params = jax.tree.map(jnp.copy, {"table": table, "dense": dense})
@@ -71,9 +89,9 @@ def trained(
     with compilations() as compiled:
         for _ in range(steps):
             donated = jax.tree.leaves(params["table"])
-            params, state, value = jitted(params, state, ids)
+            params, state, value = one_step(params, state, ids)
             losses.append(float(value))
-    return Run(params, state, losses, compiled.count("jit(one_step)"), donated)
+    return Run(params, state, losses, compiled.count("jit(step)"), donated)
 
 
 @functools.cache

@@ -87,7 +87,7 @@ ALL_STEPS = {**STEPS, **WIDE}
 LOOPS = {
     "lookups in scan": [4, 4],
     "adam unless not finite": [0],
-    "one pass, unless not finite": [0],
+    "one pass, adam unless not finite": [0],
 }
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jmask
-from tests.gradcheck.test_gradcheck_example import DENSE, PRODUCTS, TABLE, product
+from tests.gradcheck.test_gradcheck import DENSE, PRODUCTS, TABLE, product
 from tests.sparse_arrays import coo
 
 pytestmark = pytest.mark.needs(what="torch")

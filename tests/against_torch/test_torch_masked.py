@@ -13,10 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jmask
 import jmask.numpy as jnm
 from jmask import MaskedTensor, nn
+from tests.ops.test_elementwise import FUNCTIONS, INTEGER, MASKS, numbers
+from tests.torch_names import REFERENCE_BINARY, REFERENCE_UNARY, name_here
 
 pytestmark = pytest.mark.needs(what="torch")
+
 
 DATA = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
 MASK = np.random.default_rng(1).random((5, 4)) < 0.6
@@ -145,3 +149,49 @@ def test_mean_of_a_masked_tensor(torch):
     theirs = torch.masked.mean(x, dim=0)
     assert not np.isclose(float(theirs), 2)
     assert jnm.mean(MaskedTensor(data, mask), axis=0).storage == 2
+
+
+# --- elementwise functions at valid entries -------------------------------------------
+
+SOME = MASKS["random"]
+# Without a kernel for two masked tensors, or for one, in torch 2.13: compared unmasked.
+UNMASKED = {"clip", "clamp", "conj_physical", "fix", "pow"}
+BOUNDS = {"clip": (0.3, 0.6), "clamp": (0.3, 0.6)}
+
+
+def compare(torch: Any, name: str, xs: list[np.ndarray]) -> None:
+    bounds = BOUNDS.get(name, ())
+    ours = FUNCTIONS[name_here(name)](*(jmask.masked_tensor(x, SOME) for x in xs), *bounds)
+    operands = [torch.from_numpy(x) for x in xs]
+    if name not in UNMASKED:
+        valid = torch.from_numpy(SOME)
+        operands = [torch.masked.masked_tensor(x, valid) for x in operands]
+    theirs = getattr(torch, name)(*operands, *bounds)
+    theirs = theirs.numpy() if name in UNMASKED else theirs.get_data().numpy()
+    np.testing.assert_array_equal(ours.mask, SOME)
+    np.testing.assert_allclose(np.asarray(ours.data)[SOME], theirs[SOME], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", REFERENCE_UNARY)
+def test_unary(torch: Any, name: str) -> None:
+    values = numbers(name)
+    if name not in INTEGER and name not in UNMASKED:
+        values = np.where(SOME, values, np.nan).astype(np.float32)
+    compare(torch, name, [values])
+
+
+# torch.equal is one boolean for two whole tensors; `eq` is the elementwise one.
+@pytest.mark.parametrize("name", [name for name in REFERENCE_BINARY if name != "equal"])
+def test_binary(torch: Any, name: str) -> None:
+    compare(torch, name, [numbers(name, 1), numbers(name, 2)])
+
+
+def test_gradients_that_torch_cannot_take(torch: Any) -> None:
+    """A fault of torch: backward of maximum fails there, and here it is exact."""
+    x, y = numbers("maximum", 1), numbers("maximum", 2)
+    valid = torch.from_numpy(SOME)
+    a, b = (torch.masked.masked_tensor(torch.from_numpy(v), valid, True) for v in (x, y))
+    with pytest.raises((RuntimeError, TypeError)):
+        torch.maximum(a, b).sum().backward()
+    loss = lambda x: jmask.numpy.maximum(jmask.masked_tensor(x, SOME), y).to_tensor(0).sum()
+    np.testing.assert_array_equal(jax.grad(loss)(x), SOME & (x > y))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jmask
+from tests.expressions import functions
 
 IDS = jnp.array([7, 2, 7, 30])
 V, D = 40_000, 8  # more than a megabyte
@@ -24,78 +25,46 @@ def square(x):
     return jnp.sum(x * x)
 
 
-# name: (dense, words of the remedy, written as it says; None where a function has no other)
+def of_squares(f):
+    return lambda t: sum(map(square, jax.tree.leaves(f(t))))
+
+
+# By the words of the remedy: what is dense, and what to write instead, where there is a way.
 REWRITES = {
-    "sigmoid": (
-        lambda t: square(jax.nn.sigmoid(t)[IDS]),
-        LOOK_UP_FIRST,
-        lambda t: square(jax.nn.sigmoid(t[IDS])),
-    ),
-    "exp of a column": (
-        lambda t: square(jnp.exp(t[:, :1])[IDS]),
-        LOOK_UP_FIRST,
-        lambda t: square(jnp.exp(t[:, :1][IDS])),
-    ),
-    "normalized": (
-        lambda t: square((t / jnp.linalg.norm(t, axis=1, keepdims=True))[IDS] + 1),
-        LOOK_UP_FIRST,
-        lambda t: square(t[IDS] / jnp.linalg.norm(t[IDS], axis=1, keepdims=True) + 1),
-    ),
-    "all of it penalised": (
-        lambda t: square(t[IDS]) + 1e-3 * square(t),
-        PENALTY,
-        lambda t: square(t[IDS]) + 1e-3 * square(t[IDS]),
-    ),
-    "padded": (
-        lambda t: square(jnp.pad(t, ((1, 0), (0, 0)))[IDS]),
-        LOOK_UP_FIRST,
-        lambda t: square(jmask.embedding_lookup(t, IDS - 1, mode="zero")),
-    ),
-    "repeated": (
-        lambda t: square(jnp.repeat(t, 2, 0)[IDS]),
-        LOOK_UP_FIRST,
-        lambda t: square(t[IDS // 2]),
-    ),
-    "broadcast": (
-        lambda t: square(jnp.broadcast_to(t, (2, V, D))[1][IDS]),
-        LOOK_UP_FIRST,
-        lambda t: square(t[IDS]),
-    ),
-    "tiled": (
-        lambda t: square(jnp.tile(t, (2, 1))[IDS]),
-        LOOK_UP_FIRST,
-        lambda t: square(t[IDS % V]),
-    ),
-    "transposed twice": (lambda t: square(t.T.T[IDS]), LOOK_UP_FIRST, None),
-    "one head": (
-        lambda t: square(t.reshape(V, 2, -1)[IDS, 1]),
-        KEEP_ROWS + r".*columns after that, `table\[ids\]\[:, j\]`",
-        lambda t: square(t.reshape(V, 2, -1)[IDS][:, 1]),
-    ),
-    "transposed": (lambda t: square(t.reshape(D, V)[:, IDS]), KEEP_ROWS, None),
+    LOOK_UP_FIRST: """
+        jax.nn.sigmoid(t)[IDS] -> jax.nn.sigmoid(t[IDS]);
+        jnp.exp(t[:, :1])[IDS] -> jnp.exp(t[:, :1][IDS]);
+        (t / norms(t))[IDS] + 1 -> t[IDS] / norms(t[IDS]) + 1;
+        jnp.pad(t, ((1, 0), (0, 0)))[IDS] -> jmask.embedding_lookup(t, IDS - 1, mode="zero");
+        jnp.repeat(t, 2, 0)[IDS] -> t[IDS // 2];
+        jnp.broadcast_to(t, (2, V, D))[1][IDS] -> t[IDS];
+        jnp.tile(t, (2, 1))[IDS] -> t[IDS % V];
+        t.T.T[IDS]
+    """,
+    PENALTY: "(t[IDS], 0.03 * t) -> (t[IDS], 0.03 * t[IDS])",
+    KEEP_ROWS: "t.reshape(D, V)[:, IDS]",
+    KEEP_ROWS + r".*columns after that, `table\[ids\]\[:, j\]`": """
+        t.reshape(V, 2, -1)[IDS, 1] -> t.reshape(V, 2, -1)[IDS][:, 1]
+    """,
 }
-OF_VECTORS = {
-    "exp": (
-        lambda t: square(jnp.exp(t)[IDS]),
-        LOOK_UP_FIRST,
-        lambda t: square(jnp.exp(t[IDS])),
-    ),
-    "softplus, scaled": (
-        lambda t: square(2 * jax.nn.softplus(t)[IDS]),
-        LOOK_UP_FIRST,
-        lambda t: square(2 * jax.nn.softplus(t[IDS])),
-    ),
-}
-CASES = [
-    *((name, (V, D), *case) for name, case in REWRITES.items()),
-    *((f"{name} of a vector", (V * D,), *case) for name, case in OF_VECTORS.items()),
-]
+OF_VECTORS = """
+    jnp.exp(t)[IDS] -> jnp.exp(t[IDS]);
+    2 * jax.nn.softplus(t)[IDS] -> 2 * jax.nn.softplus(t[IDS])
+"""
+CASES = [((V, D), *case) for case in REWRITES.items()] + [((V * D,), LOOK_UP_FIRST, OF_VECTORS)]
+
+
+def norms(x):
+    return jnp.linalg.norm(x, axis=1, keepdims=True)
 
 
 @pytest.mark.parametrize(
-    ("shape", "dense", "words", "rewritten"), [x[1:] for x in CASES], ids=[x[0] for x in CASES]
+    ("shape", "words", "line"),
+    [(shape, words, line) for shape, words, text in CASES for line in text.split(";")],
 )
-def test_the_remedy_is_named_and_row_sparse(shape, dense, words, rewritten):
+def test_the_remedy_is_named_and_row_sparse(shape, words, line):
+    found = functions("t", globals())(line.replace("->", ";"))
+    dense, *rewritten = map(of_squares, found.values())
     table = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
     with pytest.warns(jmask.StorageFallbackWarning, match=words) as said:
         gradient = jmask.grad(dense)(table)
@@ -103,25 +72,18 @@ def test_the_remedy_is_named_and_row_sparse(shape, dense, words, rewritten):
     assert len(said) == 1
     with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match=words):
         jmask.grad(dense)(table)
-    if rewritten is None:
-        return
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert isinstance(jmask.grad(rewritten)(table), jmask.RowSparse)
+        for loss in rewritten:
+            assert isinstance(jmask.grad(loss)(table), jmask.RowSparse)
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda v: square(jnp.sort(v)[IDS]),  # the greatest, say, of all
-        lambda v: square(v * 2),
-        lambda v: square(jnp.cumsum(v)[IDS]),
-    ],
-)
-def test_vectors_that_are_no_tables_are_not_reported(loss):
+def test_vectors_that_are_no_tables_are_not_reported():
+    """The greatest of all, say."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        jmask.grad(loss)(jnp.ones(V * D))
+        for f in (lambda v: jnp.sort(v)[IDS], lambda v: v * 2, lambda v: jnp.cumsum(v)[IDS]):
+            jmask.grad(of_squares(f))(jnp.ones(V * D))
 
 
 def test_positions_that_a_batch_shares_are_not_reported():
@@ -152,10 +114,6 @@ SLICES = {
     "all of it in parts": (lambda t: jnp.concatenate(jnp.split(t, 16)), None),
     "columns": (lambda t: t[:, :3], None),
 }
-
-
-def of_squares(f):
-    return lambda t: square(f(t))
 
 
 @pytest.mark.sampled

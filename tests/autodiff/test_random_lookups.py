@@ -22,60 +22,38 @@ from jax import lax
 
 import jmask
 from jmask._kernels import tuning
+from tests.expressions import functions
 from tests.oracle import assert_close, densified
 
 # --- programs ----------------------------------------------------------------------------
 
 # Each takes a table (V, D) and ids (B, L), and gives rows (B, L, D).
-LOOKUPS = {
-    "index": lambda t, ids: t[ids],
-    "take, filled": lambda t, ids: jnp.nan_to_num(jnp.take(t, ids, axis=0)),
-    "take, zeros": lambda t, ids: jnp.take(t, ids, axis=0, mode="fill", fill_value=0),
-    "take, clipped": lambda t, ids: jnp.take(t, ids, axis=0, mode="clip"),
-    "flat": lambda t, ids: t[ids.reshape(-1)].reshape(*ids.shape, t.shape[1]),
-    "vmapped": lambda t, ids: jax.vmap(lambda i: t[i])(ids),
-    "turned": lambda t, ids: t[ids.T].swapaxes(0, 1),
-    "by columns": lambda t, ids: jnp.stack([t[ids[:, i]] for i in range(ids.shape[1])], 1),
-    "slices": lambda t, ids: jax.vmap(jax.vmap(lambda i: lax.dynamic_slice_in_dim(t, i, 1)[0]))(
-        ids
-    ),
-    "a fixed slice": lambda t, ids: t[ids] * t[None, :1],
-    "scaled": lambda t, ids: (2.5 * t)[ids] / 2,
-    "in bfloat16": lambda t, ids: t.astype(jnp.bfloat16)[ids].astype(jnp.float32),
-    "scanned": lambda t, ids: lax.scan(lambda c, i: (c + t[i], c * t[i]), 1 + t[ids[0]], ids)[
-        1
-    ],
-    "in branches": lambda t, ids: lax.cond(
-        ids[0, 0] > 0, lambda: t[ids], lambda: jnp.sin(t[ids[:1]]) + 0 * t[ids[::-1]]
-    ),
-    "tied": lambda t, ids: t[ids] @ t.T @ t,
-    "none": lambda t, ids: jnp.full((*ids.shape, t.shape[1]), t.sum()),
-}
-NEEDING_ALL = ("a fixed slice", "tied", "none")
+LOOKUPS = functions("t, ids", globals())("""
+    t[ids]; jnp.nan_to_num(jnp.take(t, ids, axis=0));
+    jnp.take(t, ids, axis=0, mode="fill", fill_value=0); jnp.take(t, ids, axis=0, mode="clip");
+    t[ids.reshape(-1)].reshape(*ids.shape, t.shape[1]); jax.vmap(lambda i: t[i])(ids);
+    t[ids.T].swapaxes(0, 1); jnp.stack([t[ids[:, i]] for i in range(ids.shape[1])], 1);
+    jax.vmap(jax.vmap(lambda i: lax.dynamic_slice_in_dim(t, i, 1)[0]))(ids);
+    (2.5 * t)[ids] / 2; t.astype(jnp.bfloat16)[ids].astype(jnp.float32);
+    lax.scan(lambda c, i: (c + t[i], c * t[i]), 1 + t[ids[0]], ids)[1];
+    lax.cond(ids[0, 0] > 0, lambda: t[ids], lambda: jnp.sin(t[ids[:1]]) + 0 * t[ids[::-1]])
+""")
+NEEDING_ALL = functions("t, ids", globals())("""
+    t[ids] * t[None, :1]; t[ids] @ t.T @ t; jnp.full((*ids.shape, t.shape[1]), t.sum())
+""")
+LOOKUPS |= NEEDING_ALL
 # Each takes a function of a table and ids, and gives such a function.
-WRAPPERS = {
-    "jit": jax.jit,
-    "checkpoint": jax.checkpoint,
-    "cond": lambda f: (
-        lambda t, ids: lax.cond(ids[0, 0] > 1, f, lambda t, ids: 0.5 * f(t, ids), t, ids)
-    ),
-    "cond without": lambda f: (
-        lambda t, ids: lax.cond(ids[0, 0] > 1, f, lambda t, ids: 0 * f(0 * t, ids) + 1, t, ids)
-    ),
-    "scan": lambda f: (
-        lambda t, ids: lax.scan(
-            lambda c, k: (c + f(t, ids + k), None), jnp.zeros(f(t, ids).shape), jnp.arange(2)
-        )[0]
-    ),
-    "scan of tables": lambda f: (
-        lambda t, ids: lax.scan(
-            lambda c, k: ((c[0] + f(c[1], ids), c[1]), k), (f(t, ids), t), jnp.arange(2)
-        )[0][0]
-    ),
-    "vmap": lambda f: (
-        lambda t, ids: jax.vmap(f, in_axes=(None, 0))(t, jnp.stack([ids, ids[::-1]])).sum(0)
-    ),
-}
+WRAPPERS = {"jit": jax.jit, "checkpoint": jax.checkpoint} | functions("f", globals())("""
+    lambda t, ids: lax.cond(ids[0, 0] > 1, f, lambda t, ids: 0.5 * f(t, ids), t, ids);
+    lambda t, ids: lax.cond(ids[0, 0] > 1, f, lambda t, ids: 0 * f(0 * t, ids) + 1, t, ids);
+    lambda t, ids: lax.scan(
+        lambda c, k: (c + f(t, ids + k), None), jnp.zeros(f(t, ids).shape), jnp.arange(2)
+    )[0];
+    lambda t, ids: lax.scan(
+        lambda c, k: ((c[0] + f(c[1], ids), c[1]), k), (f(t, ids), t), jnp.arange(2)
+    )[0][0];
+    lambda t, ids: jax.vmap(f, in_axes=(None, 0))(t, jnp.stack([ids, ids[::-1]])).sum(0)
+""")
 
 
 def slices_again(x, w):
@@ -83,75 +61,38 @@ def slices_again(x, w):
 
 
 # Each takes rows (B, L, D) and weights (B, L), and gives such rows.
-LAYERS = {
-    "weights": lambda x, w: x * w[..., None],
-    "weights first": lambda x, w: w[..., None] * x,
-    "a number": lambda x, w: -1.5 * x / 2,
-    "a number of all": lambda x, w: x * w.sum(),
-    "negative": lambda x, w: -x,
-    "a mask": lambda x, w: jnp.where(w[..., None] > 0, x, 0),
-    "the other mask": lambda x, w: jnp.where((w > 0)[:, :, None], 0, x),
-    "a mask of all": lambda x, w: jnp.where(w[0, 0] > 0, x, 0),
-    "squares": lambda x, w: x * x,
-    "sine": lambda x, w: jnp.sin(x),
-    "gelu": lambda x, w: jax.nn.gelu(x),
-    "numbers in a row": lambda x, w: x * jnp.arange(1.0, x.shape[2] + 1)[None, None],
-    "plus their sum": lambda x, w: x + x.sum(1, keepdims=True),
-    "times their sum": lambda x, w: x * x.sum(1, keepdims=True),
-    "times a column": lambda x, w: x * x[..., :1],
-    "minus a mean": lambda x, w: x - x.mean((0, 1), keepdims=True),
-    "slices": slices_again,
-    "turned twice": lambda x, w: (x.swapaxes(0, 1) * w.T[..., None]).swapaxes(0, 1),
-    "flat and back": lambda x, w: (x.reshape(-1, x.shape[2]) * w.reshape(-1, 1)).reshape(
-        x.shape
-    ),
-    "rolled": lambda x, w: jnp.roll(x, 1, axis=1),
-    "a matrix": lambda x, w: x @ jnp.ones((x.shape[2], x.shape[2])),
-    "in float16": lambda x, w: x.astype(jnp.float16).astype(jnp.float32),
-    "recomputed": lambda x, w: jax.checkpoint(lambda x: x * w[..., None])(x),
-    "jitted": lambda x, w: jax.jit(lambda x: jnp.cos(x) * w[..., None])(x),
-    "scanned": lambda x, w: lax.scan(lambda c, r: (c, r * 2.0), 0, x)[1],
-}
+LAYERS = functions("x, w", globals())("""
+    x * w[..., None]; w[..., None] * x; -1.5 * x / 2; x * w.sum(); -x;
+    jnp.where(w[..., None] > 0, x, 0); jnp.where((w > 0)[:, :, None], 0, x);
+    jnp.where(w[0, 0] > 0, x, 0); x * x; jnp.sin(x); jax.nn.gelu(x);
+    x * jnp.arange(1.0, x.shape[2] + 1)[None, None]; x + x.sum(1, keepdims=True);
+    x * x.sum(1, keepdims=True); x * x[..., :1]; x - x.mean((0, 1), keepdims=True);
+    slices_again(x, w); (x.swapaxes(0, 1) * w.T[..., None]).swapaxes(0, 1);
+    (x.reshape(-1, x.shape[2]) * w.reshape(-1, 1)).reshape(x.shape); jnp.roll(x, 1, axis=1);
+    x @ jnp.ones((x.shape[2], x.shape[2])); x.astype(jnp.float16).astype(jnp.float32);
+    jax.checkpoint(lambda x: x * w[..., None])(x);
+    jax.jit(lambda x: jnp.cos(x) * w[..., None])(x);
+    lax.scan(lambda c, r: (c, r * 2.0), 0, x)[1]
+""")
 # Each takes rows and weights, and gives what is summed.
-ENDS = {
-    "all": lambda x, w: x,
-    "bags": lambda x, w: x.sum(1),
-    "means": lambda x, w: x.mean(1),
-    "of the first dimension": lambda x, w: x.sum(0),
-    "of both": lambda x, w: x.sum((0, 1)),
-    "scores": lambda x, w: x.sum(-1),
-    "weighted scores": lambda x, w: x.sum(-1) * w,
-    "einsum": lambda x, w: jnp.einsum("bld,bl->bd", x, w),
-    "einsum to the other": lambda x, w: jnp.einsum("bld,bl->ld", x, w),
-    "matmul": lambda x, w: (w[:, None] @ x)[:, 0],
-    "dots": lambda x, w: jnp.einsum("bld,bmd->blm", x, x),
-    "dots with the first": lambda x, w: (x[:, :1] * x[:, 1:]).sum(-1),
-    "largest": lambda x, w: x.max(1),
-    "norms": lambda x, w: jnp.linalg.norm(x + 1.0, axis=-1),
-    "a bag of jmask": lambda x, w: (
-        x[:, 0] + jmask.embedding_bag(x[0], jnp.zeros((2, 2), int))[:1]
-    ),
-}
+ENDS = functions("x, w", globals())("""
+    x; x.sum(1); x.mean(1); x.sum(0); x.sum((0, 1)); x.sum(-1); x.sum(-1) * w;
+    jnp.einsum('bld,bl->bd', x, w); jnp.einsum('bld,bl->ld', x, w); (w[:, None] @ x)[:, 0];
+    jnp.einsum('bld,bmd->blm', x, x); (x[:, :1] * x[:, 1:]).sum(-1); x.max(1);
+    jnp.linalg.norm(x + 1.0, axis=-1);
+    x[:, 0] + jmask.embedding_bag(x[0], jnp.zeros((2, 2), int))[:1]
+""")
 # The same of rows and a layer (1, D), as the last of a model.
-HEADS = {
-    "scores of bags": lambda x, head: x.sum(1) @ head.T,
-    "a score": lambda x, head: head @ x[0].mean(0),
-    "a score of a layer": lambda x, head: head @ jnp.tanh(x[0, 0]),
-    "a layer and a score": lambda x, head: (
-        jnp.ones((1, 2)) @ jnp.tanh(jnp.concatenate([head, 2 * head]) @ x[0, 0])
-    ),
-    "a scalar": lambda x, head: head[0] @ x[0, 0],
-    "a bias": lambda x, head: head @ x[0, 0] + head[:, 0],
-    "biases": lambda x, head: x.sum(1) @ head.T + head[:, :1],
-    "a bias alone": lambda x, head: x[0] + head,
-}
+HEADS = functions("x, head", globals())("""
+    x.sum(1) @ head.T; head @ x[0].mean(0); head @ jnp.tanh(x[0, 0]);
+    jnp.ones((1, 2)) @ jnp.tanh(jnp.concatenate([head, 2 * head]) @ x[0, 0]);
+    head[0] @ x[0, 0]; head @ x[0, 0] + head[:, 0]; x.sum(1) @ head.T + head[:, :1];
+    x[0] + head
+""")
 # Each takes what an end gives. That of a sum has a cotangent which is one number everywhere.
-LOSSES = {
-    "sines": lambda y: jnp.sum(jnp.sin(y)),
-    "sum": jnp.sum,
-    "mean": jnp.mean,
-    "a multiple": lambda y: 3.0 * jnp.sum(y) / 2,
-}
+LOSSES = functions("y", globals())(
+    "jnp.sum(jnp.sin(y)); jnp.sum(y); jnp.mean(y); 3.0 * jnp.sum(y) / 2"
+)
 
 
 @st.composite
@@ -223,7 +164,7 @@ def stepped(tx, gradient, table):
 def compare(program, values):
     loss, table, *layers = build(program)
     expected = jax.value_and_grad(loss, (0, 1, 2))(table, *layers)
-    low = "in float16" in program[2] or any("in bfloat16" in lookup for lookup in program[1])
+    low = "float16" in str(program[1:3])
     tolerance = {"rtol": 2e-2 if low else 1e-4, "atol": 2e-3 if low else 1e-5}
     with set_to(values):
         result = jmask.value_and_grad(loss, (0, 1, 2))(table, *layers)
@@ -232,11 +173,7 @@ def compare(program, values):
         @jax.jit
         def steps(table):
             value, gradient = jmask.value_and_grad(loss)(table, *layers)
-            optimizers = jmask.sgd(0.5), jmask.adam(0.5), jmask.lazy(optax.adagrad(0.5))
-            new = [
-                jmask.apply_gradients(tx, gradient, tx.init(table), table)[0]
-                for tx in optimizers
-            ]
+            new = [stepped(tx, gradient, table) for tx in OPTIMIZERS]
             return value, gradient, jmask.todense(gradient), new
 
         value, gradient, dense, new = steps(table)
@@ -287,25 +224,22 @@ def test_many_random_lookups(program, values):
 def test_each_end(end, total, sizes):
     """Every end before every loss, which random programs of three layers seldom meet."""
     check(
-        (sizes, [("index", [])], [], end, total, 0), [small for small, _ in THRESHOLDS.values()]
+        (sizes, [("t[ids]", [])], [], end, total, 0),
+        [small for small, _ in THRESHOLDS.values()],
     )
 
 
 # --- the time of a trace -----------------------------------------------------------------
 
-DEEP = {
-    "gelu": lambda x, w: jax.nn.gelu(x),
-    "silu": lambda x, w: jax.nn.silu(x),
-    "squares": lambda x, w: x * x * 0.5,
-    "weights": lambda x, w: x * w[:, None],
-    "a mask": lambda x, w: jnp.where(w[:, None] > 0, x, 0),
-    "a layer": lambda x, w: jax.nn.relu(x @ jnp.ones((64, 64)) + 1.0),
-    "a jitted layer": lambda x, w: jax.jit(lambda x: jnp.tanh(x) * x)(x),
-    "a norm": lambda x, w: (x - x.mean(-1, keepdims=True)) / (1 + x.var(-1, keepdims=True)),
-    "a cast": lambda x, w: (x.astype(jnp.bfloat16) * 2).astype(jnp.float32),
-    "halves": lambda x, w: jnp.concatenate([x[:, :32] * 2, x[:, 32:]], 1),
-    "bags": lambda x, w: x + x.reshape(-1, 16, 64).sum(1).repeat(16, 0),
-}
+DEEP = functions("x, w", globals())("""
+    jax.nn.gelu(x); jax.nn.silu(x); x * x * 0.5; x * w[:, None];
+    jnp.where(w[:, None] > 0, x, 0); jax.nn.relu(x @ jnp.ones((64, 64)) + 1.0);
+    jax.jit(lambda x: jnp.tanh(x) * x)(x);
+    (x - x.mean(-1, keepdims=True)) / (1 + x.var(-1, keepdims=True));
+    (x.astype(jnp.bfloat16) * 2).astype(jnp.float32);
+    jnp.concatenate([x[:, :32] * 2, x[:, 32:]], 1);
+    x + x.reshape(-1, 16, 64).sum(1).repeat(16, 0)
+""")
 
 
 def calls_of_a_trace(grad, layer, depth, ids):

@@ -21,6 +21,7 @@ from jax.experimental.sparse import BCOO, BCSR
 import jmask
 import jmask.numpy as jnm
 from jmask import nn
+from tests.expressions import functions
 from tests.ops.test_elementwise import DIFFERENTIABLE, DOMAINS, FUNCTIONS, UNARY
 
 MASK = np.array([[1, 0, 1], [0, 1, 1]], bool)
@@ -121,66 +122,39 @@ ALONG += ("logmeanexp", "standardize")
 NN = {*ALONG, "linear", *(n for n, f in vars(nn).items() if hasattr(f, "__wrapped__"))}
 NN = {n for n in NN if not n.startswith("_")}
 
+
+def calls(text: str) -> dict[str, Callable[..., Any]]:
+    """Functions of `x`, written as calls of `jmask.numpy`, by the name that is called."""
+    found = functions("x", {**vars(jnm), **globals()})(text)
+    return {call.partition("(")[0]: function for call, function in found.items()}
+
+
 PLAIN_MOVES = """
     atleast_1d atleast_3d copy diagonal flip fliplr flipud matrix_transpose ravel rot90 sort
     transpose tril triu unstack
 """.split()
-MOVES: dict[str, Callable[[Any], Any]] = {
-    **{name: getattr(jnm, name) for name in PLAIN_MOVES},
-    "array_split": lambda x: jnm.array_split(x, 2, axis=1),
-    "atleast_2d": lambda x: jnm.atleast_2d(x[0]),
-    "broadcast_arrays": lambda x: jnm.broadcast_arrays(x, x[0]),
-    "broadcast_to": lambda x: jnm.broadcast_to(x, (2, 2, 3)),
-    "column_stack": lambda x: jnm.column_stack([x, x]),
-    "concat": lambda x: jnm.concat([x, x]),
-    "concatenate": lambda x: jnm.concatenate([x, OTHER]),
-    "delete": lambda x: jnm.delete(x, 1, axis=1),
-    "diag": lambda x: jnm.diag(x[0]),
-    "dsplit": lambda x: jnm.dsplit(x[None], 3),
-    "dstack": lambda x: jnm.dstack([x, x]),
-    "expand_dims": lambda x: jnm.expand_dims(x, 1),
-    "hsplit": lambda x: jnm.hsplit(x, 3),
-    "hstack": lambda x: jnm.hstack([x, x]),
-    "masked_fill": lambda x: jnm.masked_fill(x, OTHER > 0.6, 2.0),
-    "masked_where": lambda x: jnm.masked_where(OTHER > 0.6, x),
-    "moveaxis": lambda x: jnm.moveaxis(x, 0, 1),
-    "pad": lambda x: jnm.pad(x, 1),
-    "permute_dims": lambda x: jnm.permute_dims(x, (1, 0)),
-    "repeat": lambda x: jnm.repeat(x, 2, axis=0),
-    "reshape": lambda x: jnm.reshape(x, (3, 2)),
-    "roll": lambda x: jnm.roll(x, 1, axis=1),
-    "rollaxis": lambda x: jnm.rollaxis(x, 1),
-    "split": lambda x: jnm.split(x, 3, axis=1),
-    "squeeze": lambda x: jnm.squeeze(x[None]),
-    "stack": lambda x: jnm.stack([x, x]),
-    "swapaxes": lambda x: jnm.swapaxes(x, 0, 1),
-    "take": lambda x: jnm.take(x, jnp.array([2, 0, 2]), axis=1),
-    "take_along_axis": lambda x: jnm.take_along_axis(x, jnp.array([[1], [2]]), axis=1),
-    "tile": lambda x: jnm.tile(x, (1, 2)),
-    "vsplit": lambda x: jnm.vsplit(x, 2),
-    "vstack": lambda x: jnm.vstack([x, x]),
-    "where": lambda x: jnm.where(OTHER > 0.6, x, OTHER.astype(x.dtype)),
-}
+MOVES = {name: getattr(jnm, name) for name in PLAIN_MOVES} | calls("""
+    array_split(x, 2, axis=1); atleast_2d(x[0]); broadcast_arrays(x, x[0]);
+    broadcast_to(x, (2, 2, 3)); column_stack([x, x]); concat([x, x]); concatenate([x, OTHER]);
+    delete(x, 1, axis=1); diag(x[0]); dsplit(x[None], 3); dstack([x, x]); expand_dims(x, 1);
+    hsplit(x, 3); hstack([x, x]); masked_fill(x, OTHER > 0.6, 2.0);
+    masked_where(OTHER > 0.6, x); moveaxis(x, 0, 1); pad(x, 1); permute_dims(x, (1, 0));
+    repeat(x, 2, axis=0); reshape(x, (3, 2)); roll(x, 1, axis=1); rollaxis(x, 1);
+    split(x, 3, axis=1); squeeze(x[None]); stack([x, x]); swapaxes(x, 0, 1);
+    take(x, jnp.array([2, 0, 2]), axis=1); take_along_axis(x, jnp.array([[1], [2]]), axis=1);
+    tile(x, (1, 2)); vsplit(x, 2); vstack([x, x]); where(OTHER > 0.6, x, OTHER.astype(x.dtype))
+""")
 
 MASKS = {name: getattr(jnm, name) for name in dir(jnm) if re.match("masked_[^fw]", name)}
 BOUNDS = dict.fromkeys(MASKS, (0.4,))
 BOUNDS |= {"masked_invalid": (), "masked_inside": (0.4, 0.5), "masked_outside": (0.4, 0.5)}
 
-STATISTICS: dict[str, Callable[[Any], Any]] = {
-    "compressed": lambda x: jnm.compressed(x, size=5),
-    "corrcoef": lambda x: jnm.corrcoef(x, SHIFT[:3].T),
-    "cov": jnm.cov,
-    "diff": jnm.diff,
-    "histogram": lambda x: jnm.histogram(x, 2)[1],
-    "nanpercentile": lambda x: jnm.nanpercentile(x, 30, axis=1),
-    "nanquantile": lambda x: jnm.nanquantile(x, 0.3),
-    "percentile": lambda x: jnm.percentile(x, 30),
-    "quantile": lambda x: jnm.quantile(x, jnp.array([0.3, 1.0]), axis=1),
-    "select": lambda x: jnm.select([x > 0.65, x > 0.42], [x, 2 * x]),
-    "top_k": lambda x: jnm.top_k(x, 2)[0],
-    "trace": jnm.trace,
-    "unique": lambda x: jnm.unique(x, size=5),
-}
+STATISTICS = calls("""
+    compressed(x, size=5); corrcoef(x, SHIFT[:3].T); cov(x); diff(x); histogram(x, 2)[1];
+    nanpercentile(x, 30, axis=1); nanquantile(x, 0.3); percentile(x, 30);
+    quantile(x, jnp.array([0.3, 1.0]), axis=1); select([x > 0.65, x > 0.42], [x, 2 * x]);
+    top_k(x, 2)[0]; trace(x); unique(x, size=5)
+""")
 
 PRODUCTS = {
     "inner": on(X, Y)(jnm.inner),

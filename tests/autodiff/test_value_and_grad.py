@@ -11,7 +11,7 @@ import pytest
 
 import jmask
 from jmask._base.forms import within
-from tests.leaks import no_tracer_is_kept
+from tests.compilations import no_tracer_is_kept
 from tests.lookup_programs import FEATURES, IDS, PROGRAMS, TABLE, D, V, square
 from tests.oracle import assert_close, densified, is_row_sparse, touched_rows
 

@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 
 import jmask
 from tests.compilations import compilations
-from tests.later import later
+from tests.compiled_step import IN_PLACE, compiled_step, whole_table_operations
 from tests.sampling import chosen
-from tests.stored_tables import mesh_of
-
-ocp = later("orbax.checkpoint")
+from tests.stored_tables import STEPS, stored
+from tests.tables.test_checkpoints import restored
 
 pytestmark = pytest.mark.dtype_promotion
 
-V, D, STEPS = 13, 3, 12
+
+V, D, COUNT = 13, 3, 12
 START = jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), jnp.float32)
 # Row 4 is never read, row 12 only in the first step; ids come twice and are padding.
-IDS = np.random.default_rng(1).choice([0, 1, 2, 3, 5, 6, 7, -1], (STEPS, 4))
+IDS = np.random.default_rng(1).choice([0, 1, 2, 3, 5, 6, 7, -1], (COUNT, 4))
 IDS[0] = [12, 12, 3, 11]
 IDS[5] = -1
 ADAM, DENSE_ADAM = jmask.adam(0.1), jmask.adam(0.1, lazy_update=False)
@@ -41,9 +41,11 @@ def loss(params: Any, ids: Any) -> jax.Array:
     return jnp.sum(jnp.sin(rows) * params["w"][None] * jnp.cos(bags))
 
 
-def step(tx: Any, params: Any, state: Any, ids: Any, loss: Any = loss) -> Any:
+def step(
+    tx: Any, params: Any, state: Any, ids: Any, loss: Any = loss, way: str = "apply_gradients"
+) -> Any:
     value, grads = jmask.value_and_grad(loss)(params, ids)
-    return *jmask.apply_gradients(tx, grads, state, params), value
+    return *STEPS[way](tx, grads, state, params), value
 
 
 def dense_step(tx: Any, params: Any, state: Any, ids: Any, loss: Any = loss) -> Any:
@@ -118,14 +120,9 @@ def test_trajectory_and_losses(name: str) -> None:
 
 
 def test_update_and_apply_updates() -> None:
-    def two_calls(tx: Any, params: Any, state: Any, ids: Any) -> Any:
-        value, grads = jmask.value_and_grad(loss)(params, ids)
-        updates, state = tx.update(grads, state, params)
-        return jmask.apply_updates(params, updates), state, value
-
     params = parameters(jmask.deferred(START, ADAM))
-    ours, theirs = run(two_calls, ADAM, params), deferred_run(ADAM)
-    assert_same_run(ours, theirs)
+    ours = run(functools.partial(step, way="update"), ADAM, params)
+    assert_same_run(ours, deferred_run(ADAM))
 
 
 def test_skipped_steps_do_not_count() -> None:
@@ -213,8 +210,8 @@ def test_up_to_date() -> None:
     """It changes no row, and makes every row as new as the table."""
     table, before = trained().up_to_date(), trained().todense()
     np.testing.assert_array_equal(table.todense(), before)
-    np.testing.assert_array_equal(table.last, np.full(V, STEPS))
-    assert (np.asarray(trained().last) < STEPS).any()
+    np.testing.assert_array_equal(table.last, np.full(V, COUNT))
+    assert (np.asarray(trained().last) < COUNT).any()
     assert table[jnp.arange(V)].shape == (V, D)
 
 
@@ -297,11 +294,8 @@ def test_compiled_once() -> None:
 def test_orbax(tmp_path: Any) -> None:
     """A run that is resumed in the middle has the bits of one that is not."""
     params, state, *_ = deferred_run(ADAM, ids=IDS[:6])
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "run", (params, state))
-        checkpointer.wait_until_finished()
-        fresh = parameters(jmask.deferred(jnp.zeros_like(START), ADAM))
-        params, state = checkpointer.restore(tmp_path / "run", (fresh, ADAM.init(fresh)))
+    fresh = parameters(jmask.deferred(jnp.zeros_like(START), ADAM))
+    params, state = restored((params, state), tmp_path, (fresh, ADAM.init(fresh)))
     resumed = run(step, ADAM, params, IDS[6:], state)
     whole = deferred_run(ADAM)
     np.testing.assert_array_equal(resumed[3], whole[3][6:])
@@ -340,16 +334,98 @@ def test_from_dense_to_deferred_to_dense(name: str) -> None:
 
 
 @pytest.mark.sampled(15)
-@pytest.mark.parametrize("name", ["packed", "sharded", "sharded and packed", "mod"])
-def test_other_storages(name: str) -> None:
-    table = {
-        "packed": lambda: jmask.PackedTable.pack(START),
-        "sharded": lambda: jmask.sharded(START, mesh_of(4)),
-        "sharded and packed": lambda: jmask.sharded(START, mesh_of(4), packed=True),
-        "mod": lambda: jmask.sharded(START, mesh_of(4), placement="mod"),
-    }[name]()
+@pytest.mark.parametrize("form", ["packed", "div 4", "div 4 packed", "mod 4"])
+def test_other_storages(form: str) -> None:
+    table = stored(form, START)
     ours, theirs = deferred_run(ADAM, table=table), run(dense_step, DENSE_ADAM, parameters())
     assert_same_run(ours, theirs)
     params, _ = jmask.from_deferred(ADAM, ours[1], ours[0])
     assert type(params["t"]) is type(table)
     assert_close(params["t"].todense(), theirs[3][-1])
+
+
+# --- in place, at the cost of one count a row; or refused -----------------------------
+
+OF_EACH_KIND = {
+    "optax.adamw": jmask.lazy(optax.adamw(0.1, weight_decay=0.1)),
+    "adam": ADAM,
+    "rowwise adagrad": jmask.rowwise_adagrad(0.1),
+    "momentum": jmask.sgd(0.1, momentum=0.9),
+}
+
+
+def loss_in_place(params: Any, ids: Any) -> jax.Array:
+    rows = jmask.embedding_lookup(params["t"], ids, padding_id=-1)
+    return jnp.sum(jnp.sin(rows) * params["w"][None])
+
+
+@pytest.mark.parametrize("name", chosen(["optax.adamw", "rowwise adagrad"], OF_EACH_KIND))
+def test_in_place(name: str) -> None:
+    """No temporary of the size of the table, and every array is updated where it is."""
+    tx = OF_EACH_KIND[name]
+    temporary = []
+    for rows in (10**5, 10**7):
+        like = jax.ShapeDtypeStruct((rows, 16), jnp.float32)
+        table = jax.eval_shape(lambda x: jmask.deferred(x, tx), like)
+        params = {"t": table, "w": jax.ShapeDtypeStruct((16,), jnp.float32)}
+        compiled = compiled_step(
+            loss_in_place, tx, params, jax.ShapeDtypeStruct((512,), jnp.int32)
+        )
+        memory = compiled.memory_analysis()
+        sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(table)]
+        assert memory.alias_size_in_bytes >= sum(sizes)
+        assert whole_table_operations(compiled, rows) <= IN_PLACE
+        temporary.append(memory.temp_size_in_bytes)
+    # With the root of V grow the lines, and the rows that are brought up to date besides.
+    assert temporary[1] <= 24 * 2**20
+    assert temporary[1] - temporary[0] < 10**7
+
+
+def test_catch_up_in_place() -> None:
+    like = jax.ShapeDtypeStruct((10**7, 16), jnp.float32)
+    table = jax.eval_shape(lambda x: jmask.deferred(x, ADAM), like)
+    jitted = jax.jit(lambda t: t.up_to_date(), donate_argnums=0)
+    memory = jitted.lower(table).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= 10**7 * 16 * 4 * 3
+    assert memory.temp_size_in_bytes <= 64 * 2**20
+
+
+def test_memory_is_one_int32_for_each_row_beside_the_moments() -> None:
+    like = jax.ShapeDtypeStruct((10**6, 64), jnp.float32)
+    table = jax.eval_shape(lambda x: jmask.deferred(x, ADAM), like)
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(table))
+    assert 0 <= size - 10**6 * (3 * 64 * 4 + 4) < 2**20
+
+
+TABLE = jnp.ones((6, 2))
+
+
+def grads_of(params: Any) -> Any:
+    return jmask.grad(lambda p: jnp.sum(p[jnp.array([0, 3, 3])]))(params)
+
+
+OTHERS: dict[str, Any] = {
+    "another rate": jmask.adam(0.2),
+    "another b1": jmask.adam(0.1, b1=0.8),
+    "another optimizer": jmask.sgd(0.1),
+    "of optax": jmask.lazy(optax.adam(0.1)),
+    "a schedule": jmask.adam(optax.linear_schedule(0.1, 0.0, 10)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_transformation_than_it_was_made_for(name: str) -> None:
+    table = jmask.deferred(TABLE, ADAM)
+    for tx in (OTHERS[name], jmask.skip_nonfinite(OTHERS[name])):
+        with pytest.raises(ValueError, match="another optimizer"):
+            jmask.apply_gradients(tx, grads_of(table), tx.init(table), table)
+    with pytest.raises(ValueError, match="another optimizer"):
+        OTHERS[name].update(grads_of(table), OTHERS[name].init(table), table)
+
+
+def test_the_same_transformation_made_anew() -> None:
+    """It is known by what it does."""
+    table = jmask.deferred(TABLE, ADAM)
+    for tx in (jmask.adam(0.1), jmask.adam(0.1, lazy_update=False), jmask.skip_nonfinite(ADAM)):
+        new, _ = jmask.apply_gradients(tx, grads_of(table), tx.init(table), table)
+        assert float(new.todense()[0, 0]) < 1

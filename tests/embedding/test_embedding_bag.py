@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from jax.experimental import checkify
 
 import jmask
-from tests.bag_cases import (
+from tests.embedding_oracle import (
     CASES,
     CLOSE,
     COTANGENT,
+    OUTSIDE,
+    PADDED,
     TABLE,
     B,
     Case,
@@ -27,15 +29,11 @@ from tests.bag_cases import (
     N,
     V,
     call,
+    combined,
     combiners,
     differentiated,
     drawn,
     forms,
-)
-from tests.embedding_oracle import (
-    OUTSIDE,
-    PADDED,
-    combined,
     looked_up,
     normal,
     sources,

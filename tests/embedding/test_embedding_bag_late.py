@@ -1,4 +1,4 @@
-"""`embedding_bag` of ids and weights of every dtype, and what only a run can tell."""
+"""`embedding_bag` of ids and weights of every dtype, what only a run can tell, and exports."""
 
 from typing import Any
 
@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.experimental import checkify
 
 import jmask
-from tests.bag_cases import CLOSE, COTANGENT, TABLE, B, D, L, V
-from tests.embedding_oracle import normal
+from tests.embedding_oracle import CLOSE, COTANGENT, TABLE, B, D, L, V, normal
+from tests.expressions import functions
 from tests.oracle import dense_twin
 
 # --- numbers of every dtype --------------------------------------------------------------
@@ -143,3 +144,35 @@ def test_row_sparse_inside(combiner: str, program: str) -> None:
         gradient = jax.jit(jmask.grad(whole))(TABLE)
     expected = sum(jax.grad(loss)(TABLE, i) for i in ids)
     np.testing.assert_allclose(dense_twin(gradient), expected, **CLOSE)
+
+
+# --- models exported for any size of the batch ----------------------------------------
+
+NINE_ROWS = jnp.asarray(np.random.default_rng(0).normal(size=(9, 3)), jnp.float32)
+MANY_IDS = np.random.default_rng(1).integers(-1, 10, (5000, 2)).astype(np.int32)
+
+SGD = jmask.sgd(0.1)
+MODELS = functions("t, ids", {**vars(jmask), **globals()})("""
+    embedding_lookup(t, ids); embedding_lookup(t, ids, max_norm=1.0);
+    embedding_lookup(t, ids, mode="clip"); PackedTable.pack(t)[ids]; embedding_bag(t, ids);
+    embedding_bag(t, ids, combiner="mean", padding_id=-1);
+    embedding_bag(t, ids, combiner="sqrtn", weights=ids.astype(np.float32));
+    embedding_bag(t, ids, combiner="max", padding_id=-1);
+    embedding_bag(t, ids[:, 0], segment_ids=ids[:, 1], num_segments=9, mode="zero");
+    grad(lambda t: jnp.sum(jnp.tanh(t[ids])))(t).values;
+    grad(lambda t: jnp.sum(embedding_bag(t, ids) ** 2))(t).values;
+    apply_gradients(SGD, grad(lambda t: jnp.sum(t[ids] ** 3))(t), SGD.init(t), t)[0]
+""")
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", MODELS)
+def test_any_batch(name):
+    model = MODELS[name]
+    ids = jax.ShapeDtypeStruct(export.symbolic_shape("b, 2"), np.int32)
+    exported = export.export(jax.jit(model))(NINE_ROWS, ids)
+    for size in (3, 5000):  # rows of many bags are summed in blocks where the size is known
+        result = exported.call(NINE_ROWS, MANY_IDS[:size])
+        np.testing.assert_allclose(
+            result, model(NINE_ROWS, MANY_IDS[:size]), rtol=1e-4, atol=1e-4
+        )

@@ -52,18 +52,14 @@ class TestToolsThatWork:
         chex.assert_trees_all_close({"x": x}, {"x": x})
         chex.assert_trees_all_equal({"x": x}, {"x": x})
         chex.assert_tree_all_finite({"x": x})
-        other = jax.tree.unflatten(
-            jax.tree.structure(x), [_doubled(leaf) for leaf in jax.tree.leaves(x)]
-        )
+        other = _doubled(x)
         with pytest.raises(AssertionError, match="differ in leaves"):
             chex.assert_trees_all_close(x, other)
 
     def test_msgpack(self, kind):
         x = TENSORS[kind]
         saved = flax.serialization.to_bytes({"x": x})
-        like = jax.tree.unflatten(
-            jax.tree.structure(x), [_doubled(leaf) for leaf in jax.tree.leaves(x)]
-        )
+        like = _doubled(x)
         restored = flax.serialization.from_bytes({"x": like}, saved)["x"]
         assert jax.tree.structure(restored) == jax.tree.structure(x)
         np.testing.assert_array_equal(_dense(restored), _dense(x))
@@ -107,9 +103,12 @@ def _dense(x):
     return np.asarray(jmask.todense(x))
 
 
-def _doubled(leaf):
-    is_number = jnp.issubdtype(leaf.dtype, jnp.floating)
-    return leaf * 2 if is_number else leaf
+def _doubled(x):
+    leaves, structure = jax.tree.flatten(x)
+    floating = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+    return structure.unflatten(
+        [x * 2 if f else x for x, f in zip(leaves, floating, strict=True)]
+    )
 
 
 def test_formats():
@@ -142,11 +141,8 @@ class TestArgumentsOfGrad:
         params = {"t": TABLE, "n": jnp.array([1, 2]), "flag": jnp.array(True)}
 
         def loss(params, ids):
-            return (
-                jnp.sum(params["t"][ids])
-                * params["n"].sum()
-                * jnp.where(params["flag"], 1.0, 2.0)
-            )
+            scale = params["n"].sum() * jnp.where(params["flag"], 1.0, 2.0)
+            return jnp.sum(params["t"][ids]) * scale
 
         value, gradient = jmask.value_and_grad(loss, allow_int=True)(params, IDS)
         expected_value, expected = jax.value_and_grad(loss, allow_int=True)(params, IDS)

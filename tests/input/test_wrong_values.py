@@ -1,18 +1,198 @@
 """Every argument of every public function is given what it does not take, one value at a time.
 
 It refuses by the name of the argument, or the table says why it is right to take the value.
-The tables are in arguments.py and optimizer_arguments.py, the values in wrong_values.py.
+The rows of arguments.txt and transformations.txt: an argument, what it is given and takes of
+that, as in `Arg`, and the call with the value `v`.
+
+    | renormalize(padding_id): INTEGER, DEFAULT | NO_ROW
+    |     jmask.renormalize(TABLE, IDS, 1.0, padding_id=v)
+
+The words in capitals are what is given in turn, by what the argument takes, and reasons to take
+it. `Foreign` is a tensor of another framework as Python sees one: it has a shape, a dtype that
+is not NumPy's, and becomes an array of NumPy if it is asked.
 """
 
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 import jmask
 from scripts import docs_pages
-from tests.input.arguments import TENSOR_ARGUMENTS
-from tests.input.optimizer_arguments import OPTIMIZER_ARGUMENTS
-from tests.input.wrong_values import Arg
+from tests import mistakes
+from tests.mistakes import GRADS, LAZY, PARAMS, TABLE
 
-ARGUMENTS: dict[str, Arg] = TENSOR_ARGUMENTS | OPTIMIZER_ARGUMENTS
+
+class Foreign:
+    """A tensor that is none of JAX's, like one of torch."""
+
+    shape = (6, 2)
+    ndim = 2
+    dtype = "torch.float32"
+    is_sparse = False
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.ones(self.shape, np.float32)
+
+
+OBJECTS = {
+    "None": None, "a string": "abc", "an object": object(), "a dict": {"a": 1.0},
+    "strings": np.array([["a", "b"]] * 6), "another framework's": Foreign(), "a function": len,
+}  # fmt: skip
+ARRAY = {
+    **OBJECTS,
+    "complex": jnp.full((6, 2), 1j),
+    "a scalar": jnp.float32(1),
+    "another shape": jnp.ones((3, 5, 7)),
+    "booleans": jnp.ones((6, 2), bool),
+    "nan": jnp.full((6, 2), jnp.nan),
+}
+NUMBER = {
+    **OBJECTS,
+    "nan": float("nan"),
+    "infinity": float("inf"),
+    "negative": -1.0,
+    "complex": 1j,
+    "two numbers": jnp.ones(2),
+    "True": True,
+}
+INTEGER = {**NUMBER, "a half": 0.5, "negative": -1}
+FLAG = {**OBJECTS, "1": 1, "0.0": 0.0, "an array": jnp.array([True])}
+NAME = {**OBJECTS, "another name": "other", "1": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Arg:
+    """One argument of one function.
+
+    Attributes:
+        call: with the value in its place.
+        values: what is given.
+        takes: for what is rightly taken the reason.
+        elsewhere: for what another library or the caller's own function refuses, which.
+        named: what in backticks the error begins a name with; by default the argument.
+    """
+
+    call: Callable[[Any], object]
+    values: Mapping[str, Any]
+    takes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    named: tuple[str, ...] = ()
+
+
+def because(reason: str, *names: str) -> dict[str, str]:
+    """The same reason for several values."""
+    return dict.fromkeys(names, reason)
+
+
+def without(table: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {k: v for k, v in table.items() if k != name}
+
+
+FUNCTION = without(OBJECTS, "a function") | {"an array": jnp.ones(2)}
+DEFAULT = because("None is the default", "None")
+ANY = because(
+    "any tensor of numbers", "complex", "a scalar", "another shape", "booleans", "nan"
+)
+OF_THIS_SHAPE = because("any numbers of this shape", "complex", "booleans", "nan")
+REAL = because(
+    "nan is what a computation gave, and no mistake of a call", "another shape", "nan"
+)
+PAIRS = because("a complex table is two real ones", "complex")
+INEXACT = REAL | PAIRS
+NAN = because("nan is a number: skip_nonfinite and drop_nonfinite_rows are for it", "nan")
+TREE = because("a tree, which None and a dict of numbers are", "None", "a dict")
+WHATEVER = because("leaves that are no tensors stay as they are", *ARRAY)
+SIGNED = because("a number of either sign", "negative")
+FILL = because("any number", "nan", "infinity", "negative", "True")
+FROM_THE_END = because("counts from the end", "negative")
+GREATEST = because("the greatest entry", "infinity")
+NO_ROW = because("an id that no row has", "negative")
+OWN = "the loss function fails on it, with an error of its own"
+OF_THE_LOSS = because(OWN, "None", "a dict", "a scalar", "complex")
+OF_OPTAX = because("optax.chain unpacks the state before jmask is reached", *OBJECTS)
+SUMMED = TREE | ANY
+SCALED = without(SUMMED, "booleans")
+
+# What stands beside the value in calls.
+MASKED = jmask.masked_tensor(TABLE, TABLE > 0)
+BAGS, SQUARE = jnp.array([[1, 2], [3, 4]]), jnp.ones((2, 2))
+ADAGRAD = jmask.adagrad(0.1)
+LOADED = {"step": 1, "sum": np.ones((6, 2))}
+
+
+def step(tx: Any, grads: Any = GRADS, params: Any = PARAMS) -> Any:
+    return tx.update(grads, tx.init(PARAMS), params)
+
+
+def mapped(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A collective of a value under `vmap`."""
+    return lambda v: jax.vmap(lambda _: function(v, "i"), axis_name="i")(jnp.ones(2))
+
+
+_ROW = re.compile(r"^(?P<name>[^:\n]+): (?P<given>.*)\n    (?P<call>.*)$", re.M)
+NAMES = {**vars(mistakes), **globals()}
+
+
+def read(file: str, **names: Any) -> dict[str, Arg]:
+    """The rows of a table, with what `names` has in them."""
+    return {
+        name: eval(f"Arg(lambda v: {call}, {given})", NAMES | names)
+        for name, given, call in _ROW.findall(Path(__file__).with_name(file).read_text())
+    }
+
+
+ARGUMENTS = read("arguments.txt")
+
+# Named optimizers have every argument of their signature.
+SCHEDULED = because("a schedule", "a function")
+TAKES = {
+    "learning_rate": SCHEDULED,
+    "clip_gradient": DEFAULT,
+    "rescale_grad": SIGNED,
+    "state_dtype": DEFAULT,
+    "mu_dtype": DEFAULT,
+    "mask": DEFAULT | because("a function of the parameters", "a function"),
+    "adamw(weight_decay)": SCHEDULED,
+}
+BUILDERS = (jmask.sgd, jmask.adam, jmask.rowwise_adam)
+BUILDERS += (jmask.adamw, jmask.adagrad, jmask.rowwise_adagrad, jmask.ftrl)
+for build in BUILDERS:
+    for name, parameter in inspect.signature(build).parameters.items():
+        title = f"{build.__name__}({name})"
+        beside = {"momentum": 0.9} if title == "sgd(nesterov)" else {}
+        names = ("decay_mode", "state_dtype", "mu_dtype", "count", "mask")
+        kind = NAME if name in names else NUMBER
+        ARGUMENTS[title] = Arg(
+            lambda v, f=build, n=name, k=beside: f(**{"learning_rate": 0.1, **k, n: v}),
+            FLAG if isinstance(parameter.default, bool) else kind,
+            TAKES.get(title) or TAKES.get(name, {}),
+        )
+
+OPTIMIZERS = {
+    "adagrad": ADAGRAD,
+    "lazy": LAZY,
+    "dense": jmask.adam(0.1, lazy_update=False),
+    "skip": jmask.skip_nonfinite(ADAGRAD),
+    "multi": jmask.multi_steps(ADAGRAD, 2, GRADS),
+    "drop": optax.chain(jmask.drop_nonfinite_rows(), ADAGRAD),
+    "densify": optax.chain(jmask.densify(), ADAGRAD),
+    "clip": optax.chain(jmask.clip_by_row_norm(1.0), ADAGRAD),
+    "bound": optax.chain(ADAGRAD, jmask.max_row_norm(1.0)),
+}
+for name, tx in OPTIMIZERS.items():
+    of_optax = OF_OPTAX if name in ("drop", "densify", "clip", "bound") else {}
+    of_numbers = {} if name == "multi" else NAN
+    rows = read("transformations.txt", tx=tx, OF_GRADIENTS=of_numbers, OF_STATES=of_optax)
+    ARGUMENTS |= {title.replace("tx", name): row for title, row in rows.items()}
 
 
 def complaint(argument: Arg, named: tuple[str, ...], what: str) -> str | None:
@@ -43,26 +223,13 @@ def test_argument(name):
 
 def test_every_public_function_is_listed():
     no_arguments = {"densify", "drop_nonfinite_rows", "strict"}
-    made_by_others = {
-        "DeferredTable",
-        "MaskedTensor",
-        "PackedTable",
-        "PaddedBags",
-        "ShardedTable",
-    }
+    made_by_others = set(
+        "DeferredTable MaskedTensor PackedTable PaddedBags ShardedTable".split()
+    )
     classes = {"GradcheckError", "StorageFallbackWarning"}
-    modules = {  # which take what jax.numpy takes
-        "nn",
-        "nnx",
-        "numpy",
-        "sparsecore",
-        "tree",
-    }
+    modules = {"nn", "nnx", "numpy", "sparsecore", "tree"}  # take what jax.numpy takes
     public = {name for name in dir(jmask) if not name.startswith("_")}
     listed = {name.split("(")[0].split(".")[0].split("[")[0] for name in ARGUMENTS}
-    assert public - no_arguments - made_by_others - classes - modules <= listed
-    of_jax = {"leaves", "map"}  # take what jax.tree takes
-    functions = {
-        f"tree.{name}" for name in docs_pages.public_names(jmask.tree) if name not in of_jax
-    }
-    assert functions <= {name.split("(")[0] for name in ARGUMENTS}
+    assert public - no_arguments - set(made_by_others) - classes - modules <= listed
+    of_tree = set(docs_pages.public_names(jmask.tree)) - {"leaves", "map"}  # as in jax.tree
+    assert {f"tree.{name}" for name in of_tree} <= {name.split("(")[0] for name in ARGUMENTS}

@@ -53,19 +53,18 @@ STEPS: dict[str, Step] = {
     "several lookups": Step(ADAMW, loss=squares_of_several_lookups),
     "lookups in scan": Step(ADAMW, loss=squares_in_scan),
     "apply_gradients": Step(ADAMW, apply=jmask.apply_gradients),
-    "one pass, adam": Step(OPTIMIZERS["adam"], apply=jmask.apply_gradients),
-    "one pass, ftrl": Step(OPTIMIZERS["ftrl"], apply=jmask.apply_gradients),
-    "one pass, clipped": Step(OPTIMIZERS["clipped optax.adam"], apply=jmask.apply_gradients),
-    "one pass, unless not finite": Step(
-        OPTIMIZERS["adam unless not finite"], apply=jmask.apply_gradients
-    ),
+    **{
+        f"one pass, {name}": Step(OPTIMIZERS[name], apply=jmask.apply_gradients)
+        for name in (
+            *("adam", "ftrl", "adagrad", "clipped optax.adam", "adam unless not finite"),
+            "sgd with all terms",
+        )
+    },
     "float16, rounded stochastically": Step(
         jmask.adagrad(state_dtype=jnp.float32), dtype=jnp.float16, apply=rounded_stochastically
     ),
-    "one pass, adagrad": Step(OPTIMIZERS["adagrad"], apply=jmask.apply_gradients),
     # No gradient depends on what is read, and still it is read before the table is written.
     "linear loss": Step(ADAMW, loss=linear),
-    "one pass, momentum": Step(OPTIMIZERS["sgd with all terms"], apply=jmask.apply_gradients),
 }
 
 NARROW: dict[str, Step] = {
@@ -179,20 +178,11 @@ def test_control_dense_steps_make_tables(step: Step) -> None:
     {
         name: STEPS[name]
         for name in (
-            "sgd with all terms",
-            "rowwise adagrad",
-            "adam unless not finite",
-            "adam within norms",
-            "clipped optax.adam",
-            "injected optax.adam",
-            "partition",
-            "several lookups",
-            "lookups in scan",
-            "one pass, adam",
-            "one pass, clipped",
-            "one pass, unless not finite",
-            "float16, rounded stochastically",
-            "bfloat16, float32 updates",
+            *("sgd with all terms", "rowwise adagrad", "adam unless not finite", "partition"),
+            *("adam within norms", "clipped optax.adam", "injected optax.adam"),
+            *("several lookups", "lookups in scan", "one pass, adam"),
+            *("one pass, clipped optax.adam", "one pass, adam unless not finite"),
+            *("float16, rounded stochastically", "bfloat16, float32 updates"),
         )
     }
 )

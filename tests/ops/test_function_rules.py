@@ -16,6 +16,7 @@ import jmask
 import jmask.numpy as jnm
 from jmask import nn
 from jmask._tensors.masked_tensor import is_tensor
+from tests.expressions import functions
 from tests.masked_cases import KINDS, MASKS, POISON, SHAPE, build, clean_numbers, compare
 
 # numpy.ma computes with what lies under the mask, and says so.
@@ -75,29 +76,17 @@ def test_unique_says_where_and_how_often():
     ]
 
 
-PLAIN = {
-    "quantile": lambda np, x: np.quantile(x, 0.3, axis=0),
-    "ptp": lambda np, x: np.ptp(x, axis=1),
-    "trace": lambda np, x: np.trace(x),
-    "outer": lambda np, x: np.outer(x, x),
-    "inner": lambda np, x: np.inner(x, x),
-    "tensordot": lambda np, x: np.tensordot(x, x),
-    "vdot": lambda np, x: np.vdot(x, x),
-    "matmul": lambda np, x: np.matmul(x, jnp.cos(jnp.arange(9.0)).reshape(3, 3)),
-    "einsum": lambda np, x: np.einsum("ij,kj", x, jnp.cos(jnp.arange(9.0)).reshape(3, 3)),
-    "cov": lambda np, x: np.cov(x),
-    "corrcoef": lambda np, x: np.corrcoef(x, x[::-1]),
-    "diff": lambda np, x: np.diff(x, append=x),
-    "histogram": lambda np, x: np.histogram(x, 3),
-    "bincount": lambda np, x: np.bincount(np.ravel(np.abs(x)).astype(jnp.int32)),
-    "unique": lambda np, x: np.unique(x, return_counts=True),
-    "nonzero": lambda np, x: np.nonzero(x),
-    "allclose": lambda np, x: np.allclose(x, x),
-    "array_equal": lambda np, x: np.array_equal(x, np.abs(x)),
-    "select": lambda np, x: np.select([x < 0], [x * 2], x * 0),
-    "heaviside": lambda np, x: np.heaviside(x, np.abs(x)),
-    "copysign": lambda np, x: np.copysign(np.abs(x), x),
-} | {
+_CALLS = functions("np, x", globals())("""
+    np.quantile(x, 0.3, axis=0); np.ptp(x, axis=1); np.trace(x); np.outer(x, x);
+    np.inner(x, x); np.tensordot(x, x); np.vdot(x, x); np.matmul(x, COSINES);
+    np.einsum("ij,kj", x, COSINES); np.cov(x); np.corrcoef(x, x[::-1]); np.diff(x, append=x);
+    np.histogram(x, 3); np.bincount(np.ravel(np.abs(x)).astype(jnp.int32));
+    np.unique(x, return_counts=True); np.nonzero(x); np.allclose(x, x);
+    np.array_equal(x, np.abs(x)); np.select([x < 0], [x * 2], x * 0);
+    np.heaviside(x, np.abs(x)); np.copysign(np.abs(x), x)
+""")
+COSINES = jnp.cos(jnp.arange(9.0)).reshape(3, 3)
+PLAIN = {call.partition("(")[0].removeprefix("np."): f for call, f in _CALLS.items()} | {
     f"nan{name}": lambda np, x, name=name: getattr(np, f"nan{name}")(x, axis=1)
     for name in "sum prod mean max min std var median cumsum cumprod argmax argmin".split()
 }
@@ -124,11 +113,8 @@ def test_ordinary_tensors_are_as_in_jax(name, storage):
     if name in ("corrcoef", "diff", "bincount", "select") and storage != "array":
         x = jmask.cast_storage(x, "default")
     result = PLAIN[name](jnm, x)
-    result = jax.tree.map(
-        lambda a: jmask.cast_storage(a, "default"),
-        result,
-        is_leaf=is_tensor,
-    )
+    to_dense = lambda a: jmask.cast_storage(a, "default")
+    result = jax.tree.map(to_dense, result, is_leaf=is_tensor)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), result, expected)
     if storage == "array":
         result = jnm.array_equal(x, x, equal_nan=True)

@@ -17,6 +17,7 @@ import jmask
 import jmask.numpy as jnm
 from jmask import nn
 from jmask._tensors.masked_tensor import is_tensor
+from tests.expressions import functions, rows
 from tests.masked_cases import (
     KINDS,
     MASKS,
@@ -107,18 +108,6 @@ def _weights():
     return jmask.masked_tensor(_float(np.where(KNOWN, OTHER, np.nan)), KNOWN)
 
 
-def _log_mean_exp(x):
-    return np.log(np.mean(np.exp(x)))
-
-
-def _standardized(x):
-    return (x - x.mean(1, keepdims=True)) / ma.sqrt(x.var(1, keepdims=True) + 1e-5)
-
-
-def _glu(x):
-    return x[:2] / (1 + ma.exp(-x[2:]))
-
-
 def _select(x):
     hidden = ma.getmaskarray(x)
     return ma.array(np.select([x.data < 0, x.data > 1], [-x.data, OTHER], 7.0), mask=hidden)
@@ -128,8 +117,17 @@ def _float(x):
     return jnp.asarray(x, jnp.result_type(float))
 
 
-def _q(function, *args, **kwargs):
-    return functools.partial(function, q=args[0], **kwargs)
+def _quantile(q):
+    return lambda v: np.quantile(v, q)
+
+
+def _pairs(text):
+    """Read by name what jmask computes of `x`, and what NumPy computes of a masked array."""
+    read = functions("x", globals())
+    return {
+        name: tuple(f for code in codes for f in read(code).values())
+        for name, *codes in rows(text)
+    }
 
 
 def _softmax(x):
@@ -199,144 +197,81 @@ def _normalized(function, model):
 SMOOTH = {
     **{name: _reduced(*row) for name, row in REDUCTIONS.items()},
     **{name: _normalized(*row) for name, row in NORMALIZED.items()},
-    "quantile": (_q(jnm.quantile, 0.3), along(lambda v: np.quantile(v, 0.3))),
-    "quantile rows": (_q(jnm.quantile, 0.6, axis=1), along(lambda v: np.quantile(v, 0.6), 1)),
-    "quantiles": (
-        lambda x: jnm.quantile(x, jnp.array([0.0, 0.25, 1.0]), axis=0),
-        lambda x: ma.stack(
-            [along(lambda v, q=q: np.quantile(v, q), 0)(x) for q in (0, 0.25, 1)]
-        ),
-    ),
-    "percentile": (_q(jnm.percentile, 80, axis=0), along(lambda v: np.percentile(v, 80), 0)),
-    "ptp": (lambda x: x.ptp(), along(np.ptp)),
-    "ptp columns": (lambda x: jnm.ptp(x, axis=0), along(np.ptp, 0)),
-    "logmeanexp": (lambda x: nn.logmeanexp(x, axis=1), along(_log_mean_exp, 1)),
-    "cumlogsumexp": (
-        lambda x: jnm.cumlogsumexp(x, axis=1),
-        over(np.logaddexp.accumulate, 1),
-    ),
-    "cumsum": (lambda x: jnm.cumsum(x, axis=0), over(np.cumsum, 0)),
-    "cumsum of all": (jnm.cumsum, lambda x: over(np.cumsum, None)(x).ravel()),
-    "cumprod": (lambda x: jnm.cumprod(x, axis=-1), over(np.cumprod, -1)),
-    "cumprod of zeros": (
-        lambda x: jnm.cumprod(jnm.where(x < 0.4, x, 0.0), axis=1),
-        lambda x: over(np.cumprod, 1)(ma.where(ma.getdata(x) < 0.4, x, 0 * x)),
-    ),
-    "diff": (jnm.diff, lambda x: ma.diff(x)),
-    "diff twice": (lambda x: jnm.diff(x, 2, axis=0), lambda x: ma.diff(x, 2, axis=0)),
-    "diff appended": (
-        lambda x: jnm.diff(x, axis=0, prepend=1.0, append=_float(OTHER)),
-        lambda x: ma.diff(ma.concatenate([np.ones((1, 3)), x, OTHER]), axis=0),
-    ),
-    "cov": (jnm.cov, ma.cov),
-    "cov columns": (
-        lambda x: jnm.cov(x, rowvar=False, bias=True),
-        lambda x: ma.cov(x, rowvar=False, bias=True),
-    ),
-    "cov of two": (
-        lambda x: jnm.cov(x, _float(OTHER), ddof=0),
-        lambda x: ma.cov(x, ma.array(OTHER), ddof=0),
-    ),
-    "cov of one": (lambda x: jnm.cov(x[0]), lambda x: ma.cov(x[0])),
-    "trace": (lambda x: x.trace(), along(np.sum)),
-    "trace above": (lambda x: jnm.trace(x, 1), along(np.sum)),
-    "outer": (lambda x: jnm.outer(x, _float(OTHER[0])), lambda x: ma.outer(x, OTHER[0])),
-    "outer of two": (lambda x: jnm.outer(x[0], x[1]), lambda x: ma.outer(x[0], x[1])),
-    "inner": (lambda x: jnm.inner(x, _float(OTHER)), _of_products(np.inner)),
-    "tensordot": (
-        lambda x: jnm.tensordot(x, _float(OTHER), axes=([0], [0])),
-        _of_products(lambda x, y: np.tensordot(x, y, axes=([0], [0]))),
-    ),
-    "vdot": (lambda x: jnm.vdot(x, _float(OTHER)), _of_products(np.vdot)),
-    "dot": (lambda x: x.dot(_float(OTHER.T)), _of_products(np.dot, OTHER.T)),
-    "matmul": (lambda x: x @ _float(OTHER.T), _of_products(np.matmul, OTHER.T)),
-    "matmul from the left": (
-        lambda x: _float(OTHER.T) @ x,
-        lambda x: _product(ma.array(OTHER.T), x),
-    ),
-    "matmul of masked": (
-        lambda x: jnm.matmul(x, _weights().T),
-        lambda x: _product(x, WEIGHTS.T),
-    ),
-    "matmul of itself": (lambda x: jnm.matmul(x.T, x), lambda x: _product(x.T, x)),
-    "einsum": (
-        lambda x: jnm.einsum("bij,kj->bik", jnm.reshape(x, (1, 4, 3)), _weights()),
-        lambda x: _product(x, WEIGHTS.T)[None],
-    ),
-    "linear": (
-        lambda x: tuple(nn.linear(x, _weights(), b) for b in (None, _float(OTHER[:, 0]))),
-        lambda x: tuple(_product(x, WEIGHTS.T) + b for b in (0, OTHER[:, 0])),
-    ),
-    "select": (lambda x: jnm.select([x < 0, x > 1], [-x, _float(OTHER)], 7.0), _select),
-    "top_k": (
-        lambda x: jnm.top_k(x, 2)[0],
-        lambda x: ma.array([ma.sort(-r, endwith=True)[:2] * -1 for r in x]),
-    ),
-    "standardize": (nn.standardize, _standardized),
-    "standardize by": (
-        lambda x: nn.standardize(
-            x, mean=_float(2.0), epsilon=1.0, axis=0, variance=_float(3.0)
-        ),
-        lambda x: (x - 2) / 2,
-    ),
-    "glu": (lambda x: nn.glu(x, axis=0), _glu),
-    "masked_greater": (
-        lambda x: jnm.masked_greater(x, 0.5),
-        lambda x: ma.masked_greater(x, 0.5),
-    ),
+    **_pairs("""
+    quantile | jnm.quantile(x, q=0.3) | along(_quantile(0.3))(x)
+    quantile rows | jnm.quantile(x, q=0.6, axis=1) | along(_quantile(0.6), 1)(x)
+    quantiles | jnm.quantile(x, jnp.array([0.0, 0.25, 1.0]), axis=0) |
+        ma.stack([along(_quantile(q), 0)(x) for q in (0, 0.25, 1)])
+    percentile | jnm.percentile(x, q=80, axis=0) | along(lambda v: np.percentile(v, 80), 0)(x)
+    ptp | x.ptp() | along(np.ptp)(x)
+    ptp columns | jnm.ptp(x, axis=0) | along(np.ptp, 0)(x)
+    logmeanexp | nn.logmeanexp(x, axis=1) | along(lambda v: np.log(np.mean(np.exp(v))), 1)(x)
+    cumlogsumexp | jnm.cumlogsumexp(x, axis=1) | over(np.logaddexp.accumulate, 1)(x)
+    cumsum | jnm.cumsum(x, axis=0) | over(np.cumsum, 0)(x)
+    cumsum of all | jnm.cumsum(x) | over(np.cumsum, None)(x).ravel()
+    cumprod | jnm.cumprod(x, axis=-1) | over(np.cumprod, -1)(x)
+    cumprod of zeros | jnm.cumprod(jnm.where(x < 0.4, x, 0.0), axis=1) |
+        over(np.cumprod, 1)(ma.where(ma.getdata(x) < 0.4, x, 0 * x))
+    diff | jnm.diff(x) | ma.diff(x)
+    diff twice | jnm.diff(x, 2, axis=0) | ma.diff(x, 2, axis=0)
+    diff appended | jnm.diff(x, axis=0, prepend=1.0, append=_float(OTHER)) |
+        ma.diff(ma.concatenate([np.ones((1, 3)), x, OTHER]), axis=0)
+    cov | jnm.cov(x) | ma.cov(x)
+    cov columns | jnm.cov(x, rowvar=False, bias=True) | ma.cov(x, rowvar=False, bias=True)
+    cov of two | jnm.cov(x, _float(OTHER), ddof=0) | ma.cov(x, ma.array(OTHER), ddof=0)
+    cov of one | jnm.cov(x[0]) | ma.cov(x[0])
+    trace | x.trace() | along(np.sum)(x)
+    trace above | jnm.trace(x, 1) | along(np.sum)(x)
+    outer | jnm.outer(x, _float(OTHER[0])) | ma.outer(x, OTHER[0])
+    outer of two | jnm.outer(x[0], x[1]) | ma.outer(x[0], x[1])
+    inner | jnm.inner(x, _float(OTHER)) | _of_products(np.inner)(x)
+    tensordot | jnm.tensordot(x, _float(OTHER), axes=([0], [0])) |
+        _of_products(lambda x, y: np.tensordot(x, y, axes=([0], [0])))(x)
+    vdot | jnm.vdot(x, _float(OTHER)) | _of_products(np.vdot)(x)
+    dot | x.dot(_float(OTHER.T)) | _of_products(np.dot, OTHER.T)(x)
+    matmul | x @ _float(OTHER.T) | _of_products(np.matmul, OTHER.T)(x)
+    matmul from the left | _float(OTHER.T) @ x | _product(ma.array(OTHER.T), x)
+    matmul of masked | jnm.matmul(x, _weights().T) | _product(x, WEIGHTS.T)
+    matmul of itself | jnm.matmul(x.T, x) | _product(x.T, x)
+    einsum | jnm.einsum("bij,kj->bik", jnm.reshape(x, (1, 4, 3)), _weights()) |
+        _product(x, WEIGHTS.T)[None]
+    linear | tuple(nn.linear(x, _weights(), b) for b in (None, _float(OTHER[:, 0]))) |
+        tuple(_product(x, WEIGHTS.T) + b for b in (0, OTHER[:, 0]))
+    select | jnm.select([x < 0, x > 1], [-x, _float(OTHER)], 7.0) | _select(x)
+    top_k | jnm.top_k(x, 2)[0] | ma.array([ma.sort(-r, endwith=True)[:2] * -1 for r in x])
+    standardize | nn.standardize(x) |
+        (x - x.mean(1, keepdims=True)) / ma.sqrt(x.var(1, keepdims=True) + 1e-5)
+    standardize by |
+        nn.standardize(x, mean=_float(2.0), epsilon=1.0, axis=0, variance=_float(3.0)) |
+        (x - 2) / 2
+    glu | nn.glu(x, axis=0) | x[:2] / (1 + ma.exp(-x[2:]))
+    masked_greater | jnm.masked_greater(x, 0.5) | ma.masked_greater(x, 0.5)
+"""),
 }
 STEPS = {
     **{name: _reduced(*row) for name, row in (COUNTS | PLACES).items()},
-    "attention": (_attention, _attention_of_ma),
-    "top_k places": (
-        lambda x: jnm.top_k(x, 3, axis=0)[1],
-        lambda x: ma.array(
-            np.argsort(-x.filled(-1e9), axis=0, kind="stable")[:3],
-            mask=np.arange(3)[:, None] >= x.count(0),
-        ),
-    ),
-    "heaviside": (
-        lambda x: jnm.heaviside(x, 0.5),
-        lambda x: ma.array(np.heaviside(x.data, 0.5), mask=x.mask),
-    ),
-    "copysign": (
-        lambda x: jnm.copysign(2.0, x),
-        lambda x: ma.array(np.copysign(2.0, x.data), mask=x.mask),
-    ),
-    "isclose": (
-        lambda x: jnm.isclose(x, 0.5, atol=0.3),
-        lambda x: abs(x - 0.5) <= 0.3 + 0.5e-5,
-    ),
-    "histogram": (
-        lambda x: jnm.histogram(x, _float(EDGES))[0],
-        lambda x: np.histogram(x.compressed(), EDGES)[0],
-    ),
-    "weighted histogram": (
-        lambda x: jnm.histogram(x, 3, (-2.0, 2.0), _float(OTHER))[0],
-        lambda x: np.histogram(x.compressed(), 3, (-2, 2), weights=OTHER[~ma.getmaskarray(x)])[
-            0
-        ],
-    ),
-    "edges": (
-        lambda x: jnm.histogram(x, 4)[1],
-        lambda x: np.histogram_bin_edges(x.compressed(), 4),
-    ),
-    "bincount": (
-        lambda x: jnm.bincount(jnm.ravel(jnm.abs(x).astype(jnp.int32)), length=4),
-        lambda x: np.bincount(abs(x.compressed()).astype(int), minlength=4)[:4],
-    ),
-    "allclose": (
-        lambda x: jnm.allclose(x, _float(OTHER), atol=5.0),
-        lambda x: ma.allclose(x, OTHER, atol=5.0),
-    ),
-    "allclose, masked differ": (
-        lambda x: jnm.allclose(x, x, masked_equal=False),
-        lambda x: ma.allclose(x, x, masked_equal=False),
-    ),
-    "array_equal": (lambda x: jnm.array_equal(x, x), lambda x: ma.allequal(x, x)),
-    "count": (lambda x: x.count(axis=1), lambda x: x.count(axis=1)),
-    "count of all": (jnm.count, lambda x: x.count()),
-    "filled": (lambda x: x.filled(7), lambda x: x.filled(7)),
+    **_pairs("""
+    attention | _attention(x) | _attention_of_ma(x)
+    top_k places | jnm.top_k(x, 3, axis=0)[1] |
+        ma.array(np.argsort(-x.filled(-1e9), axis=0, kind="stable")[:3],
+        mask=np.arange(3)[:, None] >= x.count(0))
+    heaviside | jnm.heaviside(x, 0.5) | ma.array(np.heaviside(x.data, 0.5), mask=x.mask)
+    copysign | jnm.copysign(2.0, x) | ma.array(np.copysign(2.0, x.data), mask=x.mask)
+    isclose | jnm.isclose(x, 0.5, atol=0.3) | abs(x - 0.5) <= 0.3 + 0.5e-5
+    histogram | jnm.histogram(x, _float(EDGES))[0] | np.histogram(x.compressed(), EDGES)[0]
+    weighted histogram | jnm.histogram(x, 3, (-2.0, 2.0), _float(OTHER))[0] |
+        np.histogram(x.compressed(), 3, (-2, 2), weights=OTHER[~ma.getmaskarray(x)])[0]
+    edges | jnm.histogram(x, 4)[1] | np.histogram_bin_edges(x.compressed(), 4)
+    bincount | jnm.bincount(jnm.ravel(jnm.abs(x).astype(jnp.int32)), length=4) |
+        np.bincount(abs(x.compressed()).astype(int), minlength=4)[:4]
+    allclose | jnm.allclose(x, _float(OTHER), atol=5.0) | ma.allclose(x, OTHER, atol=5.0)
+    allclose, masked differ | jnm.allclose(x, x, masked_equal=False) |
+        ma.allclose(x, x, masked_equal=False)
+    array_equal | jnm.array_equal(x, x) | ma.allequal(x, x)
+    count | x.count(axis=1) | x.count(axis=1)
+    count of all | jnm.count(x) | x.count()
+    filled | x.filled(7) | x.filled(7)
+"""),
 }
 CONDITIONS = dict.fromkeys(
     "equal not_equal greater_equal less less_equal values".split(), (0.5,)
@@ -363,11 +298,11 @@ NAN = {
     "nancumprod": (lambda x: jnm.nancumprod(x, 0), over(np.cumprod, 0, nan=True)),
 }
 # Their size depends on the data.
-SIZED = {
-    "unique": (jnm.unique, lambda x: ma.unique(x)),
-    "compressed": (lambda x: x.compressed(), lambda x: x.compressed()),
-    "nonzero": (lambda x: x.nonzero(), lambda x: ma.nonzero(x)),
-}
+SIZED = _pairs("""
+    unique | jnm.unique(x) | ma.unique(x)
+    compressed | x.compressed() | x.compressed()
+    nonzero | x.nonzero() | ma.nonzero(x)
+""")
 
 
 # What is not made dense; products are not of these storages but `row_sparse`.

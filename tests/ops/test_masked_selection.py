@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 import jmask
 import jmask.numpy as jn
-from tests.moved_entries import (
+from tests.masked_cases import (
     MASK,
     assert_masked,
     case_id,

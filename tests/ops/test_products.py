@@ -16,18 +16,7 @@ import jmask
 from jmask import RowSparse
 from jmask._tensors.storage import stype, with_stored_values
 from tests.oracle import densified
-from tests.product_cases import (
-    COO,
-    CSR,
-    FEATURES,
-    ROWS,
-    STORED,
-    Case,
-    Form,
-    M,
-    V,
-    forms,
-)
+from tests.product_cases import COO, CSR, FEATURES, ROWS, STORED, Case, Form, M, V, forms
 from tests.sampling import chosen
 from tests.sparse_arrays import coo, csr
 
@@ -350,8 +339,7 @@ def test_dtypes_promote_as_in_jax(dtypes):
 
     exact = jnp.dot(a, b)
     for result in run(
-        [a, coo(a, 13), csr(a, 13), every_row(a)],
-        [every_row(b), b, every_row(b), b],
+        [a, coo(a, 13), csr(a, 13), every_row(a)], [every_row(b), b, every_row(b), b]
     ):
         assert result.dtype == exact.dtype
         np.testing.assert_array_equal(todense(result), exact)

@@ -19,6 +19,7 @@ from jax.experimental.sparse import BCOO
 
 import jmask
 import jmask.numpy as jnm
+from tests.expressions import functions
 
 pytestmark = pytest.mark.sampled
 
@@ -30,132 +31,51 @@ Y = jnp.asarray(NUMBERS.uniform(-0.9, -0.2, (3, WIDTH)), jnp.float32)
 DENSE = jnp.asarray(NUMBERS.normal(size=(ROWS, WIDTH)), jnp.float32)
 
 
-class Case(NamedTuple):
-    """A function of (namespace, x, y, d) and the storage of its result.
+# Expressions of a namespace `m`, tensors `x` and `y`, and an array `d`, by the storage of the
+# result: "rows", "dense" where it is dense by right, "fallback" where that is announced.
+EXPRESSIONS = {
+    "rows": """
+        x * 3; 3.0 * x; x / 3; x * d[0, 0]; x / d[0, 0]; -x; +x; abs(x); x + 0; x - 0; 0 - x;
+        x > 0; x < 0; x != 0; x ** 2; x // 0.3; x % 0.3; m.maximum(x, 0); m.clip(x, -0.3, 0.3);
+        x.clip(-0.3, 0.3); m.clip(x, None, 0.3); m.maximum(x, 0.0); x + y; x - y; x * y; x * x;
+        m.maximum(x, y); m.hypot(x, y + x); x < y; (x > 0.5) | (y < -0.5); x * d; d * x;
+        x * d[0]; x * d[:, :1]; x[:, :1] * d; x * d * y; m.where(d > 0, x, 0);
+        m.where(d > 0, x, y); m.where(x > 0.5, d, 0); m.zeros_like(x) + x; m.copy(x);
+        m.sum(x, axis=1); m.sum(x, axis=1, keepdims=True); m.mean(x, axis=-1);
+        m.max(x + y, axis=1); m.prod(x, axis=1); m.sum(m.square(x), axis=1); x[1:5]; x[0:5:2];
+        x[::-1]; x[4::-3]; x[4:1]; x[...]; x[:, 1]; x[..., -1]; x[:, 1:];
+        x[:, jnp.array([2, 0])]; x[1:, ::-1]; x[:, None]; m.concatenate([x, y, x]);
+        m.concatenate([x, y], axis=1); m.vstack([x, y]); m.hstack([y, x[:, :2]]);
+        x.reshape(ROWS, WIDTH, 1); m.expand_dims(x, 1); m.squeeze(x[:, :1]);
+        m.transpose(x[:, None], (0, 2, 1)); x @ d[:WIDTH]; m.matmul(x, d[0])
+    """,
+    "dense": """
+        x + d; d + x; x - d; d - x; m.sum(x); m.sum(x, axis=0); m.mean(x); m.mean(x, axis=0);
+        m.max(-x); m.max(x, axis=0); x.min(); m.prod(x); x[4]; x[-2]; x[4, 2];
+        x[jnp.array([[4, 0], [-2, 4]])]; x[[4, 1], 1:]; x[np.arange(ROWS) > 2]; d.T @ x;
+        m.dot(d.T, x)
+    """,
+    "fallback": """
+        m.clip(x, max=d); x + 2; 1 - x; x + d[0, 0]; m.where(x > 0, 2 / x, 0); x == 0; x >= 0;
+        m.clip(x, 0.1, 0.3); m.power(x, 0); m.nan_to_num(x / (y + x + d)); x + d[0];
+        m.maximum(x, d); x / d; m.where(x > 0.5, 0, d); m.where(d > 0, x, 1);
+        m.ones_like(x) * x; m.std(x); x[None]; x[[4, 1], [0, 2]]; m.concatenate([x, d]);
+        m.stack([x, y]); x.ravel(); m.einsum('ij,ij->i', x, d); x.T
+    """,
+}
 
-    "rows", "dense" where it is dense by right, "fallback" where that is announced.
-    """
+
+class Case(NamedTuple):
+    """A function of (m, x, y, d), and the storage of its result."""
 
     function: Callable[..., Any]
     result: str
 
 
-CASES: dict[str, Case] = {
-    "x * s": Case(lambda m, x, y, d: x * 3, "rows"),
-    "s * x": Case(lambda m, x, y, d: 3.0 * x, "rows"),
-    "x / s": Case(lambda m, x, y, d: x / 3, "rows"),
-    "x * traced s": Case(lambda m, x, y, d: x * d[0, 0], "rows"),
-    "x / traced s": Case(lambda m, x, y, d: x / d[0, 0], "rows"),
-    "-x": Case(lambda m, x, y, d: -x, "rows"),
-    "+x": Case(lambda m, x, y, d: +x, "rows"),
-    "abs(x)": Case(lambda m, x, y, d: abs(x), "rows"),
-    "x + 0": Case(lambda m, x, y, d: x + 0, "rows"),
-    "x - 0": Case(lambda m, x, y, d: x - 0, "rows"),
-    "0 - x": Case(lambda m, x, y, d: 0 - x, "rows"),
-    "x > 0": Case(lambda m, x, y, d: x > 0, "rows"),
-    "x < 0": Case(lambda m, x, y, d: x < 0, "rows"),
-    "x != 0": Case(lambda m, x, y, d: x != 0, "rows"),
-    "x ** 2": Case(lambda m, x, y, d: x**2, "rows"),
-    "x // s": Case(lambda m, x, y, d: x // 0.3, "rows"),
-    "x % s": Case(lambda m, x, y, d: x % 0.3, "rows"),
-    "maximum(x, 0)": Case(lambda m, x, y, d: m.maximum(x, 0), "rows"),
-    "clip": Case(lambda m, x, y, d: m.clip(x, -0.3, 0.3), "rows"),
-    "clip, method": Case(lambda m, x, y, d: x.clip(-0.3, 0.3), "rows"),
-    "clip, no lower bound": Case(lambda m, x, y, d: m.clip(x, None, 0.3), "rows"),
-    "clip, by name": Case(lambda m, x, y, d: m.clip(x, max=d), "fallback"),
-    "relu": Case(lambda m, x, y, d: m.maximum(x, 0.0), "rows"),
-    "x + s": Case(lambda m, x, y, d: x + 2, "fallback"),
-    "s - x": Case(lambda m, x, y, d: 1 - x, "fallback"),
-    "x + traced s": Case(lambda m, x, y, d: x + d[0, 0], "fallback"),
-    "s / x": Case(lambda m, x, y, d: m.where(x > 0, 2 / x, 0), "fallback"),
-    "x == 0": Case(lambda m, x, y, d: x == 0, "fallback"),
-    "x >= 0": Case(lambda m, x, y, d: x >= 0, "fallback"),
-    "clip above 0": Case(lambda m, x, y, d: m.clip(x, 0.1, 0.3), "fallback"),
-    "x ** 0": Case(lambda m, x, y, d: m.power(x, 0), "fallback"),
-    "x + y": Case(lambda m, x, y, d: x + y, "rows"),
-    "x - y": Case(lambda m, x, y, d: x - y, "rows"),
-    "x * y": Case(lambda m, x, y, d: x * y, "rows"),
-    "x * x": Case(lambda m, x, y, d: x * x, "rows"),
-    "maximum(x, y)": Case(lambda m, x, y, d: m.maximum(x, y), "rows"),
-    "hypot(x, y)": Case(lambda m, x, y, d: m.hypot(x, y + x), "rows"),
-    "x < y": Case(lambda m, x, y, d: x < y, "rows"),
-    "x / y": Case(lambda m, x, y, d: m.nan_to_num(x / (y + x + d)), "fallback"),
-    "sum of bools": Case(lambda m, x, y, d: (x > 0.5) | (y < -0.5), "rows"),
-    "x * d": Case(lambda m, x, y, d: x * d, "rows"),
-    "d * x": Case(lambda m, x, y, d: d * x, "rows"),
-    "x * row": Case(lambda m, x, y, d: x * d[0], "rows"),
-    "x * column": Case(lambda m, x, y, d: x * d[:, :1], "rows"),
-    "row sparse column * d": Case(lambda m, x, y, d: x[:, :1] * d, "rows"),
-    "x * d * y": Case(lambda m, x, y, d: x * d * y, "rows"),
-    "x + d": Case(lambda m, x, y, d: x + d, "dense"),
-    "d + x": Case(lambda m, x, y, d: d + x, "dense"),
-    "x - d": Case(lambda m, x, y, d: x - d, "dense"),
-    "d - x": Case(lambda m, x, y, d: d - x, "dense"),
-    "x + row": Case(lambda m, x, y, d: x + d[0], "fallback"),
-    "maximum(x, d)": Case(lambda m, x, y, d: m.maximum(x, d), "fallback"),
-    "x / d": Case(lambda m, x, y, d: x / d, "fallback"),
-    "where(d, x, 0)": Case(lambda m, x, y, d: m.where(d > 0, x, 0), "rows"),
-    "where(d, x, y)": Case(lambda m, x, y, d: m.where(d > 0, x, y), "rows"),
-    "where(x, d, 0)": Case(lambda m, x, y, d: m.where(x > 0.5, d, 0), "rows"),
-    "where(x, 0, d)": Case(lambda m, x, y, d: m.where(x > 0.5, 0, d), "fallback"),
-    "where(d, x, 1)": Case(lambda m, x, y, d: m.where(d > 0, x, 1), "fallback"),
-    "zeros_like": Case(lambda m, x, y, d: m.zeros_like(x) + x, "rows"),
-    "copy": Case(lambda m, x, y, d: m.copy(x), "rows"),
-    "ones_like": Case(lambda m, x, y, d: m.ones_like(x) * x, "fallback"),
-    "sum": Case(lambda m, x, y, d: m.sum(x), "dense"),
-    "sum over rows": Case(lambda m, x, y, d: m.sum(x, axis=0), "dense"),
-    "sum in rows": Case(lambda m, x, y, d: m.sum(x, axis=1), "rows"),
-    "sum in rows, kept": Case(lambda m, x, y, d: m.sum(x, axis=1, keepdims=True), "rows"),
-    "mean": Case(lambda m, x, y, d: m.mean(x), "dense"),
-    "mean over rows": Case(lambda m, x, y, d: m.mean(x, axis=0), "dense"),
-    "mean in rows": Case(lambda m, x, y, d: m.mean(x, axis=-1), "rows"),
-    "max": Case(lambda m, x, y, d: m.max(-x), "dense"),
-    "max over rows": Case(lambda m, x, y, d: m.max(x, axis=0), "dense"),
-    "max in rows": Case(lambda m, x, y, d: m.max(x + y, axis=1), "rows"),
-    "min": Case(lambda m, x, y, d: x.min(), "dense"),
-    "prod in rows": Case(lambda m, x, y, d: m.prod(x, axis=1), "rows"),
-    "prod": Case(lambda m, x, y, d: m.prod(x), "dense"),
-    "std": Case(lambda m, x, y, d: m.std(x), "fallback"),
-    "square, sum": Case(lambda m, x, y, d: m.sum(m.square(x), axis=1), "rows"),
-    "row": Case(lambda m, x, y, d: x[4], "dense"),
-    "row, from the end": Case(lambda m, x, y, d: x[-2], "dense"),
-    "entry": Case(lambda m, x, y, d: x[4, 2], "dense"),
-    "rows": Case(lambda m, x, y, d: x[jnp.array([[4, 0], [-2, 4]])], "dense"),
-    "rows, part": Case(lambda m, x, y, d: x[[4, 1], 1:], "dense"),
-    "rows by mask": Case(lambda m, x, y, d: x[np.arange(ROWS) > 2], "dense"),
-    "slice": Case(lambda m, x, y, d: x[1:5], "rows"),
-    "slice, stepped": Case(lambda m, x, y, d: x[0:5:2], "rows"),
-    "slice, backwards": Case(lambda m, x, y, d: x[::-1], "rows"),
-    "slice, backwards stepped": Case(lambda m, x, y, d: x[4::-3], "rows"),
-    "slice, empty": Case(lambda m, x, y, d: x[4:1], "rows"),
-    "all": Case(lambda m, x, y, d: x[...], "rows"),
-    "column": Case(lambda m, x, y, d: x[:, 1], "rows"),
-    "column, last": Case(lambda m, x, y, d: x[..., -1], "rows"),
-    "columns": Case(lambda m, x, y, d: x[:, 1:], "rows"),
-    "columns by number": Case(lambda m, x, y, d: x[:, jnp.array([2, 0])], "rows"),
-    "both": Case(lambda m, x, y, d: x[1:, ::-1], "rows"),
-    "new dimension": Case(lambda m, x, y, d: x[:, None], "rows"),
-    "new dimension first": Case(lambda m, x, y, d: x[None], "fallback"),
-    "pairs": Case(lambda m, x, y, d: x[[4, 1], [0, 2]], "fallback"),
-    "concatenate": Case(lambda m, x, y, d: m.concatenate([x, y, x]), "rows"),
-    "concatenate columns": Case(lambda m, x, y, d: m.concatenate([x, y], axis=1), "rows"),
-    "vstack": Case(lambda m, x, y, d: m.vstack([x, y]), "rows"),
-    "hstack": Case(lambda m, x, y, d: m.hstack([y, x[:, :2]]), "rows"),
-    "concatenate, mixed": Case(lambda m, x, y, d: m.concatenate([x, d]), "fallback"),
-    "stack": Case(lambda m, x, y, d: m.stack([x, y]), "fallback"),
-    "reshape": Case(lambda m, x, y, d: x.reshape(ROWS, WIDTH, 1), "rows"),
-    "expand_dims": Case(lambda m, x, y, d: m.expand_dims(x, 1), "rows"),
-    "squeeze": Case(lambda m, x, y, d: m.squeeze(x[:, :1]), "rows"),
-    "ravel": Case(lambda m, x, y, d: x.ravel(), "fallback"),
-    "transpose of trailing": Case(
-        lambda m, x, y, d: m.transpose(x[:, None], (0, 2, 1)), "rows"
-    ),
-    "x @ matrix": Case(lambda m, x, y, d: x @ d[:WIDTH], "rows"),
-    "x @ vector": Case(lambda m, x, y, d: m.matmul(x, d[0]), "rows"),
-    "matrix @ x": Case(lambda m, x, y, d: d.T @ x, "dense"),
-    "dot(matrix, x)": Case(lambda m, x, y, d: m.dot(d.T, x), "dense"),
-    "einsum": Case(lambda m, x, y, d: m.einsum("ij,ij->i", x, d), "fallback"),
-    "transpose": Case(lambda m, x, y, d: x.T, "fallback"),
+CASES = {
+    code: Case(function, kind)
+    for kind, text in EXPRESSIONS.items()
+    for code, function in functions("m, x, y, d", globals())(text).items()
 }
 
 

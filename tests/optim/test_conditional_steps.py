@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +12,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmask
-from tests.leaks import no_tracer_is_kept
-from tests.oracle import densified
+from tests.compilations import no_tracer_is_kept
+from tests.expressions import functions
+from tests.oracle import assert_close, densified
 
 pytestmark = [pytest.mark.sampled, pytest.mark.dtype_promotion]
 
@@ -53,12 +55,7 @@ def in_one_pass(tx):
     return jax.jit(lambda grads, state, params: jmask.apply_gradients(tx, grads, state, params))
 
 
-def assert_equal(x, y):
-    jax.tree.map(np.testing.assert_array_equal, x, y)
-
-
-def assert_close(x, y):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), x, y)
+assert_equal = chex.assert_trees_all_equal
 
 
 @pytest.mark.parametrize("how", [with_updates, in_one_pass])
@@ -183,16 +180,12 @@ class TestDropRows:
         grads = {"t": jmask.RowSparse(ids, values, (V, D)), "w": jnp.array([1, jnp.nan, 1, 1])}
         params, state = with_updates(tx)(grads, tx.init(PARAMS), PARAMS)
         assert state[0].dropped == 2  # row 5 and one entry of w
-        touched = [2, 7]
+        touched, adam = [2, 7], jmask.adam(0.1, weight_decay=0.1)
         assert_equal(np.delete(params["t"], touched, 0), np.delete(TABLE, touched, 0))
         assert_equal(np.delete(state[1].mu["t"], touched, 0), np.zeros((V - 2, D)))
-        good = {
-            "t": jmask.RowSparse([2, 7], jnp.ones((2, D)), (V, D)),
-            "w": jnp.array([1.0, 0, 1, 1]),
-        }
-        expected, _ = with_updates(jmask.adam(0.1, weight_decay=0.1))(
-            good, state[1]._replace(count=jnp.int32(0), mu=_zeros(), nu=_zeros()), PARAMS
-        )
+        rows = jmask.RowSparse(touched, jnp.ones((2, D)), (V, D))
+        good = {"t": rows, "w": jnp.array([1.0, 0, 1, 1])}
+        expected, _ = with_updates(adam)(good, adam.init(PARAMS), PARAMS)
         assert_close(params, expected)
 
     def test_masked(self):
@@ -206,10 +199,6 @@ class TestDropRows:
 def microbatch(number):
     """Each third one is small."""
     return gradient(number, 3 if number % 3 == 2 else 4)
-
-
-def _zeros():
-    return jax.tree.map(jnp.zeros_like, PARAMS)
 
 
 @pytest.mark.parametrize("how", [with_updates, in_one_pass])
@@ -252,20 +241,15 @@ class TestMultiSteps:
 
     def test_a_state_with_rows_of_another_k(self, how):
         of_four, of_two = (jmask.multi_steps(jmask.sgd(0.1), k, gradient(0)) for k in (4, 2))
-        with pytest.raises(
-            ValueError, match=r"`state\.accumulated` was made for another `every"
-        ):
+        words = r"`state\.accumulated` was made for another `every"
+        with pytest.raises(ValueError, match=words):
             how(of_two)(gradient(0), of_four.init(PARAMS), PARAMS)
 
     def test_in_place(self, how):
         temporary = []
         for rows in (10**5, 10**6):
             table = jax.ShapeDtypeStruct((rows, 16), jnp.float32)
-            like = jax.eval_shape(
-                lambda rows=rows: jmask.RowSparse(
-                    jnp.zeros(64, int), jnp.zeros((64, 16)), (rows, 16)
-                )
-            )
+            like = jax.eval_shape(lambda n=rows: jmask.RowSparse.zeros((n, 16), nse=64))
             tx = jmask.multi_steps(jmask.adam(), 4, like)
             state = jax.eval_shape(tx.init, table)
             step = how(tx).__wrapped__
@@ -279,27 +263,17 @@ class TestMultiSteps:
 
 
 # What looks at rows, their size or whether they are finite.
-LOOKING = {
-    "skip_nonfinite": jmask.skip_nonfinite(jmask.sgd(0.5)),
-    "drop_nonfinite_rows": optax.chain(jmask.drop_nonfinite_rows(), jmask.sgd(0.5)),
-    "clip_by_row_norm": optax.chain(jmask.clip_by_row_norm(0.5), jmask.sgd(0.5)),
-    "max_row_norm": optax.chain(jmask.sgd(0.5), jmask.max_row_norm(0.5)),
-    "clip_gradient": jmask.sgd(0.5, clip_gradient=0.25),
-    "adagrad": jmask.adagrad(0.1, clip_gradient=0.25),
-    "rowwise_adam": jmask.rowwise_adam(0.1),
-    "ftrl": jmask.ftrl(0.1),
-    "multi_steps": lambda g: jmask.multi_steps(jmask.skip_nonfinite(jmask.adam(0.1)), 1, g),
-    "clip": jmask.lazy(optax.chain(optax.clip(0.25), optax.adam(0.1))),
-    "global norm": jmask.lazy(optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1))),
-    "zero_nans": jmask.lazy(optax.chain(optax.zero_nans(), optax.sgd(0.1))),
-    "sign": jmask.lazy(optax.sign_sgd(0.1)),
-    "low precision": jmask.lazy(
-        optax.chain(optax.stateless(lambda g, _: jax.tree.map(to_bits, g)), optax.sgd(0.1))
-    ),
-    "norm": optax.stateless(
-        lambda g, p: jax.tree.map(lambda x: 0 * x + jmask.tree.norm(g["t"]), p)
-    ),
-}
+LOOKING = functions("like", {**vars(jmask), **globals()})("""
+    skip_nonfinite(sgd(0.5)); optax.chain(drop_nonfinite_rows(), sgd(0.5));
+    optax.chain(clip_by_row_norm(0.5), sgd(0.5)); optax.chain(sgd(0.5), max_row_norm(0.5));
+    sgd(0.5, clip_gradient=0.25); adagrad(0.1, clip_gradient=0.25); rowwise_adam(0.1);
+    ftrl(0.1); multi_steps(skip_nonfinite(adam(0.1)), 1, like);
+    lazy(optax.chain(optax.clip(0.25), optax.adam(0.1)));
+    lazy(optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)));
+    lazy(optax.chain(optax.zero_nans(), optax.sgd(0.1))); lazy(optax.sign_sgd(0.1));
+    lazy(optax.chain(optax.stateless(lambda g, _: jax.tree.map(to_bits, g)), optax.sgd(0.1)));
+    optax.stateless(lambda g, p: jax.tree.map(lambda x: 0 * x + jmask.tree.norm(g["t"]), p))
+""")
 
 
 @pytest.mark.parametrize("how", [with_updates, in_one_pass])
@@ -313,9 +287,7 @@ def test_equal_ids_are_summed_before_they_are_looked_at(name, large, how):
     sums = 2 * rows[::-1].astype(jnp.float32)
     whole = jmask.RowSparse([2, 7], sums, (V, D), coalesced=True)
     params = {"t": TABLE.astype(dtype), "w": jnp.ones(4)}
-    tx, results = LOOKING[name], []
-    if callable(tx):
-        tx = tx({"t": halves.astype(jnp.float32), "w": jnp.ones(4)})
+    tx, results = LOOKING[name]({"t": halves.astype(jnp.float32), "w": jnp.ones(4)}), []
     for rows in (halves, whole):
         grads = {"t": rows, "w": jnp.ones(4)}
         new, state = how(tx)(grads, tx.init(params), params)

@@ -12,6 +12,7 @@ from jmask._base.fallback import report_fallback
 from jmask._updates.eager import compiled_outside_jit
 from tests.autodiff.test_semantics_of_gradients import OPERATIONS
 from tests.compilations import compilations
+from tests.expressions import functions
 from tests.optim.test_promotion import NAMED
 from tests.oracle import assert_close
 from tests.stored_tables import STEPS
@@ -116,39 +117,22 @@ def loss(table, ids):
     return jnp.sum(jnp.sin(jmask.embedding_lookup(table, ids)) * jnp.take(table, ids, axis=0))
 
 
-FUNCTIONS = {
-    "value_and_grad": lambda i: jmask.value_and_grad(loss)(jnp.ones((50, 3)), ids_of(i)),
-    "grad, 64 wide": lambda i: jmask.grad(loss)(jnp.ones((50, 64)), ids_of(i)),
-    "grad of grad": lambda i: jmask.grad(
-        lambda t: jnp.sum(jmask.grad(loss)(t, ids_of(i)).values ** 2)
-    )(jnp.ones((50, 3))),
-    "grad in a tensor": lambda i: jmask.grad(lambda x: jnp.sum(jmask.todense(x) ** 2))(rows(i)),
-    "embedding_lookup": lambda i: jmask.embedding_lookup(
-        jnp.ones((50, 64)), ids_of(i), max_norm=1.0, padding_id=2
-    ),
-    "embedding_bag": lambda i: jmask.embedding_bag(
-        jnp.ones((50, 3)), ids_of(i), offsets=jnp.array([0, 1]), combiner="max"
-    ),
-    "renormalize": lambda i: jmask.renormalize(jnp.ones((50, 64)), ids_of(i), 1.0),
-    "packed lookup": lambda i: PACKED[ids_of(i)],
-    "packed step": lambda i: (
-        jmask.apply_gradients(
-            OPTIMIZERS["adam"], rows(i), OPTIMIZERS["adam"].init(PACKED), PACKED
-        )[0].parts
-    ),
-    "stochastic_round": lambda i: jmask.stochastic_round(
-        jnp.full(3, 0.1 * i), jnp.bfloat16, jax.random.key(i)
-    ),
-    "apply_updates": lambda i: jmask.apply_updates(
-        jnp.ones((50, 3), jnp.bfloat16), rows(i), key=jax.random.key(i)
-    ),
-    "tree": lambda i: (
-        jmask.tree.norm(rows(i)),
-        jmask.tree.mean([rows(i), rows(i + 1)]),
-        jmask.tree.scale(2.0, rows(i)),
-    ),
-}
-PACKED = jmask.PackedTable.pack(jnp.ones((50, 3)))
+FUNCTIONS = functions("i", globals())("""
+    jmask.value_and_grad(loss)(NARROW, ids_of(i));
+    jmask.grad(loss)(jnp.ones((50, 64)), ids_of(i));
+    jmask.grad(lambda t: jnp.sum(jmask.grad(loss)(t, ids_of(i)).values ** 2))(NARROW);
+    jmask.grad(lambda x: jnp.sum(jmask.todense(x) ** 2))(rows(i));
+    jmask.embedding_lookup(jnp.ones((50, 64)), ids_of(i), max_norm=1.0, padding_id=2);
+    jmask.embedding_bag(NARROW, ids_of(i), offsets=jnp.array([0, 1]), combiner="max");
+    jmask.renormalize(jnp.ones((50, 64)), ids_of(i), 1.0); PACKED[ids_of(i)];
+    jmask.apply_gradients(ADAM, rows(i), ADAM.init(PACKED), PACKED)[0].parts;
+    jmask.stochastic_round(jnp.full(3, 0.1 * i), jnp.bfloat16, jax.random.key(i));
+    jmask.apply_updates(jnp.ones((50, 3), jnp.bfloat16), rows(i), key=jax.random.key(i));
+    jmask.tree.norm(rows(i)); jmask.tree.mean([rows(i), rows(i + 1)]);
+    jmask.tree.scale(2.0, rows(i))
+""")
+NARROW, ADAM = jnp.ones((50, 3)), OPTIMIZERS["adam"]
+PACKED = jmask.PackedTable.pack(NARROW)
 
 
 def ids_of(i):

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jmask
 from jmask._kernels import tuning
 from jmask._kernels.gathered_rows import GATHERED, GatheredRows
+from tests.compiled_step import compiled_step, with_optax
 from tests.optimizers import NOT_LAZY, OPTIMIZERS
 
 pytestmark = pytest.mark.dtype_promotion
@@ -47,9 +47,9 @@ def gradients(seed, repeats=True):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("repeats", [True, False])
-@pytest.mark.parametrize("step", ["apply_gradients", "update"])
+@pytest.mark.parametrize("apply", [jmask.apply_gradients, with_optax], ids=["one", "two"])
 @pytest.mark.parametrize("name", EVERY)
-def test_as_rows_in_an_array(monkeypatch, name, step, repeats):
+def test_as_rows_in_an_array(monkeypatch, name, apply, repeats):
     monkeypatch.setattr(tuning, "MATERIALISED_ROWS", 0)
     monkeypatch.setattr(tuning, "DENSE_ROWS_FOR_EACH_LOOKUP", 0)
     monkeypatch.setattr(tuning, "BLOCK_ROWS", (3, 3))
@@ -60,11 +60,7 @@ def test_as_rows_in_an_array(monkeypatch, name, step, repeats):
     def run(gradient, known, state, params):
         if known is not None:
             GATHERED.note(gradient.values, known)
-        gradient = {"t": gradient}
-        if step == "apply_gradients":
-            return jmask.apply_gradients(tx, gradient, state, params)
-        updates, state = tx.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state
+        return apply(tx, {"t": gradient}, state, params)
 
     results = []
     for kind in (0, 1):
@@ -87,19 +83,11 @@ LARGE = ("sgd", "adam", "adagrad", "rowwise adagrad", "ftrl", "optax.adam")
 @pytest.mark.parametrize("rows", [10**6, 2000])
 @pytest.mark.parametrize("name", LARGE)
 def test_a_step_of_bags_writes_no_row_out(name, rows):
-    tx, count, width = OPTIMIZERS[name], 102_400, 64
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(table, state, ids):
-        def loss(table):
-            return jnp.sum(jmask.embedding_bag(table, ids.reshape(-1, 5)) ** 2)
-
-        value, gradient = jmask.value_and_grad(loss)(table)
-        return *jmask.apply_gradients(tx, gradient, state, table), value
-
+    count, width = 102_400, 64
+    loss = lambda table, ids: jnp.sum(jmask.embedding_bag(table, ids.reshape(-1, 5)) ** 2)
     table = jax.ShapeDtypeStruct((rows, width), jnp.float32)
-    arguments = table, jax.eval_shape(tx.init, table), jax.ShapeDtypeStruct((count,), jnp.int32)
-    memory = step.lower(*arguments).compile().memory_analysis()
+    ids = jax.ShapeDtypeStruct((count,), jnp.int32)
+    memory = compiled_step(loss, OPTIMIZERS[name], table, ids).memory_analysis()
     # Bags are 5 MB, and all rows would be 26. XLA of JAX 0.10 keeps the bags once more.
     assert memory.temp_size_in_bytes < (12.5e6 if jax.__version_info__ >= (0, 12) else 18e6)
     assert memory.alias_size_in_bytes >= rows * width * 4

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import jmask
+from tests.expressions import functions
 
 pytestmark = pytest.mark.dtype_promotion  # of optax.adam
 
@@ -71,43 +72,22 @@ def test_an_array_of_a_sparse_gradient(convert):
         jax.eval_shape(convert, gradient)
 
 
-# Optimizers around and inside each other: transformations inside `lazy` get arrays.
-NESTINGS = {
-    "alone": lambda _: jmask.adam(0.1),
-    "lifted": lambda _: jmask.lazy(optax.adam(0.1)),
-    "named": lambda _: jmask.lazy(jmask.adagrad(0.1)),
-    "per row": lambda _: jmask.lazy(jmask.rowwise_adagrad(0.1)),
-    "chain": lambda _: jmask.lazy(
-        optax.chain(optax.clip_by_global_norm(1.0), jmask.adagrad(0.1))
-    ),
-    "twice": lambda _: jmask.lazy(jmask.lazy(optax.adam(0.1))),
-    "partition inside": lambda _: jmask.lazy(
-        optax.partition({"a": jmask.adam(0.1), "b": optax.sgd(0.1)}, LABELS)
-    ),
-    "partition around": lambda _: optax.partition(
-        {"a": jmask.lazy(jmask.adam(0.1)), "b": optax.sgd(0.1)}, LABELS
-    ),
-    "hyperparameters inside": lambda _: jmask.lazy(
-        optax.inject_hyperparams(jmask.adagrad)(learning_rate=0.1)
-    ),
-    "hyperparameters around": lambda _: optax.inject_hyperparams(
-        lambda rate: jmask.lazy(jmask.adagrad(rate))
-    )(rate=0.1),
-    "skip around": lambda _: jmask.skip_nonfinite(jmask.lazy(jmask.adagrad(0.1))),
-    "drop before": lambda _: optax.chain(
-        jmask.drop_nonfinite_rows(), jmask.lazy(jmask.adagrad(0.1))
-    ),
-    "bound before": lambda _: optax.chain(
-        jmask.clip_by_row_norm(1.0), jmask.lazy(jmask.adagrad(0.1))
-    ),
-    "microbatches": lambda like: jmask.multi_steps(
-        jmask.lazy(jmask.adagrad(0.1)), 1, like=like
-    ),
-    "skip, microbatches": lambda like: jmask.skip_nonfinite(
-        jmask.multi_steps(jmask.lazy(jmask.adagrad(0.1)), 1, like=like)
-    ),
-}
 LABELS = {"table": "a", "w": "b", "layer": "b"}
+# Optimizers around and inside each other: transformations inside `lazy` get arrays.
+NESTINGS = functions("like", {**vars(jmask), **globals()})("""
+    adam(0.1); lazy(optax.adam(0.1)); lazy(adagrad(0.1)); lazy(rowwise_adagrad(0.1));
+    lazy(optax.chain(optax.clip_by_global_norm(1.0), adagrad(0.1)));
+    lazy(lazy(optax.adam(0.1)));
+    lazy(optax.partition({"a": adam(0.1), "b": optax.sgd(0.1)}, LABELS));
+    optax.partition({"a": lazy(adam(0.1)), "b": optax.sgd(0.1)}, LABELS);
+    lazy(optax.inject_hyperparams(adagrad)(learning_rate=0.1));
+    optax.inject_hyperparams(lambda rate: lazy(adagrad(rate)))(rate=0.1);
+    skip_nonfinite(lazy(adagrad(0.1)));
+    optax.chain(drop_nonfinite_rows(), lazy(adagrad(0.1)));
+    optax.chain(clip_by_row_norm(1.0), lazy(adagrad(0.1)));
+    multi_steps(lazy(adagrad(0.1)), 1, like=like);
+    skip_nonfinite(multi_steps(lazy(adagrad(0.1)), 1, like=like))
+""")
 
 
 def many(params):
@@ -155,14 +135,9 @@ def test_one_notice_from_outside(name):
 
     Those that jmask has made dense have been reported, and are not once more.
     """
-    for gradients, words in (
-        (
-            jax.grad(loss),
-            r"a lazy optimizer got.*\['table'\]`.*\(3\.2 MB\).*"
-            r"jmask\.value_and_grad",
-        ),
-        (jmask.grad(tied), "`dot_general` needs all of it"),
-    ):
+    of_jax = r"a lazy optimizer got.*\['table'\]`.*\(3\.2 MB\).*jmask\.value_and_grad"
+    of_jmask = "`dot_general` needs all of it"
+    for gradients, words in ((jax.grad(loss), of_jax), (jmask.grad(tied), of_jmask)):
         like = jax.eval_shape(jax.grad(loss), PARAMS)
         for run in WAYS.values():
             tx = NESTINGS[name](like)
@@ -174,7 +149,7 @@ def test_one_notice_from_outside(name):
                 call = functools.partial(jax.eval_shape, step) if compiled else step
                 (notice,) = notices(lambda call=call: call(PARAMS))
                 assert re.search(words, notice, re.S), notice
-    if name in ("alone", "lifted", "per row", "skip around"):
+    if name in (*list(NESTINGS)[:4], "skip_nonfinite(lazy(adagrad(0.1)))"):
         grads = jax.grad(loss)(PARAMS)
         for run in WAYS.values():
             with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match="MB"):

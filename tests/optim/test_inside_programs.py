@@ -10,10 +10,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmask
+from tests.compilations import no_tracer_is_kept
 from tests.compiled_step import with_optax
 from tests.kernels.test_in_place import PARTITION
-from tests.leaks import no_tracer_is_kept
 from tests.optimizers import OF_ALL_TABLES, OPTIMIZERS
+from tests.oracle import assert_close
 from tests.stored_tables import STEPS
 
 pytestmark = pytest.mark.dtype_promotion
@@ -30,9 +31,12 @@ WAYS = (
 )  # fmt: skip
 
 
+OF_WAYS = {**OPTIMIZERS, "partition": PARTITION}
+
+
 @pytest.fixture(params=WAYS)
 def tx(request: pytest.FixtureRequest) -> Any:
-    return {**OPTIMIZERS, "partition": PARTITION}[request.param]
+    return OF_WAYS[request.param]
 
 
 def problem(seed: int = 0, rows: int = SMALL) -> tuple[Any, Any]:
@@ -49,11 +53,6 @@ def gradients(of_rows: tuple[jax.Array, jax.Array], params: Any) -> Any:
         "table": jmask.RowSparse(ids, values, params["table"].shape),
         "dense": values.sum(0),
     }
-
-
-def assert_close(x: Any, y: Any) -> None:
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    jax.tree.map(close, x, y)
 
 
 @pytest.mark.sampled
@@ -99,18 +98,20 @@ def on_two_devices(apply: Any, tx: Any, same: bool) -> Any:
     return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(spec, P("x")), out_specs=spec))
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("apply", [with_optax, jmask.apply_gradients], ids=["in two", "in one"])
-def test_parameters_of_each_device(apply, tx):
-    check_parameters_of_each_device(apply, tx, LARGE)
-
-
-def test_small_tables_of_each_device():
-    check_parameters_of_each_device(jmask.apply_gradients, jmask.rowwise_adagrad(0.1), SMALL)
-    check_parameters_of_each_device(with_optax, jmask.adam(0.1), SMALL)
-
-
-def check_parameters_of_each_device(apply: Any, tx: Any, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "rows", "apply"),
+    [
+        ("rowwise adagrad", SMALL, jmask.apply_gradients),
+        ("adam", SMALL, with_optax),
+        *(
+            pytest.param(name, LARGE, apply, marks=pytest.mark.sampled)
+            for name in WAYS
+            for apply in (jmask.apply_gradients, with_optax)
+        ),
+    ],
+)
+def test_parameters_of_each_device(name: str, rows: int, apply: Any) -> None:
+    tx = OF_WAYS[name]
     problems = [problem(0, rows), problem(1, rows)]
     together = jax.tree.map(lambda *x: jnp.stack(x), *problems)
     expected = [

@@ -94,8 +94,8 @@ def test_named_optimizers(name, storage):
     check(NAMED[name](), NAMED[name](lazy_update=False), storage)
 
 
-LIFTED = {**ROW_LOCAL, "clipped by global norm": CHAINS["global norm"]}
-LIFTED = {name: LIFTED[name] for name in ("adamw", "lion", "rmsprop", "clipped by global norm")}
+CLIPPED = "chain(clip_by_global_norm(0.1), adam(0.1))"
+LIFTED = {name: (ROW_LOCAL | CHAINS)[name] for name in ("adamw", "lion", "rmsprop", CLIPPED)}
 
 
 @pytest.mark.parametrize("storage", GRADIENTS)

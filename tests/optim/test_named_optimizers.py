@@ -11,6 +11,7 @@ from hypothesis import given
 import jmask
 from tests import numpy_optimizers
 from tests.compiled_step import with_optax
+from tests.expressions import functions
 from tests.oracle import assert_close
 
 pytestmark = pytest.mark.sampled
@@ -34,64 +35,33 @@ def schedule(count):
     return 0.2 / (1 + 0.1 * (count.astype(float) if isinstance(count, jax.Array) else count))
 
 
-CASES = [
-    ("sgd", {"learning_rate": 0.1}),
-    ("sgd", {"learning_rate": 0.1, "momentum": 0.9}),
-    ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "nesterov": True}),
-    ("sgd", {"learning_rate": 0.1, "weight_decay": 0.1}),
-    ("sgd", {"learning_rate": schedule, "momentum": 0.5, "weight_decay": 0.1}),
-    ("sgd", {"learning_rate": 0.1, "clip_gradient": 0.5, "rescale_grad": 0.7}),
-    ("sgd", {"learning_rate": 0.1, "maximize": True}),
-    ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 0.1, "maximize": True}),
-    ("adam", {"learning_rate": 0.1}),
-    ("adam", {"learning_rate": schedule, "b1": 0.5, "b2": 0.9, "eps": 1e-3}),
-    ("adam", {"learning_rate": 0.1, "b1": 0.0, "maximize": True}),
-    ("adam", {"learning_rate": 0.1, "eps": 0.0, "eps_root": 1e-6}),
-    ("adam", {"learning_rate": 0.1, "weight_decay": 0.5, "clip_gradient": 0.5}),
-    ("adam", {"learning_rate": 0.1, "rescale_grad": 1e-3}),
-    ("adam", {"learning_rate": schedule, "weight_decay": 0.5, "count": "per_row"}),
-    ("rowwise_adam", {"learning_rate": 0.1, "eps": 1e-3, "count": "per_row"}),
-    ("adamw", {"learning_rate": 0.1}),
-    ("adamw", {"learning_rate": schedule, "b1": 0.5, "b2": 0.9, "weight_decay": 0.5}),
-    ("adamw", {"learning_rate": 0.1, "eps": 0.0, "eps_root": 1e-6, "nesterov": True}),
-    ("adamw", {"learning_rate": 0.1, "weight_decay": 0.5, "mask": False}),
-    ("adagrad", {"learning_rate": 0.1}),
-    ("adagrad", {"learning_rate": 0.1, "eps": 0.0, "initial_accumulator_value": 1.0}),
-    ("rowwise_adagrad", {"learning_rate": 0.1, "eps": 0, "initial_accumulator_value": 1.0}),
-    ("adagrad", {"learning_rate": 0.1, "lr_decay": 0.1, "maximize": True}),
-    ("adagrad", {"learning_rate": schedule, "initial_accumulator_value": 0.5}),
-    ("adagrad", {"learning_rate": 0.1, "eps": 0.0, "eps_root": 1e-7}),
-    ("adagrad", {"learning_rate": 0.1, "weight_decay": 0.5, "clip_gradient": 0.5}),
-    (
-        "sgd",
-        {
-            "learning_rate": schedule,
-            "momentum": 0.5,
-            "weight_decay": 0.5,
-            "decay_mode": "decoupled",
-        },
-    ),
-    ("adam", {"learning_rate": schedule, "weight_decay": 0.5, "decay_mode": "decoupled"}),
-    (
-        "adagrad",
-        {"learning_rate": 0.1, "lr_decay": 0.1, "weight_decay": 0.5, "decay_mode": "decoupled"},
-    ),
-    ("rowwise_adam", {"learning_rate": 0.1, "eps": 1e-3}),
-    (
-        "rowwise_adam",
-        {"learning_rate": schedule, "weight_decay": 0.5, "decay_mode": "decoupled"},
-    ),
-    ("rowwise_adagrad", {"learning_rate": 0.1}),
-    ("rowwise_adagrad", {"learning_rate": 0.1, "eps": 0.0, "eps_root": 1e-5}),
-    ("rowwise_adagrad", {"learning_rate": schedule, "weight_decay": 0.5}),
-    ("ftrl", {"learning_rate": 0.1, "l1": 0.5}),
-    ("ftrl", {"learning_rate": schedule, "weight_decay": 0.5, "clip_gradient": 0.5}),
-    ("ftrl", {"learning_rate": 0.1, "beta": 0.0, "rescale_grad": 0.7}),
-]
-NAMES = [
-    f"{name} {' '.join(str(v if isinstance(v, str) else k) for k, v in hyper.items())}"
-    for name, hyper in CASES
-]
+def case(name):
+    return lambda learning_rate=0.1, **hyper: (name, {"learning_rate": learning_rate, **hyper})
+
+
+DECOUPLED = {"weight_decay": 0.5, "decay_mode": "decoupled"}
+_CASES = """
+    sgd(); sgd(momentum=0.9); sgd(momentum=0.9, nesterov=True); sgd(weight_decay=0.1);
+    sgd(schedule, momentum=0.5, weight_decay=0.1); sgd(clip_gradient=0.5, rescale_grad=0.7);
+    sgd(maximize=True); sgd(momentum=0.9, weight_decay=0.1, maximize=True);
+    adam(); adam(schedule, b1=0.5, b2=0.9, eps=1e-3); adam(b1=0.0, maximize=True);
+    adam(eps=0.0, eps_root=1e-6); adam(weight_decay=0.5, clip_gradient=0.5);
+    adam(rescale_grad=1e-3); adam(schedule, weight_decay=0.5, count="per_row");
+    rowwise_adam(eps=1e-3, count="per_row"); adamw();
+    adamw(schedule, b1=0.5, b2=0.9, weight_decay=0.5);
+    adamw(eps=0.0, eps_root=1e-6, nesterov=True); adamw(weight_decay=0.5, mask=False);
+    adagrad(); adagrad(eps=0.0, initial_accumulator_value=1.0);
+    rowwise_adagrad(eps=0, initial_accumulator_value=1.0); adagrad(lr_decay=0.1, maximize=True);
+    adagrad(schedule, initial_accumulator_value=0.5); adagrad(eps=0.0, eps_root=1e-7);
+    adagrad(weight_decay=0.5, clip_gradient=0.5); sgd(schedule, momentum=0.5, **DECOUPLED);
+    adam(schedule, **DECOUPLED); adagrad(lr_decay=0.1, **DECOUPLED); rowwise_adam(eps=1e-3);
+    rowwise_adam(schedule, **DECOUPLED); rowwise_adagrad();
+    rowwise_adagrad(eps=0.0, eps_root=1e-5); rowwise_adagrad(schedule, weight_decay=0.5);
+    ftrl(l1=0.5); ftrl(schedule, weight_decay=0.5, clip_gradient=0.5);
+    ftrl(beta=0.0, rescale_grad=0.7)
+"""
+_BUILT = functions("", globals() | {name: case(name) for name in MODELS})(_CASES)
+NAMES, CASES = list(_BUILT), [build() for build in _BUILT.values()]
 
 
 def gradients(row, dtype, seed=0, rows=V):

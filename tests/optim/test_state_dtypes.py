@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jmask
-from tests.stored_tables import STEPS, mesh_of
+from tests.stored_tables import STEPS, stored
 
 pytestmark = pytest.mark.dtype_promotion
 
@@ -43,11 +43,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 
 GRADIENT = jmask.RowSparse([2, 4], jnp.ones((2, D)), (V, D))
-TABLES = {
-    "array": lambda: jnp.ones((V, D)),
-    "packed": lambda: jmask.PackedTable.pack(jnp.ones((V, D))),
-    "sharded": lambda: jmask.sharded(jnp.ones((V, D)), mesh_of(2)),
-}
 
 
 @pytest.mark.sampled
@@ -56,7 +51,7 @@ TABLES = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer(optimizer: str, step: str, is_jitted: bool) -> None:
     tx, before = OPTIMIZERS[optimizer](WIDE), OPTIMIZERS[optimizer](NARROW)
-    params = {"t": TABLES["array"]()}
+    params = {"t": jnp.ones((V, D))}
     call = lambda state: STEPS[step](tx, {"t": GRADIENT}, state, params)
     call = jax.jit(call) if is_jitted else call
     with pytest.raises(ValueError, match=r"`state\S*` is bfloat16, and `init`.* float32"):
@@ -68,9 +63,9 @@ def test_every_optimizer(optimizer: str, step: str, is_jitted: bool) -> None:
 
 @pytest.mark.sampled(15)
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("table", ["packed", "sharded"])
+@pytest.mark.parametrize("table", ["packed", "div 2"])
 def test_stored_tables(table: str, step: str) -> None:
-    params = TABLES[table]()
+    params = stored(table, jnp.ones((V, D)))
     for optimizer in ("adam", "optax.adam"):
         tx, before = OPTIMIZERS[optimizer](WIDE), OPTIMIZERS[optimizer](NARROW)
         with pytest.raises(ValueError, match="is bfloat16, and `init`"):

@@ -50,10 +50,7 @@ def test_sequences(load):  # noqa: F811
     assert sequences.measures(np.arange(30), np.array([29, 3])) == (0.5, 0.5)
 
     data = load("common.interactions").make_sequences(200, 50, 5, sequences.LENGTH + 1, 0)
-    params, batch = (
-        sequences.init_params(50, 4, 0),
-        sequences.batch_of_step(data, 0, 1),
-    )
+    params, batch = (sequences.init_params(50, 4, 0), sequences.batch_of_step(data, 0, 1))
     np.testing.assert_array_equal(batch["items"][:, 1:], batch["next"][:, :-1])
     changed = np.array(batch["items"])
     changed[:, 9] = (changed[:, 9] + 1) % 50

@@ -14,7 +14,7 @@ import pytest
 
 import jmask
 from tests.later import later
-from tests.stored_tables import bits, is_table, mesh_of, numbers
+from tests.stored_tables import bits, is_table, mesh_of, numbers, stored
 
 ocp, eqx = later("orbax.checkpoint"), later("equinox")
 
@@ -28,30 +28,17 @@ pytestmark = [
 
 TX = jmask.adam(0.1)
 # 21 rows: 3 on each of 7 or 8 shards, 6 on each of 4; 21 and 24 rows of blocks.
-LAYOUTS: dict[str, Callable[[Any], Any]] = {
-    "packed": jmask.PackedTable.pack,
-    **{
-        " ".join(
-            filter(None, (placement, str(shards), "packed" * packed, axes))
-        ): functools.partial(
-            lambda x, shards, placement, packed, axes: jmask.sharded(
-                x, mesh_of(shards, axes=axes or "automatic"), placement=placement, packed=packed
-            ),
-            shards=shards,
-            placement=placement,
-            packed=packed,
-            axes=axes,
-        )
-        for placement in ("div", "mod")
-        for shards, axes in ((1, ""), (4, ""), (8, ""), (4, "explicit"))
-        for packed in (False, True)
-    },
-}
+LAYOUTS = ["packed"] + [
+    f"{placement} {shards}{packed}"
+    for placement in ("div", "mod")
+    for shards in ("1", "4", "8", "4 explicit")
+    for packed in ("", " packed")
+]
 
 
 def run_of(layout: str, x: Any = None) -> Any:
     """Parameters and state after a step, and a state of rows that are not floating."""
-    params = {"t": LAYOUTS[layout](numbers() if x is None else x), "w": jnp.ones(2)}
+    params = {"t": stored(layout, numbers() if x is None else x), "w": jnp.ones(2)}
     tx = jmask.adam(0.1, count="per_row")
     grads = jmask.grad(lambda p: jnp.sum(jnp.sin(p["t"][jnp.array([3, 20, 7])])))(params)
     return jmask.apply_gradients(tx, grads, tx.init(params), params)
@@ -71,12 +58,16 @@ def dense(tree: Any) -> list[np.ndarray]:
     return [bits(np.asarray(x)) for x in jax.tree.leaves(tree, is_leaf=is_table)]
 
 
-def by_orbax(tree: Any, like: Any, path: Any) -> Any:
+def restored(tree: Any, path: Any, *shapes: Any) -> Any:
+    """What orbax gives of a tree that it saved."""
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path / "run", tree)
         checkpointer.wait_until_finished()
-        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        return checkpointer.restore(path / "run", shapes)
+        return checkpointer.restore(path / "run", *shapes)
+
+
+def by_orbax(tree: Any, like: Any, path: Any) -> Any:
+    return restored(tree, path, jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
 
 
 def by_equinox(tree: Any, like: Any, path: Any) -> Any:
@@ -90,7 +81,8 @@ def by_hand(tree: Any, like: Any, path: Any) -> Any:
 
 
 ROUTES = {"orbax": by_orbax, "equinox": by_equinox, "by hand": by_hand}
-PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS if (a == "packed") == (b == "packed")]
+ALL_PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS]
+PAIRS = [(a, b) for a, b in ALL_PAIRS if (a == "packed") == (b == "packed")]
 
 
 @pytest.mark.sampled
@@ -124,8 +116,8 @@ def test_leaves_of_another_layout_are_refused_in_each_use(use: str, is_jitted: b
     }[use]
     function = jax.jit(function) if is_jitted else function
     for before, after in (("mod 8", "mod 4"), ("mod 4", "div 4"), ("div 8", "mod 8")):
-        leaves = list(map(np.asarray, jax.tree.leaves(LAYOUTS[before](numbers()))))
-        table = jax.tree.unflatten(jax.tree.structure(LAYOUTS[after](numbers())), leaves)
+        leaves = list(map(np.asarray, jax.tree.leaves(stored(before, numbers()))))
+        table = jax.tree.unflatten(jax.tree.structure(stored(after, numbers())), leaves)
         with pytest.raises(ValueError, match="order of another mesh or placement"):
             function(table)
 
@@ -139,18 +131,12 @@ def from_arrays_of(tree: Any, like: Any, path: Any) -> Any:
 
 def from_plain_arrays_of_orbax(tree: Any, like: Any, path: Any) -> Any:
     shapes = jmask.to_arrays(jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path / "run", jmask.to_arrays(tree))
-        checkpointer.wait_until_finished()
-        return jmask.from_arrays(checkpointer.restore(path / "run", shapes), like)
+    return jmask.from_arrays(restored(jmask.to_arrays(tree), path, shapes), like)
 
 
 def from_leaves_of_orbax(tree: Any, like: Any, path: Any) -> Any:
     """A checkpoint of the tree as it is, restored without its types."""
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path / "run", tree)
-        checkpointer.wait_until_finished()
-        return jmask.from_arrays(checkpointer.restore(path / "run"), like)
+    return jmask.from_arrays(restored(tree, path), like)
 
 
 def from_equinox(tree: Any, like: Any, path: Any) -> Any:
@@ -165,7 +151,6 @@ CALLS = {
     "orbax, leaves": from_leaves_of_orbax,
     "equinox": from_equinox,
 }
-ALL_PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS]
 
 
 @pytest.mark.sampled
@@ -186,9 +171,8 @@ def test_from_arrays(before: str, after: str, call: str, tmp_path: Any) -> None:
 # --- deferred tables -------------------------------------------------------------------------
 
 
-def deferred_run(layout: str | None, x: Any) -> Any:
-    table = x if layout is None else LAYOUTS[layout](x)
-    params = {"t": jmask.deferred(table, TX)}
+def deferred_run(layout: str, x: Any) -> Any:
+    params = {"t": jmask.deferred(stored(layout, x), TX)}
     state = TX.init(params)
     for ids in ([3, 20, 7], [1, 2, 3]):
         loss = lambda p, ids=ids: jnp.sum(jnp.sin(p["t"][jnp.array(ids)]))
@@ -200,9 +184,9 @@ def deferred_run(layout: str | None, x: Any) -> Any:
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(None, None), ("mod 4", "mod 8"), ("mod 8", "div 4"), ("div 4", "packed")],
+    [("array", "array"), ("mod 4", "mod 8"), ("mod 8", "div 4"), ("div 4", "packed")],
 )
-def test_deferred(before: str | None, after: str | None, call: str, tmp_path: Any) -> None:
+def test_deferred(before: str, after: str, call: str, tmp_path: Any) -> None:
     tree = deferred_run(before, numbers())
     like = deferred_run(after, jnp.zeros_like(numbers()))
     again = CALLS[call](tree, like, tmp_path)
@@ -214,7 +198,7 @@ def test_deferred(before: str | None, after: str | None, call: str, tmp_path: An
 def test_a_deferred_table_of_a_sharded_array_stays_where_it_is() -> None:
     mesh = mesh_of(4)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*mesh.axis_names))
-    tree = deferred_run(None, jax.device_put(jnp.ones((24, 12)), sharding))
+    tree = deferred_run("array", jax.device_put(jnp.ones((24, 12)), sharding))
     again = jmask.from_arrays(jmask.to_arrays(tree), tree)
     for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(tree), strict=True):
         if x.ndim == 2 and x.shape[0] == 24:
@@ -224,10 +208,10 @@ def test_a_deferred_table_of_a_sharded_array_stays_where_it_is() -> None:
 
 def test_deferred_checkpoint_of_an_older_version() -> None:
     """Its clock was a number."""
-    params, state = deferred_run(None, numbers())
+    params, state = deferred_run("array", numbers())
     arrays = jmask.to_arrays((params, state))
     assert arrays[0]["t"]["clock"].dtype == jnp.int32
-    like = deferred_run(None, jnp.zeros_like(numbers()))
+    like = deferred_run("array", jnp.zeros_like(numbers()))
     again, _ = jmask.from_arrays(arrays, like)
     np.testing.assert_array_equal(again["t"].todense(), params["t"].todense())
 
@@ -242,6 +226,6 @@ def test_pickle(layout: str) -> None:
     assert jax.tree.structure(again) == jax.tree.structure(tree)
     for x, y in zip(dense(again), dense(tree), strict=True):
         np.testing.assert_array_equal(x, y)
-    deferred = jmask.deferred(LAYOUTS[layout](numbers()), jmask.lazy(optax.adam(0.1)))
+    deferred = jmask.deferred(stored(layout, numbers()), jmask.lazy(optax.adam(0.1)))
     again = pickle.loads(pickle.dumps(deferred))
     np.testing.assert_array_equal(again.todense(), numbers())

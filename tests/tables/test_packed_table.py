@@ -12,6 +12,7 @@ import pytest
 
 import jmask
 from jmask._tables.packed import LANES, part_shapes
+from tests.compiled_step import compiled_step, training_step
 from tests.optimizers import OF_ALL_TABLES as OPTIMIZERS
 from tests.sampling import chosen
 from tests.stored_tables import (
@@ -109,14 +110,9 @@ def test_few_rows(count):
     np.testing.assert_array_equal(table.todense(), x)
     assert table[jnp.zeros((0, 2), int)].shape == (0, 2, 20)
 
-    @jax.jit
-    def step(table):
-        gradient = jmask.grad(lambda t: jnp.sum(lookup(t, ids)))(table)
-        return jmask.apply_gradients(
-            jmask.sgd(1.0), gradient, jmask.sgd(1.0).init(table), table
-        )
-
-    np.testing.assert_array_equal(step(table)[0], x - 2)
+    tx = jmask.sgd(1.0)
+    step = training_step(lambda t: jnp.sum(lookup(t, ids)), tx)
+    np.testing.assert_array_equal(step(table, tx.init(table))[0], x - 2)
 
 
 def test_packed_is_for_tpus():
@@ -152,19 +148,12 @@ def test_tree():
 
 def test_donated_parts_are_written_in_place():
     tx, table = jmask.adam(0.1), jmask.PackedTable.pack(jnp.ones((10**4, 100)))
-    state = tx.init(table)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(table, state, ids):
-        gradient = jmask.grad(lambda t: jnp.sum(t[ids] ** 2))(table)
-        return jmask.apply_gradients(tx, gradient, state, table)
-
-    compiled = step.lower(table, state, jnp.arange(8)).compile()
+    compiled = compiled_step(lambda t, ids: jnp.sum(t[ids] ** 2), tx, table, jnp.arange(8))
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 3 * 10**4 * 100 * 4
     assert memory.temp_size_in_bytes < 10**4 * 100 * 4 / 10
     old = table.parts
-    compiled(table, state, jnp.arange(8))
+    compiled(table, tx.init(table), jnp.arange(8))
     assert all(part.is_deleted() for part in old)
 
 

@@ -11,34 +11,35 @@ from tests.sparse_arrays import coo, csr
 masked = jmask.masked_tensor
 EYE = jnp.array([[0.0, 3, 0, 0], [4, 0, 0, 5]])
 
-PRINTED = [
-    (
-        lambda: masked(jnp.array([1.0, jnp.nan, 3.0]), [True, False, True]),
-        "[1.0, --, 3.0], dtype=float32",
-    ),
-    (lambda: masked(3.0), "3.0, dtype=float32"),
-    (lambda: masked(3.0, False), "--, dtype=float32"),
-    (lambda: masked(jnp.zeros(0)), "[], dtype=float32"),
-    (lambda: masked(jnp.zeros((0, 3), int)), "[], shape=(0, 3), dtype=int32"),
-    (lambda: masked(jnp.zeros((2, 0))), "[], shape=(2, 0), dtype=float32"),
-    (lambda: masked(jnp.array([True, False]), [False, True]), "[--, False], dtype=bool"),
-    (lambda: masked(jnp.array([1, -2], jnp.int8)), "[1, -2], dtype=int8"),
-    (lambda: masked(jnp.array([1 + 2j, 0]), [True, False]), "[(1+2j), --], dtype=complex64"),
-    (lambda: masked(jnp.array([1, 1.5, 0], jnp.bfloat16)), "[1.0, 1.5, 0.0], dtype=bfloat16"),
-    (lambda: masked(jnp.array([1, 0], jnp.float16), [True, False]), "[1.0, --], dtype=float16"),
-    (lambda: masked(jnp.array([jnp.nan, -jnp.inf, 1e30])), "[nan, -inf, 1e+30], dtype=float32"),
-    (
-        lambda: masked(coo(EYE), jnp.array([True, False, True])),
-        "coo, float32[2, 4], nse=3, values=[3.0, --, 5.0]",
-    ),
-    (lambda: masked(csr(EYE)), "csr, float32[2, 4], nse=3, values=[3.0, 4.0, 5.0]"),
-    (lambda: masked(coo(0 * EYE)), "coo, float32[2, 4], nse=0, values=[]"),
-]
+
+def made(code):
+    return eval(code, globals() | {"coo": coo, "csr": csr})
 
 
-@pytest.mark.parametrize(("make", "text"), PRINTED, ids=[text for _, text in PRINTED])
-def test_one_line(make, text):
-    x = make()
+PRINTED = """
+    masked(jnp.array([1.0, jnp.nan, 3.0]), [True, False, True]) -> [1.0, --, 3.0], dtype=float32
+    masked(3.0) -> 3.0, dtype=float32
+    masked(3.0, False) -> --, dtype=float32
+    masked(jnp.zeros(0)) -> [], dtype=float32
+    masked(jnp.zeros((0, 3), int)) -> [], shape=(0, 3), dtype=int32
+    masked(jnp.zeros((2, 0))) -> [], shape=(2, 0), dtype=float32
+    masked(jnp.array([True, False]), [False, True]) -> [--, False], dtype=bool
+    masked(jnp.array([1, -2], jnp.int8)) -> [1, -2], dtype=int8
+    masked(jnp.array([1 + 2j, 0]), [True, False]) -> [(1+2j), --], dtype=complex64
+    masked(jnp.array([1, 1.5, 0], jnp.bfloat16)) -> [1.0, 1.5, 0.0], dtype=bfloat16
+    masked(jnp.array([1, 0], jnp.float16), [True, False]) -> [1.0, --], dtype=float16
+    masked(jnp.array([jnp.nan, -jnp.inf, 1e30])) -> [nan, -inf, 1e+30], dtype=float32
+    masked(coo(EYE), TWO) -> coo, float32[2, 4], nse=3, values=[3.0, --, 5.0]
+    masked(csr(EYE)) -> csr, float32[2, 4], nse=3, values=[3.0, 4.0, 5.0]
+    masked(coo(0 * EYE)) -> coo, float32[2, 4], nse=0, values=[]
+"""
+TWO = jnp.array([True, False, True])
+
+
+@pytest.mark.parametrize("line", PRINTED.strip().splitlines())
+def test_one_line(line):
+    code, text = line.split(" -> ")
+    x = made(code.strip())
     assert repr(x) == str(x) == f"MaskedTensor({text})"
 
 
@@ -120,42 +121,33 @@ ROWS = jmask.RowSparse([1, 3], jnp.ones((2, 2)), (6, 2))
 HOLES = jmask.masked_tensor(jnp.array([1.0, jnp.nan, 3.0]), jnp.array([True, False, True]))
 
 
-def sharded():
-    return jmask.sharded(TABLE, jax.make_mesh((1,), ("x",)))
-
-
 STACK = jax.vmap(lambda v: jmask.RowSparse([4], v, (6, 2)))(jnp.ones((3, 1, 2)))
-SHOWN = [
-    ("RowSparse(float32[6, 2], nse=2)", lambda: ROWS),
-    ("RowSparse(float32[6, 2], nse=1, batch=(3,))", lambda: STACK),
-    ("RowSparse(float32[6, 2], nse=2)", lambda: jax.eval_shape(lambda: ROWS)),
-    ("MaskedTensor([1.0, --, 3.0], dtype=float32)", lambda: HOLES),
-    (
-        "MaskedTensor(row_sparse, float32[9], nse=1, values=[5.0])",
-        lambda: jmask.masked_tensor(jmask.RowSparse([2], [5.0], (9,)), None),
-    ),
-    (
-        "MaskedTensor(coo, float32[1, 2], nse=1, values=[5.0])",
-        lambda: jmask.masked_tensor(coo(np.float32([[0, 5]]))),
-    ),
-    (
-        "MaskedTensor(csr, float32[1, 2], nse=1, values=[5.0])",
-        lambda: jmask.masked_tensor(csr(np.float32([[0, 5]]))),
-    ),
-    ("PackedTable(float32[1000, 16])", lambda: jmask.packed(TABLE, platform="tpu")),
-    ("ShardedTable(float32[1000, 16])", sharded),
-]
+ROW, MATRIX = jmask.RowSparse([2], [5.0], (9,)), np.float32([[0, 5]])
+SHOWN = """
+    ROWS -> RowSparse(float32[6, 2], nse=2)
+    STACK -> RowSparse(float32[6, 2], nse=1, batch=(3,))
+    jax.eval_shape(lambda: ROWS) -> RowSparse(float32[6, 2], nse=2)
+    HOLES -> MaskedTensor([1.0, --, 3.0], dtype=float32)
+    masked(ROW, None) -> MaskedTensor(row_sparse, float32[9], nse=1, values=[5.0])
+    masked(coo(MATRIX)) -> MaskedTensor(coo, float32[1, 2], nse=1, values=[5.0])
+    masked(csr(MATRIX)) -> MaskedTensor(csr, float32[1, 2], nse=1, values=[5.0])
+    jmask.packed(TABLE, platform="tpu") -> PackedTable(float32[1000, 16])
+    jmask.sharded(TABLE, jax.make_mesh((1,), ("x",))) -> ShardedTable(float32[1000, 16])
+"""
+shown = pytest.mark.parametrize(
+    ("code", "shown"), [line.strip().split(" -> ") for line in SHOWN.strip().splitlines()]
+)
 
 
-@pytest.mark.parametrize(("shown", "make"), SHOWN)
-def test_repr(shown, make):
-    assert repr(make()) == shown
+@shown
+def test_repr(code, shown):
+    assert repr(made(code)) == shown
 
 
-@pytest.mark.parametrize(("shown", "make"), SHOWN)
-def test_nodes_without_arrays(shown, make):
+@shown
+def test_nodes_without_arrays(code, shown):
     """Transformations put anything into the leaves of a pytree; printing them never raises."""
-    x, seen = make(), []
+    x, seen = made(code), []
     jax.eval_shape(lambda x: seen.append(repr(x)), x)
     seen.append(repr(jax.eval_shape(lambda x: x, x)))
     without = shown.replace("[1.0, --, 3.0], dtype=float32", "float32[3]")

@@ -11,7 +11,7 @@ from jax.experimental.sparse import BCOO
 import jmask
 from jmask._tensors.conversions import from_numpy_ma, to_numpy_ma
 from jmask._tensors.storage import stored_values
-from tests.moved_entries import DTYPES, assert_masked, example
+from tests.masked_cases import DTYPES, assert_masked, example
 
 pytestmark = pytest.mark.sampled
 
