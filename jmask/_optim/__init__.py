@@ -6,7 +6,8 @@ sgd, adam, adagrad, ftrl    the rules
 ema                         averages of the parameters
 microbatches                `multi_steps`: one step for the gradients of k microbatches
 guards                      steps that are not taken, rows left out, bounds on norms of rows
-interchange                 states to and from torch, and steps as files by `jax.export`
+torch_state                 states to and from torch
 sparsecore                  rules as SparseCore takes them: `jmask.sparsecore`
+exported                    steps as files, by `jax.export`
 explain                     what a step does to each parameter, from shapes
 """
