@@ -271,8 +271,8 @@ class Slices:
 
 def longest_rows(known: "Product | Slices", most: int) -> Gathered | None:
     """Return an array as rows of as many dimensions as possible, up to `most`."""
-    found = (known.rows(row_ndim) for row_ndim in range(most, 0, -1))
-    return next((rows for rows in found if rows is not None), None)
+    candidates = (known.rows(row_ndim) for row_ndim in range(most, 0, -1))
+    return next((rows for rows in candidates if rows is not None), None)
 
 
 Fact = Product | Gathered | Slices
@@ -381,10 +381,10 @@ def _weighted_sum(eqn: JaxprEqn, inputs: Sequence[Any]) -> Iterator[_Sum]:
     for which in (0, 1):
         other = inputs[1 - which]
         kept, summed = tuple(batch[which]), tuple(contracted[which])
-        theirs = (*batch[1 - which], *contracted[1 - which])
-        free = [d for d in range(np.ndim(other)) if d not in theirs]
+        shared = (*batch[1 - which], *contracted[1 - which])
+        free = [d for d in range(np.ndim(other)) if d not in shared]
         if summed and all(other.shape[d] == 1 for d in free):
-            yield which, kept, summed, jnp.transpose(other, (*theirs, *free))
+            yield which, kept, summed, jnp.transpose(other, (*shared, *free))
 
 
 SUMS = {"reduce_sum": _reduce_sum, "dot_general": _weighted_sum}

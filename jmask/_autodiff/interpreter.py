@@ -300,8 +300,8 @@ def place_of(eqn: JaxprEqn) -> Place | None:
     frames = getattr(eqn.source_info.traceback, "frames", ())
     place = place_among((frame.file_name, frame.line_num) for frame in frames)
     if place is None:
-        found = re.match(r"(.+?):(\d+)", source_info_util.summarize(eqn.source_info))
-        place = Place(found[1], int(found[2])) if found else None
+        match = re.match(r"(.+?):(\d+)", source_info_util.summarize(eqn.source_info))
+        place = Place(match[1], int(match[2])) if match else None
     return place
 
 

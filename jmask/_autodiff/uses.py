@@ -62,7 +62,9 @@ class InputGradient(NamedTuple):
 
 
 def refined_reports(
-    jaxpr: Jaxpr, found: Callable[[], Sequence[InputGradient]], reports: Sequence[Fallback]
+    jaxpr: Jaxpr,
+    gradients_of: Callable[[], Sequence[InputGradient]],
+    reports: Sequence[Fallback],
 ) -> list[Fallback]:
     """Report gradients of tables once each, at the source line that needs the whole table.
 
@@ -73,7 +75,7 @@ def refined_reports(
 
     Args:
         jaxpr: the gradient program.
-        found: returns the gradients of its inputs.
+        gradients_of: returns the gradients of its inputs.
         reports: of running it. Those about a table tell it by its shape alone.
     """
     inputs = [aval_of(v) for v in jaxpr.invars]
@@ -81,7 +83,9 @@ def refined_reports(
     if not reports and all(_size(table) < LARGE for table in inputs):
         return []
     input_reports: list[tuple[InputGradient, Fallback]] = []
-    for gradient, table, uses in zip(found(), inputs, uses_of_inputs(jaxpr), strict=True):
+    for gradient, table, uses in zip(
+        gradients_of(), inputs, uses_of_inputs(jaxpr), strict=True
+    ):
         is_reported = tuple(table.shape) in shapes
         if is_reported or (gradient.rows is None and _size(table) >= LARGE):
             report = _report(gradient, table, uses, is_reported)
@@ -176,15 +180,15 @@ def _uses(
         return None if isinstance(v, Literal) else origins.get(v)
 
     for eqn in jaxpr.eqns:
-        found = [of(v) for v in eqn.invars]
-        if all(origin is None for origin in found) or eqn.primitive.name == "stop_gradient":
+        sources = [of(v) for v in eqn.invars]
+        if all(origin is None for origin in sources) or eqn.primitive.name == "stop_gradient":
             continue
         inner = [jaxpr for jaxpr, _ in bodies_of(eqn)]
         for body in inner:
-            theirs, outputs = _uses(body, found[len(found) - len(body.invars) :], count)
-            for mine, more in zip(uses, theirs, strict=True):
+            inner_uses, outputs = _uses(body, sources[len(sources) - len(body.invars) :], count)
+            for known, more in zip(uses, inner_uses, strict=True):
                 # What JAX itself calls (`jnp.sort`) has no line of the user inside.
-                mine.extend(u if u.place else u._replace(place=place_of(eqn)) for u in more)
+                known.extend(u if u.place else u._replace(place=place_of(eqn)) for u in more)
             origins.update(
                 (v, origin)
                 for v, origin in zip(eqn.outvars, outputs, strict=False)
@@ -193,16 +197,16 @@ def _uses(
         if inner:
             continue
         if _is_the_same(eqn):
-            origin = next(o for o in found if o is not None)
+            origin = next(o for o in sources if o is not None)
             origins.update((v, origin) for v in eqn.outvars)
             continue
         place, name = place_of(eqn), eqn.primitive.name
-        for origin in dict.fromkeys(o for o in found if o is not None):
+        for origin in dict.fromkeys(o for o in sources if o is not None):
             # Of what was computed only lookups count: they are meant as lookups in the input.
             use = Use(name, place, origin.is_computed)
             if use.is_lookup or not origin.is_computed:
                 uses[origin.number].append(use)
-        for v, source in zip(eqn.invars, found, strict=True):
+        for v, source in zip(eqn.invars, sources, strict=True):
             for result in eqn.outvars:
                 if source is None or source.is_repeated:
                     continue

@@ -178,8 +178,8 @@ def place_among(lines: Iterable[tuple[str, int]]) -> Place | None:
     outside = [at for at in lines if not at[0].startswith(_LIBRARIES)]
     if not outside:
         return None
-    found = next((at for at in outside if not _is_installed(at[0])), outside[0])
-    return Place(*found, None if found == outside[0] else outside[0])
+    place = next((at for at in outside if not _is_installed(at[0])), outside[0])
+    return Place(*place, None if place == outside[0] else outside[0])
 
 
 def _is_installed(file: str) -> bool:

@@ -190,11 +190,11 @@ def holds_jaxprs(eqn: JaxprEqn) -> bool:
 
 def within(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
     """Yield equations and the equations of jaxprs that they run, in known forms or not."""
-    found = list(eqns)
+    every = list(eqns)
     for eqn in eqns:
         for jaxpr in jaxprs_in_params(eqn.params):
-            found += within(jaxpr.eqns)
-    return found
+            every += within(jaxpr.eqns)
+    return every
 
 
 def drops_rules(jaxpr: Jaxpr) -> bool:

@@ -146,13 +146,15 @@ def pad_bags(
         _for_each_table(name, tables, x, is_one)
         for name, x in (("offsets", offsets), ("weights", weights))
     )
-    found = {
+    bags_of_table = {
         table: _flat(x, offsets[table], include_last_offset, weights[table])
         for table, x in tables.items()
     }
-    most = max((int(starts[-1]) for _, starts, _ in found.values()), default=0)
+    most = max((int(starts[-1]) for _, starts, _ in bags_of_table.values()), default=0)
     size = _rounded_up(max(most, checked_integer("at_least", at_least)))
-    padded = {table: _padded_bags(size, *bags, num_bags) for table, bags in found.items()}
+    padded = {
+        table: _padded_bags(size, *bags, num_bags) for table, bags in bags_of_table.items()
+    }
     if padded:
         _say_once(size, *sorted({len(bags.offsets) - 1 for bags in padded.values()}))
     return padded[""] if is_one else padded
@@ -217,20 +219,20 @@ def _padded_bags(
 
 def _joined(name: str, bags: Ragged) -> tuple[np.ndarray, np.ndarray]:
     """Return what a list of bags holds, and where each begins."""
-    found: np.ndarray | None = None
+    numbers: np.ndarray | None = None
     are_lists = isinstance(bags, Sequence) and all(isinstance(x, list | tuple) for x in bags)
     if are_lists:
         # One array of them all: a list takes as long to convert as a hundred of its numbers.
         with contextlib.suppress(ValueError):  # lists of different lengths in a bag
-            found = np.asarray(list(itertools.chain.from_iterable(bags)))
+            numbers = np.asarray(list(itertools.chain.from_iterable(bags)))
     elif isinstance(bags, Sequence | np.ndarray) and all(np.ndim(x) == 1 for x in bags):
-        found = np.concatenate([np.asarray(x) for x in bags if len(x)] or [np.zeros(0)])
-    if found is None or found.ndim != 1:
+        numbers = np.concatenate([np.asarray(x) for x in bags if len(x)] or [np.zeros(0)])
+    if numbers is None or numbers.ndim != 1:
         raise TypeError(
             f"`{name}` must be a list of bags, each a list of numbers, where no `offsets` are "
             f"given; got {type(bags).__name__}."
         )
-    return found, np.cumsum([0, *map(len, bags)]).astype(np.int32)
+    return numbers, np.cumsum([0, *map(len, bags)]).astype(np.int32)
 
 
 def _rounded_up(count: int) -> int:

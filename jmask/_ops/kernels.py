@@ -370,8 +370,8 @@ def quantile(groups: Slices, dtype: DTypeLike, rank: _Rank, method: str = "linea
 
     def entry(rank: jax.Array) -> jax.Array:
         rank = jnp.where(bad, last, jnp.minimum(rank, last))
-        found = jnp.take_along_axis(x, jnp.take_along_axis(order, rank, -1), -1)
-        return found.astype(wide(inexact(x.dtype)))
+        entries = jnp.take_along_axis(x, jnp.take_along_axis(order, rank, -1), -1)
+        return entries.astype(wide(inexact(x.dtype)))
 
     below, between = rank(last)
     weight = _WEIGHTS[method](between)

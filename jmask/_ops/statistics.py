@@ -358,13 +358,13 @@ def array_equal(
     return _none(_is_other(a1, a2, equal_nan=equal_nan), masked_equal)
 
 
-def _none(found: TensorLike, masked_equal: bool) -> jax.Array:
-    """Decide whether nothing was found; and, if masked entries do not count, all exists."""
-    some = reductions.any(found)
+def _none(differs: TensorLike, masked_equal: bool) -> jax.Array:
+    """Decide whether no entry differs; and, if masked entries do not count, that all exist."""
+    some = reductions.any(differs)
     if not isinstance(some, MaskedTensor):
         return ~some
     none = ~some.to_tensor(False)
-    return none if masked_equal else none & (reductions.count(found) == found.size)
+    return none if masked_equal else none & (reductions.count(differs) == differs.size)
 
 
 # --- of bins -----------------------------------------------------------------------------

@@ -213,14 +213,14 @@ class StoredTable(abc.ABC):
 
 def from_the_end(ids: Numbers, rows: int) -> Ids:
     """Count negative ids from the end; NumPy integers stay NumPy's."""
-    found: Ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
-    if not jnp.issubdtype(found.dtype, jnp.signedinteger):
+    numbers: Ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
+    if not jnp.issubdtype(numbers.dtype, jnp.signedinteger):
         return ids
-    if isinstance(found, np.ndarray):
-        found = found.astype(np.int64)
-        return np.where(found < 0, found + rows, found)
-    found = found.astype(joint_dtype(found, id_dtype(rows)))
-    return jnp.where(found < 0, found + rows, found)
+    if isinstance(numbers, np.ndarray):
+        numbers = numbers.astype(np.int64)
+        return np.where(numbers < 0, numbers + rows, numbers)
+    numbers = numbers.astype(joint_dtype(numbers, id_dtype(rows)))
+    return jnp.where(numbers < 0, numbers + rows, numbers)
 
 
 def is_stored_table(x: object) -> TypeGuard[StoredTable]:

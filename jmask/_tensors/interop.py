@@ -209,10 +209,10 @@ class SaysWhatToDo(NamesItsFunctions):
 
 
 def _nth_caller(frame: FrameType, n: int) -> str:
-    found: FrameType | None = frame
+    caller: FrameType | None = frame
     for _ in range(n):
-        found = None if found is None else found.f_back
-    return "" if found is None else found.f_code.co_name
+        caller = None if caller is None else caller.f_back
+    return "" if caller is None else caller.f_code.co_name
 
 
 def _message(frame: FrameType) -> str:

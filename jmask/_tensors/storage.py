@@ -142,8 +142,8 @@ def stored_at(x: RowSparse, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     if not count:
         return values, places
     # Padding of the tensor and of the ids is V, which is found, but is no row.
-    found = (stored[jnp.minimum(places, count - 1)] == ids) & (ids < x.shape[0])
-    return values, jnp.where(found, places, count)
+    exists = (stored[jnp.minimum(places, count - 1)] == ids) & (ids < x.shape[0])
+    return values, jnp.where(exists, places, count)
 
 
 def is_stored(x: Sparse) -> jax.Array:
@@ -275,13 +275,13 @@ def values_at(x: Sparse, like: Sparse, *others: jax.Array) -> tuple[jax.Array, .
         starts = starts.at[1:].max(column[1:] != column[:-1])
     first = order[lax.cummax(jnp.where(starts, entries, 0))]
     place = jnp.zeros_like(order).at[order].set(first, unique_indices=True)[count:]
-    found = (place < count) & _inside(right, like.shape)
-    place, values = jnp.where(found, place, 0), stored_values(x)
+    exists = (place < count) & _inside(right, like.shape)
+    place, values = jnp.where(exists, place, 0), stored_values(x)
     # An index into nothing is out of bounds, whatever it is.
     rows = [
         a if a.shape[0] else jnp.zeros((1, *a.shape[1:]), a.dtype) for a in (values, *others)
     ]
-    return (trailing(found, values.ndim), *(a[place] for a in rows))
+    return (trailing(exists, values.ndim), *(a[place] for a in rows))
 
 
 def entries_at(
