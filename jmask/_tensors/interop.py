@@ -105,7 +105,7 @@ _OF_DEFERRED_TABLES = (
 # Functions of JAX that map over an axis of their arguments, by their local variables: those
 # arguments. What an `in_axes` of several levels says is left to JAX.
 _MAPPED: dict[str, Callable[[dict[str, Any]], object]] = {
-    "vmap_f": lambda x: (_along(x["in_axes"], x["args"]), x["kwargs"]),
+    "vmap_f": lambda x: (_along(x.get("in_axes"), x.get("args", ())), x.get("kwargs")),
     "scan": lambda x: x.get("xs"),
 }
 
