@@ -41,15 +41,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.sparse import BCOO, BCSR
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import (
     adds_when_cast,
     explicit_sharding,
+    spec_of,
     sum_dtype,
     trailing,
     varying_alike,
     wide,
+    without_repetition,
 )
 from jmask._base.fallback import report_fallback
 from jmask._base.lowering import lower, primitive
@@ -57,7 +60,6 @@ from jmask._base.row_ids import canonical
 from jmask._base.types import Tensor, TensorLike
 from jmask._base.validation import check_flag, checked_choice, refuse_scipy
 from jmask._kernels.bag_sum import bag_sum
-from jmask._kernels.gather import Gather
 from jmask._kernels.rows import add_rows
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse
@@ -174,8 +176,11 @@ def _rows_or_zeros(table: jax.Array, positions: jax.Array) -> jax.Array:
     # not touch a row that was not looked up.
     if 0 in table.shape:
         return jnp.zeros((*positions.shape, *table.shape[1:]), table.dtype)
-    fills = lax.GatherScatterMode.FILL_OR_DROP
-    return Gather.rows_of(table.shape, fills, fill_value=0)(table, positions[:, None])
+    sharding = explicit_sharding(table, positions)
+    if sharding is not None:  # rows go where their positions are, as in lookups
+        spec = without_repetition((*spec_of(positions), *spec_of(table)[1:]))
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    return table.at[positions].get(mode="fill", fill_value=0, out_sharding=sharding)
 
 
 def sums_of_rows(a: Coordinates, b: Dense | StoredRows, dtype: DTypeLike) -> jax.Array:

@@ -175,24 +175,31 @@ class ShardedTable(StoredTable):
     def dtype(self) -> DType:
         return self.stored.dtype
 
+    def _shapes(self) -> list[tuple[int, ...]]:
+        """Return the shapes of the stored arrays."""
+        layout = self.layout
+        shape = (layout.shards * layout.block, *self.shape[1:])
+        parts = 1 if layout.inside() else layout.shards
+        stored = part_shapes(shape) if self._is_packed() else [shape]
+        blocks = ((rows // layout.shards, row) for rows, *row in stored)
+        return [
+            (parts * block, *row) if layout.placement == "div" else (parts, block, *row)
+            for block, row in blocks
+        ]
+
     def is_stack(self) -> bool:
-        rows = (self.layout.placement == "mod") + (1 if self._is_packed() else self.ndim - 1)
-        return jnp.ndim(jax.tree.leaves(self.stored)[0]) > rows + 1
+        first, *_ = jax.tree.leaves(self.stored)
+        return jnp.shape(first)[1:] == self._shapes()[0]
 
     def check_layout(self) -> Blocks:
         """Return the stored blocks; refuse those of another layout, as from a checkpoint."""
         self.check_single()
         layout = self.layout
-        shape = (layout.shards * layout.block, *self.shape[1:])
-        shapes = part_shapes(shape) if self._is_packed() else [shape]
-        parts = 1 if layout.inside() else layout.shards
-        for x, (rows, *row) in zip(jax.tree.leaves(self.stored), shapes, strict=True):
-            block = rows // layout.shards
-            first = (parts * block,) if layout.placement == "div" else (parts, block)
-            if jnp.shape(x) != (*first, *row):
+        for x, shape in zip(jax.tree.leaves(self.stored), self._shapes(), strict=True):
+            if jnp.shape(x) != shape:
                 raise ValueError(
                     f"a ShardedTable (`placement`={layout.placement!r}, {layout.shards} "
-                    f"shards) holds an array of shape {jnp.shape(x)} where {(*first, *row)} is "
+                    f"shards) holds an array of shape {jnp.shape(x)} where {shape} is "
                     "expected: its rows are in the order of another mesh or placement. Restore "
                     "checkpoints by jmask.from_arrays(arrays, like=...)."
                 )

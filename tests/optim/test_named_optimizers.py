@@ -103,6 +103,9 @@ def compare(param, state, model, tolerance):
     assert state.count == model.steps
     np.testing.assert_allclose(param, model.param, rtol=tolerance, atol=tolerance)
     for slot, expected in model.state.items():
+        if expected.size == len(param) and np.ndim(param) > 1:
+            # One number for each row: it stands at each index of all dimensions but the last.
+            expected = np.broadcast_to(expected, (*np.shape(param)[:-1], 1))
         np.testing.assert_allclose(
             getattr(state, slot), expected, rtol=tolerance, atol=tolerance, err_msg=slot
         )
