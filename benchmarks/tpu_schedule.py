@@ -154,14 +154,8 @@ _ARRAY = re.compile(r"([a-z]+\d+)\[([\d,]+)\]")
 def times(compiled: Any, folder: Path, generation: str) -> list[tuple[float, str]]:
     """Milliseconds and name of each kernel of a program, the longest first."""
     clock, bandwidth = GENERATIONS[generation]
-    before, entry = compiled.as_text().split("\nENTRY ", 1)
-    lines = {}
-    for text in (before, entry):
-        in_entry = {}
-        for line in text.splitlines():
-            if match := _INSTRUCTION.match(line):
-                in_entry[match[1]] = (match[2], line)
-        lines.update(in_entry)
+    text = compiled.as_text()
+    lines, in_entry = _instructions(text), _instructions(text.partition("\nENTRY ")[2])
     seconds_of: dict[str, float] = {}
     twins: dict[tuple[str, ...], str] = {}
     for kernel in kernels_of(folder):
@@ -180,6 +174,12 @@ def times(compiled: Any, folder: Path, generation: str) -> list[tuple[float, str
         if twin is not None and _OPERATION.search(in_entry[name][1]):
             seconds_of[name] = seconds_of[twin]
     return sorted(((x * 1e3, name) for name, x in seconds_of.items()), reverse=True)
+
+
+def _instructions(text: str) -> dict[str, tuple[str, str]]:
+    """The type of the result and the line of each instruction."""
+    matches = ((_INSTRUCTION.match(line), line) for line in text.splitlines())
+    return {match[1]: (match[2], line) for match, line in matches if match}
 
 
 def _identity(name: str, result: str, line: str) -> tuple[str, ...]:

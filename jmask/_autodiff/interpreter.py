@@ -318,10 +318,8 @@ def _is_entered(eqn: JaxprEqn, arguments: Sequence[Any], demand: Demand) -> bool
     inner, _ = called(eqn)
     if any(demand.of(eqn.outvars)):
         return not nothing_to_do(inner, arguments)
-    if eqn.primitive.name not in (
-        "jit",
-        "pjit",
-    ):  # a rule of the function for derivatives would be lost
+    # Of other calls a rule for derivatives would be lost.
+    if eqn.primitive.name not in ("jit", "pjit"):
         return False
     is_traced = any(isinstance(x, jax.core.Tracer) for x in arguments)
     if any(isinstance(FACTS.of(x), Gathered) for x in arguments):

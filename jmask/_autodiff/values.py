@@ -249,7 +249,7 @@ def is_symbolic(x: object) -> bool:
 
 def dense(x: Value) -> Value:
     """Return a symbolic value as an array, anything else as it is."""
-    return x.todense() if isinstance(x, RowSum | Filled) else x
+    return x.todense() if is_symbolic(x) else x
 
 
 def _is_literal(x: object) -> bool:

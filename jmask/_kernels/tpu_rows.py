@@ -281,16 +281,14 @@ def _kernel(plan: _Plan, valid: Ref, numbers: Ref, *refs: Ref) -> None:
         words = [x[0].astype(d) for x, d in zip(scalars, plan.scalars, strict=True)]
 
         def chunk(number: Index, carry: int) -> int:
-            place = kept = pl.ds(number * _CHUNK, _CHUNK)
-            old_as = new_as = lambda x: x
-            if plan.unit == "pair":
-                kept = pl.ds(2 * number * _CHUNK, 2 * _CHUNK)
-                old_as = lambda x: pltpu.bitcast(x, jnp.int32)
-                new_as = lambda x: pltpu.bitcast(x, buffers[0].dtype)
-            old = [old_as(buffer[slot, kept]) for buffer in buffers]
+            is_pair = plan.unit == "pair"
+            size = 2 * _CHUNK if is_pair else _CHUNK  # rows of a buffer
+            place, kept = pl.ds(number * _CHUNK, _CHUNK), pl.ds(number * size, size)
+            old = [buffer[slot, kept] for buffer in buffers]
+            old = [pltpu.bitcast(x, jnp.int32) if is_pair else x for x in old]
             new = plan.body(*old, *[x[place] for x in rows], *words)
             for buffer, x in zip(buffers, new, strict=True):
-                buffer[slot, kept] = new_as(x)
+                buffer[slot, kept] = pltpu.bitcast(x, buffer.dtype) if is_pair else x
             return carry
 
         lax.fori_loop(0, block // _CHUNK, chunk, 0)

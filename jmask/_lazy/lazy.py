@@ -105,8 +105,7 @@ def lazy(
         check_parameters(params)
         fit = Fit.of(updates, params)
         updates, params = fit.gradients, fit.params
-        leaves = jax.tree.leaves(updates, is_leaf=is_gradient_leaf)
-        if not (any(map(is_gradient_leaf, leaves)) or has_deferred(params)):
+        if not (has_gradients(updates) or has_deferred(params)):
             with naming_structures(updates, params):
                 return inner.update(updates, state, params, **extra_args)
         _check_extra_args(extra_args)

@@ -50,7 +50,12 @@ def on_every_table(
         **extra_args: PyTree,
     ) -> tuple[PyTree, OptState]:
         check_parameters(params)
-        again = functools.partial(run, **extra_args)
+        return on_tables(updates, state, params, **extra_args)
+
+    def on_tables(
+        updates: Gradients, state: OptState, params: Params | None, **extra_args: PyTree
+    ) -> tuple[PyTree, OptState]:
+        again = functools.partial(on_tables, **extra_args)
         if any(map(_is_stacked, jax.tree.leaves(updates, is_leaf=is_gradient_leaf))):
             return _stacked_step(init, again, updates, state, params)
         if has_deferred(params):
