@@ -127,6 +127,12 @@ class Product:
             index = lax.iota(jnp.int32, source.shape[0]).reshape(sizes)
             index = jnp.broadcast_to(index, entries)
         others = [i for i in count if i not in with_rows]
+        if index is not None:
+            # Numbers that are the same for all entries are multiplied into fewer source rows.
+            numbers = [i for i in others if not self.dims_of(i)]
+            for i in numbers:
+                source = source * jnp.reshape(jnp.asarray(self.factors[i][0]), ())
+            others = [i for i in others if i not in numbers]
         weight = self._multiplied(others, lead) if others else None
         return Gathered(source, index, weight, entries, self.dtype)
 

@@ -29,9 +29,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.array_types import sum_dtype, varying_alike
+from jmask._base.array_types import sum_dtype
 from jmask._base.types import Index, PyTree
 from jmask._kernels import tuning
+from jmask._kernels.coalesce import in_order
 from jmask._kernels.gathered_rows import Rows, rows_at
 from jmask._kernels.rows import add_rows
 
@@ -204,15 +205,3 @@ def rows_in_blocks(
         return update(carried[0], block_ids, rows_at(values, entries)), None
 
     return BlockLoop((tables, None), block, blocks, blocks)
-
-
-def in_order(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sort ids (n,), stably; return them and the entry of each, int32."""
-    entry, ids = varying_alike(lax.iota(jnp.int32, ids.shape[0]), ids)
-    if ids.dtype != jnp.int32:
-        ordered, entry = lax.sort((ids, entry), num_keys=1)
-        return ordered, entry
-    # XLA's CPU compiler sorts one array 1.5 times faster than two.
-    with jax.enable_x64(True):
-        both = lax.sort((ids.astype(jnp.int64) << 32) | entry.astype(jnp.int64))
-        return (both >> 32).astype(jnp.int32), both.astype(jnp.int32)

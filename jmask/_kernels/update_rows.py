@@ -5,7 +5,8 @@
 An optimizer is one function of unique ids and their rows. How these are made from a gradient
 is decided where the program is lowered for a device:
 
-| one CPU, gathered rows  | blocks of rows in the order of their ids: `row_blocks`  |
+| one CPU                 | equal ids found by hashing: `hash_dedup`; `fused` form  |
+|   and gathered rows     | blocks of rows in the order of their ids: `row_blocks`  |
 | CPUs, several TPUs      | equal ids summed by sorting; the update in `fused` form |
 | one TPU                 | the same; the update as a `kernel`                      |
 | one GPU, jax from 0.12  | the same; the update in its `fused` form                |
@@ -33,6 +34,7 @@ from jmask._kernels import tpu_rows
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gather import zero_of
 from jmask._kernels.gathered_rows import GatheredRows, Rows, as_array
+from jmask._kernels.hash_dedup import summed_into_first
 from jmask._kernels.row_blocks import (
     BlockLoop,
     block_size,
@@ -276,9 +278,27 @@ def _on_one_cpu(updates: Sequence[RowUpdate]) -> Results:
     size = block_size([_bytes_of_row(updates[i].values) for i in in_blocks])
     tables = run_side_by_side([_loop(updates[i], size) for i in in_blocks])
     results = dict(zip(in_blocks, tables, strict=True))
-    unique = [x if x.update.additive else x.summed() for x in (updates[i] for i in others)]
+    unique = _summed_by_hashing([updates[i] for i in others])
     results.update(zip(others, _side_by_side(unique), strict=True))
     return [results[i] for i in range(len(updates))]
+
+
+def is_hashed(x: RowUpdate) -> bool:
+    """Decide whether rows of equal ids are found by hashing."""
+    return x.order == "any" and not x.update.additive
+
+
+def _summed_by_hashing(updates: Sequence[RowUpdate]) -> list[RowUpdate]:
+    hashed = [x for x in updates if is_hashed(x)]
+    tables = [(x.ids, as_array(x.values), x.tables[0].shape[0]) for x in hashed]
+    summed = iter(summed_into_first(tables) if tables else ())
+    results = []
+    for x in updates:
+        if is_hashed(x):
+            ids, values = next(summed)
+            x = dataclasses.replace(x, ids=ids, values=values, order="unique")
+        results.append(x)
+    return results
 
 
 def _loop(x: RowUpdate, size: int) -> BlockLoop:

@@ -14,7 +14,7 @@ import pytest
 import jmask
 from jmask._kernels import coalesce, tuning
 from jmask._kernels.gathered_rows import GATHERED, GatheredRows, as_array
-from jmask._kernels.row_blocks import block_size, in_order
+from jmask._kernels.row_blocks import block_size
 from tests.compiled_step import compiled_step
 from tests.optimizers import OPTIMIZERS
 from tests.oracle import is_row_sparse
@@ -23,7 +23,7 @@ from tests.oracle import is_row_sparse
 def test_ids_of_64_bits():
     with jax.enable_x64(True):
         ids = jnp.array([2**40, 3, 2**40, -5, 2**50])
-        ordered, entry = in_order(ids)
+        ordered, entry = coalesce.in_order(ids)
         assert ordered.tolist() == [-5, 3, 2**40, 2**40, 2**50]
         assert entry.tolist() == [3, 1, 0, 2, 4]
 
@@ -175,23 +175,27 @@ def test_in_order_and_by_slots(rows: int, count: int, row: tuple[int, ...], dtyp
 
 @pytest.mark.parametrize("count", [1, 2, 37, 400])
 def test_slots_of_each_device(count: int) -> None:
-    """On a CPU entries search their slots; on GPUs they are scattered back, on TPUs sorted."""
+    """Each device sorts, numbers and sends back in a form of its own."""
     rng, rows = np.random.default_rng(0), 3000
     ids = rng.integers(0, rows + 300, count).clip(0, rows)
     exists = ids < rows
     distinct = np.unique(ids[exists])
-    expected = np.searchsorted(distinct, ids)
     given = jnp.asarray(ids, jnp.int32)
-    entry = jnp.arange(count, dtype=jnp.int32)
-    came_from = jnp.lexsort((entry, given)).astype(jnp.int32)
-    slot = coalesce._slots(coalesce._starts(given[came_from]))
-    for find in (coalesce._by_searching, coalesce._by_sending_back):
-        slot_ids, slot_of_entry = jax.jit(find, static_argnums=(0, 1))(count, rows, given)
+    for sort, numbered, back in (
+        (coalesce._sorted_in_one_array, coalesce._scattered_once, coalesce._scattered_back),
+        (coalesce._sorted_stably, coalesce._scattered_once, coalesce._scattered_back),
+        (coalesce._sorted_as_pairs, coalesce._sorted_again, coalesce._sorted_back),
+    ):
+        ordered, came_from = sort(given, jnp.arange(count, dtype=jnp.int32))
+        np.testing.assert_array_equal(ordered, np.sort(ids))
+        np.testing.assert_array_equal(given[came_from], ordered)
+        starts = coalesce._starts(ordered)
+        slot = coalesce._slots(starts)
+        slot_ids = numbered(count, rows, ordered, starts, slot)
         np.testing.assert_array_equal(slot_ids[: len(distinct)], distinct)
         assert (slot_ids[len(distinct) :] == rows).all()
-        np.testing.assert_array_equal(slot_of_entry[exists], expected[exists])
-    for back in (coalesce._sorted_back, coalesce._scattered_back):
-        np.testing.assert_array_equal(back(came_from, slot)[exists], expected[exists])
+        expected = np.searchsorted(distinct, ids)[exists]
+        np.testing.assert_array_equal(back(came_from, slot)[exists], expected)
 
 
 D = 3
