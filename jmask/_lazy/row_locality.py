@@ -295,8 +295,20 @@ def _concatenate(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
     axes = {kind.axis for kind in inputs if isinstance(kind, RowWise)}
     if parameter(eqn, "dimension") in axes:
         return not_row_local(eqn, "puts rows behind other rows")
+    return _joined(eqn, inputs, lambda axis: axis)
+
+
+def _stack(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
+    new = parameter(eqn, "axis")
+    return _joined(eqn, inputs, lambda axis: axis + (axis >= new))
+
+
+def _joined(eqn: JaxprEqn, inputs: list[RowLocal], moved: Callable[[int], int]) -> Kind:
+    """Return what is known of operands put together, with their axes `moved`."""
     unvalued: list[RowLocal] = [
-        kind.at(kind.axis, None) if isinstance(kind, RowWise) else Replicated(kind.uniform)
+        kind.at(moved(kind.axis), None)
+        if isinstance(kind, RowWise)
+        else Replicated(frozenset(map(moved, kind.uniform)))
         for kind in inputs
     ]
     kind = _elementwise(name_of(eqn), eqn, unvalued)
@@ -306,6 +318,21 @@ def _concatenate(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
 def _split(eqn: JaxprEqn, kind: RowWise) -> Kind:
     if parameter(eqn, "axis") == kind.axis:
         return not_row_local(eqn, "parts rows from other rows")
+    return kind
+
+
+def _slice(eqn: JaxprEqn, kind: RowWise) -> Kind:
+    begin, steps = parameter(eqn, "start_indices"), parameter(eqn, "strides")
+    old, new = aval_of(eqn.invars[0]).shape, aval_of(eqn.outvars[0]).shape
+    is_whole = old[kind.axis] == new[kind.axis] and not begin[kind.axis]
+    if not is_whole or (steps is not None and steps[kind.axis] != 1):
+        return not_row_local(eqn, "parts rows from other rows")
+    return kind
+
+
+def _rev(eqn: JaxprEqn, kind: RowWise) -> Kind:
+    if kind.axis in parameter(eqn, "dimensions"):
+        return not_row_local(eqn, "reverses the order of rows")
     return kind
 
 
@@ -352,7 +379,10 @@ def _dot(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
 _RULES: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenate,
+    "stack": _stack,
     "split": _for_rows(_split),
+    "slice": _for_rows(_slice),
+    "rev": _for_rows(_rev),
     "reshape": _reshape,
     "squeeze": _reshape,
     "transpose": _for_rows(_transpose),
@@ -436,6 +466,7 @@ _NOT_COMPARED = {
     "iota": ("shape",),
     "random_bits": ("shape",),
     "reshape": ("new_sizes",),
+    "slice": ("limit_indices",),
     "cond": ("branches",),
     "scan": ("jaxpr",),
     "while": ("body_jaxpr", "cond_jaxpr"),
