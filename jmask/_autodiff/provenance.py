@@ -49,7 +49,7 @@ class Operand:
     shape: Shape
     fact: Fact | None
 
-    def product(self, ndim: int | None = None) -> Product:
+    def product(self) -> Product:
         """Return the operand as a product, with itself as the one factor if none is known."""
         if isinstance(self.fact, Product):
             return self.fact

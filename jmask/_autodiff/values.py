@@ -121,17 +121,14 @@ class RowSum:
         are_few = bool(self.parts) and 8 * self.capacity <= self.count
         return self.looked_up or (is_table and are_few)
 
-    def plus(
-        self, parts: tuple[IdsAndRows, ...], looked_up: bool, leading: int = 1
-    ) -> "RowSum":
-        """Add parts whose ids number the first `leading` dimensions."""
-        looked_up = looked_up or self.looked_up
-        if not parts:
+    def plus(self, other: "RowSum") -> "RowSum":
+        """Add the rows of an array of the same shape."""
+        looked_up = self.looked_up or other.looked_up
+        if not other.parts:
             return dataclasses.replace(self, looked_up=looked_up)
-        finest = max(leading, self.leading) if self.parts else leading
-        more = dataclasses.replace(self, parts=parts, leading=leading).refined(finest)
-        total = self.refined(finest).parts + more.parts
-        return dataclasses.replace(more, parts=total, looked_up=looked_up)
+        leading = max(self.leading, other.leading) if self.parts else other.leading
+        parts = self.refined(leading).parts + other.refined(leading).parts
+        return dataclasses.replace(self, parts=parts, looked_up=looked_up, leading=leading)
 
     def refined(self, leading: int) -> "RowSum":
         """Split each row into several, with fewer dimensions."""
