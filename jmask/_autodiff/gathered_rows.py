@@ -191,24 +191,8 @@ class Gathered:
         )
 
     def rows(self, row_ndim: int) -> "Gathered | None":
-        """Split each row into several entries, with rows of fewer dimensions."""
-        inner = self.row[: len(self.row) - row_ndim]
-        if len(inner) + row_ndim != len(self.row) or self.outside is not None:
-            return None
-        if not inner:
-            return self
-        each = math.prod(inner)
-        places = lax.iota(jnp.int32, each).reshape(inner)
-        lead = trailing(self.positions(), len(self.entries) + len(inner))
-        entries = (*self.entries, *inner)
-        index = jnp.minimum(lead * each + places, self.source.shape[0] * each)
-        weight = self.weight
-        if weight is not None:
-            weight = jnp.broadcast_to(trailing(weight, len(entries)), entries)
-        source = self.source.reshape(-1, *self.row[len(inner) :])
-        return dataclasses.replace(
-            self, source=source, index=index, weight=weight, entries=entries
-        )
+        """Return it if its rows have so many dimensions, and none is nan."""
+        return self if len(self.row) == row_ndim and self.outside is None else None
 
     def flat(self) -> GatheredRows:
         """Return it as rows (n, *row)."""

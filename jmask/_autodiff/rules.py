@@ -29,7 +29,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from jmask._autodiff.gathered_rows import rows_added
@@ -155,7 +154,11 @@ def _broadcast(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     if not aval.shape:
         return None
     if isinstance(x, RowSum):
-        return _broadcast_rows(eqn, x)
+        if x.is_zero:
+            return _zero_rows(eqn)
+        if math.prod(aval.shape) == math.prod(x.shape):
+            return reshaped(x, aval.shape) if _is_movable(x) else None
+        return x.broadcast(aval.shape, parameter(eqn, "broadcast_dimensions"))
     if isinstance(x, Filled):
         return Filled(aval.shape, x.value)
     if np.ndim(x) != 0 or is_not_finite(x):
@@ -163,25 +166,6 @@ def _broadcast(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     if isinstance(eqn.invars[0], Literal) and is_literal_zero(x):
         return _zero_rows(eqn)
     return Filled(aval.shape, jnp.asarray(x, aval.dtype))
-
-
-def _broadcast_rows(eqn: JaxprEqn, x: RowSum) -> Outputs:
-    shape, dimensions = aval_of(eqn.outvars[0]).shape, parameter(eqn, "broadcast_dimensions")
-    if x.is_zero:
-        return _zero_rows(eqn)
-    if x.carry is not None:
-        return None
-    if math.prod(shape) == math.prod(x.shape):
-        return reshaped(x, shape)
-    leading = x.leading
-    if dimensions[:leading] != tuple(range(leading)) or shape[:leading] != x.shape[:leading]:
-        return None
-    along_rows = [0, *(d - leading + 1 for d in dimensions[leading:])]
-    parts = tuple(
-        (ids, lax.broadcast_in_dim(rows, (*ids.shape, *shape[leading:]), along_rows))
-        for ids, rows in x.parts
-    )
-    return dataclasses.replace(x, shape=shape, parts=parts)
 
 
 def _scatter_add(
@@ -291,7 +275,8 @@ def _sparse_product(
 
 def _add(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     shape = aval_of(eqn.outvars[0]).shape
-    x, y = (a.broadcast(shape) if isinstance(a, RowSum) else a for a in inputs)
+    every = range(len(shape))
+    x, y = (a.broadcast(shape, every) if isinstance(a, RowSum) else a for a in inputs)
     if isinstance(y, RowSum) and not isinstance(x, RowSum):
         x, y = y, x
     if not isinstance(x, RowSum) or y is None:
@@ -340,8 +325,7 @@ def _convert(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     if x.dtype == dtype:
         return x
     convert = x.map_rows if adds_when_cast(x.dtype, dtype) else x.map_sums
-    x = convert(lambda rows: rows.astype(dtype))
-    return dataclasses.replace(x, dtype=dtype)
+    return convert(lambda rows: rows.astype(dtype), dtype=dtype)
 
 
 def _multiply(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
@@ -362,7 +346,8 @@ def _times(
 ) -> Outputs:
     if not isinstance(x, RowSum) or number is None:
         return None
-    x = x.broadcast(aval_of(eqn.outvars[0]).shape)
+    shape = aval_of(eqn.outvars[0]).shape
+    x = x.broadcast(shape, range(len(shape)))
     if x is None:
         return None
     return x.scaled(lambda rows: operation(rows, jnp.asarray(number, rows.dtype)))
@@ -384,8 +369,8 @@ def _sum(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
         return None if x.carry else reshaped(x, shape)
     if min(axes) < x.leading:
         return None
-    x = x.map_rows(lambda rows: rows.sum([d - x.leading + 1 for d in axes]))
-    return dataclasses.replace(x, shape=shape)
+    along_rows = [d - x.leading + 1 for d in axes]
+    return x.map_rows(lambda rows: rows.sum(along_rows), shape=shape)
 
 
 def _select(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
