@@ -208,7 +208,7 @@ def _common_rows(outputs: Sequence[Any]) -> tuple[RowSum | None, int]:
     looked_up = any(x.looked_up for x in rows)
     leading = max(x.leading for x in rows)
     common = dataclasses.replace(rows[0], looked_up=looked_up, leading=leading, parts=())
-    return common, max(x.capacity * common.count // x.count for x in rows)
+    return common, max(x.nse * common.count // x.count for x in rows)
 
 
 def _padded_as(common: RowSum, capacity: int, x: RowSum) -> RowSum:

@@ -317,8 +317,6 @@ def _on_sums(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
 def _convert(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     (x,) = inputs
     dtype = parameter(eqn, "new_dtype")
-    if isinstance(x, Filled):
-        return Filled(x.shape, x.value.astype(dtype))
     # Booleans do not add.
     if not isinstance(x, RowSum) or dtype == jnp.dtype(bool):
         return None
@@ -355,8 +353,6 @@ def _times(
 
 def _reshape(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     x, shape = inputs[0], aval_of(eqn.outvars[0]).shape
-    if isinstance(x, Filled):
-        return Filled(shape, x.value)
     return reshaped(x, shape) if _is_movable(x) else None
 
 

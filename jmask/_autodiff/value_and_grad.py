@@ -300,7 +300,7 @@ def _value_and_results(
             for path, _ in jax.tree.leaves_with_path(tree)
         )
         return [
-            InputGradient(name, x.capacity if isinstance(x, RowSum) and x.is_rows else None)
+            InputGradient(name, x.nse if isinstance(x, RowSum) and x.is_rows else None)
             for name, x in zip(
                 names, jax.tree.leaves(gradients, is_leaf=is_symbolic), strict=True
             )

@@ -111,7 +111,7 @@ class RowSum:
         return not self.parts and self.carry is None
 
     @property
-    def capacity(self) -> int:
+    def nse(self) -> int:
         return sum(ids.shape[0] for ids, _ in self.parts)
 
     @property
@@ -119,7 +119,7 @@ class RowSum:
         """True if a gradient that ends as this sum is a `RowSparse`, and no array."""
         size = math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
         is_table = size >= LARGE and self.count >= _MANY
-        are_few = bool(self.parts) and 8 * self.capacity <= self.count
+        are_few = bool(self.parts) and 8 * self.nse <= self.count
         return self.looked_up or (is_table and are_few)
 
     def plus(self, other: "RowSum") -> "RowSum":
@@ -186,7 +186,7 @@ class RowSum:
         rows = self.count
         ids = [ids for ids, _ in self.parts]
         values = [values for _, values in self.parts]
-        missing = 0 if capacity is None else capacity - self.capacity
+        missing = 0 if capacity is None else capacity - self.nse
         if missing or not self.parts:
             ids.append(jnp.full((missing,), rows, id_dtype(rows)))
             values.append(jnp.zeros((missing, *self.row), self.dtype))
