@@ -321,47 +321,41 @@ def _gradient(x: TensorLike, value_gradient: Gradient, everywhere: Value) -> Gra
 # computed before anything that depends on one of them.
 
 
-def after_reading(value: jax.Array, gradients: Gradients) -> Gradients:
-    """Make ids of gradients depend on the value of the loss, as far as XLA can tell.
-
-    So all that the value needs of a table is read before the table is written. Where nothing
-    else orders the two (in a linear loss, or where XLA fuses the lookup into the loss a second
-    time, as it does for GPUs), it would read from a copy of the whole table.
-    """
-    if not isinstance(value, jax.core.Tracer):
-        return gradients
-    value, gradients = _computed_together(value, gradients)
-    zero = zero_after_reading(value)
-    if zero is None:
-        return gradients
-    return jax.tree.map(lambda x: _ordered(x, value, zero), gradients, is_leaf=is_row_sparse)
-
-
 _TOGETHER = primitive(
     "jmask_computed_together", lambda *arrays: list(arrays), lambda *avals: list(avals)
 )
 lower(_TOGETHER, lambda *arrays: lax.optimization_barrier(list(arrays)), platform="gpu")
 
 
-def _computed_together(value: jax.Array, gradients: Gradients) -> tuple[jax.Array, Gradients]:
-    """Return the same; on a GPU nothing uses one of them before all of them are computed.
+def after_reading(value: jax.Array, gradients: Gradients) -> Gradients:
+    """Make ids of gradients depend on the value of the loss, as far as XLA can tell.
 
-    Rows that are not written out (`GATHERED`) are left out: those the update computes.
+    So all that the value needs of a table is read before the table is written. Where nothing
+    else orders the two (in a linear loss, or where XLA fuses the lookup into the loss a second
+    time, as it does for GPUs), it would read from a copy of the whole table.
+
+    On a GPU nothing uses one of them before all of them are computed.
     """
-    if not any(map(is_row_sparse, jax.tree.leaves(gradients, is_leaf=is_row_sparse))):
-        return value, gradients
-    leaves, tree = jax.tree.flatten(gradients)
-    places = [
-        i
-        for i, x in enumerate(leaves)
-        if isinstance(x, jax.core.Tracer)
-        and jnp.issubdtype(x.dtype, jnp.inexact)
-        and GATHERED.of(x) is None
-    ]
-    value, *computed = _TOGETHER.bind(value, *(leaves[i] for i in places))
-    for i, x in zip(places, computed, strict=True):
-        leaves[i] = x
-    return value, jax.tree.unflatten(tree, leaves)
+    if not isinstance(value, jax.core.Tracer):
+        return gradients
+    if any(map(is_row_sparse, jax.tree.leaves(gradients, is_leaf=is_row_sparse))):
+        leaves, tree = jax.tree.flatten(gradients)
+        # Rows that are not written out (`GATHERED`) are left out: those the update computes.
+        places = [
+            i
+            for i, x in enumerate(leaves)
+            if isinstance(x, jax.core.Tracer)
+            and jnp.issubdtype(x.dtype, jnp.inexact)
+            and GATHERED.of(x) is None
+        ]
+        value, *computed = _TOGETHER.bind(value, *(leaves[i] for i in places))
+        for i, x in zip(places, computed, strict=True):
+            leaves[i] = x
+        gradients = jax.tree.unflatten(tree, leaves)
+    zero = zero_after_reading(value)
+    if zero is None:
+        return gradients
+    return jax.tree.map(lambda x: _ordered(x, value, zero), gradients, is_leaf=is_row_sparse)
 
 
 def reads_late(program: Jaxpr, results: Sequence[Any]) -> bool:

@@ -193,8 +193,10 @@ def _cond(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
 
     def build(branch: Opened) -> Callable[[], list[Any]]:
         return lambda: [
-            interpreter.dense(x, eqn) if rows is None else _padded_as(rows, capacity, x)
-            for x, (rows, capacity) in zip(outputs_of(branch), common, strict=True)
+            interpreter.dense(x, eqn)
+            if rows is None
+            else dataclasses.replace(rows, parts=(x.refined(rows.leading).concatenated(nse),))
+            for x, (rows, nse) in zip(outputs_of(branch), common, strict=True)
         ]
 
     return list(jax.lax.switch(which, list(map(build, branches))))
@@ -209,11 +211,6 @@ def _common_rows(outputs: Sequence[Any]) -> tuple[RowSum | None, int]:
     leading = max(x.leading for x in rows)
     common = dataclasses.replace(rows[0], looked_up=looked_up, leading=leading, parts=())
     return common, max(x.nse * common.count // x.count for x in rows)
-
-
-def _padded_as(common: RowSum, capacity: int, x: RowSum) -> RowSum:
-    rows = x.refined(common.leading).concatenated(capacity)
-    return dataclasses.replace(common, parts=(rows,))
 
 
 CONTROL_FLOW_RULES: dict[str, Rule] = {

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
 from jmask._base.array_types import ArrayFacts, explicit_sharding, joint_dtype, trailing, wide
 from jmask._base.forms import aval_of, parameter
@@ -270,12 +270,6 @@ FACTS: ArrayFacts[Fact] = ArrayFacts()
 
 
 # --- consumers ---------------------------------------------------------------------------
-
-
-def uses_in(equations: Sequence[JaxprEqn], outputs: Sequence[Any]) -> Counter[Any]:
-    """Count how often equations need a variable, or it comes out."""
-    needed = (v for eqn in equations for v in eqn.invars)
-    return Counter(v for v in (*needed, *outputs) if not isinstance(v, Literal))
 
 
 def is_sharded(x: jax.Array) -> bool:

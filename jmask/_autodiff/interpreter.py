@@ -19,6 +19,7 @@ kind of value. Two passes:
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jmask._autodiff.gathered_rows import FACTS, Gathered, sum_of_lookups, uses_in
+from jmask._autodiff.gathered_rows import FACTS, Gathered, sum_of_lookups
 from jmask._autodiff.provenance import FOLLOWED, note_facts, note_uses
 from jmask._autodiff.values import RowSum, dense, is_symbolic
 from jmask._base.array_types import varying_axes, varying_like
@@ -175,7 +176,8 @@ class Interpreter:
         demand = self.demand(jaxpr, wanted_outputs, calls)
         values: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         values.update(zip(jaxpr.invars, inputs, strict=True))
-        uses = uses_in(demand.live, jaxpr.outvars)
+        operands = [v for eqn in demand.live for v in eqn.invars] + jaxpr.outvars
+        uses = Counter(v for v in operands if not isinstance(v, Literal))
 
         def read(v: Atom) -> Value:
             return v.val if isinstance(v, Literal) else values[v]

@@ -276,9 +276,10 @@ def _value_and_results(
         static = {i: x for i, x in enumerate(leaves) if not isinstance(x, jax.core.Tracer)}
         return [x for i, x in enumerate(leaves) if i not in static], gradients
 
-    given = _mapped(
+    given = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Filled) else x,
         differentiated,
+        is_leaf=is_symbolic,
     )
     program, outputs = jax.make_jaxpr(trace, return_shape=True)(*given)
     if nested and drops_rules(program.jaxpr):
@@ -319,14 +320,10 @@ def _value_and_results(
     computed, gradients = jax.tree.unflatten(jax.tree.structure(outputs), results)
     for report in refined_reports(program.jaxpr, named_gradients, reports):
         report_fallback(*report)
-    remaining = iter(_mapped(_finished, computed))
+    remaining = map(_finished, computed)
     count = len(computed) + len(static)
     leaves = [static[i] if i in static else next(remaining) for i in range(count)]
     return jax.tree.unflatten(structure, leaves), gradients
-
-
-def _mapped(function: Callable[[Any], Any], results: PyTree) -> PyTree:
-    return jax.tree.map(function, results, is_leaf=is_symbolic)
 
 
 def _finished(result: PyTree) -> PyTree:

@@ -209,14 +209,25 @@ def _padded_bags(
     weights: HostArray | None,
     num_bags: int | None,
 ) -> PaddedBags:
-    count, starts = int(starts[-1]), _with_empty_bags(starts, num_bags)
-    number = len(starts) - 1
+    count, number = int(starts[-1]), len(starts) - 1
+    if num_bags is not None:
+        missing = checked_integer("num_bags", num_bags) - number
+        if missing < 0:
+            raise ValueError(
+                f"`num_bags` is {num_bags}, and there are {number} bags: give the most that a "
+                "batch has."
+            )
+        starts, number = np.pad(starts, (0, missing), mode="edge"), num_bags
     bag_of_entry = np.repeat(np.arange(number, dtype=np.int32), np.diff(starts))
-    return PaddedBags(
-        _padded(_narrowed(ids[:count]), size, -1),
-        starts,
-        None if weights is None else _padded(weights[:count], size, 0),
-    )._with_bags(_padded(bag_of_entry, size, number))
+    ids = ids[:count]
+    fits = count == 0 or (ids.max() < 2**31 and ids.min() >= -(2**31))
+    ids = ids.astype(np.int32 if fits else np.int64)  # padding is -1, of either
+
+    def padded(x: HostArray, value: int) -> HostArray:
+        return np.pad(x, (0, size - count), constant_values=value)
+
+    weights = None if weights is None else padded(weights[:count], 0)
+    return PaddedBags(padded(ids, -1), starts, weights)._with_bags(padded(bag_of_entry, number))
 
 
 def _joined(name: str, bags: Ragged) -> tuple[HostArray, HostArray]:
@@ -241,28 +252,6 @@ def _rounded_up(count: int) -> int:
     """Return the first of 1, 2, 3, 4, 6, 8, 12, 16, 23, 32, ... that is not less."""
     sizes = (math.ceil(2 ** (k / 2)) for k in itertools.count())
     return next(size for size in sizes if size >= count)
-
-
-def _padded(x: HostArray, size: int, value: int) -> HostArray:
-    return np.pad(x, (0, size - len(x)), constant_values=value)
-
-
-def _narrowed(ids: HostArray) -> HostArray:
-    """Cast ids to int32 if they fit, or int64: padding is -1."""
-    has_room = ids.size == 0 or (ids.max() < 2**31 and ids.min() >= -(2**31))
-    return ids.astype(np.int32 if has_room else np.int64)
-
-
-def _with_empty_bags(starts: HostArray, num_bags: int | None) -> HostArray:
-    if num_bags is None:
-        return starts
-    missing = checked_integer("num_bags", num_bags) - (len(starts) - 1)
-    if missing < 0:
-        raise ValueError(
-            f"`num_bags` is {num_bags}, and there are {len(starts) - 1} bags: give the most "
-            "that a batch has."
-        )
-    return np.pad(starts, (0, missing), mode="edge")
 
 
 @functools.cache

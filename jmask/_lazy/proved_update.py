@@ -37,7 +37,7 @@ from jmask._base.types import (
 )
 from jmask._kernels.rows import ids_after_reading
 from jmask._lazy.lattice import Kind, NotRowLocal, Replicated, RowWise
-from jmask._lazy.psum_over_shards import Axes, axes_of_rows, with_sums_over
+from jmask._lazy.psum_over_shards import axes_of_rows, with_sums_over
 from jmask._lazy.row_locality import classify
 from jmask._tables.stored_table import RowsAt, StoredTable, fitted, is_stored_table, shape_of
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
@@ -207,11 +207,6 @@ class LazyCall:
             shapes.append(x)
         return shapes
 
-    def sharded_axes(self) -> dict[int, Axes]:
-        """Return the axes of a `shard_map` for each table whose rows are sharded over them."""
-        axes = {i: axes_of_rows(leaf.value) for i, leaf in enumerate(self.gradients)}
-        return {table: names for table, names in axes.items() if names}
-
     def update(
         self,
         on_rows: ArraysFunction | None = None,
@@ -315,7 +310,9 @@ class ProvedUpdate:
         return self.call.update(self._run, self.unordered)
 
     def _run(self, *inputs: jax.Array) -> Sequence[jax.Array]:
-        sharded, avals = self.call.sharded_axes(), self.traced.in_avals
+        axes = {i: axes_of_rows(leaf.value) for i, leaf in enumerate(self.call.gradients)}
+        sharded = {table: names for table, names in axes.items() if names}
+        avals = self.traced.in_avals
         arrays = [  # a table without lookups has a row here
             x if jnp.shape(x) == aval.shape else jnp.zeros(aval.shape, aval.dtype)
             for x, aval in zip(inputs, avals, strict=True)
