@@ -44,7 +44,8 @@ class Product:
 
     Attributes:
         factors: pairs of an array and the dimension of the result that each of its dimensions
-            is, in any order. Sizes are those of the result, or 1.
+            is, in any order. Sizes are those of the result, or 1; one of size 1 may be no
+            dimension of the result, -1.
         shape: of the result.
         dtype: of the result; the product is computed in the dtype of its factors.
     """
@@ -75,7 +76,8 @@ class Product:
         return set[int]().union(*map(self.dims_of, range(len(self.factors))))
 
     def moved(self, to: Sequence[int], shape: Shape) -> "Product":
-        """Return the product with each dimension d as `to[d]` of another shape."""
+        """Return the product with each dimension d as `to[d]` of another shape, -1 for none."""
+        to = (*to, -1)
         factors = tuple((x, tuple(to[d] for d in dims)) for x, dims in self.factors)
         return Product(factors, shape, self.dtype)
 
@@ -94,8 +96,9 @@ class Product:
         """Return a factor with all dimensions of the result, of size 1 where it is the same."""
         x, dims = self.factors[number]
         order = sorted(range(len(dims)), key=dims.__getitem__)
-        missing = [d for d in range(len(self.shape)) if d not in dims]
-        return lax.expand_dims(jnp.transpose(jnp.asarray(x), order), missing)
+        sizes = dict(zip(dims, x.shape, strict=True))
+        shape = [sizes.get(d, 1) for d in range(len(self.shape))]
+        return jnp.transpose(jnp.asarray(x), order).reshape(shape)
 
     def rows(self, row_ndim: int) -> "Gathered | None":
         """Return the rows (*entries, *row) that one factor has, weighted by the others.
@@ -284,15 +287,12 @@ def is_sharded(x: jax.Array) -> bool:
 def rows_added(eqn: JaxprEqn, updates: jax.Array) -> GatheredRows | None:
     """Return what makes the rows that a `scatter-add` of whole rows adds, if that is less."""
     known = FACTS.of(updates)
-    numbers = parameter(eqn, "dimension_numbers")
     shape, ndim = aval_of(eqn.outvars[0]).shape, len(updates.shape)
     row_ndim = len(shape) - 1
+    whole_rows = lax.ScatterDimensionNumbers(tuple(range(ndim - row_ndim, ndim)), (0,), (0,))
     if (
         known is None
-        or numbers.scatter_dims_to_operand_dims != (0,)
-        or numbers.inserted_window_dims != (0,)
-        or numbers.operand_batching_dims
-        or numbers.update_window_dims != tuple(range(ndim - row_ndim, ndim))
+        or parameter(eqn, "dimension_numbers") != whole_rows
         or updates.shape[ndim - row_ndim :] != shape[1:]
         or not row_ndim
         or is_sharded(updates)
