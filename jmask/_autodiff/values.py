@@ -117,10 +117,10 @@ class RowSum:
     @property
     def is_rows(self) -> bool:
         """True if a gradient that ends as this sum is a `RowSparse`, and no array."""
+        if self.looked_up or not self.parts:  # however many rows, which may not be known
+            return self.looked_up
         size = math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
-        is_table = size >= LARGE and self.count >= _MANY
-        are_few = bool(self.parts) and 8 * self.nse <= self.count
-        return self.looked_up or (is_table and are_few)
+        return size >= LARGE and self.count >= max(_MANY, 8 * self.nse)
 
     def plus(self, other: "RowSum") -> "RowSum":
         """Add the rows of an array of the same shape."""
@@ -177,7 +177,7 @@ class RowSum:
             return None
         along_rows = [0, *(d - leading + 1 for d in dimensions[leading:])]
         return self.map_rows(
-            lambda x: lax.broadcast_in_dim(x, (len(x), *shape[leading:]), along_rows),
+            lambda x: lax.broadcast_in_dim(x, (*x.shape[:1], *shape[leading:]), along_rows),
             shape=shape,
         )
 
