@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmask._kernels import unique_rows
+from jmask._kernels import tuning, unique_rows
 from jmask._kernels.unique_rows import RowsOfTable, summed_by_hashing, summed_by_sorting
 
 V = 40
@@ -53,7 +53,7 @@ FORMS = {
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("form", FORMS)
 def test_several_tables(monkeypatch, form, seed, block):
-    monkeypatch.setattr(unique_rows, "_BLOCK", block)
+    monkeypatch.setattr(tuning, "LATER_ROWS", block)
     tables = list(tables_of(seed))
     rows = [rows for *_, rows in tables]
 
