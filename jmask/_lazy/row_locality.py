@@ -421,25 +421,23 @@ def _scan(eqn: JaxprEqn, counterpart: JaxprEqn, inputs: list[Kind]) -> Kinds:
     scans = [scan_of(eqn), scan_of(counterpart)]
     first, count = scans[0].consts, scans[0].carry
     consts, carry = inputs[:first], inputs[first : first + count]
-    scanned: list[Kind] = []
-    for kind in inputs[first + count :]:
-        if isinstance(kind, RowWise) and kind.axis == 0:
-            return not_row_local(eqn, "runs over rows in sequence")
-        if isinstance(kind, RowWise):
-            kind = kind.at(kind.axis - 1, kind.off_support)
-        elif isinstance(kind, Replicated):
-            kind = Replicated(frozenset(a - 1 for a in kind.uniform if a))
-        scanned.append(kind)
+    scanned = inputs[first + count :]
+    if any(isinstance(kind, RowWise) and kind.axis == 0 for kind in scanned):
+        return not_row_local(eqn, "runs over rows in sequence")
+    scanned = [_with_axes_moved(kind, -1) for kind in scanned]
     body = [scan.body for scan in scans]
     carry = _fixed_point(carry, lambda c: _run(body, consts + c + scanned)[:count])
-    stacked = []
-    for kind in _run(body, consts + carry + scanned)[count:]:
-        if isinstance(kind, RowWise):
-            kind = kind.at(kind.axis + 1, kind.off_support)
-        elif isinstance(kind, Replicated):
-            kind = Replicated(frozenset(a + 1 for a in kind.uniform))
-        stacked.append(kind)
-    return carry + stacked
+    stacked = _run(body, consts + carry + scanned)[count:]
+    return carry + [_with_axes_moved(kind, 1) for kind in stacked]
+
+
+def _with_axes_moved(kind: Kind, by: int) -> Kind:
+    """Return what is known of a slice along the first axis, or of the stack of such."""
+    if isinstance(kind, RowWise):
+        return kind.at(kind.axis + by, kind.off_support)
+    if isinstance(kind, Replicated):
+        return Replicated(frozenset(axis + by for axis in kind.uniform if axis + by >= 0))
+    return kind
 
 
 def _fixed_point(carry: list[Kind], step: Callable[[list[Kind]], list[Kind]]) -> list[Kind]:
