@@ -397,7 +397,7 @@ class Reduction:
         if self.absent is not None:
             if masked:
                 return joined(with_stored_values(storage, result), valid)
-            absent = jnp.where(groups.spread(exists), self.absent, self.empty)
+            absent = jnp.where(groups.spread(exists), self.absent, self.empty or 0)
             return jnp.where(valid, result, absent.astype(result.dtype))
         if masked:
             return joined(groups.stored(result), groups.shaped(exists))
