@@ -393,13 +393,10 @@ def _agree(problem: Problem, rng: np.random.Generator, size: float) -> bool:
 
 
 def _equal(x: TensorLike, y: TensorLike) -> bool:
-    masks = mask_of(x, False), mask_of(y, False)
-    if (masks[0] is None) != (masks[1] is None):
+    mask = mask_of(x, False)
+    if not np.array_equal(mask, mask_of(y, False)):
         return False
-    if masks[0] is not None and (masks[0] != masks[1]).any():
-        return False
-    first, second = (np.asarray(todense(z)) for z in (x, y))
-    if masks[0] is not None:
-        first, second = first[masks[0]], second[masks[0]]
+    exists = ... if mask is None else mask
+    first, second = (np.asarray(todense(z))[exists] for z in (x, y))
     scale = np.max(np.abs(second), initial=1, where=np.isfinite(second))
     return bool(np.allclose(first, second, rtol=1e-11, atol=1e-12 * scale, equal_nan=True))
