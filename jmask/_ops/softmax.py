@@ -15,6 +15,7 @@ from jmask._base.types import Axis, Mask, Tensor, TensorLike
 from jmask._ops import kernels, reductions
 from jmask._ops.elementwise import elementwise
 from jmask._ops.groups import Groups, Reduction, Results, checked_axes
+from jmask._ops.reductions import described
 from jmask._ops.shape import split
 from jmask._tensors.masked_tensor import MaskedTensor, as_tensor
 
@@ -73,19 +74,11 @@ _STANDARDIZE = Reduction(
 # --- functions ---------------------------------------------------------------------------
 
 
+@described
 def softmax(x: TensorLike, axis: Axis = -1, where: Mask | None = None) -> Tensor:
-    """exp(x), divided by its sum over the valid entries of each slice along `axis`.
+    """Return exp(x), divided by its sum over the valid entries of each slice along `axis`.
 
-    Args:
-        x: `MaskedTensor` on any storage, or an array (a sparse tensor becomes one).
-        axis: an int, a tuple of ints or None, which is all axes.
-        where: booleans that broadcast to the shape of `x`; other entries take no part. A
-            `MaskedTensor` intersects them with its mask.
-
-    Raises:
-        TypeError: if `axis` is no int or tuple of ints, or `where` is not boolean.
-        ValueError: if `axis` is out of bounds or there twice, or `where` does not
-            broadcast.
+    Ordinary sparse tensors become dense.
 
     Example:
         >>> import jax.numpy as jnp, jmask
@@ -98,11 +91,9 @@ def softmax(x: TensorLike, axis: Axis = -1, where: Mask | None = None) -> Tensor
     return _SOFTMAX(x, axis, False, where)
 
 
+@described
 def softmin(x: TensorLike, axis: Axis = -1, where: Mask | None = None) -> Tensor:
-    """`softmax` of -x.
-
-    Args:
-        x, axis, where: as for `softmax`, and so are the errors.
+    """Return `softmax` of -x.
 
     Example:
         >>> import jax.numpy as jnp
@@ -113,11 +104,9 @@ def softmin(x: TensorLike, axis: Axis = -1, where: Mask | None = None) -> Tensor
     return softmax(_negative(x), axis, where)
 
 
+@described
 def log_softmax(x: TensorLike, axis: Axis = -1, where: Mask | None = None) -> Tensor:
-    """The logarithm of `softmax`, without overflow.
-
-    Args:
-        x, axis, where: as for `softmax`, and so are the errors.
+    """Return the logarithm of `softmax`, without overflow.
 
     Example:
         >>> import jax.numpy as jnp
@@ -157,6 +146,7 @@ def attention_weights(
     return softmax(scores, axis, mask)
 
 
+@described
 def normalize(
     x: TensorLike,
     ord: float | None = 2,  # noqa: A002
@@ -164,17 +154,13 @@ def normalize(
     eps: float = 1e-12,
     where: Mask | None = None,
 ) -> Tensor:
-    """x divided by the norm of the valid entries of each slice, or by `eps` if it is less.
+    """Return x divided by the norm of the valid entries of each slice, or by `eps` if less.
+
+    Ordinary sparse tensors become dense.
 
     Args:
-        x: `MaskedTensor` on any storage, or an array (a sparse tensor becomes one).
         ord: of the norm, as in `jmask.numpy.norm`.
-        axis: as for `softmax`.
         eps: the least number to divide by.
-        where: as for `softmax`.
-
-    Raises:
-        TypeError, ValueError: as for `softmax`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -185,6 +171,7 @@ def normalize(
     return _NORMALIZE(x, axis, False, where, ord=2 if ord is None else ord, eps=eps)
 
 
+@described
 def standardize(
     x: TensorLike,
     axis: Axis = -1,
@@ -195,16 +182,12 @@ def standardize(
 ) -> Tensor:
     """Return x less the mean of the valid entries of each slice, by their standard deviation.
 
+    Ordinary sparse tensors become dense.
+
     Args:
-        x: `MaskedTensor` on any storage, or an array (a sparse tensor becomes one).
-        axis: as for `softmax`.
         mean: in place of that of the entries; it broadcasts to `x`.
         variance: in place of that of the entries; it broadcasts to `x`.
         epsilon: added to the variance before the root.
-        where: as for `softmax`.
-
-    Raises:
-        TypeError, ValueError: as for `softmax`.
 
     Example:
         >>> import jax.numpy as jnp
