@@ -122,7 +122,7 @@ class BySegments:
     def sum(self, x: jax.Array) -> jax.Array:
         x = self._rows(x, "sum")
         zeros = jnp.zeros((max(self.number, 1), *x.shape[1:]), x.dtype)
-        return add_rows(zeros, self.ids, x, coalesced=False)
+        return add_rows(zeros, self.ids, x)
 
     def max(self, x: jax.Array) -> jax.Array:
         return jax.ops.segment_max(self._rows(x, "max"), self.ids, max(self.number, 1))

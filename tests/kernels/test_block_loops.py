@@ -189,7 +189,7 @@ def test_slots_of_each_device(count: int) -> None:
         ordered, came_from = sort(given, jnp.arange(count, dtype=jnp.int32))
         np.testing.assert_array_equal(ordered, np.sort(ids))
         np.testing.assert_array_equal(given[came_from], ordered)
-        starts = coalesce._starts(ordered)
+        starts = coalesce.starts_of(ordered)
         slot = coalesce._slots(starts)
         slot_ids = numbered(count, rows, ordered, starts, slot)
         np.testing.assert_array_equal(slot_ids[: len(distinct)], distinct)
