@@ -102,23 +102,6 @@ class Output:
         return jnp.asarray(dense)
 
 
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """Rows of the Jacobian: the coordinates of one kind of one input.
-
-    Attributes:
-        number: of the input.
-        kind: see `entries`.
-        rows: where they are among the coordinates of all inputs.
-        vanishes: whether the derivatives along them must be zero.
-    """
-
-    number: int
-    kind: str
-    rows: slice
-    vanishes: bool
-
-
 class Problem:
     """A function with its arguments, in double precision.
 
@@ -131,9 +114,11 @@ class Problem:
     Attributes:
         inputs: the differentiable leaves of the arguments.
         outputs: the differentiable leaves of the result.
-        blocks: the coordinates of the inputs, in order; none is empty.
-        size: how many coordinates the inputs have.
+        starts: where the coordinates of each input begin among those of all.
+        kinds: the kind of each coordinate of the inputs; see `entries`.
+        scales: the step along each of them.
         vanishes: for each of them whether the derivatives along it must be zero.
+        blocks: the coordinates of one kind of one input; none is empty.
         base: the coordinates of the outputs at the arguments.
         columns: for each output the positions of its coordinates among all coordinates.
         with_placeholders: whether the function takes tensors with placeholders.
@@ -178,17 +163,15 @@ class Problem:
         self.base = self.reals([todense(flat[y.number][1]) for y in self.outputs])
         ends = np.cumsum([0, *(len(y.at) * y.parts for y in self.outputs)])
         self.columns = list(map(slice, ends[:-1], ends[1:]))
-        self.blocks, self.size = [], 0
-        for number, x in enumerate(self.inputs):
-            for kind in KINDS:
-                rows = slice(self.size, self.size + x.count(kind))
-                vanishes = kind == "hidden" or (kind == "unspecified" and setting.masked)
-                if x.count(kind):
-                    self.blocks.append(Block(number, kind, rows, vanishes))
-                self.size = rows.stop
-        self.vanishes = np.zeros(self.size, bool)
-        for block in self.blocks:
-            self.vanishes[block.rows] = block.vanishes
+        self.starts = np.cumsum([0, *(len(x.kinds) for x in self.inputs[:-1])])
+        self.kinds = np.concatenate([x.kinds for x in self.inputs])
+        self.scales = np.concatenate([x.scales for x in self.inputs])
+        self.vanishes = self.kinds == "hidden"
+        if setting.masked:
+            self.vanishes |= self.kinds == "unspecified"
+        pairs = zip(self.starts, self.inputs, strict=True)
+        blocks = [s + np.flatnonzero(x.kinds == kind) for s, x in pairs for kind in KINDS]
+        self.blocks = [rows for rows in blocks if rows.size]
 
     @property
     def args(self) -> Any:
@@ -228,6 +211,19 @@ class Problem:
             self._check_mask(output, flat[output.number], what)
         return self.reals([todense(flat[y.number]) for y in self.outputs])
 
+    def near(self, steps: np.ndarray, what: str) -> np.ndarray:
+        """Return the coordinates of the outputs with `steps` added to those of the inputs."""
+        changed = {}
+        for number, (x, part) in enumerate(zip(self.inputs, self.split(steps), strict=True)):
+            if part.any():
+                is_stored = not part[x.kinds == "unspecified"].any()
+                changed[number] = x.moved(part) if is_stored else x.full(part)
+        return self.values(changed, what)
+
+    def split(self, steps: np.ndarray) -> list[np.ndarray]:
+        """Return the coordinates of each input, from those of all."""
+        return np.split(steps, self.starts[1:])
+
     def smooth(self, tensors: Sequence[Any], parts: Sequence[Any]) -> list[jax.Array]:
         """Return the outputs as dense arrays, as a function of stored values and placeholders.
 
@@ -246,6 +242,12 @@ class Problem:
             dtype = wide(output.dtype)
             results.append(y if y.dtype == dtype else y.astype(dtype))
         return results
+
+    def input_of(self, row: int) -> tuple[str, str]:
+        """Return the input that a coordinate belongs to, and the coordinate, in words."""
+        number = int(np.searchsorted(self.starts, row, side="right")) - 1
+        x = self.inputs[number]
+        return x.path, f"{x.path}, {x.described(int(row - self.starts[number]))}"
 
     def described(self, column: int) -> str:
         """Return a coordinate of the outputs in words."""
@@ -310,7 +312,7 @@ def check_premises(problem: Problem) -> None:
             continue
         what = f"storing zeros at the unspecified entries of {x.path}"
         try:
-            stored = problem.values({number: x.full()}, what)
+            stored = problem.values({number: x.full(np.zeros(len(x.kinds)))}, what)
         except GradcheckError:
             raise
         except Exception as reason:
@@ -371,19 +373,16 @@ def is_masked_function(fun: Callable[[Any], Any], x: TensorLike) -> bool:
 def _agree(problem: Problem, rng: np.random.Generator, size: float) -> bool:
     near, projected = [], []
     for x in problem.inputs:
-        specified, unspecified, hidden = (
-            size * random_reals(rng, (len(getattr(x, kind)), x.parts)) for kind in KINDS
-        )
-        moved = x.moved(specified)
+        steps = size * random_reals(rng, x.kinds.shape)
+        moved = x.moved(steps)
         projected.append(moved)
         if isinstance(x.tensor, MaskedTensor):
-            steps = np.concatenate([specified, unspecified, hidden]).ravel()
             values, placeholder = x.tangent(steps, with_placeholder=True)
             # Values under the mask are replaced: they may be nan, and stay so in a sum.
             values = jnp.where(x.positions < 0, values, values_of(moved))
             moved = with_placeholder(with_values_of(moved, values), placeholder)
         elif is_tensor(x.tensor):
-            moved = Input(x.path, moved).full(unspecified)
+            moved = x.full(steps)
         near.append(moved)
     pairs = [
         jax.tree.leaves(problem.run(tensors), is_leaf=is_tensor)

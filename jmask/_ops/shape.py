@@ -102,7 +102,8 @@ def dense(x: TensorLike, name: str, why: str = "") -> Tensor:
     """Return `x` on dense storage, with a warning that names the operation if it was sparse."""
     if not is_sparse(data_of(x)):
         return x
-    report_fallback(became_dense(x, name, why))
+    if 0 not in x.shape:
+        report_fallback(became_dense(x, name, why))
     return x.to_dense() if isinstance(x, MaskedTensor) else as_dense(x)
 
 
