@@ -43,8 +43,6 @@ from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, read_at
 
 # --- reductions that a function calls ----------------------------------------------------
 
-_VAR = Reduction("var", kernels.variance, jnp.var, like=jnp.var, empty=jnp.nan)
-_STD = Reduction("std", kernels.deviation, jnp.std, like=jnp.std, empty=jnp.nan)
 _NORM = Reduction(
     "norm", kernels.norm, like=lambda x: jnp.abs(jnp.mean(x)), stored=kernels.norm
 )
@@ -90,13 +88,13 @@ def described(function: _F) -> _F:
     return function
 
 
-def made(function: Callable[..., Any], name: str, text: str, *examples: str) -> Any:
-    """Give a reduction that another function made its name and its docstring.
+def named(function: Callable[..., Any], name: str, text: str, *examples: str) -> Any:
+    """Give a function that another one made its name and its docstring.
 
     Args:
         function: of `x` and other arguments.
         name: of the function, in `jmask.numpy`.
-        text: what it does, and arguments that not every reduction has.
+        text: what it does.
         *examples: arguments, " -> ", and the result.
     """
     function.__name__ = function.__qualname__ = name
@@ -105,7 +103,7 @@ def made(function: Callable[..., Any], name: str, text: str, *examples: str) -> 
         arguments, result = example.split(" -> ")
         lines += [f"    >>> jmask.numpy.{name}({arguments})", f"    {result}"]
     function.__doc__ = inspect.cleandoc(text) + "\n".join(lines)
-    return described(function)
+    return function
 
 
 # --- the table ---------------------------------------------------------------------------
@@ -117,7 +115,7 @@ def _reduction(reduction: Reduction, text: str, *examples: str) -> Callable[...,
     ) -> Tensor:
         return reduction(x, axis, keepdims, where)
 
-    return made(reduce, reduction.name, text, *examples)
+    return described(named(reduce, reduction.name, text, *examples))
 
 
 def _reduction_to(reduction: Reduction, text: str, *examples: str) -> Callable[..., Tensor]:
@@ -134,7 +132,36 @@ def _reduction_to(reduction: Reduction, text: str, *examples: str) -> Callable[.
 
     name = reduction.name
     text = f"{text}\n\nArgs:\n    dtype: of the result; as `jnp.{name}` by default."
-    return made(reduce, name, text, *examples)
+    return described(named(reduce, name, text, *examples))
+
+
+def _reduction_from_mean(reduction: Reduction, text: str, *examples: str) -> Callable:
+    """Return a reduction of distances from the mean, whose divisor can be chosen."""
+
+    def reduce(
+        x: TensorLike,
+        axis: Axis = None,
+        dtype: DTypeLike | None = None,
+        ddof: float = 0,
+        keepdims: bool = False,
+        where: Mask | None = None,
+        *,
+        correction: float | None = None,
+    ) -> Tensor:
+        if correction is not None:
+            if ddof != 0:
+                raise ValueError("give `ddof` or `correction`, not both: they mean the same.")
+            ddof = correction
+        return reduction(x, axis, keepdims, where, dtype, ddof=ddof)
+
+    name = reduction.name
+    arguments = f"""
+
+Args:
+    dtype: of the result; as `jnp.{name}` by default.
+    ddof: what is subtracted from their number in the divisor; 1 is unbiased.
+    correction: another name of `ddof`."""
+    return described(named(reduce, name, text + arguments, *examples))
 
 
 sum = _reduction_to(  # noqa: A001
@@ -171,6 +198,18 @@ min = _reduction(  # noqa: A001
     "Return the smallest valid entry; nan if one is nan.",
     "jnp.array([4., 0., 3.]), where=jnp.array([True, False, True]) -> Array(3., dtype=float32)",
 )
+var = _reduction_from_mean(
+    Reduction("var", kernels.variance, jnp.var, like=jnp.var, empty=jnp.nan),
+    "Return the variance of the valid entries: mean square distance from their mean.\n\n"
+    "Masked (nan for an array with `where=`) where not more than `ddof` entries are valid.",
+    "jnp.array([1., 9., 3.]), where=jnp.array([True, False, True]) -> Array(1., dtype=float32)",
+)
+std = _reduction_from_mean(
+    Reduction("std", kernels.deviation, jnp.std, like=jnp.std, empty=jnp.nan),
+    "Return the standard deviation of the valid entries: the root of `var`.\n\n"
+    "The derivative where it is 0, as for equal entries, is 0.",
+    "jnp.array([1., 9., 5.]), where=jnp.array([True, False, True]) -> Array(2., dtype=float32)",
+)
 _FLAT = "\n\nWith axis None the tensor is flattened; a tuple of axes is refused."
 argmax = _reduction(
     Reduction("argmax", kernels.argmax, jnp.argmax, one_axis=True),
@@ -206,70 +245,6 @@ amax, amin = max, min
 
 
 # --- with more arguments, or made of others ----------------------------------------------
-
-
-@described
-def var(
-    x: TensorLike,
-    axis: Axis = None,
-    dtype: DTypeLike | None = None,
-    ddof: float = 0,
-    keepdims: bool = False,
-    where: Mask | None = None,
-    *,
-    correction: float | None = None,
-) -> Tensor:
-    """Return the variance of the valid entries: mean square distance from their mean.
-
-    Masked (nan for an array with `where=`) where not more than `ddof` entries are valid.
-
-    Args:
-        dtype: of the result; as `jnp.var` by default.
-        ddof: what is subtracted from their number in the divisor; 1 is unbiased.
-        correction: another name of `ddof`.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> jmask.numpy.var(jnp.array([1., 9., 3.]), where=jnp.array([True, False, True]))
-        Array(1., dtype=float32)
-    """
-    return _VAR(x, axis, keepdims, where, dtype, ddof=_ddof(ddof, correction))
-
-
-@described
-def std(
-    x: TensorLike,
-    axis: Axis = None,
-    dtype: DTypeLike | None = None,
-    ddof: float = 0,
-    keepdims: bool = False,
-    where: Mask | None = None,
-    *,
-    correction: float | None = None,
-) -> Tensor:
-    """Return the standard deviation of the valid entries: the root of `var`.
-
-    The derivative where it is 0, as for equal entries, is 0.
-
-    Args:
-        dtype: of the result; as `jnp.std` by default.
-        ddof: what is subtracted from their number in the divisor; 1 is unbiased.
-        correction: another name of `ddof`.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> jmask.numpy.std(jnp.array([1., 9., 5.]), where=jnp.array([True, False, True]))
-        Array(2., dtype=float32)
-    """
-    return _STD(x, axis, keepdims, where, dtype, ddof=_ddof(ddof, correction))
-
-
-def _ddof(ddof: float, correction: float | None) -> float:
-    if correction is None:
-        return ddof
-    if ddof != 0:
-        raise ValueError("give `ddof` or `correction`, not both: they mean the same.")
-    return correction
 
 
 @described

@@ -141,10 +141,7 @@ def reshaped(function: Callable, x: Tensor, arguments: tuple, kwargs: dict) -> T
             f"`{function.__name__}` of a coordinate tensor of shape {x.shape}: positions in "
             f"{math.prod(shape)} entries do not fit into its {indices.dtype} indices."
         )
-    inside = (indices < jnp.array([x.shape], indices.dtype)).all(axis=1)
-    flat = jnp.ravel_multi_index(tuple(indices.T), x.shape, mode="clip")
-    places = jnp.stack(jnp.unravel_index(flat, shape), axis=1).astype(indices.dtype)
-    places = jnp.where(inside[:, None], places, jnp.array([shape], indices.dtype))
+    places = x.storage.reshape(shape).indices.astype(indices.dtype)
     return _at_indices(x, places, shape, x.storage.indices_sorted)
 
 

@@ -65,21 +65,16 @@ def _skipping_nan(
             return result
         return result.storage if empty is None else result.to_tensor(empty)
 
-    arguments, result = example.split(" -> ")
-    skipping.__name__ = skipping.__qualname__ = name
     skipping.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
-    skipping.__doc__ = f"""Do as `{function.__name__}` with nan as a masked entry.
+    text = f"""Do as `{function.__name__}` with nan as a masked entry.
 
     Arguments and errors are those of `jmask.numpy.{function.__name__}`. Where nothing but nan
     is there, a `MaskedTensor` gives a masked entry, and an array what `jax.numpy.{name}`
     gives. Ordinary sparse tensors become dense.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> jmask.numpy.{name}(jnp.array([1., jnp.nan, 3.]){arguments})
-        Array({result})
     """
-    return skipping
+    arguments, result = example.split(" -> ")
+    example = f"jnp.array([1., jnp.nan, 3.]){arguments} -> Array({result})"
+    return reductions.named(skipping, name, text, example)
 
 
 nansum = _skipping_nan(reductions.sum, 0, " -> 4., dtype=float32")
