@@ -70,20 +70,19 @@ class Output:
         path: its name in messages.
         number: among all leaves.
         shape, dtype: of the tensor; the dtype as the function gives it.
-        mask: the entries that are compared, or None for all.
+        mask: the entries that are compared.
     """
 
     path: str
     number: int
     shape: tuple[int, ...]
     dtype: np.dtype
-    mask: np.ndarray | None
+    mask: np.ndarray
 
     @functools.cached_property
     def at(self) -> np.ndarray:
         """Return the numbers of the entries that are compared."""
-        mask = np.ones(self.shape, bool) if self.mask is None else self.mask
-        return np.flatnonzero(mask)
+        return np.flatnonzero(self.mask)
 
     @property
     def parts(self) -> int:
@@ -266,9 +265,7 @@ class Problem:
                 "such a function has no derivative here."
             )
         mask = mask_of(y, self.setting.masked)
-        if (mask is None) != (output.mask is None):
-            raise GradcheckError(f"{what} changed whether {output.path} is masked.")
-        if mask is not None and (mask != output.mask).any():
+        if (mask != output.mask).any():
             where = entry(np.flatnonzero(mask != output.mask)[0], shape)
             raise GradcheckError(
                 f"{what} changed the mask of {output.path}, at {where} first: the function has "
@@ -276,10 +273,10 @@ class Problem:
             )
 
 
-def mask_of(y: TensorLike, masked: bool) -> np.ndarray | None:
-    """Return the entries of an output that exist, or None for all."""
+def mask_of(y: TensorLike, masked: bool) -> np.ndarray:
+    """Return the entries of an output that exist."""
     if not (isinstance(y, MaskedTensor) or (masked and is_tensor(y))):
-        return None
+        return np.ones(np.shape(y), bool)
     mask = np.zeros(tuple(y.shape), bool)
     positions = stored_positions(y)
     mask.ravel()[positions[positions >= 0]] = True
@@ -395,7 +392,6 @@ def _equal(x: TensorLike, y: TensorLike) -> bool:
     mask = mask_of(x, False)
     if not np.array_equal(mask, mask_of(y, False)):
         return False
-    exists = ... if mask is None else mask
-    first, second = (np.asarray(todense(z))[exists] for z in (x, y))
+    first, second = (np.asarray(todense(z))[mask] for z in (x, y))
     scale = np.max(np.abs(second), initial=1, where=np.isfinite(second))
     return bool(np.allclose(first, second, rtol=1e-11, atol=1e-12 * scale, equal_nan=True))
