@@ -64,7 +64,7 @@ def check_flat(programs: list[Any]) -> None:
     for compiled, rows in zip(programs, ROWS, strict=True):
         assert not streaming_scatters(compiled, rows)
         assert whole_table_operations(compiled, rows) <= IN_PLACE
-        assert not rounds_of_loops(compiled)
+        assert len(rounds_of_loops(compiled)) <= 1  # over the rows of ids that come again
     small, large = map(costed_cycles, programs)
     assert large <= 1.02 * small + 2000
 
