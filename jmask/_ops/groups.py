@@ -55,6 +55,7 @@ from jmask._tensors.masked_tensor import (
 )
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (
+    as_dense,
     coordinates,
     entries_at,
     is_entry,
@@ -373,11 +374,11 @@ class Reduction:
         if is_sparse(x):
             # Only kernels that zeros do not change know which zeros `where` leaves out.
             counts_zeros = where is None or self.stored is self.kernel
-            has_entries = all(x.shape[axis] for axis in axes)
-            if self.stored and counts_zeros and has_entries and not getattr(x, "n_batch", 0):
+            nothing = any(x.shape[axis] == 0 for axis in axes)
+            if self.stored and counts_zeros and not nothing and not getattr(x, "n_batch", 0):
                 kernel = self.stored
             else:
-                x = dense(x, self.name, NOT_DECOMPOSED)
+                x = as_dense(x) if nothing else dense(x, self.name, NOT_DECOMPOSED)
         elif self.dense:
             x = dense(x, self.name, NOT_DECOMPOSED)
         if not is_tensor(x) and where is None and self.plain is not None:

@@ -102,8 +102,7 @@ def dense(x: TensorLike, name: str, why: str = "") -> Tensor:
     """Return `x` on dense storage, with a warning that names the operation if it was sparse."""
     if not is_sparse(data_of(x)):
         return x
-    if 0 not in x.shape:
-        report_fallback(became_dense(x, name, why))
+    report_fallback(became_dense(x, name, why))
     return x.to_dense() if isinstance(x, MaskedTensor) else as_dense(x)
 
 
@@ -206,53 +205,14 @@ def _with_rows(x: RowSparse, values: jax.Array, shape: tuple[int, ...]) -> RowSp
     return x.with_leaves(x.index_leaf, values, shape=tuple(shape))
 
 
-# --- functions ---------------------------------------------------------------------------
+# --- functions; more of them are in the table of `jmask.numpy` ---------------------------
 
 
-# One array.
 broadcast_to = moved(jnp.broadcast_to)
-delete = moved(jnp.delete)
-diag = moved(jnp.diag)
+concatenate = moved(jnp.concatenate, rule=joined_rows)
 diagonal = moved(jnp.diagonal)
 expand_dims = moved(jnp.expand_dims, rule=reshaped)
-flip = moved(jnp.flip)
-fliplr = moved(jnp.fliplr)
-flipud = moved(jnp.flipud)
-matrix_transpose = moved(jnp.matrix_transpose, rule=permuted)
-moveaxis = moved(jnp.moveaxis, rule=permuted)
-permute_dims = moved(jnp.permute_dims, rule=permuted)
-ravel = moved(jnp.ravel, rule=reshaped)
-repeat = moved(jnp.repeat)
-reshape = moved(jnp.reshape, rule=reshaped)
-roll = moved(jnp.roll)
-rollaxis = moved(jnp.rollaxis, rule=permuted)
-rot90 = moved(jnp.rot90)
-squeeze = moved(jnp.squeeze, rule=reshaped)
-swapaxes = moved(jnp.swapaxes, rule=permuted)
-tile = moved(jnp.tile)
-transpose = moved(jnp.transpose, rule=permuted)
-tril = moved(jnp.tril)
-triu = moved(jnp.triu)
-
-# One array into several.
-array_split = moved(jnp.array_split)
-dsplit = moved(jnp.dsplit)
-hsplit = moved(jnp.hsplit)
 split = moved(jnp.split)
-unstack = moved(jnp.unstack)
-vsplit = moved(jnp.vsplit)
-
-# Several arrays.
-atleast_1d = moved(jnp.atleast_1d, variadic=True)
-atleast_2d = moved(jnp.atleast_2d, variadic=True)
-atleast_3d = moved(jnp.atleast_3d, variadic=True)
-broadcast_arrays = moved(jnp.broadcast_arrays, variadic=True)
-column_stack = moved(jnp.column_stack, rule=joined_rows)
-concat = concatenate = moved(jnp.concatenate, rule=joined_rows)
-dstack = moved(jnp.dstack)
-hstack = moved(jnp.hstack, rule=joined_rows)
-stack = moved(jnp.stack)
-vstack = moved(jnp.vstack, rule=joined_rows)
 
 
 def pad(
@@ -376,7 +336,7 @@ def take_along_axis(
     return _gathered(jnp.take_along_axis, arr, indices, axis, kwargs, lambda masked: masked)
 
 
-def _like(function: Callable[..., Any]) -> Callable[..., Any]:
+def like(function: Callable[..., Any]) -> Callable[..., Any]:
     """Lift a function that makes a tensor like another one: a masked one keeps its mask."""
 
     @functools.wraps(function)
@@ -399,13 +359,6 @@ def _like(function: Callable[..., Any]) -> Callable[..., Any]:
 
     lifted.__doc__ = f"`jax.numpy.{function.__name__}`; a masked tensor keeps its mask."
     return lifted
-
-
-copy = _like(jnp.copy)
-empty_like = _like(jnp.empty_like)
-full_like = _like(jnp.full_like)
-ones_like = _like(jnp.ones_like)
-zeros_like = _like(jnp.zeros_like)
 
 
 def _share_positions(x: TensorLike, y: TensorLike) -> bool:
