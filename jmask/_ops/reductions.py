@@ -110,6 +110,8 @@ def named(function: Callable[..., Any], name: str, text: str, *examples: str) ->
 
 
 def _reduction(reduction: Reduction, text: str, *examples: str) -> Callable[..., Tensor]:
+    """Return a reduction without arguments of its own."""
+
     def reduce(
         x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
     ) -> Tensor:

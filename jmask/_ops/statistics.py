@@ -144,8 +144,7 @@ def cov(
     """
     m, y = (a if a is None else dense(as_tensor(a), "cov") for a in (m, y))
     if not any_masked(m, y):
-        options = {} if dtype is None else {"dtype": dtype}
-        return jnp.cov(m, y, rowvar, bias, ddof, fweights, aweights, **options)
+        return jnp.cov(m, y, rowvar, bias, ddof, fweights, aweights, dtype=dtype)
     tensors = [m] if y is None else [m, y]
     if max(x.ndim for x in tensors) > 2:
         raise ValueError(
@@ -202,8 +201,7 @@ def corrcoef(
     """
     x, y = (a if a is None else dense(as_tensor(a), "corrcoef") for a in (x, y))
     if not any_masked(x, y):
-        options = {} if dtype is None else {"dtype": dtype}
-        return jnp.corrcoef(x, y, rowvar, **options)
+        return jnp.corrcoef(x, y, rowvar, dtype=dtype)
     c = cov(x, y, rowvar, dtype=dtype)
     deviation = _root(diagonal(c) if c.ndim else c)
     return _divide(c, outer(deviation, deviation).reshape(c.shape))
