@@ -133,14 +133,17 @@ def reshaped(function: Callable, x: Tensor, arguments: tuple, kwargs: dict) -> T
     if is_row_sparse(x):
         if shape[0] != x.shape[0]:
             return None
-        return _with_rows(x, x.values.reshape(-1, *shape[1:]), shape)
+        return with_stored_values(x, x.values.reshape(-1, *shape[1:]), shape)
     indices = x.storage.indices
     if math.prod(shape) > jnp.iinfo(indices.dtype).max:
         raise ValueError(
             f"`{function.__name__}` of a coordinate tensor of shape {x.shape}: positions in "
             f"{math.prod(shape)} entries do not fit into its {indices.dtype} indices."
         )
-    places = x.storage.reshape(shape).indices.astype(indices.dtype)
+    inside = (indices < jnp.array([x.shape], indices.dtype)).all(axis=1)
+    flat = jnp.ravel_multi_index(tuple(indices.T), x.shape, mode="clip")
+    places = jnp.stack(jnp.unravel_index(flat, shape), axis=1).astype(indices.dtype)
+    places = jnp.where(inside[:, None], places, jnp.array([shape], indices.dtype))
     return _at_indices(x, places, shape, x.storage.indices_sorted)
 
 
@@ -156,7 +159,7 @@ def permuted(function: Callable, x: Tensor, arguments: tuple, kwargs: dict) -> T
     shape = tuple(x.shape[axis] for axis in axes)
     if is_masked_coo(x):
         return _at_indices(x, x.storage.indices[:, jnp.array(axes)], shape, False)
-    return _with_rows(x, x.values.transpose(axes), shape) if axes[0] == 0 else None
+    return with_stored_values(x, x.values.transpose(axes), shape) if axes[0] == 0 else None
 
 
 def joined_rows(
@@ -186,7 +189,7 @@ def joined_rows(
     rows = on_union_of_rows(tensors)
     # The functions join along the axis where the sizes add up.
     values = function([x.values for x in rows], *arguments, **kwargs)
-    return _with_rows(rows[0], values, result.shape)
+    return with_stored_values(rows[0], values, result.shape)
 
 
 def _at_indices(
@@ -199,10 +202,6 @@ def _at_indices(
         unique_indices=x.storage.unique_indices,
     )
     return joined(storage, x.valid)
-
-
-def _with_rows(x: RowSparse, values: jax.Array, shape: tuple[int, ...]) -> RowSparse:
-    return x.with_leaves(x.index_leaf, values, shape=tuple(shape))
 
 
 # --- functions; more of them are in the table of `jmask.numpy` ---------------------------
@@ -284,7 +283,9 @@ def where(
         raise TypeError("where() of a masked or sparse condition needs `x` and `y`.")
     if not any_masked(*operands):
         return _plain_where(*operands, **kwargs)
-    if _share_positions(x, y) and jnp.broadcast_shapes(x.shape, condition.shape) == x.shape:
+    storages = [a.storage for a in (x, y) if isinstance(a, MaskedTensor)]
+    alike = len(storages) == 2 and all(map(is_sparse, storages)) and same_positions(*storages)
+    if alike and jnp.broadcast_shapes(x.shape, condition.shape) == x.shape:
         chosen, exists = read_at(condition, x.storage, became_dense(condition, "where"))
         values = jnp.where(chosen, stored_values(x.storage), stored_values(y.storage))
         return x.with_values(values, jnp.where(chosen, x.valid, y.valid) & exists)
@@ -359,15 +360,6 @@ def like(function: Callable[..., Any]) -> Callable[..., Any]:
 
     lifted.__doc__ = f"`jax.numpy.{function.__name__}`; a masked tensor keeps its mask."
     return lifted
-
-
-def _share_positions(x: TensorLike, y: TensorLike) -> bool:
-    return (
-        isinstance(x, MaskedTensor)
-        and isinstance(y, MaskedTensor)
-        and is_sparse(x.storage)
-        and same_positions(x.storage, y.storage)
-    )
 
 
 def _gathered(
