@@ -62,7 +62,7 @@ STEPS: dict[str, Step] = {
     ),
 }
 
-# A round of a step that is taken or not, beside the loop over rows of ids that come again.
+# The only round of a step that is taken or not.
 WITH_A_LOOP = ("adagrad unless not finite",)
 
 
@@ -96,7 +96,7 @@ def test_in_place(topology: str, name: str) -> None:
         memory = compiled.memory_analysis()
         assert memory.alias_size_in_bytes >= step.table_bytes(rows)
         assert whole_table_operations(compiled, step.entries(rows)) <= allowed
-        assert len(rounds_of_loops(compiled)) <= 1 + (name in WITH_A_LOOP)
+        assert len(rounds_of_loops(compiled)) <= (name in WITH_A_LOOP)
         temporary.append(memory.temp_size_in_bytes)
     # The same within 1 %, or a few rows of the batch that XLA keeps in on-chip memory,
     # which is not counted, for the small table and not for the large one (Adam).

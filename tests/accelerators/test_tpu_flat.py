@@ -60,11 +60,11 @@ STEPS: dict[str, Step] = {
 }
 
 
-def check_flat(programs: list[Any]) -> None:
+def check_flat(programs: list[Any], loops: int = 0) -> None:
     for compiled, rows in zip(programs, ROWS, strict=True):
         assert not streaming_scatters(compiled, rows)
         assert whole_table_operations(compiled, rows) <= IN_PLACE
-        assert len(rounds_of_loops(compiled)) <= 1  # over the rows of ids that come again
+        assert len(rounds_of_loops(compiled)) == loops
     small, large = map(costed_cycles, programs)
     assert large <= 1.02 * small + 2000
 
@@ -73,6 +73,14 @@ def check_flat(programs: list[Any]) -> None:
 def test_flat(name: str) -> None:
     topology = TOPOLOGIES[list(STEPS).index(name) % 3]
     check_flat([STEPS[name].compile(rows, device(topology)) for rows in ROWS])
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam, bags", "rowwise"])
+def test_batches_of_many_rows_are_flat(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their one loop is over the rows of ids that come again."""
+    monkeypatch.setattr("jmask._kernels.tuning.LARGE_SUMS", 0)
+    topology = TOPOLOGIES[list(STEPS).index(name) % 3]
+    check_flat([STEPS[name].compile(rows, device(topology)) for rows in ROWS], loops=1)
 
 
 @pytest.mark.parametrize(
