@@ -28,7 +28,7 @@ valid entries that are equal to it.
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax.numpy as jnp
 from jax.scipy import special
@@ -88,7 +88,7 @@ def described(function: _F) -> _F:
     return function
 
 
-def named(function: Callable[..., Any], name: str, text: str, *examples: str) -> Any:
+def named(function: _F, name: str, text: str, *examples: str) -> _F:
     """Give a function that another one made its name and its docstring.
 
     Args:
@@ -109,7 +109,42 @@ def named(function: Callable[..., Any], name: str, text: str, *examples: str) ->
 # --- the table ---------------------------------------------------------------------------
 
 
-def _reduction(reduction: Reduction, text: str, *examples: str) -> Callable[..., Tensor]:
+class _Reduce(Protocol):
+    def __call__(
+        self,
+        x: TensorLike,
+        axis: Axis = None,
+        keepdims: bool = False,
+        where: Mask | None = None,
+    ) -> Tensor: ...
+
+
+class _ReduceTo(Protocol):
+    def __call__(
+        self,
+        x: TensorLike,
+        axis: Axis = None,
+        dtype: DTypeLike | None = None,
+        keepdims: bool = False,
+        where: Mask | None = None,
+    ) -> Tensor: ...
+
+
+class _ReduceFromMean(Protocol):
+    def __call__(
+        self,
+        x: TensorLike,
+        axis: Axis = None,
+        dtype: DTypeLike | None = None,
+        ddof: float = 0,
+        keepdims: bool = False,
+        where: Mask | None = None,
+        *,
+        correction: float | None = None,
+    ) -> Tensor: ...
+
+
+def _reduction(reduction: Reduction, text: str, *examples: str) -> _Reduce:
     """Return a reduction without arguments of its own."""
 
     def reduce(
@@ -120,7 +155,7 @@ def _reduction(reduction: Reduction, text: str, *examples: str) -> Callable[...,
     return described(named(reduce, reduction.name, text, *examples))
 
 
-def _reduction_to(reduction: Reduction, text: str, *examples: str) -> Callable[..., Tensor]:
+def _reduction_to(reduction: Reduction, text: str, *examples: str) -> _ReduceTo:
     """Return a reduction whose results have a dtype that can be chosen."""
 
     def reduce(
@@ -137,7 +172,7 @@ def _reduction_to(reduction: Reduction, text: str, *examples: str) -> Callable[.
     return described(named(reduce, name, text, *examples))
 
 
-def _reduction_from_mean(reduction: Reduction, text: str, *examples: str) -> Callable:
+def _reduction_from_mean(reduction: Reduction, text: str, *examples: str) -> _ReduceFromMean:
     """Return a reduction of distances from the mean, whose divisor can be chosen."""
 
     def reduce(
