@@ -6,8 +6,7 @@
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +20,17 @@ OUTSIDE, PADDED = -1, -2
 
 
 @contextlib.contextmanager
-def strictness() -> Iterator[None]:
+def strictness():
     """Nothing becomes dense, and no dtype or rank is promoted silently."""
     with jmask.strict(), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
 
 
-def normal(*shape: int) -> np.ndarray:
+def normal(*shape):
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
-def sources(ids: Any, padding: int | None, mode: str, rows: int) -> np.ndarray:
+def sources(ids, padding, mode, rows):
     """For each id the row it reads, or OUTSIDE or PADDED."""
     ids = np.asarray(ids, object)
     inside = (ids >= 0) & (ids < rows)
@@ -39,7 +38,7 @@ def sources(ids: Any, padding: int | None, mode: str, rows: int) -> np.ndarray:
     return np.where(ids == padding, PADDED, clipped).astype(int)
 
 
-def looked_up(table: np.ndarray, source: np.ndarray, mode: str) -> np.ndarray:
+def looked_up(table, source, mode):
     """The rows of a floating table."""
     rows = table.astype(np.float64)[np.maximum(source, 0)]
     rows[source == PADDED] = 0
@@ -47,7 +46,7 @@ def looked_up(table: np.ndarray, source: np.ndarray, mode: str) -> np.ndarray:
     return rows
 
 
-def table_gradient(cotangents: np.ndarray, source: np.ndarray, rows: int) -> np.ndarray:
+def table_gradient(cotangents, source, rows):
     """What a loss with these cotangents of the rows sends to the table."""
     gradient = np.zeros((rows, *cotangents.shape[source.ndim :]))
     np.add.at(gradient, source[source >= 0], cotangents[source >= 0])
@@ -68,9 +67,7 @@ class Combined(NamedTuple):
     in_weights: np.ndarray
 
 
-def combined(
-    rows: np.ndarray, bag: np.ndarray, weights: np.ndarray, combiner: str, cotangent: np.ndarray
-) -> Combined:
+def combined(rows, bag, weights, combiner, cotangent):
     """Rows (n, D) of which `bag` (n,) says where they belong; any other number is nowhere."""
     result = Combined(np.zeros(cotangent.shape), np.zeros(rows.shape), np.zeros(bag.shape))
     for number, ct in enumerate(cotangent):
@@ -138,7 +135,7 @@ class Data(NamedTuple):
     weights: np.ndarray
 
 
-def drawn(form: str, rng: np.random.Generator, outside: bool) -> Data:
+def drawn(form, rng, outside):
     """Ids in the table, or also outside it, and bags of which some are empty."""
     ids = rng.integers(-2, V + 2, N) if outside else rng.integers(0, V, N)
     offsets = np.sort(rng.integers(0, N + 1, B + 1))
@@ -153,12 +150,8 @@ def drawn(form: str, rng: np.random.Generator, outside: bool) -> Data:
     return Data(ids.astype(np.int32), places.astype(np.int32), weights)
 
 
-def call(case: Case, table: Any, weights: Any, ids: Any, places: Any) -> jax.Array:
-    options: dict[str, Any] = {
-        "combiner": case.combiner,
-        "padding_id": case.padding,
-        "mode": case.mode,
-    }
+def call(case, table, weights, ids, places):
+    options = {"combiner": case.combiner, "padding_id": case.padding, "mode": case.mode}
     if case.form == "lines":
         ids, weights = ids.reshape(B, L), weights.reshape(B, L)
     elif case.form == "segments":
@@ -170,10 +163,10 @@ def call(case: Case, table: Any, weights: Any, ids: Any, places: Any) -> jax.Arr
     )
 
 
-def differentiated(case: Case) -> Callable[..., Any]:
+def differentiated(case):
     """(table, weights, ids, places) -> gradients of table and weights, and the bags."""
 
-    def loss(table: Any, weights: Any, ids: Any, places: Any) -> Any:
+    def loss(table, weights, ids, places):
         out = call(case, table, weights, ids, places)
         return jnp.sum(out * COTANGENT), out
 

@@ -191,7 +191,7 @@ _ROWS = """
 """
 
 
-def read(text: str) -> dict[str, Program]:
+def read(text):
     programs = {}
     for name, kind, code in rows(text):
         ((_, loss),) = functions("t", globals())(code).items()

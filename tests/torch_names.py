@@ -26,6 +26,6 @@ REFERENCE_BINARY = """
 """.split()
 
 
-def name_here(name: str) -> str:
+def name_here(name):
     """The name in `jmask.numpy` of a function of torch."""
     return TORCH_NAMES.get(name, name)

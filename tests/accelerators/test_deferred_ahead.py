@@ -5,7 +5,6 @@ those of the batch and of the lines, some thousand rows, not those of a table.
 """
 
 import functools
-from typing import Any
 
 import pytest
 
@@ -21,7 +20,7 @@ LOOKUPS, ROW = 512, 128
 NAMES = ("adam", "momentum", "optax.adamw")
 
 
-def check_in_place(tx: Any, sharding: Any) -> None:
+def check_in_place(tx, sharding):
     deferred = functools.partial(jmask.deferred, tx=tx)
     step = Step(tx, (ROW,), lookups=LOOKUPS, apply=jmask.apply_gradients, table=deferred)
     temporary = []
@@ -38,11 +37,11 @@ def check_in_place(tx: Any, sharding: Any) -> None:
 
 @pytest.mark.needs(what="libtpu")
 @pytest.mark.parametrize("name", NAMES)
-def test_in_place_on_tpus(name: str) -> None:
+def test_in_place_on_tpus(name):
     check_in_place(OPTIMIZERS[name], device("v5e:2x2"))
 
 
 @pytest.mark.needs(what="jax_cuda12_plugin")
 @pytest.mark.parametrize("name", NAMES)
-def test_in_place_on_gpus(name: str) -> None:
+def test_in_place_on_gpus(name):
     check_in_place(OPTIMIZERS[name], gpu("H100"))

@@ -8,7 +8,6 @@ rows then hold is tested by `make test-lowered`.
 
 import functools
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +91,7 @@ LOOPS = {
 
 
 @functools.cache
-def gpus(name: str, count: int = 1) -> Any:
+def gpus(name, count=1):
     """Devices of a host with so many GPUs that are only described."""
     capability, cores, shared, cache, memory, bandwidth, clock = GPUS[name]
     described = DESCRIPTION.format(
@@ -117,7 +116,7 @@ def gpus(name: str, count: int = 1) -> Any:
         )
 
 
-def gpu(name: str) -> Any:
+def gpu(name):
     """The sharding that places all on one GPU."""
     return SingleDeviceSharding(gpus(name)[0])
 
@@ -127,7 +126,7 @@ def gpu(name: str) -> Any:
     # What may differ from one generation to the next is how rows are added.
     [*(("H100", step_name) for step_name in ALL_STEPS), *(("A100", name) for name in WIDE)],
 )
-def test_in_place(name: str, step_name: str) -> None:
+def test_in_place(name, step_name):
     step = ALL_STEPS[step_name]
     compiled = step.compile(ROWS, gpu(name))
     memory = compiled.memory_analysis()
@@ -141,13 +140,13 @@ def test_in_place(name: str, step_name: str) -> None:
     ("optimizer", "factor"),
     [("adam", None), ("rowwise adagrad", None), ("sgd", None), ("rowwise adagrad", 2.0)],
 )
-def test_sharded_over_eight(optimizer: str, factor: float | None) -> None:
+def test_sharded_over_eight(optimizer, factor):
     """What is exchanged is ids and rows of the batch; each GPU updates its rows in place."""
     tx = OPTIMIZERS[optimizer]
     rows, row, lookups = ROWS, 64, 4096
     mesh = Mesh(np.array(gpus("H100", 8)), ("gpus",))
 
-    def placed(x: Any) -> Any:
+    def placed(x):
         spec = P("gpus") if x.ndim else P()
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
@@ -157,7 +156,7 @@ def test_sharded_over_eight(optimizer: str, factor: float | None) -> None:
     ids = placed(jax.ShapeDtypeStruct((lookups,), jnp.int32))
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(table: Any, state: Any, ids: jax.Array) -> Any:
+    def step(table, state, ids):
         value, grads = jmask.value_and_grad(lambda t: jnp.sum(t[ids] ** 2))(table)
         return *jmask.apply_gradients(tx, grads, state, table), value
 
@@ -176,7 +175,7 @@ def test_sharded_over_eight(optimizer: str, factor: float | None) -> None:
 @pytest.mark.parametrize(
     "lookup", ["vmap over tables", "pairs", "a table, then rows", "stacked"]
 )
-def test_stacked_tables_in_place(lookup: str, way: str, name: str) -> None:
+def test_stacked_tables_in_place(lookup, way, name):
     """They are written as one table of rows, of which XLA does not see that they are it."""
     tx = stacked.UPDATES[name]
     shaped = functools.partial(jax.ShapeDtypeStruct, sharding=gpu("H100"))
@@ -185,7 +184,7 @@ def test_stacked_tables_in_place(lookup: str, way: str, name: str) -> None:
     state, batch = as_gpu(jax.eval_shape(tx.init, table)), as_gpu(stacked.BATCH)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(table: Any, state: Any, batch: Any) -> Any:
+    def step(table, state, batch):
         loss = stacked.loss_of(stacked.ROW_SPARSE[lookup])
         value, gradient = jmask.value_and_grad(loss)(table, batch)
         return *stacked.STEPS[way](tx, gradient, state, table), value
@@ -196,7 +195,7 @@ def test_stacked_tables_in_place(lookup: str, way: str, name: str) -> None:
 
 @pytest.mark.parametrize("lookups", [2**16, 2**20])
 @pytest.mark.parametrize("name", ["sgd", "adam", "optax.adamw"])
-def test_in_place_for_large_batches(name: str, lookups: int) -> None:
+def test_in_place_for_large_batches(name, lookups):
     """XLA schedules the lookup after the update, or not, by what each of them holds."""
     tx = OPTIMIZERS[name]
     table = jax.ShapeDtypeStruct((5_000_000, 128), jnp.float32, sharding=gpu("H100"))
@@ -207,7 +206,7 @@ def test_in_place_for_large_batches(name: str, lookups: int) -> None:
     ids = jax.ShapeDtypeStruct((lookups,), jnp.int32, sharding=gpu("H100"))
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(table: Any, state: Any, ids: jax.Array) -> Any:
+    def step(table, state, ids):
         value, grads = jmask.value_and_grad(lambda t: jnp.sum(t[ids] ** 2))(table)
         return *jmask.apply_gradients(tx, grads, state, table), value
 
@@ -219,20 +218,18 @@ def test_in_place_for_large_batches(name: str, lookups: int) -> None:
 @pytest.mark.parametrize(
     ("loss", "name"), [*((loss, "sgd") for loss in LATE), (linear, "adam")]
 )
-def test_tables_are_written_after_the_last_lookup(
-    loss: Any, name: str, with_value: bool
-) -> None:
+def test_tables_are_written_after_the_last_lookup(loss, name, with_value):
     """XLA fuses a lookup into each of its consumers, and the update into its scatter."""
     temporaries, table = late_step(loss, OPTIMIZERS[name], with_value, gpu("H100"))
     assert temporaries < table / 2
 
 
 @pytest.mark.parametrize("name", ["adam", "clipped optax.adam", "sgd with all terms"])
-def test_slots_of_zeros_are_buffers_of_their_own(name: str) -> None:
+def test_slots_of_zeros_are_buffers_of_their_own(name):
     """XLA makes one array of equal ones, and one kernel writes both: the numbers are wrong."""
     tx = OPTIMIZERS[name]
 
-    def first(ids: jax.Array, rows: jax.Array, table: jax.Array) -> Any:
+    def first(ids, rows, table):
         gradient = jmask.RowSparse(ids, rows, table.shape)
         return jmask.apply_gradients(tx, gradient, tx.init(table), table)
 
@@ -245,33 +242,33 @@ def test_slots_of_zeros_are_buffers_of_their_own(name: str) -> None:
     assert all(len({*tables}) == len(tables) for tables in updates)
 
 
-def test_what_is_lost_in_rounding_is_known() -> None:
+def test_what_is_lost_in_rounding_is_known():
     """XLA drops a cast to fewer digits and back: then nothing is ever rounded up."""
     x = jax.ShapeDtypeStruct((1000,), jnp.float32, sharding=gpu("H100"))
     round_it = jax.jit(lambda x: jmask.stochastic_round(x, jnp.bfloat16, jax.random.key(0)))
     assert "reduce-precision" in round_it.lower(x).compile().as_text()
 
 
-def test_control_a_dense_step_makes_tables() -> None:
+def test_control_a_dense_step_makes_tables():
     step = Step(optax.adam(1e-3), value_and_grad=jax.value_and_grad)
     compiled = step.compile(ROWS, gpu("H100"))
     assert not whole_table_operations(compiled, step.entries(ROWS)) <= IN_PLACE
 
 
-def test_control_without_donation_tables_are_copied() -> None:
+def test_control_without_donation_tables_are_copied():
     compiled = ADAM.compile(ROWS, gpu("H100"), donate=False)
     assert compiled.memory_analysis().alias_size_in_bytes == 0
     assert not whole_table_operations(compiled, ADAM.entries(ROWS)) <= IN_PLACE
 
 
-def test_control_a_scatter_of_several_tables_is_a_loop_over_rows() -> None:
+def test_control_a_scatter_of_several_tables_is_a_loop_over_rows():
     """Why the one pass is not given to GPUs before JAX 0.12, with which it is one kernel."""
     tables = [jax.ShapeDtypeStruct((ROWS, 16), jnp.float32, sharding=gpu("H100"))] * 2
     ids = jax.ShapeDtypeStruct((512,), jnp.int32, sharding=gpu("H100"))
     rows = jax.ShapeDtypeStruct((512, 16), jnp.float32, sharding=gpu("H100"))
     program = jax.make_jaxpr(lambda x, y, grad: (x - grad, y + grad))(1.0, 1.0, 1.0)
 
-    def update(tables: Any, ids: Any, grad: Any) -> Any:
+    def update(tables, ids, grad):
         update = scatter_update._one_scatter(program)
         return update.fused(UniqueRows(tables, ids, grad, [], False))
 

@@ -8,7 +8,6 @@ out, no copy of a table is made, and the temporaries are a few times the rows of
 
 import functools
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +39,7 @@ TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
 
 LAZY_ADAMW = jmask.lazy(optax.adamw(1e-3))
 
-STEPS: dict[str, Step] = {
+STEPS = {
     "sgd": Step(jmask.sgd(0.1), row=(128,)),
     "momentum": Step(jmask.sgd(0.1, momentum=0.9), row=(128,)),
     "adam": Step(jmask.adam(), row=(128,)),
@@ -67,7 +66,7 @@ WITH_A_LOOP = ("adagrad unless not finite",)
 
 
 @functools.cache
-def device(topology: str) -> Any:
+def device(topology):
     """The sharding that places all on one device of the topology."""
     try:
         described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
@@ -87,7 +86,7 @@ SOME = [(TOPOLOGIES[(i + 1) % 3], name) for i, name in enumerate(STEPS)]
 @pytest.mark.parametrize(
     ("topology", "name"), chosen(SOME, itertools.product(TOPOLOGIES, STEPS))
 )
-def test_in_place(topology: str, name: str) -> None:
+def test_in_place(topology, name):
     step, temporary = STEPS[name], []
     # The random bits of the batch.
     bits = 2**20 if step.apply is rounded_stochastically else 0
@@ -107,7 +106,7 @@ def test_in_place(topology: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["adam", "adam per row", "with averages"])
-def test_stacked_tables_in_place(name: str) -> None:
+def test_stacked_tables_in_place(name):
     """With V a multiple of 128, the state of one number for each row is in place too."""
     tx, lookup = stacked.UPDATES[name], stacked.ROW_SPARSE["pairs"]
     shaped = functools.partial(jax.ShapeDtypeStruct, sharding=device("v5e:2x2"))
@@ -116,7 +115,7 @@ def test_stacked_tables_in_place(name: str) -> None:
     state, batch = as_tpu(jax.eval_shape(tx.init, table)), as_tpu(stacked.BATCH)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(table: Any, state: Any, batch: Any) -> Any:
+    def step(table, state, batch):
         gradient = jmask.grad(stacked.loss_of(lookup))(table, batch)
         return jmask.apply_gradients(tx, gradient, state, table)
 
@@ -127,7 +126,7 @@ def test_stacked_tables_in_place(name: str) -> None:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_control_a_dense_step_makes_tables(topology: str) -> None:
+def test_control_a_dense_step_makes_tables(topology):
     step = Step(optax.adam(1e-3), row=(128,), value_and_grad=jax.value_and_grad)
     rows = 10**6
     compiled = step.compile(rows, device(topology))
@@ -135,7 +134,7 @@ def test_control_a_dense_step_makes_tables(topology: str) -> None:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_control_without_donation_tables_are_copied(topology: str) -> None:
+def test_control_without_donation_tables_are_copied(topology):
     step, rows = STEPS["adam"], 10**6
     compiled = step.compile(rows, device(topology), donate=False)
     assert compiled.memory_analysis().alias_size_in_bytes == 0

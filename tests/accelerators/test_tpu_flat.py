@@ -7,8 +7,6 @@ same. `make test-tpu` runs these; `make tpu-cost` prints estimates of whole step
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +37,7 @@ wide = functools.partial(Step, row=(WIDTH,), lookups=LOOKUPS)
 passed = functools.partial(wide, apply=jmask.apply_gradients)
 packed = functools.partial(passed, row=(64,), table=jmask.PackedTable.pack)
 
-STEPS: dict[str, Step] = {
+STEPS = {
     "sgd": passed(jmask.sgd(0.1)),
     "sgd in two steps": wide(jmask.sgd(0.1)),
     "decayed sgd": passed(jmask.sgd(0.1, weight_decay=0.1)),
@@ -60,7 +58,7 @@ STEPS: dict[str, Step] = {
 }
 
 
-def check_flat(programs: list[Any]) -> None:
+def check_flat(programs):
     for compiled, rows in zip(programs, ROWS, strict=True):
         assert not streaming_scatters(compiled, rows)
         assert whole_table_operations(compiled, rows) <= IN_PLACE
@@ -70,7 +68,7 @@ def check_flat(programs: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_flat(name: str) -> None:
+def test_flat(name):
     topology = TOPOLOGIES[list(STEPS).index(name) % 3]
     check_flat([STEPS[name].compile(rows, device(topology)) for rows in ROWS])
 
@@ -78,7 +76,7 @@ def test_flat(name: str) -> None:
 @pytest.mark.parametrize(
     ("topology", "tx"), [("v5e:2x2", jmask.adam()), ("v6e:2x2", jmask.rowwise_adagrad())]
 )
-def test_sharded_tables_are_flat(topology: str, tx: Any) -> None:
+def test_sharded_tables_are_flat(topology, tx):
     described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     mesh = jax.sharding.Mesh(np.array(described.devices), "x")
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -97,7 +95,7 @@ def test_sharded_tables_are_flat(topology: str, tx: Any) -> None:
         )
         ids = jax.ShapeDtypeStruct((LOOKUPS,), "int32", sharding=whole)
 
-        def step(table: Any, state: Any, ids: jax.Array) -> Any:
+        def step(table, state, ids):
             grads = jmask.grad(lambda t: jnp.sum(t[ids] ** 2))(table)
             return jmask.apply_gradients(tx, grads, state, table)
 
@@ -108,7 +106,7 @@ def test_sharded_tables_are_flat(topology: str, tx: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["sgd", "rowwise"])
-def test_control_scatters_of_xla_stream(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_scatters_of_xla_stream(name, monkeypatch):
     """With the promise of sorted ids they do: what the tests above would see."""
     monkeypatch.setenv("JMASK_KERNELS", "0")
     monkeypatch.setattr("jmask._kernels.tuning.SORTED_PAYS", 10**9)
@@ -117,9 +115,7 @@ def test_control_scatters_of_xla_stream(name: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_without_the_kernel_no_table_streams(
-    topology: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_kernel_no_table_streams(topology, monkeypatch):
     monkeypatch.setenv("JMASK_KERNELS", "0")
     for name in ("sgd", "decayed sgd", "optax.adam"):
         compiled = STEPS[name].compile(ROWS[1], device(topology))
@@ -128,7 +124,7 @@ def test_without_the_kernel_no_table_streams(
 
 # --- what the compiler takes -------------------------------------------------------------
 
-ELEMENTWISE: dict[str, Callable[[jax.Array], jax.Array]] = {
+ELEMENTWISE = {
     "clamp": lambda x: jnp.clip(x, -1.0, 1.0),
     "copysign": lambda x: jnp.sign(x) * jnp.abs(x),
     "pow": lambda x: jnp.abs(x) ** 1.5 + x**3,
@@ -149,7 +145,7 @@ ELEMENTWISE: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 @pytest.mark.parametrize("names", [tuple(ELEMENTWISE)[i::3] for i in range(3)])
-def test_arithmetic_that_is_lowered(names: tuple[str, ...]) -> None:
+def test_arithmetic_that_is_lowered(names):
     topology = TOPOLOGIES[len(names) % 3]
 
     change = lambda g, p: -sum(ELEMENTWISE[name](g + 0.1 * p) for name in names)

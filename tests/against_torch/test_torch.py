@@ -44,7 +44,7 @@ class Pair:
     tx: optax.GradientTransformation
 
 
-SPARSE: dict[str, Pair] = {
+SPARSE = {
     "adam": Pair("SparseAdam", {}, jmask.adam()),
     "adam, all terms": Pair(
         "SparseAdam",
@@ -67,7 +67,7 @@ SPARSE: dict[str, Pair] = {
 }
 
 # torch refuses weight decay, and gives momentum dense semantics, for sparse gradients.
-DENSE: dict[str, Pair] = {
+DENSE = {
     "adagrad, weight decay": Pair(
         "Adagrad",
         {"lr": 0.1, "lr_decay": 0.2, "weight_decay": 0.1},
@@ -89,7 +89,7 @@ DENSE: dict[str, Pair] = {
 }
 
 
-def pairs(table: dict[str, Pair]) -> Any:
+def pairs(table):
     return pytest.mark.parametrize("pair", table.values(), ids=table.keys())
 
 
@@ -97,11 +97,11 @@ shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 dtypes = pytest.mark.parametrize("dtype", TOLERANCES, ids=lambda dtype: dtype.__name__)
 
 
-def start_of(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def start_of(shape, dtype):
     return np.random.default_rng(1).normal(size=shape).astype(dtype)
 
 
-def gradients(shape: tuple[int, ...], dtype: Any) -> list[Gradient]:
+def gradients(shape, dtype):
     """The ids and rows of each step."""
     rng = np.random.default_rng(0)
     eligible = [row for row in range(ROWS) if row not in (*NEVER_TOUCHED, CANCELLED)]
@@ -121,9 +121,7 @@ def gradients(shape: tuple[int, ...], dtype: Any) -> list[Gradient]:
     return steps
 
 
-def run_torch(
-    torch: Any, pair: Pair, start: np.ndarray, steps: list[Gradient], sparse: bool
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def run_torch(torch, pair, start, steps, sparse):
     """The parameter after the steps, and the optimizer's state."""
     param = torch.nn.Parameter(torch.tensor(start))
     optimizer = getattr(torch.optim, pair.name)([param], **pair.torch)
@@ -138,11 +136,11 @@ def run_torch(
     return param.detach().numpy(), state
 
 
-def run_jmask(pair: Pair, start: np.ndarray, steps: list[Gradient]) -> tuple[np.ndarray, Any]:
+def run_jmask(pair, start, steps):
     """The parameter after the steps, and the optimizer's state."""
 
     @jax.jit
-    def step(param: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+    def step(param, state, grads):
         return jmask.apply_gradients(pair.tx, grads, state, param)
 
     param = jnp.asarray(start)
@@ -152,16 +150,14 @@ def run_jmask(pair: Pair, start: np.ndarray, steps: list[Gradient]) -> tuple[np.
     return np.asarray(param), state
 
 
-def check_equal(ours: Any, theirs: Any, dtype: Any) -> None:
+def check_equal(ours, theirs, dtype):
     ours, theirs = np.asarray(ours), np.asarray(theirs)
     assert ours.dtype == theirs.dtype == dtype
     tolerance = TOLERANCES[dtype]
     np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-def check_pair(
-    torch: Any, pair: Pair, shape: tuple[int, ...], dtype: Any, sparse: bool
-) -> None:
+def check_pair(torch, pair, shape, dtype, sparse):
     start, steps = start_of(shape, dtype), gradients(shape, dtype)
     theirs, their_state = run_torch(torch, pair, start, steps, sparse)
     with jax.enable_x64(dtype is np.float64):
@@ -187,12 +183,12 @@ def check_pair(
 @dtypes
 @shapes
 @pairs(SPARSE)
-def test_sparse_gradients(torch: Any, pair: Pair, shape: tuple[int, ...], dtype: Any) -> None:
+def test_sparse_gradients(torch, pair, shape, dtype):
     check_pair(torch, pair, shape, dtype, sparse=True)
 
 
 @dtypes
 @shapes
 @pairs(DENSE)
-def test_dense_semantics(torch: Any, pair: Pair, shape: tuple[int, ...], dtype: Any) -> None:
+def test_dense_semantics(torch, pair, shape, dtype):
     check_pair(torch, pair, shape, dtype, sparse=False)

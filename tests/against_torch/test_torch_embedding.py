@@ -5,8 +5,6 @@ on purpose a test says so. `make test-torch` runs these.
 """
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,20 +30,20 @@ combiners = pytest.mark.parametrize("combiner", ["sum", "mean", "max"])
 
 
 @pytest.fixture(autouse=True)
-def _in_float64() -> Iterator[None]:
+def _in_float64():
     with jax.enable_x64(True):
         yield
 
 
-def parameter(torch: Any, x: np.ndarray) -> Any:
+def parameter(torch, x):
     return torch.tensor(x, requires_grad=True)
 
 
-def cotangent(shape: tuple[int, ...]) -> np.ndarray:
+def cotangent(shape):
     return np.random.default_rng(1).normal(size=shape)
 
 
-def check_gradient(torch: Any, theirs: Any, weight: Any, ours: Any, table: np.ndarray) -> None:
+def check_gradient(torch, theirs, weight, ours, table):
     """Equal values of `theirs` and `ours(table)`, and equal gradients of the table."""
     value = theirs.detach().numpy()
     ct = cotangent(value.shape)
@@ -61,7 +59,7 @@ def check_gradient(torch: Any, theirs: Any, weight: Any, ours: Any, table: np.nd
 
 @paddings
 @pytest.mark.parametrize("ids", [IDS, LINES, IDS[:0]], ids=["1-D", "2-D", "none"])
-def test_embedding(torch: Any, padding: int | None, ids: np.ndarray) -> None:
+def test_embedding(torch, padding, ids):
     """With zeros in the padded row, as `nn.Embedding` makes it."""
     table = TABLE.copy()
     if padding is not None:
@@ -72,7 +70,7 @@ def test_embedding(torch: Any, padding: int | None, ids: np.ndarray) -> None:
     check_gradient(torch, theirs, weight, ours, table)
 
 
-def test_a_padded_row_that_is_not_zero(torch: Any) -> None:
+def test_a_padded_row_that_is_not_zero(torch):
     """torch reads it, jmask reads zeros; neither trains it."""
     theirs = torch.nn.functional.embedding(
         torch.tensor(IDS), torch.tensor(TABLE), padding_idx=PADDING
@@ -83,7 +81,7 @@ def test_a_padded_row_that_is_not_zero(torch: Any) -> None:
 
 
 @pytest.mark.dtype_promotion
-def test_scale_grad_by_freq(torch: Any) -> None:
+def test_scale_grad_by_freq(torch):
     """Each row's gradient over how often it is looked up, as docs/embeddings.md has it."""
     weight = parameter(torch, TABLE)
     theirs = torch.nn.functional.embedding(torch.tensor(IDS), weight, scale_grad_by_freq=True)
@@ -101,7 +99,7 @@ def test_scale_grad_by_freq(torch: Any) -> None:
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, np.inf])
 @pytest.mark.parametrize("function", ["embedding", "embedding_bag"])
-def test_max_norm(torch: Any, norm_type: float, function: str) -> None:
+def test_max_norm(torch, norm_type, function):
     """torch shortens rows of the weight itself: that is `renormalize` before the loss."""
     weight = parameter(torch, TABLE)
     ids = LINES[:3]
@@ -133,7 +131,7 @@ FORMS = {
 forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 
 
-def torch_bag(torch: Any, form: dict[str, Any], weight: Any, **options: Any) -> Any:
+def torch_bag(torch, form, weight, **options):
     form = {**form, "offsets": torch.tensor(form["offsets"])} if form else {}
     ids = torch.tensor(IDS if form else LINES)
     return torch.nn.functional.embedding_bag(ids, weight, **form, **options)
@@ -142,7 +140,7 @@ def torch_bag(torch: Any, form: dict[str, Any], weight: Any, **options: Any) -> 
 @forms
 @combiners
 @paddings
-def test_embedding_bag(torch: Any, form: Any, combiner: str, padding: int | None) -> None:
+def test_embedding_bag(torch, form, combiner, padding):
     weight = parameter(torch, TABLE)
     theirs = torch_bag(torch, form, weight, mode=combiner, padding_idx=padding)
     ours = lambda table: jmask.embedding_bag(
@@ -153,7 +151,7 @@ def test_embedding_bag(torch: Any, form: Any, combiner: str, padding: int | None
 
 @forms
 @paddings
-def test_per_sample_weights(torch: Any, form: Any, padding: int | None) -> None:
+def test_per_sample_weights(torch, form, padding):
     weights = WEIGHTS if form else WEIGHTS.reshape(LINES.shape)
     weight, samples = parameter(torch, TABLE), parameter(torch, weights)
     theirs = torch_bag(
@@ -169,7 +167,7 @@ def test_per_sample_weights(torch: Any, form: Any, padding: int | None) -> None:
 
 
 @combiners
-def test_bags_without_entries(torch: Any, combiner: str) -> None:
+def test_bags_without_entries(torch, combiner):
     """Zeros, whether a bag has no ids or nothing but padding."""
     ids = np.array([PADDING, PADDING, 1])
     theirs = torch.nn.functional.embedding_bag(
@@ -186,7 +184,7 @@ def test_bags_without_entries(torch: Any, combiner: str) -> None:
     np.testing.assert_array_equal(ours[:2], 0)
 
 
-def test_weighted_mean_is_not_in_torch(torch: Any) -> None:
+def test_weighted_mean_is_not_in_torch(torch):
     with pytest.raises(NotImplementedError, match="per_sample_weights"):
         torch_bag(
             torch, {}, torch.tensor(TABLE), mode="mean", per_sample_weights=torch.ones(4, 3)
@@ -195,7 +193,7 @@ def test_weighted_mean_is_not_in_torch(torch: Any) -> None:
     np.testing.assert_allclose(ours, TABLE[LINES].mean(1), rtol=1e-12)
 
 
-def test_offsets_torch_refuses_too(torch: Any) -> None:
+def test_offsets_torch_refuses_too(torch):
     """torch says nothing of offsets that fall; jmask does."""
     for offsets in ([1, 2], [0, 13], [0, 5, 3]):
         with contextlib.ExitStack() as refusal:

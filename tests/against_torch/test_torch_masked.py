@@ -6,7 +6,6 @@ the number wanted is that of NumPy on the valid entries.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,7 @@ MASK[0] = True
 
 
 # Name in torch.masked; function here; arguments there.
-CASES: dict[str, tuple[Any, tuple, dict]] = {
+CASES = {
     "sum": (jnm.sum, (), {}),
     "prod": (jnm.prod, (), {}),
     "amax": (jnm.amax, (), {}),
@@ -159,7 +158,7 @@ UNMASKED = {"clip", "clamp", "conj_physical", "fix", "pow"}
 BOUNDS = {"clip": (0.3, 0.6), "clamp": (0.3, 0.6)}
 
 
-def compare(torch: Any, name: str, xs: list[np.ndarray]) -> None:
+def compare(torch, name, xs):
     bounds = BOUNDS.get(name, ())
     ours = FUNCTIONS[name_here(name)](*(jmask.masked_tensor(x, SOME) for x in xs), *bounds)
     operands = [torch.from_numpy(x) for x in xs]
@@ -173,7 +172,7 @@ def compare(torch: Any, name: str, xs: list[np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("name", REFERENCE_UNARY)
-def test_unary(torch: Any, name: str) -> None:
+def test_unary(torch, name):
     values = numbers(name)
     if name not in INTEGER and name not in UNMASKED:
         values = np.where(SOME, values, np.nan).astype(np.float32)
@@ -182,11 +181,11 @@ def test_unary(torch: Any, name: str) -> None:
 
 # torch.equal is one boolean for two whole tensors; `eq` is the elementwise one.
 @pytest.mark.parametrize("name", [name for name in REFERENCE_BINARY if name != "equal"])
-def test_binary(torch: Any, name: str) -> None:
+def test_binary(torch, name):
     compare(torch, name, [numbers(name, 1), numbers(name, 2)])
 
 
-def test_gradients_that_torch_cannot_take(torch: Any) -> None:
+def test_gradients_that_torch_cannot_take(torch):
     """A fault of torch: backward of maximum fails there, and here it is exact."""
     x, y = numbers("maximum", 1), numbers("maximum", 2)
     valid = torch.from_numpy(SOME)

@@ -4,8 +4,7 @@ And gradients in tensors: traced once, without zeros of their size where none ar
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import hypothesis.strategies as st
 import jax
@@ -235,7 +234,7 @@ TENSORS = {
     "masked": jmask.masked_tensor(DENSE, DENSE > 0),
 }
 # What the function reads, and whether entries that are not stored count.
-READ: dict[str, tuple[Callable[[Any], Any], bool]] = {
+READ = {
     "stored entries": (lambda x: jmask.todense(x, masked_grad=True), False),
     "all entries": (jmask.todense, True),
 }
@@ -244,11 +243,11 @@ READ: dict[str, tuple[Callable[[Any], Any], bool]] = {
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
 @pytest.mark.parametrize("read", READ)
 @pytest.mark.parametrize("name", TENSORS)
-def test_traced_once(name: str, read: str) -> None:
+def test_traced_once(name, read):
     function, all_count = READ[read]
-    calls: list[Any] = []
+    calls = []
 
-    def loss(x: Any) -> Any:
+    def loss(x):
         calls.append(x)
         return jnp.sum(function(x) ** 2)
 
@@ -262,7 +261,7 @@ def test_traced_once(name: str, read: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
 @pytest.mark.parametrize("name", TENSORS)
-def test_what_is_returned_beside_the_loss_is_the_tensor(name: str) -> None:
+def test_what_is_returned_beside_the_loss_is_the_tensor(name):
     x = TENSORS[name]
     (_, aux), _ = jmask.value_and_grad(lambda x: (jnp.sum(jmask.todense(x)), x), has_aux=True)(
         x
@@ -272,10 +271,10 @@ def test_what_is_returned_beside_the_loss_is_the_tensor(name: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [10**3, 10**7])
-def test_no_array_of_the_size_of_the_tensor(rows: int) -> None:
+def test_no_array_of_the_size_of_the_tensor(rows):
     """10⁷ rows of 16 would be 640 MB: the program has nothing but the stored rows."""
 
-    def gradient(ids: jax.Array, values: jax.Array) -> Any:
+    def gradient(ids, values):
         x = jmask.RowSparse(ids, values, (rows, 16))
         return jmask.grad(lambda x: jnp.sum((x * 2).values ** 2))(x).values
 

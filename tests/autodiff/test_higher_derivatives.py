@@ -34,7 +34,6 @@ from tests.autodiff.test_semantics_of_gradients import (
     OTHER,
     ROWS,
     SHIFT,
-    Operation,
     X,
     on,
     one_vector,
@@ -47,15 +46,15 @@ ignores_fallbacks = pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWar
 
 
 # Compiled, so that the ways below share what they have in common: it is traced once.
-def forward(f: Function) -> Function:
+def forward(f):
     return jax.jit(lambda t: jax.jvp(f, (t,), (jnp.ones_like(t),))[1])
 
 
-def reverse(f: Function) -> Function:
+def reverse(f):
     return jax.jit(jax.grad(f))
 
 
-WAYS: dict[str, tuple[Callable[[Function], Function], ...]] = {
+WAYS = {
     "reverse": (reverse,),
     "forward over reverse": (reverse, forward),
     "reverse over reverse": (reverse, reverse),
@@ -65,21 +64,21 @@ WAYS: dict[str, tuple[Callable[[Function], Function], ...]] = {
 }
 
 
-def norms(x: Any) -> Any:
+def norms(x):
     orders = (np.inf, -np.inf, 0, 1, 2, 3, -2)
     return [jnm.norm(x, ord=p, axis=axis) for p in orders for axis in (None, 1)]
 
 
-def normalized(x: Any) -> Any:
+def normalized(x):
     return [nn.normalize(x, ord=p) for p in (np.inf, 1, 3)]
 
 
-def extrema(x: Any) -> Any:
+def extrema(x):
     functions = (jnm.max, jnm.min, jnm.amax, jnm.amin)
     return [f(x, axis=axis) for f in functions for axis in (None, 1)]
 
 
-def with_where(x: Any) -> Any:
+def with_where(x):
     return [f(x, axis=1, where=MASK) for f in (jnm.max, jnm.min, jnm.norm, nn.softmax)]
 
 
@@ -125,7 +124,7 @@ SETTINGS = {
     ),
 }  # fmt: skip
 
-CASES: dict[str, Operation] = {**SETTINGS, **OPERATIONS}
+CASES = {**SETTINGS, **OPERATIONS}
 
 # One of each kind of what has a rule of its own.
 DEFAULT = [
@@ -134,14 +133,14 @@ DEFAULT = [
 ]
 
 
-def along_a_line(operation: Operation) -> Function:
+def along_a_line(operation):
     """The sum over results of sin(w result), at x + t v, as a function of t."""
     leaves, structure = jax.tree.flatten(operation.args)
     leaves = [np.asarray(x) if _moves(x) else x for x in leaves]
     rng = np.random.default_rng(0)
     steps = [rng.uniform(-1, 1, x.shape) if _moves(x) else None for x in leaves]
 
-    def function(t: jax.Array) -> jax.Array:
+    def function(t):
         moved = [
             x if v is None else jnp.asarray(x, jnp.float64) + t * v
             for x, v in zip(leaves, steps, strict=True)
@@ -155,7 +154,7 @@ def along_a_line(operation: Operation) -> Function:
     return function
 
 
-def _moves(leaf: Any) -> bool:
+def _moves(leaf):
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
@@ -203,11 +202,11 @@ def test_derivatives(name):
 WEIGHT = np.cos(np.arange(8.0)).reshape(4, 2)
 
 
-def cubes(dense: Any) -> Any:
+def cubes(dense):
     return jnp.sum((dense + 1.5) ** 4 * np.resize(WEIGHT, dense.shape))
 
 
-def nested(grad: Any, f: Function, order: int, dense: Function) -> Function:
+def nested(grad, f, order, dense):
     """The gradient of the sum of the gradient, with weights, and so on."""
     for _ in range(order - 1):
         before = grad(f)
@@ -224,7 +223,7 @@ TENSORS = {
     "masked": jmask.masked_tensor(jnp.asarray(np.where(MASK, X.data, 0)), MASK),
     "masked coo": MASKED_COO,
 }
-LOSSES: dict[str, Callable[[Any, Any], Any]] = {
+LOSSES = {
     "todense": lambda x, todense: cubes(todense(x)),
     "under jit": lambda x, todense: jax.jit(lambda x: cubes(todense(x)))(x),
     "under scan": lambda x, todense: jax.lax.scan(

@@ -29,7 +29,7 @@ def model_class():
         activation: object
         counts: jax.Array
         name: str
-        nothing: None = None
+        nothing = None
 
         def __call__(self, i):
             return self.out(self.activation(self.embed(i)))[0]

@@ -2,8 +2,6 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +17,7 @@ pytestmark = pytest.mark.sampled
 
 
 @contextlib.contextmanager
-def expecting_fallback(expected: bool):
+def expecting_fallback(expected):
     """Fallback warnings occur exactly if expected."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -29,7 +27,7 @@ def expecting_fallback(expected: bool):
     assert len(fallbacks) == len(caught)
 
 
-def check(loss: Callable[..., Any], *args: Any, falls_back: bool = False) -> Any:
+def check(loss, *args, falls_back=False):
     """Compare with JAX, eagerly and jitted; returns the gradient."""
     expected = jax.value_and_grad(loss)(*args)
     for wrap in (lambda f: f, jax.jit):
@@ -100,7 +98,7 @@ def test_python_scalar_parameter():
     assert gradient == pytest.approx(value / 2)
 
 
-def table_makers(program) -> set[str]:
+def table_makers(program):
     """The primitives that make an array of the table's shape."""
     return {
         eqn.primitive.name

@@ -6,8 +6,6 @@ On a new JAX the first test names the primitives whose parameters have changed.
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -247,24 +245,24 @@ PREFIX = "new_"
 class _Renamed(Primitive):
     """A primitive that is run with its parameters under their old names."""
 
-    def __init__(self, original: Primitive) -> None:
+    def __init__(self, original):
         super().__init__(original.name)
         self.original = original
         self.multiple_results = original.multiple_results
 
-    def get_bind_params(self, params: dict[str, Any]) -> dict[str, Any]:
+    def get_bind_params(self, params):
         old = {name.removeprefix(PREFIX): x for name, x in params.items()}
         return self.original.get_bind_params(old)
 
-    def bind(self, *args: Any, **params: Any) -> Any:
+    def bind(self, *args, **params):
         return self.original.bind(*args, **params)
 
 
 @functools.cache
-def _renamed(original: Primitive) -> _Renamed:
+def _renamed(original):
     primitive = _Renamed(original)
 
-    def run(*args: Any, **params: Any) -> Any:
+    def run(*args, **params):
         return original.bind(*args, **primitive.get_bind_params(params))
 
     # For what JAX itself runs, the body of a loop say.
@@ -273,7 +271,7 @@ def _renamed(original: Primitive) -> _Renamed:
     return primitive
 
 
-def _in_program(x: Any, name: str) -> Any:
+def _in_program(x, name):
     """A jaxpr, or whatever else a parameter is, with equations renamed."""
     if isinstance(x, tuple | list):
         return type(x)(_in_program(y, name) for y in x) if type(x) in (tuple, list) else x
@@ -284,7 +282,7 @@ def _in_program(x: Any, name: str) -> Any:
     return x
 
 
-def _in_equation(eqn: JaxprEqn, name: str) -> JaxprEqn:
+def _in_equation(eqn, name):
     params = {key: _in_program(x, name) for key, x in eqn.params.items()}
     if eqn.primitive.name != name:
         return eqn.replace(params=params)
@@ -293,12 +291,12 @@ def _in_equation(eqn: JaxprEqn, name: str) -> JaxprEqn:
 
 
 @contextlib.contextmanager
-def renamed(name: str) -> Iterator[None]:
+def renamed(name):
     """Let `jax.make_jaxpr` rename all parameters of the primitive `name`."""
     make_jaxpr = jax.make_jaxpr
 
-    def renaming(*given: Any, **how: Any) -> Any:
-        def trace(*args: Any, **kwargs: Any) -> Any:
+    def renaming(*given, **how):
+        def trace(*args, **kwargs):
             program = make_jaxpr(*given, **how)(*args, **kwargs)
             if how.get("return_shape"):
                 return _in_program(program[0], name), program[1]

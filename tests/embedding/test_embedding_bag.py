@@ -2,8 +2,6 @@
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +43,7 @@ from tests.oracle import dense_twin
 pytestmark = pytest.mark.sampled
 
 
-def bag_of(form: str, places: np.ndarray) -> np.ndarray:
+def bag_of(form, places):
     """The bag of each entry, B or -1 for none."""
     if form in ("lines", "segments"):
         return places
@@ -53,7 +51,7 @@ def bag_of(form: str, places: np.ndarray) -> np.ndarray:
     return np.repeat(np.arange(B + 1), np.diff(np.append(ends, N)))
 
 
-def check(case: Case, data: Data, out: Any, gradient: jmask.RowSparse, in_weights: Any) -> None:
+def check(case, data, out, gradient, in_weights):
     bag = bag_of(case.form, data.places)
     source = sources(data.ids, case.padding, case.mode, V)
     if case.mode == "raise":
@@ -75,7 +73,7 @@ def check(case: Case, data: Data, out: Any, gradient: jmask.RowSparse, in_weight
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @forms
 @combiners
-def test_eager(form: str, combiner: str, weighted: bool) -> None:
+def test_eager(form, combiner, weighted):
     """Every combination of options."""
     rng = np.random.default_rng(0)
     for case in CASES:
@@ -90,7 +88,7 @@ def test_eager(form: str, combiner: str, weighted: bool) -> None:
 
 
 @functools.cache
-def compiled(case: Case, batched: bool) -> Callable[..., Any]:
+def compiled(case, batched):
     function = differentiated(case)
     if batched:
         function = jax.vmap(function, (None, 0, 0, 0))
@@ -102,7 +100,7 @@ def compiled(case: Case, batched: bool) -> Callable[..., Any]:
 
 @given(case=st.sampled_from(CASES), batched=st.booleans(), seed=st.integers(0, 10**6))
 @settings(max_examples=10)
-def test_jit_and_vmap(case: Case, batched: bool, seed: int) -> None:
+def test_jit_and_vmap(case, batched, seed):
     rng = np.random.default_rng(seed)
     draws = [drawn(case.form, rng, outside=True) for _ in range(2 if batched else 1)]
     data = Data(*map(np.stack, zip(*draws, strict=True))) if batched else draws[0]
@@ -127,7 +125,7 @@ def test_jit_and_vmap(case: Case, batched: bool, seed: int) -> None:
     ("form", "mode"), [("lines", "clip"), ("lines", "fill"), ("segments", "fill")]
 )
 @combiners
-def test_nothing_leaks_from_padding(form: str, combiner: str, mode: str) -> None:
+def test_nothing_leaks_from_padding(form, combiner, mode):
     """Neither what the padded row holds nor the weights of padding, of which it is one."""
     data = drawn(form, np.random.default_rng(0), outside=False)
     absent = data.ids == 2
@@ -153,7 +151,7 @@ def test_nothing_leaks_from_padding(form: str, combiner: str, mode: str) -> None
 
 @forms
 @combiners
-def test_bags_of_padding_alone(form: str, combiner: str) -> None:
+def test_bags_of_padding_alone(form, combiner):
     """Zeros, and no nan in any derivative."""
     case = Case(form, combiner, combiner != "max", 0, "fill")
     places = drawn(form, np.random.default_rng(0), outside=False).places
@@ -168,12 +166,12 @@ def test_bags_of_padding_alone(form: str, combiner: str) -> None:
 
 
 @pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
-def test_total_weight_of_zero(combiner: str) -> None:
+def test_total_weight_of_zero(combiner):
     """Zeros, with derivatives of zero; a nan in such a bag is not hidden."""
     weights = np.array([[0.0, 0.0], [1.0, -1.0], [1.0, 1.0]])
     number = 2 if combiner == "mean" else 1  # 1 and -1 have the squares 1 and 1
 
-    def loss(table: Any, weights: Any) -> Any:
+    def loss(table, weights):
         out = jmask.embedding_bag(table, [[0, 1]] * 3, weights=weights, combiner=combiner)
         return jnp.sum(out[:number]), out
 
@@ -187,14 +185,14 @@ def test_total_weight_of_zero(combiner: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["lines", "segments"])
-def test_max_of_what_is_not_finite(form: str) -> None:
+def test_max_of_what_is_not_finite(form):
     table = np.array([[-math.inf, 1], [-math.inf, math.nan], [5, 0], [-math.inf, math.nan]])
     ids = np.array([[2, 0, 1, 3], [0, 2, 2, 0], [2, 2, 2, 2]])  # 2 is padding
-    case: dict[str, Any] = {"combiner": "max", "padding_id": 2}
+    case = {"combiner": "max", "padding_id": 2}
     if form == "segments":
         case |= {"segment_ids": np.repeat(np.arange(3), 4), "num_segments": 3}
 
-    def loss(table: Any) -> Any:
+    def loss(table):
         out = jmask.embedding_bag(table, ids if form == "lines" else ids.ravel(), **case)
         return jnp.sum(out), out
 
@@ -207,7 +205,7 @@ def test_max_of_what_is_not_finite(form: str) -> None:
     np.testing.assert_array_equal(gradient.values, expected)
 
 
-def test_max_forwards() -> None:
+def test_max_forwards():
     """The tangent of max is linear, and is the transpose of its gradient."""
     case = Case("segments", "max", False, 2, "zero")
     data = drawn("segments", np.random.default_rng(0), outside=True)
@@ -229,11 +227,11 @@ def test_max_forwards() -> None:
         (jnp.bfloat16, "lines", "max"),
     ],
 )
-def test_narrow_tables_are_summed_in_float32(dtype: Any, form: str, combiner: str) -> None:
+def test_narrow_tables_are_summed_in_float32(dtype, form, combiner):
     """Summed in bfloat16, ones stay at 256; in float16, at 2048."""
     count = 4096
     ids = np.zeros(count, np.int32)
-    bags: dict[str, Any] = {} if form == "lines" else {"offsets": [0]}
+    bags = {} if form == "lines" else {"offsets": [0]}
     out = jmask.embedding_bag(
         jnp.ones((2, 2), dtype), ids if bags else ids[None], combiner=combiner, **bags
     )
@@ -262,10 +260,10 @@ def test_narrow_tables_are_summed_in_float32(dtype: Any, form: str, combiner: st
     ],
     ids=str,
 )
-def test_nothing(combiner: str, ids: Any, bags: Any, number: int) -> None:
+def test_nothing(combiner, ids, bags, number):
     """No bags, or nothing in them: zeros, and a row-sparse gradient."""
 
-    def loss(table: Any) -> Any:
+    def loss(table):
         out = jmask.embedding_bag(table, ids, combiner=combiner, padding_id=0, **bags)
         return jnp.sum(out), out
 
@@ -277,7 +275,7 @@ def test_nothing(combiner: str, ids: Any, bags: Any, number: int) -> None:
 
 @pytest.mark.parametrize(("row", "form"), [((), "lines"), ((2, 2), "segments")])
 @combiners
-def test_rows_of_every_shape(row: tuple[int, ...], form: str, combiner: str) -> None:
+def test_rows_of_every_shape(row, form, combiner):
     """Every column is combined by itself."""
     table = normal(V, *row)
     case = Case(form, combiner, combiner != "max", 2, "zero")
@@ -289,7 +287,7 @@ def test_rows_of_every_shape(row: tuple[int, ...], form: str, combiner: str) -> 
 
 
 @pytest.mark.parametrize("combiner", ["sqrtn", "max"])
-def test_lines_of_ids_of_more_dimensions(combiner: str) -> None:
+def test_lines_of_ids_of_more_dimensions(combiner):
     ids = np.random.default_rng(0).integers(-1, V, (2, 2, L))
     weights = None if combiner == "max" else normal(2, 2, L)
     bag = functools.partial(jmask.embedding_bag, TABLE, combiner=combiner, padding_id=-1)
@@ -298,7 +296,7 @@ def test_lines_of_ids_of_more_dimensions(combiner: str) -> None:
 
 
 @pytest.mark.parametrize("combiner", ["sqrtn", "max"])
-def test_row_sparse_table(combiner: str) -> None:
+def test_row_sparse_table(combiner):
     table = jmask.RowSparse([4, 1, V, 4], normal(4, D), (V, D))
     data = drawn("segments", np.random.default_rng(0), outside=False)
     case = Case("segments", combiner, combiner != "max", 1, "fill")
@@ -308,11 +306,11 @@ def test_row_sparse_table(combiner: str) -> None:
 
 
 @pytest.mark.parametrize("combiner", ["sqrtn", "max"])
-def test_max_norm(combiner: str) -> None:
+def test_max_norm(combiner):
     """Rows are shortened before they are weighted."""
     table, ids = 9 * normal(V, D), np.array([[0, 1, 4], [5, 5, 2]])
     weights = None if combiner == "max" else normal(2, 3)
-    options: dict[str, Any] = {"weights": weights, "combiner": combiner}
+    options = {"weights": weights, "combiner": combiner}
     short = jmask.embedding_lookup(table, np.arange(V), max_norm=1.5, norm_type=1)
     found = jmask.embedding_bag(table, ids, max_norm=1.5, norm_type=1, **options)
     np.testing.assert_allclose(found, jmask.embedding_bag(short, ids, **options), rtol=1e-5)

@@ -1,7 +1,5 @@
 """`embedding_bag` of ids and weights of every dtype, what only a run can tell, and exports."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,12 +16,12 @@ from tests.oracle import dense_twin
 
 
 @pytest.mark.parametrize("traced", [False, True])
-def test_narrow_integers(traced: bool) -> None:
+def test_narrow_integers(traced):
     """300 bags, counted by bytes."""
     table, number = normal(300, 2), 300
     ids, places = np.array([255, 3, 3], np.uint8), np.array([255, 0, 0], np.uint8)
 
-    def run(ids: Any, places: Any) -> Any:
+    def run(ids, places):
         return jmask.embedding_bag(table, ids, segment_ids=places, num_segments=number)
 
     out = (jax.jit(run) if traced else run)(ids, places)
@@ -32,14 +30,14 @@ def test_narrow_integers(traced: bool) -> None:
     np.testing.assert_allclose(out, expected, rtol=1e-6)
 
 
-def test_wide_integers_never_wrap() -> None:
+def test_wide_integers_never_wrap():
     beyond = 2**32 + 1
-    options: Any = {"segment_ids": [0, 0, -beyond], "num_segments": 2, "padding_id": beyond}
+    options = {"segment_ids": [0, 0, -beyond], "num_segments": 2, "padding_id": beyond}
     out = jmask.embedding_bag(TABLE, [beyond, 1, 1], **options)
     np.testing.assert_array_equal(out, [TABLE[1], np.zeros(D)])
 
 
-def test_a_bag_that_is_not_there() -> None:
+def test_a_bag_that_is_not_there():
     """Where it is known it is an error; traced it is padding."""
     bags = lambda places: jmask.embedding_bag(
         TABLE, [1, 2, 3], segment_ids=places, num_segments=2
@@ -52,7 +50,7 @@ def test_a_bag_that_is_not_there() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, np.float64])
-def test_weights_of_every_dtype(dtype: Any) -> None:
+def test_weights_of_every_dtype(dtype):
     weights = np.array([[0.5, 2]], dtype)
     out = jmask.embedding_bag(TABLE, [[0, 1]], weights=weights)
     assert out.dtype == np.float32
@@ -75,7 +73,7 @@ def test_weights_of_every_dtype(dtype: Any) -> None:
         ([0, 1, 5], True, False),
     ],
 )
-def test_traced_offsets(offsets: list[int], last: bool, valid: bool) -> None:
+def test_traced_offsets(offsets, last, valid):
     """Bags that are not well formed are nan where an error is not possible."""
     run = lambda o: jmask.embedding_bag(
         TABLE, [0, 1, 3, 4], offsets=o, include_last_offset=last
@@ -89,10 +87,10 @@ def test_traced_offsets(offsets: list[int], last: bool, valid: bool) -> None:
             run(offsets)
 
 
-def test_raise_under_checkify() -> None:
+def test_raise_under_checkify():
     """An id outside that is padding, or in no bag, is no error; any other is left out."""
 
-    def run(ids: Any, places: Any, table: Any = TABLE) -> Any:
+    def run(ids, places, table=TABLE):
         return jmask.embedding_bag(
             table,
             ids,
@@ -122,7 +120,7 @@ def test_raise_under_checkify() -> None:
     assert "`ids[2]` is" in late(places)[0].get()
 
 
-def test_number_of_segments() -> None:
+def test_number_of_segments():
     out = jmask.embedding_bag(TABLE, [0, 1, 4], segment_ids=[2, 0, 2])
     np.testing.assert_array_equal(out, [TABLE[1], np.zeros(D), TABLE[0] + TABLE[4]])
 
@@ -130,7 +128,7 @@ def test_number_of_segments() -> None:
 @pytest.mark.parametrize(
     ("combiner", "program"), [("sqrtn", "scan"), ("max", "scan"), ("mean", "remat")]
 )
-def test_row_sparse_inside(combiner: str, program: str) -> None:
+def test_row_sparse_inside(combiner, program):
     ids = np.random.default_rng(0).integers(0, V, (2, B, L))
     loss = lambda t, ids: jnp.sum(
         jmask.embedding_bag(t, ids, combiner=combiner, padding_id=0) * COTANGENT

@@ -7,7 +7,6 @@ numbers are those of pytorch/pytorch#95405, and its definition of a masked funct
 """
 
 import functools
-from typing import Any
 
 import hypothesis.strategies as st
 import jax
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.sampled(15)
 
 DENSE = np.array([[0.0, 1.0], [2.0, 3.0]], np.float32)
 ENTRIES = jmask.RowSparse([1, 2, 3], jnp.array([1.0, 2.0, 3.0]), (4,))  # x, row by row
-STORAGES: dict[str, Any] = {
+STORAGES = {
     "coo": coo(DENSE),
     "csr": csr(DENSE),
     "rows": ENTRIES,
@@ -40,16 +39,16 @@ STORAGES: dict[str, Any] = {
 }
 
 
-def matrix(x: Any, masked_grad: bool) -> jax.Array:
+def matrix(x, masked_grad):
     return jmask.todense(x, masked_grad=masked_grad).reshape(2, 2)
 
 
-def mm(x: Any, y: Any) -> jax.Array:
+def mm(x, y):
     """The product with the gradient of an ordinary tensor."""
     return matrix(x, False) @ matrix(y, False)
 
 
-def sparse_mm(x: Any, y: Any) -> jax.Array:
+def sparse_mm(x, y):
     """The product with a gradient at specified entries."""
     if isinstance(x, BCOO):
         return x @ matrix(y, True)
@@ -73,7 +72,7 @@ TABLE = {
 }
 
 
-def product(name: str, x: Any) -> Any:
+def product(name, x):
     if name == "mixed, after sparse_mask":
         return lambda y: PRODUCTS["mixed"](jmask.sparse_mask(y, x))
     return PRODUCTS[name]
@@ -366,7 +365,7 @@ def test_fast_decides_as_slow_does(seed, mode):
 
 NUMBERS = np.arange(24.0, dtype=np.float32).reshape(2, 3, 2, 2)
 NUMBERS *= NUMBERS % 3 == 1
-LAYOUTS: dict[str, tuple[Any, np.ndarray]] = {
+LAYOUTS = {
     f"{kind.__name__}, {batch} batch, {trailing} dense": (
         functools.partial(kind.fromdense, n_batch=batch, n_dense=trailing),
         dense,

@@ -57,10 +57,10 @@ class Wrong:
     order: int = 1
 
 
-def with_vjp(right: Callable[..., Any], pullback: Callable[..., Any]) -> Callable[..., Any]:
+def with_vjp(right, pullback):
     """`right` with its reverse rule replaced: pullback(*args, cotangent) -> cotangents."""
 
-    def cotangents(args: Any, ct: Any) -> Any:
+    def cotangents(args, ct):
         result = pullback(*args, ct)
         return result if isinstance(result, tuple) else (result,)
 
@@ -69,72 +69,72 @@ def with_vjp(right: Callable[..., Any], pullback: Callable[..., Any]) -> Callabl
     return function
 
 
-def with_jvp(right: Callable[..., Any], pushforward: Callable[..., Any]) -> Callable[..., Any]:
+def with_jvp(right, pushforward):
     """`right` with its rules replaced: pushforward(*args, *tangents) -> tangent."""
     function = jax.custom_jvp(right)
     function.defjvp(lambda args, tangents: (right(*args), pushforward(*args, *tangents)))
     return function
 
 
-def one_mode(forward: float, backward: float) -> Callable[..., Any]:
+def one_mode(forward, backward):
     """The sine, its forward and reverse derivative times a factor each."""
 
-    def along(cos: jax.Array, t: jax.Array) -> jax.Array:
+    def along(cos, t):
         return forward * cos * t
 
-    def back(cos: jax.Array, c: jax.Array) -> jax.Array:
+    def back(cos, c):
         return backward * cos * c
 
     return with_jvp(jnp.sin, lambda x, t: linear_call(along, back, jnp.cos(x), t))
 
 
-def softmax(x: jax.Array) -> jax.Array:
+def softmax(x):
     return jnp.exp(x) / jnp.sum(jnp.exp(x))
 
 
-def product(x: jax.Array, w: jax.Array) -> jax.Array:
+def product(x, w):
     return w @ x
 
 
-def rows_added(values: jax.Array) -> jax.Array:
+def rows_added(values):
     return jnp.zeros((3, 1)).at[jnp.array([2, 0, 2])].add(values)
 
 
-def of_values(function: Callable[..., Any]) -> Callable[..., Any]:
+def of_values(function):
     """A function of a RowSparse by one of its stored values."""
     return lambda x: function(x.values)
 
 
-def of_data(function: Callable[..., Any]) -> Callable[..., Any]:
+def of_data(function):
     """A function of a MaskedTensor by one of its data."""
     return lambda x: function(x.data)
 
 
-def kept(dense: jax.Array) -> jax.Array:
+def kept(dense):
     return jnp.where(np.array([False, True, False, True]), dense, 0)
 
 
-def of_dense(function: Callable[..., Any]) -> Callable[..., Any]:
+def of_dense(function):
     """A function of a sparse tensor by one of the dense array."""
     return lambda x: function(jmask.todense(x))
 
 
-def total_square(x: jax.Array) -> jax.Array:
+def total_square(x):
     return jnp.sum(x**2)
 
 
-def huge_and_tiny(x: jax.Array) -> jax.Array:
+def huge_and_tiny(x):
     return jnp.sum(jnp.array([1e4, 1e-2, 1e4]) * x)
 
 
-def clipped_lookup(x: jax.Array) -> jax.Array:
+def clipped_lookup(x):
     return jnp.take(x, jnp.array([0, 7, 1]), mode="clip")
 
 
 _calls = itertools.count()
 
 
-def never_the_same(x: jax.Array) -> jax.Array:
+def never_the_same(x):
     return x * (1 + 1e-3 * next(_calls))
 
 
@@ -142,24 +142,22 @@ FIRST, SECOND, THIRD = (rf"args\[0\], entry \({i},\)" for i in range(3))
 
 
 def by_vjp(
-    right: Callable[..., Any], pullback: Callable[..., Any], says: str = FIRST,
-    args: tuple[Any, ...] = (X,), **check: Any,
-) -> Wrong:  # fmt: skip
+    right, pullback, says = FIRST,
+    args = (X,), **check,
+):  # fmt: skip
     return Wrong(with_vjp(right, pullback), right, args, says, **check)
 
 
-def by_jvp(
-    right: Callable[..., Any], pushforward: Callable[..., Any], says: str = FIRST, **check: Any
-) -> Wrong:
+def by_jvp(right, pushforward, says=FIRST, **check):
     return Wrong(with_jvp(right, pushforward), right, (X,), says, modes=("fwd",), **check)
 
 
-def sine(of_cotangent: Callable[..., Any], says: str = FIRST, **check: Any) -> Wrong:
+def sine(of_cotangent, says=FIRST, **check):
     pullback = lambda x, c: jnp.cos(x) * of_cotangent(c)
     return by_vjp(jnp.sin, pullback, says, **check)
 
 
-WRONG: dict[str, Wrong] = {
+WRONG = {
     "sign": sine(lambda c: -c),
     "factor": by_vjp(jnp.square, lambda x, c: x * c, THIRD),
     "missing term": by_vjp(lambda x: x**2 + jnp.sin(x), lambda x, c: 2 * x * c),

@@ -13,10 +13,8 @@ in test_sharp_bits.py, and what each argument is given in turn in test_wrong_val
 """
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +42,7 @@ class Row(NamedTuple):
     definitions: str
 
 
-def rows() -> dict[str, Row]:
+def rows():
     """Read the tables; the name of a row is its file and line."""
     found = {}
     for file in TABLES:
@@ -64,7 +62,7 @@ def rows() -> dict[str, Row]:
 ROWS = rows()
 
 
-def check(call: Callable[[], Any], row: Row, names: dict[str, Any]) -> None:
+def check(call, row, names):
     error = eval(row.error, names)
     with pytest.raises(error) as raised:
         call()
@@ -74,7 +72,7 @@ def check(call: Callable[[], Any], row: Row, names: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.dtype_promotion
-def test_wrong_call(name: str) -> None:
+def test_wrong_call(name):
     row = ROWS[name]
     names = {**vars(mistakes), "coo": coo, "csr": csr, "jnm": jmask.numpy, "np": np}
     exec(row.definitions, names)
@@ -82,13 +80,13 @@ def test_wrong_call(name: str) -> None:
     if not row.code.startswith("lambda"):
         check(lambda: eval(code, names), row, names)
         return
-    call: FunctionType = eval(code, names)
+    call = eval(code, names)
     table = [jnp.arange(18, dtype=jnp.float32).reshape(6, 3)][: call.__code__.co_argcount]
     check(lambda: call(*table), row, names)
     check(lambda: jax.eval_shape(call, *table), row, names)
 
 
-def test_mask_that_may_mean_two_things() -> None:
+def test_mask_that_may_mean_two_things():
     """Three stored rows of a tensor of three rows: entries, or stored values?"""
     rows = jmask.RowSparse([2, 0, 3], jnp.ones((3, 2)), (3, 2))
     mask = np.array([[True, False], [True, True], [False, False]])

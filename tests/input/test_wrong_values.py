@@ -39,7 +39,7 @@ class Foreign:
     dtype = "torch.float32"
     is_sparse = False
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype=None, copy=None):
         return np.ones(self.shape, np.float32)
 
 
@@ -88,12 +88,12 @@ class Arg:
     named: tuple[str, ...] = ()
 
 
-def because(reason: str, *names: str) -> dict[str, str]:
+def because(reason, *names):
     """The same reason for several values."""
     return dict.fromkeys(names, reason)
 
 
-def without(table: Mapping[str, Any], name: str) -> dict[str, Any]:
+def without(table, name):
     return {k: v for k, v in table.items() if k != name}
 
 
@@ -129,11 +129,11 @@ ADAGRAD = jmask.adagrad(0.1)
 LOADED = {"step": 1, "sum": np.ones((6, 2))}
 
 
-def step(tx: Any, grads: Any = GRADS, params: Any = PARAMS) -> Any:
+def step(tx, grads=GRADS, params=PARAMS):
     return tx.update(grads, tx.init(PARAMS), params)
 
 
-def mapped(function: Callable[..., Any]) -> Callable[[Any], Any]:
+def mapped(function):
     """A collective of a value under `vmap`."""
     return lambda v: jax.vmap(lambda _: function(v, "i"), axis_name="i")(jnp.ones(2))
 
@@ -142,7 +142,7 @@ _ROW = re.compile(r"^(?P<name>[^:\n]+): (?P<given>.*)\n    (?P<call>.*)$", re.M)
 NAMES = {**vars(mistakes), **globals()}
 
 
-def read(file: str, **names: Any) -> dict[str, Arg]:
+def read(file, **names):
     """The rows of a table, with what `names` has in them."""
     return {
         name: eval(f"Arg(lambda v: {call}, {given})", NAMES | names)
@@ -195,7 +195,7 @@ for name, tx in OPTIMIZERS.items():
     ARGUMENTS |= {title.replace("tx", name): row for title, row in rows.items()}
 
 
-def complaint(argument: Arg, named: tuple[str, ...], what: str) -> str | None:
+def complaint(argument, named, what):
     """Describe what a function does wrong with a value, or return None."""
     try:
         argument.call(argument.values[what])

@@ -141,13 +141,13 @@ ROWS = 7
 IDS = np.array([3, 0, -1, 6, 3, 7, -9, 2**31 - 1], np.int32)
 
 
-def table_of(row: tuple[int, ...], dtype: str) -> jax.Array:
+def table_of(row, dtype):
     table = jax.random.normal(jax.random.key(0), (ROWS, *row)).astype(dtype)
     table = table.at[3].set(-0.0).at[0].set(jnp.nan).at[6].set(1e-40)
     return table.at[(2,) + (0,) * len(row)].set(jnp.inf)
 
 
-def two_batches(gather: Gather, rank: int) -> lax.GatherDimensionNumbers:
+def two_batches(gather, rank):
     offsets = tuple(range(2, 2 + rank))
     return gather.dimension_numbers._replace(offset_dims=offsets)
 
@@ -158,7 +158,7 @@ def two_batches(gather: Gather, rank: int) -> lax.GatherDimensionNumbers:
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("row", [(64,), (8, 8), (32,), (50,), (3, 15)])
-def test_the_same_bits(row: tuple[int, ...], dtype: str, mode: str, fill: float | None) -> None:
+def test_the_same_bits(row, dtype, mode, fill):
     table = table_of(row, dtype)
     ids = IDS % ROWS if mode == "promise_in_bounds" else IDS
     gather = Gather.rows_of(table.shape, lax.GatherScatterMode.from_any(mode), fill_value=fill)
@@ -175,7 +175,7 @@ def test_the_same_bits(row: tuple[int, ...], dtype: str, mode: str, fill: float 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.uint32])
 @pytest.mark.parametrize("mode", ["clip", "fill"])
-def test_ids_of_other_dtypes(mode: str, dtype: type) -> None:
+def test_ids_of_other_dtypes(mode, dtype):
     table = jnp.arange(300 * 32.0).reshape(300, 32)
     ids = jnp.asarray(np.arange(-150, 150).astype(dtype))[:, None]
     gather = Gather.rows_of(table.shape, lax.GatherScatterMode.from_any(mode))
@@ -183,7 +183,7 @@ def test_ids_of_other_dtypes(mode: str, dtype: type) -> None:
     np.testing.assert_array_equal(gather(table, ids), gather.plain(table, ids))
 
 
-def test_rows_that_come_first() -> None:
+def test_rows_that_come_first():
     """Entries (32, n) instead of (n, 32)."""
     table = table_of((32,), "float32")
     numbers = lax.GatherDimensionNumbers((0,), (0,), (0,))
@@ -207,12 +207,12 @@ def test_rows_that_come_first() -> None:
     ],
     ids=["index", "take", "fill", "vmap", "embedding_lookup", "in a jit"],
 )
-def test_values_and_derivatives(lookup, width: int) -> None:
+def test_values_and_derivatives(lookup, width):
     """As those of the same program with rows of a width that is not special."""
     table = jax.random.normal(jax.random.key(1), (ROWS, width))
     weights = jnp.arange(IDS.size * width, dtype=jnp.float32).reshape(-1, width) / 100
 
-    def loss(t: jax.Array) -> jax.Array:
+    def loss(t):
         return jnp.sum(lookup(t, IDS % ROWS) ** 2 * weights, where=weights > 0.5)
 
     plain = jax.value_and_grad(loss)(table)
@@ -230,7 +230,7 @@ def test_values_and_derivatives(lookup, width: int) -> None:
 
 @pytest.mark.of_cpus
 @pytest.mark.parametrize("width", [32, 50, 64])
-def test_a_lookup_is_not_left_a_copying_loop(width: int) -> None:
+def test_a_lookup_is_not_left_a_copying_loop(width):
     """The forward gather that runs reads integers; also inside a call."""
     step = jax.jit(
         jmask.value_and_grad(lambda t: jnp.sum(jnp.take(t, IDS % ROWS, axis=0) ** 2))

@@ -157,7 +157,7 @@ def test_tables_are_updated_in_place(tx):
     ("rows", "count", "row"),
     [(1000, 200, (3,)), (50, 7, (2, 2)), (10_000, 300, ()), (8, 1, (1,)), (2000, 100, (4,))],
 )
-def test_in_order_and_by_slots(rows: int, count: int, row: tuple[int, ...], dtype: str) -> None:
+def test_in_order_and_by_slots(rows, count, row, dtype):
     rng = np.random.default_rng(0)
     ids = rng.integers(0, rows, count)
     ids[: count // 2] = rng.integers(0, 5, count // 2)  # many that are equal
@@ -174,7 +174,7 @@ def test_in_order_and_by_slots(rows: int, count: int, row: tuple[int, ...], dtyp
 
 
 @pytest.mark.parametrize("count", [1, 2, 37, 400])
-def test_slots_of_each_device(count: int) -> None:
+def test_slots_of_each_device(count):
     """Each device sorts, numbers and sends back in a form of its own."""
     rng, rows = np.random.default_rng(0), 3000
     ids = rng.integers(0, rows + 300, count).clip(0, rows)

@@ -7,7 +7,6 @@ once.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +39,7 @@ PARTITION = jmask.lazy(
 ADAMW = OPTIMIZERS["optax.adamw"]
 MIXED = jmask.lazy(optax.adam(1e-3, mu_dtype=jnp.float32))
 
-STEPS: dict[str, Step] = {
+STEPS = {
     **{name: Step(tx) for name, tx in OPTIMIZERS.items()},
     "partition": Step(PARTITION),
     "vector": Step(ADAMW, row=()),
@@ -67,7 +66,7 @@ STEPS: dict[str, Step] = {
     "linear loss": Step(ADAMW, loss=linear),
 }
 
-NARROW: dict[str, Step] = {
+NARROW = {
     "bfloat16": Step(ADAMW, dtype=jnp.bfloat16),
     "bfloat16, float32 updates": Step(MIXED, dtype=jnp.bfloat16),
     "one pass, bfloat16": Step(ADAMW, dtype=jnp.bfloat16, apply=jmask.apply_gradients),
@@ -77,7 +76,7 @@ NARROW: dict[str, Step] = {
         apply=rounded_stochastically,
     ),
 }
-NARROW_TABLES: dict[str, optax.GradientTransformation] = {
+NARROW_TABLES = {
     **{
         name: OPTIMIZERS[name]
         for name in ("sgd", "adagrad", "rowwise adagrad", "adam", "optax.adam")
@@ -94,19 +93,19 @@ OF_THE_OLDEST = pytest.mark.xfail(
 )
 
 
-def cases(steps: dict[str, Step]) -> Any:
+def cases(steps):
     return pytest.mark.parametrize("step", steps.values(), ids=steps.keys())
 
 
-def temporary_bytes(compiled: Any) -> int:
+def temporary_bytes(compiled):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-def aliased_bytes(compiled: Any) -> int:
+def aliased_bytes(compiled):
     return compiled.memory_analysis().alias_size_in_bytes
 
 
-def check_in_place(step: Step) -> None:
+def check_in_place(step):
     small, large = step.compile(SMALL), step.compile(LARGE)
     assert aliased_bytes(large) >= step.table_bytes(LARGE)
     assert whole_table_operations(large, step.entries(LARGE)) <= IN_PLACE
@@ -118,14 +117,14 @@ def check_in_place(step: Step) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[OF_THE_OLDEST] if n in NARROW else []) for n in STEPS]
 )
-def test_in_place(name: str) -> None:
+def test_in_place(name):
     check_in_place(STEPS[name])
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=OF_THE_OLDEST), "float16"])
 @pytest.mark.parametrize("name", NARROW_TABLES)
-def test_narrow_tables_with_rows_of_64(name: str, dtype: str) -> None:
+def test_narrow_tables_with_rows_of_64(name, dtype):
     """Rows of 64 are read as integers, of which no table is made."""
     tx, apply = NARROW_TABLES[name], jmask.apply_gradients
     step = Step(tx, row=(64,), dtype=jnp.dtype(dtype), apply=apply)
@@ -137,7 +136,7 @@ def test_narrow_tables_with_rows_of_64(name: str, dtype: str) -> None:
 
 
 @cases(NARROW)
-def test_aliased_in_spite_of_copies(step: Step) -> None:
+def test_aliased_in_spite_of_copies(step):
     assert aliased_bytes(step.compile(LARGE)) >= step.table_bytes(LARGE)
 
 
@@ -147,12 +146,12 @@ def test_aliased_in_spite_of_copies(step: Step) -> None:
         for name in ("sgd", "adam", "optax.adamw", "several lookups", "vector")
     }
 )
-def test_more_lookups_than_rows(step: Step) -> None:
+def test_more_lookups_than_rows(step):
     rows = 100
     assert aliased_bytes(step.compile(rows)) >= step.table_bytes(rows)
 
 
-def test_control_without_donation_tables_are_copied() -> None:
+def test_control_without_donation_tables_are_copied():
     step = Step(jmask.adam())
     compiled = step.compile(LARGE, donate=False)
     assert aliased_bytes(compiled) == 0
@@ -166,7 +165,7 @@ def test_control_without_donation_tables_are_copied() -> None:
         "lazy_update=False": Step(jmask.adam(lazy_update=False)),
     }
 )
-def test_control_dense_steps_make_tables(step: Step) -> None:
+def test_control_dense_steps_make_tables(step):
     compiled = step.compile(LARGE)
     assert temporary_bytes(compiled) >= step.entries(LARGE) * 4
     assert not whole_table_operations(compiled, step.entries(LARGE)) <= IN_PLACE
@@ -186,10 +185,10 @@ def test_control_dense_steps_make_tables(step: Step) -> None:
         )
     }
 )
-def test_a_run_is_traced_once(step: Step) -> None:
+def test_a_run_is_traced_once(step):
     rows, traces = 50, 0
 
-    def counted(params: Any, ids: Any) -> jax.Array:
+    def counted(params, ids):
         nonlocal traces
         traces += 1
         return step.loss(params, ids)

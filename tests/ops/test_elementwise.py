@@ -7,7 +7,6 @@ function on the compressed valid entries alone: no mask and no poison ever reach
 import functools
 import inspect
 import warnings
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,18 +43,18 @@ FLAT = {
 }
 
 
-def lifted_functions() -> dict[str, Any]:
+def lifted_functions():
     """Name -> lifted function, for all elementwise functions of the namespace."""
     found = {name: getattr(jnm, name) for name in dir(jnm) if not name.startswith("_")}
     kept = elementwise_code()
     return {n: f for n, f in found.items() if getattr(f, "__code__", None) is kept}
 
 
-def elementwise_code() -> Any:
+def elementwise_code():
     return jnm.elementwise(jnp.sin).__code__
 
 
-def takes_one(function: Any) -> bool:
+def takes_one(function):
     """Whether a function takes one operand."""
     if isinstance(function.__wrapped__, jnp.ufunc):
         return function.__wrapped__.nin == 1
@@ -78,7 +77,7 @@ def test_all_functions_of_the_reference_are_there():
     assert TORCH_NAMES.keys() <= {*REFERENCE_UNARY, *REFERENCE_BINARY} - set(FUNCTIONS)
 
 
-def numbers(name: str, seed: int = 0) -> np.ndarray:
+def numbers(name, seed=0):
     rng = np.random.default_rng(seed)
     if name in INTEGER:
         return rng.integers(0, 5, SHAPE).astype(np.int32)
@@ -86,13 +85,13 @@ def numbers(name: str, seed: int = 0) -> np.ndarray:
     return rng.uniform(low, high, SHAPE).astype(np.float32)
 
 
-def poisoned(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def poisoned(values, mask):
     poison = POISON if values.dtype == np.float32 else np.full(SHAPE, 31, np.int32)
     return np.where(mask, values, poison).astype(values.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def stored(values: Any, mask: Any, storage: str) -> jmask.MaskedTensor:
+def stored(values, mask, storage):
     """The masked tensor on a storage; differentiable in `values`."""
     if storage == "default":
         return jmask.masked_tensor(values, mask)
@@ -112,7 +111,7 @@ def stored(values: Any, mask: Any, storage: str) -> jmask.MaskedTensor:
 to_dense = jax.jit(jmask.MaskedTensor.to_dense)
 
 
-def check(result: jmask.MaskedTensor, expected: Any, mask: np.ndarray) -> None:
+def check(result, expected, mask):
     dense = to_dense(result)
     np.testing.assert_array_equal(dense.mask, mask)
     assert dense.dtype == expected.dtype
@@ -159,7 +158,7 @@ def test_binary(name):
     check(result, function.__wrapped__(x, y[0]), mask & OTHER[0])
 
 
-def derivatives(name: str, xs: list[np.ndarray]) -> list[np.ndarray]:
+def derivatives(name, xs):
     """The derivative of a function in each operand, entry by entry."""
     function = FUNCTIONS[name].__wrapped__
     total = lambda *xs: jnp.sum(function(*xs).astype(jnp.float32))
@@ -319,7 +318,7 @@ class TestCompiled:
     """Read from the compiled program: masked arithmetic is one fused kernel."""
 
     @staticmethod
-    def kernels(function: Any, *operands: Any) -> int:
+    def kernels(function, *operands):
         text = jax.jit(function).lower(*operands).compile().as_text()
         return text[text.index("ENTRY") :].count(" fusion(")
 

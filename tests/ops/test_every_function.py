@@ -10,8 +10,6 @@ is called as f(x), or needs a call.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +48,7 @@ def along(argument):
 
 
 # Calls of what takes more than a tensor: of the function, and the tensor.
-CALLS: dict[str, Callable[..., Any]] = {
+CALLS = {
     **{name: also(0.5) for name in (
         "masked_equal masked_greater masked_greater_equal masked_less masked_less_equal "
         "masked_not_equal masked_values"
@@ -101,7 +99,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def calls() -> dict[str, Callable[[Any], Any]]:
+def calls():
     """The call of each public name."""
     found = {}
     for module in (jnm, nn):

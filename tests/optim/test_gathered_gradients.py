@@ -5,8 +5,6 @@ all rows is made.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -130,9 +128,7 @@ LATE = {
 }
 
 
-def late_step(
-    loss: Callable[..., Any], tx: Any, with_value: bool, sharding: Any = None
-) -> tuple[int, int]:
+def late_step(loss, tx, with_value, sharding=None):
     """Bytes of temporaries of a donated step, compiled, and of a table."""
     rows, width, bags, length = 400_000, 64, 512, 32
     shaped = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)

@@ -1,7 +1,5 @@
 """A step gives the same in the program that makes its state, and on each of several devices."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,11 +33,11 @@ OF_WAYS = {**OPTIMIZERS, "partition": PARTITION}
 
 
 @pytest.fixture(params=WAYS)
-def tx(request: pytest.FixtureRequest) -> Any:
+def tx(request):
     return OF_WAYS[request.param]
 
 
-def problem(seed: int = 0, rows: int = SMALL) -> tuple[Any, Any]:
+def problem(seed=0, rows=SMALL):
     """Parameters, and ids and rows of a gradient."""
     rng = np.random.default_rng(seed)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
@@ -47,7 +45,7 @@ def problem(seed: int = 0, rows: int = SMALL) -> tuple[Any, Any]:
     return params, (jnp.array([5, 2, 2]) + seed, normal(3, D))
 
 
-def gradients(of_rows: tuple[jax.Array, jax.Array], params: Any) -> Any:
+def gradients(of_rows, params):
     ids, values = of_rows
     return {
         "table": jmask.RowSparse(ids, values, params["table"].shape),
@@ -60,7 +58,7 @@ def test_state_made_in_the_same_program(tx):
     """Slots of zeros are then one value of the program, and must not be one buffer."""
     params, rows = problem()
 
-    def step(rows: Any, state: Any, params: Any) -> Any:
+    def step(rows, state, params):
         return jmask.apply_gradients(tx, gradients(rows, params), state, params)
 
     first = jax.jit(lambda rows, params: step(rows, tx.init(params), params))
@@ -73,7 +71,7 @@ def test_derivatives_of_a_step(name):
     tx = OPTIMIZERS[name]
     params, (ids, values) = problem()
 
-    def after(apply: Any, values: jax.Array) -> jax.Array:
+    def after(apply, values):
         new, _ = apply(tx, gradients((ids, values), params), tx.init(params), params)
         return jnp.sum(new["table"] ** 2) + jnp.sum(new["dense"] ** 2)
 
@@ -84,10 +82,10 @@ def test_derivatives_of_a_step(name):
     np.testing.assert_allclose(slope, expected.sum(), rtol=1e-4, atol=1e-5)
 
 
-def on_two_devices(apply: Any, tx: Any, same: bool) -> Any:
+def on_two_devices(apply, tx, same):
     """A step on each device, on the same parameters or on some of its own."""
 
-    def step(params: Any, rows: Any) -> Any:
+    def step(params, rows):
         params = params if same else jax.tree.map(lambda x: x[0], params)
         rows = jax.tree.map(lambda x: x[0], rows)
         params, _ = apply(tx, gradients(rows, params), tx.init(params), params)
@@ -110,7 +108,7 @@ def on_two_devices(apply: Any, tx: Any, same: bool) -> Any:
         ),
     ],
 )
-def test_parameters_of_each_device(name: str, rows: int, apply: Any) -> None:
+def test_parameters_of_each_device(name, rows, apply):
     tx = OF_WAYS[name]
     problems = [problem(0, rows), problem(1, rows)]
     together = jax.tree.map(lambda *x: jnp.stack(x), *problems)

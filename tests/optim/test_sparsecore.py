@@ -1,7 +1,6 @@
 """Optimizers and tables as SparseCore takes them; the compiled update where libtpu is."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +79,7 @@ def test_the_update_compiles(topology, optimizer):
     cores = {"v5p": 4, "v6e": 2}[topology.split(":")[0]]
     rows, ids, partition = 1024 * cores, 4096, 256
 
-    def shape(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    def shape(dims, dtype):
         return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
 
     hyper = spec.get_hyperparameters(0)

@@ -7,7 +7,6 @@ bits. Row-wise optimizers are held against NumPy in float64, too.
 
 import functools
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ pytestmark = [pytest.mark.sampled, pytest.mark.dtype_promotion]
 RNG = np.random.default_rng(0)
 # Those of few rows are updated densely, the last by its ids.
 SHAPES = [(3, 7, 2), (4, 4, 4), (1, 5, 2), (2, 3, 1), (2, 3, 5, 2), (3, 700, 4)]
-OTHERS: dict[str, Any] = {
+OTHERS = {
     "with averages": optax.chain(jmask.rowwise_adagrad(0.1), jmask.ema(0.5)),
     "lazy of a rule": jmask.lazy(
         optax.chain(optax.clip_by_global_norm(1.0), jmask.rowwise_adam(0.1))
@@ -147,7 +146,7 @@ def test_densely(name):
 
 
 ROWWISE = (jmask.rowwise_adagrad, numpy_optimizers.RowwiseAdagrad)
-MODELS: dict[str, Any] = {
+MODELS = {
     "rowwise_adagrad": (*ROWWISE, {}),
     "decayed": (*ROWWISE, {"weight_decay": 0.5}),
     "not lazy": (*ROWWISE, {"lazy_update": False}),

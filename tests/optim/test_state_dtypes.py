@@ -1,8 +1,5 @@
 """A state of another dtype than `init` makes is refused, in every way of stepping."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -23,7 +20,7 @@ NAMED = {
     "rowwise_adagrad": (jmask.rowwise_adagrad, {}),
     "ftrl": (jmask.ftrl, {}),
 }
-OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+OPTIMIZERS = {
     name: lambda dtype, f=f, given=given: f(0.1, state_dtype=dtype, **given)
     for name, (f, given) in NAMED.items()
 } | {
@@ -49,7 +46,7 @@ GRADIENT = jmask.RowSparse([2, 4], jnp.ones((2, D)), (V, D))
 @pytest.mark.parametrize("is_jitted", [False, True])
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_optimizer(optimizer: str, step: str, is_jitted: bool) -> None:
+def test_every_optimizer(optimizer, step, is_jitted):
     tx, before = OPTIMIZERS[optimizer](WIDE), OPTIMIZERS[optimizer](NARROW)
     params = {"t": jnp.ones((V, D))}
     call = lambda state: STEPS[step](tx, {"t": GRADIENT}, state, params)
@@ -64,7 +61,7 @@ def test_every_optimizer(optimizer: str, step: str, is_jitted: bool) -> None:
 @pytest.mark.sampled(15)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("table", ["packed", "div 2"])
-def test_stored_tables(table: str, step: str) -> None:
+def test_stored_tables(table, step):
     params = stored(table, jnp.ones((V, D)))
     for optimizer in ("adam", "optax.adam"):
         tx, before = OPTIMIZERS[optimizer](WIDE), OPTIMIZERS[optimizer](NARROW)
@@ -72,7 +69,7 @@ def test_stored_tables(table: str, step: str) -> None:
             STEPS[step](tx, GRADIENT, before.init(params), params)
 
 
-def test_dense_gradients_of_named_optimizers() -> None:
+def test_dense_gradients_of_named_optimizers():
     """They write slots in the dtype that they have; optax' own go on in the new one."""
     params = jnp.ones((V, D))
     for optimizer in NAMED:
@@ -82,7 +79,7 @@ def test_dense_gradients_of_named_optimizers() -> None:
                 step(tx, params, before.init(params), params)
 
 
-def test_what_a_step_promotes_is_no_error() -> None:
+def test_what_a_step_promotes_is_no_error():
     """Optax's moments of a bfloat16 parameter are float32 after gradients of float32."""
     tx = jmask.lazy(optax.adam(0.1))
     params = {"t": jnp.ones((V, D), NARROW), "w": jnp.ones(3, NARROW)}

@@ -20,7 +20,7 @@ def test_notebook(monkeypatch):
 
     shown = []
     monkeypatch.setattr(plt, "show", lambda: shown.append(plt.gcf()))
-    names: dict = {}
+    names = {}
     for number, cell in enumerate(CELLS):
         if cell["cell_type"] != "code":
             continue

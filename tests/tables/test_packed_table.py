@@ -3,7 +3,6 @@
 import functools
 import itertools
 import pickle
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,7 @@ DTYPES = ["float32", "bfloat16", "float64"]
 V = 21
 
 
-def table_of(row: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+def table_of(row, dtype=jnp.float32):
     """Numbers of all kinds: nan, infinities and zeros of both signs among them."""
     x = np.random.default_rng(0).normal(size=(V, *row))
     special = [np.nan, -0.0, np.inf, 0.0, -np.inf, -0.0]

@@ -36,7 +36,7 @@ def expected():
     return jax.value_and_grad(loss)(TABLE)
 
 
-def table_collectives(compiled) -> list[str]:
+def table_collectives(compiled):
     """Collectives of the compiled program that move a table."""
     names = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
     return [
