@@ -25,7 +25,7 @@ from jmask._kernels.update_rows import UniqueRows
 from tests.autodiff import test_stacked_lookups as stacked
 from tests.compiled_step import IN_PLACE, Step, rounds_of_loops, whole_table_operations
 from tests.kernels.test_in_place import STEPS
-from tests.optim.test_gathered_gradients import LATE, late_step, linear
+from tests.optim.test_inside_programs import LATE, late_step, linear
 from tests.optimizers import OPTIMIZERS
 
 pytestmark = [pytest.mark.needs(what="jax_cuda12_plugin"), pytest.mark.dtype_promotion]

@@ -1,11 +1,15 @@
-"""`adam`, `adagrad` and `sgd` take the steps of torch's SparseAdam, Adagrad and SGD.
+"""`adam`, `adagrad` and `sgd` take the steps of the SparseAdam, Adagrad and SGD of torch.
 
 Runs of 20 steps with the same gradients: ids with duplicates, steps without any id, rows
 whose duplicates cancel (touched, with a gradient of zero) and rows never touched, which
 keep their bits. float64 agrees to 1e-12, float32 to 2e-5. `make test-torch` runs these.
+
+`sgd`, `adagrad` and `rowwise_adagrad` take the steps of the EXACT optimizers of FBGEMM: bags of
+random ids with duplicates, without weight decay, which its CPU build takes and ignores.
 """
 
 import dataclasses
+import warnings
 from typing import Any
 
 import jax
@@ -17,6 +21,7 @@ import pytest
 import jmask
 
 pytestmark = pytest.mark.needs(what="torch")
+
 
 ROWS, STEPS, LOOKUPS = 12, 20, 6
 NEVER_TOUCHED = (0, 7)
@@ -192,3 +197,76 @@ def test_sparse_gradients(torch, pair, shape, dtype):
 @pairs(DENSE)
 def test_dense_semantics(torch, pair, shape, dtype):
     check_pair(torch, pair, shape, dtype, sparse=False)
+
+
+# --- FBGEMM -----------------------------------------------------------------------------
+
+
+V, D, BAGS, BATCHES = 12, 8, 5, 15
+RATE = 0.1
+
+CASES = {
+    "sgd": ("EXACT_SGD", {}, jmask.sgd(RATE)),
+    "adagrad": ("EXACT_ADAGRAD", {"eps": 1e-8}, jmask.adagrad(RATE, eps=1e-8)),
+    "rowwise": ("EXACT_ROWWISE_ADAGRAD", {"eps": 1e-8}, jmask.rowwise_adagrad(RATE, eps=1e-8)),
+}
+
+
+def batches():
+    rng = np.random.default_rng(0)
+    for _ in range(BATCHES):
+        sizes = rng.integers(0, 4, BAGS)
+        offsets = np.concatenate([[0], np.cumsum(sizes)])
+        yield rng.integers(0, V - 2, offsets[-1]), offsets, rng.normal(size=(BAGS, D))
+
+
+@pytest.mark.filterwarnings("ignore")  # of what the package imports
+@pytest.mark.parametrize("name", CASES)
+def test_same_trajectory(name):
+    try:
+        import torch
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from fbgemm_gpu.split_embedding_configs import EmbOptimType
+            from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+                ComputeDevice,
+                EmbeddingLocation,
+                SplitTableBatchedEmbeddingBagsCodegen,
+            )
+    except ImportError as error:
+        pytest.fail(f"FBGEMM is needed: run these tests with `make test-torch` ({error})")
+
+    kind, settings, tx = CASES[name]
+    start = np.float32(np.random.default_rng(1).normal(size=(V, D)))
+    theirs = SplitTableBatchedEmbeddingBagsCodegen(
+        [(V, D, EmbeddingLocation.HOST, ComputeDevice.CPU)],
+        optimizer=EmbOptimType[kind],
+        learning_rate=RATE,
+        **settings,
+    )
+    theirs.split_embedding_weights()[0].data.copy_(torch.as_tensor(start))
+
+    table = jnp.asarray(start)
+    state = tx.init(table)
+    for ids, offsets, weights in batches():
+        bags = theirs(torch.as_tensor(ids), torch.as_tensor(offsets))
+        bags.backward(torch.as_tensor(np.float32(weights)))
+
+        def loss(table, ids=ids, offsets=offsets, weights=weights):
+            bag = np.repeat(np.arange(BAGS), np.diff(offsets))
+            return jnp.sum(table[jnp.asarray(ids)] * np.float32(weights)[bag])
+
+        grads = jmask.grad(loss)(table)
+        if isinstance(grads, jax.Array):  # no ids at all: to JAX the table is not used
+            grads = jmask.RowSparse.zeros(table.shape)
+        table, state = jmask.apply_gradients(tx, grads, state, table)
+    ours = np.asarray(table)
+    np.testing.assert_allclose(
+        ours, theirs.split_embedding_weights()[0].detach(), rtol=2e-5, atol=2e-6
+    )
+    np.testing.assert_array_equal(ours[V - 2 :], start[V - 2 :])
+    if kind != "EXACT_SGD":
+        (of_torch,), *_ = theirs.split_optimizer_states()
+        accumulated = np.asarray(state.sum_of_squares).reshape(of_torch.shape)
+        np.testing.assert_allclose(accumulated, of_torch, rtol=2e-5, atol=1e-6)
