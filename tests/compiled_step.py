@@ -44,11 +44,10 @@ IN_PLACE = frozenset(
 _INSTRUCTION = re.compile(r" = (?P<type>.*?) (?P<opcode>[a-z][a-z0-9-]*)\(")
 _GATHERED = re.compile(r" gather\((?P<table>%[\w.-]+),")
 _DIMENSIONS = re.compile(r"\w+\[([\d,]*)\]")
-
-
-def squares(params, ids):
-    """The sum of the squares of the rows looked up, each times the dense parameter."""
-    return jnp.sum(jnp.square(params["table"][ids] * params["dense"][None]))
+# The sum of the rows looked up: no gradient depends on what is read.
+linear = lambda params, ids: jnp.sum(params["table"][ids]) + jnp.sum(params["dense"])
+# The sum of the squares of the rows looked up, each times the dense parameter.
+squares = lambda params, ids: jnp.sum(jnp.square(params["table"][ids] * params["dense"][None]))
 
 
 def squares_of_bags(params, ids):
@@ -64,17 +63,9 @@ def squares_of_several_lookups(params, ids):
     return squares(params, ids) + squares(params, ids[::-1] // 2) + again
 
 
-def linear(params, ids):
-    """The sum of the rows looked up: no gradient depends on what is read."""
-    return jnp.sum(params["table"][ids]) + jnp.sum(params["dense"])
-
-
 def squares_in_scan(params, ids):
     """`squares` with the ids looked up in four chunks, one after the other."""
-
-    def body(total, chunk):
-        return total + squares(params, chunk), None
-
+    body = lambda total, chunk: (total + squares(params, chunk), None)
     return jax.lax.scan(body, jnp.float32(0), ids.reshape(4, -1))[0]
 
 

@@ -17,6 +17,7 @@ import jmask
 
 MODES = ("fill", "clip", "zero", "raise")
 OUTSIDE, PADDED = -1, -2
+normal = lambda *shape: np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
 @contextlib.contextmanager
@@ -24,10 +25,6 @@ def strictness():
     """Nothing becomes dense, and no dtype or rank is promoted silently."""
     with jmask.strict(), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
-
-
-def normal(*shape):
-    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
 def sources(ids, padding, mode, rows):

@@ -15,9 +15,6 @@ _UPDATES = {"cuda": _update_rows._by_definition, "tpu": _update_rows._on_cpus}
 
 def lower_for(platform):
     """Choose the way of `platform`, "cuda" or "tpu", on CPUs."""
-
-    def chosen(*args, default=None, **of):
-        return of.get(platform, default)(*args)
-
+    chosen = lambda *args, default=None, **of: of.get(platform, default)(*args)
     lax.platform_dependent = chosen
     _update_rows._update_rows.lower(_UPDATES[platform], platform="cpu")

@@ -135,14 +135,10 @@ def moved_by_numpy(positions, x):
     return data[positions], valid[positions]
 
 
-def numbered(x):
-    """1, 2, ... in place of the entries."""
-    return np.arange(1, x.size + 1).reshape(x.shape)
-
-
-def is_masked(x):
-    """The `is_leaf` of trees of masked tensors."""
-    return isinstance(x, jmask.MaskedTensor)
+# 1, 2, ... in place of the entries.
+numbered = lambda x: np.arange(1, x.size + 1).reshape(x.shape)
+# The `is_leaf` of trees of masked tensors.
+is_masked = lambda x: isinstance(x, jmask.MaskedTensor)
 
 
 def valid_sum(tree):
@@ -158,6 +154,5 @@ def gradient(function, x):
     return jax.grad(lambda data: valid_sum(function(x.with_values(data))))(x.data)
 
 
-def case_id(case):
-    """The name of a function and its arguments."""
-    return "-".join(str(part).replace("\n", "") for part in case)
+# The name of a function and its arguments.
+case_id = lambda case: "-".join(str(part).replace("\n", "") for part in case)

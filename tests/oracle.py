@@ -5,9 +5,7 @@ import numpy as np
 
 import jmask
 
-
-def is_row_sparse(x):
-    return isinstance(x, jmask.RowSparse)
+is_row_sparse = lambda x: isinstance(x, jmask.RowSparse)
 
 
 def densified(tree):
@@ -34,9 +32,8 @@ def touched_rows(x):
     return ids[(ids >= 0) & (ids < x.shape[0])]
 
 
-def other_rows(x):
-    """The rows that are not stored."""
-    return np.setdiff1d(np.arange(x.shape[0]), touched_rows(x))
+# The rows that are not stored.
+other_rows = lambda x: np.setdiff1d(np.arange(x.shape[0]), touched_rows(x))
 
 
 def assert_close(actual, expected, **tolerance):

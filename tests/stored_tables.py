@@ -159,13 +159,9 @@ def replicated(tree, table):
     return jax.tree.map(put, tree, is_leaf=is_table)
 
 
-def is_table(x):
-    return isinstance(x, jmask.PackedTable | jmask.ShardedTable)
-
-
-def as_arrays(tree):
-    """The tree with tables of all forms made arrays."""
-    return jax.tree.map(np.asarray, tree, is_leaf=is_table)
+is_table = lambda x: isinstance(x, jmask.PackedTable | jmask.ShardedTable)
+# The tree with tables of all forms made arrays.
+as_arrays = lambda tree: jax.tree.map(np.asarray, tree, is_leaf=is_table)
 
 
 def assert_same_run(actual, expected, rtol=2e-5):

@@ -25,7 +25,7 @@ from jmask._kernels.update_rows import UniqueRows
 from tests.autodiff import test_stacked_lookups as stacked
 from tests.compiled_step import IN_PLACE, Step, rounds_of_loops, whole_table_operations
 from tests.kernels.test_in_place import STEPS
-from tests.optim.test_inside_programs import LATE, late_step, linear
+from tests.optim.test_inside_programs import LATE, LINEAR, late_step
 from tests.optimizers import OPTIMIZERS
 
 pytestmark = [pytest.mark.needs(what="jax_cuda12_plugin"), pytest.mark.dtype_promotion]
@@ -88,6 +88,8 @@ LOOPS = {
     "adam unless not finite": [0],
     "one pass, adam unless not finite": [0],
 }
+# The sharding that places all on one GPU.
+gpu = lambda name: SingleDeviceSharding(gpus(name)[0])
 
 
 @functools.cache
@@ -114,11 +116,6 @@ def gpus(name, count=1):
             f"with `make test-gpu`: {error}",
             pytrace=False,
         )
-
-
-def gpu(name):
-    """The sharding that places all on one GPU."""
-    return SingleDeviceSharding(gpus(name)[0])
 
 
 @pytest.mark.parametrize(
@@ -216,7 +213,7 @@ def test_in_place_for_large_batches(name, lookups):
 
 @pytest.mark.parametrize("with_value", [True, False], ids=["value_and_grad", "grad"])
 @pytest.mark.parametrize(
-    ("loss", "name"), [*((loss, "sgd") for loss in LATE), (linear, "adam")]
+    ("loss", "name"), [*((loss, "sgd") for loss in LATE), (LINEAR, "adam")]
 )
 def test_tables_are_written_after_the_last_lookup(loss, name, with_value):
     """XLA fuses a lookup into each of its consumers, and the update into its scatter."""

@@ -13,10 +13,9 @@ import pytest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "porting.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.S | re.M))
-
-
-def blocks(section, language):
-    return re.findall(rf"^```{language}\n(.*?)^```$", SECTIONS[section], re.S | re.M)
+blocks = lambda section, language: re.findall(
+    rf"^```{language}\n(.*?)^```$", SECTIONS[section], re.S | re.M
+)
 
 
 def ours(section):

@@ -100,10 +100,7 @@ def pairs(table):
 
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 dtypes = pytest.mark.parametrize("dtype", TOLERANCES, ids=lambda dtype: dtype.__name__)
-
-
-def start_of(shape, dtype):
-    return np.random.default_rng(1).normal(size=shape).astype(dtype)
+start_of = lambda shape, dtype: np.random.default_rng(1).normal(size=shape).astype(dtype)
 
 
 def gradients(shape, dtype):

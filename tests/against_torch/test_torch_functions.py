@@ -43,12 +43,8 @@ def _in_float64():
         yield
 
 
-def parameter(torch, x):
-    return torch.tensor(x, requires_grad=True)
-
-
-def cotangent(shape):
-    return np.random.default_rng(1).normal(size=shape)
+parameter = lambda torch, x: torch.tensor(x, requires_grad=True)
+cotangent = lambda shape: np.random.default_rng(1).normal(size=shape)
 
 
 def check_gradient(torch, theirs, weight, ours, table):

@@ -27,10 +27,7 @@ def linen_model(dtype):
 
     model = Model()
     params = model.init(jax.random.key(0), IDS)
-
-    def loss(params, ids):
-        return jnp.mean(model.apply(params, ids).astype(jnp.float32) ** 2)
-
+    loss = lambda params, ids: jnp.mean(model.apply(params, ids).astype(jnp.float32) ** 2)
     return params, loss
 
 
@@ -44,10 +41,7 @@ def nnx_model(dtype):
             return self.dense(jnp.tanh(self.embed(ids)))
 
     graph, params = nnx.split(Model(nnx.Rngs(0)))
-
-    def loss(params, ids):
-        return jnp.mean(nnx.merge(graph, params)(ids).astype(jnp.float32) ** 2)
-
+    loss = lambda params, ids: jnp.mean(nnx.merge(graph, params)(ids).astype(jnp.float32) ** 2)
     return params, loss
 
 
@@ -91,8 +85,7 @@ def test_a_model_that_writes_back_what_it_was_given(jit):
         def __call__(self, ids):
             return nnx.remat(lambda model, ids: model.dense(model.embed(ids)))(self, ids)
 
-    def loss(model):
-        return jnp.mean(jnp.sin(model(IDS)))
+    loss = lambda model: jnp.mean(jnp.sin(model(IDS)))
 
     def changes(model):
         model.dense.kernel[...] = model.dense.kernel[...] * 1.0

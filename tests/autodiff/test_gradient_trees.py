@@ -21,10 +21,7 @@ from tests.sparse_arrays import coo
 from tests.tensors.test_row_sparse import ROWS, both_ways, row_sparse
 
 TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, 3)), jnp.float32)
-
-
-def tree_of(x):
-    return {"t": x, "w": jnp.arange(4.0), "skipped": None}
+tree_of = lambda x: {"t": x, "w": jnp.arange(4.0), "skipped": None}
 
 
 def results(a, b, scalar):
@@ -65,10 +62,7 @@ def test_dense_and_sparse_leaves_of_one_parameter():
         np.testing.assert_allclose(total, TABLE + x.todense(), rtol=1e-6)
 
 
-def loss(table, ids):
-    return jnp.sum(jnp.tanh(table[ids]) ** 2)
-
-
+loss = lambda table, ids: jnp.sum(jnp.tanh(table[ids]) ** 2)
 BATCHES = jnp.array([[1, 2, 1], [6, 0, 2], [1, 1, 1], [5, 0, 3]])
 
 

@@ -46,14 +46,8 @@ ignores_fallbacks = pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWar
 
 
 # Compiled, so that the ways below share what they have in common: it is traced once.
-def forward(f):
-    return jax.jit(lambda t: jax.jvp(f, (t,), (jnp.ones_like(t),))[1])
-
-
-def reverse(f):
-    return jax.jit(jax.grad(f))
-
-
+forward = lambda f: jax.jit(lambda t: jax.jvp(f, (t,), (jnp.ones_like(t),))[1])
+reverse = lambda f: jax.jit(jax.grad(f))
 WAYS = {
     "reverse": (reverse,),
     "forward over reverse": (reverse, forward),
@@ -62,6 +56,7 @@ WAYS = {
     "forward over forward over reverse": (reverse, forward, forward),
     "reverse over reverse over reverse": (reverse, reverse, reverse),
 }
+normalized = lambda x: [nn.normalize(x, ord=p) for p in (np.inf, 1, 3)]
 
 
 def norms(x):
@@ -69,19 +64,14 @@ def norms(x):
     return [jnm.norm(x, ord=p, axis=axis) for p in orders for axis in (None, 1)]
 
 
-def normalized(x):
-    return [nn.normalize(x, ord=p) for p in (np.inf, 1, 3)]
-
-
 def extrema(x):
     functions = (jnm.max, jnm.min, jnm.amax, jnm.amin)
     return [f(x, axis=axis) for f in functions for axis in (None, 1)]
 
 
-def with_where(x):
-    return [f(x, axis=1, where=MASK) for f in (jnm.max, jnm.min, jnm.norm, nn.softmax)]
-
-
+with_where = lambda x: (
+    [f(x, axis=1, where=MASK) for f in (jnm.max, jnm.min, jnm.norm, nn.softmax)]
+)
 # Of the functions of the table of semantics, settings that have rules of their own.
 SETTINGS = {
     f"{name} of {kind}": on(x)(function)
@@ -154,10 +144,7 @@ def along_a_line(operation):
     return function
 
 
-def _moves(leaf):
-    return jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
+_moves = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)
 # Of a first derivative; exact for polynomials of degree 8.
 STENCIL = np.array([1 / 280, -4 / 105, 1 / 5, -4 / 5, 0, 4 / 5, -1 / 5, 4 / 105, -1 / 280])
 STEP = 2e-3
@@ -200,10 +187,7 @@ def test_derivatives(name):
 # --- derivatives of `jmask.grad` by `jmask.grad` -----------------------------------------
 
 WEIGHT = np.cos(np.arange(8.0)).reshape(4, 2)
-
-
-def cubes(dense):
-    return jnp.sum((dense + 1.5) ** 4 * np.resize(WEIGHT, dense.shape))
+cubes = lambda dense: jnp.sum((dense + 1.5) ** 4 * np.resize(WEIGHT, dense.shape))
 
 
 def nested(grad, f, order, dense):

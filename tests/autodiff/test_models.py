@@ -45,14 +45,8 @@ def model(dtype=jnp.float32):
     return Model(embed, out, eqx.nn.Dropout(0.5), jax.nn.relu, jnp.arange(3), "model")
 
 
-def loss(model, ids):
-    return jnp.mean((jax.vmap(model)(ids).astype(jnp.float32) - 1) ** 2)
-
-
-def arrays(tree):
-    return [x for x in jax.tree.leaves(tree) if eqx.is_inexact_array(x)]
-
-
+loss = lambda model, ids: jnp.mean((jax.vmap(model)(ids).astype(jnp.float32) - 1) ** 2)
+arrays = lambda tree: [x for x in jax.tree.leaves(tree) if eqx.is_inexact_array(x)]
 NAMES = ("optax.adamw", "adam", "clipped optax.adam", "adam unless not finite")
 
 

@@ -49,12 +49,8 @@ def wider(x, n):
     )
 
 
-def axes_of(x, n):
-    return tuple(d for d in range(x.ndim) if n >> d & 1)
-
-
-def summed(x, n):
-    return x.sum(axes_of(x, n // 2), keepdims=bool(n % 2), dtype=x.dtype)
+axes_of = lambda x, n: tuple(d for d in range(x.ndim) if n >> d & 1)
+summed = lambda x, n: x.sum(axes_of(x, n // 2), keepdims=bool(n % 2), dtype=x.dtype)
 
 
 def converted(x, n):
@@ -71,8 +67,7 @@ def reshaped(x, n):
     return x.reshape(shapes[n % len(shapes)])
 
 
-def turned(x, n):
-    return lax.reshape(x, x.shape, tuple(range(x.ndim))[::-1]) if n % 2 else x.T
+turned = lambda x, n: lax.reshape(x, x.shape, tuple(range(x.ndim))[::-1]) if n % 2 else x.T
 
 
 def broadcast(x, n):
@@ -102,8 +97,7 @@ def split_and_joined(x, n):
     return jnp.concatenate([parts[1], x, parts[0]][n % 2 :], axis)
 
 
-def stacked(x, n):
-    return jnp.stack([x, x, x][: 1 + n % 3], n % (x.ndim + 1))
+stacked = lambda x, n: jnp.stack([x, x, x][: 1 + n % 3], n % (x.ndim + 1))
 
 
 def unstacked(x, n):
@@ -133,8 +127,7 @@ def chosen(x, n):
     return lax.select_n(which, x, jnp.zeros_like(x) if n % 3 else x + x)
 
 
-def quotient(x, n):
-    return lax.div(x, jnp.asarray(2, x.dtype)) if x.dtype != bool else x
+quotient = lambda x, n: lax.div(x, jnp.asarray(2, x.dtype)) if x.dtype != bool else x
 
 
 def without(x, n):
@@ -191,10 +184,7 @@ STEPS = {
 }
 # What turns a small difference into a large one: not after numbers of few bits.
 JUMPS = ("converted", "fewer bits", "quotient")
-
-
-def _one_device(x):
-    return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+_one_device = lambda x: jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
 def around(function, how):

@@ -101,16 +101,10 @@ def activations():
     return {f"nn.{name}": Operation(f) for f, name in unique.items()}
 
 
-def on(x, *others, **options):
-    """Makes operations of functions of these arguments."""
-    return lambda function: Operation(function, (x, *others), **options)
-
-
-def along_axes(function):
-    """A reduction over everything and along an axis."""
-    return lambda x: (function(x), function(x, axis=0))
-
-
+# Makes operations of functions of these arguments.
+on = lambda x, *others, **options: lambda function: Operation(function, (x, *others), **options)
+# A reduction over everything and along an axis.
+along_axes = lambda function: lambda x: (function(x), function(x, axis=0))
 KEEPING_ZEROS = "abs cbrt deg2rad expm1 imag negative real sin sqrt square tanh".split()
 REDUCTIONS = """
     amax amin average cumlogsumexp cumprod cumsum logsumexp max mean median min nancumprod
@@ -341,8 +335,7 @@ def one_vector(tree):
     return jnm.concatenate(parts)
 
 
-def is_tensor(x):
-    return isinstance(x, jmask.MaskedTensor | jmask.RowSparse | BCOO | BCSR)
+is_tensor = lambda x: isinstance(x, jmask.MaskedTensor | jmask.RowSparse | BCOO | BCSR)
 
 
 @pytest.mark.slow

@@ -36,12 +36,7 @@ class Batch(NamedTuple):
 
 
 BATCH = Batch(jnp.array([1, 2, 1]), jnp.array([1, -2, 9]), jnp.array([0, 2, 1]))
-
-
-def take(t, ids, **how):
-    return jnp.nan_to_num(jnp.take(t, ids, **how))
-
-
+take = lambda t, ids, **how: jnp.nan_to_num(jnp.take(t, ids, **how))
 ROW_SPARSE = {
     "pairs": lambda t, x: t[x.tables, x.ids],
     "pairs beyond": lambda t, x: t[x.tables, x.beyond],
@@ -189,9 +184,7 @@ def test_dense_and_said(name):
 
 
 def test_slices_used_densely_are_no_lookups():
-    def loss(w):
-        return jnp.sum(jnp.tanh(w[0] @ w[1].T) @ w[2])
-
+    loss = lambda w: jnp.sum(jnp.tanh(w[0] @ w[1].T) @ w[2])
     with warnings.catch_warnings(), jmask.strict():
         warnings.simplefilter("error")
         jmask.grad(loss)(jnp.ones((3, 600, 600)))

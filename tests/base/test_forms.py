@@ -32,9 +32,7 @@ MESH = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def _sharded(check_vma):
-    def of_device(x):
-        return lax.psum(x[IDS[:2]].sum(), "i")
-
+    of_device = lambda x: lax.psum(x[IDS[:2]].sum(), "i")
     specs = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec()}
     mapped = jax.shard_map(of_device, mesh=MESH, **specs, check_vma=check_vma)
     return jax.grad(mapped)
@@ -79,16 +77,13 @@ NOT_SEEN = {
     *("checkpoint", "copy", "copy_p", "expand_dims", "pcast", "pvary", "psum_invariant"),
     *("psum", "reshard", "add_any", "stack", "unstack"),
 }
+equations_of = lambda function, *args: _forms.within(jax.make_jaxpr(function)(*args).eqns)
 
 
 def _named(x):
     from jax.ad_checkpoint import checkpoint_name
 
     return checkpoint_name(x, "x")
-
-
-def equations_of(function, *args):
-    return _forms.within(jax.make_jaxpr(function)(*args).eqns)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -261,10 +256,7 @@ class _Renamed(Primitive):
 @functools.cache
 def _renamed(original):
     primitive = _Renamed(original)
-
-    def run(*args, **params):
-        return original.bind(*args, **primitive.get_bind_params(params))
-
+    run = lambda *args, **params: original.bind(*args, **primitive.get_bind_params(params))
     # For what JAX itself runs, the body of a loop say.
     lowering = mlir.lower_fun(run, multiple_results=original.multiple_results)
     mlir.register_lowering(primitive, lowering)

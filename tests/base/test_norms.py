@@ -61,14 +61,12 @@ def check(actual, expected, rtol=3e-6):
 
 
 # 4 names: how rows are shortened to a bound.
-def read(table, bound, order):
-    return jmask.embedding_lookup(
-        table, jnp.arange(len(table)), max_norm=bound, norm_type=order
-    )
-
-
-def written(table, bound, order):
-    return jmask.renormalize(table, jnp.arange(len(table)), bound, norm_type=order)
+read = lambda table, bound, order: jmask.embedding_lookup(
+    table, jnp.arange(len(table)), max_norm=bound, norm_type=order
+)
+written = lambda table, bound, order: jmask.renormalize(
+    table, jnp.arange(len(table)), bound, norm_type=order
+)
 
 
 def clipped(table, bound, order):

@@ -51,10 +51,7 @@ CASES = {
         ),
     ),
 }
-
-
-def rate_of(t):
-    return 0.1 / (1 + t / 10)
+rate_of = lambda t: 0.1 / (1 + t / 10)
 
 
 def one_step(form, step, entries):

@@ -36,10 +36,7 @@ def warm_up(t):
     return RATE * ((1 - 0.01) * 0.5 * (1 + np.cos(np.pi * done)) + 0.01)
 
 
-def injected(t):
-    return RATE * (1.5 + np.sin(t / 7.0)) * (0.1 if t % 3 else 1.0)
-
-
+injected = lambda t: RATE * (1.5 + np.sin(t / 7.0)) * (0.1 if t % 3 else 1.0)
 DECOUPLED = {"weight_decay": 0.1, "decay_mode": "decoupled"}
 NAMED_STATIC = ("b1", "b2", "eps", "eps_root", "weight_decay")
 
@@ -193,10 +190,7 @@ START = jnp.asarray(np.random.default_rng(0).normal(size=(13, 3)), jnp.float32)
 BATCHES = np.random.default_rng(1).choice([0, 1, 2, 3, 5, 6, 7], (14, 4))
 BATCHES[0] = [12, 12, 3, 11]
 CHANGED_AT = 6
-
-
-def jump(before, after):
-    return lambda count: jnp.where(count < CHANGED_AT, before, after)
+jump = lambda before, after: lambda count: jnp.where(count < CHANGED_AT, before, after)
 
 
 def injected_adam(**numbers):

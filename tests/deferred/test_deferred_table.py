@@ -32,6 +32,7 @@ IDS[0] = [12, 12, 3, 11]
 IDS[5] = -1
 ADAM, DENSE_ADAM = jmask.adam(0.1), jmask.adam(0.1, lazy_update=False)
 ADAMW = optax.adamw(0.1, weight_decay=0.1)
+parameters = lambda table=START: {"t": table, "u": table, "w": jnp.linspace(0.5, 1.5, D)}
 
 
 def loss(params, ids):
@@ -49,10 +50,6 @@ def dense_step(tx, params, state, ids, loss=loss):
     value, grads = jax.value_and_grad(loss)(params, ids)
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, value
-
-
-def parameters(table=START):
-    return {"t": table, "u": table, "w": jnp.linspace(0.5, 1.5, D)}
 
 
 @functools.cache
@@ -395,12 +392,7 @@ def test_memory_is_one_int32_for_each_row_beside_the_moments():
 
 
 TABLE = jnp.ones((6, 2))
-
-
-def grads_of(params):
-    return jmask.grad(lambda p: jnp.sum(p[jnp.array([0, 3, 3])]))(params)
-
-
+grads_of = lambda params: jmask.grad(lambda p: jnp.sum(p[jnp.array([0, 3, 3])]))(params)
 OTHERS = {
     "another rate": jmask.adam(0.2),
     "another b1": jmask.adam(0.1, b1=0.8),

@@ -25,16 +25,14 @@ TABLE, WEIGHTS = normal(V, D), normal(N, D)
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 modes = pytest.mark.parametrize("mode", MODES)
+cotangents = lambda rows: 2 * WEIGHTS.reshape(rows.shape) * np.nan_to_num(rows)
+_second = lambda function, *args: function(*args)[1]
 
 
 def weighed(rows):
     """A loss whose cotangents are `2 * WEIGHTS * rows`, where there are rows."""
     weights = WEIGHTS.reshape(*rows.shape)
     return jnp.sum(jnp.where(jnp.isnan(rows), 0, rows) ** 2 * weights)
-
-
-def cotangents(rows):
-    return 2 * WEIGHTS.reshape(rows.shape) * np.nan_to_num(rows)
 
 
 @functools.cache
@@ -53,10 +51,6 @@ def compiled(padding, mode):
         functions = {name: checkify.checkify(f) for name, f in functions.items()}
         return {name: functools.partial(_second, f) for name, f in functions.items()}
     return functions
-
-
-def _second(function, *args):
-    return function(*args)[1]
 
 
 @pytest.mark.parametrize(
@@ -227,20 +221,13 @@ def test_nothing_leaks_from_a_padded_row(mode, max_norm):
 IDS = np.array([[1, 2], [3, 3]])
 
 Loss = Callable[[Any, Any], Any]
-
-
-def scanned(loss):
-    return lambda t, ids: jax.lax.scan(lambda c, i: (c + loss(t, i), None), 0.0, ids)[0]
-
-
-def vmapped(loss):
-    return lambda t, ids: jax.vmap(lambda i: loss(t, i))(ids).sum()
-
-
-def branched(loss):
-    return lambda t, ids: jax.lax.cond(ids[0, 0] == 1, loss, lambda t, ids: 0.0, t, ids)
-
-
+scanned = lambda loss: (
+    lambda t, ids: jax.lax.scan(lambda c, i: (c + loss(t, i), None), 0.0, ids)[0]
+)
+vmapped = lambda loss: lambda t, ids: jax.vmap(lambda i: loss(t, i))(ids).sum()
+branched = lambda loss: (
+    lambda t, ids: jax.lax.cond(ids[0, 0] == 1, loss, lambda t, ids: 0.0, t, ids)
+)
 PROGRAMS = {
     "jit": jax.jit,
     "remat": jax.checkpoint,

@@ -190,16 +190,13 @@ def test_any_batch(name):
 ROWS = 7
 NUMBERS = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, D)), jnp.float32)
 BAGS = st.lists(st.lists(st.integers(0, ROWS - 1), max_size=5), max_size=6)
+weights_of = lambda bags: [[0.5 * (i + 1) for i in range(len(bag))] for bag in bags]
 
 
 def flat(bags):
     """Ids and offsets as torch has them."""
     ids = np.concatenate([np.zeros(0, np.int64), *map(np.asarray, bags)]).astype(np.int64)
     return ids, np.cumsum([0, *map(len, bags)])
-
-
-def weights_of(bags):
-    return [[0.5 * (i + 1) for i in range(len(bag))] for bag in bags]
 
 
 def summed(bags, weights):

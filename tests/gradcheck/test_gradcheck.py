@@ -37,15 +37,9 @@ STORAGES = {
     "masked": jmask.masked_tensor(np.where(DENSE, DENSE, np.nan), DENSE != 0),
     "masked coo": jmask.masked_tensor(coo(DENSE)),
 }
-
-
-def matrix(x, masked_grad):
-    return jmask.todense(x, masked_grad=masked_grad).reshape(2, 2)
-
-
-def mm(x, y):
-    """The product with the gradient of an ordinary tensor."""
-    return matrix(x, False) @ matrix(y, False)
+matrix = lambda x, masked_grad: jmask.todense(x, masked_grad=masked_grad).reshape(2, 2)
+# The product with the gradient of an ordinary tensor.
+mm = lambda x, y: matrix(x, False) @ matrix(y, False)
 
 
 def sparse_mm(x, y):

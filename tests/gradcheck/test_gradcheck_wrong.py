@@ -78,66 +78,26 @@ def with_jvp(right, pushforward):
 
 def one_mode(forward, backward):
     """The sine, its forward and reverse derivative times a factor each."""
-
-    def along(cos, t):
-        return forward * cos * t
-
-    def back(cos, c):
-        return backward * cos * c
-
+    along = lambda cos, t: forward * cos * t
+    back = lambda cos, c: backward * cos * c
     return with_jvp(jnp.sin, lambda x, t: linear_call(along, back, jnp.cos(x), t))
 
 
-def softmax(x):
-    return jnp.exp(x) / jnp.sum(jnp.exp(x))
-
-
-def product(x, w):
-    return w @ x
-
-
-def rows_added(values):
-    return jnp.zeros((3, 1)).at[jnp.array([2, 0, 2])].add(values)
-
-
-def of_values(function):
-    """A function of a RowSparse by one of its stored values."""
-    return lambda x: function(x.values)
-
-
-def of_data(function):
-    """A function of a MaskedTensor by one of its data."""
-    return lambda x: function(x.data)
-
-
-def kept(dense):
-    return jnp.where(np.array([False, True, False, True]), dense, 0)
-
-
-def of_dense(function):
-    """A function of a sparse tensor by one of the dense array."""
-    return lambda x: function(jmask.todense(x))
-
-
-def total_square(x):
-    return jnp.sum(x**2)
-
-
-def huge_and_tiny(x):
-    return jnp.sum(jnp.array([1e4, 1e-2, 1e4]) * x)
-
-
-def clipped_lookup(x):
-    return jnp.take(x, jnp.array([0, 7, 1]), mode="clip")
-
-
+softmax = lambda x: jnp.exp(x) / jnp.sum(jnp.exp(x))
+product = lambda x, w: w @ x
+rows_added = lambda values: jnp.zeros((3, 1)).at[jnp.array([2, 0, 2])].add(values)
+# A function of a RowSparse by one of its stored values.
+of_values = lambda function: lambda x: function(x.values)
+# A function of a MaskedTensor by one of its data.
+of_data = lambda function: lambda x: function(x.data)
+kept = lambda dense: jnp.where(np.array([False, True, False, True]), dense, 0)
+# A function of a sparse tensor by one of the dense array.
+of_dense = lambda function: lambda x: function(jmask.todense(x))
+total_square = lambda x: jnp.sum(x**2)
+huge_and_tiny = lambda x: jnp.sum(jnp.array([1e4, 1e-2, 1e4]) * x)
+clipped_lookup = lambda x: jnp.take(x, jnp.array([0, 7, 1]), mode="clip")
 _calls = itertools.count()
-
-
-def never_the_same(x):
-    return x * (1 + 1e-3 * next(_calls))
-
-
+never_the_same = lambda x: x * (1 + 1e-3 * next(_calls))
 FIRST, SECOND, THIRD = (rf"args\[0\], entry \({i},\)" for i in range(3))
 
 

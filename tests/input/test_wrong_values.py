@@ -174,15 +174,9 @@ class Arg:
     named: tuple[str, ...] = ()
 
 
-def because(reason, *names):
-    """The same reason for several values."""
-    return dict.fromkeys(names, reason)
-
-
-def without(table, name):
-    return {k: v for k, v in table.items() if k != name}
-
-
+# The same reason for several values.
+because = lambda reason, *names: dict.fromkeys(names, reason)
+without = lambda table, name: {k: v for k, v in table.items() if k != name}
 FUNCTION = without(OBJECTS, "a function") | {"an array": jnp.ones(2)}
 DEFAULT = because("None is the default", "None")
 ANY = because(
@@ -213,10 +207,7 @@ MASKED = jmask.masked_tensor(TABLE, TABLE > 0)
 BAGS, SQUARE = jnp.array([[1, 2], [3, 4]]), jnp.ones((2, 2))
 ADAGRAD = jmask.adagrad(0.1)
 LOADED = {"step": 1, "sum": np.ones((6, 2))}
-
-
-def step(tx, grads=GRADS, params=PARAMS):
-    return tx.update(grads, tx.init(PARAMS), params)
+step = lambda tx, grads=GRADS, params=PARAMS: tx.update(grads, tx.init(PARAMS), params)
 
 
 def mapped(function):

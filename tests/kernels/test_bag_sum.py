@@ -27,6 +27,7 @@ pytestmark = pytest.mark.sampled
 
 
 V, D, BAGS = 9, 64, 4  # rows of 64 have a gather of their own
+by_parts = lambda *arguments: BagSum(*arguments).by_parts()
 
 
 def problem(seed, equal, weighted, count=24, row=(D,)):
@@ -37,10 +38,6 @@ def problem(seed, equal, weighted, count=24, row=(D,)):
     bag = None if equal else jnp.asarray(rng.integers(0, BAGS + 1, count), jnp.int32)
     weights = jnp.asarray(rng.normal(size=of_entries), jnp.float32) if weighted else None
     return table, positions, bag, weights
-
-
-def by_parts(*arguments):
-    return BagSum(*arguments).by_parts()
 
 
 def in_blocks_of(size, patch, by_column=False):
@@ -211,10 +208,7 @@ def test_values_and_derivatives(lookup, width):
     """As those of the same program with rows of a width that is not special."""
     table = jax.random.normal(jax.random.key(1), (ROWS, width))
     weights = jnp.arange(IDS.size * width, dtype=jnp.float32).reshape(-1, width) / 100
-
-    def loss(t):
-        return jnp.sum(lookup(t, IDS % ROWS) ** 2 * weights, where=weights > 0.5)
-
+    loss = lambda t: jnp.sum(lookup(t, IDS % ROWS) ** 2 * weights, where=weights > 0.5)
     plain = jax.value_and_grad(loss)(table)
     for run in (jmask.value_and_grad(loss), jax.jit(jmask.value_and_grad(loss))):
         value, gradient = run(table)

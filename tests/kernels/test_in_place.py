@@ -97,12 +97,8 @@ def cases(steps):
     return pytest.mark.parametrize("step", steps.values(), ids=steps.keys())
 
 
-def temporary_bytes(compiled):
-    return compiled.memory_analysis().temp_size_in_bytes
-
-
-def aliased_bytes(compiled):
-    return compiled.memory_analysis().alias_size_in_bytes
+temporary_bytes = lambda compiled: compiled.memory_analysis().temp_size_in_bytes
+aliased_bytes = lambda compiled: compiled.memory_analysis().alias_size_in_bytes
 
 
 def check_in_place(step):

@@ -69,14 +69,8 @@ def clipped(p, m, g, lr):
     return p * (1 - lr) - lr * jnp.tanh(g) ** 3, jnp.exp(-m) + jnp.log1p(g * g)
 
 
-def counted(p, count, g):
-    return p - g / (count + 1).astype(g.dtype), count + 1
-
-
-def replaced(p, g):
-    return (g,)
-
-
+counted = lambda p, count, g: (p - g / (count + 1).astype(g.dtype), count + 1)
+replaced = lambda p, g: (g,)
 RULES = {
     "sgd": (sgd, ["float32"], 0),
     "momentum": (momentum, ["float32"] * 2, 1),

@@ -219,6 +219,7 @@ def test_unlifted_is_exact_or_raises(name, side):
 
 
 NAMING = "scale sgd clip scale_by_schedule scale_by_sign add_noise zero_nans flatten".split()
+by_name = lambda tree: {name: "b" if name == "dense" else "a" for name in tree}
 
 
 @pytest.mark.parametrize("name", NAMING)
@@ -227,10 +228,6 @@ def test_error_of_an_unlifted_transformation_names_lazy(name):
     tx = PLACED[name]()
     with pytest.raises((TypeError, ValueError), match=r"jmask\.lazy"):
         tx.update(random_gradient(1), tx.init(PARAMS), PARAMS)
-
-
-def by_name(tree):
-    return {name: "b" if name == "dense" else "a" for name in tree}
 
 
 class TestComposition:

@@ -56,15 +56,9 @@ SCALARS = functions("u", globals())("""
     jnp.float32(1); optax.tree.norm(u); optax.tree.vdot(u, u); optax.tree.sum(u);
     sum(jnp.sum(jnp.tanh(x)) for x in jax.tree.leaves(u)); optax.tree.max(u)
 """)
-
-
-def in_rows(x):
-    return tuple(range(1, x.ndim))
-
-
-def column(x, like):
-    """A number for each row, of the rank of an array."""
-    return x.reshape(-1, *[1] * (like.ndim - 1))
+in_rows = lambda x: tuple(range(1, x.ndim))
+# A number for each row, of the rank of an array.
+column = lambda x, like: x.reshape(-1, *[1] * (like.ndim - 1))
 
 
 def function(leaf, scalar):

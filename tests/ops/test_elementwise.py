@@ -41,6 +41,7 @@ FLAT = {
     *("ceil", "fix", "floor", "rint", "round", "around", "sign", "trunc", "angle"),
     *("floor_divide", "imag"),
 }
+elementwise_code = lambda: jnm.elementwise(jnp.sin).__code__
 
 
 def lifted_functions():
@@ -48,10 +49,6 @@ def lifted_functions():
     found = {name: getattr(jnm, name) for name in dir(jnm) if not name.startswith("_")}
     kept = elementwise_code()
     return {n: f for n, f in found.items() if getattr(f, "__code__", None) is kept}
-
-
-def elementwise_code():
-    return jnm.elementwise(jnp.sin).__code__
 
 
 def takes_one(function):

@@ -102,10 +102,7 @@ def _product(x, y):
 
 KNOWN = np.array([[1, 0, 1], [0, 0, 0], [1, 1, 0], [1, 0, 0]], bool)
 WEIGHTS = ma.array(OTHER, mask=~KNOWN)
-
-
-def _weights():
-    return jmask.masked_tensor(_float(np.where(KNOWN, OTHER, np.nan)), KNOWN)
+_weights = lambda: jmask.masked_tensor(_float(np.where(KNOWN, OTHER, np.nan)), KNOWN)
 
 
 def _select(x):
@@ -113,12 +110,8 @@ def _select(x):
     return ma.array(np.select([x.data < 0, x.data > 1], [-x.data, OTHER], 7.0), mask=hidden)
 
 
-def _float(x):
-    return jnp.asarray(x, jnp.result_type(float))
-
-
-def _quantile(q):
-    return lambda v: np.quantile(v, q)
+_float = lambda x: jnp.asarray(x, jnp.result_type(float))
+_quantile = lambda q: lambda v: np.quantile(v, q)
 
 
 def _pairs(text):
@@ -173,10 +166,7 @@ NORMALIZED = {
     "normalize": (nn.normalize, lambda v: v / np.linalg.norm(v)),
     "normalize 3": (functools.partial(nn.normalize, ord=3), lambda v: v / np.linalg.norm(v, 3)),
 }
-
-
-def _each(function, every):
-    return lambda x: tuple(function(x, **options) for options in every)
+_each = lambda function, every: lambda x: tuple(function(x, **options) for options in every)
 
 
 def _reduced(function, model, entries=ma.compressed):

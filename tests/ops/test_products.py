@@ -41,8 +41,7 @@ def is_row_sparse(lhs):
     return by_rows or (lhs.is_entries and lhs.transposed)
 
 
-def todense(x):
-    return x.todense() if isinstance(x, RowSparse) else x
+todense = lambda x: x.todense() if isinstance(x, RowSparse) else x
 
 
 @functools.cache
@@ -105,10 +104,7 @@ PAIRS = [
     *[("row_sparse", "csr"), ("row_sparse_T", "dense"), ("dense_T", "row_sparse")],
     *[("dense", "coo_T"), ("csr", "dense_vector"), ("row_sparse_vector", "dense")],
 ]
-
-
-def arguments_of(case):
-    return case.a.values, case.a.indices, case.b.values, case.b.indices
+arguments_of = lambda case: (case.a.values, case.a.indices, case.b.values, case.b.indices)
 
 
 @pytest.mark.slow

@@ -77,15 +77,12 @@ CASES = {
     for kind, text in EXPRESSIONS.items()
     for code, function in functions("m, x, y, d", globals())(text).items()
 }
+dense = lambda x: x.todense() if isinstance(x, jmask.RowSparse) else x
 
 
 def tensors(x, y, x_ids=X_IDS, y_ids=Y_IDS):
     shape = (ROWS, WIDTH)
     return jmask.RowSparse(x_ids, x, shape), jmask.RowSparse(y_ids, y, shape)
-
-
-def dense(x):
-    return x.todense() if isinstance(x, jmask.RowSparse) else x
 
 
 def results(function, ids, x, y, d, twin):
@@ -97,9 +94,7 @@ def results(function, ids, x, y, d, twin):
             return function(jnp, x.todense(), y.todense(), d)
         return dense(function(jnm, x, y, d))
 
-    def number(x, y, d):
-        return jnp.sum(jnp.cos(result(x, y, d) * 1.7))
-
+    number = lambda x, y, d: jnp.sum(jnp.cos(result(x, y, d) * 1.7))
     return result(x, y, d), jax.grad(number, argnums=(0, 1, 2))(x, y, d)
 
 

@@ -59,10 +59,7 @@ def test_traced_once(step):
     assert len(calls) > traces, "other shapes are traced anew"
 
 
-def rows(i, width=3):
-    return jmask.RowSparse([i, 7, i], jnp.ones((3, width)), (50, width))
-
-
+rows = lambda i, width=3: jmask.RowSparse([i, 7, i], jnp.ones((3, width)), (50, width))
 OPTIMIZERS = {
     **NAMED,
     "lazy": jmask.lazy(optax.adamw(0.1)),
@@ -113,10 +110,9 @@ def test_a_bad_step_is_compiled_once():
     assert not compiled
 
 
-def loss(table, ids):
-    return jnp.sum(jnp.sin(jmask.embedding_lookup(table, ids)) * jnp.take(table, ids, axis=0))
-
-
+loss = lambda table, ids: jnp.sum(
+    jnp.sin(jmask.embedding_lookup(table, ids)) * jnp.take(table, ids, axis=0)
+)
 FUNCTIONS = functions("i", globals())("""
     jmask.value_and_grad(loss)(NARROW, ids_of(i));
     jmask.grad(loss)(jnp.ones((50, 64)), ids_of(i));
@@ -133,10 +129,7 @@ FUNCTIONS = functions("i", globals())("""
 """)
 NARROW, ADAM = jnp.ones((50, 3)), OPTIMIZERS["adam"]
 PACKED = jmask.PackedTable.pack(NARROW)
-
-
-def ids_of(i):
-    return jnp.array([i, 3, i])
+ids_of = lambda i: jnp.array([i, 3, i])
 
 
 def compiled_the_third_time(function):

@@ -23,14 +23,8 @@ pytestmark = pytest.mark.dtype_promotion
 IDS = jnp.array([1, 7, 1])
 TABLE = jnp.ones((50_000, 16))  # 3.2 MB
 PARAMS = {"table": TABLE, "w": jnp.ones((16,)), "layer": jnp.ones((512, 512))}
-
-
-def loss(params):
-    return jnp.sum(params["table"][IDS] @ params["w"]) + jnp.sum(params["layer"])
-
-
-def tied(params):
-    return jnp.sum(params["table"][IDS] @ params["table"].T)
+loss = lambda params: jnp.sum(params["table"][IDS] @ params["w"]) + jnp.sum(params["layer"])
+tied = lambda params: jnp.sum(params["table"][IDS] @ params["table"].T)
 
 
 def notices(run):
@@ -40,14 +34,8 @@ def notices(run):
     return [str(x.message) for x in found if x.category is jmask.StorageFallbackWarning]
 
 
-def by_update(tx, grads):
-    return tx.update(grads, tx.init(PARAMS), PARAMS)
-
-
-def by_apply(tx, grads):
-    return jmask.apply_gradients(tx, grads, tx.init(PARAMS), PARAMS)
-
-
+by_update = lambda tx, grads: tx.update(grads, tx.init(PARAMS), PARAMS)
+by_apply = lambda tx, grads: jmask.apply_gradients(tx, grads, tx.init(PARAMS), PARAMS)
 WAYS = {"update": by_update, "apply": by_apply}
 
 

@@ -18,6 +18,7 @@ from jmask._kernels import tuning
 from jmask._kernels.gathered_rows import GATHERED, GatheredRows
 from tests.compilations import no_tracer_is_kept
 from tests.compiled_step import compiled_step, with_optax
+from tests.expressions import functions
 from tests.kernels.test_in_place import PARTITION
 from tests.optimizers import NOT_LAZY, OF_ALL_TABLES, OPTIMIZERS
 from tests.oracle import assert_close
@@ -229,44 +230,30 @@ def test_a_step_of_bags_writes_no_row_out(name, rows):
     assert memory.alias_size_in_bytes >= rows * width * 4
 
 
-def pooled_with_weights(params, ids):
-    return jnp.sum(jmask.embedding_bag(params["t"], ids, weights=params["w"]) ** 2)
-
-
-def recomputed(params, ids):
-    return jax.checkpoint(lambda p: jnp.sum(jnp.sin(p["t"][ids]).sum(-1) * p["w"]))(params)
-
-
-def pooled_by_scores(params, ids):
-    weights = jax.nn.softmax(params["scores"][ids])
-    return jnp.sum(jmask.embedding_bag(params["t"], ids, weights=weights) ** 2)
-
-
-def of_two_tables(params, ids):
-    return jnp.sum(params["t"][ids].sum(1) * params["u"][ids].mean(1))
-
-
-def bags_of_two_tables(params, ids):
-    bags = (jmask.embedding_bag(params[name], ids) for name in ("t", "u"))
-    return jnp.sum(jnp.sin(sum(bags)))
-
-
-def linear(params, ids):
-    return jnp.sum(params["t"][ids] * params["w"][..., None])
-
-
-# With the parameters that each has.
-LATE = {
-    pooled_with_weights: "t w",
-    recomputed: "t w",
-    pooled_by_scores: "t scores",
-    of_two_tables: "t u",
-    bags_of_two_tables: "t u",
-    linear: "t w",
+# Losses of parameters `p` and ids, by the names of the parameters.
+_LATE = {
+    "t w": """
+        jnp.sum(p["t"][ids] * p["w"][..., None]);
+        jnp.sum(jmask.embedding_bag(p["t"], ids, weights=p["w"]) ** 2);
+        jax.checkpoint(lambda p: jnp.sum(jnp.sin(p["t"][ids]).sum(-1) * p["w"]))(p)
+    """,
+    "t scores": """
+        jnp.sum(jmask.embedding_bag(p["t"], ids, weights=jax.nn.softmax(p["scores"][ids])) ** 2)
+    """,
+    "t u": """
+        jnp.sum(p["t"][ids].sum(1) * p["u"][ids].mean(1));
+        jnp.sum(jnp.sin(sum(jmask.embedding_bag(p[name], ids) for name in ("t", "u"))))
+    """,
 }
+LATE = {
+    code: (loss, names.split())
+    for names, text in _LATE.items()
+    for code, loss in functions("p, ids", globals())(text).items()
+}
+LINEAR = next(iter(LATE))
 
 
-def late_step(loss, tx, with_value, sharding=None):
+def late_step(name, tx, with_value, sharding=None):
     """Bytes of temporaries of a donated step, compiled, and of a table."""
     rows, width, bags, length = 400_000, 64, 512, 32
     shaped = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
@@ -276,7 +263,8 @@ def late_step(loss, tx, with_value, sharding=None):
         "w": shaped((bags, length), jnp.float32),
         "scores": shaped((rows,), jnp.float32),
     }
-    params = {x: params[x] for x in LATE[loss].split()}
+    loss, names = LATE[name]
+    params = {x: params[x] for x in names}
     state = jax.tree.map(lambda x: shaped(x.shape, x.dtype), jax.eval_shape(tx.init, params))
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.sampled(15)
 V, D = 21, 12
 IDS = jnp.asarray(np.random.default_rng(1).integers(0, V, 32))
 FACTORS = jnp.linspace(0.5, 2.0, 32)
+factors_of = lambda tx: FACTORS.at[5].set(jnp.nan) if tx in BAD.values() else FACTORS
 
 
 def loss(params, ids, factors):
@@ -61,10 +62,6 @@ def alone(tx, step):
     params = {"table": numbers(), "dense": jnp.ones(D)}
     grads = jmask.grad(loss)(params, IDS, factors_of(tx))
     return STEPS[step](tx, grads, tx.init(params), params)
-
-
-def factors_of(tx):
-    return FACTORS.at[5].set(jnp.nan) if tx in BAD.values() else FACTORS
 
 
 def ours(inner):

@@ -190,10 +190,7 @@ def test_beside_other_gradients():
 def test_gradient_in_a_masked_tensor(storage):
     """jmask.grad takes a MaskedTensor as an argument and returns one with its mask."""
     x = GRADIENTS[storage]()
-
-    def loss(params, w):
-        return jnm.sum(jnm.sin(params["x"]) * w).to_tensor(0.0)
-
+    loss = lambda params, w: jnm.sum(jnm.sin(params["x"]) * w).to_tensor(0.0)
     gradient, of_w = jmask.grad(loss, (0, 1))({"x": x}, PARAM)
     assert gradient["x"].stype == x.stype
     expected = np.where(MASK, np.cos(DATA) * np.asarray(PARAM), 0)

@@ -78,10 +78,7 @@ def test_the_update_compiles(topology, optimizer):
     sharding = jax.sharding.SingleDeviceSharding(devices[0])
     cores = {"v5p": 4, "v6e": 2}[topology.split(":")[0]]
     rows, ids, partition = 1024 * cores, 4096, 256
-
-    def shape(dims, dtype):
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
-
+    shape = lambda dims, dtype: jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
     hyper = spec.get_hyperparameters(0)
     variables = 1 + len(spec.slot_variables_initializers())
     row = jax.ShapeDtypeStruct((1, D), jnp.float32)

@@ -106,10 +106,7 @@ def test_as_tables_of_their_own(name, shape, step, jit):
     if LAZY[name] is None:  # has room for as many rows as the first gradient
         steps = [steps[0], steps[2]]
     dense = jnp.asarray(RNG.normal(size=3), jnp.float32)
-
-    def with_dense(rows):
-        return [{"t": x, "w": dense * (k + 1)} for k, x in enumerate(rows)]
-
+    with_dense = lambda rows: [{"t": x, "w": dense * (k + 1)} for k, x in enumerate(rows)]
     start = {"t": table, "w": dense}
     params, state = trained(
         LAZY[name], start, with_dense(stacked(shape, *x) for x in steps), step, jit
@@ -263,9 +260,7 @@ def test_entries_move_their_rows(name, shape):
 def test_sums_that_are_of_tables_and_not_of_rows_are_refused():
     """One number for each index of dimension 0, which `jmask.lazy` finds in any state."""
     t = jnp.ones((3, 7, 2))
-
-    def init(params):
-        return jnp.zeros(params.shape[:1])
+    init = lambda params: jnp.zeros(params.shape[:1])
 
     def update(grads, state, params=None):
         return grads, state + jnp.sum(grads, axis=tuple(range(1, grads.ndim)))

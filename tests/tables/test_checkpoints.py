@@ -32,6 +32,7 @@ LAYOUTS = ["packed"] + [
     for shards in ("1", "4", "8", "4 explicit")
     for packed in ("", " packed")
 ]
+dense = lambda tree: [bits(np.asarray(x)) for x in jax.tree.leaves(tree, is_leaf=is_table)]
 
 
 def run_of(layout, x=None):
@@ -50,10 +51,6 @@ def saved(layout):
 @functools.cache
 def target(layout):
     return run_of(layout, jnp.zeros_like(numbers()))
-
-
-def dense(tree):
-    return [bits(np.asarray(x)) for x in jax.tree.leaves(tree, is_leaf=is_table)]
 
 
 def restored(tree, path, *shapes):
@@ -121,8 +118,7 @@ def test_leaves_of_another_layout_are_refused_in_each_use(use, is_jitted):
 # --- the call that restores into any layout ---------------------------------------------------
 
 
-def from_arrays_of(tree, like, path):
-    return jmask.from_arrays(jmask.to_arrays(tree), like)
+from_arrays_of = lambda tree, like, path: jmask.from_arrays(jmask.to_arrays(tree), like)
 
 
 def from_plain_arrays_of_orbax(tree, like, path):
@@ -130,17 +126,11 @@ def from_plain_arrays_of_orbax(tree, like, path):
     return jmask.from_arrays(restored(jmask.to_arrays(tree), path, shapes), like)
 
 
-def from_leaves_of_orbax(tree, like, path):
-    """A checkpoint of the tree as it is, restored without its types."""
-    return jmask.from_arrays(restored(tree, path), like)
-
-
-def from_equinox(tree, like, path):
-    return jmask.from_arrays(
-        by_equinox(jmask.to_arrays(tree), jmask.to_arrays(like), path), like
-    )
-
-
+# A checkpoint of the tree as it is, restored without its types.
+from_leaves_of_orbax = lambda tree, like, path: jmask.from_arrays(restored(tree, path), like)
+from_equinox = lambda tree, like, path: jmask.from_arrays(
+    by_equinox(jmask.to_arrays(tree), jmask.to_arrays(like), path), like
+)
 CALLS = {
     "arrays": from_arrays_of,
     "orbax": from_plain_arrays_of_orbax,

@@ -18,6 +18,7 @@ from tests.stored_tables import need_devices
 V, D, DEVICES = 64, 4, 4
 TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), jnp.float32)
 IDS = jnp.asarray(np.random.default_rng(1).integers(0, V, 8))
+local_loss = lambda table, ids: jax.lax.pmean(jnp.sum(jnp.sin(table[ids])), "data")
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +26,6 @@ def mesh():
     need_devices(DEVICES)
     auto = (jax.sharding.AxisType.Auto,)
     return jax.make_mesh((DEVICES,), ("data",), axis_types=auto)
-
-
-def local_loss(table, ids):
-    return jax.lax.pmean(jnp.sum(jnp.sin(table[ids])), "data")
 
 
 def expected():

@@ -50,20 +50,11 @@ def forward_bytes(table):
     return ROUTED + 2 * N * D * 4 // math.prod(sizes[axis] for axis in layout.batch)
 
 
-def bytes_moved(compiled):
-    return sum(size for _, size in collectives(compiled))
-
-
+bytes_moved = lambda compiled: sum(size for _, size in collectives(compiled))
 NAMES = ["8 devices", "rows over table, batch over data", "rows over table, batch over both"]
 NAMES += ["rows over both, batch over data", "explicit axis", "explicit axes, rows over table"]
-
-
-def loss(table, ids):
-    return jnp.sum(jnp.sin(table[ids]))
-
-
-def table_of(layout, packed=False):
-    return sharded(jnp.zeros((V, D)), layout, packed=packed)
+loss = lambda table, ids: jnp.sum(jnp.sin(table[ids]))
+table_of = lambda layout, packed=False: sharded(jnp.zeros((V, D)), layout, packed=packed)
 
 
 def ids_for(table):

@@ -90,10 +90,7 @@ def test_right_or_refused(table, case, is_jitted):
     function, wanted = (MAPS | NUMBERS)[case]
     x = TABLES[table]()
     is_map = case in MAPS
-
-    def result(t):
-        return function(t).todense() if is_map else function(t)
-
+    result = lambda t: function(t).todense() if is_map else function(t)
     try:
         found = np.asarray((jax.jit(result) if is_jitted else result)(x))
     except (TypeError, ValueError) as error:
@@ -130,10 +127,7 @@ OF_LEAVES = {
 def test_penalty_over_all_parameters(table, penalty, is_jitted):
     ids = jnp.array([1, 1, 12])
     params = {"t": TABLES[table](), "w": jnp.ones(2)}
-
-    def loss(p):
-        return jnp.sum(jnp.sin(p["t"][ids])) + (PENALTIES | OF_LEAVES)[penalty](p)
-
+    loss = lambda p: jnp.sum(jnp.sin(p["t"][ids])) + (PENALTIES | OF_LEAVES)[penalty](p)
     gradient = jmask.value_and_grad(loss)
     gradient = jax.jit(gradient) if is_jitted else gradient
     if penalty in OF_LEAVES:

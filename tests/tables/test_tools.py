@@ -24,10 +24,8 @@ TX = jmask.adam(0.1)
 START = jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), jnp.float32)
 IDS = jnp.array([1, 1, 7])
 TABLES = ("array", "packed", "div 4", "mod 4", "deferred array", "deferred mod 4")
-
-
-def loss(params, ids=IDS):
-    return jnp.sum(jnp.sin(params["t"][ids])) + jnp.sum(params["w"])
+table_of = lambda params: np.asarray(params["t"])
+loss = lambda params, ids=IDS: jnp.sum(jnp.sin(params["t"][ids])) + jnp.sum(params["w"])
 
 
 def parameters(table):
@@ -39,10 +37,6 @@ def parameters(table):
 def stepped(tx, params):
     grads = jmask.grad(loss)(params)
     return jmask.apply_gradients(tx, grads, tx.init(params), params)
-
-
-def table_of(params):
-    return np.asarray(params["t"])
 
 
 # --- Python's own protocols, which by default read an object row after row, for ever ---------
@@ -108,14 +102,8 @@ def labels(params):
     return jax.tree.map_with_path(lambda path, _: LABELS[path[0].key], params)
 
 
-def mask(params):
-    return jax.tree.map(lambda label: label == "rows", labels(params))
-
-
-def partition(rows, by):
-    return optax.partition({"rows": rows, "dense": optax.sgd(0.1)}, by)
-
-
+mask = lambda params: jax.tree.map(lambda label: label == "rows", labels(params))
+partition = lambda rows, by: optax.partition({"rows": rows, "dense": optax.sgd(0.1)}, by)
 LABELLED = {
     "partition": lambda by: partition(TX, by),
     "masked": lambda by: optax.masked(TX, by),
@@ -232,9 +220,7 @@ def test_profiles_name_the_update():
         updates, state = tx.update(grads, state, params)
         return jmask.apply_updates(params, updates), state
 
-    def one_call(params, state, grads):
-        return jmask.apply_gradients(tx, grads, state, params)
-
+    one_call = lambda params, state, grads: jmask.apply_gradients(tx, grads, state, params)
     params = parameters("array")
     args = (params, tx.init(params), jmask.grad(loss)(params))
     for step, names in (

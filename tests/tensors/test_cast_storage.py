@@ -41,14 +41,8 @@ PADDED = {
 }
 EXACT = {"default": None, "row_sparse": 3, "coo": 4, "csr": 4}
 PAIRS = list(itertools.product(STORAGES, STORAGES))
-
-
-def kind(x):
-    return "default" if isinstance(x, jax.Array) else jmask.MaskedTensor(x).stype
-
-
-def dense(x):
-    return x if isinstance(x, jax.Array) else x.todense()
+kind = lambda x: "default" if isinstance(x, jax.Array) else jmask.MaskedTensor(x).stype
+dense = lambda x: x if isinstance(x, jax.Array) else x.todense()
 
 
 @pytest.mark.parametrize(("start", "end"), PAIRS)

@@ -39,16 +39,13 @@ def row_sparse(draw, row=None):
 
 
 compiled = functools.cache(jax.jit)
+fromdense_with_room = lambda dense: jmask.RowSparse.fromdense(dense, nse=ROWS)
 
 
 def both_ways(function, *args):
     """The result of a function, the same for all examples, eagerly and under jit, in turn."""
     yield function(*args)
     yield compiled(function)(*args)
-
-
-def fromdense_with_room(dense):
-    return jmask.RowSparse.fromdense(dense, nse=ROWS)
 
 
 class TestDefinition:
