@@ -21,19 +21,9 @@ import pytest
 from jax.experimental import topologies
 
 import jmask
+from tests import compiled_step as steps
 from tests.autodiff import test_stacked_lookups as stacked
-from tests.compiled_step import (
-    IN_PLACE,
-    Step,
-    costed_cycles,
-    linear,
-    rounded_stochastically,
-    rounds_of_loops,
-    squares_of_bags,
-    squares_of_several_lookups,
-    streaming_scatters,
-    whole_table_operations,
-)
+from tests.compiled_step import IN_PLACE, Step, whole_table_operations
 from tests.sampling import chosen
 
 pytestmark = [pytest.mark.needs(what="libtpu"), pytest.mark.dtype_promotion]
@@ -59,7 +49,7 @@ STEPS = {
     "rowwise adagrad": Step(jmask.rowwise_adagrad(), row=(128,)),
     "ftrl": Step(jmask.ftrl(), row=(128,), apply=jmask.apply_gradients),
     "adagrad unless not finite": Step(jmask.skip_nonfinite(jmask.adagrad()), row=(128,)),
-    "linear loss": Step(jmask.sgd(0.1), row=(128,), loss=linear),
+    "linear loss": Step(jmask.sgd(0.1), row=(128,), loss=steps.linear),
     # Few lookups and one array: compiling takes seconds for each bfloat16 scatter.
     "bfloat16": Step(jmask.sgd(0.1), row=(128,), dtype=jnp.bfloat16, lookups=64),
     "bfloat16, rounded stochastically": Step(
@@ -67,7 +57,7 @@ STEPS = {
         row=(128,),
         dtype=jnp.bfloat16,
         lookups=64,
-        apply=rounded_stochastically,
+        apply=steps.rounded_stochastically,
     ),
 }
 
@@ -99,13 +89,13 @@ SOME = [(TOPOLOGIES[(i + 1) % 3], name) for i, name in enumerate(STEPS)]
 def test_in_place(topology, name):
     step, temporary = STEPS[name], []
     # The random bits of the batch.
-    bits = 2**20 if step.apply is rounded_stochastically else 0
+    bits = 2**20 if step.apply is steps.rounded_stochastically else 0
     for rows, allowed in ((SMALL, IN_PLACE | STAGING), (LARGE, IN_PLACE)):
         compiled = step.compile(rows, device(topology))
         memory = compiled.memory_analysis()
         assert memory.alias_size_in_bytes >= step.table_bytes(rows)
         assert whole_table_operations(compiled, step.entries(rows)) <= allowed
-        assert len(rounds_of_loops(compiled)) <= (name in WITH_A_LOOP)
+        assert len(steps.rounds_of_loops(compiled)) <= (name in WITH_A_LOOP)
         temporary.append(memory.temp_size_in_bytes)
     # The same within 1 %, or a few rows of the batch that XLA keeps in on-chip memory,
     # which is not counted, for the small table and not for the large one (Adam).
@@ -166,16 +156,16 @@ FLAT_STEPS = {
     "sgd in two steps": wide(jmask.sgd(0.1)),
     "decayed sgd": passed(jmask.sgd(0.1, weight_decay=0.1)),
     "momentum": passed(jmask.sgd(0.1, momentum=0.9)),
-    "adagrad, several": passed(jmask.adagrad(), loss=squares_of_several_lookups),
+    "adagrad, several": passed(jmask.adagrad(), loss=steps.squares_of_several_lookups),
     "adam": passed(jmask.adam()),
-    "adam, bags": passed(jmask.adam(), loss=squares_of_bags),
+    "adam, bags": passed(jmask.adam(), loss=steps.squares_of_bags),
     "adam of rows": passed(jmask.adam(count="per_row")),
     "rowwise": passed(jmask.rowwise_adagrad()),
-    "rowwise in two steps": wide(jmask.rowwise_adagrad(), loss=squares_of_bags),
+    "rowwise in two steps": wide(jmask.rowwise_adagrad(), loss=steps.squares_of_bags),
     "ftrl": passed(jmask.ftrl()),
     "optax.adam": wide(jmask.lazy(optax.adam(0.1))),
     "optax.lion": passed(jmask.lazy(optax.lion(0.1))),
-    "optax.rmsprop": wide(jmask.lazy(optax.rmsprop(0.1)), loss=squares_of_bags),
+    "optax.rmsprop": wide(jmask.lazy(optax.rmsprop(0.1)), loss=steps.squares_of_bags),
     "packed adam": packed(jmask.adam()),
     "packed rowwise": packed(jmask.rowwise_adagrad()),
     "bfloat16": passed(jmask.adagrad(), dtype=jnp.bfloat16),
@@ -184,10 +174,10 @@ FLAT_STEPS = {
 
 def check_flat(programs):
     for compiled, rows in zip(programs, ROWS, strict=True):
-        assert not streaming_scatters(compiled, rows)
+        assert not steps.streaming_scatters(compiled, rows)
         assert whole_table_operations(compiled, rows) <= IN_PLACE
-        assert not rounds_of_loops(compiled)
-    small, large = map(costed_cycles, programs)
+        assert not steps.rounds_of_loops(compiled)
+    small, large = map(steps.costed_cycles, programs)
     assert large <= 1.02 * small + 2000
 
 
@@ -235,7 +225,7 @@ def test_control_scatters_of_xla_stream(name, monkeypatch):
     monkeypatch.setenv("JMASK_KERNELS", "0")
     monkeypatch.setattr("jmask._kernels.tuning.SORTED_PAYS", 10**9)
     compiled = FLAT_STEPS[name].compile(ROWS[0], device("v5e:2x2"))
-    assert streaming_scatters(compiled, ROWS[0])
+    assert steps.streaming_scatters(compiled, ROWS[0])
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -243,7 +233,7 @@ def test_without_the_kernel_no_table_streams(topology, monkeypatch):
     monkeypatch.setenv("JMASK_KERNELS", "0")
     for name in ("sgd", "decayed sgd", "optax.adam"):
         compiled = FLAT_STEPS[name].compile(ROWS[1], device(topology))
-        assert not streaming_scatters(compiled, ROWS[1])
+        assert not steps.streaming_scatters(compiled, ROWS[1])
 
 
 # --- what the compiler takes -------------------------------------------------------------

@@ -23,21 +23,7 @@ import pytest
 import jmask
 import jmask.numpy as jnm
 from jmask import nn
-from tests.autodiff.test_semantics_of_gradients import (
-    COALESCED,
-    COO,
-    CSR,
-    MASK,
-    MASKED_COO,
-    MASKED_ROWS,
-    OPERATIONS,
-    OTHER,
-    ROWS,
-    SHIFT,
-    X,
-    on,
-    one_vector,
-)
+from tests.autodiff import test_semantics_of_gradients as semantics
 from tests.expressions import functions
 from tests.sampling import chosen
 
@@ -70,30 +56,32 @@ def extrema(x):
 
 
 with_where = lambda x: (
-    [f(x, axis=1, where=MASK) for f in (jnm.max, jnm.min, jnm.norm, nn.softmax)]
+    [f(x, axis=1, where=semantics.MASK) for f in (jnm.max, jnm.min, jnm.norm, nn.softmax)]
 )
+ARRAY, SHIFT, on = jnp.asarray(semantics.OTHER), jnp.asarray(semantics.SHIFT), semantics.on
 # Of the functions of the table of semantics, settings that have rules of their own.
 SETTINGS = {
     f"{name} of {kind}": on(x)(function)
     for kind, x in {
-        "masked": X, "coo": MASKED_COO, "rows": MASKED_ROWS, "RowSparse": COALESCED,
+        "masked": semantics.X, "coo": semantics.MASKED_COO, "rows": semantics.MASKED_ROWS,
+        "RowSparse": semantics.COALESCED,
     }.items()
     for name, function in {"norms": norms, "extrema": extrema}.items()
 } | {
     f"normalize of {kind}": on(x)(normalized)
-    for kind, x in {"masked": X, "coo": MASKED_COO, "array": jnp.asarray(OTHER)}.items()
+    for kind, x in {"masked": semantics.X, "coo": semantics.MASKED_COO, "array": ARRAY}.items()
 } | {
-    "norms of an array": on(jnp.asarray(OTHER))(norms),
-    "extrema of an array": on(jnp.asarray(OTHER))(extrema),
-    "where": on(jnp.asarray(OTHER))(with_where),
-    "lower median": on(X)(lambda x: jnm.median(x, averaged=False)),
-    "embedding_lookup, max_norm": on(jnp.asarray(SHIFT))(
+    "norms of an array": on(ARRAY)(norms),
+    "extrema of an array": on(ARRAY)(extrema),
+    "where": on(ARRAY)(with_where),
+    "lower median": on(semantics.X)(lambda x: jnm.median(x, averaged=False)),
+    "embedding_lookup, max_norm": on(SHIFT)(
         lambda t: [
             jmask.embedding_lookup(t, [1, 3, 1, 0], max_norm=2.0, norm_type=p)
             for p in (1.0, 2.0, 3.5, np.inf)
         ]
     ),
-    "embedding_bag, means": on(jnp.asarray(SHIFT), jnp.array([0.5, 2.0, 1.0]))(
+    "embedding_bag, means": on(SHIFT, jnp.array([0.5, 2.0, 1.0]))(
         lambda t, w: [
             jmask.embedding_bag(t, jnp.array([[2, 0, 2]]), weights=w[None], combiner=c)
             for c in ("sum", "mean", "sqrtn")
@@ -102,19 +90,19 @@ SETTINGS = {
     "a row of 64 entries": on(jnp.linspace(0.1, 0.9, 192).reshape(3, 64))(
         lambda t: (jmask.embedding_lookup(t, [2, 0, 2]), jmask.embedding_bag(t, [[1, 1, 0]]))
     ),
-    "skip_nonfinite": on(jnp.asarray(OTHER))(
+    "skip_nonfinite": on(ARRAY)(
         lambda x: jmask.apply_gradients(
             (tx := jmask.skip_nonfinite(jmask.adam(0.1))), jnp.sin(x), tx.init(x), x
         )[0]
     ),
-    "lazy": on(COALESCED)(
+    "lazy": on(semantics.COALESCED)(
         lambda g: jmask.apply_gradients(
-            (tx := jmask.adam(0.1)), g, tx.init(jnp.asarray(SHIFT)), jnp.asarray(SHIFT)
+            (tx := jmask.adam(0.1)), g, tx.init(SHIFT), SHIFT
         )[0]
     ),
 }  # fmt: skip
 
-CASES = {**SETTINGS, **OPERATIONS}
+CASES = {**SETTINGS, **semantics.OPERATIONS}
 
 # One of each kind of what has a rule of its own.
 DEFAULT = [
@@ -136,7 +124,7 @@ def along_a_line(operation):
             for x, v in zip(leaves, steps, strict=True)
         ]
         results = operation.function(*jax.tree.unflatten(structure, moved))
-        results = one_vector(results).to_tensor(0).astype(jnp.float64)
+        results = semantics.one_vector(results).to_tensor(0).astype(jnp.float64)
         weights = np.cos(np.arange(results.size))
         finite = jnp.where(jnp.isfinite(results), results, 0)  # a logarithm of nothing
         return jnp.sum(jnp.sin(weights * finite))
@@ -201,11 +189,13 @@ def nested(grad, f, order, dense):
 
 
 TENSORS = {
-    "coo": COO,
-    "csr": CSR,
-    "rows": ROWS,
-    "masked": jmask.masked_tensor(jnp.asarray(np.where(MASK, X.data, 0)), MASK),
-    "masked coo": MASKED_COO,
+    "coo": semantics.COO,
+    "csr": semantics.CSR,
+    "rows": semantics.ROWS,
+    "masked": jmask.masked_tensor(
+        jnp.asarray(np.where(semantics.MASK, semantics.X.data, 0)), semantics.MASK
+    ),
+    "masked coo": semantics.MASKED_COO,
 }
 LOSSES = {
     "todense": lambda x, todense: cubes(todense(x)),

@@ -15,15 +15,8 @@ import optax
 import pytest
 
 import jmask
-from tests.compiled_step import (
-    IN_PLACE,
-    Step,
-    linear,
-    rounded_stochastically,
-    squares_in_scan,
-    squares_of_several_lookups,
-    whole_table_operations,
-)
+from tests import compiled_step as steps
+from tests.compiled_step import IN_PLACE, Step, whole_table_operations
 from tests.optimizers import OPTIMIZERS
 
 pytestmark = pytest.mark.dtype_promotion
@@ -49,8 +42,8 @@ STEPS = {
     "one pass, written as windows": Step(ADAMW, row=(50,), apply=jmask.apply_gradients),
     "float16": Step(ADAMW, dtype=jnp.float16),
     "float16, float32 updates": Step(MIXED, dtype=jnp.float16),
-    "several lookups": Step(ADAMW, loss=squares_of_several_lookups),
-    "lookups in scan": Step(ADAMW, loss=squares_in_scan),
+    "several lookups": Step(ADAMW, loss=steps.squares_of_several_lookups),
+    "lookups in scan": Step(ADAMW, loss=steps.squares_in_scan),
     "apply_gradients": Step(ADAMW, apply=jmask.apply_gradients),
     **{
         f"one pass, {name}": Step(OPTIMIZERS[name], apply=jmask.apply_gradients)
@@ -60,10 +53,12 @@ STEPS = {
         )
     },
     "float16, rounded stochastically": Step(
-        jmask.adagrad(state_dtype=jnp.float32), dtype=jnp.float16, apply=rounded_stochastically
+        jmask.adagrad(state_dtype=jnp.float32),
+        dtype=jnp.float16,
+        apply=steps.rounded_stochastically,
     ),
     # No gradient depends on what is read, and still it is read before the table is written.
-    "linear loss": Step(ADAMW, loss=linear),
+    "linear loss": Step(ADAMW, loss=steps.linear),
 }
 
 NARROW = {
@@ -73,7 +68,7 @@ NARROW = {
     "bfloat16, rounded stochastically": Step(
         jmask.rowwise_adagrad(state_dtype=jnp.float32),
         dtype=jnp.bfloat16,
-        apply=rounded_stochastically,
+        apply=steps.rounded_stochastically,
     ),
 }
 NARROW_TABLES = {

@@ -11,18 +11,11 @@ import pytest
 
 import jmask
 from jmask._tables.packed import LANES, part_shapes
+from tests import stored_tables
 from tests.compiled_step import compiled_step, training_step
 from tests.optimizers import OF_ALL_TABLES as OPTIMIZERS
 from tests.sampling import chosen
-from tests.stored_tables import (
-    STEPS,
-    assert_other_rows_untouched,
-    assert_same_run,
-    bits,
-    numbers,
-    trained,
-    trained_array,
-)
+from tests.stored_tables import STEPS, bits, numbers
 
 pytestmark = pytest.mark.sampled(15)
 
@@ -237,9 +230,9 @@ def test_stock_gradient_is_dense_and_right():
 def test_trajectory(name, apply):
     """That of the array, and rows not touched keep their bits, also beside touched ones."""
     tx, x = OPTIMIZERS[name], numbers()
-    actual = trained(jmask.PackedTable.pack(x), tx, STEPS[apply])
-    assert_same_run(actual, trained_array(name))
-    assert_other_rows_untouched(actual, x)
+    actual = stored_tables.trained(jmask.PackedTable.pack(x), tx, STEPS[apply])
+    stored_tables.assert_same_run(actual, stored_tables.trained_array(name))
+    stored_tables.assert_other_rows_untouched(actual, x)
 
 
 @pytest.mark.sampled
@@ -249,9 +242,12 @@ def test_trajectory(name, apply):
 )
 def test_trajectory_of_other_rows(row, name):
     tx, x = OPTIMIZERS[name], numbers(row)
-    actual = trained(jmask.PackedTable.pack(x), tx, STEPS["apply_gradients"])
-    assert_same_run(actual, trained(x, tx, STEPS["apply_gradients"]))
-    assert_other_rows_untouched(actual, x)
+    actual, expected = (
+        stored_tables.trained(table, tx, STEPS["apply_gradients"])
+        for table in (jmask.PackedTable.pack(x), x)
+    )
+    stored_tables.assert_same_run(actual, expected)
+    stored_tables.assert_other_rows_untouched(actual, x)
 
 
 def test_bfloat16_rounded_stochastically():

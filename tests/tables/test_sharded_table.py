@@ -13,23 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 import jmask
 from jmask._tables.shard_layout import layout_of
+from tests import stored_tables
 from tests.optimizers import OF_ALL_TABLES as OPTIMIZERS
 from tests.oracle import assert_close
 from tests.sampling import chosen
-from tests.stored_tables import (
-    LAYOUTS,
-    STEPS,
-    as_arrays,
-    assert_other_rows_untouched,
-    assert_same_run,
-    bits,
-    is_table,
-    mesh_of,
-    numbers,
-    sharded,
-    trained,
-    trained_array,
-)
+from tests.stored_tables import LAYOUTS, STEPS, bits, is_table, mesh_of, numbers, sharded
 
 pytestmark = pytest.mark.sampled(15)
 
@@ -68,9 +56,9 @@ def test_trajectory(place, optimizer, placement, packed, step):
     """As on one device; sharded before, between and after; compiled once; in place."""
     x, (name, factor) = numbers(), place
     table = sharded(x, name, placement, packed=packed, capacity_factor=factor)
-    run = trained(table, OPTIMIZERS[optimizer], STEPS[step])
-    assert_same_run(run, trained_array(optimizer))
-    assert_other_rows_untouched(run, x)
+    run = stored_tables.trained(table, OPTIMIZERS[optimizer], STEPS[step])
+    stored_tables.assert_same_run(run, stored_tables.trained_array(optimizer))
+    stored_tables.assert_other_rows_untouched(run, x)
     assert run.programs == 1
     assert_sharded_alike((run.params, run.state), table.layout)
     assert all(old.is_deleted() for old in run.donated)
@@ -114,8 +102,8 @@ def test_update_without_parameters(optimizer, count):
         updates, state = tx.update(gradient, tx.init(table))
         return jmask.apply_updates(table, updates), state
 
-    actual = as_arrays(run(sharded(numbers(), "8 devices")))
-    assert_close(actual, as_arrays(run(numbers())), rtol=2e-5, atol=2e-6)
+    actual = stored_tables.as_arrays(run(sharded(numbers(), "8 devices")))
+    assert_close(actual, stored_tables.as_arrays(run(numbers())), rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("step", STEPS)
