@@ -16,7 +16,8 @@ from jax import export
 from jax.experimental import checkify
 
 import jmask
-from tests.embedding_oracle import CLOSE, COTANGENT, TABLE, B, D, L, V, normal
+from tests.embedding.test_embedding_bag import CLOSE, COTANGENT, TABLE, B, D, L, V
+from tests.embedding_oracle import normal
 from tests.expressions import functions
 from tests.oracle import dense_twin
 
