@@ -296,7 +296,7 @@ def renormalize(
     slot_ids, _ = unique_slots(positions, slots, count)
     rows = gather_rows(table, slot_ids, coalesced=True)
     shorter = bound.shortened(rows, 1, eps=1e-7)
-    return set_rows(table, slot_ids, shorter, coalesced=True)
+    return set_rows(table, slot_ids, shorter, "sorted")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -86,7 +86,7 @@ class BagSum:
         weights = self.weights
         if self.bag_of_entry is not None:
             rows = _weighted(rows, weights)
-            return add_rows(self.start(), self.bag_of_entry, rows, coalesced=False)
+            return add_rows(self.start(), self.bag_of_entry, rows)
         if weights is None:
             total = jnp.sum(rows, 1, dtype=rows.dtype)
         else:  # a product that XLA's CPU compiler would write out to sum it is a `dot` instead
@@ -132,7 +132,7 @@ class BagSum:
 
             block_weights = None if weights is None else part(weights)
             rows = _read_rows(self.table, part(positions), block_weights, self.fill)
-            return add_rows(carried[0], part(bag_of_entry), rows, coalesced=False), None
+            return add_rows(carried[0], part(bag_of_entry), rows), None
 
         return BlockLoop((self.start(), None), block, blocks, blocks)
 

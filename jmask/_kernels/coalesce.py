@@ -53,7 +53,7 @@ def _summed_by_slots(
     slot_ids, slot_of_entry = unique_slots(ids, slots, rows)
     wide = sum_dtype(values.dtype)
     zeros = jnp.zeros((slots, *values.shape[1:]), wide)
-    summed = add_rows(zeros, slot_of_entry, values.astype(wide), coalesced=False)
+    summed = add_rows(zeros, slot_of_entry, values.astype(wide))
     return slot_ids, summed.astype(values.dtype)
 
 
@@ -64,7 +64,7 @@ def _summed_in_order(
     # With the entry as a second key equal ids stay in order, as XLA makes a
     # sort stable itself: by an iota as one more key.
     ordered, came_from = lax.sort((ids, entry), num_keys=2, is_stable=False)
-    starts = _starts(ordered)
+    starts = starts_of(ordered)
     slot = _slots(starts)
     wide = sum_dtype(values.dtype)
     sums = jnp.zeros((slots, *values.shape[1:]), wide)
@@ -87,7 +87,7 @@ def unique_slots(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.
 
 def _by_sorting(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.Array]:
     ordered, came_from = in_order(ids)
-    starts = _starts(ordered)
+    starts = starts_of(ordered)
     slot = _slots(starts)
     slot_of_entry = lax.platform_dependent(
         came_from, slot, tpu=_sorted_back, default=_scattered_back
@@ -122,7 +122,7 @@ def _sorted_in_one_array(ids: jax.Array, entry: jax.Array) -> tuple[jax.Array, j
         return (both >> 32).astype(jnp.int32), both.astype(jnp.int32)
 
 
-def _starts(ordered: jax.Array) -> jax.Array:
+def starts_of(ordered: jax.Array) -> jax.Array:
     """Find where each of the sorted ids (n,) comes first."""
     return jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
 
@@ -147,7 +147,7 @@ def _distinct(
 def _scattered_once(
     slots: int, rows: int, ordered: jax.Array, starts: jax.Array, slot: jax.Array
 ) -> jax.Array:
-    return set_rows(_unused(slots, rows, ordered), slot, ordered, coalesced=False)
+    return set_rows(_unused(slots, rows, ordered), slot, ordered)
 
 
 def _sorted_again(
@@ -168,11 +168,11 @@ def _scattered_back(came_from: jax.Array, slot: jax.Array) -> jax.Array:
 def _by_marking(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.Array]:
     # Padding is V, which a write to V rows drops.
     unmarked = jnp.zeros((rows,), jnp.int32)
-    marked = set_rows(unmarked, ids, jnp.ones_like(ids), coalesced=False)
+    marked = set_rows(unmarked, ids, jnp.ones_like(ids))
     slot_of_row = jnp.cumsum(marked) - 1
     place = jnp.where(marked > 0, slot_of_row, slots)
     every = lax.iota(ids.dtype, rows)
-    slot_ids = set_rows(_unused(slots, rows, ids), place, every, coalesced=False)
+    slot_ids = set_rows(_unused(slots, rows, ids), place, every)
     return slot_ids, gather_rows(slot_of_row, ids)
 
 

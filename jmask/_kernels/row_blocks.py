@@ -135,7 +135,7 @@ def sums_in_blocks(
         )
         rows = rows_at(values, entries).astype(zero.dtype)
         sums = jnp.zeros((size + 1, *zero.shape), zero.dtype).at[0].set(open_sum)
-        sums = add_rows(sums, slots, rows, coalesced=False)
+        sums = add_rows(sums, slots, rows)
         open_sum = lax.dynamic_index_in_dim(sums, slots[-1], keepdims=False)
         return update(tables, ids, sums.astype(values.dtype)), open_sum
 

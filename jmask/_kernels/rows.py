@@ -11,6 +11,7 @@ arithmetic of an ordinary row, so it cannot raise a division by zero that no row
 """
 
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from jmask._base.array_types import (
     varying_alike,
 )
 from jmask._base.lowering import in_one_device, lower, primitive
-from jmask._base.row_ids import widen
+from jmask._base.row_ids import Order, widen
 from jmask._kernels import tpu_rows, tuning
 from jmask._kernels.gather import BITS, Gather, zero_of
 from jmask._kernels.lines import LANES, joined_in_lines
@@ -93,48 +94,50 @@ def split_rows(
 
 
 def set_rows(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, *, coalesced: bool
+    table: jax.Array, ids: jax.Array, rows: jax.Array, order: Order = "any"
 ) -> jax.Array:
     """Return `table` with `table[ids] = rows`, in place when its buffer may be reused."""
-    return _write("set", table, ids, rows, coalesced)
+    return _write("set", table, ids, rows, order)
 
 
 def add_rows(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, *, coalesced: bool
+    table: jax.Array, ids: jax.Array, rows: jax.Array, order: Order = "any"
 ) -> jax.Array:
     """Return `table` with `table[ids] += rows`, duplicates summed, in place when possible."""
-    return _write("add", table, ids, rows, coalesced)
+    return _write("add", table, ids, rows, order)
 
 
+Kind = Literal["set", "add"]
 _SCATTERS = {"set": lax.scatter, "add": lax.scatter_add}
 
 
-def _write(kind, table, ids, rows, coalesced):
+def _write(kind, table, ids, rows, order):
     if table.shape[0] == 0:  # every id is padding, and the transposed gather has no row
         return table
     sharding = explicit_sharding(table, ids, rows)
     if sharding is not None and is_ambiguous(table, ids, rows):
-        write = functools.partial(_write, kind, coalesced=coalesced)
+        write = functools.partial(_write, kind, order=order)
         return automatically(write, table, ids, rows, like=sharding, spec=spec_of(table))
     rows = rows.astype(table.dtype)
-    if not coalesced or sharding is not None or not ids.shape[0]:
-        return _scattered(table, ids, rows, kind=kind, coalesced=coalesced)
+    if order == "any" or sharding is not None or not ids.shape[0]:
+        return _scattered(table, ids, rows, kind=kind, order=order)
     operands = varying_alike(table, ids, rows)
-    return _write_rows_p.bind(*operands, kind=kind, is_alone=in_one_device())[0]
+    return _write_rows_p.bind(*operands, kind=kind, order=order, is_alone=in_one_device())[0]
 
 
 def _scattered(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, *, kind: str, coalesced: bool
+    table: jax.Array, ids: jax.Array, rows: jax.Array, *, kind: Kind, order: Order
 ) -> jax.Array:
     """Bind one scatter.
 
     Args:
         table, ids, rows: as in `set_rows`.
         kind: a key of `_SCATTERS`.
-        coalesced: whether to promise that ids are sorted and unique.
+        order: what to promise of the ids.
     """
-    if coalesced:
-        ids, coalesced = _unique_padding(ids, table.shape[0])
+    is_unique = order != "any"
+    if is_unique:
+        ids, is_unique = _unique_padding(ids, table.shape[0])
     dimensions = lax.ScatterDimensionNumbers(
         update_window_dims=tuple(range(1, table.ndim)),
         inserted_window_dims=(0,),
@@ -145,14 +148,14 @@ def _scattered(
         ids[:, None],
         rows,
         dimensions,
-        indices_are_sorted=coalesced,
-        unique_indices=coalesced,
+        indices_are_sorted=is_unique and order == "sorted",
+        unique_indices=is_unique,
         mode=_DROP,
     )
 
 
 def _unique_padding(ids: jax.Array, rows: int) -> tuple[jax.Array, bool]:
-    """Make padding V, V, V of sorted ids V, V+1, V+2: XLA is promised unique ids.
+    """Make padding V, V, V of unique ids V, V+1, V+2: XLA is promised unique ids.
 
     Returns the ids and whether the promise can be made (V + n must fit the dtype).
     """
@@ -162,14 +165,20 @@ def _unique_padding(ids: jax.Array, rows: int) -> tuple[jax.Array, bool]:
     return jnp.where(ids >= rows, rows + position, ids), True
 
 
-# --- sorted and unique ids ---------------------------------------------------------------
+# --- unique ids --------------------------------------------------------------------------
 
 
 def _written_as_promised(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, *, kind: str, is_alone: bool
+    table: jax.Array,
+    ids: jax.Array,
+    rows: jax.Array,
+    *,
+    kind: Kind,
+    order: Order,
+    is_alone: bool,
 ) -> list[jax.Array]:
     del is_alone
-    return [_scattered(table, ids, rows, kind=kind, coalesced=True)]
+    return [_scattered(table, ids, rows, kind=kind, order=order)]
 
 
 _write_rows_p = primitive(
@@ -178,37 +187,61 @@ _write_rows_p = primitive(
 
 
 def _written_on_tpus(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, *, kind: str, is_alone: bool
+    table: jax.Array,
+    ids: jax.Array,
+    rows: jax.Array,
+    *,
+    kind: Kind,
+    order: Order,
+    is_alone: bool,
 ) -> list[jax.Array]:
     if is_alone:
-        return _written_on_a_tpu(table, ids, rows, kind=kind, is_alone=True)
+        return _written_on_a_tpu(table, ids, rows, kind=kind, order=order, is_alone=True)
     is_small = table.shape[0] <= tuning.SORTED_PAYS * ids.shape[0]
-    return [_scattered(table, ids, rows, kind=kind, coalesced=is_small)]
+    order = order if is_small and order == "sorted" else "any"
+    return [_scattered(table, ids, rows, kind=kind, order=order)]
 
 
 def _written_on_a_tpu(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, *, kind: str, is_alone: bool
+    table: jax.Array,
+    ids: jax.Array,
+    rows: jax.Array,
+    *,
+    kind: Kind,
+    order: Order,
+    is_alone: bool,
 ) -> list[jax.Array]:
+    is_sorted = order == "sorted"
     if _is_in_lines(table, ids):
+        if not is_sorted:
+            _, row = _sorted_with(ids, rows.reshape(ids.shape))
+            ids, _ = _sorted_with(ids, _entries(ids))  # as the rows were read
+            rows = row.reshape(rows.shape)
         return [_written_in_lines(table, ids, rows, kind)]
-    if tpu_rows.accepts_pairs(table, ids):
+    if is_sorted and tpu_rows.accepts_pairs(table, ids):
         return [_written_in_pairs(table, ids, rows, kind)]
     if not tpu_rows.accepts([table], ids, [rows]):
-        return _written_on_tpus(table, ids, rows, kind=kind, is_alone=False)
+        return _written_on_tpus(table, ids, rows, kind=kind, order=order, is_alone=False)
     if kind == "set":
         body, read = lambda old, new: [new], []
     else:
         body, read = lambda old, step: [old + step], [0]
-    return tpu_rows.update(body, [table], ids, [rows], padding_last=True, read=read)
+    return tpu_rows.update(body, [table], ids, [rows], padding_last=is_sorted, read=read)
 
 
 def _written_on_gpus(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, *, kind: str, is_alone: bool
+    table: jax.Array,
+    ids: jax.Array,
+    rows: jax.Array,
+    *,
+    kind: Kind,
+    order: Order,
+    is_alone: bool,
 ) -> list[jax.Array]:
     # XLA fuses the lookup of the old rows into the scatter that writes the new ones, and where
     # it does not see that both are of one buffer (stacked tables) it reads from a copy of it.
     rows = lax.optimization_barrier(rows)
-    return _written_as_promised(table, ids, rows, kind=kind, is_alone=is_alone)
+    return _written_as_promised(table, ids, rows, kind=kind, order=order, is_alone=is_alone)
 
 
 lower(_write_rows_p, _written_on_a_tpu, _written_on_tpus, platform="tpu")
@@ -219,7 +252,7 @@ lower(_write_rows_p, _written_on_gpus, platform="gpu")
 
 
 def _written_in_pairs(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, kind: str
+    table: jax.Array, ids: jax.Array, rows: jax.Array, kind: Kind
 ) -> jax.Array:
     """Write rows of a 16-bit table (V, width), which share words of 32 bits in pairs."""
     if kind == "add":
@@ -257,7 +290,7 @@ def _is_in_lines(table: jax.Array, ids: jax.Array) -> bool:
 
 
 def _written_in_lines(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, kind: str
+    table: jax.Array, ids: jax.Array, rows: jax.Array, kind: Kind
 ) -> jax.Array:
     n, whole = ids.shape[0], table.shape[0] // LANES
     lines, old = _lines_and_entries(table, ids)
@@ -284,9 +317,19 @@ def _written_in_lines(
     first = jnp.maximum(jnp.sum(ids < table.shape[0], dtype=jnp.int32) - few, 0)
     rest_ids, new = (lax.dynamic_slice_in_dim(x, first, few) for x in (rest_ids, new))
     new = new.reshape(few, *table.shape[1:])
-    rest = _scattered(rest, rest_ids, new, kind="set", coalesced=False)
+    rest = _scattered(rest, rest_ids, new, kind="set", order="any")
     start = (whole * LANES,) + (0,) * (table.ndim - 1)
     return lax.dynamic_update_slice(flat.reshape(table.shape), rest, start)
+
+
+def _sorted_with(ids: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sort ids (n,), and with them numbers (n,)."""
+    ordered, moved = lax.sort((ids, x), num_keys=1, is_stable=False)
+    return ordered, moved
+
+
+def _entries(ids: jax.Array) -> jax.Array:
+    return varying_alike(lax.iota(jnp.int32, ids.shape[0]), ids)[0]
 
 
 def _last_line(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -311,36 +354,40 @@ def _lines_and_entries(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax
     return lines, jnp.where(is_rest, gather_rows(rest, rest_ids).reshape(-1), entries)
 
 
-def gather_unique_rows(table: jax.Array, ids: jax.Array, *, coalesced: bool) -> jax.Array:
+def gather_unique_rows(table: jax.Array, ids: jax.Array, order: Order) -> jax.Array:
     """Gather rows as `gather_rows`, in O(n) on a TPU for tables of one entry a row too."""
     has_lines = table.ndim > 1 and table.size == table.shape[0] > 0 and ids.shape[0]
     if not has_lines or explicit_sharding(table, ids) is not None:
-        return gather_rows(table, ids, coalesced=coalesced)
+        return gather_rows(table, ids, coalesced=order == "sorted")
     table, ids = varying_alike(table, ids)
-    return _read_rows_p.bind(table, ids, coalesced=coalesced, is_alone=in_one_device())[0]
+    return _read_rows_p.bind(table, ids, order=order, is_alone=in_one_device())[0]
 
 
-def _read(
-    table: jax.Array, ids: jax.Array, *, coalesced: bool, is_alone: bool
-) -> list[jax.Array]:
+def _read(table: jax.Array, ids: jax.Array, *, order: Order, is_alone: bool) -> list[jax.Array]:
     del is_alone
-    return [gather_rows(table, ids, coalesced=coalesced)]
+    return [gather_rows(table, ids, coalesced=order == "sorted")]
 
 
 def _read_on_a_tpu(
-    table: jax.Array, ids: jax.Array, *, coalesced: bool, is_alone: bool
+    table: jax.Array, ids: jax.Array, *, order: Order, is_alone: bool
 ) -> list[jax.Array]:
     if not _is_in_lines(table, ids):
-        return _read(table, ids, coalesced=coalesced, is_alone=is_alone)
+        return _read(table, ids, order=order, is_alone=is_alone)
+    # In order, so that XLA reads lines once for those who read them and write others.
+    entry = _entries(ids)
+    if order != "sorted":
+        ids, entry = _sorted_with(ids, entry)
     _, entries = _lines_and_entries(table, ids)
+    if order != "sorted":
+        _, entries = _sorted_with(entry, entries)
     return [entries.reshape(-1, *table.shape[1:])]
 
 
 def _read_on_tpus(
-    table: jax.Array, ids: jax.Array, *, coalesced: bool, is_alone: bool
+    table: jax.Array, ids: jax.Array, *, order: Order, is_alone: bool
 ) -> list[jax.Array]:
     read = _read_on_a_tpu if is_alone else _read
-    return read(table, ids, coalesced=coalesced, is_alone=is_alone)
+    return read(table, ids, order=order, is_alone=is_alone)
 
 
 _read_rows_p = primitive(

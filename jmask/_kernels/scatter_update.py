@@ -79,10 +79,10 @@ def _by_parts(combiner: Combiner) -> OnUniqueRows:
     """Make the definition: what a single scatter computes, in three operations."""
 
     def update(x: UniqueRows) -> list[jax.Array]:
-        old = [gather_unique_rows(table, x.ids, coalesced=x.is_sorted) for table in x.tables]
+        old = [gather_unique_rows(table, x.ids, x.order) for table in x.tables]
         new = combiner(*old, x.rows, *x.scalars)
         return [
-            set_rows(table, x.ids, rows, coalesced=x.is_sorted)
+            set_rows(table, x.ids, rows, x.order)
             for table, rows in zip(x.tables, new, strict=True)
         ]
 
@@ -105,7 +105,7 @@ def _by_kernel(program: ClosedJaxpr, update: Update) -> OnUniqueRows:
     """Return the update as a kernel for TPUs, where there is one."""
 
     def updated(call: UniqueRows) -> list[jax.Array]:
-        tables, ids, grad, others, is_sorted = call
+        tables, ids, grad, others, order = call
         rows = [grad, *(jnp.broadcast_to(x, grad.shape) for x in others if x.ndim)]
         scalars = [x for x in others if not x.ndim]
         if not tpu_rows.accepts(tables, ids, rows, scalars, program.jaxpr):
@@ -121,7 +121,7 @@ def _by_kernel(program: ClosedJaxpr, update: Update) -> OnUniqueRows:
 
         read = [i for i in range(count) if tpu_rows.is_used(program.jaxpr, i)]
         return tpu_rows.update(
-            body, tables, ids, rows, scalars, padding_last=is_sorted, read=read
+            body, tables, ids, rows, scalars, padding_last=order == "sorted", read=read
         )
 
     rule = entry_by_entry(lambda *entries: tpu_rows.evaluate(program, *entries))

@@ -5,7 +5,7 @@
 An optimizer is one function of unique ids and their rows. How these are made from a gradient
 is decided where the program is lowered for a device:
 
-| one CPU                 | equal ids found by hashing: `hash_dedup`; `fused` form  |
+| one CPU                 | equal ids found by hashing: `unique_rows`; `fused` form |
 |   and gathered rows     | blocks of rows in the order of their ids: `row_blocks`  |
 | CPUs, several TPUs      | equal ids summed by sorting; the update in `fused` form |
 | one TPU                 | the same; the update as a `kernel`                      |
@@ -34,7 +34,6 @@ from jmask._kernels import tpu_rows
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gather import zero_of
 from jmask._kernels.gathered_rows import GatheredRows, Rows, as_array
-from jmask._kernels.hash_dedup import summed_into_first
 from jmask._kernels.row_blocks import (
     BlockLoop,
     block_size,
@@ -44,6 +43,7 @@ from jmask._kernels.row_blocks import (
     together,
 )
 from jmask._kernels.rows import add_rows
+from jmask._kernels.unique_rows import RowsOfTable, summed_by_hashing, summed_by_sorting
 
 Tables = Sequence[jax.Array]
 
@@ -53,14 +53,19 @@ class UniqueRows(NamedTuple):
 
     Attributes:
         ids: unique apart from padding, but for additive updates.
-        is_sorted: whether they are sorted, with padding last.
+        order: of the ids.
     """
 
     tables: Tables
     ids: jax.Array
     rows: jax.Array
     scalars: Sequence[jax.Array]
-    is_sorted: bool
+    order: Order
+
+    @property
+    def is_sorted(self) -> bool:
+        """True if ids are sorted, with padding last."""
+        return self.order == "sorted"
 
 
 OnUniqueRows = Callable[[UniqueRows], list[jax.Array]]
@@ -122,9 +127,14 @@ class RowUpdate:
         """Return the same update with the rows of equal ids summed."""
         if self.order != "any":
             return self
-        rows = as_array(self.values)
-        ids, rows = coalesce_rows(self.ids, rows, self.tables[0].shape[0])
+        ids, rows = coalesce_rows(*self.gradient())
         return dataclasses.replace(self, ids=ids, values=rows, order="sorted")
+
+    def gradient(self) -> RowsOfTable:
+        return RowsOfTable(self.ids, as_array(self.values), self.tables[0].shape[0])
+
+    def with_unique(self, ids: jax.Array, values: jax.Array) -> "RowUpdate":
+        return dataclasses.replace(self, ids=ids, values=values, order="unique")
 
     def done_by(self, form: OnUniqueRows, duplicates: bool = False) -> list[jax.Array]:
         """Return the tables, updated in a form of the update.
@@ -134,8 +144,7 @@ class RowUpdate:
             duplicates: whether an additive update may take equal ids as they come.
         """
         x = self if duplicates and self.update.additive else self.summed()
-        rows, is_sorted = as_array(x.values), x.order == "sorted"
-        return form(UniqueRows(x.tables, x.ids, rows, x.scalars, is_sorted))
+        return form(UniqueRows(x.tables, x.ids, as_array(x.values), x.scalars, x.order))
 
 
 def updated(updates: Sequence[RowUpdate | list[Table]]) -> list[list[Table]]:
@@ -183,13 +192,13 @@ def add_to_rows(
 ) -> jax.Array:
     """Return `table` with `table[ids] += values`, duplicates summed, in place if possible."""
     if not isinstance(values, GatheredRows):
-        return add_rows(table, ids, values, coalesced=order == "sorted")
+        return add_rows(table, ids, values, order)
     ((total,),) = updated([RowUpdate(ADDITION, [table], ids, values, [], order)])
     return total
 
 
 def _added(x: UniqueRows) -> list[jax.Array]:
-    return [add_rows(x.tables[0], x.ids, x.rows, coalesced=x.is_sorted)]
+    return [add_rows(x.tables[0], x.ids, x.rows, x.order)]
 
 
 def _added_by_kernel(x: UniqueRows) -> list[jax.Array]:
@@ -225,7 +234,14 @@ _update_rows = GroupedPrimitive("jmask_update_rows", _by_definition, lambda x: l
 def _on_one_tpu(updates: Sequence[RowUpdate]) -> Results:
     for x in updates:
         tpu_rows.warn_if_copied(x.tables[0])
-    return [x.done_by(x.update.kernel or x.update.fastest) for x in updates]
+    return [_on_a_tpu(x) for x in updates]
+
+
+def _on_a_tpu(x: RowUpdate) -> list[jax.Array]:
+    # XLA's scatters gain from sorted ids where tables are small, and the kernel never does.
+    if x.order == "any" and tpu_rows.accepts(x.tables[:1], x.ids, []):
+        x = x.with_unique(*summed_by_sorting(x.gradient()))
+    return x.done_by(x.update.kernel or x.update.fastest)
 
 
 def _on_tpus(updates: Sequence[RowUpdate]) -> Results:
@@ -289,21 +305,16 @@ def is_hashed(x: RowUpdate) -> bool:
 
 
 def _summed_by_hashing(updates: Sequence[RowUpdate]) -> list[RowUpdate]:
-    hashed = [x for x in updates if is_hashed(x)]
-    tables = [(x.ids, as_array(x.values), x.tables[0].shape[0]) for x in hashed]
-    summed = iter(summed_into_first(tables) if tables else ())
-    results = []
-    for x in updates:
-        if is_hashed(x):
-            ids, values = next(summed)
-            x = dataclasses.replace(x, ids=ids, values=values, order="unique")
-        results.append(x)
-    return results
+    hashed = [x.gradient() for x in updates if is_hashed(x)]
+    unique = iter(summed_by_hashing(hashed) if hashed else ())
+    return [x.with_unique(*next(unique)) if is_hashed(x) else x for x in updates]
 
 
 def _loop(x: RowUpdate, size: int) -> BlockLoop:
+    order: Order = "any" if x.update.additive else "unique"
+
     def block(tables: list[jax.Array], ids: jax.Array, rows: jax.Array) -> list[jax.Array]:
-        return x.update.fastest(UniqueRows(tables, ids, rows, x.scalars, False))
+        return x.update.fastest(UniqueRows(tables, ids, rows, x.scalars, order))
 
     kind = rows_in_blocks if x.update.additive else sums_in_blocks
     return kind(block, list(x.tables), x.ids, x.values, size)

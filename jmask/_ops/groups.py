@@ -116,7 +116,7 @@ class BySegments:
 
     def sum(self, x: jax.Array) -> jax.Array:
         zeros = jnp.zeros((max(self.number, 1), *x.shape[1:]), x.dtype)
-        return add_rows(zeros, self.ids, x, coalesced=False)
+        return add_rows(zeros, self.ids, x)
 
     def max(self, x: jax.Array) -> jax.Array:
         return jax.ops.segment_max(x, self.ids, max(self.number, 1))

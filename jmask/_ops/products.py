@@ -56,7 +56,7 @@ from jmask._base.array_types import (
 )
 from jmask._base.fallback import report_fallback
 from jmask._base.lowering import lower, primitive
-from jmask._base.row_ids import canonical
+from jmask._base.row_ids import Order, canonical
 from jmask._base.types import Tensor, TensorLike
 from jmask._base.validation import check_flag, checked_choice, refuse_scipy
 from jmask._kernels.bag_sum import bag_sum
@@ -199,7 +199,7 @@ def sums_of_rows(a: Coordinates, b: Dense | StoredRows, dtype: DTypeLike) -> jax
         return bag_sum(table, positions, a.rows, weights, None, bags, 0)
     terms = weights[:, None] * _rows_or_zeros(table, positions).astype(dtype)
     zeros = jnp.zeros((bags, *table.shape[1:]), dtype)
-    return add_rows(zeros, a.rows, terms, coalesced=False)
+    return add_rows(zeros, a.rows, terms)
 
 
 def zeros_at_padding(ids: jax.Array, values: jax.Array, height: int) -> jax.Array:
@@ -470,7 +470,8 @@ def _matmul(x: jax.Array, y: jax.Array, dtype: DTypeLike) -> jax.Array:
 def _as_columns(values: jax.Array, like: StoredRows) -> jax.Array:
     """Return the matrix (m, V) with the columns `values` (m, n) at the ids of `like`."""
     zeros = jnp.zeros((like.height, values.shape[0]), values.dtype)
-    return add_rows(zeros, like.ids, values.T, coalesced=like.coalesced).T
+    order: Order = "sorted" if like.coalesced else "any"
+    return add_rows(zeros, like.ids, values.T, order).T
 
 
 def _matrix(x: TensorLike, dtype: DTypeLike) -> Tensor:

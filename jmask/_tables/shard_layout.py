@@ -369,7 +369,7 @@ def rows_from_owners(
     def one_round(number: jax.Array, received: jax.Array) -> jax.Array:
         entries = outbox.entries(number)
         replies = _swapped(read(outbox.places_sent(entries)), layout)
-        return set_rows(received, entries, replies, coalesced=False)
+        return set_rows(received, entries, replies)
 
     first = jnp.zeros((keys.shape[0], *like.shape[1:]), like.dtype)
     first, *_ = varying_alike(first, read(jnp.zeros((1,), jnp.int32)), keys)
@@ -411,7 +411,7 @@ def rows_to_owners(
         sent = gather_rows(values, entries)
         return (
             places.at[slots].set(outbox.places_sent(entries), mode="drop"),
-            set_rows(rows, slots, _swapped(sent, layout), coalesced=False),
+            set_rows(rows, slots, _swapped(sent, layout)),
         )
 
     places = jnp.full((room,), layout.block, jnp.int32)

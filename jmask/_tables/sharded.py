@@ -326,7 +326,7 @@ class ShardedTable(StoredTable):
         def rows_of(stored: Blocks, ids: jax.Array) -> jax.Array:
             blocks, places = self._local(stored), layout.local(ids, layout.shard())
             if not isinstance(blocks, PackedTable):
-                return gather_unique_rows(blocks, places, coalesced=False)
+                return gather_unique_rows(blocks, places, "any")
             return read_rows(blocks, places)
 
         over = (layout.rows,) * 3
@@ -338,7 +338,7 @@ class ShardedTable(StoredTable):
         def written(stored: Blocks, ids: jax.Array, rows: jax.Array) -> Blocks:
             places, block = layout.local(ids, layout.shard()), self._local(stored)
             if not isinstance(block, PackedTable):
-                return layout.stored(set_rows(block, places, rows, coalesced=True), 1)
+                return layout.stored(set_rows(block, places, rows, "sorted"), 1)
             parts = block.write(places, rows).parts
             return layout.stored(PackedTable(parts, stored.shape), 1)
 

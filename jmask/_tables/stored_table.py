@@ -31,7 +31,7 @@ from jmask._base.array_types import (
     trailing,
     wide,
 )
-from jmask._base.row_ids import hide, id_dtype
+from jmask._base.row_ids import Order, hide, id_dtype
 from jmask._base.types import (
     DType,
     Gradient,
@@ -277,7 +277,7 @@ class RowsAt(NamedTuple):
     def of(cls, table: Table, gradient: RowSparse) -> "RowsAt":
         """Return access to the rows of a gradient, as the table has `fitted` it."""
         if not is_stored_table(table):
-            return cls.in_arrays(gradient.row_ids(), gradient.values, gradient.coalesced)
+            return cls.in_arrays(gradient.row_ids(), gradient.values, gradient.order)
         return cls(
             gradient.values,
             lambda table: table.rows(gradient),
@@ -285,12 +285,12 @@ class RowsAt(NamedTuple):
         )
 
     @classmethod
-    def in_arrays(cls, ids: jax.Array, values: jax.Array, coalesced: bool) -> "RowsAt":
+    def in_arrays(cls, ids: jax.Array, values: jax.Array, order: Order) -> "RowsAt":
         return cls(
             values,
-            lambda table: gather_unique_rows(table, ids, coalesced=coalesced),
-            lambda table, rows: set_rows(table, ids, rows, coalesced=coalesced),
-            lambda table, rows: add_rows(table, ids, rows, coalesced=coalesced),
+            lambda table: gather_unique_rows(table, ids, order),
+            lambda table, rows: set_rows(table, ids, rows, order),
+            lambda table, rows: add_rows(table, ids, rows, order),
         )
 
     def with_step(self, table: Table, step: jax.Array) -> Table:

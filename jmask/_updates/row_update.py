@@ -87,7 +87,7 @@ def update_rows(
     assert on_rows is not None
 
     def on_unique_rows(x: UniqueRows) -> list[jax.Array]:
-        return on_rows(RowsAt.in_arrays(x.ids, x.rows, x.is_sorted), x.tables, x.scalars)
+        return on_rows(RowsAt.in_arrays(x.ids, x.rows, x.order), x.tables, x.scalars)
 
     one_row = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in (*tables, gradient)]
     captures = bool(jax.make_jaxpr(combiner)(*one_row, *scalars).consts)

@@ -1,7 +1,7 @@
 """Loops side by side: what each gives alone, whatever their lengths.
 
-The ways to sum rows of equal ids agree bit for bit, and hashing is exact whatever the hash
-does; what is known of rows goes with them.
+The ways to sum rows of equal ids agree bit for bit, and are exact whatever the hash does;
+what is known of rows goes with them.
 """
 
 import functools
@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import jmask
-from jmask._kernels import coalesce, hash_dedup, tuning
+from jmask._kernels import coalesce, tuning, unique_rows
 from jmask._kernels.gathered_rows import GATHERED, GatheredRows, as_array
 from jmask._kernels.row_blocks import block_size
+from jmask._kernels.unique_rows import RowsOfTable, summed_by_hashing, summed_by_sorting
 from tests.compiled_step import compiled_step
 from tests.optimizers import OPTIMIZERS
 from tests.oracle import is_row_sparse
@@ -190,7 +191,7 @@ def test_slots_of_each_device(count):
         ordered, came_from = sort(given, jnp.arange(count, dtype=jnp.int32))
         np.testing.assert_array_equal(ordered, np.sort(ids))
         np.testing.assert_array_equal(given[came_from], ordered)
-        starts = coalesce._starts(ordered)
+        starts = coalesce.starts_of(ordered)
         slot = coalesce._slots(starts)
         slot_ids = numbered(count, rows, ordered, starts, slot)
         np.testing.assert_array_equal(slot_ids[: len(distinct)], distinct)
@@ -224,8 +225,7 @@ def test_facts_go_with_their_arrays():
     assert len(GATHERED) <= before
 
 
-# --- equal ids found by hashing ---------------------------------------------------------
-
+# --- rows of equal ids summed into the first -----------------------------------------
 
 V = 40
 
@@ -262,33 +262,52 @@ def check(tables, summed):
             np.testing.assert_array_equal(sums[i], total.astype(sums.dtype))
 
 
+FORMS = {
+    "hashing": summed_by_hashing,
+    "sorting": lambda tables: list(map(summed_by_sorting, tables)),
+}
+
+
+@pytest.mark.parametrize("block", [1, 7, 256])
 @pytest.mark.parametrize("seed", range(4))
-def test_several_tables(seed):
+@pytest.mark.parametrize("form", FORMS)
+def test_several_tables(monkeypatch, form, seed, block):
+    monkeypatch.setattr(unique_rows, "_BLOCK", block)
     tables = list(tables_of(seed))
     rows = [rows for *_, rows in tables]
 
     @jax.jit
     def summed(arrays):
-        return hash_dedup.summed_into_first(
-            [(*x, n) for x, n in zip(arrays, rows, strict=True)]
-        )
+        return FORMS[form]([RowsOfTable(*x, n) for x, n in zip(arrays, rows, strict=True)])
 
     check(tables, summed([x[:2] for x in tables]))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sums_are_in_order(form):
+    """The first value is added to, in the order in which others came."""
+    values = jnp.asarray([1e8, 3, -1e8, 5e8, 1e-3])[:, None]
+    ids = jnp.asarray([7, 7, 7, 2, 7], jnp.int32)
+    ((_, sums),) = FORMS[form]([RowsOfTable(ids, values, V)])
+    expected = np.float32(0)
+    for x in np.asarray(values)[[0, 1, 2, 4], 0]:
+        expected += x
+    assert sums[0, 0] == expected
 
 
 @pytest.mark.parametrize("buckets", [1, 2, 4])
 def test_whatever_the_hash_does(monkeypatch, buckets):
     # Each round finds one id of a bucket.
     monkeypatch.setattr(
-        hash_dedup, "_hash", lambda ids, number: ids.astype("int32") & (buckets - 1)
+        unique_rows, "_hash", lambda ids, number: ids.astype("int32") & (buckets - 1)
     )
     tables = list(tables_of(0))
-    check(tables, hash_dedup.summed_into_first(tables))
+    check(tables, summed_by_hashing([RowsOfTable(*x) for x in tables]))
 
 
 def test_few_rounds():
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 2**31 - 1, 100_000), jnp.int32)
-    hashes = [np.asarray(hash_dedup._hash(ids, jnp.int32(number))) for number in range(3)]
+    hashes = [np.asarray(unique_rows._hash(ids, jnp.int32(number))) for number in range(3)]
     buckets = [np.unique(x & (2**19 - 1)).size for x in hashes]
     # As many as of random numbers: 2**19 * (1 - exp(-100_000 / 2**19)).
     np.testing.assert_allclose(buckets, 91_000, rtol=0.02)
