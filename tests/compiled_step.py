@@ -91,10 +91,17 @@ def training_step(loss, tx, apply=jmask.apply_gradients):
     return step
 
 
-def compiled_step(loss, tx, params, *batch, **how):
-    """Such a step compiled for these arrays or shapes."""
-    state = jax.eval_shape(tx.init, params)
-    return training_step(loss, tx, **how).lower(params, state, *batch).compile()
+def shapes(tree, sharding=None):
+    """The shapes of arrays or shapes, all placed alike."""
+    placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.tree.map(placed, tree)
+
+
+def compiled_step(loss, tx, params, *batch, sharding=None, **how):
+    """Such a step compiled for these arrays or shapes, on the sharding's device."""
+    arguments = params, jax.eval_shape(tx.init, params), *batch
+    arguments = arguments if sharding is None else shapes(arguments, sharding)
+    return training_step(loss, tx, **how).lower(*arguments).compile()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,10 +142,7 @@ class Step:
         }
         state = jax.eval_shape(self.tx.init, params)
         ids = jax.ShapeDtypeStruct((self.lookups,), jnp.int32)
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            (params, state, ids),
-        )
+        return shapes((params, state, ids), sharding)
 
     def jitted(self, donate=True):
         """The step under jit, parameters and state donated."""
@@ -164,6 +168,32 @@ class Step:
     def batch_bytes(self):
         """Bytes of the rows looked up, in float32."""
         return self.entries(self.lookups) * 4
+
+
+def temporary_bytes(compiled, aliased=0, entries=None, allowed=IN_PLACE):
+    """The temporary bytes of a program that works in place.
+
+    Args:
+        aliased: so many bytes of arguments, or more, share their buffer with a result.
+        entries: of no other array there are so many, or more.
+    """
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= aliased
+    assert entries is None or whole_table_operations(compiled, entries) <= allowed
+    return memory.temp_size_in_bytes
+
+
+def check_deferred_in_place(tx, sharding):
+    """A deferred table needs temporaries for the batch and for its lines, some thousand rows.
+    """
+    row, deferred = (128,), functools.partial(jmask.deferred, tx=tx)
+    step = Step(tx, row, lookups=512, apply=jmask.apply_gradients, table=deferred)
+    small, large = (
+        temporary_bytes(step.compile(n, sharding), step.table_bytes(n), step.entries(n))
+        for n in (10**6, 4 * 10**6)
+    )
+    # The root of V has doubled.
+    assert large <= min(40 * step.batch_bytes() + 2**24, 2 * small + 2**20)
 
 
 def whole_table_operations(compiled, entries):

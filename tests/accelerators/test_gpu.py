@@ -23,7 +23,16 @@ from benchmarks.collectives import collectives
 from jmask._kernels import scatter_update
 from jmask._kernels.update_rows import UniqueRows
 from tests.autodiff import test_stacked_lookups as stacked
-from tests.compiled_step import IN_PLACE, Step, rounds_of_loops, whole_table_operations
+from tests.compiled_step import (
+    IN_PLACE,
+    Step,
+    check_deferred_in_place,
+    compiled_step,
+    rounds_of_loops,
+    temporary_bytes,
+    training_step,
+    whole_table_operations,
+)
 from tests.kernels.test_in_place import STEPS
 from tests.optim.test_inside_programs import LATE, LINEAR, late_step
 from tests.optimizers import OPTIMIZERS
@@ -88,6 +97,7 @@ LOOPS = {
     "adam unless not finite": [0],
     "one pass, adam unless not finite": [0],
 }
+sum_of_squares = lambda table, ids: jnp.sum(table[ids] ** 2)
 # The sharding that places all on one GPU.
 gpu = lambda name: SingleDeviceSharding(gpus(name)[0])
 
@@ -126,10 +136,8 @@ def gpus(name, count=1):
 def test_in_place(name, step_name):
     step = ALL_STEPS[step_name]
     compiled = step.compile(ROWS, gpu(name))
-    memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= step.table_bytes(ROWS)
-    assert memory.temp_size_in_bytes <= 10 * step.batch_bytes() + 2**20
-    assert whole_table_operations(compiled, step.entries(ROWS)) <= IN_PLACE
+    temporary = temporary_bytes(compiled, step.table_bytes(ROWS), step.entries(ROWS))
+    assert temporary <= 10 * step.batch_bytes() + 2**20
     assert rounds_of_loops(compiled) == LOOPS.get(step_name, [])
 
 
@@ -152,16 +160,10 @@ def test_sharded_over_eight(optimizer, factor):
     state = jax.tree.map(placed, jax.eval_shape(tx.init, table))
     ids = placed(jax.ShapeDtypeStruct((lookups,), jnp.int32))
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(table, state, ids):
-        value, grads = jmask.value_and_grad(lambda t: jnp.sum(t[ids] ** 2))(table)
-        return *jmask.apply_gradients(tx, grads, state, table), value
-
-    compiled = step.lower(table, state, ids).compile()
-    memory, batch = compiled.memory_analysis(), lookups * row * 4
-    tables = jax.tree.leaves((table, state))
-    assert memory.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in tables) // 8
-    assert memory.temp_size_in_bytes <= 10 * batch + 2**20
+    compiled = training_step(sum_of_squares, tx).lower(table, state, ids).compile()
+    batch = lookups * row * 4
+    tables = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((table, state)))
+    assert temporary_bytes(compiled, tables // 8) <= 10 * batch + 2**20
     # Each row goes to all others, or to one; then in as many rounds as it takes.
     assert sum(size for _, size in collectives(compiled)) <= (batch if factor else 3 * batch)
     assert rounds_of_loops(compiled) == ([0, 0] if factor else [])
@@ -174,41 +176,20 @@ def test_sharded_over_eight(optimizer, factor):
 )
 def test_stacked_tables_in_place(lookup, way, name):
     """They are written as one table of rows, of which XLA does not see that they are it."""
-    tx = stacked.UPDATES[name]
-    shaped = functools.partial(jax.ShapeDtypeStruct, sharding=gpu("H100"))
-    table = shaped((3, 50_000, 16), jnp.float32)
-    as_gpu = functools.partial(jax.tree.map, lambda x: shaped(x.shape, x.dtype))
-    state, batch = as_gpu(jax.eval_shape(tx.init, table)), as_gpu(stacked.BATCH)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(table, state, batch):
-        loss = stacked.loss_of(stacked.ROW_SPARSE[lookup])
-        value, gradient = jmask.value_and_grad(loss)(table, batch)
-        return *stacked.STEPS[way](tx, gradient, state, table), value
-
-    memory = step.lower(table, state, batch).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < table.size
+    table = jax.ShapeDtypeStruct((3, 50_000, 16), jnp.float32)
+    loss, tx = stacked.loss_of(stacked.ROW_SPARSE[lookup]), stacked.UPDATES[name]
+    how = {"sharding": gpu("H100"), "apply": stacked.STEPS[way]}
+    assert temporary_bytes(compiled_step(loss, tx, table, stacked.BATCH, **how)) < table.size
 
 
 @pytest.mark.parametrize("lookups", [2**16, 2**20])
 @pytest.mark.parametrize("name", ["sgd", "adam", "optax.adamw"])
 def test_in_place_for_large_batches(name, lookups):
     """XLA schedules the lookup after the update, or not, by what each of them holds."""
-    tx = OPTIMIZERS[name]
-    table = jax.ShapeDtypeStruct((5_000_000, 128), jnp.float32, sharding=gpu("H100"))
-    state = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=gpu("H100")),
-        jax.eval_shape(tx.init, table),
-    )
-    ids = jax.ShapeDtypeStruct((lookups,), jnp.int32, sharding=gpu("H100"))
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(table, state, ids):
-        value, grads = jmask.value_and_grad(lambda t: jnp.sum(t[ids] ** 2))(table)
-        return *jmask.apply_gradients(tx, grads, state, table), value
-
-    memory = step.lower(table, state, ids).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < 1.1 * lookups * 128 * 4
+    table = jax.ShapeDtypeStruct((5_000_000, 128), jnp.float32)
+    ids = jax.ShapeDtypeStruct((lookups,), jnp.int32)
+    compiled = compiled_step(sum_of_squares, OPTIMIZERS[name], table, ids, sharding=gpu("H100"))
+    assert temporary_bytes(compiled) < 1.1 * lookups * 128 * 4
 
 
 @pytest.mark.parametrize("with_value", [True, False], ids=["value_and_grad", "grad"])
@@ -237,6 +218,11 @@ def test_slots_of_zeros_are_buffers_of_their_own(name):
     updates = [operands.split(", ")[: types.count("f32[")] for types, operands in scatters]
     assert updates or jax.__version_info__ < (0, 12)
     assert all(len({*tables}) == len(tables) for tables in updates)
+
+
+@pytest.mark.parametrize("name", ["adam", "momentum", "optax.adamw"])
+def test_deferred_tables_in_place(name):
+    check_deferred_in_place(OPTIMIZERS[name], gpu("H100"))
 
 
 def test_what_is_lost_in_rounding_is_known():
