@@ -184,8 +184,7 @@ def temporary_bytes(compiled, aliased=0, entries=None, allowed=IN_PLACE):
 
 
 def check_deferred_in_place(tx, sharding):
-    """A deferred table needs temporaries for the batch and for its lines, some thousand rows.
-    """
+    """A deferred table needs temporaries of the batch and of its lines, some thousand rows."""
     row, deferred = (128,), functools.partial(jmask.deferred, tx=tx)
     step = Step(tx, row, lookups=512, apply=jmask.apply_gradients, table=deferred)
     small, large = (

@@ -17,6 +17,7 @@ from jax import lax
 
 import jmask
 from tests.compiled_step import compiled_step, temporary_bytes
+from tests.expressions import functions
 from tests.optimizers import OPTIMIZERS
 from tests.oracle import assert_close, densified
 from tests.stored_tables import STEPS
@@ -217,21 +218,17 @@ def test_arithmetic():
     assert repr(x) == "RowSparse(float32[3, 7, 2], nse=3, leading=2)"
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: x.retain([1]),
-        lambda x: x.row_ids(),
-        lambda x: x[1],
-        lambda x: jmask.numpy.sum(x, axis=1),
-        lambda x: x * jnp.ones((7, 2)),
-        lambda x: jmask.cast_storage(x, "coo"),
-    ],
-)
+NOT_OF_STACKS = functions("x", globals())("""
+    x.retain([1]); x.row_ids(); x[1]; jmask.numpy.sum(x, axis=1); x * jnp.ones((7, 2));
+    jmask.cast_storage(x, "coo")
+""")
+
+
+@pytest.mark.parametrize("call", NOT_OF_STACKS)
 def test_what_takes_no_stacked_tables_says_so(call):
     gradient = jmask.grad(loss_of(ROW_SPARSE["pairs"]))(STACKS["(3, 7, 2)"])
     with pytest.raises(ValueError, match=r"stacked tables.*x\.(flat|todense)\(\)"):
-        call(gradient)
+        NOT_OF_STACKS[call](gradient)
 
 
 # --- in place ----------------------------------------------------------------------------

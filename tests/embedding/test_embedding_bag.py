@@ -25,6 +25,7 @@ from tests.embedding_oracle import (
     strictness,
     table_gradient,
 )
+from tests.expressions import functions
 from tests.oracle import dense_twin
 
 pytestmark = pytest.mark.sampled
@@ -279,19 +280,13 @@ def test_max_forwards():
     assert np.vdot(tangent, COTANGENT) == pytest.approx(np.vdot(direction, gradient), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "form", "combiner"),
-    [
-        (jnp.bfloat16, "lines", "sum"),
-        (jnp.float16, "lines", "sqrtn"),
-        (jnp.float16, "offsets", "mean"),
-        (jnp.bfloat16, "offsets", "sum"),
-        (jnp.bfloat16, "lines", "max"),
-    ],
-)
-def test_narrow_tables_are_summed_in_float32(dtype, form, combiner):
+NARROW = ("bfloat16 lines sum", "float16 lines sqrtn", "float16 offsets mean")
+
+
+@pytest.mark.parametrize("case", [*NARROW, "bfloat16 offsets sum", "bfloat16 lines max"])
+def test_narrow_tables_are_summed_in_float32(case):
     """Summed in bfloat16, ones stay at 256; in float16, at 2048."""
-    count = 4096
+    (dtype, form, combiner), count = case.split(), 4096
     ids = np.zeros(count, np.int32)
     bags = {} if form == "lines" else {"offsets": [0]}
     out = jmask.embedding_bag(
@@ -305,25 +300,25 @@ def test_narrow_tables_are_summed_in_float32(dtype, form, combiner):
 # --- shapes ------------------------------------------------------------------------------
 
 
+def of_no_ids(number, ids=(), **bags):
+    """How many bags there are of ids."""
+    return number, np.asarray(ids, int), bags
+
+
+NOTHING = functions("", globals())("""
+    of_no_ids(0, np.zeros((0, L))); of_no_ids(B, np.zeros((B, 0))); of_no_ids(0, offsets=[]);
+    of_no_ids(2, offsets=[0, 0]); of_no_ids(0, offsets=[0], include_last_offset=True);
+    of_no_ids(0, [1, 2], offsets=[0], include_last_offset=True); of_no_ids(0, segment_ids=[]);
+    of_no_ids(2, segment_ids=[], num_segments=2); of_no_ids(0, [1, 2], segment_ids=[-1, -3]);
+    of_no_ids(0, [1, 2], segment_ids=[0, -1], num_segments=0)
+""")
+
+
 @pytest.mark.parametrize("combiner", ["mean", "max"])
-@pytest.mark.parametrize(
-    ("ids", "bags", "number"),
-    [
-        (np.zeros((0, L), int), {}, 0),
-        (np.zeros((B, 0), int), {}, B),
-        ([], {"offsets": []}, 0),
-        ([], {"offsets": [0, 0]}, 2),
-        ([], {"offsets": [0], "include_last_offset": True}, 0),
-        ([1, 2], {"offsets": [0], "include_last_offset": True}, 0),
-        ([], {"segment_ids": []}, 0),
-        ([], {"segment_ids": [], "num_segments": 2}, 2),
-        ([1, 2], {"segment_ids": [0, -1], "num_segments": 0}, 0),
-        ([1, 2], {"segment_ids": [-1, -3]}, 0),
-    ],
-    ids=str,
-)
-def test_nothing(combiner, ids, bags, number):
+@pytest.mark.parametrize("name", NOTHING)
+def test_nothing(combiner, name):
     """No bags, or nothing in them: zeros, and a row-sparse gradient."""
+    number, ids, bags = NOTHING[name]()
 
     def loss(table):
         out = jmask.embedding_bag(table, ids, combiner=combiner, padding_id=0, **bags)

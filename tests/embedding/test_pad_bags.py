@@ -69,21 +69,19 @@ def test_weights_of_every_dtype(dtype):
 # --- what only a run can tell ------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("offsets", "last", "valid"),
-    [
-        ([0, 2, 2], False, True),
-        ([0, 2, 4], False, True),
-        ([1, 2, 3], False, False),
-        ([0, 3, 2], False, False),
-        ([0, 2, 5], False, False),
-        ([-1, 2, 3], False, False),
-        ([0, 1, 3], True, True),
-        ([0, 1, 5], True, False),
-    ],
+# Offsets of bags, and whether they are well formed; and with the last one.
+OFFSETS = {(0, 2, 2): True, (0, 2, 4): True} | dict.fromkeys(
+    [(1, 2, 3), (0, 3, 2), (0, 2, 5), (-1, 2, 3)], False
 )
-def test_traced_offsets(offsets, last, valid):
+WITH_LAST = {(0, 1, 3): True, (0, 1, 5): False}
+
+
+@pytest.mark.parametrize(
+    ("offsets", "last"), [*((x, False) for x in OFFSETS), *((x, True) for x in WITH_LAST)]
+)
+def test_traced_offsets(offsets, last):
     """Bags that are not well formed are nan where an error is not possible."""
+    valid = (WITH_LAST if last else OFFSETS)[offsets]
     run = lambda o: jmask.embedding_bag(
         TABLE, [0, 1, 3, 4], offsets=o, include_last_offset=last
     )

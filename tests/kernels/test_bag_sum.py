@@ -20,6 +20,7 @@ from jmask._kernels import bag_sum as module
 from jmask._kernels import tuning
 from jmask._kernels.bag_sum import BagSum, bag_sum
 from jmask._kernels.gather import Gather
+from tests.expressions import functions
 from tests.oracle import assert_close
 from tests.stored_tables import bits
 
@@ -191,21 +192,18 @@ def test_rows_that_come_first():
     )
 
 
+LOOKUPS = functions("t, i", globals())("""
+    t[i]; jnp.take(t, i, axis=0); t.at[i].get(mode="fill", fill_value=1.0);
+    jax.vmap(lambda j: t[j])(i); jmask.embedding_lookup(t, i, mode="zero");
+    jax.jit(lambda t, i: jnp.tanh(t[i]))(t, i)
+""")
+
+
 @pytest.mark.parametrize("width", [32, 65, 64])
-@pytest.mark.parametrize(
-    "lookup",
-    [
-        lambda t, i: t[i],
-        lambda t, i: jnp.take(t, i, axis=0),
-        lambda t, i: t.at[i].get(mode="fill", fill_value=1.0),
-        lambda t, i: jax.vmap(lambda j: t[j])(i),
-        lambda t, i: jmask.embedding_lookup(t, i, mode="zero"),
-        lambda t, i: jax.jit(lambda t, i: jnp.tanh(t[i]))(t, i),
-    ],
-    ids=["index", "take", "fill", "vmap", "embedding_lookup", "in a jit"],
-)
-def test_values_and_derivatives(lookup, width):
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_values_and_derivatives(name, width):
     """As those of the same program with rows of a width that is not special."""
+    lookup = LOOKUPS[name]
     table = jax.random.normal(jax.random.key(1), (ROWS, width))
     weights = jnp.arange(IDS.size * width, dtype=jnp.float32).reshape(-1, width) / 100
     loss = lambda t: jnp.sum(lookup(t, IDS % ROWS) ** 2 * weights, where=weights > 0.5)

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmask
 from jmask._kernels import rows, scatter_update, tpu_rows, update_rows
+from tests.expressions import functions
 from tests.oracle import assert_close
 from tests.stored_tables import update_and_apply
 
@@ -316,26 +317,20 @@ UPDATE = ["jmask_update_rows"]
 BOTH = ["jmask_read_lines", "jmask_update_rows"]
 
 
+WITH_ROWS_READ = functions("", vars(jmask))('adam(count="per_row"); rowwise_adagrad()')
+OPTIMIZERS = WITH_ROWS_READ | functions("", {"optax": optax, **vars(jmask)})("""
+    sgd(0.1); sgd(0.1, momentum=0.9, weight_decay=0.1); adagrad(); adam(); ftrl();
+    lazy(optax.adamw(0.1)); lazy(optax.rmsprop(0.1)); lazy(optax.lion(0.1));
+    lazy(optax.adan(0.1))
+""")
+
+
 @pytest.mark.parametrize("apply", [jmask.apply_gradients, update_and_apply])
-@pytest.mark.parametrize(
-    ("tx", "kernels"),
-    [
-        (jmask.sgd(0.1), UPDATE),
-        (jmask.sgd(0.1, momentum=0.9, weight_decay=0.1), UPDATE),
-        (jmask.adagrad(), UPDATE),
-        (jmask.adam(), UPDATE),
-        (jmask.adam(count="per_row"), BOTH),
-        (jmask.rowwise_adagrad(), BOTH),
-        (jmask.ftrl(), UPDATE),
-        (jmask.lazy(optax.adamw(0.1)), UPDATE),
-        (jmask.lazy(optax.rmsprop(0.1)), UPDATE),
-        (jmask.lazy(optax.lion(0.1)), UPDATE),
-        (jmask.lazy(optax.adan(0.1)), UPDATE),
-    ],
-)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.dtype_promotion
-def test_optimizers_that_are_the_kernel(tx, kernels, apply):
-    assert kernels_of(tx, (10**6, 128), apply=apply) == kernels
+def test_optimizers_that_are_the_kernel(name, apply):
+    kernels = BOTH if name in WITH_ROWS_READ else UPDATE
+    assert kernels_of(OPTIMIZERS[name](), (10**6, 128), apply=apply) == kernels
 
 
 @pytest.mark.parametrize(

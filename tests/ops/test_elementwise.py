@@ -16,6 +16,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
 import jmask.numpy as jnm
+from tests.expressions import functions
 from tests.sparse_arrays import csr
 from tests.torch_names import REFERENCE_BINARY, REFERENCE_UNARY, TORCH_NAMES, name_here
 
@@ -204,40 +205,28 @@ def test_gradients(name):
             assert not np.asarray(second)[~masks[0]].any()
 
 
-class TestOperators:
-    x = jmask.masked_tensor(np.array([4.0, np.nan, 9.0], np.float32), [True, False, True])
+# By what they are of 4 and 9.
+OPERATORS = {
+    code: (operator, expected)
+    for expected, text in {
+        (5, 10): "x + 1; 1 + x", (-2, -7): "2 - x; np.float32(2) - x",
+        (8, 18): "np.full(3, 2, np.float32) * x; jnp.full(3, 2.0) * x", (9, 4): "36 / x",
+        (2, 4): "x // 2", (2, 1): "10 // x; 10 % x", (16, 81): "x**2", (1, 0): "x == 4",
+        (16, 512): "2**x", (-4, -9): "-x", (4, 9): "+x; abs(-x)",
+        (2, 7): "x - np.float32(2)",
+        (0, 1): "x % 4; x > 5; x != 4; ~(x < 5) & (x > 0)", (1, 1): "(x <= 4) | (x >= 9)",
+    }.items()
+    for code, operator in functions("x", globals())(text).items()
+}  # fmt: skip
 
-    @pytest.mark.parametrize(
-        ("operation", "expected"),
-        [
-            (lambda x: x + 1, [5, 10]),
-            (lambda x: 1 + x, [5, 10]),
-            (lambda x: 2 - x, [-2, -7]),
-            (lambda x: x - np.float32(2), [2, 7]),
-            (lambda x: np.float32(2) - x, [-2, -7]),
-            (lambda x: np.full(3, 2, np.float32) * x, [8, 18]),
-            (lambda x: jnp.full(3, 2.0) * x, [8, 18]),
-            (lambda x: 36 / x, [9, 4]),
-            (lambda x: x // 2, [2, 4]),
-            (lambda x: 10 // x, [2, 1]),
-            (lambda x: x % 4, [0, 1]),
-            (lambda x: 10 % x, [2, 1]),
-            (lambda x: x**2, [16, 81]),
-            (lambda x: 2**x, [16, 512]),
-            (lambda x: -x, [-4, -9]),
-            (lambda x: +x, [4, 9]),
-            (lambda x: abs(-x), [4, 9]),
-            (lambda x: x > 5, [False, True]),
-            (lambda x: x == 4, [True, False]),
-            (lambda x: x != 4, [False, True]),
-            (lambda x: (x <= 4) | (x >= 9), [True, True]),
-            (lambda x: ~(x < 5) & (x > 0), [False, True]),
-        ],
-    )
-    def test_operator(self, operation, expected):
-        for result in (operation(self.x), jax.jit(operation)(self.x)):
-            assert result.mask.tolist() == [True, False, True]
-            np.testing.assert_allclose(np.asarray(result.data)[[0, 2]], expected)
+
+@pytest.mark.parametrize("code", OPERATORS)
+def test_operator(code):
+    operator, expected = OPERATORS[code]
+    x = jmask.masked_tensor(np.array([4.0, np.nan, 9.0], np.float32), [True, False, True])
+    for result in (operator(x), jax.jit(operator)(x)):
+        assert result.mask.tolist() == [True, False, True]
+        np.testing.assert_allclose(np.asarray(result.data)[[0, 2]], expected)
 
 
 class TestOrdinaryTensors:
