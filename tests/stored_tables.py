@@ -129,6 +129,10 @@ LAYOUTS = {
 }
 
 
+# Three of them that differ in kind.
+SPREAD = ["8 devices", "rows over table, batch over data", "explicit axis"]
+
+
 def sharded(x, layout, placement="div", packed=False, **how):
     sizes, rows, batch, axes = LAYOUTS[layout]
     mesh = mesh_of(*sizes, axes=axes)

@@ -223,8 +223,7 @@ def test_same_trajectory(name):
     try:
         import torch
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             from fbgemm_gpu.split_embedding_configs import EmbOptimType
             from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
                 ComputeDevice,

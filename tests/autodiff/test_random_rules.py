@@ -272,8 +272,7 @@ def check(shape, *rules):
     def gradients(table, ids):
         return [(jmask.grad(f)(table, ids), jax.grad(f)(table, ids)) for f in losses]
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", jmask.StorageFallbackWarning)
+    with warnings.catch_warnings(action="ignore", category=jmask.StorageFallbackWarning):
         pairs = gradients(table, IDS)
     for steps, (result, expected) in zip(rules, pairs, strict=True):
         low = any(name == "low" for name, _, _ in steps)
@@ -313,8 +312,7 @@ def test_numbers_that_make_nan_of_zeros(number, shape):
     )
     for rule in rules:
         loss, table = loss_of(rule), jnp.ones((6, 2))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", jmask.StorageFallbackWarning)
+        with warnings.catch_warnings(action="ignore", category=jmask.StorageFallbackWarning):
             result = jmask.todense(jmask.grad(loss)(table, IDS))
         np.testing.assert_array_equal(result, jax.grad(loss)(table, IDS))
 

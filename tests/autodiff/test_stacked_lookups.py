@@ -5,7 +5,6 @@ coincide, ids repeat, are negative and out of range. Every optimizer takes such 
 takes that of the one table (M * V, D).
 """
 
-import warnings
 from typing import NamedTuple
 
 import jax
@@ -185,8 +184,7 @@ def test_dense_and_said(name):
 
 def test_slices_used_densely_are_no_lookups():
     loss = lambda w: jnp.sum(jnp.tanh(w[0] @ w[1].T) @ w[2])
-    with warnings.catch_warnings(), jmask.strict():
-        warnings.simplefilter("error")
+    with jmask.strict():
         jmask.grad(loss)(jnp.ones((3, 600, 600)))
 
 

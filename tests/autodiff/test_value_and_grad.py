@@ -19,8 +19,7 @@ pytestmark = pytest.mark.sampled
 @contextlib.contextmanager
 def expecting_fallback(expected):
     """Fallback warnings occur exactly if expected."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         yield
     fallbacks = [w for w in caught if w.category is jmask.StorageFallbackWarning]
     assert bool(fallbacks) == expected, [str(w.message) for w in caught]
@@ -125,8 +124,7 @@ def test_remat_still_recomputes():
 
 class TestFallback:
     def test_once_per_place(self):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("default")
+        with warnings.catch_warnings(record=True, action="default") as caught:
             for _ in range(3):
                 jmask.grad(lambda t: square(t[IDS] @ t.T))(TABLE)
         assert len(caught) == 1

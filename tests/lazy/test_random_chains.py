@@ -141,8 +141,7 @@ def check(parts):
 
     params, state = dense_step(random_tree(5), inner.init(PARAMS), PARAMS)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", jmask.StorageFallbackWarning)
+        with warnings.catch_warnings(action="ignore", category=jmask.StorageFallbackWarning):
             new, in_one = lazy_steps(gradient, state, params)
     except ValueError as error:
         if "jmask.lazy cannot wrap" not in str(error):

@@ -242,8 +242,7 @@ class TestOrdinaryTensors:
         with np.errstate(all="ignore"):
             expected = np.asarray(function.__wrapped__(x.todense()))
             keeps = not np.any(np.asarray(function.__wrapped__(np.zeros((), x.dtype))))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             result = function(x)
         assert isinstance(result, jmask.RowSparse) == keeps
         assert bool(caught) != keeps

@@ -99,8 +99,7 @@ def results(function, ids, x, y, d, twin):
 
 
 def kind_of(function, x, y, d):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         result = function(jnm, *tensors(x, y), d)
     if caught:
         assert all(w.category is jmask.StorageFallbackWarning for w in caught)
@@ -204,8 +203,7 @@ def test_strict_raises_and_names_the_operation(name):
 
 def test_once_for_each_place():
     x, _ = tensors(X, Y)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
+    with warnings.catch_warnings(record=True, action="default") as caught:
         for _ in range(3):
             jnm.cos(x)
         x + 1.0

@@ -28,8 +28,7 @@ tied = lambda params: jnp.sum(params["table"][IDS] @ params["table"].T)
 
 
 def notices(run):
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as found:
         run()
     return [str(x.message) for x in found if x.category is jmask.StorageFallbackWarning]
 

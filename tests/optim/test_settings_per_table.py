@@ -71,20 +71,6 @@ def test_schedules(build):
         np.testing.assert_allclose(params[name], scheduled[name], rtol=2e-5)
 
 
-@jax.jit
-def after_two_steps(momentum):
-    tx = jmask.sgd(1.0, momentum=momentum)
-    rows, table = jmask.RowSparse([1], jnp.ones((1, 1)), (3, 1)), jnp.ones((3, 1))
-    state = tx.init(table)
-    for _ in range(2):
-        table, state = jmask.apply_gradients(tx, rows, state, table)
-    return table[1, 0]
-
-
-def test_traced_momentum():
-    assert after_two_steps(0.5) == 1 - 1 - 1.5
-
-
 PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np, jmask
 rng = np.random.default_rng(0)
