@@ -29,3 +29,9 @@ def rows(text):
     """The parts of each row, between bars; what is indented more goes on with a row."""
     found = re.split(r"\n    (?=\S)", text.rstrip())[1:]
     return [[part.strip() for part in re.split(r" \|\s", row)] for row in found]
+
+
+def named(arguments, names):
+    """A reader of tables of rows, a name and an expression: the functions by their names."""
+    read = functions(arguments, names)
+    return lambda text: {name: f for name, code in rows(text) for f in read(code).values()}

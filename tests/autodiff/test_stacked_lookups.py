@@ -16,7 +16,7 @@ from jax import lax
 
 import jmask
 from tests.compiled_step import compiled_step, temporary_bytes
-from tests.expressions import functions
+from tests.expressions import functions, named
 from tests.optimizers import OPTIMIZERS
 from tests.oracle import assert_close, densified
 from tests.stored_tables import STEPS
@@ -36,89 +36,75 @@ class Batch(NamedTuple):
 
 BATCH = Batch(jnp.array([1, 2, 1]), jnp.array([1, -2, 9]), jnp.array([0, 2, 1]))
 take = lambda t, ids, **how: jnp.nan_to_num(jnp.take(t, ids, **how))
-ROW_SPARSE = {
-    "pairs": lambda t, x: t[x.tables, x.ids],
-    "pairs beyond": lambda t, x: t[x.tables, x.beyond],
-    "an outer product of ids": lambda t, x: t[x.tables[:, None], x.ids[None]],
-    "one table": lambda t, x: t[1, x.ids],
-    "the last table": lambda t, x: t[-1, x.beyond],
-    "one row of some tables": lambda t, x: t[x.tables, 1],
-    "a table, then rows": lambda t, x: t[1][x.ids],
-    "a table that is traced, then rows": lambda t, x: t[x.tables[1]][x.ids],
-    "dynamic_index_in_dim": lambda t, x: lax.dynamic_index_in_dim(t, x.ids[0], 0, False)[x.ids],
-    "the same rows of all": lambda t, x: t[:, x.ids],
-    "take along 1": lambda t, x: jnp.take(t, x.ids, axis=1),
-    "take, clipped": lambda t, x: take(t, x.beyond, axis=1, mode="clip"),
-    "take, filled": lambda t, x: take(t, x.beyond, axis=1, mode="fill"),
-    "take_along_axis": lambda t, x: jnp.take_along_axis(
-        t, jnp.broadcast_to(x.ids[None, :2, None], (t.shape[0], 2, t.shape[2])), 1
-    ),
-    "vmap over tables": lambda t, x: jax.vmap(lambda table: table[x.ids])(t),
-    "vmap over both": lambda t, x: jax.vmap(lambda table, i: table[i])(
-        t, jnp.stack([x.ids] * 3)
-    ),
-    "vmap of take": lambda t, x: jax.vmap(lambda a: take(a, x.beyond, axis=0))(t),
-    "vmap over ids": lambda t, x: jax.vmap(lambda i: t[1, i])(x.ids),
-    "one table of all": lambda t, x: t.reshape(-1, t.shape[2])[x.ids * 2],
-    "swapped": lambda t, x: t.swapaxes(0, 1)[x.ids],
-    "entries": lambda t, x: t[x.tables, x.ids, x.ids % 2],
-    "columns, then rows": lambda t, x: t[0][:, :1][x.ids],
-    "split, then rows": lambda t, x: jnp.split(t[0], t.shape[2], 1)[0][x.ids],
-    "rows, then rows": lambda t, x: t[0][1:][x.ids],
-    "every other row, then rows": lambda t, x: t[:, ::2][:, x.ids % 2],
-    "another axis, then rows": lambda t, x: t[0][None][0][x.ids],
-    "tables end to end": lambda t, x: jnp.concatenate([t[0], t[1]])[x.ids * 2],
-    "reversed": lambda t, x: t[::-1][x.tables],
-    "reversed rows": lambda t, x: t[:, ::-1][1, x.ids],
-    "reversed columns": lambda t, x: t[..., ::-1][x.tables, x.ids],
-    "stacked": lambda t, x: jnp.stack([t[0], t[1]])[x.tables % 2, x.ids],
-    "stacked behind": lambda t, x: jnp.stack([t[0], 2 * t[1]], 1)[x.ids, 1],
-    "stacked last": lambda t, x: jnp.stack([t[0], t[1]], 2)[x.beyond],
-    "table by table": lambda t, x: [table[x.ids] for table in t],
-    "unstacked along 1": lambda t, x: jnp.unstack(t, axis=1)[1][x.tables],
-    "some columns": lambda t, x: t[1, x.ids, :1],
-    "some columns beyond": lambda t, x: t[x.tables, x.beyond, 1:],
-    "some columns of all": lambda t, x: t[:, x.ids, -1:],
-    "some columns of a row": lambda t, x: t[1, x.ids[0], :1],
-    "some columns of a traced row": lambda t, x: t[x.tables[1], x.ids[1], 1:],
-    "some columns, filled": lambda t, x: t[1].at[x.beyond, 1:].get(mode="fill", fill_value=0),
-    "some columns, clipped": lambda t, x: t.at[x.tables, x.beyond, 1:].get(mode="clip"),
-    "some rows and columns": lambda t, x: t[x.tables, 1:3, :1],
-    "windows": lambda t, x: jax.vmap(lambda i: lax.dynamic_slice(t[1], (i, 1), (1, 1)))(
-        x.beyond
-    ),
-    "a scan over tables": lambda t, x: lax.scan(lambda c, a: (c, a[x.ids]), 0, t)[1],
-    "a scan over tables, reversed": lambda t, x: lax.scan(
-        lambda c, a: (jnp.sin(c + a[x.beyond]), c), jnp.zeros((3, t.shape[2])), t, reverse=True
-    )[0],
-    "a scan over tables and ids": lambda t, x: lax.scan(
-        lambda c, a: (c + jnp.sum(a[0][a[1]]), a[0][a[1], :1]), 0.0, (t, x.tables)
-    ),
-    "a map over tables": lambda t, x: lax.map(lambda a: a[x.ids] * a[x.beyond], t),
-    "a checkpointed scan over tables": lambda t, x: lax.scan(
-        jax.checkpoint(lambda c, a: (c, jnp.sin(a[x.ids]))), 0, t
-    )[1],
-    "scans over tables": lambda t, x: lax.scan(
-        lambda c, a: (c, lax.map(lambda b: b[x.ids % 2], a)), 0, jnp.stack([t, 2 * t])
-    )[1],
-    "a scan over tables and rows of all": lambda t, x: (
-        lax.map(lambda a: a[x.ids], t),
-        t[:, x.ids],
-    ),
-    "a scan over tables in a cond": lambda t, x: lax.cond(
-        x.ids[0] > 0, lambda: lax.map(lambda a: a[x.ids], t), lambda: t[:, x.tables]
-    ),
-    "a scan": lambda t, x: lax.scan(lambda c, i: (c, t[1, i]), 0, x.ids)[1],
-    "a cond": lambda t, x: lax.cond(x.ids[0] > 0, lambda: t[1, x.ids], lambda: t[2][x.beyond]),
-    "a cond of different rows": lambda t, x: lax.cond(
-        x.ids[0] > 0, lambda: t[1, x.ids], lambda: t[x.tables][:, 0]
-    ),
-    "checkpoint": lambda t, x: jax.checkpoint(lambda t: jnp.sin(t[x.tables, x.ids]))(t),
-    "several": lambda t, x: (t[1][x.ids], t[:, x.ids], t[x.tables], t[x.tables, x.ids]),
-    "whole tables": lambda t, x: t[x.tables],
-    "cast": lambda t, x: t.astype(jnp.bfloat16)[x.tables, x.ids].astype(jnp.float32),
-    "scaled": lambda t, x: (2 * t)[x.tables, x.ids] / 3,
-}
+ROW_SPARSE = named("t, x", globals())("""
+    pairs | t[x.tables, x.ids]
+    pairs beyond | t[x.tables, x.beyond]
+    an outer product of ids | t[x.tables[:, None], x.ids[None]]
+    one table | t[1, x.ids]
+    the last table | t[-1, x.beyond]
+    one row of some tables | t[x.tables, 1]
+    a table, then rows | t[1][x.ids]
+    a table that is traced, then rows | t[x.tables[1]][x.ids]
+    dynamic_index_in_dim | lax.dynamic_index_in_dim(t, x.ids[0], 0, False)[x.ids]
+    the same rows of all | t[:, x.ids]
+    take along 1 | jnp.take(t, x.ids, axis=1)
+    take, clipped | take(t, x.beyond, axis=1, mode="clip")
+    take, filled | take(t, x.beyond, axis=1, mode="fill")
+    take_along_axis | jnp.take_along_axis(t, jnp.broadcast_to(x.ids[None, :2, None],
+        (t.shape[0], 2, t.shape[2])), 1)
+    vmap over tables | jax.vmap(lambda table: table[x.ids])(t)
+    vmap over both | jax.vmap(lambda table, i: table[i])(t, jnp.stack([x.ids] * 3))
+    vmap of take | jax.vmap(lambda a: take(a, x.beyond, axis=0))(t)
+    vmap over ids | jax.vmap(lambda i: t[1, i])(x.ids)
+    one table of all | t.reshape(-1, t.shape[2])[x.ids * 2]
+    swapped | t.swapaxes(0, 1)[x.ids]
+    entries | t[x.tables, x.ids, x.ids % 2]
+    columns, then rows | t[0][:, :1][x.ids]
+    split, then rows | jnp.split(t[0], t.shape[2], 1)[0][x.ids]
+    rows, then rows | t[0][1:][x.ids]
+    every other row, then rows | t[:, ::2][:, x.ids % 2]
+    another axis, then rows | t[0][None][0][x.ids]
+    tables end to end | jnp.concatenate([t[0], t[1]])[x.ids * 2]
+    reversed | t[::-1][x.tables]
+    reversed rows | t[:, ::-1][1, x.ids]
+    reversed columns | t[..., ::-1][x.tables, x.ids]
+    stacked | jnp.stack([t[0], t[1]])[x.tables % 2, x.ids]
+    stacked behind | jnp.stack([t[0], 2 * t[1]], 1)[x.ids, 1]
+    stacked last | jnp.stack([t[0], t[1]], 2)[x.beyond]
+    table by table | [table[x.ids] for table in t]
+    unstacked along 1 | jnp.unstack(t, axis=1)[1][x.tables]
+    some columns | t[1, x.ids, :1]
+    some columns beyond | t[x.tables, x.beyond, 1:]
+    some columns of all | t[:, x.ids, -1:]
+    some columns of a row | t[1, x.ids[0], :1]
+    some columns of a traced row | t[x.tables[1], x.ids[1], 1:]
+    some columns, filled | t[1].at[x.beyond, 1:].get(mode="fill", fill_value=0)
+    some columns, clipped | t.at[x.tables, x.beyond, 1:].get(mode="clip")
+    some rows and columns | t[x.tables, 1:3, :1]
+    windows | jax.vmap(lambda i: lax.dynamic_slice(t[1], (i, 1), (1, 1)))(x.beyond)
+    a scan over tables | lax.scan(lambda c, a: (c, a[x.ids]), 0, t)[1]
+    a scan over tables, reversed | lax.scan(lambda c, a: (jnp.sin(c + a[x.beyond]), c),
+        jnp.zeros((3, t.shape[2])), t, reverse=True)[0]
+    a scan over tables and ids |
+        lax.scan(lambda c, a: (c + jnp.sum(a[0][a[1]]), a[0][a[1], :1]), 0.0, (t, x.tables))
+    a map over tables | lax.map(lambda a: a[x.ids] * a[x.beyond], t)
+    a checkpointed scan over tables |
+        lax.scan(jax.checkpoint(lambda c, a: (c, jnp.sin(a[x.ids]))), 0, t)[1]
+    scans over tables | lax.scan(lambda c, a: (c, lax.map(lambda b: b[x.ids % 2], a)), 0,
+        jnp.stack([t, 2 * t]))[1]
+    a scan over tables and rows of all | (lax.map(lambda a: a[x.ids], t), t[:, x.ids])
+    a scan over tables in a cond |
+        lax.cond(x.ids[0] > 0, lambda: lax.map(lambda a: a[x.ids], t), lambda: t[:, x.tables])
+    a scan | lax.scan(lambda c, i: (c, t[1, i]), 0, x.ids)[1]
+    a cond | lax.cond(x.ids[0] > 0, lambda: t[1, x.ids], lambda: t[2][x.beyond])
+    a cond of different rows |
+        lax.cond(x.ids[0] > 0, lambda: t[1, x.ids], lambda: t[x.tables][:, 0])
+    checkpoint | jax.checkpoint(lambda t: jnp.sin(t[x.tables, x.ids]))(t)
+    several | (t[1][x.ids], t[:, x.ids], t[x.tables], t[x.tables, x.ids])
+    whole tables | t[x.tables]
+    cast | t.astype(jnp.bfloat16)[x.tables, x.ids].astype(jnp.float32)
+    scaled | (2 * t)[x.tables, x.ids] / 3
+""")
 DENSE = {
     "transposed": lambda t, x: t[0].T[x.ids % t.shape[2]],
     "columns": lambda t, x: t[..., x.ids % t.shape[2]],
