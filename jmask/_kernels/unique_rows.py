@@ -47,8 +47,9 @@ def _entries(ids: jax.Array) -> jax.Array:
 
 # --- by sorting, on TPUs ----------------------------------------------------------------------
 
-# Rows that are added in one round of a loop.
-_BLOCK = 256
+# Rows that are added in one round of a loop, and how many rounds all would take: with more rows
+# a round an entry takes less, and few that come again take more.
+_BLOCK, _BLOCKS = 256, 32
 
 
 def summed_by_sorting(given: RowsOfTable) -> Unique:
@@ -61,19 +62,22 @@ def summed_by_sorting(given: RowsOfTable) -> Unique:
     count, entries = ids.shape[0], _entries(ids)
     # With the entry as a second key equal ids stay in order.
     ordered, came_from = lax.sort((ids, entries), num_keys=2, is_stable=False)
-    again = ~starts_of(ordered) & (ordered < rows)
-    start = lax.cummax(jnp.where(again, 0, entries))
+    starts = starts_of(ordered)
+    again = ~starts & (ordered < rows)
+    start = lax.cummax(jnp.where(starts, entries, 0))
+    # The places of those that come again, one after the other, then padding.
     later = lax.sort(jnp.where(again, entries, count), is_stable=False)
-    later = jnp.pad(later, (0, _BLOCK), constant_values=count)
+    size = max(_BLOCK, count // _BLOCKS)
+    later = jnp.pad(later, (0, size), constant_values=count)
     left = jnp.sum(again, dtype=jnp.int32)
 
     def block(carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         begin, sums = carried
-        places = lax.dynamic_slice_in_dim(later, begin, _BLOCK)
-        entry = gather_rows(came_from, places)
+        places = lax.dynamic_slice_in_dim(later, begin, size)
         first = gather_rows(came_from, gather_rows(start, places))
         into = jnp.where(places < count, first, count)
-        return begin + _BLOCK, add_rows(sums, into, gather_rows(sums, entry))
+        rows = gather_rows(sums, gather_rows(came_from, places))
+        return begin + size, add_rows(sums, into, rows)
 
     sums = values.astype(sum_dtype(values.dtype))
     begin = varying_alike(jnp.int32(0), ids)[0]

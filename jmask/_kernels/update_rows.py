@@ -8,7 +8,7 @@ is decided where the program is lowered for a device:
 | one CPU                 | equal ids found by hashing: `unique_rows`; `fused` form |
 |   and gathered rows     | blocks of rows in the order of their ids: `row_blocks`  |
 | CPUs, several TPUs      | equal ids summed by sorting; the update in `fused` form |
-| one TPU                 | the same; the update as a `kernel`                      |
+| one TPU                 | equal ids found by sorting: `unique_rows`; a `kernel`   |
 | one GPU, jax from 0.12  | the same; the update in its `fused` form                |
 | GPUs, vmap, derivatives | the same; the update as it is defined                   |
 

@@ -62,7 +62,7 @@ STEPS = {
     ),
 }
 
-# The only round of a step that is taken or not.
+# A round of a step that is taken or not, beside the loop over rows of ids that come again.
 WITH_A_LOOP = ("adagrad unless not finite",)
 
 
@@ -95,7 +95,7 @@ def test_in_place(topology, name):
         compiled = step.compile(rows, device(topology))
         tables = step.table_bytes(rows), step.entries(rows), allowed
         temporary.append(steps.temporary_bytes(compiled, *tables))
-        assert len(steps.rounds_of_loops(compiled)) <= (name in WITH_A_LOOP)
+        assert len(steps.rounds_of_loops(compiled)) <= 1 + (name in WITH_A_LOOP)
     # The same within 1 %, or a few rows of the batch that XLA keeps in on-chip memory,
     # which is not counted, for the small table and not for the large one (Adam).
     # Besides the rows of the batch there are buffers of a fixed size.
@@ -171,7 +171,7 @@ def check_flat(programs):
     for compiled, rows in zip(programs, ROWS, strict=True):
         assert not steps.streaming_scatters(compiled, rows)
         assert whole_table_operations(compiled, rows) <= IN_PLACE
-        assert not steps.rounds_of_loops(compiled)
+        assert len(steps.rounds_of_loops(compiled)) <= 1  # over the rows of ids that come again
     small, large = map(steps.costed_cycles, programs)
     assert large <= 1.02 * small + 2000
 
