@@ -135,22 +135,17 @@ class TestMappedAxis:
     @pytest.mark.parametrize("checked", [True, False])
     def test_devices(self, checked):
         mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,))
-        spec = PartitionSpec()
 
         def step(table, ids):
             if checked:  # or JAX sums the gradients of devices by itself
                 table = jax.lax.pcast(table, "i", to="varying")
             return self.step(table, ids[0])
 
-        run = jax.jit(
-            jax.shard_map(
-                step,
-                mesh=mesh,
-                in_specs=(spec, PartitionSpec("i")),
-                out_specs=spec,
-                check_vma=checked,
-            )
-        )
+        specs = {
+            "in_specs": (PartitionSpec(), PartitionSpec("i")),
+            "out_specs": PartitionSpec(),
+        }
+        run = jax.jit(jax.shard_map(step, mesh=mesh, **specs, check_vma=checked))
         self.check(*run(TABLE, BATCHES))
         # What crosses: the rows and ids of the batch, and the dense leaves.
         text = run.lower(jnp.ones((5_000, 3)), BATCHES).compile().as_text()
