@@ -38,7 +38,7 @@ def coalesce_rows(ids: jax.Array, values: jax.Array, rows: int) -> tuple[jax.Arr
         return ids[:0], values[:0]
     by_slots = functools.partial(_summed_by_slots, slots, rows)
     if (
-        values.size * values.dtype.itemsize < tuning.SORTED_BY_XLA
+        values.size * values.dtype.itemsize < tuning.LARGE_SUMS
         or rows <= tuning.MARKED_ROWS_FOR_EACH_ID * count
     ):
         return by_slots(ids, values)

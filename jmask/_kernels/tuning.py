@@ -39,9 +39,15 @@ BLOCK_ROWS = 256, 4096
 # Rows of the table for each id below which marking rows, O(V), is used in place of sorting ids,
 # O(n log n). They are level at 8 to 10.
 MARKED_ROWS_FOR_EACH_ID = 4
-# Bytes of rows from which XLA sorts the ids of a scatter-add for a TPU by itself, for which its
-# compiler takes half of its time (libtpu 0.0.50): here they are sorted already.
-SORTED_BY_XLA = 2**24
+# Buckets of a hash table for each id: of four, one id in eight takes a second round.
+HASH_BUCKETS = 4
+# Bytes of rows from which a TPU does not sum rows of equal ids by one scatter of all. By the
+# estimates for a v5e (libtpu 0.0.50) that takes 5 ns a row in a batch of 4 MB and 15 in one of
+# 32 MB, and XLA sorts ids for it a second time, which is half of the time of compiling.
+LARGE_SUMS = 2**24
+# Rows of ids that come again that are then added in one round of a loop, and rounds in which
+# that would be all rows. A row takes 25 ns in rounds of 2048, and 57 in rounds of 256.
+LATER_ROWS, LATER_ROUNDS = 256, 32
 
 # --- scatters on TPUs -------------------------------------------------------------------------
 

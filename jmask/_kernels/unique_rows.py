@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from jmask._base.array_types import sum_dtype, varying_alike
+from jmask._kernels import tuning
 from jmask._kernels.coalesce import starts_of
 from jmask._kernels.rows import add_rows, gather_rows
 
@@ -47,16 +48,12 @@ def _entries(ids: jax.Array) -> jax.Array:
 
 # --- by sorting, on TPUs ----------------------------------------------------------------------
 
-# Rows that are added in one round of a loop, and how many rounds all would take: with more rows
-# a round an entry takes less, and few that come again take more.
-_BLOCK, _BLOCKS = 256, 32
-
 
 def summed_by_sorting(given: RowsOfTable) -> Unique:
     """Sum rows of equal ids into the first, in blocks of those that come again.
 
-    XLA's scatter for TPUs takes as long for entries that it drops as for others (libtpu 0.0.50:
-    15 ns a row of 128), so it is given no more than there are.
+    XLA's scatter for TPUs takes as long for rows that it drops as for others (libtpu 0.0.50):
+    it is given no more than there are.
     """
     ids, values, rows = given
     count, entries = ids.shape[0], _entries(ids)
@@ -67,7 +64,7 @@ def summed_by_sorting(given: RowsOfTable) -> Unique:
     start = lax.cummax(jnp.where(starts, entries, 0))
     # The places of those that come again, one after the other, then padding.
     later = lax.sort(jnp.where(again, entries, count), is_stable=False)
-    size = max(_BLOCK, count // _BLOCKS)
+    size = max(tuning.LATER_ROWS, count // tuning.LATER_ROUNDS)
     later = jnp.pad(later, (0, size), constant_values=count)
     left = jnp.sum(again, dtype=jnp.int32)
 
@@ -96,8 +93,6 @@ def summed_by_sorting(given: RowsOfTable) -> Unique:
 # Ids are compared, so the result is exact whatever the hash does, and each round finds at least
 # one id of each bucket.
 
-# Buckets for each entry: of four, one entry in eight takes a second round.
-_BUCKETS = 4
 # In place of the first entry of an id that no round has found yet.
 _OPEN = -1
 
@@ -133,7 +128,7 @@ def _first_entries(tables: Sequence[RowsOfTable]) -> list[jax.Array]:
             for x, begin in zip(tables, begins, strict=False)
         ]
     )
-    buckets = 2 ** (_BUCKETS * ids.shape[0] - 1).bit_length()
+    buckets = 2 ** (tuning.HASH_BUCKETS * ids.shape[0] - 1).bit_length()
 
     def another_round(carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         number, first = carried

@@ -8,8 +8,9 @@ is decided where the program is lowered for a device:
 | one CPU                 | equal ids found by hashing: `unique_rows`; `fused` form |
 |   and gathered rows     | blocks of rows in the order of their ids: `row_blocks`  |
 | CPUs, several TPUs      | equal ids summed by sorting; the update in `fused` form |
-| one TPU                 | equal ids found by sorting: `unique_rows`; a `kernel`   |
-| one GPU, jax from 0.12  | the same; the update in its `fused` form                |
+| one TPU                 | the same; the update as a `kernel`                      |
+|   and many rows         | equal ids found by sorting: `unique_rows`; the `kernel` |
+| one GPU, jax from 0.12  | equal ids summed by sorting; the update in `fused` form |
 | GPUs, vmap, derivatives | the same; the update as it is defined                   |
 
 Additive updates skip de-duplication and use an accumulating scatter, except on TPUs and where
@@ -30,7 +31,7 @@ from jmask._base.array_types import explicit_sharding, varying_alike, with_whole
 from jmask._base.lowering import GroupedPrimitive, Results, in_one_device, switched_on
 from jmask._base.row_ids import Order
 from jmask._base.types import PyTreeDef, Table
-from jmask._kernels import tpu_rows
+from jmask._kernels import tpu_rows, tuning
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gather import zero_of
 from jmask._kernels.gathered_rows import GatheredRows, Rows, as_array
@@ -239,7 +240,8 @@ def _on_one_tpu(updates: Sequence[RowUpdate]) -> Results:
 
 def _on_a_tpu(x: RowUpdate) -> list[jax.Array]:
     # XLA's scatters gain from sorted ids where tables are small, and the kernel never does.
-    if x.order == "any" and tpu_rows.accepts(x.tables[:1], x.ids, []):
+    is_large = math.prod(x.values.shape) * x.values.dtype.itemsize >= tuning.LARGE_SUMS
+    if x.order == "any" and is_large and tpu_rows.accepts(x.tables[:1], x.ids, []):
         x = x.with_unique(*summed_by_sorting(x.gradient()))
     return x.done_by(x.update.kernel or x.update.fastest)
 

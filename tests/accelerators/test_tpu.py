@@ -62,7 +62,7 @@ STEPS = {
     ),
 }
 
-# A round of a step that is taken or not, beside the loop over rows of ids that come again.
+# The only round of a step that is taken or not.
 WITH_A_LOOP = ("adagrad unless not finite",)
 
 
@@ -95,7 +95,7 @@ def test_in_place(topology, name):
         compiled = step.compile(rows, device(topology))
         tables = step.table_bytes(rows), step.entries(rows), allowed
         temporary.append(steps.temporary_bytes(compiled, *tables))
-        assert len(steps.rounds_of_loops(compiled)) <= 1 + (name in WITH_A_LOOP)
+        assert len(steps.rounds_of_loops(compiled)) <= (name in WITH_A_LOOP)
     # The same within 1 %, or a few rows of the batch that XLA keeps in on-chip memory,
     # which is not counted, for the small table and not for the large one (Adam).
     # Besides the rows of the batch there are buffers of a fixed size.
@@ -167,11 +167,11 @@ FLAT_STEPS = {
 }
 
 
-def check_flat(programs):
+def check_flat(programs, loops=0):
     for compiled, rows in zip(programs, ROWS, strict=True):
         assert not steps.streaming_scatters(compiled, rows)
         assert whole_table_operations(compiled, rows) <= IN_PLACE
-        assert len(steps.rounds_of_loops(compiled)) <= 1  # over the rows of ids that come again
+        assert len(steps.rounds_of_loops(compiled)) == loops
     small, large = map(steps.costed_cycles, programs)
     assert large <= 1.02 * small + 2000
 
@@ -180,6 +180,14 @@ def check_flat(programs):
 def test_flat(name):
     topology = TOPOLOGIES[list(FLAT_STEPS).index(name) % 3]
     check_flat([FLAT_STEPS[name].compile(rows, device(topology)) for rows in ROWS])
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam, bags", "rowwise"])
+def test_batches_of_many_rows_are_flat(name, monkeypatch):
+    """Their one loop is over the rows of ids that come again."""
+    monkeypatch.setattr("jmask._kernels.tuning.LARGE_SUMS", 0)
+    topology = TOPOLOGIES[list(FLAT_STEPS).index(name) % 3]
+    check_flat([FLAT_STEPS[name].compile(rows, device(topology)) for rows in ROWS], loops=1)
 
 
 @pytest.mark.parametrize(

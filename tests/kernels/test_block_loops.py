@@ -269,7 +269,7 @@ FORMS = {
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("form", FORMS)
 def test_several_tables(monkeypatch, form, seed, block):
-    monkeypatch.setattr(unique_rows, "_BLOCK", block)
+    monkeypatch.setattr(tuning, "LATER_ROWS", block)
     tables = list(tables_of(seed))
     rows = [rows for *_, rows in tables]
 
@@ -308,3 +308,11 @@ def test_few_rounds():
     buckets = [np.unique(x & (2**19 - 1)).size for x in hashes]
     # As many as of random numbers: 2**19 * (1 - exp(-100_000 / 2**19)).
     np.testing.assert_allclose(buckets, 91_000, rtol=0.02)
+
+
+def test_ids_of_64_bits_of_several_tables():
+    with jax.enable_x64(True):
+        ids = jnp.asarray([2**40, 5, 2**40 + 2**32, 5, 2**40, 2**41])
+        tables = [(ids, jnp.ones((6, 2), "float32"), 2**41), (ids[:2] % 7, jnp.ones((2, 1)), 7)]
+        for summed in FORMS.values():
+            check(tables, summed([RowsOfTable(*x) for x in tables]))
