@@ -43,7 +43,7 @@ CASES = """
 """.split(";")
 
 
-@pytest.mark.parametrize("case", map(str.strip, CASES))
+@pytest.mark.parametrize("case", [case.strip() for case in CASES])
 def test_a_million_rows(case):
     topology, columns, optimizer = case.split()
     memory, numbers = memory_of(topology, optimizer, int(columns), 10**6)
