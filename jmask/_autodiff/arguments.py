@@ -24,10 +24,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jmask._autodiff.values import Filled, RowSum, dense
 from jmask._base.array_types import explicit_sharding, varying_axes
+from jmask._base.fallback import collected, report_fallback
 from jmask._base.jaxprs import forwarded
 from jmask._base.lowering import lower, primitive
 from jmask._base.row_ids import mapped_words
-from jmask._base.types import Gradient, Gradients, PyTree, TensorLike, Value
+from jmask._base.types import (
+    Function,
+    Gradient,
+    Gradients,
+    PyTree,
+    PyTreeDef,
+    TensorLike,
+    Value,
+)
 from jmask._base.validation import leaf_name
 from jmask._kernels.gathered_rows import GATHERED
 from jmask._kernels.rows import plus_zero, zero_after_reading
@@ -171,80 +180,80 @@ def argument_name(fun: Callable[..., Any], number: int) -> str:
 # gradient.
 
 
-class TensorArguments:
-    """The tensors in some arguments of a call. False if there are none.
+def tensor_gradients(
+    fun: Function,
+    numbers: Sequence[int],
+    args: Sequence[Any],
+    differentiate: Function,
+    finished: Callable[[PyTree], PyTree],
+) -> tuple[Any, Sequence[Gradients]]:
+    """Differentiate in the stored values of tensors, and in placeholders where those count.
 
     Args:
-        args: all positional arguments of the call.
-        numbers: which of them are differentiated.
-
-    Attributes:
-        tensors: the differentiated sparse and masked tensors, in the order of the leaves.
+        fun, numbers, args: a function, positions to differentiate, which hold tensors or
+            tables, and the positional arguments.
+        differentiate: (function, positions, arguments, whether a further derivative of a
+            stored table will be taken) -> value, gradients as the gradient program leaves them.
+        finished: makes gradients in arrays what users get.
     """
+    tree: PyTreeDef
+    leaves, tree = jax.tree.flatten([args[n] for n in numbers], is_leaf=is_tensor_or_table)
+    leaves = [_coalesced(x) for x in leaves]
+    tensors = {i: x for i, x in enumerate(leaves) if is_tensor_or_table(x)}
+    # A further derivative of a table is taken by a gradient program around this one.
+    nested = any(is_stored_table(x) and x.placeholder is not None for x in leaves)
 
-    def __init__(self, args: tuple[Any, ...], numbers: tuple[int, ...]):
-        self.numbers = numbers
-        self.args = list(args)
-        for number in numbers:
-            self.args[number] = _mapped(_coalesced, args[number])
-        leaves = jax.tree.leaves([self.args[n] for n in numbers], is_leaf=is_tensor_or_table)
-        self.tensors = [x for x in leaves if is_tensor_or_table(x)]
+    def with_leaves(args: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+        new = dict(zip(numbers, tree.unflatten(leaves), strict=True))
+        return [new.get(i, x) for i, x in enumerate(args)]
 
-    def __bool__(self) -> bool:
-        return bool(self.tensors)
+    def function_of_parts(*parts: Any, **kwargs: Any) -> Any:
+        *args, placeholders = parts
+        leaves = tree.flatten_up_to([args[n] for n in numbers])
+        for (i, x), placeholder in zip(tensors.items(), placeholders, strict=True):
+            leaves[i] = _rebuilt(x, leaves[i], placeholder)
+        return fun(*with_leaves(args, leaves), **kwargs)
 
-    def placeholders(self, tables_only: bool = False) -> list[Any]:
-        """Return a placeholder for every tensor, or None where it needs none.
-
-        A tensor that has one is of a gradient program around this one, which takes the
-        derivative of this gradient: it stays at its placeholder.
-        """
-        return [
-            None if tables_only and not is_stored_table(x) else _placeholder_of(x)
-            for x in self.tensors
-        ]
-
-    def parts(self, placeholders: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        """Return arguments with stored values for tensors, and placeholders at the end."""
-        args = list(self.args)
-        for number in self.numbers:
-            args[number] = _mapped(
-                lambda x: () if is_stored_table(x) else values_of(x), args[number]
-            )
-        return (*args, list(placeholders)), (*self.numbers, len(args))
-
-    def function_of_parts(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `fun` as a function of `parts`."""
-
-        def part_function(*parts: Any, **kwargs: Any) -> Any:
-            *args, placeholders = parts
-            remaining = iter(placeholders)
-            for number in self.numbers:
-                args[number] = _mapped(
-                    lambda x, values: _rebuilt(x, values, remaining),
-                    self.args[number],
-                    args[number],
-                )
-            return fun(*args, **kwargs)
-
-        return part_function
-
-    def gradients(
-        self, gradients: Sequence[Any], placeholder_gradients: Sequence[Any]
-    ) -> tuple[Any, ...]:
-        """Return gradients in the arguments, given the gradients in their parts."""
-        remaining = iter(placeholder_gradients)
-        return tuple(
-            _mapped(lambda x, g: _gradient(x, g, remaining), self.args[number], gradient)
-            for number, gradient in zip(self.numbers, gradients, strict=True)
+    def results(placeholders: list[Any]) -> tuple[Any, Sequence[Gradients]]:
+        stored = [() if is_stored_table(x) else values_of(x) for x in leaves]
+        parts = (*with_leaves(args, stored), placeholders)
+        value, (*gradients, placeholder_gradients) = differentiate(
+            function_of_parts, (*numbers, len(args)), parts, nested
         )
+        gradients = tree.flatten_up_to(finished(gradients))
+        for (i, x), gradient in zip(tensors.items(), placeholder_gradients, strict=True):
+            gradients[i] = _gradient(x, gradients[i], gradient)
+        return value, tree.unflatten(gradients)
+
+    placeholders = {i: _placeholder_of(x) for i, x in tensors.items()}
+    if all(map(is_stored_table, tensors.values())):  # whose placeholders are known to count
+        return results(list(placeholders.values()))
+    try:
+        with collected() as reports:
+            value, gradients = results(list(placeholders.values()))
+    except Exception:
+        # A `custom_vjp` in `fun` may insist on the structure of tensors without placeholders
+        # (its backward rule returns one of the same structure): then it has no gradient
+        # at other entries. A fault of `fun` itself comes up again in this
+        # second run, with its own traceback, so nothing is hidden by catching all.
+        return results(
+            [x if is_stored_table(leaves[i]) else None for i, x in placeholders.items()]
+        )
+    for report in reports:
+        report_fallback(*report)
+    # Tensors that `fun` returns have no placeholder any more, unless a gradient program around
+    # this one takes the derivative of it.
+    if all(placeholder_of(x) is None for x in leaves):
+        value = jax.tree.map(without_placeholder, value, is_leaf=is_tensor)
+    return value, gradients
 
 
 def _placeholder_of(x: TensorLike) -> Any:
     """Return the placeholder of a tensor: zeros that are not made unless something reads them.
 
     Nothing reads the placeholder of a table: its shape is enough. Where axes are explicit the
-    shape says that they are not used.
+    shape says that they are not used. A tensor that has one is of a gradient program around
+    this one, which takes the derivative of this gradient: it stays at its placeholder.
     """
     if not is_stored_table(x):
         placeholder = placeholder_of(x)
@@ -258,10 +267,6 @@ def _placeholder_of(x: TensorLike) -> Any:
     return jax.ShapeDtypeStruct(tuple(x.shape), x.dtype, sharding=sharding)
 
 
-def _mapped(function: Callable[..., Any], *trees: Any) -> PyTree:
-    return jax.tree.map(function, *trees, is_leaf=is_tensor_or_table)
-
-
 def _coalesced(x: TensorLike) -> TensorLike:
     if not is_sparse(x):
         return x
@@ -270,31 +275,24 @@ def _coalesced(x: TensorLike) -> TensorLike:
     return x if placeholder is None else with_placeholder(x, placeholder)
 
 
-def _rebuilt(x: TensorLike, values: Value, placeholders: Iterator[Any]) -> TensorLike:
+def _rebuilt(x: TensorLike, values: Value, placeholder: Value) -> TensorLike:
     if is_stored_table(x):
         x.check_single()
-        return x.with_placeholder(Placeholder.above(x.placeholder, next(placeholders)))
-    if not is_tensor(x):
-        return values
-    result, placeholder = with_values_of(x, values), next(placeholders)
+        return x.with_placeholder(Placeholder.above(x.placeholder, placeholder))
+    result = with_values_of(x, values)
     return result if placeholder is None else with_placeholder(result, placeholder)
 
 
-def _gradient(
-    x: TensorLike, value_gradient: Gradient, placeholder_gradients: Iterator[Any]
-) -> Gradient:
+def _gradient(x: TensorLike, value_gradient: Gradient, everywhere: Value) -> Gradient:
+    """Return the gradient of a tensor, from those in its stored values and its placeholder."""
     if is_stored_table(x):  # of one that is looked up, or not used, its rows
-        gradient = next(placeholder_gradients)
-        if isinstance(gradient, RowSum):
-            return gradient.to_row_sparse()
-        ids, rows = jnp.arange(gradient.shape[0]), dense(gradient)
-        return RowSparse(ids, rows, gradient.shape, coalesced=True)
-    if not is_tensor(x):
-        return value_gradient
+        if isinstance(everywhere, RowSum):
+            return everywhere.to_row_sparse()
+        ids, rows = jnp.arange(everywhere.shape[0]), dense(everywhere)
+        return RowSparse(ids, rows, everywhere.shape, coalesced=True)
     # The stored values are no table: looked up or not, their gradient is an array.
     if is_row_sparse(value_gradient):
         value_gradient = value_gradient.todense()
-    everywhere = next(placeholder_gradients)
     if everywhere is None or (isinstance(everywhere, RowSum) and everywhere.is_zero):
         return with_values_of(x, value_gradient)
     # At all entries it is that in the stored values where they are specified.
@@ -323,47 +321,41 @@ def _gradient(
 # computed before anything that depends on one of them.
 
 
-def after_reading(value: jax.Array, gradients: Gradients) -> Gradients:
-    """Make ids of gradients depend on the value of the loss, as far as XLA can tell.
-
-    So all that the value needs of a table is read before the table is written. Where nothing
-    else orders the two (in a linear loss, or where XLA fuses the lookup into the loss a second
-    time, as it does for GPUs), it would read from a copy of the whole table.
-    """
-    if not isinstance(value, jax.core.Tracer):
-        return gradients
-    value, gradients = _computed_together(value, gradients)
-    zero = zero_after_reading(value)
-    if zero is None:
-        return gradients
-    return jax.tree.map(lambda x: _ordered(x, value, zero), gradients, is_leaf=is_row_sparse)
-
-
 _TOGETHER = primitive(
     "jmask_computed_together", lambda *arrays: list(arrays), lambda *avals: list(avals)
 )
 lower(_TOGETHER, lambda *arrays: lax.optimization_barrier(list(arrays)), platform="gpu")
 
 
-def _computed_together(value: jax.Array, gradients: Gradients) -> tuple[jax.Array, Gradients]:
-    """Return the same; on a GPU nothing uses one of them before all of them are computed.
+def after_reading(value: jax.Array, gradients: Gradients) -> Gradients:
+    """Make ids of gradients depend on the value of the loss, as far as XLA can tell.
 
-    Rows that are not written out (`GATHERED`) are left out: those the update computes.
+    So all that the value needs of a table is read before the table is written. Where nothing
+    else orders the two (in a linear loss, or where XLA fuses the lookup into the loss a second
+    time, as it does for GPUs), it would read from a copy of the whole table.
+
+    On a GPU nothing uses one of them before all of them are computed.
     """
-    if not any(map(is_row_sparse, jax.tree.leaves(gradients, is_leaf=is_row_sparse))):
-        return value, gradients
-    leaves, tree = jax.tree.flatten(gradients)
-    places = [
-        i
-        for i, x in enumerate(leaves)
-        if isinstance(x, jax.core.Tracer)
-        and jnp.issubdtype(x.dtype, jnp.inexact)
-        and GATHERED.of(x) is None
-    ]
-    value, *computed = _TOGETHER.bind(value, *(leaves[i] for i in places))
-    for i, x in zip(places, computed, strict=True):
-        leaves[i] = x
-    return value, jax.tree.unflatten(tree, leaves)
+    if not isinstance(value, jax.core.Tracer):
+        return gradients
+    if any(map(is_row_sparse, jax.tree.leaves(gradients, is_leaf=is_row_sparse))):
+        leaves, tree = jax.tree.flatten(gradients)
+        # Rows that are not written out (`GATHERED`) are left out: those the update computes.
+        places = [
+            i
+            for i, x in enumerate(leaves)
+            if isinstance(x, jax.core.Tracer)
+            and jnp.issubdtype(x.dtype, jnp.inexact)
+            and GATHERED.of(x) is None
+        ]
+        value, *computed = _TOGETHER.bind(value, *(leaves[i] for i in places))
+        for i, x in zip(places, computed, strict=True):
+            leaves[i] = x
+        gradients = jax.tree.unflatten(tree, leaves)
+    zero = zero_after_reading(value)
+    if zero is None:
+        return gradients
+    return jax.tree.map(lambda x: _ordered(x, value, zero), gradients, is_leaf=is_row_sparse)
 
 
 def reads_late(program: Jaxpr, results: Sequence[Any]) -> bool:

@@ -2,8 +2,6 @@
 
 | equation                        | becomes                                               |
 |---------------------------------|-------------------------------------------------------|
-| remat                           | the same behind an optimization barrier, so that what |
-|                                 | is recomputed is not merged with the forward pass     |
 | scan with a table cotangent     | the rows of every iteration stacked as an output; the |
 | in the carry                    | table leaves the carry                                |
 | scan over a stack of tables     | the rows of every table, with ids that number all     |
@@ -37,11 +35,8 @@ from jmask._autodiff.values import IdsAndRows, RowSum, refuse, trial
 from jmask._base.array_types import varying_axes
 from jmask._base.fallback import muted
 from jmask._base.forms import (
-    REMATS,
     Opened,
     branches_of,
-    called,
-    is_recomputed_apart,
     parameter,
     scan_of,
     shard_map_of,
@@ -50,37 +45,6 @@ from jmask._base.forms import (
 from jmask._base.jaxprs import bound
 from jmask._base.row_ids import id_dtype
 from jmask._base.types import Value
-
-# --- remat -------------------------------------------------------------------------------
-
-
-def _call_demand(
-    eqn: JaxprEqn, wanted: Flags, interpreter: Interpreter, _: object
-) -> list[bool]:
-    jaxpr, _ = called(eqn)
-    return interpreter.demand(jaxpr, wanted).of(jaxpr.invars)
-
-
-def _remat(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
-    jaxpr, consts = called(eqn)
-    if nothing_to_do(jaxpr, inputs):
-        return None
-    if is_recomputed_apart(eqn):
-        inputs = _behind_a_barrier(inputs)
-    return interpreter.run(jaxpr, consts, inputs, wanted)
-
-
-def _behind_a_barrier(inputs: Values) -> list[Any]:
-    # In a `shard_map` all that goes through one barrier comes out typed alike.
-    groups: dict[Any, dict[int, jax.Array]] = {}
-    for i, x in enumerate(inputs):
-        if isinstance(x, jax.Array):
-            groups.setdefault(varying_axes(x), {})[i] = x
-    behind: dict[int, jax.Array] = {}
-    for group in groups.values():
-        behind |= jax.lax.optimization_barrier(group)
-    return [behind.get(i, x) for i, x in enumerate(inputs)]
-
 
 # --- scan --------------------------------------------------------------------------------
 
@@ -159,7 +123,9 @@ def _scan(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
     carry, (stacks, rows) = run(keys, without(keys, init), scanned_in)
     dense_carry = iter(carry)
     totals = [
-        x.plus(_joined_rounds(rows[i].parts), looked_up=True, leading=rows[i].leading)
+        x.plus(
+            dataclasses.replace(rows[i], parts=_joined_rounds(rows[i].parts), looked_up=True)
+        )
         if i in keys
         else next(dense_carry)
         for i, x in enumerate(init)
@@ -227,8 +193,10 @@ def _cond(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
 
     def build(branch: Opened) -> Callable[[], list[Any]]:
         return lambda: [
-            interpreter.dense(x, eqn) if rows is None else _padded_as(rows, capacity, x)
-            for x, (rows, capacity) in zip(outputs_of(branch), common, strict=True)
+            interpreter.dense(x, eqn)
+            if rows is None
+            else dataclasses.replace(rows, parts=(x.refined(rows.leading).concatenated(nse),))
+            for x, (rows, nse) in zip(outputs_of(branch), common, strict=True)
         ]
 
     return list(jax.lax.switch(which, list(map(build, branches))))
@@ -242,18 +210,12 @@ def _common_rows(outputs: Sequence[Any]) -> tuple[RowSum | None, int]:
     looked_up = any(x.looked_up for x in rows)
     leading = max(x.leading for x in rows)
     common = dataclasses.replace(rows[0], looked_up=looked_up, leading=leading, parts=())
-    return common, max(x.capacity * common.count // x.count for x in rows)
-
-
-def _padded_as(common: RowSum, capacity: int, x: RowSum) -> RowSum:
-    rows = x.refined(common.leading).concatenated(capacity)
-    return dataclasses.replace(common, parts=(rows,))
+    return common, max(x.nse * common.count // x.count for x in rows)
 
 
 CONTROL_FLOW_RULES: dict[str, Rule] = {
     "scan": Rule(_scan_demand, _scan),
     "cond": Rule(_cond_demand, _cond),
-    **{name: Rule(_call_demand, _remat) for name in REMATS},
 }
 
 

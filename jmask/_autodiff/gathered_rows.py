@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
 from jmask._base.array_types import ArrayFacts, explicit_sharding, joint_dtype, trailing, wide
 from jmask._base.forms import aval_of, parameter
@@ -44,7 +44,8 @@ class Product:
 
     Attributes:
         factors: pairs of an array and the dimension of the result that each of its dimensions
-            is, in any order. Sizes are those of the result, or 1.
+            is, in any order. Sizes are those of the result, or 1; one of size 1 may be no
+            dimension of the result, -1.
         shape: of the result.
         dtype: of the result; the product is computed in the dtype of its factors.
     """
@@ -75,7 +76,8 @@ class Product:
         return set[int]().union(*map(self.dims_of, range(len(self.factors))))
 
     def moved(self, to: Sequence[int], shape: Shape) -> "Product":
-        """Return the product with each dimension d as `to[d]` of another shape."""
+        """Return the product with each dimension d as `to[d]` of another shape, -1 for none."""
+        to = (*to, -1)
         factors = tuple((x, tuple(to[d] for d in dims)) for x, dims in self.factors)
         return Product(factors, shape, self.dtype)
 
@@ -94,8 +96,9 @@ class Product:
         """Return a factor with all dimensions of the result, of size 1 where it is the same."""
         x, dims = self.factors[number]
         order = sorted(range(len(dims)), key=dims.__getitem__)
-        missing = [d for d in range(len(self.shape)) if d not in dims]
-        return lax.expand_dims(jnp.transpose(jnp.asarray(x), order), missing)
+        sizes = dict(zip(dims, x.shape, strict=True))
+        shape = [sizes.get(d, 1) for d in range(len(self.shape))]
+        return jnp.transpose(jnp.asarray(x), order).reshape(shape)
 
     def rows(self, row_ndim: int) -> "Gathered | None":
         """Return the rows (*entries, *row) that one factor has, weighted by the others.
@@ -191,24 +194,8 @@ class Gathered:
         )
 
     def rows(self, row_ndim: int) -> "Gathered | None":
-        """Split each row into several entries, with rows of fewer dimensions."""
-        inner = self.row[: len(self.row) - row_ndim]
-        if len(inner) + row_ndim != len(self.row) or self.outside is not None:
-            return None
-        if not inner:
-            return self
-        each = math.prod(inner)
-        places = lax.iota(jnp.int32, each).reshape(inner)
-        lead = trailing(self.positions(), len(self.entries) + len(inner))
-        entries = (*self.entries, *inner)
-        index = jnp.minimum(lead * each + places, self.source.shape[0] * each)
-        weight = self.weight
-        if weight is not None:
-            weight = jnp.broadcast_to(trailing(weight, len(entries)), entries)
-        source = self.source.reshape(-1, *self.row[len(inner) :])
-        return dataclasses.replace(
-            self, source=source, index=index, weight=weight, entries=entries
-        )
+        """Return it if its rows have so many dimensions, and none is nan."""
+        return self if len(self.row) == row_ndim and self.outside is None else None
 
     def flat(self) -> GatheredRows:
         """Return it as rows (n, *row)."""
@@ -288,12 +275,6 @@ FACTS: ArrayFacts[Fact] = ArrayFacts()
 # --- consumers ---------------------------------------------------------------------------
 
 
-def uses_in(equations: Sequence[JaxprEqn], outputs: Sequence[Any]) -> Counter[Any]:
-    """Count how often equations need a variable, or it comes out."""
-    needed = (v for eqn in equations for v in eqn.invars)
-    return Counter(v for v in (*needed, *outputs) if not isinstance(v, Literal))
-
-
 def is_sharded(x: jax.Array) -> bool:
     """Decide whether an array is sharded by its type, or is one device's part of another.
 
@@ -306,15 +287,12 @@ def is_sharded(x: jax.Array) -> bool:
 def rows_added(eqn: JaxprEqn, updates: jax.Array) -> GatheredRows | None:
     """Return what makes the rows that a `scatter-add` of whole rows adds, if that is less."""
     known = FACTS.of(updates)
-    numbers = parameter(eqn, "dimension_numbers")
     shape, ndim = aval_of(eqn.outvars[0]).shape, len(updates.shape)
     row_ndim = len(shape) - 1
+    whole_rows = lax.ScatterDimensionNumbers(tuple(range(ndim - row_ndim, ndim)), (0,), (0,))
     if (
         known is None
-        or numbers.scatter_dims_to_operand_dims != (0,)
-        or numbers.inserted_window_dims != (0,)
-        or numbers.operand_batching_dims
-        or numbers.update_window_dims != tuple(range(ndim - row_ndim, ndim))
+        or parameter(eqn, "dimension_numbers") != whole_rows
         or updates.shape[ndim - row_ndim :] != shape[1:]
         or not row_ndim
         or is_sharded(updates)

@@ -19,6 +19,7 @@ kind of value. Two passes:
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,16 +29,18 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jmask._autodiff.gathered_rows import FACTS, Gathered, sum_of_lookups, uses_in
+from jmask._autodiff.gathered_rows import FACTS, Gathered, sum_of_lookups
 from jmask._autodiff.provenance import FOLLOWED, note_facts, note_uses
 from jmask._autodiff.values import RowSum, dense, is_symbolic
-from jmask._base.array_types import varying_like
+from jmask._base.array_types import varying_axes, varying_like
 from jmask._base.fallback import Place, in_bytes, place_among, report_fallback
 from jmask._base.forms import (
     CALLS,
+    REMATS,
     aval_of,
     called,
     holds_jaxprs,
+    is_recomputed_apart,
     name_of,
     parameter,
     what_is_unknown,
@@ -57,11 +60,12 @@ source_info_util.register_exclusion(str(Path(__file__).parents[1]))
 # would all be traced equation by equation.
 _CALLS_ENTERED = 3
 LOOK_UP_FIRST = "Look rows up first, then compute: `f(table[ids])`, not `f(table)[ids]`."
+_CALLS = (*CALLS, *REMATS)
 _ROW_MAKERS = ("scatter-add", "dynamic_update_slice", "pad", "bcoo_dot_general")
 
 Flags = Sequence[bool]
 Values = Sequence[Any]
-Outputs = list[Any] | None
+Outputs = Value | list[Value] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,13 +75,13 @@ class Rule:
     Attributes:
         demand: (eqn, wanted outputs, interpreter, definitions) -> wanted inputs, as
             flags; `definitions` maps a variable to the equation that made it.
-        apply: (eqn, inputs, wanted outputs, interpreter) -> outputs, or None to run the
-            primitive on dense inputs. Outputs of other shapes or dtypes than the equation
-            has count as None.
+        apply: (eqn, inputs, wanted outputs, interpreter) -> the output, a list of several, or
+            None to run the primitive on dense inputs. Outputs of other shapes or dtypes than
+            the equation has count as None.
     """
 
     demand: Callable[..., Sequence[bool]]
-    apply: Callable[..., list[Any] | None]
+    apply: Callable[..., Outputs]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +92,13 @@ class Demand:
         wanted: the variables that reach a wanted output through linear rules only.
         followed: the variables that reach rows to be scattered, through equations that add to
             what is known of their operands, and how many more calls to enter on the way.
-        live: the equations whose result is used or that have an effect.
+        live: the equations whose result is used or that have an effect, in order.
         definitions: the equation that makes a variable.
     """
 
     wanted: set[Var]
     followed: dict[Var, int]
-    live: set[int]
+    live: list[JaxprEqn]
     definitions: dict[Var, JaxprEqn]
 
     def of(self, variables: Sequence[Any]) -> list[bool]:
@@ -131,18 +135,18 @@ class Interpreter:
         `calls` says of each output how many calls to enter on the way to it.
         """
         used = _marked(jaxpr.outvars, [True] * len(jaxpr.outvars))
-        wanted, live = _marked(jaxpr.outvars, wanted_outputs), set[int]()
+        wanted = _marked(jaxpr.outvars, wanted_outputs)
         definitions = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        result = Demand(wanted, {}, live, definitions)
+        result = Demand(wanted, {}, [], definitions)
         result.follow(jaxpr.outvars, calls or [-1] * len(jaxpr.outvars))
-        for number, eqn in reversed(list(enumerate(jaxpr.eqns))):
+        for eqn in reversed(jaxpr.eqns):
             if not (eqn.effects or any(v in used for v in eqn.outvars)):
                 continue
-            live.add(number)
+            result.live.append(eqn)
             used.update(v for v in eqn.invars if not isinstance(v, Literal))
             outputs_wanted, calls = result.of(eqn.outvars), result.calls(eqn.outvars)
             is_wanted, most, name = any(outputs_wanted), max(calls, default=-1), name_of(eqn)
-            if name in CALLS and (is_wanted or most > 0):
+            if name in _CALLS and (is_wanted or most > 0):
                 inner = called(eqn)[0]
                 inside = self.demand(inner, outputs_wanted, calls)
                 wanted |= _marked(eqn.invars, inside.of(inner.invars))
@@ -157,6 +161,7 @@ class Interpreter:
             wanted |= _marked(eqn.invars, flags)
             if name == "scatter-add":
                 result.follow(eqn.invars, [-1, -1, _CALLS_ENTERED])
+        result.live.reverse()
         return result
 
     def run(
@@ -171,15 +176,14 @@ class Interpreter:
         demand = self.demand(jaxpr, wanted_outputs, calls)
         values: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         values.update(zip(jaxpr.invars, inputs, strict=True))
-
-        live = [eqn for number, eqn in enumerate(jaxpr.eqns) if number in demand.live]
-        uses = uses_in(live, jaxpr.outvars)
+        operands = [v for eqn in demand.live for v in eqn.invars] + jaxpr.outvars
+        uses = Counter(v for v in operands if not isinstance(v, Literal))
 
         def read(v: Atom) -> Value:
             return v.val if isinstance(v, Literal) else values[v]
 
         # Bag sums of several tables that do not need each other run in one loop.
-        for eqn, *others in side_by_side(live, BAG_SUM.primitive.name):
+        for eqn, *others in side_by_side(demand.live, BAG_SUM.primitive.name):
             if others:
                 eqns = [eqn, *others]
                 given = [self.dense(read(v), eqn) for eqn in eqns for v in eqn.invars]
@@ -195,8 +199,10 @@ class Interpreter:
                 source_info_util.user_context(traceback, name_stack=stack),
                 eqn.ctx.manager,
             ):
-                if name in CALLS and _is_entered(eqn, arguments, demand):
+                if name in _CALLS and _is_entered(eqn, arguments, demand):
                     note_uses(eqn, arguments, uses)
+                    if name in REMATS and is_recomputed_apart(eqn):
+                        arguments = _behind_a_barrier(arguments)
                     calls = demand.calls(eqn.outvars)
                     outputs = self.run(*called(eqn), arguments, outputs_wanted, calls)
                 elif any(outputs_wanted):
@@ -229,6 +235,7 @@ class Interpreter:
             # A rule may decline with None, or make what does not fit the output: then the
             # equation runs as it is.
             outputs = rule.apply(eqn, arguments, wanted, self)
+            outputs = outputs if outputs is None or isinstance(outputs, list) else [outputs]
             if outputs is not None and all(map(_fits, outputs, eqn.outvars)):
                 return outputs
         return self.run_dense(eqn, arguments)
@@ -328,6 +335,19 @@ def _is_entered(eqn: JaxprEqn, arguments: Sequence[Any], demand: Demand) -> bool
         return True
     lookups = [e for e in within(inner.eqns) if name_of(e) == "gather"]
     return bool(lookups) if is_traced else any(map(is_slow_gather, lookups))
+
+
+def _behind_a_barrier(inputs: Values) -> list[Any]:
+    """Return the inputs of a `remat`, so that it is not merged with the forward pass."""
+    # In a `shard_map` all that goes through one barrier comes out typed alike.
+    groups: dict[Any, dict[int, jax.Array]] = {}
+    for i, x in enumerate(inputs):
+        if isinstance(x, jax.Array):
+            groups.setdefault(varying_axes(x), {})[i] = x
+    behind: dict[int, jax.Array] = {}
+    for group in groups.values():
+        behind |= jax.lax.optimization_barrier(group)
+    return [behind.get(i, x) for i, x in enumerate(inputs)]
 
 
 def _marked(variables: Sequence[Any], flags: Flags) -> set[Var]:

@@ -65,10 +65,40 @@ def value_and_grad(
         >>> bool((model.norm.mean[...] != 0).all())
         True
     """
-    transform = functools.partial(
-        autodiff.value_and_grad, holomorphic=holomorphic, allow_int=allow_int
-    )
-    return _transformed(transform, f, argnums, has_aux, has_value=True)
+    nnx = _flax_nnx()
+    check_flag("has_aux", has_aux)
+    wanted = _filters(nnx, argnums)
+    options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux}
+    options |= {"holomorphic": holomorphic, "allow_int": allow_int}
+    if f is None:
+        return functools.partial(value_and_grad, **options)
+    if not callable(f):
+        raise TypeError(f"`f` must be a function, got {shown(f)}.")
+
+    @functools.wraps(f)
+    def value_and_grad_of_f(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _by_position(f, max(wanted, default=-1), args, kwargs)
+        arguments = _Arguments(nnx, args, kwargs, wanted)
+
+        @functools.wraps(f)
+        def with_state(*parameters: Any) -> PyTree:
+            nodes, (args, kwargs) = arguments.merged(parameters)
+            result = f(*args, **kwargs)
+            is_pair = has_aux and isinstance(result, tuple) and len(result) == 2
+            loss, aux = result if is_pair else (result, None)
+            if has_aux and not is_pair:
+                raise TypeError(
+                    f"`f` must return (loss, aux) with has_aux=True, got {shown(result)}."
+                )
+            return loss, (aux, arguments.written(nodes, parameters))
+
+        numbers = tuple(wanted) if isinstance(argnums, Sequence) else next(iter(wanted))
+        run = autodiff.value_and_grad(with_state, numbers, True, holomorphic, allow_int)
+        (value, (aux, state)), gradient = run(*arguments.parameters)
+        arguments.write(state)
+        return ((value, aux) if has_aux else value), gradient
+
+    return value_and_grad_of_f
 
 
 def grad(
@@ -93,59 +123,18 @@ def grad(
         >>> jmask.nnx.grad(lambda m: jnp.sum(m(jnp.array([1, 1]))))(embed)["embedding"][...]
         RowSparse(float32[1000, 2], nse=2)
     """
-    transform = functools.partial(autodiff.grad, holomorphic=holomorphic, allow_int=allow_int)
-    return _transformed(transform, f, argnums, has_aux, has_value=False)
-
-
-def _transformed(
-    transform: Callable[..., Any],
-    f: Callable[..., Any] | None,
-    argnums: Argnums,
-    has_aux: bool,
-    *,
-    has_value: bool,
-) -> Callable[..., Any]:
-    """Return `transform` of `f`, or the decorator without one."""
-    nnx = _flax_nnx()
-    check_flag("has_aux", has_aux)
-    wanted = _filters(nnx, argnums)
+    options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux}
+    options |= {"holomorphic": holomorphic, "allow_int": allow_int}
+    run = value_and_grad(f, **options)
     if f is None:
-        return functools.partial(
-            _transformed, transform, argnums=argnums, has_aux=has_aux, has_value=has_value
-        )
-    if not callable(f):
-        raise TypeError(f"`f` must be a function, got {shown(f)}.")
+        return functools.partial(grad, **options)
 
     @functools.wraps(f)
-    def transformed(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _by_position(f, max(wanted, default=-1), args, kwargs)
-        arguments = _Arguments(nnx, args, kwargs, wanted)
+    def grad_of_f(*args: Any, **kwargs: Any) -> Any:
+        value, gradient = run(*args, **kwargs)
+        return (gradient, value[1]) if has_aux else gradient
 
-        @functools.wraps(f)
-        def with_state(*parameters: Any) -> PyTree:
-            nodes, (args, kwargs) = arguments.merged(parameters)
-            result = f(*args, **kwargs)
-            is_pair = has_aux and isinstance(result, tuple) and len(result) == 2
-            loss, aux = result if is_pair else (result, None)
-            if has_aux and not is_pair:
-                raise TypeError(
-                    f"`f` must return (loss, aux) with has_aux=True, got {shown(result)}."
-                )
-            return loss, (aux, arguments.written(nodes, parameters))
-
-        numbers = tuple(wanted) if isinstance(argnums, Sequence) else next(iter(wanted))
-        result = transform(with_state, numbers, True)(*arguments.parameters)
-        if has_value:
-            (value, (aux, state)), gradient = result
-            value = (value, aux) if has_aux else value
-            result = value, gradient
-        else:
-            gradient, (aux, state) = result
-            result = (gradient, aux) if has_aux else gradient
-        arguments.write(state)
-        return result
-
-    return transformed
+    return grad_of_f
 
 
 class _Arguments:

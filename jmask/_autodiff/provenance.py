@@ -35,6 +35,7 @@ from jmask._base.array_types import is_known
 from jmask._base.forms import aval_of, parameter
 from jmask._base.row_ids import canonical
 from jmask._base.types import Atom, Value
+from jmask._kernels.gather import Gather
 
 # Longer products are arrays. Programs multiply an array by few others before they sum it, and
 # each rule goes through all factors.
@@ -49,7 +50,7 @@ class Operand:
     shape: Shape
     fact: Fact | None
 
-    def product(self, ndim: int | None = None) -> Product:
+    def product(self) -> Product:
         """Return the operand as a product, with itself as the one factor if none is known."""
         if isinstance(self.fact, Product):
             return self.fact
@@ -77,23 +78,13 @@ def _reshape(eqn: JaxprEqn, x: Operand, *_: Operand) -> Fact | None:
     wide_old, wide_new = ([d for d, size in enumerate(s) if size != 1] for s in (old, new))
     if [old[d] for d in wide_old] == [new[d] for d in wide_new]:
         to = dict(zip(wide_old, wide_new, strict=True))
-        return _without_ones(x.fact).moved([to.get(d, -1) for d in range(len(old))], new)
+        return x.fact.moved([to.get(d, -1) for d in range(len(old))], new)
     # Trailing dimensions that stay are whole rows, in row-major order, whatever their sizes.
     kept = 0
     while kept < min(len(old), len(new)) - 1 and old[-1 - kept] == new[-1 - kept]:
         kept += 1
     rows = longest_rows(x.fact, kept)
     return None if rows is None else _reshaped(rows, new)
-
-
-def _without_ones(x: Product) -> Product:
-    """Return the product with factors that have no dimension of size 1."""
-    factors = []
-    for array, dims in x.factors:
-        ones = [k for k, size in enumerate(array.shape) if size == 1]
-        array = lax.squeeze(array, ones) if ones else array
-        factors.append((array, tuple(d for k, d in enumerate(dims) if k not in ones)))
-    return dataclasses.replace(x, factors=tuple(factors))
 
 
 def _reshaped(rows: Gathered, shape: Shape) -> Gathered | None:
@@ -226,26 +217,17 @@ def _dot_general(eqn: JaxprEqn, *operands: Operand) -> Fact | None:
         free = [d for d in range(len(x.shape)) if d not in (*sums, *shared)]
         to = {d: i for i, d in enumerate(shared)} | {d: begin + i for i, d in enumerate(free)}
         begin += len(free)
-        array = lax.squeeze(x.value, sums)
-        left = [d for d in range(len(x.shape)) if d not in sums]
-        factors.append((array, tuple(to[d] for d in left)))
+        factors.append((x.value, tuple(to.get(d, -1) for d in range(len(x.shape)))))
     return Product(tuple(factors), result.shape, result.dtype)
 
 
 def _gather(eqn: JaxprEqn, table: Operand, indices: Operand) -> Fact | None:
     """Return the rows that a lookup of whole rows reads."""
-    numbers, mode = parameter(eqn, "dimension_numbers"), parameter(eqn, "mode")
     row_ndim, shape = len(table.shape) - 1, aval_of(eqn.outvars[0]).shape
-    entries = shape[: len(shape) - row_ndim]
-    if (
-        numbers.start_index_map != (0,)
-        or numbers.collapsed_slice_dims != (0,)
-        or numbers.operand_batching_dims
-        or numbers.offset_dims != tuple(range(len(entries), len(shape)))
-        or parameter(eqn, "slice_sizes") != (1, *table.shape[1:])
-        or not row_ndim
-        or not entries
-    ):
+    entries, mode = shape[: len(shape) - row_ndim], parameter(eqn, "mode")
+    lookup = Gather.rows_of(table.shape, mode, len(entries))
+    reads = parameter(eqn, "dimension_numbers"), parameter(eqn, "slice_sizes")
+    if reads != (lookup.dimension_numbers, lookup.slice_sizes) or not (row_ndim and entries):
         return None
     count, fills = table.shape[0], mode == lax.GatherScatterMode.FILL_OR_DROP
     index = lax.index_in_dim(indices.value, 0, -1, keepdims=False)

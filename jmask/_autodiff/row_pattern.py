@@ -27,7 +27,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jmask._autodiff.values import IdsAndRows, RowSum
+from jmask._autodiff.values import RowSum
 from jmask._base.array_types import trailing
 from jmask._base.forms import aval_of, parameter
 from jmask._base.row_ids import canonical, id_dtype, widen
@@ -35,9 +35,7 @@ from jmask._base.types import Shape
 from jmask._kernels.rows import gather_rows, split_rows
 
 
-def scatter_add_rows(
-    eqn: JaxprEqn, indices: jax.Array, updates: jax.Array
-) -> tuple[jax.Array, jax.Array, int] | None:
+def scatter_add_rows(eqn: JaxprEqn, indices: jax.Array, updates: jax.Array) -> RowSum | None:
     """Return what a `scatter-add` equation adds, as `window_rows`; indices (*entries, k)."""
     numbers = parameter(eqn, "dimension_numbers")
     shape = aval_of(eqn.outvars[0]).shape
@@ -65,8 +63,8 @@ def window_rows(
     along_entries: Sequence[int] = (),
     *,
     clips: bool,
-) -> tuple[jax.Array, jax.Array, int] | None:
-    """Return what windows that are added somewhere add: ids, rows, how many dimensions.
+) -> RowSum | None:
+    """Return what windows that are added somewhere add.
 
     The trailing dimensions that each window covers whole are a row; ids number all others in
     row-major order. None if entries of a matrix would be rows of their own, as in a lookup of
@@ -111,7 +109,7 @@ def window_rows(
         firsts = [per_row(starts.get(d, zero)) for d in range(leading, len(shape))]
         rows = _widened(rows, firsts, shape[leading:])
     elif sizes == (1,) and 0 in starts and not clips:
-        return canonical(per_row(starts[0]), shape[0]), rows, 1
+        return _looked_up(shape, canonical(per_row(starts[0]), shape[0]), rows)
     rows_in_all = math.prod(shape[:leading])
     dtype = id_dtype(rows_in_all)
     number: jax.Array | None = None
@@ -138,7 +136,11 @@ def window_rows(
     assert number is not None
     if valid is not None:
         number = jnp.where(trailing(valid, grid), number, np.asarray(rows_in_all, dtype))
-    return per_row(number), rows, leading
+    return _looked_up(shape, per_row(number), rows, leading)
+
+
+def _looked_up(shape: Shape, ids: jax.Array, rows: jax.Array, leading: int = 1) -> RowSum:
+    return RowSum(shape, rows.dtype, ((ids, rows),), looked_up=True, leading=leading)
 
 
 def _widened(rows: jax.Array, starts: Sequence[jax.Array], shape: Shape) -> jax.Array:
@@ -150,22 +152,23 @@ def _widened(rows: jax.Array, starts: Sequence[jax.Array], shape: Shape) -> jax.
     return jax.vmap(placed)(rows, *starts)
 
 
-def padded_rows(eqn: JaxprEqn, operand: jax.Array) -> IdsAndRows | None:
-    """Return the rows that `pad` places among zeros, or None if it does more than that.
+def padded_rows(eqn: JaxprEqn, operand: jax.Array) -> RowSum | None:
+    """Return the rows that `pad` places among zeros, or None if it pads rows too.
 
-    The gradient of `table[start:stop:step]`: rows `start`, `start + step`, ...
+    The gradient of `table[start:stop:step]`: rows `start`, `start + step`, ... They are not
+    `looked_up`, since users of such a slice expect an array.
     """
-    (low, high, interior), *others = parameter(eqn, "padding_config")
-    if low < 0 or high < 0 or any(any(config) for config in others):
+    (low, _, interior), *others = parameter(eqn, "padding_config")
+    if any(any(config) for config in others):
         return None
-    rows, step = aval_of(eqn.outvars[0]).shape[0], interior + 1
-    ids = np.arange(low, low + step * operand.shape[0], step, dtype=id_dtype(rows))
-    return jnp.asarray(ids), operand
+    shape, step = aval_of(eqn.outvars[0]).shape, interior + 1
+    ids = np.arange(low, low + step * operand.shape[0], step, dtype=id_dtype(shape[0]))
+    return RowSum(shape, operand.dtype, ((jnp.asarray(ids), operand),))
 
 
 def sparse_product_rows(
     eqn: JaxprEqn, data: jax.Array, indices: jax.Array, dense: jax.Array
-) -> IdsAndRows | None:
+) -> RowSum | None:
     """Return the rows of `X.T @ dense` for a sparse X: one for each of its stored entries.
 
     This is the gradient of W in `X @ W`: entry X[i, j] adds X[i, j] * dense[i] to row j. With
@@ -191,7 +194,9 @@ def sparse_product_rows(
     ids = jnp.where(inside, places[kept[0]], shape[kept[0]]).reshape(-1)
     rows = gather_rows(dense, canonical(number.reshape(-1), dense.shape[0]))
     scale = trailing(jnp.broadcast_to(data, entries).reshape(-1), rows.ndim)
-    return canonical(ids, shape[kept[0]]), (scale * rows).astype(aval_of(eqn.outvars[0]).dtype)
+    result = aval_of(eqn.outvars[0])
+    ids = canonical(ids, shape[kept[0]])
+    return _looked_up(result.shape, ids, (scale * rows).astype(result.dtype))
 
 
 # --- moves ---------------------------------------------------------------------------------
@@ -229,10 +234,8 @@ def reshaped(x: RowSum, shape: Shape) -> RowSum | None:
     return None
 
 
-def padded(x: RowSum, config: Sequence[tuple[int, int, int]], shape: Shape) -> RowSum | None:
+def padded(x: RowSum, config: Sequence[tuple[int, int, int]], shape: Shape) -> RowSum:
     """Return the rows in an array with zeros around and between, as `lax.pad` has it."""
-    if any(low < 0 or high < 0 for low, high, _ in config):
-        return None
     zero = np.zeros((), x.dtype)
     along_rows = [(0, 0, 0), *config[x.leading :]]
 
@@ -277,12 +280,12 @@ def placed_at(x: RowSum, starts: Sequence[jax.Array], shape: Shape) -> RowSum | 
     return _moved(x, shape, move, lambda rows: rows)
 
 
-def transposed(x: RowSum, order: Sequence[int], shape: Shape) -> RowSum | None:
+def transposed(eqn: JaxprEqn, x: RowSum) -> RowSum | None:
     """Return the rows with the dimensions in another order; None if that would cut them up."""
-    leading = x.leading
+    order, leading = parameter(eqn, "permutation"), x.leading
     while set(order[:leading]) != set(range(leading)):
         leading += 1
-    if leading == len(shape) and x.row:
+    if leading == len(x.shape) and x.row:
         return None
     x = x.refined(leading)
     along_rows = [0, *(d - leading + 1 for d in order[leading:])]
@@ -290,11 +293,13 @@ def transposed(x: RowSum, order: Sequence[int], shape: Shape) -> RowSum | None:
     def move(positions: Positions) -> tuple[Positions, bool]:
         return [positions[d] for d in order[:leading]], True
 
+    shape = tuple(x.shape[d] for d in order)
     return _moved(x, shape, move, lambda rows: rows.transpose(along_rows))
 
 
-def flipped(x: RowSum, dimensions: Sequence[int]) -> RowSum:
-    """Return the rows with these dimensions in reverse order."""
+def flipped(eqn: JaxprEqn, x: RowSum) -> RowSum:
+    """Return the rows with some dimensions in reverse order."""
+    dimensions = parameter(eqn, "dimensions")
     along_rows = [d - x.leading + 1 for d in dimensions if d >= x.leading]
 
     def move(positions: Positions) -> tuple[Positions, bool]:
@@ -302,23 +307,6 @@ def flipped(x: RowSum, dimensions: Sequence[int]) -> RowSum:
         return [x.shape[d] - 1 - p if d in dimensions else p for d, p in pairs], True
 
     return _moved(x, x.shape, move, lambda rows: lax.rev(rows, along_rows))
-
-
-def concatenated(
-    xs: Sequence[RowSum], axis: int, shape: Shape, dtype: jnp.dtype
-) -> RowSum | None:
-    """Return the rows of several arrays that are put one after another."""
-    total, begin = RowSum(shape, dtype), 0
-    for x in xs:
-        end = begin + x.shape[axis]
-        config = [(0, 0, 0)] * len(shape)
-        config[axis] = (begin, shape[axis] - end, 0)
-        part = padded(x, config, shape)
-        if part is None:
-            return None
-        total = total.plus(part.parts, part.looked_up, part.leading)
-        begin = end
-    return total
 
 
 def _moved(

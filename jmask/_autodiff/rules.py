@@ -29,7 +29,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from jmask._autodiff.gathered_rows import rows_added
@@ -42,7 +41,6 @@ from jmask._autodiff.interpreter import (
     report_dense,
 )
 from jmask._autodiff.row_pattern import (
-    concatenated,
     flipped,
     padded,
     padded_rows,
@@ -108,10 +106,13 @@ def _summing_rows(eqn: JaxprEqn, *_: Any) -> list[bool]:
     return [0 not in axes or all(shape[d] == 1 for d in axes)]
 
 
+def _cuts(eqn: JaxprEqn) -> bool:
+    return any(low < 0 or high < 0 for low, high, _ in parameter(eqn, "padding_config"))
+
+
 def _padded(eqn: JaxprEqn, *_: Any) -> list[bool]:
     """Pad rows; what negative padding cuts off was computed from the whole array."""
-    is_cut = any(low < 0 or high < 0 for low, high, _ in parameter(eqn, "padding_config"))
-    return [not is_cut, False]
+    return [not _cuts(eqn), False]
 
 
 def _operand_and_update(eqn: JaxprEqn, *_: Any) -> list[bool]:
@@ -149,42 +150,22 @@ def _scaled(eqn: JaxprEqn, wanted: Flags, _: object, definitions: dict) -> list[
 
 
 def _broadcast(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
-    operand = inputs[0]
-    aval = aval_of(eqn.outvars[0])
+    x, aval = inputs[0], aval_of(eqn.outvars[0])
     if not aval.shape:
         return None
-    if isinstance(operand, RowSum):
-        return _broadcast_rows(eqn, operand)
-    if isinstance(operand, Filled):
-        return [Filled(aval.shape, operand.value)]
-    if np.ndim(operand) != 0 or is_not_finite(operand):
+    if isinstance(x, RowSum):
+        if x.is_zero:
+            return _zero_rows(eqn)
+        if math.prod(aval.shape) == math.prod(x.shape):
+            return reshaped(x, aval.shape) if _is_movable(x) else None
+        return x.broadcast(aval.shape, parameter(eqn, "broadcast_dimensions"))
+    if isinstance(x, Filled):
+        return Filled(aval.shape, x.value)
+    if np.ndim(x) != 0 or is_not_finite(x):
         return None
-    if isinstance(eqn.invars[0], Literal) and is_literal_zero(operand):
-        return [_zero_rows(eqn)]
-    return [Filled(aval.shape, jnp.asarray(operand, aval.dtype))]
-
-
-def _broadcast_rows(eqn: JaxprEqn, x: RowSum) -> Outputs:
-    shape, dimensions = aval_of(eqn.outvars[0]).shape, parameter(eqn, "broadcast_dimensions")
-    if x.is_zero:
-        return [_zero_rows(eqn)]
-    if x.carry is not None:
-        return None
-    if math.prod(shape) == math.prod(x.shape):
-        return _result(reshaped(x, shape))
-    leading = x.leading
-    if dimensions[:leading] != tuple(range(leading)) or shape[:leading] != x.shape[:leading]:
-        return None
-    along_rows = [0, *(d - leading + 1 for d in dimensions[leading:])]
-    parts = tuple(
-        (ids, lax.broadcast_in_dim(rows, (*ids.shape, *shape[leading:]), along_rows))
-        for ids, rows in x.parts
-    )
-    return [dataclasses.replace(x, shape=shape, parts=parts)]
-
-
-def _result(x: RowSum | None) -> Outputs:
-    return None if x is None else [x]
+    if isinstance(eqn.invars[0], Literal) and is_literal_zero(x):
+        return _zero_rows(eqn)
+    return Filled(aval.shape, jnp.asarray(x, aval.dtype))
 
 
 def _scatter_add(
@@ -195,14 +176,13 @@ def _scatter_add(
         return None
     # The transpose of `gather`: this is where the gradient of a lookup becomes rows.
     updates = interpreter.dense(updates, eqn)
-    entries = scatter_add_rows(eqn, interpreter.dense(indices, eqn), updates)
-    if entries is None:
+    rows = scatter_add_rows(eqn, interpreter.dense(indices, eqn), updates)
+    if rows is None:
         return None
-    ids, rows, leading = entries
     known = rows_added(eqn, updates)
     if known is not None:
-        GATHERED.note(rows, known)
-    return [operand.plus(((ids, rows),), looked_up=True, leading=leading)]
+        GATHERED.note(rows.parts[0][1], known)
+    return operand.plus(rows)
 
 
 def _dynamic_update_slice(
@@ -213,27 +193,20 @@ def _dynamic_update_slice(
     if not (isinstance(operand, RowSum) and operand.is_zero):
         return None
     if isinstance(update, RowSum):
-        return None if update.carry else _result(placed_at(update, starts, operand.shape))
+        return None if update.carry else placed_at(update, starts, operand.shape)
     along = {d: jnp.asarray(start) for d, start in enumerate(starts)}
-    update = interpreter.dense(update, eqn)
-    entries = window_rows(operand.shape, update, along, clips=True)
-    if entries is None:
-        return None
-    ids, rows, leading = entries
-    return [operand.plus(((ids, rows),), looked_up=True, leading=leading)]
+    rows = window_rows(operand.shape, interpreter.dense(update, eqn), along, clips=True)
+    return None if rows is None else operand.plus(rows)
 
 
 def _pad(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     operand, padding = inputs
-    if not is_literal_zero(padding):
+    if not is_literal_zero(padding) or _cuts(eqn):
         return None
     if isinstance(operand, RowSum):
         config, shape = parameter(eqn, "padding_config"), aval_of(eqn.outvars[0]).shape
-        return None if operand.carry else _result(padded(operand, config, shape))
-    # The transpose of `slice` with fixed bounds, `weights[:10]`: not `looked_up`, since users
-    # of such a slice expect an array.
-    entries = padded_rows(eqn, interpreter.dense(operand, eqn))
-    return None if entries is None else [_zero_rows(eqn).plus((entries,), looked_up=False)]
+        return None if operand.carry else padded(operand, config, shape)
+    return padded_rows(eqn, interpreter.dense(operand, eqn))
 
 
 def _moving(move: Callable[[JaxprEqn, RowSum], Outputs]) -> Callable[..., Outputs]:
@@ -246,30 +219,22 @@ def _moving(move: Callable[[JaxprEqn, RowSum], Outputs]) -> Callable[..., Output
     return apply
 
 
-def _slice(eqn: JaxprEqn, x: RowSum) -> Outputs:
+def _slice(eqn: JaxprEqn, x: RowSum) -> RowSum:
     starts = parameter(eqn, "start_indices")
     strides = parameter(eqn, "strides") or (1,) * len(starts)
-    return [sliced(x, starts, aval_of(eqn.outvars[0]).shape, strides)]
-
-
-def _pieces(x: RowSum, axis: int, sizes: Sequence[int]) -> list[RowSum]:
-    pieces, start, shape = [], [0] * len(x.shape), list(x.shape)
-    for size in sizes:
-        shape[axis] = int(size)
-        pieces.append(sliced(x, tuple(start), tuple(shape), (1,) * len(shape)))
-        start[axis] += int(size)
-    return pieces
+    return sliced(x, starts, aval_of(eqn.outvars[0]).shape, strides)
 
 
 def _split(eqn: JaxprEqn, x: RowSum) -> Outputs:
-    return list(_pieces(x, parameter(eqn, "axis"), parameter(eqn, "sizes")))
-
-
-def _unstack(eqn: JaxprEqn, x: RowSum) -> Outputs:
-    pieces = _pieces(x, parameter(eqn, "axis"), [1] * len(eqn.outvars))
-    shape = aval_of(eqn.outvars[0]).shape
-    results = [reshaped(piece, shape) for piece in pieces]
-    return None if any(result is None for result in results) else results
+    """Return the pieces of a `split`, or of an `unstack`: without the axis that has size 1."""
+    axis, start, pieces = parameter(eqn, "axis"), [0] * len(x.shape), []
+    for v in eqn.outvars:
+        shape = aval_of(v).shape
+        size = shape if len(shape) == len(x.shape) else (*shape[:axis], 1, *shape[axis:])
+        piece = sliced(x, tuple(start), size, (1,) * len(size))
+        pieces.append(reshaped(piece, shape))
+        start[axis] += size[axis]
+    return None if None in pieces else pieces
 
 
 def _concatenate(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
@@ -289,33 +254,29 @@ def _joined(eqn: JaxprEqn, inputs: Values, axis: int) -> Outputs:
     # with fixed bounds alone are better concatenated as arrays.
     if not all(map(_is_movable, inputs)) or any(x.parts and not x.looked_up for x in inputs):
         return None
-    aval = aval_of(eqn.outvars[0])
-    return _result(concatenated(inputs, axis, aval.shape, aval.dtype))
+    total, begin = _zero_rows(eqn), 0
+    for x in inputs:
+        end = begin + x.shape[axis]
+        config = [(0, 0, 0)] * len(x.shape)
+        config[axis] = (begin, total.shape[axis] - end, 0)
+        total, begin = total.plus(padded(x, config, total.shape)), end
+    return total
 
 
 def _is_movable(x: Value) -> bool:
     return isinstance(x, RowSum) and x.carry is None
 
 
-def _transpose(eqn: JaxprEqn, x: RowSum) -> Outputs:
-    shape = aval_of(eqn.outvars[0]).shape
-    return _result(transposed(x, parameter(eqn, "permutation"), shape))
-
-
-def _reverse(eqn: JaxprEqn, x: RowSum) -> Outputs:
-    return [flipped(x, parameter(eqn, "dimensions"))]
-
-
 def _sparse_product(
     eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
 ) -> Outputs:
-    entries = sparse_product_rows(eqn, *(interpreter.dense(x, eqn) for x in inputs))
-    return None if entries is None else [_zero_rows(eqn).plus((entries,), looked_up=True)]
+    return sparse_product_rows(eqn, *(interpreter.dense(x, eqn) for x in inputs))
 
 
 def _add(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     shape = aval_of(eqn.outvars[0]).shape
-    x, y = (a.broadcast(shape) if isinstance(a, RowSum) else a for a in inputs)
+    every = range(len(shape))
+    x, y = (a.broadcast(shape, every) if isinstance(a, RowSum) else a for a in inputs)
     if isinstance(y, RowSum) and not isinstance(x, RowSum):
         x, y = y, x
     if not isinstance(x, RowSum) or y is None:
@@ -323,16 +284,14 @@ def _add(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter)
     if isinstance(y, RowSum):
         if x.carry is not None and y.carry is not None:
             return None
-        carry = x.carry if y.carry is None else y.carry
-        total = x.plus(y.parts, y.looked_up, y.leading)
-        return [dataclasses.replace(total, carry=carry)]
+        return dataclasses.replace(x.plus(y), carry=x.carry or y.carry)
     # A sum of rows and an array is dense: here the gradient of a tied table becomes so.
     if x.carry is not None:
         return None
     y = jnp.broadcast_to(interpreter.dense(y, eqn), x.shape)
     if x.looked_up:
         report_dense(x, eqn, "it is looked up and also used in a way that needs all of it")
-    return [x.added_to(y)]
+    return x.added_to(y)
 
 
 def _subtract(
@@ -347,27 +306,24 @@ def _subtract(
 
 def _negate(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     (x,) = inputs
-    return [x.scaled(jnp.negative)] if isinstance(x, RowSum) else None
+    return x.scaled(jnp.negative) if isinstance(x, RowSum) else None
 
 
 def _on_sums(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     (x,) = inputs
-    return [x.map_sums(lambda rows: bound(eqn, [rows])[0])] if isinstance(x, RowSum) else None
+    return x.map_sums(lambda rows: bound(eqn, [rows])[0]) if isinstance(x, RowSum) else None
 
 
 def _convert(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     (x,) = inputs
     dtype = parameter(eqn, "new_dtype")
-    if isinstance(x, Filled):
-        return [Filled(x.shape, x.value.astype(dtype))]
     # Booleans do not add.
     if not isinstance(x, RowSum) or dtype == jnp.dtype(bool):
         return None
     if x.dtype == dtype:
-        return [x]
+        return x
     convert = x.map_rows if adds_when_cast(x.dtype, dtype) else x.map_sums
-    x = convert(lambda rows: rows.astype(dtype))
-    return [dataclasses.replace(x, dtype=dtype)]
+    return convert(lambda rows: rows.astype(dtype), dtype=dtype)
 
 
 def _multiply(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
@@ -388,17 +344,16 @@ def _times(
 ) -> Outputs:
     if not isinstance(x, RowSum) or number is None:
         return None
-    x = x.broadcast(aval_of(eqn.outvars[0]).shape)
+    shape = aval_of(eqn.outvars[0]).shape
+    x = x.broadcast(shape, range(len(shape)))
     if x is None:
         return None
-    return [x.scaled(lambda rows: operation(rows, jnp.asarray(number, rows.dtype)))]
+    return x.scaled(lambda rows: operation(rows, jnp.asarray(number, rows.dtype)))
 
 
 def _reshape(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     x, shape = inputs[0], aval_of(eqn.outvars[0]).shape
-    if isinstance(x, Filled):
-        return [Filled(shape, x.value)]
-    return _result(reshaped(x, shape)) if _is_movable(x) else None
+    return reshaped(x, shape) if _is_movable(x) else None
 
 
 def _sum(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
@@ -407,11 +362,11 @@ def _sum(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
     if not isinstance(x, RowSum) or not shape:
         return None
     if all(x.shape[d] == 1 for d in axes):
-        return None if x.carry else _result(reshaped(x, shape))
+        return None if x.carry else reshaped(x, shape)
     if min(axes) < x.leading:
         return None
-    x = x.map_rows(lambda rows: rows.sum([d - x.leading + 1 for d in axes]))
-    return [dataclasses.replace(x, shape=shape)]
+    along_rows = [d - x.leading + 1 for d in axes]
+    return x.map_rows(lambda rows: rows.sum(along_rows), shape=shape)
 
 
 def _select(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
@@ -424,12 +379,12 @@ def _select(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
             return None
         chosen = jnp.asarray(which, jnp.int32) == number
         parts = tuple((jnp.where(chosen, ids, case.count), rows) for ids, rows in case.parts)
-        total = total.plus(parts, case.looked_up, case.leading)
-    return [total]
+        total = total.plus(dataclasses.replace(case, parts=parts))
+    return total
 
 
 def _identity(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
-    return list(inputs) if is_symbolic(inputs[0]) else None
+    return inputs[0] if is_symbolic(inputs[0]) else None
 
 
 def _barrier(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
@@ -459,11 +414,11 @@ EQUATION_RULES: dict[str, Rule] = {
     "reduce_sum": Rule(_summing_rows, _sum),
     "slice": Rule(_first_wanted, _moving(_slice)),
     "split": Rule(_first_wanted, _moving(_split)),
-    "unstack": Rule(_first_wanted, _moving(_unstack)),
+    "unstack": Rule(_first_wanted, _moving(_split)),
     "concatenate": Rule(_all, _concatenate),
     "stack": Rule(_all, _stack),
-    "transpose": Rule(_first_wanted, _moving(_transpose)),
-    "rev": Rule(_first_wanted, _moving(_reverse)),
+    "transpose": Rule(_first_wanted, _moving(transposed)),
+    "rev": Rule(_first_wanted, _moving(flipped)),
     "select_n": Rule(_cases, _select),
     "optimization_barrier": Rule(same_wanted, _barrier),
 } | {

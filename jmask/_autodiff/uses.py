@@ -14,12 +14,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmask._autodiff.interpreter import LOOK_UP_FIRST, place_of
 from jmask._base.fallback import LARGE, Fallback, Place, in_bytes
 from jmask._base.forms import aval_of, bodies_of
-from jmask._base.jaxprs import ARITHMETIC
+from jmask._base.jaxprs import ARITHMETIC, interpret
 from jmask._base.types import Atom, Shaped
 
 # `get` reads from a reference, `jax.new_ref(table)[ids]`.
@@ -172,49 +172,41 @@ def _uses(
 ) -> tuple[list[list[Use]], list[_Origin | None]]:
     """Return the uses of `count` inputs, and which of them each output is, if any."""
     uses: list[list[Use]] = [[] for _ in range(count)]
-    origins: dict[Var, _Origin] = {
-        v: origin for v, origin in zip(jaxpr.invars, inputs, strict=True) if origin is not None
-    }
 
-    def of(v: Atom) -> _Origin | None:
-        return None if isinstance(v, Literal) else origins.get(v)
-
-    for eqn in jaxpr.eqns:
-        sources = [of(v) for v in eqn.invars]
-        if all(origin is None for origin in sources) or eqn.primitive.name == "stop_gradient":
-            continue
-        inner = [jaxpr for jaxpr, _ in bodies_of(eqn)]
-        for body in inner:
-            inner_uses, outputs = _uses(body, sources[len(sources) - len(body.invars) :], count)
+    def rule(eqn: JaxprEqn, sources: list[_Origin | None]) -> list[_Origin | None]:
+        outputs: list[_Origin | None] = [None] * len(eqn.outvars)
+        origins = dict.fromkeys(origin for origin in sources if origin is not None)
+        if not origins or eqn.primitive.name == "stop_gradient":
+            return outputs
+        bodies = [body for body, _ in bodies_of(eqn)]
+        for body in bodies:
+            inner_uses, results = _uses(body, sources[len(sources) - len(body.invars) :], count)
             for known, more in zip(uses, inner_uses, strict=True):
                 # What JAX itself calls (`jnp.sort`) has no line of the user inside.
                 known.extend(u if u.place else u._replace(place=place_of(eqn)) for u in more)
-            origins.update(
-                (v, origin)
-                for v, origin in zip(eqn.outvars, outputs, strict=False)
-                if origin is not None
-            )
-        if inner:
-            continue
+            outputs = [new or old for new, old in zip(results, outputs, strict=False)]
+        if bodies:
+            return outputs
         if _is_the_same(eqn):
-            origin = next(o for o in sources if o is not None)
-            origins.update((v, origin) for v in eqn.outvars)
-            continue
+            return [next(iter(origins))] * len(outputs)
         place, name = place_of(eqn), eqn.primitive.name
-        for origin in dict.fromkeys(o for o in sources if o is not None):
+        for origin in origins:
             # Of what was computed only lookups count: they are meant as lookups in the input.
             use = Use(name, place, origin.is_computed)
             if use.is_lookup or not origin.is_computed:
                 uses[origin.number].append(use)
         for v, source in zip(eqn.invars, sources, strict=True):
-            for result in eqn.outvars:
-                if source is None or source.is_repeated:
-                    continue
+            if source is None or source.is_repeated:
+                continue
+            for i, result in enumerate(eqn.outvars):
                 if _keeps_rows(eqn, v, result):
-                    origins.setdefault(result, _Origin(source.number, True))
+                    outputs[i] = outputs[i] or _Origin(source.number, True)
                 elif name == "broadcast_in_dim" and _repeats(v, result):
-                    origins[result] = _Origin(source.number, True, is_repeated=True)
-    return uses, [of(v) for v in jaxpr.outvars]
+                    outputs[i] = _Origin(source.number, True, is_repeated=True)
+        return outputs
+
+    consts: list[_Origin | None] = [None] * len(jaxpr.constvars)
+    return uses, interpret(jaxpr, consts, inputs, rule, lambda _: None)
 
 
 def _keeps_rows(eqn: JaxprEqn, v: Atom, result: Atom) -> bool:

@@ -17,13 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmask._autodiff.arguments import (
-    TensorArguments,
     after_all_reads,
     after_reading,
     argument_name,
     checked_loss,
     naming_tables,
     reads_late,
+    tensor_gradients,
 )
 from jmask._autodiff.control_flow import COLLECTIVE_RULES, CONTROL_FLOW_RULES
 from jmask._autodiff.interpreter import Interpreter
@@ -42,9 +42,7 @@ from jmask._base.validation import (
     leaf_name,
     not_an_array,
 )
-from jmask._tables.stored_table import is_stored_table, is_tensor_or_table
-from jmask._tensors.masked_tensor import is_tensor
-from jmask._tensors.specified import placeholder_of, without_placeholder
+from jmask._tables.stored_table import is_tensor_or_table
 
 _KEEP_ARRAYS = (
     f"{KEEP_ARRAYS}; jmask.nnx.value_and_grad and jmask.nnx.grad take a whole model of flax nnx"
@@ -220,16 +218,14 @@ def value_and_gradients(
         args = tuple(models[i].parameters if i in models else x for i, x in enumerate(args))
         for number in numbers:
             _check_argument(fun, number, args[number])
-        arguments = TensorArguments(args, numbers)
-        if arguments:
-            value, results = _tensor_gradients(
-                fun, arguments, has_aux, kwargs, finished, holomorphic
-            )
+        differentiate = functools.partial(_value_and_results, has_aux, kwargs, holomorphic)
+        finish = functools.partial(jax.tree.map, finished, is_leaf=is_symbolic)
+        given = jax.tree.leaves([args[n] for n in numbers], is_leaf=is_tensor_or_table)
+        if any(map(is_tensor_or_table, given)):
+            value, results = tensor_gradients(fun, numbers, args, differentiate, finish)
         else:
-            value, results = _value_and_results(
-                fun, numbers, has_aux, args, kwargs, holomorphic=holomorphic
-            )
-            results = _mapped(finished, results)
+            value, results = differentiate(fun, numbers, args)
+            results = finish(results)
         pairs = zip(numbers, results, strict=True)
         return value, tuple(models[number].gradient(x) for number, x in pairs)
 
@@ -249,56 +245,14 @@ def function_of_parameters(
     return parameter_function
 
 
-def _tensor_gradients(
-    fun: Callable[..., Any],
-    arguments: TensorArguments,
+def _value_and_results(
     has_aux: bool,
     kwargs: dict[str, Any],
-    finished: Callable[[Any], Any],
     holomorphic: bool,
-) -> tuple[Any, tuple[Any, ...]]:
-    """Differentiate in the stored values of tensors, and in placeholders where those count."""
-
-    tensors = arguments.tensors
-    # A further derivative of a table is taken by a gradient program around this one.
-    nested = any(is_stored_table(x) and x.placeholder is not None for x in tensors)
-
-    def results(placeholders: Sequence[Any]) -> tuple[Any, Any]:
-        part_function = arguments.function_of_parts(fun)
-        args, numbers = arguments.parts(placeholders)
-        value, (*gradients, placeholder_gradients) = _value_and_results(
-            part_function, numbers, has_aux, args, kwargs, nested, holomorphic
-        )
-        return value, arguments.gradients(_mapped(finished, gradients), placeholder_gradients)
-
-    if all(map(is_stored_table, tensors)):  # whose placeholders are known to count
-        return results(arguments.placeholders())
-    try:
-        with collected() as reports:
-            value, gradients = results(arguments.placeholders())
-    except Exception:
-        # A `custom_vjp` in `fun` may insist on the structure of tensors without placeholders
-        # (its backward rule returns one of the same structure): then it has no gradient
-        # at other entries. A fault of `fun` itself comes up again in this
-        # second run, with its own traceback, so nothing is hidden by catching all.
-        return results(arguments.placeholders(tables_only=True))
-    for report in reports:
-        report_fallback(*report)
-    # Tensors that `fun` returns have no placeholder any more, unless a gradient program around
-    # this one takes the derivative of it.
-    if all(placeholder_of(x) is None for x in tensors):
-        value = jax.tree.map(without_placeholder, value, is_leaf=is_tensor)
-    return value, gradients
-
-
-def _value_and_results(
     fun: Callable[..., Any],
     numbers: tuple[int, ...],
-    has_aux: bool,
     args: tuple[Any, ...],
-    kwargs: dict[str, Any],
     nested: bool = False,
-    holomorphic: bool = False,
 ) -> tuple[Any, tuple[Any, ...]]:
     """Return the value (and aux), and the gradients as the gradient program leaves them.
 
@@ -322,9 +276,10 @@ def _value_and_results(
         static = {i: x for i, x in enumerate(leaves) if not isinstance(x, jax.core.Tracer)}
         return [x for i, x in enumerate(leaves) if i not in static], gradients
 
-    given = _mapped(
+    given = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Filled) else x,
         differentiated,
+        is_leaf=is_symbolic,
     )
     program, outputs = jax.make_jaxpr(trace, return_shape=True)(*given)
     if nested and drops_rules(program.jaxpr):
@@ -346,7 +301,7 @@ def _value_and_results(
             for path, _ in jax.tree.leaves_with_path(tree)
         )
         return [
-            InputGradient(name, x.capacity if isinstance(x, RowSum) and x.is_rows else None)
+            InputGradient(name, x.nse if isinstance(x, RowSum) and x.is_rows else None)
             for name, x in zip(
                 names, jax.tree.leaves(gradients, is_leaf=is_symbolic), strict=True
             )
@@ -365,14 +320,10 @@ def _value_and_results(
     computed, gradients = jax.tree.unflatten(jax.tree.structure(outputs), results)
     for report in refined_reports(program.jaxpr, named_gradients, reports):
         report_fallback(*report)
-    remaining = iter(_mapped(_finished, computed))
+    remaining = map(_finished, computed)
     count = len(computed) + len(static)
     leaves = [static[i] if i in static else next(remaining) for i in range(count)]
     return jax.tree.unflatten(structure, leaves), gradients
-
-
-def _mapped(function: Callable[[Any], Any], results: PyTree) -> PyTree:
-    return jax.tree.map(function, results, is_leaf=is_symbolic)
 
 
 def _finished(result: PyTree) -> PyTree:

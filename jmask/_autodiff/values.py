@@ -18,16 +18,17 @@ import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jmask._base.fallback import LARGE
 from jmask._base.row_ids import id_dtype
-from jmask._base.types import Value
+from jmask._base.types import ArrayFunction, Shape, Value
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gathered_rows import gathered, joined, scaled
 from jmask._kernels.rows import split_rows
@@ -110,28 +111,25 @@ class RowSum:
         return not self.parts and self.carry is None
 
     @property
-    def capacity(self) -> int:
+    def nse(self) -> int:
         return sum(ids.shape[0] for ids, _ in self.parts)
 
     @property
     def is_rows(self) -> bool:
         """True if a gradient that ends as this sum is a `RowSparse`, and no array."""
+        if self.looked_up or not self.parts:  # however many rows, which may not be known
+            return self.looked_up
         size = math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
-        is_table = size >= LARGE and self.count >= _MANY
-        are_few = bool(self.parts) and 8 * self.capacity <= self.count
-        return self.looked_up or (is_table and are_few)
+        return size >= LARGE and self.count >= max(_MANY, 8 * self.nse)
 
-    def plus(
-        self, parts: tuple[IdsAndRows, ...], looked_up: bool, leading: int = 1
-    ) -> "RowSum":
-        """Add parts whose ids number the first `leading` dimensions."""
-        looked_up = looked_up or self.looked_up
-        if not parts:
+    def plus(self, other: "RowSum") -> "RowSum":
+        """Add the rows of an array of the same shape."""
+        looked_up = self.looked_up or other.looked_up
+        if not other.parts:
             return dataclasses.replace(self, looked_up=looked_up)
-        finest = max(leading, self.leading) if self.parts else leading
-        more = dataclasses.replace(self, parts=parts, leading=leading).refined(finest)
-        total = self.refined(finest).parts + more.parts
-        return dataclasses.replace(more, parts=total, looked_up=looked_up)
+        leading = max(self.leading, other.leading) if self.parts else other.leading
+        parts = self.refined(leading).parts + other.refined(leading).parts
+        return dataclasses.replace(self, parts=parts, looked_up=looked_up, leading=leading)
 
     def refined(self, leading: int) -> "RowSum":
         """Split each row into several, with fewer dimensions."""
@@ -143,55 +141,52 @@ class RowSum:
             finer, parts=tuple(split_rows(*x, each, finer.count, finer.row) for x in self.parts)
         )
 
-    def scaled(self, function: Callable[[jax.Array], jax.Array]) -> "RowSum":
+    def scaled(self, function: ArrayFunction) -> "RowSum":
         """Multiply every entry by the same number, as the function does with an array."""
-        refuse(self.carry)
-        parts = tuple((ids, scaled(rows, function)) for ids, rows in self.parts)
-        return dataclasses.replace(self, parts=parts)
+        return self.map_rows(lambda rows: scaled(rows, function))
 
-    def map_rows(self, function: Callable[[jax.Array], jax.Array]) -> "RowSum":
-        """Apply a linear function to every row, which keeps its shape and dtype.
+    def map_rows(self, function: ArrayFunction, **changes: Any) -> "RowSum":
+        """Apply a linear function to all rows, which may change shape and dtype as said.
 
-        A carry cannot be scaled along: that would have to happen outside the scan.
+        A carry cannot be changed along: that would have to happen outside the scan.
         """
         refuse(self.carry)
         parts = tuple((ids, function(rows)) for ids, rows in self.parts)
-        return dataclasses.replace(self, parts=parts)
+        return dataclasses.replace(self, parts=parts, **changes)
 
-    def map_sums(self, function: Callable[[jax.Array], jax.Array]) -> "RowSum":
+    def map_sums(self, function: ArrayFunction, **changes: Any) -> "RowSum":
         """Apply a function that is 0 at 0, linear or not, to every entry of the sum.
 
         Equal ids are summed first.
         """
-        refuse(self.carry)
         if not self.parts:
-            return self
-        ids, rows = coalesce_rows(*self.concatenated(), self.count)
-        return dataclasses.replace(self, parts=((ids, function(rows)),))
+            return self.map_rows(function, **changes)
+        summed = coalesce_rows(*self.concatenated(), self.count)
+        return dataclasses.replace(self, parts=(summed,)).map_rows(function, **changes)
 
-    def broadcast(self, shape: tuple[int, ...]) -> "RowSum | None":
-        """Broadcast the rows to an array of the given shape, as operands of `add` are.
+    def broadcast(self, shape: Shape, dimensions: Sequence[int]) -> "RowSum | None":
+        """Broadcast the rows, as `lax.broadcast_in_dim` does.
 
-        None if a dimension that the ids number is.
+        None if that repeats or moves a dimension that the ids number.
         """
-        if self.shape == shape:
-            return self
         leading = self.leading
-        if len(shape) != len(self.shape) or shape[:leading] != self.shape[:leading]:
+        if shape == self.shape:
+            return self
+        in_place = tuple(dimensions[:leading]) == tuple(range(leading))
+        if not in_place or shape[:leading] != self.shape[:leading]:
             return None
-        refuse(self.carry)
-        parts = tuple(
-            (ids, jnp.broadcast_to(rows, (*ids.shape, *shape[leading:])))
-            for ids, rows in self.parts
+        along_rows = [0, *(d - leading + 1 for d in dimensions[leading:])]
+        return self.map_rows(
+            lambda x: lax.broadcast_in_dim(x, (*x.shape[:1], *shape[leading:]), along_rows),
+            shape=shape,
         )
-        return dataclasses.replace(self, shape=shape, parts=parts)
 
     def concatenated(self, capacity: int | None = None) -> IdsAndRows:
         """Return all parts as one, padded to `capacity` entries."""
         rows = self.count
         ids = [ids for ids, _ in self.parts]
         values = [values for _, values in self.parts]
-        missing = 0 if capacity is None else capacity - self.capacity
+        missing = 0 if capacity is None else capacity - self.nse
         if missing or not self.parts:
             ids.append(jnp.full((missing,), rows, id_dtype(rows)))
             values.append(jnp.zeros((missing, *self.row), self.dtype))

@@ -63,6 +63,8 @@ Table = Any
 """An array (V, *row), or a StoredTable of this shape."""
 Ids = Any
 """Integers: an array of JAX or NumPy, or nested lists of them."""
+Ragged = Any
+"""Numbers of NumPy, or a list of bags of them; a mapping of such, for several tables."""
 Gradient = Any
 """An array, a RowSparse, or a MaskedTensor of either; None of no parameter."""
 

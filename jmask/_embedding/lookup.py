@@ -128,9 +128,13 @@ def _refusing(ids: Ids, absent: jax.Array | None, shape: tuple[int, ...]) -> jax
             checkify.check(~wrong.any(), message, *where, id=ids.reshape(-1)[first])
         return positions
 
+    is_wide = isinstance(ids, np.ndarray) and ids.dtype.itemsize == 8
+    if is_wide and not jax.config.read("jax_enable_x64"):  # what is wider is no row either
+        limits, least = np.iinfo(np.int32), np.iinfo(ids.dtype).min
+        ids = np.clip(ids, max(limits.min, least), limits.max).astype(np.int32)
     # JAX drops an effect without outputs from the body of a scan that it differentiates.
     # An equation whose output is used it keeps, with the effect inside.
-    return jax.checkpoint(checked)(_in_jax(ids), absent)
+    return jax.checkpoint(checked)(jnp.asarray(ids), absent)
 
 
 def positions_of(ids: Ids, absent: jax.Array | None, rows: int) -> jax.Array:
@@ -149,16 +153,6 @@ def narrowed(ids: Ids, rows: int) -> jax.Array:
         ids = np.clip(ids, max(-1, limits.min), min(rows, limits.max))
         return jnp.asarray(ids.astype(id_dtype(rows)))
     return widen(ids, rows)
-
-
-def _in_jax(ids: Ids) -> jax.Array:
-    """Return integers as a JAX array, clipped to the limits of its widest dtype."""
-    wide = isinstance(ids, np.ndarray) and ids.dtype.itemsize == 8
-    if wide and not jax.config.read("jax_enable_x64"):
-        limits = np.iinfo(np.int32)
-        least = max(limits.min, np.iinfo(ids.dtype).min)
-        ids = np.clip(ids, least, limits.max).astype(np.int32)
-    return jnp.asarray(ids)
 
 
 def is_padding(ids: Ids, padding_id: object) -> Mask | None:

@@ -13,18 +13,18 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._base.types import Ids, TensorLike
+from jmask._base.types import HostArray, Ids, PyTree, Ragged, TensorLike
 from jmask._base.validation import check_flag, checked_integer
 from jmask._embedding.lookup import checked_integers
 
-Ragged = Any  # numbers of NumPy, or a list of bags of them; or a mapping, for several tables
+Key = TypeVar("Key", bound=Hashable)
 
 _LOG = logging.getLogger("jmask")
 
@@ -55,32 +55,32 @@ class PaddedBags:
     # Not given, and lost by `dataclasses.replace`: it must not be there with other offsets.
     bag_of_entry: Ids = dataclasses.field(init=False, default=None)
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[PyTree, PyTree]], None]:
         keys = [field.name for field in dataclasses.fields(self)]
         return [(jax.tree_util.GetAttrKey(key), getattr(self, key)) for key in keys], None
 
     @classmethod
-    def tree_unflatten(cls, _: None, children: Sequence[Any]) -> "PaddedBags":
+    def tree_unflatten(cls, _: None, children: Sequence[PyTree]) -> "PaddedBags":
         return cls(*children[:-1])._with_bags(children[-1])
 
-    def _with_bags(self, bag_of_entry: np.ndarray) -> "PaddedBags":
+    def _with_bags(self, bag_of_entry: HostArray) -> "PaddedBags":
         object.__setattr__(self, "bag_of_entry", bag_of_entry)
         return self
 
 
 @overload
 def pad_bags(
-    ids: Mapping[Any, Any],
+    ids: Mapping[Key, Ragged],
     offsets: Ragged = ...,
     *,
     include_last_offset: bool = ...,
     weights: Ragged = ...,
     num_bags: int | None = ...,
     at_least: int = ...,
-) -> dict[Any, PaddedBags]: ...
+) -> dict[Key, PaddedBags]: ...
 @overload
 def pad_bags(
-    ids: Sequence[Any] | np.ndarray,
+    ids: Sequence[Ragged] | HostArray,
     offsets: Ragged = ...,
     *,
     include_last_offset: bool = ...,
@@ -96,7 +96,7 @@ def pad_bags(
     weights: Ragged | None = None,
     num_bags: int | None = None,
     at_least: int = 0,
-) -> PaddedBags | dict[Any, PaddedBags]:
+) -> PaddedBags | dict[Key, PaddedBags]:
     """Pad ragged bags to one of a few sizes, on the host.
 
     Under jit every other number of ids is another program. These are padded to a power of √2.
@@ -141,7 +141,7 @@ def pad_bags(
             "jitted function, and pass on what it returns."
         )
     is_one = not isinstance(ids, Mapping)
-    tables = {"": ids} if is_one else ids
+    tables: Ragged = {"": ids} if is_one else ids
     offsets, weights = (
         _for_each_table(name, tables, x, is_one)
         for name, x in (("offsets", offsets), ("weights", weights))
@@ -160,7 +160,9 @@ def pad_bags(
     return padded[""] if is_one else padded
 
 
-def _for_each_table(name: str, tables: Mapping[Any, Any], given: object, is_one: bool) -> Any:
+def _for_each_table(
+    name: str, tables: Mapping[Hashable, Ragged], given: Ragged, is_one: bool
+) -> Mapping[Hashable, Ragged]:
     """Return an argument of each table."""
     if given is None:
         return dict.fromkeys(tables)
@@ -179,7 +181,7 @@ def _for_each_table(name: str, tables: Mapping[Any, Any], given: object, is_one:
 
 def _flat(
     ids: Ragged, offsets: Ragged, include_last_offset: bool, weights: Ragged
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+) -> tuple[HostArray, HostArray, HostArray | None]:
     """Return the ids, where each bag begins and the last one ends, and the weights."""
     if offsets is None:
         ids, starts = _joined("ids", ids)
@@ -202,24 +204,35 @@ def _flat(
 
 def _padded_bags(
     size: int,
-    ids: np.ndarray,
-    starts: np.ndarray,
-    weights: np.ndarray | None,
+    ids: HostArray,
+    starts: HostArray,
+    weights: HostArray | None,
     num_bags: int | None,
 ) -> PaddedBags:
-    count, starts = int(starts[-1]), _with_empty_bags(starts, num_bags)
-    number = len(starts) - 1
+    count, number = int(starts[-1]), len(starts) - 1
+    if num_bags is not None:
+        missing = checked_integer("num_bags", num_bags) - number
+        if missing < 0:
+            raise ValueError(
+                f"`num_bags` is {num_bags}, and there are {number} bags: give the most that a "
+                "batch has."
+            )
+        starts, number = np.pad(starts, (0, missing), mode="edge"), num_bags
     bag_of_entry = np.repeat(np.arange(number, dtype=np.int32), np.diff(starts))
-    return PaddedBags(
-        _padded(_narrowed(ids[:count]), size, -1),
-        starts,
-        None if weights is None else _padded(weights[:count], size, 0),
-    )._with_bags(_padded(bag_of_entry, size, number))
+    ids = ids[:count]
+    fits = count == 0 or (ids.max() < 2**31 and ids.min() >= -(2**31))
+    ids = ids.astype(np.int32 if fits else np.int64)  # padding is -1, of either
+
+    def padded(x: HostArray, value: int) -> HostArray:
+        return np.pad(x, (0, size - count), constant_values=value)
+
+    weights = None if weights is None else padded(weights[:count], 0)
+    return PaddedBags(padded(ids, -1), starts, weights)._with_bags(padded(bag_of_entry, number))
 
 
-def _joined(name: str, bags: Ragged) -> tuple[np.ndarray, np.ndarray]:
+def _joined(name: str, bags: Ragged) -> tuple[HostArray, HostArray]:
     """Return what a list of bags holds, and where each begins."""
-    numbers: np.ndarray | None = None
+    numbers: HostArray | None = None
     are_lists = isinstance(bags, Sequence) and all(isinstance(x, list | tuple) for x in bags)
     if are_lists:
         # One array of them all: a list takes as long to convert as a hundred of its numbers.
@@ -239,28 +252,6 @@ def _rounded_up(count: int) -> int:
     """Return the first of 1, 2, 3, 4, 6, 8, 12, 16, 23, 32, ... that is not less."""
     sizes = (math.ceil(2 ** (k / 2)) for k in itertools.count())
     return next(size for size in sizes if size >= count)
-
-
-def _padded(x: np.ndarray, size: int, value: int) -> np.ndarray:
-    return np.pad(x, (0, size - len(x)), constant_values=value)
-
-
-def _narrowed(ids: np.ndarray) -> np.ndarray:
-    """Cast ids to int32 if they fit, or int64: padding is -1."""
-    has_room = ids.size == 0 or (ids.max() < 2**31 and ids.min() >= -(2**31))
-    return ids.astype(np.int32 if has_room else np.int64)
-
-
-def _with_empty_bags(starts: np.ndarray, num_bags: int | None) -> np.ndarray:
-    if num_bags is None:
-        return starts
-    missing = checked_integer("num_bags", num_bags) - (len(starts) - 1)
-    if missing < 0:
-        raise ValueError(
-            f"`num_bags` is {num_bags}, and there are {len(starts) - 1} bags: give the most "
-            "that a batch has."
-        )
-    return np.pad(starts, (0, missing), mode="edge")
 
 
 @functools.cache

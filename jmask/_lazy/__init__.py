@@ -2,9 +2,8 @@
 
 lattice             what can be known of a value
 row_locality        the proof
-stacked             stacked tables as one table
 proved_update       the leaves of one update, its proof, and the update on rows
 one_pass            update and application in one pass over the rows
 psum_over_shards    sums over rows that several devices have
-lazy                the transformation
+lazy                the transformation, of every kind of table
 """

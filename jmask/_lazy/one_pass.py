@@ -18,136 +18,105 @@ need none. A value made of the gradient alone (clipped by the norm of all gradie
 replace the gradient, which saves its scalars.
 """
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Var
 
 from jmask._base.array_types import added
 from jmask._base.forms import aval_of
 from jmask._base.jaxprs import ARITHMETIC, read, run
-from jmask._base.types import Atom, Function, Gradient, OptState, Params, Table, Value
+from jmask._base.types import (
+    ArraysFunction,
+    Atom,
+    Function,
+    Gradient,
+    OptState,
+    Params,
+    Table,
+    Value,
+)
 from jmask._kernels.update_rows import updated
 from jmask._lazy.lattice import Replicated, RowWise
-from jmask._lazy.proved_update import LazyCall, ProvedUpdate
+from jmask._lazy.proved_update import ProvedUpdate
 from jmask._lazy.row_locality import NEUTRAL
 from jmask._tables.packed import PackedTable
 from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.storage import stored_values
 from jmask._updates.row_update import update_rows
 
+
+class OnePassTransformation(optax.GradientTransformationExtraArgs):
+    """A transformation that can also apply gradients to the parameters in one pass.
+
+    Attributes:
+        apply_gradients: (grads, state, params) -> (params, state), of gradients and parameters
+            that have a `Fit`.
+        rule: the `RowRule` of a named optimizer, else None.
+        inner: the transformation whose steps it takes at times, else None.
+    """
+
+    apply_gradients: Function
+    rule: object = None
+    inner: optax.GradientTransformation | None = None
+
+
+def applied_in_one_pass(update: ProvedUpdate) -> tuple[Params, OptState] | None:
+    """Return new parameters and state, or None if it takes more than one pass."""
+    leaves, gradients = update.call.leaves, update.call.gradients
+    tables = [i for i, leaf in enumerate(gradients) if leaf.table is not None]
+    is_empty = not tables or any(gradients[i].value.nse == 0 for i in tables)
+    if is_empty or any(leaf.valid is not None for leaf in gradients):
+        return None
+    params = [leaf.value for leaf in leaves if leaf.kind == "param"]
+    if any(is_stored_table(x) and not isinstance(x, PackedTable) for x in params):
+        return None
+    entries = _entries(update)
+    if entries is None:
+        return None
+    outputs = update.program.jaxpr.outvars
+    # What each leaf becomes; a parameter takes the output of its gradient.
+    outputs = [*outputs, *outputs[: len(gradients)]]
+    combiners: dict[int, Combiner] = {}
+    for table in tables:
+        fitting = (c for c in _combiners(update, entries, table, outputs) if _fits(update, c))
+        combiner = next(fitting, None)
+        if combiner is None:
+            return None
+        combiners[table] = combiner
+    results = _run(update, entries, combiners, outputs)
+    gradient_tree, state_tree, param_tree, _ = update.call.trees
+    first = gradient_tree.num_leaves
+    second = first + state_tree.num_leaves
+    return (
+        param_tree.unflatten([results[i] for i in range(second, len(leaves))]),
+        state_tree.unflatten([results[i] for i in range(first, second)]),
+    )
+
+
 # --- the update, taken apart -------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class ElementwiseProgram:
-    """A program whose variables are entries of tables or do not depend on rows.
+class Entries(NamedTuple):
+    """The variables of an elementwise update that hold entries of tables.
 
     Attributes:
-        program: its first inputs are the gradients.
-        call: the leaves that its inputs are.
-        table_of: the table a variable has entries of.
-        from_gradient: the variables with entries that are made of its gradient alone.
+        table_of: the table a variable has entries of; no others depend on rows.
+        from_gradient: those that are made of the gradient alone.
         reduced: tables over whose gradient something shared is summed.
-        constants: the number that a shared variable is filled with, if it is known.
     """
 
-    program: ClosedJaxpr
-    call: LazyCall
     table_of: dict[Var, int]
     from_gradient: set[Var]
     reduced: set[int]
-    constants: dict[Var, Value]
-
-    @property
-    def inputs(self) -> Sequence[Var]:
-        return self.program.jaxpr.invars
-
-    @property
-    def outputs(self) -> list[Atom]:
-        """Return what each leaf becomes; a parameter takes the output of its gradient."""
-        outputs = self.program.jaxpr.outvars
-        return [*outputs, *outputs[: len(self.call.gradients)]]
-
-    def combiners(self, table: int) -> Iterator["Combiner"]:
-        """Yield ways to compute entries of a table, from its gradient or a value of that."""
-        places = [
-            i
-            for i, leaf in enumerate(self.call.leaves)
-            if leaf.table == table and leaf.kind != "gradient"
-        ]
-        inputs, every = [self.inputs[i] for i in places], self.outputs
-        outputs = [v for v in (every[i] for i in places) if isinstance(v, Var)]
-        if [self.table_of.get(v) for v in outputs] != [table] * len(places):
-            return  # a state that is filled anew
-        equations_of_table = [
-            e for e in self.program.jaxpr.eqns if self.table_of.get(e.outvars[0]) == table
-        ]
-        made = [v for eqn in equations_of_table for v in eqn.outvars if v in self.from_gradient]
-        gradient = self.inputs[table]
-        is_param = [self.call.leaves[i].kind == "param" for i in places]
-        for source in (gradient, *made):
-            equations, needed = _equations_for(outputs, equations_of_table, source)
-            if source is gradient or gradient not in needed:
-                shared = [v for v in needed if v not in self.table_of]
-                constants = {v: self.constants[v] for v in shared if v in self.constants}
-                scalars = [v for v in shared if v not in constants]
-                yield Combiner(
-                    places, is_param, source, inputs, outputs, equations, scalars, constants
-                )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Combiner:
-    """A function of entries of `inputs`, of `source` and of `scalars` that gives new entries.
-
-    Attributes:
-        places: of the leaves that are replaced: state and parameters of one table.
-        is_param: which of them take `outputs` as their updates, to be added.
-        source: the gradient, or what is made of it.
-        inputs, outputs: of entries.
-        equations: that make the outputs.
-        scalars: shared variables that they use, each filled with one number.
-        constants: those whose number is known.
-    """
-
-    places: list[int]
-    is_param: list[bool]
-    source: Var
-    inputs: list[Var]
-    outputs: list[Var]
-    equations: list[JaxprEqn]
-    scalars: list[Var]
-    constants: dict[Var, Value]
-
-    def __call__(self, *entries: jax.Array) -> list[jax.Array]:
-        arguments = zip([*self.inputs, self.source, *self.scalars], entries, strict=True)
-        values = self.constants | dict(arguments)
-        run(self.equations, values)
-        computed = zip(self.is_param, entries, self.outputs, strict=False)
-        return [
-            _applied(old, values[v]) if is_param else values[v] for is_param, old, v in computed
-        ]
-
-
-def _equations_for(
-    wanted: Iterable[Var], equations: Sequence[JaxprEqn], source: Var | None = None
-) -> tuple[list[JaxprEqn], dict[Var, None]]:
-    """Return the equations that compute `wanted` from `source`, and all variables they need."""
-    needed, selected = dict.fromkeys(wanted), []
-    for eqn in reversed(equations):
-        if source not in eqn.outvars and not needed.keys().isdisjoint(eqn.outvars):
-            selected.append(eqn)
-            needed.update({v: None for v in eqn.invars if isinstance(v, Var)})
-    return selected[::-1], needed
-
-
-def elementwise_program(update: ProvedUpdate) -> ElementwiseProgram | None:
-    """Return the parts of an update, or None if it is not elementwise."""
+def _entries(update: ProvedUpdate) -> Entries | None:
+    """Return the entries of tables in an update, or None if it is not elementwise."""
     jaxpr, kinds = update.program.jaxpr, update.kinds
     rows = {v: kind for v, kind in kinds.items() if isinstance(kind, RowWise)}
     table_of = {v: kind.table for v, kind in rows.items()}
@@ -179,96 +148,120 @@ def elementwise_program(update: ProvedUpdate) -> ElementwiseProgram | None:
             return None
         elif entries <= from_gradient:
             from_gradient.update(eqn.outvars)
-    constants = {
+    return Entries(table_of, from_gradient, reduced)
+
+
+class Combiner(NamedTuple):
+    """A way to compute new entries of a table.
+
+    Attributes:
+        places: of the leaves that are replaced: state and parameters of one table.
+        source: the gradient, or what is made of it.
+        scalars: shared variables, each filled with one number.
+        function: entries of the leaves, of `source` and of `scalars` -> new entries.
+    """
+
+    places: list[int]
+    source: Var
+    scalars: list[Var]
+    function: ArraysFunction
+
+
+def _combiners(
+    update: ProvedUpdate, entries: Entries, table: int, outputs: Sequence[Atom]
+) -> Iterator[Combiner]:
+    """Yield ways to compute entries of a table, from its gradient or a value of that."""
+    jaxpr, table_of, leaves = update.program.jaxpr, entries.table_of, update.call.leaves
+    places = [i for i, x in enumerate(leaves) if x.table == table and x.kind != "gradient"]
+    are_params = [leaves[i].kind == "param" for i in places]
+    inputs, new = [jaxpr.invars[i] for i in places], [outputs[i] for i in places]
+    wanted = [v for v in new if isinstance(v, Var)]
+    if [table_of.get(v) for v in wanted] != [table] * len(places):
+        return  # a state that is filled anew
+    constants: dict[Var, Value] = {
         v: np.asarray(kind.constant, aval_of(v).dtype)
-        for v, kind in kinds.items()
+        for v, kind in update.kinds.items()
         if isinstance(kind, Replicated) and kind.constant is not None
     }
-    return ElementwiseProgram(
-        update.program, update.call, table_of, from_gradient, reduced, constants
-    )
+
+    def combiner(source: Var, chosen: Sequence[JaxprEqn], scalars: list[Var]) -> Combiner:
+        # JAX keeps this function: it closes over no array that is traced.
+        def function(*arrays: jax.Array) -> list[jax.Array]:
+            values = dict(constants)
+            values.update(zip((*inputs, source, *scalars), arrays, strict=True))
+            run(chosen, values)
+            results = zip(are_params, arrays, wanted, strict=False)
+            return [
+                _applied(x, values[v]) if is_param else values[v] for is_param, x, v in results
+            ]
+
+        return Combiner(places, source, scalars, function)
+
+    equations = [e for e in jaxpr.eqns if table_of.get(e.outvars[0]) == table]
+    gradient = jaxpr.invars[table]
+    made = [v for e in equations for v in e.outvars if v in entries.from_gradient]
+    for source in (gradient, *made):
+        chosen, needed = _equations_for(wanted, equations, source)
+        if source is gradient or gradient not in needed:
+            scalars = [v for v in needed if v not in table_of and v not in constants]
+            yield combiner(source, chosen, scalars)
+
+
+def _fits(update: ProvedUpdate, combiner: Combiner) -> bool:
+    """Decide whether a scatter has room for the scalars, and all arrays have one dtype."""
+    dtypes = {update.call.leaves[i].value.dtype for i in combiner.places}
+    dtypes |= {aval_of(v).dtype for v in combiner.scalars}
+    has_room = len(combiner.scalars) < len(combiner.places)
+    return has_room and dtypes == {aval_of(combiner.source).dtype}
+
+
+def _equations_for(
+    wanted: Iterable[Var], equations: Sequence[JaxprEqn], source: Var | None = None
+) -> tuple[list[JaxprEqn], dict[Var, None]]:
+    """Return the equations that compute `wanted` from `source`, and all variables they need."""
+    needed, selected = dict.fromkeys(wanted), []
+    for eqn in reversed(equations):
+        if source not in eqn.outvars and not needed.keys().isdisjoint(eqn.outvars):
+            selected.append(eqn)
+            needed.update({v: None for v in eqn.invars if isinstance(v, Var)})
+    return selected[::-1], needed
 
 
 # --- the pass ----------------------------------------------------------------------------
 
 
-class OnePassTransformation(optax.GradientTransformationExtraArgs):
-    """A transformation that can also apply gradients to the parameters in one pass.
-
-    Attributes:
-        apply_gradients: (grads, state, params) -> (params, state), of gradients and parameters
-            that have a `Fit`.
-        rule: the `RowRule` of a named optimizer, else None.
-        inner: the transformation whose steps it takes at times, else None.
-    """
-
-    apply_gradients: Function
-    rule: object = None
-    inner: optax.GradientTransformation | None = None
-
-
-def applied_in_one_pass(update: ProvedUpdate) -> tuple[Params, OptState] | None:
-    """Return new parameters and state, or None if it takes more than one pass."""
-    leaves = update.call.leaves
-    gradients = update.call.gradients
-    tables = [i for i, leaf in enumerate(gradients) if leaf.table is not None]
-    is_empty = not tables or any(gradients[i].value.nse == 0 for i in tables)
-    if is_empty or any(leaf.valid is not None for leaf in gradients):
-        return None
-    params = [leaf.value for leaf in leaves if leaf.kind == "param"]
-    if any(is_stored_table(x) and not isinstance(x, PackedTable) for x in params):
-        return None
-    parts = elementwise_program(update)
-    if parts is None:
-        return None
-    combiners: dict[int, Combiner] = {}
-    for table in tables:
-        for combiner in parts.combiners(table):
-            dtypes = {leaves[i].value.dtype for i in combiner.places}
-            dtypes |= {aval_of(v).dtype for v in combiner.scalars}
-            has_room = len(combiner.scalars) < len(combiner.places)
-            if has_room and dtypes == {aval_of(combiner.source).dtype}:
-                combiners[table] = combiner
-                break
-        else:
-            return None
-    results = _run(parts, combiners)
-    gradient_tree, state_tree, param_tree, _ = update.call.trees
-    first = gradient_tree.num_leaves
-    second = first + state_tree.num_leaves
-    return (
-        param_tree.unflatten([results[i] for i in range(second, len(leaves))]),
-        state_tree.unflatten([results[i] for i in range(first, second)]),
-    )
-
-
-def _run(parts: ElementwiseProgram, combiners: dict[int, Combiner]) -> dict[int, Table]:
+def _run(
+    update: ProvedUpdate,
+    entries: Entries,
+    combiners: dict[int, Combiner],
+    outputs: Sequence[Atom],
+) -> dict[int, Table]:
     """Return the new state and parameters, by the positions of the leaves they replace."""
-    leaves, jaxpr = parts.call.leaves, parts.program.jaxpr
+    leaves, jaxpr = update.call.leaves, update.program.jaxpr
     known = {
         v: stored_values(leaf.value) if leaf.kind == "gradient" else leaf.value
-        for v, leaf in zip(parts.inputs, leaves, strict=True)
-        if v not in parts.table_of or v in parts.from_gradient
+        for v, leaf in zip(jaxpr.invars, leaves, strict=True)
+        if v not in entries.table_of or v in entries.from_gradient
     }
-    computed = [c.source for t, c in combiners.items() if c.source is not parts.inputs[t]]
+    computed = [c.source for t, c in combiners.items() if c.source is not jaxpr.invars[t]]
     # Beside these, all that does not depend on rows is computed before the pass.
-    known.update(zip(jaxpr.constvars, parts.program.consts, strict=True))
-    shared = [v for eqn in jaxpr.eqns for v in eqn.outvars if v not in parts.table_of]
+    known.update(zip(jaxpr.constvars, update.program.consts, strict=True))
+    shared = [v for eqn in jaxpr.eqns for v in eqn.outvars if v not in entries.table_of]
     run(_equations_for([*shared, *computed], jaxpr.eqns)[0], known)
     started = []
     for table, combiner in combiners.items():
         gradient = leaves[table].uncoalesced
         # Rows of equal ids are summed here only if something is computed of the sums.
-        if combiner.source in computed or table in parts.reduced:
+        if combiner.source in computed or table in entries.reduced:
             gradient = leaves[table].value.with_values(known[combiner.source])
         filled = [known[v] for v in combiner.scalars]
         scalars = [x.reshape(-1)[0] if jnp.ndim(x) else x for x in filled]
         tables = [leaves[i].value for i in combiner.places]
-        started.append(update_rows(combiner, tables, gradient, scalars))
+        started.append(update_rows(combiner.function, tables, gradient, scalars))
     results: dict[int, Table] = {}
     for combiner, new in zip(combiners.values(), updated(started), strict=True):
         results.update(zip(combiner.places, new, strict=True))
-    for i, (leaf, v) in enumerate(zip(leaves, parts.outputs, strict=True)):
+    for i, (leaf, v) in enumerate(zip(leaves, outputs, strict=False)):
         if leaf.table is None and leaf.kind != "gradient":
             new = read(known, v)
             results[i] = _applied(leaf.value, new) if leaf.kind == "param" else new

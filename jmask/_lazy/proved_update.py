@@ -37,7 +37,7 @@ from jmask._base.types import (
 )
 from jmask._kernels.rows import ids_after_reading
 from jmask._lazy.lattice import Kind, NotRowLocal, Replicated, RowWise
-from jmask._lazy.psum_over_shards import Axes, axes_of_rows, with_sums_over
+from jmask._lazy.psum_over_shards import axes_of_rows, with_sums_over
 from jmask._lazy.row_locality import classify
 from jmask._tables.stored_table import RowsAt, StoredTable, fitted, is_stored_table, shape_of
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
@@ -207,11 +207,6 @@ class LazyCall:
             shapes.append(x)
         return shapes
 
-    def sharded_axes(self) -> dict[int, Axes]:
-        """Return the axes of a `shard_map` for each table whose rows are sharded over them."""
-        axes = {i: axes_of_rows(leaf.value) for i, leaf in enumerate(self.gradients)}
-        return {table: names for table, names in axes.items() if names}
-
     def update(
         self,
         on_rows: ArraysFunction | None = None,
@@ -225,60 +220,44 @@ class LazyCall:
                 that has these rows.
         """
         unordered = unordered or {}
-        rows = [self._rows(leaf) for leaf in self.leaves]
+        rows = []
+        for leaf in self.leaves:
+            if leaf.kind == "gradient":
+                rows.append(stored_values(leaf.value))
+            elif leaf.table is None:
+                rows.append(leaf.value)
+            else:
+                at = RowsAt.of(leaf.value, self.leaves[leaf.table].value)
+                rows.append(at.read(leaf.value))
         for i in set(unordered.values()):
             # GPUs would read them once more, for another result and after the write: from a
             # copy of the table, where that is stacked (jaxlib 0.12).
             rows[i] = lax.optimization_barrier(rows[i])
         outputs = (on_rows or self.run_flat())(*rows)
-        results = [
-            self._result(leaf, old, new, rows[unordered[i]] if i in unordered else None)
-            for i, (leaf, old, new) in enumerate(zip(self.leaves, rows, outputs, strict=False))
-        ]
+        results: list[Gradient] = []
+        for i, (leaf, old, new) in enumerate(zip(self.leaves, rows, outputs, strict=False)):
+            gradient = None if leaf.table is None else self.leaves[leaf.table].value
+            if gradient is not None and not gradient.nse:
+                new = new[:0]  # the program had a row in the place of none
+            if leaf.kind == "gradient":
+                new = unchanged_where_masked(new, leaf.valid)
+            else:
+                new = keep_valid(new, old, leaf.valid)
+            if i in unordered and type(gradient) is RowSparse:
+                # XLA knows where to write only after it has read these rows.
+                ids = ids_after_reading(gradient.row_ids(), rows[unordered[i]])
+                gradient = RowSparse.from_rows(
+                    ids, gradient.values, gradient.shape, coalesced=gradient.coalesced
+                )
+            if gradient is None:
+                results.append(new)
+            elif leaf.kind == "gradient":
+                results.append(gradient.with_values(new))
+            else:
+                results.append(RowsAt.of(leaf.value, gradient).write(leaf.value, new))
         gradient_tree, state_tree, *_ = self.trees
         count = gradient_tree.num_leaves
         return gradient_tree.unflatten(results[:count]), state_tree.unflatten(results[count:])
-
-    def _rows(self, leaf: Leaf) -> jax.Array:
-        if leaf.kind == "gradient":
-            return stored_values(leaf.value)
-        if leaf.table is None:
-            return leaf.value
-        return RowsAt.of(leaf.value, self._gradient(leaf)).read(leaf.value)
-
-    def _gradient(self, leaf: Leaf, read: jax.Array | None = None) -> RowSparse:
-        """Return the gradient of the table of a leaf, whose ids XLA knows only after `read`."""
-        assert leaf.table is not None
-        gradient = self.leaves[leaf.table].value
-        if read is None or type(gradient) is not RowSparse:
-            return gradient
-        ids = ids_after_reading(gradient.row_ids(), read)
-        return RowSparse.from_rows(
-            ids, gradient.values, gradient.shape, coalesced=gradient.coalesced
-        )
-
-    def _result(
-        self, leaf: Leaf, old: jax.Array, new: jax.Array, read: jax.Array | None
-    ) -> Gradient | Table:
-        """Return the update or the new state, from rows `old` that became `new`.
-
-        Args:
-            leaf: what is updated.
-            old, new: its rows.
-            read: rows at the place to be written that nothing else orders before the write.
-        """
-        if leaf.table is not None and not self._gradient(leaf).nse:
-            new = new[:0]  # the program had a row in the place of none
-        if leaf.kind == "gradient":
-            new = unchanged_where_masked(new, leaf.valid)
-        else:
-            new = keep_valid(new, old, leaf.valid)
-        if leaf.table is None:
-            return new
-        gradient = self._gradient(leaf, read)
-        if leaf.kind == "gradient":
-            return gradient.with_values(new)
-        return RowsAt.of(leaf.value, gradient).write(leaf.value, new)
 
 
 def shape_of_leaf(x: TensorLike) -> jax.ShapeDtypeStruct:
@@ -315,7 +294,9 @@ class ProvedUpdate:
         return self.call.update(self._run, self.unordered)
 
     def _run(self, *inputs: jax.Array) -> Sequence[jax.Array]:
-        sharded, avals = self.call.sharded_axes(), self.traced.in_avals
+        axes = {i: axes_of_rows(leaf.value) for i, leaf in enumerate(self.call.gradients)}
+        sharded = {table: names for table, names in axes.items() if names}
+        avals = self.traced.in_avals
         arrays = [  # a table without lookups has a row here
             x if jnp.shape(x) == aval.shape else jnp.zeros(aval.shape, aval.dtype)
             for x, aval in zip(inputs, avals, strict=True)

@@ -295,8 +295,20 @@ def _concatenate(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
     axes = {kind.axis for kind in inputs if isinstance(kind, RowWise)}
     if parameter(eqn, "dimension") in axes:
         return not_row_local(eqn, "puts rows behind other rows")
+    return _joined(eqn, inputs, lambda axis: axis)
+
+
+def _stack(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
+    new = parameter(eqn, "axis")
+    return _joined(eqn, inputs, lambda axis: axis + (axis >= new))
+
+
+def _joined(eqn: JaxprEqn, inputs: list[RowLocal], moved: Callable[[int], int]) -> Kind:
+    """Return what is known of operands put together, with their axes `moved`."""
     unvalued: list[RowLocal] = [
-        kind.at(kind.axis, None) if isinstance(kind, RowWise) else Replicated(kind.uniform)
+        kind.at(moved(kind.axis), None)
+        if isinstance(kind, RowWise)
+        else Replicated(frozenset(map(moved, kind.uniform)))
         for kind in inputs
     ]
     kind = _elementwise(name_of(eqn), eqn, unvalued)
@@ -306,6 +318,21 @@ def _concatenate(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
 def _split(eqn: JaxprEqn, kind: RowWise) -> Kind:
     if parameter(eqn, "axis") == kind.axis:
         return not_row_local(eqn, "parts rows from other rows")
+    return kind
+
+
+def _slice(eqn: JaxprEqn, kind: RowWise) -> Kind:
+    begin, steps = parameter(eqn, "start_indices"), parameter(eqn, "strides")
+    old, new = aval_of(eqn.invars[0]).shape, aval_of(eqn.outvars[0]).shape
+    is_whole = old[kind.axis] == new[kind.axis] and not begin[kind.axis]
+    if not is_whole or (steps is not None and steps[kind.axis] != 1):
+        return not_row_local(eqn, "parts rows from other rows")
+    return kind
+
+
+def _rev(eqn: JaxprEqn, kind: RowWise) -> Kind:
+    if kind.axis in parameter(eqn, "dimensions"):
+        return not_row_local(eqn, "reverses the order of rows")
     return kind
 
 
@@ -352,7 +379,10 @@ def _dot(eqn: JaxprEqn, inputs: list[RowLocal]) -> Kind:
 _RULES: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenate,
+    "stack": _stack,
     "split": _for_rows(_split),
+    "slice": _for_rows(_slice),
+    "rev": _for_rows(_rev),
     "reshape": _reshape,
     "squeeze": _reshape,
     "transpose": _for_rows(_transpose),
@@ -391,25 +421,23 @@ def _scan(eqn: JaxprEqn, counterpart: JaxprEqn, inputs: list[Kind]) -> Kinds:
     scans = [scan_of(eqn), scan_of(counterpart)]
     first, count = scans[0].consts, scans[0].carry
     consts, carry = inputs[:first], inputs[first : first + count]
-    scanned: list[Kind] = []
-    for kind in inputs[first + count :]:
-        if isinstance(kind, RowWise) and kind.axis == 0:
-            return not_row_local(eqn, "runs over rows in sequence")
-        if isinstance(kind, RowWise):
-            kind = kind.at(kind.axis - 1, kind.off_support)
-        elif isinstance(kind, Replicated):
-            kind = Replicated(frozenset(a - 1 for a in kind.uniform if a))
-        scanned.append(kind)
+    scanned = inputs[first + count :]
+    if any(isinstance(kind, RowWise) and kind.axis == 0 for kind in scanned):
+        return not_row_local(eqn, "runs over rows in sequence")
+    scanned = [_with_axes_moved(kind, -1) for kind in scanned]
     body = [scan.body for scan in scans]
     carry = _fixed_point(carry, lambda c: _run(body, consts + c + scanned)[:count])
-    stacked = []
-    for kind in _run(body, consts + carry + scanned)[count:]:
-        if isinstance(kind, RowWise):
-            kind = kind.at(kind.axis + 1, kind.off_support)
-        elif isinstance(kind, Replicated):
-            kind = Replicated(frozenset(a + 1 for a in kind.uniform))
-        stacked.append(kind)
-    return carry + stacked
+    stacked = _run(body, consts + carry + scanned)[count:]
+    return carry + [_with_axes_moved(kind, 1) for kind in stacked]
+
+
+def _with_axes_moved(kind: Kind, by: int) -> Kind:
+    """Return what is known of a slice along the first axis, or of the stack of such."""
+    if isinstance(kind, RowWise):
+        return kind.at(kind.axis + by, kind.off_support)
+    if isinstance(kind, Replicated):
+        return Replicated(frozenset(axis + by for axis in kind.uniform if axis + by >= 0))
+    return kind
 
 
 def _fixed_point(carry: list[Kind], step: Callable[[list[Kind]], list[Kind]]) -> list[Kind]:
@@ -436,6 +464,7 @@ _NOT_COMPARED = {
     "iota": ("shape",),
     "random_bits": ("shape",),
     "reshape": ("new_sizes",),
+    "slice": ("limit_indices",),
     "cond": ("branches",),
     "scan": ("jaxpr",),
     "while": ("body_jaxpr", "cond_jaxpr"),

@@ -264,7 +264,8 @@ def _step(
     shape, dtype = tuple(array.shape), jnp.dtype(array.dtype)
     described = f"{dtype}[{', '.join(map(str, shape))}]"
     arrays = map(abstract_leaf, jax.tree.leaves(leaf))
-    nse, leading = _number_of_rows(gradient)
+    is_rows = is_row_sparse(gradient) or (isinstance(gradient, RowSum) and gradient.is_rows)
+    nse, leading = (gradient.nse, gradient.leading) if is_rows else (None, 1)
     flat = _flat(shape, leading)
     notes = [_note(flat, gradient, nse, uses, shape in shapes)]
     if platform == "tpu" and nse and not stored and has_narrow_rows(flat):
@@ -285,14 +286,6 @@ def _step(
     )
 
 
-def _number_of_rows(gradient: Gradient) -> tuple[int | None, int]:
-    """Return nse and leading of a row-sparse gradient, None and 1 for a dense one."""
-    if is_row_sparse(gradient):
-        return gradient.nse, gradient.leading
-    is_sparse = isinstance(gradient, RowSum) and gradient.is_rows
-    return (gradient.capacity, gradient.leading) if is_sparse else (None, 1)
-
-
 def _flat(shape: tuple[int, ...], leading: int) -> tuple[int, ...]:
     """Return (M * V, *row) of stacked tables (M, V, *row), as `RowSparse.flat` does."""
     return (math.prod(shape[:leading]), *shape[leading:]) if shape else ()
@@ -306,7 +299,11 @@ def _note(
     is_reported: bool,
 ) -> str:
     """Say why the gradient of a parameter is dense, or large."""
-    needs = _needs_all(uses)
+    others = (use for use in uses if not use.is_lookup)
+    every = dict.fromkeys(
+        _with_place(f"`{x.primitive}` needs all of it", x.place) for x in others
+    )
+    needs = " and ".join(list(every)[:2])
     if nse == 0:
         return "not looked up: no row is touched"
     if nse is not None:
@@ -330,12 +327,6 @@ def _note(
         return ""
     looked_up = _with_place("looked up", lookups[0].place)
     return f"{looked_up}, but {needs or 'not by whole rows'}"
-
-
-def _needs_all(uses: list[Use]) -> str:
-    others = (use for use in uses if not use.is_lookup)
-    needs = (_with_place(f"`{use.primitive}` needs all of it", use.place) for use in others)
-    return " and ".join(list(dict.fromkeys(needs))[:2])
 
 
 def _with_place(text: str, place: Place | None) -> str:

@@ -36,9 +36,8 @@ from jmask._base.array_types import (
 from jmask._base.types import Gradient, Gradients, OptState, Params, Table
 from jmask._deferred.step import without_rows
 from jmask._kernels.update_rows import RowUpdate, updated
-from jmask._lazy.lazy import lazy
+from jmask._lazy.lazy import lazy, on_every_table
 from jmask._lazy.one_pass import OnePassTransformation
-from jmask._lazy.stacked import on_every_table
 from jmask._tables.stored_table import RowsAt, is_stored_table, shape_of
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import is_row_sparse

@@ -165,6 +165,8 @@ MODELS = functions("t, ids", {**vars(jmask), **globals()})("""
     embedding_bag(t, ids, combiner="max", padding_id=-1);
     embedding_bag(t, ids[:, 0], segment_ids=ids[:, 1], num_segments=9, mode="zero");
     grad(lambda t: jnp.sum(jnp.tanh(t[ids])))(t).values;
+    grad(lambda t: jnp.sum(jnp.tanh(t[ids])))(jnp.tile(t, (1000, 1))).values;
+    grad(lambda t: jnp.sum(jnp.cos(t.sum(1)[ids])))(jnp.tile(t, (1000, 1))).values;
     grad(lambda t: jnp.sum(embedding_bag(t, ids) ** 2))(t).values;
     apply_gradients(SGD, grad(lambda t: jnp.sum(t[ids] ** 3))(t), SGD.init(t), t)[0]
 """)

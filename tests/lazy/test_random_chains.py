@@ -30,6 +30,9 @@ ACCEPTED = functions("u, p, s", globals())("""
     u / (1 + jnp.sum(u * u, in_rows(u), keepdims=True)); u * jnp.sum(u);
     u / (1 + jnp.vdot(u, u)); u * (1 + jnp.vdot(u, p));
     jnp.concatenate(jnp.split(u, [1], -1)[::-1], -1);
+    jnp.stack([u, p]).max(0); jnp.stack([u, p], -1).min(-1); jnp.stack([p, u], 1)[:, 1];
+    jnp.flip(u, -1); jnp.concatenate([u[..., 1:], u[..., :1]], -1);
+    u * u[..., ::-2][..., :1];
     jnp.concatenate([jnp.split(u, [1], -1)[0], jnp.split(p, [1], -1)[1]], -1);
     u + column(jnp.full((u.shape[0], 1), 0.5, u.dtype), u);
     (u.ravel() * p.ravel()).reshape(u.shape); (u.T * p.T).T;
@@ -42,11 +45,11 @@ ACCEPTED = functions("u, p, s", globals())("""
     jnp.where(u > 0, u, 0.1 * p); jnp.ones_like(u); u.astype(jnp.bfloat16).astype(u.dtype);
     jax.jit(lambda u, p, s: u * jnp.abs(p) + s * u)(u, p, s)
 """)
-# Where rows mix; a reverse has no rule, and columns of numbers are as many as there are rows.
+# Where rows mix; columns of numbers are as many as there are rows.
 REFUSED = functions("u, p, s", globals())("""
     u * jnp.linalg.norm(p.ravel()); u - jnp.mean(u); u / (1 + jnp.max(jnp.abs(u))); u / u.size;
     u * column(jnp.arange(u.shape[0]), u); jnp.cumsum(u, 0); jnp.sort(u, 0); u[::-1];
-    jnp.flip(u, -1); jnp.concatenate(jnp.split(u, [1], 0)[::-1], 0);
+    u[:1] * u; u * u[1:].sum(); jnp.concatenate(jnp.split(u, [1], 0)[::-1], 0);
     u * jnp.concatenate([jnp.ones_like(u), 2 * jnp.ones_like(p)], -1).sum(-1, keepdims=True);
     u + jax.random.normal(jax.random.key(0), u.shape);
     jax.lax.cond(p.sum() > 0, lambda: u, lambda: -u)

@@ -143,6 +143,7 @@ MERGING = functions("u, p", globals())("""
     (2 * u.ravel() + u.ravel()).reshape(u.shape);
     (u.T.ravel() * p.T.ravel()).reshape(u.shape[::-1]).T;
     jnp.concatenate(jnp.split(u, [1], 1)[::-1], 1);
+    jnp.stack([u, p], 1).max(1); jnp.stack([p, u]).sum(0); jnp.stack([u, 2 * u], -1)[..., 1];
     sum(jnp.split(jnp.concatenate([u, p], 1), 2, 1));
     (u[None, :, None] * 2).reshape(-1, 1).reshape(u.shape);
     u * jnp.sum(u.T.reshape(-1) * p.T.reshape(-1))
@@ -176,7 +177,8 @@ MERGING_OTHERS = {
     "moves rows|number of": "u.ravel()[:, None] * jnp.ones((1, 3))",
     "no row-local form": "jnp.cumsum(u.ravel()).reshape(u.shape)",
     "rows behind other rows|number of rows": "jnp.split(jnp.concatenate([u, p]), 2)[0]",
-    "parts rows|number of rows": "jnp.split(u, [1])[0]",
+    "parts rows|number of rows": "jnp.split(u, [1])[0]; u[1:]; u[::2]; u[:2]",
+    "reverses the order": "u[::-1]; jnp.flip(u * 2)",
     "by their position|number of rows": """
         jnp.concatenate([u, jnp.arange(u.size, dtype=u.dtype).reshape(u.shape)], 1)[:, :3]
     """,
