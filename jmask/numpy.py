@@ -4,8 +4,8 @@
     jmask.numpy.mean(x, axis=0)     over the valid entries
     jmask.numpy.mean(a, where=m)    an array and a mask in place of a MaskedTensor
 
-Elementwise functions are JAX's, lifted by `elementwise`; the table below is the
-whole of it.
+Functions that are JAX's, lifted to other storages, are the tables below: elementwise ones,
+sums of products, and what moves entries.
 """
 
 import jax.numpy as _jnp
@@ -116,13 +116,15 @@ remainder = mod = elementwise(_jnp.remainder)
 subtract = elementwise(_jnp.subtract)
 
 # Products.
+from jmask._ops.contractions import contraction as _contraction
 from jmask._ops.contractions import dot as dot
 from jmask._ops.contractions import einsum as einsum
-from jmask._ops.contractions import inner as inner
 from jmask._ops.contractions import matmul as matmul
 from jmask._ops.contractions import outer as outer
-from jmask._ops.contractions import tensordot as tensordot
-from jmask._ops.contractions import vdot as vdot
+
+inner = _contraction(_jnp.inner)
+tensordot = _contraction(_jnp.tensordot)
+vdot = _contraction(_jnp.vdot)
 
 # Masks.
 from jmask._ops.masking import masked_equal as masked_equal
@@ -175,55 +177,61 @@ from jmask._ops.reductions import sum as sum
 from jmask._ops.reductions import var as var
 
 # Shapes and selection.
-from jmask._ops.shape import array_split as array_split
-from jmask._ops.shape import atleast_1d as atleast_1d
-from jmask._ops.shape import atleast_2d as atleast_2d
-from jmask._ops.shape import atleast_3d as atleast_3d
-from jmask._ops.shape import broadcast_arrays as broadcast_arrays
 from jmask._ops.shape import broadcast_to as broadcast_to
-from jmask._ops.shape import column_stack as column_stack
-from jmask._ops.shape import concat as concat
 from jmask._ops.shape import concatenate as concatenate
-from jmask._ops.shape import copy as copy
-from jmask._ops.shape import delete as delete
-from jmask._ops.shape import diag as diag
 from jmask._ops.shape import diagonal as diagonal
-from jmask._ops.shape import dsplit as dsplit
-from jmask._ops.shape import dstack as dstack
-from jmask._ops.shape import empty_like as empty_like
 from jmask._ops.shape import expand_dims as expand_dims
-from jmask._ops.shape import flip as flip
-from jmask._ops.shape import fliplr as fliplr
-from jmask._ops.shape import flipud as flipud
-from jmask._ops.shape import full_like as full_like
-from jmask._ops.shape import hsplit as hsplit
-from jmask._ops.shape import hstack as hstack
-from jmask._ops.shape import matrix_transpose as matrix_transpose
-from jmask._ops.shape import moveaxis as moveaxis
-from jmask._ops.shape import ones_like as ones_like
+from jmask._ops.shape import joined_rows as _joined_rows
+from jmask._ops.shape import like as _like
+from jmask._ops.shape import moved as _moved
 from jmask._ops.shape import pad as pad
-from jmask._ops.shape import permute_dims as permute_dims
-from jmask._ops.shape import ravel as ravel
-from jmask._ops.shape import repeat as repeat
-from jmask._ops.shape import reshape as reshape
-from jmask._ops.shape import roll as roll
-from jmask._ops.shape import rollaxis as rollaxis
-from jmask._ops.shape import rot90 as rot90
+from jmask._ops.shape import permuted as _permuted
+from jmask._ops.shape import reshaped as _reshaped
 from jmask._ops.shape import split as split
-from jmask._ops.shape import squeeze as squeeze
-from jmask._ops.shape import stack as stack
-from jmask._ops.shape import swapaxes as swapaxes
 from jmask._ops.shape import take as take
 from jmask._ops.shape import take_along_axis as take_along_axis
-from jmask._ops.shape import tile as tile
-from jmask._ops.shape import transpose as transpose
-from jmask._ops.shape import tril as tril
-from jmask._ops.shape import triu as triu
-from jmask._ops.shape import unstack as unstack
-from jmask._ops.shape import vsplit as vsplit
-from jmask._ops.shape import vstack as vstack
 from jmask._ops.shape import where as where
-from jmask._ops.shape import zeros_like as zeros_like
+
+array_split = _moved(_jnp.array_split)
+atleast_1d = _moved(_jnp.atleast_1d, variadic=True)
+atleast_2d = _moved(_jnp.atleast_2d, variadic=True)
+atleast_3d = _moved(_jnp.atleast_3d, variadic=True)
+broadcast_arrays = _moved(_jnp.broadcast_arrays, variadic=True)
+column_stack = _moved(_jnp.column_stack, rule=_joined_rows)
+concat = concatenate
+copy = _like(_jnp.copy)
+delete = _moved(_jnp.delete)
+diag = _moved(_jnp.diag)
+dsplit = _moved(_jnp.dsplit)
+dstack = _moved(_jnp.dstack)
+empty_like = _like(_jnp.empty_like)
+flip = _moved(_jnp.flip)
+fliplr = _moved(_jnp.fliplr)
+flipud = _moved(_jnp.flipud)
+full_like = _like(_jnp.full_like)
+hsplit = _moved(_jnp.hsplit)
+hstack = _moved(_jnp.hstack, rule=_joined_rows)
+matrix_transpose = _moved(_jnp.matrix_transpose, rule=_permuted)
+moveaxis = _moved(_jnp.moveaxis, rule=_permuted)
+ones_like = _like(_jnp.ones_like)
+permute_dims = _moved(_jnp.permute_dims, rule=_permuted)
+ravel = _moved(_jnp.ravel, rule=_reshaped)
+repeat = _moved(_jnp.repeat)
+reshape = _moved(_jnp.reshape, rule=_reshaped)
+roll = _moved(_jnp.roll)
+rollaxis = _moved(_jnp.rollaxis, rule=_permuted)
+rot90 = _moved(_jnp.rot90)
+squeeze = _moved(_jnp.squeeze, rule=_reshaped)
+stack = _moved(_jnp.stack)
+swapaxes = _moved(_jnp.swapaxes, rule=_permuted)
+tile = _moved(_jnp.tile)
+transpose = _moved(_jnp.transpose, rule=_permuted)
+tril = _moved(_jnp.tril)
+triu = _moved(_jnp.triu)
+unstack = _moved(_jnp.unstack)
+vsplit = _moved(_jnp.vsplit)
+vstack = _moved(_jnp.vstack, rule=_joined_rows)
+zeros_like = _like(_jnp.zeros_like)
 
 # Statistics and comparisons.
 from jmask._ops.statistics import allclose as allclose

@@ -2,7 +2,8 @@
 
 - That of a function is taken as it is once jmask is imported: some are completed then.
 - `Example:` becomes `Examples:`, a section of doctests.
-- A function that another one has made (`nansum`) has the docstring it was given.
+- A function that another one has made (`nansum`) has the docstring it was given, below its
+  signature.
 - Names that share a description come to stand on one line: `a, b, c: finite.`
 - `ids (n,): integers` is `ids: shape (n,), integers`: a shape is no type.
 - Below it comes a link to the source.
@@ -35,12 +36,19 @@ class Docstrings(griffe.Extension):
                 obj.value = None
         if obj.docstring is None:
             return
-        is_made = obj.is_function or not obj.docstring.value
-        text = _when_imported(obj) if is_made else obj.docstring.value
+        is_made = not obj.docstring.value
+        text = _when_imported(obj) if is_made or obj.is_function else obj.docstring.value
+        if is_made:
+            text = f"`{obj.name}{_without_annotations(made)}`\n\n{text}"
         text = re.sub(r"^( *)Example:$", r"\1Examples:", text, flags=re.M)
         text = _NAMES.sub(lambda match: f"{match[1]}{' '.join(match[2].split())}:", text)
         text = _SHAPES.sub(lambda match: f"{match[1]}: shape `{match[2]}`,", text)
         obj.docstring.value = text + _source_link(obj)
+
+
+def _without_annotations(function: types.FunctionType) -> inspect.Signature:
+    parameters = inspect.signature(function).parameters.values()
+    return inspect.Signature([x.replace(annotation=x.empty) for x in parameters])
 
 
 def _source_link(obj: griffe.Object) -> str:

@@ -235,6 +235,11 @@ def is_known(*sizes: object) -> bool:
     return all(isinstance(x, int | np.integer) for x in sizes)
 
 
+def fewer(count: int, limit: int) -> int:
+    """Return the smaller of two sizes; the first where a program is for any size."""
+    return min(count, limit) if is_known(count, limit) else count
+
+
 # --- precision ----------------------------------------------------------------------------
 #
 # Which dtype to compute in: float32 at least.

@@ -23,7 +23,7 @@ from jax.experimental import checkify
 from jax.experimental.sparse import JAXSparse
 from jax.typing import DTypeLike
 
-from jmask._base.array_types import flat, placed_like, real_dtype, trailing, wide
+from jmask._base.array_types import fewer, flat, placed_like, real_dtype, trailing, wide
 from jmask._base.row_ids import canonical, id_dtype, widen
 from jmask._base.types import HostArray, Ids, Mask, Numbers, Scalar, Table, TensorLike
 from jmask._base.validation import (
@@ -284,7 +284,7 @@ def renormalize(
         raise ValueError("`max_norm` must be a positive number, got None.")
     count = table.shape[0]
     positions = positions_of(ids, is_padding(ids, padding_id), count).reshape(-1)
-    slots = min(count, positions.shape[0])
+    slots = fewer(positions.shape[0], count)
     if slots == 0:
         return table
     slot_ids, _ = unique_slots(positions, slots, count)

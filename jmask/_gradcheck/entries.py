@@ -11,9 +11,9 @@
 |             |                                      | masked semantics, any in plain ones     |
 | hidden      | padding, and values under a mask     | 0, always                               |
 
-An input's coordinates are a vector: all specified ones, then the unspecified, then the hidden.
-An entry stored twice is two specified coordinates. A complex number is two coordinates, its
-real and its imaginary part.
+An input's coordinates are a vector: those of its stored values, then the unspecified ones. An
+entry stored twice is two specified coordinates. A complex number is two coordinates, its real
+and its imaginary part.
 """
 
 import dataclasses
@@ -86,11 +86,6 @@ class Input:
         return np.flatnonzero(self.positions.ravel() >= 0)
 
     @functools.cached_property
-    def hidden(self) -> np.ndarray:
-        """Return the numbers of the other stored values."""
-        return np.flatnonzero(self.positions.ravel() < 0)
-
-    @functools.cached_property
     def unspecified(self) -> np.ndarray:
         """Return the numbers of the entries that are not stored."""
         if not is_tensor(self.tensor):
@@ -99,72 +94,82 @@ class Input:
         missing[self.positions.ravel()[self.specified]] = False
         return np.flatnonzero(missing)
 
+    @functools.cached_property
+    def kinds(self) -> np.ndarray:
+        """Return the kind of each coordinate."""
+        stored = np.where(self.positions.ravel() >= 0, "specified", "hidden")
+        others = np.full(len(self.unspecified), "unspecified")
+        return np.repeat(np.concatenate([stored, others]), self.parts)
+
+    @property
+    def scales(self) -> np.ndarray:
+        """Return the step along each coordinate: the size of the entry, but at least 1."""
+        scales = np.ones(self.values.size + len(self.unspecified))
+        scales[self.specified] = np.maximum(1, np.abs(self.values[self.specified]))
+        return np.repeat(scales, self.parts)
+
     @property
     def parts(self) -> int:
         """Return how many coordinates a number has."""
         return parts_of(self.values.dtype)
 
+    def numbers(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return steps along all coordinates as numbers, of stored values and of others."""
+        numbers = numbers_of(steps.reshape(-1, self.parts))
+        return numbers[: self.values.size], numbers[self.values.size :]
+
     # --- points near the input ----------------------------------------------------------
 
     def moved(self, steps: np.ndarray) -> Tensor:
-        """Return the tensor with `steps` (specified, parts) added to its specified values."""
+        """Return the tensor with `steps` added to its specified values."""
         values = self.values.copy()
-        values[self.specified] += numbers_of(steps)
+        values[self.specified] += self.numbers(steps)[0][self.specified]
         return with_values_of(self.tensor, jnp.asarray(values.reshape(self.positions.shape)))
 
-    def full(self, steps: np.ndarray | None = None) -> Tensor:
-        """Return the tensor with every entry specified: `steps` or zeros where it had none."""
+    def full(self, steps: np.ndarray) -> Tensor:
+        """Return the tensor with every entry specified, and `steps` added."""
+        stored, others = self.numbers(steps)
         dense = np.zeros(math.prod(self.tensor.shape), self.values.dtype)
         at = self.positions.ravel()[self.specified]
-        np.add.at(dense, at, self.values[self.specified])
-        if steps is not None:
-            dense[self.unspecified] += numbers_of(steps)
+        np.add.at(dense, at, (self.values + stored)[self.specified])
+        dense[self.unspecified] += others
         return fully_specified(self.tensor, dense.reshape(self.tensor.shape))
 
     # --- tangents and cotangents --------------------------------------------------------
 
-    def count(self, kind: str) -> int:
-        """Count the coordinates of a kind."""
-        return len(getattr(self, kind)) * self.parts
-
     def tangent(self, steps: np.ndarray, with_placeholder: bool) -> tuple[Any, Any]:
         """Return the tangent of `primal` with `steps` along all coordinates."""
-        ends = np.cumsum([self.count(kind) for kind in KINDS])[:-1]
-        specified, unspecified, hidden = (
-            numbers_of(part.reshape(-1, self.parts)) for part in np.split(steps, ends)
-        )
-        values = np.zeros_like(self.values)
-        values[self.specified], values[self.hidden] = specified, hidden
-        value_steps = jnp.asarray(values.reshape(self.positions.shape))
+        stored, others = self.numbers(steps)
+        value_steps = jnp.asarray(stored.reshape(self.positions.shape))
         if not with_placeholder or not is_tensor(self.tensor):
             return value_steps, None
         placeholder = np.zeros(math.prod(self.tensor.shape), self.values.dtype)
-        placeholder[self.unspecified] = unspecified
+        placeholder[self.unspecified] = others
         return value_steps, jnp.asarray(placeholder.reshape(self.tensor.shape))
 
     def derivatives(self, cotangent: tuple[Any, Any]) -> np.ndarray:
         """Return the derivatives along all coordinates, from those in `primal`."""
+        values, placeholder = cotangent
+        others = np.zeros(len(self.unspecified))
+        if placeholder is not None:
+            others = np.ravel(placeholder)[self.unspecified]
         # JAX pairs a cotangent c with a tangent t as the real part of c * t.
-        values, unspecified = np.conj(np.ravel(cotangent[0])), np.zeros(self.count(KINDS[1]))
-        if cotangent[1] is not None:
-            unspecified = reals_of(np.conj(np.ravel(cotangent[1]))[self.unspecified])
-        specified, hidden = reals_of(values[self.specified]), reals_of(values[self.hidden])
-        return np.concatenate([np.ravel(x) for x in (specified, unspecified, hidden)])
+        return reals_of(np.conj(np.concatenate([np.ravel(values), others]))).ravel()
 
     # --- names --------------------------------------------------------------------------
 
-    def described(self, kind: str, number: int) -> str:
-        """Describe a coordinate by its kind and its number in that kind."""
-        number, part = divmod(number, self.parts)
+    def described(self, coordinate: int) -> str:
+        """Return a coordinate in words."""
+        kind, (number, part) = self.kinds[coordinate], divmod(coordinate, self.parts)
         what, shape = part_name(part, self.parts), tuple(self.tensor.shape)
-        at = getattr(self, kind)[number]
         if kind == "unspecified":
+            at = self.unspecified[number - self.values.size]
             return f"{what}{entry(at, shape)}, which is not specified"
-        stored = entry(at, self.positions.shape)
+        stored = entry(number, self.positions.shape)
         if kind == "hidden":
             place = "under the mask" if isinstance(self.tensor, MaskedTensor) else "padding"
             return f"{what}stored value{stored.removeprefix('entry')}, which is {place}"
-        position = self.positions.ravel()[at]
+        position = self.positions.ravel()[number]
         several = np.sum(self.positions == position) > 1
         which = stored.replace("entry", ", stored value") if several else ""
         return f"{what}{entry(position, shape)}{which}"

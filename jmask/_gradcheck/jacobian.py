@@ -47,10 +47,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from jmask._gradcheck.entries import KINDS, primal, random_reals
+from jmask._gradcheck.entries import primal, random_reals
 from jmask._gradcheck.message import GradcheckError, Mismatch, Setting, unsupported
-from jmask._gradcheck.problem import Block, Problem
+from jmask._gradcheck.problem import Problem
 
 # Positive and negative, large and small. Powers of two: a right rule is rounded alike.
 MULTIPLES = (1.0, -1.0, 2.0**10, -(2.0**10), 2.0**-10, -(2.0**-10))
@@ -59,51 +60,35 @@ MULTIPLES = (1.0, -1.0, 2.0**10, -(2.0**10), 2.0**-10, -(2.0**-10))
 # --- numerical ---------------------------------------------------------------------------
 
 
-def moved(problem: Problem, block: Block, steps: np.ndarray, what: str) -> np.ndarray:
-    """Return the outputs with one input moved by `steps` along the coordinates of a block."""
-    x = problem.inputs[block.number]
-    steps = steps.reshape(-1, x.parts)
-    tensor = x.moved(steps) if block.kind == "specified" else x.full(steps)
-    return problem.values({block.number: tensor}, what)
-
-
-def difference(
-    problem: Problem, block: Block, direction: np.ndarray, h: float, at: str = ""
-) -> np.ndarray:
+def difference(problem: Problem, direction: np.ndarray, h: float, where: str) -> np.ndarray:
     """Return the derivative of the outputs along a direction, by central differences.
 
     Args:
-        direction: in the coordinates of the block.
+        direction: in the coordinates of all inputs.
         h: the step.
-        at: the coordinate in words, if it is one.
+        where: what moves, in words.
     """
-    path = problem.inputs[block.number].path
-    what = f"a step of {h:g} in {path}{at and ', '}{at}"
-    up, down = (moved(problem, block, s * direction, what) for s in (h, -h))
+    what = f"a step of {h:g} in {where}"
+    up, down = (problem.near(s * direction, what) for s in (h, -h))
     with np.errstate(invalid="ignore"):  # 0 where both are the same infinity
         return np.where(up == down, 0, up - down) / (2 * h)
 
 
-def scales(problem: Problem, block: Block) -> np.ndarray:
-    """Steps along the coordinates of a block: the size of each entry, but at least 1."""
-    x = problem.inputs[block.number]
-    if block.kind != "specified":
-        return np.ones(x.count(block.kind))
-    return np.repeat(np.maximum(1, np.abs(x.values[x.specified])), x.parts)
-
-
 def numerical(problem: Problem) -> np.ndarray:
     """Return the Jacobian by central differences; zero where it must be."""
-    jacobian = np.zeros((problem.size, problem.base.size))
-    for block in problem.blocks:
-        if block.vanishes:
-            continue
-        x = problem.inputs[block.number]
-        for i, unit in enumerate(np.diag(scales(problem, block))):
-            at, h = x.described(block.kind, i), problem.setting.eps
-            along = difference(problem, block, unit, h, at)
-            jacobian[block.rows.start + i] = along / unit[i]
+    jacobian = np.zeros((problem.kinds.size, problem.base.size))
+    for row in np.flatnonzero(~problem.vanishes).tolist():
+        _, where = problem.input_of(row)
+        along = difference(problem, _along(problem, row), problem.setting.eps, where)
+        jacobian[row] = along / problem.scales[row]
     return jacobian
+
+
+def _along(problem: Problem, rows: np.ndarray | int, steps: ArrayLike = 1.0) -> np.ndarray:
+    """Return the direction with `steps`, in units of the scales, along some coordinates."""
+    direction = np.zeros(problem.kinds.size)
+    direction[rows] = steps * problem.scales[rows]
+    return direction
 
 
 # --- analytical --------------------------------------------------------------------------
@@ -144,7 +129,7 @@ class Rules:
             self.pullback(np.zeros_like(problem.base))
         else:
             _, self._linear = jax.linearize(function, primals)
-            self.pushforward(np.zeros(problem.size))
+            self.pushforward(np.zeros(problem.kinds.size))
 
     def pullback(self, weights: np.ndarray) -> np.ndarray:
         """Reverse mode: the derivatives of the weighted sum of the outputs."""
@@ -154,16 +139,13 @@ class Rules:
 
     def pushforward(self, direction: np.ndarray) -> np.ndarray:
         """Forward mode: the derivatives of the outputs along a direction."""
-        tangents, start = [], 0
-        for x in self.problem.inputs:
-            stop = start + sum(map(x.count, KINDS))
-            tangents.append(x.tangent(direction[start:stop], self.problem.with_placeholders))
-            start = stop
+        pairs = zip(self.problem.inputs, self.problem.split(direction), strict=True)
+        tangents = [x.tangent(part, self.problem.with_placeholders) for x, part in pairs]
         return self.problem.reals(self._linear(tangents))
 
     def jacobian(self, mode: str) -> np.ndarray:
         """Return the Jacobian of all outputs in all inputs, (rows, columns)."""
-        rows, columns = self.problem.size, self.problem.base.size
+        rows, columns = self.problem.kinds.size, self.problem.base.size
         if mode == "fwd":
             along = map(self.pushforward, np.eye(rows))
             return np.stack([*along]) if rows else np.zeros((0, columns))
@@ -180,12 +162,12 @@ def find_mismatch(rules: Rules) -> Mismatch | None:
     for mode in rules.modes:
         jacobian = rules.jacobian(mode)
         excess = _excess(problem.setting, problem.vanishes[:, None], expected, jacobian)
-        for block in problem.blocks:
-            for output in range(len(problem.outputs)):
-                part = excess[block.rows, problem.columns[output]]
+        for rows in problem.blocks:
+            for output, columns in enumerate(problem.columns):
+                part = excess[rows, columns]
                 if (part > 0).any():
                     pair = expected, jacobian
-                    return _mismatch(problem, mode, block, output, part, *pair)
+                    return _mismatch(problem, mode, rows, output, part, *pair)
         mismatch = _not_linear(rules, mode, jacobian)
         if mismatch is not None:
             return mismatch
@@ -205,7 +187,7 @@ def _excess(
 def _mismatch(
     problem: Problem,
     mode: str,
-    block: Block,
+    rows: np.ndarray,
     output: int,
     excess: np.ndarray,
     expected: np.ndarray,
@@ -213,13 +195,13 @@ def _mismatch(
 ) -> Mismatch:
     # The first of the worst: which of several equal ones is decided by rounding otherwise.
     row, column = np.unravel_index(np.argmax(excess >= 0.99 * np.max(excess)), excess.shape)
-    x, columns = problem.inputs[block.number], problem.columns[output]
-    at = block.rows.start + row, columns.start + column
+    columns = problem.columns[output]
+    at = rows[row], columns.start + column
     dtype = problem.outputs[output].dtype
     return Mismatch(
-        input=f"{x.path}, {x.described(block.kind, int(row))}",
+        input=problem.input_of(at[0])[1],
         output=problem.described(int(at[1])),
-        kind=block.kind,
+        kind=problem.kinds[at[0]],
         numerical=float(expected[at]),
         analytical=float(derivatives[at]),
         numerical_row=expected[at[0], columns],
@@ -227,21 +209,20 @@ def _mismatch(
         mode=mode,
         failing=int((excess > 0).sum()),
         total=excess.size,
-        sides=_sides(problem, block, int(row), int(at[1])),
+        sides=_sides(problem, *at),
         narrow=dtype.name if jnp.finfo(dtype).bits < 64 else "",
     )
 
 
-def _sides(problem: Problem, block: Block, row: int, column: int) -> tuple[float, float] | None:
+def _sides(problem: Problem, row: int, column: int) -> tuple[float, float] | None:
     """Return the slopes on both sides of the input where they differ: a kink."""
-    if block.kind != "specified":
+    if problem.kinds[row] != "specified":
         return None
-    setting, scale = problem.setting, scales(problem, block)
-    step = np.zeros_like(scale)
-    step[row] = size = setting.eps * scale[row]
-    what = f"a step in {problem.inputs[block.number].path}"
-    here = problem.base[column]
-    up, down = (moved(problem, block, s * step, what)[column] for s in (1, -1))
+    setting, here = problem.setting, problem.base[column]
+    step = _along(problem, row, setting.eps)
+    size = step[row]
+    what = f"a step in {problem.input_of(row)[0]}"
+    up, down = (problem.near(s * step, what)[column] for s in (1, -1))
     left, right = (here - down) / size, (up - here) / size
     smooth = np.sqrt(setting.eps) + 10 * (
         setting.atol + setting.rtol * max(abs(left), abs(right))
@@ -253,31 +234,33 @@ def _not_linear(rules: Rules, mode: str, jacobian: np.ndarray) -> Mismatch | Non
     """Return the first random direction along which a rule does not combine the Jacobian."""
     problem, rng = rules.problem, np.random.default_rng(0)
     weights = random_reals(rng, problem.base.shape)
-    direction = random_reals(rng, (problem.size,))
+    direction = random_reals(rng, problem.kinds.shape)
     for multiple in MULTIPLES:
         times = "" if multiple == 1 else f" (times {multiple:g}, and divided by it)"
         if mode == "rev":
             pulled = rules.pullback(multiple * weights) / multiple
-        for block in problem.blocks:
+        for rows in problem.blocks:
             if mode == "rev":
-                expected, derivatives = jacobian[block.rows] @ weights, pulled[block.rows]
+                expected, derivatives = jacobian[rows] @ weights, pulled[rows]
             else:
-                along = np.zeros(problem.size)
-                along[block.rows] = direction[block.rows]
+                along = np.zeros_like(direction)
+                along[rows] = direction[rows]
                 expected = along @ jacobian
                 derivatives = rules.pushforward(multiple * along) / multiple
-            excess = _excess(problem.setting, block.vanishes, expected, derivatives)
+            vanishes = problem.vanishes[rows[0]]
+            excess = _excess(problem.setting, vanishes, expected, derivatives)
             if not (excess > 0).any():
                 continue
-            at, row, x = int(np.argmax(excess)), np.zeros(1), problem.inputs[block.number]
+            at, row = int(np.argmax(excess)), np.zeros(1)
+            path, where = problem.input_of(rows[at if mode == "rev" else 0])
             if mode == "rev":
-                names = x.described(block.kind, at), f"all outputs, at random{times}"
+                names = where, f"all outputs, at random{times}"
             else:
-                names = f"a random direction{times}", problem.described(at)
+                names = f"{path}, a random direction{times}", problem.described(at)
             return Mismatch(
-                input=f"{x.path}, {names[0]}",
+                input=names[0],
                 output=names[1],
-                kind=block.kind,
+                kind=problem.kinds[rows[0]],
                 numerical=float(expected[at]),
                 analytical=float(derivatives[at]),
                 numerical_row=row,
@@ -307,25 +290,23 @@ def is_suspicious(rules: Rules) -> bool:
                 pulls.append((alone, rules.pullback(alone)))
             for multiple in multiples:
                 pulls.append((weights, rules.pullback(multiple * weights) / multiple))
-        for block in problem.blocks:
-            scale = scales(problem, block)
-            steps = random_reals(rng, scale.shape) * scale
-            direction = np.zeros(problem.size)
-            direction[block.rows] = steps
+        for rows in problem.blocks:
+            direction = _along(problem, rows, random_reals(rng, rows.shape))
             pushed = []
             if "fwd" in rules.modes:
                 pushed = [rules.pushforward(m * direction) / m for m in multiples]
-            if block.vanishes:
-                if any(np.any(x != 0) for x in (*pushed, *(w[block.rows] for _, w in pulls))):
+            if problem.vanishes[rows[0]]:
+                if any(np.any(x != 0) for x in (*pushed, *(pull[rows] for _, pull in pulls))):
                     return True
                 continue
             try:
-                near, far = (difference(problem, block, steps, s) for s in (h, 2 * h))
+                where, _ = problem.input_of(rows[0])
+                near, far = (difference(problem, direction, s, where) for s in (h, 2 * h))
             except GradcheckError:  # a mask changes on the way
                 return True
             slopes = (4 * near - far) / 3
             pairs = [(along, slopes) for along in pushed]
-            pairs += [(pull[block.rows] @ steps, w @ slopes) for w, pull in pulls]
+            pairs += [(pull @ direction, w @ slopes) for w, pull in pulls]
             # An entry that the slow check refuses is wrong by more than `atol`: a tenth of it.
             allowed = 0.1 * problem.setting.atol
             # Not `any(... > allowed)`: a nan is a fault.

@@ -70,20 +70,19 @@ class Output:
         path: its name in messages.
         number: among all leaves.
         shape, dtype: of the tensor; the dtype as the function gives it.
-        mask: the entries that are compared, or None for all.
+        mask: the entries that are compared.
     """
 
     path: str
     number: int
     shape: tuple[int, ...]
     dtype: np.dtype
-    mask: np.ndarray | None
+    mask: np.ndarray
 
     @functools.cached_property
     def at(self) -> np.ndarray:
         """Return the numbers of the entries that are compared."""
-        mask = np.ones(self.shape, bool) if self.mask is None else self.mask
-        return np.flatnonzero(mask)
+        return np.flatnonzero(self.mask)
 
     @property
     def parts(self) -> int:
@@ -102,23 +101,6 @@ class Output:
         return jnp.asarray(dense)
 
 
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """Rows of the Jacobian: the coordinates of one kind of one input.
-
-    Attributes:
-        number: of the input.
-        kind: see `entries`.
-        rows: where they are among the coordinates of all inputs.
-        vanishes: whether the derivatives along them must be zero.
-    """
-
-    number: int
-    kind: str
-    rows: slice
-    vanishes: bool
-
-
 class Problem:
     """A function with its arguments, in double precision.
 
@@ -131,9 +113,11 @@ class Problem:
     Attributes:
         inputs: the differentiable leaves of the arguments.
         outputs: the differentiable leaves of the result.
-        blocks: the coordinates of the inputs, in order; none is empty.
-        size: how many coordinates the inputs have.
+        starts: where the coordinates of each input begin among those of all.
+        kinds: the kind of each coordinate of the inputs; see `entries`.
+        scales: the step along each of them.
         vanishes: for each of them whether the derivatives along it must be zero.
+        blocks: the coordinates of one kind of one input; none is empty.
         base: the coordinates of the outputs at the arguments.
         columns: for each output the positions of its coordinates among all coordinates.
         with_placeholders: whether the function takes tensors with placeholders.
@@ -178,17 +162,15 @@ class Problem:
         self.base = self.reals([todense(flat[y.number][1]) for y in self.outputs])
         ends = np.cumsum([0, *(len(y.at) * y.parts for y in self.outputs)])
         self.columns = list(map(slice, ends[:-1], ends[1:]))
-        self.blocks, self.size = [], 0
-        for number, x in enumerate(self.inputs):
-            for kind in KINDS:
-                rows = slice(self.size, self.size + x.count(kind))
-                vanishes = kind == "hidden" or (kind == "unspecified" and setting.masked)
-                if x.count(kind):
-                    self.blocks.append(Block(number, kind, rows, vanishes))
-                self.size = rows.stop
-        self.vanishes = np.zeros(self.size, bool)
-        for block in self.blocks:
-            self.vanishes[block.rows] = block.vanishes
+        self.starts = np.cumsum([0, *(len(x.kinds) for x in self.inputs[:-1])])
+        self.kinds = np.concatenate([x.kinds for x in self.inputs])
+        self.scales = np.concatenate([x.scales for x in self.inputs])
+        self.vanishes = self.kinds == "hidden"
+        if setting.masked:
+            self.vanishes |= self.kinds == "unspecified"
+        pairs = zip(self.starts, self.inputs, strict=True)
+        blocks = [s + np.flatnonzero(x.kinds == kind) for s, x in pairs for kind in KINDS]
+        self.blocks = [rows for rows in blocks if rows.size]
 
     @property
     def args(self) -> Any:
@@ -228,6 +210,19 @@ class Problem:
             self._check_mask(output, flat[output.number], what)
         return self.reals([todense(flat[y.number]) for y in self.outputs])
 
+    def near(self, steps: np.ndarray, what: str) -> np.ndarray:
+        """Return the coordinates of the outputs with `steps` added to those of the inputs."""
+        changed = {}
+        for number, (x, part) in enumerate(zip(self.inputs, self.split(steps), strict=True)):
+            if part.any():
+                is_stored = not part[x.kinds == "unspecified"].any()
+                changed[number] = x.moved(part) if is_stored else x.full(part)
+        return self.values(changed, what)
+
+    def split(self, steps: np.ndarray) -> list[np.ndarray]:
+        """Return the coordinates of each input, from those of all."""
+        return np.split(steps, self.starts[1:])
+
     def smooth(self, tensors: Sequence[Any], parts: Sequence[Any]) -> list[jax.Array]:
         """Return the outputs as dense arrays, as a function of stored values and placeholders.
 
@@ -247,6 +242,12 @@ class Problem:
             results.append(y if y.dtype == dtype else y.astype(dtype))
         return results
 
+    def input_of(self, row: int) -> tuple[str, str]:
+        """Return the input that a coordinate belongs to, and the coordinate, in words."""
+        number = int(np.searchsorted(self.starts, row, side="right")) - 1
+        x = self.inputs[number]
+        return x.path, f"{x.path}, {x.described(int(row - self.starts[number]))}"
+
     def described(self, column: int) -> str:
         """Return a coordinate of the outputs in words."""
         ends = [columns.stop for columns in self.columns]
@@ -264,9 +265,7 @@ class Problem:
                 "such a function has no derivative here."
             )
         mask = mask_of(y, self.setting.masked)
-        if (mask is None) != (output.mask is None):
-            raise GradcheckError(f"{what} changed whether {output.path} is masked.")
-        if mask is not None and (mask != output.mask).any():
+        if (mask != output.mask).any():
             where = entry(np.flatnonzero(mask != output.mask)[0], shape)
             raise GradcheckError(
                 f"{what} changed the mask of {output.path}, at {where} first: the function has "
@@ -274,10 +273,10 @@ class Problem:
             )
 
 
-def mask_of(y: TensorLike, masked: bool) -> np.ndarray | None:
-    """Return the entries of an output that exist, or None for all."""
+def mask_of(y: TensorLike, masked: bool) -> np.ndarray:
+    """Return the entries of an output that exist."""
     if not (isinstance(y, MaskedTensor) or (masked and is_tensor(y))):
-        return None
+        return np.ones(np.shape(y), bool)
     mask = np.zeros(tuple(y.shape), bool)
     positions = stored_positions(y)
     mask.ravel()[positions[positions >= 0]] = True
@@ -310,7 +309,7 @@ def check_premises(problem: Problem) -> None:
             continue
         what = f"storing zeros at the unspecified entries of {x.path}"
         try:
-            stored = problem.values({number: x.full()}, what)
+            stored = problem.values({number: x.full(np.zeros(len(x.kinds)))}, what)
         except GradcheckError:
             raise
         except Exception as reason:
@@ -371,19 +370,16 @@ def is_masked_function(fun: Callable[[Any], Any], x: TensorLike) -> bool:
 def _agree(problem: Problem, rng: np.random.Generator, size: float) -> bool:
     near, projected = [], []
     for x in problem.inputs:
-        specified, unspecified, hidden = (
-            size * random_reals(rng, (len(getattr(x, kind)), x.parts)) for kind in KINDS
-        )
-        moved = x.moved(specified)
+        steps = size * random_reals(rng, x.kinds.shape)
+        moved = x.moved(steps)
         projected.append(moved)
         if isinstance(x.tensor, MaskedTensor):
-            steps = np.concatenate([specified, unspecified, hidden]).ravel()
             values, placeholder = x.tangent(steps, with_placeholder=True)
             # Values under the mask are replaced: they may be nan, and stay so in a sum.
             values = jnp.where(x.positions < 0, values, values_of(moved))
             moved = with_placeholder(with_values_of(moved, values), placeholder)
         elif is_tensor(x.tensor):
-            moved = Input(x.path, moved).full(unspecified)
+            moved = x.full(steps)
         near.append(moved)
     pairs = [
         jax.tree.leaves(problem.run(tensors), is_leaf=is_tensor)
@@ -393,13 +389,9 @@ def _agree(problem: Problem, rng: np.random.Generator, size: float) -> bool:
 
 
 def _equal(x: TensorLike, y: TensorLike) -> bool:
-    masks = mask_of(x, False), mask_of(y, False)
-    if (masks[0] is None) != (masks[1] is None):
+    mask = mask_of(x, False)
+    if not np.array_equal(mask, mask_of(y, False)):
         return False
-    if masks[0] is not None and (masks[0] != masks[1]).any():
-        return False
-    first, second = (np.asarray(todense(z)) for z in (x, y))
-    if masks[0] is not None:
-        first, second = first[masks[0]], second[masks[0]]
+    first, second = (np.asarray(todense(z))[mask] for z in (x, y))
     scale = np.max(np.abs(second), initial=1, where=np.isfinite(second))
     return bool(np.allclose(first, second, rtol=1e-11, atol=1e-12 * scale, equal_nan=True))

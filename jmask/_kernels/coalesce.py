@@ -10,12 +10,14 @@ float32 and rounded once.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.array_types import sum_dtype, varying_alike, with_whole_rows
+from jmask._base.array_types import fewer, is_known, sum_dtype, varying_alike, with_whole_rows
+from jmask._base.types import Shaped
 from jmask._kernels import tuning
 from jmask._kernels.rows import add_rows, gather_rows, set_rows
 
@@ -33,18 +35,27 @@ def coalesce_rows(ids: jax.Array, values: jax.Array, rows: int) -> tuple[jax.Arr
     """
     ids, values = with_whole_rows(ids), with_whole_rows(values)
     count = ids.shape[0]
-    slots = min(count, rows)
+    slots = fewer(count, rows)
     if slots == 0:
         return ids[:0], values[:0]
     by_slots = functools.partial(_summed_by_slots, slots, rows)
-    if (
-        values.size * values.dtype.itemsize < tuning.LARGE_SUMS
-        or rows <= tuning.MARKED_ROWS_FOR_EACH_ID * count
-    ):
+    if not are_large(values) or are_marked(ids, rows):
         return by_slots(ids, values)
     in_order = functools.partial(_summed_in_order, slots, rows)
     slot_ids, summed = lax.platform_dependent(ids, values, tpu=in_order, default=by_slots)
     return slot_ids, summed
+
+
+def are_large(values: Shaped) -> bool:
+    """Decide whether rows are too many to be summed by one scatter on a TPU."""
+    bytes_of_rows = math.prod(values.shape) * values.dtype.itemsize
+    return is_known(bytes_of_rows) and bytes_of_rows >= tuning.LARGE_SUMS
+
+
+def are_marked(ids: jax.Array, rows: int) -> bool:
+    """Decide whether ids are found by marking the rows of the table."""
+    count = ids.shape[0]
+    return is_known(count, rows) and rows <= tuning.MARKED_ROWS_FOR_EACH_ID * count
 
 
 def _summed_by_slots(
@@ -80,7 +91,7 @@ def unique_slots(ids: jax.Array, slots: int, rows: int) -> tuple[jax.Array, jax.
     Entries whose id is padding get slot = `slots`, which writes drop.
     """
     # Both are exact; the choice is by sizes alone, so that a step compiles once.
-    find = _by_marking if rows <= tuning.MARKED_ROWS_FOR_EACH_ID * ids.shape[0] else _by_sorting
+    find = _by_marking if are_marked(ids, rows) else _by_sorting
     slot_ids, slot_of_entry = find(ids, slots, rows)
     return slot_ids, jnp.where(ids < rows, slot_of_entry, slots)
 

@@ -23,6 +23,7 @@ from jmask._base.array_types import (
     explicit_sharding,
     is_ambiguous,
     is_complex,
+    is_known,
     placed_like,
     real_dtype,
     spec_of,
@@ -30,6 +31,7 @@ from jmask._base.array_types import (
 )
 from jmask._base.lowering import in_one_device, lower, primitive
 from jmask._base.row_ids import Order, widen
+from jmask._base.types import Shaped
 from jmask._kernels import tpu_rows, tuning
 from jmask._kernels.gather import BITS, Gather, zero_of
 from jmask._kernels.lines import LANES, joined_in_lines
@@ -159,7 +161,7 @@ def _unique_padding(ids: jax.Array, rows: int) -> tuple[jax.Array, bool]:
 
     Returns the ids and whether the promise can be made (V + n must fit the dtype).
     """
-    if rows + ids.shape[0] > jnp.iinfo(ids.dtype).max:
+    if not is_known(*ids.shape) or rows + ids.shape[0] > jnp.iinfo(ids.dtype).max:
         return ids, False
     position = lax.iota(ids.dtype, ids.shape[0])
     return jnp.where(ids >= rows, rows + position, ids), True
@@ -186,6 +188,12 @@ _write_rows_p = primitive(
 )
 
 
+def sorted_pays(table: Shaped, ids: Shaped) -> bool:
+    """Decide whether a TPU gains by the promise of sorted ids."""
+    rows, count = table.shape[0], ids.shape[0]
+    return is_known(rows, count) and rows <= tuning.SORTED_PAYS * count
+
+
 def _written_on_tpus(
     table: jax.Array,
     ids: jax.Array,
@@ -197,8 +205,7 @@ def _written_on_tpus(
 ) -> list[jax.Array]:
     if is_alone:
         return _written_on_a_tpu(table, ids, rows, kind=kind, order=order, is_alone=True)
-    is_small = table.shape[0] <= tuning.SORTED_PAYS * ids.shape[0]
-    order = order if is_small and order == "sorted" else "any"
+    order = order if sorted_pays(table, ids) and order == "sorted" else "any"
     return [_scattered(table, ids, rows, kind=kind, order=order)]
 
 
@@ -284,7 +291,8 @@ def _is_in_lines(table: jax.Array, ids: jax.Array) -> bool:
     in_one_row = jax.ShapeDtypeStruct((1, LANES), table.dtype)
     return (
         table.ndim > 1
-        and table.size == table.shape[0] > tuning.SORTED_PAYS * ids.shape[0]
+        and table.size == table.shape[0]
+        and not sorted_pays(table, ids)
         and tpu_rows.accepts([in_one_row], ids, [])
     )
 

@@ -26,9 +26,9 @@ from jmask._base.forms import aval_of
 from jmask._base.jaxprs import evaluate, only_arithmetic
 from jmask._base.row_ids import Order
 from jmask._base.types import ArraysFunction, LoweringContext, Shaped
-from jmask._kernels import tpu_rows, tuning
+from jmask._kernels import tpu_rows
 from jmask._kernels.gathered_rows import Rows
-from jmask._kernels.rows import gather_unique_rows, set_rows
+from jmask._kernels.rows import gather_unique_rows, set_rows, sorted_pays
 from jmask._kernels.update_rows import OnUniqueRows, RowUpdate, UniqueRows, Update
 
 Combiner = ArraysFunction
@@ -94,7 +94,7 @@ def _one_scatter(program: ClosedJaxpr) -> Update:
         rows = [jnp.broadcast_to(y, x.rows.shape) for y in (x.rows, *x.scalars)]
         # A scatter takes as many updates as operands: room that is left over is filled.
         rows += [rows[0]] * (len(x.tables) - len(rows))
-        operands = *x.tables, x.ids, *rows
+        operands = *x.tables, x.ids[:, None], *rows
         return _scatter_rows_p.bind(*operands, program=program, is_sorted=x.is_sorted)
 
     rule = entry_by_entry(lambda *entries: evaluate(program, *entries))
@@ -166,14 +166,10 @@ def _lowered(
     count = len(operands) // 2
     tables, ids, updates = operands[:count], operands[count], operands[count + 1 :]
     rank = len(ctx.avals_in[0].shape)
-    id_aval = ctx.avals_in[count]
-    column = stablehlo.reshape(
-        _tensor_type(jax.ShapeDtypeStruct((*id_aval.shape, 1), id_aval.dtype)), ids
-    )
     scatter = stablehlo.ScatterOp(
         [_tensor_type(aval) for aval in ctx.avals_out],
         tables,
-        column,
+        ids,
         updates,
         stablehlo.ScatterDimensionNumbers.get(
             update_window_dims=list(range(1, rank)),
@@ -211,8 +207,8 @@ def _lowered_for_tpus(
     is_sorted: bool,
 ) -> Sequence[mlir.ir.Value]:
     table, ids = ctx.avals_in[0], ctx.avals_in[len(operands) // 2]
-    pays = table.shape[0] <= tuning.SORTED_PAYS * ids.shape[0]
-    return _lowered(ctx, *operands, program=program, is_sorted=is_sorted and pays)
+    is_sorted = is_sorted and sorted_pays(table, ids)
+    return _lowered(ctx, *operands, program=program, is_sorted=is_sorted)
 
 
 mlir.register_lowering(_scatter_rows_p, _lowered)

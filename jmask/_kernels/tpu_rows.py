@@ -35,6 +35,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.typing import DTypeLike
 
+from jmask._base.array_types import is_known
 from jmask._base.fallback import LARGE
 from jmask._base.forms import CALLS, aval_of, name_of, names_in
 from jmask._base.jaxprs import ARITHMETIC, bound, inlined, interpret
@@ -445,6 +446,7 @@ def _fits(table: Shaped, ids: jax.Array, arrays: int) -> bool:
         and table.ndim == 2
         and table.shape[1] % LANES == 0
         and ids.dtype == jnp.int32
+        and is_known(*ids.shape)
         and ids.shape[0] > 0
         and tpu_rows.block_size(arrays, table.shape[1], ids.shape[0]) > 0
     )

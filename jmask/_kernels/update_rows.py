@@ -27,12 +27,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.array_types import explicit_sharding, varying_alike, with_whole_rows
+from jmask._base.array_types import explicit_sharding, is_known, varying_alike, with_whole_rows
 from jmask._base.lowering import GroupedPrimitive, Results, in_one_device, switched_on
 from jmask._base.row_ids import Order
 from jmask._base.types import PyTreeDef, Table
-from jmask._kernels import tpu_rows, tuning
-from jmask._kernels.coalesce import coalesce_rows
+from jmask._kernels import tpu_rows
+from jmask._kernels.coalesce import are_large, coalesce_rows
 from jmask._kernels.gather import zero_of
 from jmask._kernels.gathered_rows import GatheredRows, Rows, as_array
 from jmask._kernels.row_blocks import (
@@ -240,8 +240,7 @@ def _on_one_tpu(updates: Sequence[RowUpdate]) -> Results:
 
 def _on_a_tpu(x: RowUpdate) -> list[jax.Array]:
     # XLA's scatters gain from sorted ids where tables are small, and the kernel never does.
-    is_large = math.prod(x.values.shape) * x.values.dtype.itemsize >= tuning.LARGE_SUMS
-    if x.order == "any" and is_large and tpu_rows.accepts(x.tables[:1], x.ids, []):
+    if x.order == "any" and are_large(x.values) and tpu_rows.accepts(x.tables[:1], x.ids, []):
         x = x.with_unique(*summed_by_sorting(x.gradient()))
     return x.done_by(x.update.kernel or x.update.fastest)
 
@@ -303,7 +302,7 @@ def _on_one_cpu(updates: Sequence[RowUpdate]) -> Results:
 
 def is_hashed(x: RowUpdate) -> bool:
     """Decide whether rows of equal ids are found by hashing."""
-    return x.order == "any" and not x.update.additive
+    return x.order == "any" and not x.update.additive and is_known(*x.ids.shape)
 
 
 def _summed_by_hashing(updates: Sequence[RowUpdate]) -> list[RowUpdate]:

@@ -84,7 +84,7 @@ def einsum(subscripts: str, *operands: TensorLike) -> Tensor:
     return _contracted(functools.partial(jnp.einsum, subscripts), *operands, name="einsum")
 
 
-def _contraction(function: Callable[..., Any]) -> Callable[..., Any]:
+def contraction(function: Callable[..., Any]) -> Callable[..., Any]:
     """Lift a sum of products of two arrays: masked entries contribute nothing."""
 
     @functools.wraps(function)
@@ -95,10 +95,7 @@ def _contraction(function: Callable[..., Any]) -> Callable[..., Any]:
     return lifted
 
 
-inner = _contraction(jnp.inner)
-outer = _contraction(jnp.outer)
-tensordot = _contraction(jnp.tensordot)
-vdot = _contraction(jnp.vdot)
+outer = contraction(jnp.outer)
 
 
 def linear(x: TensorLike, weight: TensorLike, bias: TensorLike | None = None) -> Tensor:

@@ -41,7 +41,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import trailing
 from jmask._base.fallback import report_fallback
-from jmask._base.types import Tensor, TensorLike
+from jmask._base.types import PyTreeDef, Tensor, TensorLike
 from jmask._base.validation import refuse_scipy
 from jmask._ops.zero_semantics import Operand, behaviour_at_zero, role, safe_numbers, varies
 from jmask._tables.stored_table import add_to_dense
@@ -108,36 +108,32 @@ class _Arranged:
 
     Attributes:
         function: takes them among other arguments.
-        places: for each operand the number or the name of the argument it is.
-        count: of arguments by position. Those that are no operands are None.
+        structure: the tree of arguments by position and by name. Operands are its leaves.
     """
 
     function: Callable[..., Any]
-    places: tuple[int | str, ...]
-    count: int
+    structure: PyTreeDef
 
     @property
     def __name__(self) -> str:
         return getattr(self.function, "__name__", "a function")
 
     def __call__(self, *operands: TensorLike, **options: Any) -> Tensor:
-        at = dict(zip(self.places, operands, strict=True))
-        named = {name: at[name] for name in self.places if isinstance(name, str)}
-        return self.function(*map(at.get, range(self.count)), **named, **options)
+        args, named = jax.tree.unflatten(self.structure, operands)
+        return self.function(*args, **named, **options)
 
 
 def _call(function: Callable, args: Sequence[Any], kwargs: dict) -> tuple:
     """Return a function of operands, the operands, and its options by name."""
     # Of those by name, what may differ from entry to entry.
     arrays = jax.Array | np.ndarray | list
-    options = {
-        name: x for name, x in kwargs.items() if not (isinstance(x, arrays) or is_tensor(x))
-    }
-    operands: dict[int | str, Any] = {i: x for i, x in enumerate(args) if x is not None}
-    operands |= {name: x for name, x in kwargs.items() if name not in options}
-    if list(operands) == list(range(len(args))):
+    named = {name: x for name, x in kwargs.items() if isinstance(x, arrays) or is_tensor(x)}
+    options = {name: x for name, x in kwargs.items() if name not in named}
+    if not named and all(x is not None for x in args):
         return function, args, options
-    return _Arranged(function, tuple(operands), len(args)), [*operands.values()], options
+    is_operand = lambda x: not (x is None or isinstance(x, tuple | dict))
+    operands, structure = jax.tree.flatten((args, named), is_leaf=is_operand)
+    return _Arranged(function, structure), operands, options
 
 
 # --- masked semantics --------------------------------------------------------------------

@@ -99,7 +99,7 @@ class BySlices:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["ids"], meta_fields=["number"]
+    jax.tree_util.register_dataclass, data_fields=["ids"], meta_fields=["number", "axes"]
 )
 @dataclasses.dataclass(frozen=True)
 class BySegments:
@@ -109,26 +109,33 @@ class BySegments:
         ids (n,): the group of each row; `number` where it is in none.
         number: how many groups there are. At least one row is in results, as they are gathered
             by `ids` also where there is no group.
+        axes: of the rows, reduced first.
     """
 
     ids: jax.Array
     number: int
+    axes: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
+
+    def _rows(self, x: jax.Array, name: str) -> jax.Array:
+        return getattr(BySlices(self.axes, False), name)(x) if self.axes else x
 
     def sum(self, x: jax.Array) -> jax.Array:
+        x = self._rows(x, "sum")
         zeros = jnp.zeros((max(self.number, 1), *x.shape[1:]), x.dtype)
         return add_rows(zeros, self.ids, x)
 
     def max(self, x: jax.Array) -> jax.Array:
-        return jax.ops.segment_max(x, self.ids, max(self.number, 1))
+        return jax.ops.segment_max(self._rows(x, "max"), self.ids, max(self.number, 1))
 
     def min(self, x: jax.Array) -> jax.Array:
-        return jax.ops.segment_min(x, self.ids, max(self.number, 1))
+        return jax.ops.segment_min(self._rows(x, "min"), self.ids, max(self.number, 1))
 
     def any(self, x: jax.Array) -> jax.Array:
         return self.max(x.astype(jnp.uint8)) > 0
 
     def prod(self, x: jax.Array) -> jax.Array:
         """Scan over sorted segments: a scatter of products has no derivative at 0."""
+        x = self._rows(x, "prod")
         if x.shape[0] == 0:
             return jnp.ones((max(self.number, 1), *x.shape[1:]), x.dtype)
         order = jnp.argsort(self.ids, stable=True)
@@ -143,8 +150,9 @@ class BySegments:
         return jnp.where(trailing(is_empty, product.ndim), 1, product)
 
     def spread(self, result: jax.Array) -> jax.Array:
-        """Return for each entry the result of its group."""
-        return gather_rows(result, self.ids)
+        """Return for each entry the result of its group, where it broadcasts to the entries."""
+        rows = gather_rows(result, self.ids)
+        return jnp.expand_dims(rows, self.axes) if self.axes else rows
 
 
 # --- entries in groups -------------------------------------------------------------------
@@ -155,7 +163,7 @@ class _Groups:
     """The part that both forms share: the entries, and the tensor they come from.
 
     Attributes:
-        values: the entries, arranged as the form needs.
+        values: the entries, as the storage has them.
         valid: which of them take part; the shape of `values`.
         origin: the storage reduced.
         reduced: its axes that are reduced, in ascending order.
@@ -183,15 +191,7 @@ class _Groups:
         refuse_large(self.size, "reduced")
         for axis in self.reduced:
             index = index * x.shape[axis] + _coordinate(x, axis)
-        return self.arranged(jnp.broadcast_to(index, stored_values(x).shape))
-
-    def arranged(self, x: jax.Array) -> jax.Array:
-        """Return an array of the shape of the stored values, arranged as the entries."""
-        return x
-
-    def restored(self, x: jax.Array) -> jax.Array:
-        """Entries as the stored values are arranged."""
-        return x
+        return jnp.broadcast_to(index, self.values.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,22 +215,7 @@ class Slices(_Groups, BySlices):
 
 @dataclasses.dataclass(frozen=True)
 class Segments(_Groups, BySegments):
-    """Groups that are rows of `values`.
-
-    Attributes:
-        axes: of the stored values, dense and reduced: made one with their axis 0.
-    """
-
-    axes: tuple[int, ...]
-
-    def arranged(self, x: jax.Array) -> jax.Array:
-        x = jnp.moveaxis(x, self.axes, range(1, 1 + len(self.axes)))
-        return x.reshape(-1, *x.shape[1 + len(self.axes) :])
-
-    def restored(self, x: jax.Array) -> jax.Array:
-        values = stored_values(self.origin)
-        sizes = (values.shape[0], *(values.shape[a] for a in self.axes))
-        return jnp.moveaxis(x.reshape(sizes + x.shape[1:]), range(1, len(sizes)), self.axes)
+    """Groups that are rows of `values`, or slices of these."""
 
     def shaped(self, result: jax.Array) -> jax.Array:
         """Results as the tensor of results, which is dense."""
@@ -276,9 +261,7 @@ def grouped(
         size = x.shape[axis]
         # Padding goes to some group: it takes no part, so that its entry is the identity.
         ids = ids * size + jnp.clip(where[axis], 0, max(size - 1, 0)).astype(_integer())
-    ids = jnp.repeat(ids, math.prod(values.shape[axis] for axis in dense))
-    form = Segments(ids, number, values, valid, x, axes, shape, dense)
-    return dataclasses.replace(form, values=form.arranged(values), valid=form.arranged(valid))
+    return Segments(ids, number, values, valid, x, axes, shape, axes=dense)
 
 
 def sparse_dimensions(x: TensorLike) -> int:
@@ -359,6 +342,9 @@ class Reduction:
         stored: the kernel for ordinary sparse storage, where entries that are not stored are
             zeros. `kernel` itself if zeros change nothing; None if it needs a dense array.
         dense: whether the kernel needs all entries in one array, whatever the storage.
+        one_axis: whether a tuple of axes is refused.
+        absent: if the kernel gives a result for each entry, that of an entry of an array which
+            takes no part while others of its group do. None for one result of a group.
     """
 
     name: str
@@ -368,6 +354,8 @@ class Reduction:
     empty: float | None = None
     stored: Callable[..., Results] | None = None
     dense: bool = False
+    one_axis: bool = False
+    absent: float | None = None
 
     def __call__(
         self,
@@ -378,6 +366,8 @@ class Reduction:
         dtype: DTypeLike | None = None,
         **options: Any,
     ) -> Any:
+        if self.one_axis:
+            single_axis(axis, self.name)
         x = as_tensor(x)
         axes = checked_axes(axis, len(x.shape))
         masked, kernel = isinstance(x, MaskedTensor), self.kernel
@@ -393,16 +383,22 @@ class Reduction:
             x = dense(x, self.name, NOT_DECOMPOSED)
         if not is_tensor(x) and where is None and self.plain is not None:
             axis = tuple(axis) if isinstance(axis, Sequence) else axis
-            if dtype is not None:  # not every function of JAX takes one
-                options["dtype"] = dtype
-            return self.plain(x, axis=axis, keepdims=keepdims, **options)
+            # Not every function of JAX takes these.
+            options |= {"dtype": dtype} if dtype is not None else {}
+            options |= {"keepdims": keepdims} if self.absent is None else {}
+            return self.plain(x, axis=axis, **options)
         storage, valid = entries_of(x, where)
         groups = grouped(storage, valid, axes, keepdims)
         if self.like is not None:
-            options["dtype"] = result_dtype(self.like, x, dtype)
+            options["dtype"] = result_dtype(self.like, x.dtype, dtype)
         result, exists = kernel(groups, **options)
         if self.like is not None:
             result = result.astype(options["dtype"])
+        if self.absent is not None:
+            if masked:
+                return joined(with_stored_values(storage, result), valid)
+            absent = jnp.where(groups.spread(exists), self.absent, self.empty or 0)
+            return jnp.where(valid, result, absent.astype(result.dtype))
         if masked:
             return joined(groups.stored(result), groups.shaped(exists))
         if self.empty is not None and not is_sparse(x):
@@ -411,10 +407,9 @@ class Reduction:
 
 
 def result_dtype(
-    function: Callable[..., Any], x: TensorLike, dtype: DTypeLike | None = None
+    function: Callable[..., Any], kind: DTypeLike, dtype: DTypeLike | None = None
 ) -> np.dtype:
-    """Return the dtype that a function of JAX, such as `jnp.sum`, gives for `x`."""
-    kind = as_tensor(x).dtype
+    """Return the dtype that a function of JAX, such as `jnp.sum`, gives for a dtype."""
     if dtype is not None:
         function = functools.partial(function, dtype=dtype)
     return jax.eval_shape(function, jax.ShapeDtypeStruct((1,), kind)).dtype

@@ -60,13 +60,9 @@ def masked_getitem(x: MaskedTensor, index: IndexLike) -> MaskedTensor:
     """
     x = dense(x, "indexing")
     index = with_array(index)
-    if not has_masked(index):
-        return joined(x.storage[index], x.valid[index])
-    places = known_places(index, x.shape, clip=True)
-    return joined(
-        x.storage.at[places].get(mode="fill", fill_value=0),
-        x.valid.at[places].get(mode="fill", fill_value=False),
-    )
+    if has_masked(index):
+        return Positions(x, index).get()
+    return joined(x.storage[index], x.valid[index])
 
 
 def with_array(index: IndexLike) -> IndexLike:
@@ -170,11 +166,9 @@ class Positions:
 
     def get(self, **kwargs: Any) -> MaskedTensor:
         """Return the entries, masked out of range with mode="fill" and no `fill_value`."""
-        mode, fill = kwargs.get("mode"), kwargs.pop("fill_value", None)
-        if mode is None and has_masked(self.index):
-            return masked_getitem(self.x, self.index)
-        index, kwargs = self._places("fill", kwargs)
-        data = self.x.storage.at[index].get(fill_value=fill, **kwargs)
+        fill = kwargs.pop("fill_value", None)
+        index, kwargs = self._places("fill", kwargs, clipped=("clip", None))
+        data = self.x.storage.at[index].get(fill_value=0 if fill is None else fill, **kwargs)
         valid = self.x.valid.at[index].get(fill_value=fill is not None, **kwargs)
         return joined(data, valid)
 
@@ -214,10 +208,12 @@ class Positions:
             return joined(data, self.x.valid)
         return joined(data, self.x.valid.at[index].min(values.valid, **kwargs))
 
-    def _places(self, outside: str, kwargs: dict) -> tuple[Any, dict]:
+    def _places(
+        self, outside: str, kwargs: dict, clipped: tuple[str | None, ...] = ("clip",)
+    ) -> tuple[Any, dict]:
         if not has_masked(self.index):
             return self.index, kwargs
-        clip = kwargs.get("mode") == "clip"
+        clip = kwargs.get("mode") in clipped
         places = known_places(self.index, self.x.shape, clip=clip)
         return places, {**kwargs, "mode": outside}
 

@@ -25,7 +25,15 @@ from jax.typing import DTypeLike
 
 from jmask._base.array_types import is_nonzero, joint_dtype, typed_like, wide
 from jmask._base.types import JvpArgs, Scalar
-from jmask._ops.groups import Groups, Results, Slices, greatest, least
+from jmask._ops.groups import (
+    Groups,
+    Results,
+    Slices,
+    greatest,
+    grouped,
+    least,
+    result_dtype,
+)
 
 _Kernel = Callable[..., Results]
 _Rank = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
@@ -39,7 +47,7 @@ def select(groups: Groups, fill: Scalar, dtype: DTypeLike | None = None) -> jax.
 
 def inexact(dtype: DTypeLike) -> np.dtype:
     """Return the dtype of a mean of `dtype`, as JAX promotes."""
-    return jax.eval_shape(jnp.mean, jax.ShapeDtypeStruct((1,), dtype)).dtype
+    return result_dtype(jnp.mean, dtype)
 
 
 # --- sums --------------------------------------------------------------------------------
@@ -201,9 +209,8 @@ def shortened(
         order: p of the p-norm, above 0; may be inf.
         eps: added to the norm.
     """
-    axes = tuple(range(batch, rows.ndim))
     every = jnp.ones_like(rows, dtype=bool)
-    groups = Slices(axes, True, rows, every, rows, axes, rows.shape, keeps=False)
+    groups = grouped(rows, every, range(batch, rows.ndim), keepdims=True)
     norm, _ = norm_in_parts(groups, jnp.finfo(rows.dtype).dtype, order)
     size = norm.size + eps * norm.factor
     # A row that is short enough may be 0, by which its direction is divided.

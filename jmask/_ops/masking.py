@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jmask._base.types import Mask, Scalar, Tensor, TensorLike
 from jmask._ops.elementwise import elementwise
+from jmask._ops.reductions import named
 from jmask._ops.shape import became_dense, broadcast_to
 from jmask._ops.shape import where as where_
 from jmask._tensors.masked_tensor import (
@@ -65,20 +66,17 @@ def _masks(
         x = as_masked_tensor(x)
         return masked_where(holds(x, *args, **kwargs), x)
 
-    arguments, result = example.split(" -> ")
-    masked.__name__ = masked.__qualname__ = name
     masked.__signature__ = inspect.signature(condition)  # type: ignore[attr-defined]
-    masked.__doc__ = f"""Mask the entries of `x` that {which}, as `numpy.ma.{name}`.
+    text = f"""Mask the entries of `x` that {which}, as `numpy.ma.{name}`.
 
     `x` is a `MaskedTensor` on any storage, whose masked entries stay so, a sparse tensor, of
     which entries that are not stored are masked, or an array. Other arguments broadcast to it.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> jmask.numpy.{name}(jnp.array([1., 2., jnp.inf]){arguments})
-        MaskedTensor({result}, dtype=float32)
     """
-    return masked
+    arguments, entries = example.split(" -> ")
+    example = (
+        f"jnp.array([1., 2., jnp.inf]){arguments} -> MaskedTensor({entries}, dtype=float32)"
+    )
+    return named(masked, name, text, example)
 
 
 def _is_inside(x: TensorLike, v1: TensorLike, v2: TensorLike) -> Tensor:

@@ -14,8 +14,8 @@ each column that X uses, and a row_sparse matrix times anything has its rows.
 
 | operand         | made from     | holds                                            |
 |-----------------|---------------|--------------------------------------------------|
-| `Dense`         | array         | the array, and whether it is read transposed     |
-| `StoredRows`    | RowSparse     | the rows stored, their ids, whether as columns   |
+| `Rows`          | array,        | the tensor, and whether it is read transposed    |
+|                 | RowSparse     |                                                  |
 | `Coordinates`   | BCOO, BCSR    | row, column and value of each stored entry       |
 
 A product of entries is a sum of rows of its right operand in bags: the bags are the rows of X,
@@ -56,7 +56,7 @@ from jmask._base.array_types import (
 )
 from jmask._base.fallback import report_fallback
 from jmask._base.lowering import lower, primitive
-from jmask._base.row_ids import Order, canonical
+from jmask._base.row_ids import canonical
 from jmask._base.types import Tensor, TensorLike
 from jmask._base.validation import check_flag, checked_choice, refuse_scipy
 from jmask._kernels.bag_sum import bag_sum
@@ -64,58 +64,33 @@ from jmask._kernels.rows import add_rows
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.specified import placeholder_of, todense
-from jmask._tensors.storage import row_of_each, stored_at, stype, unique_positions
+from jmask._tensors.storage import coordinates, stored_at, stype, unique_positions
 
 # --- operands ----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class Dense:
-    """An array (m, n). It is transposed where it is used, so that rows of it are looked up."""
+class Rows:
+    """A matrix whose rows are looked up: an array, or a `RowSparse` with zeros at padding.
 
-    array: jax.Array
-    transposed: bool = False
-
-    @property
-    def T(self) -> "Dense":  # noqa: N802
-        return Dense(self.array, not self.transposed)
-
-    @property
-    def matrix(self) -> jax.Array:
-        return self.array.T if self.transposed else self.array
-
-    def place(self, ids: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-        return self.matrix, ids
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredRows:
-    """`values` (n, d) in the rows `ids` (n,) of a matrix of `height` rows; padding is zero.
-
-    If `transposed`, they are columns of a matrix of `height` columns.
+    An array is transposed where it is used; the rows of a `RowSparse` are columns then.
     """
 
-    ids: jax.Array
-    values: jax.Array
-    height: int
-    coalesced: bool
+    matrix: Tensor
     transposed: bool = False
 
     @property
-    def T(self) -> "StoredRows":  # noqa: N802
-        return dataclasses.replace(self, transposed=not self.transposed)
+    def T(self) -> "Rows":  # noqa: N802
+        return Rows(self.matrix, not self.transposed)
 
-    def coalesced_as(self, dtype: DTypeLike) -> RowSparse:
-        """Sum the rows with equal ids in `dtype`; padding is zeros."""
-        shape = (self.height, *self.values.shape[1:])
-        values = self.values.astype(dtype)
-        if not self.coalesced:
-            return RowSparse(self.ids, values, shape).coalesce()
-        values = zeros_at_padding(self.ids, values, self.height)
-        return RowSparse(self.ids, values, shape, coalesced=True)
+    @property
+    def array(self) -> jax.Array:
+        return self.matrix.T if self.transposed else self.matrix
 
     def place(self, ids: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-        return stored_at(self.coalesced_as(dtype), ids)
+        if isinstance(self.matrix, RowSparse):
+            return stored_at(coalesced_as(self.matrix, dtype), ids)
+        return self.array, ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,36 +111,28 @@ class Coordinates:
         return zeros.at[self.rows, self.columns].add(values, mode="drop")
 
 
-Operand = Dense | StoredRows | Coordinates
+Operand = Rows | Coordinates
 
 
 def operand(x: TensorLike, transposed: bool) -> Operand:
     """Return the operand for an array, RowSparse, BCOO or BCSR of two dimensions."""
     if isinstance(x, RowSparse):
-        ids, height = x.row_ids(), x.shape[0]
-        values = zeros_at_padding(ids, x.values, height)
-        made: Operand = StoredRows(ids, values, height, x.coalesced)
-    elif isinstance(x, BCOO | BCSR):
-        made = entries(x)
-    else:
-        made = Dense(x)
-    return made.T if transposed else made
+        x = x.with_values(zeros_at_padding(x.row_ids(), x.values, x.shape[0]))
+    result = entries(x) if isinstance(x, BCOO | BCSR) else Rows(x)
+    return result.T if transposed else result
 
 
 def entries(x: BCOO | BCSR) -> Coordinates:
     """Return the stored entries of a matrix, with padding at (m, k)."""
     height, width = x.shape
-    if isinstance(x, BCOO):
-        rows, columns = x.indices[:, 0], x.indices[:, 1]
-    else:
-        rows, columns = row_of_each(x.indptr, x.indices.shape[0]), x.indices
+    rows, columns = coordinates(x)
     rows, columns = canonical(rows, height), canonical(columns, width)
     inside = (rows < height) & (columns < width)
     rows, columns = jnp.where(inside, rows, height), jnp.where(inside, columns, width)
     return Coordinates(rows, columns, zeros_at_padding(rows, x.data, height), (height, width))
 
 
-def rows_at(b: Dense | StoredRows, ids: jax.Array, dtype: DTypeLike) -> jax.Array:
+def rows_at(b: Rows, ids: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return the rows `ids` of a matrix (n, d), zeros at padding."""
     table, positions = b.place(ids, dtype)
     return _rows_or_zeros(table, positions).astype(dtype)
@@ -183,7 +150,7 @@ def _rows_or_zeros(table: jax.Array, positions: jax.Array) -> jax.Array:
     return table.at[positions].get(mode="fill", fill_value=0, out_sharding=sharding)
 
 
-def sums_of_rows(a: Coordinates, b: Dense | StoredRows, dtype: DTypeLike) -> jax.Array:
+def sums_of_rows(a: Coordinates, b: Rows, dtype: DTypeLike) -> jax.Array:
     """Return the product (m, d) in `dtype`: bags of rows of `b`."""
     table, positions = b.place(a.columns, dtype)
     bags, weights = a.shape[0], a.values.astype(dtype)
@@ -200,6 +167,14 @@ def sums_of_rows(a: Coordinates, b: Dense | StoredRows, dtype: DTypeLike) -> jax
     terms = weights[:, None] * _rows_or_zeros(table, positions).astype(dtype)
     zeros = jnp.zeros((bags, *table.shape[1:]), dtype)
     return add_rows(zeros, a.rows, terms)
+
+
+def coalesced_as(x: RowSparse, dtype: DTypeLike) -> RowSparse:
+    """Sum the rows with equal ids in `dtype`; padding is zeros."""
+    x = x.with_values(x.values.astype(dtype))
+    if not x.coalesced:
+        return x.coalesce()
+    return x.with_values(zeros_at_padding(x.row_ids(), x.values, x.shape[0]))
 
 
 def zeros_at_padding(ids: jax.Array, values: jax.Array, height: int) -> jax.Array:
@@ -234,7 +209,7 @@ def _csr_terms(
 ) -> list[jax.Array]:
     shape = pointers.shape[0] - 1, dense.shape[0]
     x = entries(BCSR((values, columns, pointers), shape=shape))
-    return [sums_of_rows(x, Dense(dense), dense.dtype)]
+    return [sums_of_rows(x, Rows(dense), dense.dtype)]
 
 
 def _csr_kernel(
@@ -440,23 +415,23 @@ def _product_of(
 
 
 def _product(a: Operand, b: Operand, dtype: DTypeLike, sparse: bool) -> Tensor:
-    """Return the product in `dtype`: rows for `StoredRows`, if `sparse` for `Coordinates`."""
-    if isinstance(b, StoredRows) and b.transposed:
-        filled = _product(a, Dense(b.values, transposed=True), dtype, sparse)
-        return _on_values(filled, functools.partial(_as_columns, like=b))
+    """Return the product in `dtype`: rows for a `RowSparse`, if `sparse` for `Coordinates`."""
+    if isinstance(b, Rows) and isinstance(b.matrix, RowSparse) and b.transposed:
+        filled = _product(a, Rows(b.matrix.values, transposed=True), dtype, sparse)
+        return _on_values(filled, functools.partial(_as_columns, like=b.matrix))
     if isinstance(a, Coordinates):
-        b = Dense(b.to_dense(dtype)) if isinstance(b, Coordinates) else b
+        b = Rows(b.to_dense(dtype)) if isinstance(b, Coordinates) else b
         if not sparse:
             return sums_of_rows(a, b, dtype)
         terms = a.values.astype(dtype)[:, None] * rows_at(b, a.columns, dtype)
         return RowSparse(a.rows, terms, (a.shape[0], *terms.shape[1:])).coalesce()
-    if isinstance(a, StoredRows) and not a.transposed:
-        values = _product(Dense(a.values), b, dtype, sparse=False)
-        return dataclasses.replace(a, values=values).coalesced_as(dtype)
-    if isinstance(a, StoredRows) and not isinstance(b, Coordinates):
-        return _matmul(a.values.T, rows_at(b, a.ids, dtype), dtype)
-    if isinstance(a, Dense) and isinstance(b, Dense):
-        return _matmul(a.matrix, b.matrix, dtype)
+    if isinstance(a.matrix, RowSparse) and not a.transposed:
+        product = lambda values: _product(Rows(values), b, dtype, sparse=False)
+        return coalesced_as(_on_values(a.matrix, product), dtype)
+    if isinstance(a.matrix, RowSparse) and isinstance(b, Rows):
+        return _matmul(a.matrix.values.T, rows_at(b, a.matrix.row_ids(), dtype), dtype)
+    if isinstance(b, Rows) and not isinstance(b.matrix, RowSparse):
+        return _matmul(a.array, b.array, dtype)
     # Sparse on the right only: one of the cases above if that is on the left.
     return _product(b.T, a.T, dtype, sparse=False).T
 
@@ -467,11 +442,10 @@ def _matmul(x: jax.Array, y: jax.Array, dtype: DTypeLike) -> jax.Array:
     return jnp.matmul(x, y, preferred_element_type=dtype)
 
 
-def _as_columns(values: jax.Array, like: StoredRows) -> jax.Array:
+def _as_columns(values: jax.Array, like: RowSparse) -> jax.Array:
     """Return the matrix (m, V) with the columns `values` (m, n) at the ids of `like`."""
-    zeros = jnp.zeros((like.height, values.shape[0]), values.dtype)
-    order: Order = "sorted" if like.coalesced else "any"
-    return add_rows(zeros, like.ids, values.T, order).T
+    zeros = jnp.zeros((like.shape[0], values.shape[0]), values.dtype)
+    return add_rows(zeros, like.row_ids(), values.T, like.order).T
 
 
 def _matrix(x: TensorLike, dtype: DTypeLike) -> Tensor:

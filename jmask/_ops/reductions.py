@@ -37,43 +37,25 @@ from jax.typing import DTypeLike
 from jmask._base.types import Axis, Mask, Tensor, TensorLike
 from jmask._ops import kernels
 from jmask._ops.elementwise import elementwise
-from jmask._ops.groups import Reduction, checked_axes, single_axis
+from jmask._ops.groups import Reduction, checked_axes
 from jmask._ops.shape import broadcast_to, expand_dims
 from jmask._tensors.masked_tensor import MaskedTensor, as_tensor, read_at
 
-# --- the table ---------------------------------------------------------------------------
+# --- reductions that a function calls ----------------------------------------------------
 
-_SUM = Reduction("sum", kernels.total, jnp.sum, like=jnp.sum, stored=kernels.total)
-_PROD = Reduction(
-    "prod", kernels.product, jnp.prod, like=jnp.prod, stored=kernels.product_of_all
-)
-_MEAN = Reduction(
-    "mean", kernels.mean, jnp.mean, like=jnp.mean, empty=jnp.nan, stored=kernels.mean_of_all
-)
-_VAR = Reduction("var", kernels.variance, jnp.var, like=jnp.var, empty=jnp.nan)
-_STD = Reduction("std", kernels.deviation, jnp.std, like=jnp.std, empty=jnp.nan)
 _NORM = Reduction(
     "norm", kernels.norm, like=lambda x: jnp.abs(jnp.mean(x)), stored=kernels.norm
 )
 # An entry that is zero makes a norm of negative order zero, stored or not.
 _NEGATIVE_NORM = dataclasses.replace(_NORM, stored=None)
-_LOGSUMEXP = Reduction("logsumexp", kernels.log_sum_exp, special.logsumexp, like=jnp.mean)
 _LOGMEANEXP = Reduction("logmeanexp", kernels.log_mean_exp, like=jnp.mean)
-_MAX = Reduction("max", kernels.maximum, jnp.max, stored=kernels.maximum_of_all)
-_MIN = Reduction("min", kernels.minimum, jnp.min, stored=kernels.minimum_of_all)
-_ARGMAX = Reduction("argmax", kernels.argmax, jnp.argmax)
-_ARGMIN = Reduction("argmin", kernels.argmin, jnp.argmin)
-_ALL = Reduction("all", kernels.every, jnp.all, stored=kernels.every_of_all)
-_ANY = Reduction("any", kernels.some, jnp.any, stored=kernels.some)
 _COUNT = Reduction("count", kernels.number_of)
-_nonzero = kernels.number_of_nonzero
-_COUNT_NONZERO = Reduction("count_nonzero", _nonzero, jnp.count_nonzero, stored=_nonzero)
 
 _divide, _multiply = elementwise(jnp.true_divide), elementwise(jnp.multiply)
 _subtract = elementwise(jnp.subtract)
 
 
-# --- the functions -----------------------------------------------------------------------
+# --- docstrings ---------------------------------------------------------------------------
 
 _KEEPDIMS = "    keepdims: whether reduced axes stay, with size 1.\n"
 _ARGUMENTS = """
@@ -106,134 +88,165 @@ def described(function: _F) -> _F:
     return function
 
 
-@described
-def sum(  # noqa: A001
-    x: TensorLike,
-    axis: Axis = None,
-    dtype: DTypeLike | None = None,
-    keepdims: bool = False,
-    where: Mask | None = None,
-) -> Tensor:
-    """Sum the valid entries.
+def named(function: Callable[..., Any], name: str, text: str, *examples: str) -> Any:
+    """Give a function that another one made its name and its docstring.
 
     Args:
-        dtype: of the result; as `jnp.sum` by default.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> x = jmask.masked_tensor(jnp.array([1., jnp.nan]), jnp.array([True, False]))
-        >>> jmask.numpy.sum(x).to_tensor(0)
-        Array(1., dtype=float32)
-        >>> jmask.numpy.sum(jnp.arange(3), where=jnp.array([True, False, True]))
-        Array(2, dtype=int32)
+        function: of `x` and other arguments.
+        name: of the function, in `jmask.numpy`.
+        text: what it does.
+        *examples: arguments, " -> ", and the result.
     """
-    return _SUM(x, axis, keepdims, where, dtype)
+    function.__name__ = function.__qualname__ = name
+    lines = ["\n\nExample:", "    >>> import jax.numpy as jnp, jmask"]
+    for example in examples:
+        arguments, result = example.split(" -> ")
+        lines += [f"    >>> jmask.numpy.{name}({arguments})", f"    {result}"]
+    function.__doc__ = inspect.cleandoc(text) + "\n".join(lines)
+    return function
 
 
-@described
-def prod(
-    x: TensorLike,
-    axis: Axis = None,
-    dtype: DTypeLike | None = None,
-    keepdims: bool = False,
-    where: Mask | None = None,
-) -> Tensor:
-    """Return the product of the valid entries.
-
-    Args:
-        dtype: of the result; as `jnp.prod` by default.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> jmask.numpy.prod(jnp.array([2, 3, 5]), where=jnp.array([True, False, True]))
-        Array(10, dtype=int32)
-    """
-    return _PROD(x, axis, keepdims, where, dtype)
+# --- the table ---------------------------------------------------------------------------
 
 
-@described
-def mean(
-    x: TensorLike,
-    axis: Axis = None,
-    dtype: DTypeLike | None = None,
-    keepdims: bool = False,
-    where: Mask | None = None,
-) -> Tensor:
-    """Return the mean of the valid entries: their sum by their number.
+def _reduction(reduction: Reduction, text: str, *examples: str) -> Callable[..., Tensor]:
+    """Return a reduction without arguments of its own."""
 
-    Args:
-        dtype: of the result; as `jnp.mean` by default.
+    def reduce(
+        x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
+    ) -> Tensor:
+        return reduction(x, axis, keepdims, where)
 
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> jmask.numpy.mean(jnp.array([1., 9., 3.]), where=jnp.array([True, False, True]))
-        Array(2., dtype=float32)
-    """
-    return _MEAN(x, axis, keepdims, where, dtype)
+    return described(named(reduce, reduction.name, text, *examples))
 
 
-@described
-def var(
-    x: TensorLike,
-    axis: Axis = None,
-    dtype: DTypeLike | None = None,
-    ddof: float = 0,
-    keepdims: bool = False,
-    where: Mask | None = None,
-    *,
-    correction: float | None = None,
-) -> Tensor:
-    """Return the variance of the valid entries: mean square distance from their mean.
+def _reduction_to(reduction: Reduction, text: str, *examples: str) -> Callable[..., Tensor]:
+    """Return a reduction whose results have a dtype that can be chosen."""
 
-    Masked (nan for an array with `where=`) where not more than `ddof` entries are valid.
+    def reduce(
+        x: TensorLike,
+        axis: Axis = None,
+        dtype: DTypeLike | None = None,
+        keepdims: bool = False,
+        where: Mask | None = None,
+    ) -> Tensor:
+        return reduction(x, axis, keepdims, where, dtype)
 
-    Args:
-        dtype: of the result; as `jnp.var` by default.
-        ddof: what is subtracted from their number in the divisor; 1 is unbiased.
-        correction: another name of `ddof`.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> jmask.numpy.var(jnp.array([1., 9., 3.]), where=jnp.array([True, False, True]))
-        Array(1., dtype=float32)
-    """
-    return _VAR(x, axis, keepdims, where, dtype, ddof=_ddof(ddof, correction))
+    name = reduction.name
+    text = f"{text}\n\nArgs:\n    dtype: of the result; as `jnp.{name}` by default."
+    return described(named(reduce, name, text, *examples))
 
 
-@described
-def std(
-    x: TensorLike,
-    axis: Axis = None,
-    dtype: DTypeLike | None = None,
-    ddof: float = 0,
-    keepdims: bool = False,
-    where: Mask | None = None,
-    *,
-    correction: float | None = None,
-) -> Tensor:
-    """Return the standard deviation of the valid entries: the root of `var`.
+def _reduction_from_mean(reduction: Reduction, text: str, *examples: str) -> Callable:
+    """Return a reduction of distances from the mean, whose divisor can be chosen."""
 
-    The derivative where it is 0, as for equal entries, is 0.
+    def reduce(
+        x: TensorLike,
+        axis: Axis = None,
+        dtype: DTypeLike | None = None,
+        ddof: float = 0,
+        keepdims: bool = False,
+        where: Mask | None = None,
+        *,
+        correction: float | None = None,
+    ) -> Tensor:
+        if correction is not None:
+            if ddof != 0:
+                raise ValueError("give `ddof` or `correction`, not both: they mean the same.")
+            ddof = correction
+        return reduction(x, axis, keepdims, where, dtype, ddof=ddof)
 
-    Args:
-        dtype: of the result; as `jnp.std` by default.
-        ddof: what is subtracted from their number in the divisor; 1 is unbiased.
-        correction: another name of `ddof`.
+    name = reduction.name
+    arguments = f"""
 
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> jmask.numpy.std(jnp.array([1., 9., 5.]), where=jnp.array([True, False, True]))
-        Array(2., dtype=float32)
-    """
-    return _STD(x, axis, keepdims, where, dtype, ddof=_ddof(ddof, correction))
+Args:
+    dtype: of the result; as `jnp.{name}` by default.
+    ddof: what is subtracted from their number in the divisor; 1 is unbiased.
+    correction: another name of `ddof`."""
+    return described(named(reduce, name, text + arguments, *examples))
 
 
-def _ddof(ddof: float, correction: float | None) -> float:
-    if correction is None:
-        return ddof
-    if ddof != 0:
-        raise ValueError("give `ddof` or `correction`, not both: they mean the same.")
-    return correction
+sum = _reduction_to(  # noqa: A001
+    Reduction("sum", kernels.total, jnp.sum, like=jnp.sum, stored=kernels.total),
+    "Sum the valid entries.",
+    "jmask.masked_tensor(jnp.array([1., jnp.nan]), jnp.array([True, False]))"
+    " -> MaskedTensor(1.0, dtype=float32)",
+    "jnp.arange(3), where=jnp.array([True, False, True]) -> Array(2, dtype=int32)",
+)
+prod = _reduction_to(
+    Reduction("prod", kernels.product, jnp.prod, like=jnp.prod, stored=kernels.product_of_all),
+    "Return the product of the valid entries.",
+    "jnp.array([2, 3, 5]), where=jnp.array([True, False, True]) -> Array(10, dtype=int32)",
+)
+mean = _reduction_to(
+    Reduction(
+        "mean", kernels.mean, jnp.mean, like=jnp.mean, empty=jnp.nan, stored=kernels.mean_of_all
+    ),
+    "Return the mean of the valid entries: their sum by their number.",
+    "jnp.array([1., 9., 3.]), where=jnp.array([True, False, True]) -> Array(2., dtype=float32)",
+)
+logsumexp = _reduction(
+    Reduction("logsumexp", kernels.log_sum_exp, special.logsumexp, like=jnp.mean),
+    "Return the log of the sum of exp of the valid entries, without overflow.",
+    "jnp.array([1000., 1e30]), where=jnp.array([True, False]) -> Array(1000., dtype=float32)",
+)
+max = _reduction(  # noqa: A001
+    Reduction("max", kernels.maximum, jnp.max, stored=kernels.maximum_of_all),
+    "Return the largest valid entry; nan if one is nan.",
+    "jnp.array([1., 9., 3.]), where=jnp.array([True, False, True]) -> Array(3., dtype=float32)",
+)
+min = _reduction(  # noqa: A001
+    Reduction("min", kernels.minimum, jnp.min, stored=kernels.minimum_of_all),
+    "Return the smallest valid entry; nan if one is nan.",
+    "jnp.array([4., 0., 3.]), where=jnp.array([True, False, True]) -> Array(3., dtype=float32)",
+)
+var = _reduction_from_mean(
+    Reduction("var", kernels.variance, jnp.var, like=jnp.var, empty=jnp.nan),
+    "Return the variance of the valid entries: mean square distance from their mean.\n\n"
+    "Masked (nan for an array with `where=`) where not more than `ddof` entries are valid.",
+    "jnp.array([1., 9., 3.]), where=jnp.array([True, False, True]) -> Array(1., dtype=float32)",
+)
+std = _reduction_from_mean(
+    Reduction("std", kernels.deviation, jnp.std, like=jnp.std, empty=jnp.nan),
+    "Return the standard deviation of the valid entries: the root of `var`.\n\n"
+    "The derivative where it is 0, as for equal entries, is 0.",
+    "jnp.array([1., 9., 5.]), where=jnp.array([True, False, True]) -> Array(2., dtype=float32)",
+)
+_FLAT = "\n\nWith axis None the tensor is flattened; a tuple of axes is refused."
+argmax = _reduction(
+    Reduction("argmax", kernels.argmax, jnp.argmax, one_axis=True),
+    f"Return the index of the first largest valid entry along `axis`.{_FLAT}",
+    "jnp.array([jnp.nan, -jnp.inf]), where=jnp.array([False, True]) -> Array(1, dtype=int32)",
+)
+argmin = _reduction(
+    Reduction("argmin", kernels.argmin, jnp.argmin, one_axis=True),
+    f"Return the index of the first smallest valid entry along `axis`.{_FLAT}",
+    "jnp.array([0., 1.]), where=jnp.array([False, True]) -> Array(1, dtype=int32)",
+)
+all = _reduction(  # noqa: A001
+    Reduction("all", kernels.every, jnp.all, stored=kernels.every_of_all),
+    "Decide whether no valid entry is 0 or False.",
+    "jnp.array([1, 0]), where=jnp.array([True, False]) -> Array(True, dtype=bool)",
+)
+any = _reduction(  # noqa: A001
+    Reduction("any", kernels.some, jnp.any, stored=kernels.some),
+    "Decide whether a valid entry is neither 0 nor False.",
+    "jnp.array([0, 1]), where=jnp.array([True, False]) -> Array(False, dtype=bool)",
+)
+count_nonzero = _reduction(
+    Reduction(
+        "count_nonzero",
+        kernels.number_of_nonzero,
+        jnp.count_nonzero,
+        stored=kernels.number_of_nonzero,
+    ),
+    "Count the valid entries that are not 0.",
+    "jnp.array([0, 2]), where=jnp.array([True, False]) -> Array(0, dtype=int32)",
+)
+amax, amin = max, min
+
+
+# --- with more arguments, or made of others ----------------------------------------------
 
 
 @described
@@ -263,21 +276,6 @@ def norm(
         raise TypeError(f"`ord` must be a number that is not traced, got {ord!r}.")
     reduction = _NORM if order >= 0 else _NEGATIVE_NORM
     return reduction(x, axis, keepdims, where, ord=order)
-
-
-@described
-def logsumexp(
-    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
-) -> Tensor:
-    """Return the log of the sum of exp of the valid entries, without overflow.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> x = jnp.array([1000., 1e30])
-        >>> jmask.numpy.logsumexp(x, where=jnp.array([True, False]))
-        Array(1000., dtype=float32)
-    """
-    return _LOGSUMEXP(x, axis, keepdims, where)
 
 
 @described
@@ -334,37 +332,6 @@ def average(
 
 
 @described
-def max(  # noqa: A001
-    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
-) -> Tensor:
-    """Return the largest valid entry; nan if one is nan.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> jmask.numpy.max(jnp.array([1., 9., 3.]), where=jnp.array([True, False, True]))
-        Array(3., dtype=float32)
-    """
-    return _MAX(x, axis, keepdims, where)
-
-
-@described
-def min(  # noqa: A001
-    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
-) -> Tensor:
-    """Return the smallest valid entry; nan if one is nan.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> jmask.numpy.min(jnp.array([4., 0., 3.]), where=jnp.array([True, False, True]))
-        Array(3., dtype=float32)
-    """
-    return _MIN(x, axis, keepdims, where)
-
-
-amax, amin = max, min
-
-
-@described
 def ptp(
     x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
 ) -> Tensor:
@@ -376,67 +343,6 @@ def ptp(
         Array(3., dtype=float32)
     """
     return _subtract(max(x, axis, keepdims, where), min(x, axis, keepdims, where))
-
-
-@described
-def argmax(
-    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
-) -> Tensor:
-    """Return the index of the first largest valid entry along `axis`.
-
-    With axis None the tensor is flattened; a tuple of axes is refused.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> x = jnp.array([jnp.nan, -jnp.inf])
-        >>> jmask.numpy.argmax(x, where=jnp.array([False, True]))
-        Array(1, dtype=int32)
-    """
-    return _ARGMAX(x, single_axis(axis, "argmax"), keepdims, where)
-
-
-@described
-def argmin(
-    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
-) -> Tensor:
-    """Return the index of the first smallest valid entry along `axis`.
-
-    With axis None the tensor is flattened; a tuple of axes is refused.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> jmask.numpy.argmin(jnp.array([0., 1.]), where=jnp.array([False, True]))
-        Array(1, dtype=int32)
-    """
-    return _ARGMIN(x, single_axis(axis, "argmin"), keepdims, where)
-
-
-@described
-def all(  # noqa: A001
-    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
-) -> Tensor:
-    """Decide whether no valid entry is 0 or False.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> jmask.numpy.all(jnp.array([1, 0]), where=jnp.array([True, False]))
-        Array(True, dtype=bool)
-    """
-    return _ALL(x, axis, keepdims, where)
-
-
-@described
-def any(  # noqa: A001
-    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
-) -> Tensor:
-    """Decide whether a valid entry is neither 0 nor False.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> jmask.numpy.any(jnp.array([0, 1]), where=jnp.array([True, False]))
-        Array(False, dtype=bool)
-    """
-    return _ANY(x, axis, keepdims, where)
 
 
 @described
@@ -455,17 +361,3 @@ def count(
     """
     result = _COUNT(x, axis, keepdims, where)
     return result.storage if isinstance(result, MaskedTensor) else result
-
-
-@described
-def count_nonzero(
-    x: TensorLike, axis: Axis = None, keepdims: bool = False, where: Mask | None = None
-) -> Tensor:
-    """Count the valid entries that are not 0.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> jmask.numpy.count_nonzero(jnp.array([0, 2]), where=jnp.array([True, False]))
-        Array(0, dtype=int32)
-    """
-    return _COUNT_NONZERO(x, axis, keepdims, where)

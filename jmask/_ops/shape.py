@@ -133,7 +133,7 @@ def reshaped(function: Callable, x: Tensor, arguments: tuple, kwargs: dict) -> T
     if is_row_sparse(x):
         if shape[0] != x.shape[0]:
             return None
-        return _with_rows(x, x.values.reshape(-1, *shape[1:]), shape)
+        return with_stored_values(x, x.values.reshape(-1, *shape[1:]), shape)
     indices = x.storage.indices
     if math.prod(shape) > jnp.iinfo(indices.dtype).max:
         raise ValueError(
@@ -159,7 +159,7 @@ def permuted(function: Callable, x: Tensor, arguments: tuple, kwargs: dict) -> T
     shape = tuple(x.shape[axis] for axis in axes)
     if is_masked_coo(x):
         return _at_indices(x, x.storage.indices[:, jnp.array(axes)], shape, False)
-    return _with_rows(x, x.values.transpose(axes), shape) if axes[0] == 0 else None
+    return with_stored_values(x, x.values.transpose(axes), shape) if axes[0] == 0 else None
 
 
 def joined_rows(
@@ -189,7 +189,7 @@ def joined_rows(
     rows = on_union_of_rows(tensors)
     # The functions join along the axis where the sizes add up.
     values = function([x.values for x in rows], *arguments, **kwargs)
-    return _with_rows(rows[0], values, result.shape)
+    return with_stored_values(rows[0], values, result.shape)
 
 
 def _at_indices(
@@ -204,57 +204,14 @@ def _at_indices(
     return joined(storage, x.valid)
 
 
-def _with_rows(x: RowSparse, values: jax.Array, shape: tuple[int, ...]) -> RowSparse:
-    return x.with_leaves(x.index_leaf, values, shape=tuple(shape))
+# --- functions; more of them are in the table of `jmask.numpy` ---------------------------
 
 
-# --- functions ---------------------------------------------------------------------------
-
-
-# One array.
 broadcast_to = moved(jnp.broadcast_to)
-delete = moved(jnp.delete)
-diag = moved(jnp.diag)
+concatenate = moved(jnp.concatenate, rule=joined_rows)
 diagonal = moved(jnp.diagonal)
 expand_dims = moved(jnp.expand_dims, rule=reshaped)
-flip = moved(jnp.flip)
-fliplr = moved(jnp.fliplr)
-flipud = moved(jnp.flipud)
-matrix_transpose = moved(jnp.matrix_transpose, rule=permuted)
-moveaxis = moved(jnp.moveaxis, rule=permuted)
-permute_dims = moved(jnp.permute_dims, rule=permuted)
-ravel = moved(jnp.ravel, rule=reshaped)
-repeat = moved(jnp.repeat)
-reshape = moved(jnp.reshape, rule=reshaped)
-roll = moved(jnp.roll)
-rollaxis = moved(jnp.rollaxis, rule=permuted)
-rot90 = moved(jnp.rot90)
-squeeze = moved(jnp.squeeze, rule=reshaped)
-swapaxes = moved(jnp.swapaxes, rule=permuted)
-tile = moved(jnp.tile)
-transpose = moved(jnp.transpose, rule=permuted)
-tril = moved(jnp.tril)
-triu = moved(jnp.triu)
-
-# One array into several.
-array_split = moved(jnp.array_split)
-dsplit = moved(jnp.dsplit)
-hsplit = moved(jnp.hsplit)
 split = moved(jnp.split)
-unstack = moved(jnp.unstack)
-vsplit = moved(jnp.vsplit)
-
-# Several arrays.
-atleast_1d = moved(jnp.atleast_1d, variadic=True)
-atleast_2d = moved(jnp.atleast_2d, variadic=True)
-atleast_3d = moved(jnp.atleast_3d, variadic=True)
-broadcast_arrays = moved(jnp.broadcast_arrays, variadic=True)
-column_stack = moved(jnp.column_stack, rule=joined_rows)
-concat = concatenate = moved(jnp.concatenate, rule=joined_rows)
-dstack = moved(jnp.dstack)
-hstack = moved(jnp.hstack, rule=joined_rows)
-stack = moved(jnp.stack)
-vstack = moved(jnp.vstack, rule=joined_rows)
 
 
 def pad(
@@ -326,7 +283,9 @@ def where(
         raise TypeError("where() of a masked or sparse condition needs `x` and `y`.")
     if not any_masked(*operands):
         return _plain_where(*operands, **kwargs)
-    if _share_positions(x, y) and jnp.broadcast_shapes(x.shape, condition.shape) == x.shape:
+    storages = [a.storage for a in (x, y) if isinstance(a, MaskedTensor)]
+    alike = len(storages) == 2 and all(map(is_sparse, storages)) and same_positions(*storages)
+    if alike and jnp.broadcast_shapes(x.shape, condition.shape) == x.shape:
         chosen, exists = read_at(condition, x.storage, became_dense(condition, "where"))
         values = jnp.where(chosen, stored_values(x.storage), stored_values(y.storage))
         return x.with_values(values, jnp.where(chosen, x.valid, y.valid) & exists)
@@ -378,7 +337,7 @@ def take_along_axis(
     return _gathered(jnp.take_along_axis, arr, indices, axis, kwargs, lambda masked: masked)
 
 
-def _like(function: Callable[..., Any]) -> Callable[..., Any]:
+def like(function: Callable[..., Any]) -> Callable[..., Any]:
     """Lift a function that makes a tensor like another one: a masked one keeps its mask."""
 
     @functools.wraps(function)
@@ -401,22 +360,6 @@ def _like(function: Callable[..., Any]) -> Callable[..., Any]:
 
     lifted.__doc__ = f"`jax.numpy.{function.__name__}`; a masked tensor keeps its mask."
     return lifted
-
-
-copy = _like(jnp.copy)
-empty_like = _like(jnp.empty_like)
-full_like = _like(jnp.full_like)
-ones_like = _like(jnp.ones_like)
-zeros_like = _like(jnp.zeros_like)
-
-
-def _share_positions(x: TensorLike, y: TensorLike) -> bool:
-    return (
-        isinstance(x, MaskedTensor)
-        and isinstance(y, MaskedTensor)
-        and is_sparse(x.storage)
-        and same_positions(x.storage, y.storage)
-    )
 
 
 def _gathered(

@@ -65,21 +65,16 @@ def _skipping_nan(
             return result
         return result.storage if empty is None else result.to_tensor(empty)
 
-    arguments, result = example.split(" -> ")
-    skipping.__name__ = skipping.__qualname__ = name
     skipping.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
-    skipping.__doc__ = f"""Do as `{function.__name__}` with nan as a masked entry.
+    text = f"""Do as `{function.__name__}` with nan as a masked entry.
 
     Arguments and errors are those of `jmask.numpy.{function.__name__}`. Where nothing but nan
     is there, a `MaskedTensor` gives a masked entry, and an array what `jax.numpy.{name}`
     gives. Ordinary sparse tensors become dense.
-
-    Example:
-        >>> import jax.numpy as jnp, jmask
-        >>> jmask.numpy.{name}(jnp.array([1., jnp.nan, 3.]){arguments})
-        Array({result})
     """
-    return skipping
+    arguments, result = example.split(" -> ")
+    example = f"jnp.array([1., jnp.nan, 3.]){arguments} -> Array({result})"
+    return reductions.named(skipping, name, text, example)
 
 
 nansum = _skipping_nan(reductions.sum, 0, " -> 4., dtype=float32")
@@ -149,8 +144,7 @@ def cov(
     """
     m, y = (a if a is None else dense(as_tensor(a), "cov") for a in (m, y))
     if not any_masked(m, y):
-        options = {} if dtype is None else {"dtype": dtype}
-        return jnp.cov(m, y, rowvar, bias, ddof, fweights, aweights, **options)
+        return jnp.cov(m, y, rowvar, bias, ddof, fweights, aweights, dtype=dtype)
     tensors = [m] if y is None else [m, y]
     if max(x.ndim for x in tensors) > 2:
         raise ValueError(
@@ -207,8 +201,7 @@ def corrcoef(
     """
     x, y = (a if a is None else dense(as_tensor(a), "corrcoef") for a in (x, y))
     if not any_masked(x, y):
-        options = {} if dtype is None else {"dtype": dtype}
-        return jnp.corrcoef(x, y, rowvar, **options)
+        return jnp.corrcoef(x, y, rowvar, dtype=dtype)
     c = cov(x, y, rowvar, dtype=dtype)
     deviation = _root(diagonal(c) if c.ndim else c)
     return _divide(c, outer(deviation, deviation).reshape(c.shape))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._base.array_types import is_narrow
+from jmask._base.array_types import fewer, is_narrow
 from jmask._base.types import (
     Gradient,
     Gradients,
@@ -348,7 +348,7 @@ def _entries_as_rows(
     rows, row = storage.shape[0], tuple(storage.shape[1:])
     values = jnp.where(_in_promised_order(storage), values, jnp.nan).astype(values.dtype)
     first, *others = coordinates(storage)
-    slots = min(values.shape[0], rows)
+    slots = fewer(values.shape[0], rows)
     if slots == 0:
         return RowSparse.zeros(storage.shape, values.dtype), jnp.zeros((0, *row), bool)
     entry = valid.reshape(valid.shape[0], -1).any(1)

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 from jax.typing import ArrayLike
 
-from jmask._base.array_types import explicit_sharding, is_narrow, trailing
+from jmask._base.array_types import explicit_sharding, is_known, is_narrow, trailing
 from jmask._base.jaxprs import bound, interpret
 from jmask._base.types import Table, Value
 from jmask._kernels import tuning
@@ -99,7 +99,8 @@ def is_saturated(gradient: RowSparse, tables: Sequence[jax.Array]) -> bool:
     """Decide whether to update whole tables, arrays of which the gradient touches most rows."""
     # 16-bit gradients are summed in float32, which `todense` has no reason to do.
     return (
-        gradient.shape[0] <= tuning.DENSE_ROWS_FOR_EACH_LOOKUP * gradient.nse
+        is_known(gradient.shape[0], gradient.nse)
+        and gradient.shape[0] <= tuning.DENSE_ROWS_FOR_EACH_LOOKUP * gradient.nse
         and not is_narrow(gradient.dtype)
         and explicit_sharding(*tables) is None
     )
