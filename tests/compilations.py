@@ -7,22 +7,20 @@ assert compiled == ["jit(sin)"]
 
 import contextlib
 import gc
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 
 
 @contextlib.contextmanager
-def compilations() -> Iterator[list[str]]:
+def compilations():
     """The names of the programs compiled, in their order; read from files, they count as well.
 
     A function's own cache does not tell: JAX empties that of functions it drops when thousands
     are alive.
     """
-    found: list[str] = []
+    found = []
 
-    def note(event: str, _: float, **kwargs: Any) -> None:
+    def note(event, _, **kwargs):
         if event == "/jax/core/compile/backend_compile_duration":
             found.append(kwargs["fun_name"])
 
@@ -37,7 +35,7 @@ def compilations() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def no_tracer_is_kept() -> Iterator[None]:
+def no_tracer_is_kept():
     """`jax.checking_leaks`: what is traced in here and leaves a tracer behind is refused.
 
     The check looks through all objects, after each trace. Those that are older hold no tracer

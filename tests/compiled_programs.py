@@ -13,7 +13,7 @@ from pathlib import Path
 _DAYS = 30
 
 
-def compiled_programs() -> Path:
+def compiled_programs():
     """The folder, made if need be; in the checkout if it cannot be made."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = base / "jmask" / f"compiled-{zlib.crc32(_processor()):08x}"
@@ -24,7 +24,7 @@ def compiled_programs() -> Path:
     return folder
 
 
-def remove_old(folder: Path) -> None:
+def remove_old(folder):
     """Remove the programs that were written thirty days ago."""
     oldest = time.time() - _DAYS * 24 * 3600
     for entry in os.scandir(folder):
@@ -35,7 +35,7 @@ def remove_old(folder: Path) -> None:
             continue
 
 
-def _processor() -> bytes:
+def _processor():
     """What it can do, where the system says it."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()

@@ -44,66 +44,64 @@ IN_PLACE = frozenset(
 _INSTRUCTION = re.compile(r" = (?P<type>.*?) (?P<opcode>[a-z][a-z0-9-]*)\(")
 _GATHERED = re.compile(r" gather\((?P<table>%[\w.-]+),")
 _DIMENSIONS = re.compile(r"\w+\[([\d,]*)\]")
+# The sum of the rows looked up: no gradient depends on what is read.
+linear = lambda params, ids: jnp.sum(params["table"][ids]) + jnp.sum(params["dense"])
+# The sum of the squares of the rows looked up, each times the dense parameter.
+squares = lambda params, ids: jnp.sum(jnp.square(params["table"][ids] * params["dense"][None]))
 
 
-def squares(params: Any, ids: Any) -> jax.Array:
-    """The sum of the squares of the rows looked up, each times the dense parameter."""
-    return jnp.sum(jnp.square(params["table"][ids] * params["dense"][None]))
-
-
-def squares_of_bags(params: Any, ids: Any) -> jax.Array:
+def squares_of_bags(params, ids):
     """`squares` of bags of four ids."""
     bags = jmask.embedding_bag(params["table"], ids.reshape(-1, 4))
     return jnp.sum(jnp.square(bags * params["dense"][None]))
 
 
-def squares_of_several_lookups(params: Any, ids: Any) -> jax.Array:
+def squares_of_several_lookups(params, ids):
     """`squares` of three lookups of the same table."""
     taken = {**params, "table": jnp.take(params["table"], ids, axis=0)}
     again = squares(taken, jnp.arange(0, ids.size, 2))
     return squares(params, ids) + squares(params, ids[::-1] // 2) + again
 
 
-def linear(params: Any, ids: Any) -> jax.Array:
-    """The sum of the rows looked up: no gradient depends on what is read."""
-    return jnp.sum(params["table"][ids]) + jnp.sum(params["dense"])
-
-
-def squares_in_scan(params: Any, ids: Any) -> jax.Array:
+def squares_in_scan(params, ids):
     """`squares` with the ids looked up in four chunks, one after the other."""
-
-    def body(total: jax.Array, chunk: jax.Array) -> tuple[jax.Array, None]:
-        return total + squares(params, chunk), None
-
+    body = lambda total, chunk: (total + squares(params, chunk), None)
     return jax.lax.scan(body, jnp.float32(0), ids.reshape(4, -1))[0]
 
 
-def with_optax(tx: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+def with_optax(tx, grads, state, params):
     """One step of the optimizer, applied by optax."""
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
 
-def rounded_stochastically(tx: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+def rounded_stochastically(tx, grads, state, params):
     """One step whose result is rounded to the parameters' dtype at random."""
     return jmask.apply_gradients(tx, grads, state, params, key=jax.random.key(0))
 
 
-def training_step(loss: Any, tx: Any, apply: Any = jmask.apply_gradients) -> Any:
+def training_step(loss, tx, apply=jmask.apply_gradients):
     """A jitted step, (params, state, *batch) -> (params, state, value); both are donated."""
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params: Any, state: Any, *batch: Any) -> tuple[Any, Any, Any]:
+    def step(params, state, *batch):
         value, gradient = jmask.value_and_grad(loss)(params, *batch)
         return *apply(tx, gradient, state, params), value
 
     return step
 
 
-def compiled_step(loss: Any, tx: Any, params: Any, *batch: Any, **how: Any) -> Any:
-    """Such a step compiled for these arrays or shapes."""
-    state = jax.eval_shape(tx.init, params)
-    return training_step(loss, tx, **how).lower(params, state, *batch).compile()
+def shapes(tree, sharding=None):
+    """The shapes of arrays or shapes, all placed alike."""
+    placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.tree.map(placed, tree)
+
+
+def compiled_step(loss, tx, params, *batch, sharding=None, **how):
+    """Such a step compiled for these arrays or shapes, on the sharding's device."""
+    arguments = params, jax.eval_shape(tx.init, params), *batch
+    arguments = arguments if sharding is None else shapes(arguments, sharding)
+    return training_step(loss, tx, **how).lower(*arguments).compile()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,12 +128,12 @@ class Step:
     value_and_grad: Callable[..., Any] = jmask.value_and_grad
     table: Callable[[Any], Any] = lambda x: x
 
-    def __call__(self, params: Any, state: Any, ids: Any) -> tuple[Any, Any, Any]:
+    def __call__(self, params, state, ids):
         value, grads = self.value_and_grad(self.loss)(params, ids)
         params, state = self.apply(self.tx, grads, state, params)
         return params, state, value
 
-    def arguments(self, rows: int, sharding: Any = None) -> tuple[Any, Any, Any]:
+    def arguments(self, rows, sharding=None):
         """The shapes of (params, state, ids) for a table of `rows` rows."""
         table = jax.ShapeDtypeStruct((rows, *self.row), self.dtype)
         params = {
@@ -144,38 +142,60 @@ class Step:
         }
         state = jax.eval_shape(self.tx.init, params)
         ids = jax.ShapeDtypeStruct((self.lookups,), jnp.int32)
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            (params, state, ids),
-        )
+        return shapes((params, state, ids), sharding)
 
-    def jitted(self, donate: bool = True) -> Any:
+    def jitted(self, donate=True):
         """The step under jit, parameters and state donated."""
         # A new function every time, so that no two share a cache of traces.
         step = lambda params, state, ids: self(params, state, ids)
         return jax.jit(step, donate_argnums=(0, 1) if donate else ())
 
-    def compile(self, rows: int, sharding: Any = None, donate: bool = True) -> Any:
+    def compile(self, rows, sharding=None, donate=True):
         """The step compiled for a table of `rows` rows, on the sharding's device."""
         return self.jitted(donate).lower(*self.arguments(rows, sharding)).compile()
 
-    def entries(self, rows: int) -> int:
+    def entries(self, rows):
         """The number of entries of a table of `rows` rows."""
         return rows * math.prod(self.row)
 
-    def table_bytes(self, rows: int) -> int:
+    def table_bytes(self, rows):
         """Bytes of the table and of all state arrays of its shape."""
         params, state, _ = self.arguments(rows)
         shapes = [x.shape for x in jax.tree.leaves(params["table"])]
         arrays = [x for x in jax.tree.leaves((params, state)) if x.shape in shapes]
         return sum(x.size * x.dtype.itemsize for x in arrays)
 
-    def batch_bytes(self) -> int:
+    def batch_bytes(self):
         """Bytes of the rows looked up, in float32."""
         return self.entries(self.lookups) * 4
 
 
-def whole_table_operations(compiled: Any, entries: int) -> set[str]:
+def temporary_bytes(compiled, aliased=0, entries=None, allowed=IN_PLACE):
+    """The temporary bytes of a program that works in place.
+
+    Args:
+        aliased: so many bytes of arguments, or more, share their buffer with a result.
+        entries: of no other array there are so many, or more.
+    """
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= aliased
+    assert entries is None or whole_table_operations(compiled, entries) <= allowed
+    return memory.temp_size_in_bytes
+
+
+def check_deferred_in_place(tx, sharding):
+    """A deferred table needs temporaries of the batch and of its lines, some thousand rows."""
+    row, deferred = (128,), functools.partial(jmask.deferred, tx=tx)
+    step = Step(tx, row, lookups=512, apply=jmask.apply_gradients, table=deferred)
+    small, large = (
+        temporary_bytes(step.compile(n, sharding), step.table_bytes(n), step.entries(n))
+        for n in (10**6, 4 * 10**6)
+    )
+    # The root of V has doubled.
+    assert large <= min(40 * step.batch_bytes() + 2**24, 2 * small + 2**20)
+
+
+def whole_table_operations(compiled, entries):
     """Opcodes of all instructions that produce an array of `entries` entries or more.
 
     Not of those that a fusion gathers rows of: it computes these rows alone.
@@ -194,7 +214,7 @@ def whole_table_operations(compiled: Any, entries: int) -> set[str]:
     return opcodes
 
 
-def _gathered_in_fusions(lines: list[str]) -> set[str]:
+def _gathered_in_fusions(lines):
     """The names of what fusions gather rows of."""
     gathered, is_fused = set(), False
     for line in lines:
@@ -205,7 +225,7 @@ def _gathered_in_fusions(lines: list[str]) -> set[str]:
     return gathered
 
 
-def rounds_of_loops(compiled: Any) -> list[int]:
+def rounds_of_loops(compiled):
     """How many times each loop of a program runs; 0 where that is not known."""
     loops = [line for line in compiled.as_text().splitlines() if " while(" in line]
     known = [re.search(r'"known_trip_count":\{"n":"(\d+)"', line) for line in loops]
@@ -216,12 +236,12 @@ _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
 _SCOPED = re.compile(r'"used_scoped_memory_configs":\[\{[^]]*?"size":"(\d+)"')
 
 
-def costed_cycles(compiled: Any) -> int:
+def costed_cycles(compiled):
     """The cycles of all instructions of a TPU program for which its compiler says them."""
     return sum(int(cycles) for cycles in _CYCLES.findall(compiled.as_text()))
 
 
-def streaming_scatters(compiled: Any, entries: int) -> list[str]:
+def streaming_scatters(compiled, entries):
     """The scatters of a TPU program that move an array of `entries` entries as a whole.
 
     Where a scatter moves window after window of its operand, the windows fill the memory of

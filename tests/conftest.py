@@ -4,7 +4,6 @@ import gc
 import importlib.util
 import itertools
 import os
-from collections.abc import Generator
 
 import hypothesis
 import jax
@@ -68,7 +67,7 @@ if LOWERED_FOR is not None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None]:
+def pytest_runtest_protocol(item):
     """Allow promotion where it is what a test, or a library it uses, is about."""
     rank = "allow" if item.get_closest_marker("rank_promotion") else "raise"
     dtype = "standard" if item.get_closest_marker("dtype_promotion") else "strict"
@@ -77,7 +76,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """Divide the tests into tiers: default, slow, and those that need what is not here."""
     if LOWERED_FOR is None:  # no other job has the rest of these
         left_out = set(mark_the_rest_slow(items))
@@ -95,7 +94,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+def pytest_runtest_call(item):
     """Skip tests over more devices than there are GPUs."""
     try:
         return (yield)
@@ -105,12 +104,12 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
         raise
 
 
-def pytest_runtest_teardown() -> None:
+def pytest_runtest_teardown():
     if next(_finished) % _TESTS_UNTIL_CLEARED == 0:
         jax.clear_caches()
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     # What is alive now stays so. To look through it again and again takes a tenth of the time.
     gc.freeze()
     gc.set_threshold(200_000, 20, 50)

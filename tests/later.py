@@ -7,21 +7,20 @@ So that collecting the tests, which each process does, imports none of them.
 """
 
 import importlib
-from typing import Any
 
 
 class _Later:
     """A module by its name."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self._name = name
 
-    def __getattr__(self, attribute: str) -> Any:
+    def __getattr__(self, attribute):
         if attribute.startswith("__"):  # pytest looks for some in all that a module has
             raise AttributeError(attribute)
         return getattr(importlib.import_module(self._name), attribute)
 
 
-def later(name: str) -> Any:
+def later(name):
     """The module `name`, for a test module to use in its functions."""
     return _Later(name)

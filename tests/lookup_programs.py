@@ -31,6 +31,8 @@ BATCHED = BCOO(
 FEATURES_IN_ROWS = jmask.RowSparse(
     [1, 7, 1, 2, 8, 3, -1], FEATURES.T[[1, 7, 1, 2, 8, 3, 0]] / 2, (V, 3)
 )
+square = lambda x: jnp.sum(jnp.sin(x) ** 2)
+double_rows = lambda table, ids: 2 * table[ids]
 
 
 class Program(NamedTuple):
@@ -41,10 +43,6 @@ class Program(NamedTuple):
     falls_back: bool = False
 
 
-def square(x):
-    return jnp.sum(jnp.sin(x) ** 2)
-
-
 def rnn(table, ids=VALID, wrap=lambda f: f):
     @wrap
     def cell(hidden, i):
@@ -52,10 +50,6 @@ def rnn(table, ids=VALID, wrap=lambda f: f):
         return hidden, hidden.sum()
 
     return lax.scan(cell, jnp.zeros(D), ids)[1].sum()
-
-
-def double_rows(table, ids):
-    return 2 * table[ids]
 
 
 @jax.custom_vjp
@@ -191,7 +185,7 @@ _ROWS = """
 """
 
 
-def read(text: str) -> dict[str, Program]:
+def read(text):
     programs = {}
     for name, kind, code in rows(text):
         ((_, loss),) = functions("t", globals())(code).items()

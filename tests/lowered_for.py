@@ -6,9 +6,6 @@ Where jmask computes differently on each platform, this chooses the way of the n
 the rest of the process: its results are tested without such a device, by another compiler.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 from jax import lax
 
 from jmask._kernels import update_rows as _update_rows
@@ -16,11 +13,8 @@ from jmask._kernels import update_rows as _update_rows
 _UPDATES = {"cuda": _update_rows._by_definition, "tpu": _update_rows._on_cpus}
 
 
-def lower_for(platform: str) -> None:
+def lower_for(platform):
     """Choose the way of `platform`, "cuda" or "tpu", on CPUs."""
-
-    def chosen(*args: Any, default: Any = None, **of: Callable[..., Any]) -> Any:
-        return of.get(platform, default)(*args)
-
+    chosen = lambda *args, default=None, **of: of.get(platform, default)(*args)
     lax.platform_dependent = chosen
     _update_rows._update_rows.lower(_UPDATES[platform], platform="cpu")

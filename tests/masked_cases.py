@@ -4,8 +4,6 @@
 exist, so that the entries of the model are those where mask and pattern are true.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,7 +106,7 @@ UNDER_MASK = (np.nan, np.inf, -np.inf, 1e30)
 DTYPES = ("bool", "int8", "int16", "int32", "float16", "bfloat16", "float32", "complex64")
 
 
-def example(dtype: Any = np.float32) -> jmask.MaskedTensor:
+def example(dtype=np.float32):
     """A tensor (3, 4) with distinct entries and, if inexact, nan and inf under the mask."""
     data = np.array([[5, -1, 3, 8], [2, 11, -4, 7], [6, 1, 9, -2]], np.float32)
     if jnp.issubdtype(dtype, jnp.inexact):
@@ -117,7 +115,7 @@ def example(dtype: Any = np.float32) -> jmask.MaskedTensor:
     return jmask.masked_tensor(jnp.asarray(data).astype(dtype), MASK)
 
 
-def assert_masked(x: Any, data: Any, valid: Any) -> None:
+def assert_masked(x, data, valid):
     """`x` is the masked tensor of `data` and `valid`, whatever lies under the mask."""
     assert isinstance(x, jmask.MaskedTensor)
     x, valid = _to_dense(x), np.asarray(valid, bool)
@@ -130,24 +128,20 @@ def assert_masked(x: Any, data: Any, valid: Any) -> None:
 _to_dense = jax.jit(jmask.MaskedTensor.to_dense)
 
 
-def moved_by_numpy(positions: Any, x: jmask.MaskedTensor) -> tuple[np.ndarray, np.ndarray]:
+def moved_by_numpy(positions, x):
     """Data and mask from the numbers 1, 2, ... of entries; 0 is a zero that is valid."""
     data = np.concatenate([[0], np.asarray(x.data).ravel()])
     valid = np.concatenate([[True], np.asarray(x.mask).ravel()])
     return data[positions], valid[positions]
 
 
-def numbered(x: Any) -> np.ndarray:
-    """1, 2, ... in place of the entries."""
-    return np.arange(1, x.size + 1).reshape(x.shape)
+# 1, 2, ... in place of the entries.
+numbered = lambda x: np.arange(1, x.size + 1).reshape(x.shape)
+# The `is_leaf` of trees of masked tensors.
+is_masked = lambda x: isinstance(x, jmask.MaskedTensor)
 
 
-def is_masked(x: Any) -> bool:
-    """The `is_leaf` of trees of masked tensors."""
-    return isinstance(x, jmask.MaskedTensor)
-
-
-def valid_sum(tree: Any) -> jax.Array:
+def valid_sum(tree):
     """The sum of 1, 2, ... times the entries of each masked tensor, where valid."""
     total = jnp.float32(0)
     for x in jax.tree.leaves(tree, is_leaf=is_masked):
@@ -155,11 +149,10 @@ def valid_sum(tree: Any) -> jax.Array:
     return total
 
 
-def gradient(function: Any, x: jmask.MaskedTensor) -> jax.Array:
+def gradient(function, x):
     """The gradient of `valid_sum(function(x))` to the data."""
     return jax.grad(lambda data: valid_sum(function(x.with_values(data))))(x.data)
 
 
-def case_id(case: tuple) -> str:
-    """The name of a function and its arguments."""
-    return "-".join(str(part).replace("\n", "") for part in case)
+# The name of a function and its arguments.
+case_id = lambda case: "-".join(str(part).replace("\n", "") for part in case)

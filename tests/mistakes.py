@@ -11,22 +11,10 @@ IDS = jnp.array([1, 3, 1])
 ROWS = jmask.RowSparse([1, 3], jnp.ones((2, 2)), (6, 2))
 PARAMS, GRADS = {"t": TABLE}, {"t": ROWS}
 LAZY = jmask.lazy(optax.adam(0.1))
-
-
-def packed():
-    return jmask.packed(TABLE, platform="tpu")
-
-
-def mesh():
-    return jax.make_mesh((1,), ("x",))
-
-
-def sharded():
-    return jmask.sharded(TABLE, mesh())
-
-
-def looked_up(table):
-    return jnp.sum(table[IDS])
+packed = lambda: jmask.packed(TABLE, platform="tpu")
+mesh = lambda: jax.make_mesh((1,), ("x",))
+sharded = lambda: jmask.sharded(TABLE, mesh())
+looked_up = lambda table: jnp.sum(table[IDS])
 
 
 def step(tx, grads=GRADS, params=PARAMS):

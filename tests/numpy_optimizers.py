@@ -35,10 +35,10 @@ class Model:
         axes = tuple(range(1, g.ndim))
         return np.mean(g**2, axes, keepdims=True) if self.per_row else g**2
 
-    def slots(self) -> dict[str, float]:
+    def slots(self):
         raise NotImplementedError
 
-    def step(self, ids, values) -> None:
+    def step(self, ids, values):
         """One step with the gradient sum_i values[i] at row ids[i]."""
         self.steps += 1
         ids = np.asarray(ids, np.int64)
@@ -63,12 +63,12 @@ class Model:
         rate = self.hyper["learning_rate"]
         return rate(self.steps - 1) if callable(rate) else rate
 
-    def decay(self, row, rate) -> None:
+    def decay(self, row, rate):
         """Decoupled weight decay, of the parameter as it was before the step."""
         if self.hyper.get("decay_mode") == "decoupled":
             self.param[row] -= rate * self.hyper["weight_decay"] * self.param[row]
 
-    def update(self, row, g) -> None:
+    def update(self, row, g):
         raise NotImplementedError
 
 

@@ -16,10 +16,10 @@ from tests.expressions import functions
 Build = Callable[[], optax.GradientTransformation]
 
 
-def by_name(names: str, *args: object) -> dict[str, Build]:
+def by_name(names, *args):
     """Constructors of optax by their names there, called with these arguments."""
 
-    def build(name: str) -> Build:
+    def build(name):
         home, _, function = name.rpartition(".")
         return lambda: getattr(contrib if home else optax, function)(*args)
 
@@ -33,7 +33,7 @@ RATED = """
     contrib.schedule_free_sgd contrib.simplified_ademamix
 """
 # Row-local: lifted exactly.
-ROW_LOCAL: dict[str, Build] = {
+ROW_LOCAL = {
     **by_name(RATED, 0.1),
     **by_name("polyak_sgd contrib.cocob"),
     "optimistic_adam": lambda: optax.optimistic_adam(0.1, optimism=0.1),
@@ -43,7 +43,7 @@ ROW_LOCAL: dict[str, Build] = {
 COUNTS_OTHER_ROWS = "rows outside the gradient would count"
 COUNTS_ROWS = "depends on the number of rows"
 MIXING = "fromage lamb lars contrib.dog contrib.dowg contrib.momo contrib.momo_adam"
-REFUSED: dict[str, tuple[Build, str]] = {
+REFUSED = {
     **{name: (build, COUNTS_OTHER_ROWS) for name, build in by_name(MIXING, 0.1).items()},
     "adafactor": (lambda: optax.adafactor(0.1), COUNTS_ROWS),
     "noisy_sgd": (lambda: optax.noisy_sgd(0.1, key=0), "by their position"),
@@ -63,7 +63,7 @@ REFUSED: dict[str, tuple[Build, str]] = {
 # Chains and wrappers around row-local ones.
 MASK = {"table": True, "other": True, "dense": False}
 _READ = functions("", vars(optax) | globals() | {"jax": jax})
-CHAINS: dict[str, Build] = _READ("""
+CHAINS = _READ("""
     adamw(cosine_decay_schedule(0.1, 100)); sgd(linear_schedule(0.1, 0.2, 10), momentum=0.9);
     chain(clip(0.01), adam(0.1)); chain(clip_by_global_norm(0.1), adam(0.1));
     chain(add_decayed_weights(0.1), trace(0.9), scale(-0.1));
@@ -103,7 +103,7 @@ _REFUSED = {
     """,
     "ApplyEvery holds gradients back": "chain(apply_every(2), sgd(0.1))",
 }
-REFUSED_CHAINS: dict[str, tuple[Build, str]] = {
+REFUSED_CHAINS = {
     name: (build, reason)
     for reason, text in _REFUSED.items()
     for name, build in _READ(text).items()
@@ -120,7 +120,7 @@ NEEDS_VALUE = (
 NEEDS_GRADIENT = ("lbfgs", "scale_by_backtracking_linesearch", "scale_by_zoom_linesearch")
 
 
-def extra_args(name: str, gradient: optax.Updates) -> dict:
+def extra_args(name, gradient):
     """The extra arguments that `update` of the transformation of this name takes."""
     if name in NEEDS_VALUE:
         return {"value": jnp.float32(2.0)}
@@ -174,7 +174,7 @@ _CALLS = """
     contrib.schedule_free(_SGD, 0.1); contrib.split_real_and_imaginary(_SGD)
 """
 _UNLIFTED = functions("", vars(optax) | globals() | {"jax": jax})
-UNLIFTED: dict[str, Build] = {
+UNLIFTED = {
     **by_name(WITHOUT_ARGUMENTS),
     **{call.partition("(")[0]: build for call, build in _UNLIFTED(_CALLS).items()},
     "per_example_global_norm_clip": lambda: optax.stateless(

@@ -6,7 +6,7 @@ import optax
 import jmask
 
 # Of optax, not lifted.
-OPTAX: dict[str, optax.GradientTransformation] = {
+OPTAX = {
     "sgd": optax.sgd(0.1),
     "momentum": optax.sgd(0.1, momentum=0.9),
     "adam": optax.adam(0.1),
@@ -16,7 +16,7 @@ OPTAX: dict[str, optax.GradientTransformation] = {
     "clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)),
 }
 # On arrays, and on tables of every other form.
-OF_ALL_TABLES: dict[str, optax.GradientTransformation] = {
+OF_ALL_TABLES = {
     "sgd": jmask.sgd(0.1),
     "momentum": jmask.sgd(0.1, momentum=0.9, weight_decay=0.1),
     "adam": jmask.adam(0.1),
@@ -31,7 +31,7 @@ OF_ALL_TABLES: dict[str, optax.GradientTransformation] = {
         optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.1))
     ),
 }
-OPTIMIZERS: dict[str, optax.GradientTransformation] = {
+OPTIMIZERS = {
     **OF_ALL_TABLES,
     "sgd with all terms": jmask.sgd(
         0.1, momentum=0.9, nesterov=True, weight_decay=0.1, clip_gradient=1.0
@@ -60,7 +60,7 @@ OPTIMIZERS: dict[str, optax.GradientTransformation] = {
 # Those of jmask itself, which need no promotion of dtypes.
 NAMED = {name: tx for name, tx in OPTIMIZERS.items() if "optax" not in name}
 # Zero semantics: rows that are not in the batch move, too.
-NOT_LAZY: dict[str, optax.GradientTransformation] = {
+NOT_LAZY = {
     "densify": optax.chain(jmask.densify(), optax.adam(0.1)),
     "not lazy": jmask.adam(0.1, lazy_update=False),
 }

@@ -1,25 +1,21 @@
 """What every test compares with: the dense twin of a tree that may hold `RowSparse`."""
 
-from typing import Any
-
 import jax
 import numpy as np
 
 import jmask
 
-
-def is_row_sparse(x: Any) -> bool:
-    return isinstance(x, jmask.RowSparse)
+is_row_sparse = lambda x: isinstance(x, jmask.RowSparse)
 
 
-def densified(tree: Any) -> Any:
+def densified(tree):
     """The tree with every `RowSparse` made dense by NumPy alone, in float64 sums."""
     return jax.tree.map(
         lambda x: dense_twin(x) if is_row_sparse(x) else x, tree, is_leaf=is_row_sparse
     )
 
 
-def dense_twin(x: jmask.RowSparse) -> np.ndarray:
+def dense_twin(x):
     """The definition of a `RowSparse`, written out."""
     wide = np.complex128 if np.iscomplexobj(x.values) else np.float64
     dense = np.zeros((x.row_count, *x.row), wide)
@@ -30,18 +26,17 @@ def dense_twin(x: jmask.RowSparse) -> np.ndarray:
     return dense.reshape(x.shape).astype(values.dtype)
 
 
-def touched_rows(x: jmask.RowSparse) -> np.ndarray:
+def touched_rows(x):
     """The sorted unique rows that are stored, padding apart."""
     ids = np.unique(np.asarray(x.indices))
     return ids[(ids >= 0) & (ids < x.shape[0])]
 
 
-def other_rows(x: jmask.RowSparse) -> np.ndarray:
-    """The rows that are not stored."""
-    return np.setdiff1d(np.arange(x.shape[0]), touched_rows(x))
+# The rows that are not stored.
+other_rows = lambda x: np.setdiff1d(np.arange(x.shape[0]), touched_rows(x))
 
 
-def assert_close(actual: Any, expected: Any, **tolerance: Any) -> None:
+def assert_close(actual, expected, **tolerance):
     """Trees are close, leaf by leaf, and of the same structure and dtypes.
 
     To `rtol=1e-5, atol=1e-6` where no tolerance is given.

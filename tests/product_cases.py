@@ -5,7 +5,6 @@ operand if its position were clamped, is nan or inf.
 """
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
@@ -28,25 +27,25 @@ class Form:
     vector: bool = False
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self):
         shape = (K,) if self.vector else (M, K) if self.left else (K, N)
         return shape[::-1] if self.transposed else shape
 
     @property
-    def summed(self) -> int:
+    def summed(self):
         """The dimension that is summed over."""
         return 0 if self.vector else int(self.left != self.transposed)
 
     @property
-    def is_entries(self) -> bool:
+    def is_entries(self):
         return self.kind in ("coo", "csr")
 
     @property
-    def skips_last(self) -> bool:
+    def skips_last(self):
         """Nothing is stored at the last index of the dimension summed over."""
         return self.is_entries or (self.kind == "row_sparse" and self.summed == 0)
 
-    def build(self, values: Any, indices: Any) -> Any:
+    def build(self, values, indices):
         if self.kind == "dense":
             return values
         if self.kind == "row_sparse":
@@ -54,11 +53,11 @@ class Form:
         kind = BCOO if self.kind == "coo" else BCSR
         return kind((values, *indices), shape=self.shape)
 
-    def __str__(self) -> str:
+    def __str__(self):
         return self.kind + ("_vector" if self.vector else "_T" if self.transposed else "")
 
 
-def forms(left: bool) -> list[Form]:
+def forms(left):
     matrices = [Form(kind, left, t) for kind in ("dense", *STORED) for t in (False, True)]
     return [*matrices, *(Form(kind, left, vector=True) for kind in ("dense", "row_sparse"))]
 
@@ -73,7 +72,7 @@ class Operand:
         inside: which values have a place, and are not padding.
     """
 
-    def __init__(self, form: Form, rng: np.random.Generator):
+    def __init__(self, form, rng):
         self.form, shape = form, form.shape
         if form.kind == "dense":
             self.indices, self.places = (), tuple(np.indices(shape))
@@ -107,7 +106,7 @@ class Operand:
         values = rng.normal(size=self.inside.shape)
         self.values = np.float32(np.where(self.inside, values, rng.choice(POISON)))
 
-    def matrix(self, values: Any) -> np.ndarray:
+    def matrix(self, values):
         """The operand (m, k) or (k, n) with these values, in float64."""
         x = np.zeros(self.form.shape)
         values = np.where(self.inside, np.float64(values), 0)
@@ -116,16 +115,16 @@ class Operand:
             return x[None] if self.form.left else x[:, None]
         return x.T if self.form.transposed else x
 
-    def at_values(self, matrix: np.ndarray) -> np.ndarray:
+    def at_values(self, matrix):
         """The entries of a matrix at the places of the values, 0 for padding."""
         matrix = matrix.T if self.form.transposed else matrix.reshape(self.form.shape)
         return np.where(self.inside, matrix[self.places], 0)
 
     @property
-    def stored(self) -> np.ndarray:
+    def stored(self):
         return self.matrix(np.ones(self.inside.shape)) > 0
 
-    def poison_last(self, rng: np.random.Generator) -> None:
+    def poison_last(self, rng):
         """nan or inf at the last index summed over, which the other operand skips."""
         last = np.zeros(self.stored.shape)
         last[(slice(None), -1) if self.form.left else -1] = 1
@@ -136,7 +135,7 @@ class Operand:
 class Case:
     """A product with its derivatives, in NumPy."""
 
-    def __init__(self, lhs: Form, rhs: Form, seed: int):
+    def __init__(self, lhs, rhs, seed):
         rng = np.random.default_rng(seed)
         self.a, self.b = Operand(lhs, rng), Operand(rhs, rng)
         if rhs.skips_last:
@@ -151,22 +150,22 @@ class Case:
             for x in (self.a, self.b)
         )
 
-    def product(self, va: Any, vb: Any) -> np.ndarray:
+    def product(self, va, vb):
         return summed(self.a.matrix(va), self.b.matrix(vb), self.has_a, self.has_b)
 
-    def gradients(self) -> tuple[np.ndarray, np.ndarray]:
+    def gradients(self):
         a, b = self.a.matrix(self.a.values), self.b.matrix(self.b.values)
         everywhere = np.ones(self.ct.shape, bool)
         of_a = summed(self.ct, b.T, everywhere, self.has_b.T)
         of_b = summed(a.T, self.ct, self.has_a.T, everywhere)
         return self.a.at_values(of_a), self.b.at_values(of_b)
 
-    def tangent(self) -> np.ndarray:
+    def tangent(self):
         da, db = self.dots
         return self.product(da, self.b.values) + self.product(self.a.values, db)
 
 
-def summed(a: np.ndarray, b: np.ndarray, has_a: np.ndarray, has_b: np.ndarray) -> np.ndarray:
+def summed(a, b, has_a, has_b):
     """The sum over k of the a[m, k] * b[k, n] that are both stored."""
     with np.errstate(invalid="ignore"):
         products = a[:, :, None] * np.float64(b)[None]

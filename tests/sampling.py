@@ -14,8 +14,6 @@ Cases that a test must have by default are chosen; a sample takes any.
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any
 
 import pytest
 
@@ -24,17 +22,17 @@ _CASES = 2
 _MOST = int(os.environ.get("JMASK_CASES") or 10**9)
 
 
-def chosen(default: list[Any], every: Iterable[Any]) -> list[Any]:
+def chosen(default, every):
     """Return the parameters `default`, and all others of `every` as slow ones."""
     rest = (case for case in every if case not in default)
     return [*default, *(pytest.param(*_values(x), marks=pytest.mark.slow) for x in rest)]
 
 
-def _values(case: Any) -> tuple[Any, ...]:
+def _values(case):
     return case if isinstance(case, tuple) else (case,)
 
 
-def mark_the_rest_slow(items: list[pytest.Item]) -> list[pytest.Item]:
+def mark_the_rest_slow(items):
     """Mark as slow all but a sample of the tests that are marked as sampled.
 
     Returns:
@@ -60,10 +58,10 @@ def mark_the_rest_slow(items: list[pytest.Item]) -> list[pytest.Item]:
     return [item for cases in slow.values() for item in _shuffled(cases)[_MOST:]]
 
 
-def _test(item: pytest.Item) -> str:
+def _test(item):
     return item.nodeid.partition("[")[0]
 
 
-def _shuffled(cases: list[pytest.Item]) -> list[pytest.Item]:
+def _shuffled(cases):
     """Order by checksums of names: at random, for each test otherwise, the same always."""
     return sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))

@@ -4,21 +4,19 @@ They hold what `fromdense` of JAX would give, with ones in padding, and may be m
 modules are imported.
 """
 
-from typing import Any
-
 import jax
 import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
 
-def coo(dense: Any, nse: int | None = None) -> BCOO:
+def coo(dense, nse=None):
     """`BCOO.fromdense`: the entries that are not zero, then padding."""
     values, indices = _entries(np.asarray(dense), nse)
     parts = jax.device_put((values, indices))
     return BCOO(parts, shape=np.shape(dense), indices_sorted=True, unique_indices=True)
 
 
-def csr(dense: Any, nse: int | None = None) -> BCSR:
+def csr(dense, nse=None):
     """`BCSR.fromdense` of a matrix."""
     dense = np.asarray(dense)
     values, indices = _entries(dense, nse)
@@ -28,7 +26,7 @@ def csr(dense: Any, nse: int | None = None) -> BCSR:
     return BCSR(parts, shape=dense.shape)
 
 
-def _entries(dense: np.ndarray, nse: int | None) -> tuple[np.ndarray, np.ndarray]:
+def _entries(dense, nse):
     """Values (nse,) and indices (nse, n); padding has the shape as index, and ones."""
     indices = np.argwhere(dense).astype(np.int32)
     values = dense[tuple(indices.T)]

@@ -7,7 +7,6 @@ A run makes three steps with ids that come twice, that are padding and that shar
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,18 +26,15 @@ IDS = np.array([[1, 3, 3], [20, 9, 2], [5, 20, -1]])
 TOUCHED = np.array([1, 2, 3, 5, 9, 20])
 
 
-def update_and_apply(tx: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+def update_and_apply(tx, grads, state, params):
     updates, state = tx.update(grads, state, params)
     return jmask.apply_updates(params, updates), state
 
 
-STEPS: dict[str, Callable[..., tuple[Any, Any]]] = {
-    "apply_gradients": jmask.apply_gradients,
-    "update": update_and_apply,
-}
+STEPS = {"apply_gradients": jmask.apply_gradients, "update": update_and_apply}
 
 
-def stored(form: str, x: Any) -> Any:
+def stored(form, x):
     """A table as "array", "packed", or sharded: "div 2", "mod 4 packed", "mod 8 explicit"."""
     if form == "array":
         return x
@@ -49,9 +45,7 @@ def stored(form: str, x: Any) -> Any:
     return jmask.sharded(x, mesh, placement=placement, packed="packed" in more)
 
 
-def stepped(
-    tx: Any, params: Any, gradients: Any, step: Any = "apply_gradients", wrap: Any = jax.jit
-) -> tuple[Any, Any]:
+def stepped(tx, params, gradients, step="apply_gradients", wrap=jax.jit):
     """Parameters and state after a step with each of the gradients."""
     take = wrap(functools.partial(STEPS.get(step, step), tx))
     state = tx.init(params)
@@ -71,14 +65,12 @@ class Run(NamedTuple):
     donated: list[jax.Array]
 
 
-def loss(params: Any, ids: Any) -> jax.Array:
+def loss(params, ids):
     rows = jmask.embedding_lookup(params["table"], ids, padding_id=-1)
     return jnp.sum(jnp.sin(rows) * params["dense"][None, None])
 
 
-def trained(
-    table: Any, tx: Any, step: Callable[..., Any], steps: int = 3, ids: Any = IDS
-) -> Run:
+def trained(table, tx, step, steps=3, ids=IDS):
     """Three steps on a table and a dense parameter, both donated."""
     one_step = training_step(loss, tx, step)
     dense = jnp.linspace(0.5, 1.5, int(np.prod(table.shape[1:]))).reshape(table.shape[1:])
@@ -95,7 +87,7 @@ def trained(
 
 
 @functools.cache
-def trained_array(optimizer: str) -> Run:
+def trained_array(optimizer):
     """The run on `numbers()`, an array on one device."""
     return trained(numbers(), OPTIMIZERS[optimizer], jmask.apply_gradients)
 
@@ -103,7 +95,7 @@ def trained_array(optimizer: str) -> Run:
 AXIS_TYPES = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
-def need_devices(count: int) -> None:
+def need_devices(count):
     """Fail where there are fewer CPU devices, or skip where there are fewer GPUs."""
     if len(jax.devices()) < count:
         stop = pytest.fail if jax.default_backend() == "cpu" else pytest.skip
@@ -111,7 +103,7 @@ def need_devices(count: int) -> None:
 
 
 @functools.cache
-def mesh_of(*sizes: int, axes: str = "automatic") -> jax.sharding.Mesh:
+def mesh_of(*sizes, axes="automatic"):
     """A mesh of CPU devices: "x" of one size, or "data" and "table" of two."""
     need_devices(8)
     names = ("data", "table") if len(sizes) == 2 else ("x",)
@@ -119,7 +111,7 @@ def mesh_of(*sizes: int, axes: str = "automatic") -> jax.sharding.Mesh:
 
 
 # The mesh, the axes of rows, the axes of the batch, and whether axes are explicit.
-LAYOUTS: dict[str, tuple[Any, ...]] = {
+LAYOUTS = {
     "1 device": ((1,), None, None, "automatic"),
     "2 devices": ((2,), None, None, "automatic"),
     "4 devices": ((4,), "x", "x", "automatic"),
@@ -137,9 +129,11 @@ LAYOUTS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def sharded(
-    x: Any, layout: str, placement: str = "div", packed: bool = False, **how: Any
-) -> Any:
+# Three of them that differ in kind.
+SPREAD = ["8 devices", "rows over table, batch over data", "explicit axis"]
+
+
+def sharded(x, layout, placement="div", packed=False, **how):
     sizes, rows, batch, axes = LAYOUTS[layout]
     mesh = mesh_of(*sizes, axes=axes)
     return jmask.sharded(
@@ -147,12 +141,12 @@ def sharded(
     )
 
 
-def numbers(row: tuple[int, ...] = (12,)) -> jax.Array:
+def numbers(row=(12,)):
     """A table (21, *row): a number of rows that only 1, 3 and 7 divide."""
     return jnp.asarray(np.random.default_rng(2).normal(size=(21, *row)), jnp.float32)
 
 
-def replicated(tree: Any, table: Any) -> Any:
+def replicated(tree, table):
     """The tree with what is no table on all devices of the table, as a step returns it.
 
     Otherwise the second step, given arrays that are placed otherwise, is compiled again.
@@ -160,7 +154,7 @@ def replicated(tree: Any, table: Any) -> Any:
     if not isinstance(table, jmask.ShardedTable):
         return tree
 
-    def put(x: Any) -> Any:
+    def put(x):
         if is_table(x):
             return x
         spec = PartitionSpec(*(None for _ in x.shape))
@@ -169,16 +163,12 @@ def replicated(tree: Any, table: Any) -> Any:
     return jax.tree.map(put, tree, is_leaf=is_table)
 
 
-def is_table(x: Any) -> bool:
-    return isinstance(x, jmask.PackedTable | jmask.ShardedTable)
+is_table = lambda x: isinstance(x, jmask.PackedTable | jmask.ShardedTable)
+# The tree with tables of all forms made arrays.
+as_arrays = lambda tree: jax.tree.map(np.asarray, tree, is_leaf=is_table)
 
 
-def as_arrays(tree: Any) -> Any:
-    """The tree with tables of all forms made arrays."""
-    return jax.tree.map(np.asarray, tree, is_leaf=is_table)
-
-
-def assert_same_run(actual: Run, expected: Run, rtol: float = 2e-5) -> None:
+def assert_same_run(actual, expected, rtol=2e-5):
     """Parameters, state and losses agree as far as float32 sums in another order do."""
     ours, theirs = as_arrays(actual[:3]), as_arrays(expected[:3])
     assert_close(ours, theirs, rtol=rtol, atol=2e-6)
@@ -186,7 +176,7 @@ def assert_same_run(actual: Run, expected: Run, rtol: float = 2e-5) -> None:
     assert np.isfinite(moved).all()
 
 
-def assert_other_rows_untouched(run: Run, initial: Any) -> None:
+def assert_other_rows_untouched(run, initial):
     """Rows not looked up have the bits of the start, in the table and in its state."""
     others = np.setdiff1d(np.arange(initial.shape[0]), TOUCHED)
     new = np.asarray(run.params["table"])
@@ -201,7 +191,7 @@ def assert_other_rows_untouched(run: Run, initial: Any) -> None:
             np.testing.assert_array_equal(rows, np.broadcast_to(rows[:1], rows.shape))
 
 
-def bits(x: Any) -> np.ndarray:
+def bits(x):
     """An array as integers: nan equals nan, and -0.0 does not equal 0.0."""
     x = np.asarray(x)
     return x.view(f"u{x.dtype.itemsize}")

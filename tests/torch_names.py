@@ -24,8 +24,5 @@ REFERENCE_BINARY = """
     nextafter remainder sub subtract true_divide eq ne le ge gt lt equal not_equal
     less_equal greater_equal greater less maximum minimum fmax fmin pow
 """.split()
-
-
-def name_here(name: str) -> str:
-    """The name in `jmask.numpy` of a function of torch."""
-    return TORCH_NAMES.get(name, name)
+# The name in `jmask.numpy` of a function of torch.
+name_here = lambda name: TORCH_NAMES.get(name, name)

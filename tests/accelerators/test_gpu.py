@@ -8,7 +8,6 @@ rows then hold is tested by `make test-lowered`.
 
 import functools
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +23,18 @@ from benchmarks.collectives import collectives
 from jmask._kernels import scatter_update
 from jmask._kernels.update_rows import UniqueRows
 from tests.autodiff import test_stacked_lookups as stacked
-from tests.compiled_step import IN_PLACE, Step, rounds_of_loops, whole_table_operations
+from tests.compiled_step import (
+    IN_PLACE,
+    Step,
+    check_deferred_in_place,
+    compiled_step,
+    rounds_of_loops,
+    temporary_bytes,
+    training_step,
+    whole_table_operations,
+)
 from tests.kernels.test_in_place import STEPS
-from tests.optim.test_gathered_gradients import LATE, late_step, linear
+from tests.optim.test_inside_programs import LATE, LINEAR, late_step
 from tests.optimizers import OPTIMIZERS
 
 pytestmark = [pytest.mark.needs(what="jax_cuda12_plugin"), pytest.mark.dtype_promotion]
@@ -89,10 +97,13 @@ LOOPS = {
     "adam unless not finite": [0],
     "one pass, adam unless not finite": [0],
 }
+sum_of_squares = lambda table, ids: jnp.sum(table[ids] ** 2)
+# The sharding that places all on one GPU.
+gpu = lambda name: SingleDeviceSharding(gpus(name)[0])
 
 
 @functools.cache
-def gpus(name: str, count: int = 1) -> Any:
+def gpus(name, count=1):
     """Devices of a host with so many GPUs that are only described."""
     capability, cores, shared, cache, memory, bandwidth, clock = GPUS[name]
     described = DESCRIPTION.format(
@@ -117,23 +128,16 @@ def gpus(name: str, count: int = 1) -> Any:
         )
 
 
-def gpu(name: str) -> Any:
-    """The sharding that places all on one GPU."""
-    return SingleDeviceSharding(gpus(name)[0])
-
-
 @pytest.mark.parametrize(
     ("name", "step_name"),
     # What may differ from one generation to the next is how rows are added.
     [*(("H100", step_name) for step_name in ALL_STEPS), *(("A100", name) for name in WIDE)],
 )
-def test_in_place(name: str, step_name: str) -> None:
+def test_in_place(name, step_name):
     step = ALL_STEPS[step_name]
     compiled = step.compile(ROWS, gpu(name))
-    memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= step.table_bytes(ROWS)
-    assert memory.temp_size_in_bytes <= 10 * step.batch_bytes() + 2**20
-    assert whole_table_operations(compiled, step.entries(ROWS)) <= IN_PLACE
+    temporary = temporary_bytes(compiled, step.table_bytes(ROWS), step.entries(ROWS))
+    assert temporary <= 10 * step.batch_bytes() + 2**20
     assert rounds_of_loops(compiled) == LOOPS.get(step_name, [])
 
 
@@ -141,13 +145,13 @@ def test_in_place(name: str, step_name: str) -> None:
     ("optimizer", "factor"),
     [("adam", None), ("rowwise adagrad", None), ("sgd", None), ("rowwise adagrad", 2.0)],
 )
-def test_sharded_over_eight(optimizer: str, factor: float | None) -> None:
+def test_sharded_over_eight(optimizer, factor):
     """What is exchanged is ids and rows of the batch; each GPU updates its rows in place."""
     tx = OPTIMIZERS[optimizer]
     rows, row, lookups = ROWS, 64, 4096
     mesh = Mesh(np.array(gpus("H100", 8)), ("gpus",))
 
-    def placed(x: Any) -> Any:
+    def placed(x):
         spec = P("gpus") if x.ndim else P()
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
@@ -156,16 +160,10 @@ def test_sharded_over_eight(optimizer: str, factor: float | None) -> None:
     state = jax.tree.map(placed, jax.eval_shape(tx.init, table))
     ids = placed(jax.ShapeDtypeStruct((lookups,), jnp.int32))
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(table: Any, state: Any, ids: jax.Array) -> Any:
-        value, grads = jmask.value_and_grad(lambda t: jnp.sum(t[ids] ** 2))(table)
-        return *jmask.apply_gradients(tx, grads, state, table), value
-
-    compiled = step.lower(table, state, ids).compile()
-    memory, batch = compiled.memory_analysis(), lookups * row * 4
-    tables = jax.tree.leaves((table, state))
-    assert memory.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in tables) // 8
-    assert memory.temp_size_in_bytes <= 10 * batch + 2**20
+    compiled = training_step(sum_of_squares, tx).lower(table, state, ids).compile()
+    batch = lookups * row * 4
+    tables = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((table, state)))
+    assert temporary_bytes(compiled, tables // 8) <= 10 * batch + 2**20
     # Each row goes to all others, or to one; then in as many rounds as it takes.
     assert sum(size for _, size in collectives(compiled)) <= (batch if factor else 3 * batch)
     assert rounds_of_loops(compiled) == ([0, 0] if factor else [])
@@ -176,63 +174,40 @@ def test_sharded_over_eight(optimizer: str, factor: float | None) -> None:
 @pytest.mark.parametrize(
     "lookup", ["vmap over tables", "pairs", "a table, then rows", "stacked"]
 )
-def test_stacked_tables_in_place(lookup: str, way: str, name: str) -> None:
+def test_stacked_tables_in_place(lookup, way, name):
     """They are written as one table of rows, of which XLA does not see that they are it."""
-    tx = stacked.UPDATES[name]
-    shaped = functools.partial(jax.ShapeDtypeStruct, sharding=gpu("H100"))
-    table = shaped((3, 50_000, 16), jnp.float32)
-    as_gpu = functools.partial(jax.tree.map, lambda x: shaped(x.shape, x.dtype))
-    state, batch = as_gpu(jax.eval_shape(tx.init, table)), as_gpu(stacked.BATCH)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(table: Any, state: Any, batch: Any) -> Any:
-        loss = stacked.loss_of(stacked.ROW_SPARSE[lookup])
-        value, gradient = jmask.value_and_grad(loss)(table, batch)
-        return *stacked.STEPS[way](tx, gradient, state, table), value
-
-    memory = step.lower(table, state, batch).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < table.size
+    table = jax.ShapeDtypeStruct((3, 50_000, 16), jnp.float32)
+    loss, tx = stacked.loss_of(stacked.ROW_SPARSE[lookup]), stacked.UPDATES[name]
+    how = {"sharding": gpu("H100"), "apply": stacked.STEPS[way]}
+    assert temporary_bytes(compiled_step(loss, tx, table, stacked.BATCH, **how)) < table.size
 
 
 @pytest.mark.parametrize("lookups", [2**16, 2**20])
 @pytest.mark.parametrize("name", ["sgd", "adam", "optax.adamw"])
-def test_in_place_for_large_batches(name: str, lookups: int) -> None:
+def test_in_place_for_large_batches(name, lookups):
     """XLA schedules the lookup after the update, or not, by what each of them holds."""
-    tx = OPTIMIZERS[name]
-    table = jax.ShapeDtypeStruct((5_000_000, 128), jnp.float32, sharding=gpu("H100"))
-    state = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=gpu("H100")),
-        jax.eval_shape(tx.init, table),
-    )
-    ids = jax.ShapeDtypeStruct((lookups,), jnp.int32, sharding=gpu("H100"))
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(table: Any, state: Any, ids: jax.Array) -> Any:
-        value, grads = jmask.value_and_grad(lambda t: jnp.sum(t[ids] ** 2))(table)
-        return *jmask.apply_gradients(tx, grads, state, table), value
-
-    memory = step.lower(table, state, ids).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < 1.1 * lookups * 128 * 4
+    table = jax.ShapeDtypeStruct((5_000_000, 128), jnp.float32)
+    ids = jax.ShapeDtypeStruct((lookups,), jnp.int32)
+    compiled = compiled_step(sum_of_squares, OPTIMIZERS[name], table, ids, sharding=gpu("H100"))
+    assert temporary_bytes(compiled) < 1.1 * lookups * 128 * 4
 
 
 @pytest.mark.parametrize("with_value", [True, False], ids=["value_and_grad", "grad"])
 @pytest.mark.parametrize(
-    ("loss", "name"), [*((loss, "sgd") for loss in LATE), (linear, "adam")]
+    ("loss", "name"), [*((loss, "sgd") for loss in LATE), (LINEAR, "adam")]
 )
-def test_tables_are_written_after_the_last_lookup(
-    loss: Any, name: str, with_value: bool
-) -> None:
+def test_tables_are_written_after_the_last_lookup(loss, name, with_value):
     """XLA fuses a lookup into each of its consumers, and the update into its scatter."""
     temporaries, table = late_step(loss, OPTIMIZERS[name], with_value, gpu("H100"))
     assert temporaries < table / 2
 
 
 @pytest.mark.parametrize("name", ["adam", "clipped optax.adam", "sgd with all terms"])
-def test_slots_of_zeros_are_buffers_of_their_own(name: str) -> None:
+def test_slots_of_zeros_are_buffers_of_their_own(name):
     """XLA makes one array of equal ones, and one kernel writes both: the numbers are wrong."""
     tx = OPTIMIZERS[name]
 
-    def first(ids: jax.Array, rows: jax.Array, table: jax.Array) -> Any:
+    def first(ids, rows, table):
         gradient = jmask.RowSparse(ids, rows, table.shape)
         return jmask.apply_gradients(tx, gradient, tx.init(table), table)
 
@@ -245,33 +220,38 @@ def test_slots_of_zeros_are_buffers_of_their_own(name: str) -> None:
     assert all(len({*tables}) == len(tables) for tables in updates)
 
 
-def test_what_is_lost_in_rounding_is_known() -> None:
+@pytest.mark.parametrize("name", ["adam", "momentum", "optax.adamw"])
+def test_deferred_tables_in_place(name):
+    check_deferred_in_place(OPTIMIZERS[name], gpu("H100"))
+
+
+def test_what_is_lost_in_rounding_is_known():
     """XLA drops a cast to fewer digits and back: then nothing is ever rounded up."""
     x = jax.ShapeDtypeStruct((1000,), jnp.float32, sharding=gpu("H100"))
     round_it = jax.jit(lambda x: jmask.stochastic_round(x, jnp.bfloat16, jax.random.key(0)))
     assert "reduce-precision" in round_it.lower(x).compile().as_text()
 
 
-def test_control_a_dense_step_makes_tables() -> None:
+def test_control_a_dense_step_makes_tables():
     step = Step(optax.adam(1e-3), value_and_grad=jax.value_and_grad)
     compiled = step.compile(ROWS, gpu("H100"))
     assert not whole_table_operations(compiled, step.entries(ROWS)) <= IN_PLACE
 
 
-def test_control_without_donation_tables_are_copied() -> None:
+def test_control_without_donation_tables_are_copied():
     compiled = ADAM.compile(ROWS, gpu("H100"), donate=False)
     assert compiled.memory_analysis().alias_size_in_bytes == 0
     assert not whole_table_operations(compiled, ADAM.entries(ROWS)) <= IN_PLACE
 
 
-def test_control_a_scatter_of_several_tables_is_a_loop_over_rows() -> None:
+def test_control_a_scatter_of_several_tables_is_a_loop_over_rows():
     """Why the one pass is not given to GPUs before JAX 0.12, with which it is one kernel."""
     tables = [jax.ShapeDtypeStruct((ROWS, 16), jnp.float32, sharding=gpu("H100"))] * 2
     ids = jax.ShapeDtypeStruct((512,), jnp.int32, sharding=gpu("H100"))
     rows = jax.ShapeDtypeStruct((512, 16), jnp.float32, sharding=gpu("H100"))
     program = jax.make_jaxpr(lambda x, y, grad: (x - grad, y + grad))(1.0, 1.0, 1.0)
 
-    def update(tables: Any, ids: Any, grad: Any) -> Any:
+    def update(tables, ids, grad):
         update = scatter_update._one_scatter(program)
         return update.fused(UniqueRows(tables, ids, grad, [], False))
 

@@ -1,34 +1,34 @@
-"""A donated step works in place on TPUs, read from programs compiled without one.
+"""Steps on TPUs, read from programs compiled without one: in place, at the cost of the rows.
 
 libtpu compiles for the devices of a topology that is only described. For rows of whole
 128-lane lines every table and every state array shares its buffer with the one that comes
 out, no copy of a table is made, and the temporaries are a few times the rows of the batch.
-`make test-tpu` runs these.
+
+A table may be streamed in place without temporaries, so steps on 10**6 and on 10**7 rows are
+compared: no scatter moves a whole table, no array with an entry for each row is made, and what
+the compiler says the instructions cost is the same. `make test-tpu` runs these; `make tpu-cost`
+prints estimates of whole steps.
 """
 
 import functools
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.experimental import topologies
 
 import jmask
+from tests import compiled_step as steps
 from tests.autodiff import test_stacked_lookups as stacked
-from tests.compiled_step import (
-    IN_PLACE,
-    Step,
-    linear,
-    rounded_stochastically,
-    rounds_of_loops,
-    whole_table_operations,
-)
+from tests.compiled_step import IN_PLACE, Step, whole_table_operations
+from tests.optimizers import OPTIMIZERS
 from tests.sampling import chosen
 
 pytestmark = [pytest.mark.needs(what="libtpu"), pytest.mark.dtype_promotion]
+
 
 # Three float32 arrays (10**7, 128) are 14.3 GiB, which the 16 GiB of a v5e just hold.
 SMALL, LARGE = 10**5, 10**7
@@ -40,7 +40,7 @@ TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
 
 LAZY_ADAMW = jmask.lazy(optax.adamw(1e-3))
 
-STEPS: dict[str, Step] = {
+STEPS = {
     "sgd": Step(jmask.sgd(0.1), row=(128,)),
     "momentum": Step(jmask.sgd(0.1, momentum=0.9), row=(128,)),
     "adam": Step(jmask.adam(), row=(128,)),
@@ -50,7 +50,7 @@ STEPS: dict[str, Step] = {
     "rowwise adagrad": Step(jmask.rowwise_adagrad(), row=(128,)),
     "ftrl": Step(jmask.ftrl(), row=(128,), apply=jmask.apply_gradients),
     "adagrad unless not finite": Step(jmask.skip_nonfinite(jmask.adagrad()), row=(128,)),
-    "linear loss": Step(jmask.sgd(0.1), row=(128,), loss=linear),
+    "linear loss": Step(jmask.sgd(0.1), row=(128,), loss=steps.linear),
     # Few lookups and one array: compiling takes seconds for each bfloat16 scatter.
     "bfloat16": Step(jmask.sgd(0.1), row=(128,), dtype=jnp.bfloat16, lookups=64),
     "bfloat16, rounded stochastically": Step(
@@ -58,7 +58,7 @@ STEPS: dict[str, Step] = {
         row=(128,),
         dtype=jnp.bfloat16,
         lookups=64,
-        apply=rounded_stochastically,
+        apply=steps.rounded_stochastically,
     ),
 }
 
@@ -67,7 +67,7 @@ WITH_A_LOOP = ("adagrad unless not finite",)
 
 
 @functools.cache
-def device(topology: str) -> Any:
+def device(topology):
     """The sharding that places all on one device of the topology."""
     try:
         described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
@@ -87,17 +87,15 @@ SOME = [(TOPOLOGIES[(i + 1) % 3], name) for i, name in enumerate(STEPS)]
 @pytest.mark.parametrize(
     ("topology", "name"), chosen(SOME, itertools.product(TOPOLOGIES, STEPS))
 )
-def test_in_place(topology: str, name: str) -> None:
+def test_in_place(topology, name):
     step, temporary = STEPS[name], []
     # The random bits of the batch.
-    bits = 2**20 if step.apply is rounded_stochastically else 0
+    bits = 2**20 if step.apply is steps.rounded_stochastically else 0
     for rows, allowed in ((SMALL, IN_PLACE | STAGING), (LARGE, IN_PLACE)):
         compiled = step.compile(rows, device(topology))
-        memory = compiled.memory_analysis()
-        assert memory.alias_size_in_bytes >= step.table_bytes(rows)
-        assert whole_table_operations(compiled, step.entries(rows)) <= allowed
-        assert len(rounds_of_loops(compiled)) <= (name in WITH_A_LOOP)
-        temporary.append(memory.temp_size_in_bytes)
+        tables = step.table_bytes(rows), step.entries(rows), allowed
+        temporary.append(steps.temporary_bytes(compiled, *tables))
+        assert len(steps.rounds_of_loops(compiled)) <= (name in WITH_A_LOOP)
     # The same within 1 %, or a few rows of the batch that XLA keeps in on-chip memory,
     # which is not counted, for the small table and not for the large one (Adam).
     # Besides the rows of the batch there are buffers of a fixed size.
@@ -107,27 +105,23 @@ def test_in_place(topology: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["adam", "adam per row", "with averages"])
-def test_stacked_tables_in_place(name: str) -> None:
+def test_stacked_tables_in_place(name):
     """With V a multiple of 128, the state of one number for each row is in place too."""
-    tx, lookup = stacked.UPDATES[name], stacked.ROW_SPARSE["pairs"]
-    shaped = functools.partial(jax.ShapeDtypeStruct, sharding=device("v5e:2x2"))
-    as_tpu = functools.partial(jax.tree.map, lambda x: shaped(x.shape, x.dtype))
-    table = shaped((3, 51_200, 128), jnp.float32)
-    state, batch = as_tpu(jax.eval_shape(tx.init, table)), as_tpu(stacked.BATCH)
+    tx, loss = stacked.UPDATES[name], stacked.loss_of(stacked.ROW_SPARSE["pairs"])
+    table, sharding = jax.ShapeDtypeStruct((3, 51_200, 128), jnp.float32), device("v5e:2x2")
+    compiled = steps.compiled_step(loss, tx, table, stacked.BATCH, sharding=sharding)
+    state = jax.tree.leaves(jax.eval_shape(tx.init, table))
+    for entries in {x.size for x in (table, *state) if x.size > 1}:
+        assert steps.temporary_bytes(compiled, entries=entries) < 2**20
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(table: Any, state: Any, batch: Any) -> Any:
-        gradient = jmask.grad(stacked.loss_of(lookup))(table, batch)
-        return jmask.apply_gradients(tx, gradient, state, table)
 
-    compiled = step.lower(table, state, batch).compile()
-    for entries in {x.size for x in (table, *jax.tree.leaves(state)) if x.size > 1}:
-        assert whole_table_operations(compiled, entries) <= IN_PLACE
-    assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+@pytest.mark.parametrize("name", ["adam", "momentum", "optax.adamw"])
+def test_deferred_tables_in_place(name):
+    steps.check_deferred_in_place(OPTIMIZERS[name], device("v5e:2x2"))
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_control_a_dense_step_makes_tables(topology: str) -> None:
+def test_control_a_dense_step_makes_tables(topology):
     step = Step(optax.adam(1e-3), row=(128,), value_and_grad=jax.value_and_grad)
     rows = 10**6
     compiled = step.compile(rows, device(topology))
@@ -135,8 +129,141 @@ def test_control_a_dense_step_makes_tables(topology: str) -> None:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_control_without_donation_tables_are_copied(topology: str) -> None:
+def test_control_without_donation_tables_are_copied(topology):
     step, rows = STEPS["adam"], 10**6
     compiled = step.compile(rows, device(topology), donate=False)
     assert compiled.memory_analysis().alias_size_in_bytes == 0
     assert not whole_table_operations(compiled, step.entries(rows)) <= IN_PLACE
+
+
+# --- a step costs the rows, not the table -----------------------------------------------
+
+
+ROWS, LOOKUPS, WIDTH = (10**6, 10**7), 512, 128
+
+
+wide = functools.partial(Step, row=(WIDTH,), lookups=LOOKUPS)
+passed = functools.partial(wide, apply=jmask.apply_gradients)
+packed = functools.partial(passed, row=(64,), table=jmask.PackedTable.pack)
+
+FLAT_STEPS = {
+    "sgd": passed(jmask.sgd(0.1)),
+    "sgd in two steps": wide(jmask.sgd(0.1)),
+    "decayed sgd": passed(jmask.sgd(0.1, weight_decay=0.1)),
+    "momentum": passed(jmask.sgd(0.1, momentum=0.9)),
+    "adagrad, several": passed(jmask.adagrad(), loss=steps.squares_of_several_lookups),
+    "adam": passed(jmask.adam()),
+    "adam, bags": passed(jmask.adam(), loss=steps.squares_of_bags),
+    "adam of rows": passed(jmask.adam(count="per_row")),
+    "rowwise": passed(jmask.rowwise_adagrad()),
+    "rowwise in two steps": wide(jmask.rowwise_adagrad(), loss=steps.squares_of_bags),
+    "ftrl": passed(jmask.ftrl()),
+    "optax.adam": wide(jmask.lazy(optax.adam(0.1))),
+    "optax.lion": passed(jmask.lazy(optax.lion(0.1))),
+    "optax.rmsprop": wide(jmask.lazy(optax.rmsprop(0.1)), loss=steps.squares_of_bags),
+    "packed adam": packed(jmask.adam()),
+    "packed rowwise": packed(jmask.rowwise_adagrad()),
+    "bfloat16": passed(jmask.adagrad(), dtype=jnp.bfloat16),
+}
+
+
+def check_flat(programs, loops=0):
+    for compiled, rows in zip(programs, ROWS, strict=True):
+        assert not steps.streaming_scatters(compiled, rows)
+        assert whole_table_operations(compiled, rows) <= IN_PLACE
+        assert len(steps.rounds_of_loops(compiled)) == loops
+    small, large = map(steps.costed_cycles, programs)
+    assert large <= 1.02 * small + 2000
+
+
+@pytest.mark.parametrize("name", FLAT_STEPS)
+def test_flat(name):
+    topology = TOPOLOGIES[list(FLAT_STEPS).index(name) % 3]
+    check_flat([FLAT_STEPS[name].compile(rows, device(topology)) for rows in ROWS])
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam, bags", "rowwise"])
+def test_batches_of_many_rows_are_flat(name, monkeypatch):
+    """Their one loop is over the rows of ids that come again."""
+    monkeypatch.setattr("jmask._kernels.tuning.LARGE_SUMS", 0)
+    topology = TOPOLOGIES[list(FLAT_STEPS).index(name) % 3]
+    check_flat([FLAT_STEPS[name].compile(rows, device(topology)) for rows in ROWS], loops=1)
+
+
+@pytest.mark.parametrize(
+    ("topology", "tx"), [("v5e:2x2", jmask.adam()), ("v6e:2x2", jmask.rowwise_adagrad())]
+)
+def test_sharded_tables_are_flat(topology, tx):
+    described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    mesh = jax.sharding.Mesh(np.array(described.devices), "x")
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    programs = []
+    for rows in ROWS:
+        shape = jax.ShapeDtypeStruct((4 * rows, WIDTH), "float32")
+        table = jmask.sharded(shape, mesh, packed=False)
+        state = jax.eval_shape(tx.init, table)
+        by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+        state = jax.tree.map(lambda x: steps.shapes(x, by_rows if x.ndim else whole), state)  # noqa: B023
+        ids = jax.ShapeDtypeStruct((LOOKUPS,), "int32", sharding=whole)
+
+        def step(table, state, ids):
+            grads = jmask.grad(lambda t: jnp.sum(t[ids] ** 2))(table)
+            return jmask.apply_gradients(tx, grads, state, table)
+
+        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(table, state, ids)
+        assert "jmask_update_rows" in lowered.as_text()
+        programs.append(lowered.compile())
+    check_flat(programs)
+
+
+@pytest.mark.parametrize("name", ["sgd", "rowwise"])
+def test_control_scatters_of_xla_stream(name, monkeypatch):
+    """With the promise of sorted ids they do: what the tests above would see."""
+    monkeypatch.setenv("JMASK_KERNELS", "0")
+    monkeypatch.setattr("jmask._kernels.tuning.SORTED_PAYS", 10**9)
+    compiled = FLAT_STEPS[name].compile(ROWS[0], device("v5e:2x2"))
+    assert steps.streaming_scatters(compiled, ROWS[0])
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_without_the_kernel_no_table_streams(topology, monkeypatch):
+    monkeypatch.setenv("JMASK_KERNELS", "0")
+    for name in ("sgd", "decayed sgd", "optax.adam"):
+        compiled = FLAT_STEPS[name].compile(ROWS[1], device(topology))
+        assert not steps.streaming_scatters(compiled, ROWS[1])
+
+
+# --- what the compiler takes -------------------------------------------------------------
+
+ELEMENTWISE = {
+    "clamp": lambda x: jnp.clip(x, -1.0, 1.0),
+    "copysign": lambda x: jnp.sign(x) * jnp.abs(x),
+    "pow": lambda x: jnp.abs(x) ** 1.5 + x**3,
+    "roots": lambda x: jnp.sqrt(jnp.abs(x)) + jax.lax.rsqrt(x * x + 1),
+    "exponentials": lambda x: jnp.exp(x) + jnp.exp2(x) + jnp.log(x) + jnp.log1p(x * x),
+    "sigmoids": lambda x: jnp.tanh(x) + jax.nn.sigmoid(x) + jnp.sin(x) + jnp.cos(x),
+    "angles": lambda x: jnp.tan(x) + jnp.arctan2(x, x + 1),
+    "rounding": lambda x: jnp.floor(x) + jnp.ceil(x) + jnp.round(x) + jax.lax.rem(x, x + 2),
+    "next": lambda x: jnp.nextafter(x, 2 * x),
+    "masks": lambda x: jnp.where((x > 0) & (x < 1) | ~jnp.isfinite(x), x, 0.0),
+    "more masks": lambda x: jnp.where(
+        (x >= 0) ^ (x != 1), jnp.maximum(x, 2), jnp.minimum(x, 0)
+    ),
+    "integers": lambda x: (x.astype(jnp.int32) % 7).astype(x.dtype),
+    "bfloat16": lambda x: (x.astype(jnp.bfloat16) * 2).astype(x.dtype),
+    "reduced": lambda x: jax.lax.reduce_precision(x, 8, 7),
+}
+
+
+@pytest.mark.parametrize("names", [tuple(ELEMENTWISE)[i::3] for i in range(3)])
+def test_arithmetic_that_is_lowered(names):
+    topology = TOPOLOGIES[len(names) % 3]
+
+    change = lambda g, p: -sum(ELEMENTWISE[name](g + 0.1 * p) for name in names)
+    inner = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda g, s, p: (jax.tree.map(change, g, p), jax.tree.map(jnp.add, s, g)),
+    )
+    compiled = passed(jmask.lazy(inner)).compile(ROWS[0], device(topology))
+    assert "jmask_update_rows" in compiled.as_text()

@@ -1,14 +1,12 @@
 """torch, for the tests that need it: they are marked so, and skipped without it."""
 
 import warnings
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 
 @pytest.fixture
-def torch() -> Iterator[Any]:
+def torch():
     import torch.masked
 
     with torch.sparse.check_sparse_tensor_invariants(), warnings.catch_warnings():

@@ -13,21 +13,20 @@ import pytest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "porting.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.S | re.M))
+blocks = lambda section, language: re.findall(
+    rf"^```{language}\n(.*?)^```$", SECTIONS[section], re.S | re.M
+)
 
 
-def blocks(section: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", SECTIONS[section], re.S | re.M)
-
-
-def ours(section: str) -> np.ndarray:
+def ours(section):
     """The table that the program of jmask ends with; imports are those of the first."""
-    namespace: dict = {}
+    namespace = {}
     exec(blocks("From optax with dense gradients", "python")[0], namespace)
     exec(blocks(section, "python")[0], namespace)
     return np.asarray(namespace["table"])
 
 
-def theirs(section: str, python: str) -> np.ndarray:
+def theirs(section, python):
     """The table that the other program ends with, run by another interpreter."""
     program = blocks(section, "py")[0] + "\nprint(table.tobytes().hex())\n"
     done = subprocess.run(
@@ -36,7 +35,7 @@ def theirs(section: str, python: str) -> np.ndarray:
     return np.frombuffer(bytes.fromhex(done.stdout.split()[-1]), np.float32).reshape(1000, 4)
 
 
-def compare(section: str, other: np.ndarray) -> None:
+def compare(section, other):
     expected = ours(section)
     assert np.sum(np.any(expected != 1, axis=1)) == 4
     np.testing.assert_allclose(expected, other, rtol=2e-6, atol=1e-6)
@@ -66,7 +65,7 @@ def test_optax():
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("section", [s for s in SECTIONS if "torch" in s])
 def test_torch(section):
-    namespace: dict = {}
+    namespace = {}
     exec(blocks(section, "py")[0], namespace)
     compare(section, namespace["table"])
 

@@ -1,11 +1,15 @@
-"""`adam`, `adagrad` and `sgd` take the steps of torch's SparseAdam, Adagrad and SGD.
+"""`adam`, `adagrad` and `sgd` take the steps of the SparseAdam, Adagrad and SGD of torch.
 
 Runs of 20 steps with the same gradients: ids with duplicates, steps without any id, rows
 whose duplicates cancel (touched, with a gradient of zero) and rows never touched, which
 keep their bits. float64 agrees to 1e-12, float32 to 2e-5. `make test-torch` runs these.
+
+`sgd`, `adagrad` and `rowwise_adagrad` take the steps of the EXACT optimizers of FBGEMM: bags of
+random ids with duplicates, without weight decay, which its CPU build takes and ignores.
 """
 
 import dataclasses
+import warnings
 from typing import Any
 
 import jax
@@ -17,6 +21,7 @@ import pytest
 import jmask
 
 pytestmark = pytest.mark.needs(what="torch")
+
 
 ROWS, STEPS, LOOKUPS = 12, 20, 6
 NEVER_TOUCHED = (0, 7)
@@ -44,7 +49,7 @@ class Pair:
     tx: optax.GradientTransformation
 
 
-SPARSE: dict[str, Pair] = {
+SPARSE = {
     "adam": Pair("SparseAdam", {}, jmask.adam()),
     "adam, all terms": Pair(
         "SparseAdam",
@@ -67,7 +72,7 @@ SPARSE: dict[str, Pair] = {
 }
 
 # torch refuses weight decay, and gives momentum dense semantics, for sparse gradients.
-DENSE: dict[str, Pair] = {
+DENSE = {
     "adagrad, weight decay": Pair(
         "Adagrad",
         {"lr": 0.1, "lr_decay": 0.2, "weight_decay": 0.1},
@@ -89,19 +94,16 @@ DENSE: dict[str, Pair] = {
 }
 
 
-def pairs(table: dict[str, Pair]) -> Any:
+def pairs(table):
     return pytest.mark.parametrize("pair", table.values(), ids=table.keys())
 
 
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 dtypes = pytest.mark.parametrize("dtype", TOLERANCES, ids=lambda dtype: dtype.__name__)
+start_of = lambda shape, dtype: np.random.default_rng(1).normal(size=shape).astype(dtype)
 
 
-def start_of(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    return np.random.default_rng(1).normal(size=shape).astype(dtype)
-
-
-def gradients(shape: tuple[int, ...], dtype: Any) -> list[Gradient]:
+def gradients(shape, dtype):
     """The ids and rows of each step."""
     rng = np.random.default_rng(0)
     eligible = [row for row in range(ROWS) if row not in (*NEVER_TOUCHED, CANCELLED)]
@@ -121,9 +123,7 @@ def gradients(shape: tuple[int, ...], dtype: Any) -> list[Gradient]:
     return steps
 
 
-def run_torch(
-    torch: Any, pair: Pair, start: np.ndarray, steps: list[Gradient], sparse: bool
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def run_torch(torch, pair, start, steps, sparse):
     """The parameter after the steps, and the optimizer's state."""
     param = torch.nn.Parameter(torch.tensor(start))
     optimizer = getattr(torch.optim, pair.name)([param], **pair.torch)
@@ -138,11 +138,11 @@ def run_torch(
     return param.detach().numpy(), state
 
 
-def run_jmask(pair: Pair, start: np.ndarray, steps: list[Gradient]) -> tuple[np.ndarray, Any]:
+def run_jmask(pair, start, steps):
     """The parameter after the steps, and the optimizer's state."""
 
     @jax.jit
-    def step(param: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+    def step(param, state, grads):
         return jmask.apply_gradients(pair.tx, grads, state, param)
 
     param = jnp.asarray(start)
@@ -152,16 +152,14 @@ def run_jmask(pair: Pair, start: np.ndarray, steps: list[Gradient]) -> tuple[np.
     return np.asarray(param), state
 
 
-def check_equal(ours: Any, theirs: Any, dtype: Any) -> None:
+def check_equal(ours, theirs, dtype):
     ours, theirs = np.asarray(ours), np.asarray(theirs)
     assert ours.dtype == theirs.dtype == dtype
     tolerance = TOLERANCES[dtype]
     np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-def check_pair(
-    torch: Any, pair: Pair, shape: tuple[int, ...], dtype: Any, sparse: bool
-) -> None:
+def check_pair(torch, pair, shape, dtype, sparse):
     start, steps = start_of(shape, dtype), gradients(shape, dtype)
     theirs, their_state = run_torch(torch, pair, start, steps, sparse)
     with jax.enable_x64(dtype is np.float64):
@@ -187,12 +185,84 @@ def check_pair(
 @dtypes
 @shapes
 @pairs(SPARSE)
-def test_sparse_gradients(torch: Any, pair: Pair, shape: tuple[int, ...], dtype: Any) -> None:
+def test_sparse_gradients(torch, pair, shape, dtype):
     check_pair(torch, pair, shape, dtype, sparse=True)
 
 
 @dtypes
 @shapes
 @pairs(DENSE)
-def test_dense_semantics(torch: Any, pair: Pair, shape: tuple[int, ...], dtype: Any) -> None:
+def test_dense_semantics(torch, pair, shape, dtype):
     check_pair(torch, pair, shape, dtype, sparse=False)
+
+
+# --- FBGEMM -----------------------------------------------------------------------------
+
+
+V, D, BAGS, BATCHES = 12, 8, 5, 15
+RATE = 0.1
+
+CASES = {
+    "sgd": ("EXACT_SGD", {}, jmask.sgd(RATE)),
+    "adagrad": ("EXACT_ADAGRAD", {"eps": 1e-8}, jmask.adagrad(RATE, eps=1e-8)),
+    "rowwise": ("EXACT_ROWWISE_ADAGRAD", {"eps": 1e-8}, jmask.rowwise_adagrad(RATE, eps=1e-8)),
+}
+
+
+def batches():
+    rng = np.random.default_rng(0)
+    for _ in range(BATCHES):
+        sizes = rng.integers(0, 4, BAGS)
+        offsets = np.concatenate([[0], np.cumsum(sizes)])
+        yield rng.integers(0, V - 2, offsets[-1]), offsets, rng.normal(size=(BAGS, D))
+
+
+@pytest.mark.filterwarnings("ignore")  # of what the package imports
+@pytest.mark.parametrize("name", CASES)
+def test_same_trajectory(name):
+    try:
+        import torch
+
+        with warnings.catch_warnings(action="ignore"):
+            from fbgemm_gpu.split_embedding_configs import EmbOptimType
+            from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+                ComputeDevice,
+                EmbeddingLocation,
+                SplitTableBatchedEmbeddingBagsCodegen,
+            )
+    except ImportError as error:
+        pytest.fail(f"FBGEMM is needed: run these tests with `make test-torch` ({error})")
+
+    kind, settings, tx = CASES[name]
+    start = np.float32(np.random.default_rng(1).normal(size=(V, D)))
+    theirs = SplitTableBatchedEmbeddingBagsCodegen(
+        [(V, D, EmbeddingLocation.HOST, ComputeDevice.CPU)],
+        optimizer=EmbOptimType[kind],
+        learning_rate=RATE,
+        **settings,
+    )
+    theirs.split_embedding_weights()[0].data.copy_(torch.as_tensor(start))
+
+    table = jnp.asarray(start)
+    state = tx.init(table)
+    for ids, offsets, weights in batches():
+        bags = theirs(torch.as_tensor(ids), torch.as_tensor(offsets))
+        bags.backward(torch.as_tensor(np.float32(weights)))
+
+        def loss(table, ids=ids, offsets=offsets, weights=weights):
+            bag = np.repeat(np.arange(BAGS), np.diff(offsets))
+            return jnp.sum(table[jnp.asarray(ids)] * np.float32(weights)[bag])
+
+        grads = jmask.grad(loss)(table)
+        if isinstance(grads, jax.Array):  # no ids at all: to JAX the table is not used
+            grads = jmask.RowSparse.zeros(table.shape)
+        table, state = jmask.apply_gradients(tx, grads, state, table)
+    ours = np.asarray(table)
+    np.testing.assert_allclose(
+        ours, theirs.split_embedding_weights()[0].detach(), rtol=2e-5, atol=2e-6
+    )
+    np.testing.assert_array_equal(ours[V - 2 :], start[V - 2 :])
+    if kind != "EXACT_SGD":
+        (of_torch,), *_ = theirs.split_optimizer_states()
+        accumulated = np.asarray(state.sum_of_squares).reshape(of_torch.shape)
+        np.testing.assert_allclose(accumulated, of_torch, rtol=2e-5, atol=1e-6)

@@ -5,9 +5,6 @@ functions, right and wrong. Sparse outputs, masked tensors and forward mode torc
 check, and its fast mode accepts some gradients that its slow mode refuses.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import numpy as np
 import pytest
@@ -19,7 +16,7 @@ from tests.sparse_arrays import coo
 pytestmark = pytest.mark.needs(what="torch")
 
 
-def of_torch(torch: Any, name: str) -> Callable[[Any], Any]:
+def of_torch(torch, name):
     """A product of the table, in torch."""
     mm, sparse_mm = torch.mm, torch.sparse.mm
     plain = {
@@ -33,7 +30,7 @@ def of_torch(torch: Any, name: str) -> Callable[[Any], Any]:
     return lambda x: plain["mixed"](x.sparse_mask(mask)).to_dense()
 
 
-def accepts(torch: Any, function: Any, x: Any, **options: Any) -> bool:
+def accepts(torch, function, x, **options):
     try:
         return torch.autograd.gradcheck(function, x, **options)
     except RuntimeError as error:
@@ -63,7 +60,7 @@ def test_gradients_of_sparse_products(torch, name):
 
 
 # Forward and backward of functions, in terms of the namespace: right ones and wrong ones.
-RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any], bool]] = {
+RULES = {
     "sine": (lambda xp, x: xp.sin(x), lambda xp, x, c: xp.cos(x) * c, True),
     "sign": (lambda xp, x: xp.sin(x), lambda xp, x, c: -xp.cos(x) * c, False),
     "factor": (lambda xp, x: x**2, lambda xp, x, c: x * c, False),

@@ -1,21 +1,30 @@
-"""Embedding layers of flax, linen and nnx, as people use them; equinox is in test_models.py."""
+"""Models of flax, linen and nnx, and equinox, as people write them.
+
+What is no floating array of a model of equinox has no gradient, and stays.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jmask
 from tests.later import later
+from tests.optimizers import NOT_LAZY, OPTIMIZERS
 from tests.oracle import assert_close, densified, is_row_sparse
 
 nn = later("flax.linen")
 nnx = later("flax.nnx")
+eqx = later("equinox")
 
-pytestmark = [pytest.mark.sampled(15), pytest.mark.dtype_promotion]
+pytestmark = pytest.mark.dtype_promotion  # of optimizers of optax
 
 V, D = 20, 4
 IDS = jnp.array([[3, 5], [3, 19]])
+ITEMS = jnp.array([1, 2, 1])
 
 
 def linen_model(dtype):
@@ -27,10 +36,7 @@ def linen_model(dtype):
 
     model = Model()
     params = model.init(jax.random.key(0), IDS)
-
-    def loss(params, ids):
-        return jnp.mean(model.apply(params, ids).astype(jnp.float32) ** 2)
-
+    loss = lambda params, ids: jnp.mean(model.apply(params, ids).astype(jnp.float32) ** 2)
     return params, loss
 
 
@@ -44,16 +50,14 @@ def nnx_model(dtype):
             return self.dense(jnp.tanh(self.embed(ids)))
 
     graph, params = nnx.split(Model(nnx.Rngs(0)))
-
-    def loss(params, ids):
-        return jnp.mean(nnx.merge(graph, params)(ids).astype(jnp.float32) ** 2)
-
+    loss = lambda params, ids: jnp.mean(nnx.merge(graph, params)(ids).astype(jnp.float32) ** 2)
     return params, loss
 
 
 MODELS = {"linen": linen_model, "nnx": nnx_model}
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradient(name, dtype):
@@ -78,6 +82,7 @@ def test_a_dict_is_a_copy():
     assert_close(params["table"], jnp.ones((V, D)))
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_model_that_writes_back_what_it_was_given(jit):
     """`nnx.remat` returns the state of a module through `jax.checkpoint`: no other value."""
@@ -91,8 +96,7 @@ def test_a_model_that_writes_back_what_it_was_given(jit):
         def __call__(self, ids):
             return nnx.remat(lambda model, ids: model.dense(model.embed(ids)))(self, ids)
 
-    def loss(model):
-        return jnp.mean(jnp.sin(model(IDS)))
+    loss = lambda model: jnp.mean(jnp.sin(model(IDS)))
 
     def changes(model):
         model.dense.kernel[...] = model.dense.kernel[...] * 1.0
@@ -107,3 +111,108 @@ def test_a_model_that_writes_back_what_it_was_given(jit):
     np.testing.assert_allclose(found.dense.kernel[...], expected.dense.kernel[...], rtol=1e-6)
     with pytest.raises(TypeError, match=r"writes to `model\.dense\.kernel.*lost"):
         jmask.grad(changes)(model)
+
+
+@functools.cache
+def model_class():
+    class Model(eqx.Module):
+        embed: eqx.nn.Embedding
+        out: eqx.nn.MLP
+        dropout: eqx.nn.Dropout
+        activation: object
+        counts: jax.Array
+        name: str
+        nothing = None
+
+        def __call__(self, i):
+            return self.out(self.activation(self.embed(i)))[0]
+
+    return Model
+
+
+def model(dtype=jnp.float32):
+    Model = model_class()
+    keys = jax.random.split(jax.random.key(0))
+    embed = eqx.nn.Embedding(20, 4, dtype=dtype, key=keys[0])
+    out = eqx.nn.MLP(4, 1, 8, 2, dtype=dtype, key=keys[1])
+    return Model(embed, out, eqx.nn.Dropout(0.5), jax.nn.relu, jnp.arange(3), "model")
+
+
+loss = lambda model, ids: jnp.mean((jax.vmap(model)(ids).astype(jnp.float32) - 1) ** 2)
+arrays = lambda tree: [x for x in jax.tree.leaves(tree) if eqx.is_inexact_array(x)]
+NAMES = ("optax.adamw", "adam", "clipped optax.adam", "adam unless not finite")
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [("float32", 1e-5), ("bfloat16", 2e-2)])
+def test_gradients_are_those_of_filter_value_and_grad(dtype, rtol):
+    value, grads = jmask.value_and_grad(loss)(model(dtype), ITEMS)
+    expected_value, expected = eqx.filter_value_and_grad(loss)(model(dtype), ITEMS)
+    np.testing.assert_allclose(value, expected_value, rtol=rtol / 10)
+    assert isinstance(grads.embed.weight, jmask.RowSparse)
+    assert (grads.embed.weight.nse, grads.embed.weight.dtype) == (3, dtype)
+    assert_close(densified(grads), expected, rtol=rtol, atol=rtol / 100)
+    assert (grads.activation, grads.counts, grads.name, grads.dropout.p) == (None,) * 4
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", [*NAMES, "densify"])
+def test_training(name):
+    """All ways to step agree with each other, and with parameters parted by hand."""
+    tx, before = (OPTIMIZERS | NOT_LAZY)[name], model()
+    params = eqx.filter(before, eqx.is_inexact_array)
+    grads = jmask.grad(loss)(before, ITEMS)
+    state = tx.init(params)
+    by_hand, _ = tx.update(grads, state, params)
+    updates, _ = tx.update(grads, state, before)
+    ways = [
+        jmask.apply_updates(before, updates),
+        jmask.apply_gradients(tx, grads, state, before)[0],
+        eqx.filter_jit(lambda m, s: jmask.apply_gradients(tx, grads, s, m)[0])(before, state),
+    ]
+    expected = arrays(jmask.apply_updates(params, by_hand))
+    for after in ways:
+        assert after.activation is jax.nn.relu
+        assert (after.name, after.dropout.p, after.nothing) == ("model", 0.5, None)
+        np.testing.assert_array_equal(after.counts, before.counts)
+        for x, y in zip(arrays(after), expected, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+        assert loss(after, ITEMS) < loss(before, ITEMS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_state_of_a_whole_model(name):
+    tx = OPTIMIZERS[name]
+    parted = tx.init(eqx.filter(model(), eqx.is_inexact_array))
+    assert jax.tree.structure(tx.init(model())) == jax.tree.structure(parted)
+
+
+def test_two_optimizers_for_one_model():
+    """The tree of labels is a model, and callable: it needs a function around it."""
+    before = model()
+    params = eqx.filter(before, eqx.is_inexact_array)
+    is_table = lambda path, _: "embed" in jax.tree_util.keystr(path)
+    labels = jax.tree.map_with_path(is_table, params)
+    dense = {True: optax.sgd(0.1), False: optax.adam(0.1)}
+    lazy = {True: jmask.sgd(0.1), False: optax.adam(0.1)}
+    steps = []
+    for transforms, grad in ((dense, eqx.filter_grad(loss)), (lazy, jmask.grad(loss))):
+        tx = optax.partition(transforms, lambda _: labels)
+        step = eqx.filter_jit(lambda g, s, m, tx=tx: jmask.apply_gradients(tx, g, s, m)[0])
+        steps.append(step(grad(before, ITEMS), tx.init(params), before))
+    for x, y in zip(*map(arrays, steps), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_explain():
+    found = jmask.explain(loss, model(), ITEMS)
+    assert found["embed.weight"].nse == 3
+    assert not found["out.layers.0.weight"].is_sparse
+
+
+def test_a_function_beside_parameters():
+    params = {"table": jnp.ones((4, 2)), "act": jnp.tanh, "scale": 2.0, "train": True}
+    grads = jmask.grad(lambda p: p["scale"] * jnp.sum(p["act"](p["table"][ITEMS])))(params)
+    assert grads["act"] is grads["scale"] is grads["train"] is None
+    np.testing.assert_allclose(
+        grads["table"].todense()[1], 4 * (1 - np.tanh(1) ** 2), rtol=1e-5
+    )

@@ -4,8 +4,7 @@ And gradients in tensors: traced once, without zeros of their size where none ar
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import hypothesis.strategies as st
 import jax
@@ -22,10 +21,7 @@ from tests.sparse_arrays import coo
 from tests.tensors.test_row_sparse import ROWS, both_ways, row_sparse
 
 TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, 3)), jnp.float32)
-
-
-def tree_of(x):
-    return {"t": x, "w": jnp.arange(4.0), "skipped": None}
+tree_of = lambda x: {"t": x, "w": jnp.arange(4.0), "skipped": None}
 
 
 def results(a, b, scalar):
@@ -66,10 +62,7 @@ def test_dense_and_sparse_leaves_of_one_parameter():
         np.testing.assert_allclose(total, TABLE + x.todense(), rtol=1e-6)
 
 
-def loss(table, ids):
-    return jnp.sum(jnp.tanh(table[ids]) ** 2)
-
-
+loss = lambda table, ids: jnp.sum(jnp.tanh(table[ids]) ** 2)
 BATCHES = jnp.array([[1, 2, 1], [6, 0, 2], [1, 1, 1], [5, 0, 3]])
 
 
@@ -142,22 +135,17 @@ class TestMappedAxis:
     @pytest.mark.parametrize("checked", [True, False])
     def test_devices(self, checked):
         mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,))
-        spec = PartitionSpec()
 
         def step(table, ids):
             if checked:  # or JAX sums the gradients of devices by itself
                 table = jax.lax.pcast(table, "i", to="varying")
             return self.step(table, ids[0])
 
-        run = jax.jit(
-            jax.shard_map(
-                step,
-                mesh=mesh,
-                in_specs=(spec, PartitionSpec("i")),
-                out_specs=spec,
-                check_vma=checked,
-            )
-        )
+        specs = {
+            "in_specs": (PartitionSpec(), PartitionSpec("i")),
+            "out_specs": PartitionSpec(),
+        }
+        run = jax.jit(jax.shard_map(step, mesh=mesh, **specs, check_vma=checked))
         self.check(*run(TABLE, BATCHES))
         # What crosses: the rows and ids of the batch, and the dense leaves.
         text = run.lower(jnp.ones((5_000, 3)), BATCHES).compile().as_text()
@@ -235,7 +223,7 @@ TENSORS = {
     "masked": jmask.masked_tensor(DENSE, DENSE > 0),
 }
 # What the function reads, and whether entries that are not stored count.
-READ: dict[str, tuple[Callable[[Any], Any], bool]] = {
+READ = {
     "stored entries": (lambda x: jmask.todense(x, masked_grad=True), False),
     "all entries": (jmask.todense, True),
 }
@@ -244,11 +232,11 @@ READ: dict[str, tuple[Callable[[Any], Any], bool]] = {
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
 @pytest.mark.parametrize("read", READ)
 @pytest.mark.parametrize("name", TENSORS)
-def test_traced_once(name: str, read: str) -> None:
+def test_traced_once(name, read):
     function, all_count = READ[read]
-    calls: list[Any] = []
+    calls = []
 
-    def loss(x: Any) -> Any:
+    def loss(x):
         calls.append(x)
         return jnp.sum(function(x) ** 2)
 
@@ -262,7 +250,7 @@ def test_traced_once(name: str, read: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
 @pytest.mark.parametrize("name", TENSORS)
-def test_what_is_returned_beside_the_loss_is_the_tensor(name: str) -> None:
+def test_what_is_returned_beside_the_loss_is_the_tensor(name):
     x = TENSORS[name]
     (_, aux), _ = jmask.value_and_grad(lambda x: (jnp.sum(jmask.todense(x)), x), has_aux=True)(
         x
@@ -272,10 +260,10 @@ def test_what_is_returned_beside_the_loss_is_the_tensor(name: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [10**3, 10**7])
-def test_no_array_of_the_size_of_the_tensor(rows: int) -> None:
+def test_no_array_of_the_size_of_the_tensor(rows):
     """10⁷ rows of 16 would be 640 MB: the program has nothing but the stored rows."""
 
-    def gradient(ids: jax.Array, values: jax.Array) -> Any:
+    def gradient(ids, values):
         x = jmask.RowSparse(ids, values, (rows, 16))
         return jmask.grad(lambda x: jnp.sum((x * 2).values ** 2))(x).values
 

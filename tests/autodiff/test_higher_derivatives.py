@@ -23,22 +23,7 @@ import pytest
 import jmask
 import jmask.numpy as jnm
 from jmask import nn
-from tests.autodiff.test_semantics_of_gradients import (
-    COALESCED,
-    COO,
-    CSR,
-    MASK,
-    MASKED_COO,
-    MASKED_ROWS,
-    OPERATIONS,
-    OTHER,
-    ROWS,
-    SHIFT,
-    Operation,
-    X,
-    on,
-    one_vector,
-)
+from tests.autodiff import test_semantics_of_gradients as semantics
 from tests.expressions import functions
 from tests.sampling import chosen
 
@@ -47,15 +32,9 @@ ignores_fallbacks = pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWar
 
 
 # Compiled, so that the ways below share what they have in common: it is traced once.
-def forward(f: Function) -> Function:
-    return jax.jit(lambda t: jax.jvp(f, (t,), (jnp.ones_like(t),))[1])
-
-
-def reverse(f: Function) -> Function:
-    return jax.jit(jax.grad(f))
-
-
-WAYS: dict[str, tuple[Callable[[Function], Function], ...]] = {
+forward = lambda f: jax.jit(lambda t: jax.jvp(f, (t,), (jnp.ones_like(t),))[1])
+reverse = lambda f: jax.jit(jax.grad(f))
+WAYS = {
     "reverse": (reverse,),
     "forward over reverse": (reverse, forward),
     "reverse over reverse": (reverse, reverse),
@@ -63,48 +42,46 @@ WAYS: dict[str, tuple[Callable[[Function], Function], ...]] = {
     "forward over forward over reverse": (reverse, forward, forward),
     "reverse over reverse over reverse": (reverse, reverse, reverse),
 }
+normalized = lambda x: [nn.normalize(x, ord=p) for p in (np.inf, 1, 3)]
 
 
-def norms(x: Any) -> Any:
+def norms(x):
     orders = (np.inf, -np.inf, 0, 1, 2, 3, -2)
     return [jnm.norm(x, ord=p, axis=axis) for p in orders for axis in (None, 1)]
 
 
-def normalized(x: Any) -> Any:
-    return [nn.normalize(x, ord=p) for p in (np.inf, 1, 3)]
-
-
-def extrema(x: Any) -> Any:
+def extrema(x):
     functions = (jnm.max, jnm.min, jnm.amax, jnm.amin)
     return [f(x, axis=axis) for f in functions for axis in (None, 1)]
 
 
-def with_where(x: Any) -> Any:
-    return [f(x, axis=1, where=MASK) for f in (jnm.max, jnm.min, jnm.norm, nn.softmax)]
-
-
+with_where = lambda x: (
+    [f(x, axis=1, where=semantics.MASK) for f in (jnm.max, jnm.min, jnm.norm, nn.softmax)]
+)
+ARRAY, SHIFT, on = jnp.asarray(semantics.OTHER), jnp.asarray(semantics.SHIFT), semantics.on
 # Of the functions of the table of semantics, settings that have rules of their own.
 SETTINGS = {
     f"{name} of {kind}": on(x)(function)
     for kind, x in {
-        "masked": X, "coo": MASKED_COO, "rows": MASKED_ROWS, "RowSparse": COALESCED,
+        "masked": semantics.X, "coo": semantics.MASKED_COO, "rows": semantics.MASKED_ROWS,
+        "RowSparse": semantics.COALESCED,
     }.items()
     for name, function in {"norms": norms, "extrema": extrema}.items()
 } | {
     f"normalize of {kind}": on(x)(normalized)
-    for kind, x in {"masked": X, "coo": MASKED_COO, "array": jnp.asarray(OTHER)}.items()
+    for kind, x in {"masked": semantics.X, "coo": semantics.MASKED_COO, "array": ARRAY}.items()
 } | {
-    "norms of an array": on(jnp.asarray(OTHER))(norms),
-    "extrema of an array": on(jnp.asarray(OTHER))(extrema),
-    "where": on(jnp.asarray(OTHER))(with_where),
-    "lower median": on(X)(lambda x: jnm.median(x, averaged=False)),
-    "embedding_lookup, max_norm": on(jnp.asarray(SHIFT))(
+    "norms of an array": on(ARRAY)(norms),
+    "extrema of an array": on(ARRAY)(extrema),
+    "where": on(ARRAY)(with_where),
+    "lower median": on(semantics.X)(lambda x: jnm.median(x, averaged=False)),
+    "embedding_lookup, max_norm": on(SHIFT)(
         lambda t: [
             jmask.embedding_lookup(t, [1, 3, 1, 0], max_norm=2.0, norm_type=p)
             for p in (1.0, 2.0, 3.5, np.inf)
         ]
     ),
-    "embedding_bag, means": on(jnp.asarray(SHIFT), jnp.array([0.5, 2.0, 1.0]))(
+    "embedding_bag, means": on(SHIFT, jnp.array([0.5, 2.0, 1.0]))(
         lambda t, w: [
             jmask.embedding_bag(t, jnp.array([[2, 0, 2]]), weights=w[None], combiner=c)
             for c in ("sum", "mean", "sqrtn")
@@ -113,19 +90,19 @@ SETTINGS = {
     "a row of 64 entries": on(jnp.linspace(0.1, 0.9, 192).reshape(3, 64))(
         lambda t: (jmask.embedding_lookup(t, [2, 0, 2]), jmask.embedding_bag(t, [[1, 1, 0]]))
     ),
-    "skip_nonfinite": on(jnp.asarray(OTHER))(
+    "skip_nonfinite": on(ARRAY)(
         lambda x: jmask.apply_gradients(
             (tx := jmask.skip_nonfinite(jmask.adam(0.1))), jnp.sin(x), tx.init(x), x
         )[0]
     ),
-    "lazy": on(COALESCED)(
+    "lazy": on(semantics.COALESCED)(
         lambda g: jmask.apply_gradients(
-            (tx := jmask.adam(0.1)), g, tx.init(jnp.asarray(SHIFT)), jnp.asarray(SHIFT)
+            (tx := jmask.adam(0.1)), g, tx.init(SHIFT), SHIFT
         )[0]
     ),
 }  # fmt: skip
 
-CASES: dict[str, Operation] = {**SETTINGS, **OPERATIONS}
+CASES = {**SETTINGS, **semantics.OPERATIONS}
 
 # One of each kind of what has a rule of its own.
 DEFAULT = [
@@ -134,20 +111,20 @@ DEFAULT = [
 ]
 
 
-def along_a_line(operation: Operation) -> Function:
+def along_a_line(operation):
     """The sum over results of sin(w result), at x + t v, as a function of t."""
     leaves, structure = jax.tree.flatten(operation.args)
     leaves = [np.asarray(x) if _moves(x) else x for x in leaves]
     rng = np.random.default_rng(0)
     steps = [rng.uniform(-1, 1, x.shape) if _moves(x) else None for x in leaves]
 
-    def function(t: jax.Array) -> jax.Array:
+    def function(t):
         moved = [
             x if v is None else jnp.asarray(x, jnp.float64) + t * v
             for x, v in zip(leaves, steps, strict=True)
         ]
         results = operation.function(*jax.tree.unflatten(structure, moved))
-        results = one_vector(results).to_tensor(0).astype(jnp.float64)
+        results = semantics.one_vector(results).to_tensor(0).astype(jnp.float64)
         weights = np.cos(np.arange(results.size))
         finite = jnp.where(jnp.isfinite(results), results, 0)  # a logarithm of nothing
         return jnp.sum(jnp.sin(weights * finite))
@@ -155,10 +132,7 @@ def along_a_line(operation: Operation) -> Function:
     return function
 
 
-def _moves(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
+_moves = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)
 # Of a first derivative; exact for polynomials of degree 8.
 STENCIL = np.array([1 / 280, -4 / 105, 1 / 5, -4 / 5, 0, 4 / 5, -1 / 5, 4 / 105, -1 / 280])
 STEP = 2e-3
@@ -201,13 +175,10 @@ def test_derivatives(name):
 # --- derivatives of `jmask.grad` by `jmask.grad` -----------------------------------------
 
 WEIGHT = np.cos(np.arange(8.0)).reshape(4, 2)
+cubes = lambda dense: jnp.sum((dense + 1.5) ** 4 * np.resize(WEIGHT, dense.shape))
 
 
-def cubes(dense: Any) -> Any:
-    return jnp.sum((dense + 1.5) ** 4 * np.resize(WEIGHT, dense.shape))
-
-
-def nested(grad: Any, f: Function, order: int, dense: Function) -> Function:
+def nested(grad, f, order, dense):
     """The gradient of the sum of the gradient, with weights, and so on."""
     for _ in range(order - 1):
         before = grad(f)
@@ -218,13 +189,15 @@ def nested(grad: Any, f: Function, order: int, dense: Function) -> Function:
 
 
 TENSORS = {
-    "coo": COO,
-    "csr": CSR,
-    "rows": ROWS,
-    "masked": jmask.masked_tensor(jnp.asarray(np.where(MASK, X.data, 0)), MASK),
-    "masked coo": MASKED_COO,
+    "coo": semantics.COO,
+    "csr": semantics.CSR,
+    "rows": semantics.ROWS,
+    "masked": jmask.masked_tensor(
+        jnp.asarray(np.where(semantics.MASK, semantics.X.data, 0)), semantics.MASK
+    ),
+    "masked coo": semantics.MASKED_COO,
 }
-LOSSES: dict[str, Callable[[Any, Any], Any]] = {
+LOSSES = {
     "todense": lambda x, todense: cubes(todense(x)),
     "under jit": lambda x, todense: jax.jit(lambda x: cubes(todense(x)))(x),
     "under scan": lambda x, todense: jax.lax.scan(

@@ -23,7 +23,7 @@ Y = np.asarray(X % 7, np.float32).mean(1)
 @pytest.fixture(scope="module")
 def page():
     block = re.search(r"^```python\n(.*?)^```$", PAGE.read_text(), re.S | re.M)
-    names: dict = {}
+    names = {}
     exec(compile(block[1], str(PAGE), "exec"), names)
     assert names["keras"].backend.backend() == "jax"
     return SimpleNamespace(**names)

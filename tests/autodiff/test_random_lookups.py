@@ -54,12 +54,7 @@ WRAPPERS = {"jit": jax.jit, "checkpoint": jax.checkpoint} | functions("f", globa
     )[0][0];
     lambda t, ids: jax.vmap(f, in_axes=(None, 0))(t, jnp.stack([ids, ids[::-1]])).sum(0)
 """)
-
-
-def slices_again(x, w):
-    return jnp.concatenate([x[:, :1] * w[:, :1, None], x[:, 1:]], 1)
-
-
+slices_again = lambda x, w: jnp.concatenate([x[:, :1] * w[:, :1, None], x[:, 1:]], 1)
 # Each takes rows (B, L, D) and weights (B, L), and gives such rows.
 LAYERS = functions("x, w", globals())("""
     x * w[..., None]; w[..., None] * x; -1.5 * x / 2; x * w.sum(); -x;
@@ -155,10 +150,9 @@ def set_to(values):
 
 
 OPTIMIZERS = jmask.sgd(0.5), jmask.adam(0.5), jmask.lazy(optax.adagrad(0.5))
-
-
-def stepped(tx, gradient, table):
-    return jmask.apply_gradients(tx, gradient, tx.init(table), table)[0]
+stepped = lambda tx, gradient, table: jmask.apply_gradients(
+    tx, gradient, tx.init(table), table
+)[0]
 
 
 def compare(program, values):

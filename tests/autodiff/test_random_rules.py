@@ -10,7 +10,6 @@ makes jumps of them (integers, fewer bits) jumps at the same places.
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import hypothesis.strategies as st
 import jax
@@ -33,7 +32,7 @@ LOW = ("float16", "bfloat16")
 INTEGERS = ("int32", "int16", "int8", "uint8", "bool")
 
 
-def factor(x: jax.Array, n: int) -> jax.Array:
+def factor(x, n):
     """A scalar, or ones and twos whose axes have the size of those of `x` or 1."""
     if n % 3 == 0:
         return jnp.asarray(FACTORS[n % len(FACTORS)], x.dtype)
@@ -43,40 +42,35 @@ def factor(x: jax.Array, n: int) -> jax.Array:
     return jnp.asarray(1 + np.arange(np.prod(shape, dtype=int)).reshape(shape) % 2, x.dtype)
 
 
-def wider(x: jax.Array, n: int) -> jax.Array:
+def wider(x, n):
     """Ones that are wider than `x` along its axes of size 1."""
     return jnp.ones(
         tuple(1 + n % 2 if k == 1 else (k, 1)[n >> 2 & 1] for k in x.shape), x.dtype
     )
 
 
-def axes_of(x: jax.Array, n: int) -> tuple[int, ...]:
-    return tuple(d for d in range(x.ndim) if n >> d & 1)
+axes_of = lambda x, n: tuple(d for d in range(x.ndim) if n >> d & 1)
+summed = lambda x, n: x.sum(axes_of(x, n // 2), keepdims=bool(n % 2), dtype=x.dtype)
 
 
-def summed(x: jax.Array, n: int) -> jax.Array:
-    return x.sum(axes_of(x, n // 2), keepdims=bool(n % 2), dtype=x.dtype)
-
-
-def converted(x: jax.Array, n: int) -> jax.Array:
+def converted(x, n):
     kinds = ("float32", "int32")
     if jnp.issubdtype(x.dtype, jnp.integer):
         kinds = ("float32", *INTEGERS)
     return x.astype(kinds[n % len(kinds)])
 
 
-def reshaped(x: jax.Array, n: int) -> jax.Array:
+def reshaped(x, n):
     shapes = [(x.size,), (1, *x.shape), (*x.shape, 1), x.shape[::-1]]
     if x.ndim > 1:
         shapes += [(x.shape[0], x.size // x.shape[0]), (x.shape[0], 1, *x.shape[1:])]
     return x.reshape(shapes[n % len(shapes)])
 
 
-def turned(x: jax.Array, n: int) -> jax.Array:
-    return lax.reshape(x, x.shape, tuple(range(x.ndim))[::-1]) if n % 2 else x.T
+turned = lambda x, n: lax.reshape(x, x.shape, tuple(range(x.ndim))[::-1]) if n % 2 else x.T
 
 
-def broadcast(x: jax.Array, n: int) -> jax.Array:
+def broadcast(x, n):
     axis = n % (x.ndim + 1)
     dims = [d for d in range(x.ndim + 1) if d != axis]
     shape = list(x.shape)
@@ -84,61 +78,59 @@ def broadcast(x: jax.Array, n: int) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, dims)
 
 
-def sliced(x: jax.Array, n: int) -> jax.Array:
+def sliced(x, n):
     axis = n % x.ndim
     size = max(1, x.shape[axis] - 1)
     start = jnp.int32(n % 3)  # clipped
     return lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
-def sliced_by_steps(x: jax.Array, n: int) -> jax.Array:
+def sliced_by_steps(x, n):
     axis, step = n % x.ndim, 1 + n % 3
     return lax.slice_in_dim(x, min(n % 2, x.shape[axis] - 1), None, step, axis)
 
 
-def split_and_joined(x: jax.Array, n: int) -> jax.Array:
+def split_and_joined(x, n):
     """The parts of `x` in another order, or one of them among others."""
     axis = n % x.ndim
     parts = jnp.split(x, [x.shape[axis] // 2], axis)
     return jnp.concatenate([parts[1], x, parts[0]][n % 2 :], axis)
 
 
-def stacked(x: jax.Array, n: int) -> jax.Array:
-    return jnp.stack([x, x, x][: 1 + n % 3], n % (x.ndim + 1))
+stacked = lambda x, n: jnp.stack([x, x, x][: 1 + n % 3], n % (x.ndim + 1))
 
 
-def unstacked(x: jax.Array, n: int) -> jax.Array:
+def unstacked(x, n):
     """The parts of `x` along an axis in reverse order, or the first of them."""
     parts = jnp.unstack(x, axis=n % x.ndim)
     return jnp.stack(parts[::-1], 0) if n % 2 else parts[0]
 
 
-def put_back(x: jax.Array, n: int) -> jax.Array:
+def put_back(x, n):
     wide = jnp.zeros((x.shape[0] + n % 2, *x.shape[1:]), x.dtype)
     return lax.dynamic_update_slice_in_dim(wide, x, n % 3, 0)
 
 
-def scattered(x: jax.Array, n: int) -> jax.Array:
+def scattered(x, n):
     ids = jnp.arange(x.shape[0]) // 2 + n % 2
     return jnp.zeros_like(x).at[ids].add(x)
 
 
-def padded(x: jax.Array, n: int) -> jax.Array:
+def padded(x, n):
     config = [(0, 0, 0)] * x.ndim
     config[n % x.ndim] = (n % 3 - 1 if x.shape[n % x.ndim] > 1 else 0, 1, n % 2)
     return lax.pad(x, jnp.asarray(n // 4 % 2, x.dtype), config)
 
 
-def chosen(x: jax.Array, n: int) -> jax.Array:
+def chosen(x, n):
     which = jnp.asarray(n) > 3 if n % 2 else (jnp.arange(x.size) % 2 == 0).reshape(x.shape)
     return lax.select_n(which, x, jnp.zeros_like(x) if n % 3 else x + x)
 
 
-def quotient(x: jax.Array, n: int) -> jax.Array:
-    return lax.div(x, jnp.asarray(2, x.dtype)) if x.dtype != bool else x
+quotient = lambda x, n: lax.div(x, jnp.asarray(2, x.dtype)) if x.dtype != bool else x
 
 
-def without(x: jax.Array, n: int) -> jax.Array:
+def without(x, n):
     """`x` less a sum of it, or the other way round."""
     if x.dtype == bool:
         return x
@@ -146,13 +138,13 @@ def without(x: jax.Array, n: int) -> jax.Array:
     return x - total if n % 2 else total - x
 
 
-def matrix(x: jax.Array, n: int) -> jax.Array:
+def matrix(x, n):
     if x.ndim < 2 or x.dtype != np.float32:
         return x
     return x @ jnp.ones((x.shape[-1], 1 + n % 2)) if n % 3 else x.at[..., 0].multiply(2)
 
 
-STEPS: dict[str, Step] = {
+STEPS = {
     "times": lambda x, n: x * factor(x, n),
     "times a wider": lambda x, n: x * wider(x, n),
     "plus": lambda x, n: x + factor(x, n),
@@ -192,13 +184,10 @@ STEPS: dict[str, Step] = {
 }
 # What turns a small difference into a large one: not after numbers of few bits.
 JUMPS = ("converted", "fewer bits", "quotient")
+_one_device = lambda x: jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
-def _one_device(x: jax.Array) -> Any:
-    return jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-
-def around(function: Callable[[jax.Array], jax.Array], how: str) -> Callable[..., jax.Array]:
+def around(function, how):
     """The function inside of something."""
     if how == "jit":
         return jax.jit(function)
@@ -208,7 +197,7 @@ def around(function: Callable[[jax.Array], jax.Array], how: str) -> Callable[...
         return lambda x: lax.cond(x.size > 1, function, lambda x: function(x) * 0, x)
     if how == "scan":  # of what keeps shape and dtype
 
-        def twice(x: jax.Array) -> jax.Array:
+        def twice(x):
             like = jax.eval_shape(function, x)
             if (like.shape, like.dtype) != (x.shape, x.dtype):
                 return function(x)
@@ -222,8 +211,8 @@ SHAPES = ((6, 2), (1, 2), (6, 1), (1, 1), (2, 2), (4, 1, 2), (4, 2, 1), (3,), (1
 
 
 @st.composite
-def rules(draw: Any) -> Any:
-    steps: list[tuple[str, int, str]] = []
+def rules(draw):
+    steps = []
     names = sorted(STEPS)
     for _ in range(draw(st.integers(1, 4))):
         if any(name == "low" for name, _, _ in steps):
@@ -233,10 +222,10 @@ def rules(draw: Any) -> Any:
     return draw(st.sampled_from(SHAPES)), steps
 
 
-def rule_of(shape: tuple[int, ...], steps: Any) -> Callable[[jax.Array], jax.Array]:
+def rule_of(shape, steps):
     """The steps as a rule, whose result is brought to the shape of the table."""
 
-    def rule(g: jax.Array) -> jax.Array:
+    def rule(g):
         for name, number, how in steps:
             if not g.ndim:
                 break
@@ -254,16 +243,16 @@ def rule_of(shape: tuple[int, ...], steps: Any) -> Callable[[jax.Array], jax.Arr
     return rule
 
 
-def loss_of(rule: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
+def loss_of(rule):
     """Lookups of a table through an identity that has the rule backwards."""
 
     @jax.custom_vjp
-    def passed(table: jax.Array) -> jax.Array:
+    def passed(table):
         return table
 
     passed.defvjp(lambda table: (table, None), lambda _, g: (rule(g),))
 
-    def loss(table: jax.Array, ids: jax.Array) -> jax.Array:
+    def loss(table, ids):
         rows = passed(table)[ids]
         weights = np.resize([1.5, -0.5, 2.0, -1.0, 0.5], rows.shape)
         return jnp.sum(rows * weights)
@@ -274,17 +263,16 @@ def loss_of(rule: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
 IDS = jnp.array([1, 3, 1, 0, 1, -9, 40])
 
 
-def check(shape: tuple[int, ...], *rules: Any) -> None:
+def check(shape, *rules):
     """The gradients by some rules, all in one program."""
     losses = [loss_of(rule_of(shape, steps)) for steps in rules]
     table = jnp.asarray(np.arange(np.prod(shape)).reshape(shape), jnp.float32)
 
     @jax.jit
-    def gradients(table: jax.Array, ids: jax.Array) -> Any:
+    def gradients(table, ids):
         return [(jmask.grad(f)(table, ids), jax.grad(f)(table, ids)) for f in losses]
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", jmask.StorageFallbackWarning)
+    with warnings.catch_warnings(action="ignore", category=jmask.StorageFallbackWarning):
         pairs = gradients(table, IDS)
     for steps, (result, expected) in zip(rules, pairs, strict=True):
         low = any(name == "low" for name, _, _ in steps)
@@ -324,8 +312,7 @@ def test_numbers_that_make_nan_of_zeros(number, shape):
     )
     for rule in rules:
         loss, table = loss_of(rule), jnp.ones((6, 2))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", jmask.StorageFallbackWarning)
+        with warnings.catch_warnings(action="ignore", category=jmask.StorageFallbackWarning):
             result = jmask.todense(jmask.grad(loss)(table, IDS))
         np.testing.assert_array_equal(result, jax.grad(loss)(table, IDS))
 
@@ -349,7 +336,7 @@ def test_step_on_every_shape(name):
 
 
 def test_every_rule_is_met():
-    found: set[str] = set()
+    found = set()
     for name in STEPS:
         for number in range(12):
             rule = rule_of((6, 1), [(name, number, "")])

@@ -29,7 +29,7 @@ DATA = np.array([[0.3, np.nan, 0.7], [np.nan, 0.45, 0.6]], np.float32)
 OTHER = np.array([[0.5, 0.25, 0.8], [0.35, 0.65, 0.9]], np.float32)
 
 
-def numbers(low: float = 0.2, high: float = 0.8) -> Any:
+def numbers(low=0.2, high=0.8):
     """A masked tensor (2, 3) of numbers between two, nan under the mask."""
     return jmask.masked_tensor(jnp.asarray(low + (high - low) * DATA), MASK)
 
@@ -82,9 +82,9 @@ class Operation:
     eager: bool = False
 
 
-def elementwise() -> dict[str, Operation]:
+def elementwise():
     """All elementwise functions with derivatives, aliases once, on masked tensors."""
-    found: dict[Any, Operation] = {}
+    found = {}
     for name in DIFFERENTIABLE:
         function, count = FUNCTIONS[name], 1 if name in UNARY else 2
         if jax.eval_shape(function.__wrapped__, *[jnp.float32(1)] * count).dtype == jnp.float32:
@@ -93,7 +93,7 @@ def elementwise() -> dict[str, Operation]:
     return dict(found.values())
 
 
-def activations() -> dict[str, Operation]:
+def activations():
     """The elementwise functions of `jmask.nn`."""
     code = jnm.sin.__code__
     found = {n: f for n, f in vars(nn).items() if getattr(f, "__code__", None) is code}
@@ -101,16 +101,10 @@ def activations() -> dict[str, Operation]:
     return {f"nn.{name}": Operation(f) for f, name in unique.items()}
 
 
-def on(x: Any, *others: Any, **options: Any) -> Callable[[Callable[..., Any]], Operation]:
-    """Makes operations of functions of these arguments."""
-    return lambda function: Operation(function, (x, *others), **options)
-
-
-def along_axes(function: Callable[..., Any]) -> Callable[[Any], Any]:
-    """A reduction over everything and along an axis."""
-    return lambda x: (function(x), function(x, axis=0))
-
-
+# Makes operations of functions of these arguments.
+on = lambda x, *others, **options: lambda function: Operation(function, (x, *others), **options)
+# A reduction over everything and along an axis.
+along_axes = lambda function: lambda x: (function(x), function(x, axis=0))
 KEEPING_ZEROS = "abs cbrt deg2rad expm1 imag negative real sin sqrt square tanh".split()
 REDUCTIONS = """
     amax amin average cumlogsumexp cumprod cumsum logsumexp max mean median min nancumprod
@@ -123,7 +117,7 @@ NN = {*ALONG, "linear", *(n for n, f in vars(nn).items() if hasattr(f, "__wrappe
 NN = {n for n in NN if not n.startswith("_")}
 
 
-def calls(text: str) -> dict[str, Callable[..., Any]]:
+def calls(text):
     """Functions of `x`, written as calls of `jmask.numpy`, by the name that is called."""
     found = functions("x", {**vars(jnm), **globals()})(text)
     return {call.partition("(")[0]: function for call, function in found.items()}
@@ -238,7 +232,7 @@ CONVERSIONS = {
     }.items()
 }
 
-OPERATIONS: dict[str, Operation] = {
+OPERATIONS = {
     **elementwise(),
     **activations(),
     **{f"{name} of rows": on(COALESCED)(FUNCTIONS[name]) for name in KEEPING_ZEROS},
@@ -289,9 +283,9 @@ def test_every_function_is_in_the_table():
 SIZE = 40  # of a group
 
 
-def groups() -> dict[str, list[str]]:
+def groups():
     """Operations by arguments, semantics and order, called by the first of them."""
-    found: dict[Any, list[str]] = {}
+    found = {}
     for name, operation in OPERATIONS.items():
         alone = name if operation.eager else ""
         semantics = (operation.masked, operation.order, operation.modes, alone)
@@ -304,17 +298,17 @@ def groups() -> dict[str, list[str]]:
     }
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function):
     """`function` under jit, as one vector; masks and positions are constants in it."""
-    programs: dict[Any, Callable[..., Any]] = {}
+    programs = {}
 
-    def run(*args: Any) -> jmask.MaskedTensor:
+    def run(*args):
         leaves, structure = jax.tree.flatten(args)
         moving = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
         fixed = [None if m else x for x, m in zip(leaves, moving, strict=True)]
         key = (structure, *(jnp.shape(x) for x in leaves), *map(content, fixed))
 
-        def program(*values: jax.Array) -> jmask.MaskedTensor:
+        def program(*values):
             given = iter(values)
             rebuilt = [next(given) if x is None else x for x in fixed]
             return one_vector(function(*jax.tree.unflatten(structure, rebuilt)))
@@ -325,7 +319,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def content(leaf: Any) -> bytes:
+def content(leaf):
     """What a constant leaf is: a mask, positions, or None."""
     if leaf is None:
         return b""
@@ -333,7 +327,7 @@ def content(leaf: Any) -> bytes:
     return np.asarray(jax.random.key_data(leaf) if hidden else leaf).tobytes()
 
 
-def one_vector(tree: Any) -> jmask.MaskedTensor:
+def one_vector(tree):
     """All entries of the tensors in a tree, their real and imaginary parts."""
     leaves = jax.tree.leaves(tree, is_leaf=is_tensor)
     entries = [jmask.as_masked_tensor(x).to_dense().ravel() for x in leaves]
@@ -341,8 +335,7 @@ def one_vector(tree: Any) -> jmask.MaskedTensor:
     return jnm.concatenate(parts)
 
 
-def is_tensor(x: Any) -> bool:
-    return isinstance(x, jmask.MaskedTensor | jmask.RowSparse | BCOO | BCSR)
+is_tensor = lambda x: isinstance(x, jmask.MaskedTensor | jmask.RowSparse | BCOO | BCSR)
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,17 +17,16 @@ pytestmark = pytest.mark.sampled
 
 
 @contextlib.contextmanager
-def expecting_fallback(expected: bool):
+def expecting_fallback(expected):
     """Fallback warnings occur exactly if expected."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         yield
     fallbacks = [w for w in caught if w.category is jmask.StorageFallbackWarning]
     assert bool(fallbacks) == expected, [str(w.message) for w in caught]
     assert len(fallbacks) == len(caught)
 
 
-def check(loss: Callable[..., Any], *args: Any, falls_back: bool = False) -> Any:
+def check(loss, *args, falls_back=False):
     """Compare with JAX, eagerly and jitted; returns the gradient."""
     expected = jax.value_and_grad(loss)(*args)
     for wrap in (lambda f: f, jax.jit):
@@ -68,9 +65,7 @@ def test_no_tracer_is_kept(name):
 
 @pytest.mark.parametrize("argnums", [0, 2, -1, (0,), (2, 0), (0, 1, 2)])
 def test_argnums(argnums):
-    def loss(t, w, u, *, ids):
-        return square(t[ids] @ w) + square(u[ids])
-
+    loss = lambda t, w, u, *, ids: square(t[ids] @ w) + square(u[ids])
     args = (TABLE, TABLE[:D], 2 * TABLE)
     result = jmask.value_and_grad(loss, argnums=argnums)(*args, ids=IDS)
     expected = jax.value_and_grad(loss, argnums=argnums)(*args, ids=IDS)
@@ -100,7 +95,7 @@ def test_python_scalar_parameter():
     assert gradient == pytest.approx(value / 2)
 
 
-def table_makers(program) -> set[str]:
+def table_makers(program):
     """The primitives that make an array of the table's shape."""
     return {
         eqn.primitive.name
@@ -129,8 +124,7 @@ def test_remat_still_recomputes():
 
 class TestFallback:
     def test_once_per_place(self):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("default")
+        with warnings.catch_warnings(record=True, action="default") as caught:
             for _ in range(3):
                 jmask.grad(lambda t: square(t[IDS] @ t.T))(TABLE)
         assert len(caught) == 1

@@ -33,10 +33,7 @@ def mesh_with(axis_type=AxisType.Explicit):
     return jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
 
 
-def put(x, *axes):
-    return jax.device_put(x, NamedSharding(mesh_with(), P(*axes)))
-
-
+put = lambda x, *axes: jax.device_put(x, NamedSharding(mesh_with(), P(*axes)))
 TABLES = {
     "an array of no mesh": lambda: jnp.asarray(TABLE),
     "an array on every device": lambda: put(TABLE),
@@ -58,16 +55,13 @@ IDS = {
     "on every device": ((7,), ()),
     "of no mesh": ((5, 3), None),
 }
+lookup = lambda table, ids: jmask.embedding_lookup(table, ids, padding_id=3)
 
 
 def ids_of(name):
     shape, axes = IDS[name]
     ids = np.random.default_rng(1).integers(0, V, shape)
     return jnp.asarray(ids) if axes is None else put(ids, *axes)
-
-
-def lookup(table, ids):
-    return jmask.embedding_lookup(table, ids, padding_id=3)
 
 
 def bag(combiner):
@@ -135,10 +129,9 @@ def test_gradient(table, ids, read, in_context):
         assert tuple(rows.sharding.spec)[: ids.ndim] == tuple(jax.typeof(ids).sharding.spec)
 
 
-def context(is_entered):
-    return jax.set_mesh(mesh_with()) if is_entered else contextlib.nullcontext()
-
-
+context = lambda is_entered: (
+    jax.set_mesh(mesh_with()) if is_entered else contextlib.nullcontext()
+)
 NAMES = ("sgd", "adam", "rowwise adagrad", "clipped optax.adam", "ftrl", "adam within norms")
 
 
@@ -230,10 +223,7 @@ def test_eagerly():
 
 def test_inside_shard_map():
     table, ids = TABLES["mod"](), ids_of("spread")
-
-    def loss(table, ids):
-        return jax.lax.psum(jnp.sum(jnp.sin(table[ids])), "x")
-
+    loss = lambda table, ids: jax.lax.psum(jnp.sum(jnp.sin(table[ids])), "x")
     mapped = jax.shard_map(loss, mesh=mesh_with(), in_specs=(P("x"), P("x")), out_specs=P())
     expected = np.sum(np.sin(TABLE[np.asarray(ids)]))
     np.testing.assert_allclose(jax.jit(mapped)(table, ids), expected, rtol=1e-5)
@@ -323,9 +313,7 @@ def test_a_linear_loss_copies_no_table(axes):
     tx = jmask.sgd(0.1)
 
     def step(table, state, ids):
-        def loss(table):
-            return table.at[ids].get(out_sharding=P(None, *axes[1:])).sum()
-
+        loss = lambda table: table.at[ids].get(out_sharding=P(None, *axes[1:])).sum()
         value, grads = jmask.value_and_grad(loss)(table)
         return *jmask.apply_gradients(tx, grads, state, table), value
 
@@ -345,10 +333,7 @@ def test_a_reduced_table_has_the_gradient_of_jax():
         reduced = P(None, None, reduced={"x"})
         table = jax.device_put(np.tile(TABLE, (200, 8)), NamedSharding(mesh_with(), reduced))
         ids = put(np.arange(16) % 5, "x")
-
-        def loss(table):
-            return jnp.sum(table.at[ids].get(out_sharding=P("x")) ** 2)
-
+        loss = lambda table: jnp.sum(table.at[ids].get(out_sharding=P("x")) ** 2)
         with pytest.warns(jmask.StorageFallbackWarning, match="looked up"):
             found = jax.jit(jmask.grad(loss))(table)
         expected = jax.jit(jax.grad(loss))(table)

@@ -5,9 +5,6 @@ On a new JAX the first test names the primitives whose parameters have changed.
 
 import contextlib
 import functools
-import warnings
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -34,9 +31,7 @@ MESH = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def _sharded(check_vma):
-    def of_device(x):
-        return lax.psum(x[IDS[:2]].sum(), "i")
-
+    of_device = lambda x: lax.psum(x[IDS[:2]].sum(), "i")
     specs = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec()}
     mapped = jax.shard_map(of_device, mesh=MESH, **specs, check_vma=check_vma)
     return jax.grad(mapped)
@@ -81,16 +76,13 @@ NOT_SEEN = {
     *("checkpoint", "copy", "copy_p", "expand_dims", "pcast", "pvary", "psum_invariant"),
     *("psum", "reshard", "add_any", "stack", "unstack"),
 }
+equations_of = lambda function, *args: _forms.within(jax.make_jaxpr(function)(*args).eqns)
 
 
 def _named(x):
     from jax.ad_checkpoint import checkpoint_name
 
     return checkpoint_name(x, "x")
-
-
-def equations_of(function, *args):
-    return _forms.within(jax.make_jaxpr(function)(*args).eqns)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -172,6 +164,7 @@ def test_all_that_are_read_are_renamed():
 
 
 @pytest.mark.sampled
+@pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
 @pytest.mark.parametrize("primitive", RENAMED)
 def test_gradients_where_parameters_are_renamed(primitive):
     """The same numbers, and no error: rows where the equation is not between, or dense."""
@@ -181,8 +174,7 @@ def test_gradients_where_parameters_are_renamed(primitive):
     assert names
     for name in names[:6]:
         loss, expected = PROGRAMS[name].loss, expected_gradient(name)
-        with renamed(primitive), warnings.catch_warnings():
-            warnings.simplefilter("ignore", jmask.StorageFallbackWarning)
+        with renamed(primitive):
             gradient = jmask.grad(loss)(TABLE)
         assert_close(densified(gradient), expected, rtol=2e-5, atol=2e-6)
 
@@ -247,33 +239,30 @@ PREFIX = "new_"
 class _Renamed(Primitive):
     """A primitive that is run with its parameters under their old names."""
 
-    def __init__(self, original: Primitive) -> None:
+    def __init__(self, original):
         super().__init__(original.name)
         self.original = original
         self.multiple_results = original.multiple_results
 
-    def get_bind_params(self, params: dict[str, Any]) -> dict[str, Any]:
+    def get_bind_params(self, params):
         old = {name.removeprefix(PREFIX): x for name, x in params.items()}
         return self.original.get_bind_params(old)
 
-    def bind(self, *args: Any, **params: Any) -> Any:
+    def bind(self, *args, **params):
         return self.original.bind(*args, **params)
 
 
 @functools.cache
-def _renamed(original: Primitive) -> _Renamed:
+def _renamed(original):
     primitive = _Renamed(original)
-
-    def run(*args: Any, **params: Any) -> Any:
-        return original.bind(*args, **primitive.get_bind_params(params))
-
+    run = lambda *args, **params: original.bind(*args, **primitive.get_bind_params(params))
     # For what JAX itself runs, the body of a loop say.
     lowering = mlir.lower_fun(run, multiple_results=original.multiple_results)
     mlir.register_lowering(primitive, lowering)
     return primitive
 
 
-def _in_program(x: Any, name: str) -> Any:
+def _in_program(x, name):
     """A jaxpr, or whatever else a parameter is, with equations renamed."""
     if isinstance(x, tuple | list):
         return type(x)(_in_program(y, name) for y in x) if type(x) in (tuple, list) else x
@@ -284,7 +273,7 @@ def _in_program(x: Any, name: str) -> Any:
     return x
 
 
-def _in_equation(eqn: JaxprEqn, name: str) -> JaxprEqn:
+def _in_equation(eqn, name):
     params = {key: _in_program(x, name) for key, x in eqn.params.items()}
     if eqn.primitive.name != name:
         return eqn.replace(params=params)
@@ -293,12 +282,12 @@ def _in_equation(eqn: JaxprEqn, name: str) -> JaxprEqn:
 
 
 @contextlib.contextmanager
-def renamed(name: str) -> Iterator[None]:
+def renamed(name):
     """Let `jax.make_jaxpr` rename all parameters of the primitive `name`."""
     make_jaxpr = jax.make_jaxpr
 
-    def renaming(*given: Any, **how: Any) -> Any:
-        def trace(*args: Any, **kwargs: Any) -> Any:
+    def renaming(*given, **how):
+        def trace(*args, **kwargs):
             program = make_jaxpr(*given, **how)(*args, **kwargs)
             if how.get("return_shape"):
                 return _in_program(program[0], name), program[1]

@@ -33,7 +33,7 @@ ORDERS = [1, 2, 3, 0.5, 100, math.inf]
 BOUNDS = [1e-30, 1e-3, 1.0, 1e25, 1e38]
 
 
-def norms(rows: np.ndarray, order: float) -> np.ndarray:
+def norms(rows, order):
     rows = np.abs(np.asarray(rows, np.float64))
     greatest = rows.max(-1, keepdims=True)
     ratios = rows / np.where(greatest > 0, greatest, 1)
@@ -42,7 +42,7 @@ def norms(rows: np.ndarray, order: float) -> np.ndarray:
     return greatest * (ratios**order).sum(-1, keepdims=True) ** (1 / order)
 
 
-def shortened(rows: np.ndarray, bound: float, order: float, eps: float = 0.0) -> np.ndarray:
+def shortened(rows, bound, order, eps=0.0):
     size = norms(rows, order)
     exact = np.asarray(rows, np.float64)
     factor = bound / (np.where(size > bound, size, bound) + eps)
@@ -61,14 +61,12 @@ def check(actual, expected, rtol=3e-6):
 
 
 # 4 names: how rows are shortened to a bound.
-def read(table, bound, order):
-    return jmask.embedding_lookup(
-        table, jnp.arange(len(table)), max_norm=bound, norm_type=order
-    )
-
-
-def written(table, bound, order):
-    return jmask.renormalize(table, jnp.arange(len(table)), bound, norm_type=order)
+read = lambda table, bound, order: jmask.embedding_lookup(
+    table, jnp.arange(len(table)), max_norm=bound, norm_type=order
+)
+written = lambda table, bound, order: jmask.renormalize(
+    table, jnp.arange(len(table)), bound, norm_type=order
+)
 
 
 def clipped(table, bound, order):

@@ -1,7 +1,5 @@
 """The coefficients of skipped steps, against the steps one by one in float64."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +19,7 @@ RING, STEPS = 16, 40
 B1, B2, EPS = 0.9, 0.999, 1e-4
 
 # For each kind of step: its form, and its scalars at a rate and the number of the step.
-CASES: dict[str, Any] = {
+CASES = {
     "momentum": (
         Form(2, products_of([(1, 1), (0, 1)], 2)),
         lambda rate, t: StepWithout({(1, 1): B1 - 1, (0, 1): -rate * B1}, None, None),
@@ -53,13 +51,10 @@ CASES: dict[str, Any] = {
         ),
     ),
 }
+rate_of = lambda t: 0.1 / (1 + t / 10)
 
 
-def rate_of(t: Any) -> Any:
-    return 0.1 / (1 + t / 10)
-
-
-def one_step(form: Form, step: StepWithout, entries: list[np.ndarray]) -> list[np.ndarray]:
+def one_step(form, step, entries):
     """A step without a gradient, in NumPy."""
     new = [x.copy() for x in entries]
     for (row, column), change in step.changes.items():
@@ -73,14 +68,14 @@ def one_step(form: Form, step: StepWithout, entries: list[np.ndarray]) -> list[n
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_steps_taken_together(name: str) -> None:
+def test_steps_taken_together(name):
     """From each start step that the ring has, for entries of many sizes."""
     form, step_at = CASES[name]
     lines = jnp.tile(form.fresh(jnp.float32), (RING, 1))
     carry = jnp.zeros((RING, form.sums), jnp.float32)
 
     @jax.jit
-    def advance(lines: Any, carry: Any, t: Any) -> Any:
+    def advance(lines, carry, t):
         rate = rate_of(t.astype(jnp.float32))
         return advanced(form, lines, carry, t, step_at(rate, t.astype(jnp.float32)))
 
@@ -101,7 +96,7 @@ def test_steps_taken_together(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_columns(name: str) -> None:
+def test_columns(name):
     """Checkpoints hold the array: products, terms, signs, diagonal less 1, and the scale."""
     form, _ = CASES[name]
     fresh = form.fresh(jnp.float32)
@@ -115,5 +110,5 @@ def test_columns(name: str) -> None:
     assert list(coefficients.products) == list(form.pairs)
 
 
-def test_products() -> None:
+def test_products():
     assert products_of([(0, 1), (1, 2)], 3) == ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))

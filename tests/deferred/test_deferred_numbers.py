@@ -8,9 +8,6 @@ Arrays, injected hyperparameters and schedules come with a step, and are not kno
 is made. Where the sums of steps are not exact with them, rows that missed such a step are nan.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +28,7 @@ RATE = 0.01
 WARM_UP = optax.warmup_cosine_decay_schedule(0.0, RATE, 500, STEPS, RATE / 100)
 
 
-def warm_up(t: int) -> float:
+def warm_up(t):
     """`WARM_UP` in float64."""
     if t < 500:
         return RATE * t / 500
@@ -39,18 +36,15 @@ def warm_up(t: int) -> float:
     return RATE * ((1 - 0.01) * 0.5 * (1 + np.cos(np.pi * done)) + 0.01)
 
 
-def injected(t: int) -> float:
-    return RATE * (1.5 + np.sin(t / 7.0)) * (0.1 if t % 3 else 1.0)
-
-
-DECOUPLED: dict[str, Any] = {"weight_decay": 0.1, "decay_mode": "decoupled"}
+injected = lambda t: RATE * (1.5 + np.sin(t / 7.0)) * (0.1 if t % 3 else 1.0)
+DECOUPLED = {"weight_decay": 0.1, "decay_mode": "decoupled"}
 NAMED_STATIC = ("b1", "b2", "eps", "eps_root", "weight_decay")
 
 # A transformation for rows, one for dense gradients, the model and its settings.
-CASES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {}
+CASES = {}
 
 
-def case(name: str, make: Any, model: Any, settings: Any = (), **of_model: Any) -> None:
+def case(name, make, model, settings=(), **of_model):
     """An optimizer with these settings, under a constant rate and under a schedule."""
     for of_rate, rate, exact in (("", RATE, RATE), (" by schedule", WARM_UP, warm_up)):
         txs = [make(rate, **dict(settings), lazy_update=lazy) for lazy in (True, False)]
@@ -61,7 +55,7 @@ def case(name: str, make: Any, model: Any, settings: Any = (), **of_model: Any) 
         )
 
 
-def lifted(make: Any) -> Any:
+def lifted(make):
     """An optimizer of optax, as one of a name."""
     return lambda *args, lazy_update, **settings: (
         jmask.lazy(make(*args, **settings)) if lazy_update else make(*args, **settings)
@@ -117,7 +111,7 @@ CASES["adam, injected"] = (
 )
 
 
-def gradients() -> tuple[np.ndarray, np.ndarray]:
+def gradients():
     """Ids (STEPS, IDS), some of them twice, and rows of very different sizes."""
     rng = np.random.default_rng(7)
     ids = np.minimum(rng.zipf(1.15, (STEPS, IDS)) - 1, ROWS - 1)
@@ -130,7 +124,7 @@ def gradients() -> tuple[np.ndarray, np.ndarray]:
     return ids, (size * rng.normal(size=(STEPS, IDS, COLUMNS))).astype(np.float32)
 
 
-def with_rate(state: Any, rate: Any) -> Any:
+def with_rate(state, rate):
     if hasattr(state, "hyperparams"):
         hyperparams = {**state.hyperparams, "learning_rate": rate}
         return state._replace(hyperparams=hyperparams)
@@ -148,14 +142,14 @@ BY_DEFAULT = (
 @pytest.mark.parametrize(
     ("name", "steps"), chosen([(x, SHORT) for x in BY_DEFAULT], [(x, LONG) for x in CASES])
 )
-def test_as_near_to_float64_as_dense(name: str, steps: int) -> None:
+def test_as_near_to_float64_as_dense(name, steps):
     tx, dense_tx, model_type, settings = CASES[name]
     ids, values = (x[:steps] for x in gradients())
     start = np.random.default_rng(3).normal(size=(ROWS, COLUMNS)).astype(np.float32)
     rate = settings["learning_rate"]
     rates = np.float32([rate(t) if callable(rate) else rate for t in range(steps)])
 
-    def step(carried: Any, given: Any) -> Any:
+    def step(carried, given):
         table, state, dense, dense_state = carried
         ids, values, rate = given
         gradient = jmask.RowSparse(ids, values, (ROWS, COLUMNS))
@@ -165,7 +159,7 @@ def test_as_near_to_float64_as_dense(name: str, steps: int) -> None:
         dense = optax.apply_updates(dense, updates)
         return (table, state, dense, dense_state), None
 
-    def part(carried: Any, given: Any) -> Any:
+    def part(carried, given):
         carried, _ = jax.lax.scan(step, carried, given)
         return carried, (carried[0].todense(), carried[2])
 
@@ -196,21 +190,18 @@ START = jnp.asarray(np.random.default_rng(0).normal(size=(13, 3)), jnp.float32)
 BATCHES = np.random.default_rng(1).choice([0, 1, 2, 3, 5, 6, 7], (14, 4))
 BATCHES[0] = [12, 12, 3, 11]
 CHANGED_AT = 6
+jump = lambda before, after: lambda count: jnp.where(count < CHANGED_AT, before, after)
 
 
-def jump(before: float, after: float) -> Callable[[Any], Any]:
-    return lambda count: jnp.where(count < CHANGED_AT, before, after)
-
-
-def injected_adam(**numbers: Any) -> optax.GradientTransformation:
+def injected_adam(**numbers):
     return optax.inject_hyperparams(optax.adam)(0.1, **numbers)
 
 
-def trained(tx: Any, table: Any) -> Any:
+def trained(tx, table):
     """The table after all steps, of a dense or a deferred one."""
 
     @jax.jit
-    def step(table: Any, state: Any, ids: Any) -> Any:
+    def step(table, state, ids):
         loss = lambda t: jnp.sum(jnp.sin(t[ids]))
         if isinstance(table, jmask.DeferredTable):
             return jmask.apply_gradients(tx, jmask.grad(loss)(table), state, table)
@@ -223,7 +214,7 @@ def trained(tx: Any, table: Any) -> Any:
     return np.asarray(table)
 
 
-def of_both(inner: Any) -> tuple[np.ndarray, np.ndarray]:
+def of_both(inner):
     tx = jmask.lazy(inner)
     return trained(tx, jmask.deferred(START, tx)), trained(inner, START)
 
@@ -238,7 +229,7 @@ EXACT = {
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_exact(name: str) -> None:
+def test_exact(name):
     ours, dense = of_both(injected_adam(**EXACT[name]))
     np.testing.assert_allclose(ours, dense, rtol=2e-5, atol=2e-6)
 
@@ -254,14 +245,14 @@ NAN_OR_EXACT = {
 
 
 @pytest.mark.parametrize("name", NAN_OR_EXACT)
-def test_schedules_out_of_range(name: str) -> None:
+def test_schedules_out_of_range(name):
     ours, dense = of_both(injected_adam(**NAN_OR_EXACT[name]))
     is_nan = np.isnan(ours)
     assert is_nan[12].all()
     np.testing.assert_allclose(ours[~is_nan], dense[~is_nan], rtol=2e-5, atol=2e-6)
 
 
-def test_a_number_that_is_set_between_steps() -> None:
+def test_a_number_that_is_set_between_steps():
     tx = jmask.lazy(injected_adam())
     table = jmask.deferred(START, tx)
     state = tx.init(table)
@@ -275,13 +266,13 @@ def test_a_number_that_is_set_between_steps() -> None:
 
 @pytest.mark.parametrize("numbers", [{"b2": 0.7}, {"b1": 0.99, "b2": 0.5}])
 @pytest.mark.parametrize("make", [injected_adam, lambda **given: optax.adam(0.1, **given)])
-def test_refused_where_it_is_known(make: Any, numbers: dict[str, float]) -> None:
+def test_refused_where_it_is_known(make, numbers):
     with pytest.raises(ValueError, match="b2 has to be nearer to 1 than b1"):
         jmask.deferred(START, jmask.lazy(make(**numbers)))
 
 
 @pytest.mark.parametrize("b1", [0.15, 0.6, 0.85, 0.9, 0.93, 0.965, 0.985, 0.99])
-def test_what_counts_as_proved(b1: float) -> None:
+def test_what_counts_as_proved(b1):
     """At the greatest 1 - b2 of numbers that are not known."""
     most = np.interp(b1, closed_form._B1, closed_form._MOST_BY_B1)
     errors = dict(closed_form._errors(b1, 1 - most * (1 - b1), True))
@@ -291,10 +282,10 @@ def test_what_counts_as_proved(b1: float) -> None:
 # --- what a row without a gradient is divided by, or cast to --------------------------------
 
 
-def of_moment(step: Callable[[Any, Any], Any]) -> optax.GradientTransformation:
+def of_moment(step):
     """An optimizer whose step is computed from the gradient and a moment."""
 
-    def update(grads: Any, moment: Any, params: Any = None) -> Any:
+    def update(grads, moment, params=None):
         moment = jax.tree.map(lambda m, g: 0.9 * m + g, moment, grads)
         return jax.tree.map(lambda g, m: -0.1 * step(g, m), grads, moment), moment
 
@@ -312,12 +303,12 @@ CASTS = {
 
 
 @pytest.mark.parametrize("name", [*DIVISIONS, *CASTS])
-def test_refused(name: str) -> None:
+def test_refused(name):
     tx = jmask.lazy(of_moment((DIVISIONS | CASTS)[name]))
     with pytest.raises(ValueError, match=r"jmask\.deferred cannot take this `tx`"):
         jmask.deferred(START, tx)
 
 
-def test_a_cast_to_a_floating_dtype_is_a_rounding() -> None:
+def test_a_cast_to_a_floating_dtype_is_a_rounding():
     ours, dense = of_both(of_moment(lambda g, m: m.astype(jnp.bfloat16).astype(m.dtype)))
     np.testing.assert_allclose(ours, dense, rtol=0.01, atol=0.01)

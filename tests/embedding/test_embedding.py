@@ -25,23 +25,21 @@ TABLE, WEIGHTS = normal(V, D), normal(N, D)
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 modes = pytest.mark.parametrize("mode", MODES)
+cotangents = lambda rows: 2 * WEIGHTS.reshape(rows.shape) * np.nan_to_num(rows)
+_second = lambda function, *args: function(*args)[1]
 
 
-def weighed(rows: jax.Array) -> jax.Array:
+def weighed(rows):
     """A loss whose cotangents are `2 * WEIGHTS * rows`, where there are rows."""
     weights = WEIGHTS.reshape(*rows.shape)
     return jnp.sum(jnp.where(jnp.isnan(rows), 0, rows) ** 2 * weights)
 
 
-def cotangents(rows: np.ndarray) -> np.ndarray:
-    return 2 * WEIGHTS.reshape(rows.shape) * np.nan_to_num(rows)
-
-
 @functools.cache
-def compiled(padding: int | None, mode: str) -> dict[str, Callable[..., Any]]:
+def compiled(padding, mode):
     """Gradients of both kinds, with the rows, under jit; "raise" with its error."""
 
-    def loss(table: Any, ids: Any) -> tuple[jax.Array, jax.Array]:
+    def loss(table, ids):
         rows = jmask.embedding_lookup(table, ids, padding_id=padding, mode=mode)
         return weighed(rows), rows
 
@@ -55,15 +53,11 @@ def compiled(padding: int | None, mode: str) -> dict[str, Callable[..., Any]]:
     return functions
 
 
-def _second(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)[1]
-
-
 @pytest.mark.parametrize(
     ("mode", "padding"), [*itertools.product(MODES, (None, 2)), ("fill", -1)]
 )
 @given(ids=st.lists(st.integers(-4, V + 3), min_size=N, max_size=N))
-def test_values_and_gradients(mode: str, padding: int | None, ids: list[int]) -> None:
+def test_values_and_gradients(mode, padding, ids):
     functions, source = compiled(padding, mode), sources(ids, padding, mode, V)
     expected = looked_up(TABLE, source, mode)
     gradient = table_gradient(cotangents(expected), source, V)
@@ -87,7 +81,7 @@ DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint6
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["NumPy", "JAX"])
-def test_ids_of_every_dtype(dtype: str, kind: str) -> None:
+def test_ids_of_every_dtype(dtype, kind):
     """The ends of each dtype are outside, and never wrap onto a row."""
     limits = np.iinfo(dtype)
     wide = [2**32 + 3, 2**31] if limits.bits == 64 else []
@@ -102,7 +96,7 @@ def test_ids_of_every_dtype(dtype: str, kind: str) -> None:
         np.testing.assert_array_equal(found, expected[:3])
 
 
-def test_a_table_with_more_rows_than_a_narrow_dtype_counts() -> None:
+def test_a_table_with_more_rows_than_a_narrow_dtype_counts():
     table, ids = np.arange(300.0), np.array([0, 255, 7], np.uint8)
     for mode in MODES:
         found = jmask.embedding_lookup(table, ids, mode=mode, padding_id=-1)
@@ -111,9 +105,9 @@ def test_a_table_with_more_rows_than_a_narrow_dtype_counts() -> None:
 
 @pytest.mark.parametrize("mode", ["fill", "clip"])
 @pytest.mark.parametrize("ids", [[], 3, [[3, 1]], np.zeros((2, 0, 3), int)], ids=str)
-def test_ids_of_every_shape(mode: str, ids: Any) -> None:
+def test_ids_of_every_shape(mode, ids):
 
-    def loss(table: Any) -> tuple[jax.Array, jax.Array]:
+    def loss(table):
         rows = jmask.embedding_lookup(table, ids, mode=mode, padding_id=0)
         return jnp.sum(rows**2), rows
 
@@ -129,7 +123,7 @@ def test_ids_of_every_shape(mode: str, ids: Any) -> None:
 
 @modes
 @pytest.mark.parametrize("shape", [(V,), (V, 2, 2), (V, 0)])
-def test_rows_of_every_shape(mode: str, shape: tuple[int, ...]) -> None:
+def test_rows_of_every_shape(mode, shape):
     table = normal(*shape)
     ids = [2, 0, 5] if mode == "raise" else [2, -1, 17]
     expected = looked_up(table, sources(ids, 0, mode, V), mode)
@@ -140,7 +134,7 @@ def test_rows_of_every_shape(mode: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     "dtype", [bool, "int8", "uint8", "int32", "float16", jnp.bfloat16, "complex64"]
 )
-def test_tables_of_every_dtype(dtype: Any) -> None:
+def test_tables_of_every_dtype(dtype):
     """A row that does not exist is what `jnp.take` gives."""
     table = jnp.asarray(np.arange(6).reshape(3, 2) % 5, dtype)
     ids = np.array([1, 3, 2])
@@ -155,7 +149,7 @@ def test_tables_of_every_dtype(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", ["fill", "zero"])
-def test_a_table_without_rows(mode: str) -> None:
+def test_a_table_without_rows(mode):
     found = jmask.embedding_lookup(np.zeros((0, 2)), [0, 3, -1], mode=mode, padding_id=3)
     other = math.nan if mode == "fill" else 0
     np.testing.assert_array_equal(found, [[other] * 2, [0, 0], [other] * 2])
@@ -164,7 +158,7 @@ def test_a_table_without_rows(mode: str) -> None:
 @pytest.mark.parametrize(
     ("mode", "padding"), [("fill", 2), ("clip", V), ("zero", None), ("raise", 2)]
 )
-def test_row_sparse_table(mode: str, padding: int | None) -> None:
+def test_row_sparse_table(mode, padding):
     """Rows that are not stored are zeros; the gradient of the stored ones is exact."""
     stored = np.array([4, 0, V, 4, -1, 1])  # duplicates, padding, not in order
     values = normal(6, D)
@@ -175,7 +169,7 @@ def test_row_sparse_table(mode: str, padding: int | None) -> None:
     dense = dense_twin(jmask.RowSparse(stored, values, (V, D)))
 
     @functools.partial(jax.grad, has_aux=True)
-    def gradient_and_rows(values: Any) -> tuple[jax.Array, jax.Array]:
+    def gradient_and_rows(values):
         table = jmask.RowSparse(stored, values, (V, D))
         rows = jmask.embedding_lookup(table, ids, padding_id=padding, mode=mode)
         return weighed(rows), rows
@@ -189,13 +183,13 @@ def test_row_sparse_table(mode: str, padding: int | None) -> None:
     np.testing.assert_allclose(found, gradient, rtol=1e-5)
 
 
-def test_row_sparse_table_with_nothing_stored() -> None:
+def test_row_sparse_table_with_nothing_stored():
     table = jmask.RowSparse.zeros((V, 2))
     found = jmask.embedding_lookup(table, [0, V, 3], padding_id=3)
     np.testing.assert_array_equal(found, [[0, 0], [math.nan] * 2, [0, 0]])
 
 
-def test_padding_of_a_row_sparse_table_is_no_row() -> None:
+def test_padding_of_a_row_sparse_table_is_no_row():
     """Whatever its values are."""
     values = np.array([[1.0, 2], [math.nan, 7]])
     table = jmask.RowSparse([1, V], values, (V, 2), coalesced=True)
@@ -209,10 +203,10 @@ def test_padding_of_a_row_sparse_table_is_no_row() -> None:
 @pytest.mark.parametrize(
     ("mode", "max_norm"), [*((mode, None) for mode in MODES), ("fill", 0.5), ("clip", 0.5)]
 )
-def test_nothing_leaks_from_a_padded_row(mode: str, max_norm: Any) -> None:
+def test_nothing_leaks_from_a_padded_row(mode, max_norm):
     poisoned, clean = TABLE.copy(), TABLE.copy()
     poisoned[2], clean[2] = (math.nan, math.inf, -math.inf), 0
-    options: dict[str, Any] = {"padding_id": 2, "mode": mode, "max_norm": max_norm}
+    options = {"padding_id": 2, "mode": mode, "max_norm": max_norm}
     loss = lambda t: jnp.sum(jmask.embedding_lookup(t, [2, 0, 2, 5], **options) ** 2)
     both = jax.jit(jmask.value_and_grad(loss))
     value, gradient = both(poisoned)
@@ -227,21 +221,14 @@ def test_nothing_leaks_from_a_padded_row(mode: str, max_norm: Any) -> None:
 IDS = np.array([[1, 2], [3, 3]])
 
 Loss = Callable[[Any, Any], Any]
-
-
-def scanned(loss: Loss) -> Loss:
-    return lambda t, ids: jax.lax.scan(lambda c, i: (c + loss(t, i), None), 0.0, ids)[0]
-
-
-def vmapped(loss: Loss) -> Loss:
-    return lambda t, ids: jax.vmap(lambda i: loss(t, i))(ids).sum()
-
-
-def branched(loss: Loss) -> Loss:
-    return lambda t, ids: jax.lax.cond(ids[0, 0] == 1, loss, lambda t, ids: 0.0, t, ids)
-
-
-PROGRAMS: dict[str, Callable[[Loss], Loss]] = {
+scanned = lambda loss: (
+    lambda t, ids: jax.lax.scan(lambda c, i: (c + loss(t, i), None), 0.0, ids)[0]
+)
+vmapped = lambda loss: lambda t, ids: jax.vmap(lambda i: loss(t, i))(ids).sum()
+branched = lambda loss: (
+    lambda t, ids: jax.lax.cond(ids[0, 0] == 1, loss, lambda t, ids: 0.0, t, ids)
+)
+PROGRAMS = {
     "jit": jax.jit,
     "remat": jax.checkpoint,
     "scan": scanned,
@@ -253,7 +240,7 @@ PROGRAMS: dict[str, Callable[[Loss], Loss]] = {
 }
 
 
-def plain_loss(mode: str) -> Loss:
+def plain_loss(mode):
     return lambda t, ids: jnp.sum(
         jnp.sin(jmask.embedding_lookup(t, ids, padding_id=3, mode=mode)) ** 2
     )
@@ -271,7 +258,7 @@ ZERO_GRADIENT = jax.jit(jax.grad(plain_loss("zero")))
     [(name, jmask.value_and_grad) for name in PROGRAMS]
     + [("jit", jax.value_and_grad), ("scan", jax.value_and_grad)],
 )
-def test_raise_under_checkify(name: str, differentiate: Any) -> None:
+def test_raise_under_checkify(name, differentiate):
     """Also of a scan that is differentiated, where JAX drops a check that stands alone."""
     step = differentiate(PROGRAMS[name](plain_loss("raise")))
     wrong, others = IDS.copy(), IDS.copy()
@@ -299,7 +286,7 @@ def test_raise_under_checkify(name: str, differentiate: Any) -> None:
         (np.array([[0], [200]], np.uint8), r"\[1, 0\]", 200, 1),
     ],
 )
-def test_raise_for_concrete_ids(ids: Any, position: str, value: int, number: int) -> None:
+def test_raise_for_concrete_ids(ids, position, value, number):
     message = rf"`ids{position}` is {value}, which is no row .* \(6, 3\) \({number} such"
     lookup = lambda t: jnp.sum(jmask.embedding_lookup(t, ids, mode="raise", padding_id=V))
     for function in (lookup, jax.jit(lookup), jax.grad(lookup), jmask.grad(lookup)):
@@ -307,7 +294,7 @@ def test_raise_for_concrete_ids(ids: Any, position: str, value: int, number: int
             function(TABLE)
 
 
-def test_raise_for_ids_that_the_loss_computes() -> None:
+def test_raise_for_ids_that_the_loss_computes():
     """Outside jit no checkify is needed: the check runs, and raises, by itself."""
     loss = lambda t, ids: jnp.sum(jmask.embedding_lookup(t, ids + 4, mode="raise"))
     ids = jnp.array([0, 3])
@@ -317,7 +304,7 @@ def test_raise_for_ids_that_the_loss_computes() -> None:
 
 
 @pytest.mark.parametrize("position", [(), (2,), (1, 2)])
-def test_raise_names_the_position(position: tuple[int, ...]) -> None:
+def test_raise_names_the_position(position):
     ids = np.zeros(tuple(i + 1 for i in position), np.int32)
     ids[position] = -5
     lookup = jax.jit(lambda t, ids: jmask.embedding_lookup(t, ids, mode="raise"))
@@ -327,7 +314,7 @@ def test_raise_names_the_position(position: tuple[int, ...]) -> None:
     np.testing.assert_array_equal(rows[position], np.zeros(D))
 
 
-def test_checkify_inside_jit() -> None:
+def test_checkify_inside_jit():
     step = jax.jit(checkify.checkify(jmask.grad(plain_loss("raise"))))
     assert step(TABLE, IDS)[0].get() is None
     assert "`ids[0, 1]` is 11" in step(TABLE, np.array([[1, 11], [3, 3]]))[0].get()

@@ -1,9 +1,9 @@
 """`embedding_bag` against NumPy loops: values, and gradients of table and weights."""
 
 import functools
+import itertools
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,37 +15,98 @@ from jax.experimental import checkify
 
 import jmask
 from tests.embedding_oracle import (
-    CASES,
-    CLOSE,
-    COTANGENT,
+    MODES,
     OUTSIDE,
     PADDED,
-    TABLE,
-    B,
-    Case,
-    D,
-    Data,
-    L,
-    N,
-    V,
-    call,
     combined,
-    combiners,
-    differentiated,
-    drawn,
-    forms,
     looked_up,
     normal,
     sources,
     strictness,
     table_gradient,
 )
+from tests.expressions import functions
 from tests.oracle import dense_twin
 
 pytestmark = pytest.mark.sampled
 
+V, D, N, B, L = 6, 3, 12, 4, 3
+FORMS = ("lines", "offsets", "last offset", "segments")
+COMBINERS = ("sum", "mean", "sqrtn", "max")
+PADDINGS = (None, -1, 2)
+# Small integers, so that the maximum is often attained more than once.
+TABLE = np.random.default_rng(1).integers(-2, 3, (V, D)).astype(np.float32)
+COTANGENT = normal(B, D)
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
-def bag_of(form: str, places: np.ndarray) -> np.ndarray:
+forms = pytest.mark.parametrize("form", FORMS)
+combiners = pytest.mark.parametrize("combiner", COMBINERS)
+
+
+class Case(NamedTuple):
+    """The options of a call."""
+
+    form: str
+    combiner: str
+    weighted: bool
+    padding: int | None
+    mode: str
+
+
+CASES = [
+    Case(*options)
+    for options in itertools.product(FORMS, COMBINERS, (False, True), PADDINGS, MODES)
+    if not (options[1] == "max" and options[2])
+]
+
+
+class Data(NamedTuple):
+    """The arrays of a call: `places` are offsets or segment ids."""
+
+    ids: np.ndarray
+    places: np.ndarray
+    weights: np.ndarray
+
+
+def drawn(form, rng, outside):
+    """Ids in the table, or also outside it, and bags of which some are empty."""
+    ids = rng.integers(-2, V + 2, N) if outside else rng.integers(0, V, N)
+    offsets = np.sort(rng.integers(0, N + 1, B + 1))
+    offsets[0] = 0
+    places = {
+        "lines": np.arange(N) // L,
+        "offsets": offsets[:B],
+        "last offset": offsets,
+        "segments": rng.integers(-2, B + 1, N),
+    }[form]
+    weights = rng.normal(size=N).astype(np.float32)
+    return Data(ids.astype(np.int32), places.astype(np.int32), weights)
+
+
+def call(case, table, weights, ids, places):
+    options = {"combiner": case.combiner, "padding_id": case.padding, "mode": case.mode}
+    if case.form == "lines":
+        ids, weights = ids.reshape(B, L), weights.reshape(B, L)
+    elif case.form == "segments":
+        options |= {"segment_ids": places, "num_segments": B}
+    else:
+        options |= {"offsets": places, "include_last_offset": case.form == "last offset"}
+    return jmask.embedding_bag(
+        table, ids, weights=weights if case.weighted else None, **options
+    )
+
+
+def differentiated(case):
+    """(table, weights, ids, places) -> gradients of table and weights, and the bags."""
+
+    def loss(table, weights, ids, places):
+        out = call(case, table, weights, ids, places)
+        return jnp.sum(out * COTANGENT), out
+
+    return jmask.grad(loss, (0, 1), has_aux=True)
+
+
+def bag_of(form, places):
     """The bag of each entry, B or -1 for none."""
     if form in ("lines", "segments"):
         return places
@@ -53,7 +114,7 @@ def bag_of(form: str, places: np.ndarray) -> np.ndarray:
     return np.repeat(np.arange(B + 1), np.diff(np.append(ends, N)))
 
 
-def check(case: Case, data: Data, out: Any, gradient: jmask.RowSparse, in_weights: Any) -> None:
+def check(case, data, out, gradient, in_weights):
     bag = bag_of(case.form, data.places)
     source = sources(data.ids, case.padding, case.mode, V)
     if case.mode == "raise":
@@ -75,7 +136,7 @@ def check(case: Case, data: Data, out: Any, gradient: jmask.RowSparse, in_weight
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @forms
 @combiners
-def test_eager(form: str, combiner: str, weighted: bool) -> None:
+def test_eager(form, combiner, weighted):
     """Every combination of options."""
     rng = np.random.default_rng(0)
     for case in CASES:
@@ -90,7 +151,7 @@ def test_eager(form: str, combiner: str, weighted: bool) -> None:
 
 
 @functools.cache
-def compiled(case: Case, batched: bool) -> Callable[..., Any]:
+def compiled(case, batched):
     function = differentiated(case)
     if batched:
         function = jax.vmap(function, (None, 0, 0, 0))
@@ -102,7 +163,7 @@ def compiled(case: Case, batched: bool) -> Callable[..., Any]:
 
 @given(case=st.sampled_from(CASES), batched=st.booleans(), seed=st.integers(0, 10**6))
 @settings(max_examples=10)
-def test_jit_and_vmap(case: Case, batched: bool, seed: int) -> None:
+def test_jit_and_vmap(case, batched, seed):
     rng = np.random.default_rng(seed)
     draws = [drawn(case.form, rng, outside=True) for _ in range(2 if batched else 1)]
     data = Data(*map(np.stack, zip(*draws, strict=True))) if batched else draws[0]
@@ -127,7 +188,7 @@ def test_jit_and_vmap(case: Case, batched: bool, seed: int) -> None:
     ("form", "mode"), [("lines", "clip"), ("lines", "fill"), ("segments", "fill")]
 )
 @combiners
-def test_nothing_leaks_from_padding(form: str, combiner: str, mode: str) -> None:
+def test_nothing_leaks_from_padding(form, combiner, mode):
     """Neither what the padded row holds nor the weights of padding, of which it is one."""
     data = drawn(form, np.random.default_rng(0), outside=False)
     absent = data.ids == 2
@@ -153,7 +214,7 @@ def test_nothing_leaks_from_padding(form: str, combiner: str, mode: str) -> None
 
 @forms
 @combiners
-def test_bags_of_padding_alone(form: str, combiner: str) -> None:
+def test_bags_of_padding_alone(form, combiner):
     """Zeros, and no nan in any derivative."""
     case = Case(form, combiner, combiner != "max", 0, "fill")
     places = drawn(form, np.random.default_rng(0), outside=False).places
@@ -168,12 +229,12 @@ def test_bags_of_padding_alone(form: str, combiner: str) -> None:
 
 
 @pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
-def test_total_weight_of_zero(combiner: str) -> None:
+def test_total_weight_of_zero(combiner):
     """Zeros, with derivatives of zero; a nan in such a bag is not hidden."""
     weights = np.array([[0.0, 0.0], [1.0, -1.0], [1.0, 1.0]])
     number = 2 if combiner == "mean" else 1  # 1 and -1 have the squares 1 and 1
 
-    def loss(table: Any, weights: Any) -> Any:
+    def loss(table, weights):
         out = jmask.embedding_bag(table, [[0, 1]] * 3, weights=weights, combiner=combiner)
         return jnp.sum(out[:number]), out
 
@@ -187,14 +248,14 @@ def test_total_weight_of_zero(combiner: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["lines", "segments"])
-def test_max_of_what_is_not_finite(form: str) -> None:
+def test_max_of_what_is_not_finite(form):
     table = np.array([[-math.inf, 1], [-math.inf, math.nan], [5, 0], [-math.inf, math.nan]])
     ids = np.array([[2, 0, 1, 3], [0, 2, 2, 0], [2, 2, 2, 2]])  # 2 is padding
-    case: dict[str, Any] = {"combiner": "max", "padding_id": 2}
+    case = {"combiner": "max", "padding_id": 2}
     if form == "segments":
         case |= {"segment_ids": np.repeat(np.arange(3), 4), "num_segments": 3}
 
-    def loss(table: Any) -> Any:
+    def loss(table):
         out = jmask.embedding_bag(table, ids if form == "lines" else ids.ravel(), **case)
         return jnp.sum(out), out
 
@@ -207,7 +268,7 @@ def test_max_of_what_is_not_finite(form: str) -> None:
     np.testing.assert_array_equal(gradient.values, expected)
 
 
-def test_max_forwards() -> None:
+def test_max_forwards():
     """The tangent of max is linear, and is the transpose of its gradient."""
     case = Case("segments", "max", False, 2, "zero")
     data = drawn("segments", np.random.default_rng(0), outside=True)
@@ -219,21 +280,15 @@ def test_max_forwards() -> None:
     assert np.vdot(tangent, COTANGENT) == pytest.approx(np.vdot(direction, gradient), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "form", "combiner"),
-    [
-        (jnp.bfloat16, "lines", "sum"),
-        (jnp.float16, "lines", "sqrtn"),
-        (jnp.float16, "offsets", "mean"),
-        (jnp.bfloat16, "offsets", "sum"),
-        (jnp.bfloat16, "lines", "max"),
-    ],
-)
-def test_narrow_tables_are_summed_in_float32(dtype: Any, form: str, combiner: str) -> None:
+NARROW = ("bfloat16 lines sum", "float16 lines sqrtn", "float16 offsets mean")
+
+
+@pytest.mark.parametrize("case", [*NARROW, "bfloat16 offsets sum", "bfloat16 lines max"])
+def test_narrow_tables_are_summed_in_float32(case):
     """Summed in bfloat16, ones stay at 256; in float16, at 2048."""
-    count = 4096
+    (dtype, form, combiner), count = case.split(), 4096
     ids = np.zeros(count, np.int32)
-    bags: dict[str, Any] = {} if form == "lines" else {"offsets": [0]}
+    bags = {} if form == "lines" else {"offsets": [0]}
     out = jmask.embedding_bag(
         jnp.ones((2, 2), dtype), ids if bags else ids[None], combiner=combiner, **bags
     )
@@ -245,27 +300,27 @@ def test_narrow_tables_are_summed_in_float32(dtype: Any, form: str, combiner: st
 # --- shapes ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("combiner", ["mean", "max"])
-@pytest.mark.parametrize(
-    ("ids", "bags", "number"),
-    [
-        (np.zeros((0, L), int), {}, 0),
-        (np.zeros((B, 0), int), {}, B),
-        ([], {"offsets": []}, 0),
-        ([], {"offsets": [0, 0]}, 2),
-        ([], {"offsets": [0], "include_last_offset": True}, 0),
-        ([1, 2], {"offsets": [0], "include_last_offset": True}, 0),
-        ([], {"segment_ids": []}, 0),
-        ([], {"segment_ids": [], "num_segments": 2}, 2),
-        ([1, 2], {"segment_ids": [0, -1], "num_segments": 0}, 0),
-        ([1, 2], {"segment_ids": [-1, -3]}, 0),
-    ],
-    ids=str,
-)
-def test_nothing(combiner: str, ids: Any, bags: Any, number: int) -> None:
-    """No bags, or nothing in them: zeros, and a row-sparse gradient."""
+def of_no_ids(number, ids=(), **bags):
+    """How many bags there are of ids."""
+    return number, np.asarray(ids, int), bags
 
-    def loss(table: Any) -> Any:
+
+NOTHING = functions("", globals())("""
+    of_no_ids(0, np.zeros((0, L))); of_no_ids(B, np.zeros((B, 0))); of_no_ids(0, offsets=[]);
+    of_no_ids(2, offsets=[0, 0]); of_no_ids(0, offsets=[0], include_last_offset=True);
+    of_no_ids(0, [1, 2], offsets=[0], include_last_offset=True); of_no_ids(0, segment_ids=[]);
+    of_no_ids(2, segment_ids=[], num_segments=2); of_no_ids(0, [1, 2], segment_ids=[-1, -3]);
+    of_no_ids(0, [1, 2], segment_ids=[0, -1], num_segments=0)
+""")
+
+
+@pytest.mark.parametrize("combiner", ["mean", "max"])
+@pytest.mark.parametrize("name", NOTHING)
+def test_nothing(combiner, name):
+    """No bags, or nothing in them: zeros, and a row-sparse gradient."""
+    number, ids, bags = NOTHING[name]()
+
+    def loss(table):
         out = jmask.embedding_bag(table, ids, combiner=combiner, padding_id=0, **bags)
         return jnp.sum(out), out
 
@@ -277,7 +332,7 @@ def test_nothing(combiner: str, ids: Any, bags: Any, number: int) -> None:
 
 @pytest.mark.parametrize(("row", "form"), [((), "lines"), ((2, 2), "segments")])
 @combiners
-def test_rows_of_every_shape(row: tuple[int, ...], form: str, combiner: str) -> None:
+def test_rows_of_every_shape(row, form, combiner):
     """Every column is combined by itself."""
     table = normal(V, *row)
     case = Case(form, combiner, combiner != "max", 2, "zero")
@@ -289,7 +344,7 @@ def test_rows_of_every_shape(row: tuple[int, ...], form: str, combiner: str) -> 
 
 
 @pytest.mark.parametrize("combiner", ["sqrtn", "max"])
-def test_lines_of_ids_of_more_dimensions(combiner: str) -> None:
+def test_lines_of_ids_of_more_dimensions(combiner):
     ids = np.random.default_rng(0).integers(-1, V, (2, 2, L))
     weights = None if combiner == "max" else normal(2, 2, L)
     bag = functools.partial(jmask.embedding_bag, TABLE, combiner=combiner, padding_id=-1)
@@ -298,7 +353,7 @@ def test_lines_of_ids_of_more_dimensions(combiner: str) -> None:
 
 
 @pytest.mark.parametrize("combiner", ["sqrtn", "max"])
-def test_row_sparse_table(combiner: str) -> None:
+def test_row_sparse_table(combiner):
     table = jmask.RowSparse([4, 1, V, 4], normal(4, D), (V, D))
     data = drawn("segments", np.random.default_rng(0), outside=False)
     case = Case("segments", combiner, combiner != "max", 1, "fill")
@@ -308,11 +363,11 @@ def test_row_sparse_table(combiner: str) -> None:
 
 
 @pytest.mark.parametrize("combiner", ["sqrtn", "max"])
-def test_max_norm(combiner: str) -> None:
+def test_max_norm(combiner):
     """Rows are shortened before they are weighted."""
     table, ids = 9 * normal(V, D), np.array([[0, 1, 4], [5, 5, 2]])
     weights = None if combiner == "max" else normal(2, 3)
-    options: dict[str, Any] = {"weights": weights, "combiner": combiner}
+    options = {"weights": weights, "combiner": combiner}
     short = jmask.embedding_lookup(table, np.arange(V), max_norm=1.5, norm_type=1)
     found = jmask.embedding_bag(table, ids, max_norm=1.5, norm_type=1, **options)
     np.testing.assert_allclose(found, jmask.embedding_bag(short, ids, **options), rtol=1e-5)

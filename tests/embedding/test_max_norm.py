@@ -1,7 +1,6 @@
 """`max_norm` of lookups and `renormalize`, against NumPy loops; in place."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 import jmask
-from tests.compiled_step import IN_PLACE, whole_table_operations
+from tests.compiled_step import temporary_bytes
 from tests.embedding_oracle import normal
 from tests.oracle import dense_twin
 
@@ -22,23 +21,23 @@ NORMS = (1, 2.0, 3, 0.5, math.inf)
 LONG = np.array([[3, -4, 0], [0.1, 0, 0.2], [0, 0, 0], [0, 2, 0], [1, 1, 1], [-9, 1, 0]])
 
 
-def row_norms(table: np.ndarray, p: float) -> np.ndarray:
+def row_norms(table, p):
     if p == math.inf:
         return np.abs(table).max(-1, keepdims=True)
     return (np.abs(table) ** p).sum(-1, keepdims=True) ** (1 / p)
 
 
-def bounded(rows: np.ndarray, bound: float, p: float) -> np.ndarray:
+def bounded(rows, bound, p):
     return rows * np.minimum(1, bound / np.maximum(row_norms(rows, p), 1e-9))
 
 
 @pytest.mark.parametrize("p", NORMS)
-def test_max_norm(p: float) -> None:
+def test_max_norm(p):
     """The derivative, too, is that of the scaled row: in the table and in the bound."""
     ids = np.array([0, 1, 2, 3, 4, 5, 0])
     weights = normal(7, D)
 
-    def loss(table: Any, bound: Any) -> tuple[jax.Array, jax.Array]:
+    def loss(table, bound):
         rows = jmask.embedding_lookup(table, ids, max_norm=bound, norm_type=p)
         return jnp.sum(rows * weights), rows
 
@@ -75,7 +74,7 @@ def test_max_norm(p: float) -> None:
     ("wrap", "padding", "p"),
     [(jax.jit, None, 2), (jax.jit, 3, 1), (jax.jit, -1, math.inf), (lambda f: f, 3, 2)],
 )
-def test_renormalize(wrap: Any, padding: int | None, p: float) -> None:
+def test_renormalize(wrap, padding, p):
     ids = np.array([[0, 3, 0], [-1, V, 1], [3, 2, 4]])  # 5 is not among them
     expected = LONG.copy()
     for row in {0, 1, 2, 3, 4} - {padding}:
@@ -91,20 +90,20 @@ def test_renormalize(wrap: Any, padding: int | None, p: float) -> None:
 
 
 @pytest.mark.parametrize(("table", "ids"), [(LONG, []), (LONG[:0], [3]), (LONG, [-1, V])])
-def test_renormalize_nothing(table: np.ndarray, ids: list[int]) -> None:
+def test_renormalize_nothing(table, ids):
     table = table.astype(np.float32)
     found = jax.jit(jmask.renormalize)(table, np.array(ids, np.int32), 1.0)
     np.testing.assert_array_equal(found, table)
 
 
-def test_renormalize_more_ids_than_rows() -> None:
+def test_renormalize_more_ids_than_rows():
     ids = np.tile(np.arange(-1, V + 1), 3)
     found = jax.jit(jmask.renormalize)(LONG, ids, 1.0)
     np.testing.assert_allclose(found, bounded(LONG, 1.0, 2), rtol=1e-6)
 
 
 @pytest.mark.parametrize("table", [LONG[:, 0], LONG.reshape(V, 1, D).astype(np.float16)])
-def test_renormalize_rows_of_every_shape(table: np.ndarray) -> None:
+def test_renormalize_rows_of_every_shape(table):
     found = jax.jit(jmask.renormalize)(table, np.array([0, 5]), 1.5)
     assert found.dtype == jnp.asarray(table).dtype
     axes = tuple(range(1, table.ndim))
@@ -113,24 +112,21 @@ def test_renormalize_rows_of_every_shape(table: np.ndarray) -> None:
     np.testing.assert_array_equal(found[1:5], np.asarray(jnp.asarray(table))[1:5])
 
 
-def renormalized(table: Any, ids: Any) -> Any:
+def renormalized(table, ids):
     return jmask.renormalize(table, ids, 1.0)
 
 
-def renormalized_step(table: Any, ids: Any) -> Any:
+def renormalized_step(table, ids):
     table, tx = renormalized(table, ids), jmask.sgd(0.1)
     loss = lambda t: jnp.sum(jmask.embedding_lookup(t, ids, padding_id=0) ** 2)
     return jmask.apply_gradients(tx, jmask.grad(loss)(table), tx.init(table), table)[0]
 
 
 @pytest.mark.parametrize("step", [renormalized, renormalized_step])
-def test_renormalize_in_place(step: Any) -> None:
+def test_renormalize_in_place(step):
     """A donated table is the one that comes out, and nothing else is as large."""
     rows, row, count = 10**7, 16, 512
     table = jax.ShapeDtypeStruct((rows, row), jnp.float32)
     ids = jax.ShapeDtypeStruct((count,), jnp.int32)
     compiled = jax.jit(step, donate_argnums=0).lower(table, ids).compile()
-    memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= rows * row * 4
-    assert memory.temp_size_in_bytes < 16 * count * row * 4
-    assert whole_table_operations(compiled, rows * row) <= IN_PLACE
+    assert temporary_bytes(compiled, rows * row * 4, rows * row) < 16 * count * row * 4

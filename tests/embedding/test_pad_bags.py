@@ -1,4 +1,7 @@
-"""`pad_bags`: the bags are those that were given, and their sizes are few."""
+"""`embedding_bag` of ids and weights of every dtype, what only a run can tell, and exports.
+
+And `pad_bags`: the bags are those that were given, and their sizes are few.
+"""
 
 import dataclasses
 import logging
@@ -9,12 +12,186 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import export
+from jax.experimental import checkify
 
 import jmask
+from tests.embedding.test_embedding_bag import CLOSE, COTANGENT, TABLE, B, D, L, V
+from tests.embedding_oracle import normal
+from tests.expressions import functions
+from tests.oracle import dense_twin
 
-V, D = 7, 3
-TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), jnp.float32)
-BAGS = st.lists(st.lists(st.integers(0, V - 1), max_size=5), max_size=6)
+# --- numbers of every dtype --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_narrow_integers(traced):
+    """300 bags, counted by bytes."""
+    table, number = normal(300, 2), 300
+    ids, places = np.array([255, 3, 3], np.uint8), np.array([255, 0, 0], np.uint8)
+
+    def run(ids, places):
+        return jmask.embedding_bag(table, ids, segment_ids=places, num_segments=number)
+
+    out = (jax.jit(run) if traced else run)(ids, places)
+    expected = np.zeros((number, 2))
+    expected[255], expected[0] = table[255], 2 * table[3]
+    np.testing.assert_allclose(out, expected, rtol=1e-6)
+
+
+def test_wide_integers_never_wrap():
+    beyond = 2**32 + 1
+    options = {"segment_ids": [0, 0, -beyond], "num_segments": 2, "padding_id": beyond}
+    out = jmask.embedding_bag(TABLE, [beyond, 1, 1], **options)
+    np.testing.assert_array_equal(out, [TABLE[1], np.zeros(D)])
+
+
+def test_a_bag_that_is_not_there():
+    """Where it is known it is an error; traced it is padding."""
+    bags = lambda places: jmask.embedding_bag(
+        TABLE, [1, 2, 3], segment_ids=places, num_segments=2
+    )
+    places = np.array([0, 7, 1])
+    with pytest.raises(ValueError, match=r"`segment_ids` hold 7.*`num_segments`=2"):
+        bags(places)
+    np.testing.assert_array_equal(jax.jit(bags)(places), TABLE[[1, 3]])
+    np.testing.assert_array_equal(bags(np.array([0, 2, 1])), TABLE[[1, 3]])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, np.float64])
+def test_weights_of_every_dtype(dtype):
+    weights = np.array([[0.5, 2]], dtype)
+    out = jmask.embedding_bag(TABLE, [[0, 1]], weights=weights)
+    assert out.dtype == np.float32
+    np.testing.assert_array_equal(out[0], TABLE[0] / 2 + TABLE[1] * 2)
+
+
+# --- what only a run can tell ------------------------------------------------------------
+
+
+# Offsets of bags, and whether they are well formed; and with the last one.
+OFFSETS = {(0, 2, 2): True, (0, 2, 4): True} | dict.fromkeys(
+    [(1, 2, 3), (0, 3, 2), (0, 2, 5), (-1, 2, 3)], False
+)
+WITH_LAST = {(0, 1, 3): True, (0, 1, 5): False}
+
+
+@pytest.mark.parametrize(
+    ("offsets", "last"), [*((x, False) for x in OFFSETS), *((x, True) for x in WITH_LAST)]
+)
+def test_traced_offsets(offsets, last):
+    """Bags that are not well formed are nan where an error is not possible."""
+    valid = (WITH_LAST if last else OFFSETS)[offsets]
+    run = lambda o: jmask.embedding_bag(
+        TABLE, [0, 1, 3, 4], offsets=o, include_last_offset=last
+    )
+    out = jax.jit(run)(np.array(offsets))
+    if valid:
+        np.testing.assert_array_equal(out, run(offsets))
+    else:
+        assert np.isnan(out).all()
+        with pytest.raises(ValueError, match="`offsets`"):
+            run(offsets)
+
+
+def test_raise_under_checkify():
+    """An id outside that is padding, or in no bag, is no error; any other is left out."""
+
+    def run(ids, places, table=TABLE):
+        return jmask.embedding_bag(
+            table,
+            ids,
+            segment_ids=places,
+            num_segments=2,
+            combiner="mean",
+            padding_id=-1,
+            mode="raise",
+        )
+
+    checked = checkify.checkify(jax.jit(run))
+    ids, places = np.array([-1, 2, 77, 4]), np.array([0, 0, 2, 1])
+    error, out = checked(ids, places)
+    assert error.get() is None
+    np.testing.assert_array_equal(out, TABLE[[2, 4]])
+    np.testing.assert_array_equal(run(ids, places), out)
+    places[2] = 1
+    error, out = checked(ids, places)
+    assert "`ids[2]` is 77, which is no row of the table of shape (6, 3)" in error.get()
+    np.testing.assert_array_equal(out, TABLE[[2, 4]])
+    for function in (run, lambda *args: jmask.grad(lambda t: jnp.sum(run(*args, t)))(TABLE)):
+        with pytest.raises(IndexError, match=r"`ids\[2\]` is 77"):
+            function(ids, places)
+    # Concrete ids, of which it depends on traced numbers whether they are looked up.
+    late = checkify.checkify(jax.jit(lambda places: run([-1, 2, 2**40, 4], places)))
+    assert late(np.array([0, 0, 2, 1]))[0].get() is None
+    assert "`ids[2]` is" in late(places)[0].get()
+
+
+def test_number_of_segments():
+    out = jmask.embedding_bag(TABLE, [0, 1, 4], segment_ids=[2, 0, 2])
+    np.testing.assert_array_equal(out, [TABLE[1], np.zeros(D), TABLE[0] + TABLE[4]])
+
+
+@pytest.mark.parametrize(
+    ("combiner", "program"), [("sqrtn", "scan"), ("max", "scan"), ("mean", "remat")]
+)
+def test_row_sparse_inside(combiner, program):
+    ids = np.random.default_rng(0).integers(0, V, (2, B, L))
+    loss = lambda t, ids: jnp.sum(
+        jmask.embedding_bag(t, ids, combiner=combiner, padding_id=0) * COTANGENT
+    )
+    if program == "scan":
+        whole = lambda t: jax.lax.scan(lambda c, i: (c + loss(t, i), None), 0.0, ids)[0]
+    else:
+        again = jax.checkpoint(loss)
+        whole = lambda t: again(t, ids[0]) + again(t, ids[1])
+    with jmask.strict():
+        gradient = jax.jit(jmask.grad(whole))(TABLE)
+    expected = sum(jax.grad(loss)(TABLE, i) for i in ids)
+    np.testing.assert_allclose(dense_twin(gradient), expected, **CLOSE)
+
+
+# --- models exported for any size of the batch ----------------------------------------
+
+NINE_ROWS = jnp.asarray(np.random.default_rng(0).normal(size=(9, 3)), jnp.float32)
+MANY_IDS = np.random.default_rng(1).integers(-1, 10, (5000, 2)).astype(np.int32)
+
+SGD = jmask.sgd(0.1)
+MODELS = functions("t, ids", {**vars(jmask), **globals()})("""
+    embedding_lookup(t, ids); embedding_lookup(t, ids, max_norm=1.0);
+    embedding_lookup(t, ids, mode="clip"); PackedTable.pack(t)[ids]; embedding_bag(t, ids);
+    embedding_bag(t, ids, combiner="mean", padding_id=-1);
+    embedding_bag(t, ids, combiner="sqrtn", weights=ids.astype(np.float32));
+    embedding_bag(t, ids, combiner="max", padding_id=-1);
+    embedding_bag(t, ids[:, 0], segment_ids=ids[:, 1], num_segments=9, mode="zero");
+    grad(lambda t: jnp.sum(jnp.tanh(t[ids])))(t).values;
+    grad(lambda t: jnp.sum(jnp.tanh(t[ids])))(jnp.tile(t, (1000, 1))).values;
+    grad(lambda t: jnp.sum(jnp.cos(t.sum(1)[ids])))(jnp.tile(t, (1000, 1))).values;
+    grad(lambda t: jnp.sum(embedding_bag(t, ids) ** 2))(t).values;
+    apply_gradients(SGD, grad(lambda t: jnp.sum(t[ids] ** 3))(t), SGD.init(t), t)[0]
+""")
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", MODELS)
+def test_any_batch(name):
+    model = MODELS[name]
+    ids = jax.ShapeDtypeStruct(export.symbolic_shape("b, 2"), np.int32)
+    exported = export.export(jax.jit(model))(NINE_ROWS, ids)
+    for size in (3, 5000):  # rows of many bags are summed in blocks where the size is known
+        result = exported.call(NINE_ROWS, MANY_IDS[:size])
+        np.testing.assert_allclose(
+            result, model(NINE_ROWS, MANY_IDS[:size]), rtol=1e-4, atol=1e-4
+        )
+
+
+# --- padded bags ------------------------------------------------------------------------
+
+
+ROWS = 7
+NUMBERS = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, D)), jnp.float32)
+BAGS = st.lists(st.lists(st.integers(0, ROWS - 1), max_size=5), max_size=6)
+weights_of = lambda bags: [[0.5 * (i + 1) for i in range(len(bag))] for bag in bags]
 
 
 def flat(bags):
@@ -23,13 +200,9 @@ def flat(bags):
     return ids, np.cumsum([0, *map(len, bags)])
 
 
-def weights_of(bags):
-    return [[0.5 * (i + 1) for i in range(len(bag))] for bag in bags]
-
-
 def summed(bags, weights):
     """A model: the sum of each bag."""
-    table = np.asarray(TABLE, np.float64)
+    table = np.asarray(NUMBERS, np.float64)
     return [
         sum((w * table[i] for i, w in zip(*pair, strict=True)), np.zeros(D))
         for pair in zip(bags, weights, strict=True)
@@ -59,12 +232,12 @@ def test_same_bags(bags, weighted, form):
         )
     ones = [[1.0] * len(bag) for bag in bags]
     expected = summed(bags, weights or ones)
-    result = jmask.embedding_bag(TABLE, padded)
+    result = jmask.embedding_bag(NUMBERS, padded)
     assert result.shape == (len(bags), D)
     np.testing.assert_allclose(result, np.reshape(expected, (len(bags), D)), atol=1e-5)
-    gradient = jmask.grad(lambda t: jnp.sum(jmask.embedding_bag(t, padded)))(TABLE)
+    gradient = jmask.grad(lambda t: jnp.sum(jmask.embedding_bag(t, padded)))(NUMBERS)
     assert isinstance(gradient, jmask.RowSparse)
-    counts = np.zeros(V)
+    counts = np.zeros(ROWS)
     for bag, of_bag in zip(bags, weights or ones, strict=True):
         np.add.at(counts, np.asarray(bag, int), of_bag)
     np.testing.assert_allclose(gradient.todense()[:, 0], counts, atol=1e-5)
@@ -81,9 +254,9 @@ def test_a_run_compiles_a_handful_of_times():
     rng = np.random.default_rng(0)
     for count in range(100, 10_000, 301):
         offsets = np.sort(rng.integers(0, count, 15))
-        bags = jmask.pad_bags(rng.integers(0, V, count), [0, *offsets])
+        bags = jmask.pad_bags(rng.integers(0, ROWS, count), [0, *offsets])
         assert count <= bags.ids.size <= 1.42 * count
-        step(TABLE, bags)
+        step(NUMBERS, bags)
     assert len(traced) == len(set(traced)) <= 14
 
 
@@ -114,7 +287,7 @@ def in_the_program(bags):
     def looked_up(table, bags):
         return jmask.value_and_grad(lambda t: jnp.sum(jmask.embedding_bag(t, bags) ** 2))(table)
 
-    return jax.jit(looked_up).lower(TABLE, bags).as_text()
+    return jax.jit(looked_up).lower(NUMBERS, bags).as_text()
 
 
 @pytest.mark.of_cpus
@@ -127,9 +300,9 @@ def test_the_bag_of_each_entry_is_found_on_the_host():
     by_hand = jmask.PaddedBags(padded.ids, padded.offsets)
     changed = dataclasses.replace(padded, offsets=np.array([0, 1, 2, 5, 5]))
     assert by_hand.bag_of_entry is None is changed.bag_of_entry
-    summed_up = [jax.jit(jmask.embedding_bag)(TABLE, bags) for bags in (padded, by_hand)]
+    summed_up = [jax.jit(jmask.embedding_bag)(NUMBERS, bags) for bags in (padded, by_hand)]
     np.testing.assert_array_equal(*summed_up)
-    counts = jmask.embedding_bag(jnp.ones(V), changed)
+    counts = jmask.embedding_bag(jnp.ones(ROWS), changed)
     np.testing.assert_array_equal(counts, [1, 1, 3, 0])
     assert "reduce_window" not in in_the_program(padded)
     assert "reduce_window" in in_the_program(by_hand)
@@ -140,9 +313,9 @@ def test_batches_of_bags():
         jmask.pad_bags(x, num_bags=3, at_least=3) for x in ([[2, 0], [1]], [[3], [], [4]])
     ]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *batches)
-    found = jax.vmap(lambda bags: jmask.embedding_bag(TABLE, bags))(stacked)
+    found = jax.vmap(lambda bags: jmask.embedding_bag(NUMBERS, bags))(stacked)
     for one, bags in zip(found, batches, strict=True):
-        np.testing.assert_allclose(one, jmask.embedding_bag(TABLE, bags), rtol=1e-6)
+        np.testing.assert_allclose(one, jmask.embedding_bag(NUMBERS, bags), rtol=1e-6)
 
 
 def test_ids_keep_their_numbers():

@@ -20,7 +20,8 @@ from jax.custom_derivatives import linear_call
 from jax.experimental.sparse import BCOO
 
 import jmask
-import jmask.numpy as jnm
+import jmask.numpy as jnm  # noqa: F401 (of the table)
+from tests.expressions import functions, rows
 from tests.sparse_arrays import coo
 
 pytestmark = pytest.mark.sampled(15)
@@ -57,10 +58,10 @@ class Wrong:
     order: int = 1
 
 
-def with_vjp(right: Callable[..., Any], pullback: Callable[..., Any]) -> Callable[..., Any]:
+def with_vjp(right, pullback):
     """`right` with its reverse rule replaced: pullback(*args, cotangent) -> cotangents."""
 
-    def cotangents(args: Any, ct: Any) -> Any:
+    def cotangents(args, ct):
         result = pullback(*args, ct)
         return result if isinstance(result, tuple) else (result,)
 
@@ -69,241 +70,134 @@ def with_vjp(right: Callable[..., Any], pullback: Callable[..., Any]) -> Callabl
     return function
 
 
-def with_jvp(right: Callable[..., Any], pushforward: Callable[..., Any]) -> Callable[..., Any]:
+def with_jvp(right, pushforward):
     """`right` with its rules replaced: pushforward(*args, *tangents) -> tangent."""
     function = jax.custom_jvp(right)
     function.defjvp(lambda args, tangents: (right(*args), pushforward(*args, *tangents)))
     return function
 
 
-def one_mode(forward: float, backward: float) -> Callable[..., Any]:
+def one_mode(forward, backward):
     """The sine, its forward and reverse derivative times a factor each."""
-
-    def along(cos: jax.Array, t: jax.Array) -> jax.Array:
-        return forward * cos * t
-
-    def back(cos: jax.Array, c: jax.Array) -> jax.Array:
-        return backward * cos * c
-
+    along = lambda cos, t: forward * cos * t
+    back = lambda cos, c: backward * cos * c
     return with_jvp(jnp.sin, lambda x, t: linear_call(along, back, jnp.cos(x), t))
 
 
-def softmax(x: jax.Array) -> jax.Array:
-    return jnp.exp(x) / jnp.sum(jnp.exp(x))
-
-
-def product(x: jax.Array, w: jax.Array) -> jax.Array:
-    return w @ x
-
-
-def rows_added(values: jax.Array) -> jax.Array:
-    return jnp.zeros((3, 1)).at[jnp.array([2, 0, 2])].add(values)
-
-
-def of_values(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a RowSparse by one of its stored values."""
-    return lambda x: function(x.values)
-
-
-def of_data(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a MaskedTensor by one of its data."""
-    return lambda x: function(x.data)
-
-
-def kept(dense: jax.Array) -> jax.Array:
-    return jnp.where(np.array([False, True, False, True]), dense, 0)
-
-
-def of_dense(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a sparse tensor by one of the dense array."""
-    return lambda x: function(jmask.todense(x))
-
-
-def total_square(x: jax.Array) -> jax.Array:
-    return jnp.sum(x**2)
-
-
-def huge_and_tiny(x: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.array([1e4, 1e-2, 1e4]) * x)
-
-
-def clipped_lookup(x: jax.Array) -> jax.Array:
-    return jnp.take(x, jnp.array([0, 7, 1]), mode="clip")
-
-
+softmax = lambda x: jnp.exp(x) / jnp.sum(jnp.exp(x))
+product = lambda x, w: w @ x
+rows_added = lambda values: jnp.zeros((3, 1)).at[jnp.array([2, 0, 2])].add(values)
+# A function of a RowSparse by one of its stored values.
+of_values = lambda function: lambda x: function(x.values)
+# A function of a MaskedTensor by one of its data.
+of_data = lambda function: lambda x: function(x.data)
+kept = lambda dense: jnp.where(np.array([False, True, False, True]), dense, 0)
+# A function of a sparse tensor by one of the dense array.
+of_dense = lambda function: lambda x: function(jmask.todense(x))
+total_square = lambda x: jnp.sum(x**2)
+huge_and_tiny = lambda x: jnp.sum(jnp.array([1e4, 1e-2, 1e4]) * x)
+clipped_lookup = lambda x: jnp.take(x, jnp.array([0, 7, 1]), mode="clip")
 _calls = itertools.count()
-
-
-def never_the_same(x: jax.Array) -> jax.Array:
-    return x * (1 + 1e-3 * next(_calls))
-
-
+never_the_same = lambda x: x * (1 + 1e-3 * next(_calls))
 FIRST, SECOND, THIRD = (rf"args\[0\], entry \({i},\)" for i in range(3))
+UNSPECIFIED = FIRST + ", which is not specified"
+UNDER_MASK = r"args\[0\], stored value \(1,\), which is under the mask"
 
 
-def by_vjp(
-    right: Callable[..., Any], pullback: Callable[..., Any], says: str = FIRST,
-    args: tuple[Any, ...] = (X,), **check: Any,
-) -> Wrong:  # fmt: skip
+def by_vjp(right, pullback, says=FIRST, args=(X,), **check):
     return Wrong(with_vjp(right, pullback), right, args, says, **check)
 
 
-def by_jvp(
-    right: Callable[..., Any], pushforward: Callable[..., Any], says: str = FIRST, **check: Any
-) -> Wrong:
+def by_jvp(right, pushforward, says=FIRST, **check):
     return Wrong(with_jvp(right, pushforward), right, (X,), says, modes=("fwd",), **check)
 
 
-def sine(of_cotangent: Callable[..., Any], says: str = FIRST, **check: Any) -> Wrong:
+def sine(of_cotangent, says=FIRST, **check):
     pullback = lambda x, c: jnp.cos(x) * of_cotangent(c)
     return by_vjp(jnp.sin, pullback, says, **check)
 
 
-WRONG: dict[str, Wrong] = {
-    "sign": sine(lambda c: -c),
-    "factor": by_vjp(jnp.square, lambda x, c: x * c, THIRD),
-    "missing term": by_vjp(lambda x: x**2 + jnp.sin(x), lambda x, c: 2 * x * c),
-    "missing term of the other entries": by_vjp(softmax, lambda x, c: softmax(x) * c, SECOND),
-    "one entry": sine(lambda c: c * jnp.array([1, 0.9, 1]), SECOND),
-    "one small entry beside large ones": by_vjp(
-        huge_and_tiny, lambda x, c: c * jnp.array([1e4, 0, 1e4]), SECOND
-    ),
-    "two entries exchanged": by_vjp(
-        jnp.sin, lambda x, c: (jnp.cos(x) * c)[jnp.array([1, 0, 2])]
-    ),
-    "transposed": Wrong(
-        lambda x: with_vjp(product, lambda x, w, c: (w @ c, jnp.outer(c, x)))(x, MATRIX),
-        lambda x: product(x, MATRIX),
-        (X,),
-        FIRST,
-    ),
-    "cumulated the other way": by_vjp(lambda x: jnp.cumsum(x), lambda x, c: jnp.cumsum(c)),
-    "shifted by one": by_vjp(lambda x: x[1:], lambda x, c: jnp.pad(c, (0, 1))),
-    "dropped where clipped": by_vjp(
-        clipped_lookup,
-        lambda x, c: jnp.zeros(3).at[jnp.array([0, 7, 1])].add(c, mode="drop"),
-        THIRD,
-    ),
-    "zero": Wrong(jax.lax.stop_gradient, lambda x: x, (X,), FIRST),
-    "rounded": by_vjp(jnp.sin, lambda x, c: jnp.round(jnp.cos(x), 1) * c, SECOND),
-    "nan": by_vjp(jnp.abs, lambda x, c: x / jnp.sqrt(x) / jnp.sqrt(x) * c, THIRD),
-    "cotangent not used": by_vjp(total_square, lambda x, c: 2 * x, THIRD),
-    "cotangent squared": sine(lambda c: c**2),
-    "cotangent clipped": sine(lambda c: jnp.clip(c, -1, 1), THIRD),
-    "cotangent made positive": by_vjp(total_square, lambda x, c: 2 * x * jnp.abs(c), THIRD),
-    "cotangent of one sign": sine(lambda c: jnp.maximum(c, -2)),
-    "cotangent of bounded norm": by_vjp(
-        total_square, lambda x, c: 2 * x * c / jnp.maximum(1, jnp.abs(c) / 100), THIRD
-    ),
-    "small cotangents dropped": sine(lambda c: jnp.where(jnp.abs(c) < 0.01, 0, c)),
-    "tangent clipped": by_jvp(
-        jnp.sin,
-        lambda x, t: jnp.cos(x) * jnp.clip(t, -2, 2),
-        r"args\[0\], a random direction \(times 1024",
-    ),
-    "conjugate missing": by_vjp(
-        jnp.conj, lambda z, c: c, r"\], imaginary part of entry \(", (Z,)
-    ),
-    "imaginary part lost": by_vjp(
-        jnp.square, lambda z, c: 2 * z.real * c, r"part of entry \(0,\)", (Z,)
-    ),
-    "second of two arguments": by_vjp(
-        lambda x, y: x * y**2,
-        lambda x, y, c: (y**2 * c, x * y * c),
-        r"args\[1\], entry \(1,\)",
-        (X, X[::-1]),
-    ),
-    "arguments exchanged": by_vjp(
-        jnp.multiply, lambda x, y, c: (x * c, y * c), THIRD, (X, X[::-1] + 1)
-    ),
-    "bias in a tree": Wrong(
-        lambda p: with_vjp(jnp.add, lambda x, y, c: (c, c.sum() * jnp.ones(3)))(
-            p["w"] * 2, p["layer"]["b"]
-        ),
-        lambda p: p["w"] * 2 + p["layer"]["b"],
-        ({"w": X, "layer": {"b": X}},),
-        r"args\[0\]\['layer'\]\['b'\], entry \(0,\)",
-    ),
-    "forward mode alone": Wrong(one_mode(0.5, 1.0), jnp.sin, (X,), FIRST, modes=("rev", "fwd")),
-    "reverse mode alone": Wrong(one_mode(1.0, 0.5), jnp.sin, (X,), FIRST, modes=("fwd", "rev")),
-    "both modes": by_jvp(jnp.exp, lambda x, t: x * jnp.exp(x) * t),
-    "second order, in the input": by_vjp(
-        jnp.sin, lambda x, c: jax.lax.stop_gradient(jnp.cos(x)) * c, SECOND, order=2
-    ),
-    "second order, in the cotangent": sine(
-        jax.lax.stop_gradient, r"cotangent of output, entry \(0,\)", order=2
-    ),
-    "second order, forward": by_jvp(
-        jnp.sin, lambda x, t: jax.lax.stop_gradient(jnp.cos(x)) * t, SECOND, order=2
-    ),
-    "duplicates dropped": Wrong(
-        of_values(
-            with_vjp(
-                rows_added, lambda v, c: c[jnp.array([2, 0, 2])] * jnp.array([[0.0], [1], [1]])
-            )
-        ),
-        lambda x: jmask.todense(x, masked_grad=True),
-        (TWICE,),
-        r"args\[0\], entry \(2, 0\), stored value \(0, 0\)",
-        masked=True,
-    ),
-    "under the mask": Wrong(
-        of_data(with_vjp(lambda d: jnp.where(MASK, d, 0), lambda d, c: c.sum() + 0 * c)),
-        lambda x: x.to_tensor(0),
-        (MASKED,),
-        FIRST,
-        masked=True,
-    ),
-    "under the mask alone": Wrong(
+# The name of a fault, and the wrong gradient that has it.
+_WRONG = r"""
+    sign | sine(lambda c: -c)
+    factor | by_vjp(jnp.square, lambda x, c: x * c, THIRD)
+    missing term | by_vjp(lambda x: x**2 + jnp.sin(x), lambda x, c: 2 * x * c)
+    missing term of the other entries | by_vjp(softmax, lambda x, c: softmax(x) * c, SECOND)
+    one entry | sine(lambda c: c * jnp.array([1, 0.9, 1]), SECOND)
+    one small entry beside large ones |
+        by_vjp(huge_and_tiny, lambda x, c: c * jnp.array([1e4, 0, 1e4]), SECOND)
+    two entries exchanged | by_vjp(jnp.sin, lambda x, c: (jnp.cos(x) * c)[jnp.array([1, 0, 2])])
+    transposed |
+        Wrong(lambda x: with_vjp(product, lambda x, w, c: (w @ c, jnp.outer(c, x)))(x, MATRIX),
+        lambda x: product(x, MATRIX), (X,), FIRST)
+    cumulated the other way | by_vjp(lambda x: jnp.cumsum(x), lambda x, c: jnp.cumsum(c))
+    shifted by one | by_vjp(lambda x: x[1:], lambda x, c: jnp.pad(c, (0, 1)))
+    dropped where clipped | by_vjp(clipped_lookup,
+        lambda x, c: jnp.zeros(3).at[jnp.array([0, 7, 1])].add(c, mode="drop"), THIRD)
+    zero | Wrong(jax.lax.stop_gradient, lambda x: x, (X,), FIRST)
+    rounded | by_vjp(jnp.sin, lambda x, c: jnp.round(jnp.cos(x), 1) * c, SECOND)
+    nan | by_vjp(jnp.abs, lambda x, c: x / jnp.sqrt(x) / jnp.sqrt(x) * c, THIRD)
+    cotangent not used | by_vjp(total_square, lambda x, c: 2 * x, THIRD)
+    cotangent squared | sine(lambda c: c**2)
+    cotangent clipped | sine(lambda c: jnp.clip(c, -1, 1), THIRD)
+    cotangent made positive | by_vjp(total_square, lambda x, c: 2 * x * jnp.abs(c), THIRD)
+    cotangent of one sign | sine(lambda c: jnp.maximum(c, -2))
+    cotangent of bounded norm |
+        by_vjp(total_square, lambda x, c: 2 * x * c / jnp.maximum(1, jnp.abs(c) / 100), THIRD)
+    small cotangents dropped | sine(lambda c: jnp.where(jnp.abs(c) < 0.01, 0, c))
+    tangent clipped | by_jvp(jnp.sin, lambda x, t: jnp.cos(x) * jnp.clip(t, -2, 2),
+        r"args\[0\], a random direction \(times 1024")
+    conjugate missing |
+        by_vjp(jnp.conj, lambda z, c: c, r"\], imaginary part of entry \(", (Z,))
+    imaginary part lost |
+        by_vjp(jnp.square, lambda z, c: 2 * z.real * c, r"part of entry \(0,\)", (Z,))
+    second of two arguments | by_vjp(lambda x, y: x * y**2,
+        lambda x, y, c: (y**2 * c, x * y * c), r"args\[1\], entry \(1,\)", (X, X[::-1]))
+    arguments exchanged |
+        by_vjp(jnp.multiply, lambda x, y, c: (x * c, y * c), THIRD, (X, X[::-1] + 1))
+    bias in a tree | Wrong(lambda p: with_vjp(jnp.add,
+        lambda x, y, c: (c, c.sum() * jnp.ones(3)))(p["w"] * 2, p["layer"]["b"]),
+        lambda p: p["w"] * 2 + p["layer"]["b"], ({"w": X, "layer": {"b": X}},),
+        r"args\[0\]\['layer'\]\['b'\], entry \(0,\)")
+    forward mode alone | Wrong(one_mode(0.5, 1.0), jnp.sin, (X,), FIRST, modes=("rev", "fwd"))
+    reverse mode alone | Wrong(one_mode(1.0, 0.5), jnp.sin, (X,), FIRST, modes=("fwd", "rev"))
+    both modes | by_jvp(jnp.exp, lambda x, t: x * jnp.exp(x) * t)
+    second order, in the input |
+        by_vjp(jnp.sin, lambda x, c: jax.lax.stop_gradient(jnp.cos(x)) * c, SECOND, order=2)
+    second order, in the cotangent |
+        sine(jax.lax.stop_gradient, r"cotangent of output, entry \(0,\)", order=2)
+    second order, forward |
+        by_jvp(jnp.sin, lambda x, t: jax.lax.stop_gradient(jnp.cos(x)) * t, SECOND, order=2)
+    duplicates dropped | Wrong(of_values(with_vjp(rows_added,
+        lambda v, c: c[jnp.array([2, 0, 2])] * jnp.array([[0.0], [1], [1]]))),
+        lambda x: jmask.todense(x, masked_grad=True), (TWICE,),
+        r"args\[0\], entry \(2, 0\), stored value \(0, 0\)", masked=True)
+    under the mask |
+        Wrong(of_data(with_vjp(lambda d: jnp.where(MASK, d, 0), lambda d, c: c.sum() + 0 * c)),
+        lambda x: x.to_tensor(0), (MASKED,), FIRST, masked=True)
+    under the mask alone | Wrong(
         of_data(with_vjp(lambda d: jnp.sum(jnp.where(MASK, d, 0)), lambda d, c: c + 0 * X)),
-        jnm.sum,
-        (MASKED,),
-        r"args\[0\], stored value \(1,\), which is under the mask",
-        masked=True,
-    ),
-    "nan under the mask": Wrong(
-        lambda x: jnp.sum(jnp.where(x.mask, jnp.log(x.data), 0)),
-        lambda x: jnm.sum(jnm.log(x)),
-        (MASKED,),
-        r"args\[0\], stored value \(1,\), which is under the mask",
-        masked=True,
-    ),
-    "padding": Wrong(
-        lambda x: jnp.sum(x.data),
-        lambda x: jnp.sum(x.todense()),
-        (PADDED,),
-        r"args\[0\], stored value \(2,\), which is padding",
-        masked=True,
-    ),
-    "unspecified entries": Wrong(
-        of_dense(with_vjp(kept, lambda x, c: c)),
-        of_dense(kept),
-        (STORED,),
-        r"args\[0\], entry \(0,\), which is not specified",
-        masked=True,
-    ),
-    "plain product, checked as masked": Wrong(
-        lambda x: jmask.todense(x) @ MATRIX.ravel()[:4],
-        lambda x: x @ jnp.asarray(MATRIX.ravel()[:4]),
-        (STORED,),
-        r"args\[0\], entry \(0,\), which is not specified",
-        masked=True,
-    ),
-    "masked product, checked as plain": Wrong(
-        lambda x: x @ jnp.asarray(MATRIX.ravel()[:4]),
-        lambda x: jmask.todense(x) @ MATRIX.ravel()[:4],
-        (STORED,),
-        r"args\[0\], entry \(0,\), which is not specified",
-    ),
-    "mask that changes": Wrong(
-        lambda x: jmask.masked_tensor(x, x >= 1.0),
-        lambda x: jmask.masked_tensor(x, x >= 0.9),
-        (X,),
-        r"args\[0\].* changed the mask of output, at entry \(1,\)",
-    ),
-    "not deterministic": Wrong(
-        never_the_same, lambda x: x, (X,), r"entry \(0,\) was .* and then"
-    ),
+        jnm.sum, (MASKED,), UNDER_MASK, masked=True)
+    nan under the mask | Wrong(lambda x: jnp.sum(jnp.where(x.mask, jnp.log(x.data), 0)),
+        lambda x: jnm.sum(jnm.log(x)), (MASKED,), UNDER_MASK, masked=True)
+    padding | Wrong(lambda x: jnp.sum(x.data), lambda x: jnp.sum(x.todense()), (PADDED,),
+        r"args\[0\], stored value \(2,\), which is padding", masked=True)
+    unspecified entries | Wrong(of_dense(with_vjp(kept, lambda x, c: c)), of_dense(kept),
+        (STORED,), UNSPECIFIED, masked=True)
+    plain product, checked as masked | Wrong(lambda x: jmask.todense(x) @ MATRIX.ravel()[:4],
+        lambda x: x @ jnp.asarray(MATRIX.ravel()[:4]), (STORED,), UNSPECIFIED, masked=True)
+    masked product, checked as plain | Wrong(lambda x: x @ jnp.asarray(MATRIX.ravel()[:4]),
+        lambda x: jmask.todense(x) @ MATRIX.ravel()[:4], (STORED,), UNSPECIFIED)
+    mask that changes | Wrong(lambda x: jmask.masked_tensor(x, x >= 1.0),
+        lambda x: jmask.masked_tensor(x, x >= 0.9), (X,),
+        r"args\[0\].* changed the mask of output, at entry \(1,\)")
+    not deterministic |
+        Wrong(never_the_same, lambda x: x, (X,), r"entry \(0,\) was .* and then")
+"""
+WRONG = {
+    name: make()
+    for name, code in rows(_WRONG)
+    for make in functions("", globals())(code).values()
 }
 
 

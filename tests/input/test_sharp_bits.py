@@ -36,10 +36,7 @@ def over_devices(collective):
     return jax.jit(spread).lower(TABLE)
 
 
-def labels(params):
-    return jax.tree.map(lambda x: "rows", params)
-
-
+labels = lambda params: jax.tree.map(lambda x: "rows", params)
 # By the beginning of the row of the table in docs/sharp_bits.md that has the error's words.
 MISTAKES = {
     "multiply": """
@@ -78,14 +75,8 @@ OUTSIDE = {
     for row, text in MISTAKES.items()
     for name, mistake in functions("", globals())(text).items()
 }
-
-
-def mapped(function):
-    return jax.tree.map(function, GRADS)
-
-
-def in_float16(x):
-    return x.astype("float16")
+mapped = lambda function: jax.tree.map(function, GRADS)
+in_float16 = lambda x: x.astype("float16")
 
 
 def documented():

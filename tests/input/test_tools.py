@@ -25,6 +25,7 @@ TENSORS = {
     "masked BCOO": jmask.masked_tensor(BCOO.fromdense(jnp.eye(3))),
     "masked BCSR": jmask.masked_tensor(BCSR.fromdense(jnp.eye(3))),
 }
+_dense = lambda x: np.asarray(jmask.todense(x))
 
 
 @pytest.mark.parametrize("kind", TENSORS)
@@ -97,10 +98,6 @@ class TestToolsThatWork:
         np.testing.assert_array_equal(_dense(array * x), 2 * _dense(x))
         np.testing.assert_array_equal(_dense(np.float32(2) * x), 2 * _dense(x))
         np.testing.assert_array_equal(_dense(array - x), _dense(np.subtract(array, x)))
-
-
-def _dense(x):
-    return np.asarray(jmask.todense(x))
 
 
 def _doubled(x):

@@ -1,6 +1,18 @@
-"""Every argument of every public function is given what it does not take, one value at a time.
+"""Every wrong call gets an error that says what is wrong, and the way out.
 
-It refuses by the name of the argument, or the table says why it is right to take the value.
+The tables are in `wrong_calls/`: a call, the error, and words of the first line of its message
+in their order.
+
+    | # a name among the parameters                          a title
+    | >>> jmask.embedding_lookup(TABLE, None)
+    | TypeError: `ids` must be integers ... NoneType
+
+A lambda is called eagerly and traced, with a table (6, 3) if it takes one. A statement without
+an error defines names for the rows below it. What optax refuses before it calls jmask is
+in test_sharp_bits.py.
+
+And every argument of every public function is given what it does not take, one value at a time:
+it refuses by the name of the argument, or the table says why it is right to take the value.
 The rows of arguments.txt and transformations.txt: an argument, what it is given and takes of
 that, as in `Arg`, and the call with the value `v`.
 
@@ -17,7 +29,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +41,80 @@ import jmask
 from scripts import docs_pages
 from tests import mistakes
 from tests.mistakes import GRADS, LAZY, PARAMS, TABLE
+from tests.sparse_arrays import coo, csr
+
+TABLES = sorted((Path(__file__).parent / "wrong_calls").glob("*.txt"))
+_CALL = re.compile(
+    r"^>>> (?P<call>.*\n(?:\.\.\. .*\n)*)(?:(?P<error>[\w., ()]+): ?(?P<words>.*)\n)?", re.M
+)
+
+
+class Row(NamedTuple):
+    """One wrong call, and the statements that define the names in it."""
+
+    file: Path
+    line: int
+    code: str
+    error: str
+    words: list[str]
+    definitions: str
+
+
+def read_calls():
+    """Read the tables; the name of a row is its file and line."""
+    found = {}
+    for file in TABLES:
+        text, definitions = file.read_text(), ""
+        for match in _CALL.finditer(text):
+            code = match["call"].replace("\n... ", "\n")
+            line = text.count("\n", 0, match.start())
+            if match["error"] is None:
+                definitions += code
+            else:
+                words = match["words"].split(" ... ")
+                name = f"{file.stem}:{line + 1}"
+                found[name] = Row(file, line, code, match["error"], words, definitions)
+    return found
+
+
+CALLS = read_calls()
+
+
+def check(call, row, names):
+    error = eval(row.error, names)
+    with pytest.raises(error) as raised:
+        call()
+    first = str(raised.value).strip().partition("\n")[0]
+    assert re.search(".*".join(map(re.escape, row.words)), first)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.dtype_promotion
+def test_wrong_call(name):
+    row = CALLS[name]
+    names = {**vars(mistakes), "coo": coo, "csr": csr, "jnm": jmask.numpy, "np": np}
+    exec(row.definitions, names)
+    code = compile("\n" * row.line + row.code, str(row.file), "eval")
+    if not row.code.startswith("lambda"):
+        check(lambda: eval(code, names), row, names)
+        return
+    call = eval(code, names)
+    table = [jnp.arange(18, dtype=jnp.float32).reshape(6, 3)][: call.__code__.co_argcount]
+    check(lambda: call(*table), row, names)
+    check(lambda: jax.eval_shape(call, *table), row, names)
+
+
+def test_mask_that_may_mean_two_things():
+    """Three stored rows of a tensor of three rows: entries, or stored values?"""
+    rows = jmask.RowSparse([2, 0, 3], jnp.ones((3, 2)), (3, 2))
+    mask = np.array([[True, False], [True, True], [False, False]])
+    with pytest.raises(ValueError, match=r"may be meant for the entries .* or for"):
+        jmask.masked_tensor(rows, mask)
+    stored = jmask.masked_tensor(rows, rows.with_values(jnp.asarray(mask)))
+    np.testing.assert_array_equal(stored.to_tensor(0), [[1, 1], [0, 0], [1, 0]])
+
+
+# --- each argument is given what it does not take ---------------------------------------
 
 
 class Foreign:
@@ -39,7 +125,7 @@ class Foreign:
     dtype = "torch.float32"
     is_sparse = False
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype=None, copy=None):
         return np.ones(self.shape, np.float32)
 
 
@@ -88,15 +174,9 @@ class Arg:
     named: tuple[str, ...] = ()
 
 
-def because(reason: str, *names: str) -> dict[str, str]:
-    """The same reason for several values."""
-    return dict.fromkeys(names, reason)
-
-
-def without(table: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {k: v for k, v in table.items() if k != name}
-
-
+# The same reason for several values.
+because = lambda reason, *names: dict.fromkeys(names, reason)
+without = lambda table, name: {k: v for k, v in table.items() if k != name}
 FUNCTION = without(OBJECTS, "a function") | {"an array": jnp.ones(2)}
 DEFAULT = because("None is the default", "None")
 ANY = because(
@@ -127,13 +207,10 @@ MASKED = jmask.masked_tensor(TABLE, TABLE > 0)
 BAGS, SQUARE = jnp.array([[1, 2], [3, 4]]), jnp.ones((2, 2))
 ADAGRAD = jmask.adagrad(0.1)
 LOADED = {"step": 1, "sum": np.ones((6, 2))}
+step = lambda tx, grads=GRADS, params=PARAMS: tx.update(grads, tx.init(PARAMS), params)
 
 
-def step(tx: Any, grads: Any = GRADS, params: Any = PARAMS) -> Any:
-    return tx.update(grads, tx.init(PARAMS), params)
-
-
-def mapped(function: Callable[..., Any]) -> Callable[[Any], Any]:
+def mapped(function):
     """A collective of a value under `vmap`."""
     return lambda v: jax.vmap(lambda _: function(v, "i"), axis_name="i")(jnp.ones(2))
 
@@ -142,7 +219,7 @@ _ROW = re.compile(r"^(?P<name>[^:\n]+): (?P<given>.*)\n    (?P<call>.*)$", re.M)
 NAMES = {**vars(mistakes), **globals()}
 
 
-def read(file: str, **names: Any) -> dict[str, Arg]:
+def read(file, **names):
     """The rows of a table, with what `names` has in them."""
     return {
         name: eval(f"Arg(lambda v: {call}, {given})", NAMES | names)
@@ -195,7 +272,7 @@ for name, tx in OPTIMIZERS.items():
     ARGUMENTS |= {title.replace("tx", name): row for title, row in rows.items()}
 
 
-def complaint(argument: Arg, named: tuple[str, ...], what: str) -> str | None:
+def complaint(argument, named, what):
     """Describe what a function does wrong with a value, or return None."""
     try:
         argument.call(argument.values[what])

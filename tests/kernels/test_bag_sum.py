@@ -20,6 +20,7 @@ from jmask._kernels import bag_sum as module
 from jmask._kernels import tuning
 from jmask._kernels.bag_sum import BagSum, bag_sum
 from jmask._kernels.gather import Gather
+from tests.expressions import functions
 from tests.oracle import assert_close
 from tests.stored_tables import bits
 
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.sampled
 
 
 V, D, BAGS = 9, 64, 4  # rows of 64 have a gather of their own
+by_parts = lambda *arguments: BagSum(*arguments).by_parts()
 
 
 def problem(seed, equal, weighted, count=24, row=(D,)):
@@ -37,10 +39,6 @@ def problem(seed, equal, weighted, count=24, row=(D,)):
     bag = None if equal else jnp.asarray(rng.integers(0, BAGS + 1, count), jnp.int32)
     weights = jnp.asarray(rng.normal(size=of_entries), jnp.float32) if weighted else None
     return table, positions, bag, weights
-
-
-def by_parts(*arguments):
-    return BagSum(*arguments).by_parts()
 
 
 def in_blocks_of(size, patch, by_column=False):
@@ -141,13 +139,13 @@ ROWS = 7
 IDS = np.array([3, 0, -1, 6, 3, 7, -9, 2**31 - 1], np.int32)
 
 
-def table_of(row: tuple[int, ...], dtype: str) -> jax.Array:
+def table_of(row, dtype):
     table = jax.random.normal(jax.random.key(0), (ROWS, *row)).astype(dtype)
     table = table.at[3].set(-0.0).at[0].set(jnp.nan).at[6].set(1e-40)
     return table.at[(2,) + (0,) * len(row)].set(jnp.inf)
 
 
-def two_batches(gather: Gather, rank: int) -> lax.GatherDimensionNumbers:
+def two_batches(gather, rank):
     offsets = tuple(range(2, 2 + rank))
     return gather.dimension_numbers._replace(offset_dims=offsets)
 
@@ -158,7 +156,7 @@ def two_batches(gather: Gather, rank: int) -> lax.GatherDimensionNumbers:
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("row", [(64,), (8, 8), (32,), (50,), (3, 15)])
-def test_the_same_bits(row: tuple[int, ...], dtype: str, mode: str, fill: float | None) -> None:
+def test_the_same_bits(row, dtype, mode, fill):
     table = table_of(row, dtype)
     ids = IDS % ROWS if mode == "promise_in_bounds" else IDS
     gather = Gather.rows_of(table.shape, lax.GatherScatterMode.from_any(mode), fill_value=fill)
@@ -175,7 +173,7 @@ def test_the_same_bits(row: tuple[int, ...], dtype: str, mode: str, fill: float 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.uint32])
 @pytest.mark.parametrize("mode", ["clip", "fill"])
-def test_ids_of_other_dtypes(mode: str, dtype: type) -> None:
+def test_ids_of_other_dtypes(mode, dtype):
     table = jnp.arange(300 * 32.0).reshape(300, 32)
     ids = jnp.asarray(np.arange(-150, 150).astype(dtype))[:, None]
     gather = Gather.rows_of(table.shape, lax.GatherScatterMode.from_any(mode))
@@ -183,7 +181,7 @@ def test_ids_of_other_dtypes(mode: str, dtype: type) -> None:
     np.testing.assert_array_equal(gather(table, ids), gather.plain(table, ids))
 
 
-def test_rows_that_come_first() -> None:
+def test_rows_that_come_first():
     """Entries (32, n) instead of (n, 32)."""
     table = table_of((32,), "float32")
     numbers = lax.GatherDimensionNumbers((0,), (0,), (0,))
@@ -194,27 +192,21 @@ def test_rows_that_come_first() -> None:
     )
 
 
+LOOKUPS = functions("t, i", globals())("""
+    t[i]; jnp.take(t, i, axis=0); t.at[i].get(mode="fill", fill_value=1.0);
+    jax.vmap(lambda j: t[j])(i); jmask.embedding_lookup(t, i, mode="zero");
+    jax.jit(lambda t, i: jnp.tanh(t[i]))(t, i)
+""")
+
+
 @pytest.mark.parametrize("width", [32, 65, 64])
-@pytest.mark.parametrize(
-    "lookup",
-    [
-        lambda t, i: t[i],
-        lambda t, i: jnp.take(t, i, axis=0),
-        lambda t, i: t.at[i].get(mode="fill", fill_value=1.0),
-        lambda t, i: jax.vmap(lambda j: t[j])(i),
-        lambda t, i: jmask.embedding_lookup(t, i, mode="zero"),
-        lambda t, i: jax.jit(lambda t, i: jnp.tanh(t[i]))(t, i),
-    ],
-    ids=["index", "take", "fill", "vmap", "embedding_lookup", "in a jit"],
-)
-def test_values_and_derivatives(lookup, width: int) -> None:
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_values_and_derivatives(name, width):
     """As those of the same program with rows of a width that is not special."""
+    lookup = LOOKUPS[name]
     table = jax.random.normal(jax.random.key(1), (ROWS, width))
     weights = jnp.arange(IDS.size * width, dtype=jnp.float32).reshape(-1, width) / 100
-
-    def loss(t: jax.Array) -> jax.Array:
-        return jnp.sum(lookup(t, IDS % ROWS) ** 2 * weights, where=weights > 0.5)
-
+    loss = lambda t: jnp.sum(lookup(t, IDS % ROWS) ** 2 * weights, where=weights > 0.5)
     plain = jax.value_and_grad(loss)(table)
     for run in (jmask.value_and_grad(loss), jax.jit(jmask.value_and_grad(loss))):
         value, gradient = run(table)
@@ -230,7 +222,7 @@ def test_values_and_derivatives(lookup, width: int) -> None:
 
 @pytest.mark.of_cpus
 @pytest.mark.parametrize("width", [32, 50, 64])
-def test_a_lookup_is_not_left_a_copying_loop(width: int) -> None:
+def test_a_lookup_is_not_left_a_copying_loop(width):
     """The forward gather that runs reads integers; also inside a call."""
     step = jax.jit(
         jmask.value_and_grad(lambda t: jnp.sum(jnp.take(t, IDS % ROWS, axis=0) ** 2))

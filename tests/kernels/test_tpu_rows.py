@@ -7,8 +7,6 @@ program that is lowered for TPUs, for which none is needed.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmask
 from jmask._kernels import rows, scatter_update, tpu_rows, tuning, update_rows
+from tests.expressions import functions
 from tests.oracle import assert_close
 from tests.stored_tables import update_and_apply
 
@@ -32,54 +31,48 @@ V = 60
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_blocks(monkeypatch):
     for name, value in (("_BLOCK", 16), ("_CHUNK", 8), ("_UNROLL", 4)):
         monkeypatch.setattr(tpu_rows, name, value)
 
 
 @pytest.fixture
-def interpreted(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+def interpreted(capfd):
     """Run kernels in the interpreter, and refuse races."""
     with pltpu.force_tpu_interpret_mode(PARAMS):
         yield
     assert "RACE" not in "".join(capfd.readouterr())
 
 
-def sgd(p: Any, g: Any) -> Any:
+def sgd(p, g):
     return (p - 0.1 * g,)
 
 
-def momentum(p: Any, m: Any, g: Any, lr: Any) -> Any:
+def momentum(p, m, g, lr):
     m = 0.9 * m + g
     return p - lr * jnp.sign(m), m
 
 
-def adam(p: Any, m: Any, v: Any, g: Any, lr: Any, c: Any) -> Any:
+def adam(p, m, v, g, lr, c):
     m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
     return p - lr * m / (jnp.sqrt(abs(v) * c) + 1e-8), m, v
 
 
-def adan_like(p: Any, m: Any, v: Any, n: Any, old: Any, g: Any, lr: Any) -> Any:
+def adan_like(p, m, v, n, old, g, lr):
     d = g - old
     m, v = 0.9 * m + 0.1 * g, 0.9 * v + 0.1 * d
     n = jnp.maximum(0.9 * n, jnp.abs(g + d))
     return p - lr * (m + v) / (jnp.sqrt(jnp.abs(n)) + 1e-3), m, v, n, g
 
 
-def clipped(p: Any, m: Any, g: Any, lr: Any) -> Any:
+def clipped(p, m, g, lr):
     g = jnp.clip(jnp.where(jnp.isfinite(g), g, 0.0), -1.0, 1.0)
     return p * (1 - lr) - lr * jnp.tanh(g) ** 3, jnp.exp(-m) + jnp.log1p(g * g)
 
 
-def counted(p: Any, count: Any, g: Any) -> Any:
-    return p - g / (count + 1).astype(g.dtype), count + 1
-
-
-def replaced(p: Any, g: Any) -> Any:
-    return (g,)
-
-
-RULES: dict[str, tuple[Callable[..., Any], Sequence[Any], int]] = {
+counted = lambda p, count, g: (p - g / (count + 1).astype(g.dtype), count + 1)
+replaced = lambda p, g: (g,)
+RULES = {
     "sgd": (sgd, ["float32"], 0),
     "momentum": (momentum, ["float32"] * 2, 1),
     "adam": (adam, ["float32"] * 3, 2),
@@ -112,12 +105,12 @@ CASES = [
 ]
 
 
-def numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def numbers(rng, shape, dtype):
     x = rng.normal(size=shape)
     return jnp.asarray(np.abs(x * 5) if jnp.issubdtype(dtype, jnp.integer) else x, dtype)
 
 
-def ids_of(rng: np.random.Generator, count: int, padding: int, order: str) -> jax.Array:
+def ids_of(rng, count, padding, order):
     ids = rng.permutation(V)[: count - padding]
     if order == "any":
         ids = rng.integers(0, V // 3, count - padding)
@@ -126,7 +119,7 @@ def ids_of(rng: np.random.Generator, count: int, padding: int, order: str) -> ja
     return jnp.asarray(ids, jnp.int32)
 
 
-def update_of(rule: str, batch: str, gradient: Any = "float32") -> Any:
+def update_of(rule, batch, gradient="float32"):
     combiner, dtypes, scalars = RULES[rule]
     count, padding, width, order = BATCHES[batch]
     rng = np.random.default_rng(0)
@@ -137,17 +130,17 @@ def update_of(rule: str, batch: str, gradient: Any = "float32") -> Any:
         ids_of(rng, count, padding, order),
         numbers(rng, (count, width), gradient),
         [jnp.float32(0.1 + i) for i in range(scalars)],
-        order,  # type: ignore[arg-type]
+        order,
     )
     return update_rows._prepared(x)
 
 
-def run(how: Callable[..., Any], update: Any) -> list[np.ndarray]:
+def run(how, update):
     (results,) = jax.jit(lambda x: how([x]))(update)
     return [np.asarray(x) for x in results]
 
 
-def assert_same(update: Any, results: Any) -> None:
+def assert_same(update, results):
     """The numbers of the definition, and the very bits of rows that no id names."""
     others = np.setdiff1d(np.arange(V), np.asarray(update.ids))
     expected = run(update_rows._by_definition, update)
@@ -158,7 +151,7 @@ def assert_same(update: Any, results: Any) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("rule", "batch"), CASES)
-def test_as_defined(rule: str, batch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_defined(rule, batch, monkeypatch):
     if batch == "equal ids of many":
         monkeypatch.setattr(tuning, "LARGE_SUMS", 0)
         monkeypatch.setattr(tuning, "LATER_ROWS", 3)
@@ -169,7 +162,7 @@ def test_as_defined(rule: str, batch: str, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("order", ["sorted", "unique", "any", "any of many"])
 @pytest.mark.parametrize("kind", ["set", "add"])
-def test_sets_and_sums(kind: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sets_and_sums(kind, order, monkeypatch):
     if order == "any of many":
         order = "any"
         monkeypatch.setattr(tuning, "LARGE_SUMS", 0)
@@ -177,7 +170,7 @@ def test_sets_and_sums(kind: str, order: str, monkeypatch: pytest.MonkeyPatch) -
     table, ids = numbers(rng, (V, 128), "float32"), ids_of(rng, 40, 7, order)
     new = numbers(rng, (40, 128), "float32")
     if kind == "add":
-        x = update_rows.RowUpdate(update_rows.ADDITION, [table], ids, new, [], order)  # type: ignore[arg-type]
+        x = update_rows.RowUpdate(update_rows.ADDITION, [table], ids, new, [], order)
         update = update_rows._prepared(x)
         assert_same(update, run(update_rows._on_one_tpu, update))
     elif order != "any":
@@ -192,7 +185,7 @@ def test_sets_and_sums(kind: str, order: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
 @pytest.mark.parametrize("count", [128 * 20, 128 * 20 + 1, 128 * 20 + 127])
 @pytest.mark.parametrize("shape", [(1,), (1, 1)])
-def test_one_entry_for_each_row(count: int, dtype: str, shape: tuple[int, ...]) -> None:
+def test_one_entry_for_each_row(count, dtype, shape):
     """Neighbours in a line, across blocks, in the last line, and none at all; padding."""
     rng = np.random.default_rng(0)
     table = np.array(numbers(rng, (count, *shape), dtype))
@@ -228,7 +221,7 @@ def test_one_entry_for_each_row(count: int, dtype: str, shape: tuple[int, ...]) 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("width", [128, 256])
 @pytest.mark.parametrize("kind", ["set", "add"])
-def test_rows_of_16_bits(kind: str, width: int, dtype: str) -> None:
+def test_rows_of_16_bits(kind, width, dtype):
     """Both rows of a pair, one of them, pairs that are in two blocks; padding."""
     rng = np.random.default_rng(0)
     table = np.array(numbers(rng, (V, width), dtype))
@@ -258,7 +251,7 @@ def test_rows_of_16_bits(kind: str, width: int, dtype: str) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.sampled(15)
-def test_inside_shard_map() -> None:
+def test_inside_shard_map():
     """Each of two devices updates its own rows."""
     update = update_of("momentum", "padding last")
     twice = jax.tree.map(
@@ -266,8 +259,8 @@ def test_inside_shard_map() -> None:
     )
     mesh = jax.sharding.Mesh(jax.devices()[:2], "x")
 
-    def on_each(how: Callable[..., Any]) -> Any:
-        def local(update: Any) -> list[jax.Array]:
+    def on_each(how):
+        def local(update):
             (tables,) = how([jax.tree.map(lambda x: x[0], update)])
             return [x[None] for x in tables]
 
@@ -282,19 +275,17 @@ def test_inside_shard_map() -> None:
 
 
 @pytest.mark.parametrize("places", [(0, 1), (15, 16)])
-def test_control_equal_ids_race(
-    places: tuple[int, int], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_control_equal_ids_race(places, capfd):
     """The interpreter sees equal ids, in one block and in two that follow each other."""
     table, ids = jnp.zeros((V, 128)), jnp.arange(40, dtype=jnp.int32)
     ids = ids.at[places[1]].set(ids[places[0]])
 
     @jax.jit
-    def run(table: jax.Array, ids: jax.Array) -> list[jax.Array]:
+    def run(table, ids):
         new = jnp.ones((40, 128))
         return tpu_rows.update(lambda x, y: [x + y], [table], ids, [new], padding_last=True)
 
-    def verdict() -> str:
+    def verdict():
         try:
             with pltpu.force_tpu_interpret_mode(PARAMS):
                 jax.block_until_ready(run(table, ids))
@@ -311,22 +302,22 @@ def test_control_equal_ids_race(
 # --- which updates are the kernel --------------------------------------------------------
 
 
-def kernels_in(function: Callable[..., Any], *arguments: Any) -> list[str]:
+def kernels_in(function, *arguments):
     """The kernels in a program that is lowered for TPUs."""
     traced = jax.jit(function).trace(*arguments)
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     return sorted(name for name in KERNELS if name in text)
 
 
-def step(tx: Any, apply: Callable[..., Any] = jmask.apply_gradients) -> Callable[..., Any]:
-    def function(table: Any, state: Any, ids: jax.Array) -> Any:
+def step(tx, apply=jmask.apply_gradients):
+    def function(table, state, ids):
         grads = jmask.grad(lambda t: jnp.sum(jnp.sin(t[ids])))(table)
         return apply(tx, grads, state, table)
 
     return function
 
 
-def kernels_of(tx: Any, shape: tuple[int, ...], dtype: Any = "float32", **more: Any) -> Any:
+def kernels_of(tx, shape, dtype="float32", **more):
     table = jax.ShapeDtypeStruct(shape, dtype)
     ids = jax.ShapeDtypeStruct((more.pop("lookups", 64),), more.pop("ids", jnp.int32))
     return kernels_in(step(tx, **more), table, jax.eval_shape(tx.init, table), ids)
@@ -336,26 +327,20 @@ UPDATE = ["jmask_update_rows"]
 BOTH = ["jmask_read_lines", "jmask_update_rows"]
 
 
+WITH_ROWS_READ = functions("", vars(jmask))('adam(count="per_row"); rowwise_adagrad()')
+OPTIMIZERS = WITH_ROWS_READ | functions("", {"optax": optax, **vars(jmask)})("""
+    sgd(0.1); sgd(0.1, momentum=0.9, weight_decay=0.1); adagrad(); adam(); ftrl();
+    lazy(optax.adamw(0.1)); lazy(optax.rmsprop(0.1)); lazy(optax.lion(0.1));
+    lazy(optax.adan(0.1))
+""")
+
+
 @pytest.mark.parametrize("apply", [jmask.apply_gradients, update_and_apply])
-@pytest.mark.parametrize(
-    ("tx", "kernels"),
-    [
-        (jmask.sgd(0.1), UPDATE),
-        (jmask.sgd(0.1, momentum=0.9, weight_decay=0.1), UPDATE),
-        (jmask.adagrad(), UPDATE),
-        (jmask.adam(), UPDATE),
-        (jmask.adam(count="per_row"), BOTH),
-        (jmask.rowwise_adagrad(), BOTH),
-        (jmask.ftrl(), UPDATE),
-        (jmask.lazy(optax.adamw(0.1)), UPDATE),
-        (jmask.lazy(optax.rmsprop(0.1)), UPDATE),
-        (jmask.lazy(optax.lion(0.1)), UPDATE),
-        (jmask.lazy(optax.adan(0.1)), UPDATE),
-    ],
-)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.dtype_promotion
-def test_optimizers_that_are_the_kernel(tx: Any, kernels: list[str], apply: Any) -> None:
-    assert kernels_of(tx, (10**6, 128), apply=apply) == kernels
+def test_optimizers_that_are_the_kernel(name, apply):
+    kernels = BOTH if name in WITH_ROWS_READ else UPDATE
+    assert kernels_of(OPTIMIZERS[name](), (10**6, 128), apply=apply) == kernels
 
 
 @pytest.mark.parametrize(
@@ -371,31 +356,31 @@ def test_optimizers_that_are_the_kernel(tx: Any, kernels: list[str], apply: Any)
     ],
 )
 @pytest.mark.filterwarnings("ignore:on a TPU a step copies")
-def test_shapes_that_are_left_to_xla(shape: Any, dtype: Any, more: Any) -> None:
+def test_shapes_that_are_left_to_xla(shape, dtype, more):
     assert kernels_of(jmask.adagrad(), shape, dtype, **more) == []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_widths(dtype: str) -> None:
+def test_widths(dtype):
     for width in (128, 256, 384, 1024, 4096):
         assert kernels_of(jmask.adam(), (10**6, width), dtype) == UPDATE
 
 
-def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_switch(monkeypatch):
     assert kernels_of(jmask.adam(), (10**6, 128)) == UPDATE
     monkeypatch.setenv("JMASK_KERNELS", "0")
     for tx in (jmask.adam(), jmask.sgd(0.1), jmask.rowwise_adagrad()):
         assert kernels_of(tx, (10**6, 128)) == []
 
 
-def test_batched_calls_are_the_definition() -> None:
+def test_batched_calls_are_the_definition():
     table, ids = jnp.zeros((2, 10**4, 128)), jnp.zeros((2, 8), jnp.int32)
     tx = jmask.adagrad()
     state = jax.eval_shape(jax.vmap(tx.init), table)
     assert kernels_in(jax.vmap(step(tx)), table, state, ids) == []
 
 
-def test_packed_tables() -> None:
+def test_packed_tables():
     table = jax.eval_shape(jmask.PackedTable.pack, jax.ShapeDtypeStruct((10**6, 64), "float32"))
     tx = jmask.adam()
     state = jax.eval_shape(tx.init, table)
@@ -404,7 +389,7 @@ def test_packed_tables() -> None:
         assert kernels_in(step(tx, apply), table, state, ids) == UPDATE
 
 
-def test_other_platforms_have_no_kernel() -> None:
+def test_other_platforms_have_no_kernel():
     table = jax.ShapeDtypeStruct((10**6, 128), "float32")
     tx = jmask.adam()
     arguments = table, jax.eval_shape(tx.init, table), jax.ShapeDtypeStruct((64,), jnp.int32)
@@ -414,7 +399,7 @@ def test_other_platforms_have_no_kernel() -> None:
         assert not any(name in text for name in KERNELS)
 
 
-def test_one_export_holds_the_kernel_and_scatters() -> None:
+def test_one_export_holds_the_kernel_and_scatters():
     table, ids = jnp.ones((V, 128)), jnp.array([3, 5, 3])
     tx = jmask.adam()
     arguments = table, tx.init(table), ids
@@ -425,7 +410,7 @@ def test_one_export_holds_the_kernel_and_scatters() -> None:
     assert_close(exported.call(*arguments), jax.jit(step(tx))(*arguments), rtol=1e-6)
 
 
-def test_narrow_tables_are_said_once() -> None:
+def test_narrow_tables_are_said_once():
     tpu_rows._warn_of_copies.cache_clear()
     with pytest.warns(UserWarning, match=r"jmask.packed\(table\)"):
         kernels_of(jmask.adagrad(), (10**6, 64))

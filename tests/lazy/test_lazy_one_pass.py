@@ -44,10 +44,7 @@ def nothing_if_not_finite(updates):
 
 def forgetful():
     """Its state, of the shape of the parameters, is zero after each step."""
-
-    def zeros(tree):
-        return jax.tree.map(jnp.zeros_like, tree)
-
+    zeros = lambda tree: jax.tree.map(jnp.zeros_like, tree)
     return optax.GradientTransformation(zeros, lambda u, state, params=None: (u, zeros(u)))
 
 

@@ -13,18 +13,7 @@ import optax
 import pytest
 
 import jmask
-from tests.optax_cases import (
-    CHAINS,
-    DENSE_UNLIFTED,
-    EXACT_UNLIFTED,
-    NOT_PLACED,
-    REFUSED,
-    REFUSED_BY_OPTAX,
-    REFUSED_CHAINS,
-    ROW_LOCAL,
-    UNLIFTED,
-    extra_args,
-)
+from tests import optax_cases as cases
 from tests.oracle import assert_close, densified, is_row_sparse, other_rows, touched_rows
 
 pytestmark = [
@@ -117,7 +106,7 @@ def check_step(steps, gradient, state, params):
 
 
 # All are run under jit; eagerly, which compiles every operation by itself, every sixth.
-LIFTED = [*ROW_LOCAL, *CHAINS]
+LIFTED = [*cases.ROW_LOCAL, *cases.CHAINS]
 RUNS = [(name, jax.jit) for name in LIFTED]
 RUNS += [pytest.param(name, lambda f: f, marks=pytest.mark.slow) for name in LIFTED[::6]]
 
@@ -129,8 +118,8 @@ RUNS += [pytest.param(name, lambda f: f, marks=pytest.mark.slow) for name in LIF
     ids=[f"{name}, jit" for name in LIFTED] + [f"{name}, eager" for name in LIFTED[::6]],
 )
 def test_equals_the_dense_update_on_touched_rows(name, wrap):
-    inner = (ROW_LOCAL | CHAINS)[name]()
-    extra = extra_args(name, None)
+    inner = (cases.ROW_LOCAL | cases.CHAINS)[name]()
+    extra = cases.extra_args(name, None)
     params = PARAMS
     state = jmask.lazy(inner).init(params)
     assert jax.tree.structure(state) == jax.tree.structure(inner.init(params))
@@ -150,14 +139,14 @@ def first_update(tx, gradient, **extra):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", [*REFUSED, *REFUSED_CHAINS])
+@pytest.mark.parametrize("name", [*cases.REFUSED, *cases.REFUSED_CHAINS])
 def test_refused_with_the_reason(name):
-    build, reason = (REFUSED | REFUSED_CHAINS)[name]
+    build, reason = (cases.REFUSED | cases.REFUSED_CHAINS)[name]
     gradient = random_gradient(1)
-    extra = extra_args(name, gradient)
+    extra = cases.extra_args(name, gradient)
     with pytest.raises(ValueError, match=reason) as error:
         first_update(jmask.lazy(build()), gradient, **extra)
-    if name not in REFUSED_BY_OPTAX:
+    if name not in cases.REFUSED_BY_OPTAX:
         assert "jmask.lazy" in str(error.value)
 
 
@@ -171,11 +160,15 @@ def public_transformations():
 
 
 def test_tables_are_complete():
-    listed = {*ROW_LOCAL, *REFUSED, *UNLIFTED, *NOT_PLACED}
+    listed = {*cases.ROW_LOCAL, *cases.REFUSED, *cases.UNLIFTED, *cases.NOT_PLACED}
     assert set(public_transformations()) <= listed
 
 
-PLACED = UNLIFTED | ROW_LOCAL | {name: build for name, (build, _) in REFUSED.items()}
+PLACED = (
+    cases.UNLIFTED
+    | cases.ROW_LOCAL
+    | {name: build for name, (build, _) in cases.REFUSED.items()}
+)
 
 
 # One for all: it is compiled once.
@@ -190,7 +183,7 @@ def test_unlifted_is_exact_or_raises(name, side):
     order = (lambda a, b: (a, b)) if side == "before" else (lambda a, b: (b, a))
     chain = optax.chain(*order(PLACED[name](), LIFTED_MOMENTUM))
     gradient, params = random_gradient(1), PARAMS
-    extra = extra_args(name, gradient)
+    extra = cases.extra_args(name, gradient)
     raised = None
     try:
         state = chain.init(params)
@@ -199,7 +192,7 @@ def test_unlifted_is_exact_or_raises(name, side):
             params = optax.apply_updates(params, updates)
     except Exception as error:
         raised = error
-    if name not in EXACT_UNLIFTED + DENSE_UNLIFTED:
+    if name not in cases.EXACT_UNLIFTED + cases.DENSE_UNLIFTED:
         assert raised is not None, "silently accepted"
         # Raised by jmask's checks or JAX's, not by some accident of this test.
         told = ("RowSparse", "jmask.lazy", "structure", "abstract method", "per_example")
@@ -212,13 +205,14 @@ def test_unlifted_is_exact_or_raises(name, side):
         updates, state = reference.update(densified(gradient), state, dense)
         dense = optax.apply_updates(dense, updates)
     for key in SHAPES:
-        if is_row_sparse(gradient[key]) and name in EXACT_UNLIFTED:
+        if is_row_sparse(gradient[key]) and name in cases.EXACT_UNLIFTED:
             assert_rows(params[key], dense[key], PARAMS[key], gradient[key], key)
         else:
             np.testing.assert_allclose(params[key], dense[key], rtol=1e-5)
 
 
 NAMING = "scale sgd clip scale_by_schedule scale_by_sign add_noise zero_nans flatten".split()
+by_name = lambda tree: {name: "b" if name == "dense" else "a" for name in tree}
 
 
 @pytest.mark.parametrize("name", NAMING)
@@ -227,10 +221,6 @@ def test_error_of_an_unlifted_transformation_names_lazy(name):
     tx = PLACED[name]()
     with pytest.raises((TypeError, ValueError), match=r"jmask\.lazy"):
         tx.update(random_gradient(1), tx.init(PARAMS), PARAMS)
-
-
-def by_name(tree):
-    return {name: "b" if name == "dense" else "a" for name in tree}
 
 
 class TestComposition:

@@ -7,7 +7,6 @@ too, and what it refuses must be refused by name.
 """
 
 import warnings
-from typing import Any
 
 import hypothesis.strategies as st
 import jax
@@ -60,29 +59,23 @@ SCALARS = functions("u", globals())("""
     jnp.float32(1); optax.tree.norm(u); optax.tree.vdot(u, u); optax.tree.sum(u);
     sum(jnp.sum(jnp.tanh(x)) for x in jax.tree.leaves(u)); optax.tree.max(u)
 """)
+in_rows = lambda x: tuple(range(1, x.ndim))
+# A number for each row, of the rank of an array.
+column = lambda x, like: x.reshape(-1, *[1] * (like.ndim - 1))
 
 
-def in_rows(x: Any) -> tuple[int, ...]:
-    return tuple(range(1, x.ndim))
-
-
-def column(x: Any, like: Any) -> Any:
-    """A number for each row, of the rank of an array."""
-    return x.reshape(-1, *[1] * (like.ndim - 1))
-
-
-def function(leaf: str, scalar: str) -> optax.GradientTransformation:
-    def update(updates: Any, params: Any) -> Any:
+def function(leaf, scalar):
+    def update(updates, params):
         s = SCALARS[scalar](updates)
         return jax.tree.map(lambda u, p: LEAVES[leaf](u, p, s), updates, params)
 
     return optax.stateless(update)
 
 
-def accumulated(leaf: str) -> optax.GradientTransformation:
+def accumulated(leaf):
     """A state of the shape of the parameters that is what a function makes of it."""
 
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
+    def update(updates, state, params=None):
         of_leaf = LEAVES[leaf]
         state = jax.tree.map(
             lambda m, u: 0.5 * of_leaf(m, u, jnp.float32(1)) + u, state, updates
@@ -103,7 +96,7 @@ PARTS = functions("", {**vars(optax), **globals()})("""
 
 
 @st.composite
-def chains(draw: Any) -> tuple[Any, ...]:
+def chains(draw):
     part = st.one_of(
         st.tuples(st.sampled_from(sorted(PARTS))),
         st.tuples(st.sampled_from(sorted(LEAVES)), st.sampled_from(sorted(SCALARS))),
@@ -112,7 +105,7 @@ def chains(draw: Any) -> tuple[Any, ...]:
     return tuple(draw(st.lists(part, min_size=1, max_size=4)))
 
 
-def built(parts: Any) -> optax.GradientTransformation:
+def built(parts):
     made = []
     for part in parts:
         if len(part) == 1:
@@ -124,7 +117,7 @@ def built(parts: Any) -> optax.GradientTransformation:
     return optax.chain(*made)
 
 
-def assert_close(actual: Any, expected: Any, name: str) -> None:
+def assert_close(actual, expected, name):
     expected = np.asarray(expected, np.float64)
     scale = np.max(np.abs(expected[np.isfinite(expected)]), initial=1e-3)
     np.testing.assert_allclose(
@@ -132,18 +125,18 @@ def assert_close(actual: Any, expected: Any, name: str) -> None:
     )
 
 
-def check(parts: Any) -> bool:
+def check(parts):
     """Whether the chain is accepted; if so it is exact."""
     inner, gradient = built(parts), random_gradient(1)
     lifted = jmask.lazy(inner)
 
     @jax.jit
-    def dense_step(gradient: Any, state: Any, params: Any) -> Any:
+    def dense_step(gradient, state, params):
         updates, state = inner.update(gradient, state, params)
         return optax.apply_updates(params, updates), state
 
     @jax.jit
-    def lazy_steps(gradient: Any, state: Any, params: Any) -> Any:
+    def lazy_steps(gradient, state, params):
         """By `update`, and in one pass."""
         updates, new = lifted.update(gradient, state, params)
         in_one = jmask.apply_gradients(lifted, gradient, state, params)
@@ -151,8 +144,7 @@ def check(parts: Any) -> bool:
 
     params, state = dense_step(random_tree(5), inner.init(PARAMS), PARAMS)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", jmask.StorageFallbackWarning)
+        with warnings.catch_warnings(action="ignore", category=jmask.StorageFallbackWarning):
             new, in_one = lazy_steps(gradient, state, params)
     except ValueError as error:
         if "jmask.lazy cannot wrap" not in str(error):
@@ -165,7 +157,7 @@ def check(parts: Any) -> bool:
     return True
 
 
-def compare(new: Any, dense: Any, old: Any, gradient: Any) -> None:
+def compare(new, dense, old, gradient):
     """Touched rows as in the dense step, the others as before; all else as dense."""
     others = map(jax.tree.leaves, (dense, old))
     for (path, x), y, before in zip(jax.tree.leaves_with_path(new), *others, strict=True):

@@ -19,18 +19,9 @@ V, N = 12, 2
 TABLE = jax.ShapeDtypeStruct((V, 3), jnp.float32)
 ROWS = jax.eval_shape(lambda: jmask.RowSparse.zeros((V, 3), nse=N))
 KEY = np.zeros(2, np.uint32)
-
-
-def count(x):
-    return x.shape[0]
-
-
-def is_large(x):
-    return count(x) > 5
-
-
-def looped(x):
-    return lax.while_loop(lambda c: c < count(x), lambda c: c + 1.0, 0.0)
+count = lambda x: x.shape[0]
+is_large = lambda x: count(x) > 5
+looped = lambda x: lax.while_loop(lambda c: c < count(x), lambda c: c + 1.0, 0.0)
 
 
 def called_back(x):
@@ -43,8 +34,7 @@ def chosen_operand(x):
     return one if is_large(x) else other
 
 
-def chosen_axis(x):
-    return lax.transpose(jnp.tri(2), (0, 1) if is_large(x) else (1, 0))[0, 1]
+chosen_axis = lambda x: lax.transpose(jnp.tri(2), (0, 1) if is_large(x) else (1, 0))[0, 1]
 
 
 def solved(number):
@@ -125,9 +115,7 @@ NEW_STATES = functions("x, s", globals())("""
 
 @pytest.mark.parametrize("name", NEW_STATES)
 def test_counting_rows_in_the_state_is_refused(name):
-    def update(updates, state, params=None):
-        return updates, NEW_STATES[name](updates, state)
-
+    update = lambda updates, state, params=None: (updates, NEW_STATES[name](updates, state))
     with pytest.raises(ValueError, match="depends on the number of rows"):
         traced(update, ROWS, lambda _: (jnp.zeros(()), jnp.zeros(())))
 

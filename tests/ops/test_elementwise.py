@@ -7,7 +7,6 @@ function on the compressed valid entries alone: no mask and no poison ever reach
 import functools
 import inspect
 import warnings
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
 import jmask.numpy as jnm
+from tests.expressions import functions
 from tests.sparse_arrays import csr
 from tests.torch_names import REFERENCE_BINARY, REFERENCE_UNARY, TORCH_NAMES, name_here
 
@@ -42,20 +42,17 @@ FLAT = {
     *("ceil", "fix", "floor", "rint", "round", "around", "sign", "trunc", "angle"),
     *("floor_divide", "imag"),
 }
+elementwise_code = lambda: jnm.elementwise(jnp.sin).__code__
 
 
-def lifted_functions() -> dict[str, Any]:
+def lifted_functions():
     """Name -> lifted function, for all elementwise functions of the namespace."""
     found = {name: getattr(jnm, name) for name in dir(jnm) if not name.startswith("_")}
     kept = elementwise_code()
     return {n: f for n, f in found.items() if getattr(f, "__code__", None) is kept}
 
 
-def elementwise_code() -> Any:
-    return jnm.elementwise(jnp.sin).__code__
-
-
-def takes_one(function: Any) -> bool:
+def takes_one(function):
     """Whether a function takes one operand."""
     if isinstance(function.__wrapped__, jnp.ufunc):
         return function.__wrapped__.nin == 1
@@ -78,7 +75,7 @@ def test_all_functions_of_the_reference_are_there():
     assert TORCH_NAMES.keys() <= {*REFERENCE_UNARY, *REFERENCE_BINARY} - set(FUNCTIONS)
 
 
-def numbers(name: str, seed: int = 0) -> np.ndarray:
+def numbers(name, seed=0):
     rng = np.random.default_rng(seed)
     if name in INTEGER:
         return rng.integers(0, 5, SHAPE).astype(np.int32)
@@ -86,13 +83,13 @@ def numbers(name: str, seed: int = 0) -> np.ndarray:
     return rng.uniform(low, high, SHAPE).astype(np.float32)
 
 
-def poisoned(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def poisoned(values, mask):
     poison = POISON if values.dtype == np.float32 else np.full(SHAPE, 31, np.int32)
     return np.where(mask, values, poison).astype(values.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def stored(values: Any, mask: Any, storage: str) -> jmask.MaskedTensor:
+def stored(values, mask, storage):
     """The masked tensor on a storage; differentiable in `values`."""
     if storage == "default":
         return jmask.masked_tensor(values, mask)
@@ -112,7 +109,7 @@ def stored(values: Any, mask: Any, storage: str) -> jmask.MaskedTensor:
 to_dense = jax.jit(jmask.MaskedTensor.to_dense)
 
 
-def check(result: jmask.MaskedTensor, expected: Any, mask: np.ndarray) -> None:
+def check(result, expected, mask):
     dense = to_dense(result)
     np.testing.assert_array_equal(dense.mask, mask)
     assert dense.dtype == expected.dtype
@@ -159,7 +156,7 @@ def test_binary(name):
     check(result, function.__wrapped__(x, y[0]), mask & OTHER[0])
 
 
-def derivatives(name: str, xs: list[np.ndarray]) -> list[np.ndarray]:
+def derivatives(name, xs):
     """The derivative of a function in each operand, entry by entry."""
     function = FUNCTIONS[name].__wrapped__
     total = lambda *xs: jnp.sum(function(*xs).astype(jnp.float32))
@@ -208,40 +205,28 @@ def test_gradients(name):
             assert not np.asarray(second)[~masks[0]].any()
 
 
-class TestOperators:
-    x = jmask.masked_tensor(np.array([4.0, np.nan, 9.0], np.float32), [True, False, True])
+# By what they are of 4 and 9.
+OPERATORS = {
+    code: (operator, expected)
+    for expected, text in {
+        (5, 10): "x + 1; 1 + x", (-2, -7): "2 - x; np.float32(2) - x",
+        (8, 18): "np.full(3, 2, np.float32) * x; jnp.full(3, 2.0) * x", (9, 4): "36 / x",
+        (2, 4): "x // 2", (2, 1): "10 // x; 10 % x", (16, 81): "x**2", (1, 0): "x == 4",
+        (16, 512): "2**x", (-4, -9): "-x", (4, 9): "+x; abs(-x)",
+        (2, 7): "x - np.float32(2)",
+        (0, 1): "x % 4; x > 5; x != 4; ~(x < 5) & (x > 0)", (1, 1): "(x <= 4) | (x >= 9)",
+    }.items()
+    for code, operator in functions("x", globals())(text).items()
+}  # fmt: skip
 
-    @pytest.mark.parametrize(
-        ("operation", "expected"),
-        [
-            (lambda x: x + 1, [5, 10]),
-            (lambda x: 1 + x, [5, 10]),
-            (lambda x: 2 - x, [-2, -7]),
-            (lambda x: x - np.float32(2), [2, 7]),
-            (lambda x: np.float32(2) - x, [-2, -7]),
-            (lambda x: np.full(3, 2, np.float32) * x, [8, 18]),
-            (lambda x: jnp.full(3, 2.0) * x, [8, 18]),
-            (lambda x: 36 / x, [9, 4]),
-            (lambda x: x // 2, [2, 4]),
-            (lambda x: 10 // x, [2, 1]),
-            (lambda x: x % 4, [0, 1]),
-            (lambda x: 10 % x, [2, 1]),
-            (lambda x: x**2, [16, 81]),
-            (lambda x: 2**x, [16, 512]),
-            (lambda x: -x, [-4, -9]),
-            (lambda x: +x, [4, 9]),
-            (lambda x: abs(-x), [4, 9]),
-            (lambda x: x > 5, [False, True]),
-            (lambda x: x == 4, [True, False]),
-            (lambda x: x != 4, [False, True]),
-            (lambda x: (x <= 4) | (x >= 9), [True, True]),
-            (lambda x: ~(x < 5) & (x > 0), [False, True]),
-        ],
-    )
-    def test_operator(self, operation, expected):
-        for result in (operation(self.x), jax.jit(operation)(self.x)):
-            assert result.mask.tolist() == [True, False, True]
-            np.testing.assert_allclose(np.asarray(result.data)[[0, 2]], expected)
+
+@pytest.mark.parametrize("code", OPERATORS)
+def test_operator(code):
+    operator, expected = OPERATORS[code]
+    x = jmask.masked_tensor(np.array([4.0, np.nan, 9.0], np.float32), [True, False, True])
+    for result in (operator(x), jax.jit(operator)(x)):
+        assert result.mask.tolist() == [True, False, True]
+        np.testing.assert_allclose(np.asarray(result.data)[[0, 2]], expected)
 
 
 class TestOrdinaryTensors:
@@ -257,8 +242,7 @@ class TestOrdinaryTensors:
         with np.errstate(all="ignore"):
             expected = np.asarray(function.__wrapped__(x.todense()))
             keeps = not np.any(np.asarray(function.__wrapped__(np.zeros((), x.dtype))))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             result = function(x)
         assert isinstance(result, jmask.RowSparse) == keeps
         assert bool(caught) != keeps
@@ -319,7 +303,7 @@ class TestCompiled:
     """Read from the compiled program: masked arithmetic is one fused kernel."""
 
     @staticmethod
-    def kernels(function: Any, *operands: Any) -> int:
+    def kernels(function, *operands):
         text = jax.jit(function).lower(*operands).compile().as_text()
         return text[text.index("ENTRY") :].count(" fusion(")
 

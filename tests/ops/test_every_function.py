@@ -10,8 +10,6 @@ is called as f(x), or needs a call.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,22 +33,11 @@ pytestmark = [
 ]
 OTHER = (np.arange(12.0).reshape(SHAPE) - 4.2) / 3
 BINS = np.array([-2.0, 0.1, 3.0])
-
-
-def other(x):
-    return jnp.asarray(OTHER, x.dtype)
-
-
-def also(argument):
-    return lambda f, x: f(x, argument)
-
-
-def along(argument):
-    return lambda f, x: [f(x, argument, axis=axis) for axis in (0, 1)]
-
-
+other = lambda x: jnp.asarray(OTHER, x.dtype)
+also = lambda argument: lambda f, x: f(x, argument)
+along = lambda argument: lambda f, x: [f(x, argument, axis=axis) for axis in (0, 1)]
 # Calls of what takes more than a tensor: of the function, and the tensor.
-CALLS: dict[str, Callable[..., Any]] = {
+CALLS = {
     **{name: also(0.5) for name in (
         "masked_equal masked_greater masked_greater_equal masked_less masked_less_equal "
         "masked_not_equal masked_values"
@@ -101,7 +88,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def calls() -> dict[str, Callable[[Any], Any]]:
+def calls():
     """The call of each public name."""
     found = {}
     for module in (jnm, nn):
@@ -225,14 +212,8 @@ NO_ORDER = {
 # numpy.ma drops the imaginary part, or has nothing like it.
 WITHOUT_MODEL = {"cov", "cov columns", "cov of two", "cov of one", "cumlogsumexp", "attention"}
 COMPLEX = SMOOTH | STEPS | NAN | SIZED
-
-
-def is_ma(x):
-    return isinstance(x, np.ma.MaskedArray)
-
-
-def as_tensor(x):
-    return jmask.masked_tensor(x.data, ~np.ma.getmaskarray(x)) if is_ma(x) else x
+is_ma = lambda x: isinstance(x, np.ma.MaskedArray)
+as_tensor = lambda x: jmask.masked_tensor(x.data, ~np.ma.getmaskarray(x)) if is_ma(x) else x
 
 
 @pytest.mark.sampled

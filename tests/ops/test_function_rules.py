@@ -206,8 +206,7 @@ def test_correlations(case):
     data = jnp.asarray(np.where(mask, clean, POISON[case]), jnp.float32)
     x, expected = jmask.masked_tensor(data, mask), ma.array(clean, mask=~mask, dtype=float)
     for rowvar in (True, False):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             reference = ma.corrcoef(expected, rowvar=rowvar)
         result = jax.jit(jnm.corrcoef, static_argnames="rowvar")(x, rowvar=rowvar)
         # numpy.ma masks what has deviation 0, where the quotient is nan.

@@ -10,8 +10,14 @@ from jax.experimental.sparse import BCOO, BCSR
 
 import jmask
 import jmask.numpy as jnm
+from tests.expressions import functions
 from tests.ops.test_elementwise import OTHER, check, stored
 from tests.sparse_arrays import coo, csr
+
+KEPT = functions("m, x, y, d", {"__file__": __file__})("""
+    m.sin(x); m.multiply(x, d); m.multiply(x, d[0]); m.add(x, y); m.subtract(x, x);
+    m.maximum(x, m.multiply(y, y)); m.where(d > 0, x, y)
+""")
 
 
 class TestEntries:
@@ -21,21 +27,10 @@ class TestEntries:
 
     @pytest.mark.sampled
     @pytest.mark.parametrize("kind", pairs)
-    @pytest.mark.parametrize(
-        "function",
-        [
-            lambda m, x, y, d: m.sin(x),
-            lambda m, x, y, d: m.multiply(x, d),
-            lambda m, x, y, d: m.multiply(x, d[0]),
-            lambda m, x, y, d: m.add(x, y),
-            lambda m, x, y, d: m.subtract(x, x),
-            lambda m, x, y, d: m.maximum(x, m.multiply(y, y)),
-            lambda m, x, y, d: m.where(d > 0, x, y),
-        ],
-    )
+    @pytest.mark.parametrize("name", KEPT)
     @pytest.mark.rank_promotion
-    def test_kept(self, kind, function):
-        x, y = self.pairs[kind]
+    def test_kept(self, kind, name):
+        function, (x, y) = KEPT[name], self.pairs[kind]
         d = jnp.asarray(self.b - 2)
         expected = function(jnp, self.a, self.b, d)
         with jmask.strict():

@@ -17,18 +17,9 @@ import jmask
 import jmask.numpy as jnm
 from jmask import nn
 from jmask._tensors.masked_tensor import is_tensor
+from tests import masked_cases as cases
 from tests.expressions import functions, rows
-from tests.masked_cases import (
-    KINDS,
-    MASKS,
-    PATTERNS,
-    POISON,
-    SHAPE,
-    build,
-    clean_numbers,
-    compare,
-    slope_of,
-)
+from tests.masked_cases import KINDS, MASKS, SHAPE
 
 # numpy.ma computes with what lies under the mask, and says so.
 pytestmark = [
@@ -102,10 +93,7 @@ def _product(x, y):
 
 KNOWN = np.array([[1, 0, 1], [0, 0, 0], [1, 1, 0], [1, 0, 0]], bool)
 WEIGHTS = ma.array(OTHER, mask=~KNOWN)
-
-
-def _weights():
-    return jmask.masked_tensor(_float(np.where(KNOWN, OTHER, np.nan)), KNOWN)
+_weights = lambda: jmask.masked_tensor(_float(np.where(KNOWN, OTHER, np.nan)), KNOWN)
 
 
 def _select(x):
@@ -113,12 +101,8 @@ def _select(x):
     return ma.array(np.select([x.data < 0, x.data > 1], [-x.data, OTHER], 7.0), mask=hidden)
 
 
-def _float(x):
-    return jnp.asarray(x, jnp.result_type(float))
-
-
-def _quantile(q):
-    return lambda v: np.quantile(v, q)
+_float = lambda x: jnp.asarray(x, jnp.result_type(float))
+_quantile = lambda q: lambda v: np.quantile(v, q)
 
 
 def _pairs(text):
@@ -173,10 +157,7 @@ NORMALIZED = {
     "normalize": (nn.normalize, lambda v: v / np.linalg.norm(v)),
     "normalize 3": (functools.partial(nn.normalize, ord=3), lambda v: v / np.linalg.norm(v, 3)),
 }
-
-
-def _each(function, every):
-    return lambda x: tuple(function(x, **options) for options in every)
+_each = lambda function, every: lambda x: tuple(function(x, **options) for options in every)
 
 
 def _reduced(function, model, entries=ma.compressed):
@@ -312,9 +293,9 @@ PRODUCTS = {"matmul", "matmul of masked"}
 
 def _poisoned(clean):
     """Data and masks: of each number of `clean`, every mask with every poison under it."""
-    number = len(POISON)
+    number = len(cases.POISON)
     mask = np.repeat(MASKS, number, 0)
-    poison = np.tile(POISON, len(MASKS))[:, None, None]
+    poison = np.tile(cases.POISON, len(MASKS))[:, None, None]
     data = np.where(mask, np.repeat(clean, number, 0), poison)
     return jnp.asarray(data, jnp.float32), jnp.asarray(mask)
 
@@ -322,7 +303,7 @@ def _poisoned(clean):
 def _counted(name, mask, kind):
     """The valid entries, and of them those that are summed by `trace`."""
     offset = {"trace": 0, "trace above": 1}.get(name)
-    valid = mask & PATTERNS[kind]
+    valid = mask & cases.PATTERNS[kind]
     diagonal = offset is None or np.arange(3) - np.arange(4)[:, None] == offset
     return valid, valid & diagonal
 
@@ -341,13 +322,13 @@ def _dense(results):
 @pytest.mark.parametrize("name", [*SMOOTH, *STEPS, *NAN, *SIZED])
 def test_against_numpy(name, kind):
     function, reference = (SMOOTH | STEPS | NAN | SIZED)[name]
-    clean = np.stack([clean_numbers(i) for i in range(len(MASKS))])
+    clean = np.stack([cases.clean_numbers(i) for i in range(len(MASKS))])
     if name in NAN:
         clean[:, 1, 1], clean[:, 2, 0] = np.nan, np.nan
     data, mask = _poisoned(clean)
 
     def run(data, mask):
-        x = build(kind, data, mask)
+        x = cases.build(kind, data, mask)
         results = function(x)
         if name in NORMALIZED:
             assert {result.stype for result in results} == {x.stype}
@@ -359,13 +340,13 @@ def test_against_numpy(name, kind):
         if name in REDUCTIONS:
             assert not any(np.isnan(result.storage).any() for result in results)
         for i in range(len(mask)):
-            seed = i // len(POISON)
+            seed = i // len(cases.POISON)
             _, counted = _counted(name, MASKS[seed], kind)
             expected = reference(ma.array(clean[seed], mask=~counted, dtype=np.float64))
             if name in SIZED or i == 9:
-                compare(run(data[i], mask[i]), expected, name)
+                cases.compare(run(data[i], mask[i]), expected, name)
             if name not in SIZED:
-                compare(jax.tree.map(lambda a, i=i: a[i], results), expected, name)
+                cases.compare(jax.tree.map(lambda a, i=i: a[i], results), expected, name)
 
 
 @pytest.mark.sampled
@@ -374,11 +355,11 @@ def test_against_numpy(name, kind):
 def test_derivatives(name, kind):
     """Forward and reverse mode, and of the second order; nothing of masked entries."""
     function, reference = SMOOTH[name]
-    clean = clean_numbers(5) + 0.01 * np.arange(1, 13, dtype=np.float32).reshape(SHAPE)
+    clean = cases.clean_numbers(5) + 0.01 * np.arange(1, 13, dtype=np.float32).reshape(SHAPE)
     weights = lambda x: 1 + np.arange(x.size).reshape(x.shape) / x.size
 
     def loss(data, mask):
-        results = _dense(function(build(kind, data, mask)))
+        results = _dense(function(cases.build(kind, data, mask)))
         leaves = jax.tree.leaves(results, is_leaf=is_tensor)
         return sum(jnp.sum(x.to_tensor(0) * weights(x)) for x in leaves)
 
@@ -393,15 +374,15 @@ def test_derivatives(name, kind):
         results = results if isinstance(results, tuple) else (results,)
         return sum(ma.sum(x.filled(0) * weights(x)) for x in results)
 
-    direction = clean_numbers(6)
+    direction = cases.clean_numbers(6)
     with _storage(name, kind):
         found = run(*_poisoned(np.stack([clean] * len(MASKS))), jnp.asarray(direction))
     for i, (forward, slope, second) in enumerate(zip(*map(np.asarray, found), strict=True)):
-        if i % len(POISON) == 0:
-            valid, counted = _counted(name, MASKS[i // len(POISON)], kind)
+        if i % len(cases.POISON) == 0:
+            valid, counted = _counted(name, MASKS[i // len(cases.POISON)], kind)
             at, step = clean.astype(float), 1e-3 * direction
             expected, after, before = (
-                slope_of(model, x, counted) for x in (at, at + step, at - step)
+                cases.slope_of(model, x, counted) for x in (at, at + step, at - step)
             )
         np.testing.assert_allclose(slope, expected, rtol=2e-4, atol=2e-5)
         np.testing.assert_allclose(forward, np.sum(slope * direction), rtol=2e-4, atol=2e-5)
@@ -424,4 +405,4 @@ def test_repeated_positions_are_one_entry(name):
         x = jmask.masked_tensor(x, jnp.asarray(rng.random(stored.shape) < 0.7))
         found, expected = function(x), function(x.to_dense())
         as_ma = lambda y: jmask.to_numpy_ma(y) if isinstance(y, jmask.MaskedTensor) else y
-        compare(found, jax.tree.map(as_ma, expected, is_leaf=is_tensor), name)
+        cases.compare(found, jax.tree.map(as_ma, expected, is_leaf=is_tensor), name)

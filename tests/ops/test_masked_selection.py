@@ -9,15 +9,8 @@ from jax.sharding import PartitionSpec
 
 import jmask
 import jmask.numpy as jn
-from tests.masked_cases import (
-    MASK,
-    assert_masked,
-    case_id,
-    example,
-    gradient,
-    numbered,
-    valid_sum,
-)
+from tests import masked_cases as cases
+from tests.masked_cases import MASK, assert_masked, example
 from tests.sparse_arrays import coo
 
 pytestmark = pytest.mark.sampled
@@ -40,7 +33,8 @@ def test_where_takes_the_mask_of_what_it_takes():
     assert_masked(jn.where(condition, 1, X), np.where(choose, 1, X.data), valid)
     assert_masked(jn.where(condition, 1, 0), [[1], [0], [1]], ROW[:, None])
     np.testing.assert_array_equal(
-        gradient(lambda x: jn.where(choose, x, 0), X), np.where(choose & MASK, numbered(X), 0)
+        cases.gradient(lambda x: jn.where(choose, x, 0), X),
+        np.where(choose & MASK, cases.numbered(X), 0),
     )
 
 
@@ -73,7 +67,7 @@ def test_take_of_unknown_entries_is_masked(name):
     a = jnp.arange(4.0)
     for source in (a, jmask.masked_tensor(a)):
         assert_masked(jax.jit(function)(source), [1, 0, 0, 3], [1, 0, 0, 1])
-    grads = jax.grad(lambda a: valid_sum(function(a)))(a)
+    grads = jax.grad(lambda a: cases.valid_sum(function(a)))(a)
     np.testing.assert_array_equal(grads, [0, 1, 0, 4])
     filled = getattr(jn, name)(jmask.masked_tensor(a), jnp.array([1, 9]), 0, fill_value=5)
     assert_masked(filled, [1, 5], [1, 1])
@@ -149,7 +143,7 @@ COO_MOVES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", COO_MOVES, ids=case_id)
+@pytest.mark.parametrize("case", COO_MOVES, ids=cases.case_id)
 def test_coordinates_stay_sparse(case):
     name, *args = case
     function = lambda x: getattr(jn, name)(x, *args)
@@ -214,7 +208,7 @@ def test_shard_map():
 
 def test_forward_mode():
     function = lambda data: jn.sort(jn.triu(X.with_values(data))).T.to_tensor(0)
-    tangent = jnp.where(MASK, numbered(X) * 1.0, jnp.nan)
+    tangent = jnp.where(MASK, cases.numbered(X) * 1.0, jnp.nan)
     value, pushed = jax.jvp(function, (X.data,), (tangent,))
     assert jnp.isfinite(value).all()
     assert jnp.isfinite(pushed).all()

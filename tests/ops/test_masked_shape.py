@@ -8,17 +8,8 @@ import pytest
 
 import jmask
 import jmask.numpy as jn
-from tests.masked_cases import (
-    DTYPES,
-    MASK,
-    assert_masked,
-    case_id,
-    example,
-    gradient,
-    moved_by_numpy,
-    numbered,
-    valid_sum,
-)
+from tests import masked_cases as cases
+from tests.masked_cases import MASK, assert_masked, example
 
 pytestmark = pytest.mark.sampled
 
@@ -50,7 +41,7 @@ def compiled_once(named):
     def run(x, y):
         both = jax.tree.map(lambda *a: jnp.stack(a), x, y)
         return {
-            name: (function(x), jax.vmap(function)(both), gradient(function, x))
+            name: (function(x), jax.vmap(function)(both), cases.gradient(function, x))
             for name, function in named.items()
         }
 
@@ -63,27 +54,27 @@ move = lambda name, *args: lambda x: getattr(jn, name)(x, *args)
 
 @pytest.fixture(scope="module")
 def compiled_moves():
-    return compiled_once({case_id(case): move(*case) for case in MOVES})
+    return compiled_once({cases.case_id(case): move(*case) for case in MOVES})
 
 
-@pytest.mark.parametrize("case", MOVES, ids=case_id)
+@pytest.mark.parametrize("case", MOVES, ids=cases.case_id)
 def test_moves(case, compiled_moves):
     name, *args = case
-    positions = getattr(np, name)(numbered(X), *args)
+    positions = getattr(np, name)(cases.numbered(X), *args)
     several = isinstance(positions, list | tuple)
     positions = positions if several else [positions]
     expected_gradient = np.zeros(X.size + 1)
     eager = move(*case)(X)
-    jitted, both, actual_gradient = compiled_moves[case_id(case)]
+    jitted, both, actual_gradient = compiled_moves[cases.case_id(case)]
     for i, places in enumerate(positions):
         pick = lambda tree, i=i: tree[i] if several else tree
-        expected = moved_by_numpy(places, X)
+        expected = cases.moved_by_numpy(places, X)
         assert_masked(pick(eager), *expected)
         assert_masked(pick(jitted), *expected)
         lanes = pick(both)
         for lane, source in enumerate((X, OTHER)):
             result = lanes.with_values(*(np.asarray(a)[lane] for a in jax.tree.leaves(lanes)))
-            assert_masked(result, *moved_by_numpy(places, source))
+            assert_masked(result, *cases.moved_by_numpy(places, source))
         np.add.at(expected_gradient, places.ravel(), np.arange(1, places.size + 1))
     expected_gradient = np.where(MASK, expected_gradient[1:].reshape(MASK.shape), 0)
     np.testing.assert_array_equal(actual_gradient, expected_gradient)
@@ -102,20 +93,20 @@ join = lambda name, *args: lambda x: getattr(jn, name)([x, PLAIN, x], *args)
 
 @pytest.fixture(scope="module")
 def compiled_joins():
-    return compiled_once({case_id(case): join(*case) for case in JOINS})
+    return compiled_once({cases.case_id(case): join(*case) for case in JOINS})
 
 
-@pytest.mark.parametrize("case", JOINS, ids=case_id)
+@pytest.mark.parametrize("case", JOINS, ids=cases.case_id)
 def test_joins_of_masked_and_plain(case, compiled_joins):
     name, *args = case
     by_numpy = lambda x, plain: getattr(np, name)([x, plain, x], *args)
     data, mask = by_numpy(np.asarray(X.data), PLAIN), by_numpy(MASK, np.ones((3, 4), bool))
-    jitted, both, actual_gradient = compiled_joins[case_id(case)]
+    jitted, both, actual_gradient = compiled_joins[cases.case_id(case)]
     for result in (join(*case)(X), jitted):
         assert_masked(result, data, mask)
     assert both.shape == (2, *data.shape)
     weights = np.arange(1, data.size + 1).reshape(data.shape)
-    parts = by_numpy(numbered(X), np.zeros((3, 4), int))
+    parts = by_numpy(cases.numbered(X), np.zeros((3, 4), int))
     expected = np.zeros(13)
     np.add.at(expected, parts.ravel(), weights.ravel())
     expected = np.where(MASK, expected[1:].reshape(3, 4), 0)
@@ -188,13 +179,13 @@ def test_sort_is_stable_and_differentiable():
     x = jmask.masked_tensor([2.0, 1.0, 9.0, 1.0, 2.0], [True, True, False, True, True])
     assert jn.argsort(x).tolist() == [1, 3, 0, 4, None]
     assert jn.argsort(x, descending=True).tolist() == [0, 4, 1, 3, None]
-    np.testing.assert_array_equal(gradient(jn.sort, x), [3, 1, 0, 2, 4])
+    np.testing.assert_array_equal(cases.gradient(jn.sort, x), [3, 1, 0, 2, 4])
     extremes = jmask.masked_tensor([jnp.inf, 1.0, jnp.nan], [True, True, False])
     assert jn.sort(extremes).tolist() == [1.0, np.inf, None]
     assert_masked(jn.argsort(x, dtype=jnp.int8), [1, 3, 0, 4, 0], [1, 1, 1, 1, 0])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_dtypes(dtype):
     """One compilation for each dtype; values, masks and dtypes as NumPy moves them."""
     x = example(dtype)
@@ -259,7 +250,7 @@ def compiled():
     def run(x, index):
         return {
             "getitem": x[index],
-            "gradient": gradient(lambda x: x[index], x),
+            "gradient": cases.gradient(lambda x: x[index], x),
             "get": x.at[index].get(),
             "set": x.at[index].set(7),
             "set masked": x.at[index].set(x[index]),
@@ -273,8 +264,8 @@ def compiled():
 @pytest.mark.parametrize("name", INDICES)
 def test_getitem(name, compiled):
     index = INDICES[name]
-    places = numbered(X)[index]
-    expected = moved_by_numpy(places, X)
+    places = cases.numbered(X)[index]
+    expected = cases.moved_by_numpy(places, X)
     for result in (X[index], compiled[name]["getitem"], compiled[name]["get"]):
         assert_masked(result, *expected)
     expected = np.zeros(13)
@@ -320,7 +311,7 @@ def test_masked_index():
         assert_masked(newaxis, X.data[rows][..., None], (MASK[rows] & exists)[..., None])
     expected = np.zeros((3, 4))
     np.add.at(expected, rows[KNOWN], np.arange(1, 17).reshape(4, 4)[KNOWN])
-    actual = gradient(lambda x: x[INDEX], X)
+    actual = cases.gradient(lambda x: x[INDEX], X)
     np.testing.assert_array_equal(actual, np.where(MASK, expected, 0))
     narrow = jmask.masked_tensor(jnp.array([1, 2], jnp.int8), [True, False])
     assert jmask.masked_tensor(jnp.arange(300))[narrow].tolist() == [1, None]
@@ -381,7 +372,7 @@ def test_arithmetic_leaves_masked_entries_masked(name):
     mask[0] &= np.asarray(VALUES.mask)
     assert_masked(masked, data, mask)
 
-    weigh = lambda d, v: sum(valid_sum(t) for t in updates(d, v))
+    weigh = lambda d, v: sum(cases.valid_sum(t) for t in updates(d, v))
     to_data, to_values = jax.jit(jax.grad(weigh, (0, 1)))(x.data, values.at[0].set(2.0))
     assert np.isfinite(to_data).all()
     assert np.isfinite(to_values).all()
@@ -398,7 +389,7 @@ def test_set_with_masked_and_repeated_positions():
     assert added.tolist() == [None, None, 3.0, 12.0]
     dropped = X[0].at[jnp.array([9, 0])].set(1)
     assert dropped.tolist() == [1.0, None, 3.0, 8.0]
-    grads = jax.grad(lambda v: valid_sum(X.at[0].set(VALUES.with_values(v))))(VALUES.data)
+    grads = jax.grad(lambda v: cases.valid_sum(X.at[0].set(VALUES.with_values(v))))(VALUES.data)
     np.testing.assert_array_equal(grads, [1, 2, 0, 4])
 
 
@@ -408,12 +399,12 @@ def test_apply():
     )
     repeated = X[0].at[jnp.array([0, 0])].apply(jnp.negative)
     assert repeated.tolist() == [-5.0, None, 3.0, 8.0]
-    roots = gradient(lambda x: x.at[:].apply(jnp.log), X.with_values(jnp.abs(X.data)))
-    expected = np.where(MASK, numbered(X) / np.abs(X.data), 0)
+    roots = cases.gradient(lambda x: x.at[:].apply(jnp.log), X.with_values(jnp.abs(X.data)))
+    expected = np.where(MASK, cases.numbered(X) / np.abs(X.data), 0)
     np.testing.assert_allclose(roots, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_dtypes_of_updates(dtype):
     x = example(dtype)
     result = jax.jit(lambda x: x.at[0, 1].set(x[0, 0]).at[1, :].min(x[2, :]))(x)

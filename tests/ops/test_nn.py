@@ -24,9 +24,7 @@ def test_activations(name):
     function, of_jax = getattr(nn, name), getattr(jax.nn, name)
     x = jnp.array([-7.0, -0.5, 0.25, 7.0])
     np.testing.assert_array_equal(function(x), of_jax(x))
-
-    def loss(data):
-        return jnp.sum(function(MaskedTensor(data, jnp.isfinite(data))).to_tensor(0))
+    loss = lambda data: jnp.sum(function(MaskedTensor(data, jnp.isfinite(data))).to_tensor(0))
 
     @jax.jit
     def run(data):

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-from typing import Any
 
 import hypothesis.strategies as st
 import jax
@@ -16,42 +15,41 @@ import jmask
 from jmask import RowSparse
 from jmask._tensors.storage import stype, with_stored_values
 from tests.oracle import densified
-from tests.product_cases import COO, CSR, FEATURES, ROWS, STORED, Case, Form, M, V, forms
+from tests.product_cases import COO, CSR, FEATURES, ROWS, STORED, Case, M, V, forms
 from tests.sampling import chosen
 from tests.sparse_arrays import coo, csr
 
 
-def dot(lhs: Form, rhs: Form, a: Any, b: Any, **options: Any) -> Any:
+def dot(lhs, rhs, a, b, **options):
     return jmask.dot(a, b, transpose_a=lhs.transposed, transpose_b=rhs.transposed, **options)
 
 
-def falls_back(lhs: Form, rhs: Form) -> bool:
+def falls_back(lhs, rhs):
     columns = rhs.kind == "row_sparse" and rhs.transposed
     return columns or (lhs.is_entries and rhs.is_entries)
 
 
-def allowed(lhs: Form, rhs: Form) -> Any:
+def allowed(lhs, rhs):
     """The context in which a pair must be multiplied."""
     if falls_back(lhs, rhs):
         return pytest.warns(jmask.StorageFallbackWarning, match="`rhs`")
     return jmask.strict()
 
 
-def is_row_sparse(lhs: Form) -> bool:
+def is_row_sparse(lhs):
     by_rows = lhs.kind == "row_sparse" and lhs.summed == 1
     return by_rows or (lhs.is_entries and lhs.transposed)
 
 
-def todense(x: Any) -> jax.Array:
-    return x.todense() if isinstance(x, RowSparse) else x
+todense = lambda x: x.todense() if isinstance(x, RowSparse) else x
 
 
 @functools.cache
-def program(lhs: Form) -> Any:
+def program(lhs):
     """Results, gradients and tangents of the products with every right operand."""
 
-    def one(rhs: Form, a: Any, b: Any, ct: Any, dots: Any) -> Any:
-        def f(va: Any, vb: Any) -> Any:
+    def one(rhs, a, b, ct, dots):
+        def f(va, vb):
             result = dot(lhs, rhs, lhs.build(va, a[1]), rhs.build(vb, b[1]))
             return todense(result), result
 
@@ -61,7 +59,7 @@ def program(lhs: Form) -> Any:
         return result, dense, back(ct.reshape(dense.shape)), forward(*dots)
 
     @jax.jit
-    def run(arguments: Any) -> Any:
+    def run(arguments):
         return [one(rhs, *x) for rhs, x in zip(forms(False), arguments, strict=True)]
 
     return run
@@ -91,7 +89,7 @@ def test_every_pair(lhs, seed):
             check_coalesced(result, lhs)
 
 
-def check_coalesced(x: RowSparse, lhs: Form) -> None:
+def check_coalesced(x, lhs):
     assert x.coalesced
     assert x.nse == min(M, STORED[lhs.kind])
     x.validate()
@@ -106,10 +104,7 @@ PAIRS = [
     *[("row_sparse", "csr"), ("row_sparse_T", "dense"), ("dense_T", "row_sparse")],
     *[("dense", "coo_T"), ("csr", "dense_vector"), ("row_sparse_vector", "dense")],
 ]
-
-
-def arguments_of(case: Case) -> Any:
-    return case.a.values, case.a.indices, case.b.values, case.b.indices
+arguments_of = lambda case: (case.a.values, case.a.indices, case.b.values, case.b.indices)
 
 
 @pytest.mark.slow
@@ -133,7 +128,7 @@ def test_vmap():
         for pair in PAIRS[1::2]
     }
 
-    def products(arguments: Any) -> Any:
+    def products(arguments):
         results = {}
         for (lhs, rhs), (va, ia, vb, ib) in arguments.items():
             a, b = LEFT[lhs].build(va, ia), RIGHT[rhs].build(vb, ib)
@@ -152,13 +147,13 @@ def test_vmap():
             np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5, err_msg=pair)
 
 
-def wide(values: Any, columns: Any, w: Any) -> jax.Array:
+def wide(values, columns, w):
     """A product with 9 columns, which a kernel computes; two entries are after the last row."""
     return jmask.dot(BCSR((values, columns, jnp.array([0, 3, 3, 6])), shape=(3, 4)), w)
 
 
 @jax.jit
-def wide_and_derivatives(values: Any, columns: Any, w: Any, dots: Any, ct: Any) -> Any:
+def wide_and_derivatives(values, columns, w, dots, ct):
     product = lambda values, w: wide(values, columns, w)
     out, forward = jax.linearize(product, values, w)
     two = lambda x: jnp.stack([x, 2 * x])
@@ -190,7 +185,7 @@ def test_wide_products_by_a_kernel(stray):
     with jmask.strict():
         results = wide_and_derivatives(values, columns, w, (dv, dw), ct)
 
-    def dense(values: Any) -> np.ndarray:
+    def dense(values):
         x = np.zeros((3, 4))
         np.add.at(x, (rows[inside], columns[inside]), values[inside])
         return x
@@ -212,7 +207,7 @@ def test_wide_products_by_a_kernel(stray):
 
 
 @jax.jit
-def many_and_derivatives(x: Any, w: Any, dots: Any, ct: Any) -> Any:
+def many_and_derivatives(x, w, dots, ct):
     product = lambda values, w: jmask.dot(with_stored_values(x, values), w)
     values = x.data
     out, forward = jax.linearize(product, values, w)
@@ -267,7 +262,7 @@ def test_nothing_stored_and_no_size():
     nan, ones = np.full((4, 2), np.nan, np.float32), np.ones((3, 2), np.float32)
 
     @jax.jit
-    def run(rows: Any, *features: Any) -> Any:
+    def run(rows, *features):
         by_features = [
             (jmask.dot(x, nan), jmask.dot(x, rows), jmask.dot(x, ones, transpose_a=True))
             for x in features
@@ -305,7 +300,7 @@ def test_narrow_floats_are_summed_in_float32():
     parts = jnp.ones(count, dtype), jnp.arange(count) % 2048, jnp.array([0, count])
 
     @jax.jit
-    def run(parts: Any, few: Any, ones: Any) -> Any:
+    def run(parts, few, ones):
         x = BCSR(parts, shape=(1, 2048))
         rows = RowSparse(0 * parts[1], parts[0][:, None], (3, 1))
         one = ones[:1]
@@ -334,7 +329,7 @@ def test_dtypes_promote_as_in_jax(dtypes):
     every_row = lambda x: RowSparse(np.arange(len(x)), x, x.shape)
 
     @jax.jit
-    def run(lefts: Any, rights: Any) -> Any:
+    def run(lefts, rights):
         return [jmask.dot(x, y) for x, y in zip(lefts, rights, strict=True)]
 
     exact = jnp.dot(a, b)
@@ -354,7 +349,7 @@ def test_forward_stype():
     exact = {False: FEATURES @ w, True: FEATURES.T @ ct}
 
     @jax.jit
-    def run(x: Any) -> Any:
+    def run(x):
         return {
             (storage, transposed): jmask.dot(
                 x, ct if transposed else w, transpose_a=transposed, forward_stype=storage

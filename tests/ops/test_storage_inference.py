@@ -77,15 +77,12 @@ CASES = {
     for kind, text in EXPRESSIONS.items()
     for code, function in functions("m, x, y, d", globals())(text).items()
 }
+dense = lambda x: x.todense() if isinstance(x, jmask.RowSparse) else x
 
 
 def tensors(x, y, x_ids=X_IDS, y_ids=Y_IDS):
     shape = (ROWS, WIDTH)
     return jmask.RowSparse(x_ids, x, shape), jmask.RowSparse(y_ids, y, shape)
-
-
-def dense(x):
-    return x.todense() if isinstance(x, jmask.RowSparse) else x
 
 
 def results(function, ids, x, y, d, twin):
@@ -97,15 +94,12 @@ def results(function, ids, x, y, d, twin):
             return function(jnp, x.todense(), y.todense(), d)
         return dense(function(jnm, x, y, d))
 
-    def number(x, y, d):
-        return jnp.sum(jnp.cos(result(x, y, d) * 1.7))
-
+    number = lambda x, y, d: jnp.sum(jnp.cos(result(x, y, d) * 1.7))
     return result(x, y, d), jax.grad(number, argnums=(0, 1, 2))(x, y, d)
 
 
 def kind_of(function, x, y, d):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         result = function(jnm, *tensors(x, y), d)
     if caught:
         assert all(w.category is jmask.StorageFallbackWarning for w in caught)
@@ -209,8 +203,7 @@ def test_strict_raises_and_names_the_operation(name):
 
 def test_once_for_each_place():
     x, _ = tensors(X, Y)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
+    with warnings.catch_warnings(record=True, action="default") as caught:
         for _ in range(3):
             jnm.cos(x)
         x + 1.0

@@ -4,8 +4,6 @@ complex64 (V, D), optimizer of a name     float32 (V, 2 D), real parts first, as
 complex64 (V, D), lifted by `lazy`        what optax makes of the dense complex gradient
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,24 +27,24 @@ STORAGES = ("array", "packed", "div 2")
 IDS = [[1, 3, 3, 8, -1], [3, 0, 8, 8, 2]]
 
 
-def numbers(shape: tuple[int, ...], seed: int) -> jax.Array:
+def numbers(shape, seed):
     rng = np.random.default_rng(seed)
     return jnp.asarray(rng.normal(size=shape) + 1j * rng.normal(size=shape), jnp.complex64)
 
 
-def pairs(x: Any) -> Any:
+def pairs(x):
     """Complex rows as real ones, twice as long; what is real stays."""
     if not jnp.iscomplexobj(x):
         return x.reshape(len(x), -1) if x.ndim else x
     return jnp.concatenate([x.real.reshape(len(x), -1), x.imag.reshape(len(x), -1)], 1)
 
 
-def gradients(shape: tuple[int, ...]) -> list[jmask.RowSparse]:
+def gradients(shape):
     values = (numbers((5, *shape[1:]), seed) for seed in (1, 2))
     return [jmask.RowSparse(ids, x, shape) for ids, x in zip(IDS, values, strict=True)]
 
 
-def on_storages(test: Any) -> Any:
+def on_storages(test):
     for name, values in (("storage", STORAGES), ("shape", SHAPES)):
         test = pytest.mark.parametrize(name, values, ids=str)(test)
     ways = [("apply_gradients", jax.jit), ("update", lambda f: f)]

@@ -168,8 +168,7 @@ def test_skipping_dense_and_masked_gradients():
         np.testing.assert_array_equal(params, [1 - (not skipped), 1])
 
 
-def to_bits(x):
-    return x.astype(jnp.int8).astype(x.dtype)
+to_bits = lambda x: x.astype(jnp.int8).astype(x.dtype)
 
 
 class TestDropRows:
@@ -196,9 +195,8 @@ class TestDropRows:
         assert grads.mask.tolist() == [True, False, False]
 
 
-def microbatch(number):
-    """Each third one is small."""
-    return gradient(number, 3 if number % 3 == 2 else 4)
+# Each third one is small.
+microbatch = lambda number: gradient(number, 3 if number % 3 == 2 else 4)
 
 
 @pytest.mark.parametrize("how", [with_updates, in_one_pass])

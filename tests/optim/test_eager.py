@@ -1,7 +1,5 @@
 """Optimizers outside jit run from a compiled program: traced once for equal shapes."""
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -59,10 +57,7 @@ def test_traced_once(step):
     assert len(calls) > traces, "other shapes are traced anew"
 
 
-def rows(i, width=3):
-    return jmask.RowSparse([i, 7, i], jnp.ones((3, width)), (50, width))
-
-
+rows = lambda i, width=3: jmask.RowSparse([i, 7, i], jnp.ones((3, width)), (50, width))
 OPTIMIZERS = {
     **NAMED,
     "lazy": jmask.lazy(optax.adamw(0.1)),
@@ -113,10 +108,9 @@ def test_a_bad_step_is_compiled_once():
     assert not compiled
 
 
-def loss(table, ids):
-    return jnp.sum(jnp.sin(jmask.embedding_lookup(table, ids)) * jnp.take(table, ids, axis=0))
-
-
+loss = lambda table, ids: jnp.sum(
+    jnp.sin(jmask.embedding_lookup(table, ids)) * jnp.take(table, ids, axis=0)
+)
 FUNCTIONS = functions("i", globals())("""
     jmask.value_and_grad(loss)(NARROW, ids_of(i));
     jmask.grad(loss)(jnp.ones((50, 64)), ids_of(i));
@@ -133,10 +127,7 @@ FUNCTIONS = functions("i", globals())("""
 """)
 NARROW, ADAM = jnp.ones((50, 3)), OPTIMIZERS["adam"]
 PACKED = jmask.PackedTable.pack(NARROW)
-
-
-def ids_of(i):
-    return jnp.array([i, 3, i])
+ids_of = lambda i: jnp.array([i, 3, i])
 
 
 def compiled_the_third_time(function):
@@ -199,10 +190,8 @@ def test_fallbacks_are_reported_at_each_call():
         return 2 * x
 
     for _ in range(2):
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
-            with pytest.warns(jmask.StorageFallbackWarning):
-                assert update(jnp.ones(())) == 2
+        with pytest.warns(jmask.StorageFallbackWarning):  # which shows all
+            assert update(jnp.ones(())) == 2
         with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning):
             update(jnp.ones(()))
 

@@ -42,8 +42,7 @@ def test_agrees_with_the_gradient(name):
     """Of every program: the storage and the number of rows, and a reason for a fallback."""
     program = PROGRAMS[name]
     (found,) = jmask.explain(program.loss, SHAPE(TABLE.shape, TABLE.dtype)).parameters
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", jmask.StorageFallbackWarning)
+    with warnings.catch_warnings(action="ignore", category=jmask.StorageFallbackWarning):
         gradient = jax.eval_shape(jmask.grad(program.loss), TABLE)
     assert found.is_sparse == is_row_sparse(gradient)
     assert found.nse == (gradient.nse if found.is_sparse else None)

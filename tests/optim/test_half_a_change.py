@@ -1,4 +1,7 @@
-"""Half a change is said: dense gradients in a lazy optimizer, arrays made of sparse ones."""
+"""Half a change is said: dense gradients in a lazy optimizer, arrays made of sparse ones.
+
+And a state of another dtype than `init` makes is refused, in every way of stepping.
+"""
 
 import functools
 import re
@@ -12,37 +15,26 @@ import pytest
 
 import jmask
 from tests.expressions import functions
+from tests.stored_tables import STEPS, stored
 
-pytestmark = pytest.mark.dtype_promotion  # of optax.adam
+pytestmark = pytest.mark.dtype_promotion
+
 
 IDS = jnp.array([1, 7, 1])
 TABLE = jnp.ones((50_000, 16))  # 3.2 MB
 PARAMS = {"table": TABLE, "w": jnp.ones((16,)), "layer": jnp.ones((512, 512))}
-
-
-def loss(params):
-    return jnp.sum(params["table"][IDS] @ params["w"]) + jnp.sum(params["layer"])
-
-
-def tied(params):
-    return jnp.sum(params["table"][IDS] @ params["table"].T)
+loss = lambda params: jnp.sum(params["table"][IDS] @ params["w"]) + jnp.sum(params["layer"])
+tied = lambda params: jnp.sum(params["table"][IDS] @ params["table"].T)
 
 
 def notices(run):
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as found:
         run()
     return [str(x.message) for x in found if x.category is jmask.StorageFallbackWarning]
 
 
-def by_update(tx, grads):
-    return tx.update(grads, tx.init(PARAMS), PARAMS)
-
-
-def by_apply(tx, grads):
-    return jmask.apply_gradients(tx, grads, tx.init(PARAMS), PARAMS)
-
-
+by_update = lambda tx, grads: tx.update(grads, tx.init(PARAMS), PARAMS)
+by_apply = lambda tx, grads: jmask.apply_gradients(tx, grads, tx.init(PARAMS), PARAMS)
 WAYS = {"update": by_update, "apply": by_apply}
 
 
@@ -154,3 +146,86 @@ def test_one_notice_from_outside(name):
         for run in WAYS.values():
             with jmask.strict(), pytest.raises(jmask.StorageFallbackWarning, match="MB"):
                 run(NESTINGS[name](None), grads)
+
+
+# --- states of another dtype ------------------------------------------------------------
+
+
+V, D = 6, 4
+NARROW, WIDE = jnp.bfloat16, jnp.float32
+NAMED = {
+    "sgd": (jmask.sgd, {"momentum": 0.9}),
+    "adam": (jmask.adam, {}),
+    "rowwise_adam": (jmask.rowwise_adam, {}),
+    "adagrad": (jmask.adagrad, {}),
+    "rowwise_adagrad": (jmask.rowwise_adagrad, {}),
+    "ftrl": (jmask.ftrl, {}),
+}
+OPTIMIZERS = {
+    name: lambda dtype, f=f, given=given: f(0.1, state_dtype=dtype, **given)
+    for name, (f, given) in NAMED.items()
+} | {
+    "mu of adam": lambda dtype: jmask.adam(0.1, mu_dtype=dtype),
+    "mu of rowwise_adam": lambda dtype: jmask.rowwise_adam(0.1, mu_dtype=dtype),
+    "adamw": lambda dtype: jmask.adamw(0.1, mu_dtype=dtype),
+    "not lazy": lambda dtype: jmask.adam(0.1, state_dtype=dtype, lazy_update=False),
+    "optax.adam": lambda dtype: jmask.lazy(optax.adam(0.1, mu_dtype=dtype)),
+    "chain": lambda dtype: jmask.lazy(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1, mu_dtype=dtype))
+    ),
+    "several steps": lambda dtype: jmask.multi_steps(
+        jmask.adam(0.1, state_dtype=dtype), 1, like={"t": jmask.RowSparse.zeros((V, D), nse=2)}
+    ),
+    "finite": lambda dtype: jmask.skip_nonfinite(jmask.adam(0.1, state_dtype=dtype)),
+}
+
+
+GRADIENT = jmask.RowSparse([2, 4], jnp.ones((2, D)), (V, D))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("is_jitted", [False, True])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer(optimizer, step, is_jitted):
+    tx, before = OPTIMIZERS[optimizer](WIDE), OPTIMIZERS[optimizer](NARROW)
+    params = {"t": jnp.ones((V, D))}
+    call = lambda state: STEPS[step](tx, {"t": GRADIENT}, state, params)
+    call = jax.jit(call) if is_jitted else call
+    with pytest.raises(ValueError, match=r"`state\S*` is bfloat16, and `init`.* float32"):
+        call(before.init(params))
+    cast = jax.tree.map(lambda x, y: x.astype(y.dtype), before.init(params), tx.init(params))
+    _, state = call(cast)
+    assert jax.tree.map(jnp.result_type, state) == jax.tree.map(jnp.result_type, cast)
+
+
+@pytest.mark.sampled(15)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("table", ["packed", "div 2"])
+def test_stored_tables(table, step):
+    params = stored(table, jnp.ones((V, D)))
+    for optimizer in ("adam", "optax.adam"):
+        tx, before = OPTIMIZERS[optimizer](WIDE), OPTIMIZERS[optimizer](NARROW)
+        with pytest.raises(ValueError, match="is bfloat16, and `init`"):
+            STEPS[step](tx, GRADIENT, before.init(params), params)
+
+
+def test_dense_gradients_of_named_optimizers():
+    """They write slots in the dtype that they have; optax' own go on in the new one."""
+    params = jnp.ones((V, D))
+    for optimizer in NAMED:
+        tx, before = OPTIMIZERS[optimizer](WIDE), OPTIMIZERS[optimizer](NARROW)
+        for step in STEPS.values():
+            with pytest.raises(ValueError, match="is bfloat16, and `init`"):
+                step(tx, params, before.init(params), params)
+
+
+def test_what_a_step_promotes_is_no_error():
+    """Optax's moments of a bfloat16 parameter are float32 after gradients of float32."""
+    tx = jmask.lazy(optax.adam(0.1))
+    params = {"t": jnp.ones((V, D), NARROW), "w": jnp.ones(3, NARROW)}
+    state = tx.init(params)
+    for _ in range(2):
+        grads = {"t": GRADIENT, "w": jnp.ones(3, WIDE)}
+        params, state = jmask.apply_gradients(tx, grads, state, params)
+    assert state[0].mu["t"].dtype == NARROW

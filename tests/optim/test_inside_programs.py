@@ -1,6 +1,10 @@
-"""A step gives the same in the program that makes its state, and on each of several devices."""
+"""A step gives the same in the program that makes its state, and on each of several devices.
 
-from typing import Any
+And from gathered rows of bags, which optimizers take as they take the same rows in an array: in
+a step of a large batch of bags nothing as large as all rows is made.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +14,21 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmask
+from jmask._kernels import tuning
+from jmask._kernels.gathered_rows import GATHERED, GatheredRows
 from tests.compilations import no_tracer_is_kept
-from tests.compiled_step import with_optax
+from tests.compiled_step import compiled_step, shapes, temporary_bytes, with_optax
+from tests.expressions import functions
 from tests.kernels.test_in_place import PARTITION
-from tests.optimizers import OF_ALL_TABLES, OPTIMIZERS
+from tests.optimizers import NOT_LAZY, OF_ALL_TABLES, OPTIMIZERS
 from tests.oracle import assert_close
 from tests.stored_tables import STEPS
 
 pytestmark = pytest.mark.dtype_promotion
 
+
 # Equal ids are found by sorting or hashing in large tables, by marking in small ones.
-LARGE, SMALL, D = 40, 8, 4
+LARGE_TABLE, SMALL_TABLE, WIDTH = 40, 8, 4
 
 
 # One for each way in which a step is made: the others differ from these in arithmetic alone.
@@ -35,19 +43,19 @@ OF_WAYS = {**OPTIMIZERS, "partition": PARTITION}
 
 
 @pytest.fixture(params=WAYS)
-def tx(request: pytest.FixtureRequest) -> Any:
+def tx(request):
     return OF_WAYS[request.param]
 
 
-def problem(seed: int = 0, rows: int = SMALL) -> tuple[Any, Any]:
+def problem(seed=0, rows=SMALL_TABLE):
     """Parameters, and ids and rows of a gradient."""
     rng = np.random.default_rng(seed)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    params = {"table": normal(rows, D), "dense": normal(D)}
-    return params, (jnp.array([5, 2, 2]) + seed, normal(3, D))
+    params = {"table": normal(rows, WIDTH), "dense": normal(WIDTH)}
+    return params, (jnp.array([5, 2, 2]) + seed, normal(3, WIDTH))
 
 
-def gradients(of_rows: tuple[jax.Array, jax.Array], params: Any) -> Any:
+def gradients(of_rows, params):
     ids, values = of_rows
     return {
         "table": jmask.RowSparse(ids, values, params["table"].shape),
@@ -60,7 +68,7 @@ def test_state_made_in_the_same_program(tx):
     """Slots of zeros are then one value of the program, and must not be one buffer."""
     params, rows = problem()
 
-    def step(rows: Any, state: Any, params: Any) -> Any:
+    def step(rows, state, params):
         return jmask.apply_gradients(tx, gradients(rows, params), state, params)
 
     first = jax.jit(lambda rows, params: step(rows, tx.init(params), params))
@@ -73,7 +81,7 @@ def test_derivatives_of_a_step(name):
     tx = OPTIMIZERS[name]
     params, (ids, values) = problem()
 
-    def after(apply: Any, values: jax.Array) -> jax.Array:
+    def after(apply, values):
         new, _ = apply(tx, gradients((ids, values), params), tx.init(params), params)
         return jnp.sum(new["table"] ** 2) + jnp.sum(new["dense"] ** 2)
 
@@ -84,10 +92,10 @@ def test_derivatives_of_a_step(name):
     np.testing.assert_allclose(slope, expected.sum(), rtol=1e-4, atol=1e-5)
 
 
-def on_two_devices(apply: Any, tx: Any, same: bool) -> Any:
+def on_two_devices(apply, tx, same):
     """A step on each device, on the same parameters or on some of its own."""
 
-    def step(params: Any, rows: Any) -> Any:
+    def step(params, rows):
         params = params if same else jax.tree.map(lambda x: x[0], params)
         rows = jax.tree.map(lambda x: x[0], rows)
         params, _ = apply(tx, gradients(rows, params), tx.init(params), params)
@@ -101,16 +109,16 @@ def on_two_devices(apply: Any, tx: Any, same: bool) -> Any:
 @pytest.mark.parametrize(
     ("name", "rows", "apply"),
     [
-        ("rowwise adagrad", SMALL, jmask.apply_gradients),
-        ("adam", SMALL, with_optax),
+        ("rowwise adagrad", SMALL_TABLE, jmask.apply_gradients),
+        ("adam", SMALL_TABLE, with_optax),
         *(
-            pytest.param(name, LARGE, apply, marks=pytest.mark.sampled)
+            pytest.param(name, LARGE_TABLE, apply, marks=pytest.mark.sampled)
             for name in WAYS
             for apply in (jmask.apply_gradients, with_optax)
         ),
     ],
 )
-def test_parameters_of_each_device(name: str, rows: int, apply: Any) -> None:
+def test_parameters_of_each_device(name, rows, apply):
     tx = OF_WAYS[name]
     problems = [problem(0, rows), problem(1, rows)]
     together = jax.tree.map(lambda *x: jnp.stack(x), *problems)
@@ -138,10 +146,142 @@ def test_what_differs_is_not_taken_for_the_same(tx):
 @pytest.mark.parametrize("name", OF_ALL_TABLES)
 def test_no_tracer_is_kept(name, form):
     """JAX remembers what a primitive is given, and must not remember the trace with it."""
-    tx, (params, of_rows) = OPTIMIZERS[name], problem(rows=LARGE)
+    tx, (params, of_rows) = OPTIMIZERS[name], problem(rows=LARGE_TABLE)
     grads, params = gradients(of_rows, params), params | {"table": form(params["table"])}
     for step in STEPS.values():
         with no_tracer_is_kept():
             jax.jit(lambda *given, step=step: step(tx, *given)).lower(
                 grads, tx.init(params), params
             )
+
+
+# --- gathered rows ----------------------------------------------------------------------
+
+
+V, D, B, L = 40, 24, 8, 5  # row D is one that no id names
+LIKE = jmask.RowSparse.zeros((V, D), nse=B * L)
+
+EVERY = {
+    **OPTIMIZERS,
+    **NOT_LAZY,
+    "every other step": jmask.multi_steps(jmask.adam(0.1), 2, like={"t": LIKE}),
+}
+
+
+def gathered_gradients(seed, repeats=True):
+    """A gradient with equal ids and padding, and what makes its rows, with weights.
+
+    Its rows are those of bags, or rows that do not repeat.
+    """
+    rng = np.random.default_rng(seed)
+    source = jnp.asarray(rng.normal(size=(B if repeats else B * L, D)), jnp.float32)
+    index = jnp.repeat(jnp.arange(B, dtype=jnp.int32), L) if repeats else None
+    weight = jnp.asarray(rng.normal(size=B * L), jnp.float32)
+    ids = jnp.asarray(rng.integers(0, V // 2, B * L), jnp.int32).at[7].set(V)
+    rows = GatheredRows(source, index, weight, jnp.dtype(jnp.float32))
+    return jmask.RowSparse(ids, rows.array(), (V, D)), rows
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("repeats", [True, False])
+@pytest.mark.parametrize("apply", [jmask.apply_gradients, with_optax], ids=["one", "two"])
+@pytest.mark.parametrize("name", EVERY)
+def test_as_rows_in_an_array(monkeypatch, name, apply, repeats):
+    monkeypatch.setattr(tuning, "MATERIALISED_ROWS", 0)
+    monkeypatch.setattr(tuning, "DENSE_ROWS_FOR_EACH_LOOKUP", 0)
+    monkeypatch.setattr(tuning, "BLOCK_ROWS", (3, 3))
+    tx = EVERY[name]
+    start = {"t": jnp.asarray(np.random.default_rng(9).normal(size=(V, D)), jnp.float32)}
+
+    @jax.jit
+    def run(gradient, known, state, params):
+        if known is not None:
+            GATHERED.note(gradient.values, known)
+        return apply(tx, {"t": gradient}, state, params)
+
+    results = []
+    for kind in (0, 1):
+        params, state = start, tx.init(start)
+        for seed in range(3):
+            gradient, known = gathered_gradients(seed, repeats)
+            params, state = run(gradient, known if kind else None, state, params)
+        results.append((params, state))
+    for x, y in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6)
+    # Rows that no id names keep their bits.
+    if name not in NOT_LAZY:
+        np.testing.assert_array_equal(results[0][0]["t"][V // 2 :], start["t"][V // 2 :])
+
+
+LARGE = ("sgd", "adam", "adagrad", "rowwise adagrad", "ftrl", "optax.adam")
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("rows", [10**6, 2000])
+@pytest.mark.parametrize("name", LARGE)
+def test_a_step_of_bags_writes_no_row_out(name, rows):
+    count, width = 102_400, 64
+    loss = lambda table, ids: jnp.sum(jmask.embedding_bag(table, ids.reshape(-1, 5)) ** 2)
+    table = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+    ids = jax.ShapeDtypeStruct((count,), jnp.int32)
+    compiled = compiled_step(loss, OPTIMIZERS[name], table, ids)
+    # Bags are 5 MB, and all rows would be 26. XLA of JAX 0.10 keeps the bags once more.
+    most = 12.5e6 if jax.__version_info__ >= (0, 12) else 18e6
+    assert temporary_bytes(compiled, rows * width * 4) < most
+
+
+# Losses of parameters `p` and ids, by the names of the parameters.
+_LATE = {
+    "t w": """
+        jnp.sum(p["t"][ids] * p["w"][..., None]);
+        jnp.sum(jmask.embedding_bag(p["t"], ids, weights=p["w"]) ** 2);
+        jax.checkpoint(lambda p: jnp.sum(jnp.sin(p["t"][ids]).sum(-1) * p["w"]))(p)
+    """,
+    "t scores": """
+        jnp.sum(jmask.embedding_bag(p["t"], ids, weights=jax.nn.softmax(p["scores"][ids])) ** 2)
+    """,
+    "t u": """
+        jnp.sum(p["t"][ids].sum(1) * p["u"][ids].mean(1));
+        jnp.sum(jnp.sin(sum(jmask.embedding_bag(p[name], ids) for name in ("t", "u"))))
+    """,
+}
+LATE = {
+    code: (loss, names.split())
+    for names, text in _LATE.items()
+    for code, loss in functions("p, ids", globals())(text).items()
+}
+LINEAR = next(iter(LATE))
+
+
+def late_step(name, tx, with_value, sharding=None):
+    """Bytes of temporaries of a donated step, compiled, and of a table."""
+    rows, width, bags, length = 400_000, 64, 512, 32
+    shaped = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    params = {
+        "t": shaped((rows, width), jnp.float32),
+        "u": shaped((rows, width), jnp.float32),
+        "w": shaped((bags, length), jnp.float32),
+        "scores": shaped((rows,), jnp.float32),
+    }
+    loss, names = LATE[name]
+    params = {x: params[x] for x in names}
+    state = shapes(jax.eval_shape(tx.init, params), sharding)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, ids):
+        if not with_value:
+            return jmask.apply_gradients(tx, jmask.grad(loss)(params, ids), state, params)
+        value, gradients = jmask.value_and_grad(loss)(params, ids)
+        return *jmask.apply_gradients(tx, gradients, state, params), value
+
+    compiled = step.lower(params, state, shaped((bags, length), jnp.int32)).compile()
+    return compiled.memory_analysis().temp_size_in_bytes, rows * width * 4
+
+
+@pytest.mark.parametrize("with_value", [True, False], ids=["value_and_grad", "grad"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "optax.adam"])
+@pytest.mark.parametrize("loss", LATE)
+def test_tables_that_are_read_for_gradients_alone_are_written_after(loss, name, with_value):
+    """A gradient of weights reads the rows again: not from a copy of the table."""
+    temporaries, table = late_step(loss, OPTIMIZERS[name], with_value)
+    assert temporaries < table / 2

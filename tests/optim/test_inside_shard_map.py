@@ -1,7 +1,6 @@
 """Steps inside a `shard_map` on sharded tables: what is said of all rows is of all devices."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +18,15 @@ pytestmark = pytest.mark.sampled(15)
 V, D = 21, 12
 IDS = jnp.asarray(np.random.default_rng(1).integers(0, V, 32))
 FACTORS = jnp.linspace(0.5, 2.0, 32)
+factors_of = lambda tx: FACTORS.at[5].set(jnp.nan) if tx in BAD.values() else FACTORS
 
 
-def loss(params: Any, ids: jax.Array, factors: jax.Array) -> jax.Array:
+def loss(params, ids, factors):
     rows = params["table"][ids]
     return jnp.sum(jnp.sin(rows) * factors[:, None] * params["dense"][None])
 
 
-def inside(tx: Any, step: Any, checked: bool, layout: str = "x") -> Any:
+def inside(tx, step, checked, layout="x"):
     """Parameters and state after a step of a program that is written for each device."""
     sizes, rows, batch = {"x": ((8,), "x", "x"), "table": ((2, 4), "table", None)}[layout]
     mesh = mesh_of(*sizes)
@@ -48,7 +48,7 @@ def inside(tx: Any, step: Any, checked: bool, layout: str = "x") -> Any:
         out_specs=spread,
         check_vma=checked,
     )
-    def run(params: Any, state: Any, ids: Any, factors: Any) -> Any:
+    def run(params, state, ids, factors):
         grads = jmask.grad(loss)(params, ids, factors)
         if not checked:  # then nothing is summed over devices by itself
             grads["dense"] = jax.lax.psum(grads["dense"], table.layout.batch)
@@ -57,21 +57,17 @@ def inside(tx: Any, step: Any, checked: bool, layout: str = "x") -> Any:
     return run(params, state, IDS, factors_of(tx))
 
 
-def alone(tx: Any, step: Any) -> Any:
+def alone(tx, step):
     """The same on one device, from the same gradient."""
     params = {"table": numbers(), "dense": jnp.ones(D)}
     grads = jmask.grad(loss)(params, IDS, factors_of(tx))
     return STEPS[step](tx, grads, tx.init(params), params)
 
 
-def factors_of(tx: Any) -> jax.Array:
-    return FACTORS.at[5].set(jnp.nan) if tx in BAD.values() else FACTORS
-
-
-def ours(inner: Any) -> Any:
+def ours(inner):
     """A chain with a sum in a branch of a `cond`."""
 
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
+    def update(updates, state, params=None):
         clip = lambda u: jax.tree.map(lambda x: x / optax.tree.norm(u), u)
         branch = jax.lax.cond(state == 0, clip, lambda u: u, updates)
         return branch, state + 1
@@ -130,7 +126,7 @@ def test_a_nan_on_one_device(step, checked):
         out_specs=(spread, P("x")),
         check_vma=checked,
     )
-    def run(params: Any, values: Any) -> Any:
+    def run(params, values):
         rows = jmask.RowSparse([2], values, (4, 2))
         grads = {"table": rows, "dense": jnp.ones(2)}
         new, state = STEPS[step](tx, grads, tx.init(params), params)
@@ -149,8 +145,8 @@ def test_a_row_left_out_on_one_device():
     """Counted alike on all devices, whether types say where gradients differ or not."""
     tx = jmask.drop_nonfinite_rows()
 
-    def count(checked: bool, spread: Any) -> int:
-        def run(values: jax.Array) -> jax.Array:
+    def count(checked, spread):
+        def run(values):
             gradient = jmask.RowSparse([2, 1], values, (4,))
             return tx.update(gradient, tx.init(jnp.ones(4)), jnp.ones(4))[1].dropped
 

@@ -26,12 +26,7 @@ pytestmark = [
     pytest.mark.sampled,
     pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
 ]
-
-
-def rows(dtype):
-    return jmask.RowSparse([1, 7, 1, -1], jnp.ones((4, 3), dtype), (50, 3))
-
-
+rows = lambda dtype: jmask.RowSparse([1, 7, 1, -1], jnp.ones((4, 3), dtype), (50, 3))
 COMMON = {"weight_decay": 0.1, "clip_gradient": 0.5, "rescale_grad": 0.5}
 SCHEDULE = optax.linear_schedule(0.1, 0.2, 10)
 NAMED = OPTIMIZERS | {
@@ -73,10 +68,7 @@ def test_named_optimizers(name, step, dtype):
 @pytest.mark.parametrize("step", STEPS)
 def test_64_bits_reach_no_table(step, dtype):
     """A schedule or a count may be wider than a table and its state, which stay as they are."""
-
-    def loss(table):
-        return jnp.sum(table[jnp.array([1, 7], jnp.int32)])
-
+    loss = lambda table: jnp.sum(table[jnp.array([1, 7], jnp.int32)])
     with jax.enable_x64(True):
         deferred = jmask.adam(SCHEDULE)
         for name, tx in {**NAMED, "deferred": deferred}.items():

@@ -7,7 +7,6 @@ bits. Row-wise optimizers are held against NumPy in float64, too.
 
 import functools
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ pytestmark = [pytest.mark.sampled, pytest.mark.dtype_promotion]
 RNG = np.random.default_rng(0)
 # Those of few rows are updated densely, the last by its ids.
 SHAPES = [(3, 7, 2), (4, 4, 4), (1, 5, 2), (2, 3, 1), (2, 3, 5, 2), (3, 700, 4)]
-OTHERS: dict[str, Any] = {
+OTHERS = {
     "with averages": optax.chain(jmask.rowwise_adagrad(0.1), jmask.ema(0.5)),
     "lazy of a rule": jmask.lazy(
         optax.chain(optax.clip_by_global_norm(1.0), jmask.rowwise_adam(0.1))
@@ -43,6 +42,7 @@ OTHERS: dict[str, Any] = {
     ),
 }
 LAZY = OPTIMIZERS | OTHERS
+OF_ROWS = ["rowwise adagrad", "rowwise adam", "adam per row", "with averages", "lazy of a rule"]
 
 
 def gradients(shape, dtype=np.float32):
@@ -107,10 +107,7 @@ def test_as_tables_of_their_own(name, shape, step, jit):
     if LAZY[name] is None:  # has room for as many rows as the first gradient
         steps = [steps[0], steps[2]]
     dense = jnp.asarray(RNG.normal(size=3), jnp.float32)
-
-    def with_dense(rows):
-        return [{"t": x, "w": dense * (k + 1)} for k, x in enumerate(rows)]
-
+    with_dense = lambda rows: [{"t": x, "w": dense * (k + 1)} for k, x in enumerate(rows)]
     start = {"t": table, "w": dense}
     params, state = trained(
         LAZY[name], start, with_dense(stacked(shape, *x) for x in steps), step, jit
@@ -133,21 +130,25 @@ def test_as_tables_of_their_own(name, shape, step, jit):
     np.testing.assert_array_equal(params["t"][inactive], table[inactive])
 
 
-@pytest.mark.parametrize("name", NOT_LAZY)
-def test_densely(name):
-    """All rows move, as those of tables of their own."""
-    shape = SHAPES[0]
-    start, steps = jnp.asarray(RNG.normal(size=shape), jnp.float32), [*gradients(shape)]
-    params, _ = trained(
-        NOT_LAZY[name], start, [stacked(shape, *x) for x in steps], "update", True
-    )
+@pytest.mark.parametrize(
+    ("name", "dtype", "rtol"),
+    [
+        *((name, "float32", 1e-5) for name in NOT_LAZY),
+        *itertools.product(OF_ROWS[:4], ["complex64", "bfloat16"], [2e-2]),
+    ],
+)
+def test_densely_and_of_other_dtypes(name, dtype, rtol):
+    """All rows move, or those of other dtypes, as those of tables of their own."""
+    tx, shape = (LAZY | NOT_LAZY)[name], SHAPES[0]
+    start, steps = jnp.asarray(RNG.normal(size=shape), dtype), [*gradients(shape, dtype)]
+    params, _ = trained(tx, start, [stacked(shape, *x) for x in steps], "update", True)
     grads = [separate(shape, *x) for x in steps]
-    expected, _ = trained(NOT_LAZY[name], [*start], grads, "update", True)
-    assert_close(params, joined(expected, shape), rtol=1e-5, atol=1e-6)
+    expected, _ = trained(tx, [*start], grads, "update", True)
+    np.testing.assert_allclose(params, jnp.stack(expected), rtol=rtol, atol=1e-6)
 
 
 ROWWISE = (jmask.rowwise_adagrad, numpy_optimizers.RowwiseAdagrad)
-MODELS: dict[str, Any] = {
+MODELS = {
     "rowwise_adagrad": (*ROWWISE, {}),
     "decayed": (*ROWWISE, {"weight_decay": 0.5}),
     "not lazy": (*ROWWISE, {"lazy_update": False}),
@@ -206,20 +207,6 @@ def test_arrays_over_a_mesh(axes, spec, name):
     assert_close(found, step(table), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["complex64", "bfloat16"])
-@pytest.mark.parametrize(
-    "name", ["rowwise adagrad", "rowwise adam", "adam per row", "with averages"]
-)
-def test_other_dtypes(name, dtype):
-    shape = (3, 7, 2)
-    start = jnp.asarray(RNG.normal(size=shape), dtype)
-    steps = [*gradients(shape, jnp.dtype(dtype))]
-    params, _ = trained(LAZY[name], start, [stacked(shape, *x) for x in steps], "update", True)
-    grads = [separate(shape, *x) for x in steps]
-    expected, _ = trained(LAZY[name], [*start], grads, "update", True)
-    np.testing.assert_allclose(params, jnp.stack(expected), rtol=2e-2, atol=1e-6)
-
-
 @pytest.mark.parametrize("make", [jmask.rowwise_adagrad, jmask.rowwise_adam])
 def test_rows_of_several_dimensions_have_one_number(make):
     """Lookups of whole rows (F, D) of a table (V, F, D): as of the rows (F D,)."""
@@ -241,10 +228,7 @@ def test_rows_of_several_dimensions_have_one_number(make):
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (3, 7, 5), (700, 3)], ids=str)
-@pytest.mark.parametrize(
-    "name",
-    ["rowwise adagrad", "rowwise adam", "adam per row", "with averages", "lazy of a rule"],
-)
+@pytest.mark.parametrize("name", OF_ROWS)
 def test_entries_move_their_rows(name, shape):
     """`table[s, a]` of (V, A): as the row of zeros that it is part of."""
     tx = LAZY[name]
@@ -264,9 +248,7 @@ def test_entries_move_their_rows(name, shape):
 def test_sums_that_are_of_tables_and_not_of_rows_are_refused():
     """One number for each index of dimension 0, which `jmask.lazy` finds in any state."""
     t = jnp.ones((3, 7, 2))
-
-    def init(params):
-        return jnp.zeros(params.shape[:1])
+    init = lambda params: jnp.zeros(params.shape[:1])
 
     def update(grads, state, params=None):
         return grads, state + jnp.sum(grads, axis=tuple(range(1, grads.ndim)))

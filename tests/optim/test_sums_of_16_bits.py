@@ -4,8 +4,6 @@ To nearest, or stochastically, so that small updates add up.
 The model is float64; what is stored may be off by the one rounding to 16 bits.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +31,7 @@ LIFTED = OPTAX | {
 }
 
 
-def lookups_of(dtype: Any, seed: int = 0) -> tuple[Any, Any]:
+def lookups_of(dtype, seed=0):
     """A table (V, D) and values (n, D) whose sums need more bits than the dtype has."""
     rng = np.random.default_rng(seed)
     table = jnp.asarray(rng.normal(size=(V, D)), dtype)
@@ -43,7 +41,7 @@ def lookups_of(dtype: Any, seed: int = 0) -> tuple[Any, Any]:
     return table, jnp.asarray(values, dtype)
 
 
-def check_rounded_once(actual: Any, exact: Any, scale: float = 1.0) -> None:
+def check_rounded_once(actual, exact, scale=1.0):
     """Half a unit in the last place away, and what float32 arithmetic may add."""
     exact = np.asarray(exact, np.float64)
     info = jnp.finfo(actual.dtype)

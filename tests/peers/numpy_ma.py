@@ -10,14 +10,11 @@ on with the array of numpy.ma, as tests compare digits that two libraries need n
 
 import collections
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.ma.core as core
-import pytest
 
 import jmask
 import jmask.numpy as jnm
@@ -43,10 +40,10 @@ NOT_COMPARED = {
     "refused": "jmask refuses what numpy.ma does with a warning or an error of its own",
     "compared": "made with jmask as well",
 }
-counts: collections.Counter[str] = collections.Counter()
+counts = collections.Counter()
 
 
-def compared_with_jmask(name: str, original: Callable[..., Any], of: int) -> Any:
+def compared_with_jmask(name, original, of):
     """`original`, of whose every result it is checked that jmask has it, too.
 
     Args:
@@ -57,7 +54,7 @@ def compared_with_jmask(name: str, original: Callable[..., Any], of: int) -> Any
     ours = getattr(jnm, {"fabs": "abs"}.get(name, name))
 
     @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args, **kwargs):
         expected = original(*args, **kwargs)
         if not _are_known(args[:of]) or not any(isinstance(x, np.ma.MaskedArray) for x in args):
             counts["what it is"] += 1
@@ -77,7 +74,7 @@ def compared_with_jmask(name: str, original: Callable[..., Any], of: int) -> Any
     return call
 
 
-def _compare(found: Any, expected: Any, may_mask_more: bool) -> None:
+def _compare(found, expected, may_mask_more):
     valid = np.asarray(found.to_dense().mask) if isinstance(found, jmask.MaskedTensor) else True
     numbers = np.asarray(found.to_tensor(0) if isinstance(found, jmask.MaskedTensor) else found)
     mask = np.ma.getmaskarray(expected)
@@ -97,17 +94,17 @@ def _compare(found: Any, expected: Any, may_mask_more: bool) -> None:
     counts["compared"] += 1
 
 
-def _tensor(x: Any) -> Any:
+def _tensor(x):
     if isinstance(x, np.ma.MaskedArray):
         return jmask.from_numpy_ma(x)
     return jnp.asarray(x)
 
 
-def _are_known(args: Any) -> bool:
+def _are_known(args):
     return all(np.asarray(x).dtype.kind in "biufc" and type(x) is not np.ma.mvoid for x in args)
 
 
-def _are_plain(args: Any, kwargs: dict[str, Any]) -> bool:
+def _are_plain(args, kwargs):
     simple = int | float | bool | tuple | type(None)
     known = {"axis", "keepdims", "ddof", "rowvar", "bias"}
     return (
@@ -120,18 +117,18 @@ def _are_plain(args: Any, kwargs: dict[str, Any]) -> bool:
 class Replaced:
     """A ufunc of numpy.ma whose calls are compared, and that is itself otherwise."""
 
-    def __init__(self, original: Any, call: Callable[..., Any]):
+    def __init__(self, original, call):
         self.original, self.call = original, call
         self.__doc__, self.__name__ = original.__doc__, getattr(original, "__name__", "")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args, **kwargs):
         return self.call(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self.original, name)
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     for name in (*ELEMENTWISE, *OF_A_DOMAIN):
         original = getattr(core, name)
         of = getattr(original.f, "nin", 1) if hasattr(original, "f") else 1
@@ -147,19 +144,19 @@ def pytest_configure(config: pytest.Config) -> None:
         setattr(core.MaskedArray, name, compared_with_jmask(name, method, 1))
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     left = [item for item in items if any(word in item.nodeid for word in LEFT_OUT)]
     items[:] = [item for item in items if item not in left]
     config.hook.pytest_deselected(items=left)
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter):
     for word, reason in LEFT_OUT.items():
         terminalreporter.write_line(f"left out: tests with `{word}` in their name: {reason}")
     for kind, reason in NOT_COMPARED.items():
         terminalreporter.write_line(f"{counts[kind]} calls {kind}: {reason}")
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish(session):
     if counts["compared"] < 100 and session.config.getoption("numprocesses", None) is None:
         session.exitstatus = 1

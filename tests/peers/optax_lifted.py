@@ -11,8 +11,6 @@ import contextvars
 import functools
 import inspect
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,16 +43,16 @@ _REFUSALS = {
     "jmask.lazy cannot wrap": "refused",
     "`state` was not made by `init`": "another state",
 }
-_making: contextvars.ContextVar[bool] = contextvars.ContextVar("making")
-counts: collections.Counter[tuple[str, str]] = collections.Counter()
+_making = contextvars.ContextVar("making")
+counts = collections.Counter()
 
 
-def lifted(name: str, tx: Any) -> Any:
+def lifted(name, tx):
     """The transformation on row-sparse gradients, with dense ones in and out."""
     tx = optax.with_extra_args_support(tx)
     lazy = jmask.lazy(tx)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    def update(updates, state, params=None, **extra_args):
         rows = jax.tree.map(as_rows, updates)
         leaves = jax.tree.leaves((updates, params))
         if any(jnp.iscomplexobj(x) for x in leaves):
@@ -79,25 +77,25 @@ def lifted(name: str, tx: Any) -> Any:
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-def as_rows(x: Any) -> Any:
+def as_rows(x):
     x = jnp.asarray(x)
     if not x.ndim or not x.shape[0] or jnp.iscomplexobj(x):
         return x
     return jmask.RowSparse(jnp.arange(x.shape[0]), x, x.shape, coalesced=True)
 
 
-def as_array(x: Any) -> Any:
+def as_array(x):
     # With -0.0 elsewhere nothing would differ: all rows are there.
     return x.todense() if is_rows(x) else x
 
 
-def is_rows(x: Any) -> bool:
+def is_rows(x):
     return isinstance(x, jmask.RowSparse)
 
 
-def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
+def _in_place(function):
     @functools.wraps(function)
-    def make(*args: Any, **kwargs: Any) -> Any:
+    def make(*args, **kwargs):
         # An optimizer is lifted as a whole, and not what it is made of.
         token = _making.set(True)
         is_part = token.old_value is True
@@ -111,14 +109,14 @@ def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     for module in MODULES:
         for name, function in inspect.getmembers(module, inspect.isfunction):
             if function.__module__ == module.__name__ and not name.startswith("_"):
                 setattr(module, name, _in_place(function))
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     kept, left = [], []
     for item in items:
         item.add_marker(pytest.mark.rank_promotion)
@@ -128,7 +126,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left)
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter):
     write = terminalreporter.write_line
     for word, reason in LEFT_OUT.items():
         write(f"left out: tests with `{word}` in their name: {reason}")

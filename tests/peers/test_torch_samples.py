@@ -42,8 +42,7 @@ MASKED = {
 
 
 def op_infos():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         from torch.testing._internal import common_methods_invocations as invocations
         from torch.testing._internal import opinfo
     return invocations.op_db, opinfo.core

@@ -34,7 +34,7 @@ def _name(page):
 @pytest.mark.dtype_promotion
 def test_python_blocks(page):
     """Comments at the end of a block are its output."""
-    namespace: dict = {}
+    namespace = {}
     for language, block in _FENCE.findall(page.read_text()):
         if language != "python":
             continue

@@ -25,7 +25,7 @@ LIMIT = 120  # seconds, which a run that hangs would exceed
 def run(folder, *arguments, at=None, do=None):
     """The exit code and what was printed; after step `at`, `do` gets the process ids."""
     command = [sys.executable, str(PROGRAM), *SMALL.split(), *map(str, arguments)]
-    printed: list[str] = []
+    printed = []
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder
     ) as program:

@@ -3,8 +3,6 @@
 import functools
 import gc
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +32,10 @@ LAYOUTS = ["packed"] + [
     for shards in ("1", "4", "8", "4 explicit")
     for packed in ("", " packed")
 ]
+dense = lambda tree: [bits(np.asarray(x)) for x in jax.tree.leaves(tree, is_leaf=is_table)]
 
 
-def run_of(layout: str, x: Any = None) -> Any:
+def run_of(layout, x=None):
     """Parameters and state after a step, and a state of rows that are not floating."""
     params = {"t": stored(layout, numbers() if x is None else x), "w": jnp.ones(2)}
     tx = jmask.adam(0.1, count="per_row")
@@ -45,20 +44,16 @@ def run_of(layout: str, x: Any = None) -> Any:
 
 
 @functools.cache
-def saved(layout: str) -> Any:
+def saved(layout):
     return run_of(layout)
 
 
 @functools.cache
-def target(layout: str) -> Any:
+def target(layout):
     return run_of(layout, jnp.zeros_like(numbers()))
 
 
-def dense(tree: Any) -> list[np.ndarray]:
-    return [bits(np.asarray(x)) for x in jax.tree.leaves(tree, is_leaf=is_table)]
-
-
-def restored(tree: Any, path: Any, *shapes: Any) -> Any:
+def restored(tree, path, *shapes):
     """What orbax gives of a tree that it saved."""
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path / "run", tree)
@@ -66,16 +61,16 @@ def restored(tree: Any, path: Any, *shapes: Any) -> Any:
         return checkpointer.restore(path / "run", *shapes)
 
 
-def by_orbax(tree: Any, like: Any, path: Any) -> Any:
+def by_orbax(tree, like, path):
     return restored(tree, path, jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
 
 
-def by_equinox(tree: Any, like: Any, path: Any) -> Any:
+def by_equinox(tree, like, path):
     eqx.tree_serialise_leaves(path / "run.eqx", tree)
     return eqx.tree_deserialise_leaves(path / "run.eqx", like)
 
 
-def by_hand(tree: Any, like: Any, path: Any) -> Any:
+def by_hand(tree, like, path):
     leaves = [np.asarray(x) for x in jax.tree.leaves(tree)]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
@@ -88,9 +83,7 @@ PAIRS = [(a, b) for a, b in ALL_PAIRS if (a == "packed") == (b == "packed")]
 @pytest.mark.sampled
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(("before", "after"), PAIRS)
-def test_leaves_are_restored_or_refused(
-    before: str, after: str, route: str, tmp_path: Any
-) -> None:
+def test_leaves_are_restored_or_refused(before, after, route, tmp_path):
     """Whatever stores the leaves of a tree and knows nothing of layouts."""
     tree, like = saved(before), target(after)
     try:
@@ -105,10 +98,10 @@ def test_leaves_are_restored_or_refused(
 
 @pytest.mark.parametrize("use", ["read", "todense", "step", "norm"])
 @pytest.mark.parametrize("is_jitted", [False, True])
-def test_leaves_of_another_layout_are_refused_in_each_use(use: str, is_jitted: bool) -> None:
+def test_leaves_of_another_layout_are_refused_in_each_use(use, is_jitted):
     ids = jnp.array([1, 2])
     update = jmask.RowSparse(ids, jnp.ones((2, 12)), (21, 12))
-    function: Callable[[Any], Any] = {
+    function = {
         "read": lambda t: t[ids],
         "todense": lambda t: t.todense(),
         "step": lambda t: jmask.apply_updates(t, update),
@@ -125,26 +118,19 @@ def test_leaves_of_another_layout_are_refused_in_each_use(use: str, is_jitted: b
 # --- the call that restores into any layout ---------------------------------------------------
 
 
-def from_arrays_of(tree: Any, like: Any, path: Any) -> Any:
-    return jmask.from_arrays(jmask.to_arrays(tree), like)
+from_arrays_of = lambda tree, like, path: jmask.from_arrays(jmask.to_arrays(tree), like)
 
 
-def from_plain_arrays_of_orbax(tree: Any, like: Any, path: Any) -> Any:
+def from_plain_arrays_of_orbax(tree, like, path):
     shapes = jmask.to_arrays(jax.tree.map(ocp.utils.to_shape_dtype_struct, like))
     return jmask.from_arrays(restored(jmask.to_arrays(tree), path, shapes), like)
 
 
-def from_leaves_of_orbax(tree: Any, like: Any, path: Any) -> Any:
-    """A checkpoint of the tree as it is, restored without its types."""
-    return jmask.from_arrays(restored(tree, path), like)
-
-
-def from_equinox(tree: Any, like: Any, path: Any) -> Any:
-    return jmask.from_arrays(
-        by_equinox(jmask.to_arrays(tree), jmask.to_arrays(like), path), like
-    )
-
-
+# A checkpoint of the tree as it is, restored without its types.
+from_leaves_of_orbax = lambda tree, like, path: jmask.from_arrays(restored(tree, path), like)
+from_equinox = lambda tree, like, path: jmask.from_arrays(
+    by_equinox(jmask.to_arrays(tree), jmask.to_arrays(like), path), like
+)
 CALLS = {
     "arrays": from_arrays_of,
     "orbax": from_plain_arrays_of_orbax,
@@ -156,7 +142,7 @@ CALLS = {
 @pytest.mark.sampled
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(("before", "after"), ALL_PAIRS)
-def test_from_arrays(before: str, after: str, call: str, tmp_path: Any) -> None:
+def test_from_arrays(before, after, call, tmp_path):
     tree, like = saved(before), target(after)
     again = CALLS[call](tree, like, tmp_path)
     assert jax.tree.structure(again) == jax.tree.structure(like)
@@ -171,7 +157,7 @@ def test_from_arrays(before: str, after: str, call: str, tmp_path: Any) -> None:
 # --- deferred tables -------------------------------------------------------------------------
 
 
-def deferred_run(layout: str, x: Any) -> Any:
+def deferred_run(layout, x):
     params = {"t": jmask.deferred(stored(layout, x), TX)}
     state = TX.init(params)
     for ids in ([3, 20, 7], [1, 2, 3]):
@@ -186,7 +172,7 @@ def deferred_run(layout: str, x: Any) -> Any:
     ("before", "after"),
     [("array", "array"), ("mod 4", "mod 8"), ("mod 8", "div 4"), ("div 4", "packed")],
 )
-def test_deferred(before: str, after: str, call: str, tmp_path: Any) -> None:
+def test_deferred(before, after, call, tmp_path):
     tree = deferred_run(before, numbers())
     like = deferred_run(after, jnp.zeros_like(numbers()))
     again = CALLS[call](tree, like, tmp_path)
@@ -195,7 +181,7 @@ def test_deferred(before: str, after: str, call: str, tmp_path: Any) -> None:
     np.testing.assert_array_equal(again[0]["t"].todense(), tree[0]["t"].todense())
 
 
-def test_a_deferred_table_of_a_sharded_array_stays_where_it_is() -> None:
+def test_a_deferred_table_of_a_sharded_array_stays_where_it_is():
     mesh = mesh_of(4)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*mesh.axis_names))
     tree = deferred_run("array", jax.device_put(jnp.ones((24, 12)), sharding))
@@ -206,7 +192,7 @@ def test_a_deferred_table_of_a_sharded_array_stays_where_it_is() -> None:
     np.testing.assert_array_equal(again[0]["t"].todense(), tree[0]["t"].todense())
 
 
-def test_deferred_checkpoint_of_an_older_version() -> None:
+def test_deferred_checkpoint_of_an_older_version():
     """Its clock was a number."""
     params, state = deferred_run("array", numbers())
     arrays = jmask.to_arrays((params, state))
@@ -220,7 +206,7 @@ def test_deferred_checkpoint_of_an_older_version() -> None:
 
 
 @pytest.mark.parametrize("layout", ["packed", "div 4", "mod 8", "mod 4 packed"])
-def test_pickle(layout: str) -> None:
+def test_pickle(layout):
     tree = run_of(layout)
     again = pickle.loads(pickle.dumps(tree))
     assert jax.tree.structure(again) == jax.tree.structure(tree)

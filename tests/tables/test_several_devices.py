@@ -1,5 +1,7 @@
 """Data-parallel programs: the gradient of a replicated table crosses the network as rows."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,8 @@ from tests.stored_tables import need_devices
 V, D, DEVICES = 64, 4, 4
 TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), jnp.float32)
 IDS = jnp.asarray(np.random.default_rng(1).integers(0, V, 8))
+over_data = functools.partial(jax.shard_map, in_specs=(P(), P("data")), out_specs=P())
+local_loss = lambda table, ids: jax.lax.pmean(jnp.sum(jnp.sin(table[ids])), "data")
 
 
 @pytest.fixture(scope="module")
@@ -27,16 +31,12 @@ def mesh():
     return jax.make_mesh((DEVICES,), ("data",), axis_types=auto)
 
 
-def local_loss(table, ids):
-    return jax.lax.pmean(jnp.sum(jnp.sin(table[ids])), "data")
-
-
 def expected():
     loss = lambda table: jnp.sum(jnp.sin(table[IDS])) / DEVICES
     return jax.value_and_grad(loss)(TABLE)
 
 
-def table_collectives(compiled) -> list[str]:
+def table_collectives(compiled):
     """Collectives of the compiled program that move a table."""
     names = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
     return [
@@ -82,11 +82,7 @@ def test_gradient_taken_inside(mesh, check_vma):
             value = jax.lax.psum(value, "data")
         return value, gradient
 
-    mapped = jax.jit(
-        jax.shard_map(
-            step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
-        )
-    )
+    mapped = jax.jit(over_data(step, mesh=mesh, check_vma=check_vma))
     with jmask.strict():
         value, gradient = mapped(TABLE, IDS)
     assert is_row_sparse(gradient)
@@ -96,7 +92,7 @@ def test_gradient_taken_inside(mesh, check_vma):
 
 
 def test_gradient_of_a_mapped_function(mesh):
-    mapped = jax.shard_map(local_loss, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    mapped = over_data(local_loss, mesh=mesh)
     with jmask.strict():
         gradient = jax.jit(jmask.grad(mapped))(TABLE, IDS)
     assert is_row_sparse(gradient)
@@ -118,9 +114,7 @@ def test_training_step_inside(mesh):
         updates, state = tx.update(gradient, state, table)
         return optax.apply_updates(table, updates), state, value
 
-    mapped = jax.jit(
-        jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P())
-    )
+    mapped = jax.jit(over_data(step, mesh=mesh, in_specs=(P(), P(), P("data"))))
     table, _, _ = mapped(TABLE, tx.init(TABLE), IDS)
     single = jmask.RowSparse.fromdense(expected()[1])
     alone, _ = jmask.apply_gradients(tx, single, tx.init(TABLE), TABLE)
@@ -139,8 +133,7 @@ def test_devices_in_different_branches(mesh):
         return jax.lax.cond(ids[0, 0] > 3, large, small)
 
     def gradient(take):
-        local = lambda table, ids: take(loss)(table, ids)
-        return jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+        return over_data(lambda table, ids: take(loss)(table, ids), mesh=mesh)
 
     expected = jax.jit(gradient(jax.grad))(TABLE, ids)
     with pytest.warns(jmask.StorageFallbackWarning, match="different branches of a `cond`"):

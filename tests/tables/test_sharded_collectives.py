@@ -14,7 +14,6 @@ Tables whose rows go to their owners alone are as on one device, or nan, never l
 import functools
 import itertools
 import math
-from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -40,7 +39,7 @@ V, D, N = 3000, 32, 512
 ROUTED = (N * D + N) * 4  # bytes of the ids and rows of a batch
 
 
-def forward_bytes(table: Any) -> int:
+def forward_bytes(table):
     """At most: ids and rows, and rows once more where shards lie across the batch's axes."""
     layout, sizes = table.layout, table.layout.mesh.shape
     shared = [axis for axis in layout.batch if axis in layout.rows]
@@ -51,28 +50,19 @@ def forward_bytes(table: Any) -> int:
     return ROUTED + 2 * N * D * 4 // math.prod(sizes[axis] for axis in layout.batch)
 
 
-def bytes_moved(compiled: Any) -> int:
-    return sum(size for _, size in collectives(compiled))
-
-
+bytes_moved = lambda compiled: sum(size for _, size in collectives(compiled))
 NAMES = ["8 devices", "rows over table, batch over data", "rows over table, batch over both"]
 NAMES += ["rows over both, batch over data", "explicit axis", "explicit axes, rows over table"]
+loss = lambda table, ids: jnp.sum(jnp.sin(table[ids]))
+table_of = lambda layout, packed=False: sharded(jnp.zeros((V, D)), layout, packed=packed)
 
 
-def loss(table: Any, ids: Any) -> jax.Array:
-    return jnp.sum(jnp.sin(table[ids]))
-
-
-def table_of(layout: str, packed: bool = False) -> Any:
-    return sharded(jnp.zeros((V, D)), layout, packed=packed)
-
-
-def ids_for(table: Any) -> jax.Array:
+def ids_for(table):
     ids = np.random.default_rng(0).integers(0, V, N).astype(np.int32)
     return jax.device_put(ids, NamedSharding(table.layout.mesh, P(table.layout.batch)))
 
 
-def assert_no_table_moves(compiled: Any, table: Any) -> None:
+def assert_no_table_moves(compiled, table):
     largest = max((size for _, size in collectives(compiled)), default=0)
     assert largest < min(leaf.nbytes for leaf in jax.tree.leaves(table)) / 2
 
@@ -116,7 +106,7 @@ def test_step(layout, optimizer, step, packed):
 def test_control_the_parser_sees_what_moves():
     mesh = mesh_of(8)
 
-    def of(function: Any, outputs: Any) -> list[tuple[str, int]]:
+    def of(function, outputs):
         mapped = jax.shard_map(
             function, mesh=mesh, in_specs=P("x"), out_specs=outputs, check_vma=False
         )
@@ -200,18 +190,18 @@ def test_without_x64_it_is_refused():
 COUNT = 21
 
 
-def exchanged(x: Any, name: str = "8 devices", factor: float = 4.0, **how: Any) -> Any:
+def exchanged(x, name="8 devices", factor=4.0, **how):
     how = {"placement": "mod", "packed": False} | how
     return sharded(x, name, capacity_factor=factor, **how)
 
 
-def loss_and_rows(table: Any, ids: Any) -> Any:
+def loss_and_rows(table, ids):
     rows = jmask.embedding_lookup(table, ids, padding_id=-1, mode="zero")
     return jnp.sum(jnp.sin(rows)), rows
 
 
 @functools.cache
-def everything(factor: float, name: str) -> Any:
+def everything(factor, name):
     """Lookup, gradient and an update of a table that is exchanged, compiled."""
 
     @jax.jit
@@ -321,7 +311,7 @@ def test_what_crosses_the_network():
     """With as many lookups on each device the same bytes, on two devices or on eight."""
     rows, width, lookups, factor = 4000, 32, 512, 2.0
 
-    def bytes_of(devices: int) -> tuple[int, int]:
+    def bytes_of(devices):
         mesh = mesh_of(devices)
         x = jnp.zeros((rows, width))
         table = jmask.sharded(x, mesh, capacity_factor=factor, packed=False)

@@ -13,23 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 import jmask
 from jmask._tables.shard_layout import layout_of
+from tests import stored_tables
 from tests.optimizers import OF_ALL_TABLES as OPTIMIZERS
 from tests.oracle import assert_close
 from tests.sampling import chosen
-from tests.stored_tables import (
-    LAYOUTS,
-    STEPS,
-    as_arrays,
-    assert_other_rows_untouched,
-    assert_same_run,
-    bits,
-    is_table,
-    mesh_of,
-    numbers,
-    sharded,
-    trained,
-    trained_array,
-)
+from tests.stored_tables import LAYOUTS, STEPS, bits, is_table, mesh_of, numbers, sharded
 
 pytestmark = pytest.mark.sampled(15)
 
@@ -68,9 +56,9 @@ def test_trajectory(place, optimizer, placement, packed, step):
     """As on one device; sharded before, between and after; compiled once; in place."""
     x, (name, factor) = numbers(), place
     table = sharded(x, name, placement, packed=packed, capacity_factor=factor)
-    run = trained(table, OPTIMIZERS[optimizer], STEPS[step])
-    assert_same_run(run, trained_array(optimizer))
-    assert_other_rows_untouched(run, x)
+    run = stored_tables.trained(table, OPTIMIZERS[optimizer], STEPS[step])
+    stored_tables.assert_same_run(run, stored_tables.trained_array(optimizer))
+    stored_tables.assert_other_rows_untouched(run, x)
     assert run.programs == 1
     assert_sharded_alike((run.params, run.state), table.layout)
     assert all(old.is_deleted() for old in run.donated)
@@ -114,8 +102,8 @@ def test_update_without_parameters(optimizer, count):
         updates, state = tx.update(gradient, tx.init(table))
         return jmask.apply_updates(table, updates), state
 
-    actual = as_arrays(run(sharded(numbers(), "8 devices")))
-    assert_close(actual, as_arrays(run(numbers())), rtol=2e-5, atol=2e-6)
+    actual = stored_tables.as_arrays(run(sharded(numbers(), "8 devices")))
+    assert_close(actual, stored_tables.as_arrays(run(numbers())), rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -257,10 +245,9 @@ def test_made_from_arrays_that_lie_anywhere(packed):
 # --- lookups -----------------------------------------------------------------------------
 
 SHAPES_OF_IDS = [(7,), (), (0,), (16,), (3, 5), (2, 0), (1,)]
-SPREAD = ["8 devices", "rows over table, batch over data", "explicit axis"]
 
 
-ALL_IDS = list(itertools.product(SHAPES_OF_IDS, SPREAD, (False, True)))
+ALL_IDS = list(itertools.product(SHAPES_OF_IDS, stored_tables.SPREAD, (False, True)))
 # 7 ids on 2 devices, in a program that also makes the gradient dense; and others.
 SOME_IDS = [((7,), "rows over table, batch over data", False), *ALL_IDS[::5]]
 
@@ -290,43 +277,6 @@ def test_any_number_of_ids(shape, name, packed):
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     np.testing.assert_allclose(gradient, dense, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(new, x - dense, rtol=1e-5, atol=1e-6)
-
-
-def in_scan(t, ids):
-    body = jax.checkpoint(lambda total, i: (total + jnp.sum(jnp.sin(t[i])), None))
-    return jax.lax.scan(body, jnp.float32(0), ids)[0]
-
-
-def in_bags(t, ids):
-    weights = jnp.linspace(0, 1, ids.size).reshape(ids.shape)
-    return jnp.sum(jmask.embedding_bag(t, ids, combiner="mean", weights=weights) ** 2)
-
-
-def in_vmap(t, ids):
-    return jnp.sum(jax.vmap(lambda i: jnp.sin(t[i]).prod(0))(ids))
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    ("loss", "name"), [(f, n) for f in (in_scan, in_bags, in_vmap) for n in SPREAD]
-)
-def test_every_program(loss, name):
-    """Scan, remat, vmap and bags give the gradients that they give on one device."""
-    x, ids = numbers(), jnp.array([[1, 3, 3], [20, 7, 2]])
-
-    @jax.jit
-    def both(table):
-        value, gradient = jmask.value_and_grad(loss)(table, ids)
-        stock = jax.grad(loss)(table, ids)  # as large as the table, and right
-        return value, gradient, gradient.todense(), stock.todense()
-
-    with jmask.strict():
-        value, gradient, *dense = both(sharded(x, name, "mod"))
-    assert gradient.nse == ids.size
-    wanted, expected = jax.jit(jax.value_and_grad(loss))(x, ids)
-    np.testing.assert_allclose(value, wanted, rtol=1e-5)
-    for ours in dense:
-        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
 
 
 # --- as a tree, and what is refused -------------------------------------------------------

@@ -1,8 +1,6 @@
 """Arithmetic over the leaves of a table, by JAX and by optax: right, or refused."""
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +18,7 @@ TX = jmask.adam(0.1)
 START = jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), jnp.float32)
 
 
-def stepped(table: Any) -> Any:
+def stepped(table):
     """A deferred table after two steps, in which rows are behind."""
     table = jmask.deferred(table, TX)
     state = TX.init(table)
@@ -30,7 +28,7 @@ def stepped(table: Any) -> Any:
     return table
 
 
-TABLES: dict[str, Callable[[], Any]] = {
+TABLES = {
     "packed": lambda: jmask.PackedTable.pack(START),
     "div": lambda: jmask.sharded(START, mesh_of(4)),
     "mod": lambda: jmask.sharded(START, mesh_of(4), placement="mod"),
@@ -41,7 +39,7 @@ TABLES: dict[str, Callable[[], Any]] = {
 }
 
 
-def of_floating(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def of_floating(function):
     """What maps over floating leaves alone, as `eqx.filter` does."""
     return lambda t: jax.tree.map(
         lambda x: function(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, t
@@ -49,7 +47,7 @@ def of_floating(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 # The table that comes of it, and what it is of the array.
-MAPS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+MAPS = {
     "twice": (lambda t: jax.tree.map(lambda x: x * 2, t), lambda x: x * 2),
     "zeros_like": (lambda t: jax.tree.map(jnp.zeros_like, t), jnp.zeros_like),
     "add": (lambda t: jax.tree.map(jnp.add, t, t), lambda x: x + x),
@@ -67,7 +65,7 @@ MAPS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "copy.copy": (copy.copy, lambda x: x),
     "copy.deepcopy": (copy.deepcopy, lambda x: x),
 }
-NUMBERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+NUMBERS = {
     "jmask.tree.norm": (jmask.tree.norm, jnp.linalg.norm),
     "optax.global_norm": (optax.global_norm, jnp.linalg.norm),
     "optax.tree.norm": (optax.tree.norm, jnp.linalg.norm),
@@ -88,14 +86,11 @@ UNCHANGED = {"copy", "copy.copy", "copy.deepcopy", "jmask.tree.norm", "jmask.tre
 @pytest.mark.parametrize("is_jitted", [False, True])
 @pytest.mark.parametrize("case", [*MAPS, *NUMBERS])
 @pytest.mark.parametrize("table", TABLES)
-def test_right_or_refused(table: str, case: str, is_jitted: bool) -> None:
+def test_right_or_refused(table, case, is_jitted):
     function, wanted = (MAPS | NUMBERS)[case]
     x = TABLES[table]()
     is_map = case in MAPS
-
-    def result(t: Any) -> Any:
-        return function(t).todense() if is_map else function(t)
-
+    result = lambda t: function(t).todense() if is_map else function(t)
     try:
         found = np.asarray((jax.jit(result) if is_jitted else result)(x))
     except (TypeError, ValueError) as error:
@@ -114,11 +109,11 @@ def test_right_or_refused(table: str, case: str, is_jitted: bool) -> None:
 
 # --- in the loss ---------------------------------------------------------------------------
 
-PENALTIES: dict[str, Callable[[Any], Any]] = {
+PENALTIES = {
     "jmask.tree.norm": lambda p: jmask.tree.norm(p, squared=True),
     "todense": lambda p: jnp.sum(jnp.square(p["t"].todense())) + jnp.sum(p["w"] ** 2),
 }
-OF_LEAVES: dict[str, Callable[[Any], Any]] = {
+OF_LEAVES = {
     "optax.tree.norm": lambda p: optax.tree.norm(p, squared=True),
     "leaves": lambda p: sum(jnp.sum(x**2) for x in jax.tree.leaves(p)),
 }
@@ -129,13 +124,10 @@ OF_LEAVES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("penalty", [*PENALTIES, *OF_LEAVES])
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning")
-def test_penalty_over_all_parameters(table: str, penalty: str, is_jitted: bool) -> None:
+def test_penalty_over_all_parameters(table, penalty, is_jitted):
     ids = jnp.array([1, 1, 12])
     params = {"t": TABLES[table](), "w": jnp.ones(2)}
-
-    def loss(p: Any) -> Any:
-        return jnp.sum(jnp.sin(p["t"][ids])) + (PENALTIES | OF_LEAVES)[penalty](p)
-
+    loss = lambda p: jnp.sum(jnp.sin(p["t"][ids])) + (PENALTIES | OF_LEAVES)[penalty](p)
     gradient = jmask.value_and_grad(loss)
     gradient = jax.jit(gradient) if is_jitted else gradient
     if penalty in OF_LEAVES:
@@ -152,7 +144,7 @@ def test_penalty_over_all_parameters(table: str, penalty: str, is_jitted: bool) 
 
 
 @pytest.mark.parametrize("placement", ["div", "mod"])
-def test_gradients_on_explicit_axes_outside_jit(placement: str) -> None:
+def test_gradients_on_explicit_axes_outside_jit(placement):
     """Which `jax.make_mesh` gives, and without a mesh that is set."""
     table = jmask.sharded(START, jax.make_mesh((4,), ("x",)), placement=placement)
     ids = jnp.array([1, 1, 12])
@@ -170,7 +162,7 @@ def test_gradients_on_explicit_axes_outside_jit(placement: str) -> None:
 # --- stacks --------------------------------------------------------------------------------
 
 IDS = jnp.array([1, 12])
-OVER_A_TABLE: dict[str, Callable[[Any], Any]] = {
+OVER_A_TABLE = {
     "vmap": lambda t: jax.vmap(lambda table: table[IDS])(t),
     "vmap, by argument": lambda t: jax.vmap(lambda table, i: table[i], (0, None))(t, IDS),
     "vmap of a tree": lambda t: jax.vmap(lambda p: p["t"][IDS])({"t": t}),
@@ -182,7 +174,7 @@ OVER_A_TABLE: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("has_gradient", [False, True])
 @pytest.mark.parametrize("case", OVER_A_TABLE)
 @pytest.mark.parametrize("table", TABLES)
-def test_what_maps_over_a_table_is_refused(table: str, case: str, has_gradient: bool) -> None:
+def test_what_maps_over_a_table_is_refused(table, case, has_gradient):
     function = OVER_A_TABLE[case]
     if has_gradient:
         function = jmask.grad(lambda t: jnp.sum(jax.tree.leaves(OVER_A_TABLE[case](t))[-1]))
@@ -191,7 +183,7 @@ def test_what_maps_over_a_table_is_refused(table: str, case: str, has_gradient: 
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_tables_beside_what_is_mapped(table: str) -> None:
+def test_tables_beside_what_is_mapped(table):
     t, ids = TABLES[table](), jnp.array([[1, 2], [12, 1]])
     mapped = jax.vmap(lambda t, i: t[i], (None, 0))(t, ids)
     _, scanned = jax.lax.scan(lambda t, i: (t, t[i]), t, ids)
@@ -199,14 +191,14 @@ def test_tables_beside_what_is_mapped(table: str) -> None:
     np.testing.assert_array_equal(mapped, scanned)
 
 
-MAKE: dict[str, Callable[[Any], Any]] = {
+MAKE = {
     "packed": jmask.PackedTable.pack,
     "div": lambda x: jmask.sharded(x, mesh_of(4)),
     "mod": lambda x: jmask.sharded(x, mesh_of(4), placement="mod"),
     "mod packed": lambda x: jmask.sharded(x, mesh_of(4), placement="mod", packed=True),
     "deferred": lambda x: jmask.deferred(x, TX),
 }
-OF_ONE_TABLE: dict[str, Callable[[Any], Any]] = {
+OF_ONE_TABLE = {
     "lookup": lambda t: t[IDS],
     "todense": lambda t: t.todense(),
     "init": TX.init,
@@ -216,14 +208,14 @@ OF_ONE_TABLE: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("case", OF_ONE_TABLE)
 @pytest.mark.parametrize("make", MAKE)
-def test_a_stack_that_vmap_made(make: str, case: str) -> None:
+def test_a_stack_that_vmap_made(make, case):
     """A whole step under `vmap` is right; what takes one table says so."""
     stack = jnp.stack([START, 2 * START, -START])
     tables = jax.vmap(MAKE[make])(stack)
     with pytest.raises(ValueError, match=r"is a stack of tables.*jax\.vmap\(tx\.init\)"):
         OF_ONE_TABLE[case](tables)
 
-    def step(table: Any, state: Any) -> Any:
+    def step(table, state):
         gradient = jmask.grad(lambda t: jnp.sum(jnp.sin(t[IDS])))(table)
         return jmask.apply_gradients(TX, gradient, state, table)
 

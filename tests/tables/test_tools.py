@@ -1,8 +1,5 @@
 """Tools around a step that meet tables and states: each works, or says what to do."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,32 +24,26 @@ TX = jmask.adam(0.1)
 START = jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), jnp.float32)
 IDS = jnp.array([1, 1, 7])
 TABLES = ("array", "packed", "div 4", "mod 4", "deferred array", "deferred mod 4")
+table_of = lambda params: np.asarray(params["t"])
+loss = lambda params, ids=IDS: jnp.sum(jnp.sin(params["t"][ids])) + jnp.sum(params["w"])
 
 
-def loss(params: Any, ids: Any = IDS) -> Any:
-    return jnp.sum(jnp.sin(params["t"][ids])) + jnp.sum(params["w"])
-
-
-def parameters(table: str) -> Any:
+def parameters(table):
     x = stored(table.removeprefix("deferred "), START)
     x = jmask.deferred(x, TX) if table.startswith("deferred") else x
     return {"t": x, "w": jnp.ones(2)}
 
 
-def stepped(tx: Any, params: Any) -> Any:
+def stepped(tx, params):
     grads = jmask.grad(loss)(params)
     return jmask.apply_gradients(tx, grads, tx.init(params), params)
-
-
-def table_of(params: Any) -> np.ndarray:
-    return np.asarray(params["t"])
 
 
 # --- Python's own protocols, which by default read an object row after row, for ever ---------
 
 
 @pytest.mark.parametrize("name", TABLES[2:])
-def test_a_table_is_no_sequence_of_rows(name: str) -> None:
+def test_a_table_is_no_sequence_of_rows(name):
     table = parameters(name)["t"]
     assert "a name" not in table
     assert float(START[2, 1]) in table
@@ -65,19 +56,19 @@ def test_a_table_is_no_sequence_of_rows(name: str) -> None:
 # --- optax and what is built on it ------------------------------------------------------------
 
 
-def by_optax(params: Any, grads: Any) -> Any:
+def by_optax(params, grads):
     updates, _ = TX.update(grads, TX.init(params), params)
     return optax.apply_updates(params, updates)
 
 
-def by_flax(params: Any, grads: Any) -> Any:
+def by_flax(params, grads):
     state = train_state.TrainState.create(apply_fn=None, params=params, tx=TX)
     return state.apply_gradients(grads=grads).params
 
 
-def by_nnx(params: Any, grads: Any) -> Any:
+def by_nnx(params, grads):
     class Model(nnx.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             self.t, self.w = nnx.Param(params["t"]), nnx.Param(params["w"])
 
     model = Model()
@@ -88,7 +79,7 @@ def by_nnx(params: Any, grads: Any) -> Any:
 
 @pytest.mark.parametrize("tool", [by_optax, by_flax, by_nnx])
 @pytest.mark.parametrize("table", TABLES)
-def test_updates_by_optax(table: str, tool: Callable[..., Any]) -> None:
+def test_updates_by_optax(table, tool):
     params = parameters(table)
     grads = jmask.grad(loss)(params)
     if table == "array":
@@ -106,20 +97,14 @@ def test_updates_by_optax(table: str, tool: Callable[..., Any]) -> None:
 LABELS = {"t": "rows", "w": "dense"}
 
 
-def labels(params: Any) -> Any:
+def labels(params):
     """As one writes it: of each leaf, by its path."""
     return jax.tree.map_with_path(lambda path, _: LABELS[path[0].key], params)
 
 
-def mask(params: Any) -> Any:
-    return jax.tree.map(lambda label: label == "rows", labels(params))
-
-
-def partition(rows: Any, by: Any) -> Any:
-    return optax.partition({"rows": rows, "dense": optax.sgd(0.1)}, by)
-
-
-LABELLED: dict[str, Callable[[Any], Any]] = {
+mask = lambda params: jax.tree.map(lambda label: label == "rows", labels(params))
+partition = lambda rows, by: optax.partition({"rows": rows, "dense": optax.sgd(0.1)}, by)
+LABELLED = {
     "partition": lambda by: partition(TX, by),
     "masked": lambda by: optax.masked(TX, by),
 }
@@ -127,7 +112,7 @@ LABELLED: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", LABELLED)
 @pytest.mark.parametrize("table", TABLES[:5])
-def test_trees_and_functions_of_labels(table: str, name: str) -> None:
+def test_trees_and_functions_of_labels(table, name):
     params, function = parameters(table), mask if name == "masked" else labels
     wanted = table_of(stepped(TX, parameters("array"))[0])
     new, _ = stepped(LABELLED[name](function({"t": 0, "w": 0})), params)
@@ -144,14 +129,14 @@ def test_trees_and_functions_of_labels(table: str, name: str) -> None:
 
 @pytest.mark.parametrize("by", [LABELS, labels], ids=["tree", "function"])
 @pytest.mark.parametrize("table", TABLES[:3])
-def test_labels_inside_lazy(table: str, by: Any) -> None:
+def test_labels_inside_lazy(table, by):
     wanted = table_of(stepped(jmask.lazy(optax.adam(0.1)), parameters("array"))[0])
     new, _ = stepped(jmask.lazy(partition(optax.adam(0.1), by)), parameters(table))
     np.testing.assert_allclose(table_of(new), wanted, rtol=1e-6)
 
 
 @pytest.mark.parametrize("by", [LABELS, labels], ids=["tree", "function"])
-def test_deferred_tables_want_lazy_inside(by: Any) -> None:
+def test_deferred_tables_want_lazy_inside(by):
     tx = jmask.lazy(partition(optax.adam(0.1), by))
     params = {"t": jmask.deferred(START, jmask.lazy(optax.adam(0.1))), "w": jnp.ones(2)}
     with pytest.raises(ValueError, match=r"put jmask\.lazy inside them"):
@@ -167,14 +152,14 @@ EVERY = NAMED | {
 }
 
 
-def exported_and_back(function: Any, *args: Any) -> Any:
+def exported_and_back(function, *args):
     pytest.importorskip("flatbuffers")
     exported = export.export(jax.jit(function))(*args)
     return export.deserialize(exported.serialize()).call(*args)
 
 
-def assert_exported(tx: Any, params: Any) -> None:
-    def step(params: Any, state: Any, ids: Any) -> Any:
+def assert_exported(tx, params):
+    def step(params, state, ids):
         grads = jmask.grad(loss)(params, ids)
         return jmask.apply_gradients(tx, grads, state, params)
 
@@ -187,19 +172,19 @@ def assert_exported(tx: Any, params: Any) -> None:
 @pytest.mark.parametrize(
     "name", [name for name in EVERY if name not in ("adamw", "adam within norms")]
 )
-def test_exported_steps(name: str) -> None:
+def test_exported_steps(name):
     """Not of states of optax's types, which those register who export them."""
     assert_exported(EVERY[name], parameters("array"))
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_exported_steps_of_tables(table: str) -> None:
+def test_exported_steps_of_tables(table):
     if table == "deferred mod 4" and jax.__version_info__ < (0, 12):
         pytest.xfail("JAX 0.10 gives words of a sharded array of keys the sharding of the keys")
     assert_exported(TX, parameters(table))
 
 
-def test_exported_tensors() -> None:
+def test_exported_tensors():
     x = jmask.masked_tensor(jnp.ones(2), jnp.array([True, False]))
     again = exported_and_back(lambda x: x, x)
     np.testing.assert_array_equal(again.to_tensor(0), x.to_tensor(0))
@@ -216,7 +201,7 @@ def test_exported_tensors() -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_orbax_of_states(name: str, tmp_path: Any) -> None:
+def test_orbax_of_states(name, tmp_path):
     tx, params = EVERY[name], parameters("array")
     tree = stepped(tx, params)
     again = restored(tree, tmp_path, (params, tx.init(params)))
@@ -227,17 +212,15 @@ def test_orbax_of_states(name: str, tmp_path: Any) -> None:
 # --- profiles ------------------------------------------------------------------------------
 
 
-def test_profiles_name_the_update() -> None:
+def test_profiles_name_the_update():
     """In programs of their own: one from the cache keeps the names it was made with."""
     tx = jmask.lazy(optax.adam(0.1))
 
-    def two_calls(params: Any, state: Any, grads: Any) -> Any:
+    def two_calls(params, state, grads):
         updates, state = tx.update(grads, state, params)
         return jmask.apply_updates(params, updates), state
 
-    def one_call(params: Any, state: Any, grads: Any) -> Any:
-        return jmask.apply_gradients(tx, grads, state, params)
-
+    one_call = lambda params, state, grads: jmask.apply_gradients(tx, grads, state, params)
     params = parameters("array")
     args = (params, tx.init(params), jmask.grad(loss)(params))
     for step, names in (

@@ -10,12 +10,7 @@ from tests.sparse_arrays import coo, csr
 
 masked = jmask.masked_tensor
 EYE = jnp.array([[0.0, 3, 0, 0], [4, 0, 0, 5]])
-
-
-def made(code):
-    return eval(code, globals() | {"coo": coo, "csr": csr})
-
-
+made = lambda code: eval(code, globals() | {"coo": coo, "csr": csr})
 PRINTED = """
     masked(jnp.array([1.0, jnp.nan, 3.0]), [True, False, True]) -> [1.0, --, 3.0], dtype=float32
     masked(3.0) -> 3.0, dtype=float32

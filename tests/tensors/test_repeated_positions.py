@@ -8,7 +8,6 @@ The oracle is dense, in float64 NumPy, and knows positions alone:
 """
 
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +32,13 @@ STORAGES = ["row_sparse", "rows_of_coo", "coo", "csr"]
 WAYS = ["eager", "jit", "vmap"]
 
 
-def positions(storage: str, which: str) -> np.ndarray:
+def positions(storage, which):
     if storage in ("row_sparse", "rows_of_coo"):
         return np.array(ROWS[which], np.int32).reshape(-1, 1)
     return np.array(ENTRIES[which], np.int32).reshape(-1, 2)
 
 
-def index_arrays(storage: str, at: np.ndarray) -> tuple[Any, ...]:
+def index_arrays(storage, at):
     """New index arrays in each call."""
     if storage != "csr":
         return (jnp.array(at[:, 0] if storage == "row_sparse" else at),)
@@ -47,13 +46,13 @@ def index_arrays(storage: str, at: np.ndarray) -> tuple[Any, ...]:
     return jnp.array(at[:, 1]), jnp.array(pointers, jnp.int32)
 
 
-def tensor(storage: str, values: Any, indices: tuple[Any, ...]) -> Any:
+def tensor(storage, values, indices):
     if storage == "row_sparse":
         return jmask.RowSparse(indices[0], values, SHAPE)
     return (BCSR if storage == "csr" else BCOO)((values, *indices), shape=SHAPE)
 
 
-def values_for(storage: str, at: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def values_for(storage, at, seed):
     """Values, nan where they are masked, and the mask."""
     generator = np.random.default_rng(seed)
     shape = (len(at), *SHAPE[at.shape[1] :])
@@ -62,7 +61,7 @@ def values_for(storage: str, at: np.ndarray, seed: int) -> tuple[np.ndarray, np.
     return np.where(valid, values, np.nan).astype(np.float32), valid
 
 
-def dense(values: np.ndarray, at: np.ndarray) -> np.ndarray:
+def dense(values, at):
     """Float64 sums over the positions, padding apart."""
     out = np.zeros(SHAPE)
     for index, value in zip(at, values, strict=True):
@@ -71,12 +70,12 @@ def dense(values: np.ndarray, at: np.ndarray) -> np.ndarray:
     return out
 
 
-def masked(values: np.ndarray, valid: np.ndarray, at: np.ndarray) -> np.ma.MaskedArray:
+def masked(values, valid, at):
     exists = dense(valid, at) > 0
     return np.ma.MaskedArray(dense(np.where(valid, values, 0), at), ~exists)
 
 
-def called(way: str, function: Any, *args: Any) -> Any:
+def called(way, function, *args):
     """The result of the function, which is that of each of two equal examples under vmap."""
     if way == "eager":
         return function(*args)
@@ -88,12 +87,11 @@ def called(way: str, function: Any, *args: Any) -> Any:
     return jax.tree.map(lambda x: x[0], out)
 
 
-def entries(x: Any) -> tuple[jax.Array, jax.Array]:
-    """The entries and the mask as arrays, which every way of calling can return."""
-    return x.to_tensor(0), x.to_dense().mask
+# The entries and the mask as arrays, which every way of calling can return.
+entries = lambda x: (x.to_tensor(0), x.to_dense().mask)
 
 
-def check(result: tuple[Any, Any], expected: Any) -> None:
+def check(result, expected):
     values, valid = map(np.asarray, result)
     hidden = np.ma.getmaskarray(expected)
     np.testing.assert_array_equal(valid, ~hidden)

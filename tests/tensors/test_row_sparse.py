@@ -19,7 +19,7 @@ from tests.oracle import dense_twin, densified, touched_rows
 pytestmark = pytest.mark.sampled
 
 ROWS = 7
-IDS = st.integers(-3, ROWS + 3)
+IDS = st.integers(-3, ROWS + 3) | st.sampled_from([-(2**31), -129, 250, 2**31 - 1])
 
 
 @st.composite
@@ -34,21 +34,19 @@ def row_sparse(draw, row=None):
     seed = draw(st.integers(0, 2**16))
     # Small integers: sums are exact in every order.
     values = np.random.default_rng(seed).integers(-8, 9, (len(ids), *row))
-    ids = np.array(ids, draw(st.sampled_from([np.int8, np.int32, np.int64])))
+    dtype = draw(st.sampled_from([np.int8, np.uint8, np.int32, np.int64]))
+    ids = np.array(ids, np.int64).clip(np.iinfo(dtype).min, np.iinfo(dtype).max).astype(dtype)
     return jmask.RowSparse(ids, jnp.asarray(values, jnp.float32), (ROWS, *row))
 
 
 compiled = functools.cache(jax.jit)
+fromdense_with_room = lambda dense: jmask.RowSparse.fromdense(dense, nse=ROWS)
 
 
 def both_ways(function, *args):
     """The result of a function, the same for all examples, eagerly and under jit, in turn."""
     yield function(*args)
     yield compiled(function)(*args)
-
-
-def fromdense_with_room(dense):
-    return jmask.RowSparse.fromdense(dense, nse=ROWS)
 
 
 class TestDefinition:

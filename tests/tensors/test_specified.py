@@ -1,7 +1,5 @@
 """`todense` and `sparse_mask` against dense twins, and gradients in sparse arguments."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,13 +19,13 @@ KEPT = np.array([[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 1]], bool)
 WEIGHTS = np.float32(RNG.normal(size=SHAPE))
 
 
-def rows(dense: Any) -> jmask.RowSparse:
+def rows(dense):
     """Row 2 in two parts, one row of zeros, padding."""
     values = np.stack([dense[2] / 4, dense[0], dense[1], dense[2] * 3 / 4, dense[0]])
     return jmask.RowSparse([2, 0, 1, 2, 3], jnp.asarray(values), SHAPE)
 
 
-def with_padding(dense: Any) -> BCOO:
+def with_padding(dense):
     x = coo(dense)
     data = jnp.append(x.data, 99.0)
     indices = jnp.append(x.indices, jnp.array([SHAPE], x.indices.dtype), axis=0)
@@ -37,7 +35,7 @@ def with_padding(dense: Any) -> BCOO:
 KINDS = {"array": jnp.asarray, "coo": with_padding, "csr": csr, "rows": rows}
 
 
-def tensor(kind: str, dense: np.ndarray) -> Any:
+def tensor(kind, dense):
     """A tensor with these entries: of the masked ones those that are not 0 exist."""
     if not kind.startswith("masked"):
         return KINDS[kind](dense)
@@ -66,7 +64,7 @@ OTHER = np.array([[1, 1, 0, 0], [1, 0, 0, 0], [0, 1, 0, 1]], bool)
 ALIKE = {"coo": ("coo", "csr"), "csr": ("coo", "csr"), "rows": ("rows",)}
 
 
-def joins_without_a_dense_array(kind: str, mask_kind: str) -> bool:
+def joins_without_a_dense_array(kind, mask_kind):
     x, mask = (k.removeprefix("masked").strip() or "array" for k in (kind, mask_kind))
     return "array" in (x, mask) or mask in ALIKE[x]
 
@@ -113,7 +111,7 @@ class TestGradients:
     """In a sparse argument of `jmask.grad`: dense where every entry counts."""
 
     @staticmethod
-    def of(function: Any, x: Any) -> Any:
+    def of(function, x):
         return jax.jit(jmask.grad(function))(x)
 
     @pytest.mark.parametrize("kind", EVERY_KIND)

@@ -1,0 +1,386 @@
+"""`embedding_lookup`, `embedding_bag`, `jmask.numpy` and `jmask.nn` beside functions of torch.
+
+Values and gradients of a table and of per-sample weights in float64. The functional
+`torch.masked` takes a tensor and a mask, as functions here take `where=`. Where the two differ
+on purpose, or by a fault of torch, a test says so; then the number wanted is that of NumPy on
+the valid entries. `make test-torch` runs these.
+"""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmask
+import jmask.numpy as jnm
+from jmask import MaskedTensor, nn
+from tests.ops.test_elementwise import FUNCTIONS, INTEGER, MASKS, numbers
+from tests.oracle import dense_twin
+from tests.torch_names import REFERENCE_BINARY, REFERENCE_UNARY, name_here
+
+pytestmark = pytest.mark.needs(what="torch")
+
+
+V, D, N = 9, 4, 12
+RNG = np.random.default_rng(0)
+# Small integers, so that a maximum is often attained more than once.
+TABLE = RNG.integers(-3, 4, (V, D)).astype(float)
+IDS = RNG.integers(0, V, N)
+LINES = IDS.reshape(4, 3)
+WEIGHTS = RNG.normal(size=N)
+PADDING = int(IDS[1])
+
+paddings = pytest.mark.parametrize("padding", [None, PADDING])
+combiners = pytest.mark.parametrize("combiner", ["sum", "mean", "max"])
+
+
+@pytest.fixture(autouse=True)
+def _in_float64():
+    with jax.enable_x64(True):
+        yield
+
+
+parameter = lambda torch, x: torch.tensor(x, requires_grad=True)
+cotangent = lambda shape: np.random.default_rng(1).normal(size=shape)
+
+
+def check_gradient(torch, theirs, weight, ours, table):
+    """Equal values of `theirs` and `ours(table)`, and equal gradients of the table."""
+    value = theirs.detach().numpy()
+    ct = cotangent(value.shape)
+    theirs.backward(torch.tensor(ct))
+    np.testing.assert_allclose(ours(table), value, rtol=1e-12, atol=1e-12)
+    loss = lambda table: jnp.sum(ours(table) * ct)
+    expected = weight.grad.numpy()
+    np.testing.assert_allclose(jax.grad(loss)(table), expected, rtol=1e-12, atol=1e-12)
+    with jmask.strict():
+        sparse = jax.jit(jmask.grad(loss))(table)
+    np.testing.assert_allclose(dense_twin(sparse), expected, rtol=1e-12, atol=1e-12)
+
+
+@paddings
+@pytest.mark.parametrize("ids", [IDS, LINES, IDS[:0]], ids=["1-D", "2-D", "none"])
+def test_embedding(torch, padding, ids):
+    """With zeros in the padded row, as `nn.Embedding` makes it."""
+    table = TABLE.copy()
+    if padding is not None:
+        table[padding] = 0
+    weight = parameter(torch, table)
+    theirs = torch.nn.functional.embedding(torch.tensor(ids), weight, padding_idx=padding)
+    ours = lambda table: jmask.embedding_lookup(table, ids, padding_id=padding)
+    check_gradient(torch, theirs, weight, ours, table)
+
+
+def test_a_padded_row_that_is_not_zero(torch):
+    """torch reads it, jmask reads zeros; neither trains it."""
+    theirs = torch.nn.functional.embedding(
+        torch.tensor(IDS), torch.tensor(TABLE), padding_idx=PADDING
+    )
+    np.testing.assert_array_equal(theirs[1], TABLE[PADDING])
+    ours = jmask.embedding_lookup(TABLE, IDS, padding_id=PADDING)
+    np.testing.assert_array_equal(ours[1], np.zeros(D))
+
+
+@pytest.mark.dtype_promotion
+def test_scale_grad_by_freq(torch):
+    """Each row's gradient over how often it is looked up, as docs/embeddings.md has it."""
+    weight = parameter(torch, TABLE)
+    theirs = torch.nn.functional.embedding(torch.tensor(IDS), weight, scale_grad_by_freq=True)
+    ct = cotangent((N, D))
+    theirs.backward(torch.tensor(ct))
+    gradient = jmask.grad(lambda t: jnp.sum(jmask.embedding_lookup(t, IDS) * ct))(TABLE)
+    ordered = jnp.sort(gradient.indices)
+    first, last = (
+        jnp.searchsorted(ordered, gradient.indices, side=s) for s in ("left", "right")
+    )
+    values = gradient.values / (last - first)[:, None]
+    scaled = jmask.RowSparse(gradient.indices, values, gradient.shape)
+    np.testing.assert_allclose(dense_twin(scaled), weight.grad.numpy(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, np.inf])
+@pytest.mark.parametrize("function", ["embedding", "embedding_bag"])
+def test_max_norm(torch, norm_type, function):
+    """torch shortens rows of the weight itself: that is `renormalize` before the loss."""
+    weight = parameter(torch, TABLE)
+    ids = LINES[:3]
+    theirs = getattr(torch.nn.functional, function)(
+        torch.tensor(ids),
+        weight,
+        max_norm=2.5,
+        norm_type=norm_type,
+        **({"mode": "sum"} if function == "embedding_bag" else {}),
+    )
+    table = jax.jit(lambda t: jmask.renormalize(t, ids, 2.5, norm_type=norm_type))(TABLE)
+    np.testing.assert_allclose(table, weight.detach().numpy(), rtol=1e-12)
+    assert (np.asarray(table) != TABLE).any()
+    name = "embedding_lookup" if function == "embedding" else "embedding_bag"
+    check_gradient(
+        torch, theirs, weight, lambda t: getattr(jmask, name)(t, ids), np.asarray(table)
+    )
+    # Shortened while they are read, the rows are the same up to torch's epsilon.
+    read = getattr(jmask, name)(TABLE, ids, max_norm=2.5, norm_type=norm_type)
+    np.testing.assert_allclose(read, theirs.detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+FORMS = {
+    "lines": {},
+    "offsets": {"offsets": [0, 5, 5, 8]},
+    "offsets, empty ends": {"offsets": [0, 0, 7, 12]},
+    "last offset": {"offsets": [0, 5, 5, 12], "include_last_offset": True},
+}
+forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+
+
+def torch_bag(torch, form, weight, **options):
+    form = {**form, "offsets": torch.tensor(form["offsets"])} if form else {}
+    ids = torch.tensor(IDS if form else LINES)
+    return torch.nn.functional.embedding_bag(ids, weight, **form, **options)
+
+
+@forms
+@combiners
+@paddings
+def test_embedding_bag(torch, form, combiner, padding):
+    weight = parameter(torch, TABLE)
+    theirs = torch_bag(torch, form, weight, mode=combiner, padding_idx=padding)
+    ours = lambda table: jmask.embedding_bag(
+        table, IDS if form else LINES, combiner=combiner, padding_id=padding, **form
+    )
+    check_gradient(torch, theirs, weight, ours, TABLE)
+
+
+@forms
+@paddings
+def test_per_sample_weights(torch, form, padding):
+    weights = WEIGHTS if form else WEIGHTS.reshape(LINES.shape)
+    weight, samples = parameter(torch, TABLE), parameter(torch, weights)
+    theirs = torch_bag(
+        torch, form, weight, mode="sum", padding_idx=padding, per_sample_weights=samples
+    )
+    ours = lambda table, weights: jmask.embedding_bag(
+        table, IDS if form else LINES, weights=weights, padding_id=padding, **form
+    )
+    check_gradient(torch, theirs, weight, lambda table: ours(table, weights), TABLE)
+    ct = cotangent(theirs.shape)
+    gradient = jax.grad(lambda weights: jnp.sum(ours(TABLE, weights) * ct))(weights)
+    np.testing.assert_allclose(gradient, samples.grad.numpy(), rtol=1e-12, atol=1e-12)
+
+
+@combiners
+def test_bags_without_entries(torch, combiner):
+    """Zeros, whether a bag has no ids or nothing but padding."""
+    ids = np.array([PADDING, PADDING, 1])
+    theirs = torch.nn.functional.embedding_bag(
+        torch.tensor(ids),
+        torch.tensor(TABLE),
+        torch.tensor([0, 0, 2, 3]),
+        mode=combiner,
+        padding_idx=PADDING,
+    )
+    ours = jmask.embedding_bag(
+        TABLE, ids, offsets=[0, 0, 2, 3], combiner=combiner, padding_id=PADDING
+    )
+    np.testing.assert_array_equal(ours, theirs.numpy())
+    np.testing.assert_array_equal(ours[:2], 0)
+
+
+def test_weighted_mean_is_not_in_torch(torch):
+    with pytest.raises(NotImplementedError, match="per_sample_weights"):
+        torch_bag(
+            torch, {}, torch.tensor(TABLE), mode="mean", per_sample_weights=torch.ones(4, 3)
+        )
+    ours = jmask.embedding_bag(TABLE, LINES, weights=np.ones((4, 3)), combiner="mean")
+    np.testing.assert_allclose(ours, TABLE[LINES].mean(1), rtol=1e-12)
+
+
+def test_offsets_torch_refuses_too(torch):
+    """torch says nothing of offsets that fall; jmask does."""
+    for offsets in ([1, 2], [0, 13], [0, 5, 3]):
+        with contextlib.ExitStack() as refusal:
+            if offsets != [0, 5, 3]:
+                refusal.enter_context(pytest.raises((RuntimeError, ValueError)))
+            torch_bag(torch, {"offsets": offsets}, torch.tensor(TABLE), mode="sum")
+        with pytest.raises(ValueError, match="`offsets`"):
+            jmask.embedding_bag(TABLE, IDS, offsets=offsets)
+
+
+# --- masked tensors ---------------------------------------------------------------------
+
+
+DATA = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
+MASK = np.random.default_rng(1).random((5, 4)) < 0.6
+MASK[2] = False  # a slice of nothing
+MASK[0] = True
+
+
+# Name in torch.masked; function here; arguments there.
+CASES = {
+    "sum": (jnm.sum, (), {}),
+    "prod": (jnm.prod, (), {}),
+    "amax": (jnm.amax, (), {}),
+    "amin": (jnm.amin, (), {}),
+    "mean": (jnm.mean, (), {}),
+    "median": (functools.partial(jnm.median, averaged=False), (), {}),
+    "logsumexp": (jnm.logsumexp, (), {}),
+    "argmax": (jnm.argmax, (), {}),
+    "argmin": (jnm.argmin, (), {}),
+    "var": (jnm.var, (), {"unbiased": False}),
+    "std": (jnm.std, (), {"unbiased": False}),
+    "norm": (jnm.norm, (2.0,), {}),
+    "softmax": (nn.softmax, (), {}),
+    "log_softmax": (nn.log_softmax, (), {}),
+    "softmin": (nn.softmin, (), {}),
+    "normalize": (functools.partial(nn.normalize, ord=2), (2.0,), {}),
+    "cumsum": (jnm.cumsum, (), {}),
+    "cumprod": (jnm.cumprod, (), {}),
+}
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("name", CASES)
+def test_values(torch, name, axis):
+    function, before, options = CASES[name]
+    x, mask = torch.tensor(DATA), torch.tensor(MASK)
+    expected = getattr(torch.masked, name)(x, *before, dim=axis, mask=mask, **options)
+    result = function(jnp.asarray(DATA), axis=axis, where=jnp.asarray(MASK))
+    np.testing.assert_allclose(result, expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("order", [0.0, 1.0, 3.0, float("inf"), float("-inf")])
+def test_norms(torch, order):
+    expected = torch.masked.norm(torch.tensor(DATA), order, dim=1, mask=torch.tensor(MASK))
+    result = jnm.norm(jnp.asarray(DATA), order, axis=1, where=jnp.asarray(MASK))
+    np.testing.assert_allclose(result, expected.numpy(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["sum", "prod", "amax", "mean", "logsumexp", "norm"])
+def test_gradients(torch, name):
+    function, before, options = CASES[name]
+    x = torch.tensor(DATA, requires_grad=True)
+    mask = torch.tensor(MASK)
+    result = getattr(torch.masked, name)(x, *before, dim=1, mask=mask, **options)
+    weights = np.where(MASK.any(1), np.arange(1.0, 6), 0).astype(np.float32)
+    kept = torch.tensor(MASK.any(1))
+    (result[kept] * torch.tensor(weights)[kept]).sum().backward()
+
+    def loss(data):
+        result = function(MaskedTensor(data, MASK), axis=1)
+        return jnp.sum(result.to_tensor(0) * weights)
+
+    gradient = jax.grad(loss)(jnp.asarray(DATA))
+    np.testing.assert_allclose(
+        np.asarray(gradient)[MASK], x.grad.numpy()[MASK], rtol=1e-4, atol=1e-6
+    )
+
+
+# --- faults of torch ----------------------------------------------------------------------
+
+
+def _of_torch(torch, name, data, mask, **options):
+    x = torch.tensor(data, requires_grad=True)
+    result = getattr(torch.masked, name)(x, dim=1, mask=torch.tensor(mask), **options)
+    if result.requires_grad:
+        result[torch.isfinite(result)].sum().backward()
+    return result.detach().numpy(), None if x.grad is None else x.grad.numpy()
+
+
+@pytest.mark.parametrize("name", ["var", "std"])
+def test_nan_under_the_mask_reaches_valid_gradients_of_torch(torch, name):
+    """torch computes x - mean of all entries, and multiplies the nan by 0."""
+    data = np.where(MASK, DATA, np.nan)
+    _, gradient = _of_torch(torch, name, data, MASK, unbiased=False)
+    assert np.isnan(gradient[MASK]).any()
+    function = getattr(jnm, name)
+    loss = lambda d: jnp.sum(function(MaskedTensor(d, MASK), axis=1).to_tensor(0))
+    clean = jax.grad(loss)(jnp.asarray(DATA))
+    np.testing.assert_array_equal(jax.grad(loss)(jnp.asarray(data)), clean)
+    assert np.isfinite(clean).all()
+
+
+def test_torch_chooses_a_masked_index(torch):
+    """torch fills masked entries with -inf, and the first -inf is masked."""
+    data = np.array([[9.0, -np.inf]], np.float32)
+    mask = np.array([[False, True]])
+    index, _ = _of_torch(torch, "argmax", data, mask)
+    assert index[0] == 0
+    assert jnm.argmax(jnp.asarray(data), axis=1, where=jnp.asarray(mask))[0] == 1
+
+
+def test_torch_shares_the_gradient_with_fills(torch):
+    """torch's amax of a valid -inf is equal to its fills, which take their part."""
+    data = np.array([[9.0, -np.inf]], np.float32)
+    mask = np.array([[False, True]])
+    x = torch.tensor(data, requires_grad=True)
+    torch.masked.amax(x, dim=1, mask=torch.tensor(mask)).sum().backward()
+    assert x.grad[0, 1] == 0.5
+    loss = lambda d: jnp.sum(jnm.amax(MaskedTensor(d, mask), axis=1).to_tensor(0))
+    np.testing.assert_array_equal(jax.grad(loss)(jnp.asarray(data)), [[0, 1]])
+
+
+def test_norm_of_negative_order(torch):
+    """torch fills masked entries with 0, which make every norm of negative order 0."""
+    data, mask = np.array([[1.0, 2.0, 4.0]], np.float32), np.array([[True, True, False]])
+    x = torch.tensor(data)
+    assert torch.masked.norm(x, -1.0, dim=1, mask=torch.tensor(mask))[0] == 0
+    result = jnm.norm(jnp.asarray(data), -1, axis=1, where=jnp.asarray(mask))
+    np.testing.assert_allclose(result, [2 / 3], rtol=1e-6)
+
+
+def test_mean_of_a_masked_tensor(torch):
+    """torch.masked.mean of a MaskedTensor divides by the number of all entries."""
+    data, mask = np.array([1.0, 5.0, 3.0], np.float32), np.array([True, False, True])
+    with pytest.warns(UserWarning, match="prototype"):
+        x = torch.masked.masked_tensor(torch.tensor(data), torch.tensor(mask))
+    theirs = torch.masked.mean(x, dim=0)
+    assert not np.isclose(float(theirs), 2)
+    assert jnm.mean(MaskedTensor(data, mask), axis=0).storage == 2
+
+
+# --- elementwise functions at valid entries -------------------------------------------
+
+SOME = MASKS["random"]
+# Without a kernel for two masked tensors, or for one, in torch 2.13: compared unmasked.
+UNMASKED = {"clip", "clamp", "conj_physical", "fix", "pow"}
+BOUNDS = {"clip": (0.3, 0.6), "clamp": (0.3, 0.6)}
+
+
+def compare(torch, name, xs):
+    bounds = BOUNDS.get(name, ())
+    ours = FUNCTIONS[name_here(name)](*(jmask.masked_tensor(x, SOME) for x in xs), *bounds)
+    operands = [torch.from_numpy(x) for x in xs]
+    if name not in UNMASKED:
+        valid = torch.from_numpy(SOME)
+        operands = [torch.masked.masked_tensor(x, valid) for x in operands]
+    theirs = getattr(torch, name)(*operands, *bounds)
+    theirs = theirs.numpy() if name in UNMASKED else theirs.get_data().numpy()
+    np.testing.assert_array_equal(ours.mask, SOME)
+    np.testing.assert_allclose(np.asarray(ours.data)[SOME], theirs[SOME], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", REFERENCE_UNARY)
+def test_unary(torch, name):
+    values = numbers(name)
+    if name not in INTEGER and name not in UNMASKED:
+        values = np.where(SOME, values, np.nan).astype(np.float32)
+    compare(torch, name, [values])
+
+
+# torch.equal is one boolean for two whole tensors; `eq` is the elementwise one.
+@pytest.mark.parametrize("name", [name for name in REFERENCE_BINARY if name != "equal"])
+def test_binary(torch, name):
+    compare(torch, name, [numbers(name, 1), numbers(name, 2)])
+
+
+def test_gradients_that_torch_cannot_take(torch):
+    """A fault of torch: backward of maximum fails there, and here it is exact."""
+    x, y = numbers("maximum", 1), numbers("maximum", 2)
+    valid = torch.from_numpy(SOME)
+    a, b = (torch.masked.masked_tensor(torch.from_numpy(v), valid, True) for v in (x, y))
+    with pytest.raises((RuntimeError, TypeError)):
+        torch.maximum(a, b).sum().backward()
+    loss = lambda x: jmask.numpy.maximum(jmask.masked_tensor(x, SOME), y).to_tensor(0).sum()
+    np.testing.assert_array_equal(jax.grad(loss)(x), SOME & (x > y))
