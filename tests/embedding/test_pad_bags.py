@@ -9,6 +9,7 @@ import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -156,6 +157,16 @@ def test_row_sparse_inside(combiner, program):
 NINE_ROWS = jnp.asarray(np.random.default_rng(0).normal(size=(9, 3)), jnp.float32)
 MANY_IDS = np.random.default_rng(1).integers(-1, 10, (5000, 2)).astype(np.int32)
 
+
+def stepped(tx, t, ids, two_steps=False):
+    """A table of many rows after a training step."""
+    t = jnp.tile(t, (1000, 1))
+    gradient, state = jmask.grad(lambda t: jnp.sum(jnp.tanh(t[ids])))(t), tx.init(t)
+    if two_steps:
+        return optax.apply_updates(t, tx.update(gradient, state, t)[0])
+    return jmask.apply_gradients(tx, gradient, state, t)[0]
+
+
 SGD = jmask.sgd(0.1)
 MODELS = functions("t, ids", {**vars(jmask), **globals()})("""
     embedding_lookup(t, ids); embedding_lookup(t, ids, max_norm=1.0);
@@ -168,7 +179,10 @@ MODELS = functions("t, ids", {**vars(jmask), **globals()})("""
     grad(lambda t: jnp.sum(jnp.tanh(t[ids])))(jnp.tile(t, (1000, 1))).values;
     grad(lambda t: jnp.sum(jnp.cos(t.sum(1)[ids])))(jnp.tile(t, (1000, 1))).values;
     grad(lambda t: jnp.sum(embedding_bag(t, ids) ** 2))(t).values;
-    apply_gradients(SGD, grad(lambda t: jnp.sum(t[ids] ** 3))(t), SGD.init(t), t)[0]
+    apply_gradients(SGD, grad(lambda t: jnp.sum(t[ids] ** 3))(t), SGD.init(t), t)[0];
+    stepped(adam(), t, ids); stepped(rowwise_adagrad(0.1), t, ids); stepped(adamw(0.1), t, ids);
+    stepped(SGD, t, ids, True); stepped(adam(), t, ids, True);
+    stepped(lazy(optax.adam(0.1)), t, ids); stepped(lazy(optax.adam(0.1)), t, ids, True)
 """)
 
 
