@@ -182,7 +182,7 @@ MODELS = functions("t, ids", {**vars(jmask), **globals()})("""
     apply_gradients(SGD, grad(lambda t: jnp.sum(t[ids] ** 3))(t), SGD.init(t), t)[0];
     stepped(adam(), t, ids); stepped(rowwise_adagrad(0.1), t, ids); stepped(adamw(0.1), t, ids);
     stepped(SGD, t, ids, True); stepped(adam(), t, ids, True);
-    stepped(lazy(optax.adam(0.1)), t, ids); stepped(lazy(optax.adam(0.1)), t, ids, True)
+    stepped(lazy(optax.rmsprop(0.1)), t, ids); stepped(lazy(optax.lion(0.1)), t, ids, True)
 """)
 
 
