@@ -146,6 +146,8 @@ def test_penalty_over_all_parameters(table, penalty, is_jitted):
 @pytest.mark.parametrize("placement", ["div", "mod"])
 def test_gradients_on_explicit_axes_outside_jit(placement):
     """Which `jax.make_mesh` gives, and without a mesh that is set."""
+    # Behind a thousand other tests `jnp.zeros` is on a mesh of theirs with automatic axes.
+    jax.clear_caches()
     table = jmask.sharded(START, jax.make_mesh((4,), ("x",)), placement=placement)
     ids = jnp.array([1, 1, 12])
     for loss in (lambda t: jnp.sum(t[ids]), lambda t: jnp.sum(jnp.sin(t[ids]))):
