@@ -1,6 +1,9 @@
 """Arithmetic over the leaves of a table, by JAX and by optax: right, or refused."""
 
 import copy
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -143,11 +146,7 @@ def test_penalty_over_all_parameters(table, penalty, is_jitted):
     np.testing.assert_allclose(grads["w"], dense_grads["w"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("placement", ["div", "mod"])
-def test_gradients_on_explicit_axes_outside_jit(placement):
-    """Which `jax.make_mesh` gives, and without a mesh that is set."""
-    # Behind a thousand other tests `jnp.zeros` is on a mesh of theirs with automatic axes.
-    jax.clear_caches()
+def check_gradients_on_explicit_axes(placement):
     table = jmask.sharded(START, jax.make_mesh((4,), ("x",)), placement=placement)
     ids = jnp.array([1, 1, 12])
     for loss in (lambda t: jnp.sum(t[ids]), lambda t: jnp.sum(jnp.sin(t[ids]))):
@@ -159,6 +158,18 @@ def test_gradients_on_explicit_axes_outside_jit(placement):
         array, _ = jmask.apply_gradients(TX, jmask.grad(loss)(START), TX.init(START), START)
         np.testing.assert_allclose(new, array, rtol=1e-5)
     assert jax.sharding.get_abstract_mesh().empty
+
+
+@pytest.mark.parametrize("placement", ["div", "mod"])
+def test_gradients_on_explicit_axes_outside_jit(placement):
+    """Which `jax.make_mesh` gives, and without a mesh that is set."""
+    # In an interpreter of its own: behind a thousand other tests `jnp.zeros` was on a mesh of
+    # theirs, with automatic axes.
+    module = "tests.tables.test_table_leaves"
+    check = f"check_gradients_on_explicit_axes({placement!r})"
+    code = f"import tests.conftest, {module} as t; t.{check}"
+    root = pathlib.Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
 
 
 # --- stacks --------------------------------------------------------------------------------
