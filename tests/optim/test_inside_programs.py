@@ -216,6 +216,7 @@ def test_as_rows_in_an_array(monkeypatch, name, apply, repeats):
 LARGE = ("sgd", "adam", "adagrad", "rowwise adagrad", "ftrl", "optax.adam")
 
 
+@pytest.mark.of_cpus
 @pytest.mark.sampled
 @pytest.mark.parametrize("rows", [10**6, 2000])
 @pytest.mark.parametrize("name", LARGE)
