@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmask._base.array_types import fewer, is_known, sum_dtype, varying_alike, with_whole_rows
+from jmask._base.array_types import fewer, is_known, sum_dtype, with_whole_rows
 from jmask._base.types import Shaped
 from jmask._kernels import tuning
-from jmask._kernels.rows import add_rows, gather_rows, set_rows
+from jmask._kernels.rows import add_rows, entries_of, gather_rows, set_rows, sorted_with
 
 
 def coalesce_rows(ids: jax.Array, values: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -71,10 +71,7 @@ def _summed_by_slots(
 def _summed_in_order(
     slots: int, rows: int, ids: jax.Array, values: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    entry, _ = varying_alike(lax.iota(jnp.int32, ids.shape[0]), ids)
-    # With the entry as a second key equal ids stay in order, as XLA makes a
-    # sort stable itself: by an iota as one more key.
-    ordered, came_from = lax.sort((ids, entry), num_keys=2, is_stable=False)
+    ordered, came_from = in_stable_order(ids)
     starts = starts_of(ordered)
     slot = _slots(starts)
     wide = sum_dtype(values.dtype)
@@ -111,13 +108,15 @@ def in_order(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     On CPUs equal ids stay in the order in which they came.
     """
-    entry, ids = varying_alike(lax.iota(jnp.int32, ids.shape[0]), ids)
     packed = _sorted_in_one_array if ids.dtype == jnp.int32 else _sorted_stably
-    return lax.platform_dependent(ids, entry, cpu=packed, default=_sorted_as_pairs)
+    return lax.platform_dependent(ids, entries_of(ids), cpu=packed, default=sorted_with)
 
 
-def _sorted_as_pairs(ids: jax.Array, entry: jax.Array) -> tuple[jax.Array, jax.Array]:
-    ordered, came_from = lax.sort((ids, entry), num_keys=1, is_stable=False)
+def in_stable_order(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sort ids (n,), stably, in the form of TPUs; return them and the entry of each, int32."""
+    # With the entry as a second key equal ids stay in order, as XLA makes a sort stable itself:
+    # by an iota as one more key.
+    ordered, came_from = lax.sort((ids, entries_of(ids)), num_keys=2, is_stable=False)
     return ordered, came_from
 
 
@@ -169,7 +168,7 @@ def _sorted_again(
 
 
 def _sorted_back(came_from: jax.Array, slot: jax.Array) -> jax.Array:
-    return lax.sort((came_from, slot), num_keys=1, is_stable=False)[1]
+    return sorted_with(came_from, slot)[1]
 
 
 def _scattered_back(came_from: jax.Array, slot: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ arithmetic of an ordinary row, so it cannot raise a division by zero that no row
 """
 
 import functools
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -95,6 +95,17 @@ def split_rows(
     return first, rows.reshape(first.shape[0], *row)
 
 
+def entries_of(ids: jax.Array) -> jax.Array:
+    """Number the entries (n,) of ids, int32."""
+    return varying_alike(lax.iota(jnp.int32, ids.shape[0]), ids)[0]
+
+
+def sorted_with(ids: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sort ids (n,), and with them numbers (n,); those of equal ids are in any order."""
+    ordered, moved = lax.sort((ids, x), num_keys=1, is_stable=False)
+    return ordered, moved
+
+
 def set_rows(
     table: jax.Array, ids: jax.Array, rows: jax.Array, order: Order = "any"
 ) -> jax.Array:
@@ -113,6 +124,20 @@ Kind = Literal["set", "add"]
 _SCATTERS = {"set": lax.scatter, "add": lax.scatter_add}
 
 
+class Write(NamedTuple):
+    """What is known of a write of rows at unique ids, beside its arrays.
+
+    Attributes:
+        kind: a key of `_SCATTERS`.
+        order: of the ids.
+        is_alone: whether it runs on one device in a `shard_map`.
+    """
+
+    kind: Kind
+    order: Order
+    is_alone: bool = False
+
+
 def _write(kind, table, ids, rows, order):
     if table.shape[0] == 0:  # every id is padding, and the transposed gather has no row
         return table
@@ -122,13 +147,13 @@ def _write(kind, table, ids, rows, order):
         return automatically(write, table, ids, rows, like=sharding, spec=spec_of(table))
     rows = rows.astype(table.dtype)
     if order == "any" or sharding is not None or not ids.shape[0]:
-        return _scattered(table, ids, rows, kind=kind, order=order)
+        return _scattered(table, ids, rows, kind, order)
     operands = varying_alike(table, ids, rows)
-    return _write_rows_p.bind(*operands, kind=kind, order=order, is_alone=in_one_device())[0]
+    return _write_rows_p.bind(*operands, how=Write(kind, order, in_one_device()))[0]
 
 
 def _scattered(
-    table: jax.Array, ids: jax.Array, rows: jax.Array, *, kind: Kind, order: Order
+    table: jax.Array, ids: jax.Array, rows: jax.Array, kind: Kind, order: Order
 ) -> jax.Array:
     """Bind one scatter.
 
@@ -171,16 +196,9 @@ def _unique_padding(ids: jax.Array, rows: int) -> tuple[jax.Array, bool]:
 
 
 def _written_as_promised(
-    table: jax.Array,
-    ids: jax.Array,
-    rows: jax.Array,
-    *,
-    kind: Kind,
-    order: Order,
-    is_alone: bool,
+    table: jax.Array, ids: jax.Array, rows: jax.Array, *, how: Write
 ) -> list[jax.Array]:
-    del is_alone
-    return [_scattered(table, ids, rows, kind=kind, order=order)]
+    return [_scattered(table, ids, rows, how.kind, how.order)]
 
 
 _write_rows_p = primitive(
@@ -195,41 +213,33 @@ def sorted_pays(table: Shaped, ids: Shaped) -> bool:
 
 
 def _written_on_tpus(
-    table: jax.Array,
-    ids: jax.Array,
-    rows: jax.Array,
-    *,
-    kind: Kind,
-    order: Order,
-    is_alone: bool,
+    table: jax.Array, ids: jax.Array, rows: jax.Array, *, how: Write
 ) -> list[jax.Array]:
-    if is_alone:
-        return _written_on_a_tpu(table, ids, rows, kind=kind, order=order, is_alone=True)
-    order = order if sorted_pays(table, ids) and order == "sorted" else "any"
-    return [_scattered(table, ids, rows, kind=kind, order=order)]
+    if how.is_alone:
+        return _written_on_a_tpu(table, ids, rows, how=how)
+    return [_written_by_xla(table, ids, rows, how)]
+
+
+def _written_by_xla(table: jax.Array, ids: jax.Array, rows: jax.Array, how: Write) -> jax.Array:
+    pays = how.order == "sorted" and sorted_pays(table, ids)
+    return _scattered(table, ids, rows, how.kind, "sorted" if pays else "any")
 
 
 def _written_on_a_tpu(
-    table: jax.Array,
-    ids: jax.Array,
-    rows: jax.Array,
-    *,
-    kind: Kind,
-    order: Order,
-    is_alone: bool,
+    table: jax.Array, ids: jax.Array, rows: jax.Array, *, how: Write
 ) -> list[jax.Array]:
-    is_sorted = order == "sorted"
+    is_sorted = how.order == "sorted"
     if _is_in_lines(table, ids):
         if not is_sorted:
-            _, row = _sorted_with(ids, rows.reshape(ids.shape))
-            ids, _ = _sorted_with(ids, _entries(ids))  # as the rows were read
+            _, row = sorted_with(ids, rows.reshape(ids.shape))
+            ids, _ = sorted_with(ids, entries_of(ids))  # as the rows were read
             rows = row.reshape(rows.shape)
-        return [_written_in_lines(table, ids, rows, kind)]
+        return [_written_in_lines(table, ids, rows, how.kind)]
     if is_sorted and tpu_rows.accepts_pairs(table, ids):
-        return [_written_in_pairs(table, ids, rows, kind)]
+        return [_written_in_pairs(table, ids, rows, how.kind)]
     if not tpu_rows.accepts([table], ids, [rows]):
-        return _written_on_tpus(table, ids, rows, kind=kind, order=order, is_alone=False)
-    if kind == "set":
+        return [_written_by_xla(table, ids, rows, how)]
+    if how.kind == "set":
         body, read = lambda old, new: [new], []
     else:
         body, read = lambda old, step: [old + step], [0]
@@ -237,18 +247,12 @@ def _written_on_a_tpu(
 
 
 def _written_on_gpus(
-    table: jax.Array,
-    ids: jax.Array,
-    rows: jax.Array,
-    *,
-    kind: Kind,
-    order: Order,
-    is_alone: bool,
+    table: jax.Array, ids: jax.Array, rows: jax.Array, *, how: Write
 ) -> list[jax.Array]:
     # XLA fuses the lookup of the old rows into the scatter that writes the new ones, and where
     # it does not see that both are of one buffer (stacked tables) it reads from a copy of it.
     rows = lax.optimization_barrier(rows)
-    return _written_as_promised(table, ids, rows, kind=kind, order=order, is_alone=is_alone)
+    return _written_as_promised(table, ids, rows, how=how)
 
 
 lower(_write_rows_p, _written_on_a_tpu, _written_on_tpus, platform="tpu")
@@ -325,19 +329,9 @@ def _written_in_lines(
     first = jnp.maximum(jnp.sum(ids < table.shape[0], dtype=jnp.int32) - few, 0)
     rest_ids, new = (lax.dynamic_slice_in_dim(x, first, few) for x in (rest_ids, new))
     new = new.reshape(few, *table.shape[1:])
-    rest = _scattered(rest, rest_ids, new, kind="set", order="any")
+    rest = _scattered(rest, rest_ids, new, "set", "any")
     start = (whole * LANES,) + (0,) * (table.ndim - 1)
     return lax.dynamic_update_slice(flat.reshape(table.shape), rest, start)
-
-
-def _sorted_with(ids: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sort ids (n,), and with them numbers (n,)."""
-    ordered, moved = lax.sort((ids, x), num_keys=1, is_stable=False)
-    return ordered, moved
-
-
-def _entries(ids: jax.Array) -> jax.Array:
-    return varying_alike(lax.iota(jnp.int32, ids.shape[0]), ids)[0]
 
 
 def _last_line(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -382,12 +376,12 @@ def _read_on_a_tpu(
     if not _is_in_lines(table, ids):
         return _read(table, ids, order=order, is_alone=is_alone)
     # In order, so that XLA reads lines once for those who read them and write others.
-    entry = _entries(ids)
+    entry = entries_of(ids)
     if order != "sorted":
-        ids, entry = _sorted_with(ids, entry)
+        ids, entry = sorted_with(ids, entry)
     _, entries = _lines_and_entries(table, ids)
     if order != "sorted":
-        _, entries = _sorted_with(entry, entries)
+        _, entries = sorted_with(entry, entries)
     return [entries.reshape(-1, *table.shape[1:])]
 
 

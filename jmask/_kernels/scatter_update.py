@@ -105,7 +105,7 @@ def _by_kernel(program: ClosedJaxpr, update: Update) -> OnUniqueRows:
     """Return the update as a kernel for TPUs, where there is one."""
 
     def updated(call: UniqueRows) -> list[jax.Array]:
-        tables, ids, grad, others, order = call
+        tables, ids, grad, others, _ = call
         rows = [grad, *(jnp.broadcast_to(x, grad.shape) for x in others if x.ndim)]
         scalars = [x for x in others if not x.ndim]
         if not tpu_rows.accepts(tables, ids, rows, scalars, program.jaxpr):
@@ -121,7 +121,7 @@ def _by_kernel(program: ClosedJaxpr, update: Update) -> OnUniqueRows:
 
         read = [i for i in range(count) if tpu_rows.is_used(program.jaxpr, i)]
         return tpu_rows.update(
-            body, tables, ids, rows, scalars, padding_last=order == "sorted", read=read
+            body, tables, ids, rows, scalars, padding_last=call.is_sorted, read=read
         )
 
     rule = entry_by_entry(lambda *entries: tpu_rows.evaluate(program, *entries))

@@ -43,7 +43,7 @@ MARKED_ROWS_FOR_EACH_ID = 4
 HASH_BUCKETS = 4
 # Bytes of rows from which a TPU does not sum rows of equal ids by one scatter of all. By the
 # estimates for a v5e (libtpu 0.0.50) that takes 5 ns a row in a batch of 4 MB and 15 in one of
-# 32 MB, and XLA sorts ids for it a second time, which is half of the time of compiling.
+# 32 MB, and XLA sorts ids for it a second time, which takes as long to compile as all the rest.
 LARGE_SUMS = 2**24
 # Rows of ids that come again that are then added in one round of a loop, and rounds in which
 # that would be all rows. A row takes 25 ns in rounds of 2048, and 57 in rounds of 256.

@@ -19,8 +19,8 @@ from jax import lax
 
 from jmask._base.array_types import sum_dtype, varying_alike
 from jmask._kernels import tuning
-from jmask._kernels.coalesce import starts_of
-from jmask._kernels.rows import add_rows, gather_rows
+from jmask._kernels.coalesce import in_stable_order, starts_of
+from jmask._kernels.rows import add_rows, entries_of, gather_rows, sorted_with
 
 
 class RowsOfTable(NamedTuple):
@@ -41,11 +41,6 @@ Unique = tuple[jax.Array, jax.Array]
 """Ids (n,), V but for the first entry of each id, and values (n, *row), of no meaning there."""
 
 
-def _entries(ids: jax.Array) -> jax.Array:
-    """Number the entries (n,), int32."""
-    return varying_alike(lax.iota(jnp.int32, ids.shape[0]), ids)[0]
-
-
 # --- by sorting, on TPUs ----------------------------------------------------------------------
 
 
@@ -56,9 +51,8 @@ def summed_by_sorting(given: RowsOfTable) -> Unique:
     it is given no more than there are.
     """
     ids, values, rows = given
-    count, entries = ids.shape[0], _entries(ids)
-    # With the entry as a second key equal ids stay in order.
-    ordered, came_from = lax.sort((ids, entries), num_keys=2, is_stable=False)
+    count, entries = ids.shape[0], entries_of(ids)
+    ordered, came_from = in_stable_order(ids)
     starts = starts_of(ordered)
     again = ~starts & (ordered < rows)
     start = lax.cummax(jnp.where(starts, entries, 0))
@@ -80,7 +74,7 @@ def summed_by_sorting(given: RowsOfTable) -> Unique:
     begin = varying_alike(jnp.int32(0), ids)[0]
     _, sums = lax.while_loop(lambda carried: carried[0] < left, block, (begin, sums))
     unique = jnp.where(again, rows, ordered)
-    _, unique = lax.sort((came_from, unique), num_keys=1, is_stable=False)
+    _, unique = sorted_with(came_from, unique)
     return unique, sums.astype(values.dtype)
 
 
@@ -101,7 +95,7 @@ def summed_by_hashing(tables: Sequence[RowsOfTable]) -> list[Unique]:
     """Sum rows of equal ids of each table into the first of them."""
     results = []
     for (ids, values, rows), first in zip(tables, _first_entries(tables), strict=True):
-        again = first != _entries(ids)
+        again = first != entries_of(ids)
         # Without the barrier XLA computes rows twice that it can fuse: to add to, and to add.
         terms = lax.optimization_barrier(values.astype(sum_dtype(values.dtype)))
         into = jnp.where(again, first, ids.shape[0])
@@ -120,7 +114,7 @@ def _first_entries(tables: Sequence[RowsOfTable]) -> list[jax.Array]:
     ids = jnp.concatenate([x.ids.astype(bits) for x in tables])
     is_id = jnp.concatenate([x.ids < x.rows for x in tables])
     begins = list(itertools.accumulate((x.ids.shape[0] for x in tables), initial=0))
-    entries = _entries(ids)
+    entries = entries_of(ids)
     # Tables are told apart by where their entries begin.
     table = jnp.concatenate(
         [

@@ -183,7 +183,7 @@ def test_slots_of_each_device(count):
     for sort, numbered, back in (
         (coalesce._sorted_in_one_array, coalesce._scattered_once, coalesce._scattered_back),
         (coalesce._sorted_stably, coalesce._scattered_once, coalesce._scattered_back),
-        (coalesce._sorted_as_pairs, coalesce._sorted_again, coalesce._sorted_back),
+        (coalesce.sorted_with, coalesce._sorted_again, coalesce._sorted_back),
     ):
         ordered, came_from = sort(given, jnp.arange(count, dtype=jnp.int32))
         np.testing.assert_array_equal(ordered, np.sort(ids))

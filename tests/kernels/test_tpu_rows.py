@@ -174,7 +174,7 @@ def test_sets_and_sums(kind, order, monkeypatch):
         update = update_rows._prepared(x)
         assert_same(update, run(update_rows._on_one_tpu, update))
     elif order != "any":
-        how = functools.partial(rows._written_on_a_tpu, kind="set", order=order, is_alone=True)
+        how = functools.partial(rows._written_on_a_tpu, how=rows.Write("set", order))
         (written,) = jax.jit(how)(table, ids, new)
         expected, exists = np.array(table), np.asarray(ids) < V
         expected[np.asarray(ids)[exists]] = np.asarray(new)[exists]
@@ -202,9 +202,7 @@ def test_one_entry_for_each_row(count, dtype, shape):
         new = np.array(numbers(rng, (len(ids), *shape), dtype))
         exists = ids < count
         for kind in ("set", "add"):
-            how = functools.partial(
-                rows._written_on_a_tpu, kind=kind, order=order, is_alone=True
-            )
+            how = functools.partial(rows._written_on_a_tpu, how=rows.Write(kind, order))
             (written,) = jax.jit(how)(table, jnp.asarray(ids, jnp.int32), new)
             expected = table.copy()
             if kind == "set":
@@ -226,7 +224,7 @@ def test_rows_of_16_bits(kind, width, dtype):
     rng = np.random.default_rng(0)
     table = np.array(numbers(rng, (V, width), dtype))
     table[::7], table[1::7], table[2::7] = np.nan, -0.0, np.inf
-    how = functools.partial(rows._written_on_a_tpu, kind=kind, order="sorted", is_alone=True)
+    how = functools.partial(rows._written_on_a_tpu, how=rows.Write(kind, "sorted"))
     for ids in (
         np.r_[np.arange(1, 40), [V] * 2],
         np.r_[np.arange(0, V, 2), [V] * 30],
