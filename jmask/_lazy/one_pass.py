@@ -41,9 +41,8 @@ from jmask._base.types import (
     Value,
 )
 from jmask._kernels.update_rows import updated
-from jmask._lazy.lattice import Replicated, RowWise
+from jmask._lazy.lattice import NEUTRAL, Replicated, RowWise
 from jmask._lazy.proved_update import ProvedUpdate
-from jmask._lazy.row_locality import NEUTRAL
 from jmask._tables.packed import PackedTable
 from jmask._tables.stored_table import is_stored_table
 from jmask._tensors.storage import stored_values

@@ -21,8 +21,8 @@ from jmask._base.array_types import varying_axes, varying_like
 from jmask._base.forms import branches_of, name_of, within
 from jmask._base.jaxprs import bound, inlined, interpret
 from jmask._base.types import ArraysFunction, Gradient, Shaped, Table
-from jmask._lazy.lattice import Kind, Replicated, RowWise
-from jmask._lazy.row_locality import NEUTRAL, classify
+from jmask._lazy.lattice import NEUTRAL, Kind, Replicated, RowWise
+from jmask._lazy.row_locality import classify
 from jmask._tables.sharded import RoutedRows
 from jmask._updates.checks import NotRowLocalError, is_gradient_leaf
 

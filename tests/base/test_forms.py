@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jmask
 from jmask._autodiff.value_and_grad import _INTERPRETER
 from jmask._base import forms as _forms
+from jmask._lazy import lattice as _lattice
 from jmask._lazy import row_locality as _row_locality
 from jmask._lazy.lattice import RowWise
 from tests.lookup_programs import IDS, PROGRAMS, TABLE, VALID, D, square
@@ -103,7 +104,7 @@ def test_every_form_is_seen():
 
 
 def test_everything_with_a_rule_has_a_form():
-    ruled = {*_INTERPRETER.rules, *_row_locality._RULES, *_row_locality._CONTROL_FLOW}
+    ruled = {*_INTERPRETER.rules, *_lattice.RULES, *_row_locality._CONTROL_FLOW}
     assert ruled <= set(_forms.FORMS)
 
 
