@@ -32,6 +32,7 @@ from jmask._autodiff.interpreter import (
 )
 from jmask._autodiff.rules import none_wanted, same_wanted
 from jmask._autodiff.values import IdsAndRows, RowSum, refuse, trial
+from jmask._autodiff.views import looks_up_views
 from jmask._base.array_types import varying_axes
 from jmask._base.fallback import muted
 from jmask._base.forms import (
@@ -79,9 +80,11 @@ def _scan(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
     keys = {
         i: object() for i, x in enumerate(init) if isinstance(x, RowSum) and carry_wanted[i]
     }
-    if not (keys or any(wanted[count:])):
-        return None
-    if nothing_to_do(body, [x for x in init if not (isinstance(x, RowSum) and x.is_zero)]):
+    is_empty = nothing_to_do(
+        body, [x for x in init if not (isinstance(x, RowSum) and x.is_zero)]
+    )
+    makes_rows = (keys or any(wanted[count:])) and not is_empty
+    if not makes_rows and not looks_up_views(eqn, inputs):
         return None
     consts = [interpreter.dense(x, eqn) for x in consts]
 
@@ -177,7 +180,8 @@ def _cond_demand(
 def _cond(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     which, *operands = inputs
     branches = branches_of(eqn)
-    if all(nothing_to_do(branch, operands) for branch, _ in branches):
+    is_empty = all(nothing_to_do(branch, operands) for branch, _ in branches)
+    if is_empty and not looks_up_views(eqn, inputs):
         return None
     axes = interpreter.branching | varying_axes(which)
     interpreter = dataclasses.replace(interpreter, branching=axes)

@@ -32,6 +32,18 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jmask._autodiff.gathered_rows import FACTS, Gathered, sum_of_lookups
 from jmask._autodiff.provenance import FOLLOWED, note_facts, note_uses
 from jmask._autodiff.values import RowSum, dense, is_symbolic
+from jmask._autodiff.views import (
+    LOOKUPS,
+    gather_of,
+    is_made_of_tables,
+    is_of_tables,
+    looks_up_views,
+    makes_views,
+    note_tables,
+    note_view,
+    read_through_view,
+    sums_through_views,
+)
 from jmask._base.array_types import varying_axes, varying_like
 from jmask._base.fallback import Place, in_bytes, place_among, report_fallback
 from jmask._base.forms import (
@@ -42,14 +54,12 @@ from jmask._base.forms import (
     holds_jaxprs,
     is_recomputed_apart,
     name_of,
-    parameter,
     what_is_unknown,
     within,
 )
 from jmask._base.jaxprs import side_by_side
 from jmask._base.types import Atom, Value
 from jmask._kernels.bag_sum import BAG_SUM
-from jmask._kernels.gather import Gather
 
 # The user's line in a fallback warning must not be a line of this library.
 source_info_util.register_exclusion(str(Path(__file__).parents[1]))
@@ -186,7 +196,13 @@ class Interpreter:
         for eqn, *others in side_by_side(demand.live, BAG_SUM.primitive.name):
             if others:
                 eqns = [eqn, *others]
-                given = [self.dense(read(v), eqn) for eqn in eqns for v in eqn.invars]
+                given = [
+                    x
+                    for eqn in eqns
+                    for x in sums_through_views(
+                        eqn, [self.dense(read(v), eqn) for v in eqn.invars]
+                    )
+                ]
                 sums = BAG_SUM.joined([eqn.params for eqn in eqns], given)
                 results = (v for eqn in eqns for v in eqn.outvars)
                 values.update(zip(results, sums, strict=True))
@@ -205,20 +221,26 @@ class Interpreter:
                         arguments = _behind_a_barrier(arguments)
                     calls = demand.calls(eqn.outvars)
                     outputs = self.run(*called(eqn), arguments, outputs_wanted, calls)
-                elif any(outputs_wanted):
+                elif any(outputs_wanted) or looks_up_views(eqn, arguments):
                     outputs = self._run_wanted(eqn, name, arguments, outputs_wanted)
                 else:
                     arguments = self._as_arrays(eqn, arguments)
+                    if name == BAG_SUM.primitive.name:
+                        arguments = sums_through_views(eqn, arguments)
+                    rows = read_through_view(eqn, name, arguments)
                     total = sum_of_lookups(eqn, name, arguments, uses)
                     if total is not None:
                         outputs = [total]
+                    elif rows is not None:
+                        outputs = [rows]
                     elif name == "gather" and is_slow_gather(eqn):
                         outputs = [gather_of(eqn)(*arguments)]
                     else:
                         outputs = self.run_dense(eqn, arguments)
-                    if len(outputs) == 1:
+                    if len(outputs) == 1 and rows is None:
                         is_scattered = eqn.outvars[0] in demand.followed
                         note_facts(eqn, name, arguments, outputs[0], uses, is_scattered)
+                    note_view(eqn, name, arguments, outputs)
             values.update(zip(eqn.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -327,13 +349,15 @@ def _is_entered(eqn: JaxprEqn, arguments: Sequence[Any], demand: Demand) -> bool
         return not nothing_to_do(inner, arguments)
     # Of other calls a rule for derivatives would be lost.
     if eqn.primitive.name not in ("jit", "pjit"):
-        return False
+        return name_of(eqn) in REMATS and looks_up_views(eqn, arguments)
     is_traced = any(isinstance(x, jax.core.Tracer) for x in arguments)
     if any(isinstance(FACTS.of(x), Gathered) for x in arguments):
         return True
     if is_traced and max(demand.calls(eqn.outvars), default=-1) > 0:
         return True
-    lookups = [e for e in within(inner.eqns) if name_of(e) == "gather"]
+    if any(map(is_of_tables, arguments)) and makes_views(inner):
+        return True
+    lookups = [e for e in within(inner.eqns) if name_of(e) in LOOKUPS]
     return bool(lookups) if is_traced else any(map(is_slow_gather, lookups))
 
 
@@ -342,11 +366,13 @@ def _behind_a_barrier(inputs: Values) -> list[Any]:
     # In a `shard_map` all that goes through one barrier comes out typed alike.
     groups: dict[Any, dict[int, jax.Array]] = {}
     for i, x in enumerate(inputs):
-        if isinstance(x, jax.Array):
+        # What is made of tables is read from these, and a barrier would need it whole.
+        if isinstance(x, jax.Array) and not is_made_of_tables(x):
             groups.setdefault(varying_axes(x), {})[i] = x
     behind: dict[int, jax.Array] = {}
     for group in groups.values():
         behind |= jax.lax.optimization_barrier(group)
+    note_tables([x for i, x in behind.items() if is_of_tables(inputs[i])])
     return [behind.get(i, x) for i, x in enumerate(inputs)]
 
 
@@ -354,8 +380,3 @@ def _marked(variables: Sequence[Any], flags: Flags) -> set[Var]:
     """Return the variables with a flag, literals apart."""
     pairs = zip(variables, flags, strict=True)
     return {v for v, flag in pairs if flag and not isinstance(v, Literal)}
-
-
-def gather_of(eqn: JaxprEqn) -> Gather:
-    """Return the parameters of a `gather` equation."""
-    return Gather(**{f.name: parameter(eqn, f.name) for f in dataclasses.fields(Gather)})

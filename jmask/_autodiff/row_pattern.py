@@ -239,9 +239,15 @@ def padded(x: RowSum, config: Sequence[tuple[int, int, int]], shape: Shape) -> R
     zero = np.zeros((), x.dtype)
     along_rows = [(0, 0, 0), *config[x.leading :]]
 
-    def move(positions: Positions) -> tuple[Positions, bool]:
-        pairs = zip(positions, config, strict=False)
-        return [low + p * (interior + 1) for p, (low, _, interior) in pairs], True
+    def move(positions: Positions) -> tuple[Positions, jax.Array | bool]:
+        inside: jax.Array | bool = True
+        moved = []
+        for p, size, (low, high, interior) in zip(positions, shape, config, strict=False):
+            q = low + p * (interior + 1)
+            if low < 0 or high < 0:  # rows that are cut off
+                inside = inside & (q >= 0) & (q < size)
+            moved.append(q)
+        return moved, inside
 
     return _moved(x, shape, move, lambda rows: lax.pad(rows, zero, along_rows))
 

@@ -110,9 +110,8 @@ def _cuts(eqn: JaxprEqn) -> bool:
     return any(low < 0 or high < 0 for low, high, _ in parameter(eqn, "padding_config"))
 
 
-def _padded(eqn: JaxprEqn, *_: Any) -> list[bool]:
-    """Pad rows; what negative padding cuts off was computed from the whole array."""
-    return [not _cuts(eqn), False]
+def _padded(*_: object) -> list[bool]:
+    return [True, False]
 
 
 def _operand_and_update(eqn: JaxprEqn, *_: Any) -> list[bool]:
@@ -201,12 +200,12 @@ def _dynamic_update_slice(
 
 def _pad(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter) -> Outputs:
     operand, padding = inputs
-    if not is_literal_zero(padding) or _cuts(eqn):
+    if not is_literal_zero(padding):
         return None
     if isinstance(operand, RowSum):
         config, shape = parameter(eqn, "padding_config"), aval_of(eqn.outvars[0]).shape
         return None if operand.carry else padded(operand, config, shape)
-    return padded_rows(eqn, interpreter.dense(operand, eqn))
+    return None if _cuts(eqn) else padded_rows(eqn, interpreter.dense(operand, eqn))
 
 
 def _moving(move: Callable[[JaxprEqn, RowSum], Outputs]) -> Callable[..., Outputs]:

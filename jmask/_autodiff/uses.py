@@ -17,13 +17,14 @@ from typing import NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmask._autodiff.interpreter import LOOK_UP_FIRST, place_of
+from jmask._autodiff.views import LOOKUPS
 from jmask._base.fallback import LARGE, Fallback, Place, in_bytes
 from jmask._base.forms import aval_of, bodies_of
 from jmask._base.jaxprs import ARITHMETIC, interpret
 from jmask._base.types import Atom, Shaped
 
 # `get` reads from a reference, `jax.new_ref(table)[ids]`.
-_LOOKUPS = ("gather", "dynamic_slice", "get")
+_LOOKUPS = (*LOOKUPS, "dynamic_slice", "get")
 _STILL_THE_SAME = (
     "concatenate convert_element_type copy copy_p expand_dims name neg new_ref pcast pvary "
     "reshape reshard rev sharding_constraint slice split squeeze stack transpose unstack"

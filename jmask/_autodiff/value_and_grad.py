@@ -30,6 +30,7 @@ from jmask._autodiff.interpreter import Interpreter
 from jmask._autodiff.rules import EQUATION_RULES
 from jmask._autodiff.uses import InputGradient, refined_reports
 from jmask._autodiff.values import Filled, RowSum, dense, is_symbolic
+from jmask._autodiff.views import note_tables
 from jmask._base.array_types import on_explicit_mesh
 from jmask._base.fallback import collected, expect_dense, report_fallback
 from jmask._base.forms import drops_rules
@@ -308,12 +309,11 @@ def _value_and_results(
         ]
 
     # What became dense on the way is said when it is known what came of it.
+    inputs = jax.tree.leaves(differentiated, is_leaf=is_symbolic)
+    note_tables([*program.consts, *inputs])
     with collected() as reports, jax.named_scope("jmask.value_and_grad"):
         results = _INTERPRETER.run(
-            program.jaxpr,
-            program.consts,
-            jax.tree.leaves(differentiated, is_leaf=is_symbolic),
-            jax.tree.leaves(wanted),
+            program.jaxpr, program.consts, inputs, jax.tree.leaves(wanted)
         )
     if isinstance(results[0], jax.core.Tracer) and reads_late(program.jaxpr, results):
         results = after_all_reads(results)

@@ -311,6 +311,7 @@ FORMS: dict[str, Form] = (
         "dot_general": _form(
             "dimension_numbers", "precision preferred_element_type out_sharding"
         ),
+        "dynamic_slice": _form("", "slice_sizes"),
         "dynamic_update_slice": _form(""),
         "integer_pow": _form("y"),
         "mul": _form("", "out_dtype", lambda eqn: eqn.params.get("out_dtype") is None),

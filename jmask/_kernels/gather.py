@@ -28,9 +28,11 @@ from jmask._base.array_types import (
     explicit_sharding,
     spec_of,
     typed_like,
+    varying_alike,
     without_repetition,
 )
-from jmask._base.types import ArrayFunction, Function, JvpArgs, PyTree, Scalar, Shaped
+from jmask._base.lowering import lower, primitive
+from jmask._base.types import ArrayFunction, Function, PyTree, Scalar, Shaped, Value
 from jmask._kernels import tuning
 
 # Integers of as many bytes as a floating entry has.
@@ -173,23 +175,32 @@ def zero_of(number: jax.Array) -> jax.Array:
     return lax.bitwise_and(lax.mul(number, lax.add(number, one)), one)
 
 
-# Differentiated by hand: a bitcast has no derivative.
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _vectorized(gather: Gather, operand: jax.Array, indices: jax.Array) -> jax.Array:
-    return _on_this_platform(gather, operand, indices)
+# --- the primitive --------------------------------------------------------------------------
 
 
-# A method is another function each time: outside jit its branches would be compiled each time.
+def _by_definition(
+    operand: jax.Array, indices: jax.Array, *, gather: Gather
+) -> list[jax.Array]:
+    return [gather.plain(operand, indices)]
+
+
+def _on_a_cpu(operand: jax.Array, indices: jax.Array, *, gather: Gather) -> list[jax.Array]:
+    return [gather.vectorized(operand, indices)]
+
+
+def _shapes(operand: Value, indices: Value, *, gather: Gather) -> list[Shaped]:
+    shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (operand, indices))
+    rows = jax.eval_shape(gather.plain, *shapes)
+    return [operand.update(shape=rows.shape, weak_type=False)]
+
+
+SLOW_COPY = primitive("jmask_gather", _by_definition, _shapes)
+"""A gather that `is_slow_copy`: the parameter `gather` of an operand and indices."""
+lower(SLOW_COPY, _on_a_cpu, platform="cpu")
+
+
+# Outside jit it is compiled for the platform, as in a program.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _on_this_platform(gather: Gather, operand: jax.Array, indices: jax.Array) -> jax.Array:
-    return lax.platform_dependent(operand, indices, cpu=gather.vectorized, default=gather.plain)
-
-
-@_vectorized.defjvp
-def _derivative(
-    gather: Gather, primals: JvpArgs, tangents: JvpArgs
-) -> tuple[jax.Array, jax.Array]:
-    operand, indices = primals
-    # Entries that are filled in do not depend on the operand.
-    tangent_gather = dataclasses.replace(gather, fill_value=0)
-    return gather(operand, indices), tangent_gather.plain(tangents[0], indices)
+def _vectorized(gather: Gather, operand: jax.Array, indices: jax.Array) -> jax.Array:
+    operand, indices = varying_alike(operand, indices)
+    return SLOW_COPY.bind(operand, indices, gather=gather)[0]

@@ -162,6 +162,7 @@ def _scattered(
         kind: a key of `_SCATTERS`.
         order: what to promise of the ids.
     """
+    ids, rows = never_alone(table.shape[0], ids, rows)
     is_unique = order != "any"
     if is_unique:
         ids, is_unique = _unique_padding(ids, table.shape[0])
@@ -179,6 +180,18 @@ def _scattered(
         unique_indices=is_unique,
         mode=_DROP,
     )
+
+
+def never_alone(rows: int, ids: jax.Array, *values: jax.Array) -> list[jax.Array]:
+    """Add padding to a single id (1,) and its rows.
+
+    XLA makes slices of a gather and a scatter of one row, reads the one again where it is
+    needed, and keeps a copy of the table for that (CPU compiler of jaxlib 0.10.0 to 0.12.0).
+    """
+    if ids.shape[0] != 1:
+        return [ids, *values]
+    padded = (jnp.concatenate([x, jnp.zeros_like(x)]) for x in values)
+    return [jnp.concatenate([ids, jnp.full_like(ids, rows)]), *padded]
 
 
 def _unique_padding(ids: jax.Array, rows: int) -> tuple[jax.Array, bool]:
@@ -358,6 +371,9 @@ def _lines_and_entries(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax
 
 def gather_unique_rows(table: jax.Array, ids: jax.Array, order: Order) -> jax.Array:
     """Gather rows as `gather_rows`, in O(n) on a TPU for tables of one entry a row too."""
+    if ids.shape[0] == 1:
+        (ids,) = never_alone(table.shape[0], ids)
+        return gather_unique_rows(table, ids, order)[:1]
     has_lines = table.ndim > 1 and table.size == table.shape[0] > 0 and ids.shape[0]
     if not has_lines or explicit_sharding(table, ids) is not None:
         return gather_rows(table, ids, coalesced=order == "sorted")

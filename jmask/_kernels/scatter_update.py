@@ -28,7 +28,7 @@ from jmask._base.row_ids import Order
 from jmask._base.types import ArraysFunction, LoweringContext, Shaped
 from jmask._kernels import tpu_rows
 from jmask._kernels.gathered_rows import Rows
-from jmask._kernels.rows import gather_unique_rows, set_rows, sorted_pays
+from jmask._kernels.rows import gather_unique_rows, never_alone, set_rows, sorted_pays
 from jmask._kernels.update_rows import OnUniqueRows, RowUpdate, UniqueRows, Update
 
 Combiner = ArraysFunction
@@ -94,7 +94,8 @@ def _one_scatter(program: ClosedJaxpr) -> Update:
         rows = [jnp.broadcast_to(y, x.rows.shape) for y in (x.rows, *x.scalars)]
         # A scatter takes as many updates as operands: room that is left over is filled.
         rows += [rows[0]] * (len(x.tables) - len(rows))
-        operands = *x.tables, x.ids[:, None], *rows
+        ids, *rows = never_alone(x.tables[0].shape[0], x.ids, *rows)
+        operands = *x.tables, ids[:, None], *rows
         return _scatter_rows_p.bind(*operands, program=program, is_sorted=x.is_sorted)
 
     rule = entry_by_entry(lambda *entries: evaluate(program, *entries))

@@ -121,6 +121,15 @@ def test_narrow_tables_with_rows_of_64(name, dtype):
     assert temporary_bytes(step.compile(SMALL), *tables) < step.entries(SMALL) / 4
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("apply", [steps.with_optax, jmask.apply_gradients])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_batches_of_one_row(name, apply):
+    """Of which XLA makes slices, not a gather and a scatter."""
+    step = Step(OPTIMIZERS[name], lookups=1, apply=apply)
+    assert temporary_bytes(step.compile(SMALL), entries=step.entries(SMALL)) < SMALL
+
+
 @cases(NARROW)
 def test_aliased_in_spite_of_copies(step):
     assert aliased_bytes(step.compile(LARGE)) >= step.table_bytes(LARGE)

@@ -1,0 +1,521 @@
+"""Lookups in an array that is made of tables, read from the tables themselves.
+
+    y    = convert_element_type t        t (V, D) in bfloat16: O(V) where it is made
+    rows = gather y ids                  convert_element_type (gather t ids): O(n)
+
+XLA makes such an array whole in each step: on TPUs (libtpu 0.0.50) and, of slices and
+concatenations, on CPUs (jaxlib 0.12.0). So equations that move rows, or compute on each entry
+alone, note a *view* of what they make: how to read its rows from the tables. A gather of fewer
+rows than the array has reads them through the view. What made the array is then not needed, and
+XLA drops it.
+
+    slice rows 3 to 5            row i     row i + 3
+    reshape (V, D) to (M, W, D)  m, w      row m * W + w
+    concatenate t and u          row i     of t where i < V, else row i - V of u
+    multiply by a scalar         row i     row i times the scalar
+
+A view reads at positions along its first dimensions, as many as the lookup has; dimensions
+after these are read whole. Each rule passes positions on to the views of its operands, and does
+to the rows what its equation does to the array.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from jmask._base.array_types import ArrayFacts, explicit_sharding, is_known, trailing
+from jmask._base.forms import aval_of, bodies_of, holds_jaxprs, name_of, parameter
+from jmask._base.jaxprs import interpret
+from jmask._base.lowering import calls_of
+from jmask._base.row_ids import id_dtype, widen
+from jmask._base.types import Shape, Shaped, Value
+from jmask._kernels.bag_sum import BAG_SUM, BagSum
+from jmask._kernels.gather import SLOW_COPY, Gather
+
+Positions = Sequence[jax.Array]
+"""Indices (*entries,) along each of the first dimensions of an array, in range."""
+
+LOOKUPS = ("gather", SLOW_COPY.name)
+"""The equations that look rows up."""
+
+_Read = Callable[[Positions], jax.Array | None]
+_CLIP = lax.GatherScatterMode.CLIP
+
+
+class View(NamedTuple):
+    """How to read rows of an array from what it is made of.
+
+    Attributes:
+        shape: of the array.
+        read: positions -> entries (*entries, *rest of the shape); None if it cannot.
+        tables: from how many arrays it reads.
+    """
+
+    shape: Shape
+    read: _Read
+    tables: int = 1
+
+
+_TABLES: ArrayFacts[bool] = ArrayFacts()
+_VIEWS: ArrayFacts[View] = ArrayFacts()
+
+
+def note_tables(arrays: Sequence[Value]) -> None:
+    """Note the arrays that views begin at: what a program is given."""
+    for x in arrays:
+        if (
+            isinstance(x, jax.core.Tracer)
+            and jnp.issubdtype(x.dtype, jnp.inexact)
+            and is_known(*x.shape)
+            and explicit_sharding(x) is None
+        ):
+            _TABLES.note(x, True)
+
+
+def note_view(
+    eqn: JaxprEqn, name: str, arguments: Sequence[Value], outputs: Sequence[Value]
+) -> None:
+    """Note the views of what an equation makes, if it makes rows of rows."""
+    rule = _RULES.get(name)
+    if rule is None:
+        return
+    views = [_of_array(x) if _TABLES.of(x) else _VIEWS.of(x) for x in arguments]
+    if any(views) and 0 not in aval_of(eqn.outvars[0]).shape:
+        for output, view in zip(outputs, rule(eqn, arguments, views), strict=False):
+            _VIEWS.note(output, view)
+
+
+def makes_views(jaxpr: Jaxpr) -> bool:
+    """Decide whether a call makes nothing but views and scalars, as `jnp.flip` does."""
+    return all(name_of(e) in _RULES or not aval_of(e.outvars[0]).shape for e in jaxpr.eqns)
+
+
+def is_made_of_tables(x: Value) -> bool:
+    """Decide whether an array can be read from the tables that it is made of."""
+    return _VIEWS.of(x) is not None
+
+
+def is_of_tables(x: Value) -> bool:
+    """Decide whether an array is a table or made of tables."""
+    return _TABLES.of(x) is not None or is_made_of_tables(x)
+
+
+def looks_up_views(eqn: JaxprEqn, arguments: Sequence[Value]) -> bool:
+    """Decide whether the body of an equation looks rows up in what is made of tables."""
+    if not holds_jaxprs(eqn):
+        return False
+    kinds = [
+        _MADE if _VIEWS.of(x) is not None else _TABLE if _TABLES.of(x) is not None else 0
+        for x in arguments
+    ]
+    return any(kinds) and _looks_up(eqn, kinds)[0]
+
+
+# What a variable is: made of tables, a table, or neither.
+_MADE, _TABLE = 2, 1
+
+
+def _looks_up(eqn: JaxprEqn, kinds: list[int]) -> tuple[bool, list[int]]:
+    """Decide whether an equation reads rows of what is `_MADE`; return what its results are."""
+    results, is_lookup, bodies = [0] * len(eqn.outvars), False, bodies_of(eqn)
+
+    def rule(eqn: JaxprEqn, kinds: list[int]) -> list[int]:
+        nonlocal is_lookup
+        is_found, results = _looks_up(eqn, kinds)
+        is_lookup = is_lookup or is_found
+        return results
+
+    for body, _ in bodies:
+        inner = kinds[len(kinds) - len(body.invars) :]
+        results = interpret(body, [0] * len(body.constvars), inner, rule, lambda _: 0)
+    name = name_of(eqn)
+    if not bodies and (name in LOOKUPS or name == BAG_SUM.primitive.name):
+        is_lookup = kinds[0] == _MADE
+    elif not bodies and name in _RULES and any(kinds):
+        results = [_MADE] * len(results)
+    return is_lookup, results
+
+
+def read_through_view(eqn: JaxprEqn, name: str, arguments: Sequence[Value]) -> jax.Array | None:
+    """Return the rows that an equation reads, from the tables that its operand is made of.
+
+    None if its operand is made of none, or not much larger than what is read.
+    """
+    view = _VIEWS.of(arguments[0]) if arguments else None
+    if view is None:
+        return None
+    if name in LOOKUPS:
+        return _gathered(gather_of(eqn), view, arguments[1], aval_of(eqn.outvars[0]))
+    if name not in ("slice", "dynamic_slice"):
+        return None
+    (part,) = _RULES[name](eqn, arguments, [view])
+    if not part.shape or 2 * math.prod(part.shape) > math.prod(view.shape):
+        return None
+    return part.read([lax.iota(id_dtype(part.shape[0]), part.shape[0])])
+
+
+def gather_of(eqn: JaxprEqn) -> Gather:
+    """Return the gather that an equation of `LOOKUPS` is."""
+    if eqn.primitive is SLOW_COPY:
+        gather: Gather = eqn.params["gather"]
+        return gather
+    return Gather(**{f.name: parameter(eqn, f.name) for f in dataclasses.fields(Gather)})
+
+
+def _gathered(
+    gather: Gather, view: View, indices: jax.Array, result: Shaped
+) -> jax.Array | None:
+    if not is_known(*result.shape):
+        return None
+    numbers, sizes = gather.dimension_numbers, gather.slice_sizes
+    batching = dict(
+        zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    )
+    along_entries = {*numbers.collapsed_slice_dims, *batching}
+    count = max(along_entries, default=-1) + 1
+    whole = [d for d in range(len(sizes)) if d not in along_entries]
+    if not count or any(sizes[d] != view.shape[d] for d in whole):
+        return None
+    # Dimensions before the last of the entries that are read whole are entries too.
+    batch = result.ndim - len(whole)
+    more = {d: batch + i for i, d in enumerate(d for d in whole if d < count)}
+    entries = (*indices.shape[:-1], *(sizes[d] for d in more))
+    if math.prod(entries) * view.tables >= math.prod(view.shape[:count]):
+        return None
+
+    starts = {
+        d: widen(lax.index_in_dim(indices, k, -1, keepdims=False), view.shape[d])
+        for k, d in enumerate(numbers.start_index_map)
+    }
+    exists: list[jax.Array] = []
+    if gather.mode == lax.GatherScatterMode.FILL_OR_DROP:
+        lasts = {d: view.shape[d] - sizes[d] for d in starts}
+        exists = [(start >= 0) & (start <= lasts[d]) for d, start in starts.items()]
+    positions: list[jax.Array] = []
+    for d, size in enumerate(view.shape[:count]):
+        if d in batching or d in more:
+            axis = batching[d] if d in batching else more[d]
+            positions.append(lax.broadcasted_iota(id_dtype(size), entries, axis))
+        else:
+            start = jnp.clip(starts[d], 0, size - 1) if d in starts else jnp.zeros((), np.int32)
+            start = trailing(start, len(entries)) if start.ndim else start
+            positions.append(jnp.broadcast_to(start, entries))
+    rows = view.read(positions)
+    if rows is None:
+        return None
+    for fits in exists:
+        fill = gather.fill_value
+        fill = jnp.asarray(math.nan if fill is None else fill, rows.dtype)
+        rows = jnp.where(trailing(fits, rows.ndim), rows, fill)
+    rows = jnp.moveaxis(rows, range(batch, rows.ndim), numbers.offset_dims)
+    return rows if (rows.shape, rows.dtype) == (result.shape, result.dtype) else None
+
+
+def sums_through_views(eqn: JaxprEqn, arguments: Sequence[Value]) -> list[Value]:
+    """Return the operands of bag sums, with rows for arrays that are made of tables."""
+    sums = calls_of(eqn.params["trees"], arguments)
+    return [leaf for x in sums for leaf in jax.tree.leaves(_of_rows(x))]
+
+
+def _of_rows(x: BagSum) -> BagSum:
+    view, count = _VIEWS.of(x.table), x.positions.size
+    if view is None or count * view.tables >= view.shape[0]:
+        return x
+    positions = x.positions.reshape(-1)
+    rows = view.read([jnp.minimum(positions, view.shape[0] - 1)])
+    if rows is None:
+        return x
+    which = jnp.where(positions < view.shape[0], lax.iota(positions.dtype, count), count)
+    return dataclasses.replace(x, table=rows, positions=which.reshape(x.positions.shape))
+
+
+# --- rules ---------------------------------------------------------------------------------
+#
+# (equation, values and views of its operands) -> views of its results, one at least of its
+# operands being made of tables.
+
+_Values = Sequence[Value]
+_Views = Sequence[View | None]
+
+
+def _of_array(x: jax.Array) -> View:
+    def read(positions: Positions) -> jax.Array:
+        lead, along = positions[0].ndim, tuple(range(len(positions)))
+        offsets = tuple(range(lead, lead + x.ndim - len(along)))
+        numbers = lax.GatherDimensionNumbers(offsets, along, along)
+        gather = Gather(numbers, (1,) * len(along) + x.shape[len(along) :], _CLIP)
+        dtype = id_dtype(max(x.shape))
+        return gather(x, jnp.stack([p.astype(dtype) for p in positions], -1))
+
+    return View(x.shape, read)
+
+
+def _view_of(x: Value, view: View | None) -> View:
+    return _of_array(jnp.asarray(x)) if view is None else view
+
+
+def _elementwise(eqn: JaxprEqn, values: _Values, views: _Views) -> list[View]:
+    """Compute on the rows of all operands but scalars."""
+    known = [view for view in views if view is not None]
+    if any(view is None and np.ndim(x) for x, view in zip(values, views, strict=True)):
+        return []
+
+    def read(positions: Positions) -> jax.Array | None:
+        operands = [
+            x if view is None else view.read(positions)
+            for x, view in zip(values, views, strict=True)
+        ]
+        if any(x is None for x in operands):
+            return None
+        return eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+
+    return [View(known[0].shape, read, sum(view.tables for view in known))]
+
+
+def _then(
+    view: View,
+    shape: Shape,
+    move: Callable[[Positions], Positions],
+    along_rows: Callable[[jax.Array, int], jax.Array],
+) -> View:
+    """Return a view of another shape.
+
+    Args:
+        view: what is read.
+        shape: of the new view.
+        move: positions in the new view -> as many in the old one.
+        along_rows: (what is read, the number of positions) -> what the new view reads.
+    """
+
+    def read(positions: Positions) -> jax.Array | None:
+        rows = view.read(move(positions))
+        return None if rows is None else along_rows(rows, len(positions))
+
+    return view._replace(shape=shape, read=read)
+
+
+def _slice(eqn: JaxprEqn, values: _Values, views: _Views) -> list[View]:
+    starts, strides = parameter(eqn, "start_indices"), parameter(eqn, "strides")
+    strides = strides or (1,) * len(starts)
+    return [_sliced(views[0], aval_of(eqn.outvars[0]).shape, starts, strides)]
+
+
+def _split(eqn: JaxprEqn, values: _Values, views: _Views) -> list[View]:
+    axis, begin, results = parameter(eqn, "axis"), 0, []
+    for v in eqn.outvars:
+        shape = aval_of(v).shape
+        starts = tuple(begin * (d == axis) for d in range(len(shape)))
+        results.append(_sliced(views[0], shape, starts, (1,) * len(shape)))
+        begin += shape[axis]
+    return results
+
+
+def _sliced(view: View | None, shape: Shape, starts: Shape, strides: Shape) -> View:
+    assert view is not None
+
+    def move(positions: Positions) -> Positions:
+        where = zip(positions, view.shape, starts, strides, strict=False)
+        return [widen(p, size) * stride + start for p, size, start, stride in where]
+
+    def along_rows(rows: jax.Array, count: int) -> jax.Array:
+        parts = (
+            slice(start, start + (size - 1) * stride + 1 if size else start, stride)
+            for start, size, stride in zip(starts, shape, strides, strict=True)
+        )
+        return rows[(..., *list(parts)[count:])]
+
+    return _then(view, shape, move, along_rows)
+
+
+def _dynamic_slice(eqn: JaxprEqn, values: _Values, views: _Views) -> list[View]:
+    view, shape = views[0], aval_of(eqn.outvars[0]).shape
+    if view is None:
+        return []
+
+    def starts() -> list[jax.Array]:
+        """Return where the slice begins, moved to where it fits."""
+        return [
+            jnp.clip(widen(jnp.asarray(start), size), 0, size - length)
+            for start, size, length in zip(values[1:], view.shape, shape, strict=True)
+        ]
+
+    def move(positions: Positions) -> Positions:
+        where = zip(positions, view.shape, starts(), strict=False)
+        return [widen(p, size) + start for p, size, start in where]
+
+    def along_rows(rows: jax.Array, count: int) -> jax.Array:
+        lead, begin = rows.ndim - len(shape) + count, starts()[count:]
+        index = [jnp.zeros((), jnp.int32)] * lead + [x.astype(jnp.int32) for x in begin]
+        return lax.dynamic_slice(rows, index, (*rows.shape[:lead], *shape[count:]))
+
+    return [_then(view, shape, move, along_rows)]
+
+
+def _pad(eqn: JaxprEqn, values: _Values, views: _Views) -> list[View]:
+    config, padding = parameter(eqn, "padding_config"), values[1]
+    view, shape = views[0], aval_of(eqn.outvars[0]).shape
+    if view is None or 0 in view.shape or any(interior for *_, interior in config):
+        return []
+
+    def read(positions: Positions) -> jax.Array | None:
+        count, inside, moved = len(positions), jnp.ones((), bool), []
+        for p, size, (low, _, _) in zip(positions, view.shape, config, strict=False):
+            p = p - low
+            inside = inside & (p >= 0) & (p < size)
+            moved.append(jnp.clip(p, 0, size - 1))
+        rows = view.read(moved)
+        if rows is None:
+            return None
+        along_entries = [(0, 0, 0)] * positions[0].ndim
+        rows = lax.pad(rows, padding, [*along_entries, *config[count:]])
+        return jnp.where(trailing(inside, rows.ndim), rows, padding)
+
+    return [view._replace(shape=shape, read=read)]
+
+
+def _rev(eqn: JaxprEqn, values: _Values, views: _Views) -> list[View]:
+    view, dimensions = views[0], parameter(eqn, "dimensions")
+    if view is None:
+        return []
+
+    def move(positions: Positions) -> Positions:
+        return [
+            view.shape[d] - 1 - p if d in dimensions else p for d, p in enumerate(positions)
+        ]
+
+    def along_rows(rows: jax.Array, count: int) -> jax.Array:
+        lead = rows.ndim - len(view.shape)
+        return lax.rev(rows, [lead + d for d in dimensions if d >= count])
+
+    return [_then(view, view.shape, move, along_rows)]
+
+
+def _transpose(eqn: JaxprEqn, values: _Values, views: _Views) -> list[View]:
+    order, view = parameter(eqn, "permutation"), views[0]
+    if view is None:
+        return []
+
+    def read(positions: Positions) -> jax.Array | None:
+        count, lead = len(positions), positions[0].ndim
+        if set(order[:count]) != set(range(count)):
+            return None
+        rows = view.read([positions[order.index(d)] for d in range(count)])
+        along_entries = range(lead)
+        along_row = (d - count + lead for d in order[count:])
+        return None if rows is None else rows.transpose([*along_entries, *along_row])
+
+    shape = tuple(view.shape[d] for d in order)
+    return [view._replace(shape=shape, read=read)]
+
+
+def _concatenate(eqn: JaxprEqn, values: _Values, views: _Views) -> list[View]:
+    parts = [_view_of(x, view) for x, view in zip(values, views, strict=True)]
+    return [_concatenated(parts, parameter(eqn, "dimension"), aval_of(eqn.outvars[0]).shape)]
+
+
+def _concatenated(parts: Sequence[View], axis: int, shape: Shape) -> View:
+    def read(positions: Positions) -> jax.Array | None:
+        count = len(positions)
+        if axis >= count:
+            rows = [part.read(positions) for part in parts]
+            known = [x for x in rows if x is not None]
+            axis_of_rows = axis - count + positions[0].ndim
+            return lax.concatenate(known, axis_of_rows) if len(known) == len(parts) else None
+        result: jax.Array | None = None
+        local = positions[axis]
+        for part in parts:
+            size = part.shape[axis]
+            if size:
+                within = jnp.clip(local, 0, size - 1)
+                part_rows = part.read([*positions[:axis], within, *positions[axis + 1 :]])
+                if part_rows is None:
+                    return None
+                is_later = trailing(local >= 0, part_rows.ndim)
+                result = part_rows if result is None else jnp.where(is_later, part_rows, result)
+            local = local - size
+        return result
+
+    return View(shape, read, sum(part.tables for part in parts))
+
+
+def _stack(eqn: JaxprEqn, values: _Values, views: _Views) -> list[View]:
+    """Concatenate arrays with a dimension of size 1 more, which is `axis`."""
+    axis = parameter(eqn, "axis")
+
+    def with_axis(view: View) -> View:
+        shape = (*view.shape[:axis], 1, *view.shape[axis:])
+        return view._replace(shape=shape, read=_reshaped(view, shape))
+
+    parts = [with_axis(_view_of(x, view)) for x, view in zip(values, views, strict=True)]
+    return [_concatenated(parts, axis, aval_of(eqn.outvars[0]).shape)]
+
+
+def _reshape(eqn: JaxprEqn, values: _Values, views: _Views) -> list[View]:
+    view, shape = views[0], aval_of(eqn.outvars[0]).shape
+    if view is None or math.prod(view.shape) != math.prod(shape) or 0 in shape:
+        return []
+    return [view._replace(shape=shape, read=_reshaped(view, shape))]
+
+
+def _reshaped(view: View, shape: Shape) -> _Read:
+    """Read a view in another shape, by the numbers of rows in row-major order."""
+    sizes = [math.prod(view.shape[j:]) for j in range(len(view.shape) + 1)]
+
+    def read(positions: Positions) -> jax.Array | None:
+        count, entries = len(positions), positions[0].shape
+        row = shape[count:]
+        size = math.prod(row)
+        dtype = id_dtype(max(math.prod(view.shape[:-1]), math.prod(shape[:count])))
+        number = jnp.zeros((), dtype)
+        for p, length in zip(positions, shape, strict=False):
+            number = number * np.asarray(length, dtype) + p.astype(dtype)
+        # The longest rows of the view of which a row of the result holds one or several; what
+        # is less than a row of a table has no row-sparse gradient.
+        fits = [j for j in range(1, len(sizes)) if size % sizes[j] == 0]
+        if not fits:
+            return None
+        j = min(fits)
+        each = size // sizes[j]
+        number = number[..., None] * np.asarray(each, dtype) + lax.iota(dtype, each)
+        rows = view.read(_unraveled(number, view.shape[:j]))
+        return None if rows is None else rows.reshape(*entries, *row)
+
+    return read
+
+
+def _unraveled(number: jax.Array, shape: Shape) -> list[jax.Array]:
+    """Return the positions along each dimension of what has these numbers, row-major."""
+    positions: list[jax.Array] = []
+    for size in reversed(shape):
+        divisor = np.asarray(size, number.dtype)
+        positions.insert(0, lax.rem(number, divisor))
+        number = lax.div(number, divisor)
+    return positions
+
+
+_Rule = Callable[[JaxprEqn, _Values, _Views], list[View]]
+_RULES: dict[str, _Rule] = dict.fromkeys(
+    "add convert_element_type copy copy_p div mul name neg reduce_precision select_n "
+    "stop_gradient sub".split(),
+    _elementwise,
+) | {
+    "broadcast_in_dim": _reshape,
+    "concatenate": _concatenate,
+    "dynamic_slice": _dynamic_slice,
+    "expand_dims": _reshape,
+    "pad": _pad,
+    "reshape": _reshape,
+    "rev": _rev,
+    "slice": _slice,
+    "split": _split,
+    "squeeze": _reshape,
+    "stack": _stack,
+    "transpose": _transpose,
+}

@@ -1,0 +1,134 @@
+"""Lookups in what is made of tables: the numbers of JAX, and nothing as large as a table."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmask
+from tests.sampling import chosen
+
+pytestmark = [
+    pytest.mark.rank_promotion,
+    pytest.mark.dtype_promotion,
+    pytest.mark.filterwarnings("ignore::jmask.StorageFallbackWarning"),
+]
+
+MOVES = {
+    "cast": lambda t, u: t.astype(jnp.bfloat16).astype(jnp.float32),
+    "scaled": lambda t, u: -t * 2.5 / 3,
+    "shifted": lambda t, u: t + 1.5,
+    "sum": lambda t, u: t + u,
+    "tail": lambda t, u: t[1:],
+    "every other": lambda t, u: t[1::2],
+    "columns": lambda t, u: t[..., 1:3],
+    "split": lambda t, u: jnp.split(t, 2, 0)[1],
+    "reversed": lambda t, u: t[::-1],
+    "flipped along rows": lambda t, u: jnp.flip(t, -1),
+    "padded": lambda t, u: jnp.pad(t, [(2, 1)] + [(0, 0)] * (t.ndim - 1)),
+    "padded rows": lambda t, u: jnp.pad(t, [(0, 0)] * (t.ndim - 1) + [(1, 0)]),
+    "joined": lambda t, u: jnp.concatenate([t, jnp.zeros((1, *t.shape[1:])), u]),
+    "columns joined": lambda t, u: jnp.concatenate([t, u], -1),
+    "stacked": lambda t, u: jnp.stack([u, t]),
+    "stacked inside": lambda t, u: jnp.stack([u, t], 1),
+    "rows joined": lambda t, u: t.reshape(t.shape[0] // 2, 2 * t.shape[1], *t.shape[2:]),
+    "two leading": lambda t, u: t.reshape(2, t.shape[0] // 2, *t.shape[1:]),
+    "one leading": lambda t, u: t.reshape(-1, t.shape[-1]),
+    "one more": lambda t, u: t[:, None],
+    "and back": lambda t, u: jnp.squeeze(t[None], 0),
+    "transposed": lambda t, u: t.reshape(2, -1, *t.shape[1:]).swapaxes(0, 1),
+    "one of several": lambda t, u: t.reshape(2, -1, *t.shape[1:])[jnp.argmax(u[0, ..., 0])],
+    "a slice": lambda t, u: jax.lax.dynamic_slice_in_dim(t, u.size % 5, t.shape[0] - 2),
+    "in a call": lambda t, u: jax.jit(lambda t: 2 * t[::-1])(t),
+}
+LOOKUPS = {
+    "rows": lambda y, ids: y[ids % y.shape[0]],
+    "negative ids": lambda y, ids: y[-1 - ids % y.shape[0]],
+    "filled": lambda y, ids: y.at[ids].get(mode="fill", fill_value=7.0),
+    "nan": lambda y, ids: jnp.nan_to_num(jnp.take(y, ids, axis=0)),
+    "clipped": lambda y, ids: y.at[ids].get(mode="clip"),
+    "wrapped": lambda y, ids: jnp.take(y, ids, axis=0, mode="wrap"),
+    "pairs": lambda y, ids: y[ids[:, 0] % y.shape[0], ids[:, 1] % y.shape[1]],
+    "inner": lambda y, ids: y[:, ids[0] % y.shape[1]] if y.ndim > 2 else y[ids],
+    "mapped": lambda y, ids: jax.vmap(lambda t, i: t[i])(y[:2], ids[:2] % y.shape[1]),
+    "lookup": lambda y, ids: jmask.embedding_lookup(y, ids % y.shape[0]),
+    "bags": lambda y, ids: jmask.embedding_bag(y, ids % y.shape[0]),
+    "mean": lambda y, ids: y[ids % y.shape[0]].mean(1),
+}
+INSIDE = {
+    "scan": lambda y, ids: jax.lax.scan(lambda c, i: (c, y[i]), 0, ids)[1],
+    "map": lambda y, ids: jax.lax.map(lambda i: (2 * y)[i], ids),
+    "cond": lambda y, ids: jax.lax.cond(ids[0, 0] > 3, lambda: y[ids], lambda: -y[ids]),
+    "remat": lambda y, ids: jax.checkpoint(lambda y, i: jnp.sin((2 * y)[i]))(y, ids),
+    "nested": lambda y, ids: jax.lax.scan(
+        lambda c, i: (c, jax.lax.cond(c > 1, lambda: y[i], lambda: y[i + 1])), 0, ids
+    )[1],
+    "one id": lambda y, ids: y[ids[0, 0]],
+    "a few rows": lambda y, ids: y[3:5],
+    "frozen": lambda y, ids: jax.lax.stop_gradient(y)[ids] * y[ids],
+}
+LOOKUPS |= INSIDE
+PROGRAMS = [(m, n, look) for m in MOVES for n in (None, *MOVES) for look in LOOKUPS]
+SHAPES = [(40, 4), (44, 6, 4)]
+
+
+def program(first, second, look):
+    """The rows that are looked up, and the loss of them."""
+
+    def loss(tables, ids):
+        made = MOVES[first](*tables)
+        made = made if second is None else MOVES[second](made, made)
+        rows = LOOKUPS[look](made, ids)
+        return jnp.sum(jnp.sin(rows)), rows
+
+    return loss
+
+
+@pytest.mark.parametrize(("first", "second", "look"), chosen(PROGRAMS[::171], PROGRAMS[::11]))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_numbers_of_jax(first, second, look, shape):
+    """The same bits where nothing is computed, and the same gradients."""
+    rng = np.random.default_rng(0)
+    tables = tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
+    ids = jnp.asarray(rng.integers(-3, 50, (3, 2)))
+    loss = program(first, second, look)
+    try:
+        (value, rows), dense = jax.jit(jax.value_and_grad(loss, has_aux=True))(tables, ids)
+    except (TypeError, ValueError, IndexError):
+        pytest.skip("a program that JAX does not take")
+    (found, found_rows), grads = jax.jit(jmask.value_and_grad(loss, has_aux=True))(tables, ids)
+    np.testing.assert_array_equal(found_rows, rows)
+    np.testing.assert_allclose(found, value, rtol=1e-5)
+    # The cotangents of equal ids are summed in float32, and in bfloat16 by JAX.
+    tolerance = 1e-2 if "cast" in (first, second) else 1e-5
+    for gradient, expected in zip(grads, dense, strict=True):
+        np.testing.assert_allclose(
+            jmask.todense(gradient), expected, rtol=tolerance, atol=tolerance
+        )
+
+
+SILENT = [
+    (m, n, look) for m, n, look in PROGRAMS if look in ("rows", "pairs", "bags", "mapped")
+]
+
+
+@pytest.mark.parametrize(("first", "second", "look"), chosen(SILENT[::139], SILENT[::13]))
+def test_nothing_is_as_large_as_a_table(first, second, look):
+    """Read from the compiled step; programs with a dense gradient say so."""
+    shape, loss = (2**16, 6, 8), program(first, second, look)
+    tables = (jax.ShapeDtypeStruct(shape, jnp.float32),) * 2
+    ids = jax.ShapeDtypeStruct((64, 2), jnp.int32)
+    try:
+        rows = jax.eval_shape(loss, tables, ids)[1]
+    except (TypeError, ValueError, IndexError):
+        pytest.skip("a program that JAX does not take")
+    with jmask.strict():
+        try:
+            jax.eval_shape(jmask.grad(loss, has_aux=True), tables, ids)
+        except jmask.StorageFallbackWarning:
+            pytest.skip("its gradient is dense, which is said")
+    if rows.size > 2**16:
+        pytest.skip("what is looked up is itself as large")
+    step = jax.jit(lambda tables, ids: jmask.grad(loss, has_aux=True)(tables, ids)[0])
+    memory = step.lower(tables, ids).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 2**21
