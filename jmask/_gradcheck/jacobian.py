@@ -62,13 +62,7 @@ MULTIPLES = (1.0, -1.0, 2.0**10, -(2.0**10), 2.0**-10, -(2.0**-10))
 
 
 def difference(problem: Problem, direction: HostArray, h: float, where: str) -> HostArray:
-    """Return the derivative of the outputs along a direction, by central differences.
-
-    Args:
-        direction: in the coordinates of all inputs.
-        h: the step.
-        where: what moves, in words.
-    """
+    """Return the derivative along a direction by central differences; `where` says it."""
     what = f"a step of {h:g} in {where}"
     up, down = (problem.near(s * direction, what) for s in (h, -h))
     with np.errstate(invalid="ignore"):  # 0 where both are the same infinity
@@ -97,10 +91,6 @@ def _along(problem: Problem, rows: HostArray | int, steps: ArrayLike = 1.0) -> H
 
 class Rules:
     """The derivative rules of a function, as JAX makes them: once, for many directions.
-
-    Args:
-        problem: the function.
-        modes: "rev", "fwd" or both.
 
     Raises:
         GradcheckError: if JAX cannot differentiate the function in a mode.
@@ -167,8 +157,7 @@ def find_mismatch(rules: Rules) -> Mismatch | None:
             for output, columns in enumerate(problem.columns):
                 part = excess[rows, columns]
                 if (part > 0).any():
-                    pair = expected, jacobian
-                    return _mismatch(problem, mode, rows, output, part, *pair)
+                    return _mismatch(problem, mode, rows, output, part, expected, jacobian)
         mismatch = _not_linear(rules, mode, jacobian)
         if mismatch is not None:
             return mismatch

@@ -112,13 +112,7 @@ class Output:
 
 
 class Problem:
-    """A function with its arguments, in double precision.
-
-    Args:
-        fun: the function.
-        args: its positional arguments.
-        setting: the semantics and the tolerances.
-        name: gives the name of an input from its path in `args`.
+    """A function with its arguments, in double precision; `name` names an input by its path.
 
     Attributes:
         inputs: the differentiable leaves of the arguments.
