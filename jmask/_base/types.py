@@ -48,6 +48,8 @@ class Shaped(Protocol):
     def dtype(self) -> Any: ...
 
 
+IndexLike = Any
+"""As NumPy takes it: an integer, a slice, None, an array, or a tuple of these."""
 MeshAxes = str | tuple[str, ...] | None
 """Axes of a mesh that shard a dimension; None is no axis."""
 
@@ -85,6 +87,10 @@ KeyPath = tuple[Any, ...]
 
 # --- functions ------------------------------------------------------------------------------
 
+Argument = Any
+"""An argument that is passed on to another function as it came."""
+Options = dict[str, Any]
+"""Arguments by name, passed on to another function."""
 Function = Callable[..., Any]
 """A function whose arguments and result are said where it is taken."""
 ArrayFunction = Callable[..., jax.Array]

@@ -27,14 +27,13 @@ valid entries that are equal to it.
 
 import dataclasses
 import inspect
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import jax.numpy as jnp
 from jax.scipy import special
 from jax.typing import DTypeLike
 
-from jmask._base.types import Axis, Mask, Tensor, TensorLike
+from jmask._base.types import Axis, Function, Mask, Tensor, TensorLike
 from jmask._ops import kernels
 from jmask._ops.elementwise import elementwise
 from jmask._ops.groups import Reduction, checked_axes
@@ -72,7 +71,7 @@ Raises:
     ValueError: if `axis` is out of bounds or there twice, or `where` does not
         broadcast.
 """
-_F = TypeVar("_F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Function)
 
 
 def described(function: _F) -> _F:
