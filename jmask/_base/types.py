@@ -31,6 +31,8 @@ Numbers = ArrayLike | Sequence[Any]
 """An array, a number, or nested lists of them."""
 HostArray = np.ndarray[Any, Any]
 """An array of NumPy: its numbers are known while a program is traced."""
+MaskedHostArray = np.ma.MaskedArray[Any, Any]
+"""An array of `numpy.ma`."""
 DType = np.dtype[Any]
 """The dtype of an array."""
 

@@ -15,7 +15,6 @@ import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import is_nonzero, joint_dtype, trailing
-from jmask._base.types import Tensor, TensorLike
+from jmask._base.types import HostArray, MaskedHostArray, Options, Shape, Tensor, TensorLike
 from jmask._base.validation import checked_array, checked_choice, checked_path
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.checks import checked_capacity, fit_or_poison
@@ -93,7 +92,7 @@ def to_row_sparse(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     return _assembled_rows(x, nse)
 
 
-def from_numpy_ma(x: np.ma.MaskedArray) -> MaskedTensor:
+def from_numpy_ma(x: MaskedHostArray) -> MaskedTensor:
     """Make a masked tensor from a NumPy masked array, where True means masked.
 
     Example:
@@ -105,7 +104,7 @@ def from_numpy_ma(x: np.ma.MaskedArray) -> MaskedTensor:
     return MaskedTensor(data, ~np.ma.getmaskarray(x))
 
 
-def to_numpy_ma(x: TensorLike) -> np.ma.MaskedArray:
+def to_numpy_ma(x: TensorLike) -> MaskedHostArray:
     """Return a NumPy masked array, True = masked; entries that are not stored are masked.
 
     Example:
@@ -165,7 +164,7 @@ def _is_sorted(storage: Tensor) -> bool:
 
 
 def _stored_rows(
-    shape: tuple[int, ...], ids: jax.Array, values: jax.Array, valid: jax.Array, nse: int | None
+    shape: Shape, ids: jax.Array, values: jax.Array, valid: jax.Array, nse: int | None
 ) -> MaskedTensor:
     """Store the rows that have a valid entry, of rows in order."""
     touched = valid.any(axis=tuple(range(1, valid.ndim)))
@@ -325,7 +324,7 @@ def save_npz(file: str | os.PathLike, x: TensorLike) -> None:
     fields = {name: getattr(storage, name) for name in _FIELDS[kind]} or {"data": storage}
     if masked:
         fields["valid"] = x.valid
-    contents: dict[str, Any] = {"stype": kind, "shape": np.shape(storage)}
+    contents: Options = {"stype": kind, "shape": np.shape(storage)}
     if kind != "default":
         contents["shape"] = tuple(storage.shape)
         contents |= {flag: getattr(storage, flag) for flag in _FLAGS if hasattr(storage, flag)}
@@ -380,7 +379,7 @@ def load_npz(file: str | os.PathLike) -> Tensor:
         return joined(storage, _loaded(contents, "valid"))
 
 
-def _loaded(contents: Mapping[str, np.ndarray], name: str) -> jax.Array:
+def _loaded(contents: Mapping[str, HostArray], name: str) -> jax.Array:
     array = contents[name]
     if f"{name}_dtype" in contents:
         array = array.view(jnp.dtype(str(contents[f"{name}_dtype"])))
@@ -388,7 +387,7 @@ def _loaded(contents: Mapping[str, np.ndarray], name: str) -> jax.Array:
 
 
 def _rebuilt(
-    kind: str, arrays: Sequence[Any], shape: tuple[int, ...], flags: dict[str, bool]
+    kind: str, arrays: Sequence[Tensor], shape: Shape, flags: dict[str, bool]
 ) -> Tensor:
     if kind == "default":
         return arrays[0]
@@ -453,7 +452,7 @@ def _is_concrete(x: object) -> bool:
     return isinstance(x, jax.Array | np.ndarray) and not isinstance(x, jax.core.Tracer)
 
 
-def _entries(values: jax.Array | np.ndarray, valid: jax.Array | np.ndarray, head: str) -> str:
+def _entries(values: jax.Array | HostArray, valid: jax.Array | HostArray, head: str) -> str:
     """Return the entries as text whose lines after the first are indented as after `head`."""
     if values.size == 0:
         return "[]"
@@ -482,7 +481,7 @@ def _entries(values: jax.Array | np.ndarray, valid: jax.Array | np.ndarray, head
     )
 
 
-def _edges(x: jax.Array | np.ndarray, axis: int, edge: int) -> Any:
+def _edges(x: jax.Array | HostArray, axis: int, edge: int) -> jax.Array | HostArray:
     at, last = (slice(None),) * axis, x.shape[axis] - edge
     module = jnp if isinstance(x, jax.Array) else np
     with jax.ensure_compile_time_eval():  # a constant may be printed while tracing

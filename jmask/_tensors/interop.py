@@ -14,13 +14,13 @@ otherwise, JAX's own error stands.
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jmask._base.row_ids import hide, is_opaque, reveal
-from jmask._base.types import Tensor
+from jmask._base.types import PyTree, Table, Tensor
 
 _LAZY = (
     "put the optimizer inside jmask.lazy, as in jmask.lazy(optax.adam(1e-3)), with all that is "
@@ -104,7 +104,7 @@ _OF_DEFERRED_TABLES = (
 
 # Functions of JAX that map over an axis of their arguments, by their local variables: those
 # arguments. What an `in_axes` of several levels says is left to JAX.
-_MAPPED: dict[str, Callable[[dict[str, Any]], object]] = {
+_MAPPED: dict[str, Callable[[dict[str, PyTree]], PyTree]] = {
     "vmap_f": lambda x: (_along(x.get("in_axes"), x.get("args", ())), x.get("kwargs")),
     "scan": lambda x: x.get("xs"),
 }
@@ -115,7 +115,7 @@ def _along(axes: object, arguments: Sequence[object]) -> list[object]:
     return [x for x, axis in zip(arguments, each, strict=False) if isinstance(axis, int)]
 
 
-def refuse_misuse_of_table(table: Any) -> bool:
+def refuse_misuse_of_table(table: Table) -> bool:
     """Raise where optax would calculate with the leaves of a table, or JAX map over them.
 
     Return whether optax asks for dtypes alone (`optax.inject_hyperparams`) and compares them,
@@ -268,18 +268,18 @@ def register_in_flax(kind: type) -> None:
         register(kind, _to_state, _from_state)
 
 
-def _named(x: Tensor) -> dict[str, Any]:
+def _named(x: Tensor) -> dict[str, jax.Array]:
     """Return the leaves of a tensor by name."""
     leaves = jax.tree.leaves_with_path(x)
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
 
 
-def _to_state(x: Tensor) -> dict[str, Any]:
+def _to_state(x: Tensor) -> dict[str, jax.Array]:
     named = _named(x)
     return {name: reveal(leaf) if is_opaque(leaf) else leaf for name, leaf in named.items()}
 
 
-def _from_state(like: Tensor, state: dict[str, Any]) -> Any:
+def _from_state(like: Tensor, state: dict[str, ArrayLike]) -> Tensor:
     named = _named(like)
     if sorted(named) != sorted(state):
         raise ValueError(
