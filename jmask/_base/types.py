@@ -84,6 +84,8 @@ OptState = Any
 """The state of a transformation of optax."""
 Static = tuple[Any, ...]
 """What a node of a tree keeps beside its children: hashable."""
+Key = Any
+"""A key of a mapping: hashable."""
 KeyPath = tuple[Any, ...]
 """Where a leaf is in a tree, as `jax.tree.leaves_with_path` writes it."""
 
