@@ -22,7 +22,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +46,7 @@ from jmask._base.forms import (
     within,
 )
 from jmask._base.jaxprs import side_by_side
-from jmask._base.types import Atom, Value
+from jmask._base.types import Atom, Shape, Value
 from jmask._kernels.bag_sum import BAG_SUM
 from jmask._kernels.gather import Gather
 
@@ -64,7 +63,7 @@ _CALLS = (*CALLS, *REMATS)
 _ROW_MAKERS = ("scatter-add", "dynamic_update_slice", "pad", "bcoo_dot_general")
 
 Flags = Sequence[bool]
-Values = Sequence[Any]
+Values = Sequence[Value]
 Outputs = Value | list[Value] | None
 
 
@@ -80,8 +79,8 @@ class Rule:
             the equation has count as None.
     """
 
-    demand: Callable[..., Sequence[bool]]
-    apply: Callable[..., Outputs]
+    demand: Callable[[JaxprEqn, Flags, "Interpreter", dict[Var, JaxprEqn]], Flags]
+    apply: Callable[[JaxprEqn, Values, Flags, "Interpreter"], Outputs]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,14 +100,14 @@ class Demand:
     live: list[JaxprEqn]
     definitions: dict[Var, JaxprEqn]
 
-    def of(self, variables: Sequence[Any]) -> list[bool]:
+    def of(self, variables: Sequence[Atom]) -> list[bool]:
         return [not isinstance(v, Literal) and v in self.wanted for v in variables]
 
-    def calls(self, variables: Sequence[Any]) -> list[int]:
+    def calls(self, variables: Sequence[Atom]) -> list[int]:
         """Return how many calls to enter on the way to each variable; -1: not followed."""
         return [-1 if isinstance(v, Literal) else self.followed.get(v, -1) for v in variables]
 
-    def follow(self, variables: Sequence[Any], calls: Sequence[int]) -> None:
+    def follow(self, variables: Sequence[Atom], calls: Sequence[int]) -> None:
         """Enter so many calls on the way to these variables."""
         for v, count in zip(variables, calls, strict=True):
             if not isinstance(v, Literal) and count >= 0:
@@ -167,17 +166,17 @@ class Interpreter:
     def run(
         self,
         jaxpr: Jaxpr,
-        consts: Sequence[Any],
-        inputs: Sequence[Any],
+        consts: Sequence[Value],
+        inputs: Sequence[Value],
         wanted_outputs: Flags,
         calls: Sequence[int] | None = None,
-    ) -> list[Any]:
+    ) -> list[Value]:
         """Return the outputs of `jaxpr`, wanted ones possibly symbolic: the forward pass."""
         demand = self.demand(jaxpr, wanted_outputs, calls)
-        values: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        values: dict[Var, Value] = dict(zip(jaxpr.constvars, consts, strict=True))
         values.update(zip(jaxpr.invars, inputs, strict=True))
         operands = [v for eqn in demand.live for v in eqn.invars] + jaxpr.outvars
-        uses = Counter(v for v in operands if not isinstance(v, Literal))
+        uses: Counter[Atom] = Counter(v for v in operands if not isinstance(v, Literal))
 
         def read(v: Atom) -> Value:
             return v.val if isinstance(v, Literal) else values[v]
@@ -223,8 +222,8 @@ class Interpreter:
         return [read(v) for v in jaxpr.outvars]
 
     def _run_wanted(
-        self, eqn: JaxprEqn, name: str, arguments: list[Any], wanted: Flags
-    ) -> list[Any]:
+        self, eqn: JaxprEqn, name: str, arguments: list[Value], wanted: Flags
+    ) -> list[Value]:
         """Return the outputs of an equation, symbolic where its rule keeps them so."""
         rule = self.rules.get(name)
         if name != eqn.primitive.name:  # of a form that is not known
@@ -240,7 +239,7 @@ class Interpreter:
                 return outputs
         return self.run_dense(eqn, arguments)
 
-    def run_dense(self, eqn: JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+    def run_dense(self, eqn: JaxprEqn, arguments: Sequence[Value]) -> list[jax.Array]:
         """Run the equation itself, on arrays."""
         arguments = self._as_arrays(eqn, arguments)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in arguments) and not holds_jaxprs(
@@ -251,7 +250,7 @@ class Interpreter:
         outputs = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(eqn.params))
         return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
-    def _as_arrays(self, eqn: JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+    def _as_arrays(self, eqn: JaxprEqn, arguments: Sequence[Value]) -> list[Value]:
         """Return arguments as arrays, in a `shard_map` typed as `eqn` was traced for."""
         arrays = [self.dense(x, eqn) for x in arguments]
         return [
@@ -287,7 +286,7 @@ def report_dense(value: Value, eqn: JaxprEqn, reason: str, remedy: str = "") -> 
     )
 
 
-def makes_rows(eqn: JaxprEqn, shape: tuple[int, ...] | None = None) -> bool:
+def makes_rows(eqn: JaxprEqn, shape: Shape | None = None) -> bool:
     """Decide whether an equation, or what it runs, writes rows of arrays of this shape."""
     return any(
         e.primitive.name in _ROW_MAKERS and shape in (None, aval_of(e.outvars[0]).shape)
@@ -295,7 +294,7 @@ def makes_rows(eqn: JaxprEqn, shape: tuple[int, ...] | None = None) -> bool:
     )
 
 
-def nothing_to_do(jaxpr: Jaxpr, inputs: Sequence[Any]) -> bool:
+def nothing_to_do(jaxpr: Jaxpr, inputs: Sequence[Value]) -> bool:
     """Decide whether an equation that runs `jaxpr` may be run as it is."""
     return not any(map(makes_rows, jaxpr.eqns)) and not any(
         isinstance(x, RowSum) for x in inputs
@@ -317,7 +316,7 @@ def is_slow_gather(eqn: JaxprEqn) -> bool:
     return gather_of(eqn).is_slow_copy(aval_of(eqn.invars[0]))
 
 
-def _is_entered(eqn: JaxprEqn, arguments: Sequence[Any], demand: Demand) -> bool:
+def _is_entered(eqn: JaxprEqn, arguments: Sequence[Value], demand: Demand) -> bool:
     """Decide whether a call is run equation by equation: wanted values or rows are made in it.
 
     It may look up rows, or make those that are scattered.
@@ -337,10 +336,10 @@ def _is_entered(eqn: JaxprEqn, arguments: Sequence[Any], demand: Demand) -> bool
     return bool(lookups) if is_traced else any(map(is_slow_gather, lookups))
 
 
-def _behind_a_barrier(inputs: Values) -> list[Any]:
+def _behind_a_barrier(inputs: Values) -> list[Value]:
     """Return the inputs of a `remat`, so that it is not merged with the forward pass."""
     # In a `shard_map` all that goes through one barrier comes out typed alike.
-    groups: dict[Any, dict[int, jax.Array]] = {}
+    groups: dict[frozenset[str], dict[int, jax.Array]] = {}
     for i, x in enumerate(inputs):
         if isinstance(x, jax.Array):
             groups.setdefault(varying_axes(x), {})[i] = x
@@ -350,7 +349,7 @@ def _behind_a_barrier(inputs: Values) -> list[Any]:
     return [behind.get(i, x) for i, x in enumerate(inputs)]
 
 
-def _marked(variables: Sequence[Any], flags: Flags) -> set[Var]:
+def _marked(variables: Sequence[Atom], flags: Flags) -> set[Var]:
     """Return the variables with a flag, literals apart."""
     pairs = zip(variables, flags, strict=True)
     return {v for v, flag in pairs if flag and not isinstance(v, Literal)}

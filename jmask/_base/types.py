@@ -95,6 +95,8 @@ Argument = Any
 """An argument that is passed on to another function as it came."""
 Options = dict[str, Any]
 """Arguments by name, passed on to another function."""
+Argnums = Any
+"""A position, an `nnx.DiffState`, or a sequence of them."""
 Function = Callable[..., Any]
 """A function whose arguments and result are said where it is taken."""
 ArrayFunction = Callable[..., jax.Array]
