@@ -9,7 +9,7 @@ The functions of one condition have the names of `numpy.ma`; the table below is 
 them. The storage of a tensor stays: what it does not store is masked already.
 """
 
-import functools
+import inspect
 from collections.abc import Sequence
 from typing import TypeVar, cast
 
@@ -62,11 +62,11 @@ def _masks(name: str, which: str, condition: _Condition, example: str) -> _Condi
     """
     holds = elementwise(condition)
 
-    @functools.wraps(condition)
     def masked(x: TensorLike, *args: Argument, **kwargs: Argument) -> MaskedTensor:
         x = as_masked_tensor(x)
         return masked_where(holds(x, *args, **kwargs), x)
 
+    vars(masked)["__signature__"] = inspect.signature(condition)
     text = f"""Mask the entries of `x` that {which}, as `numpy.ma.{name}`.
 
     `x` is a `MaskedTensor` on any storage, whose masked entries stay so, a sparse tensor, of

@@ -11,7 +11,7 @@ Results that count (`histogram`, `bincount`) or decide (`allclose`, `array_equal
 so they are arrays.
 """
 
-import functools
+import inspect
 from collections.abc import Sequence
 from typing import TypeVar, cast
 
@@ -53,7 +53,6 @@ def _skipping_nan(function: _Reduction, empty: float | None, example: str) -> _R
     """
     name = f"nan{function.__name__}"
 
-    @functools.wraps(function)
     def skipping(x: TensorLike, *args: Argument, **kwargs: Argument) -> Tensor:
         x = as_tensor(x)
         if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -66,6 +65,7 @@ def _skipping_nan(function: _Reduction, empty: float | None, example: str) -> _R
             return result
         return result.storage if empty is None else result.to_tensor(empty)
 
+    vars(skipping)["__signature__"] = inspect.signature(function)
     text = f"""Do as `{function.__name__}` with nan as a masked entry.
 
     Arguments and errors are those of `jmask.numpy.{function.__name__}`. Where nothing but nan
