@@ -9,16 +9,26 @@ import inspect
 import operator
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import SupportsIndex, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmask._base.types import KeyPath, Params, PyTree
+from jmask._base.types import (
+    Argument,
+    DType,
+    Function,
+    KeyPath,
+    Params,
+    PyTree,
+    PyTreeDef,
+    Shaped,
+)
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Function)
+_T = TypeVar("_T")
 
 
 def check_flag(name: str, value: object) -> None:
@@ -53,10 +63,10 @@ def checked_scalar(name: str, value: object, dtype: DTypeLike) -> jax.Array:
     raise TypeError(f"`{name}` must be a number of {jnp.dtype(dtype)}, got {shown(value)}.")
 
 
-def checked_integer(name: str, value: Any) -> int:
+def checked_integer(name: str, value: object) -> int:
     """Return `value` as an integer that is known while tracing."""
     try:
-        if not isinstance(value, bool | np.bool_):
+        if isinstance(value, SupportsIndex) and not isinstance(value, bool | np.bool_):
             return operator.index(value)
     except TypeError:
         pass
@@ -65,7 +75,7 @@ def checked_integer(name: str, value: Any) -> int:
     )
 
 
-def checked_dtype(name: str, value: Any) -> np.dtype:
+def checked_dtype(name: str, value: DTypeLike | None) -> DType:
     """Return `value` as a dtype of JAX."""
     try:
         if value is not None:
@@ -75,14 +85,14 @@ def checked_dtype(name: str, value: Any) -> np.dtype:
     raise TypeError(f"`{name}` must be a dtype, such as jnp.float32, got {shown(value)}.")
 
 
-def checked_path(name: str, value: object) -> Any:
+def checked_path(name: str, value: object) -> str | os.PathLike[str]:
     """Return `value` if it is a path."""
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"`{name}` must be a path, got {shown(value)}.")
     return value
 
 
-def checked_choice(value: object, name: str, choices: tuple[Any, ...]) -> Any:
+def checked_choice(value: _T, name: str, choices: tuple[_T, ...]) -> _T:
     """Return `value` if it is one of `choices`."""
     if not (isinstance(value, str) or value is None) or value not in choices:
         known = ", ".join(map(repr, choices))
@@ -112,7 +122,7 @@ def naming_arguments(**instead: str) -> Callable[[_F], _F]:
         refused = instead.keys() - inspect.signature(function).parameters.keys()
 
         @functools.wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
+        def checked(*args: Argument, **kwargs: Argument) -> PyTree:
             for name in kwargs:
                 if name in refused:
                     message = f"{function.__name__}() has no argument `{name}`"
@@ -163,7 +173,7 @@ def leaf_name(tree: str, path: KeyPath) -> str:
     return f"`{tree}{jax.tree_util.keystr(path)}`"
 
 
-def abstract_leaf(leaf: object) -> Any:
+def abstract_leaf(leaf: object) -> Shaped | None:
     """Return shape and dtype of what JAX takes for an array, None for anything else."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
@@ -183,15 +193,17 @@ class Model:
         integers: the integers among them, whose gradient has dtype float0, by their number.
     """
 
-    def __init__(self, tree: PyTree, is_tensor: Callable[[Any], bool], allow_int: bool = False):
+    def __init__(
+        self, tree: PyTree, is_tensor: Callable[[PyTree], bool], allow_int: bool = False
+    ):
         self.is_leaf = lambda x: x is None or is_tensor(x)
-        self.structure: Any
+        self.structure: PyTreeDef
         leaves, self.structure = jax.tree.flatten(tree, is_leaf=self.is_leaf)
         self.integers = {
             i: x for i, x in enumerate(leaves) if allow_int and self._is_integer(x)
         }
         rest = {i: x for i, x in enumerate(leaves) if x is not None and i not in self.integers}
-        self.parameters, self.others = tree, dict[int, Any](self.integers)
+        self.parameters, self.others = tree, dict[int, PyTree](self.integers)
         plain = [x for x in rest.values() if not is_tensor(x)]
         is_model = any(callable(x) or isinstance(x, bool) for x in plain)
         if is_model and any(map(self._is_parameter, rest.values())):
@@ -218,7 +230,7 @@ class Model:
         zeros = {i: np.zeros(np.shape(x), jax.dtypes.float0) for i, x in self.integers.items()}
         return self._filled(parameters, zeros)
 
-    def _filled(self, parameters: Params, others: dict[int, Any]) -> Params:
+    def _filled(self, parameters: Params, others: dict[int, PyTree]) -> Params:
         if not others:
             return parameters
         leaves = jax.tree.leaves(parameters, is_leaf=self.is_leaf)

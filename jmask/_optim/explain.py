@@ -271,10 +271,10 @@ def _step(
     platform: str,
 ) -> ParameterStep:
     stored = is_stored_table(leaf)
-    array: Shaped = leaf if stored else abstract_leaf(leaf)
+    arrays: list[Shaped] = jax.tree.leaves(jax.tree.map(abstract_leaf, leaf))
+    array: Shaped = leaf if stored else arrays[0]
     shape, dtype = tuple(array.shape), jnp.dtype(array.dtype)
     described = f"{dtype}[{', '.join(map(str, shape))}]"
-    arrays = map(abstract_leaf, jax.tree.leaves(leaf))
     is_rows = is_row_sparse(gradient) or (isinstance(gradient, RowSum) and gradient.is_rows)
     nse, leading = (gradient.nse, gradient.leading) if is_rows else (None, 1)
     flat = _flat(shape, leading)

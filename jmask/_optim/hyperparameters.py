@@ -160,8 +160,9 @@ class Common:
                 f"`learning_rate` is a schedule that returned {shown(value)} for a step count: "
                 "it must return a number."
             )
-        is_integer = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.integer)
-        return as_float(value) if is_integer else value
+        if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.integer):
+            return as_float(value)
+        return value
 
     def rescaled(self, gradient: jax.Array) -> jax.Array:
         """Return the gradient times `rescale_grad`, its sign turned to maximize."""
