@@ -17,6 +17,7 @@ kind of value. Two passes:
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections import Counter
@@ -45,7 +46,7 @@ from jmask._base.forms import (
     what_is_unknown,
     within,
 )
-from jmask._base.jaxprs import side_by_side
+from jmask._base.jaxprs import read, side_by_side
 from jmask._base.types import Atom, Shape, Value
 from jmask._kernels.bag_sum import BAG_SUM
 from jmask._kernels.gather import Gather
@@ -116,10 +117,9 @@ class Demand:
 
 @dataclasses.dataclass(frozen=True)
 class Interpreter:
-    """Runs jaxprs by a table of rules, one rule for each primitive name.
+    """Runs jaxprs by a table of rules, one for each primitive name.
 
     Attributes:
-        rules: by name.
         branching: axes of a `shard_map` along which devices may be in different branches.
     """
 
@@ -177,20 +177,18 @@ class Interpreter:
         values.update(zip(jaxpr.invars, inputs, strict=True))
         operands = [v for eqn in demand.live for v in eqn.invars] + jaxpr.outvars
         uses: Counter[Atom] = Counter(v for v in operands if not isinstance(v, Literal))
-
-        def read(v: Atom) -> Value:
-            return v.val if isinstance(v, Literal) else values[v]
+        value_of = functools.partial(read, values)
 
         # Bag sums of several tables that do not need each other run in one loop.
         for eqn, *others in side_by_side(demand.live, BAG_SUM.primitive.name):
             if others:
                 eqns = [eqn, *others]
-                given = [self.dense(read(v), eqn) for eqn in eqns for v in eqn.invars]
+                given = [self.dense(value_of(v), eqn) for eqn in eqns for v in eqn.invars]
                 sums = BAG_SUM.joined([eqn.params for eqn in eqns], given)
                 results = (v for eqn in eqns for v in eqn.outvars)
                 values.update(zip(results, sums, strict=True))
                 continue
-            name, arguments = name_of(eqn), [read(v) for v in eqn.invars]
+            name, arguments = name_of(eqn), [value_of(v) for v in eqn.invars]
             outputs_wanted = demand.of(eqn.outvars)
             stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
             traceback = eqn.source_info.traceback
@@ -219,7 +217,7 @@ class Interpreter:
                         is_scattered = eqn.outvars[0] in demand.followed
                         note_facts(eqn, name, arguments, outputs[0], uses, is_scattered)
             values.update(zip(eqn.outvars, outputs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        return [value_of(v) for v in jaxpr.outvars]
 
     def _run_wanted(
         self, eqn: JaxprEqn, name: str, arguments: list[Value], wanted: Flags

@@ -76,17 +76,12 @@ def _zero_rows(eqn: JaxprEqn) -> RowSum:
 # --- demand: which inputs may be symbolic ------------------------------------------------
 
 
-def _all(eqn: JaxprEqn, *_: object) -> list[bool]:
-    return [True] * len(eqn.invars)
+def _inputs(count: float) -> Callable[[JaxprEqn, Flags, Interpreter, object], list[bool]]:
+    """Want the first `count` inputs, as far as there are any; all others are to be arrays."""
+    return lambda eqn, *_: [i < count for i in range(len(eqn.invars))]
 
 
-def _first(eqn: JaxprEqn, *_: object) -> list[bool]:
-    return [True] + [False] * (len(eqn.invars) - 1)
-
-
-def none_wanted(eqn: JaxprEqn, *_: object) -> list[bool]:
-    """Want no input: each is to be an array."""
-    return [False] * len(eqn.invars)
+none_wanted, _first, _first_two, _all = map(_inputs, (0, 1, 2, math.inf))
 
 
 def same_wanted(eqn: JaxprEqn, wanted: Sequence[bool], *_: object) -> list[bool]:
@@ -113,10 +108,6 @@ def _cuts(eqn: JaxprEqn) -> bool:
 def _padded(eqn: JaxprEqn, *_: object) -> list[bool]:
     """Pad rows; what negative padding cuts off was computed from the whole array."""
     return [not _cuts(eqn), False]
-
-
-def _operand_and_update(eqn: JaxprEqn, *_: object) -> list[bool]:
-    return [True, True] + [False] * (len(eqn.invars) - 2)
 
 
 def _cases(eqn: JaxprEqn, *_: object) -> list[bool]:
@@ -402,7 +393,7 @@ def _barrier(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
 EQUATION_RULES: dict[str, Rule] = {
     "broadcast_in_dim": Rule(_first_wanted, _broadcast),
     "scatter-add": Rule(_first, _scatter_add),
-    "dynamic_update_slice": Rule(_operand_and_update, _dynamic_update_slice),
+    "dynamic_update_slice": Rule(_first_two, _dynamic_update_slice),
     "pad": Rule(_padded, _pad),
     "bcoo_dot_general": Rule(none_wanted, _sparse_product),
     "add_any": Rule(_all, _add),

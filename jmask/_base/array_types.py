@@ -53,11 +53,8 @@ def on_explicit_mesh(tree: PyTree) -> Iterator[None]:
 
 def explicit_sharding(*arrays: ArrayLike) -> NamedSharding | None:
     """Return sharding that the type of the first array with explicit axes names, or None."""
-    for array in arrays:
-        sharding = _sharding_of_type(jax.typeof(array))
-        if sharding is not None:
-            return sharding
-    return None
+    shardings = (_sharding_of_type(jax.typeof(array)) for array in arrays)
+    return next((x for x in shardings if x is not None), None)
 
 
 def _sharding_of_type(shape: Shaped) -> NamedSharding | None:

@@ -76,12 +76,9 @@ def opened(jaxpr: Jaxpr | ClosedJaxpr) -> Opened:
 
 @dataclasses.dataclass(frozen=True)
 class Scan:
-    """A `scan`: inputs are `consts`, then `carry`, then what is scanned.
+    """A `scan`: inputs are so many `consts`, so many of the `carry`, then what is scanned.
 
-    Attributes:
-        body: runs on consts, carry and one slice of what is scanned.
-        consts, carry: how many of the inputs.
-        how: length, reverse and unroll, as `jax.lax.scan` takes them.
+    `how` is length, reverse and unroll, as `jax.lax.scan` takes them.
     """
 
     body: Opened

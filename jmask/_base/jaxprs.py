@@ -95,8 +95,6 @@ def interpret(
     """Return the outputs of a jaxpr on values of any kind.
 
     Args:
-        jaxpr: a program.
-        consts, inputs: the values of its variables.
         rule: (equation, values of its operands) -> values of its results.
         literal: the value that stands for a number in the program.
     """

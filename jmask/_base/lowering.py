@@ -38,7 +38,6 @@ def primitive(name: str, definition: ArraysFunction, shapes: Function) -> Primit
     """Make a primitive with several results, and hashable parameters that are given by name.
 
     Args:
-        name: of its equations.
         definition: its results outside jit, under vmap and to derivatives, and on devices
             that no lowering is registered for.
         shapes: the abstract results, of abstract operands.
@@ -86,8 +85,7 @@ def lower(
     """Lower it as this, for one platform or for all others.
 
     Args:
-        on_one: on one device.
-        on_several: on several, over which arrays may be sharded; None if it is the same.
+        on_several: on several devices, over which arrays may be sharded; None if as `on_one`.
         platform: a name of JAX's, or "gpu" for those of all GPUs.
     """
 
@@ -128,12 +126,7 @@ CallDefinition = Callable[[Sequence[Call]], Results]
 class GroupedPrimitive(Generic[Call]):
     """A primitive for several calls in one equation, as `primitive` for one.
 
-    Its one parameter, `trees`, holds the structures of the calls.
-
-    Args:
-        name: of its equations.
-        definition: the results of several calls.
-        shapes: the abstract results of one call with abstract operands.
+    Its one parameter, `trees`, holds the structures of the calls; `shapes` are of one call.
     """
 
     def __init__(

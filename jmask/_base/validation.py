@@ -44,13 +44,20 @@ def checked_array(name: str, value: object) -> jax.Array:
     lie is for the caller to say.
     """
     refuse_scipy(name, value)
+    array = _array(value)
+    if array is None:
+        raise TypeError(f"`{name}` must be an array of numbers, got {shown(value)}.")
+    return array
+
+
+def _array(value: object) -> jax.Array | None:
+    """Return numbers, or nested lists of them, as an array; None for anything else."""
     try:
-        known = isinstance(value, list | tuple) or abstract_leaf(value) is not None
-        if known and value is not None:
+        if isinstance(value, list | tuple) or abstract_leaf(value) is not None:
             return jnp.asarray(value)
     except (TypeError, ValueError):
         pass
-    raise TypeError(f"`{name}` must be an array of numbers, got {shown(value)}.")
+    return None
 
 
 def checked_scalar(name: str, value: object, dtype: DTypeLike) -> jax.Array:
@@ -239,11 +246,9 @@ class Model:
 
 def as_table(table: object) -> jax.Array:
     """Return `table` as an array."""
-    try:
-        if isinstance(table, list | tuple) or abstract_leaf(table) is not None:
-            return jnp.asarray(table)
-    except (TypeError, ValueError):
-        pass
+    array = _array(table)
+    if array is not None:
+        return array
     raise TypeError(
         f"`table` must be an array (V, *row), got {type(table).__name__}: of a tree of "
         "parameters give the one that is looked up, as in `params['table']`."

@@ -157,19 +157,12 @@ def takes_plain_ids() -> bool:
     Tools that compare leaves or write them to files then work; they do not compute with them.
     """
     # Between them: functions of `jax.tree.map`, and the methods of the class.
-    frame = _first_outside(sys._getframe(1), ("jax.", "jmask._tensors."), 7)
-    return frame is not None and _module(frame).startswith(_TAKES_PLAIN_IDS)
-
-
-def _first_outside(
-    frame: FrameType | None, between: tuple[str, ...], most: int
-) -> FrameType | None:
-    """Return the first caller that is not of modules that begin so, after `most` of these."""
-    for _ in range(most):
-        if frame is None or not _module(frame).startswith(between):
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(7):
+        if frame is None or not _module(frame).startswith(("jax.", "jmask._tensors.")):
             break
         frame = frame.f_back
-    return frame
+    return frame is not None and _module(frame).startswith(_TAKES_PLAIN_IDS)
 
 
 def _module(frame: FrameType) -> str:
