@@ -73,11 +73,11 @@ class Rule:
     """How one primitive treats demanded variables.
 
     Attributes:
-        demand: (eqn, wanted outputs, interpreter, definitions) -> wanted inputs, as
-            flags; `definitions` maps a variable to the equation that made it.
-        apply: (eqn, inputs, wanted outputs, interpreter) -> the output, a list of several, or
-            None to run the primitive on dense inputs. Outputs of other shapes or dtypes than
-            the equation has count as None.
+        demand: takes wanted outputs and the equation that made each variable; returns wanted
+            inputs.
+        apply: takes inputs and wanted outputs; returns the output, a list of several, or None
+            to run the primitive on dense inputs. Outputs of other shapes or dtypes than the
+            equation has count as None.
     """
 
     demand: Callable[[JaxprEqn, Flags, "Interpreter", dict[Var, JaxprEqn]], Flags]

@@ -62,12 +62,7 @@ def in_double_precision(x: TensorLike) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """One differentiable leaf of the arguments, in double precision.
-
-    Attributes:
-        path: how messages call it.
-        tensor: an array, or a sparse or masked tensor.
-    """
+    """One differentiable leaf of the arguments, in double precision; `path` is in messages."""
 
     path: str
     tensor: TensorLike
@@ -98,7 +93,6 @@ class Input:
 
     @functools.cached_property
     def kinds(self) -> HostArray:
-        """Return the kind of each coordinate."""
         stored = np.where(self.positions.ravel() >= 0, "specified", "hidden")
         others = np.full(len(self.unspecified), "unspecified")
         return np.repeat(np.concatenate([stored, others]), self.parts)

@@ -79,7 +79,7 @@ class Output:
     Attributes:
         path: its name in messages.
         number: among all leaves.
-        shape, dtype: of the tensor; the dtype as the function gives it.
+        dtype: as the function gives it.
         mask: the entries that are compared.
     """
 
@@ -228,12 +228,7 @@ class Problem:
         return np.split(steps, self.starts[1:])
 
     def smooth(self, tensors: Sequence[Tensor], parts: Sequence[Parts]) -> list[jax.Array]:
-        """Return the outputs as dense arrays, as a function of stored values and placeholders.
-
-        Args:
-            tensors: one for each input; their positions are used.
-            parts: one for each input.
-        """
+        """Return the outputs as dense arrays, from parts at the positions of `tensors`."""
         rebuilt = []
         for x, (values, placeholder) in zip(tensors, parts, strict=True):
             new = with_values_of(x, values)

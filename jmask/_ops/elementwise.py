@@ -114,12 +114,7 @@ def elementwise(function: Function) -> Function:
 
 @dataclasses.dataclass(frozen=True)
 class _Arranged:
-    """A function of its operands alone; equal ones are equal, as caches need.
-
-    Attributes:
-        function: takes them among other arguments.
-        structure: the tree of arguments by position and by name. Operands are its leaves.
-    """
+    """A function of its operands, the leaves of its arguments; equal ones are equal."""
 
     function: Function
     structure: PyTreeDef
@@ -298,11 +293,7 @@ def _one_layout(sparse: Sequence[Tensor], operands: Sequence[Tensor], shape: Sha
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A function with its operands, to be applied to stored values.
-
-    Attributes:
-        shape: of the result.
-    """
+    """A function with its operands, to be applied to stored values; `shape` is the result's."""
 
     function: Function
     operands: Sequence[Tensor]

@@ -242,9 +242,8 @@ def grouped(
 
     Args:
         x: a storage, with no position twice unless the reduction is a sum.
-        valid: which of its stored values take part; the shape of the stored values.
+        valid: which of its stored values take part.
         axes: not negative, ascending.
-        keepdims: whether reduced axes stay, with size 1, in the results.
     """
     axes, values = tuple(axes), stored_values(x)
     sparse = sparse_dimensions(x)

@@ -86,10 +86,7 @@ def has_masked(index: IndexLike) -> bool:
 def known_places(index: IndexLike, shape: Shape, *, clip: bool) -> tuple[IndexLike, ...]:
     """Return the index with masked integers out of range, where nothing is read or written.
 
-    Args:
-        index: has masked integers.
-        shape: of the tensor that is indexed.
-        clip: integers that are out of range and not masked become those at the border.
+    With `clip` other integers that are out of range become those at the border.
     """
     parts = index if isinstance(index, tuple) else (index,)
     consumed = [_consumed(part) for part in parts]

@@ -75,9 +75,7 @@ def mean_of_all(groups: Groups, dtype: DTypeLike) -> Results:
 def with_zeros(kernel: Kernel, absorb: Callable[[jax.Array, jax.Array], jax.Array]) -> Kernel:
     """Return the kernel when entries that are not stored are zeros.
 
-    Args:
-        kernel: takes groups and keyword arguments.
-        absorb: takes a result, and whether its group has an entry that is not stored.
+    `absorb` takes a result, and whether its group has an entry that is not stored.
     """
 
     def with_zeros(groups: Groups, **kwargs: Argument) -> Results:

@@ -55,9 +55,8 @@ def _masks(name: str, which: str, condition: _Condition, example: str) -> _Condi
     """Return the function of `numpy.ma` that masks the entries for which a condition holds.
 
     Args:
-        name: of the function.
         which: entries those are, after "that".
-        condition: elementwise, of `x` and other arguments, which are those of the function.
+        condition: elementwise, of `x` and the other arguments of the function.
         example: of entries, the other arguments, and the result.
     """
     holds = elementwise(condition)

@@ -91,8 +91,6 @@ def named(function: _F, name: str, text: str, *examples: str) -> _F:
     """Give a function that another one made its name and its docstring.
 
     Args:
-        function: of `x` and other arguments.
-        name: of the function, in `jmask.numpy`.
         text: what it does.
         *examples: arguments, " -> ", and the result.
     """

@@ -154,12 +154,7 @@ class Known:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """The operand with this number, unchanged but for its dtype.
-
-    Attributes:
-        number: among the operands of the function.
-        scalar: whether it has no dimensions.
-    """
+    """The operand with this number, unchanged but for its dtype."""
 
     number: int
     scalar: bool
@@ -207,7 +202,6 @@ class Number:
     Attributes:
         kind: its Python type, or its dtype and whether that is weak.
         text: its value, as a string: nan is equal to nan.
-        value: the operand itself.
     """
 
     kind: object

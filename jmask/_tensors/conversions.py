@@ -37,7 +37,6 @@ from jmask._tensors.storage import (
     is_entry,
     is_sparse,
     stored_values,
-    stype,
     unique_positions,
 )
 from jmask._tensors.storage import stype as stype_of
@@ -47,8 +46,6 @@ def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     """Return the tensor on coordinate (BCOO) storage, without dense dimensions."""
     if nse is None and x.stype == "coo" and not x.storage.n_dense:
         return x
-    if not x.shape:
-        raise ValueError("a MaskedTensor without dimensions has no sparse storage.")
     values, valid = stored_values(x.storage).reshape(-1), x.valid.reshape(-1)
     picked, inside, values = _chosen(values, valid, nse, "entries")
     indices = [
@@ -67,8 +64,6 @@ def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
 
 def to_csr(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     """Return the tensor of two dimensions on compressed row (BCSR) storage."""
-    if x.ndim != 2:
-        raise ValueError(f"csr storage needs two dimensions, got shape {x.shape}.")
     if nse is None and x.stype == "csr":
         return x
     x = to_coo(x, _capacity(x.valid.reshape(-1), nse, "entries"))
@@ -82,8 +77,6 @@ def to_row_sparse(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     """Return the tensor on row-sparse storage: the rows with a valid entry, in order."""
     if nse is None and x.stype == "row_sparse":
         return x
-    if not x.shape:
-        raise ValueError("a MaskedTensor without dimensions has no sparse storage.")
     if not is_sparse(x.storage):
         ids = jnp.arange(x.shape[0])
         return _stored_rows(x.shape, ids, x.storage, x.valid, nse)
@@ -240,7 +233,10 @@ def cast_storage(x: TensorLike, stype: str, *, nse: int | None = None) -> Tensor
     """
     checked_choice(stype, "stype", ("default", *_TO_SPARSE))
     if isinstance(x, MaskedTensor):
-        return x.to_dense() if stype == "default" else _TO_SPARSE[stype](x, nse)
+        if stype == "default":
+            return x.to_dense()
+        _check_castable(x, stype)
+        return _TO_SPARSE[stype](x, nse)
     current = stype_of(x)
     x = x if is_sparse(x) else jnp.asarray(x)
     if current == stype and (nse is None or stype == "default"):
@@ -318,7 +314,7 @@ def save_npz(file: str | os.PathLike, x: TensorLike) -> None:
     """
     masked = isinstance(x, MaskedTensor)
     storage = x.storage if masked else x
-    kind = stype(storage)
+    kind = stype_of(storage)
     if isinstance(storage, RowSparse):
         storage.check_single()
     fields = {name: getattr(storage, name) for name in _FIELDS[kind]} or {"data": storage}
@@ -445,7 +441,7 @@ def _described(x: MaskedTensor) -> str:
     described = f"{x.dtype}[{shape}]"
     if not is_sparse(x.storage):
         return described
-    return f"{stype(x.storage)}, {described}, nse={x.storage.nse}"
+    return f"{x.stype}, {described}, nse={x.storage.nse}"
 
 
 def _is_concrete(x: object) -> bool:

@@ -171,11 +171,8 @@ def sampled(dense: jax.Array, like: Storage, shape: Shape | None = None) -> jax.
 
     Args:
         dense: broadcasts to `shape`; only what is sampled is broadcast.
-        like: a storage.
-        shape: by default `like.shape`, than which trailing sizes may be larger.
-
-    Returns:
-        An array of the shape that stored values of a tensor of `shape` have.
+        shape: by default `like.shape`, than which trailing sizes may be larger; the result has
+            the shape that stored values of a tensor of `shape` have.
     """
     shape = tuple(like.shape) if shape is None else shape
     if not is_sparse(like):
