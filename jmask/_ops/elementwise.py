@@ -79,6 +79,8 @@ from jmask._tensors.storage import (
     with_stored_values,
 )
 
+Operands = Sequence[TensorLike]
+
 
 def elementwise(function: Function) -> Function:
     """Lift an elementwise JAX function to masked and sparse tensors.
@@ -129,8 +131,8 @@ class _Arranged:
 
 
 def _call(
-    function: Function, args: Sequence[TensorLike], kwargs: Options
-) -> tuple[Function, Sequence[TensorLike], Options]:
+    function: Function, args: Operands, kwargs: Options
+) -> tuple[Function, Operands, Options]:
     """Return a function of operands, the operands, and its options by name."""
     # Of those by name, what may differ from entry to entry.
     arrays = (jax.Array, np.ndarray, list)
@@ -146,9 +148,7 @@ def _call(
 # --- masked semantics --------------------------------------------------------------------
 
 
-def _masked(
-    function: Function, operands: Sequence[TensorLike], kwargs: Options
-) -> MaskedTensor:
+def _masked(function: Function, operands: Operands, kwargs: Options) -> MaskedTensor:
     kept = MaskedTensor | bool | int | float | complex
     operands = [x if isinstance(x, kept) or is_sparse(x) else jnp.asarray(x) for x in operands]
     pattern = _pattern(operands)
@@ -179,7 +179,7 @@ def _where_existing(
     return function(*values, **kwargs)
 
 
-def _pattern(operands: Sequence[TensorLike]) -> Tensor | None:
+def _pattern(operands: Operands) -> Tensor | None:
     """Return the sparse storage that the result takes its positions from, or None."""
     shape = common_shape([np.shape(x) for x in operands])
     for x in operands:
@@ -216,9 +216,7 @@ def _dense(x: TensorLike) -> Tensor:
 # --- zero semantics -----------------------------------------------------------------------
 
 
-def zero_semantics(
-    function: Function, operands: Sequence[TensorLike], kwargs: Options
-) -> Tensor:
+def zero_semantics(function: Function, operands: Operands, kwargs: Options) -> Tensor:
     """Apply an elementwise function to operands of which some are sparse, none masked."""
     operands = [x if is_sparse(x) or _is_number(x) else jnp.asarray(x) for x in operands]
     if any(isinstance(x, RowSparse) and x.leading > 1 for x in operands):
@@ -250,9 +248,7 @@ def zero_semantics(
     return function(*map(as_dense, operands), **kwargs)
 
 
-def _stacked_tables(
-    function: Function, operands: Sequence[TensorLike], kwargs: Options
-) -> Tensor:
+def _stacked_tables(function: Function, operands: Operands, kwargs: Options) -> Tensor:
     """Apply the function to tensors (M, V, *row), some of which store rows of (M * V, *row)."""
     rows = [x for x in operands if isinstance(x, RowSparse)]
     finest = max(rows, key=lambda x: x.leading)
@@ -280,7 +276,7 @@ def _is_number(x: TensorLike) -> bool:
     return known or (isinstance(x, np.ndarray) and x.ndim == 0)
 
 
-def _one_layout(sparse: Sequence[Tensor], operands: Sequence[Tensor], shape: Shape) -> bool:
+def _one_layout(sparse: Sequence[Tensor], operands: Operands, shape: Shape) -> bool:
     """Decide whether the result can have the layout of the sparse operands."""
     if all(isinstance(x, RowSparse) for x in sparse):
         return all(len(x.shape) == len(shape) and x.shape[0] == shape[0] for x in sparse)
@@ -296,7 +292,7 @@ class _Call:
     """A function with its operands, to be applied to stored values; `shape` is the result's."""
 
     function: Function
-    operands: Sequence[Tensor]
+    operands: Operands
     kwargs: Options
     shape: Shape
 

@@ -78,10 +78,9 @@ def to_row_sparse(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     if nse is None and x.stype == "row_sparse":
         return x
     if not is_sparse(x.storage):
-        ids = jnp.arange(x.shape[0])
-        return _stored_rows(x.shape, ids, x.storage, x.valid, nse)
+        return _stored_rows(x, jnp.arange(x.shape[0]), nse)
     if isinstance(x.storage, RowSparse):
-        return _stored_rows(x.shape, x.storage.row_ids(), x.storage.values, x.valid, nse)
+        return _stored_rows(x, x.storage.row_ids(), nse)
     return _assembled_rows(x, nse)
 
 
@@ -156,15 +155,13 @@ def _is_sorted(storage: Tensor) -> bool:
     return not isinstance(storage, RowSparse) or storage.coalesced
 
 
-def _stored_rows(
-    shape: Shape, ids: jax.Array, values: jax.Array, valid: jax.Array, nse: int | None
-) -> MaskedTensor:
+def _stored_rows(x: MaskedTensor, ids: jax.Array, nse: int | None) -> MaskedTensor:
     """Store the rows that have a valid entry, of rows in order."""
-    touched = valid.any(axis=tuple(range(1, valid.ndim)))
-    picked, inside, values = _chosen(values, touched, nse, "rows")
-    ids = jnp.where(inside, _picked(ids, picked), shape[0])
-    storage = RowSparse.from_rows(ids, values, shape, coalesced=True)
-    return joined(storage, _picked(valid, picked) & trailing(inside, valid.ndim))
+    touched = x.valid.any(axis=tuple(range(1, x.valid.ndim)))
+    picked, inside, values = _chosen(stored_values(x.storage), touched, nse, "rows")
+    ids = jnp.where(inside, _picked(ids, picked), x.shape[0])
+    storage = RowSparse.from_rows(ids, values, x.shape, coalesced=True)
+    return joined(storage, _picked(x.valid, picked) & trailing(inside, x.valid.ndim))
 
 
 def _assembled_rows(x: MaskedTensor, nse: int | None) -> MaskedTensor:
