@@ -354,5 +354,4 @@ def _marked(variables: Sequence[Atom], flags: Flags) -> set[Var]:
 
 
 def gather_of(eqn: JaxprEqn) -> Gather:
-    """Return the parameters of a `gather` equation."""
     return Gather(**{f.name: parameter(eqn, f.name) for f in dataclasses.fields(Gather)})

@@ -199,7 +199,6 @@ class RowSum:
         return jnp.concatenate(ids), jnp.concatenate(values)
 
     def added_to(self, dense: jax.Array) -> jax.Array:
-        """Return `dense` plus these rows."""
         if self.leading > 1 and self.parts:
             dense = dense.reshape(self.count, *self.row)
         for ids, rows in self.parts:

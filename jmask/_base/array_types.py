@@ -309,7 +309,6 @@ def is_nonzero(x: jax.Array) -> jax.Array:
 
 
 def added(x: ArrayLike, y: ArrayLike) -> jax.Array:
-    """Add in the joint dtype."""
     dtype = joint_dtype(x, y)
     return jnp.asarray(x, dtype) + jnp.asarray(y, dtype)
 

@@ -130,7 +130,6 @@ class While:
 
 
 def while_of(eqn: JaxprEqn) -> While:
-    """Return the form of a `while`."""
     condition, body = opened(eqn.params["cond_jaxpr"]), opened(eqn.params["body_jaxpr"])
     return While(condition, body, eqn.params["cond_nconsts"], eqn.params["body_nconsts"])
 

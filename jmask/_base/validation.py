@@ -83,7 +83,6 @@ def checked_integer(name: str, value: object) -> int:
 
 
 def checked_dtype(name: str, value: DTypeLike | None) -> DType:
-    """Return `value` as a dtype of JAX."""
     try:
         if value is not None:
             return jnp.dtype(value)
@@ -93,14 +92,12 @@ def checked_dtype(name: str, value: DTypeLike | None) -> DType:
 
 
 def checked_path(name: str, value: object) -> str | os.PathLike[str]:
-    """Return `value` if it is a path."""
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"`{name}` must be a path, got {shown(value)}.")
     return value
 
 
 def checked_choice(value: _T, name: str, choices: tuple[_T, ...]) -> _T:
-    """Return `value` if it is one of `choices`."""
     if not (isinstance(value, str) or value is None) or value not in choices:
         known = ", ".join(map(repr, choices))
         raise ValueError(f"`{name}` must be one of {known}, got {shown(value)}.")
@@ -245,7 +242,6 @@ class Model:
 
 
 def as_table(table: object) -> jax.Array:
-    """Return `table` as an array."""
     array = _array(table)
     if array is not None:
         return array

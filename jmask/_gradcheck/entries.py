@@ -74,7 +74,6 @@ class Input:
 
     @functools.cached_property
     def values(self) -> HostArray:
-        """Return the stored values, flat."""
         return np.asarray(values_of(self.tensor)).ravel()
 
     @functools.cached_property
@@ -106,7 +105,6 @@ class Input:
 
     @property
     def parts(self) -> int:
-        """Return how many coordinates a number has."""
         return parts_of(self.values.dtype)
 
     def numbers(self, steps: HostArray) -> tuple[HostArray, HostArray]:
@@ -155,7 +153,6 @@ class Input:
     # --- names --------------------------------------------------------------------------
 
     def described(self, coordinate: int) -> str:
-        """Return a coordinate in words."""
         kind, (number, part) = self.kinds[coordinate], divmod(coordinate, self.parts)
         what, shape = part_name(part, self.parts), tuple(self.tensor.shape)
         if kind == "unspecified":

@@ -97,7 +97,6 @@ class Mismatch:
     linear: bool = True
 
     def message(self, setting: Setting) -> str:
-        """Return the whole message."""
         lines = [
             f"the {_ORDERS[setting.order]} is wrong: {self.failing} of the {self.total} "
             f"derivatives of this output at {_KINDS[self.kind]} of this input. The worst:",

@@ -96,7 +96,6 @@ class Output:
 
     @property
     def parts(self) -> int:
-        """Return how many coordinates a number has."""
         return parts_of(self.dtype)
 
     def reals(self, dense: ArrayLike) -> HostArray:
@@ -178,11 +177,9 @@ class Problem:
 
     @property
     def args(self) -> Sequence[PyTree]:
-        """Return the arguments in double precision."""
         return jax.tree.unflatten(self.treedef, self.leaves)
 
     def run(self, tensors: Sequence[Tensor]) -> PyTree:
-        """Call the function with these inputs."""
         leaves = list(self.leaves)
         for number, x in zip(self.numbers, tensors, strict=True):
             leaves[number] = x
@@ -248,7 +245,6 @@ class Problem:
         return x.path, f"{x.path}, {x.described(int(row - self.starts[number]))}"
 
     def described(self, column: int) -> str:
-        """Return a coordinate of the outputs in words."""
         ends = [columns.stop for columns in self.columns]
         place = int(np.searchsorted(ends, column, side="right"))
         output = self.outputs[place]

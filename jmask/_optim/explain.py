@@ -70,7 +70,6 @@ class ParameterStep:
 
     @property
     def is_sparse(self) -> bool:
-        """Decide whether its gradient is row-sparse."""
         return self.nse is not None
 
     @property

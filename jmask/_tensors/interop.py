@@ -262,7 +262,6 @@ def register_in_flax(kind: type) -> None:
 
 
 def _named(x: Tensor) -> dict[str, jax.Array]:
-    """Return the leaves of a tensor by name."""
     leaves = jax.tree.leaves_with_path(x)
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
 

@@ -273,12 +273,10 @@ def with_placeholder(x: TensorLike, placeholder: jax.Array | None) -> Tensor:
 
 
 def placeholder_of(x: TensorLike) -> jax.Array | None:
-    """Return the placeholder of `x`, None if it has none."""
     return getattr(x, "placeholder", None) if is_tensor(x) else None
 
 
 def without_placeholder(x: TensorLike) -> Tensor:
-    """Return `x` without a placeholder."""
     if placeholder_of(x) is None:
         return x
     leaves, static = x.tree_flatten()

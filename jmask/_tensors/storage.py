@@ -68,7 +68,6 @@ def stype(x: object, argument: str = "x") -> str:
 
 
 def is_sparse(x: object) -> TypeGuard[Sparse]:
-    """Decide whether `x` is a sparse storage."""
     return isinstance(x, SPARSE)
 
 
