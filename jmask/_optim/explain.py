@@ -30,7 +30,6 @@ from jmask._base.types import (
     Options,
     Params,
     PyTree,
-    PyTreeDef,
     Shape,
     Shaped,
     Table,
@@ -222,7 +221,6 @@ def _traced(
     """Return, for each parameter, its gradient's kind and its uses; and all fallbacks."""
     shapes = jax.tree.map(abstract_leaf, params)
     # Shapes become tracers; all else reaches the function as it is, as under value_and_grad.
-    structure: PyTreeDef
     others, structure = jax.tree.flatten((batch, kwargs))
     shapes_of_batch = {
         i: x for i, x in enumerate(others) if isinstance(x, jax.ShapeDtypeStruct)
@@ -230,7 +228,7 @@ def _traced(
     gradients: list[Gradient] = []
 
     def arguments(traced: dict[int, jax.Array]) -> tuple[tuple[PyTree, ...], Options]:
-        return structure.unflatten([traced.get(i, x) for i, x in enumerate(others)])
+        return jax.tree.unflatten(structure, [traced.get(i, x) for i, x in enumerate(others)])
 
     def differentiate(params: Params, traced: dict[int, jax.Array]) -> None:
         args, keywords = arguments(traced)

@@ -162,9 +162,8 @@ def _no_update(shapes: Gradients, params: Params) -> Gradients:
             # -0.0, which changes nothing when added: -0.0 + 0.0 would be 0.0.
             return typed_like(-jnp.zeros(x.shape, x.dtype), x)
         padding = RowSparse.zeros(x.flat().shape, x.dtype, x.nse).stacked_as(x)
-        structure: PyTreeDef
         leaves, structure = jax.tree.flatten(x)
-        return structure.unflatten(map(typed_like, jax.tree.leaves(padding), leaves))
+        return jax.tree.unflatten(structure, map(typed_like, jax.tree.leaves(padding), leaves))
 
     def is_leaf(x: object) -> bool:
         return is_row_sparse(x) or isinstance(x, NewTable)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmask._base.types import HostArray, Key, KeyPath, OptState, PyTree, PyTreeDef, Shape
+from jmask._base.types import HostArray, Key, KeyPath, OptState, PyTree, Shape
 from jmask._optim.adagrad import AdagradState
 from jmask._optim.adam import AdamState
 from jmask._updates.state_rows import states_of
@@ -85,7 +85,6 @@ def from_torch_state(
         )
 
     def loaded(key: str, slot: PyTree) -> PyTree:
-        structure: PyTreeDef
         leaves, structure = jax.tree.flatten(slot)
         arrays = []
         for number, (path, _), old in zip(numbers, paths, leaves, strict=True):
@@ -96,7 +95,7 @@ def from_torch_state(
                     f"{array.shape}, but params{jax.tree_util.keystr(path)} needs {old.shape}."
                 )
             arrays.append(jnp.asarray(array, old.dtype))
-        return structure.unflatten(arrays)
+        return jax.tree.unflatten(structure, arrays)
 
     fields = {
         field: loaded(key, getattr(optimizer_state, field)) for field, key in keys.items()
