@@ -18,7 +18,7 @@ from nothing, yields padding and not row 0.
 """
 
 from collections.abc import Callable, Hashable
-from typing import Literal, NoReturn, overload
+from typing import Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -74,19 +74,10 @@ def wrap(words: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(words, impl=_IMPLEMENTATIONS[4 * words.shape[-1]])
 
 
-@overload
-def reveal(leaf: jax.Array) -> jax.Array: ...
-@overload
-def reveal(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct: ...
-def reveal(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | jax.ShapeDtypeStruct:
-    """Return the opaque leaf (...,) -> its integer ids; shapes go in and come out as shapes."""
+def reveal(leaf: jax.Array) -> jax.Array:
+    """Return the integer ids of an opaque leaf (...,), or of its shape their shape."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        dtype = jax.eval_shape(_reveal_array, leaf).dtype
-        return jax.ShapeDtypeStruct(leaf.shape, dtype)
-    return _reveal_array(leaf)
-
-
-def _reveal_array(leaf: jax.Array) -> jax.Array:
+        return jax.eval_shape(reveal, leaf)
     words = jax.random.key_data(leaf)
     if words.shape[-1] == 1:
         ids = lax.bitcast_convert_type(lax.squeeze(words, (words.ndim - 1,)), np.int32)

@@ -16,16 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmask._base.types import (
-    Argument,
-    DType,
-    Function,
-    KeyPath,
-    Params,
-    PyTree,
-    PyTreeDef,
-    Shaped,
-)
+from jmask._base.types import DType, Function, KeyPath, Params, PyTree, PyTreeDef, Shaped
 
 _F = TypeVar("_F", bound=Function)
 _T = TypeVar("_T")
@@ -126,7 +117,7 @@ def naming_arguments(**instead: str) -> Callable[[_F], _F]:
         refused = instead.keys() - inspect.signature(function).parameters.keys()
 
         @functools.wraps(function)
-        def checked(*args: Argument, **kwargs: Argument) -> PyTree:
+        def checked(*args: PyTree, **kwargs: PyTree) -> PyTree:
             for name in kwargs:
                 if name in refused:
                     message = f"{function.__name__}() has no argument `{name}`"

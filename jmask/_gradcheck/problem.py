@@ -40,17 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmask._base.types import (
-    DType,
-    Function,
-    HostArray,
-    KeyPath,
-    PyTree,
-    PyTreeDef,
-    Shape,
-    Tensor,
-    TensorLike,
-)
+from jmask._base.types import DType, Function, HostArray, KeyPath, PyTree, PyTreeDef, Tensor
 from jmask._base.validation import check_leaves, shown
 from jmask._gradcheck.entries import (
     KINDS,
@@ -85,7 +75,7 @@ class Output:
 
     path: str
     number: int
-    shape: Shape
+    shape: tuple[int, ...]
     dtype: DType
     mask: HostArray
 
@@ -252,7 +242,7 @@ class Problem:
         what = part_name(part, output.parts)
         return f"{output.path}, {what}{entry(output.at[number], output.shape)}"
 
-    def _check_mask(self, output: Output, y: TensorLike, what: str) -> None:
+    def _check_mask(self, output: Output, y: Tensor, what: str) -> None:
         shape = tuple(np.shape(y))
         if shape != output.shape:
             raise GradcheckError(
@@ -268,7 +258,7 @@ class Problem:
             )
 
 
-def mask_of(y: TensorLike, masked: bool) -> HostArray:
+def mask_of(y: Tensor, masked: bool) -> HostArray:
     """Return the entries of an output that exist."""
     if not (isinstance(y, MaskedTensor) or (masked and is_tensor(y))):
         return np.ones(np.shape(y), bool)
@@ -383,7 +373,7 @@ def _agree(problem: Problem, rng: np.random.Generator, size: float) -> bool:
     return all(_equal(pairs[0][y.number], pairs[1][y.number]) for y in problem.outputs)
 
 
-def _equal(x: TensorLike, y: TensorLike) -> bool:
+def _equal(x: Tensor, y: Tensor) -> bool:
     mask = mask_of(x, False)
     if not np.array_equal(mask, mask_of(y, False)):
         return False

@@ -26,16 +26,7 @@ import jax.numpy as jnp
 from jax import lax, nn
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._base.types import (
-    Argument,
-    ArrayFunction,
-    Axis,
-    Function,
-    Mask,
-    Numbers,
-    Tensor,
-    TensorLike,
-)
+from jmask._base.types import Argument, Axis, Function, Mask, Numbers, Tensor, TensorLike
 from jmask._base.validation import check_flag, checked_array, refuse_scipy
 from jmask._ops.elementwise import elementwise
 from jmask._ops.products import dot as _sparse_dot
@@ -228,7 +219,7 @@ def _four(x: TensorLike) -> jax.Array:
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
-def _product(dense_product: ArrayFunction, x: TensorLike, y: TensorLike) -> Tensor:
+def _product(dense_product: Function, x: TensorLike, y: TensorLike) -> Tensor:
     refuse_scipy("x", x)
     refuse_scipy("y", y)
     return _sparse_dot(x, y) if is_sparse(x) or is_sparse(y) else dense_product(x, y)

@@ -41,16 +41,7 @@ from jax.typing import ArrayLike
 
 from jmask._base.array_types import trailing
 from jmask._base.fallback import report_fallback
-from jmask._base.types import (
-    Argument,
-    Function,
-    Options,
-    PyTreeDef,
-    Shape,
-    Tensor,
-    TensorLike,
-    Value,
-)
+from jmask._base.types import Argument, Function, Options, PyTreeDef, Shape, Tensor, TensorLike
 from jmask._base.validation import refuse_scipy
 from jmask._ops.zero_semantics import Operand, behaviour_at_zero, role, safe_numbers, varies
 from jmask._tables.stored_table import add_to_dense
@@ -168,7 +159,7 @@ def _masked(function: Function, operands: Operands, kwargs: Options) -> MaskedTe
 
 
 def _where_existing(
-    function: Function, values: Sequence[Value], exists: jax.Array, kwargs: Options
+    function: Function, values: Operands, exists: jax.Array, kwargs: Options
 ) -> jax.Array:
     """Apply the function with harmless numbers where entries do not exist."""
     kinds = tuple(x.dtype if varies(x) else x for x in values)

@@ -31,16 +31,7 @@ from jax.experimental.sparse import BCOO
 
 from jmask._base.fallback import report_fallback
 from jmask._base.row_ids import widen
-from jmask._base.types import (
-    Argument,
-    Axis,
-    Function,
-    Mask,
-    Options,
-    Shape,
-    Tensor,
-    TensorLike,
-)
+from jmask._base.types import Argument, Function, Mask, Options, Shape, Tensor, TensorLike
 from jmask._base.validation import abstract_leaf
 from jmask._ops.elementwise import elementwise, on_union_of_rows
 from jmask._tensors.masked_tensor import MaskedTensor, any_masked, is_tensor, joined, read_at
@@ -379,7 +370,7 @@ def _gathered(
     function: Function,
     a: Tensor,
     indices: Tensor,
-    axis: Axis,
+    axis: int | None,
     kwargs: Options,
     spread: Function,
 ) -> Tensor:

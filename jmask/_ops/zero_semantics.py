@@ -167,6 +167,9 @@ class Unknown:
     scalar: bool
 
 
+_Entry = Known | Operand | Unknown
+
+
 @dataclasses.dataclass(frozen=True)
 class Behaviour:
     """A function where its sparse operands are zero.
@@ -178,7 +181,7 @@ class Behaviour:
             function of the former and one of the latter.
     """
 
-    value: Known | Operand | Unknown
+    value: _Entry
     affine: bool
     sums: bool
 
@@ -256,7 +259,7 @@ def behaviour_at_zero(
     return Behaviour(value, dependence != _OTHER, sums)
 
 
-_Value = tuple[Known | Operand | Unknown, int]
+_Value = tuple[_Entry, int]
 
 
 def _run(jaxpr: Jaxpr, consts: Sequence[_Value], inputs: Sequence[_Value]) -> list[_Value]:
@@ -279,9 +282,7 @@ def _equation(eqn: JaxprEqn, inputs: list[_Value]) -> list[_Value]:
     return [(result, dependence)]
 
 
-def _with_unknown(
-    eqn: JaxprEqn, values: list[Known | Operand | Unknown]
-) -> Known | Operand | None:
+def _with_unknown(eqn: JaxprEqn, values: list[_Entry]) -> Known | Operand | None:
     """Return the result of an equation with unknown inputs, if it has one all the same."""
     name = name_of(eqn)
     zero = [isinstance(value, Known) and value.is_zero() for value in values]
@@ -307,11 +308,11 @@ def _with_unknown(
     return None
 
 
-def _is_scalar(value: Known | Operand | Unknown) -> bool:
+def _is_scalar(value: _Entry) -> bool:
     return isinstance(value, Known) or value.scalar
 
 
-def _unchanged(value: Known | Operand | Unknown) -> Operand | None:
+def _unchanged(value: _Entry) -> Operand | None:
     return value if isinstance(value, Operand) else None
 
 

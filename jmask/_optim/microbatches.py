@@ -19,16 +19,7 @@ from jax import lax
 
 from jmask._base.array_types import on_every_device, typed_like
 from jmask._base.row_ids import id_dtype
-from jmask._base.types import (
-    Gradient,
-    Gradients,
-    OptState,
-    Params,
-    PyTree,
-    PyTreeDef,
-    Scalar,
-    Value,
-)
+from jmask._base.types import Gradient, Gradients, OptState, Params, PyTree, PyTreeDef, Value
 from jmask._base.validation import check_flag, leaf_name
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._optim.guards import guarded
@@ -226,7 +217,7 @@ def _added(like: Gradient, kept: PyTree, gradient: Gradient, mini_step: jax.Arra
     return StoredEntries(added(kept.gradient), valid)
 
 
-def _as_gradient(like: Gradient, kept: PyTree, factor: Scalar) -> Gradient:
+def _as_gradient(like: Gradient, kept: PyTree, factor: jax.Array | float) -> Gradient:
     like, valid = _split(like, shapes_only=True)
     if valid is not None:
         kept, valid = kept
