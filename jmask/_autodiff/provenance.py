@@ -142,13 +142,9 @@ def _convert(eqn: JaxprEqn, x: Operand) -> Fact | None:
     if isinstance(known, Product) and len(known.factors) == 1 and known.is_exact:
         ((array, dims),) = known.factors
         return Product(((array.astype(dtype), dims),), known.shape, dtype)
-    if (
-        not isinstance(known, Product | Gathered)
-        or not known.is_exact
-        or not jnp.issubdtype(dtype, jnp.floating)
-    ):
+    if not isinstance(known, Product | Gathered) or not known.is_exact:
         return None
-    if not jnp.issubdtype(known.dtype, jnp.floating):
+    if not all(jnp.issubdtype(x, jnp.floating) for x in (known.dtype, dtype)):
         return None
     if isinstance(known, Gathered) and known.weight is None and known.pays:
         return dataclasses.replace(known, source=known.source.astype(dtype), dtype=dtype)

@@ -172,13 +172,11 @@ def gradient_problem(problem: Problem, modes: Sequence[str]) -> Problem:
         vectors = problem.cotangents(random_reals(rng, problem.base.shape))
         what, along, of = "cotangent of ", outputs, [f"gradient of {path}" for path in inputs]
     else:
-        shapes = [tuple(np.shape(x.tensor)) for x in problem.inputs]
-        vectors = [
-            jnp.asarray(numbers_of(random_reals(rng, (math.prod(shape), x.parts)))).reshape(
-                shape
-            )
-            for shape, x in zip(shapes, problem.inputs, strict=True)
-        ]
+        vectors = []
+        for x in problem.inputs:
+            shape = tuple(np.shape(x.tensor))
+            numbers = numbers_of(random_reals(rng, (math.prod(shape), x.parts)))
+            vectors.append(jnp.asarray(numbers.reshape(shape)))
         what, along, of = "tangent of ", inputs, [f"tangent of {path}" for path in outputs]
 
     def gradient_of(args: PyTree, vectors: Sequence[jax.Array]) -> dict[str, jax.Array]:

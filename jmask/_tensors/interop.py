@@ -82,15 +82,11 @@ def refuse_misuse() -> None:
             raise TypeError(_message(frame)) from None
 
 
-# What optax and what is built on it do to parameters, by the name of the function of optax that
-# maps over them.
-_OF_TABLES = {
-    "apply_updates": (
-        "optax.apply_updates (in flax' TrainState.apply_gradients and nnx.Optimizer.update) "
-        "cannot update a {}: write params, opt_state = jmask.apply_gradients(tx, grads, "
-        "opt_state, params), or jmask.apply_updates(params, updates)"
-    ),
-}
+_UPDATES_OF_A_TABLE = (
+    "optax.apply_updates (in flax' TrainState.apply_gradients and nnx.Optimizer.update) cannot "
+    "update a {}: write params, opt_state = jmask.apply_gradients(tx, grads, opt_state, "
+    "params), or jmask.apply_updates(params, updates)."
+)
 _OVER_A_TABLE = (
     "a {0} is one table, and jax.vmap and jax.lax.scan cannot map over it: make one table of "
     "stacked ones, `stack.reshape(-1, D)`, and look row `i` of table `m` up as `m * V + i`; or "
@@ -136,8 +132,8 @@ def refuse_misuse_of_table(table: Table) -> bool:
     if frame is None or not _module(frame).startswith("optax."):
         return False
     module, name = _module(frame), frame.f_code.co_name
-    if name in _OF_TABLES:
-        raise TypeError(_OF_TABLES[name].format(kind) + ".") from None
+    if name == "apply_updates":
+        raise TypeError(_UPDATES_OF_A_TABLE.format(kind)) from None
     is_arithmetic = ".tree_utils." in module or name == "incremental_update"
     if kind == "DeferredTable" and is_arithmetic and name not in _HARMLESS:
         raise TypeError(_OF_DEFERRED_TABLES.format(name) + ".") from None
