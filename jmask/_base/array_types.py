@@ -91,7 +91,7 @@ def automatic_mesh(mesh: Mesh | AbstractMesh) -> Mesh:
 
 
 def by_rows(mesh: Mesh | AbstractMesh, axes: MeshAxes, ndim: int) -> NamedSharding:
-    """Return an array (V, *row) with its rows over `axes`; spelled as a step returns it.
+    """Return the sharding of an array (V, *row) by rows over `axes`, as a step returns it.
 
     A step that is given another spelling than it returns is compiled twice.
     """
