@@ -150,7 +150,7 @@ class _Arguments:
         wanted: dict[int, object],
     ) -> None:
         self.nnx, self.wanted = nnx, wanted
-        self.is_node = functools.partial(_is_node, nnx)
+        self.is_node = lambda x: isinstance(x, nnx.Pytree | nnx.Variable)
         self.tree: PyTreeDef
         self.leaves, self.tree = jax.tree.flatten((args, kwargs), is_leaf=self.is_node)
         paths = jax.tree.leaves_with_path((args, kwargs), is_leaf=self.is_node)
@@ -221,10 +221,6 @@ class _Arguments:
     def write(self, state: PyTree) -> None:
         """Update the graph nodes of the call in place."""
         self.nnx.update(self.nodes, state)
-
-
-def _is_node(nnx: ModuleType, x: object) -> bool:
-    return isinstance(x, nnx.Pytree | nnx.Variable)
 
 
 def _filters(nnx: ModuleType, argnums: Argnums) -> dict[int, object]:
