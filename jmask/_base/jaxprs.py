@@ -57,9 +57,9 @@ def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
                 consts.update(zip(inner.constvars, inner_consts, strict=True))
                 outputs = add(inner, dict(zip(inner.invars, inputs, strict=True)))
             else:  # a jaxpr may be called twice: its variables get new names each time
-                made = [Var(v.aval) for v in eqn.outvars]
-                eqns.append(eqn.replace(invars=inputs, outvars=made))
-                outputs = [*made]
+                outvars = [Var(v.aval) for v in eqn.outvars]
+                eqns.append(eqn.replace(invars=inputs, outvars=outvars))
+                outputs = [*outvars]
             names.update(zip(eqn.outvars, outputs, strict=True))
         return [names.get(v, v) if isinstance(v, Var) else v for v in jaxpr.outvars]
 

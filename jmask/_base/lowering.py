@@ -25,7 +25,6 @@ from jmask._base.types import (
     ArraysFunction,
     Function,
     JvpArgs,
-    LoweringContext,
     Options,
     PyTree,
     PyTreeDef,
@@ -89,7 +88,9 @@ def lower(
         platform: a name of JAX's, or "gpu" for those of all GPUs.
     """
 
-    def rule(ctx: LoweringContext, *operands: Value, **how: Argument) -> Sequence[Value]:
+    def rule(
+        ctx: mlir.LoweringRuleContext, *operands: Value, **how: Argument
+    ) -> Sequence[Value]:
         definition = on_one if on_several is None or _is_for_one(ctx) else on_several
         return mlir.lower_fun(definition, multiple_results=True)(ctx, *operands, **how)
 
@@ -97,7 +98,7 @@ def lower(
         mlir.register_lowering(made, rule, platform=name)
 
 
-def _is_for_one(ctx: LoweringContext) -> bool:
+def _is_for_one(ctx: mlir.LoweringRuleContext) -> bool:
     # In a `shard_map` the context has axes and no number of devices.
     return getattr(ctx.module_context.axis_context, "num_devices", None) == 1
 
