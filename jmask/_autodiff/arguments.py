@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +31,7 @@ from jmask._base.types import (
     Function,
     Gradient,
     Gradients,
+    Options,
     PyTree,
     PyTreeDef,
     TensorLike,
@@ -53,13 +53,11 @@ from jmask._tensors.specified import (
 from jmask._tensors.storage import is_sparse, unique_positions
 
 
-def checked_loss(
-    fun: Callable[..., Any], numbers: Sequence[int], has_aux: bool
-) -> Callable[..., Any]:
+def checked_loss(fun: Function, numbers: Sequence[int], has_aux: bool) -> Function:
     """Return `fun` with errors if its result is no scalar, or if it writes to an argument."""
 
     @functools.wraps(fun, assigned=())
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: PyTree, **kwargs: PyTree) -> PyTree:
         # Nobody expects to see what is written to containers: they are copied.
         plain = (Mapping, list, tuple, jax.Array)
         objects = {n: args[n] for n in numbers if not isinstance(args[n], plain)}
@@ -79,7 +77,7 @@ def checked_loss(
 
 @contextlib.contextmanager
 def naming_tables(
-    args: Sequence[Any], numbers: Sequence[int], fun: Callable[..., Any]
+    args: Sequence[PyTree], numbers: Sequence[int], fun: Function
 ) -> Iterator[None]:
     """Context of a gradient program; its TypeError names a table that is used as a tree.
 
@@ -110,7 +108,7 @@ _OF_LEAVES = ("ShapeDtypeStruct", "key<fry>", "of a DeferredTable")
 
 
 def _check_not_written(
-    fun: Callable[..., Any], number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    fun: Function, number: int, args: tuple[PyTree, ...], kwargs: Options
 ) -> None:
     """Raise TypeError if `fun` changes an argument: what it writes would be lost.
 
@@ -118,7 +116,7 @@ def _check_not_written(
     of `fun` alone shows.
     """
 
-    def after(argument: PyTree) -> list[Any]:
+    def after(argument: PyTree) -> list[PyTree]:
         given = [argument if i == number else x for i, x in enumerate(args)]
         fun(*given, **kwargs)
         return jax.tree.leaves(argument)
@@ -153,7 +151,7 @@ def _check_scalar(loss: object) -> None:
     raise TypeError(f"`fun` must return a scalar (a scalar-output function), {advice}")
 
 
-def argument_name(fun: Callable[..., Any], number: int) -> str:
+def argument_name(fun: Function, number: int) -> str:
     """Return the name that `fun` gives a positional argument, or the number of it."""
     try:
         parameters = inspect.signature(fun).parameters.values()
@@ -183,10 +181,10 @@ def argument_name(fun: Callable[..., Any], number: int) -> str:
 def tensor_gradients(
     fun: Function,
     numbers: Sequence[int],
-    args: Sequence[Any],
+    args: Sequence[PyTree],
     differentiate: Function,
     finished: Callable[[PyTree], PyTree],
-) -> tuple[Any, Sequence[Gradients]]:
+) -> tuple[PyTree, Sequence[Gradients]]:
     """Differentiate in the stored values of tensors, and in placeholders where those count.
 
     Args:
@@ -203,18 +201,18 @@ def tensor_gradients(
     # A further derivative of a table is taken by a gradient program around this one.
     nested = any(is_stored_table(x) and x.placeholder is not None for x in leaves)
 
-    def with_leaves(args: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+    def with_leaves(args: Sequence[PyTree], leaves: Sequence[Value]) -> list[PyTree]:
         new = dict(zip(numbers, tree.unflatten(leaves), strict=True))
         return [new.get(i, x) for i, x in enumerate(args)]
 
-    def function_of_parts(*parts: Any, **kwargs: Any) -> Any:
+    def function_of_parts(*parts: PyTree, **kwargs: PyTree) -> PyTree:
         *args, placeholders = parts
         leaves = tree.flatten_up_to([args[n] for n in numbers])
         for (i, x), placeholder in zip(tensors.items(), placeholders, strict=True):
             leaves[i] = _rebuilt(x, leaves[i], placeholder)
         return fun(*with_leaves(args, leaves), **kwargs)
 
-    def results(placeholders: list[Any]) -> tuple[Any, Sequence[Gradients]]:
+    def results(placeholders: list[Value]) -> tuple[PyTree, Sequence[Gradients]]:
         stored = [() if is_stored_table(x) else values_of(x) for x in leaves]
         parts = (*with_leaves(args, stored), placeholders)
         value, (*gradients, placeholder_gradients) = differentiate(
@@ -248,7 +246,7 @@ def tensor_gradients(
     return value, gradients
 
 
-def _placeholder_of(x: TensorLike) -> Any:
+def _placeholder_of(x: TensorLike) -> Value:
     """Return the placeholder of a tensor: zeros that are not made unless something reads them.
 
     Nothing reads the placeholder of a table: its shape is enough. Where axes are explicit the
@@ -358,7 +356,7 @@ def after_reading(value: jax.Array, gradients: Gradients) -> Gradients:
     return jax.tree.map(lambda x: _ordered(x, value, zero), gradients, is_leaf=is_row_sparse)
 
 
-def reads_late(program: Jaxpr, results: Sequence[Any]) -> bool:
+def reads_late(program: Jaxpr, results: Sequence[Value]) -> bool:
     """Decide whether a table with a row-sparse gradient is read for gradients alone.
 
     `after_reading` orders a table's update after what the value of the loss reads. A loss that
@@ -375,7 +373,7 @@ def reads_late(program: Jaxpr, results: Sequence[Any]) -> bool:
     return False
 
 
-def after_all_reads(results: Sequence[Any]) -> list[Any]:
+def after_all_reads(results: Sequence[Value]) -> list[Value]:
     """Return the results of a program, of which the first depends on all gradients.
 
     What waits for the value of the loss (`after_reading`) then waits for all of the program.

@@ -14,7 +14,6 @@ traced for its outputs alone, with warnings muted.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +44,7 @@ from jmask._base.forms import (
 )
 from jmask._base.jaxprs import bound
 from jmask._base.row_ids import id_dtype
-from jmask._base.types import Value
+from jmask._base.types import PyTree, Value
 
 # --- scan --------------------------------------------------------------------------------
 
@@ -88,14 +87,14 @@ def _scan(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
         return None
     consts = [interpreter.dense(x, eqn) for x in consts]
 
-    def without(keys: dict[int, object], values: Sequence[Any]) -> list[Any]:
+    def without(keys: dict[int, object], values: Values) -> list[jax.Array]:
         """Return the carries that are not in `keys` as arrays."""
         return [interpreter.dense(x, eqn) for i, x in enumerate(values) if i not in keys]
 
-    def run(keys: dict[int, object], dense_init: list[Any], scanned_in: list[Any]) -> Any:
+    def run(keys: dict[int, object], dense_init: Values, scanned_in: Values) -> PyTree:
         """Run the scan without the carries in `keys`, whose rows are outputs instead."""
 
-        def step(dense_carry: list[Any], scanned: list[Any]) -> Any:
+        def step(dense_carry: Values, scanned: Values) -> tuple[list[jax.Array], PyTree]:
             remaining = iter(dense_carry)
             carry = [
                 RowSum(x.shape, x.dtype, carry=keys[i]) if i in keys else next(remaining)
@@ -186,7 +185,7 @@ def _cond(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
     axes = interpreter.branching | varying_axes(which)
     interpreter = dataclasses.replace(interpreter, branching=axes)
 
-    def outputs_of(branch: Opened) -> list[Any]:
+    def outputs_of(branch: Opened) -> list[Value]:
         return interpreter.run(*branch, operands, wanted)
 
     # Branches of a cond must return arrays of one shape, so both are traced twice: once to see
@@ -195,7 +194,7 @@ def _cond(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
         shapes = [jax.eval_shape(functools.partial(outputs_of, x)) for x in branches]
     common = [_common_rows(outputs) for outputs in zip(*shapes, strict=True)]
 
-    def build(branch: Opened) -> Callable[[], list[Any]]:
+    def build(branch: Opened) -> Callable[[], list[Value]]:
         return lambda: [
             interpreter.dense(x, eqn)
             if rows is None
@@ -206,7 +205,7 @@ def _cond(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
     return list(jax.lax.switch(which, list(map(build, branches))))
 
 
-def _common_rows(outputs: Sequence[Any]) -> tuple[RowSum | None, int]:
+def _common_rows(outputs: Sequence[Value]) -> tuple[RowSum | None, int]:
     """Return a result of the branches as rows, without any, and how many; or None: dense."""
     rows = [x for x in outputs if isinstance(x, RowSum)]
     if len(rows) < len(outputs) or any(x.carry is not rows[0].carry for x in rows):
@@ -266,7 +265,7 @@ def _cast(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter
     return _on_parts(inputs, lambda x: bound(eqn, [x])[0])
 
 
-def _reshard_demand(eqn: JaxprEqn, wanted: Flags, *_: Any) -> list[bool]:
+def _reshard_demand(eqn: JaxprEqn, wanted: Flags, *_: object) -> list[bool]:
     """Leave a gradient of which each device holds a summand to JAX, which makes it dense."""
     spec = parameter(eqn, "dst_sharding").spec
     is_summed = getattr(spec, "unreduced", None) or getattr(spec, "reduced", None)
@@ -300,7 +299,7 @@ def _shard_map(
     # Rows of a table that is itself sharded by rows stay an array.
     sparse = [w and spec == PartitionSpec() for w, spec in zip(wanted, specs, strict=True)]
 
-    def run(*arrays: jax.Array) -> list[Any]:
+    def run(*arrays: jax.Array) -> list[Value]:
         outputs = interpreter.run(body, consts, arrays, sparse)
         return [
             x if isinstance(x, RowSum) and keep else interpreter.dense(x, eqn)

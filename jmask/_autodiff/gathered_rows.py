@@ -20,7 +20,6 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,7 @@ from jax.extend.core import JaxprEqn
 
 from jmask._base.array_types import ArrayFacts, explicit_sharding, joint_dtype, trailing, wide
 from jmask._base.forms import aval_of, parameter
-from jmask._base.types import Shape
+from jmask._base.types import Atom, DType, HostArray, Shape, Value
 from jmask._kernels import tuning
 from jmask._kernels.bag_sum import are_many, bag_sum, most_columns
 from jmask._kernels.gathered_rows import GatheredRows, Rows, joined_rows, pays
@@ -50,9 +49,9 @@ class Product:
         dtype: of the result; the product is computed in the dtype of its factors.
     """
 
-    factors: tuple[tuple[Any, Shape], ...]
+    factors: tuple[tuple[jax.Array | HostArray, Shape], ...]
     shape: Shape
-    dtype: np.dtype
+    dtype: DType
 
     @property
     def is_exact(self) -> bool:
@@ -157,7 +156,7 @@ class Gathered:
     index: jax.Array | None
     weight: jax.Array | None
     entries: Shape
-    dtype: np.dtype
+    dtype: DType
     outside: jax.Array | None = None
     is_alone: bool = False
     factors: int = 0
@@ -310,7 +309,7 @@ def rows_added(eqn: JaxprEqn, updates: jax.Array) -> GatheredRows | None:
 
 
 def sum_of_lookups(
-    eqn: JaxprEqn, name: str, inputs: Sequence[Any], uses: Counter[Any]
+    eqn: JaxprEqn, name: str, inputs: Sequence[Value], uses: Counter[Atom]
 ) -> jax.Array | None:
     """Return what an equation makes, if it sums rows that nothing else needs."""
     sums_of = SUMS.get(name)
@@ -353,13 +352,13 @@ _Sum = tuple[int, Shape, Shape, jax.Array | None]
 of one sum, and weights (*kept, *summed)."""
 
 
-def _reduce_sum(eqn: JaxprEqn, inputs: Sequence[Any]) -> Iterator[_Sum]:
+def _reduce_sum(eqn: JaxprEqn, inputs: Sequence[Value]) -> Iterator[_Sum]:
     known, axes = FACTS.of(inputs[0]), tuple(sorted(parameter(eqn, "axes")))
     if isinstance(known, Gathered) and axes:
         yield 0, tuple(d for d in range(len(known.entries)) if d not in axes), axes, None
 
 
-def _weighted_sum(eqn: JaxprEqn, inputs: Sequence[Any]) -> Iterator[_Sum]:
+def _weighted_sum(eqn: JaxprEqn, inputs: Sequence[Value]) -> Iterator[_Sum]:
     """Find rows and weights of entries, as in `jnp.einsum("bld,bl->bd", rows, weights)`."""
     contracted, batch = parameter(eqn, "dimension_numbers")
     for which in (0, 1):

@@ -17,12 +17,12 @@ kind of value. Two passes:
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,8 +57,8 @@ from jmask._base.forms import (
     what_is_unknown,
     within,
 )
-from jmask._base.jaxprs import side_by_side
-from jmask._base.types import Atom, Value
+from jmask._base.jaxprs import read, side_by_side
+from jmask._base.types import Atom, Shape, Value
 from jmask._kernels.bag_sum import BAG_SUM
 
 # The user's line in a fallback warning must not be a line of this library.
@@ -74,7 +74,7 @@ _CALLS = (*CALLS, *REMATS)
 _ROW_MAKERS = ("scatter-add", "dynamic_update_slice", "pad", "bcoo_dot_general")
 
 Flags = Sequence[bool]
-Values = Sequence[Any]
+Values = Sequence[Value]
 Outputs = Value | list[Value] | None
 
 
@@ -83,15 +83,15 @@ class Rule:
     """How one primitive treats demanded variables.
 
     Attributes:
-        demand: (eqn, wanted outputs, interpreter, definitions) -> wanted inputs, as
-            flags; `definitions` maps a variable to the equation that made it.
-        apply: (eqn, inputs, wanted outputs, interpreter) -> the output, a list of several, or
-            None to run the primitive on dense inputs. Outputs of other shapes or dtypes than
-            the equation has count as None.
+        demand: takes wanted outputs and the equation that made each variable; returns wanted
+            inputs.
+        apply: takes inputs and wanted outputs; returns the output, a list of several, or None
+            to run the primitive on dense inputs. Outputs of other shapes or dtypes than the
+            equation has count as None.
     """
 
-    demand: Callable[..., Sequence[bool]]
-    apply: Callable[..., Outputs]
+    demand: Callable[[JaxprEqn, Flags, "Interpreter", dict[Var, JaxprEqn]], Flags]
+    apply: Callable[[JaxprEqn, Values, Flags, "Interpreter"], Outputs]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,14 +111,14 @@ class Demand:
     live: list[JaxprEqn]
     definitions: dict[Var, JaxprEqn]
 
-    def of(self, variables: Sequence[Any]) -> list[bool]:
+    def of(self, variables: Sequence[Atom]) -> list[bool]:
         return [not isinstance(v, Literal) and v in self.wanted for v in variables]
 
-    def calls(self, variables: Sequence[Any]) -> list[int]:
+    def calls(self, variables: Sequence[Atom]) -> list[int]:
         """Return how many calls to enter on the way to each variable; -1: not followed."""
         return [-1 if isinstance(v, Literal) else self.followed.get(v, -1) for v in variables]
 
-    def follow(self, variables: Sequence[Any], calls: Sequence[int]) -> None:
+    def follow(self, variables: Sequence[Atom], calls: Sequence[int]) -> None:
         """Enter so many calls on the way to these variables."""
         for v, count in zip(variables, calls, strict=True):
             if not isinstance(v, Literal) and count >= 0:
@@ -127,10 +127,9 @@ class Demand:
 
 @dataclasses.dataclass(frozen=True)
 class Interpreter:
-    """Runs jaxprs by a table of rules, one rule for each primitive name.
+    """Runs jaxprs by a table of rules, one for each primitive name.
 
     Attributes:
-        rules: by name.
         branching: axes of a `shard_map` along which devices may be in different branches.
     """
 
@@ -177,20 +176,18 @@ class Interpreter:
     def run(
         self,
         jaxpr: Jaxpr,
-        consts: Sequence[Any],
-        inputs: Sequence[Any],
+        consts: Sequence[Value],
+        inputs: Sequence[Value],
         wanted_outputs: Flags,
         calls: Sequence[int] | None = None,
-    ) -> list[Any]:
+    ) -> list[Value]:
         """Return the outputs of `jaxpr`, wanted ones possibly symbolic: the forward pass."""
         demand = self.demand(jaxpr, wanted_outputs, calls)
-        values: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        values: dict[Var, Value] = dict(zip(jaxpr.constvars, consts, strict=True))
         values.update(zip(jaxpr.invars, inputs, strict=True))
         operands = [v for eqn in demand.live for v in eqn.invars] + jaxpr.outvars
-        uses = Counter(v for v in operands if not isinstance(v, Literal))
-
-        def read(v: Atom) -> Value:
-            return v.val if isinstance(v, Literal) else values[v]
+        uses: Counter[Atom] = Counter(v for v in operands if not isinstance(v, Literal))
+        value_of = functools.partial(read, values)
 
         # Bag sums of several tables that do not need each other run in one loop.
         for eqn, *others in side_by_side(demand.live, BAG_SUM.primitive.name):
@@ -200,14 +197,14 @@ class Interpreter:
                     x
                     for eqn in eqns
                     for x in sums_through_views(
-                        eqn, [self.dense(read(v), eqn) for v in eqn.invars]
+                        eqn, [self.dense(value_of(v), eqn) for v in eqn.invars]
                     )
                 ]
                 sums = BAG_SUM.joined([eqn.params for eqn in eqns], given)
                 results = (v for eqn in eqns for v in eqn.outvars)
                 values.update(zip(results, sums, strict=True))
                 continue
-            name, arguments = name_of(eqn), [read(v) for v in eqn.invars]
+            name, arguments = name_of(eqn), [value_of(v) for v in eqn.invars]
             outputs_wanted = demand.of(eqn.outvars)
             stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
             traceback = eqn.source_info.traceback
@@ -242,11 +239,11 @@ class Interpreter:
                         note_facts(eqn, name, arguments, outputs[0], uses, is_scattered)
                     note_view(eqn, name, arguments, outputs)
             values.update(zip(eqn.outvars, outputs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        return [value_of(v) for v in jaxpr.outvars]
 
     def _run_wanted(
-        self, eqn: JaxprEqn, name: str, arguments: list[Any], wanted: Flags
-    ) -> list[Any]:
+        self, eqn: JaxprEqn, name: str, arguments: list[Value], wanted: Flags
+    ) -> list[Value]:
         """Return the outputs of an equation, symbolic where its rule keeps them so."""
         rule = self.rules.get(name)
         if name != eqn.primitive.name:  # of a form that is not known
@@ -262,7 +259,7 @@ class Interpreter:
                 return outputs
         return self.run_dense(eqn, arguments)
 
-    def run_dense(self, eqn: JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+    def run_dense(self, eqn: JaxprEqn, arguments: Sequence[Value]) -> list[jax.Array]:
         """Run the equation itself, on arrays."""
         arguments = self._as_arrays(eqn, arguments)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in arguments) and not holds_jaxprs(
@@ -273,7 +270,7 @@ class Interpreter:
         outputs = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(eqn.params))
         return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
-    def _as_arrays(self, eqn: JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
+    def _as_arrays(self, eqn: JaxprEqn, arguments: Sequence[Value]) -> list[Value]:
         """Return arguments as arrays, in a `shard_map` typed as `eqn` was traced for."""
         arrays = [self.dense(x, eqn) for x in arguments]
         return [
@@ -309,7 +306,7 @@ def report_dense(value: Value, eqn: JaxprEqn, reason: str, remedy: str = "") -> 
     )
 
 
-def makes_rows(eqn: JaxprEqn, shape: tuple[int, ...] | None = None) -> bool:
+def makes_rows(eqn: JaxprEqn, shape: Shape | None = None) -> bool:
     """Decide whether an equation, or what it runs, writes rows of arrays of this shape."""
     return any(
         e.primitive.name in _ROW_MAKERS and shape in (None, aval_of(e.outvars[0]).shape)
@@ -317,7 +314,7 @@ def makes_rows(eqn: JaxprEqn, shape: tuple[int, ...] | None = None) -> bool:
     )
 
 
-def nothing_to_do(jaxpr: Jaxpr, inputs: Sequence[Any]) -> bool:
+def nothing_to_do(jaxpr: Jaxpr, inputs: Sequence[Value]) -> bool:
     """Decide whether an equation that runs `jaxpr` may be run as it is."""
     return not any(map(makes_rows, jaxpr.eqns)) and not any(
         isinstance(x, RowSum) for x in inputs
@@ -339,7 +336,7 @@ def is_slow_gather(eqn: JaxprEqn) -> bool:
     return gather_of(eqn).is_slow_copy(aval_of(eqn.invars[0]))
 
 
-def _is_entered(eqn: JaxprEqn, arguments: Sequence[Any], demand: Demand) -> bool:
+def _is_entered(eqn: JaxprEqn, arguments: Sequence[Value], demand: Demand) -> bool:
     """Decide whether a call is run equation by equation: wanted values or rows are made in it.
 
     It may look up rows, or make those that are scattered.
@@ -361,10 +358,10 @@ def _is_entered(eqn: JaxprEqn, arguments: Sequence[Any], demand: Demand) -> bool
     return bool(lookups) if is_traced else any(map(is_slow_gather, lookups))
 
 
-def _behind_a_barrier(inputs: Values) -> list[Any]:
+def _behind_a_barrier(inputs: Values) -> list[Value]:
     """Return the inputs of a `remat`, so that it is not merged with the forward pass."""
     # In a `shard_map` all that goes through one barrier comes out typed alike.
-    groups: dict[Any, dict[int, jax.Array]] = {}
+    groups: dict[frozenset[str], dict[int, jax.Array]] = {}
     for i, x in enumerate(inputs):
         # What is made of tables is read from these, and a barrier would need it whole.
         if isinstance(x, jax.Array) and not is_made_of_tables(x):
@@ -376,7 +373,7 @@ def _behind_a_barrier(inputs: Values) -> list[Any]:
     return [behind.get(i, x) for i, x in enumerate(inputs)]
 
 
-def _marked(variables: Sequence[Any], flags: Flags) -> set[Var]:
+def _marked(variables: Sequence[Atom], flags: Flags) -> set[Var]:
     """Return the variables with a flag, literals apart."""
     pairs = zip(variables, flags, strict=True)
     return {v for v, flag in pairs if flag and not isinstance(v, Literal)}

@@ -2,27 +2,24 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
 import jax
 
 from jmask._autodiff import value_and_grad as autodiff
-from jmask._base.types import KeyPath, PyTree
+from jmask._base.types import Argnums, Function, KeyPath, Options, PyTree, PyTreeDef
 from jmask._base.validation import check_flag, shown
-
-Argnums = Any  # a position, an `nnx.DiffState`, or a sequence of them
 
 
 def value_and_grad(
-    f: Callable[..., Any] | None = None,
+    f: Function | None = None,
     *,
     argnums: Argnums = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[..., Any]:
+) -> Function:
     """Differentiate as `nnx.value_and_grad`, with row-sparse gradients of looked-up tables.
 
     Args:
@@ -68,7 +65,7 @@ def value_and_grad(
     nnx = _flax_nnx()
     check_flag("has_aux", has_aux)
     wanted = _filters(nnx, argnums)
-    options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux}
+    options: Options = {"argnums": argnums, "has_aux": has_aux}
     options |= {"holomorphic": holomorphic, "allow_int": allow_int}
     if f is None:
         return functools.partial(value_and_grad, **options)
@@ -76,12 +73,12 @@ def value_and_grad(
         raise TypeError(f"`f` must be a function, got {shown(f)}.")
 
     @functools.wraps(f)
-    def value_and_grad_of_f(*args: Any, **kwargs: Any) -> Any:
+    def value_and_grad_of_f(*args: PyTree, **kwargs: PyTree) -> PyTree:
         args, kwargs = _by_position(f, max(wanted, default=-1), args, kwargs)
         arguments = _Arguments(nnx, args, kwargs, wanted)
 
         @functools.wraps(f)
-        def with_state(*parameters: Any) -> PyTree:
+        def with_state(*parameters: PyTree) -> PyTree:
             nodes, (args, kwargs) = arguments.merged(parameters)
             result = f(*args, **kwargs)
             is_pair = has_aux and isinstance(result, tuple) and len(result) == 2
@@ -102,13 +99,13 @@ def value_and_grad(
 
 
 def grad(
-    f: Callable[..., Any] | None = None,
+    f: Function | None = None,
     *,
     argnums: Argnums = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[..., Any]:
+) -> Function:
     """Differentiate as `nnx.grad`, with row-sparse gradients of looked-up tables.
 
     See `value_and_grad` for arguments, errors and what is updated in place.
@@ -123,14 +120,14 @@ def grad(
         >>> jmask.nnx.grad(lambda m: jnp.sum(m(jnp.array([1, 1]))))(embed)["embedding"][...]
         RowSparse(float32[1000, 2], nse=2)
     """
-    options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux}
+    options: Options = {"argnums": argnums, "has_aux": has_aux}
     options |= {"holomorphic": holomorphic, "allow_int": allow_int}
     run = value_and_grad(f, **options)
     if f is None:
         return functools.partial(grad, **options)
 
     @functools.wraps(f)
-    def grad_of_f(*args: Any, **kwargs: Any) -> Any:
+    def grad_of_f(*args: PyTree, **kwargs: PyTree) -> PyTree:
         value, gradient = run(*args, **kwargs)
         return (gradient, value[1]) if has_aux else gradient
 
@@ -148,13 +145,13 @@ class _Arguments:
     def __init__(
         self,
         nnx: ModuleType,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        wanted: dict[int, Any],
+        args: tuple[PyTree, ...],
+        kwargs: Options,
+        wanted: dict[int, object],
     ) -> None:
         self.nnx, self.wanted = nnx, wanted
-        self.is_node = functools.partial(_is_node, nnx)
-        self.tree: Any
+        self.is_node = lambda x: isinstance(x, nnx.Pytree | nnx.Variable)
+        self.tree: PyTreeDef
         self.leaves, self.tree = jax.tree.flatten((args, kwargs), is_leaf=self.is_node)
         paths = jax.tree.leaves_with_path((args, kwargs), is_leaf=self.is_node)
         # The argument that each leaf is of; -1 is for those by keyword.
@@ -183,9 +180,13 @@ class _Arguments:
             leaves[place] = params[number] if number in params else nnx.State({})
         whole, _ = self.tree.unflatten(leaves)
         self.parameters = [x if i in wanted else None for i, x in enumerate(whole)]
-        self.trees: list[Any] = [jax.tree.structure(x, is_leaf=self.is_node) for x in args]
+        self.trees: list[PyTreeDef] = [
+            jax.tree.structure(x, is_leaf=self.is_node) for x in args
+        ]
 
-    def merged(self, parameters: Sequence[Any]) -> tuple[Any, Any]:
+    def merged(
+        self, parameters: Sequence[PyTree]
+    ) -> tuple[PyTree, tuple[Sequence[PyTree], Options]]:
         """Return the nodes of parameters, new objects, and (args, kwargs) with them."""
         leaves, place = list(self.leaves), 0
         for tree, part in zip(self.trees, parameters, strict=True):
@@ -204,7 +205,7 @@ class _Arguments:
             leaves[i] = node
         return nodes, self.tree.unflatten(leaves)
 
-    def written(self, nodes: PyTree, parameters: Sequence[Any]) -> PyTree:
+    def written(self, nodes: PyTree, parameters: Sequence[PyTree]) -> PyTree:
         """Return the state of nodes: all but parameters that are as they were given."""
         given = {id(x) for x in jax.tree.leaves(parameters)}
         state = self.nnx.to_flat_state(self.nnx.state(nodes))
@@ -222,13 +223,9 @@ class _Arguments:
         self.nnx.update(self.nodes, state)
 
 
-def _is_node(nnx: ModuleType, x: object) -> bool:
-    return isinstance(x, nnx.Pytree | nnx.Variable)
-
-
-def _filters(nnx: ModuleType, argnums: Argnums) -> dict[int, Any]:
+def _filters(nnx: ModuleType, argnums: Argnums) -> dict[int, object]:
     """Return the filter of each argument to differentiate, or None for `nnx.Param`."""
-    wanted: dict[int, Any] = {}
+    wanted: dict[int, object] = {}
     for x in argnums if isinstance(argnums, Sequence) else (argnums,):
         number, kind = (x.argnum, x.filter) if isinstance(x, nnx.DiffState) else (x, None)
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
@@ -243,8 +240,8 @@ def _filters(nnx: ModuleType, argnums: Argnums) -> dict[int, Any]:
 
 
 def _by_position(
-    f: Callable[..., Any], last: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    f: Function, last: int, args: tuple[PyTree, ...], kwargs: Options
+) -> tuple[tuple[PyTree, ...], Options]:
     """Return arguments with those to differentiate by position, as nnx takes them."""
     if last < len(args):
         return args, kwargs

@@ -12,8 +12,7 @@ in the program. What no rule knows is an array.
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,7 @@ from jmask._autodiff.gathered_rows import (
 from jmask._base.array_types import is_known
 from jmask._base.forms import aval_of, parameter
 from jmask._base.row_ids import canonical
-from jmask._base.types import Atom, Value
+from jmask._base.types import Atom, Function, Value
 from jmask._kernels.gather import Gather
 
 # Longer products are arrays. Programs multiply an array by few others before they sum it, and
@@ -143,13 +142,9 @@ def _convert(eqn: JaxprEqn, x: Operand) -> Fact | None:
     if isinstance(known, Product) and len(known.factors) == 1 and known.is_exact:
         ((array, dims),) = known.factors
         return Product(((array.astype(dtype), dims),), known.shape, dtype)
-    if (
-        not isinstance(known, Product | Gathered)
-        or not known.is_exact
-        or not jnp.issubdtype(dtype, jnp.floating)
-    ):
+    if not isinstance(known, Product | Gathered) or not known.is_exact:
         return None
-    if not jnp.issubdtype(known.dtype, jnp.floating):
+    if not all(jnp.issubdtype(x, jnp.floating) for x in (known.dtype, dtype)):
         return None
     if isinstance(known, Gathered) and known.weight is None and known.pays:
         return dataclasses.replace(known, source=known.source.astype(dtype), dtype=dtype)
@@ -266,7 +261,7 @@ def _select(eqn: JaxprEqn, which: Operand, *cases: Operand) -> Fact | None:
     return None
 
 
-_RULES: dict[str, Callable[..., Fact | None]] = {
+_RULES: dict[str, Function] = {
     "add_any": _add,
     "broadcast_in_dim": _broadcast,
     "convert_element_type": _convert,
@@ -292,9 +287,9 @@ FOLLOWED = frozenset(_RULES)
 def note_facts(
     eqn: JaxprEqn,
     name: str,
-    inputs: Sequence[Any],
+    inputs: Sequence[Value],
     output: Value,
-    uses: Counter[Any],
+    uses: Counter[Atom],
     is_scattered: bool,
 ) -> None:
     """Note what an equation adds to what is known of its operands.
@@ -333,7 +328,7 @@ def note_facts(
         FACTS.note(output, fact)
 
 
-def note_uses(eqn: JaxprEqn, inputs: Sequence[Any], uses: Counter[Any]) -> None:
+def note_uses(eqn: JaxprEqn, inputs: Sequence[Value], uses: Counter[Atom]) -> None:
     """Note which operands of a call are needed outside of it as well."""
     for v, x in zip(eqn.invars, inputs, strict=True):
         known = FACTS.of(x)

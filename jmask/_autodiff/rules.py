@@ -24,12 +24,12 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Var
+from jax.typing import ArrayLike
 
 from jmask._autodiff.gathered_rows import rows_added
 from jmask._autodiff.interpreter import (
@@ -64,7 +64,7 @@ from jmask._autodiff.values import (
 from jmask._base.array_types import adds_when_cast
 from jmask._base.forms import aval_of, name_of, parameter
 from jmask._base.jaxprs import bound
-from jmask._base.types import Atom, Value
+from jmask._base.types import ArrayFunction, Atom, Value
 from jmask._kernels.gathered_rows import GATHERED
 
 
@@ -76,31 +76,26 @@ def _zero_rows(eqn: JaxprEqn) -> RowSum:
 # --- demand: which inputs may be symbolic ------------------------------------------------
 
 
-def _all(eqn: JaxprEqn, *_: Any) -> list[bool]:
-    return [True] * len(eqn.invars)
+def _inputs(count: float) -> Callable[[JaxprEqn, Flags, Interpreter, object], list[bool]]:
+    """Want the first `count` inputs, as far as there are any; all others are to be arrays."""
+    return lambda eqn, *_: [i < count for i in range(len(eqn.invars))]
 
 
-def _first(eqn: JaxprEqn, *_: Any) -> list[bool]:
-    return [True] + [False] * (len(eqn.invars) - 1)
+none_wanted, _first, _first_two, _all = map(_inputs, (0, 1, 2, math.inf))
 
 
-def none_wanted(eqn: JaxprEqn, *_: Any) -> list[bool]:
-    """Want no input: each is to be an array."""
-    return [False] * len(eqn.invars)
-
-
-def same_wanted(eqn: JaxprEqn, wanted: Sequence[bool], *_: Any) -> list[bool]:
+def same_wanted(eqn: JaxprEqn, wanted: Sequence[bool], *_: object) -> list[bool]:
     """Want input i where output i is wanted."""
     return list(wanted)
 
 
-def _first_wanted(eqn: JaxprEqn, *_: Any) -> list[bool]:
+def _first_wanted(eqn: JaxprEqn, *_: object) -> list[bool]:
     """Want the operand of a change of shape: if it keeps no rows, it is dense, and said."""
     is_array = bool(aval_of(eqn.invars[0]).shape) and bool(aval_of(eqn.outvars[0]).shape)
     return [is_array] + [False] * (len(eqn.invars) - 1)
 
 
-def _summing_rows(eqn: JaxprEqn, *_: Any) -> list[bool]:
+def _summing_rows(eqn: JaxprEqn, *_: object) -> list[bool]:
     """Want no sum over rows, as of the cotangent of logits: it is no gradient of a table."""
     shape, axes = aval_of(eqn.invars[0]).shape, parameter(eqn, "axes")
     return [0 not in axes or all(shape[d] == 1 for d in axes)]
@@ -110,26 +105,20 @@ def _cuts(eqn: JaxprEqn) -> bool:
     return any(low < 0 or high < 0 for low, high, _ in parameter(eqn, "padding_config"))
 
 
-def _padded(*_: object) -> list[bool]:
-    return [True, False]
-
-
-def _operand_and_update(eqn: JaxprEqn, *_: Any) -> list[bool]:
-    return [True, True] + [False] * (len(eqn.invars) - 2)
-
-
-def _cases(eqn: JaxprEqn, *_: Any) -> list[bool]:
+def _cases(eqn: JaxprEqn, *_: object) -> list[bool]:
     by_scalar = aval_of(eqn.invars[0]).shape == ()
     return [False] + [by_scalar] * (len(eqn.invars) - 1)
 
 
-def _scaled(eqn: JaxprEqn, wanted: Flags, _: object, definitions: dict) -> list[bool]:
+def _scaled(
+    eqn: JaxprEqn, wanted: Flags, _: object, definitions: dict[Var, JaxprEqn]
+) -> list[bool]:
     """Want an operand of a product where the other one is a scalar."""
 
     def is_scalar(v: Atom) -> bool:
         if aval_of(v).shape == ():
             return True
-        maker = definitions.get(v)
+        maker = None if isinstance(v, Literal) else definitions.get(v)
         return (
             maker is not None
             and name_of(maker) == "broadcast_in_dim"
@@ -208,7 +197,9 @@ def _pad(eqn: JaxprEqn, inputs: Values, wanted: Flags, interpreter: Interpreter)
     return None if _cuts(eqn) else padded_rows(eqn, interpreter.dense(operand, eqn))
 
 
-def _moving(move: Callable[[JaxprEqn, RowSum], Outputs]) -> Callable[..., Outputs]:
+def _moving(
+    move: Callable[[JaxprEqn, RowSum], Outputs],
+) -> Callable[[JaxprEqn, Values, Flags, Interpreter], Outputs]:
     """Return the rule of an equation that moves the rows of its operand."""
 
     def apply(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
@@ -339,7 +330,7 @@ def _divide(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
 
 
 def _times(
-    eqn: JaxprEqn, x: Value, number: Any | None, operation: Callable[..., jax.Array]
+    eqn: JaxprEqn, x: Value, number: ArrayLike | None, operation: ArrayFunction
 ) -> Outputs:
     if not isinstance(x, RowSum) or number is None:
         return None
@@ -397,8 +388,8 @@ def _barrier(eqn: JaxprEqn, inputs: Values, *_: object) -> Outputs:
 EQUATION_RULES: dict[str, Rule] = {
     "broadcast_in_dim": Rule(_first_wanted, _broadcast),
     "scatter-add": Rule(_first, _scatter_add),
-    "dynamic_update_slice": Rule(_operand_and_update, _dynamic_update_slice),
-    "pad": Rule(_padded, _pad),
+    "dynamic_update_slice": Rule(_first_two, _dynamic_update_slice),
+    "pad": Rule(_first, _pad),
     "bcoo_dot_general": Rule(none_wanted, _sparse_product),
     "add_any": Rule(_all, _add),
     "add": Rule(_all, _add),

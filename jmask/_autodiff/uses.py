@@ -75,8 +75,7 @@ def refined_reports(
     rows: nothing was reported of it, and it is here if the table is large.
 
     Args:
-        jaxpr: the gradient program.
-        gradients_of: returns the gradients of its inputs.
+        gradients_of: returns the gradients of the inputs of the gradient program.
         reports: of running it. Those about a table tell it by its shape alone.
     """
     inputs = [aval_of(v) for v in jaxpr.invars]

@@ -10,7 +10,7 @@ a table's gradient as (ids, rows); see `interpreter`.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import Literal, ParamSpec, overload
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from jmask._autodiff.views import note_tables
 from jmask._base.array_types import on_explicit_mesh
 from jmask._base.fallback import collected, expect_dense, report_fallback
 from jmask._base.forms import drops_rules
-from jmask._base.types import PyTree
+from jmask._base.types import Function, Gradients, Options, PyTree, PyTreeDef, Value
 from jmask._base.validation import (
     KEEP_ARRAYS,
     Model,
@@ -48,41 +48,42 @@ from jmask._tables.stored_table import is_tensor_or_table
 _KEEP_ARRAYS = (
     f"{KEEP_ARRAYS}; jmask.nnx.value_and_grad and jmask.nnx.grad take a whole model of flax nnx"
 )
+P = ParamSpec("P")
 _INTERPRETER = Interpreter({**EQUATION_RULES, **CONTROL_FLOW_RULES, **COLLECTIVE_RULES})
 
 
 @overload
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, PyTree],
     argnums: int | Sequence[int] = ...,
     has_aux: Literal[False] = ...,
     holomorphic: bool = ...,
     allow_int: bool = ...,
-) -> Callable[..., tuple[jax.Array, Any]]: ...
+) -> Callable[P, tuple[jax.Array, Gradients]]: ...
 @overload
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, PyTree],
     argnums: int | Sequence[int] = ...,
     *,
     has_aux: Literal[True],
     holomorphic: bool = ...,
     allow_int: bool = ...,
-) -> Callable[..., tuple[tuple[jax.Array, Any], Any]]: ...
+) -> Callable[P, tuple[tuple[jax.Array, PyTree], Gradients]]: ...
 @overload
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, PyTree],
     argnums: int | Sequence[int] = ...,
     has_aux: bool = ...,
     holomorphic: bool = ...,
     allow_int: bool = ...,
-) -> Callable[..., tuple[Any, Any]]: ...
+) -> Callable[P, tuple[PyTree, Gradients]]: ...
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, PyTree],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[P, tuple[PyTree, Gradients]]:
     """Differentiate as `jax.value_and_grad`, with row-sparse gradients of looked-up tables.
 
     A parameter whose gradient is a sum of lookups (`t[ids]`, `jnp.take`, flax and equinox
@@ -137,7 +138,7 @@ def value_and_grad(
     check_flag("allow_int", allow_int)
 
     @functools.wraps(fun, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
-    def value_and_grad_of_fun(*args: Any, **kwargs: Any) -> Any:
+    def value_and_grad_of_fun(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, Gradients]:
         numbers = _positions(argnums, args)
         value, gradients = value_and_gradients(
             fun, numbers, has_aux, args, kwargs, holomorphic=holomorphic, allow_int=allow_int
@@ -150,28 +151,28 @@ def value_and_grad(
 
 @overload
 def grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, PyTree],
     argnums: int | Sequence[int] = ...,
     *,
     has_aux: Literal[True],
     holomorphic: bool = ...,
     allow_int: bool = ...,
-) -> Callable[..., tuple[Any, Any]]: ...
+) -> Callable[P, tuple[Gradients, PyTree]]: ...
 @overload
 def grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, PyTree],
     argnums: int | Sequence[int] = ...,
     has_aux: bool = ...,
     holomorphic: bool = ...,
     allow_int: bool = ...,
-) -> Callable[..., Any]: ...
+) -> Callable[P, Gradients]: ...
 def grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, PyTree],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[P, Gradients]:
     """Differentiate as `jax.grad`, with row-sparse gradients of looked-up tables.
 
     See `value_and_grad` for arguments, errors and warnings.
@@ -188,7 +189,7 @@ def grad(
     run = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int)
 
     @functools.wraps(fun, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
-    def grad_of_fun(*args: Any, **kwargs: Any) -> Any:
+    def grad_of_fun(*args: P.args, **kwargs: P.kwargs) -> Gradients:
         value, gradient = run(*args, **kwargs)
         return (gradient, value[1]) if has_aux else gradient
 
@@ -196,15 +197,15 @@ def grad(
 
 
 def value_and_gradients(
-    fun: Callable[..., Any],
+    fun: Function,
     numbers: tuple[int, ...],
     has_aux: bool,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    finished: Callable[[Any], Any] | None = None,
+    args: tuple[PyTree, ...],
+    kwargs: Options,
+    finished: Callable[[Value], PyTree] | None = None,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> tuple[Any, tuple[Any, ...]]:
+) -> tuple[PyTree, tuple[Gradients, ...]]:
     """Return the value (and aux), and a gradient for each of the positions `numbers`.
 
     `finished` makes what is returned of each result of the gradient program: by default an
@@ -231,15 +232,13 @@ def value_and_gradients(
         return value, tuple(models[number].gradient(x) for number, x in pairs)
 
 
-def function_of_parameters(
-    fun: Callable[..., Any], models: dict[int, Model]
-) -> Callable[..., Any]:
+def function_of_parameters(fun: Function, models: dict[int, Model]) -> Function:
     """Return `fun` as a function of the parameters of models, by their position."""
     if not any(model.others for model in models.values()):
         return fun
 
     @functools.wraps(fun)
-    def parameter_function(*args: Any, **kwargs: Any) -> Any:
+    def parameter_function(*args: PyTree, **kwargs: PyTree) -> PyTree:
         whole = (models[i].with_parameters(x) if i in models else x for i, x in enumerate(args))
         return fun(*whole, **kwargs)
 
@@ -248,13 +247,13 @@ def function_of_parameters(
 
 def _value_and_results(
     has_aux: bool,
-    kwargs: dict[str, Any],
+    kwargs: Options,
     holomorphic: bool,
-    fun: Callable[..., Any],
+    fun: Function,
     numbers: tuple[int, ...],
-    args: tuple[Any, ...],
+    args: tuple[PyTree, ...],
     nested: bool = False,
-) -> tuple[Any, tuple[Any, ...]]:
+) -> tuple[PyTree, tuple[Gradients, ...]]:
     """Return the value (and aux), and the gradients as the gradient program leaves them.
 
     If it is `nested`, a further derivative of a stored table will be taken.
@@ -262,14 +261,14 @@ def _value_and_results(
     loss = checked_loss(fun, numbers, has_aux)
     stock = jax.value_and_grad(loss, numbers, has_aux, holomorphic=holomorphic)
     differentiated = tuple(args[number] for number in numbers)
-    structure: Any = None
-    static: dict[int, Any] = {}
+    structure: PyTreeDef | None = None
+    static: dict[int, PyTree] = {}
 
     # The gradient program is a function of the differentiated arguments alone. All others are
     # closed over, so they may be anything, as in JAX. What `fun` returns without having
     # computed it (strings and numbers in `aux`) does not go through the program: it is
     # remembered here.
-    def trace(*differentiated: Any) -> tuple[list[Any], tuple[Any, ...]]:
+    def trace(*differentiated: PyTree) -> tuple[list[jax.Array], tuple[Gradients, ...]]:
         nonlocal structure, static
         new = dict(zip(numbers, differentiated, strict=True))
         value, gradients = stock(*(new.get(i, x) for i, x in enumerate(args)), **kwargs)
@@ -336,7 +335,7 @@ def _finished(result: PyTree) -> PyTree:
     return result
 
 
-def _positions(argnums: int | Sequence[int], args: tuple[Any, ...]) -> tuple[int, ...]:
+def _positions(argnums: int | Sequence[int], args: tuple[PyTree, ...]) -> tuple[int, ...]:
     numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
     for number in numbers:
         if not isinstance(number, int | np.integer):
@@ -349,7 +348,7 @@ def _positions(argnums: int | Sequence[int], args: tuple[Any, ...]) -> tuple[int
     return tuple(int(number) % len(args) for number in numbers)
 
 
-def _check_argument(fun: Callable[..., Any], number: int, argument: PyTree) -> None:
+def _check_argument(fun: Function, number: int, argument: PyTree) -> None:
     """Refuse a differentiated argument with leaves that have no gradient, by name."""
     for path, leaf in jax.tree.leaves_with_path(argument, is_leaf=is_tensor_or_table):
         if is_tensor_or_table(leaf):

@@ -19,16 +19,16 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from jmask._base.fallback import LARGE
 from jmask._base.row_ids import id_dtype
-from jmask._base.types import ArrayFunction, Shape, Value
+from jmask._base.types import ArrayFunction, DType, Shape, Value
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gathered_rows import gathered, joined, scaled
 from jmask._kernels.rows import split_rows
@@ -90,8 +90,8 @@ class RowSum:
             stacked tables (M, V, *row).
     """
 
-    shape: tuple[int, ...]
-    dtype: np.dtype
+    shape: Shape
+    dtype: DType
     parts: tuple[IdsAndRows, ...] = ()
     looked_up: bool = False
     carry: object | None = None
@@ -103,7 +103,7 @@ class RowSum:
         return math.prod(self.shape[: self.leading])
 
     @property
-    def row(self) -> tuple[int, ...]:
+    def row(self) -> Shape:
         return self.shape[self.leading :]
 
     @property
@@ -145,24 +145,28 @@ class RowSum:
         """Multiply every entry by the same number, as the function does with an array."""
         return self.map_rows(lambda rows: scaled(rows, function))
 
-    def map_rows(self, function: ArrayFunction, **changes: Any) -> "RowSum":
+    def map_rows(
+        self, function: ArrayFunction, shape: Shape | None = None, dtype: DType | None = None
+    ) -> "RowSum":
         """Apply a linear function to all rows, which may change shape and dtype as said.
 
         A carry cannot be changed along: that would have to happen outside the scan.
         """
         refuse(self.carry)
         parts = tuple((ids, function(rows)) for ids, rows in self.parts)
-        return dataclasses.replace(self, parts=parts, **changes)
+        shape = self.shape if shape is None else shape
+        dtype = self.dtype if dtype is None else dtype
+        return dataclasses.replace(self, parts=parts, shape=shape, dtype=dtype)
 
-    def map_sums(self, function: ArrayFunction, **changes: Any) -> "RowSum":
+    def map_sums(self, function: ArrayFunction, dtype: DType | None = None) -> "RowSum":
         """Apply a function that is 0 at 0, linear or not, to every entry of the sum.
 
         Equal ids are summed first.
         """
         if not self.parts:
-            return self.map_rows(function, **changes)
+            return self.map_rows(function, dtype=dtype)
         summed = coalesce_rows(*self.concatenated(), self.count)
-        return dataclasses.replace(self, parts=(summed,)).map_rows(function, **changes)
+        return dataclasses.replace(self, parts=(summed,)).map_rows(function, dtype=dtype)
 
     def broadcast(self, shape: Shape, dimensions: Sequence[int]) -> "RowSum | None":
         """Broadcast the rows, as `lax.broadcast_in_dim` does.
@@ -195,7 +199,6 @@ class RowSum:
         return jnp.concatenate(ids), jnp.concatenate(values)
 
     def added_to(self, dense: jax.Array) -> jax.Array:
-        """Return `dense` plus these rows."""
         if self.leading > 1 and self.parts:
             dense = dense.reshape(self.count, *self.row)
         for ids, rows in self.parts:
@@ -226,11 +229,11 @@ class RowSum:
 class Filled:
     """An array of the given shape, every entry of which is the scalar `value`."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     value: jax.Array
 
     @property
-    def dtype(self) -> np.dtype:
+    def dtype(self) -> DType:
         return self.value.dtype
 
     def todense(self) -> jax.Array:
@@ -261,7 +264,7 @@ def is_not_finite(x: object) -> bool:
     return _is_literal(x) and not np.all(np.isfinite(x))
 
 
-def as_scalar(x: Value) -> Any | None:
+def as_scalar(x: Value) -> ArrayLike | None:
     """Return the scalar that `x` is everywhere, if that is known without looking at values."""
     if isinstance(x, Filled):
         return x.value

@@ -14,8 +14,8 @@ operations jmask keeps to JAX's rule: what goes in varies alike, and so does wha
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
-from jmask._base.types import MeshAxes, PyTree, Shaped
+from jmask._base.types import DType, Function, MeshAxes, PyTree, Shaped
 
 
 @contextlib.contextmanager
@@ -36,12 +36,14 @@ def on_explicit_mesh(tree: PyTree) -> Iterator[None]:
     """
     leaves = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
     shardings = (x.sharding for x in leaves if not isinstance(x, jax.core.Tracer))
-    meshes: set[Any] = {
+    meshes = {
         x.mesh
         for x in shardings
-        if isinstance(x, NamedSharding) and AxisType.Explicit in x.mesh.axis_types
+        if isinstance(x, NamedSharding)
+        and isinstance(x.mesh, Mesh)
+        and AxisType.Explicit in x.mesh.axis_types
     }
-    context: Any = contextlib.nullcontext()
+    context: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if len(meshes) == 1 and jax.sharding.get_abstract_mesh().empty:
         with contextlib.suppress(ValueError):  # while something is traced
             context = jax.set_mesh(meshes.pop())
@@ -51,11 +53,8 @@ def on_explicit_mesh(tree: PyTree) -> Iterator[None]:
 
 def explicit_sharding(*arrays: ArrayLike) -> NamedSharding | None:
     """Return sharding that the type of the first array with explicit axes names, or None."""
-    for array in arrays:
-        sharding = _sharding_of_type(jax.typeof(array))
-        if sharding is not None:
-            return sharding
-    return None
+    shardings = (_sharding_of_type(jax.typeof(array)) for array in arrays)
+    return next((x for x in shardings if x is not None), None)
 
 
 def _sharding_of_type(shape: Shaped) -> NamedSharding | None:
@@ -66,12 +65,12 @@ def _sharding_of_type(shape: Shaped) -> NamedSharding | None:
     return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
 
 
-def spec_of(array: jax.Array) -> tuple[Any, ...]:
+def spec_of(array: jax.Array) -> tuple[MeshAxes, ...]:
     """Return the axes that shard each dimension by its type: None, a name or several."""
     return _whole_spec(explicit_sharding(array), len(jax.typeof(array).shape))
 
 
-def _whole_spec(sharding: NamedSharding | None, ndim: int) -> tuple[Any, ...]:
+def _whole_spec(sharding: NamedSharding | None, ndim: int) -> tuple[MeshAxes, ...]:
     spec = () if sharding is None else tuple(sharding.spec)
     return spec + (None,) * (ndim - len(spec))
 
@@ -92,7 +91,7 @@ def automatic_mesh(mesh: Mesh | AbstractMesh) -> Mesh:
 
 
 def by_rows(mesh: Mesh | AbstractMesh, axes: MeshAxes, ndim: int) -> NamedSharding:
-    """Return an array (V, *row) with its rows over `axes`; spelled as a step returns it.
+    """Return the sharding of an array (V, *row) by rows over `axes`, as a step returns it.
 
     A step that is given another spelling than it returns is compiled twice.
     """
@@ -100,7 +99,7 @@ def by_rows(mesh: Mesh | AbstractMesh, axes: MeshAxes, ndim: int) -> NamedShardi
     return NamedSharding(mesh, P(axes, *(None,) * (ndim - 1 if is_explicit else 0)))
 
 
-def placed(array: jax.Array, like: NamedSharding, spec: Sequence[Any]) -> jax.Array:
+def placed(array: jax.Array, like: NamedSharding, spec: Sequence[MeshAxes]) -> jax.Array:
     """Shard the array over the axes `spec` of the mesh of `like`, as its type will say."""
     if explicit_sharding(array) is not None and spec_of(array) == tuple(spec):
         return array
@@ -145,11 +144,11 @@ def placed_like(rows: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def automatically(
-    function: Callable[..., Any],
+    function: Function,
     *arrays: jax.Array,
     like: NamedSharding,
-    spec: Iterable[Any],
-) -> Any:
+    spec: Iterable[MeshAxes] | list[tuple[MeshAxes, ...]],
+) -> PyTree:
     """Call `function` with its steps placed by XLA, and its result by `spec`, or by several."""
     placed = lambda spec: NamedSharding(like.mesh, P(*spec))
     result = list(map(placed, spec)) if isinstance(spec, list) else placed(spec)
@@ -158,7 +157,7 @@ def automatically(
     )
 
 
-def without_repetition(spec: Sequence[Any]) -> tuple[Any, ...]:
+def without_repetition(spec: Sequence[MeshAxes]) -> tuple[MeshAxes, ...]:
     """Return the spec with each axis of the mesh at the first dimension that names it."""
     seen: set[str] = set()
     result = []
@@ -261,19 +260,20 @@ def is_complex(x: Shaped | None) -> bool:
     return x is not None and jnp.issubdtype(x.dtype, jnp.complexfloating)
 
 
-def real_dtype(dtype: DTypeLike) -> Any:
+def real_dtype(dtype: DTypeLike) -> DType:
     """Return the dtype of the real part of numbers of `dtype`."""
-    return jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    return jnp.finfo(dtype).dtype if is_complex else jnp.dtype(dtype)
 
 
-def complex_dtype(dtype: DTypeLike) -> Any:
+def complex_dtype(dtype: DTypeLike) -> DType:
     """Return the dtype of pairs of `dtype`: complex64 for two numbers of float32.
 
     Raises:
         TypeError: if no dtype holds such pairs.
     """
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        return dtype
+        return jnp.dtype(dtype)
     if jnp.dtype(dtype).itemsize < 4 or not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
             f"the state of a complex parameter cannot be {jnp.dtype(dtype)}: leave out "
@@ -282,12 +282,12 @@ def complex_dtype(dtype: DTypeLike) -> Any:
     return joint_dtype(dtype, jnp.complex64)
 
 
-def wide(dtype: DTypeLike) -> Any:
+def wide(dtype: DTypeLike) -> DType:
     """Return the dtype to compute in with numbers of `dtype`."""
     return jnp.dtype(jnp.float32) if is_narrow(dtype) else jnp.dtype(dtype)
 
 
-def sum_dtype(dtype: DTypeLike) -> np.dtype:
+def sum_dtype(dtype: DTypeLike) -> DType:
     """Return the dtype to sum in: int32 counts booleans, which add as `or` when cast back."""
     return jnp.dtype(jnp.int32) if dtype == jnp.dtype(bool) else wide(dtype)
 
@@ -297,7 +297,7 @@ def adds_when_cast(old: DTypeLike, new: DTypeLike) -> bool:
     return old == new or all(jnp.issubdtype(dtype, jnp.inexact) for dtype in (old, new))
 
 
-def joint_dtype(*arrays: ArrayLike | DTypeLike) -> np.dtype:
+def joint_dtype(*arrays: ArrayLike | DTypeLike) -> DType:
     """Return dtype of a sum of arrays, also where `jax_numpy_dtype_promotion` refuses one."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*arrays)
@@ -309,12 +309,11 @@ def is_nonzero(x: jax.Array) -> jax.Array:
 
 
 def added(x: ArrayLike, y: ArrayLike) -> jax.Array:
-    """Add in the joint dtype."""
     dtype = joint_dtype(x, y)
     return jnp.asarray(x, dtype) + jnp.asarray(y, dtype)
 
 
-def as_float(count: Any) -> jax.Array:
+def as_float(count: jax.Array) -> jax.Array:
     """Return count as a number that takes on the precision of what it meets, as Python's do."""
     with jax.numpy_dtype_promotion("standard"):
         return count * 1.0
@@ -342,7 +341,7 @@ class ArrayFacts(Generic[Fact]):
     # again.
 
     def __init__(self) -> None:
-        self._facts: dict[int, tuple[weakref.ref[Any], Fact]] = {}
+        self._facts: dict[int, tuple[weakref.ref[jax.Array], Fact]] = {}
 
     def note(self, x: jax.Array, fact: Fact) -> None:
         """Keep a fact about a traced array, in place of what was known of it."""

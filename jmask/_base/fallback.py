@@ -16,9 +16,11 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
+
+_T = TypeVar("_T")
 
 _strict = contextvars.ContextVar("jmask_strict", default=False)
 _muted = contextvars.ContextVar("jmask_muted", default=False)
@@ -40,13 +42,7 @@ _INSTALLED = tuple(
 
 
 class Place(NamedTuple):
-    """A line of the user's code, and the line of an installed package that it led to.
-
-    Attributes:
-        file: of the user's line.
-        line: its number.
-        through: (file, line) in an installed package (flax, equinox), or None.
-    """
+    """A line of the user's code, and that of an installed package (flax) that it led to."""
 
     file: str
     line: int
@@ -81,6 +77,15 @@ class StorageFallbackWarning(UserWarning):
 
 
 @contextlib.contextmanager
+def _set(variable: contextvars.ContextVar[_T], value: _T) -> Iterator[_T]:
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
+
+
+@contextlib.contextmanager
 def strict() -> Iterator[None]:
     """Context in which leaving sparse storage raises instead of warning.
 
@@ -101,32 +106,21 @@ def strict() -> Iterator[None]:
             ...
         jmask.StorageFallbackWarning: ...
     """
-    token = _strict.set(True)
-    try:
+    with _set(_strict, True):
         yield
-    finally:
-        _strict.reset(token)
 
 
-@contextlib.contextmanager
-def muted() -> Iterator[None]:
-    """Context for trial traces, whose fallbacks are reported by the real trace."""
-    token = _muted.set(True)
-    try:
-        yield
-    finally:
-        _muted.reset(token)
+def muted() -> contextlib.AbstractContextManager[bool]:
+    """Return a context for trial traces, whose fallbacks are reported by the real trace."""
+    return _set(_muted, True)
 
 
 @contextlib.contextmanager
 def collected() -> Iterator[list[Fallback]]:
     """Context in which fallbacks are neither warned of nor raised: yields a list of them."""
     reports: list[Fallback] = []
-    token = _collected.set(reports)
-    try:
+    with _set(_collected, reports):
         yield reports
-    finally:
-        _collected.reset(token)
 
 
 def report_fallback(

@@ -18,10 +18,12 @@ To take on a new JAX, run `tests/base/test_forms.py`: it says which primitive ha
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.sharding import PartitionSpec
+
+from jmask._base.types import Argument, Atom, Options, Shaped, Value
 
 # Equations that do no more than run a jaxpr.
 CALLS = (
@@ -36,7 +38,7 @@ CALLS = (
 # The same, recomputed in the backward pass: the name differs between JAX versions.
 REMATS = ("remat2", "remat", "checkpoint")
 
-Opened = tuple[Jaxpr, Sequence[Any]]
+Opened = tuple[Jaxpr, Sequence[Value]]
 """A jaxpr and its constants."""
 
 
@@ -56,11 +58,11 @@ class Form:
     holds: Callable[[JaxprEqn], bool] | None = None
 
 
-def _form(read: str, beside: str = "", holds: Callable[..., Any] | None = None) -> Form:
+def _form(read: str, beside: str = "", holds: Callable[[JaxprEqn], bool] | None = None) -> Form:
     return Form(frozenset(read.split()), frozenset(beside.split()), holds)
 
 
-aval_of: Callable[[Any], Any] = operator.attrgetter("aval")
+aval_of: Callable[[Atom], Shaped] = operator.attrgetter("aval")
 """The abstract array (shape, dtype, ndim) of a variable or literal."""
 
 
@@ -74,18 +76,15 @@ def opened(jaxpr: Jaxpr | ClosedJaxpr) -> Opened:
 
 @dataclasses.dataclass(frozen=True)
 class Scan:
-    """A `scan`: inputs are `consts`, then `carry`, then what is scanned.
+    """A `scan`: inputs are so many `consts`, so many of the `carry`, then what is scanned.
 
-    Attributes:
-        body: runs on consts, carry and one slice of what is scanned.
-        consts, carry: how many of the inputs.
-        how: length, reverse and unroll, as `jax.lax.scan` takes them.
+    `how` is length, reverse and unroll, as `jax.lax.scan` takes them.
     """
 
     body: Opened
     consts: int
     carry: int
-    how: dict[str, Any]
+    how: Options
 
 
 def scan_of(eqn: JaxprEqn) -> Scan:
@@ -101,7 +100,7 @@ def scan_of(eqn: JaxprEqn) -> Scan:
     return Scan((jaxpr, consts), len(eqn.invars) - carry - scanned, carry, how)
 
 
-def _with_an_axis_more(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+def _with_an_axis_more(outer: Sequence[Atom], inner: Sequence[Atom]) -> int:
     pairs = zip(outer, inner, strict=True)
     return sum(len(aval_of(v).shape) == len(aval_of(w).shape) + 1 for v, w in pairs)
 
@@ -131,7 +130,6 @@ class While:
 
 
 def while_of(eqn: JaxprEqn) -> While:
-    """Return the form of a `while`."""
     condition, body = opened(eqn.params["cond_jaxpr"]), opened(eqn.params["body_jaxpr"])
     return While(condition, body, eqn.params["cond_nconsts"], eqn.params["body_nconsts"])
 
@@ -215,9 +213,9 @@ class ShardMap:
     """A `shard_map`: its body on one device, and what else `jax.shard_map` takes."""
 
     body: Opened
-    in_specs: Sequence[Any]
-    out_specs: Sequence[Any]
-    how: dict[str, Any]
+    in_specs: Sequence[PartitionSpec]
+    out_specs: Sequence[PartitionSpec]
+    how: Options
 
 
 def shard_map_of(eqn: JaxprEqn) -> ShardMap:
@@ -238,7 +236,7 @@ def _is_known_shard_map(eqn: JaxprEqn) -> bool:
     return counts == (len(eqn.invars), len(eqn.outvars))
 
 
-def summed_axes(eqn: JaxprEqn) -> Sequence[Any] | None:
+def summed_axes(eqn: JaxprEqn) -> Sequence[str] | None:
     """Return the axes over which a `psum` adds, or None if only within groups of devices."""
     grouped = eqn.params.get("axis_index_groups") is not None
     return None if grouped else eqn.params["axes"]
@@ -376,13 +374,13 @@ def what_is_unknown(eqn: JaxprEqn) -> str:
     return f"this version of jmask does not know `{name}` with these parameters: {given}"
 
 
-def parameter(eqn: JaxprEqn, name: str) -> Any:
+def parameter(eqn: JaxprEqn, name: str) -> Argument:
     """Return a parameter of an equation, one of those that `FORMS` says are read."""
     assert name in FORMS[eqn.primitive.name].read, (eqn.primitive.name, name)
     return eqn.params[name]
 
 
-def compared(eqn: JaxprEqn) -> dict[str, Any]:
+def compared(eqn: JaxprEqn) -> Options:
     """Return the parameters that decide what an equation computes, by name."""
     if eqn.primitive.name == "scan" and name_of(eqn) == "scan":
         scan = scan_of(eqn)

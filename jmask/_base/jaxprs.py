@@ -8,7 +8,7 @@
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
@@ -48,7 +48,7 @@ def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
     consts = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
     eqns: list[JaxprEqn] = []
 
-    def add(jaxpr: Jaxpr, names: dict[Var, Any]) -> list[Any]:
+    def add(jaxpr: Jaxpr, names: dict[Var, Atom]) -> list[Atom]:
         """Add the equations of a jaxpr; what its outputs are called in the program."""
         for eqn in jaxpr.eqns:
             inputs = [names.get(v, v) if isinstance(v, Var) else v for v in eqn.invars]
@@ -57,8 +57,9 @@ def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
                 consts.update(zip(inner.constvars, inner_consts, strict=True))
                 outputs = add(inner, dict(zip(inner.invars, inputs, strict=True)))
             else:  # a jaxpr may be called twice: its variables get new names each time
-                outputs = [Var(v.aval) for v in eqn.outvars]
-                eqns.append(eqn.replace(invars=inputs, outvars=outputs))
+                outvars = [Var(v.aval) for v in eqn.outvars]
+                eqns.append(eqn.replace(invars=inputs, outvars=outvars))
+                outputs = [*outvars]
             names.update(zip(eqn.outvars, outputs, strict=True))
         return [names.get(v, v) if isinstance(v, Var) else v for v in jaxpr.outvars]
 
@@ -67,12 +68,12 @@ def inlined(program: ClosedJaxpr) -> ClosedJaxpr:
     return ClosedJaxpr(jaxpr, list(consts.values()))
 
 
-def read(values: dict[Any, Any], v: Atom) -> Value:
+def read(values: dict[Var, Value], v: Atom) -> Value:
     """Return the value of a variable or literal."""
     return v.val if isinstance(v, Literal) else values[v]
 
 
-def bound(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+def bound(eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     """Bind an equation to `inputs`.
 
     In a `shard_map` arrays are typed as varying over its devices or not, and an operation asks
@@ -89,13 +90,11 @@ def interpret(
     consts: Sequence[_Value],
     inputs: Sequence[_Value],
     rule: Callable[[JaxprEqn, list[_Value]], Sequence[_Value]],
-    literal: Callable[[Any], _Value] = lambda value: value,
+    literal: Callable[[Value], _Value] = lambda value: value,
 ) -> list[_Value]:
     """Return the outputs of a jaxpr on values of any kind.
 
     Args:
-        jaxpr: a program.
-        consts, inputs: the values of its variables.
         rule: (equation, values of its operands) -> values of its results.
         literal: the value that stands for a number in the program.
     """
@@ -106,9 +105,9 @@ def interpret(
 
 def run(
     eqns: Sequence[JaxprEqn],
-    values: dict[Var, Any],
-    rule: Callable[[JaxprEqn, list[Any]], Sequence[Any]] = bound,
-    literal: Callable[[Any], Any] = lambda value: value,
+    values: dict[Var, Value],
+    rule: Callable[[JaxprEqn, list[Value]], Sequence[Value]] = bound,
+    literal: Callable[[Value], Value] = lambda value: value,
 ) -> None:
     """Add the results of equations to `values`; see `interpret`."""
     for eqn in eqns:
@@ -127,7 +126,7 @@ def origins(jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
 
 def forwarded(jaxpr: Jaxpr) -> list[int | None]:
     """Return, for each output of a jaxpr, which input it is unchanged, or None."""
-    inputs: dict[Any, int] = {v: i for i, v in enumerate(jaxpr.invars)}
+    inputs: dict[Var, int] = {v: i for i, v in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         if name_of(eqn) in (*CALLS, *REMATS):
             sources = forwarded(called(eqn)[0])
@@ -142,7 +141,7 @@ def forwarded(jaxpr: Jaxpr) -> list[int | None]:
     return [inputs.get(v) if isinstance(v, Var) else None for v in jaxpr.outvars]
 
 
-def evaluate(program: ClosedJaxpr, *args: Any) -> list[Any]:
+def evaluate(program: ClosedJaxpr, *args: Value) -> list[Value]:
     """Return outputs of a program that was traced for other types of arrays: see `bound`."""
     program = inlined(program)
     return interpret(program.jaxpr, program.consts, args, bound)
@@ -158,7 +157,7 @@ def side_by_side(eqns: Sequence[JaxprEqn], name: str) -> Iterator[list[JaxprEqn]
         yield from ([eqn] for eqn in eqns)
         return
     while eqns:
-        waiting: set[Any] = set()
+        waiting: set[Var] = set()
         chosen: list[JaxprEqn] = []
         later: list[JaxprEqn] = []
         for eqn in eqns:

@@ -14,20 +14,29 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-Definition = Callable[..., list[jax.Array]]
+from jmask._base.types import (
+    Argument,
+    ArraysFunction,
+    Function,
+    JvpArgs,
+    Options,
+    PyTree,
+    PyTreeDef,
+    Shaped,
+    Value,
+)
 
 
-def primitive(name: str, definition: Definition, shapes: Callable[..., list[Any]]) -> Primitive:
+def primitive(name: str, definition: ArraysFunction, shapes: Function) -> Primitive:
     """Make a primitive with several results, and hashable parameters that are given by name.
 
     Args:
-        name: of its equations.
         definition: its results outside jit, under vmap and to derivatives, and on devices
             that no lowering is registered for.
         shapes: the abstract results, of abstract operands.
@@ -39,20 +48,22 @@ def primitive(name: str, definition: Definition, shapes: Callable[..., list[Any]
     # Outside jit a definition is compiled once for each set of parameters, not run by
     # operations.
     @functools.partial(jax.jit, static_argnums=0)
-    def run(how: tuple[tuple[str, Any], ...], *operands: jax.Array) -> list[jax.Array]:
+    def run(how: tuple[tuple[str, Argument], ...], *operands: jax.Array) -> Sequence[jax.Array]:
         return definition(*operands, **dict(how))
 
-    def evaluated(*operands: jax.Array, **how: Any) -> list[jax.Array]:
+    def evaluated(*operands: jax.Array, **how: Argument) -> Sequence[jax.Array]:
         return run(tuple(how.items()), *operands)
 
-    def batched(operands: Sequence[jax.Array], dims: Sequence[int | None], **how: Any) -> Any:
+    def batched(
+        operands: Sequence[jax.Array], dims: Sequence[int | None], **how: Argument
+    ) -> tuple[Sequence[jax.Array], list[int]]:
         # The definition is made of operations that have batching rules; the forms for devices
         # (a scatter with a combiner, a kernel) have none.
         mapped = jax.vmap(functools.partial(definition, **how), in_axes=tuple(dims))
         results = mapped(*operands)
         return results, [0] * len(results)
 
-    def derivative(primals: Sequence[Any], tangents: Sequence[Any], **how: Any) -> Any:
+    def derivative(primals: JvpArgs, tangents: JvpArgs, **how: Argument) -> JvpArgs:
         tangents = tuple(map(ad.instantiate_zeros, tangents))
         defined = functools.partial(definition, **how)
         return made.bind(*primals, **how), jax.jvp(defined, tuple(primals), tangents)[1]
@@ -66,19 +77,20 @@ def primitive(name: str, definition: Definition, shapes: Callable[..., list[Any]
 
 def lower(
     made: Primitive,
-    on_one: Definition,
-    on_several: Definition | None = None,
+    on_one: ArraysFunction,
+    on_several: ArraysFunction | None = None,
     platform: str | None = None,
 ) -> None:
     """Lower it as this, for one platform or for all others.
 
     Args:
-        on_one: on one device.
-        on_several: on several, over which arrays may be sharded; None if it is the same.
+        on_several: on several devices, over which arrays may be sharded; None if as `on_one`.
         platform: a name of JAX's, or "gpu" for those of all GPUs.
     """
 
-    def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **how: Any) -> Any:
+    def rule(
+        ctx: mlir.LoweringRuleContext, *operands: Value, **how: Argument
+    ) -> Sequence[Value]:
         definition = on_one if on_several is None or _is_for_one(ctx) else on_several
         return mlir.lower_fun(definition, multiple_results=True)(ctx, *operands, **how)
 
@@ -115,18 +127,16 @@ CallDefinition = Callable[[Sequence[Call]], Results]
 class GroupedPrimitive(Generic[Call]):
     """A primitive for several calls in one equation, as `primitive` for one.
 
-    Its one parameter, `trees`, holds the structures of the calls.
-
-    Args:
-        name: of its equations.
-        definition: the results of several calls.
-        shapes: the abstract results of one call with abstract operands.
+    Its one parameter, `trees`, holds the structures of the calls; `shapes` are of one call.
     """
 
     def __init__(
-        self, name: str, definition: CallDefinition[Call], shapes: Callable[[Call], list[Any]]
+        self,
+        name: str,
+        definition: CallDefinition[Call],
+        shapes: Callable[[Call], list[Shaped]],
     ) -> None:
-        def all_shapes(*avals: Any, trees: tuple[Any, ...]) -> list[Any]:
+        def all_shapes(*avals: Shaped, trees: tuple[PyTreeDef, ...]) -> list[Shaped]:
             return [x for call in calls_of(trees, avals) for x in shapes(call)]
 
         self.shapes = shapes
@@ -145,7 +155,9 @@ class GroupedPrimitive(Generic[Call]):
         abstract = calls_of(trees, list(map(jax.typeof, operands)))
         return [list(itertools.islice(results, len(self.shapes(x)))) for x in abstract]
 
-    def joined(self, equations: Sequence[Any], operands: Sequence[jax.Array]) -> list[Any]:
+    def joined(
+        self, equations: Sequence[Options], operands: Sequence[jax.Array]
+    ) -> list[jax.Array]:
         """Bind one equation in place of several, given their parameters and all operands."""
         trees = tuple(tree for params in equations for tree in params["trees"])
         return self.primitive.bind(*operands, trees=trees)
@@ -161,14 +173,14 @@ class GroupedPrimitive(Generic[Call]):
         lower(self.primitive, _flat(on_one), several, platform)
 
 
-def calls_of(trees: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+def calls_of(trees: Sequence[PyTreeDef], operands: Sequence[Value]) -> list[PyTree]:
     """Return the calls of an equation: its operands in their structures."""
     remaining = iter(operands)
     return [tree.unflatten(itertools.islice(remaining, tree.num_leaves)) for tree in trees]
 
 
-def _flat(definition: CallDefinition[Call]) -> Definition:
-    def flat(*operands: Any, trees: tuple[Any, ...]) -> list[jax.Array]:
+def _flat(definition: CallDefinition[Call]) -> ArraysFunction:
+    def flat(*operands: Value, trees: tuple[PyTreeDef, ...]) -> list[jax.Array]:
         return [x for results in definition(calls_of(trees, operands)) for x in results]
 
     return flat

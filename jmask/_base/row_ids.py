@@ -17,14 +17,16 @@ The payload is id + 1, so that `zeros_like`, the one operation that can make suc
 from nothing, yields padding and not row 0.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Hashable
+from typing import Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.random import define_prng_impl
+
+from jmask._base.types import DType
 
 INT32_MAX = np.iinfo(np.int32).max
 
@@ -33,14 +35,14 @@ INT32_MAX = np.iinfo(np.int32).max
 Order = Literal["sorted", "unique", "any"]
 
 
-def _refuse(*args: Any, **kwargs: Any) -> Any:
+def _refuse(*args: object, **kwargs: object) -> NoReturn:
     raise TypeError(
         "row ids of a jmask.RowSparse are not random keys and not numbers: wrap the "
         "optax transformation in jmask.lazy(...), or use `.indices` and `.values`."
     )
 
 
-def _opaque_dtype(words: int) -> Any:
+def _opaque_dtype(words: int) -> Hashable:
     # JAX's only public way to an extended dtype is a PRNG implementation. The tag is
     # what error messages print, "multiply does not accept dtypes key<...>", in the first line.
     return define_prng_impl(
@@ -72,15 +74,10 @@ def wrap(words: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(words, impl=_IMPLEMENTATIONS[4 * words.shape[-1]])
 
 
-def reveal(leaf: jax.Array | jax.ShapeDtypeStruct) -> Any:
-    """Return the opaque leaf (...,) -> its integer ids; shapes go in and come out as shapes."""
+def reveal(leaf: jax.Array) -> jax.Array:
+    """Return the integer ids of an opaque leaf (...,), or of its shape their shape."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        dtype = jax.eval_shape(_reveal_array, leaf).dtype
-        return jax.ShapeDtypeStruct(leaf.shape, dtype)
-    return _reveal_array(leaf)
-
-
-def _reveal_array(leaf: jax.Array) -> jax.Array:
+        return jax.eval_shape(reveal, leaf)
     words = jax.random.key_data(leaf)
     if words.shape[-1] == 1:
         ids = lax.bitcast_convert_type(lax.squeeze(words, (words.ndim - 1,)), np.int32)
@@ -100,7 +97,7 @@ def is_opaque(leaf: object) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def id_dtype(rows: int) -> np.dtype:
+def id_dtype(rows: int) -> DType:
     """Return the integer dtype that holds the ids and the padding of a table of `rows` rows.
 
     Raises:

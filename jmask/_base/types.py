@@ -31,6 +31,8 @@ Numbers = ArrayLike | Sequence[Any]
 """An array, a number, or nested lists of them."""
 HostArray = np.ndarray[Any, Any]
 """An array of NumPy: its numbers are known while a program is traced."""
+MaskedHostArray = np.ma.MaskedArray[Any, Any]
+"""An array of `numpy.ma`."""
 DType = np.dtype[Any]
 """The dtype of an array."""
 
@@ -48,6 +50,8 @@ class Shaped(Protocol):
     def dtype(self) -> Any: ...
 
 
+IndexLike = Any
+"""As NumPy takes it: an integer, a slice, None, an array, or a tuple of these."""
 MeshAxes = str | tuple[str, ...] | None
 """Axes of a mesh that shard a dimension; None is no axis."""
 
@@ -80,11 +84,19 @@ OptState = Any
 """The state of a transformation of optax."""
 Static = tuple[Any, ...]
 """What a node of a tree keeps beside its children: hashable."""
+Key = Any
+"""A key of a mapping: hashable."""
 KeyPath = tuple[Any, ...]
 """Where a leaf is in a tree, as `jax.tree.leaves_with_path` writes it."""
 
 # --- functions ------------------------------------------------------------------------------
 
+Argument = Any
+"""An argument that is passed on to another function as it came."""
+Options = dict[str, Any]
+"""Arguments by name, passed on to another function."""
+Argnums = Any
+"""A position, an `nnx.DiffState`, or a sequence of them."""
 Function = Callable[..., Any]
 """A function whose arguments and result are said where it is taken."""
 ArrayFunction = Callable[..., jax.Array]

@@ -9,16 +9,17 @@ import inspect
 import operator
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import SupportsIndex, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmask._base.types import KeyPath, Params, PyTree
+from jmask._base.types import DType, Function, KeyPath, Params, PyTree, PyTreeDef, Shaped
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Function)
+_T = TypeVar("_T")
 
 
 def check_flag(name: str, value: object) -> None:
@@ -34,13 +35,20 @@ def checked_array(name: str, value: object) -> jax.Array:
     lie is for the caller to say.
     """
     refuse_scipy(name, value)
+    array = _array(value)
+    if array is None:
+        raise TypeError(f"`{name}` must be an array of numbers, got {shown(value)}.")
+    return array
+
+
+def _array(value: object) -> jax.Array | None:
+    """Return numbers, or nested lists of them, as an array; None for anything else."""
     try:
-        known = isinstance(value, list | tuple) or abstract_leaf(value) is not None
-        if known and value is not None:
+        if isinstance(value, list | tuple) or abstract_leaf(value) is not None:
             return jnp.asarray(value)
     except (TypeError, ValueError):
         pass
-    raise TypeError(f"`{name}` must be an array of numbers, got {shown(value)}.")
+    return None
 
 
 def checked_scalar(name: str, value: object, dtype: DTypeLike) -> jax.Array:
@@ -53,10 +61,10 @@ def checked_scalar(name: str, value: object, dtype: DTypeLike) -> jax.Array:
     raise TypeError(f"`{name}` must be a number of {jnp.dtype(dtype)}, got {shown(value)}.")
 
 
-def checked_integer(name: str, value: Any) -> int:
+def checked_integer(name: str, value: object) -> int:
     """Return `value` as an integer that is known while tracing."""
     try:
-        if not isinstance(value, bool | np.bool_):
+        if isinstance(value, SupportsIndex) and not isinstance(value, bool | np.bool_):
             return operator.index(value)
     except TypeError:
         pass
@@ -65,8 +73,7 @@ def checked_integer(name: str, value: Any) -> int:
     )
 
 
-def checked_dtype(name: str, value: Any) -> np.dtype:
-    """Return `value` as a dtype of JAX."""
+def checked_dtype(name: str, value: DTypeLike | None) -> DType:
     try:
         if value is not None:
             return jnp.dtype(value)
@@ -75,15 +82,13 @@ def checked_dtype(name: str, value: Any) -> np.dtype:
     raise TypeError(f"`{name}` must be a dtype, such as jnp.float32, got {shown(value)}.")
 
 
-def checked_path(name: str, value: object) -> Any:
-    """Return `value` if it is a path."""
+def checked_path(name: str, value: object) -> str | os.PathLike[str]:
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"`{name}` must be a path, got {shown(value)}.")
     return value
 
 
-def checked_choice(value: object, name: str, choices: tuple[Any, ...]) -> Any:
-    """Return `value` if it is one of `choices`."""
+def checked_choice(value: _T, name: str, choices: tuple[_T, ...]) -> _T:
     if not (isinstance(value, str) or value is None) or value not in choices:
         known = ", ".join(map(repr, choices))
         raise ValueError(f"`{name}` must be one of {known}, got {shown(value)}.")
@@ -112,7 +117,7 @@ def naming_arguments(**instead: str) -> Callable[[_F], _F]:
         refused = instead.keys() - inspect.signature(function).parameters.keys()
 
         @functools.wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
+        def checked(*args: PyTree, **kwargs: PyTree) -> PyTree:
             for name in kwargs:
                 if name in refused:
                     message = f"{function.__name__}() has no argument `{name}`"
@@ -163,7 +168,7 @@ def leaf_name(tree: str, path: KeyPath) -> str:
     return f"`{tree}{jax.tree_util.keystr(path)}`"
 
 
-def abstract_leaf(leaf: object) -> Any:
+def abstract_leaf(leaf: object) -> Shaped | None:
     """Return shape and dtype of what JAX takes for an array, None for anything else."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
@@ -183,15 +188,17 @@ class Model:
         integers: the integers among them, whose gradient has dtype float0, by their number.
     """
 
-    def __init__(self, tree: PyTree, is_tensor: Callable[[Any], bool], allow_int: bool = False):
+    def __init__(
+        self, tree: PyTree, is_tensor: Callable[[PyTree], bool], allow_int: bool = False
+    ):
         self.is_leaf = lambda x: x is None or is_tensor(x)
-        self.structure: Any
+        self.structure: PyTreeDef
         leaves, self.structure = jax.tree.flatten(tree, is_leaf=self.is_leaf)
         self.integers = {
             i: x for i, x in enumerate(leaves) if allow_int and self._is_integer(x)
         }
         rest = {i: x for i, x in enumerate(leaves) if x is not None and i not in self.integers}
-        self.parameters, self.others = tree, dict[int, Any](self.integers)
+        self.parameters, self.others = tree, dict[int, PyTree](self.integers)
         plain = [x for x in rest.values() if not is_tensor(x)]
         is_model = any(callable(x) or isinstance(x, bool) for x in plain)
         if is_model and any(map(self._is_parameter, rest.values())):
@@ -218,7 +225,7 @@ class Model:
         zeros = {i: np.zeros(np.shape(x), jax.dtypes.float0) for i, x in self.integers.items()}
         return self._filled(parameters, zeros)
 
-    def _filled(self, parameters: Params, others: dict[int, Any]) -> Params:
+    def _filled(self, parameters: Params, others: dict[int, PyTree]) -> Params:
         if not others:
             return parameters
         leaves = jax.tree.leaves(parameters, is_leaf=self.is_leaf)
@@ -226,12 +233,9 @@ class Model:
 
 
 def as_table(table: object) -> jax.Array:
-    """Return `table` as an array."""
-    try:
-        if isinstance(table, list | tuple) or abstract_leaf(table) is not None:
-            return jnp.asarray(table)
-    except (TypeError, ValueError):
-        pass
+    array = _array(table)
+    if array is not None:
+        return array
     raise TypeError(
         f"`table` must be an array (V, *row), got {type(table).__name__}: of a tree of "
         "parameters give the one that is looked up, as in `params['table']`."

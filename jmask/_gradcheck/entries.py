@@ -19,7 +19,6 @@ and its imaginary part.
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 from jax.typing import DTypeLike
 
-from jmask._base.types import Tensor, TensorLike
+from jmask._base.types import DType, HostArray, Shape, Tensor, TensorLike
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.specified import (
@@ -38,8 +37,11 @@ from jmask._tensors.specified import (
 )
 from jmask._tensors.storage import is_entry, is_sparse, sampled
 
+Parts = tuple[jax.Array, jax.Array | None]
+"""What is differentiated of an input: its stored values, and its placeholder if it has one."""
 
-def wide(dtype: DTypeLike) -> np.dtype:
+
+def wide(dtype: DTypeLike) -> DType:
     """float64 or complex128, whichever holds the numbers of this floating dtype."""
     return jnp.dtype(jnp.complex128 if parts_of(dtype) == 2 else jnp.float64)
 
@@ -60,33 +62,27 @@ def in_double_precision(x: TensorLike) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """One differentiable leaf of the arguments, in double precision.
-
-    Attributes:
-        path: how messages call it.
-        tensor: an array, or a sparse or masked tensor.
-    """
+    """One differentiable leaf of the arguments, in double precision; `path` is in messages."""
 
     path: str
     tensor: TensorLike
 
     @functools.cached_property
-    def positions(self) -> np.ndarray:
+    def positions(self) -> HostArray:
         """Return for each stored value the number of its entry, -1 for none."""
         return stored_positions(self.tensor)
 
     @functools.cached_property
-    def values(self) -> np.ndarray:
-        """Return the stored values, flat."""
+    def values(self) -> HostArray:
         return np.asarray(values_of(self.tensor)).ravel()
 
     @functools.cached_property
-    def specified(self) -> np.ndarray:
+    def specified(self) -> HostArray:
         """Return the numbers of the stored values that are entries."""
         return np.flatnonzero(self.positions.ravel() >= 0)
 
     @functools.cached_property
-    def unspecified(self) -> np.ndarray:
+    def unspecified(self) -> HostArray:
         """Return the numbers of the entries that are not stored."""
         if not is_tensor(self.tensor):
             return np.zeros(0, np.int64)
@@ -95,14 +91,13 @@ class Input:
         return np.flatnonzero(missing)
 
     @functools.cached_property
-    def kinds(self) -> np.ndarray:
-        """Return the kind of each coordinate."""
+    def kinds(self) -> HostArray:
         stored = np.where(self.positions.ravel() >= 0, "specified", "hidden")
         others = np.full(len(self.unspecified), "unspecified")
         return np.repeat(np.concatenate([stored, others]), self.parts)
 
     @property
-    def scales(self) -> np.ndarray:
+    def scales(self) -> HostArray:
         """Return the step along each coordinate: the size of the entry, but at least 1."""
         scales = np.ones(self.values.size + len(self.unspecified))
         scales[self.specified] = np.maximum(1, np.abs(self.values[self.specified]))
@@ -110,23 +105,22 @@ class Input:
 
     @property
     def parts(self) -> int:
-        """Return how many coordinates a number has."""
         return parts_of(self.values.dtype)
 
-    def numbers(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def numbers(self, steps: HostArray) -> tuple[HostArray, HostArray]:
         """Return steps along all coordinates as numbers, of stored values and of others."""
         numbers = numbers_of(steps.reshape(-1, self.parts))
         return numbers[: self.values.size], numbers[self.values.size :]
 
     # --- points near the input ----------------------------------------------------------
 
-    def moved(self, steps: np.ndarray) -> Tensor:
+    def moved(self, steps: HostArray) -> Tensor:
         """Return the tensor with `steps` added to its specified values."""
         values = self.values.copy()
         values[self.specified] += self.numbers(steps)[0][self.specified]
         return with_values_of(self.tensor, jnp.asarray(values.reshape(self.positions.shape)))
 
-    def full(self, steps: np.ndarray) -> Tensor:
+    def full(self, steps: HostArray) -> Tensor:
         """Return the tensor with every entry specified, and `steps` added."""
         stored, others = self.numbers(steps)
         dense = np.zeros(math.prod(self.tensor.shape), self.values.dtype)
@@ -137,7 +131,7 @@ class Input:
 
     # --- tangents and cotangents --------------------------------------------------------
 
-    def tangent(self, steps: np.ndarray, with_placeholder: bool) -> tuple[Any, Any]:
+    def tangent(self, steps: HostArray, with_placeholder: bool) -> Parts:
         """Return the tangent of `primal` with `steps` along all coordinates."""
         stored, others = self.numbers(steps)
         value_steps = jnp.asarray(stored.reshape(self.positions.shape))
@@ -147,7 +141,7 @@ class Input:
         placeholder[self.unspecified] = others
         return value_steps, jnp.asarray(placeholder.reshape(self.tensor.shape))
 
-    def derivatives(self, cotangent: tuple[Any, Any]) -> np.ndarray:
+    def derivatives(self, cotangent: Parts) -> HostArray:
         """Return the derivatives along all coordinates, from those in `primal`."""
         values, placeholder = cotangent
         others = np.zeros(len(self.unspecified))
@@ -159,7 +153,6 @@ class Input:
     # --- names --------------------------------------------------------------------------
 
     def described(self, coordinate: int) -> str:
-        """Return a coordinate in words."""
         kind, (number, part) = self.kinds[coordinate], divmod(coordinate, self.parts)
         what, shape = part_name(part, self.parts), tuple(self.tensor.shape)
         if kind == "unspecified":
@@ -178,7 +171,7 @@ class Input:
 KINDS = ("specified", "unspecified", "hidden")
 
 
-def entry(number: int, shape: tuple[int, ...]) -> str:
+def entry(number: int, shape: Shape) -> str:
     """Return the index of an entry as messages print it."""
     return f"entry {tuple(map(int, np.unravel_index(number, shape)))}"
 
@@ -193,25 +186,25 @@ def part_name(part: int, parts: int) -> str:
     return ("real part of ", "imaginary part of ")[part] if parts == 2 else ""
 
 
-def reals_of(numbers: np.ndarray) -> np.ndarray:
+def reals_of(numbers: HostArray) -> HostArray:
     """Numbers (n,) as real coordinates (n, parts)."""
     if parts_of(numbers.dtype) == 2:
         return np.stack([numbers.real, numbers.imag], axis=1)
     return np.asarray(numbers, np.float64)[:, None]
 
 
-def numbers_of(reals: np.ndarray) -> np.ndarray:
+def numbers_of(reals: HostArray) -> HostArray:
     """Return the inverse of `reals_of`."""
     return reals[:, 0] + 1j * reals[:, 1] if reals.shape[1] == 2 else reals[:, 0]
 
 
-def random_reals(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+def random_reals(rng: np.random.Generator, shape: Shape) -> HostArray:
     """Numbers of random sign whose sizes are between 0.5 and 1.5: none is lost in a sum."""
     return rng.choice([-1.0, 1.0], shape) * rng.uniform(0.5, 1.5, shape)
 
 
-def primal(x: TensorLike, with_placeholder: bool) -> tuple[Any, Any]:
-    """Return what is differentiated of an input: its stored values, and its placeholder."""
+def primal(x: TensorLike, with_placeholder: bool) -> Parts:
+    """Return what is differentiated of an input."""
     if not (with_placeholder and is_tensor(x)):
         return values_of(x), None
     placeholder = placeholder_of(x)
@@ -219,7 +212,7 @@ def primal(x: TensorLike, with_placeholder: bool) -> tuple[Any, Any]:
     return values_of(x), zeros if placeholder is None else placeholder
 
 
-def stored_positions(x: TensorLike) -> np.ndarray:
+def stored_positions(x: TensorLike) -> HostArray:
     """Return for each stored value the row-major number of its entry; -1 where it is none.
 
     Raises:
@@ -245,7 +238,7 @@ def stored_positions(x: TensorLike) -> np.ndarray:
     return at_entries.reshape(stored)
 
 
-def fully_specified(x: TensorLike, dense: np.ndarray) -> Tensor:
+def fully_specified(x: TensorLike, dense: HostArray) -> Tensor:
     """Return a tensor of the kind of `x` that stores every entry of `dense`."""
     x = without_placeholder(x)
     if isinstance(x, MaskedTensor):

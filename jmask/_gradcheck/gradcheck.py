@@ -27,16 +27,15 @@ specified ones in masked semantics, where it is zero elsewhere by the check of o
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmask._base.types import KeyPath, PyTree, TensorLike
+from jmask._base.types import Function, KeyPath, PyTree, TensorLike
 from jmask._base.validation import check_flag, check_leaves, shown
-from jmask._gradcheck.entries import numbers_of, primal, random_reals, stored_positions
+from jmask._gradcheck.entries import Parts, numbers_of, primal, random_reals, stored_positions
 from jmask._gradcheck.jacobian import Rules, find_mismatch, is_suspicious
 from jmask._gradcheck.message import GradcheckError, Setting
 from jmask._gradcheck.problem import Problem, check_premises, is_masked_function
@@ -44,7 +43,7 @@ from jmask._tensors.masked_tensor import is_tensor
 
 
 def gradcheck(
-    fun: Callable[..., Any],
+    fun: Function,
     args: PyTree,
     *,
     masked: bool = False,
@@ -173,16 +172,14 @@ def gradient_problem(problem: Problem, modes: Sequence[str]) -> Problem:
         vectors = problem.cotangents(random_reals(rng, problem.base.shape))
         what, along, of = "cotangent of ", outputs, [f"gradient of {path}" for path in inputs]
     else:
-        shapes = [tuple(np.shape(x.tensor)) for x in problem.inputs]
-        vectors = [
-            jnp.asarray(numbers_of(random_reals(rng, (math.prod(shape), x.parts)))).reshape(
-                shape
-            )
-            for shape, x in zip(shapes, problem.inputs, strict=True)
-        ]
+        vectors = []
+        for x in problem.inputs:
+            shape = tuple(np.shape(x.tensor))
+            numbers = numbers_of(random_reals(rng, (math.prod(shape), x.parts)))
+            vectors.append(jnp.asarray(numbers.reshape(shape)))
         what, along, of = "tangent of ", inputs, [f"tangent of {path}" for path in outputs]
 
-    def gradient_of(args: Sequence[Any], vectors: Sequence[jax.Array]) -> dict[str, jax.Array]:
+    def gradient_of(args: PyTree, vectors: Sequence[jax.Array]) -> dict[str, jax.Array]:
         leaves = jax.tree.leaves(args, is_leaf=is_tensor)
         tensors = [leaves[number] for number in problem.numbers]
 
@@ -207,7 +204,7 @@ def gradient_problem(problem: Problem, modes: Sequence[str]) -> Problem:
     return Problem(gradient_of, (problem.args, vectors), setting, name)
 
 
-def _moved(problem: Problem, x: TensorLike, step: jax.Array) -> tuple[Any, Any]:
+def _moved(problem: Problem, x: TensorLike, step: jax.Array) -> Parts:
     """Return what is differentiated of an input, its entries moved by the dense `step`."""
     values, placeholder = primal(x, problem.with_placeholders)
     if not is_tensor(x):

@@ -49,6 +49,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jmask._base.types import HostArray
 from jmask._gradcheck.entries import primal, random_reals
 from jmask._gradcheck.message import GradcheckError, Mismatch, Setting, unsupported
 from jmask._gradcheck.problem import Problem
@@ -60,21 +61,15 @@ MULTIPLES = (1.0, -1.0, 2.0**10, -(2.0**10), 2.0**-10, -(2.0**-10))
 # --- numerical ---------------------------------------------------------------------------
 
 
-def difference(problem: Problem, direction: np.ndarray, h: float, where: str) -> np.ndarray:
-    """Return the derivative of the outputs along a direction, by central differences.
-
-    Args:
-        direction: in the coordinates of all inputs.
-        h: the step.
-        where: what moves, in words.
-    """
+def difference(problem: Problem, direction: HostArray, h: float, where: str) -> HostArray:
+    """Return the derivative along a direction by central differences; `where` says it."""
     what = f"a step of {h:g} in {where}"
     up, down = (problem.near(s * direction, what) for s in (h, -h))
     with np.errstate(invalid="ignore"):  # 0 where both are the same infinity
         return np.where(up == down, 0, up - down) / (2 * h)
 
 
-def numerical(problem: Problem) -> np.ndarray:
+def numerical(problem: Problem) -> HostArray:
     """Return the Jacobian by central differences; zero where it must be."""
     jacobian = np.zeros((problem.kinds.size, problem.base.size))
     for row in np.flatnonzero(~problem.vanishes).tolist():
@@ -84,7 +79,7 @@ def numerical(problem: Problem) -> np.ndarray:
     return jacobian
 
 
-def _along(problem: Problem, rows: np.ndarray | int, steps: ArrayLike = 1.0) -> np.ndarray:
+def _along(problem: Problem, rows: HostArray | int, steps: ArrayLike = 1.0) -> HostArray:
     """Return the direction with `steps`, in units of the scales, along some coordinates."""
     direction = np.zeros(problem.kinds.size)
     direction[rows] = steps * problem.scales[rows]
@@ -96,10 +91,6 @@ def _along(problem: Problem, rows: np.ndarray | int, steps: ArrayLike = 1.0) -> 
 
 class Rules:
     """The derivative rules of a function, as JAX makes them: once, for many directions.
-
-    Args:
-        problem: the function.
-        modes: "rev", "fwd" or both.
 
     Raises:
         GradcheckError: if JAX cannot differentiate the function in a mode.
@@ -131,19 +122,19 @@ class Rules:
             _, self._linear = jax.linearize(function, primals)
             self.pushforward(np.zeros(problem.kinds.size))
 
-    def pullback(self, weights: np.ndarray) -> np.ndarray:
+    def pullback(self, weights: HostArray) -> HostArray:
         """Reverse mode: the derivatives of the weighted sum of the outputs."""
         (cotangents,) = self._transposed(self.problem.cotangents(weights))
         pairs = zip(self.problem.inputs, cotangents, strict=True)
         return np.concatenate([x.derivatives(cotangent) for x, cotangent in pairs])
 
-    def pushforward(self, direction: np.ndarray) -> np.ndarray:
+    def pushforward(self, direction: HostArray) -> HostArray:
         """Forward mode: the derivatives of the outputs along a direction."""
         pairs = zip(self.problem.inputs, self.problem.split(direction), strict=True)
         tangents = [x.tangent(part, self.problem.with_placeholders) for x, part in pairs]
         return self.problem.reals(self._linear(tangents))
 
-    def jacobian(self, mode: str) -> np.ndarray:
+    def jacobian(self, mode: str) -> HostArray:
         """Return the Jacobian of all outputs in all inputs, (rows, columns)."""
         rows, columns = self.problem.kinds.size, self.problem.base.size
         if mode == "fwd":
@@ -166,8 +157,7 @@ def find_mismatch(rules: Rules) -> Mismatch | None:
             for output, columns in enumerate(problem.columns):
                 part = excess[rows, columns]
                 if (part > 0).any():
-                    pair = expected, jacobian
-                    return _mismatch(problem, mode, rows, output, part, *pair)
+                    return _mismatch(problem, mode, rows, output, part, expected, jacobian)
         mismatch = _not_linear(rules, mode, jacobian)
         if mismatch is not None:
             return mismatch
@@ -175,8 +165,8 @@ def find_mismatch(rules: Rules) -> Mismatch | None:
 
 
 def _excess(
-    setting: Setting, vanishes: np.ndarray | bool, expected: np.ndarray, derivatives: np.ndarray
-) -> np.ndarray:
+    setting: Setting, vanishes: HostArray | bool, expected: HostArray, derivatives: HostArray
+) -> HostArray:
     """Return by how much derivatives differ beyond tolerance; infinite for a nan."""
     allowed = np.where(vanishes, 0, setting.atol + setting.rtol * np.abs(expected))
     with np.errstate(invalid="ignore"):
@@ -187,11 +177,11 @@ def _excess(
 def _mismatch(
     problem: Problem,
     mode: str,
-    rows: np.ndarray,
+    rows: HostArray,
     output: int,
-    excess: np.ndarray,
-    expected: np.ndarray,
-    derivatives: np.ndarray,
+    excess: HostArray,
+    expected: HostArray,
+    derivatives: HostArray,
 ) -> Mismatch:
     # The first of the worst: which of several equal ones is decided by rounding otherwise.
     row, column = np.unravel_index(np.argmax(excess >= 0.99 * np.max(excess)), excess.shape)
@@ -230,7 +220,7 @@ def _sides(problem: Problem, row: int, column: int) -> tuple[float, float] | Non
     return (float(left), float(right)) if abs(left - right) > smooth else None
 
 
-def _not_linear(rules: Rules, mode: str, jacobian: np.ndarray) -> Mismatch | None:
+def _not_linear(rules: Rules, mode: str, jacobian: HostArray) -> Mismatch | None:
     """Return the first random direction along which a rule does not combine the Jacobian."""
     problem, rng = rules.problem, np.random.default_rng(0)
     weights = random_reals(rng, problem.base.shape)

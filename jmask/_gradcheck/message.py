@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jmask._base.types import HostArray
+
 _ORDERS = {1: "gradient", 2: "gradient of the gradient"}
 _KINDS = {
     "specified": "the entries",
@@ -85,8 +87,8 @@ class Mismatch:
     kind: str
     numerical: float
     analytical: float
-    numerical_row: np.ndarray
-    analytical_row: np.ndarray
+    numerical_row: HostArray
+    analytical_row: HostArray
     mode: str
     failing: int
     total: int
@@ -95,7 +97,6 @@ class Mismatch:
     linear: bool = True
 
     def message(self, setting: Setting) -> str:
-        """Return the whole message."""
         lines = [
             f"the {_ORDERS[setting.order]} is wrong: {self.failing} of the {self.total} "
             f"derivatives of this output at {_KINDS[self.kind]} of this input. The worst:",
@@ -189,7 +190,7 @@ def unsupported(mode: str, setting: Setting, reason: Exception) -> GradcheckErro
     )  # fmt: skip
 
 
-def _guess(numerical: np.ndarray, analytical: np.ndarray) -> str:
+def _guess(numerical: HostArray, analytical: HostArray) -> str:
     """Guess the fault from a row of the Jacobian."""
     used = np.abs(numerical) > 1e-6 * np.max(np.abs(numerical), initial=1e-3)
     if not analytical.any():

@@ -34,18 +34,18 @@ dx moves the values under the mask, and those that `todense` takes for zeros.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmask._base.types import TensorLike
+from jmask._base.types import DType, Function, HostArray, KeyPath, PyTree, PyTreeDef, Tensor
 from jmask._base.validation import check_leaves, shown
 from jmask._gradcheck.entries import (
     KINDS,
     Input,
+    Parts,
     entry,
     in_double_precision,
     is_differentiable,
@@ -69,31 +69,30 @@ class Output:
     Attributes:
         path: its name in messages.
         number: among all leaves.
-        shape, dtype: of the tensor; the dtype as the function gives it.
+        dtype: as the function gives it.
         mask: the entries that are compared.
     """
 
     path: str
     number: int
     shape: tuple[int, ...]
-    dtype: np.dtype
-    mask: np.ndarray
+    dtype: DType
+    mask: HostArray
 
     @functools.cached_property
-    def at(self) -> np.ndarray:
+    def at(self) -> HostArray:
         """Return the numbers of the entries that are compared."""
         return np.flatnonzero(self.mask)
 
     @property
     def parts(self) -> int:
-        """Return how many coordinates a number has."""
         return parts_of(self.dtype)
 
-    def reals(self, dense: ArrayLike) -> np.ndarray:
+    def reals(self, dense: ArrayLike) -> HostArray:
         """Return the coordinates of the compared entries of a dense array."""
         return reals_of(np.asarray(dense).astype(wide(self.dtype)).ravel()[self.at]).ravel()
 
-    def cotangent(self, weights: np.ndarray) -> jax.Array:
+    def cotangent(self, weights: HostArray) -> jax.Array:
         """Return the cotangent that weighs the coordinates with `weights`."""
         dense = np.zeros(self.shape, wide(self.dtype))
         # JAX pairs a cotangent c with a tangent t as the real part of c * t.
@@ -102,13 +101,7 @@ class Output:
 
 
 class Problem:
-    """A function with its arguments, in double precision.
-
-    Args:
-        fun: the function.
-        args: its positional arguments.
-        setting: the semantics and the tolerances.
-        name: gives the name of an input from its path in `args`.
+    """A function with its arguments, in double precision; `name` names an input by its path.
 
     Attributes:
         inputs: the differentiable leaves of the arguments.
@@ -125,10 +118,10 @@ class Problem:
 
     def __init__(
         self,
-        fun: Callable[..., Any],
-        args: tuple[Any, ...],
+        fun: Function,
+        args: Sequence[PyTree],
         setting: Setting,
-        name: Callable[[Any], str] = lambda path: f"args{jax.tree_util.keystr(path)}",
+        name: Callable[[KeyPath], str] = lambda path: f"args{jax.tree_util.keystr(path)}",
     ):
         self.fun, self.setting = fun, setting
         self.with_placeholders = True
@@ -141,8 +134,8 @@ class Problem:
         for x, number in zip(self.inputs, self.numbers, strict=True):
             self.leaves[number] = x.tensor
         result = self.run([x.tensor for x in self.inputs])
-        flat, structure = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_tensor)
-        self.structure: Any = structure
+        self.structure: PyTreeDef
+        flat, self.structure = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_tensor)
         self.outputs = [
             Output(
                 f"output{jax.tree_util.keystr(path)}",
@@ -173,27 +166,25 @@ class Problem:
         self.blocks = [rows for rows in blocks if rows.size]
 
     @property
-    def args(self) -> Any:
-        """Return the arguments in double precision."""
+    def args(self) -> Sequence[PyTree]:
         return jax.tree.unflatten(self.treedef, self.leaves)
 
-    def run(self, tensors: Sequence[Any]) -> Any:
-        """Call the function with these inputs."""
+    def run(self, tensors: Sequence[Tensor]) -> PyTree:
         leaves = list(self.leaves)
         for number, x in zip(self.numbers, tensors, strict=True):
             leaves[number] = x
         return self.fun(*jax.tree.unflatten(self.treedef, leaves))
 
-    def reals(self, dense: Sequence[Any]) -> np.ndarray:
+    def reals(self, dense: Sequence[ArrayLike]) -> HostArray:
         """Return the coordinates of the outputs, from dense arrays."""
         return np.concatenate([y.reals(x) for y, x in zip(self.outputs, dense, strict=True)])
 
-    def cotangents(self, weights: np.ndarray) -> list[jax.Array]:
+    def cotangents(self, weights: HostArray) -> list[jax.Array]:
         """Return the cotangents of the outputs that weigh their coordinates."""
         parts = (weights[columns] for columns in self.columns)
         return [y.cotangent(part) for y, part in zip(self.outputs, parts, strict=True)]
 
-    def values(self, changed: dict[int, Any], what: str) -> np.ndarray:
+    def values(self, changed: dict[int, Tensor], what: str) -> HostArray:
         """Return the coordinates of the outputs with some inputs changed.
 
         Raises:
@@ -210,7 +201,7 @@ class Problem:
             self._check_mask(output, flat[output.number], what)
         return self.reals([todense(flat[y.number]) for y in self.outputs])
 
-    def near(self, steps: np.ndarray, what: str) -> np.ndarray:
+    def near(self, steps: HostArray, what: str) -> HostArray:
         """Return the coordinates of the outputs with `steps` added to those of the inputs."""
         changed = {}
         for number, (x, part) in enumerate(zip(self.inputs, self.split(steps), strict=True)):
@@ -219,17 +210,12 @@ class Problem:
                 changed[number] = x.moved(part) if is_stored else x.full(part)
         return self.values(changed, what)
 
-    def split(self, steps: np.ndarray) -> list[np.ndarray]:
+    def split(self, steps: HostArray) -> list[HostArray]:
         """Return the coordinates of each input, from those of all."""
         return np.split(steps, self.starts[1:])
 
-    def smooth(self, tensors: Sequence[Any], parts: Sequence[Any]) -> list[jax.Array]:
-        """Return the outputs as dense arrays, as a function of stored values and placeholders.
-
-        Args:
-            tensors: one for each input; their positions are used.
-            parts: pairs of stored values and a placeholder (or None), one for each input.
-        """
+    def smooth(self, tensors: Sequence[Tensor], parts: Sequence[Parts]) -> list[jax.Array]:
+        """Return the outputs as dense arrays, from parts at the positions of `tensors`."""
         rebuilt = []
         for x, (values, placeholder) in zip(tensors, parts, strict=True):
             new = with_values_of(x, values)
@@ -249,7 +235,6 @@ class Problem:
         return x.path, f"{x.path}, {x.described(int(row - self.starts[number]))}"
 
     def described(self, column: int) -> str:
-        """Return a coordinate of the outputs in words."""
         ends = [columns.stop for columns in self.columns]
         place = int(np.searchsorted(ends, column, side="right"))
         output = self.outputs[place]
@@ -257,7 +242,7 @@ class Problem:
         what = part_name(part, output.parts)
         return f"{output.path}, {what}{entry(output.at[number], output.shape)}"
 
-    def _check_mask(self, output: Output, y: TensorLike, what: str) -> None:
+    def _check_mask(self, output: Output, y: Tensor, what: str) -> None:
         shape = tuple(np.shape(y))
         if shape != output.shape:
             raise GradcheckError(
@@ -273,7 +258,7 @@ class Problem:
             )
 
 
-def mask_of(y: TensorLike, masked: bool) -> np.ndarray:
+def mask_of(y: Tensor, masked: bool) -> HostArray:
     """Return the entries of an output that exist."""
     if not (isinstance(y, MaskedTensor) or (masked and is_tensor(y))):
         return np.ones(np.shape(y), bool)
@@ -328,7 +313,7 @@ def check_premises(problem: Problem) -> None:
 # --- masked functions --------------------------------------------------------------------
 
 
-def is_masked_function(fun: Callable[[Any], Any], x: TensorLike) -> bool:
+def is_masked_function(fun: Function, x: PyTree) -> bool:
     """Decide by trying whether f(x + dx) = f(sparse_mask(x + dx, x)) for small dx.
 
     Args:
@@ -388,7 +373,7 @@ def _agree(problem: Problem, rng: np.random.Generator, size: float) -> bool:
     return all(_equal(pairs[0][y.number], pairs[1][y.number]) for y in problem.outputs)
 
 
-def _equal(x: TensorLike, y: TensorLike) -> bool:
+def _equal(x: Tensor, y: Tensor) -> bool:
     mask = mask_of(x, False)
     if not np.array_equal(mask, mask_of(y, False)):
         return False

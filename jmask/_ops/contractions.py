@@ -19,15 +19,14 @@ A valid inf or nan meets masked entries as zeros, and inf * 0 is nan.
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax, nn
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._base.types import Axis, Mask, Numbers, Tensor, TensorLike
+from jmask._base.types import Argument, Axis, Function, Mask, Numbers, Tensor, TensorLike
 from jmask._base.validation import check_flag, checked_array, refuse_scipy
 from jmask._ops.elementwise import elementwise
 from jmask._ops.products import dot as _sparse_dot
@@ -84,11 +83,11 @@ def einsum(subscripts: str, *operands: TensorLike) -> Tensor:
     return _contracted(functools.partial(jnp.einsum, subscripts), *operands, name="einsum")
 
 
-def contraction(function: Callable[..., Any]) -> Callable[..., Any]:
+def contraction(function: Function) -> Function:
     """Lift a sum of products of two arrays: masked entries contribute nothing."""
 
     @functools.wraps(function)
-    def lifted(a: TensorLike, b: TensorLike, *args: Any, **kwargs: Any) -> Tensor:
+    def lifted(a: TensorLike, b: TensorLike, *args: Argument, **kwargs: Argument) -> Tensor:
         product = lambda a, b: function(a, b, *args, **kwargs)
         return _contracted(product, a, b, name=function.__name__)
 
@@ -168,7 +167,7 @@ def dot_product_attention(
         >>> jmask.nn.dot_product_attention(jnp.ones((1, 1, 1)), key, value)
         MaskedTensor([[[3.0]]], dtype=float32)
     """
-    attention: Any = nn.dot_product_attention
+    attention: Function = nn.dot_product_attention
     options = {"scale": scale, "implementation": implementation}
     for name, x in (("query", query), ("key", key), ("value", value), ("bias", bias)):
         if jnp.iscomplexobj(x):
@@ -220,19 +219,19 @@ def _four(x: TensorLike) -> jax.Array:
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
-def _product(dense_product: Callable[..., jax.Array], x: TensorLike, y: TensorLike) -> Tensor:
+def _product(dense_product: Function, x: TensorLike, y: TensorLike) -> Tensor:
     refuse_scipy("x", x)
     refuse_scipy("y", y)
     return _sparse_dot(x, y) if is_sparse(x) or is_sparse(y) else dense_product(x, y)
 
 
-def _contracted(product: Callable[..., Any], *operands: TensorLike, name: str = "") -> Tensor:
+def _contracted(product: Function, *operands: TensorLike, name: str = "") -> Tensor:
     """Return a product of arrays, or of masked tensors, on dense storage."""
     operands = tuple(_dense(x, name or product.__name__) for x in operands)
     return _combined(product, *operands) if any_masked(*operands) else product(*operands)
 
 
-def _combined(product: Callable[..., Any], *operands: TensorLike) -> MaskedTensor:
+def _combined(product: Function, *operands: TensorLike) -> MaskedTensor:
     """Return a product of values with zeros where masked, and how many of its terms exist."""
     values = product(*map(_filled, operands))
     terms = product(*map(_existing, operands))

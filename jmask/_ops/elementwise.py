@@ -32,16 +32,16 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
+from jax.typing import ArrayLike
 
 from jmask._base.array_types import trailing
 from jmask._base.fallback import report_fallback
-from jmask._base.types import PyTreeDef, Tensor, TensorLike
+from jmask._base.types import Argument, Function, Options, PyTreeDef, Shape, Tensor, TensorLike
 from jmask._base.validation import refuse_scipy
 from jmask._ops.zero_semantics import Operand, behaviour_at_zero, role, safe_numbers, varies
 from jmask._tables.stored_table import add_to_dense
@@ -56,6 +56,7 @@ from jmask._tensors.masked_tensor import (
 from jmask._tensors.row_sparse import RowSparse
 from jmask._tensors.storage import (
     SPARSE,
+    Sparse,
     as_dense,
     compressed,
     is_sparse,
@@ -69,8 +70,10 @@ from jmask._tensors.storage import (
     with_stored_values,
 )
 
+Operands = Sequence[TensorLike]
 
-def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
+
+def elementwise(function: Function) -> Function:
     """Lift an elementwise JAX function to masked and sparse tensors.
 
     Args:
@@ -89,7 +92,7 @@ def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def lifted(*args: Any, **kwargs: Any) -> Tensor:
+    def lifted(*args: Argument, **kwargs: Argument) -> Tensor:
         arguments = (*args, *kwargs.values())
         for x in arguments:
             refuse_scipy("x", x)
@@ -104,29 +107,26 @@ def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Arranged:
-    """A function of its operands alone; equal ones are equal, as caches need.
+    """A function of its operands, the leaves of its arguments; equal ones are equal."""
 
-    Attributes:
-        function: takes them among other arguments.
-        structure: the tree of arguments by position and by name. Operands are its leaves.
-    """
-
-    function: Callable[..., Any]
+    function: Function
     structure: PyTreeDef
 
     @property
     def __name__(self) -> str:
         return getattr(self.function, "__name__", "a function")
 
-    def __call__(self, *operands: TensorLike, **options: Any) -> Tensor:
+    def __call__(self, *operands: TensorLike, **options: Argument) -> Tensor:
         args, named = jax.tree.unflatten(self.structure, operands)
         return self.function(*args, **named, **options)
 
 
-def _call(function: Callable, args: Sequence[Any], kwargs: dict) -> tuple:
+def _call(
+    function: Function, args: Operands, kwargs: Options
+) -> tuple[Function, Operands, Options]:
     """Return a function of operands, the operands, and its options by name."""
     # Of those by name, what may differ from entry to entry.
-    arrays = jax.Array | np.ndarray | list
+    arrays = (jax.Array, np.ndarray, list)
     named = {name: x for name, x in kwargs.items() if isinstance(x, arrays) or is_tensor(x)}
     options = {name: x for name, x in kwargs.items() if name not in named}
     if not named and all(x is not None for x in args):
@@ -139,7 +139,7 @@ def _call(function: Callable, args: Sequence[Any], kwargs: dict) -> tuple:
 # --- masked semantics --------------------------------------------------------------------
 
 
-def _masked(function: Callable, operands: Sequence[Any], kwargs: dict) -> MaskedTensor:
+def _masked(function: Function, operands: Operands, kwargs: Options) -> MaskedTensor:
     kept = MaskedTensor | bool | int | float | complex
     operands = [x if isinstance(x, kept) or is_sparse(x) else jnp.asarray(x) for x in operands]
     pattern = _pattern(operands)
@@ -159,7 +159,7 @@ def _masked(function: Callable, operands: Sequence[Any], kwargs: dict) -> Masked
 
 
 def _where_existing(
-    function: Callable, values: Sequence[Any], exists: jax.Array, kwargs: dict
+    function: Function, values: Operands, exists: jax.Array, kwargs: Options
 ) -> jax.Array:
     """Apply the function with harmless numbers where entries do not exist."""
     kinds = tuple(x.dtype if varies(x) else x for x in values)
@@ -170,7 +170,7 @@ def _where_existing(
     return function(*values, **kwargs)
 
 
-def _pattern(operands: Sequence[Any]) -> Tensor | None:
+def _pattern(operands: Operands) -> Tensor | None:
     """Return the sparse storage that the result takes its positions from, or None."""
     shape = common_shape([np.shape(x) for x in operands])
     for x in operands:
@@ -207,7 +207,7 @@ def _dense(x: TensorLike) -> Tensor:
 # --- zero semantics -----------------------------------------------------------------------
 
 
-def zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) -> Tensor:
+def zero_semantics(function: Function, operands: Operands, kwargs: Options) -> Tensor:
     """Apply an elementwise function to operands of which some are sparse, none masked."""
     operands = [x if is_sparse(x) or _is_number(x) else jnp.asarray(x) for x in operands]
     if any(isinstance(x, RowSparse) and x.leading > 1 for x in operands):
@@ -239,7 +239,7 @@ def zero_semantics(function: Callable, operands: Sequence[Any], kwargs: dict) ->
     return function(*map(as_dense, operands), **kwargs)
 
 
-def _stacked_tables(function: Callable, operands: Sequence[Any], kwargs: dict) -> Tensor | None:
+def _stacked_tables(function: Function, operands: Operands, kwargs: Options) -> Tensor:
     """Apply the function to tensors (M, V, *row), some of which store rows of (M * V, *row)."""
     rows = [x for x in operands if isinstance(x, RowSparse)]
     finest = max(rows, key=lambda x: x.leading)
@@ -267,7 +267,7 @@ def _is_number(x: TensorLike) -> bool:
     return known or (isinstance(x, np.ndarray) and x.ndim == 0)
 
 
-def _one_layout(sparse: list[Any], operands: list[Any], shape: tuple[int, ...]) -> bool:
+def _one_layout(sparse: Sequence[Tensor], operands: Operands, shape: Shape) -> bool:
     """Decide whether the result can have the layout of the sparse operands."""
     if all(isinstance(x, RowSparse) for x in sparse):
         return all(len(x.shape) == len(shape) and x.shape[0] == shape[0] for x in sparse)
@@ -280,27 +280,23 @@ def _one_layout(sparse: list[Any], operands: list[Any], shape: tuple[int, ...]) 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A function with its operands, to be applied to stored values.
+    """A function with its operands, to be applied to stored values; `shape` is the result's."""
 
-    Attributes:
-        shape: of the result.
-    """
-
-    function: Callable
-    operands: list[Any]
-    kwargs: dict
-    shape: tuple[int, ...]
+    function: Function
+    operands: Operands
+    kwargs: Options
+    shape: Shape
 
     @property
-    def sparse(self) -> list[Any]:
+    def sparse(self) -> list[Tensor]:
         return [x for x in self.operands if is_sparse(x)]
 
-    def with_zeros(self, replaced: Callable[[Any], bool]) -> "_Call":
+    def with_zeros(self, replaced: Callable[[Tensor], bool]) -> "_Call":
         """Return the call with zeros in place of some operands."""
         operands = [jnp.zeros((), x.dtype) if replaced(x) else x for x in self.operands]
         return dataclasses.replace(self, operands=operands)
 
-    def on_positions(self, affine: bool) -> Any:
+    def on_positions(self, affine: bool) -> Tensor:
         """Return the result, which is zero where no operand stores a value."""
         sparse = self.sparse
         first, *others = sparse
@@ -332,7 +328,7 @@ class _Call:
         ids = jnp.concatenate([x.row_ids() for x in sparse])
         return RowSparse(ids, jnp.concatenate(parts), self.shape)
 
-    def _guarded(self, pattern: Tensor, values: Sequence[Any]) -> jax.Array:
+    def _guarded(self, pattern: Sparse, values: Sequence[jax.Array]) -> jax.Array:
         """Do as `_apply`, with a harmless number at padding: slopes may be infinite there."""
         if getattr(pattern, "n_batch", 0):
             return self._apply(pattern, values)
@@ -341,10 +337,10 @@ class _Call:
         result = _where_existing(self.function, operands, stored, self.kwargs)
         return jnp.where(stored, result, jnp.zeros((), result.dtype))
 
-    def _apply(self, pattern: Tensor, values: Sequence[Any]) -> jax.Array:
+    def _apply(self, pattern: Sparse, values: Sequence[jax.Array]) -> jax.Array:
         return self.function(*self._at_positions(pattern, values), **self.kwargs)
 
-    def _at_positions(self, pattern: Tensor, values: Sequence[Any]) -> list[Any]:
+    def _at_positions(self, pattern: Sparse, values: Sequence[jax.Array]) -> list[ArrayLike]:
         """Return the stored values of the sparse operands, and arrays at the same positions."""
         stored = iter(values)
         return [
@@ -364,7 +360,7 @@ def on_union_of_rows(sparse: Sequence[RowSparse]) -> list[RowSparse]:
     return [RowSparse(ids, values, x.shape).coalesce() for x, values in pairs]
 
 
-def _on_union_of_entries(sparse: Sequence[Any]) -> list[BCOO]:
+def _on_union_of_entries(sparse: Sequence[BCOO | BCSR]) -> list[BCOO]:
     """Return the tensors in coordinates, each storing the entries that any of them stores."""
     entries = [x.to_bcoo() if isinstance(x, BCSR) else x for x in sparse]
     indices = jnp.concatenate([x.indices for x in entries])

@@ -31,18 +31,18 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.sparse import BCOO, BCSR
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jmask._base.array_types import trailing
-from jmask._base.types import Axis, Mask, Scalar, TensorLike
+from jmask._base.types import Argument, Axis, DType, Function, Mask, Tensor, TensorLike
 from jmask._base.validation import refuse_scipy
 from jmask._kernels.rows import add_rows, gather_rows
 from jmask._ops.shape import dense
@@ -207,7 +207,7 @@ class Slices(_Groups, BySlices):
             return result.reshape(result.shape[:1] + self.shape[sparse:])
         return result.reshape(self.shape)
 
-    def stored(self, result: jax.Array) -> Any:
+    def stored(self, result: jax.Array) -> Tensor:
         """Return the tensor of results."""
         result = self.shaped(result)
         return with_stored_values(self.origin, result, self.shape) if self.keeps else result
@@ -229,6 +229,12 @@ Results = tuple[jax.Array, jax.Array]
 """Results of groups, and where there are any."""
 
 
+class Kernel(Protocol):
+    """Results of groups; other arguments are the options of a reduction."""
+
+    def __call__(self, groups: Groups, /, *args: Argument, **options: Argument) -> Results: ...
+
+
 def grouped(
     x: TensorLike, valid: jax.Array, axes: Sequence[int], keepdims: bool = False
 ) -> Groups:
@@ -236,9 +242,8 @@ def grouped(
 
     Args:
         x: a storage, with no position twice unless the reduction is a sum.
-        valid: which of its stored values take part; the shape of the stored values.
+        valid: which of its stored values take part.
         axes: not negative, ascending.
-        keepdims: whether reduced axes stay, with size 1, in the results.
     """
     axes, values = tuple(axes), stored_values(x)
     sparse = sparse_dimensions(x)
@@ -271,17 +276,17 @@ def sparse_dimensions(x: TensorLike) -> int:
     return int(x.n_sparse) if isinstance(x, BCOO | BCSR) else 0
 
 
-def least(dtype: DTypeLike) -> Scalar:
+def least(dtype: DTypeLike) -> ArrayLike:
     """Return the number that changes no maximum over `dtype`."""
     return _limits(dtype)[0]
 
 
-def greatest(dtype: DTypeLike) -> Scalar:
+def greatest(dtype: DTypeLike) -> ArrayLike:
     """Return the number that changes no minimum over `dtype`."""
     return _limits(dtype)[1]
 
 
-def _limits(dtype: DTypeLike) -> tuple[Any, Any]:
+def _limits(dtype: DTypeLike) -> tuple[ArrayLike, ArrayLike]:
     if jnp.issubdtype(dtype, jnp.bool_):
         return False, True
     if jnp.issubdtype(dtype, jnp.floating):
@@ -299,7 +304,7 @@ def refuse_large(size: int, axes: str) -> None:
         )
 
 
-def _integer() -> np.dtype:
+def _integer() -> DType:
     return jnp.dtype(jnp.result_type(int))
 
 
@@ -348,11 +353,11 @@ class Reduction:
     """
 
     name: str
-    kernel: Callable[..., Results]
-    plain: Callable[..., Any] | None = None
-    like: Callable[..., Any] | None = None
+    kernel: Kernel
+    plain: Function | None = None
+    like: Function | None = None
     empty: float | None = None
-    stored: Callable[..., Results] | None = None
+    stored: Kernel | None = None
     dense: bool = False
     one_axis: bool = False
     absent: float | None = None
@@ -364,8 +369,8 @@ class Reduction:
         keepdims: bool,
         where: Mask,
         dtype: DTypeLike | None = None,
-        **options: Any,
-    ) -> Any:
+        **options: Argument,
+    ) -> Tensor:
         if self.one_axis:
             single_axis(axis, self.name)
         x = as_tensor(x)
@@ -406,9 +411,7 @@ class Reduction:
         return groups.stored(result)
 
 
-def result_dtype(
-    function: Callable[..., Any], kind: DTypeLike, dtype: DTypeLike | None = None
-) -> np.dtype:
+def result_dtype(function: Function, kind: DTypeLike, dtype: DTypeLike | None = None) -> DType:
     """Return the dtype that a function of JAX, such as `jnp.sum`, gives for a dtype."""
     if dtype is not None:
         function = functools.partial(function, dtype=dtype)
@@ -441,7 +444,7 @@ def single_axis(axis: Axis, name: str) -> int | None:
     return axis
 
 
-def entries_of(x: TensorLike, where: Mask | None) -> tuple[Any, jax.Array]:
+def entries_of(x: TensorLike, where: Mask | None) -> tuple[Tensor, jax.Array]:
     """Return the storage of a tensor with unique positions, and which values take part.
 
     Those are entries, valid if it is masked, where the booleans `where` are True.

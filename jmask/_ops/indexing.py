@@ -25,23 +25,29 @@ nan, or the extreme of an integer dtype.
 """
 
 import operator
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jmask._base.fallback import report_fallback
-from jmask._base.types import Numbers, Tensor, TensorLike
+from jmask._base.types import (
+    Argument,
+    ArrayFunction,
+    Function,
+    IndexLike,
+    Numbers,
+    Options,
+    Shape,
+    Tensor,
+    TensorLike,
+)
 from jmask._ops.elementwise import elementwise
 from jmask._ops.shape import data_of, dense, masked_of
 from jmask._tables.stored_table import from_the_end
 from jmask._tensors.masked_tensor import MaskedTensor, any_masked, joined
 from jmask._tensors.methods import call, install
 from jmask._tensors.row_sparse import RowSparse
-
-IndexLike = Any  # as NumPy takes it: an integer, a slice, None, an array, or a tuple of these
 
 # --- x[...] of a masked tensor -----------------------------------------------------------
 
@@ -77,13 +83,10 @@ def has_masked(index: IndexLike) -> bool:
     return any_masked(*(index if isinstance(index, tuple) else (index,)))
 
 
-def known_places(index: IndexLike, shape: tuple[int, ...], *, clip: bool) -> tuple[Any, ...]:
+def known_places(index: IndexLike, shape: Shape, *, clip: bool) -> tuple[IndexLike, ...]:
     """Return the index with masked integers out of range, where nothing is read or written.
 
-    Args:
-        index: has masked integers.
-        shape: of the tensor that is indexed.
-        clip: integers that are out of range and not masked become those at the border.
+    With `clip` other integers that are out of range become those at the border.
     """
     parts = index if isinstance(index, tuple) else (index,)
     consumed = [_consumed(part) for part in parts]
@@ -104,7 +107,7 @@ def _consumed(part: IndexLike) -> int:
     return part.ndim if is_mask and not isinstance(part, MaskedTensor) else 1
 
 
-def _place(part: IndexLike, size: int, clip: bool) -> Any:
+def _place(part: IndexLike, size: int, clip: bool) -> IndexLike:
     if not isinstance(part, MaskedTensor | int | np.integer | np.ndarray | jax.Array):
         return part
     part = dense(part, "indexing")
@@ -144,8 +147,8 @@ class At:
         return f"At({self.x!r})"
 
 
-def _arithmetic(name: str, doc: str) -> Callable[..., MaskedTensor]:
-    def method(self: "Positions", values: TensorLike, **kwargs: Any) -> MaskedTensor:
+def _arithmetic(name: str, doc: str) -> Function:
+    def method(self: "Positions", values: TensorLike, **kwargs: Argument) -> MaskedTensor:
         return self._combined(name, values, kwargs)
 
     method.__name__, method.__doc__ = name, doc
@@ -164,7 +167,7 @@ class Positions:
     def __repr__(self) -> str:
         return f"Positions({self.x!r}, {self.index!r})"
 
-    def get(self, **kwargs: Any) -> MaskedTensor:
+    def get(self, **kwargs: Argument) -> MaskedTensor:
         """Return the entries, masked out of range with mode="fill" and no `fill_value`."""
         fill = kwargs.pop("fill_value", None)
         index, kwargs = self._places("fill", kwargs, clipped=("clip", None))
@@ -172,7 +175,7 @@ class Positions:
         valid = self.x.valid.at[index].get(fill_value=fill is not None, **kwargs)
         return joined(data, valid)
 
-    def set(self, values: TensorLike, **kwargs: Any) -> MaskedTensor:
+    def set(self, values: TensorLike, **kwargs: Argument) -> MaskedTensor:
         """Replace entries: by a masked tensor with its mask, by anything else as valid."""
         values = dense(values, "at")
         index, kwargs = self._places("drop", kwargs)
@@ -192,11 +195,11 @@ class Positions:
     min = _arithmetic("min", "Return the smaller of each valid entry and `values`.")
     max = _arithmetic("max", "Return the larger of each valid entry and `values`.")
 
-    def apply(self, func: Callable[[Any], Any], **kwargs: Any) -> MaskedTensor:
+    def apply(self, func: ArrayFunction, **kwargs: Argument) -> MaskedTensor:
         """Apply the elementwise `func` to the valid entries, once where positions repeat."""
         return self.set(elementwise(func)(self.get(**kwargs)), **kwargs)
 
-    def _combined(self, name: str, values: TensorLike, kwargs: dict) -> MaskedTensor:
+    def _combined(self, name: str, values: TensorLike, kwargs: Options) -> MaskedTensor:
         values = dense(values, "at")
         index, kwargs = self._places("drop", kwargs)
         # Ones wherever the result is masked: no nan from there can reach a derivative.
@@ -209,8 +212,8 @@ class Positions:
         return joined(data, self.x.valid.at[index].min(values.valid, **kwargs))
 
     def _places(
-        self, outside: str, kwargs: dict, clipped: tuple[str | None, ...] = ("clip",)
-    ) -> tuple[Any, dict]:
+        self, outside: str, kwargs: Options, clipped: tuple[str | None, ...] = ("clip",)
+    ) -> tuple[IndexLike, Options]:
         if not has_masked(self.index):
             return self.index, kwargs
         clip = kwargs.get("mode") in clipped
@@ -266,7 +269,7 @@ def _rows_at(x: RowSparse, ids: jax.Array) -> jax.Array:
     return call("lookup", x, from_the_end(ids, x.shape[0]))
 
 
-def _split(x: RowSparse, key: IndexLike) -> tuple[Any, tuple[Any, ...]]:
+def _split(x: RowSparse, key: IndexLike) -> tuple[IndexLike, tuple[IndexLike, ...]]:
     """Split an index into that of the rows and those of the other dimensions."""
     key = key if isinstance(key, tuple) else (key,)
     key = tuple(_checked(k) for k in key)
@@ -285,7 +288,7 @@ def _split(x: RowSparse, key: IndexLike) -> tuple[Any, tuple[Any, ...]]:
     return (key[0], key[1:]) if key else (slice(None), ())
 
 
-def _checked(k: IndexLike) -> Any:
+def _checked(k: IndexLike) -> IndexLike:
     if k is None or k is Ellipsis or isinstance(k, slice):
         return k
     if isinstance(k, list | np.ndarray):
@@ -315,7 +318,7 @@ def _is_integer(k: object) -> bool:
     return not (k is None or k is Ellipsis or isinstance(k, slice) or _is_array(k))
 
 
-def _moves_to_front(rest: tuple[Any, ...]) -> bool:
+def _moves_to_front(rest: tuple[IndexLike, ...]) -> bool:
     """Decide whether index arrays are apart, so that what they select comes before all else."""
     places = [i for i, k in enumerate(rest) if _is_array(k) or _is_integer(k)]
     return any(map(_is_array, rest)) and places[-1] - places[0] >= len(places)
@@ -344,7 +347,7 @@ def _row_numbers(x: RowSparse, k: IndexLike) -> jax.Array:
     return jnp.asarray(k)
 
 
-def _slice(x: RowSparse, rows: slice) -> RowSparse:
+def _slice(x: RowSparse, rows: IndexLike) -> RowSparse:
     if rows == slice(None):
         return x
     try:
@@ -362,7 +365,7 @@ def _slice(x: RowSparse, rows: slice) -> RowSparse:
     return RowSparse(ids, x.values, (number, *x.shape[1:]))
 
 
-def _columns(x: RowSparse, rest: tuple[Any, ...]) -> RowSparse:
+def _columns(x: RowSparse, rest: tuple[IndexLike, ...]) -> RowSparse:
     if not rest:
         return x
     key = (slice(None), *rest)

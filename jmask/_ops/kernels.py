@@ -15,37 +15,35 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jmask._base.array_types import is_nonzero, joint_dtype, typed_like, wide
-from jmask._base.types import JvpArgs, Scalar
+from jmask._base.types import Argument, DType, JvpArgs, Scalar
 from jmask._ops.groups import (
     Groups,
+    Kernel,
     Results,
-    Slices,
     greatest,
     grouped,
     least,
     result_dtype,
 )
 
-_Kernel = Callable[..., Results]
 _Rank = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
-def select(groups: Groups, fill: Scalar, dtype: DTypeLike | None = None) -> jax.Array:
+def select(groups: Groups, fill: ArrayLike, dtype: DTypeLike | None = None) -> jax.Array:
     """Return the entries cast to `dtype`, `fill` where they take no part."""
     values = groups.values if dtype is None else groups.values.astype(dtype)
     return jnp.where(groups.valid, values, jnp.asarray(fill, values.dtype))
 
 
-def inexact(dtype: DTypeLike) -> np.dtype:
+def inexact(dtype: DTypeLike) -> DType:
     """Return the dtype of a mean of `dtype`, as JAX promotes."""
     return result_dtype(jnp.mean, dtype)
 
@@ -74,15 +72,13 @@ def mean_of_all(groups: Groups, dtype: DTypeLike) -> Results:
     return result / groups.size, exists
 
 
-def with_zeros(kernel: _Kernel, absorb: Callable[[jax.Array, jax.Array], jax.Array]) -> _Kernel:
+def with_zeros(kernel: Kernel, absorb: Callable[[jax.Array, jax.Array], jax.Array]) -> Kernel:
     """Return the kernel when entries that are not stored are zeros.
 
-    Args:
-        kernel: takes groups and keyword arguments.
-        absorb: takes a result, and whether its group has an entry that is not stored.
+    `absorb` takes a result, and whether its group has an entry that is not stored.
     """
 
-    def with_zeros(groups: Groups, **kwargs: Any) -> Results:
+    def with_zeros(groups: Groups, **kwargs: Argument) -> Results:
         result, exists = kernel(groups, **kwargs)
         return absorb(result, groups.count(groups.valid) < groups.size), exists
 
@@ -284,7 +280,7 @@ def _with_slope_of(value: jax.Array, like: jax.Array) -> jax.Array:
 
 
 @_with_slope_of.defjvp
-def _with_slope_of_jvp(primals: JvpArgs, tangents: JvpArgs) -> Any:
+def _with_slope_of_jvp(primals: JvpArgs, tangents: JvpArgs) -> tuple[jax.Array, jax.Array]:
     # The function itself and not `primals[0]`, which the next derivative takes for a constant.
     return _with_slope_of(*primals), tangents[1]
 
@@ -343,7 +339,7 @@ def _refuse_complex(dtype: DTypeLike) -> None:
         )
 
 
-def quantile(groups: Slices, dtype: DTypeLike, rank: _Rank, method: str = "linear") -> Results:
+def quantile(groups: Groups, dtype: DTypeLike, rank: _Rank, method: str = "linear") -> Results:
     """Return quantiles of a dense array's entries, before they are cast to `dtype`.
 
     The entries are found by sorting and then read, so that the derivative is that of entries.

@@ -10,12 +10,12 @@ them. The storage of a tensor stays: what it does not store is masked already.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeVar, cast
 
 import jax.numpy as jnp
 
-from jmask._base.types import Mask, Scalar, Tensor, TensorLike
+from jmask._base.types import Argument, Function, Mask, Scalar, Tensor, TensorLike
 from jmask._ops.elementwise import elementwise
 from jmask._ops.reductions import named
 from jmask._ops.shape import became_dense, broadcast_to
@@ -29,6 +29,8 @@ from jmask._tensors.masked_tensor import (
     read_at,
 )
 from jmask._tensors.storage import is_sparse
+
+_Condition = TypeVar("_Condition", bound=Function)
 
 
 def masked_where(condition: Mask, x: TensorLike) -> MaskedTensor:
@@ -49,24 +51,21 @@ def masked_where(condition: Mask, x: TensorLike) -> MaskedTensor:
     return joined(x.storage, x.valid & exists & ~holds.astype(bool))
 
 
-def _masks(
-    name: str, which: str, condition: Callable[..., Any], example: str
-) -> Callable[..., MaskedTensor]:
+def _masks(name: str, which: str, condition: _Condition, example: str) -> _Condition:
     """Return the function of `numpy.ma` that masks the entries for which a condition holds.
 
     Args:
-        name: of the function.
         which: entries those are, after "that".
-        condition: elementwise, of `x` and other arguments.
+        condition: elementwise, of `x` and the other arguments of the function.
         example: of entries, the other arguments, and the result.
     """
     holds = elementwise(condition)
 
-    def masked(x: TensorLike, *args: Any, **kwargs: Any) -> MaskedTensor:
+    def masked(x: TensorLike, *args: Argument, **kwargs: Argument) -> MaskedTensor:
         x = as_masked_tensor(x)
         return masked_where(holds(x, *args, **kwargs), x)
 
-    masked.__signature__ = inspect.signature(condition)  # type: ignore[attr-defined]
+    vars(masked)["__signature__"] = inspect.signature(condition)
     text = f"""Mask the entries of `x` that {which}, as `numpy.ma.{name}`.
 
     `x` is a `MaskedTensor` on any storage, whose masked entries stay so, a sparse tensor, of
@@ -76,7 +75,7 @@ def _masks(
     example = (
         f"jnp.array([1., 2., jnp.inf]){arguments} -> MaskedTensor({entries}, dtype=float32)"
     )
-    return named(masked, name, text, example)
+    return named(cast(_Condition, masked), name, text, example)
 
 
 def _is_inside(x: TensorLike, v1: TensorLike, v2: TensorLike) -> Tensor:
@@ -156,7 +155,9 @@ def masked_fill(x: TensorLike, where: Mask, value: TensorLike) -> Tensor:
     return where_(where, jnp.asarray(value, dtype), x)
 
 
-def select(condlist: Sequence[Any], choicelist: Sequence[Any], default: Scalar = 0) -> Tensor:
+def select(
+    condlist: Sequence[Mask], choicelist: Sequence[TensorLike], default: TensorLike = 0
+) -> Tensor:
     """Return the entry of the first choice whose condition is True, as `jax.numpy.select`.
 
     Args:

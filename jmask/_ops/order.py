@@ -10,8 +10,7 @@ jit it is given as `size`, as in `jax.numpy`.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,18 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmask._base.array_types import is_nonzero, joint_dtype, typed_like
-from jmask._base.types import Axis, Mask, Numbers, Scalar, Tensor, TensorLike
+from jmask._base.types import (
+    Argument,
+    ArrayFunction,
+    Axis,
+    Mask,
+    Numbers,
+    Options,
+    PyTree,
+    Scalar,
+    Tensor,
+    TensorLike,
+)
 from jmask._base.validation import checked_choice
 from jmask._ops import kernels
 from jmask._ops.groups import Reduction, checked_axes, entries_of, single_axis
@@ -141,7 +151,7 @@ def median(
 # --- in order, the largest, the different, the valid ones ---------------------------------
 
 
-def sort(a: TensorLike, axis: int | None = -1, **kwargs: Any) -> Tensor:
+def sort(a: TensorLike, axis: int | None = -1, **kwargs: Argument) -> Tensor:
     """`jax.numpy.sort`, masked entries last, in ascending and in descending order.
 
     Args:
@@ -164,7 +174,7 @@ def sort(a: TensorLike, axis: int | None = -1, **kwargs: Any) -> Tensor:
 
 
 def argsort(
-    a: TensorLike, axis: int | None = -1, *, dtype: DTypeLike | None = None, **kwargs: Any
+    a: TensorLike, axis: int | None = -1, *, dtype: DTypeLike | None = None, **kwargs: Argument
 ) -> Tensor:
     """`jax.numpy.argsort`: what `sort` takes; masked where the entry taken is masked.
 
@@ -201,7 +211,7 @@ def _order(
     return jnp.flip(order, axis) if descending else order
 
 
-def top_k(x: TensorLike, k: int, axis: int = -1) -> tuple[Any, Any]:
+def top_k(x: TensorLike, k: int, axis: int = -1) -> tuple[Tensor, Tensor]:
     """Return the k largest valid entries along an axis, descending, and where they are.
 
     Args:
@@ -245,7 +255,7 @@ def unique(
     equal_nan: bool = True,
     size: int | None = None,
     fill_value: Scalar | None = None,
-) -> Any:
+) -> PyTree:
     """Return the different entries, sorted; masked ones count as one, which comes last.
 
     Args:
@@ -274,7 +284,7 @@ def unique(
     masked = isinstance(ar, MaskedTensor)
     if size is None and any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(ar)):
         raise _needs_size("unique", "different")
-    options: dict[str, Any] = {"equal_nan": equal_nan, "size": size, "fill_value": fill_value}
+    options: Options = {"equal_nan": equal_nan, "size": size, "fill_value": fill_value}
     wanted = (return_index, return_inverse, return_counts)
     if not masked:
         return jnp.unique(ar, *wanted, axis, **options)
@@ -459,7 +469,7 @@ def _cumlogsumexp(x: jax.Array, axis: int | None, dtype: None) -> jax.Array:
 
 def _running(
     name: str,
-    function: Callable[..., jax.Array],
+    function: ArrayFunction,
     identity: float,
     x: TensorLike,
     axis: Axis,

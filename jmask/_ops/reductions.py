@@ -27,14 +27,13 @@ valid entries that are equal to it.
 
 import dataclasses
 import inspect
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import jax.numpy as jnp
 from jax.scipy import special
 from jax.typing import DTypeLike
 
-from jmask._base.types import Axis, Mask, Tensor, TensorLike
+from jmask._base.types import Axis, Function, Mask, Tensor, TensorLike
 from jmask._ops import kernels
 from jmask._ops.elementwise import elementwise
 from jmask._ops.groups import Reduction, checked_axes
@@ -72,7 +71,7 @@ Raises:
     ValueError: if `axis` is out of bounds or there twice, or `where` does not
         broadcast.
 """
-_F = TypeVar("_F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Function)
 
 
 def described(function: _F) -> _F:
@@ -92,8 +91,6 @@ def named(function: _F, name: str, text: str, *examples: str) -> _F:
     """Give a function that another one made its name and its docstring.
 
     Args:
-        function: of `x` and other arguments.
-        name: of the function, in `jmask.numpy`.
         text: what it does.
         *examples: arguments, " -> ", and the result.
     """

@@ -22,8 +22,7 @@ Plain arrays are passed on to `jax.numpy`.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,7 @@ from jax.experimental.sparse import BCOO
 
 from jmask._base.fallback import report_fallback
 from jmask._base.row_ids import widen
-from jmask._base.types import Axis, Mask, Shape, Tensor, TensorLike
+from jmask._base.types import Argument, Function, Mask, Options, Shape, Tensor, TensorLike
 from jmask._base.validation import abstract_leaf
 from jmask._ops.elementwise import elementwise, on_union_of_rows
 from jmask._tensors.masked_tensor import MaskedTensor, any_masked, is_tensor, joined, read_at
@@ -49,8 +48,8 @@ from jmask._tensors.storage import (
 
 
 def moved(
-    function: Callable[..., Any], *, variadic: bool = False, rule: Callable | None = None
-) -> Callable[..., Any]:
+    function: Function, *, variadic: bool = False, rule: Function | None = None
+) -> Function:
     """Lift a function of `jax.numpy` that moves entries to masked tensors.
 
     Args:
@@ -65,7 +64,7 @@ def moved(
     """
 
     @functools.wraps(function)
-    def lifted(*args: Any, **kwargs: Any) -> Tensor:
+    def lifted(*args: Argument, **kwargs: Argument) -> Tensor:
         operands, arguments = (args, ()) if variadic else (args[:1], args[1:])
         leaves = jax.tree.leaves(operands, is_leaf=is_tensor)
         if not any(map(is_tensor, leaves)):
@@ -120,7 +119,7 @@ def is_masked_coo(x: TensorLike) -> bool:
 # --- rules of storages --------------------------------------------------------------------
 
 
-def reshaped(function: Callable, x: Tensor, arguments: tuple, kwargs: dict) -> Tensor | None:
+def reshaped(function: Function, x: Tensor, arguments: tuple, kwargs: Options) -> Tensor | None:
     """Keep the storage under functions that keep the order of entries."""
     if not (is_row_sparse(x) or is_masked_coo(x)) or "F" in (*arguments, *kwargs.values()):
         return None
@@ -147,7 +146,7 @@ def reshaped(function: Callable, x: Tensor, arguments: tuple, kwargs: dict) -> T
     return _at_indices(x, places, shape, x.storage.indices_sorted)
 
 
-def permuted(function: Callable, x: Tensor, arguments: tuple, kwargs: dict) -> Tensor | None:
+def permuted(function: Function, x: Tensor, arguments: tuple, kwargs: Options) -> Tensor | None:
     """Keep the storage under functions that permute dimensions."""
     if not (is_row_sparse(x) or is_masked_coo(x)):
         return None
@@ -163,7 +162,7 @@ def permuted(function: Callable, x: Tensor, arguments: tuple, kwargs: dict) -> T
 
 
 def joined_rows(
-    function: Callable, tensors: Sequence[TensorLike], arguments: tuple, kwargs: dict
+    function: Function, tensors: Sequence[TensorLike], arguments: tuple, kwargs: Options
 ) -> Tensor | None:
     """Keep rows under functions that join tensors along an axis that there is."""
     if not isinstance(tensors, list | tuple) or not all(map(is_row_sparse, tensors)):
@@ -215,7 +214,10 @@ split = moved(jnp.split)
 
 
 def pad(
-    array: TensorLike, pad_width: int | Sequence[Any], mode: str = "constant", **kwargs: Any
+    array: TensorLike,
+    pad_width: int | Sequence[int] | Sequence[Sequence[int]],
+    mode: str = "constant",
+    **kwargs: Argument,
 ) -> Tensor:
     """`jax.numpy.pad`: constants are valid entries, and entries are repeated with their mask.
 
@@ -256,7 +258,7 @@ def pad(
 
 
 def where(
-    condition: Mask, x: TensorLike = None, y: TensorLike = None, /, **kwargs: Any
+    condition: Mask, x: TensorLike = None, y: TensorLike = None, /, **kwargs: Argument
 ) -> Tensor:
     """`jax.numpy.where`: the entry chosen, with its mask; masked where the condition is.
 
@@ -298,7 +300,9 @@ def where(
 _plain_where = elementwise(jnp.where)
 
 
-def take(a: TensorLike, indices: TensorLike, axis: int | None = None, **kwargs: Any) -> Tensor:
+def take(
+    a: TensorLike, indices: TensorLike, axis: int | None = None, **kwargs: Argument
+) -> Tensor:
     """`jax.numpy.take`: masked where the index is masked or out of range.
 
     Args:
@@ -324,7 +328,7 @@ def take(a: TensorLike, indices: TensorLike, axis: int | None = None, **kwargs: 
 
 
 def take_along_axis(
-    arr: TensorLike, indices: TensorLike, axis: int | None = -1, **kwargs: Any
+    arr: TensorLike, indices: TensorLike, axis: int | None = -1, **kwargs: Argument
 ) -> Tensor:
     """`jax.numpy.take_along_axis`: masked where the index is masked or out of range.
 
@@ -337,11 +341,11 @@ def take_along_axis(
     return _gathered(jnp.take_along_axis, arr, indices, axis, kwargs, lambda masked: masked)
 
 
-def like(function: Callable[..., Any]) -> Callable[..., Any]:
+def like(function: Function) -> Function:
     """Lift a function that makes a tensor like another one: a masked one keeps its mask."""
 
     @functools.wraps(function)
-    def lifted(a: TensorLike, *args: Any, **kwargs: Any) -> Tensor:
+    def lifted(a: TensorLike, *args: Argument, **kwargs: Argument) -> Tensor:
         if is_sparse(a) and kwargs.get("shape") is None:
             # Zeros and copies have the storage of what they are like.
             with jax.ensure_compile_time_eval():
@@ -363,7 +367,12 @@ def like(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gathered(
-    function: Callable, a: Tensor, indices: Tensor, axis: Axis, kwargs: dict, spread: Callable
+    function: Function,
+    a: Tensor,
+    indices: Tensor,
+    axis: int | None,
+    kwargs: Options,
+    spread: Function,
 ) -> Tensor:
     """Read `a` at `indices`; `spread` brings masks of indices to the shape of the result."""
     kind = indices if isinstance(indices, MaskedTensor) else abstract_leaf(indices)

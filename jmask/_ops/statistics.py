@@ -12,8 +12,8 @@ so they are arrays.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jmask._base.array_types import wide
-from jmask._base.types import Scalar, Tensor, TensorLike
+from jmask._base.types import Argument, Function, Scalar, Tensor, TensorLike
 from jmask._ops import kernels, order, reductions
 from jmask._ops.contractions import outer
 from jmask._ops.elementwise import elementwise
@@ -39,10 +39,10 @@ from jmask._tensors.storage import stored_values
 
 # --- without nan -------------------------------------------------------------------------
 
+_Reduction = TypeVar("_Reduction", bound=Function)
 
-def _skipping_nan(
-    function: Callable[..., Any], empty: float | None, example: str
-) -> Callable[..., Tensor]:
+
+def _skipping_nan(function: _Reduction, empty: float | None, example: str) -> _Reduction:
     """Return the function of the entries that are not nan.
 
     Args:
@@ -53,7 +53,7 @@ def _skipping_nan(
     """
     name = f"nan{function.__name__}"
 
-    def skipping(x: TensorLike, *args: Any, **kwargs: Any) -> Tensor:
+    def skipping(x: TensorLike, *args: Argument, **kwargs: Argument) -> Tensor:
         x = as_tensor(x)
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return function(x, *args, **kwargs)
@@ -65,7 +65,7 @@ def _skipping_nan(
             return result
         return result.storage if empty is None else result.to_tensor(empty)
 
-    skipping.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    vars(skipping)["__signature__"] = inspect.signature(function)
     text = f"""Do as `{function.__name__}` with nan as a masked entry.
 
     Arguments and errors are those of `jmask.numpy.{function.__name__}`. Where nothing but nan
@@ -74,7 +74,7 @@ def _skipping_nan(
     """
     arguments, result = example.split(" -> ")
     example = f"jnp.array([1., jnp.nan, 3.]){arguments} -> Array({result})"
-    return reductions.named(skipping, name, text, example)
+    return reductions.named(cast(_Reduction, skipping), name, text, example)
 
 
 nansum = _skipping_nan(reductions.sum, 0, " -> 4., dtype=float32")
@@ -453,7 +453,7 @@ def bincount(
 
 def _weighted(
     x: TensorLike, weights: TensorLike, name: str
-) -> tuple[jax.Array, Any, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """Return the stored values of a tensor, their weights, if any, and which of them count."""
     x = x if isinstance(x, MaskedTensor) else MaskedTensor(dense(x, name))
     values, valid = stored_values(x.storage), x.valid

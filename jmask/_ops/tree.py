@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jmask._base.array_types import joint_dtype, varying_alike, varying_axes
-from jmask._base.types import PyTree, Scalar, Tensor, TensorLike
+from jmask._base.types import Function, PyTree, PyTreeDef, Scalar, Tensor, TensorLike
 from jmask._base.validation import abstract_leaf, check_flag, check_leaves, leaf_name
 from jmask._ops.elementwise import elementwise
 from jmask._ops.groups import entries_of
@@ -80,7 +79,7 @@ def scale(scalar: Scalar, tree: PyTree) -> PyTree:
     return _map(scaled, tree)
 
 
-def mean(trees: Sequence[Any], like: PyTree | None = None) -> PyTree:
+def mean(trees: Sequence[PyTree], like: PyTree | None = None) -> PyTree:
     """Return the mean of trees of one structure, such as the gradients of microbatches.
 
     Args:
@@ -252,10 +251,10 @@ def size(tree: PyTree) -> int:
 
 
 def map(  # noqa: A001
-    f: Callable[..., Any],
+    f: Function,
     tree: PyTree,
-    *rest: Any,
-    is_leaf: Callable[[Any], bool] | None = None,
+    *rest: PyTree,
+    is_leaf: Callable[[PyTree], bool] | None = None,
 ) -> PyTree:
     """Apply a function to each leaf, as `jax.tree.map`, where tensors and tables are leaves.
 
@@ -281,7 +280,7 @@ def map(  # noqa: A001
     return jax.tree.map(f, tree, *rest, is_leaf=_leaf_or(is_leaf))
 
 
-def leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+def leaves(tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None) -> list[PyTree]:
     """Return the leaves, as `jax.tree.leaves`, where tensors and tables are leaves.
 
     Args:
@@ -296,13 +295,13 @@ def leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[A
     return jax.tree.leaves(tree, is_leaf=_leaf_or(is_leaf))
 
 
-def _leaf_or(is_leaf: Callable[[Any], bool] | None) -> Callable[[Any], bool]:
+def _leaf_or(is_leaf: Callable[[PyTree], bool] | None) -> Callable[[PyTree], bool]:
     return (
         is_tensor_or_table if is_leaf is None else lambda x: is_tensor_or_table(x) or is_leaf(x)
     )
 
 
-def _map(function: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
+def _map(function: Function, tree: PyTree, *others: PyTree) -> PyTree:
     for each in (tree, *others):
         for path, x in jax.tree.leaves_with_path(each, is_leaf=is_stored_table):
             if is_deferred(x):
@@ -312,7 +311,9 @@ def _map(function: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
                     "result by jmask.deferred(array, tx)."
                 )
         check_leaves("tree", each)
-    structures: Any = [jax.tree.structure(x, is_leaf=is_tensor) for x in (tree, *others)]
+    structures: list[PyTreeDef] = [
+        jax.tree.structure(x, is_leaf=is_tensor) for x in (tree, *others)
+    ]
     for other in structures[1:]:
         if other != structures[0]:
             raise ValueError(

@@ -28,22 +28,23 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
+from jax.typing import ArrayLike
 
 from jmask._base.array_types import adds_when_cast
 from jmask._base.forms import CALLS, aval_of, called, name_of, parameter
 from jmask._base.jaxprs import bound, interpret
-from jmask._base.types import TensorLike, Value
-from jmask._tensors.storage import (
-    is_sparse,
-)
+from jmask._base.types import DType, Function, Options, PyTree, TensorLike, Value
+from jmask._tensors.storage import is_sparse
 
 _T = TypeVar("_T")
+_Keywords = tuple[tuple[str, Value], ...]
+"""Options by name, which a cache can compare."""
 
 # --- numbers harmless to a function and its slopes ---------------------------------------
 
@@ -52,11 +53,13 @@ _T = TypeVar("_T")
 _CANDIDATES = ((0.5, 1), (1.5, 0), (0.25, 2), (2.5, 3), (-0.5, -1))
 
 
-def _remembered(decide: Callable[..., _T]) -> Callable[..., _T]:
+def _remembered(
+    decide: Callable[[Function, tuple[Value, ...], _Keywords], _T],
+) -> Callable[[Function, Sequence[Value], Options], _T]:
     """Remember what is decided about a function, its operands and its options by name."""
     cached = functools.lru_cache(maxsize=4096)(decide)
 
-    def remembered(function: Callable, operands: Sequence[Any], kwargs: dict[str, Any]) -> _T:
+    def remembered(function: Function, operands: Sequence[Value], kwargs: Options) -> _T:
         try:
             return cached(function, tuple(operands), tuple(sorted(kwargs.items())))
         except TypeError:  # something that cannot be hashed
@@ -67,8 +70,8 @@ def _remembered(decide: Callable[..., _T]) -> Callable[..., _T]:
 
 @_remembered
 def safe_numbers(
-    function: Callable, kinds: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
-) -> tuple[Any, ...]:
+    function: Function, kinds: tuple[Value, ...], kwargs: _Keywords
+) -> tuple[ArrayLike, ...]:
     """Return for each operand a number to put where it does not exist.
 
     A number that is selected away after the function must be harmless in it: 0 times an
@@ -76,7 +79,8 @@ def safe_numbers(
     not 0 for sqrt. The number is found by trying, which serves functions never seen before.
     `kinds` holds for each operand its dtype, or its value if it is a Python number.
     """
-    fixed, numbers = dict(kwargs), ()
+    fixed = dict(kwargs)
+    numbers: tuple[ArrayLike, ...] = ()
     for candidate in _CANDIDATES:
         numbers = tuple(_number(candidate, kind) for kind in kinds)
         if _is_safe(lambda *xs: function(*xs, **fixed), numbers):
@@ -84,24 +88,24 @@ def safe_numbers(
     return numbers
 
 
-def _number(candidate: tuple[float, int], kind: TensorLike) -> Any:
+def _number(candidate: tuple[float, int], kind: Value) -> ArrayLike:
     if not varies(kind):
         return kind
     inexact, integer = candidate
     return np.array(inexact if jnp.issubdtype(kind, jnp.inexact) else integer).astype(kind)
 
 
-def _is_safe(function: Callable, numbers: tuple[Any, ...]) -> bool:
+def _is_safe(function: Function, numbers: tuple[ArrayLike, ...]) -> bool:
     arrays = ((i, x) for i, x in enumerate(numbers) if isinstance(x, np.ndarray))
     varying = [i for i, x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
 
-    def varying_function(*xs: Any) -> Any:
+    def varying_function(*xs: ArrayLike) -> PyTree:
         arguments = list(numbers)
         for i, x in zip(varying, xs, strict=True):
             arguments[i] = x
         return function(*arguments)
 
-    def slope(*xs: Any) -> Any:
+    def slope(*xs: ArrayLike) -> tuple[PyTree, PyTree]:
         return jax.jvp(varying_function, xs, tuple(map(np.ones_like, xs)))
 
     xs = tuple(numbers[i] for i in varying)
@@ -150,12 +154,7 @@ class Known:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """The operand with this number, unchanged but for its dtype.
-
-    Attributes:
-        number: among the operands of the function.
-        scalar: whether it has no dimensions.
-    """
+    """The operand with this number, unchanged but for its dtype."""
 
     number: int
     scalar: bool
@@ -166,6 +165,9 @@ class Unknown:
     """Anything; `scalar` if it is computed from scalars alone."""
 
     scalar: bool
+
+
+_Entry = Known | Operand | Unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +181,7 @@ class Behaviour:
             function of the former and one of the latter.
     """
 
-    value: Known | Operand | Unknown
+    value: _Entry
     affine: bool
     sums: bool
 
@@ -192,7 +194,7 @@ class Varying:
     """Stands for an operand whose value is not known: "sparse", an "array" or a "scalar"."""
 
     kind: str
-    dtype: np.dtype
+    dtype: DType
     weak: bool = False
 
 
@@ -203,12 +205,11 @@ class Number:
     Attributes:
         kind: its Python type, or its dtype and whether that is weak.
         text: its value, as a string: nan is equal to nan.
-        value: the operand itself.
     """
 
-    kind: Any
+    kind: object
     text: str
-    value: Any = dataclasses.field(compare=False)
+    value: ArrayLike = dataclasses.field(compare=False)
 
 
 def role(x: Value) -> Varying | Number:
@@ -225,14 +226,14 @@ def role(x: Value) -> Varying | Number:
 
 @_remembered
 def behaviour_at_zero(
-    function: Callable[..., Any],
+    function: Function,
     roles: tuple[Varying | Number, ...],
-    kwargs: tuple[tuple[str, Any], ...],
+    kwargs: _Keywords,
 ) -> Behaviour:
     """Decide how an elementwise function behaves where its sparse operands are zero."""
     varying = [(i, x) for i, x in enumerate(roles) if isinstance(x, Varying)]
 
-    def varying_function(*values: Any) -> Any:
+    def varying_function(*values: ArrayLike) -> jax.Array:
         rest = iter(values)
         operands = (x.value if isinstance(x, Number) else next(rest) for x in roles)
         return function(*operands, **dict(kwargs))
@@ -258,7 +259,7 @@ def behaviour_at_zero(
     return Behaviour(value, dependence != _OTHER, sums)
 
 
-_Value = tuple[Known | Operand | Unknown, int]
+_Value = tuple[_Entry, int]
 
 
 def _run(jaxpr: Jaxpr, consts: Sequence[_Value], inputs: Sequence[_Value]) -> list[_Value]:
@@ -276,19 +277,19 @@ def _equation(eqn: JaxprEqn, inputs: list[_Value]) -> list[_Value]:
         return [(Known(result), dependence) for result in bound(eqn, known)]
     result = _with_unknown(eqn, values)
     if result is None:
-        scalar = all(isinstance(value, Known) or value.scalar for value in values)
+        scalar = all(map(_is_scalar, values))
         return [(Unknown(scalar), dependence) for _ in eqn.outvars]
     return [(result, dependence)]
 
 
-def _with_unknown(eqn: JaxprEqn, values: list[Any]) -> Known | Operand | None:
+def _with_unknown(eqn: JaxprEqn, values: list[_Entry]) -> Known | Operand | None:
     """Return the result of an equation with unknown inputs, if it has one all the same."""
     name = name_of(eqn)
     zero = [isinstance(value, Known) and value.is_zero() for value in values]
     nothing = Known(np.zeros((), aval_of(eqn.outvars[0]).dtype))
     if name in ("mul", "and") and any(zero):
         return nothing
-    if name == "div" and zero[0] and values[1].scalar:
+    if name == "div" and zero[0] and _is_scalar(values[1]):
         return nothing
     if name in ("add", "add_any", "or", "xor") and any(zero):
         return _unchanged(values[zero.index(False)])
@@ -307,7 +308,11 @@ def _with_unknown(eqn: JaxprEqn, values: list[Any]) -> Known | Operand | None:
     return None
 
 
-def _unchanged(value: Value) -> Operand | None:
+def _is_scalar(value: _Entry) -> bool:
+    return isinstance(value, Known) or value.scalar
+
+
+def _unchanged(value: _Entry) -> Operand | None:
     return value if isinstance(value, Operand) else None
 
 

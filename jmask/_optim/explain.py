@@ -13,8 +13,7 @@ import dataclasses
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,18 @@ from jmask._autodiff.uses import Use, uses_of_inputs
 from jmask._autodiff.value_and_grad import function_of_parameters, value_and_gradients
 from jmask._autodiff.values import RowSum
 from jmask._base.fallback import Fallback, Place, collected, in_bytes
-from jmask._base.types import Gradient, KeyPath, Params, Table
+from jmask._base.types import (
+    DType,
+    Function,
+    Gradient,
+    KeyPath,
+    Options,
+    Params,
+    PyTree,
+    Shape,
+    Shaped,
+    Table,
+)
 from jmask._base.validation import abstract_leaf, checked_choice
 from jmask._kernels.lines import has_narrow_rows
 from jmask._tables.packed import PLATFORMS
@@ -50,8 +60,8 @@ class ParameterStep:
 
     name: str
     array: str
-    shape: tuple[int, ...]
-    dtype: Any
+    shape: Shape
+    dtype: DType
     nbytes: int
     nse: int | None
     note: str
@@ -59,7 +69,6 @@ class ParameterStep:
 
     @property
     def is_sparse(self) -> bool:
-        """Decide whether its gradient is row-sparse."""
         return self.nse is not None
 
     @property
@@ -126,12 +135,12 @@ class Explanation:
 
 
 def explain(
-    loss_fn: Callable[..., Any],
+    loss_fn: Function,
     params: Params,
-    *batch: Any,
+    *batch: PyTree,
     has_aux: bool = False,
     platform: str | None = None,
-    **kwargs: Any,
+    **kwargs: PyTree,
 ) -> Explanation:
     """Say of every parameter whether its gradient is row-sparse, what a step costs, and why.
 
@@ -203,26 +212,25 @@ def explain(
 
 
 def _traced(
-    loss_fn: Callable[..., Any],
+    loss_fn: Function,
     params: Params,
-    batch: tuple[Any, ...],
+    batch: tuple[PyTree, ...],
     has_aux: bool,
-    kwargs: dict[str, Any],
-) -> tuple[list[Any], list[list[Use]], list[Fallback]]:
+    kwargs: Options,
+) -> tuple[list[Gradient], list[list[Use]], list[Fallback]]:
     """Return, for each parameter, its gradient's kind and its uses; and all fallbacks."""
     shapes = jax.tree.map(abstract_leaf, params)
     # Shapes become tracers; all else reaches the function as it is, as under value_and_grad.
-    structure: Any
     others, structure = jax.tree.flatten((batch, kwargs))
     shapes_of_batch = {
         i: x for i, x in enumerate(others) if isinstance(x, jax.ShapeDtypeStruct)
     }
-    gradients: list[Any] = []
+    gradients: list[Gradient] = []
 
-    def arguments(traced: dict[int, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return structure.unflatten([traced.get(i, x) for i, x in enumerate(others)])
+    def arguments(traced: dict[int, jax.Array]) -> tuple[tuple[PyTree, ...], Options]:
+        return jax.tree.unflatten(structure, [traced.get(i, x) for i, x in enumerate(others)])
 
-    def differentiate(params: Params, traced: dict[int, Any]) -> None:
+    def differentiate(params: Params, traced: dict[int, jax.Array]) -> None:
         args, keywords = arguments(traced)
         _, (grads,) = value_and_gradients(
             loss_fn, (0,), has_aux, (params, *args), keywords, finished=lambda result: result
@@ -230,7 +238,7 @@ def _traced(
         is_leaf = lambda x: isinstance(x, RowSum) or is_row_sparse(x)
         gradients.extend(jax.tree.leaves(grads, is_leaf=is_leaf))
 
-    def value(params: Params, traced: dict[int, Any]) -> Any:
+    def value(params: Params, traced: dict[int, jax.Array]) -> jax.Array:
         args, keywords = arguments(traced)
         result = loss_fn(params, *args, **keywords)
         return result[0] if has_aux else result
@@ -256,14 +264,14 @@ def _step(
     leaf: Table,
     gradient: Gradient,
     uses: list[Use],
-    shapes: set[Any],
+    shapes: set[Shape | None],
     platform: str,
 ) -> ParameterStep:
     stored = is_stored_table(leaf)
-    array: Any = leaf if stored else abstract_leaf(leaf)
+    arrays: list[Shaped] = jax.tree.leaves(jax.tree.map(abstract_leaf, leaf))
+    array: Shaped = leaf if stored else arrays[0]
     shape, dtype = tuple(array.shape), jnp.dtype(array.dtype)
     described = f"{dtype}[{', '.join(map(str, shape))}]"
-    arrays = map(abstract_leaf, jax.tree.leaves(leaf))
     is_rows = is_row_sparse(gradient) or (isinstance(gradient, RowSum) and gradient.is_rows)
     nse, leading = (gradient.nse, gradient.leading) if is_rows else (None, 1)
     flat = _flat(shape, leading)
@@ -286,13 +294,13 @@ def _step(
     )
 
 
-def _flat(shape: tuple[int, ...], leading: int) -> tuple[int, ...]:
+def _flat(shape: Shape, leading: int) -> Shape:
     """Return (M * V, *row) of stacked tables (M, V, *row), as `RowSparse.flat` does."""
     return (math.prod(shape[:leading]), *shape[leading:]) if shape else ()
 
 
 def _note(
-    shape: tuple[int, ...],
+    shape: Shape,
     gradient: Gradient,
     nse: int | None,
     uses: list[Use],

@@ -8,7 +8,7 @@ max_row_norm(1)         rows of the table, in the same way
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,14 @@ from jax import lax
 from jmask._base.array_types import added, joint_dtype, trailing, typed_like, wide
 from jmask._base.jaxprs import lifted
 from jmask._base.types import (
+    Function,
     Gradient,
     Gradients,
     JvpArgs,
     OptState,
     Params,
     PyTree,
+    PyTreeDef,
     Scalar,
     Table,
 )
@@ -62,8 +64,8 @@ from jmask._updates.state_rows import check_state_type
 def guarded(
     inner: optax.GradientTransformationExtraArgs,
     init: optax.TransformInitFn,
-    decide: Callable[[Any, Any, Any], tuple[jax.Array, Any, Any]],
-    finish: Callable[[Any, Any, jax.Array, Any], Any],
+    decide: Callable[[Gradients, OptState, Params], tuple[jax.Array, Gradients, PyTree]],
+    finish: Callable[[OptState, OptState, jax.Array, PyTree], OptState],
 ) -> OnePassTransformation:
     """Return a transformation that takes a step of `inner` only where a predicate holds.
 
@@ -80,7 +82,7 @@ def guarded(
     def update(updates, state, params=None, **extra_args):
         take, gradients, extra = decide(updates, state, params)
 
-        def run(state: OptState) -> tuple[Any, Any]:
+        def run(state: OptState) -> tuple[Gradients, OptState]:
             with advising_lazy("inner", gradients):
                 return inner.update(gradients, state, params, **extra_args)
 
@@ -91,7 +93,7 @@ def guarded(
     def apply(grads, state, params):
         take, gradients, extra = decide(grads, state, params)
 
-        def run(params: Params, state: OptState) -> tuple[Any, Any]:
+        def run(params: Params, state: OptState) -> tuple[Params, OptState]:
             return apply_gradients(inner, gradients, state, params)
 
         carried = (params, state.inner_state)
@@ -106,10 +108,10 @@ def guarded(
 
 def _step_if(
     take: jax.Array,
-    run: Callable[..., tuple[Any, Any]],
-    carried: tuple[Any, ...],
-    unchanged: Callable[[Any], Any],
-) -> tuple[Any, Any]:
+    run: Function,
+    carried: tuple[PyTree, ...],
+    unchanged: Callable[[PyTree], PyTree],
+) -> tuple[PyTree, OptState]:
     """Return `run(*carried)`, a result and a state, where `take`.
 
     Elsewhere the result is `unchanged(its shapes)`, and the state the last one carried.
@@ -120,10 +122,10 @@ def _step_if(
         return unchanged(jax.eval_shape(run, *carried)[0]), carried[-1]
     program, shapes = jax.make_jaxpr(run, return_shape=True)(*carried)
     jaxpr, count = lifted(program), len(carried)
-    structure: Any = jax.tree.structure(shapes)
+    structure: PyTreeDef = jax.tree.structure(shapes)
 
     # JAX keeps this function: it closes over no tracer, and what `run` does is an argument.
-    def run_alone(kept: PyTree, state: OptState, closed_over: Sequence[Any]) -> Any:
+    def run_alone(kept: PyTree, state: OptState, closed_over: Sequence[jax.Array]) -> PyTree:
         arguments = jax.tree.leaves((kept, state)[-count:])
         return structure.unflatten(jax.core.eval_jaxpr(jaxpr, (), *closed_over, *arguments))
 
@@ -132,19 +134,19 @@ def _step_if(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _run_if(
-    run: Callable[..., Any], take: jax.Array, kept: PyTree, state: OptState, closed_over: PyTree
-) -> Any:
+    run: Function, take: jax.Array, kept: PyTree, state: OptState, closed_over: PyTree
+) -> tuple[PyTree, OptState]:
     """Return `run(kept, state, closed_over)` where `take`, else `kept` and the state."""
 
-    def once(carried: PyTree) -> Any:
+    def once(carried: PyTree) -> PyTree:
         return jnp.zeros_like(take), *run(*carried[1:], closed_over)
 
     return lax.while_loop(lambda carried: carried[0], once, (take, kept, state))[1:]
 
 
 @_run_if.defjvp
-def _derivative(run: Callable[..., Any], primals: JvpArgs, tangents: JvpArgs) -> Any:
-    def chosen(take: jax.Array, kept: PyTree, state: OptState, closed_over: PyTree) -> Any:
+def _derivative(run: Function, primals: JvpArgs, tangents: JvpArgs) -> tuple[PyTree, PyTree]:
+    def chosen(take: jax.Array, kept: PyTree, state: OptState, closed_over: PyTree) -> PyTree:
         return lax.cond(take, lambda: run(kept, state, closed_over), lambda: (kept, state))
 
     return jax.jvp(chosen, primals, tangents)
@@ -153,16 +155,15 @@ def _derivative(run: Callable[..., Any], primals: JvpArgs, tangents: JvpArgs) ->
 def _no_update(shapes: Gradients, params: Params) -> Gradients:
     tables = filter(is_deferred, jax.tree.leaves(params, is_leaf=is_stored_table))
 
-    def nothing(x: Gradient) -> Any:
+    def nothing(x: Gradient) -> Gradient:
         if isinstance(x, NewTable):
             return NewTable(next(tables))
         if not is_row_sparse(x):
             # -0.0, which changes nothing when added: -0.0 + 0.0 would be 0.0.
             return typed_like(-jnp.zeros(x.shape, x.dtype), x)
         padding = RowSparse.zeros(x.flat().shape, x.dtype, x.nse).stacked_as(x)
-        structure: Any
         leaves, structure = jax.tree.flatten(x)
-        return structure.unflatten(map(typed_like, jax.tree.leaves(padding), leaves))
+        return jax.tree.unflatten(structure, map(typed_like, jax.tree.leaves(padding), leaves))
 
     def is_leaf(x: object) -> bool:
         return is_row_sparse(x) or isinstance(x, NewTable)
@@ -232,7 +233,7 @@ def all_finite(gradients: Gradients) -> jax.Array:
     """Decide whether all entries of a gradient but padding and masked ones are finite."""
     finite = jnp.ones((), bool)
     for leaf in jax.tree.leaves(gradients, is_leaf=is_gradient_leaf):
-        ignored: Any = False
+        ignored: jax.Array | bool = False
         storage = leaf.storage if isinstance(leaf, MaskedTensor) else leaf
         values = jnp.asarray(stored_values(storage))
         if isinstance(leaf, MaskedTensor):
@@ -251,7 +252,7 @@ def summed_rows(gradients: Gradients, params: Params) -> Gradients:
     as these take them, nan where they do not fit.
     """
 
-    def taken(gradient: Gradient, table: Table = None) -> Any:
+    def taken(gradient: Gradient, table: Table = None) -> Gradient:
         if is_stored_table(table):
             return fitted(table, gradient)
         return summed(gradient) if is_row_sparse(gradient) else gradient
@@ -312,7 +313,7 @@ def drop_nonfinite_rows() -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def _finite(x: Gradient) -> tuple[Any, jax.Array]:
+def _finite(x: Gradient) -> tuple[Gradient, jax.Array]:
     """Return the gradient without what is not finite, and the number of rows left out."""
     if isinstance(x, MaskedTensor):
         values = stored_values(x.storage)

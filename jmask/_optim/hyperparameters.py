@@ -7,7 +7,7 @@ of JAX, possibly traced (`optax.inject_hyperparams`), whose value is not looked 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from jmask._base.array_types import as_float
-from jmask._base.types import Scalar
+from jmask._base.types import Options, Scalar
 from jmask._base.validation import check_flag, checked_choice, naming_arguments, shown
 
 # What weight decay is added to: the gradient, so that an adaptive optimizer rescales it, or
@@ -45,13 +45,13 @@ class Range(NamedTuple):
     """The numbers that a hyperparameter may be: in words, and as a predicate."""
 
     words: str
-    holds: Callable[[Any], bool]
+    holds: Callable[[float], bool]
 
 
 POSITIVE = Range("positive and finite", lambda x: 0 < x < math.inf)
 NOT_NEGATIVE = Range("non-negative and finite", lambda x: 0 <= x < math.inf)
 FRACTION = Range("in [0, 1)", lambda x: 0 <= x < 1)
-FINITE = Range("finite", lambda x: math.isfinite(x))
+FINITE = Range("finite", math.isfinite)
 
 
 def check_number(name: str, value: Scalar, within: Range | None = None) -> None:
@@ -86,22 +86,19 @@ def check_state_dtype(state_dtype: DTypeLike | None, name: str = "state_dtype") 
         )
 
 
-def is_known(value: object) -> bool:
+def is_known(value: object) -> TypeGuard[float]:
     """Decide whether a number can be read without waiting for a device: Python's or NumPy's."""
     return isinstance(value, int | float | np.number | np.ndarray)
 
 
-def _is_number(value: Any) -> bool:
-    if isinstance(value, bool | np.bool_):
-        return False
-    if isinstance(value, int | float):
-        return True
-    is_array = isinstance(value, jax.Array | np.ndarray | np.number)
-    is_real = is_array and not jnp.issubdtype(value.dtype, jnp.complexfloating)
+def _is_number(value: object) -> bool:
+    if not isinstance(value, jax.Array | np.ndarray | np.number):
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    is_real = not jnp.issubdtype(value.dtype, jnp.complexfloating)
     return is_real and value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.number)
 
 
-def check_denominator(**terms: Any) -> None:
+def check_denominator(**terms: Scalar) -> None:
     """Refuse negative terms, and all of them zero: a zero gradient would divide 0 by 0."""
     for name, value in terms.items():
         check_number(name, value, NOT_NEGATIVE)
@@ -128,7 +125,7 @@ class Common:
     decay_mode: str = "l2"
 
     @classmethod
-    def among(cls, arguments: dict[str, Any]) -> "Common":
+    def among(cls, arguments: Options) -> "Common":
         """Return those among the arguments of an optimizer."""
         names = (field.name for field in dataclasses.fields(cls))
         return cls(**{name: arguments[name] for name in names if name in arguments})
@@ -163,8 +160,9 @@ class Common:
                 f"`learning_rate` is a schedule that returned {shown(value)} for a step count: "
                 "it must return a number."
             )
-        is_integer = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.integer)
-        return as_float(value) if is_integer else value
+        if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.integer):
+            return as_float(value)
+        return value
 
     def rescaled(self, gradient: jax.Array) -> jax.Array:
         """Return the gradient times `rescale_grad`, its sign turned to maximize."""

@@ -10,7 +10,7 @@ the rows that the last microbatch does not touch, and is refused. Masked gradien
 up their valid entries: an entry is valid in the sum where it is in any microbatch.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax import lax
 
 from jmask._base.array_types import on_every_device, typed_like
 from jmask._base.row_ids import id_dtype
-from jmask._base.types import Gradient, Gradients, OptState, Params, PyTree, Scalar, Value
+from jmask._base.types import Gradient, Gradients, OptState, Params, PyTree, PyTreeDef, Value
 from jmask._base.validation import check_flag, leaf_name
 from jmask._lazy.one_pass import OnePassTransformation
 from jmask._optim.guards import guarded
@@ -124,7 +124,7 @@ def multi_steps(
     check_gradients(like, "like")
     like = jax.eval_shape(as_gradients, like)
 
-    def empty() -> Any:
+    def empty() -> PyTree:
         return jax.tree.map(lambda x: _empty(x, every_k), like, is_leaf=is_gradient_leaf)
 
     def init(params: optax.Params) -> MultiStepsState:
@@ -132,7 +132,7 @@ def multi_steps(
 
     def accumulate(
         gradients: Gradients, state: OptState, params: Params
-    ) -> tuple[jax.Array, Any, Any]:
+    ) -> tuple[jax.Array, Gradients, PyTree]:
         """Return whether to step, with the gradient so far, and what is kept of it."""
         gradients = as_gradients(gradients)
         check_state_type(state, MultiStepsState)
@@ -158,8 +158,8 @@ def multi_steps(
         return last, noticed_as(gradients, total), accumulated
 
     def finish(
-        state: OptState, inner_state: OptState, last: jax.Array, accumulated: Gradients
-    ) -> Any:
+        state: OptState, inner_state: OptState, last: jax.Array, accumulated: PyTree
+    ) -> MultiStepsState:
         accumulated = jax.tree.map(
             lambda x, zero: jnp.where(last, typed_like(zero, jax.typeof(x)), x),
             accumulated,
@@ -171,7 +171,7 @@ def multi_steps(
     return guarded(inner, init, accumulate, finish)
 
 
-def _split(gradient: Gradient, shapes_only: bool = False) -> tuple[Any, Any]:
+def _split(gradient: Gradient, shapes_only: bool = False) -> tuple[Gradient, Value]:
     """Return rows or an array, and the valid entries if the gradient is masked, else None."""
     if not isinstance(gradient, MaskedTensor):
         return gradient, None
@@ -180,10 +180,10 @@ def _split(gradient: Gradient, shapes_only: bool = False) -> tuple[Any, Any]:
     return gradient_and_valid(gradient)
 
 
-def _empty(like: Gradient, every_k: int) -> Any:
+def _empty(like: Gradient, every_k: int) -> PyTree:
     like, valid = _split(like, shapes_only=True)
     count = every_k if is_row_sparse(like) else 1
-    kept: Any
+    kept: PyTree
     if is_row_sparse(like):
         ids = jnp.full((count * like.nse,), like.row_count, id_dtype(like.row_count))
         kept = StoredRows(ids, jnp.zeros((*ids.shape, *like.row), like.dtype))
@@ -194,7 +194,7 @@ def _empty(like: Gradient, every_k: int) -> Any:
     return StoredEntries(kept, jnp.zeros((count * valid.shape[0], *valid.shape[1:]), bool))
 
 
-def _added(like: Gradient, kept: PyTree, gradient: Gradient, mini_step: jax.Array) -> Any:
+def _added(like: Gradient, kept: PyTree, gradient: Gradient, mini_step: jax.Array) -> PyTree:
     like, _ = _split(like, shapes_only=True)
     gradient, valid = _split(gradient)
 
@@ -205,7 +205,7 @@ def _added(like: Gradient, kept: PyTree, gradient: Gradient, mini_step: jax.Arra
         new, kept = (on_every_device(x, like_new) for x in (new.astype(kept.dtype), kept))
         return lax.dynamic_update_slice_in_dim(kept, new, mini_step * like.nse, 0)
 
-    def added(kept: PyTree) -> Any:
+    def added(kept: PyTree) -> PyTree:
         if not is_row_sparse(like):
             return kept + gradient.astype(kept.dtype)
         ids = gradient.flat().row_ids()
@@ -217,7 +217,7 @@ def _added(like: Gradient, kept: PyTree, gradient: Gradient, mini_step: jax.Arra
     return StoredEntries(added(kept.gradient), valid)
 
 
-def _as_gradient(like: Gradient, kept: PyTree, factor: Scalar) -> Gradient:
+def _as_gradient(like: Gradient, kept: PyTree, factor: jax.Array | float) -> Gradient:
     like, valid = _split(like, shapes_only=True)
     if valid is not None:
         kept, valid = kept
@@ -233,8 +233,8 @@ def _as_gradient(like: Gradient, kept: PyTree, factor: Scalar) -> Gradient:
 
 
 def _check_structure(gradients: Gradients, like: Gradients) -> None:
-    leaves: Any = jax.tree.leaves_with_path(gradients, is_leaf=is_gradient_leaf)
-    expected: Any = jax.tree.leaves_with_path(like, is_leaf=is_gradient_leaf)
+    leaves = jax.tree.leaves_with_path(gradients, is_leaf=is_gradient_leaf)
+    expected = jax.tree.leaves_with_path(like, is_leaf=is_gradient_leaf)
     if [path for path, _ in leaves] != [path for path, _ in expected]:
         names = [
             ", ".join(leaf_name(tree, path) for path, _ in nodes)
@@ -270,8 +270,8 @@ def _check_structure(gradients: Gradients, like: Gradients) -> None:
 
 
 def _check_buffers(kept: PyTree, expected: PyTree) -> None:
-    shapes: Any = [[x.shape for x in jax.tree.leaves(tree)] for tree in (kept, expected)]
-    trees: Any = [jax.tree.structure(tree) for tree in (kept, expected)]
+    shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in (kept, expected)]
+    trees: list[PyTreeDef] = [jax.tree.structure(tree) for tree in (kept, expected)]
     if trees[0] != trees[1] or shapes[0] != shapes[1]:
         raise ValueError(
             "`state.accumulated` was made for another `every_k` or another `like`: it has "

@@ -8,26 +8,26 @@ the steps of each parameter, jmask the steps of the optimizer: in full steps the
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from jmask._base.types import OptState, PyTree
+from jmask._base.types import HostArray, Key, KeyPath, OptState, PyTree, Shape
 from jmask._optim.adagrad import AdagradState
 from jmask._optim.adam import AdamState
 from jmask._updates.state_rows import states_of
 
 # For each field of a state the key that torch gives it.
-_KEYS: dict[Any, dict[str, str]] = {
+_KEYS: dict[type, dict[str, str]] = {
     AdamState: {"mu": "exp_avg", "nu": "exp_avg_sq"},
     AdagradState: {"sum_of_squares": "sum"},
 }
 
 
 def from_torch_state(
-    state: OptState, torch_state: Mapping[Any, Any], order: Sequence[Any] | None = None
+    state: OptState, torch_state: Mapping[Key, PyTree], order: Sequence[Key] | None = None
 ) -> OptState:
     """Return the state of `adam` or `adagrad` with the numbers of a torch optimizer.
 
@@ -60,7 +60,7 @@ def from_torch_state(
     """
     optimizer_state, keys = _only_state(state)
     torch_state = _checked_mapping(torch_state)
-    paths: Any = jax.tree.leaves_with_path(optimizer_state[1])
+    paths = jax.tree.leaves_with_path(optimizer_state[1])
     numbers = _checked_order(order, len(paths))
     if order is None:
         _check_unambiguous(torch_state, [(jnp.shape(x), path) for path, x in paths])
@@ -84,8 +84,7 @@ def from_torch_state(
             "jmask counts those of the optimizer: convert them separately."
         )
 
-    def loaded(key: str, slot: PyTree) -> Any:
-        structure: Any
+    def loaded(key: str, slot: PyTree) -> PyTree:
         leaves, structure = jax.tree.flatten(slot)
         arrays = []
         for number, (path, _), old in zip(numbers, paths, leaves, strict=True):
@@ -96,7 +95,7 @@ def from_torch_state(
                     f"{array.shape}, but params{jax.tree_util.keystr(path)} needs {old.shape}."
                 )
             arrays.append(jnp.asarray(array, old.dtype))
-        return structure.unflatten(arrays)
+        return jax.tree.unflatten(structure, arrays)
 
     fields = {
         field: loaded(key, getattr(optimizer_state, field)) for field, key in keys.items()
@@ -113,8 +112,8 @@ def from_torch_state(
 
 
 def to_torch_state(
-    state: OptState, order: Sequence[Any] | None = None
-) -> dict[Any, dict[str, Any]]:
+    state: OptState, order: Sequence[Key] | None = None
+) -> dict[Key, dict[str, HostArray]]:
     """Return what `from_torch_state` reads: for each parameter its step and arrays, as NumPy's.
 
     To load it, put it into a state_dict of the torch optimizer:
@@ -153,7 +152,7 @@ def to_torch_state(
     }
 
 
-def _only_state(state: OptState) -> tuple[Any, dict[str, str]]:
+def _only_state(state: OptState) -> tuple[OptState, dict[str, str]]:
     """Return the state of the optimizer, and for each of its fields the key of torch."""
     states = states_of(tuple(_KEYS), state)
     if len(states) != 1:
@@ -164,7 +163,7 @@ def _only_state(state: OptState) -> tuple[Any, dict[str, str]]:
     return states[0], _KEYS[type(states[0])]
 
 
-def _checked_order(order: Sequence[Any] | None, count: int) -> list[Any]:
+def _checked_order(order: Sequence[Key] | None, count: int) -> list[Key]:
     if order is not None and not isinstance(order, list | tuple | range):
         raise TypeError(f"`order` must be a list, got {type(order).__name__}.")
     numbers = list(range(count) if order is None else order)
@@ -175,7 +174,7 @@ def _checked_order(order: Sequence[Any] | None, count: int) -> list[Any]:
     return numbers
 
 
-def _checked_mapping(torch_state: object) -> Mapping[Any, Any]:
+def _checked_mapping(torch_state: object) -> Mapping[Key, PyTree]:
     if isinstance(torch_state, Mapping):
         # A whole state_dict has its numbers under "state", beside "param_groups".
         states = torch_state.get("state", torch_state)
@@ -187,14 +186,16 @@ def _checked_mapping(torch_state: object) -> Mapping[Any, Any]:
     )
 
 
-def _check_unambiguous(torch_state: Mapping[Any, Any], leaves: Sequence[Any]) -> None:
+def _check_unambiguous(
+    torch_state: Mapping[Key, PyTree], leaves: Sequence[tuple[Shape, KeyPath]]
+) -> None:
     """Refuse to go by numbers where parameters may be taken for each other."""
     if len(torch_state) > len(leaves):
         raise ValueError(
             f"`torch_state` has {len(torch_state)} parameters, {list(torch_state)}, and the "
             f"optimizer {len(leaves)}: say by `order` which are meant."
         )
-    first: dict[Any, Any] = {}
+    first: dict[Shape, KeyPath] = {}
     for shape, path in leaves:
         # Parameters of different shapes cannot be taken for each other: shapes are checked
         # later.
@@ -207,7 +208,7 @@ def _check_unambiguous(torch_state: Mapping[Any, Any], leaves: Sequence[Any]) ->
             )
 
 
-def _steps(entries: Mapping[str, Any], number: object) -> int:
+def _steps(entries: Mapping[str, ArrayLike], number: object) -> int:
     step = _array(entries, "step", number)
     is_number = not step.ndim and step.dtype.kind in "iuf" and np.isfinite(step)
     if not is_number or step < 0 or step != np.floor(step):
@@ -218,7 +219,7 @@ def _steps(entries: Mapping[str, Any], number: object) -> int:
     return int(step)
 
 
-def _array(entries: Mapping[str, Any], key: str, number: object) -> np.ndarray:
+def _array(entries: Mapping[str, ArrayLike], key: str, number: object) -> HostArray:
     if key not in entries:
         raise ValueError(
             f"parameter {number!r} of `torch_state` has no {key!r}, only {list(entries)}: is "

@@ -2,14 +2,13 @@
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jmask._base.row_ids import hide, wrap
-from jmask._base.types import Numbers, Shaped, Value
+from jmask._base.types import HostArray, Numbers, Shape, Shaped, Value
 from jmask._base.validation import abstract_leaf, checked_array, checked_integer
 from jmask._tensors.interop import takes_plain_ids
 
@@ -30,7 +29,7 @@ def check_order(indices: object, values: object) -> None:
         )
 
 
-def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
+def checked_shape(shape: Sequence[int]) -> Shape:
     try:
         checked = tuple(operator.index(size) for size in shape)
     except TypeError:
@@ -42,7 +41,7 @@ def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return checked
 
 
-def shape_that_fits(indices: jax.Array, values: jax.Array) -> tuple[int, ...]:
+def shape_that_fits(indices: jax.Array, values: jax.Array) -> Shape:
     """Return the smallest shape with these rows."""
     if isinstance(indices, jax.core.Tracer):
         raise ValueError(
@@ -52,7 +51,7 @@ def shape_that_fits(indices: jax.Array, values: jax.Array) -> tuple[int, ...]:
     return (max(last + 1, 0), *values.shape[1:])
 
 
-def check_stored(ids: np.ndarray, values: tuple[int, ...], shape: tuple[int, ...]) -> None:
+def check_stored(ids: HostArray, values: Shape, shape: Shape) -> None:
     """Raise ValueError unless every id is a row or padding, and has its row of values."""
     if values != (*ids.shape, *shape[1:]) or ids.ndim != 1:
         raise ValueError(
@@ -68,7 +67,7 @@ def check_stored(ids: np.ndarray, values: tuple[int, ...], shape: tuple[int, ...
         )
 
 
-def check_coalesced(ids: np.ndarray, rows: int) -> None:
+def check_coalesced(ids: HostArray, rows: int) -> None:
     """Raise ValueError unless ids are sorted, unique, and followed by padding alone."""
     valid = ids[(ids >= 0) & (ids < rows)]
     leading = ids[: valid.size]
@@ -80,7 +79,7 @@ def check_coalesced(ids: np.ndarray, rows: int) -> None:
     )
 
 
-def check_values(indices: jax.Array, values: jax.Array, shape: tuple[int, ...]) -> None:
+def check_values(indices: jax.Array, values: jax.Array, shape: Shape) -> None:
     """Raise ValueError unless values (n, *row) have a row of `shape` for each index."""
     if values.ndim == 0 or values.shape[0] != indices.shape[0]:
         raise ValueError(
@@ -94,7 +93,7 @@ def check_values(indices: jax.Array, values: jax.Array, shape: tuple[int, ...]) 
         )
 
 
-def checked_replacement(values: Value, old: Shaped) -> Any:
+def checked_replacement(values: Value, old: Shaped) -> jax.Array:
     """Return stored values that have the shape of those that they replace."""
     known = isinstance(values, jax.Array | jax.ShapeDtypeStruct)
     values = values if known else checked_array("values", values)
@@ -106,7 +105,7 @@ def checked_replacement(values: Value, old: Shaped) -> Any:
     return values
 
 
-def checked_leading(leading: int, shape: tuple[int, ...]) -> int:
+def checked_leading(leading: int, shape: Shape) -> int:
     leading = checked_integer("leading", leading)
     if not 1 <= leading <= len(shape):
         raise ValueError(
@@ -183,7 +182,7 @@ def refuse_tangent(leaf: Shaped) -> None:
         )
 
 
-def ids_from_plain(leaf: Value, values: Value, row_ndim: int) -> Any:
+def ids_from_plain(leaf: Value, values: Value, row_ndim: int) -> jax.Array:
     """Return the leaf of ids from an array that is not in opaque form; refuse plain numbers.
 
     Callbacks of the host (`jax.debug.print`) unwrap the leaf into its words, which only that

@@ -15,7 +15,6 @@ import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import is_nonzero, joint_dtype, trailing
-from jmask._base.types import Tensor, TensorLike
+from jmask._base.types import HostArray, MaskedHostArray, Options, Shape, Tensor, TensorLike
 from jmask._base.validation import checked_array, checked_choice, checked_path
 from jmask._kernels.rows import gather_rows
 from jmask._tensors.checks import checked_capacity, fit_or_poison
@@ -38,7 +37,6 @@ from jmask._tensors.storage import (
     is_entry,
     is_sparse,
     stored_values,
-    stype,
     unique_positions,
 )
 from jmask._tensors.storage import stype as stype_of
@@ -48,8 +46,6 @@ def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     """Return the tensor on coordinate (BCOO) storage, without dense dimensions."""
     if nse is None and x.stype == "coo" and not x.storage.n_dense:
         return x
-    if not x.shape:
-        raise ValueError("a MaskedTensor without dimensions has no sparse storage.")
     values, valid = stored_values(x.storage).reshape(-1), x.valid.reshape(-1)
     picked, inside, values = _chosen(values, valid, nse, "entries")
     indices = [
@@ -68,8 +64,6 @@ def to_coo(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
 
 def to_csr(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     """Return the tensor of two dimensions on compressed row (BCSR) storage."""
-    if x.ndim != 2:
-        raise ValueError(f"csr storage needs two dimensions, got shape {x.shape}.")
     if nse is None and x.stype == "csr":
         return x
     x = to_coo(x, _capacity(x.valid.reshape(-1), nse, "entries"))
@@ -83,17 +77,14 @@ def to_row_sparse(x: MaskedTensor, nse: int | None = None) -> MaskedTensor:
     """Return the tensor on row-sparse storage: the rows with a valid entry, in order."""
     if nse is None and x.stype == "row_sparse":
         return x
-    if not x.shape:
-        raise ValueError("a MaskedTensor without dimensions has no sparse storage.")
     if not is_sparse(x.storage):
-        ids = jnp.arange(x.shape[0])
-        return _stored_rows(x.shape, ids, x.storage, x.valid, nse)
+        return _stored_rows(x, jnp.arange(x.shape[0]), nse)
     if isinstance(x.storage, RowSparse):
-        return _stored_rows(x.shape, x.storage.row_ids(), x.storage.values, x.valid, nse)
+        return _stored_rows(x, x.storage.row_ids(), nse)
     return _assembled_rows(x, nse)
 
 
-def from_numpy_ma(x: np.ma.MaskedArray) -> MaskedTensor:
+def from_numpy_ma(x: MaskedHostArray) -> MaskedTensor:
     """Make a masked tensor from a NumPy masked array, where True means masked.
 
     Example:
@@ -105,7 +96,7 @@ def from_numpy_ma(x: np.ma.MaskedArray) -> MaskedTensor:
     return MaskedTensor(data, ~np.ma.getmaskarray(x))
 
 
-def to_numpy_ma(x: TensorLike) -> np.ma.MaskedArray:
+def to_numpy_ma(x: TensorLike) -> MaskedHostArray:
     """Return a NumPy masked array, True = masked; entries that are not stored are masked.
 
     Example:
@@ -164,15 +155,13 @@ def _is_sorted(storage: Tensor) -> bool:
     return not isinstance(storage, RowSparse) or storage.coalesced
 
 
-def _stored_rows(
-    shape: tuple[int, ...], ids: jax.Array, values: jax.Array, valid: jax.Array, nse: int | None
-) -> MaskedTensor:
+def _stored_rows(x: MaskedTensor, ids: jax.Array, nse: int | None) -> MaskedTensor:
     """Store the rows that have a valid entry, of rows in order."""
-    touched = valid.any(axis=tuple(range(1, valid.ndim)))
-    picked, inside, values = _chosen(values, touched, nse, "rows")
-    ids = jnp.where(inside, _picked(ids, picked), shape[0])
-    storage = RowSparse.from_rows(ids, values, shape, coalesced=True)
-    return joined(storage, _picked(valid, picked) & trailing(inside, valid.ndim))
+    touched = x.valid.any(axis=tuple(range(1, x.valid.ndim)))
+    picked, inside, values = _chosen(stored_values(x.storage), touched, nse, "rows")
+    ids = jnp.where(inside, _picked(ids, picked), x.shape[0])
+    storage = RowSparse.from_rows(ids, values, x.shape, coalesced=True)
+    return joined(storage, _picked(x.valid, picked) & trailing(inside, x.valid.ndim))
 
 
 def _assembled_rows(x: MaskedTensor, nse: int | None) -> MaskedTensor:
@@ -241,7 +230,10 @@ def cast_storage(x: TensorLike, stype: str, *, nse: int | None = None) -> Tensor
     """
     checked_choice(stype, "stype", ("default", *_TO_SPARSE))
     if isinstance(x, MaskedTensor):
-        return x.to_dense() if stype == "default" else _TO_SPARSE[stype](x, nse)
+        if stype == "default":
+            return x.to_dense()
+        _check_castable(x, stype)
+        return _TO_SPARSE[stype](x, nse)
     current = stype_of(x)
     x = x if is_sparse(x) else jnp.asarray(x)
     if current == stype and (nse is None or stype == "default"):
@@ -319,13 +311,13 @@ def save_npz(file: str | os.PathLike, x: TensorLike) -> None:
     """
     masked = isinstance(x, MaskedTensor)
     storage = x.storage if masked else x
-    kind = stype(storage)
+    kind = stype_of(storage)
     if isinstance(storage, RowSparse):
         storage.check_single()
     fields = {name: getattr(storage, name) for name in _FIELDS[kind]} or {"data": storage}
     if masked:
         fields["valid"] = x.valid
-    contents: dict[str, Any] = {"stype": kind, "shape": np.shape(storage)}
+    contents: Options = {"stype": kind, "shape": np.shape(storage)}
     if kind != "default":
         contents["shape"] = tuple(storage.shape)
         contents |= {flag: getattr(storage, flag) for flag in _FLAGS if hasattr(storage, flag)}
@@ -380,7 +372,7 @@ def load_npz(file: str | os.PathLike) -> Tensor:
         return joined(storage, _loaded(contents, "valid"))
 
 
-def _loaded(contents: Mapping[str, np.ndarray], name: str) -> jax.Array:
+def _loaded(contents: Mapping[str, HostArray], name: str) -> jax.Array:
     array = contents[name]
     if f"{name}_dtype" in contents:
         array = array.view(jnp.dtype(str(contents[f"{name}_dtype"])))
@@ -388,7 +380,7 @@ def _loaded(contents: Mapping[str, np.ndarray], name: str) -> jax.Array:
 
 
 def _rebuilt(
-    kind: str, arrays: Sequence[Any], shape: tuple[int, ...], flags: dict[str, bool]
+    kind: str, arrays: Sequence[Tensor], shape: Shape, flags: dict[str, bool]
 ) -> Tensor:
     if kind == "default":
         return arrays[0]
@@ -446,14 +438,14 @@ def _described(x: MaskedTensor) -> str:
     described = f"{x.dtype}[{shape}]"
     if not is_sparse(x.storage):
         return described
-    return f"{stype(x.storage)}, {described}, nse={x.storage.nse}"
+    return f"{x.stype}, {described}, nse={x.storage.nse}"
 
 
 def _is_concrete(x: object) -> bool:
     return isinstance(x, jax.Array | np.ndarray) and not isinstance(x, jax.core.Tracer)
 
 
-def _entries(values: jax.Array | np.ndarray, valid: jax.Array | np.ndarray, head: str) -> str:
+def _entries(values: jax.Array | HostArray, valid: jax.Array | HostArray, head: str) -> str:
     """Return the entries as text whose lines after the first are indented as after `head`."""
     if values.size == 0:
         return "[]"
@@ -482,7 +474,7 @@ def _entries(values: jax.Array | np.ndarray, valid: jax.Array | np.ndarray, head
     )
 
 
-def _edges(x: jax.Array | np.ndarray, axis: int, edge: int) -> Any:
+def _edges(x: jax.Array | HostArray, axis: int, edge: int) -> jax.Array | HostArray:
     at, last = (slice(None),) * axis, x.shape[axis] - edge
     module = jnp if isinstance(x, jax.Array) else np
     with jax.ensure_compile_time_eval():  # a constant may be printed while tracing

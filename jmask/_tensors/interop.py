@@ -14,13 +14,13 @@ otherwise, JAX's own error stands.
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jmask._base.row_ids import hide, is_opaque, reveal
-from jmask._base.types import Tensor
+from jmask._base.types import PyTree, Table, Tensor
 
 _LAZY = (
     "put the optimizer inside jmask.lazy, as in jmask.lazy(optax.adam(1e-3)), with all that is "
@@ -82,15 +82,11 @@ def refuse_misuse() -> None:
             raise TypeError(_message(frame)) from None
 
 
-# What optax and what is built on it do to parameters, by the name of the function of optax that
-# maps over them.
-_OF_TABLES = {
-    "apply_updates": (
-        "optax.apply_updates (in flax' TrainState.apply_gradients and nnx.Optimizer.update) "
-        "cannot update a {}: write params, opt_state = jmask.apply_gradients(tx, grads, "
-        "opt_state, params), or jmask.apply_updates(params, updates)"
-    ),
-}
+_UPDATES_OF_A_TABLE = (
+    "optax.apply_updates (in flax' TrainState.apply_gradients and nnx.Optimizer.update) cannot "
+    "update a {}: write params, opt_state = jmask.apply_gradients(tx, grads, opt_state, "
+    "params), or jmask.apply_updates(params, updates)."
+)
 _OVER_A_TABLE = (
     "a {0} is one table, and jax.vmap and jax.lax.scan cannot map over it: make one table of "
     "stacked ones, `stack.reshape(-1, D)`, and look row `i` of table `m` up as `m * V + i`; or "
@@ -104,7 +100,7 @@ _OF_DEFERRED_TABLES = (
 
 # Functions of JAX that map over an axis of their arguments, by their local variables: those
 # arguments. What an `in_axes` of several levels says is left to JAX.
-_MAPPED: dict[str, Callable[[dict[str, Any]], object]] = {
+_MAPPED: dict[str, Callable[[dict[str, PyTree]], PyTree]] = {
     "vmap_f": lambda x: (_along(x.get("in_axes"), x.get("args", ())), x.get("kwargs")),
     "scan": lambda x: x.get("xs"),
 }
@@ -115,7 +111,7 @@ def _along(axes: object, arguments: Sequence[object]) -> list[object]:
     return [x for x, axis in zip(arguments, each, strict=False) if isinstance(axis, int)]
 
 
-def refuse_misuse_of_table(table: Any) -> bool:
+def refuse_misuse_of_table(table: Table) -> bool:
     """Raise where optax would calculate with the leaves of a table, or JAX map over them.
 
     Return whether optax asks for dtypes alone (`optax.inject_hyperparams`) and compares them,
@@ -136,8 +132,8 @@ def refuse_misuse_of_table(table: Any) -> bool:
     if frame is None or not _module(frame).startswith("optax."):
         return False
     module, name = _module(frame), frame.f_code.co_name
-    if name in _OF_TABLES:
-        raise TypeError(_OF_TABLES[name].format(kind) + ".") from None
+    if name == "apply_updates":
+        raise TypeError(_UPDATES_OF_A_TABLE.format(kind)) from None
     is_arithmetic = ".tree_utils." in module or name == "incremental_update"
     if kind == "DeferredTable" and is_arithmetic and name not in _HARMLESS:
         raise TypeError(_OF_DEFERRED_TABLES.format(name) + ".") from None
@@ -157,19 +153,12 @@ def takes_plain_ids() -> bool:
     Tools that compare leaves or write them to files then work; they do not compute with them.
     """
     # Between them: functions of `jax.tree.map`, and the methods of the class.
-    frame = _first_outside(sys._getframe(1), ("jax.", "jmask._tensors."), 7)
-    return frame is not None and _module(frame).startswith(_TAKES_PLAIN_IDS)
-
-
-def _first_outside(
-    frame: FrameType | None, between: tuple[str, ...], most: int
-) -> FrameType | None:
-    """Return the first caller that is not of modules that begin so, after `most` of these."""
-    for _ in range(most):
-        if frame is None or not _module(frame).startswith(between):
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(7):
+        if frame is None or not _module(frame).startswith(("jax.", "jmask._tensors.")):
             break
         frame = frame.f_back
-    return frame
+    return frame is not None and _module(frame).startswith(_TAKES_PLAIN_IDS)
 
 
 def _module(frame: FrameType) -> str:
@@ -268,18 +257,17 @@ def register_in_flax(kind: type) -> None:
         register(kind, _to_state, _from_state)
 
 
-def _named(x: Tensor) -> dict[str, Any]:
-    """Return the leaves of a tensor by name."""
+def _named(x: Tensor) -> dict[str, jax.Array]:
     leaves = jax.tree.leaves_with_path(x)
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
 
 
-def _to_state(x: Tensor) -> dict[str, Any]:
+def _to_state(x: Tensor) -> dict[str, jax.Array]:
     named = _named(x)
     return {name: reveal(leaf) if is_opaque(leaf) else leaf for name, leaf in named.items()}
 
 
-def _from_state(like: Tensor, state: dict[str, Any]) -> Any:
+def _from_state(like: Tensor, state: dict[str, ArrayLike]) -> Tensor:
     named = _named(like)
     if sorted(named) != sorted(state):
         raise ValueError(

@@ -17,7 +17,7 @@ by construction.
 import functools
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import NoReturn, Self
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ import numpy as np
 from jax.experimental.sparse import BCOO, BCSR
 from jax.typing import DTypeLike
 
-from jmask._base.types import Mask, Scalar, Tensor, TensorLike
+from jmask._base.types import DType, Mask, PyTree, Scalar, Shape, Tensor, TensorLike
 from jmask._base.validation import checked_dtype, checked_scalar, refuse_scipy
 from jmask._tensors.checks import checked_replacement
 from jmask._tensors.interop import NamesItsFunctions, register_in_flax
@@ -82,7 +82,7 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
 
     __slots__ = ("storage", "valid")
 
-    storage: Any
+    storage: Tensor
     valid: jax.Array
 
     def __init__(self, data: TensorLike, mask: Mask | None = None):
@@ -106,15 +106,15 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
 
     # --- pytree: data and the booleans of its stored values -----------------------------
 
-    def tree_flatten_with_keys(self) -> Any:
+    def tree_flatten_with_keys(self) -> tuple[Sequence[tuple[object, PyTree]], None]:
         keys = (jax.tree_util.GetAttrKey("data"), jax.tree_util.GetAttrKey("mask"))
         return tuple(zip(keys, (self.storage, self.valid), strict=True)), None
 
-    def tree_flatten(self) -> Any:
+    def tree_flatten(self) -> tuple[Sequence[PyTree], None]:
         return (self.storage, self.valid), None
 
     @classmethod
-    def tree_unflatten(cls, _: object, children: Sequence[Any]) -> "MaskedTensor":
+    def tree_unflatten(cls, _: None, children: Sequence[PyTree]) -> Self:
         # JAX also builds nodes of shapes and axes; only surely wrong numbers are refused.
         register_in_flax(cls)
         node = object.__new__(cls)
@@ -140,12 +140,12 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
         return with_stored_values(self.storage, self.valid)
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """The shape of the tensor."""
         return tuple(self.storage.shape)
 
     @property
-    def dtype(self) -> np.dtype:
+    def dtype(self) -> DType:
         """The dtype of the data."""
         return self.storage.dtype
 
@@ -174,7 +174,7 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
     def __int__(self) -> int:
         return int(self._number())
 
-    def _number(self) -> Any:
+    def _number(self) -> jax.Array:
         if self.shape or is_sparse(self.storage):
             raise TypeError(f"a MaskedTensor of shape {self.shape} is not one number.")
         if not self.valid:
@@ -186,7 +186,7 @@ class MaskedTensor(MaskedMethods, metaclass=NamesItsFunctions):
             "a MaskedTensor has no truth value: use all() or any(), or to_tensor(fill)."
         )
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NoReturn:
         raise TypeError(
             "a MaskedTensor does not become an array by itself, because its masked entries "
             "have no values: use to_tensor(fill), or jmask.to_numpy_ma(x)."
@@ -321,7 +321,7 @@ def read_at(x: TensorLike, like: Storage, otherwise: str = "") -> tuple[jax.Arra
     return values, jnp.ones((), bool)
 
 
-def common_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def common_shape(shapes: Sequence[Shape]) -> Shape:
     """Return the broadcast shape of operands; the error names all shapes."""
     try:
         return tuple(jnp.broadcast_shapes(*shapes))
@@ -358,7 +358,7 @@ def on_dense(data: TensorLike, mask: Mask) -> tuple[jax.Array, jax.Array]:
     return jnp.broadcast_to(data, shape), jnp.broadcast_to(mask, shape)
 
 
-def on_sparse(data: Sparse, mask: Mask) -> tuple[Any, jax.Array]:
+def on_sparse(data: Sparse, mask: Mask) -> tuple[Tensor, jax.Array]:
     """Bring sparse data and a mask, sparse or not, to unique positions; say what is valid."""
     batch = getattr(data, "n_batch", 0)
     if batch:
@@ -375,7 +375,7 @@ def on_sparse(data: Sparse, mask: Mask) -> tuple[Any, jax.Array]:
     return _merged(data, valid)
 
 
-def _merged(data: Sparse, valid: jax.Array) -> tuple[Any, jax.Array]:
+def _merged(data: Sparse, valid: jax.Array) -> tuple[Tensor, jax.Array]:
     """Make equal positions one entry: the sum of what is valid, if anything is."""
     if has_unique_positions(data):
         return data, valid & is_entry(data)
@@ -384,7 +384,7 @@ def _merged(data: Sparse, valid: jax.Array) -> tuple[Any, jax.Array]:
 
 # Some fifty operations, which outside jit would each be called from Python.
 @functools.partial(jax.jit, inline=True)
-def _summed(data: Sparse, valid: jax.Array) -> tuple[Any, jax.Array]:
+def _summed(data: Sparse, valid: jax.Array) -> tuple[Tensor, jax.Array]:
     values = stored_values(data)
     existing = with_stored_values(data, jnp.where(valid, values, jnp.zeros_like(values)))
     number = unique_positions(with_stored_values(data, valid.astype(jnp.int32)))
@@ -392,7 +392,7 @@ def _summed(data: Sparse, valid: jax.Array) -> tuple[Any, jax.Array]:
     return merged, (stored_values(number) > 0) & is_entry(merged)
 
 
-def _at_positions_of(mask: Mask, data: Sparse) -> tuple[Any, jax.Array]:
+def _at_positions_of(mask: Mask, data: Sparse) -> tuple[Tensor, jax.Array]:
     """Return the data that a sparse mask has positions for, and which of it is valid.
 
     A mask with the index arrays of the data says of each stored value whether it is valid,

@@ -8,33 +8,44 @@ that a method is, and the module that defines the function installs it:
 """
 
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import numpy as np
 from jax.typing import DTypeLike
 
 from jmask._base.fallback import report_fallback
-from jmask._base.types import Tensor
+from jmask._base.types import (
+    Argument,
+    Function,
+    HostArray,
+    PyTree,
+    Scalar,
+    Shape,
+    Shaped,
+    Tensor,
+    TensorLike,
+)
 
-_installed: dict[str, Callable[..., Any]] = {}
+_T = TypeVar("_T")
+
+_installed: dict[str, Function] = {}
 
 
-def install(**functions: Callable[..., Any]) -> None:
+def install(**functions: Function) -> None:
     """Let methods of these names be these functions."""
     _installed.update(functions)
 
 
-def call(name: str, *args: Any, **kwargs: Any) -> Any:
+def call(name: str, *args: Argument, **kwargs: Argument) -> Tensor:
     """Return the result of the function installed as `name`."""
     return _installed[name](*args, **kwargs)
 
 
-def method(name: str, reflected: bool = False) -> Any:
+def method(name: str, reflected: bool = False) -> Function:
     """Return a method that is the function installed as `name`; reflected, of (other, self)."""
 
-    def bound(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def bound(self: Tensor, *args: Argument, **kwargs: Argument) -> Tensor:
         if kwargs.get("out", self) is None:
             del kwargs["out"]  # NumPy's functions pass it to methods: np.sum(x)
         if reflected:
@@ -46,7 +57,7 @@ def method(name: str, reflected: bool = False) -> Any:
     return bound
 
 
-def one_or_several(values: tuple[Any, ...]) -> Any:
+def one_or_several(values: tuple[_T, ...]) -> _T | tuple[_T, ...]:
     """Return the arguments of `x.reshape(2, 3)` and of `x.reshape((2, 3))`."""
     return values[0] if len(values) == 1 else values
 
@@ -63,19 +74,19 @@ class TensorMethods:
 
     __array_priority__ = 1000
 
-    shape: Any
-
     @property
-    def ndim(self) -> int:
+    def ndim(self: Shaped) -> int:
         """The number of dimensions."""
         return len(self.shape)
 
     @property
-    def size(self) -> int:
+    def size(self: Shaped) -> int:
         """The number of entries, stored and valid or not."""
         return math.prod(self.shape)
 
-    def __array_ufunc__(self, ufunc: np.ufunc, how: str, *inputs: Any, **kwargs: Any) -> Any:
+    def __array_ufunc__(
+        self, ufunc: np.ufunc, how: str, *inputs: TensorLike, **kwargs: Argument
+    ) -> Tensor:
         """Run functions of NumPy by those in `jmask.numpy`: `np.sqrt(x)`, `array * x`."""
         name = ufunc.__name__
         if how == "__call__" and not kwargs and name in _installed:
@@ -122,10 +133,10 @@ class TensorMethods:
     __abs__ = method("abs")
     __invert__ = method("bitwise_not")
 
-    def __eq__(self, other: object) -> Any:
+    def __eq__(self, other: object) -> Tensor:
         return call("equal", self, other) if is_comparable(other) else NotImplemented
 
-    def __ne__(self, other: object) -> Any:
+    def __ne__(self, other: object) -> Tensor:
         return call("not_equal", self, other) if is_comparable(other) else NotImplemented
 
     __lt__ = method("less")
@@ -155,11 +166,11 @@ class TensorMethods:
     swapaxes = method("swapaxes")
     take = method("take")
 
-    def reshape(self, *shape: Any, **kwargs: Any) -> Tensor:
+    def reshape(self, *shape: int | Shape, **kwargs: Argument) -> Tensor:
         """See `jmask.numpy.reshape`; the sizes as a tuple or as separate arguments."""
         return call("reshape", self, one_or_several(shape), **kwargs)
 
-    def transpose(self, *axes: Any) -> Tensor:
+    def transpose(self, *axes: int | Shape) -> Tensor:
         """See `jmask.numpy.transpose`; the axes as a tuple or as separate arguments."""
         return call("transpose", self, one_or_several(axes) if axes else None)
 
@@ -207,12 +218,12 @@ class MaskedMethods(TensorMethods):
 
     # --- Python values ------------------------------------------------------------------
 
-    def item(self, *index: int) -> Any:
+    def item(self, *index: int) -> Scalar | None:
         """Return the single entry, or that at `index`, as a Python number; None if masked."""
         array = call("to_numpy_ma", self)
         return None if array.mask.item(*index) else array.data.item(*index)
 
-    def tolist(self) -> Any:
+    def tolist(self) -> PyTree:
         """Return the entries as nested lists of Python numbers; None where masked."""
         return call("to_numpy_ma", self).tolist()
 
@@ -220,9 +231,9 @@ class MaskedMethods(TensorMethods):
         """Format the number that a scalar is; `--` if it is masked."""
         if not spec:
             return str(self)
-        if self.shape:
+        if np.ndim(self):
             raise TypeError(
-                f"a MaskedTensor of shape {self.shape} is not one number to format as "
+                f"a MaskedTensor of shape {np.shape(self)} is not one number to format as "
                 f"{spec!r}: format an entry, or the array `x.to_tensor(fill_value)`."
             )
         number = self.item()
@@ -236,7 +247,7 @@ class RowSparseMethods(TensorMethods):
 
     __getitem__ = method("row_getitem")
 
-    def __len__(self) -> int:
+    def __len__(self: Shaped) -> int:
         return self.shape[0]
 
     def __bool__(self) -> bool:
@@ -244,10 +255,10 @@ class RowSparseMethods(TensorMethods):
             "a RowSparse has no truth value: use jmask.numpy.any(x) or jmask.numpy.all(x)."
         )
 
-    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> HostArray:
         if copy is False:
             raise ValueError("`copy`=False: a RowSparse has no dense array to share.")
-        dense = self.todense()  # type: ignore[attr-defined]
+        dense = call("cast_storage", self, "default")
         if isinstance(dense, jax.core.Tracer):
             raise TypeError(
                 f"{self!r} is traced (under jit, vmap or grad) and no array: write x.todense() "

@@ -16,8 +16,8 @@ apart from padding, padding last.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Sequence
+from typing import Self, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,17 @@ from jax.typing import DTypeLike
 
 from jmask._base.array_types import adds_when_cast, is_narrow, wide
 from jmask._base.row_ids import Order, canonical, hide, id_dtype, is_opaque, reveal, widen
-from jmask._base.types import Numbers
+from jmask._base.types import (
+    ArrayFunction,
+    DType,
+    Function,
+    HostArray,
+    Ids,
+    Numbers,
+    PyTree,
+    Shape,
+    Static,
+)
 from jmask._base.validation import check_flag, checked_array, checked_dtype
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.gathered_rows import Rows, cast, gathered
@@ -97,7 +107,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
     stype = "row_sparse"
 
     values: jax.Array
-    shape: tuple[int, ...]
+    shape: Shape
     coalesced: bool
     leading: int
 
@@ -126,7 +136,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
 
     # --- pytree: leaves are the opaque ids and the values -------------------------------
 
-    def tree_flatten_with_keys(self):
+    def tree_flatten_with_keys(self) -> tuple[Sequence[tuple[object, PyTree]], Static]:
         keys = (
             jax.tree_util.GetAttrKey("indices"),
             jax.tree_util.GetAttrKey("values"),
@@ -134,13 +144,13 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         leaves = (self.indices if takes_plain_ids() else self.index_leaf, self.values)
         return tuple(zip(keys, leaves, strict=True)), self._static
 
-    def tree_flatten(self):
+    def tree_flatten(self) -> tuple[Sequence[PyTree], Static]:
         refuse_misuse()
         ids = self.indices if takes_plain_ids() else self.index_leaf
         return (ids, self.values), self._static
 
     @classmethod
-    def tree_unflatten(cls, static, leaves):
+    def tree_unflatten(cls, static: Static, leaves: Sequence[PyTree]) -> Self:
         # JAX also builds nodes of shapes, axes and masks, so only a leaf that is surely a
         # number in the place of ids is refused.
         leaf, values = leaves
@@ -153,23 +163,29 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         return node
 
     @property
-    def _static(self) -> tuple[tuple[int, ...], bool, int]:
+    def _static(self) -> tuple[Shape, bool, int]:
         return self.shape, self.coalesced, self.leading
 
     def with_leaves(
-        self, index_leaf: jax.Array, values: jax.Array, **static: Any
+        self,
+        index_leaf: jax.Array,
+        values: jax.Array,
+        *,
+        shape: Shape | None = None,
+        coalesced: bool | None = None,
+        leading: int | None = None,
     ) -> "RowSparse":
-        """Replace leaves, unchecked, and `shape`, `coalesced`, `leading`."""
-        names = ("shape", "coalesced", "leading")
-        new = (static.get(name, old) for name, old in zip(names, self._static, strict=True))
-        return RowSparse.tree_unflatten(tuple(new), (index_leaf, values))
+        """Replace leaves, unchecked, and what else is given."""
+        pairs = zip((shape, coalesced, leading), self._static, strict=True)
+        static = tuple(old if new is None else new for new, old in pairs)
+        return RowSparse.tree_unflatten(static, (index_leaf, values))
 
     @classmethod
     def from_rows(
         cls,
         ids: jax.Array,
         values: jax.Array,
-        shape: tuple[int, ...],
+        shape: Shape,
         *,
         coalesced: bool,
         leading: int = 1,
@@ -186,7 +202,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         return reveal(self.index_leaf) if is_opaque(self.index_leaf) else self.index_leaf
 
     @property
-    def dtype(self) -> np.dtype:
+    def dtype(self) -> DType:
         """The dtype of the values."""
         return self.values.dtype
 
@@ -196,7 +212,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         return math.prod(self.shape[: self.leading])
 
     @property
-    def row(self) -> tuple[int, ...]:
+    def row(self) -> Shape:
         """The shape of a row."""
         return self.shape[self.leading :]
 
@@ -215,7 +231,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
             return f"RowSparse({self.index_leaf!r}, {self.values!r}, shape={self.shape})"
         return f"RowSparse({of}{f', batch={batch}' if batch else ''}{stacked})"
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Function, Static]:
         indices, values = np.asarray(self.indices), np.asarray(self.values)
         return _unpickle, (indices, values, *self._static)
 
@@ -243,7 +259,7 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
         shape: Sequence[int],
         nse: int,
         dtype: DTypeLike = jnp.float32,
-        sampler: Callable[..., jax.Array] = jax.random.normal,
+        sampler: ArrayFunction = jax.random.normal,
     ) -> "RowSparse":
         """Return tensor with `nse` different rows chosen at random, and random values in them.
 
@@ -323,8 +339,9 @@ class RowSparse(RowSparseMethods, metaclass=SaysWhatToDo):
 
     def stacked_as(self, like: "RowSparse") -> "RowSparse":
         """Undo `flat`: return the tensor with the shape of `like`."""
-        static = {"shape": like.shape, "leading": like.leading}
-        return self.with_leaves(self.index_leaf, self.values, **static)
+        return self.with_leaves(
+            self.index_leaf, self.values, shape=like.shape, leading=like.leading
+        )
 
     def with_leading(self, leading: int) -> "RowSparse":
         """Return the same tensor with rows of fewer dimensions: each row is several then."""
@@ -463,6 +480,8 @@ def is_row_sparse(x: object) -> TypeGuard[RowSparse]:
     return isinstance(x, RowSparse)
 
 
-def _unpickle(indices, values, shape, coalesced, leading=1):
-    values = jnp.asarray(values)
-    return RowSparse.from_rows(indices, values, shape, coalesced=coalesced, leading=leading)
+def _unpickle(
+    indices: Ids, values: HostArray, shape: Shape, coalesced: bool, leading: int = 1
+) -> RowSparse:
+    rows = jnp.asarray(values)
+    return RowSparse.from_rows(indices, rows, shape, coalesced=coalesced, leading=leading)

@@ -18,13 +18,13 @@ with the gradient of an ordinary tensor.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO, BCSR
 
-from jmask._base.types import Mask, Tensor, TensorLike
+from jmask._base.types import Mask, PyTree, Tensor, TensorLike
 from jmask._base.validation import check_flag
 from jmask._tensors.masked_tensor import MaskedTensor, is_tensor, joined, read_at
 from jmask._tensors.row_sparse import RowSparse
@@ -202,18 +202,18 @@ class _WithPlaceholder:
 
     __slots__ = ()
 
-    placeholder: Any
+    placeholder: jax.Array | None
 
-    def tree_flatten_with_keys(self) -> Any:
+    def tree_flatten_with_keys(self) -> tuple[Sequence[tuple[object, PyTree]], PyTree]:
         leaves, static = super().tree_flatten_with_keys()  # type: ignore[misc]
         return (*leaves, (_PLACEHOLDER, self.placeholder)), static
 
-    def tree_flatten(self) -> Any:
+    def tree_flatten(self) -> tuple[Sequence[PyTree], PyTree]:
         leaves, static = super().tree_flatten()  # type: ignore[misc]
         return (*leaves, self.placeholder), static
 
     @classmethod
-    def tree_unflatten(cls, static: Any, leaves: Sequence[Any]) -> Any:
+    def tree_unflatten(cls, static: PyTree, leaves: Sequence[PyTree]) -> Self:
         *leaves, placeholder = leaves
         node = super().tree_unflatten(static, leaves)  # type: ignore[misc]
         node.placeholder = placeholder
@@ -272,13 +272,11 @@ def with_placeholder(x: TensorLike, placeholder: jax.Array | None) -> Tensor:
     return kind.tree_unflatten(static, (*leaves, placeholder))
 
 
-def placeholder_of(x: TensorLike) -> Any | None:
-    """Return the placeholder of `x`, None if it has none."""
+def placeholder_of(x: TensorLike) -> jax.Array | None:
     return getattr(x, "placeholder", None) if is_tensor(x) else None
 
 
 def without_placeholder(x: TensorLike) -> Tensor:
-    """Return `x` without a placeholder."""
     if placeholder_of(x) is None:
         return x
     leaves, static = x.tree_flatten()

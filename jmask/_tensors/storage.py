@@ -21,7 +21,7 @@ dense array itself:
 
 import functools
 import operator
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from jax.experimental.sparse import BCOO, BCSR
 
 from jmask._base.array_types import joint_dtype, sum_dtype, trailing
 from jmask._base.fallback import report_fallback
-from jmask._base.types import Scalar
+from jmask._base.types import Ids, Scalar, Shape, Tensor
 from jmask._base.validation import refuse_scipy
 from jmask._kernels.coalesce import coalesce_rows
 from jmask._kernels.rows import gather_rows
@@ -40,7 +40,7 @@ from jmask._tensors.row_sparse import RowSparse
 Storage = jax.Array | RowSparse | BCOO | BCSR
 Sparse = RowSparse | BCOO | BCSR
 SPARSE = (RowSparse, BCOO, BCSR)
-_ARRAYS = jax.Array | np.ndarray | np.generic | bool | int | float | complex
+_ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 def stype(x: object, argument: str = "x") -> str:
@@ -68,7 +68,6 @@ def stype(x: object, argument: str = "x") -> str:
 
 
 def is_sparse(x: object) -> TypeGuard[Sparse]:
-    """Decide whether `x` is a sparse storage."""
     return isinstance(x, SPARSE)
 
 
@@ -77,9 +76,7 @@ def stored_values(x: Storage) -> jax.Array:
     return x.values if isinstance(x, RowSparse) else x.data if isinstance(x, BCOO | BCSR) else x
 
 
-def with_stored_values(
-    x: Storage, values: jax.Array, shape: tuple[int, ...] | None = None
-) -> Any:
+def with_stored_values(x: Storage, values: jax.Array, shape: Shape | None = None) -> Tensor:
     """Return the storage of `x` with other values at the same positions.
 
     Args:
@@ -168,16 +165,13 @@ def entry_indices(x: Storage, numbers: jax.Array) -> list[jax.Array]:
     return [*gathered, *rest]
 
 
-def sampled(dense: jax.Array, like: Storage, shape: tuple[int, ...] | None = None) -> jax.Array:
+def sampled(dense: jax.Array, like: Storage, shape: Shape | None = None) -> jax.Array:
     """Return the entries of `dense` at the stored positions of `like`.
 
     Args:
         dense: broadcasts to `shape`; only what is sampled is broadcast.
-        like: a storage.
-        shape: by default `like.shape`, than which trailing sizes may be larger.
-
-    Returns:
-        An array of the shape that stored values of a tensor of `shape` have.
+        shape: by default `like.shape`, than which trailing sizes may be larger; the result has
+            the shape that stored values of a tensor of `shape` have.
     """
     shape = tuple(like.shape) if shape is None else shape
     if not is_sparse(like):
@@ -323,7 +317,7 @@ def has_unique_positions(x: Storage) -> bool:
     return not isinstance(x, SPARSE) or x.unique_indices
 
 
-def unique_positions(x: Storage) -> Any:
+def unique_positions(x: Storage) -> Tensor:
     """Return the tensor with equal positions summed into one, as masked semantics need."""
     if not isinstance(x, SPARSE) or has_unique_positions(x):
         return x
@@ -364,7 +358,7 @@ def compressed(x: BCOO) -> BCSR:
     )
 
 
-def _index_arrays(x: Sparse) -> tuple[Any, ...]:
+def _index_arrays(x: Sparse) -> tuple[Ids, ...]:
     if isinstance(x, RowSparse):
         return (x.index_leaf,)
     return (x.indices, x.indptr) if isinstance(x, BCSR) else (x.indices,)
@@ -379,7 +373,7 @@ def _same_array(x: jax.Array, y: jax.Array) -> bool:
         return x.shape == y.shape and bool((x == y).all())
 
 
-def _inside(coordinates: tuple[jax.Array, ...], sizes: tuple[int, ...]) -> jax.Array:
+def _inside(coordinates: tuple[jax.Array, ...], sizes: Shape) -> jax.Array:
     """Find which positions are in range; sizes of dense, trailing dimensions are not used."""
     inside = jnp.ones(coordinates[0].shape, bool)
     for index, size in zip(coordinates, sizes, strict=False):

@@ -3,7 +3,7 @@
 `user_code.py` is checked against the wheel.
 """
 
-from typing import Any, assert_type
+from typing import TYPE_CHECKING, Any, assert_type
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,9 @@ def test_gradients() -> None:
     gradient, rows = assert_type(jmask.grad(loss, has_aux=True)(table), tuple[Any, Any])
     (value, _), same = jmask.value_and_grad(loss, has_aux=True)(table)
     assert assert_type(value, jax.Array) == jnp.sum(rows)
+    if TYPE_CHECKING:  # a gradient has the arguments of its function
+        jmask.grad(loss, has_aux=True)("a name")  # type: ignore[arg-type]
+        jmask.numpy.nanvar(table, ddof="a name")  # type: ignore[arg-type]
     assert gradient.shape == same.shape == (10, 4)
 
 
