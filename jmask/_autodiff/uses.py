@@ -262,9 +262,10 @@ def _parts(eqn: JaxprEqn, sources: Sequence[_Origin | None]) -> set[int]:
 
 
 def _selects_one(eqn: JaxprEqn, sources: Sequence[_Origin | None]) -> bool:
-    """Decide whether an equation selects between an input and that input without gradients.
+    """Decide whether an equation selects between copies with and without gradients.
 
     The branches of a `cond` under `vmap`, whose predicate differs along the batch, begin so.
     """
     cases = {source and source._replace(is_stopped=False) for source in sources[1:]}
-    return eqn.primitive.name == "select_n" and len(cases) == 1 and None not in cases
+    is_one = len(cases) == 1 and all(x is not None and x.is_repeated for x in cases)
+    return eqn.primitive.name == "select_n" and is_one

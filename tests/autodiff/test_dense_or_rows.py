@@ -35,6 +35,7 @@ REWRITES = {
         jnp.tile(t, (2, 1))[IDS] -> t[IDS % V];
         either(lambda i: t[i], IDS) -> either(lambda row: row, t[IDS]);
         steps(lambda i: t[i], IDS) -> steps(lambda row: row, t[IDS]);
+        jnp.where(frozen, jax.lax.stop_gradient(t), t)[IDS] -> frozen_rows(t[IDS]);
         t.T.T[IDS]
     """,
     PENALTY: "(t[IDS], 0.03 * t) -> (t[IDS], 0.03 * t[IDS])",
@@ -52,6 +53,8 @@ OF_VECTORS = """
 """
 CASES = [((V, D), *case) for case in REWRITES.items()] + [((V * D,), LOOK_UP_FIRST, OF_VECTORS)]
 norms = lambda x: jnp.linalg.norm(x, axis=1, keepdims=True)
+frozen = jnp.arange(V)[:, None] < 5
+frozen_rows = lambda rows: jnp.where(frozen[IDS], jax.lax.stop_gradient(rows), rows)
 # `vmap` copies what the branches of a `cond` read, also inside a scan.
 branch = lambda f: lambda i, x: jax.lax.cond(i > 5, f, lambda _: jnp.zeros(D), x)
 either = lambda f, x: jax.vmap(branch(f))(IDS, x)
