@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn
-from jax.sharding import PartitionSpec
 
 from jmask._autodiff.interpreter import LOOK_UP_FIRST, place_of
 from jmask._base.fallback import LARGE, Fallback, Place, in_bytes
@@ -258,7 +257,7 @@ def _parts(eqn: JaxprEqn, sources: Sequence[_Origin | None]) -> set[int]:
     if name_of(eqn) != "shard_map":
         return set()
     pairs = zip(shard_map_of(eqn).in_specs, sources, strict=True)
-    return {x.number for spec, x in pairs if x is not None and spec != PartitionSpec()}
+    return {x.number for spec, x in pairs if x is not None and any(spec)}
 
 
 def _selects_one(eqn: JaxprEqn, sources: Sequence[_Origin | None]) -> bool:
