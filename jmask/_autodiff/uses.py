@@ -19,7 +19,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jmask._autodiff.interpreter import LOOK_UP_FIRST, place_of
 from jmask._autodiff.views import LOOKUPS
 from jmask._base.fallback import LARGE, Fallback, Place, in_bytes
-from jmask._base.forms import aval_of, bodies_of
+from jmask._base.forms import aval_of, bodies_of, name_of, shard_map_of
 from jmask._base.jaxprs import ARITHMETIC, interpret
 from jmask._base.types import Atom, Shaped
 
@@ -34,12 +34,14 @@ _STILL_THE_SAME = (
 class Use(NamedTuple):
     """One use of an input: the primitive, and the line of the user's code.
 
-    `is_computed` says that it is a use of what was computed from all of the input.
+    `is_computed` says that it is a use of what was computed from all of the input, `is_local`
+    that it is one of the part of it that a device has in a `shard_map`.
     """
 
     primitive: str
     place: Place | None
     is_computed: bool = False
+    is_local: bool = False
 
     @property
     def is_lookup(self) -> bool:
@@ -134,11 +136,18 @@ def _report(
             became = f"has {gradient.rows:,} rows and came from an array as large as the table"
     elif gradient.rows is None and not is_reported:  # a report says why, and this could not
         why = "looked up in a way that does not read whole rows"
+        if any(use.is_local for use in uses):
+            why = "sharded by the `shard_map` that looks it up"
         remedy = (
             "Keep rows last, ids first: `table[ids]` of (V, D), `table[m, ids]` or "
             "`table[:, ids]` of (M, V, D), not `table[:, ids]` or `table.T[ids]` of a matrix, "
             "nor a `jax.new_ref` of it; columns after that, `table[ids][:, j]`."
         )
+        if any(use.is_local for use in uses):
+            remedy = (
+                "Let `jmask.sharded(table, mesh)[ids]` take the place of the `shard_map`, or "
+                "take jmask.grad and the step inside it."
+            )
     else:
         return None
     return Fallback(
@@ -159,12 +168,13 @@ class _Origin(NamedTuple):
 
     `is_repeated` says that it is several copies: lookups in them are meant as lookups in the
     input, but not those in what is computed with them, as of positions and a batch of hidden
-    states.
+    states. `is_stopped` says that no gradient comes from it: what uses it is no use.
     """
 
     number: int
     is_computed: bool
     is_repeated: bool = False
+    is_stopped: bool = False
 
 
 def _uses(
@@ -175,27 +185,33 @@ def _uses(
 
     def rule(eqn: JaxprEqn, sources: list[_Origin | None]) -> list[_Origin | None]:
         outputs: list[_Origin | None] = [None] * len(eqn.outvars)
-        origins = dict.fromkeys(origin for origin in sources if origin is not None)
-        if not origins or eqn.primitive.name == "stop_gradient":
+        if eqn.primitive.name == "stop_gradient":
+            return [source and source._replace(is_stopped=True) for source in sources]
+        live = [None if source and source.is_stopped else source for source in sources]
+        origins = dict.fromkeys(origin for origin in live if origin is not None)
+        if not any(sources):
             return outputs
         bodies = [body for body, _ in bodies_of(eqn)]
         for body in bodies:
             inner_uses, results = _uses(body, sources[len(sources) - len(body.invars) :], count)
-            for known, more in zip(uses, inner_uses, strict=True):
+            parts = _parts(eqn, sources)
+            for number, (known, more) in enumerate(zip(uses, inner_uses, strict=True)):
+                if number in parts:
+                    more = [u._replace(is_local=True) for u in more]
                 # What JAX itself calls (`jnp.sort`) has no line of the user inside.
                 known.extend(u if u.place else u._replace(place=place_of(eqn)) for u in more)
             outputs = [new or old for new, old in zip(results, outputs, strict=False)]
         if bodies:
             return outputs
-        if _is_the_same(eqn):
-            return [next(iter(origins))] * len(outputs)
+        if _is_the_same(eqn) or _selects_one(eqn, sources):
+            return [next(iter(origins), next(filter(None, sources)))] * len(outputs)
         place, name = place_of(eqn), eqn.primitive.name
         for origin in origins:
             # Of what was computed only lookups count: they are meant as lookups in the input.
             use = Use(name, place, origin.is_computed)
             if use.is_lookup or not origin.is_computed:
                 uses[origin.number].append(use)
-        for v, source in zip(eqn.invars, sources, strict=True):
+        for v, source in zip(eqn.invars, live, strict=True):
             if source is None or source.is_repeated:
                 continue
             for i, result in enumerate(eqn.outvars):
@@ -234,3 +250,21 @@ def _is_the_same(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name in ("mul", "div"):
         return any(aval_of(v).ndim == 0 for v in eqn.invars)
     return eqn.primitive.name in _STILL_THE_SAME
+
+
+def _parts(eqn: JaxprEqn, sources: Sequence[_Origin | None]) -> set[int]:
+    """Return which inputs a `shard_map` gives its body a part of, on each device."""
+    if name_of(eqn) != "shard_map":
+        return set()
+    pairs = zip(shard_map_of(eqn).in_specs, sources, strict=True)
+    return {x.number for spec, x in pairs if x is not None and any(spec)}
+
+
+def _selects_one(eqn: JaxprEqn, sources: Sequence[_Origin | None]) -> bool:
+    """Decide whether an equation selects between copies with and without gradients.
+
+    The branches of a `cond` under `vmap`, whose predicate differs along the batch, begin so.
+    """
+    cases = {source and source._replace(is_stopped=False) for source in sources[1:]}
+    is_one = len(cases) == 1 and all(x is not None and x.is_repeated for x in cases)
+    return eqn.primitive.name == "select_n" and is_one

@@ -53,7 +53,7 @@ def _opaque_dtype(words: int) -> Hashable:
         fold_in=_refuse,
         name=f"jmask row ids, {32 * words} bit",
         tag="row ids: use jmask.lazy(tx), jmask.multi_steps(tx, k, like=grads), or "
-        "jmask.tree.add, jmask.tree.norm, .psum, .pmean",
+        "jmask.tree.add, jmask.tree.norm, .scale, .merge, .psum, .pmean",
     )
 
 

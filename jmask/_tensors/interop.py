@@ -211,14 +211,27 @@ def _message(frame: FrameType) -> str:
     )
 
 
+def instead_of(frame: FrameType) -> str | None:
+    """Say what to write instead of the function that a frame runs, if it is a known one."""
+    package, function = _function_of(frame)
+    instead = _INSTEAD.get((package, function))
+    return instead and f"for {package}.{function} write {instead}"
+
+
+def _function_of(frame: FrameType) -> tuple[str, str]:
+    """Return the package and the outermost function, or class, that a frame belongs to."""
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package, frame.f_code.co_qualname.partition(".")[0]
+
+
 def _advice(frame: FrameType | None) -> str:
     """Say what to do instead, by the calls of known packages that led here."""
     leaf_advice, is_optimizer = "", False
     while frame is not None:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        function = frame.f_code.co_qualname.partition(".")[0]
-        if (package, function) in _INSTEAD:
-            return f"for {package}.{function} write {_INSTEAD[package, function]}"
+        package, function = _function_of(frame)
+        instead = instead_of(frame)
+        if instead is not None:
+            return instead
         if package == "optax" and frame.f_code.co_name == "mask_pytree":
             return f"optax.partition or optax.masked has {OF_LABELS}"
         if package in ("optax", "jaxopt"):

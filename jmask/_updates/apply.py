@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from types import TracebackType
+from types import FrameType
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ from jmask._base.types import (
 from jmask._base.validation import Model, leaf_name
 from jmask._kernels.stochastic_rounding import check_key, stochastic_round
 from jmask._tables.stored_table import NewTable, add_to_dense, is_stored_table
-from jmask._tensors.interop import OF_LABELS
+from jmask._tensors.interop import OF_LABELS, instead_of
 from jmask._tensors.masked_tensor import MaskedTensor
 from jmask._tensors.row_sparse import RowSparse, is_row_sparse
 from jmask._tensors.storage import stored_values, with_stored_values
@@ -326,9 +326,15 @@ def advising_lazy(
         leaves = jax.tree.leaves(gradients, is_leaf=is_row_sparse)
         if not is_about_rows or not any(map(is_row_sparse, leaves)):
             raise
-        if _labels_by_function(error.__traceback__):
+        if any(map(_labels_by_function, _frames(error))):
             raise TypeError(
                 f"`{name}` holds optax.partition or optax.masked with {OF_LABELS}."
+            ) from error
+        instead = next(filter(None, map(instead_of, _frames(error))), None)
+        if instead is not None:
+            raise TypeError(
+                f"`{name}` holds a transformation of optax that cannot take row-sparse "
+                f"gradients: {instead}."
             ) from error
         raise TypeError(
             f"`{name}` holds a transformation of optax that cannot take row-sparse gradients: "
@@ -337,16 +343,20 @@ def advising_lazy(
         ) from error
 
 
-def _labels_by_function(traceback: TracebackType | None) -> bool:
-    """Decide whether a function of labels, or of a mask, led to an error."""
+def _frames(error: Exception) -> Iterator[FrameType]:
+    """Yield the frames that an error came through, outermost first."""
+    traceback = error.__traceback__
     while traceback is not None:
-        frame = traceback.tb_frame
-        if str(frame.f_globals.get("__name__")).startswith("optax."):
-            labels = (frame.f_locals.get(name) for name in ("param_labels", "mask"))
-            if any(callable(x) for x in labels) and frame.f_code.co_name in _BY_FUNCTION:
-                return True
+        yield traceback.tb_frame
         traceback = traceback.tb_next
-    return False
+
+
+def _labels_by_function(frame: FrameType) -> bool:
+    """Decide whether a frame of optax calls a function of labels, or of a mask."""
+    if not str(frame.f_globals.get("__name__")).startswith("optax."):
+        return False
+    labels = (frame.f_locals.get(name) for name in ("param_labels", "mask"))
+    return any(callable(x) for x in labels) and frame.f_code.co_name in _BY_FUNCTION
 
 
 # Functions of optax that call a function of labels with the gradients.

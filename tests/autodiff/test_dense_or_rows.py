@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jmask
 from tests.expressions import functions
@@ -31,9 +33,15 @@ REWRITES = {
         jnp.repeat(t, 2, 0)[IDS] -> t[IDS // 2];
         jnp.broadcast_to(t, (2, V, D))[1][IDS] -> t[IDS];
         jnp.tile(t, (2, 1))[IDS] -> t[IDS % V];
+        either(lambda i: t[i], IDS) -> either(lambda row: row, t[IDS]);
+        steps(lambda i: t[i], IDS) -> steps(lambda row: row, t[IDS]);
+        jnp.where(frozen, jax.lax.stop_gradient(t), t)[IDS] -> frozen_rows(t[IDS]);
         t.T.T[IDS]
     """,
     PENALTY: "(t[IDS], 0.03 * t) -> (t[IDS], 0.03 * t[IDS])",
+    r"sharded by the `shard_map`.*`jmask\.sharded\(table, mesh\)\[ids\]`": (
+        "in_parts(lambda t: t[IDS], t)"
+    ),
     KEEP_ROWS: "t.reshape(D, V)[:, IDS]",
     KEEP_ROWS + r".*columns after that, `table\[ids\]\[:, j\]`": """
         t.reshape(V, 2, -1)[IDS, 1] -> t.reshape(V, 2, -1)[IDS][:, 1]
@@ -45,6 +53,20 @@ OF_VECTORS = """
 """
 CASES = [((V, D), *case) for case in REWRITES.items()] + [((V * D,), LOOK_UP_FIRST, OF_VECTORS)]
 norms = lambda x: jnp.linalg.norm(x, axis=1, keepdims=True)
+frozen = jnp.arange(V)[:, None] < 5
+frozen_rows = lambda rows: jnp.where(frozen[IDS], jax.lax.stop_gradient(rows), rows)
+# `vmap` copies what the branches of a `cond` read, also inside a scan.
+branch = lambda f: lambda i, x: jax.lax.cond(i > 5, f, lambda _: jnp.zeros(D), x)
+either = lambda f, x: jax.vmap(branch(f))(IDS, x)
+steps = lambda f, x: jax.vmap(lambda *pair: jax.lax.map(lambda p: branch(f)(*p), pair))(
+    IDS[None], x[None]
+)
+in_parts = lambda f, t: jax.shard_map(
+    f,
+    mesh=jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,)),
+    in_specs=P("x"),
+    out_specs=P("x"),
+)(t)
 
 
 @pytest.mark.parametrize(
