@@ -63,6 +63,13 @@ def squares_of_several_lookups(params, ids):
     return squares(params, ids) + squares(params, ids[::-1] // 2) + again
 
 
+def squares_of_casts(params, ids):
+    """`squares` in mixed precision, of the table and a row of padding."""
+    table = jnp.pad(params["table"].astype(jnp.bfloat16), ((1, 0), (0, 0)))
+    rows = table[ids].astype(jnp.float32)
+    return jnp.sum(jnp.square(rows * params["dense"][None]))
+
+
 def squares_in_scan(params, ids):
     """`squares` with the ids looked up in four chunks, one after the other."""
     body = lambda total, chunk: (total + squares(params, chunk), None)

@@ -154,6 +154,7 @@ FLAT_STEPS = {
     "adagrad, several": passed(jmask.adagrad(), loss=steps.squares_of_several_lookups),
     "adam": passed(jmask.adam()),
     "adam, bags": passed(jmask.adam(), loss=steps.squares_of_bags),
+    "adam, casts": passed(jmask.adam(), loss=steps.squares_of_casts),
     "adam of rows": passed(jmask.adam(count="per_row")),
     "rowwise": passed(jmask.rowwise_adagrad()),
     "rowwise in two steps": wide(jmask.rowwise_adagrad(), loss=steps.squares_of_bags),

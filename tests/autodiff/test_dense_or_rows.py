@@ -29,7 +29,6 @@ REWRITES = {
         jax.nn.sigmoid(t)[IDS] -> jax.nn.sigmoid(t[IDS]);
         jnp.exp(t[:, :1])[IDS] -> jnp.exp(t[:, :1][IDS]);
         (t / norms(t))[IDS] + 1 -> t[IDS] / norms(t[IDS]) + 1;
-        jnp.pad(t, ((1, 0), (0, 0)))[IDS] -> jmask.embedding_lookup(t, IDS - 1, mode="zero");
         jnp.repeat(t, 2, 0)[IDS] -> t[IDS // 2];
         jnp.broadcast_to(t, (2, V, D))[1][IDS] -> t[IDS];
         jnp.tile(t, (2, 1))[IDS] -> t[IDS % V];
