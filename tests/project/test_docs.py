@@ -106,16 +106,12 @@ def test_version():
 MODULES = (jmask, *(getattr(jmask, name) for name in docs_pages.MODULES))
 
 
-def _missing(pages):
-    """Public names without an entry or an anchor on these pages."""
-    text = "\n".join(pages.values())
+def test_every_public_name_has_an_entry():
+    """Or an anchor."""
+    text = "\n".join(docs_pages.api_pages().values())
     found = set(re.findall(r"^::: (\S+)$", text, re.M)) | set(re.findall(r"\{ #(\S+) \}", text))
     public = {f"{m.__name__}.{name}" for m in MODULES for name in docs_pages.public_names(m)}
-    return public - {f"jmask.{name}" for name in docs_pages.MODULES} - found
-
-
-def test_every_public_name_has_an_entry():
-    assert _missing(docs_pages.api_pages()) == set()
+    assert public - {f"jmask.{name}" for name in docs_pages.MODULES} <= found
 
 
 def test_a_name_that_is_left_out_is_named(monkeypatch):
