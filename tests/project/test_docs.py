@@ -82,6 +82,13 @@ def test_links(page):
             assert (page.parent / target).exists(), target
 
 
+def test_code_fits_the_page():
+    """What a program prints, in comments at the end of a block, may be longer."""
+    for page in PAGES:
+        for _, block in _FENCE.findall(page.read_text()):
+            assert all(len(x) <= 86 or x.startswith("# ") for x in block.splitlines()), page
+
+
 def test_readme_is_short():
     """What is longer has a page in docs."""
     assert len((ROOT / "README.md").read_bytes()) <= 6000
